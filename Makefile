@@ -145,7 +145,7 @@ $(B)/fuzz/%: tests/fuzz/%.c tests/fuzz/fuzz.h $(HEADERS)
 	clang -O1 -g -DFUZZ_ENGINE -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined -I. $< -o $@ $(LDLIBS)
 # The emulated CUDA runtime. Without the CUDA toolkit's headers it is empty.
 $(B)/fake_cuda.o: tests/cuda/fake_cuda.c $(wildcard tests/cuda/fake_*.h) $(B)/flags
-	$(CC) $(TFLAGS) -O2 -isystem $(CUDA_HOME)/include -c $< -o $@
+	$(CC) $(TFLAGS) -O2 -I. -isystem $(CUDA_HOME)/include -c $< -o $@
 # dt_kernels.cu compiled for the CPU; the emulated runtime runs its kernel launches in streams.
 ifneq ($(wildcard $(CUDA_HOME)/include/cublasLt.h),)
 EMULATED = $(B)/gpu_kernels.o $(B)/fake_cuda.o
@@ -158,7 +158,7 @@ $(B)/test_cuda_blas: OWN += -isystem $(CUDA_HOME)/include $(B)/fake_cuda.o
 endif
 $(B)/gpu_kernels.o: dt_kernels.cu tests/cuda/cuda_on_cpu.h $(HEADERS) $(B)/flags
 	$(CXX) -std=c++17 -O1 -g1 -Wall -Wextra -Wno-unknown-pragmas -x c++ -DDTC_QUEUED -DDT_USE_CUDA -DDT_CUBLASLT \
-	    -isystem $(CUDA_HOME)/include -include tests/cuda/cuda_on_cpu.h -c $< -o $@
+	    -I. -isystem $(CUDA_HOME)/include -include tests/cuda/cuda_on_cpu.h -c $< -o $@
 $(B)/kernels.o: tests/support/implementation.c $(HEADERS) $(B)/flags
 	$(COMPILE) $(KFLAGS) -DKERNELS -I. -c $< -o $@
 $(B)/tests_kernels.o: tests/support/implementation.c $(HEADERS) $(B)/flags
@@ -188,4 +188,4 @@ $(B)/test_cuda_races $(B)/test_cuda_attention_races: $(B)/%: tests/cuda/%.cc $(w
 	$(CXX) $(filter-out -fsanitize=thread,$(CXXFLAGS)) $@.o $(B)/cuda_races.o $(B)/tests_kernels.o \
 	    -Wl,--wrap=memcpy,--wrap=memset -o $@ $(LDLIBS)
 $(B)/cuda_races.o: tests/cuda/cuda_races.cc tests/cuda/cuda_on_cpu.h $(B)/flags
-	$(CXX) $(filter-out -fsanitize%,$(CXXFLAGS)) -O2 -c $< -o $@
+	$(CXX) $(filter-out -fsanitize%,$(CXXFLAGS)) -O2 -I. -c $< -o $@

@@ -1,37 +1,37 @@
-/* dt_parallel.h - v0.1.0 - layouts: the mesh of ranks, placements of tensors, the order of data -
-   public domain or MIT, see the end of the file
+/* dt_parallel.h - v0.2.0 - parallel layouts: process mesh, placements, layers, pipeline
+   schedules, data order - public domain or MIT, see the end of the file
 
-   The third of four single-header libraries; dt_tensor.h names them all. It arranges ranks along
+   The third of four single-header libraries; dt_tensor.h lists them all. It arranges ranks along
    the axes of a layout (data, tensor, context, pipeline, expert), moves a tensor from one placement
-   over a group to another with the right backward, has the layers of tensor, sequence, context and
-   expert parallelism, makes, checks, simulates, draws and runs schedules of pipelines, and says
-   which rank reads which sequence.
+   over a group to another with the right backward, provides the layers of tensor, sequence, context
+   and expert parallelism, generates, checks, simulates, draws and runs pipeline schedules, and
+   decides which rank reads which sequence.
 
    DOES NOT: reduce gradients of parameters (dt_zero.h does, for all axes at once), know any model.
+   Not built yet: a parameter server (push and pull of gradients), a planner that chooses a layout
+   (dry run, below, says what one layout costs).
 
-   QUICK EXAMPLE (a tensor-parallel product over 2 of 4 ranks)
+   QUICK EXAMPLE (a tensor-parallel MLP over 2 of 4 ranks)
 
        #define DT_IMPLEMENTATION
        #include "dt_parallel.h"
        #include <stdio.h>
 
        static dt_status train(dt_ctx *ctx, void *user) {
-           dt_mesh mesh = dt_mesh_make(ctx, (dt_mesh_desc){ .tp = 2 });         // 4 ranks = dp 2 x
-                                                                                tp 2
-           dt_tensor *w1 = dt_param_at(ctx, "w1", DT_SHAPE(8, 4), DT_NORMAL(0.1), // this rank holds
-           4 of 8 rows
+           // 4 ranks = dp 2 x tp 2
+           dt_mesh mesh = dt_mesh_make(ctx, (dt_mesh_desc){ .tp = 2 });
+           // this rank holds 4 of the 8 rows of w1 and 4 of the 8 columns of w2
+           dt_tensor *w1 = dt_param_at(ctx, "w1", DT_SHAPE(8, 4), DT_NORMAL(0.1),
                (dt_param_desc){ .shards = { { mesh.tp, 0 } } });
-           dt_tensor *w2 = dt_param_at(ctx, "w2", DT_SHAPE(1, 8), DT_NORMAL(0.1), // and 4 of 8
-           columns
+           dt_tensor *w2 = dt_param_at(ctx, "w2", DT_SHAPE(1, 8), DT_NORMAL(0.1),
                (dt_param_desc){ .shards = { { mesh.tp, 1 } } });
            float one[4] = { 1, 2, 3, 4 };
            dt_tensor *x = dt_input(ctx, DT_F32, DT_SHAPE(1, 4), one);
            dt_linear_desc gelu = { .activation = DT_ACT_GELU };
-           dt_tensor *h = dt_column_linear(x, w1, NULL, gelu, mesh.tp, DT_REPLICATE);   // (1,4) of
-                                                                                        (1,8)
-           dt_tensor *y = dt_row_linear(h, w2, NULL, NULL, mesh.tp, DT_REPLICATE);      // summed
-                                                                                        over tp:
-                                                                                        (1,1)
+           // (1,4) of (1,8)
+           dt_tensor *h = dt_column_linear(x, w1, NULL, gelu, mesh.tp, DT_REPLICATE);
+           // summed over tp: (1,1)
+           dt_tensor *y = dt_row_linear(h, w2, NULL, NULL, mesh.tp, DT_REPLICATE);
            double value = dt_item(y);
            if (dt_ctx_rank(ctx) == 0) printf("%g\n", value);
            (void)user;
@@ -46,37 +46,41 @@
 
    OPTIONS (define before including)
        DT_IMPLEMENTATION   in exactly one file: the code, not only the declarations
-       DT_STATIC           everything static                                                    (everywhere)
+       DT_STATIC           everything static (in all headers)
 
    CONTENTS
-     1. Mesh
-     2. Placements
-     3. Tensor and sequence parallelism
-     4. Context parallelism
-     5. Expert parallelism
-     6. Schedules
-     7. Pipeline parallelism
-     8. Order of data
-     9. Text
-    10. Dry runs
-    11. Implementation: mesh
+     1. Process mesh (device mesh, process groups of every axis)
+     2. Placements (redistribute; f and g operators; replicate, copy, shard, partial)
+     3. Tensor and sequence parallelism (column-parallel linear, row-parallel linear,
+        vocabulary-parallel embedding, vocabulary-parallel cross-entropy, grouped-query attention)
+     4. Context parallelism (ring attention, zig-zag, Ulysses, all-gather context parallelism)
+     5. Expert parallelism (mixture of experts (MoE), router, expert capacity, token dispatch,
+        token combine, load-balancing loss)
+     6. Pipeline schedules (GPipe (AFAB), 1F1B, interleaved 1F1B, zero bubble (ZB-H1),
+        bubble fraction)
+     7. Pipeline parallelism (stages, micro-batches, tied embeddings)
+     8. Data order (distributed sampler, batch size ramp-up)
+     9. Text datasets (byte files, llm.c token shards)
+    10. Dry runs (dry run: memory, traffic and FLOPs without computing)
+    11. Implementation: process mesh
     12. Placements: code
     13. Tensor and sequence parallelism: code
-    14. Context parallelism: code
+    14. Context parallelism: code (online softmax, log-sum-exp merge)
     15. Expert parallelism: code
-    16. Schedules: code
+    16. Pipeline schedules: code
     17. Pipeline parallelism: code
-    18. Order of data and text: code
+    18. Data order and text datasets: code
     19. Dry runs: code
 
    CONTRACT
-     Memory     A mesh is a value; its groups belong to the world. Tensors live until dt_reset as
-                those of ops do. A dt_text is freed by dt_text_close, a dt_sampler by
-                dt_sampler_free, a dt_schedule by dt_schedule_free; what is left, with the context.
-     Errors     As in dt_tensor.h: sticky, NULL in gives NULL out.
+     Memory     A mesh is a value; its groups belong to the world. Tensors live until dt_reset, as
+                the results of ops do. Free a dt_text with dt_text_close, a dt_sampler with
+                dt_sampler_free and a dt_schedule with dt_schedule_free; the context frees those
+                that are left when it ends.
+     Errors     As in dt_tensor.h: sticky; NULL in gives NULL out.
      Threads    As in dt_comm.h.
      Order      Sums over a group run in rank order.
-     Groups     A group of one is NULL, the identity, and free.
+     Groups     A group of one is NULL; it is the identity and costs nothing.
      Tags       [local], [pairwise], [collective: group]. */
 
 #ifndef DT_PARALLEL_H
@@ -84,55 +88,69 @@
 
 #include "dt_comm.h"
 
-#if DT_VERSION != 100
+#if DT_VERSION != 200
 #error \
-    "dt_parallel.h 0.1.0 needs dt_tensor.h and dt_comm.h 0.1.0: copy all headers from one release"
+    "dt_parallel.h 0.2.0 needs dt_tensor.h and dt_comm.h 0.2.0: copy all headers from one release"
 #endif
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-// ==== 1. Mesh ===================================================================================
+// ==== 1. Process mesh ===========================================================================
 
-/* Ranks of each axis. Their product is the number of ranks. */
+/* Number of ranks along each axis. Their product is the number of ranks. */
 typedef struct dt_mesh_desc {
-    int dp; /* data: 0 -> what the others leave */
-    int tp; /* tensor: 0 -> 1, as all below */
+    int dp; /* data; 0 -> the ranks that the other axes leave */
+    int tp; /* tensor; 0 -> 1, as for all axes below */
     int cp; /* context */
     int pp; /* pipeline */
     int ep; /* expert */
 } dt_mesh_desc;
 
-/* This rank's groups; NULL is a group of one. rank = (((pp*DP + dp)*EP + ep)*CP + cp)*TP + tp. */
+/* Process mesh (device mesh): this rank's process group along every axis. NULL is a group of one.
+   For example 8 ranks as pp 2 x dp 2 x tp 2:
+
+                tp 0   tp 1            tp 0   tp 1
+        dp 0   rank 0 rank 1   dp 0   rank 4 rank 5     rank 6 has the groups
+        dp 1   rank 2 rank 3   dp 1   rank 6 rank 7     tp {6,7}, dp {4,6}, pp {2,6}
+                  pp 0                   pp 1
+
+   tp varies fastest, so that its ranks are neighbours on the fastest links:
+
+       rank = (((pp*DP + dp)*EP + ep)*CP + cp)*TP + tp */
 typedef struct dt_mesh {
     dt_comm *world, *dp, *tp, *cp, *pp, *ep;
-    /* dp x ep x cp: the copies of a dense parameter, each with a part of the data */
+    /* dp x ep x cp: the replicas of a dense parameter, each with its part of the data */
     dt_comm *data;
-    /* dp x cp: those of a parameter that is cut over ep, as experts are */
-    dt_comm *experts;
-    dt_mesh_desc sizes;    /* resolved */
-    dt_mesh_desc at;       /* this rank's coordinates */
-    int replica, replicas; /* dp_rank*EP + ep_rank of R = DP*EP: the batch is cut over these */
+    /* dp x cp: the replicas of an expert, a parameter that is sharded over ep */
+    dt_comm *expert_data;
+    dt_mesh_desc sizes; /* resolved: no zeros */
+    dt_mesh_desc coord; /* this rank's coordinates */
+    /* dp_rank*EP + ep_rank of R = DP*EP: each replica reads its own part of the batch */
+    int replica, replicas;
 } dt_mesh;
 
-/* [local] Resolves zeros and checks the product. On failure DT_ERR_ARG and a text with the numbers
-   and a legal choice; needs no context, so a program can refuse a layout before any rank starts. */
-DT_API dt_status dt_mesh_sizes(dt_mesh_desc *sizes, int ranks, char *text, size_t text_bytes);
-/* [collective: world] The groups of every axis, named "dp", "tp", ... with their byte counters.
-   After a failure all groups are NULL and there is one replica. */
+/* [local] Resolves zeros and checks the product. On failure returns DT_ERR_ARG and writes a text
+   with the numbers and a legal choice. It needs no context, so a program can refuse a layout before
+   any rank starts. */
+DT_API dt_status dt_mesh_resolve(dt_mesh_desc *sizes, int ranks, char *text, size_t text_bytes);
+/* [collective: world] Creates the process groups of every axis, named "dp", "tp", ... with their
+   own byte counters. After a failure all groups are NULL and there is one replica. */
 DT_API dt_mesh dt_mesh_make(dt_ctx *ctx, dt_mesh_desc desc);
 
 // ==== 2. Placements =============================================================================
 
-/* How a tensor lies over a group of N ranks.
-       REPLICATE   every rank has the whole value, and the whole gradient
-       COPY        every rank has the whole value; each rank's gradient is a part of the sum
-       SHARD(dim)  rank r has part r of N equal parts along dim
-       PARTIAL     the value is the sum over the ranks, not yet taken; every rank has the whole
+/* How a tensor is placed over a group of N ranks.
+
+       REPLICATE   every rank has the whole value and the whole gradient
+       COPY        every rank has the whole value; each rank's gradient is one term of the sum
+       SHARD(dim)  rank r has shard r of N equal shards along dim
+       PARTIAL     the value is a sum over the ranks that is not taken yet; every rank has the whole
                    gradient
-   The gradient of a COPY tensor is PARTIAL and that of a PARTIAL tensor is COPY; the others are
-   their own. */
+
+   The gradient of a COPY tensor is PARTIAL, that of a PARTIAL tensor is COPY; REPLICATE and SHARD
+   tensors have gradients of their own placement. */
 enum { DT_PLACEMENT_REPLICATE = 0, DT_PLACEMENT_COPY, DT_PLACEMENT_SHARD, DT_PLACEMENT_PARTIAL };
 typedef struct dt_placement {
     int kind, dim;
@@ -142,294 +160,349 @@ typedef struct dt_placement {
 #define DT_PARTIAL ((dt_placement){ DT_PLACEMENT_PARTIAL, 0 })
 #define DT_SHARD(dim) ((dt_placement){ DT_PLACEMENT_SHARD, (dim) })
 
-/* [collective: comm] x from one placement to another. Over a group of one, and for from equal to
-   to, x itself.
+/* [collective: comm] Redistributes x from one placement to another; Megatron-LM's f and g operators
+   are rows of its table. Returns x itself over a group of one, and where from equals to:
 
        from -> to              forward            backward            known as
        PARTIAL -> REPLICATE    all-reduce         identity            Megatron's g
        REPLICATE -> COPY       identity           all-reduce          Megatron's f
-       SHARD -> COPY           all-gather         reduce-scatter      sequence parallelism's g, all-gather of keys
-       PARTIAL -> SHARD        reduce-scatter     all-gather          sequence parallelism's g*
+       SHARD -> COPY           all-gather         reduce-scatter      g of sequence parallelism;
+                                                                      all-gather of keys and values
+       PARTIAL -> SHARD        reduce-scatter     all-gather          g* of sequence parallelism
        SHARD -> REPLICATE      all-gather         slice
        REPLICATE -> SHARD      slice              all-gather
        SHARD a -> SHARD b      all-to-all         all-to-all          Ulysses
        REPLICATE -> PARTIAL    rank 0 keeps it    identity
        COPY -> REPLICATE       identity           rank 0 keeps it
 
-   The backward of a -> b is the row dual(b) -> dual(a) of this same table. Fails with DT_ERR_SHAPE
-   where N does not divide a dimension and DT_ERR_UNSUPPORTED where there is no row. Megatron:
-   arXiv:1909.08053, arXiv:2205.05198; Ulysses: arXiv:2309.14509. */
+   The backward of a -> b is the row dual(b) -> dual(a) of this same table, where dual is the
+   placement of the gradient. Fails with DT_ERR_SHAPE where N does not divide a dimension, and with
+   DT_ERR_UNSUPPORTED where the table has no row. Megatron: arXiv:1909.08053, arXiv:2205.05198;
+   Ulysses: arXiv:2309.14509. */
 DT_API dt_tensor *dt_redistribute(dt_tensor *x, dt_comm *comm, dt_placement from, dt_placement to);
 
 // ==== 3. Tensor and sequence parallelism ========================================================
 
-/* Layers over a group of T ranks, of which each holds a part of every matrix: M. Shoeybi et al.,
-   "Megatron-LM", arXiv:1909.08053. Between dt_tp_enter and dt_row_linear lies a region in which
-   activations are cut like the weights; `outside` says how they lie elsewhere:
+/* Tensor parallelism: each of T ranks holds a shard of every weight matrix. M. Shoeybi et al.,
+   "Megatron-LM", arXiv:1909.08053. An MLP needs one communication at its entry (f) and one at its
+   exit (g), because the second matrix is sharded along the dimension in which the first one's
+   output is:
 
-       DT_REPLICATE    every rank has all tokens: an all-reduce where a region ends, and one in the
-                       backward where it begins
-       DT_SHARD(1)     (B,T,C) is cut along the tokens: sequence parallelism, V. Korthikanti et al.,
-                       arXiv:2205.05198. Where a region begins tokens are gathered, where it ends
-                       sums are scattered: the same bytes, and norms, dropout and residuals keep 1/T
-                       of the tokens. What was gathered is not kept but gathered again in the
-                       backward, if this happens in a dt_block: in each half of a backward in
-                       halves.
+               f        column-parallel        row-parallel         g
+            +------> x w1_0^T -> gelu -> h_0 -> h_0 w2_0^T = y_0 ---+
+       x ---|                                                      (+)---> y = y_0 + y_1
+            +------> x w1_1^T -> gelu -> h_1 -> h_1 w2_1^T = y_1 ---+
 
-   Weights are cut by dt_param_desc.shards: of a column-parallel layer along its outputs (O,I) ->
-   dimension 0, its bias too; of a row-parallel one along its inputs, dimension 1, its bias not at
-   all. A hidden size that T does not divide leaves zeros in the last ranks' boxes, which stay zero
-   through functions with f(0) = 0. Under DT_SHARD(1) parameters that are used outside and not cut
-   (norms, biases of rows, positions) saw a part of the tokens: mark them { tp, DT_GRAD_PARTIAL }. All of
-   these are [collective: comm], and over a group of one the plain layer. */
+   Between dt_tp_enter (f) and dt_row_linear (g) lies a tensor-parallel region, in which activations
+   are sharded as the weights are. `outside` is the placement of activations outside of such
+   regions:
 
-/* [collective: comm] x, as it lies outside, whole on every rank: for one or more products with cut
+       DT_REPLICATE    every rank has all tokens. g is an all-reduce in the forward, f one in the
+                       backward
+       DT_SHARD(1)     sequence parallelism: (B,T,C) is sharded along the tokens; V. Korthikanti et
+                       al., arXiv:2205.05198. A region begins with an all-gather of tokens and ends
+                       with a reduce-scatter of sums. That is the same traffic, and norms, dropout
+                       and residuals hold only 1/T of the tokens. Inside a dt_block the gathered
+                       tensor is not kept but gathered again in the backward: in each half of a
+                       backward in halves
+
+   dt_param_desc.shards places the weights. A column-parallel layer shards (O,I) and its bias along
+   the outputs, dimension 0; a row-parallel layer shards (O,I) along the inputs, dimension 1, and
+   does not shard its bias. Where T does not divide a hidden size, the local slices of the last
+   ranks are padded with zeros, which stay zero through functions with f(0) = 0. Under DT_SHARD(1),
+   parameters that are used outside and are not sharded (norms, row biases, position embeddings) saw
+   only a part of the tokens: give them the gradient placement { tp, DT_GRAD_PARTIAL }. All
+   functions below are [collective: comm], and over a group of one the plain layer. */
+
+/* [collective: comm] Megatron's f (and g under sequence parallelism). Takes x as it is placed
+   outside and returns it whole on every rank, as the input of one or more products with sharded
    weights. */
 DT_API dt_tensor *dt_tp_enter(dt_tensor *x, dt_comm *comm, dt_placement outside);
-/* [collective: comm] act(x w^T + b) with w (O..,I) and b cut along O, or act of a part of it:
-   dt_tp_enter and dt_linear_at. residual and result lie inside. */
+/* [collective: comm] Column-parallel linear. Returns act(x w^T + b), where w (O..,I) and b are
+   sharded along O: each rank gets its outputs. It is dt_tp_enter and dt_linear_at. residual and the
+   result are placed as inside of the region. */
 DT_API dt_tensor *dt_column_linear(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_linear_desc desc,
     dt_comm *comm, dt_placement outside);
-/* [collective: comm] x w^T summed over the group, + b + residual, once: x (..,I) and w (O,I) cut
-   along I. b (may be NULL) is whole on every rank; residual (may be NULL) and the result lie
-   outside. */
+/* [collective: comm] Row-parallel linear. Returns x w^T summed over the group (Megatron's g), plus
+   b and residual, which are added once. x (..,I) and w (O,I) are sharded along I. b (may be NULL)
+   is whole on every rank; residual (may be NULL) and the result are placed as outside. */
 DT_API dt_tensor *dt_row_linear(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_tensor *residual,
     dt_comm *comm, dt_placement outside);
-/* [collective: comm] Rows of a parameter (V,C) cut along V: ids (B,T), all of them on every rank ->
-   outside. */
+/* [collective: comm] Vocabulary-parallel embedding. The table (V,C) is sharded along V; every rank
+   gives all ids (B,T). A rank looks up the ids in its rows and has zeros for the others; the sum
+   over the group is placed as outside. */
 DT_API dt_tensor *dt_vocab_embedding(
     dt_tensor *table, dt_tensor *ids, dt_comm *comm, dt_placement outside);
-/* [collective: comm] dt_cross_entropy_at of logits (..,V') of which each rank has V' columns in
-   rank order. Two numbers a row are gathered, never logits: 16 (T-1) bytes of each row are sent.
-   desc.vocab: all columns that count, 0 -> T V'. labels on every rank; the loss is the same on
-   every rank. */
+/* [collective: comm] Vocabulary-parallel cross-entropy: dt_cross_entropy_at where each rank has V'
+   columns of the logits (..,V'), in rank order. Only two numbers per row are gathered, never
+   logits: 16 (T-1) bytes are sent for each row. desc.vocab: number of columns that count, 0 -> T
+   V'. Every rank gives the labels and gets the same loss. */
 DT_API dt_tensor *dt_vocab_cross_entropy(
     dt_tensor *logits, dt_tensor *labels, double denominator, dt_loss_desc desc, dt_comm *comm);
-/* [collective: comm] The same of logits x w^T, a few rows at a time; x lies outside, w (V,C) is cut
-   along V; for a parameter desc.vocab 0 -> V of the full one. */
+/* [collective: comm] The same loss of logits x w^T, computed a few rows at a time. x is placed as
+   outside, w (V,C) is sharded along V. desc.vocab: 0 -> V of the full parameter. */
 DT_API dt_tensor *dt_vocab_linear_cross_entropy(dt_tensor *x, dt_tensor *w, dt_tensor *labels,
     double denominator, dt_loss_desc desc, dt_comm *comm, dt_placement outside);
 
-/* How heads of keys and values lie over tp: K heads over T ranks, T dividing K or K dividing T.
-   With more ranks than heads T/K neighbours hold copies of a head, each for queries of its own:
-   cuts { cut, dimension }, and the copies' gradients are parts: marks { copies, DT_GRAD_PARTIAL }. */
+/* Grouped-query attention over tp: K heads of keys and values over T ranks, where T divides K or K
+   divides T. With more ranks than heads, each head is replicated on T/K neighbouring ranks, which
+   use it for different queries. Shard such a parameter over { shard_group, dim }, and give it the
+   gradient placement { replica_group, DT_GRAD_PARTIAL }, because each replica's gradient is a
+   partial sum. */
 typedef struct dt_kv_groups {
-    dt_comm *cut;    /* ranks with different heads; NULL: all have the same */
-    dt_comm *copies; /* ranks with this rank's heads; NULL: no other has */
-    int heads;       /* on this rank */
+    dt_comm *shard_group;   /* ranks with different heads; NULL: all ranks have the same */
+    dt_comm *replica_group; /* ranks with the same heads as this one; NULL: no other has */
+    int heads;              /* number on this rank */
 } dt_kv_groups;
-/* [collective: tp] DT_ERR_ARG where neither divides the other. */
+/* [collective: tp] Splits kv_heads over tp. DT_ERR_ARG where neither number divides the other. */
 DT_API dt_kv_groups dt_kv_split(dt_ctx *ctx, dt_comm *tp, int kv_heads);
 
-/* One axis of a layout: how a tensor lies over a group. */
-typedef struct dt_axis_place {
+/* One axis of a layout: the placement of a tensor over a group. */
+typedef struct dt_axis_placement {
     dt_comm *comm;
-    dt_placement place;
-} dt_axis_place;
-/* [collective: all ranks of the n groups] A tensor that exists on one rank, the one which is rank 0
-   in each group, in host memory there (NULL elsewhere), onto all: this rank's part, until dt_reset.
-   The groups are axes of a mesh: any two meet in one rank. A dimension may be cut by several, the
-   first one first. PARTIAL: rank 0 of the group gets it, the others zeros. DT_ERR_SHAPE where a
-   dimension cannot be cut. */
-DT_API dt_tensor *dt_distribute(
-    dt_ctx *ctx, dt_dtype dtype, dt_shape full, const void *host, const dt_axis_place *axes, int n);
+    dt_placement placement;
+} dt_axis_placement;
+/* [collective: all ranks of the n groups] Distributes a tensor that exists in host memory of one
+   rank, the one that is rank 0 of each group (host is NULL on all others). Returns this rank's
+   part, which lives until dt_reset. The groups are axes of a mesh: any two of them meet in one
+   rank. Several axes may shard the same dimension, the first one first. PARTIAL: rank 0 of the
+   group gets the value, the others zeros. DT_ERR_SHAPE where a dimension is not divisible. */
+DT_API dt_tensor *dt_distribute(dt_ctx *ctx, dt_dtype dtype, dt_shape full, const void *host,
+    const dt_axis_placement *axes, int n);
 
 // ==== 4. Context parallelism ====================================================================
 
-/* A sequence of T tokens is cut over c ranks, so each has T/c of them through the whole model; only
-   attention needs the others' keys and values. Elements that one rank sends in a layer, and keeps
-   for the backward beside its own q, k, v, the result and the log-sum-exp; B sequences, H heads, K
-   of keys and values, D numbers each, n = 2 B K D T/c:
+/* Context parallelism shards a sequence of T tokens over c ranks. Each rank holds T/c tokens
+   through the whole model; only attention needs the keys and values of other ranks. Per layer and
+   rank, with B sequences, H heads, K heads of keys and values, D numbers per head and n = 2 B K D
+   T/c: elements sent, and elements kept for the backward besides the rank's own q, k, v, the result
+   and the log-sum-exp:
 
-       kind         forward                      backward                  keeps
+       kind         forward                      backward                  kept
        RING         (c-1) n                      (c-1) n, and (c-1) n of   0
        ZIGZAG       the same                     their gradients (f32+)    0
        ALLGATHER    (c-1) n                      (c-1) n                   c n
        ULYSSES      (c-1)/c B D T/c (2 H + 2 K)  the same                  B D T/c (2 H + 2 K)
 
-   RING: H. Liu et al., arXiv:2310.01889; ZIGZAG is the same, but balanced: see dt_context_token;
-   ALLGATHER: H. Touvron et al., arXiv:2407.21783; ULYSSES: S. Jacobs et al., arXiv:2309.14509.
+   RING: ring attention, H. Liu et al., arXiv:2310.01889. Keys and values travel around the ring
+   while each rank computes with those it has; the log-sum-exp merge combines the partial results.
+   ZIGZAG: the same with a balanced order of tokens, see dt_cp_token. Pairs of chunks in which no
+   query sees a key are skipped.
 
-   The ring sends keys and values on while it computes with them; softmax over all keys is put
-   together from those of parts by their log-sum-exp. Pairs of parts in which no query sees a key
-   cost nothing. ULYSSES exchanges tokens for heads, and keeps q, k, v and the result both ways; c
-   must divide H, and K or be a multiple of it. Then heads of keys and values are repeated up to c,
-   count as c, and are kept before the exchange too: 2 B D T more, and 2 B T i32. */
+   ALLGATHER: all-gather context parallelism, H. Touvron et al., arXiv:2407.21783. Every rank
+   gathers all keys and values.
+
+   ULYSSES: S. Jacobs et al., arXiv:2309.14509. An all-to-all exchanges tokens for heads before the
+   attention and back after it; q, k, v and the result are kept in both placements. c must divide H,
+   and divide K or be a multiple of it. In the second case heads of keys and values are repeated up
+   to c heads, count as c, and are kept before the exchange too: 2 B D T elements more, and 2 B T
+   i32. */
 enum { DT_CP_RING = 0, DT_CP_ZIGZAG, DT_CP_ALLGATHER, DT_CP_ULYSSES };
 
-/* [local] Which token of the sequence is the i-th of rank r. In order, rank after rank; but under
-   ZIGZAG the sequence is 2c pieces, of which rank r has r and 2c-1-r: under a causal mask then all
-   ranks have as much to do, where in order the last has 2 - 1/c times the mean. Permute tokens,
-   labels (shifted before), positions and documents alike. -1 where there is no such rank or
-   token. */
-DT_API int64_t dt_context_token(int kind, int64_t T, int c, int r, int64_t i);
-/* [local] Whether so many tokens and heads can be cut over c ranks: DT_ERR_ARG and why not, with
-   legal choices. */
-DT_API dt_status dt_context_check(
+/* [local] Zig-zag and other orders: the position in its sequence of the i-th token of rank r. RING,
+   ALLGATHER and ULYSSES give each rank T/c consecutive tokens. Under a causal mask the last rank
+   then has 2 - 1/c times the mean work. The zig-zag order divides the sequence into 2c chunks and
+   gives rank r the chunks r and 2c-1-r, so that all ranks have the same work. With c = 2:
+
+       chunk          0  1  2  3         keys:    0 1 2 3      pairs of rank 0: 1 + 4 = 5
+       rank, RING     0  0  1  1         query 0  x                      rank 1: 2 + 3 = 5
+       rank, ZIGZAG   0  1  1  0               1  x x          (RING: 3 and 7)
+                                               2  x x x
+                                               3  x x x x
+
+   Permute tokens, labels (shifted before), positions and documents alike. Returns -1 where there is
+   no such rank or token. */
+DT_API int64_t dt_cp_token(int kind, int64_t T, int c, int r, int64_t i);
+/* [local] Checks that c divides these numbers of tokens and heads as the kind requires. On failure
+   returns DT_ERR_ARG and writes the reason with legal choices. */
+DT_API dt_status dt_cp_check(
     int kind, int64_t T, int c, int64_t heads, int64_t kv_heads, char *text, size_t text_bytes);
 
-typedef struct dt_context_desc {
+typedef struct dt_cp_desc {
     int kind;       /* DT_CP_* */
     int64_t batch;  /* B sequences */
-    int64_t tokens; /* T of each, over all ranks */
-    /* host (B,T), those of all ranks' tokens, rank 0's first: place in its document, for the causal
-       mask; NULL: dt_context_token */
+    int64_t tokens; /* T of each sequence, over all ranks */
+    /* host (B,T), the tokens of rank 0 first, then of rank 1, ..: position of each token in its
+       document, for the causal mask; NULL: those of dt_cp_token */
     const int32_t *positions;
-    const int32_t *documents; /* the same of documents packed into a sequence; NULL: one */
-    int full;                 /* 1: no causal mask */
-} dt_context_desc;
-/* what the attentions of one forward share; lives until dt_reset */
-typedef struct dt_context dt_context;
-/* [local] Outside of recomputed blocks. comm NULL: plain attention. A ring's messages on comm have
-   the tags 1020 to 1023. NULL after a failure. */
-DT_API dt_context *dt_context_make(dt_ctx *ctx, dt_comm *comm, dt_context_desc desc);
-/* [collective: comm] q (B,T/c,H,D), k, v (B,T/c,K,D) of this rank's tokens -> (B,T/c,H,D): each
-   query over the keys of all ranks. */
-DT_API dt_tensor *dt_context_attention(
-    dt_tensor *q, dt_tensor *k, dt_tensor *v, dt_context *context);
-/* [local] This rank's columns of a host array (B,T) that is in the sequence's own order: local
-   (B,T/c). */
-DT_API void dt_context_shard(
-    int kind, int64_t B, int64_t T, dt_comm *comm, const int32_t *whole, int32_t *local);
+    /* host (B,T), same order: document of each token, where documents are packed; NULL: one
+       document */
+    const int32_t *documents;
+    int full; /* 1: no causal mask */
+} dt_cp_desc;
+/* What all attention layers of one forward share; lives until dt_reset. */
+typedef struct dt_cp dt_cp;
+/* [local] Call it outside of recomputed blocks. comm NULL: plain attention. The ring's messages use
+   the tags 1020 to 1023 on comm. NULL after a failure. */
+DT_API dt_cp *dt_cp_make(dt_ctx *ctx, dt_comm *comm, dt_cp_desc desc);
+/* [collective: comm] Attention of this rank's queries over the keys and values of all ranks: q
+   (B,T/c,H,D), k and v (B,T/c,K,D) of this rank's tokens -> (B,T/c,H,D). */
+DT_API dt_tensor *dt_cp_attention(dt_tensor *q, dt_tensor *k, dt_tensor *v, dt_cp *cp);
+/* [local] Copies this rank's columns of a host array (B,T), which is in the order of the sequence,
+   to local (B,T/c). */
+DT_API void dt_cp_shard(
+    int kind, int64_t B, int64_t T, dt_comm *comm, const int32_t *full, int32_t *local);
 
 // ==== 5. Expert parallelism =====================================================================
 
-/* A mixture of experts: E small networks, of which each token uses k (N. Shazeer et al.,
-   arXiv:1701.06538; D. Lepikhin et al., arXiv:2006.16668), each of ep ranks holding E/ep of them. x
-   lies `outside` (section 3); a layer is
+/* Expert parallelism of a mixture of experts (MoE): E small networks, of which each token uses k,
+   E/ep of them on each of ep ranks. An all-to-all sends tokens to their experts and the results
+   back. N. Shazeer et al., arXiv:1701.06538; D. Lepikhin et al., arXiv:2006.16668. Read dt_route
+   first, then dt_dispatch.
 
-       dt_routing *r = dt_route(x, w, desc);                                which experts, and by
-                                                                            how much
-       dt_tensor  *h = dt_dispatch(dt_tp_enter(x, tp, outside), r, ep);     tokens to the ranks of their experts
-       h = dt_expert_linear(h, r, w1, b1, gelu);                            each expert's product
-                                                                            with its rows
+       rank 0: t0 t1 --+  dispatch  +--> e0: t0 t3 --+  combine   +--> y0 y1
+                       | all-to-all |                | all-to-all |
+       rank 1: t2 t3 --+            +--> e1: t1 t2 --+            +--> y2 y3
+
+   x is placed as `outside` (section 3). One layer:
+
+       dt_routing *r = dt_route(x, w, desc);               // experts of each token, and weights
+       dt_tensor *h = dt_dispatch(dt_tp_enter(x, tp, outside), r, ep);  // tokens to their experts
+       h = dt_expert_linear(h, r, w1, b1, gelu);           // each expert's product with its rows
        h = dt_expert_linear(h, r, w2, b2, last);
-       dt_tensor  *y = dt_redistribute(dt_combine(h, r), tp, DT_PARTIAL, outside);      back, weighted, added up
+       h = dt_combine(h, r);                               // back, weighted and summed
+       dt_tensor *y = dt_redistribute(h, tp, DT_PARTIAL, outside);
 
-   Rank q of ep has experts q E/ep .. : parameters are (E,..) with the cut { ep, 0 }. Their hidden
-   size may be cut over tp as in section 3: w1 (E,F,C) and b1 (E,F) along 1, w2 (E,C,F) along 2;
-   then the sum over tp is taken once, of tokens rather than of their k rows each. b2 (E,C) is added
-   by rank 0 of tp alone, so its gradient is zero on the others: mark it { tp, DT_GRAD_PARTIAL }. Under
-   DT_SHARD(1) mark the router's weight so too. Elements of T type sent by a rank over ep: the width
-   of each row that goes to another one; as many in combine, and in each one's backward.
+   Rank q of ep has the experts q E/ep .. : parameters are (E,..) with the shard { ep, 0 }. Their
+   hidden size may be sharded over tp as in section 3: w1 (E,F,C) and b1 (E,F) along 1, w2 (E,C,F)
+   along 2. The sum over tp is then taken once, of tokens rather than of their k rows each. Rank 0
+   of tp alone adds b2 (E,C), so that its gradient is zero on the others: give it the gradient
+   placement { tp, DT_GRAD_PARTIAL }. Under DT_SHARD(1) do the same for the router's weight. A rank
+   sends over ep the width of each row that goes to another rank, in elements of the tensor's dtype;
+   as much in combine, and in the backward of each.
 
-   What belongs to a sequence (room of experts, balance) is decided from the choices of all its
-   tokens, on whatever ranks they lie: no layout drops another token or counts otherwise. Choices
-   and counts are exchanged in host memory and not counted as traffic; each layer waits once for the
-   device, since they are numbers that steer the program. */
+   Decisions about a whole sequence (expert capacity, load balance) use the choices of all its
+   tokens, on whatever ranks they are, so that every layout drops the same tokens and counts the
+   same numbers. Choices and counts are exchanged in host memory and are not counted as traffic.
+   Each layer waits once for the device, because these numbers steer the program. */
 
-/* What a router has counted. Each number is added to, not while a block is run again, and is this
-   rank's part: of the tokens that its router saw. Sum over the ranks that saw others: the mesh's
-   data, and tp under DT_SHARD(1). */
+/* Statistics of a router. dt_route adds to every field, except while a block is recomputed. The
+   numbers cover the tokens that this rank's router saw: sum them over the ranks whose routers saw
+   others, which are the mesh's data group, and tp under DT_SHARD(1). */
 typedef struct dt_route_counts {
-    /* yours, (E): choices that fell on each, with those that are dropped; or NULL */
+    /* caller's, (E): number of choices of each expert, dropped ones included; or NULL */
     double *experts;
-    double choices, dropped; /* k for each token; of these, those without room */
-    double balance, z;       /* the side losses that are asked for, without their weights */
+    double choices, dropped; /* k per token; those beyond an expert's capacity */
+    double balance, z;       /* the side losses that desc asks for, before their weights */
 } dt_route_counts;
 
 typedef struct dt_route_desc {
-    int k; /* experts of a token: 0 -> 1; at most E */
-    /* 0: nothing is dropped. Else a sequence of T tokens has room in each expert for ceil(capacity
-       k T / E) choices: all first choices are served before all second ones, and of these the
-       tokens in the order of the sequence. A choice without room is dropped: the token has nothing
-       from that expert, the weights of its others stay */
+    int k; /* experts per token: 0 -> 1; at most E */
+    /* Expert capacity, as a factor. 0: dropless. Else each expert takes at most ceil(capacity k T /
+       E) choices of a sequence of T tokens: all first choices are served before all second ones,
+       and among these the tokens in the order of the sequence. A choice beyond that is dropped: the
+       token gets nothing from that expert, and the weights of its other experts do not change */
     double capacity;
-    /* weight of the mean over sequences of E sum over e of f P, f the part of the choices that fell
-       on e, dropped ones too, P its mean probability; arXiv:2101.03961 */
+    /* weight of the load-balancing loss: the mean over sequences of E sum over e of f_e P_e, where
+       f_e is the fraction of choices of expert e, dropped ones included, and P_e its mean
+       probability; arXiv:2101.03961 */
     double balance;
-    /* weight of the mean over tokens of log(sum of e^logits)^2; arXiv:2202.08906 */
+    /* weight of the router z-loss: the mean over tokens of log(sum of e^logits)^2;
+       arXiv:2202.08906 */
     double z;
-    /* of the whole step, over all ranks: what the means are over, if there is a weight */
+    /* number of sequences in the whole step over all ranks, the divisor of both means; needed if a
+       weight is not 0 */
     int64_t sequences;
-    /* (E), f32, of an f64 model f64, no gradient: added to probabilities to choose by, not to those
-       that weigh; arXiv:2408.15664, see dt_route_balance. NULL: none */
+    /* (E), f32 (f64 in an f64 model), no gradient: added to the probabilities that choose experts,
+       not to those that weigh them; arXiv:2408.15664, see dt_route_update_bias. NULL: none */
     dt_tensor *bias;
-    dt_comm *tp; /* how x lies: over tp outside, DT_REPLICATE or DT_SHARD(1), */
+    dt_comm *tp; /* x is placed over tp as `outside` says: DT_REPLICATE or DT_SHARD(1) */
     dt_placement outside;
-    /* and each sequence over cp (NULL: whole), as dt_context_token says for the kind, */
+    /* each sequence is sharded over cp (NULL: not sharded), in the order of dt_cp_token for
+       `kind` */
     dt_comm *cp;
     int kind;
-    /* or, host (B,T') of x's tokens, where each is in its sequence of T: 0 .. T-1 */
-    const int32_t *places;
-    dt_route_counts *counts; /* NULL: nobody counts */
+    /* overrides that order: host (B,T'), the position 0 .. T-1 of each token of x in its sequence
+       of T */
+    const int32_t *positions;
+    dt_route_counts *counts; /* NULL: count nothing */
 } dt_route_desc;
 
-/* Who goes where. Read it; it lives until dt_reset. */
+/* Routing: which token goes to which expert. Read-only for the caller; lives until dt_reset. */
 typedef struct dt_routing {
-    /* B sequences, of which this rank's experts get T tokens each: all of tp's */
+    /* B sequences; T tokens of each enter this rank's region: those of all ranks of tp */
     int64_t batch, tokens;
     int64_t experts, k;
-    /* (B,T,k) f32, of an f64 model f64: weights of the choices, COPY over tp */
+    /* (B,T,k) f32 (f64 in an f64 model): the weights of the chosen experts, COPY over tp */
     dt_tensor *gates;
-    int32_t *choices;      /* (B,T,k) host: the expert, best first; -1: dropped */
-    int64_t rows;          /* from dt_dispatch on: rows of this rank's experts, */
-    int64_t held, *counts; /* and of each of the experts held, (held) host, in this order */
+    int32_t *choices;      /* (B,T,k) host: chosen experts, best first; -1: dropped */
+    int64_t rows;          /* set by dt_dispatch: number of rows that this rank's experts got */
+    int64_t local_experts; /* set by dt_dispatch: number of experts on this rank */
+    int64_t *expert_rows;  /* set by dt_dispatch: host (local_experts), number of rows of each */
     struct dt__exchange *exchange;
 } dt_routing;
 
-/* [collective: desc.tp, desc.cp] The router: x (B,T',C), w (E,C), both computed with in f32 (f64).
-   The k largest of softmax(x w^T), ties to the lowest expert, which is the weight of a token's one
-   expert (arXiv:2101.03961), or with k > 1, divided by the sum of the k, of several
-   (arXiv:2401.04088); its gradient reaches x and w. The side losses are attached (dt_loss): each
-   rank attaches the part of its own tokens. NULL after DT_ERR_SHAPE or DT_ERR_ARG, naming what does
-   not fit. In a dry run choice j of token t of a sequence is expert (k t + j) mod E. */
+/* [collective: desc.tp, desc.cp] Router. x (B,T',C), w (E,C); both are computed with in f32 (f64).
+   Chooses the k largest of softmax(x w^T), ties to the lowest expert. A token's weight is the
+   probability itself for k = 1 (arXiv:2101.03961), and the probability divided by the sum of the k
+   for k > 1 (arXiv:2401.04088); its gradient reaches x and w. The side losses are attached with
+   dt_loss: each rank attaches the part of its own tokens. NULL after DT_ERR_SHAPE or DT_ERR_ARG,
+   naming what does not fit. In a dry run, choice j of token t of a sequence is expert (k t + j) mod
+   E. */
 DT_API dt_routing *dt_route(dt_tensor *x, dt_tensor *w, dt_route_desc desc);
-/* [collective: ep] x (B,T,C), inside: rows (R,C) for this rank's experts, ordered by expert, then
-   source rank, then token. R may be 0. DT_ERR_SHAPE where ep does not divide E or x is not what was
-   routed. */
+/* [collective: ep] Token dispatch. Sends the tokens of x (B,T,C), placed as inside of the region,
+   to the ranks of their experts. Returns rows (R,C) for this rank's experts, ordered by expert,
+   then source rank, then token. R may be 0. DT_ERR_SHAPE where ep does not divide E or x does not
+   match the routing. */
 DT_API dt_tensor *dt_dispatch(dt_tensor *x, dt_routing *routing, dt_comm *ep);
 
 typedef struct dt_expert_desc {
-    int activation; /* DT_ACT_*, but not AFFINE; 0: none */
-    /* w's inputs are cut over this group: its rank 0 alone adds b. NULL: they are not */
-    dt_comm *partial;
+    int activation; /* DT_ACT_*, except AFFINE; 0: none */
+    /* group over which w is sharded along its inputs (row-parallel): its rank 0 alone adds b. NULL:
+       w is not sharded so */
+    dt_comm *row_parallel;
 } dt_expert_desc;
-/* [local] x (R,I), w (held,O..,I), b (held,O..) or NULL -> (R,O..): act(x w^T + b), each row with
-   the matrix of its expert, so that an expert's gradient is a sum over its rows in their order.
-   (held,2,F,I) and dt_swiglu are gated ones. An expert without rows has a gradient of zero. */
+/* [local] x (R,I), w (local_experts,O..,I), b (local_experts,O..) or NULL -> (R,O..): act(x w^T +
+   b), each row with its expert's matrix, so that an expert's gradient is a sum over its rows in
+   their order. Gated experts: (local_experts,2,F,I) and dt_swiglu. An expert without rows has a
+   gradient of zero. */
 DT_API dt_tensor *dt_expert_linear(
     dt_tensor *x, const dt_routing *routing, dt_tensor *w, dt_tensor *b, dt_expert_desc desc);
-/* [collective: ep] rows (R,O) back to where they came from -> (B,T,O): the sum of a token's rows
-   times its gates, best first, in f32 (f64), rounded once. A token whose choices are all dropped
-   gets 0. */
+/* [collective: ep] Token combine. Sends rows (R,O) back to the ranks of their tokens. Returns
+   (B,T,O): for each token the sum of its rows times its gates, best first, in f32 (f64), rounded
+   once. A token whose choices are all dropped gets 0. */
 DT_API dt_tensor *dt_combine(dt_tensor *rows, dt_routing *routing);
-/* [collective: the n groups; of a parameter at ZeRO-3 also its data group] Balance without a loss,
-   after a step: counts (E) of the step's choices are summed over the groups, in place, then bias_e
-   += rate sign(mean - counts_e). The groups are axes of a mesh: any two meet in one rank. bias (E):
-   a frozen parameter of f32 or f64, or any tensor of these. */
-DT_API dt_status dt_route_balance(
+/* [collective: the n groups; for a parameter at ZeRO-3 also its data group] Load balancing without
+   an auxiliary loss, called after a step. Sums counts (E), the step's choices, over the groups, in
+   place; then bias_e += rate sign(mean - counts_e). The groups are axes of a mesh: any two of them
+   meet in one rank. bias (E): a frozen parameter of f32 or f64, or any tensor of these dtypes. */
+DT_API dt_status dt_route_update_bias(
     dt_tensor *bias, double *counts, double rate, dt_comm *const *groups, int n);
 
-// ==== 6. Schedules ==============================================================================
+// ==== 6. Pipeline schedules =====================================================================
 
-/* A pipeline cuts a model in depth into S stages. Each of p ranks holds v of them, its chunks, and
-   a step has m micro-batches. A schedule says what each rank computes in which order: for each
-   stage and micro-batch the forward F once, and once the backward, whole (B) or in two halves: the
-   gradient of the stage's input (I), which the stage before waits for, and later those of its
-   parameters (W).
-       It is data. A generator writes computations down, nothing else; the lowering adds who sends
-       to whom, and slots;
-   one checker, one simulator, one drawer and one executor (section 7) serve all. Rank r has, where
-   a backward takes two forwards (I and W one each) and messages no time:
+/* A pipeline partitions the layers of a model into S stages. Each of p ranks holds v of them, its
+   chunks, and a step has m micro-batches. A schedule says what each rank computes in which order:
+   for each stage and micro-batch one forward (F) and one backward, either at once (B) or in two
+   halves: the gradient of the stage's input (I), for which the stage before waits, and later those
+   of its parameters (W).
 
-       kind          bubble: idle / work   micro-batches it holds   after
-       NAIVE         p - 1                 1                        one at a time, through all stages and back
-       AFAB          (p - 1) / m           m                        Y. Huang et al., arXiv:1811.06965
-       1F1B          (p - 1) / m           min(p - r, m)            D. Narayanan et al., arXiv:2006.09503
-       INTERLEAVED   (p - 1) / (v m)       of chunks, min(w, v m)   D. Narayanan et al., arXiv:2104.04473
-       ZB            (p - 1) / (3 m)       min(p, m)                P. Qi et al., ZB-H1, arXiv:2401.10241
+   A schedule is data. A generator lists computations; the lowering adds messages and slots; one
+   checker, one simulator, one drawing and one executor (section 7) serve all schedules. Bubble
+   fraction = idle time / computing time. On rank r, where a backward takes two forwards (I and W
+   one each) and messages take no time:
 
-   INTERLEAVED: p divides m, w = 2 (p - r - 1) + (v - 1) G + 1 with G = p. Micro-batches go through
-   a chunk in groups of G, as A. Grattafiori et al., arXiv:2407.21783 have it: any m is served, by a
-   G of p to m with m % G = 0 or >= p, and G = m where m < p. ZB: p at most m.
-       A slot holds a micro-batch in a chunk: all that its backward needs, from F to B or W; from I
-       to W also the
-   gradients of activations, and what was recomputed. A gradient that is sent stays in its slot
-   until its receiver begins to use it, so an F that takes the slot over may have to wait for that.
-   A rank has as many slots as it takes that nobody waits, were all stages alike. That is what the
-   rank holds, but of INTERLEAVED, whose chunks wait for each other: where p divides m the first
-   ranks have one more, else some more. */
+       kind          bubble fraction   micro-batches held   source
+       NAIVE         p - 1             1                    one at a time, all stages and back
+       AFAB          (p - 1) / m       m                    GPipe: Y. Huang et al., arXiv:1811.06965
+       1F1B          (p - 1) / m       min(p - r, m)        PipeDream-Flush: D. Narayanan et al.,
+                                                            arXiv:2006.09503
+       INTERLEAVED   (p - 1) / (v m)   chunks: min(w, v m)  interleaved 1F1B: D. Narayanan et al.,
+                                                            arXiv:2104.04473
+       ZB            (p - 1) / (3 m)   min(p, m)            zero bubble, ZB-H1: P. Qi et al.,
+                                                            arXiv:2401.10241
+
+   Section 16 draws them. INTERLEAVED: the table is for p dividing m; w = 2 (p - r - 1) + (v - 1) G
+   + 1 with G = p. Micro-batches pass a chunk in groups of G, as in A. Grattafiori et al.,
+   arXiv:2407.21783: every m is possible, with a G of p to m where m % G = 0 or >= p, and G = m
+   where m < p. ZB: the table is for p at most m.
+
+   A slot holds a micro-batch of a chunk: all that its backward needs, from F to B or W; from I to W
+   also the gradients of activations and what was recomputed. A gradient that is sent stays in its
+   slot until the receiver begins to use it, so an F that takes over the slot may have to wait for
+   that. A rank has as many slots as it needs for no rank to wait if all stages took the same time.
+   That equals the number of micro-batches it holds, except for INTERLEAVED, whose chunks wait for
+   each other: where p divides m the first ranks have one slot more, else some more. */
 enum {
     DT_SCHEDULE_NAIVE = 0,
     DT_SCHEDULE_AFAB,
@@ -439,327 +512,344 @@ enum {
     DT_SCHEDULES
 };
 
-/* One computation of one rank, with the message before it and the one after it. */
+/* One computation of one rank, with the message it waits for and the message it sends. */
 typedef struct dt_action {
     /* DT_FORWARD, DT_BACKWARD, or DT_BACKWARD_INPUT and later DT_BACKWARD_WEIGHT */
     dt_phase phase;
     int micro, chunk;
-    /* which one the rank's chunk is; made by the lowering, as all below */
+    /* the stage that the chunk is; the lowering sets it and all fields below */
     int stage;
-    /* of this rank: taken by F, given back after B or W; -1: a backward without its F */
+    /* slot of this rank: taken by F, released after B or W; -1: a backward without its F */
     int slot;
-    /* whose message it begins with, who gets its result; -1: nobody (at the ends, and W) */
-    int from, to;
-} dt_action; /* either may be this rank itself */
+    /* rank that sends the input, rank that receives the result; -1: none (first and last stage, and
+       W) */
+    int recv_from, send_to;
+} dt_action; /* both may be this rank itself */
 
 typedef struct dt_schedule dt_schedule;
-/* Calls dt_schedule_add for every computation; those of a rank in the rank's order. */
+/* A generator: calls dt_schedule_add for every computation; those of one rank in the rank's
+   order. */
 typedef void (*dt_schedule_fn)(dt_schedule *schedule, void *user);
-/* The stage that is the rank's chunk; each of ranks x chunks stages once. */
-typedef int (*dt_stage_fn)(int rank, int chunk, void *user);
+/* Returns the stage that the rank's chunk is. Each of ranks x chunks stages must occur once. */
+typedef int (*dt_stage_map_fn)(int rank, int chunk, void *user);
 
 typedef struct dt_schedule_desc {
     int kind;   /* DT_SCHEDULE_* */
     int ranks;  /* p: at least 1 */
     int micros; /* m: at least 1 */
-    /* v of each rank: 0 -> 1, but 2 if INTERLEAVED; other kinds have 1 */
+    /* v of each rank: 0 -> 1, or 2 for INTERLEAVED; the other kinds have 1 */
     int chunks;
-    int group;               /* G of INTERLEAVED: 0 -> the least that is allowed */
-    dt_schedule_fn generate; /* not NULL: your own, in place of kind */
-    dt_stage_fn stage_of;    /* NULL: chunk * ranks + rank */
-    void *user;              /* of both */
-    const char *name;        /* NULL: the kind's; copied */
-    /* 1: no more slots than the rank holds micro-batches, though ranks wait for one then; those of
-       INTERLEAVED for ever, which is refused */
-    int tight;
-    /* slots more than that on each rank, so that messages may take time; 0: none */
-    int spare;
-    /* 1: a wrong one is made too; simulating and drawing show where it stops */
+    int micro_group;          /* G of INTERLEAVED: 0 -> the smallest that is allowed */
+    dt_schedule_fn generate;  /* not NULL: a generator of your own, in place of kind */
+    dt_stage_map_fn stage_of; /* NULL: chunk * ranks + rank */
+    void *user;               /* passed to both functions */
+    const char *name;         /* NULL: that of the kind; copied */
+    /* 1: exactly as many slots as the rank holds micro-batches, though ranks may then wait for a
+       slot. The chunks of INTERLEAVED would wait for ever, so it is refused */
+    int min_slots;
+    /* additional slots on each rank, which let messages take time; 0: none */
+    int extra_slots;
+    /* 1: create a wrong schedule too; the simulator and the drawing show where it stops */
     int unchecked;
 } dt_schedule_desc;
 
-/* [local] Generates, lowers and checks. NULL after DT_ERR_ARG: a number is outside its range, or
-   the schedule is wrong, with dt_schedule_check's text; DT_ERR_MEM. */
+/* [local] Generates, lowers and checks. NULL after DT_ERR_ARG, where a number is outside its range
+   or the schedule is wrong (with the text of dt_schedule_check), and after DT_ERR_MEM. */
 DT_API dt_schedule *dt_schedule_make(dt_ctx *ctx, dt_schedule_desc desc);
-/* [local] NULL is allowed. A schedule that is left when the context ends is freed with it. */
+/* [local] NULL is allowed. The context frees a schedule that is left when it ends. */
 DT_API void dt_schedule_free(dt_schedule *schedule);
-/* [local] From a generator: the rank's next computation. DT_ERR_ARG fails the context: no such
-   phase, rank, micro-batch or chunk, or no generator is running. */
+/* [local] For generators: appends the rank's next computation. DT_ERR_ARG fails the context: there
+   is no such phase, rank, micro-batch or chunk, or no generator is running. */
 DT_API dt_status dt_schedule_add(
     dt_schedule *schedule, int rank, dt_phase phase, int micro, int chunk);
 
-/* [local] What it is made of; 0 for NULL. Generators may ask too. */
+/* [local] The schedule's sizes; 0 for NULL. Generators may call these too. */
 DT_API int dt_schedule_ranks(const dt_schedule *schedule);
-DT_API int dt_schedule_chunks(const dt_schedule *schedule); /* of each rank */
+DT_API int dt_schedule_chunks(const dt_schedule *schedule); /* per rank */
 DT_API int dt_schedule_stages(const dt_schedule *schedule); /* ranks x chunks */
 DT_API int dt_schedule_micros(const dt_schedule *schedule);
-DT_API int dt_schedule_group(const dt_schedule *schedule); /* G; 0 if not INTERLEAVED */
+DT_API int dt_schedule_micro_group(const dt_schedule *schedule); /* G; 0 if not INTERLEAVED */
 DT_API const char *dt_schedule_name(const dt_schedule *schedule);
-/* [local] The stage that is the rank's chunk; the rank that holds the stage. -1 out of range. */
+/* [local] The stage that is this chunk of the rank; the rank that holds the stage. -1 out of
+   range. */
 DT_API int dt_schedule_stage_of(const dt_schedule *schedule, int rank, int chunk);
 DT_API int dt_schedule_rank_of(const dt_schedule *schedule, int stage);
-/* [local] The rank's actions in its order, and how many. 0 and NULL out of range. */
+/* [local] The rank's actions in its order, and their number. NULL and 0 out of range. */
 DT_API const dt_action *dt_schedule_actions(const dt_schedule *schedule, int rank);
 DT_API int dt_schedule_count(const dt_schedule *schedule, int rank);
-/* [local] Where the rank's actions begin among all actions, rank 0's first; of rank p: the number
-   of all. */
-DT_API int dt_schedule_first(const dt_schedule *schedule, int rank);
-/* [local] The most micro-batches that the rank holds at a time, of all its chunks, and its slots. 0
-   out of range. */
-DT_API int dt_schedule_live(const dt_schedule *schedule, int rank);
+/* [local] Index of the rank's first action among the actions of all ranks, rank 0's first. For rank
+   p: the number of all actions. */
+DT_API int dt_schedule_offset(const dt_schedule *schedule, int rank);
+/* [local] The largest number of micro-batches in flight on the rank, over all its chunks; and the
+   number of its slots. 0 out of range. */
+DT_API int dt_schedule_max_in_flight(const dt_schedule *schedule, int rank);
 DT_API int dt_schedule_slots(const dt_schedule *schedule, int rank);
 
-typedef struct dt_schedule_facts {
-    int actions;  /* of all ranks */
-    int messages; /* from a rank to another */
-    int live;     /* the largest of the ranks' */
-    int slots;    /* the largest of the ranks' */
-    int cycle;    /* ranks that wait for each other in a circle; 0: no deadlock */
-} dt_schedule_facts;
-/* [local] Whether it is right: DT_OK, or DT_ERR_ARG and what is wrong first, in text; the context
-   does not fail. Each computation comes once; no rank waits for ever, where every rank keeps its
-   order, F waits for the F of the stage before, B and I for that of the stage after, and F for its
-   slot; and each chunk adds gradients, which B and W do, in the ascending order of micro-batches.
-   facts may be NULL. */
+typedef struct dt_schedule_metrics {
+    int actions;       /* of all ranks */
+    int messages;      /* between different ranks */
+    int max_in_flight; /* largest over the ranks */
+    int max_slots;     /* largest over the ranks */
+    int cycle_length;  /* number of ranks that wait for each other in a cycle; 0: no deadlock */
+} dt_schedule_metrics;
+/* [local] Checks the schedule. Returns DT_OK, or DT_ERR_ARG with the first error in text; the
+   context does not fail. Checks that each computation occurs once; that no rank waits for ever
+   (deadlock), where every rank keeps its order, F waits for the F of the stage before and for its
+   slot, and B and I wait for that of the stage after; and that each chunk accumulates gradients, in
+   B and W, in ascending order of micro-batches. metrics may be NULL. */
 DT_API dt_status dt_schedule_check(
-    const dt_schedule *schedule, dt_schedule_facts *facts, char *text, size_t text_bytes);
+    const dt_schedule *schedule, dt_schedule_metrics *metrics, char *text, size_t text_bytes);
 
-/* Seconds of one micro-batch in one stage; B takes input + weight. */
+/* Seconds of one micro-batch in one stage. B takes input + weight. */
 typedef struct dt_schedule_costs {
-    double forward, input, weight; /* F, I, W, the same in all stages */
-    const double *stages;          /* (stages,3) forward, input, weight of each; NULL: as above */
-    /* from the end of an action to where another rank can begin with its result */
+    double forward, input, weight; /* F, I, W; the same in all stages */
+    /* (stages,3) forward, input, weight of each stage; NULL: the three above */
+    const double *stages;
+    /* from the end of an action to the earliest begin of another rank's action with its result */
     double message;
 } dt_schedule_costs;
-/* seconds; begin > end: it did not happen */
+/* Seconds. begin > end: it did not happen. */
 typedef struct dt_span {
     double begin, end;
 } dt_span;
-/* [local] When each action begins and ends: spans (dt_schedule_first of p), from time 0. DT_ERR_ARG
-   fails the context if a cost is negative or not finite. Of an unchecked schedule that stops it is
-   DT_ERR_ARG too, but fails nothing: what never begins has the span { 0, -1 }. */
+/* [local] Simulates: writes when each action begins and ends, from time 0, to spans
+   (dt_schedule_offset of rank p). DT_ERR_ARG fails the context if a cost is negative or not finite.
+   For an unchecked schedule that deadlocks the result is DT_ERR_ARG too, but the context does not
+   fail; an action that never begins has the span { 0, -1 }. */
 DT_API dt_status dt_schedule_simulate(
     const dt_schedule *schedule, dt_schedule_costs costs, dt_span *spans);
 
 typedef struct dt_schedule_bubble {
-    double makespan; /* from the first begin to the last end, of all ranks */
-    double work;     /* computing: of the rank, or of the busiest one */
-    double of_work;  /* (makespan - work) / work: "of ideal" */
-    double of_total; /* (makespan - work) / makespan: what share of the time is lost */
+    double makespan;          /* from the first begin to the last end over all ranks */
+    double work;              /* computing time of the rank, or of the busiest one */
+    double idle_per_work;     /* (makespan - work) / work: the bubble fraction of the papers */
+    double idle_per_makespan; /* (makespan - work) / makespan: the fraction of time that is lost */
 } dt_schedule_bubble;
-/* [local] Of a rank, or of the whole for rank -1: from spans that were simulated or measured. Zeros
-   where there is no such rank or no work. */
-DT_API dt_schedule_bubble dt_schedule_idle(
+/* [local] Bubble fraction of one rank, or of the whole pipeline for rank -1, from spans that were
+   simulated or measured. Zeros where there is no such rank or no work. */
+DT_API dt_schedule_bubble dt_schedule_bubble_of(
     const dt_schedule *schedule, const dt_span *spans, int rank);
 
-/* [local] Cuts n items in a row (layers) with costs >= 0 into `stages` parts that follow each
-   other, none empty, so that the dearest is as cheap as can be: part i is items first[i] to
-   first[i+1] - 1; first (stages + 1). Of several such cuts it takes an even one, with rather less
-   in the first parts, which hold the most micro-batches. DT_ERR_ARG and why not, in text: fewer
+/* [local] Partitions n consecutive items (layers) with costs >= 0 into `stages` non-empty parts so
+   that the most expensive part is as cheap as possible: part i is items first[i] to first[i+1] - 1;
+   first (stages + 1). Among several best partitions it takes an even one, with rather less in the
+   first parts, because these hold the most micro-batches. DT_ERR_ARG with the reason in text: fewer
    items than stages, a cost that is negative or not finite. */
-DT_API dt_status dt_stage_cut(
+DT_API dt_status dt_partition_stages(
     const double *costs, int n, int stages, int *first, char *text, size_t text_bytes);
 
-/* What is drawn: a schedule and when its actions ran, simulated or measured. */
+/* Input of a drawing: a schedule and when its actions ran, simulated or measured. */
 typedef struct dt_timeline {
     const char *title; /* UTF-8; NULL: the schedule's name */
     const dt_schedule *schedule;
-    const dt_span *spans; /* (dt_schedule_first of p) */
+    const dt_span *spans; /* (dt_schedule_offset of rank p) */
 } dt_timeline;
-/* [local] Writes a drawing (SVG) of n timelines, one below the other, to one scale: a row for each
-   rank, boxes coloured by phase and lighter by chunk with the micro-batch's number, the bubble in
-   the title. Written as by dt_file_write. */
+/* [local] Draws n timelines as SVG, one below the other, to one scale: a row for each rank, a box
+   for each action with the number of its micro-batch, coloured by phase and lighter by chunk, and
+   the bubble fraction in the title. The file is written as by dt_file_write. */
 DT_API dt_status dt_schedule_svg(dt_ctx *ctx, const char *path, const dt_timeline *lines, int n);
-/* [local] The same for a terminal, a line for each rank: "rank  0 |0123....abcd|". A forward is a
-                                                                 digit, a backward
-   (and I) a letter, from a on, W a capital letter; micro-batch 10 is 0, a or A again. columns: of
-   time, 0 -> 72. DT_ERR_ARG if text is too small: p (columns + 12) + 1 bytes are enough where p <
-   1000. */
+/* [local] Draws a schedule for a terminal, one line per rank: "rank  0 |0123....abcd|". A forward
+   is a digit, a backward (and I) a lower-case letter from a on, W an upper-case letter; micro-batch
+   10 is 0, a or A again. columns: width of the time axis, 0 -> 72. DT_ERR_ARG if text is too small:
+   p (columns + 12) + 1 bytes are enough where p < 1000. */
 DT_API dt_status dt_schedule_text(
     const dt_schedule *schedule, const dt_span *spans, int columns, char *text, size_t text_bytes);
 
 // ==== 7. Pipeline parallelism ===================================================================
 
-/* Runs a schedule (section 6): each rank computes its actions in their order, takes a stage's input
-   from the rank that has the stage before, and the gradient of its output from the one that has the
-   stage after. A micro-batch lives on a tape (dt_tape) of its own, slot s on tape s + 1, from its
-   forward to its backward; tape 0 stays the caller's. Messages are the tensors themselves, none is
-   copied: they are under way while other actions compute.
+/* Pipeline parallelism: runs a schedule (section 6). Each rank computes its actions in their order.
+   It receives a stage's input from the rank of the stage before, and the gradient of its output
+   from the rank of the stage after. A micro-batch has a tape (dt_tape) of its own, slot s on tape s
+   + 1, from its forward to its backward; tape 0 stays the caller's. Messages are the tensors
+   themselves, without a copy, and travel while other actions compute.
 
        static dt_tensor *run(dt_tensor *x, int stage, int micro, void *user) {
            if (stage == 0) x = dt_input(...micro-batch `micro`...);
            x = ...the layers of this stage...;
-           return stage < last ? x : dt_mse(x, ..., B);         // the whole step's denominator:
-                                                                losses add up
+           return stage < last ? x : dt_mse(x, ..., B);  // B of the whole step: losses add up
        }
 
-   Parameters of a stage are registered after dt_stage(ctx, stage), on the rank that has it. One
-   that stages of several ranks use (an embedding that is the head too) is registered by each of
-   them, under the same name, marked { group of their ranks, DT_GRAD_PARTIAL }: dt_zero_step sums its
-   gradient over them. A stage's input and output are one tensor each, of any shape that stays the
-   same during a run; the ranks of tensor, context and expert parallelism run the same schedule side
-   by side. */
+   Register the parameters of a stage after dt_stage(ctx, stage), on the rank that has it. A
+   parameter that stages of several ranks use (tied embeddings: the output head is the embedding) is
+   registered by each of them under the same name, with the gradient placement { group of their
+   ranks, DT_GRAD_PARTIAL }: dt_zero_step sums its gradient over them. A stage's input and output
+   are one tensor each, of any shape that stays the same during a run. The ranks of tensor, context
+   and expert parallelism run the same schedule side by side. */
 
-/* The layers of one stage: x is NULL for the first one, else what the stage before returned for
-   this micro-batch. The last one returns the loss, a scalar. Called inside a block. */
+/* The layers of one stage. x is NULL for the first stage, else what the stage before returned for
+   this micro-batch. The last stage returns the loss, a scalar. Called inside a block. */
 typedef dt_tensor *(*dt_stage_run_fn)(dt_tensor *x, int stage, int micro, void *user);
 
 typedef struct dt_pipe_desc {
     const dt_schedule *schedule;
-    dt_comm *comm; /* the pipeline: its rank r is the schedule's; NULL: one rank */
+    dt_comm *comm; /* the pipeline group, with the schedule's rank numbers; NULL: one rank */
     dt_stage_run_fn run;
-    void *user; /* handed to run */
-    /* not 0: only the forwards of so many micro-batches, as for evaluation */
+    void *user; /* passed to run */
+    /* not 0: run only the forwards of so many micro-batches, as for evaluation */
     int forward_micros;
-    /* NULL: as fast as it goes; else each action lasts so long, or longer: to watch a schedule on a
+    /* NULL: run at full speed. Else each action lasts at least so long, to watch a schedule on a
        model that is too small */
-    const dt_schedule_costs *pace;
-    /* receives when each action of this rank computed, by its clock; (dt_schedule_count) or NULL */
+    const dt_schedule_costs *min_durations;
+    /* receives the begin and end of each action of this rank, by its clock; (dt_schedule_count), or
+       NULL */
     dt_span *spans;
 } dt_pipe_desc;
 
-/* [collective: comm] All micro-batches of a step, forward and backward; then dt_zero_step. Errors
-   besides those of `run`: DT_ERR_ARG where the schedule is for another number of ranks;
-   DT_ERR_SHAPE where a stage's output changes its shape from one micro-batch to the next. Sends 2
-   messages for each micro-batch and edge between stages. A schedule is for one run at a time. */
+/* [collective: comm] Runs all micro-batches of a step, forward and backward; call dt_zero_step
+   after it. Errors besides those of `run`: DT_ERR_ARG where the schedule is for another number
+   of ranks; DT_ERR_SHAPE where a stage's output changes its shape between micro-batches. Sends 2
+   messages for each micro-batch and edge between stages. Only one run at a time may use a
+   schedule. */
 DT_API dt_status dt_pipe_run(dt_ctx *ctx, dt_pipe_desc desc);
-/* [collective: comm] From the spans of this rank's actions, mine (dt_schedule_count), those of all
-   ranks', all (dt_schedule_first of p), in seconds after the first begin: for dt_schedule_idle and
-   dt_schedule_svg. Clocks of different machines may differ. After a failure, which it returns, all
-   is of no use. */
-DT_API dt_status dt_pipe_spans(
+/* [collective: comm] Gathers the spans of all ranks: from this rank's mine (dt_schedule_count) to
+   all (dt_schedule_offset of rank p), in seconds after the first begin, for dt_schedule_bubble_of
+   and dt_schedule_svg. Clocks of different machines may differ. Returns the status; after a failure
+   the contents of all are unspecified. */
+DT_API dt_status dt_pipe_gather_spans(
     dt_comm *comm, const dt_schedule *schedule, const dt_span *mine, dt_span *all);
 
-// ==== 8. Order of data ==========================================================================
+// ==== 8. Data order =============================================================================
 
-/* Which sequences a replica reads: B = b * a * R sequences a step, the same ones in the same order
-   in every layout. */
-typedef struct dt_order {
-    int64_t sequences; /* S: in the data, at least 1 */
-    int64_t batch;     /* B: of one step over all replicas */
-    int micro_batch;   /* b: of one forward of one replica */
+/* Data order: which sequences each replica reads. A step reads B = b * a * R sequences, the same
+   ones in the same order in every layout:
+
+       micro-step j    replica 0     replica 1     ..  replica R-1
+            0          0 .. b-1      b .. 2b-1          (R-1)b .. Rb-1
+            1          Rb .. Rb+b-1  .. */
+typedef struct dt_data_order {
+    int64_t sequences; /* S: sequences in the data, at least 1 */
+    int64_t batch;     /* B: sequences of one step over all replicas */
+    int micro_batch;   /* b: sequences of one forward of one replica */
     int replicas;      /* R */
-    int64_t before;    /* sequences that were read before step 1 */
-} dt_order;
+    int64_t consumed;  /* sequences read before step 1 */
+} dt_data_order;
 
-/* [local] The sequence that replica r reads as the i-th of micro-step j of step n (from 1): (before
-   + (n-1) B + (j R + r) b + i) mod S; -1 if S < 1, n < 1, or a number is negative. */
-DT_API int64_t dt_order_sequence(dt_order order, int64_t step, int micro_step, int replica, int i);
-/* [local] How many times the data have been read through when that sequence is read: floor((before
-   + (n-1) B + (j R + r) b + i) / S), at most INT64_MAX; 0 where dt_order_sequence is -1. */
-DT_API int64_t dt_order_epoch(dt_order order, int64_t step, int micro_step, int replica, int i);
+/* [local] Returns the i-th sequence of replica r in micro-step j of step n (from 1): (consumed +
+   (n-1) B + (j R + r) b + i) mod S; -1 if S < 1, n < 1, or a number is negative. */
+DT_API int64_t dt_data_order_sequence(
+    dt_data_order order, int64_t step, int micro_step, int replica, int i);
+/* [local] Returns how many times the data were read through before that sequence is read:
+   floor((consumed + (n-1) B + (j R + r) b + i) / S), at most INT64_MAX; 0 where
+   dt_data_order_sequence is -1. */
+DT_API int64_t dt_data_order_epoch(
+    dt_data_order order, int64_t step, int micro_step, int replica, int i);
 
-/* A batch that grows over the first `samples` sequences of a run, as small batches learn more from
-   each sequence while the gradient still says much (S. McCandlish et al., arXiv:1812.06162; T.
-   Brown et al., arXiv:2005.14165): from `start` by `incr`, K = (batch - start) / incr times, after
-   equal shares of `samples`, up to `batch`. */
+/* Batch size ramp-up over the first `samples` sequences of a run, because small batches learn more
+   from each sequence while the gradient signal is strong (S. McCandlish et al., arXiv:1812.06162;
+   T. Brown et al., arXiv:2005.14165). The batch grows from `start` by `incr`, K = (batch - start) /
+   incr times, after equal parts of `samples`, up to `batch`. */
 typedef struct dt_batch_ramp {
     int64_t start, incr; /* sequences */
-    /* sequences after which all steps have batch; 0: all have from the first on */
+    /* number of sequences after which all steps have batch; 0: all steps have it */
     int64_t samples;
     int64_t batch;
 } dt_batch_ramp;
 
-/* [local] Whether it is one, with every size a multiple of unit = micro-batch x replicas: else
-   DT_ERR_ARG and a text with the numbers and a legal choice. A ramp of samples 0 is one. */
+/* [local] Checks the ramp: every size must be a multiple of unit = micro-batch x replicas. On
+   failure returns DT_ERR_ARG and writes a text with the numbers and a legal choice. A ramp with
+   samples 0 is valid. */
 DT_API dt_status dt_batch_ramp_check(
     dt_batch_ramp ramp, int64_t unit, char *text, size_t text_bytes);
-/* [local] Sequences of a step before which `consumed` ones were read: start + floor(consumed K /
-   samples) incr, and batch from `samples` on. `batch` if the ramp is invalid. */
+/* [local] Returns the batch size of a step before which `consumed` sequences were read: start +
+   floor(consumed K / samples) incr, and batch from `samples` on. `batch` if the ramp is invalid. */
 DT_API int64_t dt_batch_ramp_size(dt_batch_ramp ramp, int64_t consumed);
-/* [local] Sequences that all steps before step n (from 1) read, at most INT64_MAX: dt_order's
-   `before` of step n. */
-DT_API int64_t dt_batch_ramp_before(dt_batch_ramp ramp, int64_t step);
+/* [local] Returns how many sequences all steps before step n (from 1) read, at most INT64_MAX: the
+   `consumed` of dt_data_order for step n. */
+DT_API int64_t dt_batch_ramp_consumed(dt_batch_ramp ramp, int64_t step);
 
-/* Which of n samples each of R ranks reads, as PyTorch's DistributedSampler deals them out. An
-   epoch has an order of all samples: 0, 1, .. n-1, or shuffled. It is made a multiple of R long: at
-   its end it begins again, as often as it takes, or with drop_last what is over is left out. Rank r
-   reads entries r, r + R, r + 2R, .. of it, so that every rank reads as many.
-       Shuffled it is the torch.randperm(n) of a CPU generator with seed + epoch, of which 32 bits
-       count: for each place
-   in turn, a number of the Mersenne twister modulo what is left says which sample comes there. From
-   n = 2^32 / 20 on torch draws otherwise; so many samples are not shuffled here. */
+/* Distributed sampler: which of n samples each of R ranks reads, as PyTorch's DistributedSampler.
+   An epoch has an order of all samples: 0, 1, .. n-1, or shuffled. Its length is made a multiple of
+   R: it is padded with its own beginning, as often as needed, or with drop_last the remainder is
+   left out. Rank r reads entries r, r + R, r + 2R, .., so that every rank reads the same number.
+
+   The shuffled order is torch.randperm(n) of a CPU generator with seed + epoch, of which 32 bits
+   count: for each index in turn, a number of the Mersenne twister modulo the number of samples left
+   selects the sample (Fisher-Yates). From n = 2^32 / 20 on, torch draws differently; so many
+   samples are not shuffled here. */
 typedef struct dt_sampler dt_sampler;
-#define DT_SAMPLER_SHUFFLED 214748363 /* samples: the most that can be shuffled */
+#define DT_SAMPLER_MAX_SHUFFLED 214748363 /* largest number of samples that can be shuffled */
 typedef struct dt_sampler_desc {
     int64_t samples;    /* n: at least 1 */
     int replicas, rank; /* R: at least 1; 0 <= r < R */
-    uint64_t seed;      /* the same on every rank */
-    int shuffle;        /* 1: another order in each epoch */
-    /* 1: leave out up to R-1 samples of an epoch; else up to R-1 are read again */
+    uint64_t seed;      /* same on every rank */
+    int shuffle;        /* 1: a different order in each epoch */
+    /* 1: leave out up to R-1 samples of an epoch; 0: read up to R-1 samples twice */
     int drop_last;
 } dt_sampler_desc;
 
-/* Where a sampler is: what a checkpoint keeps of it, besides what its desc says. */
+/* Position of a sampler: what a checkpoint stores of it, besides its desc. */
 typedef struct dt_sampler_state {
-    int64_t epoch; /* from 0 */
-    int64_t place; /* how many samples of this epoch the rank has had */
+    int64_t epoch;    /* from 0 */
+    int64_t position; /* number of samples of this epoch that the rank has read */
 } dt_sampler_state;
 
-/* [local] A sampler at the start of epoch 0. Shuffled it keeps 4 bytes a sample (class host), else
-   none. NULL after DT_ERR_ARG: a number is outside its range; DT_ERR_MEM. */
+/* [local] Creates a sampler at the start of epoch 0. With shuffle it holds 4 bytes per sample
+   (class host), else none. NULL after DT_ERR_ARG, where a number is outside its range, and after
+   DT_ERR_MEM. */
 DT_API dt_sampler *dt_sampler_make(dt_ctx *ctx, dt_sampler_desc desc);
-/* [local] NULL is allowed. A sampler that is left when the context ends is freed with it. */
+/* [local] NULL is allowed. The context frees a sampler that is left when it ends. */
 DT_API void dt_sampler_free(dt_sampler *sampler);
-/* [local] How many samples the rank reads in an epoch: n / R rounded up, or with drop_last down. 0
-   for NULL. */
+/* [local] Number of samples that the rank reads in an epoch: n / R rounded up, with drop_last down.
+   0 for NULL. */
 DT_API int64_t dt_sampler_count(const dt_sampler *sampler);
-/* [local] The rank's next sample, 0 .. n-1; -1 when the epoch is over, until it is told another,
-   and for NULL. */
+/* [local] The rank's next sample, 0 .. n-1. -1 for NULL, and at the end of the epoch until
+   dt_sampler_set_epoch or dt_sampler_seek. */
 DT_API int64_t dt_sampler_next(dt_sampler *sampler);
-/* [local] Goes to the start of an epoch. The order of an epoch does not depend on those before.
-   DT_ERR_ARG: below 0. */
+/* [local] Goes to the start of an epoch. The order of an epoch does not depend on earlier ones.
+   DT_ERR_ARG: epoch below 0. */
 DT_API dt_status dt_sampler_set_epoch(dt_sampler *sampler, int64_t epoch);
-/* [local] Where it is, { 0, 0 } for NULL; and back to there: what is read from then on is what was
-   read from there on. A new order is computed when the first sample of it is asked for. DT_ERR_ARG:
-   an epoch below 0, a place outside 0 .. dt_sampler_count. */
-DT_API dt_sampler_state dt_sampler_where(const dt_sampler *sampler);
+/* [local] Position of the sampler, { 0, 0 } for NULL; and return to a position: the samples that
+   follow are the same as they were after it. A new order is computed when its first sample is read.
+   DT_ERR_ARG: an epoch below 0, a position outside 0 .. dt_sampler_count. */
+DT_API dt_sampler_state dt_sampler_tell(const dt_sampler *sampler);
 DT_API dt_status dt_sampler_seek(dt_sampler *sampler, dt_sampler_state state);
 
-/* [collective: comm] The number of labels >= 0 over the ranks of comm: the denominator that makes a
-   loss a mean over the whole step in every layout. labels (n) in host memory; give those of all
-   micro-batches at once. Not counted as traffic. After a failure this rank's own number. */
-DT_API double dt_tokens(dt_comm *comm, const int32_t *labels, size_t n);
+/* [collective: comm] Number of labels >= 0 over the ranks of comm: the denominator that makes a
+   loss the mean over the whole step in every layout. labels (n) in host memory; give those of all
+   micro-batches at once. Not counted as traffic. After a failure returns this rank's own number. */
+DT_API double dt_count_labels(dt_comm *comm, const int32_t *labels, size_t n);
 
-// ==== 9. Text ===================================================================================
+// ==== 9. Text datasets ==========================================================================
 
-/* Files read as one string of tokens: bytes, each a token 0..255, or llm.c token shards, known by
-   their magic (20240520 with 16 bits a token, 20240801 with 32). All files are of one kind. N
-   tokens hold S = floor((N-1)/T) sequences; sequence i is tokens iT .. iT+T, so that its labels are
-   its inputs shifted by one. */
+/* Text dataset: files read as one string of tokens. A file is bytes, each a token 0..255, or an
+   llm.c token shard, recognised by its magic (20240520 with 16 bits per token, 20240801 with 32).
+   All files are of one kind. N tokens hold S = floor((N-1)/T) sequences; sequence i is tokens iT ..
+   iT+T, so that its labels are its inputs shifted by one. */
 typedef struct dt_text dt_text;
 
-/* [local] Opens `files` files through the context's io table and cuts them into sequences of seq
-   tokens. NULL after DT_ERR_IO: a file is missing, unreadable, no file or a broken shard, kinds are
-   mixed, or all together are shorter than one sequence. */
+/* [local] Opens `files` files through the context's io table, as sequences of seq tokens. NULL
+   after DT_ERR_IO: a file is missing, unreadable, not a regular file or a broken shard, kinds are
+   mixed, or all files together are shorter than one sequence. */
 DT_API dt_text *dt_text_open(dt_ctx *ctx, const char *const *paths, int files, int seq);
-/* [local] NULL is allowed. A text that is still open when the context ends is closed with it. */
+/* [local] NULL is allowed. The context closes a dataset that is still open when it ends. */
 DT_API void dt_text_close(dt_text *text);
-/* [local] Tokens and sequences in the text; 0 for NULL. */
+/* [local] Number of tokens and of sequences; 0 for NULL. */
 DT_API int64_t dt_text_tokens(const dt_text *text);
 DT_API int64_t dt_text_sequences(const dt_text *text);
-/* [local] No token is this large: 256 for bytes, 65,536 or 2^31 for shards. dt_embedding refuses
-   ids outside its table, so a vocabulary may be smaller, if the tokens are. 0 for NULL. */
-DT_API int64_t dt_text_limit(const dt_text *text);
-/* [local] ids (seq) and labels (seq) of one sequence. DT_ERR_ARG outside the text; DT_ERR_IO naming
-   file and token. */
+/* [local] Exclusive upper bound of token ids: 256 for bytes, 65,536 or 2^31 for shards.
+   dt_embedding refuses ids outside its table, so a smaller vocabulary is allowed if the tokens fit.
+   0 for NULL. */
+DT_API int64_t dt_text_token_limit(const dt_text *text);
+/* [local] Reads ids (seq) and labels (seq) of one sequence. DT_ERR_ARG outside the dataset;
+   DT_ERR_IO names the file and the token. */
 DT_API dt_status dt_text_read(dt_text *text, int64_t sequence, int32_t *ids, int32_t *labels);
 
 // ==== 10. Dry runs ==============================================================================
 
-/* A context that computes nothing and has no memory for tensors, but does everything else: the same
-   program then shows what it would need, on any number of ranks (as threads), without a second
-   formula for it. dt_memory_used and dt_comm_bytes count as always; every number read from a tensor
-   is 0. */
+/* Dry run: a context that computes nothing and has no memory for tensors, but does everything else.
+   The same program then shows what it would need, on any number of ranks (as threads), without a
+   second formula for it. dt_memory_used and dt_comm_bytes count as always; every number read from a
+   tensor is 0. */
 typedef struct dt_dry {
-    /* 2 m n k of each product; attention as if there was no mask, but parts that dt_context leaves
-       out */
+    /* 2 m n k of each product; attention as without a mask, except for pairs of chunks that dt_cp
+       skips */
     double flops;
-    size_t kernels; /* calls */
-    uintptr_t next; /* addresses that were given out, none of which can be read */
+    size_t kernel_calls;    /* calls */
+    uintptr_t next_address; /* next address to give out; none of them can be read */
 } dt_dry;
-/* [local] As the first call on a context, before it has tensors. dry: (zeroed) yours, read it at
-   any time; it must outlive the context. Not for forked ranks, nor over MPI. */
+/* [local] Makes the context a dry one. Must be the first call on it, before it has tensors. dry:
+   zeroed, owned by the caller, readable at any time; it must outlive the context. Not for forked
+   ranks, nor over MPI. */
 DT_API dt_status dt_dry_begin(dt_ctx *ctx, dt_dry *dry);
 
 #ifdef __cplusplus
@@ -776,24 +866,27 @@ DT_API dt_status dt_dry_begin(dt_ctx *ctx, dt_dry *dry);
 extern "C" {
 #endif
 
-// ==== 11. Implementation: mesh ==================================================================
+// ==== 11. Implementation: process mesh ==========================================================
 
 /* a + b for a, b >= 0, saturating at INT64_MAX. */
-static int64_t dt__add_most(int64_t a, int64_t b) { return a > INT64_MAX - b ? INT64_MAX : a + b; }
+static int64_t dt__add_saturating(int64_t a, int64_t b) {
+    return a > INT64_MAX - b ? INT64_MAX : a + b;
+}
 
-/* Appends text to a caller's buffer, which may be NULL or of 0 bytes; cuts what does not fit. */
-typedef struct dt__saying {
+/* A string buffer over the caller's memory, which may be NULL or of 0 bytes. Truncates what does
+   not fit. */
+typedef struct dt__strbuf {
     char *text;
     size_t bytes, used;
-} dt__saying;
+} dt__strbuf;
 
-static dt__saying dt__saying_in(char *text, size_t bytes) {
-    dt__saying t = { text, text ? bytes : 0, 0 };
+static dt__strbuf dt__strbuf_in(char *text, size_t bytes) {
+    dt__strbuf t = { text, text ? bytes : 0, 0 };
     if (t.bytes > 0) text[0] = 0;
     return t;
 }
 
-static void DT_PRINTF(2, 3) dt__say(dt__saying *t, const char *fmt, ...) {
+static void DT_PRINTF(2, 3) dt__strbuf_add(dt__strbuf *t, const char *fmt, ...) {
     va_list args;
     if (t->used + 1 >= t->bytes) return;
     va_start(args, fmt);
@@ -802,29 +895,29 @@ static void DT_PRINTF(2, 3) dt__say(dt__saying *t, const char *fmt, ...) {
     if (n > 0) t->used += (size_t)n < t->bytes - t->used ? (size_t)n : t->bytes - t->used - 1;
 }
 
-dt_status dt_mesh_sizes(dt_mesh_desc *sizes, int ranks, char *text, size_t text_bytes) {
-    dt__saying t = dt__saying_in(text, text_bytes);
+dt_status dt_mesh_resolve(dt_mesh_desc *sizes, int ranks, char *text, size_t text_bytes) {
+    dt__strbuf t = dt__strbuf_in(text, text_bytes);
     if (!sizes) return DT_ERR_ARG;
     int *axes[5] = { &sizes->dp, &sizes->tp, &sizes->cp, &sizes->pp, &sizes->ep };
     if (ranks < 1) {
-        dt__say(&t, "%d ranks; at least 1 is needed", ranks);
+        dt__strbuf_add(&t, "%d ranks; at least 1 is needed", ranks);
         return DT_ERR_ARG;
     }
     for (int i = 0; i < 5; i++) {
         if (*axes[i] < 0) {
-            dt__say(&t, "an axis of %d ranks; use 1 or more", *axes[i]);
+            dt__strbuf_add(&t, "an axis of %d ranks; use 1 or more", *axes[i]);
             return DT_ERR_ARG;
         }
         if (i > 0 && *axes[i] == 0) *axes[i] = 1;
     }
-    /* no number of ranks is a multiple of more, so it need not grow */
-    int64_t others = 1, most = (int64_t)1 << 31;
-    for (int i = 1; i < 5; i++) others = others * *axes[i] < most ? others * *axes[i] : most;
+    /* saturates: no number of ranks is a multiple of a larger product */
+    int64_t others = 1, limit = (int64_t)1 << 31;
+    for (int i = 1; i < 5; i++) others = others * *axes[i] < limit ? others * *axes[i] : limit;
     int64_t all = others * (sizes->dp ? sizes->dp : 1);
     if (ranks % others == 0 && sizes->dp == 0) sizes->dp = (int)(ranks / others);
     if (sizes->dp == 0) {
         int64_t next = ((ranks - 1) / others + 1) * others;
-        dt__say(&t,
+        dt__strbuf_add(&t,
             "tp %d x cp %d x pp %d x ep %d does not divide %d ranks; use %lld ranks or smaller "
             "axes",
             sizes->tp, sizes->cp, sizes->pp, sizes->ep, ranks, (long long)next);
@@ -834,7 +927,7 @@ dt_status dt_mesh_sizes(dt_mesh_desc *sizes, int ranks, char *text, size_t text_
         char choice[40] = "";
         if (ranks % others == 0)
             snprintf(choice, sizeof choice, ", or use dp %d", (int)(ranks / others));
-        dt__say(&t,
+        dt__strbuf_add(&t,
             "dp %d x tp %d x cp %d x pp %d x ep %d = %lld, but there are %d ranks; use %lld "
             "ranks%s",
             sizes->dp, sizes->tp, sizes->cp, sizes->pp, sizes->ep, (long long)all, ranks,
@@ -844,8 +937,8 @@ dt_status dt_mesh_sizes(dt_mesh_desc *sizes, int ranks, char *text, size_t text_
     return DT_OK;
 }
 
-/* The group of the ranks that differ from this one only by `offset`, a coordinate times its
-   stride. */
+/* The group of the ranks that differ from this one only in one coordinate. offset: that coordinate
+   times its stride. */
 static dt_comm *dt__mesh_axis(
     dt_comm *world, int size, int offset, int key, const char *name, dt_axis axis) {
     if (size == 1) return NULL;
@@ -858,187 +951,228 @@ dt_mesh dt_mesh_make(dt_ctx *ctx, dt_mesh_desc desc) {
     char why[200];
     dt_mesh none, mesh;
     memset(&none, 0, sizeof none);
-    none.replicas = 1; /* programs divide by it before they look at the error */
+    none.replicas = 1; /* callers divide by it before they look at the error */
     if (dt_error(ctx) != DT_OK) return none;
     dt_comm *world = dt_world(ctx);
     int rank = dt_comm_rank(world);
-    if (dt_mesh_sizes(&desc, dt_comm_size(world), why, sizeof why) != DT_OK) {
+    if (dt_mesh_resolve(&desc, dt_comm_size(world), why, sizeof why) != DT_OK) {
         dt_fail(ctx, DT_ERR_ARG, "dt_mesh_make: %s", why);
         return none;
     }
     mesh = none;
     mesh.sizes = desc;
-    mesh.at.tp = rank % desc.tp;
-    mesh.at.cp = rank / desc.tp % desc.cp;
-    mesh.at.ep = rank / (desc.tp * desc.cp) % desc.ep;
-    mesh.at.dp = rank / (desc.tp * desc.cp * desc.ep) % desc.dp;
-    mesh.at.pp = rank / (desc.tp * desc.cp * desc.ep * desc.dp);
+    mesh.coord.tp = rank % desc.tp;
+    mesh.coord.cp = rank / desc.tp % desc.cp;
+    mesh.coord.ep = rank / (desc.tp * desc.cp) % desc.ep;
+    mesh.coord.dp = rank / (desc.tp * desc.cp * desc.ep) % desc.dp;
+    mesh.coord.pp = rank / (desc.tp * desc.cp * desc.ep * desc.dp);
     int cp_stride = desc.tp, ep_stride = cp_stride * desc.cp, dp_stride = ep_stride * desc.ep;
     int pp_stride = dp_stride * desc.dp;
     mesh.world = world;
-    mesh.tp = dt__mesh_axis(world, desc.tp, mesh.at.tp, mesh.at.tp, "tp", DT_AXIS_TP);
-    mesh.cp = dt__mesh_axis(world, desc.cp, mesh.at.cp * cp_stride, mesh.at.cp, "cp", DT_AXIS_CP);
-    mesh.ep = dt__mesh_axis(world, desc.ep, mesh.at.ep * ep_stride, mesh.at.ep, "ep", DT_AXIS_EP);
-    mesh.dp = dt__mesh_axis(world, desc.dp, mesh.at.dp * dp_stride, mesh.at.dp, "dp", DT_AXIS_DP);
-    mesh.pp = dt__mesh_axis(world, desc.pp, mesh.at.pp * pp_stride, mesh.at.pp, "pp", DT_AXIS_PP);
-    int copies = desc.dp * desc.ep * desc.cp;
-    int offset = mesh.at.dp * dp_stride + mesh.at.ep * ep_stride + mesh.at.cp * cp_stride;
-    mesh.data = copies == desc.dp
+    mesh.tp = dt__mesh_axis(world, desc.tp, mesh.coord.tp, mesh.coord.tp, "tp", DT_AXIS_TP);
+    mesh.cp =
+        dt__mesh_axis(world, desc.cp, mesh.coord.cp * cp_stride, mesh.coord.cp, "cp", DT_AXIS_CP);
+    mesh.ep =
+        dt__mesh_axis(world, desc.ep, mesh.coord.ep * ep_stride, mesh.coord.ep, "ep", DT_AXIS_EP);
+    mesh.dp =
+        dt__mesh_axis(world, desc.dp, mesh.coord.dp * dp_stride, mesh.coord.dp, "dp", DT_AXIS_DP);
+    mesh.pp =
+        dt__mesh_axis(world, desc.pp, mesh.coord.pp * pp_stride, mesh.coord.pp, "pp", DT_AXIS_PP);
+    int replicas = desc.dp * desc.ep * desc.cp;
+    int offset = mesh.coord.dp * dp_stride + mesh.coord.ep * ep_stride + mesh.coord.cp * cp_stride;
+    mesh.data = replicas == desc.dp
                     ? mesh.dp
-                    : dt__mesh_axis(world, copies, offset, offset, "data", DT_AXIS_DP);
-    offset -= mesh.at.ep * ep_stride;
-    mesh.experts = desc.ep == 1   ? mesh.data
-                   : desc.cp == 1 ? mesh.dp
-                                  : dt__mesh_axis(world, desc.dp * desc.cp, offset, offset,
-                                        "experts", DT_AXIS_DP);
-    mesh.replica = mesh.at.dp * desc.ep + mesh.at.ep;
+                    : dt__mesh_axis(world, replicas, offset, offset, "data", DT_AXIS_DP);
+    offset -= mesh.coord.ep * ep_stride;
+    mesh.expert_data = desc.ep == 1   ? mesh.data
+                       : desc.cp == 1 ? mesh.dp
+                                      : dt__mesh_axis(world, desc.dp * desc.cp, offset, offset,
+                                            "experts", DT_AXIS_DP);
+    mesh.replica = mesh.coord.dp * desc.ep + mesh.coord.ep;
     mesh.replicas = desc.dp * desc.ep;
     return dt_error(ctx) == DT_OK ? mesh : none;
 }
 
 // ==== 12. Placements: code ======================================================================
 
-/* One move of a dense array over a group: the argument of every row of the table. */
-typedef struct dt__place_move {
+/* dt_redistribute is a table of nine rows. A row is a function that moves one dense array over a
+   group, so a new placement is a new row. The backward looks up the row of the dual placements in
+   the same table; dual swaps COPY and PARTIAL:
+
+       forward          x:  SHARD(1) --------- all-gather -------> COPY       :y
+       backward        dx:  SHARD(1) <------ reduce-scatter ------ PARTIAL    :dy
+
+   A shard along a dimension that is not the first is strided in memory, while collectives send
+   contiguous arrays. dt__extract_shard and dt__insert_shard pack and unpack it. */
+
+/* Arguments of one row of the table: moves a dense array over a group. */
+typedef struct dt__redist {
     dt_ctx *ctx;
     dt_comm *comm;
     dt_dtype dtype;
     const void *in;
-    /* scratch: as many times the larger of in and out as the table says */
+    /* scratch: the row's number of buffers, each as large as the larger of in and out */
     void *out, *scratch;
     dt_shape in_shape, out_shape;
     int from_dim, to_dim; /* of SHARD placements */
-} dt__place_move;
+} dt__redist;
 
-/* A dense shape seen as (outer, n, inner) around one dimension; bytes of a part of `parts` along
-   it. */
-typedef struct dt__cut_view {
-    size_t outer, part_bytes, row_bytes;
-} dt__cut_view;
+/* A dense shape seen as (outer, n, inner) around one dimension: bytes of one of `parts` shards, and
+   of all of them. */
+typedef struct dt__shard_view {
+    size_t outer, shard_bytes, row_bytes;
+} dt__shard_view;
 
-static dt__cut_view dt__cut_of(dt_shape shape, int dim, int parts, dt_dtype dtype) {
-    dt__cut_view v = { 1, dt_dtype_size(dtype), 0 };
+static dt__shard_view dt__shard_view_of(dt_shape shape, int dim, int parts, dt_dtype dtype) {
+    dt__shard_view v = { 1, dt_dtype_size(dtype), 0 };
     for (int i = 0; i < dim; i++) v.outer *= (size_t)shape.d[i];
-    for (int i = dim; i < shape.nd; i++) v.part_bytes *= (size_t)shape.d[i];
-    v.row_bytes = v.part_bytes;
-    v.part_bytes /= (size_t)parts;
+    for (int i = dim; i < shape.nd; i++) v.shard_bytes *= (size_t)shape.d[i];
+    v.row_bytes = v.shard_bytes;
+    v.shard_bytes /= (size_t)parts;
     return v;
 }
 
-static dt_status dt__copy_rows(const dt__place_move *m, void *out, size_t out_stride,
-    const void *in, size_t in_stride, size_t rows, size_t row_bytes) {
+static dt_status dt__copy_rows(const dt__redist *m, void *out, size_t out_stride, const void *in,
+    size_t in_stride, size_t rows, size_t row_bytes) {
     dt_copy_args a = { out, in, rows, row_bytes, out_stride, in_stride };
     return DT__KERNEL(m->ctx, "dt_redistribute", copy, &a);
 }
 
-/* Part `part` of the whole (shape `whole`, along dim) to or from a dense array. */
-static dt_status dt__part_out(
-    const dt__place_move *m, dt_shape whole, int dim, int part, void *dense, const void *in) {
-    dt__cut_view v = dt__cut_of(whole, dim, dt_comm_size(m->comm), m->dtype);
-    const char *from = (const char *)in + (size_t)part * v.part_bytes;
-    return dt__copy_rows(m, dense, v.part_bytes, from, v.row_bytes, v.outer, v.part_bytes);
+/* Copies one shard of a full array (shape `full`, along dim) to a dense array; dt__insert_shard
+   does the opposite. */
+static dt_status dt__extract_shard(
+    const dt__redist *m, dt_shape full, int dim, int shard, void *dense, const void *in) {
+    dt__shard_view v = dt__shard_view_of(full, dim, dt_comm_size(m->comm), m->dtype);
+    const char *from = (const char *)in + (size_t)shard * v.shard_bytes;
+    return dt__copy_rows(m, dense, v.shard_bytes, from, v.row_bytes, v.outer, v.shard_bytes);
 }
 
-static dt_status dt__part_in(
-    const dt__place_move *m, dt_shape whole, int dim, int part, const void *dense, void *out) {
-    dt__cut_view v = dt__cut_of(whole, dim, dt_comm_size(m->comm), m->dtype);
-    char *to = (char *)out + (size_t)part * v.part_bytes;
-    return dt__copy_rows(m, to, v.row_bytes, dense, v.part_bytes, v.outer, v.part_bytes);
+static dt_status dt__insert_shard(
+    const dt__redist *m, dt_shape full, int dim, int shard, const void *dense, void *out) {
+    dt__shard_view v = dt__shard_view_of(full, dim, dt_comm_size(m->comm), m->dtype);
+    char *to = (char *)out + (size_t)shard * v.shard_bytes;
+    return dt__copy_rows(m, to, v.row_bytes, dense, v.shard_bytes, v.outer, v.shard_bytes);
 }
 
-static dt_status dt__move_identity(const dt__place_move *m) {
+static dt_status dt__redist_identity(const dt__redist *m) {
     size_t bytes = (size_t)dt_count(m->in_shape) * dt_dtype_size(m->dtype);
     return m->out == m->in ? DT_OK : dt__copy_rows(m, m->out, bytes, m->in, bytes, 1, bytes);
 }
 
-static dt_status dt__move_all_reduce(const dt__place_move *m) {
+static dt_status dt__redist_all_reduce(const dt__redist *m) {
     return dt_all_reduce(m->comm, m->in, m->out, (size_t)dt_count(m->in_shape), m->dtype, DT_SUM);
 }
 
-static dt_status dt__move_slice(const dt__place_move *m) {
-    return dt__part_out(m, m->in_shape, m->to_dim, dt_comm_rank(m->comm), m->out, m->in);
+static dt_status dt__redist_slice(const dt__redist *m) {
+    return dt__extract_shard(m, m->in_shape, m->to_dim, dt_comm_rank(m->comm), m->out, m->in);
 }
 
-static dt_status dt__move_keep_first(const dt__place_move *m) {
-    if (dt_comm_rank(m->comm) == 0) return dt__move_identity(m);
+static dt_status dt__redist_keep_first(const dt__redist *m) {
+    if (dt_comm_rank(m->comm) == 0) return dt__redist_identity(m);
     return dt__fill(m->ctx, m->dtype, m->out, (size_t)dt_count(m->in_shape), 0);
 }
 
-static dt_status dt__move_all_gather(const dt__place_move *m) {
+static dt_status dt__redist_all_gather(const dt__redist *m) {
     size_t count = (size_t)dt_count(m->in_shape), bytes = count * dt_dtype_size(m->dtype);
     dt_status status = dt_all_gather(m->comm, m->in, m->scratch, count, m->dtype);
     for (int r = 0; status == DT_OK && r < dt_comm_size(m->comm); r++)
-        status = dt__part_in(
+        status = dt__insert_shard(
             m, m->out_shape, m->from_dim, r, (char *)m->scratch + (size_t)r * bytes, m->out);
     return status;
 }
 
-static dt_status dt__move_reduce_scatter(const dt__place_move *m) {
+static dt_status dt__redist_reduce_scatter(const dt__redist *m) {
     size_t count = (size_t)dt_count(m->out_shape), bytes = count * dt_dtype_size(m->dtype);
     dt_status status = DT_OK;
     for (int r = 0; status == DT_OK && r < dt_comm_size(m->comm); r++)
-        status = dt__part_out(
+        status = dt__extract_shard(
             m, m->in_shape, m->to_dim, r, (char *)m->scratch + (size_t)r * bytes, m->in);
     return status == DT_OK ? dt_reduce_scatter(m->comm, m->scratch, m->out, count, m->dtype, DT_SUM)
                            : status;
 }
 
-/* in: whole along to_dim, a part along from_dim; out the other way round. The stage holds what is
-   sent, and then, since an all-to-all is not in place, what arrives lies behind it. */
-static dt_status dt__move_all_to_all(const dt__place_move *m) {
+/* in: full along to_dim, sharded along from_dim; out the other way round. An all-to-all is not in
+   place, so the scratch holds what is sent and, behind it, what is received. */
+static dt_status dt__redist_all_to_all(const dt__redist *m) {
     int n = dt_comm_size(m->comm);
     size_t count = (size_t)dt_count(m->in_shape) / (size_t)n,
            bytes = count * dt_dtype_size(m->dtype);
     char *sent = (char *)m->scratch, *got = sent + (size_t)n * bytes;
     dt_status status = DT_OK;
     for (int r = 0; status == DT_OK && r < n; r++)
-        status = dt__part_out(m, m->in_shape, m->to_dim, r, sent + (size_t)r * bytes, m->in);
+        status = dt__extract_shard(m, m->in_shape, m->to_dim, r, sent + (size_t)r * bytes, m->in);
     if (status == DT_OK) status = dt_all_to_all(m->comm, sent, got, count, m->dtype);
     for (int r = 0; status == DT_OK && r < n; r++)
-        status = dt__part_in(m, m->out_shape, m->from_dim, r, got + (size_t)r * bytes, m->out);
+        status = dt__insert_shard(m, m->out_shape, m->from_dim, r, got + (size_t)r * bytes, m->out);
     return status;
 }
 
-typedef struct dt__place_row {
+typedef struct dt__redist_row {
     int from, to, buffers;
-    dt_status (*move)(const dt__place_move *m);
-} dt__place_row;
+    dt_status (*move)(const dt__redist *m);
+} dt__redist_row;
 
-static const dt__place_row dt__place_table[] = {
-    { DT_PLACEMENT_PARTIAL, DT_PLACEMENT_REPLICATE, 0, dt__move_all_reduce },
-    { DT_PLACEMENT_REPLICATE, DT_PLACEMENT_COPY, 0, dt__move_identity },
-    { DT_PLACEMENT_SHARD, DT_PLACEMENT_COPY, 1, dt__move_all_gather },
-    { DT_PLACEMENT_PARTIAL, DT_PLACEMENT_SHARD, 1, dt__move_reduce_scatter },
-    { DT_PLACEMENT_SHARD, DT_PLACEMENT_REPLICATE, 1, dt__move_all_gather },
-    { DT_PLACEMENT_REPLICATE, DT_PLACEMENT_SHARD, 0, dt__move_slice },
-    { DT_PLACEMENT_SHARD, DT_PLACEMENT_SHARD, 2, dt__move_all_to_all },
-    { DT_PLACEMENT_REPLICATE, DT_PLACEMENT_PARTIAL, 0, dt__move_keep_first },
-    { DT_PLACEMENT_COPY, DT_PLACEMENT_REPLICATE, 0, dt__move_identity },
+static const dt__redist_row dt__redist_table[] = {
+    { .from = DT_PLACEMENT_PARTIAL,
+        .to = DT_PLACEMENT_REPLICATE,
+        .buffers = 0,
+        .move = dt__redist_all_reduce },
+    { .from = DT_PLACEMENT_REPLICATE,
+        .to = DT_PLACEMENT_COPY,
+        .buffers = 0,
+        .move = dt__redist_identity },
+    { .from = DT_PLACEMENT_SHARD,
+        .to = DT_PLACEMENT_COPY,
+        .buffers = 1,
+        .move = dt__redist_all_gather },
+    { .from = DT_PLACEMENT_PARTIAL,
+        .to = DT_PLACEMENT_SHARD,
+        .buffers = 1,
+        .move = dt__redist_reduce_scatter },
+    { .from = DT_PLACEMENT_SHARD,
+        .to = DT_PLACEMENT_REPLICATE,
+        .buffers = 1,
+        .move = dt__redist_all_gather },
+    { .from = DT_PLACEMENT_REPLICATE,
+        .to = DT_PLACEMENT_SHARD,
+        .buffers = 0,
+        .move = dt__redist_slice },
+    { .from = DT_PLACEMENT_SHARD,
+        .to = DT_PLACEMENT_SHARD,
+        .buffers = 2,
+        .move = dt__redist_all_to_all },
+    { .from = DT_PLACEMENT_REPLICATE,
+        .to = DT_PLACEMENT_PARTIAL,
+        .buffers = 0,
+        .move = dt__redist_keep_first },
+    { .from = DT_PLACEMENT_COPY,
+        .to = DT_PLACEMENT_REPLICATE,
+        .buffers = 0,
+        .move = dt__redist_identity },
 };
 
-static const dt__place_row *dt__place_find(dt_placement from, dt_placement to) {
-    for (size_t i = 0; i < sizeof dt__place_table / sizeof *dt__place_table; i++)
-        if (dt__place_table[i].from == from.kind && dt__place_table[i].to == to.kind)
-            return &dt__place_table[i];
+static const dt__redist_row *dt__redist_find(dt_placement from, dt_placement to) {
+    for (size_t i = 0; i < sizeof dt__redist_table / sizeof *dt__redist_table; i++)
+        if (dt__redist_table[i].from == from.kind && dt__redist_table[i].to == to.kind)
+            return &dt__redist_table[i];
     return NULL;
 }
 
-/* The placement of the gradient of a tensor so placed. */
-static dt_placement dt__place_dual(dt_placement p) {
+/* The placement of the gradient of a tensor placed as p. */
+static dt_placement dt__placement_dual(dt_placement p) {
     if (p.kind == DT_PLACEMENT_COPY) return DT_PARTIAL;
     if (p.kind == DT_PLACEMENT_PARTIAL) return DT_COPY;
     return p;
 }
 
-static const char *dt__place_name(dt_placement p) {
+static const char *dt__placement_name(dt_placement p) {
     static const char *const names[] = { "REPLICATE", "COPY", "SHARD", "PARTIAL" };
     return p.kind >= 0 && p.kind < 4 ? names[p.kind] : "no placement";
 }
 
-/* Runs one row; `accumulate` adds the result to what out holds. */
-static dt_status dt__place_run(
-    dt__place_move m, dt_placement from, dt_placement to, int accumulate) {
-    const dt__place_row *row = dt__place_find(from, to);
+/* Runs one row. accumulate: adds the result to what out holds. */
+static dt_status dt__redist_run(dt__redist m, dt_placement from, dt_placement to, int accumulate) {
+    const dt__redist_row *row = dt__redist_find(from, to);
     size_t in = (size_t)dt_count(m.in_shape), out = (size_t)dt_count(m.out_shape),
            size = dt_dtype_size(m.dtype);
     size_t larger = (in > out ? in : out) * size;
@@ -1058,14 +1192,14 @@ static dt_status dt__place_run(
     return DT__KERNEL(m.ctx, "dt_redistribute", reduce, &a);
 }
 
-typedef struct dt__place_saved {
+typedef struct dt__redist_saved {
     dt_comm *comm;
     dt_placement from, to;
-} dt__place_saved;
+} dt__redist_saved;
 
-/* x to y. */
-static dt__place_move dt__move_of(const dt_tensor *x, dt_tensor *y, dt_comm *comm) {
-    dt__place_move m;
+/* The move from x to y. */
+static dt__redist dt__redist_of(const dt_tensor *x, dt_tensor *y, dt_comm *comm) {
+    dt__redist m;
     memset(&m, 0, sizeof m);
     m.ctx = x->ctx;
     m.comm = comm;
@@ -1077,24 +1211,25 @@ static dt__place_move dt__move_of(const dt_tensor *x, dt_tensor *y, dt_comm *com
     return m;
 }
 
-/* The gradient of a -> b is moved from the dual of b to the dual of a. */
+/* The gradient of a -> b moves from dual(b) to dual(a). */
 static dt_status dt__redistribute_back(dt_node *n) {
-    const dt__place_saved *saved = (const dt__place_saved *)n->saved;
+    const dt__redist_saved *saved = (const dt__redist_saved *)n->saved;
     int accumulate = 0;
-    dt__place_move m = dt__move_of(n->out, n->in[0], saved->comm);
+    dt__redist m = dt__redist_of(n->out, n->in[0], saved->comm);
     m.in = n->out->grad;
     m.out = dt_grad_raw(n, 0, &accumulate);
     if (!m.out) return dt_error(n->out->ctx);
-    return dt__place_run(m, dt__place_dual(saved->to), dt__place_dual(saved->from), accumulate);
+    return dt__redist_run(
+        m, dt__placement_dual(saved->to), dt__placement_dual(saved->from), accumulate);
 }
 
-static dt_status dt__redistribute_again(dt_node *n) {
-    const dt__place_saved *saved = (const dt__place_saved *)n->saved;
-    return dt__place_run(dt__move_of(n->in[0], n->out, saved->comm), saved->from, saved->to, 0);
+static dt_status dt__redistribute_recompute(dt_node *n) {
+    const dt__redist_saved *saved = (const dt__redist_saved *)n->saved;
+    return dt__redist_run(dt__redist_of(n->in[0], n->out, saved->comm), saved->from, saved->to, 0);
 }
 
-/* The local shape after the move, or nd -1 where it does not exist. */
-static dt_shape dt__place_shape(dt_shape shape, int n, dt_placement from, dt_placement to) {
+/* The local shape after the move; nd is -1 where it does not exist. */
+static dt_shape dt__redist_shape(dt_shape shape, int n, dt_placement from, dt_placement to) {
     int bad = (from.kind == DT_PLACEMENT_SHARD && (from.dim < 0 || from.dim >= shape.nd)) ||
               (to.kind == DT_PLACEMENT_SHARD && (to.dim < 0 || to.dim >= shape.nd));
     if (!bad && from.kind == DT_PLACEMENT_SHARD) shape.d[from.dim] *= n;
@@ -1106,62 +1241,64 @@ static dt_shape dt__place_shape(dt_shape shape, int n, dt_placement from, dt_pla
     return shape;
 }
 
-/* y: x where it is to lie. again: its data are dropped with its block and moved once more for the
-   backward. */
-static dt_tensor *dt__place_new(
-    dt_tensor *x, dt_comm *comm, dt_placement from, dt_placement to, int again) {
+/* Moves x to a new tensor y. transient: y's data are dropped with its block, and the move runs
+   again in the backward. */
+static dt_tensor *dt__redist_new(
+    dt_tensor *x, dt_comm *comm, dt_placement from, dt_placement to, int transient) {
     dt_ctx *ctx = x->ctx;
-    if (!dt__place_find(from, to)) {
+    if (!dt__redist_find(from, to)) {
         dt_fail(ctx, DT_ERR_UNSUPPORTED,
             "dt_redistribute(%s): no way from %s to %s; go through REPLICATE", x->name,
-            dt__place_name(from), dt__place_name(to));
+            dt__placement_name(from), dt__placement_name(to));
         return NULL;
     }
-    dt_shape shape = dt__place_shape(x->shape, dt_comm_size(comm), from, to);
+    dt_shape shape = dt__redist_shape(x->shape, dt_comm_size(comm), from, to);
     if (shape.nd < 0) {
         dt_fail(ctx, DT_ERR_SHAPE,
             "dt_redistribute(%s): %s from %s %d to %s %d over %d ranks: a dimension is missing "
             "or not divisible",
-            x->name, dt__shape_text(x->shape).s, dt__place_name(from), from.dim, dt__place_name(to),
-            to.dim, dt_comm_size(comm));
+            x->name, dt__shape_text(x->shape).s, dt__placement_name(from), from.dim,
+            dt__placement_name(to), to.dim, dt_comm_size(comm));
         return NULL;
     }
-    int free_of_copy = dt__place_find(from, to)->move == dt__move_identity;
-    again = again && x->needs_grad && !ctx->no_grad; /* else nobody records how to move it again */
-    ctx->brief += again;
+    int free_of_copy = dt__redist_find(from, to)->move == dt__redist_identity;
+    /* only a recorded op can run again in the backward */
+    transient = transient && x->needs_grad && !ctx->no_grad;
+    ctx->make_transient += transient;
     dt_tensor *y = free_of_copy ? dt_alias(x) : dt_new(ctx, x->dtype, shape);
-    ctx->brief -= again;
+    ctx->make_transient -= transient;
     if (!y) return NULL;
-    dt_status status = free_of_copy ? DT_OK : dt__place_run(dt__move_of(x, y, comm), from, to, 0);
+    dt_status status =
+        free_of_copy ? DT_OK : dt__redist_run(dt__redist_of(x, y, comm), from, to, 0);
     if (status == DT_OK) return y;
-    dt_fail(ctx, status, "dt_redistribute(%s): %s to %s", x->name, dt__place_name(from),
-        dt__place_name(to));
+    dt_fail(ctx, status, "dt_redistribute(%s): %s to %s", x->name, dt__placement_name(from),
+        dt__placement_name(to));
     return NULL;
 }
 
-/* d has room for a dt__place_saved. */
-static dt_tensor *dt__place_record(
+/* Records the op. d has space for a dt__redist_saved. */
+static dt_tensor *dt__redist_record(
     dt_tensor *y, dt_record_desc d, dt_comm *comm, dt_placement from, dt_placement to) {
-    dt__place_saved *saved = (dt__place_saved *)dt_record_saved(y, d);
+    dt__redist_saved *saved = (dt__redist_saved *)dt_record_saved(y, d);
     if (saved) {
         saved->comm = comm;
         saved->from = from;
         saved->to = to;
-        if (y->brief) y->maker->remake = dt__redistribute_again;
+        if (y->transient) y->producer->recompute = dt__redistribute_recompute;
     }
     return dt_error(y->ctx) == DT_OK ? y : NULL;
 }
 
 static dt_tensor *dt__redistribute(
-    dt_tensor *x, dt_comm *comm, dt_placement from, dt_placement to, int again) {
-    dt_ctx *ctx = dt__op("dt_redistribute", x, NULL, NULL);
+    dt_tensor *x, dt_comm *comm, dt_placement from, dt_placement to, int transient) {
+    dt_ctx *ctx = dt__op_context("dt_redistribute", x, NULL, NULL);
     if (!ctx) return NULL;
     if (dt_comm_size(comm) == 1) return x;
     if (from.kind == to.kind && (from.kind != DT_PLACEMENT_SHARD || from.dim == to.dim)) return x;
-    dt_tensor *y = dt__place_new(x, comm, from, to, again);
-    dt_record_desc d =
-        dt__desc("dt_redistribute", x, NULL, NULL, dt__redistribute_back, sizeof(dt__place_saved));
-    return y ? dt__place_record(y, d, comm, from, to) : NULL;
+    dt_tensor *y = dt__redist_new(x, comm, from, to, transient);
+    dt_record_desc d = dt__make_record(
+        "dt_redistribute", x, NULL, NULL, dt__redistribute_back, sizeof(dt__redist_saved));
+    return y ? dt__redist_record(y, d, comm, from, to) : NULL;
 }
 
 dt_tensor *dt_redistribute(dt_tensor *x, dt_comm *comm, dt_placement from, dt_placement to) {
@@ -1169,6 +1306,14 @@ dt_tensor *dt_redistribute(dt_tensor *x, dt_comm *comm, dt_placement from, dt_pl
 }
 
 // ==== 13. Tensor and sequence parallelism: code =================================================
+
+/* The layers are ordinary ops with a redistribution before (f) or after (g) them; section 3 draws
+   it. The bias and the residual of a row-parallel layer are added after g, so that they are added
+   once. The vocabulary-parallel cross-entropy gathers two numbers of each row: the log-sum-exp over
+   rank r's columns, and the part of the target that lies in them (0 where the label is in another
+   rank's columns):
+
+       lse = log(sum over r of e^(lse_r)),    loss = lse - (sum over r of target_r) */
 
 dt_tensor *dt_tp_enter(dt_tensor *x, dt_comm *comm, dt_placement outside) {
     return dt__redistribute(x, comm, outside, DT_COPY, outside.kind == DT_PLACEMENT_SHARD);
@@ -1179,8 +1324,8 @@ dt_tensor *dt_column_linear(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_linear_
     return dt_linear_at(dt_tp_enter(x, comm, outside), w, b, desc);
 }
 
-/* y += b + residual, either of which may be NULL, in one pass. */
-static dt_status dt__row_add(dt_tensor *y, const dt_tensor *b, const dt_tensor *residual) {
+/* y += b + residual in one pass. Either may be NULL. */
+static dt_status dt__row_add_bias(dt_tensor *y, const dt_tensor *b, const dt_tensor *residual) {
     const dt_tensor *one = b ? b : residual, *other = b && residual ? residual : y;
     dt_binary_args a;
     if (!one) return DT_OK;
@@ -1195,7 +1340,7 @@ static dt_status dt__row_add(dt_tensor *y, const dt_tensor *b, const dt_tensor *
     return DT__KERNEL(y->ctx, "dt_row_linear", binary, &a);
 }
 
-/* in: the sum not yet taken, the bias, the residual. */
+/* Inputs: the partial sum, the bias, the residual. */
 static dt_status dt__row_back(dt_node *n) {
     dt_tensor *y = n->out;
     size_t bytes = (dt__bytes(y) + 63) / 64 * 64;
@@ -1203,8 +1348,8 @@ static dt_status dt__row_back(dt_node *n) {
     for (int i = 1; i < 3; i++) {
         if (!dt_wants(n, i)) continue;
         char *work = (char *)dt_scratch(y->ctx, 2 * bytes);
-        void *turns[2] = { work, work + bytes };
-        if (!work || dt__sum_to(n, i, y->grad, 1, turns) != DT_OK) return dt_error(y->ctx);
+        void *scratch[2] = { work, work + bytes };
+        if (!work || dt__sum_to(n, i, y->grad, 1, scratch) != DT_OK) return dt_error(y->ctx);
     }
     return DT_OK;
 }
@@ -1213,31 +1358,31 @@ dt_tensor *dt_row_linear(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_tensor *re
     dt_comm *comm, dt_placement outside) {
     dt_linear_desc plain = { DT_ACT_NONE, residual };
     if (dt_comm_size(comm) == 1 || !x) return dt_linear_at(x, w, b, plain);
-    x->ctx->brief++;
+    x->ctx->make_transient++;
     dt_tensor *sum = dt_linear(x, w, NULL);
-    x->ctx->brief--;
-    dt_ctx *ctx = sum ? dt__op_real("dt_row_linear", sum, b, residual) : NULL;
-    dt_tensor *y = ctx ? dt__place_new(sum, comm, DT_PARTIAL, outside, 0) : NULL;
+    x->ctx->make_transient--;
+    dt_ctx *ctx = sum ? dt__float_op_context("dt_row_linear", sum, b, residual) : NULL;
+    dt_tensor *y = ctx ? dt__redist_new(sum, comm, DT_PARTIAL, outside, 0) : NULL;
     if (!y) return NULL;
-    int64_t out = (int64_t)dt__last(y);
+    int64_t out = (int64_t)dt__last_dim(y);
     if (b && (b->dtype != y->dtype || b->shape.nd != 1 || b->shape.d[0] != out))
         return dt__mismatch(
             "dt_row_linear", y, b, "the bias has one number for each of its columns");
     if (residual && (residual->dtype != y->dtype || !dt__same_shape(residual->shape, y->shape)))
         return dt__mismatch(
             "dt_row_linear", y, residual, "the residual lies outside, as the result");
-    if (dt__row_add(y, b, residual) != DT_OK) return NULL;
+    if (dt__row_add_bias(y, b, residual) != DT_OK) return NULL;
     dt_record_desc d =
-        dt__desc("dt_row_linear", sum, b, residual, dt__row_back, sizeof(dt__place_saved));
-    return dt__place_record(y, d, comm, DT_PARTIAL, outside);
+        dt__make_record("dt_row_linear", sum, b, residual, dt__row_back, sizeof(dt__redist_saved));
+    return dt__redist_record(y, d, comm, DT_PARTIAL, outside);
 }
 
 dt_tensor *dt_vocab_embedding(
     dt_tensor *table, dt_tensor *ids, dt_comm *comm, dt_placement outside) {
     if (dt_comm_size(comm) == 1 || !table) return dt_embedding(table, ids);
-    table->ctx->brief++;
+    table->ctx->make_transient++;
     dt_tensor *rows = dt_embedding(table, ids);
-    table->ctx->brief--;
+    table->ctx->make_transient--;
     return rows ? dt_redistribute(rows, comm, DT_PARTIAL, outside) : NULL;
 }
 
@@ -1245,7 +1390,7 @@ static dt_status dt__vocab_gather(void *user, const double *mine, double *each, 
     return dt_all_gather((dt_comm *)user, mine, each, count, DT_F64);
 }
 
-/* Which columns this rank has: `columns` of them, of `all`; parts in rank order. */
+/* This rank has `columns` of the `all` columns that count, in rank order. */
 static dt_loss_desc dt__vocab_desc(dt_loss_desc d, dt_comm *comm, int64_t columns, int64_t all) {
     d.part.parts = dt_comm_size(comm);
     d.part.first = dt_comm_rank(comm) * columns;
@@ -1261,7 +1406,7 @@ dt_tensor *dt_vocab_cross_entropy(
     dt_tensor *logits, dt_tensor *labels, double denominator, dt_loss_desc desc, dt_comm *comm) {
     if (dt_comm_size(comm) == 1 || !logits)
         return dt_cross_entropy_at(logits, labels, denominator, desc);
-    int64_t columns = (int64_t)dt__last(logits), all = columns * dt_comm_size(comm);
+    int64_t columns = (int64_t)dt__last_dim(logits), all = columns * dt_comm_size(comm);
     if (desc.vocab < 0 || desc.vocab > all) {
         dt_fail(logits->ctx, DT_ERR_ARG, "dt_vocab_cross_entropy(%s): vocab %lld of %lld columns",
             logits->name, (long long)desc.vocab, (long long)all);
@@ -1275,7 +1420,7 @@ dt_tensor *dt_vocab_linear_cross_entropy(dt_tensor *x, dt_tensor *w, dt_tensor *
     double denominator, dt_loss_desc desc, dt_comm *comm, dt_placement outside) {
     if (dt_comm_size(comm) == 1 || !w || w->shape.nd < 1)
         return dt_linear_cross_entropy(x, w, labels, denominator, desc);
-    const dt_param_info *p = dt__owner(w)->param; /* of a view too */
+    const dt_param_info *p = dt__owner(w)->param; /* w may be a view */
     int64_t columns = w->shape.d[0];
     int64_t all = p && p->full.nd == w->shape.nd ? p->full.d[0] : columns * dt_comm_size(comm);
     if (desc.vocab < 0 || desc.vocab > all) {
@@ -1289,7 +1434,7 @@ dt_tensor *dt_vocab_linear_cross_entropy(dt_tensor *x, dt_tensor *w, dt_tensor *
 
 dt_kv_groups dt_kv_split(dt_ctx *ctx, dt_comm *tp, int kv_heads) {
     int ranks = dt_comm_size(tp), me = dt_comm_rank(tp),
-        copies = kv_heads > 0 ? ranks / kv_heads : 0;
+        replicas = kv_heads > 0 ? ranks / kv_heads : 0;
     dt_kv_groups g = { tp, NULL, kv_heads };
     if (dt_error(ctx) != DT_OK || ranks == 1) return g;
     if (kv_heads < 1 || (kv_heads % ranks != 0 && ranks % kv_heads != 0)) {
@@ -1298,331 +1443,356 @@ dt_kv_groups dt_kv_split(dt_ctx *ctx, dt_comm *tp, int kv_heads) {
             kv_heads, ranks);
         return g;
     }
-    g.heads = copies <= 1 ? kv_heads / ranks : 1;
-    if (copies <= 1) return g;
-    g.cut = kv_heads == 1 ? NULL : dt_comm_split(tp, me % copies, me, "kv heads");
-    g.copies = kv_heads == 1 ? tp : dt_comm_split(tp, me / copies, me, "kv copies");
-    dt_comm_set_axis(g.cut, DT_AXIS_TP);
-    dt_comm_set_axis(g.copies, DT_AXIS_TP);
+    g.heads = replicas <= 1 ? kv_heads / ranks : 1;
+    if (replicas <= 1) return g;
+    g.shard_group = kv_heads == 1 ? NULL : dt_comm_split(tp, me % replicas, me, "kv heads");
+    g.replica_group = kv_heads == 1 ? tp : dt_comm_split(tp, me / replicas, me, "kv copies");
+    dt_comm_set_axis(g.shard_group, DT_AXIS_TP);
+    dt_comm_set_axis(g.replica_group, DT_AXIS_TP);
     return g;
 }
 
-/* ---- from one rank to all ---- */
+/* ---- distribution from one rank to all ---- */
 
 /* One axis: rank 0 of comm has `in`; each rank gets its part as `out`. */
-static dt_status dt__distribute_axis(dt__place_move m, dt_placement to) {
+static dt_status dt__distribute_axis(dt__redist m, dt_placement to) {
     int me = dt_comm_rank(m.comm), n = dt_comm_size(m.comm);
     size_t out = (size_t)dt_count(m.out_shape), bytes = out * dt_dtype_size(m.dtype);
-    if (to.kind == DT_PLACEMENT_PARTIAL) return dt__move_keep_first(&m);
+    if (to.kind == DT_PLACEMENT_PARTIAL) return dt__redist_keep_first(&m);
     if (to.kind != DT_PLACEMENT_SHARD) {
-        if (me == 0 && dt__move_identity(&m) != DT_OK) return dt_error(m.ctx);
+        if (me == 0 && dt__redist_identity(&m) != DT_OK) return dt_error(m.ctx);
         return dt_broadcast(m.comm, m.out, out, m.dtype, 0);
     }
     if (me == 0 && out && !(m.scratch = dt_scratch(m.ctx, (size_t)n * bytes)))
         return dt_error(m.ctx);
     for (int r = 0; me == 0 && r < n; r++)
-        if (dt__part_out(&m, m.in_shape, to.dim, r, (char *)m.scratch + (size_t)r * bytes, m.in) !=
-            DT_OK)
+        if (dt__extract_shard(
+                &m, m.in_shape, to.dim, r, (char *)m.scratch + (size_t)r * bytes, m.in) != DT_OK)
             return dt_error(m.ctx);
     return dt_scatter(m.comm, m.scratch, m.out, out, m.dtype, 0);
 }
 
-/* Whether this rank is the first along the axes from `axis` on. */
-static int dt__is_first(const dt_axis_place *axes, int axis, int n) {
+/* Whether this rank is rank 0 of every axis from `axis` on. */
+static int dt__is_first_along(const dt_axis_placement *axes, int axis, int n) {
     for (; axis < n; axis++)
         if (dt_comm_rank(axes[axis].comm) != 0) return 0;
     return 1;
 }
 
-/* Along the first axis the rank that has it gives to those that are first along all other axes;
-   each of them gives along the second, and so on: every part is sent once. */
+/* Along the first axis the source rank sends to the ranks that are first along all other axes; each
+   of these sends along the second axis, and so on. So every part is sent once. */
 dt_tensor *dt_distribute(dt_ctx *ctx, dt_dtype dtype, dt_shape full, const void *host,
-    const dt_axis_place *axes, int n) {
-    dt_tensor *held = NULL;
+    const dt_axis_placement *axes, int n) {
+    dt_tensor *local = NULL;
     if (dt_error(ctx) != DT_OK) return NULL;
     if (n > 0 && !axes) {
         dt_fail(ctx, DT_ERR_ARG, "dt_distribute: its %d axes are NULL", n);
         return NULL;
     }
-    if (dt__is_first(axes, 0, n)) {
+    if (dt__is_first_along(axes, 0, n)) {
         if (!host && dt_count(full))
             dt_fail(ctx, DT_ERR_ARG, "dt_distribute: the first rank gives no data");
-        held = dt_input(ctx, dtype, full, host);
+        local = dt_input(ctx, dtype, full, host);
     }
     for (int i = 0; i < n && dt_error(ctx) == DT_OK; i++) {
-        dt__place_move m;
+        dt__redist m;
         memset(&m, 0, sizeof m);
         m.ctx = ctx;
         m.comm = axes[i].comm;
         m.dtype = dtype;
         m.in_shape = full;
-        full = dt__place_shape(full, dt_comm_size(m.comm), DT_REPLICATE, axes[i].place);
+        full = dt__redist_shape(full, dt_comm_size(m.comm), DT_REPLICATE, axes[i].placement);
         if (full.nd < 0) {
             dt_fail(ctx, DT_ERR_SHAPE,
-                "dt_distribute: %s cannot be cut along dimension %d over the %d ranks of '%s'",
-                dt__shape_text(m.in_shape).s, axes[i].place.dim, dt_comm_size(m.comm),
+                "dt_distribute: %s cannot be sharded along dimension %d over the %d ranks of '%s'",
+                dt__shape_text(m.in_shape).s, axes[i].placement.dim, dt_comm_size(m.comm),
                 dt_comm_name(m.comm));
             return NULL;
         }
-        if (dt_comm_size(m.comm) == 1 || !dt__is_first(axes, i + 1, n)) continue;
-        m.in = held ? held->data : NULL;
+        if (dt_comm_size(m.comm) == 1 || !dt__is_first_along(axes, i + 1, n)) continue;
+        m.in = local ? local->data : NULL;
         m.out_shape = full;
-        held = dt_new(ctx, dtype, full);
-        if (!held) return NULL;
-        m.out = held->data;
-        dt_status status = dt__distribute_axis(m, axes[i].place);
+        local = dt_new(ctx, dtype, full);
+        if (!local) return NULL;
+        m.out = local->data;
+        dt_status status = dt__distribute_axis(m, axes[i].placement);
         if (status != DT_OK) dt_fail(ctx, status, "dt_distribute: over '%s'", dt_comm_name(m.comm));
     }
-    return dt_error(ctx) == DT_OK ? held : NULL;
+    return dt_error(ctx) == DT_OK ? local : NULL;
 }
 
 // ==== 14. Context parallelism: code =============================================================
 
-int64_t dt_context_token(int kind, int64_t T, int c, int r, int64_t i) {
+/* Ring attention (H. Liu et al., arXiv:2310.01889). Naive: gather all keys and values, then compute
+   the attention; the memory grows with c. Ring: in step s rank r computes its queries over the keys
+   and values of rank r - s while it sends these to rank r + 1 and receives the next ones from rank
+   r - 1:
+
+       step 0    q0 k0    q1 k1    q2 k2    q3 k3      kv: r0 -> r1 -> r2 -> r3 -+
+       step 1    q0 k3    q1 k0    q2 k1    q3 k2           ^                    |
+       step 2    q0 k2    q1 k3    q2 k0    q3 k1           +--------------------+
+       step 3    q0 k1    q1 k2    q2 k3    q3 k0
+
+   Online softmax makes the steps independent: each yields o_s and lse_s over its keys, and the
+   log-sum-exp merge combines them, in any number of parts:
+
+       lse = log(e^lse_1 + e^lse_2),    o = o_1 e^(lse_1 - lse) + o_2 e^(lse_2 - lse) */
+
+int64_t dt_cp_token(int kind, int64_t T, int c, int r, int64_t i) {
     if (c < 1 || T < c || r < 0 || r >= c || i < 0 || i >= T / c) return -1;
     if (kind != DT_CP_ZIGZAG) return r * (T / c) + i;
-    int64_t piece = T / (2 * (int64_t)c);
-    return i < piece ? r * piece + i : (2 * (int64_t)c - 1 - r) * piece + i - piece;
+    int64_t chunk = T / (2 * (int64_t)c);
+    return i < chunk ? r * chunk + i : (2 * (int64_t)c - 1 - r) * chunk + i - chunk;
 }
 
-void dt_context_shard(
-    int kind, int64_t B, int64_t T, dt_comm *comm, const int32_t *whole, int32_t *local) {
+void dt_cp_shard(
+    int kind, int64_t B, int64_t T, dt_comm *comm, const int32_t *full, int32_t *local) {
     int c = dt_comm_size(comm), me = dt_comm_rank(comm);
-    int64_t mine = T / c;
-    if (!whole || !local) return;
+    int64_t local_tokens = T / c;
+    if (!full || !local) return;
     for (int64_t b = 0; b < B; b++)
-        for (int64_t i = 0; i < mine; i++)
-            local[b * mine + i] = whole[b * T + dt_context_token(kind, T, c, me, i)];
+        for (int64_t i = 0; i < local_tokens; i++)
+            local[b * local_tokens + i] = full[b * T + dt_cp_token(kind, T, c, me, i)];
 }
 
-dt_status dt_context_check(
+dt_status dt_cp_check(
     int kind, int64_t T, int c, int64_t heads, int64_t kv_heads, char *text, size_t text_bytes) {
     static const char *const names[] = { "ring", "zigzag", "allgather", "ulysses" };
-    int64_t pieces = kind == DT_CP_ZIGZAG ? 2 * (int64_t)c : c;
-    dt__saying t = dt__saying_in(text, text_bytes);
+    int64_t chunks = kind == DT_CP_ZIGZAG ? 2 * (int64_t)c : c;
+    dt__strbuf t = dt__strbuf_in(text, text_bytes);
     if (kind < DT_CP_RING || kind > DT_CP_ULYSSES) {
-        dt__say(&t, "kind %d of context parallelism", kind);
+        dt__strbuf_add(&t, "kind %d of context parallelism", kind);
         return DT_ERR_ARG;
     }
     if (c < 2) return DT_OK;
-    if (T < pieces || T % pieces != 0) {
-        int64_t less = T < pieces ? 0 : T / pieces * pieces, more = dt__add_most(less, pieces);
-        dt__say(&t,
-            "%s over cp %d cuts a sequence into %lld equal pieces, which %lld tokens do not "
+    if (T < chunks || T % chunks != 0) {
+        int64_t less = T < chunks ? 0 : T / chunks * chunks,
+                more = dt__add_saturating(less, chunks);
+        dt__strbuf_add(&t,
+            "%s over cp %d splits a sequence into %lld equal chunks, which %lld tokens do not "
             "give; use %lld or %lld",
-            names[kind], c, (long long)pieces, (long long)T, (long long)(less ? less : more),
-            (long long)(less ? more : 2 * pieces));
+            names[kind], c, (long long)chunks, (long long)T, (long long)(less ? less : more),
+            (long long)(less ? more : 2 * chunks));
         return DT_ERR_ARG;
     }
     if (kind != DT_CP_ULYSSES || (heads % c == 0 && (kv_heads % c == 0 || c % kv_heads == 0)))
         return DT_OK;
-    dt__say(&t,
+    dt__strbuf_add(&t,
         "ulysses over cp %d exchanges tokens for heads, but a rank has %lld heads and %lld of "
         "keys and values: cp must divide the heads, and divide or be a multiple of the second; use "
-        "ring, zigzag or "
-        "allgather",
+        "ring, zigzag or allgather",
         c, (long long)heads, (long long)kv_heads);
     return DT_ERR_ARG;
 }
 
-/* The tokens of a part of a sequence: what its positions and documents lie between. */
-typedef struct dt__part_span {
-    int32_t first, last, low, high;
-    int in_order;
-} dt__part_span;
+/* The range of positions and documents of the tokens in one chunk of a sequence. */
+typedef struct dt__chunk_range {
+    int32_t min_position, max_position, min_document, max_document;
+    int contiguous;
+} dt__chunk_range;
 
-/* A sequence is cut into c * parts parts, rank r's being r * parts and, under ZIGZAG, the one
-   behind it. */
-struct dt_context {
+/* A sequence consists of c * chunks_per_rank chunks, stored in the order of the ranks. Rank r has
+   chunk r * chunks_per_rank and, under ZIGZAG, the one behind it. */
+struct dt_cp {
     dt_ctx *ctx;
     dt_comm *comm;
-    dt_context_desc desc;
-    int given;            /* positions were */
-    int parts;            /* of one rank */
-    int64_t length;       /* tokens of a part */
-    dt_tensor *positions; /* (B,T) in the order of the ranks, on the device */
-    dt_tensor *documents; /* the same, or NULL */
-    dt_tensor *mine[2];   /* (B,T/c) of them: this rank's, for ALLGATHER */
-    dt__part_span *spans; /* (B, c * parts) */
+    dt_cp_desc desc;
+    int explicit_positions; /* the caller gave positions */
+    int chunks_per_rank;    /* 1, or 2 under ZIGZAG */
+    int64_t chunk_tokens;
+    dt_tensor *positions;    /* (B,T) on the device, in the order of the ranks */
+    dt_tensor *documents;    /* the same, or NULL */
+    dt_tensor *local[2];     /* (B,T/c) of positions and documents: this rank's, for ALLGATHER */
+    dt__chunk_range *ranges; /* (B, c * chunks_per_rank) */
 };
 
 /* This rank's columns of (B,T). */
-static dt_tensor *dt__context_mine(const dt_context *k, dt_tensor *whole) {
-    int64_t own = k->desc.tokens / dt_comm_size(k->comm);
-    return whole ? dt_slice(whole, 1, dt_comm_rank(k->comm) * own, own) : NULL;
+static dt_tensor *dt__cp_local(const dt_cp *cp, dt_tensor *full) {
+    int64_t own = cp->desc.tokens / dt_comm_size(cp->comm);
+    return full ? dt_slice(full, 1, dt_comm_rank(cp->comm) * own, own) : NULL;
 }
 
-static void dt__context_span(
-    const dt_context *k, const int32_t *positions, const int32_t *documents, dt__part_span *span) {
-    *span = (dt__part_span){ positions[0], positions[0], 0, 0, 1 };
-    if (documents) span->low = span->high = documents[0];
-    for (int64_t i = 1; i < k->length; i++) {
-        if (positions[i] < span->first) span->first = positions[i];
-        if (positions[i] > span->last) span->last = positions[i];
-        if (documents && documents[i] < span->low) span->low = documents[i];
-        if (documents && documents[i] > span->high) span->high = documents[i];
-        span->in_order &= positions[i] == positions[0] + i;
+static void dt__cp_chunk_range(
+    const dt_cp *cp, const int32_t *positions, const int32_t *documents, dt__chunk_range *range) {
+    *range = (dt__chunk_range){ positions[0], positions[0], 0, 0, 1 };
+    if (documents) range->min_document = range->max_document = documents[0];
+    for (int64_t i = 1; i < cp->chunk_tokens; i++) {
+        if (positions[i] < range->min_position) range->min_position = positions[i];
+        if (positions[i] > range->max_position) range->max_position = positions[i];
+        if (documents && documents[i] < range->min_document) range->min_document = documents[i];
+        if (documents && documents[i] > range->max_document) range->max_document = documents[i];
+        range->contiguous &= positions[i] == positions[0] + i;
     }
 }
 
-/* Positions given, or those of dt_context_token. */
-static dt_status dt__context_fill(dt_context *k) {
-    int64_t B = k->desc.batch, T = k->desc.tokens, own = T / dt_comm_size(k->comm);
+/* Stores the caller's positions, or those of dt_cp_token. */
+static dt_status dt__cp_fill_positions(dt_cp *cp) {
+    int64_t B = cp->desc.batch, T = cp->desc.tokens, own = T / dt_comm_size(cp->comm);
     size_t bytes = (size_t)(B * T) * sizeof(int32_t);
-    /* never none */
-    int32_t *at = (int32_t *)dt_alloc(k->ctx, DT_MEM_HOST, bytes + 1, "positions");
-    if (!at) return dt_error(k->ctx);
+    /* one byte more, so that the allocation is never empty */
+    int32_t *at = (int32_t *)dt_alloc(cp->ctx, DT_MEM_HOST, bytes + 1, "positions");
+    if (!at) return dt_error(cp->ctx);
     for (int64_t b = 0; b < B; b++)
         for (int64_t i = 0; i < T; i++)
-            at[b * T + i] = k->desc.positions ? k->desc.positions[b * T + i]
-                                              : (int32_t)dt_context_token(k->desc.kind, T,
-                                                    dt_comm_size(k->comm), (int)(i / own), i % own);
-    for (int64_t p = 0; p < B * T / k->length; p++)
-        dt__context_span(k, at + p * k->length,
-            k->desc.documents ? k->desc.documents + p * k->length : NULL, &k->spans[p]);
-    k->positions = dt_input(k->ctx, DT_I32, DT_SHAPE(B, T), at);
-    if (k->desc.documents)
-        k->documents = dt_input(k->ctx, DT_I32, DT_SHAPE(B, T), k->desc.documents);
-    dt_free(k->ctx, DT_MEM_HOST, at, bytes + 1);
-    if (k->desc.kind == DT_CP_ALLGATHER) {
-        k->mine[0] = dt__context_mine(k, k->positions);
-        k->mine[1] = dt__context_mine(k, k->documents);
+            at[b * T + i] = cp->desc.positions
+                                ? cp->desc.positions[b * T + i]
+                                : (int32_t)dt_cp_token(cp->desc.kind, T, dt_comm_size(cp->comm),
+                                      (int)(i / own), i % own);
+    for (int64_t p = 0; p < B * T / cp->chunk_tokens; p++)
+        dt__cp_chunk_range(cp, at + p * cp->chunk_tokens,
+            cp->desc.documents ? cp->desc.documents + p * cp->chunk_tokens : NULL, &cp->ranges[p]);
+    cp->positions = dt_input(cp->ctx, DT_I32, DT_SHAPE(B, T), at);
+    if (cp->desc.documents)
+        cp->documents = dt_input(cp->ctx, DT_I32, DT_SHAPE(B, T), cp->desc.documents);
+    dt_free(cp->ctx, DT_MEM_HOST, at, bytes + 1);
+    if (cp->desc.kind == DT_CP_ALLGATHER) {
+        cp->local[0] = dt__cp_local(cp, cp->positions);
+        cp->local[1] = dt__cp_local(cp, cp->documents);
     }
-    k->given = k->desc.positions != NULL;
-    k->desc.positions = k->desc.documents = NULL; /* the caller's memory may go */
-    return dt_error(k->ctx);
+    cp->explicit_positions = cp->desc.positions != NULL;
+    cp->desc.positions = cp->desc.documents = NULL; /* the caller may free them */
+    return dt_error(cp->ctx);
 }
 
-dt_context *dt_context_make(dt_ctx *ctx, dt_comm *comm, dt_context_desc d) {
+dt_cp *dt_cp_make(dt_ctx *ctx, dt_comm *comm, dt_cp_desc d) {
     char why[300];
     int c = dt_comm_size(comm);
     if (dt_error(ctx) != DT_OK) return NULL;
     if (d.batch < 0 || d.tokens < 1) {
-        dt_fail(ctx, DT_ERR_ARG, "dt_context_make: %lld sequences of %lld tokens",
-            (long long)d.batch, (long long)d.tokens);
+        dt_fail(ctx, DT_ERR_ARG, "dt_cp_make: %lld sequences of %lld tokens", (long long)d.batch,
+            (long long)d.tokens);
         return NULL;
     }
-    if (c == 1) d.kind = DT_CP_RING; /* one part: plain attention */
-    if (dt_context_check(d.kind, d.tokens, c, c, c, why, sizeof why) != DT_OK) {
-        dt_fail(ctx, DT_ERR_SHAPE, "dt_context_make: %s", why);
+    if (c == 1) d.kind = DT_CP_RING; /* one rank: plain attention */
+    if (dt_cp_check(d.kind, d.tokens, c, c, c, why, sizeof why) != DT_OK) {
+        dt_fail(ctx, DT_ERR_SHAPE, "dt_cp_make: %s", why);
         return NULL;
     }
-    dt_context *k = (dt_context *)dt__meta(ctx, sizeof *k);
-    if (!k) return NULL;
-    k->ctx = ctx;
-    k->comm = comm;
-    k->desc = d;
-    k->parts = d.kind == DT_CP_ZIGZAG ? 2 : 1;
-    k->length = d.tokens / ((int64_t)c * k->parts);
-    k->spans = (dt__part_span *)dt__meta(ctx, (size_t)(d.batch * c * k->parts) * sizeof *k->spans);
-    return k->spans && dt__context_fill(k) == DT_OK ? k : NULL;
+    dt_cp *cp = (dt_cp *)dt__meta(ctx, sizeof *cp);
+    if (!cp) return NULL;
+    cp->ctx = ctx;
+    cp->comm = comm;
+    cp->desc = d;
+    cp->chunks_per_rank = d.kind == DT_CP_ZIGZAG ? 2 : 1;
+    cp->chunk_tokens = d.tokens / ((int64_t)c * cp->chunks_per_rank);
+    cp->ranges = (dt__chunk_range *)dt__meta(
+        ctx, (size_t)(d.batch * c * cp->chunks_per_rank) * sizeof *cp->ranges);
+    return cp->ranges && dt__cp_fill_positions(cp) == DT_OK ? cp : NULL;
 }
 
-/* ---- the ring ---- */
+/* ---- ring attention ---- */
 
-/* What queries of one part see of the keys of another. */
+/* What the queries of one chunk see of the keys of another. */
 enum {
-    DT__SEES_NONE,
-    DT__SEES_SOME,
-    DT__SEES_ALL,
-    DT__SEES_BEFORE /* causal, in order, the same part */
+    DT__MASK_EMPTY,
+    DT__MASK_MIXED,
+    DT__MASK_FULL,
+    DT__MASK_CAUSAL /* the same chunk, positions ascending */
 };
 
-static int dt__part_sees(const dt_context *k, int64_t sequence, int64_t query, int64_t key) {
-    const dt__part_span *spans = k->spans + sequence * dt_comm_size(k->comm) * k->parts;
-    const dt__part_span *q = &spans[query], *of = &spans[key];
-    int alike = q->low == q->high && of->low == of->high && q->low == of->low;
-    if (q->high < of->low || of->high < q->low || (!k->desc.full && q->last < of->first))
-        return DT__SEES_NONE;
-    if (alike && (k->desc.full || q->first >= of->last)) return DT__SEES_ALL;
-    return alike && query == key && q->in_order ? DT__SEES_BEFORE : DT__SEES_SOME;
+static int dt__chunk_mask(const dt_cp *cp, int64_t sequence, int64_t query, int64_t key) {
+    const dt__chunk_range *ranges =
+        cp->ranges + sequence * dt_comm_size(cp->comm) * cp->chunks_per_rank;
+    const dt__chunk_range *q = &ranges[query], *k = &ranges[key];
+    int same_document = q->min_document == q->max_document && k->min_document == k->max_document &&
+                        q->min_document == k->min_document;
+    if (q->max_document < k->min_document || k->max_document < q->min_document ||
+        (!cp->desc.full && q->max_position < k->min_position))
+        return DT__MASK_EMPTY;
+    if (same_document && (cp->desc.full || q->min_position >= k->max_position))
+        return DT__MASK_FULL;
+    return same_document && query == key && q->contiguous ? DT__MASK_CAUSAL : DT__MASK_MIXED;
 }
 
-/* One ring attention under way: of the forward if dout is NULL. Arrays are (B,parts,length,..) but
-   lse, which is (B,parts,H,length). */
+/* State of one ring attention; dout is NULL in the forward. Arrays are
+   (B,chunks_per_rank,chunk_tokens, ..), except lse, which is (B,chunks_per_rank,H,chunk_tokens). */
 typedef struct dt__ring {
-    const dt_context *k;
+    const dt_cp *cp;
     const char *name;
     dt_dtype dtype;
     int64_t H, K, D;
     const char *q, *out, *dout;
-    /* result: out of the forward, dq of the backward; wide, as dk and dv */
+    /* result: out in the forward, dq in the backward; of the wide type, as dk and dv */
     char *result, *lse;
     void *work;
     size_t work_bytes;
 } dt__ring;
 
-/* The place of a part in an array with `width` numbers of `size` bytes for each token. */
-static size_t dt__ring_at(
+/* Offset of a chunk in an array with `width` numbers of `size` bytes for each token. */
+static size_t dt__ring_offset(
     const dt__ring *r, int64_t sequence, int64_t part, int64_t width, size_t size) {
-    return (size_t)((sequence * r->k->parts + part) * r->k->length * width) * size;
+    return (size_t)((sequence * r->cp->chunks_per_rank + part) * r->cp->chunk_tokens * width) *
+           size;
 }
 
-static dt_attention_mask dt__ring_sight(
-    const dt_context *k, int sees, int64_t sequence, int64_t query, int64_t key) {
-    dt_attention_mask s = { sees == DT__SEES_BEFORE, NULL, NULL, NULL, NULL };
-    if (sees != DT__SEES_SOME) return s;
-    const int32_t *positions = (const int32_t *)k->positions->data + sequence * k->desc.tokens;
-    s.causal = !k->desc.full;
-    s.q_position = positions + query * k->length;
-    s.k_position = positions + key * k->length;
-    if (!k->documents) return s;
-    const int32_t *documents = (const int32_t *)k->documents->data + sequence * k->desc.tokens;
-    s.q_document = documents + query * k->length;
-    s.k_document = documents + key * k->length;
+static dt_attention_mask dt__ring_mask(
+    const dt_cp *cp, int mask_kind, int64_t sequence, int64_t query, int64_t key) {
+    dt_attention_mask s = { mask_kind == DT__MASK_CAUSAL, NULL, NULL, NULL, NULL };
+    if (mask_kind != DT__MASK_MIXED) return s;
+    const int32_t *positions = (const int32_t *)cp->positions->data + sequence * cp->desc.tokens;
+    s.causal = !cp->desc.full;
+    s.q_position = positions + query * cp->chunk_tokens;
+    s.k_position = positions + key * cp->chunk_tokens;
+    if (!cp->documents) return s;
+    const int32_t *documents = (const int32_t *)cp->documents->data + sequence * cp->desc.tokens;
+    s.q_document = documents + query * cp->chunk_tokens;
+    s.k_document = documents + key * cp->chunk_tokens;
     return s;
 }
 
-/* This rank's queries over the keys of rank `from`, whose arrays keys and values are. dk, dv: of
-   the wide type, added to; of the backward only. */
+/* One step of the ring, with online softmax: this rank's queries over the keys and values of rank
+   `from`. The kernel performs the log-sum-exp merge with the earlier steps in result and lse. dk,
+   dv (backward only): gradients of these keys and values, of the wide type, accumulated. */
 static dt_status dt__ring_step(
     const dt__ring *r, int from, const char *keys, const char *values, char *dk, char *dv) {
-    const dt_context *k = r->k;
-    dt_ctx *ctx = k->ctx;
+    const dt_cp *cp = r->cp;
+    dt_ctx *ctx = cp->ctx;
     size_t size = dt_dtype_size(r->dtype), wide = dt_dtype_size(dt__wide(r->dtype, 1));
-    for (int64_t i = 0; i < k->desc.batch * k->parts * k->parts; i++) {
-        int64_t s = i / (k->parts * k->parts), qp = i / k->parts % k->parts, kp = i % k->parts;
-        int64_t query = dt_comm_rank(k->comm) * k->parts + qp, key = (int64_t)from * k->parts + kp;
-        int sees = dt__part_sees(k, s, query, key);
-        if (sees == DT__SEES_NONE) continue;
-        size_t q_at = dt__ring_at(r, s, qp, r->H * r->D, 1),
-               k_at = dt__ring_at(r, s, kp, r->K * r->D, 1);
-        char *lse = r->lse + dt__ring_at(r, s, qp, r->H, wide);
+    for (int64_t i = 0; i < cp->desc.batch * cp->chunks_per_rank * cp->chunks_per_rank; i++) {
+        int64_t s = i / (cp->chunks_per_rank * cp->chunks_per_rank),
+                qp = i / cp->chunks_per_rank % cp->chunks_per_rank, kp = i % cp->chunks_per_rank;
+        int64_t query = dt_comm_rank(cp->comm) * cp->chunks_per_rank + qp,
+                key = (int64_t)from * cp->chunks_per_rank + kp;
+        int mask_kind = dt__chunk_mask(cp, s, query, key);
+        if (mask_kind == DT__MASK_EMPTY) continue;
+        size_t q_at = dt__ring_offset(r, s, qp, r->H * r->D, 1),
+               k_at = dt__ring_offset(r, s, kp, r->K * r->D, 1);
+        char *lse = r->lse + dt__ring_offset(r, s, qp, r->H, wide);
         const char *q = r->q + q_at * size;
         double scale = 1.0 / sqrt((double)r->D);
-        dt_attention_mask sight = dt__ring_sight(k, sees, s, query, key);
+        dt_attention_mask mask = dt__ring_mask(cp, mask_kind, s, query, key);
         if (!r->dout) {
             dt_attention_args a = { r->dtype, r->result + q_at * wide, lse, q, keys + k_at * size,
-                values + k_at * size, 1, k->length, k->length, r->H, r->K, r->D, scale, sight, 1, 1,
-                r->work, r->work_bytes };
+                values + k_at * size, 1, cp->chunk_tokens, cp->chunk_tokens, r->H, r->K, r->D,
+                scale, mask, 1, 1, r->work, r->work_bytes };
             if (DT__KERNEL(ctx, r->name, attention, &a) != DT_OK) return dt_error(ctx);
         } else {
             dt_attention_back_args a = { r->dtype, r->result ? r->result + q_at * wide : NULL,
                 dk ? dk + k_at * wide : NULL, dv ? dv + k_at * wide : NULL, r->dout + q_at * size,
                 r->out + q_at * wide, lse, q, keys + k_at * size, values + k_at * size, 1,
-                k->length, k->length, r->H, r->K, r->D, scale, sight, 1, 1, 1, 1, r->work,
-                r->work_bytes };
+                cp->chunk_tokens, cp->chunk_tokens, r->H, r->K, r->D, scale, mask, 1, 1, 1, 1,
+                r->work, r->work_bytes };
             if (DT__KERNEL(ctx, r->name, attention_back, &a) != DT_OK) return dt_error(ctx);
         }
     }
     return DT_OK;
 }
 
-/* Two arrays to the right neighbour, and two from the left. */
-enum { DT__RING_TAG = 1020 }; /* below what every MPI allows */
+/* Sends two arrays to the right neighbour and receives two from the left. */
+enum { DT__RING_TAG = 1020 }; /* below the largest tag that every MPI allows */
 typedef struct dt__ring_hop {
     dt_work *work[4];
 } dt__ring_hop;
 
-static dt__ring_hop dt__ring_send(const dt_context *k, const void *a, const void *b, void *to_a,
+static dt__ring_hop dt__ring_send(const dt_cp *cp, const void *a, const void *b, void *to_a,
     void *to_b, size_t count, dt_dtype dtype, int tag) {
-    int c = dt_comm_size(k->comm), me = dt_comm_rank(k->comm), right = (me + 1) % c,
+    int c = dt_comm_size(cp->comm), me = dt_comm_rank(cp->comm), right = (me + 1) % c,
         left = (me + c - 1) % c;
     dt__ring_hop hop;
-    hop.work[0] = dt_send_start(k->comm, a, count, dtype, right, DT__RING_TAG + tag);
-    hop.work[1] = dt_send_start(k->comm, b, count, dtype, right, DT__RING_TAG + tag + 1);
-    hop.work[2] = dt_recv_start(k->comm, to_a, count, dtype, left, DT__RING_TAG + tag);
-    hop.work[3] = dt_recv_start(k->comm, to_b, count, dtype, left, DT__RING_TAG + tag + 1);
+    hop.work[0] = dt_send_start(cp->comm, a, count, dtype, right, DT__RING_TAG + tag);
+    hop.work[1] = dt_send_start(cp->comm, b, count, dtype, right, DT__RING_TAG + tag + 1);
+    hop.work[2] = dt_recv_start(cp->comm, to_a, count, dtype, left, DT__RING_TAG + tag);
+    hop.work[3] = dt_recv_start(cp->comm, to_b, count, dtype, left, DT__RING_TAG + tag + 1);
     return hop;
 }
 
@@ -1632,124 +1802,132 @@ static dt_status dt__ring_wait(dt_ctx *ctx, dt__ring_hop *hop) {
     return dt_error(ctx);
 }
 
-/* n arrays of `bytes` each, from one arena; NULL after a failure. */
-static int dt__ring_room(dt_ctx *ctx, dt__arena **room, size_t bytes, int n, char **arrays) {
-    *room = dt__arena_take(ctx, &ctx->brief_pool);
+/* Allocates n arrays of `bytes` each from one arena. Returns 0 on failure. */
+static int dt__ring_buffers(dt_ctx *ctx, dt__arena **arena, size_t bytes, int n, char **arrays) {
+    *arena = dt__arena_acquire(ctx, &ctx->transient_pool);
     bytes = (bytes + 63) / 64 * 64;
-    char *all = *room ? (char *)dt__arena_alloc(ctx, *room, (size_t)n * bytes) : NULL;
+    char *all = *arena ? (char *)dt__arena_alloc(ctx, *arena, (size_t)n * bytes) : NULL;
     for (int i = 0; i < n; i++) arrays[i] = all ? all + (size_t)i * bytes : NULL;
-    if (!all) dt__arena_give(ctx, &ctx->brief_pool, room);
+    if (!all) dt__arena_release(ctx, &ctx->transient_pool, arena);
     return all != NULL;
 }
 
 static dt__ring dt__ring_make(
-    const char *name, dt_context *k, const dt_tensor *q, const dt_tensor *keys) {
+    const char *name, dt_cp *cp, const dt_tensor *q, const dt_tensor *keys) {
     dt__ring r;
     memset(&r, 0, sizeof r);
-    r.k = k;
+    r.cp = cp;
     r.name = name;
     r.dtype = q->dtype;
     r.H = q->shape.d[2];
     r.K = keys->shape.d[2];
     r.D = q->shape.d[3];
     r.q = (const char *)q->data;
-    r.work_bytes = dt__lent(k->ctx, dt_attention_work(k->length, r.D, r.dtype));
-    r.work = dt_scratch(k->ctx, r.work_bytes);
+    r.work_bytes = dt__scratch_bytes(cp->ctx, dt_attention_work(cp->chunk_tokens, r.D, r.dtype));
+    r.work = dt_scratch(cp->ctx, r.work_bytes);
     return r;
 }
 
-/* Step s computes with the keys and values of rank me - s, while they go on to the right. */
+/* Ring attention, forward. Step s computes with the keys and values of rank me - s while they
+   travel on to the right neighbour. */
 static dt_status dt__ring_forward(dt__ring *r, const dt_tensor *keys, const dt_tensor *values) {
-    dt_ctx *ctx = r->k->ctx;
-    int c = dt_comm_size(r->k->comm), me = dt_comm_rank(r->k->comm);
-    const char *now[2] = { (const char *)keys->data, (const char *)values->data };
-    char *buf[4];
-    dt__arena *room = NULL;
+    dt_ctx *ctx = r->cp->ctx;
+    int c = dt_comm_size(r->cp->comm), me = dt_comm_rank(r->cp->comm);
+    const char *current[2] = { (const char *)keys->data, (const char *)values->data };
+    char *kv[4];
+    dt__arena *arena = NULL;
     dt__ring_hop hop;
-    if (!r->work || !dt__ring_room(ctx, &room, dt__bytes(keys), 4, buf)) return dt_error(ctx);
+    if (!r->work || !dt__ring_buffers(ctx, &arena, dt__bytes(keys), 4, kv)) return dt_error(ctx);
     for (int s = 0; s < c && dt_error(ctx) == DT_OK; s++) {
-        char **next = &buf[s % 2 * 2];
+        char **next = &kv[s % 2 * 2];
         memset(&hop, 0, sizeof hop);
         if (s < c - 1)
-            hop = dt__ring_send(
-                r->k, now[0], now[1], next[0], next[1], (size_t)dt_count(keys->shape), r->dtype, 0);
-        dt__ring_step(r, (me - s + c) % c, now[0], now[1], NULL, NULL);
+            hop = dt__ring_send(r->cp, current[0], current[1], next[0], next[1],
+                (size_t)dt_count(keys->shape), r->dtype, 0);
+        dt__ring_step(r, (me - s + c) % c, current[0], current[1], NULL, NULL);
         dt__ring_wait(ctx, &hop);
-        now[0] = next[0];
-        now[1] = next[1];
+        current[0] = next[0];
+        current[1] = next[1];
     }
-    dt__arena_give(ctx, &ctx->brief_pool, &room);
+    dt__arena_release(ctx, &ctx->transient_pool, &arena);
     return dt_error(ctx);
 }
 
-/* Keys and values go round again. With them go their gradients: begun by the right neighbour of
-   their owner, added to by each rank in turn, home after c - 1 hops; the owner adds its own. What
-   comes is added when this rank's own part is computed, so that it too is under way meanwhile. */
+/* Ring attention, backward. Keys and values go around once more, followed by their gradients: the
+   right neighbour of the owner starts a gradient, each rank in turn adds to it, it arrives at the
+   owner after c - 1 hops, and the owner adds its own part. A rank adds a received gradient after it
+   has computed its own part, so that this transfer overlaps with computation too. */
 static dt_status dt__ring_backward(
     dt__ring *r, const dt_tensor *keys, const dt_tensor *values, char *dk, char *dv) {
-    dt_ctx *ctx = r->k->ctx;
-    int c = dt_comm_size(r->k->comm), me = dt_comm_rank(r->k->comm);
+    dt_ctx *ctx = r->cp->ctx;
+    int c = dt_comm_size(r->cp->comm), me = dt_comm_rank(r->cp->comm);
     size_t count = (size_t)dt_count(keys->shape);
     dt_dtype wide = dt__wide(r->dtype, 1);
-    const char *now[2] = { (const char *)keys->data, (const char *)values->data };
-    char *buf[4], *sums[6];
-    dt__arena *room[2] = { NULL, NULL };
-    dt__ring_hop hop, back;
-    memset(&back, 0, sizeof back);
-    if (!r->work || !dt__ring_room(ctx, &room[0], dt__bytes(keys), 4, buf)) return dt_error(ctx);
-    dt__ring_room(ctx, &room[1], count * dt_dtype_size(wide), 6, sums);
+    const char *current[2] = { (const char *)keys->data, (const char *)values->data };
+    char *kv[4], *sums[6];
+    dt__arena *arena[2] = { NULL, NULL };
+    dt__ring_hop hop, grad_hop;
+    memset(&grad_hop, 0, sizeof grad_hop);
+    if (!r->work || !dt__ring_buffers(ctx, &arena[0], dt__bytes(keys), 4, kv)) return dt_error(ctx);
+    dt__ring_buffers(ctx, &arena[1], count * dt_dtype_size(wide), 6, sums);
     for (int s = 0; s < c && dt_error(ctx) == DT_OK; s++) {
-        char **next = &buf[s % 2 * 2], **mine = &sums[s % 2 * 2], **came = &sums[4];
+        char **next = &kv[s % 2 * 2], **partial = &sums[s % 2 * 2], **received_sums = &sums[4];
         memset(&hop, 0, sizeof hop);
         if (s < c - 1)
-            hop = dt__ring_send(r->k, now[0], now[1], next[0], next[1], count, r->dtype, 0);
-        for (int i = 0; i < 2 && s > 0; i++) dt__fill(ctx, wide, mine[i], count, 0);
-        dt__ring_step(r, (me - s + c) % c, now[0], now[1], s ? mine[0] : dk, s ? mine[1] : dv);
+            hop =
+                dt__ring_send(r->cp, current[0], current[1], next[0], next[1], count, r->dtype, 0);
+        for (int i = 0; i < 2 && s > 0; i++) dt__fill(ctx, wide, partial[i], count, 0);
+        dt__ring_step(
+            r, (me - s + c) % c, current[0], current[1], s ? partial[0] : dk, s ? partial[1] : dv);
         dt__ring_wait(ctx, &hop);
-        if (s > 1) dt__ring_wait(ctx, &back);
-        for (int i = 0; i < 2 && s > 1; i++) dt__accumulate(ctx, wide, mine[i], came[i], count, 1);
-        if (s > 0) back = dt__ring_send(r->k, mine[0], mine[1], came[0], came[1], count, wide, 2);
-        now[0] = next[0];
-        now[1] = next[1];
+        if (s > 1) dt__ring_wait(ctx, &grad_hop);
+        for (int i = 0; i < 2 && s > 1; i++)
+            dt__accumulate(ctx, wide, partial[i], received_sums[i], count, 1);
+        if (s > 0)
+            grad_hop = dt__ring_send(
+                r->cp, partial[0], partial[1], received_sums[0], received_sums[1], count, wide, 2);
+        current[0] = next[0];
+        current[1] = next[1];
     }
-    dt__ring_wait(ctx, &back);
+    dt__ring_wait(ctx, &grad_hop);
     if (dk && dt_error(ctx) == DT_OK) dt__accumulate(ctx, wide, dk, sums[4], count, 1);
     if (dv && dt_error(ctx) == DT_OK) dt__accumulate(ctx, wide, dv, sums[5], count, 1);
-    for (int i = 0; i < 2; i++) dt__arena_give(ctx, &ctx->brief_pool, &room[i]);
+    for (int i = 0; i < 2; i++) dt__arena_release(ctx, &ctx->transient_pool, &arena[i]);
     return dt_error(ctx);
 }
 
 typedef struct dt__ring_saved {
-    dt_context *k;
+    dt_cp *cp;
     dt_tensor *lse;
 } dt__ring_saved;
 
-/* An array of the wide type for tensor t: `own` where t's type is that, else room apart. */
-static char *dt__ring_wide(const dt_tensor *t, void *own, dt__arena **room) {
-    char *apart = NULL;
+/* An array of the wide type for tensor t: `own` if t has that type, else a new array from an
+   arena. */
+static char *dt__ring_wide(const dt_tensor *t, void *own, dt__arena **arena) {
+    char *wide_copy = NULL;
     if (!dt__narrow(t->dtype)) return (char *)own;
-    dt__ring_room(t->ctx, room, (size_t)dt_count(t->shape) * sizeof(float), 1, &apart);
-    return apart;
+    dt__ring_buffers(t->ctx, arena, (size_t)dt_count(t->shape) * sizeof(float), 1, &wide_copy);
+    return wide_copy;
 }
 
 static dt_status dt__ring_back(dt_node *n) {
     const dt__ring_saved *saved = (const dt__ring_saved *)n->saved;
     dt_ctx *ctx = n->out->ctx;
     dt_dtype dtype = n->out->dtype, wide = dt__wide(dtype, 1);
-    dt__arena *room[4] = { NULL, NULL, NULL, NULL };
+    dt__arena *arena[4] = { NULL, NULL, NULL, NULL };
     char *grad[3] = { NULL, NULL, NULL }, *sum[3] = { NULL, NULL, NULL };
     int accumulate[3] = { 0, 0, 0 };
     for (int i = 0; i < 3; i++) {
         size_t count = (size_t)dt_count(n->in[i]->shape);
         if (!dt_wants(n, i)) continue;
         grad[i] = (char *)dt_grad_raw(n, i, &accumulate[i]);
-        sum[i] = dt__ring_wide(n->in[i], grad[i], &room[i]);
+        sum[i] = dt__ring_wide(n->in[i], grad[i], &arena[i]);
         if (sum[i] && (sum[i] != grad[i] || !accumulate[i])) dt__fill(ctx, wide, sum[i], count, 0);
     }
-    dt__ring r = dt__ring_make(n->name, saved->k, n->in[0], n->in[1]);
-    char *out = dt__ring_wide(n->out, n->out->data, &room[3]);
+    dt__ring r = dt__ring_make(n->name, saved->cp, n->in[0], n->in[1]);
+    char *out = dt__ring_wide(n->out, n->out->data, &arena[3]);
     dt_cast_args widen = { wide, dtype, out, n->out->data, (size_t)dt_count(n->out->shape), 0 };
-    if (room[3] && out) DT__KERNEL(ctx, n->name, cast, &widen);
+    if (arena[3] && out) DT__KERNEL(ctx, n->name, cast, &widen);
     r.out = out;
     r.dout = (const char *)n->out->grad;
     r.lse = (char *)saved->lse->data;
@@ -1760,48 +1938,51 @@ static dt_status dt__ring_back(dt_node *n) {
             accumulate[i] };
         if (dt_error(ctx) == DT_OK && sum[i] != grad[i]) DT__KERNEL(ctx, n->name, cast, &a);
     }
-    for (int i = 0; i < 4; i++) dt__arena_give(ctx, &ctx->brief_pool, &room[i]);
+    for (int i = 0; i < 4; i++) dt__arena_release(ctx, &ctx->transient_pool, &arena[i]);
     return dt_error(ctx);
 }
 
-static dt_tensor *dt__ring_attention(
-    dt_tensor *q, dt_tensor *keys, dt_tensor *values, dt_context *k) {
-    const char *op = "dt_context_attention";
+static dt_tensor *dt__cp_ring_attention(
+    dt_tensor *q, dt_tensor *keys, dt_tensor *values, dt_cp *cp) {
+    const char *op = "dt_cp_attention";
     dt_ctx *ctx = q->ctx;
     dt_dtype wide = dt__wide(q->dtype, 1);
-    dt__arena *room = NULL;
-    dt_shape per_part = DT_SHAPE(k->desc.batch, k->parts, q->shape.d[2], k->length);
+    dt__arena *arena = NULL;
+    dt_shape per_part =
+        DT_SHAPE(cp->desc.batch, cp->chunks_per_rank, q->shape.d[2], cp->chunk_tokens);
     dt_tensor *y = dt_new(ctx, q->dtype, q->shape), *lse = dt_new(ctx, wide, per_part);
     if (!y || !lse) return NULL;
-    dt__ring r = dt__ring_make(op, k, q, keys);
+    dt__ring r = dt__ring_make(op, cp, q, keys);
     r.lse = (char *)lse->data;
-    r.result = dt__ring_wide(y, y->data, &room);
+    r.result = dt__ring_wide(y, y->data, &arena);
     if (r.result && dt__fill(ctx, wide, r.result, (size_t)dt_count(y->shape), 0) == DT_OK &&
         dt__fill(ctx, wide, r.lse, (size_t)dt_count(per_part), -INFINITY) == DT_OK)
         dt__ring_forward(&r, keys, values);
     dt_cast_args a = { q->dtype, wide, y->data, r.result, (size_t)dt_count(y->shape), 0 };
-    if (room && dt_error(ctx) == DT_OK) DT__KERNEL(ctx, op, cast, &a);
-    dt__arena_give(ctx, &ctx->brief_pool, &room);
+    if (arena && dt_error(ctx) == DT_OK) DT__KERNEL(ctx, op, cast, &a);
+    dt__arena_release(ctx, &ctx->transient_pool, &arena);
     dt__ring_saved *saved = (dt__ring_saved *)dt_record_saved(
-        y, dt__desc(op, q, keys, values, dt__ring_back, sizeof *saved));
+        y, dt__make_record(op, q, keys, values, dt__ring_back, sizeof *saved));
     if (saved) {
-        saved->k = k;
+        saved->cp = cp;
         saved->lse = lse;
     }
     return dt_error(ctx) == DT_OK ? y : NULL;
 }
 
-/* ---- the other kinds, by dt_redistribute ---- */
+/* ---- all-gather and Ulysses, by dt_redistribute ---- */
 
-static dt_tensor *dt__gathered_attention(
-    dt_tensor *q, dt_tensor *keys, dt_tensor *values, dt_context *k) {
-    keys = dt_redistribute(keys, k->comm, DT_SHARD(1), DT_COPY);
-    values = dt_redistribute(values, k->comm, DT_SHARD(1), DT_COPY);
-    dt_attn_desc d = { 0, k->desc.full, k->mine[0], k->positions, k->mine[1], k->documents, NULL };
+/* All-gather context parallelism: this rank's queries over the gathered keys and values. */
+static dt_tensor *dt__cp_allgather_attention(
+    dt_tensor *q, dt_tensor *keys, dt_tensor *values, dt_cp *cp) {
+    keys = dt_redistribute(keys, cp->comm, DT_SHARD(1), DT_COPY);
+    values = dt_redistribute(values, cp->comm, DT_SHARD(1), DT_COPY);
+    dt_attn_desc d = { 0, cp->desc.full, cp->local[0], cp->positions, cp->local[1], cp->documents,
+        NULL };
     return dt_attention(q, keys, values, d);
 }
 
-/* (B,T,K,D) -> (B,T,n,D): each head n/K times. */
+/* (B,T,K,D) -> (B,T,n,D): repeats each head n/K times. */
 static dt_tensor *dt__repeat_heads(dt_tensor *x, int64_t n) {
     int64_t K = x->shape.d[2], D = x->shape.d[3], tokens = x->shape.d[0] * x->shape.d[1];
     size_t bytes = (size_t)(tokens * n) * sizeof(int32_t);
@@ -1815,269 +1996,297 @@ static dt_tensor *dt__repeat_heads(dt_tensor *x, int64_t n) {
     return x ? dt_reshape(x, shape) : NULL;
 }
 
-static dt_tensor *dt__exchanged_attention(
-    dt_tensor *q, dt_tensor *keys, dt_tensor *values, dt_context *k) {
-    int c = dt_comm_size(k->comm);
+/* Ulysses: all-to-alls turn (B,T/c,H,D) into (B,T,H/c,D), so that each rank has all tokens of some
+   heads, and back. */
+static dt_tensor *dt__cp_ulysses_attention(
+    dt_tensor *q, dt_tensor *keys, dt_tensor *values, dt_cp *cp) {
+    int c = dt_comm_size(cp->comm);
     if (keys->shape.d[2] < c) {
         keys = dt__repeat_heads(keys, c);
         values = dt__repeat_heads(values, c);
     }
-    q = dt_redistribute(q, k->comm, DT_SHARD(1), DT_SHARD(2));
-    keys = dt_redistribute(keys, k->comm, DT_SHARD(1), DT_SHARD(2));
-    values = dt_redistribute(values, k->comm, DT_SHARD(1), DT_SHARD(2));
-    dt_attn_desc d = { 0, k->desc.full, k->given ? k->positions : NULL, NULL, k->documents, NULL,
-        NULL };
+    q = dt_redistribute(q, cp->comm, DT_SHARD(1), DT_SHARD(2));
+    keys = dt_redistribute(keys, cp->comm, DT_SHARD(1), DT_SHARD(2));
+    values = dt_redistribute(values, cp->comm, DT_SHARD(1), DT_SHARD(2));
+    dt_attn_desc d = { 0, cp->desc.full, cp->explicit_positions ? cp->positions : NULL, NULL,
+        cp->documents, NULL, NULL };
     dt_tensor *y = dt_attention(q, keys, values, d);
-    return y ? dt_redistribute(y, k->comm, DT_SHARD(2), DT_SHARD(1)) : NULL;
+    return y ? dt_redistribute(y, cp->comm, DT_SHARD(2), DT_SHARD(1)) : NULL;
 }
 
-dt_tensor *dt_context_attention(dt_tensor *q, dt_tensor *keys, dt_tensor *values, dt_context *k) {
-    const char *op = "dt_context_attention";
-    dt_ctx *ctx =
-        q && keys && values ? dt__op_real(op, q, keys, values) : dt__missing(op, q, keys, values);
+dt_tensor *dt_cp_attention(dt_tensor *q, dt_tensor *keys, dt_tensor *values, dt_cp *cp) {
+    const char *op = "dt_cp_attention";
+    dt_ctx *ctx = q && keys && values ? dt__float_op_context(op, q, keys, values)
+                                      : dt__null_input(op, q, keys, values);
     char why[300];
-    if (ctx && !k) dt_fail(ctx, DT_ERR_ARG, "%s(%s): the context is NULL", op, q->name);
-    if (!ctx || !k || !dt__attention_fits(q, keys, values, 0)) return NULL;
-    int c = dt_comm_size(k->comm);
-    if (q->shape.d[0] != k->desc.batch || q->shape.d[1] * c != k->desc.tokens ||
+    if (ctx && !cp) dt_fail(ctx, DT_ERR_ARG, "%s(%s): cp is NULL", op, q->name);
+    if (!ctx || !cp || !dt__attention_fits(q, keys, values, 0)) return NULL;
+    int c = dt_comm_size(cp->comm);
+    if (q->shape.d[0] != cp->desc.batch || q->shape.d[1] * c != cp->desc.tokens ||
         keys->shape.d[1] != q->shape.d[1]) {
         dt_fail(ctx, DT_ERR_SHAPE,
-            "%s(%s, %s): %s and %s, but the context is of %lld sequences of %lld tokens over %d "
+            "%s(%s, %s): %s and %s, but cp was made for %lld sequences of %lld tokens over %d "
             "ranks",
             op, q->name, keys->name, dt__shape_text(q->shape).s, dt__shape_text(keys->shape).s,
-            (long long)k->desc.batch, (long long)k->desc.tokens, c);
+            (long long)cp->desc.batch, (long long)cp->desc.tokens, c);
         return NULL;
     }
     if (c == 1) {
-        dt_attn_desc d = { 0, k->desc.full, k->given ? k->positions : NULL, NULL, k->documents,
-            NULL, NULL };
+        dt_attn_desc d = { 0, cp->desc.full, cp->explicit_positions ? cp->positions : NULL, NULL,
+            cp->documents, NULL, NULL };
         return dt_attention(q, keys, values, d);
     }
-    if (dt_context_check(k->desc.kind, k->desc.tokens, c, q->shape.d[2], keys->shape.d[2], why,
+    if (dt_cp_check(cp->desc.kind, cp->desc.tokens, c, q->shape.d[2], keys->shape.d[2], why,
             sizeof why) != DT_OK) {
         dt_fail(ctx, DT_ERR_SHAPE, "%s(%s): %s", op, q->name, why);
         return NULL;
     }
-    if (k->desc.kind == DT_CP_ALLGATHER) return dt__gathered_attention(q, keys, values, k);
-    if (k->desc.kind == DT_CP_ULYSSES) return dt__exchanged_attention(q, keys, values, k);
-    return dt__ring_attention(q, keys, values, k);
+    if (cp->desc.kind == DT_CP_ALLGATHER) return dt__cp_allgather_attention(q, keys, values, cp);
+    if (cp->desc.kind == DT_CP_ULYSSES) return dt__cp_ulysses_attention(q, keys, values, cp);
+    return dt__cp_ring_attention(q, keys, values, cp);
 }
 
 // ==== 15. Expert parallelism: code ==============================================================
 
+/* A mixture layer routes, dispatches, multiplies and combines. The router's choices give every rank
+   the same kind of plan (dt__exchange): which rows it sends to which rank, and in which order it
+   stores the rows it receives. Rank 0 has experts e0 and e1 and gets all four tokens:
+
+       rank 0 sends   e0: t0   e1: t1  -->  rank 0 receives    from 0: t0 t1   from 1: t2 t3
+       rank 1 sends   e0: t2   e1: t3  -->  ordered by expert  e0: t0 t2       e1: t1 t3
+
+   Token dispatch = gather rows, all-to-all, order by expert. Token combine is the inverse, and ends
+   with a weighted sum over each token's rows. Their backwards use the same steps in reverse. */
+
 static int dt__is_dry(const void *p);
 
-/* Integers that steer a program, (n) of each rank in host memory, onto all: not counted, as
-   dt_agree's. */
+/* Gathers n integers of each rank, which steer the program, in host memory. Like dt_agree's, they
+   are not counted as traffic. */
 static dt_status dt__gather_ints(dt_comm *comm, const int32_t *mine, int32_t *all, size_t n) {
     dt__call call = dt__call_make(DT__AGREE, mine, all, n, DT_I32);
-    call.host = 1;
-    return dt__do(comm, call);
+    call.host_memory = 1;
+    return dt__op_run(comm, call);
 }
 
 /* ---- the router: choices of whole sequences ---- */
 
-/* A router under way. Arrays of tokens are (B,tokens,k): those of x; those inside the region of tp;
-   those of whole sequences, rank after rank of cp. */
+/* State of a router. Arrays of choices are (B,tokens,k). tokens are those of x (local_tokens),
+   those of the region of tp (region_tokens), or those of the whole sequences, in rank order of cp
+   (full_tokens). */
 typedef struct dt__router {
     dt_ctx *ctx;
     dt_route_desc d;
-    int64_t B, own, inside, whole, E, k;
-    dt_comm *sp;     /* tp, if it cuts the tokens */
-    int32_t *chosen; /* by x's tokens */
-    int32_t *served; /* the same of whole sequences, -1 where there was no room */
-    /* (B,E): how many choices of each whole sequence fell on each expert */
-    int64_t *fell;
+    int64_t B, local_tokens, region_tokens, full_tokens, E, k;
+    dt_comm *sp;           /* tp if it shards the tokens, else NULL */
+    int32_t *topk;         /* chosen experts of x's tokens */
+    int32_t *kept_choices; /* the same for region_tokens; -1 beyond capacity */
+    /* (B,E): number of choices of each expert in each whole sequence */
+    int64_t *load;
 } dt__router;
 
-/* (B,t,width) of each rank, joined along the tokens in rank order: (B,N t,width). NULL after a
-   failure. */
-static int32_t *dt__join_tokens(
+/* All-gathers (B,t,width) along the tokens, in rank order: (B,N t,width). NULL after a failure. */
+static int32_t *dt__gather_tokens(
     const dt__router *r, dt_comm *comm, int32_t *mine, int64_t t, int64_t width) {
-    int64_t N = dt_comm_size(comm), run = t * width, count = r->B * run;
+    int64_t N = dt_comm_size(comm), slice = t * width, count = r->B * slice;
     if (N == 1) return mine;
     int32_t *all = (int32_t *)dt__meta(r->ctx, (size_t)(N * count) * sizeof *all);
     int32_t *out = (int32_t *)dt__meta(r->ctx, (size_t)(N * count) * sizeof *out);
     if (!all || !out || dt__gather_ints(comm, mine, all, (size_t)count) != DT_OK) return NULL;
     for (int64_t i = 0; i < N * r->B; i++) { /* rank i / B, its sequence i % B */
-        int64_t to = (i % r->B * N + i / r->B) * run;
-        if (run > 0) memcpy(out + to, all + i * run, (size_t)run * sizeof *out);
+        int64_t to = (i % r->B * N + i / r->B) * slice;
+        if (slice > 0) memcpy(out + to, all + i * slice, (size_t)slice * sizeof *out);
     }
     return out;
 }
 
-/* The place in its sequence of a token of x, where no places are given. */
-static int64_t dt__own_place(const dt__router *r, int64_t i) {
-    int64_t at = (r->sp ? dt_comm_rank(r->sp) : 0) * r->own + i;
-    return dt_context_token(r->d.kind, r->whole, dt_comm_size(r->d.cp), dt_comm_rank(r->d.cp), at);
+/* Position in its sequence of token i of x, for tokens in the order of dt_cp_token. */
+static int64_t dt__local_position(const dt__router *r, int64_t i) {
+    int64_t at = (r->sp ? dt_comm_rank(r->sp) : 0) * r->local_tokens + i;
+    return dt_cp_token(r->d.kind, r->full_tokens, dt_comm_size(r->d.cp), dt_comm_rank(r->d.cp), at);
 }
 
-/* at (B,whole): which token of a whole sequence has each place. */
-static dt_status dt__route_places(const dt__router *r, int32_t *at) {
-    int32_t *places = NULL;
-    int64_t T = r->whole;
-    if (r->d.places) {
-        int32_t *mine = (int32_t *)dt__meta(r->ctx, (size_t)(r->B * r->own) * sizeof *mine);
-        if (mine) memcpy(mine, r->d.places, (size_t)(r->B * r->own) * sizeof *mine);
-        if (mine) mine = dt__join_tokens(r, r->sp, mine, r->own, 1);
-        if (mine) places = dt__join_tokens(r, r->d.cp, mine, r->inside, 1);
-        if (!places) return dt_error(r->ctx);
+/* token_at (B,full_tokens): inverts the positions; token_at[p] is the token of position p. */
+static dt_status dt__route_positions(const dt__router *r, int32_t *token_at) {
+    int32_t *positions = NULL;
+    int64_t T = r->full_tokens;
+    if (r->d.positions) {
+        int32_t *mine =
+            (int32_t *)dt__meta(r->ctx, (size_t)(r->B * r->local_tokens) * sizeof *mine);
+        if (mine) memcpy(mine, r->d.positions, (size_t)(r->B * r->local_tokens) * sizeof *mine);
+        if (mine) mine = dt__gather_tokens(r, r->sp, mine, r->local_tokens, 1);
+        if (mine) positions = dt__gather_tokens(r, r->d.cp, mine, r->region_tokens, 1);
+        if (!positions) return dt_error(r->ctx);
     }
-    for (int64_t i = 0; i < r->B * T; i++) at[i] = -1;
+    for (int64_t i = 0; i < r->B * T; i++) token_at[i] = -1;
     for (int64_t i = 0; i < r->B * T; i++) {
-        int64_t place = places ? places[i]
-                               : dt_context_token(r->d.kind, T, dt_comm_size(r->d.cp),
-                                     (int)(i % T / r->inside), i % T % r->inside);
-        if (place < 0 || place >= T || at[i / T * T + place] >= 0)
+        int64_t position = positions
+                               ? positions[i]
+                               : dt_cp_token(r->d.kind, T, dt_comm_size(r->d.cp),
+                                     (int)(i % T / r->region_tokens), i % T % r->region_tokens);
+        if (position < 0 || position >= T || token_at[i / T * T + position] >= 0)
             return dt_fail(r->ctx, DT_ERR_ARG,
-                "dt_route: place %lld of token %lld in sequence %lld; each of 0 to %lld "
+                "dt_route: position %lld of token %lld in sequence %lld; each of 0 to %lld "
                 "is of one token",
-                (long long)place, (long long)(i % T), (long long)(i / T), (long long)T - 1);
-        at[i / T * T + place] = (int32_t)(i % T);
+                (long long)position, (long long)(i % T), (long long)(i / T), (long long)T - 1);
+        token_at[i / T * T + position] = (int32_t)(i % T);
     }
     return DT_OK;
 }
 
-/* Room of an expert in a sequence. What is over by rounding alone makes no more of it. */
-static int64_t dt__route_room(const dt__router *r) {
-    double room = ceil(r->d.capacity * (double)(r->k * r->whole) / (double)r->E - 1e-9);
-    return room < 1 ? 1 : room < (double)r->whole ? (int64_t)room : r->whole;
+/* Expert capacity: how many choices of one sequence an expert takes. The small constant keeps
+   rounding errors from adding one. */
+static int64_t dt__expert_capacity(const dt__router *r) {
+    double capacity = ceil(r->d.capacity * (double)(r->k * r->full_tokens) / (double)r->E - 1e-9);
+    return capacity < 1                        ? 1
+           : capacity < (double)r->full_tokens ? (int64_t)capacity
+                                               : r->full_tokens;
 }
 
-/* One sequence: first choices before second ones, each in the order of places. room (E): what is
-   left of it. */
-static void dt__route_serve(
-    const dt__router *r, int32_t *choices, const int32_t *at, int64_t *room) {
-    int64_t most = dt__route_room(r);
-    for (int64_t e = 0; e < r->E; e++) room[e] = most;
-    for (int64_t i = 0; i < r->k * r->whole; i++) {
-        int32_t *c = &choices[at[i % r->whole] * r->k + i / r->whole];
-        if (room[*c] > 0)
-            room[*c]--;
+/* Drops the choices of one sequence beyond the expert capacity. First choices are served before
+   second ones, each in order of positions. free_slots (E): work array, what is left of each
+   expert's capacity. */
+static void dt__drop_beyond_capacity(
+    const dt__router *r, int32_t *choices, const int32_t *token_at, int64_t *free_slots) {
+    int64_t capacity = dt__expert_capacity(r);
+    for (int64_t e = 0; e < r->E; e++) free_slots[e] = capacity;
+    for (int64_t i = 0; i < r->k * r->full_tokens; i++) {
+        int32_t *c = &choices[token_at[i % r->full_tokens] * r->k + i / r->full_tokens];
+        if (free_slots[*c] > 0)
+            free_slots[*c]--;
         else
             *c = -1;
     }
 }
 
-/* Joins the choices of whole sequences, where they are needed; then counts, then drops. */
+/* Gathers the choices of whole sequences if capacity or the load-balancing loss needs them; counts
+   the load, then drops. */
 static dt_status dt__route_sequences(dt__router *r) {
     dt_ctx *ctx = r->ctx;
-    int32_t *inside = dt__join_tokens(r, r->sp, r->chosen, r->own, r->k), *all = inside, *at;
-    int whole = r->d.capacity > 0 || r->d.balance > 0;
-    r->served = inside;
-    if (!inside || !whole) return dt_error(ctx);
-    all = dt__join_tokens(r, r->d.cp, inside, r->inside, r->k);
-    size_t count = (size_t)(r->B * r->whole * r->k);
-    r->fell = (int64_t *)dt__meta(ctx, (size_t)(r->B * r->E) * sizeof *r->fell);
-    r->served = (int32_t *)dt__meta(ctx, count * sizeof *r->served);
-    at = (int32_t *)dt__meta(ctx, (size_t)(r->B * r->whole) * sizeof *at);
-    int64_t *room = (int64_t *)dt__meta(ctx, (size_t)r->E * sizeof *room);
-    if (!all || !r->fell || !r->served || !at || !room) return dt_error(ctx);
-    if (count > 0) memcpy(r->served, all, count * sizeof *all);
-    for (size_t i = 0; i < count; i++) r->fell[(int64_t)i / (r->whole * r->k) * r->E + all[i]]++;
-    if (r->d.capacity > 0 && dt__route_places(r, at) != DT_OK) return dt_error(ctx);
+    int32_t *region_choices = dt__gather_tokens(r, r->sp, r->topk, r->local_tokens, r->k),
+            *all_choices = region_choices, *token_at;
+    int need_sequences = r->d.capacity > 0 || r->d.balance > 0;
+    r->kept_choices = region_choices;
+    if (!region_choices || !need_sequences) return dt_error(ctx);
+    all_choices = dt__gather_tokens(r, r->d.cp, region_choices, r->region_tokens, r->k);
+    size_t count = (size_t)(r->B * r->full_tokens * r->k);
+    r->load = (int64_t *)dt__meta(ctx, (size_t)(r->B * r->E) * sizeof *r->load);
+    r->kept_choices = (int32_t *)dt__meta(ctx, count * sizeof *r->kept_choices);
+    token_at = (int32_t *)dt__meta(ctx, (size_t)(r->B * r->full_tokens) * sizeof *token_at);
+    int64_t *free_slots = (int64_t *)dt__meta(ctx, (size_t)r->E * sizeof *free_slots);
+    if (!all_choices || !r->load || !r->kept_choices || !token_at || !free_slots)
+        return dt_error(ctx);
+    if (count > 0) memcpy(r->kept_choices, all_choices, count * sizeof *all_choices);
+    for (size_t i = 0; i < count; i++)
+        r->load[(int64_t)i / (r->full_tokens * r->k) * r->E + all_choices[i]]++;
+    if (r->d.capacity > 0 && dt__route_positions(r, token_at) != DT_OK) return dt_error(ctx);
     for (int64_t b = 0; b < r->B && r->d.capacity > 0; b++)
-        dt__route_serve(r, r->served + b * r->whole * r->k, at + b * r->whole, room);
-    /* of each sequence, this rank of cp's */
-    int64_t run = r->inside * r->k, first = dt_comm_rank(r->d.cp) * run;
-    for (int64_t b = 0; b < r->B && run > 0; b++)
-        memmove(r->served + b * run, r->served + b * r->whole * r->k + first,
-            (size_t)run * sizeof *r->served);
+        dt__drop_beyond_capacity(r, r->kept_choices + b * r->full_tokens * r->k,
+            token_at + b * r->full_tokens, free_slots);
+    /* of each sequence, the tokens of this rank of cp */
+    int64_t slice = r->region_tokens * r->k, first = dt_comm_rank(r->d.cp) * slice;
+    for (int64_t b = 0; b < r->B && slice > 0; b++)
+        memmove(r->kept_choices + b * slice, r->kept_choices + b * r->full_tokens * r->k + first,
+            (size_t)slice * sizeof *r->kept_choices);
     return DT_OK;
 }
 
 /* ---- the router: probabilities, choices, gates ---- */
 
-static dt_status dt__cast_again(dt_node *n) {
+static dt_status dt__cast_recompute(dt_node *n) {
     dt_tensor *x = n->in[0], *y = n->out;
     dt_cast_args a = { y->dtype, x->dtype, y->data, x->data, (size_t)dt_count(x->shape), 0 };
     return DT__KERNEL(x->ctx, n->name, cast, &a);
 }
 
-/* x in the type that it is computed with. A copy of activations goes with its block, and is made
-   again. */
-static dt_tensor *dt__widened(dt_tensor *x, int brief) {
+/* x in the type that the router computes with. transient: a copy of activations, dropped with its
+   block and cast again in the backward. */
+static dt_tensor *dt__to_wide(dt_tensor *x, int transient) {
     dt_ctx *ctx = x->ctx;
     if (!dt__narrow(x->dtype)) return x;
-    brief = brief && x->needs_grad && !ctx->no_grad; /* else nobody records how to make it again */
-    ctx->brief += brief;
+    /* only a recorded op can run again in the backward */
+    transient = transient && x->needs_grad && !ctx->no_grad;
+    ctx->make_transient += transient;
     dt_tensor *y = dt_cast(x, DT_F32);
-    ctx->brief -= brief;
-    if (y && brief && y->maker) y->maker->remake = dt__cast_again;
+    ctx->make_transient -= transient;
+    if (y && transient && y->producer) y->producer->recompute = dt__cast_recompute;
     return y;
 }
 
-/* The k best of each token. Numbers of a dry run are 0: there the choices are spread evenly. */
-static dt_status dt__route_choose(dt__router *r, dt_tensor *probability) {
+/* Top-k: the k best experts of each token. A dry run reads only zeros; there the choices are spread
+   evenly. */
+static dt_status dt__route_topk(dt__router *r, dt_tensor *probability) {
     dt_ctx *ctx = r->ctx;
     dt_tensor *index = NULL;
     int no_grad = ctx->no_grad;
-    int64_t n = r->B * r->own;
-    r->chosen = (int32_t *)dt__meta(ctx, (size_t)(n * r->k) * sizeof *r->chosen);
-    if (!r->chosen) return dt_error(ctx);
+    int64_t n = r->B * r->local_tokens;
+    r->topk = (int32_t *)dt__meta(ctx, (size_t)(n * r->k) * sizeof *r->topk);
+    if (!r->topk) return dt_error(ctx);
     ctx->no_grad = 1;
     if (r->d.bias) probability = dt_add(probability, r->d.bias);
     if (probability) dt_topk(probability, (int)r->k, &index);
     ctx->no_grad = no_grad;
-    if (dt_error(ctx) != DT_OK || dt_read(index, r->chosen) != DT_OK) return dt_error(ctx);
+    if (dt_error(ctx) != DT_OK || dt_read(index, r->topk) != DT_OK) return dt_error(ctx);
     for (int64_t i = 0; i < n * r->k && dt__is_dry(index->data); i++) {
-        int64_t t = i / r->k, place = r->d.places ? r->d.places[t] : dt__own_place(r, t % r->own);
-        r->chosen[i] = (int32_t)((place * r->k + i % r->k) % r->E);
+        int64_t t = i / r->k, position = r->d.positions
+                                             ? r->d.positions[t]
+                                             : dt__local_position(r, t % r->local_tokens);
+        r->topk[i] = (int32_t)((position * r->k + i % r->k) % r->E);
     }
     for (int64_t i = 0; i < n * r->k; i++)
-        if (r->chosen[i] < 0 || r->chosen[i] >= r->E)
+        if (r->topk[i] < 0 || r->topk[i] >= r->E)
             return dt_fail(ctx, DT_ERR_NUMERIC,
                 "dt_route: token %lld has no %lld largest of %lld probabilities",
                 (long long)(i / r->k), (long long)r->k, (long long)r->E);
     return DT_OK;
 }
 
-/* (B,T',k): the probabilities of the choices; of several, divided by their sum. With a bias all may
-   be 0. */
+/* (B,T',k): the probabilities of the chosen experts, for k > 1 divided by their sum. With a bias,
+   all of them may be 0. */
 static dt_tensor *dt__route_gates(const dt__router *r, dt_tensor *probability) {
-    int64_t n = r->B * r->own;
-    int32_t *place = (int32_t *)dt__meta(r->ctx, (size_t)(n * r->k) * sizeof *place);
-    if (!place) return NULL;
-    for (int64_t i = 0; i < n * r->k; i++) place[i] = (int32_t)(i / r->k * r->E) + r->chosen[i];
-    dt_tensor *at = dt_input(r->ctx, DT_I32, DT_SHAPE(r->B, r->own, r->k), place);
-    dt_tensor *one = at ? dt_gather_rows(dt_reshape(probability, DT_SHAPE(n * r->E, 1)), at) : NULL;
-    dt_tensor *gates = one ? dt_reshape(one, DT_SHAPE(r->B, r->own, r->k)) : NULL;
+    int64_t n = r->B * r->local_tokens;
+    int32_t *index = (int32_t *)dt__meta(r->ctx, (size_t)(n * r->k) * sizeof *index);
+    if (!index) return NULL;
+    for (int64_t i = 0; i < n * r->k; i++) index[i] = (int32_t)(i / r->k * r->E) + r->topk[i];
+    dt_tensor *indices = dt_input(r->ctx, DT_I32, DT_SHAPE(r->B, r->local_tokens, r->k), index);
+    dt_tensor *chosen =
+        indices ? dt_gather_rows(dt_reshape(probability, DT_SHAPE(n * r->E, 1)), indices) : NULL;
+    dt_tensor *gates = chosen ? dt_reshape(chosen, DT_SHAPE(r->B, r->local_tokens, r->k)) : NULL;
     if (!gates || r->k == 1) return gates;
-    dt_tensor *sum = dt_reshape(dt_sum_over(gates, 2), DT_SHAPE(r->B, r->own, 1));
+    dt_tensor *sum = dt_reshape(dt_sum_over(gates, 2), DT_SHAPE(r->B, r->local_tokens, 1));
     if (sum && r->d.bias) sum = dt_affine(sum, 1, 1e-20);
     return sum ? dt_div(gates, sum) : NULL;
 }
 
-/* ---- the router: side losses, counts ---- */
+/* ---- the router: side losses, statistics ---- */
 
-/* This rank's part of the mean over sequences of E sum over e of f P: sum of P times E f / (T
-   sequences). */
-static dt_tensor *dt__route_balance(const dt__router *r, dt_tensor *probability) {
+/* Load-balancing loss: this rank's part of the mean over sequences of E sum over e of f_e P_e,
+   which is the sum of its probabilities times E f_e / (T sequences). */
+static dt_tensor *dt__balance_loss(const dt__router *r, dt_tensor *probability) {
     dt_dtype dtype = probability->dtype;
     void *factor = dt__meta(r->ctx, (size_t)(r->B * r->E) * dt_dtype_size(dtype));
-    double T = (double)r->whole, all = (double)r->k * T * T * (double)r->d.sequences;
+    double T = (double)r->full_tokens, all = (double)r->k * T * T * (double)r->d.sequences;
     if (!factor) return NULL;
     for (int64_t i = 0; i < r->B * r->E; i++)
-        dt__set_number(dtype, factor, (size_t)i, (double)r->E * (double)r->fell[i] / all);
+        dt__set_number(dtype, factor, (size_t)i, (double)r->E * (double)r->load[i] / all);
     dt_tensor *factors = dt_input(r->ctx, dtype, DT_SHAPE(r->B, r->E), factor);
     dt_tensor *sum = factors ? dt_sum_over(probability, 1) : NULL;
     return sum ? dt_sum_over(dt_mul(sum, factors), DT_ALL) : NULL;
 }
 
-/* This rank's part of the mean over tokens of the square of log(sum of e^logits). */
-static dt_tensor *dt__route_z(const dt__router *r, dt_tensor *logits) {
-    dt_shape rows = DT_SHAPE(r->B, r->own, 1);
-    dt_tensor *most = dt_max_over(logits, 2), *rest = NULL, *lse = NULL;
-    most = most ? dt_reshape(most, rows) : NULL;
-    if (most) rest = dt_sum_over(dt_exp(dt_sub(logits, most)), 2);
-    if (rest) lse = dt_add(dt_reshape(dt_ln(rest), rows), most);
+/* Router z-loss: this rank's part of the mean over tokens of log(sum of e^logits)^2. */
+static dt_tensor *dt__z_loss(const dt__router *r, dt_tensor *logits) {
+    dt_shape rows = DT_SHAPE(r->B, r->local_tokens, 1);
+    dt_tensor *row_max = dt_max_over(logits, 2), *rest = NULL, *lse = NULL;
+    row_max = row_max ? dt_reshape(row_max, rows) : NULL;
+    if (row_max) rest = dt_sum_over(dt_exp(dt_sub(logits, row_max)), 2);
+    if (rest) lse = dt_add(dt_reshape(dt_ln(rest), rows), row_max);
     return lse ? dt_affine(dt_sum_over(dt_mul(lse, lse), DT_ALL),
-                     1 / ((double)r->d.sequences * (double)r->whole), 0)
+                     1 / ((double)r->d.sequences * (double)r->full_tokens), 0)
                : NULL;
 }
 
-/* Attaches a side loss; *sum counts it. */
-static dt_status dt__route_attach(
+/* Attaches a side loss to x and adds its value to *sum. */
+static dt_status dt__attach_loss(
     const dt__router *r, dt_tensor *x, dt_tensor *loss, double weight, double *sum) {
     if (loss && dt_loss(x, loss, weight) && sum) *sum += dt_item(loss);
     return dt_error(r->ctx);
@@ -2087,33 +2296,34 @@ static dt_status dt__route_losses(
     const dt__router *r, dt_tensor *x, dt_tensor *logits, dt_tensor *probability) {
     dt_route_counts *count = dt_recomputing(r->ctx) ? NULL : r->d.counts;
     if (r->d.balance > 0)
-        dt__route_attach(
-            r, x, dt__route_balance(r, probability), r->d.balance, count ? &count->balance : NULL);
-    if (r->d.z > 0)
-        dt__route_attach(r, x, dt__route_z(r, logits), r->d.z, count ? &count->z : NULL);
+        dt__attach_loss(
+            r, x, dt__balance_loss(r, probability), r->d.balance, count ? &count->balance : NULL);
+    if (r->d.z > 0) dt__attach_loss(r, x, dt__z_loss(r, logits), r->d.z, count ? &count->z : NULL);
     return dt_error(r->ctx);
 }
 
-/* Of x's own tokens, which inside are those of this rank of sp. */
+/* Statistics of x's own tokens. In the arrays of the region these are the tokens of this rank of
+   sp. */
 static void dt__route_count(const dt__router *r) {
-    dt_route_counts *count = r->d.counts;
-    int64_t run = r->own * r->k, first = (r->sp ? dt_comm_rank(r->sp) : 0) * run;
-    if (!count || dt_recomputing(r->ctx)) return;
-    count->choices += (double)(r->B * run);
-    for (int64_t i = 0; i < r->B * run; i++) {
-        if (count->experts) count->experts[r->chosen[i]]++;
-        count->dropped += r->served[i / run * r->inside * r->k + first + i % run] < 0;
+    dt_route_counts *counts = r->d.counts;
+    int64_t slice = r->local_tokens * r->k, first = (r->sp ? dt_comm_rank(r->sp) : 0) * slice;
+    if (!counts || dt_recomputing(r->ctx)) return;
+    counts->choices += (double)(r->B * slice);
+    for (int64_t i = 0; i < r->B * slice; i++) {
+        if (counts->experts) counts->experts[r->topk[i]]++;
+        counts->dropped +=
+            r->kept_choices[i / slice * r->region_tokens * r->k + first + i % slice] < 0;
     }
 }
 
-/* What does not fit, or NULL. One rule a line. */
-static const char *dt__route_wrong(const dt__router *r, const dt_tensor *x, const dt_tensor *w) {
+/* What does not fit, or NULL. One rule per line. */
+static const char *dt__route_problem(const dt__router *r, const dt_tensor *x, const dt_tensor *w) {
     const dt_route_desc *d = &r->d;
     const dt_tensor *bias = d->bias;
     if (x->shape.nd != 3 || w->shape.nd != 2 || x->shape.d[2] != w->shape.d[1])
         return "x (B,T,C) and w (E,C) are needed";
     if (dt__wide(x->dtype, 1) != dt__wide(w->dtype, 1) || w->dtype == DT_I32)
-        return "types do not go together";
+        return "the dtypes do not match";
     if (r->k < 1 || r->k > r->E) return "k must be 1 to E";
     if (!(d->capacity >= 0 && d->capacity < HUGE_VAL)) return "the capacity must be 0 or more";
     if (!(d->balance >= 0 && d->balance < HUGE_VAL && d->z >= 0 && d->z < HUGE_VAL))
@@ -2126,13 +2336,13 @@ static const char *dt__route_wrong(const dt__router *r, const dt_tensor *x, cons
     if (d->outside.kind != DT_PLACEMENT_REPLICATE &&
         (d->outside.kind != DT_PLACEMENT_SHARD || d->outside.dim != 1))
         return "outside must be DT_REPLICATE or DT_SHARD(1)";
-    if (r->B * r->whole > INT32_MAX / (r->E > 0 ? r->E : 1)) return "too many tokens at once";
+    if (r->B * r->full_tokens > INT32_MAX / (r->E > 0 ? r->E : 1)) return "too many tokens at once";
     return NULL;
 }
 
 static dt_status dt__route_check(const dt__router *r, const dt_tensor *x, const dt_tensor *w) {
     char text[300];
-    const char *why = dt__route_wrong(r, x, w);
+    const char *why = dt__route_problem(r, x, w);
     if (why)
         return dt_fail(r->ctx, DT_ERR_SHAPE,
             "dt_route(%s, %s): %s %s and %s %s, k %lld, capacity %g, balance %g, "
@@ -2141,11 +2351,11 @@ static dt_status dt__route_check(const dt__router *r, const dt_tensor *x, const 
             dt_dtype_name(w->dtype), dt__shape_text(w->shape).s, (long long)r->k, r->d.capacity,
             r->d.balance, r->d.z, (long long)r->d.sequences, why);
     int c = dt_comm_size(r->d.cp);
-    if (dt_context_check(r->d.kind, r->whole, c, c, c, text, sizeof text) == DT_OK) return DT_OK;
+    if (dt_cp_check(r->d.kind, r->full_tokens, c, c, c, text, sizeof text) == DT_OK) return DT_OK;
     return dt_fail(r->ctx, DT_ERR_SHAPE, "dt_route(%s): %s", x->name, text);
 }
 
-static dt__router dt__router_of(const dt_tensor *x, const dt_tensor *w, dt_route_desc d) {
+static dt__router dt__router_make(const dt_tensor *x, const dt_tensor *w, dt_route_desc d) {
     dt__router r;
     memset(&r, 0, sizeof r);
     r.ctx = x->ctx;
@@ -2153,42 +2363,43 @@ static dt__router dt__router_of(const dt_tensor *x, const dt_tensor *w, dt_route
     if (dt_comm_size(d.cp) == 1) r.d.kind = DT_CP_RING; /* whole sequences are in order */
     r.sp = d.outside.kind == DT_PLACEMENT_SHARD && dt_comm_size(d.tp) > 1 ? d.tp : NULL;
     r.B = x->shape.d[0];
-    r.own = x->shape.nd > 1 ? x->shape.d[1] : 0;
-    r.inside = r.own * dt_comm_size(r.sp);
-    r.whole = r.inside * dt_comm_size(d.cp);
+    r.local_tokens = x->shape.nd > 1 ? x->shape.d[1] : 0;
+    r.region_tokens = r.local_tokens * dt_comm_size(r.sp);
+    r.full_tokens = r.region_tokens * dt_comm_size(d.cp);
     r.E = w->shape.d[0];
     r.k = d.k ? d.k : 1;
     return r;
 }
 
-/* What the region sees: its tokens' choices and gates. */
+/* Makes the routing that the tensor-parallel region sees: choices and gates of its tokens. */
 static dt_routing *dt__route_enter(const dt__router *r, dt_tensor *gates) {
     dt_routing *out = (dt_routing *)dt__meta(r->ctx, sizeof *out);
     gates = dt_redistribute(gates, r->d.tp, r->sp ? DT_SHARD(1) : DT_REPLICATE, DT_COPY);
     if (!out || !gates) return NULL;
     out->batch = r->B;
-    out->tokens = r->inside;
+    out->tokens = r->region_tokens;
     out->experts = r->E;
     out->k = r->k;
     out->gates = gates;
-    out->choices = r->served;
+    out->choices = r->kept_choices;
     return out;
 }
 
 dt_routing *dt_route(dt_tensor *x, dt_tensor *w, dt_route_desc d) {
     const char *op = "dt_route";
-    dt_ctx *ctx = x && w ? dt__op_real(op, x, w, d.bias) : dt__missing(op, x, w, d.bias);
+    dt_ctx *ctx =
+        x && w ? dt__float_op_context(op, x, w, d.bias) : dt__null_input(op, x, w, d.bias);
     if (!ctx) return NULL;
     if (x->shape.nd < 1 || w->shape.nd < 1) {
         dt__mismatch(op, x, w, "x (B,T,C) and w (E,C) are needed");
         return NULL;
     }
-    dt__router r = dt__router_of(x, w, d);
+    dt__router r = dt__router_make(x, w, d);
     if (dt__route_check(&r, x, w) != DT_OK) return NULL;
-    dt_tensor *wide = dt__widened(x, 1), *router = dt__widened(w, 0);
+    dt_tensor *wide = dt__to_wide(x, 1), *router = dt__to_wide(w, 0);
     dt_tensor *logits = wide && router ? dt_linear(wide, router, NULL) : NULL; /* (B,T',E) */
     dt_tensor *probability = logits ? dt_softmax(logits) : NULL;
-    if (!probability || dt__route_choose(&r, probability) != DT_OK) return NULL;
+    if (!probability || dt__route_topk(&r, probability) != DT_OK) return NULL;
     dt_tensor *gates = dt__route_gates(&r, probability);
     if (!gates || dt__route_sequences(&r) != DT_OK) return NULL;
     if (dt__route_losses(&r, x, logits, probability) != DT_OK) return NULL;
@@ -2196,7 +2407,7 @@ dt_routing *dt_route(dt_tensor *x, dt_tensor *w, dt_route_desc d) {
     return dt__route_enter(&r, gates);
 }
 
-dt_status dt_route_balance(
+dt_status dt_route_update_bias(
     dt_tensor *bias, double *counts, double rate, dt_comm *const *groups, int n) {
     double total = 0, value[1];
     if (!bias || dt_error(bias->ctx) != DT_OK) return bias ? dt_error(bias->ctx) : DT_ERR_ARG;
@@ -2205,7 +2416,7 @@ dt_status dt_route_balance(
     if (!counts || (bias->dtype != DT_F32 && bias->dtype != DT_F64) ||
         !(rate >= 0 && rate < HUGE_VAL))
         return dt_fail(ctx, DT_ERR_ARG,
-            "dt_route_balance(%s): %s bias, %s, rate %g; use f32 or f64, counts of each "
+            "dt_route_update_bias(%s): %s bias, %s, rate %g; use f32 or f64, counts of each "
             "expert, and a rate of 0 or more",
             bias->name, dt_dtype_name(bias->dtype), counts ? "counts" : "no counts", rate);
     for (int g = 0; g < n; g++)
@@ -2224,47 +2435,48 @@ dt_status dt_route_balance(
     return dt_error(ctx);
 }
 
-/* ---- dispatch and combine: one exchange, there and back ---- */
+/* ---- token dispatch and token combine: one exchange in both directions ---- */
 
-/* Rows are the choices that were not dropped. A sender has them ordered by expert, then token; so
-   what one rank sends to another is one run, and what it receives is ordered by source rank, then
-   expert, then token. */
+/* Plan of an exchange. Rows are the choices that are not dropped. A sender orders its rows by
+   expert, then token, so that the rows for one rank are contiguous. They arrive ordered by source
+   rank, then expert, then token. */
 typedef struct dt__exchange {
     dt_comm *ep;
     int ranks;
     int64_t tokens, k, sent, received;
-    size_t *to, *from;   /* (ranks) rows to and from each, */
-    size_t *send, *recv; /* and the same in elements, of the exchange that runs */
-    /* (sent) i32: row i's token, and token k + j for the j-th choice */
-    dt_tensor *token, *choice;
-    /* (k,tokens) i32: where the j-th choice of a token is among those sent, or -1 */
-    dt_tensor *row;
-    /* (received) i32: experts' row i among those received; and the other way round */
-    dt_tensor *regroup, *ungroup;
+    size_t *rows_to, *rows_from;       /* (ranks) number of rows to and from each rank */
+    size_t *send_counts, *recv_counts; /* (ranks) the same in elements, set for each all-to-all */
+    /* (sent) i32: the token of row i; and token * k + j if row i is its j-th choice */
+    dt_tensor *token_of_row, *choice_of_row;
+    /* (k,tokens) i32: the sent row of the j-th choice of a token, or -1 */
+    dt_tensor *row_of_choice;
+    /* (received) i32: the place among the received rows of row i ordered by expert; and the
+       inverse */
+    dt_tensor *arrival_of_row, *row_of_arrival;
 } dt__exchange;
 
-/* Row i of out is row at[i] of in (held,width), or zeros for -1. */
-static dt_status dt__rows_get(const char *op, dt_dtype dtype, void *out, const void *in,
-    int64_t held, const dt_tensor *at, int64_t first, int64_t rows, int64_t width) {
+/* Row i of out = row at[first + i] of in (table_rows,width), or zeros for -1. */
+static dt_status dt__gather_rows(const char *op, dt_dtype dtype, void *out, const void *in,
+    int64_t table_rows, const dt_tensor *at, int64_t first, int64_t rows, int64_t width) {
     dt_embedding_args a = { dtype, out, in, (const int32_t *)at->data + first, (size_t)rows,
-        (size_t)width, 0, held, held, 1 };
+        (size_t)width, 0, table_rows, table_rows, 1 };
     return rows * width > 0 ? DT__KERNEL(at->ctx, op, embedding, &a) : DT_OK;
 }
 
-/* Row at[i] of out (held,width) (+)= row i of in, i ascending. work: 4 held width bytes where dtype
-   is bf16 or f16. */
-static dt_status dt__rows_add(const char *op, dt_dtype dtype, void *out, int64_t held,
+/* Row at[i] of out (table_rows,width) (+)= row i of in, in ascending order of i. work: 4 table_rows
+   width bytes where dtype is bf16 or f16. */
+static dt_status dt__scatter_add_rows(const char *op, dt_dtype dtype, void *out, int64_t table_rows,
     const void *in, const dt_tensor *at, int64_t width, int accumulate, void *work) {
-    size_t work_bytes = dt__narrow(dtype) ? (size_t)(held * width) * sizeof(float) : 0;
+    size_t work_bytes = dt__narrow(dtype) ? (size_t)(table_rows * width) * sizeof(float) : 0;
     dt_embedding_back_args a = { dtype, out, in, (const int32_t *)at->data,
-        (size_t)dt_count(at->shape), (size_t)width, 0, held, accumulate, 0,
+        (size_t)dt_count(at->shape), (size_t)width, 0, table_rows, accumulate, 0,
         work_bytes ? work : NULL, work_bytes, 1 };
-    return held * width > 0 ? DT__KERNEL(at->ctx, op, embedding_back, &a) : DT_OK;
+    return table_rows * width > 0 ? DT__KERNEL(at->ctx, op, embedding_back, &a) : DT_OK;
 }
 
-/* out (rows,width) (+)= in times one number for each row, `step` apart; for step 0 times an array
-   of the same size. */
-static dt_status dt__rows_times(dt_ctx *ctx, const char *op, dt_dtype dtype, void *out,
+/* out (rows,width) (+)= in times one factor per row, `step` elements apart; step 0: times an array
+   of the same shape. */
+static dt_status dt__scale_rows(dt_ctx *ctx, const char *op, dt_dtype dtype, void *out,
     const void *in, const void *factor, int64_t step, int64_t rows, int64_t width, int accumulate) {
     dt_binary_args a;
     memset(&a, 0, sizeof a);
@@ -2282,77 +2494,78 @@ static dt_status dt__rows_times(dt_ctx *ctx, const char *op, dt_dtype dtype, voi
     return rows * width > 0 ? DT__KERNEL(ctx, op, binary, &a) : DT_OK;
 }
 
-/* in as the wide type: itself, or in `room`. */
-static const void *dt__rows_wide(
-    dt_ctx *ctx, const char *op, dt_dtype dtype, const void *in, void *room, int64_t count) {
-    dt_cast_args a = { DT_F32, dtype, room, in, (size_t)count, 0 };
+/* in as the wide type: itself, or converted into buffer. */
+static const void *dt__widen_rows(
+    dt_ctx *ctx, const char *op, dt_dtype dtype, const void *in, void *buffer, int64_t count) {
+    dt_cast_args a = { DT_F32, dtype, buffer, in, (size_t)count, 0 };
     if (!dt__narrow(dtype)) return in;
     DT__KERNEL(ctx, op, cast, &a);
-    return room;
+    return buffer;
 }
 
-/* Rows to the ranks of their experts, or home. */
-static dt_status dt__rows_move(
-    const dt__exchange *e, int home, const void *in, void *out, int64_t width, dt_dtype dtype) {
+/* All-to-all of rows: to the ranks of their experts, or in reverse to the ranks of their tokens. */
+static dt_status dt__exchange_rows(
+    const dt__exchange *e, int reverse, const void *in, void *out, int64_t width, dt_dtype dtype) {
     for (int r = 0; r < e->ranks; r++) {
-        e->send[r] = (home ? e->from : e->to)[r] * (size_t)width;
-        e->recv[r] = (home ? e->to : e->from)[r] * (size_t)width;
+        e->send_counts[r] = (reverse ? e->rows_from : e->rows_to)[r] * (size_t)width;
+        e->recv_counts[r] = (reverse ? e->rows_to : e->rows_from)[r] * (size_t)width;
     }
-    return dt_all_to_all_v(e->ep, in, e->send, out, e->recv, dtype);
+    return dt_all_to_all_v(e->ep, in, e->send_counts, out, e->recv_counts, dtype);
 }
 
-/* Pieces of one scratch, of a multiple of 64 bytes each; 0 after a failure. */
-static int dt__carve(dt_ctx *ctx, const size_t *bytes, char **piece, int n) {
+/* Splits one scratch into n buffers of multiples of 64 bytes. Returns 0 on failure. */
+static int dt__split_scratch(dt_ctx *ctx, const size_t *bytes, char **buffers, int n) {
     size_t all = 64, at = 0;
     for (int i = 0; i < n; i++) all += (bytes[i] + 63) / 64 * 64;
     char *p = (char *)dt_scratch(ctx, all);
     for (int i = 0; i < n; i++) {
-        piece[i] = p ? p + at : NULL;
+        buffers[i] = p ? p + at : NULL;
         at += (bytes[i] + 63) / 64 * 64;
     }
     return p != NULL;
 }
 
-/* An index on the device. */
+/* Copies an index to the device. */
 static dt_tensor *dt__exchange_index(dt_ctx *ctx, const int32_t *host, int64_t n) {
     return dt_input(ctx, DT_I32, DT_SHAPE(n), host);
 }
 
-/* Which rows this rank sends. count (E): how many go to each expert. */
+/* Plans which rows this rank sends. count (E): receives the number of rows for each expert. */
 static dt_status dt__exchange_send(
     dt__exchange *e, const dt_routing *r, int32_t *count, dt_ctx *ctx) {
-    int64_t all = e->tokens * e->k;
-    int32_t *work = (int32_t *)dt__meta(ctx, (size_t)(3 * all + r->experts + 1) * sizeof *work);
+    int64_t choices = e->tokens * e->k;
+    int32_t *work = (int32_t *)dt__meta(ctx, (size_t)(3 * choices + r->experts + 1) * sizeof *work);
     if (!work) return dt_error(ctx);
-    int32_t *token = work, *choice = token + all, *row = choice + all, *next = row + all;
-    for (int64_t i = 0; i < all; i++)
+    int32_t *token = work, *choice = token + choices, *row = choice + choices,
+            *next = row + choices;
+    for (int64_t i = 0; i < choices; i++)
         if (r->choices[i] >= 0) count[r->choices[i]]++;
-    for (int64_t x = 0; x < r->experts; x++) {
-        next[x + 1] = next[x] + count[x];
-        e->to[x / r->held] += (size_t)count[x];
+    for (int64_t expert = 0; expert < r->experts; expert++) {
+        next[expert + 1] = next[expert] + count[expert];
+        e->rows_to[expert / r->local_experts] += (size_t)count[expert];
     }
     e->sent = next[r->experts];
-    for (int64_t i = 0; i < all; i++) {
+    for (int64_t i = 0; i < choices; i++) {
         int32_t *at = &row[i % e->k * e->tokens + i / e->k];
         *at = r->choices[i] < 0 ? -1 : next[r->choices[i]]++;
         if (*at < 0) continue;
         token[*at] = (int32_t)(i / e->k);
         choice[*at] = (int32_t)i;
     }
-    e->token = dt__exchange_index(ctx, token, e->sent);
-    e->choice = dt__exchange_index(ctx, choice, e->sent);
-    e->row = dt__exchange_index(ctx, row, all);
+    e->token_of_row = dt__exchange_index(ctx, token, e->sent);
+    e->choice_of_row = dt__exchange_index(ctx, choice, e->sent);
+    e->row_of_choice = dt__exchange_index(ctx, row, choices);
     return dt_error(ctx);
 }
 
-/* Which rows it receives. all (ranks,E): the counts of all ranks. */
+/* Plans which rows this rank receives. all (ranks,E): the counts of all ranks. */
 static dt_status dt__exchange_receive(
     dt__exchange *e, dt_routing *r, const int32_t *all, dt_ctx *ctx) {
-    int64_t first = dt_comm_rank(e->ep) * r->held, at = 0;
-    for (int64_t i = 0; i < e->ranks * r->held; i++) {
-        int32_t n = all[i / r->held * r->experts + first + i % r->held];
-        e->from[i / r->held] += (size_t)n;
-        r->counts[i % r->held] += n;
+    int64_t first = dt_comm_rank(e->ep) * r->local_experts, at = 0;
+    for (int64_t i = 0; i < e->ranks * r->local_experts; i++) {
+        int32_t n = all[i / r->local_experts * r->experts + first + i % r->local_experts];
+        e->rows_from[i / r->local_experts] += (size_t)n;
+        r->expert_rows[i % r->local_experts] += n;
         e->received += n;
     }
     r->rows = e->received;
@@ -2361,39 +2574,41 @@ static dt_status dt__exchange_receive(
             ctx, DT_ERR_SHAPE, "dt_dispatch: %lld rows for one rank", (long long)e->received);
     if (e->ranks == 1) return DT_OK;
     int32_t *work = (int32_t *)dt__meta(ctx, (size_t)(2 * e->received) * sizeof *work);
-    /* of an expert's next row */
-    int64_t *place = (int64_t *)dt__meta(ctx, (size_t)r->held * sizeof *place);
-    if (!work || !place) return dt_error(ctx);
-    int32_t *regroup = work, *ungroup = work + e->received;
-    for (int64_t x = 1; x < r->held; x++) place[x] = place[x - 1] + r->counts[x - 1];
-    for (int64_t i = 0; i < e->ranks * r->held; i++) /* in the order in which they arrive */
-        for (int32_t n = all[i / r->held * r->experts + first + i % r->held]; n > 0; n--, at++) {
-            int64_t to = place[i % r->held]++;
-            regroup[to] = (int32_t)at;
-            ungroup[at] = (int32_t)to;
+    /* the next row of each expert */
+    int64_t *next_row = (int64_t *)dt__meta(ctx, (size_t)r->local_experts * sizeof *next_row);
+    if (!work || !next_row) return dt_error(ctx);
+    int32_t *arrival_of_row = work, *row_of_arrival = work + e->received;
+    for (int64_t x = 1; x < r->local_experts; x++)
+        next_row[x] = next_row[x - 1] + r->expert_rows[x - 1];
+    for (int64_t i = 0; i < e->ranks * r->local_experts; i++) /* in order of arrival */
+        for (int32_t n = all[i / r->local_experts * r->experts + first + i % r->local_experts];
+             n > 0; n--, at++) {
+            int64_t to = next_row[i % r->local_experts]++;
+            arrival_of_row[to] = (int32_t)at;
+            row_of_arrival[at] = (int32_t)to;
         }
-    e->regroup = dt__exchange_index(ctx, regroup, e->received);
-    e->ungroup = dt__exchange_index(ctx, ungroup, e->received);
+    e->arrival_of_row = dt__exchange_index(ctx, arrival_of_row, e->received);
+    e->row_of_arrival = dt__exchange_index(ctx, row_of_arrival, e->received);
     return dt_error(ctx);
 }
 
-/* r->exchange. [collective: ep] */
+/* [collective: ep] Makes r->exchange. */
 static dt_status dt__exchange_make(dt_ctx *ctx, dt_routing *r, dt_comm *ep) {
     size_t N = (size_t)dt_comm_size(ep), E = (size_t)r->experts;
     dt__exchange *e = (dt__exchange *)dt__meta(ctx, sizeof *e);
-    r->held = r->experts / (int64_t)N;
-    r->counts = (int64_t *)dt__meta(ctx, (size_t)r->held * sizeof *r->counts);
+    r->local_experts = r->experts / (int64_t)N;
+    r->expert_rows = (int64_t *)dt__meta(ctx, (size_t)r->local_experts * sizeof *r->expert_rows);
     int32_t *count = (int32_t *)dt__meta(ctx, (N + 1) * E * sizeof *count);
     size_t *rows = (size_t *)dt__meta(ctx, 4 * N * sizeof *rows);
-    if (!e || !r->counts || !count || !rows) return dt_error(ctx);
+    if (!e || !r->expert_rows || !count || !rows) return dt_error(ctx);
     e->ep = ep;
     e->ranks = (int)N;
     e->tokens = r->batch * r->tokens;
     e->k = r->k;
-    e->to = rows;
-    e->from = rows + N;
-    e->send = rows + 2 * N;
-    e->recv = rows + 3 * N;
+    e->rows_to = rows;
+    e->rows_from = rows + N;
+    e->send_counts = rows + 2 * N;
+    e->recv_counts = rows + 3 * N;
     r->exchange = e;
     if (dt__exchange_send(e, r, count, ctx) != DT_OK) return dt_error(ctx);
     dt_status status = dt__gather_ints(ep, count, count + E, E);
@@ -2402,55 +2617,58 @@ static dt_status dt__exchange_make(dt_ctx *ctx, dt_routing *r, dt_comm *ep) {
 
 typedef struct dt__exchange_saved {
     const dt__exchange *e;
-    dt_tensor *home;
+    dt_tensor *returned;
 } dt__exchange_saved;
 
-/* dx: the sum of its rows' gradients, which come home. */
+/* dx of a token = the sum of the gradients of its rows, which the all-to-all returns. */
 static dt_status dt__dispatch_back(dt_node *n) {
     const dt__exchange *e = ((const dt__exchange_saved *)n->saved)->e;
     dt_tensor *x = n->in[0], *y = n->out;
     dt_ctx *ctx = y->ctx;
-    int64_t C = (int64_t)dt__last(x);
+    int64_t C = (int64_t)dt__last_dim(x);
     size_t size = dt_dtype_size(x->dtype), wide = dt__narrow(x->dtype) ? sizeof(float) : 0;
-    int accumulate = 0, far = e->ranks > 1;
-    size_t bytes[3] = { (size_t)(e->tokens * C) * wide, far ? (size_t)(e->received * C) * size : 0,
-        far ? (size_t)(e->sent * C) * size : 0 };
-    char *piece[3];
-    void *dx = dt_grad_raw(n, 0, &accumulate), *home = y->grad;
-    if (!dx || !dt__carve(ctx, bytes, piece, 3)) return dt_error(ctx);
-    if (far) {
-        if (dt__rows_get(n->name, x->dtype, piece[1], y->grad, e->received, e->ungroup, 0,
-                e->received, C) != DT_OK)
+    int accumulate = 0, remote = e->ranks > 1;
+    size_t bytes[3] = { (size_t)(e->tokens * C) * wide,
+        remote ? (size_t)(e->received * C) * size : 0, remote ? (size_t)(e->sent * C) * size : 0 };
+    char *buffers[3];
+    void *dx = dt_grad_raw(n, 0, &accumulate), *returned = y->grad;
+    if (!dx || !dt__split_scratch(ctx, bytes, buffers, 3)) return dt_error(ctx);
+    if (remote) {
+        if (dt__gather_rows(n->name, x->dtype, buffers[1], y->grad, e->received, e->row_of_arrival,
+                0, e->received, C) != DT_OK)
             return dt_error(ctx);
-        home = piece[2];
-        dt_status status = dt__rows_move(e, 1, piece[1], home, C, x->dtype);
+        returned = buffers[2];
+        dt_status status = dt__exchange_rows(e, 1, buffers[1], returned, C, x->dtype);
         if (status != DT_OK) return status;
     }
-    return dt__rows_add(n->name, x->dtype, dx, e->tokens, home, e->token, C, accumulate, piece[0]);
+    return dt__scatter_add_rows(
+        n->name, x->dtype, dx, e->tokens, returned, e->token_of_row, C, accumulate, buffers[0]);
 }
 
-/* Rows of x onto those of y. */
+/* Copies rows of x to y, through the all-to-all. */
 static dt_status dt__dispatch_rows(const dt__exchange *e, const dt_tensor *x, dt_tensor *y) {
     const char *op = "dt_dispatch";
-    int64_t C = (int64_t)dt__last(x);
+    int64_t C = (int64_t)dt__last_dim(x);
     size_t size = dt_dtype_size(x->dtype),
            bytes[2] = { (size_t)(e->sent * C) * size, (size_t)(e->received * C) * size };
-    char *piece[2];
+    char *buffers[2];
     if (e->ranks == 1)
-        return dt__rows_get(op, x->dtype, y->data, x->data, e->tokens, e->token, 0, e->sent, C);
-    if (!dt__carve(x->ctx, bytes, piece, 2)) return dt_error(x->ctx);
-    dt_status status =
-        dt__rows_get(op, x->dtype, piece[0], x->data, e->tokens, e->token, 0, e->sent, C);
-    if (status == DT_OK) status = dt__rows_move(e, 0, piece[0], piece[1], C, x->dtype);
-    return status == DT_OK ? dt__rows_get(op, x->dtype, y->data, piece[1], e->received, e->regroup,
-                                 0, e->received, C)
+        return dt__gather_rows(
+            op, x->dtype, y->data, x->data, e->tokens, e->token_of_row, 0, e->sent, C);
+    if (!dt__split_scratch(x->ctx, bytes, buffers, 2)) return dt_error(x->ctx);
+    dt_status status = dt__gather_rows(
+        op, x->dtype, buffers[0], x->data, e->tokens, e->token_of_row, 0, e->sent, C);
+    if (status == DT_OK) status = dt__exchange_rows(e, 0, buffers[0], buffers[1], C, x->dtype);
+    return status == DT_OK ? dt__gather_rows(op, x->dtype, y->data, buffers[1], e->received,
+                                 e->arrival_of_row, 0, e->received, C)
                            : status;
 }
 
-/* The context, if the routing is one and an op may run on x. */
-static dt_ctx *dt__routed(
+/* The context, if there is a routing and an op may run on x. */
+static dt_ctx *dt__op_routed(
     const char *op, dt_tensor *x, const dt_routing *r, dt_tensor *a, dt_tensor *b) {
-    dt_ctx *ctx = x ? dt__op_real(op, x, a, b) : dt__missing(op, r ? r->gates : NULL, a, b);
+    dt_ctx *ctx =
+        x ? dt__float_op_context(op, x, a, b) : dt__null_input(op, r ? r->gates : NULL, a, b);
     if (!ctx || r) return ctx;
     dt_fail(ctx, DT_ERR_ARG, "%s(%s): the routing is NULL", op, x->name);
     return NULL;
@@ -2458,7 +2676,7 @@ static dt_ctx *dt__routed(
 
 dt_tensor *dt_dispatch(dt_tensor *x, dt_routing *r, dt_comm *ep) {
     const char *op = "dt_dispatch";
-    dt_ctx *ctx = dt__routed(op, x, r, NULL, NULL);
+    dt_ctx *ctx = dt__op_routed(op, x, r, NULL, NULL);
     int N = dt_comm_size(ep);
     if (!ctx) return NULL;
     if (x->shape.nd != 3 || x->shape.d[0] != r->batch || x->shape.d[1] != r->tokens) {
@@ -2475,16 +2693,17 @@ dt_tensor *dt_dispatch(dt_tensor *x, dt_routing *r, dt_comm *ep) {
     dt_tensor *y = dt__new_named(ctx, x->dtype, DT_SHAPE(r->rows, x->shape.d[2]), op);
     if (!y || dt__dispatch_rows(r->exchange, x, y) != DT_OK) return NULL;
     dt__exchange_saved *saved = (dt__exchange_saved *)dt_record_saved(
-        y, dt__desc(op, x, NULL, NULL, dt__dispatch_back, sizeof *saved));
+        y, dt__make_record(op, x, NULL, NULL, dt__dispatch_back, sizeof *saved));
     if (saved) {
         saved->e = r->exchange;
-        y->maker->blind = 1; /* what dt_tp_enter has gathered need not be gathered again */
+        /* the backward does not read x, so dt_tp_enter's result is not gathered again */
+        y->producer->unread_inputs = 1;
     }
     return dt_error(ctx) == DT_OK ? y : NULL;
 }
 
-/* Of row i, the j-th choice of token t: its gradient is gate (t,j) times dy of t, that of the gate
-   dy times the row. */
+/* Row i is the j-th choice of token t: its gradient is gate (t,j) times dy of t, and the gradient
+   of that gate is dy of t times the row. */
 static dt_status dt__combine_back(dt_node *n) {
     const dt__exchange_saved *saved = (const dt__exchange_saved *)n->saved;
     const dt__exchange *e = saved->e;
@@ -2492,79 +2711,82 @@ static dt_status dt__combine_back(dt_node *n) {
     dt_ctx *ctx = y->ctx;
     const char *op = n->name;
     dt_dtype dtype = y->dtype, wide = gates->dtype;
-    int64_t O = (int64_t)dt__last(y), choices = e->tokens * e->k;
+    int64_t O = (int64_t)dt__last_dim(y), choices = e->tokens * e->k;
     size_t size = dt_dtype_size(dtype), real = dt_dtype_size(wide), sent = (size_t)(e->sent * O);
     size_t received = (size_t)(e->received * O), bytes[7] = { sent * size, sent * real, sent * real,
         sent * real, received * size, (size_t)e->sent * real, received * size };
-    char *dy, *product, *room[2], *piece[7];
+    char *dy, *product, *wide_rows[2], *buffers[7];
     int accumulate = 0;
-    if (!dt__carve(ctx, bytes, piece, 7)) return dt_error(ctx);
-    dy = piece[0];
-    product = piece[1];
-    room[0] = piece[2];
-    room[1] = piece[3];
-    dt__rows_get(op, dtype, dy, y->grad, e->tokens, e->token, 0, e->sent, O);
-    const void *dyw = dt__rows_wide(ctx, op, dtype, dy, room[0], e->sent * O);
+    if (!dt__split_scratch(ctx, bytes, buffers, 7)) return dt_error(ctx);
+    dy = buffers[0];
+    product = buffers[1];
+    wide_rows[0] = buffers[2];
+    wide_rows[1] = buffers[3];
+    dt__gather_rows(op, dtype, dy, y->grad, e->tokens, e->token_of_row, 0, e->sent, O);
+    const void *dy_wide = dt__widen_rows(ctx, op, dtype, dy, wide_rows[0], e->sent * O);
     if (dt_wants(n, 1)) {
-        const void *home = saved->home ? saved->home->data : rows->data;
-        home = dt__rows_wide(ctx, op, dtype, home, room[1], e->sent * O);
-        dt__rows_times(ctx, op, wide, product, dyw, home, 0, e->sent, O, 0);
-        dt_sum_args sum = { wide, piece[5], product, (size_t)e->sent, (size_t)O, 1, 1, 0, 0, NULL,
+        const void *returned = saved->returned ? saved->returned->data : rows->data;
+        returned = dt__widen_rows(ctx, op, dtype, returned, wide_rows[1], e->sent * O);
+        dt__scale_rows(ctx, op, wide, product, dy_wide, returned, 0, e->sent, O, 0);
+        dt_sum_args sum = { wide, buffers[5], product, (size_t)e->sent, (size_t)O, 1, 1, 0, 0, NULL,
             0 };
         void *dgates = dt_grad_raw(n, 1, &accumulate);
         if (!dgates || DT__KERNEL(ctx, op, sum, &sum) != DT_OK ||
-            dt__rows_add(op, wide, dgates, choices, piece[5], e->choice, 1, accumulate, NULL) !=
-                DT_OK)
+            dt__scatter_add_rows(op, wide, dgates, choices, buffers[5], e->choice_of_row, 1,
+                accumulate, NULL) != DT_OK)
             return dt_error(ctx);
     }
     if (!dt_wants(n, 0)) return dt_error(ctx);
-    dt__rows_get(op, wide, piece[5], gates->data, choices, e->choice, 0, e->sent, 1);
-    dt__rows_times(ctx, op, wide, product, dyw, piece[5], 1, e->sent, O, 0);
+    dt__gather_rows(op, wide, buffers[5], gates->data, choices, e->choice_of_row, 0, e->sent, 1);
+    dt__scale_rows(ctx, op, wide, product, dy_wide, buffers[5], 1, e->sent, O, 0);
     dt_cast_args narrow = { dtype, wide, dy, product, sent, 0 };
     if (wide != dtype) DT__KERNEL(ctx, op, cast, &narrow);
     const void *out = wide != dtype ? dy : product;
     void *drows = dt_grad_raw(n, 0, &accumulate);
     if (!drows || dt_error(ctx) != DT_OK) return dt_error(ctx);
     if (e->ranks > 1) {
-        void *to = accumulate ? piece[6] : drows;
-        dt_status status = dt__rows_move(e, 0, out, piece[4], O, dtype);
+        void *to = accumulate ? buffers[6] : drows;
+        dt_status status = dt__exchange_rows(e, 0, out, buffers[4], O, dtype);
         if (status != DT_OK) return status;
-        status = dt__rows_get(op, dtype, to, piece[4], e->received, e->regroup, 0, e->received, O);
+        status = dt__gather_rows(
+            op, dtype, to, buffers[4], e->received, e->arrival_of_row, 0, e->received, O);
         return accumulate && status == DT_OK ? dt__accumulate(ctx, dtype, drows, to, received, 1)
                                              : status;
     }
     return dt__accumulate(ctx, dtype, drows, out, sent, accumulate);
 }
 
-/* Home again: (received,O) of rows to (sent,O). */
-static dt_status dt__combine_home(const dt__exchange *e, const dt_tensor *rows, dt_tensor *home) {
+/* Returns rows (received,O) to the ranks of their tokens: (sent,O). */
+static dt_status dt__combine_return(
+    const dt__exchange *e, const dt_tensor *rows, dt_tensor *returned) {
     const char *op = "dt_combine";
-    int64_t O = (int64_t)dt__last(rows);
+    int64_t O = (int64_t)dt__last_dim(rows);
     void *work = dt_scratch(rows->ctx, dt__bytes(rows) + 64);
     if (!work) return dt_error(rows->ctx);
-    dt_status status =
-        dt__rows_get(op, rows->dtype, work, rows->data, e->received, e->ungroup, 0, e->received, O);
-    return status == DT_OK ? dt__rows_move(e, 1, work, home->data, O, rows->dtype) : status;
+    dt_status status = dt__gather_rows(
+        op, rows->dtype, work, rows->data, e->received, e->row_of_arrival, 0, e->received, O);
+    return status == DT_OK ? dt__exchange_rows(e, 1, work, returned->data, O, rows->dtype) : status;
 }
 
-/* y = the sum over j of gate j times the row of choice j, of home (sent,O). */
+/* y = the sum over j of gate j times the row of choice j, in rows (sent,O). */
 static dt_status dt__combine_sum(
-    const dt__exchange *e, const void *home, const dt_tensor *gates, dt_tensor *y) {
+    const dt__exchange *e, const void *returned, const dt_tensor *gates, dt_tensor *y) {
     const char *op = "dt_combine";
     dt_ctx *ctx = y->ctx;
-    int64_t O = (int64_t)dt__last(y), n = e->tokens;
+    int64_t O = (int64_t)dt__last_dim(y), n = e->tokens;
     size_t count = (size_t)(n * O), real = dt_dtype_size(gates->dtype),
            other = dt__narrow(y->dtype) ? real : 0;
     size_t bytes[3] = { count * dt_dtype_size(y->dtype), count * other, count * other };
-    char *piece[3];
-    if (!dt__carve(ctx, bytes, piece, 3)) return dt_error(ctx);
-    void *sum = other ? piece[2] : y->data;
+    char *buffers[3];
+    if (!dt__split_scratch(ctx, bytes, buffers, 3)) return dt_error(ctx);
+    void *sum = other ? buffers[2] : y->data;
     for (int64_t j = 0; j < e->k; j++) {
         const char *gate = (const char *)gates->data + (size_t)j * real;
-        if (dt__rows_get(op, y->dtype, piece[0], home, e->sent, e->row, j * n, n, O) != DT_OK)
+        if (dt__gather_rows(op, y->dtype, buffers[0], returned, e->sent, e->row_of_choice, j * n, n,
+                O) != DT_OK)
             return dt_error(ctx);
-        const void *term = dt__rows_wide(ctx, op, y->dtype, piece[0], piece[1], n * O);
-        if (dt__rows_times(ctx, op, gates->dtype, sum, term, gate, e->k, n, O, j > 0) != DT_OK)
+        const void *term = dt__widen_rows(ctx, op, y->dtype, buffers[0], buffers[1], n * O);
+        if (dt__scale_rows(ctx, op, gates->dtype, sum, term, gate, e->k, n, O, j > 0) != DT_OK)
             return dt_error(ctx);
     }
     dt_cast_args a = { y->dtype, gates->dtype, y->data, sum, count, 0 };
@@ -2573,7 +2795,7 @@ static dt_status dt__combine_sum(
 
 dt_tensor *dt_combine(dt_tensor *rows, dt_routing *r) {
     const char *op = "dt_combine";
-    dt_ctx *ctx = dt__routed(op, rows, r, r ? r->gates : NULL, NULL);
+    dt_ctx *ctx = dt__op_routed(op, rows, r, r ? r->gates : NULL, NULL);
     if (!ctx) return NULL;
     dt__exchange *e = r->exchange;
     if (!e || rows->shape.nd != 2 || rows->shape.d[0] != r->rows ||
@@ -2585,44 +2807,46 @@ dt_tensor *dt_combine(dt_tensor *rows, dt_routing *r) {
         return NULL;
     }
     int64_t O = rows->shape.d[1];
-    dt_tensor *home =
+    dt_tensor *returned =
         e->ranks > 1 ? dt__new_named(ctx, rows->dtype, DT_SHAPE(e->sent, O), op) : NULL;
     dt_tensor *y = dt__new_named(ctx, rows->dtype, DT_SHAPE(r->batch, r->tokens, O), op);
-    if (!y || (e->ranks > 1 && (!home || dt__combine_home(e, rows, home) != DT_OK))) return NULL;
-    if (dt__combine_sum(e, home ? home->data : rows->data, r->gates, y) != DT_OK) return NULL;
+    if (!y || (e->ranks > 1 && (!returned || dt__combine_return(e, rows, returned) != DT_OK)))
+        return NULL;
+    if (dt__combine_sum(e, returned ? returned->data : rows->data, r->gates, y) != DT_OK)
+        return NULL;
     dt__exchange_saved *saved = (dt__exchange_saved *)dt_record_saved(
-        y, dt__desc(op, rows, r->gates, NULL, dt__combine_back, sizeof *saved));
+        y, dt__make_record(op, rows, r->gates, NULL, dt__combine_back, sizeof *saved));
     if (saved) {
         saved->e = e;
-        saved->home = home;
+        saved->returned = returned;
     }
     return dt_error(ctx) == DT_OK ? y : NULL;
 }
 
-/* ---- the product of each expert with its rows ---- */
+/* ---- each expert's product with its rows ---- */
 
 typedef struct dt__expert_saved {
-    /* first: what turns the gradient back through the activation reads it */
+    /* first member: dt__linear_activation_grad reads it */
     dt__linear_saved linear;
     const dt_routing *routing;
-    int adds; /* this rank adds the bias */
+    int adds; /* whether this rank adds the bias */
 } dt__expert_saved;
 
-/* The sizes of one expert's product: w (held,out,in). */
+/* Sizes of one expert's product: w (local_experts,out,in). */
 typedef struct dt__expert_sizes {
     int64_t in, out;
     size_t size, w_bytes;
 } dt__expert_sizes;
 
-static dt__expert_sizes dt__expert_of(const dt_tensor *w) {
-    dt__expert_sizes s = { (int64_t)dt__last(w), (int64_t)dt__rows(w) / w->shape.d[0],
+static dt__expert_sizes dt__expert_sizes_of(const dt_tensor *w) {
+    dt__expert_sizes s = { (int64_t)dt__last_dim(w), (int64_t)dt__row_count(w) / w->shape.d[0],
         dt_dtype_size(w->dtype), 0 };
     s.w_bytes = (size_t)(s.in * s.out) * s.size;
     return s;
 }
 
-/* The gradients of one expert's matrix and bias, from its rows: d (rows,out), x (rows,in). Without
-   rows they are 0. */
+/* Gradients of one expert's matrix and bias, from its rows d (rows,out) and x (rows,in). Zero
+   without rows. */
 static dt_status dt__expert_weight_back(dt_node *n, int64_t expert, int64_t rows, const char *d,
     const char *x, dt_matmul_args dw, dt_sum_args db) {
     dt_ctx *ctx = n->out->ctx;
@@ -2643,7 +2867,7 @@ static dt_status dt__expert_weight_back(dt_node *n, int64_t expert, int64_t rows
         db.out = (char *)db.out + (size_t)expert * db.inner * b_size;
         db.in = d;
         db.n = (size_t)rows;
-        db.work_bytes = dt__lent(ctx, 0);
+        db.work_bytes = dt__scratch_bytes(ctx, 0);
         db.work = dt_scratch(ctx, db.work_bytes);
         if (rows > 0 && adds)
             DT__KERNEL(ctx, n->name, sum, &db);
@@ -2657,10 +2881,10 @@ static dt_status dt__expert_back(dt_node *n) {
     const dt_routing *r = ((const dt__expert_saved *)n->saved)->routing;
     dt_tensor *x = n->in[0], *w = n->in[1];
     dt_ctx *ctx = x->ctx;
-    dt__expert_sizes s = dt__expert_of(w);
+    dt__expert_sizes s = dt__expert_sizes_of(w);
     dt_matmul_args dx, dw;
     dt_sum_args db = { x->dtype, NULL, NULL, 1, 0, (size_t)s.out, 1, 0, 0, NULL, 0 };
-    const char *d = (const char *)dt__linear_turn(n);
+    const char *d = (const char *)dt__linear_activation_grad(n);
     memset(&dx, 0, sizeof dx);
     memset(&dw, 0, sizeof dw);
     dx.dtype = dw.dtype = x->dtype;
@@ -2674,10 +2898,10 @@ static dt_status dt__expert_back(dt_node *n) {
     if (dt_wants(n, 2) && !(db.out = dt__grad_wide(n, 2, &db.accumulate, &db.wide)))
         return dt_error(ctx);
     int64_t at = 0;
-    for (int64_t e = 0; e < r->held; at += r->counts[e++]) {
+    for (int64_t e = 0; e < r->local_experts; at += r->expert_rows[e++]) {
         dt_matmul_args a = dx;
         const char *rows = d + (size_t)(at * s.out) * s.size;
-        a.m = r->counts[e];
+        a.m = r->expert_rows[e];
         a.a = rows;
         a.b = (const char *)w->data + (size_t)e * s.w_bytes;
         if (a.c)
@@ -2689,7 +2913,7 @@ static dt_status dt__expert_back(dt_node *n) {
     return DT_OK;
 }
 
-/* Whether the inputs fit; *shape is the result's. */
+/* Whether the inputs fit. Writes the result's shape to *shape. */
 static int dt__expert_fits(dt_tensor *x, const dt_routing *r, dt_tensor *w, dt_tensor *b,
     dt_expert_desc d, dt_shape *shape) {
     const char *op = "dt_expert_linear", *why = NULL;
@@ -2698,19 +2922,20 @@ static int dt__expert_fits(dt_tensor *x, const dt_routing *r, dt_tensor *w, dt_t
         why = "dt_dispatch comes first";
     else if (x->dtype != w->dtype || (b && b->dtype != w->dtype))
         why = "types differ";
-    else if (w->shape.nd < 3 || x->shape.nd != 2 || dt__last(x) != dt__last(w))
+    else if (w->shape.nd < 3 || x->shape.nd != 2 || dt__last_dim(x) != dt__last_dim(w))
         why = "x (R,I) and w (experts,O..,I) are needed";
-    else if (w->shape.d[0] != r->held)
-        why = "w has not as many experts as this rank";
+    else if (w->shape.d[0] != r->local_experts)
+        why = "w has another number of experts than this rank";
     else if (x->shape.d[0] != r->rows)
-        why = "x has not as many rows as were dispatched";
-    else if (b && (b->shape.d[0] != r->held || (size_t)dt_count(b->shape) != dt__rows(w)))
-        why = "the bias must have w's shape less its last dimension", x = w, other = b;
+        why = "x has another number of rows than were dispatched";
+    else if (b &&
+             (b->shape.d[0] != r->local_experts || (size_t)dt_count(b->shape) != dt__row_count(w)))
+        why = "the bias must have w's shape without its last dimension", x = w, other = b;
     if (why) {
         dt_fail(x->ctx, DT_ERR_SHAPE, "%s(%s, %s): %s %s and %s %s, %lld rows of %lld experts: %s",
             op, x->name, other->name, dt_dtype_name(x->dtype), dt__shape_text(x->shape).s,
             dt_dtype_name(other->dtype), dt__shape_text(other->shape).s, (long long)r->rows,
-            (long long)r->held, why);
+            (long long)r->local_experts, why);
         return 0;
     }
     if (d.activation < 0 || d.activation >= DT_ACT_AFFINE) {
@@ -2726,18 +2951,18 @@ static int dt__expert_fits(dt_tensor *x, const dt_routing *r, dt_tensor *w, dt_t
 dt_tensor *dt_expert_linear(
     dt_tensor *x, const dt_routing *r, dt_tensor *w, dt_tensor *b, dt_expert_desc d) {
     const char *op = "dt_expert_linear";
-    dt_ctx *ctx = w ? dt__routed(op, x, r, w, b) : dt__missing(op, x, w, b);
+    dt_ctx *ctx = w ? dt__op_routed(op, x, r, w, b) : dt__null_input(op, x, w, b);
     dt_shape shape;
     if (!ctx || !dt__expert_fits(x, r, w, b, d, &shape)) return NULL;
     int keep =
         d.activation && !ctx->no_grad && (x->needs_grad || w->needs_grad || (b && b->needs_grad));
-    int adds = b && dt_comm_rank(d.partial) == 0;
+    int adds = b && dt_comm_rank(d.row_parallel) == 0;
     dt_tensor *y = dt__new_named(ctx, x->dtype, shape, op);
-    dt_tensor *before = keep ? dt__new_named(ctx, x->dtype, shape, "before") : NULL;
-    if (!y || (keep && !before)) return NULL;
-    dt__expert_sizes s = dt__expert_of(w);
+    dt_tensor *pre_activation = keep ? dt__new_named(ctx, x->dtype, shape, "pre_activation") : NULL;
+    if (!y || (keep && !pre_activation)) return NULL;
+    dt__expert_sizes s = dt__expert_sizes_of(w);
     int64_t at = 0;
-    for (int64_t e = 0; e < r->held; at += r->counts[e++]) {
+    for (int64_t e = 0; e < r->local_experts; at += r->expert_rows[e++]) {
         dt_matmul_args a;
         size_t out = (size_t)(at * s.out) * s.size;
         memset(&a, 0, sizeof a);
@@ -2745,34 +2970,56 @@ dt_tensor *dt_expert_linear(
         a.c = (char *)y->data + out;
         a.a = (const char *)x->data + (size_t)(at * s.in) * s.size;
         a.b = (const char *)w->data + (size_t)e * s.w_bytes;
-        a.m = r->counts[e];
+        a.m = r->expert_rows[e];
         a.n = s.out;
         a.k = s.in;
         a.trans_b = 1;
         a.bias = adds ? (const char *)b->data + (size_t)(e * s.out) * s.size : NULL;
         a.activation = d.activation;
-        a.before = before ? (char *)before->data + out : NULL;
+        a.pre_activation = pre_activation ? (char *)pre_activation->data + out : NULL;
         if (dt__matmul(ctx, op, w->name, a) != DT_OK) return NULL;
     }
     dt__expert_saved *saved = (dt__expert_saved *)dt_record_saved(
-        y, dt__desc(op, x, w, b, dt__expert_back, sizeof *saved));
+        y, dt__make_record(op, x, w, b, dt__expert_back, sizeof *saved));
     if (saved) {
         saved->linear.activation = d.activation;
-        saved->linear.before = before;
+        saved->linear.pre_activation = pre_activation;
         saved->routing = r;
         saved->adds = adds;
     }
     return dt_error(ctx) == DT_OK ? y : NULL;
 }
 
-// ==== 16. Schedules: code =======================================================================
+// ==== 16. Pipeline schedules: code ==============================================================
 
-/* What a rank computes, in its order. */
+/* Five schedules of p = 4 ranks and m = 4 micro-batches, drawn by dt_schedule_text from their
+   generators (F takes 1, B 2, I and W 1 each; digits F, small letters B and I, capitals W, dots the
+   bubble):
+
+       naive, m = 2: bubble fraction p - 1 = 3       GPipe (AFAB): (p - 1) / m = 3/4
+       rank 0 |0.........aa1.........bb|             rank 0 |0123.........aabbccdd|
+       rank 1 |.0......aa...1......bb..|             rank 1 |.0123......aabbccdd..|
+       rank 2 |..0...aa......1...bb....|             rank 2 |..0123...aabbccdd....|
+       rank 3 |...0aa.........1bb......|             rank 3 |...0123aabbccdd......|
+
+       1F1B: (p - 1) / m, but p - r in memory        zero bubble (ZB-H1): (p - 1) / (3 m) = 1/4
+       rank 0 |0123......aa.bb.cc.dd|                rank 0 |0123...aAbBcCdD|
+       rank 1 |.012....aa3bb.cc.dd..|                rank 1 |.012..a3bAcBdCD|
+       rank 2 |..01..aa2bb3cc.dd....|                rank 2 |..01.a2b3cAdBCD|
+       rank 3 |...0aa1bb2cc3dd......|                rank 3 |...0a1b2c3dABCD|
+
+       interleaved 1F1B, v = 2 chunks per rank: (p - 1) / (v m) = 3/8 (a time unit is half as long)
+       rank 0 |01230123......aa.bb.cc.ddaabbccdd|
+       rank 1 |.01230123...aa.bb.cc.ddaabbccdd..|
+       rank 2 |..0123012.aa3bb.cc.ddaabbccdd....|
+       rank 3 |...01230aa1bb2cc3ddaabbccdd......| */
+
+/* The computations of one rank, in its order. */
 typedef struct dt__program {
     dt_action *action;
-    int count, room;
-    int first; /* of its actions, among those of all ranks */
-    int live, slots;
+    int count, capacity;
+    int offset; /* index of its first action among those of all ranks */
+    int max_in_flight, slots;
 } dt__program;
 
 struct dt_schedule {
@@ -2780,38 +3027,39 @@ struct dt_schedule {
     dt_listener listener;  /* frees the schedule with the context */
     dt_schedule_desc desc; /* resolved; name is NULL */
     char name[48];
-    int open; /* a generator runs */
+    int generating; /* 1 while a generator runs */
     int stages, total;
     dt__program *program; /* (ranks) */
-    int *stage;           /* (ranks,chunks) which stage it is */
-    int *home;            /* (stages) rank * chunks + chunk */
-    /* (stages,micros,3) where the stage's rank has F, B or I, W; -1: nowhere */
-    int *place;
-    /* (total) of an F: the rank's F that had the slot before it; -1: none */
-    int *before;
-    dt_span *span;  /* (total) for whoever needs it */
-    int *at, *seen; /* (ranks) likewise */
-    /* what dt_pipe_run keeps: made with the schedule, so that no step allocates */
-    void *running;
-    size_t running_bytes;
+    int *stage_of_chunk;  /* (ranks,chunks) the stage of a chunk */
+    int *chunk_of_stage;  /* (stages) rank * chunks + chunk of a stage */
+    /* (stages,micros,3) index, in the order of the stage's rank, of F, of B or I, and of W; -1:
+       missing */
+    int *action_index;
+    /* (total) of an F: the F of the same rank that had the slot before it; -1: none */
+    int *previous_tenant;
+    dt_span *spans;        /* (total) work array */
+    int *cursor, *visited; /* (ranks) work arrays */
+    /* slots and edges of dt_pipe_run, allocated with the schedule so that no step allocates */
+    void *pipe_memory;
+    size_t pipe_bytes;
 };
 
-enum { DT__ROLE_F = 0, DT__ROLE_B, DT__ROLE_W, DT__ROLES }; /* B: of I too */
+enum { DT__ROLE_F = 0, DT__ROLE_B, DT__ROLE_W, DT__ROLES }; /* B: I too */
 
 static int dt__role(dt_phase phase) {
     return phase == DT_FORWARD ? DT__ROLE_F : phase == DT_BACKWARD_WEIGHT ? DT__ROLE_W : DT__ROLE_B;
 }
 
-static int *dt__place_at(const dt_schedule *s, int stage, int micro, int role) {
-    return &s->place[((size_t)stage * (size_t)s->desc.micros + (size_t)micro) * DT__ROLES +
-                     (size_t)role];
+static int *dt__action_index(const dt_schedule *s, int stage, int micro, int role) {
+    return &s->action_index[((size_t)stage * (size_t)s->desc.micros + (size_t)micro) * DT__ROLES +
+                            (size_t)role];
 }
 
 int dt_schedule_ranks(const dt_schedule *s) { return s ? s->desc.ranks : 0; }
 int dt_schedule_chunks(const dt_schedule *s) { return s ? s->desc.chunks : 0; }
 int dt_schedule_stages(const dt_schedule *s) { return s ? s->stages : 0; }
 int dt_schedule_micros(const dt_schedule *s) { return s ? s->desc.micros : 0; }
-int dt_schedule_group(const dt_schedule *s) { return s ? s->desc.group : 0; }
+int dt_schedule_micro_group(const dt_schedule *s) { return s ? s->desc.micro_group : 0; }
 const char *dt_schedule_name(const dt_schedule *s) { return s ? s->name : ""; }
 
 static const dt__program *dt__program_of(const dt_schedule *s, int rank) {
@@ -2820,11 +3068,11 @@ static const dt__program *dt__program_of(const dt_schedule *s, int rank) {
 
 int dt_schedule_stage_of(const dt_schedule *s, int rank, int chunk) {
     if (!dt__program_of(s, rank) || chunk < 0 || chunk >= s->desc.chunks) return -1;
-    return s->stage[rank * s->desc.chunks + chunk];
+    return s->stage_of_chunk[rank * s->desc.chunks + chunk];
 }
 
 int dt_schedule_rank_of(const dt_schedule *s, int stage) {
-    return s && stage >= 0 && stage < s->stages ? s->home[stage] / s->desc.chunks : -1;
+    return s && stage >= 0 && stage < s->stages ? s->chunk_of_stage[stage] / s->desc.chunks : -1;
 }
 
 const dt_action *dt_schedule_actions(const dt_schedule *s, int rank) {
@@ -2834,15 +3082,15 @@ const dt_action *dt_schedule_actions(const dt_schedule *s, int rank) {
 int dt_schedule_count(const dt_schedule *s, int rank) {
     return dt__program_of(s, rank) ? s->program[rank].count : 0;
 }
-int dt_schedule_live(const dt_schedule *s, int rank) {
-    return dt__program_of(s, rank) ? s->program[rank].live : 0;
+int dt_schedule_max_in_flight(const dt_schedule *s, int rank) {
+    return dt__program_of(s, rank) ? s->program[rank].max_in_flight : 0;
 }
 int dt_schedule_slots(const dt_schedule *s, int rank) {
     return dt__program_of(s, rank) ? s->program[rank].slots : 0;
 }
 
-int dt_schedule_first(const dt_schedule *s, int rank) {
-    return dt__program_of(s, rank)      ? s->program[rank].first
+int dt_schedule_offset(const dt_schedule *s, int rank) {
+    return dt__program_of(s, rank)      ? s->program[rank].offset
            : s && rank == s->desc.ranks ? s->total
                                         : 0;
 }
@@ -2851,7 +3099,8 @@ int dt_schedule_first(const dt_schedule *s, int rank) {
 
 dt_status dt_schedule_add(dt_schedule *s, int rank, dt_phase phase, int micro, int chunk) {
     if (!s || dt_error(s->ctx) != DT_OK) return s ? dt_error(s->ctx) : DT_ERR_ARG;
-    if (!s->open) return dt_fail(s->ctx, DT_ERR_ARG, "dt_schedule_add: only a generator may add");
+    if (!s->generating)
+        return dt_fail(s->ctx, DT_ERR_ARG, "dt_schedule_add: only a generator may add");
     if (phase < DT_FORWARD || phase > DT_BACKWARD_WEIGHT || rank < 0 || rank >= s->desc.ranks ||
         micro < 0 || micro >= s->desc.micros || chunk < 0 || chunk >= s->desc.chunks)
         return dt_fail(s->ctx, DT_ERR_ARG,
@@ -2859,12 +3108,12 @@ dt_status dt_schedule_add(dt_schedule *s, int rank, dt_phase phase, int micro, i
             "rank %d of %d",
             s->name, (int)phase, micro, s->desc.micros, chunk, s->desc.chunks, rank, s->desc.ranks);
     dt__program *p = &s->program[rank];
-    int most = 4 * s->desc.chunks * s->desc.micros; /* more than any right one has */
-    if (p->count >= most)
+    int limit = 4 * s->desc.chunks * s->desc.micros; /* no correct schedule has as many */
+    if (p->count >= limit)
         return dt_fail(s->ctx, DT_ERR_ARG, "dt_schedule_add(%s): rank %d has %d actions already",
-            s->name, rank, most);
-    dt_action *grown =
-        (dt_action *)dt__grow(s->ctx, p->action, p->count, &p->room, sizeof *grown, "a schedule");
+            s->name, rank, limit);
+    dt_action *grown = (dt_action *)dt__grow(
+        s->ctx, p->action, p->count, &p->capacity, sizeof *grown, "a schedule");
     if (!grown) return dt_error(s->ctx);
     p->action = grown;
     dt_action *a = &p->action[p->count++];
@@ -2874,6 +3123,7 @@ dt_status dt_schedule_add(dt_schedule *s, int rank, dt_phase phase, int micro, i
     return DT_OK;
 }
 
+/* Naive schedule: one micro-batch at a time, through all stages and back. */
 static void dt__generate_naive(dt_schedule *s, void *user) {
     (void)user;
     for (int r = 0; r < s->desc.ranks; r++)
@@ -2883,6 +3133,7 @@ static void dt__generate_naive(dt_schedule *s, void *user) {
         }
 }
 
+/* GPipe (AFAB): all forwards, then all backwards. Every rank holds all m micro-batches. */
 static void dt__generate_afab(dt_schedule *s, void *user) {
     (void)user;
     for (int r = 0; r < s->desc.ranks; r++) {
@@ -2891,57 +3142,61 @@ static void dt__generate_afab(dt_schedule *s, void *user) {
     }
 }
 
-/* As many forwards first as lie between a rank's forward and its backward; then one of each in
-   turn. */
+/* 1F1B (PipeDream-Flush): a warm-up of p - r - 1 forwards, which is how long rank r's first
+   backward is away; then one forward and one backward in turn. The bubble is that of AFAB, but rank
+   r holds at most p - r micro-batches. */
 static void dt__generate_1f1b(dt_schedule *s, void *user) {
     int p = s->desc.ranks, m = s->desc.micros;
     (void)user;
     for (int r = 0; r < p; r++) {
-        int ahead = p - r - 1 < m ? p - r - 1 : m;
-        for (int j = 0; j < ahead; j++) dt_schedule_add(s, r, DT_FORWARD, j, 0);
+        int warmup = p - r - 1 < m ? p - r - 1 : m;
+        for (int j = 0; j < warmup; j++) dt_schedule_add(s, r, DT_FORWARD, j, 0);
         for (int j = 0; j < m; j++) {
-            if (j + ahead < m) dt_schedule_add(s, r, DT_FORWARD, j + ahead, 0);
+            if (j + warmup < m) dt_schedule_add(s, r, DT_FORWARD, j + warmup, 0);
             dt_schedule_add(s, r, DT_BACKWARD, j, 0);
         }
     }
 }
 
-/* A rank's k-th forward: a group of G micro-batches through its first chunk, the group through the
-   next, ... then the next group. Backwards take the chunks the other way round. */
+/* A rank's k-th forward (or backward). A group of G micro-batches passes the rank's first chunk,
+   then its next one, .., then the next group follows. Backwards take the chunks in reverse. */
 static void dt__interleaved_add(dt_schedule *s, int r, int k, dt_phase phase) {
-    int v = s->desc.chunks, start = k / (s->desc.group * v) * s->desc.group,
+    int v = s->desc.chunks, start = k / (s->desc.micro_group * v) * s->desc.micro_group,
         left = s->desc.micros - start;
-    int size = left < s->desc.group ? left : s->desc.group, chunk = (k - start * v) / size;
+    int size = left < s->desc.micro_group ? left : s->desc.micro_group,
+        chunk = (k - start * v) / size;
     dt_schedule_add(
         s, r, phase, start + (k - start * v) % size, phase == DT_FORWARD ? chunk : v - 1 - chunk);
 }
 
+/* Interleaved 1F1B: a rank has v chunks of 1/v of its layers each, so that the pipeline fills and
+   drains v times as fast. The price: v times the messages, and a longer warm-up. */
 static void dt__generate_interleaved(dt_schedule *s, void *user) {
     int p = s->desc.ranks, all = s->desc.micros * s->desc.chunks;
     (void)user;
     for (int r = 0; r < p; r++) {
-        int ahead = 2 * (p - r - 1) + (s->desc.chunks - 1) * s->desc.group;
-        if (ahead > all) ahead = all;
-        for (int k = 0; k < ahead; k++) dt__interleaved_add(s, r, k, DT_FORWARD);
+        int warmup = 2 * (p - r - 1) + (s->desc.chunks - 1) * s->desc.micro_group;
+        if (warmup > all) warmup = all;
+        for (int k = 0; k < warmup; k++) dt__interleaved_add(s, r, k, DT_FORWARD);
         for (int k = 0; k < all; k++) {
-            if (k + ahead < all) dt__interleaved_add(s, r, k + ahead, DT_FORWARD);
+            if (k + warmup < all) dt__interleaved_add(s, r, k + warmup, DT_FORWARD);
             dt__interleaved_add(s, r, k, DT_BACKWARD);
         }
     }
 }
 
-/* 1F1B, but the stage before waits for I only. Rank r puts W off by r micro-batches: where 1F1B's
-   rank would wait. */
+/* Zero bubble (ZB-H1): 1F1B whose backward is split. The stage before waits for I only; rank r
+   delays W by r micro-batches, into the time in which 1F1B would be idle. */
 static void dt__generate_zb(dt_schedule *s, void *user) {
     int p = s->desc.ranks, m = s->desc.micros;
     (void)user;
     for (int r = 0; r < p; r++) {
-        int ahead = p - r < m ? p - r : m;
-        for (int j = 0; j < ahead; j++) dt_schedule_add(s, r, DT_FORWARD, j, 0);
+        int warmup = p - r < m ? p - r : m;
+        for (int j = 0; j < warmup; j++) dt_schedule_add(s, r, DT_FORWARD, j, 0);
         for (int j = 0; j < m + r; j++) {
             if (j < m) dt_schedule_add(s, r, DT_BACKWARD_INPUT, j, 0);
             if (j >= r) dt_schedule_add(s, r, DT_BACKWARD_WEIGHT, j - r, 0);
-            if (j + ahead < m) dt_schedule_add(s, r, DT_FORWARD, j + ahead, 0);
+            if (j + warmup < m) dt_schedule_add(s, r, DT_FORWARD, j + warmup, 0);
         }
     }
 }
@@ -2950,45 +3205,48 @@ static const struct {
     const char *name;
     dt_schedule_fn generate;
 } dt__schedule_kinds[DT_SCHEDULES] = {
-    { "naive", dt__generate_naive },
-    { "AFAB", dt__generate_afab },
-    { "1F1B", dt__generate_1f1b },
-    { "interleaved", dt__generate_interleaved },
-    { "zero-bubble", dt__generate_zb },
+    { .name = "naive", .generate = dt__generate_naive },
+    { .name = "AFAB", .generate = dt__generate_afab },
+    { .name = "1F1B", .generate = dt__generate_1f1b },
+    { .name = "interleaved", .generate = dt__generate_interleaved },
+    { .name = "zero-bubble", .generate = dt__generate_zb },
 };
 
-/* ---- what an action waits for ---- */
+/* ---- dependencies of an action ---- */
 
-enum { DT__NEED_OWN = 0, DT__NEED_MESSAGE, DT__NEED_SLOT };
-/* the rank's at-th action; -1: there is none */
-typedef struct dt__need {
+enum { DT__DEPEND_LOCAL = 0, DT__DEPEND_MESSAGE, DT__DEPEND_SLOT };
+/* An action that must come first: index `at` in the order of a rank; -1: it does not exist. */
+typedef struct dt__dependency {
     int rank, at, kind;
-} dt__need;
+} dt__dependency;
 
-static dt__need dt__need_of(const dt_schedule *s, int stage, int micro, int role, int kind) {
-    dt__need need = { s->home[stage] / s->desc.chunks, *dt__place_at(s, stage, micro, role), kind };
-    return need;
+static dt__dependency dt__dependency_on(
+    const dt_schedule *s, int stage, int micro, int role, int kind) {
+    dt__dependency dependency = { s->chunk_of_stage[stage] / s->desc.chunks,
+        *dt__action_index(s, stage, micro, role), kind };
+    return dependency;
 }
 
-/* Beside its rank's turn. A slot is waited for until its message's receiver begins, all else until
-   it has ended. */
-static int dt__needs(const dt_schedule *s, int rank, int at, dt__need out[2]) {
+/* The dependencies of an action besides the order of its rank. For a slot it waits until the
+   receiver of the old gradient begins, for all else until the other action ends. */
+static int dt__dependencies(const dt_schedule *s, int rank, int at, dt__dependency out[2]) {
     const dt_action *a = &s->program[rank].action[at];
-    int n = 0, role = dt__role(a->phase), before = s->before[s->program[rank].first + at];
+    int n = 0, role = dt__role(a->phase), before = s->previous_tenant[s->program[rank].offset + at];
     if (role == DT__ROLE_F && a->stage > 0)
-        out[n++] = dt__need_of(s, a->stage - 1, a->micro, DT__ROLE_F, DT__NEED_MESSAGE);
-    if (role != DT__ROLE_F) out[n++] = dt__need_of(s, a->stage, a->micro, role - 1, DT__NEED_OWN);
+        out[n++] = dt__dependency_on(s, a->stage - 1, a->micro, DT__ROLE_F, DT__DEPEND_MESSAGE);
+    if (role != DT__ROLE_F)
+        out[n++] = dt__dependency_on(s, a->stage, a->micro, role - 1, DT__DEPEND_LOCAL);
     if (role == DT__ROLE_B && a->stage + 1 < s->stages)
-        out[n++] = dt__need_of(s, a->stage + 1, a->micro, DT__ROLE_B, DT__NEED_MESSAGE);
+        out[n++] = dt__dependency_on(s, a->stage + 1, a->micro, DT__ROLE_B, DT__DEPEND_MESSAGE);
     if (role == DT__ROLE_F && before >= 0) {
         const dt_action *b = &s->program[rank].action[before];
         if (b->stage > 0)
-            out[n++] = dt__need_of(s, b->stage - 1, b->micro, DT__ROLE_B, DT__NEED_SLOT);
+            out[n++] = dt__dependency_on(s, b->stage - 1, b->micro, DT__ROLE_B, DT__DEPEND_SLOT);
     }
     return n;
 }
 
-static double dt__cost_of(const dt_schedule_costs *c, const dt_action *a) {
+static double dt__action_cost(const dt_schedule_costs *c, const dt_action *a) {
     const double *stage = c->stages ? c->stages + (size_t)a->stage * 3 : NULL;
     double forward = stage ? stage[0] : c->forward, input = stage ? stage[1] : c->input;
     double weight = stage ? stage[2] : c->weight;
@@ -2998,92 +3256,96 @@ static double dt__cost_of(const dt_schedule_costs *c, const dt_action *a) {
                                            : weight;
 }
 
-/* When the action can begin, or -1 while what it waits for has not happened. */
-static double dt__begin_of(
+/* The earliest time at which the action can begin; -1 while a dependency has not run. */
+static double dt__earliest_begin(
     const dt_schedule *s, const dt_schedule_costs *c, const dt_span *spans, int rank, int at) {
-    dt__need need[2];
-    double begin = at > 0 ? spans[s->program[rank].first + at - 1].end : 0;
-    int n = dt__needs(s, rank, at, need);
+    dt__dependency dependency[2];
+    double begin = at > 0 ? spans[s->program[rank].offset + at - 1].end : 0;
+    int n = dt__dependencies(s, rank, at, dependency);
     for (int i = 0; i < n; i++) {
-        if (need[i].at < 0) return -1;
-        dt_span span = spans[s->program[need[i].rank].first + need[i].at];
+        if (dependency[i].at < 0) return -1;
+        dt_span span = spans[s->program[dependency[i].rank].offset + dependency[i].at];
         if (span.end < span.begin) return -1;
-        double then = need[i].kind == DT__NEED_SLOT ? span.begin : span.end;
-        if (need[i].kind == DT__NEED_MESSAGE && need[i].rank != rank) then += c->message;
-        if (then > begin) begin = then;
+        double ready = dependency[i].kind == DT__DEPEND_SLOT ? span.begin : span.end;
+        if (dependency[i].kind == DT__DEPEND_MESSAGE && dependency[i].rank != rank)
+            ready += c->message;
+        if (ready > begin) begin = ready;
     }
     return begin;
 }
 
-/* Every rank goes as far as it can, again and again: when nobody moves, all is done or stands for
-   ever. s->at is where each rank is then. 1: all is done. */
-static int dt__schedule_run(const dt_schedule *s, const dt_schedule_costs *c, dt_span *spans) {
+/* The simulator. Every rank runs as far as it can, again and again, until no rank advances: then
+   all is done (returns 1), or the ranks are deadlocked. s->cursor is the next action of each
+   rank. */
+static int dt__simulate(const dt_schedule *s, const dt_schedule_costs *c, dt_span *spans) {
     dt_span never = { 0, -1 };
     int done = 0, moved = 1;
     for (int i = 0; i < s->total; i++) spans[i] = never;
-    memset(s->at, 0, (size_t)s->desc.ranks * sizeof *s->at);
+    memset(s->cursor, 0, (size_t)s->desc.ranks * sizeof *s->cursor);
     while (moved) {
         moved = 0;
         for (int r = 0; r < s->desc.ranks; r++)
-            for (const dt__program *p = &s->program[r]; s->at[r] < p->count; s->at[r]++, moved++) {
-                double begin = dt__begin_of(s, c, spans, r, s->at[r]);
+            for (const dt__program *p = &s->program[r]; s->cursor[r] < p->count;
+                 s->cursor[r]++, moved++) {
+                double begin = dt__earliest_begin(s, c, spans, r, s->cursor[r]);
                 if (begin < 0) break;
-                spans[p->first + s->at[r]].begin = begin;
-                spans[p->first + s->at[r]].end = begin + dt__cost_of(c, &p->action[s->at[r]]);
+                spans[p->offset + s->cursor[r]].begin = begin;
+                spans[p->offset + s->cursor[r]].end =
+                    begin + dt__action_cost(c, &p->action[s->cursor[r]]);
             }
         done += moved;
     }
     return done == s->total;
 }
 
-/* ---- the lowering ---- */
+/* ---- the lowering: messages and slots ---- */
 
-static void dt__schedule_places(dt_schedule *s) {
-    size_t places = (size_t)s->stages * (size_t)s->desc.micros * DT__ROLES;
-    for (size_t i = 0; i < places; i++) s->place[i] = -1;
+/* Fills in stage, sender and receiver of every action. */
+static void dt__lower_messages(dt_schedule *s) {
+    size_t computations = (size_t)s->stages * (size_t)s->desc.micros * DT__ROLES;
+    for (size_t i = 0; i < computations; i++) s->action_index[i] = -1;
     for (int r = 0; r < s->desc.ranks; r++)
         for (int i = 0; i < s->program[r].count; i++) {
             dt_action *a = &s->program[r].action[i];
             int role = dt__role(a->phase);
-            a->stage = s->stage[r * s->desc.chunks + a->chunk];
-            int back = dt_schedule_rank_of(s, a->stage - 1),
-                on = dt_schedule_rank_of(s, a->stage + 1);
-            a->from = role == DT__ROLE_F ? back : role == DT__ROLE_B ? on : -1;
-            a->to = role == DT__ROLE_F ? on : role == DT__ROLE_B ? back : -1;
-            int *place = dt__place_at(s, a->stage, a->micro, role);
-            if (*place < 0) *place = i;
+            a->stage = s->stage_of_chunk[r * s->desc.chunks + a->chunk];
+            int previous_rank = dt_schedule_rank_of(s, a->stage - 1),
+                next_rank = dt_schedule_rank_of(s, a->stage + 1);
+            a->recv_from = role == DT__ROLE_F ? previous_rank : role == DT__ROLE_B ? next_rank : -1;
+            a->send_to = role == DT__ROLE_F ? next_rank : role == DT__ROLE_B ? previous_rank : -1;
+            int *index = dt__action_index(s, a->stage, a->micro, role);
+            if (*index < 0) *index = i;
         }
 }
 
-/* A slot and since when it is free. */
+/* A slot, the time from which it is free, and the F that has it. */
 typedef struct dt__slot {
-    double free;
+    double free_at;
     int tenant;
 } dt__slot;
 
-/* When the slot that the rank's F `at` takes is free again: after B or W, and when the receiver of
-   its gradient begins. s->span has the times. With `timed` 0 they are places in each rank's order,
-   and tell nothing of another rank. */
-static double dt__slot_free(const dt_schedule *s, int rank, int at, int timed) {
+/* When the slot that the F at index `at` takes is free again: after B or W, and after the receiver
+   of its gradient begins. s->spans has the times. timed 0: these are only positions in each rank's
+   order, and say nothing about another rank. */
+static double dt__slot_free_time(const dt_schedule *s, int rank, int at, int timed) {
     const dt_action *a = &s->program[rank].action[at];
-    int weight = *dt__place_at(s, a->stage, a->micro, DT__ROLE_W), last = weight;
-    if (last < 0) last = *dt__place_at(s, a->stage, a->micro, DT__ROLE_B);
-    if (last < at) return INFINITY; /* no backward, or before its F: a wrong schedule */
-    double time = s->span[s->program[rank].first + last].end;
-    int to = dt_schedule_rank_of(s, a->stage - 1);
-    int taken = a->stage > 0 ? *dt__place_at(s, a->stage - 1, a->micro, DT__ROLE_B) : -1;
-    if (taken < 0 || (!timed && to != rank)) return time;
-    double begins = s->span[s->program[to].first + taken].begin;
+    int weight = *dt__action_index(s, a->stage, a->micro, DT__ROLE_W), last = weight;
+    if (last < 0) last = *dt__action_index(s, a->stage, a->micro, DT__ROLE_B);
+    if (last < at) return INFINITY; /* no backward, or one before its F: a wrong schedule */
+    double time = s->spans[s->program[rank].offset + last].end;
+    int receiver_rank = dt_schedule_rank_of(s, a->stage - 1);
+    int receiver = a->stage > 0 ? *dt__action_index(s, a->stage - 1, a->micro, DT__ROLE_B) : -1;
+    if (receiver < 0 || (!timed && receiver_rank != rank)) return time;
+    double begins = s->spans[s->program[receiver_rank].offset + receiver].begin;
     return begins > time ? begins : time;
 }
 
-/* An F takes the slot that has been free longest, or one more than the p->slots there are if none
-   is free when it begins: of intervals of time, that needs no more slots than the most that are in
-   use at once. */
-static void dt__take_slots(dt_schedule *s, int rank, int timed, dt__slot *slot) {
+/* Greedy allocation: an F takes the slot that has been free longest, or a new one if none is free
+   when it begins. For intervals of time this needs no more slots than are in use at once. */
+static void dt__allocate_slots(dt_schedule *s, int rank, int timed, dt__slot *slot) {
     dt__program *p = &s->program[rank];
     for (int k = 0; k < p->slots; k++) {
-        slot[k].free = -INFINITY;
+        slot[k].free_at = -INFINITY;
         slot[k].tenant = -1;
     }
     for (int i = 0; i < p->count; i++) {
@@ -3092,61 +3354,65 @@ static void dt__take_slots(dt_schedule *s, int rank, int timed, dt__slot *slot) 
         if (a->phase != DT_FORWARD) continue;
         int best = p->slots;
         for (int k = 0; k < p->slots; k++)
-            if (slot[k].free <= s->span[p->first + i].begin &&
-                (best == p->slots || slot[k].free < slot[best].free))
+            if (slot[k].free_at <= s->spans[p->offset + i].begin &&
+                (best == p->slots || slot[k].free_at < slot[best].free_at))
                 best = k;
-        s->before[p->first + i] = best < p->slots ? slot[best].tenant : -1;
+        s->previous_tenant[p->offset + i] = best < p->slots ? slot[best].tenant : -1;
         if (best == p->slots) p->slots++;
         a->slot = best;
         slot[best].tenant = i;
-        slot[best].free = dt__slot_free(s, rank, i, timed);
+        slot[best].free_at = dt__slot_free_time(s, rank, i, timed);
     }
 }
 
-static void dt__schedule_slots(dt_schedule *s, int rank, int timed, dt__slot *slot) {
+/* The slots of one rank, and the number of micro-batches in flight. */
+static void dt__lower_slots(dt_schedule *s, int rank, int timed, dt__slot *slot) {
     dt__program *p = &s->program[rank];
     int live = 0, forwards = 0;
     for (int i = 0; i < p->count; i++) forwards += p->action[i].phase == DT_FORWARD;
-    dt__take_slots(s, rank, timed, slot); /* from none: as few as it takes */
-    if (s->desc.spare > 0) {
-        p->slots = s->desc.spare < forwards - p->slots ? p->slots + s->desc.spare : forwards;
-        dt__take_slots(s, rank, timed, slot);
+    dt__allocate_slots(s, rank, timed, slot); /* p->slots is 0: allocates as few as possible */
+    if (s->desc.extra_slots > 0) {
+        p->slots =
+            s->desc.extra_slots < forwards - p->slots ? p->slots + s->desc.extra_slots : forwards;
+        dt__allocate_slots(s, rank, timed, slot);
     }
     for (int i = 0; i < p->count; i++) {
         dt_action *a = &p->action[i];
-        int forward = *dt__place_at(s, a->stage, a->micro, DT__ROLE_F);
+        int forward = *dt__action_index(s, a->stage, a->micro, DT__ROLE_F);
         if (a->phase != DT_FORWARD && forward >= 0) a->slot = p->action[forward].slot;
         live +=
             (a->phase == DT_FORWARD) - (a->phase == DT_BACKWARD || a->phase == DT_BACKWARD_WEIGHT);
-        if (live > p->live) p->live = live;
+        if (live > p->max_in_flight) p->max_in_flight = live;
     }
 }
 
-/* Slots by the times of a run in which stages are alike and nobody waits for slots; where that
-   cannot be run, or memory counts more, by each rank's own order. */
+/* Lowers the schedule. Slots follow the times of a simulated run in which all stages take the same
+   time and no rank waits for slots; where that cannot run, or with min_slots, each rank's own
+   order. */
 static dt_status dt__schedule_lower(dt_schedule *s) {
-    dt_schedule_costs even = { 1, 1, 1, NULL, 0 };
-    int most = 0, timed;
+    dt_schedule_costs even = { .forward = 1, .input = 1, .weight = 1 };
+    int max_count = 0, timed;
     s->total = 0;
     for (int r = 0; r < s->desc.ranks; r++) {
-        s->program[r].first = s->total;
+        s->program[r].offset = s->total;
         s->total += s->program[r].count;
-        if (s->program[r].count > most) most = s->program[r].count;
+        if (s->program[r].count > max_count) max_count = s->program[r].count;
     }
-    size_t total = (size_t)s->total, slots = (size_t)most * sizeof(dt__slot);
-    s->before = (int *)dt_alloc(s->ctx, DT_MEM_HOST, total * sizeof *s->before, "a schedule");
-    s->span = (dt_span *)dt_alloc(s->ctx, DT_MEM_HOST, total * sizeof *s->span, "a schedule");
+    size_t total = (size_t)s->total, slots = (size_t)max_count * sizeof(dt__slot);
+    s->previous_tenant =
+        (int *)dt_alloc(s->ctx, DT_MEM_HOST, total * sizeof *s->previous_tenant, "a schedule");
+    s->spans = (dt_span *)dt_alloc(s->ctx, DT_MEM_HOST, total * sizeof *s->spans, "a schedule");
     dt__slot *slot = (dt__slot *)dt_alloc(s->ctx, DT_MEM_HOST, slots, "a schedule");
     if (dt_error(s->ctx) == DT_OK) {
-        for (size_t i = 0; i < total; i++) s->before[i] = -1;
-        dt__schedule_places(s);
-        timed = dt__schedule_run(s, &even, s->span) && !s->desc.tight;
+        for (size_t i = 0; i < total; i++) s->previous_tenant[i] = -1;
+        dt__lower_messages(s);
+        timed = dt__simulate(s, &even, s->spans) && !s->desc.min_slots;
         for (int r = 0; r < s->desc.ranks && !timed; r++)
             for (int i = 0; i < s->program[r].count; i++) {
-                s->span[s->program[r].first + i].begin = i;
-                s->span[s->program[r].first + i].end = i + 1;
+                s->spans[s->program[r].offset + i].begin = i;
+                s->spans[s->program[r].offset + i].end = i + 1;
             }
-        for (int r = 0; r < s->desc.ranks; r++) dt__schedule_slots(s, r, timed, slot);
+        for (int r = 0; r < s->desc.ranks; r++) dt__lower_slots(s, r, timed, slot);
     }
     dt_free(s->ctx, DT_MEM_HOST, slot, slots);
     return dt_error(s->ctx);
@@ -3164,88 +3430,92 @@ static dt__text dt__action_text(const dt_schedule *s, dt_phase phase, int micro,
     return t;
 }
 
-static dt__text dt__action_at(const dt_schedule *s, int rank, int at) {
+static dt__text dt__action_text_at(const dt_schedule *s, int rank, int at) {
     const dt_action *a = &s->program[rank].action[at];
     return dt__action_text(s, a->phase, a->micro, a->chunk);
 }
 
-/* Each computation once. */
-static dt_status dt__check_complete(const dt_schedule *s, dt__saying *t) {
+/* Each computation occurs once. */
+static dt_status dt__check_complete(const dt_schedule *s, dt__strbuf *t) {
     for (int r = 0; r < s->desc.ranks; r++)
         for (int i = 0; i < s->program[r].count; i++) {
             const dt_action *a = &s->program[r].action[i];
-            if (*dt__place_at(s, a->stage, a->micro, dt__role(a->phase)) == i) continue;
-            dt__say(t, "rank %d: %s comes a second time, as its action %d", r,
-                dt__action_at(s, r, i).s, i);
+            if (*dt__action_index(s, a->stage, a->micro, dt__role(a->phase)) == i) continue;
+            dt__strbuf_add(t, "rank %d: %s comes a second time, as its action %d", r,
+                dt__action_text_at(s, r, i).s, i);
             return DT_ERR_ARG;
         }
     for (int stage = 0; stage < s->stages; stage++)
         for (int j = 0; j < s->desc.micros; j++) {
-            int r = dt_schedule_rank_of(s, stage), chunk = s->home[stage] % s->desc.chunks;
-            int back = *dt__place_at(s, stage, j, DT__ROLE_B),
-                weight = *dt__place_at(s, stage, j, DT__ROLE_W);
-            int whole = back >= 0 && s->program[r].action[back].phase == DT_BACKWARD;
+            int r = dt_schedule_rank_of(s, stage),
+                chunk = s->chunk_of_stage[stage] % s->desc.chunks;
+            int back = *dt__action_index(s, stage, j, DT__ROLE_B),
+                weight = *dt__action_index(s, stage, j, DT__ROLE_W);
+            int full_backward = back >= 0 && s->program[r].action[back].phase == DT_BACKWARD;
             dt_phase missing = DT_FORWARD;
-            if (*dt__place_at(s, stage, j, DT__ROLE_F) >= 0) {
-                if (back >= 0 && whole == (weight < 0)) continue;
+            if (*dt__action_index(s, stage, j, DT__ROLE_F) >= 0) {
+                if (back >= 0 && full_backward == (weight < 0)) continue;
                 missing = back >= 0     ? DT_BACKWARD_WEIGHT
                           : weight >= 0 ? DT_BACKWARD_INPUT
                                         : DT_BACKWARD;
             }
-            if (missing == DT_BACKWARD_WEIGHT && whole)
-                dt__say(t, "rank %d: %s comes beside %s, which is the whole backward", r,
-                    dt__action_text(s, missing, j, chunk).s, dt__action_at(s, r, back).s);
+            if (missing == DT_BACKWARD_WEIGHT && full_backward)
+                dt__strbuf_add(t, "rank %d: %s occurs besides %s, which is the full backward", r,
+                    dt__action_text(s, missing, j, chunk).s, dt__action_text_at(s, r, back).s);
             else
-                dt__say(t, "rank %d: %s is missing", r, dt__action_text(s, missing, j, chunk).s);
+                dt__strbuf_add(
+                    t, "rank %d: %s is missing", r, dt__action_text(s, missing, j, chunk).s);
             return DT_ERR_ARG;
         }
     return DT_OK;
 }
 
-/* What the rank, which stands, waits for: one of several. */
-static dt__need dt__waits_for(const dt_schedule *s, int rank) {
-    dt__need need[2], none = { -1, -1, DT__NEED_OWN };
-    int n = dt__needs(s, rank, s->at[rank], need);
+/* One of the dependencies for which a stopped rank waits. */
+static dt__dependency dt__unmet_dependency(const dt_schedule *s, int rank) {
+    dt__dependency dependency[2], none = { -1, -1, DT__DEPEND_LOCAL };
+    int n = dt__dependencies(s, rank, s->cursor[rank], dependency);
     for (int i = 0; i < n; i++) {
-        dt_span span = s->span[s->program[need[i].rank].first + need[i].at];
-        if (span.end < span.begin) return need[i];
+        dt_span span = s->spans[s->program[dependency[i].rank].offset + dependency[i].at];
+        if (span.end < span.begin) return dependency[i];
     }
     return none;
 }
 
-/* After a run that stopped: who stands waits for one who stands, so that going from each to the one
-   it waits for ends in a circle. Returns its length. */
-static int dt__check_cycle(const dt_schedule *s, dt__saying *t) {
+/* Deadlock detection after a simulation that stopped: every stopped rank waits for a stopped rank,
+   so following these edges ends in a cycle. Writes the cycle and returns its length. */
+static int dt__check_cycle(const dt_schedule *s, dt__strbuf *t) {
     int r = 0, first, n = 0;
-    memset(s->seen, 0, (size_t)s->desc.ranks * sizeof *s->seen);
-    while (s->at[r] == s->program[r].count) r++;
-    while (!s->seen[r]) {
-        s->seen[r] = 1;
-        r = dt__waits_for(s, r).rank;
+    memset(s->visited, 0, (size_t)s->desc.ranks * sizeof *s->visited);
+    while (s->cursor[r] == s->program[r].count) r++;
+    while (!s->visited[r]) {
+        s->visited[r] = 1;
+        r = dt__unmet_dependency(s, r).rank;
     }
     first = r;
-    dt__say(t, "deadlock: ");
+    dt__strbuf_add(t, "deadlock: ");
     do {
-        dt__need need = dt__waits_for(s, r);
-        int front = s->at[need.rank];
-        dt__say(t, "%srank %d waits at %s ", n++ ? "; " : "", r, dt__action_at(s, r, s->at[r]).s);
-        if (need.kind == DT__NEED_SLOT) {
-            dt__say(t, "for its slot %d, until rank %d begins %s",
-                s->program[r].action[s->at[r]].slot, need.rank,
-                dt__action_at(s, need.rank, need.at).s);
+        dt__dependency dependency = dt__unmet_dependency(s, r);
+        int front = s->cursor[dependency.rank];
+        dt__strbuf_add(t, "%srank %d waits at %s ", n++ ? "; " : "", r,
+            dt__action_text_at(s, r, s->cursor[r]).s);
+        if (dependency.kind == DT__DEPEND_SLOT) {
+            dt__strbuf_add(t, "for its slot %d, until rank %d begins %s",
+                s->program[r].action[s->cursor[r]].slot, dependency.rank,
+                dt__action_text_at(s, dependency.rank, dependency.at).s);
         } else {
-            dt__say(t, "for %s", dt__action_at(s, need.rank, need.at).s);
-            if (need.rank != r) dt__say(t, " of rank %d", need.rank);
+            dt__strbuf_add(t, "for %s", dt__action_text_at(s, dependency.rank, dependency.at).s);
+            if (dependency.rank != r) dt__strbuf_add(t, " of rank %d", dependency.rank);
         }
-        if (need.at != front)
-            dt__say(t, ", which stands behind %s", dt__action_at(s, need.rank, front).s);
-        r = need.rank;
+        if (dependency.at != front)
+            dt__strbuf_add(
+                t, ", which is queued behind %s", dt__action_text_at(s, dependency.rank, front).s);
+        r = dependency.rank;
     } while (r != first);
     return n;
 }
 
-/* Gradients of a chunk are added by B and W. */
-static dt_status dt__check_order(const dt_schedule *s, dt__saying *t) {
+/* B and W of a chunk accumulate gradients in ascending order of micro-batches. */
+static dt_status dt__check_order(const dt_schedule *s, dt__strbuf *t) {
     for (int r = 0; r < s->desc.ranks; r++)
         for (int chunk = 0; chunk < s->desc.chunks; chunk++) {
             const dt_action *last = NULL;
@@ -3255,9 +3525,9 @@ static dt_status dt__check_order(const dt_schedule *s, dt__saying *t) {
                     (a->phase != DT_BACKWARD && a->phase != DT_BACKWARD_WEIGHT))
                     continue;
                 if (last && a->micro < last->micro) {
-                    dt__say(t,
+                    dt__strbuf_add(t,
                         "rank %d: %s comes after %s, but gradients are added in ascending order", r,
-                        dt__action_at(s, r, i).s,
+                        dt__action_text_at(s, r, i).s,
                         dt__action_text(s, last->phase, last->micro, chunk).s);
                     return DT_ERR_ARG;
                 }
@@ -3268,35 +3538,35 @@ static dt_status dt__check_order(const dt_schedule *s, dt__saying *t) {
 }
 
 dt_status dt_schedule_check(
-    const dt_schedule *s, dt_schedule_facts *facts, char *text, size_t text_bytes) {
-    dt_schedule_costs even = { 1, 1, 1, NULL, 0 };
-    dt_schedule_facts f;
-    dt__saying t = dt__saying_in(text, text_bytes);
+    const dt_schedule *s, dt_schedule_metrics *metrics, char *text, size_t text_bytes) {
+    dt_schedule_costs even = { .forward = 1, .input = 1, .weight = 1 };
+    dt_schedule_metrics f;
+    dt__strbuf t = dt__strbuf_in(text, text_bytes);
     memset(&f, 0, sizeof f);
-    if (facts) *facts = f;
+    if (metrics) *metrics = f;
     if (!s) {
-        dt__say(&t, "no schedule");
+        dt__strbuf_add(&t, "no schedule");
         return DT_ERR_ARG;
     }
     for (int r = 0; r < s->desc.ranks; r++) {
         const dt__program *p = &s->program[r];
         f.actions += p->count;
-        if (p->live > f.live) f.live = p->live;
-        if (p->slots > f.slots) f.slots = p->slots;
+        if (p->max_in_flight > f.max_in_flight) f.max_in_flight = p->max_in_flight;
+        if (p->slots > f.max_slots) f.max_slots = p->slots;
         for (int i = 0; i < p->count; i++)
-            f.messages += p->action[i].to >= 0 && p->action[i].to != r;
+            f.messages += p->action[i].send_to >= 0 && p->action[i].send_to != r;
     }
     dt_status status = dt__check_complete(s, &t);
-    if (status == DT_OK && !dt__schedule_run(s, &even, s->span)) {
-        f.cycle = dt__check_cycle(s, &t);
+    if (status == DT_OK && !dt__simulate(s, &even, s->spans)) {
+        f.cycle_length = dt__check_cycle(s, &t);
         status = DT_ERR_ARG;
     }
     if (status == DT_OK) status = dt__check_order(s, &t);
-    if (facts) *facts = f;
+    if (metrics) *metrics = f;
     return status;
 }
 
-/* ---- making one ---- */
+/* ---- making a schedule ---- */
 
 static size_t dt__pipe_bytes(const dt_schedule *s);
 
@@ -3304,18 +3574,18 @@ static void dt__schedule_release(dt_ctx *ctx, void *user) {
     dt_schedule *s = (dt_schedule *)user;
     size_t ranks = (size_t)s->desc.ranks, stages = (size_t)s->stages;
     for (int r = 0; r < s->desc.ranks && s->program; r++)
-        dt_free(
-            ctx, DT_MEM_HOST, s->program[r].action, (size_t)s->program[r].room * sizeof(dt_action));
+        dt_free(ctx, DT_MEM_HOST, s->program[r].action,
+            (size_t)s->program[r].capacity * sizeof(dt_action));
     dt_free(ctx, DT_MEM_HOST, s->program, ranks * sizeof *s->program);
-    dt_free(ctx, DT_MEM_HOST, s->stage, stages * sizeof *s->stage);
-    dt_free(ctx, DT_MEM_HOST, s->home, stages * sizeof *s->home);
-    dt_free(
-        ctx, DT_MEM_HOST, s->place, stages * (size_t)s->desc.micros * DT__ROLES * sizeof *s->place);
-    dt_free(ctx, DT_MEM_HOST, s->before, (size_t)s->total * sizeof *s->before);
-    dt_free(ctx, DT_MEM_HOST, s->span, (size_t)s->total * sizeof *s->span);
-    dt_free(ctx, DT_MEM_HOST, s->at, ranks * sizeof *s->at);
-    dt_free(ctx, DT_MEM_HOST, s->seen, ranks * sizeof *s->seen);
-    dt_free(ctx, DT_MEM_HOST, s->running, s->running_bytes);
+    dt_free(ctx, DT_MEM_HOST, s->stage_of_chunk, stages * sizeof *s->stage_of_chunk);
+    dt_free(ctx, DT_MEM_HOST, s->chunk_of_stage, stages * sizeof *s->chunk_of_stage);
+    dt_free(ctx, DT_MEM_HOST, s->action_index,
+        stages * (size_t)s->desc.micros * DT__ROLES * sizeof *s->action_index);
+    dt_free(ctx, DT_MEM_HOST, s->previous_tenant, (size_t)s->total * sizeof *s->previous_tenant);
+    dt_free(ctx, DT_MEM_HOST, s->spans, (size_t)s->total * sizeof *s->spans);
+    dt_free(ctx, DT_MEM_HOST, s->cursor, ranks * sizeof *s->cursor);
+    dt_free(ctx, DT_MEM_HOST, s->visited, ranks * sizeof *s->visited);
+    dt_free(ctx, DT_MEM_HOST, s->pipe_memory, s->pipe_bytes);
     dt_free(ctx, DT_MEM_HOST, s, sizeof *s);
 }
 
@@ -3325,48 +3595,49 @@ void dt_schedule_free(dt_schedule *s) {
     dt__schedule_release(s->ctx, s);
 }
 
-/* Whether groups of G serve m micro-batches: also the last, smaller group fills all ranks. */
+/* Whether groups of G suit m micro-batches: the last, smaller group must fill all ranks too. */
 static int dt__group_fits(int p, int m, int g) {
     if (m < p) return g == m;
     return g >= p && g <= m && (m % g == 0 || m % g >= p);
 }
 
-/* Resolves what is 0. */
+/* Checks the desc and replaces zeros by defaults. */
 static dt_status dt__schedule_resolve(dt_ctx *ctx, dt_schedule_desc *d) {
     int interleaved = d->kind == DT_SCHEDULE_INTERLEAVED && !d->generate;
-    int64_t most = 1 << 26; /* computations that can be listed */
+    int64_t limit = 1 << 26; /* largest number of computations */
     if (!d->generate && (d->kind < 0 || d->kind >= DT_SCHEDULES))
         return dt_fail(
             ctx, DT_ERR_ARG, "dt_schedule_make: there is no kind %d of schedule", d->kind);
     if (d->chunks == 0) d->chunks = interleaved ? 2 : 1;
-    if (d->ranks < 1 || d->micros < 1 || d->chunks < 1 || (int64_t)d->ranks * d->chunks > most ||
-        (int64_t)d->ranks * d->chunks * d->micros > most)
+    if (d->ranks < 1 || d->micros < 1 || d->chunks < 1 || (int64_t)d->ranks * d->chunks > limit ||
+        (int64_t)d->ranks * d->chunks * d->micros > limit)
         return dt_fail(ctx, DT_ERR_ARG,
             "dt_schedule_make: %d micro-batches through %d chunks of each of %d ranks; use "
             "at least 1 of each, and no more than %lld in all",
-            d->micros, d->chunks, d->ranks, (long long)most);
+            d->micros, d->chunks, d->ranks, (long long)limit);
     if (!interleaved && !d->generate && d->chunks > 1)
         return dt_fail(ctx, DT_ERR_ARG,
             "dt_schedule_make(%s): %d chunks; only interleaved has several",
             dt__schedule_kinds[d->kind].name, d->chunks);
-    if (d->spare < 0) return dt_fail(ctx, DT_ERR_ARG, "dt_schedule_make: %d spare slots", d->spare);
-    if (!interleaved && d->group != 0)
+    if (d->extra_slots < 0)
+        return dt_fail(ctx, DT_ERR_ARG, "dt_schedule_make: %d extra slots", d->extra_slots);
+    if (!interleaved && d->micro_group != 0)
         return dt_fail(ctx, DT_ERR_ARG,
-            "dt_schedule_make: groups of %d; only interleaved has groups", d->group);
+            "dt_schedule_make: groups of %d; only interleaved has groups", d->micro_group);
     int least = d->micros < d->ranks ? d->micros : d->ranks; /* m itself always fits */
     while (interleaved && !dt__group_fits(d->ranks, d->micros, least)) least++;
-    if (interleaved && d->group == 0) d->group = least;
-    if (interleaved && !dt__group_fits(d->ranks, d->micros, d->group))
+    if (interleaved && d->micro_group == 0) d->micro_group = least;
+    if (interleaved && !dt__group_fits(d->ranks, d->micros, d->micro_group))
         return dt_fail(ctx, DT_ERR_ARG,
-            "dt_schedule_make(interleaved): groups of %d do not cut %d micro-batches for "
+            "dt_schedule_make(interleaved): groups of %d do not split %d micro-batches for "
             "%d ranks so that each fills them; use %d or %d",
-            d->group, d->micros, d->ranks, least, d->micros);
+            d->micro_group, d->micros, d->ranks, least, d->micros);
     return DT_OK;
 }
 
-/* Which stage each chunk is, and where each stage is. */
-static dt_status dt__schedule_map(dt_schedule *s) {
-    for (int i = 0; i < s->stages; i++) s->home[i] = -1;
+/* Maps chunks to stages and stages to chunks. */
+static dt_status dt__map_stages(dt_schedule *s) {
+    for (int i = 0; i < s->stages; i++) s->chunk_of_stage[i] = -1;
     for (int i = 0; i < s->stages; i++) {
         int r = i / s->desc.chunks, chunk = i % s->desc.chunks;
         int stage =
@@ -3375,14 +3646,14 @@ static dt_status dt__schedule_map(dt_schedule *s) {
             return dt_fail(s->ctx, DT_ERR_ARG,
                 "dt_schedule_make(%s): chunk %d of rank %d is stage %d of %d", s->name, chunk, r,
                 stage, s->stages);
-        if (s->home[stage] >= 0)
+        if (s->chunk_of_stage[stage] >= 0)
             return dt_fail(s->ctx, DT_ERR_ARG,
                 "dt_schedule_make(%s): stage %d is chunk %d of rank %d and chunk %d of "
                 "rank %d",
-                s->name, stage, s->home[stage] % s->desc.chunks, s->home[stage] / s->desc.chunks,
-                chunk, r);
-        s->home[stage] = i;
-        s->stage[i] = stage;
+                s->name, stage, s->chunk_of_stage[stage] % s->desc.chunks,
+                s->chunk_of_stage[stage] / s->desc.chunks, chunk, r);
+        s->chunk_of_stage[stage] = i;
+        s->stage_of_chunk[i] = stage;
     }
     return DT_OK;
 }
@@ -3396,20 +3667,22 @@ static dt_schedule *dt__schedule_new(dt_ctx *ctx, dt_schedule_desc d) {
     s->desc.name = NULL;
     s->stages = (int)stages;
     snprintf(s->name, sizeof s->name, "%.47s",
-        dt__name_text(d.name       ? d.name
-                      : d.generate ? "a schedule of one's own"
-                                   : dt__schedule_kinds[d.kind].name)
+        dt__printable_name(d.name       ? d.name
+                           : d.generate ? "custom schedule"
+                                        : dt__schedule_kinds[d.kind].name)
             .s);
     s->listener.closing = dt__schedule_release;
     s->listener.user = s;
     dt_listen(ctx, &s->listener);
     s->program = (dt__program *)dt__host_zeroed(ctx, ranks * sizeof *s->program, "a schedule");
-    s->stage = (int *)dt_alloc(ctx, DT_MEM_HOST, stages * sizeof *s->stage, "a schedule");
-    s->home = (int *)dt_alloc(ctx, DT_MEM_HOST, stages * sizeof *s->home, "a schedule");
-    s->place = (int *)dt_alloc(
-        ctx, DT_MEM_HOST, stages * (size_t)d.micros * DT__ROLES * sizeof *s->place, "a schedule");
-    s->at = (int *)dt_alloc(ctx, DT_MEM_HOST, ranks * sizeof *s->at, "a schedule");
-    s->seen = (int *)dt_alloc(ctx, DT_MEM_HOST, ranks * sizeof *s->seen, "a schedule");
+    s->stage_of_chunk =
+        (int *)dt_alloc(ctx, DT_MEM_HOST, stages * sizeof *s->stage_of_chunk, "a schedule");
+    s->chunk_of_stage =
+        (int *)dt_alloc(ctx, DT_MEM_HOST, stages * sizeof *s->chunk_of_stage, "a schedule");
+    s->action_index = (int *)dt_alloc(ctx, DT_MEM_HOST,
+        stages * (size_t)d.micros * DT__ROLES * sizeof *s->action_index, "a schedule");
+    s->cursor = (int *)dt_alloc(ctx, DT_MEM_HOST, ranks * sizeof *s->cursor, "a schedule");
+    s->visited = (int *)dt_alloc(ctx, DT_MEM_HOST, ranks * sizeof *s->visited, "a schedule");
     return s;
 }
 
@@ -3418,20 +3691,20 @@ dt_schedule *dt_schedule_make(dt_ctx *ctx, dt_schedule_desc desc) {
     if (dt_error(ctx) != DT_OK || dt__schedule_resolve(ctx, &desc) != DT_OK) return NULL;
     dt_schedule *s = dt__schedule_new(ctx, desc);
     if (!s) return NULL;
-    if (dt_error(ctx) == DT_OK && dt__schedule_map(s) == DT_OK) {
-        s->open = 1;
+    if (dt_error(ctx) == DT_OK && dt__map_stages(s) == DT_OK) {
+        s->generating = 1;
         if (desc.generate)
             desc.generate(s, desc.user);
         else
             dt__schedule_kinds[desc.kind].generate(s, NULL);
-        s->open = 0;
+        s->generating = 0;
     }
     if (dt_error(ctx) == DT_OK && dt__schedule_lower(s) == DT_OK && !desc.unchecked &&
         dt_schedule_check(s, NULL, why, sizeof why) != DT_OK)
         dt_fail(ctx, DT_ERR_ARG, "dt_schedule_make(%s): %s", s->name, why);
     if (dt_error(ctx) == DT_OK) {
-        s->running_bytes = dt__pipe_bytes(s);
-        s->running = dt_alloc(ctx, DT_MEM_HOST, s->running_bytes, "a schedule");
+        s->pipe_bytes = dt__pipe_bytes(s);
+        s->pipe_memory = dt_alloc(ctx, DT_MEM_HOST, s->pipe_bytes, "a schedule");
     }
     if (dt_error(ctx) == DT_OK) return s;
     dt_schedule_free(s);
@@ -3453,16 +3726,16 @@ dt_status dt_schedule_simulate(const dt_schedule *s, dt_schedule_costs c, dt_spa
     if (!ok)
         return dt_fail(s->ctx, DT_ERR_ARG,
             "dt_schedule_simulate(%s): a cost is negative or not finite", s->name);
-    return dt__schedule_run(s, &c, spans) ? DT_OK : DT_ERR_ARG;
+    return dt__simulate(s, &c, spans) ? DT_OK : DT_ERR_ARG;
 }
 
-dt_schedule_bubble dt_schedule_idle(const dt_schedule *s, const dt_span *spans, int rank) {
+dt_schedule_bubble dt_schedule_bubble_of(const dt_schedule *s, const dt_span *spans, int rank) {
     dt_schedule_bubble b = { 0, 0, 0, 0 };
     double begin = INFINITY, end = -INFINITY;
     if (!s || !spans || rank < -1 || rank >= s->desc.ranks) return b;
     for (int r = 0; r < s->desc.ranks; r++) {
         double work = 0;
-        for (int i = s->program[r].first; i < s->program[r].first + s->program[r].count; i++) {
+        for (int i = s->program[r].offset; i < s->program[r].offset + s->program[r].count; i++) {
             if (spans[i].end < spans[i].begin) continue;
             work += spans[i].end - spans[i].begin;
             if (spans[i].begin < begin) begin = spans[i].begin;
@@ -3473,21 +3746,21 @@ dt_schedule_bubble dt_schedule_idle(const dt_schedule *s, const dt_span *spans, 
     if (!(b.work > 0)) b.work = 0;
     if (b.work == 0) return b;
     b.makespan = end - begin;
-    b.of_work = (b.makespan - b.work) / b.work;
-    b.of_total = (b.makespan - b.work) / b.makespan;
+    b.idle_per_work = (b.makespan - b.work) / b.work;
+    b.idle_per_makespan = (b.makespan - b.work) / b.makespan;
     return b;
 }
 
-/* ---- cutting a model into stages ---- */
+/* ---- partitioning a model into stages ---- */
 
-/* How many parts of at most `most` each the items, none dearer, need from the first on. *next: the
-   least above `most` with which a part could take one more. */
-static int dt__cut_parts(const double *costs, int n, double most, double *next) {
+/* Number of parts of at most `limit` each that the items need, if filled greedily; no item exceeds
+   the limit. *next: the smallest larger limit with which some part could take one more item. */
+static int dt__count_parts(const double *costs, int n, double limit, double *next) {
     int parts = 1;
     double sum = 0;
     for (int i = 0; i < n; i++) {
         double more = sum + costs[i];
-        if (more > most) {
+        if (more > limit) {
             if (more < *next) *next = more;
             parts++;
             more = costs[i];
@@ -3497,50 +3770,54 @@ static int dt__cut_parts(const double *costs, int n, double most, double *next) 
     return parts;
 }
 
-/* Whether the items can be cut into `parts` parts, none empty, of at most `most`: a cut into fewer
-   can be cut on. */
-static int dt__cut_fits(const double *costs, int n, int parts, double most) {
+/* Whether the items can be partitioned into `parts` non-empty parts of at most `limit`. A partition
+   into fewer parts can always be split further. */
+static int dt__partition_fits(const double *costs, int n, int parts, double limit) {
     double next = INFINITY;
-    return n >= parts && dt__cut_parts(costs, n, most, &next) <= parts;
+    return n >= parts && dt__count_parts(costs, n, limit, &next) <= parts;
 }
 
-dt_status dt_stage_cut(
+dt_status dt_partition_stages(
     const double *costs, int n, int stages, int *first, char *text, size_t text_bytes) {
-    double most = 0, left = 0;
-    dt__saying t = dt__saying_in(text, text_bytes);
+    double limit = 0, left = 0;
+    dt__strbuf t = dt__strbuf_in(text, text_bytes);
     if (!costs || !first) {
-        dt__say(&t, "costs or first is NULL");
+        dt__strbuf_add(&t, "costs or first is NULL");
         return DT_ERR_ARG;
     }
     if (n < 1 || stages < 1 || n < stages) {
-        dt__say(&t, "%d items for %d stages: each stage needs at least 1; use %d stages or fewer",
-            n, stages, n > 1 ? n : 1);
+        dt__strbuf_add(&t,
+            "%d items for %d stages: each stage needs at least 1; use %d stages or fewer", n,
+            stages, n > 1 ? n : 1);
         return DT_ERR_ARG;
     }
     for (int i = 0; i < n; i++) {
         left += costs[i];
-        if (costs[i] > most) most = costs[i];
+        if (costs[i] > limit) limit = costs[i];
         if (dt__seconds_ok(costs[i]) && dt__seconds_ok(left)) continue;
-        dt__say(&t, "item %d costs %g; costs are 0 or more, and their sum is finite", i, costs[i]);
+        dt__strbuf_add(
+            &t, "item %d costs %g; costs are 0 or more, and their sum is finite", i, costs[i]);
         return DT_ERR_ARG;
     }
-    double mean = left / stages * (1 - 1e-9); /* no cut is cheaper, however sums are rounded */
-    if (mean > most) most = mean;
-    /* nothing between a bound and the next one changes a part */
-    while (!dt__cut_fits(costs, n, stages, most)) {
+    /* no partition is cheaper; the factor covers rounding of sums */
+    double mean = left / stages * (1 - 1e-9);
+    if (mean > limit) limit = mean;
+    /* limits between this one and the next give the same parts */
+    while (!dt__partition_fits(costs, n, stages, limit)) {
         double next = INFINITY;
-        dt__cut_parts(costs, n, most, &next);
-        most = next;
+        dt__count_parts(costs, n, limit, &next);
+        limit = next;
     }
     for (int part = 0, i = 0; part < stages; part++) {
         int rest = stages - part - 1;
         double share = left / (rest + 1), sum = 0;
         first[part] = i;
-        do { /* no more than its share of what is left, but what the others cannot take */
+        do { /* its share of what is left, or more if the rest would not fit otherwise */
             sum += costs[i];
             left -= costs[i++];
-        } while (i < n && (!dt__cut_fits(costs + i, n - i, rest, most) ||
-                              (n - i > rest && sum + costs[i] <= share && sum + costs[i] <= most)));
+        } while (
+            i < n && (!dt__partition_fits(costs + i, n - i, rest, limit) ||
+                         (n - i > rest && sum + costs[i] <= share && sum + costs[i] <= limit)));
     }
     first[stages] = n;
     return DT_OK;
@@ -3550,7 +3827,7 @@ dt_status dt_stage_cut(
 
 dt_status dt_schedule_text(
     const dt_schedule *s, const dt_span *spans, int columns, char *text, size_t text_bytes) {
-    dt__saying t = dt__saying_in(text, text_bytes);
+    dt__strbuf t = dt__strbuf_in(text, text_bytes);
     double begin = INFINITY, end = -INFINITY;
     if (columns == 0) columns = 72;
     if (!s || !spans || columns < 1 || t.bytes < 1) return DT_ERR_ARG;
@@ -3560,23 +3837,22 @@ dt_status dt_schedule_text(
         if (spans[i].end > end) end = spans[i].end;
     }
     for (int r = 0; r < s->desc.ranks; r++) {
-        int i = s->program[r].first, after = i + s->program[r].count;
-        dt__say(&t, "rank %2d |", r);
+        int i = s->program[r].offset, after = i + s->program[r].count;
+        dt__strbuf_add(&t, "rank %2d |", r);
         for (int c = 0; c < columns && t.used + 1 < t.bytes; c++) {
             double time = begin + (c + 0.5) / columns * (end - begin);
-            while (i < after && spans[i].end <= time) i++; /* what never happened too */
-            const dt_action *a = i < after ? &s->program[r].action[i - s->program[r].first] : NULL;
+            while (i < after && spans[i].end <= time) i++; /* skips what never happened, too */
+            const dt_action *a = i < after ? &s->program[r].action[i - s->program[r].offset] : NULL;
             int role = a ? dt__role(a->phase) : DT__ROLE_F;
             int letter = role == DT__ROLE_F ? '0' : role == DT__ROLE_B ? 'a' : 'A';
-            dt__say(&t, "%c", a && spans[i].begin <= time ? letter + a->micro % 10 : '.');
+            dt__strbuf_add(&t, "%c", a && spans[i].begin <= time ? letter + a->micro % 10 : '.');
         }
-        dt__say(&t, "|\n");
+        dt__strbuf_add(&t, "|\n");
     }
     return t.used + 1 < t.bytes ? DT_OK : DT_ERR_ARG;
 }
 
-/* A drawing while it is written. Lengths are in pixels. */
-/* scale: pixels of a second */
+/* An SVG that is being written. Lengths are in pixels; scale: pixels per second. */
 typedef struct dt__svg {
     dt_json_out out;
     double scale, begin;
@@ -3598,7 +3874,7 @@ static void DT_PRINTF(2, 3) dt__svg_put(dt__svg *g, const char *fmt, ...) {
     if (n > 0) dt__json_write(&g->out, text, (size_t)n < sizeof text ? (size_t)n : sizeof text - 1);
 }
 
-/* With so many decimals, and a point in every locale. */
+/* A number with so many decimals, and a point in every locale. */
 static dt__text dt__fixed(double x, int decimals) {
     dt__text t;
     long long unit = 1;
@@ -3620,7 +3896,7 @@ static dt__text dt__seconds_text(double x) {
     return t;
 }
 
-/* Text that may hold anything as text of XML. */
+/* Writes any text as XML text. */
 static void dt__svg_escaped(dt__svg *g, const char *s) {
     for (; *s; s++) {
         unsigned char c = (unsigned char)*s;
@@ -3635,7 +3911,7 @@ static void dt__svg_escaped(dt__svg *g, const char *s) {
     }
 }
 
-/* The colour of a phase, lighter in later chunks. */
+/* The colour of a phase, lighter for later chunks. */
 static unsigned dt__svg_colour(const dt_schedule *s, dt_phase phase, int chunk) {
     static const unsigned char base[5][3] = { { 0, 0, 0 }, { 88, 148, 222 }, { 96, 176, 104 },
         { 72, 186, 178 }, { 232, 164, 72 } };
@@ -3649,31 +3925,31 @@ static unsigned dt__svg_colour(const dt_schedule *s, dt_phase phase, int chunk) 
 static void dt__svg_box(dt__svg *g, const dt_schedule *s, int rank, int at, dt_span span, int y) {
     const dt_action *a = &s->program[rank].action[at];
     double x = DT__SVG_LEFT + (span.begin - g->begin) * g->scale,
-           wide = (span.end - span.begin) * g->scale;
+           width = (span.end - span.begin) * g->scale;
     char number[16];
     int digits = snprintf(number, sizeof number, "%d", a->micro);
     dt__svg_put(
-        g, "<g><title>rank %d: %s, stage %d: ", rank, dt__action_at(s, rank, at).s, a->stage);
+        g, "<g><title>rank %d: %s, stage %d: ", rank, dt__action_text_at(s, rank, at).s, a->stage);
     dt__svg_put(g, "%s from %s on</title>", dt__seconds_text(span.end - span.begin).s,
         dt__seconds_text(span.begin - g->begin).s);
     dt__svg_put(g,
         "<rect class=\"a\" x=\"%s\" y=\"%d\" width=\"%s\" height=\"%d\" fill=\"#%06x\"/>",
-        dt__fixed(x, 2).s, y, dt__fixed(wide, 2).s, DT__SVG_ROW - 2,
+        dt__fixed(x, 2).s, y, dt__fixed(width, 2).s, DT__SVG_ROW - 2,
         dt__svg_colour(s, a->phase, a->chunk));
-    if (wide >= 6.2 * digits + 1)
+    if (width >= 6.2 * digits + 1)
         dt__svg_put(g, "<text x=\"%s\" y=\"%d\" text-anchor=\"middle\">%s</text>",
-            dt__fixed(x + wide / 2, 2).s, y + 14, number);
+            dt__fixed(x + width / 2, 2).s, y + 14, number);
     dt__svg_put(g, "</g>\n");
 }
 
-static void dt__svg_line(dt__svg *g, const dt_timeline *line, int y, double wide) {
+static void dt__svg_timeline(dt__svg *g, const dt_timeline *line, int y, double width) {
     const dt_schedule *s = line->schedule;
-    dt_schedule_bubble all = dt_schedule_idle(s, line->spans, -1);
+    dt_schedule_bubble all = dt_schedule_bubble_of(s, line->spans, -1);
     dt__svg_put(g, "<text class=\"t\" x=\"8\" y=\"%d\">", y + 18);
     dt__svg_escaped(g, line->title ? line->title : s->name);
     dt__svg_put(g, ": %s, bubble %s %% of the work, %s %% of the time</text>\n",
-        dt__seconds_text(all.makespan).s, dt__fixed(100 * all.of_work, 1).s,
-        dt__fixed(100 * all.of_total, 1).s);
+        dt__seconds_text(all.makespan).s, dt__fixed(100 * all.idle_per_work, 1).s,
+        dt__fixed(100 * all.idle_per_makespan, 1).s);
     g->begin = INFINITY;
     for (int i = 0; i < s->total; i++)
         if (line->spans[i].end >= line->spans[i].begin && line->spans[i].begin < g->begin)
@@ -3682,76 +3958,77 @@ static void dt__svg_line(dt__svg *g, const dt_timeline *line, int y, double wide
         int top = y + DT__SVG_TITLE + r * DT__SVG_ROW;
         dt__svg_put(g, "<text x=\"8\" y=\"%d\">rank %d</text>\n", top + 14, r);
         dt__svg_put(g, "<rect x=\"%d\" y=\"%d\" width=\"%s\" height=\"%d\" fill=\"#eeeeee\"/>\n",
-            DT__SVG_LEFT, top, dt__fixed(wide, 2).s, DT__SVG_ROW - 2);
+            DT__SVG_LEFT, top, dt__fixed(width, 2).s, DT__SVG_ROW - 2);
         for (int i = 0; i < s->program[r].count; i++) {
-            dt_span span = line->spans[s->program[r].first + i];
+            dt_span span = line->spans[s->program[r].offset + i];
             if (span.end >= span.begin) dt__svg_box(g, s, r, i, span, top);
         }
     }
 }
 
-/* The phases that occur, with their colours in each chunk of the schedule that has most. */
+/* The phases that occur, with their colours in each chunk of the schedule with most chunks. */
 static void dt__svg_legend(dt__svg *g, const dt_timeline *lines, int n, int y) {
     static const char *const names[] = { "", "forward", "backward", "backward of inputs",
         "backward of weights" };
-    const dt_schedule *most = lines[0].schedule;
+    const dt_schedule *widest = lines[0].schedule;
     int used[5] = { 0, 0, 0, 0, 0 }, x = DT__SVG_LEFT;
     for (int i = 0; i < n; i++) {
         const dt_schedule *s = lines[i].schedule;
-        if (s->desc.chunks > most->desc.chunks) most = s;
+        if (s->desc.chunks > widest->desc.chunks) widest = s;
         for (int r = 0; r < s->desc.ranks; r++)
             for (int k = 0; k < s->program[r].count; k++) used[s->program[r].action[k].phase] = 1;
     }
-    int shades = most->desc.chunks < 8 ? most->desc.chunks : 8;
+    int shades = widest->desc.chunks < 8 ? widest->desc.chunks : 8;
     for (int phase = DT_FORWARD; phase <= DT_BACKWARD_WEIGHT; phase++) {
         if (!used[phase]) continue;
         for (int i = 0; i < shades; i++, x += 14)
             dt__svg_put(g, "<rect x=\"%d\" y=\"%d\" width=\"14\" height=\"14\" fill=\"#%06x\"/>\n",
                 x, y,
-                dt__svg_colour(most, (dt_phase)phase,
-                    i * (most->desc.chunks - 1) / (shades > 1 ? shades - 1 : 1)));
+                dt__svg_colour(widest, (dt_phase)phase,
+                    i * (widest->desc.chunks - 1) / (shades > 1 ? shades - 1 : 1)));
         dt__svg_put(g, "<text x=\"%d\" y=\"%d\">%s</text>\n", x + 6, y + 11, names[phase]);
         x += 22 + 6 * (int)strlen(names[phase]);
     }
-    if (most->desc.chunks > 1)
+    if (widest->desc.chunks > 1)
         dt__svg_put(
             g, "<text x=\"%d\" y=\"%d\">lighter: a later chunk of the rank</text>\n", x, y + 11);
 }
 
-/* Pixels of a second: a forward has room for its number, but the drawing does not get endless. */
+/* Pixels per second: a forward is wide enough for its number, but the drawing stays below 6,000
+   pixels. */
 static double dt__svg_scale(const dt_timeline *lines, int n, double *longest) {
-    double short_one = INFINITY;
+    double shortest_mean = INFINITY;
     *longest = 0;
     for (int i = 0; i < n; i++) {
         const dt_schedule *s = lines[i].schedule;
-        double sum = 0, count = 0, makespan = dt_schedule_idle(s, lines[i].spans, -1).makespan;
+        double sum = 0, count = 0, makespan = dt_schedule_bubble_of(s, lines[i].spans, -1).makespan;
         if (makespan > *longest) *longest = makespan;
         for (int r = 0; r < s->desc.ranks; r++)
             for (int k = 0; k < s->program[r].count; k++) {
-                dt_span span = lines[i].spans[s->program[r].first + k];
+                dt_span span = lines[i].spans[s->program[r].offset + k];
                 if (s->program[r].action[k].phase != DT_FORWARD || span.end < span.begin) continue;
                 sum += span.end - span.begin;
                 count++;
             }
-        if (sum > 0 && sum / count < short_one) short_one = sum / count;
+        if (sum > 0 && sum / count < shortest_mean) shortest_mean = sum / count;
     }
     if (*longest == 0) return 0;
-    double wide = 16 / short_one * *longest;
-    if (!(wide > 900)) wide = 900;
-    return (wide < 6000 ? wide : 6000) / *longest;
+    double width = 16 / shortest_mean * *longest;
+    if (!(width > 900)) width = 900;
+    return (width < 6000 ? width : 6000) / *longest;
 }
 
 dt_status dt_schedule_svg(dt_ctx *ctx, const char *path, const dt_timeline *lines, int n) {
     dt__svg g;
     double longest;
-    int high = DT__SVG_GAP, y = 8, rows = 0;
+    int height = DT__SVG_GAP, y = 8, rows = 0;
     if (dt_error(ctx) != DT_OK) return dt_error(ctx);
     if (!path || !lines || n < 1)
         return dt_fail(ctx, DT_ERR_ARG, "dt_schedule_svg: %s", path ? "no timelines" : "no path");
     for (int i = 0; i < n; i++) {
         const char *title = lines[i].title ? lines[i].title : "";
         if (!lines[i].schedule || !lines[i].spans ||
-            dt__utf8_bad(title, strlen(title)) < strlen(title))
+            dt__utf8_first_invalid(title, strlen(title)) < strlen(title))
             return dt_fail(ctx, DT_ERR_ARG,
                 "dt_schedule_svg(%s): timeline %d has no schedule, no times or a title "
                 "that is not UTF-8",
@@ -3760,44 +4037,55 @@ dt_status dt_schedule_svg(dt_ctx *ctx, const char *path, const dt_timeline *line
             return dt_fail(
                 ctx, DT_ERR_ARG, "dt_schedule_svg(%s): more than %d rows", path, DT__SVG_ROWS);
         rows += lines[i].schedule->desc.ranks;
-        high += DT__SVG_TITLE + lines[i].schedule->desc.ranks * DT__SVG_ROW + DT__SVG_GAP;
+        height += DT__SVG_TITLE + lines[i].schedule->desc.ranks * DT__SVG_ROW + DT__SVG_GAP;
     }
     memset(&g, 0, sizeof g);
     g.out.ctx = ctx;
     g.scale = dt__svg_scale(lines, n, &longest);
-    double wide = longest > 0 ? longest * g.scale : 900;
+    double width = longest > 0 ? longest * g.scale : 900;
     dt__svg_put(&g,
         "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"%s\" height=\"%d\" "
         "font-family=\"sans-serif\" "
         "font-size=\"11\">\n",
-        dt__fixed(DT__SVG_LEFT + wide + 16, 0).s, high + 24);
+        dt__fixed(DT__SVG_LEFT + width + 16, 0).s, height + 24);
     dt__svg_put(&g,
         "<style>.t { font-size: 14px; font-weight: bold } .a { stroke: #ffffff; stroke-width: 0.7 }"
         "</style>\n<rect width=\"100%%\" height=\"100%%\" fill=\"#ffffff\"/>\n");
     for (int i = 0; i < n; i++) {
-        dt__svg_line(&g, &lines[i], y, wide);
+        dt__svg_timeline(&g, &lines[i], y, width);
         y += DT__SVG_TITLE + lines[i].schedule->desc.ranks * DT__SVG_ROW + DT__SVG_GAP;
     }
     dt__svg_legend(&g, lines, n, y);
     dt__svg_put(&g, "</svg>\n");
     if (dt_error(ctx) == DT_OK) dt_file_write(ctx, path, g.out.text, g.out.used);
-    dt_json_drop(&g.out);
+    dt_json_out_free(&g.out);
     return dt_error(ctx);
 }
 
 // ==== 17. Pipeline parallelism: code ============================================================
 
-/* A micro-batch in a stage, on the tape of its slot. */
+/* The executor. A slot is a micro-batch of a stage on its own tape. One action:
+
+       post recv --> prefetch next recv --> wait --> compute on the slot's tape --> post send
+
+       rank r    | F(0) | F(1)        | B(0) |          sends are started and not waited for: a slot
+                 |  `--send y-->      |  `--send dx-->  waits for its own sends when it is reused
+       rank r+1  |      | F(0) | B(0) |
+
+   The first micro-batch announces dtype and shape of an edge between stages; all others have the
+   same. */
+
+/* A micro-batch of a stage, on the tape of its slot. */
 typedef struct dt__pipe_slot {
-    dt_tensor *x, *y, *dy; /* the stage's input and output, the gradient of the output */
-    dt_work *takes;        /* x or dy, under way to this rank */
-    dt_work *gives[3];     /* y, the gradient of x and the shape of y, under way to others */
-    int stage;             /* whose ops its tape holds */
-    int open;              /* its backward is still to come */
-    int ready;             /* the next action's message has been asked for */
+    dt_tensor *x, *y, *dy; /* the stage's input and output; gradient of the output */
+    dt_work *receiving;    /* pending receive of x or dy */
+    dt_work *sending[3];   /* pending sends of y, of the gradient of x, and of the shape of y */
+    int stage;             /* the stage whose ops the tape holds */
+    int backward_pending;  /* 1 between F and B or W */
+    int recv_posted;       /* the next action's receive is posted */
 } dt__pipe_slot;
 
-/* What a message between two stages looks like, as its first one says. */
+/* Dtype and shape of the messages between two stages, as the first one announces them. */
 typedef struct dt__pipe_edge {
     int32_t known, dtype, nd, d[DT_MAX_DIMS];
 } dt__pipe_edge;
@@ -3810,8 +4098,8 @@ typedef struct dt__pipe {
     dt__pipe_edge *edges; /* (stages) of each stage's output */
 } dt__pipe;
 
-/* Room for any rank's slots, or for those of a forward alone, one for each of its stages; and for
-   all edges. */
+/* Bytes for the slots of any rank, or for those of a forward alone (one for each of its stages),
+   and for all edges. */
 static size_t dt__pipe_bytes(const dt_schedule *s) {
     size_t slots = (size_t)s->desc.chunks;
     for (int r = 0; r < s->desc.ranks; r++) {
@@ -3821,39 +4109,40 @@ static size_t dt__pipe_bytes(const dt_schedule *s) {
     return slots * sizeof(dt__pipe_slot) + (size_t)s->stages * sizeof(dt__pipe_edge);
 }
 
-/* Messages of one pair of ranks are told apart by what they are. */
+/* Each message between two ranks has its own tag. */
 static int dt__pipe_tag(const dt__pipe *p, int stage, int micro, int backward) {
     return 2 * (stage * p->micros + micro) + backward;
 }
 
-/* A shape, from another rank, or to one: then it begins to leave, for the receiver may have other
-   messages to take first. From host memory, and no traffic of the model, so it counts nowhere. */
-static dt_status dt__pipe_tell(
-    const dt__pipe *p, dt__pipe_edge *edge, int stage, int peer, dt_work **gives) {
+/* Receives a shape from another rank, or (sending not NULL) starts to send it: it does not wait,
+   because the receiver may have other messages to take first. It travels in host memory and is not
+   counted as traffic. */
+static dt_status dt__pipe_exchange_shape(
+    const dt__pipe *p, dt__pipe_edge *edge, int stage, int peer, dt_work **sending) {
     int tag = 2 * p->stages * p->micros + stage;
     size_t words = sizeof *edge / sizeof(int32_t);
-    dt__call call = dt__mail_call(gives ? DT__SEND : DT__RECV, gives ? edge : NULL,
-        gives ? NULL : edge, words, DT_I32, peer, tag);
-    call.host = 1;
-    if (!gives) return dt__do(p->desc.comm, call);
-    *gives = dt__start(p->desc.comm, call);
+    dt__call call = dt__p2p_call(sending ? DT__SEND : DT__RECV, sending ? edge : NULL,
+        sending ? NULL : edge, words, DT_I32, peer, tag);
+    call.host_memory = 1;
+    if (!sending) return dt__op_run(p->desc.comm, call);
+    *sending = dt__op_start(p->desc.comm, call);
     return dt_error(p->ctx);
 }
 
-/* A tensor on the current tape for a message as this edge has them. */
-static dt_tensor *dt__pipe_room(const dt__pipe *p, const dt__pipe_edge *edge) {
+/* A tensor on the current tape for a message of this edge. */
+static dt_tensor *dt__pipe_buffer(const dt__pipe *p, const dt__pipe_edge *edge) {
     dt_shape shape = DT_SCALAR;
     shape.nd = edge->nd;
     for (int i = 0; i < edge->nd && i < DT_MAX_DIMS; i++) shape.d[i] = edge->d[i];
     return dt__new_named(p->ctx, (dt_dtype)edge->dtype, shape, "dt_pipe_run");
 }
 
-/* Which of its rank's stages this is: for forwards alone, its slot. */
+/* Which of its rank's chunks this stage is: in a run of forwards alone, its slot. */
 static int dt__pipe_chunk(const dt__pipe *p, int stage) {
-    return p->desc.schedule->home[stage] % p->desc.schedule->desc.chunks;
+    return p->desc.schedule->chunk_of_stage[stage] % p->desc.schedule->desc.chunks;
 }
 
-/* The slot in which this rank has a micro-batch in one of its own stages. */
+/* The slot in which this rank holds a micro-batch of one of its own stages. */
 static dt__pipe_slot *dt__pipe_find(const dt__pipe *p, int stage, int micro) {
     const dt_action *a = dt_schedule_actions(p->desc.schedule, p->rank);
     int n = dt_schedule_count(p->desc.schedule, p->rank), i = 0;
@@ -3862,13 +4151,13 @@ static dt__pipe_slot *dt__pipe_find(const dt__pipe *p, int stage, int micro) {
     return &p->slots[p->desc.forward_micros ? dt__pipe_chunk(p, stage) : a[i].slot];
 }
 
-/* The last micro-batch of a slot has left it. After a failure works are given back, but tapes stay
-   as they are. */
-static dt_status dt__pipe_clear(dt__pipe *p, int s) {
+/* Empties a slot: waits for its messages and resets its tape. After a failure it releases the work
+   objects and leaves the tape as it is. */
+static dt_status dt__pipe_release_slot(dt__pipe *p, int s) {
     dt__pipe_slot *slot = &p->slots[s];
     int stage = slot->stage;
-    dt_wait(p->ctx, slot->takes);
-    for (int i = 0; i < 3; i++) dt_wait(p->ctx, slot->gives[i]);
+    dt_wait(p->ctx, slot->receiving);
+    for (int i = 0; i < 3; i++) dt_wait(p->ctx, slot->sending[i]);
     memset(slot, 0, sizeof *slot);
     if (dt_error(p->ctx) != DT_OK) return dt_error(p->ctx);
     dt_tape(p->ctx, s + 1, stage);
@@ -3876,57 +4165,60 @@ static dt_status dt__pipe_clear(dt__pipe *p, int s) {
     return dt_error(p->ctx);
 }
 
-/* The input of a stage, or the gradient of its output, begins to arrive. */
-static dt_status dt__pipe_take(dt__pipe *p, const dt_action *a) {
+/* Starts to receive the input of a stage, or the gradient of its output. */
+static dt_status dt__pipe_post_recv(dt__pipe *p, const dt_action *a) {
     dt_ctx *ctx = p->ctx;
     dt__pipe_slot *slot = &p->slots[a->slot];
     int forward = a->phase == DT_FORWARD, stage = forward ? a->stage - 1 : a->stage;
-    if (slot->ready) return DT_OK;
-    if (forward && dt__pipe_clear(p, a->slot) != DT_OK) return dt_error(ctx);
+    if (slot->recv_posted) return DT_OK;
+    if (forward && dt__pipe_release_slot(p, a->slot) != DT_OK) return dt_error(ctx);
     dt_tape(ctx, a->slot + 1, a->stage);
     slot->stage = a->stage;
-    slot->ready = 1;
-    if (a->from < 0) return dt_error(ctx);
+    slot->recv_posted = 1;
+    if (a->recv_from < 0) return dt_error(ctx);
     dt__pipe_edge *edge = &p->edges[stage];
-    int new_edge = !edge->known && a->from != p->rank;
-    if (new_edge && dt__pipe_tell(p, edge, stage, a->from, NULL) != DT_OK) return dt_error(ctx);
-    dt_tensor *t = dt__pipe_room(p, edge);
+    int new_edge = !edge->known && a->recv_from != p->rank;
+    if (new_edge && dt__pipe_exchange_shape(p, edge, stage, a->recv_from, NULL) != DT_OK)
+        return dt_error(ctx);
+    dt_tensor *t = dt__pipe_buffer(p, edge);
     if (!t) return dt_error(ctx);
     if (forward)
         slot->x = p->desc.forward_micros ? t : dt_require_grad(t);
     else
         slot->dy = t;
-    if (a->from == p->rank) { /* the stage next to it is this rank's too */
+    if (a->recv_from == p->rank) { /* this rank has the neighbouring stage too: copy */
         const dt__pipe_slot *other =
             dt__pipe_find(p, forward ? a->stage - 1 : a->stage + 1, a->micro);
         const void *data = forward ? other->y->data : other->x->grad;
         if (!data) return dt__fill(ctx, t->dtype, t->data, (size_t)dt_count(t->shape), 0);
         return dt__move(ctx, t->data, data, dt__bytes(t));
     }
-    slot->takes = dt_recv_start(p->desc.comm, t->data, (size_t)dt_count(t->shape), t->dtype,
-        a->from, dt__pipe_tag(p, stage, a->micro, !forward));
+    slot->receiving = dt_recv_start(p->desc.comm, t->data, (size_t)dt_count(t->shape), t->dtype,
+        a->recv_from, dt__pipe_tag(p, stage, a->micro, !forward));
     return dt_error(ctx);
 }
 
-/* Before an action computes, the message of the one after it is asked for, if there is room for it
-   already. */
-static dt_status dt__pipe_take_early(dt__pipe *p, const dt_action *a, const dt_action *next) {
+/* Before an action computes, starts to receive the message of the next action, if its slot can take
+   it. */
+static dt_status dt__pipe_prefetch(dt__pipe *p, const dt_action *a, const dt_action *next) {
     dt__pipe_slot *slot = &p->slots[next->slot];
     int forward = next->phase == DT_FORWARD;
-    if (next->from < 0 || next->from == p->rank || next->slot == a->slot || slot->open == forward)
+    if (next->recv_from < 0 || next->recv_from == p->rank || next->slot == a->slot ||
+        slot->backward_pending == forward)
         return DT_OK;
     for (int i = 0; i < 3 && forward; i++)
-        if (slot->gives[i] && !dt_test(p->ctx, slot->gives[i])) return dt_error(p->ctx);
-    if (forward && !p->edges[next->stage - 1].known) return DT_OK; /* it would wait for the shape */
-    return dt__pipe_take(p, next);
+        if (slot->sending[i] && !dt_test(p->ctx, slot->sending[i])) return dt_error(p->ctx);
+    /* it would have to wait for the shape */
+    if (forward && !p->edges[next->stage - 1].known) return DT_OK;
+    return dt__pipe_post_recv(p, next);
 }
 
-/* A result begins to leave. */
-static dt_work *dt__pipe_give(
+/* Starts to send a result. */
+static dt_work *dt__pipe_post_send(
     dt__pipe *p, const dt_action *a, const void *data, const dt_tensor *like) {
     int forward = a->phase == DT_FORWARD, stage = forward ? a->stage : a->stage - 1;
-    if (a->to == p->rank) return NULL;
-    return dt_send_start(p->desc.comm, data, (size_t)dt_count(like->shape), like->dtype, a->to,
+    if (a->send_to == p->rank) return NULL;
+    return dt_send_start(p->desc.comm, data, (size_t)dt_count(like->shape), like->dtype, a->send_to,
         dt__pipe_tag(p, stage, a->micro, !forward));
 }
 
@@ -3940,111 +4232,113 @@ static dt_tensor *dt__pipe_stage(dt_tensor *x, void *user) {
     return c->pipe->desc.run(x, c->action->stage, c->action->micro, c->pipe->desc.user);
 }
 
-/* What a stage returned, before it leaves: the shape that the first micro-batch had. */
-static dt_status dt__pipe_output(dt__pipe *p, const dt_action *a, const dt_tensor *y) {
-    dt__pipe_edge *edge = &p->edges[a->stage], now;
-    memset(&now, 0, sizeof now);
-    now.known = 1;
-    now.dtype = (int32_t)y->dtype;
-    now.nd = y->shape.nd;
-    for (int i = 0; i < now.nd; i++) {
-        now.d[i] = (int32_t)y->shape.d[i];
-        if (now.d[i] != y->shape.d[i])
+/* Checks what a stage returned: the shape must be that of the first micro-batch, which announces
+   it. */
+static dt_status dt__pipe_check_output(dt__pipe *p, const dt_action *a, const dt_tensor *y) {
+    dt__pipe_edge *edge = &p->edges[a->stage], found;
+    memset(&found, 0, sizeof found);
+    found.known = 1;
+    found.dtype = (int32_t)y->dtype;
+    found.nd = y->shape.nd;
+    for (int i = 0; i < found.nd; i++) {
+        found.d[i] = (int32_t)y->shape.d[i];
+        if (found.d[i] != y->shape.d[i])
             return dt_fail(p->ctx, DT_ERR_SHAPE, "dt_pipe_run: stage %d returned %s", a->stage,
                 dt__tensor_text(y).s);
     }
     if (edge->known)
-        return memcmp(edge, &now, sizeof now) == 0 ? DT_OK
-                                                   : dt_fail(p->ctx, DT_ERR_SHAPE,
-                                                         "dt_pipe_run: "
-                                                         "stage %d returned %s for micro-batch %d, "
-                                                         "and another shape or type before",
-                                                         a->stage, dt__tensor_text(y).s, a->micro);
-    *edge = now;
-    return a->to < 0 || a->to == p->rank
-               ? DT_OK
-               : dt__pipe_tell(p, edge, a->stage, a->to, &p->slots[a->slot].gives[2]);
+        return memcmp(edge, &found, sizeof found) == 0
+                   ? DT_OK
+                   : dt_fail(p->ctx, DT_ERR_SHAPE,
+                         "dt_pipe_run: stage %d returned %s for micro-batch %d, "
+                         "and another shape or type before",
+                         a->stage, dt__tensor_text(y).s, a->micro);
+    *edge = found;
+    return a->send_to < 0 || a->send_to == p->rank ? DT_OK
+                                                   : dt__pipe_exchange_shape(p, edge, a->stage,
+                                                         a->send_to, &p->slots[a->slot].sending[2]);
 }
 
 static dt_status dt__pipe_forward(dt__pipe *p, const dt_action *a, dt__pipe_slot *slot) {
     dt__pipe_call call = { p, a };
-    slot->open = 1;
+    slot->backward_pending = 1;
     slot->y = dt_block(p->ctx, dt__pipe_stage, slot->x, &call);
-    return slot->y ? dt__pipe_output(p, a, slot->y) : dt_error(p->ctx);
+    return slot->y ? dt__pipe_check_output(p, a, slot->y) : dt_error(p->ctx);
 }
 
-/* The gradient of a stage's input; zeros, if nothing leads from it to the loss. */
+/* The gradient of a stage's input; zeros if the loss does not depend on the input. */
 static void *dt__pipe_input_grad(dt__pipe *p, dt__pipe_slot *slot) {
     if (slot->x->grad) return slot->x->grad;
-    dt_tensor *none = dt_new(p->ctx, slot->x->dtype, slot->x->shape);
-    if (none) dt__fill(p->ctx, none->dtype, none->data, (size_t)dt_count(none->shape), 0);
-    return none ? none->data : NULL;
+    dt_tensor *zeros = dt_new(p->ctx, slot->x->dtype, slot->x->shape);
+    if (zeros) dt__fill(p->ctx, zeros->dtype, zeros->data, (size_t)dt_count(zeros->shape), 0);
+    return zeros ? zeros->data : NULL;
 }
 
-/* Waits until an action has lasted as long as it was told to. */
-static void dt__pipe_wait_pace(const dt__pipe *p, const dt_action *a, double begin) {
+/* Waits until an action has lasted as long as desc.min_durations says. */
+static void dt__pipe_wait_min_duration(const dt__pipe *p, const dt_action *a, double begin) {
     const dt_host *host = dt_ctx_host(p->ctx);
-    const dt_schedule_costs *c = p->desc.pace;
+    const dt_schedule_costs *c = p->desc.min_durations;
     if (!c) return;
     double each[3] = { c->forward, c->input, c->weight };
     for (int i = 0; i < 3 && c->stages; i++) each[i] = c->stages[3 * a->stage + i];
-    double least = a->phase == DT_FORWARD          ? each[0]
-                   : a->phase == DT_BACKWARD       ? each[1] + each[2]
-                   : a->phase == DT_BACKWARD_INPUT ? each[1]
-                                                   : each[2];
-    double left = begin + least - host->now(host->user);
+    double min_duration = a->phase == DT_FORWARD          ? each[0]
+                          : a->phase == DT_BACKWARD       ? each[1] + each[2]
+                          : a->phase == DT_BACKWARD_INPUT ? each[1]
+                                                          : each[2];
+    double left = begin + min_duration - host->now(host->user);
     if (left > 0) host->sleep(host->user, left);
 }
 
-/* One action: its message, its computation, the message that its result is. */
-static dt_status dt__pipe_act(
+/* Executes one action: receive, compute, send. */
+static dt_status dt__pipe_execute(
     dt__pipe *p, const dt_action *a, const dt_action *next, dt_span *span) {
     dt_ctx *ctx = p->ctx;
     const dt_host *host = dt_ctx_host(ctx);
     dt__pipe_slot *slot = &p->slots[a->slot];
-    if (dt__pipe_take(p, a) != DT_OK) return dt_error(ctx);
-    if (next && dt__pipe_take_early(p, a, next) != DT_OK) return dt_error(ctx);
-    dt_wait(ctx, slot->takes);
-    slot->takes = NULL;
-    slot->ready = 0;
+    if (dt__pipe_post_recv(p, a) != DT_OK) return dt_error(ctx);
+    if (next && dt__pipe_prefetch(p, a, next) != DT_OK) return dt_error(ctx);
+    dt_wait(ctx, slot->receiving);
+    slot->receiving = NULL;
+    slot->recv_posted = 0;
     dt_tape(ctx, a->slot + 1, a->stage);
     dt_micro(ctx, a->micro, p->micros);
     double begin = host->now(host->user);
     if ((a->phase == DT_FORWARD ? dt__pipe_forward(p, a, slot)
                                 : dt_backward_at(slot->y, slot->dy, a->phase)) != DT_OK)
         return dt_error(ctx);
-    dt__pipe_wait_pace(p, a, begin);
+    dt__pipe_wait_min_duration(p, a, begin);
     if (span) span->begin = begin, span->end = host->now(host->user);
-    if (a->to >= 0 && a->phase == DT_FORWARD)
-        slot->gives[0] = dt__pipe_give(p, a, slot->y->data, slot->y);
-    if (a->to >= 0 && a->phase != DT_FORWARD) {
+    if (a->send_to >= 0 && a->phase == DT_FORWARD)
+        slot->sending[0] = dt__pipe_post_send(p, a, slot->y->data, slot->y);
+    if (a->send_to >= 0 && a->phase != DT_FORWARD) {
         void *grad = dt__pipe_input_grad(p, slot);
-        if (grad) slot->gives[1] = dt__pipe_give(p, a, grad, slot->x);
+        if (grad) slot->sending[1] = dt__pipe_post_send(p, a, grad, slot->x);
     }
-    if (a->phase == DT_BACKWARD || a->phase == DT_BACKWARD_WEIGHT) slot->open = 0;
+    if (a->phase == DT_BACKWARD || a->phase == DT_BACKWARD_WEIGHT) slot->backward_pending = 0;
     return dt_error(ctx);
 }
 
-static void dt__pipe_actions(dt__pipe *p) {
+static void dt__pipe_run_schedule(dt__pipe *p) {
     const dt_schedule *s = p->desc.schedule;
     const dt_action *a = dt_schedule_actions(s, p->rank);
     int n = dt_schedule_count(s, p->rank);
     dt_span *spans = p->desc.spans;
     for (int i = 0; i < n; i++)
-        if (dt__pipe_act(p, &a[i], i + 1 < n ? &a[i + 1] : NULL, spans ? &spans[i] : NULL) != DT_OK)
+        if (dt__pipe_execute(p, &a[i], i + 1 < n ? &a[i + 1] : NULL, spans ? &spans[i] : NULL) !=
+            DT_OK)
             return;
 }
 
-/* Forwards only, a micro-batch through all of this rank's stages before the next one begins. */
-static void dt__pipe_forwards(dt__pipe *p) {
+/* Forwards only: each micro-batch passes all of this rank's stages before the next one begins. */
+static void dt__pipe_run_forwards(dt__pipe *p) {
     const dt_schedule *s = p->desc.schedule;
     for (int micro = 0; micro < p->micros; micro++)
         for (int stage = 0; stage < p->stages; stage++) {
             dt_action a = { DT_FORWARD, micro, 0, stage, dt__pipe_chunk(p, stage), -1, -1 };
             if (dt_schedule_rank_of(s, stage) != p->rank) continue;
-            if (stage > 0) a.from = dt_schedule_rank_of(s, stage - 1);
-            if (stage + 1 < p->stages) a.to = dt_schedule_rank_of(s, stage + 1);
-            if (dt__pipe_act(p, &a, NULL, NULL) != DT_OK) return;
+            if (stage > 0) a.recv_from = dt_schedule_rank_of(s, stage - 1);
+            if (stage + 1 < p->stages) a.send_to = dt_schedule_rank_of(s, stage + 1);
+            if (dt__pipe_execute(p, &a, NULL, NULL) != DT_OK) return;
         }
 }
 
@@ -4061,7 +4355,7 @@ static dt_status dt__pipe_check(dt_ctx *ctx, const dt_pipe_desc *d) {
             dt_schedule_name(d->schedule), dt_schedule_ranks(d->schedule), dt_comm_name(d->comm),
             dt_comm_size(d->comm));
     int64_t micros = d->forward_micros ? d->forward_micros : dt_schedule_micros(d->schedule);
-    /* each message has a tag of its own */
+    /* each message needs its own tag */
     if ((2 * micros + 1) * dt_schedule_stages(d->schedule) > INT32_MAX)
         return dt_fail(ctx, DT_ERR_ARG,
             "dt_pipe_run: %lld micro-batches through %d stages are more messages than can "
@@ -4082,31 +4376,31 @@ dt_status dt_pipe_run(dt_ctx *ctx, dt_pipe_desc desc) {
     if (!p.micros) p.micros = dt_schedule_micros(desc.schedule);
     p.n_slots = desc.forward_micros ? dt_schedule_chunks(desc.schedule)
                                     : dt_schedule_slots(desc.schedule, p.rank);
-    p.slots = (dt__pipe_slot *)desc.schedule->running;
+    p.slots = (dt__pipe_slot *)desc.schedule->pipe_memory;
     p.edges = (dt__pipe_edge *)(void *)(p.slots + p.n_slots);
-    memset(p.slots, 0, desc.schedule->running_bytes);
+    memset(p.slots, 0, desc.schedule->pipe_bytes);
     if (desc.forward_micros) ctx->no_grad = 1;
     if (desc.forward_micros)
-        dt__pipe_forwards(&p);
+        dt__pipe_run_forwards(&p);
     else
-        dt__pipe_actions(&p);
-    for (int s = 0; s < p.n_slots; s++) dt__pipe_clear(&p, s);
+        dt__pipe_run_schedule(&p);
+    for (int s = 0; s < p.n_slots; s++) dt__pipe_release_slot(&p, s);
     ctx->no_grad = no_grad;
     dt_tape(ctx, 0, 0);
     dt_micro(ctx, 0, 1);
     return dt_error(ctx);
 }
 
-dt_status dt_pipe_spans(
+dt_status dt_pipe_gather_spans(
     dt_comm *comm, const dt_schedule *schedule, const dt_span *mine, dt_span *all) {
-    int n = dt_schedule_first(schedule, dt_schedule_ranks(schedule)), rank = dt_comm_rank(comm);
+    int n = dt_schedule_offset(schedule, dt_schedule_ranks(schedule)), rank = dt_comm_rank(comm);
     double first = HUGE_VAL;
     if (!schedule || !mine || !all || rank >= dt_schedule_ranks(schedule))
         return comm ? dt_fail(comm->world->ctx, DT_ERR_ARG,
-                          "dt_pipe_spans: a NULL argument, or too few ranks")
+                          "dt_pipe_gather_spans: a NULL argument, or too few ranks")
                     : DT_ERR_ARG;
     memset(all, 0, (size_t)n * sizeof *all);
-    memcpy(all + dt_schedule_first(schedule, rank), mine,
+    memcpy(all + dt_schedule_offset(schedule, rank), mine,
         (size_t)dt_schedule_count(schedule, rank) * sizeof *mine);
     dt_status status = dt_sum_doubles(comm, (double *)all, 2 * (size_t)n);
     for (int i = 0; i < n; i++) first = all[i].begin < first ? all[i].begin : first;
@@ -4114,133 +4408,152 @@ dt_status dt_pipe_spans(
     return status;
 }
 
-// ==== 18. Order of data and text: code ==========================================================
+// ==== 18. Data order and text datasets: code ====================================================
+
+/* The data are read again and again: number k of the run's sequences is sequence k mod S of the
+   data. Step n, micro-step j, replica r and i select number consumed + (n-1) B + (j R + r)
+   b + i, so the data of a step do not depend on the layout. The distributed sampler permutes the
+   samples of each epoch and deals them out: rank r takes entries r, r + R, .. For n = 5, R = 2:
+
+       shuffled       3 0 4 1 2 | 3     padded with its own beginning; drop_last: 3 0 4 1
+       rank 0         3   4   2
+       rank 1           0   1     3 */
 
 /* floor(a b / m), at most INT64_MAX, and *rest = a b mod m. a, b >= 0, m >= 1. */
 static int64_t dt__mul_div(int64_t a, int64_t b, int64_t m, uint64_t *rest) {
     uint64_t by = (uint64_t)(b % m), left = 0;
-    int64_t whole = 0, more = 0;
+    int64_t quotient = 0, more = 0;
     if (!dt__mul_ok(a, b / m, &more)) more = INT64_MAX;
     for (int bit = 62; bit >= 0; bit--) { /* a (b mod m) by double-and-add: left < 2 m */
         left *= 2;
-        whole *= 2;
-        if (left >= (uint64_t)m) left -= (uint64_t)m, whole++;
+        quotient *= 2;
+        if (left >= (uint64_t)m) left -= (uint64_t)m, quotient++;
         if (a >> bit & 1) left += by;
-        if (left >= (uint64_t)m) left -= (uint64_t)m, whole++;
+        if (left >= (uint64_t)m) left -= (uint64_t)m, quotient++;
     }
     *rest = left;
-    return dt__add_most(whole, more);
+    return dt__add_saturating(quotient, more);
 }
 
-/* Returns dt_order_sequence, and dt_order_epoch in *epoch. Their products need up to 128 bits. */
-static int64_t dt__order_at(
-    dt_order o, int64_t step, int micro_step, int replica, int i, int64_t *epoch) {
-    uint64_t at = (uint64_t)o.before + (uint64_t)i, rest[2], S = (uint64_t)o.sequences;
-    int64_t line = (int64_t)micro_step * o.replicas + replica;
+/* Returns dt_data_order_sequence, and dt_data_order_epoch in *epoch. Their products need up to 128
+   bits. */
+static int64_t dt__data_order_at(
+    dt_data_order o, int64_t step, int micro_step, int replica, int i, int64_t *epoch) {
+    uint64_t at = (uint64_t)o.consumed + (uint64_t)i, rest[2], S = (uint64_t)o.sequences;
+    int64_t micro_batch = (int64_t)micro_step * o.replicas + replica;
     *epoch = 0;
     if (o.sequences < 1 || step < 1 || o.batch < 0 || o.micro_batch < 0 || o.replicas < 0 ||
-        o.before < 0)
+        o.consumed < 0)
         return -1;
     if (micro_step < 0 || replica < 0 || i < 0) return -1;
-    *epoch = dt__add_most(dt__mul_div(step - 1, o.batch, o.sequences, &rest[0]), (int64_t)(at / S));
-    *epoch = dt__add_most(*epoch, dt__mul_div(line, o.micro_batch, o.sequences, &rest[1]));
+    *epoch = dt__add_saturating(
+        dt__mul_div(step - 1, o.batch, o.sequences, &rest[0]), (int64_t)(at / S));
+    *epoch =
+        dt__add_saturating(*epoch, dt__mul_div(micro_batch, o.micro_batch, o.sequences, &rest[1]));
     at %= S;
     for (int k = 0; k < 2; k++) {
         at += rest[k];
-        if (at >= S) at -= S, *epoch = dt__add_most(*epoch, 1);
+        if (at >= S) at -= S, *epoch = dt__add_saturating(*epoch, 1);
     }
     return (int64_t)at;
 }
 
-int64_t dt_order_sequence(dt_order order, int64_t step, int micro_step, int replica, int i) {
+int64_t dt_data_order_sequence(
+    dt_data_order order, int64_t step, int micro_step, int replica, int i) {
     int64_t epoch;
-    return dt__order_at(order, step, micro_step, replica, i, &epoch);
+    return dt__data_order_at(order, step, micro_step, replica, i, &epoch);
 }
 
-int64_t dt_order_epoch(dt_order order, int64_t step, int micro_step, int replica, int i) {
+int64_t dt_data_order_epoch(dt_data_order order, int64_t step, int micro_step, int replica, int i) {
     int64_t epoch;
-    dt__order_at(order, step, micro_step, replica, i, &epoch);
+    dt__data_order_at(order, step, micro_step, replica, i, &epoch);
     return epoch;
 }
 
-/* NULL, or why these numbers are no ramp for any micro-batch. */
-static const char *dt__ramp_bad(dt_batch_ramp r) {
+/* NULL, or why these numbers are not a ramp for any micro-batch. */
+static const char *dt__ramp_problem(dt_batch_ramp r) {
     if (r.start < 1 || r.incr < 1 || r.samples < 1 || r.batch < r.start)
-        return "it goes by 1 or more from 1 to the batch, over 1 or more";
-    int64_t times = (r.batch - r.start) / r.incr;
-    return times == INT64_MAX || r.samples > INT64_MAX / (times + 1) ? "too many sequences" : NULL;
+        return "start, increment and samples are at least 1, and start is at most the batch";
+    int64_t increments = (r.batch - r.start) / r.incr;
+    return increments == INT64_MAX || r.samples > INT64_MAX / (increments + 1)
+               ? "too many sequences"
+               : NULL;
 }
 
-/* A valid ramp near to r, for an error text: whole units from a multiple of unit to the batch. If
+/* A valid ramp near r, for an error text: whole units from a multiple of unit up to the batch. If
    10,000 increments do not divide that range, the increment is the whole range. */
-static dt_batch_ramp dt__ramp_near(dt_batch_ramp r, int64_t unit) {
-    int64_t least = r.start < 1 ? 1 : r.start > r.batch ? r.batch : r.start;
-    /* not beyond the batch, which is a multiple */
-    r.start = least % unit ? least - least % unit + unit : least;
-    int64_t left = (r.batch - r.start) / unit, by = r.incr / unit < left ? r.incr / unit : left;
-    for (int tries = 0; by > 1 && left % by != 0; tries++) by = tries < 10000 ? by - 1 : left;
-    if (by < 1) by = 1;
-    r.incr = by * unit;
-    int64_t most = INT64_MAX / (left / by < INT64_MAX ? left / by + 1 : INT64_MAX);
+static dt_batch_ramp dt__ramp_suggest(dt_batch_ramp r, int64_t unit) {
+    int64_t start = r.start < 1 ? 1 : r.start > r.batch ? r.batch : r.start;
+    /* not beyond the batch, which is a multiple of unit */
+    r.start = start % unit ? start - start % unit + unit : start;
+    int64_t left = (r.batch - r.start) / unit,
+            increment = r.incr / unit < left ? r.incr / unit : left;
+    for (int tries = 0; increment > 1 && left % increment != 0; tries++)
+        increment = tries < 10000 ? increment - 1 : left;
+    if (increment < 1) increment = 1;
+    r.incr = increment * unit;
+    int64_t limit = INT64_MAX / (left / increment < INT64_MAX ? left / increment + 1 : INT64_MAX);
     if (r.samples < 1) r.samples = r.batch;
-    if (r.samples > most) r.samples = most;
+    if (r.samples > limit) r.samples = limit;
     return r;
 }
 
 dt_status dt_batch_ramp_check(dt_batch_ramp r, int64_t unit, char *text, size_t text_bytes) {
-    dt__saying t = dt__saying_in(text, text_bytes);
+    dt__strbuf t = dt__strbuf_in(text, text_bytes);
     if (r.samples == 0) return DT_OK;
-    dt__say(&t, "batch ramp %lld:%lld:%lld to %lld: ", (long long)r.start, (long long)r.incr,
+    dt__strbuf_add(&t, "batch ramp %lld:%lld:%lld to %lld: ", (long long)r.start, (long long)r.incr,
         (long long)r.samples, (long long)r.batch);
     if (unit < 1 || r.batch < 1 || r.batch % unit != 0) {
-        dt__say(
-            &t, "that is no multiple of %lld, the micro-batch of all replicas", (long long)unit);
+        dt__strbuf_add(&t, "the batch is not a multiple of %lld, the micro-batch of all replicas",
+            (long long)unit);
         return DT_ERR_ARG;
     }
-    const char *bad = dt__ramp_bad(r);
+    const char *bad = dt__ramp_problem(r);
     int64_t grows = bad ? 0 : r.batch - r.start;
     if (!bad && grows % r.incr == 0 && r.start % unit == 0 && (r.incr % unit == 0 || grows == 0)) {
         if (t.bytes > 0) text[0] = 0;
         return DT_OK;
     }
-    dt_batch_ramp near = dt__ramp_near(r, unit);
+    dt_batch_ramp near = dt__ramp_suggest(r, unit);
     if (bad)
-        dt__say(&t, "%s", bad);
+        dt__strbuf_add(&t, "%s", bad);
     else if (grows % r.incr != 0)
-        dt__say(&t, "steps of %lld do not lead from %lld to %lld", (long long)r.incr,
+        dt__strbuf_add(&t, "steps of %lld do not lead from %lld to %lld", (long long)r.incr,
             (long long)r.start, (long long)r.batch);
     else
-        dt__say(&t, "a batch of %lld is no multiple of %lld, the micro-batch of all replicas",
+        dt__strbuf_add(&t,
+            "a batch of %lld is not a multiple of %lld, the micro-batch of all replicas",
             (long long)(r.start % unit != 0 ? r.start : r.start + r.incr), (long long)unit);
-    dt__say(&t, "; use %lld:%lld:%lld", (long long)near.start, (long long)near.incr,
+    dt__strbuf_add(&t, "; use %lld:%lld:%lld", (long long)near.start, (long long)near.incr,
         (long long)near.samples);
     return DT_ERR_ARG;
 }
 
 int64_t dt_batch_ramp_size(dt_batch_ramp r, int64_t consumed) {
-    if (consumed >= r.samples || dt__ramp_bad(r)) return r.batch;
-    int64_t times = (r.batch - r.start) / r.incr;
-    return consumed < 0 ? r.start : r.start + consumed * times / r.samples * r.incr;
+    if (consumed >= r.samples || dt__ramp_problem(r)) return r.batch;
+    int64_t increments = (r.batch - r.start) / r.incr;
+    return consumed < 0 ? r.start : r.start + consumed * increments / r.samples * r.incr;
 }
 
-/* Few iterations: as samples K <= INT64_MAX, fewer than 2^21 sizes can last more than one step;
+/* Few iterations: samples K <= INT64_MAX, so fewer than 2^21 sizes can last more than one step;
    later steps skip sizes, more at each step. */
-int64_t dt_batch_ramp_before(dt_batch_ramp r, int64_t step) {
+int64_t dt_batch_ramp_consumed(dt_batch_ramp r, int64_t step) {
     int64_t consumed = 0, left = step > 1 ? step - 1 : 0;
-    if (dt__ramp_bad(r)) r.samples = 0;
-    int64_t times = r.samples ? (r.batch - r.start) / r.incr : 0;
+    if (dt__ramp_problem(r)) r.samples = 0;
+    int64_t increments = r.samples ? (r.batch - r.start) / r.incr : 0;
     while (left > 0 && consumed < r.samples) { /* all steps of one size at once */
-        int64_t grown = consumed * times / r.samples, size = r.start + grown * r.incr;
-        /* there the next size begins */
-        int64_t end = times ? ((grown + 1) * r.samples - 1) / times + 1 : r.samples;
-        int64_t most = (end - consumed - 1) / size + 1, steps = most < left ? most : left;
+        int64_t grown = consumed * increments / r.samples, size = r.start + grown * r.incr;
+        /* where the next size begins */
+        int64_t end = increments ? ((grown + 1) * r.samples - 1) / increments + 1 : r.samples;
+        int64_t max_steps = (end - consumed - 1) / size + 1,
+                steps = max_steps < left ? max_steps : left;
         /* all but the last step end within samples */
-        consumed = dt__add_most(consumed + (steps - 1) * size, size);
+        consumed = dt__add_saturating(consumed + (steps - 1) * size, size);
         left -= steps;
     }
     int64_t rest = 0;
     if (r.batch > 0 && !dt__mul_ok(left, r.batch, &rest)) rest = INT64_MAX;
-    return dt__add_most(consumed, rest);
+    return dt__add_saturating(consumed, rest);
 }
 
 /* The Mersenne twister, MT19937: M. Matsumoto, T. Nishimura, ACM TOMACS 8 (1998) 3-30. */
@@ -4258,7 +4571,7 @@ static void dt__twister_seed(dt__twister *t, uint32_t seed) {
 }
 
 static uint32_t dt__twister_next(dt__twister *t) {
-    if (t->used == DT__TWISTER_WORDS) { /* all were given out: make as many new ones of them */
+    if (t->used == DT__TWISTER_WORDS) { /* used up: generate the next block */
         for (int i = 0; i < DT__TWISTER_WORDS; i++) {
             uint32_t next = t->word[(i + 1) % DT__TWISTER_WORDS];
             uint32_t mixed = (t->word[i] & 0x80000000u) | (next & 0x7fffffffu);
@@ -4279,8 +4592,8 @@ struct dt_sampler {
     dt_listener listener; /* frees the sampler with the context */
     dt_sampler_desc desc;
     dt_sampler_state state;
-    int32_t *order;  /* (samples) of epoch `ordered`; NULL without shuffle */
-    int64_t ordered; /* -1: no order yet */
+    int32_t *order;      /* (samples) of epoch order_epoch; NULL without shuffle */
+    int64_t order_epoch; /* -1: no order yet */
 };
 
 static void dt__sampler_release(dt_ctx *ctx, void *user) {
@@ -4304,9 +4617,9 @@ dt_sampler *dt_sampler_make(dt_ctx *ctx, dt_sampler_desc d) {
             (long long)d.samples, d.rank, d.replicas);
         return NULL;
     }
-    if (d.shuffle && d.samples > DT_SAMPLER_SHUFFLED) {
+    if (d.shuffle && d.samples > DT_SAMPLER_MAX_SHUFFLED) {
         dt_fail(ctx, DT_ERR_ARG, "dt_sampler_make: %lld samples; at most %d can be shuffled",
-            (long long)d.samples, DT_SAMPLER_SHUFFLED);
+            (long long)d.samples, DT_SAMPLER_MAX_SHUFFLED);
         return NULL;
     }
     dt_sampler *s = (dt_sampler *)dt_alloc(ctx, DT_MEM_HOST, sizeof *s, "dt_sampler_make");
@@ -4314,7 +4627,7 @@ dt_sampler *dt_sampler_make(dt_ctx *ctx, dt_sampler_desc d) {
     memset(s, 0, sizeof *s);
     s->ctx = ctx;
     s->desc = d;
-    s->ordered = -1;
+    s->order_epoch = -1;
     s->listener.closing = dt__sampler_release;
     s->listener.user = s;
     dt_listen(ctx, &s->listener);
@@ -4332,16 +4645,16 @@ int64_t dt_sampler_count(const dt_sampler *s) {
            (s->desc.samples % s->desc.replicas != 0 && !s->desc.drop_last);
 }
 
-dt_sampler_state dt_sampler_where(const dt_sampler *s) {
+dt_sampler_state dt_sampler_tell(const dt_sampler *s) {
     dt_sampler_state start = { 0, 0 };
     return s ? s->state : start;
 }
 
 dt_status dt_sampler_seek(dt_sampler *s, dt_sampler_state state) {
     if (!s || dt_error(s->ctx) != DT_OK) return s ? dt_error(s->ctx) : DT_ERR_ARG;
-    if (state.epoch < 0 || state.place < 0 || state.place > dt_sampler_count(s))
-        return dt_fail(s->ctx, DT_ERR_ARG, "dt_sampler_seek: place %lld of %lld in epoch %lld",
-            (long long)state.place, (long long)dt_sampler_count(s), (long long)state.epoch);
+    if (state.epoch < 0 || state.position < 0 || state.position > dt_sampler_count(s))
+        return dt_fail(s->ctx, DT_ERR_ARG, "dt_sampler_seek: position %lld of %lld in epoch %lld",
+            (long long)state.position, (long long)dt_sampler_count(s), (long long)state.epoch);
     s->state = state;
     return DT_OK;
 }
@@ -4351,7 +4664,7 @@ dt_status dt_sampler_set_epoch(dt_sampler *s, int64_t epoch) {
     return dt_sampler_seek(s, start);
 }
 
-/* torch.randperm: each place in turn takes one of the samples that no place before it took. */
+/* torch.randperm (Fisher-Yates): each index in turn takes one of the samples that are left. */
 static void dt__sampler_shuffle(dt_sampler *s) {
     dt__twister twister;
     int64_t n = s->desc.samples;
@@ -4363,23 +4676,25 @@ static void dt__sampler_shuffle(dt_sampler *s) {
         s->order[other] = s->order[i];
         s->order[i] = taken;
     }
-    s->ordered = s->state.epoch;
+    s->order_epoch = s->state.epoch;
 }
 
 int64_t dt_sampler_next(dt_sampler *s) {
-    if (!s || dt_error(s->ctx) != DT_OK || s->state.place == dt_sampler_count(s)) return -1;
-    int64_t at = s->state.place++ * s->desc.replicas, left = s->desc.samples - at; /* at least 1 */
-    /* past the end: again */
+    if (!s || dt_error(s->ctx) != DT_OK || s->state.position == dt_sampler_count(s)) return -1;
+    int64_t at = s->state.position++ * s->desc.replicas,
+            left = s->desc.samples - at; /* at least 1 */
+    /* past the end: from the beginning again */
     at = s->desc.rank < left ? at + s->desc.rank : (s->desc.rank - left) % s->desc.samples;
     if (!s->order) return at;
-    if (s->ordered != s->state.epoch) dt__sampler_shuffle(s);
+    if (s->order_epoch != s->state.epoch) dt__sampler_shuffle(s);
     return s->order[at];
 }
 
-double dt_tokens(dt_comm *comm, const int32_t *labels, size_t n) {
+double dt_count_labels(dt_comm *comm, const int32_t *labels, size_t n) {
     double count = 0;
     if (!labels && n > 0) {
-        if (comm) dt_fail(comm->world->ctx, DT_ERR_ARG, "dt_tokens: %zu labels, which are NULL", n);
+        if (comm)
+            dt_fail(comm->world->ctx, DT_ERR_ARG, "dt_count_labels: %zu labels, which are NULL", n);
         return 0;
     }
     for (size_t i = 0; i < n; i++) count += labels[i] >= 0;
@@ -4387,37 +4702,36 @@ double dt_tokens(dt_comm *comm, const int32_t *labels, size_t n) {
     return count;
 }
 
-/* head: bytes */
 typedef struct dt__text_file {
     const char *path;
     int64_t start, tokens;
-    int head;
+    int header_bytes;
 } dt__text_file;
 
 struct dt_text {
     dt_ctx *ctx;
-    dt_listener listener; /* closes the text with the context */
+    dt_listener listener; /* closes the dataset with the context */
     int seq, files;
     int64_t tokens;
     dt__text_file *file; /* (files) */
-    int width;           /* bytes of a token: 1, or 2 and 4 of shards */
-    char *names;         /* their paths, one after the other */
-    size_t name_bytes;
-    /* (seq + 1) tokens of one sequence, as in the file; room for the widest */
-    unsigned char *window;
-    int fd, current; /* the one file that is open: many ranks may read many files */
+    int token_bytes;     /* 1, or 2 and 4 in shards */
+    char *paths;         /* copies of the paths, one after the other */
+    size_t path_bytes;
+    /* (seq + 1) tokens of one sequence as in the file, with space for the widest */
+    unsigned char *buffer;
+    int fd, current; /* only one file is open at a time: many ranks may read many files */
 };
 
-static void dt__text_shut(dt_text *t) {
+static void dt__text_close_file(dt_text *t) {
     const dt_io *io = dt_ctx_io(t->ctx);
     if (t->fd >= 0) io->close(io->user, t->fd);
     t->fd = t->current = -1;
 }
 
-static dt_status dt__text_use(dt_text *t, int i) {
+static dt_status dt__text_open_file(dt_text *t, int i) {
     const dt_io *io = dt_ctx_io(t->ctx);
     if (t->current == i) return DT_OK;
-    dt__text_shut(t);
+    dt__text_close_file(t);
     errno = 0;
     t->fd = io->open(io->user, t->file[i].path, DT_IO_READ);
     if (t->fd < 0) return dt__io_fail(t->ctx, "%s", t->file[i].path);
@@ -4427,10 +4741,10 @@ static dt_status dt__text_use(dt_text *t, int i) {
 
 static void dt__text_free(dt_ctx *ctx, void *user) {
     dt_text *t = (dt_text *)user;
-    dt__text_shut(t);
+    dt__text_close_file(t);
     dt_free(ctx, DT_MEM_HOST, t->file, (size_t)t->files * sizeof *t->file);
-    dt_free(ctx, DT_MEM_HOST, t->names, t->name_bytes);
-    dt_free(ctx, DT_MEM_HOST, t->window, 4 * ((size_t)t->seq + 1));
+    dt_free(ctx, DT_MEM_HOST, t->paths, t->path_bytes);
+    dt_free(ctx, DT_MEM_HOST, t->buffer, 4 * ((size_t)t->seq + 1));
     dt_free(ctx, DT_MEM_HOST, t, sizeof *t);
 }
 
@@ -4440,8 +4754,9 @@ void dt_text_close(dt_text *text) {
     dt__text_free(text->ctx, text);
 }
 
-/* Bytes of the open file i, all of them. */
-static dt_status dt__text_bytes(dt_text *t, int i, int64_t at, size_t bytes, unsigned char *out) {
+/* Reads bytes of file i, which is open; all of them or failure. */
+static dt_status dt__text_read_bytes(
+    dt_text *t, int i, int64_t at, size_t bytes, unsigned char *out) {
     const dt_io *io = dt_ctx_io(t->ctx);
     while (bytes > 0) {
         errno = 0;
@@ -4458,52 +4773,53 @@ static dt_status dt__text_bytes(dt_text *t, int i, int64_t at, size_t bytes, uns
     return DT_OK;
 }
 
-/* What kind of file the open one is, and how many tokens it has. llm.c's shards begin with 256
-   words: magic, version, the number of tokens, zeros. */
-static dt_status dt__text_kind(dt_text *t, int i, int64_t bytes) {
+/* Finds the kind of the open file and its number of tokens. llm.c shards begin with 256 words:
+   magic, version, number of tokens, zeros. */
+static dt_status dt__text_read_header(dt_text *t, int i, int64_t bytes) {
     dt__text_file *f = &t->file[i];
-    uint32_t head[3] = { 0, 0, 0 };
+    uint32_t header[3] = { 0, 0, 0 };
     int width = 1;
-    if (bytes >= 4 && dt__text_bytes(t, i, 0, 4, (unsigned char *)head) != DT_OK)
+    if (bytes >= 4 && dt__text_read_bytes(t, i, 0, 4, (unsigned char *)header) != DT_OK)
         return dt_error(t->ctx);
     f->tokens = bytes;
-    if (head[0] == 20240520 || head[0] == 20240801) {
-        uint32_t version = head[0] == 20240520 ? 1 : 7;
-        if (bytes >= 12 && dt__text_bytes(t, i, 0, 12, (unsigned char *)head) != DT_OK)
+    if (header[0] == 20240520 || header[0] == 20240801) {
+        uint32_t version = header[0] == 20240520 ? 1 : 7;
+        if (bytes >= 12 && dt__text_read_bytes(t, i, 0, 12, (unsigned char *)header) != DT_OK)
             return dt_error(t->ctx);
         width = version == 1 ? 2 : 4;
-        f->head = 1024;
-        f->tokens = head[2];
-        if (head[1] != version || head[2] > INT32_MAX || bytes != f->head + f->tokens * width)
+        f->header_bytes = 1024;
+        f->tokens = header[2];
+        if (header[1] != version || header[2] > INT32_MAX ||
+            bytes != f->header_bytes + f->tokens * width)
             return dt_fail(t->ctx, DT_ERR_IO,
                 "%s: a shard of version %u with %u tokens has %lld bytes; version %u and "
                 "1024 + %d a token are needed",
-                f->path, head[1], head[2], (long long)bytes, version, width);
+                f->path, header[1], header[2], (long long)bytes, version, width);
     }
-    if (i > 0 && width != t->width)
+    if (i > 0 && width != t->token_bytes)
         return dt_fail(t->ctx, DT_ERR_IO,
             "%s has %d bytes a token, but %s has %d: bytes and shards do not mix", f->path, width,
-            t->file[0].path, t->width);
-    t->width = width;
+            t->file[0].path, t->token_bytes);
+    t->token_bytes = width;
     return DT_OK;
 }
 
 /* Copies the paths and measures every file. */
 static dt_status dt__text_measure(dt_text *t, const char *const *paths) {
     const dt_io *io = dt_ctx_io(t->ctx);
-    for (int i = 0; i < t->files; i++) t->name_bytes += strlen(paths[i]) + 1;
-    t->names = (char *)dt_alloc(t->ctx, DT_MEM_HOST, t->name_bytes, "dt_text_open");
-    char *name = t->names;
+    for (int i = 0; i < t->files; i++) t->path_bytes += strlen(paths[i]) + 1;
+    t->paths = (char *)dt_alloc(t->ctx, DT_MEM_HOST, t->path_bytes, "dt_text_open");
+    char *name = t->paths;
     for (int i = 0; i < t->files && dt_error(t->ctx) == DT_OK; i++) {
         size_t bytes = strlen(paths[i]) + 1;
         memcpy(name, paths[i], bytes);
         t->file[i].path = name;
         name += bytes;
-        if (dt__text_use(t, i) != DT_OK) break;
+        if (dt__text_open_file(t, i) != DT_OK) break;
         errno = 0;
         int64_t size = io->size(io->user, t->fd);
         if (size < 0) return dt__io_fail(t->ctx, "%s", paths[i]);
-        if (dt__text_kind(t, i, size) != DT_OK) break;
+        if (dt__text_read_header(t, i, size) != DT_OK) break;
         t->file[i].start = t->tokens;
         t->tokens += t->file[i].tokens;
     }
@@ -4512,7 +4828,7 @@ static dt_status dt__text_measure(dt_text *t, const char *const *paths) {
 
 dt_text *dt_text_open(dt_ctx *ctx, const char *const *paths, int files, int seq) {
     if (dt_error(ctx) != DT_OK) return NULL;
-    int named = 0; /* paths that are not NULL */
+    int named = 0; /* number of paths that are not NULL */
     while (paths && named < files && paths[named]) named++;
     if (files < 1 || seq < 1 || named < files) {
         dt_fail(ctx, DT_ERR_ARG,
@@ -4532,13 +4848,13 @@ dt_text *dt_text_open(dt_ctx *ctx, const char *const *paths, int files, int seq)
     dt_listen(ctx, &t->listener);
     t->file = (dt__text_file *)dt_alloc(
         ctx, DT_MEM_HOST, (size_t)files * sizeof *t->file, "dt_text_open");
-    t->window = (unsigned char *)dt_alloc(ctx, DT_MEM_HOST, 4 * ((size_t)seq + 1), "dt_text_open");
+    t->buffer = (unsigned char *)dt_alloc(ctx, DT_MEM_HOST, 4 * ((size_t)seq + 1), "dt_text_open");
     if (t->file) memset(t->file, 0, (size_t)files * sizeof *t->file);
     if (dt_error(ctx) == DT_OK && dt__text_measure(t, paths) == DT_OK && dt_text_sequences(t) < 1)
         dt_fail(ctx, DT_ERR_IO,
             "%s%s: %lld %s, but one sequence needs %lld (seq %d and the label of its last token)",
             paths[0], files > 1 ? " and others" : "", (long long)t->tokens,
-            t->width > 1 ? "tokens" : "bytes", (long long)seq + 1, seq);
+            t->token_bytes > 1 ? "tokens" : "bytes", (long long)seq + 1, seq);
     if (dt_error(ctx) == DT_OK) return t;
     dt_text_close(t);
     return NULL;
@@ -4549,8 +4865,11 @@ int64_t dt_text_sequences(const dt_text *text) {
     return dt_text_tokens(text) > 0 ? (text->tokens - 1) / text->seq : 0;
 }
 
-int64_t dt_text_limit(const dt_text *text) {
-    return !text ? 0 : text->width == 1 ? 256 : text->width == 2 ? 65536 : (int64_t)1 << 31;
+int64_t dt_text_token_limit(const dt_text *text) {
+    return !text                    ? 0
+           : text->token_bytes == 1 ? 256
+           : text->token_bytes == 2 ? 65536
+                                    : (int64_t)1 << 31;
 }
 
 dt_status dt_text_read(dt_text *t, int64_t sequence, int32_t *ids, int32_t *labels) {
@@ -4560,24 +4879,24 @@ dt_status dt_text_read(dt_text *t, int64_t sequence, int32_t *ids, int32_t *labe
             (long long)sequence, (long long)dt_text_sequences(t));
     if (!ids || !labels) return dt_fail(t->ctx, DT_ERR_ARG, "dt_text_read: ids or labels is NULL");
     int64_t at = sequence * t->seq, end = at + t->seq + 1;
-    for (int i = 0; i < t->files && at < end; i++) { /* the window may lie in several files */
+    for (int i = 0; i < t->files && at < end; i++) { /* a sequence may span several files */
         const dt__text_file *f = &t->file[i];
         int64_t stop = f->start + f->tokens < end ? f->start + f->tokens : end;
         if (at >= stop) continue;
-        unsigned char *out = t->window + (at + t->seq + 1 - end) * t->width;
-        if (dt__text_use(t, i) != DT_OK ||
-            dt__text_bytes(t, i, f->head + (at - f->start) * t->width,
-                (size_t)((stop - at) * t->width), out) != DT_OK)
+        unsigned char *out = t->buffer + (at + t->seq + 1 - end) * t->token_bytes;
+        if (dt__text_open_file(t, i) != DT_OK ||
+            dt__text_read_bytes(t, i, f->header_bytes + (at - f->start) * t->token_bytes,
+                (size_t)((stop - at) * t->token_bytes), out) != DT_OK)
             return dt_error(t->ctx);
         at = stop;
     }
     for (int i = 0; i <= t->seq; i++) {
         uint16_t two;
-        uint32_t token = t->window[i];
-        if (t->width == 2) token = (memcpy(&two, t->window + 2 * i, 2), two);
-        if (t->width == 4) memcpy(&token, t->window + 4 * i, 4);
+        uint32_t token = t->buffer[i];
+        if (t->token_bytes == 2) token = (memcpy(&two, t->buffer + 2 * i, 2), two);
+        if (t->token_bytes == 4) memcpy(&token, t->buffer + 4 * i, 4);
         if (token > INT32_MAX)
-            return dt_fail(t->ctx, DT_ERR_IO, "%s%s: token %lld is %u, which is no id",
+            return dt_fail(t->ctx, DT_ERR_IO, "%s%s: token %lld is %u, which is not a token id",
                 t->file[0].path, t->files > 1 ? " and others" : "",
                 (long long)(sequence * t->seq + i), token);
         if (i < t->seq) ids[i] = (int32_t)token;
@@ -4588,15 +4907,19 @@ dt_status dt_text_read(dt_text *t, int64_t sequence, int32_t *ids, int32_t *labe
 
 // ==== 19. Dry runs: code ========================================================================
 
-/* Addresses that no memory has: the upper half of all. */
-#define DT__DRY_FROM ((uintptr_t)1 << (8 * sizeof(uintptr_t) - 1))
+/* A dry context has a kernel table whose alloc gives out addresses that no memory has, and whose
+   kernels only count. Code that moves data checks dt__is_dry, so that host arrays stay real. The
+   program, its collectives and the byte counters run unchanged. */
 
-static int dt__is_dry(const void *p) { return (uintptr_t)p >= DT__DRY_FROM; }
+/* Addresses that no memory has: the upper half of the address space. */
+#define DT__DRY_BASE ((uintptr_t)1 << (8 * sizeof(uintptr_t) - 1))
+
+static int dt__is_dry(const void *p) { return (uintptr_t)p >= DT__DRY_BASE; }
 
 static void *dt__dry_alloc(void *user, size_t bytes) {
     dt_dry *dry = (dt_dry *)user;
-    uintptr_t p = DT__DRY_FROM + dry->next;
-    dry->next += (bytes + 63) / 64 * 64;
+    uintptr_t p = DT__DRY_BASE + dry->next_address;
+    dry->next_address += (bytes + 63) / 64 * 64;
     return (void *)p;
 }
 
@@ -4616,11 +4939,11 @@ static dt_status dt__dry_move(void *dst, const void *src, size_t bytes, void *st
     return DT_OK;
 }
 
-/* Figures that ranks exchange may lie in real memory: their sums are taken. */
+/* Numbers that ranks exchange may be in real memory; those are reduced. */
 static dt_status dt__dry_reduce_real(const dt_reduce_args *a) {
     int dry = dt__is_dry(a->out);
     for (int i = 0; i < a->n; i++) dry |= dt__is_dry(a->in[i]);
-    for (int i = 0; i < a->n_also; i++) dry |= dt__is_dry(a->also[i]);
+    for (int i = 0; i < a->n_copies; i++) dry |= dt__is_dry(a->copies[i]);
     return dry ? DT_OK : dt_kernels_cpu()->reduce(a, NULL);
 }
 
@@ -4636,12 +4959,12 @@ enum {
         DT__DRY_KERNELS
 };
 
-/* Counts a call. Two products forward and five backward make an attention. */
+/* Counts a call. Attention is two products forward and five backward. */
 static dt_status dt__dry_call(dt_dry *dry, int kernel, const void *args) {
     const dt_matmul_args *m = (const dt_matmul_args *)args;
     const dt_attention_args *a = (const dt_attention_args *)args;
     const dt_attention_back_args *b = (const dt_attention_back_args *)args;
-    dry->kernels++;
+    dry->kernel_calls++;
     if (kernel == DT__DRY_matmul)
         dry->flops +=
             2.0 * (double)m->m * (double)m->n * (double)m->k * (double)(m->batch ? m->batch : 1);
@@ -4665,15 +4988,15 @@ dt_status dt_dry_begin(dt_ctx *ctx, dt_dry *dry) {
         NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, 0, DT_KERNELS(DT__DRY_ENTRY) };
 #undef DT__DRY_ENTRY
     if (dt_error(ctx) != DT_OK) return dt_error(ctx);
-    if (!dry || ctx->root || ctx->units || ctx->work)
+    if (!dry || ctx->root || ctx->buckets || ctx->work)
         return dt_fail(ctx, DT_ERR_ARG, "dt_dry_begin: %s",
             dry ? "the context has tensors already" : "no dt_dry");
     table.user = dry;
-    /* what the device's kernels are lent counts, and what is kept */
+    /* the device's scratch and its kept logits count as on the device */
     table.work_bytes = ctx->kernels.work_bytes;
-    table.loss_numbers = ctx->kernels.loss_numbers;
-    if (ctx->opened) ctx->kernels.close(ctx->stream);
-    ctx->opened = 0;
+    table.max_saved_logits = ctx->kernels.max_saved_logits;
+    if (ctx->owns_stream) ctx->kernels.close(ctx->stream);
+    ctx->owns_stream = 0;
     ctx->kernels = table;
     ctx->stream = dry;
     return DT_OK;
@@ -4685,8 +5008,17 @@ dt_status dt_dry_begin(dt_ctx *ctx, dt_dry *dry) {
 #endif /* DT_PARALLEL_IMPL */
 
 /* HISTORY
+     0.2.0   the field's names for: dt_axis_place -> dt_axis_placement, dt_context* -> dt_cp*,
+             dt_mesh_sizes -> dt_mesh_resolve, dt_order* -> dt_data_order* (before -> consumed),
+             dt_batch_ramp_before -> dt_batch_ramp_consumed, dt_pipe_spans -> dt_pipe_gather_spans,
+             dt_route_balance -> dt_route_update_bias, dt_sampler_where -> dt_sampler_tell,
+             dt_schedule_facts -> dt_schedule_metrics, dt_schedule_first -> dt_schedule_offset,
+             dt_schedule_group -> dt_schedule_micro_group, dt_schedule_idle ->
+             dt_schedule_bubble_of, dt_schedule_live -> dt_schedule_max_in_flight, dt_stage_cut ->
+             dt_partition_stages, dt_stage_fn -> dt_stage_map_fn, dt_text_limit ->
+             dt_text_token_limit, dt_tokens -> dt_count_labels
      0.1.0   the mesh, placements, layers of tensor, context and expert parallelism, schedules and
-             pipelines, the order of data, the sampler, text and token shards
+             pipelines, the data order, the sampler, text and token shards
 
    LICENCE: your choice of A or B.
 

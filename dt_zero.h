@@ -1,15 +1,16 @@
-/* dt_zero.h - v0.1.0 - training state: optimizers, ZeRO 0 to 3, precision, offload - public domain
-   or MIT, see the end of the file
+/* dt_zero.h - v0.2.0 - training state: optimizers, ZeRO 0 to 3, mixed precision, offload,
+   checkpoints - public domain or MIT, see the end of the file
 
    The top of four single-header libraries; include this one and you have all. It owns what a
-   training step needs beside the model: gradients summed over every axis that saw a part of the
-   data; optimizer state, gradients and values whole or cut over the ranks (ZeRO); the update, in
-   f32 masters for 16-bit parameters; the loss scale; the learning rate; state and values in host
-   memory or on disk.
+   training step needs beside the model: gradients reduced over every axis that saw a part of the
+   data; optimizer state, gradients and parameters replicated or sharded over the ranks (ZeRO,
+   FSDP, HSDP); the optimizer update, with f32 master weights for 16-bit parameters; loss scaling;
+   the learning rate; CPU and NVMe offload; checkpoints that any layout can load.
 
-   DOES NOT: know the model, divide the loss (dt_tokens gives the denominator), reset the tape.
+   DOES NOT: know the model, divide the loss (dt_count_labels gives the denominator), or reset the
+   tape.
 
-   QUICK EXAMPLE (data parallel over 4 ranks, optimizer state and gradients cut over them: ZeRO-2)
+   QUICK EXAMPLE (data parallel over 4 ranks; ZeRO-2 shards optimizer state and gradients)
 
        #define DT_IMPLEMENTATION
        #include "dt_zero.h"
@@ -17,21 +18,26 @@
 
        enum { B = 8, IN = 4, STEPS = 50 };
 
-       static dt_status train(dt_ctx *ctx, void *user) {                       // every rank runs
-                                                                               this
-           dt_comm   *world = dt_world(ctx);
+       static dt_status train(dt_ctx *ctx, void *user) { // every rank runs this
+           dt_comm *world = dt_world(ctx);
            dt_tensor *w = dt_param(ctx, "w", DT_SHAPE(1, IN), DT_NORMAL(0.1));
            dt_tensor *b = dt_param(ctx, "b", DT_SHAPE(1), DT_ZEROS);
-           dt_zero   *opt = dt_zero_make(ctx, (dt_zero_desc){ .stage = 2 });
+           dt_zero *opt = dt_zero_make(ctx, (dt_zero_desc){ .stage = 2 });
            for (int step = 1; step <= STEPS; step++) {
-               float x[B * IN], y[B]; int seed = step * 31 + dt_comm_rank(world) * 13; for (int i =
-               0; i < B * IN; i++) x[i] = (float)((seed + i * 7) % 17) / 17; for (int i = 0; i < B;
-               i++) y[i] = x[i * IN] - 2 * x[i * IN + 1]; dt_tensor *out = dt_linear(dt_input(ctx,
-               DT_F32, DT_SHAPE(B, IN), x), w, b); dt_tensor *loss = dt_mse(out, dt_input(ctx,
-               DT_F32, DT_SHAPE(B, 1), y), B * dt_comm_size(world)); dt_backward(loss); double sum =
-               dt_item(loss); dt_sum_doubles(world, &sum, 1); dt_zero_step(opt, 0.05);
-               dt_reset(ctx); if (dt_comm_rank(world) == 0 && step % 10 == 0) printf("step %d loss
-               %.4f\n", step, sum);
+               float x[B * IN], y[B];
+               int seed = step * 31 + dt_comm_rank(world) * 13;
+               for (int i = 0; i < B * IN; i++) x[i] = (float)((seed + i * 7) % 17) / 17;
+               for (int i = 0; i < B; i++) y[i] = x[i * IN] - 2 * x[i * IN + 1];
+               dt_tensor *out = dt_linear(dt_input(ctx, DT_F32, DT_SHAPE(B, IN), x), w, b);
+               dt_tensor *label = dt_input(ctx, DT_F32, DT_SHAPE(B, 1), y);
+               dt_tensor *loss = dt_mse(out, label, B * dt_comm_size(world));
+               dt_backward(loss);
+               double sum = dt_item(loss);
+               dt_sum_doubles(world, &sum, 1);
+               dt_zero_step(opt, 0.05);
+               dt_reset(ctx);
+               if (dt_comm_rank(world) == 0 && step % 10 == 0)
+                   printf("step %d loss %.4f\n", step, sum);
            }
            (void)user;
            return dt_error(ctx);
@@ -45,58 +51,58 @@
 
    OPTIONS (define before including)
        DT_IMPLEMENTATION   in exactly one file: the code, not only the declarations
-       DT_STATIC           everything static                                                    (everywhere)
+       DT_STATIC           everything static; define it in every file
 
    CONTENTS
-     1. Learning rate
-     2. Training state
-     3. Checkpoints
-     4. Account
+     1. Learning rate (warmup, cosine, linear, WSD schedules)
+     2. Training state (ZeRO-1, ZeRO-2, ZeRO-3, FSDP, HSDP, optimizers, AdamW, gradient clipping)
+     3. Checkpoints (save, load, resharding, export of weights)
+     4. Memory account (formulas of ZeRO for memory and traffic)
      5. Implementation: learning rate
-     6. Units, groups and runs
-     7. The reducer
-     8. Values on demand
-     9. The norm
-    10. The loss scale
-    11. The update
-    12. Offload
-    13. 1-bit Adam
+     6. Buckets, groups and shards (HSDP shard groups and replicas, tied embeddings)
+     7. Gradient reduction (gradient bucket, gradient accumulation, overlap of communication and
+        computation, binary tree over micro-batches)
+     8. ZeRO-3 (FSDP): gather and release of parameters
+     9. Gradient norm (gradient clipping, first bad gradient)
+    10. Loss scaling (mixed precision, dynamic loss scale)
+    11. Optimizer update (mixed precision, master weights)
+    12. Offload (CPU offload, NVMe offload)
+    13. 1-bit Adam (error feedback, gradient compression)
     14. Making, stepping, freeing
-    15. Account: code
-    16. Checkpoints: the writer
-    17. Checkpoints: what is in them
-    18. Checkpoints: saving
-    19. Checkpoints: loading
+    15. Memory account: code
+    16. Checkpoints: the writer (atomic commit: write, fsync, rename, fsync)
+    17. Checkpoints: contents (digests, list of tensors)
+    18. Checkpoints: saving (background save)
+    19. Checkpoints: loading (resharding)
 
    CONTRACT
-     Memory     The state belongs to the context and ends with it. Gradients (class grads) are made
-                by the first backward, parameters and optimizer state by dt_zero_make. Every unit is
-                padded to n * 1,024 elements, n the ranks of a shard group. Bytes an element, values
-                + gradients + state of Adam:
-                                    stage 0       stage 1         stage 2           stage 3
-                    f32             4 + 4 + 8     4 + 4 + 8/n     4 + (4 + 8)/n     (4 + 4 + 8)/n
-                    bf16, f16       2 + 4 + 12    2 + 4 + 12/n    2 + (4 + 12)/n    (2 + 4 + 12)/n
-                and beside them, in class comm, what is gathered or on its way: at stage 2 the
-                gradients of three units, at stage 3 also the values of a block and of the next one.
-                1-bit Adam has errors: 4 + 4/N more. At stage 3 a parameter's `data` is NULL but in
+     Memory     The state belongs to the context and ends with it. dt_zero_make allocates parameters
+                and optimizer state; the first backward allocates gradients (class grads). Every
+                bucket is padded to n * 1,024 elements, n the ranks of a shard group. Bytes an
+                element for params + grads + Adam state: f32 4 + 4 + 8, bf16 and f16 2 + 4 + 12;
+                section 4 has the table of what each ZeRO stage divides by n. Class comm holds
+                gathered parameters and gradients being reduced: at stage 2 the gradients of three
+                buckets, at stage 3 also the parameters of a block and of the next one. 1-bit Adam
+                adds its errors: 4 + 4/N bytes. At stage 3 a parameter's `data` is NULL except in
                 the block that uses it: read it with dt_read or dt_data.
-     Types      f32, f64, bf16 and f16. bf16 and f16 have gradients in f32, and an f32 master in the
-                state, which is what the update changes. It is taken from what the first step finds;
-                a value written later lasts until the next step, which rounds the master over it.
-                Losses are scaled where a parameter is f16, whose range ends at 65,504 and 6e-8;
-                bf16 has that of f32.
-     Errors     As in dt_tensor.h: sticky. A gradient norm that is not finite skips the step on
-                every rank under a loss scale, else it fails every rank (DT_ERR_NUMERIC); it changes
-                nothing. Ranks that hold copies must register the same parameters in the same order
-                with the same flags and the same optimizer (compared by dt_zero_make) and start from
-                the same values (compared by the first dt_zero_step, by digests that count as no
-                traffic): else every rank fails (DT_ERR_COMM).
-     Threads    As in dt_comm.h. Offload to a folder starts one thread, which reads and writes; a
-                checkpoint that is saved in the background another, which writes.
-     Order      Gradients are summed over ranks in rank order, the norm over runs of 1,024 elements
-                in ascending order: stages 0 and 1 give the same bits, stages 2 and 3 do, and all
-                four with one micro-batch or with `tree`. Offload, overlap and keep_gathered change
-                no bit. Shard groups are summed group by group.
+     Types      f32, f64, bf16 and f16. Mixed precision: bf16 and f16 parameters have f32 gradients
+                and an f32 master weight in the optimizer state, which is what the update changes.
+                The first step makes the master from the parameter; a value written later lasts
+                until the next step, which overwrites it with the rounded master. Losses are scaled
+                where a parameter is f16, whose range ends at 65,504 and 6e-8; bf16 has the range of
+                f32.
+     Errors     As in dt_tensor.h: sticky. A gradient norm that is not finite changes nothing: with
+                a loss scale every rank skips the step, without one every rank fails
+                (DT_ERR_NUMERIC). Ranks that hold replicas must register the same parameters in the
+                same order with the same flags and the same optimizer (dt_zero_make compares them)
+                and start from the same values (the first dt_zero_step compares digests, which count
+                as no traffic): otherwise every rank fails (DT_ERR_COMM).
+     Threads    As in dt_comm.h. Offload to a folder starts one thread, which reads and writes;
+                saving a checkpoint in the background starts another, which writes.
+     Order      Gradients are summed over ranks in rank order, the norm over pieces of 1,024
+                elements in ascending order: stages 0 and 1 give the same bits, stages 2 and 3 do,
+                and all four with one micro-batch or with `tree`. Offload, overlap and keep_gathered
+                change no bit. Shard groups are summed group by group.
      Tags       [local], [collective: group]. */
 
 #ifndef DT_ZERO_H
@@ -104,9 +110,9 @@
 
 #include "dt_parallel.h"
 
-#if DT_VERSION != 100
+#if DT_VERSION != 200
 #error \
-    "dt_zero.h 0.1.0 needs the other dt headers of version 0.1.0: copy all headers from one release"
+    "dt_zero.h 0.2.0 needs the other dt headers of version 0.2.0: copy all headers from one release"
 #endif
 
 #ifdef __cplusplus
@@ -118,299 +124,317 @@ extern "C" {
 enum { DT_LR_COSINE = 0, DT_LR_LINEAR, DT_LR_CONSTANT, DT_LR_WSD };
 typedef struct dt_lr_desc {
     double peak;
-    int kind;       /* DT_LR_* after the warmup */
-    int64_t warmup; /* steps; step n <= warmup has peak * n / warmup */
-    int64_t steps;  /* the step at which min_ratio * peak is reached; stays there */
+    int kind;       /* DT_LR_*, after the warmup */
+    int64_t warmup; /* steps; step n <= warmup has lr peak * n / warmup */
+    int64_t steps;  /* the step that reaches min_ratio * peak; the lr stays there */
     double min_ratio;
-    /* DT_LR_WSD: the last steps, in which it falls; 0 -> 20% of steps, rounded up */
+    /* DT_LR_WSD: steps of the final decay; 0 -> 20% of steps, rounded up */
     int64_t decay;
 } dt_lr_desc;
 
-/* [local] The learning rate of step n, from 1; 0 for n < 1. arXiv:1608.03983 for the cosine;
-   DT_LR_WSD stays at the peak and then falls as 1 - sqrt(done), done going from 0 to 1
-   (arXiv:2404.06395; arXiv:2405.18392 for the root). */
+/* [local] The learning rate of step n, counted from 1; 0 for n < 1. DT_LR_COSINE: arXiv:1608.03983.
+   DT_LR_WSD (warmup, stable, decay) stays at the peak and then falls as 1 - sqrt(done), where done
+   goes from 0 to 1 (arXiv:2404.06395; arXiv:2405.18392 for the root). */
 DT_API double dt_lr(dt_lr_desc desc, int64_t step);
 
 // ==== 2. Training state =========================================================================
 
-/* A run of consecutive elements of one parameter with its gradient and state: what an update works
-   on. */
-typedef struct dt_flat {
+/* Arguments of a custom optimizer: consecutive elements of one parameter with their gradient and
+   state. */
+typedef struct dt_update_args {
     dt_ctx *ctx;
     const dt_tensor *tensor; /* the parameter */
-    size_t first, count;     /* elements of the tensor's local part, row-major */
-    /* (count) of dt_grad_dtype(tensor), as all below: of bf16 and f16 the master */
+    size_t offset, count;    /* elements of the tensor's local slice, row-major */
+    /* (count) of dt_grad_dtype(tensor), like the arrays below; the master of a bf16 or f16
+       parameter */
     void *param;
     const void *grad;
-    /* zero before the first step; NULL beyond dt_zero_desc.states */
+    /* zero before the first step; NULL from dt_zero_desc.states on */
     void *state[2];
-    double lr;           /* with the parameter's lr_scale */
-    double grad_scale;   /* the gradient to use is grad * grad_scale: clipping */
-    double weight_decay; /* 0 for parameters that do not decay */
-    int64_t step;        /* from 1 */
-} dt_flat;
+    double lr;           /* includes the parameter's lr_scale */
+    double grad_scale;   /* clipping: use grad * grad_scale as the gradient */
+    double weight_decay; /* 0 for parameters without decay */
+    int64_t step;        /* counted from 1 */
+} dt_update_args;
 
-/* Your own update, called for each run that this rank owns. Element i may depend on element i only.
-   On a device the arrays are its memory, and your kernels' queue is the context's; where state is
-   offloaded they are host memory, and hold what you have made of them when you return. */
-typedef dt_status (*dt_update_fn)(const dt_flat *run, void *user);
+/* A custom optimizer's update, called for each range of elements that this rank owns. Element i may
+   depend on element i only. On a device the arrays are device memory: launch your kernels on the
+   context's stream. Where optimizer state is offloaded the arrays are host memory, and the update
+   must be complete when you return. */
+typedef dt_status (*dt_update_fn)(const dt_update_args *args, void *user);
 
-/* A loss scale that finds its own size (P. Micikevicius et al., arXiv:1710.03740). A step whose
-   gradients are not finite is skipped: nothing changes but the scale. */
+/* Loss scaling: a dynamic loss scale (P. Micikevicius et al., "Mixed Precision Training",
+   arXiv:1710.03740). Gradients that are not finite skip the step: only the scale changes. */
 typedef struct dt_scale_desc {
     double init; /* 0 -> 65,536 */
-    /* 0 -> 2, 0.5: factors after `interval` good steps in a row, and after a skipped one */
+    /* 0 -> 2, 0.5: factor after `interval` good steps in a row; factor after a skipped step */
     double growth, backoff;
-    int interval;   /* 0 -> 2,000 */
-    int hysteresis; /* so many skipped steps since it last grew make it smaller; 0 -> 1 */
-    double least;   /* 0 -> 1 */
+    int interval;     /* 0 -> 2,000 */
+    int hysteresis;   /* skipped steps since the last growth that lower the scale; 0 -> 1 */
+    double min_scale; /* 0 -> 1 */
 } dt_scale_desc;
 #define DT_SCALE_DYNAMIC (-1.0)
-enum { DT_MAX_SKIPS = 20 }; /* so many skipped steps in a row are a failure */
+enum { DT_MAX_SKIPS = 20 }; /* fail after this many skipped steps in a row */
 
-enum { DT_ADAMW = 0, DT_ADAM, DT_SGD, DT_ONEBIT_ADAM, DT_OWN };
+enum { DT_ADAMW = 0, DT_ADAM, DT_SGD, DT_ONEBIT_ADAM, DT_OPTIMIZER_CUSTOM };
 typedef struct dt_zero_desc {
-    /* ZeRO: 0: all whole; 1: optimizer state cut; 2: gradients too; 3: values too */
+    /* ZeRO stage, what the shard group divides: 0: nothing; 1: optimizer state; 2: and gradients;
+       3: and parameters (FSDP) */
     int stage;
-    /* so many consecutive ranks of the data group cut, groups hold copies; 0: all */
+    /* HSDP: ranks of a shard group, consecutive in the data group; groups hold replicas; 0: all
+       ranks */
     int shard_group;
-    /* stage 3: 1: what a step has gathered stays until its update: section 8 */
+    /* stage 3: 1: keep gathered parameters until the update: section 8 */
     int keep_gathered;
     const dt_mesh *mesh; /* NULL -> all ranks of the world are data parallel. Copied. */
-    /* DT_ADAMW (arXiv:1711.05101), DT_ADAM (L2 in the gradient), DT_SGD, DT_ONEBIT_ADAM
-       (arXiv:2102.02888; section 13), DT_OWN */
+    /* DT_ADAMW (arXiv:1711.05101), DT_ADAM (L2 added to the gradient), DT_SGD, DT_ONEBIT_ADAM
+       (arXiv:2102.02888; section 13), DT_OPTIMIZER_CUSTOM */
     int optimizer;
     double beta1, beta2; /* 0 -> 0.9, 0.999 */
     double eps;          /* 0 -> 1e-8 */
-    double momentum;     /* SGD; 0: none, and no state */
-    /* 1-bit Adam, which is for stage 0 without tree and offload: steps of Adam before its second
-       moment is frozen: beyond the warmup, and some 1/(1 - beta2) or more */
+    double momentum;     /* SGD; 0: no momentum, and no state */
+    /* 1-bit Adam, which needs stage 0 without tree and offload: steps of plain Adam before the
+       second moment is frozen: at least the warmup, and some 1/(1 - beta2) or more */
     int freeze_steps;
-    /* of parameters with 2 dimensions and more that are not marked no_decay */
+    /* of parameters with 2 or more dimensions that are not marked no_decay */
     double weight_decay;
-    /* 0: none; else gradients are scaled by clip/(norm + 1e-6) where that is below 1 */
+    /* gradient clipping: 0: none; else gradients are scaled by min(1, clip / (norm + 1e-6)) */
     double clip;
-    /* optimizer state: NULL or "none": beside the parameters; "cpu": in host memory, where the
-       update then runs; else a folder: in a file there: section 12 */
+    /* where optimizer state lies: NULL or "none": beside the parameters; "cpu": CPU offload, in
+       host memory, where the update then runs; else a folder: NVMe offload, in a file there:
+       section 12 */
     const char *offload_optim;
-    /* stage 3: this rank's run of the values, likewise. Both in one folder: and this rank's run of
-       the gradients, unless they are summed over a tree */
+    /* stage 3: likewise this rank's shard of the parameters. With both in one folder, this rank's
+       shard of the gradients lies there too, unless `tree` is set */
     const char *offload_params;
-    /* elements that are read, updated and written at a time; 0 -> 131,072 */
+    /* elements read, updated and written at a time; 0 -> 131,072 */
     size_t offload_chunk;
     /* 0: dynamic if a parameter is f16 on any rank, else none; X: fixed; DT_SCALE_DYNAMIC */
     double loss_scale;
-    dt_scale_desc scale; /* how a dynamic one moves */
-    /* 0 -> 25 MiB: the largest unit, unless one parameter is larger */
+    dt_scale_desc scale; /* parameters of a dynamic loss scale */
+    /* largest bucket, unless one parameter is larger; 0 -> 25 MiB */
     size_t bucket_bytes;
-    /* 1: gradients are summed over a binary tree of micro-batches: section 7 */
+    /* 1: sum gradients over a binary tree of micro-batches: section 7 */
     int tree;
-    /* 1: a unit is reduced before the backward goes on, not while it does, and gathered when it is
-       needed, not before */
+    /* 1: no overlap of communication and computation: the backward waits for each bucket's
+       reduction, and parameters are gathered when needed, not prefetched */
     int no_overlap;
-    /* 1: stage 3 fills what it frees with NaN, so that a late reader shows */
+    /* 1: stage 3 fills freed parameters with NaN, to expose late reads */
     int poison;
-    dt_update_fn update; /* DT_OWN */
-    void *user;          /* handed to update */
-    int states;          /* DT_OWN: arrays of state an element has, 0 to 2 */
+    dt_update_fn update; /* DT_OPTIMIZER_CUSTOM */
+    void *user;          /* passed to update */
+    int states;          /* DT_OPTIMIZER_CUSTOM: state arrays, 0 to 2 */
 } dt_zero_desc;
 
 typedef struct dt_zero dt_zero;
 
 typedef struct dt_step_info {
-    int64_t step; /* the last one done, from 1 */
-    /* 2-norm before clipping, every logical element once, unscaled; NaN after a failure. 1-bit Adam
-       does not sum gradients once v is frozen: then an upper bound, the root of the mean over the N
-       data ranks of |N g|^2, g being a rank's own gradient */
+    int64_t step; /* the last completed step, counted from 1 */
+    /* Gradient norm: the 2-norm before clipping, each logical element once, unscaled; NaN after a
+       failure. Once 1-bit Adam has frozen v it does not sum gradients, and this is an upper bound:
+       the root of the mean over the N data ranks of |N g|^2, where g is a rank's own gradient */
     double grad_norm;
-    double clip_scale; /* what the gradients were multiplied with */
-    /* 1: gradients were not finite, under a loss scale: no parameter, no state and no step count
-       changed, on any rank. Run the same micro-batches again, or go on to others */
+    double clip_scale; /* factor applied to the gradients */
+    /* 1: gradients were not finite, under a loss scale: no parameter, state or step count changed
+       on any rank. Repeat the same micro-batches, or go on to the next */
     int skipped;
     double loss_scale; /* of the gradients just used; 1: none */
-    /* of a step that was not made: world rank with the first gradient at fault, -1: none */
+    /* of a skipped or failed step: world rank that holds the first bad gradient, -1: none */
     int bad_rank;
-    /* whose, NULL on other stages of a pipeline, and which element of its part */
+    /* its parameter, NULL on other pipeline stages, and its element in that rank's local slice */
     const dt_tensor *bad_param;
     size_t bad_element;
 } dt_step_info;
 
-/* [collective: world] After the last dt_param: gives parameters their storage and values, and makes
-   the optimizer state. NULL after a failure. */
+/* [collective: world] Makes the training state: ZeRO-1, ZeRO-2, ZeRO-3 (FSDP), HSDP with
+   desc.shard_group. Call it after the last dt_param: it gives parameters their storage and values,
+   and allocates the optimizer state. NULL after a failure. */
 DT_API dt_zero *dt_zero_make(dt_ctx *ctx, dt_zero_desc desc);
-/* [collective: world] After the backward of the step's last micro-batch: the norm, clipping, the
-   update, and whole parameters on every rank again. The gradients' sums begin anew. */
+/* [collective: world] One optimizer step. Call it after the backward of the step's last
+   micro-batch: it computes the gradient norm, does gradient clipping, updates the parameters, and
+   makes them available on every rank again. The next backward starts new gradient sums. */
 DT_API dt_step_info dt_zero_step(dt_zero *zero, double lr);
 enum { DT_STATE_MASTER = 2 };
-/* [collective: the parameter's data group] State array `which` (0, 1, or after the first step
-   DT_STATE_MASTER, the f32 master of a 16-bit parameter) of a whole local parameter: host receives
-   as many elements of dt_grad_dtype(param) as its local shape has. DT_ERR_ARG for a frozen
-   parameter or a missing state. */
+/* [collective: the parameter's data group] Copies state array `which` (0, 1, or after the first
+   step DT_STATE_MASTER, the f32 master of a 16-bit parameter) of a local parameter, all of its
+   local shape, to host memory: elements of dt_grad_dtype(param). DT_ERR_ARG for a frozen parameter
+   or a missing state. */
 DT_API dt_status dt_zero_state(dt_zero *zero, int which, const dt_tensor *param, void *host);
-/* [collective: the parameter's data group, the first one of a step also the groups of tied
-   parameters over pipeline stages] The step's gradient of a whole local parameter, summed over all
-   ranks and unscaled: between the last backward of a step and dt_zero_step. host as above.
-   DT_ERR_UNSUPPORTED once 1-bit Adam has frozen its second moment: it sums no more gradients. */
+/* [collective: the parameter's data group, the first call of a step also the groups of tied
+   parameters over pipeline stages] Copies the step's gradient of a local parameter, all of its
+   local shape, summed over all ranks and unscaled, to host memory as above. Call it between the
+   last backward of a step and dt_zero_step. DT_ERR_UNSUPPORTED once 1-bit Adam has frozen its
+   second moment, because it then sums no gradients. */
 DT_API dt_status dt_zero_grad(dt_zero *zero, const dt_tensor *param, void *host);
-/* [local] Steps that have been made, or were when what was loaded was saved. */
+/* [local] Completed steps, including those of a loaded checkpoint. */
 DT_API int64_t dt_zero_steps(const dt_zero *zero);
 /* [local] Bytes of optimizer state that this rank holds by the formula: what DT_MEM_OPTIM must
-   show. 0 where it is offloaded: host memory counts as DT_MEM_HOST, a file as nothing. */
+   show. 0 with offload: host memory counts as DT_MEM_HOST, a file as nothing. */
 DT_API size_t dt_zero_state_bytes(const dt_zero *zero);
-/* [local], at stage 3 [collective: world]. Gives the state back before the context ends; after
-   stage 3 parameters cannot be read any more. NULL is allowed. */
+/* [local], at stage 3 [collective: world]. Frees the state before the context ends; after stage 3
+   parameters cannot be read any more. NULL is allowed. */
 DT_API void dt_zero_free(dt_zero *zero);
 
 // ==== 3. Checkpoints ============================================================================
 
-/* A checkpoint is a folder that training goes on from, in any layout, at any ZeRO stage, on any
-   number of ranks: its tensors are whole and logical, whoever wrote which part.
+/* Checkpoint: a folder from which training resumes in any layout, at any ZeRO stage, on any number
+   of ranks (resharding). Its tensors are full logical tensors, whichever ranks wrote their parts.
 
-       DIR/lock                    names the process that saves here, and is held by it
-       DIR/step-200/               complete, or not there at all
-           model.safetensors       every parameter, under its name or where dt_checkpoint_desc.place
-                                   says
-           optim.safetensors       m.NAME, v.NAME, master.NAME: state of every parameter that is
-                                   trained
-           config.json             what the program puts beside them
+       DIR/lock                    held by the process that saves here, and names it
+       DIR/step-200/               complete, or absent
+           model.safetensors       each parameter, under its name or where
+                                   dt_checkpoint_desc.map_weight puts it
+           optim.safetensors       m.NAME, v.NAME, master.NAME: state of each trained parameter
+           config.json             the program's own text
            manifest.json           format number, step, loss scale, the program's numbers; the size
                                    of each file, a digest of its header and of each tensor; its own
                                    digest at the end
-       DIR/step-400.1a2b3c.tmp/    being written, or left by a job that was killed: the next one
-                                   removes it. The number is another each time: ranks that do not
-                                   share the folder cannot find it
+       DIR/step-400.1a2b3c.tmp/    being written, or left by a killed job; the next job removes it.
+                                   The number differs each time, so ranks that do not share the
+                                   folder cannot find it
 
    Removing a checkpoint removes its four files, then the folder if it is empty. A symbolic link in
-   place of the folder or of a file is removed itself, not its target; nor is anything written
-   through a link.
+   place of the folder or of a file is removed itself, not its target; nothing is written through a
+   link.
 
-   All ranks write the two files at once, each the parts that it alone has and its share of what
-   many have. Then every file is synced, the manifest is written and synced, the folder is synced
-   and renamed, and the one above is synced: at any instant there is the checkpoint before or the
-   new one, and once dt_checkpoint_save has returned DT_OK the new one stays. A checkpoint replaces
-   none: where step-200 is taken it becomes step-200-2. The newest that is whole counts. */
+   All ranks write the two weight files at once: each its own shards, and its fraction of what
+   several ranks hold. Then follows the commit, on rank 0:
+
+       write files -> fsync files -> write + fsync manifest.json -> fsync folder
+                   -> rename step-200.1a2b3c.tmp to step-200     <- the instant of the commit
+                   -> fsync DIR
+
+   At any instant the folder holds the previous checkpoint or the new one; once dt_checkpoint_save
+   has returned DT_OK the new one lasts. A checkpoint replaces none: if step-200 exists the new one
+   is step-200-2. Loading takes the newest intact one. */
 enum { DT_CHECKPOINT_FORMAT = 1 };
 
-/* Numbers of the program that belong to a checkpoint: how many samples it has seen, say. Names are
-   unique; the numbers are finite, and the same on all ranks. dt_checkpoint_save stores their values
-   at that time, and dt_checkpoint_load fills them in. */
-typedef struct dt_saved {
+/* Numbers of the program that belong to a checkpoint, for example how many samples it has seen.
+   Names are unique; the numbers are finite, and the same on all ranks. dt_checkpoint_save stores
+   their current values, and dt_checkpoint_load fills them in. */
+typedef struct dt_extra_state {
     const char *name;
     double *values;
     int count;
-} dt_saved;
+} dt_extra_state;
 
 /* Where a parameter lies in model.safetensors: n parts that follow each other, as in
    dt_weights_load. */
-typedef struct dt_file_place {
+typedef struct dt_weight_map {
     char name[2][96];
     dt_weight_part part[2]; /* .name is not used */
     int n;                  /* 1 or 2 */
     int64_t columns;        /* 0 -> the parameter's last dimension */
-    dt_shape shape;         /* of each of these tensors, whole */
-} dt_file_place;
+    dt_shape shape;         /* full shape of each of these tensors */
+} dt_weight_map;
 
 typedef struct dt_checkpoint_desc {
-    /* checkpoints are written there; it is made. NULL: this job only loads */
+    /* folder for checkpoints, created if missing. NULL: this job only loads */
     const char *dir;
-    int keep; /* so many of the newest are kept; 0: all */
-    /* 1: dt_checkpoint_save copies what this rank writes to host memory and returns; a thread for
-       each rank writes it. A rank holds its share of the state twice then */
+    int keep; /* newest checkpoints to keep; 0: all */
+    /* 1: dt_checkpoint_save copies what this rank writes to host memory and returns, and a thread
+       on each rank writes it. A rank then holds its fraction of the state twice */
     int background;
-    const dt_saved *saved; /* (n_saved) */
-    int n_saved;
-    const char *config; /* a text to be saved, any bytes, at most 16 MiB; may be NULL */
-    const char *beside; /* becomes config.json, at most 100,000,000 bytes, or NULL */
+    const dt_extra_state *extra_state; /* (n_extra_state) */
+    int n_extra_state;
+    const char *config;      /* text to save, any bytes, at most 16 MiB; may be NULL */
+    const char *config_json; /* content of config.json, at most 100,000,000 bytes, or NULL */
     /* NULL: under its own name */
-    void (*place)(const dt_tensor *param, dt_file_place *place, void *user);
-    /* on rank 0, from 0 to 1, while it saves; may be NULL */
+    void (*map_weight)(const dt_tensor *param, dt_weight_map *map, void *user);
+    /* called on rank 0 while it saves, done from 0 to 1; may be NULL */
     void (*progress)(double done, void *user);
     void *user;
 } dt_checkpoint_desc;
 
 typedef struct dt_checkpoint dt_checkpoint;
-/* [collective: world] After dt_zero_make. What desc points to is read until dt_checkpoint_close.
-   NULL after a failure: DT_ERR_IO, when another process saves there, it names that; DT_ERR_ARG for
-   data that could be saved but not loaded: two arrays in `saved` of one name, more numbers (4
-   million) or text than a manifest holds; DT_ERR_UNSUPPORTED for an io table without folders. */
+/* [collective: world] Opens a checkpoint folder, after dt_zero_make. desc's pointers must stay
+   valid until dt_checkpoint_close. NULL after a failure: DT_ERR_IO if another process saves there,
+   which the text names; DT_ERR_ARG for data that could be saved but not loaded: two arrays of
+   extra_state with one name, more numbers (4 million) or text than a manifest holds;
+   DT_ERR_UNSUPPORTED for an io table without folders. */
 DT_API dt_checkpoint *dt_checkpoint_open(dt_zero *zero, dt_checkpoint_desc desc);
-/* [collective: world] Between dt_zero_step and the next forward. Saves the state after that step.
-   On failure every rank fails, with DT_ERR_IO where a file is the reason, and what was there before
-   is as it was. That also holds where the ranks do not see the same folder, and where the folder
-   has a newer checkpoint than this job has loaded or saved. In the background it waits for the save
-   before it only, and a failure is told by the next call of dt_checkpoint_poll, _save or _close.
-   Else the ranks wait for the slowest one's disk, as in a collective: no longer than the run's
-   timeout_s. */
+/* [collective: world] Saves the state after a step; call it between dt_zero_step and the next
+   forward. On failure every rank fails, with DT_ERR_IO where a file is the reason, and earlier
+   checkpoints are untouched. It also fails if the ranks do not see the same folder, or if the
+   folder has a newer checkpoint than this job has loaded or saved. In the background it waits only
+   for the save before it, and the next dt_checkpoint_poll, _save or _close reports a failure.
+   Otherwise the ranks wait for the slowest rank's disk, as in a collective: no longer than the
+   run's timeout_s. */
 DT_API dt_status dt_checkpoint_save(dt_checkpoint *checkpoint);
-/* [collective: world] Moves a save in the background on: call it once a step. 1 when none is under
-   way any more. */
+/* [collective: world] Advances a background save: call it once a step. 1 when no save is under
+   way. */
 DT_API int dt_checkpoint_poll(dt_checkpoint *checkpoint);
-/* [collective: world] Before the first step. from: a checkpoint, or a folder of them: the newest
-   that is whole; NULL: desc.dir. Reads all of it and compares every digest before anything changes;
-   a notice names a damaged one, and the one before it is used. One that cannot be read
-   (permissions, descriptors, memory, the disk) may be intact: that is a failure. Returns its step;
-   0: there is no checkpoint (or it is of step 0, and dt_checkpoint_path names it); -1 after a
-   failure: also if none is whole, or it is of a newer format, of another model, optimizer, type or
-   seed. Errors of 1-bit Adam, which belong to a layout, are zero in another, with a notice. */
+/* [collective: world] Loads a checkpoint before the first step. from: a checkpoint, or a folder of
+   them, of which it takes the newest intact one; NULL: desc.dir. It reads everything and compares
+   every digest before it changes anything. It logs a notice that names a damaged checkpoint, and
+   takes the one before it. A checkpoint that cannot be read (permissions, descriptors, memory, the
+   disk) may be intact: that is a failure. Returns the step; 0: there is no checkpoint (or it is of
+   step 0, and dt_checkpoint_path names it); -1 after a failure, also if no checkpoint is intact, or
+   if it is of a newer format or of another model, optimizer, type or seed. Errors of 1-bit Adam
+   belong to a layout: in another layout they start at zero, with a notice. */
 DT_API int64_t dt_checkpoint_load(dt_checkpoint *checkpoint, const char *from);
-/* [local] The name of the newest checkpoint in a folder, "step-200", in `name`, "" if there is
-   none. Whether it is whole only dt_checkpoint_load finds. Returns its step; -1: there is none, or
-   no such folder; -2: the folder cannot be listed, with the reason in errno. */
+/* [local] Writes the name of the newest checkpoint of a folder, "step-200", to `name`, "" if there
+   is none. Only dt_checkpoint_load finds out whether it is intact. Returns its step; -1: there is
+   none, or no such folder; -2: the folder cannot be listed, and errno has the reason. */
 DT_API int64_t dt_checkpoint_newest(const dt_io *io, const char *dir, char *name, size_t bytes);
-/* [local] Of what was loaded or saved last: its folder, and the text of desc.config that was saved
-   with it. "" if nothing was. */
+/* [local] Folder of the checkpoint that was loaded or saved last, and the desc.config saved with
+   it. "" if there is none. */
 DT_API const char *dt_checkpoint_path(const dt_checkpoint *checkpoint);
 DT_API const char *dt_checkpoint_config(const dt_checkpoint *checkpoint);
-/* [collective: world] Waits for a save in the background, and gives the folder free. NULL is
-   allowed. */
+/* [collective: world] Waits for a background save and unlocks the folder. NULL is allowed. */
 DT_API dt_status dt_checkpoint_close(dt_checkpoint *checkpoint);
 
 typedef struct dt_export_desc {
     /* as in dt_checkpoint_desc */
-    void (*place)(const dt_tensor *param, dt_file_place *place, void *user);
+    void (*map_weight)(const dt_tensor *param, dt_weight_map *map, void *user);
     void *user;
-    /* version 3 or 5: an llm.c model, of whose tensors place says the parts; 0: safetensors */
+    /* version 3 or 5: an llm.c model, map_weight gives the parts of its tensors; 0: safetensors */
     dt_llmc llmc;
 } dt_export_desc;
-/* [collective: world] The parameters alone, as one file for others to read, in any layout: written
-   by all ranks at once to path.tmp, synced, and renamed by rank 0. DT_ERR_IO where a file is the
-   reason. */
+/* [collective: world] Exports the parameters alone as one file for other programs, from any layout.
+   All ranks write path.tmp at once; then it is synced, and rank 0 renames it. DT_ERR_IO where a
+   file is the reason. */
 DT_API dt_status dt_zero_export(dt_zero *zero, const char *path, dt_export_desc desc);
 
-// ==== 4. Account ================================================================================
+// ==== 4. Memory account =========================================================================
 
-/* What a rank holds and sends for its parameters, before there is a program: the formulas of S.
-   Rajbhandari et al., "ZeRO", arXiv:1910.02054, sections 5 and 7. E elements, N ranks that share
-   the data, a micro-batches in a step; values, grads and state: bytes of an element. A step sends,
-   each times (N-1)/N:
+/* Memory and traffic of the ZeRO stages, before there is a program: the formulas of S. Rajbhandari
+   et al., "ZeRO", arXiv:1910.02054, sections 5 and 7. E elements, N ranks that share the data, a
+   micro-batches in a step; P, G, O: bytes of an element's parameter, gradient and optimizer state.
+   A step sends, each times (N-1)/N:
 
-       stage   holds                          sends
-       0       (values + grads + state) E     2 grads E                all-reduce
-       1       (values + grads + state/N) E   (grads + values) E       reduce-scatter, and all-gather after the update
-       2       (values + (grads + state)/N) E (a grads + values) E     the same, but gradients in
-                                                                       each micro-batch
-       3       (values + grads + state)/N E   a (grads + 2 values) E   gathered in each forward and each backward
-       3 kept  the same                       (a grads + values) E     gathered once a step
+               rank 0   rank 1   rank 2   rank 3       holds                     sends
+       ZeRO-0  P G O    P G O    P G O    P G O        (P + G + O) E             2 G E
+       ZeRO-1  P G o    P G  o   P G   o  P G    o     (P + G + O/N) E           (G + P) E
+       ZeRO-2  P g o    P  g  o  P   g   o P   g  o    (P + (G + O)/N) E         (a G + P) E
+       ZeRO-3  p g o     p g o    p g o    p g o       (P + G + O)/N E           (a G + 2 a P) E
+         with keep_gathered                            the same                  (a G + P) E
 
-   Not in it: the tree's levels and its traffic, sums over copies of shard groups, a second gather
-   of a backward in two halves, offload; what is gathered or summed at the moment, activations,
-   frozen parameters, the padding of units to a multiple of N * 1,024 elements (with E as the sum of
-   dt_bucket.padded the bytes are exact). A dry run (dt_parallel.h) counts all of it. */
+   Capital letters are full copies, small letters shards. ZeRO-0 (plain data parallelism)
+   all-reduces gradients. ZeRO-1 reduce-scatters gradients and all-gathers parameters after the
+   update. ZeRO-2 does the same, but reduce-scatters in each micro-batch. ZeRO-3 (FSDP) also gathers
+   parameters in each forward and each backward, or with keep_gathered once a step.
+
+   The formulas leave out: the tree's levels and its traffic; sums over replicas of shard groups; a
+   second gather of a backward in two halves; offload; parameters gathered or gradients reduced at
+   the moment; activations; frozen parameters; the padding of buckets to a multiple of N * 1,024
+   elements (with E as the sum of dt_bucket.padded the bytes are exact). A dry run (dt_parallel.h)
+   counts all of it. */
 typedef struct dt_zero_formula_desc {
-    double elements; /* E: of one rank's cut, if other axes cut parameters */
-    int stage;       /* 0 to 3 */
-    int ranks;       /* N; 0 -> 1 */
-    int micros;      /* a; 0 -> 1 */
-    int kept;        /* stage 3: 1: gathered once a step */
-    /* Adam: f32 4, 4, 8; f64 8, 8, 16; bf16 and f16 with an f32 master 2, 4, 12; the paper's 16-bit
-       gradients 2, 2, 12. All 0 -> 4, 4, 8 */
+    double elements;   /* E, of one rank's local slices if other axes shard parameters */
+    int stage;         /* 0 to 3 */
+    int ranks;         /* N; 0 -> 1 */
+    int micros;        /* a; 0 -> 1 */
+    int keep_gathered; /* stage 3: 1: parameters are gathered once a step */
+    /* P, G, O. Adam: f32 4, 4, 8; f64 8, 8, 16; bf16 and f16 with an f32 master 2, 4, 12; the
+       paper's 16-bit gradients 2, 2, 12. All 0 -> 4, 4, 8 */
     double values, grads, state;
 } dt_zero_formula_desc;
-/* a rank's; sent in a step */
+/* one rank's bytes; sent: in a step */
 typedef struct dt_zero_bytes {
     double params, grads, optim, total, sent;
 } dt_zero_bytes;
-/* [local] Bytes by these formulas; all NaN for a stage that is none or a negative number. */
+/* [local] Bytes by these formulas; all NaN for an unknown stage or a negative number. */
 DT_API dt_zero_bytes dt_zero_formula(dt_zero_formula_desc desc);
 
 #ifdef __cplusplus
@@ -431,8 +455,8 @@ extern "C" {
 
 // ==== 5. Implementation: learning rate ==========================================================
 
-/* The last step at the peak of a warmup that is followed by a stable phase and a decay. */
-static int64_t dt__lr_stable(dt_lr_desc d) { /* needs 0 <= warmup < steps */
+/* The last step at the peak, before the decay. */
+static int64_t dt__lr_decay_start(dt_lr_desc d) { /* requires 0 <= warmup < steps */
     int64_t last = d.steps - (d.decay > 0 ? d.decay : d.steps / 5 + (d.steps % 5 != 0));
     return last > d.warmup ? last : d.warmup;
 }
@@ -443,7 +467,7 @@ double dt_lr(dt_lr_desc d, int64_t step) {
     if (d.kind == DT_LR_CONSTANT) return d.peak;
     double lowest = d.min_ratio * d.peak;
     if (step >= d.steps) return lowest;
-    int64_t from = d.kind == DT_LR_WSD ? dt__lr_stable(d) : d.warmup;
+    int64_t from = d.kind == DT_LR_WSD ? dt__lr_decay_start(d) : d.warmup;
     if (step <= from) return d.peak;
     double done = (double)(step - from) / (double)(d.steps - from);
     double left =
@@ -452,89 +476,119 @@ double dt_lr(dt_lr_desc d, int64_t step) {
     return lowest + left * (d.peak - lowest);
 }
 
-// ==== 6. Units, groups and runs =================================================================
+// ==== 6. Buckets, groups and shards =============================================================
 
-/* Offload, section 12: one transfer to or from the disk. The thread that makes it owns it while it
-   is busy. */
+/* Offload (section 12): one transfer to or from the disk. The disk thread owns it while it is
+   busy. */
 typedef struct dt__disk_job {
     int write, busy;
     void *at;
     size_t bytes;
     int64_t offset;
     const char *what;
-    int64_t done; /* bytes that went, fewer than `bytes` after a failure */
-    int error;    /* errno of it */
+    int64_t done; /* bytes transferred, fewer than `bytes` after a failure */
+    int error;    /* errno of a failure */
     struct dt__disk_job *next;
-    void *device; /* not NULL: what `at`, in the host's memory, is a copy of */
+    void *device; /* not NULL: the device memory of which `at` is a host copy */
 } dt__disk_job;
 
-enum { DT__STATE_0 = 0, DT__STATE_1, DT__MASTER, DT__VALUES, DT__GRAD, DT__ARRAYS, DT__SETS = 3 };
+enum {
+    DT__STATE_0 = 0,
+    DT__STATE_1,
+    DT__MASTER,
+    DT__PARAMS,
+    DT__GRAD,
+    DT__ARRAYS,
+    DT__OFFLOAD_CHUNKS = 3
+};
 
-/* Buffers of one chunk, and the transfers from and to them. */
-typedef struct dt__disk_set {
-    int unit;
-    size_t first, count; /* elements of the unit */
+/* Buffers of one chunk of the offloaded update, and its transfers. */
+typedef struct dt__offload_chunk {
+    int bucket;
+    size_t offset, count; /* elements of the bucket */
     void *buf[DT__ARRAYS];
     dt__disk_job job[DT__ARRAYS];
-} dt__disk_set;
+} dt__offload_chunk;
 
 typedef struct dt__disk dt__disk;
 
-/* The groups of a unit. `data` is that whose ranks saw different samples of the same parameters. It
-   falls into shard groups, whose n ranks cut the padded unit into n equal runs; ranks at the same
-   place of each hold copies of the same run:
+/* HSDP: shard groups with replicas (PyTorch's HYBRID_SHARD). The ranks of `data` saw different
+   samples of the same parameters. Each shard group of n ranks divides the padded bucket into n
+   equal shards; the ranks of a replica group hold the same shard:
 
-       data group 0 1 2 3 4 5, shard groups of 2:   {0 1} {2 3} {4 5}   copies of run 0: {0 2 4}, of run 1: {1 3 5}
+                      shard 0   shard 1
+       shard group    rank 0    rank 1      data group: ranks 0 to 5, shard_group = 2
+       shard group    rank 2    rank 3      reduce-scatter along a row,
+       shard group    rank 4    rank 5      then all-reduce along a column
+                      replicas  replicas
 
-   At stage 0 every rank works on the whole unit, else on its run. There are two kinds: units whose
-   parameters are whole on every rank of ep, dense ones, and those which ep cuts, experts. Their
-   data groups are dp x ep x cp and dp x cp. */
+   At stage 0 every rank works on the whole bucket. There are two kinds of buckets. Dense parameters
+   are replicated on all ranks of ep: their data group is dp x ep x cp. Experts are sharded over ep:
+   their data group is dp x cp. */
 typedef struct dt__zero_groups {
-    dt_comm *data, *shard, *copies;
+    dt_comm *data, *shard, *replicas;
 } dt__zero_groups;
 enum { DT__DENSE = 0, DT__EXPERTS, DT__KINDS };
-enum { DT__OVER_TP = DT__KINDS, DT__OVER_PP }; /* what else is compared: dt__zero_compare */
+enum { DT__COMPARE_TP = DT__KINDS, DT__COMPARE_PP }; /* also compared: dt__compare_ranks */
 
-/* What this layer knows of a unit. */
-typedef struct dt__zero_unit {
-    dt_bucket *unit;
-    dt_comm *data, *shard, *copies;
-    size_t first, count; /* the elements this rank sums and updates */
-    void *state[2];      /* (count) each, of the gradient's type */
-    /* (count) the parameter in f32 where it is bf16 or f16, else NULL */
+/* Training state of one bucket. The gradient of a bucket goes through these states in each step:
+
+           EMPTY  <----------------------------- dt__zero_step_end -----------------------------+
+             | first micro-batch                                                                |
+             v                   stages 2, 3 and tree: after each but the last micro-batch      |
+           ACCUMULATING  <---------------------------------------------------+                  |
+             | last micro-batch; stages 2, 3 and tree: each micro-batch      |                  |
+             v                                                               |                  |
+           READY  ---- its turn, in descending order of buckets ---->  REDUCING  ----> REDUCED -+
+
+       EMPTY         accumulated = 0
+       ACCUMULATING  accumulated = 1: dt_bucket.grad or grad_shard holds at least one micro-batch;
+                     the backward writes the next one to dt_bucket.micro_grad (dt_tensor.h)
+       READY         ready = 1: the gradient is complete (dt__zero_on_grad_ready)
+       REDUCING      work: the reduction runs while the backward goes on (dt__zero_reduce_start);
+                     the tree has none, it reduces at once (dt__grad_tree_reduce)
+       REDUCED       reduced = 1: summed over all ranks (dt__zero_reduce_finish) */
+typedef struct dt__zero_bucket {
+    dt_bucket *bucket;
+    dt_comm *data_group, *shard_group, *replica_group;
+    size_t offset, count; /* the shard that this rank reduces and updates */
+    void *state[2];       /* (count) each, of the gradient's type */
+    /* Master weights: (count) the f32 parameter where it is bf16 or f16, else NULL */
     void *master;
-    /* stages 2, 3: (count) of the step's gradient, made by the first backward */
-    void *grad;
-    size_t grad_bytes; /* of it; 0 where it only passes, on its way to a disk */
-    int ready, filled; /* in this micro-batch; grad holds earlier ones */
-    int over;          /* in this step */
-    void *passing;     /* stages 2, 3: a micro-batch's gradient on its way */
-    dt_work *work;     /* its reduction, under way */
-    void *whole;       /* stage 3: where its values are, or will be */
-    dt_work *gather;   /* under way */
-    void *host_values; /* (count) this rank's run, where it lies in host memory */
-    dt__disk_job read; /* of its run from the disk */
-    /* of its gradient, where that lies on disk and `grad` only passes */
+    /* stages 2, 3: (count) this rank's shard of the step's gradient, made by the first backward */
+    void *grad_shard;
+    size_t grad_bytes; /* of grad_shard; 0 where it is a transient buffer on the way to disk */
+    /* this micro-batch's gradient is complete; grad_shard holds earlier micro-batches */
+    int ready, accumulated;
+    int reduced;      /* this step's gradient is summed over all ranks */
+    void *micro_grad; /* stages 2, 3: this micro-batch's gradient, being reduced */
+    dt_work *work;    /* pending collective: a reduction, or an all-gather after the update */
+    /* stage 3: (padded) the gathered parameters, or the buffer they will be in */
+    void *gathered;
+    dt_work *gather_work; /* pending all-gather */
+    void *host_shard; /* (count) this rank's shard of the parameters, if it lies in host memory */
+    dt__disk_job disk_job; /* transfers this rank's shard of the parameters or of the state */
+    /* transfers this rank's shard of the gradient, where it lies on disk */
     dt__disk_job grad_job;
-    int holder;   /* stage 3: the block that has it gathered, 0 outside of blocks */
-    void *levels; /* of the tree: partial sums of this rank's run, (n_levels, run) */
+    int holder_block; /* stage 3: the block that gathered it, 0 outside of blocks */
+    void *levels;     /* of the tree: partial sums of this rank's shard, (n_levels, piece) */
     size_t levels_bytes;
-    size_t sums; /* place of its runs' sums of squares in zero->sums */
-    /* its own among the units of all pipeline stages, in the order of one rank */
-    size_t place;
-    /* 1-bit Adam: this rank's as a worker, and as the server of run r */
+    size_t sums_at; /* index of its sums of squares in zero->sums */
+    /* index among the buckets of all pipeline stages, in the order of one rank */
+    size_t pipeline_index;
+    /* 1-bit Adam: this rank's error as a worker, and as the server of shard r */
     void *errors[2];
     size_t error_bytes[2];
-} dt__zero_unit;
+} dt__zero_bucket;
 
-/* The order in which a micro-batch gathers units, as the last one did it. */
-typedef struct dt__zero_gathered {
-    int unit, block;
-} dt__zero_gathered;
-typedef struct dt__zero_plan {
-    dt__zero_gathered *items;
-    int n, room, at;
-} dt__zero_plan;
+/* The order in which the last micro-batch gathered buckets: predicts the next prefetches. */
+typedef struct dt__gather_entry {
+    int bucket, block;
+} dt__gather_entry;
+typedef struct dt__gather_plan {
+    dt__gather_entry *items;
+    int n, capacity, position;
+} dt__gather_plan;
 
 struct dt_zero {
     dt_ctx *ctx;
@@ -542,306 +596,314 @@ struct dt_zero {
     dt_mesh mesh;
     dt__zero_groups groups[DT__KINDS];
     dt_listener listener;
-    dt__zero_unit *units; /* (n_units) */
-    int n_units;
+    dt__zero_bucket *buckets; /* (n_buckets) */
+    int n_buckets;
     /* the pipeline stage whose micro-batch is being reduced, -1: none */
-    int turn;
-    /* its unit to reduce next: they go in descending order; -1: none is left */
-    int next;
-    int oldest; /* the first whose reduction is under way */
+    int reducing_stage;
+    /* the bucket to reduce next, in descending order; -1: none is left */
+    int next_bucket;
+    int oldest_bucket; /* the first bucket whose reduction is pending */
     int states;
-    const dt_kernels *table; /* of the update */
-    void *stream;
+    const dt_kernels *update_kernels; /* of the update */
+    void *update_stream;
     /* 1: the step's gradients have been summed over pipeline stages too */
     int tied_summed;
-    /* (n_stages,3): of the forward, of the backward, of the weight half of one in two */
-    dt__zero_plan *plans;
-    int n_stages; /* of this rank's last stage, and one more */
-    int backward; /* which of the three is followed */
-    void *leaves; /* of the tree: this rank's run of a unit from all ranks */
+    /* (n_stages,3): of the forward, of the backward, of the weight half of a split backward */
+    dt__gather_plan *gather_plans;
+    int n_stages;     /* this rank's last pipeline stage + 1 */
+    int current_plan; /* the plan in use: 0, 1 or 2 */
+    void *leaves;     /* of the tree: this rank's piece of a bucket from all ranks */
     size_t leaves_bytes;
-    /* (n_sums) of squares, one for each run of DT_PIECE elements; those of experts last */
+    /* (n_sums) sums of squares, one for each DT_PIECE elements; those of experts last */
     double *sums;
     size_t n_sums, n_dense;
-    double *totals;  /* (n_places) the same of each unit */
-    size_t n_places; /* units of all pipeline stages */
-    /* 1-bit Adam: signs that leave this rank, then signs that reach it */
+    double *bucket_sums;       /* (n_pipeline_buckets) the sum of each bucket */
+    size_t n_pipeline_buckets; /* buckets of all pipeline stages */
+    /* 1-bit Adam: outgoing signs, then incoming signs */
     void *messages;
     size_t messages_bytes;
     int64_t step;
-    dt__disk *disk;     /* of offload to a folder */
-    int storing;        /* the unit whose gradient is being written, -1: none */
-    dt__disk_set *sets; /* (DT__SETS) chunks of the update of what is offloaded */
-    size_t chunk, chunk_bytes;
-    double scale;                 /* of the loss */
-    int good, patience;           /* steps since the scale changed; skips until it falls */
-    int skips;                    /* in a row */
-    double history[DT_MAX_SKIPS]; /* the scales of those */
+    dt__disk *disk;            /* NVMe offload */
+    int storing_bucket;        /* the bucket whose gradient is being written to disk, -1: none */
+    dt__offload_chunk *chunks; /* (DT__OFFLOAD_CHUNKS) buffers of the offloaded update */
+    size_t chunk_elements, chunk_bytes;
+    double loss_scale; /* loss scale */
+    /* steps since the scale changed; skips left until it falls */
+    int good_steps, hysteresis_left;
+    int consecutive_skips;               /* skipped steps in a row */
+    double skipped_scales[DT_MAX_SKIPS]; /* their loss scales */
 };
 
-/* Section 13. */
+/* Section 13, 1-bit Adam. */
 static int dt__onebit_frozen(const dt_zero *zero);
 static dt_status dt__onebit_check(dt_ctx *ctx, const dt_zero_desc *d);
 static dt_status dt__onebit_make(dt_zero *zero);
 static void dt__onebit_free(dt_zero *zero);
-static size_t dt__onebit_bytes(const dt_zero *zero, const dt_bucket *unit);
-static dt_status dt__onebit_sums(dt_zero *zero);
-static int dt__onebit_at_fault(dt_zero *zero, const dt_bucket *unit, size_t run);
-static dt_status dt__onebit_momentum(dt_zero *zero, dt__zero_unit *z, double grad_scale);
+static size_t dt__onebit_error_bytes(const dt_zero *zero, const dt_bucket *bucket);
+static dt_status dt__onebit_square_sums(dt_zero *zero);
+static int dt__onebit_at_fault(dt_zero *zero, const dt_bucket *bucket, size_t piece_index);
+static dt_status dt__onebit_momentum(dt_zero *zero, dt__zero_bucket *z, double grad_scale);
 
 /* Bytes of an element of gradients and state. */
-static size_t dt__zero_size(const dt__zero_unit *z) { return dt_dtype_size(z->unit->grad_dtype); }
-
-/* An element of gradients or state. */
-static void *dt__zero_at(const dt__zero_unit *z, void *array, size_t element) {
-    return (char *)array + element * dt__zero_size(z);
+static size_t dt__zero_element_size(const dt__zero_bucket *z) {
+    return dt_dtype_size(z->bucket->grad_dtype);
 }
 
-/* The values of this rank's run, if they are in memory, and its gradient. */
-static void *dt__zero_values(const dt__zero_unit *z) {
-    if (z->host_values) return z->host_values;
-    return (char *)z->unit->kept + (z->first - z->unit->first) * dt_dtype_size(z->unit->dtype);
-}
-static void *dt__zero_run_grad(const dt__zero_unit *z) {
-    return z->grad ? z->grad : dt__zero_at(z, z->unit->grad, z->first);
+/* Address of an element of gradients or state. */
+static void *dt__zero_element(const dt__zero_bucket *z, void *array, size_t element) {
+    return (char *)array + element * dt__zero_element_size(z);
 }
 
-static int dt__zero_has_master(const dt_bucket *unit) {
-    return unit->dtype != unit->grad_dtype && !unit->frozen;
+/* This rank's shard of the parameters, if it is in memory, and of the gradient. */
+static void *dt__zero_param_shard(const dt__zero_bucket *z) {
+    if (z->host_shard) return z->host_shard;
+    return (char *)z->bucket->shard +
+           (z->offset - z->bucket->shard_offset) * dt_dtype_size(z->bucket->dtype);
+}
+static void *dt__zero_grad_shard(const dt__zero_bucket *z) {
+    return z->grad_shard ? z->grad_shard : dt__zero_element(z, z->bucket->grad, z->offset);
 }
 
-/* The coordinate along pp of a world rank. */
-static int dt__zero_pp_of(const dt_zero *zero, int rank) {
+static int dt__zero_has_master(const dt_bucket *bucket) {
+    return bucket->dtype != bucket->grad_dtype && !bucket->frozen;
+}
+
+/* The pipeline stage of a world rank. */
+static int dt__zero_pp_rank(const dt_zero *zero, int rank) {
     const dt_mesh_desc *n = &zero->mesh.sizes;
     return rank / (n->tp * n->cp * n->ep * n->dp);
 }
 
-/* Whether a group joins ranks that hold copies of what this rank holds: ranks that differ in dp, ep
-   or cp only. Told by coordinates, because the caller may have made the group in another way than
-   dt_mesh_make did. */
-static int dt__zero_has_copies(const dt_zero *zero, const dt_comm *comm) {
+/* Whether a group joins ranks that hold replicas of this rank's parameters, that is, ranks that
+   differ in dp, ep or cp only. Compares coordinates, because the caller may have made the group in
+   another way than dt_mesh_make did. */
+static int dt__zero_has_replicas(const dt_zero *zero, const dt_comm *comm) {
     const dt_mesh *m = &zero->mesh;
     int found = 0;
     for (int i = 0; comm && i < dt_comm_size(comm); i++) {
         int rank = dt_comm_world_rank(comm, i);
-        int copy = rank % m->sizes.tp == m->at.tp && dt__zero_pp_of(zero, rank) == m->at.pp;
+        int copy = rank % m->sizes.tp == m->coord.tp && dt__zero_pp_rank(zero, rank) == m->coord.pp;
         found |= copy && rank != dt_comm_world_rank(comm, dt_comm_rank(comm));
     }
     return found;
 }
 
-static const dt_param_desc *dt__unit_desc(const dt_zero *zero, const dt_bucket *unit) {
-    /* all parameters of a unit are cut alike */
-    return &dt_param_get(zero->ctx, unit->first_param)->param->desc;
+static const dt_param_desc *dt__bucket_desc(const dt_zero *zero, const dt_bucket *bucket) {
+    /* all parameters of a bucket have the same shards */
+    return &dt_param_get(zero->ctx, bucket->first_param)->param->desc;
 }
 
 static int dt__is_expert(const dt_zero *zero, const dt_param_desc *d) {
     for (int c = 0; c < 3; c++)
-        if (dt__zero_has_copies(zero, d->shards[c].comm)) return 1;
+        if (dt__zero_has_replicas(zero, d->shards[c].comm)) return 1;
     return 0;
 }
 
-static const dt__zero_groups *dt__groups_of(const dt_zero *zero, const dt_bucket *unit) {
-    return &zero->groups[dt__is_expert(zero, dt__unit_desc(zero, unit)) ? DT__EXPERTS : DT__DENSE];
+static const dt__zero_groups *dt__bucket_groups(const dt_zero *zero, const dt_bucket *bucket) {
+    return &zero->groups[dt__is_expert(zero, dt__bucket_desc(zero, bucket)) ? DT__EXPERTS
+                                                                            : DT__DENSE];
 }
 
-/* How many ranks cut a unit. */
-static int dt__zero_parts(const dt_zero *zero, const dt_bucket *unit) {
-    return zero->desc.stage >= 1 ? dt_comm_size(dt__groups_of(zero, unit)->shard) : 1;
+/* Number of shards of a bucket. */
+static int dt__zero_shards(const dt_zero *zero, const dt_bucket *bucket) {
+    return zero->desc.stage >= 1 ? dt_comm_size(dt__bucket_groups(zero, bucket)->shard) : 1;
 }
 
-/* The group along which stages of a pipeline hold copies of a unit, as of an embedding that is the
-   head too. */
-static dt_comm *dt__zero_tied(const dt_zero *zero, const dt_bucket *unit) {
-    const dt_grad_placement *grad_placements = dt__unit_desc(zero, unit)->grad_placements;
+/* Tied embeddings: the group of pipeline stages that share this bucket's parameters, as an
+   embedding that is also the output head; NULL: none. The stages' gradients are partial sums, which
+   dt__reduce_tied adds. */
+static dt_comm *dt__tied_group(const dt_zero *zero, const dt_bucket *bucket) {
+    const dt_grad_placement *grad_placements = dt__bucket_desc(zero, bucket)->grad_placements;
     for (int k = 0; k < 2; k++)
         for (int i = 0; grad_placements[k].comm && grad_placements[k].kind == DT_GRAD_PARTIAL &&
                         i < dt_comm_size(grad_placements[k].comm);
              i++)
-            if (dt__zero_pp_of(zero, dt_comm_world_rank(grad_placements[k].comm, i)) !=
-                zero->mesh.at.pp)
+            if (dt__zero_pp_rank(zero, dt_comm_world_rank(grad_placements[k].comm, i)) !=
+                zero->mesh.coord.pp)
                 return grad_placements[k].comm;
     return NULL;
 }
 
-/* The groups in which units are cut, and in which runs have copies: shard groups of as many ranks
-   as wished, or where that does not divide the experts' group, of the largest smaller number that
-   does. */
+/* Makes shard groups of desc.shard_group ranks and replica groups. Where that number does not
+   divide the experts' data group, uses the largest smaller number that does. */
 static dt_status dt__zero_groups_make(dt_zero *zero) {
-    dt_comm *data[DT__KINDS] = { zero->mesh.data, zero->mesh.experts };
+    dt_comm *data[DT__KINDS] = { zero->mesh.data, zero->mesh.expert_data };
     int ranks = dt_comm_size(data[0]),
-        wish = zero->desc.shard_group ? zero->desc.shard_group : ranks;
-    if (wish < 1 || ranks % wish != 0)
+        wanted = zero->desc.shard_group ? zero->desc.shard_group : ranks;
+    if (wanted < 1 || ranks % wanted != 0)
         return dt_fail(zero->ctx, DT_ERR_ARG,
             "dt_zero_make: shard groups of %d ranks in a data group of %d: the size "
             "must divide it",
-            wish, ranks);
+            wanted, ranks);
     for (int k = 0; k < DT__KINDS; k++) {
         dt__zero_groups *g = &zero->groups[k];
         int n = dt_comm_size(data[k]), rank = dt_comm_rank(data[k]);
-        if (k > 0 && data[k] == data[0]) { /* without ep there is one kind */
+        if (k > 0 && data[k] == data[0]) { /* without ep both kinds are the same */
             *g = zero->groups[0];
             continue;
         }
         g->data = g->shard = data[k];
-        while (n % wish != 0 || wish > n) wish--;
-        if (zero->desc.stage == 0 || wish == n || !zero->desc.shard_group) continue;
-        g->shard = wish == 1 ? NULL : dt_comm_split(data[k], rank / wish, rank, "shard");
-        g->copies = dt_comm_split(data[k], rank % wish, rank, "copies");
+        while (n % wanted != 0 || wanted > n) wanted--;
+        if (zero->desc.stage == 0 || wanted == n || !zero->desc.shard_group) continue;
+        g->shard = wanted == 1 ? NULL : dt_comm_split(data[k], rank / wanted, rank, "shard");
+        g->replicas = dt_comm_split(data[k], rank % wanted, rank, "replicas");
         dt_comm_set_axis(g->shard, DT_AXIS_DP);
-        dt_comm_set_axis(g->copies, DT_AXIS_DP);
+        dt_comm_set_axis(g->replicas, DT_AXIS_DP);
     }
     return dt_error(zero->ctx);
 }
 
-/* Of offload, section 12, and of dry runs. */
+/* Offload (section 12), and dry runs. */
 static int dt__is_dry_run(const dt_zero *zero) { return zero->ctx->kernels.alloc == dt__dry_alloc; }
-static int dt__on_disk(const char *place);
-static int dt__in_host(const char *place);
-static int dt__streams(const dt_zero *zero);
+static int dt__on_disk(const char *target);
+static int dt__in_host(const char *target);
+static int dt__zero_offloads(const dt_zero *zero);
 static dt_status dt__disk_open(dt_zero *zero);
 static dt_status dt__disk_wait(dt_zero *zero, dt__disk_job *job);
 static dt_status dt__chunks_make(dt_zero *zero);
-static dt_status dt__values_store(dt_zero *zero, dt__zero_unit *z, dt_bucket *unit, void *run);
-static dt_status dt__values_read_start(dt_zero *zero, dt__zero_unit *z);
-static dt_status dt__values_peek(
-    dt_zero *zero, const dt_bucket *unit, size_t at, void *host, size_t bytes);
+static dt_status dt__params_store(
+    dt_zero *zero, dt__zero_bucket *z, dt_bucket *bucket, void *shard);
+static dt_status dt__params_read_start(dt_zero *zero, dt__zero_bucket *z);
+static dt_status dt__params_copy_out(
+    dt_zero *zero, const dt_bucket *bucket, size_t at, void *host, size_t bytes);
 static int dt__grads_on_disk(const dt_zero *zero);
-static int dt__grad_on_disk(const dt_zero *zero, const dt_bucket *unit);
-static dt_status dt__grads_begin(dt_zero *zero, dt__zero_unit *z);
-static dt_status dt__grads_end(dt_zero *zero, dt__zero_unit *z);
-static dt_status dt__grads_settle(dt_zero *zero);
-static dt_status dt__grads_peek(
-    dt_zero *zero, dt__zero_unit *z, size_t element, void *host, size_t count);
+static int dt__grad_on_disk(const dt_zero *zero, const dt_bucket *bucket);
+static dt_status dt__grads_read_start(dt_zero *zero, dt__zero_bucket *z);
+static dt_status dt__grads_write_start(dt_zero *zero, dt__zero_bucket *z);
+static dt_status dt__grads_write_end(dt_zero *zero);
+static dt_status dt__grads_copy_out(
+    dt_zero *zero, dt__zero_bucket *z, size_t element, void *host, size_t count);
 
-static dt_status dt__zero_unit_make(dt_zero *zero, int u) {
+static dt_status dt__zero_bucket_make(dt_zero *zero, int u) {
     dt_ctx *ctx = zero->ctx;
-    dt__zero_unit *z = &zero->units[u];
-    z->unit = dt_bucket_get(ctx, u);
-    const dt__zero_groups *groups = dt__groups_of(zero, z->unit);
-    z->data = groups->data;
-    z->shard = groups->shard;
-    z->copies = groups->copies;
-    size_t parts = (size_t)dt__zero_parts(zero, z->unit);
-    z->count = z->unit->padded / parts;
-    z->first = parts > 1 ? (size_t)dt_comm_rank(z->shard) * z->count : 0;
+    dt__zero_bucket *z = &zero->buckets[u];
+    z->bucket = dt_bucket_get(ctx, u);
+    const dt__zero_groups *groups = dt__bucket_groups(zero, z->bucket);
+    z->data_group = groups->data;
+    z->shard_group = groups->shard;
+    z->replica_group = groups->replicas;
+    size_t parts = (size_t)dt__zero_shards(zero, z->bucket);
+    z->count = z->bucket->padded / parts;
+    z->offset = parts > 1 ? (size_t)dt_comm_rank(z->shard_group) * z->count : 0;
     dt_mem mem = dt__in_host(zero->desc.offload_optim) ? DT_MEM_HOST : DT_MEM_OPTIM;
-    size_t bytes = dt__on_disk(zero->desc.offload_optim) ? 0 : z->count * dt__zero_size(z);
-    for (int s = 0; s < zero->states && !z->unit->frozen && bytes; s++) {
+    size_t bytes = dt__on_disk(zero->desc.offload_optim) ? 0 : z->count * dt__zero_element_size(z);
+    for (int s = 0; s < zero->states && !z->bucket->frozen && bytes; s++) {
         z->state[s] = dt_alloc(ctx, mem, bytes, "optimizer state");
         if (!z->state[s]) return dt_error(ctx);
         if (mem == DT_MEM_HOST)
             memset(z->state[s], 0, bytes);
-        else if (dt__fill(ctx, z->unit->grad_dtype, z->state[s], z->count, 0) != DT_OK)
+        else if (dt__fill(ctx, z->bucket->grad_dtype, z->state[s], z->count, 0) != DT_OK)
             return dt_error(ctx);
     }
-    if (dt__zero_has_master(z->unit) && bytes)
+    if (dt__zero_has_master(z->bucket) && bytes)
         z->master = dt_alloc(ctx, mem, bytes, "master parameters");
     return dt_error(ctx);
 }
 
-/* What is known of units, all zero; made once their number is known. */
-static dt_status dt__zero_units_alloc(dt_zero *zero) {
-    if (zero->units) return DT_OK;
-    zero->n_units = dt_bucket_count(zero->ctx);
-    size_t bytes = (size_t)zero->n_units * sizeof *zero->units;
-    zero->units = (dt__zero_unit *)dt_alloc(zero->ctx, DT_MEM_HOST, bytes, "dt_zero_make");
-    if (zero->units) memset(zero->units, 0, bytes);
+/* Allocates zero->buckets, all zero, once the number of buckets is known. */
+static dt_status dt__zero_buckets_alloc(dt_zero *zero) {
+    if (zero->buckets) return DT_OK;
+    zero->n_buckets = dt_bucket_count(zero->ctx);
+    size_t bytes = (size_t)zero->n_buckets * sizeof *zero->buckets;
+    zero->buckets = (dt__zero_bucket *)dt_alloc(zero->ctx, DT_MEM_HOST, bytes, "dt_zero_make");
+    if (zero->buckets) memset(zero->buckets, 0, bytes);
     return dt_error(zero->ctx);
 }
 
-static dt_status dt__zero_share(dt_comm *comm, double *all, double mine);
+static dt_status dt__gather_doubles(dt_comm *comm, double *all, double mine);
 
-/* Places of units among those of all stages of the pipeline: first by stage, then as they were
-   registered. */
-static dt_status dt__zero_places(dt_zero *zero) {
+/* Numbers the buckets of all pipeline stages: by stage, then by order of registration. */
+static dt_status dt__pipeline_indices(dt_zero *zero) {
     dt_comm *pp = zero->mesh.pp;
     size_t ranks = (size_t)dt_comm_size(pp), stages = 1;
     double *all = (double *)dt_alloc(zero->ctx, DT_MEM_HOST, ranks * sizeof *all, "stages");
-    if (all && dt__zero_share(pp, all, zero->n_stages) == DT_OK)
+    if (all && dt__gather_doubles(pp, all, zero->n_stages) == DT_OK)
         for (size_t r = 0; r < ranks; r++)
             stages = (size_t)all[r] > stages ? (size_t)all[r] : stages;
     dt_free(zero->ctx, DT_MEM_HOST, all, ranks * sizeof *all);
-    double *units =
-        (double *)dt_alloc(zero->ctx, DT_MEM_HOST, stages * sizeof *units, "units of each stage");
-    if (!units) return dt_error(zero->ctx);
-    memset(units, 0, stages * sizeof *units);
-    for (int u = 0; u < zero->n_units; u++)
-        zero->units[u].place = (size_t)units[zero->units[u].unit->stage]++;
-    dt_sum_doubles(pp, units, stages);
+    double *buckets = (double *)dt_alloc(
+        zero->ctx, DT_MEM_HOST, stages * sizeof *buckets, "buckets of each stage");
+    if (!buckets) return dt_error(zero->ctx);
+    memset(buckets, 0, stages * sizeof *buckets);
+    for (int u = 0; u < zero->n_buckets; u++)
+        zero->buckets[u].pipeline_index = (size_t)buckets[zero->buckets[u].bucket->stage]++;
+    dt_sum_doubles(pp, buckets, stages);
     for (size_t s = 0, first = 0; s < stages && dt_error(zero->ctx) == DT_OK; s++) {
-        for (int u = 0; u < zero->n_units; u++)
-            if ((size_t)zero->units[u].unit->stage == s) zero->units[u].place += first;
-        first += (size_t)units[s];
-        zero->n_places = first;
+        for (int u = 0; u < zero->n_buckets; u++)
+            if ((size_t)zero->buckets[u].bucket->stage == s)
+                zero->buckets[u].pipeline_index += first;
+        first += (size_t)buckets[s];
+        zero->n_pipeline_buckets = first;
     }
-    dt_free(zero->ctx, DT_MEM_HOST, units, stages * sizeof *units);
+    dt_free(zero->ctx, DT_MEM_HOST, buckets, stages * sizeof *buckets);
     return dt_error(zero->ctx);
 }
 
-/* Room for the sums of the norm, and the places in it. */
-static dt_status dt__zero_sums_make(dt_zero *zero) {
+/* Allocates the sums of squares of the norm, and gives each bucket its place in them. */
+static dt_status dt__norm_sums_make(dt_zero *zero) {
     dt_ctx *ctx = zero->ctx;
     for (int kind = 0; kind < DT__KINDS; kind++) {
-        for (int u = 0; u < zero->n_units; u++) {
-            dt__zero_unit *z = &zero->units[u];
-            if (dt__is_expert(zero, dt__unit_desc(zero, z->unit)) != kind) continue;
-            z->sums = zero->n_sums;
-            zero->n_sums += z->unit->padded / DT_PIECE;
+        for (int u = 0; u < zero->n_buckets; u++) {
+            dt__zero_bucket *z = &zero->buckets[u];
+            if (dt__is_expert(zero, dt__bucket_desc(zero, z->bucket)) != kind) continue;
+            z->sums_at = zero->n_sums;
+            zero->n_sums += z->bucket->padded / DT_PIECE;
         }
         if (kind == DT__DENSE) zero->n_dense = zero->n_sums;
     }
-    if (dt__zero_places(zero) != DT_OK) return dt_error(ctx);
+    if (dt__pipeline_indices(zero) != DT_OK) return dt_error(ctx);
     zero->sums = (double *)dt_pin(ctx, zero->n_sums * sizeof *zero->sums, "sums of the norm");
-    zero->totals = (double *)dt_alloc(
-        ctx, DT_MEM_HOST, zero->n_places * sizeof *zero->totals, "sums of the norm");
+    zero->bucket_sums = (double *)dt_alloc(
+        ctx, DT_MEM_HOST, zero->n_pipeline_buckets * sizeof *zero->bucket_sums, "sums of the norm");
     return dt_error(ctx);
 }
 
-/* Sums zero->sums over ranks: those of dense units over one group, those of experts over the
-   other. */
-static dt_status dt__zero_sum_kinds(dt_zero *zero, dt_comm *dense, dt_comm *experts) {
+/* Sums zero->sums over ranks: dense buckets over one group, experts over the other. */
+static dt_status dt__norm_sum_kinds(dt_zero *zero, dt_comm *dense, dt_comm *experts) {
     if (dt_sum_doubles(dense, zero->sums, zero->n_dense) != DT_OK) return dt_error(zero->ctx);
     if (zero->n_sums == zero->n_dense) return DT_OK;
     return dt_sum_doubles(experts, zero->sums + zero->n_dense, zero->n_sums - zero->n_dense);
 }
 
-static dt_status dt__zero_units_make(dt_zero *zero) {
+static dt_status dt__zero_buckets_make(dt_zero *zero) {
     dt_ctx *ctx = zero->ctx;
-    if (dt__zero_units_alloc(zero) != DT_OK || (!zero->disk && dt__disk_open(zero) != DT_OK))
+    if (dt__zero_buckets_alloc(zero) != DT_OK || (!zero->disk && dt__disk_open(zero) != DT_OK))
         return dt_error(ctx);
-    for (int u = 0; u < zero->n_units; u++)
-        if (dt__zero_unit_make(zero, u) != DT_OK) return dt_error(ctx);
-    return dt__zero_sums_make(zero) == DT_OK ? dt__chunks_make(zero) : dt_error(ctx);
+    for (int u = 0; u < zero->n_buckets; u++)
+        if (dt__zero_bucket_make(zero, u) != DT_OK) return dt_error(ctx);
+    return dt__norm_sums_make(zero) == DT_OK ? dt__chunks_make(zero) : dt_error(ctx);
 }
 
-/* Only ep may cut among ranks that hold copies; a mark along such an axis would sum twice. */
+/* Among ranks that hold replicas only ep may shard; a gradient placement along such an axis would
+   sum twice. */
 static dt_status dt__zero_check_params(dt_zero *zero) {
     for (int i = 0; i < dt_param_count(zero->ctx); i++) {
         const dt_tensor *t = dt_param_get(zero->ctx, i);
         const dt_param_desc *d = &t->param->desc;
         for (int c = 0; c < 3; c++)
-            if (d->shards[c].comm != zero->mesh.ep && dt__zero_has_copies(zero, d->shards[c].comm))
+            if (d->shards[c].comm != zero->mesh.ep &&
+                dt__zero_has_replicas(zero, d->shards[c].comm))
                 return dt_fail(zero->ctx, DT_ERR_UNSUPPORTED,
-                    "dt_zero_make: %s is cut over '%s', whose ranks are data "
-                    "parallel: only ep of the mesh can cut there; is .mesh the mesh that made the "
+                    "dt_zero_make: %s is sharded over '%s', whose ranks are data "
+                    "parallel: only ep of the mesh can shard there; is .mesh the mesh that made "
+                    "the "
                     "group?",
                     t->name, dt_comm_name(d->shards[c].comm));
         for (int k = 0; k < 2; k++)
-            if (dt__zero_has_copies(zero, d->grad_placements[k].comm))
+            if (dt__zero_has_replicas(zero, d->grad_placements[k].comm))
                 return dt_fail(zero->ctx, DT_ERR_UNSUPPORTED,
-                    "dt_zero_make: %s has a mark over '%s', along which "
+                    "dt_zero_make: %s has a gradient placement over '%s', along which "
                     "gradients are summed already",
                     t->name, dt_comm_name(d->grad_placements[k].comm));
     }
     return DT_OK;
 }
 
-/* What must be alike on every rank. Item 0 is the optimizer, item i parameter i - 1. cut: which
-   part of it this rank has belongs to it. */
-typedef struct dt__zero_text {
+/* What must be equal on every rank, as text. Item 0 is the optimizer, item i is parameter i - 1.
+   with_rank: the text includes which shard this rank holds. */
+typedef struct dt__item_text {
     char s[208];
-} dt__zero_text;
+} dt__item_text;
 
 static uint64_t dt__zero_digest(uint64_t h, const void *data, size_t bytes) {
     for (size_t i = 0; i < bytes; i += 8) {
@@ -853,20 +915,20 @@ static uint64_t dt__zero_digest(uint64_t h, const void *data, size_t bytes) {
     return h;
 }
 
-static dt__zero_text dt__zero_describe(const dt_zero *zero, int item, int cut) {
+static dt__item_text dt__item_describe(const dt_zero *zero, int item, int with_rank) {
     static const char *const inits[] = { "zeros", "ones", "normal", "uniform" };
     const dt_zero_desc *z = &zero->desc;
     const dt_tensor *t = dt_param_get(zero->ctx, item - 1);
-    dt__zero_text text = { "nothing" };
-    size_t at = 0, room = sizeof text.s;
+    dt__item_text text = { "nothing" };
+    size_t at = 0, capacity = sizeof text.s;
     const dt_scale_desc *c = &z->scale;
     double more[] = { c->init, c->growth, c->backoff, (double)c->interval, (double)c->hysteresis,
-        c->least, (double)z->keep_gathered, (double)z->no_overlap, (double)z->states,
-        (double)dt__streams(zero),
+        c->min_scale, (double)z->keep_gathered, (double)z->no_overlap, (double)z->states,
+        (double)dt__zero_offloads(zero),
         (double)(dt__on_disk(z->offload_params) || dt__in_host(z->offload_params)) };
-    uint64_t others = dt__zero_digest(1, more, sizeof more) & 0xffffff; /* too many to be named */
+    uint64_t others = dt__zero_digest(1, more, sizeof more) & 0xffffff; /* too many to name */
     if (item == 0)
-        snprintf(text.s, room,
+        snprintf(text.s, capacity,
             "optimizer %d of stage %d/%d%s, scale %g, betas %g %g, eps %g, momentum %g, "
             "decay %g, clip %g, freeze %d, others #%06x",
             z->optimizer, z->stage, z->shard_group, z->tree ? ", tree" : "", z->loss_scale,
@@ -875,453 +937,477 @@ static dt__zero_text dt__zero_describe(const dt_zero *zero, int item, int cut) {
     if (!t) return text;
     const dt_param_info *p = t->param;
     const dt_param_desc *d = &p->desc;
-    at += (size_t)snprintf(text.s, room, "%.40s %s %.40s %s %.9g in unit %d%s%s", t->name,
+    at += (size_t)snprintf(text.s, capacity, "%.40s %s %.40s %s %.9g in bucket %d%s%s", t->name,
         dt_dtype_name(t->dtype), dt__shape_text(p->full).s,
         p->init.kind >= 0 && p->init.kind < 4 ? inits[p->init.kind] : "?", p->init.scale,
-        p->unit->index, d->frozen ? ", frozen" : "", d->no_decay ? ", no_decay" : "");
-    if (d->lr_scale != 0 && at < room)
-        at += (size_t)snprintf(text.s + at, room - at, ", lr_scale %g", d->lr_scale);
-    for (int c = 0; c < 3 && at < room; c++)
+        p->bucket->index, d->frozen ? ", frozen" : "", d->no_decay ? ", no_decay" : "");
+    if (d->lr_scale != 0 && at < capacity)
+        at += (size_t)snprintf(text.s + at, capacity - at, ", lr_scale %g", d->lr_scale);
+    for (int c = 0; c < 3 && at < capacity; c++)
         if (d->shards[c].comm)
-            at += (size_t)snprintf(text.s + at, room - at, ", cut %d:%d/%d", d->shards[c].dim,
-                cut ? dt_comm_rank(d->shards[c].comm) : 0, dt_comm_size(d->shards[c].comm));
-    for (int m = 0; m < 2 && at < room; m++)
+            at += (size_t)snprintf(text.s + at, capacity - at, ", shard %d:%d/%d", d->shards[c].dim,
+                with_rank ? dt_comm_rank(d->shards[c].comm) : 0, dt_comm_size(d->shards[c].comm));
+    for (int m = 0; m < 2 && at < capacity; m++)
         if (d->grad_placements[m].comm)
-            at += (size_t)snprintf(text.s + at, room - at, ", mark %d/%d",
+            at += (size_t)snprintf(text.s + at, capacity - at, ", grad placement %d/%d",
                 d->grad_placements[m].kind, dt_comm_size(d->grad_placements[m].comm));
     return text;
 }
 
-/* Of what an item is, or of the values a parameter holds. kind: the group is the data group of
-   dense units or of experts, and looks at these; or it is tp, where values are compared of what
-   nothing cuts, or pp, whose ranks have the optimizer in common. */
-static uint64_t dt__zero_item(dt_zero *zero, int item, int values, int kind) {
+/* Digest of an item, or of a parameter's values. kind: DT__DENSE or DT__EXPERTS: the group is the
+   data group of that kind and compares only parameters of that kind; DT__COMPARE_TP: the group is
+   tp, and only values of parameters without shards are compared; DT__COMPARE_PP: the group is pp,
+   which has only the optimizer in common. */
+static uint64_t dt__item_digest(dt_zero *zero, int item, int values, int kind) {
     const dt_tensor *t = dt_param_get(zero->ctx, item - 1);
-    char piece[4096];
+    char buffer[4096];
     uint64_t h = 1;
     if (kind < DT__KINDS && (t ? dt__is_expert(zero, &t->param->desc) : DT__DENSE) != kind)
         return h;
-    if (kind == DT__OVER_PP && item > 0) return h;
+    if (kind == DT__COMPARE_PP && item > 0) return h;
     if (!values) {
-        dt__zero_text text = dt__zero_describe(zero, item, kind < DT__KINDS);
+        dt__item_text text = dt__item_describe(zero, item, kind < DT__KINDS);
         h = dt__zero_digest(h, text.s, strlen(text.s));
         return t ? dt__zero_digest(h, t->name, strlen(t->name)) : h;
     }
     if (!t) return h;
     const dt_param_info *p = t->param;
-    const dt_bucket *unit = p->unit;
+    const dt_bucket *bucket = p->bucket;
     size_t size = dt_dtype_size(t->dtype),
-           begin = p->offset > unit->first ? p->offset : unit->first;
-    size_t end = p->offset + p->count < unit->first + unit->run ? p->offset + p->count
-                                                                : unit->first + unit->run;
+           begin = p->offset > bucket->shard_offset ? p->offset : bucket->shard_offset;
+    size_t end = p->offset + p->count < bucket->shard_offset + bucket->shard_count
+                     ? p->offset + p->count
+                     : bucket->shard_offset + bucket->shard_count;
     size_t bytes = begin < end ? (end - begin) * size : 0;
-    size_t first = (begin - unit->first) * size; /* what is kept of it */
+    size_t first = (begin - bucket->shard_offset) * size; /* bytes into the shard */
     for (int c = 0; c < 3; c++)
-        if (p->desc.shards[c].comm && kind == DT__OVER_TP) bytes = 0;
+        if (p->desc.shards[c].comm && kind == DT__COMPARE_TP) bytes = 0;
     if (zero->ctx->kernels.alloc == dt__dry_alloc) bytes = 0; /* all zeros, and too many to read */
     for (size_t at = 0, n; at < bytes; at += n) {
-        n = bytes - at < sizeof piece ? bytes - at : sizeof piece;
-        if (dt__values_peek(zero, unit, first + at, piece, n) != DT_OK) break;
-        h = dt__zero_digest(h, piece, n);
+        n = bytes - at < sizeof buffer ? bytes - at : sizeof buffer;
+        if (dt__params_copy_out(zero, bucket, first + at, buffer, n) != DT_OK) break;
+        h = dt__zero_digest(h, buffer, n);
     }
     return h;
 }
 
-/* all[r] = the number that rank r of the group gives. */
-static dt_status dt__zero_share(dt_comm *comm, double *all, double mine) {
+/* all[r] = the number of rank r of the group. */
+static dt_status dt__gather_doubles(dt_comm *comm, double *all, double mine) {
     memset(all, 0, (size_t)dt_comm_size(comm) * sizeof *all);
     all[dt_comm_rank(comm)] = mine;
     return dt_sum_doubles(comm, all, (size_t)dt_comm_size(comm));
 }
 
-/* Compares all items with those of the group's rank 0, by digests that are summed as halves, which
-   is exact and counts as no traffic. 0: they differ, *item is the first that does and *rank the
-   first rank it does on. */
-static int dt__zero_alike(
+/* Compares all items with those of the group's rank 0. Digests are summed as two halves, which is
+   exact in doubles and counts as no traffic. Returns 0 if they differ: *item is the first that
+   differs, *rank the first rank where it does. */
+static int dt__ranks_agree(
     dt_zero *zero, dt_comm *comm, int values, int kind, int *item, int *rank) {
     dt_ctx *ctx = zero->ctx;
-    size_t ranks = (size_t)dt_comm_size(comm), most = 0, first = 0;
+    size_t ranks = (size_t)dt_comm_size(comm), max_count = 0, first = 0;
     if (ranks == 1) return 1;
     double *all = (double *)dt_alloc(ctx, DT_MEM_HOST, ranks * sizeof *all, "comparing ranks"),
            *theirs = NULL;
-    if (all && dt__zero_share(comm, all, dt_param_count(ctx) + 1) == DT_OK)
-        for (size_t r = 0; r < ranks; r++) most = (size_t)all[r] > most ? (size_t)all[r] : most;
-    if (most)
-        theirs = (double *)dt_alloc(ctx, DT_MEM_HOST, 4 * most * sizeof *theirs, "comparing ranks");
-    double *mine = theirs ? theirs + 2 * most : NULL;
-    for (size_t i = 0; theirs && i < most; i++) {
-        uint64_t h = dt__zero_item(zero, (int)i, values, kind);
+    if (all && dt__gather_doubles(comm, all, dt_param_count(ctx) + 1) == DT_OK)
+        for (size_t r = 0; r < ranks; r++)
+            max_count = (size_t)all[r] > max_count ? (size_t)all[r] : max_count;
+    if (max_count)
+        theirs =
+            (double *)dt_alloc(ctx, DT_MEM_HOST, 4 * max_count * sizeof *theirs, "comparing ranks");
+    double *mine = theirs ? theirs + 2 * max_count : NULL;
+    for (size_t i = 0; theirs && i < max_count; i++) {
+        uint64_t h = dt__item_digest(zero, (int)i, values, kind);
         mine[2 * i] = (double)(h >> 32);
         mine[2 * i + 1] = (double)(h & 0xffffffff);
         for (int k = 0; k < 2; k++)
             theirs[2 * i + k] = dt_comm_rank(comm) == 0 ? mine[2 * i + k] : 0;
     }
-    *item = (int)most;
-    if (theirs && dt_sum_doubles(comm, theirs, 2 * most) == DT_OK) {
-        while (first < 2 * most && theirs[first] == mine[first]) first++;
-        if (dt__zero_share(comm, all, (double)(first / 2)) == DT_OK)
+    *item = (int)max_count;
+    if (theirs && dt_sum_doubles(comm, theirs, 2 * max_count) == DT_OK) {
+        while (first < 2 * max_count && theirs[first] == mine[first]) first++;
+        if (dt__gather_doubles(comm, all, (double)(first / 2)) == DT_OK)
             for (size_t r = 0; r < ranks; r++)
                 if (all[r] < *item) *item = (int)all[r], *rank = (int)r;
     }
-    dt_free(ctx, DT_MEM_HOST, theirs, 4 * most * sizeof *theirs);
+    dt_free(ctx, DT_MEM_HOST, theirs, 4 * max_count * sizeof *theirs);
     dt_free(ctx, DT_MEM_HOST, all, ranks * sizeof *all);
-    return *item == (int)most;
+    return *item == (int)max_count;
 }
 
-/* A tied unit: who shares it, and what it is. */
-typedef struct dt__tied_unit {
+/* A tied bucket: digests of the group that shares it and of its contents. */
+typedef struct dt__tied_bucket {
     double group, digest;
-} dt__tied_unit;
+} dt__tied_bucket;
 
-static dt__tied_unit dt__zero_tied_unit(dt_zero *zero, const dt_bucket *unit, int values) {
-    const dt_comm *tied = dt__zero_tied(zero, unit);
+static dt__tied_bucket dt__tied_bucket_of(dt_zero *zero, const dt_bucket *bucket, int values) {
+    const dt_comm *tied = dt__tied_group(zero, bucket);
     uint64_t group = 1, h = 1;
     for (int i = 0; i < dt_comm_size(tied); i++) {
         int rank = dt_comm_world_rank(tied, i);
         group = dt__zero_digest(group, &rank, sizeof rank);
     }
-    for (int i = unit->first_param; i < unit->first_param + unit->params; i++) {
+    for (int i = bucket->first_param; i < bucket->first_param + bucket->n_params; i++) {
         const dt_tensor *t = dt_param_get(zero->ctx, i);
         double more[] = { (double)t->dtype, (double)t->param->count, t->param->desc.lr_scale,
-            (double)(t->param->desc.no_decay != 0), (double)unit->padded };
+            (double)(t->param->desc.no_decay != 0), (double)bucket->padded };
         h = dt__zero_digest(dt__zero_digest(h, t->name, strlen(t->name)), more, sizeof more);
-        if (values) h ^= dt__zero_item(zero, i + 1, 1, DT__DENSE) * 3;
+        if (values) h ^= dt__item_digest(zero, i + 1, 1, DT__DENSE) * 3;
     }
-    /* exact as doubles; group 0 is no unit */
-    dt__tied_unit u = { (double)(group >> 12 | 1), (double)(h >> 12) };
+    /* exact as doubles; group 0 is no bucket */
+    dt__tied_bucket u = { (double)(group >> 12 | 1), (double)(h >> 12) };
     return u;
 }
 
-/* The k-th of some units that a group shares; NULL: there are fewer. */
-static const dt__tied_unit *dt__tied_find(
-    const dt__tied_unit *units, size_t n, double group, int k) {
+/* The k-th of the buckets that a group shares; NULL: there are fewer. */
+static const dt__tied_bucket *dt__tied_find(
+    const dt__tied_bucket *buckets, size_t n, double group, int k) {
     for (size_t i = 0; i < n; i++)
-        if (units[i].group == group && k-- == 0) return &units[i];
+        if (buckets[i].group == group && k-- == 0) return &buckets[i];
     return NULL;
 }
 
-/* Whether rank r of pp, if it shares units with this one, has the same in the same order. */
-static dt_status dt__zero_tied_alike(
-    dt_zero *zero, const dt__tied_unit *mine, const dt__tied_unit *theirs, size_t n, int r) {
+/* Checks that rank r of pp has the same tied buckets in the same order, if it shares any with this
+   rank. */
+static dt_status dt__tied_agree(
+    dt_zero *zero, const dt__tied_bucket *mine, const dt__tied_bucket *theirs, size_t n, int r) {
     int world_rank = dt_comm_world_rank(zero->mesh.pp, r);
-    for (int u = 0; u < zero->n_units; u++) {
-        const dt_bucket *unit = zero->units[u].unit;
-        const dt_comm *tied = dt__zero_tied(zero, unit);
+    for (int u = 0; u < zero->n_buckets; u++) {
+        const dt_bucket *bucket = zero->buckets[u].bucket;
+        const dt_comm *tied = dt__tied_group(zero, bucket);
         int k = 0, shares = 0;
-        if (unit->frozen || !tied) continue;
+        if (bucket->frozen || !tied) continue;
         for (int i = 0; i < u; i++) k += mine[i].group == mine[u].group;
         for (int i = 0; i < dt_comm_size(tied); i++)
             shares |= dt_comm_world_rank(tied, i) == world_rank;
-        const dt__tied_unit *other = shares ? dt__tied_find(theirs, n, mine[u].group, k) : &mine[u];
+        const dt__tied_bucket *other =
+            shares ? dt__tied_find(theirs, n, mine[u].group, k) : &mine[u];
         if (other && other->digest == mine[u].digest) continue;
         return dt_fail(zero->ctx, DT_ERR_COMM,
             "dt_zero: %s is tied over '%s', where rank %d has %s: stages that share "
             "parameters register them under the same names, in the same order, with the same "
             "values",
-            dt_param_get(zero->ctx, unit->first_param)->name, dt_comm_name(tied), world_rank,
+            dt_param_get(zero->ctx, bucket->first_param)->name, dt_comm_name(tied), world_rank,
             other ? "another one, or other values" : "none");
     }
     return DT_OK;
 }
 
-/* Gradients of tied units are added up in the order in which each of their ranks has them. */
-static dt_status dt__zero_compare_tied(dt_zero *zero, int values) {
+/* Compares tied buckets between pipeline stages: their gradients are summed in the order in which
+   each stage has them. */
+static dt_status dt__compare_tied(dt_zero *zero, int values) {
     dt_comm *pp = zero->mesh.pp;
     size_t ranks = (size_t)dt_comm_size(pp), me = (size_t)dt_comm_rank(pp),
-           n = (size_t)zero->n_units;
-    double most = 0;
+           n = (size_t)zero->n_buckets;
+    double max_count = 0;
     if (ranks == 1) return DT_OK;
     double *counts =
         (double *)dt_alloc(zero->ctx, DT_MEM_HOST, ranks * sizeof *counts, "comparing stages");
-    if (counts && dt__zero_share(pp, counts, (double)n) == DT_OK)
-        for (size_t r = 0; r < ranks; r++) most = counts[r] > most ? counts[r] : most;
+    if (counts && dt__gather_doubles(pp, counts, (double)n) == DT_OK)
+        for (size_t r = 0; r < ranks; r++)
+            max_count = counts[r] > max_count ? counts[r] : max_count;
     dt_free(zero->ctx, DT_MEM_HOST, counts, ranks * sizeof *counts);
-    size_t bytes = ranks * (size_t)most * sizeof(dt__tied_unit);
-    dt__tied_unit *all =
-        (dt__tied_unit *)dt_alloc(zero->ctx, DT_MEM_HOST, bytes, "comparing stages");
+    size_t bytes = ranks * (size_t)max_count * sizeof(dt__tied_bucket);
+    dt__tied_bucket *all =
+        (dt__tied_bucket *)dt_alloc(zero->ctx, DT_MEM_HOST, bytes, "comparing stages");
     if (!all) return dt_error(zero->ctx);
     memset(all, 0, bytes);
-    dt__tied_unit *mine = all + me * (size_t)most;
+    dt__tied_bucket *mine = all + me * (size_t)max_count;
     for (size_t u = 0; u < n; u++) {
-        const dt_bucket *unit = zero->units[u].unit;
-        if (!unit->frozen && dt__zero_tied(zero, unit))
-            mine[u] = dt__zero_tied_unit(zero, unit, values);
+        const dt_bucket *bucket = zero->buckets[u].bucket;
+        if (!bucket->frozen && dt__tied_group(zero, bucket))
+            mine[u] = dt__tied_bucket_of(zero, bucket, values);
     }
     dt_sum_doubles(pp, (double *)all, bytes / sizeof(double));
     for (size_t r = 0; r < ranks && dt_error(zero->ctx) == DT_OK; r++)
-        dt__zero_tied_alike(zero, mine, all + r * (size_t)most, (size_t)most, (int)r);
+        dt__tied_agree(zero, mine, all + r * (size_t)max_count, (size_t)max_count, (int)r);
     dt_free(zero->ctx, DT_MEM_HOST, all, bytes);
     return dt_error(zero->ctx);
 }
 
-/* The ranks that hold copies of the values of a kind of units: at stage 3 of this rank's run of
-   them. */
-static dt_comm *dt__zero_copy_group(const dt_zero *zero, int kind) {
+/* The ranks that hold the same parameters of a kind; at stage 3, the same shard of them. */
+static dt_comm *dt__replica_group(const dt_zero *zero, int kind) {
     const dt__zero_groups *g = &zero->groups[kind];
-    return zero->desc.stage == 3 && dt_comm_size(g->shard) > 1 ? g->copies : g->data;
+    return zero->desc.stage == 3 && dt_comm_size(g->shard) > 1 ? g->replicas : g->data;
 }
 
-/* Ranks that registered other parameters, or start from other values, would train on without a
-   sign: copies over the data groups must be alike, what is not cut over tp, tied copies, and
-   everywhere the optimizer. Once each, before the first step. */
-static dt_status dt__zero_compare(dt_zero *zero, int values) {
-    enum { ROOM = sizeof(dt__zero_text) };
+/* Compares ranks, once before the first step. Ranks that registered different parameters, or start
+   from different values, would train on unnoticed. Replicas over the data groups must be equal, and
+   so must unsharded parameters over tp, tied parameters over pp, and the optimizer everywhere. */
+static dt_status dt__compare_ranks(dt_zero *zero, int values) {
+    enum { TEXT_BYTES = sizeof(dt__item_text) };
     dt_ctx *ctx = zero->ctx;
-    for (int kind = 0; kind <= DT__OVER_PP; kind++) {
+    for (int kind = 0; kind <= DT__COMPARE_PP; kind++) {
         int data = kind < DT__KINDS;
-        dt_comm *comm = kind == DT__OVER_TP   ? zero->mesh.tp
-                        : kind == DT__OVER_PP ? zero->mesh.pp
-                        : values              ? dt__zero_copy_group(zero, kind)
-                                              : zero->groups[kind].data;
-        double both[2 * ROOM];
-        char text[2 * ROOM];
+        dt_comm *comm = kind == DT__COMPARE_TP   ? zero->mesh.tp
+                        : kind == DT__COMPARE_PP ? zero->mesh.pp
+                        : values                 ? dt__replica_group(zero, kind)
+                                                 : zero->groups[kind].data;
+        double both[2 * TEXT_BYTES];
+        char text[2 * TEXT_BYTES];
         int item = 0, rank = 0;
-        int alike = dt__zero_alike(zero, comm, values, kind, &item, &rank);
+        int alike = dt__ranks_agree(zero, comm, values, kind, &item, &rank);
         if (dt_error(ctx) != DT_OK) return dt_error(ctx);
         if (alike) continue;
-        int zeroth = dt_comm_world_rank(comm, 0), other = dt_comm_world_rank(comm, rank);
+        int first_rank = dt_comm_world_rank(comm, 0), other = dt_comm_world_rank(comm, rank);
         if (values)
             return dt_fail(ctx, DT_ERR_COMM,
                 "dt_zero_step: rank %d starts from other values of %s than rank %d: load "
                 "the same weights on every rank",
-                other, dt_param_get(ctx, item - 1)->name, zeroth);
-        dt__zero_text mine = dt__zero_describe(zero, item, data);
+                other, dt_param_get(ctx, item - 1)->name, first_rank);
+        dt__item_text mine = dt__item_describe(zero, item, data);
         int me = dt_comm_rank(comm);
-        for (int i = 0; i < 2 * ROOM; i++)
-            both[i] = me == (i < ROOM ? 0 : rank) ? mine.s[i % ROOM] : 0;
-        if (dt_sum_doubles(comm, both, 2 * ROOM) != DT_OK) return dt_error(ctx);
-        for (int i = 0; i < 2 * ROOM; i++) text[i] = (char)both[i];
+        for (int i = 0; i < 2 * TEXT_BYTES; i++)
+            both[i] = me == (i < TEXT_BYTES ? 0 : rank) ? mine.s[i % TEXT_BYTES] : 0;
+        if (dt_sum_doubles(comm, both, 2 * TEXT_BYTES) != DT_OK) return dt_error(ctx);
+        for (int i = 0; i < 2 * TEXT_BYTES; i++) text[i] = (char)both[i];
         return dt_fail(ctx, DT_ERR_COMM,
             "dt_zero_make: rank %d has %s, where rank %d has %s: every rank registers the "
             "same parameters in the same order",
-            other, text + ROOM, zeroth, text);
+            other, text + TEXT_BYTES, first_rank, text);
     }
-    return dt__zero_compare_tied(zero, values);
+    return dt__compare_tied(zero, values);
 }
 
-// ==== 7. The reducer ============================================================================
+// ==== 7. Gradient reduction =====================================================================
 
-/* Begins the sum over a group that a mark names. Gradients count as dp, whatever axis the group
-   belongs to, but for those of tied parameters, which count as pp. */
-static void dt__zero_mark_start(dt__zero_unit *z, dt_comm *comm, dt_axis counted) {
+/* Starts the sum over a gradient placement's group. The traffic of gradients counts as dp, whatever
+   axis the group belongs to, except for tied parameters, which count as pp. */
+static void dt__reduce_partial_start(dt__zero_bucket *z, dt_comm *comm, dt_axis counted) {
     dt_axis axis = comm->axis;
-    void *run = dt__zero_run_grad(z);
+    void *shard = dt__zero_grad_shard(z);
     dt_comm_set_axis(comm, counted);
-    z->work = dt_all_reduce_start(comm, run, run, z->count, z->unit->grad_dtype, DT_SUM);
+    z->work = dt_all_reduce_start(comm, shard, shard, z->count, z->bucket->grad_dtype, DT_SUM);
     dt_comm_set_axis(comm, axis);
 }
 
-/* Stages 2 and 3 reduce the gradient of every micro-batch, and so does the tree; else their sum is
-   reduced, once. */
-static int dt__zero_keeps_run(const dt_zero *zero) { return zero->desc.stage >= 2; }
-static int dt__zero_reduces_each(const dt_zero *zero) {
-    return dt__zero_keeps_run(zero) || zero->desc.tree;
+/* Stages 2 and 3 and the tree reduce the gradient of every micro-batch; otherwise the sum over
+   micro-batches is reduced once a step. */
+static int dt__zero_shards_grads(const dt_zero *zero) { return zero->desc.stage >= 2; }
+static int dt__zero_reduces_each_micro(const dt_zero *zero) {
+    return dt__zero_shards_grads(zero) || zero->desc.tree;
 }
 
-/* Sums a unit's gradient over the data group (arXiv:1910.02054), with N ranks in a shard group, S
-   bytes of gradients and a micro-batches in a step:
+/* Gradient bucket: one reduction for many parameters (DDP; ZeRO, arXiv:1910.02054). A bucket's
+   gradient is summed over its data group in three parts:
 
-                                                          a step sends, times (N-1)/N
-       stage 0      all-reduce      the whole sum         2 S                              all of it stays
-       stage 1      reduce-scatter  run r on rank r       S, and S for the new parameters  the rest is used up
-       stages 2, 3  the same for each micro-batch         a S, and the parameters          only run r stays
+       over its shard group   stage 0        all-reduce       every rank keeps the sum
+                              stage 1        reduce-scatter   once a step; rank r then uses shard r
+                              stages 2, 3    reduce-scatter   each micro-batch; rank r keeps shard r
+       over its replicas      all-reduce of the shard, once a step
+       over the groups of its gradient placements, once a step
 
-   Then over the ranks that hold copies of the run, and over the groups that marks name: once a
-   step. All sums are in rank order, so the bits of stages 0 and 1 agree, and those of 2 and 3. A
-   reduction is started when the unit's gradient is complete and goes on while the backward computes
-   the others (S. Li et al., "PyTorch Distributed", VLDB 2020). Stages 0 and 1 wait for all at the
-   backward's end. Stages 2 and 3 let few be under way, for each holds a whole unit's gradient. */
-static dt_status dt__zero_reduce_start(dt_zero *zero, dt__zero_unit *z) {
-    dt_bucket *u = z->unit;
+   All sums are in rank order, so the bits of stages 0 and 1 are equal, and so are those of 2 and 3.
+   Section 4 has the bytes. Overlap of communication and computation: a reduction starts when the
+   bucket's gradient is complete and proceeds while the backward computes the other buckets (S. Li
+   et al., "PyTorch Distributed", VLDB 2020). Stages 0 and 1 wait for all reductions at the end of
+   the backward. Stages 2 and 3 allow two to be pending, because each holds a full bucket's
+   gradient. */
+static dt_status dt__zero_reduce_start(dt_zero *zero, dt__zero_bucket *z) {
+    dt_bucket *u = z->bucket;
     dt_dtype type = u->grad_dtype;
-    void *whole = z->passing ? z->passing : u->grad;
-    /* ranks exchange the momentum instead */
+    void *full = z->micro_grad ? z->micro_grad : u->grad;
+    /* 1-bit Adam exchanges the momentum instead */
     if (dt__onebit_frozen(zero)) return dt_error(zero->ctx);
     z->work = zero->desc.stage == 0
-                  ? dt_all_reduce_start(z->data, whole, whole, u->padded, type, DT_SUM)
-                  : dt_reduce_scatter_start(
-                        z->shard, whole, dt__zero_at(z, whole, z->first), z->count, type, DT_SUM);
-    return dt__grad_on_disk(zero, u) ? dt__grads_begin(zero, z) : dt_error(zero->ctx);
+                  ? dt_all_reduce_start(z->data_group, full, full, u->padded, type, DT_SUM)
+                  : dt_reduce_scatter_start(z->shard_group, full,
+                        dt__zero_element(z, full, z->offset), z->count, type, DT_SUM);
+    return dt__grad_on_disk(zero, u) ? dt__grads_read_start(zero, z) : dt_error(zero->ctx);
 }
 
-/* Stages 2 and 3: room for what a rank keeps of a unit's gradient. */
-static dt_status dt__zero_grad_room(dt_zero *zero, dt__zero_unit *z) {
-    if (z->grad) return dt_error(zero->ctx);
-    z->grad_bytes = z->count * dt__zero_size(z); /* groups may be gone when it is given back */
-    z->grad = dt_alloc(zero->ctx, DT_MEM_GRADS, z->grad_bytes, "gradients");
+/* Stages 2 and 3: allocates this rank's shard of a bucket's gradient. */
+static dt_status dt__zero_grad_shard_alloc(dt_zero *zero, dt__zero_bucket *z) {
+    if (z->grad_shard) return dt_error(zero->ctx);
+    /* the groups may be gone when it is freed */
+    z->grad_bytes = z->count * dt__zero_element_size(z);
+    z->grad_shard = dt_alloc(zero->ctx, DT_MEM_GRADS, z->grad_bytes, "gradients");
     return dt_error(zero->ctx);
 }
 
-static dt_status dt__zero_work_end(dt_zero *zero, dt__zero_unit *z) {
+static dt_status dt__zero_work_wait(dt_zero *zero, dt__zero_bucket *z) {
     dt_status status = dt_wait(zero->ctx, z->work);
     z->work = NULL;
     return status;
 }
 
-static dt_status dt__zero_reduce_end(dt_zero *zero, dt__zero_unit *z) {
-    dt_status status = dt__zero_work_end(zero, z);
-    if (status != DT_OK || !z->passing) return status;
-    int on_disk = dt__grad_on_disk(zero, z->unit);
-    if ((on_disk ? dt__disk_wait(zero, &z->grad_job) : dt__zero_grad_room(zero, z)) != DT_OK)
+static dt_status dt__zero_reduce_end(dt_zero *zero, dt__zero_bucket *z) {
+    dt_status status = dt__zero_work_wait(zero, z);
+    if (status != DT_OK || !z->micro_grad) return status;
+    int on_disk = dt__grad_on_disk(zero, z->bucket);
+    if ((on_disk ? dt__disk_wait(zero, &z->grad_job) : dt__zero_grad_shard_alloc(zero, z)) != DT_OK)
         return dt_error(zero->ctx);
-    const void *run = dt__zero_at(z, z->passing, z->first);
-    status = dt__accumulate(zero->ctx, z->unit->grad_dtype, z->grad, run, z->count, z->filled);
-    dt__spare_give(zero->ctx, z->passing);
-    z->passing = NULL;
-    z->filled = 1;
-    return status == DT_OK && on_disk ? dt__grads_end(zero, z) : status;
+    const void *shard = dt__zero_element(z, z->micro_grad, z->offset);
+    status = dt__accumulate(
+        zero->ctx, z->bucket->grad_dtype, z->grad_shard, shard, z->count, z->accumulated);
+    dt__bucket_buffer_release(zero->ctx, z->micro_grad);
+    z->micro_grad = NULL;
+    z->accumulated = 1;
+    return status == DT_OK && on_disk ? dt__grads_write_start(zero, z) : status;
 }
 
-/* Whether unit u has a gradient in the micro-batch that is being reduced. */
-static int dt__zero_has_turn(const dt_zero *zero, int u) {
-    const dt_bucket *unit = zero->units[u].unit;
-    return !unit->frozen && unit->stage == zero->turn;
+/* Whether bucket u has a gradient in the micro-batch being reduced. */
+static int dt__zero_is_reducing(const dt_zero *zero, int u) {
+    const dt_bucket *bucket = zero->buckets[u].bucket;
+    return !bucket->frozen && bucket->stage == zero->reducing_stage;
 }
 
-/* Ends the oldest reductions until at most `most` are under way. */
-static dt_status dt__zero_reduce_until(dt_zero *zero, int most) {
-    int under_way = 0;
-    for (int u = zero->oldest; u > zero->next; u--) under_way += dt__zero_has_turn(zero, u);
-    for (; zero->oldest > zero->next && under_way > most; zero->oldest--) {
-        dt__zero_unit *z = &zero->units[zero->oldest];
-        if (!dt__zero_has_turn(zero, zero->oldest)) continue;
+/* Completes the oldest reductions until at most `limit` are pending. */
+static dt_status dt__zero_reduce_drain(dt_zero *zero, int limit) {
+    int pending = 0;
+    for (int u = zero->oldest_bucket; u > zero->next_bucket; u--)
+        pending += dt__zero_is_reducing(zero, u);
+    for (; zero->oldest_bucket > zero->next_bucket && pending > limit; zero->oldest_bucket--) {
+        dt__zero_bucket *z = &zero->buckets[zero->oldest_bucket];
+        if (!dt__zero_is_reducing(zero, zero->oldest_bucket)) continue;
         if (dt__zero_reduce_end(zero, z) != DT_OK) return dt_error(zero->ctx);
-        under_way--;
+        pending--;
     }
     return dt_error(zero->ctx);
 }
 
-static dt_status dt__zero_sums(dt_zero *zero, int first, int end, int on_disk);
+static dt_status dt__norm_local_sums(dt_zero *zero, int first, int end, int on_disk);
 
-/* The sums of a unit's run beyond its shard group: over the copies, and over the groups that marks
-   name. */
-static void dt__zero_copies_start(dt__zero_unit *z) {
-    void *run = dt__zero_run_grad(z);
-    if (z->copies)
-        z->work = dt_all_reduce_start(z->copies, run, run, z->count, z->unit->grad_dtype, DT_SUM);
+/* The sums of a shard beyond its shard group: over the replicas, and over the groups of gradient
+   placements. */
+static void dt__reduce_replicas_start(dt__zero_bucket *z) {
+    void *shard = dt__zero_grad_shard(z);
+    if (z->replica_group)
+        z->work = dt_all_reduce_start(
+            z->replica_group, shard, shard, z->count, z->bucket->grad_dtype, DT_SUM);
 }
 
-static dt_status dt__zero_copies_end(dt_zero *zero, dt__zero_unit *z) {
-    const dt_grad_placement *grad_placements = dt__unit_desc(zero, z->unit)->grad_placements;
-    const dt_comm *tied = dt__zero_tied(zero, z->unit);
-    if (dt__zero_work_end(zero, z) != DT_OK) return dt_error(zero->ctx);
+static dt_status dt__reduce_replicas_end(dt_zero *zero, dt__zero_bucket *z) {
+    const dt_grad_placement *grad_placements = dt__bucket_desc(zero, z->bucket)->grad_placements;
+    const dt_comm *tied = dt__tied_group(zero, z->bucket);
+    if (dt__zero_work_wait(zero, z) != DT_OK) return dt_error(zero->ctx);
     for (int i = 0; i < 2; i++) {
         if (!grad_placements[i].comm || grad_placements[i].comm == tied ||
             grad_placements[i].kind != DT_GRAD_PARTIAL)
             continue;
-        dt__zero_mark_start(z, grad_placements[i].comm, DT_AXIS_DP);
-        if (dt__zero_work_end(zero, z) != DT_OK) return dt_error(zero->ctx);
+        dt__reduce_partial_start(z, grad_placements[i].comm, DT_AXIS_DP);
+        if (dt__zero_work_wait(zero, z) != DT_OK) return dt_error(zero->ctx);
     }
     return DT_OK;
 }
 
-/* Once all stages of a pipeline have the sums of their own micro-batches, those of tied parameters
-   are added up. Not before: a stage that waited for another in the midst of the step might keep it
-   waiting. And all at once: stages may have them in different orders. */
-static dt_status dt__zero_sum_tied(dt_zero *zero) {
-    for (int u = 0; u < zero->n_units && !zero->tied_summed; u++) {
-        dt__zero_unit *z = &zero->units[u];
-        dt_comm *tied = z->unit->frozen ? NULL : dt__zero_tied(zero, z->unit);
-        if (tied) dt__zero_mark_start(z, tied, DT_AXIS_PP);
+/* Tied embeddings: adds the gradients of tied parameters over pipeline stages, once every stage has
+   summed its own micro-batches. Doing it in the middle of the step could deadlock two stages that
+   wait for each other. All tied buckets start together, because stages may have them in different
+   orders. */
+static dt_status dt__reduce_tied(dt_zero *zero) {
+    for (int u = 0; u < zero->n_buckets && !zero->tied_summed; u++) {
+        dt__zero_bucket *z = &zero->buckets[u];
+        dt_comm *tied = z->bucket->frozen ? NULL : dt__tied_group(zero, z->bucket);
+        if (tied) dt__reduce_partial_start(z, tied, DT_AXIS_PP);
     }
-    for (int u = 0; u < zero->n_units && !zero->tied_summed; u++)
-        dt__zero_work_end(zero, &zero->units[u]);
+    for (int u = 0; u < zero->n_buckets && !zero->tied_summed; u++)
+        dt__zero_work_wait(zero, &zero->buckets[u]);
     zero->tied_summed = 1;
     return dt_error(zero->ctx);
 }
 
-/* Those of the step's last micro-batch; on disk, each run had them before it was written. */
-static dt_status dt__zero_reduce_rest(dt_zero *zero) {
-    /* the tree has added the copies */
-    for (int u = zero->n_units - 1; u >= 0 && !zero->desc.tree; u--)
-        if (dt__zero_has_turn(zero, u) && !dt__grad_on_disk(zero, zero->units[u].unit))
-            dt__zero_copies_start(&zero->units[u]);
-    for (int u = zero->n_units - 1; u >= 0; u--) {
-        dt__zero_unit *z = &zero->units[u];
-        if (!dt__zero_has_turn(zero, u)) continue;
-        if (!dt__grad_on_disk(zero, z->unit) && dt__zero_copies_end(zero, z) != DT_OK)
+/* After the step's last micro-batch: the sums over replicas and gradient placements. A gradient on
+   disk was summed before it was written. */
+static dt_status dt__zero_reduce_finish(dt_zero *zero) {
+    /* the tree has added the replicas */
+    for (int u = zero->n_buckets - 1; u >= 0 && !zero->desc.tree; u--)
+        if (dt__zero_is_reducing(zero, u) && !dt__grad_on_disk(zero, zero->buckets[u].bucket))
+            dt__reduce_replicas_start(&zero->buckets[u]);
+    for (int u = zero->n_buckets - 1; u >= 0; u--) {
+        dt__zero_bucket *z = &zero->buckets[u];
+        if (!dt__zero_is_reducing(zero, u)) continue;
+        if (!dt__grad_on_disk(zero, z->bucket) && dt__reduce_replicas_end(zero, z) != DT_OK)
             return dt_error(zero->ctx);
-        z->over = 1;
+        z->reduced = 1;
     }
     return dt_error(zero->ctx);
 }
 
-/* The tree. Leaf m is the gradient of micro-batch m of the step; leaf j * N + r is rank r's j-th.
-   Leaves are added as a binary counter counts: two sums of as many leaves become one, so level k
-   holds a sum of 2^k.
+/* Binary tree over micro-batches. Leaf m is the gradient of micro-batch m of the step; leaf j * N +
+   r is rank r's j-th. Leaves are added as a binary counter increments: two sums of equally many
+   leaves become one, so level k holds a sum of 2^k leaves.
 
-       leaves  0 1 2 3 4 5      after leaf 5:  level 2: (0+1)+(2+3)   level 1: 4+5      the sum: level 2 + level 1
+       leaf       0   1   2   3   4   5
+       level 0     \ /     \ /     \ /
+       level 1     0+1     2+3     4+5     after leaf 5: held in level 1
+       level 2        \   /         |
+                     0+1+2+3        |      after leaf 5: held in level 2
+                            \      /
+       the sum            level 1 + level 2
 
-   Which leaves meet when depends on m alone, so the bits are the same however the batch is split
-   over ranks and accumulation. For that the leaves of a piece must meet unsummed, at one rank: a
-   unit is cut into N pieces, N the ranks of the data group, and each micro-batch's gradient goes
-   through an all-to-all. For M micro-batches a rank has floor(log2 M) + 1 buffers of a piece. The
-   pieces of a run belong to the ranks that will hold copies of it. */
-static size_t dt__zero_piece(const dt__zero_unit *z, int rank) {
-    int n = dt_comm_size(z->shard), copies = dt_comm_size(z->copies);
-    return copies > 1 ? (size_t)(rank % n * copies + rank / n) : (size_t)rank;
+   Which leaves meet depends on m alone, so the bits are the same however the batch is split over
+   ranks and gradient accumulation. All leaves of an element must therefore meet unsummed on one
+   rank: a bucket is divided into N pieces, N the ranks of the data group, and each micro-batch's
+   gradient goes through an all-to-all. For M micro-batches a rank has floor(log2 M) + 1 buffers of
+   a piece. The pieces of a shard belong to the ranks that hold replicas of it. */
+static size_t dt__grad_tree_segment(const dt__zero_bucket *z, int rank) {
+    int n = dt_comm_size(z->shard_group), replicas = dt_comm_size(z->replica_group);
+    return replicas > 1 ? (size_t)(rank % n * replicas + rank / n) : (size_t)rank;
 }
 
-static void *dt__zero_level(const dt__zero_unit *z, size_t piece, int level) {
-    return dt__zero_at(z, z->levels, (size_t)level * piece);
+static void *dt__grad_tree_level(const dt__zero_bucket *z, size_t segment, int level) {
+    return dt__zero_element(z, z->levels, (size_t)level * segment);
 }
 
-static dt_status dt__zero_tree_add(
-    dt_zero *zero, dt__zero_unit *z, size_t piece, const void *leaf, size_t before) {
+static dt_status dt__grad_tree_add(
+    dt_zero *zero, dt__zero_bucket *z, size_t segment, const void *leaf, size_t before) {
     const void *sum = leaf;
     int level = 0;
     for (; before >> level & 1; level++) {
-        /* a level that is free */
-        void *out = dt__zero_level(z, piece, before >> (level + 1) & 1 ? level : level + 1);
-        const void *terms[2] = { dt__zero_level(z, piece, level), sum };
-        dt_reduce_args a = { z->unit->grad_dtype, out, terms, 2, piece, DT_SUM, NULL, 0, 0 };
+        /* a free level */
+        void *out = dt__grad_tree_level(z, segment, before >> (level + 1) & 1 ? level : level + 1);
+        const void *terms[2] = { dt__grad_tree_level(z, segment, level), sum };
+        dt_reduce_args a = { z->bucket->grad_dtype, out, terms, 2, segment, DT_SUM, NULL, 0, 0 };
         if (DT__KERNEL(zero->ctx, "the tree of gradients", reduce, &a) != DT_OK)
             return dt_error(zero->ctx);
         sum = out;
     }
-    return level > 0
-               ? DT_OK
-               : dt__move(zero->ctx, dt__zero_level(z, piece, 0), leaf, piece * dt__zero_size(z));
+    return level > 0 ? DT_OK
+                     : dt__move(zero->ctx, dt__grad_tree_level(z, segment, 0), leaf,
+                           segment * dt__zero_element_size(z));
 }
 
-/* What is left in the levels, the smallest first, becomes the sum: each rank's piece, then the
-   whole run of it. */
-static dt_status dt__zero_tree_sum(dt_zero *zero, dt__zero_unit *z, size_t piece, size_t leaves) {
-    if (dt__zero_keeps_run(zero) && dt__zero_grad_room(zero, z) != DT_OK)
+/* Adds the remaining levels, smallest first: first each rank's piece, then the all-gather of the
+   pieces of a shard. */
+static dt_status dt__grad_tree_sum(
+    dt_zero *zero, dt__zero_bucket *z, size_t segment, size_t leaves) {
+    if (dt__zero_shards_grads(zero) && dt__zero_grad_shard_alloc(zero, z) != DT_OK)
         return dt_error(zero->ctx);
-    char *run = (char *)dt__zero_run_grad(z), *sum = NULL;
+    char *shard = (char *)dt__zero_grad_shard(z), *sum = NULL;
     void *mine =
-        run + (dt__zero_piece(z, dt_comm_rank(z->data)) * piece - z->first) * dt__zero_size(z);
+        shard + (dt__grad_tree_segment(z, dt_comm_rank(z->data_group)) * segment - z->offset) *
+                    dt__zero_element_size(z);
     for (int level = 0; leaves >> level; level++) {
-        void *more = dt__zero_level(z, piece, level);
+        void *more = dt__grad_tree_level(z, segment, level);
         if (!(leaves >> level & 1)) continue;
         const void *terms[2] = { more, sum };
-        dt_reduce_args a = { z->unit->grad_dtype, more, terms, 2, piece, DT_SUM, NULL, 0, 0 };
+        dt_reduce_args a = { z->bucket->grad_dtype, more, terms, 2, segment, DT_SUM, NULL, 0, 0 };
         if (sum && DT__KERNEL(zero->ctx, "the tree of gradients", reduce, &a) != DT_OK)
             return dt_error(zero->ctx);
         sum = (char *)more;
     }
-    z->filled = 1;
-    if (dt__move(zero->ctx, mine, sum, piece * dt__zero_size(z)) != DT_OK)
+    z->accumulated = 1;
+    if (dt__move(zero->ctx, mine, sum, segment * dt__zero_element_size(z)) != DT_OK)
         return dt_error(zero->ctx);
-    if (zero->desc.stage > 0 && !z->copies) return DT_OK;
-    return dt_all_gather(
-        zero->desc.stage == 0 ? z->data : z->copies, mine, run, piece, z->unit->grad_dtype);
+    if (zero->desc.stage > 0 && !z->replica_group) return DT_OK;
+    return dt_all_gather(zero->desc.stage == 0 ? z->data_group : z->replica_group, mine, shard,
+        segment, z->bucket->grad_dtype);
 }
 
-/* The levels of a unit and the leaves of the largest, made in the first step. */
-static dt_status dt__zero_tree_room(dt_zero *zero, dt__zero_unit *z, size_t piece, size_t leaves) {
-    size_t n_levels = 0, most = 0;
+/* Allocates the levels of a bucket and the leaves of the largest bucket, in the first step. */
+static dt_status dt__grad_tree_alloc(
+    dt_zero *zero, dt__zero_bucket *z, size_t segment, size_t leaves) {
+    size_t n_levels = 0, max_bytes = 0;
     while (leaves >> n_levels) n_levels++;
-    for (int u = 0; u < zero->n_units; u++) {
-        size_t bytes = zero->units[u].unit->padded * dt__zero_size(&zero->units[u]);
-        most = bytes > most ? bytes : most;
+    for (int u = 0; u < zero->n_buckets; u++) {
+        size_t bytes = zero->buckets[u].bucket->padded * dt__zero_element_size(&zero->buckets[u]);
+        max_bytes = bytes > max_bytes ? bytes : max_bytes;
     }
-    if (dt_comm_size(z->data) > 1 && !zero->leaves) {
-        zero->leaves = dt_alloc(zero->ctx, DT_MEM_COMM, most, "the tree's leaves");
-        zero->leaves_bytes = most;
+    if (dt_comm_size(z->data_group) > 1 && !zero->leaves) {
+        zero->leaves = dt_alloc(zero->ctx, DT_MEM_COMM, max_bytes, "the tree's leaves");
+        zero->leaves_bytes = max_bytes;
     }
-    size_t bytes = n_levels * piece * dt__zero_size(z);
+    size_t bytes = n_levels * segment * dt__zero_element_size(z);
     if (z->levels_bytes == bytes) return dt_error(zero->ctx);
     dt_free(zero->ctx, DT_MEM_GRADS, z->levels, z->levels_bytes);
     z->levels = dt_alloc(zero->ctx, DT_MEM_GRADS, bytes, "the tree's levels");
@@ -1329,409 +1415,429 @@ static dt_status dt__zero_tree_room(dt_zero *zero, dt__zero_unit *z, size_t piec
     return dt_error(zero->ctx);
 }
 
-/* zero->leaves = each rank's piece of mine, from all ranks. */
-static dt_status dt__zero_tree_exchange(
-    dt_zero *zero, dt__zero_unit *z, const char *whole, size_t piece) {
-    size_t bytes = piece * dt__zero_size(z);
-    int ranks = dt_comm_size(z->data);
-    char *sorted = z->copies ? (char *)dt__spare_take(zero->ctx, (size_t)ranks * bytes) : NULL;
+/* zero->leaves = this rank's piece from every rank. */
+static dt_status dt__grad_tree_exchange(
+    dt_zero *zero, dt__zero_bucket *z, const char *full, size_t segment) {
+    size_t bytes = segment * dt__zero_element_size(z);
+    int ranks = dt_comm_size(z->data_group);
+    char *sorted = z->replica_group
+                       ? (char *)dt__bucket_buffer_acquire(zero->ctx, (size_t)ranks * bytes)
+                       : NULL;
     for (int r = 0; sorted && r < ranks; r++)
-        dt__move(
-            zero->ctx, sorted + (size_t)r * bytes, whole + dt__zero_piece(z, r) * bytes, bytes);
+        dt__move(zero->ctx, sorted + (size_t)r * bytes, full + dt__grad_tree_segment(z, r) * bytes,
+            bytes);
     if (dt_error(zero->ctx) == DT_OK)
-        dt_all_to_all(z->data, sorted ? sorted : whole, zero->leaves, piece, z->unit->grad_dtype);
-    if (sorted) dt__spare_give(zero->ctx, sorted);
+        dt_all_to_all(
+            z->data_group, sorted ? sorted : full, zero->leaves, segment, z->bucket->grad_dtype);
+    if (sorted) dt__bucket_buffer_release(zero->ctx, sorted);
     return dt_error(zero->ctx);
 }
 
-/* A micro-batch's gradient of a unit, on all ranks: its leaves go into the tree, and the next
-   begins from zero. */
-static dt_status dt__zero_reduce_tree(dt_zero *zero, dt__zero_unit *z, int last) {
-    char *whole = (char *)(z->passing ? z->passing : z->unit->grad);
-    size_t ranks = (size_t)dt_comm_size(z->data), piece = z->unit->padded / ranks,
+/* Adds a micro-batch's gradient of a bucket on all ranks to the tree. The next micro-batch starts
+   from zero. */
+static dt_status dt__grad_tree_reduce(dt_zero *zero, dt__zero_bucket *z, int last) {
+    char *full = (char *)(z->micro_grad ? z->micro_grad : z->bucket->grad);
+    size_t ranks = (size_t)dt_comm_size(z->data_group), segment = z->bucket->padded / ranks,
            micro = (size_t)zero->ctx->micro;
-    if (dt__zero_tree_room(zero, z, piece, ranks * (size_t)zero->ctx->micro_count) != DT_OK)
+    if (dt__grad_tree_alloc(zero, z, segment, ranks * (size_t)zero->ctx->micro_count) != DT_OK)
         return dt_error(zero->ctx);
-    const char *leaves = ranks > 1 ? (const char *)zero->leaves : whole;
-    if (ranks > 1 && dt__zero_tree_exchange(zero, z, whole, piece) != DT_OK)
+    const char *leaves = ranks > 1 ? (const char *)zero->leaves : full;
+    if (ranks > 1 && dt__grad_tree_exchange(zero, z, full, segment) != DT_OK)
         return dt_error(zero->ctx);
     for (size_t r = 0; r < ranks; r++) {
-        const char *leaf = leaves + r * piece * dt__zero_size(z);
-        if (dt__zero_tree_add(zero, z, piece, leaf, micro * ranks + r) != DT_OK)
+        const char *leaf = leaves + r * segment * dt__zero_element_size(z);
+        if (dt__grad_tree_add(zero, z, segment, leaf, micro * ranks + r) != DT_OK)
             return dt_error(zero->ctx);
     }
-    if (z->passing) dt__spare_give(zero->ctx, z->passing);
-    z->passing = NULL;
-    if (last) return dt__zero_tree_sum(zero, z, piece, ranks * (micro + 1));
-    z->unit->filled = 0;
+    if (z->micro_grad) dt__bucket_buffer_release(zero->ctx, z->micro_grad);
+    z->micro_grad = NULL;
+    if (last) return dt__grad_tree_sum(zero, z, segment, ranks * (micro + 1));
+    z->bucket->accumulated = 0;
     return DT_OK;
 }
 
-/* A micro-batch of a stage begins to be reduced. */
+/* Starts reducing a micro-batch of a pipeline stage. */
 static void dt__zero_reduce_begin(dt_zero *zero, int stage) {
-    zero->turn = stage;
-    zero->next = zero->n_units - 1;
-    while (zero->next >= 0 && !dt__zero_has_turn(zero, zero->next)) zero->next--;
-    zero->oldest = zero->next;
-    for (int u = 0; u < zero->n_units; u++)
-        if (dt__zero_has_turn(zero, u)) zero->units[u].ready = 0;
+    zero->reducing_stage = stage;
+    zero->next_bucket = zero->n_buckets - 1;
+    while (zero->next_bucket >= 0 && !dt__zero_is_reducing(zero, zero->next_bucket))
+        zero->next_bucket--;
+    zero->oldest_bucket = zero->next_bucket;
+    for (int u = 0; u < zero->n_buckets; u++)
+        if (dt__zero_is_reducing(zero, u)) zero->buckets[u].ready = 0;
 }
 
-static void dt__zero_drop(dt_zero *zero, dt__zero_unit *z);
+static void dt__zero_free_gathered(dt_zero *zero, dt__zero_bucket *z);
 
-/* A unit's gradient of a micro-batch is complete. Units are reduced in descending order, the order
-   in which a backward usually completes them, so that every rank starts the same ones in the same
-   order whatever its data did. */
-static void dt__zero_grad_ready(dt_ctx *ctx, dt_bucket *unit, int last, void *user) {
-    enum { UNDER_WAY = 2 };
+/* Gradient accumulation and overlap: called when a bucket's gradient of a micro-batch is complete.
+   Reduces buckets in descending order, the order in which a backward usually completes them, so
+   that every rank starts the same reductions in the same order whatever its data. */
+static void dt__zero_on_grad_ready(dt_ctx *ctx, dt_bucket *bucket, int last, void *user) {
+    enum { MAX_PENDING = 2 };
     dt_zero *zero = (dt_zero *)user;
-    dt__zero_unit *ready = &zero->units[unit->index];
-    int tree = zero->desc.tree, most = dt__zero_keeps_run(zero) ? UNDER_WAY : zero->n_units;
-    if (ready->over || (ready->ready && zero->turn == unit->stage)) {
+    dt__zero_bucket *ready = &zero->buckets[bucket->index];
+    int tree = zero->desc.tree,
+        max_pending = dt__zero_shards_grads(zero) ? MAX_PENDING : zero->n_buckets;
+    if (ready->reduced || (ready->ready && zero->reducing_stage == bucket->stage)) {
         dt_fail(ctx, DT_ERR_ARG,
             "a gradient came after the step's last micro-batch: call dt_zero_step after it, and "
             "dt_micro(ctx, i, n) before each of n micro-batches");
         return;
     }
-    /* nobody reads its values again */
-    if (!zero->desc.keep_gathered && ready->holder == 0) dt__zero_drop(zero, ready);
-    if (!last && !dt__zero_reduces_each(zero)) return;
-    if (zero->turn != unit->stage) dt__zero_reduce_begin(zero, unit->stage);
+    /* the backward has read these parameters for the last time */
+    if (!zero->desc.keep_gathered && ready->holder_block == 0) dt__zero_free_gathered(zero, ready);
+    if (!last && !dt__zero_reduces_each_micro(zero)) return;
+    if (zero->reducing_stage != bucket->stage) dt__zero_reduce_begin(zero, bucket->stage);
     ready->ready = 1;
-    if (dt__zero_keeps_run(zero)) {
-        ready->passing = unit->passing;
-        unit->passing = NULL;
+    if (dt__zero_shards_grads(zero)) {
+        ready->micro_grad = bucket->micro_grad;
+        bucket->micro_grad = NULL;
     }
-    while (zero->next >= 0 &&
-           (zero->units[zero->next].ready || !dt__zero_has_turn(zero, zero->next))) {
-        dt__zero_unit *z = &zero->units[zero->next];
-        if (!dt__zero_has_turn(zero, zero->next--)) continue;
+    while (zero->next_bucket >= 0 && (zero->buckets[zero->next_bucket].ready ||
+                                         !dt__zero_is_reducing(zero, zero->next_bucket))) {
+        dt__zero_bucket *z = &zero->buckets[zero->next_bucket];
+        if (!dt__zero_is_reducing(zero, zero->next_bucket--)) continue;
         dt_status status =
-            tree ? dt__zero_reduce_tree(zero, z, last) : dt__zero_reduce_start(zero, z);
+            tree ? dt__grad_tree_reduce(zero, z, last) : dt__zero_reduce_start(zero, z);
         if (status == DT_OK && !tree)
-            status = dt__zero_reduce_until(zero, zero->desc.no_overlap ? 0 : most);
+            status = dt__zero_reduce_drain(zero, zero->desc.no_overlap ? 0 : max_pending);
         if (status != DT_OK) return;
     }
-    if (zero->next >= 0 || (!tree && dt__zero_reduce_until(zero, 0) != DT_OK)) return;
-    if (dt__grads_settle(zero) != DT_OK) return;
-    if (last) dt__zero_reduce_rest(zero);
-    zero->turn = -1;
+    if (zero->next_bucket >= 0 || (!tree && dt__zero_reduce_drain(zero, 0) != DT_OK)) return;
+    if (dt__grads_write_end(zero) != DT_OK) return;
+    if (last) dt__zero_reduce_finish(zero);
+    zero->reducing_stage = -1;
 }
 
-// ==== 8. Values on demand =======================================================================
+// ==== 8. ZeRO-3 (FSDP): gather and release of parameters ========================================
 
-/* Stage 3. A rank keeps its run of each unit. The first op that reads a parameter has its unit
-   gathered, for the block in which it runs; when the block ends the unit is freed. So a micro-batch
-   gathers each unit once in the forward and once in the backward, which a recomputed block's second
-   run shares: with S bytes of values, a micro-batches send 2 a S (N-1)/N; a backward in two halves
-   gathers in each of them. What is read outside of blocks is held to the end of the forward, and in
-   the backward until its gradient is complete. keep_gathered holds every unit until the update: S
-   (N-1)/N a step, and S bytes of memory.
+/* ZeRO-3, Fully Sharded Data Parallel (FSDP, Y. Zhao et al., arXiv:2304.11277). Each rank keeps one
+   shard of each bucket. The first op of a block that reads a parameter gathers its bucket; the end
+   of the block frees it:
 
-       first read in block 2   gather the unit, or wait for it     start to gather the others, and those of block 3
-       leave block 2           free them
+       block 1           block 2                             block 3
+       first read        first read: wait for the gather     ...
+       |  compute        |  compute            |
+       |  gather 2 ....> |  gather 3 .............> ...      prefetch: overlaps the compute
+                  end of 1: free       end of 2: free
 
-   The order in which units are gathered is remembered from the micro-batch before: that is how a
-   block's units are under way before it begins; what dt_read and the like gather aside is no part
-   of it. Ranks that run the same ops start the same gathers in the same order; a rank that ran
-   others would be found by dt_comm.h's comparison of calls. (FSDP, Y. Zhao et al.,
-   arXiv:2304.11277.) */
-static dt_status dt__zero_gather_start(dt_zero *zero, dt__zero_unit *z) {
-    const dt_bucket *u = z->unit;
-    if ((!z->whole && dt__values_read_start(zero, z) != DT_OK) ||
-        dt__disk_wait(zero, &z->read) != DT_OK)
+   A micro-batch gathers each bucket once in the forward and once in the backward; a recomputed
+   block shares the second gather. With S bytes of parameters, a micro-batches send 2 a S (N-1)/N; a
+   backward in two halves gathers in each half. Parameters read outside of blocks stay until the end
+   of the forward, and in the backward until their gradient is complete. keep_gathered keeps every
+   bucket until the update: S (N-1)/N bytes a step, and S bytes of memory.
+
+   Prefetch: the order of gathers is recorded in each micro-batch and predicts that of the next.
+   Gathers of dt_read and similar calls are not recorded. Ranks that run the same ops start the same
+   gathers in the same order; dt_comm.h's comparison of calls detects a rank that runs others. */
+static dt_status dt__zero_gather_start(dt_zero *zero, dt__zero_bucket *z) {
+    const dt_bucket *u = z->bucket;
+    if ((!z->gathered && dt__params_read_start(zero, z) != DT_OK) ||
+        dt__disk_wait(zero, &z->disk_job) != DT_OK)
         return dt_error(zero->ctx);
-    const void *mine = u->kept ? u->kept : (char *)z->whole + u->first * dt_dtype_size(u->dtype);
-    z->gather = dt_all_gather_start(z->shard, mine, z->whole, u->run, u->dtype);
+    const void *mine =
+        u->shard ? u->shard : (char *)z->gathered + u->shard_offset * dt_dtype_size(u->dtype);
+    z->gather_work =
+        dt_all_gather_start(z->shard_group, mine, z->gathered, u->shard_count, u->dtype);
     return dt_error(zero->ctx);
 }
 
-/* Frees the whole values of a unit, or waits for those under way and frees them. */
-static void dt__zero_drop(dt_zero *zero, dt__zero_unit *z) {
-    const dt_bucket *u = z->unit;
-    if (!z->whole || dt__disk_wait(zero, &z->read) != DT_OK ||
-        dt_wait(zero->ctx, z->gather) != DT_OK)
+/* Frees the gathered parameters of a bucket, after waiting for a pending gather. */
+static void dt__zero_free_gathered(dt_zero *zero, dt__zero_bucket *z) {
+    const dt_bucket *u = z->bucket;
+    if (!z->gathered || dt__disk_wait(zero, &z->disk_job) != DT_OK ||
+        dt_wait(zero->ctx, z->gather_work) != DT_OK)
         return;
-    z->gather = NULL;
-    if (zero->desc.poison) dt__fill(zero->ctx, u->dtype, z->whole, u->padded, NAN);
-    dt__unit_place(zero->ctx, z->unit, NULL);
-    dt__spare_give(zero->ctx, z->whole);
-    z->whole = NULL;
+    z->gather_work = NULL;
+    if (zero->desc.poison) dt__fill(zero->ctx, u->dtype, z->gathered, u->padded, NAN);
+    dt__bucket_set_data(zero->ctx, z->bucket, NULL);
+    dt__bucket_buffer_release(zero->ctx, z->gathered);
+    z->gathered = NULL;
 }
 
-/* Frees what a block holds; block -1: everything. */
-static void dt__zero_drop_held(dt_zero *zero, int block) {
-    for (int u = 0; u < zero->n_units; u++)
-        if (block < 0 || (zero->units[u].holder == block && zero->units[u].unit->data))
-            dt__zero_drop(zero, &zero->units[u]);
+/* Frees what a block has gathered; block -1: everything. */
+static void dt__zero_free_held(dt_zero *zero, int block) {
+    for (int u = 0; u < zero->n_buckets; u++)
+        if (block < 0 || (zero->buckets[u].holder_block == block && zero->buckets[u].bucket->data))
+            dt__zero_free_gathered(zero, &zero->buckets[u]);
 }
 
-/* What is still under way was not needed after all. */
-static void dt__zero_plan_end(dt_zero *zero) {
-    for (int i = 0; i < 3 * zero->n_stages; i++) zero->plans[i].at = 0;
-    for (int u = 0; u < zero->n_units; u++)
-        if (zero->units[u].whole && !zero->units[u].unit->data)
-            dt__zero_drop(zero, &zero->units[u]);
+/* Rewinds the plans, and frees prefetched buckets that nothing read. */
+static void dt__gather_plans_rewind(dt_zero *zero) {
+    for (int i = 0; i < 3 * zero->n_stages; i++) zero->gather_plans[i].position = 0;
+    for (int u = 0; u < zero->n_buckets; u++)
+        if (zero->buckets[u].gathered && !zero->buckets[u].bucket->data)
+            dt__zero_free_gathered(zero, &zero->buckets[u]);
 }
 
-/* Notes that a block needs a unit, which is where the plan goes on. 0: out of memory. */
-static int dt__zero_plan_note(dt_zero *zero, dt__zero_plan *plan, int unit, int block) {
-    /* this time it is another one */
-    if (plan->at < plan->n && plan->items[plan->at].unit != unit) plan->n = plan->at;
-    if (plan->at == plan->n) {
-        dt__zero_gathered *grown = (dt__zero_gathered *)dt__grow(
-            zero->ctx, plan->items, plan->n, &plan->room, sizeof *grown, "the order of gathers");
+/* Records that a block reads a bucket, and advances the plan. 0: out of memory. */
+static int dt__gather_plan_record(dt_zero *zero, dt__gather_plan *plan, int bucket, int block) {
+    /* the order differs from the last micro-batch */
+    if (plan->position < plan->n && plan->items[plan->position].bucket != bucket)
+        plan->n = plan->position;
+    if (plan->position == plan->n) {
+        dt__gather_entry *grown = (dt__gather_entry *)dt__grow(zero->ctx, plan->items, plan->n,
+            &plan->capacity, sizeof *grown, "the order of gathers");
         if (!grown) return 0;
         plan->items = grown;
         plan->n++;
     }
-    plan->items[plan->at].unit = unit;
-    plan->items[plan->at++].block = block;
+    plan->items[plan->position].bucket = bucket;
+    plan->items[plan->position++].block = block;
     return 1;
 }
 
-/* Starts the rest of this block's gathers and those of the next one; what lies on disk is read one
-   block earlier. */
-static dt_status dt__zero_prefetch(dt_zero *zero, const dt__zero_plan *plan, int block) {
+/* Prefetch: starts the remaining gathers of this block and those of the next one. Shards on disk
+   are read one block earlier. */
+static dt_status dt__zero_prefetch(dt_zero *zero, const dt__gather_plan *plan, int block) {
     int others = 0;
-    for (int i = plan->at; i < plan->n; i++) {
-        dt__zero_unit *z = &zero->units[plan->items[i].unit];
+    for (int i = plan->position; i < plan->n; i++) {
+        dt__zero_bucket *z = &zero->buckets[plan->items[i].bucket];
         others += plan->items[i].block != block;
         block = plan->items[i].block;
         if (others > 2 || (others == 2 && !zero->disk)) break;
-        if (others == 2 && !z->whole && !z->unit->kept) dt__values_read_start(zero, z);
-        if (others < 2 && !z->gather && !z->unit->data) dt__zero_gather_start(zero, z);
+        if (others == 2 && !z->gathered && !z->bucket->shard) dt__params_read_start(zero, z);
+        if (others < 2 && !z->gather_work && !z->bucket->data) dt__zero_gather_start(zero, z);
         if (dt_error(zero->ctx) != DT_OK) break;
     }
     return dt_error(zero->ctx);
 }
 
-static void dt__zero_gather(dt_ctx *ctx, dt_bucket *unit, void *user) {
+static void dt__zero_on_gather(dt_ctx *ctx, dt_bucket *bucket, void *user) {
     dt_zero *zero = (dt_zero *)user;
-    dt__zero_unit *z = &zero->units[unit->index];
-    dt__zero_plan *plan = &zero->plans[3 * unit->stage + zero->backward];
-    z->holder = ctx->inside ? ctx->inside->index : 0;
-    if (!ctx->aside && !dt__zero_plan_note(zero, plan, unit->index, z->holder)) return;
-    if (!z->gather && dt__zero_gather_start(zero, z) != DT_OK) return;
-    if (dt_wait(ctx, z->gather) != DT_OK) return;
-    z->gather = NULL;
-    dt__unit_place(ctx, unit, z->whole);
-    if (!zero->desc.no_overlap && !ctx->aside) dt__zero_prefetch(zero, plan, z->holder);
-}
-
-static void dt__zero_release_unit(
-    dt_ctx *ctx, dt_bucket *unit, int written, int unused, void *user) {
-    dt_zero *zero = (dt_zero *)user;
-    if (dt_error(ctx) != DT_OK || unit->data == unit->kept || dt__zero_units_alloc(zero) != DT_OK)
+    dt__zero_bucket *z = &zero->buckets[bucket->index];
+    dt__gather_plan *plan = &zero->gather_plans[3 * bucket->stage + zero->current_plan];
+    z->holder_block = ctx->entered_block ? ctx->entered_block->index : 0;
+    if (!ctx->outside_op && !dt__gather_plan_record(zero, plan, bucket->index, z->holder_block))
         return;
-    dt__zero_unit *z = &zero->units[unit->index];
-    void *run = z->whole ? (char *)z->whole + unit->first * dt_dtype_size(unit->dtype) : unit->kept;
-    if (written) dt__values_store(zero, z, unit, run);
-    if (unused && z->whole) dt__zero_drop(zero, z);
+    if (!z->gather_work && dt__zero_gather_start(zero, z) != DT_OK) return;
+    if (dt_wait(ctx, z->gather_work) != DT_OK) return;
+    z->gather_work = NULL;
+    dt__bucket_set_data(ctx, bucket, z->gathered);
+    if (!zero->desc.no_overlap && !ctx->outside_op) dt__zero_prefetch(zero, plan, z->holder_block);
 }
 
-static void dt__zero_enter(dt_ctx *ctx, const dt_event *event, void *user) {
+static void dt__zero_on_release(
+    dt_ctx *ctx, dt_bucket *bucket, int written, int unused, void *user) {
+    dt_zero *zero = (dt_zero *)user;
+    if (dt_error(ctx) != DT_OK || bucket->data == bucket->shard ||
+        dt__zero_buckets_alloc(zero) != DT_OK)
+        return;
+    dt__zero_bucket *z = &zero->buckets[bucket->index];
+    void *shard = z->gathered
+                      ? (char *)z->gathered + bucket->shard_offset * dt_dtype_size(bucket->dtype)
+                      : bucket->shard;
+    if (written) dt__params_store(zero, z, bucket, shard);
+    if (unused && z->gathered) dt__zero_free_gathered(zero, z);
+}
+
+static void dt__zero_on_enter(dt_ctx *ctx, const dt_event *event, void *user) {
     dt_zero *zero = (dt_zero *)user;
     if (event->phase == DT_FORWARD || event->block != 0 || dt_error(ctx) != DT_OK) return;
-    dt__zero_plan_end(zero); /* the forward has ended */
-    if (!zero->desc.keep_gathered) dt__zero_drop_held(zero, 0);
-    zero->backward = event->phase == DT_BACKWARD_WEIGHT ? 2 : 1;
+    dt__gather_plans_rewind(zero); /* the forward has ended */
+    if (!zero->desc.keep_gathered) dt__zero_free_held(zero, 0);
+    zero->current_plan = event->phase == DT_BACKWARD_WEIGHT ? 2 : 1;
 }
 
-static void dt__zero_leave(dt_ctx *ctx, const dt_event *event, void *user) {
+static void dt__zero_on_leave(dt_ctx *ctx, const dt_event *event, void *user) {
     dt_zero *zero = (dt_zero *)user;
     if (dt_error(ctx) != DT_OK) return;
-    /* at once, through the same block */
+    /* the backward reads the same block at once */
     int goes_back = event->phase == DT_FORWARD && dt_recomputing(ctx);
-    if (!zero->desc.keep_gathered && !goes_back) dt__zero_drop_held(zero, event->block);
+    if (!zero->desc.keep_gathered && !goes_back) dt__zero_free_held(zero, event->block);
     if (event->phase == DT_FORWARD || event->block != 0) return;
-    dt__zero_plan_end(zero);
-    zero->backward = 0;
+    dt__gather_plans_rewind(zero);
+    zero->current_plan = 0;
 }
 
-static void dt__zero_reset(dt_ctx *ctx, void *user) {
+static void dt__zero_on_reset(dt_ctx *ctx, void *user) {
     dt_zero *zero = (dt_zero *)user;
     if (dt_error(ctx) != DT_OK) return;
-    dt__zero_plan_end(zero);
-    if (!zero->desc.keep_gathered) dt__zero_drop_held(zero, 0);
+    dt__gather_plans_rewind(zero);
+    if (!zero->desc.keep_gathered) dt__zero_free_held(zero, 0);
 }
 
-// ==== 9. The norm ===============================================================================
+// ==== 9. Gradient norm ==========================================================================
 
-/* Whether this step's sums of a unit are made with those whose gradients are on disk, or with the
-   others. */
-static int dt__zero_has_sums(const dt_zero *zero, const dt__zero_unit *z, int on_disk) {
-    return !z->unit->frozen && dt__grad_on_disk(zero, z->unit) == on_disk;
+/* Whether this call computes the sums of a bucket: those on disk and those in memory are separate
+   calls. */
+static int dt__norm_includes(const dt_zero *zero, const dt__zero_bucket *z, int on_disk) {
+    return !z->bucket->frozen && dt__grad_on_disk(zero, z->bucket) == on_disk;
 }
 
-/* Sums of squares of each run of 1,024 elements of units first .. end-1: those this rank owns, zero
-   elsewhere. The kernels write to the device, the sums live with us: all go there together, and
-   what is one piece here and there is copied as one. */
-static dt_status dt__zero_sums(dt_zero *zero, int first, int end, int on_disk) {
+/* Sums of squares of each 1,024 elements of buckets [first, end): those of this rank's shards, zero
+   elsewhere. The kernels write to device memory; results are copied to the host together, adjacent
+   ones in one copy. */
+static dt_status dt__norm_local_sums(dt_zero *zero, int first, int end, int on_disk) {
     dt_ctx *ctx = zero->ctx;
     size_t runs = 0, n = 0;
     for (int u = first; u < end; u++) {
-        const dt__zero_unit *z = &zero->units[u];
-        size_t all = z->unit->padded / DT_PIECE;
-        if (dt__zero_has_sums(zero, z, on_disk)) runs += z->count / DT_PIECE;
-        if (z->unit->frozen || (dt__zero_has_sums(zero, z, on_disk) && z->count < z->unit->padded))
-            memset(zero->sums + z->sums, 0, all * sizeof *zero->sums);
+        const dt__zero_bucket *z = &zero->buckets[u];
+        size_t all = z->bucket->padded / DT_PIECE;
+        if (dt__norm_includes(zero, z, on_disk)) runs += z->count / DT_PIECE;
+        if (z->bucket->frozen ||
+            (dt__norm_includes(zero, z, on_disk) && z->count < z->bucket->padded))
+            memset(zero->sums + z->sums_at, 0, all * sizeof *zero->sums);
     }
     double *from = (double *)dt_scratch(ctx, runs * sizeof *from), *at = from, *to = zero->sums;
     for (int u = first; u < end && runs > 0; u++) {
-        const dt__zero_unit *z = &zero->units[u];
-        if (!dt__zero_has_sums(zero, z, on_disk)) continue;
-        dt_square_sums_args a = { z->unit->grad_dtype, at, dt__zero_run_grad(z), z->count };
+        const dt__zero_bucket *z = &zero->buckets[u];
+        if (!dt__norm_includes(zero, z, on_disk)) continue;
+        dt_square_sums_args a = { z->bucket->grad_dtype, at, dt__zero_grad_shard(z), z->count };
         if (!from || DT__KERNEL(ctx, "the gradient norm", square_sums, &a) != DT_OK)
             return dt_error(ctx);
         at += z->count / DT_PIECE;
     }
     for (int u = first; u < end && runs > 0; u++) {
-        const dt__zero_unit *z = &zero->units[u];
-        double *place = zero->sums + z->sums + z->first / DT_PIECE;
-        if (!dt__zero_has_sums(zero, z, on_disk)) continue;
-        if (place != to + n) { /* another piece begins */
+        const dt__zero_bucket *z = &zero->buckets[u];
+        double *dest = zero->sums + z->sums_at + z->offset / DT_PIECE;
+        if (!dt__norm_includes(zero, z, on_disk)) continue;
+        if (dest != to + n) { /* not adjacent: start another copy */
             dt__move(ctx, to, from, n * sizeof *from);
             from += n;
-            to = place;
+            to = dest;
             n = 0;
         }
         n += z->count / DT_PIECE;
     }
     if (runs > 0) dt__move(ctx, to, from, n * sizeof *from);
-    /* after a failure, too: nothing is under way to the sums */
+    /* sync after a failure too: no copy may still write to the sums */
     dt_status status = runs > 0 ? dt__sync(ctx) : DT_OK;
     return status == DT_OK ? dt_error(ctx) : status;
 }
 
-/* Those of all units, summed over the shard group. A run's sum is computed by exactly one rank of
-   it (at stage 0 by each for itself), and x + 0 is x: every stage gets the same bits. Of gradients
-   on disk they were made before these were written. */
-static dt_status dt__zero_square_sums(dt_zero *zero) {
-    if (dt__zero_sums(zero, 0, zero->n_units, 0) != DT_OK) return dt_error(zero->ctx);
-    if (dt__onebit_frozen(zero)) return dt__onebit_sums(zero);
+/* The sums of all buckets, summed over the shard group. Exactly one rank of it computes each sum
+   (at stage 0 every rank does), and x + 0 is x: every stage gets the same bits. Gradients on disk
+   were squared before they were written. */
+static dt_status dt__norm_square_sums(dt_zero *zero) {
+    if (dt__norm_local_sums(zero, 0, zero->n_buckets, 0) != DT_OK) return dt_error(zero->ctx);
+    if (dt__onebit_frozen(zero)) return dt__onebit_square_sums(zero);
     if (zero->desc.stage == 0) return DT_OK;
-    return dt__zero_sum_kinds(zero, zero->groups[DT__DENSE].shard, zero->groups[DT__EXPERTS].shard);
+    return dt__norm_sum_kinds(zero, zero->groups[DT__DENSE].shard, zero->groups[DT__EXPERTS].shard);
 }
 
-/* Adds up the units' values over the groups that cut them, so that each logical element counts
-   once: whole copies are not summed over tp, boxes are, and of tied copies one counts. One call for
-   each unit and cut, in the same order on every rank. */
-static dt_status dt__zero_sum_cuts(dt_zero *zero) {
-    for (int u = 0; u < zero->n_units; u++) {
-        const dt__zero_unit *z = &zero->units[u];
-        double *total = &zero->totals[z->place];
+/* Adds the buckets' sums over the groups that shard them, so that each logical element counts once:
+   shards are summed over tp, replicas are not, and of tied copies only the first counts. One call
+   for each bucket and sharding, in the same order on every rank. */
+static dt_status dt__norm_sum_shards(dt_zero *zero) {
+    for (int u = 0; u < zero->n_buckets; u++) {
+        const dt__zero_bucket *z = &zero->buckets[u];
+        double *total = &zero->bucket_sums[z->pipeline_index];
         for (int c = 0; c < 3; c++) {
-            dt_comm *comm = dt__unit_desc(zero, z->unit)->shards[c].comm;
+            dt_comm *comm = dt__bucket_desc(zero, z->bucket)->shards[c].comm;
             if (comm && dt_sum_doubles(comm, total, 1) != DT_OK) return dt_error(zero->ctx);
         }
-        if (dt_comm_rank(dt__zero_tied(zero, z->unit)) > 0) *total = 0;
+        if (dt_comm_rank(dt__tied_group(zero, z->bucket)) > 0) *total = 0;
     }
     return DT_OK;
 }
 
-/* zero->totals of the units, each the sum of its runs in their order. An addition waits for the one
-   before it, so four units take turns; a turn without one does what another does, for nothing. */
-static void dt__zero_add_up(dt_zero *zero) {
-    enum { TURNS = 4 };
-    const double *run[TURNS];
-    double sum[TURNS] = { 0 }, *total[TURNS] = { NULL };
-    size_t left[TURNS] = { 0 };
+/* zero->bucket_sums: the sums of each bucket, added in ascending order. An addition waits for the
+   one before it, so four buckets are added side by side to hide the latency; an idle lane repeats
+   another lane's work. */
+static void dt__norm_bucket_sums(dt_zero *zero) {
+    enum { LANES = 4 };
+    const double *next_sum[LANES];
+    double sum[LANES] = { 0 }, *total[LANES] = { NULL };
+    size_t left[LANES] = { 0 };
     for (int u = 0, busy = 0; busy >= 0;) {
         busy = -1;
-        for (int t = 0; t < TURNS; t++) {
+        for (int t = 0; t < LANES; t++) {
             if (total[t] && left[t] == 0) {
                 *total[t] = sum[t];
                 total[t] = NULL;
             }
-            if (!total[t] && u < zero->n_units) {
-                const dt__zero_unit *z = &zero->units[u++];
-                total[t] = &zero->totals[z->place];
-                run[t] = zero->sums + z->sums;
-                left[t] = z->unit->padded / DT_PIECE;
+            if (!total[t] && u < zero->n_buckets) {
+                const dt__zero_bucket *z = &zero->buckets[u++];
+                total[t] = &zero->bucket_sums[z->pipeline_index];
+                next_sum[t] = zero->sums + z->sums_at;
+                left[t] = z->bucket->padded / DT_PIECE;
                 sum[t] = 0;
             }
             if (total[t] && (busy < 0 || left[t] < left[busy])) busy = t;
         }
         size_t n = busy < 0 ? 0 : left[busy];
-        for (int t = 0; t < TURNS && busy >= 0; t++)
-            if (!total[t]) run[t] = run[busy];
+        for (int t = 0; t < LANES && busy >= 0; t++)
+            if (!total[t]) next_sum[t] = next_sum[busy];
         for (size_t i = 0; i < n; i++)
-            for (int t = 0; t < TURNS; t++) sum[t] += *run[t]++;
-        for (int t = 0; t < TURNS; t++) left[t] -= total[t] ? n : 0;
+            for (int t = 0; t < LANES; t++) sum[t] += *next_sum[t]++;
+        for (int t = 0; t < LANES; t++) left[t] -= total[t] ? n : 0;
     }
 }
 
-/* The 2-norm of the gradients as they are, scaled; infinite or NaN if some element is. Every unit's
-   part comes from the one stage that has it, and is added in its place: as many stages as there
-   are, the bits are those of one. */
-static dt_status dt__zero_norm(dt_zero *zero, double *norm) {
+/* Gradient norm: the 2-norm of the (scaled) gradients; infinite or NaN if an element is. Each
+   bucket's sum comes from the one pipeline stage that has it, and is added in the order of one
+   rank: the bits do not depend on the number of stages. */
+static dt_status dt__grad_norm(dt_zero *zero, double *norm) {
     double total = 0;
-    if (dt__zero_square_sums(zero) != DT_OK) return dt_error(zero->ctx);
-    memset(zero->totals, 0, zero->n_places * sizeof *zero->totals);
-    dt__zero_add_up(zero);
-    if (dt__zero_sum_cuts(zero) != DT_OK) return dt_error(zero->ctx);
-    if (dt_sum_doubles(zero->mesh.pp, zero->totals, zero->n_places) != DT_OK)
+    if (dt__norm_square_sums(zero) != DT_OK) return dt_error(zero->ctx);
+    memset(zero->bucket_sums, 0, zero->n_pipeline_buckets * sizeof *zero->bucket_sums);
+    dt__norm_bucket_sums(zero);
+    if (dt__norm_sum_shards(zero) != DT_OK) return dt_error(zero->ctx);
+    if (dt_sum_doubles(zero->mesh.pp, zero->bucket_sums, zero->n_pipeline_buckets) != DT_OK)
         return dt_error(zero->ctx);
-    for (size_t i = 0; i < zero->n_places; i++) total += zero->totals[i];
+    for (size_t i = 0; i < zero->n_pipeline_buckets; i++) total += zero->bucket_sums[i];
     *norm = sqrt(total);
     return DT_OK;
 }
 
-/* The first gradient that is not finite, or of which only the square is not. */
-typedef struct dt__zero_fault {
-    int rank;              /* world rank, -1: none, only the sum of all squares is too large */
-    int param;             /* index */
-    double element, value; /* of its local part */
-} dt__zero_fault;
+/* The first gradient that is not finite, or whose square is not. */
+typedef struct dt__bad_grad {
+    int rank;              /* world rank, -1: none, only the sum of all squares overflows */
+    int param;             /* index of the parameter */
+    double element, value; /* of that rank's local slice */
+} dt__bad_grad;
 
-/* In run `run` of a unit, which this rank owns. */
-static dt_status dt__zero_look(dt_zero *zero, dt__zero_unit *z, size_t run, dt__zero_fault *fault) {
-    double copy[DT_PIECE]; /* of either type */
-    size_t bad = 0, at = run * DT_PIECE;
-    if (dt__grads_peek(zero, z, at - z->first, copy, DT_PIECE) != DT_OK) return dt_error(zero->ctx);
-    while (bad < DT_PIECE && isfinite(dt__number(z->unit->grad_dtype, copy, bad))) bad++;
-    for (size_t i = 0, most = 0; bad == DT_PIECE && i <= DT_PIECE;
-         i++) { /* all finite: the largest */
+/* Finds the bad element in one piece of this rank's shard. */
+static dt_status dt__bad_grad_locate(
+    dt_zero *zero, dt__zero_bucket *z, size_t piece, dt__bad_grad *fault) {
+    double copy[DT_PIECE]; /* f32 or f64 */
+    size_t bad = 0, at = piece * DT_PIECE;
+    if (dt__grads_copy_out(zero, z, at - z->offset, copy, DT_PIECE) != DT_OK)
+        return dt_error(zero->ctx);
+    while (bad < DT_PIECE && isfinite(dt__number(z->bucket->grad_dtype, copy, bad))) bad++;
+    for (size_t i = 0, largest = 0; bad == DT_PIECE && i <= DT_PIECE;
+         i++) { /* all finite: take the largest */
         if (i == DT_PIECE)
-            bad = most;
-        else if (fabs(dt__number(z->unit->grad_dtype, copy, i)) >
-                 fabs(dt__number(z->unit->grad_dtype, copy, most)))
-            most = i;
+            bad = largest;
+        else if (fabs(dt__number(z->bucket->grad_dtype, copy, i)) >
+                 fabs(dt__number(z->bucket->grad_dtype, copy, largest)))
+            largest = i;
     }
-    const dt_tensor *t = dt_param_get(zero->ctx, z->unit->first_param);
-    for (int p = 1; p < z->unit->params; p++) {
-        const dt_tensor *later = dt_param_get(zero->ctx, z->unit->first_param + p);
+    const dt_tensor *t = dt_param_get(zero->ctx, z->bucket->first_param);
+    for (int p = 1; p < z->bucket->n_params; p++) {
+        const dt_tensor *later = dt_param_get(zero->ctx, z->bucket->first_param + p);
         if (later->param->offset <= at + bad) t = later;
     }
     fault->rank = dt_ctx_rank(zero->ctx);
     fault->param = t->param->index;
     fault->element = (double)(at + bad - t->param->offset);
-    fault->value = dt__number(z->unit->grad_dtype, copy, bad);
+    fault->value = dt__number(z->bucket->grad_dtype, copy, bad);
     return DT_OK;
 }
 
-/* What the first rank that has one found, on every rank. */
-static dt_status dt__zero_find(dt_zero *zero, dt__zero_fault *fault) {
+/* Finds the first rank that has a bad gradient, and tells every rank. */
+static dt_status dt__bad_grad_find(dt_zero *zero, dt__bad_grad *fault) {
     enum { EACH = 4 };
     dt_comm *world = zero->mesh.world;
     size_t ranks = (size_t)dt_comm_size(world), rank = (size_t)dt_comm_rank(world),
            bytes = EACH * ranks * 8;
     memset(fault, 0, sizeof *fault);
     fault->rank = -1;
-    for (int u = 0; u < zero->n_units && fault->rank < 0; u++) {
-        dt__zero_unit *z = &zero->units[u];
-        size_t i = z->first / DT_PIECE, end = (z->first + z->count) / DT_PIECE;
-        while (i < end && (isfinite(zero->sums[z->sums + i]) ||
-                              (dt__onebit_frozen(zero) && !dt__onebit_at_fault(zero, z->unit, i))))
+    for (int u = 0; u < zero->n_buckets && fault->rank < 0; u++) {
+        dt__zero_bucket *z = &zero->buckets[u];
+        size_t i = z->offset / DT_PIECE, end = (z->offset + z->count) / DT_PIECE;
+        while (
+            i < end && (isfinite(zero->sums[z->sums_at + i]) ||
+                           (dt__onebit_frozen(zero) && !dt__onebit_at_fault(zero, z->bucket, i))))
             i++;
-        if (i < end && !z->unit->frozen && dt__zero_look(zero, z, i, fault) != DT_OK)
+        if (i < end && !z->bucket->frozen && dt__bad_grad_locate(zero, z, i, fault) != DT_OK)
             return dt_error(zero->ctx);
     }
     double *all = (double *)dt_alloc(zero->ctx, DT_MEM_HOST, bytes, "the first bad gradient");
     if (!all) return dt_error(zero->ctx);
     memset(all, 0, bytes);
-    /* sums of them */
+    /* as numbers, because they are summed */
     double code = isnan(fault->value) ? 1 : isfinite(fault->value) ? 4 : fault->value > 0 ? 2 : 3;
     double mine[EACH] = { fault->rank + 1.0, (double)fault->param, fault->element, code };
     memcpy(all + EACH * rank, mine, sizeof mine);
@@ -1752,12 +1858,12 @@ static dt_status dt__zero_find(dt_zero *zero, dt__zero_fault *fault) {
     return dt_error(zero->ctx);
 }
 
-typedef struct dt__zero_line {
+typedef struct dt__bad_grad_line {
     char s[200];
-} dt__zero_line;
+} dt__bad_grad_line;
 
-static dt__zero_line dt__zero_fault_text(const dt_zero *zero, const dt__zero_fault *fault) {
-    dt__zero_line line;
+static dt__bad_grad_line dt__bad_grad_text(const dt_zero *zero, const dt__bad_grad *fault) {
+    dt__bad_grad_line line;
     if (fault->rank < 0)
         snprintf(line.s, sizeof line.s, "the sum of all squares is too large");
     else
@@ -1770,20 +1876,20 @@ static dt__zero_line dt__zero_fault_text(const dt_zero *zero, const dt__zero_fau
     return line;
 }
 
-/* The norm is not finite, and no loss scale could be at fault. The rank that has the element says
-   so; the others learn it from that rank. */
-static dt_status dt__zero_not_finite(dt_zero *zero, const dt__zero_fault *fault, double norm) {
+/* The norm is not finite, and there is no loss scale to blame. The rank that holds the element
+   fails; the others learn it from that rank. */
+static dt_status dt__bad_grad_fail(dt_zero *zero, const dt__bad_grad *fault, double norm) {
     if (fault->rank >= 0 && fault->rank != dt_ctx_rank(zero->ctx))
         return dt_barrier(zero->mesh.world);
     return dt_fail(zero->ctx, DT_ERR_NUMERIC, "step %lld: the gradient norm is %g; %s",
-        (long long)zero->step + 1, norm, dt__zero_fault_text(zero, fault).s);
+        (long long)zero->step + 1, norm, dt__bad_grad_text(zero, fault).s);
 }
 
-// ==== 10. The loss scale ========================================================================
+// ==== 10. Loss scaling ==========================================================================
 
 static void dt__scale_set(dt_zero *zero, double scale) {
-    zero->scale = scale;
-    zero->good = 0;
+    zero->loss_scale = scale;
+    zero->good_steps = 0;
     dt_loss_scale(zero->ctx, scale);
 }
 
@@ -1798,7 +1904,7 @@ static void dt__scale_begin(dt_zero *zero) {
         const dt_tensor *t = dt_param_get(zero->ctx, i);
         f16 += t->dtype == DT_F16 && t->needs_grad;
     }
-    /* the last stage scales the loss, whatever parameters it has itself */
+    /* the last stage scales the loss, even if it has no f16 parameter */
     dt_sum_doubles(zero->mesh.world, &f16, 1);
     if (zero->desc.loss_scale == 0 && f16 > 0) zero->desc.loss_scale = DT_SCALE_DYNAMIC;
     if (d->init == 0) d->init = 65536;
@@ -1806,8 +1912,8 @@ static void dt__scale_begin(dt_zero *zero) {
     if (d->backoff == 0) d->backoff = 0.5;
     if (d->interval == 0) d->interval = 2000;
     if (d->hysteresis == 0) d->hysteresis = 1;
-    if (d->least == 0) d->least = 1;
-    zero->patience = d->hysteresis;
+    if (d->min_scale == 0) d->min_scale = 1;
+    zero->hysteresis_left = d->hysteresis;
     dt__scale_set(zero, dt__scale_is_dynamic(zero)  ? d->init
                         : zero->desc.loss_scale > 0 ? zero->desc.loss_scale
                                                     : 1);
@@ -1815,77 +1921,81 @@ static void dt__scale_begin(dt_zero *zero) {
 
 static void dt__scale_good(dt_zero *zero) {
     const dt_scale_desc *d = &zero->desc.scale;
-    zero->skips = 0;
-    if (++zero->good < d->interval || !dt__scale_is_dynamic(zero)) return;
-    zero->patience = d->hysteresis;
-    dt__scale_set(zero, zero->scale * d->growth);
+    zero->consecutive_skips = 0;
+    if (++zero->good_steps < d->interval || !dt__scale_is_dynamic(zero)) return;
+    zero->hysteresis_left = d->hysteresis;
+    dt__scale_set(zero, zero->loss_scale * d->growth);
 }
 
-/* A step whose gradients are not finite: every rank comes here with the same numbers, so all scales
-   stay alike. */
-static dt_status dt__scale_skip(dt_zero *zero, const dt__zero_fault *fault) {
+/* Loss scaling: skips a step whose gradients are not finite, and lowers the scale. Every rank gets
+   here with the same numbers, so all scales stay equal:
+
+       skip:   hysteresis_left > 1: decrement it; else scale = max(scale * backoff, min_scale)
+       good:   after `interval` good steps in a row: scale *= growth, and hysteresis starts again */
+static dt_status dt__scale_skip(dt_zero *zero, const dt__bad_grad *fault) {
     const dt_scale_desc *d = &zero->desc.scale;
-    double before = zero->scale, lower = zero->scale * d->backoff;
+    double before = zero->loss_scale, lower = zero->loss_scale * d->backoff;
     char history[16 * DT_MAX_SKIPS + 1] = "";
-    zero->history[zero->skips++] = before;
-    zero->good = 0;
-    if (zero->patience > 1)
-        zero->patience--;
+    zero->skipped_scales[zero->consecutive_skips++] = before;
+    zero->good_steps = 0;
+    if (zero->hysteresis_left > 1)
+        zero->hysteresis_left--;
     else if (dt__scale_is_dynamic(zero))
-        dt__scale_set(zero, lower > d->least ? lower : d->least);
-    int speaks =
+        dt__scale_set(zero, lower > d->min_scale ? lower : d->min_scale);
+    int reports =
         fault->rank < 0 ? dt_ctx_rank(zero->ctx) == 0 : dt_ctx_rank(zero->ctx) == fault->rank;
-    if (speaks)
+    if (reports)
         dt_log(zero->ctx, DT_LOG_NOTICE, "step %lld skipped: %s; loss scale %g -> %g",
-            (long long)zero->step + 1, dt__zero_fault_text(zero, fault).s, before, zero->scale);
-    if (zero->skips < DT_MAX_SKIPS) return DT_OK;
+            (long long)zero->step + 1, dt__bad_grad_text(zero, fault).s, before, zero->loss_scale);
+    if (zero->consecutive_skips < DT_MAX_SKIPS) return DT_OK;
     for (int i = 0, at = 0; i < DT_MAX_SKIPS; i++)
-        at += snprintf(history + at, sizeof history - (size_t)at, " %.6g", zero->history[i]);
-    if (!speaks) return dt_barrier(zero->mesh.world);
+        at += snprintf(history + at, sizeof history - (size_t)at, " %.6g", zero->skipped_scales[i]);
+    if (!reports) return dt_barrier(zero->mesh.world);
     return dt_fail(zero->ctx, DT_ERR_NUMERIC,
         "step %lld was skipped %d times in a row, with loss scales%s: no scale "
         "helps; %s",
-        (long long)zero->step + 1, (int)DT_MAX_SKIPS, history, dt__zero_fault_text(zero, fault).s);
+        (long long)zero->step + 1, (int)DT_MAX_SKIPS, history, dt__bad_grad_text(zero, fault).s);
 }
 
-// ==== 11. The update ============================================================================
+// ==== 11. Optimizer update ======================================================================
 
-/* Consecutive elements of this rank's run, and where they are. */
-typedef struct dt__zero_span {
-    size_t first, count; /* elements of the unit */
+/* Consecutive elements of this rank's shard, and their arrays. */
+typedef struct dt__update_span {
+    size_t offset, count; /* elements of the bucket */
     void *grad, *state[2];
-    void *master; /* NULL: the values are what is updated */
+    void *master; /* NULL: the update changes the parameters directly */
     void *values;
-} dt__zero_span;
+} dt__update_span;
 
-/* The update runs where the state is: on the device, or on the CPU where it is offloaded from
-   one. */
+/* Runs an update kernel where the state is: on the device, or on the CPU where the state is
+   offloaded. */
 #define DT__UPDATE(zero, what, k, args) \
     dt__kernel_done((zero)->ctx, (what), NULL, #k, \
-        (zero)->table->k ? (zero)->table->k((args), (zero)->stream) : DT_ERR_UNSUPPORTED)
+        (zero)->update_kernels->k ? (zero)->update_kernels->k((args), (zero)->update_stream) \
+                                  : DT_ERR_UNSUPPORTED)
 
-/* Updates that wait for others of their unit, to be made in one call. */
-enum { DT__UPDATES = 32 };
-typedef struct dt__zero_updates {
+/* Updates of a bucket's parameters that are launched together. */
+enum { DT__UPDATE_BATCH = 32 };
+typedef struct dt__update_batch {
     int n;
-    const char *name; /* of the first one's parameter */
-    dt_adamw_args adamw[DT__UPDATES];
-} dt__zero_updates;
+    const char *name; /* of the first one, for messages */
+    dt_adamw_args adamw[DT__UPDATE_BATCH];
+} dt__update_batch;
 
-static dt_status dt__zero_updates_end(dt_zero *zero, dt__zero_updates *updates) {
+static dt_status dt__update_batch_flush(dt_zero *zero, dt__update_batch *updates) {
     for (int i = 1; i < updates->n; i++) updates->adamw[i - 1].next = &updates->adamw[i];
     int waited = updates->n > 0;
     updates->n = 0;
     return waited ? DT__UPDATE(zero, updates->name, adamw, updates->adamw) : dt_error(zero->ctx);
 }
 
-/* At once, or later with others. narrow: receives the run rounded to the parameter's own type, or
-   NULL where that is the type of the update. */
-static dt_status dt__zero_update_run(
-    dt_zero *zero, dt__zero_updates *later, const dt_flat *f, void *narrow) {
+/* Updates one parameter, at once or batched. narrow: receives the result rounded to the parameter's
+   own type; NULL where that is the type of the update. */
+static dt_status dt__zero_update_param(
+    dt_zero *zero, dt__update_batch *batch, const dt_update_args *f, void *narrow) {
     const dt_zero_desc *d = &zero->desc;
     dt_dtype type = dt_grad_dtype(f->tensor);
-    if (d->optimizer == DT_OWN) {
+    if (d->optimizer == DT_OPTIMIZER_CUSTOM) {
         dt_cast_args a = { f->tensor->dtype, type, narrow, f->param, f->count, 0 };
         if (dt__is_dry_run(zero)) return DT_OK;
         dt_status status = d->update(f, d->user);
@@ -1902,164 +2012,173 @@ static dt_status dt__zero_update_run(
             f->weight_decay, f->tensor->dtype, narrow };
         return DT__UPDATE(zero, f->tensor->name, frozen_adam, &a);
     }
-    /* no bias correction */
+    /* INT64_MAX: no bias correction */
     int64_t step = d->optimizer == DT_ONEBIT_ADAM ? INT64_MAX : f->step;
     dt_adamw_args a = { type, f->param, f->grad, f->state[0], f->state[1], f->count, f->lr,
         d->beta1, d->beta2, d->eps, f->weight_decay, f->grad_scale, step, d->optimizer == DT_ADAM,
         f->tensor->dtype, narrow, NULL };
-    if (later->n == 0) later->name = f->tensor->name;
-    later->adamw[later->n++] = a;
-    return later->n == DT__UPDATES ? dt__zero_updates_end(zero, later) : dt_error(zero->ctx);
+    if (batch->n == 0) batch->name = f->tensor->name;
+    batch->adamw[batch->n++] = a;
+    return batch->n == DT__UPDATE_BATCH ? dt__update_batch_flush(zero, batch) : dt_error(zero->ctx);
 }
 
-/* Updates the part of each parameter that lies in the span. */
+/* Updates each parameter's elements within the span. */
 static dt_status dt__zero_update_span(
-    dt_zero *zero, dt__zero_unit *z, const dt__zero_span *s, double lr, double grad_scale) {
-    const dt_bucket *u = z->unit;
-    dt__zero_updates later;
-    size_t size = dt__zero_size(z), narrow_size = dt_dtype_size(u->dtype),
-           end = s->first + s->count;
-    later.n = 0;
-    for (int i = u->first_param; i < u->first_param + u->params; i++) {
+    dt_zero *zero, dt__zero_bucket *z, const dt__update_span *s, double lr, double grad_scale) {
+    const dt_bucket *u = z->bucket;
+    dt__update_batch batch;
+    size_t size = dt__zero_element_size(z), narrow_size = dt_dtype_size(u->dtype),
+           end = s->offset + s->count;
+    batch.n = 0;
+    for (int i = u->first_param; i < u->first_param + u->n_params; i++) {
         const dt_tensor *t = dt_param_get(zero->ctx, i);
         const dt_param_info *p = t->param;
-        size_t from = p->offset > s->first ? p->offset : s->first;
-        size_t to = p->offset + p->count < end ? p->offset + p->count : end, at = from - s->first;
+        size_t from = p->offset > s->offset ? p->offset : s->offset;
+        size_t to = p->offset + p->count < end ? p->offset + p->count : end, at = from - s->offset;
         if (from >= to) continue;
         int decays = p->full.nd >= 2 && !p->desc.no_decay;
         /* NULL: only the master is updated */
         char *value = s->values ? (char *)s->values + at * narrow_size : NULL;
         void *updated = s->master ? (char *)s->master + at * size : value;
-        dt_flat f = { zero->ctx, t, from - p->offset, to - from, updated,
+        dt_update_args f = { zero->ctx, t, from - p->offset, to - from, updated,
             (char *)s->grad + at * size, { NULL, NULL },
             lr * (p->desc.lr_scale != 0 ? p->desc.lr_scale : 1), grad_scale,
             decays ? zero->desc.weight_decay : 0, zero->step + 1 };
         for (int k = 0; k < zero->states; k++) f.state[k] = (char *)s->state[k] + at * size;
-        if (dt__zero_update_run(zero, &later, &f, s->master ? value : NULL) != DT_OK)
+        if (dt__zero_update_param(zero, &batch, &f, s->master ? value : NULL) != DT_OK)
             return dt_error(zero->ctx);
     }
-    return dt__zero_updates_end(zero, &later);
+    return dt__update_batch_flush(zero, &batch);
 }
 
-/* Updates this rank's run of a unit. */
-static dt_status dt__zero_update(dt_zero *zero, dt__zero_unit *z, double lr, double grad_scale) {
-    const dt_bucket *u = z->unit;
-    dt__zero_span run = { z->first, z->count, dt__zero_run_grad(z), { z->state[0], z->state[1] },
-        z->master, dt__zero_values(z) };
-    dt_cast_args widen = { u->grad_dtype, u->dtype, z->master, run.values, z->count, 0 };
-    /* masters begin at the first step, so that values that were loaded or set before it count */
+/* Mixed precision with master weights (arXiv:1710.03740): updates this rank's shard of a bucket.
+   The update changes the f32 master, and rounds it to the 16-bit parameter:
+
+       grad f32 --> master f32, m, v --> round --> parameter bf16 or f16 */
+static dt_status dt__zero_update_bucket(
+    dt_zero *zero, dt__zero_bucket *z, double lr, double grad_scale) {
+    const dt_bucket *u = z->bucket;
+    dt__update_span shard = { z->offset, z->count, dt__zero_grad_shard(z),
+        { z->state[0], z->state[1] }, z->master, dt__zero_param_shard(z) };
+    dt_cast_args widen = { u->grad_dtype, u->dtype, z->master, shard.values, z->count, 0 };
+    /* masters start at the first step, so that values loaded or set before it count */
     if (z->master && zero->step == 0 &&
         DT__KERNEL(zero->ctx, "master parameters", cast, &widen) != DT_OK)
         return dt_error(zero->ctx);
-    return dt__zero_update_span(zero, z, &run, lr, grad_scale);
+    return dt__zero_update_span(zero, z, &shard, lr, grad_scale);
 }
 
 static dt_status dt__offload_update(dt_zero *zero, double lr, double grad_scale);
 
-/* All units; then every rank's run to every rank, one unit while the next is updated. */
+/* Updates all buckets; ZeRO-1 and ZeRO-2 then all-gather a bucket's parameters while the next
+   bucket is updated. */
 static dt_status dt__zero_update_all(dt_zero *zero, double lr, double grad_scale) {
-    int streams = dt__streams(zero);
+    int streams = dt__zero_offloads(zero);
     if (streams && dt__offload_update(zero, lr, grad_scale) != DT_OK) return dt_error(zero->ctx);
-    for (int u = 0; u <= zero->n_units; u++) {
-        dt__zero_unit *z = u < zero->n_units ? &zero->units[u] : NULL,
-                      *before = u > 0 ? &zero->units[u - 1] : NULL;
-        int signs = z && !z->unit->frozen && dt__onebit_frozen(zero);
+    for (int u = 0; u <= zero->n_buckets; u++) {
+        dt__zero_bucket *z = u < zero->n_buckets ? &zero->buckets[u] : NULL,
+                        *before = u > 0 ? &zero->buckets[u - 1] : NULL;
+        int signs = z && !z->bucket->frozen && dt__onebit_frozen(zero);
         if (signs && dt__onebit_momentum(zero, z, grad_scale) != DT_OK) return dt_error(zero->ctx);
-        if (z && !z->unit->frozen && !streams && dt__zero_update(zero, z, lr, grad_scale) != DT_OK)
+        if (z && !z->bucket->frozen && !streams &&
+            dt__zero_update_bucket(zero, z, lr, grad_scale) != DT_OK)
             return dt_error(zero->ctx);
         if (before && dt_wait(zero->ctx, before->work) != DT_OK) return dt_error(zero->ctx);
         if (before) before->work = NULL;
-        if (!z || z->unit->frozen || (zero->desc.stage != 1 && zero->desc.stage != 2)) continue;
+        if (!z || z->bucket->frozen || (zero->desc.stage != 1 && zero->desc.stage != 2)) continue;
         z->work = dt_all_gather_start(
-            z->shard, dt__zero_values(z), z->unit->data, z->count, z->unit->dtype);
+            z->shard_group, dt__zero_param_shard(z), z->bucket->data, z->count, z->bucket->dtype);
     }
     return dt_error(zero->ctx);
 }
 
 // ==== 12. Offload ===============================================================================
 
-/* Optimizer state, and at stage 3 the values, in host memory or in a file (S. Rajbhandari et al.,
-   "ZeRO-Infinity", arXiv:2104.07857). The update then goes on in host memory, a chunk of a rank's
-   run at a time, with three sets of buffers:
+/* CPU offload and NVMe offload ("ZeRO-Infinity", S. Rajbhandari et al., arXiv:2104.07857):
+   optimizer state, and at stage 3 the parameters, lie in host memory or in a file. The update runs
+   in host memory, one chunk of a rank's shard at a time, as a pipeline over three sets of buffers:
 
-       reading chunk k + 1        updating chunk k        writing chunk k - 1
+       time ->
+       read      chunk 0   chunk 1   chunk 2   chunk 3
+       update              chunk 0   chunk 1   chunk 2   chunk 3
+       write                         chunk 0   chunk 1   chunk 2   chunk 3
 
-   A file is read and written by a thread of its own, which is what asks for offload to disk asks
-   for; it calls the io table and nothing else, and copies by a buffer of its own, so that one that
-   the disk never lets go touches nobody's memory. The file has two slots. A step reads one and
-   writes the other; only when every rank has written all of its chunks do the slots change places,
-   so a step that fails on one rank leaves what the files of all hold as it was. For the same reason
-   values in memory are not touched before: what a chunk becomes goes where its gradient was, which
-   nobody needs any more, and is copied from there when all is well.
+   One thread reads and writes the file. It calls the io table and nothing else, and copies through
+   a buffer of its own, so that a thread stuck in the disk touches no freed memory.
 
-   With both state and values in the file, gradients need not wait in memory to be replaced: a
-   unit's run is written behind the two slots when its micro-batch has been reduced, read again to
-   add the next one's, and read with its chunk.
+   The file has two slots. A step reads one and writes the other; the slots swap only after every
+   rank has written all of its chunks, so a step that fails on one rank leaves every rank's file as
+   it was. For the same reason parameters in memory change last: an updated chunk overwrites its
+   gradient, which is used up, and is copied from there on success. State in host memory is updated
+   in place: beside parameters on disk, a failed step leaves the parameters as they were, but the
+   state is lost.
 
-   State in host memory is updated at once: beside values on disk, a failed step leaves the values
-   as they were, and the state is of no more use.
+   With both state and parameters in the file, gradients lie there too, behind the two slots: a
+   bucket's shard is written when its micro-batch has been reduced, read again to add the next
+   micro-batch, and read with its chunk in the update.
 
-   What was written leaves the page cache. The file loses its name as soon as it is open: whatever
-   ends the program, it is gone with it. */
+   Written data is dropped from the page cache. The file is unlinked as soon as it is open, so it
+   disappears with the process, however the process ends. */
 
-enum { DT__DISK_PIECE = 1 << 18, DT__DISK_PATH = 1024, DT__DISK_NAMES = 1000 };
+enum { DT__DISK_BUFFER = 1 << 18, DT__DISK_PATH = 1024, DT__DISK_NAMES = 1000 };
 
 struct dt__disk {
     dt_io io;
     int fd, slot;
     int64_t slot_bytes;
-    /* for a transfer; a little less than ranks wait for each other */
-    double limit_s;
+    /* seconds for a transfer, a little below the ranks' timeout */
+    double timeout_s;
     pthread_t thread;
-    /* the last two by the lock: who sees the other first decides */
-    int runs, stop, lost, ended;
+    /* abandoned and ended are guarded by the lock: whichever side sees the other first decides */
+    int has_thread, stop, abandoned, ended;
     pthread_mutex_t lock;
-    pthread_cond_t more;
+    pthread_cond_t wake;
     dt__disk_job *first, *last;
     char path[DT__DISK_PATH];
-    char piece[DT__DISK_PIECE];
+    char buffer[DT__DISK_BUFFER];
 };
 
-/* One piece at most, from or to d->piece: bytes that went, or -1 and *error, 0 where the table gave
-   no reason. */
-static int64_t dt__disk_piece(dt__disk *d, int write, size_t bytes, int64_t offset, int *error) {
+/* Transfers at most one buffer from or to d->piece. Returns the bytes, or -1 and *error, 0 where
+   the table gave no reason. */
+static int64_t dt__disk_transfer_once(
+    dt__disk *d, int write, size_t bytes, int64_t offset, int *error) {
     const dt_io *io = &d->io;
     for (;;) {
         errno = 0;
-        int64_t n = write ? io->pwrite(io->user, d->fd, d->piece, bytes, offset)
-                          : io->pread(io->user, d->fd, d->piece, bytes, offset);
+        int64_t n = write ? io->pwrite(io->user, d->fd, d->buffer, bytes, offset)
+                          : io->pread(io->user, d->fd, d->buffer, bytes, offset);
         if (n < 0 && errno == EINTR) continue;
         *error = n < 0 ? errno : 0;
         return n > 0 && n <= (int64_t)bytes ? n : -1;
     }
 }
 
-/* Called and left with the lock. Once the disk is lost, the job and what it is about are
-   nobody's. */
-static void dt__disk_do(dt__disk *d, dt__disk_job *job) {
+/* Runs one job. Called and left with the lock held. Once the disk is abandoned, the job and its
+   memory must not be touched. */
+static void dt__disk_transfer(dt__disk *d, dt__disk_job *job) {
     const dt__disk_job mine = *job;
     int64_t done = 0, n = 0, total = (int64_t)mine.bytes;
     int error = 0;
-    while (!d->lost && n >= 0 && done < total) {
+    while (!d->abandoned && n >= 0 && done < total) {
         size_t left = mine.bytes - (size_t)done,
-               bytes = left < DT__DISK_PIECE ? left : (size_t)DT__DISK_PIECE;
-        if (mine.write) memcpy(d->piece, (char *)mine.at + done, bytes);
+               bytes = left < DT__DISK_BUFFER ? left : (size_t)DT__DISK_BUFFER;
+        if (mine.write) memcpy(d->buffer, (char *)mine.at + done, bytes);
         pthread_mutex_unlock(&d->lock);
-        n = dt__disk_piece(d, mine.write, bytes, mine.offset + done, &error);
+        n = dt__disk_transfer_once(d, mine.write, bytes, mine.offset + done, &error);
         pthread_mutex_lock(&d->lock);
-        if (d->lost || n < 0) break;
-        if (!mine.write) memcpy((char *)mine.at + done, d->piece, (size_t)n);
+        if (d->abandoned || n < 0) break;
+        if (!mine.write) memcpy((char *)mine.at + done, d->buffer, (size_t)n);
         done += n;
     }
-    if (done == total && d->io.forget && !d->lost) {
+    if (done == total && d->io.sync_and_evict && !d->abandoned) {
         pthread_mutex_unlock(&d->lock);
         errno = 0;
-        n = d->io.forget(d->io.user, d->fd, total, mine.offset);
+        n = d->io.sync_and_evict(d->io.user, d->fd, total, mine.offset);
         error = n == 0 ? 0 : errno;
         pthread_mutex_lock(&d->lock);
         if (n != 0) done = 0;
     }
-    if (d->lost) return;
+    if (d->abandoned) return;
     job->done = done;
     job->error = error;
 }
@@ -2070,26 +2189,26 @@ static void *dt__disk_thread(void *arg) {
     while (!d->stop) {
         dt__disk_job *job = d->first;
         if (!job) {
-            pthread_cond_wait(&d->more, &d->lock);
+            pthread_cond_wait(&d->wake, &d->lock);
             continue;
         }
-        dt__disk_do(d, job);
-        if (d->lost) break;
+        dt__disk_transfer(d, job);
+        if (d->abandoned) break;
         d->first = job->next;
         if (!d->first) d->last = NULL;
         __atomic_store_n(&job->busy, 0, __ATOMIC_RELEASE);
     }
-    int lost = d->lost;
+    int abandoned = d->abandoned;
     d->ended = 1;
     pthread_mutex_unlock(&d->lock);
-    if (lost) d->io.close(d->io.user, d->fd);
+    if (abandoned) d->io.close(d->io.user, d->fd);
     return NULL;
 }
 
 static void dt__disk_start(dt__disk *d, dt__disk_job *job, int write, void *at, size_t bytes,
     int64_t offset, const char *what) {
     dt__disk_job fresh = { write, 1, at, bytes, offset, what, 0, 0, NULL, job->device };
-    if (!d->runs) return; /* a dry run */
+    if (!d->has_thread) return; /* a dry run */
     *job = fresh;
     pthread_mutex_lock(&d->lock);
     if (d->last)
@@ -2097,16 +2216,16 @@ static void dt__disk_start(dt__disk *d, dt__disk_job *job, int write, void *at, 
     else
         d->first = job;
     d->last = job;
-    pthread_cond_signal(&d->more);
+    pthread_cond_signal(&d->wake);
     pthread_mutex_unlock(&d->lock);
 }
 
-/* A transfer to or from a unit's memory: a device's is copied through the host's, which goes when
-   the job is over. */
+/* Starts a transfer to or from a bucket's memory. Device memory goes through a host copy, freed
+   when the job ends. */
 static dt_status dt__disk_begin(dt_zero *zero, dt__disk_job *job, int write, void *at, size_t bytes,
     int64_t offset, const char *what) {
     dt_ctx *ctx = zero->ctx;
-    if (zero->table != &ctx->kernels) {
+    if (zero->update_kernels != &ctx->kernels) {
         void *host = dt_alloc(ctx, DT_MEM_HOST, bytes, "a copy for the disk");
         if (!host) return dt_error(ctx);
         if (write && dt__move(ctx, host, at, bytes) == DT_OK) dt__sync(ctx);
@@ -2125,27 +2244,27 @@ static void dt__disk_end(dt_zero *zero, dt__disk_job *job, int arrived) {
     job->device = NULL;
 }
 
-/* From here on a thread that has not ended is on its own. */
-static void dt__disk_lose(dt__disk *d) {
+/* From here on a thread that has not ended owns *d. */
+static void dt__disk_abandon(dt__disk *d) {
     pthread_mutex_lock(&d->lock);
-    d->lost = !d->ended;
+    d->abandoned = !d->ended;
     pthread_mutex_unlock(&d->lock);
 }
 
-/* Until a transfer is over, if one was started. A disk that gives no answer fails, a little before
-   the ranks that wait for this one give it up: the text is to name the disk. */
+/* Waits for a transfer, if one was started. A disk that does not answer fails here a little before
+   other ranks time out, so that the error text names the disk. */
 static dt_status dt__disk_wait(dt_zero *zero, dt__disk_job *job) {
     dt__disk *d = zero->disk;
     const dt_host *host = dt_ctx_host(zero->ctx);
-    if (!job->what || d->lost) return dt_error(zero->ctx);
-    dt__stopwatch watch = dt__stopwatch_start(host, d->limit_s);
+    if (!job->what || d->abandoned) return dt_error(zero->ctx);
+    dt__stopwatch watch = dt__stopwatch_start(host, d->timeout_s);
     double nap = 1e-5;
     while (__atomic_load_n(&job->busy, __ATOMIC_ACQUIRE)) {
-        if (dt__waited(&watch) > d->limit_s) {
-            dt__disk_lose(d);
+        if (dt__waited(&watch) > d->timeout_s) {
+            dt__disk_abandon(d);
             return dt_fail(zero->ctx, DT_ERR_TIMEOUT,
                 "%s: %s %s: no answer from the disk within %g s", d->path,
-                job->write ? "writing" : "reading", job->what, d->limit_s);
+                job->write ? "writing" : "reading", job->what, d->timeout_s);
         }
         host->sleep(host->user, nap);
         nap = nap < 1e-3 ? 2 * nap : nap;
@@ -2156,30 +2275,30 @@ static dt_status dt__disk_wait(dt_zero *zero, dt__disk_job *job) {
     if (job->done == (int64_t)job->bytes) return dt_error(zero->ctx);
     return dt_fail(zero->ctx, DT_ERR_IO, "%s: %s %s, byte %lld of %zu: %s", d->path,
         job->write ? "writing" : "reading", what, (long long)job->done, job->bytes,
-        job->error   ? dt__io_why(job->error)
+        job->error   ? dt__io_error_text(job->error)
         : job->write ? "the device took no more"
                      : "the file has become shorter");
 }
 
-/* A transfer at once, after the one that the job was used for. */
-static dt_status dt__disk_now(dt_zero *zero, dt__disk_job *job, int write, void *at, size_t bytes,
-    int64_t offset, const char *what) {
+/* Transfers at once, after the job's previous transfer. */
+static dt_status dt__disk_transfer_now(dt_zero *zero, dt__disk_job *job, int write, void *at,
+    size_t bytes, int64_t offset, const char *what) {
     if (dt__disk_wait(zero, job) != DT_OK) return dt_error(zero->ctx);
     dt__disk_start(zero->disk, job, write, at, bytes, offset, what);
     return dt__disk_wait(zero, job);
 }
 
-/* Seconds that a disk may take for an answer: a little less than ranks wait for each other, or the
-   world may end before. */
-static double dt__disk_limit(const dt_ctx *ctx) {
+/* Seconds that a disk may take to answer: a little below the ranks' timeout, or the run would end
+   first. */
+static double dt__disk_timeout(const dt_ctx *ctx) {
     return 0.8 * (dt__world_of(ctx) ? dt__world_of(ctx)->shared->timeout_s : 120);
 }
 
-static int dt__on_disk(const char *place) {
-    return place && strcmp(place, "none") != 0 && strcmp(place, "cpu") != 0;
+static int dt__on_disk(const char *target) {
+    return target && strcmp(target, "none") != 0 && strcmp(target, "cpu") != 0;
 }
-static int dt__in_host(const char *place) { return place && strcmp(place, "cpu") == 0; }
-static int dt__streams(const dt_zero *zero) {
+static int dt__in_host(const char *target) { return target && strcmp(target, "cpu") == 0; }
+static int dt__zero_offloads(const dt_zero *zero) {
     const char *o = zero->desc.offload_optim, *p = zero->desc.offload_params;
     return dt__on_disk(o) || dt__on_disk(p) || dt__in_host(o) || dt__in_host(p);
 }
@@ -2187,41 +2306,44 @@ static int dt__grads_on_disk(const dt_zero *zero) {
     return dt__on_disk(zero->desc.offload_optim) && dt__on_disk(zero->desc.offload_params) &&
            !zero->desc.tree;
 }
-/* One that another pipeline stage adds to at the step's end stays in memory until then. */
-static int dt__grad_on_disk(const dt_zero *zero, const dt_bucket *unit) {
-    return dt__grads_on_disk(zero) && !unit->frozen && !dt__zero_tied(zero, unit);
+/* Tied gradients stay in memory, because another pipeline stage adds to them at the end of the
+   step. */
+static int dt__grad_on_disk(const dt_zero *zero, const dt_bucket *bucket) {
+    return dt__grads_on_disk(zero) && !bucket->frozen && !dt__tied_group(zero, bucket);
 }
 
-/* Bytes of an array of a unit in the file; 0: it is not there. */
-static size_t dt__disk_bytes(const dt_zero *zero, const dt_bucket *unit, int array) {
-    size_t count = unit->padded / (size_t)dt__zero_parts(zero, unit);
-    int state = dt__on_disk(zero->desc.offload_optim) && !unit->frozen;
+/* Bytes of a bucket's array in the file; 0: it is not there. */
+static size_t dt__disk_array_bytes(const dt_zero *zero, const dt_bucket *bucket, int array) {
+    size_t count = bucket->padded / (size_t)dt__zero_shards(zero, bucket);
+    int state = dt__on_disk(zero->desc.offload_optim) && !bucket->frozen;
     if (array == DT__GRAD)
-        return dt__grad_on_disk(zero, unit) ? count * dt_dtype_size(unit->grad_dtype) : 0;
-    if (array == DT__VALUES)
-        return dt__on_disk(zero->desc.offload_params) ? count * dt_dtype_size(unit->dtype) : 0;
+        return dt__grad_on_disk(zero, bucket) ? count * dt_dtype_size(bucket->grad_dtype) : 0;
+    if (array == DT__PARAMS)
+        return dt__on_disk(zero->desc.offload_params) ? count * dt_dtype_size(bucket->dtype) : 0;
     if (array == DT__MASTER)
-        return state && dt__zero_has_master(unit) ? count * dt_dtype_size(unit->grad_dtype) : 0;
-    return state && array < zero->states ? count * dt_dtype_size(unit->grad_dtype) : 0;
+        return state && dt__zero_has_master(bucket) ? count * dt_dtype_size(bucket->grad_dtype) : 0;
+    return state && array < zero->states ? count * dt_dtype_size(bucket->grad_dtype) : 0;
 }
 
-/* Where an array of unit u begins in its slot; of unit n_units: how long a slot is. */
-static int64_t dt__disk_at(const dt_zero *zero, int u, int array) {
+/* Offset of an array of bucket u in its slot; for u = n_buckets: the size of a slot. */
+static int64_t dt__disk_slot_offset(const dt_zero *zero, int u, int array) {
     size_t at = 0;
     for (int i = 0; i <= u && i < dt_bucket_count(zero->ctx); i++)
         for (int a = 0; a < (i < u ? (int)DT__GRAD : array); a++)
-            at += dt__disk_bytes(zero, dt_bucket_get(zero->ctx, i), a);
+            at += dt__disk_array_bytes(zero, dt_bucket_get(zero->ctx, i), a);
     return (int64_t)at;
 }
 
-/* The same in the file. What no step writes stays in the first slot; gradients lie behind both. */
+/* Offset of the same array in the file. Frozen parameters stay in the first slot; gradients lie
+   behind both slots. */
 static int64_t dt__disk_offset(const dt_zero *zero, int u, int array, int slot) {
-    const dt_bucket *unit = dt_bucket_get(zero->ctx, u);
+    const dt_bucket *bucket = dt_bucket_get(zero->ctx, u);
     int64_t at = 2 * zero->disk->slot_bytes;
     if (array != DT__GRAD)
-        return (unit && unit->frozen ? 0 : slot) * (at / 2) + dt__disk_at(zero, u, array);
+        return (bucket && bucket->frozen ? 0 : slot) * (at / 2) +
+               dt__disk_slot_offset(zero, u, array);
     for (int i = 0; i < u; i++)
-        at += (int64_t)dt__disk_bytes(zero, dt_bucket_get(zero->ctx, i), DT__GRAD);
+        at += (int64_t)dt__disk_array_bytes(zero, dt_bucket_get(zero->ctx, i), DT__GRAD);
     return at;
 }
 
@@ -2232,14 +2354,14 @@ static dt_status dt__disk_open(dt_zero *zero) {
     if (!dt__on_disk(folder)) return DT_OK;
     dt__disk *d = (dt__disk *)dt_alloc(ctx, DT_MEM_HOST, sizeof *d, "offload");
     if (!d) return dt_error(ctx);
-    memset(d, 0, sizeof *d - sizeof d->piece);
+    memset(d, 0, sizeof *d - sizeof d->buffer);
     d->io = *dt_ctx_io(ctx);
     d->fd = -1;
     zero->disk = d;
-    d->slot_bytes = dt__disk_at(zero, dt_bucket_count(ctx), 0);
-    d->limit_s = dt__disk_limit(ctx);
+    d->slot_bytes = dt__disk_slot_offset(zero, dt_bucket_count(ctx), 0);
+    d->timeout_s = dt__disk_timeout(ctx);
     int64_t bytes = dt__disk_offset(zero, dt_bucket_count(ctx), DT__GRAD, 0);
-    /* a name that nobody has, and not for long */
+    /* a name that no other file has; it is unlinked below */
     for (int other = 0; d->fd < 0 && other < DT__DISK_NAMES; other++) {
         int n = other ? snprintf(d->path, sizeof d->path, "%s/dt-rank-%d.%d.offload", folder,
                             dt_ctx_rank(ctx), other)
@@ -2262,273 +2384,283 @@ static dt_status dt__disk_open(dt_zero *zero) {
     if (d->io.remove(d->io.user, d->path) != 0)
         return dt_fail(
             ctx, DT_ERR_IO, "dt_zero_make: offload to %s: remove: %s", d->path, dt__io_reason());
-    errno = 0; /* zeros are what state begins with */
+    errno = 0; /* state starts as zeros */
     if (d->io.resize(d->io.user, d->fd, bytes) != 0)
         return dt_fail(ctx, DT_ERR_IO, "%s: making room for %lld bytes: %s", d->path,
             (long long)bytes, dt__io_reason());
     pthread_mutex_init(&d->lock, NULL);
-    pthread_cond_init(&d->more, NULL);
-    d->runs = pthread_create(&d->thread, NULL, dt__disk_thread, d) == 0;
-    return d->runs ? DT_OK
-                   : dt_fail(ctx, DT_ERR_MEM, "%s: no thread to read and write it", d->path);
+    pthread_cond_init(&d->wake, NULL);
+    d->has_thread = pthread_create(&d->thread, NULL, dt__disk_thread, d) == 0;
+    return d->has_thread ? DT_OK
+                         : dt_fail(ctx, DT_ERR_MEM, "%s: no thread to read and write it", d->path);
 }
 
-/* Asks the thread to end, and waits for it as long as for a transfer: 1 if it has ended. */
+/* Asks the thread to end, and waits as long as for a transfer. Returns 1 if it has ended. */
 static int dt__disk_stop(dt_zero *zero) {
     dt__disk *d = zero->disk;
     const dt_host *host = dt_ctx_host(zero->ctx);
-    dt__stopwatch watch = dt__stopwatch_start(host, d->limit_s);
+    dt__stopwatch watch = dt__stopwatch_start(host, d->timeout_s);
     double nap = 1e-5;
-    for (int ended = 0; !ended && !d->lost;) {
+    for (int ended = 0; !ended && !d->abandoned;) {
         pthread_mutex_lock(&d->lock);
         d->stop = 1;
         ended = d->ended;
-        pthread_cond_signal(&d->more);
+        pthread_cond_signal(&d->wake);
         pthread_mutex_unlock(&d->lock);
         if (ended) break;
-        if (dt__waited(&watch) > d->limit_s) dt__disk_lose(d);
+        if (dt__waited(&watch) > d->timeout_s) dt__disk_abandon(d);
         host->sleep(host->user, nap);
         nap = nap < 1e-3 ? 2 * nap : nap;
     }
-    if (d->lost)
+    if (d->abandoned)
         pthread_detach(d->thread);
     else
         pthread_join(d->thread, NULL);
-    return !d->lost;
+    return !d->abandoned;
 }
 
-/* A thread that the disk does not let go is left behind with what it uses: *d, and the file, which
-   it closes. */
+/* A thread stuck in the disk is abandoned with what it uses: *d, and the file, which it closes. */
 static void dt__disk_close(dt_zero *zero) {
     dt_ctx *ctx = zero->ctx;
     dt__disk *d = zero->disk;
-    int lost = d && d->runs && !dt__disk_stop(zero);
-    if (d && d->runs && !lost) {
+    int abandoned = d && d->has_thread && !dt__disk_stop(zero);
+    if (d && d->has_thread && !abandoned) {
         pthread_mutex_destroy(&d->lock);
-        pthread_cond_destroy(&d->more);
+        pthread_cond_destroy(&d->wake);
     }
-    for (int i = 0; zero->sets && i < DT__SETS * DT__ARRAYS; i++)
-        dt_unpin(ctx, zero->sets[i / DT__ARRAYS].buf[i % DT__ARRAYS], zero->chunk_bytes);
-    dt_free(ctx, DT_MEM_HOST, zero->sets, DT__SETS * sizeof *zero->sets);
-    if (d && !lost && d->fd >= 0) d->io.close(d->io.user, d->fd);
-    if (!lost) dt_free(ctx, DT_MEM_HOST, d, sizeof *d);
-    zero->sets = NULL;
+    for (int i = 0; zero->chunks && i < DT__OFFLOAD_CHUNKS * DT__ARRAYS; i++)
+        dt_unpin(ctx, zero->chunks[i / DT__ARRAYS].buf[i % DT__ARRAYS], zero->chunk_bytes);
+    dt_free(ctx, DT_MEM_HOST, zero->chunks, DT__OFFLOAD_CHUNKS * sizeof *zero->chunks);
+    if (d && !abandoned && d->fd >= 0) d->io.close(d->io.user, d->fd);
+    if (!abandoned) dt_free(ctx, DT_MEM_HOST, d, sizeof *d);
+    zero->chunks = NULL;
     zero->disk = NULL;
 }
 
-/* Buffers for the chunks of the update. */
+/* Allocates the buffers of the offloaded update. */
 static dt_status dt__chunks_make(dt_zero *zero) {
     size_t element = 4, longest = 1;
     int masters = 0, on_disk = dt__on_disk(zero->desc.offload_optim);
-    if (!dt__streams(zero)) return DT_OK;
-    for (int u = 0; u < zero->n_units; u++) {
-        const dt__zero_unit *z = &zero->units[u];
-        if (dt__zero_size(z) > element) element = dt__zero_size(z);
+    if (!dt__zero_offloads(zero)) return DT_OK;
+    for (int u = 0; u < zero->n_buckets; u++) {
+        const dt__zero_bucket *z = &zero->buckets[u];
+        if (dt__zero_element_size(z) > element) element = dt__zero_element_size(z);
         if (z->count > longest) longest = z->count;
-        masters |= dt__zero_has_master(z->unit);
+        masters |= dt__zero_has_master(z->bucket);
     }
-    zero->chunk = zero->desc.offload_chunk ? zero->desc.offload_chunk : (size_t)1 << 17;
-    if (zero->chunk > longest) zero->chunk = longest;
-    zero->chunk_bytes = zero->chunk * element;
-    zero->sets =
-        (dt__disk_set *)dt_alloc(zero->ctx, DT_MEM_HOST, DT__SETS * sizeof *zero->sets, "offload");
-    if (!zero->sets) return dt_error(zero->ctx);
-    memset(zero->sets, 0, DT__SETS * sizeof *zero->sets);
-    for (int i = 0; i < DT__SETS * DT__ARRAYS; i++) {
-        int a = i % DT__ARRAYS, on_device = zero->table != &zero->ctx->kernels;
-        int needed = a == DT__VALUES || (a == DT__GRAD && (on_device || dt__grads_on_disk(zero))) ||
+    zero->chunk_elements = zero->desc.offload_chunk ? zero->desc.offload_chunk : (size_t)1 << 17;
+    if (zero->chunk_elements > longest) zero->chunk_elements = longest;
+    zero->chunk_bytes = zero->chunk_elements * element;
+    zero->chunks = (dt__offload_chunk *)dt_alloc(
+        zero->ctx, DT_MEM_HOST, DT__OFFLOAD_CHUNKS * sizeof *zero->chunks, "offload");
+    if (!zero->chunks) return dt_error(zero->ctx);
+    memset(zero->chunks, 0, DT__OFFLOAD_CHUNKS * sizeof *zero->chunks);
+    for (int i = 0; i < DT__OFFLOAD_CHUNKS * DT__ARRAYS; i++) {
+        int a = i % DT__ARRAYS, on_device = zero->update_kernels != &zero->ctx->kernels;
+        int needed = a == DT__PARAMS || (a == DT__GRAD && (on_device || dt__grads_on_disk(zero))) ||
                      (a == DT__MASTER && on_disk && masters) || (a < zero->states && on_disk);
-        void **buf = &zero->sets[i / DT__ARRAYS].buf[i % DT__ARRAYS];
+        void **buf = &zero->chunks[i / DT__ARRAYS].buf[i % DT__ARRAYS];
         if (needed) *buf = dt_pin(zero->ctx, zero->chunk_bytes, "chunks of offloaded state");
         if (needed && !*buf) return dt_error(zero->ctx);
     }
     return DT_OK;
 }
 
-/* ---- values that are elsewhere ---- */
+/* ---- offloaded parameters ---- */
 
-/* From here on this rank's run of the values is what lies at `run`. */
-static dt_status dt__values_store(dt_zero *zero, dt__zero_unit *z, dt_bucket *unit, void *run) {
-    size_t bytes = unit->run * dt_dtype_size(unit->dtype);
+/* Stores this rank's shard of the parameters, which lies at `shard`. */
+static dt_status dt__params_store(
+    dt_zero *zero, dt__zero_bucket *z, dt_bucket *bucket, void *shard) {
+    size_t bytes = bucket->shard_count * dt_dtype_size(bucket->dtype);
     if (dt__on_disk(zero->desc.offload_params)) {
         if (!zero->disk && dt__disk_open(zero) != DT_OK) return dt_error(zero->ctx);
-        if (dt__disk_wait(zero, &z->read) != DT_OK ||
-            dt__disk_begin(zero, &z->read, 1, run, bytes,
-                dt__disk_offset(zero, unit->index, DT__VALUES, zero->disk->slot),
+        if (dt__disk_wait(zero, &z->disk_job) != DT_OK ||
+            dt__disk_begin(zero, &z->disk_job, 1, shard, bytes,
+                dt__disk_offset(zero, bucket->index, DT__PARAMS, zero->disk->slot),
                 "values") != DT_OK)
             return dt_error(zero->ctx);
-        return dt__disk_wait(zero, &z->read);
+        return dt__disk_wait(zero, &z->disk_job);
     }
-    if (!dt__in_host(zero->desc.offload_params)) return dt__move(zero->ctx, unit->kept, run, bytes);
-    if (!z->host_values) z->host_values = dt_pin(zero->ctx, bytes, "parameters in host memory");
-    return z->host_values ? dt__move(zero->ctx, z->host_values, run, bytes) : dt_error(zero->ctx);
+    if (!dt__in_host(zero->desc.offload_params))
+        return dt__move(zero->ctx, bucket->shard, shard, bytes);
+    if (!z->host_shard) z->host_shard = dt_pin(zero->ctx, bytes, "parameters in host memory");
+    return z->host_shard ? dt__move(zero->ctx, z->host_shard, shard, bytes) : dt_error(zero->ctx);
 }
 
-/* Room for the whole values of a unit, and this rank's run begins to be read into its place. */
-static dt_status dt__values_read_start(dt_zero *zero, dt__zero_unit *z) {
-    const dt_bucket *u = z->unit;
+/* Takes a buffer for a bucket's gathered parameters, and starts to read this rank's shard into
+   it. */
+static dt_status dt__params_read_start(dt_zero *zero, dt__zero_bucket *z) {
+    const dt_bucket *u = z->bucket;
     size_t size = dt_dtype_size(u->dtype);
-    z->whole = dt__spare_take(zero->ctx, u->padded * size);
-    char *mine = z->whole ? (char *)z->whole + u->first * size : NULL;
-    if (mine && z->host_values) return dt__move(zero->ctx, mine, z->host_values, u->run * size);
-    if (mine && zero->disk && !u->kept)
-        dt__disk_begin(zero, &z->read, 0, mine, u->run * size,
-            dt__disk_offset(zero, u->index, DT__VALUES, zero->disk->slot), "values");
+    z->gathered = dt__bucket_buffer_acquire(zero->ctx, u->padded * size);
+    char *mine = z->gathered ? (char *)z->gathered + u->shard_offset * size : NULL;
+    if (mine && z->host_shard)
+        return dt__move(zero->ctx, mine, z->host_shard, u->shard_count * size);
+    if (mine && zero->disk && !u->shard)
+        dt__disk_begin(zero, &z->disk_job, 0, mine, u->shard_count * size,
+            dt__disk_offset(zero, u->index, DT__PARAMS, zero->disk->slot), "values");
     return dt_error(zero->ctx);
 }
 
-/* Some bytes of this rank's run, to host memory. */
-static dt_status dt__values_peek(
-    dt_zero *zero, const dt_bucket *unit, size_t at, void *host, size_t bytes) {
-    dt__zero_unit *z = &zero->units[unit->index];
-    const char *from = z->host_values ? (const char *)z->host_values : (const char *)unit->kept;
+/* Copies some bytes of this rank's shard to host memory. */
+static dt_status dt__params_copy_out(
+    dt_zero *zero, const dt_bucket *bucket, size_t at, void *host, size_t bytes) {
+    dt__zero_bucket *z = &zero->buckets[bucket->index];
+    const char *from = z->host_shard ? (const char *)z->host_shard : (const char *)bucket->shard;
     if (from)
         return dt__move(zero->ctx, host, from + at, bytes) == DT_OK ? dt__sync(zero->ctx)
                                                                     : dt_error(zero->ctx);
-    return dt__disk_now(zero, &z->read, 0, host, bytes,
-        dt__disk_offset(zero, unit->index, DT__VALUES, zero->disk->slot) + (int64_t)at, "values");
+    return dt__disk_transfer_now(zero, &z->disk_job, 0, host, bytes,
+        dt__disk_offset(zero, bucket->index, DT__PARAMS, zero->disk->slot) + (int64_t)at, "values");
 }
 
 /* ---- gradients on disk ---- */
 
-/* Room for a unit's run, into which what earlier micro-batches left begins to be read. */
-static dt_status dt__grads_begin(dt_zero *zero, dt__zero_unit *z) {
-    size_t bytes = z->count * dt__zero_size(z);
-    z->grad = dt__spare_take(zero->ctx, bytes);
-    if (z->grad && z->filled)
-        dt__disk_begin(zero, &z->grad_job, 0, z->grad, bytes,
-            dt__disk_offset(zero, z->unit->index, DT__GRAD, 0), "gradients");
+/* Takes a buffer for a bucket's gradient shard, and starts to read the sum of earlier micro-batches
+   into it. */
+static dt_status dt__grads_read_start(dt_zero *zero, dt__zero_bucket *z) {
+    size_t bytes = z->count * dt__zero_element_size(z);
+    z->grad_shard = dt__bucket_buffer_acquire(zero->ctx, bytes);
+    if (z->grad_shard && z->accumulated)
+        dt__disk_begin(zero, &z->grad_job, 0, z->grad_shard, bytes,
+            dt__disk_offset(zero, z->bucket->index, DT__GRAD, 0), "gradients");
     return dt_error(zero->ctx);
 }
 
-/* The unit being written, if there is one, gives its room back. */
-static dt_status dt__grads_settle(dt_zero *zero) {
-    if (!dt__grads_on_disk(zero) || zero->storing < 0) return dt_error(zero->ctx);
-    dt__zero_unit *z = &zero->units[zero->storing];
+/* Waits for the gradient being written, if there is one, and gives its buffer back. */
+static dt_status dt__grads_write_end(dt_zero *zero) {
+    if (!dt__grads_on_disk(zero) || zero->storing_bucket < 0) return dt_error(zero->ctx);
+    dt__zero_bucket *z = &zero->buckets[zero->storing_bucket];
     if (dt__disk_wait(zero, &z->grad_job) != DT_OK) return dt_error(zero->ctx);
-    dt__spare_give(zero->ctx, z->grad);
-    z->grad = NULL;
-    zero->storing = -1;
+    dt__bucket_buffer_release(zero->ctx, z->grad_shard);
+    z->grad_shard = NULL;
+    zero->storing_bucket = -1;
     return DT_OK;
 }
 
-/* A micro-batch has been added: the run is written while the next unit is reduced. After the last
-   one it is first summed over its copies, and over marks, and its squares go into the norm. */
-static dt_status dt__grads_end(dt_zero *zero, dt__zero_unit *z) {
-    int last = zero->ctx->micro == zero->ctx->micro_count - 1, u = z->unit->index;
-    if (last) dt__zero_copies_start(z);
-    if (last &&
-        (dt__zero_copies_end(zero, z) != DT_OK || dt__zero_sums(zero, u, u + 1, 1) != DT_OK))
+/* Writes a shard after a micro-batch was added, while the next bucket is reduced. After the last
+   micro-batch it is first summed over replicas and gradient placements, and squared for the
+   norm. */
+static dt_status dt__grads_write_start(dt_zero *zero, dt__zero_bucket *z) {
+    int last = zero->ctx->micro == zero->ctx->micro_count - 1, u = z->bucket->index;
+    if (last) dt__reduce_replicas_start(z);
+    if (last && (dt__reduce_replicas_end(zero, z) != DT_OK ||
+                    dt__norm_local_sums(zero, u, u + 1, 1) != DT_OK))
         return dt_error(zero->ctx);
-    if (dt__grads_settle(zero) != DT_OK) return dt_error(zero->ctx);
-    dt__disk_begin(zero, &z->grad_job, 1, z->grad, z->count * dt__zero_size(z),
-        dt__disk_offset(zero, z->unit->index, DT__GRAD, 0), "gradients");
-    zero->storing = z->unit->index;
+    if (dt__grads_write_end(zero) != DT_OK) return dt_error(zero->ctx);
+    dt__disk_begin(zero, &z->grad_job, 1, z->grad_shard, z->count * dt__zero_element_size(z),
+        dt__disk_offset(zero, z->bucket->index, DT__GRAD, 0), "gradients");
+    zero->storing_bucket = z->bucket->index;
     return dt_error(zero->ctx);
 }
 
-/* Elements of this rank's run of the step's gradient, to host memory. */
-static dt_status dt__grads_peek(
-    dt_zero *zero, dt__zero_unit *z, size_t element, void *host, size_t count) {
-    size_t bytes = count * dt__zero_size(z), at = element * dt__zero_size(z);
-    if (dt__grad_on_disk(zero, z->unit))
-        return dt__disk_now(zero, &z->grad_job, 0, host, bytes,
-            dt__disk_offset(zero, z->unit->index, DT__GRAD, 0) + (int64_t)at, "gradients");
-    if (dt__move(zero->ctx, host, (char *)dt__zero_run_grad(z) + at, bytes) != DT_OK)
+/* Copies elements of this rank's shard of the step's gradient to host memory. */
+static dt_status dt__grads_copy_out(
+    dt_zero *zero, dt__zero_bucket *z, size_t element, void *host, size_t count) {
+    size_t bytes = count * dt__zero_element_size(z), at = element * dt__zero_element_size(z);
+    if (dt__grad_on_disk(zero, z->bucket))
+        return dt__disk_transfer_now(zero, &z->grad_job, 0, host, bytes,
+            dt__disk_offset(zero, z->bucket->index, DT__GRAD, 0) + (int64_t)at, "gradients");
+    if (dt__move(zero->ctx, host, (char *)dt__zero_grad_shard(z) + at, bytes) != DT_OK)
         return dt_error(zero->ctx);
     return dt__sync(zero->ctx);
 }
 
-/* ---- the update ---- */
+/* ---- the offloaded update ---- */
 
-/* s becomes the chunk after `before`; 0: that was the last. */
-static int dt__chunk_after(const dt_zero *zero, dt__disk_set *s, const dt__disk_set *before) {
-    if (zero->n_units == 0) return 0; /* a stage of a pipeline without parameters */
-    int u = before ? before->unit : 0;
-    size_t first = before ? before->first + before->count : zero->units[0].first;
-    while (zero->units[u].unit->frozen || first == zero->units[u].first + zero->units[u].count) {
-        if (++u == zero->n_units) return 0;
-        first = zero->units[u].first;
+/* s becomes the chunk after `before`; 0: that was the last one. */
+static int dt__chunk_next(
+    const dt_zero *zero, dt__offload_chunk *s, const dt__offload_chunk *before) {
+    if (zero->n_buckets == 0) return 0; /* a pipeline stage without parameters */
+    int u = before ? before->bucket : 0;
+    size_t first = before ? before->offset + before->count : zero->buckets[0].offset;
+    while (zero->buckets[u].bucket->frozen ||
+           first == zero->buckets[u].offset + zero->buckets[u].count) {
+        if (++u == zero->n_buckets) return 0;
+        first = zero->buckets[u].offset;
     }
-    size_t left = zero->units[u].first + zero->units[u].count - first;
-    s->unit = u;
-    s->first = first;
-    s->count = left < zero->chunk ? left : zero->chunk;
+    size_t left = zero->buckets[u].offset + zero->buckets[u].count - first;
+    s->bucket = u;
+    s->offset = first;
+    s->count = left < zero->chunk_elements ? left : zero->chunk_elements;
     return 1;
 }
 
-static dt_status dt__chunk_wait(dt_zero *zero, dt__disk_set *s) {
+static dt_status dt__chunk_wait(dt_zero *zero, dt__offload_chunk *s) {
     for (int a = 0; a < DT__ARRAYS; a++)
         if (dt__disk_wait(zero, &s->job[a]) != DT_OK) return dt_error(zero->ctx);
     return DT_OK;
 }
 
-/* Starts what a chunk has in the file, in one direction. A master is made from the values by the
-   first step, and is what counts from then on. */
-static void dt__chunk_move(dt_zero *zero, dt__disk_set *s, int write) {
+/* Starts the disk transfers of a chunk in one direction. The first step makes the master from the
+   parameters; from then on the master is read, and the parameters are not. */
+static void dt__chunk_transfer(dt_zero *zero, dt__offload_chunk *s, int write) {
     static const char *const names[] = { "optimizer state", "optimizer state", "master parameters",
         "values", "gradients" };
-    const dt__zero_unit *z = &zero->units[s->unit];
-    int master = dt__zero_has_master(z->unit);
+    const dt__zero_bucket *z = &zero->buckets[s->bucket];
+    int master = dt__zero_has_master(z->bucket);
     for (int a = 0; a < DT__ARRAYS && zero->disk; a++) {
-        size_t size = a == DT__VALUES ? dt_dtype_size(z->unit->dtype) : dt__zero_size(z);
+        size_t size = a == DT__PARAMS ? dt_dtype_size(z->bucket->dtype) : dt__zero_element_size(z);
         int unread =
-            (a == DT__MASTER && zero->step == 0) || (a == DT__VALUES && master && zero->step > 0);
-        if (dt__disk_bytes(zero, z->unit, a) == 0 || (write ? a == DT__GRAD : unread)) continue;
-        int64_t offset = dt__disk_offset(zero, s->unit, a, zero->disk->slot ^ write);
-        offset += (int64_t)((s->first - z->first) * size);
+            (a == DT__MASTER && zero->step == 0) || (a == DT__PARAMS && master && zero->step > 0);
+        if (dt__disk_array_bytes(zero, z->bucket, a) == 0 || (write ? a == DT__GRAD : unread))
+            continue;
+        int64_t offset = dt__disk_offset(zero, s->bucket, a, zero->disk->slot ^ write);
+        offset += (int64_t)((s->offset - z->offset) * size);
         dt__disk_start(zero->disk, &s->job[a], write, s->buf[a], s->count * size, offset, names[a]);
     }
 }
 
-/* One chunk, in host memory. */
-static dt_status dt__chunk_update(dt_zero *zero, dt__disk_set *s, double lr, double grad_scale) {
+/* Updates one chunk, in host memory. */
+static dt_status dt__chunk_update(
+    dt_zero *zero, dt__offload_chunk *s, double lr, double grad_scale) {
     dt_ctx *ctx = zero->ctx;
-    dt__zero_unit *z = &zero->units[s->unit];
-    const dt_bucket *u = z->unit;
-    size_t size = dt__zero_size(z), narrow = dt_dtype_size(u->dtype), at = s->first - z->first,
-           bytes = s->count * size;
-    int master = dt__zero_has_master(u), on_disk = dt__disk_bytes(zero, u, DT__VALUES) > 0;
-    char *grad = (char *)(dt__grad_on_disk(zero, u) ? s->buf[DT__GRAD]
-                                                    : dt__zero_at(z, dt__zero_run_grad(z), at));
-    dt__zero_span span = { s->first, s->count, grad, { NULL, NULL }, NULL, NULL };
+    dt__zero_bucket *z = &zero->buckets[s->bucket];
+    const dt_bucket *u = z->bucket;
+    size_t size = dt__zero_element_size(z), narrow = dt_dtype_size(u->dtype),
+           at = s->offset - z->offset, bytes = s->count * size;
+    int master = dt__zero_has_master(u), on_disk = dt__disk_array_bytes(zero, u, DT__PARAMS) > 0;
+    char *grad =
+        (char *)(dt__grad_on_disk(zero, u) ? s->buf[DT__GRAD]
+                                           : dt__zero_element(z, dt__zero_grad_shard(z), at));
+    dt__update_span span = { s->offset, s->count, grad, { NULL, NULL }, NULL, NULL };
     for (int a = 0; a <= DT__MASTER; a++) {
-        char *whole = (char *)(a == DT__MASTER ? z->master : z->state[a]);
-        void *here = whole ? whole + at * size : dt__disk_bytes(zero, u, a) ? s->buf[a] : NULL;
+        char *full = (char *)(a == DT__MASTER ? z->master : z->state[a]);
+        void *here = full ? full + at * size : dt__disk_array_bytes(zero, u, a) ? s->buf[a] : NULL;
         if (a == DT__MASTER)
             span.master = here;
         else
             span.state[a] = here;
     }
     if (!on_disk && (!master || zero->step == 0))
-        dt__move(
-            ctx, s->buf[DT__VALUES], (char *)dt__zero_values(z) + at * narrow, s->count * narrow);
+        dt__move(ctx, s->buf[DT__PARAMS], (char *)dt__zero_param_shard(z) + at * narrow,
+            s->count * narrow);
     if (s->buf[DT__GRAD] && grad != s->buf[DT__GRAD])
         dt__move(ctx, span.grad = s->buf[DT__GRAD], grad, bytes);
     if (dt__sync(ctx) != DT_OK) return dt_error(ctx);
-    dt_cast_args widen = { u->grad_dtype, u->dtype, span.master, s->buf[DT__VALUES], s->count, 0 };
+    dt_cast_args widen = { u->grad_dtype, u->dtype, span.master, s->buf[DT__PARAMS], s->count, 0 };
     if (master && zero->step == 0 && DT__UPDATE(zero, "master parameters", cast, &widen) != DT_OK)
         return dt_error(ctx);
-    span.values = on_disk || !master ? s->buf[DT__VALUES] : NULL;
+    span.values = on_disk || !master ? s->buf[DT__PARAMS] : NULL;
     if (dt__zero_update_span(zero, z, &span, lr, grad_scale) != DT_OK || on_disk)
         return dt_error(ctx);
-    if (dt__move(ctx, grad, master ? span.master : s->buf[DT__VALUES], bytes) != DT_OK)
+    if (dt__move(ctx, grad, master ? span.master : s->buf[DT__PARAMS], bytes) != DT_OK)
         return dt_error(ctx);
-    return dt__sync(ctx); /* the buffer is used again */
+    return dt__sync(ctx); /* the buffer is reused */
 }
 
-/* The new values, which lie where the gradient was, become the values. */
-static dt_status dt__offload_commit(dt_zero *zero, dt__zero_unit *z) {
+/* Copies the updated parameters, which lie in the gradient's memory, to the parameters. */
+static dt_status dt__offload_commit(dt_zero *zero, dt__zero_bucket *z) {
     dt_ctx *ctx = zero->ctx;
-    const dt_bucket *u = z->unit;
-    size_t size = dt__zero_size(z), narrow = dt_dtype_size(u->dtype);
-    if (u->frozen || dt__disk_bytes(zero, u, DT__VALUES) > 0) return dt_error(ctx);
+    const dt_bucket *u = z->bucket;
+    size_t size = dt__zero_element_size(z), narrow = dt_dtype_size(u->dtype);
+    if (u->frozen || dt__disk_array_bytes(zero, u, DT__PARAMS) > 0) return dt_error(ctx);
     for (size_t at = 0, n; at < z->count; at += n) {
-        char *from = (char *)dt__zero_run_grad(z) + at * size,
-             *to = (char *)dt__zero_values(z) + at * narrow;
-        /* gradients are not */
-        void *host = z->host_values && size != narrow ? zero->sets[0].buf[DT__GRAD] : NULL;
-        n = z->count - at < zero->chunk ? z->count - at : zero->chunk;
+        char *from = (char *)dt__zero_grad_shard(z) + at * size,
+             *to = (char *)dt__zero_param_shard(z) + at * narrow;
+        /* the gradient is device memory, the shard is host memory */
+        void *host = z->host_shard && size != narrow ? zero->chunks[0].buf[DT__GRAD] : NULL;
+        n = z->count - at < zero->chunk_elements ? z->count - at : zero->chunk_elements;
         if (host && (dt__move(ctx, host, from, n * size) != DT_OK || dt__sync(ctx) != DT_OK))
             return dt_error(ctx);
         dt_cast_args a = { u->dtype, u->grad_dtype, to, host ? host : from, n, 0 };
@@ -2542,52 +2674,51 @@ static dt_status dt__offload_commit(dt_zero *zero, dt__zero_unit *z) {
 
 static dt_status dt__offload_update(dt_zero *zero, double lr, double grad_scale) {
     if (dt__is_dry_run(zero)) return DT_OK;
-    dt__disk_set *now = &zero->sets[0];
-    int more = dt__chunk_after(zero, now, NULL);
-    if (more) dt__chunk_move(zero, now, 0);
+    dt__offload_chunk *now = &zero->chunks[0];
+    int more = dt__chunk_next(zero, now, NULL);
+    if (more) dt__chunk_transfer(zero, now, 0);
     for (int k = 1; more; k++) {
-        dt__disk_set *next = &zero->sets[k % DT__SETS];
-        /* what it wrote is in the file */
+        dt__offload_chunk *next = &zero->chunks[k % DT__OFFLOAD_CHUNKS];
+        /* its previous chunk is in the file */
         if (dt__chunk_wait(zero, next) != DT_OK) return dt_error(zero->ctx);
-        more = dt__chunk_after(zero, next, now);
-        if (more) dt__chunk_move(zero, next, 0);
+        more = dt__chunk_next(zero, next, now);
+        if (more) dt__chunk_transfer(zero, next, 0);
         if (dt__chunk_wait(zero, now) != DT_OK ||
             dt__chunk_update(zero, now, lr, grad_scale) != DT_OK)
             return dt_error(zero->ctx);
-        dt__chunk_move(zero, now, 1);
+        dt__chunk_transfer(zero, now, 1);
         now = next;
     }
-    for (int s = 0; s < DT__SETS; s++)
-        if (dt__chunk_wait(zero, &zero->sets[s]) != DT_OK) return dt_error(zero->ctx);
-    /* all ranks have written all */
+    for (int s = 0; s < DT__OFFLOAD_CHUNKS; s++)
+        if (dt__chunk_wait(zero, &zero->chunks[s]) != DT_OK) return dt_error(zero->ctx);
+    /* all ranks have written everything */
     if (dt_barrier(zero->mesh.world) != DT_OK) return dt_error(zero->ctx);
-    for (int u = 0; u < zero->n_units; u++)
-        if (dt__offload_commit(zero, &zero->units[u]) != DT_OK) return dt_error(zero->ctx);
+    for (int u = 0; u < zero->n_buckets; u++)
+        if (dt__offload_commit(zero, &zero->buckets[u]) != DT_OK) return dt_error(zero->ctx);
     if (zero->disk) zero->disk->slot ^= 1;
     return DT_OK;
 }
 
 // ==== 13. 1-bit Adam ============================================================================
 
-/* H. Tang et al., arXiv:2102.02888. Steps up to freeze_steps are Adam's, but without bias
-   correction. Then the second moment v stays as it is, and what N ranks exchange of a unit is not
-   its gradient but its first moment, as signs:
+/* 1-bit Adam (H. Tang et al., arXiv:2102.02888). Up to freeze_steps it is Adam without bias
+   correction. Then the second moment v is frozen, and the N ranks exchange a bucket's first moment
+   as signs, instead of its gradient:
 
-       rank r              m = beta1 m + (1 - beta1) N g, with its own gradient g. dt's gradients
-                           are parts of a sum, the paper's are averaged: hence N
-       worker              x = m + its error; a sign for each element and one scale |x| / sqrt(n)
-                           are sent, and what they leave of x is the error of its next step
-       all-to-all          rank r receives run r of all: (N-1)/N of n bits
-       server              rank r: x = their mean + its error; signs and one scale of run r, and
-                           what they leave
-       all-gather          everybody receives all runs: (N-1)/N of n bits; that is m from now on,
-                           with equal bits
-       update              p -= lr (m / (sqrt(v) + eps) + weight_decay p)
+       rank r          m = beta1 m + (1 - beta1) N g, with its own gradient g. dt's gradients are
+                       parts of a sum, the paper's are averaged: hence N
+       worker          x = m + its error. Sends a sign for each element and one scale |x| / sqrt(n);
+                       what they lose of x is the error of its next step (error feedback)
+       all-to-all      rank r receives shard r of all ranks: (N-1)/N of n bits
+       server          rank r: x = their mean + its error; signs and one scale of shard r, and the
+                       error they leave
+       all-gather      every rank receives all shards: (N-1)/N of n bits; that is the new m, with
+                       equal bits
+       update          p -= lr (m / (sqrt(v) + eps) + weight_decay p)
 
-   So a step sends 2 (N-1)/N of n/8 bytes and 8 for each scale, where the sum of f32 gradients takes
-   32 times the first. An element whose v is 0 never had a gradient; no step of Adam would have
-   moved it, but any scale divided by eps would: it stays, and counts nowhere. Padding is of that
-   kind. */
+   A step sends 2 (N-1)/N of n/8 bytes and 8 for each scale; a sum of f32 gradients sends 32 times
+   the first. An element with v = 0 never had a gradient. No step of Adam would have moved it, but
+   any scale divided by eps would: it stays, and is not counted. Padding is such an element. */
 static int dt__onebit_frozen(const dt_zero *zero) {
     return zero->desc.optimizer == DT_ONEBIT_ADAM && zero->step >= zero->desc.freeze_steps;
 }
@@ -2596,7 +2727,7 @@ static dt_status dt__onebit_check(dt_ctx *ctx, const dt_zero_desc *d) {
     const dt_kernels *k = dt_ctx_kernels(ctx);
     if (d->stage != 0)
         return dt_fail(ctx, DT_ERR_UNSUPPORTED,
-            "dt_zero_make: DT_ONEBIT_ADAM at stage %d: each rank needs its whole "
+            "dt_zero_make: DT_ONEBIT_ADAM at stage %d: each rank needs its full "
             "momentum, so it is for stage 0",
             d->stage);
     if (dt__on_disk(d->offload_optim) || dt__in_host(d->offload_optim))
@@ -2612,37 +2743,38 @@ static dt_status dt__onebit_check(dt_ctx *ctx, const dt_zero_desc *d) {
             "dt_zero_make: DT_ONEBIT_ADAM with %d freeze_steps; its second moment needs 1 "
             "or more",
             d->freeze_steps);
-    /* better now than after the freeze */
+    /* better to fail here than after the freeze */
     if (!k->momentum || !k->frozen_adam || !k->sign_pack || !k->sign_unpack)
         return dt_fail(ctx, DT_ERR_UNSUPPORTED,
             "dt_zero_make: DT_ONEBIT_ADAM needs kernels that %s does not have", k->name);
     return DT_OK;
 }
 
-/* Bytes of a message about one run of a unit, and of both errors. */
-static size_t dt__onebit_message(const dt_zero *zero, const dt_bucket *unit) {
-    return unit->padded / (size_t)dt_comm_size(dt__groups_of(zero, unit)->data) / 8 +
+/* Bytes of a message about one shard of a bucket; bytes of both errors. */
+static size_t dt__onebit_message_bytes(const dt_zero *zero, const dt_bucket *bucket) {
+    return bucket->padded / (size_t)dt_comm_size(dt__bucket_groups(zero, bucket)->data) / 8 +
            sizeof(double);
 }
 
-static size_t dt__onebit_bytes(const dt_zero *zero, const dt_bucket *unit) {
-    size_t run = unit->padded / (size_t)dt_comm_size(dt__groups_of(zero, unit)->data);
-    return unit->frozen ? 0 : (unit->padded + run) * dt_dtype_size(unit->grad_dtype);
+static size_t dt__onebit_error_bytes(const dt_zero *zero, const dt_bucket *bucket) {
+    size_t n_shard = bucket->padded / (size_t)dt_comm_size(dt__bucket_groups(zero, bucket)->data);
+    return bucket->frozen ? 0 : (bucket->padded + n_shard) * dt_dtype_size(bucket->grad_dtype);
 }
 
 static dt_status dt__onebit_make(dt_zero *zero) {
-    for (int u = 0; u < zero->n_units; u++) {
-        dt__zero_unit *z = &zero->units[u];
-        size_t N = (size_t)dt_comm_size(z->data), bytes = 2 * N * dt__onebit_message(zero, z->unit);
+    for (int u = 0; u < zero->n_buckets; u++) {
+        dt__zero_bucket *z = &zero->buckets[u];
+        size_t N = (size_t)dt_comm_size(z->data_group),
+               bytes = 2 * N * dt__onebit_message_bytes(zero, z->bucket);
         zero->messages_bytes = bytes > zero->messages_bytes ? bytes : zero->messages_bytes;
-        for (int e = 0; e < 2 && !z->unit->frozen; e++) {
-            size_t count = e ? z->unit->padded / N : z->unit->padded;
-            /* groups may be gone when it is given back */
-            z->error_bytes[e] = count * dt__zero_size(z);
+        for (int e = 0; e < 2 && !z->bucket->frozen; e++) {
+            size_t count = e ? z->bucket->padded / N : z->bucket->padded;
+            /* the groups may be gone when it is freed */
+            z->error_bytes[e] = count * dt__zero_element_size(z);
             z->errors[e] =
                 dt_alloc(zero->ctx, DT_MEM_OPTIM, z->error_bytes[e], "errors of 1-bit Adam");
             if (!z->errors[e]) return dt_error(zero->ctx);
-            if (dt__fill(zero->ctx, z->unit->grad_dtype, z->errors[e], count, 0) != DT_OK)
+            if (dt__fill(zero->ctx, z->bucket->grad_dtype, z->errors[e], count, 0) != DT_OK)
                 return dt_error(zero->ctx);
         }
     }
@@ -2652,76 +2784,77 @@ static dt_status dt__onebit_make(dt_zero *zero) {
 }
 
 static void dt__onebit_free(dt_zero *zero) {
-    for (int u = 0; zero->units && u < zero->n_units; u++)
+    for (int u = 0; zero->buckets && u < zero->n_buckets; u++)
         for (int e = 0; e < 2; e++)
-            dt_free(
-                zero->ctx, DT_MEM_OPTIM, zero->units[u].errors[e], zero->units[u].error_bytes[e]);
+            dt_free(zero->ctx, DT_MEM_OPTIM, zero->buckets[u].errors[e],
+                zero->buckets[u].error_bytes[e]);
     dt_free(zero->ctx, DT_MEM_COMM, zero->messages, zero->messages_bytes);
 }
 
-/* The sums of squares of |N g|^2, their mean over the N data ranks; by Cauchy-Schwarz that of the
-   sum is not above. */
-static dt_status dt__onebit_sums(dt_zero *zero) {
-    if (dt__zero_sum_kinds(zero, zero->mesh.data, zero->mesh.experts) != DT_OK)
+/* Sums of squares of |N g|^2, averaged over the N data ranks: by Cauchy-Schwarz an upper bound for
+   those of the sum. */
+static dt_status dt__onebit_square_sums(dt_zero *zero) {
+    if (dt__norm_sum_kinds(zero, zero->mesh.data, zero->mesh.expert_data) != DT_OK)
         return dt_error(zero->ctx);
     for (size_t i = 0; i < zero->n_sums; i++)
-        zero->sums[i] *= dt_comm_size(i < zero->n_dense ? zero->mesh.data : zero->mesh.experts);
+        zero->sums[i] *= dt_comm_size(i < zero->n_dense ? zero->mesh.data : zero->mesh.expert_data);
     return DT_OK;
 }
 
-/* Whether it is this rank's own gradient that makes the sum of squares of a run not finite. */
-static int dt__onebit_at_fault(dt_zero *zero, const dt_bucket *unit, size_t run) {
-    double copy[DT_PIECE], squares = 0; /* of either type */
-    size_t bytes = DT_PIECE * dt_dtype_size(unit->grad_dtype);
-    if (dt__move(zero->ctx, copy, (char *)unit->grad + run * bytes, bytes) != DT_OK ||
+/* Whether this rank's own gradient makes the sum of squares of a piece not finite. */
+static int dt__onebit_at_fault(dt_zero *zero, const dt_bucket *bucket, size_t piece_index) {
+    double copy[DT_PIECE], squares = 0; /* f32 or f64 */
+    size_t bytes = DT_PIECE * dt_dtype_size(bucket->grad_dtype);
+    if (dt__move(zero->ctx, copy, (char *)bucket->grad + piece_index * bytes, bytes) != DT_OK ||
         dt__sync(zero->ctx) != DT_OK)
         return 0;
     for (size_t i = 0; i < DT_PIECE; i++) {
-        double x = dt__number(unit->grad_dtype, copy, i);
+        double x = dt__number(bucket->grad_dtype, copy, i);
         squares += x * x;
     }
     return !isfinite(squares);
 }
 
-/* The ranks' messages to each other; of one rank alone, which may have no group, in the memory of
-   its device. */
+/* Exchanges the ranks' messages. A single rank may have no group: it copies, in device memory. */
 static dt_status dt__onebit_exchange(
-    dt_zero *zero, const dt__zero_unit *z, const char *out, char *in, size_t bytes) {
-    if (!z->data) return dt__move(zero->ctx, in, out, bytes);
-    return dt_all_to_all(z->data, out, in, bytes / sizeof(int32_t), DT_I32);
+    dt_zero *zero, const dt__zero_bucket *z, const char *out, char *in, size_t bytes) {
+    if (!z->data_group) return dt__move(zero->ctx, in, out, bytes);
+    return dt_all_to_all(z->data_group, out, in, bytes / sizeof(int32_t), DT_I32);
 }
 
-/* A unit's momentum after this rank's gradient, exchanged. The server's mean takes the place of the
-   gradient, which has been used up. */
-static dt_status dt__onebit_momentum(dt_zero *zero, dt__zero_unit *z, double grad_scale) {
+/* Adds this rank's gradient to a bucket's momentum, and exchanges it. The server's mean overwrites
+   the gradient, which is used up. */
+static dt_status dt__onebit_momentum(dt_zero *zero, dt__zero_bucket *z, double grad_scale) {
     dt_ctx *ctx = zero->ctx;
-    dt_bucket *u = z->unit;
+    dt_bucket *u = z->bucket;
     dt_dtype type = u->grad_dtype;
-    size_t N = (size_t)dt_comm_size(z->data), r = (size_t)dt_comm_rank(z->data),
-           run = u->padded / N;
-    size_t bytes = dt__onebit_message(zero, u), words = bytes / sizeof(int32_t);
+    size_t N = (size_t)dt_comm_size(z->data_group), r = (size_t)dt_comm_rank(z->data_group),
+           n_shard = u->padded / N;
+    size_t bytes = dt__onebit_message_bytes(zero, u), words = bytes / sizeof(int32_t);
     char *out = (char *)zero->messages, *in = out + N * bytes;
-    void *m = z->state[0], *v = z->state[1], *mean = dt__zero_at(z, u->grad, r * run);
-    size_t room = ctx->kernels.work_bytes
-                      ? dt__lent(ctx, (2 * (u->padded / DT_PIECE + 1) + 1) * sizeof(double))
-                      : 0;
-    void *work = dt_scratch(ctx, room);
+    void *m = z->state[0], *v = z->state[1], *mean = dt__zero_element(z, u->grad, r * n_shard);
+    size_t work_bytes =
+        ctx->kernels.work_bytes
+            ? dt__scratch_bytes(ctx, (2 * (u->padded / DT_PIECE + 1) + 1) * sizeof(double))
+            : 0;
+    void *work = dt_scratch(ctx, work_bytes);
     dt_momentum_args local = { type, m, u->grad, u->padded, zero->desc.beta1,
         (double)N * grad_scale };
-    dt_sign_pack_args worker = { type, out, m, z->errors[0], v, u->padded, N, work, room };
-    dt_sign_unpack_args served = { type, mean, in, dt__zero_at(z, v, r * run), run, N };
+    dt_sign_pack_args worker = { type, out, m, z->errors[0], v, u->padded, N, work, work_bytes };
+    dt_sign_unpack_args served = { type, mean, in, dt__zero_element(z, v, r * n_shard), n_shard,
+        N };
     dt_sign_pack_args server = { type, out + r * bytes, mean, z->errors[1],
-        dt__zero_at(z, v, r * run), run, 1, work, room };
+        dt__zero_element(z, v, r * n_shard), n_shard, 1, work, work_bytes };
     if (DT__KERNEL(ctx, "1-bit Adam", momentum, &local) != DT_OK ||
         DT__KERNEL(ctx, "1-bit Adam", sign_pack, &worker) != DT_OK ||
         dt__onebit_exchange(zero, z, out, in, bytes) != DT_OK ||
         DT__KERNEL(ctx, "1-bit Adam", sign_unpack, &served) != DT_OK ||
         DT__KERNEL(ctx, "1-bit Adam", sign_pack, &server) != DT_OK ||
-        dt_all_gather(z->data, out + r * bytes, out, words, DT_I32) != DT_OK)
+        dt_all_gather(z->data_group, out + r * bytes, out, words, DT_I32) != DT_OK)
         return dt_error(ctx);
     for (size_t k = 0; k < N; k++) {
-        dt_sign_unpack_args all = { type, dt__zero_at(z, m, k * run), out + k * bytes,
-            dt__zero_at(z, v, k * run), run, 1 };
+        dt_sign_unpack_args all = { type, dt__zero_element(z, m, k * n_shard), out + k * bytes,
+            dt__zero_element(z, v, k * n_shard), n_shard, 1 };
         if (DT__KERNEL(ctx, "1-bit Adam", sign_unpack, &all) != DT_OK) return dt_error(ctx);
     }
     return DT_OK;
@@ -2729,37 +2862,39 @@ static dt_status dt__onebit_momentum(dt_zero *zero, dt__zero_unit *z, double gra
 
 // ==== 14. Making, stepping, freeing =============================================================
 
-static void dt__zero_release(dt_ctx *ctx, void *user) {
+static void dt__zero_on_closing(dt_ctx *ctx, void *user) {
     dt_zero *zero = (dt_zero *)user;
-    if (zero->sets) dt__sync(ctx); /* copies from and to pinned memory */
-    for (int u = 0; zero->units && u < zero->n_units; u++) {
-        dt__zero_unit *z = &zero->units[u];
-        const dt_bucket *unit = dt_bucket_get(ctx, u);
-        dt_unpin(ctx, z->host_values, unit->run * dt_dtype_size(unit->dtype));
-        if (!z->unit) continue;
-        size_t bytes = z->count * dt__zero_size(z);
+    if (zero->chunks) dt__sync(ctx); /* copies from and to pinned memory */
+    for (int u = 0; zero->buckets && u < zero->n_buckets; u++) {
+        dt__zero_bucket *z = &zero->buckets[u];
+        const dt_bucket *bucket = dt_bucket_get(ctx, u);
+        dt_unpin(ctx, z->host_shard, bucket->shard_count * dt_dtype_size(bucket->dtype));
+        if (!z->bucket) continue;
+        size_t bytes = z->count * dt__zero_element_size(z);
         dt_mem mem = dt__in_host(zero->desc.offload_optim) ? DT_MEM_HOST : DT_MEM_OPTIM;
-        if (dt_error(ctx) == DT_OK) dt__zero_drop(zero, z);
+        if (dt_error(ctx) == DT_OK) dt__zero_free_gathered(zero, z);
         for (int s = 0; s < 2; s++) dt_free(ctx, mem, z->state[s], bytes);
         dt_free(ctx, mem, z->master, bytes);
-        if (z->grad_bytes) dt_free(ctx, DT_MEM_GRADS, z->grad, z->grad_bytes);
+        if (z->grad_bytes) dt_free(ctx, DT_MEM_GRADS, z->grad_shard, z->grad_bytes);
         dt_free(ctx, DT_MEM_GRADS, z->levels, z->levels_bytes);
     }
     dt__disk_close(zero);
-    /* what nobody waited for, after a failure */
-    for (int u = 0; zero->units && u < zero->n_units; u++) {
-        dt__disk_end(zero, &zero->units[u].read, 0);
-        dt__disk_end(zero, &zero->units[u].grad_job, 0);
+    /* transfers that a failure abandoned */
+    for (int u = 0; zero->buckets && u < zero->n_buckets; u++) {
+        dt__disk_end(zero, &zero->buckets[u].disk_job, 0);
+        dt__disk_end(zero, &zero->buckets[u].grad_job, 0);
     }
     dt__onebit_free(zero);
-    for (int i = 0; zero->plans && i < 3 * zero->n_stages; i++)
-        dt_free(ctx, DT_MEM_HOST, zero->plans[i].items,
-            (size_t)zero->plans[i].room * sizeof *zero->plans[i].items);
-    dt_free(ctx, DT_MEM_HOST, zero->plans, 3 * (size_t)zero->n_stages * sizeof *zero->plans);
+    for (int i = 0; zero->gather_plans && i < 3 * zero->n_stages; i++)
+        dt_free(ctx, DT_MEM_HOST, zero->gather_plans[i].items,
+            (size_t)zero->gather_plans[i].capacity * sizeof *zero->gather_plans[i].items);
+    dt_free(ctx, DT_MEM_HOST, zero->gather_plans,
+        3 * (size_t)zero->n_stages * sizeof *zero->gather_plans);
     dt_free(ctx, DT_MEM_COMM, zero->leaves, zero->leaves_bytes);
     dt_unpin(ctx, zero->sums, zero->n_sums * sizeof *zero->sums);
-    dt_free(ctx, DT_MEM_HOST, zero->totals, zero->n_places * sizeof *zero->totals);
-    dt_free(ctx, DT_MEM_HOST, zero->units, (size_t)zero->n_units * sizeof *zero->units);
+    dt_free(
+        ctx, DT_MEM_HOST, zero->bucket_sums, zero->n_pipeline_buckets * sizeof *zero->bucket_sums);
+    dt_free(ctx, DT_MEM_HOST, zero->buckets, (size_t)zero->n_buckets * sizeof *zero->buckets);
     dt_free(ctx, DT_MEM_HOST, zero, sizeof *zero);
 }
 
@@ -2767,11 +2902,12 @@ static dt_status dt__zero_check(dt_ctx *ctx, const dt_zero_desc *d) {
     const dt_scale_desc *s = &d->scale;
     if (d->stage < 0 || d->stage > 3)
         return dt_fail(ctx, DT_ERR_ARG, "dt_zero_make: stage %d; use 0 to 3", d->stage);
-    if (d->optimizer < DT_ADAMW || d->optimizer > DT_OWN)
+    if (d->optimizer < DT_ADAMW || d->optimizer > DT_OPTIMIZER_CUSTOM)
         return dt_fail(ctx, DT_ERR_ARG, "dt_zero_make: optimizer %d", d->optimizer);
-    if (d->optimizer == DT_OWN && (!d->update || d->states < 0 || d->states > 2))
+    if (d->optimizer == DT_OPTIMIZER_CUSTOM && (!d->update || d->states < 0 || d->states > 2))
         return dt_fail(ctx, DT_ERR_ARG,
-            "dt_zero_make: DT_OWN needs an update function and 0 to 2 states, got %d", d->states);
+            "dt_zero_make: DT_OPTIMIZER_CUSTOM needs an update function and 0 to 2 states, got %d",
+            d->states);
     if (d->optimizer == DT_ONEBIT_ADAM && dt__onebit_check(ctx, d) != DT_OK) return dt_error(ctx);
     if (!(d->beta1 < 1 && d->beta1 >= 0 && d->beta2 < 1 && d->beta2 >= 0 && d->eps >= 0 &&
             d->clip >= 0 && d->momentum >= 0 && d->weight_decay >= 0))
@@ -2800,60 +2936,62 @@ static dt_status dt__zero_check(dt_ctx *ctx, const dt_zero_desc *d) {
         return dt_fail(ctx, DT_ERR_ARG, "dt_zero_make: loss scale %g", d->loss_scale);
     if (!(s->init >= 0 && s->init < HUGE_VAL && (s->growth == 0 || s->growth >= 1) &&
             s->backoff >= 0 && s->backoff <= 1 && s->interval >= 0 && s->hysteresis >= 0 &&
-            s->least >= 0))
+            s->min_scale >= 0))
         return dt_fail(ctx, DT_ERR_ARG,
             "dt_zero_make: a dynamic loss scale from %g, growing by %g after %d steps, "
             "falling by %g after %d, at least %g",
-            s->init, s->growth, s->interval, s->backoff, s->hysteresis, s->least);
+            s->init, s->growth, s->interval, s->backoff, s->hysteresis, s->min_scale);
     return DT_OK;
 }
 
-static int dt__zero_states(const dt_zero_desc *d) {
-    if (d->optimizer == DT_OWN) return d->states;
+static int dt__zero_state_arrays(const dt_zero_desc *d) {
+    if (d->optimizer == DT_OPTIMIZER_CUSTOM) return d->states;
     return d->optimizer == DT_SGD ? d->momentum > 0 : 2;
 }
 
-/* A unit is padded to whole runs of DT_PIECE elements on every rank of its shard group, or in the
-   tree of its data group. */
-static void dt__zero_cut(const dt_bucket *unit, size_t *pad, int *parts, int *part, void *user) {
+/* Pads a bucket to whole pieces of DT_PIECE elements on every rank of its shard group; with the
+   tree, of its data group. */
+static void dt__zero_shard_bucket(
+    const dt_bucket *bucket, size_t *pad, int *parts, int *part, void *user) {
     const dt_zero *zero = (const dt_zero *)user;
-    const dt__zero_groups *g = dt__groups_of(zero, unit);
+    const dt__zero_groups *g = dt__bucket_groups(zero, bucket);
     *pad = (size_t)DT_PIECE * (size_t)dt_comm_size(zero->desc.tree ? g->data : g->shard);
     if (zero->desc.stage < 3) return;
     *parts = dt_comm_size(g->shard);
     *part = dt_comm_rank(g->shard);
 }
 
-static dt_buckets_desc dt__zero_units_desc(dt_zero *zero) {
+static dt_buckets_desc dt__zero_buckets_desc(dt_zero *zero) {
     const char *values = zero->desc.offload_params;
     dt_buckets_desc d = { zero->desc.bucket_bytes, 0, dt__on_disk(values) || dt__in_host(values),
-        dt__zero_keeps_run(zero), dt__zero_cut, zero };
+        dt__zero_shards_grads(zero), dt__zero_shard_bucket, zero };
     return d;
 }
 
-/* Plans for the gathers of each stage that this rank has parameters of. */
-static dt_status dt__zero_plans_make(dt_zero *zero) {
+/* Makes the gather plans of each pipeline stage that this rank has parameters of. */
+static dt_status dt__gather_plans_make(dt_zero *zero) {
     for (int i = 0; i < dt_param_count(zero->ctx); i++) {
         int stage = dt_param_get(zero->ctx, i)->param->stage;
         zero->n_stages = stage >= zero->n_stages ? stage + 1 : zero->n_stages;
     }
-    size_t bytes = 3 * (size_t)zero->n_stages * sizeof *zero->plans;
-    zero->plans = (dt__zero_plan *)dt_alloc(zero->ctx, DT_MEM_HOST, bytes, "the order of gathers");
-    if (zero->plans) memset(zero->plans, 0, bytes);
+    size_t bytes = 3 * (size_t)zero->n_stages * sizeof *zero->gather_plans;
+    zero->gather_plans =
+        (dt__gather_plan *)dt_alloc(zero->ctx, DT_MEM_HOST, bytes, "the order of gathers");
+    if (zero->gather_plans) memset(zero->gather_plans, 0, bytes);
     return dt_error(zero->ctx);
 }
 
 static void dt__zero_listen(dt_zero *zero) {
     dt_listener *l = &zero->listener;
-    l->grad_ready = dt__zero_grad_ready;
-    l->closing = dt__zero_release;
+    l->grad_ready = dt__zero_on_grad_ready;
+    l->closing = dt__zero_on_closing;
     l->user = zero;
     if (zero->desc.stage == 3) {
-        l->enter = dt__zero_enter;
-        l->leave = dt__zero_leave;
-        l->gather = dt__zero_gather;
-        l->release = dt__zero_release_unit;
-        l->reset = dt__zero_reset;
+        l->enter = dt__zero_on_enter;
+        l->leave = dt__zero_on_leave;
+        l->gather = dt__zero_on_gather;
+        l->release = dt__zero_on_release;
+        l->reset = dt__zero_on_reset;
     }
     dt_listen(zero->ctx, l);
 }
@@ -2869,26 +3007,26 @@ dt_zero *dt_zero_make(dt_ctx *ctx, dt_zero_desc desc) {
     if (desc.beta2 == 0) desc.beta2 = 0.999;
     if (desc.eps == 0) desc.eps = 1e-8;
     zero->desc = desc;
-    zero->states = dt__zero_states(&desc);
-    zero->table = &ctx->kernels;
-    zero->stream = ctx->stream;
-    zero->storing = -1;
-    if (dt__streams(zero) && ctx->kernels.alloc && !dt__is_dry_run(zero)) {
-        zero->table = dt_kernels_cpu();
-        zero->stream = NULL;
+    zero->states = dt__zero_state_arrays(&desc);
+    zero->update_kernels = &ctx->kernels;
+    zero->update_stream = ctx->stream;
+    zero->storing_bucket = -1;
+    if (dt__zero_offloads(zero) && ctx->kernels.alloc && !dt__is_dry_run(zero)) {
+        zero->update_kernels = dt_kernels_cpu();
+        zero->update_stream = NULL;
     }
     dt__zero_listen(zero);
     zero->mesh = desc.mesh ? *desc.mesh : dt_mesh_make(ctx, all);
-    zero->desc.mesh = NULL; /* the copy is what counts */
-    zero->turn = zero->next = -1;
+    zero->desc.mesh = NULL; /* zero->mesh is the copy */
+    zero->reducing_stage = zero->next_bucket = -1;
     if (dt_error(ctx) == DT_OK && dt__zero_groups_make(zero) == DT_OK &&
-        dt__zero_check_params(zero) == DT_OK && dt__zero_plans_make(zero) == DT_OK &&
-        dt_buckets_make(ctx, dt__zero_units_desc(zero)) == DT_OK)
-        dt__zero_units_make(zero);
+        dt__zero_check_params(zero) == DT_OK && dt__gather_plans_make(zero) == DT_OK &&
+        dt_buckets_make(ctx, dt__zero_buckets_desc(zero)) == DT_OK)
+        dt__zero_buckets_make(zero);
     if (dt_error(ctx) == DT_OK && desc.optimizer == DT_ONEBIT_ADAM) dt__onebit_make(zero);
     if (dt_error(ctx) == DT_OK) dt__scale_begin(zero);
-    if (dt_error(ctx) == DT_OK) dt__zero_compare(zero, 0);
-    /* all ranks have their state, or none goes on */
+    if (dt_error(ctx) == DT_OK) dt__compare_ranks(zero, 0);
+    /* all ranks have their state, or every rank fails */
     if (dt_error(ctx) == DT_OK) dt_barrier(zero->mesh.world);
     if (dt_error(ctx) == DT_OK) return zero;
     dt_zero_free(zero);
@@ -2898,66 +3036,74 @@ dt_zero *dt_zero_make(dt_ctx *ctx, dt_zero_desc desc) {
 void dt_zero_free(dt_zero *zero) {
     if (!zero) return;
     dt_loss_scale(zero->ctx, 1);
-    zero->ctx->hand_over = 0;
+    zero->ctx->reduce_each_micro = 0;
     dt_unlisten(zero->ctx, &zero->listener);
-    dt__zero_release(zero->ctx, zero);
+    dt__zero_on_closing(zero->ctx, zero);
 }
 
-/* The gradients' sums begin anew. */
+/* Resets the gradient sums for the next step. */
 static void dt__zero_step_end(dt_zero *zero) {
-    for (int u = 0; u < zero->n_units; u++) zero->units[u].over = zero->units[u].filled = 0;
-    zero->turn = -1;
+    for (int u = 0; u < zero->n_buckets; u++)
+        zero->buckets[u].reduced = zero->buckets[u].accumulated = 0;
+    zero->reducing_stage = -1;
     zero->tied_summed = 0;
     dt_clear_grads(zero->ctx);
 }
 
-/* Whether all gradients of the step are there. */
-static int dt__zero_is_over(const dt_zero *zero) {
-    for (int u = 0; u < zero->n_units; u++)
-        if (!zero->units[u].unit->frozen && !zero->units[u].over) return 0;
+/* Whether all gradients of the step have been reduced. */
+static int dt__zero_grads_reduced(const dt_zero *zero) {
+    for (int u = 0; u < zero->n_buckets; u++)
+        if (!zero->buckets[u].bucket->frozen && !zero->buckets[u].reduced) return 0;
     return 1;
+}
+
+/* Gradient clipping by the global norm: the factor min(1, clip / (norm + 1e-6)), which the update
+   applies to every gradient, so no gradient is scaled in memory. */
+static double dt__clip_scale(const dt_zero *zero, double norm) {
+    double scale = zero->desc.clip / (norm + 1e-6);
+    return zero->desc.clip > 0 && scale < 1 ? scale : 1;
 }
 
 dt_step_info dt_zero_step(dt_zero *zero, double lr) {
     dt_step_info info = { 0, NAN, 1, 0, 1, -1, NULL, 0 };
-    dt__zero_fault fault;
+    dt__bad_grad fault;
     double norm = 0;
     if (!zero || dt_error(zero->ctx) != DT_OK) return info;
     info.step = zero->step;
-    info.loss_scale = zero->scale;
+    info.loss_scale = zero->loss_scale;
     if (!(lr >= 0 && lr < HUGE_VAL)) {
         dt_fail(zero->ctx, DT_ERR_ARG, "dt_zero_step: step %lld: learning rate %g",
             (long long)zero->step + 1, lr);
         return info;
     }
-    if (!dt__zero_is_over(zero)) {
+    if (!dt__zero_grads_reduced(zero)) {
         dt_fail(zero->ctx, DT_ERR_ARG,
             "dt_zero_step: step %lld has no complete gradient: dt_backward of its last "
             "micro-batch has not run",
             (long long)zero->step + 1);
         return info;
     }
-    if (zero->step == 0 && zero->skips == 0 && dt__zero_compare(zero, 1) != DT_OK) return info;
-    if (dt__zero_sum_tied(zero) != DT_OK || dt__zero_norm(zero, &norm) != DT_OK) return info;
-    double bad = !isfinite(norm); /* whatever one rank noticed, no rank updates */
+    if (zero->step == 0 && zero->consecutive_skips == 0 && dt__compare_ranks(zero, 1) != DT_OK)
+        return info;
+    if (dt__reduce_tied(zero) != DT_OK || dt__grad_norm(zero, &norm) != DT_OK) return info;
+    double bad = !isfinite(norm); /* if one rank saw it, no rank updates */
     if (dt_sum_doubles(zero->mesh.world, &bad, 1) != DT_OK) return info;
     if (bad > 0) {
-        if (dt__zero_find(zero, &fault) != DT_OK) return info;
+        if (dt__bad_grad_find(zero, &fault) != DT_OK) return info;
         info.skipped = zero->desc.loss_scale != 0 && dt__scale_skip(zero, &fault) == DT_OK;
-        if (zero->desc.loss_scale == 0) dt__zero_not_finite(zero, &fault, norm);
+        if (zero->desc.loss_scale == 0) dt__bad_grad_fail(zero, &fault, norm);
         info.bad_rank = fault.rank;
-        /* others have others */
-        int here = fault.rank >= 0 && dt__zero_pp_of(zero, fault.rank) == zero->mesh.at.pp;
+        /* other pipeline stages have other parameters */
+        int here = fault.rank >= 0 && dt__zero_pp_rank(zero, fault.rank) == zero->mesh.coord.pp;
         info.bad_param = here ? dt_param_get(zero->ctx, fault.param) : NULL;
         info.bad_element = (size_t)fault.element;
         if (info.skipped) dt__zero_step_end(zero);
         return info;
     }
-    norm /= zero->scale;
-    dt__zero_drop_held(zero, -1); /* what is gathered is about to be the values of before */
-    if (zero->desc.clip > 0 && zero->desc.clip / (norm + 1e-6) < 1)
-        info.clip_scale = zero->desc.clip / (norm + 1e-6);
-    if (dt__zero_update_all(zero, lr, info.clip_scale / zero->scale) != DT_OK) return info;
+    norm /= zero->loss_scale;
+    dt__zero_free_held(zero, -1); /* gathered parameters are out of date after the update */
+    info.clip_scale = dt__clip_scale(zero, norm);
+    if (dt__zero_update_all(zero, lr, info.clip_scale / zero->loss_scale) != DT_OK) return info;
     dt__scale_good(zero);
     dt__zero_step_end(zero);
     info.step = ++zero->step;
@@ -2965,31 +3111,33 @@ dt_step_info dt_zero_step(dt_zero *zero, double lr) {
     return info;
 }
 
-/* The unit of a parameter whose state or gradient is asked for. */
-static dt__zero_unit *dt__zero_unit_of(dt_zero *zero, const char *what, const dt_tensor *param) {
-    dt_bucket *unit = param && param->param && param->ctx == zero->ctx ? param->param->unit : NULL;
-    if (unit && !unit->frozen) return &zero->units[unit->index];
+/* The bucket of a parameter, for its state or gradient. */
+static dt__zero_bucket *dt__zero_bucket_of(
+    dt_zero *zero, const char *what, const dt_tensor *param) {
+    dt_bucket *bucket =
+        param && param->param && param->ctx == zero->ctx ? param->param->bucket : NULL;
+    if (bucket && !bucket->frozen) return &zero->buckets[bucket->index];
     dt_fail(zero->ctx, DT_ERR_ARG, "%s: %s is %s", what,
         param && param->name ? param->name : "NULL",
-        unit ? "frozen" : "no parameter of this context");
+        bucket ? "frozen" : "no parameter of this context");
     return NULL;
 }
 
-/* A parameter's part of an array of which this rank has its run, from all ranks, to host memory. */
-static dt_status dt__zero_collect(
-    dt_zero *zero, const dt__zero_unit *z, const void *run, const dt_tensor *param, void *host) {
-    size_t size = dt__zero_size(z), bytes = z->unit->padded * size;
-    void *whole = dt_alloc(zero->ctx, DT_MEM_TEMP, bytes, "collecting a parameter's state");
-    if (!whole) return dt_error(zero->ctx);
-    dt__move(zero->ctx, dt__zero_at(z, whole, z->first), run, z->count * size);
+/* Gathers one parameter from an array that is sharded over the ranks, to host memory. */
+static dt_status dt__zero_all_gather_param(dt_zero *zero, const dt__zero_bucket *z,
+    const void *shard, const dt_tensor *param, void *host) {
+    size_t size = dt__zero_element_size(z), bytes = z->bucket->padded * size;
+    void *full = dt_alloc(zero->ctx, DT_MEM_TEMP, bytes, "collecting a parameter's state");
+    if (!full) return dt_error(zero->ctx);
+    dt__move(zero->ctx, dt__zero_element(z, full, z->offset), shard, z->count * size);
     if (zero->desc.stage >= 1)
-        dt_all_gather(
-            z->shard, dt__zero_at(z, whole, z->first), whole, z->count, z->unit->grad_dtype);
+        dt_all_gather(z->shard_group, dt__zero_element(z, full, z->offset), full, z->count,
+            z->bucket->grad_dtype);
     if (dt_error(zero->ctx) == DT_OK)
-        dt__move(zero->ctx, host, dt__zero_at(z, whole, param->param->offset),
+        dt__move(zero->ctx, host, dt__zero_element(z, full, param->param->offset),
             param->param->count * size);
     dt__sync(zero->ctx);
-    dt_free(zero->ctx, DT_MEM_TEMP, whole, bytes);
+    dt_free(zero->ctx, DT_MEM_TEMP, full, bytes);
     return dt_error(zero->ctx);
 }
 
@@ -3000,25 +3148,26 @@ dt_status dt_zero_state(dt_zero *zero, int which, const dt_tensor *param, void *
     if (which < 0 || (which >= zero->states && !master) || !host)
         return dt_fail(zero->ctx, DT_ERR_ARG, "dt_zero_state: state %d of %d%s", which,
             zero->states, host ? "" : ", to host memory that is NULL");
-    dt__zero_unit *z = dt__zero_unit_of(zero, "dt_zero_state", param);
-    size_t bytes = z ? dt__disk_bytes(zero, z->unit, DT__STATE_0 + which) : 0;
+    dt__zero_bucket *z = dt__zero_bucket_of(zero, "dt_zero_state", param);
+    size_t bytes = z ? dt__disk_array_bytes(zero, z->bucket, DT__STATE_0 + which) : 0;
     if (!z || !bytes)
-        return z ? dt__zero_collect(zero, z, master ? z->master : z->state[which], param, host)
+        return z ? dt__zero_all_gather_param(
+                       zero, z, master ? z->master : z->state[which], param, host)
                  : dt_error(zero->ctx);
-    void *run = dt_alloc(zero->ctx, DT_MEM_HOST, bytes, "collecting a parameter's state");
-    if (!run) return dt_error(zero->ctx);
-    if (dt__disk_now(zero, &z->read, 0, run, bytes,
-            dt__disk_offset(zero, z->unit->index, DT__STATE_0 + which, zero->disk->slot),
+    void *shard = dt_alloc(zero->ctx, DT_MEM_HOST, bytes, "collecting a parameter's state");
+    if (!shard) return dt_error(zero->ctx);
+    if (dt__disk_transfer_now(zero, &z->disk_job, 0, shard, bytes,
+            dt__disk_offset(zero, z->bucket->index, DT__STATE_0 + which, zero->disk->slot),
             "optimizer state") == DT_OK)
-        dt__zero_collect(zero, z, run, param, host);
-    dt_free(zero->ctx, DT_MEM_HOST, run, bytes);
+        dt__zero_all_gather_param(zero, z, shard, param, host);
+    dt_free(zero->ctx, DT_MEM_HOST, shard, bytes);
     return dt_error(zero->ctx);
 }
 
 dt_status dt_zero_grad(dt_zero *zero, const dt_tensor *param, void *host) {
     if (!zero || dt_error(zero->ctx) != DT_OK) return zero ? dt_error(zero->ctx) : DT_ERR_ARG;
     if (!host) return dt_fail(zero->ctx, DT_ERR_ARG, "dt_zero_grad: host memory is NULL");
-    if (!dt__zero_is_over(zero))
+    if (!dt__zero_grads_reduced(zero))
         return dt_fail(zero->ctx, DT_ERR_ARG,
             "dt_zero_grad: step %lld has no complete "
             "gradient",
@@ -3026,21 +3175,21 @@ dt_status dt_zero_grad(dt_zero *zero, const dt_tensor *param, void *host) {
     if (dt__onebit_frozen(zero))
         return dt_fail(
             zero->ctx, DT_ERR_UNSUPPORTED, "dt_zero_grad: 1-bit Adam no longer sums gradients");
-    if (dt__zero_sum_tied(zero) != DT_OK) return dt_error(zero->ctx);
-    dt__zero_unit *z = dt__zero_unit_of(zero, "dt_zero_grad", param);
-    size_t bytes = z ? dt__disk_bytes(zero, z->unit, DT__GRAD) : 0;
-    void *run =
+    if (dt__reduce_tied(zero) != DT_OK) return dt_error(zero->ctx);
+    dt__zero_bucket *z = dt__zero_bucket_of(zero, "dt_zero_grad", param);
+    size_t bytes = z ? dt__disk_array_bytes(zero, z->bucket, DT__GRAD) : 0;
+    void *shard =
         bytes ? dt_alloc(zero->ctx, DT_MEM_HOST, bytes, "collecting a parameter's gradient") : NULL;
-    if (z && run && dt__grads_peek(zero, z, 0, run, z->count) == DT_OK)
-        dt__zero_collect(zero, z, run, param, host);
-    if (z && !bytes) dt__zero_collect(zero, z, dt__zero_run_grad(z), param, host);
-    dt_free(zero->ctx, DT_MEM_HOST, run, bytes);
+    if (z && shard && dt__grads_copy_out(zero, z, 0, shard, z->count) == DT_OK)
+        dt__zero_all_gather_param(zero, z, shard, param, host);
+    if (z && !bytes) dt__zero_all_gather_param(zero, z, dt__zero_grad_shard(z), param, host);
+    dt_free(zero->ctx, DT_MEM_HOST, shard, bytes);
     if (dt_error(zero->ctx) != DT_OK) return dt_error(zero->ctx);
-    for (size_t i = 0; i < param->param->count && zero->scale != 1; i++) {
-        if (z->unit->grad_dtype == DT_F64)
-            ((double *)host)[i] /= zero->scale;
+    for (size_t i = 0; i < param->param->count && zero->loss_scale != 1; i++) {
+        if (z->bucket->grad_dtype == DT_F64)
+            ((double *)host)[i] /= zero->loss_scale;
         else
-            ((float *)host)[i] = (float)(((float *)host)[i] / zero->scale);
+            ((float *)host)[i] = (float)(((float *)host)[i] / zero->loss_scale);
     }
     return DT_OK;
 }
@@ -3051,16 +3200,17 @@ size_t dt_zero_state_bytes(const dt_zero *zero) {
     if (!zero || dt__on_disk(zero->desc.offload_optim) || dt__in_host(zero->desc.offload_optim))
         return 0;
     size_t bytes = 0;
-    for (int u = 0; u < zero->n_units; u++) {
-        const dt_bucket *unit = zero->units[u].unit;
-        size_t arrays = (size_t)(zero->states + dt__zero_has_master(unit));
-        if (!unit->frozen) bytes += zero->units[u].count * arrays * dt_dtype_size(unit->grad_dtype);
-        if (zero->desc.optimizer == DT_ONEBIT_ADAM) bytes += dt__onebit_bytes(zero, unit);
+    for (int u = 0; u < zero->n_buckets; u++) {
+        const dt_bucket *bucket = zero->buckets[u].bucket;
+        size_t arrays = (size_t)(zero->states + dt__zero_has_master(bucket));
+        if (!bucket->frozen)
+            bytes += zero->buckets[u].count * arrays * dt_dtype_size(bucket->grad_dtype);
+        if (zero->desc.optimizer == DT_ONEBIT_ADAM) bytes += dt__onebit_error_bytes(zero, bucket);
     }
     return bytes;
 }
 
-// ==== 15. Account: code =========================================================================
+// ==== 15. Memory account: code ==================================================================
 
 dt_zero_bytes dt_zero_formula(dt_zero_formula_desc d) {
     dt_zero_bytes none = { NAN, NAN, NAN, NAN, NAN }, b;
@@ -3069,8 +3219,9 @@ dt_zero_bytes dt_zero_formula(dt_zero_formula_desc d) {
         return none;
     if (d.values == 0 && d.grads == 0 && d.state == 0) d.values = d.grads = 4, d.state = 8;
     double n = d.ranks ? d.ranks : 1, a = d.micros ? d.micros : 1;
-    double reduced = d.stage >= 2 ? a : 1;                 /* times a gradient is scattered */
-    double gathered = d.stage == 3 && !d.kept ? 2 * a : 1; /* times a value is gathered */
+    double reduced = d.stage >= 2 ? a : 1; /* times a gradient is reduced */
+    /* times a parameter is gathered */
+    double gathered = d.stage == 3 && !d.keep_gathered ? 2 * a : 1;
     b.params = d.values * d.elements / (d.stage >= 3 ? n : 1);
     b.grads = d.grads * d.elements / (d.stage >= 2 ? n : 1);
     b.optim = d.state * d.elements / (d.stage >= 1 ? n : 1);
@@ -3082,72 +3233,84 @@ dt_zero_bytes dt_zero_formula(dt_zero_formula_desc d) {
 
 // ==== 16. Checkpoints: the writer ===============================================================
 
-/* What writes a checkpoint's bytes, in the rank's own thread or in one beside it. So it calls the
-   io table and touches nothing of the context: its first failure is a text, which the rank makes a
-   failure of the context later. */
+/* Writes a checkpoint's bytes, on the rank's own thread or on a background thread. So it calls the
+   io table and touches nothing of the context: it records its first failure as text, from which the
+   rank later fails the context. Atomic commit of a checkpoint:
+
+       all ranks   dt__writer_flush    write their bytes; fsync each file; close
+       (every rank is done)
+       rank 0      dt__writer_commit   write config.json and manifest.json, fsync, close
+                                       fsync DIR/step-200.1a2b3c.tmp     the names in it last
+                                       rename it to DIR/step-200         <- commit
+                                       fsync DIR                         the new name lasts
+                                       remove old checkpoints
+
+   A crash before the rename leaves a .tmp folder, which the next job removes; a crash after it
+   leaves a complete checkpoint. */
 
 enum { DT__CKPT_PATH = 1024, DT__CKPT_COPY = 4 << 20, DT__CKPT_CHUNK = 1 << 20 };
 enum { DT__MODEL = 0, DT__OPTIM, DT__CKPT_FILES };
+enum { DT__SAVE_IDLE = 0, DT__SAVE_WRITING, DT__SAVE_COMMITTING };
 static const char *const dt__ckpt_names[DT__CKPT_FILES] = { "model.safetensors",
     "optim.safetensors" };
 
-/* Bytes copied to be written later, and where to. */
-typedef struct dt__copy {
-    struct dt__copy *next;
-    size_t room, used; /* of the bytes behind this head */
-} dt__copy;
-typedef struct dt__piece {
+/* A buffer for bytes that a background save writes later; and one write of them. */
+typedef struct dt__staging_buffer {
+    struct dt__staging_buffer *next;
+    size_t capacity, used; /* of the bytes behind this header */
+} dt__staging_buffer;
+typedef struct dt__staged_write {
     int file;
     const char *data;
     int64_t bytes, offset;
-} dt__piece;
+} dt__staged_write;
 
 typedef struct dt__writer {
     dt_io io;
     int fd[DT__CKPT_FILES];
     char path[DT__CKPT_FILES][DT__CKPT_PATH];
     char why[DT__CKPT_PATH + 200]; /* the first failure; "": none */
-    /* in the background: what this rank has to write; the one being filled */
-    dt__copy *copies, *copy;
-    dt__piece *pieces;
-    int n_pieces, piece_room;
+    /* background save: buffers and writes of this rank; the buffer being filled */
+    dt__staging_buffer *buffers, *buffer;
+    dt__staged_write *writes;
+    int n_writes, writes_capacity;
     char dir[DT__CKPT_PATH], temp[DT__CKPT_PATH], final[DT__CKPT_PATH];
     char *manifest; /* rank 0 */
-    size_t manifest_bytes, manifest_room;
-    /* a copy: a thread that is left behind may outlive the caller's */
-    char *beside;
-    int keep, publishing; /* publishing: what the thread does */
-    /* this job made temp, or an export: remove it after a failure */
-    int made;
-    int64_t step; /* of what is being written, and which one of that step it is */
-    int again;
-    int background, runs, lost;
+    size_t manifest_bytes, manifest_capacity;
+    /* copied: an abandoned thread may outlive the caller's text */
+    char *config_json;
+    int keep, committing; /* committing: what the thread does */
+    /* this job created temp, or an export: remove it after a failure */
+    int created;
+    int64_t step; /* of the save in progress; which checkpoint of that step, from 1 */
+    int repeat;
+    int background, has_thread, abandoned;
     pthread_t thread;
-    int done;      /* atomic; as the next one */
-    int64_t moved; /* grows while the disk answers */
+    int done;         /* atomic, like progress */
+    int64_t progress; /* grows while the disk answers */
 } dt__writer;
 
 static void dt__writer_fail(dt__writer *w, const char *path, const char *what) {
     if (!w->why[0]) snprintf(w->why, sizeof w->why, "%s: %s: %s", path, what, dt__io_reason());
 }
 
-/* dir/name; too long a path is a failure. */
+/* dir/name; a path that is too long is a failure. */
 static const char *dt__writer_path(dt__writer *w, char *out, const char *dir, const char *name) {
     if (snprintf(out, DT__CKPT_PATH, "%s/%s", dir, name) < DT__CKPT_PATH) return out;
     if (!w->why[0]) snprintf(w->why, sizeof w->why, "%.80s...: the path is too long", dir);
     return "";
 }
 
-/* In pieces, each of which shows that the disk still answers. */
+/* Writes in pieces: each completed piece shows that the disk still answers. */
 static void dt__writer_put(
     dt__writer *w, const char *path, int fd, const void *data, int64_t bytes, int64_t offset) {
     for (int64_t done = 0; done < bytes && !w->why[0];) {
         int64_t n = bytes - done < DT__CKPT_COPY ? bytes - done : (int64_t)DT__CKPT_COPY;
         int end = 0;
         int64_t went =
-            dt__io_move(&w->io, fd, 1, (char *)(uintptr_t)data + done, n, offset + done, &end);
+            dt__io_transfer(&w->io, fd, 1, (char *)(uintptr_t)data + done, n, offset + done, &end);
         done += went;
-        __atomic_fetch_add(&w->moved, 1, __ATOMIC_RELAXED);
+        __atomic_fetch_add(&w->progress, 1, __ATOMIC_RELAXED);
         if (went == n) continue;
         char what[48];
         snprintf(what, sizeof what, "writing byte %lld", (long long)(offset + done));
@@ -3156,16 +3319,16 @@ static void dt__writer_put(
     }
 }
 
-/* Once synced, the disk has it; an error of the disk may show no earlier, and is told once. */
-static void dt__writer_shut(dt__writer *w, const char *path, int fd) {
+/* fsync, then close. Some disk errors are reported only by fsync, and only once. */
+static void dt__writer_sync_close(dt__writer *w, const char *path, int fd) {
     errno = 0;
     if (!w->why[0] && w->io.fsync(w->io.user, fd) != 0) dt__writer_fail(w, path, "fsync");
-    __atomic_fetch_add(&w->moved, 1, __ATOMIC_RELAXED);
+    __atomic_fetch_add(&w->progress, 1, __ATOMIC_RELAXED);
     errno = 0;
     if (w->io.close(w->io.user, fd) != 0) dt__writer_fail(w, path, "close");
 }
 
-/* A new file of so many bytes; -1 after a failure. */
+/* Creates a file of `bytes` bytes; -1 after a failure. */
 static int dt__writer_create(dt__writer *w, const char *path, int64_t bytes) {
     errno = 0;
     int fd = w->why[0] ? -1 : dt__io_create(&w->io, path);
@@ -3174,26 +3337,26 @@ static int dt__writer_create(dt__writer *w, const char *path, int64_t bytes) {
         return -1;
     }
     errno = 0;
-    if (w->io.resize(w->io.user, fd, bytes) != 0) dt__writer_fail(w, path, "making room");
+    if (w->io.resize(w->io.user, fd, bytes) != 0) dt__writer_fail(w, path, "making capacity");
     return fd;
 }
 
 static void dt__writer_file(dt__writer *w, const char *name, const char *text, size_t bytes) {
-    char room[DT__CKPT_PATH];
-    const char *path = dt__writer_path(w, room, w->temp, name);
+    char buffer[DT__CKPT_PATH];
+    const char *path = dt__writer_path(w, buffer, w->temp, name);
     int fd = dt__writer_create(w, path, (int64_t)bytes);
     if (fd < 0) return;
     dt__writer_put(w, path, fd, text, (int64_t)bytes, 0);
-    dt__writer_shut(w, path, fd);
+    dt__writer_sync_close(w, path, fd);
 }
 
-/* Makes the names in a folder last. There are file systems whose folders cannot be synced, and need
-   not be. but: an errno with which one may not open, 0: none. */
-static void dt__writer_sync(dt__writer *w, const char *folder, int but) {
+/* fsync of a folder, which makes the names in it last. Some file systems cannot sync a folder
+   (EINVAL), and need not. tolerated: an errno of open that is no failure, 0: none. */
+static void dt__writer_sync_dir(dt__writer *w, const char *folder, int tolerated) {
     errno = 0;
     int fd = w->why[0] ? -1 : w->io.open(w->io.user, folder, DT_IO_READ);
     if (fd < 0) {
-        if (errno == 0 || errno != but) dt__writer_fail(w, folder, "open");
+        if (errno == 0 || errno != tolerated) dt__writer_fail(w, folder, "open");
         return;
     }
     errno = 0;
@@ -3201,52 +3364,53 @@ static void dt__writer_sync(dt__writer *w, const char *folder, int but) {
     w->io.close(w->io.user, fd);
 }
 
-/* Which checkpoint a folder's name says: step-200 is the first of step 200, step-200-2 the
+/* What a folder's name says: step-200 is the first checkpoint of step 200, step-200-2 the
    second. */
 typedef struct dt__ckpt_id {
     int64_t step;
-    int again;
+    int repeat;
 } dt__ckpt_id;
 static const dt__ckpt_id dt__ckpt_none = { -1, 0 };
 static const dt__ckpt_id dt__ckpt_last = { INT64_MAX, 0x7fffffff };
 static int dt__ckpt_before(dt__ckpt_id a, dt__ckpt_id b) {
-    return a.step != b.step ? a.step < b.step : a.again < b.again;
+    return a.step != b.step ? a.step < b.step : a.repeat < b.repeat;
 }
 
 static void dt__ckpt_name(dt__ckpt_id id, char *name, size_t bytes) {
     snprintf(
-        name, bytes, id.again > 1 ? "step-%lld-%d" : "step-%lld", (long long)id.step, id.again);
+        name, bytes, id.repeat > 1 ? "step-%lld-%d" : "step-%lld", (long long)id.step, id.repeat);
 }
 
-/* Parses the first n bytes of a name, exactly as dt__ckpt_name spells it; else dt__ckpt_none. */
-static dt__ckpt_id dt__ckpt_named(const char *name, size_t n) {
+/* Parses the first n bytes of a name, exactly as dt__ckpt_name writes it; otherwise
+   dt__ckpt_none. */
+static dt__ckpt_id dt__ckpt_parse_name(const char *name, size_t n) {
     long long step = -1;
     dt__ckpt_id id = { -1, 1 };
     char text[64], same[64];
     snprintf(text, sizeof text, "%.*s", n < sizeof text ? (int)n : 0, name);
-    if (sscanf(text, "step-%15lld-%9d", &step, &id.again) < 1) return dt__ckpt_none;
-    if (step < 0 || id.again < 1) return dt__ckpt_none;
+    if (sscanf(text, "step-%15lld-%9d", &step, &id.repeat) < 1) return dt__ckpt_none;
+    if (step < 0 || id.repeat < 1) return dt__ckpt_none;
     id.step = step; /* exact as double */
     dt__ckpt_name(id, same, sizeof same);
     return strcmp(same, text) == 0 ? id : dt__ckpt_none;
 }
 
-typedef struct dt__newest {
+typedef struct dt__newest_scan {
     dt__ckpt_id below, found;
-} dt__newest;
+} dt__newest_scan;
 static void dt__newest_add(void *arg, const char *name) {
-    dt__newest *n = (dt__newest *)arg;
-    dt__ckpt_id id = dt__ckpt_named(name, strlen(name));
+    dt__newest_scan *n = (dt__newest_scan *)arg;
+    dt__ckpt_id id = dt__ckpt_parse_name(name, strlen(name));
     if (dt__ckpt_before(n->found, id) && dt__ckpt_before(id, n->below)) n->found = id;
 }
 
-/* The newest checkpoint of a folder before `below`, or dt__ckpt_none. -1: the folder cannot be
-   listed. */
+/* Finds the newest checkpoint of a folder before `below`, or dt__ckpt_none. -1: the folder cannot
+   be listed. */
 static int dt__newest_below(
     const dt_io *io, const char *dir, dt__ckpt_id below, dt__ckpt_id *found) {
-    dt__newest n = { below, dt__ckpt_none };
+    dt__newest_scan n = { below, dt__ckpt_none };
     errno = 0;
-    int answer = io->list(io->user, dir, dt__newest_add, &n);
+    int answer = io->list_folder(io->user, dir, dt__newest_add, &n);
     *found = n.found;
     return answer;
 }
@@ -3254,13 +3418,13 @@ static int dt__newest_below(
 int64_t dt_checkpoint_newest(const dt_io *io, const char *dir, char *name, size_t bytes) {
     dt__ckpt_id id = dt__ckpt_none;
     if (name && bytes) name[0] = 0;
-    if (!io || !io->list || !dir) return errno = EINVAL, -2;
+    if (!io || !io->list_folder || !dir) return errno = EINVAL, -2;
     if (dt__newest_below(io, dir, dt__ckpt_last, &id) != 0) return errno == ENOENT ? -1 : -2;
     if (id.step >= 0 && name && bytes) dt__ckpt_name(id, name, bytes);
     return id.step;
 }
 
-/* Removes a checkpoint, the manifest first, so that a part of one never counts. Other files in its
+/* Removes a checkpoint, the manifest first, so that a partial one never counts. Other files in its
    folder stay. */
 static int dt__ckpt_remove(const dt_io *io, const char *folder) {
     static const char *const names[] = { "manifest.json", "config.json", "model.safetensors",
@@ -3268,25 +3432,25 @@ static int dt__ckpt_remove(const dt_io *io, const char *folder) {
     return io->remove_folder(io->user, folder, names, 4);
 }
 
-/* Removes a folder that a killed job left, if its name is exactly like step-200.1a2b3c.tmp. */
-typedef struct dt__sweep {
+/* Removes a killed job's folder, if its name has exactly the form step-200.1a2b3c.tmp. */
+typedef struct dt__tmp_sweep {
     const dt_io *io;
     const char *dir;
-} dt__sweep;
-static void dt__sweep_one(void *arg, const char *name) {
-    const dt__sweep *sweep = (const dt__sweep *)arg;
+} dt__tmp_sweep;
+static void dt__tmp_sweep_one(void *arg, const char *name) {
+    const dt__tmp_sweep *sweep = (const dt__tmp_sweep *)arg;
     const char *dot = strchr(name, '.');
     char path[DT__CKPT_PATH + 80];
     if (!dot || strspn(dot + 1, "0123456789abcdef") != 6 || strcmp(dot + 7, ".tmp") != 0) return;
-    if (dt__ckpt_named(name, (size_t)(dot - name)).step < 0) return;
+    if (dt__ckpt_parse_name(name, (size_t)(dot - name)).step < 0) return;
     snprintf(path, sizeof path, "%s/%s", sweep->dir, name);
     dt__ckpt_remove(sweep->io, path);
 }
 
-/* The new one and the keep - 1 before it stay, those before go. Of a later step there are only
-   damaged ones, which do not count. What cannot be removed stays, and is in nobody's way. */
+/* Keeps the new checkpoint and the keep - 1 before it, removes older ones. Checkpoints of later
+   steps are damaged and do not count. What cannot be removed stays, and does no harm. */
 static void dt__writer_remove_old(const dt__writer *w) {
-    dt__ckpt_id at = { w->step, w->again };
+    dt__ckpt_id at = { w->step, w->repeat };
     char name[64], path[DT__CKPT_PATH + 64];
     for (int i = 1; i < w->keep && at.step >= 0; i++)
         if (dt__newest_below(&w->io, w->dir, at, &at) != 0) return;
@@ -3298,64 +3462,65 @@ static void dt__writer_remove_old(const dt__writer *w) {
     }
 }
 
-/* This rank's bytes are on the disk after this. */
-static void dt__writer_finish(dt__writer *w) {
-    for (int i = 0; i < w->n_pieces; i++) {
-        const dt__piece *p = &w->pieces[i];
+/* Puts this rank's bytes on the disk. */
+static void dt__writer_flush(dt__writer *w) {
+    for (int i = 0; i < w->n_writes; i++) {
+        const dt__staged_write *p = &w->writes[i];
         dt__writer_put(w, w->path[p->file], w->fd[p->file], p->data, p->bytes, p->offset);
     }
     for (int f = 0; f < DT__CKPT_FILES; f++) {
-        if (w->fd[f] >= 0) dt__writer_shut(w, w->path[f], w->fd[f]);
+        if (w->fd[f] >= 0) dt__writer_sync_close(w, w->path[f], w->fd[f]);
         w->fd[f] = -1;
     }
 }
 
-/* Rank 0, when all ranks' bytes are: the rename is the instant at which the checkpoint is there. */
-static void dt__writer_publish(dt__writer *w) {
-    if (w->beside) dt__writer_file(w, "config.json", w->beside, strlen(w->beside));
+/* Commits the checkpoint, on rank 0, once all ranks' bytes are on the disk. The rename is the
+   instant of the commit. */
+static void dt__writer_commit(dt__writer *w) {
+    if (w->config_json) dt__writer_file(w, "config.json", w->config_json, strlen(w->config_json));
     dt__writer_file(w, "manifest.json", w->manifest, w->manifest_bytes);
-    dt__writer_sync(w, w->temp, 0);
+    dt__writer_sync_dir(w, w->temp, 0);
     errno = 0;
     if (!w->why[0] && w->io.rename(w->io.user, w->temp, w->final) != 0)
         dt__writer_fail(w, w->final, "rename");
-    dt__writer_sync(w, w->dir, 0);
+    dt__writer_sync_dir(w, w->dir, 0);
     if (!w->why[0]) dt__writer_remove_old(w);
 }
 
 static void *dt__writer_main(void *arg) {
     dt__writer *w = (dt__writer *)arg;
 #ifdef __linux__
-    /* this thread's alone, there: training goes first */
+    /* of this thread only, on Linux: training has priority */
     if (w->background) setpriority(PRIO_PROCESS, 0, 19);
 #endif
-    if (w->publishing)
-        dt__writer_publish(w);
+    if (w->committing)
+        dt__writer_commit(w);
     else
-        dt__writer_finish(w);
+        dt__writer_flush(w);
     __atomic_store_n(&w->done, 1, __ATOMIC_RELEASE);
     return NULL;
 }
 
-/* At once, or beside the training. */
-static void dt__writer_go(dt__writer *w, int publishing) {
-    w->publishing = publishing;
+/* Runs the writer at once, or on a background thread. */
+static void dt__writer_start(dt__writer *w, int committing) {
+    w->committing = committing;
     w->done = 0;
-    w->runs = w->background && pthread_create(&w->thread, NULL, dt__writer_main, w) == 0;
-    if (w->runs) return;
-    w->background = 0; /* without a thread */
+    w->has_thread = w->background && pthread_create(&w->thread, NULL, dt__writer_main, w) == 0;
+    if (w->has_thread) return;
+    w->background = 0; /* no thread could be started */
     dt__writer_main(w);
 }
 
-// ==== 17. Checkpoints: what is in them ==========================================================
+// ==== 17. Checkpoints: contents =================================================================
 
-/* One of the two files as a rank sees it. Digests are sums over elements, so any cut over ranks
-   gives the same. */
+/* One rank's view of one of the two weight files. Digests are sums over elements, so they do not
+   depend on the sharding. */
 typedef struct dt__ckpt_file {
     struct dt_checkpoint *owner;
     int file;
-    /* (n) of what this rank has written of each tensor; then of all ranks */
+    /* (n) digest of what this rank has written of each tensor; later of all ranks */
     uint64_t *digest;
-    int64_t *count; /* (n) elements */
+    int64_t *count; /* (n) elements written */
     int n;
 } dt__ckpt_file;
 
@@ -3364,39 +3529,38 @@ struct dt_checkpoint {
     dt_ctx *ctx;
     dt_checkpoint_desc desc;
     dt_listener listener;
-    const char *what; /* the call, for messages */
+    const char *what; /* name of the public call, for messages */
     int lock;         /* descriptor, -1: none */
-    /* what the lock says: who holds it, and since when by its clock */
-    char mark[300];
+    /* content of the lock file: its process, and since when by that process's clock */
+    char lock_text[300];
     dt__writer *writer;
-    dt_weights *w[DT__CKPT_FILES]; /* names and places of all tensors */
+    dt_weights *w[DT__CKPT_FILES]; /* names and offsets of all tensors */
     dt__ckpt_file file[DT__CKPT_FILES];
-    int files;                     /* DT__CKPT_FILES; of an export the first only */
-    const dt_export_desc *exports; /* NULL: a checkpoint */
-    /* 0: no save under way; 1: bytes are being written; 2: rank 0 publishes */
-    int saving;
-    /* of desc.dir: the newest that was loaded, passed over, or saved by this job */
-    dt__ckpt_id known;
-    int64_t moved;       /* the writer's `moved` at the last look, */
-    dt__stopwatch watch; /* and the time since that changed */
-    double done, total;  /* elements, for progress */
-    char *config;        /* of what was loaded */
+    int files;                         /* DT__CKPT_FILES; an export has only the first */
+    const dt_export_desc *export_desc; /* NULL: a checkpoint, not an export */
+    int saving;                        /* DT__SAVE_*: idle, all ranks write, rank 0 commits */
+    /* of desc.dir: the newest that was loaded, skipped as damaged, or saved by this job */
+    dt__ckpt_id newest_known;
+    int64_t progress_seen; /* writer->progress when it was last seen to change */
+    dt__stopwatch watch;   /* time since then */
+    double done, total;    /* elements, for desc.progress */
+    char *config;          /* config text of the loaded checkpoint */
     char path[DT__CKPT_PATH];
 };
 
-/* A number for each place, another for each of 2^32, and none is 0: k a place times an odd
-   number. */
+/* A weight for each index: distinct over 2^32 consecutive ones, and none is 0. k: an index times an
+   odd number. */
 static uint32_t dt__words_weight(uint32_t k) {
     k ^= k >> 15;
     k *= 2246822507u;
     return k ^ k >> 13;
 }
 
-/* The sum of words times the weights of their places. A word that changed always shows, as the
-   product of its difference and a weight is not 0 and below 2^64; two that changed places do too.
-   Other damage escapes where such products add up to 0, and as the weights are mixed they do by
-   chance only. i: place of the first word, of `size` bytes. A loop for each size: so compilers make
-   vectors of them. */
+/* Digest: the sum of words times the weights of their indices. A changed word always changes it,
+   because the product of its difference and a weight is not 0 and below 2^64; so do two swapped
+   words. Other damage escapes only where such products cancel, which mixed weights do by chance
+   only. i: index of the first word, of `size` bytes. One loop for each size, so that compilers
+   vectorize them. */
 static uint64_t dt__words_digest(uint64_t i, const void *data, size_t words, size_t size) {
     const char *p = (const char *)data;
     uint64_t sum = 0;
@@ -3416,7 +3580,7 @@ static uint64_t dt__words_digest(uint64_t i, const void *data, size_t words, siz
     return sum;
 }
 
-/* A digest as 4 doubles that stay exact when ranks sum them, and back. */
+/* Splits a digest into 4 doubles, whose sums over ranks are exact, and joins them. */
 static void dt__digest_split(double *to, uint64_t digest) {
     for (int k = 0; k < 4; k++) to[k] = (double)(digest >> (16 * k) & 0xffff);
 }
@@ -3426,12 +3590,12 @@ static uint64_t dt__digest_join(const double *from) {
     return digest;
 }
 
-/* Of elements first .. first+count-1 of a tensor. */
+/* Digest of elements [first, first + count) of a tensor. */
 static uint64_t dt__elements_digest(
     dt_dtype dtype, int64_t first, const void *data, int64_t count) {
     size_t size = dt_dtype_size(dtype), word = size < 4 ? size : 4;
     uint64_t per = size / word, sum = 0;
-    for (int64_t at = 0, n; at < count; at += n) { /* places within a call are 32-bit numbers */
+    for (int64_t at = 0, n; at < count; at += n) { /* indices within one call have 32 bits */
         n = count - at < 1 << 28 ? count - at : 1 << 28;
         sum += dt__words_digest((uint64_t)(first + at) * per,
             (const char *)data + (size_t)at * size, (size_t)n * (size_t)per, word);
@@ -3439,10 +3603,10 @@ static uint64_t dt__elements_digest(
     return sum;
 }
 
-/* A rank's text to all: those of all ranks, in their order, with blanks between. Sums of doubles
-   carry it, as these are in host memory whatever the device; 4 bytes each. Free it with dt_free(..,
-   *bytes + 1). NULL after a failure. */
-static char *dt__share_texts(dt_ctx *ctx, const char *mine, size_t n, size_t *bytes) {
+/* All-gather of texts: returns the texts of all ranks, in rank order, separated by blanks. Sums of
+   doubles carry them, 4 bytes each, because these are in host memory whatever the device. Free with
+   dt_free(.., *bytes + 1). NULL after a failure. */
+static char *dt__all_gather_texts(dt_ctx *ctx, const char *mine, size_t n, size_t *bytes) {
     dt_comm *world = dt_world(ctx);
     size_t ranks = (size_t)dt_comm_size(world), total = 0, before = 0;
     double *words = (double *)dt__host_zeroed(ctx, ranks * sizeof *words, "texts of all ranks");
@@ -3473,96 +3637,98 @@ static char *dt__share_texts(dt_ctx *ctx, const char *mine, size_t n, size_t *by
     return NULL;
 }
 
-/* Where a parameter lies in model.safetensors: n is 0 under its own name. */
-static dt_status dt__ckpt_place(const dt_checkpoint *c, const dt_tensor *t, dt_file_place *p) {
+/* Where a parameter lies in model.safetensors; n = 0: under its own name. */
+static dt_status dt__ckpt_map_weight(const dt_checkpoint *c, const dt_tensor *t, dt_weight_map *p) {
     memset(p, 0, sizeof *p);
-    if (c->desc.place) c->desc.place(t, p, c->desc.user);
+    if (c->desc.map_weight) c->desc.map_weight(t, p, c->desc.user);
     if (p->n < 0 || p->n > 2)
         return dt_fail(
-            c->ctx, DT_ERR_ARG, "%s: place gives %s %d parts; 1 or 2", c->what, t->name, p->n);
+            c->ctx, DT_ERR_ARG, "%s: map_weight gives %s %d parts; 1 or 2", c->what, t->name, p->n);
     for (int i = 0; i < 2; i++) p->part[i].name = p->n ? p->name[i] : t->name;
     return DT_OK;
 }
 
-/* Whether this rank is the one, of those that hold copies along tp and of a tied parameter along
-   pp, that writes a unit: the first. Along tp a cut may go over some of its ranks, whose first then
-   has to be tp's. */
-static int dt__ckpt_writes(const dt_zero *zero, const dt_bucket *unit) {
-    const dt_param_desc *d = dt__unit_desc(zero, unit);
-    int tp = zero->mesh.sizes.tp, lowest = zero->mesh.at.tp;
+/* Whether this rank belongs to the replica that writes a bucket: the first along tp, and of a tied
+   parameter the first along pp. A sharding over a part of the tp ranks is written by the group that
+   contains tp's first rank. */
+static int dt__ckpt_is_writer(const dt_zero *zero, const dt_bucket *bucket) {
+    const dt_param_desc *d = dt__bucket_desc(zero, bucket);
+    int tp = zero->mesh.sizes.tp, lowest = zero->mesh.coord.tp;
     for (int c = 0; c < 3; c++)
         for (int i = 0; d->shards[c].comm && i < dt_comm_size(d->shards[c].comm); i++) {
             int at = dt_comm_world_rank(d->shards[c].comm, i) % tp;
             lowest = at < lowest ? at : lowest;
         }
-    dt_comm *tied = dt__zero_tied(zero, unit);
+    dt_comm *tied = dt__tied_group(zero, bucket);
     return lowest == 0 && (!tied || dt_comm_rank(tied) == 0);
 }
 
 static const char *const dt__state_names[] = { "m.", "v.", "master." };
-static int dt__ckpt_has(const dt_zero *zero, const dt_bucket *unit, int array) {
-    if (unit->frozen) return 0;
-    return array == DT__MASTER ? zero->step > 0 && dt__zero_has_master(unit) : array < zero->states;
+static int dt__ckpt_has_array(const dt_zero *zero, const dt_bucket *bucket, int array) {
+    if (bucket->frozen) return 0;
+    return array == DT__MASTER ? zero->step > 0 && dt__zero_has_master(bucket)
+                               : array < zero->states;
 }
 
 static char *dt__state_name(dt_ctx *ctx, int array, const char *name) {
-    return dt__join(ctx, dt__state_names[array], strlen(dt__state_names[array]), name);
+    return dt__concat_text(ctx, dt__state_names[array], strlen(dt__state_names[array]), name);
 }
 
-/* One tensor of the list: [file,name,type,d0,d1,...] */
-static void dt__list_put(
+/* Adds one tensor to the list: [file,name,type,d0,d1,...] */
+static void dt__list_add(
     dt_json_out *o, int file, const char *name, dt_dtype dtype, dt_shape shape) {
     dt_json_open(o, NULL, '[');
     dt_json_put_int(o, NULL, file);
     dt_json_put_string(o, NULL, name);
     dt_json_put_int(o, NULL, dtype);
     for (int i = 0; i < shape.nd; i++) dt_json_put_int(o, NULL, shape.d[i]);
-    dt_json_shut(o, ']');
+    dt_json_close(o, ']');
 }
 
 static dt_status dt__list_param(const dt_checkpoint *c, dt_json_out *o, const dt_tensor *t) {
-    const dt_bucket *unit = t->param->unit;
-    dt_file_place p;
-    if (dt__ckpt_place(c, t, &p) != DT_OK) return dt_error(c->ctx);
-    if (p.n == 0) dt__list_put(o, DT__MODEL, t->name, t->dtype, t->param->full);
-    for (int i = 0; i < p.n; i++) dt__list_put(o, DT__MODEL, p.name[i], t->dtype, p.shape);
-    for (int a = 0; a <= DT__MASTER && !c->exports; a++) {
-        char *name = dt__ckpt_has(c->zero, unit, a) ? dt__state_name(c->ctx, a, t->name) : NULL;
-        if (name) dt__list_put(o, DT__OPTIM, name, unit->grad_dtype, t->param->full);
-        dt__text_drop(c->ctx, name);
+    const dt_bucket *bucket = t->param->bucket;
+    dt_weight_map p;
+    if (dt__ckpt_map_weight(c, t, &p) != DT_OK) return dt_error(c->ctx);
+    if (p.n == 0) dt__list_add(o, DT__MODEL, t->name, t->dtype, t->param->full);
+    for (int i = 0; i < p.n; i++) dt__list_add(o, DT__MODEL, p.name[i], t->dtype, p.shape);
+    for (int a = 0; a <= DT__MASTER && !c->export_desc; a++) {
+        char *name =
+            dt__ckpt_has_array(c->zero, bucket, a) ? dt__state_name(c->ctx, a, t->name) : NULL;
+        if (name) dt__list_add(o, DT__OPTIM, name, bucket->grad_dtype, t->param->full);
+        dt__string_free(c->ctx, name);
     }
     return dt_error(c->ctx);
 }
 
-/* 1-bit Adam: what signs left of each rank's momentum. */
-static void dt__error_name(const dt_checkpoint *c, int unit, int e, char *name, size_t bytes) {
-    snprintf(name, bytes, "error%d.%d.%d", e, dt_ctx_rank(c->ctx), unit);
+/* 1-bit Adam: the errors, which belong to one rank. */
+static void dt__onebit_error_name(
+    const dt_checkpoint *c, int bucket, int e, char *name, size_t bytes) {
+    snprintf(name, bytes, "error%d.%d.%d", e, dt_ctx_rank(c->ctx), bucket);
 }
-static dt_shape dt__error_shape(const dt__zero_unit *z, int e) {
-    return DT_SHAPE((int64_t)(z->error_bytes[e] / dt__zero_size(z)));
+static dt_shape dt__onebit_error_shape(const dt__zero_bucket *z, int e) {
+    return DT_SHAPE((int64_t)(z->error_bytes[e] / dt__zero_element_size(z)));
 }
 
-/* What this rank tells of: the first rank of each stage of the pipeline tells all that its stage
-   has. */
-static dt_status dt__list_mine(const dt_checkpoint *c, dt_json_out *o) {
+/* Lists this rank's tensors: the first rank of each pipeline stage lists all of its stage. */
+static dt_status dt__list_local(const dt_checkpoint *c, dt_json_out *o) {
     const dt_zero *zero = c->zero;
-    const dt_mesh_desc *at = &zero->mesh.at;
+    const dt_mesh_desc *at = &zero->mesh.coord;
     int first = at->dp == 0 && at->cp == 0 && at->ep == 0 && at->tp == 0;
     for (int i = 0; i < dt_param_count(c->ctx) && first; i++) {
         const dt_tensor *t = dt_param_get(c->ctx, i);
-        if (dt__ckpt_writes(zero, t->param->unit) && dt__list_param(c, o, t) != DT_OK) break;
+        if (dt__ckpt_is_writer(zero, t->param->bucket) && dt__list_param(c, o, t) != DT_OK) break;
     }
-    for (int u = 0; u < zero->n_units && !c->exports; u++)
-        for (int e = 0; e < 2 && zero->units[u].errors[e]; e++) {
+    for (int u = 0; u < zero->n_buckets && !c->export_desc; u++)
+        for (int e = 0; e < 2 && zero->buckets[u].errors[e]; e++) {
             char name[64];
-            dt__error_name(c, u, e, name, sizeof name);
-            dt__list_put(o, DT__OPTIM, name, zero->units[u].unit->grad_dtype,
-                dt__error_shape(&zero->units[u], e));
+            dt__onebit_error_name(c, u, e, name, sizeof name);
+            dt__list_add(o, DT__OPTIM, name, zero->buckets[u].bucket->grad_dtype,
+                dt__onebit_error_shape(&zero->buckets[u], e));
         }
     return dt_error(c->ctx);
 }
 
-static dt_status dt__list_take(dt_checkpoint *c, const dt_json *j, int node) {
+static dt_status dt__list_declare(dt_checkpoint *c, const dt_json *j, int node) {
     int64_t file = 0, dtype = 0;
     const char *name = dt_json_string(j, dt_json_at(j, node, 1), NULL);
     dt_shape shape;
@@ -3573,7 +3739,8 @@ static dt_status dt__list_take(dt_checkpoint *c, const dt_json *j, int node) {
         dt_json_int(j, dt_json_at(j, node, i), &shape.d[shape.nd++]);
     dt_weights *w = c->w[file];
     const dt_weight *t = dt_weights_get(w, dt_weights_find(w, name));
-    if (t && w->desc.llmc.version) return DT_OK; /* these are given, and dt_weights_save compares */
+    /* llm.c fixes its tensors, and dt_weights_save compares shapes */
+    if (t && w->desc.llmc.version) return DT_OK;
     if (!t)
         return dt_weights_declare(w, name, (dt_dtype)dtype, shape) < 0 ? dt_error(c->ctx) : DT_OK;
     int same = t->dtype == (dt_dtype)dtype && t->shape.nd == shape.nd;
@@ -3583,10 +3750,10 @@ static dt_status dt__list_take(dt_checkpoint *c, const dt_json *j, int node) {
                       dt__shape_text(t->shape).s, dt__shape_text(shape).s);
 }
 
-static void dt__list_drop(dt_checkpoint *c) {
+static void dt__list_free(dt_checkpoint *c) {
     for (int f = 0; f < DT__CKPT_FILES; f++) {
         dt__ckpt_file *file = &c->file[f];
-        if (c->w[f]) dt__weights_end(c->w[f]);
+        if (c->w[f]) dt__weights_destroy(c->w[f]);
         c->w[f] = NULL;
         dt_free(c->ctx, DT_MEM_HOST, file->digest, (size_t)(file->n + 1) * sizeof *file->digest);
         dt_free(c->ctx, DT_MEM_HOST, file->count, (size_t)(file->n + 1) * sizeof *file->count);
@@ -3594,39 +3761,39 @@ static void dt__list_drop(dt_checkpoint *c) {
     }
 }
 
-static void dt__ckpt_put(
+static void dt__ckpt_sink(
     void *user, int index, int64_t first, int64_t count, const void *data, int64_t offset);
 
-/* The size of a file's header. */
-static int64_t dt__head_bytes(const dt_weights *w) {
+/* Bytes of a file's header. */
+static int64_t dt__header_bytes(const dt_weights *w) {
     uint64_t n;
-    memcpy(&n, w->file[0].head, sizeof n);
-    return w->desc.llmc.version ? (int64_t)DT__LLMC_HEAD : (int64_t)n + 8;
+    memcpy(&n, w->file[0].header, sizeof n);
+    return w->desc.llmc.version ? (int64_t)DT__LLMC_HEADER_BYTES : (int64_t)n + 8;
 }
 
-/* [collective: world] c->w: all tensors of the program, over all stages, with their places in the
-   files of `folder`, or in the file to be exported. */
+/* [collective: world] Sets c->w: all tensors of the program, over all pipeline stages, with their
+   offsets in the files of `folder`, or in the exported file. */
 static dt_status dt__list_make(dt_checkpoint *c, const char *folder) {
     dt_ctx *ctx = c->ctx;
     dt_json_out mine = { ctx, NULL, 0, 0 }, all = { ctx, NULL, 0, 0 };
     size_t bytes = 0;
-    dt__list_drop(c);
+    dt__list_free(c);
     for (int f = 0; f < c->files && dt_error(ctx) == DT_OK; f++) {
         char path[DT__CKPT_PATH];
         dt_weights_desc desc;
         memset(&desc, 0, sizeof desc);
-        if (c->exports) desc.llmc = c->exports->llmc;
+        if (c->export_desc) desc.llmc = c->export_desc->llmc;
         c->w[f] = dt_weights_create(ctx,
-            c->exports ? folder : dt__writer_path(c->writer, path, folder, dt__ckpt_names[f]),
+            c->export_desc ? folder : dt__writer_path(c->writer, path, folder, dt__ckpt_names[f]),
             desc);
         c->file[f].owner = c;
         c->file[f].file = f;
-        if (c->w[f]) c->w[f]->sink = (dt__sink){ dt__ckpt_put, &c->file[f] };
+        if (c->w[f]) c->w[f]->sink = (dt__sink){ dt__ckpt_sink, &c->file[f] };
     }
-    /* so that a comma comes before each tensor, and texts of ranks can be joined */
+    /* a nonempty text: a comma comes before each tensor, so the ranks' texts can be joined */
     dt__json_write(&mine, " ", 1);
-    dt__list_mine(c, &mine);
-    char *text = dt__share_texts(ctx, mine.text, mine.used, &bytes);
+    dt__list_local(c, &mine);
+    char *text = dt__all_gather_texts(ctx, mine.text, mine.used, &bytes);
     dt__json_write(&all, "[0", 2);
     if (text) dt__json_write(&all, text, bytes);
     dt__json_write(&all, "]", 1);
@@ -3634,14 +3801,14 @@ static dt_status dt__list_make(dt_checkpoint *c, const char *folder) {
                      ? dt_json_parse(ctx, "the list of tensors", all.text, all.used)
                      : NULL;
     for (int i = 1; i < dt_json_count(j, 0) && dt_error(ctx) == DT_OK; i++)
-        dt__list_take(c, j, dt_json_at(j, 0, i));
+        dt__list_declare(c, j, dt_json_at(j, 0, i));
     dt_json_free(j);
     if (text) dt_free(ctx, DT_MEM_HOST, text, bytes + 1);
-    dt_json_drop(&mine);
-    dt_json_drop(&all);
+    dt_json_out_free(&mine);
+    dt_json_out_free(&all);
     for (int f = 0; f < c->files && dt_error(ctx) == DT_OK; f++) {
         dt__ckpt_file *file = &c->file[f];
-        dt__weights_lay(c->w[f]);
+        dt__weights_layout(c->w[f]);
         size_t n = (size_t)dt_weights_count(c->w[f]) + 1;
         file->digest = (uint64_t *)dt__host_zeroed(ctx, n * sizeof *file->digest, "digests");
         file->count = (int64_t *)dt__host_zeroed(ctx, n * sizeof *file->count, "digests");
@@ -3652,29 +3819,29 @@ static dt_status dt__list_make(dt_checkpoint *c, const char *folder) {
 
 // ==== 18. Checkpoints: saving ===================================================================
 
-/* Bytes that stay until the thread has written them. A piece that goes on where the last one ends
-   is one with it. */
-static void dt__copy_add(
+/* Copies bytes that the background thread will write. A write that continues the last one is merged
+   with it. */
+static void dt__staging_add(
     dt_checkpoint *c, int file, const void *data, int64_t bytes, int64_t offset) {
     dt__writer *w = c->writer;
-    dt__copy *copy = w->copy, *last_copy = NULL;
-    for (; copy && copy->room - copy->used < (size_t)bytes; copy = copy->next) last_copy = copy;
+    dt__staging_buffer *copy = w->buffer, *last_copy = NULL;
+    for (; copy && copy->capacity - copy->used < (size_t)bytes; copy = copy->next) last_copy = copy;
     if (!copy) {
-        size_t room = bytes > DT__CKPT_COPY ? (size_t)bytes : (size_t)DT__CKPT_COPY;
-        copy = (dt__copy *)dt_alloc(
-            c->ctx, DT_MEM_HOST, sizeof *copy + room, "a copy to be saved in the background");
+        size_t capacity = bytes > DT__CKPT_COPY ? (size_t)bytes : (size_t)DT__CKPT_COPY;
+        copy = (dt__staging_buffer *)dt_alloc(
+            c->ctx, DT_MEM_HOST, sizeof *copy + capacity, "a copy to be saved in the background");
         if (!copy) return;
         copy->next = NULL;
-        copy->room = room;
+        copy->capacity = capacity;
         copy->used = 0;
         if (last_copy)
             last_copy->next = copy;
         else
-            w->copies = copy;
+            w->buffers = copy;
     }
-    w->copy = copy;
+    w->buffer = copy;
     char *to = (char *)(copy + 1) + copy->used;
-    dt__piece *last = w->n_pieces ? &w->pieces[w->n_pieces - 1] : NULL;
+    dt__staged_write *last = w->n_writes ? &w->writes[w->n_writes - 1] : NULL;
     memcpy(to, data, (size_t)bytes);
     copy->used += (size_t)bytes;
     if (last && last->file == file && last->offset + last->bytes == offset &&
@@ -3682,32 +3849,32 @@ static void dt__copy_add(
         last->bytes += bytes;
         return;
     }
-    dt__piece *grown = (dt__piece *)dt__grow(
-        c->ctx, w->pieces, w->n_pieces, &w->piece_room, sizeof *grown, "pieces");
+    dt__staged_write *grown = (dt__staged_write *)dt__grow(
+        c->ctx, w->writes, w->n_writes, &w->writes_capacity, sizeof *grown, "pieces");
     if (!grown) return;
-    dt__piece piece = { file, to, bytes, offset };
-    w->pieces = grown;
-    w->pieces[w->n_pieces++] = piece;
+    dt__staged_write write = { file, to, bytes, offset };
+    w->writes = grown;
+    w->writes[w->n_writes++] = write;
 }
 
-/* The memory stays for the next save: new memory is slower than the copying. */
-static void dt__copies_reuse(dt__writer *w) {
-    for (dt__copy *copy = w->copies; copy; copy = copy->next) copy->used = 0;
-    w->copy = w->copies;
-    w->n_pieces = 0;
+/* Keeps the memory for the next save: allocating new memory takes longer than the copying. */
+static void dt__staging_reuse(dt__writer *w) {
+    for (dt__staging_buffer *copy = w->buffers; copy; copy = copy->next) copy->used = 0;
+    w->buffer = w->buffers;
+    w->n_writes = 0;
 }
 
-static void dt__copies_free(dt_checkpoint *c) {
+static void dt__staging_free(dt_checkpoint *c) {
     dt__writer *w = c->writer;
-    for (dt__copy *next; w->copies; w->copies = next) {
-        next = w->copies->next;
-        dt_free(c->ctx, DT_MEM_HOST, w->copies, sizeof *w->copies + w->copies->room);
+    for (dt__staging_buffer *next; w->buffers; w->buffers = next) {
+        next = w->buffers->next;
+        dt_free(c->ctx, DT_MEM_HOST, w->buffers, sizeof *w->buffers + w->buffers->capacity);
     }
-    dt_free(c->ctx, DT_MEM_HOST, w->pieces, (size_t)w->piece_room * sizeof *w->pieces);
+    dt_free(c->ctx, DT_MEM_HOST, w->writes, (size_t)w->writes_capacity * sizeof *w->writes);
 }
 
-/* Elements of a tensor that this rank writes. */
-static void dt__ckpt_put(
+/* Sink of dt_weights_write: elements of a tensor that this rank writes. */
+static void dt__ckpt_sink(
     void *user, int index, int64_t first, int64_t count, const void *data, int64_t offset) {
     dt__ckpt_file *file = (dt__ckpt_file *)user;
     dt_checkpoint *c = file->owner;
@@ -3716,7 +3883,7 @@ static void dt__ckpt_put(
     file->digest[index] += dt__elements_digest(t->dtype, first, data, count);
     file->count[index] += count;
     if (c->writer->background)
-        dt__copy_add(c, file->file, data, bytes, offset);
+        dt__staging_add(c, file->file, data, bytes, offset);
     else
         dt__writer_put(
             c->writer, c->writer->path[file->file], c->writer->fd[file->file], data, bytes, offset);
@@ -3728,31 +3895,32 @@ static void dt__ckpt_progress(dt_checkpoint *c, double elements) {
         c->desc.progress(c->done < c->total ? c->done / c->total : 1, c->desc.user);
 }
 
-/* The values of a unit. All ranks of its data group have them, at stage 3 for the moment, and share
-   out the writing. */
-static dt_status dt__save_values(dt_checkpoint *c, dt__zero_unit *z) {
+/* Saves the parameters of a bucket. All ranks of its data group have them, at stage 3 after a
+   gather, and each writes its part. */
+static dt_status dt__save_params(dt_checkpoint *c, dt__zero_bucket *z) {
     dt_ctx *ctx = c->ctx;
-    dt_bucket *unit = z->unit;
+    dt_bucket *bucket = z->bucket;
     dt_weights *w = c->w[DT__MODEL];
-    int gathered = !unit->data;
-    if (dt__present_aside(dt_param_get(ctx, unit->first_param)) != DT_OK) return dt_error(ctx);
-    w->part = dt_comm_rank(z->data);
-    w->parts = dt_comm_size(z->data);
-    for (int i = unit->first_param; i < unit->first_param + unit->params; i++) {
+    int gathered = !bucket->data;
+    if (dt__gather_outside_op(dt_param_get(ctx, bucket->first_param)) != DT_OK)
+        return dt_error(ctx);
+    w->writer = dt_comm_rank(z->data_group);
+    w->writers = dt_comm_size(z->data_group);
+    for (int i = bucket->first_param; i < bucket->first_param + bucket->n_params; i++) {
         dt_tensor *t = dt_param_get(ctx, i);
-        dt_file_place p;
-        if (dt__ckpt_place(c, t, &p) != DT_OK) return dt_error(ctx);
+        dt_weight_map p;
+        if (dt__ckpt_map_weight(c, t, &p) != DT_OK) return dt_error(ctx);
         if (dt_weights_save(w, t, p.columns, p.part, p.n ? p.n : 1) != DT_OK) return dt_error(ctx);
     }
-    dt__unit_release(ctx, unit, 0, gathered);
+    dt__bucket_release(ctx, bucket, 0, gathered);
     return dt_error(ctx);
 }
 
-/* Elements of this rank's run of a state array, from the unit's element `from` on: where they are
-   if that is host memory, else copied to `host`. */
+/* Elements of this rank's shard of a state array, from the bucket's element `from` on. Returns
+   their address if they are in host memory, else copies them to `host`. */
 static const void *dt__state_get(
-    dt_zero *zero, dt__zero_unit *z, int array, size_t from, size_t n, void *host) {
-    size_t size = dt__zero_size(z), at = (from - z->first) * size;
+    dt_zero *zero, dt__zero_bucket *z, int array, size_t from, size_t n, void *host) {
+    size_t size = dt__zero_element_size(z), at = (from - z->offset) * size;
     char *here = (char *)(array == DT__MASTER ? z->master : z->state[array]);
     if (here && (!zero->ctx->kernels.alloc || dt__in_host(zero->desc.offload_optim)))
         return here + at;
@@ -3760,29 +3928,31 @@ static const void *dt__state_get(
         (dt__move(zero->ctx, host, here + at, n * size) != DT_OK || dt__sync(zero->ctx) != DT_OK))
         return NULL;
     if (here) return host;
-    int64_t offset = dt__disk_offset(zero, z->unit->index, array, zero->disk->slot) + (int64_t)at;
-    return dt__disk_now(zero, &z->read, 0, host, n * size, offset, "optimizer state") == DT_OK
+    int64_t offset = dt__disk_offset(zero, z->bucket->index, array, zero->disk->slot) + (int64_t)at;
+    return dt__disk_transfer_now(
+               zero, &z->disk_job, 0, host, n * size, offset, "optimizer state") == DT_OK
                ? host
                : NULL;
 }
 
-/* The other way. */
+/* Stores elements of a state array: the inverse of dt__state_get. */
 static dt_status dt__state_set(
-    dt_zero *zero, dt__zero_unit *z, int array, size_t from, size_t n, void *host) {
-    size_t size = dt__zero_size(z), at = (from - z->first) * size;
+    dt_zero *zero, dt__zero_bucket *z, int array, size_t from, size_t n, void *host) {
+    size_t size = dt__zero_element_size(z), at = (from - z->offset) * size;
     char *here = (char *)(array == DT__MASTER ? z->master : z->state[array]);
     if (here && dt__move(zero->ctx, here + at, host, n * size) == DT_OK) dt__sync(zero->ctx);
     if (here) return dt_error(zero->ctx);
-    int64_t offset = dt__disk_offset(zero, z->unit->index, array, zero->disk->slot) + (int64_t)at;
-    return dt__disk_now(zero, &z->read, 1, host, n * size, offset, "optimizer state");
+    int64_t offset = dt__disk_offset(zero, z->bucket->index, array, zero->disk->slot) + (int64_t)at;
+    return dt__disk_transfer_now(zero, &z->disk_job, 1, host, n * size, offset, "optimizer state");
 }
 
-/* Elements from .. to - 1 of a unit, which lie at `host`, into the file or out of it: parameter by
-   parameter, and of each what lies inside the full tensor. */
-static dt_status dt__state_move(dt_checkpoint *c, dt_weights *w, const dt_bucket *unit, int array,
-    size_t from, size_t to, char *host) {
-    size_t size = dt_dtype_size(unit->grad_dtype);
-    for (int i = unit->first_param; i < unit->first_param + unit->params; i++) {
+/* Resharding: transfers elements [from, to) of a bucket between `host` and the file. Walks each
+   parameter's local slice, and maps its contiguous runs to the full logical tensor, so that a file
+   does not depend on the layout. Overhang of a slice beyond the full tensor is skipped. */
+static dt_status dt__state_transfer(dt_checkpoint *c, dt_weights *w, const dt_bucket *bucket,
+    int array, size_t from, size_t to, char *host) {
+    size_t size = dt_dtype_size(bucket->grad_dtype);
+    for (int i = bucket->first_param; i < bucket->first_param + bucket->n_params; i++) {
         const dt_tensor *t = dt_param_get(c->ctx, i);
         const dt_param_info *p = t->param;
         size_t lo = p->offset > from ? p->offset : from,
@@ -3790,92 +3960,94 @@ static dt_status dt__state_move(dt_checkpoint *c, dt_weights *w, const dt_bucket
         if (lo >= hi) continue;
         char *name = dt__state_name(c->ctx, array, t->name);
         int index = dt_weights_find(w, name);
-        dt__box_walk walk = dt__box_begin(p->full, p->box);
-        dt__text_drop(c->ctx, name);
-        while (dt__box_next(&walk)) {
+        dt__slice_walk walk = dt__slice_begin(p->full, p->slice);
+        dt__string_free(c->ctx, name);
+        while (dt__slice_next(&walk)) {
             size_t at = p->offset + (size_t)walk.local, begin = at > lo ? at : lo;
-            size_t end = at + (size_t)walk.run < hi ? at + (size_t)walk.run : hi;
+            size_t end = at + (size_t)walk.count < hi ? at + (size_t)walk.count : hi;
             if (begin >= end) continue;
             int64_t first = walk.global + (int64_t)(begin - at), n = (int64_t)(end - begin);
             char *here = host + (begin - from) * size;
             if (w->writing)
-                dt_weights_write(w, index, first, n, unit->grad_dtype, here);
+                dt_weights_write(w, index, first, n, bucket->grad_dtype, here);
             else
-                dt_weights_read(w, index, first, n, unit->grad_dtype, here);
+                dt_weights_read(w, index, first, n, bucket->grad_dtype, here);
             if (dt_error(c->ctx) != DT_OK) return dt_error(c->ctx);
         }
     }
     return dt_error(c->ctx);
 }
 
-/* The state of a unit: this rank's run, shared out among those that hold copies of it. */
-static dt_status dt__save_state(dt_checkpoint *c, dt__zero_unit *z, char *host) {
+/* Saves the state of a bucket: the ranks that hold replicas of this shard each write a part. */
+static dt_status dt__save_state(dt_checkpoint *c, dt__zero_bucket *z, char *host) {
     dt_zero *zero = c->zero;
-    dt_comm *copies = zero->desc.stage == 0 ? z->data : z->copies;
-    size_t n = (size_t)dt_comm_size(copies), k = (size_t)dt_comm_rank(copies),
-           size = dt__zero_size(z);
-    size_t from = z->first + z->count / n * k,
-           to = k + 1 == n ? z->first + z->count : from + z->count / n;
+    dt_comm *replicas = zero->desc.stage == 0 ? z->data_group : z->replica_group;
+    size_t n = (size_t)dt_comm_size(replicas), k = (size_t)dt_comm_rank(replicas),
+           size = dt__zero_element_size(z);
+    size_t from = z->offset + z->count / n * k,
+           to = k + 1 == n ? z->offset + z->count : from + z->count / n;
     for (int a = 0; a <= DT__MASTER; a++)
-        for (size_t at = from, some; at < to && dt__ckpt_has(zero, z->unit, a); at += some) {
-            some = to - at < DT__CKPT_CHUNK / size ? to - at : DT__CKPT_CHUNK / size;
-            const void *here = dt__state_get(zero, z, a, at, some, host);
-            if (!here || dt__state_move(
-                             c, c->w[DT__OPTIM], z->unit, a, at, at + some, (char *)here) != DT_OK)
+        for (size_t at = from, n_chunk; at < to && dt__ckpt_has_array(zero, z->bucket, a);
+             at += n_chunk) {
+            n_chunk = to - at < DT__CKPT_CHUNK / size ? to - at : DT__CKPT_CHUNK / size;
+            const void *here = dt__state_get(zero, z, a, at, n_chunk, host);
+            if (!here || dt__state_transfer(c, c->w[DT__OPTIM], z->bucket, a, at, at + n_chunk,
+                             (char *)here) != DT_OK)
                 return dt_error(c->ctx);
-            dt__ckpt_progress(c, (double)some);
+            dt__ckpt_progress(c, (double)n_chunk);
         }
     return dt_error(c->ctx);
 }
 
-/* What 1-bit Adam's signs left over of a unit, into the file or out of it. */
-static dt_status dt__errors_move(dt_checkpoint *c, dt_weights *w, int u, char *host) {
-    dt__zero_unit *z = &c->zero->units[u];
-    size_t size = dt__zero_size(z), most = DT__CKPT_CHUNK / size;
+/* Transfers the errors of 1-bit Adam of a bucket to the file or from it. */
+static dt_status dt__errors_transfer(dt_checkpoint *c, dt_weights *w, int u, char *host) {
+    dt__zero_bucket *z = &c->zero->buckets[u];
+    size_t size = dt__zero_element_size(z), max_count = DT__CKPT_CHUNK / size;
     for (int e = 0; e < 2 && z->errors[e]; e++) {
         char name[64];
-        dt__error_name(c, u, e, name, sizeof name);
+        dt__onebit_error_name(c, u, e, name, sizeof name);
         int index = dt_weights_find(w, name);
         size_t count = z->error_bytes[e] / size;
         for (size_t at = 0, n; at < count && dt_error(c->ctx) == DT_OK; at += n) {
             char *here = (char *)z->errors[e] + at * size;
-            n = count - at < most ? count - at : most;
+            n = count - at < max_count ? count - at : max_count;
             if (!w->writing)
-                dt_weights_read(w, index, (int64_t)at, (int64_t)n, z->unit->grad_dtype, host);
+                dt_weights_read(w, index, (int64_t)at, (int64_t)n, z->bucket->grad_dtype, host);
             dt__move(c->ctx, w->writing ? host : here, w->writing ? here : host, n * size);
             if (dt__sync(c->ctx) != DT_OK || !w->writing) continue;
-            dt_weights_write(w, index, (int64_t)at, (int64_t)n, z->unit->grad_dtype, host);
+            dt_weights_write(w, index, (int64_t)at, (int64_t)n, z->bucket->grad_dtype, host);
         }
     }
     return dt_error(c->ctx);
 }
 
-/* All that this rank has to write. */
+/* Writes this rank's part of the checkpoint. */
 static dt_status dt__save_write(dt_checkpoint *c) {
     dt_zero *zero = c->zero;
     char *host = (char *)dt_alloc(c->ctx, DT_MEM_HOST, DT__CKPT_CHUNK, "saving");
     c->done = c->total = 0;
-    for (int u = 0; u < zero->n_units; u++) {
-        const dt__zero_unit *z = &zero->units[u];
-        double n = (double)dt_comm_size(zero->desc.stage == 0 ? z->data : z->copies);
-        c->total += (double)z->unit->count / dt_comm_size(z->data);
-        for (int a = 0; a <= DT__MASTER && !c->exports; a++)
-            c->total += dt__ckpt_has(zero, z->unit, a) * (double)z->count / n;
+    for (int u = 0; u < zero->n_buckets; u++) {
+        const dt__zero_bucket *z = &zero->buckets[u];
+        double n = (double)dt_comm_size(zero->desc.stage == 0 ? z->data_group : z->replica_group);
+        c->total += (double)z->bucket->count / dt_comm_size(z->data_group);
+        for (int a = 0; a <= DT__MASTER && !c->export_desc; a++)
+            c->total += dt__ckpt_has_array(zero, z->bucket, a) * (double)z->count / n;
     }
-    for (int u = 0; u < zero->n_units && host && dt_error(c->ctx) == DT_OK; u++) {
-        dt__zero_unit *z = &zero->units[u];
-        int writes = dt__ckpt_writes(zero, z->unit);
-        if (writes) dt__save_values(c, z);
-        dt__ckpt_progress(c, (double)z->unit->count / dt_comm_size(z->data));
-        if (writes && !c->exports && dt_error(c->ctx) == DT_OK) dt__save_state(c, z, host);
-        if (!c->exports && dt_error(c->ctx) == DT_OK) dt__errors_move(c, c->w[DT__OPTIM], u, host);
+    for (int u = 0; u < zero->n_buckets && host && dt_error(c->ctx) == DT_OK; u++) {
+        dt__zero_bucket *z = &zero->buckets[u];
+        int writes = dt__ckpt_is_writer(zero, z->bucket);
+        if (writes) dt__save_params(c, z);
+        dt__ckpt_progress(c, (double)z->bucket->count / dt_comm_size(z->data_group));
+        if (writes && !c->export_desc && dt_error(c->ctx) == DT_OK) dt__save_state(c, z, host);
+        if (!c->export_desc && dt_error(c->ctx) == DT_OK)
+            dt__errors_transfer(c, c->w[DT__OPTIM], u, host);
     }
     dt_free(c->ctx, DT_MEM_HOST, host, DT__CKPT_CHUNK);
     return dt_error(c->ctx);
 }
 
-/* The digests of all ranks' parts, and that every element was written once. */
-static dt_status dt__save_sums(dt_checkpoint *c) {
+/* Sums the ranks' digests, and checks that every element was written once. */
+static dt_status dt__save_digests(dt_checkpoint *c) {
     for (int f = 0; f < c->files; f++) {
         dt__ckpt_file *file = &c->file[f];
         size_t n = 5 * (size_t)file->n;
@@ -3888,11 +4060,11 @@ static dt_status dt__save_sums(dt_checkpoint *c) {
         for (int i = 0; i < file->n && dt_error(c->ctx) == DT_OK; i++) {
             const dt_weight *t = dt_weights_get(c->w[f], i);
             file->digest[i] = dt__digest_join(sums + 5 * i);
-            if (sums[5 * i + 4] != (double)c->w[f]->weight[i].due)
+            if (sums[5 * i + 4] != (double)c->w[f]->weight[i].expected)
                 dt_fail(c->ctx, DT_ERR_ARG,
                     "%s: %.0f of the %lld elements of '%s' would be written: is "
-                    "dt_zero_desc.mesh the mesh that cut it, and are its places right?",
-                    c->what, sums[5 * i + 4], (long long)c->w[f]->weight[i].due, t->name);
+                    "dt_zero_desc.mesh the mesh that sharded it, and is its map_weight right?",
+                    c->what, sums[5 * i + 4], (long long)c->w[f]->weight[i].expected, t->name);
         }
         dt_free(c->ctx, DT_MEM_HOST, sums, (n + 1) * sizeof *sums);
     }
@@ -3901,9 +4073,9 @@ static dt_status dt__save_sums(dt_checkpoint *c) {
 
 /* ---- the manifest ---- */
 
-static dt__zero_text dt__ckpt_layout(const dt_zero *zero) {
+static dt__item_text dt__ckpt_layout(const dt_zero *zero) {
     const dt_mesh_desc *n = &zero->mesh.sizes;
-    dt__zero_text t;
+    dt__item_text t;
     snprintf(t.s, sizeof t.s, "dp %d tp %d cp %d pp %d ep %d", n->dp, n->tp, n->cp, n->pp, n->ep);
     return t;
 }
@@ -3918,35 +4090,37 @@ static uint64_t dt__bytes_digest(const void *data, size_t bytes) {
     return dt__words_digest(0, data, bytes, 1);
 }
 
-/* A file: its size, how many bytes are header, their digest, and those of its tensors. */
+/* One file: its size, the size of its header, the header's digest, and the digests of its
+   tensors. */
 static void dt__manifest_file(const dt_checkpoint *c, dt_json_out *o, int f) {
     const dt__weight_file *file = &c->w[f]->file[0];
-    int64_t head = dt__head_bytes(c->w[f]);
+    int64_t head = dt__header_bytes(c->w[f]);
     dt_json_open(o, dt__ckpt_names[f], '{');
     dt_json_put_int(o, "bytes", file->bytes);
     dt_json_put_int(o, "header", head);
-    dt__put_hex(o, "digest", dt__bytes_digest(file->head, (size_t)head));
+    dt__put_hex(o, "digest", dt__bytes_digest(file->header, (size_t)head));
     dt_json_open(o, "tensors", '{');
     for (int i = 0; i < c->file[f].n; i++)
         dt__put_hex(o, dt_weights_get(c->w[f], i)->name, c->file[f].digest[i]);
-    dt_json_shut(o, '}');
-    dt_json_shut(o, '}');
+    dt_json_close(o, '}');
+    dt_json_close(o, '}');
 }
 
+/* Names of optimizers in manifest.json. */
 static const char *const dt__optimizers[] = { "adamw", "adam", "sgd", "onebit-adam", "own" };
 
-static void dt__manifest_beside(dt_json_out *o, const char *text) {
+static void dt__manifest_config_json(dt_json_out *o, const char *text) {
     if (!text) return;
     dt_json_open(o, "config.json", '{');
     dt_json_put_int(o, "bytes", (int64_t)strlen(text));
     dt_json_put_int(o, "header", (int64_t)strlen(text));
     dt__put_hex(o, "digest", dt__bytes_digest(text, strlen(text)));
     dt_json_open(o, "tensors", '{');
-    dt_json_shut(o, '}');
-    dt_json_shut(o, '}');
+    dt_json_close(o, '}');
+    dt_json_close(o, '}');
 }
 
-/* Its own digest goes last, over all before it: DT__MANIFEST_END bytes. */
+/* The manifest ends with the digest of all that precedes it: DT__MANIFEST_END bytes. */
 enum { DT__MANIFEST_END = 30 };
 static void dt__manifest_end(char *text, const char *data, size_t bytes) {
     uint64_t h = dt__zero_digest(bytes, data, bytes);
@@ -3967,48 +4141,48 @@ static dt_status dt__manifest_make(dt_checkpoint *c) {
     dt_json_put_string(&o, "seed", text);
     dt_json_put_string(&o, "layout", dt__ckpt_layout(zero).s);
     dt_json_put_string(&o, "optimizer", dt__optimizers[zero->desc.optimizer]);
-    dt_json_put_number(&o, "loss_scale", zero->scale);
-    dt_json_put_int(&o, "good_steps", zero->good);
-    dt_json_put_int(&o, "patience", zero->patience);
+    dt_json_put_number(&o, "loss_scale", zero->loss_scale);
+    dt_json_put_int(&o, "good_steps", zero->good_steps);
+    dt_json_put_int(&o, "patience", zero->hysteresis_left);
     dt_json_open(&o, "saved", '{');
-    for (int i = 0; i < c->desc.n_saved; i++) {
-        const dt_saved *s = &c->desc.saved[i];
+    for (int i = 0; i < c->desc.n_extra_state; i++) {
+        const dt_extra_state *s = &c->desc.extra_state[i];
         dt_json_open(&o, s->name, '[');
         for (int k = 0; k < s->count && dt_error(c->ctx) == DT_OK; k++) {
             if (!isfinite(s->values[k]))
                 dt_fail(c->ctx, DT_ERR_ARG,
                     "dt_checkpoint_save: number %d of '%s' is %g: only finite "
                     "ones can be saved",
-                    k, dt__name_text(s->name).s, s->values[k]);
+                    k, dt__printable_name(s->name).s, s->values[k]);
             else
                 dt_json_put_number(&o, NULL, s->values[k]);
         }
-        dt_json_shut(&o, ']');
+        dt_json_close(&o, ']');
     }
-    dt_json_shut(&o, '}');
+    dt_json_close(&o, '}');
     dt_json_put_string(&o, "config", c->desc.config);
     dt_json_open(&o, "files", '{');
     for (int f = 0; f < DT__CKPT_FILES; f++) dt__manifest_file(c, &o, f);
-    dt__manifest_beside(&o, w->beside);
-    dt_json_shut(&o, '}');
+    dt__manifest_config_json(&o, w->config_json);
+    dt_json_close(&o, '}');
     if (dt_error(c->ctx) == DT_OK) {
         dt__manifest_end(text, o.text, o.used);
         dt__json_write(&o, text, DT__MANIFEST_END);
     }
     w->manifest = o.text;
     w->manifest_bytes = o.used;
-    w->manifest_room = o.room;
+    w->manifest_capacity = o.capacity;
     return dt_error(c->ctx) == DT_OK ? dt__manifest_check(c) : dt_error(c->ctx);
 }
 
 /* ---- the steps of a save ---- */
 
-/* Rank 0 finds a name that is free, and tells it. */
+/* Rank 0 finds a free name, and tells it to all ranks. */
 static dt_status dt__save_name(dt_checkpoint *c) {
     dt_zero *zero = c->zero;
     dt__writer *w = c->writer;
-    /* which one of the step, and the number of its folder while it is written */
-    double told[2] = { 0, 0 };
+    /* number among the checkpoints of the step; number of the temporary folder */
+    double broadcast[2] = { 0, 0 };
     dt__ckpt_id newest = { -1, 0 }, id = { zero->step, 1 };
     char name[64];
     if (dt_ctx_rank(c->ctx) == 0) {
@@ -4018,7 +4192,7 @@ static dt_status dt__save_name(dt_checkpoint *c) {
         if (dt__newest_below(&w->io, w->dir, dt__ckpt_last, &newest) != 0)
             dt_fail(c->ctx, DT_ERR_IO, "dt_checkpoint_save: %s: %s", w->dir, dt__io_reason());
         dt__ckpt_name(newest, name, sizeof name);
-        if (dt__ckpt_before(c->known, newest))
+        if (dt__ckpt_before(c->newest_known, newest))
             dt_fail(c->ctx, DT_ERR_IO,
                 "dt_checkpoint_save: %s has %s already, which this job has not loaded: go on "
                 "from it, or save to another folder",
@@ -4028,43 +4202,44 @@ static dt_status dt__save_name(dt_checkpoint *c) {
             if (dt__newest_below(&w->io, w->dir, next, &newest) != 0)
                 dt_fail(c->ctx, DT_ERR_IO, "dt_checkpoint_save: %s: %s", w->dir, dt__io_reason());
         }
-        told[0] = newest.step == id.step ? newest.again + 1 : 1;
-        told[1] = (double)((now ^ pid) >> 4 & 0xffffff);
+        broadcast[0] = newest.step == id.step ? newest.repeat + 1 : 1;
+        broadcast[1] = (double)((now ^ pid) >> 4 & 0xffffff);
     }
-    if (dt_sum_doubles(zero->mesh.world, told, 2) != DT_OK) return dt_error(c->ctx);
-    id.again = (int)told[0];
+    if (dt_sum_doubles(zero->mesh.world, broadcast, 2) != DT_OK) return dt_error(c->ctx);
+    id.repeat = (int)broadcast[0];
     w->step = id.step;
-    w->again = id.again;
-    if (dt__ckpt_before(c->known, id)) c->known = id;
+    w->repeat = id.repeat;
+    if (dt__ckpt_before(c->newest_known, id)) c->newest_known = id;
     dt__ckpt_name(id, name, sizeof name);
     dt__writer_path(w, w->final, w->dir, name);
-    snprintf(name + strlen(name), sizeof name - strlen(name), ".%06x.tmp", (unsigned)told[1]);
+    snprintf(name + strlen(name), sizeof name - strlen(name), ".%06x.tmp", (unsigned)broadcast[1]);
     dt__writer_path(w, w->temp, w->dir, name);
     for (int f = 0; f < DT__CKPT_FILES; f++)
         dt__writer_path(w, w->path[f], w->temp, dt__ckpt_names[f]);
     return dt_error(c->ctx);
 }
 
-/* What the writer could not do becomes the rank's failure. */
+/* Turns a failure of the writer into a failure of the rank. */
 static dt_status dt__writer_check(dt_checkpoint *c) {
     if (!c->writer->why[0] || dt_error(c->ctx) != DT_OK) return dt_error(c->ctx);
     return dt_fail(c->ctx, DT_ERR_IO, "%s: %s", c->what, c->writer->why);
 }
 
-/* [collective: world] Rank 0 makes the files with their headers; the others then find them, or see
-   another folder. */
-static dt_status dt__save_make(dt_checkpoint *c) {
+/* [collective: world] Rank 0 creates the files with their headers. The others must then find them,
+   or they see a different folder. */
+static dt_status dt__save_create_files(dt_checkpoint *c) {
     dt__writer *w = c->writer;
     int first = dt_ctx_rank(c->ctx) == 0;
     errno = 0;
-    w->made = first && !c->exports && !w->why[0] && w->io.make(w->io.user, w->temp) == 0;
-    if (first && !c->exports && !w->made) dt__writer_fail(w, w->temp, "making the folder");
+    w->created =
+        first && !c->export_desc && !w->why[0] && w->io.make_folder(w->io.user, w->temp) == 0;
+    if (first && !c->export_desc && !w->created) dt__writer_fail(w, w->temp, "making the folder");
     for (int f = 0; f < c->files && first; f++) {
         w->fd[f] = dt__writer_create(w, w->path[f], c->w[f]->file[0].bytes);
-        w->made |= w->fd[f] >= 0;
+        w->created |= w->fd[f] >= 0;
         if (w->fd[f] >= 0)
             dt__writer_put(
-                w, w->path[f], w->fd[f], c->w[f]->file[0].head, dt__head_bytes(c->w[f]), 0);
+                w, w->path[f], w->fd[f], c->w[f]->file[0].header, dt__header_bytes(c->w[f]), 0);
     }
     if (dt__writer_check(c) != DT_OK || dt_barrier(c->zero->mesh.world) != DT_OK)
         return dt_error(c->ctx);
@@ -4084,31 +4259,31 @@ static dt_status dt__save_make(dt_checkpoint *c) {
     return dt__writer_check(c);
 }
 
-/* The end of a save, good or bad. A thread that was left behind keeps what is the writer's. */
+/* Ends a save, successful or not. An abandoned thread keeps the writer's memory. */
 static void dt__save_end(dt_checkpoint *c) {
     dt__writer *w = c->writer;
-    dt__list_drop(c);
-    c->saving = 0;
-    if (w->lost) return;
+    dt__list_free(c);
+    c->saving = DT__SAVE_IDLE;
+    if (w->abandoned) return;
     for (int f = 0; f < DT__CKPT_FILES; f++) {
         if (w->fd[f] >= 0) w->io.close(w->io.user, w->fd[f]);
         w->fd[f] = -1;
     }
-    dt__copies_reuse(w);
-    dt_free(c->ctx, DT_MEM_HOST, w->manifest, w->manifest_room);
+    dt__staging_reuse(w);
+    dt_free(c->ctx, DT_MEM_HOST, w->manifest, w->manifest_capacity);
     w->manifest = NULL;
-    if (c->exports) return;
-    if (dt_error(c->ctx) != DT_OK && w->made) dt__ckpt_remove(&w->io, w->temp);
-    w->made = 0;
+    if (c->export_desc) return;
+    if (dt_error(c->ctx) != DT_OK && w->created) dt__ckpt_remove(&w->io, w->temp);
+    w->created = 0;
 }
 
-/* The writer begins, at once or in its thread. That there is none is told: steps wait for the disk
-   then. */
-static void dt__save_go(dt_checkpoint *c, int publishing) {
+/* Starts the writer, at once or on its thread. Logs a notice if no thread could be started, because
+   steps then wait for the disk. */
+static void dt__save_start(dt_checkpoint *c, int committing) {
     dt__writer *w = c->writer;
-    c->moved = -1;
-    dt__writer_go(w, publishing);
-    if (c->desc.background && !w->runs && !publishing)
+    c->progress_seen = -1;
+    dt__writer_start(w, committing);
+    if (c->desc.background && !w->has_thread && !committing)
         dt_log(c->ctx, DT_LOG_NOTICE,
             "%s: no thread to write it in the background: it was written at once", w->final);
 }
@@ -4120,73 +4295,76 @@ dt_status dt_checkpoint_save(dt_checkpoint *c) {
     dt__writer *w = c->writer;
     if (!c->desc.dir)
         return dt_fail(c->ctx, DT_ERR_ARG, "dt_checkpoint_save: dt_checkpoint_desc.dir is NULL");
-    for (int u = 0; u < zero->n_units; u++)
-        if (zero->units[u].over || zero->units[u].filled || zero->units[u].unit->filled)
+    for (int u = 0; u < zero->n_buckets; u++)
+        if (zero->buckets[u].reduced || zero->buckets[u].accumulated ||
+            zero->buckets[u].bucket->accumulated)
             return dt_fail(c->ctx, DT_ERR_ARG,
                 "dt_checkpoint_save: after dt_zero_step and before the next backward, "
                 "for gradients are not saved");
     if (dt__save_wait(c) != DT_OK) return dt_error(c->ctx);
     w->background = c->desc.background;
     if (dt__save_name(c) == DT_OK && dt__list_make(c, w->temp) == DT_OK &&
-        dt__save_make(c) == DT_OK && dt__save_write(c) == DT_OK && dt__save_sums(c) == DT_OK &&
+        dt__save_create_files(c) == DT_OK && dt__save_write(c) == DT_OK &&
+        dt__save_digests(c) == DT_OK &&
         (dt_ctx_rank(c->ctx) != 0 || dt__manifest_make(c) == DT_OK)) {
-        c->saving = 1;
-        dt__save_go(c, 0);
-        if (!c->desc.background) dt__save_wait(c); /* not w->background: all ranks, or none */
+        c->saving = DT__SAVE_WRITING;
+        dt__save_start(c, 0);
+        /* desc.background, not w->background: equal on all ranks */
+        if (!c->desc.background) dt__save_wait(c);
     }
     if (dt_error(c->ctx) != DT_OK) dt__save_end(c);
     return dt_error(c->ctx);
 }
 
-/* A thread that the disk does not let go is left behind with what it uses. */
+/* Waits for the thread. A thread stuck in the disk is abandoned with what it uses. */
 static void dt__writer_join(dt_checkpoint *c) {
     dt__writer *w = c->writer;
     const dt_host *host = dt_ctx_host(c->ctx);
-    double limit = dt__disk_limit(c->ctx);
+    double limit = dt__disk_timeout(c->ctx);
     dt__stopwatch watch = dt__stopwatch_start(host, limit);
-    while (w->runs && !__atomic_load_n(&w->done, __ATOMIC_ACQUIRE) && !w->lost) {
-        if (dt__waited(&watch) > limit) w->lost = 1;
+    while (w->has_thread && !__atomic_load_n(&w->done, __ATOMIC_ACQUIRE) && !w->abandoned) {
+        if (dt__waited(&watch) > limit) w->abandoned = 1;
         host->sleep(host->user, 1e-4);
     }
-    if (w->runs && w->lost)
+    if (w->has_thread && w->abandoned)
         pthread_detach(w->thread);
-    else if (w->runs)
+    else if (w->has_thread)
         pthread_join(w->thread, NULL);
-    w->runs = 0;
+    w->has_thread = 0;
 }
 
-/* A disk that has not answered this rank's thread for as long as ranks wait for each other fails:
-   who polls would wait for ever. The thread is on its own from then on. */
+/* Fails if the disk has not answered this rank's thread within the ranks' timeout: polling would
+   never end. The thread is abandoned. */
 static void dt__writer_watch(dt_checkpoint *c) {
     dt__writer *w = c->writer;
     const dt_host *host = dt_ctx_host(c->ctx);
-    double limit = dt__disk_limit(c->ctx);
-    int64_t moved = __atomic_load_n(&w->moved, __ATOMIC_RELAXED);
-    if (moved != c->moved) {
+    double limit = dt__disk_timeout(c->ctx);
+    int64_t progress = __atomic_load_n(&w->progress, __ATOMIC_RELAXED);
+    if (progress != c->progress_seen) {
         c->watch = dt__stopwatch_start(host, limit);
-        c->watch.most = limit / 8; /* no cap of 1 s: two looks may be a step apart */
+        c->watch.max_gap = limit / 8; /* no cap of 1 s: two polls may be a step apart */
     }
-    c->moved = moved;
+    c->progress_seen = progress;
     if (dt__waited(&c->watch) <= limit) return;
-    w->lost = 1;
+    w->abandoned = 1;
     dt_fail(c->ctx, DT_ERR_TIMEOUT, "%s: %s: no answer from the disk within %g s", c->what,
         w->final, limit);
 }
 
 int dt_checkpoint_poll(dt_checkpoint *c) {
-    if (!c || dt_error(c->ctx) != DT_OK || !c->saving) return 1;
+    if (!c || dt_error(c->ctx) != DT_OK || c->saving == DT__SAVE_IDLE) return 1;
     dt__writer *w = c->writer;
-    dt_comm *world = dt_world(c->ctx); /* c->zero may be gone */
-    double over = __atomic_load_n(&w->done, __ATOMIC_ACQUIRE), all[2] = { over, 0 };
-    if (over > 0 && w->why[0]) all[1] = 1;
-    if (over == 0) dt__writer_watch(c);
+    dt_comm *world = dt_world(c->ctx); /* c->zero may be freed */
+    double finished = __atomic_load_n(&w->done, __ATOMIC_ACQUIRE), all[2] = { finished, 0 };
+    if (finished > 0 && w->why[0]) all[1] = 1;
+    if (finished == 0) dt__writer_watch(c);
     if (dt_sum_doubles(world, all, 2) == DT_OK && all[0] < dt_comm_size(world)) return 0;
     dt__writer_join(c);
     if (dt_error(c->ctx) == DT_OK && all[1] > 0 && dt__writer_check(c) == DT_OK)
-        dt_barrier(world); /* another rank's failure reaches this one here */
-    if (dt_error(c->ctx) == DT_OK && c->saving == 1) {
-        c->saving = 2;
-        if (dt_ctx_rank(c->ctx) == 0) dt__save_go(c, 1);
+        dt_barrier(world); /* receives another rank's failure */
+    if (dt_error(c->ctx) == DT_OK && c->saving == DT__SAVE_WRITING) {
+        c->saving = DT__SAVE_COMMITTING;
+        if (dt_ctx_rank(c->ctx) == 0) dt__save_start(c, 1);
         return 0;
     }
     if (dt_error(c->ctx) == DT_OK) memcpy(c->path, w->final, sizeof c->path);
@@ -4194,7 +4372,7 @@ int dt_checkpoint_poll(dt_checkpoint *c) {
     return 1;
 }
 
-/* [collective: world] Until no save is under way. */
+/* [collective: world] Polls until no save is under way. */
 static dt_status dt__save_wait(dt_checkpoint *c) {
     const dt_host *host = dt_ctx_host(c->ctx);
     while (!dt_checkpoint_poll(c))
@@ -4204,18 +4382,19 @@ static dt_status dt__save_wait(dt_checkpoint *c) {
 
 /* ---- opening and closing ---- */
 
-/* The folder's own name lasts after this. Whoever made it may have been killed before, so every job
-   does it. Who may not read the folder above it cannot; that one others have made. */
-static void dt__dir_sync(dt__writer *w) {
+/* fsync of the folder above: makes this folder's own name last. Every job does it, because the job
+   that created the folder may have been killed before. Without permission to read the folder above
+   (EACCES) it is skipped: others created it. */
+static void dt__dir_sync_parent(dt__writer *w) {
     char above[DT__CKPT_PATH];
     const char *slash = strrchr(w->dir, '/');
     snprintf(
         above, sizeof above, "%.*s", slash ? (int)(slash - w->dir) + 1 : 1, slash ? w->dir : ".");
-    dt__writer_sync(w, above, EACCES);
+    dt__writer_sync_dir(w, above, EACCES);
 }
 
-/* The folder, which is made, and its lock. Rank 0. */
-static void dt__dir_take(dt_checkpoint *c) {
+/* Creates the folder if missing, and locks it. Rank 0. */
+static void dt__dir_lock(dt_checkpoint *c) {
     dt__writer *w = c->writer;
     char path[DT__CKPT_PATH], text[400] = "", host[200] = "";
     dt__writer_path(w, path, w->dir, "lock");
@@ -4223,7 +4402,8 @@ static void dt__dir_take(dt_checkpoint *c) {
     int fd = w->why[0] ? -1 : w->io.open(w->io.user, path, DT_IO_LOCK);
     if (fd < 0 && errno == ENOENT && !w->why[0]) {
         errno = 0;
-        if (w->io.make(w->io.user, w->dir) != 0) dt__writer_fail(w, w->dir, "making the folder");
+        if (w->io.make_folder(w->io.user, w->dir) != 0)
+            dt__writer_fail(w, w->dir, "making the folder");
         errno = 0;
         fd = w->why[0] ? -1 : w->io.open(w->io.user, path, DT_IO_LOCK);
     }
@@ -4245,65 +4425,70 @@ static void dt__dir_take(dt_checkpoint *c) {
             w->dir, dt__io_reason());
     dt__read_text(&w->io, "/proc/sys/kernel/hostname", host, sizeof host);
     host[strcspn(host, "\n")] = 0;
-    snprintf(c->mark, sizeof c->mark, "process %ld on %.200s\n%.6f\n", (long)getpid(),
+    snprintf(c->lock_text, sizeof c->lock_text, "process %ld on %.200s\n%.6f\n", (long)getpid(),
         host[0] ? host : "a host without a name",
         dt_ctx_host(c->ctx)->now(dt_ctx_host(c->ctx)->user));
     w->io.resize(w->io.user, fd, 0);
-    dt__writer_put(w, path, fd, c->mark, (int64_t)strlen(c->mark), 0);
-    dt__dir_sync(w);
-    dt__sweep sweep = { &w->io, w->dir };
-    w->io.list(w->io.user, w->dir, dt__sweep_one, &sweep);
+    dt__writer_put(w, path, fd, c->lock_text, (int64_t)strlen(c->lock_text), 0);
+    dt__dir_sync_parent(w);
+    dt__tmp_sweep sweep = { &w->io, w->dir };
+    w->io.list_folder(w->io.user, w->dir, dt__tmp_sweep_one, &sweep);
 }
 
-static int dt__by_saved_name(const void *user, uint32_t a, uint32_t b) {
-    const dt_saved *saved = (const dt_saved *)user;
+static int dt__by_extra_state_name(const void *user, uint32_t a, uint32_t b) {
+    const dt_extra_state *saved = (const dt_extra_state *)user;
     return strcmp(saved[a].name, saved[b].name) < 0;
 }
 
-static dt_status dt__saved_names(dt_ctx *ctx, const dt_saved *saved, size_t n) {
+static dt_status dt__extra_state_check_names(dt_ctx *ctx, const dt_extra_state *saved, size_t n) {
     uint32_t *order = (uint32_t *)dt_alloc(ctx, DT_MEM_HOST, 2 * n * sizeof *order, "names");
     for (size_t i = 0; i < n && order; i++) order[i] = (uint32_t)i;
-    if (order && n > 1) dt__sort(order, order + n, n, dt__by_saved_name, saved);
+    if (order && n > 1) dt__sort(order, order + n, n, dt__by_extra_state_name, saved);
     for (size_t i = 1; i < n && order; i++)
-        if (!dt__by_saved_name(saved, order[i - 1], order[i]))
-            dt_fail(ctx, DT_ERR_ARG, "dt_checkpoint_open: saved[%u] and saved[%u] are both '%s'",
-                (unsigned)order[i - 1], (unsigned)order[i], dt__name_text(saved[order[i]].name).s);
+        if (!dt__by_extra_state_name(saved, order[i - 1], order[i]))
+            dt_fail(ctx, DT_ERR_ARG,
+                "dt_checkpoint_open: extra_state[%u] and extra_state[%u] are both '%s'",
+                (unsigned)order[i - 1], (unsigned)order[i],
+                dt__printable_name(saved[order[i]].name).s);
     dt_free(ctx, DT_MEM_HOST, order, 2 * n * sizeof *order);
     return dt_error(ctx);
 }
 
-/* Refuses data that no manifest can hold and load again; the limits are dt_json_parse's. */
-static dt_status dt__desc_check(dt_ctx *ctx, const dt_checkpoint_desc *d) {
+/* Refuses data that a manifest cannot hold and load again; the limits are dt_json_parse's. */
+static dt_status dt__checkpoint_desc_check(dt_ctx *ctx, const dt_checkpoint_desc *d) {
     dt_json_out config = { ctx, NULL, 0, 0 };
     double numbers = 0, bytes = 0;
-    if (d->n_saved < 0 || (d->n_saved > 0 && !d->saved))
-        return dt_fail(ctx, DT_ERR_ARG, "dt_checkpoint_open: n_saved is %d, and saved %s",
-            d->n_saved, d->saved ? "an array" : "NULL");
-    for (int i = 0; i < d->n_saved; i++) {
-        const dt_saved *s = &d->saved[i];
+    if (d->n_extra_state < 0 || (d->n_extra_state > 0 && !d->extra_state))
+        return dt_fail(ctx, DT_ERR_ARG,
+            "dt_checkpoint_open: n_extra_state is %d, and extra_state %s", d->n_extra_state,
+            d->extra_state ? "an array" : "NULL");
+    for (int i = 0; i < d->n_extra_state; i++) {
+        const dt_extra_state *s = &d->extra_state[i];
         size_t length = s->name ? strlen(s->name) : 0;
         if (length < 1 || length > DT__JSON_STRING)
             return dt_fail(ctx, DT_ERR_ARG,
-                "dt_checkpoint_open: the name of saved[%d] has %zu bytes; "
+                "dt_checkpoint_open: the name of extra_state[%d] has %zu bytes; "
                 "1 to %d",
                 i, length, DT__JSON_STRING);
         if (s->count < 0 || (s->count > 0 && !s->values))
             return dt_fail(ctx, DT_ERR_ARG,
-                "dt_checkpoint_open: saved[%d], '%s', has %d numbers at %s", i,
-                dt__name_text(s->name).s, s->count, s->values ? "values" : "NULL");
+                "dt_checkpoint_open: extra_state[%d], '%s', has %d numbers at %s", i,
+                dt__printable_name(s->name).s, s->count, s->values ? "values" : "NULL");
         numbers += s->count;
         bytes += 6.0 * (double)length; /* every byte as \u00xx */
     }
-    if (dt__saved_names(ctx, d->saved, (size_t)d->n_saved) != DT_OK) return dt_error(ctx);
-    size_t text = d->config ? strlen(d->config) : 0, beside = d->beside ? strlen(d->beside) : 0;
+    if (dt__extra_state_check_names(ctx, d->extra_state, (size_t)d->n_extra_state) != DT_OK)
+        return dt_error(ctx);
+    size_t text = d->config ? strlen(d->config) : 0,
+           beside = d->config_json ? strlen(d->config_json) : 0;
     if (text > DT__JSON_STRING || beside > DT__JSON_BYTES)
         return dt_fail(ctx, DT_ERR_ARG,
-            "dt_checkpoint_open: config has %zu bytes and beside %zu; at "
+            "dt_checkpoint_open: config has %zu bytes and config_json %zu; at "
             "most %d and %d",
             text, beside, DT__JSON_STRING, DT__JSON_BYTES);
     dt_json_put_string(&config, NULL, d->config);
     bytes += (double)config.used + 25 * numbers; /* -1.2345678901234567e-300, */
-    dt_json_drop(&config);
+    dt_json_out_free(&config);
     if (bytes > DT__JSON_BYTES)
         return dt_fail(ctx, DT_ERR_ARG,
             "dt_checkpoint_open: %.0f saved numbers, their names and config "
@@ -4312,20 +4497,20 @@ static dt_status dt__desc_check(dt_ctx *ctx, const dt_checkpoint_desc *d) {
     return dt_error(ctx);
 }
 
-/* Whatever is left when the context ends, or at dt_checkpoint_close. */
+/* Frees the checkpoint, at dt_checkpoint_close or when the context ends. */
 static void dt__ckpt_free(dt_ctx *ctx, void *user) {
     dt_checkpoint *c = (dt_checkpoint *)user;
     dt__writer *w = c->writer;
     if (w) dt__writer_join(c);
     if (w) dt__save_end(c);
-    /* who is left behind still writes there */
-    if (w && c->lock >= 0 && !w->lost) w->io.close(w->io.user, c->lock);
-    if (w && !w->lost) {
-        dt__copies_free(c);
-        dt__text_drop(ctx, w->beside);
+    /* an abandoned thread may still write there: keep the lock */
+    if (w && c->lock >= 0 && !w->abandoned) w->io.close(w->io.user, c->lock);
+    if (w && !w->abandoned) {
+        dt__staging_free(c);
+        dt__string_free(ctx, w->config_json);
         dt_free(ctx, DT_MEM_HOST, w, sizeof *w);
     }
-    dt__text_drop(ctx, c->config);
+    dt__string_free(ctx, c->config);
     dt_free(ctx, DT_MEM_HOST, c, sizeof *c);
 }
 
@@ -4333,11 +4518,11 @@ dt_checkpoint *dt_checkpoint_open(dt_zero *zero, dt_checkpoint_desc desc) {
     dt_ctx *ctx = zero ? zero->ctx : NULL;
     if (!ctx || dt_error(ctx) != DT_OK) return NULL;
     const dt_io *io = dt_ctx_io(ctx);
-    if (!io->make || !io->list || !io->lock || !io->remove_folder)
+    if (!io->make_folder || !io->list_folder || !io->lock || !io->remove_folder)
         dt_fail(ctx, DT_ERR_UNSUPPORTED,
             "dt_checkpoint_open: the io table has no folders: make, list, "
             "lock and remove_folder");
-    if (dt__desc_check(ctx, &desc) != DT_OK) return NULL;
+    if (dt__checkpoint_desc_check(ctx, &desc) != DT_OK) return NULL;
     dt_checkpoint *c = (dt_checkpoint *)dt__host_zeroed(ctx, sizeof *c, "a checkpoint");
     if (!c) return NULL;
     c->ctx = ctx;
@@ -4345,28 +4530,30 @@ dt_checkpoint *dt_checkpoint_open(dt_zero *zero, dt_checkpoint_desc desc) {
     c->desc = desc;
     c->files = DT__CKPT_FILES;
     c->lock = -1;
-    c->known = dt__ckpt_none;
+    c->newest_known = dt__ckpt_none;
     c->writer = (dt__writer *)dt__host_zeroed(ctx, sizeof *c->writer, "a checkpoint");
     if (c->writer) {
         dt__writer *w = c->writer;
         w->io = *io;
         w->fd[DT__MODEL] = w->fd[DT__OPTIM] = -1;
         w->keep = desc.keep;
-        w->beside = desc.beside ? dt__join(ctx, desc.beside, strlen(desc.beside), "") : NULL;
+        w->config_json = desc.config_json
+                             ? dt__concat_text(ctx, desc.config_json, strlen(desc.config_json), "")
+                             : NULL;
         if (desc.dir && !*desc.dir)
             dt_fail(ctx, DT_ERR_ARG, "dt_checkpoint_open: a folder without a name");
         if (desc.dir && snprintf(w->dir, sizeof w->dir, "%s", desc.dir) >= (int)sizeof w->dir)
             dt_fail(
                 ctx, DT_ERR_ARG, "dt_checkpoint_open: %.80s...: the path is too long", desc.dir);
         for (size_t n = strlen(w->dir); n > 1 && w->dir[n - 1] == '/'; n--) w->dir[n - 1] = 0;
-        if (desc.dir && dt_ctx_rank(ctx) == 0 && dt_error(ctx) == DT_OK) dt__dir_take(c);
+        if (desc.dir && dt_ctx_rank(ctx) == 0 && dt_error(ctx) == DT_OK) dt__dir_lock(c);
         c->what = "dt_checkpoint_open";
         dt__writer_check(c);
         c->what = "dt_checkpoint_save";
     }
     for (int i = 0; i < dt_param_count(ctx) && dt_error(ctx) == DT_OK; i++) {
-        dt_file_place p; /* report a bad name now, not at a save hours later */
-        dt__ckpt_place(c, dt_param_get(ctx, i), &p);
+        dt_weight_map p; /* fail for a bad name now, not at a save hours later */
+        dt__ckpt_map_weight(c, dt_param_get(ctx, i), &p);
         for (int k = 0; k < p.n && dt_error(ctx) == DT_OK; k++)
             dt__name_check(ctx, c->what, p.name[k]);
     }
@@ -4379,7 +4566,7 @@ dt_checkpoint *dt_checkpoint_open(dt_zero *zero, dt_checkpoint_desc desc) {
     return NULL;
 }
 
-/* What dt_zero_export needs of a checkpoint: one file, its list of tensors and a writer. */
+/* dt_zero_export uses a checkpoint of one file. */
 static dt_status dt__export(dt_checkpoint *c, const char *path) {
     dt__writer *w = c->writer;
     const char *slash = strrchr(path, '/');
@@ -4388,16 +4575,16 @@ static dt_status dt__export(dt_checkpoint *c, const char *path) {
     snprintf(w->path[DT__MODEL], sizeof w->path[DT__MODEL], "%.1019s.tmp", w->final);
     snprintf(
         w->dir, sizeof w->dir, "%.*s", slash ? (int)(slash - path) + 1 : 1, slash ? path : ".");
-    if (dt__list_make(c, w->path[DT__MODEL]) != DT_OK || dt__save_make(c) != DT_OK ||
-        dt__save_write(c) != DT_OK || dt__save_sums(c) != DT_OK)
+    if (dt__list_make(c, w->path[DT__MODEL]) != DT_OK || dt__save_create_files(c) != DT_OK ||
+        dt__save_write(c) != DT_OK || dt__save_digests(c) != DT_OK)
         return dt_error(c->ctx);
-    dt__writer_finish(w);
+    dt__writer_flush(w);
     if (dt__writer_check(c) != DT_OK || dt_barrier(c->zero->mesh.world) != DT_OK)
         return dt_error(c->ctx);
     errno = 0;
     if (dt_ctx_rank(c->ctx) == 0 && w->io.rename(w->io.user, w->path[DT__MODEL], w->final) != 0)
         dt__writer_fail(w, w->final, "rename");
-    if (dt_ctx_rank(c->ctx) == 0) dt__writer_sync(w, w->dir, 0);
+    if (dt_ctx_rank(c->ctx) == 0) dt__writer_sync_dir(w, w->dir, 0);
     return dt__writer_check(c) == DT_OK ? dt_barrier(c->zero->mesh.world) : dt_error(c->ctx);
 }
 
@@ -4410,8 +4597,8 @@ dt_status dt_zero_export(dt_zero *zero, const char *path, dt_export_desc desc) {
     c.ctx = zero->ctx;
     c.what = "dt_zero_export";
     c.files = 1;
-    c.exports = &desc;
-    c.desc.place = desc.place;
+    c.export_desc = &desc;
+    c.desc.map_weight = desc.map_weight;
     c.desc.user = desc.user;
     c.writer = (dt__writer *)dt__host_zeroed(c.ctx, sizeof *c.writer, c.what);
     if (!c.writer) return dt_error(c.ctx);
@@ -4419,7 +4606,7 @@ dt_status dt_zero_export(dt_zero *zero, const char *path, dt_export_desc desc) {
     c.writer->fd[DT__MODEL] = c.writer->fd[DT__OPTIM] = -1;
     dt__export(&c, path);
     dt__save_end(&c);
-    if (dt_error(c.ctx) != DT_OK && c.writer->made)
+    if (dt_error(c.ctx) != DT_OK && c.writer->created)
         c.writer->io.remove(c.writer->io.user, c.writer->path[DT__MODEL]);
     dt_free(c.ctx, DT_MEM_HOST, c.writer, sizeof *c.writer);
     return dt_error(c.ctx);
@@ -4439,106 +4626,106 @@ dt_status dt_checkpoint_close(dt_checkpoint *c) {
 
 // ==== 19. Checkpoints: loading ==================================================================
 
-/* A checkpoint that is looked at, in a context of its own: that it is damaged is no failure of the
-   rank's. */
-typedef struct dt__found {
-    dt_ctx *aside;
+/* A checkpoint that is being examined, in a context of its own: damage is no failure of the
+   rank. */
+typedef struct dt__candidate {
+    dt_ctx *probe;
     char *text; /* the manifest */
     size_t bytes;
     dt_json *json;
     dt_weights *w[DT__CKPT_FILES];
     char path[DT__CKPT_PATH];
-    char name[DT__CKPT_PATH + 32]; /* of the manifest: json keeps pointing to it */
+    char name[DT__CKPT_PATH + 32]; /* of the manifest; json points to it */
     int state;
-    char why[700]; /* what is wrong with it */
-} dt__found;
+    char why[700]; /* what is wrong */
+} dt__candidate;
 
-/* The states of a checkpoint, the worst last. Only a damaged one is skipped for the one before: one
-   that could not be read (permissions, descriptors, memory, the disk) may be intact. */
-enum { DT__WHOLE = 0, DT__DAMAGED, DT__NEWER /* whole, but of a newer format */, DT__UNREAD };
+/* States of a checkpoint, the worst last. Only a damaged one is skipped in favour of an older one:
+   one that could not be read (permissions, descriptors, memory, the disk) may be intact. */
+enum { DT__INTACT = 0, DT__DAMAGED, DT__NEWER /* intact, but of a newer format */, DT__UNREADABLE };
 
-static void dt__found_log(void *user, int level, int rank, const char *text) {
+static void dt__candidate_log(void *user, int level, int rank, const char *text) {
     (void)user, (void)level, (void)rank, (void)text;
 }
 
-static void dt__found_close(dt__found *f) {
+static void dt__candidate_close(dt__candidate *f) {
     dt_json_free(f->json);
-    if (f->text) dt_free(f->aside, DT_MEM_HOST, f->text, f->bytes + 1);
-    dt_ctx_free(f->aside); /* and the open files with it */
-    f->aside = NULL;
+    if (f->text) dt_free(f->probe, DT_MEM_HOST, f->text, f->bytes + 1);
+    dt_ctx_free(f->probe); /* closes the open files */
+    f->probe = NULL;
     f->text = NULL;
     f->json = NULL;
 }
 
-static int dt__found_open(const dt_checkpoint *c, dt__found *f) {
+static int dt__candidate_open(const dt_checkpoint *c, dt__candidate *f) {
     dt_ctx_desc d;
     dt_host host = *dt_ctx_host(c->ctx);
-    host.log = dt__found_log;
+    host.log = dt__candidate_log;
     memset(&d, 0, sizeof d);
     memset(f->w, 0, sizeof f->w);
     d.host = &host;
     d.io = dt_ctx_io(c->ctx);
-    d.kernels = dt_kernels_cpu(); /* a queue of its own would be another device's */
+    d.kernels = dt_kernels_cpu(); /* host memory suffices; no stream of a device */
     f->why[0] = 0;
-    f->state = DT__WHOLE;
-    f->aside = dt_ctx_make(d);
-    return f->aside ? 1
+    f->state = DT__INTACT;
+    f->probe = dt_ctx_make(d);
+    return f->probe ? 1
                     : (dt_fail(c->ctx, DT_ERR_MEM, "dt_checkpoint_load: no memory to look at %s",
                            f->path),
                           0);
 }
 
-/* Takes what failed in the context aside. */
-static void dt__found_why(dt__found *f) {
-    const char *text = dt_error_text(f->aside);
-    if (f->why[0] || dt_error(f->aside) == DT_OK) return;
-    if (f->aside->unread || dt_error(f->aside) == DT_ERR_MEM) f->state = DT__UNREAD;
-    if (f->state == DT__WHOLE) f->state = DT__DAMAGED;
+/* Records the failure of the probe context. */
+static void dt__candidate_note_error(dt__candidate *f) {
+    const char *text = dt_error_text(f->probe);
+    if (f->why[0] || dt_error(f->probe) == DT_OK) return;
+    if (f->probe->read_failed || dt_error(f->probe) == DT_ERR_MEM) f->state = DT__UNREADABLE;
+    if (f->state == DT__INTACT) f->state = DT__DAMAGED;
     snprintf(f->why, sizeof f->why, "%s", strncmp(text, "rank 0: ", 8) == 0 ? text + 8 : text);
 }
 
-/* Checks that the manifest's text is complete and of this format. */
-static void dt__found_parse(dt__found *f) {
+/* Checks that the manifest is complete and of this format. */
+static void dt__candidate_parse(dt__candidate *f) {
     char end[DT__MANIFEST_END + 1];
     int64_t version = 0;
     size_t last = f->bytes < DT__MANIFEST_END ? 0 : f->bytes - DT__MANIFEST_END;
     dt__manifest_end(end, f->text, last);
-    int whole = last > 0 && memcmp(f->text + last, end, DT__MANIFEST_END) == 0;
-    f->json = dt_json_parse(f->aside, f->name, f->text, f->bytes);
+    int intact = last > 0 && memcmp(f->text + last, end, DT__MANIFEST_END) == 0;
+    f->json = dt_json_parse(f->probe, f->name, f->text, f->bytes);
     if (!f->json) return;
     const char *format = dt_json_string(f->json, dt_json_find(f->json, 0, "format"), NULL);
     if (!format || strcmp(format, "dt checkpoint") != 0 ||
         !dt_json_int(f->json, dt_json_find(f->json, 0, "version"), &version) || version < 1) {
         dt_json_fail(f->json, 0, "it is no manifest of a dt checkpoint");
     } else if (version > DT_CHECKPOINT_FORMAT) {
-        if (whole) f->state = DT__NEWER;
-        dt_fail(f->aside, DT_ERR_UNSUPPORTED,
+        if (intact) f->state = DT__NEWER;
+        dt_fail(f->probe, DT_ERR_UNSUPPORTED,
             "%s: a checkpoint of format %lld; this program knows formats up to %d: a "
             "newer dt wrote it",
             f->name, (long long)version, DT_CHECKPOINT_FORMAT);
-    } else if (!whole) {
-        dt_fail(f->aside, DT_ERR_IO, "%s: it is damaged: its digest is another", f->name);
+    } else if (!intact) {
+        dt_fail(f->probe, DT_ERR_IO, "%s: it is damaged: its digest is another", f->name);
     }
 }
 
-static void dt__found_manifest(dt__found *f) {
+static void dt__candidate_manifest(dt__candidate *f) {
     snprintf(f->name, sizeof f->name, "%s/manifest.json", f->path);
-    f->text = dt_file_read(f->aside, f->name, DT__JSON_BYTES, &f->bytes);
+    f->text = dt_file_read(f->probe, f->name, DT__JSON_BYTES, &f->bytes);
     if (f->text) {
-        dt__found_parse(f);
+        dt__candidate_parse(f);
         return;
     }
-    const dt_io *io = dt_ctx_io(f->aside);
+    const dt_io *io = dt_ctx_io(f->probe);
     errno = 0;
     int fd = io->open(io->user, f->path, DT_IO_READ);
     if (fd >= 0) io->close(io->user, fd);
-    if (fd >= 0 || dt__io_absent() || f->aside->unread) return;
-    f->state = DT__UNREAD; /* the folder is unreachable: its files may be intact */
+    if (fd >= 0 || dt__io_absent() || f->probe->read_failed) return;
+    f->state = DT__UNREADABLE; /* the folder is unreachable: its files may be intact */
     snprintf(f->why, sizeof f->why, "%.*s: %s", DT__CKPT_PATH / 2, f->path, dt__io_reason());
 }
 
-/* The digest that a member says; 0 and a failure if it says none. */
-static uint64_t dt__found_hex(dt__found *f, int node) {
+/* The digest that a JSON member holds; 0 and a failure if it holds none. */
+static uint64_t dt__candidate_hex(dt__candidate *f, int node) {
     const char *text = dt_json_string(f->json, node, NULL);
     char *end = NULL, again[24];
     uint64_t value = text ? strtoull(text, &end, 16) : 0;
@@ -4548,9 +4735,9 @@ static uint64_t dt__found_hex(dt__found *f, int node) {
     return value;
 }
 
-/* One file against its size and the digest of its header; of other files than ours that is all of
-   it. */
-static void dt__found_file(dt__found *f, int node, const char *name) {
+/* Checks a file's size and the digest of its header; of files other than the two weight files, the
+   digest of all of it. */
+static void dt__candidate_file(dt__candidate *f, int node, const char *name) {
     char path[DT__CKPT_PATH + 264], *text = NULL;
     int64_t bytes = -1, header = -1;
     size_t read = 0;
@@ -4558,49 +4745,49 @@ static void dt__found_file(dt__found *f, int node, const char *name) {
     dt_weights *w = NULL;
     for (int i = 0; i < DT__CKPT_FILES; i++)
         if (strcmp(name, dt__ckpt_names[i]) == 0) ours = i;
-    uint64_t digest = dt__found_hex(f, dt_json_find(f->json, node, "digest"));
+    uint64_t digest = dt__candidate_hex(f, dt_json_find(f->json, node, "digest"));
     if (!dt_json_int(f->json, dt_json_find(f->json, node, "bytes"), &bytes) ||
         !dt_json_int(f->json, dt_json_find(f->json, node, "header"), &header) || header < 0 ||
         bytes < header || strchr(name, '/') || strlen(name) > 200)
         dt_json_fail(f->json, node, "a file's name, bytes and header are needed");
-    if (dt_error(f->aside) != DT_OK) return;
+    if (dt_error(f->probe) != DT_OK) return;
     snprintf(path, sizeof path, "%s/%s", f->path, name);
     if (ours < DT__CKPT_FILES)
-        w = f->w[ours] = dt_weights_open(f->aside, path);
+        w = f->w[ours] = dt_weights_open(f->probe, path);
     else
-        text = dt_file_read(f->aside, path, DT__JSON_BYTES, &read);
-    const char *head = w ? w->file[0].head : text;
+        text = dt_file_read(f->probe, path, DT__JSON_BYTES, &read);
+    const char *head = w ? w->file[0].header : text;
     int64_t have = w ? w->file[0].bytes : (int64_t)read,
-            long_is = w ? (int64_t)w->file[0].head_bytes : have;
+            header_bytes = w ? (int64_t)w->file[0].header_bytes : have;
     if (!head)
-        dt_fail(f->aside, DT_ERR_IO, "%s: it is no safetensors file", path);
+        dt_fail(f->probe, DT_ERR_IO, "%s: it is no safetensors file", path);
     else if (have != bytes)
-        dt_fail(f->aside, DT_ERR_IO, "%s: it has %lld bytes, and its checkpoint's has %lld", path,
+        dt_fail(f->probe, DT_ERR_IO, "%s: it has %lld bytes, and its checkpoint's has %lld", path,
             (long long)have, (long long)bytes);
-    else if (long_is != header || dt__bytes_digest(head, (size_t)header) != digest)
-        dt_fail(f->aside, DT_ERR_IO, "%s: %s is damaged: its digest is another", path,
+    else if (header_bytes != header || dt__bytes_digest(head, (size_t)header) != digest)
+        dt_fail(f->probe, DT_ERR_IO, "%s: %s is damaged: its digest is another", path,
             w ? "its header" : "it");
-    if (text) dt_free(f->aside, DT_MEM_HOST, text, read + 1);
+    if (text) dt_free(f->probe, DT_MEM_HOST, text, read + 1);
 }
 
-static void dt__found_files(dt__found *f) {
+static void dt__candidate_files(dt__candidate *f) {
     int files = dt_json_find(f->json, 0, "files");
-    for (int i = 0; i < dt_json_count(f->json, files) && dt_error(f->aside) == DT_OK; i++) {
+    for (int i = 0; i < dt_json_count(f->json, files) && dt_error(f->probe) == DT_OK; i++) {
         int node = dt_json_at(f->json, files, i);
-        dt__found_file(f, node, dt_json_key(f->json, node, NULL));
+        dt__candidate_file(f, node, dt_json_key(f->json, node, NULL));
     }
-    for (int i = 0; i < DT__CKPT_FILES && dt_error(f->aside) == DT_OK; i++)
+    for (int i = 0; i < DT__CKPT_FILES && dt_error(f->probe) == DT_OK; i++)
         if (!f->w[i]) dt_json_fail(f->json, 0, "%s is not among its files", dt__ckpt_names[i]);
 }
 
-/* [collective: world] All ranks take over the worst state that any rank found. */
-static dt_status dt__found_agree(dt_checkpoint *c, dt__found *f) {
+/* [collective: world] All ranks adopt the worst state that any rank found. */
+static dt_status dt__candidate_agree(dt_checkpoint *c, dt__candidate *f) {
     size_t n = 0;
     char line[sizeof f->why + 4] = "";
-    if (f->aside) dt__found_why(f);
-    if (f->state != DT__WHOLE) snprintf(line, sizeof line, "%d%s\n", f->state, f->why);
-    char *text = dt__share_texts(c->ctx, line, strlen(line), &n);
-    f->state = DT__WHOLE;
+    if (f->probe) dt__candidate_note_error(f);
+    if (f->state != DT__INTACT) snprintf(line, sizeof line, "%d%s\n", f->state, f->why);
+    char *text = dt__all_gather_texts(c->ctx, line, strlen(line), &n);
+    f->state = DT__INTACT;
     for (const char *s = text; s && *(s += strspn(s, " ")); s += strcspn(s, "\n") + 1) {
         if (*s - '0' <= f->state) continue;
         f->state = *s - '0';
@@ -4610,77 +4797,79 @@ static dt_status dt__found_agree(dt_checkpoint *c, dt__found *f) {
     return dt_error(c->ctx);
 }
 
-/* Adds to `sums` (4 for each tensor) the digests of what this rank reads of file k: small tensors
-   in turn, of large ones its part. */
-static void dt__found_read(dt_checkpoint *c, dt__found *f, int k, double *sums, char *buffer) {
+/* Adds to `sums` (4 for each tensor) the digests of what this rank reads of file k. Ranks take
+   small tensors in turn, and each a part of a large one. */
+static void dt__candidate_read(
+    dt_checkpoint *c, dt__candidate *f, int k, double *sums, char *buffer) {
     dt_comm *world = c->zero->mesh.world;
     int64_t n = dt_comm_size(world), rank = dt_comm_rank(world);
-    for (int i = 0; i < dt_weights_count(f->w[k]) && dt_error(f->aside) == DT_OK; i++) {
+    for (int i = 0; i < dt_weights_count(f->w[k]) && dt_error(f->probe) == DT_OK; i++) {
         const dt_weight *t = dt_weights_get(f->w[k], i);
-        int64_t size = (int64_t)dt_dtype_size(t->dtype), most = DT__CKPT_CHUNK / size;
+        int64_t size = (int64_t)dt_dtype_size(t->dtype), max_count = DT__CKPT_CHUNK / size;
         int small = t->count * size < DT__CKPT_CHUNK;
         int64_t from = small ? 0 : t->count / n * rank,
                 to = small || rank == n - 1 ? t->count : from + t->count / n;
         uint64_t digest = 0;
-        for (int64_t at = from, some; at < to && (!small || i % n == rank); at += some) {
-            some = to - at < most ? to - at : most;
-            if (dt_weights_read(f->w[k], i, at, some, t->dtype, buffer) != DT_OK) break;
-            digest += dt__elements_digest(t->dtype, at, buffer, some);
+        for (int64_t at = from, n_chunk; at < to && (!small || i % n == rank); at += n_chunk) {
+            n_chunk = to - at < max_count ? to - at : max_count;
+            if (dt_weights_read(f->w[k], i, at, n_chunk, t->dtype, buffer) != DT_OK) break;
+            digest += dt__elements_digest(t->dtype, at, buffer, n_chunk);
         }
         dt__digest_split(sums + 4 * i, digest);
     }
 }
 
-/* [collective: world] Every tensor of file k against its digest. */
-static dt_status dt__found_digests(dt_checkpoint *c, dt__found *f, int k) {
+/* [collective: world] Compares every tensor of file k with its digest. */
+static dt_status dt__candidate_digests(dt_checkpoint *c, dt__candidate *f, int k) {
     size_t n = 4 * (size_t)dt_weights_count(f->w[k]);
     double *sums = (double *)dt__host_zeroed(c->ctx, (n + 1) * sizeof *sums, "digests");
     char *buffer =
         (char *)dt_alloc(c->ctx, DT_MEM_HOST, DT__CKPT_CHUNK, "a window into a checkpoint");
     int file = dt_json_find(f->json, dt_json_find(f->json, 0, "files"), dt__ckpt_names[k]);
     int digests = dt_json_find(f->json, file, "tensors");
-    if (sums && buffer) dt__found_read(c, f, k, sums, buffer);
-    /* without what that rank has not read no digest is right */
-    if (sums) sums[n] = dt_error(f->aside) != DT_OK;
+    if (sums && buffer) dt__candidate_read(c, f, k, sums, buffer);
+    /* a rank that could not read makes every digest wrong */
+    if (sums) sums[n] = dt_error(f->probe) != DT_OK;
     dt_sum_doubles(c->zero->mesh.world, sums, sums ? n + 1 : 0);
     int readable = dt_error(c->ctx) == DT_OK && sums[n] == 0;
-    for (int i = 0; i < dt_weights_count(f->w[k]) && readable && dt_error(f->aside) == DT_OK; i++) {
+    for (int i = 0; i < dt_weights_count(f->w[k]) && readable && dt_error(f->probe) == DT_OK; i++) {
         const char *name = dt_weights_get(f->w[k], i)->name;
-        uint64_t want = dt__found_hex(f, dt_json_find(f->json, digests, name));
+        uint64_t want = dt__candidate_hex(f, dt_json_find(f->json, digests, name));
         if (dt__digest_join(sums + 4 * i) == want) continue;
-        dt_fail(f->aside, DT_ERR_IO, "%s/%s: tensor '%s' is damaged: its digest is another",
-            f->path, dt__ckpt_names[k], dt__name_text(name).s);
+        dt_fail(f->probe, DT_ERR_IO, "%s/%s: tensor '%s' is damaged: its digest is another",
+            f->path, dt__ckpt_names[k], dt__printable_name(name).s);
     }
     dt_free(c->ctx, DT_MEM_HOST, sums, (n + 1) * sizeof *sums);
     dt_free(c->ctx, DT_MEM_HOST, buffer, DT__CKPT_CHUNK);
-    return dt__found_agree(c, f);
+    return dt__candidate_agree(c, f);
 }
 
 /* [collective: world] Finds the state of f->path, on every rank. */
-static dt_status dt__found_check(dt_checkpoint *c, dt__found *f) {
-    if (dt__found_open(c, f)) dt__found_manifest(f);
-    if (f->aside && dt_error(f->aside) == DT_OK) dt__found_files(f);
-    if (dt__found_agree(c, f) != DT_OK) return dt_error(c->ctx);
-    for (int k = 0; k < DT__CKPT_FILES && f->state == DT__WHOLE; k++)
-        if (dt__found_digests(c, f, k) != DT_OK) return dt_error(c->ctx);
+static dt_status dt__candidate_check(dt_checkpoint *c, dt__candidate *f) {
+    if (dt__candidate_open(c, f)) dt__candidate_manifest(f);
+    if (f->probe && dt_error(f->probe) == DT_OK) dt__candidate_files(f);
+    if (dt__candidate_agree(c, f) != DT_OK) return dt_error(c->ctx);
+    for (int k = 0; k < DT__CKPT_FILES && f->state == DT__INTACT; k++)
+        if (dt__candidate_digests(c, f, k) != DT_OK) return dt_error(c->ctx);
     return DT_OK;
 }
 
-/* [collective: world] Rank 0 looks for the newest before *at; its folder in f->path, or "" for
-   none. */
-static dt_status dt__found_next(dt_checkpoint *c, const char *dir, dt__ckpt_id *at, dt__found *f) {
-    double told[2] = { 0, 0 };
+/* [collective: world] Rank 0 looks for the newest checkpoint before *at; sets f->path to its
+   folder, or "" if there is none. */
+static dt_status dt__candidate_next(
+    dt_checkpoint *c, const char *dir, dt__ckpt_id *at, dt__candidate *f) {
+    double broadcast[2] = { 0, 0 };
     dt__ckpt_id found = { -1, 0 };
     char name[64];
     if (dt_ctx_rank(c->ctx) == 0) {
         if (dt__newest_below(&c->writer->io, dir, *at, &found) != 0 && errno != ENOENT)
             dt_fail(c->ctx, DT_ERR_IO, "dt_checkpoint_load: %s: %s", dir, dt__io_reason());
-        told[0] = (double)found.step;
-        told[1] = found.again;
+        broadcast[0] = (double)found.step;
+        broadcast[1] = found.repeat;
     }
-    if (dt_sum_doubles(c->zero->mesh.world, told, 2) != DT_OK) return dt_error(c->ctx);
-    at->step = (int64_t)told[0];
-    at->again = (int)told[1];
+    if (dt_sum_doubles(c->zero->mesh.world, broadcast, 2) != DT_OK) return dt_error(c->ctx);
+    at->step = (int64_t)broadcast[0];
+    at->repeat = (int)broadcast[1];
     dt__ckpt_name(*at, name, sizeof name);
     f->path[0] = 0;
     if (at->step >= 0 &&
@@ -4690,23 +4879,23 @@ static dt_status dt__found_next(dt_checkpoint *c, const char *dir, dt__ckpt_id *
     return DT_OK;
 }
 
-/* Whether a path says the folder that this job saves to, however it is spelled: its lock's text is
-   there. */
+/* Whether a path names the folder that this job saves to, however it is spelled: its lock file has
+   this job's text. */
 static int dt__is_own_dir(const dt_checkpoint *c, const char *folder) {
     const dt_io *io = &c->writer->io;
-    char path[DT__CKPT_PATH + 8], text[sizeof c->mark] = "";
-    int64_t length = (int64_t)strlen(c->mark);
+    char path[DT__CKPT_PATH + 8], text[sizeof c->lock_text] = "";
+    int64_t length = (int64_t)strlen(c->lock_text);
     int end;
     if (length == 0 || strcmp(folder, c->writer->dir) == 0) return length > 0;
     snprintf(path, sizeof path, "%s/lock", folder);
     int fd = io->open(io->user, path, DT_IO_READ);
-    if (fd >= 0) dt__io_move(io, fd, 0, text, length, 0, &end);
+    if (fd >= 0) dt__io_transfer(io, fd, 0, text, length, 0, &end);
     if (fd >= 0) io->close(io->user, fd);
-    return strcmp(text, c->mark) == 0;
+    return strcmp(text, c->lock_text) == 0;
 }
 
-/* A folder that was copied under another step's name would be taken for the newest. */
-static void dt__found_named(dt__found *f, int64_t name) {
+/* A folder copied under another step's name would pass as the newest: counts it as damaged. */
+static void dt__candidate_check_step(dt__candidate *f, int64_t name) {
     int64_t step = -1;
     if (dt_json_int(f->json, dt_json_find(f->json, 0, "step"), &step) && step == name) return;
     f->state = DT__DAMAGED;
@@ -4714,21 +4903,21 @@ static void dt__found_named(dt__found *f, int64_t name) {
         f->name, (long long)step);
 }
 
-/* What of desc.dir is looked at may be followed by a checkpoint of this job. Rank 0 is the one that
-   asks. */
-static void dt__found_known(dt_checkpoint *c, const dt__found *f) {
+/* Records on rank 0 that this job has seen a checkpoint of desc.dir, so that a save may follow
+   it. */
+static void dt__candidate_note_newest(dt_checkpoint *c, const dt__candidate *f) {
     const char *slash = strrchr(f->path, '/'), *name = slash ? slash + 1 : f->path;
-    dt__newest n = { dt__ckpt_last, dt__ckpt_none };
+    dt__newest_scan n = { dt__ckpt_last, dt__ckpt_none };
     char above[DT__CKPT_PATH];
-    int bytes = slash > f->path ? (int)(slash - f->path) : 1; /* "/step-2" is in "/" */
+    int bytes = slash > f->path ? (int)(slash - f->path) : 1; /* the folder of "/step-2" is "/" */
     snprintf(above, sizeof above, "%.*s", bytes, slash ? f->path : ".");
     if (dt_ctx_rank(c->ctx) != 0 || !dt__is_own_dir(c, above)) return;
     dt__newest_add(&n, name);
-    if (dt__ckpt_before(c->known, n.found)) c->known = n.found;
+    if (dt__ckpt_before(c->newest_known, n.found)) c->newest_known = n.found;
 }
 
 /* Whether `from` is itself a checkpoint; its manifest may be missing. */
-static int dt__found_itself(dt_checkpoint *c, const char *from) {
+static int dt__is_checkpoint(dt_checkpoint *c, const char *from) {
     const dt_io *io = &c->writer->io;
     char path[DT__CKPT_PATH + 32];
     for (int i = 0; i < 2; i++) {
@@ -4743,22 +4932,22 @@ static int dt__found_itself(dt_checkpoint *c, const char *from) {
     return 0;
 }
 
-/* [collective: world] f: the newest checkpoint of `from` that is whole, or `from` itself. f->path
-   "": there is none. */
-static dt_status dt__found_newest(dt_checkpoint *c, const char *from, dt__found *f) {
+/* [collective: world] f: the newest intact checkpoint of `from`, or `from` itself. f->path "":
+   there is none. */
+static dt_status dt__candidate_newest(dt_checkpoint *c, const char *from, dt__candidate *f) {
     dt__ckpt_id at = dt__ckpt_last;
     char first[sizeof f->why] = "";
-    double itself = dt_ctx_rank(c->ctx) == 0 && dt__found_itself(c, from);
+    double itself = dt_ctx_rank(c->ctx) == 0 && dt__is_checkpoint(c, from);
     if (dt_sum_doubles(c->zero->mesh.world, &itself, 1) != DT_OK) return dt_error(c->ctx);
     for (;;) {
         snprintf(f->path, sizeof f->path, "%s", from);
-        if (itself == 0 && dt__found_next(c, from, &at, f) != DT_OK) return dt_error(c->ctx);
+        if (itself == 0 && dt__candidate_next(c, from, &at, f) != DT_OK) return dt_error(c->ctx);
         if (!f->path[0]) break;
-        dt__found_known(c, f);
-        if (dt__found_check(c, f) != DT_OK) return dt_error(c->ctx);
-        if (itself == 0 && f->state == DT__WHOLE) dt__found_named(f, at.step);
-        if (f->state == DT__WHOLE) return DT_OK;
-        if (f->state == DT__UNREAD)
+        dt__candidate_note_newest(c, f);
+        if (dt__candidate_check(c, f) != DT_OK) return dt_error(c->ctx);
+        if (itself == 0 && f->state == DT__INTACT) dt__candidate_check_step(f, at.step);
+        if (f->state == DT__INTACT) return DT_OK;
+        if (f->state == DT__UNREADABLE)
             return dt_fail(c->ctx, DT_ERR_IO, "dt_checkpoint_load: %s%s", f->why,
                 itself > 0 ? "" : ": no older checkpoint is taken, as this one may be whole");
         if (itself > 0 || f->state == DT__NEWER)
@@ -4766,7 +4955,7 @@ static dt_status dt__found_newest(dt_checkpoint *c, const char *from, dt__found 
         if (dt_ctx_rank(c->ctx) == 0)
             dt_log(c->ctx, DT_LOG_NOTICE, "%s: the checkpoint before it counts", f->why);
         if (!first[0]) memcpy(first, f->why, sizeof first);
-        dt__found_close(f);
+        dt__candidate_close(f);
     }
     if (first[0])
         return dt_fail(c->ctx, DT_ERR_IO,
@@ -4774,11 +4963,10 @@ static dt_status dt__found_newest(dt_checkpoint *c, const char *from, dt__found 
     return DT_OK;
 }
 
-/* ---- taking it ---- */
+/* ---- loading it ---- */
 
-/* Whether what was found is a checkpoint of this program: the same tensors, optimizer, seed and
-   numbers. */
-static dt_status dt__load_fits(dt_checkpoint *c, dt__found *f) {
+/* Checks that a checkpoint belongs to this program: the same optimizer, seed and extra state. */
+static dt_status dt__load_fits(dt_checkpoint *c, dt__candidate *f) {
     dt_ctx *ctx = c->ctx;
     dt_json *j = f->json;
     char seed[24];
@@ -4789,14 +4977,14 @@ static dt_status dt__load_fits(dt_checkpoint *c, dt__found *f) {
     if (!optimizer || strcmp(optimizer, mine) != 0)
         return dt_fail(ctx, DT_ERR_ARG,
             "dt_checkpoint_load: %s: its optimizer is %s, and this program's is %s", f->path,
-            optimizer ? dt__name_text(optimizer).s : "not told", mine);
+            optimizer ? dt__printable_name(optimizer).s : "not broadcast", mine);
     if (!was || strcmp(was, seed) != 0)
         return dt_fail(ctx, DT_ERR_ARG,
             "dt_checkpoint_load: %s: its seed is %s, and this program's is %s: the random "
             "numbers would be others",
-            f->path, was ? dt__name_text(was).s : "not told", seed);
-    for (int i = 0; i < c->desc.n_saved; i++) {
-        const dt_saved *s = &c->desc.saved[i];
+            f->path, was ? dt__printable_name(was).s : "not broadcast", seed);
+    for (int i = 0; i < c->desc.n_extra_state; i++) {
+        const dt_extra_state *s = &c->desc.extra_state[i];
         int node = dt_json_find(j, dt_json_find(j, 0, "saved"), s->name);
         double number;
         if (dt_json_count(j, node) != s->count)
@@ -4814,35 +5002,35 @@ static dt_status dt__load_fits(dt_checkpoint *c, dt__found *f) {
 
 /* Rank 0, before the manifest is written: checks that a load will accept it. */
 static dt_status dt__manifest_check(dt_checkpoint *c) {
-    dt__found f;
+    dt__candidate f;
     memset(&f, 0, sizeof f);
     snprintf(f.path, sizeof f.path, "%s", c->writer->final);
     snprintf(f.name, sizeof f.name, "%s/manifest.json", f.path);
-    if (!dt__found_open(c, &f)) return dt_error(c->ctx);
+    if (!dt__candidate_open(c, &f)) return dt_error(c->ctx);
     f.text = c->writer->manifest;
     f.bytes = c->writer->manifest_bytes;
-    dt__found_parse(&f);
+    dt__candidate_parse(&f);
     for (int k = 0; k < DT__CKPT_FILES; k++)
-        dt_json_free(dt_json_parse(f.aside, dt__ckpt_names[k], c->w[k]->file[0].head + 8,
-            (size_t)dt__head_bytes(c->w[k]) - 8));
-    dt__found_why(&f);
-    if (f.state == DT__UNREAD)
+        dt_json_free(dt_json_parse(f.probe, dt__ckpt_names[k], c->w[k]->file[0].header + 8,
+            (size_t)dt__header_bytes(c->w[k]) - 8));
+    dt__candidate_note_error(&f);
+    if (f.state == DT__UNREADABLE)
         dt_fail(c->ctx, DT_ERR_MEM, "dt_checkpoint_save: %s", f.why);
-    else if (f.state != DT__WHOLE)
+    else if (f.state != DT__INTACT)
         dt_fail(c->ctx, DT_ERR_ARG, "dt_checkpoint_save: it could not be loaded: %s", f.why);
     if (dt_error(c->ctx) == DT_OK) dt__load_fits(c, &f);
     f.text = NULL; /* the writer frees it */
-    dt__found_close(&f);
+    dt__candidate_close(&f);
     return dt_error(c->ctx);
 }
 
-/* Of 1-bit Adam, and of one layout only. */
-static int dt__is_error(int file, const char *name) {
+/* Whether a tensor is an error of 1-bit Adam, which belongs to one layout. */
+static int dt__is_onebit_error(int file, const char *name) {
     return file == DT__OPTIM && strncmp(name, "error", 5) == 0 &&
            (name[5] == '0' || name[5] == '1') && name[6] == '.';
 }
 
-static dt_status dt__load_tensors_fit(dt_checkpoint *c, dt__found *f) {
+static dt_status dt__load_tensors_fit(dt_checkpoint *c, dt__candidate *f) {
     for (int k = 0; k < DT__CKPT_FILES; k++) {
         const char *file = dt__ckpt_names[k];
         for (int i = 0; i < dt_weights_count(c->w[k]); i++) {
@@ -4850,7 +5038,7 @@ static dt_status dt__load_tensors_fit(dt_checkpoint *c, dt__found *f) {
             const dt_weight *there = dt_weights_get(f->w[k], dt_weights_find(f->w[k], t->name));
             int same = there && there->dtype == t->dtype && there->shape.nd == t->shape.nd;
             for (int d = 0; d < t->shape.nd && same; d++) same = there->shape.d[d] == t->shape.d[d];
-            if (same || dt__is_error(k, t->name)) continue;
+            if (same || dt__is_onebit_error(k, t->name)) continue;
             if (!there)
                 return dt_fail(c->ctx, DT_ERR_ARG,
                     "dt_checkpoint_load: %s/%s has no '%s', which this program "
@@ -4864,92 +5052,94 @@ static dt_status dt__load_tensors_fit(dt_checkpoint *c, dt__found *f) {
         }
         for (int i = 0; i < dt_weights_count(f->w[k]); i++) {
             const char *name = dt_weights_get(f->w[k], i)->name;
-            if (dt_weights_find(c->w[k], name) < 0 && !dt__is_error(k, name))
+            if (dt_weights_find(c->w[k], name) < 0 && !dt__is_onebit_error(k, name))
                 return dt_fail(c->ctx, DT_ERR_ARG,
                     "dt_checkpoint_load: %s/%s has '%s', which this program has not", f->path, file,
-                    dt__name_text(name).s);
+                    dt__printable_name(name).s);
         }
     }
     return DT_OK;
 }
 
-/* The values and state of a unit, on each rank its own. */
-static dt_status dt__load_unit(
-    dt_checkpoint *c, dt_weights *const *w, dt__zero_unit *z, char *host) {
+/* Resharding: loads the parameters and state of a bucket. Each rank reads its own local slices from
+   the full tensors. */
+static dt_status dt__load_bucket(
+    dt_checkpoint *c, dt_weights *const *w, dt__zero_bucket *z, char *host) {
     dt_ctx *ctx = c->ctx;
-    dt_bucket *unit = z->unit;
-    size_t size = dt__zero_size(z);
-    int gathered = !unit->data;
-    if (dt__present_aside(dt_param_get(ctx, unit->first_param)) != DT_OK) return dt_error(ctx);
-    for (int i = unit->first_param; i < unit->first_param + unit->params; i++) {
+    dt_bucket *bucket = z->bucket;
+    size_t size = dt__zero_element_size(z);
+    int gathered = !bucket->data;
+    if (dt__gather_outside_op(dt_param_get(ctx, bucket->first_param)) != DT_OK)
+        return dt_error(ctx);
+    for (int i = bucket->first_param; i < bucket->first_param + bucket->n_params; i++) {
         dt_tensor *t = dt_param_get(ctx, i);
-        dt_file_place p;
-        if (dt__ckpt_place(c, t, &p) != DT_OK) return dt_error(ctx);
+        dt_weight_map p;
+        if (dt__ckpt_map_weight(c, t, &p) != DT_OK) return dt_error(ctx);
         if (dt_weights_load(w[DT__MODEL], t, p.columns, p.part, p.n ? p.n : 1) != DT_OK)
             return dt_error(ctx);
     }
-    dt__unit_release(ctx, unit, 0, gathered);
+    dt__bucket_release(ctx, bucket, 0, gathered);
     for (int a = 0; a <= DT__MASTER; a++)
-        for (size_t at = z->first, n; at < z->first + z->count && dt__ckpt_has(c->zero, unit, a);
-             at += n) {
-            n = z->first + z->count - at < DT__CKPT_CHUNK / size ? z->first + z->count - at
-                                                                 : DT__CKPT_CHUNK / size;
-            memset(host, 0, n * size); /* what lies outside of the full tensors */
-            if (dt__state_move(c, w[DT__OPTIM], unit, a, at, at + n, host) != DT_OK ||
+        for (size_t at = z->offset, n;
+             at < z->offset + z->count && dt__ckpt_has_array(c->zero, bucket, a); at += n) {
+            n = z->offset + z->count - at < DT__CKPT_CHUNK / size ? z->offset + z->count - at
+                                                                  : DT__CKPT_CHUNK / size;
+            memset(host, 0, n * size); /* elements outside of the full tensors */
+            if (dt__state_transfer(c, w[DT__OPTIM], bucket, a, at, at + n, host) != DT_OK ||
                 dt__state_set(c->zero, z, a, at, n, host) != DT_OK)
                 return dt_error(ctx);
         }
     return dt_error(ctx);
 }
 
-/* [collective: world] What 1-bit Adam's signs left over: if the layout is the one that saved. */
-static dt_status dt__load_errors(dt_checkpoint *c, dt__found *f, dt_weights *w, char *host) {
+/* [collective: world] Loads the errors of 1-bit Adam, if the layout is the one that saved them. */
+static dt_status dt__load_errors(dt_checkpoint *c, dt__candidate *f, dt_weights *w, char *host) {
     dt_zero *zero = c->zero;
     const char *layout = dt_json_string(f->json, dt_json_find(f->json, 0, "layout"), NULL);
     double other = !layout || strcmp(layout, dt__ckpt_layout(zero).s) != 0;
-    for (int u = 0; u < zero->n_units; u++)
-        for (int e = 0; e < 2 && zero->units[u].errors[e]; e++) {
+    for (int u = 0; u < zero->n_buckets; u++)
+        for (int e = 0; e < 2 && zero->buckets[u].errors[e]; e++) {
             char name[64];
-            dt__error_name(c, u, e, name, sizeof name);
+            dt__onebit_error_name(c, u, e, name, sizeof name);
             const dt_weight *t = dt_weights_get(w, dt_weights_find(w, name));
-            if (!t || t->count != dt__error_shape(&zero->units[u], e).d[0]) other = 1;
+            if (!t || t->count != dt__onebit_error_shape(&zero->buckets[u], e).d[0]) other = 1;
         }
     if (dt_sum_doubles(zero->mesh.world, &other, 1) != DT_OK) return dt_error(c->ctx);
     if (other > 0 && dt__onebit_frozen(zero) && dt_ctx_rank(c->ctx) == 0)
         dt_log(c->ctx, DT_LOG_NOTICE,
             "%s: the errors of 1-bit Adam belong to layout %s, and begin again at zero", f->path,
             layout ? layout : "?");
-    for (int u = 0; u < zero->n_units && other == 0; u++)
-        if (dt__errors_move(c, w, u, host) != DT_OK) break;
+    for (int u = 0; u < zero->n_buckets && other == 0; u++)
+        if (dt__errors_transfer(c, w, u, host) != DT_OK) break;
     return dt_error(c->ctx);
 }
 
-/* The numbers, once all tensors are there. */
-static void dt__load_numbers(dt_checkpoint *c, dt__found *f) {
+/* Loads the numbers, after all tensors. */
+static void dt__load_numbers(dt_checkpoint *c, dt__candidate *f) {
     dt_zero *zero = c->zero;
     dt_json *j = f->json;
     const char *config = dt_json_string(j, dt_json_find(j, 0, "config"), NULL);
-    double scale = zero->scale;
-    int64_t good = 0, patience = zero->patience;
+    double scale = zero->loss_scale;
+    int64_t good = 0, hysteresis_left = zero->hysteresis_left;
     dt_json_number(j, dt_json_find(j, 0, "loss_scale"), &scale);
     dt_json_int(j, dt_json_find(j, 0, "good_steps"), &good);
-    dt_json_int(j, dt_json_find(j, 0, "patience"), &patience);
+    dt_json_int(j, dt_json_find(j, 0, "patience"), &hysteresis_left);
     if (dt__scale_is_dynamic(zero)) {
         dt__scale_set(zero, scale);
-        zero->good = (int)good;
-        zero->patience = (int)patience;
+        zero->good_steps = (int)good;
+        zero->hysteresis_left = (int)hysteresis_left;
     }
-    for (int i = 0; i < c->desc.n_saved; i++) {
-        const dt_saved *s = &c->desc.saved[i];
+    for (int i = 0; i < c->desc.n_extra_state; i++) {
+        const dt_extra_state *s = &c->desc.extra_state[i];
         int node = dt_json_find(j, dt_json_find(j, 0, "saved"), s->name);
         for (int k = 0; k < s->count; k++) dt_json_number(j, dt_json_at(j, node, k), &s->values[k]);
     }
-    dt__text_drop(c->ctx, c->config);
-    c->config = config ? dt__join(c->ctx, config, strlen(config), "") : NULL;
+    dt__string_free(c->ctx, c->config);
+    c->config = config ? dt__concat_text(c->ctx, config, strlen(config), "") : NULL;
     memcpy(c->path, f->path, sizeof c->path);
 }
 
-static dt_status dt__load_take(dt_checkpoint *c, dt__found *f) {
+static dt_status dt__load_apply(dt_checkpoint *c, dt__candidate *f) {
     dt_ctx *ctx = c->ctx;
     dt_zero *zero = c->zero;
     dt_weights *w[DT__CKPT_FILES] = { NULL, NULL };
@@ -4959,25 +5149,25 @@ static dt_status dt__load_take(dt_checkpoint *c, dt__found *f) {
     if (dt__load_fits(c, f) != DT_OK || dt__list_make(c, f->path) != DT_OK ||
         dt__load_tensors_fit(c, f) != DT_OK)
         return dt_error(ctx);
-    dt__list_drop(c);
+    dt__list_free(c);
     for (int k = 0; k < DT__CKPT_FILES && dt_error(ctx) == DT_OK; k++) {
         snprintf(path, sizeof path, "%s/%s", f->path, dt__ckpt_names[k]);
         w[k] = dt_weights_open(ctx, path);
     }
     char *host = (char *)dt_alloc(ctx, DT_MEM_HOST, DT__CKPT_CHUNK, "loading");
-    for (int u = 0; u < zero->n_units && dt_error(ctx) == DT_OK; u++)
-        dt__load_unit(c, w, &zero->units[u], host);
+    for (int u = 0; u < zero->n_buckets && dt_error(ctx) == DT_OK; u++)
+        dt__load_bucket(c, w, &zero->buckets[u], host);
     if (dt_error(ctx) == DT_OK && zero->desc.optimizer == DT_ONEBIT_ADAM)
         dt__load_errors(c, f, w[DT__OPTIM], host);
     dt_free(ctx, DT_MEM_HOST, host, DT__CKPT_CHUNK);
     for (int k = 0; k < DT__CKPT_FILES; k++) dt_weights_close(w[k]);
     if (dt_error(ctx) == DT_OK) dt__load_numbers(c, f);
-    /* copies are equal again */
-    return dt_error(ctx) == DT_OK ? dt__zero_compare(zero, 1) : dt_error(ctx);
+    /* all replicas are equal again */
+    return dt_error(ctx) == DT_OK ? dt__compare_ranks(zero, 1) : dt_error(ctx);
 }
 
 int64_t dt_checkpoint_load(dt_checkpoint *c, const char *from) {
-    dt__found f;
+    dt__candidate f;
     char dir[DT__CKPT_PATH];
     memset(&f, 0, sizeof f);
     if (!c || dt_error(c->ctx) != DT_OK) return -1;
@@ -4987,13 +5177,13 @@ int64_t dt_checkpoint_load(dt_checkpoint *c, const char *from) {
         return -1;
     }
     for (size_t n = strlen(dir); n > 1 && dir[n - 1] == '/'; n--) dir[n - 1] = 0;
-    if (dt__save_wait(c) == DT_OK && dt__found_newest(c, dir, &f) == DT_OK && f.path[0])
-        dt__load_take(c, &f);
-    if (f.aside) dt__found_close(&f);
-    /* all ranks have it, or none goes on */
+    if (dt__save_wait(c) == DT_OK && dt__candidate_newest(c, dir, &f) == DT_OK && f.path[0])
+        dt__load_apply(c, &f);
+    if (f.probe) dt__candidate_close(&f);
+    /* all ranks have loaded it, or every rank fails */
     if (dt_error(c->ctx) == DT_OK) dt_barrier(c->zero->mesh.world);
     if (dt_error(c->ctx) == DT_OK) return f.path[0] ? c->zero->step : 0;
-    dt__list_drop(c);
+    dt__list_free(c);
     return -1;
 }
 
@@ -5003,7 +5193,18 @@ int64_t dt_checkpoint_load(dt_checkpoint *c, const char *from) {
 #endif /* DT_ZERO_IMPL */
 
 /* HISTORY
-     0.1.0   AdamW, Adam, SGD, 1-bit Adam, an own update; ZeRO 0 to 3; offload; loss scaling;
+     0.2.0   The field's names. Old name -> new name:
+                 DT_OWN                               DT_OPTIMIZER_CUSTOM
+                 dt_flat, its first                   dt_update_args, offset
+                 dt_scale_desc.least                  min_scale
+                 dt_saved                             dt_extra_state
+                 dt_checkpoint_desc.saved, n_saved    extra_state, n_extra_state
+                 dt_checkpoint_desc.beside            config_json
+                 dt_file_place                        dt_weight_map
+                 dt_checkpoint_desc.place             map_weight
+                 dt_export_desc.place                 map_weight
+                 dt_zero_formula_desc.kept            keep_gathered
+     0.1.0   AdamW, Adam, SGD, 1-bit Adam, a custom optimizer; ZeRO 0 to 3; offload; loss scaling;
              clipping; learning rates; formulas; checkpoints; export of weights
 
    LICENCE: your choice of A or B.

@@ -1,12 +1,17 @@
 /* 04_memory.c - where the bytes of training go: 20 linear layers of 2000 x 2000, 80 million
    parameters
 
-   What you learn: with Adam in f32 a parameter costs 4 bytes of value, 4 of gradient and 8 of
-   optimizer state, on every rank; the activations of a small batch are nothing beside it. ZeRO
-   stage 1 cuts the 8 over the ranks. dt counts every byte it allocates, and the counts equal the
-   formula. Run: cc -O3 examples/04_memory.c -o 04_memory -lm -lpthread && ./04_memory [--width
-   2000] [--layers 20]
-        At the default width two ranks take 2.5 GB at stage 0. */
+   What you learn: with Adam in f32 every parameter costs 4 bytes of value, 4 of gradient and 8 of
+       optimizer state on every rank. The activations of a small batch are negligible beside them.
+       ZeRO-1 shards the 8 bytes over the ranks. dt counts every byte it allocates, so the program
+       compares the counts with this formula exactly.
+   Run: cc -O3 examples/04_memory.c -o 04_memory -lm -lpthread && ./04_memory [--width 2000]
+       [--layers 20]
+       With the default sizes, two ranks at stage 0 need 2.5 GB together.
+   What you see: the peak of each memory class after each phase of a step, for one rank, two ranks
+       at stage 0 and two ranks at stage 1, with the formula below it.
+   Think about: which numbers change with ZeRO-2 and ZeRO-3? How many bytes does a model of 7
+       billion parameters need per GPU before its first activation? */
 #define DT_IMPLEMENTATION
 #include "../dt_zero.h"
 #include <math.h>
@@ -14,7 +19,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { B = 2 }; /* samples of a step on each rank */
+enum { B = 2 }; /* samples per step and rank */
 
 typedef struct job {
     int width, layers, ranks, stage, wrong;
@@ -30,17 +35,17 @@ static void row(dt_ctx *ctx, const char *when) {
     dt_memory_reset_peak(ctx);
 }
 
-/* The formula: 4 + 4 + 8/N bytes for each element, where units are padded to a multiple of 1,024
-   elements a rank. */
+/* The formula: 4 + 4 + 8/N bytes per element. Buckets are padded to a multiple of N x 1,024
+   elements. */
 static int equals_formula(dt_ctx *ctx, const job *j) {
     size_t padded = 0;
     for (int i = 0; i < dt_bucket_count(ctx); i++) padded += dt_bucket_get(ctx, i)->padded;
-    size_t cut = (size_t)(j->stage ? j->ranks : 1),
+    size_t shards = (size_t)(j->stage ? j->ranks : 1),
            count = (size_t)j->layers * (size_t)j->width * (size_t)j->width;
-    size_t want[3] = { 4 * padded, 4 * padded, 8 * padded / cut };
+    size_t want[3] = { 4 * padded, 4 * padded, 8 * padded / shards };
     if (dt_ctx_rank(ctx) == 0)
         printf("%-16s %10.3f %10.3f %10.3f   = 4, 4 and 8/%zu bytes a parameter\n", "the formula",
-            (double)want[0] / 1e6, (double)want[1] / 1e6, (double)want[2] / 1e6, cut);
+            (double)want[0] / 1e6, (double)want[1] / 1e6, (double)want[2] / 1e6, shards);
     dt_memory m = dt_memory_used(ctx);
     return m.live[DT_MEM_PARAMS] == want[0] && m.live[DT_MEM_GRADS] == want[1] &&
            m.live[DT_MEM_OPTIM] == want[2] && padded >= count &&
@@ -91,8 +96,8 @@ int main(int argc, char **argv) {
         }
         for (int k = 0; k < 3; k++) *(is_width ? &jobs[k].width : &jobs[k].layers) = value;
     }
-    printf("%d layers of %d x %d: peak of each class until that moment, in MB (1e6 bytes), on rank "
-           "0\n",
+    printf("%d layers of %d x %d: peak of each memory class in each phase, in MB (1e6 bytes), on "
+           "rank 0\n",
         jobs[0].layers, jobs[0].width, jobs[0].width);
     for (int k = 0; k < 3; k++) {
         printf("\n%-8s stage %d", jobs[k].ranks > 1 ? "2 ranks," : "1 rank,", jobs[k].stage);

@@ -1,48 +1,50 @@
-/* 07_dp_naive.c - data parallelism with one rank in charge, as torch.nn.DataParallel has it,
-   against an all-reduce
+/* 07_dp_naive.c - data parallelism through one root rank (torch.nn.DataParallel) against all-reduce
 
-   What you learn: in the naive way rank 0 alone has the samples, the loss and the update. It sends
-   out parameters, samples and the loss's slopes, and takes in outputs and gradients: its link
-   carries N-1 times what another's does. Summing the gradients round a ring (02 and 03) trains the
-   same, and every rank sends 2(N-1)/N of the parameters, however many ranks there are. The program
-   counts the bytes of both ways and compares them with these formulas. Run: cc -O3
-   examples/07_dp_naive.c -o 07_dp_naive -lm -lpthread && ./07_dp_naive */
+   What you learn: in naive data parallelism, the root (rank 0) alone reads the samples, computes
+       the loss and updates. It broadcasts the parameters, scatters samples and output gradients,
+       and gathers outputs and parameter gradients, so its link carries about N-1 times the bytes of
+       any other link. A ring all-reduce of the gradients (02 and 03) trains identically, and every
+       rank sends 2(N-1)/N of the parameters, however many ranks there are. The program counts the
+       bytes of both versions and compares them with these formulas.
+   Run: cc -O3 examples/07_dp_naive.c -o 07_dp_naive -lm -lpthread && ./07_dp_naive
+   What you see: equal losses; per step the root sends 2,160 bytes, the others 592, and with the
+       ring every rank sends 792.
+   Think about: which of the two tables grows with N? */
 #define DT_IMPLEMENTATION
 #include "../dt_comm.h"
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
 
-/* ranks, steps, samples of a step, of a rank */
-enum { N = 4, STEPS = 200, B = 64, SHARE = B / N, IN = 2, H = 32 };
-/* parameters, padded to a multiple of N: so many the bucket holds */
+/* ranks; steps; samples per step, and per rank of them; inputs; hidden units */
+enum { N = 4, STEPS = 200, B = 64, LOCAL = B / N, IN = 2, H = 32 };
+/* elements of the bucket: all parameters, padded to a multiple of N */
 enum { P = (4 * H + 1 + N - 1) / N * N };
 
 typedef struct mlp {
     dt_tensor *w1, *b1, *w2, *b2;
 } mlp;
-/* sent: in a step */
 typedef struct result {
     int naive;
     double loss[STEPS];
     float params[P];
-    size_t sent[N];
+    size_t sent[N]; /* bytes that each rank sends in a step */
 } result;
 
-/* The k-th of a sequence of numbers that look random, in [-1, 1). */
-static float number(uint32_t k) {
+/* The k-th number of a fixed pseudo-random sequence, in [-1, 1). */
+static float random_number(uint32_t k) {
     k = (k ^ (k >> 16)) * 0x45d9f3bu;
     k = (k ^ (k >> 16)) * 0x45d9f3bu;
     return (float)((k ^ (k >> 16)) >> 8) / 8388608.0f - 1;
 }
 
-/* Samples first .. first+count-1 of a step: x (count,IN) are two numbers, y (count,1) their
-   product. */
+/* Samples [first, first + count) of a step: x (count,IN) holds pairs of numbers, y (count,1) their
+   products. */
 static void samples(int step, int first, int count, float *x, float *y) {
     for (int i = 0; i < count; i++) {
         uint32_t k = (uint32_t)(step * B + first + i);
-        x[i * IN] = number(2 * k);
-        x[i * IN + 1] = number(2 * k + 1);
+        x[i * IN] = random_number(2 * k);
+        x[i * IN + 1] = random_number(2 * k + 1);
         y[i] = x[i * IN] * x[i * IN + 1];
     }
 }
@@ -56,73 +58,76 @@ static mlp mlp_make(dt_ctx *ctx) {
     return m;
 }
 
-/* The network on this rank's share: x (SHARE,IN) -> (SHARE,1). */
+/* The network on this rank's samples, x (LOCAL,IN) -> (LOCAL,1). */
 static dt_tensor *mlp_out(dt_ctx *ctx, const mlp *m, const float *x) {
     return dt_linear(
-        dt_gelu(dt_linear(dt_input(ctx, DT_F32, DT_SHAPE(SHARE, IN), x), m->w1, m->b1)), m->w2,
+        dt_gelu(dt_linear(dt_input(ctx, DT_F32, DT_SHAPE(LOCAL, IN), x), m->w1, m->b1)), m->w2,
         m->b2);
 }
 
-/* Gradient descent on all parameters at once: they lie one after the other in a bucket. */
+/* Gradient descent on all parameters at once, because they lie in one contiguous bucket. */
 static void update(float *values, const float *gradients) {
     for (int i = 0; i < P; i++) values[i] -= 0.1f * gradients[i];
 }
 
-/* One step with rank 0 in charge. Returns its loss: the mean over all samples of (network(x) -
-   y)^2. */
+/* One naive step: rank 0 scatters the work, gathers the results and updates. Returns the mean
+   squared error over all samples on rank 0, and 0 elsewhere. */
 static double step_naive(dt_ctx *ctx, const mlp *m, dt_bucket *bucket, int step) {
     dt_comm *world = dt_world(ctx);
-    int in_charge = dt_comm_rank(world) == 0;
-    float x[B * IN], y[B], mine[SHARE * IN], outs[B], slopes[B], slope[SHARE], gradients[N * P],
-        sum[P] = { 0 };
+    int is_root = dt_comm_rank(world) == 0;
+    float x[B * IN], y[B], local_x[LOCAL * IN], outputs[B], output_grads[B], local_grads[LOCAL],
+        gradients[N * P], sum[P] = { 0 };
     double loss = 0;
-    if (in_charge) samples(step, 0, B, x, y);
-    /* parameters out: rank 0 sends (N-1) P numbers */
+    if (is_root) samples(step, 0, B, x, y);
+    /* parameters to all ranks: the root sends (N-1) P numbers */
     dt_broadcast(world, bucket->data, P, DT_F32, 0);
-    /* samples out: (N-1) SHARE IN */
-    dt_scatter(world, x, mine, SHARE * IN, DT_F32, 0);
-    dt_tensor *out = mlp_out(ctx, m, mine);
-    /* outputs in: each other rank sends SHARE */
-    dt_gather(world, out ? out->data : NULL, outs, SHARE, DT_F32, 0);
-    for (int i = 0; i < B && in_charge; i++) {
-        float d = outs[i] - y[i];
+    /* samples to their ranks: the root sends (N-1) LOCAL IN */
+    dt_scatter(world, x, local_x, LOCAL * IN, DT_F32, 0);
+    dt_tensor *out = mlp_out(ctx, m, local_x);
+    /* outputs to the root: every other rank sends LOCAL */
+    dt_gather(world, out ? out->data : NULL, outputs, LOCAL, DT_F32, 0);
+    for (int i = 0; i < B && is_root; i++) {
+        float d = outputs[i] - y[i];
         loss += (double)d * d / B;
-        slopes[i] = 2 * d / B; /* d loss / d outs[i] */
+        output_grads[i] = 2 * d / B; /* dloss/doutputs[i] */
     }
-    dt_scatter(world, slopes, slope, SHARE, DT_F32, 0); /* slopes out: (N-1) SHARE */
-    /* The slope of sum(out * slope) is slope: the backward begins as if the loss were here. */
-    dt_backward(dt_sum_over(dt_mul(out, dt_input(ctx, DT_F32, DT_SHAPE(SHARE, 1), slope)), DT_ALL));
-    /* gradients in: each other rank sends P */
+    /* output gradients to their ranks: the root sends (N-1) LOCAL */
+    dt_scatter(world, output_grads, local_grads, LOCAL, DT_F32, 0);
+    /* The gradient of sum(out * g) with respect to out is g, so the backward starts from the
+       received output gradients as if the loss were computed here. */
+    dt_backward(
+        dt_sum_over(dt_mul(out, dt_input(ctx, DT_F32, DT_SHAPE(LOCAL, 1), local_grads)), DT_ALL));
+    /* parameter gradients to the root: every other rank sends P */
     dt_gather(world, bucket->grad, gradients, P, DT_F32, 0);
-    for (int i = 0; i < N * P && in_charge; i++) sum[i % P] += gradients[i];
-    if (in_charge) update((float *)bucket->data, sum);
+    for (int i = 0; i < N * P && is_root; i++) sum[i % P] += gradients[i];
+    if (is_root) update((float *)bucket->data, sum);
     return loss;
 }
 
-/* One step among equals: each rank reads its samples, has its part of the loss, and updates its own
-   copy. */
-static double step_ring(dt_ctx *ctx, const mlp *m, dt_bucket *bucket, int step) {
-    float x[SHARE * IN], y[SHARE];
-    samples(step, dt_ctx_rank(ctx) * SHARE, SHARE, x, y);
-    dt_tensor *loss = dt_mse(mlp_out(ctx, m, x), dt_input(ctx, DT_F32, DT_SHAPE(SHARE, 1), y), B);
+/* One data-parallel step: every rank reads its samples, computes its part of the loss, all-reduces
+   the gradients and updates its own copy. Returns this rank's part of the loss. */
+static double step_all_reduce(dt_ctx *ctx, const mlp *m, dt_bucket *bucket, int step) {
+    float x[LOCAL * IN], y[LOCAL];
+    samples(step, dt_ctx_rank(ctx) * LOCAL, LOCAL, x, y);
+    dt_tensor *loss = dt_mse(mlp_out(ctx, m, x), dt_input(ctx, DT_F32, DT_SHAPE(LOCAL, 1), y), B);
     dt_backward(loss);
-    /* each sends 2(N-1)/N P */
+    /* every rank sends 2(N-1)/N P */
     dt_all_reduce(dt_world(ctx), bucket->grad, bucket->grad, P, DT_F32, DT_SUM);
     if (dt_error(ctx) == DT_OK) update((float *)bucket->data, (float *)bucket->grad);
     return dt_item(loss);
 }
 
-static dt_status train(dt_ctx *ctx, void *user) { /* every rank runs this */
+static dt_status train(dt_ctx *ctx, void *user) { /* runs on every rank */
     result *out = (result *)user;
     mlp m = mlp_make(ctx);
     if (dt_buckets_make(ctx, (dt_buckets_desc){ .pad = N }) != DT_OK) return dt_error(ctx);
     dt_bucket *bucket = dt_bucket_get(ctx, 0);
-    /* as messages, which are counted */
+    /* Algorithms that send messages, because the program counts bytes sent. */
     dt_comm_set_algorithm(dt_world(ctx), out->naive ? DT_DIRECT : DT_RING);
     for (int step = 0; step < STEPS && dt_error(ctx) == DT_OK; step++) {
         size_t before = dt_comm_traffic(ctx).bytes;
-        double loss = (out->naive ? step_naive : step_ring)(ctx, &m, bucket, step);
-        /* ranks are threads: out is shared */
+        double loss = (out->naive ? step_naive : step_all_reduce)(ctx, &m, bucket, step);
+        /* The ranks are threads, so they share *out. */
         out->sent[dt_ctx_rank(ctx)] = dt_comm_traffic(ctx).bytes - before;
         dt_sum_doubles(dt_world(ctx), &loss, 1);
         dt_clear_grads(ctx);
@@ -136,11 +141,11 @@ static dt_status train(dt_ctx *ctx, void *user) { /* every rank runs this */
 
 int main(void) {
     static result naive = { .naive = 1 }, ring;
-    const size_t f = sizeof(float), out = (N - 1) * (P + SHARE * IN + SHARE) * f,
-                 in = (SHARE + P) * f;
+    const size_t f = sizeof(float), out = (N - 1) * (P + LOCAL * IN + LOCAL) * f,
+                 in = (LOCAL + P) * f;
     const size_t each = 2 * (N - 1) * P / N * f;
     double worst = 0;
-    /* The CPU, in a build for GPUs too: we look at data. */
+    /* CPU kernels even in a CUDA build, because the program reads tensor data directly. */
     dt_status status =
         dt_run((dt_run_desc){ .ranks = N, .kernels = dt_kernels_cpu() }, train, &naive);
     if (status == DT_OK)
@@ -150,16 +155,16 @@ int main(void) {
     int counted = naive.sent[0] == out && ring.sent[0] == each;
     for (int r = 1; r < N; r++) counted &= naive.sent[r] == in && ring.sent[r] == each;
     for (int i = 0; i < STEPS; i += STEPS - 1)
-        printf("step %3d  loss %.6f with rank 0 in charge, %.6f by the ring\n", i, naive.loss[i],
+        printf("step %3d  loss %.6f through the root, %.6f with the ring\n", i, naive.loss[i],
             ring.loss[i]);
-    printf("bytes sent in a step    by rank 0 (formula)    by each other (formula)\n");
-    printf("  rank 0 in charge   %12zu (%7zu)    %12zu (%7zu)\n", naive.sent[0], out, naive.sent[1],
+    printf("bytes sent in a step    by rank 0 (formula)    by every other rank (formula)\n");
+    printf("  through the root   %12zu (%7zu)    %12zu (%7zu)\n", naive.sent[0], out, naive.sent[1],
         in);
     printf("  ring               %12zu (%7zu)    %12zu (%7zu)\n", ring.sent[0], each, ring.sent[1],
         each);
     int ok = status == DT_OK && counted && worst < 1e-5 && ring.loss[STEPS - 1] < ring.loss[0] / 10;
-    printf("%s: the two ways differ by %.1e, as sums were taken in another order; the bytes %s the "
-           "formulas'\n",
-        ok ? "ok" : "WRONG", worst, counted ? "are" : "are not");
+    printf("%s: losses and parameters differ by %.1e, because sums are taken in another order; the "
+           "bytes %s the formulas\n",
+        ok ? "ok" : "WRONG", worst, counted ? "equal" : "do not equal");
     return ok ? 0 : 1;
 }

@@ -1,20 +1,28 @@
-/* 08_tensor_parallel.c - a network whose widest layers are cut over ranks: tensor parallelism
+/* 08_tensor_parallel.c - tensor parallelism: a network whose widest layers are sharded over ranks
 
-   What you learn: `up` makes C numbers into F, `down` makes them C again, with an activation
-   between. Rank r of T keeps rows r F/T .. of `up`, so it has that part of the F numbers, and the
-   same columns of `down`, so it has one of T numbers whose sum is the result. Between the two
-   nothing is sent. Where the region ends the sums are taken, one all-reduce; on the way back the
-   gradients of its input are summed, another one. Each rank keeps 1/T of both matrices. The program
-   of one rank stands beside the parallel one. Twelve lines differ; they end in "tp", and name their
-   group. Predict before you run: the bytes a rank sends on tp in a step, with 2 ranks and with 4.
-   Does dp change them? Run: cc -O3 examples/08_tensor_parallel.c -o 08_tensor_parallel -lm
-   -lpthread && ./08_tensor_parallel */
+   What you learn: tensor parallelism (Megatron-LM, arXiv:1909.08053). `up` maps C numbers to F and
+       `down` maps them back to C, with an activation between. Of T ranks, each holds F/T rows of
+       `up` and the same columns of `down`. Megatron writes weights transposed: it calls `up` a
+       column-parallel linear layer and `down` a row-parallel linear layer.
+
+           x (n,C) --f--> up: F/T rows --> gelu --> down: F/T columns --g--> (n,C)
+
+       Each rank computes F/T hidden numbers, and its product with `down` is one of T terms of the
+       result. Nothing is sent between the two layers. g all-reduces the terms in the forward pass;
+       f all-reduces the gradients of x in the backward pass. The single-rank network stands beside
+       the parallel one; the lines that differ end in "tp".
+   Run: cc -O3 examples/08_tensor_parallel.c -o 08_tensor_parallel -lm -lpthread
+       && ./08_tensor_parallel
+   What you see: the same losses for four layouts, and the parameter bytes and the bytes sent over
+       tp beside their formulas.
+   Think about: before you run, predict the bytes that a rank sends over tp in a step, with 2 ranks
+       and with 4. Does dp change them? */
 #define DT_IMPLEMENTATION
 #include "../dt_zero.h"
 #include <math.h>
 #include <stdio.h>
 
-/* steps, samples of a step over all ranks, widths */
+/* steps; samples per step over all ranks; inputs, width, feed-forward width */
 enum { STEPS = 121, B = 64, IN = 4, C = 32, F = 1024 };
 
 typedef struct mlp {
@@ -22,14 +30,14 @@ typedef struct mlp {
 } mlp;
 typedef struct job {
     const char *name;
-    int plain, tp, dp, stage; /* plain: the program of one rank */
+    int single_rank, tp, dp, stage; /* single_rank: run the program without tensor parallelism */
     double loss[STEPS];
-    /* rank 0: parameters; at most so much is padding; on tp */
-    size_t param_bytes, padding, sent;
+    /* of rank 0: bytes of parameters, an upper limit of the padding in them, bytes sent over tp */
+    size_t param_bytes, max_padding, sent;
 } job;
 
-/* The k-th of a sequence of numbers that look random, in [-1, 1). */
-static float number(uint32_t k) {
+/* The k-th number of a fixed pseudo-random sequence, in [-1, 1). */
+static float random_number(uint32_t k) {
     k = (k ^ (k >> 16)) * 0x45d9f3bu;
     k = (k ^ (k >> 16)) * 0x45d9f3bu;
     return (float)((k ^ (k >> 16)) >> 8) / 8388608.0f - 1;
@@ -39,12 +47,12 @@ static float number(uint32_t k) {
 static void samples(int step, int first, int count, float *x, float *y) {
     for (int i = 0; i < count; i++) {
         for (int j = 0; j < IN; j++)
-            x[i * IN + j] = number((uint32_t)((step * B + first + i) * IN + j));
+            x[i * IN + j] = random_number((uint32_t)((step * B + first + i) * IN + j));
         y[i] = x[i * IN] * x[i * IN + 1] + sinf(3 * x[i * IN + 2]);
     }
 }
 
-/* ---- the network on one rank ---- */
+/* ---- the single-rank network ---- */
 
 static mlp one_make(dt_ctx *ctx) {
     mlp m;
@@ -58,7 +66,7 @@ static mlp one_make(dt_ctx *ctx) {
     return m;
 }
 
-/* The sum over n samples of (network(x) - y)^2, as a part of the mean over the B of a step. */
+/* This rank's part of the mean squared error: the sum over its n samples, divided by B. */
 static dt_tensor *one_loss(const mlp *m, dt_tensor *x, dt_tensor *y) {
     dt_tensor *h = dt_tanh(dt_linear(x, m->in, m->in_bias));    // (n,IN) -> (n,C)
     dt_tensor *wide = dt_gelu(dt_linear(h, m->up, m->up_bias)); // (n,F)
@@ -66,7 +74,7 @@ static dt_tensor *one_loss(const mlp *m, dt_tensor *x, dt_tensor *y) {
     return dt_mse(dt_linear(h, m->out, NULL), y, B);
 }
 
-/* ---- the same over a group ---- */
+/* ---- the tensor-parallel network ---- */
 
 static mlp tp_make(dt_ctx *ctx, dt_comm *tp) { // tp
     mlp m;
@@ -82,52 +90,52 @@ static mlp tp_make(dt_ctx *ctx, dt_comm *tp) { // tp
 }
 
 static dt_tensor *tp_loss(const mlp *m, dt_tensor *x, dt_tensor *y, dt_comm *tp) { // tp
-    dt_tensor *h = dt_tanh(dt_linear(x, m->in, m->in_bias)); // (n,IN) -> (n,C)
-    dt_tensor *wide = dt_gelu(
-        dt_linear(dt_tp_enter(h, tp, DT_REPLICATE), m->up, m->up_bias)); // (n,F/T)          tp
-    h = dt_add(h, dt_row_linear(wide, m->down, m->down_bias, NULL, tp,
-                      DT_REPLICATE)); // (n,C)               tp
+    dt_tensor *h = dt_tanh(dt_linear(x, m->in, m->in_bias));     // (n,IN) -> (n,C)
+    dt_tensor *in = dt_tp_enter(h, tp, DT_REPLICATE);            // f                tp
+    dt_tensor *wide = dt_gelu(dt_linear(in, m->up, m->up_bias)); // (n,F/T)
+    wide = dt_row_linear(wide, m->down, m->down_bias, NULL, tp, DT_REPLICATE); // g: (n,C)  tp
+    h = dt_add(h, wide);
     return dt_mse(dt_linear(h, m->out, NULL), y, B);
 }
 
-/* ---- training, of either ---- */
+/* ---- training of either network ---- */
 
-static dt_status train(dt_ctx *ctx, void *user) { /* every rank runs this */
+static dt_status train(dt_ctx *ctx, void *user) { /* runs on every rank */
     job *j = (job *)user;
-    dt_mesh mesh = dt_mesh_make(ctx, (dt_mesh_desc){ .tp = j->tp }); /* dp is what is left */ // tp
-    mlp m = j->plain ? one_make(ctx) : tp_make(ctx, mesh.tp);
+    dt_mesh mesh = dt_mesh_make(ctx, (dt_mesh_desc){ .tp = j->tp }); /* dp takes the rest */ // tp
+    mlp m = j->single_rank ? one_make(ctx) : tp_make(ctx, mesh.tp);
     int n = B / mesh.replicas, first_rank = dt_ctx_rank(ctx) == 0;
-    dt_zero *opt = dt_zero_make(ctx, (dt_zero_desc){ .stage = j->stage,
-                                         .mesh = &mesh,
-                                         .optimizer = DT_SGD, // tp
-                                         .momentum = 0.9 });
+    dt_zero_desc desc = { .stage = j->stage, .optimizer = DT_SGD, .momentum = 0.9 };
+    desc.mesh = &mesh; // tp
+    dt_zero *opt = dt_zero_make(ctx, desc);
     for (int step = 0; step < STEPS; step++) {
         float x[B * IN], y[B];
         size_t before = dt_comm_bytes(ctx, DT_AXIS_TP);
-        samples(step, mesh.replica * n, n, x, y); /* ranks of one tp group read the same */ // tp
+        samples(step, mesh.replica * n, n, x, y); /* the same samples on all ranks of tp */ // tp
         dt_tensor *in = dt_input(ctx, DT_F32, DT_SHAPE(n, IN), x),
                   *want = dt_input(ctx, DT_F32, DT_SHAPE(n, 1), y);
-        dt_tensor *loss = j->plain ? one_loss(&m, in, want) : tp_loss(&m, in, want, mesh.tp);
+        dt_tensor *loss = j->single_rank ? one_loss(&m, in, want) : tp_loss(&m, in, want, mesh.tp);
         dt_backward(loss);
         double value = dt_item(loss);
-        dt_sum_doubles(mesh.data, &value, 1); /* and have the same loss */ // tp
+        dt_sum_doubles(mesh.data, &value, 1); /* the ranks of tp have the same loss */ // tp
         dt_zero_step(opt, 0.03);
         dt_reset(ctx);
         if (first_rank) j->loss[step] = value, j->sent = dt_comm_bytes(ctx, DT_AXIS_TP) - before;
     }
     if (first_rank) j->param_bytes = dt_memory_used(ctx).live[DT_MEM_PARAMS];
     if (first_rank)
-        j->padding = (size_t)dt_bucket_count(ctx) * 1024 * (size_t)mesh.sizes.dp * sizeof(float);
+        j->max_padding =
+            (size_t)dt_bucket_count(ctx) * 1024 * (size_t)mesh.sizes.dp * sizeof(float);
     return dt_error(ctx);
 }
 
-/* Prints the bytes beside their formulas; 1 if they are equal. */
-static int bytes_right(const job *j) {
+/* Prints the bytes beside their formulas. Returns 1 if they agree. */
+static int bytes_match(const job *j) {
     size_t T = (size_t)j->tp, f = sizeof(float), n = (size_t)(B / j->dp);
     size_t params = f * (C * IN + C + (F * C + F + C * F) / T + C + C),
            sent = 2 * (2 * (T - 1) * n * C * f / T);
     printf("%-22s %12zu (%6zu)   %12zu (%6zu)\n", j->name, j->param_bytes, params, j->sent, sent);
-    return j->sent == sent && j->param_bytes >= params && j->param_bytes - params < j->padding;
+    return j->sent == sent && j->param_bytes >= params && j->param_bytes - params < j->max_padding;
 }
 
 int main(void) {
@@ -148,13 +156,12 @@ int main(void) {
             if (step % 40 == 0) printf("  %20.8f", jobs[i].loss[step]);
         }
     }
-    printf("\n\na rank has            bytes of parameters (formula)   and sends on tp in a step "
+    printf("\n\neach rank          parameter bytes (formula)   bytes sent over tp per step "
            "(formula)\n");
-    for (int i = 0; i < JOBS; i++) ok &= bytes_right(&jobs[i]);
-    printf("formulas: 4 (C IN + 3 C + (2 C F + F) / T), padded to multiples of 1,024 numbers a "
-           "rank of dp;\n"
-           "          2 (T-1)/T S in the forward, as much in the backward; S = 4 C B/dp bytes, the "
-           "activations of h\n");
+    for (int i = 0; i < JOBS; i++) ok &= bytes_match(&jobs[i]);
+    printf("formulas: 4 (C IN + 3 C + (2 C F + F) / T), padded per bucket to dp x 1,024 elements;\n"
+           "          2 (T-1)/T S in the forward and again in the backward, where S = 4 C B/dp is "
+           "the size of h in bytes\n");
     ok &= worst < 1e-5 && jobs[0].loss[STEPS - 1] < jobs[0].loss[0] / 10;
     printf("%s: the losses of all layouts and steps differ by at most %.1e\n", ok ? "ok" : "WRONG",
         worst);

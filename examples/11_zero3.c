@@ -1,19 +1,23 @@
-/* 11_zero3.c - a model of your own at ZeRO stage 3: 8 residual layers in bf16, cut over 4 ranks,
+/* 11_zero3.c - ZeRO-3 for a model of your own: 8 residual layers in bf16, sharded over 4 ranks and
    gathered as they run
 
-   What you learn: at stage 2 each rank has all values, and a quarter of the gradients and the
-   optimizer state. At stage 3 it has a quarter of the values too. Each layer is a dt_block: its
-   values are gathered when it begins, those of the next one meanwhile, and freed when it ends, in
-   the forward and again in the backward. So values are sent twice a step; with keep_gathered once,
-   but then the whole model is there until the update. No loss changes by a bit. Predict before you
-   run: with 80 layers in place of 8, which numbers of the table would not be ten times as much?
-   Run: cc -O3 examples/11_zero3.c -o 11_zero3 -lm -lpthread && ./11_zero3 */
+   What you learn: ZeRO-3 (FSDP). At ZeRO-2 each rank holds all parameter values, and a quarter of
+       the gradients and of the optimizer state. At ZeRO-3 it holds a quarter of the values too.
+       Each layer is a dt_block: an all-gather collects its values when it begins and prefetches
+       those of the next one, and the values are freed when it ends, in the forward pass and again
+       in the backward pass. So the values are sent twice per step. With keep_gathered they are sent
+       once, but the whole model stays in memory until the update. No loss changes by a bit.
+   Run: cc -O3 examples/11_zero3.c -o 11_zero3 -lm -lpthread && ./11_zero3
+   What you see: for stages 0, 2 and 3 the bytes that a rank holds and sends beside the formula of
+       the ZeRO paper (arXiv:1910.02054), and the same last loss.
+   Think about: before you run, with 80 layers instead of 8, which numbers of the table would not
+       grow tenfold? */
 #define DT_IMPLEMENTATION
 #include "../dt_zero.h"
 #include <stdio.h>
 #include <string.h>
 
-/* B: a rank's samples of a step, of W numbers; layers */
+/* steps; ranks; samples per rank and step; numbers per sample; layers */
 enum { STEPS = 12, RANKS = 4, B = 8, W = 64, L = 8 };
 
 typedef struct layer {
@@ -21,38 +25,40 @@ typedef struct layer {
 } layer;
 typedef struct job {
     const char *name;
-    int stage, kept;
-    double loss[STEPS]; /* all from here on are results, of rank 0 */
-    /* after the last step, with its peaks: in comm, of what is gathered or summed */
+    int stage, keep_gathered;
+    double loss[STEPS]; /* results from here on, filled by rank 0 */
+    /* after the last step, with that step's peaks; class comm holds gathered values and gradients
+       in reduction */
     dt_memory memory;
-    double elements, sent;  /* of all units; bytes sent in the last step */
+    double elements, sent;  /* padded elements of all buckets; bytes sent in the last step */
     uint16_t values[W * W]; /* the first parameter at the end, bf16 */
-    float moment[W * W];    /* and Adam's mean of its gradients */
-    int absent;             /* 1: no values at its ->data */
+    float moment[W * W];    /* and its first Adam moment */
+    int is_released;        /* 1: its ->data is NULL */
 } job;
 
-/* The k-th of a sequence of numbers that look random, in [-1, 1). */
-static float number(uint32_t k) {
+/* The k-th number of a fixed pseudo-random sequence, in [-1, 1). */
+static float random_number(uint32_t k) {
     k = (k ^ (k >> 16)) * 0x45d9f3bu;
     k = (k ^ (k >> 16)) * 0x45d9f3bu;
     return (float)((k ^ (k >> 16)) >> 8) / 8388608.0f - 1;
 }
 
-/* A rank's samples of a step: x (B,W) random, y (B,W) x moved by one place and halved. */
+/* A rank's samples of a step: x (B,W) is random, y (B,W) is x shifted by one column and halved. */
 static void samples(int step, int rank, float *x, float *y) {
-    for (int i = 0; i < B * W; i++) x[i] = number((uint32_t)((step * RANKS + rank) * B * W + i));
+    for (int i = 0; i < B * W; i++)
+        x[i] = random_number((uint32_t)((step * RANKS + rank) * B * W + i));
     for (int i = 0; i < B * W; i++) y[i] = x[i / W * W + (i + 1) % W] / 2;
 }
 
-/* One layer, (B,W) -> (B,W). Reading up and down is what gathers them; the end of the block frees
-   them. */
+/* One layer, (B,W) -> (B,W). The ops that read up and down gather them; the end of the block
+   releases them. */
 static dt_tensor *layer_forward(dt_tensor *x, void *user) {
     const layer *l = (const layer *)user;
     return dt_add(x, dt_linear(dt_gelu(dt_linear(x, l->up, NULL)), l->down, NULL));
 }
 
-/* x, y (B,W) in f32 -> the loss. An op's inputs have one type, that of the parameters: labels are
-   cast too. */
+/* x, y (B,W) in f32 -> the loss. All inputs of an op have the dtype of the parameters, so the
+   labels are cast too. */
 static dt_tensor *model_loss(dt_ctx *ctx, layer *layers, const float *x, const float *y) {
     dt_tensor *out = dt_cast(dt_input(ctx, DT_F32, DT_SHAPE(B, W), x), DT_BF16);
     dt_tensor *want = dt_cast(dt_input(ctx, DT_F32, DT_SHAPE(B, W), y), DT_BF16);
@@ -60,33 +66,33 @@ static dt_tensor *model_loss(dt_ctx *ctx, layer *layers, const float *x, const f
     return dt_mse(out, want, B * W * RANKS);
 }
 
-/* Every rank calls dt_read and dt_zero_state, though one keeps the result: the pieces of a
-   parameter come from all. Its ->data is NULL at stage 3: no rank has it whole outside of the block
-   that uses it. */
-static void look(dt_ctx *ctx, dt_zero *opt, const dt_tensor *p, job *j) {
+/* Reads a parameter and its first moment. Every rank calls dt_read and dt_zero_state, because every
+   rank holds a shard. At stage 3 the parameter's ->data is NULL outside the block that uses it. */
+static void read_param(dt_ctx *ctx, dt_zero *opt, const dt_tensor *p, job *j) {
     uint16_t values[W * W];
     float moment[W * W];
-    int absent = p->data == NULL;
+    int is_released = p->data == NULL;
     if (dt_read(p, values) != DT_OK || dt_zero_state(opt, 0, p, moment) != DT_OK ||
         dt_ctx_rank(ctx) > 0)
         return;
     memcpy(j->values, values, sizeof values);
     memcpy(j->moment, moment, sizeof moment);
-    j->absent = absent;
+    j->is_released = is_released;
 }
 
-static dt_status train(dt_ctx *ctx, void *user) { /* every rank runs this */
+static dt_status train(dt_ctx *ctx, void *user) { /* runs on every rank */
     job *j = (job *)user;
     layer layers[L];
     dt_param_desc narrow = { .dtype = DT_BF16 };
     for (int i = 0; i < L; i++) {
-        /* and a unit: what is gathered at once */
+        /* The scope also begins a new bucket: one bucket is gathered with one all-gather. */
         dt_scope(ctx, (const char[]){ 'h', (char)('0' + i), '.', 0 });
         layers[i].up = dt_param_at(ctx, "up", DT_SHAPE(W, W), DT_NORMAL(0.1), narrow);
         layers[i].down = dt_param_at(ctx, "down", DT_SHAPE(W, W), DT_NORMAL(0.1), narrow);
     }
     dt_scope(ctx, NULL);
-    dt_zero *opt = dt_zero_make(ctx, (dt_zero_desc){ .stage = j->stage, .keep_gathered = j->kept });
+    dt_zero *opt =
+        dt_zero_make(ctx, (dt_zero_desc){ .stage = j->stage, .keep_gathered = j->keep_gathered });
     for (int step = 0; step < STEPS; step++) {
         float x[B * W], y[B * W];
         samples(step, dt_ctx_rank(ctx), x, y);
@@ -104,17 +110,17 @@ static dt_status train(dt_ctx *ctx, void *user) { /* every rank runs this */
     }
     for (int i = 0; i < dt_bucket_count(ctx) && dt_ctx_rank(ctx) == 0; i++)
         j->elements += (double)dt_bucket_get(ctx, i)->padded;
-    if (dt_error(ctx) == DT_OK) look(ctx, opt, layers[0].up, j);
+    if (dt_error(ctx) == DT_OK) read_param(ctx, opt, layers[0].up, j);
     return dt_error(ctx);
 }
 
-/* Prints what a rank holds and sends beside the formula; 1 if equal. State: a master of bf16 and
-   Adam's two, in f32. */
-static int formula_right(const job *j) {
+/* Prints what a rank holds and sends beside the formula. Returns 1 if they agree. The optimizer
+   state is an f32 master weight and two f32 moments. */
+static int formula_matches(const job *j) {
     dt_zero_bytes f = dt_zero_formula((dt_zero_formula_desc){ .elements = j->elements,
         .stage = j->stage,
         .ranks = RANKS,
-        .kept = j->kept,
+        .keep_gathered = j->keep_gathered,
         .values = 2,
         .grads = 4,
         .state = 12 });
@@ -127,22 +133,24 @@ static int formula_right(const job *j) {
 }
 
 int main(void) {
-    enum { JOBS = 4, BLOCKS = 2, KEPT = 3 };
+    enum { JOBS = 4, RELEASED = 2, KEPT = 3 };
     static job jobs[JOBS] = { { .name = "stage 0" }, { .name = "stage 2", .stage = 2 },
-        { .name = "stage 3", .stage = 3 }, { .name = "stage 3, kept", .stage = 3, .kept = 1 } };
+        { .name = "stage 3", .stage = 3 },
+        { .name = "stage 3, kept", .stage = 3, .keep_gathered = 1 } };
     int ok = 1;
     printf("%-12s%18s%17s%17s%9s%18s  last loss\n", "bytes", "params (formula)", "grads (formula)",
         "optim (formula)", "in comm", "sent (formula)");
     for (int i = 0; i < JOBS; i++) {
         job *j = &jobs[i];
-        ok &= dt_run((dt_run_desc){ .ranks = RANKS }, train, j) == DT_OK && formula_right(j);
+        ok &= dt_run((dt_run_desc){ .ranks = RANKS }, train, j) == DT_OK && formula_matches(j);
         ok &= !memcmp(j->loss, jobs[0].loss, sizeof j->loss) &&
               !memcmp(j->values, jobs[0].values, sizeof j->values) &&
-              !memcmp(j->moment, jobs[0].moment, sizeof j->moment) && j->absent == (j->stage == 3);
+              !memcmp(j->moment, jobs[0].moment, sizeof j->moment) &&
+              j->is_released == (j->stage == 3);
     }
-    ok &= jobs[BLOCKS].memory.peak[DT_MEM_COMM] < jobs[KEPT].memory.peak[DT_MEM_COMM];
+    ok &= jobs[RELEASED].memory.peak[DT_MEM_COMM] < jobs[KEPT].memory.peak[DT_MEM_COMM];
     ok &= jobs[0].loss[STEPS - 1] < 0.8 * jobs[0].loss[0] && jobs[0].moment[0] != 0;
-    printf("%s: bytes as by the formula; losses, values and optimizer state equal to the bit\n",
+    printf("%s: the bytes equal the formula; losses, values and optimizer state have equal bits\n",
         ok ? "ok" : "WRONG");
     return ok ? 0 : 1;
 }

@@ -1,15 +1,24 @@
-/* 12_pipeline.c - a network cut into stages, one for each rank, and micro-batches that flow through
-   them
+/* 12_pipeline.c - pipeline parallelism: a network divided into stages, one per rank, and
+   micro-batches that flow through them
 
-   What you learn: a stage takes what the one before returned, and its rank has the parameters of
-   its own layers: of 3 ranks the second has none. To keep all busy a batch of 16 goes through in 8
-   micro-batches. Which rank computes what, when, is a schedule: data, made by a generator,
-   simulated, drawn, run. None changes a loss by a bit: gradients are added in the order of
-   micro-batches. What changes is the bubble, in which ranks wait for each other, and how many
-   micro-batches a rank holds. The loop of one rank stands beside the stage of a pipeline, which
-   replaces it. Predict before you run: the bytes that rank 0 of 2 sends in a step; which schedule
-   waits least, and what it costs. Run: cc -O3 examples/12_pipeline.c -o 12_pipeline -lm -lpthread
-   && ./12_pipeline [DRAWING.svg] */
+   What you learn: pipeline parallelism. A stage receives the output of the stage before it, and a
+       rank holds the parameters of its own layers only (of 3 ranks the second has none). To keep
+       all ranks busy, a batch of 16 flows through in 8 micro-batches. A schedule says which rank
+       computes what and when. It is data: a generator makes it, and it can be simulated, drawn and
+       run. 1F1B (PipeDream-Flush) with p = 3 ranks; digits are forwards, letters backwards:
+
+           rank 0 |012..a3b4c5d6e7f.g.h|    a warm-up of p - rank - 1 forwards,
+           rank 1 |.01.a2b3c4d5e6f7g.h.|    then one forward and one backward
+           rank 2 |..0a1b2c3d4e5f6g7h..|    in turn
+
+       No schedule changes a loss by a bit, because gradients are added in the order of
+       micro-batches. What changes is the bubble, the time in which ranks wait for each other, and
+       the number of micro-batches whose activations a rank holds.
+   Run: cc -O3 examples/12_pipeline.c -o 12_pipeline -lm -lpthread && ./12_pipeline [DRAWING.svg]
+   What you see: equal losses for every schedule, then three schedules as text, each with its bubble
+       beside the formula: naive p-1, 1F1B (p-1)/m, zero bubble (p-1)/3m.
+   Think about: before you run, predict the bytes that rank 0 of 2 sends in a step. Which schedule
+       waits least, and what does it cost? */
 #define DT_IMPLEMENTATION
 #include "../dt_zero.h"
 #include <math.h>
@@ -28,29 +37,28 @@ enum {
 };
 
 typedef struct job {
-    int ranks, kind;    /* 1 rank: no pipeline */
-    double loss[STEPS]; /* all from here on are results */
-    size_t sent;        /* bytes, by rank 0 */
-    int live;           /* micro-batches that rank 0 holds at a time */
+    int ranks, kind;    /* 1 rank: no pipeline; kind: DT_SCHEDULE_* */
+    double loss[STEPS]; /* results from here on */
+    size_t sent;        /* bytes that rank 0 sends in all steps */
+    int live;           /* most micro-batches that rank 0 holds at a time */
 } job;
 
 typedef struct net {
     dt_ctx *ctx;
-    dt_tensor *w[LAYERS], *b[LAYERS]; /* of this rank's layers */
-    int first[RANKS + 1];             /* stage s is layers first[s] .. first[s+1] - 1 */
+    dt_tensor *w[LAYERS], *b[LAYERS]; /* NULL for the layers of other ranks */
+    int first[RANKS + 1];             /* stage s is layers [first[s], first[s+1]) */
     int stages, step;
-    double loss; /* of the step, over micro-batches */
+    double loss; /* of the step, the sum over micro-batches */
 } net;
 
-/* The i-th number of a micro-batch x (B,IN), random in [-1, 1). y (B,OUT) is a function of a
-   sample's first OUT. */
+/* Element i of a micro-batch's x (B,IN), random in [-1, 1). */
 static float x_at(const net *n, int micro, int i) {
     uint32_t k = (uint32_t)((n->step * MICROS + micro) * B * IN + i);
     for (int round = 0; round < 2; round++) k = (k ^ (k >> 16)) * 0x45d9f3bu;
     return (float)((k ^ (k >> 16)) >> 8) / 8388608.0f - 1;
 }
 
-/* The layers are linear, tanh, linear, on any number of ranks. */
+/* The layers are linear, tanh (no parameters), linear. */
 static void layer_make(net *n, int i) {
     if (i == 1) return;
     n->w[i] = dt_param(n->ctx, i ? "out.w" : "in.w",
@@ -64,7 +72,8 @@ static dt_tensor *layers_run(net *n, dt_tensor *x, int first, int end) {
     return x;
 }
 
-/* Of a micro-batch: x, or y. */
+/* A micro-batch's x (width IN), or its targets y (width OUT): a function of each sample's first OUT
+   numbers. */
 static dt_tensor *data(net *n, int micro, int width) {
     float x[B * IN];
     for (int i = 0; i < B * width; i++) x[i] = x_at(n, micro, i / width * IN + i % width);
@@ -78,7 +87,7 @@ static dt_tensor *loss_of(net *n, dt_tensor *out, int micro) {
     return loss;
 }
 
-/* All micro-batches on one rank. */
+/* All micro-batches on one rank: gradient accumulation. */
 static void step_on_one(net *n) {
     for (int micro = 0; micro < MICROS; micro++) {
         dt_micro(n->ctx, micro, MICROS);
@@ -87,24 +96,24 @@ static void step_on_one(net *n) {
     }
 }
 
-/* One of them in a stage. */
+/* One micro-batch in one stage of the pipeline; the schedule calls it. */
 static dt_tensor *stage_run(dt_tensor *x, int stage, int micro, void *user) {
     net *n = (net *)user;
     x = layers_run(n, stage ? x : data(n, micro, IN), n->first[stage], n->first[stage + 1]);
     return stage == n->stages - 1 ? loss_of(n, x, micro) : x;
 }
 
-/* The parameters of this rank's stage, and the schedule. */
+/* Registers the parameters of this rank's stage and makes the schedule. */
 static dt_schedule *pipeline_make(net *n, const dt_mesh *mesh, int kind) {
-    const double costs[LAYERS] = { IN * HIDDEN, HIDDEN, HIDDEN * OUT }; /* multiplications */
-    dt_stage_cut(costs, LAYERS, n->stages, n->first, NULL, 0);
-    dt_stage(n->ctx, mesh->at.pp);
-    for (int i = n->first[mesh->at.pp]; i < n->first[mesh->at.pp + 1]; i++) layer_make(n, i);
+    const double costs[LAYERS] = { IN * HIDDEN, HIDDEN, HIDDEN * OUT }; /* multiplications each */
+    dt_partition_stages(costs, LAYERS, n->stages, n->first, NULL, 0);
+    dt_stage(n->ctx, mesh->coord.pp);
+    for (int i = n->first[mesh->coord.pp]; i < n->first[mesh->coord.pp + 1]; i++) layer_make(n, i);
     return dt_schedule_make(
         n->ctx, (dt_schedule_desc){ .kind = kind, .ranks = n->stages, .micros = MICROS });
 }
 
-/* every rank runs this */
+/* runs on every rank */
 static dt_status train(dt_ctx *ctx, void *user) {
     job *j = (job *)user;
     net n = { .ctx = ctx, .stages = j->ranks };
@@ -121,17 +130,18 @@ static dt_status train(dt_ctx *ctx, void *user) {
                 ctx, (dt_pipe_desc){
                          .schedule = schedule, .comm = mesh.pp, .run = stage_run, .user = &n });
         dt_zero_step(opt, 0.03);
-        /* the last stage's, on every rank */
+        /* Only the last stage has a loss; the sum brings it to every rank. */
         dt_sum_doubles(mesh.pp, &n.loss, 1);
         if (dt_ctx_rank(ctx) == 0) j->loss[n.step] = n.loss;
     }
     if (dt_ctx_rank(ctx) == 0)
-        j->live = dt_schedule_live(schedule, 0), j->sent = dt_comm_bytes(ctx, DT_AXIS_PP);
+        j->live = dt_schedule_max_in_flight(schedule, 0), j->sent = dt_comm_bytes(ctx, DT_AXIS_PP);
     return dt_error(ctx);
 }
 
-/* Three schedules with stages alike and a backward as long as two forwards. 1: bubbles are (p-1) of
-   the work, (p-1)/m, and a third of that where the gradients of weights fill the gaps. */
+/* Simulates three schedules with equal stages, where a backward takes as long as two forwards.
+   Returns 1 if the bubbles are p-1 (naive), (p-1)/m (1F1B) and (p-1)/(3m) (zero bubble, which fills
+   the gaps with weight gradients) of the work. */
 static int simulate(const char *drawing) {
     static const int kinds[3] = { DT_SCHEDULE_NAIVE, DT_SCHEDULE_1F1B, DT_SCHEDULE_ZB };
     static dt_span spans[3][3 * MICROS * RANKS];
@@ -145,11 +155,11 @@ static int simulate(const char *drawing) {
             dt_schedule_make(ctx, (dt_schedule_desc){ kinds[i], RANKS, .micros = MICROS });
         dt_schedule_simulate(
             s, (dt_schedule_costs){ .forward = 1, .input = 1, .weight = 1 }, spans[i]);
-        double bubble = dt_schedule_idle(s, spans[i], -1).of_work;
+        double bubble = dt_schedule_bubble_of(s, spans[i], -1).idle_per_work;
         ok &= dt_schedule_text(s, spans[i], 0, text, sizeof text) == DT_OK &&
               fabs(bubble - formula[i]) < 1e-9;
-        printf("\n%s: bubble %.4f of the work, by the formula %.4f\n%s", dt_schedule_name(s),
-            bubble, formula[i], text);
+        printf("\n%s: bubble %.4f of the work, formula %.4f\n%s", dt_schedule_name(s), bubble,
+            formula[i], text);
         line[i] = (dt_timeline){ NULL, s, spans[i] };
     }
     if (drawing) ok &= dt_schedule_svg(ctx, drawing, line, 3) == DT_OK;
@@ -163,7 +173,7 @@ int main(int argc, char **argv) {
         DT_SCHEDULE_ZB };
     static job jobs[5];
     int ok = 1;
-    printf("%27s%20s%8s%8s\n", "first loss", "last loss", "sent", "holds");
+    printf("%27s%20s%8s%8s\n", "first loss", "last loss", "sent", "held");
     for (int i = 0; i < 5; i++) {
         job *j = &jobs[i];
         j->ranks = i < 2 ? i + 1 : RANKS, j->kind = kinds[i];
@@ -174,6 +184,7 @@ int main(int argc, char **argv) {
             j->loss[STEPS - 1], j->sent / STEPS, j->live);
     }
     ok &= jobs[0].loss[STEPS - 1] < 0.5 * jobs[0].loss[0] && simulate(argc > 1 ? argv[1] : NULL);
-    printf("\n%s: losses equal to the bit, bubbles as by the formulas\n", ok ? "ok" : "WRONG");
+    printf(
+        "\n%s: the losses have equal bits, the bubbles equal the formulas\n", ok ? "ok" : "WRONG");
     return !ok;
 }

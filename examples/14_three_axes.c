@@ -1,16 +1,21 @@
-/* 14_three_axes.c - data, tensor and pipeline parallelism at once: 2 x 2 x 2 ranks, and ZeRO-2
-   under all of it
+/* 14_three_axes.c - data, tensor and pipeline parallelism together on 2 x 2 x 2 ranks, with ZeRO-2
 
-   What you learn: the axes do not know of each other. A layer names the group its matrices are cut
-   over; a stage is the layers that a rank registers; the samples are cut by the replica; the
-   optimizer learns from the parameters' own descriptions who holds what. So the model below is
-   written once, and every row of the table is another dt_mesh_desc. All rows have one rank's
-   losses, norms and weights, but for the rounding of sums that are taken in another order. What an
-   axis costs and what it saves: dp sends gradients and values, whatever the batch is; tp
-   activations in every layer; pp only between stages, but ranks wait for each other. tp and pp cut
-   what a rank holds, dp with ZeRO too. Predict before you run: which axis sends most here, and
-   which would if there were eight times as many samples? Run: cc -O3 examples/14_three_axes.c -o
-   14_three_axes -lm -lpthread && ./14_three_axes */
+   What you learn: the axes of the device mesh are independent. A layer names the group over which
+       its matrices are sharded. A stage is the list of layers that a rank registers. The replica
+       chooses the samples. The optimizer reads from the parameters' own descriptions who holds
+       which shard. So the model below is written once, and every row of the table is another
+       dt_mesh_desc.
+
+           axis   sends                                        divides
+           dp     gradients and values, for any batch size     with ZeRO: what a rank holds
+           tp     activations of every layer                   what a rank holds
+           pp     activations between stages only              what a rank holds; ranks wait
+           (bubble)
+   Run: cc -O3 examples/14_three_axes.c -o 14_three_axes -lm -lpthread && ./14_three_axes
+   What you see: all rows have the losses, norms and weights of one rank, up to the rounding of sums
+       that are taken in another order.
+   Think about: before you run, which axis sends most here? Which one would with eight times as many
+       samples? */
 #define DT_IMPLEMENTATION
 #include "../dt_zero.h"
 #include <math.h>
@@ -22,23 +27,21 @@ enum { STEPS = 20, BATCH = 32, MICROS = 4, W = 64, F = 128, L = 8 };
 
 typedef struct job {
     dt_mesh_desc mesh;
-    int stage;                       /* of ZeRO */
-    double loss[STEPS], norm[STEPS]; /* all from here on are results, of rank 0 */
-    /* the sum of squares of the last layer's second matrix at the end, of all ranks */
-    double weight;
-    double sent[DT_AXES]; /* bytes in the last step */
-    /* bytes of values, gradients and optimizer state, the largest of the ranks */
-    size_t held;
+    int stage;                       /* ZeRO stage */
+    double loss[STEPS], norm[STEPS]; /* results from here on, filled by rank 0 */
+    double square_sum;    /* of all elements of the last layer's second matrix, at the end */
+    double sent[DT_AXES]; /* bytes sent in the last step */
+    size_t held;          /* bytes of values, gradients and optimizer state */
 } job;
 
 typedef struct net {
     dt_mesh mesh;
     dt_tensor *up[L], *up_bias[L], *down[L], *down_bias[L];
     int step, b; /* samples of a micro-batch on a replica */
-    double loss; /* of the step, this rank's part */
+    double loss; /* this rank's part of the step's loss */
 } net;
 
-static int first_of(const net *n, int stage) { return L * stage / n->mesh.sizes.pp; }
+static int first_layer(const net *n, int stage) { return L * stage / n->mesh.sizes.pp; }
 
 static void layer_make(dt_ctx *ctx, net *n, int i) {
     char prefix[24];
@@ -55,10 +58,9 @@ static void layer_make(dt_ctx *ctx, net *n, int i) {
     dt_scope(ctx, NULL);
 }
 
-/* x (b,W), or y where it is what the net has to learn, of this replica's part of a micro-batch. */
+/* This replica's part of a micro-batch: the inputs x (b,W), or with is_y the targets. */
 static dt_tensor *samples(dt_ctx *ctx, const net *n, int micro, int is_y) {
     float v[BATCH * W];
-    /* of the step's samples */
     int first = (micro * n->mesh.replicas + n->mesh.replica) * n->b;
     for (int i = 0; i < n->b * W; i++) {
         int sample = n->step * BATCH + first + i / W, column = i % W;
@@ -68,25 +70,26 @@ static dt_tensor *samples(dt_ctx *ctx, const net *n, int micro, int is_y) {
     return dt_input(ctx, DT_F32, DT_SHAPE(n->b, W), v);
 }
 
-/* One stage of the pipeline: all layers, if there is one. */
+/* One stage of the pipeline. Without a pipeline there is one stage, with all layers. */
 static dt_tensor *run(dt_tensor *x, int stage, int micro, void *user) {
     net *n = (net *)user;
-    dt_ctx *ctx = n->up[first_of(n, stage)]->ctx;
+    dt_ctx *ctx = n->up[first_layer(n, stage)]->ctx;
     if (stage == 0) x = samples(ctx, n, micro, 0);
-    for (int i = first_of(n, stage); i < first_of(n, stage + 1); i++) {
+    for (int i = first_layer(n, stage); i < first_layer(n, stage + 1); i++) {
         dt_linear_desc gelu = { .activation = DT_ACT_GELU };
         dt_tensor *h = dt_column_linear(x, n->up[i], n->up_bias[i], gelu, n->mesh.tp, DT_REPLICATE);
         x = dt_row_linear(h, n->down[i], n->down_bias[i], x, n->mesh.tp, DT_REPLICATE);
     }
     if (stage + 1 < n->mesh.sizes.pp) return x;
-    /* of the whole step: so losses and gradients add up */
+    /* The divisor counts the whole step, so that losses and gradients of its parts add up. */
     x = dt_mse(x, samples(ctx, n, micro, 1), BATCH * W);
     n->loss += dt_item(x);
     return x;
 }
 
-/* The sum over the ranks that hold parts of the last layer's matrix; those of dp hold copies. */
-static double weight_of(dt_ctx *ctx, const net *n) {
+/* The sum of squares of the last layer's second matrix: over the shards of tp and the stages of pp;
+   the ranks of dp hold copies. */
+static double last_layer_square_sum(dt_ctx *ctx, const net *n) {
     float v[W * F];
     double sum = 0;
     if (n->down[L - 1] && dt_read(n->down[L - 1], v) == DT_OK)
@@ -99,12 +102,10 @@ static double weight_of(dt_ctx *ctx, const net *n) {
 static dt_status train(dt_ctx *ctx, void *user) {
     job *j = (job *)user;
     net n = { .mesh = dt_mesh_make(ctx, j->mesh) };
-    int p = n.mesh.sizes.pp, me = n.mesh.at.pp;
+    int p = n.mesh.sizes.pp, me = n.mesh.coord.pp;
     n.b = BATCH / MICROS / n.mesh.replicas;
-    /* this rank's part of the pipeline is one stage, */
     dt_stage(ctx, me);
-    /* these layers */
-    for (int i = first_of(&n, me); i < first_of(&n, me + 1); i++) layer_make(ctx, &n, i);
+    for (int i = first_layer(&n, me); i < first_layer(&n, me + 1); i++) layer_make(ctx, &n, i);
     dt_zero *opt =
         dt_zero_make(ctx, (dt_zero_desc){ .stage = j->stage, .mesh = &n.mesh, .clip = 1 });
     dt_schedule *s = dt_schedule_make(
@@ -115,9 +116,9 @@ static dt_status train(dt_ctx *ctx, void *user) {
         n.loss = 0;
         dt_pipe_run(
             ctx, (dt_pipe_desc){ .schedule = s, .comm = n.mesh.pp, .run = run, .user = &n });
-        /* over the replicas; the last stage has it, */
-        dt_sum_doubles(n.mesh.data, &n.loss, 1);
-        dt_sum_doubles(n.mesh.pp, &n.loss, 1); /* now all have */
+        dt_sum_doubles(
+            n.mesh.data, &n.loss, 1); /* adds the replicas; only the last stage has a loss */
+        dt_sum_doubles(n.mesh.pp, &n.loss, 1); /* brings it to all stages */
         double norm = dt_zero_step(opt, 0.003).grad_norm;
         if (dt_ctx_rank(ctx) != 0) continue;
         j->loss[n.step] = n.loss;
@@ -126,8 +127,8 @@ static dt_status train(dt_ctx *ctx, void *user) {
             j->sent[a] = (double)(dt_comm_bytes(ctx, (dt_axis)a) - before[a]);
     }
     dt_memory m = dt_memory_used(ctx);
-    double weight = weight_of(ctx, &n);
-    if (dt_ctx_rank(ctx) == 0) j->weight = weight;
+    double square_sum = last_layer_square_sum(ctx, &n);
+    if (dt_ctx_rank(ctx) == 0) j->square_sum = square_sum;
     if (dt_ctx_rank(ctx) == 0)
         j->held = m.live[DT_MEM_PARAMS] + m.live[DT_MEM_GRADS] + m.live[DT_MEM_OPTIM];
     return dt_error(ctx);
@@ -138,24 +139,24 @@ int main(void) {
         { .mesh = { .tp = 2 } }, { .mesh = { .pp = 2 } },
         { .mesh = { .dp = 2, .tp = 2 }, .stage = 2 }, { .mesh = { .dp = 2, .pp = 2 }, .stage = 2 },
         { .mesh = { .tp = 2, .pp = 2 } }, { .mesh = { .dp = 2, .tp = 2, .pp = 2 }, .stage = 2 } };
-    int good = 1;
-    printf("dp tp pp  ZeRO  first loss  last loss  held by rank 0  sends in a step: dp      tp     "
-           " pp   differs by\n");
+    int ok = 1;
+    printf("dp tp pp  ZeRO  first loss  last loss  bytes on rank 0  sent in a step: dp      tp     "
+           " pp   difference\n");
     for (size_t k = 0; k < sizeof jobs / sizeof *jobs; k++) {
         job *j = &jobs[k], *one = &jobs[0];
         int dp = j->mesh.dp ? j->mesh.dp : 1, tp = j->mesh.tp ? j->mesh.tp : 1,
             pp = j->mesh.pp ? j->mesh.pp : 1;
-        double most = 0;
+        double max = 0;
         if (dt_run((dt_run_desc){ .ranks = dp * tp * pp }, train, j) != DT_OK) return 1;
         for (int i = 0; i < STEPS; i++)
-            most = fmax(most,
+            max = fmax(max,
                 fmax(fabs(j->loss[i] / one->loss[i] - 1), fabs(j->norm[i] / one->norm[i] - 1)));
-        most = fmax(most, fabs(j->weight / one->weight - 1));
-        good &= most < 1e-4 && j->loss[STEPS - 1] < 0.7 * j->loss[0];
+        max = fmax(max, fabs(j->square_sum / one->square_sum - 1));
+        ok &= max < 1e-4 && j->loss[STEPS - 1] < 0.7 * j->loss[0];
         printf("%2d %2d %2d  %4d  %10.6f %10.6f  %14zu  %20.0f %7.0f %7.0f   %.1e\n", dp, tp, pp,
             j->stage, j->loss[0], j->loss[STEPS - 1], j->held, j->sent[DT_AXIS_DP],
-            j->sent[DT_AXIS_TP], j->sent[DT_AXIS_PP], most);
+            j->sent[DT_AXIS_TP], j->sent[DT_AXIS_PP], max);
     }
-    puts(good ? "ok: every layout trains as one rank does" : "WRONG");
-    return !good;
+    puts(ok ? "ok: every layout trains as one rank does" : "WRONG");
+    return !ok;
 }

@@ -1,24 +1,24 @@
-/* demo.c - the same small GPT under several layouts, each compared with one rank - public domain or
-   MIT, at your choice
+/* demo.c - a small GPT under many layouts, each compared with one rank - public domain or MIT, at
+   your choice
 
        cc -O3 demo.c -o demo -lm -lpthread && ./demo
 
-   Every row of the table is one whole training run on the project's own sources. A layout is right
-   when its losses, its gradient norms and its final parameters are those of one rank, but for the
-   rounding of sums that are taken in another order. Exit status 0 only if that is so in every row.
+   Every row of the table is a complete training run on the project's own sources. A layout is right
+   if its losses, gradient norms and final parameters equal those of one rank, up to the rounding of
+   sums that are taken in another order. The exit status is 0 only if every row is right.
 
-   The rule: |a - b| <= tolerance * max(|b|, s), b being one rank's value. For a loss and a norm s
-   is 0. For a parameter of n elements | | is the 2-norm and s = lr * steps * sqrt(n), as far as the
-   updates could have gone: a parameter that should stay zero has nothing else to be measured by.
-   The tolerance is 1e-12 in f64 and 1e-5 in f32.
+   The rule: |a - b| <= tolerance * max(|b|, s), where b is one rank's value. For a loss and a norm
+   s is 0. For a parameter of n elements | | is the 2-norm and s = lr * steps * sqrt(n), the
+   farthest that the updates could have moved it; a parameter that should stay zero has no other
+   scale. The tolerance is 1e-12 in f64 and 1e-5 in f32.
 
-   AdamW runs with eps 1e-5, not 1e-8. Where a gradient is zero but for rounding (attn.k.bias, for
-   one), AdamW divides rounding by its own size and makes whole steps of it: with eps 1e-8 two f32
-   runs that differ in the order of a sum are 1e-3 of a norm apart after 30 steps, in any framework,
-   and say nothing of a layout.
+   AdamW runs with eps 1e-5, not 1e-8. Where a gradient is zero except for rounding (attn.k.bias,
+   for example), AdamW divides the rounding error by its own size and makes full steps of it. With
+   eps 1e-8, in any framework, two f32 runs that differ in the order of a sum are 1e-3 of a norm
+   apart after 30 steps, which says nothing about the layout.
 
-   Beside the program it leaves schedules.svg: how four schedules fill a pipeline of 4 ranks with 8
-   micro-batches. */
+   The program also writes schedules.svg beside itself: how four schedules fill a pipeline of 4
+   ranks with 8 micro-batches. */
 #define _GNU_SOURCE
 #define DT_IMPLEMENTATION
 #include "../dt_zero.h"
@@ -36,9 +36,9 @@ typedef struct row {
     int optimizer; /* DT_ADAMW or DT_SGD */
     dt_dtype dtype;
     int arch;             /* GPT_GPT2 or GPT_LLAMA */
-    int reference;        /* 1: one rank, with which the rows below are compared */
-    int schedule, chunks; /* of a pipeline: DT_SCHEDULE_*, stages of a rank */
-    int experts;          /* of a mixture in every layer; 0: dense */
+    int reference;        /* 1: one rank, to which the rows below are compared */
+    int schedule, chunks; /* of a pipeline: DT_SCHEDULE_*, stages per rank */
+    int experts;          /* experts in every layer (MoE); 0: dense */
 } row;
 
 static const row rows[] = {
@@ -85,26 +85,27 @@ static const row rows[] = {
         .schedule = DT_SCHEDULE_1F1B, .dtype = DT_F32, .experts = 4 },
 };
 
-/* What one run leaves behind. */
+/* The results of one run. */
 typedef struct result {
     double loss[STEPS], norm[STEPS];
     double seconds; /* of the steps after the first */
-    double peak;    /* bytes of the fullest rank */
-    /* all parameters, in the order of one rank: ranks are threads, each fills in its own */
+    double peak;    /* bytes, the largest over the ranks */
+    /* all parameters in the order of one rank; the ranks are threads, and each fills in its slices
+       */
     double *params;
     const struct table *table;
     dt_mesh_desc mesh; /* of the run */
 } result;
 
-/* What one rank registers, so what there is to compare. */
-enum { ROOM = 64, NAME = 40 };
+/* The parameters that one rank registers: the ones to compare. */
+enum { MAX_TENSORS = 64, NAME = 40 };
 typedef struct table {
     int tensors;
-    char name[ROOM][NAME];
-    int64_t size[ROOM], first[ROOM]; /* elements, and where they begin among all */
+    char name[MAX_TENSORS][NAME];
+    int64_t size[MAX_TENSORS], first[MAX_TENSORS]; /* elements, and offset among all elements */
 } table;
 
-/* The largest difference to one rank, in units of what it is measured by. */
+/* The largest differences to one rank, each relative to its scale. */
 typedef struct difference {
     double loss, norm, params;
 } difference;
@@ -122,15 +123,15 @@ static double number(dt_dtype type, const void *data, int64_t i) {
     return type == DT_F64 ? ((const double *)data)[i] : (double)((const float *)data)[i];
 }
 
-static int64_t place_of(const table *t, const char *name) {
+static int64_t offset_of(const table *t, const char *name) {
     int i = 0;
     while (i < t->tensors - 1 && strcmp(t->name[i], name) != 0) i++;
     return t->first[i];
 }
 
-/* Whether this rank is the first of those that hold the same box of a parameter: of dp and cp, of
-   ep and tp where they do not cut it, of those that share a head of keys, and of the stages that
-   share a tied embedding. At ZeRO-3 all ranks are here, because they read together. */
+/* Whether this rank is the first of those that hold the same local slice of a parameter: of dp and
+   cp, of ep and tp where they do not shard it, of the ranks with copies of a kv head, and of the
+   stages with copies of a tied embedding. */
 static int is_first(dt_ctx *ctx, const gpt *model, const dt_mesh_desc *m, const dt_param_desc *d) {
     const gpt_config *c = &model->config;
     int rank = dt_ctx_rank(ctx), cp = rank / m->tp % m->cp;
@@ -141,22 +142,23 @@ static int is_first(dt_ctx *ctx, const gpt *model, const dt_mesh_desc *m, const 
            (d->shards[1].comm || dt_comm_rank(c->ep) == 0);
 }
 
-/* Copies this rank's box of every parameter to its place in the full one, as doubles. */
+/* Copies this rank's local slice of every parameter to its position in the full tensor, as doubles.
+   At ZeRO-3 dt_read is collective, so all ranks call it. */
 static void at_end(dt_ctx *ctx, gpt *model, void *user) {
     const result *out = (const result *)user;
     for (int p = 0; p < dt_param_count(ctx); p++) {
         const dt_tensor *t = dt_param_get(ctx, p);
-        const dt_local_slice *box = &t->param->box;
-        double *full = out->params + place_of(out->table, t->name);
+        const dt_local_slice *slice = &t->param->slice;
+        double *full = out->params + offset_of(out->table, t->name);
         void *data = malloc(t->param->count * dt_dtype_size(t->dtype));
         if (data && dt_read(t, data) == DT_OK && is_first(ctx, model, &out->mesh, &t->param->desc))
             for (int64_t i = 0; i < dt_count(t->shape); i++) {
                 int64_t left = i, at = 0, stride = 1, inside = 1;
                 for (int k = t->shape.nd - 1; k >= 0; k--) {
-                    int64_t index = left % box->n[k];
-                    left /= box->n[k];
-                    inside &= index < box->inside[k];
-                    at += (box->lo[k] + index) * stride;
+                    int64_t index = left % slice->n[k];
+                    left /= slice->n[k];
+                    inside &= index < slice->inside[k];
+                    at += (slice->lo[k] + index) * stride;
                     stride *= t->param->full.d[k];
                 }
                 if (inside) full[at] = number(t->dtype, data, i);
@@ -167,8 +169,7 @@ static void at_end(dt_ctx *ctx, gpt *model, void *user) {
 
 static double learning_rate(const row *r) { return r->optimizer == DT_SGD ? 0.1 : 1e-3; }
 
-/* The sizes of a row's model. Llama's are its own: fewer heads of keys, a narrower feed-forward of
-   two matrices. */
+/* The model of a row. Llama differs in sizes: fewer kv heads, a narrower feed-forward with gate. */
 static gpt_config model_of(const row *r) {
     gpt_config c = { .layers = 2,
         .width = 64,
@@ -193,7 +194,7 @@ static int run(const row *r, train_config config, const table *t, result *out) {
     dt_mesh_desc m = r->mesh;
     int sizes[5] = { m.dp, m.tp, m.cp, m.pp, m.ep }, ranks = 1;
     for (int i = 0; i < 5; i++) ranks *= sizes[i] ? sizes[i] : 1;
-    dt_mesh_sizes(&m, ranks, why, sizeof why);
+    dt_mesh_resolve(&m, ranks, why, sizeof why);
     config.model = model_of(r);
     config.mesh = m;
     config.zero = (dt_zero_desc){ .stage = r->stage,
@@ -210,25 +211,27 @@ static int run(const row *r, train_config config, const table *t, result *out) {
     int items = gpt_items(config.model), stages = m.pp * config.chunks;
     double same[2 * GPT_MAX_LAYERS + 2];
     for (int i = 0; i < items; i++) same[i] = 1;
-    if (dt_stage_cut(same, items, stages, config.cut, why, sizeof why) != DT_OK) return 0;
+    if (dt_partition_stages(same, items, stages, config.stage_begin, why, sizeof why) != DT_OK)
+        return 0;
     config.user = out;
     memset(out, 0, sizeof *out);
     out->table = t;
     out->mesh = m;
-    out->params = (double *)calloc((size_t)gpt_count(config.model), sizeof *out->params);
-    /* The CPU, in a build for GPUs too: some rows are f64. */
+    out->params = (double *)calloc((size_t)gpt_param_count(config.model), sizeof *out->params);
+    /* CPU kernels even in a CUDA build, because some rows are f64. */
     return out->params && dt_run((dt_run_desc){ .ranks = ranks, .kernels = dt_kernels_cpu() },
                               train, &config) == DT_OK;
 }
 
-/* The parameters, as the registration of a model without memory gives them. */
+/* Fills the table by registering a model, which allocates nothing. Returns 0 if the table is too
+   small. */
 static int table_of(gpt_config config, table *t) {
     dt_ctx *ctx = dt_ctx_make((dt_ctx_desc){ 0 });
     int64_t at = 0;
     t->tensors = 0;
     if (!ctx) return 0;
     gpt_register(ctx, config);
-    for (int i = 0; i < dt_param_count(ctx) && i < ROOM; i++) {
+    for (int i = 0; i < dt_param_count(ctx) && i < MAX_TENSORS; i++) {
         const dt_tensor *p = dt_param_get(ctx, i);
         snprintf(t->name[i], NAME, "%s", p->name);
         t->first[i] = at;
@@ -241,15 +244,15 @@ static int table_of(gpt_config config, table *t) {
     return all;
 }
 
-/* The larger of two; a NaN is larger than everything. */
+/* The larger of two numbers; NaN counts as the largest. */
 static double worse(double a, double b) { return isnan(a) || a > b ? a : b; }
 
 static difference compare(const row *r, const result *a, const result *b) {
     const table *p = b->table;
-    difference most = { 0, 0, 0 };
+    difference max = { 0, 0, 0 };
     for (int i = 0; i < STEPS; i++) {
-        most.loss = worse(fabs(a->loss[i] - b->loss[i]) / fabs(b->loss[i]), most.loss);
-        most.norm = worse(fabs(a->norm[i] - b->norm[i]) / fabs(b->norm[i]), most.norm);
+        max.loss = worse(fabs(a->loss[i] - b->loss[i]) / fabs(b->loss[i]), max.loss);
+        max.norm = worse(fabs(a->norm[i] - b->norm[i]) / fabs(b->norm[i]), max.norm);
     }
     for (int t = 0; t < p->tensors; t++) {
         const double *x = a->params + p->first[t], *y = b->params + p->first[t];
@@ -259,23 +262,23 @@ static difference compare(const row *r, const result *a, const result *b) {
             size += y[k] * y[k];
         }
         double share = learning_rate(r) * STEPS * sqrt((double)p->size[t]);
-        most.params = worse(sqrt(apart) / fmax(sqrt(size), share), most.params);
+        max.params = worse(sqrt(apart) / fmax(sqrt(size), share), max.params);
     }
-    return most;
+    return max;
 }
 
-/* Prints a row; 1 if it agrees with its reference and has learnt. */
+/* Prints a row. Returns 1 if it agrees with its reference and its loss fell. */
 static int judge(const row *r, const result *a, const result *b) {
     difference d = r->reference ? (difference){ 0, 0, 0 } : compare(r, a, b);
-    double most = worse(d.loss, worse(d.norm, d.params)),
+    double max = worse(d.loss, worse(d.norm, d.params)),
            tolerance = r->dtype == DT_F64 ? 1e-12 : 1e-5;
-    int ok = most <= tolerance && a->loss[STEPS - 1] < a->loss[0];
+    int ok = max <= tolerance && a->loss[STEPS - 1] < a->loss[0];
     char text[48] = "-";
     if (!r->reference)
-        snprintf(text, sizeof text, "%.1e %s", most,
-            most == d.loss   ? "loss"
-            : most == d.norm ? "norm"
-                             : "param");
+        snprintf(text, sizeof text, "%.1e %s", max,
+            max == d.loss   ? "loss"
+            : max == d.norm ? "norm"
+                            : "param");
     printf("%-23s %10.6f %10.6f  %-18s %8.0f %12.0f   %s\n", r->layout, a->loss[0],
         a->loss[STEPS - 1], text, (double)BATCH * SEQ * (STEPS - 1) / a->seconds, a->peak,
         ok ? r->reference ? "reference" : "agrees" : "WRONG");
@@ -283,8 +286,8 @@ static int judge(const row *r, const result *a, const result *b) {
     return ok;
 }
 
-/* Four schedules of a pipeline of 4 ranks, where a backward takes two forwards; DT_SCHEDULE_NAIVE
-   would be three times as long. */
+/* Draws four schedules of a pipeline of 4 ranks, where a backward takes as long as two forwards.
+   DT_SCHEDULE_NAIVE is left out, because it would be three times as long. */
 static int draw(void) {
     static const int kinds[] = { DT_SCHEDULE_AFAB, DT_SCHEDULE_1F1B, DT_SCHEDULE_INTERLEAVED,
         DT_SCHEDULE_ZB };
@@ -301,7 +304,7 @@ static int draw(void) {
         int v = kinds[i] == DT_SCHEDULE_INTERLEAVED ? 2 : 1;
         dt_schedule *s = dt_schedule_make(
             ctx, (dt_schedule_desc){ .kind = kinds[i], .ranks = 4, .micros = 8, .chunks = v });
-        spans[i] = (dt_span *)calloc((size_t)dt_schedule_first(s, 4) + 1, sizeof *spans[i]);
+        spans[i] = (dt_span *)calloc((size_t)dt_schedule_offset(s, 4) + 1, sizeof *spans[i]);
         lines[i] = (dt_timeline){ .schedule = s, .spans = spans[i] };
         if (spans[i])
             dt_schedule_simulate(
@@ -325,7 +328,7 @@ int main(void) {
     }
     printf("A GPT of %lld parameters, %d steps of %d sequences of %d bytes, on the project's own "
            "sources\n\n",
-        (long long)gpt_count(model_of(&rows[0])), STEPS, BATCH, SEQ);
+        (long long)gpt_param_count(model_of(&rows[0])), STEPS, BATCH, SEQ);
     printf("%-23s %10s %10s  %-18s %8s %12s\n", "layout", "first loss", "last loss",
         "differs from one", "tokens/s", "peak bytes");
     printf("%-23s %10s %10s  %-18s %8s %12s\n", "", "", "", "rank by at most", "", "a rank");
@@ -339,9 +342,8 @@ int main(void) {
     }
     free(one.params);
     train_files_free(&config.data);
-    printf("\n%d of %d rows right: losses, gradient norms and parameters as on one rank, to 1e-5 "
-           "in f32 and 1e-12 in "
-           "f64\n",
+    printf("\n%d of %d rows are right: losses, gradient norms and parameters equal one rank's to "
+           "1e-5 in f32 and 1e-12 in f64\n",
         n - wrong, n);
     return wrong > 0 || !draw();
 }

@@ -1,63 +1,69 @@
-/* gpt.h - GPT-2 and Llama as a user of dt writes them: public calls only - public domain or MIT, at
-   your choice
+/* gpt.h - GPT-2 and Llama written as a user of dt writes them, with public calls only - public
+   domain or MIT, at your choice
 
-   Include it after dt_zero.h (or dt_parallel.h: it needs no more). Everything is static. Files:
-   gpt_files.h.
+   Include it after dt_zero.h (or dt_parallel.h, which suffices). Everything is static. Weight
+   files: gpt_files.h.
 
-       gpt        model  = gpt_register(ctx, (gpt_config){ .layers = 4, .width = 128, .heads = 4, .kv_heads = 4,
-                                                           .ffn = 512, .seq = 128, .vocab = 256,
-                                                           .tied = 1 });
+       gpt        model  = gpt_register(ctx, (gpt_config){ .layers = 4, .width = 128, .heads = 4,
+                                                           .kv_heads = 4, .ffn = 512, .seq = 128,
+                                                           .vocab = 256, .tied = 1 });
        dt_tensor *logits = gpt_logits(&model, ids);                          // (B,T) i32 -> (B,T,V)
        dt_tensor *loss   = gpt_loss(&model, ids, labels, denominator);       // a scalar in nats
-       gpt_generate(&model, text, have, want, (gpt_sampling){ .temperature = 0.8 });
+       gpt_generate(&model, text, given, total, (gpt_sampling){ .temperature = 0.8 });
+
+   Letters: B sequences, T tokens per sequence, V vocabulary, C width, H heads of queries, K heads
+   of keys and values (grouped-query attention if K < H, arXiv:2305.13245), D = C/H, F feed-forward
+   width.
 
    GPT_GPT2:   x = wte[ids] + wpe[positions]
                per layer   x += attn.proj(attention(q(n), k(n), v(n))), where n = ln_1(x)
                            x += mlp.proj(gelu(mlp.fc(ln_2(x))))
                logits = ln_f(x) head^T, where head is wte if tied, else lm_head; no bias
-   GPT_LLAMA:  the same but for RMSNorm in place of layernorms, no biases, no wpe but q and k turned
-               by their positions (halves, theta), and mlp.proj(silu(gate) up), gate and up being
-               one parameter (2,F,C).
-   Dropout, where a step is given: of the embedding, and of attn.proj and mlp.proj before they are
-   added. With config.experts, every moe_every-th layer has a mixture of MLPs in place of the one:
-   each token goes through top_k of them, which are spread over config.ep (dt_parallel.h, section
-   5), and through `shared` more that all share.
+   GPT_LLAMA:  the same with RMSNorm instead of layernorm, no biases, rotary embedding of q and k
+               (rotated halves, base theta) instead of wpe, and mlp.proj(silu(gate) up), where gate
+               and up are one parameter (2,F,C)
+   Dropout, when a step is given: on the embedding, and on the outputs of attn.proj and mlp.proj
+   before they are added. Mixture of experts (MoE), with config.experts: every moe_every-th layer
+   replaces its MLP by `experts` MLPs, of which each token uses top_k. They are sharded over
+   config.ep (dt_parallel.h, section 5). shared_experts more are used by every token.
 
-   Recomputation keeps less in the forward and computes it again in the backward. Kept of one layer,
-   in elements for each token (the layer's own; its input is the output of the layer before):
+   Activation checkpointing (recompute) stores less in the forward pass and recomputes the rest in
+   the backward pass. Activations stored per layer, in elements per token (a layer's input belongs
+   to the layer before it):
 
-       GPT-2   none        6C + 2KD + 2F + H + 4    n, q, k, v, heads, x, n, fc, gelu, x; lse; mean and rstd twice
-               selective   4C + 2F + 2              without n, q, k, v, lse, mean, rstd of attention (arXiv:2205.05198)
-       Llama   none        7C + 3KD + 3F + H + 2    n, q, k, v, turned q, k, heads, x, n, gate, up, h, x; lse; rstd
+       GPT-2   none        6C + 2KD + 2F + H + 4    n, q, k, v, heads, x, n, fc, gelu, x; lse;
+                                                    mean and rstd twice
+               selective   4C + 2F + 2              without n, q, k, v, lse, mean, rstd of
+                                                    attention (arXiv:2205.05198)
+       Llama   none        7C + 3KD + 3F + H + 2    n, q, k, v, rotated q, k, heads, x, n, gate,
+                                                    up, h, x; lse; rstd
                selective   4C + 3F + 1
        both    full        C                        the output (arXiv:1604.06174)
-               full:k      C / k                    the output of every k-th layer; the backward holds what `none` keeps
-                                                    of k layers at a time: GPT-2 gains over `full`
-                                                    where L - L/k > (k - 1)(16 + H/C), if F = 4C and
-                                                    K = H
+               full:k      C / k                    the output of every k-th layer; during the
+                                                    backward also what `none` stores, for k layers
+                                                    at a time: GPT-2 gains over `full` where L - L/k
+                                                    > (k - 1)(16 + H/C), if F = 4C and K = H
 
-   and with dropout 4C more for `none` and `selective`: both branches before and after it. A
-   pipeline's zero bubble keeps from I to W what recomputation had freed, and the gradients: there
-   it saves little, and `full` nothing.
+   Dropout adds 4C to `none` and `selective`: both branches before and after it. The zero-bubble
+   schedule keeps recomputed activations and their gradients from action I to action W, so recompute
+   saves little there, and `full` nothing.
 
-   Layouts: with config.tp heads, hidden units and words are cut over its ranks, with config.sp the
-   tokens too between these regions, with config.cp all tokens: ids, labels, positions and documents
-   are then this rank's (dt_parallel.h, sections 3 and 4). Every rank of both groups calls the same
-   functions. One layer then sends, in bytes for each token of B T/cp tokens and of one rank, S
-   being the bytes of C numbers and t the ranks of tp:
+   Layouts: config.tp shards heads, hidden units and the vocabulary; config.sp also shards the
+   tokens between these regions; config.cp shards all tokens, and then ids, labels, positions and
+   documents are this rank's (dt_parallel.h, sections 3 and 4). Every rank of both groups calls the
+   same functions. One layer sends, in bytes per token of the B T/cp tokens and per rank, where S is
+   the bytes of C numbers and t the ranks of tp:
 
        tp              forward 4 (t-1)/t S         backward the same
-       tp with sp      forward 4 (t-1)/t S         backward 6 (t-1)/t S, as what a region gathers is gathered again
+       tp with sp      forward 4 (t-1)/t S         backward 6 (t-1)/t S, because the input of each
+                                                   region is gathered again
 
-   and keeps, in place of the table above, for each of B T/cp tokens in `none`
+   and stores with `none`, instead of the table above, per token of the B T/cp tokens
 
        GPT-2   tp          4C + 4 + (2C + 2KD + 2F + H)/t      KD/t is at least D
                tp with sp  (4C + 4)/t + (2C + 2KD + 2F + H)/t
        Llama   tp          4C + 2 + (3C + 3KD + 3F + H)/t
-               tp with sp  (4C + 2)/t + (3C + 3KD + 3F + H)/t
-
-   Letters: B sequences, T tokens of each, V vocabulary, C width, H heads, K heads of keys and
-   values, D = C/H, F feed forward. Fewer K than H is grouped-query attention, arXiv:2305.13245. */
+               tp with sp  (4C + 2)/t + (3C + 3KD + 3F + H)/t */
 #ifndef GPT_H
 #define GPT_H
 
@@ -73,38 +79,40 @@ enum { GPT_GPT2 = 0, GPT_LLAMA };
 
 typedef struct gpt_config {
     int layers, width, heads, kv_heads, ffn;
-    int seq; /* the longest T */
+    int seq; /* largest T */
     int vocab;
     int tied; /* 1: the head is wte.weight; 0: lm_head.weight */
     dt_dtype dtype;
-    int recompute;       /* GPT_RECOMPUTE_*; the results are the same to the bit */
-    int recompute_every; /* full: layers of one recomputed block; 0 -> 1 */
+    int recompute;       /* GPT_RECOMPUTE_*; all give the same bits */
+    int recompute_every; /* full: layers per recomputed block; 0 -> 1 */
     int arch;            /* GPT_GPT2 or GPT_LLAMA */
     double norm_eps;     /* 0 -> 1e-5 */
-    double theta;        /* of Llama's positions; 0 -> 10000 */
+    double theta;        /* base of the rotary embedding; 0 -> 10000 */
     double dropout;      /* in [0,1) */
-    double smoothing;    /* of labels, in [0,1): arXiv:1512.00567 */
-    dt_comm *tp;       /* heads, hidden units and words are cut over it; NULL: are not, as below */
-    int sp;            /* 1: outside of what tp cuts, tokens are cut over tp */
-    dt_comm *cp;       /* tokens are cut over it */
-    int cp_kind;       /* DT_CP_* */
-    int experts;       /* E of a mixture; 0: none, all layers are dense */
-    int top_k;         /* of a token; 0 -> 2, or 1 of one */
-    int moe_every;     /* layers N - 1, 2 N - 1, .. are mixtures; 0 -> 1: all */
-    int shared;        /* of each mixture: an MLP of so many F that every token goes through */
-    double capacity;   /* dt_route_desc.capacity; generation drops nothing */
-    double balance, z; /* weights of the side losses */
-    /* > 0: the rate of gpt_balance, and choices are made with its bias */
+    double smoothing;    /* label smoothing, in [0,1): arXiv:1512.00567 */
+    /* group that shards heads, hidden units and vocabulary; NULL: none, as for cp, ep, pp */
+    dt_comm *tp;
+    int sp;             /* sequence parallelism: tokens are sharded over tp between its regions */
+    dt_comm *cp;        /* group that shards the tokens */
+    int cp_kind;        /* DT_CP_* */
+    int experts;        /* experts E of a MoE layer; 0: all layers are dense */
+    int top_k;          /* experts per token; 0 -> 2, or 1 if there is one expert */
+    int moe_every;      /* layers N - 1, 2 N - 1, .. are MoE layers; 0 -> 1: all */
+    int shared_experts; /* of each MoE layer: one MLP of this many times F, used by every token */
+    double capacity;    /* expert capacity, dt_route_desc.capacity; generation drops nothing */
+    double balance, z;  /* weights of the load-balancing loss and the router z-loss */
+    /* > 0: the router chooses with a bias, which gpt_balance moves at this rate */
     double router_bias;
-    dt_comm *ep; /* experts are cut over it */
-    dt_comm *pp; /* the model is cut in depth: stage s lies on rank s % p of it */
+    dt_comm *ep; /* group that shards the experts */
+    dt_comm *pp; /* group of the pipeline's p ranks; rank s % p has stage s */
     int stages;  /* 0 -> 1 */
-    /* (stages + 1) at which item each stage begins: item 0 is the embedding, 1 + 2i and 2 + 2i the
-       attention and the MLP of layer i, 2 layers + 1 the head; NULL: one stage. Not copied */
-    const int *cut;
+    /* (stages + 1) the item at which each stage begins. Item 0 is the embedding, items 1 + 2i and
+       2 + 2i are attention and MLP of layer i, item 2 layers + 1 is the head. NULL: one stage.
+       Not copied */
+    const int *stage_begin;
 } gpt_config;
 
-/* Tensors that a model has not are NULL. */
+/* Tensors that the model does not have are NULL. */
 typedef struct gpt_layer {
     dt_tensor *ln_1_gain, *ln_1_bias;            /* (C) */
     dt_tensor *q, *q_bias;                       /* (H,D,C), (H,D) */
@@ -118,7 +126,7 @@ typedef struct gpt_layer {
     dt_tensor *experts_fc, *experts_fc_bias;     /* (E,F,C), (E,F) */
     dt_tensor *experts_gate_up;                  /* (E,2,F,C) */
     dt_tensor *experts_proj, *experts_proj_bias; /* (E,C,F), (E,C) */
-    /* what the router has counted in training; experts: the caller's, or NULL */
+    /* counted by the router in training; route.experts points to the caller's array, or is NULL */
     dt_route_counts route;
 } gpt_layer;
 
@@ -129,41 +137,41 @@ typedef struct gpt {
     gpt_layer layer[GPT_MAX_LAYERS];
     dt_tensor *ln_f_gain, *ln_f_bias; /* (C) */
     dt_tensor *head;                  /* (V,C) */
-    dt_kv_groups kv;                  /* K over tp */
-    /* the first and the last rank of pp, if both have wte and share it */
+    dt_kv_groups kv;                  /* how K heads lie over tp */
+    /* tied embedding: the first and the last rank of pp, if each has a copy of wte */
     dt_comm *tied;
 } gpt;
 
-/* ==== Parameters
-   ================================================================================================== */
+// ==== Parameters =================================================================================
 
-/* Every parameter once, in the order of registration. */
-/* a layer's names begin with "h.N." */
+/* The part of the model to which a row belongs. A layer's names begin with "h.N." */
 enum {
-    GPT_BEFORE,
+    GPT_EMBEDDING,
     GPT_ATTENTION,
     GPT_MLP,
-    GPT_AFTER,
-    /* in GPT_MLP: of all tokens, of the mixture */
+    GPT_HEAD,
+    /* in GPT_MLP: a dense MLP, or the experts of a MoE layer */
     GPT_DENSE,
     GPT_EXPERT
 };
-/* which models have it, a bit each */
+/* The architectures that have the parameter, one bit each */
 enum { GPT_ONLY_2 = 1, GPT_ONLY_LLAMA, GPT_BOTH };
-/* initial values; the matrices decay */
-enum { GPT_GAIN, GPT_BIAS, GPT_PLACE, GPT_MATRIX, GPT_BRANCH, GPT_SCORE };
-typedef struct gpt_row {
-    int where, models;
-    /* a letter for each dimension; tp cuts the one behind '/', ep the one behind '|'; '+': the
-       gradients of the ranks of tp are parts */
+/* Kinds of parameters, which decide the initial values. Gains and biases have no weight decay */
+enum { GPT_GAIN, GPT_BIAS, GPT_POSITION, GPT_MATRIX, GPT_BRANCH, GPT_ROUTER_BIAS };
+/* One row of the table of parameters. */
+typedef struct gpt_param_row {
+    int section, models;
+    /* shape: one letter per dimension. tp shards the dimension after '/', ep the one after '|'.
+       '+': the gradient is partial over tp */
     const char *name, *shape;
     int kind;
-    size_t at; /* of its tensor in gpt, or in gpt_layer */
-} gpt_row;
+    size_t at; /* offset of its dt_tensor * in gpt, or in gpt_layer */
+} gpt_param_row;
 
-static const gpt_row gpt_rows[] = {
-    { GPT_BEFORE, GPT_BOTH, "wte.weight", "/VC", GPT_MATRIX, offsetof(gpt, wte) },
-    { GPT_BEFORE, GPT_ONLY_2, "wpe.weight", "TC", GPT_PLACE, offsetof(gpt, wpe) },
+/* Every parameter once, in the order of registration. */
+static const gpt_param_row gpt_param_rows[] = {
+    { GPT_EMBEDDING, GPT_BOTH, "wte.weight", "/VC", GPT_MATRIX, offsetof(gpt, wte) },
+    { GPT_EMBEDDING, GPT_ONLY_2, "wpe.weight", "TC", GPT_POSITION, offsetof(gpt, wpe) },
     { GPT_ATTENTION, GPT_BOTH, "ln_1.weight", "C", GPT_GAIN, offsetof(gpt_layer, ln_1_gain) },
     { GPT_ATTENTION, GPT_ONLY_2, "ln_1.bias", "C", GPT_BIAS, offsetof(gpt_layer, ln_1_bias) },
     { GPT_ATTENTION, GPT_BOTH, "attn.q.weight", "/HDC", GPT_MATRIX, offsetof(gpt_layer, q) },
@@ -185,7 +193,8 @@ static const gpt_row gpt_rows[] = {
     { GPT_DENSE, GPT_BOTH, "mlp.proj.weight", "C/F", GPT_BRANCH, offsetof(gpt_layer, mlp_proj) },
     { GPT_DENSE, GPT_ONLY_2, "mlp.proj.bias", "C", GPT_BIAS, offsetof(gpt_layer, mlp_proj_bias) },
     { GPT_EXPERT, GPT_BOTH, "moe.router.weight", "EC", GPT_MATRIX, offsetof(gpt_layer, router) },
-    { GPT_EXPERT, GPT_BOTH, "moe.router.bias", "E", GPT_SCORE, offsetof(gpt_layer, router_bias) },
+    { GPT_EXPERT, GPT_BOTH, "moe.router.bias", "E", GPT_ROUTER_BIAS,
+        offsetof(gpt_layer, router_bias) },
     { GPT_EXPERT, GPT_ONLY_2, "moe.fc.weight", "|E/FC", GPT_MATRIX,
         offsetof(gpt_layer, experts_fc) },
     { GPT_EXPERT, GPT_ONLY_2, "moe.fc.bias", "|E/F", GPT_BIAS,
@@ -196,29 +205,32 @@ static const gpt_row gpt_rows[] = {
         offsetof(gpt_layer, experts_proj) },
     { GPT_EXPERT, GPT_ONLY_2, "moe.proj.bias", "+|EC", GPT_BIAS,
         offsetof(gpt_layer, experts_proj_bias) },
-    { GPT_AFTER, GPT_BOTH, "ln_f.weight", "C", GPT_GAIN, offsetof(gpt, ln_f_gain) },
-    { GPT_AFTER, GPT_ONLY_2, "ln_f.bias", "C", GPT_BIAS, offsetof(gpt, ln_f_bias) },
-    { GPT_AFTER, GPT_BOTH, "lm_head.weight", "/VC", GPT_MATRIX, offsetof(gpt, head) },
+    { GPT_HEAD, GPT_BOTH, "ln_f.weight", "C", GPT_GAIN, offsetof(gpt, ln_f_gain) },
+    { GPT_HEAD, GPT_ONLY_2, "ln_f.bias", "C", GPT_BIAS, offsetof(gpt, ln_f_bias) },
+    { GPT_HEAD, GPT_BOTH, "lm_head.weight", "/VC", GPT_MATRIX, offsetof(gpt, head) },
 };
-enum { GPT_ROWS = sizeof gpt_rows / sizeof *gpt_rows };
+enum { GPT_PARAM_ROWS = sizeof gpt_param_rows / sizeof *gpt_param_rows };
 
-static inline int gpt_is_mixture(gpt_config c, int layer) {
+static inline int gpt_is_moe(gpt_config c, int layer) {
     return c.experts > 0 && (layer + 1) % (c.moe_every > 0 ? c.moe_every : 1) == 0;
 }
 
-static inline int gpt_part(const gpt_row *r) { return r->where > GPT_AFTER ? GPT_MLP : r->where; }
-static inline int gpt_in_layer(const gpt_row *r) {
-    return gpt_part(r) == GPT_ATTENTION || gpt_part(r) == GPT_MLP;
+static inline int gpt_section(const gpt_param_row *r) {
+    return r->section > GPT_HEAD ? GPT_MLP : r->section;
+}
+static inline int gpt_is_in_layer(const gpt_param_row *r) {
+    return gpt_section(r) == GPT_ATTENTION || gpt_section(r) == GPT_MLP;
 }
 
-/* Whether a model has this parameter, of a layer in that layer. A tied head is wte. */
-static inline int gpt_has(gpt_config c, const gpt_row *r, int layer) {
-    int mixture = gpt_is_mixture(c, layer);
+/* Whether the model has this parameter (in this layer). A tied head is wte. */
+static inline int gpt_has_param(gpt_config c, const gpt_param_row *r, int layer) {
+    int mixture = gpt_is_moe(c, layer);
     if (!(r->models >> c.arch & 1) ||
-        (c.tied && r->at == offsetof(gpt, head) && r->where == GPT_AFTER))
+        (c.tied && r->at == offsetof(gpt, head) && r->section == GPT_HEAD))
         return 0;
-    if (r->kind == GPT_SCORE && c.router_bias == 0) return 0;
-    return r->where == GPT_DENSE ? !mixture || c.shared > 0 : r->where != GPT_EXPERT || mixture;
+    if (r->kind == GPT_ROUTER_BIAS && c.router_bias == 0) return 0;
+    return r->section == GPT_DENSE ? !mixture || c.shared_experts > 0
+                                   : r->section != GPT_EXPERT || mixture;
 }
 
 static inline int64_t gpt_size(gpt_config c, char letter) {
@@ -237,34 +249,35 @@ static inline int64_t gpt_size(gpt_config c, char letter) {
 
 static inline int gpt_is_letter(char c) { return c != '/' && c != '|' && c != '+'; }
 
-static inline dt_shape gpt_shape(gpt_config c, const gpt_row *r, int layer) {
+static inline dt_shape gpt_shape(gpt_config c, const gpt_param_row *r, int layer) {
     dt_shape s = DT_SCALAR;
-    int shared = r->where == GPT_DENSE && gpt_is_mixture(c, layer);
+    int shared = r->section == GPT_DENSE && gpt_is_moe(c, layer);
     for (const char *letter = r->shape; *letter; letter++)
         if (gpt_is_letter(*letter))
-            s.d[s.nd++] = gpt_size(c, *letter) * (shared && *letter == 'F' ? c.shared : 1);
+            s.d[s.nd++] = gpt_size(c, *letter) * (shared && *letter == 'F' ? c.shared_experts : 1);
     return s;
 }
 
-/* The dimension behind a mark, -1: none. */
-static inline int gpt_dim(const gpt_row *r, char mark) {
+/* The dimension after a mark in r->shape; -1: there is none. */
+static inline int gpt_dim(const gpt_param_row *r, char mark) {
     int dim = 0;
     for (const char *letter = r->shape; *letter && *letter != mark; letter++)
         dim += gpt_is_letter(*letter);
     return strchr(r->shape, mark) ? dim : -1;
 }
 
-/* How this parameter lies over ep, and over tp: cut; copies of which each sees the queries of some
-   heads, or some of the tokens, or of which rank 0's alone is used; or the same on all. */
-static inline void gpt_cut(const gpt *m, const gpt_row *r, dt_param_desc *d) {
+/* Sets the parameter's shardings and gradient placements over ep and tp. Its gradient over tp is
+   partial in three cases: copied kv heads, each used by some of the query heads; sequence
+   parallelism, each rank sees some of the tokens; '+', only rank 0's copy is used. */
+static inline void gpt_shard(const gpt *m, const gpt_param_row *r, dt_param_desc *d) {
     int dim = gpt_dim(r, '/'), experts = gpt_dim(r, '|');
     char letter = dim < 0 ? 0 : strchr(r->shape, '/')[1];
     if (dt_comm_size(m->config.ep) > 1 && experts >= 0)
         d->shards[1] = (dt_shard_spec){ m->config.ep, experts };
     if (dt_comm_size(m->config.tp) == 1) return;
     if (letter == 'K') {
-        d->shards[0] = (dt_shard_spec){ m->kv.cut, dim };
-        d->grad_placements[0] = (dt_grad_placement){ m->kv.copies, DT_GRAD_PARTIAL };
+        d->shards[0] = (dt_shard_spec){ m->kv.shard_group, dim };
+        d->grad_placements[0] = (dt_grad_placement){ m->kv.replica_group, DT_GRAD_PARTIAL };
     } else if (letter) {
         d->shards[0] = (dt_shard_spec){ m->config.tp, dim };
     } else if (m->config.sp || r->shape[0] == '+') {
@@ -272,68 +285,68 @@ static inline void gpt_cut(const gpt *m, const gpt_row *r, dt_param_desc *d) {
     }
 }
 
-static inline int gpt_is_table(const gpt_row *r) {
-    return r->at == offsetof(gpt, wte) && r->where == GPT_BEFORE;
+static inline int gpt_is_embedding(const gpt_param_row *r) {
+    return r->at == offsetof(gpt, wte) && r->section == GPT_EMBEDDING;
 }
 
-/* Where the model keeps this parameter's tensor. */
-static inline dt_tensor **gpt_slot(gpt *m, const gpt_row *r, int layer) {
-    char *base = gpt_in_layer(r) ? (char *)&m->layer[layer] : (char *)m;
+/* The field of the model that holds this parameter's tensor. */
+static inline dt_tensor **gpt_slot(gpt *m, const gpt_param_row *r, int layer) {
+    char *base = gpt_is_in_layer(r) ? (char *)&m->layer[layer] : (char *)m;
     return (dt_tensor **)(void *)(base + r->at);
 }
 
 static inline int gpt_top_k(gpt_config c) { return c.top_k > 0 ? c.top_k : c.experts < 2 ? 1 : 2; }
 
-/* How many numbers the parameters are; active: only those that a token meets, of experts k of E. */
-static inline int64_t gpt_count_of(gpt_config c, int active) {
+/* Number of parameter elements; active: only those that one token uses, top_k of E experts. */
+static inline int64_t gpt_param_count_of(gpt_config c, int active) {
     int64_t sum = 0;
-    for (const gpt_row *r = gpt_rows; r < gpt_rows + GPT_ROWS; r++)
-        for (int i = 0; i < (gpt_in_layer(r) ? c.layers : 1); i++) {
-            int64_t n = gpt_has(c, r, i) ? dt_count(gpt_shape(c, r, i)) : 0;
+    for (const gpt_param_row *r = gpt_param_rows; r < gpt_param_rows + GPT_PARAM_ROWS; r++)
+        for (int i = 0; i < (gpt_is_in_layer(r) ? c.layers : 1); i++) {
+            int64_t n = gpt_has_param(c, r, i) ? dt_count(gpt_shape(c, r, i)) : 0;
             sum +=
                 active && gpt_dim(r, '|') >= 0 ? n / (c.experts ? c.experts : 1) * gpt_top_k(c) : n;
         }
     return sum;
 }
 
-static inline int64_t gpt_count(gpt_config c) { return gpt_count_of(c, 0); }
+static inline int64_t gpt_param_count(gpt_config c) { return gpt_param_count_of(c, 0); }
 
-/* Multiplications and additions of forward and backward of one token: 6 for each parameter that
-   multiplies, so not for wpe, nor for wte beside a head of its own; and the products with keys and
-   values, 12 L C T (arXiv:2204.02311, appendix B). */
+/* FLOPs of forward and backward per token: 6 per parameter that multiplies (not wpe, and not wte
+   unless it is also the head), plus 12 L C T for the products with keys and values
+   (arXiv:2204.02311, appendix B). */
 static inline double gpt_flops_per_token(gpt_config c) {
     int64_t looked_up = (c.arch == GPT_GPT2 ? c.seq : 0) + (c.tied ? 0 : c.vocab);
-    return 6.0 * (double)(gpt_count_of(c, 1) - looked_up * c.width) +
+    return 6.0 * (double)(gpt_param_count_of(c, 1) - looked_up * c.width) +
            12.0 * c.layers * (double)c.width * c.seq;
 }
 
-static inline dt_tensor *gpt_param(const gpt *m, const gpt_row *r, int layer) {
+static inline dt_tensor *gpt_param(const gpt *m, const gpt_param_row *r, int layer) {
     gpt_config c = m->config;
-    /* so that the sum of 2 L branches stays near 1 */
+    /* scaled so that the sum of 2 L residual branches keeps its size (GPT-2) */
     double branch = 0.02 / sqrt(2.0 * c.layers);
     const dt_init init[] = { DT_ONES, DT_ZEROS, DT_NORMAL(0.01), DT_NORMAL(0.02), DT_NORMAL(branch),
         DT_ZEROS };
     dt_param_desc d = { .no_decay = r->kind == GPT_GAIN || r->kind == GPT_BIAS, .dtype = c.dtype };
-    if (r->kind == GPT_SCORE) d.frozen = 1, d.dtype = c.dtype == DT_F64 ? DT_F64 : DT_F32;
-    gpt_cut(m, r, &d);
-    if (gpt_is_table(r) && m->tied)
+    if (r->kind == GPT_ROUTER_BIAS) d.frozen = 1, d.dtype = c.dtype == DT_F64 ? DT_F64 : DT_F32;
+    gpt_shard(m, r, &d);
+    if (gpt_is_embedding(r) && m->tied)
         d.grad_placements[1] = (dt_grad_placement){ m->tied, DT_GRAD_PARTIAL };
     return dt_param_at(m->ctx, r->name, gpt_shape(c, r, layer), init[r->kind], d);
 }
 
-static inline void gpt_register_rows(gpt *m, int where, int layer) {
-    for (const gpt_row *r = gpt_rows; r < gpt_rows + GPT_ROWS; r++)
-        if (gpt_part(r) == where && gpt_has(m->config, r, layer))
+static inline void gpt_register_section(gpt *m, int section, int layer) {
+    for (const gpt_param_row *r = gpt_param_rows; r < gpt_param_rows + GPT_PARAM_ROWS; r++)
+        if (gpt_section(r) == section && gpt_has_param(m->config, r, layer))
             *gpt_slot(m, r, layer) = gpt_param(m, r, layer);
 }
 
-/* ---- stages of a pipeline ---- */
+/* ---- pipeline stages ---- */
 
 static inline int gpt_items(gpt_config c) { return 2 * c.layers + 2; }
-static inline int gpt_stages(gpt_config c) { return c.cut ? c.stages : 1; }
-/* The items of a stage: from the first one's to the next one's first. */
+static inline int gpt_stages(gpt_config c) { return c.stage_begin ? c.stages : 1; }
+/* The first item of a stage; stage s has items [first(s), first(s + 1)). */
 static inline int gpt_stage_first(gpt_config c, int stage) {
-    return c.cut ? c.cut[stage] : stage * gpt_items(c);
+    return c.stage_begin ? c.stage_begin[stage] : stage * gpt_items(c);
 }
 static inline int gpt_stage_is_mine(const gpt *m, int stage) {
     return stage % dt_comm_size(m->config.pp) == dt_comm_rank(m->config.pp);
@@ -342,28 +355,29 @@ static inline int gpt_stage_is_mine(const gpt *m, int stage) {
 static inline void gpt_register_item(gpt *m, int item) {
     char scope[32];
     int layer = (item - 1) / 2, last = item == gpt_items(m->config) - 1;
-    if (item == 0) gpt_register_rows(m, GPT_BEFORE, 0);
+    if (item == 0) gpt_register_section(m, GPT_EMBEDDING, 0);
     if (item > 0 && !last) {
         snprintf(scope, sizeof scope, "h.%d.", layer);
         dt_scope(m->ctx, scope);
-        gpt_register_rows(m, item % 2 ? GPT_ATTENTION : GPT_MLP, layer);
+        gpt_register_section(m, item % 2 ? GPT_ATTENTION : GPT_MLP, layer);
         dt_scope(m->ctx, NULL);
     }
-    if (last) gpt_register_rows(m, GPT_AFTER, 0);
+    if (last) gpt_register_section(m, GPT_HEAD, 0);
     if (!last || !m->config.tied) return;
-    /* on another rank than the embedding's, a copy of it: the same name and values, the gradients
-       are parts */
-    m->head = m->wte ? m->wte : gpt_param(m, gpt_rows, 0);
+    /* Tied embeddings: without the embedding on this rank, the head is a second copy of wte with
+       the same name and values; the gradients of both copies are partial. */
+    m->head = m->wte ? m->wte : gpt_param(m, gpt_param_rows, 0);
 }
 
-static inline int gpt_cut_bad(gpt_config c) {
+static inline int gpt_stages_bad(gpt_config c) {
     int stages = gpt_stages(c), bad = 0;
-    if (!c.cut) return c.stages > 1;
-    for (int i = 0; i < stages && stages <= GPT_MAX_STAGES; i++) bad |= c.cut[i] >= c.cut[i + 1];
-    /* two copies of wte on one rank */
+    if (!c.stage_begin) return c.stages > 1;
+    for (int i = 0; i < stages && stages <= GPT_MAX_STAGES; i++)
+        bad |= c.stage_begin[i] >= c.stage_begin[i + 1];
+    /* one rank would need two copies of wte */
     if (c.tied && stages > 1 && dt_comm_size(c.pp) == 1) return 1;
-    return bad || stages < 1 || stages > GPT_MAX_STAGES || c.cut[0] != 0 ||
-           c.cut[stages] != gpt_items(c);
+    return bad || stages < 1 || stages > GPT_MAX_STAGES || c.stage_begin[0] != 0 ||
+           c.stage_begin[stages] != gpt_items(c);
 }
 
 static inline int gpt_config_bad(gpt_config c) {
@@ -379,12 +393,12 @@ static inline int gpt_config_bad(gpt_config c) {
 static inline int gpt_experts_bad(gpt_config c) {
     if (c.experts == 0) return 0;
     return c.experts < 0 || c.experts % dt_comm_size(c.ep) != 0 || gpt_top_k(c) > c.experts ||
-           c.moe_every < 0 || c.shared < 0 || !(c.capacity >= 0) || !(c.balance >= 0) ||
+           c.moe_every < 0 || c.shared_experts < 0 || !(c.capacity >= 0) || !(c.balance >= 0) ||
            !(c.z >= 0) || !(c.router_bias >= 0);
 }
 
-/* Names every parameter of this rank's stages; their memory and values come with dt_zero_make. A
-   config that cannot be fails the context. [collective: tp and pp] */
+/* Registers every parameter of this rank's stages; dt_zero_make allocates and initializes them. An
+   impossible config fails the context. [collective: tp and pp] */
 static inline gpt gpt_register(dt_ctx *ctx, gpt_config c) {
     gpt m = { .config = c, .ctx = ctx };
     int p = dt_comm_size(c.pp), rank = dt_comm_rank(c.pp);
@@ -400,14 +414,15 @@ static inline gpt gpt_register(dt_ctx *ctx, gpt_config c) {
         dt_fail(ctx, DT_ERR_ARG,
             "gpt_register: %d experts over %d ranks of ep, %d of a token, in every %d-th layer, "
             "%d shared, capacity %g, side losses %g and %g, rate of the bias %g",
-            c.experts, dt_comm_size(c.ep), gpt_top_k(c), c.moe_every, c.shared, c.capacity,
+            c.experts, dt_comm_size(c.ep), gpt_top_k(c), c.moe_every, c.shared_experts, c.capacity,
             c.balance, c.z, c.router_bias);
         return m;
     }
-    if (gpt_cut_bad(c) || gpt_stages(c) % p != 0) {
+    if (gpt_stages_bad(c) || gpt_stages(c) % p != 0) {
         dt_fail(ctx, DT_ERR_ARG,
-            "gpt_register: %d stages over %d ranks of pp%s: cuts go up from 0 to %d", c.stages, p,
-            c.tied && p == 1 ? ", which cannot both have a tied embedding," : "", gpt_items(c));
+            "gpt_register: %d stages over %d ranks of pp%s: stage_begin must rise from 0 to %d",
+            c.stages, p, c.tied && p == 1 ? ", which cannot both have a tied embedding," : "",
+            gpt_items(c));
         return m;
     }
     if (c.heads % dt_comm_size(c.tp) != 0) {
@@ -430,75 +445,76 @@ static inline gpt gpt_register(dt_ctx *ctx, gpt_config c) {
     return m;
 }
 
-/* ==== Forward
-   ===================================================================================================== */
+// ==== Forward ====================================================================================
 
-/* The tokens of a forward: this rank's T/cp of each sequence, in the order of dt_context_token. All
-   tensors are (B,T/cp) i32; those that are NULL take the value in brackets. */
+/* The tokens of a forward pass: this rank's T/cp of each sequence, in the order of
+   dt_cp_token. All tensors are (B,T/cp) i32. A NULL tensor means the value in brackets. */
 typedef struct gpt_tokens {
     dt_tensor *ids;
-    /* place in the document: wpe, rope and the causal mask go by it [place in the sequence] */
+    /* position in the document; used by wpe, rotary embedding and causal mask [in the sequence] */
     dt_tensor *positions;
-    /* a number for each of several documents packed into a sequence [one document] */
+    /* document number of each token, for sequences that pack several documents [one document] */
     dt_tensor *documents;
-    /* place among all tokens of the step, over all ranks: dropout goes by it [0 .. B T - 1] */
+    /* index among all tokens of the step over all ranks; seeds dropout [0 .. B T - 1] */
     dt_tensor *index;
-    /* of the whole step, over all ranks: side losses are means over them [no side losses] */
+    /* sequences of the step over all ranks: the MoE side losses are means over them [0: no side
+       losses] */
     int64_t sequences;
-    /* from 1: dropout differs from step to step; 0: no dropout, as in evaluation */
+    /* step number from 1, seeds dropout; 0: no dropout, as in evaluation */
     uint64_t step;
-    /* with cp, of documents and positions [made from B, T and config.cp_kind] */
-    dt_context *context;
+    /* with cp: made from documents and positions [made from B, T and config.cp_kind] */
+    dt_cp *context;
 } gpt_tokens;
 
-/* Keys and values of the tokens so far: see Generation. */
+/* KV cache: keys and values of the tokens so far. See section Generation. */
 typedef struct gpt_cache {
     gpt *model;
-    dt_schedule *schedule; /* of the stages, if there are several */
-    int have;              /* tokens held, of at most config.seq */
-    /* (1,have,K,D): the first rows of (1,seq,K,D) */
+    dt_schedule *schedule; /* of the pipeline; NULL: one stage */
+    int length;            /* tokens in the cache, at most config.seq */
+    /* (1,length,K,D): the first rows of (1,seq,K,D) */
     dt_tensor k[GPT_MAX_LAYERS], v[GPT_MAX_LAYERS];
     void *data;
     size_t bytes;
     int32_t *positions; /* 0, 1, .. seq-1 */
 } gpt_cache;
 
-/* What the blocks of one forward are told. */
+/* What one forward pass tells its blocks. */
 typedef struct gpt_pass {
     gpt *model;
-    int item, end; /* the items to run: see gpt_config.cut */
+    int item, end; /* run items [item, end): see gpt_config.stage_begin */
     gpt_tokens tokens;
-    dt_tensor *positions; /* tokens.positions, or those in its place */
-    dt_placement outside; /* how activations lie over tp between its regions */
+    dt_tensor *positions; /* tokens.positions, or the default */
+    dt_placement outside; /* of activations over tp, between its regions */
     gpt_cache *cache;     /* NULL in training */
 } gpt_pass;
 
 static inline int gpt_layer_at(const gpt_pass *r) { return (r->item - 1) / 2; }
 
-/* splitmix64's mixer */
-static inline uint64_t gpt_mix(uint64_t z) {
+/* the finalizer of splitmix64 */
+static inline uint64_t gpt_hash(uint64_t z) {
     z += 0x9E3779B97F4A7C15u;
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
     z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
     return z ^ (z >> 31);
 }
 
-/* place: 0 the embedding, then two of each layer. */
-static inline dt_tensor *gpt_dropout(const gpt_pass *r, dt_tensor *x, int place) {
+/* site: 0 is the embedding; then two per layer, then one per layer with shared experts. */
+static inline dt_tensor *gpt_dropout(const gpt_pass *r, dt_tensor *x, int site) {
     double p = r->model->config.dropout;
     if (!x || p == 0 || r->tokens.step == 0) return x;
     uint64_t key =
-        gpt_mix(gpt_mix(gpt_mix(dt_ctx_seed(x->ctx)) + r->tokens.step) + (uint64_t)place);
+        gpt_hash(gpt_hash(gpt_hash(dt_ctx_seed(x->ctx)) + r->tokens.step) + (uint64_t)site);
     return dt_dropout(x, p, key, r->tokens.index);
 }
 
-/* x + dropout(h w^T + b): one product, if nothing is dropped. */
+/* Residual branch, x + dropout(h w^T + b). Without dropout the addition is fused with the
+   product. */
 static inline dt_tensor *gpt_branch(
-    const gpt_pass *r, dt_tensor *x, dt_tensor *h, dt_tensor *w, dt_tensor *b, int place) {
+    const gpt_pass *r, dt_tensor *x, dt_tensor *h, dt_tensor *w, dt_tensor *b, int site) {
     dt_comm *tp = r->model->config.tp;
     if (r->model->config.dropout == 0 || r->tokens.step == 0)
         return dt_row_linear(h, w, b, x, tp, r->outside);
-    return dt_add(x, gpt_dropout(r, dt_row_linear(h, w, b, NULL, tp, r->outside), place));
+    return dt_add(x, gpt_dropout(r, dt_row_linear(h, w, b, NULL, tp, r->outside), site));
 }
 
 static inline dt_tensor *gpt_enter(const gpt_pass *r, dt_tensor *x) {
@@ -510,26 +526,25 @@ static inline dt_tensor *gpt_norm(const gpt *m, dt_tensor *x, dt_tensor *gain, d
     return dt_layernorm(x, gain, bias, m->config.norm_eps);
 }
 
-/* Puts the keys (or values) of some tokens behind those that the cache holds; what it holds
-   then. */
-static inline dt_tensor *gpt_cached(gpt_cache *c, dt_tensor *all, dt_tensor *more) {
+/* Appends the keys (or values) `more` to the cached ones `all`. Returns `all`. */
+static inline dt_tensor *gpt_cache_append(gpt_cache *c, dt_tensor *all, dt_tensor *more) {
     if (!more) return NULL;
     const dt_kernels *table = dt_ctx_kernels(more->ctx);
     size_t row = (size_t)(more->shape.d[2] * more->shape.d[3]) * dt_dtype_size(more->dtype);
-    char *at = (char *)all->data + (size_t)c->have * row;
+    char *at = (char *)all->data + (size_t)c->length * row;
     if (table->move(at, more->data, (size_t)more->shape.d[1] * row, dt_ctx_stream(more->ctx)) !=
         DT_OK) {
-        dt_fail(more->ctx, DT_ERR_DEVICE, "gpt_cached: %lld tokens behind %d",
-            (long long)more->shape.d[1], c->have);
+        dt_fail(more->ctx, DT_ERR_DEVICE, "gpt_cache_append: %lld tokens behind %d",
+            (long long)more->shape.d[1], c->length);
         return NULL;
     }
     all->shape = more->shape;
-    all->shape.d[1] += c->have;
+    all->shape.d[1] += c->length;
     return all;
 }
 
-/* The first half of a layer up to its heads, (B,T,C) -> (B,T,C/tp): what selective recomputation
-   computes again. H and K are this rank's heads, T this rank's tokens. */
+/* Attention of a layer without its output projection, (B,T,C) -> (B,T,C/tp). Selective recompute
+   recomputes this part. H and K are this rank's heads, T this rank's tokens. */
 static inline dt_tensor *gpt_heads(dt_tensor *x, void *user) {
     const gpt_pass *r = (const gpt_pass *)user;
     const gpt *m = r->model;
@@ -546,39 +561,39 @@ static inline dt_tensor *gpt_heads(dt_tensor *x, void *user) {
     }
     if (r->cache) {
         /* (1,have+T,K,D) */
-        k = gpt_cached(r->cache, &r->cache->k[gpt_layer_at(r)], k);
-        v = gpt_cached(r->cache, &r->cache->v[gpt_layer_at(r)], v);
+        k = gpt_cache_append(r->cache, &r->cache->k[gpt_layer_at(r)], k);
+        v = gpt_cache_append(r->cache, &r->cache->v[gpt_layer_at(r)], v);
     }
-    dt_attn_desc sight = { .positions = r->tokens.positions, .documents = r->tokens.documents };
-    dt_tensor *heads = r->tokens.context ? dt_context_attention(q, k, v, r->tokens.context)
-                                         /* (B,T,H,D) */
-                                         : dt_attention(q, k, v, sight);
+    dt_attn_desc mask = { .positions = r->tokens.positions, .documents = r->tokens.documents };
+    /* (B,T,H,D) */
+    dt_tensor *heads = r->tokens.context ? dt_cp_attention(q, k, v, r->tokens.context)
+                                         : dt_attention(q, k, v, mask);
     if (!heads) return NULL;
     const int64_t *d = heads->shape.d;
     return dt_reshape(heads, DT_SHAPE(d[0], d[1], d[2] * d[3]));
 }
 
-/* (B,T,C) -> (B,T,F/tp) */
+/* The MLP's hidden layer, (B,T,C) -> (B,T,F/tp). */
 static inline dt_tensor *gpt_hidden(const gpt *m, const gpt_layer *l, dt_tensor *n) {
-    /* of (B,T,2,F) */
+    /* gate and up are one product, (B,T,2,F) */
     if (m->config.arch == GPT_LLAMA) return dt_swiglu(dt_linear(n, l->gate_up, NULL));
     return dt_linear_at(n, l->fc, l->fc_bias, (dt_linear_desc){ .activation = DT_ACT_GELU });
 }
 
-/* The first half of a layer, (B,T,C) -> (B,T,C). */
+/* The attention half of a layer, (B,T,C) -> (B,T,C). */
 static inline dt_tensor *gpt_attention_forward(const gpt_pass *r, dt_tensor *x) {
     const gpt *m = r->model;
     const gpt_layer *l = &m->layer[gpt_layer_at(r)];
-    int again = m->config.recompute == GPT_RECOMPUTE_SELECTIVE;
-    dt_tensor *heads =
-        x && again ? dt_block_at(x->ctx, gpt_heads, x, (void *)r, (dt_block_desc){ .recompute = 1 })
-                   : gpt_heads(x, (void *)r);
+    int is_recomputed = m->config.recompute == GPT_RECOMPUTE_SELECTIVE;
+    dt_tensor *heads = x && is_recomputed ? dt_block_at(x->ctx, gpt_heads, x, (void *)r,
+                                                (dt_block_desc){ .recompute = 1 })
+                                          : gpt_heads(x, (void *)r);
     return gpt_branch(r, x, heads, l->attn_proj, l->attn_proj_bias, 1 + 2 * gpt_layer_at(r));
 }
 
-/* The mixture of a layer, n normed and outside -> its sum, outside: each token through top_k
-   experts. */
-static inline dt_tensor *gpt_mixture(
+/* Mixture of experts (MoE): router, token dispatch, experts, token combine. n is the norm's output
+   in placement r->outside; inside is the same, entered into tp. Returns the sum in r->outside. */
+static inline dt_tensor *gpt_moe_forward(
     const gpt_pass *r, gpt_layer *l, dt_tensor *n, dt_tensor *inside) {
     const gpt_config *c = &r->model->config;
     int64_t sequences = r->tokens.sequences;
@@ -601,25 +616,25 @@ static inline dt_tensor *gpt_mixture(
         h = dt_expert_linear(h, to, l->experts_fc, l->experts_fc_bias,
             (dt_expert_desc){ .activation = DT_ACT_GELU });
     h = dt_expert_linear(
-        h, to, l->experts_proj, l->experts_proj_bias, (dt_expert_desc){ .partial = c->tp });
+        h, to, l->experts_proj, l->experts_proj_bias, (dt_expert_desc){ .row_parallel = c->tp });
     return dt_redistribute(dt_combine(h, to), c->tp, DT_PARTIAL, r->outside);
 }
 
-/* The second half. */
+/* The MLP half of a layer, dense or MoE, (B,T,C) -> (B,T,C). */
 static inline dt_tensor *gpt_mlp_forward(const gpt_pass *r, dt_tensor *x) {
     gpt *m = r->model;
-    int layer = gpt_layer_at(r), place = 2 + 2 * layer;
+    int layer = gpt_layer_at(r), site = 2 + 2 * layer;
     gpt_layer *l = &m->layer[layer];
     dt_tensor *n = gpt_norm(m, x, l->ln_2_gain, l->ln_2_bias), *inside = gpt_enter(r, n);
-    if (!gpt_is_mixture(m->config, layer))
-        return gpt_branch(r, x, gpt_hidden(m, l, inside), l->mlp_proj, l->mlp_proj_bias, place);
-    x = dt_add(x, gpt_dropout(r, gpt_mixture(r, l, n, inside), place));
-    if (m->config.shared == 0) return x;
-    place = 2 * m->config.layers + 1 + layer;
-    return gpt_branch(r, x, gpt_hidden(m, l, inside), l->mlp_proj, l->mlp_proj_bias, place);
+    if (!gpt_is_moe(m->config, layer))
+        return gpt_branch(r, x, gpt_hidden(m, l, inside), l->mlp_proj, l->mlp_proj_bias, site);
+    x = dt_add(x, gpt_dropout(r, gpt_moe_forward(r, l, n, inside), site));
+    if (m->config.shared_experts == 0) return x;
+    site = 2 * m->config.layers + 1 + layer;
+    return gpt_branch(r, x, gpt_hidden(m, l, inside), l->mlp_proj, l->mlp_proj_bias, site);
 }
 
-/* One layer, or the half of it that lies in this stage: a block. */
+/* One layer, or the half of it that lies in this stage. Runs as a block. */
 static inline dt_tensor *gpt_layer_forward(dt_tensor *x, void *user) {
     gpt_pass *r = (gpt_pass *)user, mlp = *r;
     if (r->item % 2 == 0) return gpt_mlp_forward(r, x);
@@ -628,7 +643,7 @@ static inline dt_tensor *gpt_layer_forward(dt_tensor *x, void *user) {
     return mlp.item < r->end ? gpt_mlp_forward(&mlp, x) : x;
 }
 
-/* The layers of items item .. end - 1, each a block. */
+/* The layers of items [item, end), each as a block. */
 static inline dt_tensor *gpt_layers_forward(dt_tensor *x, void *user) {
     gpt_pass r = *(const gpt_pass *)user;
     int end = r.end;
@@ -640,26 +655,27 @@ static inline dt_tensor *gpt_layers_forward(dt_tensor *x, void *user) {
     return x;
 }
 
-/* The place of each of this rank's T tokens in its sequence, for each of B sequences; or among the
-   tokens of all B. */
-static inline dt_tensor *gpt_token_places(const gpt *m, int64_t B, int64_t T, int among_all) {
+/* Position of each of this rank's T tokens in its sequence, (B,T). in_batch: its index among the
+   tokens of all B sequences instead. */
+static inline dt_tensor *gpt_token_positions(const gpt *m, int64_t B, int64_t T, int in_batch) {
     int c = dt_comm_size(m->config.cp);
     int32_t *at = (int32_t *)malloc((size_t)(B * T) * sizeof *at + 1);
     if (!at) {
-        dt_fail(m->ctx, DT_ERR_MEM, "gpt_token_places: %lld sequences of %lld tokens", (long long)B,
-            (long long)T);
+        dt_fail(m->ctx, DT_ERR_MEM, "gpt_token_positions: %lld sequences of %lld tokens",
+            (long long)B, (long long)T);
         return NULL;
     }
     for (int64_t i = 0; i < B * T; i++)
-        at[i] = (int32_t)(dt_context_token(
-                              m->config.cp_kind, T * c, c, dt_comm_rank(m->config.cp), i % T) +
-                          (among_all ? i / T * T * c : 0));
-    dt_tensor *places = dt_input(m->ctx, DT_I32, DT_SHAPE(B, T), at);
+        at[i] =
+            (int32_t)(dt_cp_token(m->config.cp_kind, T * c, c, dt_comm_rank(m->config.cp), i % T) +
+                      (in_batch ? i / T * T * c : 0));
+    dt_tensor *positions = dt_input(m->ctx, DT_I32, DT_SHAPE(B, T), at);
     free(at);
-    return places;
+    return positions;
 }
 
-/* Tokens (B,T) -> (B,T,C): a block, so that what tp sums is gone when it has been summed. */
+/* Token embedding, (B,T) -> (B,T,C). Runs as a block, which frees the partial rows after tp has
+   summed them. */
 static inline dt_tensor *gpt_embed(dt_tensor *x, void *user) {
     const gpt_pass *r = (const gpt_pass *)user;
     gpt *m = r->model;
@@ -672,8 +688,8 @@ static inline dt_tensor *gpt_embed(dt_tensor *x, void *user) {
     return gpt_dropout(r, x, 0);
 }
 
-/* What the tokens leave open; which of them dropout sees here. */
-static inline gpt_pass gpt_pass_of(gpt *m, gpt_tokens t, gpt_cache *cache) {
+/* Fills in the defaults of the tokens, and shards the dropout index under sp. */
+static inline gpt_pass gpt_pass_make(gpt *m, gpt_tokens t, gpt_cache *cache) {
     gpt_pass r = { .model = m,
         .end = gpt_items(m->config),
         .tokens = t,
@@ -682,28 +698,28 @@ static inline gpt_pass gpt_pass_of(gpt *m, gpt_tokens t, gpt_cache *cache) {
         .cache = cache };
     int64_t B = t.ids->shape.d[0], T = t.ids->shape.d[1];
     if (m->config.sp && dt_comm_size(m->config.tp) > 1 && !cache) r.outside = DT_SHARD(1);
-    if (!r.positions) r.positions = gpt_token_places(m, B, T, 0);
+    if (!r.positions) r.positions = gpt_token_positions(m, B, T, 0);
     if (dt_comm_size(m->config.cp) > 1 && (t.documents || t.positions) && !t.context && !cache)
         dt_fail(m->ctx, DT_ERR_ARG,
             "gpt: under cp documents and positions come with a context of all ranks' tokens");
     if (dt_comm_size(m->config.cp) > 1 && !cache && !t.context) {
-        dt_context_desc d = {
+        dt_cp_desc d = {
             .kind = m->config.cp_kind, .batch = B, .tokens = T * dt_comm_size(m->config.cp)
         };
-        r.tokens.context = dt_context_make(m->ctx, m->config.cp, d);
+        r.tokens.context = dt_cp_make(m->ctx, m->config.cp, d);
     }
     if (m->config.dropout > 0 && t.step) {
-        if (!t.index) r.tokens.index = gpt_token_places(m, B, T, 1);
+        if (!t.index) r.tokens.index = gpt_token_positions(m, B, T, 1);
         r.tokens.index = dt_redistribute(r.tokens.index, m->config.tp, DT_REPLICATE, r.outside);
     }
     return r;
 }
 
-/* Items item .. end - 1 before the head: x, NULL before item 0, -> (B,T,C), or its part of T under
-   sp. The embedding is a block where that frees something at its end: partial rows under tp, at
-   ZeRO-3 a table that the head does not read again. Of full:k, layers ik .. ik + k - 1 are
-   recomputed together, or those of them that this stage has. */
-static inline dt_tensor *gpt_trunk(gpt_pass r, dt_tensor *x) {
+/* Runs items [item, end) without the head's product: x (NULL before item 0) -> (B,T,C), with T
+   sharded under sp. The final norm belongs to it. The embedding runs as a block where the block's
+   end frees something: partial rows under tp, or at ZeRO-3 a table that the head does not need.
+   With full:k, layers ik .. ik + k - 1 are recomputed together, as far as this stage has them. */
+static inline dt_tensor *gpt_layers_and_norm(gpt_pass r, dt_tensor *x) {
     gpt *m = r.model;
     int block = dt_comm_size(m->config.tp) > 1 || !m->config.tied || gpt_stages(m->config) > 1;
     int full = m->config.recompute == GPT_RECOMPUTE_FULL, every = m->config.recompute_every;
@@ -722,7 +738,7 @@ static inline dt_tensor *gpt_trunk(gpt_pass r, dt_tensor *x) {
     return head ? gpt_norm(m, x, m->ln_f_gain, m->ln_f_bias) : x;
 }
 
-/* (..,C) -> (..,V): tp gathers the parts of the vocabulary. */
+/* Logits, (..,C) -> (..,V). Gathers the vocabulary's shards over tp. */
 static inline dt_tensor *gpt_head(const gpt_pass *r, dt_tensor *x) {
     const gpt *m = r->model;
     x = dt_linear(gpt_enter(r, x), m->head, NULL);
@@ -732,49 +748,50 @@ static inline dt_tensor *gpt_head(const gpt_pass *r, dt_tensor *x) {
         dt_redistribute(x, m->config.tp, DT_SHARD(last), DT_REPLICATE), last, 0, m->config.vocab);
 }
 
-/* tokens (B,T) -> (B,T,V); the whole model on this rank. */
+/* Tokens (B,T) -> logits (B,T,V), for a model that is one stage. */
 static inline dt_tensor *gpt_logits_at(gpt *m, gpt_tokens t) {
     if (!t.ids) return NULL;
-    gpt_pass r = gpt_pass_of(m, t, NULL);
-    return gpt_head(&r, gpt_trunk(r, NULL));
+    gpt_pass r = gpt_pass_make(m, t, NULL);
+    return gpt_head(&r, gpt_layers_and_norm(r, NULL));
 }
 
-/* One stage of a pipeline: x, NULL at stage 0, what the stage before returned -> what the next one
-   takes; of the last stage the loss: tokens, labels (B,T) i32 -> the sum of cross-entropies over
-   labels >= 0, divided by denominator. The logits are never all in memory. */
+/* One pipeline stage. x: the output of the stage before, NULL at stage 0. Returns the input of the
+   next stage. The last stage returns the loss: the sum of the cross-entropies over labels (B,T) i32
+   that are >= 0, divided by denominator. Head and cross-entropy are one op, so the logits are never
+   all in memory. */
 static inline dt_tensor *gpt_stage_at(
     gpt *m, int stage, dt_tensor *x, gpt_tokens t, dt_tensor *labels, double denominator) {
     dt_loss_desc d = { .smoothing = t.step ? m->config.smoothing : 0 };
     if (!t.ids) return NULL;
-    gpt_pass r = gpt_pass_of(m, t, NULL);
+    gpt_pass r = gpt_pass_make(m, t, NULL);
     r.item = gpt_stage_first(m->config, stage);
     r.end = gpt_stage_first(m->config, stage + 1);
-    x = gpt_trunk(r, x);
+    x = gpt_layers_and_norm(r, x);
     if (stage + 1 < gpt_stages(m->config)) return x;
     return dt_vocab_linear_cross_entropy(
         x, m->head, labels, denominator, d, m->config.tp, r.outside);
 }
 
-/* The loss of a model that is one stage. */
+/* The loss, for a model that is one stage. */
 static inline dt_tensor *gpt_loss_at(gpt *m, gpt_tokens t, dt_tensor *labels, double denominator) {
     return gpt_stage_at(m, 0, NULL, t, labels, denominator);
 }
 
-/* After a step, if config.router_bias: moves the biases of this rank's routers by what they have
-   counted in layer[].route.experts (E each, the caller's), and begins to count anew. groups: all
-   whose ranks route other tokens: the mesh's data, and tp with sp. [collective: these, at ZeRO-3
-   also the data group] */
+/* Call after a step, if config.router_bias > 0. Moves the biases of this rank's routers against the
+   token counts in layer[].route.experts (E each, the caller's arrays), and clears the counts.
+   groups: the n groups whose ranks route different tokens, which are mesh.data, and tp under sp.
+   [collective: these groups, at ZeRO-3 also the data group] */
 static inline dt_status gpt_balance(gpt *m, dt_comm *const *groups, int n) {
     for (int i = 0; i < m->config.layers && dt_error(m->ctx) == DT_OK; i++) {
         gpt_layer *l = &m->layer[i];
         if (!l->router_bias) continue;
-        dt_route_balance(l->router_bias, l->route.experts, m->config.router_bias, groups, n);
+        dt_route_update_bias(l->router_bias, l->route.experts, m->config.router_bias, groups, n);
         memset(l->route.experts, 0, (size_t)m->config.experts * sizeof *l->route.experts);
     }
     return dt_error(m->ctx);
 }
 
-/* The same of ids (B,T) alone: no dropout, no smoothing. */
+/* gpt_logits_at and gpt_loss_at for ids (B,T) only: no dropout, no smoothing. */
 static inline dt_tensor *gpt_logits(gpt *m, dt_tensor *ids) {
     return gpt_logits_at(m, (gpt_tokens){ .ids = ids });
 }
@@ -782,16 +799,18 @@ static inline dt_tensor *gpt_loss(gpt *m, dt_tensor *ids, dt_tensor *labels, dou
     return gpt_loss_at(m, (gpt_tokens){ .ids = ids }, labels, denominator);
 }
 
-/* ==== Generation
-   ================================================================================================== */
+// ==== Generation =================================================================================
 
-/* Keys and values do not depend on later tokens. So those of the tokens so far are kept, and a new
-   token costs one row of every product and one query: 2 L seq K D numbers are kept, and nothing is
-   allocated for a token. They are written in place, into memory made once; joining tensors instead
-   would copy all of them for every token. [collective: tp, pp] Each rank keeps the keys and values
-   of its heads and layers, and all learn the token that is drawn. Ranks of cp need not work
-   together, since each sees all tokens: any one of them can. Between gpt_cache_open and
-   gpt_cache_close the context records nothing. */
+/* KV cache. Keys and values do not depend on later tokens, so the cache keeps those of the tokens
+   so far, 2 L seq K D numbers, and a new token costs one row of every product and one query:
+
+       keys   [k0 k1 k2 .. k(length-1) | free ..  seq]      the new token's key goes to row `length`
+
+   The rows are written in place into memory allocated once; concatenating tensors would copy all of
+   them for every token. Every rank of tp and pp caches the keys and values of its own heads and
+   layers, and all of them learn the sampled token. Ranks of cp do not work together here: each sees
+   all tokens, so any one of them suffices. Between gpt_cache_open and gpt_cache_close the tape
+   records nothing. [collective: tp, pp] */
 static inline void gpt_cache_close(gpt_cache *c) {
     dt_ctx *ctx = c->model->ctx;
     dt_free(ctx, DT_MEM_ACTS, c->data, c->bytes);
@@ -808,7 +827,7 @@ static inline dt_status gpt_cache_open(gpt_cache *c, gpt *m) {
     size_t one = (size_t)g.seq * (size_t)(m->kv.heads * D) * dt_dtype_size(g.dtype);
     memset(c, 0, sizeof *c);
     c->model = m;
-    /* of those that this rank has */
+    /* only the layers of this rank's stages */
     for (int i = 0; i < g.layers; i++) c->bytes += m->layer[i].q ? 2 * one : 0;
     dt_no_grad(m->ctx, 1);
     c->data = dt_alloc(m->ctx, DT_MEM_ACTS, c->bytes, "keys and values");
@@ -827,45 +846,47 @@ static inline dt_status gpt_cache_open(gpt_cache *c, gpt *m) {
                                                    .micros = 1,
                                                    .ranks = dt_comm_size(g.pp),
                                                    .chunks = gpt_stages(g) / dt_comm_size(g.pp) });
-    /* scratch for the longest, so that it never grows */
+    /* Reserve scratch for the longest sequence now, so that generation never allocates. */
     dt_scratch(m->ctx, dt_attention_work(g.seq, D, g.dtype));
     if (dt_error(m->ctx) != DT_OK) gpt_cache_close(c);
     return dt_error(m->ctx);
 }
 
-/* Appends n tokens, for which there must be room, to what one stage has: x, NULL at stage 0, ->
-   what the next stage takes, or of the last one the logits (V) after the last token. */
+/* Runs one stage on n new tokens, which must fit into the cache. x: the output of the stage before,
+   NULL at stage 0. Returns the input of the next stage; the last stage returns the logits (V) after
+   the last token. */
 static inline dt_tensor *gpt_cache_stage(
     gpt_cache *c, int stage, dt_tensor *x, const int32_t *ids, int n) {
     gpt *m = c->model;
     int64_t C = m->config.width;
-    if (n < 1 || n > m->config.seq - c->have) {
-        dt_fail(m->ctx, DT_ERR_ARG, "gpt_cache_stage: %d tokens behind %d of %d", n, c->have,
+    if (n < 1 || n > m->config.seq - c->length) {
+        dt_fail(m->ctx, DT_ERR_ARG, "gpt_cache_stage: %d tokens behind %d of %d", n, c->length,
             m->config.seq);
         return NULL;
     }
     gpt_tokens t = { .ids = dt_input(m->ctx, DT_I32, DT_SHAPE(1, n), ids) };
-    t.positions = dt_input(m->ctx, DT_I32, DT_SHAPE(1, n), c->positions + c->have);
+    t.positions = dt_input(m->ctx, DT_I32, DT_SHAPE(1, n), c->positions + c->length);
     if (!t.ids) return NULL;
-    gpt_pass r = gpt_pass_of(m, t, c);
+    gpt_pass r = gpt_pass_make(m, t, c);
     r.item = gpt_stage_first(m->config, stage);
     r.end = gpt_stage_first(m->config, stage + 1);
     /* (1,n,C) */
-    x = gpt_trunk(r, x);
+    x = gpt_layers_and_norm(r, x);
     if (!x || stage + 1 < gpt_stages(m->config)) return x;
     x = gpt_head(&r, dt_slice(dt_reshape(x, DT_SHAPE(n, C)), 0, n - 1, 1));
     return x ? dt_reshape(x, DT_SHAPE(m->config.vocab)) : NULL;
 }
 
-/* The same of a model that is one stage: the logits, until dt_reset. */
-static inline dt_tensor *gpt_cache_next(gpt_cache *c, const int32_t *ids, int n) {
+/* The same for a model that is one stage. The logits are valid until dt_reset. */
+static inline dt_tensor *gpt_cache_logits(gpt_cache *c, const int32_t *ids, int n) {
     dt_tensor *x = gpt_cache_stage(c, 0, NULL, ids, n);
-    c->have += n;
+    c->length += n;
     return x;
 }
 
-/* What is drawn: an id below `limit` (0: any), of the top_k likeliest (0: of all; of equal ones
-   all), from softmax(logits / temperature); temperature 0: the likeliest. */
+/* How a token is sampled: from softmax(logits / temperature), among ids below `limit` (0: all) and
+   among the top_k largest logits (0: all; ties with the smallest stay). temperature 0: the largest
+   logit. */
 typedef struct gpt_sampling {
     double temperature;
     int top_k, limit;
@@ -877,15 +898,16 @@ static inline int gpt_descending(const void *a, const void *b) {
     return (x < y) - (x > y);
 }
 
-/* The smallest logit that may still be drawn. sorted: room for n numbers. */
-static inline float gpt_floor(const float *logits, int n, int top_k, float *sorted) {
+/* The smallest logit among the top_k. sorted: a buffer of n numbers. */
+static inline float gpt_top_k_threshold(const float *logits, int n, int top_k, float *sorted) {
     if (top_k <= 0 || top_k >= n) return -INFINITY;
     memcpy(sorted, logits, (size_t)n * sizeof *sorted);
     qsort(sorted, (size_t)n, sizeof *sorted, gpt_descending);
     return sorted[top_k - 1];
 }
 
-/* An id below n, at point u in [0,1) of the distribution. sorted: room for n numbers. */
+/* Samples an id below n by inverting the cumulative distribution at u in [0,1). sorted: a buffer of
+   n numbers. */
 static inline int32_t gpt_sample(
     const float *logits, int n, gpt_sampling s, double u, float *sorted) {
     int32_t best = 0;
@@ -893,38 +915,38 @@ static inline int32_t gpt_sample(
     for (int i = 1; i < n; i++)
         if (logits[i] > logits[best]) best = i;
     if (s.temperature <= 0) return best;
-    float least = gpt_floor(logits, n, s.top_k, sorted);
+    float threshold = gpt_top_k_threshold(logits, n, s.top_k, sorted);
     for (int i = 0; i < n; i++)
-        if (logits[i] >= least)
+        if (logits[i] >= threshold)
             sum += exp(((double)logits[i] - (double)logits[best]) / s.temperature);
     for (int i = 0; i < n; i++) {
-        if (logits[i] >= least)
+        if (logits[i] >= threshold)
             u -= exp(((double)logits[i] - (double)logits[best]) / s.temperature) / sum;
         if (u < 0) return i;
     }
     return best;
 }
 
-/* The context is full: it begins again with the newer half of its tokens, whose positions are new.
-   Keeping all but the oldest would change every position, and so every key, for each token. */
-static inline int gpt_restart(gpt_cache *c) {
-    c->have = 0;
+/* Empties a full cache. Returns how many of the newest tokens to run again: half of them. Dropping
+   only the oldest token would change every position, and so every key, for each new token. */
+static inline int gpt_cache_restart(gpt_cache *c) {
+    c->length = 0;
     return c->model->config.seq / 2 > 0 ? c->model->config.seq / 2 : 1;
 }
 
-/* One token to be drawn. */
-typedef struct gpt_draw {
+/* The sampling of one token. */
+typedef struct gpt_next_token {
     gpt_cache *cache;
     const int32_t *ids;
-    int n;         /* tokens that the cache has not seen */
-    float *logits; /* (2,V): room */
+    int n;         /* of ids, tokens that are not in the cache yet */
+    float *logits; /* (2,V): logits, and a buffer for sorting */
     gpt_sampling s;
-    /* a point in [0,1); what was drawn, on the rank that has the last stage, else 0 */
+    /* at: a random number in [0,1). token: the result on the rank of the last stage, else 0 */
     double at, token;
-} gpt_draw;
+} gpt_next_token;
 
-static inline dt_tensor *gpt_draw_stage(dt_tensor *x, int stage, int micro, void *user) {
-    gpt_draw *d = (gpt_draw *)user;
+static inline dt_tensor *gpt_next_token_stage(dt_tensor *x, int stage, int micro, void *user) {
+    gpt_next_token *d = (gpt_next_token *)user;
     gpt *m = d->cache->model;
     int V = m->config.vocab, limit = d->s.limit > 0 && d->s.limit < V ? d->s.limit : V;
     (void)micro;
@@ -936,42 +958,42 @@ static inline dt_tensor *gpt_draw_stage(dt_tensor *x, int stage, int micro, void
     return x;
 }
 
-/* Through all stages, on all of their ranks. */
-static inline int32_t gpt_draw_token(gpt_draw *d) {
+/* Runs all stages and returns the sampled token on all ranks of pp. */
+static inline int32_t gpt_generate_token(gpt_next_token *d) {
     gpt *m = d->cache->model;
     d->token = 0;
     if (d->cache->schedule)
         dt_pipe_run(m->ctx, (dt_pipe_desc){ .schedule = d->cache->schedule,
                                 .comm = m->config.pp,
-                                .run = gpt_draw_stage,
+                                .run = gpt_next_token_stage,
                                 .user = d,
                                 .forward_micros = 1 });
     else
-        gpt_draw_stage(NULL, 0, 0, d);
-    d->cache->have += d->n;
+        gpt_next_token_stage(NULL, 0, 0, d);
+    d->cache->length += d->n;
     dt_sum_doubles(m->config.pp, &d->token, 1);
     dt_reset(m->ctx);
     return (int32_t)d->token;
 }
 
-/* Continues ids, of which `have` >= 1 are given, to `want`. Beyond seq tokens the model sees the
-   last seq/2 to seq. */
-static inline dt_status gpt_generate(gpt *m, int32_t *ids, int have, int want, gpt_sampling s) {
+/* Continues ids, of which the first `given` >= 1 are set, up to `total` tokens. Beyond seq tokens
+   the model sees the last seq/2 to seq. */
+static inline dt_status gpt_generate(gpt *m, int32_t *ids, int given, int total, gpt_sampling s) {
     size_t bytes = 2 * (size_t)m->config.vocab * sizeof(float);
     gpt_cache *c = (gpt_cache *)dt_alloc(m->ctx, DT_MEM_HOST, sizeof *c, "gpt_generate");
-    gpt_draw d = {
+    gpt_next_token d = {
         .cache = c, .logits = (float *)dt_alloc(m->ctx, DT_MEM_HOST, bytes, "gpt_generate"), .s = s
     };
-    if (have < 1)
+    if (given < 1)
         dt_fail(
-            m->ctx, DT_ERR_ARG, "gpt_generate: %d tokens are given; at least one is needed", have);
-    if (c && d.logits && have > 0 && gpt_cache_open(c, m) == DT_OK) {
-        d.n = have < m->config.seq ? have : m->config.seq;
-        for (int at = have; at < want && dt_error(m->ctx) == DT_OK; at++, d.n = 1) {
-            if (c->have + d.n > m->config.seq) d.n = gpt_restart(c);
+            m->ctx, DT_ERR_ARG, "gpt_generate: %d tokens are given; at least one is needed", given);
+    if (c && d.logits && given > 0 && gpt_cache_open(c, m) == DT_OK) {
+        d.n = given < m->config.seq ? given : m->config.seq;
+        for (int at = given; at < total && dt_error(m->ctx) == DT_OK; at++, d.n = 1) {
+            if (c->length + d.n > m->config.seq) d.n = gpt_cache_restart(c);
             d.ids = ids + at - d.n;
-            d.at = (double)(gpt_mix(gpt_mix(s.seed) + (uint64_t)at) >> 11) / 9007199254740992.0;
-            int32_t token = gpt_draw_token(&d);
+            d.at = (double)(gpt_hash(gpt_hash(s.seed) + (uint64_t)at) >> 11) / 9007199254740992.0;
+            int32_t token = gpt_generate_token(&d);
             if (dt_error(m->ctx) == DT_OK) ids[at] = token;
         }
         gpt_cache_close(c);

@@ -1,40 +1,36 @@
-/* gpt_files.h - the models of gpt.h in the files of others: Hugging Face GPT-2 and Llama, llm.c -
-   public domain or MIT, at your choice
+/* gpt_files.h - weight files for gpt.h: Hugging Face GPT-2 and Llama, llm.c - public domain or MIT,
+   at your choice
 
    Include it after dt_zero.h and gpt.h. Everything is static. path is a safetensors file, a folder
-   with model.safetensors or model.safetensors.index.json, or an llm.c model; beside safetensors
-   lies config.json.
+   with model.safetensors or model.safetensors.index.json, or an llm.c model. config.json lies
+   beside the safetensors.
 
-       gpt_config c = gpt_config_from(ctx, path);      // sizes; dtype, recompute and dropout are
-                                                       yours to set
+       gpt_config c = gpt_config_from(ctx, path);  // sizes; set dtype, recompute, dropout yourself
        gpt        m = gpt_register(ctx, c);
-       dt_zero_make(...);                              // or nothing: storage comes with the first
-                                                       use
-       gpt_load(&m, path);                             // every rank reads what it owns
-       gpt_export(&m, zero, "folder");                 // model.safetensors and config.json, for
-                                                       transformers, by all // ranks; "model.bin":
-                                                       llm.c's; gpt_save: from one rank
+       dt_zero_make(...);                // optional: storage otherwise comes with the first use
+       gpt_load(&m, path);               // every rank reads its local slices
+       gpt_export(&m, zero, "folder");   // from all ranks: model.safetensors and config.json for
+                                         // transformers; "model.bin" is llm.c; gpt_save: one rank
 
-   Nothing is ignored in silence but masks, rotary tables and a head that is tied: another tensor, a
-   shape or a number of layers that does not fit, a feature that the model has not, is one error.
-   llm.c's padding of the vocabulary is dropped. A context in which one of these failed stays
-   failed: to try a file, make a context for it. */
+   Only masks, rotary tables and a tied head are ignored silently. Any other unknown tensor, a shape
+   or a number of layers that does not fit, or a feature that gpt.h lacks is an error. The padding
+   of llm.c's vocabulary is dropped. A context in which one of these functions failed stays failed:
+   to try a file, make a context for it. */
 #ifndef GPT_FILES_H
 #define GPT_FILES_H
 
-/* ==== Names
-   ======================================================================================================= */
+// ==== Names ======================================================================================
 
-/* Where each parameter of gpt_rows lies. In a layer GPT-2's names follow "h.N.", Llama's
-   "layers.N."; all but the head's follow a prefix that some files leave out: "transformer.",
-   "model.". llm.c has all layers of a kind in one tensor. GPT-2's matrices within layers are stored
-   (in, out). */
+/* The name of each parameter of gpt_param_rows in the three formats. In a layer, GPT-2's names
+   follow "h.N." and Llama's "layers.N.". All names but the head's have a prefix, "transformer." or
+   "model.", which some files omit. llm.c stores all layers of a kind in one tensor. GPT-2 stores
+   the matrices of its layers transposed, (in, out). */
 typedef struct gpt_name {
     const char *name, *gpt2, *llama, *llmc;
-    /* q, k and v are the thirds 1, 2, 3 of one tensor of GPT-2 and llm.c; 0: not of those */
-    int third;
-    /* Llama has the parameter's first half under `llama`, the other under this */
-    const char *second;
+    /* GPT-2 and llm.c store q, k and v as thirds 1, 2, 3 of one tensor; 0: another parameter */
+    int qkv_third;
+    /* Llama stores the parameter's first half as `llama`, its second half under this name */
+    const char *llama_second;
 } gpt_name;
 
 static const gpt_name gpt_names[] = {
@@ -62,58 +58,59 @@ static const gpt_name gpt_names[] = {
     { "lm_head.weight", "lm_head.weight", "lm_head.weight", NULL, 0, NULL },
 };
 
-/* Tensors that are no parameters: how their names end. */
+/* Endings of the names of tensors that are not parameters. */
 static const char *const gpt_ignored[] = { ".attn.bias", ".attn.masked_bias",
     ".rotary_emb.inv_freq" };
 
-/* The kind of a file. */
-typedef struct gpt_kind {
+/* The format of a file. */
+typedef struct gpt_file_kind {
     const char *prefix; /* of all names but the head's */
     dt_llmc llmc;       /* version 0: safetensors */
-} gpt_kind;
+} gpt_file_kind;
 
-static inline const gpt_name *gpt_name_of(const gpt_row *r) {
+static inline const gpt_name *gpt_name_of(const gpt_param_row *r) {
     const gpt_name *n = gpt_names;
     while (strcmp(n->name, r->name) != 0) n++;
     return n;
 }
 
-static inline void gpt_full_name(char *out, size_t bytes, const gpt *m, const gpt_row *r, int layer,
-    const char *name, const char *prefix) {
+static inline void gpt_full_name(char *out, size_t bytes, const gpt *m, const gpt_param_row *r,
+    int layer, const char *name, const char *prefix) {
     int head = strcmp(r->name, "lm_head.weight") == 0;
-    if (gpt_in_layer(r))
+    if (gpt_is_in_layer(r))
         snprintf(out, bytes, "%s%s.%d.%s", prefix, m->config.arch == GPT_LLAMA ? "layers" : "h",
             layer, name);
     else
         snprintf(out, bytes, "%s%s", head ? "" : prefix, name);
 }
 
-/* A parameter as a matrix (rows, columns), a bias or gain as one row: whole, or a third or half of
-   a tensor. */
-static inline dt_file_place gpt_place_of(const gpt *m, const gpt_row *r, int layer, gpt_kind kind) {
+/* The location of a parameter in a file: a matrix (rows, columns), for a bias or gain one row. It
+   is a complete tensor, or a third or half of one. */
+static inline dt_weight_map gpt_file_location_of(
+    const gpt *m, const gpt_param_row *r, int layer, gpt_file_kind kind) {
     const gpt_name *n = gpt_name_of(r);
-    dt_file_place p;
+    dt_weight_map p;
     dt_shape s = gpt_shape(m->config, r, layer);
     int llama = m->config.arch == GPT_LLAMA, flat = r->kind == GPT_GAIN || r->kind == GPT_BIAS;
-    int64_t thirds = n->third && !llama ? 3 : 1, before = thirds == 3 ? n->third - 1 : 0;
+    int64_t thirds = n->qkv_third && !llama ? 3 : 1, before = thirds == 3 ? n->qkv_third - 1 : 0;
     memset(&p, 0, sizeof p);
-    p.n = llama && n->second ? 2 : 1;
+    p.n = llama && n->llama_second ? 2 : 1;
     p.columns = flat ? dt_count(s) : s.d[s.nd - 1];
     int64_t rows = dt_count(s) / p.columns / p.n;
     dt_weight_part *part = &p.part[0];
     if (kind.llmc.version) {
-        int64_t groups = flat ? 1 : thirds, layers = gpt_in_layer(r) ? m->config.layers : 1;
+        int64_t groups = flat ? 1 : thirds, layers = gpt_is_in_layer(r) ? m->config.layers : 1;
         snprintf(p.name[0], sizeof p.name[0], "%s", n->llmc);
         part->file_rows =
             strcmp(n->llmc, "wte") == 0 ? kind.llmc.padded_vocab : layers * groups * rows;
-        part->row = gpt_in_layer(r) ? (layer * groups + (flat ? 0 : before)) * rows : 0;
+        part->row = gpt_is_in_layer(r) ? (layer * groups + (flat ? 0 : before)) * rows : 0;
         if (flat) part->file_columns = thirds * p.columns, part->column = before * p.columns;
     } else {
         gpt_full_name(
             p.name[0], sizeof p.name[0], m, r, layer, llama ? n->llama : n->gpt2, kind.prefix);
         if (p.n == 2)
-            gpt_full_name(p.name[1], sizeof p.name[1], m, r, layer, n->second, kind.prefix);
-        part->transposed = !llama && !flat && gpt_in_layer(r);
+            gpt_full_name(p.name[1], sizeof p.name[1], m, r, layer, n->llama_second, kind.prefix);
+        part->transposed = !llama && !flat && gpt_is_in_layer(r);
         int64_t wide = part->transposed ? rows : p.columns;
         p.shape = flat               ? DT_SHAPE(thirds * wide)
                   : part->transposed ? DT_SHAPE(p.columns, thirds * wide)
@@ -125,37 +122,38 @@ static inline dt_file_place gpt_place_of(const gpt *m, const gpt_row *r, int lay
     return p;
 }
 
-/* Points the parts at the names, which a returned struct cannot do for itself. */
-static inline void gpt_aim(dt_file_place *p) {
+/* Points the parts at the names. The function that returns the struct cannot do so, because the
+   struct moves. */
+static inline void gpt_set_part_names(dt_weight_map *p) {
     for (int i = 0; i < 2; i++) p->part[i].name = p->name[i];
 }
 
-static inline gpt_kind gpt_kind_of(const gpt *m, dt_weights *w) {
-    gpt_kind k = { m->config.arch == GPT_LLAMA ? "model." : "transformer.", dt_weights_llmc(w) };
+static inline gpt_file_kind gpt_file_kind_of(const gpt *m, dt_weights *w) {
+    gpt_file_kind k = { m->config.arch == GPT_LLAMA ? "model." : "transformer.",
+        dt_weights_llmc(w) };
     const char *first =
         m->config.arch == GPT_LLAMA ? "model.embed_tokens.weight" : "transformer.wte.weight";
     if (dt_weights_find(w, first) < 0) k.prefix = "";
     return k;
 }
 
-/* ==== Configuration
-   =============================================================================================== */
+// ==== Configuration ==============================================================================
 
-/* The value of a key; -1 if it is missing or null, which `need` makes an error. */
-static inline int gpt_key(dt_json *j, int object, const char *key, int need) {
+/* The node of a key; -1 if it is missing or null, which is an error if `required`. */
+static inline int gpt_key(dt_json *j, int object, const char *key, int required) {
     int node = dt_json_find(j, object, key);
     if (node >= 0 && dt_json_kind_of(j, node) == DT_JSON_NULL) node = -1;
-    if (node < 0 && need) dt_json_fail(j, object, "%s is missing", key);
+    if (node < 0 && required) dt_json_fail(j, object, "%s is missing", key);
     return node;
 }
 
-/* A whole number from 1 to `most`; fallback 0: the key must be there. */
-static inline int gpt_key_int(dt_json *j, const char *key, int fallback, int most) {
+/* A whole number from 1 to `max`. fallback 0: the key is required. */
+static inline int gpt_key_int(dt_json *j, const char *key, int fallback, int max) {
     int64_t value = 0;
     int node = gpt_key(j, 0, key, fallback == 0);
     if (node < 0) return fallback;
-    if (dt_json_int(j, node, &value) && value >= 1 && value <= most) return (int)value;
-    dt_json_fail(j, node, "%s: a whole number from 1 to %d is needed", key, most);
+    if (dt_json_int(j, node, &value) && value >= 1 && value <= max) return (int)value;
+    dt_json_fail(j, node, "%s: a whole number from 1 to %d is needed", key, max);
     return fallback;
 }
 
@@ -174,7 +172,7 @@ static inline int gpt_key_bool(dt_json *j, const char *key, int fallback) {
     return value;
 }
 
-/* Refuses a key whose value is none of two words. A missing one is the first. */
+/* Refuses a key whose value is not one of two words. A missing key means the first. */
 static inline void gpt_key_word(
     dt_json *j, int object, const char *key, const char *a, const char *b) {
     int node = gpt_key(j, object, key, 0);
@@ -183,11 +181,11 @@ static inline void gpt_key_word(
         dt_json_fail(j, node, "%s %s is not supported; %s is", key, word ? word : "(no string)", a);
 }
 
-/* Refuses a switch in another position than this. */
-static inline void gpt_key_only(dt_json *j, const char *key, int only) {
-    if (gpt_key_bool(j, key, only) != only)
-        dt_json_fail(
-            j, dt_json_find(j, 0, key), "%s %s is not supported", key, only ? "false" : "true");
+/* Refuses a boolean key with another value than the supported one. */
+static inline void gpt_key_must_be(dt_json *j, const char *key, int supported) {
+    if (gpt_key_bool(j, key, supported) != supported)
+        dt_json_fail(j, dt_json_find(j, 0, key), "%s %s is not supported", key,
+            supported ? "false" : "true");
 }
 
 static inline void gpt_config_gpt2(dt_json *j, gpt_config *c) {
@@ -198,12 +196,13 @@ static inline void gpt_config_gpt2(dt_json *j, gpt_config *c) {
     c->seq = gpt_key_int(j, "n_positions", 0, 1 << 26);
     c->norm_eps = gpt_key_number(j, 0, "layer_norm_epsilon", 1e-5);
     gpt_key_word(j, 0, "activation_function", "gelu_new", "gelu_pytorch_tanh");
-    gpt_key_only(j, "scale_attn_weights", 1);
-    gpt_key_only(j, "scale_attn_by_inverse_layer_idx", 0);
-    gpt_key_only(j, "add_cross_attention", 0);
+    gpt_key_must_be(j, "scale_attn_weights", 1);
+    gpt_key_must_be(j, "scale_attn_by_inverse_layer_idx", 0);
+    gpt_key_must_be(j, "add_cross_attention", 0);
 }
 
-/* Older files have rope_theta and rope_scaling, newer ones both in rope_parameters. */
+/* Older files have the keys rope_theta and rope_scaling; newer ones have both in
+   rope_parameters. */
 static inline void gpt_config_rope(dt_json *j, gpt_config *c) {
     int rope = gpt_key(j, 0, "rope_parameters", 0), scaling = gpt_key(j, 0, "rope_scaling", 0);
     c->theta = gpt_key_number(j, rope < 0 ? 0 : rope, "rope_theta", 10000);
@@ -224,16 +223,15 @@ static inline void gpt_config_llama(dt_json *j, gpt_config *c) {
     c->norm_eps = gpt_key_number(j, 0, "rms_norm_eps", 1e-6);
     gpt_config_rope(j, c);
     gpt_key_word(j, 0, "hidden_act", "silu", "swish");
-    gpt_key_only(j, "attention_bias", 0);
-    gpt_key_only(j, "mlp_bias", 0);
+    gpt_key_must_be(j, "attention_bias", 0);
+    gpt_key_must_be(j, "mlp_bias", 0);
     int dim = c->heads > 0 ? c->width / c->heads : 1;
     if (gpt_key_int(j, "head_dim", dim > 0 ? dim : 1, 1 << 24) != dim)
         dt_json_fail(j, dt_json_find(j, 0, "head_dim"),
             "head_dim is not hidden_size / num_attention_heads, %d", dim);
 }
 
-/* head: whether the weights have a head of their own, which is what a file that does not say means
-   by it. */
+/* head: whether the weights contain lm_head; it decides `tied` if the file does not. */
 static inline void gpt_config_read(dt_json *j, gpt_config *c, int head) {
     if (dt_json_kind_of(j, 0) != DT_JSON_OBJECT) {
         dt_json_fail(j, 0, "an object is needed");
@@ -260,8 +258,9 @@ static inline void gpt_config_read(dt_json *j, gpt_config *c, int head) {
             c->heads, c->kv_heads);
 }
 
-/* folder/name; path may be a file in the folder. -1: too long, which fails the context. */
-static inline int gpt_beside(
+/* out: folder/name, where path is the folder or a file in it. -1: the name is too long, which fails
+   the context. */
+static inline int gpt_path_beside(
     dt_ctx *ctx, char *out, size_t bytes, const char *path, const char *name) {
     const char *dot = strrchr(path, '.'), *slash = strrchr(path, '/');
     int file = dot && (strcmp(dot, ".safetensors") == 0 || strcmp(dot, ".json") == 0);
@@ -272,7 +271,7 @@ static inline int gpt_beside(
     return -1;
 }
 
-/* What the file says of the model. layers is 0 after a failure, which dt_error tells. */
+/* The configuration of the model in a file. After a failure layers is 0; see dt_error. */
 static inline gpt_config gpt_config_from(dt_ctx *ctx, const char *path) {
     gpt_config none = { .layers = 0 }, c = none;
     char name[4096];
@@ -297,7 +296,7 @@ static inline gpt_config gpt_config_from(dt_ctx *ctx, const char *path) {
             .vocab = h.vocab,
             .tied = 1 };
     size_t bytes = 0;
-    if (gpt_beside(ctx, name, sizeof name, path, "config.json") != 0) return none;
+    if (gpt_path_beside(ctx, name, sizeof name, path, "config.json") != 0) return none;
     char *text = dt_file_read(ctx, name, 1 << 24, &bytes);
     dt_json *j = text ? dt_json_parse(ctx, name, text, bytes) : NULL;
     if (j) gpt_config_read(j, &c, head);
@@ -306,19 +305,19 @@ static inline gpt_config gpt_config_from(dt_ctx *ctx, const char *path) {
     return dt_error(ctx) == DT_OK ? c : none;
 }
 
-static inline void gpt_put_rope(dt_json_out *o, const gpt_config *c, double theta) {
+static inline void gpt_write_rope(dt_json_out *o, const gpt_config *c, double theta) {
     dt_json_put_number(o, "rms_norm_eps", c->norm_eps > 0 ? c->norm_eps : 1e-5);
     dt_json_put_number(o, "rope_theta", theta);
     dt_json_open(o, "rope_parameters", '{');
     dt_json_put_number(o, "rope_theta", theta);
     dt_json_put_string(o, "rope_type", "default");
-    dt_json_shut(o, '}');
+    dt_json_close(o, '}');
     dt_json_put_string(o, "hidden_act", "silu");
     dt_json_put_bool(o, "attention_bias", 0);
     dt_json_put_bool(o, "mlp_bias", 0);
 }
 
-static inline void gpt_put_config(dt_json_out *o, const gpt_config *c) {
+static inline void gpt_write_config(dt_json_out *o, const gpt_config *c) {
     static const char *const keys[2][6] = { { "n_layer", "n_embd", "n_head", "n_head", "n_inner",
                                                 "n_positions" },
         { "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads",
@@ -329,20 +328,20 @@ static inline void gpt_put_config(dt_json_out *o, const gpt_config *c) {
     dt_json_put_string(o, "model_type", llama ? "llama" : "gpt2");
     dt_json_open(o, "architectures", '[');
     dt_json_put_string(o, NULL, llama ? "LlamaForCausalLM" : "GPT2LMHeadModel");
-    dt_json_shut(o, ']');
+    dt_json_close(o, ']');
     dt_json_put_string(o, "dtype", types[c->dtype]);
     dt_json_put_string(o, "torch_dtype", types[c->dtype]);
     dt_json_put_int(o, "vocab_size", c->vocab);
     dt_json_put_bool(o, "tie_word_embeddings", c->tied);
     for (int i = 0; i < 6; i++)
         if (llama || i != 3) dt_json_put_int(o, keys[llama][i], sizes[i]);
-    /* the ids that transformers would take are of that vocabulary */
+    /* transformers' default ids belong to the default vocabulary */
     if (c->vocab != (llama ? 32000 : 50257)) {
         dt_json_put_string(o, "bos_token_id", NULL);
         dt_json_put_string(o, "eos_token_id", NULL);
     }
     if (llama) {
-        gpt_put_rope(o, c, c->theta > 0 ? c->theta : 10000);
+        gpt_write_rope(o, c, c->theta > 0 ? c->theta : 10000);
         return;
     }
     dt_json_put_number(o, "layer_norm_epsilon", c->norm_eps > 0 ? c->norm_eps : 1e-5);
@@ -352,33 +351,33 @@ static inline void gpt_put_config(dt_json_out *o, const gpt_config *c) {
     dt_json_put_number(o, "attn_pdrop", 0);
 }
 
-/* ==== Weights
-   ===================================================================================================== */
+// ==== Weights ====================================================================================
 
-/* Calls fn for every parameter, until the context fails. */
-typedef void (*gpt_each_fn)(
-    gpt *m, const gpt_row *r, int layer, dt_file_place *p, dt_weights *w, void *user);
-static inline void gpt_each(gpt *m, gpt_kind kind, dt_weights *w, gpt_each_fn fn, void *user) {
-    for (const gpt_row *r = gpt_rows; r < gpt_rows + GPT_ROWS; r++)
-        for (int i = 0; i < (gpt_in_layer(r) ? m->config.layers : 1); i++) {
-            /* sizes may be 0 then */
-            if (dt_error(m->ctx) != DT_OK || !gpt_has(m->config, r, i)) continue;
-            dt_file_place p = gpt_place_of(m, r, i, kind);
-            gpt_aim(&p);
+/* Calls fn for every parameter of all stages, until the context fails. */
+typedef void (*gpt_param_fn)(
+    gpt *m, const gpt_param_row *r, int layer, dt_weight_map *p, dt_weights *w, void *user);
+static inline void gpt_for_each_param(
+    gpt *m, gpt_file_kind kind, dt_weights *w, gpt_param_fn fn, void *user) {
+    for (const gpt_param_row *r = gpt_param_rows; r < gpt_param_rows + GPT_PARAM_ROWS; r++)
+        for (int i = 0; i < (gpt_is_in_layer(r) ? m->config.layers : 1); i++) {
+            /* after a failure the sizes may be 0 */
+            if (dt_error(m->ctx) != DT_OK || !gpt_has_param(m->config, r, i)) continue;
+            dt_weight_map p = gpt_file_location_of(m, r, i, kind);
+            gpt_set_part_names(&p);
             fn(m, r, i, &p, w, user);
         }
 }
 
-/* user: a flag for each tensor of the file. */
+/* user: one flag per tensor of the file, set when the tensor is used. */
 static inline void gpt_load_one(
-    gpt *m, const gpt_row *r, int layer, dt_file_place *p, dt_weights *w, void *user) {
+    gpt *m, const gpt_param_row *r, int layer, dt_weight_map *p, dt_weights *w, void *user) {
     for (int i = 0; i < p->n; i++) {
         int at = dt_weights_find(w, p->name[i]);
         if (at >= 0) ((char *)user)[at] = 1;
     }
-    dt_tensor *own = *gpt_slot(m, r, layer); /* NULL: another stage of the pipeline has it */
+    dt_tensor *own = *gpt_slot(m, r, layer); /* NULL: it belongs to another pipeline stage */
     if (own) dt_weights_load(w, own, p->columns, p->part, p->n);
-    if (gpt_is_table(r) && m->config.tied && m->head && m->head != own)
+    if (gpt_is_embedding(r) && m->config.tied && m->head && m->head != own)
         dt_weights_load(w, m->head, p->columns, p->part, p->n);
 }
 
@@ -391,12 +390,12 @@ static inline int gpt_is_ignored(const gpt *m, const char *name) {
     return m->config.tied && strcmp(name, "lm_head.weight") == 0;
 }
 
-/* Whether the file is of a model like this one, before anything is read. */
+/* Checks, before anything is read, that the file can hold this model. */
 static inline dt_status gpt_load_fits(gpt *m, const char *path, dt_llmc h) {
     gpt_config c = m->config;
     if (c.experts)
         return dt_fail(
-            m->ctx, DT_ERR_UNSUPPORTED, "%s: files of mixtures are not in this version", path);
+            m->ctx, DT_ERR_UNSUPPORTED, "%s: no weight files of MoE models in this version", path);
     if (!h.version && (c.arch == GPT_LLAMA || c.kv_heads == c.heads)) return DT_OK;
     if (!h.version)
         return dt_fail(m->ctx, DT_ERR_IO,
@@ -413,7 +412,7 @@ static inline dt_status gpt_load_fits(gpt *m, const char *path, dt_llmc h) {
         c.vocab);
 }
 
-/* Fills all parameters, on each rank the part it owns. */
+/* Loads all parameters; each rank reads its local slices. */
 static inline dt_status gpt_load(gpt *m, const char *path) {
     dt_weights *w = dt_weights_open(m->ctx, path);
     if (!w) return dt_error(m->ctx);
@@ -421,7 +420,7 @@ static inline dt_status gpt_load(gpt *m, const char *path) {
     char *used = (char *)dt_alloc(m->ctx, DT_MEM_HOST, (size_t)count + 1, "gpt_load");
     if (used && gpt_load_fits(m, path, dt_weights_llmc(w)) == DT_OK) {
         memset(used, 0, (size_t)count + 1);
-        gpt_each(m, gpt_kind_of(m, w), w, gpt_load_one, used);
+        gpt_for_each_param(m, gpt_file_kind_of(m, w), w, gpt_load_one, used);
         for (int i = 0; i < count && dt_error(m->ctx) == DT_OK; i++)
             if (!used[i] && !gpt_is_ignored(m, dt_weights_get(w, i)->name))
                 dt_fail(m->ctx, DT_ERR_IO, "%s: %s has no place in this model of %d layers%s", path,
@@ -434,82 +433,83 @@ static inline dt_status gpt_load(gpt *m, const char *path) {
 }
 
 static inline void gpt_declare_one(
-    gpt *m, const gpt_row *r, int layer, dt_file_place *p, dt_weights *w, void *user) {
+    gpt *m, const gpt_param_row *r, int layer, dt_weight_map *p, dt_weights *w, void *user) {
     (void)r, (void)layer, (void)user;
-    for (int i = 0; i < p->n; i++) /* thirds of one tensor are one */
+    for (int i = 0; i < p->n; i++) /* q, k and v may share one tensor: declare it once */
         if (dt_weights_find(w, p->name[i]) < 0)
             dt_weights_declare(w, p->name[i], m->config.dtype, p->shape);
 }
 
 static inline void gpt_save_one(
-    gpt *m, const gpt_row *r, int layer, dt_file_place *p, dt_weights *w, void *user) {
+    gpt *m, const gpt_param_row *r, int layer, dt_weight_map *p, dt_weights *w, void *user) {
     (void)user;
     dt_weights_save(w, *gpt_slot(m, r, layer), p->columns, p->part, p->n);
 }
 
-/* Where a parameter lies in model.safetensors: for dt_checkpoint_desc.place, so that transformers
-   read checkpoints too. Mixtures keep dt's names. */
-typedef struct gpt_sought {
+/* The location of a parameter in model.safetensors, for dt_checkpoint_desc.place, so that
+   transformers can read checkpoints too. MoE models keep dt's names. */
+typedef struct gpt_location_query {
     const dt_tensor *param;
-    dt_file_place *place;
-} gpt_sought;
-static inline void gpt_place_one(
-    gpt *m, const gpt_row *r, int layer, dt_file_place *p, dt_weights *w, void *user) {
-    gpt_sought *s = (gpt_sought *)user;
-    int tied = gpt_is_table(r) && m->config.tied && s->param == m->head;
+    dt_weight_map *place;
+} gpt_location_query;
+static inline void gpt_file_location_one(
+    gpt *m, const gpt_param_row *r, int layer, dt_weight_map *p, dt_weights *w, void *user) {
+    gpt_location_query *s = (gpt_location_query *)user;
+    int tied = gpt_is_embedding(r) && m->config.tied && s->param == m->head;
     (void)w;
     if (*gpt_slot(m, r, layer) != s->param && !tied) return;
     *s->place = *p;
 }
 
-static inline void gpt_place_in(
-    gpt *m, gpt_kind kind, const dt_tensor *param, dt_file_place *place) {
-    gpt_sought s = { param, place };
+static inline void gpt_file_location_in(
+    gpt *m, gpt_file_kind kind, const dt_tensor *param, dt_weight_map *place) {
+    gpt_location_query s = { param, place };
     if (!m->config.experts &&
         (m->config.arch == GPT_LLAMA || m->config.kv_heads == m->config.heads))
-        gpt_each(m, kind, NULL, gpt_place_one, &s);
+        gpt_for_each_param(m, kind, NULL, gpt_file_location_one, &s);
 }
 
-static inline void gpt_file_place(gpt *m, const dt_tensor *param, dt_file_place *place) {
-    gpt_place_in(m, (gpt_kind){ .prefix = m->config.arch == GPT_LLAMA ? "model." : "transformer." },
-        param, place);
+static inline void gpt_file_location(gpt *m, const dt_tensor *param, dt_weight_map *place) {
+    gpt_file_location_in(m,
+        (gpt_file_kind){ .prefix = m->config.arch == GPT_LLAMA ? "model." : "transformer." }, param,
+        place);
 }
 
-/* config.json; dt_free(ctx, DT_MEM_HOST, text, strlen(text) + 1). */
+/* The text of config.json. Free it with dt_free(ctx, DT_MEM_HOST, text, strlen(text) + 1). */
 static inline char *gpt_config_text(gpt *m) {
     dt_json_out out = { .ctx = m->ctx };
     dt_json_open(&out, NULL, '{');
-    gpt_put_config(&out, &m->config);
-    dt_json_shut(&out, '}');
+    gpt_write_config(&out, &m->config);
+    dt_json_close(&out, '}');
     char *text =
         out.text ? (char *)dt_alloc(m->ctx, DT_MEM_HOST, out.used + 1, "config.json") : NULL;
     if (text) memcpy(text, out.text, out.used + 1);
-    dt_json_drop(&out);
+    dt_json_out_free(&out);
     return text;
 }
 
-/* Writes folder/model.safetensors, in pieces with an index if it is over shard_bytes (0: 5 GB), and
-   config.json. The folder must be there. From one rank that holds all parameters whole. */
+/* Writes folder/model.safetensors and config.json. A file over shard_bytes (0: 5 GB) is split, with
+   an index. The folder must exist, and this rank must hold all parameters complete. [local] */
 static inline dt_status gpt_save(gpt *m, const char *folder, int64_t shard_bytes) {
     char name[4096];
-    gpt_kind kind = { .prefix = m->config.arch == GPT_LLAMA ? "model." : "transformer." };
+    gpt_file_kind kind = { .prefix = m->config.arch == GPT_LLAMA ? "model." : "transformer." };
     if (gpt_load_fits(m, folder, kind.llmc) != DT_OK) return dt_error(m->ctx);
-    if (gpt_beside(m->ctx, name, sizeof name, folder, "model.safetensors") != 0)
+    if (gpt_path_beside(m->ctx, name, sizeof name, folder, "model.safetensors") != 0)
         return dt_error(m->ctx);
     dt_weights *w = dt_weights_create(m->ctx, name,
         (dt_weights_desc){ .shard_bytes = shard_bytes ? shard_bytes : (int64_t)5000000000 });
-    gpt_each(m, kind, w, gpt_declare_one, NULL);
-    gpt_each(m, kind, w, gpt_save_one, NULL);
+    gpt_for_each_param(m, kind, w, gpt_declare_one, NULL);
+    gpt_for_each_param(m, kind, w, gpt_save_one, NULL);
     dt_weights_close(w);
     char *text = gpt_config_text(m);
     if (dt_error(m->ctx) == DT_OK &&
-        gpt_beside(m->ctx, name, sizeof name, folder, "config.json") == 0)
+        gpt_path_beside(m->ctx, name, sizeof name, folder, "config.json") == 0)
         dt_file_write(m->ctx, name, text, strlen(text));
     if (text) dt_free(m->ctx, DT_MEM_HOST, text, strlen(text) + 1);
     return dt_error(m->ctx);
 }
 
-/* What an llm.c model of these sizes says at its head; its version is 0 if the format has no such
+/* The header of an llm.c model of these sizes. version is 0 if the format cannot hold this
    model. */
 static inline dt_llmc gpt_llmc(const gpt *m) {
     const gpt_config *c = &m->config;
@@ -522,22 +522,23 @@ static inline dt_llmc gpt_llmc(const gpt *m) {
     return h;
 }
 
-typedef struct gpt_out {
+typedef struct gpt_export_state {
     gpt *model;
-    gpt_kind kind;
-} gpt_out;
-static inline void gpt_out_place(const dt_tensor *param, dt_file_place *place, void *user) {
-    gpt_out *o = (gpt_out *)user;
-    gpt_place_in(o->model, o->kind, param, place);
+    gpt_file_kind kind;
+} gpt_export_state;
+static inline void gpt_export_location(const dt_tensor *param, dt_weight_map *place, void *user) {
+    gpt_export_state *o = (gpt_export_state *)user;
+    gpt_file_location_in(o->model, o->kind, param, place);
 }
 
-/* [collective: world] The same from all ranks of any layout, in one file. A path that ends in .bin:
-   an llm.c model. */
+/* Writes one model.safetensors, and config.json, from all ranks of any layout. A path that ends in
+   .bin: an llm.c model. [collective: world] */
 static inline dt_status gpt_export(gpt *m, dt_zero *zero, const char *path) {
     const char *dot = strrchr(path, '.');
     char name[4096];
     int llmc = dot && strcmp(dot, ".bin") == 0;
-    gpt_out out = { m, { .prefix = m->config.arch == GPT_LLAMA ? "model." : "transformer." } };
+    gpt_export_state out = { m,
+        { .prefix = m->config.arch == GPT_LLAMA ? "model." : "transformer." } };
     if (llmc) out.kind.llmc = gpt_llmc(m);
     if (llmc && !out.kind.llmc.version)
         return dt_fail(m->ctx, DT_ERR_UNSUPPORTED,
@@ -545,12 +546,12 @@ static inline dt_status gpt_export(gpt *m, dt_zero *zero, const char *path) {
             "with a feed-forward of 4 times the width, in f32 or bf16",
             path);
     if (gpt_load_fits(m, path, out.kind.llmc) != DT_OK) return dt_error(m->ctx);
-    if (!llmc && gpt_beside(m->ctx, name, sizeof name, path, "model.safetensors") != 0)
+    if (!llmc && gpt_path_beside(m->ctx, name, sizeof name, path, "model.safetensors") != 0)
         return dt_error(m->ctx);
     dt_zero_export(
-        zero, llmc ? path : name, (dt_export_desc){ gpt_out_place, &out, out.kind.llmc });
+        zero, llmc ? path : name, (dt_export_desc){ gpt_export_location, &out, out.kind.llmc });
     char *text = llmc || dt_ctx_rank(m->ctx) != 0 ? NULL : gpt_config_text(m);
-    if (text && gpt_beside(m->ctx, name, sizeof name, path, "config.json") == 0)
+    if (text && gpt_path_beside(m->ctx, name, sizeof name, path, "config.json") == 0)
         dt_file_write(m->ctx, name, text, strlen(text));
     if (text) dt_free(m->ctx, DT_MEM_HOST, text, strlen(text) + 1);
     return dt_error(m->ctx);

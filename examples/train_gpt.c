@@ -4,13 +4,13 @@
        cc -O3 train_gpt.c -o train_gpt -lm -lpthread
        ./train_gpt --data input.txt --ranks 8 --zero 1 --steps 200 --log-csv log.csv --generate 200
 
-   The loop is train() in train.h, the model gpt.h. This file is what surrounds them: one table of
-   options (it makes the parser, --help, --print-config and the settings block), the checks before
-   any rank starts, the lines printed.
+   The training loop is train() in train.h, the model is gpt.h. This file is the command-line
+   program around them: one table of options, which generates the parser, --help, --print-config and
+   the settings block; the checks before any rank starts; the lines printed.
 
    CONTENTS
      1. Options: the table
-     2. Text that leaves the program
+     2. Writing text
      3. Parser
      4. Configuration file
      5. Help and configuration
@@ -42,12 +42,13 @@
 
 // ==== 1. Options: the table =====================================================================
 
-/* A row: id, name, kind, BUILT or LATER (only its default is accepted), default (NULL: none, or
-   computed), lo, hi, what the value is, help. INT and REAL: a number from lo to hi; SIZE: also with
-   K, M or G after it, for 2^10, 2^20, 2^30. WORD: one of those words; what stands after ';' is not
-   built. TEXT: anything. SWITCH: on or off, also --no-x. FLAG: no value. */
+/* The columns of a row: id, name, kind, BUILT or NOT_BUILT (only the default is accepted), default
+   (NULL: none, or computed), lo, hi, notation of the value, help. Kinds: INT and REAL, a number
+   from lo to hi; SIZE, an INT with an optional suffix K, M or G for 2^10, 2^20, 2^30; WORD, one of
+   the words in the notation, where those after ';' are not in this build; TEXT, any text; SWITCH,
+   on or off, also --no-x; FLAG, no value. */
 enum { HEADING, INT, REAL, SIZE, WORD, TEXT, SWITCH, FLAG };
-enum { BUILT, LATER };
+enum { BUILT, NOT_BUILT };
 
 #if defined(DT_USE_MPI) && defined(DT_USE_NCCL)
 #define BACKENDS "threads|procs|tcp|mpi|nccl"
@@ -72,162 +73,160 @@ enum { BUILT, LATER };
         "validation loss on its first 64 sequences, after the last step") \
     X(EVAL_EVERY, "eval-every", INT, BUILT, "0", 0, 1e9, "N", "... and after every N steps") \
     X(GENERATE, "generate", INT, BUILT, "0", 0, MEGA, "N", \
-        "at the end print N sampled bytes, or ids of shards") \
+        "at the end print N sampled bytes, or token ids with shards") \
     X(MODEL, "model", TEXT, BUILT, NULL, 0, 0, "FILE", \
         "start from safetensors (a file or folder) or an llm.c .bin") \
     X(SHUFFLE, "shuffle", SWITCH, BUILT, "off", 0, 0, "on|off", \
-        "another order of the sequences in each epoch") \
-    X(ARCH, "arch", WORD, BUILT, "gpt2", 0, 0, "gpt2|llama", "kind of model") \
+        "shuffle the sequences anew in each epoch") \
+    X(ARCH, "arch", WORD, BUILT, "gpt2", 0, 0, "gpt2|llama", "architecture") \
     X(LAYERS, "layers", INT, BUILT, "4", 1, GPT_MAX_LAYERS, "L", "layers") \
     X(WIDTH, "width", INT, BUILT, "128", 1, MEGA, "C", "width") \
     X(HEADS, "heads", INT, BUILT, "4", 1, MEGA, "H", "attention heads; divide the width") \
     X(KV_HEADS, "kv-heads", INT, BUILT, NULL, 1, MEGA, "K", \
-        "heads of keys and values; divide the heads [=heads]") \
+        "grouped-query attention: heads of keys and values [=heads]") \
     X(FFN, "ffn", INT, BUILT, NULL, 1, 4 * MEGA, "F", \
         "feed-forward width [4 x width; llama 8/3 x, up to 32s]") \
     X(SEQ, "seq", INT, BUILT, "128", 1, MEGA, "T", \
-        "tokens of a sequence; with --model the file's, or 1024") \
+        "tokens per sequence; with --model the file's, at most 1024") \
     X(VOCAB, "vocab", INT, BUILT, "256", 1, 16 * MEGA, "V", \
-        "token ids; above all ids in the data, bytes need 256") \
-    X(TIE, "tie", SWITCH, BUILT, "on", 0, 0, "on|off", "one matrix for embedding and head") \
+        "vocabulary: more than any token id; bytes need 256") \
+    X(TIE, "tie", SWITCH, BUILT, "on", 0, 0, "on|off", \
+        "tied embeddings: one matrix for embedding and head") \
     X(DROPOUT, "dropout", REAL, BUILT, "0", 0, 0.999, "X", \
-        "of the embedding and of both branches of a layer") \
+        "on the embedding and on both branches of a layer") \
     X(EXPERTS, "experts", TEXT, BUILT, "dense", 0, 0, "E", \
-        "mixtures of so many experts in place of MLPs") \
-    X(TOP_K, "top-k", INT, BUILT, "2", 1, MEGA, "K", "experts of a token") \
+        "mixture of experts (MoE): E experts replace each MLP") \
+    X(TOP_K, "top-k", INT, BUILT, "2", 1, MEGA, "K", "experts per token") \
     X(MOE_EVERY, "moe-every", INT, BUILT, "1", 1, MEGA, "N", \
-        "a mixture in every Nth layer, the others dense") \
+        "experts in every Nth layer; the other layers are dense") \
     X(SHARED_EXPERTS, "shared-experts", INT, BUILT, "0", 0, 1024, "N", \
-        "so many besides, for every token") \
+        "N more experts that every token uses") \
     X(CAPACITY, "capacity", TEXT, BUILT, "dropless", 0, 0, "F", \
-        "room in an expert: F times a sequence's even share") \
+        "expert capacity: F times a sequence's even share") \
     X(BALANCE_LOSS, "balance-loss", REAL, BUILT, "0.01", 0, 1e9, "X", \
-        "weight of the loss that evens out experts") \
+        "weight of the load-balancing loss") \
     X(Z_LOSS, "z-loss", REAL, BUILT, "0", 0, 1e9, "X", \
-        "weight of the loss that keeps the router's logits small") \
+        "weight of the loss that keeps router logits small") \
     X(ROUTER_BIAS, "router-bias", REAL, BUILT, "0", 0, 1, "X", \
-        "even out by biases that move by X a step; 0: none") \
+        "balance experts by a bias that moves by X a step; 0: off") \
     X(H_STEP, "Batch and steps", HEADING, BUILT, NULL, 0, 0, "", "") \
     X(BATCH, "batch", INT, BUILT, "16", 1, 16 * MEGA, "B", \
-        "sequences of a step over all ranks: B = b x a x replicas") \
+        "sequences per step over all ranks: B = b x a x replicas") \
     X(MICRO_BATCH, "micro-batch", INT, BUILT, NULL, 1, MEGA, "b", \
-        "sequences of one forward [what --batch leaves]") \
+        "sequences per forward [from --batch]") \
     X(ACCUM, "accum", INT, BUILT, NULL, 1, MEGA, "a", \
-        "micro-batches of a replica and step [what --batch leaves]") \
+        "gradient accumulation: micro-batches per step [from --batch]") \
     X(STEPS, "steps", INT, BUILT, "100", 1, 1e12, "N", "optimizer steps") \
     X(STOP_AT, "stop-at", INT, BUILT, NULL, 1, 1e12, "N", \
-        "end earlier, under the same schedule [=steps]") \
+        "end earlier with the same learning-rate schedule [=steps]") \
     X(LR, "lr", REAL, BUILT, "1e-3", 0, 1e3, "X", "peak learning rate") \
     X(LR_SCHEDULE, "lr-schedule", WORD, BUILT, "cosine", 0, 0, "cosine|linear|constant|wsd", \
-        "after the warmup") \
+        "learning rate after the warmup") \
     X(WARMUP, "warmup", INT, BUILT, "0", 0, 1e12, "N", "steps of linear growth to the peak") \
     X(LR_STEPS, "lr-steps", INT, BUILT, NULL, 1, 1e12, "N", \
         "the step at which the schedule ends [=steps]") \
     X(MIN_LR_RATIO, "min-lr-ratio", REAL, BUILT, "0.1", 0, 1, "X", "lowest learning rate / peak") \
-    X(SEED, "seed", INT, BUILT, "1", 1, 9e15, "S", \
-        "of the initial values, --shuffle and --generate") \
+    X(SEED, "seed", INT, BUILT, "1", 1, 9e15, "S", "for initial values, --shuffle and --generate") \
     X(BATCH_RAMP, "batch-ramp", TEXT, BUILT, NULL, 0, 0, "START:INCR:SAMPLES", \
-        "grow to --batch over so many samples") \
+        "grow from START to --batch by INCR, over SAMPLES samples") \
     X(H_OPT, "Optimizer", HEADING, BUILT, NULL, 0, 0, "", "") \
     X(OPTIMIZER, "optimizer", WORD, BUILT, "adamw", 0, 0, "adamw|adam|sgd|onebit-adam", "") \
     X(WEIGHT_DECAY, "weight-decay", REAL, BUILT, "0", 0, 1e3, "X", \
-        "of matrices, not of biases and gains") \
-    X(CLIP, "clip", REAL, BUILT, "1", 0, 1e30, "X", "largest gradient norm; 0: none") \
+        "on matrices, not on biases and gains") \
+    X(CLIP, "clip", REAL, BUILT, "1", 0, 1e30, "X", "clip the gradient norm to X; 0: do not") \
     X(BETA1, "beta1", REAL, BUILT, "0.9", 0, 0.999999, "X", "Adam's first moment") \
     X(BETA2, "beta2", REAL, BUILT, "0.95", 0, 0.999999, "X", "Adam's second moment") \
-    X(EPS, "eps", REAL, BUILT, "1e-8", 1e-30, 1, "X", "Adam's divisor") \
-    X(MOMENTUM, "momentum", REAL, BUILT, "0", 0, 0.999999, "X", "of --optimizer sgd") \
+    X(EPS, "eps", REAL, BUILT, "1e-8", 1e-30, 1, "X", "added to Adam's divisor") \
+    X(MOMENTUM, "momentum", REAL, BUILT, "0", 0, 0.999999, "X", "with --optimizer sgd") \
     X(LABEL_SMOOTHING, "label-smoothing", REAL, BUILT, "0", 0, 0.999, "X", \
-        "in training; the loss shown has it") \
+        "in training; the printed loss includes it") \
     X(FREEZE_STEPS, "freeze-steps", INT, BUILT, NULL, 1, 1e9, "N", \
-        "steps of onebit-adam that are Adam's [steps/4]") \
+        "first steps of onebit-adam run plain Adam [steps/4]") \
     X(DTYPE, "dtype", WORD, BUILT, "f32", 0, 0, "f32|bf16|f16|f64", \
         "type of parameters and activations") \
     X(LOSS_SCALE, "loss-scale", TEXT, BUILT, NULL, 0, 0, "dynamic|X", \
-        "bad steps are run again [f16: dynamic]") \
+        "a step that overflows is run again [f16: dynamic]") \
     X(H_RANK, "Ranks and layout", HEADING, BUILT, NULL, 0, 0, "", "") \
     X(RANKS, "ranks", INT, BUILT, NULL, 1, 1024, "N", "[the product of the axes given]") \
     X(BACKEND, "backend", WORD, BUILT, "threads", 0, 0, BACKENDS, \
-        "what a rank is; launched: tcp, on GPUs nccl") \
+        "how ranks run; under a launcher tcp, on GPUs nccl") \
     X(RANK, "rank", INT, BUILT, NULL, 0, 1023, "R", \
         "this process, with --backend tcp, nccl [the launcher's]") \
     X(RENDEZVOUS, "rendezvous", TEXT, BUILT, NULL, 0, 0, "HOST:PORT", \
-        "where rank 0 listens, over tcp, nccl") \
+        "address on which rank 0 listens, with tcp, nccl") \
     X(TOKEN_FILE, "token-file", TEXT, BUILT, NULL, 0, 0, "FILE", \
-        "it holds the job's secret; over tcp, nccl, mpi") \
+        "file with the job's secret, with tcp, nccl, mpi") \
     X(DEVICE, "device", WORD, BUILT, "cpu", 0, 0, DEVICES, \
-        "cuda: each rank the GPU of its number, modulo GPUs") \
+        "cuda: rank r uses GPU r modulo the number of GPUs") \
     X(TIMEOUT, "timeout", REAL, BUILT, "120", 0.001, 1e6, "S", \
         "seconds that a rank waits for another") \
     X(MAX_RESTARTS, "max-restarts", INT, BUILT, "0", 0, MEGA, "N", \
-        "after a failure start again from what --save has") \
+        "after a failure restart from the newest checkpoint of --save") \
     X(MIN_RANKS, "min-ranks", INT, BUILT, NULL, 1, 1024, "N", \
-        "... with fewer replicas each time, N ranks at least") \
-    X(DP, "dp", INT, BUILT, NULL, 1, 1024, "N", "data parallel [what is left of the ranks]") \
+        "... each time with fewer replicas, at least N ranks") \
+    X(DP, "dp", INT, BUILT, NULL, 1, 1024, "N", "data parallel [ranks / all other axes]") \
     X(TP, "tp", INT, BUILT, "1", 1, 1024, "N", "tensor parallel") \
     X(CP, "cp", INT, BUILT, "1", 1, 1024, "N", "context parallel") \
     X(PP, "pp", INT, BUILT, "1", 1, 1024, "N", "pipeline parallel") \
-    X(EP, "ep", INT, BUILT, "1", 1, 1024, "N", \
-        "expert parallel: replicas that share out the experts") \
-    X(SP, "sp", SWITCH, BUILT, "off", 0, 0, "on|off", \
-        "sequence parallel: with --tp, tokens cut too") \
+    X(EP, "ep", INT, BUILT, "1", 1, 1024, "N", "expert parallel: replicas that shard the experts") \
+    X(SP, "sp", SWITCH, BUILT, "off", 0, 0, "on|off", "sequence parallel: --tp shards tokens too") \
     X(CP_KIND, "cp-kind", WORD, BUILT, "ring", 0, 0, "ring|zigzag|allgather|ulysses", "with --cp") \
     X(SCHEDULE, "schedule", WORD, BUILT, "1f1b", 0, 0, "naive|afab|1f1b|interleaved|zb", \
-        "with --pp") \
+        "pipeline schedule, with --pp") \
     X(CHUNKS, "chunks", INT, BUILT, NULL, 1, MEGA, "v", \
-        "stages of a rank, with --schedule interleaved [2]") \
+        "stages per rank, with --schedule interleaved [2]") \
     X(PARTITION, "partition", TEXT, BUILT, "even", 0, 0, "even|cost|LIST", \
-        "half layers of each stage; cost: by time") \
+        "half layers per stage; cost: by measured time") \
     X(SCHEDULE_SVG, "schedule-svg", TEXT, BUILT, NULL, 0, 0, "FILE", \
         "draw the last step beside its simulation") \
     X(ZERO, "zero", WORD, BUILT, "0", 0, 0, "0|1|2|3", \
-        "data ranks share out: 1 optimizer, 2 gradients, 3 values") \
+        "ZeRO stage: shard 1 optimizer state, 2 + gradients, 3 + values") \
     X(ZERO3_KEEP, "zero3-keep", SWITCH, BUILT, "off", 0, 0, "on|off", \
-        "gather values once a step, not at each use") \
+        "gather values once per step, not at each use") \
     X(SHARD_GROUP, "shard-group", INT, BUILT, NULL, 1, 1024, "N", \
-        "who share out; groups hold copies [dp x ep x cp]") \
+        "HSDP: shard over N ranks, replicate over groups [dp x ep x cp]") \
     X(OFFLOAD_OPTIM, "offload-optim", TEXT, BUILT, "none", 0, 0, "none|cpu|DIR", \
-        "where optimizer state lies") \
+        "CPU or disk offload of optimizer state") \
     X(OFFLOAD_PARAMS, "offload-params", TEXT, BUILT, "none", 0, 0, "none|cpu|DIR", \
-        "where values lie, --zero 3") \
+        "CPU or disk offload of values, with --zero 3") \
     X(MEM_LIMIT, "mem-limit", SIZE, BUILT, NULL, 1, 9e15, "BYTES", \
-        "of one rank, at most; also 300K, 64M, 2G") \
+        "most memory of one rank; also 300K, 64M, 2G") \
     X(RECOMPUTE, "recompute", TEXT, BUILT, "none", 0, 0, "none|selective|full|full:K", \
-        "of a layer, or K together") \
+        "activation checkpointing, full:K over K layers") \
     X(REDUCE, "reduce", WORD, BUILT, "fixed", 0, 0, "fixed|tree", \
         "tree: the same bits for every dp x accum") \
     X(OVERLAP, "overlap", SWITCH, BUILT, "on", 0, 0, "on|off", \
-        "sum gradients while the backward goes on") \
+        "reduce gradients during the backward") \
     X(LINK_LATENCY, "link-latency", REAL, BUILT, "0", 0, 1e6, "MS", \
-        "pretend: each operation takes that much longer") \
+        "simulate a slow link: delay per operation") \
     X(LINK_BANDWIDTH, "link-bandwidth", REAL, BUILT, "0", 0, 1e9, "MB/S", \
-        "pretend: of each rank's link; 0: no limit") \
+        "simulate a slow link: per rank; 0: no limit") \
     X(H_OUT, "Output", HEADING, BUILT, NULL, 0, 0, "", "") \
     X(SAVE, "save", TEXT, BUILT, NULL, 0, 0, "DIR", \
-        "a checkpoint there at the end, and at SIGTERM: DIR/step-N") \
+        "write checkpoint DIR/step-N at the end and at SIGTERM") \
     X(SAVE_EVERY, "save-every", INT, BUILT, NULL, 1, 1e12, "N", "... and after every N steps") \
     X(SAVE_BACKGROUND, "save-background", SWITCH, BUILT, "off", 0, 0, "on|off", \
         "... while the next steps run") \
     X(KEEP, "keep", INT, BUILT, NULL, 1, 1e9, "N", "keep the newest N checkpoints [all]") \
     X(RESUME, "resume", TEXT, BUILT, NULL, 0, 0, "DIR", \
-        "go on from the newest checkpoint in DIR, or from DIR") \
+        "resume from the newest checkpoint in DIR, or from DIR") \
     X(SAVE_MODEL, "save-model", TEXT, BUILT, NULL, 0, 0, "DIR", \
-        "at the end: safetensors, config; X.bin: llm.c's") \
-    X(LOG_CSV, "log-csv", TEXT, BUILT, NULL, 0, 0, "FILE", "a row for each step") \
+        "at the end write safetensors and config; X.bin: llm.c") \
+    X(LOG_CSV, "log-csv", TEXT, BUILT, NULL, 0, 0, "FILE", "one row per step") \
     X(TRACE, "trace", TEXT, BUILT, NULL, 0, 0, "FILE", \
-        "what each rank does and when, for ui.perfetto.dev") \
-    X(REPORT, "report", TEXT, LATER, NULL, 0, 0, "FILE", "") \
+        "timeline of every rank, for ui.perfetto.dev") \
+    X(REPORT, "report", TEXT, NOT_BUILT, NULL, 0, 0, "FILE", "") \
     X(QUIET, "quiet", FLAG, BUILT, NULL, 0, 0, "", \
         "print nothing but errors and --generate's bytes") \
     X(PEAK_TFLOPS, "peak-tflops", REAL, BUILT, "0", 0, 1e9, "X", \
-        "of a rank: mfu = (6N + 12LCT) tok/s / (ranks X)") \
+        "peak of a rank, for mfu = (6N + 12LCT) tok/s / (ranks X)") \
     X(H_MORE, "More", HEADING, BUILT, NULL, 0, 0, "", "") \
     X(CONFIG, "config", TEXT, BUILT, NULL, 0, 0, "FILE", \
-        "options from JSON: own names, or DeepSpeed's keys") \
+        "options from JSON, with these names or DeepSpeed's keys") \
     X(PRINT_CONFIG, "print-config", FLAG, BUILT, NULL, 0, 0, "", \
         "print all options as JSON and end") \
     X(DRY_RUN, "dry-run", FLAG, BUILT, NULL, 0, 0, "", \
-        "compute nothing: who is where, what each sends and needs") \
+        "compute nothing; print the layout, traffic and memory") \
     X(LIST_REFUSED, "list-refused", FLAG, BUILT, NULL, 0, 0, "", \
         "print the rules by which sizes are refused and end") \
     X(HELP, "help", FLAG, BUILT, NULL, 0, 0, "", "print this and end")
@@ -241,8 +240,8 @@ enum {
 
 typedef struct option {
     const char *name;
-    int kind, part;
-    const char *preset;
+    int kind, availability;
+    const char *default_text;
     double lo, hi;
     const char *arg, *help;
 } option;
@@ -255,52 +254,53 @@ static const option table[N_OPTIONS] = {
 
 enum { DEFAULT = 0, COMPUTED, GIVEN };
 typedef struct value {
-    const char *text; /* as given or preset; NULL: no value */
-    /* of INT, REAL and SIZE; 0 and 1 of SWITCH and FLAG; place of the word of WORD */
+    const char *text; /* as given, or the default; NULL: no value */
+    /* INT, REAL and SIZE: the number; SWITCH and FLAG: 0 or 1; WORD: index of the word */
     double number;
-    int from;     /* DEFAULT, COMPUTED, GIVEN */
-    char own[32]; /* text of a computed number */
+    int from;        /* DEFAULT, COMPUTED, GIVEN */
+    char buffer[32]; /* text of a computed number */
 } value;
 
-// ==== 2. Text that leaves the program ===========================================================
+// ==== 2. Writing text ===========================================================================
 
-/* Under --backend mpi this process is one rank of size, under tcp a rank (of size 0 here); else 0
-   of 0. by: the launcher, and what is wrong with what it said. text: the line of the settings.
-   device: what there is to say of --device. */
+/* How this process was launched, and the state of its output. rank and size: under --backend mpi
+   the rank and the number of ranks; under tcp the rank, and size 0; else both 0. launcher_status:
+   the error in the launcher's variables, if any. summary: the settings line `launch`. device_note:
+   the settings line `device`. */
 static struct {
     int rank, size;
-    dt_launch by;
-    dt_status wrong;
-    char text[512], device[160];
-    double patience; /* seconds for which a reader of this program's output may stall */
-    int *told;       /* the first failure is printed; of forked ranks memory of all, as is */
-    int *stop;       /* SIGTERM came, or standard output is lost: finish the step and save */
-    int *steps;      /* this attempt has made one */
-    int *lost;       /* the errno of a failed write to standard output; 0: none */
-    /* the same for standard error: only the first line waits for a stalled reader */
-    int *mute;
-} launched = { .patience = 60 };
+    dt_launch launcher;
+    dt_status launcher_status;
+    char summary[512], device_note[160];
+    double write_timeout_s; /* longest stall of the reader of this program's output */
+    int *failure_printed;   /* 1: the first failure is printed; forked ranks share these flags */
+    int *stop_requested;    /* 1: SIGTERM, or standard output is lost: finish the step and save */
+    int *made_step;         /* 1: this attempt has completed a step */
+    int *stdout_error;      /* errno of a failed write to standard output; 0: none */
+    /* the same for standard error, so that only the first line waits for a stalled reader */
+    int *stderr_error;
+} launched = { .write_timeout_s = 60 };
 
 /* Threads, forks and signal handlers share these flags. */
-static int flag(const int *at) { return __atomic_load_n(at, __ATOMIC_RELAXED); }
+static int get_flag(const int *at) { return __atomic_load_n(at, __ATOMIC_RELAXED); }
 static void set_flag(int *at, int to) { __atomic_store_n(at, to, __ATOMIC_RELAXED); }
 
 static void make_flags(void) {
     int *flags = (int *)mmap(
         NULL, 5 * sizeof(int), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (flags == MAP_FAILED) _exit(2);
-    launched.told = flags;
-    launched.stop = flags + 1;
-    launched.steps = flags + 2;
-    launched.lost = flags + 3;
-    launched.mute = flags + 4;
+    launched.failure_printed = flags;
+    launched.stop_requested = flags + 1;
+    launched.made_step = flags + 2;
+    launched.stdout_error = flags + 3;
+    launched.stderr_error = flags + 4;
 }
 
-/* Writes all bytes, and returns 0 or an errno: ETIMEDOUT when the reader takes nothing for
-   launched.patience seconds. No stdio: its lock would stay with a rank that is stuck in a write,
-   and exit() would wait for that lock. A pipe that poll finds writable takes PIPE_BUF bytes at
-   once. Each turn counts at most one second, so that suspended time does not count. */
-static int put(int fd, const char *bytes, size_t n) {
+/* Writes all bytes. Returns 0 or an errno: ETIMEDOUT when the reader takes nothing for
+   launched.write_timeout_s seconds. It avoids stdio, because a rank stuck in a write would hold the
+   stdio lock and exit() would wait for it. A pipe that poll reports writable accepts PIPE_BUF bytes
+   without blocking. Each turn counts at most one second, so that suspended time does not count. */
+static int write_all(int fd, const char *bytes, size_t n) {
     const dt_host *host = dt_host_default();
     double waited = 0, before = host->now(host->user);
     while (n > 0) {
@@ -312,37 +312,40 @@ static int put(int fd, const char *bytes, size_t n) {
         double now = host->now(host->user);
         waited = done > 0 ? 0 : waited + fmin(now - before, 1);
         before = now;
-        if (waited > launched.patience) return ETIMEDOUT;
+        if (waited > launched.write_timeout_s) return ETIMEDOUT;
     }
     return 0;
 }
 
-static const char *put_reason(int error) {
+static const char *write_error_text(int error) {
     return error == ETIMEDOUT ? "its reader has taken nothing for half of --timeout"
                               : strerror(error);
 }
 
-/* A line of text that becomes one write. */
+/* A line of output, written with one write. */
 typedef struct line {
-    /* error: the errno of a failed write; fd 1 and 2 have launched.lost, .mute */
+    /* error: errno of a failed write; fd 1 and 2 use launched.stdout_error, .stderr_error */
     int fd, error;
     size_t used;
     char text[PIPE_BUF];
 } line;
 
-static void put_line(line *l) {
-    int *error = l->fd == 1 ? launched.lost : l->fd == 2 ? launched.mute : &l->error;
-    int failed = flag(error) ? 0 : put(l->fd, l->text, l->used);
+static void flush_line(line *l) {
+    int *error = l->fd == 1   ? launched.stdout_error
+                 : l->fd == 2 ? launched.stderr_error
+                              : &l->error;
+    int failed = get_flag(error) ? 0 : write_all(l->fd, l->text, l->used);
     if (failed) set_flag(error, failed);
     l->used = 0;
 }
 
-/* Adds untrusted text (n bytes and a NUL): a path, a file, a peer's words. Shows unprintable bytes
-   as \xNN, except those in `keep`; NULL: leaves all as they are. */
-static void add_text(line *l, const char *text, size_t n, const char *keep) {
+/* Appends untrusted text (n bytes and a NUL), such as a path, a file's contents or a peer's
+   message. Shows unprintable bytes as \xNN, except those in `keep`. keep NULL: copies all bytes
+   unchanged. */
+static void line_add_text(line *l, const char *text, size_t n, const char *keep) {
     for (size_t i = 0; i < n;) {
         size_t length = dt_printable(text + i);
-        if (l->used + 5 > sizeof l->text) put_line(l);
+        if (l->used + 5 > sizeof l->text) flush_line(l);
         if (length == 0 && (!keep || (text[i] && strchr(keep, text[i])))) length = 1;
         if (length > 0)
             memcpy(l->text + l->used, text + i, length);
@@ -353,72 +356,74 @@ static void add_text(line *l, const char *text, size_t n, const char *keep) {
     }
 }
 
-/* Adds to the line. A newline at the end of fmt ends and writes it; any other control byte is shown
-   as \xNN. */
-static __attribute__((format(printf, 2, 0))) void say_args(line *l, const char *fmt, va_list args) {
+/* Appends formatted text to the line. A newline at the end of fmt writes the line. Other control
+   bytes are shown as \xNN. */
+static __attribute__((format(printf, 2, 0))) void line_vprintf(
+    line *l, const char *fmt, va_list args) {
     char text[2 * PIPE_BUF];
     int n = vsnprintf(text, sizeof text, fmt, args);
     size_t length = n < 0 ? 0 : (size_t)n < sizeof text ? (size_t)n : sizeof text - 1;
     int ends = *fmt && fmt[strlen(fmt) - 1] == '\n';
-    add_text(l, text, length - (ends && (size_t)n == length), "");
+    line_add_text(l, text, length - (ends && (size_t)n == length), "");
     if (!ends) return;
     l->text[l->used++] = '\n';
-    put_line(l);
+    flush_line(l);
 }
 
-static __attribute__((format(printf, 2, 3))) void say(line *l, const char *fmt, ...) {
+static __attribute__((format(printf, 2, 3))) void line_printf(line *l, const char *fmt, ...) {
     va_list args;
     va_start(args, fmt);
-    say_args(l, fmt, args);
+    line_vprintf(l, fmt, args);
     va_end(args);
 }
 
-/* A line for standard error. */
-static __attribute__((format(printf, 1, 2))) void complain(const char *fmt, ...) {
+/* Appends to a line for standard error, which a newline writes. */
+static __attribute__((format(printf, 1, 2))) void print_error(const char *fmt, ...) {
     line l = { .fd = 2 };
     va_list args;
     va_start(args, fmt);
-    say_args(&l, fmt, args);
+    line_vprintf(&l, fmt, args);
     va_end(args);
 }
 
 // ==== 3. Parser =================================================================================
 
-/* Rank 0 speaks for all. Others that end with an error do so a little later, for launchers kill the
-   rest then. */
-static int speaks(void) { return launched.rank == 0; }
-static void let_rank_0_speak(void) {
-    if (!speaks()) sleep(1);
+/* Rank 0 prints for all ranks. Other ranks that fail exit a second later, because launchers kill
+   the remaining ranks at the first exit. */
+static int prints_messages(void) { return launched.rank == 0; }
+static void let_rank_0_print_first(void) {
+    if (!prints_messages()) sleep(1);
 }
 
-/* --config while it is read: at which value, and the path of its key; what meant nothing here. */
+/* The state of reading --config. path: of the key at `node`; ignored: keys without a meaning here;
+   given: options that the file sets. */
 static struct {
     dt_ctx *ctx;
     dt_json *json;
-    int node; /* -1: nothing is being read */
+    int node; /* the value being read; -1: none */
     char path[160], ignored[1024], given[N_OPTIONS];
-    char *own[N_OPTIONS]; /* copies of the values it gives options */
+    char *values[N_OPTIONS]; /* copies of the values that the file sets */
 } config = { .node = -1 };
-/* bytes of a key, of a text: no more can mean anything */
+/* longest key and longest text that are accepted, in bytes */
 enum { CONFIG_KEY = 50, CONFIG_TEXT = 4096 };
-static const char *bare(dt_ctx *ctx);
-static dt_ctx *look(void);
+static const char *error_without_rank(dt_ctx *ctx);
+static dt_ctx *probe_ctx(void);
 static void read_config(value *v, const char *path);
 
-/* The end of a run that cannot start. */
+/* Refuses a run that cannot start: prints one error line and exits with status 2. */
 static __attribute__((noreturn, format(printf, 1, 2))) void refuse(const char *fmt, ...) {
     va_list args;
     line l = { .fd = 2 };
-    let_rank_0_speak();
-    say(&l, "error: ");
+    let_rank_0_print_first();
+    line_printf(&l, "error: ");
     if (config.node >= 0) { /* file:line:column: key: */
         dt_json_fail(config.json, config.node, "%s", *config.path ? config.path : "the file");
-        say(&l, "%s: ", bare(config.ctx));
+        line_printf(&l, "%s: ", error_without_rank(config.ctx));
     }
     va_start(args, fmt);
-    say_args(&l, fmt, args);
+    line_vprintf(&l, fmt, args);
     va_end(args);
-    say(&l, "\n");
+    line_printf(&l, "\n");
     exit(2);
 }
 
@@ -434,9 +439,9 @@ static const char *kind_of(mode_t mode) {
                            : "of an unknown kind";
 }
 
-/* Refuses an option's path if the file there is of another kind. Does not open the file, as that
-   may block or act on a device. Follows links: the user chose the path. 0: there is no file, see
-   errno. */
+/* Refuses an option's path if it names a file of another kind. Does not open the file, because
+   opening may block or act on a device. Follows links, because the user chose the path. Returns 0
+   if there is no file, see errno. */
 enum { A_FILE = 1, A_DIRECTORY = 2, EITHER = 3 };
 static int check_kind(int id, const char *path, int legal) {
     static const char *const names[] = { "", "a file", "a directory", "a file or a directory" };
@@ -447,7 +452,7 @@ static int check_kind(int id, const char *path, int legal) {
     return 1;
 }
 
-/* Insertions, deletions and changes that make a of b; names are short. */
+/* Levenshtein distance. b has fewer than 80 characters. */
 static int edit_distance(const char *a, const char *b) {
     int row[80], n = (int)strlen(b);
     for (int j = 0; j <= n; j++) row[j] = j;
@@ -466,20 +471,21 @@ static int edit_distance(const char *a, const char *b) {
 }
 
 static __attribute__((noreturn)) void refuse_unknown(const char *name) {
-    int best = -1, least = 0;
+    int best = -1, min_distance = 0;
     for (int i = 0; i < N_OPTIONS; i++) {
         int distance = is_option(i) ? edit_distance(name, table[i].name) : 0;
-        if (is_option(i) && (best < 0 || distance < least)) {
+        if (is_option(i) && (best < 0 || distance < min_distance)) {
             best = i;
-            least = distance;
+            min_distance = distance;
         }
     }
-    if (least > 1 + (int)strlen(name) / 3) refuse("unknown option --%s (--help lists all)", name);
+    if (min_distance > 1 + (int)strlen(name) / 3)
+        refuse("unknown option --%s (--help lists all)", name);
     refuse("unknown option --%s; the nearest is --%s (--help lists all)", name, table[best].name);
 }
 
-/* Parses the decimal number that text begins with; returns its length, 0 if there is none. Takes
-   digits, in a real number also a point and an exponent, but unlike strtod no blank, sign,
+/* Parses the decimal number at the start of text and returns its length; 0: there is none. Accepts
+   digits, and in a real number a point and an exponent. Unlike strtod it accepts no blank, sign,
    hexadecimal digit, inf or nan. */
 static size_t decimal(const char *text, int real, double *number) {
     static const char digits[] = "0123456789";
@@ -511,23 +517,23 @@ static void parse_number(int id, value *v, const char *text) {
     v->number = x;
 }
 
-/* The place of text among the words of `arg`, -1 if it is none of them; *built: how many come
-   before the ';'. */
-static int word_place(const char *arg, const char *text, int *built) {
-    int place = -1, n = 0;
+/* The index of text among the words of `arg`; -1: it is not one of them. *built: the number of
+   words before the ';'. */
+static int word_index(const char *arg, const char *text, int *built) {
+    int index = -1, n = 0;
     *built = 0;
     for (const char *at = arg; *at; n++) {
         size_t length = strcspn(at, "|;");
-        if (length == strlen(text) && strncmp(at, text, length) == 0) place = n;
+        if (length == strlen(text) && strncmp(at, text, length) == 0) index = n;
         at += length;
         if (*at == ';') *built = n + 1;
         if (*at) at++;
     }
     if (*built == 0) *built = n;
-    return place;
+    return index;
 }
 
-/* How a build is made that has the word. */
+/* The make command that builds support for the word. */
 static const char *built_by(const char *word) {
     if (strcmp(word, "mpi") == 0) return ": make MPI=1";
     return strcmp(word, "cuda") == 0 || strcmp(word, "nccl") == 0 ? ": make CUDA=1 NCCL=1" : "";
@@ -535,22 +541,22 @@ static const char *built_by(const char *word) {
 
 static void parse_word(int id, value *v, const char *text) {
     const option *o = &table[id];
-    int built, place = word_place(o->arg, text, &built);
+    int built, index = word_index(o->arg, text, &built);
     int length = (int)strcspn(o->arg, ";");
     const char *verb = built > 1 ? "values are" : "value is";
-    if (place < 0)
+    if (index < 0)
         refuse("--%s %s: the legal %s %.*s%s", o->name, *text ? text : "''", verb, length, o->arg,
             strncmp(text, "cuda:", 5) == 0 ? "; CUDA_VISIBLE_DEVICES chooses among GPUs" : "");
-    if (place >= built)
+    if (index >= built)
         refuse("--%s is not available in this build with %s%s; the legal %s %.*s", o->name, text,
             built_by(text), verb, length, o->arg);
-    v->number = place;
+    v->number = index;
 }
 
-/* Checks text against the option's kind, then whether the option is built. */
+/* Sets an option's value after checking its kind and whether the option is built. */
 static void set(value *v, int id, const char *text, int from) {
     const option *o = &table[id];
-    value preset = { 0 };
+    value default_value = { 0 };
     if (o->kind == INT || o->kind == REAL || o->kind == SIZE) parse_number(id, v, text);
     if (o->kind == WORD) parse_word(id, v, text);
     if (o->kind == SWITCH || o->kind == FLAG) {
@@ -559,22 +565,22 @@ static void set(value *v, int id, const char *text, int from) {
             refuse("--%s %s: the legal values are on|off", o->name, *text ? text : "''");
     }
     if (o->kind == TEXT && !*text) refuse("--%s '': needs %s", o->name, o->arg);
-    if (o->part == LATER && from == GIVEN) {
-        if (!o->preset) refuse("--%s is not available in this build", o->name);
-        if (o->kind == INT || o->kind == REAL) parse_number(id, &preset, o->preset);
+    if (o->availability == NOT_BUILT && from == GIVEN) {
+        if (!o->default_text) refuse("--%s is not available in this build", o->name);
+        if (o->kind == INT || o->kind == REAL) parse_number(id, &default_value, o->default_text);
         if (o->kind == SWITCH ? v->number != 0
-            : o->kind == TEXT ? strcmp(text, o->preset) != 0
-                              : v->number != preset.number)
-            refuse(
-                "--%s is not available in this build (only %s is): %s", o->name, o->preset, text);
+            : o->kind == TEXT ? strcmp(text, o->default_text) != 0
+                              : v->number != default_value.number)
+            refuse("--%s is not available in this build (only %s is): %s", o->name, o->default_text,
+                text);
     }
     v->text = text;
     v->from = from;
 }
 
 static void compute(value *v, int64_t number) {
-    snprintf(v->own, sizeof v->own, "%lld", (long long)number);
-    v->text = v->own;
+    snprintf(v->buffer, sizeof v->buffer, "%lld", (long long)number);
+    v->text = v->buffer;
     v->number = (double)number;
     v->from = COMPUTED;
 }
@@ -591,8 +597,8 @@ static int find_option(const char *name, size_t length) {
 static void parse(value *v, int argc, char **argv) {
     char seen[N_OPTIONS] = { 0 };
     for (int i = 0; i < N_OPTIONS; i++)
-        if (table[i].preset) set(&v[i], i, table[i].preset, DEFAULT);
-    for (int i = 1; i < argc; i++) { /* first what the command line goes before */
+        if (table[i].default_text) set(&v[i], i, table[i].default_text, DEFAULT);
+    for (int i = 1; i < argc; i++) { /* --config first, because the command line overrides it */
         int alone = strcmp(argv[i], "--config") == 0 && i + 1 < argc;
         if (alone || strncmp(argv[i], "--config=", 9) == 0)
             read_config(v, alone ? argv[i + 1] : argv[i] + 9);
@@ -634,11 +640,11 @@ static void parse(value *v, int argc, char **argv) {
 
 // ==== 4. Configuration file =====================================================================
 
-/* --config FILE: a JSON object of this program's options, as --print-config prints them, of
-   DeepSpeed's keys, or of both. What it does not say keeps its preset; the command line goes before
-   it. A key of DeepSpeed's means an option (`to`), and if `on` is not NULL it is a switch: true
-   gives the option that value. Or it has no meaning here: then its name is printed. The rest has
-   rules of its own below. */
+/* --config FILE: a JSON object with this program's options, as --print-config prints them, with
+   DeepSpeed's keys, or with both. Other options keep their defaults, and the command line overrides
+   the file. A DeepSpeed key maps to the option `to`. If `on` is not NULL, the key is a boolean and
+   true sets the option to `on`. IGNORED keys have no meaning here; the settings block lists them.
+   The other negative values have rules of their own in configure_deepspeed. */
 enum {
     IGNORED = -1,
     BLOCK = -2,
@@ -649,12 +655,12 @@ enum {
     SCALE = -7,
     SCHEDULER = -8
 };
-typedef struct foreign {
+typedef struct deepspeed_key {
     const char *path;
     int to;
     const char *on;
-} foreign;
-static const foreign deepspeed[] = {
+} deepspeed_key;
+static const deepspeed_key deepspeed[] = {
     { "train_batch_size", O_BATCH, NULL },
     { "train_micro_batch_size_per_gpu", O_MICRO_BATCH, NULL },
     { "gradient_accumulation_steps", O_ACCUM, NULL },
@@ -689,78 +695,78 @@ static const foreign deepspeed[] = {
     { "scheduler.params.warmup_num_steps", O_WARMUP, NULL },
     { "scheduler.params.total_num_steps", O_LR_STEPS, NULL },
     { "scheduler.params.cos_min_ratio", O_MIN_LR_RATIO, NULL },
-#define NOTHING(path) \
+#define IGNORED_KEY(path) \
     { path, IGNORED, NULL }
-    NOTHING("steps_per_print"),
-    NOTHING("wall_clock_breakdown"),
-    NOTHING("dump_state"),
-    NOTHING("memory_breakdown"),
-    NOTHING("prescale_gradients"),
-    NOTHING("gradient_predivide_factor"),
-    NOTHING("sparse_gradients"),
-    NOTHING("communication_data_type"),
-    NOTHING("zero_allow_untested_optimizer"),
-    NOTHING("data_types"),
-    NOTHING("activation_checkpointing"),
-    NOTHING("flops_profiler"),
-    NOTHING("comms_logger"),
-    NOTHING("tensorboard"),
-    NOTHING("wandb"),
-    NOTHING("csv_monitor"),
-    NOTHING("aio"),
-    NOTHING("checkpoint"),
-    NOTHING("amp"),
-    NOTHING("fp16.auto_cast"),
-    NOTHING("fp16.initial_scale_power"),
-    NOTHING("fp16.loss_scale_window"),
-    NOTHING("fp16.hysteresis"),
-    NOTHING("fp16.consecutive_hysteresis"),
-    NOTHING("fp16.min_loss_scale"),
-    NOTHING("zero_optimization.allgather_partitions"),
-    NOTHING("zero_optimization.allgather_bucket_size"),
-    NOTHING("zero_optimization.reduce_scatter"),
-    NOTHING("zero_optimization.reduce_bucket_size"),
-    NOTHING("zero_optimization.contiguous_gradients"),
-    NOTHING("zero_optimization.round_robin_gradients"),
-    NOTHING("zero_optimization.sub_group_size"),
-    NOTHING("zero_optimization.stage3_max_live_parameters"),
-    NOTHING("zero_optimization.stage3_max_reuse_distance"),
-    NOTHING("zero_optimization.stage3_prefetch_bucket_size"),
-    NOTHING("zero_optimization.stage3_param_persistence_threshold"),
-    NOTHING("zero_optimization.stage3_gather_16bit_weights_on_model_save"),
-    NOTHING("zero_optimization.offload_optimizer.nvme_path"),
-    NOTHING("zero_optimization.offload_param.nvme_path"),
-    NOTHING("zero_optimization.offload_optimizer.pin_memory"),
-    NOTHING("zero_optimization.offload_param.pin_memory"),
-    NOTHING("zero_optimization.offload_optimizer.buffer_count"),
-    NOTHING("zero_optimization.offload_optimizer.fast_init"),
-    NOTHING("zero_optimization.offload_param.buffer_count"),
-    NOTHING("zero_optimization.offload_param.buffer_size"),
-    NOTHING("zero_optimization.offload_param.max_in_cpu"),
-    NOTHING("optimizer.params.cuda_aware"),
-    NOTHING("optimizer.params.comm_backend_name"),
-    NOTHING("optimizer.params.torch_adam"),
-    NOTHING("optimizer.params.bias_correction"),
-    NOTHING("scheduler.params.warmup_min_lr"),
-    NOTHING("scheduler.params.warmup_type"),
-    NOTHING("scheduler.params.warmup_min_ratio"),
-#undef NOTHING
+    IGNORED_KEY("steps_per_print"),
+    IGNORED_KEY("wall_clock_breakdown"),
+    IGNORED_KEY("dump_state"),
+    IGNORED_KEY("memory_breakdown"),
+    IGNORED_KEY("prescale_gradients"),
+    IGNORED_KEY("gradient_predivide_factor"),
+    IGNORED_KEY("sparse_gradients"),
+    IGNORED_KEY("communication_data_type"),
+    IGNORED_KEY("zero_allow_untested_optimizer"),
+    IGNORED_KEY("data_types"),
+    IGNORED_KEY("activation_checkpointing"),
+    IGNORED_KEY("flops_profiler"),
+    IGNORED_KEY("comms_logger"),
+    IGNORED_KEY("tensorboard"),
+    IGNORED_KEY("wandb"),
+    IGNORED_KEY("csv_monitor"),
+    IGNORED_KEY("aio"),
+    IGNORED_KEY("checkpoint"),
+    IGNORED_KEY("amp"),
+    IGNORED_KEY("fp16.auto_cast"),
+    IGNORED_KEY("fp16.initial_scale_power"),
+    IGNORED_KEY("fp16.loss_scale_window"),
+    IGNORED_KEY("fp16.hysteresis"),
+    IGNORED_KEY("fp16.consecutive_hysteresis"),
+    IGNORED_KEY("fp16.min_loss_scale"),
+    IGNORED_KEY("zero_optimization.allgather_partitions"),
+    IGNORED_KEY("zero_optimization.allgather_bucket_size"),
+    IGNORED_KEY("zero_optimization.reduce_scatter"),
+    IGNORED_KEY("zero_optimization.reduce_bucket_size"),
+    IGNORED_KEY("zero_optimization.contiguous_gradients"),
+    IGNORED_KEY("zero_optimization.round_robin_gradients"),
+    IGNORED_KEY("zero_optimization.sub_group_size"),
+    IGNORED_KEY("zero_optimization.stage3_max_live_parameters"),
+    IGNORED_KEY("zero_optimization.stage3_max_reuse_distance"),
+    IGNORED_KEY("zero_optimization.stage3_prefetch_bucket_size"),
+    IGNORED_KEY("zero_optimization.stage3_param_persistence_threshold"),
+    IGNORED_KEY("zero_optimization.stage3_gather_16bit_weights_on_model_save"),
+    IGNORED_KEY("zero_optimization.offload_optimizer.nvme_path"),
+    IGNORED_KEY("zero_optimization.offload_param.nvme_path"),
+    IGNORED_KEY("zero_optimization.offload_optimizer.pin_memory"),
+    IGNORED_KEY("zero_optimization.offload_param.pin_memory"),
+    IGNORED_KEY("zero_optimization.offload_optimizer.buffer_count"),
+    IGNORED_KEY("zero_optimization.offload_optimizer.fast_init"),
+    IGNORED_KEY("zero_optimization.offload_param.buffer_count"),
+    IGNORED_KEY("zero_optimization.offload_param.buffer_size"),
+    IGNORED_KEY("zero_optimization.offload_param.max_in_cpu"),
+    IGNORED_KEY("optimizer.params.cuda_aware"),
+    IGNORED_KEY("optimizer.params.comm_backend_name"),
+    IGNORED_KEY("optimizer.params.torch_adam"),
+    IGNORED_KEY("optimizer.params.bias_correction"),
+    IGNORED_KEY("scheduler.params.warmup_min_lr"),
+    IGNORED_KEY("scheduler.params.warmup_type"),
+    IGNORED_KEY("scheduler.params.warmup_min_ratio"),
+#undef IGNORED_KEY
 };
-enum { N_FOREIGN = sizeof deepspeed / sizeof deepspeed[0] };
+enum { N_DEEPSPEED_KEYS = sizeof deepspeed / sizeof deepspeed[0] };
 
-/* The key at `node`, whose path is config.path, gives the option a value. */
+/* Sets an option from the key at config.path; refuses a second setting in the same file. */
 static void configure(value *v, int id, const char *text) {
     if (config.given[id]) refuse("--%s is given twice in this file", table[id].name);
     config.given[id] = 1;
-    config.own[id] = strdup(text);
-    if (!config.own[id]) refuse("out of memory");
-    set(&v[id], id, config.own[id], GIVEN);
+    config.values[id] = strdup(text);
+    if (!config.values[id]) refuse("out of memory");
+    set(&v[id], id, config.values[id], GIVEN);
 }
 
-/* A value of the file as it would stand on the command line; NULL: a list or an object. */
-static const char *config_text(int node, char *room, size_t bytes) {
+/* A JSON value as text for the command line; NULL: an array, an object or null. */
+static const char *config_text(int node, char *buffer, size_t bytes) {
     double x;
-    int64_t whole;
+    int64_t integer;
     int yes;
     size_t length = 0;
     const char *text = dt_json_string(config.json, node, &length);
@@ -768,22 +774,22 @@ static const char *config_text(int node, char *room, size_t bytes) {
     if (length > CONFIG_TEXT)
         refuse("a text of %zu bytes; the longest has %d", length, CONFIG_TEXT);
     if (text) return text;
-    if (dt_json_int(config.json, node, &whole))
-        snprintf(room, bytes, "%lld", (long long)whole);
+    if (dt_json_int(config.json, node, &integer))
+        snprintf(buffer, bytes, "%lld", (long long)integer);
     else if (dt_json_number(config.json, node, &x))
-        snprintf(room, bytes, "%.17g", x);
+        snprintf(buffer, bytes, "%.17g", x);
     else if (dt_json_bool(config.json, node, &yes))
         return yes ? "on" : "off";
     else
         return NULL;
-    return room;
+    return buffer;
 }
 
-/* Its value for an option, which must be of the option's kind. */
+/* Sets an option to a JSON value, which must have the option's kind. */
 static void configure_as_is(value *v, int id, int node) {
     dt_json_kind kind = dt_json_kind_of(config.json, node);
-    char room[40];
-    const char *text = config_text(node, room, sizeof room);
+    char buffer[40];
+    const char *text = config_text(node, buffer, sizeof buffer);
     int what = table[id].kind, number = what == INT || what == REAL || what == SIZE;
     if (kind == DT_JSON_NULL) return;
     if (number && kind != DT_JSON_NUMBER && what != SIZE) refuse("a number is needed");
@@ -799,7 +805,7 @@ static const char *config_string(int node) {
     return config_text(node, NULL, 0);
 }
 
-/* One of `words`, which stand for the `values`. */
+/* Translates a JSON string among `words` to the value at the same index. */
 static const char *config_word(
     int node, const char *const *words, const char *const *values, int n) {
     const char *text = config_string(node);
@@ -812,9 +818,9 @@ static const char *config_word(
     refuse("\"%s\": the legal values are %s", text, legal);
 }
 
-/* What is neither one option's value nor a switch for one. DeepSpeed's Adam is AdamW, unless
-   adam_w_mode is false. */
-static void configure_foreign(value *v, int to, int node, int parent) {
+/* DeepSpeed keys that need a rule of their own. DeepSpeed's Adam is AdamW unless adam_w_mode is
+   false. */
+static void configure_deepspeed(value *v, int to, int node, int parent) {
     static const char *const optimizers[] = { "Adam", "AdamW", "SGD", "OneBitAdam" };
     static const char *const schedulers[] = { "WarmupLR", "WarmupDecayLR", "WarmupCosineLR" };
     static const char *const devices[] = { "none", "cpu", "nvme" };
@@ -863,18 +869,18 @@ static void configure_foreign(value *v, int to, int node, int parent) {
 
 static __attribute__((noreturn)) void refuse_key(const char *path) {
     const char *nearest = "";
-    int least = 1 + (int)strlen(path) / 3;
+    int min_distance = 1 + (int)strlen(path) / 3;
     for (int i = 0; i < N_OPTIONS; i++)
-        if (is_option(i) && edit_distance(path, table[i].name) <= least)
-            nearest = table[i].name, least = edit_distance(path, nearest) - 1;
-    for (int i = 0; i < N_FOREIGN; i++)
-        if (edit_distance(path, deepspeed[i].path) <= least)
-            nearest = deepspeed[i].path, least = edit_distance(path, nearest) - 1;
+        if (is_option(i) && edit_distance(path, table[i].name) <= min_distance)
+            nearest = table[i].name, min_distance = edit_distance(path, nearest) - 1;
+    for (int i = 0; i < N_DEEPSPEED_KEYS; i++)
+        if (edit_distance(path, deepspeed[i].path) <= min_distance)
+            nearest = deepspeed[i].path, min_distance = edit_distance(path, nearest) - 1;
     refuse("unknown key%s%s", *nearest ? "; the nearest is " : "", nearest);
 }
 
-/* From now on it is about the member at `node`, whose path is config.path, of a long key as far as
-   it shows. */
+/* Makes `node` the value being read, so that errors name its key, and returns the key. A long key
+   is shortened in config.path. */
 static const char *config_enter(int node, const char *prefix) {
     size_t bytes = 0, shown = 0;
     const char *key = dt_json_key(config.json, node, &bytes);
@@ -889,7 +895,7 @@ static const char *config_enter(int node, const char *prefix) {
     return key;
 }
 
-/* The members of an object; prefix: the path to it, with a dot at its end. */
+/* Reads the members of an object. prefix: its path with a dot at the end, or "". */
 static void configure_block(value *v, int object, const char *prefix) {
     if (dt_json_kind_of(config.json, object) != DT_JSON_OBJECT) refuse("an object is needed");
     for (int i = 0; i < dt_json_count(config.json, object); i++) {
@@ -898,13 +904,14 @@ static void configure_block(value *v, int object, const char *prefix) {
         const char *key = config_enter(node, prefix);
         strcpy(path, config.path);
         int block = dt_json_kind_of(config.json, node) == DT_JSON_OBJECT; /* "optimizer" is both */
-        while (at < N_FOREIGN && strcmp(deepspeed[at].path, path) != 0) at++;
-        int id = *prefix || (block && at < N_FOREIGN) ? N_OPTIONS : find_option(key, strlen(key));
+        while (at < N_DEEPSPEED_KEYS && strcmp(deepspeed[at].path, path) != 0) at++;
+        int id =
+            *prefix || (block && at < N_DEEPSPEED_KEYS) ? N_OPTIONS : find_option(key, strlen(key));
         if (id == O_CONFIG && dt_json_kind_of(config.json, node) != DT_JSON_NULL)
             refuse("a file cannot name another one");
         if (id < N_OPTIONS)
             configure_as_is(v, id, node);
-        else if (at == N_FOREIGN)
+        else if (at == N_DEEPSPEED_KEYS)
             refuse_key(path);
         else if (deepspeed[at].to == IGNORED)
             snprintf(strchr(config.ignored, 0), sizeof config.ignored - strlen(config.ignored),
@@ -918,18 +925,18 @@ static void configure_block(value *v, int object, const char *prefix) {
         } else if (deepspeed[at].to >= 0)
             configure_as_is(v, deepspeed[at].to, node);
         else
-            configure_foreign(v, deepspeed[at].to, node, object);
+            configure_deepspeed(v, deepspeed[at].to, node, object);
     }
     config.node = -1;
 }
 
 static void read_config(value *v, const char *path) {
     size_t bytes = 0;
-    dt_ctx *ctx = look();
+    dt_ctx *ctx = probe_ctx();
     check_kind(O_CONFIG, path, A_FILE);
     char *text = dt_file_read(ctx, path, 1 << 20, &bytes);
     config.json = text ? dt_json_parse(ctx, path, text, bytes) : NULL;
-    if (dt_error(ctx) != DT_OK) refuse("--config: %s", bare(ctx));
+    if (dt_error(ctx) != DT_OK) refuse("--config: %s", error_without_rank(ctx));
     config.ctx = ctx;
     config.node = 0;
     configure_block(v, 0, "");
@@ -941,73 +948,73 @@ static void read_config(value *v, const char *path) {
 
 // ==== 5. Help and configuration =================================================================
 
-/* The options that are not built, in lines of at most 100 characters. */
-static void print_later(void) {
+/* Prints the options that are not built, in lines of at most 100 characters. */
+static void print_not_built(void) {
     line out = { .fd = 1 };
-    say(&out, "\n");
-    say(&out, "Not in this build:");
+    line_printf(&out, "\n");
+    line_printf(&out, "Not in this build:");
     for (int i = 0; i < N_OPTIONS; i++) {
-        if (table[i].part != LATER) continue;
-        if (out.used + strlen(table[i].name) + 3 > 100) say(&out, "\n"), say(&out, " ");
-        say(&out, " --%s", table[i].name);
+        if (table[i].availability != NOT_BUILT) continue;
+        if (out.used + strlen(table[i].name) + 3 > 100)
+            line_printf(&out, "\n"), line_printf(&out, " ");
+        line_printf(&out, " --%s", table[i].name);
     }
-    say(&out, "\n");
+    line_printf(&out, "\n");
 }
 
-/* Prints fixed lines of text. */
 static void print_lines(const char *const *lines, size_t n) {
     line out = { .fd = 1 };
-    for (size_t i = 0; i < n; i++) say(&out, "%s\n", lines[i]);
+    for (size_t i = 0; i < n; i++) line_printf(&out, "%s\n", lines[i]);
 }
 #define PRINT_LINES(lines) print_lines(lines, sizeof(lines) / sizeof *(lines))
 
 static void print_help(void) {
     static const char *const head[] = { "train_gpt: trains a GPT-2 or a Llama on one or many "
-                                        "ranks. Options, with their defaults in brackets; what",
-        "is on|off can be turned off with --no-NAME:" };
+                                        "ranks. Options, with their defaults in brackets;",
+        "--no-NAME turns an on|off option off:" };
     static const char *const foot[] = { "",
-        "mfu: N are the parameters that multiply: without wpe, and without wte beside a head of "
-        "its own;",
-        "recomputation is not counted; X is in TFLOP/s.", "",
-        "Environment: DT_RANK and DT_WORLD_SIZE, or what torchrun, srun or mpirun set, say who a "
-        "process is;",
-        "DT_RENDEZVOUS, DT_TOKEN_FILE, DT_TOKEN are read where --rendezvous and --token-file are "
-        "not given;",
-        "DT_CHECK=1 compares over tcp and mpi what ranks call in every step, not in the first 100 "
-        "only;",
-        "DT_FAULT=KIND:rank=R:seq=N[:s=SECONDS] plants kill, stop, exit, spin, delay, drop, flip "
-        "or nan at",
-        "rank R's Nth operation. kill -USR1 prints where each rank is.", "",
-        "Control bytes of paths and files are shown as \\xNN, generated ones only on a terminal. A "
-        "run fails",
+        "mfu: N counts the parameters that multiply (not wpe, and not wte unless it is also the "
+        "head).",
+        "Recompute is not counted. X is in TFLOP/s.", "",
+        "Environment: DT_RANK and DT_WORLD_SIZE, or the variables of torchrun, srun or mpirun, "
+        "give a process",
+        "its rank. DT_RENDEZVOUS, DT_TOKEN_FILE and DT_TOKEN apply where --rendezvous and "
+        "--token-file are not given.",
+        "DT_CHECK=1 compares the calls of all ranks over tcp and mpi in every step, not only in "
+        "the first 100.",
+        "DT_FAULT=KIND:rank=R:seq=N[:s=SECONDS] injects a fault at rank R's Nth operation; KIND "
+        "is kill, stop,",
+        "exit, spin, delay, drop, flip or nan. kill -USR1 prints where each rank is.", "",
+        "Control bytes in paths and files are shown as \\xNN, in generated text only on a "
+        "terminal. A run fails",
         "if standard output is on a full disk, has lost its reader, or its reader stalls for half "
         "of",
-        "--timeout; with --save the step is finished and saved first.", "",
+        "--timeout; with --save it first finishes the step and saves.", "",
         "Exit status: 0 done, 1 the run failed, 2 the command line asks for something impossible, "
-        "143 SIGTERM",
-        "came, and with --save the step was finished and saved." };
+        "143 ended by",
+        "SIGTERM, with --save after the step was finished and saved." };
     line out = { .fd = 1 };
     PRINT_LINES(head);
     for (int i = 0; i < N_OPTIONS; i++) {
         const option *o = &table[i];
         char left[96], words[64];
-        if (!is_option(i)) say(&out, "\n"), say(&out, "%s\n", o->name);
-        if (!is_option(i) || o->part == LATER) continue;
+        if (!is_option(i)) line_printf(&out, "\n"), line_printf(&out, "%s\n", o->name);
+        if (!is_option(i) || o->availability == NOT_BUILT) continue;
         snprintf(
             words, sizeof words, "%.*s", o->kind == WORD ? (int)strcspn(o->arg, ";") : 63, o->arg);
         snprintf(left, sizeof left, "--%s %s", o->name, words);
-        say(&out, "  %-36s%s%s", left, *o->help ? " " : "", o->help);
-        if (o->preset) say(&out, " [%s]", o->preset);
+        line_printf(&out, "  %-36s%s%s", left, *o->help ? " " : "", o->help);
+        if (o->default_text) line_printf(&out, " [%s]", o->default_text);
         const char *later = o->kind == WORD ? strchr(o->arg, ';') : NULL;
-        if (later) say(&out, " (not in this build: %s)", later + 1);
-        say(&out, "\n");
+        if (later) line_printf(&out, " (not in this build: %s)", later + 1);
+        line_printf(&out, "\n");
     }
-    print_later();
+    print_not_built();
     PRINT_LINES(foot);
 }
 
-/* Writes a value as JSON with dt's writer. Also escapes DEL and C1, which JSON allows and terminals
-   obey. */
+/* Writes a value as JSON with dt's writer. Also escapes DEL and the C1 control characters, which
+   JSON allows but terminals interpret. */
 static void print_value(FILE *to, dt_json_out *json, const value *v, int id) {
     const option *o = &table[id];
     json->used = 0;
@@ -1023,7 +1030,7 @@ static void print_value(FILE *to, dt_json_out *json, const value *v, int id) {
         dt_json_put_int(json, NULL, (int64_t)v->number);
     else
         dt_json_put_string(json, NULL, v->text);
-    if (dt_error(json->ctx) != DT_OK) refuse("--%s: %s", o->name, bare(json->ctx));
+    if (dt_error(json->ctx) != DT_OK) refuse("--%s: %s", o->name, error_without_rank(json->ctx));
     for (const char *at = json->text; *at; at++) {
         if ((unsigned char)*at == 0xc2 && (unsigned char)at[1] < 0xa0)
             at++;
@@ -1035,12 +1042,12 @@ static void print_value(FILE *to, dt_json_out *json, const value *v, int id) {
     }
 }
 
-/* All options as a JSON object, which the caller frees. */
+/* All options as a JSON object. The caller frees the text. */
 static char *config_json(const value *v) {
     char *text = NULL;
     size_t bytes;
     FILE *to = open_memstream(&text, &bytes);
-    dt_json_out json = { look(), NULL, 0, 0 };
+    dt_json_out json = { probe_ctx(), NULL, 0, 0 };
     if (!to) refuse("out of memory");
     for (int i = 0, n = 0; i < N_OPTIONS; i++) {
         if (!is_option(i) || (table[i].kind == FLAG && i != O_QUIET)) continue;
@@ -1049,7 +1056,7 @@ static char *config_json(const value *v) {
     }
     fputs("\n}\n", to);
     if (fclose(to) != 0) refuse("out of memory");
-    dt_json_drop(&json);
+    dt_json_out_free(&json);
     dt_ctx_free(json.ctx);
     return text;
 }
@@ -1058,43 +1065,46 @@ static void print_refused(void) {
     static const char *const first[] = {
         "Sizes are refused by these rules, before any rank starts:",
         "  heads divides width                          each head is width/heads wide",
-        "  kv-heads divides heads                       each key and value serves heads/kv-heads "
-        "queries",
+        "  kv-heads divides heads                       each key/value head serves heads/kv-heads "
+        "query heads",
         "  dp x pp x cp x tp x ep = ranks",
-        "  ep divides experts, top-k <= experts         a rank has whole experts; tp cuts each",
-        "  pp x chunks <= 2 layers + 2                  stages are cut between half layers, "
+        "  ep divides experts, top-k <= experts         a rank holds complete experts; tp shards "
+        "each expert",
+        "  pp x chunks <= 2 layers + 2                  a stage is a range of half layers, "
         "embedding and head",
-        "  chunks is 1, but with schedule interleaved   and then pp is 2 or more",
-        "  partition has pp x chunks numbers            with the sum 2 layers",
-        "  tp divides heads                             a rank has whole heads; ffn and vocab need "
-        "not divide",
-        "  tp divides kv-heads, or kv-heads divides tp  ranks share a head of keys when there are "
-        "more ranks",
-        "  cp divides seq; 2 cp does with zigzag        every rank has as many tokens",
+        "  chunks = 1 unless schedule is interleaved    interleaved needs pp >= 2",
+        "  partition has pp x chunks numbers            their sum is 2 layers",
+        "  tp divides heads                             a rank holds complete heads; ffn and vocab "
+        "need not divide",
+        "  tp divides kv-heads, or kv-heads divides tp  with more ranks than kv heads, ranks hold "
+        "copies",
+        "  cp divides seq, with zigzag 2 cp divides it  every rank holds the same number of tokens",
         "  cp divides heads/tp with ulysses             and divides kv-heads/tp or is a multiple "
         "of it",
-        "  tp divides seq/cp with sp                    tokens are cut over tp between its regions",
+        "  tp divides seq/cp with sp                    tokens are sharded over tp between its "
+        "regions",
         "  shard-group divides dp x ep x cp             with zero 1 to 3; zero3-keep is for zero 3",
         "  batch = micro-batch x accum x replicas       replicas = dp x ep; two give the third, "
         "three must agree",
         "  micro-batch x replicas divides START, INCR   of batch-ramp; INCR divides batch - START",
-        "  width/heads even, with --arch llama          positions turn pairs of numbers",
-        "  vocab >= 256, or > every token id            a byte is a token; shards hold ids",
+        "  width/heads even, with --arch llama          the rotary embedding rotates pairs of "
+        "numbers",
+        "  vocab >= 256, or > every token id            bytes are tokens; shards hold ids",
         "  seq + 1 <= tokens of --data, and of --val    one sequence and the label of its last "
         "token",
     };
     static const char *const rest[] = {
-        "  what is given with --model is what it has    seq may be shorter",
+        "  given sizes equal those of --model           seq may be smaller",
         "  stop-at <= steps",
-        "  save-every, keep, max-restarts need save     save is not a folder of another training's "
-        "checkpoints",
-        "  min-ranks <= ranks, with max-restarts        ranks are threads or procs: a launcher "
-        "restarts its own",
+        "  save-every, keep, max-restarts need save     the folder holds no checkpoints of another "
+        "run",
+        "  min-ranks <= ranks, with max-restarts        for threads or procs; launchers restart "
+        "their own ranks",
     };
     line out = { .fd = 1 };
     PRINT_LINES(first);
-    say(&out, "  sequences <= %d, with --shuffle on    there are (tokens - 1) / seq\n",
-        DT_SAMPLER_SHUFFLED);
+    line_printf(&out, "  sequences <= %d, with --shuffle on    sequences = (tokens - 1) / seq\n",
+        DT_SAMPLER_MAX_SHUFFLED);
     PRINT_LINES(rest);
 }
 
@@ -1103,36 +1113,37 @@ static void print_refused(void) {
 static int int_of(const value *v, int id) { return (int)v[id].number; }
 static int64_t long_of(const value *v, int id) { return (int64_t)v[id].number; }
 
-/* The largest divisor of n that is not above `most`. */
-static int64_t divisor_below(int64_t n, int64_t most) {
-    int64_t d = most < n ? most : n;
+/* The largest divisor of n that is at most `max`. */
+static int64_t largest_divisor(int64_t n, int64_t max) {
+    int64_t d = max < n ? max : n;
     while (d > 1 && n % d != 0) d--;
     return d < 1 ? 1 : d;
 }
 
-/* The smallest divisor of n that is not below `least`; n if none is. */
-static int64_t divisor_above(int64_t n, int64_t least) {
-    while (least < n && n % least != 0) least++;
-    return least < n ? least : n;
+/* The smallest divisor of n that is at least `min`; n if there is none. */
+static int64_t smallest_divisor(int64_t n, int64_t min) {
+    while (min < n && n % min != 0) min++;
+    return min < n ? min : n;
 }
 
-/* A word, or "full:" and how many layers are recomputed together. */
+/* Reads --recompute: a word, or "full:" and the number of layers that are recomputed together. */
 static void resolve_recompute(const char *text, gpt_config *c) {
     static const char *const words[] = { "none", "selective", "full" }; /* as GPT_RECOMPUTE_* */
-    int best = 0, least = 99;
+    int best = 0, min_distance = 99;
     char word[16];
     snprintf(word, sizeof word, "%.*s", (int)strcspn(text, ":"), text);
     for (int i = 0; i < 3; i++) {
         int distance = edit_distance(word, words[i]);
-        if (distance < least) best = i, least = distance;
+        if (distance < min_distance) best = i, min_distance = distance;
     }
     c->recompute = best;
-    if (least == 0 && !strchr(text, ':')) return;
+    if (min_distance == 0 && !strchr(text, ':')) return;
     const char *digits = strchr(text, ':') ? strchr(text, ':') + 1 : "";
     double every = 0;
     size_t n = decimal(digits, 0, &every);
     c->recompute_every = (int)fmax(1, fmin(every, c->layers));
-    if (least == 0 && best == GPT_RECOMPUTE_FULL && n && !digits[n] && c->recompute_every == every)
+    if (min_distance == 0 && best == GPT_RECOMPUTE_FULL && n && !digits[n] &&
+        c->recompute_every == every)
         return;
     if (*digits && best == GPT_RECOMPUTE_FULL)
         refuse("--recompute %s: K of full:K is a whole number from 1 to the %d --layers; use "
@@ -1142,66 +1153,65 @@ static void resolve_recompute(const char *text, gpt_config *c) {
         text, words[best]);
 }
 
-/* dt's log, without errors: the first failure is kept, and is printed at the end. */
-static void quiet_errors(void *user, int level, int rank, const char *text) {
+/* dt's log without errors. The caller prints the first failure at the end. */
+static void log_without_errors(void *user, int level, int rank, const char *text) {
     (void)user;
     if (level != DT_LOG_ERROR) dt_host_default()->log(dt_host_default()->user, level, rank, text);
 }
 
-/* The same, but the first failure when it comes: a rank that is stuck or stopped may keep dt_run
-   from its end for long, and under MPI, when a rank has died, the launcher may kill the others
-   within milliseconds. */
-static void errors_at_once(void *user, int level, int rank, const char *text) {
+/* dt's log that prints the first failure immediately: a stuck or stopped rank may delay the end of
+   dt_run, and after the death of a rank an MPI launcher may kill the others within milliseconds. */
+static void log_first_error(void *user, int level, int rank, const char *text) {
     if (level != DT_LOG_ERROR) {
-        quiet_errors(user, level, rank, text);
+        log_without_errors(user, level, rank, text);
         return;
     }
-    complain("error: %s\n", text);
-    set_flag(launched.told, 1);
+    print_error("error: %s\n", text);
+    set_flag(launched.failure_printed, 1);
 }
 
-/* A context to look at files with before any rank starts. */
-static dt_ctx *look(void) {
+/* A context for reading files before any rank starts. The caller frees it. */
+static dt_ctx *probe_ctx(void) {
     dt_host host = *dt_host_default();
-    host.log = quiet_errors;
+    host.log = log_without_errors;
     dt_ctx *ctx = dt_ctx_make((dt_ctx_desc){ .kernels = dt_kernels_cpu(), .host = &host });
     if (!ctx) refuse("out of memory");
     return ctx;
 }
 
-/* The text of an error without its rank: there is none yet. */
-static const char *bare(dt_ctx *ctx) {
+/* The error text without "rank 0: ", because no rank has started. */
+static const char *error_without_rank(dt_ctx *ctx) {
     const char *text = dt_error_text(ctx);
     return strncmp(text, "rank 0: ", 8) == 0 ? text + 8 : text;
 }
 
-/* One size from --model: what was given must agree with it. */
-static void take_size(value *v, int id, int64_t size) {
+/* Sets an option to a size from the file of --model; a given value must agree. */
+static void size_from_file(value *v, int id, int64_t size) {
     if (v[id].from == GIVEN && long_of(v, id) != size)
         refuse("--%s %s: the model in %s has %lld; leave --%s out", table[id].name, v[id].text,
             v[O_MODEL].text, (long long)size, table[id].name);
     if (v[id].from != GIVEN) compute(&v[id], size);
 }
 
-static void take_word(value *v, int id, const char *word) {
+static void word_from_file(value *v, int id, const char *word) {
     if (v[id].from == GIVEN && strcmp(v[id].text, word) != 0)
         refuse("--%s %s: the model in %s has %s; leave --%s out", table[id].name, v[id].text,
             v[O_MODEL].text, word, table[id].name);
     if (v[id].from != GIVEN) set(&v[id], id, word, COMPUTED);
 }
 
-/* Sizes from the file of --model; T may be shorter than the model's longest. */
+/* The configuration from the file of --model. --seq may be smaller than the file's. */
 static gpt_config model_of_file(value *v) {
-    dt_ctx *ctx = look();
+    dt_ctx *ctx = probe_ctx();
     check_kind(O_MODEL, v[O_MODEL].text, EITHER);
     gpt_config c = gpt_config_from(ctx, v[O_MODEL].text);
-    if (dt_error(ctx) != DT_OK) refuse("--model: %s", bare(ctx));
+    if (dt_error(ctx) != DT_OK) refuse("--model: %s", error_without_rank(ctx));
     dt_ctx_free(ctx);
     const int ids[] = { O_LAYERS, O_WIDTH, O_HEADS, O_KV_HEADS, O_FFN, O_VOCAB };
     const int64_t sizes[] = { c.layers, c.width, c.heads, c.kv_heads, c.ffn, c.vocab };
-    for (int i = 0; i < 6; i++) take_size(v, ids[i], sizes[i]);
-    take_word(v, O_ARCH, c.arch == GPT_LLAMA ? "llama" : "gpt2");
-    take_word(v, O_TIE, c.tied ? "on" : "off");
+    for (int i = 0; i < 6; i++) size_from_file(v, ids[i], sizes[i]);
+    word_from_file(v, O_ARCH, c.arch == GPT_LLAMA ? "llama" : "gpt2");
+    word_from_file(v, O_TIE, c.tied ? "on" : "off");
     if (v[O_SEQ].from != GIVEN) compute(&v[O_SEQ], c.seq < 1024 ? c.seq : 1024);
     if (int_of(v, O_SEQ) > c.seq)
         refuse("--seq %s: the model in %s has %d positions; use --seq %d or less", v[O_SEQ].text,
@@ -1217,12 +1227,13 @@ static gpt_config model_of_options(value *v) {
     int kv_heads = int_of(v, O_KV_HEADS);
     if (width % heads != 0)
         refuse("--heads %d does not divide --width %d; use --heads %d or --width %lld", heads,
-            width, (int)divisor_below(width, heads), ((long long)width / heads + 1) * heads);
+            width, (int)largest_divisor(width, heads), ((long long)width / heads + 1) * heads);
     if (heads % kv_heads != 0)
         refuse("--kv-heads %d does not divide --heads %d; use --kv-heads %d", kv_heads, heads,
-            (int)divisor_below(heads, kv_heads));
+            (int)largest_divisor(heads, kv_heads));
     if (llama && width / heads % 2 != 0)
-        refuse("--arch llama: heads of --width %d / --heads %d = %d numbers, which are no pairs; "
+        refuse("--arch llama: the rotary embedding rotates pairs, but --width %d / --heads %d = %d "
+               "numbers form no pairs; "
                "use --width %d",
             width, heads, width / heads, (width / heads + 1) * heads);
     return (gpt_config){ .layers = int_of(v, O_LAYERS),
@@ -1236,21 +1247,21 @@ static gpt_config model_of_options(value *v) {
         .arch = llama ? GPT_LLAMA : GPT_GPT2 };
 }
 
-/* A number greater than 0, or the word that says there is none: 0. */
-static double read_or_word(const value *v, int id, const char *word, double most, int whole) {
+/* An option's number, which must be greater than 0, or 0 for the option's word. */
+static double number_or_word(const value *v, int id, const char *word, double max, int is_integer) {
     double x = 0;
-    size_t n = decimal(v[id].text, !whole, &x);
+    size_t n = decimal(v[id].text, !is_integer, &x);
     if (strcmp(v[id].text, word) == 0) return 0;
-    if (!n || v[id].text[n] || !(x > 0 && x <= most))
+    if (!n || v[id].text[n] || !(x > 0 && x <= max))
         refuse("--%s %s: %s, or a %snumber up to %g", table[id].name, v[id].text, word,
-            whole ? "whole " : "", most);
+            is_integer ? "whole " : "", max);
     return x;
 }
 
-/* Of mixtures; the options that go with them do nothing in a dense model. */
+/* The MoE options; they have no effect on a dense model. */
 static void resolve_experts(value *v, gpt_config *c) {
-    c->experts = (int)read_or_word(v, O_EXPERTS, "dense", MEGA, 1);
-    c->capacity = read_or_word(v, O_CAPACITY, "dropless", 1e9, 0);
+    c->experts = (int)number_or_word(v, O_EXPERTS, "dense", MEGA, 1);
+    c->capacity = number_or_word(v, O_CAPACITY, "dropless", 1e9, 0);
     if (c->experts == 0) return;
     if (v[O_MODEL].text) refuse("--model with --experts is not available in this build");
     if (c->experts < int_of(v, O_TOP_K) && v[O_TOP_K].from == GIVEN)
@@ -1259,7 +1270,7 @@ static void resolve_experts(value *v, gpt_config *c) {
     if (c->experts < int_of(v, O_TOP_K)) compute(&v[O_TOP_K], c->experts);
     c->top_k = int_of(v, O_TOP_K);
     c->moe_every = int_of(v, O_MOE_EVERY);
-    c->shared = int_of(v, O_SHARED_EXPERTS);
+    c->shared_experts = int_of(v, O_SHARED_EXPERTS);
     c->balance = v[O_BALANCE_LOSS].number;
     c->z = v[O_Z_LOSS].number;
     c->router_bias = v[O_ROUTER_BIAS].number;
@@ -1279,34 +1290,34 @@ static gpt_config resolve_model(value *v) {
 static int is_nccl(const value *v) { return strcmp(v[O_BACKEND].text, "nccl") == 0; }
 static int is_cuda(const value *v) { return strcmp(v[O_DEVICE].text, "cuda") == 0; }
 
-/* One process for each rank, which meet over sockets. */
+/* Whether each rank is a process of its own and the ranks connect by TCP. */
 static int is_tcp(const value *v) { return strcmp(v[O_BACKEND].text, "tcp") == 0 || is_nccl(v); }
 
-/* A machine without a GPU trains on the CPU, and says so; NCCL needs one. */
+/* Without a GPU, --device cuda falls back to the CPU with a note; --backend nccl is refused. */
 static void resolve_device(value *v) {
     if (is_nccl(v) && v[O_DEVICE].from != GIVEN) set(&v[O_DEVICE], O_DEVICE, "cuda", COMPUTED);
     if (is_nccl(v) && !is_cuda(v)) refuse("--backend nccl needs --device cuda");
     if (is_cuda(v) && strcmp(v[O_BACKEND].text, "procs") == 0)
-        refuse("--device cuda --backend procs: a fork cannot use the GPU of the process it comes "
-               "from; use threads, or "
-               "start the ranks with examples/launch");
+        refuse("--device cuda --backend procs: a forked process cannot use its parent's GPU "
+               "context; use threads, or start the ranks with examples/launch");
     if (is_cuda(v) && strcmp(v[O_DTYPE].text, "f64") == 0)
-        refuse("--device cuda --dtype f64: GPUs compute f32, bf16 and f16 here; f64 is the CPU's");
+        refuse("--device cuda --dtype f64: the GPU kernels support f32, bf16 and f16; use "
+               "--device cpu for f64");
 #ifdef DT_USE_CUDA
-    char *why = launched.device;
+    char *why = launched.device_note;
     if (v[O_DEVICE].from == DEFAULT)
         strcpy(why, "the CPU, as --device is not given; --device cuda is for the GPU");
-    if (!is_cuda(v) || dt_cuda_ready(why, sizeof launched.device) == DT_OK) return;
+    if (!is_cuda(v) || dt_cuda_ready(why, sizeof launched.device_note) == DT_OK) return;
     if (is_nccl(v))
         refuse("--backend nccl%s: no CUDA device (%s)",
             v[O_BACKEND].from == GIVEN ? "" : ", by which a launcher's ranks on GPUs meet", why);
-    complain("no CUDA device (%s): running on the CPU\n", why);
+    print_error("no CUDA device (%s): running on the CPU\n", why);
     *why = 0;
     set(&v[O_DEVICE], O_DEVICE, "cpu", COMPUTED);
 #endif
 }
 
-/* The kernels of --device, which a build with CUDA would otherwise choose by itself. */
+/* The kernel table of --device. */
 static const dt_kernels *kernels_of(const value *v) {
 #ifdef DT_USE_CUDA
     if (is_cuda(v)) return dt_kernels_cuda();
@@ -1315,30 +1326,31 @@ static const dt_kernels *kernels_of(const value *v) {
     return dt_kernels_cpu();
 }
 
-/* Who started this process. What the command line says goes before the environment; a launcher that
-   started several ranks makes them ranks of tcp, or of MPI if it is MPI's and the program was built
-   with it; on GPUs, of NCCL. */
+/* Launcher discovery. The command line overrides the environment. A launcher that started several
+   processes makes them ranks of tcp; an MPI launcher makes them ranks of MPI if the program is
+   built with it; on GPUs they are ranks of NCCL. */
 static void find_launch(value *v) {
-    const dt_launch *by = &launched.by;
+    const dt_launch *launcher = &launched.launcher;
     const char *backend = "tcp";
-    launched.wrong = dt_launch_find(&launched.by);
+    launched.launcher_status = dt_launch_find(&launched.launcher);
     if (v[O_BACKEND].from == GIVEN || v[O_RANK].text || v[O_RENDEZVOUS].text) return;
-    if (launched.wrong) refuse("%s", by->text);
+    if (launched.launcher_status) refuse("%s", launcher->text);
 #ifdef DT_USE_MPI
-    if (strcmp(by->by, "Open MPI") == 0 || strcmp(by->by, "PMI") == 0) backend = "mpi";
+    if (strcmp(launcher->launcher, "Open MPI") == 0 || strcmp(launcher->launcher, "PMI") == 0)
+        backend = "mpi";
 #endif
 #ifdef DT_USE_NCCL
     if (is_cuda(v)) backend = "nccl";
 #endif
-    if (by->size > 1) set(&v[O_BACKEND], O_BACKEND, backend, COMPUTED);
+    if (launcher->size > 1) set(&v[O_BACKEND], O_BACKEND, backend, COMPUTED);
 }
 
-/* The job's secret is in a file and not in an option's value, for everyone sees the command lines
-   of a machine. dt_run reads the file, and erases the token once all ranks have connected; so does
-   this check. */
+/* Checks the token file. The job's secret is in a file, because every user of a machine can see the
+   command lines. dt_run reads the file and erases the token from memory once all ranks are
+   connected; this check erases it too. */
 static void check_token(const char *path) {
     char token[257];
-    const size_t room = sizeof token;
+    const size_t capacity = sizeof token;
     struct stat about;
     int there = check_kind(O_TOKEN_FILE, path, A_FILE);
     int fd = there ? open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK) : -1;
@@ -1346,32 +1358,36 @@ static void check_token(const char *path) {
     if (about.st_mode & (S_IRWXG | S_IRWXO))
         refuse("--token-file %s: others may read or change it (mode %03o); chmod 600 %s", path,
             (unsigned)(about.st_mode & 0777), path);
-    ssize_t got = read(fd, token, room);
+    ssize_t got = read(fd, token, capacity);
     close(fd);
     if (got < 0) refuse("--token-file %s: %s", path, strerror(errno));
-    size_t length = (size_t)got; /* as DT_TOKEN_FILE is read: all but white space at its end */
+    size_t length = (size_t)got; /* trailing white space does not count, as in DT_TOKEN_FILE */
     while (length > 0 && strchr(" \t\r\n", token[length - 1])) length--;
-    if (length < 16 || length == room || memchr(token, 0, length))
-        refuse("--token-file %s: it must hold 16 to %zu characters", path, room - 1);
-    for (volatile char *at = token; at < token + room; at++) *at = 0; /* no memset: dropped */
+    if (length < 16 || length == capacity || memchr(token, 0, length))
+        refuse("--token-file %s: it must hold 16 to %zu characters", path, capacity - 1);
+    for (volatile char *at = token; at < token + capacity; at++)
+        *at = 0; /* a compiler may drop memset */
     setenv("DT_TOKEN_FILE", path, 1);
 }
 
-/* Ranks of tcp: what the command line leaves open, the launcher has told. */
+/* Rank, ranks and rendezvous over tcp and nccl: from the command line, else from the launcher. */
 static void resolve_tcp(value *v) {
-    const dt_launch *by = &launched.by;
-    int told = by->by[0] && !v[O_RANK].text;
-    if (launched.wrong && !(v[O_RANK].text && v[O_RANKS].text)) refuse("%s", by->text);
-    if (told && v[O_RANKS].text && int_of(v, O_RANKS) != by->size)
-        refuse("--ranks %s: %s started %d processes; leave --ranks out", v[O_RANKS].text, by->by,
-            by->size);
-    if (by->by[0] && !v[O_RANKS].text) compute(&v[O_RANKS], by->size);
-    if (told) compute(&v[O_RANK], by->rank);
+    const dt_launch *launcher = &launched.launcher;
+    int told = launcher->launcher[0] && !v[O_RANK].text;
+    if (launched.launcher_status && !(v[O_RANK].text && v[O_RANKS].text))
+        refuse("%s", launcher->text);
+    if (told && v[O_RANKS].text && int_of(v, O_RANKS) != launcher->size)
+        refuse("--ranks %s: %s started %d processes; leave --ranks out", v[O_RANKS].text,
+            launcher->launcher, launcher->size);
+    if (launcher->launcher[0] && !v[O_RANKS].text) compute(&v[O_RANKS], launcher->size);
+    if (told) compute(&v[O_RANK], launcher->rank);
     const char *backend = v[O_BACKEND].text;
     if (!v[O_RANKS].text)
-        refuse("--backend %s needs --ranks N, or a launcher that tells it: %s", backend, by->text);
+        refuse("--backend %s needs --ranks N, or a launcher that sets it: %s", backend,
+            launcher->text);
     if (!v[O_RANK].text)
-        refuse("--backend %s needs --rank R, or a launcher that tells it: %s", backend, by->text);
+        refuse(
+            "--backend %s needs --rank R, or a launcher that sets it: %s", backend, launcher->text);
     if (v[O_RANKS].number > table[O_RANKS].hi)
         refuse("%s ranks; the most is %.0f", v[O_RANKS].text, table[O_RANKS].hi);
     if (int_of(v, O_RANK) >= int_of(v, O_RANKS))
@@ -1379,78 +1395,80 @@ static void resolve_tcp(value *v) {
             int_of(v, O_RANKS) - 1);
     launched.rank = int_of(v, O_RANK);
     const char *given = v[O_RENDEZVOUS].text;
-    if (told && !given && !by->rendezvous[0])
-        refuse("%s started ranks on several machines, and nobody says where rank 0 is: use "
-               "--rendezvous HOST:PORT, or "
-               "set DT_RENDEZVOUS",
-            by->by);
-    if (!given && by->rendezvous[0]) set(&v[O_RENDEZVOUS], O_RENDEZVOUS, by->rendezvous, COMPUTED);
+    if (told && !given && !launcher->rendezvous[0])
+        refuse("%s started ranks on several machines, and the address of rank 0 is unknown: use "
+               "--rendezvous HOST:PORT, or set DT_RENDEZVOUS",
+            launcher->launcher);
+    if (!given && launcher->rendezvous[0])
+        set(&v[O_RENDEZVOUS], O_RENDEZVOUS, launcher->rendezvous, COMPUTED);
     if (told)
-        snprintf(launched.text, sizeof launched.text, "%s%s%s", by->text,
+        snprintf(launched.summary, sizeof launched.summary, "%s%s%s", launcher->text,
             given ? "; instead --rendezvous " : "", given ? given : "");
     else
-        snprintf(launched.text, sizeof launched.text, "rank %d of %d by --rank; rendezvous %s",
-            launched.rank, int_of(v, O_RANKS),
+        snprintf(launched.summary, sizeof launched.summary,
+            "rank %d of %d by --rank; rendezvous %s", launched.rank, int_of(v, O_RANKS),
             v[O_RENDEZVOUS].text ? v[O_RENDEZVOUS].text : "127.0.0.1:29500");
 }
 
-/* Each process of a launcher would train alone, and they would share a log. */
-static void refuse_alone(const value *v) {
-    const dt_launch *by = &launched.by;
-    if (by->size > 1)
+/* Refuses launcher options with a backend of one process: each process would train alone, and all
+   would write the same log. */
+static void refuse_launcher(const value *v) {
+    const dt_launch *launcher = &launched.launcher;
+    if (launcher->size > 1)
         refuse("--backend %s: this is %s; each needs --backend tcp (on GPUs nccl), or one process "
                "alone has --ranks",
-            v[O_BACKEND].text, by->text);
+            v[O_BACKEND].text, launcher->text);
     if (v[O_RANK].text) refuse("--rank %s needs --backend tcp", v[O_RANK].text);
     if (v[O_RENDEZVOUS].text) refuse("--rendezvous %s needs --backend tcp", v[O_RENDEZVOUS].text);
     if (v[O_TOKEN_FILE].text)
         refuse("--token-file %s needs --backend tcp or mpi", v[O_TOKEN_FILE].text);
 }
 
-/* MPI says who this process is; the launcher must have said the same, or its MPI is another one
-   than the program's. */
+/* Rank and ranks from MPI. If the launcher's variables disagree, launcher and program use different
+   MPI libraries. */
 static void resolve_mpi(value *v) {
-    const dt_launch *by = &launched.by;
-    if (by->size > 1 && launched.size != by->size)
+    const dt_launch *launcher = &launched.launcher;
+    if (launcher->size > 1 && launched.size != launcher->size)
         refuse("MPI started %d process%s, but %s says: %s; is the program built with another MPI? "
                "--backend tcp needs "
                "none",
-            launched.size, launched.size == 1 ? "" : "es", by->by, by->text);
+            launched.size, launched.size == 1 ? "" : "es", launcher->launcher, launcher->text);
     if (v[O_RANKS].text && int_of(v, O_RANKS) != launched.size)
         refuse("--ranks %s: MPI started %d processes; leave --ranks out", v[O_RANKS].text,
             launched.size);
     if (v[O_RANK].text || v[O_RENDEZVOUS].text)
         refuse("--%s needs --backend tcp", v[O_RANK].text ? "rank" : "rendezvous");
     compute(&v[O_RANKS], launched.size);
-    snprintf(launched.text, sizeof launched.text, "rank %d of %d by MPI%s%s", launched.rank,
-        launched.size, by->by[0] ? ", started by " : "", by->by);
+    snprintf(launched.summary, sizeof launched.summary, "rank %d of %d by MPI%s%s", launched.rank,
+        launched.size, launcher->launcher[0] ? ", started by " : "", launcher->launcher);
 }
 
 static dt_mesh_desc resolve_mesh(value *v) {
     char why[256];
     dt_mesh_desc sizes = { int_of(v, O_DP), int_of(v, O_TP), int_of(v, O_CP), int_of(v, O_PP),
         int_of(v, O_EP) };
-    memcpy(launched.text, launched.by.text, sizeof launched.by.text);
+    memcpy(launched.summary, launched.launcher.text, sizeof launched.launcher.text);
     resolve_device(v);
     if (is_tcp(v))
         resolve_tcp(v);
     else if (launched.size)
         resolve_mpi(v);
     else
-        refuse_alone(v);
+        refuse_launcher(v);
     if (!v[O_RANKS].text)
         compute(&v[O_RANKS],
             (int64_t)(sizes.dp ? sizes.dp : 1) * sizes.tp * sizes.cp * sizes.pp * sizes.ep);
-    if (dt_mesh_sizes(&sizes, int_of(v, O_RANKS), why, sizeof why) != DT_OK) refuse("%s", why);
+    if (dt_mesh_resolve(&sizes, int_of(v, O_RANKS), why, sizeof why) != DT_OK) refuse("%s", why);
     if (!v[O_DP].text) compute(&v[O_DP], sizes.dp);
     return sizes;
 }
 
-/* B = b a R: two of them give the third, three must agree. */
+/* B = b a R for batch, micro-batch, accumulation and replicas: two of B, b and a give the third;
+   three must agree. */
 static void resolve_batch(value *v, int replicas, int pp) {
     int64_t B = long_of(v, O_BATCH), b = long_of(v, O_MICRO_BATCH), a = long_of(v, O_ACCUM),
             R = replicas;
-    const char *preset = v[O_BATCH].from == GIVEN ? "" : " (its default)";
+    const char *is_default = v[O_BATCH].from == GIVEN ? "" : " (its default)";
     if (b && a && v[O_BATCH].from == GIVEN && B != b * a * R)
         refuse("--batch %lld is not --micro-batch %lld x --accum %lld x %lld replicas; use --batch "
                "%lld, or leave one "
@@ -1459,16 +1477,16 @@ static void resolve_batch(value *v, int replicas, int pp) {
     if (b && a && v[O_BATCH].from != GIVEN) compute(&v[O_BATCH], B = b * a * R);
     if (B > table[O_BATCH].hi)
         refuse("a batch of %lld sequences; the most is %.0f", (long long)B, table[O_BATCH].hi);
-    int64_t unit = (b ? b : 1) * (a ? a : 1) * R;
-    if (B % unit != 0 && (b || a))
+    int64_t divisor = (b ? b : 1) * (a ? a : 1) * R;
+    if (B % divisor != 0 && (b || a))
         refuse("--batch %lld%s is not a multiple of %s %lld x %lld replicas; use --batch %lld",
-            (long long)B, preset, b ? "--micro-batch" : "--accum", (long long)(b ? b : a),
-            (long long)R, (long long)(B / unit + 1) * unit);
-    if (B % unit != 0)
+            (long long)B, is_default, b ? "--micro-batch" : "--accum", (long long)(b ? b : a),
+            (long long)R, (long long)(B / divisor + 1) * divisor);
+    if (B % divisor != 0)
         refuse("--batch %lld%s does not divide over %lld replicas; use --batch %lld", (long long)B,
-            preset, (long long)R, (long long)(B / unit + 1) * unit);
-    /* a pipeline wants as many micro-batches as ranks */
-    if (!a && !b && pp > 1) a = divisor_above(B / R, pp);
+            is_default, (long long)R, (long long)(B / divisor + 1) * divisor);
+    /* a pipeline needs at least as many micro-batches as ranks to keep all of them busy */
+    if (!a && !b && pp > 1) a = smallest_divisor(B / R, pp);
     if (a)
         compute(&v[O_ACCUM], a);
     else
@@ -1476,7 +1494,7 @@ static void resolve_batch(value *v, int replicas, int pp) {
     if (!b) compute(&v[O_MICRO_BATCH], B / (long_of(v, O_ACCUM) * R));
 }
 
-static int64_t greatest_divisor(int64_t a, int64_t b) {
+static int64_t gcd(int64_t a, int64_t b) {
     while (b) {
         int64_t rest = a % b;
         a = b;
@@ -1485,11 +1503,11 @@ static int64_t greatest_divisor(int64_t a, int64_t b) {
     return a;
 }
 
-#define RAMP_MOST 1e15 /* integers up to it are exact as doubles */
+#define RAMP_MAX 1e15 /* integers up to it are exact as doubles */
 
-/* START:INCR:SAMPLES. Without --micro-batch and --accum it also says the micro-batch: the largest
-   that divides all. */
-static dt_batch_ramp read_ramp(value *v, int replicas) {
+/* Reads START:INCR:SAMPLES. Without --micro-batch and --accum the micro-batch becomes the largest
+   that divides START, INCR and the batch. */
+static dt_batch_ramp parse_ramp(value *v, int replicas) {
     const char *text = v[O_BATCH_RAMP].text;
     dt_batch_ramp ramp = { 0, 0, 0, 0 };
     int64_t *parts[3] = { &ramp.start, &ramp.incr, &ramp.samples };
@@ -1497,13 +1515,13 @@ static dt_batch_ramp read_ramp(value *v, int replicas) {
     for (int i = 0; i < 3; i++) {
         double x = 0;
         size_t n = decimal(text, 0, &x);
-        if (!n || text[n] != (i < 2 ? ':' : 0) || !(x >= 1 && x <= RAMP_MOST))
+        if (!n || text[n] != (i < 2 ? ':' : 0) || !(x >= 1 && x <= RAMP_MAX))
             refuse("--batch-ramp %s: not START:INCR:SAMPLES, three whole numbers from 1 to %.12g",
-                v[O_BATCH_RAMP].text, RAMP_MOST);
+                v[O_BATCH_RAMP].text, RAMP_MAX);
         *parts[i] = (int64_t)x;
         text += n + 1;
     }
-    int64_t all = greatest_divisor(greatest_divisor(ramp.start, ramp.incr), long_of(v, O_BATCH));
+    int64_t all = gcd(gcd(ramp.start, ramp.incr), long_of(v, O_BATCH));
     if (!v[O_MICRO_BATCH].text && !v[O_ACCUM].text)
         compute(&v[O_MICRO_BATCH],
             all % replicas == 0 && all <= table[O_MICRO_BATCH].hi ? all / replicas : 1);
@@ -1519,10 +1537,11 @@ static void check_ramp(const value *v, dt_batch_ramp *ramp, int replicas) {
         (long long)ramp->batch, (long long)long_of(v, O_MICRO_BATCH), replicas, why);
 }
 
-/* dt reads 0 as "the default"; a number this small is 0 in effect. */
-static double nearly(double x) { return x == 0 ? 1e-300 : x; }
+/* dt_zero_desc reads 0 as "the default", so an explicit 0 is passed as a tiny number. */
+static double tiny_if_zero(double x) { return x == 0 ? 1e-300 : x; }
 
-/* 1-bit Adam exchanges no gradients that could be shared out or summed in a tree. */
+/* 1-bit Adam exchanges compressed momentum instead of gradients, so ZeRO and --reduce tree do not
+   apply. */
 static void resolve_onebit(value *v) {
     int onebit = strcmp(v[O_OPTIMIZER].text, "onebit-adam") == 0;
     if (!onebit && v[O_FREEZE_STEPS].text)
@@ -1543,8 +1562,8 @@ static dt_zero_desc resolve_optimizer(value *v) {
     resolve_onebit(v);
     return (dt_zero_desc){ .stage = int_of(v, O_ZERO),
         .optimizer = kinds[int_of(v, O_OPTIMIZER)],
-        .beta1 = nearly(v[O_BETA1].number),
-        .beta2 = nearly(v[O_BETA2].number),
+        .beta1 = tiny_if_zero(v[O_BETA1].number),
+        .beta2 = tiny_if_zero(v[O_BETA2].number),
         .eps = v[O_EPS].number,
         .momentum = v[O_MOMENTUM].number,
         .freeze_steps = int_of(v, O_FREEZE_STEPS),
@@ -1554,7 +1573,7 @@ static dt_zero_desc resolve_optimizer(value *v) {
         .no_overlap = !int_of(v, O_OVERLAP) };
 }
 
-/* The loss scale, and who shares what out with whom. */
+/* Loss scale, shard group and offload. */
 static void resolve_zero(value *v, dt_mesh_desc mesh, dt_zero_desc *z) {
     int ranks = mesh.dp * mesh.ep * mesh.cp, group = int_of(v, O_SHARD_GROUP);
     size_t n = 0;
@@ -1570,24 +1589,23 @@ static void resolve_zero(value *v, dt_mesh_desc mesh, dt_zero_desc *z) {
         refuse("--loss-scale %s: not dynamic, nor a number above 0", text);
     z->keep_gathered = v[O_ZERO3_KEEP].number != 0;
     if (z->keep_gathered && z->stage < 3)
-        refuse("--zero3-keep on needs --zero 3: with --zero %d nothing is gathered for a use",
-            z->stage);
+        refuse(
+            "--zero3-keep on needs --zero 3: with --zero %d values are never gathered", z->stage);
     z->shard_group = group;
     if (group && z->stage == 0)
-        refuse(
-            "--shard-group %d needs --zero 1, 2 or 3: with --zero 0 nothing is shared out", group);
+        refuse("--shard-group %d needs --zero 1, 2 or 3: with --zero 0 nothing is sharded", group);
     const char *optim = v[O_OFFLOAD_OPTIM].text, *params = v[O_OFFLOAD_PARAMS].text;
     z->offload_optim = strcmp(optim, "none") == 0 ? NULL : optim;
     z->offload_params = strcmp(params, "none") == 0 ? NULL : params;
-    const char *places[] = { z->offload_optim, z->offload_params };
+    const char *targets[] = { z->offload_optim, z->offload_params };
     for (int i = 0; i < 2; i++) {
-        int folder = places[i] && strcmp(places[i], "cpu") != 0 && !v[O_DRY_RUN].number;
-        if (folder && !check_kind(i ? O_OFFLOAD_PARAMS : O_OFFLOAD_OPTIM, places[i], A_DIRECTORY))
+        int folder = targets[i] && strcmp(targets[i], "cpu") != 0 && !v[O_DRY_RUN].number;
+        if (folder && !check_kind(i ? O_OFFLOAD_PARAMS : O_OFFLOAD_OPTIM, targets[i], A_DIRECTORY))
             refuse("--offload-%s %s: there is no such folder; make it, or use cpu or none",
-                i ? "params" : "optim", places[i]);
+                i ? "params" : "optim", targets[i]);
     }
     if (z->offload_params && z->stage < 3)
-        refuse("--offload-params %s needs --zero 3: with --zero %d every rank has whole values",
+        refuse("--offload-params %s needs --zero 3: with --zero %d every rank holds all values",
             params, z->stage);
     if (z->offload_optim && z->optimizer == DT_ONEBIT_ADAM)
         refuse("--optimizer onebit-adam exchanges its state, so it is not offloaded; use "
@@ -1598,48 +1616,47 @@ static void resolve_zero(value *v, dt_mesh_desc mesh, dt_zero_desc *z) {
     if (group && ranks % group != 0)
         refuse("--shard-group %d does not divide the %d ranks of the data group (dp %d x cp %d); "
                "use --shard-group %d",
-            group, ranks, mesh.dp * mesh.ep, mesh.cp, (int)divisor_below(ranks, group));
+            group, ranks, mesh.dp * mesh.ep, mesh.cp, (int)largest_divisor(ranks, group));
 }
 
-/* Whether heads and tokens can be cut as the mesh wants. */
-static void resolve_cuts(const value *v, dt_mesh_desc mesh, gpt_config *m) {
+/* Checks that heads, tokens and experts divide over the mesh. */
+static void resolve_sharding(const value *v, dt_mesh_desc mesh, gpt_config *m) {
     char why[300];
     int64_t tokens = int_of(v, O_SEQ) / mesh.cp;
     m->sp = v[O_SP].number != 0;
     m->cp_kind = int_of(v, O_CP_KIND);
     if (m->heads % mesh.tp != 0)
         refuse("--tp %d does not divide --heads %d; use --tp %d", mesh.tp, m->heads,
-            (int)divisor_below(m->heads, mesh.tp));
+            (int)largest_divisor(m->heads, mesh.tp));
     if (m->kv_heads % mesh.tp != 0 && mesh.tp % m->kv_heads != 0)
         refuse("--tp %d and --kv-heads %d: one must divide the other; use --tp %d", mesh.tp,
-            m->kv_heads, (int)divisor_below(m->kv_heads, mesh.tp));
+            m->kv_heads, (int)largest_divisor(m->kv_heads, mesh.tp));
     int keys = m->kv_heads < mesh.tp ? 1 : m->kv_heads / mesh.tp;
-    if (dt_context_check(m->cp_kind, int_of(v, O_SEQ), mesh.cp, m->heads / mesh.tp, keys, why,
+    if (dt_cp_check(m->cp_kind, int_of(v, O_SEQ), mesh.cp, m->heads / mesh.tp, keys, why,
             sizeof why) != DT_OK)
         refuse("%s", why);
     if (m->sp && tokens % mesh.tp != 0)
-        refuse("--sp on cuts the %lld tokens of a rank (--seq %d over --cp %d) over --tp %d, which "
-               "does not divide "
-               "them; use --seq %lld",
+        refuse("--sp on shards the %lld tokens of a rank (--seq %d over --cp %d) over --tp %d, "
+               "which does not divide them; use --seq %lld",
             (long long)tokens, int_of(v, O_SEQ), mesh.cp, mesh.tp,
             (long long)((tokens / mesh.tp + 1) * mesh.tp * mesh.cp));
     if (m->experts % mesh.ep != 0)
         refuse("--ep %d does not divide --experts %d; use --ep %d", mesh.ep, m->experts,
-            (int)divisor_below(m->experts, mesh.ep));
+            (int)largest_divisor(m->experts, mesh.ep));
     if (v[O_SAVE_MODEL].text && m->experts)
-        refuse("--save-model writes what others read, who have no such mixtures; use --save with "
-               "--experts");
+        refuse("--save-model: the formats of other programs have no such MoE layers; use --save "
+               "with --experts");
 }
 
-/* A list of half layers, one number for each stage: the first has the embedding too, the last the
-   head. */
-static void read_partition(const value *v, train_config *c, int stages) {
+/* Reads a list of half layers, one number per stage. The first stage has the embedding too, the
+   last stage the head. */
+static void parse_partition(const value *v, train_config *c, int stages) {
     const char *at = v[O_PARTITION].text, *list = at;
     int64_t sum = 0, halves = 2 * c->model.layers;
     int n = 0;
     for (; *at; n++) {
         double count = 0;
-        int ends = n == 0 || n == stages - 1; /* these have something else */
+        int ends = n == 0 || n == stages - 1; /* may have no half layer, only embedding or head */
         const char *end = at + decimal(at, 0, &count);
         if (end == at || (*end && *end != ',') || (*end == ',' && !end[1]) || count < !ends ||
             count > (double)halves)
@@ -1648,7 +1665,7 @@ static void read_partition(const value *v, train_config *c, int stages) {
                    "each but the first and the last",
                 list, stages);
         sum += (int64_t)count;
-        if (n < stages) c->cut[n + 1] = (int)(1 + sum + (n == stages - 1));
+        if (n < stages) c->stage_begin[n + 1] = (int)(1 + sum + (n == stages - 1));
         at = *end ? end + 1 : end;
     }
     if (n != stages || sum != halves)
@@ -1659,7 +1676,7 @@ static void read_partition(const value *v, train_config *c, int stages) {
             (long long)halves);
 }
 
-/* Stages of the pipeline, and what each has. */
+/* The pipeline's schedule, its stages, and the items of each stage. */
 static void resolve_pipeline(value *v, train_config *c) {
     static const int kinds[] = { DT_SCHEDULE_NAIVE, DT_SCHEDULE_AFAB, DT_SCHEDULE_1F1B,
         DT_SCHEDULE_INTERLEAVED, DT_SCHEDULE_ZB };
@@ -1670,8 +1687,7 @@ static void resolve_pipeline(value *v, train_config *c) {
     if (!v[O_CHUNKS].text) compute(&v[O_CHUNKS], interleaved ? 2 : 1);
     c->chunks = int_of(v, O_CHUNKS);
     if (c->chunks > 1 && c->mesh.pp == 1)
-        refuse(
-            "--chunks %d cuts a rank's part of a pipeline; use --pp 2 or more with it", c->chunks);
+        refuse("--chunks %d divides a rank's part of a pipeline; use --pp 2 or more", c->chunks);
     if (c->chunks > 1 && !interleaved)
         refuse("--chunks %d: schedule %s gives each rank one stage; use --schedule interleaved",
             c->chunks, v[O_SCHEDULE].text);
@@ -1681,26 +1697,26 @@ static void resolve_pipeline(value *v, train_config *c) {
                "attentions, MLPs, head; use --pp %d",
             c->mesh.pp, c->chunks, items, c->model.layers, items / c->chunks);
     stages = c->mesh.pp * c->chunks;
-    c->by_cost = strcmp(v[O_PARTITION].text, "cost") == 0 && stages > 1;
+    c->partition_by_cost = strcmp(v[O_PARTITION].text, "cost") == 0 && stages > 1;
     if (strcmp(v[O_PARTITION].text, "even") != 0 && strcmp(v[O_PARTITION].text, "cost") != 0) {
-        read_partition(v, c, stages);
+        parse_partition(v, c, stages);
         return;
     }
     double same[2 * GPT_MAX_LAYERS + 2];
     for (int i = 0; i < items; i++) same[i] = 1;
-    if (dt_stage_cut(same, items, stages, c->cut, why, sizeof why) != DT_OK) refuse("%s", why);
+    if (dt_partition_stages(same, items, stages, c->stage_begin, why, sizeof why) != DT_OK)
+        refuse("%s", why);
 }
 
-/* Checkpoints, and starting again from them. */
-static void resolve_saving(const value *v, train_config *c) {
+/* Checkpoints and restarts. */
+static void resolve_checkpoints(const value *v, train_config *c) {
     static const int need[] = { O_SAVE_EVERY, O_KEEP, O_MAX_RESTARTS, O_SAVE_BACKGROUND };
     for (size_t i = 0; i < sizeof need / sizeof *need && !v[O_SAVE].text; i++)
         if (v[need[i]].number > 0)
             refuse("--%s %s needs --save DIR", table[need[i]].name, v[need[i]].text);
     if (v[O_MAX_RESTARTS].number > 0 && (launched.size || is_tcp(v)))
-        refuse("--max-restarts %s is for --backend threads and procs: who started these ranks can "
-               "start them again, "
-               "with --resume",
+        refuse("--max-restarts %s is for --backend threads and procs: let the launcher of these "
+               "ranks restart them, with --resume",
             v[O_MAX_RESTARTS].text);
     if (v[O_MIN_RANKS].text && v[O_MAX_RESTARTS].number == 0)
         refuse("--min-ranks %s says how few ranks a restart may have; use --max-restarts N with it",
@@ -1723,15 +1739,14 @@ static train_config resolve(value *v) {
     train_config c = {
         .model = resolve_model(v), .mesh = resolve_mesh(v), .zero = resolve_optimizer(v)
     };
-    resolve_cuts(v, c.mesh, &c.model);
+    resolve_sharding(v, c.mesh, &c.model);
     resolve_zero(v, c.mesh, &c.zero);
-    c.ramp = read_ramp(v, c.mesh.dp * c.mesh.ep);
+    c.ramp = parse_ramp(v, c.mesh.dp * c.mesh.ep);
     resolve_batch(v, c.mesh.dp * c.mesh.ep, c.mesh.pp);
     resolve_pipeline(v, &c);
     check_ramp(v, &c.ramp, c.mesh.dp * c.mesh.ep);
     c.svg = v[O_SCHEDULE_SVG].text;
-    if (c.svg && c.mesh.pp == 1)
-        refuse("--schedule-svg draws a pipeline; use --pp 2 or more with it");
+    if (c.svg && c.mesh.pp == 1) refuse("--schedule-svg draws a pipeline; use --pp 2 or more");
     if (!v[O_STOP_AT].text) compute(&v[O_STOP_AT], long_of(v, O_STEPS));
     if (!v[O_LR_STEPS].text) compute(&v[O_LR_STEPS], long_of(v, O_STEPS));
     if (v[O_STOP_AT].number > v[O_STEPS].number)
@@ -1750,14 +1765,14 @@ static train_config resolve(value *v) {
     c.stop_at = long_of(v, O_STOP_AT);
     c.eval_every = long_of(v, O_EVAL_EVERY);
     c.shuffle = v[O_SHUFFLE].number != 0;
-    resolve_saving(v, &c);
+    resolve_checkpoints(v, &c);
     return c;
 }
 
 // ==== 7. Data ===================================================================================
 
-/* Refuses what cannot be read. Whether it is one of llm.c's token shards, which begin with their
-   magic number. */
+/* Refuses a file that cannot be read. Returns whether it is an llm.c token shard, by its magic
+   number. */
 static int check_file(int id, const char *path) {
     unsigned char head[4] = { 0 };
     int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
@@ -1769,10 +1784,10 @@ static int check_file(int id, const char *path) {
     return got == (ssize_t)sizeof head && (magic == 20240520 || magic == 20240801);
 }
 
-/* Looks through the first `most` sequences of token shards, as they are read: each id must be below
-   the vocabulary. */
+/* Reads the first `most` sequences of token shards in the order of training. Every id must be below
+   the vocabulary size. */
 static void check_tokens(const value *v, int id, train_files *files, int64_t most) {
-    dt_ctx *ctx = look();
+    dt_ctx *ctx = probe_ctx();
     int T = int_of(v, O_SEQ), largest = 0;
     dt_text *text = dt_text_open(ctx, (const char *const *)files->path, files->count, 1);
     int32_t *ids = (int32_t *)dt_alloc(ctx, DT_MEM_HOST, 2 * sizeof *ids * (size_t)T, "ids");
@@ -1781,8 +1796,8 @@ static void check_tokens(const value *v, int id, train_files *files, int64_t mos
         dt_text_close(text);
         text = dt_text_open(ctx, (const char *const *)files->path, files->count, T);
         int64_t S = dt_text_sequences(text);
-        /* more are refused */
-        int shuffle = id == O_DATA && v[O_SHUFFLE].number && S <= DT_SAMPLER_SHUFFLED;
+        /* find_text refuses to shuffle more sequences */
+        int shuffle = id == O_DATA && v[O_SHUFFLE].number && S <= DT_SAMPLER_MAX_SHUFFLED;
         dt_sampler *order = dt_sampler_make(ctx, (dt_sampler_desc){ .samples = S,
                                                      .replicas = 1,
                                                      .seed = (uint64_t)v[O_SEED].number,
@@ -1793,14 +1808,14 @@ static void check_tokens(const value *v, int id, train_files *files, int64_t mos
         }
     }
     dt_free(ctx, DT_MEM_HOST, ids, 2 * sizeof *ids * (size_t)T);
-    if (dt_error(ctx) != DT_OK) refuse("--%s: %s", table[id].name, bare(ctx));
+    if (dt_error(ctx) != DT_OK) refuse("--%s: %s", table[id].name, error_without_rank(ctx));
     dt_ctx_free(ctx);
     if (largest >= int_of(v, O_VOCAB))
         refuse("--%s %s holds token %d, but --vocab is %d; use --vocab %d", table[id].name,
             v[id].text, largest, int_of(v, O_VOCAB), largest + 1);
 }
 
-/* most: sequences that the run reads. */
+/* Finds the files of --data or --val and checks them. most: sequences that the run reads. */
 static void find_text(const value *v, int id, train_files *files, int64_t most) {
     const char *path = v[id].text, *name = table[id].name;
     int64_t seq = int_of(v, O_SEQ);
@@ -1835,15 +1850,15 @@ static void find_text(const value *v, int id, train_files *files, int64_t most) 
                "--seq %lld or less",
             name, path, (long long)files->tokens, unit, (long long)seq + 1, (long long)seq,
             (long long)files->tokens - 1);
-    if (id == O_DATA && v[O_SHUFFLE].number && (files->tokens - 1) / seq > DT_SAMPLER_SHUFFLED)
+    if (id == O_DATA && v[O_SHUFFLE].number && (files->tokens - 1) / seq > DT_SAMPLER_MAX_SHUFFLED)
         refuse("--shuffle on: %s has %lld sequences of --seq %lld; at most %d can be shuffled; use "
                "--seq %lld or more",
-            path, (long long)((files->tokens - 1) / seq), (long long)seq, DT_SAMPLER_SHUFFLED,
-            (long long)((files->tokens - 1) / (DT_SAMPLER_SHUFFLED + 1) + 1));
+            path, (long long)((files->tokens - 1) / seq), (long long)seq, DT_SAMPLER_MAX_SHUFFLED,
+            (long long)((files->tokens - 1) / (DT_SAMPLER_MAX_SHUFFLED + 1) + 1));
 }
 
-/* Checks before the first step that a file can be written after the last one. Creates nothing. */
-static void check_written(int id, const char *path) {
+/* Checks before the first step that a file can be written after the last step. Creates nothing. */
+static void check_writable(int id, const char *path) {
     const char *slash = strrchr(path, '/');
     char folder[4096];
     int length = snprintf(
@@ -1851,7 +1866,8 @@ static void check_written(int id, const char *path) {
     check_kind(id, path, A_FILE);
     if (length >= (int)sizeof folder)
         refuse("--%s %.80s...: the path is too long", table[id].name, path);
-    if (access(folder, W_OK | X_OK) != 0) /* a new file is renamed to that name */
+    if (access(folder, W_OK | X_OK) !=
+        0) /* the output is written to a new file, which is renamed */
         refuse("--%s %s: %s", table[id].name, path, strerror(errno));
 }
 
@@ -1860,19 +1876,19 @@ static int same_file(const char *path, const struct stat *other) {
     return stat(path, &st) == 0 && st.st_dev == other->st_dev && st.st_ino == other->st_ino;
 }
 
-/* The run's output files, each by the option that names it. */
+/* An output file of the run, and the option that names it. */
 typedef struct output {
     int option;
     char path[4096];
 } output;
-enum { OUTPUTS = 6 };
+enum { MAX_OUTPUTS = 6 };
 
 static int is_llmc(const char *path) {
     size_t n = strlen(path);
     return n > 4 && strcmp(path + n - 4, ".bin") == 0;
 }
 
-static int find_outputs(const value *v, output out[OUTPUTS]) {
+static int find_outputs(const value *v, output out[MAX_OUTPUTS]) {
     static const int named[] = { O_LOG_CSV, O_TRACE, O_SCHEDULE_SVG };
     static const char *const saved[] = { "/model.safetensors", "/model.safetensors.index.json",
         "/config.json" };
@@ -1890,25 +1906,27 @@ static int find_outputs(const value *v, output out[OUTPUTS]) {
     return n;
 }
 
-static void keep_one(const output *out, const struct stat *there, int reader, const char *path) {
+static void refuse_overwrite(
+    const output *out, const struct stat *there, int reader, const char *path) {
     if (path && same_file(path, there))
         refuse("--%s would overwrite %s, which --%s reads; use another name",
             table[out->option].name, out->path, table[reader].name);
 }
 
-/* Refuses an output that is also an input or another output. models: the files of --model. */
-static void keep_inputs(const value *v, const train_config *c, const train_files *models) {
+/* Refuses an output file that is also an input or another output. models: the files of --model. */
+static void check_overwrites(const value *v, const train_config *c, const train_files *models) {
     const train_files *in[3] = { &c->data, &c->val, models };
     const int ids[3] = { O_DATA, O_VAL, O_MODEL };
-    output out[OUTPUTS];
+    output out[MAX_OUTPUTS];
     int n = find_outputs(v, out);
     for (int o = 0; o < n; o++) {
         struct stat st;
         int exists = stat(out[o].path, &st) == 0, device = exists && !S_ISREG(st.st_mode);
         for (int k = 0; k < 3 && exists; k++)
-            for (int i = 0; i < in[k]->count; i++) keep_one(&out[o], &st, ids[k], in[k]->path[i]);
-        if (exists) keep_one(&out[o], &st, O_CONFIG, v[O_CONFIG].text);
-        if (exists) keep_one(&out[o], &st, O_TOKEN_FILE, v[O_TOKEN_FILE].text);
+            for (int i = 0; i < in[k]->count; i++)
+                refuse_overwrite(&out[o], &st, ids[k], in[k]->path[i]);
+        if (exists) refuse_overwrite(&out[o], &st, O_CONFIG, v[O_CONFIG].text);
+        if (exists) refuse_overwrite(&out[o], &st, O_TOKEN_FILE, v[O_TOKEN_FILE].text);
         for (int k = 0; k < o && !device; k++)
             if (strcmp(out[k].path, out[o].path) == 0 || (exists && same_file(out[k].path, &st)))
                 refuse("--%s and --%s would both write %s; use another name",
@@ -1916,7 +1934,8 @@ static void keep_inputs(const value *v, const train_config *c, const train_files
     }
 }
 
-/* Another training's checkpoints in the folder of --save would be mistaken for this one's. */
+/* Refuses a --save folder with checkpoints of another run, which a later --resume would mistake for
+   this run's. */
 static void check_save(const value *v) {
     const char *save = v[O_SAVE].text, *resume = v[O_RESUME].text;
     char path[4096], newest[64];
@@ -1940,7 +1959,7 @@ static void check_save(const value *v) {
         newest, save);
 }
 
-/* What the run will write must be possible, and must not be what it reads. */
+/* Checks that every output can be written and that none overwrites an input. */
 static void check_outputs(const value *v, const train_config *c) {
     static const char *const endings[] = { ".safetensors", ".json", ".bin", NULL };
     const char *model = v[O_MODEL].text, *folder = v[O_SAVE_MODEL].text;
@@ -1954,7 +1973,7 @@ static void check_outputs(const value *v, const train_config *c) {
         train_files_add_dir(&models, S_ISDIR(st.st_mode) ? model : path, endings);
         if (!S_ISDIR(st.st_mode)) train_files_add(&models, model, 0);
     }
-    keep_inputs(v, c, &models);
+    check_overwrites(v, c, &models);
     train_files_free(&models);
     if (!v[O_DRY_RUN].number) check_save(v);
     if (!folder) return;
@@ -1967,7 +1986,7 @@ static void check_outputs(const value *v, const train_config *c) {
             refuse("--save-model %s: llm.c's models are tied GPT-2 with --ffn 4 x --width, in "
                    "f32 or bf16; use a folder, for safetensors",
                 folder);
-        check_written(O_SAVE_MODEL, folder);
+        check_writable(O_SAVE_MODEL, folder);
         return;
     }
     if (mkdir(folder, 0777) != 0 && errno != EEXIST)
@@ -1978,35 +1997,37 @@ static void check_outputs(const value *v, const train_config *c) {
 
 // ==== 8. Settings block =========================================================================
 
-/* "0.5 + 3.5 layers": the embedding and the head are not counted. */
+/* Prints the layers per stage, as in "0.5 + 3.5", without embedding and head, and the bubble of a
+   simulation. */
 static void print_stages(const train_config *c) {
     int stages = c->mesh.pp * c->chunks, items = 2 * c->model.layers + 2;
     line out = { .fd = 1 };
-    say(&out, "stages  ");
-    for (int s = 0; s < stages && !c->by_cost; s++) {
-        int halves = c->cut[s + 1] - c->cut[s] - (s == 0) - (c->cut[s + 1] == items);
-        say(&out, "%s%s%g%s", s ? " + " : "", s == 0 ? "embedding, " : "", halves / 2.0,
+    line_printf(&out, "stages  ");
+    for (int s = 0; s < stages && !c->partition_by_cost; s++) {
+        int halves =
+            c->stage_begin[s + 1] - c->stage_begin[s] - (s == 0) - (c->stage_begin[s + 1] == items);
+        line_printf(&out, "%s%s%g%s", s ? " + " : "", s == 0 ? "embedding, " : "", halves / 2.0,
             s == stages - 1 ? ", head" : "");
     }
-    say(&out, "%s\n",
-        c->by_cost ? "cut by the measured cost of half layers, embedding and head" : "   (layers)");
-    dt_ctx *ctx = look();
+    line_printf(&out, "%s\n",
+        c->partition_by_cost ? "cut by the measured cost of half layers, embedding and head"
+                             : "   (layers)");
+    dt_ctx *ctx = probe_ctx();
     double v = c->chunks;
     dt_schedule *schedule = dt_schedule_make(ctx,
         (dt_schedule_desc){
             .kind = c->schedule, .ranks = c->mesh.pp, .micros = c->accum, .chunks = c->chunks });
-    size_t bytes = (size_t)dt_schedule_first(schedule, c->mesh.pp) * sizeof(dt_span);
+    size_t bytes = (size_t)dt_schedule_offset(schedule, c->mesh.pp) * sizeof(dt_span);
     dt_span *spans = (dt_span *)dt_alloc(ctx, DT_MEM_HOST, bytes, "a simulation");
     if (spans && dt_schedule_simulate(schedule, (dt_schedule_costs){ 1 / v, 1 / v, 1 / v, NULL, 0 },
                      spans) == DT_OK) {
-        dt_schedule_bubble b = dt_schedule_idle(schedule, spans, -1);
-        say(&out,
-            "bubble  %s: %.1f%% of ideal, %.1f%% of total, if all stages are alike and a backward "
-            "is two "
-            "forwards\n",
-            dt_schedule_name(schedule), 100 * b.of_work, 100 * b.of_total);
+        dt_schedule_bubble b = dt_schedule_bubble_of(schedule, spans, -1);
+        line_printf(&out,
+            "bubble  %s: %.1f%% of ideal, %.1f%% of total, if all stages are equal and a backward "
+            "takes two forwards\n",
+            dt_schedule_name(schedule), 100 * b.idle_per_work, 100 * b.idle_per_makespan);
     }
-    if (dt_error(ctx) != DT_OK) refuse("%s", bare(ctx));
+    if (dt_error(ctx) != DT_OK) refuse("%s", error_without_rank(ctx));
     dt_free(ctx, DT_MEM_HOST, spans, bytes);
     dt_ctx_free(ctx);
 }
@@ -2016,58 +2037,59 @@ static void print_settings(const value *v, const train_config *c) {
     const gpt_config *m = &c->model;
     int column = 0;
     line out = { .fd = 1 };
-    say(&out, "dt %d.%d.%d   %s %s   %s ranks   mesh dp%d", DT_VERSION / 1000,
+    line_printf(&out, "dt %d.%d.%d   %s %s   %s ranks   mesh dp%d", DT_VERSION / 1000,
         DT_VERSION / 100 % 10, DT_VERSION % 100, v[O_DEVICE].text, v[O_BACKEND].text,
         v[O_RANKS].text, c->mesh.dp);
-    if (c->mesh.cp > 1) say(&out, " x cp%d %s", c->mesh.cp, v[O_CP_KIND].text);
-    if (c->mesh.tp > 1) say(&out, " x tp%d%s", c->mesh.tp, m->sp ? " with sp" : "");
-    if (c->mesh.ep > 1) say(&out, " x ep%d", c->mesh.ep);
-    if (c->mesh.pp > 1) say(&out, " x pp%d %s", c->mesh.pp, v[O_SCHEDULE].text);
-    if (c->chunks > 1) say(&out, " of %d chunks", c->chunks);
-    say(&out, "   zero %s", v[O_ZERO].text);
-    if (c->zero.shard_group) say(&out, " in groups of %d", c->zero.shard_group);
-    say(&out, "\n");
-    say(&out, "launch  %s\n", launched.text);
-    if (*launched.device) say(&out, "device  %s\n", launched.device);
+    if (c->mesh.cp > 1) line_printf(&out, " x cp%d %s", c->mesh.cp, v[O_CP_KIND].text);
+    if (c->mesh.tp > 1) line_printf(&out, " x tp%d%s", c->mesh.tp, m->sp ? " with sp" : "");
+    if (c->mesh.ep > 1) line_printf(&out, " x ep%d", c->mesh.ep);
+    if (c->mesh.pp > 1) line_printf(&out, " x pp%d %s", c->mesh.pp, v[O_SCHEDULE].text);
+    if (c->chunks > 1) line_printf(&out, " of %d chunks", c->chunks);
+    line_printf(&out, "   zero %s", v[O_ZERO].text);
+    if (c->zero.shard_group) line_printf(&out, " in groups of %d", c->zero.shard_group);
+    line_printf(&out, "\n");
+    line_printf(&out, "launch  %s\n", launched.summary);
+    if (*launched.device_note) line_printf(&out, "device  %s\n", launched.device_note);
     if (v[O_CONFIG].text)
-        say(&out, "config  %s%s%s\n", v[O_CONFIG].text,
-            *config.ignored ? "   no meaning here:" : "", config.ignored);
-    say(&out, "model   %s   %d layers   %d wide   %d heads   %.2f M parameters   %s\n",
-        v[O_ARCH].text, m->layers, m->width, m->heads, (double)gpt_count(*m) / 1e6,
+        line_printf(&out, "config  %s%s%s\n", v[O_CONFIG].text,
+            *config.ignored ? "   ignored keys:" : "", config.ignored);
+    line_printf(&out, "model   %s   %d layers   %d wide   %d heads   %.2f M parameters   %s\n",
+        v[O_ARCH].text, m->layers, m->width, m->heads, (double)gpt_param_count(*m) / 1e6,
         v[O_DTYPE].text);
     if (c->mesh.pp > 1) print_stages(c);
-    say(&out, "batch   %s = micro-batch %d x accum %d x replicas %d   %lld tokens\n",
+    line_printf(&out, "batch   %s = micro-batch %d x accum %d x replicas %d   %lld tokens\n",
         v[O_BATCH].text, c->micro_batch, c->accum, c->mesh.dp * c->mesh.ep,
         (long long)long_of(v, O_BATCH) * c->seq);
-    say(&out, "data    %s   %d file%s   %lld %s   %lld sequences\n",
+    line_printf(&out, "data    %s   %d file%s   %lld %s   %lld sequences\n",
         v[O_DATA].text ? v[O_DATA].text : "the project's own sources", c->data.count,
         c->data.count == 1 ? "" : "s", (long long)c->data.tokens,
         c->data.shards ? "tokens" : "bytes", (long long)((c->data.tokens - 1) / c->seq));
-    say(&out, "options * given, = computed, others default\n");
+    line_printf(&out, "options * given, = computed, others default\n");
     for (int i = 0; i < N_OPTIONS; i++) {
         const option *o = &table[i];
-        if (!is_option(i) || o->part == LATER || o->kind == FLAG || !v[i].text) continue;
+        if (!is_option(i) || o->availability == NOT_BUILT || o->kind == FLAG || !v[i].text)
+            continue;
         char entry[64];
         snprintf(entry, sizeof entry, "%s %s%s", o->name, v[i].text, sources[v[i].from]);
         if (column++ % 4 == 3)
-            say(&out, "  %s\n", entry);
+            line_printf(&out, "  %s\n", entry);
         else
-            say(&out, "  %-27s", entry);
+            line_printf(&out, "  %-27s", entry);
     }
-    if (column % 4) say(&out, "\n");
-    say(&out, "\n");
+    if (column % 4) line_printf(&out, "\n");
+    line_printf(&out, "\n");
 }
 
 // ==== 9. Output of a run ========================================================================
 
-/* What rank 0 needs to print. */
+/* What rank 0 needs for its output. */
 typedef struct job {
     const value *v;
     train_config config;
-    int csv;           /* a descriptor; -1: none */
-    int csv_stays;     /* it is standard output or no file: do not read or truncate */
+    int csv;           /* file descriptor; -1: none */
+    int csv_is_stream; /* it is standard output or not a regular file: do not read or truncate it */
     double ms, tokens; /* sums over the steps after the first */
-    int64_t steps;     /* made by this run */
+    int64_t steps;     /* completed by this run */
     int attempt;       /* 0: the first */
 } job;
 
@@ -2076,8 +2098,8 @@ static const char *const csv_header =
     "mem_comm,mem_peak,bytes_dp,bytes_tp,bytes_cp,bytes_pp,bytes_ep,val_loss,mfu,"
     "batch,bubble,balance_loss,z_loss,dropped";
 
-/* The share of the ranks' peak that the model's own operations take; recomputation does not count.
-   0: no peak given. */
+/* Model FLOPs utilization: the model's FLOPs per second divided by the ranks' peak. Recompute does
+   not count. 0: no peak given. */
 static double mfu(const job *j, const train_row *row) {
     gpt_config c = j->config.model;
     double peak = j->v[O_PEAK_TFLOPS].number * 1e12 * j->v[O_RANKS].number;
@@ -2086,74 +2108,75 @@ static double mfu(const job *j, const train_row *row) {
 }
 
 static void csv_failed(dt_ctx *ctx, const job *j, int error) {
-    dt_fail(ctx, DT_ERR_IO, "--log-csv %s: %s", j->v[O_LOG_CSV].text, put_reason(error));
+    dt_fail(ctx, DT_ERR_IO, "--log-csv %s: %s", j->v[O_LOG_CSV].text, write_error_text(error));
 }
 
 static void csv_row(dt_ctx *ctx, const job *j, const train_row *row) {
     line out = { .fd = j->csv };
-    say(&out, "%lld,%.17g,%.17g,%.17g,%.3f,%.1f", (long long)row->step, row->loss, row->grad_norm,
-        row->lr, row->ms, row->tokens_per_s);
-    for (int m = 0; m < TRAIN_MEMS; m++) say(&out, ",%.0f", row->mem[m]);
-    for (int a = 0; a < DT_AXES; a++) say(&out, ",%.0f", row->bytes[a]);
-    say(&out, ","); /* what was not measured stays empty */
-    if (isfinite(row->val_loss)) say(&out, "%.17g", row->val_loss);
-    say(&out, ",");
-    if (mfu(j, row) > 0) say(&out, "%.6g", mfu(j, row));
-    say(&out, ",%lld,%.6g,%.17g,%.17g,%.17g\n", (long long)row->batch, row->bubble, row->balance,
-        row->z, row->dropped);
+    line_printf(&out, "%lld,%.17g,%.17g,%.17g,%.3f,%.1f", (long long)row->step, row->loss,
+        row->grad_norm, row->lr, row->ms, row->tokens_per_s);
+    for (int m = 0; m < TRAIN_MEMS; m++) line_printf(&out, ",%.0f", row->mem[m]);
+    for (int a = 0; a < DT_AXES; a++) line_printf(&out, ",%.0f", row->bytes[a]);
+    line_printf(&out, ","); /* a value that was not measured stays empty */
+    if (isfinite(row->val_loss)) line_printf(&out, "%.17g", row->val_loss);
+    line_printf(&out, ",");
+    if (mfu(j, row) > 0) line_printf(&out, "%.6g", mfu(j, row));
+    line_printf(&out, ",%lld,%.6g,%.17g,%.17g,%.17g\n", (long long)row->batch, row->bubble,
+        row->balance, row->z, row->dropped);
     if (out.error) csv_failed(ctx, j, out.error);
 }
 
-/* Seconds as 1:02 or 1:02:03. */
-static void say_time(line *out, double seconds) {
+/* Prints seconds as 1:02 or 1:02:03. */
+static void line_print_time(line *out, double seconds) {
     long long s = (long long)(seconds + 0.5);
     if (s >= 3600)
-        say(out, "%lld:%02lld:%02lld", s / 3600, s / 60 % 60, s % 60);
+        line_printf(out, "%lld:%02lld:%02lld", s / 3600, s / 60 % 60, s % 60);
     else
-        say(out, "%lld:%02lld", s / 60, s % 60);
+        line_printf(out, "%lld:%02lld", s / 60, s % 60);
 }
 
-/* Ends the run if standard output is lost; saves first where it can, as at SIGTERM. */
-static void check_told(dt_ctx *ctx, const job *j) {
-    if (!flag(launched.lost)) return;
+/* Ends the run if standard output is lost. With --save the run saves first, as at SIGTERM. */
+static void check_stdout(dt_ctx *ctx, const job *j) {
+    if (!get_flag(launched.stdout_error)) return;
     if (j->config.stop)
-        set_flag(launched.stop, 1);
+        set_flag(launched.stop_requested, 1);
     else
-        dt_fail(ctx, DT_ERR_IO, "standard output: %s", put_reason(flag(launched.lost)));
+        dt_fail(ctx, DT_ERR_IO, "standard output: %s",
+            write_error_text(get_flag(launched.stdout_error)));
 }
 
 static void on_step(dt_ctx *ctx, const train_row *row, void *user) {
     job *j = (job *)user;
     int64_t left = j->config.stop_at - row->step, before = j->steps++;
     line out = { .fd = 1 };
-    set_flag(launched.steps, 1);
+    set_flag(launched.made_step, 1);
     if (before > 0) j->ms += row->ms, j->tokens += (double)row->batch * j->config.seq;
     if (j->csv >= 0) csv_row(ctx, j, row);
     if (j->v[O_QUIET].number) return;
-    say(&out, "step %4lld/%s | loss %.6f | norm %.4f | lr %.2e | %.1f ms | %.0f tok/s",
+    line_printf(&out, "step %4lld/%s | loss %.6f | norm %.4f | lr %.2e | %.1f ms | %.0f tok/s",
         (long long)row->step, j->v[O_STEPS].text, row->loss, row->grad_norm, row->lr, row->ms,
         row->tokens_per_s);
-    if (mfu(j, row) > 0) say(&out, " | mfu %.1f%%", 100 * mfu(j, row));
-    say(&out, " | comm %.0f%% | bubble %.0f%% | mem %.1f MiB | eta ", 100 * row->comm,
+    if (mfu(j, row) > 0) line_printf(&out, " | mfu %.1f%%", 100 * mfu(j, row));
+    line_printf(&out, " | comm %.0f%% | bubble %.0f%% | mem %.1f MiB | eta ", 100 * row->comm,
         100 * row->bubble, row->mem[TRAIN_PEAK] / 1048576);
-    say_time(&out, (double)left * (before > 0 ? j->ms / (double)before : row->ms) / 1000);
-    say(&out, "\n");
+    line_print_time(&out, (double)left * (before > 0 ? j->ms / (double)before : row->ms) / 1000);
+    line_printf(&out, "\n");
     if (isfinite(row->val_loss))
-        say(&out, "eval %4lld/%s | val loss %.6f on at most %d sequences\n", (long long)row->step,
-            j->v[O_STEPS].text, row->val_loss, TRAIN_EVAL_SEQUENCES);
-    check_told(ctx, j);
+        line_printf(&out, "eval %4lld/%s | val loss %.6f on at most %d sequences\n",
+            (long long)row->step, j->v[O_STEPS].text, row->val_loss, TRAIN_EVAL_SEQUENCES);
+    check_stdout(ctx, j);
 }
 
-/* Samples from a newline on and prints the bytes; of shards, from the last id on (GPT-2's end of
-   text), the ids. On a terminal, control bytes are shown as \xNN; a file or a pipe gets them
-   unchanged. */
+/* Samples n bytes after a newline and prints them; with token shards, samples ids after the last id
+   (GPT-2's end of text) and prints the ids. A terminal gets control bytes as \xNN; a file or a pipe
+   gets them unchanged. */
 static void generate(dt_ctx *ctx, gpt *model, const job *j) {
     int quiet = j->v[O_QUIET].number != 0;
     int n = int_of(j->v, O_GENERATE);
     int32_t *ids = (int32_t *)calloc((size_t)n + 1, sizeof *ids);
     char *bytes = (char *)calloc((size_t)n + 1, 1);
     if (ids && bytes) {
-        int shards = j->config.data.shards; /* all ranks draw the same */
+        int shards = j->config.data.shards; /* all ranks sample the same tokens */
         gpt_sampling how = {
             .temperature = 0.8, .limit = shards ? 0 : 256, .seed = (uint64_t)j->v[O_SEED].number
         };
@@ -2161,16 +2184,16 @@ static void generate(dt_ctx *ctx, gpt *model, const job *j) {
         int first =
             n > 0 && gpt_generate(model, ids, 1, n + 1, how) == DT_OK && dt_ctx_rank(ctx) == 0;
         line out = { .fd = 1 };
-        if (!quiet && first) say(&out, "---\n");
+        if (!quiet && first) line_printf(&out, "---\n");
         for (int i = 0; i < n && first; i++)
             if (shards)
-                say(&out, "%s%d", i > 0 ? " " : "", ids[i + 1]);
+                line_printf(&out, "%s%d", i > 0 ? " " : "", ids[i + 1]);
             else
                 bytes[i] = (char)ids[i + 1];
-        if (first && !shards) add_text(&out, bytes, (size_t)n, isatty(1) ? "\n\t" : NULL);
-        if (first && (!quiet || shards)) say(&out, "\n");
-        if (first && !quiet) say(&out, "---\n");
-        if (first) put_line(&out);
+        if (first && !shards) line_add_text(&out, bytes, (size_t)n, isatty(1) ? "\n\t" : NULL);
+        if (first && (!quiet || shards)) line_printf(&out, "\n");
+        if (first && !quiet) line_printf(&out, "---\n");
+        if (first) flush_line(&out);
     } else
         dt_fail(ctx, DT_ERR_MEM, "--generate %d", n);
     free(bytes);
@@ -2179,19 +2202,19 @@ static void generate(dt_ctx *ctx, gpt *model, const job *j) {
 
 /* ---- checkpoints ---- */
 
-/* A status line that the next one overwrites, on a terminal only. */
+/* Shows a status line, which the next one overwrites. On a terminal only. */
 static void show_progress(const job *j, const char *text) {
-    char over[64];
-    int n = snprintf(over, sizeof over, "\r%-30s\r%s", "", text);
-    if (isatty(2) && !j->v[O_QUIET].number) put(2, over, (size_t)n);
+    char overwrite[64];
+    int n = snprintf(overwrite, sizeof overwrite, "\r%-30s\r%s", "", text);
+    if (isatty(2) && !j->v[O_QUIET].number) write_all(2, overwrite, (size_t)n);
 }
 
 static void on_save(dt_ctx *ctx, const char *path, void *user) {
     const job *j = (const job *)user;
     line out = { .fd = 1 };
     show_progress(j, "");
-    if (!j->v[O_QUIET].number) say(&out, "saved   %s\n", path);
-    check_told(ctx, j);
+    if (!j->v[O_QUIET].number) line_printf(&out, "saved   %s\n", path);
+    check_stdout(ctx, j);
 }
 
 static void on_progress(double done, void *user) {
@@ -2202,7 +2225,7 @@ static void on_progress(double done, void *user) {
 
 /* Opens the log: a file, a FIFO with a reader, or a character device. If the log is standard
    output, duplicates that descriptor, so that both share one file offset. */
-static int open_log(const char *path, int keep, int *stays) {
+static int open_log(const char *path, int keep, int *is_stream) {
     struct stat st, out;
     int there = stat(path, &st) == 0, how = O_CLOEXEC | O_NONBLOCK | O_NOCTTY;
     int file = !there || S_ISREG(st.st_mode),
@@ -2213,34 +2236,33 @@ static int open_log(const char *path, int keep, int *stays) {
     if (fd < 0 && errno == ENXIO && there)
         refuse("--log-csv %s: %s without a reader", path, kind_of(st.st_mode));
     if (fd < 0 || fstat(fd, &st) != 0) refuse("--log-csv %s: %s", path, strerror(errno));
-    *stays = same || !S_ISREG(st.st_mode);
+    *is_stream = same || !S_ISREG(st.st_mode);
     size_t length = strlen(csv_header);
     char first[4096];
-    ssize_t got = *stays || !keep ? 0 : pread(fd, first, length + 1, 0);
+    ssize_t got = *is_stream || !keep ? 0 : pread(fd, first, length + 1, 0);
     if (got > 0 &&
         ((size_t)got <= length || memcmp(first, csv_header, length) != 0 || first[length] != '\n'))
         refuse("--log-csv %s: it is no log, or has other columns than this version's, and --resume "
-               "would drop its "
-               "rows; use another name",
+               "would drop its rows; use another name",
             path);
-    if (!*stays && !keep && ftruncate(fd, 0) != 0)
+    if (!*is_stream && !keep && ftruncate(fd, 0) != 0)
         refuse("--log-csv %s: %s", path, strerror(errno));
-    if (*stays || !keep) {
+    if (*is_stream || !keep) {
         line row = { .fd = fd };
-        say(&row, "%s\n", csv_header);
-        if (row.error) refuse("--log-csv %s: %s", path, put_reason(row.error));
+        line_printf(&row, "%s\n", csv_header);
+        if (row.error) refuse("--log-csv %s: %s", path, write_error_text(row.error));
     }
     return fd;
 }
 
-/* Keeps the log's rows up to the step that the run resumes from, if all are there, and drops those
-   of steps that are repeated. Leaves a log that cannot be read as it is. */
+/* Keeps the log's rows up to the step from which the run resumes, if all of them are there, and
+   drops the rows of steps that are repeated. Leaves a log that cannot be read unchanged. */
 static void csv_rewind(dt_ctx *ctx, const job *j, int64_t step) {
     char row[1024];
     off_t keep = 0;
     ssize_t got;
-    int64_t last = -1; /* the step of the last row that stays; 0: of the header */
-    if (j->csv_stays) return;
+    int64_t last = -1; /* step of the last row to keep; 0: only the header */
+    if (j->csv_is_stream) return;
     while ((got = pread(j->csv, row, sizeof row - 1, keep)) > 0) {
         row[got] = 0;
         char *end = strchr(row, '\n');
@@ -2257,20 +2279,20 @@ static void csv_rewind(dt_ctx *ctx, const job *j, int64_t step) {
         return;
     }
     line out = { .fd = j->csv };
-    if (keep == 0) say(&out, "%s\n", csv_header);
+    if (keep == 0) line_printf(&out, "%s\n", csv_header);
     if (out.error) csv_failed(ctx, j, out.error);
 }
 
-/* What makes a training another one, and what only changes how it goes on. */
-static const int must_stay[] = { O_ARCH, O_LAYERS, O_WIDTH, O_HEADS, O_KV_HEADS, O_FFN, O_SEQ,
+/* Options that a resumed run must not change, and options whose change is reported. */
+static const int fixed_options[] = { O_ARCH, O_LAYERS, O_WIDTH, O_HEADS, O_KV_HEADS, O_FFN, O_SEQ,
     O_VOCAB, O_TIE, O_EXPERTS, O_TOP_K, O_MOE_EVERY, O_SHARED_EXPERTS, O_CAPACITY, O_ROUTER_BIAS,
     O_SHUFFLE, O_SEED, O_OPTIMIZER, O_DTYPE };
-static const int may_change[] = { O_DROPOUT, O_BALANCE_LOSS, O_Z_LOSS, O_BATCH, O_STEPS, O_LR,
-    O_LR_SCHEDULE, O_WARMUP, O_LR_STEPS, O_MIN_LR_RATIO, O_BATCH_RAMP, O_WEIGHT_DECAY, O_CLIP,
+static const int changeable_options[] = { O_DROPOUT, O_BALANCE_LOSS, O_Z_LOSS, O_BATCH, O_STEPS,
+    O_LR, O_LR_SCHEDULE, O_WARMUP, O_LR_STEPS, O_MIN_LR_RATIO, O_BATCH_RAMP, O_WEIGHT_DECAY, O_CLIP,
     O_BETA1, O_BETA2, O_EPS, O_MOMENTUM, O_LABEL_SMOOTHING, O_FREEZE_STEPS, O_LOSS_SCALE,
     O_REDUCE };
 
-/* What a checkpoint's settings say of an option, as text; 0: the same as now. */
+/* Whether an option differs from the settings of a checkpoint. text: its value there. */
 static int differs(const dt_json *then, const value *v, int id, char *text, size_t bytes) {
     int node = dt_json_find(then, 0, table[id].name), on = 0;
     double number = 0;
@@ -2286,16 +2308,16 @@ static int differs(const dt_json *then, const value *v, int id, char *text, size
     return number != v[id].number;
 }
 
-/* The first option that makes it another training than those settings are of, or -1. was: what it
-   was. */
-static int another_training(const dt_json *then, const value *v, char *was, size_t bytes) {
-    for (size_t i = 0; i < sizeof must_stay / sizeof *must_stay; i++)
-        if (differs(then, v, must_stay[i], was, bytes)) return must_stay[i];
+/* The first of fixed_options that differs from a checkpoint's settings, or -1. was: its value
+   there. */
+static int changed_option(const dt_json *then, const value *v, char *was, size_t bytes) {
+    for (size_t i = 0; i < sizeof fixed_options / sizeof *fixed_options; i++)
+        if (differs(then, v, fixed_options[i], was, bytes)) return fixed_options[i];
     return -1;
 }
 
-/* What --resume will find, as far as can be told before any rank starts. Whether it is whole, the
-   ranks will see. */
+/* Checks the checkpoint of --resume before any rank starts. The ranks verify that it is
+   complete. */
 static void check_resume(const value *v) {
     const char *resume = v[O_RESUME].text;
     char path[4096], was[160], newest[64];
@@ -2310,13 +2332,13 @@ static void check_resume(const value *v) {
         dt_checkpoint_newest(dt_io_default(), resume, newest, sizeof newest) >= 0)
         snprintf(path, sizeof path, "%.3900s/%s/manifest.json", resume, newest);
     if (access(path, F_OK) != 0) return;
-    dt_ctx *ctx = look();
+    dt_ctx *ctx = probe_ctx();
     char *text = dt_file_read(ctx, path, (size_t)1 << 28, &bytes);
     dt_json *manifest = text ? dt_json_parse(ctx, path, text, bytes) : NULL;
     const char *settings =
         manifest ? dt_json_string(manifest, dt_json_find(manifest, 0, "config"), &length) : NULL;
     dt_json *then = settings ? dt_json_parse(ctx, "its settings", settings, length) : NULL;
-    int other = then ? another_training(then, v, was, sizeof was) : -1;
+    int other = then ? changed_option(then, v, was, sizeof was) : -1;
     if (other >= 0)
         refuse("--resume %s: --%s was %s, and is %s now: that would be another training", resume,
             table[other].name, was, v[other].text ? v[other].text : "not given");
@@ -2335,18 +2357,20 @@ static void on_resume(
     if (j->csv >= 0 && first) csv_rewind(ctx, j, step);
     if (step == 0) return;
     dt_json *then = dt_json_parse(ctx, "its settings", settings, strlen(settings));
-    int other = then ? another_training(then, j->v, was, sizeof was) : -1;
+    int other = then ? changed_option(then, j->v, was, sizeof was) : -1;
     if (other >= 0)
         dt_fail(ctx, DT_ERR_ARG, "%s: --%s was %s, and is %s now: that would be another training",
             path, table[other].name, was, j->v[other].text ? j->v[other].text : "not given");
     if (first && dt_error(ctx) == DT_OK && !j->v[O_QUIET].number)
-        say(&out, "resumed %s   step %lld of %s%s\n", path, (long long)step, j->v[O_STEPS].text,
-            step >= j->config.stop_at ? ": there is no step left to make" : "");
-    for (size_t i = 0;
-         first && dt_error(ctx) == DT_OK && i < sizeof may_change / sizeof *may_change; i++)
-        if (differs(then, j->v, may_change[i], was, sizeof was) && !j->v[O_QUIET].number)
-            say(&out, "        --%s was %s, and is %s from here on\n", table[may_change[i]].name,
-                was, j->v[may_change[i]].text ? j->v[may_change[i]].text : "not given");
+        line_printf(&out, "resumed %s   step %lld of %s%s\n", path, (long long)step,
+            j->v[O_STEPS].text, step >= j->config.stop_at ? ": there is no step left to make" : "");
+    for (size_t i = 0; first && dt_error(ctx) == DT_OK &&
+                       i < sizeof changeable_options / sizeof *changeable_options;
+         i++)
+        if (differs(then, j->v, changeable_options[i], was, sizeof was) && !j->v[O_QUIET].number)
+            line_printf(&out, "        --%s was %s, and is %s from here on\n",
+                table[changeable_options[i]].name, was,
+                j->v[changeable_options[i]].text ? j->v[changeable_options[i]].text : "not given");
     dt_json_free(then);
 }
 
@@ -2357,16 +2381,17 @@ static void at_end(dt_ctx *ctx, gpt *model, void *user) {
     if (dt_ctx_rank(ctx) != 0) return;
     int64_t later = j->steps - 1; /* rank 0's own count */
     if (!j->v[O_QUIET].number && later > 0)
-        say(&out, "average %.1f ms a step, %.0f tok/s, over %lld steps (without the first)\n",
+        line_printf(&out,
+            "average %.1f ms a step, %.0f tok/s, over %lld steps (without the first)\n",
             j->ms / (double)later, j->tokens / (j->ms / 1000), (long long)later);
 }
 
-/* What ranks may have different values of; and of what all have one, or none. */
-static const int its_own[] = { O_DATA, O_RANK, O_RENDEZVOUS, O_TOKEN_FILE, O_TIMEOUT,
+/* Options that may differ between ranks, and options of which only the presence must agree. */
+static const int per_rank_options[] = { O_DATA, O_RANK, O_RENDEZVOUS, O_TOKEN_FILE, O_TIMEOUT,
     O_OFFLOAD_OPTIM, O_OFFLOAD_PARAMS, O_MEM_LIMIT, O_LINK_LATENCY, O_LINK_BANDWIDTH, O_LOG_CSV,
     O_QUIET, O_PEAK_TFLOPS, O_CONFIG };
-static const int given_or_not[] = { O_VAL, O_MODEL, O_SCHEDULE_SVG, O_SAVE, O_RESUME, O_SAVE_MODEL,
-    O_TRACE };
+static const int presence_options[] = { O_VAL, O_MODEL, O_SCHEDULE_SVG, O_SAVE, O_RESUME,
+    O_SAVE_MODEL, O_TRACE };
 
 static int is_among(int option, const int *list, size_t n) {
     for (size_t i = 0; i < n; i++)
@@ -2375,30 +2400,31 @@ static int is_among(int option, const int *list, size_t n) {
 }
 
 static uint32_t option_digest(const value *v, int option) {
-    /* FNV-1a, of the number if it is one: 1e-2 is 0.01 */
+    /* FNV-1a of the text, or of the number, so that 1e-2 equals 0.01 */
     uint32_t h = v[option].text ? 2166136261u : 1;
     const char *p = table[option].kind == TEXT ? v[option].text : (const char *)&v[option].number;
-    if (is_among(option, its_own, sizeof its_own / sizeof its_own[0])) return 0;
+    if (is_among(option, per_rank_options, sizeof per_rank_options / sizeof per_rank_options[0]))
+        return 0;
     if (!v[option].text ||
-        is_among(option, given_or_not, sizeof given_or_not / sizeof given_or_not[0]))
+        is_among(option, presence_options, sizeof presence_options / sizeof presence_options[0]))
         return h;
     for (size_t i = 0, n = table[option].kind == TEXT ? strlen(p) : sizeof(double); i < n; i++)
         h = (h ^ (unsigned char)p[i]) * 16777619u;
     return h;
 }
 
-/* Ranks that were started apart may have been given other options or other data, and would train
-   something that is neither: they compare them first. */
-static dt_status same_options(dt_ctx *ctx, const job *j) {
-    enum { TOLD = N_OPTIONS + 1 };
+/* Compares options and data between ranks that were started separately; with different ones they
+   would train a mixture of both. [collective: world] */
+static dt_status compare_options(dt_ctx *ctx, const job *j) {
+    enum { DIGESTS = N_OPTIONS + 1 };
     int n = dt_comm_size(dt_world(ctx));
-    uint32_t *all = (uint32_t *)calloc((size_t)(n + 1) * TOLD, sizeof *all),
-             *mine = all + (size_t)n * TOLD;
+    uint32_t *all = (uint32_t *)calloc((size_t)(n + 1) * DIGESTS, sizeof *all),
+             *mine = all + (size_t)n * DIGESTS;
     if (!all) return dt_fail(ctx, DT_ERR_MEM, "the options of %d ranks", n);
     for (int i = 0; i < N_OPTIONS; i++) mine[i] = option_digest(j->v, i);
     mine[N_OPTIONS] = (uint32_t)j->config.data.tokens;
-    dt_all_gather(dt_world(ctx), mine, all, TOLD, DT_I32);
-    for (int i = 0; i < TOLD && dt_error(ctx) == DT_OK; i++) {
+    dt_all_gather(dt_world(ctx), mine, all, DIGESTS, DT_I32);
+    for (int i = 0; i < DIGESTS && dt_error(ctx) == DT_OK; i++) {
         const char *text = i < N_OPTIONS ? j->v[i].text : NULL;
         if (all[i] == mine[i]) continue;
         if (i == N_OPTIONS)
@@ -2416,41 +2442,41 @@ static dt_status same_options(dt_ctx *ctx, const job *j) {
 
 static dt_status rank_main(dt_ctx *ctx, void *user) {
     job *j = (job *)user;
-    if ((launched.size || is_tcp(j->v)) && same_options(ctx, j) != DT_OK) return dt_error(ctx);
+    if ((launched.size || is_tcp(j->v)) && compare_options(ctx, j) != DT_OK) return dt_error(ctx);
     return train(ctx, &j->config);
 }
 
-/* kill -USR1: where is each rank? */
-static int asked;
-static void on_ask(int number) {
+/* kill -USR1 prints the wait report: where each rank is. */
+static int report_requested;
+static void on_sigusr1(int number) {
     (void)number;
-    __atomic_store_n(&asked, 1, __ATOMIC_RELAXED);
+    __atomic_store_n(&report_requested, 1, __ATOMIC_RELAXED);
 }
 
-/* kill -TERM, with --save: the step is finished and saved. A second one ends at once. */
-static void on_term(int number) {
+/* kill -TERM with --save finishes the step and saves. A second one ends the program at once. */
+static void on_sigterm(int number) {
     static const char text[] =
         "SIGTERM: the step is finished and saved; a second one ends at once\n";
     struct pollfd to = { 2, POLLOUT, 0 };
     int reason = errno;
     (void)number;
-    if (__atomic_exchange_n(launched.stop, 1, __ATOMIC_RELAXED) == 0 && speaks() &&
-        poll(&to, 1, 0) > 0)
+    if (__atomic_exchange_n(launched.stop_requested, 1, __ATOMIC_RELAXED) == 0 &&
+        prints_messages() && poll(&to, 1, 0) > 0)
         number = (int)write(2, text, sizeof text - 1); /* only if it does not block; may fail */
     errno = reason;
 }
 
-static void catch_signals(job *j) {
+static void install_signal_handlers(job *j) {
     struct sigaction act;
     memset(&act, 0, sizeof act);
-    act.sa_handler = on_ask;
+    act.sa_handler = on_sigusr1;
     act.sa_flags = SA_RESTART;
     sigaction(SIGUSR1, &act, NULL);
     if (!j->config.save) return;
-    act.sa_handler = on_term;
+    act.sa_handler = on_sigterm;
     act.sa_flags = (int)(SA_RESTART | SA_RESETHAND);
     sigaction(SIGTERM, &act, NULL);
-    j->config.stop = launched.stop;
+    j->config.stop = launched.stop_requested;
 }
 
 static dt_status run_once(job *j, dt_report *report, const dt_host *host) {
@@ -2470,13 +2496,14 @@ static dt_status run_once(job *j, dt_report *report, const dt_host *host) {
             .rendezvous = j->v[O_RENDEZVOUS].text,
             .link = { j->v[O_LINK_LATENCY].number / 1e3, j->v[O_LINK_BANDWIDTH].number * 1e6 },
             .mem_limit = (size_t)j->v[O_MEM_LIMIT].number,
-            .faults = j->attempt == 0,
-            .ask = &asked },
+            .read_fault_env = j->attempt == 0,
+            .status_request = &report_requested },
         rank_main, j);
 }
 
-/* One replica fewer, or as many as the batch wants, if --min-ranks allows it; else as before. */
-static void fewer_ranks(job *j) {
+/* Elastic restart: drops one replica, or more until the batch divides, if --min-ranks allows it;
+   else changes nothing. */
+static void drop_replicas(job *j) {
     train_config *c = &j->config;
     int per = c->mesh.tp * c->mesh.cp * c->mesh.pp * c->mesh.ep, dp = c->mesh.dp - 1;
     int64_t B = long_of(j->v, O_BATCH);
@@ -2496,88 +2523,92 @@ static void fewer_ranks(job *j) {
     }
 }
 
-/* Whether the ranks shall start again after this failure: a loss, or a file; not what would fail
-   again, as a folder that cannot be had before the first step. */
-static int restarts(job *j, const dt_report *report) {
+/* Whether to restart the ranks after this failure: a lost rank or a file error, but not a failure
+   that would repeat, such as a folder that cannot be opened before the first step. */
+static int should_restart(job *j, const dt_report *report) {
     dt_status s = report->status;
-    if (j->attempt >= int_of(j->v, O_MAX_RESTARTS) || flag(launched.stop)) return 0;
+    if (j->attempt >= int_of(j->v, O_MAX_RESTARTS) || get_flag(launched.stop_requested)) return 0;
     if (s == DT_ERR_ARG || s == DT_ERR_SHAPE || s == DT_ERR_UNSUPPORTED || s == DT_ERR_NUMERIC)
         return 0;
-    if (s == DT_ERR_IO && (!flag(launched.steps) || flag(launched.lost))) return 0;
-    set_flag(launched.steps, 0);
-    fewer_ranks(j);
+    if (s == DT_ERR_IO && (!get_flag(launched.made_step) || get_flag(launched.stdout_error)))
+        return 0;
+    set_flag(launched.made_step, 0);
+    drop_replicas(j);
     j->attempt++;
-    j->config.again = 1;
-    complain("restart %d of %s with %s ranks, after: %s\n", j->attempt, j->v[O_MAX_RESTARTS].text,
-        j->v[O_RANKS].text, report->text);
+    j->config.restarted = 1;
+    print_error("restart %d of %s with %s ranks, after: %s\n", j->attempt,
+        j->v[O_MAX_RESTARTS].text, j->v[O_RANKS].text, report->text);
     return 1;
 }
 
 /* Prints the last lines of a successful run. */
 static void print_end(const job *j, int stopped) {
     line out = { .fd = 1 };
-    if (stopped) say(&out, "stopped by SIGTERM; --resume %s goes on\n", j->config.save);
-    if (j->csv >= 0) say(&out, "log     %s\n", j->v[O_LOG_CSV].text);
-    if (j->config.trace) say(&out, "trace   %s\n", j->config.trace);
-    if (j->config.svg && access(j->config.svg, F_OK) == 0) say(&out, "drawn   %s\n", j->config.svg);
-    if (j->v[O_SAVE_MODEL].text && !stopped) say(&out, "model   %s\n", j->v[O_SAVE_MODEL].text);
+    if (stopped) line_printf(&out, "stopped by SIGTERM; --resume %s goes on\n", j->config.save);
+    if (j->csv >= 0) line_printf(&out, "log     %s\n", j->v[O_LOG_CSV].text);
+    if (j->config.trace) line_printf(&out, "trace   %s\n", j->config.trace);
+    if (j->config.svg && access(j->config.svg, F_OK) == 0)
+        line_printf(&out, "drawn   %s\n", j->config.svg);
+    if (j->v[O_SAVE_MODEL].text && !stopped)
+        line_printf(&out, "model   %s\n", j->v[O_SAVE_MODEL].text);
 }
 
-/* The exit status, after one line of error if standard output has lost text. */
-static int check_lost(const job *j, int status) {
-    const char *save = j && flag(launched.stop) ? j->config.save : NULL;
-    if (!flag(launched.lost)) return status;
-    complain("error: rank 0: standard output: %s%s%s%s\n", put_reason(flag(launched.lost)),
-        save ? "; --resume " : "", save ? save : "", save ? " goes on" : "");
+/* Returns the exit status; if standard output has lost text, prints an error and returns 1. */
+static int exit_status(const job *j, int status) {
+    const char *save = j && get_flag(launched.stop_requested) ? j->config.save : NULL;
+    if (!get_flag(launched.stdout_error)) return status;
+    print_error("error: rank 0: standard output: %s%s%s%s\n",
+        write_error_text(get_flag(launched.stdout_error)), save ? "; --resume " : "",
+        save ? save : "", save ? " goes on" : "");
     return 1;
 }
 
 static int run(job *j) {
     dt_report report = { .status = DT_OK };
     dt_host host = *dt_host_default();
-    host.log = is_tcp(j->v) ? quiet_errors : errors_at_once;
-    /* told when it is known whether the ranks go on */
-    if (int_of(j->v, O_MAX_RESTARTS)) host.log = quiet_errors;
-    catch_signals(j);
+    host.log = is_tcp(j->v) ? log_without_errors : log_first_error;
+    /* With restarts, a failure is printed once it is known whether the ranks restart. */
+    if (int_of(j->v, O_MAX_RESTARTS)) host.log = log_without_errors;
+    install_signal_handlers(j);
     dt_status status = run_once(j, &report, &host);
-    while (status != DT_OK && !report.left_behind && restarts(j, &report))
+    while (status != DT_OK && !report.left_behind && should_restart(j, &report))
         status = run_once(j, &report, &host);
     if (report.left_behind) { /* a thread left behind still uses *j */
-        if (!flag(launched.told)) complain("error: %s\n", report.text);
+        if (!get_flag(launched.failure_printed)) print_error("error: %s\n", report.text);
         _exit(1);
     }
-    /* under MPI by the rank that noticed it */
-    int said = status != DT_OK && (launched.size || flag(launched.told));
+    /* under MPI, the rank that noticed the failure has printed it */
+    int printed = status != DT_OK && (launched.size || get_flag(launched.failure_printed));
     if (j->csv >= 0 && close(j->csv) != 0 && status == DT_OK) {
         status = DT_ERR_IO;
         snprintf(report.text, sizeof report.text, "rank 0: --log-csv %s: %s", j->v[O_LOG_CSV].text,
             strerror(errno));
     }
-    /* rank 0 tells it; over tcp whoever failed does too, for rank 0 may be gone, and every rank
-       that was started by hand, for it may have a terminal of its own */
+    /* Rank 0 prints the failure. Over tcp the failed rank prints it too, because rank 0 may be
+       gone, and so does every rank started by hand, because it may have a terminal of its own. */
     if (status != DT_OK) {
         int by_hand = j->v[O_RANK].from == GIVEN;
-        int told = speaks() ||
-                   (is_tcp(j->v) && (by_hand || report.rank < 0 || report.rank == launched.rank));
-        let_rank_0_speak();
-        if (told && !said) complain("error: %s\n", report.text);
+        int prints = prints_messages() ||
+                     (is_tcp(j->v) && (by_hand || report.rank < 0 || report.rank == launched.rank));
+        let_rank_0_print_first();
+        if (prints && !printed) print_error("error: %s\n", report.text);
         return 1;
     }
-    int stopped = flag(launched.stop);
-    if (speaks() && !j->v[O_QUIET].number) print_end(j, stopped);
-    return check_lost(j, stopped ? 128 + SIGTERM : 0);
+    int stopped = get_flag(launched.stop_requested);
+    if (prints_messages() && !j->v[O_QUIET].number) print_end(j, stopped);
+    return exit_status(j, stopped ? 128 + SIGTERM : 0);
 }
 
 // ==== 10. Dry run ===============================================================================
 
-/* Ranks of one axis that differ from `rank` in that coordinate only: n of them, `stride` apart. */
+/* Prints the n ranks of rank's group along one axis, which are `stride` apart. */
 static void print_group(line *out, int rank, int n, int stride) {
     char text[64] = "";
     int first = rank - rank / stride % n * stride, used = 0;
     for (int i = 0; i < n && used < 40; i++)
         used += snprintf(
             text + used, sizeof text - (size_t)used, "%s%d", i ? " " : "", first + i * stride);
-    say(out, "  %-20s", used >= 40 ? strcpy(text + 37, "..") - 37 : text);
+    line_printf(out, "  %-20s", used >= 40 ? strcpy(text + 37, "..") - 37 : text);
 }
 
 enum { MAP_ROWS = 64 };
@@ -2588,23 +2619,23 @@ static void print_map(const train_config *c, int ranks) {
     line out = { .fd = 1 };
     int n[5] = { m->tp, m->cp, m->ep, m->dp, m->pp }, stride[5] = { 1 };
     for (int a = 1; a < 5; a++) stride[a] = stride[a - 1] * n[a - 1];
-    say(&out, "rank ");
+    line_printf(&out, "rank ");
     for (int a = 4; a >= 0; a--)
-        if (n[a] > 1 || (a != 2 && a != 4)) say(&out, " %s", names[a]);
+        if (n[a] > 1 || (a != 2 && a != 4)) line_printf(&out, " %s", names[a]);
     for (int a = 0; a < 5; a++)
-        if (n[a] > 1) say(&out, "  %s with%-13s", names[a], "");
-    say(&out, "\n");
+        if (n[a] > 1) line_printf(&out, "  %s with%-13s", names[a], "");
+    line_printf(&out, "\n");
     for (int r = 0; r < ranks && r < MAP_ROWS; r++) {
-        say(&out, "%4d ", r);
+        line_printf(&out, "%4d ", r);
         for (int a = 4; a >= 0; a--)
-            if (n[a] > 1 || (a != 2 && a != 4)) say(&out, "%3d", r / stride[a] % n[a]);
+            if (n[a] > 1 || (a != 2 && a != 4)) line_printf(&out, "%3d", r / stride[a] % n[a]);
         for (int a = 0; a < 5; a++)
             if (n[a] > 1) print_group(&out, r, n[a], stride[a]);
-        say(&out, "\n");
+        line_printf(&out, "\n");
     }
     if (ranks > MAP_ROWS)
-        say(&out, " ... rank = (((pp * %d + dp) * %d + ep) * %d + cp) * %d + tp\n", m->dp, m->ep,
-            m->cp, m->tp);
+        line_printf(&out, " ... rank = (((pp * %d + dp) * %d + ep) * %d + cp) * %d + tp\n", m->dp,
+            m->ep, m->cp, m->tp);
 }
 
 static void on_dry_step(dt_ctx *ctx, const train_row *row, void *user) {
@@ -2612,12 +2643,12 @@ static void on_dry_step(dt_ctx *ctx, const train_row *row, void *user) {
     *(train_row *)user = *row;
 }
 
-/* What a dry run tells; figures of the row are the largest over the ranks. */
+/* The results of a dry run. The values of row are the largest over the ranks. */
 typedef struct dry_figures {
     train_row row;
-    train_need need; /* of the rank that failed, or needs most */
-    int rank;        /* that one */
-    double flops;    /* of a step, the largest over the ranks */
+    train_footprint footprint; /* of the rank that failed, or has the largest peak */
+    int rank;                  /* this rank */
+    double flops;              /* of a step, the largest over the ranks */
     dt_report report;
 } dry_figures;
 
@@ -2625,17 +2656,17 @@ static void no_log(void *user, int level, int rank, const char *text) {
     (void)user, (void)level, (void)rank, (void)text;
 }
 
-/* Two steps, as memory has grown to its size after the first, on as many threads as ranks. limit:
-   bytes, or 0. */
-static dry_figures dry(const job *j, train_config c, double limit) {
+/* Dry run of two steps, because memory reaches its full size after the first. Each rank is a
+   thread. limit: in bytes, or 0. */
+static dry_figures run_dry(const job *j, train_config c, double limit) {
     enum { STEPS = 2 };
     int ranks = int_of(j->v, O_RANKS);
     dry_figures f = { .rank = 0 };
     dt_dry *counts = (dt_dry *)calloc((size_t)ranks, sizeof *counts);
-    train_need *need = (train_need *)calloc((size_t)ranks, sizeof *need);
-    if (!counts || !need) refuse("a dry run: out of memory");
+    train_footprint *footprint = (train_footprint *)calloc((size_t)ranks, sizeof *footprint);
+    if (!counts || !footprint) refuse("a dry run: out of memory");
     c.dry = counts;
-    c.need = need;
+    c.footprint = footprint;
     c.weights = c.trace = c.save = c.resume = c.export_to = NULL;
     c.stop_at = STEPS;
     c.ramp.samples = 0; /* the largest batch */
@@ -2654,46 +2685,47 @@ static dry_figures dry(const job *j, train_config c, double limit) {
         train, &c);
     for (int r = 0; r < ranks; r++) {
         f.flops = fmax(f.flops, counts[r].flops / STEPS);
-        if (need[r].memory.peak_total > need[f.rank].memory.peak_total) f.rank = r;
+        if (footprint[r].memory.peak_total > footprint[f.rank].memory.peak_total) f.rank = r;
     }
     if (f.report.status != DT_OK && f.report.rank >= 0) f.rank = f.report.rank;
-    f.need = need[f.rank];
+    f.footprint = footprint[f.rank];
     free(counts);
-    free(need);
+    free(footprint);
     return f;
 }
 
 static const char *const memory_classes[DT_MEM_CLASSES] = { "params", "grads", "optim", "acts",
     "comm", "host", "temp" };
 
-/* What a rank has of each class, and beside it what it should have by the formula. */
-static void print_memory(int fd, const train_need *n) {
+/* Prints the bytes of each memory class of a rank, and the formula beside them. */
+static void print_memory(int fd, const train_footprint *n) {
     line out = { .fd = fd };
     const dt_memory *m = &n->memory;
-    int formula = n->kind[0].shared > 0, experts = n->kind[1].psi > 0;
-    say(&out, "  %-12s%16s%16s", "class", "live", "peak");
+    int formula = n->kind[0].shard_ranks > 0, experts = n->kind[1].params > 0;
+    line_printf(&out, "  %-12s%16s%16s", "class", "live", "peak");
     if (formula)
-        say(&out, "%16s   P = %lld parameters, padded by unit to %lld x %d: %lld", "formula",
-            (long long)n->kind[0].psi, (long long)n->kind[0].shared, DT_PIECE,
+        line_printf(&out, "%16s   P = %lld parameters, padded by bucket to %lld x %d: %lld",
+            "formula", (long long)n->kind[0].params, (long long)n->kind[0].shard_ranks, DT_PIECE,
             (long long)n->kind[0].padded);
     if (experts)
-        say(&out, "; Q = %lld of experts, to %lld x %d: %lld", (long long)n->kind[1].psi,
-            (long long)n->kind[1].shared, DT_PIECE, (long long)n->kind[1].padded);
-    say(&out, "\n");
+        line_printf(&out, "; Q = %lld of experts, to %lld x %d: %lld", (long long)n->kind[1].params,
+            (long long)n->kind[1].shard_ranks, DT_PIECE, (long long)n->kind[1].padded);
+    line_printf(&out, "\n");
     for (int i = 0; i < DT_MEM_CLASSES; i++) {
-        say(&out, "  %-12s%16zu%16zu", memory_classes[i], m->live[i], m->peak[i]);
+        line_printf(&out, "  %-12s%16zu%16zu", memory_classes[i], m->live[i], m->peak[i]);
         for (int k = 0; k < 1 + experts && formula && i <= DT_MEM_OPTIM; k++) {
             if (k == 0)
-                say(&out, "%16.0f   %d P", n->formula[i], n->bytes[i]);
+                line_printf(&out, "%16.0f   %d P", n->formula[i], n->bytes[i]);
             else
-                say(&out, " + %d Q", n->bytes[i]);
-            if (n->cut[i] && n->kind[k].shared > 1) say(&out, " / %d", n->kind[k].shared);
+                line_printf(&out, " + %d Q", n->bytes[i]);
+            if (n->sharded[i] && n->kind[k].shard_ranks > 1)
+                line_printf(&out, " / %d", n->kind[k].shard_ranks);
         }
-        if (formula && i == DT_MEM_GRADS && n->levels > 0)
-            say(&out, " + %.0f for the tree's levels", n->levels);
-        say(&out, "\n");
+        if (formula && i == DT_MEM_GRADS && n->tree_levels > 0)
+            line_printf(&out, " + %.0f for the tree's levels", n->tree_levels);
+        line_printf(&out, "\n");
     }
-    say(&out, "  %-12s%16zu%16zu\n", "all at once", m->live_total, m->peak_total);
+    line_printf(&out, "  %-12s%16zu%16zu\n", "all at once", m->live_total, m->peak_total);
 }
 
 static int dry_run(job *j) {
@@ -2701,79 +2733,80 @@ static int dry_run(job *j) {
     static const char *const classes[TRAIN_MEMS] = { "params", "grads", "optim", "acts", "comm",
         "all at once" };
     if ((launched.size || is_tcp(j->v)) && j->v[O_BACKEND].from == COMPUTED)
-        refuse("--dry-run is one process: start it without %s", launched.by.by);
+        refuse("--dry-run is one process: start it without %s", launched.launcher.launcher);
     if (launched.size || is_tcp(j->v))
         refuse("--dry-run is one process: leave --backend %s out", j->v[O_BACKEND].text);
-    dry_figures f = dry(j, j->config, 0);
+    dry_figures f = run_dry(j, j->config, 0);
     line out = { .fd = 1 };
     if (f.report.status != DT_OK) {
-        complain("error: %s\n", f.report.text);
+        print_error("error: %s\n", f.report.text);
         return 1;
     }
     print_map(&j->config, int_of(j->v, O_RANKS));
-    say(&out, "\n");
-    say(&out, "one rank in one step, the largest over the ranks\n");
-    say(&out, "  sends, bytes ");
-    for (int a = 0; a < DT_AXES; a++) say(&out, "  %s %.0f", axes[a], f.row.bytes[a]);
-    say(&out, "\n");
-    say(&out, "  needs, bytes ");
-    for (int m = 0; m < TRAIN_MEMS; m++) say(&out, "  %s %.0f", classes[m], f.row.mem[m]);
-    say(&out, "\n");
-    say(&out, "  computes      %.4g GFLOP in products\n", f.flops / 1e9);
-    say(&out, "\n");
-    say(&out, "bytes of rank %d, the largest: live at the end, peak of the whole run\n", f.rank);
-    print_memory(1, &f.need);
+    line_printf(&out, "\n");
+    line_printf(&out, "one rank in one step, the largest over the ranks\n");
+    line_printf(&out, "  sends, bytes ");
+    for (int a = 0; a < DT_AXES; a++) line_printf(&out, "  %s %.0f", axes[a], f.row.bytes[a]);
+    line_printf(&out, "\n");
+    line_printf(&out, "  needs, bytes ");
+    for (int m = 0; m < TRAIN_MEMS; m++) line_printf(&out, "  %s %.0f", classes[m], f.row.mem[m]);
+    line_printf(&out, "\n");
+    line_printf(&out, "  computes      %.4g GFLOP in products\n", f.flops / 1e9);
+    line_printf(&out, "\n");
+    line_printf(
+        &out, "bytes of rank %d, the largest: live at the end, peak of the whole run\n", f.rank);
+    print_memory(1, &f.footprint);
     return 0;
 }
 
 // ==== 11. Memory limit ==========================================================================
 
-/* What other settings would need. */
+/* The search for settings that fit into --mem-limit. */
 typedef struct advice {
     const job *j;
-    double limit, least; /* bytes; least: of what was tried and does not fit */
-    char least_text[256];
+    double limit, min_peak; /* bytes; min_peak: the smallest peak that does not fit */
+    char min_peak_text[256];
     int tried, fit;
-    int stage; /* the highest of ZeRO that this build can do */
+    int stage; /* the highest ZeRO stage tried so far */
 } advice;
 
-/* How the command line would say in what c differs from the job's own settings. */
-static void setting_text(const job *j, const train_config *c, char *text, size_t room) {
+/* The options by which c differs from the job's settings, as on the command line. */
+static void setting_text(const job *j, const train_config *c, char *text, size_t bytes) {
     const train_config *now = &j->config;
     char zero[24] = "", micro[64] = "";
     if (c->zero.stage != now->zero.stage) snprintf(zero, sizeof zero, " --zero %d", c->zero.stage);
     if (c->micro_batch != now->micro_batch)
         snprintf(micro, sizeof micro, " --micro-batch %d --accum %d", c->micro_batch, c->accum);
-    snprintf(text, room, "%s%s%s%s%s", zero,
+    snprintf(text, bytes, "%s%s%s%s%s", zero,
         c->model.recompute != now->model.recompute ? " --recompute full" : "", micro,
         c->zero.offload_optim != now->zero.offload_optim ? " --offload-optim DIR" : "",
         c->zero.offload_params != now->zero.offload_params ? " --offload-params DIR" : "");
 }
 
-/* Runs a setting dry, and prints it if it fits. What this build cannot do is passed over. */
+/* Dry-runs a setting and prints it if it fits. Skips settings that this build cannot run. */
 static void try_setting(advice *a, train_config c) {
     char text[256];
-    dry_figures f = dry(a->j, c, 0);
-    double peak = (double)f.need.memory.peak_total;
+    dry_figures f = run_dry(a->j, c, 0);
+    double peak = (double)f.footprint.memory.peak_total;
     if (f.report.status != DT_OK) return;
     a->tried++;
     if (c.zero.stage > a->stage) a->stage = c.zero.stage;
     setting_text(a->j, &c, text, sizeof text);
     if (peak <= a->limit) {
-        complain("  %.0f bytes a rank with%s\n", peak, text);
+        print_error("  %.0f bytes a rank with%s\n", peak, text);
         a->fit++;
-    } else if (a->tried - a->fit == 1 || peak < a->least) {
-        a->least = peak;
-        memcpy(a->least_text, text, sizeof text);
+    } else if (a->tried - a->fit == 1 || peak < a->min_peak) {
+        a->min_peak = peak;
+        memcpy(a->min_peak_text, text, sizeof text);
     }
 }
 
-/* The least change first: sharing out more, computing again, smaller micro-batches, the disk. At
-   most 12 are tried. */
+/* Tries at most 12 settings, the smallest change first: higher ZeRO stages, recompute, smaller
+   micro-batches, offload to disk. */
 static void try_settings(advice *a) {
     const train_config *now = &a->j->config;
     train_config c = *now;
-    int smaller = (int)divisor_below(now->micro_batch, now->micro_batch / 2);
+    int smaller = (int)largest_divisor(now->micro_batch, now->micro_batch / 2);
     for (c.zero.stage = now->zero.stage + 1; c.zero.stage <= 3; c.zero.stage++) try_setting(a, c);
     c.model.recompute = GPT_RECOMPUTE_FULL;
     for (c.zero.stage = now->zero.stage; c.zero.stage <= a->stage; c.zero.stage++)
@@ -2793,34 +2826,33 @@ static void try_settings(advice *a) {
     try_setting(a, c);
 }
 
-/* --mem-limit: two steps are run dry with the limit before any rank starts. */
-static void check_limit(const job *j) {
+/* --mem-limit: a dry run of two steps with the limit, before any rank starts. */
+static void check_mem_limit(const job *j) {
     const char *text = j->v[O_MEM_LIMIT].text;
     advice a = { .j = j, .limit = j->v[O_MEM_LIMIT].number, .stage = j->config.zero.stage };
-    dry_figures f = dry(j, j->config, a.limit);
-    /* it fits, or fails for a reason that the run itself will tell */
+    dry_figures f = run_dry(j, j->config, a.limit);
+    /* it fits, or it fails for another reason, which the run itself reports */
     if (f.report.status != DT_ERR_MEM) return;
-    if (!speaks()) refuse("--mem-limit %s: %s", text, f.report.text);
-    complain("error: --mem-limit %s: %s\n", text, f.report.text);
-    complain("bytes of rank %d then\n", f.rank);
-    print_memory(2, &f.need);
-    f = dry(j, j->config, 0);
-    complain("These settings need %zu bytes a rank. With the options of one of these lines they "
-             "would fit:\n",
-        f.need.memory.peak_total);
+    if (!prints_messages()) refuse("--mem-limit %s: %s", text, f.report.text);
+    print_error("error: --mem-limit %s: %s\n", text, f.report.text);
+    print_error("bytes of rank %d then\n", f.rank);
+    print_memory(2, &f.footprint);
+    f = run_dry(j, j->config, 0);
+    print_error("These settings need %zu bytes a rank. With the options of one of these lines they "
+                "would fit:\n",
+        f.footprint.memory.peak_total);
     try_settings(&a);
-    if (a.fit == 0) complain("  none of %d that were tried\n", a.tried);
+    if (a.fit == 0) print_error("  none of %d that were tried\n", a.tried);
     if (a.fit == 0 && a.tried > 0)
-        complain(
-            "The least that was tried needs %.0f bytes a rank, with%s.\n", a.least, a.least_text);
+        print_error("The least that was tried needs %.0f bytes a rank, with%s.\n", a.min_peak,
+            a.min_peak_text);
     exit(2);
 }
 
 // ==== 12. main ==================================================================================
 
-/* --backend mpi: which rank this process is. MPI is begun here and not in dt_run because the checks
-   need to know. */
-static void join(const value *v, int *argc, char ***argv) {
+/* --backend mpi: initializes MPI here and not in dt_run, because the checks need the rank. */
+static void begin_mpi(const value *v, int *argc, char ***argv) {
 #ifdef DT_USE_MPI
     int level;
     if (strcmp(v[O_BACKEND].text, "mpi") != 0) return;
@@ -2832,24 +2864,24 @@ static void join(const value *v, int *argc, char ***argv) {
 #endif
 }
 
-/* After a failure a rank may be lost, and ending MPI would wait for it. */
-static int leave(int failed) {
+/* Skips MPI_Finalize after a failure, because it would wait for a lost rank. */
+static int end_mpi(int failed) {
 #ifdef DT_USE_MPI
     if (launched.size && !failed) MPI_Finalize();
 #endif
     return failed;
 }
 
-/* Opens /dev/null on closed descriptors 0 to 2; else files opened later would become standard
+/* Opens /dev/null on closed descriptors 0 to 2. Otherwise a file opened later would become standard
    output or error. */
 static void open_standard(void) {
     for (int fd = 0; fd <= 2; fd++)
         if (fcntl(fd, F_GETFD) < 0 && open("/dev/null", O_RDWR) != fd) _exit(2);
 }
 
-/* Ignores SIGPIPE and SIGXFSZ, so that a write fails with an errno if its reader has gone or its
-   file is too large. */
-static void begin(void) {
+/* Ignores SIGPIPE and SIGXFSZ, so that a write to a closed pipe or beyond the file-size limit fails
+   with an errno. */
+static void init_process(void) {
     open_standard();
     signal(SIGPIPE, SIG_IGN);
     signal(SIGXFSZ, SIG_IGN);
@@ -2859,20 +2891,21 @@ static void begin(void) {
 int main(int argc, char **argv) {
     value v[N_OPTIONS];
     job j = { .v = v, .csv = -1 };
-    begin();
+    init_process();
 #ifdef DT_USE_NCCL
-    /* CUDA reads it at its first call. A kernel that is loaded late waits for the device, which may
-       be waiting in NCCL for another rank. */
+    /* CUDA reads this variable at its first call. Lazy loading of a kernel synchronizes with the
+       device, which may be waiting in NCCL for another rank: a deadlock. */
     setenv("CUDA_MODULE_LOADING", "EAGER", 0);
 #endif
     memset(v, 0, sizeof v);
     parse(v, argc, argv);
-    launched.patience = v[O_TIMEOUT].number / 2; /* so rank 0 fails before others time out on it */
+    /* half of it, so that rank 0 fails before other ranks time out waiting for it */
+    launched.write_timeout_s = v[O_TIMEOUT].number / 2;
     if (v[O_HELP].number) print_help();
     if (v[O_LIST_REFUSED].number) print_refused();
-    if (v[O_HELP].number || v[O_LIST_REFUSED].number) return check_lost(NULL, 0);
+    if (v[O_HELP].number || v[O_LIST_REFUSED].number) return exit_status(NULL, 0);
     find_launch(v);
-    join(v, &argc, &argv);
+    begin_mpi(v, &argc, &argv);
     j.config = resolve(v);
     j.config.on_step = on_step;
     j.config.at_end = at_end;
@@ -2883,26 +2916,29 @@ int main(int argc, char **argv) {
     char *settings = config_json(v);
     if (v[O_PRINT_CONFIG].number) {
         line out = { .fd = 1 };
-        if (speaks()) add_text(&out, settings, strlen(settings), "\n"), put_line(&out);
+        if (prints_messages())
+            line_add_text(&out, settings, strlen(settings), "\n"), flush_line(&out);
         free(settings);
-        return leave(check_lost(NULL, 0));
+        return end_mpi(exit_status(NULL, 0));
     }
     if (v[O_TOKEN_FILE].text) check_token(v[O_TOKEN_FILE].text);
-    find_text(v, O_DATA, &j.config.data, dt_batch_ramp_before(j.config.ramp, j.config.stop_at + 1));
+    find_text(
+        v, O_DATA, &j.config.data, dt_batch_ramp_consumed(j.config.ramp, j.config.stop_at + 1));
     if (v[O_VAL].text) find_text(v, O_VAL, &j.config.val, TRAIN_EVAL_SEQUENCES);
     check_resume(v);
-    if (speaks()) check_outputs(v, &j.config);
-    if (v[O_MEM_LIMIT].text) check_limit(&j);
-    if (v[O_LOG_CSV].text && speaks() && !v[O_DRY_RUN].number)
-        j.csv = open_log(v[O_LOG_CSV].text, v[O_RESUME].text != NULL, &j.csv_stays);
-    if (v[O_TRACE].text && speaks()) check_written(O_TRACE, v[O_TRACE].text);
-    if (v[O_SCHEDULE_SVG].text && speaks()) check_written(O_SCHEDULE_SVG, v[O_SCHEDULE_SVG].text);
-    if (!v[O_QUIET].number && speaks()) print_settings(v, &j.config);
-    if (flag(launched.lost)) return leave(check_lost(NULL, 1));
+    if (prints_messages()) check_outputs(v, &j.config);
+    if (v[O_MEM_LIMIT].text) check_mem_limit(&j);
+    if (v[O_LOG_CSV].text && prints_messages() && !v[O_DRY_RUN].number)
+        j.csv = open_log(v[O_LOG_CSV].text, v[O_RESUME].text != NULL, &j.csv_is_stream);
+    if (v[O_TRACE].text && prints_messages()) check_writable(O_TRACE, v[O_TRACE].text);
+    if (v[O_SCHEDULE_SVG].text && prints_messages())
+        check_writable(O_SCHEDULE_SVG, v[O_SCHEDULE_SVG].text);
+    if (!v[O_QUIET].number && prints_messages()) print_settings(v, &j.config);
+    if (get_flag(launched.stdout_error)) return end_mpi(exit_status(NULL, 1));
     j.config.settings = settings;
-    int failed = v[O_DRY_RUN].number ? check_lost(NULL, dry_run(&j)) : run(&j);
+    int failed = v[O_DRY_RUN].number ? exit_status(NULL, dry_run(&j)) : run(&j);
     free(settings);
     train_files_free(&j.config.data);
     train_files_free(&j.config.val);
-    return leave(failed);
+    return end_mpi(failed);
 }

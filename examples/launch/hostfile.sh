@@ -4,13 +4,14 @@
 #     examples/launch/hostfile.sh HOSTFILE COMMAND...
 #     examples/launch/hostfile.sh hosts build/train_gpt --data input.txt --zero 1 --steps 200
 #
-# HOSTFILE has a line "10.0.0.5 slots=4" for each machine, a name or address or USER@one, without slots 1; '#' begins a
-# comment.
-# Ranks are numbered in its order. All machines have this folder under the same path, and ssh asks for no password.
-# Each rank gets DT_RANK, DT_WORLD_SIZE, DT_LOCAL_RANK, DT_LOCAL_SIZE, DT_RENDEZVOUS (the first machine, port DT_PORT,
-# unless it is set already) and DT_TOKEN. Other variables stay here: COMMAND may be `env DT_FAULT=... build/train_gpt`.
-# The script ends with the first bad status, and then ends all other ranks.
-# SSH=...: another command for ssh.
+# HOSTFILE has one line "HOST slots=N" per machine, for example "10.0.0.5 slots=4". HOST is a name, an address or
+# USER@HOST; without slots the machine runs one rank; '#' begins a comment. Ranks are numbered in the order of the file.
+# All machines need this folder under the same path, and ssh must not ask for a password.
+# Each rank gets DT_RANK, DT_WORLD_SIZE, DT_LOCAL_RANK, DT_LOCAL_SIZE, DT_RENDEZVOUS (unless it is set already: the
+# first machine and port DT_PORT) and DT_TOKEN. Other variables are not passed on; COMMAND may be
+# `env DT_FAULT=... build/train_gpt`.
+# When a rank fails, the script ends all other ranks and exits with that rank's status.
+# SSH=...: a command to use instead of ssh.
 hosts=$1
 shift
 [ -r "$hosts" ] && [ $# -gt 0 ] || { echo "usage: hostfile.sh HOSTFILE COMMAND..." >&2; exit 2; }
@@ -19,8 +20,8 @@ tmp=$(mktemp -d)
 trap 'rm -rf "$tmp"' EXIT
 trap 'exit 130' INT TERM
 
-where=() slot=() slots=()       # of each rank: its machine, its place there, and how many ranks that has
-while read -r host rest || [ -n "$host" ]; do    # the last line may have no end
+where=() slot=() slots=()       # for each rank: its machine, its local rank, the number of ranks on that machine
+while read -r host rest || [ -n "$host" ]; do    # the last line may lack a newline
     n=1
     [[ $rest =~ slots=([0-9]+) ]] && n=${BASH_REMATCH[1]}
     for ((s = 0; s < n; s++)); do where+=("$host") slot+=("$s") slots+=("$n"); done
@@ -28,11 +29,11 @@ done < <(sed 's/#.*//; /^[[:space:]]*$/d' "$hosts")
 size=${#where[@]}
 [ "$size" -gt 0 ] || { echo "hostfile.sh: $hosts names no machine" >&2; exit 2; }
 
-# The token goes through ssh's standard input and not in its words, which everyone sees. That input stays open as long
-# as this script lives: a rank whose input ends is ended, so that no machine is left with a rank that nobody waits for.
-# A second later: it may be about to say what it has learned of the others.
+# The token goes through ssh's standard input, because every user of a machine can see command lines. The input stays
+# open while this script lives. When it closes, the remote side kills its rank, so that no machine keeps an orphaned
+# rank. It waits one second first, because the rank may be about to print an error.
 token=${DT_TOKEN:-$(head -c 32 /dev/urandom | base64)}
-quoted() { local word; for word; do printf " '%s'" "${word//\'/\'\\\'\'}"; done; }    # as any shell reads them
+quoted() { local word; for word; do printf " '%s'" "${word//\'/\'\\\'\'}"; done; }    # quotes words for any POSIX shell
 command=$(quoted "$@")
 read -r -d '' rank_script <<'END'
 read -r DT_TOKEN; export DT_TOKEN

@@ -157,7 +157,8 @@ static void beside(void) {
     for (int i = 0; i < n; i++) ratio[i] = after[i] / before[i];
     printf("# background: %.1f M parameters, a step %.1f ms, the step after a save %.1f ms, median "
            "ratio %.3f of %d\n",
-        (double)gpt_count(c.model) / 1e6, median(before, n), median(after, n), median(ratio, n), n);
+        (double)gpt_param_count(c.model) / 1e6, median(before, n), median(after, n),
+        median(ratio, n), n);
     train_files_free(&c.data);
 }
 

@@ -237,8 +237,8 @@ static dt_status run_adamw(bench *b) {
         .weight_decay = 0.1,
         .grad_scale = 1,
         .step = 10,
-        .narrow_dtype = DT_BF16,
-        .narrow = b->dtype == DT_BF16 ? b->buf[4] : NULL };
+        .model_dtype = DT_BF16,
+        .model_param = b->dtype == DT_BF16 ? b->buf[4] : NULL };
     return b->k->adamw(&a, b->stream);
 }
 static dt_status run_matmul(bench *b) {

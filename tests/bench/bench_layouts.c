@@ -183,7 +183,8 @@ static result result_make(const settings *s, const layout *l, train_files data) 
         int items = gpt_items(r.config.model),
             chunks = l->schedule == DT_SCHEDULE_INTERLEAVED ? 2 : 1;
         for (int i = 0; i < items; i++) same[i] = 1;
-        if (dt_stage_cut(same, items, l->pp * chunks, r.config.cut, why, sizeof why) != DT_OK)
+        if (dt_partition_stages(
+                same, items, l->pp * chunks, r.config.stage_begin, why, sizeof why) != DT_OK)
             exit(2);
         r.config.schedule = l->schedule;
         r.config.chunks = chunks;
@@ -310,7 +311,7 @@ int main(int argc, char **argv) {
     }
     printf("# gpt-%dx%d of %lld parameters, %d sequences of %d tokens a step, ranks are %s, best "
            "step of %d rounds\n",
-        model.layers, model.width, (long long)gpt_count(model), BATCH, model.seq,
+        model.layers, model.width, (long long)gpt_param_count(model), BATCH, model.seq,
         s.backend == DT_BACKEND_PROCS ? "procs" : "threads", s.rounds);
     fflush(stdout); /* forked ranks must not have it in their buffers */
     for (int i = 0; i < LAYOUTS; i++) results[i] = result_make(&s, &layouts[i], data);

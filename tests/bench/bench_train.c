@@ -673,7 +673,7 @@ static double rate_of(const match *m, int who) {
 
 static void print_row(const match *m, int who, const char *dtype, int peer) {
     double ours = rate_of(m, who), theirs = rate_of(m, peer), MiB = 1048576;
-    double flop = 6 * (double)gpt_count(model_of(&m->s, DT_F32));
+    double flop = 6 * (double)gpt_param_count(model_of(&m->s, DT_F32));
     char text[3][32];
     printf("%s,%d,%s,%.1f,%.2f,%s,%s,%s,%.1f,%s\n", config_name(&m->s), RANKS, dtype, ours,
         1e-9 * flop * ours, m->there[peer] ? m->c[peer].name : "none",
@@ -701,7 +701,7 @@ static double loss_difference(const match *m) {
 }
 
 static void print_result(match *m) {
-    double flop = 6e-9 * (double)gpt_count(model_of(&m->s, DT_F32)), MiB = 1048576;
+    double flop = 6e-9 * (double)gpt_param_count(model_of(&m->s, DT_F32)), MiB = 1048576;
     double ours = median(m->products.rate[0], m->products.rounds);
     double theirs = m->products.who == 2 ? median(m->products.rate[1], m->products.rounds) : NAN;
     double best = fmax(ours, theirs), apart = loss_difference(m);

@@ -26,7 +26,7 @@
 enum { REACH_NONE, REACH_ALL, REACH_RANGE };
 static int reach_of(const dt_comm *comm) {
     const dt__shared *shared = comm->world->shared;
-    return !comm->ops->collective ? REACH_NONE : shared->apart ? REACH_RANGE : REACH_ALL;
+    return !comm->ops->collective ? REACH_NONE : shared->separate_memory ? REACH_RANGE : REACH_ALL;
 }
 
 static const dt_dtype types[] = { DT_F32, DT_F64, DT_I32, DT_BF16, DT_F16 };
@@ -67,8 +67,7 @@ static size_t count_of(size_t count, dt_dtype dtype) {
     return count == OVER_EAGER ? DT_EAGER_BYTES / dt_dtype_size(dtype) + 1 : count;
 }
 
-/* ---- data
-   -------------------------------------------------------------------------------------------------------- */
+/* ---- data ---- */
 
 static void cases_free(cases *s) {
     for (int t = 0; t < 5; t++) {
@@ -151,8 +150,7 @@ static void fold(uint64_t *hash, const void *p, size_t bytes) {
     *hash = h;
 }
 
-/* ---- 1. one operation
-   -------------------------------------------------------------------------------------------- */
+/* ---- 1. one operation ---- */
 
 enum { EDGE = 64 };
 typedef struct area {
@@ -278,8 +276,9 @@ static size_t wrong_sums(const trial *c) {
     if (c->algorithm == DT_RING && c->op != REDUCE && redops[c->o] != DT_AVG && n > 1) {
         for (int j = 0; j < n; j++) {
             size_t from =
-                c->op == ALL_REDUCE ? dt__chunk_first(c->count, n, j) : (size_t)j * c->count;
-            size_t to = c->op == ALL_REDUCE ? dt__chunk_first(c->count, n, j + 1) : from + c->count;
+                c->op == ALL_REDUCE ? dt__chunk_offset(c->count, n, j) : (size_t)j * c->count;
+            size_t to =
+                c->op == ALL_REDUCE ? dt__chunk_offset(c->count, n, j + 1) : from + c->count;
             if (c->op == REDUCE_SCATTER && j != me) continue;
             for (size_t i = from; i < to; i++)
                 bad += get(c->recv, types[c->t], i - first) !=
@@ -393,8 +392,7 @@ static void trial_end(trial *c) {
     if (!one) area_free(c, c->b);
 }
 
-/* ---- 2. the sweep
-   ------------------------------------------------------------------------------------------------ */
+/* ---- 2. the sweep ---- */
 
 /* Is this one of the trials that a stride leaves? All ranks agree; other ranks, groups and numbers
    have others. */
@@ -481,8 +479,7 @@ static void together(dt_comm *comm, cases *s) {
     dt_comm_set_algorithm(comm, DT_ALGORITHM_AUTO);
 }
 
-/* ---- 3. operations that make others
-   ------------------------------------------------------------------------------ */
+/* ---- 3. operations that make others ---- */
 
 /* all-reduce = reduce + broadcast = reduce-scatter + all-gather, and all-gather = gather +
    broadcast, bit for bit. */
@@ -531,8 +528,7 @@ static void identities(dt_comm *comm, const cases *s) {
     dt_comm_set_algorithm(comm, DT_ALGORITHM_AUTO);
 }
 
-/* ---- 4. groups and scalars
-   --------------------------------------------------------------------------------------- */
+/* ---- 4. groups and scalars ---- */
 
 /* Groups of groups, all at work at once and waited for in changing orders. */
 static void halves(dt_comm *world) {
@@ -607,8 +603,7 @@ static void scalars(dt_comm *world, cases *s) {
     CHECK(dt_agree(world, DT_OK) == DT_OK);
 }
 
-/* ---- 5. messages
-   ------------------------------------------------------------------------------------------------- */
+/* ---- 5. messages ---- */
 
 static const size_t sizes[] = { 0, 2, 12, DT_EAGER_BYTES, DT_EAGER_BYTES + 2, 65512, 65536, 65542,
     1048576, 4194304 };
@@ -755,8 +750,7 @@ static void from_any(dt_comm *world) {
     CHECK(dt_recv_any(world, got, 1, DT_I32, 1, &from) == DT_OK && from == 0 && got[0] == 1);
 }
 
-/* ---- 6. traffic
-   -------------------------------------------------------------------------------------------------- */
+/* ---- 6. traffic ---- */
 
 /* Ranks below v in a binomial tree over n, v included; and how many hang directly on it. */
 static size_t tree_below(int v, int n) {
@@ -772,9 +766,9 @@ static size_t tree_children(int v, int n) {
 /* What rank me of n sends, in messages and elements, by the table of section 16 made exact. */
 static dt_traffic formula(int op, dt_algorithm a, int n, int me, int root, size_t count) {
     size_t others = (size_t)n - 1,
-           mine = dt__chunk_first(count, n, me + 1) - dt__chunk_first(count, n, me);
-    size_t next = dt__chunk_first(count, n, (me + 1) % n + 1) -
-                  dt__chunk_first(count, n, (me + 1) % n),
+           mine = dt__chunk_offset(count, n, me + 1) - dt__chunk_offset(count, n, me);
+    size_t next = dt__chunk_offset(count, n, (me + 1) % n + 1) -
+                  dt__chunk_offset(count, n, (me + 1) % n),
            log2n = 0;
     int v = (me - root + n) % n;
     while ((1 << log2n) < n) log2n++;
@@ -833,10 +827,10 @@ static dt_algorithm taken(const dt_comm *comm, int op, dt_algorithm wanted, size
 /* What this rank sends by rails, in messages and elements: its terms and its sum to its neighbours,
    its chunk up and down. */
 static dt_traffic rails_formula(const dt_comm *comm, size_t count) {
-    int n = comm->place.size, me = comm->place.rank, k = comm->rails;
+    int n = comm->base.size, me = comm->base.rank, k = comm->ranks_per_node;
     size_t near = (size_t)k - 1, far = (size_t)((me >= k) + (me < n - k));
-    size_t mine = dt__chunk_first(count, k, me % k + 1) - dt__chunk_first(count, k, me % k);
-    size_t pieces = (4 * dt__chunk_first(count, k, 1) + DT__RAIL_BYTES - 1) / DT__RAIL_BYTES;
+    size_t mine = dt__chunk_offset(count, k, me % k + 1) - dt__chunk_offset(count, k, me % k);
+    size_t pieces = (4 * dt__chunk_offset(count, k, 1) + DT__RAIL_BYTES - 1) / DT__RAIL_BYTES;
     dt_traffic t = { (2 * near + far) * pieces, count - mine + (near + far) * mine };
     return t;
 }
@@ -860,7 +854,7 @@ static void traffic_of(
     dt_traffic now = dt_comm_traffic(ctx),
                want = formula(op, taken(world, op, a, count), n, me, root, count);
     dt__call call = dt__call_make((dt__op_code)op, NULL, NULL, count, DT_F32);
-    if (a == DT_ALGORITHM_AUTO && dt__by_rails(world, &call)) want = rails_formula(world, count);
+    if (a == DT_ALGORITHM_AUTO && dt__use_rails(world, &call)) want = rails_formula(world, count);
     now.messages -= before.messages;
     now.bytes -= before.bytes;
     CHECK_MSG(c.status == DT_OK && now.messages == want.messages && now.bytes == 4 * want.bytes,
@@ -978,8 +972,7 @@ static void logical(dt_comm *world) {
     dt_comm_set_algorithm(world, DT_ALGORITHM_AUTO);
 }
 
-/* ---- 7. overlap
-   ----------------------------------------------------------------------------------------------- */
+/* ---- 7. overlap ---- */
 
 /* One operation in which recv of one rank (or of each) may overlap its send. A legal overlap must
    give the right result; any other must fail on every rank and change no data. The seed decides
@@ -1084,8 +1077,7 @@ __attribute__((unused)) static dt_status overlap_of(dt_ctx *ctx, unsigned number
     return dt_error(ctx);
 }
 
-/* ---- 8. many at once
-   --------------------------------------------------------------------------------------------- */
+/* ---- 8. many at once ---- */
 
 static double own_seconds(void) {
     struct timespec t;
@@ -1140,8 +1132,7 @@ __attribute__((unused)) static dt_status many_sends(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-/* ---- all
-   --------------------------------------------------------------------------------------------------------- */
+/* ---- all ---- */
 
 static dt_status comm_cases(dt_ctx *ctx, void *user) {
     cases *s = (cases *)user;

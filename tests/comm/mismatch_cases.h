@@ -27,8 +27,7 @@ static void nap(double s) {
     nanosleep(&t, NULL);
 }
 
-/* ---- what ranks do
-   ------------------------------------------------------------------------------------------- */
+/* ---- what ranks do ---- */
 
 enum { ODD_RANKS = 4, ODD_STEPS = 8, ODD_CASES = 256, ODD_WORDS = 4, MANY = 20000 };
 enum {
@@ -77,7 +76,7 @@ static step step_of(int kind) {
 }
 
 /* One line for each kind: a text must name the line of either side's call. */
-enum { FIRST_SITE = __LINE__ + 4 };
+enum { FIRST_SITE = __LINE__ + 5 };
 #define FOUR s->count, s->dtype
 static dt_status step_do(
     const step *s, dt_comm *comm, const void *a, void *b, const size_t *counts) {
@@ -98,8 +97,7 @@ static dt_status step_do(
 }
 static int site_of(int kind) { return FIRST_SITE + kind; }
 
-/* ---- cases
-   --------------------------------------------------------------------------------------------------- */
+/* ---- cases ---- */
 
 typedef struct mismatch {
     char name[128];
@@ -318,8 +316,7 @@ static void cases_all(mismatches *all) {
     cases_of_missing(all);
 }
 
-/* ---- running one
-   --------------------------------------------------------------------------------------------- */
+/* ---- running one ---- */
 
 typedef struct odd_note {
     double entered, failed; /* its last call, or its end; when it knew of the failure */
@@ -370,8 +367,7 @@ static dt_status odd_rank(dt_ctx *ctx, void *user) {
     return DT_OK;
 }
 
-/* ---- judging it
-   ---------------------------------------------------------------------------------------------- */
+/* ---- judging it ---- */
 
 /* A text without who says it. */
 static const char *bare(const char *text) {
@@ -451,8 +447,7 @@ static void odd_judge(
     }
 }
 
-/* ---- how late they were
-   -------------------------------------------------------------------------------------- */
+/* ---- how late they were ---- */
 
 typedef struct lateness {
     double s[4096];

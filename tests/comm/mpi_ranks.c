@@ -40,7 +40,7 @@ static int node_ranks(void) { return getenv("NODE_RANKS") ? atoi(getenv("NODE_RA
 static int class_of(int tag) {
     int there, *most = NULL;
     MPI_Comm_get_attr(MPI_COMM_WORLD, MPI_TAG_UB, &most, &there);
-    return tag / (int)(((int64_t)*most + 1) / (3 * DT__MPI_SHARES)) % 3;
+    return tag / (int)(((int64_t)*most + 1) / (3 * DT__MPI_GROUPS_PER_COMM)) % 3;
 }
 
 /* Is this rank's machine that rank's? */
@@ -61,8 +61,7 @@ int MPI_Isend(const void *buf, int count, MPI_Datatype type, int to, int tag, MP
     return PMPI_Isend(buf, count, type, to, tag, comm, request);
 }
 
-/* ---- the cases
-   --------------------------------------------------------------------------------------------------- */
+/* ---- the cases ---- */
 
 static cases short_ones, long_ones; /* processes: each has its own; threads share it */
 static int under_mpi;
@@ -87,8 +86,8 @@ static void leaving(dt_ctx *ctx, int me, int n) {
     float *a = (float *)malloc(2 * MANY * sizeof *a), *sum = a + MANY;
     for (int i = 0; i < MANY; i++) a[i] = 1.0f / (float)(me + 1 + i % 1000);
     long long before = isend_bytes,
-              chunk = 4 * (long long)(dt__chunk_first(MANY, node, (n - 1 - me) % node + 1) -
-                                      dt__chunk_first(MANY, node, (n - 1 - me) % node));
+              chunk = 4 * (long long)(dt__chunk_offset(MANY, node, (n - 1 - me) % node + 1) -
+                                      dt__chunk_offset(MANY, node, (n - 1 - me) % node));
     CHECK(dt_all_reduce(turned, a, sum, MANY, DT_F32, DT_SUM) == DT_OK);
     long long bytes = isend_bytes - before, want = chunk * ((me >= node) + (me < n - node));
     CHECK_MSG(bytes == want, "rank %d: %lld bytes of an all-reduce leave its machine, not %lld", me,
@@ -214,8 +213,7 @@ static int cases_over_threads(int ranks) {
     return status != DT_OK || check_failed != 0;
 }
 
-/* ---- failures
-   ---------------------------------------------------------------------------------------------------- */
+/* ---- failures ---- */
 
 enum {
     FINE,
@@ -388,8 +386,7 @@ static int failures(void) {
     return all != 0;
 }
 
-/* ---- ranks that do not come
-   -------------------------------------------------------------------------------------- */
+/* ---- ranks that do not come ---- */
 
 static dt_status sleeper(dt_ctx *ctx, void *user) {
     enum { MANY = 100000 };

@@ -9,8 +9,7 @@
 
 #include <sys/mman.h>
 
-/* ---- a host table that counts, and refuses on demand
-   ------------------------------------------------------------ */
+/* ---- a host table that counts, and refuses on demand ---- */
 
 typedef struct spy {
     dt_host host;
@@ -69,8 +68,7 @@ static void spy_make(spy *s) {
 
 static double seconds(void) { return dt_host_default()->now(NULL); }
 
-/* ---- running
-   ---------------------------------------------------------------------------------------------------- */
+/* ---- running ---- */
 
 typedef dt_status (*rank_fn)(dt_ctx *ctx, void *user);
 

@@ -14,8 +14,7 @@ enum { MOST = 8 };
 static double seconds(void) { return dt_host_default()->now(NULL); }
 static void nap(double s) { dt_host_default()->sleep(NULL, s); }
 
-/* ---- a host table that counts
-   ------------------------------------------------------------------------------------ */
+/* ---- a host table that counts ---- */
 
 typedef struct spy {
     dt_host host;
@@ -60,8 +59,7 @@ static int open_descriptors(void) {
     return n;
 }
 
-/* ---- jobs
-   -------------------------------------------------------------------------------------------------------- */
+/* ---- jobs ---- */
 
 typedef dt_status (*rank_fn)(dt_ctx *ctx, void *user);
 
@@ -102,10 +100,10 @@ static job *job_make(int ranks, rank_fn fn, int what) {
     j->fn = fn;
     j->what = what;
     j->timeout_s = 20;
-    dt__tcp_place any = { 0, 0 };
-    any.address = htonl(INADDR_LOOPBACK);
+    dt__tcp_address any = { 0, 0 };
+    any.ip = htonl(INADDR_LOOPBACK);
     int fd = dt__tcp_listen(any, 1);
-    j->port = (int)dt__tcp_own_place(fd).port;
+    j->port = (int)dt__tcp_own_address(fd).port;
     close(fd);
     return j;
 }

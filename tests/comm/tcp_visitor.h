@@ -5,15 +5,15 @@
 
 #include <sys/resource.h>
 
-static inline dt__tcp_place loopback(int port) {
-    dt__tcp_place place = { 0, 0 };
-    place.address = htonl(INADDR_LOOPBACK);
+static inline dt__tcp_address loopback(int port) {
+    dt__tcp_address place = { 0, 0 };
+    place.ip = htonl(INADDR_LOOPBACK);
     place.port = (uint32_t)port;
     return place;
 }
 
 /* A plain connection, as soon as there is one; -1: none for two seconds. */
-static inline int knock(dt__tcp_place place) {
+static inline int knock(dt__tcp_address place) {
     struct sockaddr_in at = dt__tcp_sockaddr(place);
     const dt_host *host = dt_host_default();
     for (double until = host->now(NULL) + 2; host->now(NULL) < until; host->sleep(NULL, 1e-3)) {
@@ -26,13 +26,13 @@ static inline int knock(dt__tcp_place place) {
 
 /* What a visitor says and hears. */
 typedef struct visit {
-    dt__tcp_place place; /* to which it goes */
+    dt__tcp_address place; /* to which it goes */
     int fd;
     dt__tcp t; /* key, rank and size: what it pretends to be */
-    dt__tcp_card ours, theirs, proof, answer;
+    dt__tcp_handshake ours, theirs, proof, answer;
 } visit;
 
-static inline visit visit_make(dt__tcp_place place, int rank, int size, const char *secret) {
+static inline visit visit_make(dt__tcp_address place, int rank, int size, const char *secret) {
     visit v;
     memset(&v, 0, sizeof v);
     v.place = place;
@@ -46,7 +46,7 @@ static inline visit visit_make(dt__tcp_place place, int rank, int size, const ch
     v.ours.rank = rank;
     v.ours.size = size;
     v.ours.pid = 4711;
-    v.ours.place = place;
+    v.ours.address = place;
     snprintf(v.ours.host, sizeof v.ours.host, "visitor");
     memset(v.ours.nonce, 7, sizeof v.ours.nonce);
     v.proof = v.ours;
@@ -54,7 +54,7 @@ static inline visit visit_make(dt__tcp_place place, int rank, int size, const ch
     return v;
 }
 
-static inline int hear(int fd, dt__tcp_card *card) {
+static inline int hear(int fd, dt__tcp_handshake *card) {
     memset(card, 0, sizeof *card);
     return recv(fd, card, sizeof *card, MSG_WAITALL) == (ssize_t)sizeof *card;
 }
@@ -82,7 +82,7 @@ enum { SILENT = 0, SLOW, HALF, SCANNER, FLOOD, N_ATTACKS };
 static const char *const attack_names[] = { "1,000 silent connections", "1,000 slow connections",
     "1,000 half and whole hellos", "a scanner", "1 MB of garbage, again and again" };
 
-static inline void attack(dt__tcp_place place, int what, dt__tcp_place from) {
+static inline void attack(dt__tcp_address place, int what, dt__tcp_address from) {
     static int fds[1000], at[1000];
     static double next[1000];
     static char garbage[1 << 20];

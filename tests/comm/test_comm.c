@@ -35,8 +35,7 @@ static const dt__comm_ops *generic_ops(void) {
     return &ops;
 }
 
-/* ---- 1. every collective against a naive one
-   -------------------------------------------------------------------- */
+/* ---- 1. every collective against a naive one ---- */
 
 typedef struct buffers {
     unsigned char *send, *recv, *raw;
@@ -257,8 +256,7 @@ static dt_status reuse_rank(dt_ctx *ctx, void *user) {
     return DT_OK;
 }
 
-/* ---- 2. groups
-   -------------------------------------------------------------------------------------------------- */
+/* ---- 2. groups ---- */
 
 static dt_status groups_rank(dt_ctx *ctx, void *user) {
     dt_comm *world = dt_world(ctx);
@@ -329,8 +327,7 @@ static void test_groups(void) {
     for (int r = 0; r < 4; r++) CHECK(o.error[r] != DT_OK);
 }
 
-/* ---- 3. send and receive
-   ---------------------------------------------------------------------------------------- */
+/* ---- 3. send and receive ---- */
 
 enum { LARGE = 250000 };
 
@@ -432,7 +429,7 @@ static void on_trap(int number) {
     (void)number;
     mprotect(trap.page, trap.bytes, PROT_READ | PROT_WRITE);
     for (int i = 0; i < 2; i++) {
-        dt__message *message = &trap.pair->message[i * DT__MESSAGES / 2];
+        dt__message *message = &trap.pair->message[i * DT__PAIR_SLOTS / 2];
         message->order = (uint64_t)i;
         message->tag = 5;
         message->channel = trap.group->channel;
@@ -458,13 +455,13 @@ static void test_order_while_looking(void) {
     trap.page = memory + page;
     trap.bytes = page;
     trap.pair = (dt__pair *)(void *)(trap.page - offsetof(dt__pair, message) -
-                                     DT__MESSAGES / 2 * sizeof(dt__message));
+                                     DT__PAIR_SLOTS / 2 * sizeof(dt__message));
     trap.group = &group;
     mprotect(trap.page, page, PROT_NONE);
     memset(&action, 0, sizeof action);
     action.sa_handler = on_trap;
     sigaction(SIGSEGV, &action, &before);
-    dt__message *there = dt__message_there(&shared, trap.pair, &group, 5, 1, 0, &ended, &seen);
+    dt__message *there = dt__find_message(&shared, trap.pair, &group, 5, 1, 0, &ended, &seen);
     sigaction(SIGSEGV, &before, NULL);
     CHECK_MSG(there == &trap.pair->message[0], "order %d", there ? (int)there->order : -1);
     munmap(memory, 2 * page);
@@ -565,8 +562,7 @@ static void test_mail(void) {
         "%s", o.report.text);
 }
 
-/* ---- 4. a failure on each rank in each operation
-   ---------------------------------------------------------------- */
+/* ---- 4. a failure on each rank in each operation ---- */
 
 enum { N_OPS = 10, N_KINDS = 9 };
 typedef enum fault {
@@ -785,8 +781,7 @@ static void test_poisoned(void) {
         CHECK(run(&o, 2, poisoned_rank, &which) == DT_ERR_NUMERIC);
 }
 
-/* ---- 5. time
-   ---------------------------------------------------------------------------------------------------- */
+/* ---- 5. time ---- */
 
 typedef struct late {
     int rank;
@@ -950,8 +945,7 @@ static void test_crowd(void) {
     printf("32 ranks on %d cores: 1000 all-reduces of 1024 floats in %.2f s\n", cores, o.took);
 }
 
-/* ---- 6. buffers are nobody else's when a call returns
-   ----------------------------------------------------------- */
+/* ---- 6. buffers are nobody else's when a call returns ---- */
 
 /* A kernel table whose reduce is slow on one rank and broken on another. */
 static __thread int this_rank;
@@ -1111,7 +1105,7 @@ static dt_status dry_reduce(const dt_reduce_args *a, void *stream) {
     (void)stream;
     __atomic_add_fetch(&dry.reduced, a->count, __ATOMIC_SEQ_CST);
     __atomic_add_fetch(
-        &dry.moved, a->count * dt_dtype_size(a->dtype) * (size_t)a->n_also, __ATOMIC_SEQ_CST);
+        &dry.moved, a->count * dt_dtype_size(a->dtype) * (size_t)a->n_copies, __ATOMIC_SEQ_CST);
     return DT_OK;
 }
 static dt_status dry_move(void *dst, const void *src, size_t bytes, void *stream) {
@@ -1151,8 +1145,7 @@ static void test_dry(void) {
     CHECK_MSG(dry.moved == 4000 * (3 + 3 + 16 + 16), "%zu", dry.moved);
 }
 
-/* ---- 7. memory refused, threads refused
-   -------------------------------------------------------------------------- */
+/* ---- 7. memory refused, threads refused ---- */
 
 /* Something of everything that allocates. */
 static dt_status hungry_rank(dt_ctx *ctx, void *user) {
@@ -1212,8 +1205,7 @@ static void test_refused_threads(void) {
     threads_left = -1;
 }
 
-/* ---- 8. bytes, scalars, arguments
-   -------------------------------------------------------------------------------- */
+/* ---- 8. bytes, scalars, arguments ---- */
 
 static dt_status bytes_rank(dt_ctx *ctx, void *user) {
     dt_comm *world = dt_world(ctx);
@@ -1353,8 +1345,7 @@ static void test_no_group(void) {
     dt_ctx_free(ctx);
 }
 
-/* ---- 9. launch
-   -------------------------------------------------------------------------------------------------- */
+/* ---- 9. launch ---- */
 
 static dt_status tables_rank(dt_ctx *ctx, void *user) {
     const outcome *o = (const outcome *)user;
@@ -1438,8 +1429,9 @@ static void test_beside(void) {
 /* dt_host's alloc gives memory at multiples of 64. What lies there may want no more, as a range
    that ranks share has. */
 static void test_alignment(void) {
-    CHECK(_Alignof(dt__world) <= 64 && _Alignof(dt__other) <= 64 && _Alignof(dt__lone) <= 64);
-    CHECK(sizeof(dt__rank_state) == DT__LINE);
+    CHECK(_Alignof(dt__world) <= 64 && _Alignof(dt__peer_view) <= 64 &&
+          _Alignof(dt__private_range) <= 64);
+    CHECK(sizeof(dt__rank_state) == DT__CACHE_LINE);
 }
 
 int main(void) {

@@ -42,8 +42,7 @@ static int shared_things(void) {
     return n;
 }
 
-/* ---- 1. how ranks end
-   -------------------------------------------------------------------------------------------- */
+/* ---- 1. how ranks end ---- */
 
 enum { KILLS, KILLS_IN_COPY, EXITS, EXITS_0, FAILS, STUCK, KILLS_IN_RECORD, WAYS };
 typedef struct ending {
@@ -279,8 +278,7 @@ static void test_processes(void) {
     CHECK_MSG(o.status == DT_ERR_PEER && logged == 1, "logged %d: %s", logged, o.report.text);
 }
 
-/* ---- 2. heaps
-   ---------------------------------------------------------------------------------------------------- */
+/* ---- 2. heaps ---- */
 
 enum { BLOCKS = 300 };
 static dt_status heap_rank(dt_ctx *ctx, void *user) {
@@ -318,7 +316,8 @@ static dt_status heap_rank(dt_ctx *ctx, void *user) {
     CHECK_MSG(bad == 0 && unreachable == 0, "%zu bytes or blocks wrong, %zu unreachable", bad,
         unreachable);
     /* all joined */
-    CHECK_MSG(heap->top == top && !heap->gaps, "%zu bytes of the heap are still used", heap->top);
+    CHECK_MSG(
+        heap->top == top && !heap->free_list, "%zu bytes of the heap are still used", heap->top);
     return dt_error(ctx);
 }
 
@@ -340,8 +339,7 @@ static void test_heaps(void) {
     CHECK_MSG(o.status == DT_ERR_MEM && strstr(o.report.text, "too much"), "%s", o.report.text);
 }
 
-/* ---- 3. attach: own threads, own transport
-   ----------------------------------------------------------------------- */
+/* ---- 3. attach: own threads, own transport ---- */
 
 typedef struct packet {
     struct packet *next;
@@ -677,8 +675,7 @@ static void test_attach(void) {
           dt_team_free(team) == DT_ERR_ARG && host.live == 0);
 }
 
-/* ---- 4. a hash over many rounds
-   ---------------------------------------------------------------------------------- */
+/* ---- 4. a hash over many rounds ---- */
 
 typedef struct rounds {
     long n;

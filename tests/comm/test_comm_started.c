@@ -14,8 +14,7 @@ static void virtual_nothing(void *user, int level, int rank, const char *text) {
 
 static void nap(dt_ctx *ctx, double s) { dt_ctx_host(ctx)->sleep(dt_ctx_host(ctx)->user, s); }
 
-/* ---- 1. many at once
-   --------------------------------------------------------------------------------------------- */
+/* ---- 1. many at once ---- */
 
 /* Operation i of a plan, which all ranks derive alike: what it is, on which group, how long. */
 enum { FLIGHT = 30, GROUPS = 3, LONGEST = 9000 };
@@ -207,8 +206,7 @@ static void test_flights(void) {
     }
 }
 
-/* ---- 2. rules
-   ---------------------------------------------------------------------------------------------------- */
+/* ---- 2. rules ---- */
 
 /* user: 0 never waited for; 1 waited for twice; 2 the context of another: refused */
 static dt_status careless_rank(dt_ctx *ctx, void *user) {
@@ -265,14 +263,14 @@ static dt_status kernels_rank(dt_ctx *ctx, void *user) {
     for (size_t i = 0; i < count; i++) a[i] = (float)(dt_comm_rank(world) + 1);
     dt_work *work = dt_all_reduce_start(world, a, b, count, DT_F32, DT_SUM);
     double limit = seconds() + 20;
-    while (!work->over && seconds() < limit && dt_error(ctx) == DT_OK) {
+    while (!work->finished && seconds() < limit && dt_error(ctx) == DT_OK) {
         dt_shape shape = { 1, { 64 } };
         dt_tensor *x = dt_input(ctx, DT_F32, shape, NULL);
         dt_add(x, x);
         dt_reset(ctx);
         nap(ctx, 0);
     }
-    CHECK_MSG(work->over, "not over by kernels alone: %s", dt_error_text(ctx));
+    CHECK_MSG(work->finished, "not over by kernels alone: %s", dt_error_text(ctx));
     dt_wait(ctx, work);
     CHECK(b[0] == 6 && b[count - 1] == 6);
     free(a);
@@ -388,8 +386,7 @@ static void test_rules(void) {
         "%s", o.report.text);
 }
 
-/* ---- 3. messages
-   ------------------------------------------------------------------------------------------------- */
+/* ---- 3. messages ---- */
 
 /* An earlier receive that waits for another rank does not hold up a receive from any. */
 static dt_status any_rank(dt_ctx *ctx, void *user) {
@@ -537,8 +534,7 @@ static void test_messages(void) {
     }
 }
 
-/* ---- 4. the simulated link
-   --------------------------------------------------------------------------------------- */
+/* ---- 4. the simulated link ---- */
 
 typedef struct link_case {
     double latency;
@@ -551,10 +547,10 @@ static dt_status link_rank(dt_ctx *ctx, void *user) {
     int n = dt_comm_size(world), me = dt_comm_rank(world);
     float x[4 * 64], y[4 * 64];
     dt_comm_set_algorithm(world, c->algorithm);
-    double from, link_free = world->world->link_free;
+    double from, link_free = world->world->link_free_at;
     for (int i = 0; i < 5; i++) dt_all_reduce(one, x, x, 1, DT_F32, DT_SUM); /* copies: free */
     for (int i = 0; i < 5; i++) dt_mean(world, 1);
-    CHECK(world->world->link_free == link_free);
+    CHECK(world->world->link_free_at == link_free);
     dt_barrier(world);
     from = seconds();
     for (int i = 0; i < 10; i++) { /* in place: adding twice would show */

@@ -35,8 +35,7 @@ static pid_t staged_fork(void) {
 #include "tests/faults/drills.h"
 #include "tests/faults/endings.h"
 
-/* ---- kill -9
-   -------------------------------------------------------------------------------------------------- */
+/* ---- kill -9 ---- */
 
 static int names_victim(const char *text, int rank, pid_t pid, const char *why) {
     char who[64];
@@ -117,8 +116,7 @@ static void kills(int full) {
         1e3 * lateness_at(&sums->survivors, 1));
 }
 
-/* ---- stopped, spinning
-   ---------------------------------------------------------------------------------------- */
+/* ---- stopped, spinning ---- */
 
 enum { STOPPING = 0, SPINNING, GOING_ON };
 static const double STOP_TIMEOUT = 0.5;
@@ -221,8 +219,7 @@ static void stops(int full) {
     lateness_print(&sums->ends, "stopped and spinning ranks: the job is over");
 }
 
-/* ---- two faults
-   ----------------------------------------------------------------------------------------------- */
+/* ---- two faults ---- */
 
 static void one_double(int at) {
     page *p = page_make();
@@ -268,8 +265,7 @@ static void doubles(int full) {
     lateness_print(&sums->ends, "two faults: the job is over");
 }
 
-/* ---- the supervisor is gone, Ctrl-C
-   --------------------------------------------------------------------------- */
+/* ---- the supervisor is gone, Ctrl-C ---- */
 
 static void supervisor(int full) {
     page *p = page_make();
@@ -363,8 +359,7 @@ static void ctrlc(int full) {
     lateness_print(&sums->ends, "Ctrl-C: all processes are gone");
 }
 
-/* ---- out of memory
-   -------------------------------------------------------------------------------------------- */
+/* ---- out of memory ---- */
 
 static dt_status eating_rank(dt_ctx *ctx, void *user) {
     job *j = (job *)user;
@@ -440,8 +435,7 @@ static void oom(int full) {
 
 #include "tests/faults/suspend.h"
 
-/* ---- main
-   ----------------------------------------------------------------------------------------------------- */
+/* ---- main ---- */
 
 int main(int argc, char **argv) {
     static const struct {

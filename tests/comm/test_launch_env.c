@@ -113,7 +113,7 @@ static const row good[] = {
     { "PMI_RANK=1 PMI_SIZE=2 MPI_LOCALNRANKS=2 MPI_LOCALRANKID=1 SLURM_STEP_ID=1 SLURM_PROCID=0 "
       "SLURM_NTASKS=4 "
       "SLURM_STEP_NUM_TASKS=1",
-        1, 2, 1, 2, "127.0.0.1:29500", "PMI", "; also set, and not heeded: SLURM" },
+        1, 2, 1, 2, "127.0.0.1:29500", "PMI", "; also set, but ignored: SLURM" },
     /* srun --mpi=pmi2: the same start twice, and SLURM knows more of it */
     { "PMI_RANK=1 PMI_SIZE=2 PMI_JOBID=4.0 SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_LOCALID=0 "
       "SLURM_NODEID=1 "
@@ -150,20 +150,20 @@ static const row good[] = {
     /* who goes first */
     { "DT_RANK=1 DT_WORLD_SIZE=3 " TORCHRUN
       "PMI_RANK=0 PMI_SIZE=9 SLURM_PROCID=0 SLURM_NTASKS=4 " STEP,
-        1, 3, -1, 0, "127.0.0.1:29500", "DT", "also set, and not heeded: torchrun, PMI, SLURM" },
+        1, 3, -1, 0, "127.0.0.1:29500", "DT", "also set, but ignored: torchrun, PMI, SLURM" },
     { TORCHRUN "MASTER_ADDR=h MASTER_PORT=7 SLURM_PROCID=0 SLURM_NTASKS=1 " STEP, 2, 4, 2, 4, "h:7",
-        "torchrun", "also set, and not heeded: SLURM" },
+        "torchrun", "also set, but ignored: SLURM" },
     { TORCHRUN "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2", 2, 4, 2, 4, "127.0.0.1:29500",
-        "torchrun", "not heeded: Open MPI" },
+        "torchrun", "ignored: Open MPI" },
     { "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 PMI_RANK=0 PMI_SIZE=3", 1, 2, -1, 0,
-        "127.0.0.1:29500", "Open MPI", "not heeded: PMI" },
+        "127.0.0.1:29500", "Open MPI", "ignored: PMI" },
     { "PMI_RANK=0 PMI_SIZE=4 SLURM_PROCID=0 SLURM_NTASKS=1 SLURM_LOCALID=0 SLURM_NODEID=0 "
       "SLURM_STEP_TASKS_PER_NODE=1 " STEP,
         0, 4, -1, 0, "127.0.0.1:29500", "PMI",
         "rank 0 of 4 by PMI: PMI_RANK, PMI_SIZE; rendezvous "
-        "127.0.0.1:29500; also set, and not heeded: SLURM" },
+        "127.0.0.1:29500; also set, but ignored: SLURM" },
     { "PMI_RANK=1 PMI_SIZE=2 SLURM_PROCID=0 SLURM_NTASKS=2 SLURM_LOCALID=0 " STEP, 1, 2, -1, 0,
-        "127.0.0.1:29500", "PMI", "not heeded: SLURM" },
+        "127.0.0.1:29500", "PMI", "ignored: SLURM" },
     /* what is wrong with one that is not heeded does no harm */
     { TORCHRUN "OMPI_COMM_WORLD_RANK=x PMI_RANK=4 SLURM_PROCID=-1 SLURM_NTASKS=3 PMIX_RANK=1 " STEP,
         2, 4, 2, 4, "127.0.0.1:29500", "torchrun", "rendezvous 127.0.0.1:29500" },
@@ -314,9 +314,9 @@ static void check_good(const row *r) {
         "'%s': local %d of %d", r->words, got.local_rank, got.local_size);
     CHECK_MSG(strcmp(got.rendezvous, r->rendezvous) == 0, "'%s': rendezvous %s", r->words,
         got.rendezvous);
-    CHECK_MSG(strcmp(got.by, r->by) == 0, "'%s': by '%s'", r->words, got.by);
+    CHECK_MSG(strcmp(got.launcher, r->by) == 0, "'%s': by '%s'", r->words, got.launcher);
     CHECK_MSG(strstr(got.text, r->text) && !strchr(got.text, '\n'), "'%s': %s", r->words, got.text);
-    CHECK_MSG((strstr(got.text, "not heeded") != NULL) == (strstr(r->text, "not heeded") != NULL),
+    CHECK_MSG((strstr(got.text, "ignored") != NULL) == (strstr(r->text, "ignored") != NULL),
         "'%s': %s", r->words, got.text);
 }
 
@@ -328,8 +328,8 @@ static void check_bad(const char *words, const char *text) {
     CHECK_MSG(status == DT_ERR_ARG && strstr(got.text, text) && !strchr(got.text, '\n'),
         "'%s': %d %s", words, (int)status, got.text);
     CHECK_MSG(got.rank == 0 && got.size == 1 && got.local_rank == -1 && got.local_size == 0 &&
-                  !got.by[0] && !got.rendezvous[0],
-        "'%s': refused, but rank %d of %d by '%s'", words, got.rank, got.size, got.by);
+                  !got.launcher[0] && !got.rendezvous[0],
+        "'%s': refused, but rank %d of %d by '%s'", words, got.rank, got.size, got.launcher);
 }
 
 static void check_lists(void) {
@@ -345,7 +345,7 @@ static void check_lists(void) {
         check_bad(words, "SLURM_STEP_NODELIST=");
     }
     for (size_t i = 0; i < sizeof counts / sizeof counts[0]; i++) {
-        int count = dt__launch_count(counts[i].list, counts[i].node);
+        int count = dt__launch_node_ranks(counts[i].list, counts[i].node);
         CHECK_MSG(count == counts[i].count, "machine %d of %s: %d ranks", counts[i].node,
             counts[i].list, count);
         if (counts[i].count) continue;

@@ -50,13 +50,12 @@ static const char *backend_name(dt_backend backend) {
                                          : "tcp";
 }
 
-/* ---- jobs over sockets: a process for each rank
-   -------------------------------------------------------------- */
+/* ---- jobs over sockets: a process for each rank ---- */
 
 static int free_port(void) {
-    dt__tcp_place any = { 0, 0 };
-    any.address = htonl(INADDR_LOOPBACK);
-    int fd = dt__tcp_listen(any, 1), port = (int)dt__tcp_own_place(fd).port;
+    dt__tcp_address any = { 0, 0 };
+    any.ip = htonl(INADDR_LOOPBACK);
+    int fd = dt__tcp_listen(any, 1), port = (int)dt__tcp_own_address(fd).port;
     close(fd);
     return port;
 }
@@ -86,8 +85,7 @@ static void tcp_job(int ranks, const dt_host *host, dt_status (*fn)(dt_ctx *, vo
     }
 }
 
-/* ---- mismatches
-   ---------------------------------------------------------------------------------------------- */
+/* ---- mismatches ---- */
 
 static odd_run *run_one(
     const mismatch *m, dt_backend backend, uint64_t delays, dt_status *status, dt_report *report) {
@@ -150,8 +148,7 @@ static void run_cases(dt_backend backend) {
     lateness_print(&late, backend_name(backend));
 }
 
-/* ---- no false alarms
-   ----------------------------------------------------------------------------------------- */
+/* ---- no false alarms ---- */
 
 static int well(dt_backend backend, int ranks, dt_status (*fn)(dt_ctx *, void *), void *user,
     const char *what) {
@@ -206,8 +203,7 @@ static void random_programs(int runs, dt_backend backend) {
     printf("%s: %d random programs\n", backend_name(backend), runs);
 }
 
-/* ---- what it costs
-   ------------------------------------------------------------------------------------------- */
+/* ---- what it costs ---- */
 
 enum { COST_OPS = 400, COST_ROUNDS = 600 };
 typedef struct cost {

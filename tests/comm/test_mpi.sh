@@ -2,14 +2,14 @@
 # test_mpi.sh - the MPI backend with each MPI that is installed: mpi_ranks.c, mpi_mismatch.c and train_gpt under mpirun
 #
 # Open MPI and MPICH may be installed side by side, as mpicc.openmpi and mpicc.mpich; else there is one mpicc. Ranks
-# outnumber the cores here. mpi_ranks is built with DT__MPI_MOST=5000, so that messages which are too long for MPI's
+# outnumber the cores here. mpi_ranks is built with DT__MPI_MAX_BYTES=5000, so that messages which are too long for MPI's
 # int need not be gigabytes, and with DT__RAIL_BYTES=5000, so that a sum of 20 KB goes by rails. MPIS="mpich": only that one.
 # The second MPI does a part, with ALL=yes everything (make faults). For the mutants `test_mpi.sh ranks` and
 # `test_mpi.sh mismatches`: the first that is there, only that program, up to the first failure; status 77 if there is
 # none.
 cd "$(dirname "$0")/../.." || exit 1
 MAKE=${MAKE:-make}
-export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 TFLAGS="${TFLAGS:--O1 -g -Wall -Wextra} -DDT__MPI_MOST=5000 -DDT__RAIL_BYTES=5000"
+export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 TFLAGS="${TFLAGS:--O1 -g -Wall -Wextra} -DDT__MPI_MAX_BYTES=5000 -DDT__RAIL_BYTES=5000"
 export CFLAGS="${MPI_CFLAGS:--O1 -Wall -Wextra}"
 export OMPI_MCA_btl_vader_single_copy_mechanism=none    # as in most containers: 4 KiB then need their sender's help
 LONGEST=120

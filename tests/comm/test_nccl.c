@@ -21,7 +21,7 @@ int main(void) {
 }
 #else
 
-#define DT_NCCL_WIDE 96 /* windows that the tests' sums do not fit */
+#define DT_NCCL_F32_WINDOW 96 /* windows that the tests' sums do not fit */
 #define DT_IMPLEMENTATION
 #include "dt_zero.h"
 #include "tests/cuda/fake_cuda.h"
@@ -611,7 +611,7 @@ static void bad_index(dt_ctx *ctx, array a, array b) {
         .rows = 8,
         .cols = 8,
         .vocab = 4,
-        .held = 4 };
+        .table_rows = 4 };
     CHECK(k->embedding(&e, dt_ctx_stream(ctx)) == DT_OK);
     for (int i = 0; i < 300; i++)
         k->fill(&(dt_fill_args){ DT_F32, a.at, 64, i }, dt_ctx_stream(ctx));
@@ -732,7 +732,7 @@ static dt_status lent(dt_ctx *ctx, void *user) {
     dt__world *w = world->world;
     ncclComm_t comm = NULL;
     dt_ctx *mine =
-        dt_ctx_make((dt_ctx_desc){ .rank = dt_ctx_rank(ctx), .place = dt_ctx_rank(ctx) });
+        dt_ctx_make((dt_ctx_desc){ .rank = dt_ctx_rank(ctx), .local_rank = dt_ctx_rank(ctx) });
     CHECK(
         ncclCommInitRank(&comm, dt_comm_size(world), given_id, dt_comm_rank(world)) == ncclSuccess);
     dt_comm *own = dt_comm_attach(mine, (dt_attach_desc){ .rank = dt_ctx_rank(ctx),

@@ -14,8 +14,7 @@
 
 static const char token[] = "0123456789abcdef", other_token[] = "0123456789abcdeg";
 
-/* ---- 1. SHA-256 and HMAC
-   ----------------------------------------------------------------------------------------- */
+/* ---- 1. SHA-256 and HMAC ---- */
 
 static int is_hex(const uint8_t digest[32], const char *hex) {
     char text[65];
@@ -92,16 +91,15 @@ static void test_hmac(void) { /* the cases of RFC 4231 but the fifth, which is c
             is_hex((uint8_t *)key, c[i].digest), "RFC 4231, case %d here, in the key's place", i);
     }
     uint8_t a[32] = { 1, 2, 3 }, b[32] = { 1, 2, 3 };
-    CHECK(dt__same_secret(a, b, 32));
+    CHECK(dt__equal_secrets(a, b, 32));
     for (int i = 0; i < 32; i++) {
         b[i] ^= 0x80;
-        CHECK(!dt__same_secret(a, b, 32));
+        CHECK(!dt__equal_secrets(a, b, 32));
         b[i] ^= 0x80;
     }
 }
 
-/* ---- 2. descriptions and tokens
-   ---------------------------------------------------------------------------------- */
+/* ---- 2. descriptions and tokens ---- */
 
 static dt_status alone_rank(dt_ctx *ctx, void *user) {
     float x = 3, y = 0;
@@ -147,7 +145,7 @@ static void test_descriptions(void) {
     desc.kernels = NULL;
     int fd = dt__tcp_listen(loopback(0), 1); /* a port that is taken */
     char place[64];
-    snprintf(place, sizeof place, "127.0.0.1:%d", (int)dt__tcp_own_place(fd).port);
+    snprintf(place, sizeof place, "127.0.0.1:%d", (int)dt__tcp_own_address(fd).port);
     desc.ranks = 2;
     desc.rendezvous = place;
     CHECK_MSG(dt_run(desc, short_rank, NULL) == DT_ERR_COMM &&
@@ -162,20 +160,20 @@ static void test_descriptions(void) {
     CHECK(s.live == 0);
 }
 
-static dt__tcp_place place_of(const char *text) {
-    dt__tcp_place place = { 0, 0 };
-    CHECK_MSG(dt__tcp_place_read(text, &place), "%s", text);
+static dt__tcp_address place_of(const char *text) {
+    dt__tcp_address place = { 0, 0 };
+    CHECK_MSG(dt__tcp_address_parse(text, &place), "%s", text);
     return place;
 }
 
 static void test_places(void) {
     char host[200] = "", text[256];
-    dt__tcp_place place = place_of("10.1.2.3:77");
-    CHECK(place.address == htonl(0x0a010203) && place.port == 77 && !dt__tcp_is_loopback(place));
+    dt__tcp_address place = place_of("10.1.2.3:77");
+    CHECK(place.ip == htonl(0x0a010203) && place.port == 77 && !dt__tcp_is_loopback(place));
     CHECK(place_of("127.3.4.5").port == 29500 && dt__tcp_is_loopback(place_of("127.3.4.5")));
-    CHECK(place_of(NULL).address == htonl(INADDR_LOOPBACK) && place_of("").port == 29500);
-    CHECK(place_of("0.0.0.0:9").address == 0 && !dt__tcp_is_loopback(place_of("0.0.0.0:9")));
-    CHECK(place_of("localhost").address == htonl(INADDR_LOOPBACK));
+    CHECK(place_of(NULL).ip == htonl(INADDR_LOOPBACK) && place_of("").port == 29500);
+    CHECK(place_of("0.0.0.0:9").ip == 0 && !dt__tcp_is_loopback(place_of("0.0.0.0:9")));
+    CHECK(place_of("localhost").ip == htonl(INADDR_LOOPBACK));
     struct addrinfo *found = NULL;
     gethostname(host, sizeof host - 1);
     if (getaddrinfo(host, NULL, NULL, &found) != 0) {
@@ -185,8 +183,8 @@ static void test_places(void) {
     freeaddrinfo(found);
     snprintf(text, sizeof text, "%s:12", host);
     place = place_of(text);
-    CHECK(place.port == 12 && place.address != 0);
-    if (dt__tcp_interface())
+    CHECK(place.port == 12 && place.ip != 0);
+    if (dt__tcp_interface_address())
         CHECK_MSG(!dt__tcp_is_loopback(place), "%s: an address of the loopback", host);
 }
 
@@ -250,7 +248,7 @@ static void test_tokens(void) {
     memset(large, 'x', sizeof large);
     large[sizeof large - 1] = 0;
     write_file(path, large, 0400);
-    refuses(NULL, path, token, "is not a file of a token");
+    refuses(NULL, path, token, "is not a token file");
     /* a file, the environment and the field give the same key; none gives that of no bytes */
     memset(&desc, 0, sizeof desc);
     desc.ranks = 2;
@@ -269,8 +267,7 @@ static void test_tokens(void) {
     unlink(path);
 }
 
-/* ---- 3. a visitor
-   ------------------------------------------------------------------------------------------------ */
+/* ---- 3. a visitor ---- */
 
 static void expect_refusal(visit v, int as_is, const char *says) {
     int there = converse(&v, as_is);
@@ -299,15 +296,15 @@ static void test_refusals(void) {
     expect_refusal(
         visit_make(loopback(j->port), 7, 3, other_token), 0, "the token is not this job's");
     expect_refusal(
-        visit_make(loopback(j->port), 2, 3, token), 0, "it is of 3 ranks, the job has 4");
-    expect_refusal(visit_make(loopback(j->port), 4, 4, token), 0, "rank 4 is none here");
-    expect_refusal(visit_make(loopback(j->port), 0, 4, token), 0, "rank 0 is none here");
-    expect_refusal(visit_make(loopback(j->port), -1, 4, token), 0, "rank -1 is none here");
+        visit_make(loopback(j->port), 2, 3, token), 0, "its job has 3 ranks, this one has 4");
+    expect_refusal(visit_make(loopback(j->port), 4, 4, token), 0, "rank 4 is not expected here");
+    expect_refusal(visit_make(loopback(j->port), 0, 4, token), 0, "rank 0 is not expected here");
+    expect_refusal(visit_make(loopback(j->port), -1, 4, token), 0, "rank -1 is not expected here");
     v.ours.job = 5;
-    expect_refusal(v, 0, "it is of another job");
+    expect_refusal(v, 0, "it belongs to another job");
     nap(0.1); /* rank 1 has come */
-    snprintf(says, sizeof says, "rank 1 is there already: process %d on ", (int)j->pid[1]);
-    char host[DT__TCP_NAME] = "";
+    snprintf(says, sizeof says, "rank 1 is already connected: process %d on ", (int)j->pid[1]);
+    char host[DT__TCP_NAME_BYTES] = "";
     gethostname(host, sizeof host - 1);
     strncat(says, host, sizeof says - strlen(says) - 1);
     expect_refusal(visit_make(loopback(j->port), 1, 4, token), 0, says);
@@ -323,7 +320,7 @@ static void test_refusals(void) {
     v = visit_make(loopback(j->port), 2, 4, token);
     for (int twice = 0; twice < 2; twice++) {
         v.fd = knock(v.place);
-        dt__tcp_card *first = twice ? &v.ours : &v.proof;
+        dt__tcp_handshake *first = twice ? &v.ours : &v.proof;
         send(v.fd, first, sizeof *first, MSG_NOSIGNAL);
         if (twice) CHECK(hear(v.fd, &v.theirs));
         if (twice) send(v.fd, first, sizeof *first, MSG_NOSIGNAL);
@@ -354,19 +351,20 @@ static void test_replay(void) {
           memcmp(theirs.theirs.nonce, v.theirs.nonce, 32) != 0);
     CHECK(memcmp(theirs.answer.proof, v.answer.proof, 32) != 0);
     close(theirs.fd);
-    static const size_t said[] = { offsetof(dt__tcp_card, rank), offsetof(dt__tcp_card, size),
-        offsetof(dt__tcp_card, pid), offsetof(dt__tcp_card, place), offsetof(dt__tcp_card, job),
-        offsetof(dt__tcp_card, nonce), offsetof(dt__tcp_card, host) };
+    static const size_t said[] = { offsetof(dt__tcp_handshake, rank),
+        offsetof(dt__tcp_handshake, size), offsetof(dt__tcp_handshake, pid),
+        offsetof(dt__tcp_handshake, address), offsetof(dt__tcp_handshake, job),
+        offsetof(dt__tcp_handshake, nonce), offsetof(dt__tcp_handshake, host) };
     for (size_t i = 0; i < 7; i++) { /* somebody in between changes what a rank says */
         v = visit_make(loopback(j->port), 2, 3, token);
         v.fd = knock(v.place);
-        dt__tcp_card changed = v.ours;
+        dt__tcp_handshake changed = v.ours;
         ((char *)&changed)[said[i]] ^= 1;
         send(v.fd, &changed, sizeof changed, MSG_NOSIGNAL);
         CHECK(hear(v.fd, &v.theirs));
         dt__tcp_prove(&v.t, "caller", &v.ours, &v.theirs, v.proof.proof);
         send(v.fd, &v.proof, sizeof v.proof, MSG_NOSIGNAL);
-        CHECK_MSG(hear(v.fd, &v.answer) && v.answer.reason == DT__TCP_NO_TOKEN,
+        CHECK_MSG(hear(v.fd, &v.answer) && v.answer.reason == DT__TCP_WRONG_TOKEN,
             "field %zu is not proved", i);
         close(v.fd);
     }
@@ -375,8 +373,7 @@ static void test_replay(void) {
     job_free(j);
 }
 
-/* ---- 4. impostors
-   ------------------------------------------------------------------------------------------------ */
+/* ---- 4. impostors ---- */
 
 /* Who listens where a rank calls. */
 enum {
@@ -410,7 +407,7 @@ static int accept_one(int door) {
 
 /* Answers a rank that calls as `how` says. */
 static void be_fake(int door, int how, const visit *overheard) {
-    dt__tcp_card hello, proof;
+    dt__tcp_handshake hello, proof;
     visit v = visit_make(
         loopback(0), how == OTHER_RANK ? 1 : 0, 2, how == OTHER_TOKEN ? other_token : token);
     int fd = accept_one(door);
@@ -419,10 +416,10 @@ static void be_fake(int door, int how, const visit *overheard) {
     if (how == REPLAYED) v.ours = overheard->theirs;
     if (how == OTHER_VERSION) v.ours.version = 9;
     if (how == NO_CARD) memset(&v.ours, 'x', sizeof v.ours);
-    if (how == REFUSES) v.ours.kind = DT__TCP_REFUSED, v.ours.reason = DT__TCP_NO_TOKEN;
+    if (how == REFUSES) v.ours.kind = DT__TCP_REFUSED, v.ours.reason = DT__TCP_WRONG_TOKEN;
     if (how != HANGS_UP) send(fd, &v.ours, sizeof v.ours, MSG_NOSIGNAL);
     if (how <= OTHER_TOKEN && CHECK(hear(fd, &proof))) {
-        dt__tcp_card welcome = v.ours;
+        dt__tcp_handshake welcome = v.ours;
         welcome.kind = DT__TCP_WELCOME;
         if (how == HIS_OWN_PROOF) memcpy(welcome.proof, proof.proof, sizeof welcome.proof);
         if (how == REPLAYED) memcpy(welcome.proof, overheard->answer.proof, sizeof welcome.proof);
@@ -468,27 +465,26 @@ static void test_fake_hosts(void) {
 /* The visitor is a rank of the job as far as rank 0 can see, and then an impostor to another. */
 static void test_mesh(void) {
     dt__tcp_table table;
-    dt__tcp_place places[3];
+    dt__tcp_address places[3];
     job *j = job_make(3, short_rank, 0);
     for (int rank = 0; rank < 3; rank++) j->token[rank] = token;
     j->absent = 1 << 2; /* it is rank 2, and calls rank 1 */
     job_start(j);
     visit v = visit_make(loopback(j->port), 2, 3, token);
     CHECK(converse(&v, 0) && welcomed(&v));
-    CHECK(
-        recv(v.fd, &table, sizeof table, MSG_WAITALL) == (ssize_t)sizeof table && !table.given_up);
+    CHECK(recv(v.fd, &table, sizeof table, MSG_WAITALL) == (ssize_t)sizeof table && !table.failed);
     CHECK(recv(v.fd, places, sizeof places, MSG_WAITALL) == (ssize_t)sizeof places);
     int port = (int)places[1].port;
     visit w = visit_make(loopback(port), 2, 3, other_token);
     w.ours.job = v.theirs.job;
     expect_refusal(w, 0, "the token is not this job's");
-    expect_refusal(visit_make(loopback(port), 2, 3, token), 0, "it is of another job");
+    expect_refusal(visit_make(loopback(port), 2, 3, token), 0, "it belongs to another job");
     w = visit_make(loopback(port), 2, 3, token);
     w.ours.job = v.theirs.job ^ 2;
-    expect_refusal(w, 0, "it is of another job");
+    expect_refusal(w, 0, "it belongs to another job");
     w.ours.job = v.theirs.job;
     w.ours.rank = 1;
-    expect_refusal(w, 0, "rank 1 is none here");
+    expect_refusal(w, 0, "rank 1 is not expected here");
     w.ours.rank = 2;
     CHECK(converse(&w, 0) && welcomed(&w) && w.theirs.rank == 1);
     close(w.fd);
@@ -505,8 +501,8 @@ static void test_mesh(void) {
     v = visit_make(loopback(j->port), 1, 3, token);
     int door = dt__tcp_listen(loopback(0), 10), fd;
     fcntl(door, F_SETFL, 0);
-    v.ours.place = dt__tcp_own_place(door);
-    dt__tcp_card hello, card = v.ours;
+    v.ours.address = dt__tcp_own_address(door);
+    dt__tcp_handshake hello, card = v.ours;
     CHECK(converse(&v, 0) && welcomed(&v));
     fd = accept_one(door);
     CHECK(fd >= 0 && hear(fd, &hello) && hello.rank == 2 && hello.job == v.theirs.job);
@@ -525,8 +521,7 @@ static void test_mesh(void) {
     job_free(j);
 }
 
-/* ---- 5. jobs
-   ----------------------------------------------------------------------------------------------------- */
+/* ---- 5. jobs ---- */
 
 /* Process 3 says it is rank 2 of 3 with a token or size of its own, and comes first. The job goes
    on without it. */
@@ -566,8 +561,8 @@ static void test_jobs(void) {
     }
     wrong_rank(other_token, 3, 0, "the token is not this job's");
     wrong_rank(NULL, 3, 0, "the token is not this job's");
-    wrong_rank(token, 4, 0, "it is of 4 ranks, the job has 3");
-    wrong_rank(token, 3, 1, "rank 2 is there already: process ");
+    wrong_rank(token, 4, 0, "its job has 4 ranks, this one has 3");
+    wrong_rank(token, 3, 1, "rank 2 is already connected: process ");
 }
 
 static void test_absent(void) {
@@ -579,11 +574,11 @@ static void test_absent(void) {
     job_wait(j);
     for (int rank = 0; rank < 4; rank += rank == 1 ? 2 : 1) {
         const rank_result *r = &j->result[rank];
-        CHECK_MSG(r->status &&
-                      strstr(r->report.text,
-                          "of 4 ranks rank 2 did not come; 1 connection was turned away, "
-                          "the last 127.0.0.1:") &&
-                      strstr(r->report.text, "it hung up") && r->took < 5,
+        CHECK_MSG(
+            r->status &&
+                strstr(r->report.text, "of 4 ranks rank 2 did not come; 1 connection was rejected, "
+                                       "the last 127.0.0.1:") &&
+                strstr(r->report.text, "it hung up") && r->took < 5,
             "rank %d: %s, %.1f s", rank, r->report.text, r->took);
         CHECK(r->status == (rank ? DT_ERR_PEER : DT_ERR_TIMEOUT));
     }
@@ -606,8 +601,7 @@ static void test_absent(void) {
     job_free(j);
 }
 
-/* ---- 6. strangers
-   ------------------------------------------------------------------------------------------------ */
+/* ---- 6. strangers ---- */
 
 /* All kinds of strangers at the door of rank 0 while it waits for ranks 2 and 3. */
 static void test_strangers(void) {
@@ -655,7 +649,7 @@ static void test_attacks(void) {
         pid_t pid = fork();
         if (pid == 0) {
             alarm(60);
-            dt__tcp_place from = { htonl(0x7f000002), 0 };
+            dt__tcp_address from = { htonl(0x7f000002), 0 };
             attack(loopback(j->port), what, from);
             _exit(0);
         }
@@ -678,8 +672,7 @@ static void test_attacks(void) {
     }
 }
 
-/* ---- 7. who it was
-   ----------------------------------------------------------------------------------------------- */
+/* ---- 7. who it was ---- */
 
 static dt_status killed_rank(dt_ctx *ctx, void *user) {
     (void)user;
@@ -690,7 +683,7 @@ static dt_status killed_rank(dt_ctx *ctx, void *user) {
 
 static void test_names(void) {
     job *j = run_job(3, killed_rank, 0);
-    char says[160], host[DT__TCP_NAME] = "", name[DT__TCP_NAME];
+    char says[160], host[DT__TCP_NAME_BYTES] = "", name[DT__TCP_NAME_BYTES];
     gethostname(host, sizeof host - 1);
     snprintf(says, sizeof says, "connection to rank 1 (process %d on %s) was lost", (int)j->pid[1],
         host);
@@ -698,7 +691,8 @@ static void test_names(void) {
         CHECK_MSG(strstr(j->result[rank].report.text, says), "not '%s': %s", says,
             j->result[rank].report.text);
     job_free(j);
-    char odd[DT__TCP_NAME] = "node-1.a_b\033[2J\n%s", none[DT__TCP_NAME] = "", whole[DT__TCP_NAME];
+    char odd[DT__TCP_NAME_BYTES] = "node-1.a_b\033[2J\n%s", none[DT__TCP_NAME_BYTES] = "",
+         whole[DT__TCP_NAME_BYTES];
     dt__tcp_host_name(name, odd);
     CHECK_MSG(strcmp(name, "node-1.a_b\\x1b[2J\\x0a%s") == 0, "%s", name);
     dt__tcp_host_name(name, none);
@@ -736,8 +730,7 @@ static dt_status probe_rank(dt_ctx *ctx, void *user) {
     return dt_barrier(dt_world(ctx));
 }
 
-/* ---- the token, and what can be computed from it, are not left in memory
-   ---------------------------------------- */
+/* ---- the token, and what can be computed from it, are not left in memory ---- */
 
 /* The secrets to search for, XORed with a mask, so that the search does not find this copy. A child
    process computes them, and exits. */
@@ -874,7 +867,7 @@ static void test_wiped(void) {
     maker = fork();
     if (maker == 0) { /* at once, before anything else writes over where the file was read to */
         uint8_t key[32];
-        char why[DT__TCP_TEXT];
+        char why[DT__TCP_TEXT_BYTES];
         long seen = 0;
         dt_run_desc desc;
         memset(&desc, 0, sizeof desc);
@@ -903,8 +896,7 @@ static void test_kept(void) {
     unsetenv("DT_TOKEN");
 }
 
-/* ---- control bytes from peers are escaped
-   ------------------------------------------------------------------------ */
+/* ---- control bytes from peers are escaped ---- */
 
 /* a title, DEL, C1 twice, no UTF-8 */
 static const char bad[] = "\033]0;x\007 \x7f\r\n\x9b \xc2\x9b \xff \xe2\x82";
@@ -915,7 +907,7 @@ static int plain(const char *text) {
         unsigned char byte = (unsigned char)*c, after = (unsigned char)c[1];
         if (byte < 32 || byte == 127 || (byte == 0xc2 && after < 0xa0)) return 0;
     }
-    return dt__utf8_bad(text, strlen(text)) == strlen(text);
+    return dt__utf8_first_invalid(text, strlen(text)) == strlen(text);
 }
 
 /* The report of a dt_run that fails, and its text on descriptor 2, empty for another rank's
@@ -946,7 +938,7 @@ static void speak(spoken *s, dt_run_desc desc, rank_fn fn) {
 /* A hostile rank 1 that knows the token: control bytes in its host name and, if it speaks, in its
    failure. */
 static void bad_peer(int port, int speaks) {
-    char room[sizeof(dt__tcp_table) + 2 * sizeof(dt__tcp_place)];
+    char room[sizeof(dt__tcp_table) + 2 * sizeof(dt__tcp_address)];
     struct {
         dt__tcp_frame frame;
         char text[sizeof bad - 1];
@@ -957,7 +949,7 @@ static void bad_peer(int port, int speaks) {
     if (!converse(&v, 0) || recv(v.fd, room, sizeof room, MSG_WAITALL) != (ssize_t)sizeof room)
         _exit(1);
     memset(&last, 0, sizeof last);
-    last.frame.magic = DT__TCP_FRAME;
+    last.frame.magic = DT__TCP_FRAME_MAGIC;
     last.frame.kind = DT__TCP_ABORT;
     last.frame.channel = 1;
     last.frame.tag = DT_ERR_ARG;
@@ -1005,7 +997,7 @@ static void test_plain(void) {
 /* Rank 2 cannot connect to rank 1 after both have joined rank 0; rank 0, in an operation, must
    learn why. */
 static void test_cause(void) {
-    char room[sizeof(dt__tcp_table) + 3 * sizeof(dt__tcp_place)];
+    char room[sizeof(dt__tcp_table) + 3 * sizeof(dt__tcp_address)];
     job *j = job_make(3, short_rank, 0);
     j->token[0] = j->token[2] = token;
     j->absent = 1 << 1;
@@ -1013,8 +1005,8 @@ static void test_cause(void) {
     pid_t peer = fork();
     if (peer == 0) {
         visit v = visit_make(loopback(j->port), 1, 3, token);
-        v.ours.place = loopback(1);
-        v.proof.place = v.ours.place;
+        v.ours.address = loopback(1);
+        v.proof.address = v.ours.address;
         int seated =
             converse(&v, 0) && recv(v.fd, room, sizeof room, MSG_WAITALL) == (ssize_t)sizeof room;
         char c;

@@ -13,8 +13,7 @@
 #include "tests/comm/tcp_jobs.h"
 #include "tests/comm/words.h"
 
-/* ---- 1. all operations and messages, the bits of threads
-   --------------------------------------------------------- */
+/* ---- 1. all operations and messages, the bits of threads ---- */
 
 static cases all; /* made before the ranks start */
 
@@ -86,8 +85,7 @@ static dt_status early_end_rank(dt_ctx *ctx, void *user) {
     return status;
 }
 
-/* ---- 3. failures
-   ------------------------------------------------------------------------------------------------- */
+/* ---- 3. failures ---- */
 
 enum { FAILS = 0, RETURNS, KILLED, GARBAGE, HUGE_FRAME, CUT_FRAME, N_ENDS };
 static const char *const end_names[] = { "fails", "returns an error", "is killed", "sends garbage",
@@ -102,7 +100,7 @@ static void raw_to_all(dt_comm *world, const void *p, size_t bytes) {
 
 static dt_status come_to_an_end(dt_ctx *ctx, int how) {
     static const char garbage[100] = "GET / HTTP/1.1";
-    dt__tcp_frame frame = { DT__TCP_FRAME, DT__TCP_DATA, 0, 0, (uint64_t)1 << 50, 0 };
+    dt__tcp_frame frame = { DT__TCP_FRAME_MAGIC, DT__TCP_DATA, 0, 0, (uint64_t)1 << 50, 0 };
     if (how == FAILS) return dt_fail(ctx, DT_ERR_NUMERIC, "the injected failure");
     if (how == RETURNS) return DT_ERR_IO;
     if (how == GARBAGE) raw_to_all(dt_world(ctx), garbage, sizeof garbage);
@@ -157,7 +155,7 @@ static void check_fault(const job *j, int how) {
                 "%s: %s", where, text);
         if (lost && rank != 1) CHECK_MSG(says_lost(text, 1), "%s: %s", where, text);
         if (how == GARBAGE && rank != 1)
-            CHECK_MSG(strstr(text, "what is no message"), "%s: %s", where, text);
+            CHECK_MSG(strstr(text, "a malformed frame"), "%s: %s", where, text);
         if (lost) CHECK_MSG(r->error_lines <= 1, "%s: %d lines", where, r->error_lines);
     }
 }
@@ -309,8 +307,7 @@ static void test_refused_memory(void) {
     CHECK_MSG(k > 10, "%ld allocations", k);
 }
 
-/* ---- 4. two jobs
-   ------------------------------------------------------------------------------------------------- */
+/* ---- 4. two jobs ---- */
 
 /* A rank's part of the cases that leaves out the long ones. */
 static dt_status exchange_rank(dt_ctx *ctx, void *user) {

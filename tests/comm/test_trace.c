@@ -22,8 +22,7 @@ static const char *const kinds[KINDS] = { "all-reduce", "reduce", "reduce-scatte
     "dt_agree", "send", "receive" };
 static char path[256];
 
-/* ---- the run
-   ---------------------------------------------------------------------------------------------------- */
+/* ---- the run ---- */
 
 /* What a rank counted. Forked ranks share it: it is the `user` of the run. */
 typedef struct tally {
@@ -210,8 +209,7 @@ static dt_status everything(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-/* ---- the file
-   --------------------------------------------------------------------------------------------------- */
+/* ---- the file ---- */
 
 typedef struct slice {
     char ph, name[128], cat[24], group[64], algorithm[16];
@@ -473,8 +471,7 @@ static void test_backend(dt_backend backend, int ranks) {
     remove(path);
 }
 
-/* ---- a ring that overflows
-   -------------------------------------------------------------------------------------- */
+/* ---- a ring that overflows ---- */
 
 static int notices;
 static void count_log(void *user, int level, int rank, const char *text) {
@@ -573,8 +570,7 @@ static void test_forgetful(void) {
     remove(path);
 }
 
-/* ---- marks and blocks that do not fit each other
-   ---------------------------------------------------------------- */
+/* ---- marks and blocks that do not fit each other ---- */
 
 static dt_tensor *unruly(dt_tensor *x, void *user) {
     (void)user;
@@ -629,8 +625,7 @@ static void test_misuse(void) {
     dt_trace_end(NULL);
 }
 
-/* ---- files that cannot be written
-   ------------------------------------------------------------------------------- */
+/* ---- files that cannot be written ---- */
 
 static int writes_left = -1; /* writes before the disk is full; below 0: it never is */
 
@@ -680,8 +675,7 @@ static void test_no_file(void) {
     remove(path);
 }
 
-/* ---- ranks with clocks of their own, over a transport
-   ----------------------------------------------------------- */
+/* ---- ranks with clocks of their own, over a transport ---- */
 
 typedef struct letter {
     int used, from, to, tag;
@@ -844,8 +838,7 @@ static void test_transport(int ranks) {
     remove(path);
 }
 
-/* ---- a simulated link, where started operations take their time
-   -------------------------------------------------- */
+/* ---- a simulated link, where started operations take their time ---- */
 
 static dt_status hidden(dt_ctx *ctx, void *user) {
     float a[256] = { 0 }, b[256];
@@ -880,8 +873,7 @@ static void test_hidden(void) {
     remove(path);
 }
 
-/* ---- what it costs: test_trace cost
-   ------------------------------------------------------------------------------ */
+/* ---- what it costs: test_trace cost ---- */
 
 /* Nanoseconds of one turn, the least of 20 rounds. */
 static double least(dt_ctx *ctx, int what) {

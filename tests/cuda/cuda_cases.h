@@ -26,10 +26,11 @@
 #include "dt_tensor.h"
 
 #ifdef CUDA_ON_GPU // dt_kernels.o does not tell the sizes that cases are made for
-enum { BLOCK = 256, MAX_BLOCKS = 4096, FILL = 264, OWNED = 32 };
+enum { BLOCK = 256, MAX_BLOCKS = 4096, FILL_BLOCKS = 264, OWNED_ROWS = 32 };
 #else
 #include "dt_kernels.cu"
-static_assert(BLOCK == 256 && MAX_BLOCKS == 4096 && FILL == 264 && OWNED == 32,
+using namespace dt_cuda;
+static_assert(BLOCK == 256 && MAX_BLOCKS == 4096 && FILL_BLOCKS == 264 && OWNED_ROWS == 32,
     "cases on a GPU are made for these");
 #endif
 

@@ -476,9 +476,9 @@ static void test_spread() {
         if (bad) index.i()[index.count - 1] = bad == 1 ? (int32_t)n : -1;
         check(dtc_text("spread, inner %zu, accumulate %d, bad %d", inner, accumulate, bad), a,
             [=](const dt_kernels *t, arrays &x) {
-                dt_spread_args args = { TYPE, x[0].data(), x[1].data(), x[2].i(), outer, n, k,
+                dt_scatter_args args = { TYPE, x[0].data(), x[1].data(), x[2].i(), outer, n, k,
                     inner, accumulate };
-                return t->spread(&args, NULL);
+                return t->scatter(&args, NULL);
             });
     }
 }
@@ -862,11 +862,11 @@ static void compare_join(size_t n, size_t rows, bool z) {
         if (k % 5 == 1) parts.d()[2 * k] = -INFINITY; // a part without columns
         if (k % 4 == 2) labels.i()[k] = -1;
     }
-    check(dtc_text("cross_entropy_join of %zu x %zu", n, rows), a,
+    check(dtc_text("cross_entropy_merge of %zu x %zu", n, rows), a,
         [=](const dt_kernels *t, arrays &x) {
-            dt_cross_entropy_join_args args = { TYPE, x[0].d(), x[1].data(), x[3].d(), x[4].i(), n,
+            dt_cross_entropy_merge_args args = { TYPE, x[0].d(), x[1].data(), x[3].d(), x[4].i(), n,
                 rows, 2.5, z ? x[2].d() : NULL };
-            return t->cross_entropy_join(&args, NULL);
+            return t->cross_entropy_merge(&args, NULL);
         });
 }
 
@@ -1066,7 +1066,7 @@ static void test_unlike_runs() {
         first.next = &bad;
         if (wrong == 0) bad.step = 0;
         if (wrong == 1) bad.dtype = DT_F64;
-        if (wrong == 2) bad.narrow_dtype = DT_I32;
+        if (wrong == 2) bad.model_dtype = DT_I32;
         CHECK(dt_kernels_cuda()->adamw(&first, NULL) == DT_ERR_ARG);
     }
     CHECK(x[0] == 1 && x[4] == 5);
@@ -1272,7 +1272,7 @@ static void test_several_rounds() {
         1);
     compare_norm(0, MAX_BLOCKS + 3, 2, 1e-5, 0, ODD, 1);
     compare_norm_back({ 0, MAX_BLOCKS + 3, 2, 1, 0, 0, false, 3 }, ODD, 1);
-    compare_norm_back({ 0, 8 * FILL + 11, 8, 7, 0, 0, false, FILL }, ALIGNED, 1);
+    compare_norm_back({ 0, 8 * FILL_BLOCKS + 11, 8, 7, 0, 0, false, FILL_BLOCKS }, ALIGNED, 1);
     compare_cross_entropy(MAX_BLOCKS + 3, 2, -1, 1, 1);
     compare_cross_entropy_back(MAX_BLOCKS + 3, 2, -1, 0, false, 1);
     test_square_sums_rounds();
@@ -1297,7 +1297,7 @@ static void test_several_rounds() {
         },
         1);
     arrays table; // more rows than a grid owns
-    push(table, ALIGNED, (size_t)MAX_BLOCKS * OWNED + 33, EXACT);
+    push(table, ALIGNED, (size_t)MAX_BLOCKS * OWNED_ROWS + 33, EXACT);
     push(table, ALIGNED, 300, EXACT);
     array &ids = push(table, ALIGNED, 300, EXACT, DT_I32);
     for (size_t r = 0; r < 300; r++) ids.i()[r] = (int32_t)(r * 7919 * 31 % table[0].count);
@@ -1349,9 +1349,9 @@ static void test_types() {
     REFUSES_ALL(embedding)
     REFUSES_ALL(embedding_back)
     REFUSES_ALL(topk)
-    REFUSES_ALL(spread)
+    REFUSES_ALL(scatter)
     REFUSES_ALL(cross_entropy)
-    REFUSES_ALL(cross_entropy_join)
+    REFUSES_ALL(cross_entropy_merge)
     REFUSES_ALL(cross_entropy_back)
     REFUSES_ALL(mse)
     REFUSES_ALL(mse_back)
@@ -1400,14 +1400,15 @@ static void test_bad_indices() {
         ids[0] = 0, ids[1] = bad, ids[2] = 2, ids[3] = 1;
         dt_embedding_args take = { DT_F32, out, table, ids, 4, 2, 0, 3, 3, 0 };
         dt_embedding_back_args give = { DT_F32, sums, table, ids, 3, 2, 0, 3, 0, 0, NULL, 0, 1 };
-        dt_spread_args spread = { DT_F32, out, table, ids, 1, 3, 4, 1, 0 };
+        dt_scatter_args spread = { DT_F32, out, table, ids, 1, 3, 4, 1, 0 };
         CHECK(t->embedding(&take, queue) == DT_OK);
         CHECK(t->sync(queue) == (wrong ? DT_ERR_ARG : DT_OK) && t->sync(queue) == DT_OK);
         CHECK(out[0] == 1 && out[2] == (wrong ? 0 : 3) && out[5] == 6);
         CHECK(t->embedding_back(&give, queue) == DT_OK);
         CHECK(t->sync(queue) == (wrong_row ? DT_ERR_ARG : DT_OK));
         CHECK(sums[0] == 1 && sums[2] == (wrong ? 0 : 3) && sums[5] == 6);
-        CHECK(t->spread(&spread, queue) == DT_OK && t->sync(queue) == (wrong ? DT_ERR_ARG : DT_OK));
+        CHECK(
+            t->scatter(&spread, queue) == DT_OK && t->sync(queue) == (wrong ? DT_ERR_ARG : DT_OK));
         CHECK(out[0] == 1 && out[1] == (wrong ? 4 : 2 + 4) && out[2] == 3);
         dt_cross_entropy_args loss_args = { DT_F32, loss, row_loss, lse, table, ids, 2, 3, 0, 1, 0,
             NULL, 0, NULL, 0, NULL, 0, 0 };
@@ -1729,7 +1730,7 @@ static void test_default() {
     memset(&desc, 0, sizeof desc);
     desc.host = &host;
     for (desc.rank = 0; desc.rank < 3; desc.rank++) {
-        desc.place = desc.rank; // of a machine with one device
+        desc.local_rank = desc.rank; // of a machine with one device
         dt_ctx *ctx = dt_ctx_make(desc);
         CHECK(!strcmp(dt_ctx_kernels(ctx)->name, "cuda") && dt_error(ctx) == DT_OK);
         CHECK(dt_ctx_stream(ctx) && dt_cuda_stream(dt_ctx_stream(ctx)) &&

@@ -65,7 +65,7 @@ static void compare_product(const product &p, size_t orders = 3, double grain = 
     arrays start = product_arrays(p, m);
     if (p.gap == 0) m.lda = m.ldb = m.ldc = 0; // dense
     start[0].grain = start[5].grain = grain;
-    m.activation = p.activation, m.derivative = p.derivative, m.accumulate = p.accumulate,
+    m.activation = p.activation, m.activation_backward = p.derivative, m.accumulate = p.accumulate,
     m.wide = p.wide;
     compare(
         name_of(p), start,
@@ -74,7 +74,7 @@ static void compare_product(const product &p, size_t orders = 3, double grain = 
             args.c = x[0].data(), args.a = x[1].data(), args.b = x[2].data();
             args.bias = p.bias ? x[3].data() : NULL;
             args.residual = p.residual ? x[4].data() : NULL;
-            args.before = p.before || p.derivative ? x[5].data() : NULL;
+            args.pre_activation = p.before || p.derivative ? x[5].data() : NULL;
             args.work = x[6].data(), args.work_bytes = x[6].bytes();
             dt_status status = t->matmul(&args, the_queue);
             return status == DT_OK ? wait_for(t, the_queue) : status;
@@ -218,7 +218,8 @@ static dt_status run_attention(const dt_kernels *t, const attention_case &c, int
     a.v = x[V].data();
     a.batch = c.batch, a.tq = c.tq, a.tk = c.tk, a.heads = c.heads, a.kv_heads = c.kv_heads,
     a.dim = c.dim;
-    a.scale = 1 / sqrt((double)c.dim), a.sight = sight_of(c, x), a.merge = merge, a.wide = c.wide;
+    a.scale = 1 / sqrt((double)c.dim), a.mask = sight_of(c, x), a.merge_lse = merge,
+    a.wide = c.wide;
     a.work = x[WORK].data(), a.work_bytes = x[WORK].bytes();
     return t->attention(&a, NULL);
 }
@@ -235,7 +236,7 @@ static dt_status run_attention_back(
     a.q = x[Q].data(), a.k = x[K].data(), a.v = x[V].data();
     a.batch = c.batch, a.tq = c.tq, a.tk = c.tk, a.heads = c.heads, a.kv_heads = c.kv_heads,
     a.dim = c.dim;
-    a.scale = 1 / sqrt((double)c.dim), a.sight = sight_of(c, x), a.wide = c.wide;
+    a.scale = 1 / sqrt((double)c.dim), a.mask = sight_of(c, x), a.wide = c.wide;
     a.accumulate_q = c.accumulate & 1, a.accumulate_k = c.accumulate >> 1 & 1,
     a.accumulate_v = c.accumulate >> 2 & 1;
     a.work = x[WORK].data(), a.work_bytes = x[WORK].bytes();
@@ -349,7 +350,7 @@ static void test_merge() {
                 a.k = (char *)parts[K].data() + skip, a.v = (char *)parts[V].data() + skip;
                 a.batch = 1, a.tq = c.tq, a.tk = half ? 40 : 50, a.heads = 2, a.kv_heads = 1,
                 a.dim = c.dim;
-                a.scale = 1 / sqrt((double)c.dim), a.merge = half, a.wide = 1;
+                a.scale = 1 / sqrt((double)c.dim), a.merge_lse = half, a.wide = 1;
                 a.work = parts[WORK].data(), a.work_bytes = parts[WORK].bytes();
                 CHECK(dt_kernels_cuda()->attention(&a, NULL) == DT_OK);
             }
@@ -406,7 +407,7 @@ static void test_attention_refusals() {
     CHECK(t->matmul(&m, NULL) == DT_OK);
     m.n = -1;
     CHECK(t->matmul(&m, NULL) == DT_ERR_ARG);
-    m.n = 1, m.derivative = 1;
+    m.n = 1, m.activation_backward = 1;
     CHECK(t->matmul(&m, NULL) == DT_ERR_ARG);
     check_no_mistake("refusals");
 }
@@ -430,7 +431,7 @@ template <class T> __global__ void mma_both(fragments *f, T) {
 template <class T> static void test_mma() {
     fragments f;
     for (unsigned *p = f.a[0]; p < f.b[0] + 64; p++)
-        *p = pair_of<T>((float)random_number(), (float)random_number());
+        *p = pack_pair<T>((float)random_number(), (float)random_number());
     for (int i = 0; i < 128; i++)
         f.d[0][i / 4][i % 4] = f.d[1][i / 4][i % 4] = (float)random_number();
     DT_LAUNCH(mma_both<T>, 1, 32, 0, NULL, &f, T());

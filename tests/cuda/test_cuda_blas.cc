@@ -27,14 +27,14 @@ static cuda_queue *queue() { return (cuda_queue *)the_queue; }
 
 static size_t plans() {
     size_t n = 0;
-    for (int i = 0; i < PLANS && queue()->blas; i++) n += queue()->blas->plans[i].used;
+    for (int i = 0; i < PLAN_SLOTS && queue()->blas; i++) n += queue()->blas->plans[i].used;
     return n;
 }
 
 static size_t working_plans() {
     size_t n = 0;
-    for (int i = 0; i < PLANS && queue()->blas; i++)
-        n += queue()->blas->plans[i].used && queue()->blas->plans[i].works;
+    for (int i = 0; i < PLAN_SLOTS && queue()->blas; i++)
+        n += queue()->blas->plans[i].used && queue()->blas->plans[i].supported;
     return n;
 }
 #endif
@@ -102,7 +102,7 @@ static void test_plans() {
     INSIDE(CHECK(plans() == 1);)
     for (int round = 0; round < 2; round++)
         for (p.m = 1; p.m <= 600; p.m++) compare_product(p, 1);
-    INSIDE(CHECK(plans() > PLANS / 2 && plans() <= PLANS);)
+    INSIDE(CHECK(plans() > PLAN_SLOTS / 2 && plans() <= PLAN_SLOTS);)
     close_queue();
 }
 
@@ -133,11 +133,11 @@ static void test_refused_calls() {
     CHECK(dt_cuda_device(there) == 1 && dt_cuda_device(NULL) == 1);
     open_queue();
     CHECK(dt_cuda_device(the_queue) == 0 && dt_cuda_device(NULL) == 0);
-    void *mark = t->mark(the_queue, NULL);
+    void *mark = t->event_record(the_queue, NULL);
     float *p = (float *)t->alloc(t->user, sizeof *p);
     CHECK(mark && p && !fake_cuda_error());
-    CHECK(t->mark(there, NULL) == NULL && !seen());
-    CHECK(t->mark(there, mark) == NULL && !seen());
+    CHECK(t->event_record(there, NULL) == NULL && !seen());
+    CHECK(t->event_record(there, mark) == NULL && !seen());
     fake_cuda_clear_error();
     CHECK(t->move(p, &here, 1000, the_queue) == DT_ERR_DEVICE && !seen());
     fake_cuda_clear_error();
@@ -146,9 +146,9 @@ static void test_refused_calls() {
     fake_cuda_clear_error();
     dt_fill_args fill = { DT_F32, p, 1, 7 };
     CHECK(t->fill(&fill, the_queue) == DT_OK && t->move(&here, p, sizeof here, the_queue) == DT_OK);
-    CHECK(t->mark(the_queue, mark) == mark && t->sync(the_queue) == DT_OK && here == 7 &&
-          t->passed(mark) == 1);
-    t->unmark(mark);
+    CHECK(t->event_record(the_queue, mark) == mark && t->sync(the_queue) == DT_OK && here == 7 &&
+          t->event_query(mark) == 1);
+    t->event_destroy(mark);
     t->free(t->user, p, sizeof *p);
     dt_cuda_close(there);
     close_queue();

@@ -163,14 +163,14 @@ static void drill_environment(page *p) {
             d.share = shared_bits + 2 * MOST;
             d.op = shared_bits + 3 * MOST;
             d.alike = 1;
-            d.run.desc.faults = heeded;
+            d.run.desc.read_fault_env = heeded;
             setenv("DT_FAULT", "kill:rank=1:seq=7", 1);
             job_run(&d.run, drill_rank, NULL, NULL);
             CHECK_MSG((p->status != DT_OK) == heeded, "DT_FAULT with faults %d: %s: %s", heeded,
                 dt_status_name(p->status), p->report.text);
             setenv("DT_FAULT", "kil:rank=1", 1);
             job_init(&d.run, p, DT_BACKEND_THREADS, DRILL_RANKS, 0.5);
-            d.run.desc.faults = heeded;
+            d.run.desc.read_fault_env = heeded;
             job_run(&d.run, drill_rank, NULL, NULL);
             CHECK_MSG(p->status == (heeded ? DT_ERR_ARG : DT_OK),
                 "a bad DT_FAULT with faults %d: %s", heeded, p->report.text);
@@ -190,8 +190,7 @@ static void drills(int full) {
     munmap(p, sizeof *p);
 }
 
-/* ---- stragglers
-   ----------------------------------------------------------------------------------------------- */
+/* ---- stragglers ---- */
 
 typedef struct lag {
     page *p;
@@ -269,8 +268,7 @@ static void stragglers(int full) {
     munmap(p, sizeof *p);
 }
 
-/* ---- the table of ranks
-   --------------------------------------------------------------------------------------- */
+/* ---- the table of ranks ---- */
 
 static int asked;
 static void ask_now(int signal) {
@@ -305,7 +303,7 @@ static void ask_once(page *p, int procs) {
     memset(&timer, 0, sizeof timer);
     job_init(&j, p, procs ? DT_BACKEND_PROCS : DT_BACKEND_THREADS, 4, 5);
     asked = 0;
-    j.desc.ask = &asked;
+    j.desc.status_request = &asked;
     timer.it_value.tv_usec = 250000;
     if (procs)
         setitimer(ITIMER_REAL, &timer, NULL);

@@ -3,8 +3,7 @@
 #ifndef ENDINGS_H
 #define ENDINGS_H
 
-/* ---- threads that are left behind
-   ------------------------------------------------------------------------------- */
+/* ---- threads that are left behind ---- */
 
 /* Ranks of a run that stay away until they are let go, which is after dt_run has returned. */
 typedef struct stray {
@@ -94,8 +93,7 @@ static void one_stray(int away, int n) {
     munmap(p, sizeof *p);
 }
 
-/* ---- a rank that ends its thread
-   ------------------------------------------------------------------------------- */
+/* ---- a rank that ends its thread ---- */
 
 /* A sanitizer does not follow a thread that ends in the middle of its functions: ASan finds their
    frames still poisoned, TSan sees none of what the thread does then. */
@@ -130,7 +128,7 @@ static dt_status quitting_rank(dt_ctx *ctx, void *user) {
         }
         if (me == 2 && q->how == BY_CANCEL_IN_WAIT) {
             /* in the next all-reduce */
-            const uint64_t *waiting = &world->world->shared->state[1].waiting;
+            const uint64_t *waiting = &world->world->shared->state[1].waiting_op;
             for (double until = mono() + 10;
                  !__atomic_load_n(waiting, __ATOMIC_SEQ_CST) && mono() < until;)
                 nap(1e-3);
@@ -176,11 +174,11 @@ static void quitter_tcp(void) {
     static quitter q;
     page *p = page_make();
     char place[32];
-    dt__tcp_place any = { htonl(INADDR_LOOPBACK), 0 };
+    dt__tcp_address any = { htonl(INADDR_LOOPBACK), 0 };
     int fd = dt__tcp_listen(any, 1);
     memset(&q, 0, sizeof q);
     job_init(&q.s.run, p, DT_BACKEND_TCP, 3, 20);
-    snprintf(place, sizeof place, "127.0.0.1:%u", dt__tcp_own_place(fd).port);
+    snprintf(place, sizeof place, "127.0.0.1:%u", dt__tcp_own_address(fd).port);
     close(fd);
     q.s.run.desc.rendezvous = place;
     fflush(NULL);
@@ -199,8 +197,7 @@ static void quitter_tcp(void) {
     munmap(p, sizeof *p);
 }
 
-/* ---- SIGCHLD
-   ---------------------------------------------------------------------------------------------------- */
+/* ---- SIGCHLD ---- */
 
 enum { IGNORED, NO_WAIT, REAPED, DISPOSITIONS };
 enum { WELL, IN_OPERATION, AT_END, STATUS_7, LOSSES };
@@ -281,8 +278,7 @@ static void one_loss(page *p, int which, int how) {
         p->report.text);
 }
 
-/* ---- a process that nobody can kill
-   ----------------------------------------------------------------------------- */
+/* ---- a process that nobody can kill ---- */
 
 /* A frozen process (control groups v1) dies when it is thawed. */
 static char freezer[128];

@@ -66,8 +66,8 @@ static int rank_main(char **argv) {
 }
 
 static int replay_main(char **argv) {
-    dt__tcp_place place;
-    if (!dt__tcp_place_read(argv[2], &place) || !getenv("DT_TOKEN")) return 2;
+    dt__tcp_address place;
+    if (!dt__tcp_address_parse(argv[2], &place) || !getenv("DT_TOKEN")) return 2;
     visit v = visit_make(place, atoi(argv[3]), atoi(argv[4]), getenv("DT_TOKEN"));
     int well = converse(&v, 0) && welcomed(&v);
     printf("first: %s\n", well ? "welcome" : "refused");
@@ -83,12 +83,12 @@ static int replay_main(char **argv) {
 }
 
 int main(int argc, char **argv) {
-    dt__tcp_place place, from;
+    dt__tcp_address place, from;
     alarm(60); /* whatever happens to network.sh */
     if (argc == 7 && strcmp(argv[1], "rank") == 0) return rank_main(argv);
     if (argc == 5 && strcmp(argv[1], "replay") == 0) return replay_main(argv);
-    if (argc != 5 || strcmp(argv[1], "attack") != 0 || !dt__tcp_place_read(argv[2], &place) ||
-        !dt__tcp_place_read(argv[4], &from))
+    if (argc != 5 || strcmp(argv[1], "attack") != 0 || !dt__tcp_address_parse(argv[2], &place) ||
+        !dt__tcp_address_parse(argv[4], &from))
         return 2;
     from.port = 0;
     attack(place, atoi(argv[3]), from);

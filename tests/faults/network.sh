@@ -107,7 +107,7 @@ wrong() { rank 3 4 10 once other wrong; wait $last; }
 four wrong
 check "a wrong token: $(cat "$D/wrong")" has wrong "rank 0 at $place refuses this rank: the token is not this job's"
 check "the job goes on after a wrong token: $(cat "$D"/[0-3])" all_well
-check "rank 0 says so, once" [ "$(grep -c '^dt: rank 0 at .* turns away 10.77.3.2:[0-9]*: the token' "$D/0")" = 1 ]
+check "rank 0 says so, once" [ "$(grep -c '^dt: rank 0 at .* rejects 10.77.3.2:[0-9]*: the token' "$D/0")" = 1 ]
 
 replay() { on "$there" replay env DT_TOKEN="$(cat "$D/token")" "$D/net_rank" replay $place 3 4; wait $!; }
 four replay

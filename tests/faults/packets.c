@@ -106,8 +106,7 @@ typedef struct shared { /* of a job: its ranks, and who starts them */
     double onset; /* 0: not yet */
 } shared;
 
-/* ---- what a job is
-   ----------------------------------------------------------------------------------------------- */
+/* ---- what a job is ---- */
 
 /* Where the system does not limit TCP's pauses before it sends again, they double: up to the length
    of the cut. */
@@ -179,8 +178,7 @@ static plan plan_make(int number) {
     return p;
 }
 
-/* ---- what its ranks do
-   ------------------------------------------------------------------------------------------- */
+/* ---- what its ranks do ---- */
 
 /* What rank r gives for element i in a step: small integers, so that sums are exact. */
 static float number_of(int step, int rank, size_t i) {
@@ -318,8 +316,7 @@ static void rank_process(shared *s, int rank, const wire *w) {
     _exit(0);
 }
 
-/* ---- what it must come to
-   ---------------------------------------------------------------------------------------- */
+/* ---- what it must come to ---- */
 
 /* Bits: the sides of the ranks that a text names, "rank 3", "ranks 1, 2". */
 static int sides_named(const plan *p, const char *text) {
@@ -419,8 +416,7 @@ static void check_job(const shared *s, double late) {
                 s->rank[rank].ended - s->onset, s->rank[rank].report.text);
 }
 
-/* ---- jobs, one after another
-   ------------------------------------------------------------------------------------- */
+/* ---- jobs, one after another ---- */
 
 static int all_formed(const shared *s) {
     for (int rank = 0; rank < s->plan.ranks; rank++)

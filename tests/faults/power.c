@@ -152,7 +152,7 @@ typedef struct model {
     dt_tensor *w, *b;
     dt_zero *zero;
     double seen;
-    dt_saved saved;
+    dt_extra_state saved;
 } model;
 
 /* What one life of a disk is about; drawn by the campaign. */
@@ -203,7 +203,7 @@ static void model_make(model *m, dt_ctx *ctx, int stage) {
     m->b = dt_param(ctx, "b", DT_SHAPE(OUT), DT_ZEROS);
     m->zero = dt_zero_make(ctx, d);
     m->seen = 0;
-    m->saved = (dt_saved){ "seen", &m->seen, 1 };
+    m->saved = (dt_extra_state){ "seen", &m->seen, 1 };
 }
 
 static void model_step(model *m, dt_ctx *ctx, int step) {
@@ -244,10 +244,10 @@ static dt_checkpoint *model_open(model *m, const char *dir, int keep, int backgr
     d.dir = dir;
     d.keep = keep;
     d.background = background;
-    d.saved = &m->saved;
-    d.n_saved = 1;
+    d.extra_state = &m->saved;
+    d.n_extra_state = 1;
     d.config = "{\"name\":\"tiny\"}";
-    d.beside = "{}\n";
+    d.config_json = "{}\n";
     return dt_checkpoint_open(m->zero, d);
 }
 

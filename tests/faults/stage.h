@@ -16,8 +16,7 @@ enum { BORN = 1, STARTED, COMPUTING, IN_COLLECTIVE, TAIL };
 static const char *const phase_names[PHASES + 1] = { "none", "born", "start", "compute",
     "collective", "end" };
 
-/* ---- the page
-   ------------------------------------------------------------------------------------------------ */
+/* ---- the page ---- */
 
 /* One job: written by its ranks, by who kills them and by the supervisor, who may not share
    anything else. */
@@ -88,8 +87,7 @@ static int phase_of(page *p, int rank) {
     return __atomic_load_n(&p->phase[rank], __ATOMIC_SEQ_CST);
 }
 
-/* ---- forks of the library
-   ------------------------------------------------------------------------------------- */
+/* ---- forks of the library ---- */
 
 /* dt_run forks here: a rank is on the page before its first instruction in the library. */
 static page *staged;
@@ -102,8 +100,7 @@ static pid_t staged_fork_done(pid_t pid, int rank) {
     return pid;
 }
 
-/* ---- what a job leaves
-   ---------------------------------------------------------------------------------------- */
+/* ---- what a job leaves ---- */
 
 /* Lines of this process's maps that are shared; open descriptors. */
 static int shared_maps(void) {
@@ -203,8 +200,7 @@ static double children_gone(double limit) {
     return mono() - begin;
 }
 
-/* ---- figures, workers
-   ----------------------------------------------------------------------------------------- */
+/* ---- figures, workers ---- */
 
 /* Of all workers together. */
 typedef struct figures {
@@ -243,8 +239,7 @@ static uint64_t dice(uint64_t seed) {
     return soak_next(&seed);
 }
 
-/* ---- a job, and who does it harm
-   ------------------------------------------------------------------------------ */
+/* ---- a job, and who does it harm ---- */
 
 enum { H_NONE, H_KILL, H_STOP };
 typedef struct harm {

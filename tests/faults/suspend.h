@@ -25,8 +25,7 @@ typedef struct suspended {
     const char *folder;
 } suspended;
 
-/* ---- jobs
-   ------------------------------------------------------------------------------------------------------- */
+/* ---- jobs ---- */
 
 /* Ranks often wait for one that computes: stopped in such a wait, they must not count the time for
    which they were stopped. */
@@ -107,9 +106,9 @@ static void suspended_train(suspended *s, int rank, const char *place) {
 static int suspended_begin(suspended *s) {
     char place[32] = "";
     int ends[2];
-    dt__tcp_place any = { htonl(INADDR_LOOPBACK), 0 };
+    dt__tcp_address any = { htonl(INADDR_LOOPBACK), 0 };
     int fd = dt__tcp_listen(any, 1);
-    snprintf(place, sizeof place, "127.0.0.1:%u", dt__tcp_own_place(fd).port);
+    snprintf(place, sizeof place, "127.0.0.1:%u", dt__tcp_own_address(fd).port);
     close(fd);
     if (pipe(ends) != 0) return 0;
     s->n = s->backend != OVER_TCP ? 1 : s->train ? 2 : 3;
@@ -133,8 +132,7 @@ static int suspended_begin(suspended *s) {
     return 1;
 }
 
-/* ---- suspending
-   ------------------------------------------------------------------------------------------------- */
+/* ---- suspending ---- */
 
 /* How far the job is. */
 static int suspended_progress(suspended *s) {

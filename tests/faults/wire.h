@@ -73,8 +73,7 @@ static int next_below(uint64_t *state, int n) { return (int)(next_bits(state) % 
 /* 10.77.4.1, 10.77.4.2 */
 static uint32_t wire_address(int host) { return htonl(0x0a4d0401u + (uint32_t)host); }
 
-/* ---- the hosts
-   --------------------------------------------------------------------------------------------------- */
+/* ---- the hosts ---- */
 
 static int host_ioctl(int fd, unsigned long what, struct ifreq *ask, const char *name) {
     snprintf(ask->ifr_name, sizeof ask->ifr_name, "%s", name);
@@ -124,8 +123,7 @@ static const char *wire_make(wire *w) {
     return why ? why : host_make(w, 1);
 }
 
-/* ---- the network
-   ------------------------------------------------------------------------------------------------- */
+/* ---- the network ---- */
 
 static int wire_before(const packet *a, const packet *b) {
     return a->due < b->due || (a->due == b->due && a->order < b->order);

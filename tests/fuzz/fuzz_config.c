@@ -99,7 +99,7 @@ static int fuzz_parse(value *v, const void *data, size_t bytes) {
     config.node = -1;
     memset(fuzz_train.text, 0, sizeof fuzz_train.text);
     fuzz_train.used = 0;
-    if (!launched.told) make_flags();
+    if (!launched.failure_printed) make_flags();
     if (setjmp(fuzz_train.end)) return 0;
     parse(v, 3, argv);
     return 1;
@@ -148,8 +148,9 @@ static void fuzz_value(int id, const value *v) {
     } else if (o->kind != TEXT) {
         fuzz_must(strcmp(v->text, v->number ? "on" : "off") == 0, "on or off");
     }
-    if (o->part == LATER)
-        fuzz_must(o->preset && strtod(o->preset, NULL) == v->number, "what is not built");
+    if (o->availability == NOT_BUILT)
+        fuzz_must(
+            o->default_text && strtod(o->default_text, NULL) == v->number, "what is not built");
 }
 
 /* Every key is an option, whose value is the file's, or one of DeepSpeed's, to its last byte. */
@@ -162,10 +163,10 @@ static void fuzz_keys(const value *v, const dt_json *j, int object, const char *
         double x;
         fuzz_must(strlen(key) == bytes && bytes < 100 && !strchr(key, '.'), "a key");
         snprintf(path, sizeof path, "%s%s", prefix, key);
-        while (at < N_FOREIGN && strcmp(deepspeed[at].path, path) != 0) at++;
+        while (at < N_DEEPSPEED_KEYS && strcmp(deepspeed[at].path, path) != 0) at++;
         int id = *prefix || dt_json_kind_of(j, node) == DT_JSON_OBJECT ? N_OPTIONS
                                                                        : find_option(key, bytes);
-        fuzz_must(at < N_FOREIGN || id < N_OPTIONS, "a key that nobody knows");
+        fuzz_must(at < N_DEEPSPEED_KEYS || id < N_OPTIONS, "a key that nobody knows");
         if (id == N_OPTIONS && deepspeed[at].to == BLOCK) {
             strcat(path, ".");
             fuzz_keys(v, j, node, path);
@@ -197,7 +198,7 @@ static void fuzz_write(dt_json_out *o, const value *v) {
         else
             dt_json_put_bool(o, table[i].name, v[i].number != 0);
     }
-    dt_json_shut(o, '}');
+    dt_json_close(o, '}');
 }
 
 static void fuzz_accepted(value *v, const unsigned char *data, size_t bytes) {
@@ -215,7 +216,7 @@ static void fuzz_accepted(value *v, const unsigned char *data, size_t bytes) {
         if (given)
             fuzz_value(i, &v[i]);
         else if (i != O_CONFIG)
-            fuzz_must(v[i].text == table[i].preset, "a preset");
+            fuzz_must(v[i].text == table[i].default_text, "a preset");
     }
     fuzz_must(fuzz_train.n == kept, "memory is left");
     fuzz_keys(v, j, 0, "");
@@ -228,7 +229,7 @@ static void fuzz_accepted(value *v, const unsigned char *data, size_t bytes) {
         if (table[i].kind == TEXT && v[i].text)
             fuzz_must(strcmp(again[i].text, v[i].text) == 0, "... another text");
     }
-    dt_json_drop(&o);
+    dt_json_out_free(&o);
     dt_json_free(j);
     dt_ctx_free(ctx);
 }

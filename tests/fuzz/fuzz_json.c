@@ -24,7 +24,7 @@ static void write_node(dt_json_out *o, const dt_json *j, int node, const char *k
             fuzz_must(dt_json_find(j, node, name) == child, "a member is not found");
         write_node(o, j, child, name);
     }
-    dt_json_shut(o, kind == DT_JSON_ARRAY ? ']' : '}');
+    dt_json_close(o, kind == DT_JSON_ARRAY ? ']' : '}');
 }
 
 static int same_node(const dt_json *a, int x, const dt_json *b, int y) {
@@ -56,7 +56,7 @@ static void fuzz_one(const unsigned char *data, size_t bytes) {
             zeros || (again && same_node(j, 0, again, 0)), "what was written reads otherwise");
         dt_json_fail(j, dt_json_count(j, 0), "a place");
         dt_json_free(again);
-        dt_json_drop(&o);
+        dt_json_out_free(&o);
     }
     dt_json_free(j);
     fuzz_must(dt_memory_used(ctx).live[DT_MEM_HOST] <= 2000, "memory is left");

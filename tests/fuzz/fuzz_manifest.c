@@ -20,7 +20,7 @@ typedef struct manifest_job {
     dt_zero *zero;
     dt_checkpoint *checkpoint;
     double samples;
-    dt_saved saved;
+    dt_extra_state saved;
 } manifest_job;
 
 static void manifest_begin(manifest_job *j, const char *dir) {
@@ -30,10 +30,12 @@ static void manifest_begin(manifest_job *j, const char *dir) {
     j->w = dt_param(j->ctx, "w", DT_SHAPE(2, 3), DT_NORMAL(0.5));
     j->zero = dt_zero_make(j->ctx, (dt_zero_desc){ .stage = 0 });
     j->samples = 7;
-    j->saved = (dt_saved){ "samples", &j->samples, 1 };
-    j->checkpoint = dt_checkpoint_open(j->zero,
-        (dt_checkpoint_desc){
-            .dir = dir, .saved = &j->saved, .n_saved = 1, .config = "text", .beside = "{}" });
+    j->saved = (dt_extra_state){ "samples", &j->samples, 1 };
+    j->checkpoint = dt_checkpoint_open(j->zero, (dt_checkpoint_desc){ .dir = dir,
+                                                    .extra_state = &j->saved,
+                                                    .n_extra_state = 1,
+                                                    .config = "text",
+                                                    .config_json = "{}" });
 }
 
 static void manifest_end(manifest_job *j) {

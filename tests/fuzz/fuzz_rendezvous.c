@@ -16,9 +16,9 @@ typedef struct hostile {
     dt__tcp t;
     dt__tcp_peer peers[RANKS];
     struct pollfd polls[RANKS];
-    dt__tcp_guest guests[2];
-    dt__tcp_door door;
-    char input[DT__TCP_INPUT];
+    dt__tcp_pending guests[2];
+    dt__tcp_listener door;
+    char input[DT__TCP_INPUT_BYTES];
     int fds[2]; /* the library's end, and ours */
     double clock;
 } hostile;
@@ -49,11 +49,11 @@ static void hostile_make(hostile *h, const dt_host *host, int rank) {
     h->t.peers = h->peers;
     h->t.polls = h->polls;
     h->t.input = h->input;
-    h->t.door = &h->door;
+    h->t.listener = &h->door;
     h->door.fd = -1;
-    h->door.first = rank + 1;
-    h->door.guests = h->guests;
-    h->door.room = 2;
+    h->door.first_rank = rank + 1;
+    h->door.pending = h->guests;
+    h->door.slots = 2;
     for (int i = 0; i < RANKS; i++) h->peers[i].fd = -1, h->peers[i].rank = i;
     h->guests[0].fd = h->guests[1].fd = -1;
     fuzz_must(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, h->fds) == 0, "no sockets");
@@ -62,14 +62,14 @@ static void hostile_make(hostile *h, const dt_host *host, int rank) {
 static void hostile_free(hostile *h) {
     dt__tcp *t = &h->t;
     for (int i = 0; i < RANKS; i++) {
-        dt__tcp_hang_up(&h->peers[i], DT__TCP_LOST);
+        dt__tcp_close_peer(&h->peers[i], DT__TCP_LOST);
         for (const char *c = h->peers[i].host; *c; c += dt_printable(c))
             fuzz_must(dt_printable(c) > 0, "a host's name that a terminal minds");
     }
-    while (t->kept) dt__tcp_forget(t, t->kept);
-    while (t->idle) {
-        dt__tcp_request *r = t->idle;
-        t->idle = r->next;
+    while (t->unexpected) dt__tcp_unexpected_remove(t, t->unexpected);
+    while (t->free_requests) {
+        dt__tcp_request *r = t->free_requests;
+        t->free_requests = r->next;
         dt_free(t->ctx, DT_MEM_HOST, r, sizeof *r);
     }
     for (int i = 0; i < 2; i++)
@@ -79,15 +79,15 @@ static void hostile_free(hostile *h) {
 }
 
 /* What the library has said to us; the last whole card stays in *card. */
-static void hostile_hear(hostile *h, dt__tcp_card *card) {
-    dt__tcp_card next;
+static void hostile_hear(hostile *h, dt__tcp_handshake *card) {
+    dt__tcp_handshake next;
     while (recv(h->fds[1], &next, sizeof next, MSG_DONTWAIT) == (ssize_t)sizeof next) *card = next;
 }
 
 /* A card of the input's bytes, as far as they go, that begins as a card; of version and kind a 0 is
    the right one. */
-static dt__tcp_card card_of(const unsigned char *data, size_t bytes, uint32_t kind) {
-    dt__tcp_card card;
+static dt__tcp_handshake card_of(const unsigned char *data, size_t bytes, uint32_t kind) {
+    dt__tcp_handshake card;
     memset(&card, 0, sizeof card);
     memcpy(&card, data, bytes < sizeof card ? bytes : sizeof card);
     memcpy(card.magic, dt__tcp_magic, sizeof card.magic);
@@ -97,24 +97,24 @@ static dt__tcp_card card_of(const unsigned char *data, size_t bytes, uint32_t ki
 }
 
 static void door_listens(hostile *h) {
-    if (h->guests[0].fd >= 0) dt__tcp_listen_to(&h->t, &h->guests[0], h->clock);
+    if (h->guests[0].fd >= 0) dt__tcp_read_pending(&h->t, &h->guests[0], h->clock);
 }
 
 static void fuzz_door(hostile *h, const unsigned char *data, size_t bytes, size_t step, int cards) {
-    const size_t whole = sizeof(dt__tcp_card);
-    dt__tcp_card theirs, ours;
+    const size_t whole = sizeof(dt__tcp_handshake);
+    dt__tcp_handshake theirs, ours;
     int proved = 0;
     memset(&theirs, 0, sizeof theirs);
     h->guests[0].fd = h->fds[0];
-    h->guests[0].until = 1e9;
+    h->guests[0].deadline = 1e9;
     for (size_t at = 0; at < bytes && !cards; at += step) {
         send(h->fds[1], data + at, bytes - at < step ? bytes - at : step, MSG_NOSIGNAL);
         door_listens(h);
     }
-    dt__tcp_card hello = card_of(data, bytes, DT__TCP_HELLO);
+    dt__tcp_handshake hello = card_of(data, bytes, DT__TCP_HELLO);
     for (int turn = 0; turn < 3 && cards; turn++) {
         size_t from = bytes < whole * (size_t)turn ? bytes : whole * (size_t)turn;
-        dt__tcp_card card =
+        dt__tcp_handshake card =
             card_of(data + from, bytes - from, turn ? DT__TCP_PROOF : DT__TCP_HELLO);
         if (turn == 1 && card.proof[0] == 1) {
             dt__tcp_prove(&h->t, "caller", &hello, &theirs, card.proof);
@@ -136,15 +136,15 @@ static void fuzz_door(hostile *h, const unsigned char *data, size_t bytes, size_
 }
 
 static void fuzz_caller(hostile *h, const unsigned char *data, size_t bytes) {
-    dt__tcp_place places[RANKS], there = { 0, 1 };
+    dt__tcp_address places[RANKS], there = { 0, 1 };
     const char *reason = "";
-    const size_t whole = sizeof(dt__tcp_card);
-    dt__tcp_card hello = card_of(data, bytes, DT__TCP_HELLO), welcome, ours;
+    const size_t whole = sizeof(dt__tcp_handshake);
+    dt__tcp_handshake hello = card_of(data, bytes, DT__TCP_HELLO), welcome, ours;
     h->t.job = 0;
     hello.rank = data[0] & 1 ? 0 : hello.rank;
     /* what it will say first is known here: its nonce is the first of a seed of zeros */
-    ours = dt__tcp_card_make(&h->t, DT__TCP_HELLO);
-    h->t.nonces = 0;
+    ours = dt__tcp_handshake_make(&h->t, DT__TCP_HELLO);
+    h->t.nonce_count = 0;
     size_t from = bytes < whole ? bytes : whole;
     welcome = card_of(data + from, bytes - from, DT__TCP_WELCOME);
     welcome.rank = hello.rank;
@@ -155,12 +155,12 @@ static void fuzz_caller(hostile *h, const unsigned char *data, size_t bytes) {
     from = bytes < 2 * whole ? bytes : 2 * whole;
     send(h->fds[1], data + from, bytes - from, MSG_NOSIGNAL);
     shutdown(h->fds[1], SHUT_WR);
-    int done = dt__tcp_introduce(&h->t, h->fds[0], 0, there, 1e9, &reason);
+    int done = dt__tcp_shake_hands(&h->t, h->fds[0], 0, there, 1e9, &reason);
     fuzz_must((done < 0) == (dt_error(h->ctx) != DT_OK), "no reason, or one too many");
     fuzz_must(done <= 0 || proves, "a host without a proof");
     fuzz_must((h->peers[0].fd >= 0) == (done > 0), "a seat without a welcome");
     if (done > 0) {
-        dt_status status = dt__tcp_take_table(&h->t, places);
+        dt_status status = dt__tcp_recv_table(&h->t, places);
         fuzz_must(status == dt_error(h->ctx) && strlen(dt_error_text(h->ctx)) < 512, "no text");
     } else {
         close(h->fds[0]);
@@ -173,14 +173,14 @@ static void fuzz_frames(hostile *h, const unsigned char *data, size_t bytes, siz
     dt__tcp *t = &h->t;
     h->peers[0].fd = h->fds[0];
     h->door.fd = -1;
-    t->door = NULL;
+    t->listener = NULL;
     for (int i = 0; i < 3; i++)
         request[i] = dt__tcp_recv(t, i ? 0 : DT_ANY, 0, i, into[i], (size_t)(i ? 40 : 4));
     for (size_t at = 0; at < bytes; at += step) {
         send(h->fds[1], data + at, bytes - at < step ? bytes - at : step, MSG_NOSIGNAL);
         dt__tcp_progress(t);
         size_t kept = 0;
-        for (dt__tcp_message *m = t->kept; m; m = m->next) kept += m->whole;
+        for (dt__tcp_message *m = t->unexpected; m; m = m->next) kept += m->is_complete;
         fuzz_must(kept <= bytes / sizeof(dt__tcp_frame), "more messages than came");
     }
     shutdown(h->fds[1], SHUT_WR);

@@ -32,7 +32,7 @@ static void fuzz_one(const unsigned char *data, size_t bytes) {
         if (dt_text_read(t, i, ids, labels) != DT_OK) break;
         fuzz_must(i == begin || last == ids[0], "sequences do not follow each other");
         for (int k = 0; k < seq; k++) {
-            fuzz_must(ids[k] >= 0 && ids[k] < dt_text_limit(t), "a token above the limit");
+            fuzz_must(ids[k] >= 0 && ids[k] < dt_text_token_limit(t), "a token above the limit");
             fuzz_must(k == 0 || ids[k] == labels[k - 1], "labels are not the next tokens");
         }
         last = labels[seq - 1];

@@ -160,15 +160,15 @@ static dt_tensor *layer_forward(dt_tensor *x, void *user) {
     dt_tensor *b1 = k->c.bias ? k->p[1] : NULL, *b2 = k->c.bias ? k->p[3] : NULL;
     if (k->plain) return dt_linear_at(dt_linear_at(x, k->p[0], b1, act), k->p[2], b2, add);
     dt_tensor *h = dt_column_linear(x, k->p[0], b1, act, k->tp, k->outside);
-    k->entered = h && h->maker ? h->maker->in[0] : NULL;
+    k->entered = h && h->producer ? h->producer->in[0] : NULL;
     return dt_row_linear(h, k->p[2], b2, k->r, k->tp, k->outside);
 }
 
 /* Places a gradient of the whole size: cut ones where they belong, others as they are. */
 static void leave_param(const dt_tensor *t, double *full) {
-    dt__box_walk walk = dt__box_begin(t->param->full, t->param->box);
-    while (dt__box_next(&walk))
-        for (int64_t i = 0; t->grad && i < walk.run; i++)
+    dt__slice_walk walk = dt__slice_begin(t->param->full, t->param->slice);
+    while (dt__slice_next(&walk))
+        for (int64_t i = 0; t->grad && i < walk.count; i++)
             full[walk.global + i] = get(t->grad, dt_grad_dtype(t), (size_t)(walk.local + i));
 }
 
@@ -209,7 +209,7 @@ static void layer_run(dt_ctx *ctx, layer_rank *k, layer_values *got) {
     int drops = k->c.wrap != ROOT && dim >= 0 && k->c.x_grad && dt_comm_size(k->tp) > 1;
     if (drops)
         CHECK_MSG(
-            k->entered && !k->entered->data && !k->entered->room, "what was gathered is kept");
+            k->entered && !k->entered->data && !k->entered->arena, "what was gathered is kept");
     for (int64_t i = 0; i < dt_count(y->shape); i++)
         place[i] = global_of(y_shape, dim, n, dt_comm_rank(k->tp), i);
     leave_part(y, y->data, y_shape, dim, k->tp, got->v[L_Y]);
@@ -263,7 +263,7 @@ static void layer_no_grad(dt_ctx *ctx, layer_rank *k, const double *y_one) {
     k->r = k->c.residual ? noise_part(ctx, DT_F64, y_shape, k->c.outside, k->tp, 2) : NULL;
     dt_tensor *y = dt_block(ctx, layer_forward, x, k);
     dt_no_grad(ctx, 0);
-    if (!CHECK(y && !y->needs_grad && !y->maker)) return;
+    if (!CHECK(y && !y->needs_grad && !y->producer)) return;
     leave_part(y, y->data, y_shape, k->c.outside, k->tp, whole);
     for (int64_t i = 0; i < dt_count(y->shape); i++) {
         int64_t at = global_of(y_shape, k->c.outside, n, dt_comm_rank(k->tp), i);
@@ -438,7 +438,8 @@ static void test_brief(void) {
         brief_case b = { .kind = kind };
         outcome o;
         run(&o, 2, brief_main, &b);
-        CHECK_MSG(o.status == DT_ERR_ARG && strstr(o.report.text, "whole only inside its dt_block"),
+        CHECK_MSG(
+            o.status == DT_ERR_ARG && strstr(o.report.text, "gathered only inside its dt_block"),
             "kind %d: %s", kind, o.report.text);
     }
     run_well(4, brief_values_main, NULL);
@@ -633,13 +634,13 @@ static dt_status tied_main(dt_ctx *ctx, void *user) {
     dt_tensor *w = dt_param_at(ctx, "w", DT_SHAPE(E_V, V_C), DT_NORMAL(1),
         (dt_param_desc){ .dtype = DT_F64, .shards = { { mesh.tp, 0 } } });
     dt_buckets_make(ctx, (dt_buckets_desc){ 0 });
-    for (int64_t i = w->param->box.inside[0] * V_C; i < dt_count(w->shape); i++)
+    for (int64_t i = w->param->slice.inside[0] * V_C; i < dt_count(w->shape); i++)
         ((double *)w->data)[i] = 1e4;
     for (int dim = -1; dim < (n > 1 ? 2 : 0); dim++) {
         tied_values *got = n > 1 ? &all->got[me] : &all->one;
         memset(got, 0, sizeof *got);
         tied_run(ctx, w, mesh.tp, dim, got);
-        for (int64_t i = w->param->box.inside[0] * V_C; w->grad && i < dt_count(w->shape); i++)
+        for (int64_t i = w->param->slice.inside[0] * V_C; w->grad && i < dt_count(w->shape); i++)
             CHECK(((double *)w->grad)[i] == 0);
         dt_barrier(mesh.tp);
         tied_values sum = all->got[0];
@@ -741,13 +742,14 @@ static dt_status kv_main(dt_ctx *ctx, void *user) {
         dt_kv_groups g = dt_kv_split(ctx, tp, K);
         int cuts = K < n ? K : n, copies = n / cuts, right = 1;
         CHECK_MSG(g.heads == K / cuts, "%d heads over %d: %d here", K, n, g.heads);
-        CHECK(dt_comm_size(g.cut) == cuts && dt_comm_size(g.copies) == copies);
-        CHECK((g.cut == NULL || n == 1) == (cuts == 1) && (g.copies == NULL) == (copies == 1));
+        CHECK(dt_comm_size(g.shard_group) == cuts && dt_comm_size(g.replica_group) == copies);
+        CHECK((g.shard_group == NULL || n == 1) == (cuts == 1) &&
+              (g.replica_group == NULL) == (copies == 1));
         for (int i = 0; i < cuts && cuts > 1; i++)
-            right &= dt_comm_world_rank(g.cut, i) == i * copies + me % copies;
+            right &= dt_comm_world_rank(g.shard_group, i) == i * copies + me % copies;
         for (int i = 0; i < copies && copies > 1; i++)
-            right &= dt_comm_world_rank(g.copies, i) == me / copies * copies + i;
-        CHECK_MSG(right && dt_comm_rank(g.cut) == (cuts > 1 ? me / copies : 0),
+            right &= dt_comm_world_rank(g.replica_group, i) == me / copies * copies + i;
+        CHECK_MSG(right && dt_comm_rank(g.shard_group) == (cuts > 1 ? me / copies : 0),
             "%d heads over %d: other groups", K, n);
     }
     return dt_error(ctx);
@@ -755,7 +757,7 @@ static dt_status kv_main(dt_ctx *ctx, void *user) {
 
 static dt_status bad_kv_main(dt_ctx *ctx, void *user) {
     dt_kv_groups g = dt_kv_split(ctx, dt_world(ctx), *(int *)user);
-    CHECK(!g.copies && dt_error(ctx) != DT_OK);
+    CHECK(!g.replica_group && dt_error(ctx) != DT_OK);
     return dt_error(ctx);
 }
 
@@ -788,7 +790,7 @@ static const dt_placement spread_places[] = { { DT_PLACEMENT_SHARD, 0 }, { DT_PL
 
 static void spread_run(dt_ctx *ctx, const dt_mesh *mesh, spread_case c) {
     dt_comm *comms[3] = { mesh->dp, mesh->cp, mesh->tp };
-    dt_axis_place axes[3];
+    dt_axis_placement axes[3];
     dt_shape full = DT_SHAPE(12, 6, 8);
     int64_t lo[3] = { 0, 0, 0 }, n[3] = { 12, 6, 8 };
     int first = 1, zero = 0, wrong = 0, fits = 1;
@@ -796,10 +798,10 @@ static void spread_run(dt_ctx *ctx, const dt_mesh *mesh, spread_case c) {
         int size = dt_comm_size(comms[i]), me = dt_comm_rank(comms[i]),
             dim = spread_places[c.at[i]].dim;
         axes[i].comm = comms[i];
-        axes[i].place = spread_places[c.at[i]];
+        axes[i].placement = spread_places[c.at[i]];
         first &= me == 0;
-        zero |= axes[i].place.kind == DT_PLACEMENT_PARTIAL && me != 0;
-        if (axes[i].place.kind != DT_PLACEMENT_SHARD) continue;
+        zero |= axes[i].placement.kind == DT_PLACEMENT_PARTIAL && me != 0;
+        if (axes[i].placement.kind != DT_PLACEMENT_SHARD) continue;
         fits &= n[dim] % size == 0;
         n[dim] /= size;
         lo[dim] += me * n[dim];
@@ -830,7 +832,7 @@ static dt_status spread_main(dt_ctx *ctx, void *user) {
     /* no group: one rank */
     dt_tensor *own = dt_distribute(ctx, DT_I32, DT_SHAPE(2), (int32_t[]){ 3, 4 }, NULL, 0);
     CHECK(own && ((int32_t *)own->data)[1] == 4);
-    dt_axis_place axis = { mesh.tp, DT_SHARD(0) };
+    dt_axis_placement axis = { mesh.tp, DT_SHARD(0) };
     dt_tensor *none = dt_distribute(ctx, DT_F32, DT_SHAPE(0, 4), NULL, &axis, 1);
     CHECK(none && none->shape.d[0] == 0);
     return dt_error(ctx);
@@ -847,7 +849,7 @@ static dt_status bad_spread_main(dt_ctx *ctx, void *user) {
     const bad_spread *b = (const bad_spread *)user;
     dt_mesh mesh = dt_mesh_make(ctx, (dt_mesh_desc){ .dp = 2, .tp = 2 });
     float host[15] = { 0 };
-    dt_axis_place axes[] = { { mesh.dp, DT_REPLICATE }, { mesh.tp, b->place } };
+    dt_axis_placement axes[] = { { mesh.dp, DT_REPLICATE }, { mesh.tp, b->place } };
     CHECK(!dt_distribute(
         ctx, DT_F32, DT_SHAPE(5, 3), dt_ctx_rank(ctx) || b->none ? NULL : host, axes, 2));
     CHECK(dt_error(ctx) != DT_OK);
@@ -858,7 +860,7 @@ static dt_status bad_spread_main(dt_ctx *ctx, void *user) {
 static void test_distribute(void) {
     const bad_spread list[] = {
         { DT_SHARD(0), 0, DT_ERR_SHAPE,
-            "(5,3) cannot be cut along dimension 0 over the 2 ranks of 'tp'" },
+            "(5,3) cannot be sharded along dimension 0 over the 2 ranks of 'tp'" },
         { DT_SHARD(1), 0, DT_ERR_SHAPE, "dimension 1" },
         { DT_SHARD(2), 0, DT_ERR_SHAPE, "dimension 2" },
         { DT_SHARD(-1), 0, DT_ERR_SHAPE, "dimension -1" },
@@ -883,7 +885,7 @@ static dt_status cut_main(dt_ctx *ctx, void *user) {
     (void)user;
     for (int i = 0; i < 3 * 48; i++) whole[i] = i;
     for (int kind = DT_CP_RING; kind <= DT_CP_ULYSSES; kind++) {
-        dt_context_shard(kind, 3, 48, dt_world(ctx), whole, local);
+        dt_cp_shard(kind, 3, 48, dt_world(ctx), whole, local);
         for (int b = 0; b < 3; b++)
             for (int i = 0; i < 48 / c; i++) {
                 int piece = 48 / (2 * c), at = me * (48 / c) + i;
@@ -892,7 +894,7 @@ static dt_status cut_main(dt_ctx *ctx, void *user) {
                 wrong += local[b * (48 / c) + i] != b * 48 + at;
             }
     }
-    CHECK_MSG(wrong == 0, "dt_context_shard over %d: %d tokens differ", c, wrong);
+    CHECK_MSG(wrong == 0, "dt_cp_shard over %d: %d tokens differ", c, wrong);
     return dt_error(ctx);
 }
 
@@ -900,7 +902,7 @@ static dt_status cut_main(dt_ctx *ctx, void *user) {
 static void check_choices(int kind, int64_t T, int c, int64_t heads, int64_t kv_heads) {
     char text[300] = "", small[8], ignored[300];
     long long choice[2];
-    dt_status status = dt_context_check(kind, T, c, heads, kv_heads, text, sizeof text);
+    dt_status status = dt_cp_check(kind, T, c, heads, kv_heads, text, sizeof text);
     int64_t pieces = kind == DT_CP_ZIGZAG ? 2 * c : c;
     int whole = c < 2 || (T >= pieces && T % pieces == 0);
     int shared = kind != DT_CP_ULYSSES || c < 2 ||
@@ -909,7 +911,7 @@ static void check_choices(int kind, int64_t T, int c, int64_t heads, int64_t kv_
         "kind %d, %d tokens over %d, heads %d, %d: %s", kind, (int)T, c, (int)heads, (int)kv_heads,
         text);
     if (status == DT_OK) return;
-    dt_context_check(kind, T, c, heads, kv_heads, small, sizeof small);
+    dt_cp_check(kind, T, c, heads, kv_heads, small, sizeof small);
     CHECK(strlen(small) < sizeof small);
     const char *use = strstr(text, "use ");
     if (whole) {
@@ -917,8 +919,8 @@ static void check_choices(int kind, int64_t T, int c, int64_t heads, int64_t kv_
     } else if (CHECK_MSG(use && sscanf(use, "use %lld or %lld", &choice[0], &choice[1]) == 2,
                    "no choice: %s", text)) {
         for (int i = 0; i < 2; i++)
-            CHECK_MSG(choice[i] > 0 && dt_context_check(kind, choice[i], c, c, c, ignored,
-                                           sizeof ignored) == DT_OK,
+            CHECK_MSG(choice[i] > 0 &&
+                          dt_cp_check(kind, choice[i], c, c, c, ignored, sizeof ignored) == DT_OK,
                 "%s: %lld is refused too", text, choice[i]);
     }
 }
@@ -931,10 +933,10 @@ static void test_tokens(void) {
                 int seen[64] = { 0 }, once = 1;
                 for (int r = 0; r < c; r++)
                     for (int i = 0; i < T / c; i++) {
-                        int64_t t = dt_context_token(kind, T, c, r, i);
+                        int64_t t = dt_cp_token(kind, T, c, r, i);
                         if (t >= 0 && t < T) seen[t]++;
                         /* ascending on a rank */
-                        once &= i == 0 || t > dt_context_token(kind, T, c, r, i - 1);
+                        once &= i == 0 || t > dt_cp_token(kind, T, c, r, i - 1);
                     }
                 for (int t = 0; t < T; t++) once &= seen[t] == 1;
                 CHECK_MSG(once, "kind %d: %d tokens over %d are no permutation", kind, T, c);
@@ -942,11 +944,9 @@ static void test_tokens(void) {
             for (int T = -9; T <= 20; T++)
                 for (int h = 1; h <= 8; h++) check_choices(kind, T, c, h, h > 4 ? 2 : h % 3 + 1);
         }
-    CHECK(dt_context_check(-1, 8, 2, 2, 2, text, sizeof text) == DT_ERR_ARG &&
-          strstr(text, "kind -1"));
-    CHECK(
-        dt_context_check(4, 8, 2, 2, 2, text, sizeof text) == DT_ERR_ARG && strstr(text, "kind 4"));
-    CHECK(dt_context_check(DT_CP_ULYSSES, 8, 2, 2, 0, text, sizeof text) == DT_OK ||
+    CHECK(dt_cp_check(-1, 8, 2, 2, 2, text, sizeof text) == DT_ERR_ARG && strstr(text, "kind -1"));
+    CHECK(dt_cp_check(4, 8, 2, 2, 2, text, sizeof text) == DT_ERR_ARG && strstr(text, "kind 4"));
+    CHECK(dt_cp_check(DT_CP_ULYSSES, 8, 2, 2, 0, text, sizeof text) == DT_OK ||
           strstr(text, "heads"));
     for (int c = 1; c <= 8; c += c > 2 ? 5 : 1) run_well(c, cut_main, NULL);
 }
@@ -982,7 +982,7 @@ typedef struct context_world {
 } context_world;
 typedef struct context_rank {
     dt_tensor *k, *v;
-    dt_context *context;
+    dt_cp *context;
     dt_attn_desc alone;
     int plain;
 } context_rank;
@@ -1006,7 +1006,7 @@ static void place_of(
 static dt_tensor *context_block(dt_tensor *q, void *user) {
     context_rank *r = (context_rank *)user;
     return r->plain ? dt_attention(q, r->k, r->v, r->alone)
-                    : dt_context_attention(q, r->k, r->v, r->context);
+                    : dt_cp_attention(q, r->k, r->v, r->context);
 }
 
 /* This rank's tokens of noise (B,T,heads,D). */
@@ -1015,7 +1015,7 @@ static dt_tensor *context_input(dt_ctx *ctx, context_case c, dt_comm *comm, int 
     dt_dtype dtype = context_type(&c);
     char *host = (char *)zeros((size_t)(c.B * own * row) * dt_dtype_size(dtype));
     for (int i = 0; i < c.B * own * row; i++) {
-        int64_t t = dt_context_token(c.kind, c.T, n, dt_comm_rank(comm), i / row % own);
+        int64_t t = dt_cp_token(c.kind, c.T, n, dt_comm_rank(comm), i / row % own);
         put_value(host, dtype, (size_t)i, noise(tensor, (i / row / own * c.T + t) * row + i % row));
     }
     dt_tensor *x = dt_input(ctx, dtype, DT_SHAPE(c.B, own, heads, c.D), host);
@@ -1027,12 +1027,12 @@ static void context_leave(
     context_case c, dt_comm *comm, const dt_tensor *t, const void *from, double *full) {
     int n = dt_comm_size(comm), own = c.T / n, row = (int)(t->shape.d[2] * t->shape.d[3]);
     for (int i = 0; from && i < c.B * own * row; i++) {
-        int64_t at = dt_context_token(c.kind, c.T, n, dt_comm_rank(comm), i / row % own);
+        int64_t at = dt_cp_token(c.kind, c.T, n, dt_comm_rank(comm), i / row % own);
         full[(i / row / own * c.T + at) * row + i % row] = get(from, t->dtype, (size_t)i);
     }
 }
 
-/* What dt_context_make and dt_attention are told. */
+/* What dt_cp_make and dt_attention are told. */
 static void context_sight(dt_ctx *ctx, context_case c, dt_comm *comm, context_rank *r, int ranks) {
     int32_t at[2][3 * 48], whole[2][3 * 48];
     int n = dt_comm_size(comm), own = c.T / n;
@@ -1041,11 +1041,11 @@ static void context_sight(dt_ctx *ctx, context_case c, dt_comm *comm, context_ra
     for (int i = 0; i < c.B * c.T; i++)
         for (int k = 0; k < 2; k++)
             at[k][i] =
-                whole[k][i / c.T * c.T + dt_context_token(c.kind, c.T, n, i % c.T / own, i % own)];
+                whole[k][i / c.T * c.T + dt_cp_token(c.kind, c.T, n, i % c.T / own, i % own)];
     int positions = c.packing != PACKED_NOT, documents = positions && c.packing != PACKED_STRETCHED;
     if (!r->plain) {
-        r->context = dt_context_make(ctx, comm,
-            (dt_context_desc){ .kind = c.kind,
+        r->context = dt_cp_make(ctx, comm,
+            (dt_cp_desc){ .kind = c.kind,
                 .batch = c.B,
                 .tokens = c.T,
                 .positions = positions ? at[0] : NULL,
@@ -1091,8 +1091,7 @@ static void context_run(
     between = dt_comm_bytes(ctx, DT_AXIS_CP);
     for (int i = 0; i < c.B * own * c.H * c.D; i++) {
         int row = c.H * c.D;
-        int64_t t =
-            dt_context_token(c.kind, c.T, dt_comm_size(comm), dt_comm_rank(comm), i / row % own);
+        int64_t t = dt_cp_token(c.kind, c.T, dt_comm_size(comm), dt_comm_rank(comm), i / row % own);
         place[i] = (i / row / own * c.T + t) * row + i % row;
     }
     dt_tensor *loss = weigh(y, 4, place);
@@ -1202,9 +1201,8 @@ static dt_status keep_main(dt_ctx *ctx, void *user) {
     context_rank r = { .plain = 0 };
     /* the first one's arenas grow */
     for (int step = 0; step < 2 && dt_error(ctx) == DT_OK; step++) {
-        r.context = dt_context_make(ctx, mesh.cp,
-            (dt_context_desc){
-                .kind = c->kind, .batch = 1, .tokens = KEEP_T * dt_comm_size(mesh.cp) });
+        r.context = dt_cp_make(ctx, mesh.cp,
+            (dt_cp_desc){ .kind = c->kind, .batch = 1, .tokens = KEEP_T * dt_comm_size(mesh.cp) });
         dt_tensor *x =
             dt_require_grad(noise_part(ctx, c->dtype, DT_SHAPE(1, KEEP_T, KEEP_H, D), -1, NULL, 1));
         r.k = dt_require_grad(noise_part(ctx, c->dtype, keys, -1, NULL, 2));
@@ -1338,7 +1336,7 @@ static dt_tensor *gpt_ids(dt_ctx *ctx, const gpt_case *g, dt_comm *cp, int shift
     int32_t whole[8 * 16], local[8 * 16];
     for (int i = 0; i < g->B * g->c.seq; i++)
         whole[i] = (int32_t)((noise(20, i + shift) + 1) / 2 * g->c.vocab);
-    dt_context_shard(g->c.cp_kind, g->B, g->c.seq, cp, whole, local);
+    dt_cp_shard(g->c.cp_kind, g->B, g->c.seq, cp, whole, local);
     return dt_input(ctx, DT_I32, DT_SHAPE(g->B, g->c.seq / dt_comm_size(cp)), local);
 }
 
@@ -1531,29 +1529,29 @@ static const bad_call bad_calls[] = {
     { "another input is NULL", DT_ERR_ARG },
     /* 14: linear cross-entropy, w */
     { "another input is NULL", DT_ERR_ARG },
-    { "vocab 9 of 8 columns", DT_ERR_ARG },                        /* 15: cross-entropy */
-    { "vocab -1 of 8 columns", DT_ERR_ARG },                       /* 16: linear cross-entropy */
-    { "one i32 label a row", DT_ERR_SHAPE },                       /* 17: cross-entropy, labels */
-    { "the context is NULL", DT_ERR_ARG },                         /* 18: attention, context */
-    { "another input is NULL", DT_ERR_ARG },                       /* 19: attention, v */
-    { "the context is of 1 sequences of 8 tokens", DT_ERR_SHAPE }, /* 20: attention, tokens */
-    { "the context is of 2 sequences", DT_ERR_SHAPE },             /* 21: attention, batch */
-    { "k and v must have one type and shape", DT_ERR_SHAPE },      /* 22: attention, v */
-    { "H a multiple of K", DT_ERR_SHAPE },                         /* 23: attention, heads */
-    { "exchanges tokens for heads", DT_ERR_SHAPE },                /* 24: attention, ulysses */
-    { "2 sequences of 0 tokens", DT_ERR_ARG },                     /* 25: context */
-    { "use 4 or 8", DT_ERR_SHAPE },                                /* 26: context, zigzag */
-    { "kind 7", DT_ERR_SHAPE },                                    /* 27: context */
-    { "-1 sequences", DT_ERR_ARG },                                /* 28: context */
-    { "not for integers", DT_ERR_SHAPE },                          /* 29: attention */
-    { "5 heads over 2 ranks of tp", DT_ERR_ARG },                  /* 30: gpt */
+    { "vocab 9 of 8 columns", DT_ERR_ARG },                      /* 15: cross-entropy */
+    { "vocab -1 of 8 columns", DT_ERR_ARG },                     /* 16: linear cross-entropy */
+    { "one i32 label a row", DT_ERR_SHAPE },                     /* 17: cross-entropy, labels */
+    { "cp is NULL", DT_ERR_ARG },                                /* 18: attention, context */
+    { "another input is NULL", DT_ERR_ARG },                     /* 19: attention, v */
+    { "cp was made for 1 sequences of 8 tokens", DT_ERR_SHAPE }, /* 20: attention, tokens */
+    { "cp was made for 2 sequences", DT_ERR_SHAPE },             /* 21: attention, batch */
+    { "k and v must have one type and shape", DT_ERR_SHAPE },    /* 22: attention, v */
+    { "H a multiple of K", DT_ERR_SHAPE },                       /* 23: attention, heads */
+    { "exchanges tokens for heads", DT_ERR_SHAPE },              /* 24: attention, ulysses */
+    { "2 sequences of 0 tokens", DT_ERR_ARG },                   /* 25: context */
+    { "use 4 or 8", DT_ERR_SHAPE },                              /* 26: context, zigzag */
+    { "kind 7", DT_ERR_SHAPE },                                  /* 27: context */
+    { "-1 sequences", DT_ERR_ARG },                              /* 28: context */
+    { "not for integers", DT_ERR_SHAPE },                        /* 29: attention */
+    { "5 heads over 2 ranks of tp", DT_ERR_ARG },                /* 30: gpt */
     /* 31: gpt, positions under cp */
     { "of all ranks' tokens", DT_ERR_ARG },
 };
 
 static dt_tensor *bad_attention(dt_ctx *ctx, int which, dt_comm *comm) {
     dt_shape s = DT_SHAPE(1, 4, 2, 2), v = s, k = s;
-    dt_context_desc d = { .batch = 1, .tokens = 8 };
+    dt_cp_desc d = { .batch = 1, .tokens = 8 };
     dt_dtype type = which == 29 ? DT_I32 : DT_F64;
     if (which == 20) s.d[1] = k.d[1] = v.d[1] = 3;
     if (which == 21 || which == 25) d.batch = 2;
@@ -1564,10 +1562,10 @@ static dt_tensor *bad_attention(dt_ctx *ctx, int which, dt_comm *comm) {
     if (which == 26) d.kind = DT_CP_ZIGZAG, d.tokens = 6;
     if (which == 27) d.kind = 7;
     if (which == 28) d.batch = -1;
-    dt_context *c = dt_context_make(ctx, comm, d);
+    dt_cp *c = dt_cp_make(ctx, comm, d);
     dt_tensor *q = dt_input(ctx, type, s, NULL),
               *vs = which == 19 ? NULL : dt_input(ctx, type, v, NULL);
-    return dt_context_attention(q, dt_input(ctx, type, k, NULL), vs, which == 18 ? NULL : c);
+    return dt_cp_attention(q, dt_input(ctx, type, k, NULL), vs, which == 18 ? NULL : c);
 }
 
 static dt_tensor *bad_gpt(dt_ctx *ctx, int which, dt_comm *comm) {
@@ -1628,10 +1626,10 @@ static dt_status nothing_main(dt_ctx *ctx, void *user) {
     dt_mesh mesh = all_over(ctx, 'c');
     (void)user;
     for (int kind = 0; kind < C_KINDS; kind++) {
-        context_rank r = { .context = dt_context_make(
-                               ctx, mesh.cp, (dt_context_desc){ .kind = kind, .tokens = 8 }) };
+        context_rank r = { .context = dt_cp_make(
+                               ctx, mesh.cp, (dt_cp_desc){ .kind = kind, .tokens = 8 }) };
         dt_tensor *q = dt_require_grad(dt_input(ctx, DT_F32, DT_SHAPE(0, 4, 2, 2), NULL));
-        dt_tensor *y = dt_context_attention(q, q, q, r.context);
+        dt_tensor *y = dt_cp_attention(q, q, q, r.context);
         CHECK_MSG(y && dt_count(y->shape) == 0, "%s of no sequences", kind_names[kind]);
         dt_backward(weigh(y, 1, NULL));
         dt_reset(ctx);

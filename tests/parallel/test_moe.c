@@ -162,13 +162,13 @@ static dt_tensor *layer_forward(dt_tensor *x, void *user) {
         .outside = l->outside,
         .cp = l->mesh.cp,
         .kind = j->kind,
-        .places = l->places,
+        .positions = l->places,
         .counts = l->counts };
     l->again++;
     dt_routing *r = dt_route(x, l->w, d);
     dt_tensor *h = dt_dispatch(dt_tp_enter(x, l->mesh.tp, l->outside), r, l->mesh.ep);
     h = dt_expert_linear(h, r, l->w1, l->b1, (dt_expert_desc){ .activation = DT_ACT_GELU });
-    h = dt_expert_linear(h, r, l->w2, l->b2, (dt_expert_desc){ .partial = l->mesh.tp });
+    h = dt_expert_linear(h, r, l->w2, l->b2, (dt_expert_desc){ .row_parallel = l->mesh.tp });
     h = dt_combine(h, r);
     l->routing = r;
     return dt_redistribute(h, l->mesh.tp, DT_PARTIAL, l->outside);
@@ -185,8 +185,8 @@ static dt_tensor *param(dt_ctx *ctx, const job *j, const char *name, dt_shape fu
 static int64_t global_of(const dt_param_info *p, int64_t i) {
     int64_t at[DT_MAX_DIMS], to = 0;
     for (int d = p->full.nd - 1; d >= 0; d--) {
-        at[d] = i % p->box.n[d] + p->box.lo[d];
-        i /= p->box.n[d];
+        at[d] = i % p->slice.n[d] + p->slice.lo[d];
+        i /= p->slice.n[d];
     }
     for (int d = 0; d < p->full.nd; d++) to = to * p->full.d[d] + at[d];
     return to;
@@ -232,18 +232,18 @@ typedef struct token {
 } token;
 
 static int tokens_of(const job *j, const dt_mesh *m, token *out, int *B, int *own) {
-    int first = m->at.ep * S / j->ep, end = (m->at.ep + 1) * S / j->ep, n = 0;
+    int first = m->coord.ep * S / j->ep, end = (m->coord.ep + 1) * S / j->ep, n = 0;
     if (j->uneven) { /* the last rank of ep has all, the others none */
-        first = m->at.ep == j->ep - 1 ? 0 : S;
+        first = m->coord.ep == j->ep - 1 ? 0 : S;
         end = S;
     }
     int inside = T / j->cp, step = j->sp ? inside / j->tp : inside,
-        from = j->sp ? m->at.tp * step : 0;
+        from = j->sp ? m->coord.tp * step : 0;
     for (int s = first; s < end; s++)
         for (int i = from; i < from + step; i++) /* any order: 5 and 16 are coprime */
             out[n++] =
-                (token){ s, j->places ? (i * j->cp + m->at.cp) * 5 % T
-                                      : (int)dt_context_token(j->kind, T, j->cp, m->at.cp, i) };
+                (token){ s, j->places ? (i * j->cp + m->coord.cp) * 5 % T
+                                      : (int)dt_cp_token(j->kind, T, j->cp, m->coord.cp, i) };
     *B = end - first;
     *own = step;
     return n;
@@ -346,7 +346,7 @@ static dt_status layer_main(dt_ctx *ctx, void *user) {
     if (j->dry) dt_dry_begin(ctx, &j->dries[dt_ctx_rank(ctx)]);
     layer l = layer_make(ctx, j);
     /* another rank has the same */
-    int n = tokens_of(j, &l.mesh, at, &B, &own), copy = !j->sp && l.mesh.at.tp > 0;
+    int n = tokens_of(j, &l.mesh, at, &B, &own), copy = !j->sp && l.mesh.coord.tp > 0;
     double *x = (double *)calloc(3 * N_X, sizeof *x), *dy = x + N_X, *got = dy + N_X, experts[E];
     int32_t *places = (int32_t *)calloc(S * T, sizeof *places);
     for (int i = 0; i < n; i++) {
@@ -365,7 +365,7 @@ static dt_status layer_main(dt_ctx *ctx, void *user) {
         if (dt_error(ctx) != DT_OK || j->dry) break;
         if (j->steps) {
             dt_comm *groups[3] = { l.mesh.ep, l.mesh.cp, j->sp ? l.mesh.tp : NULL };
-            dt_route_balance(l.bias, experts, 0.01, groups, 3);
+            dt_route_update_bias(l.bias, experts, 0.01, groups, 3);
         }
         if (step + 1 < j->steps) {
             dt_clear_grads(ctx);
@@ -379,7 +379,7 @@ static dt_status layer_main(dt_ctx *ctx, void *user) {
     const dt_routing *r = dt_error(ctx) == DT_OK && !j->dry ? l.routing : NULL;
     /* those of this rank, of those inside */
     for (int i = 0; r && !copy && i < n * (int)r->k; i++) {
-        int t = i / (int)r->k, from = j->sp ? l.mesh.at.tp * own : 0;
+        int t = i / (int)r->k, from = j->sp ? l.mesh.coord.tp * own : 0;
         int inside = t / own * (int)r->tokens + from + t % own;
         j->out->chosen[(at[t].s * T + at[t].t) * MOST_K + i % r->k] =
             r->choices[inside * r->k + i % r->k];
@@ -626,7 +626,7 @@ static dt_status signs_main(dt_ctx *ctx, void *user) {
     float start[4] = { 0, 0, 0, 1 }, got[4];
     double counts[4] = { 5, 3, 0, 4 }; /* their mean is 3 */
     dt_tensor *bias = dt_input(ctx, DT_F32, DT_SHAPE(4), start);
-    CHECK(dt_route_balance(bias, counts, 0.5, NULL, 0) == DT_OK && dt_read(bias, got) == DT_OK);
+    CHECK(dt_route_update_bias(bias, counts, 0.5, NULL, 0) == DT_OK && dt_read(bias, got) == DT_OK);
     CHECK(got[0] == -0.5f && got[1] == 0 && got[2] == 0.5f && got[3] == 0.5f);
     return dt_error(ctx);
 }
@@ -908,8 +908,8 @@ static dt_status extremes_main(dt_ctx *ctx, void *user) {
         in, dt_input(ctx, DT_F64, DT_SHAPE(3, 3), zero), (dt_route_desc){ .k = 1, .bias = bias });
     CHECK(pushed && pushed->choices[0] == 2 &&
           fabs(((double *)pushed->gates->data)[0] - 1.0 / 3) < 1e-15);
-    CHECK(dt_dispatch(in, pushed, NULL) != NULL && pushed->rows == 2 && pushed->counts[2] == 2 &&
-          pushed->held == 3);
+    CHECK(dt_dispatch(in, pushed, NULL) != NULL && pushed->rows == 2 &&
+          pushed->expert_rows[2] == 2 && pushed->local_experts == 3);
     return dt_error(ctx);
 }
 
@@ -993,7 +993,7 @@ static dt_status dry_main(dt_ctx *ctx, void *user) {
     dt_routing *r = dt_route(x, dt_input(ctx, DT_F32, DT_SHAPE(8, 4), NULL),
         (dt_route_desc){ .k = 3, .capacity = 1, .counts = &count });
     CHECK(r && dt_dispatch(x, r, NULL) && r->rows == 48 && count.dropped == 0);
-    for (int e = 0; e < 8; e++) CHECK(counts[e] == 6 && r && r->counts[e] == 6);
+    for (int e = 0; e < 8; e++) CHECK(counts[e] == 6 && r && r->expert_rows[e] == 6);
     for (int i = 0; r && i < 48; i++) CHECK(r->choices[i] == i % 24 % 8);
     return dt_error(ctx);
 }
@@ -1043,7 +1043,7 @@ static dt_status zero_main(dt_ctx *ctx, void *user) {
             dt_block_at(ctx, zero_forward, x, &l, (dt_block_desc){ .recompute = step == 1 });
         dt_backward(dt_mse(y, tensor_of(ctx, j->dtype, DT_SHAPE(2, 8, 4), want), 16));
         dt_zero_step(opt, 0.5);
-        dt_route_balance(l.bias, counts, 0.01, &world, 1);
+        dt_route_update_bias(l.bias, counts, 0.01, &world, 1);
         dt_reset(ctx);
     }
     char host[48 * 8];
@@ -1080,7 +1080,7 @@ static const refusal refusals[] = {
     { 0, DT_ERR_ARG, "another input is NULL" },
     { 1, DT_ERR_SHAPE, "x (B,T,C) and w (E,C) are needed" },
     { 2, DT_ERR_SHAPE, "x (B,T,C) and w (E,C) are needed" },
-    { 3, DT_ERR_SHAPE, "types do not go together" },
+    { 3, DT_ERR_SHAPE, "the dtypes do not match" },
     { 4, DT_ERR_SHAPE, "k must be 1 to E" },
     { 5, DT_ERR_SHAPE, "k must be 1 to E" },
     { 6, DT_ERR_SHAPE, "the capacity must be 0 or more" },
@@ -1089,15 +1089,15 @@ static const refusal refusals[] = {
     { 9, DT_ERR_SHAPE, "the bias must be (E), f32 (f64 of f64), and frozen" },
     { 10, DT_ERR_SHAPE, "the bias must be (E), f32 (f64 of f64), and frozen" },
     { 11, DT_ERR_SHAPE, "outside must be DT_REPLICATE or DT_SHARD(1)" },
-    { 12, DT_ERR_ARG, "place 9 of token 1 in sequence 0; each of 0 to 3 is of one token" },
-    { 13, DT_ERR_ARG, "place 0 of token 1 in sequence 0; each of 0 to 3 is of one token" },
+    { 12, DT_ERR_ARG, "position 9 of token 1 in sequence 0; each of 0 to 3 is of one token" },
+    { 13, DT_ERR_ARG, "position 0 of token 1 in sequence 0; each of 0 to 3 is of one token" },
     { 14, DT_ERR_ARG, "dt_dispatch(dt_input): the routing is NULL" },
     { 15, DT_ERR_SHAPE, "(2,3,3), but 2 sequences of 4 tokens were routed" },
     { 16, DT_ERR_SHAPE, "dt_dispatch comes first" },
-    { 17, DT_ERR_SHAPE, "w has not as many experts as this rank" },
-    { 18, DT_ERR_SHAPE, "x has not as many rows as were dispatched" },
+    { 17, DT_ERR_SHAPE, "w has another number of experts than this rank" },
+    { 18, DT_ERR_SHAPE, "x has another number of rows than were dispatched" },
     { 19, DT_ERR_SHAPE, "x (R,I) and w (experts,O..,I) are needed" },
-    { 20, DT_ERR_SHAPE, "the bias must have w's shape less its last dimension" },
+    { 20, DT_ERR_SHAPE, "the bias must have w's shape without its last dimension" },
     { 21, DT_ERR_ARG, "activation 99" },
     { 22, DT_ERR_SHAPE, "0 rows (R,O) for gates in f32 were dispatched" },
     { 23, DT_ERR_SHAPE, "f64 (8,3), but 8 rows (R,O) for gates in f32 were dispatched" },
@@ -1128,8 +1128,8 @@ static void refuse_route(dt_ctx *ctx, int n, dt_tensor *x, dt_tensor *w) {
     if (n == 9) d.bias = shaped(ctx, DT_F32, DT_SHAPE(3));
     if (n == 10) d.bias = dt_require_grad(shaped(ctx, DT_F32, DT_SHAPE(4)));
     if (n == 11) d.outside = DT_SHARD(2);
-    if (n == 12) d.places = far;
-    if (n == 13) d.places = twice;
+    if (n == 12) d.positions = far;
+    if (n == 13) d.positions = twice;
     if (n == 28) x = shaped(ctx, DT_I32, DT_SHAPE(2, 4, 3));
     CHECK(dt_route(x, n ? w : NULL, d) == NULL);
 }
@@ -1162,7 +1162,7 @@ static dt_status refusal_main(dt_ctx *ctx, void *user) {
     if (n == 23) CHECK(dt_combine(shaped(ctx, DT_F64, DT_SHAPE(8, 3)), r) == NULL);
     dt_tensor *bias = shaped(ctx, n == 26 ? DT_BF16 : DT_F32, DT_SHAPE(4));
     if (n >= 24 && n <= 26)
-        CHECK(dt_route_balance(bias, n == 24 ? NULL : counts, n == 25 ? -1 : 1, NULL, 0) ==
+        CHECK(dt_route_update_bias(bias, n == 24 ? NULL : counts, n == 25 ? -1 : 1, NULL, 0) ==
               DT_ERR_ARG);
     return dt_error(ctx);
 }
@@ -1199,7 +1199,8 @@ static void test_refusals(void) {
     report = run(2, uncut_main, NULL);
     CHECK_MSG(report.status == DT_ERR_SHAPE && strstr(report.text, "zigzag over cp 2"), "%s",
         report.text);
-    CHECK(dt_route_balance(NULL, NULL, 1, NULL, 0) == DT_ERR_ARG && !dt_dispatch(NULL, NULL, NULL));
+    CHECK(dt_route_update_bias(NULL, NULL, 1, NULL, 0) == DT_ERR_ARG &&
+          !dt_dispatch(NULL, NULL, NULL));
     CHECK(!dt_route(NULL, NULL, (dt_route_desc){ .k = 1 }) && !dt_combine(NULL, NULL));
 }
 

@@ -133,11 +133,12 @@ static dt_status mesh_main(dt_ctx *ctx, void *user) {
     CHECK(memcmp(&m.sizes, &c->sizes, sizeof m.sizes) == 0);
     CHECK(m.world == dt_world(ctx));
     CHECK(m.sizes.dp * m.sizes.tp * m.sizes.cp * m.sizes.pp * m.sizes.ep == world);
-    CHECK(m.at.pp == at[AXIS_PP] && m.at.dp == at[AXIS_DP] && m.at.ep == at[AXIS_EP] &&
-          m.at.cp == at[AXIS_CP] && m.at.tp == at[AXIS_TP]);
-    int dp_row = m.at.pp * s[AXIS_DP] + m.at.dp, ep_row = dp_row * s[AXIS_EP] + m.at.ep;
-    CHECK(me == (ep_row * s[AXIS_CP] + m.at.cp) * s[AXIS_TP] + m.at.tp);
-    CHECK(m.replicas == s[AXIS_DP] * s[AXIS_EP] && m.replica == m.at.dp * s[AXIS_EP] + m.at.ep);
+    CHECK(m.coord.pp == at[AXIS_PP] && m.coord.dp == at[AXIS_DP] && m.coord.ep == at[AXIS_EP] &&
+          m.coord.cp == at[AXIS_CP] && m.coord.tp == at[AXIS_TP]);
+    int dp_row = m.coord.pp * s[AXIS_DP] + m.coord.dp, ep_row = dp_row * s[AXIS_EP] + m.coord.ep;
+    CHECK(me == (ep_row * s[AXIS_CP] + m.coord.cp) * s[AXIS_TP] + m.coord.tp);
+    CHECK(
+        m.replicas == s[AXIS_DP] * s[AXIS_EP] && m.replica == m.coord.dp * s[AXIS_EP] + m.coord.ep);
     check_group(m.pp, s, world, me, 1u << AXIS_PP, "pp");
     check_group(m.dp, s, world, me, 1u << AXIS_DP, "dp");
     check_group(m.ep, s, world, me, 1u << AXIS_EP, "ep");
@@ -201,18 +202,18 @@ static const char *wrong_choice(dt_mesh_desc asked, int ranks, const char *text)
         ranks = (int)other;
     else
         return "no choice";
-    return dt_mesh_sizes(&asked, ranks, ignored, sizeof ignored) == DT_OK
+    return dt_mesh_resolve(&asked, ranks, ignored, sizeof ignored) == DT_OK
                ? NULL
                : "the choice is refused too";
 }
 
-/* NULL if dt_mesh_sizes is right about these sizes. text: 300 bytes. */
+/* NULL if dt_mesh_resolve is right about these sizes. text: 300 bytes. */
 static const char *wrong_sizes(dt_mesh_desc asked, int ranks, char *text) {
     dt_mesh_desc s = asked;
     int tp = s.tp ? s.tp : 1, cp = s.cp ? s.cp : 1, pp = s.pp ? s.pp : 1, ep = s.ep ? s.ep : 1;
     int others = tp * cp * pp * ep, dp = s.dp ? s.dp : ranks / others;
     int legal = ranks >= 1 && dp >= 1 && dp * others == ranks;
-    dt_status status = dt_mesh_sizes(&s, ranks, text, 300);
+    dt_status status = dt_mesh_resolve(&s, ranks, text, 300);
     if (legal && status != DT_OK) return "refused";
     if (legal)
         return s.dp == dp && s.tp == tp && s.cp == cp && s.pp == pp && s.ep == ep
@@ -244,19 +245,19 @@ static void test_mesh_sizes(void) {
     char text[300] = "";
     test_all_sizes();
     dt_mesh_desc s = { .tp = -2 };
-    CHECK(dt_mesh_sizes(&s, 4, text, sizeof text) == DT_ERR_ARG && strstr(text, "-2"));
+    CHECK(dt_mesh_resolve(&s, 4, text, sizeof text) == DT_ERR_ARG && strstr(text, "-2"));
     s = (dt_mesh_desc){ .tp = 3 };
-    CHECK(dt_mesh_sizes(&s, 4, text, sizeof text) == DT_ERR_ARG && strstr(text, "tp 3") &&
+    CHECK(dt_mesh_resolve(&s, 4, text, sizeof text) == DT_ERR_ARG && strstr(text, "tp 3") &&
           strstr(text, "4 ranks"));
     s = (dt_mesh_desc){ .dp = 3, .tp = 2 };
-    CHECK(dt_mesh_sizes(&s, 4, text, sizeof text) == DT_ERR_ARG && strstr(text, "dp 3") &&
+    CHECK(dt_mesh_resolve(&s, 4, text, sizeof text) == DT_ERR_ARG && strstr(text, "dp 3") &&
           strstr(text, "use dp 2"));
     /* no overflow */
     s = (dt_mesh_desc){ .dp = 1 << 30, .tp = 1 << 30, .cp = 1 << 30, .pp = 1 << 30, .ep = 1 << 30 };
-    CHECK(dt_mesh_sizes(&s, 4, text, sizeof text) == DT_ERR_ARG);
+    CHECK(dt_mesh_resolve(&s, 4, text, sizeof text) == DT_ERR_ARG);
     s = (dt_mesh_desc){ .tp = 3 };
     /* a small buffer is not overrun */
-    CHECK(dt_mesh_sizes(&s, 4, text, 5) == DT_ERR_ARG && strlen(text) < 5);
+    CHECK(dt_mesh_resolve(&s, 4, text, 5) == DT_ERR_ARG && strlen(text) < 5);
     dt_mesh_desc bad = { .tp = 3 };
     dt_report report = run(4, bad_mesh_main, &bad);
     CHECK(report.status == DT_ERR_ARG && strstr(report.text, "tp 3"));
@@ -612,7 +613,7 @@ static double net_loss(net_rank *r, dt_tensor **local) {
     dt_tensor *y = dt_redistribute(
         dt_linear(h, r->p[P_DOWN], NULL), tp, DT_PARTIAL, sp ? DT_SHARD(0) : DT_REPLICATE);
     y = dt_add(dt_add(y, r->p[P_DOWN_BIAS]), r->p[P_X]);
-    int first = (sp ? r->mesh.at.tp : 0) * mine * WIDTH;
+    int first = (sp ? r->mesh.coord.tp : 0) * mine * WIDTH;
     for (int i = 0; i < mine * WIDTH; i++) goal[i] = quarter(3, 1, (uint32_t)(first + i));
     *local = dt_mse(y, dt_input(r->ctx, DT_F64, DT_SHAPE(mine, WIDTH), goal), TOKENS * WIDTH);
     double loss = dt_item(*local);
@@ -622,9 +623,9 @@ static double net_loss(net_rank *r, dt_tensor **local) {
 
 /* Where this rank holds element e of a full parameter, or -1. */
 static int64_t holds(const dt_tensor *t, int64_t e) {
-    dt__box_walk walk = dt__box_begin(t->param->full, t->param->box);
-    while (dt__box_next(&walk))
-        if (e >= walk.global && e < walk.global + walk.run) return walk.local + e - walk.global;
+    dt__slice_walk walk = dt__slice_begin(t->param->full, t->param->slice);
+    while (dt__slice_next(&walk))
+        if (e >= walk.global && e < walk.global + walk.count) return walk.local + e - walk.global;
     return -1;
 }
 
@@ -689,41 +690,41 @@ static void test_net(int ranks, int sequence, int hidden) {
 static void test_order(void) {
     for (int code = 0; code < 3 * 3 * 3 * 9; code++) {
         int b = 1 + code % 3, a = 1 + code / 3 % 3, R = 1 + code / 9 % 3, right = 1;
-        dt_order o = { .sequences = 1 + code / 27 * 3,
+        dt_data_order o = { .sequences = 1 + code / 27 * 3,
             .batch = (int64_t)b * a * R,
             .micro_batch = b,
             .replicas = R,
-            .before = code % 5 * 7 };
+            .consumed = code % 5 * 7 };
         /* of the row 0, 1, .. S-1, 0, 1, .. */
-        int64_t next = o.before % o.sequences, epoch = o.before / o.sequences;
+        int64_t next = o.consumed % o.sequences, epoch = o.consumed / o.sequences;
         for (int step = 1; step <= 7; step++)
             for (int j = 0; j < a; j++) /* k = (jR + r)b + i ascends as j, then r, then i do */
                 for (int r = 0; r < R; r++)
                     for (int i = 0; i < b; i++) {
-                        right &= dt_order_sequence(o, step, j, r, i) == next;
-                        right &= dt_order_epoch(o, step, j, r, i) == epoch;
+                        right &= dt_data_order_sequence(o, step, j, r, i) == next;
+                        right &= dt_data_order_epoch(o, step, j, r, i) == epoch;
                         next = next + 1 == o.sequences ? 0 : next + 1;
                         epoch += next == 0;
                     }
         CHECK_MSG(right, "order of S %d, B %d, b %d, R %d", (int)o.sequences, (int)o.batch, b, R);
     }
-    dt_order far = {
+    dt_data_order far = {
         .sequences = 4000000007, .batch = 1000003, .micro_batch = 1, .replicas = 1000003
     };
-    CHECK(dt_order_sequence(far, (int64_t)1 << 40, 0, 1000002, 0) ==
+    CHECK(dt_data_order_sequence(far, (int64_t)1 << 40, 0, 1000002, 0) ==
           (int64_t)((__extension__(unsigned __int128)((((int64_t)1 << 40) - 1)) * 1000003u +
                         1000002u) %
                     4000000007u));
-    CHECK(dt_order_epoch(far, (int64_t)1 << 40, 0, 1000002, 0) ==
+    CHECK(dt_data_order_epoch(far, (int64_t)1 << 40, 0, 1000002, 0) ==
           (int64_t)((__extension__(unsigned __int128)((((int64_t)1 << 40) - 1)) * 1000003u +
                         1000002u) /
                     4000000007u));
     far.sequences = 3; /* here step times B does not fit into 64 bits, but the epoch does */
     far.batch = (int64_t)1 << 31;
-    CHECK(dt_order_epoch(far, ((int64_t)1 << 32) + 1, 0, 0, 0) == 3074457345618258602);
-    far.before = (int64_t)1 << 62;
-    CHECK(dt_order_sequence(far, 1, 0, 1, 0) == 2 &&
-          dt_order_epoch(far, 1, 0, 1, 0) == 1537228672809129301);
+    CHECK(dt_data_order_epoch(far, ((int64_t)1 << 32) + 1, 0, 0, 0) == 3074457345618258602);
+    far.consumed = (int64_t)1 << 62;
+    CHECK(dt_data_order_sequence(far, 1, 0, 1, 0) == 2 &&
+          dt_data_order_epoch(far, 1, 0, 1, 0) == 1537228672809129301);
 }
 
 /* A number of any length: as likely small as large, and often the largest. */
@@ -739,25 +740,26 @@ static void test_order_far(void) {
     uint64_t state = 1;
     int wrong = 0;
     for (int n = 0; n < 100000; n++) {
-        dt_order o = { 1 + any_count(&state, 62), any_count(&state, 63), (int)any_count(&state, 31),
-            (int)any_count(&state, 31), any_count(&state, 63) };
+        dt_data_order o = { 1 + any_count(&state, 62), any_count(&state, 63),
+            (int)any_count(&state, 31), (int)any_count(&state, 31), any_count(&state, 63) };
         int64_t step = 1 + any_count(&state, 62);
         int j = (int)any_count(&state, 31), r = (int)any_count(&state, 31),
             i = (int)any_count(&state, 31);
         __extension__ unsigned __int128 k =
-            (unsigned __int128)(step - 1) * (uint64_t)o.batch + (uint64_t)o.before;
+            (unsigned __int128)(step - 1) * (uint64_t)o.batch + (uint64_t)o.consumed;
         k += ((unsigned __int128)j * (unsigned)o.replicas + (unsigned)r) * (unsigned)o.micro_batch +
              (unsigned)i;
         __extension__ unsigned __int128 epoch = k / (uint64_t)o.sequences;
         if (epoch > INT64_MAX) epoch = INT64_MAX;
-        wrong += dt_order_sequence(o, step, j, r, i) != (int64_t)(k % (uint64_t)o.sequences);
-        wrong += dt_order_epoch(o, step, j, r, i) != (int64_t)epoch;
+        wrong += dt_data_order_sequence(o, step, j, r, i) != (int64_t)(k % (uint64_t)o.sequences);
+        wrong += dt_data_order_epoch(o, step, j, r, i) != (int64_t)epoch;
     }
     CHECK_MSG(wrong == 0, "%d of 200000 far places of an order are wrong", wrong);
-    dt_order one = { 1, 1, 1, 1, 0 };
-    CHECK(dt_order_sequence(one, 0, 0, 0, 0) == -1 && dt_order_epoch(one, INT64_MIN, 0, 0, 0) == 0);
-    CHECK(dt_order_sequence(one, 1, -1, 0, 0) == -1 &&
-          dt_order_sequence(one, 1, 0, 0, INT32_MIN) == -1);
+    dt_data_order one = { 1, 1, 1, 1, 0 };
+    CHECK(dt_data_order_sequence(one, 0, 0, 0, 0) == -1 &&
+          dt_data_order_epoch(one, INT64_MIN, 0, 0, 0) == 0);
+    CHECK(dt_data_order_sequence(one, 1, -1, 0, 0) == -1 &&
+          dt_data_order_sequence(one, 1, 0, 0, INT32_MIN) == -1);
 }
 
 /* Megatron-LM's rule, in floating point as there. */
@@ -780,14 +782,14 @@ static void test_ramp_bloom(void) {
         dt_batch_ramp_size(r, 9765625) == 2048 && dt_batch_ramp_size(r, (int64_t)1 << 60) == 2048);
     for (; dt_batch_ramp_size(r, consumed) < 2048; step++) {
         wrong += dt_batch_ramp_size(r, consumed) != plain_ramp(r, consumed);
-        if (step % 1000 == 1) wrong += dt_batch_ramp_before(r, step) != consumed;
+        if (step % 1000 == 1) wrong += dt_batch_ramp_consumed(r, step) != consumed;
         consumed += dt_batch_ramp_size(r, consumed);
     }
     CHECK_MSG(wrong == 0 && step == 12659 && consumed == 9765808,
         "BLOOM's ramp is over after %lld steps "
         "and %lld samples, %lld times it is wrong",
         (long long)step - 1, (long long)consumed, (long long)wrong);
-    CHECK(dt_batch_ramp_before(r, step + 10) == consumed + 10 * 2048);
+    CHECK(dt_batch_ramp_consumed(r, step + 10) == consumed + 10 * 2048);
 }
 
 /* All small ramps: accepted is what has only sizes that divide, and what is proposed instead is
@@ -849,8 +851,8 @@ static void test_ramp_far(void) {
             r = other;
         } else
             wrong++;
-        int64_t step = 1 + any_count(&state, 62), read = dt_batch_ramp_before(r, step);
-        int64_t size = dt_batch_ramp_size(r, read), next = dt_batch_ramp_before(r, step + 1);
+        int64_t step = 1 + any_count(&state, 62), read = dt_batch_ramp_consumed(r, step);
+        int64_t size = dt_batch_ramp_size(r, read), next = dt_batch_ramp_consumed(r, step + 1);
         wrong += size < 1 || size > r.batch || read < 0 ||
                  next != (read > INT64_MAX - size ? INT64_MAX : read + size);
     }
@@ -873,8 +875,8 @@ static void test_ramp(void) {
         { { 4, -4, 9, 16 }, "4:-4:9" }, { { 4, 4, -9, 16 }, "4:4:-9.*use 4:4:16" },
         { { 20, 4, 9, 16 }, "20:4:9" }, { { 4, 4, 9, 18 }, "to 18" },
         { { 4, 8, 9, 16 }, "steps of 8 do not lead from 4 to 16; use 4:4:9" },
-        { { 6, 2, 9, 16 }, "a batch of 6 is no multiple of 4, .*use 8:4:9" },
-        { { 4, 6, 9, 16 }, "a batch of 10 is no multiple of 4, .*use 4:4:9" },
+        { { 6, 2, 9, 16 }, "a batch of 6 is not a multiple of 4, .*use 8:4:9" },
+        { { 4, 6, 9, 16 }, "a batch of 10 is not a multiple of 4, .*use 4:4:9" },
         { { 4, 4, INT64_MAX, 16 }, "use 4:4:2305843009213693951" } };
     char why[400];
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
@@ -890,8 +892,8 @@ static void test_ramp(void) {
     CHECK(dt_batch_ramp_size(none, 0) == 12);
     /* two sizes, 7.5e17 steps: not walked one by one */
     dt_batch_ramp long_one = { 4, 4, (int64_t)4e18, 8 };
-    CHECK(dt_batch_ramp_before(long_one, (int64_t)1e12 + 1) == (int64_t)4e12);
-    CHECK(dt_batch_ramp_before(none, 1) == 0 && dt_batch_ramp_before(none, 9) == 96);
+    CHECK(dt_batch_ramp_consumed(long_one, (int64_t)1e12 + 1) == (int64_t)4e12);
+    CHECK(dt_batch_ramp_consumed(none, 1) == 0 && dt_batch_ramp_consumed(none, 9) == 96);
     test_ramp_bloom();
     test_ramp_small();
     test_ramp_far();
@@ -926,10 +928,11 @@ static void test_limit(void) {
     }
 }
 
-static void order_of_nothing(void) { /* what a text that could not be opened leaves in dt_order */
-    volatile int64_t zero = 0;       /* or the compiler answers the division itself */
-    dt_order none = { .sequences = zero, .batch = 4, .micro_batch = 1, .replicas = 1 };
-    zero = dt_order_sequence(none, 2, 0, 0, 1) + dt_order_epoch(none, 2, 0, 0, 1);
+static void order_of_nothing(
+    void) {                    /* what a text that could not be opened leaves in dt_data_order */
+    volatile int64_t zero = 0; /* or the compiler answers the division itself */
+    dt_data_order none = { .sequences = zero, .batch = 4, .micro_batch = 1, .replicas = 1 };
+    zero = dt_data_order_sequence(none, 2, 0, 0, 1) + dt_data_order_epoch(none, 2, 0, 0, 1);
 }
 
 static dt_status tokens_main(dt_ctx *ctx, void *user) {
@@ -937,10 +940,10 @@ static dt_status tokens_main(dt_ctx *ctx, void *user) {
     dt_mesh mesh = dt_mesh_make(ctx, (dt_mesh_desc){ 0 });
     (void)user;
     size_t n = (size_t)dt_ctx_rank(ctx) + 1; /* 0, 1 and 2 labels count */
-    CHECK(dt_tokens(mesh.dp, labels, n) == 3);
-    CHECK(dt_tokens(NULL, labels, 5) == 3 && dt_tokens(NULL, labels, 0) == 0 &&
-          dt_tokens(NULL, NULL, 0) == 0);
-    CHECK(dt_tokens(mesh.dp, NULL, 0) == 0);
+    CHECK(dt_count_labels(mesh.dp, labels, n) == 3);
+    CHECK(dt_count_labels(NULL, labels, 5) == 3 && dt_count_labels(NULL, labels, 0) == 0 &&
+          dt_count_labels(NULL, NULL, 0) == 0);
+    CHECK(dt_count_labels(mesh.dp, NULL, 0) == 0);
     CHECK(dt_comm_bytes(ctx, DT_AXIS_DP) == 0); /* scalars are no traffic */
     return dt_error(ctx);
 }
@@ -957,8 +960,8 @@ static int read_epoch(dt_ctx *ctx, dt_sampler_desc d, int64_t epoch, int64_t *ou
     CHECK(dt_sampler_set_epoch(s, epoch) == DT_OK);
     while (n < MOST_READ && (sample = dt_sampler_next(s)) >= 0) out[n++] = sample;
     CHECK(n == dt_sampler_count(s) && dt_sampler_next(s) == -1);
-    dt_sampler_state at = dt_sampler_where(s);
-    CHECK(at.epoch == epoch && at.place == n); /* having asked once more did not move it */
+    dt_sampler_state at = dt_sampler_tell(s);
+    CHECK(at.epoch == epoch && at.position == n); /* having asked once more did not move it */
     dt_sampler_free(s);
     return n;
 }
@@ -1032,8 +1035,8 @@ static void test_sampler_resume(dt_ctx *ctx) {
         CHECK(dt_sampler_next(b) == first[0]); /* it has an order already, and another place */
         dt_sampler_set_epoch(a, 6);
         for (int k = 0; k < stop; k++) dt_sampler_next(a);
-        dt_sampler_state at = dt_sampler_where(a);
-        CHECK(at.epoch == 6 && at.place == stop && dt_sampler_seek(b, at) == DT_OK);
+        dt_sampler_state at = dt_sampler_tell(a);
+        CHECK(at.epoch == 6 && at.position == stop && dt_sampler_seek(b, at) == DT_OK);
         int right = 1;
         for (int k = stop; k < n; k++) right &= dt_sampler_next(b) == whole[0][k];
         right &= dt_sampler_next(b) == -1;
@@ -1062,7 +1065,7 @@ static void check_seek_refused(dt_sampler_state to, const char *word) {
     CHECK(dt_sampler_next(s) == 0 && dt_sampler_seek(s, to) == DT_ERR_ARG &&
           dt_error(ctx) == DT_ERR_ARG);
     CHECK_MSG(strstr(dt_error_text(ctx), word), "'%s' is not in '%s'", word, dt_error_text(ctx));
-    CHECK(dt_sampler_where(s).epoch == 0 && dt_sampler_where(s).place == 1);
+    CHECK(dt_sampler_tell(s).epoch == 0 && dt_sampler_tell(s).position == 1);
     CHECK(dt_sampler_next(s) == -1 && dt_sampler_set_epoch(s, 1) == DT_ERR_ARG);
     dt_ctx_free(ctx);
 }
@@ -1079,10 +1082,10 @@ static void test_sampler_refused(void) {
     check_sampler_refused(
         (dt_sampler_desc){ .samples = 5, .replicas = 2, .rank = -1 }, "rank -1 of 2");
     check_sampler_refused(
-        (dt_sampler_desc){ .samples = DT_SAMPLER_SHUFFLED + 1, .replicas = 1, .shuffle = 1 },
+        (dt_sampler_desc){ .samples = DT_SAMPLER_MAX_SHUFFLED + 1, .replicas = 1, .shuffle = 1 },
         "214748364 samples; at most 214748363");
-    check_seek_refused((dt_sampler_state){ 0, 5 }, "place 5 of 4 in epoch 0");
-    check_seek_refused((dt_sampler_state){ 2, -1 }, "place -1 of 4 in epoch 2");
+    check_seek_refused((dt_sampler_state){ 0, 5 }, "position 5 of 4 in epoch 0");
+    check_seek_refused((dt_sampler_state){ 2, -1 }, "position -1 of 4 in epoch 2");
     check_seek_refused((dt_sampler_state){ -1, 0 }, "epoch -1");
 }
 
@@ -1106,7 +1109,7 @@ static void sampler_of_nothing(void) {
     dt_sampler_state start = { 0, 0 };
     dt_sampler_free(NULL);
     if (dt_sampler_count(NULL) != 0 || dt_sampler_next(NULL) != -1 ||
-        dt_sampler_where(NULL).place != 0)
+        dt_sampler_tell(NULL).position != 0)
         _exit(1);
     if (dt_sampler_seek(NULL, start) == DT_OK || dt_sampler_set_epoch(NULL, 0) == DT_OK) _exit(1);
 }
@@ -1401,7 +1404,7 @@ int main(int argc, char **argv) {
     quiet = *dt_host_default();
     quiet.log = silent;
     CHECK_MSG(survives(text_of_nothing), "dt_text_tokens or dt_text_sequences of NULL");
-    CHECK_MSG(survives(order_of_nothing), "dt_order_sequence of no sequences");
+    CHECK_MSG(survives(order_of_nothing), "dt_data_order_sequence of no sequences");
     test_mesh();
     test_mesh_sizes();
     test_moves();

@@ -316,7 +316,7 @@ static dt_schedule *make_schedule(dt_ctx *ctx, config *c) {
                                      .ranks = c->pp,
                                      .micros = c->micros,
                                      .chunks = c->chunks,
-                                     .group = c->group,
+                                     .micro_group = c->group,
                                      .generate = c->own ? generate : NULL,
                                      .stage_of = stage_of,
                                      .user = c });
@@ -396,7 +396,7 @@ static void backward_plainly(net *n) {
 
 static int count_tapes(const dt_ctx *ctx) {
     int tapes = 0;
-    for (int t = 0; t < ctx->tape_room; t++) tapes += ctx->tapes[t] != NULL;
+    for (int t = 0; t < ctx->tape_capacity; t++) tapes += ctx->tapes[t] != NULL;
     return tapes;
 }
 
@@ -409,7 +409,7 @@ static void evaluate(net *n, const dt_pipe_desc *run) {
 }
 
 static void measure(net *n, const dt_schedule *s, const size_t before[2]) {
-    int rank = n->mesh.at.pp, world = dt_ctx_rank(n->ctx);
+    int rank = n->mesh.coord.pp, world = dt_ctx_rank(n->ctx);
     result *r = n->j->r;
     r->allocations[world][n->step] = dt_memory_used(n->ctx).allocations;
     r->acts[world] = dt_memory_used(n->ctx).peak[DT_MEM_ACTS];
@@ -420,7 +420,7 @@ static void measure(net *n, const dt_schedule *s, const size_t before[2]) {
         r->padded[world] += dt_bucket_get(n->ctx, u)->padded;
     r->tapes[world] = count_tapes(n->ctx);
     r->slots[world] = dt_schedule_slots(s, rank);
-    r->live[world] = dt_schedule_live(s, rank);
+    r->live[world] = dt_schedule_max_in_flight(s, rank);
 }
 
 static dt_zero *make_zero(net *n) {
@@ -447,12 +447,12 @@ static dt_zero *make_zero(net *n) {
 static int are_planned(const dt_zero *zero) {
     int good = 1;
     for (int stage = 0; stage < zero->n_stages; stage++) {
-        const dt__zero_plan *plan = &zero->plans[3 * stage];
+        const dt__gather_plan *plan = &zero->gather_plans[3 * stage];
         int units = 0;
-        for (int u = 0; u < zero->n_units; u++) units += zero->units[u].unit->stage == stage;
+        for (int u = 0; u < zero->n_buckets; u++) units += zero->buckets[u].bucket->stage == stage;
         good &= plan->n == units;
         for (int i = 0; i < plan->n; i++)
-            good &= zero->units[plan->items[i].unit].unit->stage == stage;
+            good &= zero->buckets[plan->items[i].bucket].bucket->stage == stage;
     }
     return good;
 }
@@ -462,10 +462,10 @@ static int are_planned(const dt_zero *zero) {
 static void keep_spans(net *n, const dt_schedule *s, const dt_span *mine) {
     result *r = n->j->r;
     dt_span *all = (dt_span *)calloc(2, sizeof r->spans), *ideal = all + 4096;
-    if (dt_pipe_spans(n->mesh.pp, s, mine, all) == DT_OK && dt_ctx_rank(n->ctx) == 0) {
+    if (dt_pipe_gather_spans(n->mesh.pp, s, mine, all) == DT_OK && dt_ctx_rank(n->ctx) == 0) {
         memcpy(r->spans, all, sizeof r->spans);
         dt_schedule_simulate(s, *n->j->c.pace, ideal);
-        r->makespan = dt_schedule_idle(s, ideal, -1).makespan;
+        r->makespan = dt_schedule_bubble_of(s, ideal, -1).makespan;
     }
     free(all);
 }
@@ -479,15 +479,15 @@ static dt_status train(dt_ctx *ctx, void *user) {
     n.j = j;
     n.ctx = ctx;
     n.mesh = dt_mesh_make(ctx, (dt_mesh_desc){ .dp = c->dp, .pp = c->plain ? 1 : c->pp });
-    n.replica = n.mesh.at.dp;
+    n.replica = n.mesh.coord.dp;
     dt_schedule *s = c->plain ? NULL : make_schedule(ctx, c);
     int first_rank = dt_schedule_rank_of(s, 0),
         last_rank = dt_schedule_rank_of(s, stages_of(c) - 1);
-    int is_end = n.mesh.at.pp == first_rank || n.mesh.at.pp == last_rank;
+    int is_end = n.mesh.coord.pp == first_rank || n.mesh.coord.pp == last_rank;
     dt_comm *ends =
         c->what == LAYERS_TIED ? dt_comm_split(n.mesh.pp, is_end ? 0 : -1, 0, "ends") : NULL;
     for (int i = 0; i < c->layers; i++) {
-        if (s && dt_schedule_rank_of(s, j->layer[i].stage) != n.mesh.at.pp) continue;
+        if (s && dt_schedule_rank_of(s, j->layer[i].stage) != n.mesh.coord.pp) continue;
         dt_stage(ctx, j->layer[i].stage);
         register_layer(&n, i, ends);
     }
@@ -496,7 +496,7 @@ static dt_status train(dt_ctx *ctx, void *user) {
         .comm = n.mesh.pp,
         .run = run_stage,
         .user = &n,
-        .pace = c->pace,
+        .min_durations = c->pace,
         .spans = mine };
     for (n.step = 0; n.step < (c->steps ? c->steps : 3) && dt_error(ctx) == DT_OK; n.step++) {
         if (c->evaluates && n.step == 1) evaluate(&n, &run);
@@ -1105,8 +1105,8 @@ static dt_tensor *scaled_stage(dt_tensor *x, int stage, int micro, void *user) {
 static dt_status scaled_rank(dt_ctx *ctx, void *user) {
     scaled *s = (scaled *)user;
     dt_mesh mesh = dt_mesh_make(ctx, (dt_mesh_desc){ .pp = s->pp });
-    dt_stage(ctx, mesh.at.pp);
-    if (mesh.at.pp == 0)
+    dt_stage(ctx, mesh.coord.pp);
+    if (mesh.coord.pp == 0)
         dt_param_at(ctx, "w", DT_SHAPE(2, 4), DT_NORMAL(0.5), (dt_param_desc){ .dtype = DT_F16 });
     dt_zero *zero = dt_zero_make(ctx, (dt_zero_desc){ .mesh = &mesh });
     dt_schedule *schedule =
@@ -1142,12 +1142,12 @@ static dt_tensor *unlike_stage(dt_tensor *x, int stage, int micro, void *user) {
 static dt_status unlike_rank(dt_ctx *ctx, void *user) {
     int what = *(int *)user;
     dt_mesh mesh = dt_mesh_make(ctx, (dt_mesh_desc){ .pp = 2 });
-    int other = mesh.at.pp == 1;
+    int other = mesh.coord.pp == 1;
     const char *names[2] = { "a", "b" };
     dt_param_desc tied = { .grad_placements = { { mesh.pp, DT_GRAD_PARTIAL } } };
     if (other && what == UNLIKE_NAME) names[1] = "c";
     if (other && what == UNLIKE_ORDER) names[0] = "b", names[1] = "a";
-    dt_stage(ctx, mesh.at.pp);
+    dt_stage(ctx, mesh.coord.pp);
     for (int i = 0; i < 2; i++) {
         dt_scope(ctx, NULL); /* units of their own */
         if (i == 0 || !other || what != UNLIKE_MISSING)

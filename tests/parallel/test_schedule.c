@@ -91,7 +91,7 @@ static void generate_lists(dt_schedule *s, void *user) {
 static void expect_text(
     int ranks, int micros, int chunks, const char *const *rank, int cycle, const char *want) {
     char text[1024], all[1200];
-    dt_schedule_facts facts;
+    dt_schedule_metrics metrics;
     dt_ctx *ctx = new_ctx();
     dt_schedule_desc d = { .ranks = ranks,
         .micros = micros,
@@ -102,10 +102,10 @@ static void expect_text(
         .unchecked = 1 };
     dt_schedule *s = dt_schedule_make(ctx, d);
     if (!CHECK_MSG(s != NULL, "%s", dt_error_text(ctx))) return;
-    dt_status status = dt_schedule_check(s, &facts, text, sizeof text);
+    dt_status status = dt_schedule_check(s, &metrics, text, sizeof text);
     CHECK_MSG(strcmp(text, want) == 0, "'%s', not '%s'", text, want);
-    CHECK_MSG(status == (*want ? DT_ERR_ARG : DT_OK) && facts.cycle == cycle, "%d, a cycle of %d",
-        status, facts.cycle);
+    CHECK_MSG(status == (*want ? DT_ERR_ARG : DT_OK) && metrics.cycle_length == cycle,
+        "%d, a cycle of %d", status, metrics.cycle_length);
     CHECK(dt_error(ctx) == DT_OK);
     if (cycle || !*want)
         CHECK(dt_schedule_simulate(s, even, spans) == (cycle ? DT_ERR_ARG : DT_OK));
@@ -220,7 +220,7 @@ static void machine_make(
 
 /* 1: everything was done. */
 static int machine_run(machine *m, const dt_schedule *s, dt_span *out) {
-    int left = dt_schedule_first(s, m->ranks), last = 0;
+    int left = dt_schedule_offset(s, m->ranks), last = 0;
     memset(m->at, 0, sizeof m->at);
     memset(m->busy_until, 0, sizeof m->busy_until);
     memset(m->begun, -1, sizeof m->begun);
@@ -238,7 +238,7 @@ static int machine_run(machine *m, const dt_schedule *s, dt_span *out) {
                 int stage = 0;
                 while (m->rank_of[stage] != r || m->chunk_of[stage] != a->chunk) stage++;
                 if (!machine_may_begin(m, r, a, stage, time)) continue;
-                machine_begin(m, r, a, stage, time, &out[dt_schedule_first(s, r) + m->at[r]]);
+                machine_begin(m, r, a, stage, time, &out[dt_schedule_offset(s, r) + m->at[r]]);
                 if (m->busy_until[r] > last) last = m->busy_until[r];
                 m->at[r]++;
                 left--;
@@ -255,7 +255,7 @@ static void expect_times(machine *m, const dt_schedule *s) {
     static dt_span want[MOST];
     double stages[STAGES * 3];
     dt_schedule_costs costs = { 0, 0, 0, stages, m->message };
-    int all = dt_schedule_first(s, m->ranks), wrong = 0;
+    int all = dt_schedule_offset(s, m->ranks), wrong = 0;
     for (int i = 0; i < m->stages; i++) {
         stages[3 * i] = m->forward[i];
         stages[3 * i + 1] = m->input[i];
@@ -268,18 +268,19 @@ static void expect_times(machine *m, const dt_schedule *s) {
     CHECK_MSG(wrong == 0, "%s of %d ranks, %d micro-batches: %d of %d times differ",
         dt_schedule_name(s), m->ranks, m->micros, wrong, all);
     CHECK(m->clash == 0);
-    CHECK(dt_schedule_idle(s, spans, -1).makespan == m->makespan);
+    CHECK(dt_schedule_bubble_of(s, spans, -1).makespan == m->makespan);
     for (int r = 0; r < m->ranks; r++) {
         int used = 0;
         for (int i = 0; i < dt_schedule_count(s, r); i++) {
             int slot = dt_schedule_actions(s, r)[i].slot;
             if (slot >= used) used = slot + 1;
         }
-        CHECK_MSG(m->most_held[r] == dt_schedule_live(s, r) && used == dt_schedule_slots(s, r),
+        CHECK_MSG(
+            m->most_held[r] == dt_schedule_max_in_flight(s, r) && used == dt_schedule_slots(s, r),
             "%s, rank %d of %d: "
             "holds %d, %d are said; %d slots, %d are said",
-            dt_schedule_name(s), r, m->ranks, m->most_held[r], dt_schedule_live(s, r), used,
-            dt_schedule_slots(s, r));
+            dt_schedule_name(s), r, m->ranks, m->most_held[r], dt_schedule_max_in_flight(s, r),
+            used, dt_schedule_slots(s, r));
     }
 }
 
@@ -307,7 +308,7 @@ static void test_orders(void) {
     s = dt_schedule_make(
         ctx, (dt_schedule_desc){ .kind = DT_SCHEDULE_AFAB, .ranks = 2, .micros = 3 });
     for (int r = 0; r < 2; r++) expect_list(s, r, "F0 F1 F2 B0 B1 B2");
-    CHECK(strcmp(dt_schedule_name(s), "AFAB") == 0 && dt_schedule_group(s) == 0);
+    CHECK(strcmp(dt_schedule_name(s), "AFAB") == 0 && dt_schedule_micro_group(s) == 0);
     s = dt_schedule_make(
         ctx, (dt_schedule_desc){ .kind = DT_SCHEDULE_1F1B, .ranks = 3, .micros = 4 });
     expect_list(s, 0, "F0 F1 F2 B0 F3 B1 B2 B3");
@@ -322,9 +323,11 @@ static void test_orders(void) {
         s, 0, "F0.0 F1.0 F0.1 F1.1 F2.0 B0.1 F3.0 B1.1 F2.1 B0.0 F3.1 B1.0 B2.1 B3.1 B2.0 B3.0");
     expect_list(
         s, 1, "F0.0 F1.0 F0.1 B0.1 F1.1 B1.1 F2.0 B0.0 F3.0 B1.0 F2.1 B2.1 F3.1 B3.1 B2.0 B3.0");
-    CHECK(dt_schedule_chunks(s) == 2 && dt_schedule_stages(s) == 4 && dt_schedule_group(s) == 2);
-    s = dt_schedule_make(ctx,
-        (dt_schedule_desc){ .kind = DT_SCHEDULE_INTERLEAVED, .ranks = 2, .micros = 5, .group = 3 });
+    CHECK(dt_schedule_chunks(s) == 2 && dt_schedule_stages(s) == 4 &&
+          dt_schedule_micro_group(s) == 2);
+    s = dt_schedule_make(
+        ctx, (dt_schedule_desc){
+                 .kind = DT_SCHEDULE_INTERLEAVED, .ranks = 2, .micros = 5, .micro_group = 3 });
     expect_list(s, 1,
         "F0.0 F1.0 F2.0 F0.1 B0.1 F1.1 B1.1 F2.1 B2.1 F3.0 B0.0 F4.0 B1.0 F3.1 B2.0 F4.1 B3.1 B4.1 "
         "B3.0 "
@@ -343,42 +346,44 @@ static void test_lowering(void) {
     dt_schedule *s = dt_schedule_make(
         ctx, (dt_schedule_desc){
                  .kind = DT_SCHEDULE_INTERLEAVED, .ranks = 2, .micros = 2, .chunks = 2 });
-    dt_schedule_facts facts;
+    dt_schedule_metrics metrics;
     const dt_action *a = dt_schedule_actions(s, 0); /* F0.0 F1.0 F0.1 F1.1 B0.1 .. */
     if (!CHECK_MSG(dt_schedule_count(s, 0) == 8, "%s", dt_error_text(ctx))) return;
-    CHECK(a[0].stage == 0 && a[0].from == -1 && a[0].to == 1);
-    CHECK(a[2].stage == 2 && a[2].from == 1 && a[2].to == 1);
-    CHECK(a[4].phase == DT_BACKWARD && a[4].chunk == 1 && a[4].stage == 2 && a[4].from == 1 &&
-          a[4].to == 1);
-    CHECK(a[6].phase == DT_BACKWARD && a[6].chunk == 0 && a[6].stage == 0 && a[6].from == 1 &&
-          a[6].to == -1);
+    CHECK(a[0].stage == 0 && a[0].recv_from == -1 && a[0].send_to == 1);
+    CHECK(a[2].stage == 2 && a[2].recv_from == 1 && a[2].send_to == 1);
+    CHECK(a[4].phase == DT_BACKWARD && a[4].chunk == 1 && a[4].stage == 2 && a[4].recv_from == 1 &&
+          a[4].send_to == 1);
+    CHECK(a[6].phase == DT_BACKWARD && a[6].chunk == 0 && a[6].stage == 0 && a[6].recv_from == 1 &&
+          a[6].send_to == -1);
     CHECK(a[4].slot == a[2].slot && a[6].slot == a[0].slot && a[0].slot != a[2].slot);
     a = dt_schedule_actions(s, 1); /* F0.0 F1.0 F0.1 B0.1 .. */
-    CHECK(a[2].stage == 3 && a[2].from == 0 && a[2].to == -1 && a[3].from == -1 && a[3].to == 0);
-    CHECK(dt_schedule_check(s, &facts, NULL, 0) == DT_OK);
-    CHECK_MSG(facts.actions == 16 && facts.messages == 12 && facts.live == 4 && facts.cycle == 0,
+    CHECK(a[2].stage == 3 && a[2].recv_from == 0 && a[2].send_to == -1 && a[3].recv_from == -1 &&
+          a[3].send_to == 0);
+    CHECK(dt_schedule_check(s, &metrics, NULL, 0) == DT_OK);
+    CHECK_MSG(metrics.actions == 16 && metrics.messages == 12 && metrics.max_in_flight == 4 &&
+                  metrics.cycle_length == 0,
         "%d actions, %d "
         "messages, %d held",
-        facts.actions, facts.messages, facts.live);
+        metrics.actions, metrics.messages, metrics.max_in_flight);
     CHECK(dt_schedule_stage_of(s, 1, 1) == 3 && dt_schedule_rank_of(s, 3) == 1 &&
           dt_schedule_rank_of(s, 2) == 0);
-    CHECK(dt_schedule_first(s, 0) == 0 && dt_schedule_first(s, 1) == 8 &&
-          dt_schedule_first(s, 2) == 16);
+    CHECK(dt_schedule_offset(s, 0) == 0 && dt_schedule_offset(s, 1) == 8 &&
+          dt_schedule_offset(s, 2) == 16);
     CHECK(dt_schedule_stage_of(s, 2, 0) == -1 && dt_schedule_stage_of(s, 0, 2) == -1);
     CHECK(dt_schedule_rank_of(s, 4) == -1);
     CHECK(
         !dt_schedule_actions(s, 2) && !dt_schedule_actions(s, -1) && dt_schedule_count(s, 2) == 0);
-    CHECK(dt_schedule_live(s, 2) == 0 && dt_schedule_slots(s, -1) == 0 &&
+    CHECK(dt_schedule_max_in_flight(s, 2) == 0 && dt_schedule_slots(s, -1) == 0 &&
           dt_schedule_rank_of(s, -1) == -1);
     CHECK(dt_schedule_ranks(NULL) == 0 && dt_schedule_count(NULL, 0) == 0 &&
           *dt_schedule_name(NULL) == 0);
-    CHECK(dt_schedule_first(NULL, 0) == 0 && dt_schedule_stages(NULL) == 0 &&
+    CHECK(dt_schedule_offset(NULL, 0) == 0 && dt_schedule_stages(NULL) == 0 &&
           dt_schedule_micros(NULL) == 0);
     s = dt_schedule_make(
         ctx, (dt_schedule_desc){ .kind = DT_SCHEDULE_ZB, .ranks = 2, .micros = 2 });
     a = dt_schedule_actions(s, 1); /* F0 I0 F1 I1 W0 W1 */
-    CHECK(a[1].phase == DT_BACKWARD_INPUT && a[1].from == -1 && a[1].to == 0);
-    CHECK(a[4].phase == DT_BACKWARD_WEIGHT && a[4].from == -1 && a[4].to == -1 &&
+    CHECK(a[1].phase == DT_BACKWARD_INPUT && a[1].recv_from == -1 && a[1].send_to == 0);
+    CHECK(a[4].phase == DT_BACKWARD_WEIGHT && a[4].recv_from == -1 && a[4].send_to == -1 &&
           a[4].slot == a[0].slot);
     dt_ctx_free(ctx);
 }
@@ -409,25 +414,25 @@ static figures figures_of(int kind, int p, int m, int v, int r, int group) {
 static void expect_figures(dt_ctx *ctx, int kind, int p, int m, int v) {
     dt_schedule *s = dt_schedule_make(
         ctx, (dt_schedule_desc){ .kind = kind, .ranks = p, .micros = m, .chunks = v });
-    dt_schedule_facts facts;
+    dt_schedule_metrics metrics;
     machine mach;
     if (!CHECK_MSG(s != NULL, "%s", dt_error_text(ctx))) return;
-    CHECK(dt_schedule_check(s, &facts, NULL, 0) == DT_OK);
+    CHECK(dt_schedule_check(s, &metrics, NULL, 0) == DT_OK);
     int crossing = p > 1 ? 2 * m * (p * v - 1) : 0;
-    CHECK_MSG(facts.messages == crossing, "%s p %d m %d v %d: %d messages", dt_schedule_name(s), p,
-        m, v, facts.messages);
+    CHECK_MSG(metrics.messages == crossing, "%s p %d m %d v %d: %d messages", dt_schedule_name(s),
+        p, m, v, metrics.messages);
     for (int r = 0; r < p; r++) {
-        figures f = figures_of(kind, p, m, v, r, dt_schedule_group(s));
-        int more = dt_schedule_slots(s, r) - dt_schedule_live(s, r);
+        figures f = figures_of(kind, p, m, v, r, dt_schedule_micro_group(s));
+        int more = dt_schedule_slots(s, r) - dt_schedule_max_in_flight(s, r);
         int fits = more == 0 ||
                    (kind == DT_SCHEDULE_INTERLEAVED && v > 1 && more > 0 && (m % p || more == 1));
-        CHECK_MSG(dt_schedule_live(s, r) == f.held && fits,
+        CHECK_MSG(dt_schedule_max_in_flight(s, r) == f.held && fits,
             "%s p %d m %d v %d rank %d: holds %d, not %d; %d slots", dt_schedule_name(s), p, m, v,
-            r, dt_schedule_live(s, r), f.held, dt_schedule_slots(s, r));
+            r, dt_schedule_max_in_flight(s, r), f.held, dt_schedule_slots(s, r));
     }
     CHECK(dt_schedule_simulate(s, even, spans) == DT_OK);
     figures f = figures_of(kind, p, m, v, 0, 1);
-    dt_schedule_bubble b = dt_schedule_idle(s, spans, -1);
+    dt_schedule_bubble b = dt_schedule_bubble_of(s, spans, -1);
     CHECK(b.work == 3.0 * m * v);
     if (f.bottom)
         CHECK_MSG((b.makespan - b.work) * (double)f.bottom == (double)f.top * b.work,
@@ -435,11 +440,12 @@ static void expect_figures(dt_ctx *ctx, int kind, int p, int m, int v) {
             "%g",
             dt_schedule_name(s), p, m, v, b.makespan - b.work, b.work);
     for (int r = 0; r < p && f.bottom; r++) { /* all have as much to do */
-        dt_schedule_bubble own = dt_schedule_idle(s, spans, r);
-        CHECK(own.of_work == b.of_work && own.of_total == b.of_total && own.work == b.work);
+        dt_schedule_bubble own = dt_schedule_bubble_of(s, spans, r);
+        CHECK(own.idle_per_work == b.idle_per_work &&
+              own.idle_per_makespan == b.idle_per_makespan && own.work == b.work);
     }
-    CHECK(b.of_work == (b.makespan - b.work) / b.work &&
-          b.of_total == (b.makespan - b.work) / b.makespan);
+    CHECK(b.idle_per_work == (b.makespan - b.work) / b.work &&
+          b.idle_per_makespan == (b.makespan - b.work) / b.makespan);
     if (p <= 8 && m <= 17) {
         machine_make(&mach, p, v, m, 1, 1, 1, 0);
         expect_times(&mach, s);
@@ -467,7 +473,7 @@ static void test_figures(void) {
                                               .ranks = p,
                                               .micros = m,
                                               .chunks = 3,
-                                              .group = g });
+                                              .micro_group = g });
                 CHECK_MSG((s != NULL) == fits, "p %d m %d G %d: %s", p, m, g, dt_error_text(own));
                 dt_ctx_free(own);
             }
@@ -484,14 +490,14 @@ static void test_spare(void) {
             dt_ctx *ctx = new_ctx();
             dt_schedule_desc d = { .kind = kind, .ranks = 4, .micros = 8 };
             dt_schedule *least = dt_schedule_make(ctx, d);
-            d.spare = spare;
+            d.extra_slots = spare;
             dt_schedule *s = dt_schedule_make(ctx, d);
             if (!CHECK_MSG(s != NULL, "%s", dt_error_text(ctx))) return;
             int v = dt_schedule_chunks(s);
             for (int r = 0; r < 4; r++) {
                 int want = dt_schedule_slots(least, r) + spare;
                 CHECK(dt_schedule_slots(s, r) == (want < 8 * v ? want : 8 * v));
-                CHECK(dt_schedule_live(s, r) == dt_schedule_live(least, r));
+                CHECK(dt_schedule_max_in_flight(s, r) == dt_schedule_max_in_flight(least, r));
             }
             machine_make(&m, 4, v, 8, 10, 10, 10, 2);
             expect_times(&m, s);
@@ -512,33 +518,33 @@ static void test_planted(void) {
     /* rank 0 as on the last stage */
     const char *swapped[] = { "F0 B0 F1 F2 B1 B2", "F0 F1 B0 B1 F2 B2" };
     expect_text(2, 3, 1, swapped, 2,
-        "deadlock: rank 0 waits at B(micro 0) for B(micro 0) of rank 1, which stands "
-        "behind F(micro 1); rank 1 waits at F(micro 1) for F(micro 1) of rank 0, which stands "
+        "deadlock: rank 0 waits at B(micro 0) for B(micro 0) of rank 1, which is queued "
+        "behind F(micro 1); rank 1 waits at F(micro 1) for F(micro 1) of rank 0, which is queued "
         "behind B(micro 0)");
     /* rank 0 only waits for the circle */
     const char *ahead[] = { "F0 B0 F1 B1", "F0 B0 F1 B1", "F0 F1 B0 B1" };
     expect_text(3, 2, 1, ahead, 2,
-        "deadlock: rank 1 waits at B(micro 0) for B(micro 0) of rank 2, which stands behind "
-        "F(micro 1); rank 2 waits at F(micro 1) for F(micro 1) of rank 1, which stands behind "
+        "deadlock: rank 1 waits at B(micro 0) for B(micro 0) of rank 2, which is queued behind "
+        "F(micro 1); rank 2 waits at F(micro 1) for F(micro 1) of rank 1, which is queued behind "
         "B(micro 0)");
     const char *three[] = { "F0.1 F0.0 B0.1 B0.0", "F0.0 F0.1 B0.1 B0.0", "F0.0 F0.1 B0.1 B0.0" };
     expect_text(3, 1, 2, three, 3,
         "deadlock: rank 0 waits at F(micro 0, chunk 1) for F(micro 0, chunk 0) of rank 2; "
         "rank 2 waits at F(micro 0, chunk 0) for F(micro 0, chunk 0) of rank 1; rank 1 waits at "
         "F(micro 0, chunk 0) "
-        "for F(micro 0, chunk 0) of rank 0, which stands behind F(micro 0, chunk 1)");
+        "for F(micro 0, chunk 0) of rank 0, which is queued behind F(micro 0, chunk 1)");
     const char *alone[] = { "F0 F1 B0 B1", "B0 F0 F1 B1" };
     expect_text(2, 2, 1, alone, 1,
-        "deadlock: rank 1 waits at B(micro 0) for F(micro 0), which stands behind "
+        "deadlock: rank 1 waits at B(micro 0) for F(micro 0), which is queued behind "
         "B(micro 0)");
     const char *weight[] = { "F0 W0 I0" };
     expect_text(1, 1, 1, weight, 1,
-        "deadlock: rank 0 waits at W(micro 0) for I(micro 0), which stands behind "
+        "deadlock: rank 0 waits at W(micro 0) for I(micro 0), which is queued behind "
         "W(micro 0)");
     const char *chunks[] = { "F0.0 B0.1 F0.1 B0.0", "F0.0 F0.1 B0.1 B0.0" };
     expect_text(2, 1, 2, chunks, 1,
         "deadlock: rank 0 waits at B(micro 0, chunk 1) for F(micro 0, chunk 1), which "
-        "stands behind B(micro 0, chunk 1)");
+        "is queued behind B(micro 0, chunk 1)");
     const char *late[] = { "F0 F1 B1 B0" };
     expect_text(1, 2, 1, late, 0,
         "rank 0: B(micro 0) comes after B(micro 1), but gradients are added in ascending "
@@ -557,7 +563,7 @@ static void test_planted(void) {
     expect_text(1, 1, 1, two_ways, 0, "rank 0: B(micro 0) comes a second time, as its action 2");
     const char *beside[] = { "F0 B0 W0" };
     expect_text(1, 1, 1, beside, 0,
-        "rank 0: W(micro 0) comes beside B(micro 0), which is the whole backward");
+        "rank 0: W(micro 0) occurs besides B(micro 0), which is the full backward");
     const char *no_weight[] = { "F0 I0" };
     expect_text(1, 1, 1, no_weight, 0, "rank 0: W(micro 0) is missing");
     const char *no_input[] = { "F0 W0" };
@@ -573,27 +579,28 @@ static void test_planted(void) {
 /* As many slots as micro-batches are held, where that is too few. */
 static void test_slots_wait(void) {
     char text[1024], brief[24];
-    dt_schedule_facts facts;
+    dt_schedule_metrics metrics;
     dt_schedule_desc d = {
-        .kind = DT_SCHEDULE_INTERLEAVED, .ranks = 2, .micros = 4, .tight = 1, .unchecked = 1
+        .kind = DT_SCHEDULE_INTERLEAVED, .ranks = 2, .micros = 4, .min_slots = 1, .unchecked = 1
     };
     dt_ctx *ctx = new_ctx();
     dt_schedule *s = dt_schedule_make(ctx, d);
-    CHECK(dt_schedule_check(s, &facts, text, sizeof text) == DT_ERR_ARG && facts.cycle == 2);
+    CHECK(dt_schedule_check(s, &metrics, text, sizeof text) == DT_ERR_ARG &&
+          metrics.cycle_length == 2);
     CHECK_MSG(
         strcmp(text,
             "deadlock: rank 0 waits at F(micro 3, chunk 0) for its slot 2, until rank 1 begins "
             "B(micro "
-            "0, chunk 0), which stands behind F(micro 2, chunk 0); rank 1 waits at F(micro 2, "
+            "0, chunk 0), which is queued behind F(micro 2, chunk 0); rank 1 waits at F(micro 2, "
             "chunk 0) for its slot 2, "
-            "until rank 0 begins B(micro 1, chunk 1), which stands behind F(micro 3, chunk 0)") ==
-            0,
+            "until rank 0 begins B(micro 1, chunk 1), which is queued behind F(micro 3, chunk "
+            "0)") == 0,
         "%s", text);
     CHECK(dt_schedule_check(s, NULL, brief, sizeof brief) == DT_ERR_ARG);
     CHECK(strcmp(brief, "deadlock: rank 0 waits ") == 0);
-    CHECK(dt_schedule_live(s, 0) == dt_schedule_slots(s, 0) &&
-          dt_schedule_live(s, 1) == dt_schedule_slots(s, 1));
-    CHECK(dt_schedule_check(NULL, &facts, text, sizeof text) == DT_ERR_ARG &&
+    CHECK(dt_schedule_max_in_flight(s, 0) == dt_schedule_slots(s, 0) &&
+          dt_schedule_max_in_flight(s, 1) == dt_schedule_slots(s, 1));
+    CHECK(dt_schedule_check(NULL, &metrics, text, sizeof text) == DT_ERR_ARG &&
           strcmp(text, "no schedule") == 0);
     CHECK(dt_error(ctx) == DT_OK);
     for (int kind = 0; kind < DT_SCHEDULES; kind++) { /* the others need no more than they hold */
@@ -720,22 +727,22 @@ static void test_any(void) {
                                                    .generate = generate_programs,
                                                    .user = &p,
                                                    .unchecked = 1,
-                                                   .tight = tight });
-        dt_schedule_facts facts;
+                                                   .min_slots = tight });
+        dt_schedule_metrics metrics;
         machine_make(&m, ranks, chunks, micros, 1, 1, 1, 0);
-        dt_status status = dt_schedule_check(s, &facts, text, sizeof text);
+        dt_status status = dt_schedule_check(s, &metrics, text, sizeof text);
         int ends = machine_run(&m, s, out), order = ascending(&p, ranks, chunks);
         CHECK_MSG((status == DT_OK) == (ends && order), "%d, but it %s, ascending %d: %s", status,
             ends ? "ends" : "stops", order, text);
-        CHECK((facts.cycle == 0) == ends);
+        CHECK((metrics.cycle_length == 0) == ends);
         /* slots never stop what ends without */
         if (swaps == 0 && !tight) CHECK_MSG(status == DT_OK, "%s", text);
         if (!ends) {
-            expect_standing(&m, s, text, facts.cycle);
+            expect_standing(&m, s, text, metrics.cycle_length);
             waited += strstr(text, "for its slot") != NULL;
         } else {
             expect_times(&m, s);
-            double makespan = dt_schedule_idle(s, spans, -1).makespan;
+            double makespan = dt_schedule_bubble_of(s, spans, -1).makespan;
             if (!tight) {
                 dt_schedule *wide = dt_schedule_make(ctx, (dt_schedule_desc){ .ranks = ranks,
                                                               .micros = micros,
@@ -791,12 +798,12 @@ static void test_swapped(void) {
                                       .generate = generate_programs,
                                       .user = &p,
                                       .unchecked = 1 });
-        dt_schedule_facts facts;
+        dt_schedule_metrics metrics;
         machine_make(&m, ranks, chunks, micros, 1, 1, 1, 0);
         int ends = machine_run(&m, s, out);
-        dt_status status = dt_schedule_check(s, &facts, text, sizeof text);
+        dt_status status = dt_schedule_check(s, &metrics, text, sizeof text);
         CHECK_MSG((status == DT_OK) == (ends && ascending(&p, ranks, chunks)), "%s", text);
-        if (!ends) expect_standing(&m, s, text, facts.cycle);
+        if (!ends) expect_standing(&m, s, text, metrics.cycle_length);
         stopped += !ends;
         dt_ctx_free(ctx);
     }
@@ -827,7 +834,7 @@ static void generate_vee(dt_schedule *s, void *user) {
 static void test_vee(void) {
     static machine m;
     int p = 3;
-    dt_schedule_facts facts;
+    dt_schedule_metrics metrics;
     dt_ctx *ctx = new_ctx();
     dt_schedule *s = dt_schedule_make(ctx, (dt_schedule_desc){ .ranks = p,
                                                .micros = 4,
@@ -840,11 +847,13 @@ static void test_vee(void) {
     CHECK(strcmp(dt_schedule_name(s), "vee") == 0 && dt_schedule_rank_of(s, 5) == 0 &&
           dt_schedule_rank_of(s, 3) == 2);
     const dt_action *a = dt_schedule_actions(s, 2); /* stages 2 and 3: its own neighbours */
-    CHECK(a[0].stage == 2 && a[0].to == 2 && a[1].stage == 3 && a[1].from == 2 && a[1].to == 1);
-    CHECK(a[2].stage == 3 && a[2].from == 1 && a[2].to == 2 && a[3].from == 2 && a[3].to == 1);
-    CHECK(dt_schedule_check(s, &facts, NULL, 0) == DT_OK);
-    CHECK_MSG(facts.messages == 4 * 2 * 4 && facts.live == 2, "%d messages, %d held",
-        facts.messages, facts.live);
+    CHECK(a[0].stage == 2 && a[0].send_to == 2 && a[1].stage == 3 && a[1].recv_from == 2 &&
+          a[1].send_to == 1);
+    CHECK(a[2].stage == 3 && a[2].recv_from == 1 && a[2].send_to == 2 && a[3].recv_from == 2 &&
+          a[3].send_to == 1);
+    CHECK(dt_schedule_check(s, &metrics, NULL, 0) == DT_OK);
+    CHECK_MSG(metrics.messages == 4 * 2 * 4 && metrics.max_in_flight == 2, "%d messages, %d held",
+        metrics.messages, metrics.max_in_flight);
     machine_make(&m, p, 2, 4, 2, 1, 3, 5);
     for (int st = 0; st < 6; st++) {
         m.rank_of[st] = st < p ? st : 2 * p - 1 - st;
@@ -896,23 +905,25 @@ static void test_refused(void) {
                       "at least 1 of each, and no more than 67108864 in all");
     d = (dt_schedule_desc){ .kind = DT_SCHEDULE_1F1B, .ranks = 2, .micros = 3, .chunks = 2 };
     expect_refused(d, "rank 0: dt_schedule_make(1F1B): 2 chunks; only interleaved has several");
-    d = (dt_schedule_desc){ .kind = DT_SCHEDULE_ZB, .ranks = 2, .micros = 3, .spare = -1 };
-    expect_refused(d, "rank 0: dt_schedule_make: -1 spare slots");
-    d = (dt_schedule_desc){ .kind = DT_SCHEDULE_ZB, .ranks = 2, .micros = 3, .group = 2 };
+    d = (dt_schedule_desc){ .kind = DT_SCHEDULE_ZB, .ranks = 2, .micros = 3, .extra_slots = -1 };
+    expect_refused(d, "rank 0: dt_schedule_make: -1 extra slots");
+    d = (dt_schedule_desc){ .kind = DT_SCHEDULE_ZB, .ranks = 2, .micros = 3, .micro_group = 2 };
     expect_refused(d, "rank 0: dt_schedule_make: groups of 2; only interleaved has groups");
-    d = (dt_schedule_desc){ .kind = DT_SCHEDULE_INTERLEAVED, .ranks = 4, .micros = 17, .group = 4 };
-    expect_refused(d, "rank 0: dt_schedule_make(interleaved): groups of 4 do not cut 17 "
+    d = (dt_schedule_desc){
+        .kind = DT_SCHEDULE_INTERLEAVED, .ranks = 4, .micros = 17, .micro_group = 4
+    };
+    expect_refused(d, "rank 0: dt_schedule_make(interleaved): groups of 4 do not split 17 "
                       "micro-batches for 4 ranks so "
                       "that each fills them; use 6 or 17");
     d = (dt_schedule_desc){
         .ranks = 2, .micros = 1, .chunks = 2, .generate = generate_vee, .stage_of = same_stage
     };
-    expect_refused(d, "rank 0: dt_schedule_make(a schedule of one's own): stage 1 is chunk 1 of "
+    expect_refused(d, "rank 0: dt_schedule_make(custom schedule): stage 1 is chunk 1 of "
                       "rank 0 and chunk 0 of "
                       "rank 1");
     d.stage_of = far_stage;
     expect_refused(
-        d, "rank 0: dt_schedule_make(a schedule of one's own): chunk 0 of rank 1 is stage 9 of 4");
+        d, "rank 0: dt_schedule_make(custom schedule): chunk 0 of rank 1 is stage 9 of 4");
     int bad[5][4] = { { 2, 1, 0, 0 }, { 0, 5, 0, 0 }, { 0, 0, 0, 0 }, { 0, 1, 3, 0 },
         { 0, 1, 0, 1 } };
     for (int i = 0; i < 5; i++) {
@@ -964,7 +975,7 @@ static void test_memory(void) {
 
 static void expect_spans(const dt_schedule *s, int rank, int n, const double *want) {
     for (int i = 0; i < n; i++) {
-        dt_span got = spans[dt_schedule_first(s, rank) + i];
+        dt_span got = spans[dt_schedule_offset(s, rank) + i];
         CHECK_MSG(got.begin == want[2 * i] && got.end == want[2 * i + 1],
             "rank %d action %d: %g to %g, not %g to %g", rank, i, got.begin, got.end, want[2 * i],
             want[2 * i + 1]);
@@ -983,14 +994,16 @@ static void test_simulate(void) {
     expect_spans(s, 0, 4, first); /* F0 F1 B0 B1 */
     /* F0 B0 F1 B1: F1 waits for its one slot until rank 0 has begun B0 */
     expect_spans(s, 1, 4, last);
-    dt_schedule_bubble b = dt_schedule_idle(s, spans, -1), own = dt_schedule_idle(s, spans, 0);
-    CHECK(b.makespan == 25.5 && b.work == 18 && b.of_work == 7.5 / 18 && b.of_total == 7.5 / 25.5);
-    CHECK(own.makespan == 25.5 && own.work == 12 && own.of_work == 13.5 / 12 &&
-          own.of_total == 13.5 / 25.5);
+    dt_schedule_bubble b = dt_schedule_bubble_of(s, spans, -1),
+                       own = dt_schedule_bubble_of(s, spans, 0);
+    CHECK(b.makespan == 25.5 && b.work == 18 && b.idle_per_work == 7.5 / 18 &&
+          b.idle_per_makespan == 7.5 / 25.5);
+    CHECK(own.makespan == 25.5 && own.work == 12 && own.idle_per_work == 13.5 / 12 &&
+          own.idle_per_makespan == 13.5 / 25.5);
     double freed[8] = { 0, 2, 2, 4, 12, 16, 21, 25 },
            sooner[8] = { 2.5, 7.5, 7.5, 11.5, 11.5, 16.5, 16.5, 20.5 };
-    dt_schedule *spare = dt_schedule_make(
-        ctx, (dt_schedule_desc){ .kind = DT_SCHEDULE_1F1B, .ranks = 2, .micros = 2, .spare = 1 });
+    dt_schedule *spare = dt_schedule_make(ctx,
+        (dt_schedule_desc){ .kind = DT_SCHEDULE_1F1B, .ranks = 2, .micros = 2, .extra_slots = 1 });
     CHECK(dt_schedule_simulate(spare, costs, spans) == DT_OK);
     expect_spans(spare, 0, 4, freed);
     expect_spans(spare, 1, 4, sooner);
@@ -999,16 +1012,16 @@ static void test_simulate(void) {
         spans[i].begin += 100;
         spans[i].end += 100;
     }
-    b = dt_schedule_idle(s, spans, 1);
+    b = dt_schedule_bubble_of(s, spans, 1);
     CHECK(b.makespan == 25.5 && b.work == 18);
-    b = dt_schedule_idle(s, spans, 2);
-    CHECK(b.makespan == 0 && b.work == 0 && b.of_work == 0);
-    b = dt_schedule_idle(NULL, spans, 0);
+    b = dt_schedule_bubble_of(s, spans, 2);
+    CHECK(b.makespan == 0 && b.work == 0 && b.idle_per_work == 0);
+    b = dt_schedule_bubble_of(NULL, spans, 0);
     CHECK(b.makespan == 0);
     dt_schedule_costs none = { 0, 0, 0, NULL, 0 };
     CHECK(dt_schedule_simulate(s, none, spans) == DT_OK);
-    b = dt_schedule_idle(s, spans, -1);
-    CHECK(b.makespan == 0 && b.of_work == 0 && b.of_total == 0);
+    b = dt_schedule_bubble_of(s, spans, -1);
+    CHECK(b.makespan == 0 && b.idle_per_work == 0 && b.idle_per_makespan == 0);
     CHECK(dt_schedule_simulate(NULL, even, spans) == DT_ERR_ARG && dt_error(ctx) == DT_OK);
     for (int i = 0; i < 5; i++) {
         double bad[6] = { 1, 1, 1, 1, 1, i == 4 ? -1 : 1 };
@@ -1032,7 +1045,7 @@ static void test_simulate(void) {
     CHECK(dt_schedule_simulate(wrong, even, spans) == DT_ERR_ARG && dt_error(ctx) == DT_OK);
     CHECK(spans[0].end == 1 && spans[1].begin > spans[1].end && spans[4].end == 2 &&
           spans[5].begin > spans[5].end);
-    b = dt_schedule_idle(wrong, spans, -1);
+    b = dt_schedule_bubble_of(wrong, spans, -1);
     CHECK(b.makespan == 2 && b.work == 1);
     dt_ctx_free(ctx);
 }
@@ -1074,18 +1087,19 @@ static void test_cut(void) {
     for (int round = 0; round < 4000; round++) {
         int n = 1 + below(9), stages = 1 + below(n);
         for (int i = 0; i < n; i++) costs[i] = below(3) ? below(9) : below(2) * 40;
-        CHECK(dt_stage_cut(costs, n, stages, first, text, sizeof text) == DT_OK && text[0] == 0);
+        CHECK(dt_partition_stages(costs, n, stages, first, text, sizeof text) == DT_OK &&
+              text[0] == 0);
         double worst = worst_part(costs, n, stages, first), best = best_cut(costs, n, stages);
         CHECK_MSG(worst == best, "%d items, %d stages: %g, not %g", n, stages, worst, best);
         for (int i = 0; i < n; i++) costs[i] = 0.1 * (1 + below(7)); /* sums that round */
-        CHECK(dt_stage_cut(costs, n, stages, first, text, sizeof text) == DT_OK);
+        CHECK(dt_partition_stages(costs, n, stages, first, text, sizeof text) == DT_OK);
         worst = worst_part(costs, n, stages, first);
         CHECK_MSG(worst >= 0 && worst <= best_cut(costs, n, stages) * (1 + 1e-14),
             "%d items, %d stages: %.17g", n, stages, worst);
     }
     for (int n = 1; n <= 48; n++) /* equal items: parts that differ by 1, the smaller first */
         for (int stages = 1; stages <= n; stages++) {
-            CHECK(dt_stage_cut(even_costs, n, stages, first, text, sizeof text) == DT_OK);
+            CHECK(dt_partition_stages(even_costs, n, stages, first, text, sizeof text) == DT_OK);
             for (int part = 0; part < stages; part++)
                 CHECK_MSG(
                     first[part + 1] - first[part] == n / stages + (part >= stages - n % stages),
@@ -1094,22 +1108,22 @@ static void test_cut(void) {
                     n, stages, part, first[part + 1] - first[part]);
         }
     double model[6] = { 3, 4, 4, 4, 4, 9 }; /* embedding, layers, head */
-    CHECK(dt_stage_cut(model, 6, 3, first, text, sizeof text) == DT_OK && first[1] == 3 &&
+    CHECK(dt_partition_stages(model, 6, 3, first, text, sizeof text) == DT_OK && first[1] == 3 &&
           first[2] == 5);
-    CHECK(dt_stage_cut(even_costs, 3, 4, first, text, sizeof text) == DT_ERR_ARG);
+    CHECK(dt_partition_stages(even_costs, 3, 4, first, text, sizeof text) == DT_ERR_ARG);
     CHECK_MSG(strcmp(text,
                   "3 items for 4 stages: each stage needs at least 1; use 3 stages or fewer") == 0,
         "%s", text);
-    CHECK(dt_stage_cut(even_costs, 0, 1, first, text, sizeof text) == DT_ERR_ARG);
-    CHECK(dt_stage_cut(even_costs, 3, 0, first, text, sizeof text) == DT_ERR_ARG);
+    CHECK(dt_partition_stages(even_costs, 0, 1, first, text, sizeof text) == DT_ERR_ARG);
+    CHECK(dt_partition_stages(even_costs, 3, 0, first, text, sizeof text) == DT_ERR_ARG);
     even_costs[1] = -2;
-    CHECK(dt_stage_cut(even_costs, 3, 2, first, text, sizeof text) == DT_ERR_ARG);
+    CHECK(dt_partition_stages(even_costs, 3, 2, first, text, sizeof text) == DT_ERR_ARG);
     CHECK_MSG(strcmp(text, "item 1 costs -2; costs are 0 or more, and their sum is finite") == 0,
         "%s", text);
     even_costs[1] = NAN;
-    CHECK(dt_stage_cut(even_costs, 3, 2, first, NULL, 0) == DT_ERR_ARG);
+    CHECK(dt_partition_stages(even_costs, 3, 2, first, NULL, 0) == DT_ERR_ARG);
     even_costs[1] = even_costs[0] = 1.7e308;
-    CHECK(dt_stage_cut(even_costs, 3, 2, first, text, sizeof text) == DT_ERR_ARG);
+    CHECK(dt_partition_stages(even_costs, 3, 2, first, text, sizeof text) == DT_ERR_ARG);
 }
 
 // ==== 8. Drawings ===============================================================================

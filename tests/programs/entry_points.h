@@ -189,9 +189,9 @@ static void *handle_of(pick *p, const char *type, const char *name) {
         dt_checkpoint_desc desc = { .dir = p->random & 256 ? dir : NULL };
         return dt_checkpoint_open(the_zero(p), desc);
     }
-    if (!strcmp(type, "dt_context")) {
-        dt_context_desc desc = { .batch = 1, .tokens = 2 };
-        return dt_context_make(the_ctx(p), NULL, desc);
+    if (!strcmp(type, "dt_cp")) {
+        dt_cp_desc desc = { .batch = 1, .tokens = 2 };
+        return dt_cp_make(the_ctx(p), NULL, desc);
     }
     if (!strcmp(type, "dt_routing")) {
         dt_route_desc desc = { .k = 1 };

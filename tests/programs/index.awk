@@ -6,6 +6,7 @@
 #   - a comment at column 1, of a definition or at the head of a section, that has the term within its first 100
 #     characters; the lines to read are the comment and the definition: at most 60, or the comment says what to read first
 #     ("Read dt_x first")
+#   - a line "Not built yet:" of a file's head, which has nothing more to read
 #   - a line of CONTENTS that has the term, if the head of that section says what to read first, and that is at most 60
 # Output: TERM <tab> FILE:LINE <tab> LINES <tab> WHAT, or TERM <tab> - for a term without a place.
 
@@ -61,6 +62,10 @@ function define(    i, s, name) {
 
 function examine(    i, j, k, at, t, text, lines, first, on, section, in_head) {
     define()
+    for (i = 1; i <= n && i < 40; i++)
+        if (line[i] ~ /^   Not built yet:/)
+            for (k = 1; k <= terms; k++)
+                if (position(squeeze(line[i] " " line[i + 1]), term[k])) offer(term[k], file ":" i, 1, "not built", 1)
     split("", head)
     for (i = 1; i <= n; i++) # the head of a section: its first comment
         if (line[i] ~ /^\/\/ ==== [0-9]+/) {

@@ -50,7 +50,7 @@ try 2 'heads' --width 30 --heads 4
 try 2 'use --tp 2$' --tp 3
 try 2 'kv-heads.* use --tp 2$' --tp 3 --heads 6 --width 48 --kv-heads 2
 try 2 'ring over cp 3 .* use 126 or 129$' --cp 3
-try 2 'zigzag over cp 4 cuts a sequence into 8' --cp 4 --cp-kind zigzag --seq 36
+try 2 'zigzag over cp 4 splits a sequence into 8' --cp 4 --cp-kind zigzag --seq 36
 try 2 'ulysses over cp 8' --cp 8 --cp-kind ulysses
 try 2 'sp on .* use --seq 66$' --sp on --tp 2 --seq 65 --heads 4
 try 2 'heads' --heads 6 --width 48 --kv-heads 4
@@ -91,7 +91,7 @@ try 2 'use --recompute full$' --recompute full:
 try 2 'use --recompute selective$' --recompute selective:2
 
 # ---- stages of a pipeline, and experts
-try 2 'chunks 2 cuts a rank.s part of a pipeline; use --pp 2' --chunks 2
+try 2 'chunks 2 divides a rank.s part of a pipeline; use --pp 2' --chunks 2
 try 2 'chunks 2: schedule 1f1b gives each rank one stage; use --schedule interleaved' --pp 2 --chunks 2
 try 2 'pp 5 x --chunks 1 are more stages than the 4 pieces of a model of 1 layers: .*use --pp 4' --pp 5 --layers 1
 try 2 'pp 2 x --chunks 4 .*use --pp 1' --pp 2 --chunks 4 --layers 2 --schedule interleaved
@@ -106,7 +106,7 @@ try 2 'ep 3 does not divide --experts 4; use --ep 2' --experts 4 --ep 3 --batch 
 try 2 'top-k 3 of --experts 2; use --top-k 2' --experts 2 --top-k 3
 for x in 0 -4 4.5 many ''; do try 2 'experts' --experts "$x"; done
 for x in 0 -1 nan dropful ''; do try 2 'capacity' --capacity "$x" --experts 2; done
-try 2 'save-model writes what others read, who have no such mixtures; use --save' --experts 2 --save-model "$dir/none"
+try 2 'save-model: the formats of other programs have no such MoE layers; use --save' --experts 2 --save-model "$dir/none"
 try 2 'model with --experts' --experts 2 --model tests/golden/hf_gpt2
 
 # ---- a batch that grows
@@ -118,8 +118,8 @@ try 2 'not START:INCR:SAMPLES' --batch-ramp 99999999999999999999:4:9
 try 2 'batch 16.* 20:4:9 to 16' --batch-ramp 20:4:9
 try 2 'steps of 5 do not lead from 4 to 16; use 4:4:9' --batch-ramp 4:5:9
 try 2 'batch 16, --micro-batch 1 and 4 replicas: .*batch of 6 .*multiple of 4, .*use 8:4:9' --batch-ramp 6:2:9 --dp 4
-try 2 'batch of 4 is no multiple of 8, .*use 8:8:9' --batch-ramp 4:4:9 --micro-batch 4 --dp 2
-try 2 'batch of 4 is no multiple of 8, .*use 8:8:9' --batch-ramp 4:4:9 --accum 2
+try 2 'batch of 4 is not a multiple of 8, .*use 8:8:9' --batch-ramp 4:4:9 --micro-batch 4 --dp 2
+try 2 'batch of 4 is not a multiple of 8, .*use 8:8:9' --batch-ramp 4:4:9 --accum 2
 try 0 '' --print-config --batch-ramp 8:8:9 --accum 2
 try 0 '' --print-config --batch-ramp 8:4:9 --dp 2
 grep -q '"micro-batch": 2' "$dir/out" && grep -q '"accum": 4' "$dir/out"

@@ -79,7 +79,7 @@ for name in stage3 onebit adamw; do
 done
 printf '%s\n' "$onebit" >"$dir/onebit.json"
 losses file --config "$dir/onebit.json" --steps 500 --stop-at 3
-grep -q "^config  $dir/onebit.json   no meaning here: optimizer.params.comm_backend_name optimizer.params.cuda_aware$" "$dir/file.out"
+grep -q "^config  $dir/onebit.json   ignored keys: optimizer.params.comm_backend_name optimizer.params.cuda_aware$" "$dir/file.out"
 report $? "keys that mean nothing here are named"
 
 same '{"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3, "gradient_clipping": 0.5}' "--ranks 2" \

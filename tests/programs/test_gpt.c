@@ -554,7 +554,7 @@ static void cut_load(const char *file, int part) {
     gpt_load(&cut, path_of(golden_folder, file));
     for (int p = 0; p < dt_param_count(b); p++) {
         const dt_tensor *x = dt_param_get(a, p), *y = dt_param_find(b, x->name);
-        const dt_local_slice *box = &y->param->box;
+        const dt_local_slice *box = &y->param->slice;
         cuts += dt_count(y->shape) < dt_count(x->shape);
         for (int64_t k = 0; k < dt_count(y->shape); k++) {
             int64_t left = k, at = 0, stride = 1, inside = 1;
@@ -594,9 +594,9 @@ static void cache_like_window(int which, dt_dtype dtype, int prompt, double tole
     dt_no_grad(b, 1);
     gpt_cache_open(&cache, &m);
     for (int at = prompt, fresh = prompt; at < N; at++, fresh = 1) {
-        if (cache.have + fresh > c.seq) fresh = gpt_restart(&cache);
-        dt_tensor *x = gpt_cache_next(&cache, ids + at - fresh, fresh);
-        int T = cache.have;
+        if (cache.length + fresh > c.seq) fresh = gpt_cache_restart(&cache);
+        dt_tensor *x = gpt_cache_logits(&cache, ids + at - fresh, fresh);
+        int T = cache.length;
         dt_tensor *y = gpt_logits(&w, dt_input(b, DT_I32, DT_SHAPE(1, T), ids + at - T));
         if (!CHECK_MSG(x && y, "%s%s", dt_error_text(a), dt_error_text(b))) break;
         y = dt_slice(dt_reshape(y, DT_SHAPE(T, c.vocab)), 0, T - 1, 1);
@@ -766,7 +766,8 @@ static double step_grads(gpt_config c, uint64_t step, double *grads, int64_t *n)
         memcpy(grads + *n, p->grad, (size_t)dt_count(p->shape) * 8);
         *n += dt_count(p->shape);
     }
-    CHECK_MSG(*n == gpt_count(c), "%d numbers, gpt_count says %d", (int)*n, (int)gpt_count(c));
+    CHECK_MSG(*n == gpt_param_count(c), "%d numbers, gpt_param_count says %d", (int)*n,
+        (int)gpt_param_count(c));
     free_ctx(ctx, "a step");
     return loss;
 }
@@ -852,10 +853,10 @@ static void counts(void) {
         .seq = 4096,
         .vocab = 32000,
         .arch = GPT_LLAMA };
-    CHECK(gpt_count(small) == 124439808);  /* GPT-2 small */
-    CHECK(gpt_count(llama) == 6738415616); /* Llama 2 7B */
+    CHECK(gpt_param_count(small) == 124439808);  /* GPT-2 small */
+    CHECK(gpt_param_count(llama) == 6738415616); /* Llama 2 7B */
     llama.kv_heads = 8, llama.ffn = 14336, llama.vocab = 128256;
-    CHECK(gpt_count(llama) == 8030261248); /* Llama 3 8B */
+    CHECK(gpt_param_count(llama) == 8030261248); /* Llama 3 8B */
     CHECK(gpt_flops_per_token(small) == 6.0 * (124439808 - 1024 * 768) + 12.0 * 12 * 768 * 1024);
     CHECK(gpt_flops_per_token(llama) ==
           6.0 * (8030261248 - 128256.0 * 4096) + 12.0 * 32 * 4096 * 4096);
@@ -887,13 +888,16 @@ static void registrations_refused(void) {
         const char *says;
         gpt_config c;
     } cases[] = { { NULL, good }, { NULL, good }, { NULL, good },
-        { "cannot both have a tied embedding", good }, { "cuts go up from 0 to 6", good },
-        { "cuts go up from 0 to 6", good }, { "3 of a token", good }, { "capacity -1", good } };
-    cases[1].c.stages = 1, cases[1].c.cut = once;
-    cases[2].c.stages = cases[3].c.stages = 2, cases[2].c.cut = cases[3].c.cut = halves;
+        { "cannot both have a tied embedding", good },
+        { "stage_begin must rise from 0 to 6", good },
+        { "stage_begin must rise from 0 to 6", good }, { "3 of a token", good },
+        { "capacity -1", good } };
+    cases[1].c.stages = 1, cases[1].c.stage_begin = once;
+    cases[2].c.stages = cases[3].c.stages = 2,
+    cases[2].c.stage_begin = cases[3].c.stage_begin = halves;
     cases[3].c.tied = 1;
-    cases[4].c.stages = 3, cases[4].c.cut = back;
-    cases[5].c.stages = 1, cases[5].c.cut = late;
+    cases[4].c.stages = 3, cases[4].c.stage_begin = back;
+    cases[5].c.stages = 1, cases[5].c.stage_begin = late;
     cases[6].c.experts = 2, cases[6].c.top_k = 3;
     cases[7].c.experts = 2, cases[7].c.capacity = -1;
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {

@@ -31,8 +31,8 @@
 #define ON_DEVICES 0
 #endif
 #if ON_DEVICES /* models are small: so are NCCL's windows and messages */
-#define DT_NCCL_WIDE 96
-#define DT_NCCL_LEAST 16
+#define DT_NCCL_F32_WINDOW 96
+#define DT_NCCL_MIN_BYTES 16
 #endif
 #define DT_IMPLEMENTATION
 #include "dt_zero.h"
@@ -216,10 +216,10 @@ static int refusal(spec s) {
     if (gpt && kv % s.tp != 0 && s.tp % kv != 0) return 2;
     if (gpt && s.llama && s.dim % 2 != 0) return 4;
     int keys = (kv + s.tp - 1) / s.tp, ulysses = s.kind == DT_CP_ULYSSES;
-    if (!ulysses && dt_context_check(s.kind, tokens_of(s), s.cp, 1, 1, why, sizeof why) != DT_OK)
+    if (!ulysses && dt_cp_check(s.kind, tokens_of(s), s.cp, 1, 1, why, sizeof why) != DT_OK)
         return 5;
     if (ulysses && gpt &&
-        dt_context_check(s.kind, tokens_of(s), s.cp, s.heads, keys, why, sizeof why) != DT_OK)
+        dt_cp_check(s.kind, tokens_of(s), s.cp, s.heads, keys, why, sizeof why) != DT_OK)
         return 6;
     if (s.shard > 0 && (s.stage == 0 || s.dp * s.ep * s.cp % s.shard != 0)) return 7;
     if (s.keep && s.stage < 3) return 8;
@@ -249,7 +249,8 @@ static void cut_of(spec s, int *first) {
     int items = items_of(s), stages = stages_of(s), at = 1;
     for (int i = 0; i < items; i++)
         costs[i] = s.cut == CUT_ENDS && (i == 0 || i == items - 1) ? 1000 : 1;
-    if (s.cut <= CUT_ENDS && dt_stage_cut(costs, items, stages, first, why, sizeof why) == DT_OK)
+    if (s.cut <= CUT_ENDS &&
+        dt_partition_stages(costs, items, stages, first, why, sizeof why) == DT_OK)
         return;
     first[0] = 0;
     for (int i = 1; i < items; i++) /* any stages - 1 of the places between */
@@ -367,7 +368,7 @@ static own_model own_register(dt_ctx *ctx, spec s, const dt_mesh *mesh, const in
         .ep = mesh->ep,
         .outside = s.sp ? DT_SHARD(1) : DT_REPLICATE };
     for (int stage = 0; stage < stages_of(s); stage++) {
-        if (stage % s.pp != mesh->at.pp) continue;
+        if (stage % s.pp != mesh->coord.pp) continue;
         dt_stage(ctx, stage);
         for (int i = first[stage]; i < first[stage + 1]; i++) own_register_item(&m, i);
     }
@@ -395,9 +396,9 @@ static dt_tensor *own_mixture(own_model *m, own_layer *l, dt_tensor *x) {
     h = dt_expert_linear(h, to, l->expert_down, NULL, (dt_expert_desc){ 0 });
     /* rows leave, others' return; the same of their gradients */
     for (int r = 0; h && r < dt_comm_size(m->ep); r++) {
-        double there = r == dt_comm_rank(m->ep) ? 0 : (double)to->exchange->to[r],
+        double there = r == dt_comm_rank(m->ep) ? 0 : (double)to->exchange->rows_to[r],
                out = (double)h->shape.d[1];
-        double here = r == dt_comm_rank(m->ep) ? 0 : (double)to->exchange->from[r];
+        double here = r == dt_comm_rank(m->ep) ? 0 : (double)to->exchange->rows_from[r];
         m->exchanged += there * m->width + here * out;
         if (!dt_recomputing(m->ctx)) m->exchanged += there * out + here * m->width;
     }
@@ -508,8 +509,8 @@ static int leaves(const dt_tensor *t, const dt_mesh *mesh) {
     for (int k = 0; k < 2; k++)
         if (d->grad_placements[k].comm && (k == 1 || tp_cut))
             other |= dt_comm_rank(d->grad_placements[k].comm);
-    other |= (!ep_cut && mesh->at.ep > 0) || (!tp_cut && mesh->at.tp > 0);
-    return mesh->at.dp == 0 && mesh->at.cp == 0 && !other;
+    other |= (!ep_cut && mesh->coord.ep > 0) || (!tp_cut && mesh->coord.tp > 0);
+    return mesh->coord.dp == 0 && mesh->coord.cp == 0 && !other;
 }
 
 /* Copies this rank's box of a parameter into the full tensor; the other copies are compared with it
@@ -519,9 +520,9 @@ static void leave(
     int i = 0;
     while (i < r->params && strcmp(r->name[i], t->name) != 0) i++;
     int bad = i == r->params || (size_t)dt_count(t->param->full) != r->count[i];
-    dt__box_walk walk = dt__box_begin(t->param->full, t->param->box);
-    while (!bad && dt__box_next(&walk))
-        for (int64_t k = 0; k < walk.run; k++) {
+    dt__slice_walk walk = dt__slice_begin(t->param->full, t->param->slice);
+    while (!bad && dt__slice_next(&walk))
+        for (int64_t k = 0; k < walk.count; k++) {
             double *to = array + r->first[i] + walk.global + k,
                    v = dt__number(dtype, local, (size_t)(walk.local + k));
             if (!compare)
@@ -567,7 +568,7 @@ static void leave_all(dt_ctx *ctx, dt_zero *zero, result *r, const dt_mesh *mesh
 }
 
 /* A user's update that is none of dt's: AdaGrad. In the host's memory, wherever the numbers are. */
-static dt_status adagrad(const dt_flat *f, void *user) {
+static dt_status adagrad(const dt_update_args *f, void *user) {
     dt_dtype type = f->tensor->dtype == DT_F64 ? DT_F64 : DT_F32;
     size_t bytes = f->count * dt_dtype_size(type);
     char *p = (char *)malloc(3 * bytes), *grad = p + bytes, *state = grad + bytes;
@@ -592,7 +593,7 @@ static dt_status adagrad(const dt_flat *f, void *user) {
 /* AdamW's eps is 1e-5: the gradient of a key bias is zero but for rounding, and eps 1e-8 would blow
    1e-18 up to 1e-10 of a step, which says nothing of a layout. */
 static dt_zero_desc optimizer_of(spec s, const dt_mesh *mesh) {
-    static const int kinds[] = { DT_ADAMW, DT_ADAM, DT_SGD, DT_SGD, DT_OWN };
+    static const int kinds[] = { DT_ADAMW, DT_ADAM, DT_SGD, DT_SGD, DT_OPTIMIZER_CUSTOM };
     const char *place = s.offload == OFF_NONE                            ? NULL
                         : s.offload == OFF_STATE || s.offload == OFF_ALL ? "cpu"
                                                                          : folder;
@@ -648,16 +649,16 @@ static void fill_sequence(batch *b, spec s, int64_t at, int64_t q, int64_t k) {
 }
 
 static void fill_batch(batch *b, spec s, const dt_mesh *mesh, int step) {
-    dt_order order = { 7, sequences_of(s), s.micro, mesh->replicas, 0 };
+    dt_data_order order = { 7, sequences_of(s), s.micro, mesh->replicas, 0 };
     for (int j = 0; j < s.accum; j++)
         for (int i = 0; i < s.micro; i++)
             fill_sequence(b, s, (int64_t)j * s.micro + i,
-                dt_order_sequence(order, step, j, mesh->replica, i),
+                dt_data_order_sequence(order, step, j, mesh->replica, i),
                 ((int64_t)j * mesh->replicas + mesh->replica) * s.micro + i);
     /* this rank's part of the labels, as a program that cuts its data by cp has them */
     double here = 0;
     for (int64_t i = 0; i < s.accum * s.micro * tokens_of(s); i++) here += b->labels[i] >= 0;
-    if (mesh->at.cp != 0) here = 0;
+    if (mesh->coord.cp != 0) here = 0;
     dt_sum_doubles(mesh->data, &here, 1);
     b->labels_in_step = here < 1 ? 1 : here; /* a step without a label: the loss is zero */
 }
@@ -674,7 +675,7 @@ static dt_tensor *real_input(dt_ctx *ctx, spec s, dt_shape shape, const double *
 /* One number a token of a micro-batch, as this rank of cp has them. */
 static dt_tensor *cut_input(
     dt_ctx *ctx, spec s, const batch *b, dt_comm *cp, const int32_t *whole) {
-    dt_context_shard(s.kind, s.micro, tokens_of(s), cp, whole, b->cut);
+    dt_cp_shard(s.kind, s.micro, tokens_of(s), cp, whole, b->cut);
     return dt_input(ctx, DT_I32, DT_SHAPE(s.micro, tokens_of(s) / dt_comm_size(cp)), b->cut);
 }
 
@@ -682,8 +683,7 @@ static dt_tensor *cut_input(
 static void cut_all(spec s, const int32_t *whole, int32_t *out) {
     int64_t T = tokens_of(s), own = T / s.cp;
     for (int64_t i = 0; i < s.micro * T; i++)
-        out[i] =
-            whole[i / T * T + dt_context_token(s.kind, T, s.cp, (int)(i % T / own), i % T % own)];
+        out[i] = whole[i / T * T + dt_cp_token(s.kind, T, s.cp, (int)(i % T / own), i % T % own)];
 }
 
 /* What a rank of one run needs. */
@@ -712,7 +712,7 @@ static dt_tensor *own_stage(job *j, int stage, dt_tensor *in, int64_t micro) {
     double *x = (double *)malloc((size_t)(s.micro * T * (own->width + OUT)) * sizeof *x);
     double *y = x + s.micro * T * own->width;
     for (int64_t i = 0; i < s.micro * T; i++) {
-        int64_t token = dt_context_token(s.kind, tokens_of(s), s.cp, j->mesh.at.cp, i % T);
+        int64_t token = dt_cp_token(s.kind, tokens_of(s), s.cp, j->mesh.coord.cp, i % T);
         int64_t from = (micro * s.micro + i / T) * tokens_of(s) + token;
         memcpy(x + i * own->width, j->b.x + from * own->width, (size_t)own->width * sizeof *x);
         memcpy(y + i * OUT, j->b.y + from * OUT, OUT * sizeof *y);
@@ -744,8 +744,8 @@ static dt_tensor *gpt_stage(job *j, int stage, dt_tensor *x, int64_t micro) {
         int32_t *all = (int32_t *)malloc((size_t)(2 * s.micro * tokens_of(s)) * sizeof *all);
         cut_all(s, b->position + at, all);
         cut_all(s, b->document + at, all + s.micro * tokens_of(s));
-        t.context = dt_context_make(j->ctx, cp,
-            (dt_context_desc){ .kind = s.kind,
+        t.context = dt_cp_make(j->ctx, cp,
+            (dt_cp_desc){ .kind = s.kind,
                 .batch = s.micro,
                 .tokens = tokens_of(s),
                 .positions = all,
@@ -782,7 +782,7 @@ static void end_routes(job *j) {
         for (int g = 0; g < 3; g++) dt_sum_doubles(groups[g], sum, COUNTS);
         if (dt_ctx_rank(j->ctx) == 0) memcpy(j->r->route[j->step - 1][i], sum, sizeof sum);
         c->balance = c->z = c->choices = c->dropped = 0;
-        if (bias) dt_route_balance(bias, c->experts, 0.05, groups, 2);
+        if (bias) dt_route_update_bias(bias, c->experts, 0.05, groups, 2);
         if (s.model == MODEL_OWN || !s.bias) memset(c->experts, 0, (size_t)E * sizeof *c->experts);
     }
     if (s.model == MODEL_GPT && s.experts > 0 && s.bias) gpt_balance(&j->g, groups, 2);
@@ -842,7 +842,7 @@ static void register_model(job *j) {
         .experts = experts_of(s),
         .top_k = s.top_k,
         .moe_every = s.every,
-        .shared = s.shared,
+        .shared_experts = s.shared,
         .capacity = 0.5 * s.capacity,
         .balance = 0.3 * s.balance,
         .z = 0.1 * s.z,
@@ -850,7 +850,7 @@ static void register_model(job *j) {
         .ep = j->mesh.ep,
         .pp = j->mesh.pp,
         .stages = stages_of(s),
-        .cut = j->first };
+        .stage_begin = j->first };
     cut_of(s, j->first);
     if (s.model == MODEL_GPT)
         j->g = gpt_register(j->ctx, config);
@@ -894,10 +894,11 @@ static double pipeline_bytes(const job *j) {
     double bytes = 0;
     for (int stage = 0; stage + 1 < stages_of(s); stage++)
         for (int end = 0; end < 2 && s.pp > 1; end++)
-            if ((stage + end) % s.pp == j->mesh.at.pp) bytes += s.accum * edge_bytes(j, stage);
-    for (int u = 0; u < j->zero->n_units; u++) {
-        const dt__zero_unit *z = &j->zero->units[u];
-        if (dt__zero_tied(j->zero, z->unit)) bytes += (double)(z->count * dt__zero_size(z));
+            if ((stage + end) % s.pp == j->mesh.coord.pp) bytes += s.accum * edge_bytes(j, stage);
+    for (int u = 0; u < j->zero->n_buckets; u++) {
+        const dt__zero_bucket *z = &j->zero->buckets[u];
+        if (dt__tied_group(j->zero, z->bucket))
+            bytes += (double)(z->count * dt__zero_element_size(z));
     }
     return bytes * s.steps;
 }
@@ -911,7 +912,7 @@ static double most_exchanged(const job *j) {
     for (int stage = 0; stage < stages_of(s); stage++)
         for (int i = j->first[stage]; i < j->first[stage + 1]; i++)
             mixtures +=
-                stage % s.pp == j->mesh.at.pp && i > 0 && i % 2 == 0 && is_mixture(s, i / 2 - 1);
+                stage % s.pp == j->mesh.coord.pp && i > 0 && i % 2 == 0 && is_mixture(s, i / 2 - 1);
     return s.ep == 1 ? 0
                      : rows * mixtures * heads_of(s) * s.dim * (s.recompute >= REC_FULL ? 1.5 : 1);
 }
@@ -1194,9 +1195,9 @@ static void *seat_main(void *arg) {
 static void run_seats(dt_run_desc desc, result *r) {
     seat *seats = (seat *)calloc((size_t)desc.ranks, sizeof *seats);
     char place[32];
-    dt__tcp_place any = { htonl(INADDR_LOOPBACK), 0 };
+    dt__tcp_address any = { htonl(INADDR_LOOPBACK), 0 };
     int fd = dt__tcp_listen(any, 1);
-    snprintf(place, sizeof place, "127.0.0.1:%d", (int)dt__tcp_own_place(fd).port);
+    snprintf(place, sizeof place, "127.0.0.1:%d", (int)dt__tcp_own_address(fd).port);
     close(fd);
     desc.rendezvous = place;
     desc.backend = r->s.net == NET_TCP ? DT_BACKEND_TCP : DT_BACKEND_NCCL;

@@ -283,7 +283,7 @@ static void test_formula(void) {
             .stage = i < 4 ? i : 3,
             .ranks = 4,
             .micros = 3,
-            .kept = i == 4,
+            .keep_gathered = i == 4,
             .values = 2,
             .grads = 4,
             .state = 12 };
@@ -446,7 +446,7 @@ static double model_bytes(gpt_config c, int tp) {
     model_case k = { c, tp, 0, 0 };
     dry_run(tp, model_main, &k);
     equals("a model's bytes", k.bytes, 2 * k.elements);
-    if (tp == 1) equals("a model's parameters", k.elements, (double)gpt_count(c));
+    if (tp == 1) equals("a model's parameters", k.elements, (double)gpt_param_count(c));
     return k.bytes;
 }
 
@@ -458,13 +458,13 @@ static double model_bytes(gpt_config c, int tp) {
    176,247,271,424. */
 static void test_models(void) {
     says("000: GPT-3, GB", model_bytes(gpt_3, 1) / GB, 350, 1);
-    says("GPT-3, 1e9 parameters", (double)gpt_count(gpt_3) / 1e9, 174.6, 0.05);
+    says("GPT-3, 1e9 parameters", (double)gpt_param_count(gpt_3) / 1e9, 174.6, 0.05);
     says("LLaMA2-13b, GB, where 000 says 27", model_bytes(llama_13b, 1) / GB, 26.03, 0.005);
     double positions = 2048 * 14336, norm = 2 * 14336,
            numbers = model_bytes(bloom, 1) / 2 - positions + norm;
     says("001: BLOOM, 1e9 parameters", numbers / 1e9, 176, 0.5);
     equals("BLOOM's parameters", numbers, 176247271424.0);
-    double card = model_bytes(llama_65b, 4), train = 18 * (double)gpt_count(llama_65b);
+    double card = model_bytes(llama_65b, 4), train = 18 * (double)gpt_param_count(llama_65b);
     says("LLaMA-65b over 4 cards, GB", card / GB, 32.64, 0.005);
     CHECK(
         card < 32 * 1024 * MIB && card > 0.94 * 32 * 1024 * MIB && train > 8 * 4 * 32 * 1024 * MIB);
@@ -749,7 +749,7 @@ static void test_meshes(void) {
         mesh_case k = { .want = want[i], .node = 8 };
         char why[200];
         dt_mesh_desc sizes = { .tp = want[i].tp, .pp = want[i].pp };
-        CHECK(dt_mesh_sizes(&sizes, ranks, why, sizeof why) == DT_OK && sizes.dp == want[i].dp &&
+        CHECK(dt_mesh_resolve(&sizes, ranks, why, sizeof why) == DT_OK && sizes.dp == want[i].dp &&
               sizes.ep == 1);
         run_well(ranks, 0, mesh_main, &k);
         CHECK_MSG(k.wrong == 0, "%d of %d ranks have another mesh", k.wrong, ranks);
@@ -758,7 +758,7 @@ static void test_meshes(void) {
     }
     dt_mesh_desc wrong = { .dp = 48, .tp = 4, .pp = 12 };
     char why[200];
-    CHECK(dt_mesh_sizes(&wrong, 384, why, sizeof why) == DT_ERR_ARG);
+    CHECK(dt_mesh_resolve(&wrong, 384, why, sizeof why) == DT_ERR_ARG);
 }
 
 static dt_status kv_main(dt_ctx *ctx, void *user) {
@@ -766,8 +766,8 @@ static dt_status kv_main(dt_ctx *ctx, void *user) {
     int n = dt_comm_size(tp), copies = n > 8 ? n / 8 : 1;
     dt_kv_groups kv = dt_kv_split(ctx, tp, 8);
     (void)user;
-    CHECK(kv.heads == (n < 8 ? 8 / n : 1) && dt_comm_size(kv.copies) == copies &&
-          dt_comm_size(kv.cut) == n / copies);
+    CHECK(kv.heads == (n < 8 ? 8 / n : 1) && dt_comm_size(kv.replica_group) == copies &&
+          dt_comm_size(kv.shard_group) == n / copies);
     return dt_error(ctx);
 }
 
@@ -824,13 +824,13 @@ static void test_sums(void) { run_well(8, 0, sums_main, NULL); }
 
 /* Tokens of a step: sequences that all replicas read, each once. */
 static double tokens_of(int64_t batch, int micro, int replicas, int64_t T) {
-    dt_order order = { 4 * batch, batch, micro, replicas, 0 };
+    dt_data_order order = { 4 * batch, batch, micro, replicas, 0 };
     char *seen = (char *)calloc((size_t)(4 * batch), 1);
     double n = 0;
     for (int j = 0; j < batch / micro / replicas; j++)
         for (int r = 0; r < replicas; r++)
             for (int i = 0; i < micro; i++) {
-                int64_t s = dt_order_sequence(order, 2, j, r, i);
+                int64_t s = dt_data_order_sequence(order, 2, j, r, i);
                 n += s >= batch && s < 2 * batch && !seen[s];
                 seen[s] = 1;
             }

@@ -49,7 +49,7 @@ static pages counted(dt_ctx *ctx) {
     dt_memory m = dt_memory_used(ctx);
     pages p = { 0, 0 };
     for (int i = 0; i < DT_MEM_CLASSES; i++)
-        *(dt__in_heap((dt_mem)i) ? &p.heap : &p.aside) += (double)m.live[i];
+        *(dt__is_heap_class((dt_mem)i) ? &p.heap : &p.aside) += (double)m.live[i];
     return p;
 }
 
@@ -143,8 +143,10 @@ int main(void) {
                               .user_bytes = sizeof a },
                        account_main, &a) == DT_OK))
             continue;
-        dt_zero_bytes right = dt_zero_formula((dt_zero_formula_desc){
-            .elements = (double)a.padded, .stage = a.stage, .ranks = a.ranks, .kept = a.keep });
+        dt_zero_bytes right = dt_zero_formula((dt_zero_formula_desc){ .elements = (double)a.padded,
+            .stage = a.stage,
+            .ranks = a.ranks,
+            .keep_gathered = a.keep });
         const double formula[3] = { right.params, right.optim, right.grads };
         for (int r = 0; r < a.ranks; r++)
             for (int i = 0; i < FIGURES; i++) {

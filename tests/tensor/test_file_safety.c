@@ -76,8 +76,7 @@ static void clear(path p) {
     must(system(command) == 0, p.s);
 }
 
-/* ---- a model of one rank, or of each rank of a job
-   --------------------------------------------------------------- */
+/* ---- a model of one rank, or of each rank of a job ---- */
 
 enum { OUT = 3, IN = 5 };
 typedef struct model {
@@ -123,7 +122,7 @@ static dt_checkpoint_desc saves_to(path *dir) {
     memset(&d, 0, sizeof d);
     d.dir = dir->s;
     d.config = "{}";
-    d.beside = "{\"beside\":1}\n";
+    d.config_json = "{\"beside\":1}\n";
     return d;
 }
 
@@ -159,8 +158,7 @@ static int64_t loads(const char *dir, const dt_io *io, char text[600]) {
     return step;
 }
 
-/* ---- 1. links in the place of what is removed
-   -------------------------------------------------------------------- */
+/* ---- 1. links in the place of what is removed ---- */
 
 static const char *const names[] = { "manifest.json", "config.json", "model.safetensors",
     "optim.safetensors" };
@@ -236,8 +234,7 @@ static void test_keep(void) {
     CHECK_MSG(job(d, 1, text) == DT_OK && loads(ck.s, NULL, text) == 5, "%s", text);
 }
 
-/* ---- 2. what stands in the place of what is written
-   -------------------------------------------------------------- */
+/* ---- 2. what stands in the place of what is written ---- */
 
 enum { LINK = 0, DANGLING, HARD_LINK, FIFO, FOLDER, KINDS };
 static const char *const kinds[KINDS] = { "a link", "a link to nothing", "a hard link", "a FIFO",
@@ -365,7 +362,7 @@ static void test_temporaries(void) {
         }
 }
 
-static void far_place(const dt_tensor *param, dt_file_place *place, void *user) {
+static void far_place(const dt_tensor *param, dt_weight_map *place, void *user) {
     (void)param, (void)user;
     place->n = 3;
 }
@@ -376,7 +373,7 @@ static void test_failed_export(void) {
     model m = model_make(ctx);
     dt_export_desc d;
     memset(&d, 0, sizeof d);
-    d.place = far_place;
+    d.map_weight = far_place;
     put(at("Y.bin.tmp"), "mine");
     CHECK(dt_zero_export(m.zero, at("Y.bin").s, d) == DT_ERR_ARG);
     CHECK(holds(at("Y.bin.tmp"), "mine") && !is_there(at("Y.bin")));
@@ -404,8 +401,7 @@ static void test_lock(void) {
     }
 }
 
-/* ---- 3. what stands in the place of what is read
-   ----------------------------------------------------------------- */
+/* ---- 3. what stands in the place of what is read ---- */
 
 /* Runs `fn` in a child process, with a time limit; returns its result. */
 static int in_time(int (*fn)(const char *path), const char *arg) {
@@ -466,8 +462,7 @@ static void test_reading(void) {
     CHECK_MSG(in_time(read_checkpoint, ck.s) == 0, "a FIFO for a manifest");
 }
 
-/* ---- 4. a job that starts without descriptors 0 to 2
-   ------------------------------------------------------------- */
+/* ---- 4. a job that starts without descriptors 0 to 2 ---- */
 
 static void print(double done, void *user) {
     static const char line[] = "nor does this one\n";
@@ -550,8 +545,7 @@ static void test_descriptors(void) {
         }
 }
 
-/* ---- 5. a limit of file size
-   ------------------------------------------------------------------------------------- */
+/* ---- 5. a limit of file size ---- */
 
 static int limited(const char *p) {
     struct rlimit most = { 256, 256 };
@@ -567,7 +561,7 @@ static int limited(const char *p) {
     bad |= refused(ctx, p, "File too large");
     bad |= write_trace(p, text) != DT_ERR_IO || !strstr(text, p) || !strstr(text, "File too large");
     dt_checkpoint_desc d = saves_to(&ck);
-    d.beside = big;
+    d.config_json = big;
     memset(big, 'x', sizeof big - 1);
     bad |= job(d, 1, text) != DT_ERR_IO || !strstr(text, "limited/step-1.") ||
            !strstr(text, "File too large");
@@ -585,12 +579,12 @@ static void test_limit(void) {
           !is_there(at("limited/step-1")));
 }
 
-/* ---- 6. what is saved can be loaded
-   ------------------------------------------------------------------------------ */
+/* ---- 6. what is saved can be loaded ---- */
 
 /* Opens a checkpoint, saves step 1 and loads it. Returns which call failed first, and its text;
-   NULL: none. later: an element of d.saved that gets the value of the first after the open. */
-static const char *saves_and_loads(dt_checkpoint_desc d, const dt_saved *later, char text[600]) {
+   NULL: none. later: an element of d.extra_state that gets the value of the first after the open. */
+static const char *saves_and_loads(
+    dt_checkpoint_desc d, const dt_extra_state *later, char text[600]) {
     static path dir;
     dt_ctx *ctx = quiet(0, NULL);
     const char *what = NULL;
@@ -601,7 +595,7 @@ static const char *saves_and_loads(dt_checkpoint_desc d, const dt_saved *later, 
     dt_checkpoint *c = dt_checkpoint_open(m.zero, d);
     if (!c) what = "open";
     model_step(ctx, &m);
-    if (later) *(dt_saved *)(uintptr_t)later = *d.saved;
+    if (later) *(dt_extra_state *)(uintptr_t)later = *d.extra_state;
     if (!what && dt_checkpoint_save(c) != DT_OK) what = "save";
     if (!what && dt_checkpoint_load(c, NULL) != 1) what = "load";
     if (!what && d.config && strcmp(dt_checkpoint_config(c), d.config) != 0) what = "config";
@@ -634,20 +628,20 @@ static void test_limits(void) {
     static double x[2] = { 1, 2 };
     enum { MANY = 4300000, SOME = 100000 };
     double *many = (double *)calloc(MANY, sizeof *many);
-    dt_saved saved[3] = { { "a", x, 2 }, { "b", x, 1 }, { "a", x, 2 } };
+    dt_extra_state saved[3] = { { "a", x, 2 }, { "b", x, 1 }, { "a", x, 2 } };
     dt_checkpoint_desc d;
     memset(&d, 0, sizeof d);
     must(many != NULL, "calloc");
-    d.saved = saved;
-    d.n_saved = 2;
+    d.extra_state = saved;
+    d.n_extra_state = 2;
     limits_are("two", d, NULL, "");
-    d.n_saved = 3;
+    d.n_extra_state = 3;
     limits_are("two of one name", d, "open", "are both 'a'");
-    d.n_saved = 2;
+    d.n_extra_state = 2;
     saved[1].name = NULL;
-    limits_are("no name", d, "open", "the name of saved[1] has 0 bytes");
+    limits_are("no name", d, "open", "the name of extra_state[1] has 0 bytes");
     saved[1].name = "";
-    limits_are("an empty name", d, "open", "the name of saved[1] has 0 bytes");
+    limits_are("an empty name", d, "open", "the name of extra_state[1] has 0 bytes");
     char *text = filled((16 << 20) + 1, 'n');
     saved[1].name = text;
     limits_are("a long name", d, "open", "has 16777217 bytes; 1 to 16777216");
@@ -677,12 +671,12 @@ static void test_limits(void) {
     many[7] = -(double)INFINITY;
     limits_are("an infinity", d, "save", "is -inf: only finite");
     saved[1].count = 0;
-    d.n_saved = -1;
-    limits_are("-1 names", d, "open", "n_saved is -1");
-    d.n_saved = 1;
-    d.saved = NULL;
-    limits_are("saved NULL", d, "open", "n_saved is 1, and saved NULL");
-    d.n_saved = 0;
+    d.n_extra_state = -1;
+    limits_are("-1 names", d, "open", "n_extra_state is -1");
+    d.n_extra_state = 1;
+    d.extra_state = NULL;
+    limits_are("saved NULL", d, "open", "n_extra_state is 1, and extra_state NULL");
+    d.n_extra_state = 0;
     d.config = text;
     limits_are("a long config", d, "open", "config has 16777217 bytes");
     text[1 << 20] = 0;
@@ -693,13 +687,13 @@ static void test_limits(void) {
     limits_are("a config of all bytes", d, NULL, "");
     free(text);
     d.config = NULL;
-    d.beside = text = filled(100000001, 'b');
-    limits_are("a long text beside", d, "open", "beside 100000001");
+    d.config_json = text = filled(100000001, 'b');
+    limits_are("a long text beside", d, "open", "config_json 100000001");
     free(text);
     free(many);
 }
 
-static void bad_place(const dt_tensor *param, dt_file_place *place, void *user) {
+static void bad_place(const dt_tensor *param, dt_weight_map *place, void *user) {
     (void)param, (void)user;
     place->n = 1;
     snprintf(place->name[0], sizeof place->name[0], "w\xff");
@@ -710,7 +704,7 @@ static void test_tensor_names(void) {
     dt_checkpoint_desc d;
     dt_ctx *ctx = quiet(0, NULL);
     memset(&d, 0, sizeof d);
-    d.place = bad_place;
+    d.map_weight = bad_place;
     limits_are("a place's name", d, "open", "a name is UTF-8");
     CHECK(dt_param(ctx, "w\xff", DT_SHAPE(1), DT_ZEROS) == NULL && dt_error(ctx) == DT_ERR_ARG);
     dt_ctx_free(ctx);
@@ -727,8 +721,7 @@ static void test_tensor_names(void) {
     dt_ctx_free(ctx);
 }
 
-/* ---- 7. what cannot be read is not damaged
-   ----------------------------------------------------------------------- */
+/* ---- 7. what cannot be read is not damaged ---- */
 
 /* A table over the default one of whose reading calls number `at` fails with `reason`. */
 typedef struct broken {
@@ -756,7 +749,7 @@ static int64_t broken_pread(void *user, int fd, void *buf, size_t bytes, int64_t
 }
 static int broken_list(
     void *user, const char *p, void (*each)(void *arg, const char *name), void *arg) {
-    return broken_hit(user, "list") ? -1 : dt_io_default()->list(NULL, p, each, arg);
+    return broken_hit(user, "list") ? -1 : dt_io_default()->list_folder(NULL, p, each, arg);
 }
 
 static broken broken_make(long number, int reason) {
@@ -766,7 +759,7 @@ static broken broken_make(long number, int reason) {
     b.io.open = broken_open;
     b.io.size = broken_size;
     b.io.pread = broken_pread;
-    b.io.list = broken_list;
+    b.io.list_folder = broken_list;
     b.at = number;
     b.reason = reason;
     return b;

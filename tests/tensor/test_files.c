@@ -571,11 +571,11 @@ static void test_json_write(void) {
     dt_json_put_number(&o, NULL, 12345678901234567.0);
     dt_json_put_number(&o, NULL, 3);
     dt_json_open(&o, NULL, '{');
-    dt_json_shut(&o, '}');
-    dt_json_shut(&o, ']');
+    dt_json_close(&o, '}');
+    dt_json_close(&o, ']');
     dt_json_put_bool(&o, "t", 1);
     dt_json_put_bool(&o, "f", 0);
-    dt_json_shut(&o, '}');
+    dt_json_close(&o, '}');
     CHECK_MSG(strcmp(o.text, "{\"a\\\"\\\\\\b\\f\\n\\r\\t\\u0001\":\"\xc3\xa9/"
                              "\\u001f\",\"l\":[-5,0.1,-1e-07,1e+22,0,"
                              "12345678901234568.0,3,{}],\"t\":true,\"f\":false}") == 0,
@@ -588,7 +588,7 @@ static void test_json_write(void) {
         memcpy(&x, &bits, 8);
         if (i % 3 == 0) x = (double)(int64_t)(bits >> (i % 40)) / 64;
         if (!isfinite(x)) continue;
-        dt_json_drop(&o);
+        dt_json_out_free(&o);
         dt_json_put_number(&o, NULL, x);
         right += same(json_number(o.text), x == 0 ? 0 : x);
         n++;
@@ -598,7 +598,7 @@ static void test_json_write(void) {
     setlocale(LC_NUMERIC, "C");
     dt_json_put_number(&o, NULL, (double)NAN);
     CHECK(dt_error(ctx) == DT_ERR_ARG && says(ctx, "nan is no number"));
-    dt_json_drop(&o);
+    dt_json_out_free(&o);
     free_ctx(ctx, NULL, &m, "json out");
 }
 
@@ -632,7 +632,7 @@ static void test_json_bytes(void) {
         int text_is_right = (size_t)i >= known || strcmp(o.text, cases[i].text) == 0;
         right += back && bytes == strlen(s) && memcmp(back, s, bytes) == 0 && text_is_right;
         dt_json_free(d);
-        dt_json_drop(&o);
+        dt_json_out_free(&o);
     }
     CHECK_MSG(right == n && dt_error(ctx) == DT_OK, "%d of %d strings come back: %s", right, n,
         dt_error_text(ctx));
@@ -1256,7 +1256,7 @@ static void check_cut(const layout *l, int which, int cut, dt_dtype dtype) {
         dt_weights *w = dt_weights_open(ctx, "f");
         CHECK_MSG(dt_weights_load(w, p, l->columns, l->part, l->n) == DT_OK, "layout %d: %s", which,
             dt_error_text(ctx));
-        const dt_local_slice *box = &p->param->box;
+        const dt_local_slice *box = &p->param->slice;
         for (int64_t i = 0; i < dt_count(p->shape) && dt_error(ctx) == DT_OK; i++) {
             int64_t at[3] = { i / (box->n[1] * box->n[2]), i / box->n[2] % box->n[1],
                 i % box->n[2] },
@@ -1415,7 +1415,7 @@ static void test_load_refused(void) {
         } else if (i == special) {
             dt_weights_declare(w, "t0", DT_F32, DT_SHAPE(12, 5));
             CHECK(dt_weights_save(w, p, 0, cases[0].part, 1) == DT_ERR_UNSUPPORTED &&
-                  says(ctx, "it is cut, (2,4,5) of (3,4,5)"));
+                  says(ctx, "it is sharded, (2,4,5) of (3,4,5)"));
         } else if (i == special + 1) {
             CHECK(dt_weights_load(w, p, 0, cases[0].part, 1) == DT_ERR_ARG &&
                   says(ctx, "a file open for reading"));
@@ -1805,7 +1805,7 @@ static void test_tokens(void) {
             (int)i, dt_error_text(ctx));
         if (t) {
             CHECK(dt_text_tokens(t) == 5 &&
-                  dt_text_limit(t) == (cases[i].width == 2 ? 65536 : (int64_t)1 << 31));
+                  dt_text_token_limit(t) == (cases[i].width == 2 ? 65536 : (int64_t)1 << 31));
             CHECK(dt_text_read(t, 0, ids, labels) == DT_OK && ids[0] == 50000 && ids[3] == 50003 &&
                   labels[3] == 50004);
         }
@@ -1853,12 +1853,12 @@ static void test_tokens(void) {
         if (k == 2) CHECK(dt_text_read(t, 0, ids, labels) == DT_ERR_IO);
         static const char *const errors[3] = {
             "bytes has 1 bytes a token, but s1 has 4: bytes and shards do not mix",
-            "s4 has 2 bytes a token", "s1: token 1 is 2147483648, which is no id"
+            "s4 has 2 bytes a token", "s1: token 1 is 2147483648, which is not a token id"
         };
         CHECK_MSG(says(ctx, errors[k]), "%s", dt_error_text(ctx));
         free_ctx(ctx, &fs, &m, "mixed");
     }
-    CHECK(dt_text_limit(NULL) == 0);
+    CHECK(dt_text_token_limit(NULL) == 0);
     memory_clear(&fs);
 }
 

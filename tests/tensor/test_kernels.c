@@ -19,7 +19,7 @@ enum { PAIRS = DT__ISAS };
 
 static dt_status multiply(dt_dtype type, int isa, const dt_matmul_args *a) {
 #if defined(__x86_64__)
-    if (isa == PAIRS) return dt__matmul_by_f32_avx512(a, 1);
+    if (isa == PAIRS) return dt__matmul_with_f32_avx512(a, 1);
 #endif
     return dt__variant_of(type, isa)->matmul(a);
 }
@@ -102,8 +102,8 @@ static void product_naive(product *p, const void *c0) {
                     size += fabsl(term);
                 }
                 if (a->bias) sum += get(a->bias, type, j);
-                if (a->derivative)
-                    sum *= naive_slope(a->activation, get(a->before, type, at));
+                if (a->activation_backward)
+                    sum *= naive_slope(a->activation, get(a->pre_activation, type, at));
                 else if (a->activation)
                     p->before[to] = (double)sum, sum = naive_act(a->activation, (double)sum);
                 else
@@ -131,8 +131,9 @@ static void product_compare(const product *p, const char *set, const void *c0, s
                 int64_t to = (b * a->m + i) * a->n + j, at = b * a->stride_c + i * a->ldc + j;
                 double unit = eps * p->bound[to] * (4 + sqrt((double)a->k)), error = 0;
                 double unit_before = unit + step_before * fabs(p->before[to]);
-                if (a->before && !a->derivative)
-                    error = fabs(get(a->before, a->dtype, at) - p->before[to]) / unit_before;
+                if (a->pre_activation && !a->activation_backward)
+                    error =
+                        fabs(get(a->pre_activation, a->dtype, at) - p->before[to]) / unit_before;
                 worst_before = fmax(worst_before, error);
                 error =
                     fabs(get(a->c, p->to, at) - p->want[to]) / (unit + step * fabs(p->want[to]));
@@ -169,7 +170,7 @@ static void product_case(
     a->stride_a = a->lda * (ta ? k : m) + pad;
     a->stride_b = a->ldb * (tb ? n : k) + 2 * pad;
     a->stride_c = a->ldc * m + pad;
-    a->derivative = kind >> 4 & 1;
+    a->activation_backward = kind >> 4 & 1;
     a->wide = kind >> 5 & 1;
     p.to = a->wide && is_narrow(type) ? DT_F32 : type;
     size_t room_c = (size_t)(a->stride_c * a->batch), count = (size_t)(m * n * a->batch);
@@ -181,12 +182,12 @@ static void product_case(
     a->b = mem[1];
     a->c = mem[2];
     if (fused) {
-        a->bias = a->derivative ? NULL : mem[4];
+        a->bias = a->activation_backward ? NULL : mem[4];
         a->residual = mem[5];
-        a->before = mem[6];
+        a->pre_activation = mem[6];
         a->activation = 1 + (int)((m + 2 * n + k) % 5);
     }
-    a->derivative &= fused;
+    a->activation_backward &= fused;
     a->accumulate = fused && ta == tb;
     a->work = work_bytes ? room(work_bytes) : NULL;
     a->work_bytes = work_bytes;
@@ -493,9 +494,9 @@ static void bench_pick(bench *b) {
     }
     CHECK_MSG(wrong == 0, "max %s: %d places are wrong", isa_name[b->isa], wrong);
     same(b, "max", y, b->t, want, 39, 1);
-    dt_spread_args spread = { b->t, dx, y, index, 3, 17, 1, 13, 1 };
-    OK(b->v->spread(&spread));
-    same(b, "spread", dx, b->t, back, 3 * 17 * 13, 2);
+    dt_scatter_args spread = { b->t, dx, y, index, 3, 17, 1, 13, 1 };
+    OK(b->v->scatter(&spread));
+    same(b, "scatter", dx, b->t, back, 3 * 17 * 13, 2);
     memset(back, 0, N * 8);
     dt_topk_args top = { b->t, y, index, x, R, C, 5 };
     OK(b->v->topk(&top));
@@ -515,13 +516,13 @@ static void bench_pick(bench *b) {
     same(b, "topk", y, b->t, want, R * 5, 1);
     for (int i = 0; i < N; i++) back[i] = 0;
     for (int i = 0; i < R * 5; i++) back[i / 5 * C + index[i]] = want[i];
-    dt_spread_args rows = { b->t, dx, y, index, R, C, 5, 1, 0 };
-    OK(b->v->spread(&rows));
+    dt_scatter_args rows = { b->t, dx, y, index, R, C, 5, 1, 0 };
+    OK(b->v->scatter(&rows));
     same(b, "spread of topk", dx, b->t, back, N, 1);
     index[3] = C;
     top.k = C + 1;
     a.n = 0;
-    CHECK(b->v->spread(&rows) == DT_ERR_ARG && b->v->topk(&top) == DT_ERR_ARG &&
+    CHECK(b->v->scatter(&rows) == DT_ERR_ARG && b->v->topk(&top) == DT_ERR_ARG &&
           b->v->max(&a) == DT_ERR_ARG);
 }
 
@@ -655,7 +656,7 @@ static void bench_rows(bench *b) {
     dt_embedding_args a = { b->t, y, x, ids, R, C, 3, 11, 17, 1 };
     OK(b->v->embedding(&a));
     same(b, "embedding", y, b->t, want, N, 1);
-    a.holes = 0;
+    a.allow_empty = 0;
     CHECK(b->v->embedding(&a) == DT_ERR_ARG);
     for (int kind = 0; kind < 4; kind++) {
         dt_dtype to = kind & 2 && is_narrow(b->t) ? DT_F32 : b->t;
@@ -676,8 +677,8 @@ static void bench_rows(bench *b) {
         }
         OK(b->v->embedding_back(&back));
         same(b, "embedding_back", table, to, sum, 11 * C, 4);
-        back.strict = 1; /* ids of other ranks are errors then, -1 is none */
-        back.first = 0;
+        back.check_ids = 1; /* ids of other ranks are errors then, -1 is none */
+        back.offset = 0;
         CHECK(b->v->embedding_back(&back) == DT_ERR_ARG);
         back.rows = 1;
         ids[0] = -1;
@@ -843,7 +844,7 @@ static void bench_update_lists(bench *b) {
             dt_adamw_args right = list[RUNS - 1];
             if (wrong == 0) list[RUNS - 1].step = 0;
             if (wrong == 1) list[RUNS - 1].dtype = b->t == DT_F32 ? DT_F64 : DT_F32;
-            if (wrong == 2) list[RUNS - 1].narrow_dtype = DT_BF16;
+            if (wrong == 2) list[RUNS - 1].model_dtype = DT_BF16;
             CHECK(b->v->adamw(list) == DT_ERR_ARG && memcmp(start, data[0][4], bytes) == 0);
             list[RUNS - 1] = right;
         }
@@ -1209,7 +1210,7 @@ static void bench_merge(bench *b, int64_t step, int backwards) {
             void *dk = array_of(b, stat, part, 1), *dv = array_of(b, stat, part, 1);
             double *w[3] = { doubles(b, nq), doubles(b, part), doubles(b, part) };
             dt_attention_back_args one = back;
-            one.dk = dk, one.dv = dv, one.k = some_k, one.v = some_v, one.tk = n, one.sight = sight,
+            one.dk = dk, one.dv = dv, one.k = some_k, one.v = some_v, one.tk = n, one.mask = sight,
             one.accumulate_q = turn > 0;
             OK(b->v->attention_back(&one));
             naive_attention_back(&some, &one, stat, stat, w[0], w[1], w[2]);
@@ -1268,7 +1269,7 @@ static void test_all_kernels(void) {
     for (int t = 0; t < 4; t++) {
         uint64_t plain = 0;
         double worst = 0, worst_attention = 0;
-        for (int isa = 0; isa <= dt__isa_best(); isa++) {
+        for (int isa = 0; isa <= dt__best_isa(); isa++) {
             bench b = {
                 .v = dt__variant_of(float_types[t], isa), .t = float_types[t], .isa = isa, .hash = 1
             };
@@ -1562,7 +1563,7 @@ static void test_numbers(void) {
     accuracy();
     far_values();
     for (int t = 0; t < 4; t++)
-        for (int isa = 0; isa <= dt__isa_best(); isa++) {
+        for (int isa = 0; isa <= dt__best_isa(); isa++) {
             bench b = { .v = dt__variant_of(float_types[t], isa), .t = float_types[t], .isa = isa };
             nan_elementwise(&b);
             nan_rows(&b);
@@ -1581,7 +1582,7 @@ static void products_by(dt_dtype type, int isa) {
 
 static void test_products(void) {
     for (int isa = 0; isa < DT__ISAS; isa++) {
-        if (isa > dt__isa_best() || !dt__variant_of(DT_F32, isa)) {
+        if (isa > dt__best_isa() || !dt__variant_of(DT_F32, isa)) {
             char text[64];
             snprintf(text, sizeof text, "kernels with %s: not on this machine", isa_name[isa]);
             check_skip(text);

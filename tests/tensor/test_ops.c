@@ -919,7 +919,7 @@ static dt_tensor *build_loss_at(dt_tensor **in, fd_case *c) {
 
 static int64_t chunk_of(int64_t vocab) {
     dt_ctx *ctx = dt_ctx_make((dt_ctx_desc){ .kernels = dt_kernels_cpu() });
-    int64_t rows = dt__loss_rows(ctx, vocab);
+    int64_t rows = dt__loss_chunk_rows(ctx, vocab);
     dt_ctx_free(ctx);
     return rows;
 }
@@ -1391,7 +1391,7 @@ static void narrow_grads(
         dt_tensor *t = dt_param_get(ctx, i);
         dt_dtype type = dt_grad_dtype(t);
         CHECK(type == (dtype == DT_F64 && i < 4 ? DT_F64 : DT_F32) &&
-              t->param->unit->grad_dtype == type);
+              t->param->bucket->grad_dtype == type);
         for (int64_t k = 0; k < dt_count(t->shape) && t->grad; k++) *out++ = get(t->grad, type, k);
     }
     close_good(ctx, &m, "16-bit parameters");
@@ -1583,7 +1583,7 @@ static void narrow_chunks(void) {
 static void kept_grads(size_t kept, int64_t rows, int halves, double *out) {
     meter m = METER;
     dt_kernels table = *dt_kernels_cpu();
-    table.loss_numbers = kept;
+    table.max_saved_logits = kept;
     dt_ctx *ctx = open_with(&m, &table, 7);
     dt_tensor *x = dt_param(ctx, "x", DT_SHAPE(rows, 16), DT_NORMAL(1)), *all[2];
     all[0] = x, all[1] = dt_param(ctx, "w", DT_SHAPE(30, 16), DT_NORMAL(1));
@@ -1777,7 +1777,7 @@ static const struct row {
     { r_mean_ints, DT_ERR_SHAPE, { "dt_mean_over", "i32 (3): not for integers" } },
     { r_max_ints, DT_ERR_SHAPE, { "dt_max_over", "i32 (3): not for integers" } },
     { r_max_empty, DT_ERR_SHAPE, { "dt_max_over", "(3,0)" } },
-    { r_max_empty_all, DT_ERR_SHAPE, { "dt_max_over", "nothing has no maximum" } },
+    { r_max_empty_all, DT_ERR_SHAPE, { "dt_max_over", "an empty dimension has no maximum" } },
     { r_slice, DT_ERR_SHAPE, { "dt_slice", "3 from 2 of dimension 1 of (3,4)" } },
     { r_slice_dim, DT_ERR_SHAPE, { "dt_slice", "dimension 2" } },
     { r_slice_below, DT_ERR_SHAPE, { "dt_slice", "1 from -1" } },
@@ -1812,7 +1812,7 @@ static const struct row {
     { r_topk_ints, DT_ERR_SHAPE, { "dt_topk", "i32 (3): not for integers" } },
     { r_rope, DT_ERR_SHAPE, { "dt_rope", "(2,3,4)" } },
     { r_rope_count, DT_ERR_SHAPE, { "dt_rope", "positions" } },
-    { r_rope_odd, DT_ERR_SHAPE, { "dt_rope", "5 of 5 dimensions are to turn: an even number" } },
+    { r_rope_odd, DT_ERR_SHAPE, { "dt_rope", "5 of 5 dimensions are rotary: an even number" } },
     { r_rope_rotary, DT_ERR_SHAPE, { "dt_rope", "6 of 4" } },
     { r_rope_below, DT_ERR_SHAPE, { "dt_rope", "-2 of 4" } },
     { r_rope_wide, DT_ERR_SHAPE, { "dt_rope", "at most 512" } },

@@ -166,7 +166,7 @@ static int64_t box_case(
     int64_t n = dt_count(w->shape), owned = 0, wrong = 0, inside = 1;
     int fits = 1;
     double *want = (double *)room((size_t)n * 8), *have = (double *)room((size_t)n * 8);
-    CHECK(memcmp(&box, &w->param->box, sizeof box) == 0);
+    CHECK(memcmp(&box, &w->param->slice, sizeof box) == 0);
     for (int64_t g = 0; g < dt_count(full); g++) {
         int64_t left = g, at[DT_MAX_DIMS], local = 0;
         for (int d = full.nd - 1; d >= 0; d--) {
@@ -344,15 +344,15 @@ static void units_plan(void) {
         const dt_bucket *unit = dt_bucket_get(ctx, u);
         const unit_row *row = &want[u];
         CHECK_MSG(unit->index == u && unit->first_param == row->first &&
-                      unit->params == row->params && unit->count == row->count &&
+                      unit->n_params == row->params && unit->count == row->count &&
                       unit->padded == row->padded && unit->frozen == row->frozen &&
                       unit->dtype == (u == 6 ? DT_F64 : DT_F32),
-            "unit %d: from %d, %d params, %zu of %zu", u, unit->first_param, unit->params,
+            "unit %d: from %d, %d params, %zu of %zu", u, unit->first_param, unit->n_params,
             unit->count, unit->padded);
         size_t at = 0, size = dt_dtype_size(unit->dtype);
-        for (int i = unit->first_param; i < unit->first_param + unit->params; i++) {
+        for (int i = unit->first_param; i < unit->first_param + unit->n_params; i++) {
             const dt_tensor *t = dt_param_get(ctx, i);
-            CHECK(t->param->unit == unit && t->param->offset == at &&
+            CHECK(t->param->bucket == unit && t->param->offset == at &&
                   t->data == (char *)unit->data + at * size);
             at += t->param->count;
         }
@@ -390,7 +390,7 @@ static void on_leave(dt_ctx *ctx, const dt_event *e, void *user) {
 }
 
 static void on_ready(dt_ctx *ctx, dt_bucket *unit, int last, void *user) {
-    CHECK(ctx && unit->grad && unit->filled);
+    CHECK(ctx && unit->grad && unit->accumulated);
     hear((heard *)user, last ? "R" : "r", unit->index);
 }
 
@@ -469,7 +469,8 @@ static void grad_ready_order(void) {
     dt_backward(toy_loss(ctx, &t, 0, USE_W1 | USE_B));
     CHECK_MSG(
         !strcmp(h.text, "F1 f1 F2 f2 B0 r3 B2 r2 b2 B1 r1 b1 r4 r0 b0 r5"), "heard %s", h.text);
-    CHECK(t.frozen->grad == NULL && t.frozen->param->unit->grad == NULL && t.unused->grad != NULL);
+    CHECK(
+        t.frozen->grad == NULL && t.frozen->param->bucket->grad == NULL && t.unused->grad != NULL);
     dt_reset(ctx);
     dt_micro(ctx, 1, 2);
     h.text[0] = 0; /* block 2 is left out: its unit comes with the unused one, at the end */
@@ -1072,15 +1073,15 @@ static void cut_wrongly(const dt_bucket *unit, size_t *pad, int *parts, int *par
 }
 static void e_cut_uneven(scene *s) {
     int wrong = 40;
-    dt_buckets_make(s->ctx, (dt_buckets_desc){ .cut = cut_wrongly, .user = &wrong });
+    dt_buckets_make(s->ctx, (dt_buckets_desc){ .shard = cut_wrongly, .user = &wrong });
 }
 static void e_cut_outside(scene *s) {
     int wrong = 33;
-    dt_buckets_make(s->ctx, (dt_buckets_desc){ .cut = cut_wrongly, .user = &wrong });
+    dt_buckets_make(s->ctx, (dt_buckets_desc){ .shard = cut_wrongly, .user = &wrong });
 }
 static void e_cut_none(scene *s) {
     int wrong = 0;
-    dt_buckets_make(s->ctx, (dt_buckets_desc){ .cut = cut_wrongly, .user = &wrong });
+    dt_buckets_make(s->ctx, (dt_buckets_desc){ .shard = cut_wrongly, .user = &wrong });
 }
 static void e_late_grad(scene *s) {
     dt_no_grad(s->ctx, 1);
@@ -1244,9 +1245,9 @@ static const error_row error_rows[] = {
     { e_at_phase, DT_ERR_ARG, { "dt_backward_at(dt_linear)", "phase 1", NULL } },
     { e_at_phase_high, DT_ERR_ARG, { "dt_backward_at(dt_mse)", "phase 5", NULL } },
     { e_at_no_scalar, DT_ERR_SHAPE, { "dt_linear", "(2,4)", "no scalar" } },
-    { e_cut_uneven, DT_ERR_ARG, { "dt_buckets_make", "run 0 of 4", "6 elements" } },
-    { e_cut_outside, DT_ERR_ARG, { "dt_buckets_make", "run 3 of 3", NULL } },
-    { e_cut_none, DT_ERR_ARG, { "dt_buckets_make", "run 0 of 0", NULL } },
+    { e_cut_uneven, DT_ERR_ARG, { "dt_buckets_make", "shard 0 of 4", "6 elements" } },
+    { e_cut_outside, DT_ERR_ARG, { "dt_buckets_make", "shard 3 of 3", NULL } },
+    { e_cut_none, DT_ERR_ARG, { "dt_buckets_make", "shard 0 of 0", NULL } },
     { e_late_grad, DT_ERR_ARG, { "dt_require_grad(dt_input)", "used it already", NULL } },
     { e_init_below, DT_ERR_ARG, { "dt_param(the_init)", "scale -0.5", NULL } },
     { e_init_nan, DT_ERR_ARG, { "dt_param(the_init)", "scale nan", NULL } },
@@ -1256,7 +1257,7 @@ static const error_row error_rows[] = {
     { e_name_control, DT_ERR_ARG, { "dt_param(the\\x0aname)", "control characters", NULL } },
     { e_name_bytes, DT_ERR_ARG, { "dt_param(the_\\xff)", "UTF-8", NULL } },
     { e_scope_control, DT_ERR_ARG, { "dt_scope(h\\x7f)", "control characters", NULL } },
-    { e_cut_twice, DT_ERR_ARG, { "dt_param(the_cut)", "dimension 0 of (4,2)", "cut twice" } },
+    { e_cut_twice, DT_ERR_ARG, { "dt_param(the_cut)", "dimension 0 of (4,2)", "sharded twice" } },
     { e_micro, DT_ERR_ARG, { "dt_micro", "2 of 2", NULL } },
     { e_micro_zero, DT_ERR_ARG, { "dt_micro", "0 of 0", NULL } },
     { e_late, DT_ERR_ARG, { "the_late", "storage", NULL } },
@@ -1640,7 +1641,7 @@ static void test_misuse(void) {
 /* Each kernel taken out of a copied table in turn: the program stops at it, naming it. */
 static void missing_kernels(void) {
     static const char *const unused[] = { "copy", "square_sums", "adamw", "sgd",
-        "cross_entropy_join", "momentum", "frozen_adam", "sign_pack", "sign_unpack" };
+        "cross_entropy_merge", "momentum", "frozen_adam", "sign_pack", "sign_unpack" };
 #define TAKE_OUT(k) \
     do { \
         dt_kernels table = *dt_kernels_cpu(); \
@@ -2477,9 +2478,9 @@ static void stages_of_units(void) {
         CHECK(w[2 * i + 1]->grad && !w[4]->grad && (i || !w[2]->grad));
     }
     for (int i = 0; i < 5; i++) {
-        CHECK(dt_bucket_count(ctx) == 3 && w[i]->param->unit->index == i / 2 &&
-              w[i]->param->unit->stage == (i / 2 ? i / 2 * 2 + 1 : 0) &&
-              w[i]->param->stage == w[i]->param->unit->stage);
+        CHECK(dt_bucket_count(ctx) == 3 && w[i]->param->bucket->index == i / 2 &&
+              w[i]->param->bucket->stage == (i / 2 ? i / 2 * 2 + 1 : 0) &&
+              w[i]->param->stage == w[i]->param->bucket->stage);
         if (i < 4) CHECK((get(w[i]->grad, DT_F32, 0) != 0) == i % 2);
     }
     dt_unlisten(ctx, &l);
@@ -2584,20 +2585,20 @@ static void cuts_of_units(void) {
         dt_stage(ctx, i);
         dt_param(ctx, name, DT_SHAPE(i ? 5 : 9), DT_ONES);
     }
-    CHECK(dt_buckets_make(ctx, (dt_buckets_desc){ .pad = 4, .cut = cut_each, .user = &asked }) ==
+    CHECK(dt_buckets_make(ctx, (dt_buckets_desc){ .pad = 4, .shard = cut_each, .user = &asked }) ==
               DT_OK &&
           asked == 3);
     for (int u = 0; u < 3; u++) {
         const dt_bucket *unit = dt_bucket_get(ctx, u);
-        if (!CHECK(unit && unit->kept)) continue;
-        CHECK_MSG(
-            unit->padded == want[u][0] && unit->first == want[u][1] && unit->run == want[u][2],
+        if (!CHECK(unit && unit->shard)) continue;
+        CHECK_MSG(unit->padded == want[u][0] && unit->shard_offset == want[u][1] &&
+                      unit->shard_count == want[u][2],
             "unit %d: %zu of "
             "%zu from %zu",
-            u, unit->run, unit->padded, unit->first);
+            u, unit->shard_count, unit->padded, unit->shard_offset);
         CHECK((unit->data == NULL) == (u < 2));
-        for (size_t i = 0; i < unit->run; i++)
-            CHECK(get(unit->kept, DT_F32, (int64_t)i) == (unit->first + i < unit->count));
+        for (size_t i = 0; i < unit->shard_count; i++)
+            CHECK(get(unit->shard, DT_F32, (int64_t)i) == (unit->shard_offset + i < unit->count));
     }
     CHECK(dt_memory_used(ctx).live[DT_MEM_PARAMS] == (8 + 4 + 8) * 4);
     close_good(ctx, &m, "cuts of units");

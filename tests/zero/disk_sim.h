@@ -116,8 +116,7 @@ static inline void *disk_grow(void *array, long have, long want, size_t size) {
     return array;
 }
 
-/* ---- changes, and their log: the lock is held, or nobody else is there
-   ------------------------------------------- */
+/* ---- changes, and their log: the lock is held, or nobody else is there ---- */
 
 static inline disk_op *disk_log(disk *d, int kind, int node, int serial) {
     if (d->n_ops == d->op_room) {
@@ -227,8 +226,7 @@ static inline void disk_free(disk *d) {
     memset(d, 0, sizeof *d);
 }
 
-/* ---- paths
-   ------------------------------------------------------------------------------------------------------- */
+/* ---- paths ---- */
 
 /* The folder a path's last name is in, and that name ("" for the root itself); -1 and errno. */
 static inline int disk_parent(
@@ -274,8 +272,7 @@ static inline int disk_holds(const disk *d, int folder) {
     return n;
 }
 
-/* ---- calls
-   ------------------------------------------------------------------------------------------------------- */
+/* ---- calls ---- */
 
 /* Counts a call and takes the lock. Not 0: it is spoiled, in that way. */
 static inline int disk_call(disk_seat *s, const char *what, const char *path, int fd, int moves) {
@@ -554,8 +551,7 @@ static inline int disk_marked(const disk *d, long end, int what) {
     return 0;
 }
 
-/* ---- the power fails
-   --------------------------------------------------------------------------------------------- */
+/* ---- the power fails ---- */
 
 /* Seeds: of what is not sure nothing is left, everything, all names and no bytes, all bytes and no
    names; from DISK_SEEDS on it is random. */

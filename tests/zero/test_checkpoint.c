@@ -143,7 +143,7 @@ static gpt_config mixture(dt_dtype dtype) {
         .experts = 4,
         .top_k = 2,
         .moe_every = 2,
-        .shared = 1,
+        .shared_experts = 1,
         .balance = 0.01,
         .router_bias = 0.001,
         .dtype = dtype };
@@ -176,7 +176,9 @@ static result go(run r) {
     c.mesh = (dt_mesh_desc){ l.dp, l.tp, l.cp, l.pp, l.ep };
     c.schedule = l.sched;
     c.chunks = l.chunks ? l.chunks : 1;
-    if (dt_stage_cut(same, items, stages, c.cut, report.text, sizeof report.text) != DT_OK) abort();
+    if (dt_partition_stages(same, items, stages, c.stage_begin, report.text, sizeof report.text) !=
+        DT_OK)
+        abort();
     if (!c.accum) c.accum = l.pp > 1 ? BATCH / replicas : 1;
     if (!c.micro_batch) c.micro_batch = BATCH / replicas / c.accum;
     c.zero.stage = l.stage;

@@ -31,8 +31,7 @@ static int some_threads(
 enum { RANKS = 4, OUT = 3, IN = 5, VALUES = OUT * IN + OUT, LAST = 3 };
 static const char config_text[] = "{\"name\":\"tiny\"}", beside_text[] = "{\"n_layer\":1}\n";
 
-/* ---- the model, and what a checkpoint of it must hold
-   ------------------------------------------------------------ */
+/* ---- the model, and what a checkpoint of it must hold ---- */
 
 /* Values, first and second moments of w and b; what the program saves beside them. */
 typedef struct state {
@@ -83,8 +82,7 @@ static void silent(void *user, int level, int rank, const char *text) {
     (void)user, (void)level, (void)rank, (void)text;
 }
 
-/* ---- a job that saves
-   -------------------------------------------------------------------------------------------- */
+/* ---- a job that saves ---- */
 
 typedef struct job {
     int ranks, stage, keep, background;
@@ -121,14 +119,14 @@ static job job_make(disk *d, int ranks, int first, int last) {
     return j;
 }
 
-static dt_checkpoint_desc checkpoint_desc(const char *dir, const dt_saved *saved) {
+static dt_checkpoint_desc checkpoint_desc(const char *dir, const dt_extra_state *saved) {
     dt_checkpoint_desc d;
     memset(&d, 0, sizeof d);
     d.dir = dir;
-    d.saved = saved;
-    d.n_saved = saved != NULL;
+    d.extra_state = saved;
+    d.n_extra_state = saved != NULL;
     d.config = config_text;
-    d.beside = beside_text;
+    d.config_json = beside_text;
     return d;
 }
 
@@ -148,7 +146,7 @@ static dt_status job_rank(dt_ctx *ctx, void *user) {
     job *j = (job *)user;
     int r = dt_ctx_rank(ctx);
     double seen[2] = { 0, 0 };
-    dt_saved saved = { "seen", seen, 2 };
+    dt_extra_state saved = { "seen", seen, 2 };
     /* a rank's own place at the disk, before anything uses it */
     *(dt_io *)dt_ctx_io(ctx) = disk_io(&j->seat[r]);
     model m = model_make(ctx, j->stage);
@@ -198,8 +196,7 @@ static void job_run(job *j) {
     j->took_s = host.now(host.user) - begin;
 }
 
-/* ---- a fresh job that loads
-   -------------------------------------------------------------------------------------- */
+/* ---- a fresh job that loads ---- */
 
 typedef struct found {
     /* what dt_checkpoint_load returned; -1 too if nothing could be opened */
@@ -221,9 +218,9 @@ static void found_log(void *user, int level, int rank, const char *text) {
 /* All values and state of a rank, as they are in memory. */
 static size_t memory_of(const dt_zero *zero, char *out) {
     size_t n = 0;
-    for (int u = 0; u < zero->n_units; u++) {
-        const dt__zero_unit *z = &zero->units[u];
-        void *array[3] = { z->unit->kept, z->state[0], z->state[1] };
+    for (int u = 0; u < zero->n_buckets; u++) {
+        const dt__zero_bucket *z = &zero->buckets[u];
+        void *array[3] = { z->bucket->shard, z->state[0], z->state[1] };
         for (int k = 0; k < 3; k++, n += z->count * sizeof(float))
             if (out) memcpy(out + n, array[k], z->count * sizeof(float));
     }
@@ -238,7 +235,7 @@ static void found_at(found *f, disk *d, const char *dir, const char *from, int a
     dt_host host = *dt_host_default();
     dt_ctx_desc desc;
     double seen[2] = { 0, 0 };
-    dt_saved saved = { "seen", seen, 2 };
+    dt_extra_state saved = { "seen", seen, 2 };
     memset(f, 0, sizeof *f);
     memset(&desc, 0, sizeof desc);
     host.user = f;
@@ -296,8 +293,7 @@ static int leftovers(const disk *d) {
 enum { ENOUGH = 12 };
 static int check_enough(int before) { return check_failed - before >= ENOUGH; }
 
-/* ---- the simulated disk itself
-   ----------------------------------------------------------------------------------- */
+/* ---- the simulated disk itself ---- */
 
 enum { UNSYNCED, UNSYNCED_FOLDER, IN_PLACE, PROPERLY, WAYS };
 
@@ -357,7 +353,7 @@ static void disk_refuses(void) {
     disk_make(&d);
     static const char *const known[] = { "d", "e" };
     CHECK(io.open(&seat, "a/b", DT_IO_CREATE) < 0 && errno == ENOENT);
-    CHECK(io.make(&seat, "a") == 0 && io.make(&seat, "a/") < 0 && errno == EEXIST);
+    CHECK(io.make_folder(&seat, "a") == 0 && io.make_folder(&seat, "a/") < 0 && errno == EEXIST);
     CHECK(io.open(&seat, "a/b", DT_IO_WRITE) < 0 && errno == ENOENT);
     int fd = io.open(&seat, "a/b", DT_IO_LOCK), other = io.open(&seat, "/a//./b", DT_IO_READ);
     int folder = io.open(&seat, "a", DT_IO_READ);
@@ -371,10 +367,10 @@ static void disk_refuses(void) {
     CHECK(io.close(&seat, fd) == 0 && io.lock(&seat, other) == 0);
     CHECK(io.remove(&seat, "a") < 0 && errno == EISDIR);
     CHECK(io.remove_folder(&seat, "a", known, 2) < 0 && errno == ENOTEMPTY);
-    CHECK(io.make(&seat, "c") == 0 && io.rename(&seat, "c", "a") < 0 && errno == ENOTEMPTY);
+    CHECK(io.make_folder(&seat, "c") == 0 && io.rename(&seat, "c", "a") < 0 && errno == ENOTEMPTY);
     CHECK(
         io.rename(&seat, "a/b", "b") < 0 && errno == EXDEV && io.rename(&seat, "a/b", "a/d") == 0);
-    CHECK(io.list(&seat, "a", each_name, names) == 0 && strcmp(names, "d") == 0);
+    CHECK(io.list_folder(&seat, "a", each_name, names) == 0 && strcmp(names, "d") == 0);
     CHECK(io.remove_folder(&seat, "a", known, 2) == 0);
     CHECK(io.remove_folder(&seat, "a", known, 2) < 0 && errno == ENOENT);
     CHECK(io.remove(&seat, "a/d") < 0 && errno == ENOENT);
@@ -397,8 +393,7 @@ static void part_disk(int full) {
     disk_refuses();
 }
 
-/* ---- 1. the power fails
-   ------------------------------------------------------------------------------------------ */
+/* ---- 1. the power fails ---- */
 
 typedef struct cuts {
     int n, nothing, a, b, twice, again;
@@ -496,8 +491,7 @@ static void part_power(int full) {
     CHECK(sum.nothing > 0 && sum.a > 0 && sum.b > 0);
 }
 
-/* ---- 2. calls fail
-   ----------------------------------------------------------------------------------------------- */
+/* ---- 2. calls fail ---- */
 
 /* A disk with A, and the job that saves B on it. */
 static void prepare(disk *d, job *j, int ranks, int background) {
@@ -643,8 +637,7 @@ static void part_calls(int full) {
     printf("calls: %d saves with a call that fails\n", runs);
 }
 
-/* ---- 3. the disk is full
-   ----------------------------------------------------------------------------------------- */
+/* ---- 3. the disk is full ---- */
 
 static void part_room(int full) {
     disk before;
@@ -678,8 +671,7 @@ static void part_room(int full) {
     disk_free(&before);
 }
 
-/* ---- 4. damage
-   --------------------------------------------------------------------------------------------------- */
+/* ---- 4. damage ---- */
 
 static const char *const files[] = { "model.safetensors", "optim.safetensors", "config.json",
     "manifest.json" };
@@ -852,8 +844,7 @@ static void part_damage(int full) {
     disk_free(&d);
 }
 
-/* ---- 5. and 6. two jobs, two folders
-   ----------------------------------------------------------------------------- */
+/* ---- 5. and 6. two jobs, two folders ---- */
 
 /* A context of one rank with its open checkpoint. */
 typedef struct opened {
@@ -1018,14 +1009,13 @@ static void odd_names(void) {
     CHECK_MSG(!o.c && dt_error(o.ctx) == DT_ERR_ARG, "%s", dt_error_text(o.ctx));
     close_one(&o);
     o = open_one(&io, "other");
-    CHECK(dt_zero_export(o.m.zero, NULL, (dt_export_desc){ .place = NULL }) == DT_ERR_ARG);
+    CHECK(dt_zero_export(o.m.zero, NULL, (dt_export_desc){ .map_weight = NULL }) == DT_ERR_ARG);
     close_one(&o);
     CHECK(d.open == 0);
     disk_free(&d);
 }
 
-/* ---- a disk that gives no answer
-   --------------------------------------------------------------------------------- */
+/* ---- a disk that gives no answer ---- */
 
 static struct {
     pthread_mutex_t lock;
@@ -1061,7 +1051,7 @@ static dt_status mute_rank(dt_ctx *ctx, void *user) {
     job *j = (job *)user;
     int r = dt_ctx_rank(ctx);
     double seen[2] = { 0, 0 };
-    dt_saved saved = { "seen", seen, 2 };
+    dt_extra_state saved = { "seen", seen, 2 };
     dt_io *io = (dt_io *)dt_ctx_io(ctx);
     *io = disk_io(&j->seat[r]);
     if (r == 1) io->fsync = mute_fsync;

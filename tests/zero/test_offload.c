@@ -206,7 +206,7 @@ static void fake_make(fake *f) {
     f->io.resize = fake_resize;
     f->io.pread = fake_pread;
     f->io.pwrite = fake_pwrite;
-    f->io.forget = fake_forget;
+    f->io.sync_and_evict = fake_forget;
 }
 
 static void fake_drop(fake *f) {
@@ -253,13 +253,13 @@ static uint64_t kept_digest(dt_ctx *ctx) {
     uint64_t h = 1;
     for (int u = 0; u < dt_bucket_count(ctx); u++) {
         const dt_bucket *unit = dt_bucket_get(ctx, u);
-        if (unit->kept) h = digest(h, unit->kept, unit->run * dt_dtype_size(unit->dtype));
+        if (unit->shard) h = digest(h, unit->shard, unit->shard_count * dt_dtype_size(unit->dtype));
     }
     return h;
 }
 
 /* An update that is nobody else's: element by element, of both states. */
-static dt_status own_update(const dt_flat *f, void *user) {
+static dt_status own_update(const dt_update_args *f, void *user) {
     (void)user;
     for (size_t i = 0; i < f->count; i++) {
         dt_dtype type = dt_grad_dtype(f->tensor);
@@ -502,7 +502,7 @@ static void draw(uint32_t code, job *j) {
         { .optimizer = DT_ADAMW, .weight_decay = 0.1, .clip = 0.5 },
         { .optimizer = DT_SGD, .weight_decay = 0.1 },
         { .optimizer = DT_SGD, .momentum = 0.9, .clip = 0.3 },
-        { .optimizer = DT_OWN, .update = own_update, .states = 2, .clip = 0.4 },
+        { .optimizer = DT_OPTIMIZER_CUSTOM, .update = own_update, .states = 2, .clip = 0.4 },
     };
     uint64_t x = dt__zero_digest(77, &code, sizeof code);
     memset(j, 0, sizeof *j);
@@ -749,7 +749,7 @@ static dt_status leaving_main(dt_ctx *ctx, void *user) {
         pthread_mutex_lock(&disk->lock);
         disk->at = disk->file[1].calls[PREAD] + 1;
         pthread_mutex_unlock(&disk->lock);
-        dt__values_read_start(zero, &zero->units[0]);
+        dt__params_read_start(zero, &zero->buckets[0]);
         for (int blocked = 0, k = 0; !blocked && CHECK(k < 1000); k++) {
             dt_host_default()->sleep(NULL, 0.001);
             pthread_mutex_lock(&disk->lock);
@@ -830,7 +830,7 @@ static void nap(double seconds) {
     if (seconds > 0) dt_host_default()->sleep(NULL, seconds);
 }
 
-static dt_status slow_update(const dt_flat *f, void *user) {
+static dt_status slow_update(const dt_update_args *f, void *user) {
     nap(((const timing *)user)->compute_s);
     for (size_t i = 0; i < f->count; i++)
         ((float *)f->param)[i] -= (float)f->lr * ((const float *)f->grad)[i];
@@ -855,7 +855,7 @@ static dt_status slow_main(dt_ctx *ctx, void *user) {
         both[i][1] = t;
     }
     dt_zero *zero = dt_zero_make(ctx, (dt_zero_desc){ .stage = t->all ? 3 : 1,
-                                          .optimizer = DT_OWN,
+                                          .optimizer = DT_OPTIMIZER_CUSTOM,
                                           .update = slow_update,
                                           .user = t,
                                           .states = t->all ? 0 : 1,
@@ -884,7 +884,7 @@ static double slow_step(int all, double disk_s, double compute_s) {
     fake disk;
     timing t = { all, disk_s, compute_s, 0 };
     fake_make(&disk);
-    disk.io.forget = NULL; /* a table need not have it */
+    disk.io.sync_and_evict = NULL; /* a table need not have it */
     disk.nap_s = disk_s;
     CHECK(dt_run((dt_run_desc){ .ranks = 1, .io = &disk.io, .timeout_s = 30 }, slow_main, &t) ==
           DT_OK);

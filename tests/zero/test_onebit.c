@@ -79,7 +79,7 @@ static double gradient(const job *j, int p, int64_t e, int step, int data, int t
 
 /* Global index of a local element; -1 where the box reaches past the end. */
 static int64_t global_of(const dt_tensor *t, const made *p, int64_t local) {
-    int64_t e = t->param->box.lo[0] * (p->cols ? p->cols : 1) + local;
+    int64_t e = t->param->slice.lo[0] * (p->cols ? p->cols : 1) + local;
     return e < made_count(p) ? e : -1;
 }
 
@@ -120,7 +120,7 @@ static dt_tensor *pull(dt_ctx *ctx, const job *j, const dt_mesh *mesh, int step,
                                                        .in = { dt_param_get(ctx, i) },
                                                        .backward = pull_back,
                                                        .saved_bytes = sizeof(pulled) });
-        if (s) *s = (pulled){ j, step, micro, mesh->at.dp, mesh->at.tp };
+        if (s) *s = (pulled){ j, step, micro, mesh->coord.dp, mesh->coord.tp };
         sum = sum ? dt_add(sum, out) : out;
     }
     return sum;
@@ -171,14 +171,15 @@ static void expect_bytes(dt_ctx *ctx, const job *j, left *l) {
 /* Padding of a unit, behind its parameters and in boxes that reach past the end, stays zero in all
    that has it. */
 static void count_strays(dt_ctx *ctx, const job *j, const dt_zero *zero, left *l) {
-    for (int u = 0; u < zero->n_units; u++) {
-        const dt__zero_unit *z = &zero->units[u];
-        const dt_bucket *unit = z->unit;
-        size_t run = unit->padded / (size_t)j->dp, first = (size_t)dt_comm_rank(z->data) * run;
+    for (int u = 0; u < zero->n_buckets; u++) {
+        const dt__zero_bucket *z = &zero->buckets[u];
+        const dt_bucket *unit = z->bucket;
+        size_t run = unit->padded / (size_t)j->dp,
+               first = (size_t)dt_comm_rank(z->data_group) * run;
         /* none, where memory was refused */
         for (size_t i = 0; i < unit->padded && !unit->frozen && unit->grad; i++) {
             int padding = i >= unit->count;
-            for (int p = unit->first_param; p < unit->first_param + unit->params; p++) {
+            for (int p = unit->first_param; p < unit->first_param + unit->n_params; p++) {
                 const dt_tensor *t = dt_param_get(ctx, p);
                 size_t at = i - t->param->offset;
                 if (i >= t->param->offset && at < t->param->count)
@@ -198,18 +199,18 @@ static void count_strays(dt_ctx *ctx, const job *j, const dt_zero *zero, left *l
 
 static void leave(dt_ctx *ctx, const job *j, dt_zero *zero, left *l) {
     char *host = (char *)malloc(ELEMENTS * 8);
-    for (int u = 0; u < zero->n_units; u++) {
-        const dt__zero_unit *z = &zero->units[u];
-        size_t bytes = z->unit->padded * dt_dtype_size(z->unit->grad_dtype);
-        for (int e = 0; e < 2 && !z->unit->frozen; e++)
+    for (int u = 0; u < zero->n_buckets; u++) {
+        const dt__zero_bucket *z = &zero->buckets[u];
+        size_t bytes = z->bucket->padded * dt_dtype_size(z->bucket->grad_dtype);
+        for (int e = 0; e < 2 && !z->bucket->frozen; e++)
             l->errors = dt__zero_digest(l->errors, z->errors[e], e ? bytes / (size_t)j->dp : bytes);
     }
     for (int i = 0; host && i < j->params; i++) {
         const dt_tensor *t = dt_param_get(ctx, i);
         size_t n = l->local[i] = t->param->count, size = dt_dtype_size(dt_grad_dtype(t));
         for (size_t k = 0; k < n; k++) l->x[0][i][k] = dt__number(t->dtype, t->data, k);
-        const dt__zero_unit *z = &zero->units[t->param->unit->index];
-        for (int s = 0; s < 2 && !z->unit->frozen; s++) {
+        const dt__zero_bucket *z = &zero->buckets[t->param->bucket->index];
+        for (int s = 0; s < 2 && !z->bucket->frozen; s++) {
             /* after a failure: as it lies there */
             if (dt_error(ctx) != DT_OK || dt_zero_state(zero, s, t, host) != DT_OK)
                 memcpy(host, (char *)z->state[s] + t->param->offset * size, n * size);

@@ -114,11 +114,11 @@ static dt_tensor *model_loss(
 /* All bytes that training keeps: values, masters, state. */
 static size_t keep(const dt_zero *zero, unsigned char *to) {
     size_t at = 0;
-    for (int u = 0; u < zero->n_units; u++) {
-        const dt__zero_unit *z = &zero->units[u];
-        size_t wide = z->count * dt__zero_size(z),
-               narrow = z->unit->run * dt_dtype_size(z->unit->dtype);
-        const void *from[4] = { z->unit->kept, z->master, z->state[0], z->state[1] };
+    for (int u = 0; u < zero->n_buckets; u++) {
+        const dt__zero_bucket *z = &zero->buckets[u];
+        size_t wide = z->count * dt__zero_element_size(z),
+               narrow = z->bucket->shard_count * dt_dtype_size(z->bucket->dtype);
+        const void *from[4] = { z->bucket->shard, z->master, z->state[0], z->state[1] };
         for (int i = 0; i < 4; i++) {
             size_t bytes = i ? wide : narrow;
             if (!from[i] || !CHECK_MSG(at + bytes <= ROOM, "%zu bytes", at + bytes)) continue;
@@ -134,7 +134,7 @@ static size_t keep(const dt_zero *zero, unsigned char *to) {
 /* One attempt of a step. */
 static dt_step_info attempt(
     dt_ctx *ctx, run *r, const dt_mesh *mesh, dt_zero *zero, int step, int spoilt) {
-    int data = mesh->at.dp;
+    int data = mesh->coord.dp;
     for (int j = 0; j < r->accum; j++) {
         dt_micro(ctx, j, r->accum);
         dt_tensor *loss = model_loss(ctx, r, mesh, (step * r->accum + j) * r->dp + data,
@@ -156,7 +156,7 @@ static void note_skip(
     r->info[me] = info;
     r->bad_param[me] = info.bad_param ? info.bad_param->param->index : -1;
     r->changed[me] += bytes != r->bytes[me] || memcmp(now, before, bytes) != 0;
-    r->after[me] = zero->scale;
+    r->after[me] = zero->loss_scale;
 }
 
 static dt_status rank_main(dt_ctx *ctx, void *user) {
@@ -171,7 +171,7 @@ static dt_status rank_main(dt_ctx *ctx, void *user) {
     dt_zero *zero = dt_zero_make(ctx, d);
     for (int step = 1; step <= STEPS && dt_error(ctx) == DT_OK;) {
         int spoil = spoilt[step] != 0;
-        if (step == BAD_STEP && r->lower != 0 && zero->scale != r->lower)
+        if (step == BAD_STEP && r->lower != 0 && zero->loss_scale != r->lower)
             dt__scale_set(zero, r->lower);
         r->bytes[me] = keep(zero, before);
         dt_step_info info = attempt(ctx, r, &mesh, zero, step, spoil);
@@ -324,7 +324,8 @@ static void test_scales(void) {
         r.skips = 1;
         CHECK(start(&r) == DT_OK && r.scale[1] == 32 && r.scale[2] == 32 && r.scale[3] == 64);
         r = steady(stage); /* the second skipped step makes it smaller, and the third */
-        r.zero.scale = (dt_scale_desc){ .init = 64, .backoff = 0.25, .hysteresis = 2, .least = 8 };
+        r.zero.scale =
+            (dt_scale_desc){ .init = 64, .backoff = 0.25, .hysteresis = 2, .min_scale = 8 };
         r.skips = 2;
         CHECK(start(&r) == DT_OK && r.scale[0] == 64 && r.scale[1] == 16);
         r.skips = 4;

@@ -236,17 +236,17 @@ static dt_step_info gpt_step(const gpt_run *r, gpt *g, dt_zero *zero, int step, 
     const expected *e = r->e;
     dt_ctx *ctx = g->ctx;
     int accum = G_SEQUENCES / r->dp / r->b, T = e->tokens;
-    dt_order order = { 1000, G_SEQUENCES, r->b, r->dp, 0 };
+    dt_data_order order = { 1000, G_SEQUENCES, r->b, r->dp, 0 };
     int32_t ids[G_SEQUENCES * G_TOKENS], labels[G_SEQUENCES * G_TOKENS];
     double counted = 0;
     *loss = 0;
     for (int j = 0; j < accum; j++) {
         for (int i = 0; i < r->b; i++) { /* each step's data are sequences 0 .. 3 */
-            int64_t q = dt_order_sequence(order, 1, j, dt_ctx_rank(ctx), i);
+            int64_t q = dt_data_order_sequence(order, 1, j, dt_ctx_rank(ctx), i);
             memcpy(ids + i * T, e->ids[step] + q * T, (size_t)T * 4);
             memcpy(labels + i * T, e->labels[step] + q * T, (size_t)T * 4);
         }
-        counted += dt_tokens(dt_world(ctx), labels, (size_t)(r->b * T));
+        counted += dt_count_labels(dt_world(ctx), labels, (size_t)(r->b * T));
         dt_micro(ctx, j, accum);
         dt_tensor *l = gpt_loss(g, dt_input(ctx, DT_I32, DT_SHAPE(r->b, T), ids),
             dt_input(ctx, DT_I32, DT_SHAPE(r->b, T), labels), e->denom[step]);
@@ -257,7 +257,7 @@ static dt_step_info gpt_step(const gpt_run *r, gpt *g, dt_zero *zero, int step, 
     CHECK(counted == e->denom[step]);
     for (int i = 0; i < dt_param_count(ctx) && step == 0 && r->stage == 0 && e->grad[0]; i++) {
         const dt_tensor *t = dt_param_get(ctx, i); /* whole at stage 0 */
-        double difference = 0, size = 0, all = (double)gpt_count(e->config);
+        double difference = 0, size = 0, all = (double)gpt_param_count(e->config);
         for (size_t k = 0; k < t->param->count; k++) {
             difference += pow(((double *)t->grad)[k] - e->grad[i][k], 2);
             size += pow(e->grad[i][k], 2);
@@ -585,11 +585,11 @@ static int64_t global_of(const dt_tensor *t, int64_t local) {
     const dt_param_info *p = t->param;
     int64_t at[DT_MAX_DIMS], global = 0;
     for (int i = p->full.nd - 1; i >= 0; i--) {
-        at[i] = local % p->box.n[i];
-        local /= p->box.n[i];
-        if (at[i] >= p->box.inside[i]) return -1;
+        at[i] = local % p->slice.n[i];
+        local /= p->slice.n[i];
+        if (at[i] >= p->slice.inside[i]) return -1;
     }
-    for (int i = 0; i < p->full.nd; i++) global = global * p->full.d[i] + p->box.lo[i] + at[i];
+    for (int i = 0; i < p->full.nd; i++) global = global * p->full.d[i] + p->slice.lo[i] + at[i];
     return global;
 }
 
@@ -651,8 +651,9 @@ static dt_tensor *pull(dt_ctx *ctx, const world_run *w, const dt_mesh *mesh, int
                                                                .in = { p },
                                                                .backward = pull_back,
                                                                .saved_bytes = sizeof(pull_saved) });
-        int data = (mesh->at.dp * mesh->sizes.ep + mesh->at.ep) * mesh->sizes.cp + mesh->at.cp;
-        if (s) *s = (pull_saved){ w, step, micro, data, mesh->at.tp };
+        int data =
+            (mesh->coord.dp * mesh->sizes.ep + mesh->coord.ep) * mesh->sizes.cp + mesh->coord.cp;
+        if (s) *s = (pull_saved){ w, step, micro, data, mesh->coord.tp };
         sum = sum ? dt_add(sum, out) : out;
     }
     return sum;
@@ -694,14 +695,15 @@ static void leave_bits(dt_ctx *ctx, world_run *w) {
     int me = dt_ctx_rank(ctx);
     for (int i = 0; w->bits[me] && i < dt_param_count(ctx); i++) {
         const dt_tensor *t = dt_param_get(ctx, i);
-        const dt_bucket *unit = t->param->unit;
+        const dt_bucket *unit = t->param->bucket;
         unsigned char *to = w->bits[me] + (size_t)i * MAX_ELEMENTS * 8;
         size_t size = dt_dtype_size(t->dtype);
         for (size_t k = 0; unit && (w->only_kept || dt_error(ctx) != DT_OK) && k < t->param->count;
              k++) {
             size_t at = t->param->offset + k;
-            if (at >= unit->first && at < unit->first + unit->run)
-                memcpy(to + k * size, (const char *)unit->kept + (at - unit->first) * size, size);
+            if (at >= unit->shard_offset && at < unit->shard_offset + unit->shard_count)
+                memcpy(to + k * size, (const char *)unit->shard + (at - unit->shard_offset) * size,
+                    size);
         }
         if (unit && !w->only_kept && dt_error(ctx) == DT_OK) dt_read(t, to);
     }
@@ -1070,7 +1072,7 @@ static plan plan_of(const world_run *w) {
 /* Bytes of optimizer state of one element, which 16 bits have a master in. */
 static size_t state_of(const world_run *w) {
     size_t size = w->dtype == DT_F64 ? 8 : 4, master = narrow(w->dtype) ? 4 : 0;
-    if (w->zero.optimizer == DT_OWN) return size * (size_t)w->zero.states + master;
+    if (w->zero.optimizer == DT_OPTIMIZER_CUSTOM) return size * (size_t)w->zero.states + master;
     return (w->zero.optimizer == DT_SGD ? (w->zero.momentum > 0 ? size : 0) : 2 * size) + master;
 }
 
@@ -1209,7 +1211,7 @@ typedef struct own_run {
 } own_run;
 
 /* Counts its elements, checks all it is told, and takes a plain step. */
-static dt_status own_update(const dt_flat *f, void *user) {
+static dt_status own_update(const dt_update_args *f, void *user) {
     own_run *o = (own_run *)user;
     const dt_param_info *p = f->tensor->param;
     const made *m = &o->w.set[p->index];
@@ -1217,13 +1219,13 @@ static dt_status own_update(const dt_flat *f, void *user) {
     size_t size = dt_dtype_size(type);
     int me = dt_ctx_rank(f->ctx), right = 1;
     if (me == o->refuse_rank && f->step == 2) return DT_ERR_DEVICE;
-    CHECK(f->count > 0 && f->first + f->count <= p->count); /* none of the padding */
-    const dt_bucket *u = p->unit;
-    size_t narrow_size = dt_dtype_size(o->w.dtype), at = p->offset + f->first;
-    const char *kept = (const char *)u->kept + (at - u->first) * narrow_size;
+    CHECK(f->count > 0 && f->offset + f->count <= p->count); /* none of the padding */
+    const dt_bucket *u = p->bucket;
+    size_t narrow_size = dt_dtype_size(o->w.dtype), at = p->offset + f->offset;
+    const char *kept = (const char *)u->shard + (at - u->shard_offset) * narrow_size;
     CHECK((f->param == kept) == !narrow(o->w.dtype) && dt_grad_dtype(f->tensor) == type);
     if (o->w.zero.stage < 2)
-        CHECK(f->grad == (char *)f->tensor->grad + f->first * size);
+        CHECK(f->grad == (char *)f->tensor->grad + f->offset * size);
     else
         CHECK(f->tensor->grad == NULL);
     CHECK(f->lr == LR * (double)f->step * (m->lr_scale ? m->lr_scale : 1));
@@ -1233,7 +1235,7 @@ static dt_status own_update(const dt_flat *f, void *user) {
     for (size_t i = 0; i < f->count; i++) {
         double g = at_of(f->grad, type, (int64_t)i), x = at_of(f->param, type, (int64_t)i);
         double off =
-            fabs(g - hand_gradient(&o->w, p->index, (int64_t)(f->first + i), (int)f->step));
+            fabs(g - hand_gradient(&o->w, p->index, (int64_t)(f->offset + i), (int)f->step));
         right &= off <= (type == DT_F64 ? 1e-12 : 4e-6);
         if (narrow(o->w.dtype)) /* the parameter is its master, rounded, and nothing more */
             right &= stored(o->w.dtype, x) == at_of(kept, o->w.dtype, (int64_t)i);
@@ -1242,7 +1244,7 @@ static dt_status own_update(const dt_flat *f, void *user) {
             put_at(f->state[s], type, (int64_t)i, (double)f->step * (s + 1));
         }
         put_at(f->param, type, (int64_t)i, x - f->lr * (g * f->grad_scale + f->weight_decay * x));
-        __atomic_add_fetch(&o->hits[me][p->index][f->first + i], 1, __ATOMIC_RELAXED);
+        __atomic_add_fetch(&o->hits[me][p->index][f->offset + i], 1, __ATOMIC_RELAXED);
     }
     CHECK_MSG(right, "gradient or state of %s", f->tensor->name);
     return DT_OK;
@@ -1271,7 +1273,7 @@ static void test_own_update(void) {
     static const dt_dtype types[] = { DT_F64, DT_BF16, DT_F16 };
     for (int code = 0; code < 3 * 4 * 2 * 3; code++) {
         dt_zero_desc d = { .stage = code / 3 % 4,
-            .optimizer = DT_OWN,
+            .optimizer = DT_OPTIMIZER_CUSTOM,
             .weight_decay = 0.25,
             .clip = 3,
             .bucket_bytes = code / 12 % 2 ? 64 : 0,
@@ -1288,14 +1290,14 @@ static void test_own_update(void) {
         check_hits(o);
         o->w.zero.optimizer = DT_SGD; /* which does the same by hand */
         check_by_hand(&o->w, "own update");
-        o->w.zero.optimizer = DT_OWN;
+        o->w.zero.optimizer = DT_OPTIMIZER_CUSTOM;
         world_free(&o->w);
     }
     for (int stage = 0; stage < 4; stage++) { /* one rank's update refuses */
         memset(o, 0, sizeof *o);
         o->w = world_make(MIXED, (dt_mesh_desc){ .dp = 2 },
             (dt_zero_desc){ .stage = stage,
-                .optimizer = DT_OWN,
+                .optimizer = DT_OPTIMIZER_CUSTOM,
                 .weight_decay = 0.25,
                 .update = own_update,
                 .user = o });
@@ -1438,8 +1440,8 @@ static const bad_use bad_uses[] = {
     { BAD_STAGE_4, DT_ERR_ARG, { "stage 4", "" } },
     { BAD_STAGE_MINUS, DT_ERR_ARG, { "stage -1", "" } },
     { BAD_OPTIMIZER, DT_ERR_ARG, { "optimizer 9", "" } },
-    { BAD_NO_UPDATE, DT_ERR_ARG, { "DT_OWN", "update" } },
-    { BAD_STATES, DT_ERR_ARG, { "DT_OWN", "got 3" } },
+    { BAD_NO_UPDATE, DT_ERR_ARG, { "DT_OPTIMIZER_CUSTOM", "update" } },
+    { BAD_STATES, DT_ERR_ARG, { "DT_OPTIMIZER_CUSTOM", "got 3" } },
     { BAD_BETA, DT_ERR_ARG, { "beta1 1", "" } },
     { BAD_NAN_EPS, DT_ERR_ARG, { "eps", "nan" } },
     { BAD_MOMENTUM, DT_ERR_ARG, { "momentum -1", "" } },
@@ -1467,9 +1469,9 @@ static dt_zero_desc bad_desc(int kind) {
     if (kind == BAD_STAGE_4) d.stage = 4;
     if (kind == BAD_STAGE_MINUS) d.stage = -1;
     if (kind == BAD_OPTIMIZER) d.optimizer = 9;
-    if (kind == BAD_NO_UPDATE) d.optimizer = DT_OWN;
+    if (kind == BAD_NO_UPDATE) d.optimizer = DT_OPTIMIZER_CUSTOM;
     if (kind == BAD_STATES)
-        d = (dt_zero_desc){ .optimizer = DT_OWN, .update = own_update, .states = 3 };
+        d = (dt_zero_desc){ .optimizer = DT_OPTIMIZER_CUSTOM, .update = own_update, .states = 3 };
     if (kind == BAD_BETA) d.beta1 = 1;
     if (kind == BAD_NAN_EPS) d.eps = NAN;
     if (kind == BAD_MOMENTUM) d.momentum = -1;
@@ -1584,8 +1586,8 @@ static const char *const unlike_words[UNLIKE_KINDS][2] = { { "has b f32 (3)", "h
     { "has other f32 (2,2)", "has a f32 (2,2)" }, { "has a f32 (4)", "has a f32 (2,2)" },
     { "has a f64", "has a f32" }, { "normal 0.5 ", "normal 0.1 " },
     { "has extra f32 (5)", "has nothing" }, { "has nothing", "has b f32" },
-    { "in unit 1", "in unit 0" }, { "frozen", "" }, { "no_decay", "" }, { "lr_scale 2", "" },
-    { "betas 0.8", "betas 0.9" }, { "cut 1:", "cut 0:" }, { "other values of a", "" },
+    { "in bucket 1", "in bucket 0" }, { "frozen", "" }, { "no_decay", "" }, { "lr_scale 2", "" },
+    { "betas 0.8", "betas 0.9" }, { "shard 1:", "shard 0:" }, { "other values of a", "" },
     { "other values of b", "" } };
 
 static dt_status unlike_main(dt_ctx *ctx, void *user) {
@@ -1703,12 +1705,12 @@ static dt_status late_main(dt_ctx *ctx, void *user) {
         write_start(ctx);
         dt_backward(pull(ctx, &w, &mesh, 1, 0));
         dt_barrier(mesh.dp);
-        memcpy(l->before[me], dt_bucket_get(ctx, 0)->kept, sizeof l->before[me]);
+        memcpy(l->before[me], dt_bucket_get(ctx, 0)->shard, sizeof l->before[me]);
         if (me == 1) dt_fail(ctx, DT_ERR_DEVICE, "pulled the plug");
         dt_step_info info = dt_zero_step(zero, 0.1);
         CHECK_MSG(isnan(info.grad_norm) && info.step == 0,
             "stage %d: rank %d took a step that rank 1 did not", l->stage, me);
-        memcpy(l->after[me], dt_bucket_get(ctx, 0)->kept, sizeof l->after[me]);
+        memcpy(l->after[me], dt_bucket_get(ctx, 0)->shard, sizeof l->after[me]);
         CHECK_MSG(memcmp(l->before[me], l->after[me], sizeof l->before[me]) == 0,
             "rank %d changed a parameter", me);
         if (me == 0) dt_zero_free(zero); /* after a failure too */
@@ -1811,7 +1813,7 @@ static dt_tensor *rare_layer(dt_tensor *x, void *user) {
     return dt_linear(x, (dt_tensor *)user, NULL);
 }
 
-static dt_status rare_update(const dt_flat *f, void *user) {
+static dt_status rare_update(const dt_update_args *f, void *user) {
     (void)f;
     __atomic_add_fetch(&((rare_run *)user)->updates, 1, __ATOMIC_RELAXED);
     return DT_OK;
@@ -1832,7 +1834,7 @@ static dt_zero_desc rare_desc(rare_run *r, int rank) {
         d.loss_scale = DT_SCALE_DYNAMIC, d.scale.init = rank ? 1024 : 65536;
     if (r->what == RARE_KEEP) d.keep_gathered = rank;
     if (r->what == RARE_FREEZE) d.optimizer = DT_ONEBIT_ADAM, d.freeze_steps = 1;
-    if (r->what == RARE_DRY) d.optimizer = DT_OWN, d.update = rare_update, d.user = r;
+    if (r->what == RARE_DRY) d.optimizer = DT_OPTIMIZER_CUSTOM, d.update = rare_update, d.user = r;
     if (r->what == RARE_MASTER && r->stage > 1) d.offload_optim = folder;
     return d;
 }
