@@ -7,7 +7,7 @@
    thread, a forked process, or a process behind a transport: five functions that carry messages.
 
    DOES NOT: install signal handlers, call exit or abort, keep global state, wait for a message
-   without a timeout, start threads other than those that dt_run was asked for.
+   without a timeout, start threads other than the ranks that dt_run was asked for.
 
    QUICK EXAMPLE
 
@@ -79,29 +79,31 @@
     28. Trace: code
 
    CONTRACT
-     Memory     dt_run allocates one memory range for all that ranks share: about 130 KiB for each
-                pair of ranks and 34 KiB for each rank of each group, of which it touches little
-                until messages use it. Groups belong to the context's world and end with it. Your
-                buffers are read and written only between the call and its return, or between a
-                start and its dt_wait. After that no other rank touches them, even after an error. A
-                forked rank's memory of the classes params, grads, acts and comm (dt_alloc) lies in
-                the range too; its other memory is copied through the range in windows of
-                DT_WINDOW_BYTES. MPI ranks have such a range for each machine, if its system allows
-                it. Ranks that are threads on several GPUs access each other's memory: if a GPU
-                cannot access another (peer access), dt_run fails with DT_ERR_DEVICE; use backend
-                nccl then.
+     Memory     dt_run allocates one shared memory segment for all ranks: about 130 KiB for each
+                pair of ranks and 34 KiB for each rank of each group. Most of its pages stay
+                untouched until messages use them. Groups belong to the context's world and end with
+                it. Your buffers are read and written only between the call and its return, or
+                between a start and its dt_wait. After that no other rank touches them, even after
+                an error. A forked rank's memory of the classes params, grads, acts and comm
+                (dt_alloc) lies in the segment too; the rank's other memory is copied through the
+                segment in windows of DT_WINDOW_BYTES. MPI ranks have one segment for each machine,
+                if the machine's system allows shared memory. Ranks that are threads on several GPUs
+                access each other's memory: if a GPU cannot access another (peer access), dt_run
+                fails with DT_ERR_DEVICE; use backend nccl then.
      Errors     A collective that cannot be done fails the context (dt_error, dt_error_text) and
                 returns its status. Any failure of any context (dt_fail from an op or from your
                 code, a refused allocation) poisons the world: every rank that waits, and every
                 later call, returns DT_ERR_PEER and a text that names the first rank and its reason.
-                If ranks call different operations, or the same with another count, type, reduction
-                or root, all of them learn both sides when all have called, with the call sites
-                (over tcp and mpi: dt_run_desc.check). If all ranks wait and no message is under
-                way, they learn the circle of waits at once. A rank that ended or died is named with
-                its signal. A rank that does not arrive within timeout_s is named with its state:
-                stopped, spinning, asleep, late. Messages give world ranks. Only the first failure
-                is logged as an error. Timeouts count only time in which a rank's process runs: a
-                job that is suspended as a whole (Ctrl-Z, scontrol suspend) continues when resumed.
+                If ranks call different operations, or the same operation with another count, type,
+                reduction or root, every rank gets an error that names both calls and their call
+                sites, once all ranks have called (over tcp and mpi: dt_run_desc.check). If all
+                ranks wait and no message is in flight, every rank gets an error that names the
+                cycle of waits, without waiting for the timeout. A rank that ended or died is named,
+                a killed rank with its signal. A rank that does not arrive within timeout_s is named
+                with its state: stopped, spinning, asleep, late. Error texts give world ranks. Only
+                the first failure is logged as an error. Timeouts count only time in which a rank's
+                process runs: a job that is suspended as a whole (Ctrl-Z, scontrol suspend)
+                continues when resumed.
      Threads    dt_run's caller is the supervisor and never a rank. A dt_comm belongs to its rank's
                 thread. All ranks use the tables of dt_run_desc at the same time. Several dt_run may
                 run at the same time.
@@ -110,9 +112,9 @@
                 and gives the same bits on every rank. bf16 and f16 are reduced in f32 and rounded
                 once at the end. So an all-reduce equals a reduce and a broadcast, and a
                 reduce-scatter and an all-gather, bit for bit. The exception is NCCL, which reduces
-                device memory in an order of its own (section 26): the last bits of floating-point
-                sums and products may differ from it, and between an all-reduce and a reduce with a
-                broadcast.
+                device memory in its own order (section 26). The last bits of floating-point sums
+                and products may then differ from a reduction in rank order, and between an
+                all-reduce and a reduce with a broadcast.
      In place   as in NCCL: all-reduce and reduce send == recv; reduce-scatter and scatter recv ==
                 send + rank * count; all-gather and gather send == recv + rank * count. Any other
                 overlap of a rank's send and recv, and any overlap in an all-to-all, is DT_ERR_ARG
@@ -156,16 +158,16 @@ typedef enum dt_backend {
 
 /* The first failure of a run. */
 typedef struct dt_report {
-    dt_status status; /* DT_OK: none */
-    int rank;         /* the rank that recorded it; -1: the run could not start */
+    dt_status status; /* DT_OK: no failure */
+    int rank;         /* the rank that recorded the failure; -1: the run could not start */
     char text[512];   /* "rank 3: dt_linear(w1): ..." */
     int left_behind;  /* ranks whose thread or process was still running when dt_run returned */
 } dt_report;
 
 /* A simulated slow network, for learning. An operation completes no earlier than latency_s plus its
    bytes (as dt_comm_bytes counts them) / bytes_per_s after its start, or after the end of the
-   rank's previous operation if that is later. A rank that waits for it sleeps. Scalars (section 6)
-   cost nothing. All 0: no simulated link. */
+   rank's previous operation if that is later. A rank that waits for the operation sleeps. Scalars
+   (section 6) cost nothing. If both fields are 0, no link is simulated. */
 typedef struct dt_link {
     double latency_s, bytes_per_s;
 } dt_link;
@@ -174,22 +176,23 @@ typedef struct dt_run_desc {
     int ranks;          /* 0 -> 1; under MPI, the launcher's count */
     dt_backend backend; /* AUTO -> threads */
     /* Longest time that a rank waits for another, in seconds, at most 1e9; 0 -> 120. A tcp run
-       survives a network partition that ends at least max(timeout_s / 8, 1 s) before the timeout;
-       before Linux 6.15, one of up to timeout_s / 2. */
+       survives a network partition that ends at least max(timeout_s / 8, 1 s) before the timeout.
+       On Linux before 6.15 it survives a partition of up to timeout_s / 2. */
     double timeout_s;
     uint64_t seed; /* 0 -> 1 */
-    /* NULL -> dt_host_default(). All ranks use it at the same time. procs: the table must have map;
-       its alloc is not called for the memory classes that lie in the shared range. mpi: with a
-       table without map, ranks share no memory. */
+    /* NULL -> dt_host_default(). All ranks use the table at the same time. For procs the table must
+       have map, and its alloc is not called for the memory classes that lie in the shared memory
+       segment. Under mpi, ranks share no memory if the table has no map. */
     const dt_host *host;
     const dt_kernels *kernels; /* NULL -> as in dt_ctx_desc; for procs dt_kernels_cpu() */
     const dt_io *io;           /* NULL -> dt_io_default() */
     dt_report *report;         /* if not NULL, receives the first failure */
-    /* procs: size of what `user` points to. All ranks share one copy of it, which is copied back
-       when dt_run returns. 0: each rank has the fork's private copy. */
+    /* procs: size of the object that `user` points to. All ranks share one copy of the object,
+       which is copied back when dt_run returns. With 0, each rank has the fork's private copy. */
     size_t user_bytes;
     dt_link link;
-    /* mpi: how many neighbouring ranks share memory; 1: none; 0: all ranks on one machine */
+    /* mpi: how many consecutive ranks share memory; 1: no ranks share memory; 0: all ranks of one
+       machine share memory */
     int node_ranks;
     int rank; /* tcp, nccl: the rank of this process */
     /* tcp, nccl: the rendezvous, where rank 0 listens until all ranks have connected:
@@ -202,20 +205,21 @@ typedef struct dt_run_desc {
     /* Limit on the live bytes of one rank, summed over all classes of dt_memory; 0: no limit. */
     size_t mem_limit;
     /* tcp, nccl, mpi: the job's secret, at least 16 bytes; ranks prove to each other that they know
-       it. NULL: the contents of the file that DT_TOKEN_FILE names (which no other user may read),
-       else DT_TOKEN from the environment. On the loopback the token may be missing. Under mpi rank
-       0's token counts, and rank 0 makes one if it has none. After the rendezvous dt has erased its
-       copy and all keys derived from it. `token` and DT_TOKEN themselves stay in memory, so prefer
-       the file. */
+       it. If NULL, the token is the contents of the file that DT_TOKEN_FILE names (no other user
+       may have read permission), else DT_TOKEN from the environment. On the loopback the token may
+       be missing. Under mpi rank 0's token counts, and rank 0 makes one if it has none. After the
+       rendezvous dt has erased its copy and all keys derived from it. `token` and DT_TOKEN
+       themselves stay in memory, so prefer the file. */
     const char *token;
     int read_fault_env; /* 1: read planted faults from DT_FAULT in the environment */
     const char *fault;  /* planted faults, instead of those in DT_FAULT; see below */
     /* tcp, nccl, mpi: compare the ranks' calls before each operation. 0 -> in the first 100 steps,
        or always with DT_CHECK=1 in the environment; 1 -> always; -1 -> never. */
     int check;
-    /* If not NULL: when a signal handler or another thread sets it to 1, the table of dt_ranks_text
-       is logged as a notice, and it becomes 0 again. For procs the supervisor reads its own copy;
-       over tcp, nccl and mpi a rank reads it while it waits. */
+    /* A flag that a signal handler or another thread sets to 1 to ask for the ranks' status; may be
+       NULL. dt then logs the table of dt_ranks_text as a notice and sets the flag to 0 again. For
+       procs the supervisor reads its own copy of the flag; over tcp, nccl and mpi a rank reads the
+       flag while it waits. */
     int *status_request;
 } dt_run_desc;
 
@@ -230,40 +234,41 @@ typedef struct dt_run_desc {
    instead, or begins no operation until another rank has failed. */
 
 /* [the caller is the supervisor, never a rank] Runs rank_main on every rank, each with its own
-   context and its own handle of the world. Waits for all ranks and frees both. Returns the status
-   of the first failure, which has been logged. Returns DT_OK only if every rank_main returned
-   DT_OK, no context failed and every message was received. A rank_main that returns an error
-   without a failed context is a failure too.
+   context and its own handle of the world. Waits for all ranks and frees the contexts and handles.
+   Returns the status of the first failure, which has been logged. Returns DT_OK only if every
+   rank_main returned DT_OK, no context failed and every message was received. A rank_main that
+   returns an error without a failed context is a failure too.
 
    While no rank has failed, dt_run waits for every rank_main to return: it cannot tell a long
    computation from an endless one. Ranks that have not ended timeout_s after the first failure are
-   killed; a stopped one after a second.
+   killed; a stopped rank is killed after one second.
 
    procs: call dt_run from a process with one thread. Forked ranks flush stdio and end with _exit,
    so atexit handlers do not run in them. Memory that a rank writes is private to it, except `user`
    (user_bytes).
 
-   threads: exit() in a rank ends the whole process. A thread cannot be killed: if one has not ended
-   in time, dt_run returns without it, logs a notice and counts it in dt_report.left_behind
-   (likewise a process that the kernel does not let die). Memory of the run that this thread may
-   touch is freed when the thread ends. If its rank_main continues, operations fail, but it still
-   uses `user` and what desc points to: keep both valid, or end the process with _exit. A rank_main
-   that ends its thread (pthread_exit, pthread_cancel) is a failure of that rank.
+   threads: exit() in a rank ends the whole process. A thread cannot be killed: if a rank's thread
+   has not ended in time, dt_run returns without waiting for the thread, logs a notice and counts
+   the rank in dt_report.left_behind (likewise a process that the kernel does not let die). Memory
+   of the run that this thread may touch is freed when the thread ends. While the thread's rank_main
+   continues, its operations fail, but it still uses `user` and the objects that desc points to.
+   Keep them valid, or end the process with _exit. A rank_main that ends its thread (pthread_exit,
+   pthread_cancel) is a failure of that rank.
 
-   tcp, nccl: rank_main runs in the calling thread, as rank `rank`; if it ends that thread, dt_run
-   cannot return. All ranks must arrive within timeout_s. A rank that has ended waits up to
-   timeout_s for the others to end. The status and the report are the first failure that this rank
-   noticed or was told of. DT_OK says that this rank succeeded, and the others as far as it could
-   learn.
+   tcp, nccl: rank_main runs in the calling thread, as rank `rank`; if rank_main ends that thread,
+   dt_run cannot return. All ranks must arrive within timeout_s. A rank that has ended waits up to
+   timeout_s for the others to end. The status and the report describe the first failure that this
+   rank noticed or was told of. DT_OK means that this rank succeeded and learned of no other rank's
+   failure.
 
    mpi: the caller is one rank, which MPI's launcher started, and it runs rank_main itself. `ranks`
-   is 0 or the launcher's number of processes, and all of them call dt_run alike. dt_run initializes
-   and finalizes MPI unless the program has initialized it. MPI can be initialized once in a
-   process, so a program that calls dt_run twice initializes MPI itself, and calls dt_run from the
-   same thread. During dt_run, errors of MPI_COMM_WORLD are returned. Every rank's dt_run returns
-   the first failure. If a rank does not learn of a failure within timeout_s, MPI is not finalized:
-   the launcher ends that rank once this process has exited with an error. Groups within one machine
-   run their collectives in shared memory: node_ranks.
+   is 0 or the launcher's number of processes, and all processes call dt_run. dt_run initializes and
+   finalizes MPI unless the program has initialized it. MPI can be initialized once in a process, so
+   a program that calls dt_run twice initializes MPI itself, and calls dt_run from the same thread.
+   During dt_run, errors of MPI_COMM_WORLD are returned. Every rank's dt_run returns the first
+   failure. If a rank does not learn of a failure within timeout_s, MPI is not finalized: the
+   launcher ends that rank once this process has exited with an error. Groups within one machine run
+   their collectives in shared memory (see dt_run_desc.node_ranks).
 
    Device memory travels through host memory over tcp and MPI; NCCL transfers it directly. */
 DT_API dt_status dt_run(
@@ -272,7 +277,7 @@ DT_API dt_status dt_run(
 /* This process's rank, as its launcher set it. */
 typedef struct dt_launch {
     int rank, size; /* 0 of 1: not distributed */
-    /* among the ranks of its machine; -1 and 0: the launcher does not tell */
+    /* rank and size within this machine; -1 and 0 if the launcher does not set them */
     int local_rank, local_size;
     /* where rank 0 listens, "127.0.0.1:29501" or "node3:24711"; "": not known */
     char rendezvous[80];
@@ -282,23 +287,24 @@ typedef struct dt_launch {
 } dt_launch;
 
 /* [local] Launcher discovery: reads the environment. The first launcher below whose variables are
-   set wins. Values that it leaves open come from later ones that give the same rank and size:
+   set wins. A value that this launcher does not set comes from a later launcher in the list, if
+   that one gives the same rank and size:
        DT          DT_RANK, DT_WORLD_SIZE, DT_LOCAL_RANK, DT_LOCAL_SIZE: for scripts that start
                    ranks
        torchrun    RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT. With
                    TORCHELASTIC_USE_AGENT_STORE=True torchrun's own agent listens at that port, so
-                   dt takes the next one, or 20000 + port % 10000 if the port is one of those that a
-                   system gave to torchrun, from 32768 on
+                   dt takes the next port, or 20000 + port % 10000 if the next port is 32768 or
+                   above, where a system gives out ports itself
        Open MPI    OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE
        PMI         PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS: MPICH, and srun --mpi=pmi2
        SLURM       SLURM_PROCID, SLURM_STEP_NUM_TASKS or SLURM_NTASKS, SLURM_LOCALID, and the first
-                   machine of SLURM_STEP_NODELIST or SLURM_JOB_NODELIST. Only within job steps: a
-                   batch script is no rank
+                   machine of SLURM_STEP_NODELIST or SLURM_JOB_NODELIST. Only within job steps,
+                   because a batch script is not a rank
    DT_RENDEZVOUS overrides the address of every launcher. Without any address, ranks of one machine
    meet at 127.0.0.1, at a port from 20000 to 29999 derived from the job's name, or 29500. Returns
    DT_OK with rank 0 of 1 if no variable is set. Returns DT_ERR_ARG, with the variable in text, if a
-   launcher's variables are incomplete or no valid numbers; so does PMIX_RANK alone, because it
-   comes without a size. */
+   launcher's variables are incomplete or not valid numbers. PMIX_RANK alone is DT_ERR_ARG too,
+   because it comes without a size. */
 DT_API dt_status dt_launch_find(dt_launch *out);
 
 // ==== 2. Groups =================================================================================
@@ -315,16 +321,16 @@ typedef enum dt_axis {
 } dt_axis;
 
 /* Largest number of dt_comm_split calls on the world in one run. A call on a smaller group counts
-   as a fraction of one. */
+   as a fraction of a call. */
 #define DT_MAX_SPLITS 64
 
-/* [local] The group of all ranks. NULL, which is a group of one, for a context that is not
+/* [local] Returns the group of all ranks, or NULL (a group of one) if the context is not
    attached. */
 DT_API dt_comm *dt_world(dt_ctx *ctx);
 /* [local] This rank's number in the group, and the group's size; 0 and 1 for NULL. */
 DT_API int dt_comm_rank(const dt_comm *comm);
 DT_API int dt_comm_size(const dt_comm *comm);
-/* [local] The name given to dt_comm_split: "tp"; "world"; "one" for NULL. */
+/* [local] The name given to dt_comm_split, such as "tp"; "world" for the world; "one" for NULL. */
 DT_API const char *dt_comm_name(const dt_comm *comm);
 /* [local] The world rank of a group's member; -1 if `rank` is outside the group; 0 for NULL. */
 DT_API int dt_comm_world_rank(const dt_comm *comm, int rank);
@@ -332,13 +338,13 @@ DT_API int dt_comm_world_rank(const dt_comm *comm, int rank);
    key, and by their rank in comm where keys are equal. color < 0: this rank joins no group and gets
    NULL without a failure. name (may be NULL) is for messages; its first 31 bytes are copied. The
    group lives as long as the world. Returns NULL after a failure; DT_ERR_MEM when DT_MAX_SPLITS is
-   used up. Under MPI, a group that does not fit into its machine's shared range works over
+   used up. Under MPI, a group that does not fit into its machine's shared memory segment works over
    messages, with the same results. */
 DT_API dt_comm *dt_comm_split(dt_comm *comm, int color, int key, const char *name);
 /* [local] Counts the bytes of operations that begin after this call under `axis`. NULL comm: does
    nothing. */
 DT_API void dt_comm_set_axis(dt_comm *comm, dt_axis axis);
-/* [local] Bytes that this rank has sent so far over groups of that axis. They are logical: a
+/* [local] Bytes that this rank has sent so far over groups of `axis`. The bytes are logical: a
    property of the operation, not of the algorithm that ran. With N ranks, and S the bytes of the
    full buffer (all blocks together):
        all-reduce                              2 S (N-1)/N, rounded down where N does not divide it
@@ -347,7 +353,7 @@ DT_API void dt_comm_set_axis(dt_comm *comm, dt_axis axis);
        broadcast                               S from the root if N > 1, nothing from the others
        scatter                                 N-1 blocks from the root, nothing from the others
        reduce, gather                          S, or one block, from every rank but the root
-       send                                    its bytes; receive and barrier nothing
+       send                                    the message's bytes; receive and barrier nothing
    Scalars (section 6), dt_comm_split and failed operations are not counted. */
 DT_API size_t dt_comm_bytes(const dt_ctx *ctx, dt_axis axis);
 /* [local] Seconds that this rank has spent inside operations of sections 3 to 6, waiting included.
@@ -355,10 +361,10 @@ DT_API size_t dt_comm_bytes(const dt_ctx *ctx, dt_axis axis);
    is recorded. */
 DT_API double dt_comm_seconds(const dt_ctx *ctx);
 
-/* Algorithm of a collective that runs as messages: section 16, with the cost of each. */
+/* Algorithm of a collective that runs as messages. Section 16 gives the cost of each algorithm. */
 typedef enum dt_algorithm {
     DT_ALGORITHM_AUTO = 0, /* in shared memory where possible, else by size and ranks */
-    DT_DIRECT,             /* every rank sends to every other at once */
+    DT_DIRECT,             /* every rank sends to every other rank at once */
     /* N-1 steps to the right neighbour; sums in ring order, which differs between chunks */
     DT_RING,
     DT_DOUBLING, /* recursive doubling: distances 1, 2, 4, ... */
@@ -366,8 +372,8 @@ typedef enum dt_algorithm {
     DT_ALGORITHMS
 } dt_algorithm;
 /* [collective: comm] From this call on, operations of this group run as messages with this
-   algorithm, where it exists for them. For learning and tests: all algorithms give the same result,
-   and the same bits except DT_RING's sums. */
+   algorithm, if it exists for the operation. For learning and tests: all algorithms give the same
+   result, and the same bits except DT_RING's sums. */
 DT_API void dt_comm_set_algorithm(dt_comm *comm, dt_algorithm algorithm);
 /* [local] Messages and bytes that this rank has really sent: what the algorithms cost. Messages
    through shared memory count too; comparisons of calls (dt_run_desc.check) do not. */
@@ -378,15 +384,15 @@ DT_API dt_traffic dt_comm_traffic(const dt_ctx *ctx);
 
 // ==== 3. Collectives ============================================================================
 
-/* All [collective: comm]. Counts are in elements. Types are those of dt_dtype; others, and
-   reductions of a type that the context's kernel table does not reduce, fail with
+/* All [collective: comm]. Counts are in elements. Types are the values of dt_dtype; other types,
+   and reductions of a type that the context's kernel table does not reduce, fail with
    DT_ERR_UNSUPPORTED. Buffers are memory of the context's device (with comm NULL: host memory, or
-   in place). They may be NULL when count is 0 and where a rank has none. If the device is a GPU,
-   buffers may lie in host memory instead, both buffers of a call and on all ranks alike: the CPU
-   then does the work. This is for small data, and dt_comm_bytes does not count it. N is the size of
-   the group. Errors besides those of the contract: DT_ERR_ARG for a value outside its range or a
-   missing buffer, DT_ERR_COMM when ranks call different things, DT_ERR_TIMEOUT, and the kernel
-   table's own. */
+   in place). A buffer may be NULL if count is 0 or if the operation does not use it on this rank.
+   If the device is a GPU, both buffers of a call may be in host memory instead, if they are on all
+   ranks; the CPU then does the work. This is for small data, and dt_comm_bytes does not count it. N
+   is the size of the group. A call returns the errors of the contract, and also DT_ERR_ARG for a
+   value outside its range or a missing buffer, DT_ERR_COMM if the ranks' calls differ,
+   DT_ERR_TIMEOUT, and the errors of the kernel table. */
 
 /* All-reduce: recv[i] = send of rank 0 [i] op send of rank 1 [i] op ..., on every rank. send, recv:
    count. */
@@ -403,8 +409,8 @@ DT_API dt_status dt_reduce_scatter(
    count. */
 DT_API dt_status dt_all_gather(
     dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype);
-/* Gather: the same, on the root only. send: count; recv: N * count on the root, unused on the
-   others. */
+/* Gather: the send buffers of all ranks, in rank order, on the root only. send: count; recv: N *
+   count on the root, unused on the others. */
 DT_API dt_status dt_gather(
     dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, int root);
 /* Scatter: rank r receives block r of the root's send. send: N * count on the root, unused on the
@@ -430,18 +436,19 @@ DT_API dt_status dt_barrier(dt_comm *comm);
 
 /* [pairwise] buf: count. `to` and `from` are ranks of comm; tag >= 0. A receive takes the oldest
    message with its sender, group and tag. Count and type must equal the send's, else DT_ERR_COMM
-   names both.
+   names both calls.
 
-   A send of up to DT_EAGER_BYTES leaves a copy and returns (eager), for up to 8 messages a pair. A
-   larger send, or a 9th, waits for the receiver, so two ranks must not both send large messages
-   first: use the nonblocking calls (section 5). A rank can send up to DT_EAGER_BYTES to itself, or
-   more with a nonblocking call. NULL comm: DT_ERR_ARG, there is no peer. */
+   A send of up to DT_EAGER_BYTES is eager: it leaves a copy of the message and returns. From one
+   rank to another, 8 messages can be pending in this way. A larger send, or the 9th eager message,
+   waits for the receiver, so two ranks must not both send large messages first: use the nonblocking
+   calls (section 5). A rank can send up to DT_EAGER_BYTES to itself, or more with a nonblocking
+   call. A NULL comm is DT_ERR_ARG, because it has no peer. */
 #define DT_EAGER_BYTES 4096
 DT_API dt_status dt_send(
     dt_comm *comm, const void *buf, size_t count, dt_dtype dtype, int to, int tag);
 DT_API dt_status dt_recv(dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int from, int tag);
-/* [pairwise] Receives the first message to arrive from any rank with that group and tag. Stores its
-   sender in *from (may be NULL). */
+/* [pairwise] Receives the first message to arrive from any rank of the group with this tag. Stores
+   the sender's rank in *from (may be NULL). */
 DT_API dt_status dt_recv_any(
     dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int tag, int *from);
 
@@ -455,13 +462,13 @@ DT_API dt_status dt_recv_any(
        compute()                           computation:    |==== compute ====|
        dt_wait(ctx, w)                     waiting:                          |=======|
 
-   The arguments are those of the blocking call, and the buffers belong to the operation until
+   The arguments are the same as in the blocking call, and the buffers belong to the operation until
    dt_wait. There is no hidden thread: operations advance while this rank waits in any other
-   operation, and between the kernels of its tensor ops. Any number may be pending; the other ranks
-   see the first DT_MAX_STARTED of each group. NULL means that the operation is already complete
-   (comm NULL) or that the context has failed; dt_wait accepts it and returns the context's status.
-   Every other handle must be waited for exactly once, in any order. A handle that is never waited
-   for is a failure when rank_main returns. */
+   operation, and between the kernels of its tensor ops. Any number of operations may be pending;
+   the other ranks see the first DT_MAX_STARTED of each group. A NULL handle means that the
+   operation is already complete (comm NULL) or that the context has failed; dt_wait accepts NULL
+   and returns the context's status. Every other handle must be waited for exactly once, in any
+   order. A handle that is never waited for is a failure when rank_main returns. */
 #define DT_MAX_STARTED 8
 typedef struct dt_work dt_work;
 DT_API dt_work *dt_all_reduce_start(
@@ -494,12 +501,13 @@ DT_API dt_work *dt_recv_any_start(
 /* [local] Waits until the operation is complete. The buffers are the caller's again and `work` is
    freed. Returns dt_error of ctx. */
 DT_API dt_status dt_wait(dt_ctx *ctx, dt_work *work);
-/* [local] Advances pending operations as far as possible without waiting; if there are many, each
-   call advances only some. Returns 1 when `work` is complete (dt_wait then returns at once). */
+/* [local] Advances pending operations as far as possible without waiting. If many are pending, each
+   call advances only some of them. Returns 1 when `work` is complete (dt_wait then returns at
+   once). */
 DT_API int dt_test(dt_ctx *ctx, dt_work *work);
 
-/* One send or receive of dt_exchange, whose transfers all run at once, in any order: what NCCL
-   calls a group (ncclGroupStart). */
+/* One send or receive of dt_exchange. All transfers of one dt_exchange run at once, in any order,
+   like the calls between NCCL's ncclGroupStart and ncclGroupEnd. */
 typedef struct dt_transfer {
     const void *send; /* exactly one of send and recv is set */
     void *recv;
@@ -524,17 +532,17 @@ DT_API dt_status dt_agree(dt_comm *comm, dt_status mine);
 
 // ==== 7. Attach, records, trace =================================================================
 
-/* For programs with their own threads, or their own way to carry messages. dt_run is these calls in
-   a loop. */
+/* For programs that start their own threads or bring their own transport. dt_run makes these calls
+   for each rank. */
 
-/* What the ranks of one run share, for threads (and forks) that the caller starts. */
+/* The shared state of one run whose ranks are threads or forks that the caller starts. */
 typedef struct dt_team dt_team;
 /* [the caller is the supervisor] desc as for dt_run, with backend threads or procs. Returns NULL
    after a failure, which has been logged. */
 DT_API dt_team *dt_team_make(dt_run_desc desc);
 /* [local] The context of a rank, with the team's tables; a forked rank's heap lies in the shared
-   range. Free it with dt_ctx_free, after dt_comm_detach. Returns NULL after a failure, which the
-   other ranks learn of. */
+   memory segment. Free the context with dt_ctx_free, after dt_comm_detach. Returns NULL after a
+   failure, which the other ranks learn of. */
 DT_API dt_ctx *dt_team_ctx(dt_team *team, int rank);
 /* [the caller is the supervisor] Call it after all ranks have detached or if they will never
    attach. Returns the status of the first failure and fills the report. */
@@ -544,16 +552,17 @@ DT_API dt_status dt_team_free(dt_team *team);
 /* A transport: five functions that carry messages between ranks 0 .. size-1.
 
    Messages of one (sender, channel, tag) arrive in the order of their sends. A message carries a
-   signature of the call that sent it; a transport may deliver 0 instead, and then the signature is
-   not compared.
-       send, recv   begin a transfer and return a request; NULL if they cannot. recv's `from` may be
-                    DT_ANY. Many of both can be pending, and a send must not need its receive to
-                    have begun for others to make progress
+   signature of the call that sent it; a transport may deliver 0 instead, and dt then does not
+   compare it.
+       send, recv   begin a transfer and return a request, or NULL on failure. recv's `from` may be
+                    DT_ANY. Many sends and receives can be pending. A send whose receive has not
+                    begun must not keep other transfers from making progress
        test         1: the transfer is complete and the request freed; for a receive *from and
-                    *bytes describe the message (bytes beyond the buffer are dropped). 0: not yet.
-                    Below 0: it can never complete, the request is freed and `why` (512 bytes) says
-                    the reason: -1 the peer is lost, -2 the call was wrong, -3 another rank has
-                    called fail, with that text, -4 the peer has ended normally
+                    *bytes describe the message (bytes beyond the buffer are dropped). 0: the
+                    transfer is not complete yet. Below 0: the transfer can never complete, the
+                    request is freed and `why` (512 bytes) holds the reason: -1 the peer is lost, -2
+                    the call was wrong, -3 another rank has called fail (`why` holds its text), -4
+                    the peer has ended normally
        cancel       frees the request; its buffer is the caller's again
        fail         tells the other ranks that this rank has failed, with its text */
 typedef struct dt_transport {
@@ -575,34 +584,35 @@ typedef struct dt_attach_desc {
     int size;                      /* number of ranks of the transport */
     double timeout_s;              /* for a transport: 0 -> 120 */
     dt_link link;                  /* for a transport */
-    /* An ncclComm_t of the transport's ranks, in the same order, which carries large messages. The
-       context's kernel table is CUDA's. The communicator stays the caller's, but if the context
-       fails it has been aborted: do not destroy it then. NULL: none. */
+    /* An ncclComm_t of the transport's ranks, in the same order, which carries large messages;
+       NULL: no NCCL. It needs CUDA's kernel table in the context. The caller owns the communicator.
+       But if the context fails, dt has aborted the communicator: do not destroy it then. */
     void *nccl;
 } dt_attach_desc;
-/* [collective: the ranks to be] Makes ctx (from dt_ctx_make) a rank and returns its world. NULL
-   after a failure. For a team make the context with dt_team_ctx, which gives it the team's
+/* [collective: the ranks to be] Makes ctx (from dt_ctx_make) a rank and returns its world. Returns
+   NULL after a failure. For a team make the context with dt_team_ctx, which gives it the team's
    tables. */
 DT_API dt_comm *dt_comm_attach(dt_ctx *ctx, dt_attach_desc desc);
 /* [local] Ends this rank: frees its groups, and ranks that wait for it learn that it has ended.
-   status: what its function returned. */
+   status: the return value of the rank's function. */
 DT_API void dt_comm_detach(dt_ctx *ctx, dt_status status);
 
 /* FLIGHT RECORDER. Each rank keeps a record of its last DT_RECORDS operations, with the call site
    of each. */
 #define DT_RECORDS 128
 /* [local] One line for each rank: rank, process, step, seconds, and the operation that it waits in
-   or finished last. Only what this rank can see: for tcp ranks and ranks on other machines, what
-   they last reported. Returns the bytes of the whole text; with text NULL it only counts. */
+   or finished last. For tcp ranks and ranks on other machines the line shows what the rank last
+   reported. Returns the size of the complete text in bytes; if text is NULL it only returns the
+   size. */
 DT_API size_t dt_ranks_text(const dt_ctx *ctx, char *text, size_t bytes);
 /* [local] The last operations of this rank, or of a world rank that shares memory with it: one line
-   each, newest first. Bytes as for dt_ranks_text. */
+   each, newest first. Returns the size as dt_ranks_text does. */
 DT_API size_t dt_records_text(const dt_ctx *ctx, int rank, char *text, size_t bytes);
 /* [collective: the world] Ends a training step: counts it, for the table above and for
    dt_run_desc.check. Over tcp and mpi the ranks of each group compare the operations that they
    called in the step; DT_ERR_COMM names two ranks that differ. Straggler detection: a notice names
-   a rank whose own work, without its waits, took more than 1.5 times the median's in 5 of 8 steps,
-   at most once in 10 steps. */
+   a rank whose own work, without its waits, took more than 1.5 times the median rank's in 5 of 8
+   steps, at most once in 10 steps. */
 DT_API dt_status dt_comm_step(dt_comm *world);
 
 /* A TRACE records what each rank did and when: blocks (dt_block), operations of sections 3 to 6,
@@ -611,19 +621,20 @@ DT_API dt_status dt_comm_step(dt_comm *world);
 
        compute         blocks "F 3 block 1" (forward of micro-batch 3; also B, I, W; "again": the
                        recompute of a block), your own ranges, and "wait all-reduce dp": a dt_wait
-                       for a nonblocking operation. They nest.
-       comm            operations, from call to return; a nonblocking one from its start to its
-                       end, here or, where it overlaps another, in comm 2, comm 3, ... An operation
-                       beside a block and without a wait is hidden by computation
+                       for a nonblocking operation. Events of this track nest.
+       comm            operations, from call to return; a nonblocking operation from its start to
+                       its end. Operations that overlap in time use further tracks: comm 2, comm 3,
+                       ... An operation that runs during a block and causes no wait is hidden by
+                       computation
        arrows          from a send to its receive
        memory          bytes by class, at the end of each block or range
 
-   Without a trace, each of these places costs one test of a pointer. */
+   Without a trace, each place that could record an event costs one test of a pointer. */
 
-/* [local] Begins recording into a ring of `events` events (0 -> 65536) of 88 bytes each, class
-   host, which is allocated now; nothing is allocated later. When the ring is full, new events
-   overwrite the oldest. Call it on all ranks, between the same operations and while no messages are
-   pending. A second call fails (DT_ERR_ARG). The ring is freed when the rank ends. */
+/* [local] Begins recording into a ring buffer of `events` events (0 -> 65536) of 88 bytes each. The
+   ring is allocated now, in memory class host; nothing is allocated later. When the ring is full,
+   new events overwrite the oldest. Call it on all ranks, between the same operations and while no
+   messages are pending. A second call fails (DT_ERR_ARG). The ring is freed when the rank ends. */
 DT_API dt_status dt_trace_start(dt_ctx *ctx, size_t events);
 /* [local] Begin and end your own range on the compute track; the first 39 bytes of the name are
    copied. Ranges nest with blocks: a range that begins in a block ends with it at the latest.
@@ -633,12 +644,12 @@ DT_API void dt_trace_begin(dt_ctx *ctx, const char *name);
 DT_API void dt_trace_end(dt_ctx *ctx);
 /* [local] Events that are lost: overwritten, or in blocks and ranges nested more than 32 deep. */
 DT_API size_t dt_trace_lost(const dt_ctx *ctx);
-/* [collective: the world] Rank 0 writes what all ranks have recorded as one JSON file (Trace Event
-   Format), through its io table and like dt_file_write. The file holds completed events: no open
-   block or range, and no operation that is still to be waited for. Recording continues. Ranks send
-   their events in pieces, so rank 0 needs about 1 MiB. Times are on rank 0's clock; over a
-   transport the other clocks are synchronized with it now, by the fastest of 8 round trips.
-   Messages of this call are neither recorded nor counted. */
+/* [collective: the world] Rank 0 writes the events that all ranks have recorded as one JSON file
+   (Trace Event Format), through its io table, as dt_file_write does. The file holds completed
+   events only: it omits open blocks and ranges, and operations that are not yet waited for.
+   Recording continues. Ranks send their events in pieces, so rank 0 needs about 1 MiB. Times are on
+   rank 0's clock; over a transport this call synchronizes the other clocks with it, by the fastest
+   of 8 round trips. Messages of this call are neither recorded nor counted. */
 DT_API dt_status dt_trace_write(dt_comm *world, const char *path);
 
 /* CALL SITES. Each of these functions is also a macro that passes the source line of the call, for
@@ -736,23 +747,23 @@ DT_API dt_comm *dt_here(dt_comm *comm, const char *file, int line);
 #endif
 #endif
 
-/* Threads and forks of one process are one implementation. All shared state lies in one memory
-   range, which is allocated before the first rank starts, so that an address in it means the same
-   to all ranks:
+/* Threads and forks of one process use the same implementation. All shared state lies in one shared
+   memory segment, called the range below. It is allocated before the first rank starts, so an
+   address in it is valid on all ranks:
 
        dt__shared | dt__rank_state x N | dt__pair x N x N | groups, in order of creation |
        eager copies | overflow messages | records | user | heaps
 
-   Ranks that MPI started have one such range for each machine. Collectives use it, and so do those
-   messages of a multi-machine group that stay within a machine; sends and receives do not (section
-   25).
+   Ranks that MPI started have one range for each machine. Collectives of a group within one machine
+   use the range. So do the messages within a machine of a collective that spans several machines.
+   Sends and receives of the program do not (section 25).
 
    The range holds no lock. Each word has one writer at a time; other ranks read it with atomic
    loads. A word that publishes data is stored with release and loaded with acquire. */
 
 enum {
     DT__CACHE_LINE = 128, /* two cache lines, because processors fetch them in pairs */
-    /* messages in flight from one rank to another that may be copied (eager) */
+    /* eager (copied) messages that can be in flight from one rank to another */
     DT__PAIR_SLOTS = 8,
     DT__OVERFLOW_SLOTS = 1024, /* overflow messages of one rank */
     DT__MAX_RANKS = 65536,
@@ -802,15 +813,16 @@ typedef struct dt__call {
     uint64_t seq;                            /* number of this collective on its group, from 1 */
 } dt__call;
 
-/* A posted call: what one rank shows its group of one collective. A rank has DT_MAX_STARTED posts
-   in each group and uses them in turn. */
+/* A posted call: one rank's arguments of one collective, for the other ranks of the group to read.
+   A rank has DT_MAX_STARTED posts in each group and reuses the oldest. */
 typedef struct __attribute__((aligned(128))) dt__post {
-    uint64_t seq;         /* equals call.seq once the rest is complete */
-    uint64_t packed_call; /* of dt__pack_call: must be equal on all ranks, as must count */
+    uint64_t seq;         /* equals call.seq once the other fields are written */
+    uint64_t packed_call; /* from dt__pack_call; must be equal on all ranks, like count */
     size_t count;
     const void *send;
     void *recv;
-    /* Not NULL: other ranks cannot reach send or recv, and read windows of them here. */
+    /* Not NULL if other ranks cannot access send or recv: they read windows of these buffers
+       here. */
     char *staging;
     int is_inline; /* the send data lie in `data` */
     /* A small send buffer, or the counts of an all-to-all-v. It extends to the end of the post. */
@@ -818,11 +830,13 @@ typedef struct __attribute__((aligned(128))) dt__post {
 } dt__post;
 
 /* Progress of one rank in its group. Operations move their data in order of seq, each in one or
-   several windows. Both fields are window numbers over all operations and only grow. */
+   several windows. Both fields are window numbers, which count the windows of all operations; they
+   only grow. */
 typedef struct __attribute__((aligned(128))) dt__member {
     uint64_t opened; /* last window that this rank's staging buffer shows */
     char padding[DT__CACHE_LINE - sizeof(uint64_t)];
-    uint64_t closed; /* last window after which it touches no other rank's memory */
+    /* last window in which this rank has finished its access to other ranks' memory */
+    uint64_t closed;
 } dt__member;
 
 typedef struct dt__group {
@@ -835,8 +849,8 @@ typedef struct dt__group {
     size_t post_bytes;
 } dt__group;
 
-/* One message. The sender fills a free one. The receiver frees it, or marks it received for a
-   sender that waits. */
+/* Message slot. The sender fills a free slot. The receiver frees the slot, or marks it DT__RECEIVED
+   if the sender waits for that. */
 enum { DT__FREE = 0, DT__POSTED, DT__RECEIVED };
 typedef struct __attribute__((aligned(64))) dt__message {
     int state;
@@ -844,19 +858,20 @@ typedef struct __attribute__((aligned(64))) dt__message {
     uint64_t signature; /* of the sender's call: dt__signature_of */
     size_t bytes;
     const void *data; /* the eager copy, or the sender's own buffer */
-    /* number among the pair's sends; of those that match, the lowest goes first */
+    /* number among the pair's sends; of several matching messages the lowest is received first */
     uint64_t order;
     uint32_t channel;         /* of the group */
-    dt__group *group;         /* as its sender knows it */
+    dt__group *group;         /* the sender's struct of that group */
     struct dt__message *next; /* next in dt__pair.overflow */
 } dt__message;
 
 typedef struct __attribute__((aligned(64))) dt__pair { /* from one rank to one other */
     uint64_t sent, sends_begun;                        /* sender's: messages posted; sends begun */
     dt__message *overflow;                             /* list of further messages; it only grows */
-    /* Only with an overflow list, so that messages received in order need no search of it: */
+    /* The fields from `posted` to `oldest_order` are used only once there is an overflow list. With
+       these fields, messages that are received in order need no search of the list. */
     uint64_t posted; /* sender's: `sent`, stored after the message is visible */
-    /* sender's: end of the list; where to look first for a free one */
+    /* sender's: end of the list; where to look first for a free slot */
     dt__message *overflow_tail, *free_hint;
     __attribute__((aligned(64)))
     dt__message *recv_hint; /* receiver's: where to look first in the list */
@@ -864,8 +879,8 @@ typedef struct __attribute__((aligned(64))) dt__pair { /* from one rank to one o
     dt__message message[DT__PAIR_SLOTS];
 } dt__pair;
 
-/* Flight recorder entry: one operation, as its rank began it. Other ranks may read it while it is
-   written, so it is copied word by word and `number` is checked before and after. */
+/* Flight recorder entry: one operation, as its rank began it. Other ranks may read a record while
+   its rank writes it, so they copy it word by word and check `number` before and after. */
 typedef struct dt__op_record {
     uint64_t number;           /* of the rank's operations, from 1; 0 while it is written */
     uint64_t packed_call, seq; /* as in dt__post */
@@ -875,34 +890,35 @@ typedef struct dt__op_record {
     char file[DT__FILE_BYTES];
 } dt__op_record;
 
-/* What one rank publishes about itself. DT__CACHE_LINE bytes, aligned like host memory, because
-   some of these lie in host memory. */
+/* State that one rank publishes. The struct has DT__CACHE_LINE bytes, but only the alignment of
+   host memory, because some of these structs lie in host memory. */
 typedef struct __attribute__((aligned(64))) dt__rank_state {
     int busy; /* this rank accesses other ranks' memory now */
     /* 1: rank_main has returned, or the process is gone; 2: the process only has to exit with 0 */
     int ended;
     int pid, tid;
-    /* Progress counter: incremented after every change that another rank, or this one, may wait
-       for. Section 11. */
+    /* Progress counter: incremented after every change that another rank, or this rank, may wait
+       for (section 11). */
     uint64_t progress;
-    /* Sum of all ranks' progress counters before this rank's last look, which found nothing to do;
-       DT__IDLE_FOREVER for a rank that has ended. */
+    /* Sum of all ranks' progress counters, read before this rank last checked its operations and
+       found nothing to do; DT__IDLE_FOREVER for a rank that has ended. */
     uint64_t idle_at_progress;
     /* Messages over a transport: sends begun minus messages received, plus sends that this rank
        does not know to be complete. */
     int64_t in_transit;
-    /* If the rank has been waiting for long, the number of that operation; else 0. */
+    /* Number of the operation in which this rank has been waiting for long; 0 if there is none. */
     uint64_t waiting_op;
-    int waits_for;          /* the world rank it waits for, or DT_ANY */
-    int64_t op_count;       /* operations begun; the last DT_RECORDS have records */
-    int64_t step;           /* counted by dt_comm_step */
-    int64_t wait_since_us;  /* start of that wait, in microseconds of the host's clock */
+    int waits_for;    /* the world rank it waits for, or DT_ANY */
+    int64_t op_count; /* operations begun; the last DT_RECORDS have records */
+    int64_t step;     /* counted by dt_comm_step */
+    /* start of the wait in waiting_op, in microseconds of the host's clock */
+    int64_t wait_since_us;
     int64_t last_op_end_us; /* end of its last timed operation */
 } dt__rank_state;
 
 typedef struct dt__shared {
     int ranks, spins, claimed, aborted, ended;
-    /* Ranks are processes: they can access only this range of each other's memory. */
+    /* 1 if ranks are processes: then they can access only this range of each other's memory. */
     int separate_memory;
     double timeout_s;
     dt_report first_failure; /* valid once `aborted` is set */
@@ -914,10 +930,10 @@ typedef struct dt__shared {
     char *eager_buffers;  /* (ranks, ranks, 2, DT__PAIR_SLOTS, DT_EAGER_BYTES) */
     char *overflow_arena; /* overflow messages are allocated from it */
     size_t overflow_arena_bytes, overflow_arena_used;
-    char *user;  /* shared copy of what dt_run's user points to */
+    char *user;  /* shared copy of the object that dt_run's user points to */
     char *heaps; /* (ranks, heap_bytes) */
     size_t heap_bytes;
-    size_t bytes; /* size of the whole range */
+    size_t bytes; /* size of the range */
 } dt__shared;
 
 /* The ranks of a transport that share memory on one machine. */
@@ -926,7 +942,7 @@ typedef struct dt__node {
     int local_rank;           /* this rank's index in the shared range */
     int *local_ranks;         /* (world size) index in the range; -1: on another machine */
     int *node_leaders;        /* (world size) first rank on the same machine */
-    void (*poll)(void *user); /* checks for failures elsewhere and advances the transport */
+    void (*poll)(void *user); /* checks for failures on other machines and advances the transport */
     void *user;
 } dt__node;
 
@@ -951,9 +967,9 @@ typedef struct dt__fault {
     double s;
 } dt__fault;
 
-/* Wait report: what a rank over a transport sends to all others when it has been waiting for long,
-   when that wait ends, and when it ends itself. MPI debuggers and NCCL RAS use such reports to
-   diagnose hangs. */
+/* Wait report. A rank over a transport sends it to all other ranks when the rank has been waiting
+   for long, when that wait ends, and when the rank ends. MPI debuggers and NCCL RAS use such
+   reports to diagnose hangs. */
 enum { DT__REPORT_GROUPS = 16, DT__REPORT_RANKS = 24 };
 #define DT__REPORT_ENDED (~(uint64_t)0) /* instead of an operation: the rank has ended */
 typedef struct dt__wait_report {
@@ -970,15 +986,15 @@ typedef struct dt__wait_report {
     uint32_t sent[DT__REPORT_RANKS], received[DT__REPORT_RANKS];
 } dt__wait_report;
 
-/* What a rank over a transport knows about another rank. */
+/* State of another rank, as far as a rank over a transport knows it. */
 typedef struct dt__peer_view {
     dt__rank_state state; /* from the last report */
     dt__wait_report last_report;
     uint32_t sent, received; /* messages to and from that rank */
 } dt__peer_view;
 
-/* Control channel for wait reports, beside the messages: sends to all other ranks without
-   waiting. */
+/* Control channel: sends wait reports to all other ranks without waiting, separately from the
+   messages. */
 typedef struct dt__control {
     void *user;
     void (*send_report)(void *user, const void *report, size_t bytes);
@@ -987,11 +1003,11 @@ typedef struct dt__control {
     uint32_t (*arrived)(void *user, int rank);
     int check; /* rank 0's dt_run_desc.check */
     /* Advances the channel. Returns 0, or an error as dt_transport's test does for a lost or failed
-       rank. NULL: messages report that. */
+       rank. NULL: only messages reveal lost and failed ranks. */
     int (*poll)(void *user, char *why);
 } dt__control;
 
-/* Stands for the shared range when no memory is shared. */
+/* Replaces the shared range if no memory is shared. */
 typedef struct dt__private_range {
     dt__shared shared;
     dt__rank_state state;
@@ -1026,15 +1042,15 @@ typedef struct dt__world {
     dt_listener listener;
     dt_comm *comms;         /* all groups of this rank, newest first */
     dt_comm *comm;          /* the world */
-    dt_transport transport; /* used if it carries the messages */
+    dt_transport transport; /* used if a transport carries the messages */
     uint32_t channel_count; /* channels given to groups so far */
     /* nonblocking operations not waited for, in order of their starts */
     dt_work *first_started, *last_started;
-    /* the incomplete ones of these, in the same order */
+    /* the nonblocking operations that are incomplete, in the same order */
     dt_work *first_unfinished, *last_unfinished;
     /* lengths of both lists; see dt__advance_some */
     size_t started_count, unfinished_count, advance_credit;
-    dt_work *blocking;   /* the one that a blocking call waits for, or NULL */
+    dt_work *blocking;   /* the operation that a blocking call waits for, or NULL */
     dt_work *free_works; /* works for reuse */
     /* Operations that the device has not completed, in the order of their waits. */
     dt_work *first_device_op, *last_device_op;
@@ -1053,9 +1069,9 @@ typedef struct dt__world {
     const dt__control *control; /* NULL: none */
     dt__peer_view *peers;       /* (comm_size) if control is set */
     int comm_size, check;       /* size of the world; dt_run_desc.check */
-    int wait_reported;          /* the other ranks know that this rank waits */
+    int wait_reported;          /* 1: the other ranks know that this rank waits */
     double wait_reported_at;
-    uint32_t arrived_messages;       /* at the last look */
+    uint32_t arrived_messages;       /* at the last check */
     uint64_t wait_reported_progress; /* progress counter at the last report */
     struct dt__trace *trace;         /* section 28; NULL without a trace */
     int *status_request;             /* dt_run_desc's, if no supervisor reads it */
@@ -1066,18 +1082,19 @@ struct dt_comm {
     dt__world *world;
     const dt__comm_ops *ops;
     dt__group *group;
-    uint64_t seq; /* collectives called so far that run in the backend's own way */
-    /* Of these: last one shown to the group; last one that is done with other ranks' memory. */
+    uint64_t seq; /* collectives called so far that run by the backend's own code */
+    /* Of the collectives that seq counts: the last one posted to the group; the last one that has
+       finished its access to other ranks' memory. */
     uint64_t last_posted, last_moved;
-    uint64_t backend_seq; /* those that run by an algorithm of the backend (NCCL) */
+    uint64_t backend_seq; /* collectives that run by an algorithm of the backend (NCCL) */
     /* collectives called so far that run as messages; hash of these calls */
     uint64_t message_seq;
     uint64_t call_hash;
     uint64_t windows_done;  /* windows that this rank has finished */
-    uint64_t closed_by_all; /* windows that all ranks have finished, at least */
+    uint64_t closed_by_all; /* lower bound of the windows that all ranks have finished */
     /* last window of the operation that used this post last */
     uint64_t last_window[DT_MAX_STARTED];
-    /* that operation's sum still lies in the post */
+    /* 1: the sum of the operation that used this post last is still in the post */
     int sum_in_post[DT_MAX_STARTED];
     char *staging; /* two windows in the range; NULL until needed */
     dt_algorithm algorithm;
@@ -1090,7 +1107,7 @@ struct dt_comm {
     size_t bytes;        /* size of this struct with its arrays */
     const void **inputs; /* (size) inputs of a reduction */
     void **outputs;      /* (size) outputs of a reduction */
-    int32_t *words;      /* (size, 2) what dt_agree and dt_comm_split gather */
+    int32_t *words;      /* (size, 2) values that dt_agree and dt_comm_split gather */
 };
 
 /* Size of the windows through which a rank shows memory that other ranks cannot reach. */
@@ -1120,7 +1137,7 @@ static size_t dt__group_bytes(int size) {
            (size_t)size * (sizeof(dt__member) + (size_t)DT_MAX_STARTED * dt__post_bytes(size));
 }
 
-/* The worst case of a split of n ranks: each rank gets a group of its own. */
+/* The worst case of a split of n ranks: each rank becomes a group of one. */
 static size_t dt__group_arena_bytes(int ranks) {
     return dt__group_bytes(ranks) + (size_t)DT_MAX_SPLITS * (size_t)ranks * dt__group_bytes(1);
 }
@@ -1128,8 +1145,8 @@ static size_t dt__group_arena_bytes(int ranks) {
 static size_t dt__align_page(size_t bytes) { return (bytes + 65535) / 65536 * 65536; }
 
 /* Lays out the range at `memory` and copies `shared`, which holds the sizes, to its beginning. With
-   memory NULL it only computes the size. Zeroes only what holds flags, so that other pages stay
-   untouched until they are used. */
+   memory NULL it only computes the size. Zeroes only the parts that hold flags; all other pages
+   stay untouched until they are used. */
 static dt__shared *dt__shared_layout(dt__shared *shared, char *memory, size_t user_bytes) {
     size_t n = (size_t)shared->ranks,
            at = (DT__CACHE_LINE - (uintptr_t)memory % DT__CACHE_LINE) % DT__CACHE_LINE;
@@ -1158,15 +1175,15 @@ static dt__shared *dt__shared_layout(dt__shared *shared, char *memory, size_t us
     return (dt__shared *)(void *)(memory + at);
 }
 
-/* Can the other ranks access this address? */
+/* Returns 1 if the other ranks can access this address. */
 static int dt__reachable(const dt__shared *shared, const void *p) {
     const char *base = (const char *)shared;
     return !shared->separate_memory ||
            ((const char *)p >= base && (const char *)p < base + shared->bytes - DT__CACHE_LINE);
 }
 
-/* Messages of collectives (tag < 0) have their own pair: they must not wait until this rank calls
-   its receives. */
+/* Messages of collectives (tag < 0) have their own pair, because they must not wait for slots until
+   this rank calls its receives. */
 static dt__pair *dt__pair_of(dt__shared *shared, int from, int to, int tag) {
     return &shared->pairs[2 * ((size_t)from * (size_t)shared->ranks + (size_t)to) + (tag < 0)];
 }
@@ -1220,11 +1237,11 @@ static dt__group *dt__group_make(dt__shared *shared, int size, const char *name)
 }
 
 /* A timeout clock that leaves out the time during which the process is suspended. Between two reads
-   it advances by at most an eighth of the limit, and at most 1 s. A process that was stopped during
-   a wait (Ctrl-Z, scontrol suspend, a debugger, a suspended machine) therefore does not time out,
-   and a job that is suspended as a whole continues when resumed. If one rank alone is stopped, the
-   other ranks' stopwatches advance and report that rank as late. Because each gap counts a little,
-   a wait in a job that is suspended again and again ends too. */
+   it advances by at most an eighth of the timeout, and at most 1 s. A process that was stopped
+   during a wait (Ctrl-Z, scontrol suspend, a debugger, a suspended machine) therefore does not time
+   out, and a job that is suspended as a whole continues when resumed. If one rank alone is stopped,
+   the other ranks' stopwatches advance and report that rank as late. Each suspension still counts
+   up to that maximum, so a wait ends even in a job that is suspended repeatedly. */
 #define DT__MAX_CLOCK_GAP_S 1.0
 typedef struct dt__stopwatch {
     const dt_host *host;
@@ -1247,19 +1264,19 @@ static double dt__waited(dt__stopwatch *watch) {
 // ==== 9. The first failure ======================================================================
 
 /* Failure detection and propagation. One record holds the first failure of the run. The rank that
-   claims it (compare and exchange) fills it and sets the abort word, which is never cleared. Waits
-   read the abort word in every turn, calls when they begin.
+   claims the record (compare and exchange) fills it and sets the abort word, which is never
+   cleared. Wait loops read the abort word in every iteration, and calls read it when they begin.
 
    A rank that leaves a collective with an error returns the buffers to its caller, who may free
-   them. So it must not leave while another rank still copies from or to them, and no rank may start
-   to. Each rank therefore raises its busy flag around every access to other ranks' memory. This is
-   Dekker's handshake (E. W. Dijkstra, EWD123, 1965):
+   them. So the rank must not leave while another rank still copies from or to the buffers, and no
+   rank may start a copy after that. Each rank therefore raises its busy flag around every access to
+   other ranks' memory. This is Dekker's handshake (E. W. Dijkstra, EWD123, 1965):
 
        copier:  busy = 1;  if (aborted) { busy = 0; leave; }  copy;  busy = 0
        leaver:  set or read aborted = 1;  wait until no rank is busy;  leave
 
    All four accesses are sequentially consistent, so either the copier sees the abort word or the
-   leaver sees the flag. The wait for the flags is the only one without a time limit: nothing
+   leaver sees the flag. The wait for the busy flags is the only wait without a timeout: nothing
    between busy = 1 and busy = 0 waits for another rank, and the supervisor clears the flag of a
    process that died. MPI ranks on one machine have no supervisor: they wait at most timeout_s for
    the flags and for the record. */
@@ -1268,7 +1285,7 @@ static int dt__aborted(const dt__shared *shared) {
     return __atomic_load_n(&shared->aborted, __ATOMIC_SEQ_CST);
 }
 
-/* rank: who claims it; -1: the supervisor */
+/* Returns 1 if `rank` (-1: the supervisor) is the first to claim the failure record. */
 static int dt__claim(dt__shared *shared, int rank) {
     int expected = 0;
     return __atomic_compare_exchange_n(
@@ -1293,7 +1310,8 @@ static void dt__nccl_abort(dt__world *world);
 #endif
 
 /* Listener: dt_tensor.h calls it for the first failure of a context. Several ranks may notice the
-   same failure, such as a norm that is not finite; only the first logs it (returns 0). */
+   same failure, such as a norm that is not finite; only the rank that claims the record logs it, by
+   returning 0. */
 static int dt__on_failure(dt_ctx *ctx, dt_status status, const char *text, void *user) {
     dt__world *world = (dt__world *)user;
     (void)ctx;
@@ -1304,8 +1322,8 @@ static int dt__on_failure(dt_ctx *ctx, dt_status status, const char *text, void 
     return !first;
 }
 
-/* One turn of the waits below. Returns 0 when, on a node without a supervisor, the rank waited for
-   must have died. */
+/* One iteration of the wait loops below. Returns 0 after the timeout on a node without a
+   supervisor: the rank waited for must have died. */
 static int dt__abort_wait_turn(const dt__world *world, dt__stopwatch *watch) {
     if (!watch->host) *watch = dt__stopwatch_start(world->host, world->shared->timeout_s);
     world->host->sleep(world->host->user, 0);
@@ -1328,8 +1346,8 @@ static void dt__await_record(const dt__world *world) {
     }
 }
 
-/* Returns 1: other ranks' memory may be accessed until dt__access_end. 0: the run is aborted, do
-   not access it. */
+/* Returns 1 if this rank may access other ranks' memory until dt__access_end, 0 if the run is
+   aborted. */
 static int dt__access_begin(const dt__world *world) {
     int *busy = &world->shared->state[world->local_rank].busy;
     __atomic_store_n(busy, 1, __ATOMIC_SEQ_CST);
@@ -1338,8 +1356,8 @@ static int dt__access_begin(const dt__world *world) {
     return 0;
 }
 
-/* Waits for the device. Until its queue is empty, it may still write what other ranks are about to
-   read, or copy what they are about to free. */
+/* Waits for the device. Until its stream is empty, the device may still write memory that other
+   ranks are about to read, or copy from memory that they are about to free. */
 static dt_status dt__comm_sync(const dt__world *world) {
     const dt_kernels *kernels = dt_ctx_kernels(world->ctx);
     return kernels->sync ? kernels->sync(dt_ctx_stream(world->ctx)) : DT_OK;
@@ -1352,7 +1370,8 @@ static dt_status dt__access_end(const dt__world *world, dt_status status) {
     return status ? status : synced;
 }
 
-/* After this context has failed: returns when no rank accesses other ranks' memory any more. */
+/* Called after this context has failed. Returns when no rank accesses other ranks' memory any
+   more. */
 static void dt__await_quiescence(dt__world *world) {
     dt__await_record(world);
     dt__quiesce(world);
@@ -1369,8 +1388,8 @@ static dt_status dt__peer_failed(dt__world *world) {
 }
 
 /* Fails the context for a reason that this layer found, often on several ranks at once: the first
-   rank records it, the others report that a peer failed first. Returns the context's status when no
-   rank accesses other ranks' memory any more. */
+   rank records it, the other ranks report that a peer failed first. Returns the context's status
+   when no rank accesses other ranks' memory any more. */
 DT_PRINTF(3, 4)
 static dt_status dt__comm_fail(dt__world *world, dt_status status, const char *fmt, ...) {
     char text[512];
@@ -1389,8 +1408,8 @@ static dt_status dt__comm_fail(dt__world *world, dt_status status, const char *f
 
 // ==== 10. Collective calls: validation and description ==========================================
 
-/* All collectives are one thing. Some ranks send and some receive; what is sent may hold one block
-   for each rank; what is received may be reduced. A call (dt__call) and its row of one table
+/* All collectives have one form. Some ranks send and some receive; a send buffer may hold one block
+   for each rank; the received data may be reduced. A call (dt__call) and its row of one table
    (dt__pattern) therefore suffice to validate an operation, to describe it in texts and records, to
    compare it between ranks and to count its bytes. */
 
@@ -1399,16 +1418,17 @@ struct dt_work {
     dt_comm *comm;
     dt__call call;
     dt_axis axis; /* the group's axis when it began */
-    /* State of the function that advances it; its data have been transferred; it is complete (the
-       simulated link is free too). */
+    /* state: of the function that advances the operation. data_done: the data have been
+       transferred. finished: the operation is complete (the simulated link is free too). */
     int state, data_done, finished;
     /* nonblocking: the rank continues meanwhile, and may send to itself */
     int is_started;
-    /* while it waits for all ranks: ranks below this one have arrived */
+    /* while the operation waits for all ranks: the ranks below next_rank have arrived */
     int next_rank;
     int (*algorithm)(dt_work *work); /* a function of section 16, or NULL */
     int stage, round;                /* phase and round of the algorithm */
-    /* The window: elements at .. at + window_count of each block; the longest block. */
+    /* The current window: elements at .. at + window_count of each block. longest_block is in
+       elements. */
     size_t at, window_count, longest_block;
     uint64_t window;  /* number of the window on the group */
     int inline_ranks; /* how many ranks posted their data inline */
@@ -1419,41 +1439,45 @@ struct dt_work {
     int p2p_count, p2p_capacity;
     void *scratch;
     size_t scratch_count;
-    double start_time, link_until; /* when it began; when the simulated link lets it end */
+    double start_time, link_until; /* start; time at which the simulated link lets it end */
     uint64_t record_number;        /* number of its flight recorder entry */
-    dt_work *check_work;           /* compares what all ranks call; runs before this work */
-    const dt_work *checked_work;   /* this work is such a comparison, for that work */
+    dt_work *check_work;           /* comparison of all ranks' calls; runs before this work */
+    const dt_work *checked_work;   /* if this work is a comparison: the work that it checks */
     dt__fault_kind fault;          /* planted in the received data when the operation ends */
     double end_time;               /* if nonblocking and traced: when it completed */
-    /* Event in a device queue, behind the operation; cached for the work's next use. */
+    /* Event in the device's stream, recorded after the operation; cached for the next use of this
+       work. */
     void *device_event;
-    /* Complete for the host but not for the device; this work tracks such a device operation. */
+    /* on_device: the operation is complete for the host but not for the device. is_device_op: this
+       work tracks the device's part of an operation. */
     int on_device, is_device_op;
-    int in_library; /* a library carries it on; this rank cannot see what it waits for */
-    /* If NCCL runs it: the channel, and the number of the operation on it, from 1. */
+    int in_library; /* a library runs the operation; this rank cannot see which rank it waits for */
+    /* If NCCL runs the operation: its channel, and its number on the channel, from 1. */
     struct dt__nccl_channel *nccl_channel;
     uint64_t nccl_sequence;
     dt_work *next, *prev;                       /* among the nonblocking works */
-    dt_work *next_unfinished, *prev_unfinished; /* among the incomplete ones */
-    int is_unfinished;                          /* it is in the list of incomplete works */
+    dt_work *next_unfinished, *prev_unfinished; /* among the incomplete works */
+    int is_unfinished;                          /* 1: in the list of incomplete works */
 };
 
-/* The work that texts name: a comparison stands for the work that it checks. */
+/* Returns the work that texts name; for a comparison this is the work that it checks. */
 static const dt_work *dt__reported_work(const dt_work *work) {
     return work->checked_work ? work->checked_work : work;
 }
 
-/* A backend: how it transfers one message, and how it runs a collective if it has a better way than
-   the algorithms of section 16, which are built on messages. message and collective advance as far
-   as they can without waiting. They return 1 complete, 0 not yet, -1 the context has failed. */
+/* A backend. message transfers one message. collective runs a collective by the backend's own code,
+   if that is better than the algorithms of section 16, which are built on messages. message and
+   collective advance as far as they can without waiting. They return 1 complete, 0 not yet, -1 the
+   context has failed. */
 struct dt__comm_ops {
     const char *name;
     int (*message)(dt_work *work, struct dt__p2p *p2p);
     int (*collective)(dt_work *work);
-    /* All below may be NULL. algorithm: chooses an algorithm of the backend, NULL: one of section
-       16. begin: an operation with such an algorithm begins. split: a group has been split; `made`
-       (or NULL) is this rank's new group. close: a group ends. check_device: fails the context if
-       an operation that the device has not completed is in error. */
+    /* All functions below may be NULL. algorithm returns an algorithm of the backend, or NULL for
+       an algorithm of section 16. begin is called when an operation with a backend algorithm
+       begins. split is called when a group has been split; `made` (or NULL) is this rank's new
+       group. close is called when a group ends. check_device fails the context if an operation that
+       the device has not completed is in error. */
     int (*(*algorithm)(const dt_comm *comm, const dt__call *call))(dt_work *work);
     void (*begin)(dt_work *work);
     void (*split)(dt_comm *comm, dt_comm *made, int color);
@@ -1461,8 +1485,8 @@ struct dt__comm_ops {
     void (*check_device)(dt_work *work);
 };
 
-/* What distinguishes the collectives: who sends, who receives, whether send holds one block for
-   each rank, and whether what is received is reduced. */
+/* Properties that distinguish the collectives: which ranks send, which ranks receive, whether send
+   holds one block for each rank, and whether the received data are reduced. */
 typedef struct dt__pattern {
     const char *name;
     char all_send, all_recv; /* if 0, only the root */
@@ -1547,7 +1571,7 @@ static const char *dt__redop_name(dt_op op) {
     return "?";
 }
 
-/* Appends to `text` (of `bytes` bytes, *at of them used) what fits. */
+/* Appends to `text`, which has `bytes` bytes of which *at are used; truncates what does not fit. */
 DT_PRINTF(4, 5) static void dt__append(char *text, size_t bytes, size_t *at, const char *fmt, ...) {
     va_list args;
     va_start(args, fmt);
@@ -1577,8 +1601,8 @@ static dt__phrase dt__call_text(const dt__call *call) {
     return text;
 }
 
-/* Packs what all ranks of a collective must call alike, except the count, into one word.
-   dt__unpack_call restores it for texts. */
+/* Packs the arguments that must be equal on all ranks of a collective, except the count, into one
+   word. dt__unpack_call restores the arguments for texts. */
 static uint64_t dt__pack_call(const dt__call *call) {
     return (uint64_t)call->op | (uint64_t)call->dtype << 8 | (uint64_t)call->redop << 16 |
            (uint64_t)(call->host_memory != 0) << 24 | (uint64_t)(uint32_t)call->peer << 32;
@@ -1597,7 +1621,7 @@ static size_t dt__call_bytes(const dt__call *call) {
     return call->count * dt_dtype_size(call->dtype);
 }
 
-/* Copies through the kernel table, because data may lie on a device; scalars are host memory. */
+/* Copies through the kernel table, because data may lie on a device; scalars lie in host memory. */
 static dt_status dt__comm_copy(
     dt_comm *comm, const dt__call *call, void *dst, const void *src, size_t bytes) {
     const dt_kernels *kernels = dt_ctx_kernels(comm->world->ctx);
@@ -1645,7 +1669,7 @@ static dt_status dt__data_failed(dt_comm *comm, const dt__call *call, dt_status 
 static size_t dt__sent_bytes(const dt_comm *comm, const dt__call *call) {
     size_t n = (size_t)comm->base.size, bytes = dt__call_bytes(call), twice = 2 * (n - 1);
     int root = comm->base.rank == call->peer;
-    /* host data control the program */
+    /* not counted: scalars, and calls whose buffers are in host memory */
     if (call->host_memory || !dt__pattern_of(call->op)->counted) return 0;
     switch (call->op) {
     case DT__ALL_REDUCE: return bytes / n * twice + bytes % n * twice / n;
@@ -1668,11 +1692,11 @@ static size_t dt__chunk_offset(size_t count, int chunks, int i) {
     return before * each + (before < extra ? before : extra);
 }
 
-/* Allocates the work's scratch, of count elements of the call's type. NULL: the context has
-   failed. */
+/* Allocates the work's scratch, of count elements of the call's type. Returns NULL if the context
+   has failed. */
 static void *dt__scratch(dt_work *work, size_t count) {
     work->scratch_count = count;
-    work->scratch = work->comm->words; /* any address serves for count 0 */
+    work->scratch = work->comm->words; /* with count 0 any address will do */
     if (count == 0) return work->scratch;
     work->scratch =
         dt_alloc(work->comm->world->ctx, work->call.host_memory ? DT_MEM_HOST : DT_MEM_COMM,
@@ -1689,20 +1713,21 @@ static void dt__scratch_free(dt_work *work) {
 
 // ==== 11. Operation records =====================================================================
 
-/* Flight recorder, as PyTorch's for NCCL. Each rank publishes records of the operations that it has
-   begun, whether it waits and for which rank, and a progress counter. Other ranks read these to
+/* Flight recorder, like PyTorch's for NCCL. Each rank publishes records of the operations that it
+   has begun, the rank that it waits for, and a progress counter. Other ranks read this state to
    explain a long wait (section 18) and to prove that a wait can never end.
 
    Deadlock detection. A rank that waits
 
        1. computes P, the sum of all ranks' progress counters
-       2. looks at everything that it has pending
+       2. tries to advance every operation that it has pending
        3. if nothing could advance, publishes P as its idle_at_progress
 
-   Once all ranks have published the same P and the sum is still P, each rank has looked in vain
-   after the last thing that any rank did. So no rank will ever do anything: this proves a deadlock
-   at once, without a timeout. The proof needs every change that a rank may wait for to be counted
-   after it is made: a rank that has the change in its sum can also see it. */
+   Once all ranks have published the same P and the sum is still P, each rank has tried to advance
+   after the last change that any rank made, and could not. So no rank will ever make progress: this
+   proves a deadlock at once, without a timeout. The proof needs a rule: a rank makes a change that
+   another rank may wait for first, and increments its progress counter second. A rank whose sum
+   includes the increment then also sees the change. */
 
 static void dt__count_progress(dt__world *world) {
     __atomic_store_n(&world->state->progress, world->state->progress + 1, __ATOMIC_RELEASE);
@@ -1757,7 +1782,8 @@ static void dt__record_make(dt_work *work) {
     dt__count_progress(world);
 }
 
-/* What this rank can see of another: everything if they share memory, else its last wait report. */
+/* This rank's view of another rank: its state and records if the two share memory, else its last
+   wait report. */
 typedef struct dt__op_ring {
     const dt__op_record *records;
     int n;
@@ -1789,7 +1815,7 @@ static dt__rank_view dt__view_of_rank(const dt__world *world, int rank) {
     return view;
 }
 
-/* Copies record `number`. 0: it does not exist, or has been overwritten. */
+/* Copies record `number`. Returns 0 if the record does not exist or has been overwritten. */
 static int dt__record_get(dt__op_ring ring, uint64_t number, dt__op_record *copy) {
     if (!ring.records || number == 0) return 0;
     const dt__op_record *slot = &ring.records[number % (uint64_t)ring.n];
@@ -1860,9 +1886,9 @@ static dt__phrase dt__own_site(const dt_work *work) {
     return dt__site_text(there ? r.file : NULL, there ? r.line : 0);
 }
 
-/* Fails because a rank has ended and will never call the collective that this one waits in. Over a
-   transport several ranks may notice that at once: so that all report the same text, it names the
-   first other rank of the group. */
+/* Fails because a rank has ended and will never call the collective that this rank waits in. Over a
+   transport several ranks may notice this at the same time. The text then names the first other
+   rank of the group, so that all ranks report the same text. */
 static dt_status dt__ended_without(dt_work *work, int world_rank) {
     const dt_comm *comm = work->comm;
     int first = comm->group->ranks[comm->group->ranks[0] == world_rank ? 1 : 0];
@@ -1892,7 +1918,7 @@ static void dt__own_call_view(const dt_work *work, dt__call_view *own) {
     own->site = dt__own_site(work);
 }
 
-/* Fails because two ranks of the group call different things. */
+/* Fails because two ranks of the group make different calls. */
 static dt_status dt__calls_differ(
     dt_work *work, int rank, const dt__call_view *its, int other, const dt__call_view *theirs) {
     const dt_comm *comm = work->comm;
@@ -1906,8 +1932,8 @@ static dt_status dt__calls_differ(
 
 // ==== 12. Progress engine =======================================================================
 
-/* All waits for other ranks go through dt__wait_until_finished. Each turn of a wait advances every
-   operation that this rank has pending, and then the waiting thread backs off:
+/* All waits for other ranks go through dt__wait_until_finished. Each iteration of a wait advances
+   every operation that this rank has pending. Then the waiting thread backs off:
 
        spin     about 2 us: the other rank is about to arrive, and a system call costs more than
                 the wait
@@ -1915,9 +1941,9 @@ static dt_status dt__calls_differ(
        nap      for 1/16 of the time waited so far, 20 us to 1 ms, so that the rank wakes up
                 only a little too late
 
-   If ranks outnumber the cores there is no spinning, because a spinning rank keeps the awaited one
+   If ranks outnumber the cores there is no spinning, because a spinning rank keeps the awaited rank
    from running. When data have moved, the back-off starts again, because each step of a long
-   operation is a wait of its own. */
+   operation is a separate wait. */
 
 enum { DT__SPINS = 50, DT__YIELDS = 200 }; /* about 2 us; about 100 us */
 #define DT__NAP_MIN 20e-6
@@ -1945,9 +1971,9 @@ static int dt__has_ended(const dt__shared *shared, int local_rank) {
     return shared->state && __atomic_load_n(&shared->state[local_rank].ended, __ATOMIC_ACQUIRE);
 }
 
-/* Ranks that share memory on one node of a transport check what happens elsewhere once in so many
-   turns of waits and begun operations. Operations count because one that completes at once does not
-   wait. */
+/* Ranks that share memory on one node of a transport check for failures on other nodes once in
+   DT__POLL_INTERVAL wait iterations and begun operations. Begun operations count because an
+   operation that completes at once does not wait. */
 enum { DT__POLL_INTERVAL = 16 };
 static void dt__poll_node(dt__world *world) {
     if (world->node && ++world->poll_count % DT__POLL_INTERVAL == 0)
@@ -1971,7 +1997,8 @@ static void dt__trace_wait(dt_work *work, double begin, double end);
 static uint64_t dt__trace_number(dt__world *world, const dt_work *work);
 static void dt__trace_free(dt__world *world);
 
-/* Advances one work without waiting: 1 complete, 0 not yet, -1 the context has failed. */
+/* Advances one work without waiting. Returns 1 if it is complete, 0 if not yet, -1 if the context
+   has failed. */
 static int dt__advance(dt_work *work) {
     const dt_host *host = work->comm->world->host;
     if (work->finished) return 1;
@@ -2012,9 +2039,10 @@ static void dt__advance_all(dt__world *world) {
     }
 }
 
-/* The same for callers that do not wait, and so may call it once for each start. Every call earns
-   DT__ADVANCE_CREDIT of credit, and all works advance once the credit covers their number, so n
-   nonblocking operations cost O(n), not O(n^2). Returns 1 if all have advanced. */
+/* dt__advance_all for callers that do not wait and may call it at every nonblocking start. Every
+   call adds DT__ADVANCE_CREDIT to a credit, and all works advance once the credit reaches the
+   number of works, so n nonblocking operations cost O(n), not O(n^2). Returns 1 if all have
+   advanced. */
 enum { DT__ADVANCE_CREDIT = 16 };
 static int dt__advance_some(dt__world *world) {
     world->advance_credit += DT__ADVANCE_CREDIT;
@@ -2024,17 +2052,17 @@ static int dt__advance_some(dt__world *world) {
     return 1;
 }
 
-/* Waits until `work` is complete. If *begin is below 0, it becomes the time at which the wait left
-   its spinning phase. */
+/* Waits until `work` is complete. If *begin is below 0, *begin is set to the time at which the wait
+   left its spinning phase. */
 static dt_status dt__wait_until_finished(dt__world *world, dt_work *work, double *begin) {
     const dt_host *host = world->host;
     double since = 0, timeout = world->shared->timeout_s;
     dt__stopwatch watch = { NULL, 0, 0, 0 };
     uint64_t last_progress = world->state->progress, at = 0;
-    int passes = 0; /* from the second pass on, there is time to advance all */
+    int passes = 0; /* from the second pass on, all works advance */
     for (int attempt = -world->shared->spins;; attempt += attempt < DT__YIELDS) {
         if (attempt >= 0)
-            world->poll_count = DT__POLL_INTERVAL - 1; /* look now: the wait is long enough */
+            world->poll_count = DT__POLL_INTERVAL - 1; /* poll now: the wait is already long */
         dt__poll_node(world);
         int naps = attempt == DT__YIELDS;
         if (naps && world->shared->state) at = dt__total_progress(world->shared);
@@ -2057,7 +2085,7 @@ static dt_status dt__wait_until_finished(dt__world *world, dt_work *work, double
         if (attempt == 0) {
             watch = dt__stopwatch_start(host, timeout);
             since = fmax(watch.last, work->link_until);
-            watch.seconds = watch.last - since; /* time on the simulated link is no wait */
+            watch.seconds = watch.last - since; /* time on the simulated link does not count */
         }
         double waited = dt__waited(&watch), now = watch.last;
         if (*begin < 0) *begin = now;
@@ -2091,10 +2119,11 @@ static dt_status dt__wait_work(dt__world *world, dt_work *work, double *begin) {
        (large)                                receiver copies from it and marks it received
                     sender frees the message
 
-   The eager protocol costs one more copy (2 copies of the bytes), the rendezvous one more wait (1
-   copy). A buffer that the receiver cannot reach is first copied into the shared range. */
+   The eager protocol copies the bytes twice. The rendezvous protocol copies them once, but the
+   sender waits for the receiver. A buffer that the receiver cannot access is first copied into the
+   run's shared memory (the range of section 8). */
 
-/* One send or receive: of a point-to-point operation, or of one round of a collective. */
+/* One send or receive of a point-to-point operation or of one round of a collective. */
 typedef struct dt__p2p {
     dt__op_code op; /* DT__SEND or DT__RECV */
     int peer, tag;  /* rank of the group, or DT_ANY */
@@ -2102,25 +2131,27 @@ typedef struct dt__p2p {
     const void *send;
     void *recv;
     int state, finished;
-    /* Number among the pair's sends: of a send, and of a receive once the message has arrived. */
+    /* Number of the message among the pair's sends. In a receive it is valid once the message has
+       arrived. */
     uint64_t order;
     dt__message *message;
     uint64_t last_searched; /* of a receive: see dt__find_message */
-    /* copy in the shared range of a buffer that the receiver cannot reach */
+    /* copy, in the shared range, of a buffer that the receiver cannot access */
     void *copy;
-    /* Copy in pinned host memory of a device buffer; event behind the copying from or to it. */
+    /* Copy of a device buffer in pinned host memory; event recorded after the copy from or to
+       it. */
     void *pinned_copy, *device_event;
-    /* of a send from a device: its number among those to that rank, from 0 */
+    /* number of a send from a device among the device's sends to that rank, from 0 */
     uint64_t device_send_seq;
-    uint64_t nccl_sequence;  /* over NCCL: its number among the channel's messages, from 0 */
-    int is_enqueued;         /* it has its number, and an event */
-    void *nccl_announcement; /* what its sender announces */
-    void *request;           /* the transport's */
+    uint64_t nccl_sequence;  /* over NCCL: number of the message on the channel, from 0 */
+    int is_enqueued;         /* 1: the transfer has its number and an event */
+    void *nccl_announcement; /* the sender's announcement */
+    void *request;           /* the transport's request */
 } dt__p2p;
 
 enum { DT__ANNOUNCEMENT_BYTES = 128 };
 
-/* Describes the transfer in a failure; a transfer within a collective is described by the
+/* Describes the transfer in an error text. A transfer within a collective is described as the
    collective. */
 static dt__phrase dt__p2p_text(const dt_work *work, const dt__p2p *p2p) {
     const dt_comm *comm = work->comm;
@@ -2139,7 +2170,7 @@ static dt__phrase dt__p2p_text(const dt_work *work, const dt__p2p *p2p) {
     return text;
 }
 
-/* Fails because no rank will ever call the matching send or receive: the peer has ended. Always
+/* Fails because no rank will ever call the matching send or receive: the peer has ended. Returns
    -1. */
 static int dt__p2p_never_matched(dt_work *work, const dt__p2p *p2p) {
     dt__phrase text = dt__p2p_text(work, p2p);
@@ -2166,7 +2197,7 @@ static dt_status dt__counts_differ(dt_work *work, int from, size_t sent, size_t 
         dt__own_site(work).s);
 }
 
-/* Fails because the message has another type or count than the receive. Always -1. */
+/* Fails because the message has another type or count than the receive. Returns -1. */
 static int dt__p2p_mismatch(
     dt_work *work, const dt__p2p *p2p, int from, dt_dtype dtype, size_t count) {
     const dt_comm *comm = work->comm;
@@ -2179,7 +2210,7 @@ static int dt__p2p_mismatch(
 }
 
 /* Signature of the call that a message belongs to: bit 63 is set, the lowest 36 bits are the low
-   bits of the count. 0 for a comparison. */
+   bits of the count. A comparison has signature 0. */
 static uint64_t dt__signature_of(const dt__call *call, size_t message_count) {
     uint64_t count = dt__is_p2p(call->op) ? (uint64_t)message_count : (uint64_t)call->count;
     uint64_t op = call->op == DT__RECV ? (uint64_t)DT__SEND : (uint64_t)call->op;
@@ -2191,7 +2222,7 @@ static uint64_t dt__signature_of(const dt__call *call, size_t message_count) {
 
 static dt_dtype dt__signature_dtype(uint64_t signature) { return (dt_dtype)(signature >> 55 & 15); }
 
-/* Fails because a message belongs to a different call than this rank's. Always -1. */
+/* Fails because a message belongs to a call that differs from this rank's call. Returns -1. */
 static int dt__signature_mismatch(dt_work *work, const dt__p2p *p2p, int from, uint64_t signature) {
     dt__call_view its, own;
     dt_dtype dtype = dt__signature_dtype(signature);
@@ -2205,7 +2236,8 @@ static int dt__signature_mismatch(dt_work *work, const dt__p2p *p2p, int from, u
     return dt__calls_differ(work, from, &its, work->comm->base.rank, &own), -1;
 }
 
-/* Does the message (signature 0: not known) match this transfer? 1, or -1 and the context fails. */
+/* Returns 1 if the message matches this transfer; else fails the context and returns -1. A
+   signature of 0 is not compared. */
 static int dt__p2p_check(
     dt_work *work, const dt__p2p *p2p, int from, uint64_t signature, size_t bytes) {
     size_t size = dt_dtype_size(work->call.dtype);
@@ -2216,7 +2248,7 @@ static int dt__p2p_check(
     return 1;
 }
 
-/* The message after this one, with NULL the first. */
+/* Returns the message slot after `message`, or the first slot if `message` is NULL. */
 static dt__message *dt__next_message(dt__pair *pair, dt__message *message) {
     dt__message *last = pair->message + DT__PAIR_SLOTS - 1;
     if (!message) return pair->message;
@@ -2247,11 +2279,11 @@ static dt__message *dt__free_overflow_message(dt__pair *pair) {
     return NULL;
 }
 
-/* A free message of the pair, or NULL. The pair gets one more (overflow) for a nonblocking send
-   that finds none, because any number of these may be pending, and on a node for a collective,
-   because the receiver may not take the other messages before it has this one. If the arena is
-   full, a send waits until another message is free; a collective fails, because it would wait for
-   ever. */
+/* Returns a free message slot of the pair, or NULL. If there is none, two kinds of messages get a
+   new (overflow) slot. For a nonblocking send, because any number of nonblocking sends may be
+   pending. For a collective on a node, because the receiver may not take the earlier messages
+   before it has this message. If the arena is full, a send waits until a slot is free; a collective
+   fails, because it would wait for ever. */
 static dt__message *dt__free_message(dt__world *world, dt__pair *pair, int tag, int started) {
     dt__message *message = NULL;
     dt__shared *shared = world->shared;
@@ -2363,8 +2395,8 @@ static int dt__shared_send(dt_work *work, dt__p2p *p2p) {
     return 1;
 }
 
-/* The oldest posted message of this group and tag, or NULL; with group NULL, of any group and
-   tag. */
+/* Returns the oldest posted message of this group and tag, or NULL. If group is NULL, returns the
+   oldest posted message of any group and tag. */
 static dt__message *dt__oldest_posted(dt__pair *pair, const dt__group *group, int tag) {
     dt__message *oldest = NULL, *message = NULL;
     while ((message = dt__next_message(pair, message))) {
@@ -2375,8 +2407,8 @@ static dt__message *dt__oldest_posted(dt__pair *pair, const dt__group *group, in
     return oldest;
 }
 
-/* The oldest message not received, if it is where to look first and has this group and tag; else
-   NULL. */
+/* Returns the oldest message not received, if it is in one of the first slots or at recv_hint and
+   has this group and tag; else NULL. */
 static dt__message *dt__oldest_if_hinted(dt__pair *pair, const dt__group *group, int tag) {
     for (int i = 0; i <= DT__PAIR_SLOTS; i++) {
         dt__message *message = i < DT__PAIR_SLOTS ? &pair->message[i] : pair->recv_hint;
@@ -2388,14 +2420,14 @@ static dt__message *dt__oldest_if_hinted(dt__pair *pair, const dt__group *group,
     return NULL;
 }
 
-/* Finds the oldest message of this group and tag. Two races matter. A rank may send and then end:
-   its `ended` flag is read before its messages, so that a message which is missing then will never
-   come. And the sender may post two messages during the search, the older into a slot already
-   passed, the newer into one still ahead. Seeing the newer makes the older visible, so a second
-   search finds it.
+/* Finds the oldest message of this group and tag. Two races matter. First, a rank may send and then
+   end. Its `ended` flag is read before its messages: if the flag is set and the message is missing,
+   the message will never come. Second, the sender may post two messages during the search, the
+   older into a slot that the search has passed, the newer into a slot ahead. When the search finds
+   the newer message, the older message is visible too, so a second search finds the older message.
 
-   *ended: no rank will send this message any more. *last_searched: pair->posted + 1 at this
-   receive's last search; it searches again only after a new post. */
+   *ended is set to 1 if no rank will send this message any more. *last_searched is pair->posted + 1
+   at this receive's last search; the receive searches again only after a new post. */
 static dt__message *dt__find_message(const dt__shared *shared, dt__pair *pair,
     const dt__group *group, int tag, int from, int to_self, int *ended, uint64_t *last_searched) {
     *ended = to_self || dt__has_ended(shared, from);
@@ -2412,8 +2444,8 @@ static dt__message *dt__find_message(const dt__shared *shared, dt__pair *pair,
     return dt__oldest_posted(pair, group, tag);
 }
 
-/* Does an earlier receive of this rank wait for a message from rank `from` with that tag? That one
-   goes first. */
+/* Returns 1 if an earlier receive of this rank waits for a message from rank `from` with this tag.
+   The earlier receive must get the message first. */
 static int dt__earlier_recv_waits(const dt_work *work, const dt__p2p *p2p, int from) {
     for (const dt_work *w = work->comm->world->first_unfinished; w && w != work;
          w = w->next_unfinished) {
@@ -2454,7 +2486,7 @@ static int dt__shared_recv(dt_work *work, dt__p2p *p2p) {
     const dt_comm *comm = work->comm;
     dt__shared *shared = comm->world->shared;
     int me = comm->world->local_rank, n = comm->base.size, none_left = 1;
-    /* from any: starts at the right neighbour, so that no sender starves */
+    /* DT_ANY: the search starts at the right neighbour, so that no sender starves */
     for (int step = 0; step < n; step++) {
         int from = p2p->peer == DT_ANY ? (comm->base.rank + 1 + step) % n : p2p->peer, ended;
         int sender = dt__local_rank_of(comm->world, comm->group->ranks[from]);
@@ -2477,49 +2509,50 @@ static int dt__shared_message(dt_work *work, dt__p2p *p2p) {
 
 // ==== 14. Collectives in shared memory ==========================================================
 
-/* How the ranks of a group run a collective in each other's memory:
+/* The ranks of a group run a collective by accessing each other's memory, in four steps:
 
        post    each rank publishes its call, with the addresses of its buffers, or with the data
                themselves if they are small (inline)
-       open    it waits until all have posted, and compares all calls with rank 0's
-       move    it copies its data from the others (dt__pull), or writes its part of a sum to
-               all of them (dt__push)
-       close   it publishes that it is done and waits for all: only now may the buffers change
+       open    each rank waits until all have posted, and compares all calls with rank 0's
+       move    each rank copies its data from the other ranks (dt__pull), or writes its part of
+               a sum to all of them (dt__push)
+       close   each rank publishes that it is done and waits for all; then the buffers may change
 
    Cost: two waits for the slowest rank, and each byte moves once. If all ranks post inline data,
-   one wait is enough, because a post is not reused soon: a rank's posts are used in turn, and
-   `closed` tells when all ranks are done with one. Every flag has one writer and many readers: J.
-   Mellor-Crummey and M. Scott, "Algorithms for scalable synchronization", 1991. Comparing costs
-   about 10 ns a rank; without it, ranks that disagree would sum garbage or hang.
+   one wait is enough: a rank reuses the oldest of its posts, and only after `closed` shows that all
+   ranks have finished with that post. Every flag has one writer and many readers: J. Mellor-Crummey
+   and M. Scott, "Algorithms for scalable synchronization", 1991. Comparing the calls costs about 10
+   ns a rank; without the comparison, ranks whose calls differ would sum garbage or hang.
 
-   If large data of any rank cannot be reached, all ranks move in windows: each such rank copies a
-   window into its staging buffer, which has two in turn, and the others read it there. An
-   all-reduce in windows is a reduce-scatter followed by an all-gather. */
+   If other ranks cannot access a large buffer of any rank, all ranks move their data in windows.
+   The owner of the buffer copies one window at a time into its staging buffer, which has two halves
+   that alternate, and the other ranks read the window there. An all-reduce in windows is a
+   reduce-scatter followed by an all-gather. */
 
-/* What a work waits for: a free post; all ranks' posts; a free half of its staging buffer; the
-   other ranks' windows; all ranks' closing. */
+/* State of a work. It waits for a free post; then for all ranks' posts; for a free half of its
+   staging buffer; for the other ranks' windows; and until all ranks have closed. */
 enum { DT__AWAIT_SLOT = 0, DT__AWAIT_POSTS, DT__AWAIT_STAGING, DT__AWAIT_WINDOW, DT__AWAIT_CLOSE };
 
 static dt__member *dt__member_of(const dt_comm *comm, int rank) {
     return &comm->group->members[rank];
 }
 
-/* Has that rank reached what the work's state waits for? */
+/* Returns 1 if `rank` has reached the point that the work's state waits for. */
 static int dt__rank_reached(const dt_work *work, int rank) {
     const dt_comm *comm = work->comm;
     if (work->state == DT__AWAIT_POSTS)
         return __atomic_load_n(&dt__post_of(comm, rank, work->call.seq)->seq, __ATOMIC_ACQUIRE) ==
                work->call.seq;
     const dt__member *member = dt__member_of(comm, rank);
-    if (work->state == DT__AWAIT_WINDOW) { /* memory that can be reached is always open */
+    if (work->state == DT__AWAIT_WINDOW) { /* memory without staging is always open */
         if (!dt__post_of(comm, rank, work->call.seq)->staging) return 1;
         return __atomic_load_n(&member->opened, __ATOMIC_ACQUIRE) >= work->window;
     }
     uint64_t need = work->window;
     if (work->state == DT__AWAIT_SLOT) need = comm->last_window[work->call.seq % DT_MAX_STARTED];
-    /* the same half of the staging buffer showed that window */
+    /* window - 2 used the same half of the staging buffer */
     if (work->state == DT__AWAIT_STAGING) need = work->window < 2 ? 0 : work->window - 2;
-    /* all ranks have finished the sums */
+    /* phase 1 begins when all ranks have finished the sums */
     if (work->state == DT__AWAIT_STAGING && work->stage == 1 && work->at == 0)
         need = work->window - 1;
     return __atomic_load_n(&member->closed, __ATOMIC_ACQUIRE) >= need;
@@ -2551,7 +2584,8 @@ static dt__phrase dt__arrivals_text(const dt_work *work) {
     return text;
 }
 
-/* 1: all ranks are there; 0: not yet; -1: one will never be, and the context has failed. */
+/* Returns 1 if all ranks have reached the point that the work's state waits for, 0 if not yet, -1
+   if one rank never will and the context has failed. */
 static int dt__all_reached(dt_work *work) {
     dt_comm *comm = work->comm;
     const dt__shared *shared = comm->world->shared;
@@ -2590,18 +2624,18 @@ static dt_status dt__compare_posts(dt_work *work) {
     return DT_OK;
 }
 
-/* A sum that all ranks, or the root, want in full is written to them: dt__push. */
+/* Returns 1 if all ranks, or the root, receive the complete sum: dt__push writes it to them. */
 static int dt__pushes(const dt__call *call) {
     return dt__pattern_of(call->op)->reduces && !dt__pattern_of(call->op)->send_blocks;
 }
 
-/* Sends up to this size are always posted inline. A longer send is read in place if each rank has a
-   core: the second wait costs less than bytes that are written once more and fetched from another
-   core's cache. If ranks share cores, a wait costs more than 4 KiB do. */
+/* Sends up to this size are always posted inline. A larger send buffer is read in place if each
+   rank has a core: the second wait then costs less than a copy into the post that other ranks fetch
+   from this core's cache. If ranks share cores, a wait costs more than a copy of 4 KiB. */
 #define DT__POST_BYTES 128
 
-/* Does this rank post its data inline? It also does if they are small and the other ranks cannot
-   reach their buffer. */
+/* Returns 1 if this rank posts its data inline. Host data of up to DT_EAGER_BYTES are posted inline
+   too if the other ranks cannot access their buffer. */
 static int dt__sends_inline(const dt_work *work) {
     const dt_comm *comm = work->comm;
     const dt__call *call = &work->call;
@@ -2618,9 +2652,10 @@ static int dt__sends_inline(const dt_work *work) {
            (dt__pushes(call) && dt__receives(comm, call) && !dt__reachable(shared, call->recv));
 }
 
-/* If only other ranks post inline, no rank pushes, and this rank's send buffer is read until all
-   close. Its recv may be the same buffer, so its sum first goes into its post, which has room, and
-   into recv after the close. The post is not reused until then. */
+/* Returns 1 if this rank's sum must first go into its post. If other ranks post inline and this
+   rank does not, no rank pushes, and other ranks read this rank's send buffer until all have
+   closed. Its recv may be the same buffer. So the sum goes into the post, which has unused space,
+   and is copied into recv after the close. The post is not reused until then. */
 static int dt__must_sum_in_post(const dt_work *work) {
     const dt_comm *comm = work->comm;
     return work->inline_ranks && dt__pushes(&work->call) && dt__receives(comm, &work->call) &&
@@ -2629,7 +2664,8 @@ static int dt__must_sum_in_post(const dt_work *work) {
 
 /* ---- where data lie: blocks, and windows of them ---- */
 
-/* An all-reduce in windows: phase 0 is a reduce-scatter of chunks, phase 1 gathers them. */
+/* An all-reduce in windows: phase 0 is a reduce-scatter of chunks, phase 1 an all-gather of the
+   chunks. */
 static int dt__is_two_phase(const dt_work *work) {
     const dt__pattern *pattern = dt__pattern_of(work->call.op);
     return work->uses_windows && pattern->reduces && !pattern->send_blocks && pattern->all_recv;
@@ -2646,7 +2682,8 @@ static const size_t *dt__counts_of(const dt_work *work, int rank) {
         dt__post_of(work->comm, rank, work->call.seq));
 }
 
-/* Elements that rank `from` has for rank `to`; dt__offset_from_to: where they begin in its send. */
+/* Number of elements that rank `from` has for rank `to`. dt__offset_from_to returns their offset in
+   the send buffer of `from`. */
 static size_t dt__count_from_to(const dt_work *work, int from, int to) {
     if (work->call.op == DT__ALL_TO_ALL_V) return dt__counts_of(work, from)[to];
     if (!dt__is_two_phase(work)) return work->call.count;
@@ -2663,7 +2700,7 @@ static size_t dt__offset_from_to(const dt_work *work, int from, int to) {
     return dt__sends_blocks(work) ? (size_t)to * work->call.count : 0;
 }
 
-/* Where the data from that rank begin in this rank's recv. */
+/* Offset of the data from rank `from` in this rank's recv, in elements. */
 static size_t dt__recv_offset(const dt_work *work, int from) {
     if (work->call.op == DT__ALL_TO_ALL_V) return dt__sum_counts(work->call.recv_counts, from);
     if (dt__is_two_phase(work)) return dt__offset_from_to(work, from, work->comm->base.rank);
@@ -2672,13 +2709,13 @@ static size_t dt__recv_offset(const dt_work *work, int from) {
                : (size_t)from * work->call.count;
 }
 
-/* How many of the first `count` elements lie in the window. */
+/* Number of elements of a block of `count` elements that lie in the window. */
 static size_t dt__in_window(const dt_work *work, size_t count) {
     if (count <= work->at) return 0;
     return count - work->at < work->window_count ? count - work->at : work->window_count;
 }
 
-/* Address of the window of that rank's data for this rank. */
+/* Address of the current window of the data that rank `from` has for this rank. */
 static const char *dt__source(const dt_work *work, int from) {
     dt__post *post = dt__post_of(work->comm, from, work->call.seq);
     size_t size = dt_dtype_size(work->call.dtype), me = (size_t)work->comm->base.rank;
@@ -2689,7 +2726,7 @@ static const char *dt__source(const dt_work *work, int from) {
     return base + (dt__offset_from_to(work, from, (int)me) + work->at) * size;
 }
 
-/* Copies the work's window into this rank's staging buffer, for the others to read. */
+/* Copies the work's window into this rank's staging buffer, for the other ranks to read. */
 static dt_status dt__stage_window(dt_work *work) {
     dt_comm *comm = work->comm;
     if (!dt__post_of(comm, comm->base.rank, work->call.seq)->staging) return DT_OK;
@@ -2720,8 +2757,9 @@ static void dt__set_window(dt_work *work) {
 
 /* ---- moving data ---- */
 
-/* Copies or reduces the other ranks' data into recv. Each rank begins with its own block and goes
-   round, so that the ranks do not all read the same memory at the same time. */
+/* Copies or reduces the other ranks' data into recv. Each rank begins with its own block and
+   continues with the next rank's, so that the ranks do not all read the same memory at the same
+   time. */
 static dt_status dt__pull(dt_work *work) {
     dt_comm *comm = work->comm;
     const dt__pattern *pattern = dt__pattern_of(work->call.op);
@@ -2747,9 +2785,9 @@ static dt_status dt__pull(dt_work *work) {
     return status;
 }
 
-/* Streaming (non-temporal) stores pay if all ranks' buffers together exceed every cache near a
-   core, and no sum is in place, where the lines to write are already cached: they are up to twice
-   as fast then, and else up to four times as slow. */
+/* Streaming (non-temporal) stores are up to twice as fast if all ranks' buffers together exceed
+   every cache near a core and no sum is in place. Otherwise they are up to four times as slow: a
+   sum in place, for example, writes lines that are already cached. */
 enum { DT__STREAMING_BYTES = 8 << 20 };
 
 static int dt__use_streaming_stores(const dt_work *work) {
@@ -2786,8 +2824,8 @@ static dt_status dt__push(dt_work *work) {
 
 /* ---- states ---- */
 
-/* Compares the expected counts of an all-to-all-v with the sent ones. Also finds the longest block,
-   for which all ranks get the same value. */
+/* Compares the expected counts of an all-to-all-v with the sent counts. Also finds the longest
+   block; all ranks find the same length. */
 static dt_status dt__compare_posted_counts(dt_work *work) {
     dt_comm *comm = work->comm;
     int n = comm->base.size, me = comm->base.rank;
@@ -2836,7 +2874,7 @@ static int dt__post_call(dt_work *work) {
     return 1;
 }
 
-/* All ranks have posted: decides how the data move. */
+/* Decides how the data move, after all ranks have posted. */
 static int dt__plan_collective(dt_work *work) {
     dt_comm *comm = work->comm;
     work->longest_block = work->call.count;
@@ -2855,7 +2893,7 @@ static int dt__plan_collective(dt_work *work) {
     return 1;
 }
 
-/* Moves this window's data. 1, or -1 with the context failed. */
+/* Moves this window's data. Returns 1, or -1 if the context has failed. */
 static int dt__move_window(dt_work *work) {
     dt_comm *comm = work->comm;
     int in_post = work->inline_ranks == comm->base.size,
@@ -2869,8 +2907,8 @@ static int dt__move_window(dt_work *work) {
     return 1;
 }
 
-/* All ranks have closed: copies a sum that lies in the post into recv. 1, or -1 with the context
-   failed. */
+/* Copies a sum that lies in the post into recv, after all ranks have closed. Returns 1, or -1 if
+   the context has failed. */
 static int dt__copy_back_sum(dt_work *work) {
     dt_comm *comm = work->comm;
     if (!work->sum_in_post) return 1;
@@ -2881,7 +2919,7 @@ static int dt__copy_back_sum(dt_work *work) {
     return status ? dt__data_failed(comm, &work->call, status), -1 : 1;
 }
 
-/* Advances to the next window; 0: there is none. */
+/* Advances to the next window. Returns 0 if there is none. */
 static int dt__next_window(dt_work *work) {
     if (work->at + work->window_count < work->longest_block) {
         work->at += work->window_count;
@@ -2896,8 +2934,9 @@ static int dt__next_window(dt_work *work) {
     return 1;
 }
 
-/* May this rank use its next post? The operation that used it before must have moved its data, and
-   all ranks must be done with it. */
+/* Returns 1 if this rank may use its next post, 0 if not yet, -1 if the context has failed. The
+   operation that used the post before must have moved its data, and all ranks must have finished
+   with the post. */
 static int dt__may_post(dt_work *work) {
     dt_comm *comm = work->comm;
     if (comm->last_posted + 1 != work->call.seq ||
@@ -2907,7 +2946,7 @@ static int dt__may_post(dt_work *work) {
     if (comm->closed_by_all >= comm->last_window[work->call.seq % DT_MAX_STARTED]) return 1;
     int there = dt__all_reached(work);
     if (there <= 0) return there;
-    /* read again only when it is too low, because other ranks write these lines */
+    /* refreshed only when closed_by_all is too low, because other ranks write these cache lines */
     comm->closed_by_all = comm->windows_done;
     for (int rank = 0; rank < comm->base.size; rank++) {
         uint64_t closed = __atomic_load_n(&dt__member_of(comm, rank)->closed, __ATOMIC_ACQUIRE);
@@ -2924,7 +2963,7 @@ static int dt__shared_collective(dt_work *work) {
         if (work->state != DT__AWAIT_SLOT && work->state != DT__AWAIT_CLOSE &&
             comm->last_moved + 1 != work->call.seq)
             return 0;
-        /* memory that can be reached is always open */
+        /* memory without staging is always open */
         int open = work->state == DT__AWAIT_WINDOW && !work->uses_windows;
         int there = work->state == DT__AWAIT_SLOT ? dt__may_post(work)
                     : open                        ? 1
@@ -2960,17 +2999,18 @@ static int dt__shared_collective(dt_work *work) {
 
 // ==== 15. Messages over a transport =============================================================
 
-/* Five functions (dt_transport), the caller's or a backend's, carry the bytes. A group has two
-   channels: one for the messages of section 4, one for those of collectives, so that neither
-   matches the other. Between ranks of one node the latter go through shared memory, as in section
-   13. Device memory is copied through host memory. */
+/* Five functions (dt_transport), which the caller or a backend provides, carry the bytes. A group
+   has two channels, one for the messages of section 4 and one for the messages of collectives, so
+   that a message of one kind never matches a receive of the other kind. Between ranks of one node
+   the messages of collectives go through shared memory, as in section 13. Device memory is copied
+   through host memory. */
 
 static int dt__on_device(const dt_work *work) {
     return !work->call.host_memory && dt_ctx_kernels(work->comm->world->ctx)->open != NULL;
 }
 
-/* Copies to or from pinned memory without making the host wait for the device: an event behind the
-   copying tells when it is done. */
+/* Copies to or from pinned memory without making the host wait for the device: an event recorded
+   after the copy tells when the copy is complete. */
 static int dt__pinned_copy_start(
     dt_work *work, dt__p2p *p2p, void *to, const void *from, size_t bytes) {
     const dt_kernels *kernels = dt_ctx_kernels(work->comm->world->ctx);
@@ -2981,7 +3021,7 @@ static int dt__pinned_copy_start(
     return dt__data_failed(work->comm, &work->call, status ? status : DT_ERR_DEVICE), -1;
 }
 
-/* 1: the copying is done, or there was none. */
+/* Returns 1 if the copy is complete or there was no copy. */
 static int dt__pinned_copy_done(dt_work *work, const dt__p2p *p2p) {
     int passed = p2p->device_event
                      ? dt_ctx_kernels(work->comm->world->ctx)->event_query(p2p->device_event)
@@ -3014,7 +3054,7 @@ static dt__address dt__address_of(const dt_work *work, const dt__p2p *p2p) {
     return a;
 }
 
-/* Begins the transport's send or receive. 1, or -1 with the context failed. */
+/* Begins the transport's send or receive. Returns 1, or -1 if the context has failed. */
 static int dt__transport_post(
     dt_work *work, dt__p2p *p2p, dt__address to, int sends, void *buf, size_t bytes) {
     dt__world *world = work->comm->world;
@@ -3033,8 +3073,8 @@ static int dt__transport_post(
     return -1;
 }
 
-/* Numbers a send from a device. It may have to wait for its copy, and no later send to the same
-   rank may overtake it. */
+/* Numbers a send from a device. The send may have to wait for its copy, and no later send to the
+   same rank may overtake it. */
 static void dt__device_send_enqueue(dt_work *work, dt__p2p *p2p) {
     uint64_t *device_sends = work->comm->world->device_sends;
     if (device_sends && p2p->op == DT__SEND)
@@ -3042,7 +3082,8 @@ static void dt__device_send_enqueue(dt_work *work, dt__p2p *p2p) {
     p2p->is_enqueued = 1;
 }
 
-/* 1: all earlier sends from a device to that rank have begun; now this one begins. */
+/* Returns 1 if all earlier sends from a device to the same rank have begun; this send then
+   begins. */
 static int dt__device_send_dequeue(dt_work *work, const dt__p2p *p2p) {
     uint64_t *device_sends = work->comm->world->device_sends;
     uint64_t *begun = device_sends && p2p->op == DT__SEND
@@ -3073,7 +3114,7 @@ static int dt__transport_begin(dt_work *work, dt__p2p *p2p) {
         p2p->pinned_copy ? p2p->pinned_copy : buf, bytes);
 }
 
-/* The group's rank of a world rank; -1: not a member. */
+/* Returns the group's rank of a world rank, or -1 if it is not a member. */
 static int dt__rank_in(const dt__group *group, int world_rank) {
     for (int rank = 0; rank < group->size; rank++) {
         if (group->ranks[rank] == world_rank) return rank;
@@ -3081,7 +3122,7 @@ static int dt__rank_in(const dt__group *group, int world_rank) {
     return -1;
 }
 
-/* Fails with what dt_transport's test returned below 0. Always -1. */
+/* Fails with the error that dt_transport's test returned. Returns -1. */
 static int dt__transport_failed(dt_work *work, const dt__p2p *p2p, int answer, const char *why) {
     dt__world *world = work->comm->world;
     dt__phrase text = dt__p2p_text(work, p2p);
@@ -3100,8 +3141,8 @@ typedef struct dt__arrival {
     size_t bytes;
 } dt__arrival;
 
-/* Tests the transport's request. 1: complete, with the message's sender, signature and bytes; 0:
-   not yet; -1: the context has failed. */
+/* Tests the transport's request. Returns 1 if it is complete, with the message's sender, signature
+   and bytes in *arrival; 0 if not yet; -1 if the context has failed. */
 static int dt__transport_test(dt_work *work, dt__p2p *p2p, dt__arrival *arrival) {
     dt__world *world = work->comm->world;
     char why[512] = "";
@@ -3117,7 +3158,7 @@ static int dt__transport_test(dt_work *work, dt__p2p *p2p, dt__arrival *arrival)
     return 1;
 }
 
-/* Checks that the message matches the receive, and stores its sender. */
+/* Checks that the message matches the receive, and stores the sender's rank. */
 static int dt__transport_received(dt_work *work, dt__p2p *p2p, const dt__arrival *arrival) {
     dt__world *world = work->comm->world;
     int from = p2p->peer == DT_ANY ? dt__rank_in(work->comm->group, arrival->from) : p2p->peer;
@@ -3157,11 +3198,11 @@ static int dt__transport_message(dt_work *work, dt__p2p *p2p) {
 
 // ==== 16. Collective algorithms =================================================================
 
-/* A collective as messages: a function that is called once for each round. It lists the round's
-   messages (dt__send_to, dt__recv_from) and returns 1, or 0 when there are no more rounds. A round
-   begins when the previous one is complete, so its data may be used. N ranks, S bytes of the full
-   buffer, L = log2 N rounded up. What the busiest rank sends, as messages; bytes (N/2: if N is a
-   power of two):
+/* A collective that runs as messages is a function that is called once for each round. The function
+   lists the round's messages (dt__send_to, dt__recv_from) and returns 1, or returns 0 if there are
+   no more rounds. A round begins when the previous round is complete, so it may use the data that
+   the previous round received. With N ranks, S bytes of the full buffer and L = log2 N rounded up,
+   the table shows "messages; bytes" that the busiest rank sends (N/2 holds if N is a power of two):
 
                         direct               ring                 doubling       tree
        all-reduce       2(N-1); 2(N-1)/N S   2(N-1); 2(N-1)/N S   L; (N-1) S     L; (L-1+N/2) S
@@ -3174,10 +3215,11 @@ static int dt__transport_message(dt_work *work, dt__p2p *p2p) {
        broadcast        N-1; (N-1) S         2(N-1); 2(N-1)/N S                  L; L S
        barrier                                                    L; 0
 
-   A sum in rank order needs all its terms in one place, so they are sent unreduced and added there.
-   Only the ring adds on the way, and begins each chunk at another rank. The picture and the cost of
-   each algorithm stand at its function; R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of
-   collective communication operations in MPICH", 2005, compares them. */
+   A sum in rank order needs the inputs of all ranks on one rank, so the inputs are sent unreduced
+   and added there. Of the algorithms in the table, only the ring sends partial sums, and it begins
+   each chunk at another rank. The comment of each function gives the picture and the cost of its
+   algorithm. R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication
+   operations in MPICH", 2005, compares the algorithms. */
 
 static dt__p2p *dt__add_p2p(dt_work *work, dt__op_code op, int peer, size_t count) {
     dt__p2p *p2p = &work->p2p_ops[work->p2p_count++];
@@ -3218,7 +3260,7 @@ static void dt__sum_inputs(dt_work *work, void *out, int n, size_t count) {
 
 typedef int (*dt__round_fn)(dt_work *work);
 
-/* Runs all rounds of one algorithm, then all rounds of another. */
+/* Runs all rounds of algorithm `one`, then all rounds of algorithm `other`. */
 static int dt__two_phases(dt_work *work, dt__round_fn one, dt__round_fn other) {
     if (work->stage == 0) {
         if (one(work)) return 1;
@@ -3229,8 +3271,7 @@ static int dt__two_phases(dt_work *work, dt__round_fn one, dt__round_fn other) {
     return other(work);
 }
 
-/* Block i of the full buffer: of a buffer with N blocks, or of one that is divided into N
-   chunks. */
+/* Offset of block i in the full buffer. The buffer has N blocks, or is divided into N chunks. */
 static size_t dt__block_offset(const dt_work *work, int i) {
     dt__op_code op = work->call.op;
     if (op == DT__ALL_REDUCE || op == DT__SUM_DOUBLES || op == DT__REDUCE || op == DT__BROADCAST)
@@ -3256,8 +3297,8 @@ static char *dt__send_block(const dt_work *work, int i) {
 
 /* ---- all-gather ---- */
 
-/* Direct all-gather: every rank sends its block to all others at once. N-1 messages, (N-1)/N S. The
-   phases need this rank's own block in recv. */
+/* Direct all-gather: every rank sends its block to all other ranks at once. N-1 messages, (N-1)/N
+   S. The functions named _phase expect this rank's own block in recv. */
 static int dt__direct_all_gather_phase(dt_work *work) {
     int n = work->comm->base.size, me = work->comm->base.rank;
     if (work->round > 0) return 0;
@@ -3301,7 +3342,7 @@ static int dt__ring_all_gather(dt_work *work) {
 
 /* Recursive doubling, in the form of J. Bruck et al., "Efficient algorithms for all-to-all
    communications", 1997, which works for any N. The scratch collects the send buffers of ranks me,
-   me+1, me+2, ...; each round doubles their number. L messages.
+   me+1, me+2, ...; each round doubles the number of buffers. L messages.
 
        round 0    0 <- 1    1 <- 2    2 <- 3    3 <- 0      has 2 buffers: me, me+1
        round 1    0 <- 2    1 <- 3    2 <- 0    3 <- 1      has 4 buffers: me .. me+3 */
@@ -3374,8 +3415,8 @@ static int dt__direct_all_to_all_v(dt_work *work) {
 
 /* ---- reductions ---- */
 
-/* Where this rank's block of the sum goes: its own recv; in a reduce on other ranks than the root,
-   the end of the scratch. */
+/* Destination of this rank's block of the sum: its recv, or the end of the scratch in a reduce on a
+   rank that is not the root. */
 static char *dt__sum_destination(const dt_work *work) {
     int n = work->comm->base.size, me = work->comm->base.rank;
     if (work->call.op == DT__REDUCE_SCATTER) return (char *)work->call.recv;
@@ -3407,10 +3448,10 @@ static int dt__direct_reduce_scatter(dt_work *work) {
     return 0;
 }
 
-/* Ring reduce-scatter: in round s this rank adds its term to the partial sum of block me-1-s, which
-   came from its left neighbour, and sends it on to the right. Block r begins at rank r+1 and ends
-   at rank r, its owner. N-1 messages, (N-1)/N S. The scratch holds the incoming and the outgoing
-   partial sum.
+/* Ring reduce-scatter: in round s this rank adds its own input to the partial sum of block me-1-s,
+   which came from its left neighbour, and sends the new partial sum to its right neighbour. Block r
+   begins at rank r+1 and ends at rank r, its owner. N-1 messages, (N-1)/N S. The scratch holds the
+   incoming and the outgoing partial sum. In the picture t1 is rank 1's input.
 
        block 0, N = 4:    rank 1 ------> rank 2 ------> rank 3 ------> rank 0
                                   t1          t1+t2         t1+t2+t3         + t0, the sum */
@@ -3434,8 +3475,8 @@ static int dt__ring_reduce_scatter(dt_work *work) {
     return 1;
 }
 
-/* Direct all-reduce: a reduce-scatter and an all-gather in which every rank sends to all others at
-   once. Two rounds; 2(N-1) messages, 2(N-1)/N S, summed in rank order. */
+/* Direct all-reduce: a reduce-scatter and an all-gather in which every rank sends to all other
+   ranks at once. Two rounds; 2(N-1) messages, 2(N-1)/N S, summed in rank order. */
 static int dt__direct_all_reduce(dt_work *work) {
     return dt__two_phases(work, dt__direct_reduce_scatter, dt__direct_all_gather_phase);
 }
@@ -3447,14 +3488,14 @@ static int dt__direct_all_reduce(dt_work *work) {
        partial sums    rank 1 ---> rank 2 ---> rank 3 ---> rank 0        dt__ring_reduce_scatter
        the sum         rank 0 ---> rank 1 ---> rank 2 ---> rank 3        dt__ring_all_gather_phase
 
-   The other chunks go round at the same time, each one rank further on, so every link is always
-   busy. Each chunk is summed in another order, so the last bits differ from the other
-   algorithms'. */
+   The other chunks go round at the same time, and each chunk begins one rank further, so every link
+   is always busy. Each chunk is summed in a different order, so the last bits of the result differ
+   from the results of other algorithms. */
 static int dt__ring_all_reduce(dt_work *work) {
     return dt__two_phases(work, dt__ring_reduce_scatter, dt__ring_all_gather_phase);
 }
 
-/* Collects the blocks of the sum on the root, which has summed its own in place. */
+/* Collects the blocks of the sum on the root. The root's own block is already in its recv. */
 static int dt__gather_sums(dt_work *work) {
     int n = work->comm->base.size, me = work->comm->base.rank, root = work->call.peer;
     if (work->round > 0) return 0;
@@ -3527,32 +3568,34 @@ static int dt__ring_broadcast(dt_work *work) {
 
 /* Hierarchical all-reduce of large buffers. Between ranks of one machine messages go through shared
    memory (section 15), so the messages that leave a machine are the bottleneck. A ring crosses each
-   machine border once: of an all-gather (N-1)/N S leave a machine. Of a direct all-reduce 2k(N-k)/N
-   S would. With rails it is 2 S, and S on the first and the last machine.
+   machine border once, so (N-1)/N S leave a machine in a ring all-gather. In a direct all-reduce
+   2k(N-k)/N S would leave each machine. With rails 2 S leave a machine, but only S leave the first
+   and the last machine.
 
    The buffer is divided into k chunks. The j-th ranks of all machines form rail j, which sums chunk
    j from machine to machine upwards and sends the sum down again, in P pieces:
 
        machine M-1    | ^  the complete sum turns round here
           ...         v |
-       machine 1      | ^  adds its k terms, in rank order, and sends on
+       machine 1      | ^  adds its k inputs, in rank order, and sends the sum up
                       v |
-       machine 0      | ^  adds its k terms
+       machine 0      | ^  adds its k inputs
 
    In round t a rank of machine m, with d = 2(M-1-m),
 
-       receives its machine's terms of piece t, and from below the sum of piece t over machines
+       receives its machine's inputs of piece t, and from below the sum of piece t over machines
        0 .. m-1;
        sends up the sum of piece t-1 over machines 0 .. m, which it has just added in rank order
        (on the last machine this is the complete sum);
        receives from above the complete sum of piece t-d;
        sends the complete sum of piece t-d-1 to the other ranks of its machine, and down.
 
-   Round t of machine m runs beside round t-1 of the machine above. All links are busy in both
-   directions, and the whole takes about 2 M rounds more than there are pieces. A rank sends 2kP
-   messages, 2 S. A piece on its way lies in recv, where its sum will be. */
+   Round t of machine m runs at the same time as round t-1 of the machine above. All links are busy
+   in both directions, and the all-reduce takes about P + 2 M rounds. A rank sends 2kP messages, 2
+   S. A piece in transit is kept in recv, where its sum will be. */
 
-/* Largest piece: it stays in a cache, and a round costs less than its bytes. */
+/* Size of the largest piece. It fits in a cache, and the fixed cost of a round is less than the
+   cost of moving the bytes. */
 #ifndef DT__RAIL_BYTES
 #define DT__RAIL_BYTES DT_WINDOW_BYTES
 #endif
@@ -3582,8 +3625,8 @@ static void dt__rail_add_p2p(
         p2p->recv = dt__element(work, buf, first);
 }
 
-/* Where the scratch holds the terms of this machine's j-th rank; at this rank's own index, what
-   came from the machine below. */
+/* Address in the scratch of the input of this machine's j-th rank. At this rank's own index the
+   scratch holds the partial sum from the machine below. */
 static void *dt__rail_input(const dt_work *work, int j) {
     return dt__element(work, work->scratch,
         (size_t)j * (work->scratch_count / (size_t)work->comm->ranks_per_node));
@@ -3632,8 +3675,9 @@ static int dt__rails_all_reduce(dt_work *work) {
 
 /* ---- binomial trees ---- */
 
-/* Ranks are numbered v from the root. The subtree of v is v, v+1, ... below v + its lowest set bit.
-   A gather climbs the tree, nearest children first; a broadcast descends it, L rounds each:
+/* v is a rank's number counted from the root, which has v = 0. The subtree of v is v, v+1, ..., up
+   to but without v + b, where b is the lowest set bit of v; the subtree of 0 is all ranks. A gather
+   climbs the tree, nearest children first. A broadcast descends the tree. Each takes L rounds:
 
        v:   0 <- 1    2 <- 3    4 <- 5    6 <- 7      round 0
             0 <------ 2         4 <------ 6           round 1
@@ -3693,8 +3737,8 @@ static int dt__tree_reduce(dt_work *work) {
     return 0;
 }
 
-/* Descending the tree: in each round the distance `mask` halves, and every rank that has the data
-   sends them to the rank that far on. */
+/* Distance of this round when the data descend the tree. It halves in each round, and every rank
+   that has the data sends them to the rank at that distance. */
 static int dt__tree_mask(const dt_work *work) {
     int mask = 1;
     while (mask < work->comm->base.size) mask *= 2;
@@ -3712,7 +3756,7 @@ static int dt__tree_broadcast(dt_work *work) {
 }
 
 /* Tree all-reduce: a reduce to the root up a binomial tree, then a broadcast down. L messages,
-   (L-1+N/2) S, because the terms climb unreduced and the root sums them in rank order. */
+   (L-1+N/2) S, because the inputs climb the tree unreduced and the root sums them in rank order. */
 static int dt__tree_all_reduce(dt_work *work) {
     return dt__two_phases(work, dt__tree_reduce, dt__tree_broadcast);
 }
@@ -3740,7 +3784,7 @@ static int dt__tree_scatter(dt_work *work) {
 
 /* ---- choosing an algorithm ---- */
 
-/* NULL: no such algorithm for this operation. */
+/* Returns NULL if the algorithm does not exist for this operation. */
 static dt__round_fn dt__algorithm_of(const dt__call *call, dt_algorithm algorithm) {
     /* rows in the order of dt__op_code, columns of dt_algorithm */
     static const dt__round_fn table[][DT_ALGORITHMS] = {
@@ -3760,22 +3804,23 @@ static dt__round_fn dt__algorithm_of(const dt__call *call, dt_algorithm algorith
         { NULL, NULL, NULL, dt__doubling_all_gather, NULL },
         { NULL, NULL, NULL, dt__doubling_all_gather, NULL },
         { NULL, NULL, NULL, dt__doubling_all_gather, NULL },
-    }; /* a comparison chooses its own */
+    }; /* a comparison chooses its own algorithm */
     /* an average of averages is not the average */
     if (algorithm == DT_RING && call->redop == DT_AVG) return NULL;
     return dt__is_p2p(call->op) ? NULL : table[call->op][algorithm];
 }
 
-/* Large all-reduces of a group with rails. A partial sum has the type of its terms, so types that
-   are rounded, and averages that are divided, once at the end are left out. */
+/* Returns 1 for large all-reduces of a group with rails. Partial sums travel in the type of the
+   buffer. So bf16 and f16, which are rounded once at the end, and averages, which are divided once
+   at the end, do not use rails. */
 static int dt__use_rails(const dt_comm *comm, const dt__call *call) {
     return comm->ranks_per_node > 0 && call->op == DT__ALL_REDUCE && call->redop != DT_AVG &&
            !dt__narrow(call->dtype) &&
            dt__call_bytes(call) >= (size_t)comm->ranks_per_node * DT__RAIL_BYTES;
 }
 
-/* Without shared memory: few messages for small buffers, few bytes for large ones. Never the ring's
-   sums, because their order differs. */
+/* Chooses an algorithm when there is no shared memory: few messages for small buffers, few bytes
+   for large buffers. Reductions never use a ring, because its order of summation differs. */
 static dt__round_fn dt__algorithm_by_size(const dt_comm *comm, const dt__call *call) {
     size_t all = dt__call_bytes(call) * (size_t)comm->base.size;
     if (dt__use_rails(comm, call)) return dt__rails_all_reduce;
@@ -3787,7 +3832,7 @@ static dt__round_fn dt__algorithm_by_size(const dt_comm *comm, const dt__call *c
     return dt__algorithm_of(call, dt__algorithm_of(call, DT_DIRECT) ? DT_DIRECT : DT_DOUBLING);
 }
 
-/* Makes room for the transfers of the largest round. */
+/* Allocates space for the transfers of the largest round. */
 static int dt__p2p_reserve(dt_work *work, int count) {
     dt_ctx *ctx = work->comm->world->ctx;
     if (work->p2p_capacity >= count) return 1;
@@ -3798,10 +3843,11 @@ static int dt__p2p_reserve(dt_work *work, int count) {
     return work->p2p_ops != NULL;
 }
 
-/* An algorithm returns it instead of 1 (another round) or 0 (no more): call it again later. */
+/* An algorithm returns this instead of 1 (another round) or 0 (no more rounds) to be called again
+   later. */
 enum { DT__POLL_AGAIN = -1 };
 
-/* Advances the transfers of the round, and when all are complete the algorithm to the next
+/* Advances the transfers of the round. When all are complete, advances the algorithm to the next
    round. */
 static int dt__algorithm_advance(dt_work *work) {
     for (;;) {
@@ -3830,11 +3876,11 @@ static int dt__algorithm_advance(dt_work *work) {
 
        dt__op_begin        validates the call, chooses its route, records it
        dt__advance         (section 12) moves its data as far as possible without waiting; called
-                           again and again by waits, by dt_test and between kernels
+                           repeatedly by waits, by dt_test and between kernels
        dt__op_end          counts its bytes and recycles it
 
-   dt__op_run does all of this for a blocking call, dt__op_start and dt_wait for a nonblocking one.
-   The public functions at the end of the section only fill in a dt__call. */
+   dt__op_run does all of this for a blocking call, dt__op_start and dt_wait for a nonblocking
+   operation. The public functions at the end of the section only fill in a dt__call. */
 
 static const dt__comm_ops dt__threads_ops = { "threads", dt__shared_message, dt__shared_collective,
     NULL, NULL, NULL, NULL, NULL };
@@ -3855,8 +3901,8 @@ static const char *dt__backend_name(dt_backend backend) {
     return "unknown";
 }
 
-/* Why dt_run or dt_team_make refuses the backend: it is not in this build, or its ranks are not of
-   one process. */
+/* Says why dt_run or dt_team_make refuses the backend: this build does not contain it, or its ranks
+   are not threads or forks of one process. */
 static const char *dt__backend_missing(dt_backend backend) {
 #ifndef DT_USE_NCCL
     if (backend == DT_BACKEND_NCCL)
@@ -3869,8 +3915,8 @@ static const char *dt__backend_missing(dt_backend backend) {
                                      : "a team is threads or forks of one process";
 }
 
-/* Memory that this rank's kernels cannot access, such as a local variable when tensors lie on a
-   device. Such data travel as scalars do. */
+/* Returns 1 if this rank's kernels cannot access p, for example a local variable when tensors lie
+   on a device. Data there are transferred as scalars are, from host memory. */
 static int dt__beyond_kernels(const dt_comm *comm, const void *p) {
     const dt_kernels *kernels = dt_ctx_kernels(comm->world->ctx);
     return p && kernels->can_access && !kernels->can_access(p);
@@ -3888,9 +3934,9 @@ static int dt__overlap(const void *a, size_t a_bytes, const void *b, size_t b_by
     return x < y ? y - x < a_bytes : x - y < b_bytes;
 }
 
-/* NULL, or why this rank's send and recv overlap illegally: the operation would overwrite data
-   before it reads them. The only legal overlap is in place: this rank's block at its own offset in
-   the larger buffer. */
+/* Returns NULL, or an error text if send and recv of this rank overlap so that the operation would
+   overwrite data before it reads them. The only legal overlap is an operation in place: this rank's
+   block lies at its own offset in the larger buffer. */
 static const char *dt__overlap_error(const dt_comm *comm, const dt__call *call) {
     size_t size = dt_dtype_size(call->dtype), mine = (size_t)comm->base.rank * call->count * size;
     size_t sent = dt__send_count(comm, call) * size, got = dt__recv_count(comm, call) * size;
@@ -3918,7 +3964,7 @@ static const char *dt__overlap_error(const dt_comm *comm, const dt__call *call) 
     }
 }
 
-/* NULL, or which argument is wrong whatever the other ranks do. One rule a line. */
+/* Returns NULL, or a text that names the wrong argument. It does not depend on the other ranks. */
 static const char *dt__argument_error(const dt_comm *comm, const dt__call *call) {
     size_t max_count = (size_t)-1 / 2 / dt_dtype_size(call->dtype) / (size_t)comm->base.size;
     int is_p2p = dt__is_p2p(call->op);
@@ -3946,7 +3992,8 @@ static const char *dt__argument_error(const dt_comm *comm, const dt__call *call)
     return dt__overlap_error(comm, call);
 }
 
-/* comm NULL: there is no context that could fail, and no kernel table to copy with. */
+/* Runs a call with comm NULL. There is no context that could fail, and no kernel table to copy
+   with. */
 static dt_status dt__call_without_comm(const dt__call *call) {
     const void *send = call->send;
     size_t bytes = dt__call_bytes(call);
@@ -4029,11 +4076,11 @@ static void dt__link_begin(dt__world *world, dt_work *work) {
 
 /* In shared memory the posts of a collective are compared (section 14). Over a transport each
    message carries a signature of its call. In the first steps, where programs go wrong, all ranks
-   also exchange a notice of each call before it runs, in an all-gather of its own. */
+   also exchange a notice of each call before the call runs, in a separate all-gather. */
 enum {
     DT__CHECK_STEPS = 100,
-    DT__CHECK_CALLS = 10000, /* of a group, for programs without steps */
-    DT__CHECK_RANKS = 16     /* larger groups compare no counts of an all-to-all-v */
+    DT__CHECK_CALLS = 10000, /* the same limit for programs without steps: calls of a group */
+    DT__CHECK_RANKS = 16     /* larger groups do not compare the counts of an all-to-all-v */
 };
 typedef struct dt__call_notice { /* in small groups the counts of an all-to-all-v follow */
     uint64_t packed_call, count;
@@ -4064,8 +4111,8 @@ static size_t dt__check_bytes(const dt_comm *comm) {
 }
 
 /* Makes the comparison that runs before the work. If memory runs out, the context fails and there
-   is none. In small groups every rank sends to every other directly, so that a rank waits for
-   exactly those that have not arrived. */
+   is no comparison. In small groups every rank sends its notice directly to every other rank, so
+   that a rank waits for exactly the ranks that have not arrived. */
 static void dt__check_make(dt_work *work) {
     dt_comm *comm = work->comm;
     dt__world *world = comm->world;
@@ -4106,8 +4153,8 @@ static void dt__check_free(dt_work *work) {
     dt_free(comm->world->ctx, DT_MEM_HOST, notices, dt__check_bytes(comm));
 }
 
-/* All-to-all-v: does each rank send what the receiver expects? Every rank finds the same pair
-   first. */
+/* Checks that in an all-to-all-v each rank sends the counts that the receivers expect. All ranks
+   search in the same order, so they report the same pair. */
 static int dt__check_counts(dt_work *work) {
     const dt_comm *comm = work->comm;
     int n = comm->base.size;
@@ -4130,7 +4177,7 @@ static int dt__check_counts(dt_work *work) {
     return 1;
 }
 
-/* Advances the comparison. 1: all ranks call the same. */
+/* Advances the comparison. Returns 1 if all ranks make the same call. */
 static int dt__check_advance(dt_work *work) {
     int done = dt__algorithm_advance(work->check_work);
     if (done <= 0) return done;
@@ -4150,8 +4197,8 @@ static int dt__check_advance(dt_work *work) {
     return 1;
 }
 
-/* Chooses how the operation runs: as messages (by an algorithm, or to one peer), or in the
-   backend's own way. */
+/* Chooses how the operation runs: as messages (by an algorithm, or to one peer), or by the
+   backend's own code. */
 static int dt__work_route(dt_work *work) {
     dt_comm *comm = work->comm;
     const dt__call *call = &work->call;
@@ -4176,11 +4223,12 @@ static int dt__work_route(dt_work *work) {
 
 /* ---- operations that a device completes ---- */
 
-/* A backend may leave an operation to a device, behind an event of its kernel table. It is then
-   complete for the host: a wait makes the rank's queue wait for the event, and the host continues.
-   A second work tracks the device's half, which is complete when the device has passed the event. A
-   device knows no timeout, so before the host waits for the device without one, all device
-   operations are waited for through the progress engine (section 12). */
+/* A backend may leave an operation to a device and record an event of the kernel table after it.
+   The operation is then complete for the host: dt_wait makes the rank's stream wait for the event,
+   and the host continues. A second work tracks the device's part, which is complete when the device
+   has passed the event. A wait for a device has no timeout. So before the host waits for the
+   device, it waits for all device operations through the progress engine (section 12), which has a
+   timeout. */
 
 static int dt__device_op_poll(dt_work *work) {
     int passed = dt_ctx_kernels(work->comm->world->ctx)->event_query(work->device_event);
@@ -4227,7 +4275,8 @@ static void dt__device_ops_reap(dt__world *world) {
 /* Listener: the host is about to wait for the device without a timeout. Waits until all device
    operations are complete, or the context has failed and the backend has ended them. Nonblocking
    operations that are not waited for may stay pending, because other ranks may not have called them
-   yet; with `all` they are waited for too. Returns 0 if a pending one keeps the device waiting. */
+   yet; if `all` is set, dt__on_settle waits for them too. Returns 0 if a pending operation keeps
+   the device waiting. */
 static int dt__on_settle(dt_ctx *ctx, int all, void *user) {
     dt__world *world = (dt__world *)user;
     for (dt_work *w = all ? world->first_started : NULL; w && dt_error(ctx) == DT_OK; w = w->next) {
@@ -4248,7 +4297,7 @@ static int dt__on_settle(dt_ctx *ctx, int all, void *user) {
     return 1;
 }
 
-/* Every operation begins here. NULL: the context has failed. */
+/* Every operation begins here. Returns NULL if the context has failed. */
 static dt_work *dt__op_begin(dt_comm *comm, dt__call call) {
     dt__world *world = comm->world;
     if (dt_error(world->ctx)) return NULL;
@@ -4328,7 +4377,7 @@ static dt_status dt__op_run(dt_comm *comm, dt__call call) {
     if (begin >= 0)
         __atomic_store_n(&world->state->last_op_end_us, (int64_t)(end * 1e6), __ATOMIC_RELAXED);
     if (world->trace) dt__trace_op(work, begin, end);
-    world->file = NULL; /* a next call without a macro has no call site */
+    world->file = NULL; /* if the next call uses no macro, it has no call site */
     return dt__op_end(world, work);
 }
 
@@ -4603,12 +4652,12 @@ dt_status(dt_exchange)(dt_comm *comm, const dt_transfer *transfers, int n) {
                                                (state T)  not wait, its process is stopped.
 
    Every rank publishes its state (section 11): in shared memory, or over a transport by wait
-   reports. Three users read it: the deadlock proof, the text of a timeout (it follows the path to
-   its end and asks /proc what that process does), and the table of dt_ranks_text. Read
-   dt__detect_deadlock first. */
+   reports. The deadlock proof reads the states. So does the text of a timeout, which follows the
+   path to its last rank and reads from /proc what the process of that rank does. So does the table
+   of dt_ranks_text. Read dt__detect_deadlock first. */
 
-/* The group's operation that must finish before this one can: collectives of a group go in
-   order. */
+/* The oldest unfinished collective of this operation's group, which must finish first: a group's
+   collectives finish in order. */
 static dt_work *dt__group_queue_head(dt_work *work) {
     for (dt_work *w = work->comm->world->first_unfinished; w && work->p2p_count == 0;
          w = w->next_unfinished) {
@@ -4622,7 +4671,7 @@ static dt_work *dt__group_queue_head(dt_work *work) {
 static uint32_t dt__counter_of(const dt_comm *comm, int posts);
 
 /* The first rank of the group that has not reported the begin of the collective for which this
-   rank's device waits; DT_ANY if all have. */
+   rank's device waits; DT_ANY if all ranks have reported it. */
 static int dt__first_not_begun(const dt_work *work) {
     const dt__world *world = work->comm->world;
     for (int i = 0; world->peers && i < work->comm->base.size && !dt__is_p2p(work->call.op); i++) {
@@ -4636,7 +4685,8 @@ static int dt__first_not_begun(const dt_work *work) {
     return DT_ANY;
 }
 
-/* The world rank that this operation waits for; DT_ANY if it is not a single one. */
+/* The world rank that this operation waits for; DT_ANY if the operation does not wait for one
+   certain rank. */
 static int dt__find_awaited_rank(const dt_work *work) {
     const dt_comm *comm = work->comm;
     if (work->is_device_op) return dt__first_not_begun(work);
@@ -4651,7 +4701,7 @@ static int dt__find_awaited_rank(const dt_work *work) {
     return DT_ANY;
 }
 
-/* Reads a small file as text. Returns its bytes; 0 or less if it cannot be read. */
+/* Reads a small file as text. Returns the number of bytes; 0 or less if the file cannot be read. */
 static int64_t dt__read_text(const dt_io *io, const char *path, char *text, size_t bytes) {
     int fd = io->open(io->user, path, DT_IO_READ);
     int64_t got = fd < 0 ? -1 : io->pread(io->user, fd, text, bytes - 1, 0);
@@ -4671,7 +4721,7 @@ static char dt__process_state(const dt_io *io, const dt__rank_state *state) {
         snprintf(path, sizeof path, "/proc/self/task/%d/stat", tid);
     else
         snprintf(path, sizeof path, "/proc/%d/stat", pid);
-    /* No file: the process has ended, unless /proc is not mounted at all */
+    /* no file: the process has ended, unless /proc is not mounted at all */
     if (dt__read_text(io, path, text, sizeof text) <= 0)
         return dt__read_text(io, "/proc/self/stat", text, sizeof text) > 0 ? 'Z' : 0;
     const char *name = strrchr(text, ')');
@@ -4701,8 +4751,8 @@ static void dt__append_last_operation(dt__rank_view seen, char *text, size_t byt
         dt__append(text, bytes, at, ", its last operation: %s", dt__record_text(&r).s);
 }
 
-/* Returns 1, and the record of the operation, if that rank is in a long wait and its process is
-   neither stopped nor gone. */
+/* Returns 1 and the record of the operation if the rank of `seen` is in a long wait and its process
+   is neither stopped nor gone. */
 static int dt__is_waiting(const dt_io *io, dt__rank_view seen, char *process, dt__op_record *r) {
     uint64_t waiting = __atomic_load_n(&seen.state->waiting_op, __ATOMIC_SEQ_CST);
     *process = dt__process_state(io, seen.state);
@@ -4710,8 +4760,8 @@ static int dt__is_waiting(const dt_io *io, dt__rank_view seen, char *process, dt
     return dt__record_get(seen.ring, waiting, r);
 }
 
-/* Follows the wait-for graph from `rank` to its end and appends why that rank does not come: ";
-   rank 3 (process 4711) is stopped (state T), its last operation: ...". */
+/* Follows the wait-for graph from `rank` to the last rank and appends why that rank does not come:
+   "; rank 3 (process 4711) is stopped (state T), its last operation: ...". */
 static void dt__append_diagnosis(
     const dt__world *world, int rank, char *text, size_t bytes, size_t *at) {
     const dt_io *io = dt_ctx_io(world->ctx);
@@ -4731,7 +4781,7 @@ static void dt__append_diagnosis(
         int pid = __atomic_load_n(&state->pid, __ATOMIC_RELAXED),
             tid = __atomic_load_n(&state->tid, __ATOMIC_RELAXED);
         int thread = pid == (int)getpid() && tid != 0;
-        /* look three times: a rank that polls and naps also shows state R now and then */
+        /* look three times, because a rank that only polls and naps also shows state R sometimes */
         for (int tries = 0; tries < 3 && process == 'R'; tries++) {
             world->host->sleep(world->host->user, DT__NAP_MAX);
             process = dt__process_state(io, state);
@@ -4752,7 +4802,7 @@ static void dt__append_diagnosis(
 }
 
 /* Hang diagnosis after a timeout: fails the context with a text that names the missing rank and
-   what that rank does instead. */
+   says what the missing rank does instead. */
 static dt_status dt__report_timeout(dt_work *work) {
     dt__world *world = work->comm->world;
     char text[480];
@@ -4794,7 +4844,7 @@ static void dt__append_wait(
     const dt__world *world, int rank, char *text, size_t bytes, size_t *at) {
     dt__rank_view seen = dt__view_of_rank(world, rank);
     dt__op_record r;
-    /* another rank has found the same deadlock and all leave: its text counts */
+    /* another rank has found the same deadlock and reported it, and all ranks leave the run */
     if (!seen.state) return;
     int other = __atomic_load_n(&seen.state->waits_for, __ATOMIC_RELAXED);
     dt__append(text, bytes, at, "rank %d ", rank);
@@ -4805,15 +4855,17 @@ static void dt__append_wait(
     if (other != DT_ANY) dt__append(text, bytes, at, " for rank %d", other);
 }
 
-/* The wait-for edge of a rank: the world rank it waits for; DT_ANY for none or unknown. */
+/* The wait-for edge of a rank: the world rank that `rank` waits for; DT_ANY if `rank` waits for
+   none or the edge is unknown. */
 static int dt__wait_edge(const dt__world *world, int rank) {
     dt__rank_view seen = dt__view_of_rank(world, rank);
     if (!seen.state || !__atomic_load_n(&seen.state->waiting_op, __ATOMIC_SEQ_CST)) return DT_ANY;
     return __atomic_load_n(&seen.state->waits_for, __ATOMIC_RELAXED);
 }
 
-/* Fails the context with the deadlock's text: the cycle that this rank's path leads into, from its
-   lowest rank, or the waits of the first ranks if the path leads into none. */
+/* Fails the context with a text about the deadlock. The text lists the cycle to which this rank's
+   path leads, starting at the lowest rank of the cycle. If the path leads to no cycle, the text
+   lists the waits of the first ranks. */
 static void dt__report_deadlock(dt__world *world) {
     enum { NAMED = 4 };
     int n = world->comm->base.size, rank = world->rank, first, length = 1;
@@ -4845,7 +4897,7 @@ static void dt__report_deadlock(dt__world *world) {
     dt__comm_fail(world, DT_ERR_COMM, "%s", text);
 }
 
-/* Does any operation wait only for the time of the simulated link? */
+/* 1 if an operation waits only for the simulated link's time. */
 static int dt__link_busy(const dt__world *world, const dt_work *work) {
     int busy = work->data_done > 0 && !work->finished;
     for (const dt_work *w = world->first_unfinished; w; w = w->next_unfinished)
@@ -4853,8 +4905,8 @@ static int dt__link_busy(const dt__world *world, const dt_work *work) {
     return busy;
 }
 
-/* Can the progress counters of all ranks be summed? All ranks share memory, and no message is in
-   flight on a transport. */
+/* 1 if the progress counters of all ranks can be summed: all ranks share memory, and no message is
+   in flight on a transport. */
 static int dt__can_sum_progress(const dt__world *world) {
     int64_t in_transit = 0;
     if (!world->shared->state || world->comm->base.size != world->shared->ranks) return 0;
@@ -4864,24 +4916,27 @@ static int dt__can_sum_progress(const dt__world *world) {
     return in_transit == 0;
 }
 
-/* Deadlock detection over a transport. Ranks cannot sum each other's progress counters; they have
-   the last wait report of each. Two things prove a deadlock.
+/* Deadlock detection over a transport. Ranks cannot sum each other's progress counters, but each
+   rank has the last wait report of every other rank. Either of two conditions proves a deadlock.
 
-   1. A cycle in which every rank waits in a collective for the next rank, and that one waits too
-   and has not begun that collective. Suppose some rank left the cycle first: it needed the next
-   rank to begin the collective, so the next had left before it. A contradiction.
+   1. A cycle: every rank of the cycle waits in a collective for the next rank, and the next rank
+   waits too and has not begun that collective. Suppose one rank leaves the cycle first. To leave,
+   it needs the next rank to begin the collective, so the next rank has left the cycle earlier: a
+   contradiction.
 
-   2. Quiescence. All ranks wait, none of them for a post that has been made or with a send
-   unfinished, and on every channel as many messages arrived as were sent (channel counting: F.
-   Mattern, "Algorithms for distributed termination detection", 1987). The reports need not be from
-   one moment: whatever wakes a rank after its report is a message of a rank that was awake before
-   its own report, and the counts would differ.
+   2. Quiescence. All ranks wait, no rank waits for a post that has been made, no rank has an
+   unfinished send, and on every channel as many messages have arrived as were sent (channel
+   counting: F. Mattern, "Algorithms for distributed termination detection", 1987). The reports need
+   not be taken at the same time. After its report, a rank is woken only by a message. The first
+   message that wakes any rank was sent before its sender's report, so that report counts the
+   message as sent, but the report of the woken rank does not count the message as received.
 
-   An unfinished send rules out the proof, because the receiver may know of the end of a message
-   before its sender. In a cycle this holds only on transports that take messages before anybody
-   asks (control->arrived): elsewhere a send needs the other rank's part of the collective.
+   A rank with an unfinished send proves nothing, because the receiver may learn of a message's end
+   before the sender does. The cycle proof needs this restriction only on transports that deliver a
+   message before its receive is posted (control->arrived). On other transports a send needs the
+   receiver to take part in the collective.
 
-   dt__is_behind: has rank `other` not begun the collective in which `rank` waits? */
+   dt__is_behind returns 1 if rank `other` has not begun the collective in which `rank` waits. */
 static int dt__is_behind(const dt__world *world, int rank, int other) {
     const dt__wait_report *its = &world->peers[rank].last_report,
                           *theirs = &world->peers[other].last_report;
@@ -4893,7 +4948,7 @@ static int dt__is_behind(const dt__world *world, int rank, int other) {
         /* reports carry the low 32 bits of seq */
         int32_t ahead = (int32_t)(theirs->begun[i] - (uint32_t)its->wait_record.seq);
         if (theirs->channels[i] == its->wait_channel) return ahead < 0;
-        /* `other` has used this group by posts only */
+        /* `other` has used this group only for collectives through posts */
         if (theirs->channels[i] == its->wait_channel + 1 && its->wait_channel % 2 == 0) return 1;
     }
     return 0;
@@ -4929,7 +4984,7 @@ static int dt__is_quiescent(const dt__world *world) {
     return 1;
 }
 
-/* Sends of a work that are not finished. */
+/* The number of unfinished sends of a work. */
 static uint32_t dt__count_pending_sends(const dt_work *work) {
     uint32_t n = work->check_work ? dt__count_pending_sends(work->check_work) : 0;
     for (int i = 0; i < work->p2p_count; i++)
@@ -4937,7 +4992,8 @@ static uint32_t dt__count_pending_sends(const dt_work *work) {
     return n;
 }
 
-/* A group's counter of collectives: those through posts and those as messages count apart. */
+/* The id of a group's counter of collectives. A group has two counters: one for collectives through
+   posts and one for collectives through messages. */
 static uint32_t dt__counter_of(const dt_comm *comm, int posts) {
     return 2 * comm->group->channel + (uint32_t)(posts != 0);
 }
@@ -4948,7 +5004,8 @@ static void dt__report_counter(dt__wait_report *own, uint32_t channel, uint64_t 
     own->begun[own->group_count++] = (uint32_t)begun;
 }
 
-/* Tells all other ranks what this rank waits in, that it waits no longer, or that it has ended. */
+/* Tells all other ranks what this rank waits in, that this rank waits no longer, or that this rank
+   has ended. */
 static void dt__send_wait_report(dt__world *world, const dt_work *work, int ended) {
     dt__wait_report *own = &world->peers[world->rank].last_report;
     memset(own, 0, sizeof *own);
@@ -4973,7 +5030,7 @@ static void dt__send_wait_report(dt__world *world, const dt_work *work, int ende
     }
     for (const dt_work *w = world->first_unfinished; work && w; w = w->next_unfinished)
         own->pending_sends += w == work ? 0 : dt__count_pending_sends(w);
-    /* a library or the device may finish it: that is no deadlock */
+    /* not a deadlock: a library or the device may still finish this work */
     if (work)
         own->pending_sends +=
             dt__count_pending_sends(work) + (uint32_t)(work->is_device_op || work->in_library);
@@ -4983,8 +5040,8 @@ static void dt__send_wait_report(dt__world *world, const dt_work *work, int ende
     world->control->send_report(world->control->user, own, sizeof *own);
 }
 
-/* A wait report of another rank has arrived. The sender belongs to the job, but its numbers index
-   arrays, so they are checked. */
+/* Stores a wait report that has arrived from another rank. The report's fields are checked although
+   the sender belongs to the job, because they index arrays. */
 static void dt__receive_wait_report(dt__world *world, int rank, const void *report) {
     if (!world || !world->peers || !world->comm) return;
     int64_t now = (int64_t)(world->host->now(world->host->user) * 1e6);
@@ -5011,7 +5068,8 @@ static void dt__receive_wait_report(dt__world *world, int rank, const void *repo
         other->state.wait_since_us = other->state.last_op_end_us = now;
 }
 
-/* A wait of this length is reported to the others, and changes during it at this interval. */
+/* A rank reports its wait to the others after this many seconds, and then reports changes at this
+   interval. */
 #define DT__REPORT_AFTER_S 0.02
 
 static int dt__detect_deadlock_remote(dt_work *work, double since) {
@@ -5043,10 +5101,10 @@ static int dt__detect_deadlock_remote(dt_work *work, double since) {
     return 1;
 }
 
-/* Deadlock detection. Called in a long wait: after the sum of all progress counters was
-   `progress_sum`, the rank has tried to advance everything under way, and nothing moved. It
-   publishes what it has waited for since `since`. If all ranks have published the same sum, no rank
-   will ever advance: fails the context and returns 1. */
+/* Deadlock detection. Called in a long wait, after this rank read the sum `progress_sum` of all
+   progress counters, tried to advance every pending operation, and nothing moved. The rank
+   publishes the operation for which it has waited since `since`. If all ranks have published the
+   same sum, no rank will ever advance: fails the context and returns 1. */
 static int dt__detect_deadlock(dt_work *work, uint64_t progress_sum, double since) {
     dt__world *world = work->comm->world;
     dt__rank_state *own = world->state;
@@ -5152,7 +5210,8 @@ size_t dt_records_text(const dt_ctx *ctx, int rank, char *text, size_t bytes) {
     return all;
 }
 
-/* Logs one line of the table. logging_rank: the rank that logs it; -1 for the supervisor. */
+/* Logs one line of the table. logging_rank: the rank that writes to the log; -1 for the
+   supervisor. */
 static void dt__log_rank_line(
     const dt_host *host, const dt_io *io, int logging_rank, int rank, dt__rank_view seen) {
     char line[512] = "";
@@ -5161,7 +5220,7 @@ static void dt__log_rank_line(
     host->log(host->user, DT_LOG_NOTICE, logging_rank, line);
 }
 
-/* Answers a status request on a rank that has no supervisor: logs the table of all ranks. */
+/* Answers a status request on a rank without a supervisor: logs the table of all ranks. */
 static void dt__log_all_ranks(dt__world *world) {
     const dt_host *host = world->host;
     __atomic_store_n(world->status_request, 0, __ATOMIC_RELAXED);
@@ -5172,21 +5231,21 @@ static void dt__log_all_ranks(dt__world *world) {
 
 // ==== 19. Fault injection ========================================================================
 
-/* Fault injection: a planted fault kills, stops, delays or corrupts one rank at a known operation,
-   as a cluster would at an unknown one. The text is parsed before the run begins, so all ranks
-   refuse a wrong one alike.
+/* Fault injection: a planted fault kills, stops, delays or corrupts one rank at a chosen operation.
+   On a cluster such a fault strikes at an unknown operation. The text is parsed before the run
+   begins, so all ranks refuse a wrong text alike.
 
        DT_FAULT=kill:rank=2:seq=40,delay:rank=0:seq=7:s=0.5
 
        operation seq of the rank:   dt__fault_before   kill stop exit spin delay drop
                                     ... the operation runs ...
-                                    dt__fault_after    flip nan   (in what it received) */
+                                    dt__fault_after    flip nan   (in the received data) */
 
 static const char *const dt__fault_names[] = { "", "kill", "stop", "exit", "spin", "delay", "drop",
     "flip", "nan" };
 
-/* Parses a number of at most 15 digits, with a fraction if `real`. Returns where it ends, or
-   NULL. */
+/* Parses a number of at most 15 digits, with a fraction if `real`. Returns the position after the
+   number, or NULL. */
 static const char *dt__fault_parse_number(const char *at, int real, double *value) {
     double scale = 1;
     int digits = 0, point = 0;
@@ -5204,7 +5263,8 @@ static const char *dt__fault_parse_number(const char *at, int real, double *valu
     return digits ? at : NULL;
 }
 
-/* Parses one fault of the list. Returns where it ends, or NULL if it is wrong. */
+/* Parses one fault of the list. Returns the position after the fault, or NULL if its text is
+   wrong. */
 static const char *dt__fault_parse(const char *at, dt__fault *fault) {
     static const char *const keys[3] = { ":rank=", ":seq=", ":s=" };
     double values[3] = { -1, 0, 1 };
@@ -5229,8 +5289,9 @@ static const char *dt__fault_parse(const char *at, dt__fault *fault) {
     return fault->rank >= 0 && fault->seq > 0 && (*at == 0 || *at == ',') ? at : NULL;
 }
 
-/* Parses the list and stores the faults of one rank. With rank -1 it only checks the list for a job
-   of `ranks` ranks (0: unknown). Returns the number of faults, or -1 if the text is wrong. */
+/* Parses the list and stores the faults of one rank. With rank -1 the function only checks the list
+   for a job of `ranks` ranks (0: unknown). Returns the number of faults, or -1 if the text is
+   wrong. */
 static int dt__faults_parse(const char *text, int rank, int ranks, dt__fault *faults) {
     int n = 0;
     dt__fault fault;
@@ -5243,7 +5304,8 @@ static int dt__faults_parse(const char *text, int rank, int ranks, dt__fault *fa
     return n;
 }
 
-/* Hangs outside of operations: a process for ever, a thread until another rank has failed. */
+/* Hangs this rank outside of any operation: a process for ever, a thread until another rank has
+   failed. */
 static void dt__fault_hang(const dt__world *world, int spin) {
     while (!world->is_thread || !dt__aborted(world->shared))
         if (!spin) world->host->sleep(world->host->user, DT__NAP_MAX);
@@ -5252,7 +5314,8 @@ static void dt__fault_hang(const dt__world *world, int spin) {
 static void dt__fault_inject(dt_work *work, const dt__fault *fault) {
     dt__world *world = work->comm->world;
     int lost = fault->kind == DT__KILL || fault->kind == DT__EXIT;
-    /* a context does not log DT_ERR_PEER, and nobody else reports a lost thread */
+    /* report it here: a context does not log DT_ERR_PEER, and no other rank reports a lost
+       thread */
     if (lost && world->is_thread) {
         dt_fail(
             world->ctx, DT_ERR_PEER, "is lost: a planted fault, %s", dt__fault_names[fault->kind]);
@@ -5283,8 +5346,8 @@ static void dt__fault_before(dt_work *work) {
     }
 }
 
-/* Corrupts the middle element of what the operation received. All bits set are a NaN in every
-   floating-point type. */
+/* Corrupts the middle element of the received data. In every floating-point type an element with
+   all bits set is a NaN. */
 static void dt__fault_after(dt_work *work) {
     const dt__call *call = &work->call;
     size_t size = dt_dtype_size(call->dtype);
@@ -5303,9 +5366,9 @@ static void dt__fault_after(dt_work *work) {
 
 // ==== 20. Scalars and agreement: code ============================================================
 
-/* The collectives of section 17 on host memory: they do not use the device's kernel table and are
-   not counted as traffic. Straggler detection stands here too, because dt_comm_step gathers each
-   rank's own time. */
+/* The collectives of section 17 on host memory: they do not use the device's kernel table and do
+   not count as traffic. Straggler detection is in this section too, because dt_comm_step gathers
+   the time that each rank spends on its own work. */
 
 dt_status(dt_sum_doubles)(dt_comm *comm, double *values, size_t n) {
     dt__call call = dt__call_make(DT__SUM_DOUBLES, values, values, n, DT_F64);
@@ -5318,8 +5381,8 @@ double(dt_mean)(dt_comm *comm, double mine) {
     return mine / dt_comm_size(comm);
 }
 
-/* Gathers two words of each rank into comm->words. Keeps the call site, because dt_comm_split
-   gathers twice. */
+/* Gathers two words of each rank into comm->words. The call site is the caller's, because
+   dt_comm_split gathers twice. */
 static dt_status dt__gather_words(dt_comm *comm, dt__op_code op, const int32_t mine[2]) {
     dt__call call = dt__call_make(op, mine, comm->words, 2, DT_I32);
     const char *file = comm->world->file;
@@ -5338,25 +5401,27 @@ dt_status(dt_agree)(dt_comm *comm, dt_status mine) {
     return status;
 }
 
-/* A straggler's own work exceeds the median's by this factor and by this many seconds, in this many
-   of the last 8 steps. It is named again after this many steps. */
+/* A rank is a straggler if its own work exceeds the median rank's by this factor and by this many
+   seconds, in this many of the last 8 steps. After a notice about a rank, the next notice about it
+   follows at the earliest this many steps later. */
 #define DT__STRAGGLER_RATIO 1.5
 #define DT__STRAGGLER_EXCESS_S 1e-3
 enum { DT__STRAGGLER_STEPS = 5, DT__STRAGGLER_NOTICE_STEPS = 10 };
 
-/* A rank's own work in a step: the time since the last step minus the time in operations. */
+/* The seconds of a rank's own work in a step: the time since the last step minus the time in
+   operations. */
 static double dt__own_step_seconds(const dt_comm *comm, int rank) {
     double own;
     memcpy(&own, comm->words + 2 * rank, sizeof own);
     return own;
 }
 
-/* Straggler detection, on rank 0. A rank that is slow in one step may have a reason, so the notice
-   needs several slow steps of the same rank. */
+/* Straggler detection, on rank 0. The notice needs several slow steps of the same rank, because one
+   slow step may have a harmless cause. */
 static void dt__find_straggler(dt__world *world, const dt_comm *comm) {
     int slowest = 0, n = comm->base.size;
     double slowest_s = 0, median = 0;
-    for (int rank = 0; rank < n; rank++) { /* the median; of an even number, the lower one */
+    for (int rank = 0; rank < n; rank++) { /* the median; the lower one if n is even */
         double own = dt__own_step_seconds(comm, rank);
         int below = 0, equal = 0;
         for (int other = 0; other < n; other++) {
@@ -5384,9 +5449,9 @@ static void dt__find_straggler(dt__world *world, const dt_comm *comm) {
         slowest, slowest_s * 1e3, median * 1e3);
 }
 
-/* Compares what the ranks of each group have called so far: the number of collectives and the
-   fingerprint of their arguments. All ranks visit their groups by channel, an order that is the
-   same on all. */
+/* Compares the calls of all ranks so far, group by group: the number of collectives and the
+   fingerprint of their arguments. Every rank visits its groups in the order of their channels,
+   which is the same on all ranks. */
 static dt_status dt__compare_step_calls(dt__world *world) {
     for (uint32_t channel = 0; channel < world->channel_count; channel++) {
         dt_comm *comm = world->comms;
@@ -5428,8 +5493,8 @@ dt_status(dt_comm_step)(dt_comm *world_comm) {
 
 // ==== 21. Process groups: code ===================================================================
 
-/* Splitting a process group. All ranks gather (color, key); each then counts the ranks that come
-   before it.
+/* Splitting a process group. All ranks gather (color, key). Each rank then counts the ranks of its
+   color that precede it.
 
        6 ranks, color = rank / 3, key = -rank
 
@@ -5438,10 +5503,10 @@ dt_status(dt_comm_step)(dt_comm *world_comm) {
        group     a a a   b b b
        new rank  2 1 0   2 1 0
 
-   In shared memory, rank 0 of each new group creates the group in the shared range, and a second
-   gather tells the others where. Over a transport every rank has a copy of the member list, and
-   rank 0 creates only what a node shares, if all members are on its node. Cost: two gathers of 8
-   bytes per rank. */
+   In shared memory, rank 0 of each new group creates the group in the run's shared memory, and a
+   second gather tells the other ranks its position. Over a transport every rank has a private copy
+   of the member list. If all members are on one node, rank 0 also creates the group's state in that
+   node's shared memory. Cost: two gathers of 8 bytes per rank. */
 
 dt_comm *dt_world(dt_ctx *ctx) {
     dt__world *world = dt__world_of(ctx);
@@ -5482,13 +5547,14 @@ double dt_comm_seconds(const dt_ctx *ctx) {
     return world ? world->seconds : 0;
 }
 
-/* The bytes of a rank's private copy of a group, which it has over a transport. */
+/* The bytes of a group's private copy. Each rank has its own copy over a transport. */
 static size_t dt__private_group_bytes(int size) {
     return sizeof(dt__group) + (size_t)size * sizeof(int);
 }
 
-/* Rails: members with the same index on their machines (section 16). Returns the members per
-   machine if they are consecutive, equally many on every machine, and at least two; else 0. */
+/* Rails: members with the same index on their machines (section 16). Returns the number of members
+   per machine if members of a machine have consecutive ranks and every machine has the same number
+   of members, at least two; else 0. */
 static int dt__find_ranks_per_node(const dt__world *world, const dt__group *group) {
     int k = 0, n = group->size;
     if (!world->node) return 0;
@@ -5500,7 +5566,7 @@ static int dt__find_ranks_per_node(const dt__world *world, const dt__group *grou
     return k;
 }
 
-/* Makes this rank's end of a group. On failure frees a private `group`, fails the context and
+/* Makes this rank's handle of a group. On failure it frees a private `group`, fails the context and
    returns NULL. */
 static dt_comm *dt__comm_make(
     dt__world *world, const dt__comm_ops *ops, dt__group *group, int rank) {
@@ -5552,7 +5618,7 @@ static void dt__comms_free(dt__world *world) {
     world->comm = NULL;
 }
 
-/* The rank that `rank` gets among those of its color, by comm->words. */
+/* The new rank of `rank` within its color, computed from comm->words. */
 static int dt__split_rank(const dt_comm *comm, int rank) {
     const int32_t *mine = &comm->words[2 * rank];
     int new_rank = 0;
@@ -5564,8 +5630,8 @@ static int dt__split_rank(const dt_comm *comm, int rank) {
     return new_rank;
 }
 
-/* A new group of that color with its members listed. NULL if memory or the capacity for groups is
-   used up. */
+/* Makes a new group that lists the members of one color. Returns NULL if there is no memory left or
+   no capacity for another group. */
 static dt__group *dt__split_group(const dt_comm *comm, int color, const char *name) {
     dt__world *world = comm->world;
     int size = 0;
@@ -5579,7 +5645,7 @@ static dt__group *dt__split_group(const dt_comm *comm, int color, const char *na
     return group;
 }
 
-/* A group's position in the shared range as an index of lines, and back. */
+/* Converts a group's address in shared memory to an index in cache lines, and back. */
 static int32_t dt__group_to_index(const dt__shared *shared, const dt__group *group) {
     return (int32_t)((size_t)((const char *)group - shared->group_arena) / DT__CACHE_LINE);
 }
@@ -5588,24 +5654,24 @@ static dt__group *dt__group_from_index(const dt__shared *shared, int32_t line) {
     return (dt__group *)(void *)(shared->group_arena + (size_t)line * DT__CACHE_LINE);
 }
 
-/* Do all ranks of a private group share this rank's range? */
+/* 1 if all ranks of a private group share memory with this rank. */
 static int dt__is_on_node(const dt__world *world, const dt__group *group) {
     for (int rank = 0; rank < group->size; rank++)
         if (!world->node || dt__local_rank_of(world, group->ranks[rank]) < 0) return 0;
     return 1;
 }
 
-/* Points a private group at the state its ranks share. */
+/* Makes a private group use the state that its ranks share. */
 static void dt__group_use_shared(dt__group *group, const dt__group *shared) {
     group->members = shared->members;
     group->posts = shared->posts;
     group->post_bytes = shared->post_bytes;
 }
 
-/* dt_comm_split over a transport. The second gather carries two numbers: each rank's next free
-   channel, of which the maximum becomes the new group's, and where rank 0 of a new group on one
-   node has created the shared state. Without capacity for that, the group's collectives go as
-   messages. */
+/* dt_comm_split over a transport. The second gather carries two words of each rank. The first is
+   the rank's next free channel: the maximum over the ranks becomes the new group's channel. The
+   second is the position of the shared state, which rank 0 of a new group creates if the group is
+   on one node. If there is no capacity for shared state, the group's collectives use messages. */
 static dt_comm *dt__split_over_transport(dt_comm *comm, int color, const char *name, int first) {
     dt__world *world = comm->world;
     int new_rank = dt__split_rank(comm, comm->base.rank);
@@ -5642,7 +5708,7 @@ dt_comm *(dt_comm_split)(dt_comm *comm, int color, int key, const char *name) {
         if (comm->words[2 * rank] == words[0] && dt__split_rank(comm, rank) == 0) first = rank;
     }
     if (comm->world->transport.send) return dt__split_over_transport(comm, color, name, first);
-    /* the index of the new group; -1 if there is no capacity; 0 on the other ranks */
+    /* the new group's index from its rank 0; -1 if there is no capacity; the other ranks send 0 */
     words[0] = words[1] = 0;
     if (color >= 0 && new_rank == 0) {
         dt__group *group = dt__split_group(comm, color, name);
@@ -5663,28 +5729,30 @@ dt_comm *(dt_comm_split)(dt_comm *comm, int color, int key, const char *name) {
 
 // ==== 22. Shared-memory heap of forked ranks =====================================================
 
-/* A heap in the shared range for each forked rank. Memory of the classes that are communicated
-   comes from it, so other ranks can read and write it.
+/* Each forked rank has a heap in the run's shared memory. Memory of the classes that ranks
+   communicate is allocated from this heap, so other ranks can read and write it.
 
        | heap of rank 0                                  | heap of rank 1 ...
        | dt__heap | used | free | used | free | used | ~ never used ~ |
                            |             ^             ^
                            +-- next -----+             top
 
-   First fit on a list of free blocks in address order. The list lies in the free blocks themselves.
-   A freed block is joined with its neighbours, and its whole pages go back to the system. */
+   First fit on a list of free blocks in address order. The list nodes are stored in the free
+   blocks. A freed block is joined with its neighbours, and the pages that are entirely free go back
+   to the system. */
 
 typedef struct dt__free_block { /* the header of a free block */
     size_t bytes;
     struct dt__free_block *next;
 } dt__free_block;
 
-/* One rank's heap. Its host table is the caller's, but with alloc and free in the heap. */
+/* One rank's heap. Its host table forwards to the caller's, except alloc and free, which use the
+   heap. */
 typedef struct dt__heap {
     dt_host host;
     const dt_host *caller_host;
     char *start;
-    size_t bytes, top; /* nothing above top is in use */
+    size_t bytes, top; /* memory from offset top on is unused */
     dt__free_block *free_list;
 } dt__heap;
 
@@ -5711,7 +5779,7 @@ static void *dt__heap_first_fit(dt__heap *heap, size_t bytes) {
     return heap->start + heap->top - bytes;
 }
 
-/* Joins a free block with the next one, if they touch. */
+/* Joins a free block with the next free block if the two are adjacent. */
 static void dt__heap_coalesce(dt__free_block *block) {
     if (!block->next || (char *)block + block->bytes != (char *)block->next) return;
     block->bytes += block->next->bytes;
@@ -5769,7 +5837,7 @@ static void dt__heap_log(void *user, int level, int rank, const char *text) {
     base->log(base->user, level, rank, text);
 }
 
-/* Makes the heap at the beginning of the rank's part of the range. */
+/* Makes the heap at the beginning of this rank's part of the shared memory. */
 static const dt_host *dt__heap_make(dt__shared *shared, const dt_host *base, int rank) {
     dt__heap *heap = (dt__heap *)(void *)(shared->heaps + (size_t)rank * shared->heap_bytes);
     memset(heap, 0, sizeof *heap);
@@ -5787,14 +5855,14 @@ static const dt_host *dt__heap_make(dt__shared *shared, const dt_host *base, int
 
 // ==== 23. Launcher discovery =====================================================================
 
-/* Launcher discovery: which rank is this process? A launcher (torchrun, mpirun, srun) tells each
-   process in environment variables. The launchers differ only in the rows of the table below; one
-   function reads them all. The first row that names a rank wins. Later rows that name the same rank
-   fill in what it leaves open.
+/* Launcher discovery: which rank is this process? A launcher (torchrun, mpirun, srun) sets the rank
+   of each process in environment variables. The launchers differ only in the rows of the table
+   below, and one function reads all rows. The first row whose variables name a rank wins. Later
+   rows that name the same rank supply the values that the first row lacks.
 
        environment --> dt__launchers[] --> rank, size --> local rank --> rendezvous address
 
-   NULL: the launcher has no such variable. */
+   In a row, NULL means that the launcher has no such variable. */
 
 static const char *dt__launch_env(const char *name) { return getenv(name); }
 
@@ -5802,16 +5870,17 @@ typedef struct dt__launcher {
     const char *name;
     const char *required; /* the row counts only if this variable is set */
     const char *rank, *size, *alt_size;
-    int size_alone; /* 1: the size may be set where the rank is not (a batch script) */
+    int size_alone; /* 1: the size may be set without the rank (in a batch script) */
     const char *local_rank, *local_size;
-    /* instead of local_size: the ranks of each machine, "2(x3),1", and this machine's index in the
-       list */
+    /* used instead of local_size: the number of ranks on each machine, "2(x3),1", and this
+       machine's index in that list */
     const char *ranks_per_node, *node_index;
     /* rank 0's machine and port */
     const char *master_host, *master_port;
-    /* if this is "True", the launcher itself listens at that port and dt takes another one */
+    /* if this variable is "True", the launcher itself listens at that port and dt takes another
+       port */
     const char *port_taken;
-    /* instead of master_host: a list of machines, the first has rank 0 */
+    /* used instead of master_host: a list of machines, of which the first has rank 0 */
     const char *node_list, *alt_node_list;
     const char *job_id, *step_id; /* names of the job: two jobs on one machine need two ports */
 } dt__launcher;
@@ -5855,15 +5924,15 @@ static const dt__launcher dt__launchers[] = {
         .alt_node_list = "SLURM_JOB_NODELIST",
         .job_id = "SLURM_JOB_ID",
         .step_id = "SLURM_STEP_ID" },
-    /* PMIx gives no size: the row exists to refuse it */
+    /* PMIx sets no size: this row exists so that dt refuses a PMIx job with an error text */
     { .name = "PMIx", .rank = "PMIX_RANK", .size = "PMI_SIZE", .size_alone = 1 },
 };
 
 enum {
     DT__LAUNCHERS = (int)(sizeof dt__launchers / sizeof dt__launchers[0]),
     DT__LAUNCH_PORT = 29500,      /* dt_run's default port */
-    DT__LAUNCH_JOB_PORTS = 20000, /* jobs without a port get one of the 10,000 from here on */
-    /* systems give ports from here on to any socket, so the next port may be taken */
+    DT__LAUNCH_JOB_PORTS = 20000, /* jobs without a port get one of the 10,000 from this port on */
+    /* systems give ports from this port on to any socket, so the next port may be taken */
     DT__LAUNCH_EPHEMERAL_PORTS = 32768
 };
 
@@ -5885,8 +5954,8 @@ static dt_status dt__launch_refuse(
     return DT_ERR_ARG;
 }
 
-/* Parses at most 9 digits at `at`. Returns -1 if there are none or more; *end points behind
-   them. */
+/* Parses at most 9 digits at `at`. Returns -1 if there are no digits or more than 9. *end points to
+   the first character after the digits. */
 static int dt__launch_digits(const char *at, const char **end) {
     int value = 0, digits = 0;
     for (; *at >= '0' && *at <= '9'; at++, digits++)
@@ -5895,7 +5964,7 @@ static int dt__launch_digits(const char *at, const char **end) {
     return digits > 0 && digits < 10 ? value : -1;
 }
 
-/* Reads the number in a variable. *number stays as it is if the variable is not set. */
+/* Reads the number in a variable. *number keeps its value if the variable is not set. */
 static dt_status dt__launch_number(
     dt_launch *out, const char *name, int min, int max, int *number) {
     const char *value = name ? dt__launch_env(name) : NULL, *end;
@@ -5929,8 +5998,8 @@ static int dt__launch_is_host_char(char c) {
            (c && strchr(".-_", c));
 }
 
-/* The first machine of a SLURM node list: "rack1n03" of "rack[1-2,7]n[03-12],login". Returns 0 if
-   it is no such list. */
+/* Stores the first machine of a SLURM node list: "rack1n03" for "rack[1-2,7]n[03-12],login".
+   Returns 0 if the text is not a node list. */
 static int dt__launch_first_host(const char *list, char *host, size_t capacity) {
     size_t used = 0, inside;
     for (; *list && *list != ','; list++) {
@@ -5950,8 +6019,8 @@ static int dt__launch_first_host(const char *list, char *host, size_t capacity) 
     return used > 0;
 }
 
-/* A port derived from the job's name: the same for all ranks of a job, and most likely another for
-   another job. */
+/* A port derived from the job's name. It is the same for all ranks of a job and most likely
+   different for two jobs. */
 static int dt__launch_port(const dt__launcher *row) {
     const char *names[2] = { dt__launch_env(row->job_id),
         row->step_id ? dt__launch_env(row->step_id) : NULL };
@@ -5975,8 +6044,8 @@ static dt_status dt__launch_set_rendezvous(
     return DT_OK;
 }
 
-/* Finds rank 0's address from the n rows that name the same rank. On one machine the loopback will
-   do; on several machines a variable must name rank 0's. */
+/* Finds rank 0's address in the n rows that name the same rank. On one machine the loopback address
+   suffices; on several machines a variable must name rank 0's address. */
 static dt_status dt__launch_find_rendezvous(
     dt_launch *out, const dt__launcher *const *same, int n) {
     const char *list = NULL, *list_name = NULL, *host, *port_text, *taken;
@@ -6009,7 +6078,7 @@ static dt_status dt__launch_find_rendezvous(
     return dt__launch_set_rendezvous(out, list_name, first, port);
 }
 
-/* Reads one launcher's variables. Leaves size 0 if they are not set. */
+/* Reads one launcher's variables. Leaves size 0 if the variables are not set. */
 static dt_status dt__launch_read_row(const dt__launcher *row, dt_launch *out) {
     const int max_ranks = DT__MAX_RANKS;
     const char *size = row->alt_size && !dt__launch_env(row->size) ? row->alt_size : row->size;
@@ -6061,8 +6130,8 @@ static dt_status dt__launch_override(dt_launch *out) {
     return dt__launch_set_rendezvous(out, "DT_RENDEZVOUS", host, port);
 }
 
-/* Writes the one-line summary. names: the variables used; others: launchers that name another
-   rank. */
+/* Writes the one-line summary. names: the variables that were used; others: the launchers that name
+   a different rank. */
 static void dt__launch_describe(dt_launch *out, const char *names, const char *others) {
     char local[48] = "";
     if (out->local_rank >= 0 && out->local_size)
@@ -6075,7 +6144,7 @@ static void dt__launch_describe(dt_launch *out, const char *names, const char *o
         out->rendezvous, others[0] ? "; also set, but ignored: " : "", others);
 }
 
-/* No launcher. A SLURM batch script has some of SLURM's variables but is no rank. */
+/* No launcher is found. A SLURM batch script has some of SLURM's variables but is not a rank. */
 static dt_status dt__launch_without_launcher(dt_launch *out) {
     int batch = dt__launch_env("SLURM_PROCID") && !dt__launch_env("SLURM_STEP_ID");
     out->size = 1;
@@ -6085,8 +6154,8 @@ static dt_status dt__launch_without_launcher(dt_launch *out) {
     return dt__launch_override(out);
 }
 
-/* Launcher discovery: takes the first row of the table whose variables are set, fills in what it
-   leaves open from rows that name the same rank, then finds the rendezvous. */
+/* Launcher discovery: takes the first row of the table whose variables are set, supplies its
+   missing values from rows that name the same rank, then finds the rendezvous. */
 static dt_status dt__launch_search(dt_launch *out) {
     const dt__launcher *same[DT__LAUNCHERS];
     dt_launch found;
@@ -6120,7 +6189,7 @@ DT_API dt_status dt_launch_find(dt_launch *out) {
     dt_status status = dt__launch_search(out);
     dt__escape(out->text, sizeof out->text);
     if (status == DT_OK) return DT_OK;
-    out->rank = 0; /* nothing is known: one process */
+    out->rank = 0; /* discovery failed: describe one process */
     out->size = 1;
     out->local_rank = -1;
     out->local_size = 0;
@@ -6141,10 +6210,10 @@ DT_API dt_status dt_launch_find(dt_launch *out) {
        welcome: a proof of its own     ->
        all are there: address table    -> connects to each j, same handshake  -> ...
 
-   Failed attempts are counted and do not block other connections. Everything moves inside test().
-   Only the rendezvous and the end wait, at most timeout_s. Numbers travel in the machine's byte
-   order; the version number refuses a rank of the other order. Failure detection: a closed
-   connection is a lost rank, and keepalive probes notice a vanished machine within about
+   Failed attempts are counted and do not block other connections. All data move inside test(). Only
+   the rendezvous and the end of a run wait, at most timeout_s. Numbers are sent in the machine's
+   byte order, and the version number refuses a rank with the other byte order. Failure detection: a
+   closed connection means a lost rank, and keepalive probes notice a vanished machine within about
    timeout_s. */
 
 enum {
@@ -6152,24 +6221,24 @@ enum {
     DT__TCP_VERSION = 2,
     DT__TCP_FRAME_MAGIC = 0x64744631, /* begins each frame */
     DT__TCP_INPUT_BYTES = 65536,      /* the input buffer for short frames */
-    DT__TCP_READS_PER_POLL = 16,      /* reads from one peer before the next peer is served */
-    /* slots for pending connections; 4 more per rank, up to the maximum */
+    DT__TCP_READS_PER_POLL = 16,      /* reads from one peer before the next peer's turn */
+    /* slots for pending connections; a listener has 4 more per rank, up to the maximum */
     DT__TCP_PENDING_SLOTS = 256,
     DT__TCP_MAX_PENDING_SLOTS = 1024,
-    DT__TCP_BACKLOG = 4096,       /* a rank that finds this queue full retries a second later */
-    DT__TCP_MIN_TOKEN_BYTES = 16, /* the least bytes of a token */
+    DT__TCP_BACKLOG = 4096,       /* a rank that finds this queue full retries after a second */
+    DT__TCP_MIN_TOKEN_BYTES = 16, /* the least length of a token */
     DT__TCP_NAME_BYTES = 64,
     DT__TCP_TEXT_BYTES = 512
 };
 #define DT__TCP_MAX_MESSAGE_BYTES ((uint64_t)1 << 40) /* a longer message is a malformed frame */
-/* a pending connection without a valid proof is closed after this */
+/* a pending connection without a valid proof is closed after this many seconds */
 #define DT__TCP_PENDING_S 2.0
-#define DT__TCP_SKEW_S 0.5 /* another rank's timeout may begin this much later */
-/* a pending connection that spoke this recently is not evicted */
+#define DT__TCP_SKEW_S 0.5 /* another rank's timeout may begin this many seconds later */
+/* a pending connection that has sent data within these seconds is not evicted */
 #define DT__TCP_EVICT_SILENCE_S 0.03
-/* how long an abort is pushed to peers whose sockets are full */
+/* seconds for which a failed rank tries to send its abort to peers whose sockets are full */
 #define DT__TCP_FLUSH_S 0.25
-/* how long a failed rank waits until the others have read its abort */
+/* seconds for which a failed rank waits until the others have read its abort */
 #define DT__TCP_GRACE_S 0.75
 
 static const char dt__tcp_magic[8] = { 'd', 't', ' ', 't', 'c', 'p', '\r', '\n' };
@@ -6180,7 +6249,8 @@ typedef struct dt__tcp_address {
 } dt__tcp_address;
 
 enum { DT__TCP_HELLO = 1, DT__TCP_PROOF, DT__TCP_WELCOME, DT__TCP_REFUSED };
-/* Why a rank is refused. All but the first two are told only after its proof. */
+/* Why a rank is refused. The first two reasons are sent to any caller, the others only after the
+   caller's proof. */
 enum {
     DT__TCP_WRONG_VERSION = 1,
     DT__TCP_WRONG_TOKEN,
@@ -6190,36 +6260,37 @@ enum {
     DT__TCP_RANK_PRESENT
 };
 
-/* The handshake record: everything that is sent before the proofs hold. */
+/* The handshake record: the only data that are sent until both proofs have been checked. */
 typedef struct dt__tcp_handshake {
     char magic[8];
     uint32_t version, kind;
     int32_t rank, size; /* the sender's rank and its job's size */
     int32_t pid, reason;
-    dt__tcp_address address; /* where the sender listens */
-    uint64_t job;            /* 0: a rank that comes to the rendezvous does not know it yet */
+    dt__tcp_address address; /* the address where the sender listens */
+    uint64_t job;            /* 0: the caller at the rendezvous does not know the job yet */
     uint8_t nonce[32], proof[32];
     char host[DT__TCP_NAME_BYTES];
 } dt__tcp_handshake;
 
-/* Rank 0's answer when all ranks have come, or not. The addresses of all follow. */
+/* Rank 0's answer when all ranks have connected or the rendezvous has failed. The addresses of all
+   ranks follow. */
 typedef struct dt__tcp_table {
     uint32_t magic, failed;
-    int32_t check, spare;          /* rank 0's dt_run_desc.check counts for all */
+    int32_t check, spare;          /* rank 0's dt_run_desc.check is valid for all ranks */
     char text[DT__TCP_TEXT_BYTES]; /* why the rendezvous failed */
 } dt__tcp_table;
 
 typedef char dt__wait_report_fits[sizeof(dt__wait_report) <= DT__TCP_TEXT_BYTES ? 1 : -1];
 
-/* After the rendezvous the connection carries frames, a header and its bytes each:
+/* After the rendezvous the connection carries frames. A frame is a header and its bytes:
 
-       data    received straight into the buffer of a posted receive, or kept until one is posted
-       abort   the sender has failed; from here on every test() returns its text
-       bye     the sender has ended well and will send nothing more, which is no failure
+       data    received into the buffer of a posted receive, or stored until a receive is posted
+       abort   the sender has failed; every later test() returns the abort's text
+       bye     the sender has ended without a failure and will send nothing more
        report  a wait report (section 18) */
 enum { DT__TCP_DATA = 1, DT__TCP_ABORT, DT__TCP_BYE, DT__TCP_REPORT };
 typedef struct dt__tcp_frame {
-    /* abort: channel is the failed rank, tag its status */
+    /* in an abort, channel is the failed rank and tag its status */
     uint32_t magic, kind, channel;
     int32_t tag;
     uint64_t bytes, word;
@@ -6228,26 +6299,28 @@ typedef struct dt__tcp_frame {
 typedef struct dt__tcp_request {
     int is_receive, finished;
     int peer; /* a receive: DT_ANY until the sender is known */
-    /* a send that was cancelled half-way: the transport owns data */
+    /* a cancelled send whose frame is partly written; data then belong to the transport */
     int is_orphan;
-    /* of a receive: its channel, its tag, and the bytes and word of the message */
+    /* of a receive: the channel and tag it asks for, then the bytes and word of the message */
     dt__tcp_frame frame;
     const char *data;
     char *buf;
     size_t capacity;              /* of buf */
     size_t written;               /* of a send: bytes of frame and data that are written */
-    struct dt__tcp_request *next; /* list: a peer's sends; posted receives; unused requests */
+    struct dt__tcp_request *next; /* in a list: sends, posted receives, unused requests */
 } dt__tcp_request;
 
-/* An unexpected message: it came before its receive was posted. Its bytes follow the struct. */
+/* An unexpected message: the message arrived before its receive was posted. The message's bytes
+   follow the struct. */
 typedef struct dt__tcp_message {
     int from, is_complete;
     dt__tcp_frame frame;
-    dt__tcp_request *request; /* the receive that claimed it before it was complete */
+    dt__tcp_request *request; /* the receive that claimed the incomplete message */
     struct dt__tcp_message *next;
 } dt__tcp_message;
 
-/* OPEN; ENDED: the peer said bye; LOST: it did not; BROKEN: it sent a malformed frame. */
+/* OPEN: connected; ENDED: the peer said bye; LOST: the connection closed without a bye; BROKEN: the
+   peer sent a malformed frame. */
 typedef enum dt__tcp_state {
     DT__TCP_OPEN = 0,
     DT__TCP_ENDED,
@@ -6257,21 +6330,22 @@ typedef enum dt__tcp_state {
 
 typedef struct dt__tcp_peer {
     int fd;                 /* -1: not connected */
-    int rank, write_closed; /* write_closed: nothing can be written to the peer */
+    int rank, write_closed; /* write_closed: the peer accepts no more data */
     int pid, error;         /* error: the errno of the loss */
     uint32_t received;      /* complete messages received */
     char host[DT__TCP_NAME_BYTES];
     dt__tcp_state state;
     dt__tcp_address address;
-    /* the frame that arrives now: header_read bytes of its header are here */
+    /* the frame that is arriving, and the number of bytes of its header that have been received */
     dt__tcp_frame frame;
-    size_t header_read, body_left; /* bytes of its body that are still to come */
-    /* the body's target: a posted receive, an unexpected message, or neither: it is dropped */
+    size_t header_read, body_left; /* bytes of the frame's body that are outstanding */
+    /* the target of the frame's body: a posted receive or an unexpected message; both NULL: drop
+       the body */
     dt__tcp_request *target;
     dt__tcp_message *message;
-    char text[DT__TCP_TEXT_BYTES];           /* of an abort or a wait report */
+    char text[DT__TCP_TEXT_BYTES];           /* the text of an abort or a wait report */
     dt__tcp_request *first_send, *last_send; /* queued sends, the oldest first */
-    /* sent after the queued sends: an abort or a bye */
+    /* an abort or a bye, sent after the queued sends */
     char last_frame[sizeof(dt__tcp_frame) + DT__TCP_TEXT_BYTES];
     size_t last_frame_sent, last_frame_bytes;
 } dt__tcp_peer;
@@ -6279,13 +6353,13 @@ typedef struct dt__tcp_peer {
 typedef struct dt__tcp_pending {
     int fd;                      /* -1: a free slot */
     int hello_done;              /* both hellos have been exchanged */
-    size_t received;             /* bytes of the next record that are here */
-    double last_heard, deadline; /* when it came or said hello; when it is closed */
+    size_t received;             /* bytes of the next record that have been received */
+    double last_heard, deadline; /* time of the connection or its hello; time to close it */
     dt__tcp_address from;
-    dt__tcp_handshake record, their_hello, our_hello; /* the record that arrives now; both hellos */
+    dt__tcp_handshake record, their_hello, our_hello; /* the record that is arriving; both hellos */
 } dt__tcp_pending;
 
-typedef struct dt__tcp_listener { /* accepts ranks from first_rank on */
+typedef struct dt__tcp_listener { /* accepts the ranks first_rank and higher */
     int fd, first_rank, slots;
     long rejected;
     dt__phrase last_rejection; /* why the last pending connection was rejected */
@@ -6298,7 +6372,7 @@ typedef struct dt__tcp {
     const dt_host *host;
     int rank, size, check;
     double timeout_s;
-    dt__stopwatch watch; /* runs since dt__tcp_make; all deadlines are on this clock */
+    dt__stopwatch watch; /* runs since dt__tcp_make; all deadlines use this clock */
     dt__tcp_address rendezvous;
     uint64_t job;              /* 0: not known yet */
     uint8_t key[32], seed[32]; /* the HMAC key; the seed of the nonces */
@@ -6308,30 +6382,30 @@ typedef struct dt__tcp {
     struct pollfd *polls;                    /* (size) */
     char *input;                             /* (DT__TCP_INPUT_BYTES) */
     dt__tcp_request *posted, *free_requests; /* posted: receives, the oldest first */
-    dt__tcp_request **posted_end;            /* the end of `posted`, unless that is empty */
-    dt__tcp_message *unexpected;             /* without a posted receive, the oldest first */
-    dt__tcp_message **unexpected_end;        /* the end of `unexpected`, unless that is empty */
+    dt__tcp_request **posted_end;            /* the list's end; unset if empty */
+    dt__tcp_message *unexpected;             /* no receive is posted; oldest first */
+    dt__tcp_message **unexpected_end;        /* the list's end; unset if empty */
     int busy, closing;
     /* requests in flight; tests since the last poll */
     int active_requests, skipped_tests;
-    dt__tcp_request *last_poller; /* the request whose test polled the sockets in vain */
-    int failed;                   /* this rank, or another */
-    /* the other rank's failure, with its rank; of this rank's own failure only the text */
+    dt__tcp_request *last_poller; /* the request whose test last polled in vain */
+    int failed;                   /* this rank or another rank has failed */
+    /* another rank's failure, with its rank; after this rank's own failure only the text */
     dt_report first_failure;
     char unreceived[160]; /* a message that arrived and was never received */
 } dt__tcp;
 
 /* ---- proofs: SHA-256 and HMAC ---- */
 
-/* A proof is the HMAC-SHA256, keyed with the job's token, of both hellos and of the side that
-   speaks. Nobody can make one without the token, and a recorded proof fits no other conversation
-   and not the other side of this one. (NIST, FIPS 180-4, 2015; H. Krawczyk et al., RFC 2104, 1997;
-   the mutual scheme of ISO/IEC 9798-4.) Without a token, which only the loopback allows, the key is
-   empty and the rest is the same. Traffic after the handshake is neither encrypted nor signed: this
-   does not stop an attacker who can change packets in flight. */
+/* A proof is an HMAC-SHA256 over both hellos and the side of the speaker, keyed with the job's
+   token. No one can make a proof without the token. A recorded proof is invalid in any other
+   connection, and for the other side of the same connection. (NIST, FIPS 180-4, 2015; H. Krawczyk
+   et al., RFC 2104, 1997; the mutual scheme of ISO/IEC 9798-4.) On the loopback a job may have no
+   token; then the key is empty and the rest is the same. Traffic after the handshake is neither
+   encrypted nor signed, so this does not stop an attacker who can change packets in flight. */
 
-/* Zeroes a secret that is no longer needed: the token, its key, or data that reveal them. Volatile,
-   because a compiler drops a memset of memory that nothing reads again. */
+/* Zeroes a secret that is no longer needed: the token, its key, or data that reveal them. The
+   pointer is volatile, because a compiler drops a memset of memory that is not read again. */
 static void dt__wipe(void *secret, size_t bytes) {
     volatile uint8_t *at = (volatile uint8_t *)secret;
     for (size_t i = 0; i < bytes; i++) at[i] = 0;
@@ -6367,7 +6441,7 @@ static void dt__sha256_block(uint32_t h[8], const uint8_t block[64]) {
                (dt__rotate_right(b, 17) ^ dt__rotate_right(b, 19) ^ b >> 10);
     }
     memcpy(v, h, sizeof v);
-    for (int i = 0; i < 64; i++) { /* v holds the standard's a to h */
+    for (int i = 0; i < 64; i++) { /* v holds the standard's variables a to h */
         uint32_t e = v[4], a = v[0];
         uint32_t one =
             v[7] + (dt__rotate_right(e, 6) ^ dt__rotate_right(e, 11) ^ dt__rotate_right(e, 25)) +
@@ -6385,7 +6459,7 @@ static void dt__sha256_block(uint32_t h[8], const uint8_t block[64]) {
 }
 
 static void dt__sha256_begin(dt__sha256 *s) {
-    static const uint32_t start[8] = { /* likewise of the square roots of the first 8 primes */
+    static const uint32_t start[8] = { /* the same bits of the square roots of the first 8 primes */
         0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a, 0x510e527f, 0x9b05688c, 0x1f83d9ab,
         0x5be0cd19
     };
@@ -6428,7 +6502,7 @@ static void dt__hmac_begin(dt__sha256 *s, const uint8_t *key, size_t bytes, int 
 
 static void dt__hmac(
     const void *key, size_t key_bytes, const void *data, size_t bytes, uint8_t digest[32]) {
-    uint8_t short_key[32], inner[32]; /* separate from digest, which may be the key */
+    uint8_t short_key[32], inner[32]; /* not in digest, because digest may be the key */
     dt__sha256 s;
     if (key_bytes > 64) {
         dt__sha256_of(key, key_bytes, short_key);
@@ -6445,7 +6519,7 @@ static void dt__hmac(
     dt__wipe(inner, sizeof inner);
 }
 
-/* Compares in constant time, so that the time does not tell where the two differ. */
+/* Compares in constant time, so that the time does not reveal the first difference. */
 static int dt__equal_secrets(const uint8_t *a, const uint8_t *b, size_t bytes) {
     volatile uint8_t differ = 0;
     for (size_t i = 0; i < bytes; i++) differ = (uint8_t)(differ | (a[i] ^ b[i]));
@@ -6454,7 +6528,7 @@ static int dt__equal_secrets(const uint8_t *a, const uint8_t *b, size_t bytes) {
 
 /* ---- incoming frames ---- */
 
-/* Records another rank's failure as the first. */
+/* Records another rank's failure as the first failure. */
 static void dt__tcp_record_abort(dt__tcp *t, const dt__tcp_peer *peer) {
     if (t->failed) return;
     t->failed = 1;
@@ -6477,7 +6551,8 @@ static int dt__tcp_matches(const dt__tcp_request *r, int from, const dt__tcp_fra
            r->frame.tag == frame->tag;
 }
 
-/* Takes the oldest posted receive that matches the message off the list; NULL if there is none. */
+/* Removes the oldest posted receive that matches the message from the list and returns it; NULL if
+   no receive matches. */
 static dt__tcp_request *dt__tcp_match_posted(dt__tcp *t, int from, const dt__tcp_frame *frame) {
     for (dt__tcp_request **link = &t->posted; *link; link = &(*link)->next) {
         dt__tcp_request *r = *link;
@@ -6496,10 +6571,11 @@ static size_t dt__tcp_message_bytes(uint64_t bytes) {
     return sizeof(dt__tcp_message) + (size_t)bytes;
 }
 
-/* Appends an unexpected message. NULL if the memory was refused; then the context has failed. */
+/* Appends an unexpected message. Returns NULL if there is no memory; the context has then
+   failed. */
 static dt__tcp_message *dt__tcp_unexpected_add(dt__tcp *t, int from, const dt__tcp_frame *frame) {
     size_t bytes = dt__tcp_message_bytes(frame->bytes);
-    t->busy++; /* a refusal fails the context, which calls dt__tcp_fail */
+    t->busy++; /* needed because a refused allocation fails the context, which calls dt__tcp_fail */
     dt__tcp_message *m =
         (dt__tcp_message *)dt_alloc(t->ctx, DT_MEM_HOST, bytes, "a message that came early");
     t->busy--;
@@ -6529,7 +6605,7 @@ static void dt__tcp_deliver(dt__tcp *t, dt__tcp_message *m, dt__tcp_request *r) 
     dt__tcp_unexpected_remove(t, m);
 }
 
-/* A header is complete. Returns 0 if it is malformed. */
+/* Begins a frame whose header is complete. Returns 0 if the header is malformed. */
 static int dt__tcp_begin_frame(dt__tcp *t, dt__tcp_peer *peer) {
     const dt__tcp_frame *f = &peer->frame;
     uint64_t max_bytes = f->kind == DT__TCP_DATA    ? DT__TCP_MAX_MESSAGE_BYTES
@@ -6557,7 +6633,7 @@ static int dt__tcp_begin_frame(dt__tcp *t, dt__tcp_peer *peer) {
     return 1;
 }
 
-/* A frame is complete. */
+/* Finishes a frame whose header and body are complete. */
 static void dt__tcp_finish_frame(dt__tcp *t, dt__tcp_peer *peer) {
     dt__tcp_message *m = peer->message;
     if (peer->target) peer->target->finished = 1;
@@ -6574,7 +6650,8 @@ static void dt__tcp_finish_frame(dt__tcp *t, dt__tcp_peer *peer) {
     peer->header_read = 0;
 }
 
-/* Where the next bytes of the frame's body go, and how many; NULL: they are dropped. */
+/* Returns the address for the next bytes of the frame's body, and the capacity there; NULL if the
+   bytes are dropped. */
 static char *dt__tcp_body_target(dt__tcp_peer *peer, size_t *capacity) {
     size_t done = (size_t)peer->frame.bytes - peer->body_left;
     *capacity = peer->body_left;
@@ -6586,7 +6663,7 @@ static char *dt__tcp_body_target(dt__tcp_peer *peer, size_t *capacity) {
     return peer->target->buf + done;
 }
 
-/* Distributes n bytes that were read. Returns 0 if they are malformed. */
+/* Distributes n bytes that were read to the frames. Returns 0 if a frame is malformed. */
 static int dt__tcp_parse(dt__tcp *t, dt__tcp_peer *peer, const char *bytes, size_t n) {
     while (n > 0) {
         size_t capacity = sizeof peer->frame - peer->header_read, count;
@@ -6608,13 +6685,13 @@ static int dt__tcp_parse(dt__tcp *t, dt__tcp_peer *peer, const char *bytes, size
     return 1;
 }
 
-/* Reads what the socket has. */
+/* Reads the bytes that have arrived at the socket. */
 static void dt__tcp_read(dt__tcp *t, dt__tcp_peer *peer) {
     for (int reads = 0; reads < DT__TCP_READS_PER_POLL && peer->fd >= 0; reads++) {
         size_t capacity = 0;
         char *dst =
             peer->header_read == sizeof peer->frame ? dt__tcp_body_target(peer, &capacity) : NULL;
-        int direct = dst && capacity >= DT__TCP_INPUT_BYTES; /* no copy on the way */
+        int direct = dst && capacity >= DT__TCP_INPUT_BYTES; /* read without a copy */
         if (!direct) capacity = DT__TCP_INPUT_BYTES;
         ssize_t n = recv(peer->fd, direct ? dst : t->input, capacity, 0);
         if (n < 0 && errno == EINTR) continue;
@@ -6653,8 +6730,9 @@ static void dt__tcp_unqueue(dt__tcp_peer *peer, const dt__tcp_request *r) {
     if (peer->last_send == r) peer->last_send = before;
 }
 
-/* Writes a piece of the header and a piece of the body. Below 0: the socket takes nothing now, or
-   never again. Then the peer is write_closed, but what it sent may still be read. */
+/* Writes as much of the header and the body as the socket takes. Returns less than 0 if the socket
+   takes nothing now or the connection is lost. On a lost connection the peer becomes write_closed,
+   but data that the peer sent earlier may still be read. */
 static ssize_t dt__tcp_write_pieces(
     dt__tcp_peer *peer, const void *head, size_t head_bytes, const void *body, size_t bytes) {
     struct iovec pieces[2];
@@ -6676,7 +6754,7 @@ static ssize_t dt__tcp_write_pieces(
     return n;
 }
 
-/* Writes what the socket takes: queued sends in order, then the last frame. */
+/* Writes as much as the socket takes: the queued sends in order, then the last frame. */
 static void dt__tcp_write(dt__tcp *t, dt__tcp_peer *peer) {
     const size_t head = sizeof(dt__tcp_frame);
     while (!peer->write_closed && peer->first_send) {
@@ -6704,7 +6782,7 @@ static int dt__tcp_has_output(const dt__tcp_peer *peer) {
            (peer->first_send || peer->last_frame_sent < peer->last_frame_bytes);
 }
 
-/* Polls all sockets once, reads and writes. Returns whether any was ready. */
+/* Polls all sockets once, reads and writes. Returns 1 if any socket was ready. */
 static int dt__tcp_progress(dt__tcp *t) {
     if (t->busy) return 0;
     for (int rank = 0; rank < t->size; rank++) {
@@ -6742,7 +6820,7 @@ static void dt__tcp_queue_last_frame(
                                  : &peer->first_send;
     for (dt__tcp_request *r = *rest, *next; r; r = next) {
         next = r->next;
-        if (r->is_orphan) dt__tcp_release(t, r); /* no caller holds it */
+        if (r->is_orphan) dt__tcp_release(t, r); /* no caller has a pointer to it */
     }
     *rest = NULL;
     peer->last_send = peer->first_send;
@@ -6770,7 +6848,7 @@ static dt__tcp_request *dt__tcp_request_make(
     return r;
 }
 
-/* A message to the rank itself is a copy, at once. */
+/* Copies a message that a rank sends to itself, at once. */
 static void dt__tcp_send_self(dt__tcp *t, dt__tcp_request *r) {
     dt__tcp_request *receive = dt__tcp_match_posted(t, t->rank, &r->frame);
     dt__tcp_message *m = receive ? NULL : dt__tcp_unexpected_add(t, t->rank, &r->frame);
@@ -6797,7 +6875,7 @@ static void *dt__tcp_send(
     r->data = (const char *)buf;
     r->frame.word = word;
     dt__tcp_peer *peer = &t->peers[to];
-    if (t->failed || peer->state != DT__TCP_OPEN) return r; /* test returns the failure */
+    if (t->failed || peer->state != DT__TCP_OPEN) return r; /* test() returns the failure */
     if (to == t->rank) {
         dt__tcp_send_self(t, r);
         return r;
@@ -6835,8 +6913,8 @@ static void *dt__tcp_recv(
     return r;
 }
 
-/* Sends a wait report to all ranks. Each peer gets a copy. A new report replaces an older one whose
-   write has not begun. */
+/* Sends a wait report to all ranks. Each peer gets a copy. A new report replaces a queued report
+   whose write has not begun. */
 static void dt__tcp_send_report(void *user, const void *report, size_t bytes) {
     dt__tcp *t = (dt__tcp *)user;
     for (int rank = 0; rank < t->size && !t->failed; rank++) {
@@ -6880,8 +6958,9 @@ static int dt__tcp_pid(void *user, int rank) {
     return strncmp(name, t->peers[rank].host, sizeof name - 1) == 0 ? t->peers[rank].pid : 0;
 }
 
-/* A send is cancelled half-way. The rest of the frame must follow, or the peer could not read the
-   next one; the buffer is the caller's again, so the rest is copied. */
+/* Handles a send that is cancelled while its frame is partly written. The rest of the frame must
+   follow, or the peer could not read the next frame. The caller may reuse its buffer, so the rest
+   is copied. */
 static void dt__tcp_orphan(dt__tcp *t, dt__tcp_peer *peer, dt__tcp_request *r) {
     size_t bytes = (size_t)r->frame.bytes, head = sizeof r->frame,
            gone = r->written > head ? r->written - head : 0;
@@ -6949,9 +7028,10 @@ static dt__phrase dt__tcp_loss_text(const dt__tcp *t, int rank) {
     return text;
 }
 
-/* Failure detection. Returns why a request cannot finish any more, as dt_transport's test does; 0:
-   it still may. Any lost rank ends the waits of all ranks, even of those that wait for another:
-   some rank misses it, and others wait for that rank. */
+/* Failure detection. Returns the reason why a request can no longer finish, with the values of
+   dt_transport's test; 0 if the request may still finish. Any lost rank ends the waits of all
+   ranks, even the wait of a rank that waits for a different rank: some rank waits for the lost
+   rank, and other ranks wait for that rank. */
 static int dt__tcp_cannot_finish(const dt__tcp *t, const dt__tcp_request *r, char *why) {
     int ended = 0, any = r->is_receive && r->peer == DT_ANY;
     if (t->failed) return snprintf(why, DT__TCP_TEXT_BYTES, "%s", t->first_failure.text), -3;
@@ -6970,7 +7050,7 @@ static int dt__tcp_test(
     void *user, void *request, int *from, uint64_t *word, size_t *bytes, char *why) {
     dt__tcp *t = (dt__tcp *)user;
     dt__tcp_request *r = (dt__tcp_request *)request;
-    /* one poll of the sockets serves all requests that are tested in turn */
+    /* one poll of the sockets serves every request that is tested before the next poll */
     if (!r->finished &&
         (!t->last_poller || t->last_poller == r || t->skipped_tests++ >= t->active_requests)) {
         t->skipped_tests = 0;
@@ -7003,7 +7083,7 @@ static void dt__tcp_nap(const dt__tcp *t, double seconds) {
     t->host->sleep(t->host->user, seconds);
 }
 
-/* This rank has failed: tells all others, once. */
+/* Tells all other ranks, once, that this rank has failed. */
 static void dt__tcp_abort(dt__tcp *t, dt_status status, const char *text) {
     int left = 1;
     if (t->failed) return; /* the others know already */
@@ -7063,15 +7143,15 @@ static uint32_t dt__tcp_interface_address(void) {
     return address.ip;
 }
 
-/* Resolves a name; 0 if that fails. Many systems list their own name as a loopback address, which
-   no other machine can reach; then the result is an interface's address. */
+/* Resolves a name. Returns 0 on failure. Many systems resolve their own name to a loopback address,
+   which no other machine can reach; the function then returns an interface's address. */
 static uint32_t dt__tcp_resolve(const char *name) {
     struct addrinfo hints, *found = NULL;
     dt__tcp_address address = { 0, 0 };
     memset(&hints, 0, sizeof hints);
     hints.ai_family = AF_INET;
     hints.ai_socktype = SOCK_STREAM;
-    /* else "1.2" would mean 1.0.0.2 */
+    /* without this check "1.2" would mean 1.0.0.2 */
     if (strspn(name, "0123456789.") == strlen(name)) return 0;
     if (getaddrinfo(name, NULL, &hints, &found) != 0) return 0;
     struct sockaddr_in at;
@@ -7108,8 +7188,8 @@ static int dt__tcp_address_parse(const char *text, dt__tcp_address *address) {
 
 /* ---- the token ---- */
 
-/* Reads the token's file without trailing white space, or says in `why` what is wrong. It refuses a
-   file that others may read, because they could join the job. */
+/* Reads the token from a file, without trailing white space. On failure `why` says what is wrong.
+   The function refuses a file that other users may read, because those users could join the job. */
 static void dt__tcp_token_file(
     const char *path, char *token, size_t capacity, size_t *bytes, char *why) {
     struct stat info;
@@ -7130,8 +7210,8 @@ static void dt__tcp_token_file(
     *bytes = n > 0 ? (size_t)n : 0;
 }
 
-/* Computes the key of the proofs (HMAC) from the token; the caller wipes the key. Returns 0 if the
-   token is missing or bad; `why` (DT__TCP_TEXT_BYTES) says so. */
+/* Computes the key of the proofs (HMAC) from the token. The caller must wipe the key. Returns 0 if
+   the token is missing or invalid; `why` (DT__TCP_TEXT_BYTES) then says what is wrong. */
 static int dt__tcp_key(
     const dt_run_desc *desc, dt__tcp_address address, uint8_t key[32], char *why) {
     char buffer[4096];
@@ -7171,8 +7251,8 @@ static struct sockaddr_in dt__tcp_sockaddr(dt__tcp_address address) {
     return at;
 }
 
-/* Sets a socket up: it never blocks, sends small messages at once, and is closed in programs that
-   this one starts. Returns 0 on failure. */
+/* Sets a socket up: it never blocks, sends small messages at once, and is not inherited by programs
+   that this program starts (close-on-exec). Returns 0 on failure. */
 static int dt__tcp_set_up(int fd) {
     int one = 1;
     setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
@@ -7185,13 +7265,13 @@ static int dt__tcp_set_up(int fd) {
 #endif
 
 /* Heartbeat. TCP keepalive probes notice within timeout_s + 1 s that a peer's machine has vanished.
-   Up to 8 probes are sent, because probes get lost. (TCP_USER_TIMEOUT would also end connections to
-   a rank that computes for long and reads nothing meanwhile. If data is in flight, the rank that
-   waits for it has a timeout of its own.)
+   Up to 8 probes are sent, because a probe may be lost. (TCP_USER_TIMEOUT would also close a
+   connection to a rank that computes for a long time without reading. For data in flight, the rank
+   that waits for the data has its own timeout.)
 
-   TCP retransmits after 0.2 s, 0.4 s, 0.8 s, ...: a partition of 3.1 s may cost 6.2 s. Where the
-   kernel can cap this backoff, the cap is max(timeout_s / 8, 1 s). (Not less: after 15
-   retransmissions the kernel gives the connection up.) */
+   TCP retransmits after 0.2 s, 0.4 s, 0.8 s, ..., so a network partition of 3.1 s may interrupt a
+   connection for 6.2 s. If the kernel can cap this backoff, the cap is max(timeout_s / 8, 1 s).
+   (The cap is not lower, because the kernel closes a connection after 15 retransmissions.) */
 static void dt__tcp_set_keepalive(int fd, double timeout_s) {
     int one = 1, total_s = 1 + (timeout_s < 32000 ? (int)timeout_s : 32000);
     int interval_s = 1 + total_s / 16, max_probes = (total_s - 1) / interval_s,
@@ -7213,7 +7293,7 @@ static void dt__tcp_set_keepalive(int fd, double timeout_s) {
 #endif
 }
 
-/* The address of this side of a connection, or of a listening socket. */
+/* The local address of a connection or of a listening socket. */
 static dt__tcp_address dt__tcp_own_address(int fd) {
     struct sockaddr_in at;
     socklen_t length = sizeof at;
@@ -7225,12 +7305,12 @@ static dt__tcp_address dt__tcp_own_address(int fd) {
     return address;
 }
 
-/* Port 0: any free port. Returns -1 with errno set. */
+/* Listens at the address; with port 0 at any free port. Returns -1 with errno set on failure. */
 static int dt__tcp_listen(dt__tcp_address address, int backlog) {
     struct sockaddr_in at = dt__tcp_sockaddr(address);
     int one = 1, fd = dt__io_guard_std_fds() == 0 ? socket(AF_INET, SOCK_STREAM, 0) : -1;
     if (fd < 0) return -1;
-    /* connections of the last job may still be closing */
+    /* the last job's connections to this port may still be closing */
     setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
     if (dt__tcp_set_up(fd) && bind(fd, (struct sockaddr *)&at, sizeof at) == 0 &&
         listen(fd, backlog) == 0)
@@ -7243,7 +7323,7 @@ static int dt__tcp_listen(dt__tcp_address address, int backlog) {
 
 /* ---- handshake records ---- */
 
-/* Unpredictable random numbers, from the seed. */
+/* Makes unpredictable random numbers from the seed. */
 static void dt__tcp_nonce(dt__tcp *t, uint8_t nonce[32]) {
     t->nonce_count++;
     dt__hmac(t->seed, sizeof t->seed, &t->nonce_count, sizeof t->nonce_count, nonce);
@@ -7265,7 +7345,7 @@ static dt__tcp_handshake dt__tcp_handshake_make(dt__tcp *t, uint32_t kind) {
     return record;
 }
 
-/* The proof of one side, "caller" or "host". */
+/* Computes the proof of one side, which is "caller" or "host". */
 static void dt__tcp_prove(const dt__tcp *t, const char *side, const dt__tcp_handshake *caller,
     const dt__tcp_handshake *host, uint8_t proof[32]) {
     struct {
@@ -7286,14 +7366,15 @@ static int dt__tcp_is_proof(const dt__tcp *t, const char *side, const dt__tcp_ha
     return dt__equal_secrets(want, proof, sizeof want);
 }
 
-/* A host name as the peer sent it: unauthenticated, so it is escaped. */
+/* Copies the host name that the peer sent. The name is escaped, because the peer is not yet
+   authenticated. */
 static void dt__tcp_host_name(char name[DT__TCP_NAME_BYTES], const char sent[DT__TCP_NAME_BYTES]) {
     memcpy(name, sent[0] ? sent : "?", sent[0] ? DT__TCP_NAME_BYTES : 2);
     name[DT__TCP_NAME_BYTES - 1] = 0;
     dt__escape(name, DT__TCP_NAME_BYTES);
 }
 
-/* Why `host` refuses `caller`, in words. */
+/* Says in words why `host` refuses `caller`. */
 static dt__phrase dt__tcp_reason(const dt__tcp_handshake *caller, const dt__tcp_handshake *host) {
     dt__phrase text;
     char name[DT__TCP_NAME_BYTES];
@@ -7317,7 +7398,7 @@ static dt__phrase dt__tcp_reason(const dt__tcp_handshake *caller, const dt__tcp_
     return text;
 }
 
-/* A rank has proved who it is: the connection becomes its peer's. */
+/* Makes a connection the peer's: the rank at its other end has proved its identity. */
 static void dt__tcp_peer_connected(dt__tcp *t, int rank, int fd, const dt__tcp_handshake *record) {
     dt__tcp_peer *peer = &t->peers[rank];
     peer->fd = fd;
@@ -7327,16 +7408,17 @@ static void dt__tcp_peer_connected(dt__tcp *t, int rank, int fd, const dt__tcp_h
     dt__tcp_set_keepalive(fd, t->timeout_s);
 }
 
-/* Sends a few bytes on a new connection: the socket takes all of them. */
+/* Sends a few bytes on a new connection. An empty socket buffer takes all of them. */
 static int dt__tcp_send_small(int fd, const void *p, size_t bytes) {
     return send(fd, p, bytes, MSG_NOSIGNAL) == (ssize_t)bytes;
 }
 
 /* ---- pending connections ---- */
 
-/* Before its proof a connection is pending: dt believes nothing it says and reads nothing but
-   handshake records of one size. When all slots are taken, dt evicts the unauthenticated connection
-   that has been silent longest; if that was a rank, it connects again. */
+/* A connection is pending until its proof is checked. On a pending connection dt trusts no data and
+   reads only handshake records of one size. When all slots are taken, dt evicts the unauthenticated
+   connection that has been silent longest. If the evicted connection was a rank, that rank connects
+   again. */
 
 static void dt__tcp_reject(dt__tcp *t, dt__tcp_pending *pending, const char *why) {
     dt__tcp_listener *listener = t->listener;
@@ -7350,7 +7432,8 @@ static void dt__tcp_reject(dt__tcp *t, dt__tcp_pending *pending, const char *why
             listener->last_rejection.s);
 }
 
-/* The pending connection that has been silent longest; NULL if all spoke recently. */
+/* The pending connection that has been silent longest; NULL if all connections have sent data
+   recently. */
 static dt__tcp_pending *dt__tcp_longest_silent(dt__tcp_listener *listener, double now) {
     dt__tcp_pending *oldest = NULL;
     for (int i = 0; i < listener->slots; i++) {
@@ -7361,7 +7444,7 @@ static dt__tcp_pending *dt__tcp_longest_silent(dt__tcp_listener *listener, doubl
     return oldest;
 }
 
-/* Accepts new connections while there are slots and file descriptors. */
+/* Accepts new connections as long as there are free slots and file descriptors. */
 static void dt__tcp_accept_new(dt__tcp *t, dt__tcp_listener *listener, double now) {
     for (int next = 0, come = 0; come < listener->slots; come++) {
         while (next < listener->slots && listener->pending[next].fd >= 0) next++;
@@ -7404,7 +7487,8 @@ static void dt__tcp_refuse(dt__tcp *t, dt__tcp_pending *pending, int reason) {
     dt__tcp_reject(t, pending, dt__tcp_reason(caller, &record).s);
 }
 
-/* Is the authenticated caller a rank that is missing here? Returns 0, or why not. */
+/* Checks whether the authenticated caller is a rank that is missing here. Returns 0 if so, else the
+   reason for the refusal. */
 static int dt__tcp_check_caller(const dt__tcp *t, const dt__tcp_handshake *theirs) {
     if (theirs->job != t->job && (theirs->job || t->rank > 0)) return DT__TCP_WRONG_JOB;
     if (theirs->size != t->size) return DT__TCP_WRONG_SIZE;
@@ -7413,7 +7497,7 @@ static int dt__tcp_check_caller(const dt__tcp *t, const dt__tcp_handshake *their
     return t->peers[theirs->rank].fd >= 0 ? DT__TCP_RANK_PRESENT : 0;
 }
 
-/* A pending connection's record is complete. */
+/* Answers a pending connection's record, which is complete. */
 static void dt__tcp_answer(dt__tcp *t, dt__tcp_pending *pending) {
     pending->received = 0;
     pending->last_heard = dt__tcp_now(t);
@@ -7447,7 +7531,8 @@ static void dt__tcp_answer(dt__tcp *t, dt__tcp_pending *pending) {
     pending->fd = -1;
 }
 
-/* Reads from a pending connection, and rejects it as soon as it cannot be a rank's. */
+/* Reads from a pending connection, and rejects the connection as soon as its data cannot come from
+   a rank. */
 static void dt__tcp_read_pending(dt__tcp *t, dt__tcp_pending *pending, double now) {
     const size_t named = offsetof(dt__tcp_handshake, version),
                  versioned = offsetof(dt__tcp_handshake, kind);
@@ -7489,13 +7574,13 @@ static void dt__tcp_close_listener(dt__tcp *t) {
 
 /* ---- the rendezvous ---- */
 
-/* A short sleep. A rank that knows its job serves pending connections meanwhile. */
+/* Sleeps briefly. A rank that knows its job first serves its pending connections. */
 static void dt__tcp_pause(dt__tcp *t, double seconds) {
     if (t->listener && t->listener->fd >= 0 && t->job) dt__tcp_serve_pending(t);
     dt__tcp_nap(t, seconds);
 }
 
-/* One attempt to connect; -1 with errno set. */
+/* Tries once to connect. Returns -1 with errno set on failure. */
 static int dt__tcp_connect(dt__tcp *t, dt__tcp_address address, double deadline) {
     struct sockaddr_in at = dt__tcp_sockaddr(address);
     int fd = dt__io_guard_std_fds() == 0 ? socket(AF_INET, SOCK_STREAM, 0) : -1, error = 0;
@@ -7512,8 +7597,8 @@ static int dt__tcp_connect(dt__tcp *t, dt__tcp_address address, double deadline)
         else if (getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &length) != 0)
             error = errno;
     }
-    /* Without a listener at a port from the range for outgoing connections, the socket may get that
-       very port and connect to itself. */
+    /* TCP self-connect: if no process listens at the port and the port is in the range for outgoing
+       connections, the socket may get this same port and connect to itself */
     if (error == 0 && dt__tcp_own_address(fd).port == address.port &&
         dt__tcp_own_address(fd).ip == address.ip)
         error = ECONNREFUSED;
@@ -7523,7 +7608,8 @@ static int dt__tcp_connect(dt__tcp *t, dt__tcp_address address, double deadline)
     return -1;
 }
 
-/* Returns 1: all bytes received; 0: the connection is closed; -1: the deadline passed. */
+/* Returns 1 if all bytes were received, 0 if the connection is closed, -1 if the deadline
+   passed. */
 static int dt__tcp_recv_all(dt__tcp *t, int fd, void *p, size_t bytes, double deadline) {
     for (size_t at = 0; at < bytes;) {
         ssize_t n = recv(fd, (char *)p + at, bytes - at, 0);
@@ -7539,8 +7625,8 @@ static int dt__tcp_recv_all(dt__tcp *t, int fd, void *p, size_t bytes, double de
     return 1;
 }
 
-/* Sends more than a socket may take at once. Returns 0 if the connection is closed or the deadline
-   passed. */
+/* Sends data that may exceed the socket's buffer. Returns 0 if the connection is closed or the
+   deadline passed. */
 static int dt__tcp_send_all(dt__tcp *t, int fd, const void *p, size_t bytes, double deadline) {
     for (size_t at = 0; at < bytes;) {
         ssize_t n = send(fd, (const char *)p + at, bytes - at, MSG_NOSIGNAL);
@@ -7555,8 +7641,9 @@ static int dt__tcp_send_all(dt__tcp *t, int fd, const void *p, size_t bytes, dou
     return 1;
 }
 
-/* Forgets ranks that hung up before all were there; they may come again. A rank has no reason to
-   send anything now, so any event means that. */
+/* Drops the connections of ranks that closed them before all ranks had connected; such a rank may
+   connect again. At this time a rank has no reason to send data, so any event on its socket means
+   that the connection is closed. */
 static void dt__tcp_drop_closed_peers(dt__tcp *t) {
     for (int rank = 1; rank < t->size; rank++) {
         struct pollfd event = { t->peers[rank].fd, POLLIN, 0 };
@@ -7566,7 +7653,7 @@ static void dt__tcp_drop_closed_peers(dt__tcp *t) {
     }
 }
 
-/* The ranks from `first` on that are not connected, as "2, 5". */
+/* Lists the ranks from `first` on that are not connected, as "2, 5". */
 static dt__phrase dt__tcp_missing(const dt__tcp *t, int first, int *n) {
     dt__phrase text;
     size_t at = 0;
@@ -7579,7 +7666,7 @@ static dt__phrase dt__tcp_missing(const dt__tcp *t, int first, int *n) {
     return text;
 }
 
-/* Accepts connections until all ranks from first_rank on are there. */
+/* Accepts connections until all ranks from first_rank on are connected. */
 static dt_status dt__tcp_accept_ranks(dt__tcp *t, double deadline) {
     char also[320] = "";
     dt__tcp_listener *listener = t->listener;
@@ -7603,7 +7690,7 @@ static dt_status dt__tcp_accept_ranks(dt__tcp *t, double deadline) {
     }
 }
 
-/* Fails the context because listening failed. */
+/* Fails the context because this rank cannot listen. */
 static dt_status dt__tcp_listen_failed(dt__tcp *t, dt__tcp_address address) {
     int reason = errno;
     return dt_fail(t->ctx, DT_ERR_COMM, "cannot listen at %s: %s (error %d)",
@@ -7646,7 +7733,8 @@ static dt_status dt__tcp_host_rendezvous(dt__tcp *t, dt__tcp_address *addresses)
     return dt_error(t->ctx);
 }
 
-/* Checks a called rank's answer: 1 if it is the record that is due; 0 with the context failed. */
+/* Checks the answer of the rank that was called. Returns 1 if the answer is the expected record,
+   else 0 with the context failed. */
 static int dt__tcp_is_answer(dt__tcp *t, int rank, dt__tcp_address address, uint32_t kind,
     const dt__tcp_handshake *ours, const dt__tcp_handshake *record) {
     int known = memcmp(record->magic, dt__tcp_magic, sizeof record->magic) == 0;
@@ -7664,8 +7752,8 @@ static int dt__tcp_is_answer(dt__tcp *t, int rank, dt__tcp_address address, uint
     return 0;
 }
 
-/* The caller's side of the handshake. Returns 1: accepted; 0: closed early or late, see *reason;
-   -1: the context has failed. */
+/* The caller's side of the handshake. Returns 1 if the caller is accepted; 0 if there was no answer
+   or the connection was closed, with the text in *reason; -1 if the context has failed. */
 static int dt__tcp_shake_hands(
     dt__tcp *t, int fd, int rank, dt__tcp_address address, double deadline, const char **reason) {
     dt__tcp_handshake ours = dt__tcp_handshake_make(t, DT__TCP_HELLO), theirs,
@@ -7694,8 +7782,9 @@ static int dt__tcp_shake_hands(
     return 1;
 }
 
-/* One attempt to connect and shake hands. With the first connection to rank 0 known, this rank
-   starts to listen on the same interface. Returns as dt__tcp_shake_hands; *gone: nobody listens. */
+/* Tries once to connect and shake hands. After its first connection to rank 0, this rank starts to
+   listen on the interface of that connection. Returns as dt__tcp_shake_hands does. *gone: 1 if no
+   connection could be made. */
 static int dt__tcp_dial(dt__tcp *t, int rank, dt__tcp_address address, double deadline,
     const char **reason, int *gone) {
     int fd = dt__tcp_connect(t, address, deadline), done = -1;
@@ -7714,8 +7803,9 @@ static int dt__tcp_dial(dt__tcp *t, int rank, dt__tcp_address address, double de
     return done;
 }
 
-/* Connects to a rank, with retries. Rank 0 may start later than this one. The others listen before
-   anybody learns their address, but under a crowd of strangers one attempt may not do. */
+/* Connects to a rank, with retries. Rank 0 may start later than this rank. All other ranks listen
+   before any rank learns their addresses, but one attempt may fail while many foreign connections
+   fill their slots. */
 static dt_status dt__tcp_dial_until(dt__tcp *t, int rank, dt__tcp_address address) {
     double deadline = dt__tcp_now(t) + t->timeout_s;
     for (;;) {
@@ -7733,8 +7823,8 @@ static dt_status dt__tcp_dial_until(dt__tcp *t, int rank, dt__tcp_address addres
     }
 }
 
-/* Receives the addresses of all ranks. It waits longer than rank 0, which knows better who is
-   missing and whose timeout may have begun later. */
+/* Receives the addresses of all ranks. This rank waits longer than rank 0 does, because rank 0 can
+   name the missing ranks in its error text and rank 0's timeout may have begun later. */
 static dt_status dt__tcp_recv_table(dt__tcp *t, dt__tcp_address *addresses) {
     dt__tcp_table table;
     int fd = t->peers[0].fd;
@@ -7753,8 +7843,8 @@ static dt_status dt__tcp_recv_table(dt__tcp *t, dt__tcp_address *addresses) {
         dt__tcp_peer_text(t, 0).s);
 }
 
-/* The rendezvous on any other rank: connects to rank 0, then to all lower ranks, then accepts the
-   higher ones. */
+/* The rendezvous on every rank except rank 0: connects to rank 0, then to all lower ranks, then
+   accepts connections from the higher ranks. */
 static dt_status dt__tcp_join_rendezvous(dt__tcp *t, dt__tcp_address *addresses) {
     if (dt__tcp_dial_until(t, 0, t->rendezvous) == DT_OK) dt__tcp_recv_table(t, addresses);
     double deadline = dt__tcp_now(t) + t->timeout_s;
@@ -7788,8 +7878,8 @@ static void dt__tcp_free(dt__tcp *t) {
     dt_free(t->ctx, DT_MEM_HOST, t, dt__tcp_bytes(t->size));
 }
 
-/* Rendezvous: all ranks connect to each other. The protocol is drawn at the head of this section;
-   rank 0 runs dt__tcp_host_rendezvous, the others dt__tcp_join_rendezvous. */
+/* Rendezvous: all ranks connect to each other. The head of this section draws the protocol. Rank 0
+   runs dt__tcp_host_rendezvous, the others run dt__tcp_join_rendezvous. */
 static void dt__tcp_rendezvous(dt__tcp *t, int listening) {
     int slots = 4 * t->size + DT__TCP_PENDING_SLOTS < DT__TCP_MAX_PENDING_SLOTS
                     ? 4 * t->size + DT__TCP_PENDING_SLOTS
@@ -7822,8 +7912,8 @@ static void dt__tcp_rendezvous(dt__tcp *t, int listening) {
     dt_free(t->ctx, DT_MEM_HOST, table, table_bytes);
 }
 
-/* Makes this rank's end of all connections; NULL with the context failed. listening: rank 0's
-   listening socket if it is open already, else -1. */
+/* Makes this rank's end of all connections. Returns NULL with the context failed on failure.
+   listening: rank 0's listening socket if the socket is already open, else -1. */
 static dt__tcp *dt__tcp_make(dt_ctx *ctx, const dt_run_desc *desc, dt__tcp_address rendezvous,
     const uint8_t key[32], int listening) {
     dt__tcp *t = (dt__tcp *)dt_alloc(ctx, DT_MEM_HOST, dt__tcp_bytes(desc->ranks), "connections");
@@ -7837,7 +7927,7 @@ static dt__tcp *dt__tcp_make(dt_ctx *ctx, const dt_run_desc *desc, dt__tcp_addre
         t->timeout_s = desc->timeout_s;
         t->watch = dt__stopwatch_start(t->host, t->timeout_s);
         t->rendezvous = rendezvous;
-        /* byte by byte: memcpy could leave the key in a vector register */
+        /* byte by byte, because memcpy could leave the key in a vector register */
         for (size_t i = 0; i < sizeof t->key; i++) ((volatile uint8_t *)t->key)[i] = key[i];
         t->peers = (dt__tcp_peer *)(void *)(t + 1);
         t->polls = (struct pollfd *)(void *)(t->peers + t->size);
@@ -7855,8 +7945,8 @@ static dt__tcp *dt__tcp_make(dt_ctx *ctx, const dt_run_desc *desc, dt__tcp_addre
     return NULL;
 }
 
-/* The number of peers whose last frame, or to whom ours, is outstanding; *rank: the first of
-   them. */
+/* The number of peers that still owe this rank their last frame or have not received this rank's;
+   *rank is the lowest of them. */
 static int dt__tcp_count_unfinished(const dt__tcp *t, int *rank) {
     int left = 0;
     for (int i = t->size - 1; i >= 0; i--) {
@@ -7870,8 +7960,8 @@ static int dt__tcp_count_unfinished(const dt__tcp *t, int *rank) {
     return left;
 }
 
-/* Says bye to all ranks and waits for their byes. So a rank that fails later is noticed here too,
-   and no peer loses bytes that it has not read. After a failure the wait is short. */
+/* Says bye to all ranks and waits for their byes. While it waits, this rank notices a rank that
+   fails later, and no peer loses bytes that it has not read. After a failure the wait is short. */
 static void dt__tcp_goodbye(dt__tcp *t) {
     double begin = dt__tcp_now(t), nap = 2e-5, until = begin + t->timeout_s;
     int rank = 0, is_shortened = 0;
@@ -7895,8 +7985,8 @@ static void dt__tcp_goodbye(dt__tcp *t) {
             t->rank, dt__tcp_now(t) - begin, rank);
 }
 
-/* Fills the report after the rank function, while the context still exists: this rank's failure or
-   another's. */
+/* Fills the report after the rank function has returned, while the context still exists. The
+   failure in the report is this rank's or another rank's. */
 static void dt__tcp_report(dt__tcp *t, dt_report *report) {
     const dt_host *host = t->host;
     dt_report own;
@@ -7904,7 +7994,7 @@ static void dt__tcp_report(dt__tcp *t, dt_report *report) {
     own.status = dt_error(t->ctx);
     own.rank = t->rank;
     snprintf(own.text, sizeof own.text, "%s", dt_error_text(t->ctx));
-    /* another rank's failure: that rank has logged it */
+    /* another rank's failure, which that rank has logged itself */
     if (t->failed && t->first_failure.status) {
         *report = t->first_failure;
         return;
@@ -7934,53 +8024,55 @@ static void dt__tcp_report(dt__tcp *t, dt_report *report) {
 
 /* Each rank is a process that a launcher started: mpirun -np 4 ./a.out.
 
-       collective of a group within one machine     shared range (section 14)
-       other collectives, within a machine          messages in the shared range (section 13)
+       collective of a group within one machine     shared memory (section 14)
+       other collectives, within a machine          messages in shared memory (section 13)
        everything else                              messages over MPI (section 15)
-       failures                                     the connections of section 24: no data
+       failures                                     the TCP connections of section 24 (no data)
 
-   Sums keep dt's rank order, because dt's own algorithms run over MPI messages; MPI_Allreduce
-   promises no order. The first groups have a communicator of their own; later ones share them, and
-   the tag tells them apart. Communicators are made when the run begins, because making one later
-   would wait inside MPI for ranks that may have failed.
+   Sums keep dt's rank order, because dt runs its own algorithms over MPI messages; MPI_Allreduce
+   does not guarantee an order. Each of the first groups has a communicator of its own. Later groups
+   share these communicators, and the tag tells the groups apart. dt makes the communicators when
+   the run begins, because making a communicator later would wait inside MPI for ranks that may have
+   failed.
 
        group g, class (messages, collectives, contents), tag  ->
            communicator g % 8, tag (g / 8 * 3 + class) * span + tag
 
-   Nothing waits inside MPI before the end. Whatever takes time is started and tested, in section
-   12's loop or in dt__mpi_wait_for, which watch the clock. MPI does not report failed ranks, hence
-   the connections: a failed rank says so there, a dead one is noticed by its lost connection. Rank
-   0 listens, and MPI carries its address and the key to the others. At the end all ranks meet once
-   more, so that none is left that could still send. MPI Forum, "MPI: A Message-Passing Interface
-   Standard", version 3.1, 2015. */
+   dt never blocks inside MPI before the end. It starts every operation and tests for its
+   completion, in the progress engine (section 12) or in dt__mpi_wait_for, which watch the clock.
+   MPI does not report failed ranks, so all ranks also connect over TCP: a failed rank sends an
+   abort, and a dead rank is noticed by its lost connection. Rank 0 listens, and MPI carries its
+   address and the key to the others. At the end all ranks synchronize once more, so that no rank
+   still sends when MPI ends. MPI Forum, "MPI: A Message-Passing Interface Standard", version 3.1,
+   2015. */
 
 #ifdef DT_USE_MPI
 
 enum {
     DT__MPI_COMMS = 8,            /* groups with a communicator of their own */
     DT__MPI_GROUPS_PER_COMM = 16, /* groups that share one communicator */
-    /* after a failure: rounds of asking whether all messages have arrived */
+    /* after a failure: how many times dt asks whether all messages have arrived */
     DT__MPI_DRAIN_ROUNDS = 200,
-    /* a waiting rank reads the clock, and perhaps polls for failures, once in this many tests */
+    /* a waiting rank reads the clock, and may poll for failures, once in this many tests */
     DT__MPI_POLL_TESTS = 4
 };
-#define DT__MPI_POLL_S 1e-3          /* it polls the connections at this interval, plus */
+#define DT__MPI_POLL_S 1e-3          /* a rank polls the connections at this interval plus */
 #define DT__MPI_POLL_PER_RANK_S 2e-5 /* this much per rank, because polling itself takes time */
-/* how long a send in flight may take after a rank died: the launcher ends the others soon */
+/* seconds that a send in flight may take after a rank died; the launcher soon ends all ranks */
 #define DT__MPI_CANCEL_AFTER_LOSS_S 0.2
-/* a longer message needs an MPI datatype of its own, because MPI counts in int */
+/* a longer message needs its own MPI datatype, because MPI counts elements in an int */
 #ifndef DT__MPI_MAX_BYTES
 #define DT__MPI_MAX_BYTES ((size_t)1 << 30)
 #endif
 
-/* A message is an envelope: the word of its send, its length, and the content if that is small. A
-   longer content follows as a message of the third class, whose tag the envelope names. Its receive
-   is posted when the envelope has come, to the rank it came from. So MPI never truncates a message
-   that is longer than its receive. */
+/* A message is an envelope: the word of its send, its length, and its content if the content is
+   small. A longer content follows as a message of the third class, and the envelope names its tag.
+   The receiver posts the content's receive when the envelope has arrived, for the envelope's
+   sender. So MPI never has to truncate a message that is longer than its receive buffer. */
 typedef struct dt__mpi_envelope {
     uint64_t word, bytes;
     int64_t tag; /* the tag of the content */
-    /* the content, if it fits; the envelope is sent only as far as it is filled */
+    /* the content, if it is small; only the used part of the envelope is sent */
     char small[DT_EAGER_BYTES];
 } dt__mpi_envelope;
 
@@ -7988,13 +8080,13 @@ typedef struct dt__mpi_request {
     MPI_Request envelope, content;
     MPI_Datatype type; /* of the content: MPI_BYTE, or made for this message */
     MPI_Comm *comm;
-    int peer;  /* a send's receiver; -1: this is a receive */
-    int from;  /* a receive's sender; -1: the envelope has not come */
+    int peer;  /* a send's receiver; -1 in a receive */
+    int from;  /* a receive's sender; -1 until the envelope arrives */
     void *buf; /* a receive's buffer */
     size_t bytes;
     int error;           /* MPI's error code */
-    const char *refusal; /* why the request is impossible, if MPI has no error for it */
-    /* the content is in the envelope, so the send is finished for its caller at once */
+    const char *refusal; /* why dt refuses the request, if not for an MPI error */
+    /* the envelope contains the content, so the send completes for its caller at once */
     int is_buffered;
     struct dt__mpi_request *next;
     dt__mpi_envelope e;
@@ -8005,30 +8097,32 @@ typedef struct dt__mpi {
     dt_ctx *ctx;
     int rank, size, tag_span, test_count;
     unsigned content_count; /* contents sent so far */
-    int initialized;        /* MPI_Init_thread was called here and not by the program */
-    /* the program's handler of MPI_COMM_WORLD; meanwhile MPI returns errors */
+    int initialized;        /* dt called MPI_Init_thread, and not the program */
+    /* the program's handler of MPI_COMM_WORLD, which dt replaces during the run: MPI returns
+       errors */
     MPI_Errhandler saved_handler;
     MPI_Comm comms[DT__MPI_COMMS], control_comm;
     int comm_count; /* communicators made so far, control last */
     dt__mpi_request *free_requests, *buffered_sends;
-    dt__stopwatch watch; /* runs since dt_run began; all deadlines are on this clock */
+    dt__stopwatch watch; /* runs since dt_run began; all deadlines use this clock */
     /* the deadline of cancelled requests; 0: nothing was cancelled */
     double timeout_s, cancel_deadline;
     int64_t message_balance;          /* messages sent minus messages received */
-    MPI_Status last_status;           /* of what dt__mpi_wait_for waited for last */
+    MPI_Status last_status;           /* of dt__mpi_wait_for's last request */
     int64_t sync_own[2], sync_sum[2]; /* of the final synchronization */
     int abandoned;                    /* requests that did not end in time */
-    MPI_Request drain_request;        /* the receive of an unwanted message, into drain_buf */
+    MPI_Request drain_request;        /* receives an unwanted message into drain_buffer */
     void *drain_buffer;
     size_t drain_bytes;
     dt_report first_failure;
-    /* the context of the connections: it logs nothing, its callers report the failures */
+    /* the context of the TCP connections; it logs nothing, because its callers report the
+       failures */
     dt_ctx *tcp_ctx;
     dt_listener listener;
-    dt__tcp *tcp; /* NULL until all are connected */
+    dt__tcp *tcp; /* NULL until all ranks are connected */
     double next_poll;
-    int failure_noticed, rank_lost; /* another rank has failed; it was lost */
-    int other_loopbacks;            /* ranks on another loopback than this one's */
+    int failure_noticed, rank_lost; /* another rank has failed; another rank was lost */
+    int other_loopbacks;            /* ranks whose loopback is not this rank's */
     int *buffered_count;            /* (size) buffered sends to each rank */
     dt__node node;                  /* shared is NULL if this rank shares memory with no other */
     void *range;
@@ -8047,8 +8141,8 @@ static void dt__mpi_why(int error, char *why, size_t bytes) {
 
 /* ---- one message ---- */
 
-/* How `bytes` are counted in an int: as blocks of DT__MPI_MAX_BYTES and a tail. Returns MPI's
-   error. */
+/* Describes `bytes` by an MPI datatype and an int count, as blocks of DT__MPI_MAX_BYTES and a tail.
+   Returns MPI's error code. */
 static int dt__mpi_type(size_t bytes, MPI_Datatype *type, int *count) {
     MPI_Datatype block = MPI_BYTE, parts[2] = { MPI_BYTE, MPI_BYTE };
     size_t blocks = bytes / DT__MPI_MAX_BYTES;
@@ -8101,12 +8195,12 @@ static void dt__mpi_reap_buffered(dt__mpi *mpi) {
     }
 }
 
-/* Chooses the communicator, the tag, and the content's tag of a message. Returns 0 if that is
-   impossible, with the reason in the request. */
+/* Chooses a message's communicator, its tag and its content's tag. Returns 0 if that is impossible,
+   with the reason in the request. */
 static int dt__mpi_choose_tag(dt__mpi *mpi, dt__mpi_request *r, uint32_t channel, int *tag) {
     uint32_t group = channel / 2;
     int first_tag_range = (int)(group / DT__MPI_COMMS) * 3;
-    /* a collective's number: those in flight together differ by little */
+    /* a collective's number: collectives in flight together have close numbers */
     if (channel % 2) *tag %= mpi->tag_span;
     if (group >= DT__MPI_COMMS * DT__MPI_GROUPS_PER_COMM)
         r->refusal = "there are more groups than MPI's tags can tell apart";
@@ -8120,8 +8214,8 @@ static int dt__mpi_choose_tag(dt__mpi *mpi, dt__mpi_request *r, uint32_t channel
     return 1;
 }
 
-/* A small send is buffered, so its caller goes on: up to 8 for each receiver, as in shared
-   memory. */
+/* Sends a message. A small send is buffered, so its caller need not wait for it. Each receiver may
+   have up to 8 buffered sends, as in shared memory. */
 static void *dt__mpi_send(
     void *user, int to, uint32_t channel, int tag, uint64_t word, const void *buf, size_t bytes) {
     dt__mpi *mpi = (dt__mpi *)user;
@@ -8161,8 +8255,8 @@ static void *dt__mpi_recv(
     return r;
 }
 
-/* A receive's envelope has come. If the message is longer than the buffer, its content is not
-   received: the caller fails. */
+/* Handles a receive's envelope that has arrived. If the message is longer than the buffer, the
+   content is not received, because the caller fails. */
 static void dt__mpi_envelope_arrived(dt__mpi *mpi, dt__mpi_request *r, int from) {
     int count = 0;
     r->from = from;
@@ -8186,7 +8280,7 @@ static void dt__mpi_set_report(dt_report *note, dt_status status, int rank, cons
     snprintf(note->text, sizeof note->text, "%s", text);
 }
 
-/* Tells all others of this rank's failure, once. */
+/* Tells all other ranks, once, that this rank has failed. */
 static void dt__mpi_tell_failure(dt__mpi *mpi, dt_status status, const char *text) {
     if (!mpi->first_failure.status)
         dt__mpi_set_report(&mpi->first_failure, status, mpi->rank, text);
@@ -8202,8 +8296,8 @@ static void dt__mpi_fail(void *user, const char *text) {
         text);
 }
 
-/* A rank was lost. Publishes that, clears its busy flag in its machine's range, and completes the
-   failure record if it died while it wrote that. */
+/* Handles a lost rank. Publishes the loss, clears the rank's busy flag in the machine's shared
+   memory, and completes the failure record if the rank died while writing the record. */
 static void dt__mpi_rank_lost(dt__mpi *mpi, int rank, dt_report *report) {
     dt__shared *shared = mpi->node.shared;
     int lower = 0;
@@ -8214,7 +8308,7 @@ static void dt__mpi_rank_lost(dt__mpi *mpi, int rank, dt_report *report) {
     mpi->rank_lost = 1;
     for (int other = 0; other < mpi->rank; other++)
         lower += mpi->tcp->peers[other].state <= DT__TCP_ENDED;
-    /* only the lowest remaining rank logs it */
+    /* only the lowest remaining rank logs the loss */
     if (lower == 0) mpi->host->log(mpi->host->user, DT_LOG_ERROR, mpi->rank, text);
     if (!shared || mpi->node.local_ranks[rank] < 0) return;
     __atomic_store_n(&shared->state[mpi->node.local_ranks[rank]].busy, 0, __ATOMIC_SEQ_CST);
@@ -8222,8 +8316,8 @@ static void dt__mpi_rank_lost(dt__mpi *mpi, int rank, dt_report *report) {
         dt__publish_failure(shared, rank, DT_ERR_PEER, text);
 }
 
-/* Failure detection: polls the connections. Another rank's failure becomes the first in this rank's
-   record, where every wait sees it. */
+/* Failure detection: polls the connections. Another rank's failure becomes this rank's first
+   failure, and every wait of this rank checks for a first failure. */
 static void dt__mpi_poll_failures(dt__mpi *mpi) {
     dt__world *world = dt__world_of(mpi->ctx);
     dt__tcp *t = mpi->tcp;
@@ -8253,8 +8347,8 @@ static void dt__mpi_node_poll(void *user) { dt__mpi_poll_failures((dt__mpi *)use
 
 /* ---- test and cancel ---- */
 
-/* A request could not begin, or MPI gave it up. Always -2: as far as MPI tells, no other rank has
-   failed. */
+/* Reports a request that could not begin or that MPI gave up. Always returns -2, because MPI does
+   not say that another rank has failed. */
 static int dt__mpi_request_failed(dt__mpi *mpi, dt__mpi_request *r, char *why) {
     if (r->refusal)
         snprintf(why, 512, "%s", r->refusal);
@@ -8264,7 +8358,7 @@ static int dt__mpi_request_failed(dt__mpi *mpi, dt__mpi_request *r, char *why) {
     if (r->envelope == MPI_REQUEST_NULL && r->content == MPI_REQUEST_NULL)
         dt__mpi_request_release(mpi, r);
     else
-        mpi->abandoned++; /* MPI still has a part of it */
+        mpi->abandoned++; /* MPI still holds a part of the request */
     return -2;
 }
 
@@ -8300,8 +8394,9 @@ static int dt__mpi_test(
     return 1;
 }
 
-/* Receives unwanted messages, one at a time, because their senders wait. In full, because MPICH
-   aborts the program over a truncated message. Returns 1 if one began to arrive, and what it is. */
+/* Receives unwanted messages, one at a time, because their senders wait. Each message is received
+   in full, because MPICH aborts the program when a message is truncated. Returns 1, with the
+   message's status and length, if a message has begun to arrive. */
 static int dt__mpi_drain(dt__mpi *mpi, MPI_Status *status, MPI_Count *bytes) {
     const dt_host *host = mpi->host;
     int done = 1, there = 0, count = 0;
@@ -8330,8 +8425,10 @@ static int dt__mpi_drain(dt__mpi *mpi, MPI_Status *status, MPI_Count *bytes) {
     return there;
 }
 
-/* Waits for *request. Returns 1 when it is complete, 0 when the deadline `until` has passed (0: no
-   deadline). With `drain` it receives unwanted messages meanwhile. */
+/* Waits for *request. Returns 1 when the request is complete, 0 when the deadline `until` has
+   passed. An `until` of 0 means no deadline, but then the function returns 0 at once when a rank is
+   lost, and timeout_s after any other failure. With `drain` the function also receives unwanted
+   messages during the wait. */
 static int dt__mpi_wait_for(dt__mpi *mpi, MPI_Request *request, double until, int drain) {
     double nap = DT__NAP_MIN;
     for (int attempt = 0;; attempt++) {
@@ -8350,9 +8447,10 @@ static int dt__mpi_wait_for(dt__mpi *mpi, MPI_Request *request, double until, in
     }
 }
 
-/* This rank has failed, and its buffers must become its own again. A receive that has not matched a
-   message can be cancelled. Any other request ends when the other rank has learned of the failure
-   and drains what is sent; if that takes longer than timeout_s, the request is abandoned. */
+/* Cancels a request after this rank has failed, because MPI must stop using the rank's buffers. A
+   receive that has not matched a message can be cancelled. Any other request ends when the other
+   rank has learned of the failure and receives what this rank sends. If a request takes longer than
+   timeout_s, it is abandoned. */
 static void dt__mpi_cancel(void *user, void *request) {
     dt__mpi *mpi = (dt__mpi *)user;
     dt__mpi_request *r = (dt__mpi_request *)request;
@@ -8376,7 +8474,7 @@ static void dt__mpi_cancel(void *user, void *request) {
             return;
         }
         if (receives) MPI_Test_cancelled(&mpi->last_status, &cancelled);
-        mpi->message_balance -= !cancelled; /* the message came before it was cancelled */
+        mpi->message_balance -= !cancelled; /* the message arrived before the cancellation */
     }
     dt__mpi_request_release(mpi, r);
 }
@@ -8391,8 +8489,8 @@ static void dt__mpi_free(dt__mpi *mpi) {
     host->free(host->user, mpi, sizeof *mpi, DT_MEM_HOST);
 }
 
-/* Allocates memory and duplicates the communicators, each from the one before it, the first from
-   MPI_COMM_WORLD. Returns NULL, or what is wrong. */
+/* Allocates memory and duplicates the communicators: the first from MPI_COMM_WORLD, each later one
+   from its predecessor. Returns NULL, or the text of an error. */
 static const char *dt__mpi_make(dt__mpi *mpi) {
     const dt_host *host = mpi->host;
     size_t size = (size_t)mpi->size;
@@ -8401,7 +8499,7 @@ static const char *dt__mpi_make(dt__mpi *mpi) {
     if (!mpi->buffered_count) return "no memory for it";
     memset(mpi->buffered_count, 0, size * sizeof(int));
     MPI_Comm_get_errhandler(MPI_COMM_WORLD, &mpi->saved_handler);
-    /* MPICH uses this handler for dt's requests too */
+    /* MPICH uses the handler of MPI_COMM_WORLD for dt's requests too */
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
     double until = dt__mpi_now(mpi) + mpi->timeout_s;
     for (; mpi->comm_count <= DT__MPI_COMMS; mpi->comm_count++) {
@@ -8422,21 +8520,21 @@ static const char *dt__mpi_make(dt__mpi *mpi) {
 
 /* ---- ranks of one machine ---- */
 
-/* The ranks of a machine share a range as forks do, and run their collectives as in section 14.
-   They are not forks, so the first rank of a machine makes the range at an address that is free in
-   every process, and the others map it through the first's /proc/PID/fd. If one rank cannot, none
-   does. Sends and receives stay MPI's. */
+/* The ranks of a machine share a memory segment as forked ranks do, and run their collectives as in
+   section 14. They are not forks of one process, so the first rank of a machine makes the segment
+   at an address that is free in every process, and the other ranks map it through the first rank's
+   /proc/PID/fd. If one rank cannot map the segment, no rank uses it. Sends and receives use MPI. */
 
-typedef struct dt__mpi_rank_info { /* what each rank tells all others, in four exchanges */
+typedef struct dt__mpi_rank_info { /* what each rank tells all other ranks, in four exchanges */
     /* the machine and its process namespace; 0: this rank shares no memory */
     uint64_t machine;
-    uint64_t network; /* the network namespace: ranks with the same one share the loopback */
+    uint64_t network; /* the network namespace; ranks in the same namespace share the loopback */
     /* the part of the machine, by dt_run_desc.node_ranks: ranks of one part share memory */
     int64_t node_part;
     int64_t pid, fd, device, inode;
-    uint64_t range, shared, bytes; /* of the range; 0: it could not be made */
+    uint64_t range, shared, bytes; /* of the shared memory segment; 0: no segment was made */
     int64_t mapped;
-    int64_t node_leader; /* the first of the ranks that share memory with this one */
+    int64_t node_leader; /* the first rank that shares memory with this rank */
 } dt__mpi_rank_info;
 
 static int dt__mpi_exchange_info(
@@ -8450,7 +8548,8 @@ static int dt__mpi_exchange_info(
     return dt__mpi_wait_for(mpi, &request, until, 0);
 }
 
-/* Identifies this machine, its boot, and its namespace "pid" or "net". Never 0. */
+/* Identifies this machine, its boot, and this process's "pid" or "net" namespace. Never returns
+   0. */
 static uint64_t dt__mpi_machine_id(const char *names) {
     char text[512] = "", path[32];
     uint64_t hash = 1469598103934665603u; /* FNV-1a */
@@ -8464,7 +8563,7 @@ static uint64_t dt__mpi_machine_id(const char *names) {
     return got <= 0 || hash == 0 ? 1 : hash;
 }
 
-/* Maps the range at exactly this address, or returns NULL. */
+/* Maps the segment at exactly this address. Returns NULL on failure. */
 static void *dt__mpi_map(int fd, uint64_t address, size_t bytes) {
 #ifdef MAP_FIXED_NOREPLACE
     void *wanted = (void *)(uintptr_t)address;
@@ -8478,13 +8577,14 @@ static void *dt__mpi_map(int fd, uint64_t address, size_t bytes) {
     return NULL;
 }
 
-/* The first of n ranks makes the range. If the machine's `neighbours` ranks outnumber all its
-   cores, waits do not spin. (All cores: each rank may be bound to one.) */
+/* Makes the shared memory segment on the first of n ranks. If the machine's `neighbours` ranks
+   outnumber all cores of the machine, waits do not spin. (All cores count, because each rank may be
+   bound to one core.) */
 static void dt__mpi_make_range(
     dt__mpi *mpi, const dt_run_desc *desc, int n, int neighbours, dt__mpi_rank_info *info) {
 #ifdef MFD_CLOEXEC
     static const uint64_t addresses[] = {
-#ifdef __SANITIZE_THREAD__ /* its mmap maps reserved addresses at 0, which root may do */
+#ifdef __SANITIZE_THREAD__ /* its mmap maps reserved addresses at 0, which succeeds for root */
         0x2000000000,
 #endif
         0x200000000000, 0x300000000000, 0x100000000000, 0x2000000000
@@ -8522,14 +8622,14 @@ static void dt__mpi_make_range(
 #endif
 }
 
-/* Any other rank maps the range that the first has made. */
+/* Maps the segment that the first rank has made, on every other rank. */
 static void dt__mpi_map_range(dt__mpi *mpi, const dt__mpi_rank_info *first) {
     char path[64];
     struct stat file;
     if (!first->range) return;
     snprintf(path, sizeof path, "/proc/%lld/fd/%lld", (long long)first->pid, (long long)first->fd);
     if (dt__io_guard_std_fds() != 0) return;
-    int fd = open(path, O_RDWR | O_CLOEXEC); /* follows /proc's link to the memfd */
+    int fd = open(path, O_RDWR | O_CLOEXEC); /* opens the memfd to which the /proc link points */
     if (fd < 0) return;
     if (fstat(fd, &file) == 0 && (int64_t)file.st_dev == first->device &&
         (int64_t)file.st_ino == first->inode)
@@ -8540,8 +8640,8 @@ static void dt__mpi_map_range(dt__mpi *mpi, const dt__mpi_rank_info *first) {
     mpi->node.shared = (dt__shared *)(uintptr_t)first->shared;
 }
 
-/* `all` has size + 1 entries, the last is this rank's own. Returns NULL, or what is wrong: other
-   ranks did not come. */
+/* Shares memory with the other ranks of this machine. `all` has size + 1 entries; the last entry is
+   this rank's own. Returns NULL, or an error text if other ranks did not come. */
 static const char *dt__mpi_share_with(
     dt__mpi *mpi, const dt_run_desc *desc, dt__mpi_rank_info *all) {
     const char *timeout_text = "not all its processes came to dt_run within timeout_s";
@@ -8596,25 +8696,26 @@ static const char *dt__mpi_share(dt__mpi *mpi, const dt_run_desc *desc) {
     mpi->node.node_leaders = mpi->node.local_ranks + mpi->size;
     memset(all, 0, bytes);
     const char *wrong = dt__mpi_share_with(mpi, desc, all);
-    /* after an error MPI may still write into it */
+    /* after an error MPI may still write into `all` */
     if (!wrong) host->free(host->user, all, bytes, DT_MEM_HOST);
     return wrong;
 }
 
 /* ---- the connections ---- */
 
-typedef struct dt__mpi_rendezvous { /* what rank 0 tells all others */
+typedef struct dt__mpi_rendezvous { /* what rank 0 tells all other ranks */
     dt__tcp_address address;
     uint8_t key[32];
     char why[DT__TCP_TEXT_BYTES]; /* why rank 0 does not listen */
 } dt__mpi_rendezvous;
 
-/* Rank 0 listens: at desc.rendezvous, or at a free port of the loopback, or of the first interface
-   if some rank cannot reach the loopback. Returns -1 with info->why set on failure. */
+/* Opens rank 0's listening socket: at desc.rendezvous, or at a free port of the loopback, or at a
+   free port of the first interface if some rank cannot reach the loopback. Returns -1 with
+   info->why set on failure. */
 static int dt__mpi_listen(dt__mpi *mpi, const dt_run_desc *desc, dt__mpi_rendezvous *info) {
     dt__tcp_address *address = &info->address;
     dt_run_desc single_rank_desc = *desc;
-    single_rank_desc.ranks = 1; /* needs no token: the key below is random */
+    single_rank_desc.ranks = 1; /* one rank needs no token, and the key below is random */
     memset(info, 0, sizeof *info);
     if (desc->rendezvous && !dt__tcp_address_parse(desc->rendezvous, address))
         snprintf(info->why, sizeof info->why, "rendezvous '%.200s' is no address and port",
@@ -8625,7 +8726,7 @@ static int dt__mpi_listen(dt__mpi *mpi, const dt_run_desc *desc, dt__mpi_rendezv
         snprintf(info->why, sizeof info->why,
             "rank 0 finds no address of its machine: give it as rendezvous");
     if (info->why[0] || !dt__tcp_key(&single_rank_desc, *address, info->key, info->why)) return -1;
-    uint8_t random[32]; /* MPI may keep messages: send a one-time key, not the token's */
+    uint8_t random[32]; /* send a one-time key: MPI may keep messages */
     ssize_t got = getrandom(random, sizeof random, 0);
     dt__hmac(info->key, sizeof info->key, random, sizeof random, info->key);
     dt__wipe(random, sizeof random);
@@ -8647,7 +8748,7 @@ static int dt__mpi_ignore_failure(dt_ctx *ctx, dt_status status, const char *tex
     return 1;
 }
 
-/* Connects all ranks. Returns NULL, or what is wrong. */
+/* Connects all ranks. Returns NULL, or the text of an error. */
 static const char *dt__mpi_connect(dt__mpi *mpi, const dt_run_desc *desc) {
     const dt_host *host = mpi->host;
     MPI_Request request;
@@ -8657,7 +8758,8 @@ static const char *dt__mpi_connect(dt__mpi *mpi, const dt_run_desc *desc) {
     memset(&quiet, 0, sizeof quiet);
     quiet.rank = mpi->rank;
     quiet.host = host;
-    /* it computes nothing: on the device's table it would open a queue on device 0 */
+    /* this context computes nothing: with the device's kernel table it would open a stream on
+       device 0 */
     quiet.kernels = dt_kernels_cpu();
     mpi->tcp_ctx = dt_ctx_make(quiet);
     dt__mpi_rendezvous got,
@@ -8697,7 +8799,8 @@ static void dt__mpi_disconnect(dt__mpi *mpi) {
     mpi->tcp_ctx = NULL;
 }
 
-/* Makes ranks of the launcher's processes. Returns NULL on failure, with *why. */
+/* Makes a rank of each process that the launcher started. Returns NULL on failure, with *why
+   set. */
 static dt__mpi *dt__mpi_open(const dt_host *host, const dt_run_desc *desc, const char **why) {
     int running = 0, finalized = 0, provided = 0;
     dt__mpi *mpi = (dt__mpi *)host->alloc(host->user, sizeof *mpi, DT_MEM_HOST);
@@ -8725,13 +8828,13 @@ static dt__mpi *dt__mpi_open(const dt_host *host, const dt_run_desc *desc, const
         if (!*why) *why = dt__mpi_connect(mpi, desc);
         if (!*why) return mpi;
     }
-    /* with a size, MPI may still write into it */
+    /* if the size is set, MPI may still write into *mpi */
     if (!mpi->size) host->free(host->user, mpi, sizeof *mpi, DT_MEM_HOST);
     return NULL;
 }
 
-/* Waits until this rank knows the failure. If it is a message that nobody received, the rank to
-   which it was sent finds it here and tells the others. */
+/* Waits until this rank knows the failure. If the failure is a message that no rank received, the
+   rank to which the message was sent finds the message here and tells the others. */
 static void dt__mpi_await_failure(dt__mpi *mpi, double until, int lost) {
     const dt_host *host = mpi->host;
     char text[512];
@@ -8757,9 +8860,9 @@ static void dt__mpi_await_failure(dt__mpi *mpi, double until, int lost) {
         dt__mpi_set_report(&mpi->first_failure, DT_ERR_COMM, -1, "a message was never received");
 }
 
-/* The final synchronization: all ranks learn whether one failed and whether every message was
-   received. As with threads, a rank that ends first waits for the others as long as they run, but
-   after a failure at most timeout_s. Returns 0 if not all came. */
+/* The final synchronization: all ranks learn whether a rank failed and whether every message was
+   received. As with threads, a rank that ends early waits for the other ranks as long as they run,
+   but after a failure at most timeout_s. Returns 0 if not all ranks came. */
 static int dt__mpi_final_sync(dt__mpi *mpi) {
     MPI_Request request = MPI_REQUEST_NULL;
     int failed = mpi->first_failure.status != DT_OK;
@@ -8772,7 +8875,7 @@ static int dt__mpi_final_sync(dt__mpi *mpi) {
     if (mpi->sync_sum[0] == 0 && mpi->sync_sum[1] == 0) return 1;
     double until = dt__mpi_now(mpi) + mpi->timeout_s;
     dt__mpi_await_failure(mpi, until, mpi->sync_sum[0] == 0);
-    /* a message in flight must not reach the next run */
+    /* wait for messages in flight, which must not reach the next run */
     for (int round = 0; round < DT__MPI_DRAIN_ROUNDS; round++) {
         mpi->sync_own[1] = mpi->message_balance;
         MPI_Iallreduce(&mpi->sync_own[1], &mpi->sync_sum[1], 1, MPI_INT64_T, MPI_SUM,
@@ -8784,7 +8887,7 @@ static int dt__mpi_final_sync(dt__mpi *mpi) {
     return 1;
 }
 
-/* Finishes the requests in flight. Returns 1 if none is left. */
+/* Finishes the requests in flight. Returns 1 if no request is left. */
 static int dt__mpi_finish_requests(dt__mpi *mpi) {
     double until = dt__mpi_now(mpi) + mpi->timeout_s;
     int settled = mpi->abandoned == 0;
@@ -8797,9 +8900,10 @@ static int dt__mpi_finish_requests(dt__mpi *mpi) {
     return settled;
 }
 
-/* Ends MPI after the rank has detached. If another rank did not come to its end, MPI is left as it
-   is: ending it would wait for that rank for ever, and the launcher ends the rest once this process
-   exits with an error. Returns 1 if MPI holds nothing of this rank any more. */
+/* Ends MPI after the rank has detached. If another rank did not reach the end of the run, dt does
+   not finalize MPI: MPI_Finalize would wait for that rank for ever, and the launcher ends the other
+   processes once this process exits with an error. Returns 1 if MPI no longer holds any of this
+   rank's memory. */
 static int dt__mpi_close(dt__mpi *mpi, dt_report *report) {
     int met = dt__mpi_final_sync(mpi), settled = met && dt__mpi_finish_requests(mpi);
     dt__mpi_disconnect(mpi);
@@ -8811,7 +8915,7 @@ static int dt__mpi_close(dt__mpi *mpi, dt_report *report) {
     if (!met && !mpi->first_failure.status)
         dt__mpi_set_report(&mpi->first_failure, DT_ERR_PEER, -1, "dt_run: not all ranks ended");
     *report = mpi->first_failure;
-    if (!settled) { /* MPI may still read and write these */
+    if (!settled) { /* MPI may still read and write the requests and *mpi */
         mpi->host->log(
             mpi->host->user, DT_LOG_NOTICE, mpi->rank, "MPI is not finalized: not all ranks ended");
         return 0;
@@ -8831,30 +8935,34 @@ static int dt__mpi_close(dt__mpi *mpi, dt_report *report) {
 
 #ifdef DT_USE_NCCL
 
-/* Each rank has a GPU. Large data in device memory go through NCCL. Everything else goes as over
-   tcp: scalars, comparisons, wait reports, failures, messages of up to DT_NCCL_MIN_BYTES.
+/* Each rank has a GPU. Large data in device memory go through NCCL. Everything else goes over TCP
+   as in section 24: scalars, comparisons, wait reports, failures, and messages of up to
+   DT_NCCL_MIN_BYTES.
 
-   An nccl channel is an ncclComm with a device queue of its own. Each group has one, split from its
-   parent group's; each direction between two ranks that exchange messages gets one with the first
-   message. (Not to be confused with the channel that numbers a group's messages.)
+   An nccl channel is an ncclComm with its own stream. Each group has an nccl channel, split from
+   its parent group's. Each direction between two ranks that exchange messages gets an nccl channel
+   with the first message. (A channel without "nccl" is the number that separates a group's messages
+   from the messages of other groups.)
 
        rank 0: ncclGetUniqueId --broadcast--> all ranks: ncclCommInitRankConfig    (the world)
        parent group: ncclCommSplit                                                 (each group)
 
-   A collective enters its nccl channel's queue behind an event in the rank's own queue: from there
-   on its inputs are ready. It enters in the order of the group's calls, the same on all ranks. For
-   the host it is done as soon as it is in the queue; section 17 says how the device's half
-   completes.
+   Each collective is enqueued on its nccl channel's stream. The stream first waits for an event in
+   the rank's own stream, after which the collective's inputs are ready. Collectives are enqueued in
+   the order of the group's calls, which is the same on all ranks. For the host a collective is done
+   as soon as it is enqueued; section 17 says how it completes on the device.
 
    KNOWN LIMIT. An NCCL kernel occupies the device until the other ranks' kernels of the same
-   operation run. Operations of different groups that ranks start in different orders would have to
-   run side by side, which NCCL does not promise: its rule for several communicators is one order on
-   all ranks. Start operations that overlap in the same order on all ranks; NCCL 2.26 and later can
-   then enforce it on the device: NCCL_LAUNCH_ORDER_IMPLICIT=1.
+   operation run. If ranks start operations of different groups in different orders, the kernels of
+   these operations would have to run concurrently. NCCL does not guarantee this: with several
+   communicators it requires one order on all ranks. So start overlapping operations in the same
+   order on all ranks. NCCL 2.26 and later can enforce this order on the device:
+   NCCL_LAUNCH_ORDER_IMPLICIT=1.
 
    docs.nvidia.com/deeplearning/nccl, "Communicators", "Fault tolerance", "Group calls". */
 
-/* NCCL's functions: linked, or with DT_NCCL_DLOPEN looked up in libnccl.so.2 when a run begins. */
+/* NCCL's functions: linked, or looked up in libnccl.so.2 when a run begins (with
+   DT_NCCL_DLOPEN). */
 #define DT__NCCL_FUNCTIONS(X) \
     X(GetUniqueId) \
     X(CommInitRankConfig) \
@@ -8886,9 +8994,9 @@ typedef struct dt__nccl_channel {
     void *queue;
     int call_in_progress; /* a call on comm is in progress */
     int is_borrowed;      /* comm is the caller's */
-    uint64_t enqueued;    /* operations put into the queue so far */
-    uint64_t accepted;    /* of messages: announcements that this receiver has accepted */
-    ncclUniqueId id;      /* of messages: the id from which both ranks make comm */
+    uint64_t enqueued;    /* operations enqueued on the stream so far */
+    uint64_t accepted;    /* for messages: the announcements that this receiver has accepted */
+    ncclUniqueId id;      /* for messages: the id from which both ranks make comm */
     int has_id;
     float *f32_window; /* (DT_NCCL_F32_WINDOW) for sums of 16-bit types */
 } dt__nccl_channel;
@@ -8912,11 +9020,11 @@ static size_t dt__nccl_bytes(const dt__world *world) {
 
 /* ---- nccl channels ---- */
 
-/* Communicators do not block: a call may return ncclInProgress, and nobody may touch the
-   communicator until ncclCommGetAsyncError says it is done. After a failure all communicators are
-   aborted, which ends kernels that hang on the device. */
+/* Communicators are nonblocking: a call may return ncclInProgress, and then no other call may use
+   the communicator until ncclCommGetAsyncError says that the call is done. After a failure all
+   communicators are aborted, because an abort also ends kernels that hang on the device. */
 
-/* Fails the context. Always 0. */
+/* Fails the context. Always returns 0. */
 static int dt__nccl_fail(
     dt__world *world, const dt__nccl_channel *channel, const char *what, ncclResult_t result) {
     const dt__nccl *nccl = world->nccl;
@@ -8926,8 +9034,8 @@ static int dt__nccl_fail(
     return 0;
 }
 
-/* Checks the result of a call on the communicator: 1 if it is done or in progress; 0 with the
-   context failed. */
+/* Checks the result of a call on the communicator. Returns 1 if the call is done or in progress, 0
+   with the context failed. */
 static int dt__nccl_channel_result(
     dt__world *world, dt__nccl_channel *channel, const char *what, ncclResult_t result) {
     channel->call_in_progress = result == ncclInProgress;
@@ -8935,8 +9043,8 @@ static int dt__nccl_channel_result(
            dt__nccl_fail(world, channel, what, result);
 }
 
-/* Returns 1 if no call is in progress, so that the next may come; 0 if one is, or the context has
-   failed. */
+/* Returns 1 if no call is in progress, so that the next call may be made; 0 if a call is in
+   progress or the context has failed. */
 static int dt__nccl_channel_is_idle(dt__world *world, dt__nccl_channel *channel) {
     ncclResult_t state = ncclSuccess;
     if (!channel->call_in_progress) return 1;
@@ -8947,7 +9055,7 @@ static int dt__nccl_channel_is_idle(dt__world *world, dt__nccl_channel *channel)
     return dt__nccl_channel_result(world, channel, "a communicator", state);
 }
 
-/* Opens the nccl channel's queue on the rank's device. */
+/* Opens the nccl channel's stream on the rank's device. */
 static int dt__nccl_channel_open(dt__world *world, dt__nccl_channel *channel) {
     char why[160] = "";
     dt_cuda_desc desc = { dt_cuda_device(dt_ctx_stream(world->ctx)), NULL, 1 };
@@ -8962,7 +9070,8 @@ static ncclConfig_t dt__nccl_config(void) {
     return config;
 }
 
-/* Starts to make the communicator; dt__nccl_channel_is_idle tells when it can be used. */
+/* Starts to make the communicator. The communicator can be used once dt__nccl_channel_is_idle
+   returns 1. */
 static int dt__nccl_channel_connect(
     dt__world *world, dt__nccl_channel *channel, ncclUniqueId id, int rank, int size) {
     ncclConfig_t config = dt__nccl_config();
@@ -8978,7 +9087,8 @@ static void dt__nccl_channel_close(dt__world *world, dt__nccl_channel *channel) 
     memset(channel, 0, sizeof *channel);
 }
 
-/* Finalizes with dt's timeout: ncclCommDestroy alone would wait for the other ranks without one. */
+/* Finalizes the communicator with dt's timeout. ncclCommDestroy alone would wait for the other
+   ranks without a timeout. */
 static int dt__nccl_channel_finalized(dt_work *work) {
     dt__world *world = work->comm->world;
     dt__nccl_channel *channel = work->nccl_channel;
@@ -8989,7 +9099,8 @@ static int dt__nccl_channel_finalized(dt_work *work) {
     return channel->call_in_progress ? DT__POLL_AGAIN : 0;
 }
 
-/* Waits in section 12's loop until `step` says that nothing is in progress on the nccl channel. */
+/* Waits in the progress engine (section 12) until `step` says that no call is in progress on the
+   nccl channel. */
 static void dt__nccl_channel_wait(
     dt_comm *comm, dt__nccl_channel *channel, int (*step)(dt_work *work)) {
     dt__world *world = comm->world;
@@ -9007,8 +9118,8 @@ static void dt__nccl_channel_wait(
     dt__work_release(world, work);
 }
 
-/* Failure detection during an NCCL call: the communicator does not learn of other ranks'
-   failures. */
+/* Failure detection during an NCCL call. NCCL does not report failures of other ranks, so dt polls
+   its own connections. */
 static void dt__poll_peer_failures(dt__world *world) {
     char why[512] = "";
     int answer = world->control && world->control->poll
@@ -9047,16 +9158,17 @@ static ncclRedOp_t dt__nccl_op(dt_op op) {
     }
 }
 
-/* Must this sum be taken in f32? NCCL rounds to the type at every hop. So bf16 and f16 sums by more
-   than two ranks are taken in f32, through windows in the nccl channel's memory, and rounded once,
-   as everywhere. A sum of two terms is rounded once anyway. The order of a sum is NCCL's own. */
+/* 1 if a sum must be accumulated in f32. NCCL rounds to the element type at every hop, so dt
+   computes bf16 and f16 sums of more than two ranks in f32 and rounds once, as on every backend.
+   The f32 values pass through windows in the nccl channel's memory. A sum of only two values is
+   rounded once anyway. NCCL chooses the order of a sum. */
 static int dt__needs_f32_window(const dt_comm *comm, const dt__call *call) {
     return dt__pattern_of(call->op)->reduces && dt__narrow(call->dtype) && comm->base.size > 2 &&
            call->redop != DT_MAX && call->redop != DT_MIN;
 }
 
-/* Casts the window's elements of each share between the call's buffer and the f32 window, in the
-   nccl channel's queue. back: from the window to recv. */
+/* Casts the window's elements of each block between the call's buffer and the f32 window, on the
+   nccl channel's stream. back: cast from the window to recv. */
 static void dt__nccl_cast(dt_work *work, int back) {
     const dt__call *call = &work->call;
     const dt_kernels *kernels = dt_ctx_kernels(work->comm->world->ctx);
@@ -9077,7 +9189,8 @@ static void dt__nccl_cast(dt_work *work, int back) {
     }
 }
 
-/* Gather, scatter and all-to-all: the pattern's sends and receives in one NCCL group call. */
+/* Enqueues a gather, scatter or all-to-all: all sends and receives of the pattern in one NCCL group
+   call. */
 static ncclResult_t dt__nccl_enqueue_p2p(dt_work *work, void *stream) {
     const dt_comm *comm = work->comm;
     const dt__call *c = &work->call;
@@ -9106,13 +9219,13 @@ static ncclResult_t dt__nccl_enqueue_p2p(dt_work *work, void *stream) {
         if (receives && in > 0 && result == ncclSuccess)
             result = call->Recv(dt__element(work, c->recv, at), in, type, other,
                 work->nccl_channel->comm, (cudaStream_t)stream);
-        if (result == ncclInProgress) result = ncclSuccess; /* GroupEnd returns the result */
+        if (result == ncclInProgress) result = ncclSuccess; /* GroupEnd returns the final result */
     }
     ncclResult_t end = call->GroupEnd();
     return result == ncclSuccess ? end : result;
 }
 
-/* Puts one window of a collective into the nccl channel's queue. */
+/* Enqueues one window of a collective on the nccl channel's stream. */
 static ncclResult_t dt__nccl_enqueue_window(dt_work *work, int wide) {
     const dt__call *c = &work->call;
     const dt__nccl_functions *call = &work->comm->world->nccl->call;
@@ -9135,9 +9248,10 @@ static ncclResult_t dt__nccl_enqueue_window(dt_work *work, int wide) {
     }
 }
 
-/* Records an event in the rank's own queue when the operation is called: its inputs are ready, and
-   its outputs are no longer read. Later would be too late: the queue may then wait for what other
-   ranks send after this operation. Fails the context if the device refuses. */
+/* Records an event in the rank's own stream when the operation is called. After the event the
+   operation's inputs are ready and no earlier kernel reads its outputs. An event recorded later
+   would be too late, because the stream may by then wait for data that other ranks send after this
+   operation. Fails the context if the device refuses the event. */
 static void *dt__nccl_record_inputs(dt_work *work, void *mark) {
     dt_ctx *ctx = work->comm->world->ctx;
     void *made = dt_ctx_kernels(ctx)->event_record(dt_ctx_stream(ctx), mark);
@@ -9145,14 +9259,14 @@ static void *dt__nccl_record_inputs(dt_work *work, void *mark) {
     return made ? made : mark;
 }
 
-/* Makes the nccl channel's queue wait for that event. Returns 0 with the context failed. */
+/* Makes the nccl channel's stream wait for the event `mark`. Returns 0 with the context failed. */
 static int dt__nccl_channel_wait_event(dt_work *work, dt__nccl_channel *channel, void *mark) {
     dt_status status = dt_ctx_kernels(work->comm->world->ctx)->event_wait(channel->queue, mark);
     if (status) dt__data_failed(work->comm, &work->call, status);
     return !status;
 }
 
-/* Records the work's event behind everything in the nccl channel's queue. */
+/* Records the work's event after all operations that are enqueued on the nccl channel's stream. */
 static int dt__nccl_channel_record_event(dt_work *work, dt__nccl_channel *channel) {
     void *mark =
         dt_ctx_kernels(work->comm->world->ctx)->event_record(channel->queue, work->device_event);
@@ -9164,7 +9278,8 @@ static int dt__nccl_channel_record_event(dt_work *work, dt__nccl_channel *channe
     return mark != NULL;
 }
 
-/* Stages: 0 waits for its number, then begins; 1 a window is in the queue, issue the next. */
+/* Stages. 0: wait for the collective's number, then begin. 1: a window is enqueued; enqueue the
+   next window. */
 static int dt__nccl_collective(dt_work *work) {
     dt_comm *comm = work->comm;
     dt__nccl_channel *channel = work->nccl_channel;
@@ -9192,7 +9307,8 @@ static int dt__nccl_collective(dt_work *work) {
     return DT__POLL_AGAIN;
 }
 
-/* The collectives that go through NCCL: all that move device data. NULL for the others. */
+/* Returns the algorithm of a collective that goes through NCCL: every collective that moves device
+   data. Returns NULL for the other collectives. */
 static int (*dt__nccl_algorithm(const dt_comm *comm, const dt__call *call))(dt_work *work) {
     dt__nccl_channel *channel = comm->nccl_channel;
     if (call->host_memory || !channel || dt__is_p2p(call->op) || !dt__pattern_of(call->op)->counted)
@@ -9212,15 +9328,15 @@ static void dt__nccl_begin_collective(dt_work *work) {
 
 /* ---- messages ---- */
 
-/* NCCL has no tags: messages between two ranks arrive in the order of the sends. So the
-   receiver numbers them:
+/* NCCL has no tags: messages between two ranks arrive in the order of the sends. So the receiver
+   numbers the messages:
 
        sender      announces the message and the nccl channel's id   (matched by group and tag)
        receiver    replies "it is number 5 of the nccl channel"
        both        ncclSend and ncclRecv in the order of the numbers
 
-   That order is the order in which the receiver asked, so no message waits behind another that
-   nobody wants. */
+   The numbers follow the order in which the receiver asked for the messages, so no message waits
+   for an earlier message that the receiver has not asked for. */
 
 static dt__nccl_channel *dt__nccl_channel_of(dt_work *work, const dt__p2p *p2p) {
     dt__nccl *nccl = work->comm->world->nccl;
@@ -9234,7 +9350,7 @@ static dt__address dt__nccl_reply_address(const dt_work *work, const dt__p2p *p2
     return a;
 }
 
-/* The sender announces a message. */
+/* Announces a message to its receiver. */
 static int dt__nccl_announce(dt_work *work, dt__p2p *p2p) {
     dt__world *world = work->comm->world;
     dt__nccl_channel *channel = dt__nccl_channel_of(work, p2p);
@@ -9246,8 +9362,8 @@ static int dt__nccl_announce(dt_work *work, dt__p2p *p2p) {
         work, p2p, dt__address_of(work, p2p), 1, &channel->id, sizeof channel->id);
 }
 
-/* The announcement has come: the receiver gives the message its number, and learns the nccl
-   channel's id. */
+/* Accepts an announcement that has arrived: the receiver gives the message its number and learns
+   the nccl channel's id. */
 static int dt__nccl_accept(dt_work *work, dt__p2p *p2p, dt__arrival *arrival) {
     if (arrival->bytes == sizeof(ncclUniqueId))
         arrival->bytes = p2p->count * dt_dtype_size(work->call.dtype);
@@ -9260,8 +9376,8 @@ static int dt__nccl_accept(dt_work *work, dt__p2p *p2p, dt__arrival *arrival) {
         sizeof p2p->nccl_sequence);
 }
 
-/* Puts the message into the nccl channel's queue when its number is next. Returns 1 if it is
-   there. */
+/* Enqueues the message on the nccl channel's stream when the message's number is next. Returns 1 if
+   the message is enqueued. */
 static int dt__nccl_enqueue_message(dt_work *work, dt__p2p *p2p) {
     dt__world *world = work->comm->world;
     const dt__nccl_functions *call = &world->nccl->call;
@@ -9280,8 +9396,8 @@ static int dt__nccl_enqueue_message(dt_work *work, dt__p2p *p2p) {
                                                                                             : -1;
 }
 
-/* The message is in the queue. An algorithm's next round uses what this one brings, so the rank's
-   own queue waits for it. */
+/* Handles a message that is enqueued. The rank's own stream waits for the message if it is part of
+   an algorithm, because the algorithm's next round uses the received data. */
 static int dt__nccl_message_enqueued(dt_work *work, dt__p2p *p2p) {
     dt__world *world = work->comm->world;
     dt__nccl_channel *channel = dt__nccl_channel_of(work, p2p);
@@ -9312,8 +9428,8 @@ static int dt__nccl_begin_message(dt_work *work, dt__p2p *p2p) {
                                      p2p->nccl_announcement, DT__ANNOUNCEMENT_BYTES);
 }
 
-/* States of a part: 0 not begun, 1 announcement in flight, 2 reply in flight, 3 ready for the
-   queue, 4 in the queue. */
+/* States of a part: 0 not begun, 1 announcement in flight, 2 reply in flight, 3 ready to be
+   enqueued, 4 enqueued. */
 static int dt__nccl_message(dt_work *work, dt__p2p *p2p) {
     dt__world *world = work->comm->world;
     size_t bytes = p2p->count * dt_dtype_size(work->call.dtype);
@@ -9353,14 +9469,14 @@ static int dt__nccl_message(dt_work *work, dt__p2p *p2p) {
 
 /* ---- groups ---- */
 
-/* Splits a group's nccl channel. All ranks of the group come; each color gets an nccl channel
-   unless it has one rank only. */
+/* Splits a group's nccl channel. All ranks of the group must call this function. A color with more
+   than one rank gets an nccl channel. */
 static void dt__nccl_split(dt_comm *comm, dt_comm *made, int color) {
     dt__world *world = comm->world;
     ncclConfig_t config = dt__nccl_config();
     int several = made && made->base.size > 1;
     if (!comm->nccl_channel || dt_error(world->ctx)) return;
-    /* nothing else may be in flight on a communicator that is split */
+    /* no other operation may be in flight on a communicator during its split */
     dt__on_settle(world->ctx, 0, world);
     dt__nccl_channel *channel = several ? (dt__nccl_channel *)dt_alloc(world->ctx, DT_MEM_HOST,
                                               sizeof *channel, "an nccl channel")
@@ -9390,7 +9506,7 @@ static void dt__nccl_free(dt__world *world) {
     dt_free(world->ctx, DT_MEM_HOST, nccl, dt__nccl_bytes(world));
 }
 
-/* Ends a group's nccl channel. The world ends last. */
+/* Ends a group's nccl channel. The world's nccl channel ends last. */
 static void dt__nccl_close(dt_comm *comm) {
     dt__world *world = comm->world;
     if (comm->nccl_channel) {
@@ -9403,9 +9519,10 @@ static void dt__nccl_close(dt_comm *comm) {
     if (world->nccl && comm == world->comm) dt__nccl_free(world);
 }
 
-/* The context has failed: aborts all communicators, which ends kernels that hang on the device. In
-   one NCCL group call, because an abort frees memory, for which the whole device has to be idle
-   (from NCCL 2.22 on; before, the end of the first may wait for the second). */
+/* Aborts all communicators after the context has failed, because an abort ends kernels that hang on
+   the device. An abort frees memory, for which the entire device must be idle, so all aborts are in
+   one NCCL group call. NCCL 2.22 and later can group aborts; in earlier versions the first abort
+   may wait for the second. */
 static void dt__nccl_abort(dt__world *world) {
     dt__nccl *nccl = world->nccl;
     nccl->call.GroupStart();
@@ -9421,8 +9538,8 @@ static void dt__nccl_abort(dt__world *world) {
     nccl->call.GroupEnd();
 }
 
-/* Compares this collective with what the other ranks' wait reports say: fails the context if a rank
-   of the group waits in another collective in its place. */
+/* Compares this collective with the other ranks' wait reports. Fails the context if a rank of the
+   group waits in a different collective at the same position. */
 static void dt__nccl_compare_reports(dt_work *work) {
     dt_comm *comm = work->comm;
     const dt__world *world = comm->world;
@@ -9442,8 +9559,8 @@ static void dt__nccl_compare_reports(dt_work *work) {
     }
 }
 
-/* Checks an operation that the device has not finished: is its communicator healthy, do the other
-   ranks live, have they called the same? */
+/* Checks an operation that the device has not finished: is the communicator healthy, are the other
+   ranks alive, and have all ranks called the same operation? */
 static void dt__nccl_check_device(dt_work *work) {
     dt__world *world = work->comm->world;
     ncclResult_t state = ncclSuccess;
@@ -9463,9 +9580,10 @@ static void dt__nccl_check_device(dt_work *work) {
 static const dt__comm_ops dt__nccl_ops = { "nccl", dt__nccl_message, NULL, dt__nccl_algorithm,
     dt__nccl_begin_collective, dt__nccl_split, dt__nccl_close, dt__nccl_check_device };
 
-/* Loads NCCL's functions. Returns 0 with the context failed. The library is never closed: it has
-   threads of its own, such as the one ncclGetUniqueId starts, whose end nobody can wait for and
-   which would run on in unmapped code. Each run's dlopen finds the loaded one. */
+/* Loads NCCL's functions. Returns 0 with the context failed. The library is never closed, because
+   it has its own threads, for example a thread that ncclGetUniqueId starts. dt cannot wait for the
+   end of these threads, and after a close they would execute unmapped code. The dlopen of a later
+   run finds the library loaded. */
 static int dt__nccl_load(dt__world *world, dt__nccl *nccl) {
 #ifdef DT_NCCL_DLOPEN
     void *library = dlopen("libnccl.so.2", RTLD_NOW | RTLD_LOCAL);
@@ -9483,9 +9601,9 @@ static int dt__nccl_load(dt__world *world, dt__nccl *nccl) {
     return 1;
 }
 
-/* Warns of lazy kernel loading. CUDA may load a kernel only when the device is idle, so after
-   NCCL's kernels, which wait for the other ranks. If another rank waits for what comes after that
-   kernel, the ranks deadlock. */
+/* Warns of lazy kernel loading. CUDA may load a kernel only when the device is idle, which is after
+   NCCL's kernels have ended, and NCCL's kernels wait for the other ranks. If another rank waits for
+   an operation that follows the unloaded kernel, the ranks deadlock. */
 static void dt__nccl_warn_lazy_loading(const dt__world *world) {
     const char *loading = dt__launch_env("CUDA_MODULE_LOADING");
     if (world->rank != 0 || (loading && strcmp(loading, "EAGER") == 0)) return;
@@ -9494,8 +9612,8 @@ static void dt__nccl_warn_lazy_loading(const dt__world *world) {
         "that CUDA loads late can wait for one of NCCL's, and that for another rank");
 }
 
-/* Makes the world's nccl channel, from the caller's communicator `given` or from a new id, which
-   rank 0 broadcasts. */
+/* Makes the world's nccl channel from the caller's communicator `given`, or from a new id that rank
+   0 broadcasts. */
 static void dt__nccl_begin(dt__world *world, void *given) {
     dt_comm *comm = world->comm;
     dt__nccl *nccl = NULL;
@@ -9541,14 +9659,14 @@ static void dt__nccl_begin(dt__world *world, void *given) {
 
 // ==== 27. Attach and launch: code ===============================================================
 
-/* The life of a run. dt_run is these calls with a thread or a fork for each rank:
+/* The life of a run. dt_run makes these calls, with a thread or a forked process for each rank:
 
-       dt_team_make    checks the description, makes the shared range
+       dt_team_make    checks the description, makes the run's shared memory
        each rank       dt_team_ctx, dt_comm_attach, the rank function, dt_comm_detach
-       dt_team_free    looks for messages nobody received, fills the report
+       dt_team_free    looks for unreceived messages, fills the report
 
-   The supervisor exchanges no messages with ranks: every failure goes through the record of section
-   9. */
+   The supervisor exchanges no messages with ranks: every failure is reported through the failure
+   record (section 9). */
 
 struct dt_team {
     dt__shared *shared;
@@ -9556,10 +9674,10 @@ struct dt_team {
     size_t range_bytes;
     const dt_host *host;
     dt_run_desc desc;
-    int64_t oom_kills;         /* before the ranks began */
+    int64_t oom_kills;         /* the OOM killer's count before the ranks began */
     dt_host host_copy;         /* a copy of the caller's; `host` points to it */
-    int references;            /* the maker's and each rank thread's; the last one frees the team */
-    struct dt__rank_job *jobs; /* (ranks) of dt_run, or NULL */
+    int references;            /* the maker and each rank thread; the last frees the team */
+    struct dt__rank_job *jobs; /* (ranks) the jobs of dt_run; NULL in other teams */
 };
 
 /* Records and logs a failure outside of any context. */
@@ -9581,19 +9699,19 @@ static void dt__set_ended(dt__shared *shared, int local_rank) {
     __atomic_store_n(&shared->state[local_rank].ended, 1, __ATOMIC_RELEASE);
     __atomic_fetch_add(&shared->ended, 1, __ATOMIC_RELEASE);
     __atomic_fetch_add(&shared->state[local_rank].progress, 1, __ATOMIC_SEQ_CST);
-    /* after its last move */
+    /* set after the rank's last progress */
     __atomic_store_n(
         &shared->state[local_rank].idle_at_progress, DT__IDLE_FOREVER, __ATOMIC_SEQ_CST);
 }
 
-/* Progress between two kernels of a tensor op: advances started operations. */
+/* Called between two kernels of a tensor op: advances started operations. */
 static void dt__on_kernel_done(dt_ctx *ctx, void *user) {
     dt__world *world = (dt__world *)user;
     if (world->first_unfinished && dt_error(ctx) == DT_OK) dt__advance_some(world);
 }
 
-/* Makes a rank's world: over a team's range, over a transport with a node's range, or over a
-   transport with state of its own. */
+/* Makes a rank's world. Three kinds: over a team's shared memory, over a transport with a node's
+   shared memory, or over a transport with private state. */
 static dt__world *dt__world_make(dt_ctx *ctx, const dt_attach_desc *desc, const dt__node *node) {
     dt__world *world = (dt__world *)dt_alloc(ctx, DT_MEM_HOST, sizeof *world, "the world");
     dt__private_range *lone = NULL;
@@ -9658,7 +9776,8 @@ static void dt__peer_views_make(dt__world *world, const dt__control *control, in
     }
 }
 
-/* The context failed before the world listened to it: tells the other ranks. Always NULL. */
+/* Tells the other ranks that the context failed before its world listened for failures. Always
+   returns NULL. */
 static dt_comm *dt__attach_failed(dt_ctx *ctx, const dt_attach_desc *desc, dt__shared *shared) {
     if (shared && dt__claim(shared, desc->rank))
         dt__publish_failure(shared, desc->rank, dt_error(ctx), dt_error_text(ctx));
@@ -9667,8 +9786,8 @@ static dt_comm *dt__attach_failed(dt_ctx *ctx, const dt_attach_desc *desc, dt__s
     return NULL;
 }
 
-/* node: the ranks of a transport that share memory, or NULL. control: the way for wait reports, or
-   NULL. run: the description that dt_run got, for a transport. */
+/* Attaches a rank. node: the ranks of a transport that share memory, or NULL. control: the
+   functions that carry wait reports, or NULL. run: dt_run's description, for a transport. */
 static dt_comm *dt__attach(dt_ctx *ctx, dt_attach_desc desc, const dt__node *node,
     const dt__control *control, const dt_run_desc *run) {
     int size = desc.team ? desc.team->desc.ranks : desc.size;
@@ -9766,7 +9885,7 @@ void dt_comm_detach(dt_ctx *ctx, dt_status status) {
     dt__works_recycle(world);
     dt_free(ctx, DT_MEM_HOST, world->device_sends,
         world->comm ? 2 * (size_t)world->comm->base.size * sizeof *world->device_sends : 0);
-    dt__comms_free(world); /* uses works too */
+    dt__comms_free(world); /* uses works, so free the works after it */
     dt__works_free(world);
     dt_ctx_attach(ctx, NULL);
     dt_unlisten(ctx, &world->listener);
@@ -9776,7 +9895,7 @@ void dt_comm_detach(dt_ctx *ctx, dt_status status) {
 
 /* ---- the team ---- */
 
-/* Logs and reports a run that cannot begin. */
+/* Logs and reports why a run cannot begin. */
 DT_PRINTF(3, 4)
 static void dt__refuse(const dt_run_desc *desc, dt_status status, const char *fmt, ...) {
     const dt_host *host = desc->host ? desc->host : dt_host_default();
@@ -9793,9 +9912,9 @@ static void dt__refuse(const dt_run_desc *desc, dt_status status, const char *fm
     if (desc->report) *desc->report = report;
 }
 
-/* Makes the shared range. For procs the mapping must be shared by forks, and each rank's heap may
-   grow to the machine's memory; pages exist only once they are touched. If the system refuses that
-   much, it asks for less. */
+/* Makes the run's shared memory. For forked processes the mapping must be shared, and each rank's
+   heap may grow to the machine's memory, because a page takes memory only once it is touched. If
+   the system refuses a mapping of this size, the function asks for less. */
 static void *dt__range_make(dt__shared *sizes, const dt_host *host, size_t user_bytes) {
     size_t machine_bytes = (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);
     for (size_t heap = sizes->separate_memory ? dt__align_page(machine_bytes) : 0;;
@@ -9815,15 +9934,15 @@ static void dt__range_free(const dt_host *host, void *range, size_t bytes) {
         host->free(host->user, range, bytes, DT_MEM_COMM);
 }
 
-/* Fills in what the environment says and the description does not. */
+/* Takes values that the description leaves unset from environment variables. */
 static void dt__run_env(dt_run_desc *desc) {
     const char *check = getenv("DT_CHECK");
     if (!desc->fault && desc->read_fault_env) desc->fault = getenv("DT_FAULT");
     if (desc->check == 0 && check && strcmp(check, "1") == 0) desc->check = 1;
 }
 
-/* Checks the part of a description that is common to all backends. Returns 1 if it is right, else
-   reports what is wrong. */
+/* Checks the fields of a description that all backends use. Returns 1 if the fields are valid, else
+   reports the error. */
 static int dt__run_valid(dt_run_desc *desc) {
     dt__run_env(desc);
     if (dt__faults_parse(desc->fault, -1, desc->ranks, NULL) < 0)
@@ -9845,7 +9964,7 @@ static int dt__run_valid(dt_run_desc *desc) {
     return 0;
 }
 
-/* Checks that these ranks can share memory, then the rest. */
+/* Checks that the description's ranks can share memory, then its other fields. */
 static int dt__team_valid(dt_run_desc *desc) {
     int procs = desc->backend == DT_BACKEND_PROCS;
     if (!procs && desc->backend != DT_BACKEND_AUTO && desc->backend != DT_BACKEND_THREADS)
@@ -9898,8 +10017,8 @@ dt_team *dt_team_make(dt_run_desc desc) {
     return team;
 }
 
-/* A rank's number among the ranks of its machine: what its launcher says, else all are on one
-   machine. */
+/* A rank's number among the ranks of its machine. The launcher sets it; without a launcher all
+   ranks are on one machine. */
 static int dt__find_local_rank(const dt_run_desc *desc, int rank) {
     dt_launch launch;
     if (desc->backend <= DT_BACKEND_PROCS || dt_launch_find(&launch) != DT_OK) return rank;
@@ -9913,7 +10032,7 @@ static dt_ctx *dt__rank_ctx(const dt_run_desc *desc, int rank, const dt_host *ho
     of.rank = rank;
     of.local_rank = dt__find_local_rank(desc, rank);
     of.kernels = desc->kernels;
-    /* forks have no device */
+    /* forked processes cannot use the device */
     if (!of.kernels && desc->backend == DT_BACKEND_PROCS) of.kernels = dt_kernels_cpu();
     of.host = host;
     of.io = desc->io;
@@ -9921,7 +10040,7 @@ static dt_ctx *dt__rank_ctx(const dt_run_desc *desc, int rank, const dt_host *ho
     return dt_ctx_make(of);
 }
 
-/* Enables peer access: ranks that are threads read and write each other's memory. */
+/* Enables peer access, because ranks that are threads read and write each other's device memory. */
 static void dt__share_devices(dt_ctx *ctx, int ranks) {
     const dt_kernels *kernels = dt_ctx_kernels(ctx);
     char why[160] = "";
@@ -9939,7 +10058,7 @@ dt_ctx *dt_team_ctx(dt_team *team, int rank) {
         return NULL;
     }
     const dt_host *host = team->desc.host;
-    /* whatever the table: staging windows and message copies must lie in the range */
+    /* with any kernel table staging windows and message copies must be in shared memory */
     if (team->shared->separate_memory) host = dt__heap_make(team->shared, team->host, rank);
     dt_ctx *ctx = dt__rank_ctx(&team->desc, rank, host);
     if (!ctx)
@@ -9950,7 +10069,8 @@ dt_ctx *dt_team_ctx(dt_team *team, int rank) {
     return ctx;
 }
 
-/* Reports a message that nobody received: eager sends end without their receiver. */
+/* Reports a message that no rank received. Such a message exists because an eager send completes
+   without its receiver. */
 static void dt__find_unreceived(dt__shared *shared, const dt_host *host) {
     for (int from = 0; from < shared->ranks; from++) {
         for (int to = 0; to < shared->ranks; to++) {
@@ -9971,13 +10091,13 @@ static void dt__find_unreceived(dt__shared *shared, const dt_host *host) {
 typedef struct dt__rank_job {
     dt_team *team;
     dt_ctx *ctx;
-    int rank, returned; /* rank_main has returned `status` */
+    int rank, returned; /* returned: 1 if rank_main has returned `status` */
     dt_status status;
     dt_status (*rank_main)(dt_ctx *ctx, void *user);
     void *user;
     pthread_t thread;
-    pid_t pid;       /* 0: none, or it has been reaped */
-    int pidfd;       /* of the process; -1: none */
+    pid_t pid;       /* 0: no process, or the process has been reaped */
+    int pidfd;       /* -1: no pidfd */
     int thread_done; /* the thread has finished */
 } dt__rank_job;
 
@@ -10002,9 +10122,9 @@ dt_status dt_team_free(dt_team *team) {
 
 /* ---- dt_run ---- */
 
-#define DT__STOPPED_S 1.0 /* a stopped process is killed this soon after a failure */
+#define DT__STOPPED_S 1.0 /* after a failure a stopped process is killed within this many seconds */
 
-/* Fails a rank whose rank_main ended its thread; called in that thread's cleanup handler. */
+/* Fails a rank whose rank_main ended its own thread. Called in that thread's cleanup handler. */
 static void dt__rank_cut_short(dt_ctx *ctx) {
     dt__world *world = dt__world_of(ctx);
     if (world && world->shared->state) __atomic_store_n(&world->state->busy, 0, __ATOMIC_SEQ_CST);
@@ -10013,7 +10133,7 @@ static void dt__rank_cut_short(dt_ctx *ctx) {
         "pthread_cancel");
 }
 
-/* Ends a rank, whether rank_main returned or ended its thread: a cleanup handler. */
+/* Ends a rank after rank_main has returned or has ended its thread. A cleanup handler. */
 static void dt__rank_end(void *arg) {
     dt__rank_job *job = (dt__rank_job *)arg;
     dt_team *team = job->team;
@@ -10064,7 +10184,8 @@ static void dt__run_leave_behind(
     team->shared->first_failure.left_behind++;
 }
 
-/* Waits until the rank's thread is done (1), or until timeout_s after the first failure (0). */
+/* Waits for the rank's thread. Returns 1 if the thread has finished, 0 if timeout_s has passed
+   since the first failure. */
 static int dt__run_await_thread(dt_team *team, const dt__rank_job *job, dt__stopwatch *failed) {
     const dt_host *host = team->host;
     double nap = DT__NAP_MIN;
@@ -10079,8 +10200,8 @@ static int dt__run_await_thread(dt_team *team, const dt__rank_job *job, dt__stop
     return 1;
 }
 
-/* Starts the ranks and waits for them. If a thread cannot be started, the ranks before it learn of
-   that as of any failure. */
+/* Starts the ranks and waits for them. If a thread cannot be started, the ranks that have started
+   learn of it as of any other failure. */
 static void dt__run_threads(dt_team *team, dt__rank_job *jobs) {
     dt__stopwatch failed = { NULL, 0, 0, 0 };
     int started = 0;
@@ -10119,9 +10240,9 @@ static const char *dt__run_signal_text(int number) {
     }
 }
 
-/* How often the kernel's OOM killer has killed a process of this memory cgroup; -1 if unknown.
-   /proc/self/cgroup names the group ("4:memory:/jobs/7" of version 1, "0::/jobs/7" of version 2),
-   which inside a container may be the root of what is mounted. */
+/* The number of processes of this memory cgroup that the kernel's OOM killer has killed; -1 if
+   unknown. /proc/self/cgroup names the cgroup ("4:memory:/jobs/7" in version 1, "0::/jobs/7" in
+   version 2). Inside a container the cgroup may be the root of the mounted tree. */
 static int64_t dt__run_oom_kills(const dt_io *io) {
     static const char *const files[4] = { "/sys/fs/cgroup/memory%s/memory.oom_control",
         "/sys/fs/cgroup%s/memory.events", "/sys/fs/cgroup/memory/memory.oom_control",
@@ -10142,9 +10263,9 @@ static int64_t dt__run_oom_kills(const dt_io *io) {
     return -1;
 }
 
-/* Records how a rank's process ended, also if it died while it wrote the failure record. Its exit
-   status is unknown if this process ignores SIGCHLD or reaps children elsewhere: then state.ended
-   == 2 means success. */
+/* Records how a rank's process ended, even if the process died while it wrote the failure record.
+   The exit status is unknown if this process ignores SIGCHLD or reaps children elsewhere; then
+   state.ended == 2 means success. */
 static void dt__process_gone(dt_team *team, const dt__rank_job *job, int known, int status) {
     dt__shared *shared = team->shared;
     int rank = job->rank, pid = (int)job->pid;
@@ -10177,7 +10298,7 @@ static void dt__process_gone(dt_team *team, const dt__rank_job *job, int known, 
     if (!dt__has_ended(shared, rank)) dt__set_ended(shared, rank);
 }
 
-/* Waits a little, or until a rank's process ends: its pidfd becomes readable. */
+/* Waits until a rank's process ends (its pidfd becomes readable) or a short time has passed. */
 static void dt__run_await_exit(
     dt_team *team, const dt__rank_job *jobs, int started, struct pollfd *ends) {
     int n = 0, has_pidfds = ends != NULL;
@@ -10193,8 +10314,9 @@ static void dt__run_await_exit(
         team->host->sleep(team->host->user, 1e-3);
 }
 
-/* After a failure, must the supervisor kill this process? One that computes may never look at the
-   failure, and gets timeout_s; a stopped one cannot look. */
+/* Returns 1 if the supervisor must kill this process after a failure. A process that computes may
+   never check for the failure, so the supervisor kills it after timeout_s. A stopped process cannot
+   check, so the supervisor kills it earlier. */
 static int dt__run_overdue(const dt__rank_job *job, double seconds) {
     const dt_team *team = job->team;
     if (!job->pid || seconds < fmin(DT__STOPPED_S, team->desc.timeout_s)) return 0;
@@ -10202,7 +10324,7 @@ static int dt__run_overdue(const dt__rank_job *job, double seconds) {
            dt__process_state(dt_io_default(), &team->shared->state[job->rank]) == 'T';
 }
 
-/* Kills by pidfd if there is one, because the pid may be reused by now. */
+/* Kills a process by its pidfd if it has one, because its pid may be reused. */
 static void dt__run_kill(const dt__rank_job *job) {
 #ifdef SYS_pidfd_send_signal
     if (job->pidfd >= 0 && syscall(SYS_pidfd_send_signal, job->pidfd, SIGKILL, NULL, 0) == 0)
@@ -10212,7 +10334,7 @@ static void dt__run_kill(const dt__rank_job *job) {
     kill(job->pid, SIGKILL);
 }
 
-/* Reaps processes that have ended; returns how many are left. */
+/* Reaps processes that have ended. Returns the number of processes left. */
 static int dt__run_reap(dt_team *team, dt__rank_job *jobs, int started) {
     int left = 0;
     for (int rank = 0; rank < started; rank++) {
@@ -10227,7 +10349,7 @@ static int dt__run_reap(dt_team *team, dt__rank_job *jobs, int started) {
     return left;
 }
 
-/* Waits for the processes, kills overdue ones, and leaves behind what the kernel does not let
+/* Waits for the processes, kills overdue processes, and leaves behind a process that does not
    die. */
 static void dt__run_wait(dt_team *team, dt__rank_job *jobs, int started, struct pollfd *ends) {
     dt__stopwatch failed = { NULL, 0, 0, 0 };
@@ -10248,7 +10370,8 @@ static void dt__run_wait(dt_team *team, dt__rank_job *jobs, int started, struct 
     }
 }
 
-/* A file descriptor that is readable once the process has ended; -1: this kernel has none. */
+/* Returns a file descriptor that becomes readable when the process has ended; -1 if the kernel has
+   no pidfd. */
 static int dt__run_open_pidfd(pid_t pid) {
 #ifdef SYS_pidfd_open
     return dt__io_guard_std_fds() == 0 ? (int)syscall(SYS_pidfd_open, pid, 0) : -1;
@@ -10258,8 +10381,8 @@ static int dt__run_open_pidfd(pid_t pid) {
 #endif
 }
 
-/* Runs in the new process. The process is killed when its supervisor ends, which may have happened
-   already. */
+/* Runs a rank in the new process. The kernel kills the process when its supervisor ends; the
+   supervisor may have ended already. */
 static void dt__run_child(dt__rank_job *job, pid_t supervisor) {
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     if (getppid() != supervisor) _exit(1);
@@ -10276,7 +10399,7 @@ static void dt__run_processes(dt_team *team, dt__rank_job *jobs) {
     size_t bytes = (size_t)team->desc.ranks * sizeof(struct pollfd);
     struct pollfd *ends = (struct pollfd *)host->alloc(host->user, bytes, DT_MEM_HOST);
     team->oom_kills = dt__run_oom_kills(dt_io_default());
-    fflush(NULL); /* otherwise every fork prints what is in the buffers */
+    fflush(NULL); /* flush first, because every fork would print the buffered text again */
     while (started < team->desc.ranks) {
         pid_t pid = fork();
         if (pid == 0) dt__run_child(&jobs[started], supervisor);
@@ -10289,15 +10412,15 @@ static void dt__run_processes(dt_team *team, dt__rank_job *jobs) {
         __atomic_store_n(&team->shared->state[started].pid, (int)pid, __ATOMIC_RELAXED);
         started++;
     }
-    /* opened after the forks, so no fork inherits them */
+    /* opened after all forks, so that no child inherits a pidfd */
     for (int rank = 0; rank < started; rank++)
         jobs[rank].pidfd = dt__run_open_pidfd(jobs[rank].pid);
     dt__run_wait(team, jobs, started, ends);
     if (ends) host->free(host->user, ends, bytes, DT_MEM_HOST);
 }
 
-/* A rank over a transport, for its cleanup handler. If rank_main ends its thread, the connections
-   stay open until the process ends. */
+/* A rank over a transport, as its cleanup handler sees it. If rank_main ends its thread, the
+   connections stay open until the process ends. */
 typedef struct dt__transport_rank {
     dt_ctx *ctx;
     dt_status status;
@@ -10330,7 +10453,7 @@ static dt_status dt__run_transport_rank(dt_ctx *ctx, const dt_run_desc *desc, in
     return dt_error(ctx);
 }
 
-/* Runs this process's tcp rank, and wipes the key. */
+/* Runs this process as a TCP rank, and wipes the key. */
 static void dt__tcp_rank(const dt_run_desc *desc, dt__tcp_address rendezvous, uint8_t key[32],
     dt_status (*rank_main)(dt_ctx *ctx, void *user), void *user) {
     dt_ctx *ctx = dt__rank_ctx(desc, desc->rank, desc->host);
@@ -10484,17 +10607,18 @@ dt_status dt_run(dt_run_desc desc, dt_status (*rank_main)(dt_ctx *ctx, void *use
 
 // ==== 28. Trace: code ===========================================================================
 
-/* Recording must not disturb what it shows. An event is 88 bytes in a preallocated ring, written by
-   the rank's own thread, without a lock and without formatting; dt_trace_write makes all text.
-   Measured (tests/comm/test_trace.c, build/test_trace cost, gcc -O2, a shared Xeon): 110 ns more
-   for an operation, 330 for a mark or a block, of which 100 are two reads of the clock; without a
-   trace 3 for a mark. Writing takes about 6 us an event.
+/* Recording must not disturb the run that it records. An event is 88 bytes in a preallocated ring.
+   The rank's own thread writes the event, without a lock and without formatting; dt_trace_write
+   makes all text. Measured (tests/comm/test_trace.c, build/test_trace cost, gcc -O2, a shared
+   Xeon): tracing adds 110 ns to an operation and 330 ns to a mark or a block. Of the 330 ns two
+   reads of the clock take 100. Without a trace a mark costs 3 ns. Writing takes about 6 us per
+   event.
 
        open slices (a stack)             ring of closed slices
        block F 3 > mark > ...   --end--> [event][event][event] ... --dt_trace_write--> one JSON file
 
-   Open slices of the compute track are kept on a stack and recorded whole when they end. So a ring
-   that overflows loses whole slices, and the rest still nests. */
+   Open slices of the compute track are kept on a stack, and a slice is recorded as one event when
+   it ends. So a ring that overflows loses complete slices, and the remaining slices still nest. */
 
 enum { DT__TRACE_DEPTH = 32, DT__TRACE_KEYS = 128 };
 
@@ -10509,16 +10633,16 @@ typedef enum dt__trace_kind {
 enum { DT__TRACED_RECOMPUTED = 1, DT__TRACED_STARTED = 2, DT__TRACED_ARROW = 4 };
 
 typedef struct dt__trace_event {
-    /* by this rank's clock; dt_trace_write converts them to seconds since the first event */
+    /* times on this rank's clock; dt_trace_write converts them to seconds since the first event */
     double begin, end;
-    /* block: number, micro-batch; message: the other's world rank, tag */
+    /* of a block: number, micro-batch; of a message: the other rank's world rank, tag */
     int32_t a, b;
-    int16_t depth;      /* on the compute track */
-    int16_t track;      /* which comm track */
+    int16_t depth;      /* nesting depth on the compute track */
+    int16_t track;      /* index of the comm track */
     uint8_t kind, what; /* what: a dt_phase or a dt__op_code */
     uint8_t algorithm, flags;
     union {
-        /* seq of a message: its number in its pair of ranks; 0: unknown */
+        /* seq of a message: the message's number within its pair of ranks; 0: unknown */
         struct {
             uint64_t bytes, seq;
             char name[40];
@@ -10527,8 +10651,8 @@ typedef struct dt__trace_event {
     } u;
 } dt__trace_event;
 
-/* Messages over a transport carry no number: sender and receiver both count the messages of one
-   (op, other rank, channel, tag). */
+/* A counter of messages. Messages over a transport have no number, so sender and receiver both
+   count the messages with the same op, other rank, channel and tag. */
 typedef struct dt__trace_key {
     uint64_t count;
     uint32_t channel;
@@ -10536,18 +10660,18 @@ typedef struct dt__trace_key {
 } dt__trace_key;
 
 typedef struct dt__trace {
-    size_t capacity, used, at; /* at: where the next event goes */
+    size_t capacity, used, at; /* at: index of the next event */
     size_t lost;
-    /* open slices; open slices beyond DT__TRACE_DEPTH, which are not recorded */
+    /* depth: open slices; too_deep: open slices beyond DT__TRACE_DEPTH, which are not recorded */
     int depth, too_deep;
-    /* the most started operations in flight at once: the comm tracks they may need */
+    /* the largest number of started operations in flight at once, an upper bound of comm tracks */
     int max_started;
-    /* a receive from any rank came over a transport: receives cannot be numbered from there on */
+    /* 1 after a receive from any rank over a transport: later receives cannot be numbered */
     int any_source_seen;
-    size_t live[DT_MEM_CLASSES]; /* as last recorded */
+    size_t live[DT_MEM_CLASSES]; /* bytes in use, as last recorded */
     dt__trace_key keys[DT__TRACE_KEYS];
     dt__trace_event open[DT__TRACE_DEPTH];
-    dt__trace_event *ring; /* (capacity), behind this struct */
+    dt__trace_event *ring; /* (capacity) stored after this struct */
 } dt__trace;
 
 static size_t dt__trace_bytes(size_t events) {
@@ -10618,8 +10742,8 @@ static void dt__trace_enter(dt_ctx *ctx, const dt_event *event, void *user) {
         dt__trace_push(world, DT__TRACED_BLOCK, (int)event->phase, event->block, event->micro, "");
 }
 
-/* Ends the innermost block and the marks that it left open. A block that was open when the trace
-   began is not on the stack. */
+/* Ends the innermost block and the marks that are open inside it. A block that was open when the
+   trace began is not on the stack. */
 static void dt__trace_leave(dt_ctx *ctx, const dt_event *event, void *user) {
     dt__world *world = (dt__world *)user;
     dt__trace *trace = world->trace;
@@ -10652,7 +10776,7 @@ void dt_trace_end(dt_ctx *ctx) {
 
 /* ---- operations ---- */
 
-/* The message's number, the same on both sides; 0: unknown. */
+/* The message's number, which is the same on both sides; 0 if unknown. */
 static uint64_t dt__trace_number(dt__world *world, const dt_work *work) {
     dt__trace *trace = world->trace;
     const dt__call *call = &work->call;
@@ -10673,14 +10797,14 @@ static uint64_t dt__trace_number(dt__world *world, const dt_work *work) {
                    key->tag != call->tag) {
             continue;
         }
-        /* both sides know channel, tag and count, so together they number the message */
+        /* both sides know channel, tag and count, so these three values number the message */
         return (++key->count & 0xffff) | (uint64_t)((uint32_t)call->tag & 0xffff) << 16 |
                (uint64_t)channel << 32;
     }
     return 0;
 }
 
-/* The algorithm that a work runs, as its public name. */
+/* The public name of the algorithm that a work runs. */
 static dt_algorithm dt__trace_algorithm(const dt_work *work) {
     for (int i = DT_RING; i < DT_ALGORITHMS && work->algorithm; i++) {
         if (dt__algorithm_of(&work->call, (dt_algorithm)i) == work->algorithm)
@@ -10710,7 +10834,7 @@ static void dt__trace_add(
     memcpy(event->u.op.name, comm->group->name, DT__NAME_BYTES);
     event->u.op.name[DT__NAME_BYTES] = 0;
     if (!dt__is_p2p(call->op)) return;
-    const dt__p2p *p2p = &work->p2p_ops[0]; /* parts[0] is still valid, though n_parts is 0 */
+    const dt__p2p *p2p = &work->p2p_ops[0]; /* p2p_ops[0] is still valid although p2p_count is 0 */
     event->a = p2p->peer >= 0 ? comm->group->ranks[p2p->peer] : -1;
     event->b = call->tag;
     event->u.op.seq = p2p->order + (world->transport.send ? 0 : 1);
@@ -10720,7 +10844,7 @@ static void dt__trace_op(dt_work *work, double begin, double end) {
     dt__trace_add(work, DT__TRACED_OP, begin, end, 0);
 }
 
-/* Records a started operation when it has been waited for. */
+/* Records a started operation after its wait. */
 static void dt__trace_wait(dt_work *work, double begin, double end) {
     double finished_at = work->end_time > work->start_time ? work->end_time : work->start_time;
     dt__trace *trace = work->comm->world->trace;
@@ -10745,7 +10869,7 @@ dt_status dt_trace_start(dt_ctx *ctx, size_t events) {
     dt__trace *trace =
         (dt__trace *)dt_alloc(ctx, DT_MEM_HOST, dt__trace_bytes(events), "the trace");
     if (!trace) return dt_error(ctx);
-    /* the ring too, so that its pages exist before the first event */
+    /* clear the ring too, so that its pages exist before the first event */
     memset(trace, 0, dt__trace_bytes(events));
     trace->capacity = events;
     trace->ring = (dt__trace_event *)(void *)(trace + 1);
@@ -10768,15 +10892,15 @@ static void dt__trace_free(dt__world *world) {
 
 /* ---- order and tracks ---- */
 
-/* In the file an enclosing slice comes before the slices in it, also where the clock gives both the
-   same time. */
+/* The order of slices in the file: an enclosing slice precedes the slices inside it, even if the
+   clock gives both the same time. */
 static int dt__trace_precedes(const dt__trace_event *x, const dt__trace_event *y) {
     if (x->begin != y->begin) return x->begin < y->begin;
     if (x->end != y->end) return x->end > y->end;
     return x->depth < y->depth;
 }
 
-/* Heap sort: in place, n log n in every case. */
+/* Heap sort: in place, O(n log n) in every case. */
 static void dt__trace_sort(dt__trace_event *v, size_t n) {
     for (size_t start = n / 2, end = n; end > 1;) {
         if (start > 0) {
@@ -10797,10 +10921,10 @@ static void dt__trace_sort(dt__trace_event *v, size_t n) {
     }
 }
 
-/* Assigns comm tracks. Slices of one track must nest, but operations in flight together overlap.
-   Blocking operations follow one another on track 0. A started one goes to the first track that is
-   free from its start to its end. ends: until when each track is taken. Returns the number of
-   tracks used. */
+/* Assigns comm tracks. Slices of one track must nest, but operations in flight at the same time
+   overlap. Blocking operations follow one another on track 0. A started operation goes to the first
+   track that is free from its start to its end. ends: the time until which each track is in use.
+   Returns the number of tracks used. */
 static int dt__trace_assign_tracks(dt__trace_event *v, size_t n, double *ends, int tracks) {
     size_t blocking = 0; /* the first blocking operation after the event */
     int used = 1;
@@ -10825,7 +10949,7 @@ static int dt__trace_assign_tracks(dt__trace_event *v, size_t n, double *ends, i
 
 /* ---- all ranks' traces in one file ---- */
 
-/* What each rank tells of its trace before it sends events. */
+/* The fields of the summary that each rank sends before its events. */
 enum {
     DT__SUMMARY_EVENTS = 0,
     DT__SUMMARY_LOST,
@@ -10839,31 +10963,31 @@ enum {
 typedef struct dt__trace_out {
     dt_comm *comm;
     dt_ctx *ctx;
-    dt__trace *trace;   /* this rank's; NULL: it has none */
+    dt__trace *trace;   /* this rank's trace; NULL if the rank has none */
     double offset;      /* rank 0's clock minus this rank's */
     double *summaries;  /* (ranks, DT__SUMMARY_FIELDS) */
     double *track_ends; /* (tracks) */
     int track_count;
-    double origin;                            /* the first event of all ranks, by rank 0's clock */
-    size_t chunk;                             /* events that a rank sends at once */
+    double origin;                            /* the first event of all ranks, on rank 0's clock */
+    size_t chunk;                             /* events that a rank sends per gather */
     dt__trace_event *own_events, *all_events; /* (chunk); on rank 0 (ranks, chunk) */
     const char *path;
-    char *temp, *text; /* on rank 0: the file, and the text to be written next */
+    char *temp, *text; /* on rank 0: the temporary file's name, and the text to write next */
     size_t used;
     int64_t at;
     int fd, is_first_event;
 } dt__trace_out;
 
-/* A collective on host memory. */
+/* Runs a collective on host memory. */
 static dt_status dt__trace_collective(const dt__trace_out *out, dt__call call) {
     call.host_memory = 1;
     return dt__op_run(out->comm, call);
 }
 
-/* Clock synchronization: rank 0's clock minus this one's. The asking rank takes the answer as
-   of the middle between question and answer. That is wrong by at most half of the round trip,
-   so the fastest of 8 counts (F. Cristian, 1989; D. Mills, RFC 5905). Forks and threads share
-   one clock. */
+/* Clock synchronization: rank 0's clock minus this rank's clock. The asking rank assumes that rank
+   0 read its clock halfway between question and answer. The error is at most half of the round
+   trip, so of 8 round trips the fastest is used (F. Cristian, 1989; D. Mills, RFC 5905). Forked
+   processes and threads share one clock. */
 static double dt__trace_offset(const dt__trace_out *out) {
     dt__world *world = out->comm->world;
     double best = 0, offset = 0, at = 0;
@@ -10895,7 +11019,7 @@ static int dt__trace_is_message(const dt__trace_event *event, int rank) {
            event->u.op.seq && event->a == rank;
 }
 
-/* The message's number, and whether this is the receive. */
+/* Twice the message's number, plus 1 if the event is the receive. */
 static uint64_t dt__trace_message(const dt__trace_event *event) {
     return event->u.op.seq * 2 + (event->what == DT__RECV);
 }
@@ -10909,7 +11033,7 @@ static int dt__trace_contains(const uint64_t *v, size_t n, uint64_t number) {
         else
             n = mid;
     }
-    return v[low] == number; /* v has room for one element more */
+    return v[low] == number; /* v has capacity for one more element */
 }
 
 static void dt__trace_sort_numbers(uint64_t *v, size_t n) {
@@ -10923,8 +11047,9 @@ static void dt__trace_sort_numbers(uint64_t *v, size_t n) {
     }
 }
 
-/* Exchanges message numbers with each rank, and gives an arrow to the messages that both sides have
-   recorded. counts: (ranks) sent to each, then (ranks) received from each. */
+/* Exchanges message numbers with each rank, and gives an arrow to each message that both sides have
+   recorded. counts: (ranks) numbers sent to each rank, then (ranks) numbers received from each
+   rank. */
 static void dt__trace_match(
     const dt__trace_out *out, size_t *counts, uint64_t *sent, uint64_t *received) {
     dt__trace *trace = out->trace;
@@ -10940,7 +11065,7 @@ static void dt__trace_match(
         return;
     at = 0;
     for (int rank = 0; rank < n; at += received_counts[rank++]) {
-        /* the place behind the numbers serves as a sentinel */
+        /* the element after the received numbers serves as a sentinel */
         uint64_t next = received[at + received_counts[rank]];
         dt__trace_sort_numbers(received + at, received_counts[rank]);
         received[at + received_counts[rank]] = 0;
@@ -10968,7 +11093,7 @@ static void dt__trace_arrows(const dt__trace_out *out) {
         if (event->a >= 0 && event->a < n && dt__trace_is_message(event, event->a))
             counts[event->a]++;
     }
-    /* 8 bytes each, of any type */
+    /* counts are sent as 8-byte elements, for which any 8-byte type will do */
     dt__trace_collective(out, dt__call_make(DT__ALL_TO_ALL, counts, counts + n, 1, DT_F64));
     size_t sent = dt__sum_counts(counts, n), received = dt__sum_counts(counts + n, n),
            numbers_bytes = (sent + received + 2) * sizeof(uint64_t);
@@ -10989,7 +11114,7 @@ static void dt__trace_flush(dt__trace_out *out) {
     out->used = 0;
 }
 
-/* At most 1,000 bytes per call. */
+/* Appends at most 1,000 bytes per call. */
 DT_PRINTF(2, 3) static void dt__trace_put(dt__trace_out *out, const char *fmt, ...) {
     va_list args;
     if (out->used + 1024 > DT__TRACE_TEXT) dt__trace_flush(out);
@@ -10999,7 +11124,7 @@ DT_PRINTF(2, 3) static void dt__trace_put(dt__trace_out *out, const char *fmt, .
     if (length > 0) out->used += length < 1024 ? (size_t)length : 1023;
 }
 
-/* Writes the inside of a JSON string. Invalid UTF-8, such as a name that was cut, becomes
+/* Writes the contents of a JSON string. Invalid UTF-8, for example in a truncated name, becomes
    U+FFFD. */
 static void dt__trace_json_text(dt__trace_out *out, const char *s) {
     size_t n = strlen(s), good = dt__utf8_first_invalid(s, n);
@@ -11019,7 +11144,8 @@ static void dt__trace_json_text(dt__trace_out *out, const char *s) {
     }
 }
 
-/* Nanoseconds as an integer, so that no locale matters. A clock that gives no number gives 0. */
+/* Nanoseconds as an integer, so that the locale's decimal point does not matter. Invalid times give
+   0. */
 static int64_t dt__trace_ns(double seconds) {
     return seconds > 0 && seconds < 4e6 ? (int64_t)(seconds * 1e9 + 0.5) : 0;
 }
@@ -11043,7 +11169,7 @@ static void dt__trace_metadata(
     dt__trace_put(out, ",\"name\":\"%s\",\"args\":{\"name\":\"%s\"}}", what, name);
 }
 
-/* The names of a rank's tracks. */
+/* Writes the names of a rank's tracks. */
 static void dt__trace_tracks(dt__trace_out *out, int rank, int tracks) {
     char name[32];
     snprintf(name, sizeof name, "rank %d", rank);
@@ -11069,7 +11195,7 @@ static const char *dt__trace_algorithm_name(int algorithm) {
     }
 }
 
-/* Name, category and arguments of a slice. */
+/* Writes the name, category and arguments of a slice. */
 static void dt__trace_slice(dt__trace_out *out, const dt__trace_event *event) {
     static const char *const phases[] = { "?", "F", "B", "I", "W" };
     static const char *const cats[] = { "?", "fwd", "bwd", "bwd-input", "bwd-weight" };
@@ -11106,14 +11232,14 @@ static void dt__trace_slice(dt__trace_out *out, const dt__trace_event *event) {
     dt__trace_put(out, "}");
 }
 
-/* One end of an arrow, inside its slice: at the sender's beginning, or just before the receiver's
-   end. */
+/* Writes one end of an arrow inside its slice: at the beginning of the send, or just before the end
+   of the receive. */
 static void dt__trace_arrow(dt__trace_out *out, const dt__trace_event *event, int rank, int track,
     int64_t begin, int64_t end) {
     int sent = event->what == DT__SEND, from = sent ? rank : event->a, to = sent ? event->a : rank;
     uint64_t pair = (uint64_t)from * (uint64_t)out->comm->base.size + (uint64_t)to,
              n = event->u.op.seq;
-    /* a JSON number holds 53 bits: 21 of them for n */
+    /* a JSON number holds 53 bits, of which 21 are for n */
     uint64_t id = pair << 21 | ((n ^ n >> 21 ^ n >> 42) & 0x1fffff);
     dt__trace_begin_json(out, sent ? "s" : "f", rank, track);
     dt__trace_put(out, ",\"cat\":\"message\",\"name\":\"message\",\"id\":%llu%s",
@@ -11147,7 +11273,7 @@ static void dt__trace_event_text(dt__trace_out *out, const dt__trace_event *even
 
 /* ---- the steps of dt_trace_write ---- */
 
-/* Sorts this rank's events, assigns their tracks, and tells all ranks what is to come. */
+/* Sorts this rank's events, assigns their tracks, and sends a summary to all ranks. */
 static void dt__trace_prepare(dt__trace_out *out) {
     dt__trace *trace = out->trace;
     double summary[DT__SUMMARY_FIELDS] = { 0, 0, 1e300, 1 };
@@ -11161,7 +11287,7 @@ static void dt__trace_prepare(dt__trace_out *out) {
     if (dt_error(out->ctx)) return;
     if (trace && trace->used > 0) {
         dt__trace_sort(trace->ring, trace->used);
-        /* sorted: the first is the oldest */
+        /* after the sort the oldest event is the first */
         trace->at = trace->used % trace->capacity;
         summary[DT__SUMMARY_TRACKS] =
             dt__trace_assign_tracks(trace->ring, trace->used, out->track_ends, out->track_count);
@@ -11208,7 +11334,8 @@ static void dt__trace_open(dt__trace_out *out) {
     }
 }
 
-/* Every rank sends a chunk of events and rank 0 writes them, until the longest trace is written. */
+/* In each round every rank sends a chunk of events and rank 0 writes all chunks, until the longest
+   trace is written. */
 static void dt__trace_merge(dt__trace_out *out) {
     int n = out->comm->base.size, is_root = out->comm->base.rank == 0;
     double longest = 0;
@@ -11237,7 +11364,7 @@ static void dt__trace_merge(dt__trace_out *out) {
     }
 }
 
-/* Rank 0 completes the file and gives it its name. */
+/* Rank 0 completes the temporary file and renames it to `path`. */
 static void dt__trace_publish(dt__trace_out *out) {
     if (out->fd >= 0) {
         dt__trace_put(out, "\n]}\n");
@@ -11268,15 +11395,15 @@ dt_status dt_trace_write(dt_comm *comm, const char *path) {
     out.path = path;
     out.fd = -1;
     out.is_first_event = 1;
-    world->trace = NULL; /* what follows is not recorded, */
-    world->link = none;  /* and costs no time on a simulated link */
+    world->trace = NULL; /* the collectives below are not recorded */
+    world->link = none;  /* and take no time on a simulated link */
     out.offset = dt__trace_offset(&out);
     dt__trace_prepare(&out);
     if (dt_error(out.ctx) == DT_OK) dt__trace_arrows(&out);
     if (dt_error(out.ctx) == DT_OK && comm->base.rank == 0) dt__trace_open(&out);
     if (dt_error(out.ctx) == DT_OK) dt__trace_merge(&out);
     if (comm->base.rank == 0) dt__trace_publish(&out);
-    /* no rank goes on before the file is there: its failure is everybody's */
+    /* no rank continues before the file exists, and a failure to write it fails all ranks */
     (dt_barrier)(comm);
     dt_free(out.ctx, DT_MEM_HOST, out.own_events, out.chunk * sizeof *out.own_events);
     dt_free(out.ctx, DT_MEM_HOST, out.summaries,

@@ -9,7 +9,7 @@
 
    DOES NOT: reduce gradients of parameters (dt_zero.h does, for all axes at once), know any model.
    Not built yet: a parameter server (push and pull of gradients), a planner that chooses a layout
-   (dry run, below, says what one layout costs).
+   (a dry run, section 10, shows what one layout costs).
 
    QUICK EXAMPLE (a tensor-parallel MLP over 2 of 4 ranks)
 
@@ -73,14 +73,14 @@
     19. Dry runs: code
 
    CONTRACT
-     Memory     A mesh is a value; its groups belong to the world. Tensors live until dt_reset, as
-                the results of ops do. Free a dt_text with dt_text_close, a dt_sampler with
-                dt_sampler_free and a dt_schedule with dt_schedule_free; the context frees those
-                that are left when it ends.
+     Memory     A mesh is a value; its groups belong to the world. Tensors live until dt_reset, like
+                the results of ops. Free a dt_text with dt_text_close, a dt_sampler with
+                dt_sampler_free and a dt_schedule with dt_schedule_free; when the context ends it
+                frees any that are left.
      Errors     As in dt_tensor.h: sticky; NULL in gives NULL out.
      Threads    As in dt_comm.h.
      Order      Sums over a group run in rank order.
-     Groups     A group of one is NULL; it is the identity and costs nothing.
+     Groups     A group of one rank is NULL; a collective over it is the identity and costs nothing.
      Tags       [local], [pairwise], [collective: group]. */
 
 #ifndef DT_PARALLEL_H
@@ -99,44 +99,45 @@ extern "C" {
 
 // ==== 1. Process mesh ===========================================================================
 
-/* Number of ranks along each axis. Their product is the number of ranks. */
+/* Number of ranks along each axis. The product of the axes is the number of all ranks. */
 typedef struct dt_mesh_desc {
-    int dp; /* data; 0 -> the ranks that the other axes leave */
-    int tp; /* tensor; 0 -> 1, as for all axes below */
+    int dp; /* data; 0 -> the number of ranks divided by the product of the other axes */
+    int tp; /* tensor; 0 -> 1; the same holds for the axes below */
     int cp; /* context */
     int pp; /* pipeline */
     int ep; /* expert */
 } dt_mesh_desc;
 
-/* Process mesh (device mesh): this rank's process group along every axis. NULL is a group of one.
-   For example 8 ranks as pp 2 x dp 2 x tp 2:
+/* Process mesh (device mesh): this rank's process group along every axis; NULL where the group has
+   one rank. For example 8 ranks as pp 2 x dp 2 x tp 2:
 
                 tp 0   tp 1            tp 0   tp 1
         dp 0   rank 0 rank 1   dp 0   rank 4 rank 5     rank 6 has the groups
         dp 1   rank 2 rank 3   dp 1   rank 6 rank 7     tp {6,7}, dp {4,6}, pp {2,6}
                   pp 0                   pp 1
 
-   tp varies fastest, so that its ranks are neighbours on the fastest links:
+   tp varies fastest, so that the ranks of a tp group are neighbours on the fastest links:
 
        rank = (((pp*DP + dp)*EP + ep)*CP + cp)*TP + tp */
 typedef struct dt_mesh {
     dt_comm *world, *dp, *tp, *cp, *pp, *ep;
-    /* dp x ep x cp: the replicas of a dense parameter, each with its part of the data */
+    /* dp x ep x cp: the replicas of a dense parameter; each replica reads a part of the data */
     dt_comm *data;
     /* dp x cp: the replicas of an expert, a parameter that is sharded over ep */
     dt_comm *expert_data;
     dt_mesh_desc sizes; /* resolved: no zeros */
     dt_mesh_desc coord; /* this rank's coordinates */
-    /* dp_rank*EP + ep_rank of R = DP*EP: each replica reads its own part of the batch */
+    /* replica = dp_rank*EP + ep_rank, replicas = DP*EP; each replica reads its own part of the
+       batch */
     int replica, replicas;
 } dt_mesh;
 
 /* [local] Resolves zeros and checks the product. On failure returns DT_ERR_ARG and writes a text
-   with the numbers and a legal choice. It needs no context, so a program can refuse a layout before
-   any rank starts. */
+   with the sizes and a legal choice. The function needs no context, so a program can refuse a
+   layout before any rank starts. */
 DT_API dt_status dt_mesh_resolve(dt_mesh_desc *sizes, int ranks, char *text, size_t text_bytes);
-/* [collective: world] Creates the process groups of every axis, named "dp", "tp", ... with their
-   own byte counters. After a failure all groups are NULL and there is one replica. */
+/* [collective: world] Creates the process groups of every axis, named "dp", "tp", ..., each with
+   its own byte counters. After a failure all groups are NULL and the number of replicas is 1. */
 DT_API dt_mesh dt_mesh_make(dt_ctx *ctx, dt_mesh_desc desc);
 
 // ==== 2. Placements =============================================================================
@@ -144,13 +145,14 @@ DT_API dt_mesh dt_mesh_make(dt_ctx *ctx, dt_mesh_desc desc);
 /* How a tensor is placed over a group of N ranks.
 
        REPLICATE   every rank has the whole value and the whole gradient
-       COPY        every rank has the whole value; each rank's gradient is one term of the sum
+       COPY        every rank has the whole value; each rank's gradient is a partial sum, and the
+                   gradient of the tensor is the sum over the ranks
        SHARD(dim)  rank r has shard r of N equal shards along dim
-       PARTIAL     the value is a sum over the ranks that is not taken yet; every rank has the whole
-                   gradient
+       PARTIAL     each rank's value is a partial sum, and the value of the tensor is the sum over
+                   the ranks; every rank has the whole gradient
 
-   The gradient of a COPY tensor is PARTIAL, that of a PARTIAL tensor is COPY; REPLICATE and SHARD
-   tensors have gradients of their own placement. */
+   The gradient of a COPY tensor is PARTIAL, and the gradient of a PARTIAL tensor is COPY. The
+   gradient of a REPLICATE or SHARD tensor has the tensor's placement. */
 enum { DT_PLACEMENT_REPLICATE = 0, DT_PLACEMENT_COPY, DT_PLACEMENT_SHARD, DT_PLACEMENT_PARTIAL };
 typedef struct dt_placement {
     int kind, dim;
@@ -161,7 +163,7 @@ typedef struct dt_placement {
 #define DT_SHARD(dim) ((dt_placement){ DT_PLACEMENT_SHARD, (dim) })
 
 /* [collective: comm] Redistributes x from one placement to another; Megatron-LM's f and g operators
-   are rows of its table. Returns x itself over a group of one, and where from equals to:
+   are rows of the table below. Returns x itself if the group has one rank or from equals to:
 
        from -> to              forward            backward            known as
        PARTIAL -> REPLICATE    all-reduce         identity            Megatron's g
@@ -172,89 +174,94 @@ typedef struct dt_placement {
        SHARD -> REPLICATE      all-gather         slice
        REPLICATE -> SHARD      slice              all-gather
        SHARD a -> SHARD b      all-to-all         all-to-all          Ulysses
-       REPLICATE -> PARTIAL    rank 0 keeps it    identity
-       COPY -> REPLICATE       identity           rank 0 keeps it
+       REPLICATE -> PARTIAL    rank 0 only        identity
+       COPY -> REPLICATE       identity           rank 0 only
 
-   The backward of a -> b is the row dual(b) -> dual(a) of this same table, where dual is the
-   placement of the gradient. Fails with DT_ERR_SHAPE where N does not divide a dimension, and with
-   DT_ERR_UNSUPPORTED where the table has no row. Megatron: arXiv:1909.08053, arXiv:2205.05198;
-   Ulysses: arXiv:2309.14509. */
+   "rank 0 only": rank 0 keeps the tensor and all other ranks get zeros.
+
+   The backward of a -> b is the row dual(b) -> dual(a) of the same table, where dual(p) is the
+   placement of the gradient of a tensor placed as p. Fails with DT_ERR_SHAPE where N does not
+   divide a dimension, and with DT_ERR_UNSUPPORTED where the table has no row. Megatron:
+   arXiv:1909.08053, arXiv:2205.05198; Ulysses: arXiv:2309.14509. */
 DT_API dt_tensor *dt_redistribute(dt_tensor *x, dt_comm *comm, dt_placement from, dt_placement to);
 
 // ==== 3. Tensor and sequence parallelism ========================================================
 
 /* Tensor parallelism: each of T ranks holds a shard of every weight matrix. M. Shoeybi et al.,
    "Megatron-LM", arXiv:1909.08053. An MLP needs one communication at its entry (f) and one at its
-   exit (g), because the second matrix is sharded along the dimension in which the first one's
-   output is:
+   exit (g), because the second matrix is sharded along the dimension along which the first matrix's
+   output is sharded:
 
                f        column-parallel        row-parallel         g
             +------> x w1_0^T -> gelu -> h_0 -> h_0 w2_0^T = y_0 ---+
        x ---|                                                      (+)---> y = y_0 + y_1
             +------> x w1_1^T -> gelu -> h_1 -> h_1 w2_1^T = y_1 ---+
 
-   Between dt_tp_enter (f) and dt_row_linear (g) lies a tensor-parallel region, in which activations
-   are sharded as the weights are. `outside` is the placement of activations outside of such
-   regions:
+   The ops between dt_tp_enter (f) and dt_row_linear (g) form a tensor-parallel region, in which
+   activations are sharded as the weights are. `outside` is the placement of activations outside of
+   such regions:
 
-       DT_REPLICATE    every rank has all tokens. g is an all-reduce in the forward, f one in the
-                       backward
+       DT_REPLICATE    every rank has all tokens. g is an all-reduce in the forward, f is an
+                       all-reduce in the backward
        DT_SHARD(1)     sequence parallelism: (B,T,C) is sharded along the tokens; V. Korthikanti et
                        al., arXiv:2205.05198. A region begins with an all-gather of tokens and ends
-                       with a reduce-scatter of sums. That is the same traffic, and norms, dropout
-                       and residuals hold only 1/T of the tokens. Inside a dt_block the gathered
-                       tensor is not kept but gathered again in the backward: in each half of a
-                       backward in halves
+                       with a reduce-scatter of partial sums. The traffic equals that of
+                       DT_REPLICATE, and norms, dropout and residuals hold only 1/T of the tokens.
+                       Inside a dt_block the gathered tensor is not kept; the backward gathers it
+                       again, and a backward in two halves gathers it in each half
 
    dt_param_desc.shards places the weights. A column-parallel layer shards (O,I) and its bias along
    the outputs, dimension 0; a row-parallel layer shards (O,I) along the inputs, dimension 1, and
    does not shard its bias. Where T does not divide a hidden size, the local slices of the last
    ranks are padded with zeros, which stay zero through functions with f(0) = 0. Under DT_SHARD(1),
-   parameters that are used outside and are not sharded (norms, row biases, position embeddings) saw
-   only a part of the tokens: give them the gradient placement { tp, DT_GRAD_PARTIAL }. All
-   functions below are [collective: comm], and over a group of one the plain layer. */
+   parameters that are used outside and are not sharded (norms, row biases, position embeddings) see
+   only a part of the tokens. Give these parameters the gradient placement { tp, DT_GRAD_PARTIAL }.
+   All functions below are [collective: comm]. Over a group of one rank each function is the plain
+   layer. */
 
-/* [collective: comm] Megatron's f (and g under sequence parallelism). Takes x as it is placed
-   outside and returns it whole on every rank, as the input of one or more products with sharded
-   weights. */
+/* [collective: comm] Megatron's f (and g under sequence parallelism). Takes x with the placement
+   `outside` and returns the whole x on every rank, as the input of one or more products with
+   sharded weights. */
 DT_API dt_tensor *dt_tp_enter(dt_tensor *x, dt_comm *comm, dt_placement outside);
 /* [collective: comm] Column-parallel linear. Returns act(x w^T + b), where w (O..,I) and b are
-   sharded along O: each rank gets its outputs. It is dt_tp_enter and dt_linear_at. residual and the
-   result are placed as inside of the region. */
+   sharded along O: each rank computes its shard of the outputs. Calls dt_tp_enter, then
+   dt_linear_at. residual and the result are also sharded along O. */
 DT_API dt_tensor *dt_column_linear(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_linear_desc desc,
     dt_comm *comm, dt_placement outside);
 /* [collective: comm] Row-parallel linear. Returns x w^T summed over the group (Megatron's g), plus
-   b and residual, which are added once. x (..,I) and w (O,I) are sharded along I. b (may be NULL)
-   is whole on every rank; residual (may be NULL) and the result are placed as outside. */
+   b and residual, which are added once. x (..,I) and w (O,I) are sharded along I. Every rank has
+   the whole b (may be NULL). residual (may be NULL) and the result have the placement `outside`. */
 DT_API dt_tensor *dt_row_linear(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_tensor *residual,
     dt_comm *comm, dt_placement outside);
 /* [collective: comm] Vocabulary-parallel embedding. The table (V,C) is sharded along V; every rank
-   gives all ids (B,T). A rank looks up the ids in its rows and has zeros for the others; the sum
-   over the group is placed as outside. */
+   passes all ids (B,T). A rank looks up the ids that are in its rows and uses zeros for all other
+   ids. The sum over the group has the placement `outside`. */
 DT_API dt_tensor *dt_vocab_embedding(
     dt_tensor *table, dt_tensor *ids, dt_comm *comm, dt_placement outside);
-/* [collective: comm] Vocabulary-parallel cross-entropy: dt_cross_entropy_at where each rank has V'
-   columns of the logits (..,V'), in rank order. Only two numbers per row are gathered, never
-   logits: 16 (T-1) bytes are sent for each row. desc.vocab: number of columns that count, 0 -> T
-   V'. Every rank gives the labels and gets the same loss. */
+/* [collective: comm] Vocabulary-parallel cross-entropy: dt_cross_entropy_at where each of T ranks
+   has V' columns of the logits (..,V'), in rank order. The ranks gather only two values per row,
+   never logits, and send 16 (T-1) bytes per row. desc.vocab is the number of real columns (the rest
+   is padding); 0 -> T V'. Every rank passes the labels and gets the same loss. */
 DT_API dt_tensor *dt_vocab_cross_entropy(
     dt_tensor *logits, dt_tensor *labels, double denominator, dt_loss_desc desc, dt_comm *comm);
-/* [collective: comm] The same loss of logits x w^T, computed a few rows at a time. x is placed as
-   outside, w (V,C) is sharded along V. desc.vocab: 0 -> V of the full parameter. */
+/* [collective: comm] The loss of dt_vocab_cross_entropy for the logits x w^T, which are computed a
+   few rows at a time. x has the placement `outside`; w (V,C) is sharded along V. desc.vocab: 0 -> V
+   of the full parameter. */
 DT_API dt_tensor *dt_vocab_linear_cross_entropy(dt_tensor *x, dt_tensor *w, dt_tensor *labels,
     double denominator, dt_loss_desc desc, dt_comm *comm, dt_placement outside);
 
 /* Grouped-query attention over tp: K heads of keys and values over T ranks, where T divides K or K
    divides T. With more ranks than heads, each head is replicated on T/K neighbouring ranks, which
-   use it for different queries. Shard such a parameter over { shard_group, dim }, and give it the
-   gradient placement { replica_group, DT_GRAD_PARTIAL }, because each replica's gradient is a
+   use the head for different queries. Shard such a parameter over { shard_group, dim }, and give it
+   the gradient placement { replica_group, DT_GRAD_PARTIAL }, because each replica's gradient is a
    partial sum. */
 typedef struct dt_kv_groups {
-    dt_comm *shard_group;   /* ranks with different heads; NULL: all ranks have the same */
-    dt_comm *replica_group; /* ranks with the same heads as this one; NULL: no other has */
-    int heads;              /* number on this rank */
+    dt_comm *shard_group;   /* ranks with different heads; NULL: all ranks have the same heads */
+    dt_comm *replica_group; /* ranks with the same heads; NULL: only this rank has them */
+    int heads;              /* number of heads of keys and values on this rank */
 } dt_kv_groups;
-/* [collective: tp] Splits kv_heads over tp. DT_ERR_ARG where neither number divides the other. */
+/* [collective: tp] Splits kv_heads over tp. DT_ERR_ARG where neither the number of heads divides
+   the number of ranks nor the reverse. */
 DT_API dt_kv_groups dt_kv_split(dt_ctx *ctx, dt_comm *tp, int kv_heads);
 
 /* One axis of a layout: the placement of a tensor over a group. */
@@ -262,11 +269,12 @@ typedef struct dt_axis_placement {
     dt_comm *comm;
     dt_placement placement;
 } dt_axis_placement;
-/* [collective: all ranks of the n groups] Distributes a tensor that exists in host memory of one
-   rank, the one that is rank 0 of each group (host is NULL on all others). Returns this rank's
-   part, which lives until dt_reset. The groups are axes of a mesh: any two of them meet in one
-   rank. Several axes may shard the same dimension, the first one first. PARTIAL: rank 0 of the
-   group gets the value, the others zeros. DT_ERR_SHAPE where a dimension is not divisible. */
+/* [collective: all ranks of the n groups] Distributes a tensor from the host memory of the rank
+   that is rank 0 of every group; host is NULL on all other ranks. Returns this rank's part, which
+   lives until dt_reset. The groups are axes of a mesh: any two of them share exactly one rank.
+   Several axes may shard the same dimension; they shard it in the order of `axes`. Under PARTIAL
+   rank 0 of the group gets the value and all other ranks get zeros. DT_ERR_SHAPE where a dimension
+   is not divisible. */
 DT_API dt_tensor *dt_distribute(dt_ctx *ctx, dt_dtype dtype, dt_shape full, const void *host,
     const dt_axis_placement *axes, int n);
 
@@ -274,35 +282,38 @@ DT_API dt_tensor *dt_distribute(dt_ctx *ctx, dt_dtype dtype, dt_shape full, cons
 
 /* Context parallelism shards a sequence of T tokens over c ranks. Each rank holds T/c tokens
    through the whole model; only attention needs the keys and values of other ranks. Per layer and
-   rank, with B sequences, H heads, K heads of keys and values, D numbers per head and n = 2 B K D
-   T/c: elements sent, and elements kept for the backward besides the rank's own q, k, v, the result
-   and the log-sum-exp:
+   rank, with B sequences, H heads, K heads of keys and values, D elements per head and n = 2 B K D
+   T/c, the table gives the elements sent, and the elements kept for the backward in addition to the
+   rank's own q, k, v, the result and the log-sum-exp:
 
        kind         forward                      backward                  kept
-       RING         (c-1) n                      (c-1) n, and (c-1) n of   0
-       ZIGZAG       the same                     their gradients (f32+)    0
+       RING         (c-1) n                      2 (c-1) n *               0
+       ZIGZAG       (c-1) n                      2 (c-1) n *               0
        ALLGATHER    (c-1) n                      (c-1) n                   c n
        ULYSSES      (c-1)/c B D T/c (2 H + 2 K)  the same                  B D T/c (2 H + 2 K)
 
+       * (c-1) n keys and values, and (c-1) n gradients of them, in f32 (f64 for f64)
+
    RING: ring attention, H. Liu et al., arXiv:2310.01889. Keys and values travel around the ring
-   while each rank computes with those it has; the log-sum-exp merge combines the partial results.
-   ZIGZAG: the same with a balanced order of tokens, see dt_cp_token. Pairs of chunks in which no
-   query sees a key are skipped.
+   while each rank computes with the keys and values that it holds; the log-sum-exp merge combines
+   the partial results. ZIGZAG: ring attention with a balanced order of tokens, see dt_cp_token.
+   Both kinds skip pairs of chunks in which no query sees a key.
 
    ALLGATHER: all-gather context parallelism, H. Touvron et al., arXiv:2407.21783. Every rank
    gathers all keys and values.
 
    ULYSSES: S. Jacobs et al., arXiv:2309.14509. An all-to-all exchanges tokens for heads before the
    attention and back after it; q, k, v and the result are kept in both placements. c must divide H,
-   and divide K or be a multiple of it. In the second case heads of keys and values are repeated up
-   to c heads, count as c, and are kept before the exchange too: 2 B D T elements more, and 2 B T
-   i32. */
+   and must divide K or be a multiple of K. If c is a larger multiple of K, the heads of keys and
+   values are repeated until there are c heads. The table then holds with K = c, and the repeated
+   heads are also kept before the exchange, which needs 2 B D T elements more, and 2 B T i32. */
 enum { DT_CP_RING = 0, DT_CP_ZIGZAG, DT_CP_ALLGATHER, DT_CP_ULYSSES };
 
-/* [local] Zig-zag and other orders: the position in its sequence of the i-th token of rank r. RING,
-   ALLGATHER and ULYSSES give each rank T/c consecutive tokens. Under a causal mask the last rank
-   then has 2 - 1/c times the mean work. The zig-zag order divides the sequence into 2c chunks and
-   gives rank r the chunks r and 2c-1-r, so that all ranks have the same work. With c = 2:
+/* [local] Zig-zag and other orders: returns the position that the i-th token of rank r has in its
+   sequence. RING, ALLGATHER and ULYSSES give each rank T/c consecutive tokens. Under a causal mask
+   the last rank then has 2 - 1/c times the mean work. The zig-zag order divides the sequence into
+   2c chunks and gives rank r the chunks r and 2c-1-r, so that all ranks have the same work. With c
+   = 2:
 
        chunk          0  1  2  3         keys:    0 1 2 3      pairs of rank 0: 1 + 4 = 5
        rank, RING     0  0  1  1         query 0  x                      rank 1: 2 + 3 = 5
@@ -310,11 +321,11 @@ enum { DT_CP_RING = 0, DT_CP_ZIGZAG, DT_CP_ALLGATHER, DT_CP_ULYSSES };
                                                2  x x x
                                                3  x x x x
 
-   Permute tokens, labels (shifted before), positions and documents alike. Returns -1 where there is
-   no such rank or token. */
+   Permute tokens, labels (shift the labels first), positions and documents in the same way. Returns
+   -1 if rank r or token i does not exist. */
 DT_API int64_t dt_cp_token(int kind, int64_t T, int c, int r, int64_t i);
-/* [local] Checks that c divides these numbers of tokens and heads as the kind requires. On failure
-   returns DT_ERR_ARG and writes the reason with legal choices. */
+/* [local] Checks that c divides T, heads and kv_heads as the kind requires. On failure returns
+   DT_ERR_ARG and writes the reason with legal choices. */
 DT_API dt_status dt_cp_check(
     int kind, int64_t T, int c, int64_t heads, int64_t kv_heads, char *text, size_t text_bytes);
 
@@ -322,18 +333,19 @@ typedef struct dt_cp_desc {
     int kind;       /* DT_CP_* */
     int64_t batch;  /* B sequences */
     int64_t tokens; /* T of each sequence, over all ranks */
-    /* host (B,T), the tokens of rank 0 first, then of rank 1, ..: position of each token in its
-       document, for the causal mask; NULL: those of dt_cp_token */
+    /* host (B,T), first the tokens of rank 0, then of rank 1, ..: the position of each token in its
+       document, for the causal mask; NULL: the positions of dt_cp_token */
     const int32_t *positions;
-    /* host (B,T), same order: document of each token, where documents are packed; NULL: one
-       document */
+    /* host (B,T), in the same order: the document of each token, if a sequence holds several; NULL:
+       one document */
     const int32_t *documents;
     int full; /* 1: no causal mask */
 } dt_cp_desc;
-/* What all attention layers of one forward share; lives until dt_reset. */
+/* State that all attention layers of one forward share; lives until dt_reset. */
 typedef struct dt_cp dt_cp;
-/* [local] Call it outside of recomputed blocks. comm NULL: plain attention. The ring's messages use
-   the tags 1020 to 1023 on comm. NULL after a failure. */
+/* [local] Creates the state. Call dt_cp_make outside of recomputed blocks. comm NULL: plain
+   attention. The ring's messages use the tags 1020 to 1023 on comm. Returns NULL after a
+   failure. */
 DT_API dt_cp *dt_cp_make(dt_ctx *ctx, dt_comm *comm, dt_cp_desc desc);
 /* [collective: comm] Attention of this rank's queries over the keys and values of all ranks: q
    (B,T/c,H,D), k and v (B,T/c,K,D) of this rank's tokens -> (B,T/c,H,D). */
@@ -345,16 +357,16 @@ DT_API void dt_cp_shard(
 
 // ==== 5. Expert parallelism =====================================================================
 
-/* Expert parallelism of a mixture of experts (MoE): E small networks, of which each token uses k,
-   E/ep of them on each of ep ranks. An all-to-all sends tokens to their experts and the results
-   back. N. Shazeer et al., arXiv:1701.06538; D. Lepikhin et al., arXiv:2006.16668. Read dt_route
-   first, then dt_dispatch.
+/* Expert parallelism of a mixture of experts (MoE). The layer has E small networks, the experts,
+   and each token uses k of them. Each of ep ranks holds E/ep experts. An all-to-all sends tokens to
+   their experts, and a second all-to-all sends the results back. N. Shazeer et al.,
+   arXiv:1701.06538; D. Lepikhin et al., arXiv:2006.16668. Read dt_route first, then dt_dispatch.
 
        rank 0: t0 t1 --+  dispatch  +--> e0: t0 t3 --+  combine   +--> y0 y1
                        | all-to-all |                | all-to-all |
        rank 1: t2 t3 --+            +--> e1: t1 t2 --+            +--> y2 y3
 
-   x is placed as `outside` (section 3). One layer:
+   x has the placement `outside` (section 3). One layer:
 
        dt_routing *r = dt_route(x, w, desc);               // experts of each token, and weights
        dt_tensor *h = dt_dispatch(dt_tp_enter(x, tp, outside), r, ep);  // tokens to their experts
@@ -365,62 +377,67 @@ DT_API void dt_cp_shard(
 
    Rank q of ep has the experts q E/ep .. : parameters are (E,..) with the shard { ep, 0 }. Their
    hidden size may be sharded over tp as in section 3: w1 (E,F,C) and b1 (E,F) along 1, w2 (E,C,F)
-   along 2. The sum over tp is then taken once, of tokens rather than of their k rows each. Rank 0
-   of tp alone adds b2 (E,C), so that its gradient is zero on the others: give it the gradient
-   placement { tp, DT_GRAD_PARTIAL }. Under DT_SHARD(1) do the same for the router's weight. A rank
-   sends over ep the width of each row that goes to another rank, in elements of the tensor's dtype;
-   as much in combine, and in the backward of each.
+   along 2. The sum over tp is then taken once per token instead of once per row; a token has k
+   rows. Only rank 0 of tp adds b2 (E,C), so the gradient of b2 is zero on the other ranks of tp;
+   give b2 the gradient placement { tp, DT_GRAD_PARTIAL }. Under DT_SHARD(1) give the router's
+   weight this placement too. dt_dispatch sends each row that goes to another rank of ep once, in
+   the tensor's dtype. dt_combine sends as many rows, and so does the backward of each of the two.
 
-   Decisions about a whole sequence (expert capacity, load balance) use the choices of all its
-   tokens, on whatever ranks they are, so that every layout drops the same tokens and counts the
-   same numbers. Choices and counts are exchanged in host memory and are not counted as traffic.
-   Each layer waits once for the device, because these numbers steer the program. */
+   Decisions about a whole sequence (expert capacity, load balance) use the choices of all tokens of
+   the sequence, even if several ranks hold them, so that every layout drops the same tokens and has
+   the same counts. Choices and counts are exchanged in host memory and are not counted as traffic.
+   Each layer waits once for the device, because the program branches on the choices. */
 
 /* Statistics of a router. dt_route adds to every field, except while a block is recomputed. The
-   numbers cover the tokens that this rank's router saw: sum them over the ranks whose routers saw
-   others, which are the mesh's data group, and tp under DT_SHARD(1). */
+   statistics cover the tokens that this rank's router saw. Sum the fields over the mesh's data
+   group, and under DT_SHARD(1) also over tp, because the routers of those ranks saw other
+   tokens. */
 typedef struct dt_route_counts {
-    /* caller's, (E): number of choices of each expert, dropped ones included; or NULL */
+    /* (E), the caller's array: number of choices of each expert, dropped choices included; or
+       NULL */
     double *experts;
-    double choices, dropped; /* k per token; those beyond an expert's capacity */
-    double balance, z;       /* the side losses that desc asks for, before their weights */
+    double choices, dropped; /* k per token; choices beyond an expert's capacity */
+    double balance, z;       /* the side losses that desc enables, without their weights */
 } dt_route_counts;
 
 typedef struct dt_route_desc {
     int k; /* experts per token: 0 -> 1; at most E */
     /* Expert capacity, as a factor. 0: dropless. Else each expert takes at most ceil(capacity k T /
-       E) choices of a sequence of T tokens: all first choices are served before all second ones,
-       and among these the tokens in the order of the sequence. A choice beyond that is dropped: the
-       token gets nothing from that expert, and the weights of its other experts do not change */
+       E) choices of a sequence of T tokens: all first choices are served before all second choices,
+       and so on; within the first, second, .. choices the tokens are served in the order of the
+       sequence. A choice beyond the capacity is dropped: the token gets nothing from that expert,
+       and the weights of its other experts do not change */
     double capacity;
     /* weight of the load-balancing loss: the mean over sequences of E sum over e of f_e P_e, where
-       f_e is the fraction of choices of expert e, dropped ones included, and P_e its mean
-       probability; arXiv:2101.03961 */
+       f_e is the fraction of choices of expert e, dropped choices included, and P_e is the mean
+       probability of expert e; arXiv:2101.03961 */
     double balance;
     /* weight of the router z-loss: the mean over tokens of log(sum of e^logits)^2;
        arXiv:2202.08906 */
     double z;
-    /* number of sequences in the whole step over all ranks, the divisor of both means; needed if a
-       weight is not 0 */
+    /* number of sequences in the whole step over all ranks, the divisor of both means; required if
+       balance or z is not 0 */
     int64_t sequences;
-    /* (E), f32 (f64 in an f64 model), no gradient: added to the probabilities that choose experts,
-       not to those that weigh them; arXiv:2408.15664, see dt_route_update_bias. NULL: none */
+    /* (E), f32 (f64 in an f64 model), no gradient: added to the probabilities when experts are
+       chosen, but not when their outputs are weighted; arXiv:2408.15664, see dt_route_update_bias.
+       NULL: none */
     dt_tensor *bias;
     dt_comm *tp; /* x is placed over tp as `outside` says: DT_REPLICATE or DT_SHARD(1) */
     dt_placement outside;
-    /* each sequence is sharded over cp (NULL: not sharded), in the order of dt_cp_token for
-       `kind` */
+    /* group over which each sequence is sharded, in the order of dt_cp_token for `kind`; NULL: not
+       sharded */
     dt_comm *cp;
     int kind;
-    /* overrides that order: host (B,T'), the position 0 .. T-1 of each token of x in its sequence
-       of T */
+    /* host (B,T'): the position 0 .. T-1 of each token of x in its sequence of T tokens; overrides
+       the order of dt_cp_token. NULL: that order */
     const int32_t *positions;
     dt_route_counts *counts; /* NULL: count nothing */
 } dt_route_desc;
 
 /* Routing: which token goes to which expert. Read-only for the caller; lives until dt_reset. */
 typedef struct dt_routing {
-    /* B sequences; T tokens of each enter this rank's region: those of all ranks of tp */
+    /* batch: B sequences; tokens: T tokens per sequence in this rank's tensor-parallel region,
+       which has the tokens of all ranks of tp */
     int64_t batch, tokens;
     int64_t experts, k;
     /* (B,T,k) f32 (f64 in an f64 model): the weights of the chosen experts, COPY over tp */
@@ -432,55 +449,57 @@ typedef struct dt_routing {
     struct dt__exchange *exchange;
 } dt_routing;
 
-/* [collective: desc.tp, desc.cp] Router. x (B,T',C), w (E,C); both are computed with in f32 (f64).
+/* [collective: desc.tp, desc.cp] Router. x (B,T',C), w (E,C); the router computes in f32 (f64).
    Chooses the k largest of softmax(x w^T), ties to the lowest expert. A token's weight is the
-   probability itself for k = 1 (arXiv:2101.03961), and the probability divided by the sum of the k
-   for k > 1 (arXiv:2401.04088); its gradient reaches x and w. The side losses are attached with
-   dt_loss: each rank attaches the part of its own tokens. NULL after DT_ERR_SHAPE or DT_ERR_ARG,
-   naming what does not fit. In a dry run, choice j of token t of a sequence is expert (k t + j) mod
-   E. */
+   probability itself for k = 1 (arXiv:2101.03961), and for k > 1 the probability divided by the sum
+   of the k chosen probabilities (arXiv:2401.04088). The gradient of the weight reaches x and w. The
+   side losses are attached with dt_loss: each rank attaches the part of its own tokens. Returns
+   NULL after DT_ERR_SHAPE or DT_ERR_ARG; the error text names what does not match. In a dry run,
+   choice j of token t of a sequence is expert (k t + j) mod E. */
 DT_API dt_routing *dt_route(dt_tensor *x, dt_tensor *w, dt_route_desc desc);
-/* [collective: ep] Token dispatch. Sends the tokens of x (B,T,C), placed as inside of the region,
-   to the ranks of their experts. Returns rows (R,C) for this rank's experts, ordered by expert,
-   then source rank, then token. R may be 0. DT_ERR_SHAPE where ep does not divide E or x does not
-   match the routing. */
+/* [collective: ep] Token dispatch. Sends the tokens of x (B,T,C) to the ranks of their experts. x
+   has all tokens of the tensor-parallel region, as dt_tp_enter returns them. Returns rows (R,C) for
+   this rank's experts, ordered by expert, then source rank, then token. R may be 0. DT_ERR_SHAPE
+   where ep does not divide E or x does not match the routing. */
 DT_API dt_tensor *dt_dispatch(dt_tensor *x, dt_routing *routing, dt_comm *ep);
 
 typedef struct dt_expert_desc {
     int activation; /* DT_ACT_*, except AFFINE; 0: none */
-    /* group over which w is sharded along its inputs (row-parallel): its rank 0 alone adds b. NULL:
-       w is not sharded so */
+    /* group over which w is sharded along its inputs (row-parallel); only rank 0 of the group adds
+       b. NULL: w is not row-parallel */
     dt_comm *row_parallel;
 } dt_expert_desc;
 /* [local] x (R,I), w (local_experts,O..,I), b (local_experts,O..) or NULL -> (R,O..): act(x w^T +
-   b), each row with its expert's matrix, so that an expert's gradient is a sum over its rows in
-   their order. Gated experts: (local_experts,2,F,I) and dt_swiglu. An expert without rows has a
+   b), each row with its expert's matrix. An expert's gradient is a sum over the expert's rows in
+   row order. Gated experts use w (local_experts,2,F,I) and dt_swiglu. An expert without rows has a
    gradient of zero. */
 DT_API dt_tensor *dt_expert_linear(
     dt_tensor *x, const dt_routing *routing, dt_tensor *w, dt_tensor *b, dt_expert_desc desc);
 /* [collective: ep] Token combine. Sends rows (R,O) back to the ranks of their tokens. Returns
-   (B,T,O): for each token the sum of its rows times its gates, best first, in f32 (f64), rounded
-   once. A token whose choices are all dropped gets 0. */
+   (B,T,O): for each token the sum of its rows times their gates, best choice first, summed in f32
+   (f64) and rounded once. A token whose choices are all dropped gets 0. */
 DT_API dt_tensor *dt_combine(dt_tensor *rows, dt_routing *routing);
 /* [collective: the n groups; for a parameter at ZeRO-3 also its data group] Load balancing without
-   an auxiliary loss, called after a step. Sums counts (E), the step's choices, over the groups, in
-   place; then bias_e += rate sign(mean - counts_e). The groups are axes of a mesh: any two of them
-   meet in one rank. bias (E): a frozen parameter of f32 or f64, or any tensor of these dtypes. */
+   an auxiliary loss, called after a step. Sums counts (E), the step's choices of each expert, over
+   the groups in place, then sets bias_e += rate sign(mean - counts_e). The groups are axes of a
+   mesh: any two of them share exactly one rank. bias (E): a frozen parameter of f32 or f64, or any
+   tensor of these dtypes. */
 DT_API dt_status dt_route_update_bias(
     dt_tensor *bias, double *counts, double rate, dt_comm *const *groups, int n);
 
 // ==== 6. Pipeline schedules =====================================================================
 
-/* A pipeline partitions the layers of a model into S stages. Each of p ranks holds v of them, its
+/* A pipeline partitions the layers of a model into S stages. Each of p ranks holds v stages, its
    chunks, and a step has m micro-batches. A schedule says what each rank computes in which order:
-   for each stage and micro-batch one forward (F) and one backward, either at once (B) or in two
-   halves: the gradient of the stage's input (I), for which the stage before waits, and later those
-   of its parameters (W).
+   for each stage and micro-batch one forward (F) and one backward. The backward runs at once (B) or
+   in two halves. The first half computes the gradient of the stage's input (I), for which the
+   preceding stage waits; the second half computes the gradients of the stage's parameters (W)
+   later.
 
    A schedule is data. A generator lists computations; the lowering adds messages and slots; one
    checker, one simulator, one drawing and one executor (section 7) serve all schedules. Bubble
-   fraction = idle time / computing time. On rank r, where a backward takes two forwards (I and W
-   one each) and messages take no time:
+   fraction = idle time / computing time. The table is for rank r, if a backward takes as long as
+   two forwards (I and W as long as one each) and messages take no time:
 
        kind          bubble fraction   micro-batches held   source
        NAIVE         p - 1             1                    one at a time, all stages and back
@@ -492,17 +511,18 @@ DT_API dt_status dt_route_update_bias(
        ZB            (p - 1) / (3 m)   min(p, m)            zero bubble, ZB-H1: P. Qi et al.,
                                                             arXiv:2401.10241
 
-   Section 16 draws them. INTERLEAVED: the table is for p dividing m; w = 2 (p - r - 1) + (v - 1) G
-   + 1 with G = p. Micro-batches pass a chunk in groups of G, as in A. Grattafiori et al.,
-   arXiv:2407.21783: every m is possible, with a G of p to m where m % G = 0 or >= p, and G = m
-   where m < p. ZB: the table is for p at most m.
+   Section 16 draws the schedules. INTERLEAVED: the table holds where p divides m, with w = 2 (p - r
+   - 1) + (v - 1) G + 1 and G = p. Micro-batches pass a chunk in groups of G (A. Grattafiori et al.,
+   arXiv:2407.21783), so that every m is possible. If m >= p, G is any number from p to m for which
+   m % G is 0 or at least p; if m < p, G = m. ZB: the table holds for p <= m.
 
-   A slot holds a micro-batch of a chunk: all that its backward needs, from F to B or W; from I to W
-   also the gradients of activations and what was recomputed. A gradient that is sent stays in its
-   slot until the receiver begins to use it, so an F that takes over the slot may have to wait for
-   that. A rank has as many slots as it needs for no rank to wait if all stages took the same time.
-   That equals the number of micro-batches it holds, except for INTERLEAVED, whose chunks wait for
-   each other: where p divides m the first ranks have one slot more, else some more. */
+   A slot holds one micro-batch of one chunk: everything that the backward needs, from F to B or W,
+   and from I to W also the gradients of activations and the recomputed tensors. A gradient that is
+   sent stays in its slot until the receiver begins to use the gradient, so an F that reuses the
+   slot may have to wait for the receiver. A rank has enough slots for no rank to wait for a slot if
+   all stages take the same time. This number equals the micro-batches that the rank holds, except
+   for INTERLEAVED, whose chunks wait for each other: if p divides m the first ranks have one slot
+   more, else several more. */
 enum {
     DT_SCHEDULE_NAIVE = 0,
     DT_SCHEDULE_AFAB,
@@ -517,49 +537,53 @@ typedef struct dt_action {
     /* DT_FORWARD, DT_BACKWARD, or DT_BACKWARD_INPUT and later DT_BACKWARD_WEIGHT */
     dt_phase phase;
     int micro, chunk;
-    /* the stage that the chunk is; the lowering sets it and all fields below */
+    /* index of the chunk's stage; the lowering sets this field and all fields below */
     int stage;
-    /* slot of this rank: taken by F, released after B or W; -1: a backward without its F */
+    /* slot on this rank, acquired by F and released after B or W; -1: a backward without its F */
     int slot;
-    /* rank that sends the input, rank that receives the result; -1: none (first and last stage, and
-       W) */
+    /* rank that sends the input and rank that receives the result, either of which may be this
+       rank; -1: none (first and last stage, and W) */
     int recv_from, send_to;
-} dt_action; /* both may be this rank itself */
+} dt_action;
 
 typedef struct dt_schedule dt_schedule;
-/* A generator: calls dt_schedule_add for every computation; those of one rank in the rank's
-   order. */
+/* A generator: calls dt_schedule_add for every computation, for each rank in the order in which the
+   rank computes. */
 typedef void (*dt_schedule_fn)(dt_schedule *schedule, void *user);
-/* Returns the stage that the rank's chunk is. Each of ranks x chunks stages must occur once. */
+/* Returns the stage index of the rank's chunk. Each of ranks x chunks stages must occur once. */
 typedef int (*dt_stage_map_fn)(int rank, int chunk, void *user);
 
 typedef struct dt_schedule_desc {
     int kind;   /* DT_SCHEDULE_* */
     int ranks;  /* p: at least 1 */
     int micros; /* m: at least 1 */
-    /* v of each rank: 0 -> 1, or 2 for INTERLEAVED; the other kinds have 1 */
+    /* v: chunks of each rank; 0 -> 2 for INTERLEAVED, else 1; only INTERLEAVED and generators may
+       have more than 1 */
     int chunks;
     int micro_group;          /* G of INTERLEAVED: 0 -> the smallest that is allowed */
     dt_schedule_fn generate;  /* not NULL: a generator of your own, in place of kind */
     dt_stage_map_fn stage_of; /* NULL: chunk * ranks + rank */
     void *user;               /* passed to both functions */
-    const char *name;         /* NULL: that of the kind; copied */
-    /* 1: exactly as many slots as the rank holds micro-batches, though ranks may then wait for a
-       slot. The chunks of INTERLEAVED would wait for ever, so it is refused */
+    const char *name;         /* copied; NULL: the kind's name */
+    /* 1: each rank has exactly as many slots as it holds micro-batches, and may wait for a slot.
+       DT_ERR_ARG for an INTERLEAVED schedule that would deadlock with this number */
     int min_slots;
     /* additional slots on each rank, which let messages take time; 0: none */
     int extra_slots;
-    /* 1: create a wrong schedule too; the simulator and the drawing show where it stops */
+    /* 1: create the schedule even if it is wrong; the simulator and the drawing show where it
+       stops */
     int unchecked;
 } dt_schedule_desc;
 
-/* [local] Generates, lowers and checks. NULL after DT_ERR_ARG, where a number is outside its range
-   or the schedule is wrong (with the text of dt_schedule_check), and after DT_ERR_MEM. */
+/* [local] Generates, lowers and checks a schedule. Returns NULL after DT_ERR_ARG or DT_ERR_MEM.
+   DT_ERR_ARG: a field of desc is out of range, or dt_schedule_check finds an error, which the error
+   text repeats. */
 DT_API dt_schedule *dt_schedule_make(dt_ctx *ctx, dt_schedule_desc desc);
-/* [local] NULL is allowed. The context frees a schedule that is left when it ends. */
+/* [local] NULL is allowed. When the context ends it frees the schedules that the program has not
+   freed. */
 DT_API void dt_schedule_free(dt_schedule *schedule);
-/* [local] For generators: appends the rank's next computation. DT_ERR_ARG fails the context: there
-   is no such phase, rank, micro-batch or chunk, or no generator is running. */
+/* [local] For generators: appends the rank's next computation. Fails the context with DT_ERR_ARG if
+   the phase, rank, micro-batch or chunk does not exist, or if no generator is running. */
 DT_API dt_status dt_schedule_add(
     dt_schedule *schedule, int rank, dt_phase phase, int micro, int chunk);
 
@@ -570,18 +594,19 @@ DT_API int dt_schedule_stages(const dt_schedule *schedule); /* ranks x chunks */
 DT_API int dt_schedule_micros(const dt_schedule *schedule);
 DT_API int dt_schedule_micro_group(const dt_schedule *schedule); /* G; 0 if not INTERLEAVED */
 DT_API const char *dt_schedule_name(const dt_schedule *schedule);
-/* [local] The stage that is this chunk of the rank; the rank that holds the stage. -1 out of
-   range. */
+/* [local] The stage of the rank's chunk, and the rank that holds a stage. Both return -1 if an
+   argument is out of range. */
 DT_API int dt_schedule_stage_of(const dt_schedule *schedule, int rank, int chunk);
 DT_API int dt_schedule_rank_of(const dt_schedule *schedule, int stage);
-/* [local] The rank's actions in its order, and their number. NULL and 0 out of range. */
+/* [local] The rank's actions in the order in which the rank runs them, and the number of these
+   actions; NULL and 0 if the rank is out of range. */
 DT_API const dt_action *dt_schedule_actions(const dt_schedule *schedule, int rank);
 DT_API int dt_schedule_count(const dt_schedule *schedule, int rank);
-/* [local] Index of the rank's first action among the actions of all ranks, rank 0's first. For rank
-   p: the number of all actions. */
+/* [local] Index of the rank's first action in the list of all ranks' actions, which starts with
+   rank 0. For rank p: the number of all actions. */
 DT_API int dt_schedule_offset(const dt_schedule *schedule, int rank);
-/* [local] The largest number of micro-batches in flight on the rank, over all its chunks; and the
-   number of its slots. 0 out of range. */
+/* [local] The largest number of micro-batches in flight on the rank, over all its chunks, and the
+   rank's number of slots; 0 if the rank is out of range. */
 DT_API int dt_schedule_max_in_flight(const dt_schedule *schedule, int rank);
 DT_API int dt_schedule_slots(const dt_schedule *schedule, int rank);
 
@@ -594,74 +619,77 @@ typedef struct dt_schedule_metrics {
 } dt_schedule_metrics;
 /* [local] Checks the schedule. Returns DT_OK, or DT_ERR_ARG with the first error in text; the
    context does not fail. Checks that each computation occurs once; that no rank waits for ever
-   (deadlock), where every rank keeps its order, F waits for the F of the stage before and for its
-   slot, and B and I wait for that of the stage after; and that each chunk accumulates gradients, in
-   B and W, in ascending order of micro-batches. metrics may be NULL. */
+   (deadlock); and that each chunk accumulates gradients, in B and W, in ascending order of
+   micro-batches. For the deadlock check every rank runs its actions in order, F waits for the F of
+   the preceding stage and for a slot, and B and I wait for the B or I of the following stage.
+   metrics may be NULL. */
 DT_API dt_status dt_schedule_check(
     const dt_schedule *schedule, dt_schedule_metrics *metrics, char *text, size_t text_bytes);
 
-/* Seconds of one micro-batch in one stage. B takes input + weight. */
+/* Seconds that one micro-batch takes in one stage. B takes input + weight. */
 typedef struct dt_schedule_costs {
     double forward, input, weight; /* F, I, W; the same in all stages */
-    /* (stages,3) forward, input, weight of each stage; NULL: the three above */
+    /* (stages,3) forward, input, weight of each stage; NULL: the three fields above */
     const double *stages;
-    /* from the end of an action to the earliest begin of another rank's action with its result */
+    /* seconds from the end of an action until another rank can begin an action that uses the
+       result */
     double message;
 } dt_schedule_costs;
-/* Seconds. begin > end: it did not happen. */
+/* Begin and end of an action in seconds. begin > end: the action did not run. */
 typedef struct dt_span {
     double begin, end;
 } dt_span;
-/* [local] Simulates: writes when each action begins and ends, from time 0, to spans
-   (dt_schedule_offset of rank p). DT_ERR_ARG fails the context if a cost is negative or not finite.
-   For an unchecked schedule that deadlocks the result is DT_ERR_ARG too, but the context does not
-   fail; an action that never begins has the span { 0, -1 }. */
+/* [local] Simulates the schedule. Writes when each action begins and ends, from time 0, to spans,
+   which has dt_schedule_offset(schedule, p) elements. Fails the context with DT_ERR_ARG if a cost
+   is negative or not finite. If an unchecked schedule deadlocks, returns DT_ERR_ARG but does not
+   fail the context; an action that never begins has the span { 0, -1 }. */
 DT_API dt_status dt_schedule_simulate(
     const dt_schedule *schedule, dt_schedule_costs costs, dt_span *spans);
 
 typedef struct dt_schedule_bubble {
-    double makespan;          /* from the first begin to the last end over all ranks */
-    double work;              /* computing time of the rank, or of the busiest one */
+    double makespan;          /* time from the first begin to the last end over all ranks */
+    double work;              /* computing time of the rank, or of the busiest rank */
     double idle_per_work;     /* (makespan - work) / work: the bubble fraction of the papers */
     double idle_per_makespan; /* (makespan - work) / makespan: the fraction of time that is lost */
 } dt_schedule_bubble;
-/* [local] Bubble fraction of one rank, or of the whole pipeline for rank -1, from spans that were
-   simulated or measured. Zeros where there is no such rank or no work. */
+/* [local] Bubble fraction of one rank, or of the whole pipeline for rank -1, from simulated or
+   measured spans. All fields are 0 if the rank does not exist or has no work. */
 DT_API dt_schedule_bubble dt_schedule_bubble_of(
     const dt_schedule *schedule, const dt_span *spans, int rank);
 
 /* [local] Partitions n consecutive items (layers) with costs >= 0 into `stages` non-empty parts so
    that the most expensive part is as cheap as possible: part i is items first[i] to first[i+1] - 1;
-   first (stages + 1). Among several best partitions it takes an even one, with rather less in the
-   first parts, because these hold the most micro-batches. DT_ERR_ARG with the reason in text: fewer
-   items than stages, a cost that is negative or not finite. */
+   first (stages + 1). Among several best partitions the function takes an even one, with cheaper
+   first parts, because the first stages hold the most micro-batches. Returns DT_ERR_ARG with the
+   reason in text if there are fewer items than stages, or a cost is negative or not finite. */
 DT_API dt_status dt_partition_stages(
     const double *costs, int n, int stages, int *first, char *text, size_t text_bytes);
 
-/* Input of a drawing: a schedule and when its actions ran, simulated or measured. */
+/* Input of a drawing: a schedule and the simulated or measured spans of its actions. */
 typedef struct dt_timeline {
     const char *title; /* UTF-8; NULL: the schedule's name */
     const dt_schedule *schedule;
-    const dt_span *spans; /* (dt_schedule_offset of rank p) */
+    const dt_span *spans; /* dt_schedule_offset(schedule, p) elements */
 } dt_timeline;
-/* [local] Draws n timelines as SVG, one below the other, to one scale: a row for each rank, a box
-   for each action with the number of its micro-batch, coloured by phase and lighter by chunk, and
-   the bubble fraction in the title. The file is written as by dt_file_write. */
+/* [local] Draws n timelines as SVG, one below the other, to the same scale. Each rank is a row, and
+   each action is a box with the number of its micro-batch; the phase gives the colour, and later
+   chunks are lighter. The title shows the bubble fraction. The file is written as by
+   dt_file_write. */
 DT_API dt_status dt_schedule_svg(dt_ctx *ctx, const char *path, const dt_timeline *lines, int n);
-/* [local] Draws a schedule for a terminal, one line per rank: "rank  0 |0123....abcd|". A forward
-   is a digit, a backward (and I) a lower-case letter from a on, W an upper-case letter; micro-batch
-   10 is 0, a or A again. columns: width of the time axis, 0 -> 72. DT_ERR_ARG if text is too small:
-   p (columns + 12) + 1 bytes are enough where p < 1000. */
+/* [local] Draws a schedule for a terminal, one line per rank: "rank  0 |0123....abcd|". F is a
+   digit, B and I are a lower-case letter and W is an upper-case letter; micro-batch 0 is 0, a or A,
+   and so is micro-batch 10. columns: width of the time axis, 0 -> 72. DT_ERR_ARG if text is too
+   small; p (columns + 12) + 1 bytes are enough for p < 1000. */
 DT_API dt_status dt_schedule_text(
     const dt_schedule *schedule, const dt_span *spans, int columns, char *text, size_t text_bytes);
 
 // ==== 7. Pipeline parallelism ===================================================================
 
 /* Pipeline parallelism: runs a schedule (section 6). Each rank computes its actions in their order.
-   It receives a stage's input from the rank of the stage before, and the gradient of its output
-   from the rank of the stage after. A micro-batch has a tape (dt_tape) of its own, slot s on tape s
-   + 1, from its forward to its backward; tape 0 stays the caller's. Messages are the tensors
-   themselves, without a copy, and travel while other actions compute.
+   A rank receives a stage's input from the rank of the preceding stage, and the gradient of the
+   stage's output from the rank of the following stage. From its forward to its backward a
+   micro-batch has its own tape (dt_tape): slot s uses tape s + 1. Tape 0 remains the caller's.
+   Tensors are sent without a copy, and messages overlap with the computation of other actions.
 
        static dt_tensor *run(dt_tensor *x, int stage, int micro, void *user) {
            if (stage == 0) x = dt_input(...micro-batch `micro`...);
@@ -669,15 +697,17 @@ DT_API dt_status dt_schedule_text(
            return stage < last ? x : dt_mse(x, ..., B);  // B of the whole step: losses add up
        }
 
-   Register the parameters of a stage after dt_stage(ctx, stage), on the rank that has it. A
-   parameter that stages of several ranks use (tied embeddings: the output head is the embedding) is
-   registered by each of them under the same name, with the gradient placement { group of their
-   ranks, DT_GRAD_PARTIAL }: dt_zero_step sums its gradient over them. A stage's input and output
-   are one tensor each, of any shape that stays the same during a run. The ranks of tensor, context
-   and expert parallelism run the same schedule side by side. */
+   Register the parameters of a stage after dt_stage(ctx, stage), on the rank that holds the stage.
+   If stages of several ranks use one parameter (tied embeddings: the output head is the embedding),
+   each of these ranks registers the parameter under the same name, with the gradient placement { G,
+   DT_GRAD_PARTIAL }, where G is the group of these ranks; dt_zero_step then sums the gradient over
+   G. A stage has one input tensor and one output tensor, of any shape that stays the same during a
+   run. The ranks of a tensor, context or expert parallel group run the same schedule at the same
+   time. */
 
-/* The layers of one stage. x is NULL for the first stage, else what the stage before returned for
-   this micro-batch. The last stage returns the loss, a scalar. Called inside a block. */
+/* The layers of one stage. x is the output of the preceding stage for this micro-batch; NULL for
+   the first stage. The last stage returns the loss, a scalar. dt_pipe_run calls the function inside
+   a block. */
 typedef dt_tensor *(*dt_stage_run_fn)(dt_tensor *x, int stage, int micro, void *user);
 
 typedef struct dt_pipe_desc {
@@ -685,33 +715,33 @@ typedef struct dt_pipe_desc {
     dt_comm *comm; /* the pipeline group, with the schedule's rank numbers; NULL: one rank */
     dt_stage_run_fn run;
     void *user; /* passed to run */
-    /* not 0: run only the forwards of so many micro-batches, as for evaluation */
+    /* not 0: run only the forwards of this many micro-batches, for example for evaluation */
     int forward_micros;
-    /* NULL: run at full speed. Else each action lasts at least so long, to watch a schedule on a
-       model that is too small */
+    /* minimum duration of each action, which makes a schedule visible on a small model; NULL: run
+       at full speed */
     const dt_schedule_costs *min_durations;
-    /* receives the begin and end of each action of this rank, by its clock; (dt_schedule_count), or
-       NULL */
+    /* output, dt_schedule_count elements: begin and end of each action of this rank, by this rank's
+       clock; or NULL */
     dt_span *spans;
 } dt_pipe_desc;
 
-/* [collective: comm] Runs all micro-batches of a step, forward and backward; call dt_zero_step
-   after it. Errors besides those of `run`: DT_ERR_ARG where the schedule is for another number
-   of ranks; DT_ERR_SHAPE where a stage's output changes its shape between micro-batches. Sends 2
-   messages for each micro-batch and edge between stages. Only one run at a time may use a
-   schedule. */
+/* [collective: comm] Runs all micro-batches of a step, forward and backward. Call dt_zero_step
+   afterwards. Errors, in addition to the errors of `run`: DT_ERR_ARG if the schedule is for another
+   number of ranks; DT_ERR_SHAPE if a stage's output changes its shape between micro-batches. Sends
+   2 messages per micro-batch between each pair of neighbouring stages. Only one run at a time may
+   use a schedule. */
 DT_API dt_status dt_pipe_run(dt_ctx *ctx, dt_pipe_desc desc);
-/* [collective: comm] Gathers the spans of all ranks: from this rank's mine (dt_schedule_count) to
-   all (dt_schedule_offset of rank p), in seconds after the first begin, for dt_schedule_bubble_of
-   and dt_schedule_svg. Clocks of different machines may differ. Returns the status; after a failure
-   the contents of all are unspecified. */
+/* [collective: comm] Gathers the spans of all ranks for dt_schedule_bubble_of and dt_schedule_svg.
+   mine has dt_schedule_count elements, the spans of this rank; all has dt_schedule_offset(schedule,
+   p) elements, in seconds after the first begin. Clocks of different machines may differ. Returns
+   the status; after a failure the contents of all are unspecified. */
 DT_API dt_status dt_pipe_gather_spans(
     dt_comm *comm, const dt_schedule *schedule, const dt_span *mine, dt_span *all);
 
 // ==== 8. Data order =============================================================================
 
-/* Data order: which sequences each replica reads. A step reads B = b * a * R sequences, the same
-   ones in the same order in every layout:
+/* Data order: which sequences each replica reads. A step has a micro-steps and reads B = b * a * R
+   sequences, the same sequences in the same order in every layout:
 
        micro-step j    replica 0     replica 1     ..  replica R-1
             0          0 .. b-1      b .. 2b-1          (R-1)b .. Rb-1
@@ -725,12 +755,12 @@ typedef struct dt_data_order {
 } dt_data_order;
 
 /* [local] Returns the i-th sequence of replica r in micro-step j of step n (from 1): (consumed +
-   (n-1) B + (j R + r) b + i) mod S; -1 if S < 1, n < 1, or a number is negative. */
+   (n-1) B + (j R + r) b + i) mod S; -1 if S < 1, n < 1, or a field or argument is negative. */
 DT_API int64_t dt_data_order_sequence(
     dt_data_order order, int64_t step, int micro_step, int replica, int i);
-/* [local] Returns how many times the data were read through before that sequence is read:
-   floor((consumed + (n-1) B + (j R + r) b + i) / S), at most INT64_MAX; 0 where
-   dt_data_order_sequence is -1. */
+/* [local] Returns how many times the whole data set was read before that sequence is read:
+   floor((consumed + (n-1) B + (j R + r) b + i) / S), at most INT64_MAX. Returns 0 if
+   dt_data_order_sequence returns -1. */
 DT_API int64_t dt_data_order_epoch(
     dt_data_order order, int64_t step, int micro_step, int replica, int i);
 
@@ -740,32 +770,35 @@ DT_API int64_t dt_data_order_epoch(
    incr times, after equal parts of `samples`, up to `batch`. */
 typedef struct dt_batch_ramp {
     int64_t start, incr; /* sequences */
-    /* number of sequences after which all steps have batch; 0: all steps have it */
+    /* number of sequences after which all steps have size `batch`; 0: all steps have size
+       `batch` */
     int64_t samples;
     int64_t batch;
 } dt_batch_ramp;
 
 /* [local] Checks the ramp: every size must be a multiple of unit = micro-batch x replicas. On
-   failure returns DT_ERR_ARG and writes a text with the numbers and a legal choice. A ramp with
+   failure returns DT_ERR_ARG and writes a text with the sizes and a legal choice. A ramp with
    samples 0 is valid. */
 DT_API dt_status dt_batch_ramp_check(
     dt_batch_ramp ramp, int64_t unit, char *text, size_t text_bytes);
-/* [local] Returns the batch size of a step before which `consumed` sequences were read: start +
-   floor(consumed K / samples) incr, and batch from `samples` on. `batch` if the ramp is invalid. */
+/* [local] Returns the batch size of the step that follows after `consumed` sequences: start +
+   floor(consumed K / samples) incr if consumed < samples, else batch. Returns batch if the ramp is
+   invalid. */
 DT_API int64_t dt_batch_ramp_size(dt_batch_ramp ramp, int64_t consumed);
-/* [local] Returns how many sequences all steps before step n (from 1) read, at most INT64_MAX: the
-   `consumed` of dt_data_order for step n. */
+/* [local] Returns how many sequences steps 1 to n-1 read together, at most INT64_MAX. Use this
+   value as `consumed` of dt_data_order for step n. */
 DT_API int64_t dt_batch_ramp_consumed(dt_batch_ramp ramp, int64_t step);
 
 /* Distributed sampler: which of n samples each of R ranks reads, as PyTorch's DistributedSampler.
-   An epoch has an order of all samples: 0, 1, .. n-1, or shuffled. Its length is made a multiple of
-   R: it is padded with its own beginning, as often as needed, or with drop_last the remainder is
-   left out. Rank r reads entries r, r + R, r + 2R, .., so that every rank reads the same number.
+   An epoch has an order of all samples: 0, 1, .. n-1, or shuffled. The order's length is made a
+   multiple of R: the order is padded with its own beginning, repeatedly if needed; with drop_last
+   the remainder is left out instead. Rank r reads entries r, r + R, r + 2R, .., so that every rank
+   reads the same number of samples.
 
-   The shuffled order is torch.randperm(n) of a CPU generator with seed + epoch, of which 32 bits
-   count: for each index in turn, a number of the Mersenne twister modulo the number of samples left
-   selects the sample (Fisher-Yates). From n = 2^32 / 20 on, torch draws differently; so many
-   samples are not shuffled here. */
+   The shuffled order is torch.randperm(n) of a CPU generator with seed + epoch, reduced to 32 bits.
+   For each index in order, a 32-bit number of the Mersenne twister modulo the number of remaining
+   samples selects the sample (Fisher-Yates). For n >= 2^32 / 20 torch uses another algorithm, and
+   dt refuses to shuffle so large an n. */
 typedef struct dt_sampler dt_sampler;
 #define DT_SAMPLER_MAX_SHUFFLED 214748363 /* largest number of samples that can be shuffled */
 typedef struct dt_sampler_desc {
@@ -773,62 +806,65 @@ typedef struct dt_sampler_desc {
     int replicas, rank; /* R: at least 1; 0 <= r < R */
     uint64_t seed;      /* same on every rank */
     int shuffle;        /* 1: a different order in each epoch */
-    /* 1: leave out up to R-1 samples of an epoch; 0: read up to R-1 samples twice */
+    /* 1: each epoch leaves out up to R-1 samples; 0: each epoch repeats up to R-1 samples */
     int drop_last;
 } dt_sampler_desc;
 
-/* Position of a sampler: what a checkpoint stores of it, besides its desc. */
+/* Position of a sampler. A checkpoint stores the position and the sampler's desc. */
 typedef struct dt_sampler_state {
     int64_t epoch;    /* from 0 */
     int64_t position; /* number of samples of this epoch that the rank has read */
 } dt_sampler_state;
 
-/* [local] Creates a sampler at the start of epoch 0. With shuffle it holds 4 bytes per sample
-   (class host), else none. NULL after DT_ERR_ARG, where a number is outside its range, and after
-   DT_ERR_MEM. */
+/* [local] Creates a sampler at the start of epoch 0. With shuffle the sampler holds 4 bytes per
+   sample (class host), else none. Returns NULL after DT_ERR_ARG (a field of desc is out of range)
+   or DT_ERR_MEM. */
 DT_API dt_sampler *dt_sampler_make(dt_ctx *ctx, dt_sampler_desc desc);
-/* [local] NULL is allowed. The context frees a sampler that is left when it ends. */
+/* [local] NULL is allowed. When the context ends it frees the samplers that the program has not
+   freed. */
 DT_API void dt_sampler_free(dt_sampler *sampler);
-/* [local] Number of samples that the rank reads in an epoch: n / R rounded up, with drop_last down.
-   0 for NULL. */
+/* [local] Number of samples that the rank reads in an epoch: n / R rounded up, or rounded down with
+   drop_last. 0 for NULL. */
 DT_API int64_t dt_sampler_count(const dt_sampler *sampler);
-/* [local] The rank's next sample, 0 .. n-1. -1 for NULL, and at the end of the epoch until
-   dt_sampler_set_epoch or dt_sampler_seek. */
+/* [local] Returns the rank's next sample, 0 .. n-1. Returns -1 for NULL, and after the end of the
+   epoch until the program calls dt_sampler_set_epoch or dt_sampler_seek. */
 DT_API int64_t dt_sampler_next(dt_sampler *sampler);
-/* [local] Goes to the start of an epoch. The order of an epoch does not depend on earlier ones.
+/* [local] Goes to the start of an epoch. The order of an epoch does not depend on earlier epochs.
    DT_ERR_ARG: epoch below 0. */
 DT_API dt_status dt_sampler_set_epoch(dt_sampler *sampler, int64_t epoch);
-/* [local] Position of the sampler, { 0, 0 } for NULL; and return to a position: the samples that
-   follow are the same as they were after it. A new order is computed when its first sample is read.
-   DT_ERR_ARG: an epoch below 0, a position outside 0 .. dt_sampler_count. */
+/* [local] dt_sampler_tell returns the sampler's position; { 0, 0 } for NULL. dt_sampler_seek
+   returns to a position, so that the sampler repeats the samples that followed this position. The
+   order of a new epoch is computed when its first sample is read. DT_ERR_ARG: an epoch below 0, a
+   position outside 0 .. dt_sampler_count. */
 DT_API dt_sampler_state dt_sampler_tell(const dt_sampler *sampler);
 DT_API dt_status dt_sampler_seek(dt_sampler *sampler, dt_sampler_state state);
 
 /* [collective: comm] Number of labels >= 0 over the ranks of comm: the denominator that makes a
-   loss the mean over the whole step in every layout. labels (n) in host memory; give those of all
-   micro-batches at once. Not counted as traffic. After a failure returns this rank's own number. */
+   loss the mean over the whole step in every layout. labels (n) is in host memory and has the
+   labels of all micro-batches. Not counted as traffic. After a failure returns this rank's own
+   number. */
 DT_API double dt_count_labels(dt_comm *comm, const int32_t *labels, size_t n);
 
 // ==== 9. Text datasets ==========================================================================
 
-/* Text dataset: files read as one string of tokens. A file is bytes, each a token 0..255, or an
-   llm.c token shard, recognised by its magic (20240520 with 16 bits per token, 20240801 with 32).
-   All files are of one kind. N tokens hold S = floor((N-1)/T) sequences; sequence i is tokens iT ..
-   iT+T, so that its labels are its inputs shifted by one. */
+/* Text dataset: files read as one sequence of tokens. A file is either bytes, each byte a token
+   0..255, or an llm.c token shard, recognised by its magic number (20240520 with 16 bits per token,
+   20240801 with 32). All files must be of the same kind. N tokens hold S = floor((N-1)/T)
+   sequences; sequence i is tokens iT .. iT+T, so that its labels are its inputs shifted by one. */
 typedef struct dt_text dt_text;
 
-/* [local] Opens `files` files through the context's io table, as sequences of seq tokens. NULL
-   after DT_ERR_IO: a file is missing, unreadable, not a regular file or a broken shard, kinds are
-   mixed, or all files together are shorter than one sequence. */
+/* [local] Opens `files` files through the context's io table, as sequences of seq tokens. Returns
+   NULL after DT_ERR_IO: a file is missing, unreadable, not a regular file or a broken shard, the
+   files are of different kinds, or all files together are shorter than one sequence. */
 DT_API dt_text *dt_text_open(dt_ctx *ctx, const char *const *paths, int files, int seq);
-/* [local] NULL is allowed. The context closes a dataset that is still open when it ends. */
+/* [local] NULL is allowed. When the context ends it closes the datasets that are still open. */
 DT_API void dt_text_close(dt_text *text);
 /* [local] Number of tokens and of sequences; 0 for NULL. */
 DT_API int64_t dt_text_tokens(const dt_text *text);
 DT_API int64_t dt_text_sequences(const dt_text *text);
 /* [local] Exclusive upper bound of token ids: 256 for bytes, 65,536 or 2^31 for shards.
-   dt_embedding refuses ids outside its table, so a smaller vocabulary is allowed if the tokens fit.
-   0 for NULL. */
+   dt_embedding refuses ids outside its table, so a model may have a smaller vocabulary if all
+   tokens fit. 0 for NULL. */
 DT_API int64_t dt_text_token_limit(const dt_text *text);
 /* [local] Reads ids (seq) and labels (seq) of one sequence. DT_ERR_ARG outside the dataset;
    DT_ERR_IO names the file and the token. */
@@ -836,20 +872,20 @@ DT_API dt_status dt_text_read(dt_text *text, int64_t sequence, int32_t *ids, int
 
 // ==== 10. Dry runs ==============================================================================
 
-/* Dry run: a context that computes nothing and has no memory for tensors, but does everything else.
-   The same program then shows what it would need, on any number of ranks (as threads), without a
-   second formula for it. dt_memory_used and dt_comm_bytes count as always; every number read from a
-   tensor is 0. */
+/* Dry run: a context that computes nothing and has no memory for tensors, but otherwise works as
+   usual. The program then reports the memory, traffic and FLOPs that it would need, on any number
+   of ranks (as threads), so that no separate formula is needed. dt_memory_used and dt_comm_bytes
+   count as always; every element read from a tensor is 0. */
 typedef struct dt_dry {
-    /* 2 m n k of each product; attention as without a mask, except for pairs of chunks that dt_cp
-       skips */
+    /* 2 m n k for each product; attention counts as without a mask, but pairs of chunks that dt_cp
+       skips count 0 */
     double flops;
-    size_t kernel_calls;    /* calls */
-    uintptr_t next_address; /* next address to give out; none of them can be read */
+    size_t kernel_calls;
+    uintptr_t next_address; /* next address to give out; never dereferenced */
 } dt_dry;
-/* [local] Makes the context a dry one. Must be the first call on it, before it has tensors. dry:
-   zeroed, owned by the caller, readable at any time; it must outlive the context. Not for forked
-   ranks, nor over MPI. */
+/* [local] Makes the context a dry-run context. Must be the first call on the context, before it has
+   tensors. The caller owns *dry, zeroes it before the call and may read it at any time; *dry must
+   outlive the context. Not for forked ranks, nor over MPI. */
 DT_API dt_status dt_dry_begin(dt_ctx *ctx, dt_dry *dry);
 
 #ifdef __cplusplus
@@ -873,8 +909,8 @@ static int64_t dt__add_saturating(int64_t a, int64_t b) {
     return a > INT64_MAX - b ? INT64_MAX : a + b;
 }
 
-/* A string buffer over the caller's memory, which may be NULL or of 0 bytes. Truncates what does
-   not fit. */
+/* A string buffer in the caller's memory, which may be NULL or have 0 bytes. Text that does not fit
+   is truncated. */
 typedef struct dt__strbuf {
     char *text;
     size_t bytes, used;
@@ -910,7 +946,8 @@ dt_status dt_mesh_resolve(dt_mesh_desc *sizes, int ranks, char *text, size_t tex
         }
         if (i > 0 && *axes[i] == 0) *axes[i] = 1;
     }
-    /* saturates: no number of ranks is a multiple of a larger product */
+    /* The product saturates at 2^31, above every possible number of ranks, so that it cannot
+       overflow. */
     int64_t others = 1, limit = (int64_t)1 << 31;
     for (int i = 1; i < 5; i++) others = others * *axes[i] < limit ? others * *axes[i] : limit;
     int64_t all = others * (sizes->dp ? sizes->dp : 1);
@@ -937,8 +974,8 @@ dt_status dt_mesh_resolve(dt_mesh_desc *sizes, int ranks, char *text, size_t tex
     return DT_OK;
 }
 
-/* The group of the ranks that differ from this one only in one coordinate. offset: that coordinate
-   times its stride. */
+/* The group of the ranks whose coordinates differ from this rank's only along one axis. offset:
+   this rank's coordinate along that axis times the axis's stride. */
 static dt_comm *dt__mesh_axis(
     dt_comm *world, int size, int offset, int key, const char *name, dt_axis axis) {
     if (size == 1) return NULL;
@@ -951,7 +988,7 @@ dt_mesh dt_mesh_make(dt_ctx *ctx, dt_mesh_desc desc) {
     char why[200];
     dt_mesh none, mesh;
     memset(&none, 0, sizeof none);
-    none.replicas = 1; /* callers divide by it before they look at the error */
+    none.replicas = 1; /* callers may divide by replicas before they check the error */
     if (dt_error(ctx) != DT_OK) return none;
     dt_comm *world = dt_world(ctx);
     int rank = dt_comm_rank(world);
@@ -995,30 +1032,30 @@ dt_mesh dt_mesh_make(dt_ctx *ctx, dt_mesh_desc desc) {
 
 // ==== 12. Placements: code ======================================================================
 
-/* dt_redistribute is a table of nine rows. A row is a function that moves one dense array over a
-   group, so a new placement is a new row. The backward looks up the row of the dual placements in
-   the same table; dual swaps COPY and PARTIAL:
+/* dt_redistribute is a table of nine rows. A row is a function that redistributes one dense array
+   over a group, so a new redistribution is a new row. The backward looks up the row of the dual
+   placements in the same table; dual swaps COPY and PARTIAL:
 
        forward          x:  SHARD(1) --------- all-gather -------> COPY       :y
        backward        dx:  SHARD(1) <------ reduce-scatter ------ PARTIAL    :dy
 
-   A shard along a dimension that is not the first is strided in memory, while collectives send
-   contiguous arrays. dt__extract_shard and dt__insert_shard pack and unpack it. */
+   A shard along any dimension but the first is strided in memory, while collectives send contiguous
+   arrays. dt__extract_shard and dt__insert_shard pack and unpack the shard. */
 
-/* Arguments of one row of the table: moves a dense array over a group. */
+/* Arguments of a row's function, which redistributes a dense array over a group. */
 typedef struct dt__redist {
     dt_ctx *ctx;
     dt_comm *comm;
     dt_dtype dtype;
     const void *in;
-    /* scratch: the row's number of buffers, each as large as the larger of in and out */
+    /* scratch has `buffers` buffers of the row, each as large as the larger of in and out */
     void *out, *scratch;
     dt_shape in_shape, out_shape;
-    int from_dim, to_dim; /* of SHARD placements */
+    int from_dim, to_dim; /* dimensions of SHARD placements */
 } dt__redist;
 
-/* A dense shape seen as (outer, n, inner) around one dimension: bytes of one of `parts` shards, and
-   of all of them. */
+/* A dense shape viewed as (outer, n, inner) around dimension n, which has `parts` shards.
+   shard_bytes is the size of one shard of an outer row, row_bytes the size of all its shards. */
 typedef struct dt__shard_view {
     size_t outer, shard_bytes, row_bytes;
 } dt__shard_view;
@@ -1091,8 +1128,9 @@ static dt_status dt__redist_reduce_scatter(const dt__redist *m) {
                            : status;
 }
 
-/* in: full along to_dim, sharded along from_dim; out the other way round. An all-to-all is not in
-   place, so the scratch holds what is sent and, behind it, what is received. */
+/* in is full along to_dim and sharded along from_dim; out is full along from_dim and sharded along
+   to_dim. An all-to-all is not in place, so the scratch holds the sent data followed by the
+   received data. */
 static dt_status dt__redist_all_to_all(const dt__redist *m) {
     int n = dt_comm_size(m->comm);
     size_t count = (size_t)dt_count(m->in_shape) / (size_t)n,
@@ -1170,7 +1208,7 @@ static const char *dt__placement_name(dt_placement p) {
     return p.kind >= 0 && p.kind < 4 ? names[p.kind] : "no placement";
 }
 
-/* Runs one row. accumulate: adds the result to what out holds. */
+/* Runs one row of the table. accumulate: adds the result to out. */
 static dt_status dt__redist_run(dt__redist m, dt_placement from, dt_placement to, int accumulate) {
     const dt__redist_row *row = dt__redist_find(from, to);
     size_t in = (size_t)dt_count(m.in_shape), out = (size_t)dt_count(m.out_shape),
@@ -1197,7 +1235,7 @@ typedef struct dt__redist_saved {
     dt_placement from, to;
 } dt__redist_saved;
 
-/* The move from x to y. */
+/* Arguments of the redistribution from x to y. */
 static dt__redist dt__redist_of(const dt_tensor *x, dt_tensor *y, dt_comm *comm) {
     dt__redist m;
     memset(&m, 0, sizeof m);
@@ -1211,7 +1249,7 @@ static dt__redist dt__redist_of(const dt_tensor *x, dt_tensor *y, dt_comm *comm)
     return m;
 }
 
-/* The gradient of a -> b moves from dual(b) to dual(a). */
+/* The backward of a -> b redistributes the gradient from dual(b) to dual(a). */
 static dt_status dt__redistribute_back(dt_node *n) {
     const dt__redist_saved *saved = (const dt__redist_saved *)n->saved;
     int accumulate = 0;
@@ -1228,7 +1266,7 @@ static dt_status dt__redistribute_recompute(dt_node *n) {
     return dt__redist_run(dt__redist_of(n->in[0], n->out, saved->comm), saved->from, saved->to, 0);
 }
 
-/* The local shape after the move; nd is -1 where it does not exist. */
+/* The local shape after the redistribution; nd is -1 if a dimension is missing or not divisible. */
 static dt_shape dt__redist_shape(dt_shape shape, int n, dt_placement from, dt_placement to) {
     int bad = (from.kind == DT_PLACEMENT_SHARD && (from.dim < 0 || from.dim >= shape.nd)) ||
               (to.kind == DT_PLACEMENT_SHARD && (to.dim < 0 || to.dim >= shape.nd));
@@ -1241,8 +1279,8 @@ static dt_shape dt__redist_shape(dt_shape shape, int n, dt_placement from, dt_pl
     return shape;
 }
 
-/* Moves x to a new tensor y. transient: y's data are dropped with its block, and the move runs
-   again in the backward. */
+/* Redistributes x to a new tensor y. transient: y's data are freed at the end of its block, and the
+   backward redistributes again. */
 static dt_tensor *dt__redist_new(
     dt_tensor *x, dt_comm *comm, dt_placement from, dt_placement to, int transient) {
     dt_ctx *ctx = x->ctx;
@@ -1276,7 +1314,7 @@ static dt_tensor *dt__redist_new(
     return NULL;
 }
 
-/* Records the op. d has space for a dt__redist_saved. */
+/* Records the op. d reserves space for a dt__redist_saved. */
 static dt_tensor *dt__redist_record(
     dt_tensor *y, dt_record_desc d, dt_comm *comm, dt_placement from, dt_placement to) {
     dt__redist_saved *saved = (dt__redist_saved *)dt_record_saved(y, d);
@@ -1307,11 +1345,11 @@ dt_tensor *dt_redistribute(dt_tensor *x, dt_comm *comm, dt_placement from, dt_pl
 
 // ==== 13. Tensor and sequence parallelism: code =================================================
 
-/* The layers are ordinary ops with a redistribution before (f) or after (g) them; section 3 draws
-   it. The bias and the residual of a row-parallel layer are added after g, so that they are added
-   once. The vocabulary-parallel cross-entropy gathers two numbers of each row: the log-sum-exp over
-   rank r's columns, and the part of the target that lies in them (0 where the label is in another
-   rank's columns):
+/* Each layer is an ordinary op with a redistribution before it (f) or after it (g), as drawn in
+   section 3. The bias and the residual of a row-parallel layer are added after g, so that they are
+   added once. The vocabulary-parallel cross-entropy gathers two values per row: lse_r, the
+   log-sum-exp over rank r's columns, and target_r, the part of the target in rank r's columns (0 if
+   the label is in another rank's columns):
 
        lse = log(sum over r of e^(lse_r)),    loss = lse - (sum over r of target_r) */
 
@@ -1324,7 +1362,7 @@ dt_tensor *dt_column_linear(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_linear_
     return dt_linear_at(dt_tp_enter(x, comm, outside), w, b, desc);
 }
 
-/* y += b + residual in one pass. Either may be NULL. */
+/* y += b + residual in one pass. b and residual may be NULL. */
 static dt_status dt__row_add_bias(dt_tensor *y, const dt_tensor *b, const dt_tensor *residual) {
     const dt_tensor *one = b ? b : residual, *other = b && residual ? residual : y;
     dt_binary_args a;
@@ -1390,7 +1428,8 @@ static dt_status dt__vocab_gather(void *user, const double *mine, double *each, 
     return dt_all_gather((dt_comm *)user, mine, each, count, DT_F64);
 }
 
-/* This rank has `columns` of the `all` columns that count, in rank order. */
+/* Restricts d to this rank's `columns` of the `all` real columns (without padding), in rank
+   order. */
 static dt_loss_desc dt__vocab_desc(dt_loss_desc d, dt_comm *comm, int64_t columns, int64_t all) {
     d.part.parts = dt_comm_size(comm);
     d.part.first = dt_comm_rank(comm) * columns;
@@ -1454,7 +1493,7 @@ dt_kv_groups dt_kv_split(dt_ctx *ctx, dt_comm *tp, int kv_heads) {
 
 /* ---- distribution from one rank to all ---- */
 
-/* One axis: rank 0 of comm has `in`; each rank gets its part as `out`. */
+/* Distributes along one axis: rank 0 of m.comm has m.in; each rank gets its part in m.out. */
 static dt_status dt__distribute_axis(dt__redist m, dt_placement to) {
     int me = dt_comm_rank(m.comm), n = dt_comm_size(m.comm);
     size_t out = (size_t)dt_count(m.out_shape), bytes = out * dt_dtype_size(m.dtype);
@@ -1472,15 +1511,16 @@ static dt_status dt__distribute_axis(dt__redist m, dt_placement to) {
     return dt_scatter(m.comm, m.scratch, m.out, out, m.dtype, 0);
 }
 
-/* Whether this rank is rank 0 of every axis from `axis` on. */
+/* 1 if this rank is rank 0 of axis `axis` and of all axes after it. */
 static int dt__is_first_along(const dt_axis_placement *axes, int axis, int n) {
     for (; axis < n; axis++)
         if (dt_comm_rank(axes[axis].comm) != 0) return 0;
     return 1;
 }
 
-/* Along the first axis the source rank sends to the ranks that are first along all other axes; each
-   of these sends along the second axis, and so on. So every part is sent once. */
+/* Along the first axis the source rank sends to the ranks that are rank 0 along all other axes.
+   Each of these ranks sends along the second axis, and so on. So every part is sent once along each
+   axis. */
 dt_tensor *dt_distribute(dt_ctx *ctx, dt_dtype dtype, dt_shape full, const void *host,
     const dt_axis_placement *axes, int n) {
     dt_tensor *local = NULL;
@@ -1523,18 +1563,18 @@ dt_tensor *dt_distribute(dt_ctx *ctx, dt_dtype dtype, dt_shape full, const void 
 
 // ==== 14. Context parallelism: code =============================================================
 
-/* Ring attention (H. Liu et al., arXiv:2310.01889). Naive: gather all keys and values, then compute
-   the attention; the memory grows with c. Ring: in step s rank r computes its queries over the keys
-   and values of rank r - s while it sends these to rank r + 1 and receives the next ones from rank
-   r - 1:
+/* Ring attention (H. Liu et al., arXiv:2310.01889). The naive algorithm gathers all keys and values
+   and then computes the attention, so its memory grows with c. In step s of the ring algorithm rank
+   r computes its queries over the keys and values of rank r - s, while it sends these keys and
+   values to rank r + 1 and receives the next keys and values from rank r - 1:
 
        step 0    q0 k0    q1 k1    q2 k2    q3 k3      kv: r0 -> r1 -> r2 -> r3 -+
        step 1    q0 k3    q1 k0    q2 k1    q3 k2           ^                    |
        step 2    q0 k2    q1 k3    q2 k0    q3 k1           +--------------------+
        step 3    q0 k1    q1 k2    q2 k3    q3 k0
 
-   Online softmax makes the steps independent: each yields o_s and lse_s over its keys, and the
-   log-sum-exp merge combines them, in any number of parts:
+   Online softmax makes the steps independent: step s yields o_s and lse_s over its keys, and the
+   log-sum-exp merge combines the results of any number of steps. For two steps:
 
        lse = log(e^lse_1 + e^lse_2),    o = o_1 e^(lse_1 - lse) + o_2 e^(lse_2 - lse) */
 
@@ -1585,24 +1625,24 @@ dt_status dt_cp_check(
     return DT_ERR_ARG;
 }
 
-/* The range of positions and documents of the tokens in one chunk of a sequence. */
+/* Minimum and maximum of the positions and documents of the tokens in one chunk of a sequence. */
 typedef struct dt__chunk_range {
     int32_t min_position, max_position, min_document, max_document;
     int contiguous;
 } dt__chunk_range;
 
 /* A sequence consists of c * chunks_per_rank chunks, stored in the order of the ranks. Rank r has
-   chunk r * chunks_per_rank and, under ZIGZAG, the one behind it. */
+   chunk r * chunks_per_rank and, under ZIGZAG, the following chunk. */
 struct dt_cp {
     dt_ctx *ctx;
     dt_comm *comm;
     dt_cp_desc desc;
-    int explicit_positions; /* the caller gave positions */
+    int explicit_positions; /* 1 if the caller passed positions */
     int chunks_per_rank;    /* 1, or 2 under ZIGZAG */
     int64_t chunk_tokens;
     dt_tensor *positions;    /* (B,T) on the device, in the order of the ranks */
-    dt_tensor *documents;    /* the same, or NULL */
-    dt_tensor *local[2];     /* (B,T/c) of positions and documents: this rank's, for ALLGATHER */
+    dt_tensor *documents;    /* same shape and order; or NULL */
+    dt_tensor *local[2];     /* (B,T/c): this rank's positions and documents, for ALLGATHER */
     dt__chunk_range *ranges; /* (B, c * chunks_per_rank) */
 };
 
@@ -1625,11 +1665,11 @@ static void dt__cp_chunk_range(
     }
 }
 
-/* Stores the caller's positions, or those of dt_cp_token. */
+/* Stores the caller's positions, or the positions of dt_cp_token if the caller passed none. */
 static dt_status dt__cp_fill_positions(dt_cp *cp) {
     int64_t B = cp->desc.batch, T = cp->desc.tokens, own = T / dt_comm_size(cp->comm);
     size_t bytes = (size_t)(B * T) * sizeof(int32_t);
-    /* one byte more, so that the allocation is never empty */
+    /* One extra byte, so that the allocation is never empty. */
     int32_t *at = (int32_t *)dt_alloc(cp->ctx, DT_MEM_HOST, bytes + 1, "positions");
     if (!at) return dt_error(cp->ctx);
     for (int64_t b = 0; b < B; b++)
@@ -1682,12 +1722,13 @@ dt_cp *dt_cp_make(dt_ctx *ctx, dt_comm *comm, dt_cp_desc d) {
 
 /* ---- ring attention ---- */
 
-/* What the queries of one chunk see of the keys of another. */
+/* The keys of one chunk that the queries of a chunk see: none, some, all, or the causal
+   triangle. */
 enum {
     DT__MASK_EMPTY,
     DT__MASK_MIXED,
     DT__MASK_FULL,
-    DT__MASK_CAUSAL /* the same chunk, positions ascending */
+    DT__MASK_CAUSAL /* query chunk = key chunk, with consecutive positions */
 };
 
 static int dt__chunk_mask(const dt_cp *cp, int64_t sequence, int64_t query, int64_t key) {
@@ -1712,13 +1753,14 @@ typedef struct dt__ring {
     dt_dtype dtype;
     int64_t H, K, D;
     const char *q, *out, *dout;
-    /* result: out in the forward, dq in the backward; of the wide type, as dk and dv */
+    /* result is the output in the forward and dq in the backward; result, dk and dv have the
+       accumulation type */
     char *result, *lse;
     void *work;
     size_t work_bytes;
 } dt__ring;
 
-/* Offset of a chunk in an array with `width` numbers of `size` bytes for each token. */
+/* Offset of a chunk in an array with `width` elements of `size` bytes for each token. */
 static size_t dt__ring_offset(
     const dt__ring *r, int64_t sequence, int64_t part, int64_t width, size_t size) {
     return (size_t)((sequence * r->cp->chunks_per_rank + part) * r->cp->chunk_tokens * width) *
@@ -1741,8 +1783,9 @@ static dt_attention_mask dt__ring_mask(
 }
 
 /* One step of the ring, with online softmax: this rank's queries over the keys and values of rank
-   `from`. The kernel performs the log-sum-exp merge with the earlier steps in result and lse. dk,
-   dv (backward only): gradients of these keys and values, of the wide type, accumulated. */
+   `from`. The kernel performs the log-sum-exp merge with the earlier steps in result and lse. dk
+   and dv (backward only) are the gradients of these keys and values, of the accumulation type; the
+   step adds to them. */
 static dt_status dt__ring_step(
     const dt__ring *r, int from, const char *keys, const char *values, char *dk, char *dv) {
     const dt_cp *cp = r->cp;
@@ -1828,8 +1871,8 @@ static dt__ring dt__ring_make(
     return r;
 }
 
-/* Ring attention, forward. Step s computes with the keys and values of rank me - s while they
-   travel on to the right neighbour. */
+/* Ring attention, forward. Step s computes with the keys and values of rank me - s while they are
+   sent to the right neighbour. */
 static dt_status dt__ring_forward(dt__ring *r, const dt_tensor *keys, const dt_tensor *values) {
     dt_ctx *ctx = r->cp->ctx;
     int c = dt_comm_size(r->cp->comm), me = dt_comm_rank(r->cp->comm);
@@ -1853,10 +1896,11 @@ static dt_status dt__ring_forward(dt__ring *r, const dt_tensor *keys, const dt_t
     return dt_error(ctx);
 }
 
-/* Ring attention, backward. Keys and values go around once more, followed by their gradients: the
-   right neighbour of the owner starts a gradient, each rank in turn adds to it, it arrives at the
-   owner after c - 1 hops, and the owner adds its own part. A rank adds a received gradient after it
-   has computed its own part, so that this transfer overlaps with computation too. */
+/* Ring attention, backward. Keys and values go around the ring once more, followed by their
+   gradients. The right neighbour of the owner starts a gradient and each rank adds its part. After
+   c - 1 hops the gradient arrives at the owner, which adds its own part last. A rank computes its
+   own part before it waits for the received gradient, so that this transfer overlaps with
+   computation too. */
 static dt_status dt__ring_backward(
     dt__ring *r, const dt_tensor *keys, const dt_tensor *values, char *dk, char *dv) {
     dt_ctx *ctx = r->cp->ctx;
@@ -1901,8 +1945,8 @@ typedef struct dt__ring_saved {
     dt_tensor *lse;
 } dt__ring_saved;
 
-/* An array of the wide type for tensor t: `own` if t has that type, else a new array from an
-   arena. */
+/* An array of the accumulation type for tensor t: `own` if t has this type, else a new array from
+   an arena. */
 static char *dt__ring_wide(const dt_tensor *t, void *own, dt__arena **arena) {
     char *wide_copy = NULL;
     if (!dt__narrow(t->dtype)) return (char *)own;
@@ -2048,20 +2092,21 @@ dt_tensor *dt_cp_attention(dt_tensor *q, dt_tensor *keys, dt_tensor *values, dt_
 
 // ==== 15. Expert parallelism: code ==============================================================
 
-/* A mixture layer routes, dispatches, multiplies and combines. The router's choices give every rank
-   the same kind of plan (dt__exchange): which rows it sends to which rank, and in which order it
-   stores the rows it receives. Rank 0 has experts e0 and e1 and gets all four tokens:
+/* A mixture layer routes, dispatches, multiplies and combines. From the router's choices every rank
+   makes a plan (dt__exchange): which rows the rank sends to which rank, and in which order the rank
+   stores the rows that it receives. For example, rank 0 has experts e0 and e1 and receives all four
+   tokens:
 
        rank 0 sends   e0: t0   e1: t1  -->  rank 0 receives    from 0: t0 t1   from 1: t2 t3
        rank 1 sends   e0: t2   e1: t3  -->  ordered by expert  e0: t0 t2       e1: t1 t3
 
    Token dispatch = gather rows, all-to-all, order by expert. Token combine is the inverse, and ends
-   with a weighted sum over each token's rows. Their backwards use the same steps in reverse. */
+   with a weighted sum over each token's rows. The backwards run the same steps in reverse. */
 
 static int dt__is_dry(const void *p);
 
-/* Gathers n integers of each rank, which steer the program, in host memory. Like dt_agree's, they
-   are not counted as traffic. */
+/* Gathers n integers of each rank in host memory, for control flow. Not counted as traffic, as in
+   dt_agree. */
 static dt_status dt__gather_ints(dt_comm *comm, const int32_t *mine, int32_t *all, size_t n) {
     dt__call call = dt__call_make(DT__AGREE, mine, all, n, DT_I32);
     call.host_memory = 1;
@@ -2070,16 +2115,16 @@ static dt_status dt__gather_ints(dt_comm *comm, const int32_t *mine, int32_t *al
 
 /* ---- the router: choices of whole sequences ---- */
 
-/* State of a router. Arrays of choices are (B,tokens,k). tokens are those of x (local_tokens),
-   those of the region of tp (region_tokens), or those of the whole sequences, in rank order of cp
-   (full_tokens). */
+/* State of a router. Arrays of choices are (B,tokens,k). tokens is the number of tokens per
+   sequence: in x (local_tokens), in the tensor-parallel region (region_tokens), or in the whole
+   sequences, in rank order of cp (full_tokens). */
 typedef struct dt__router {
     dt_ctx *ctx;
     dt_route_desc d;
     int64_t B, local_tokens, region_tokens, full_tokens, E, k;
-    dt_comm *sp;           /* tp if it shards the tokens, else NULL */
+    dt_comm *sp;           /* tp if tokens are sharded over tp, else NULL */
     int32_t *topk;         /* chosen experts of x's tokens */
-    int32_t *kept_choices; /* the same for region_tokens; -1 beyond capacity */
+    int32_t *kept_choices; /* chosen experts of the region's tokens; -1 beyond capacity */
     /* (B,E): number of choices of each expert in each whole sequence */
     int64_t *load;
 } dt__router;
@@ -2092,20 +2137,22 @@ static int32_t *dt__gather_tokens(
     int32_t *all = (int32_t *)dt__meta(r->ctx, (size_t)(N * count) * sizeof *all);
     int32_t *out = (int32_t *)dt__meta(r->ctx, (size_t)(N * count) * sizeof *out);
     if (!all || !out || dt__gather_ints(comm, mine, all, (size_t)count) != DT_OK) return NULL;
-    for (int64_t i = 0; i < N * r->B; i++) { /* rank i / B, its sequence i % B */
+    for (int64_t i = 0; i < N * r->B; i++) { /* rank i / B, sequence i % B */
         int64_t to = (i % r->B * N + i / r->B) * slice;
         if (slice > 0) memcpy(out + to, all + i * slice, (size_t)slice * sizeof *out);
     }
     return out;
 }
 
-/* Position in its sequence of token i of x, for tokens in the order of dt_cp_token. */
+/* Returns the position that token i of x has in its sequence, for tokens in the order of
+   dt_cp_token. */
 static int64_t dt__local_position(const dt__router *r, int64_t i) {
     int64_t at = (r->sp ? dt_comm_rank(r->sp) : 0) * r->local_tokens + i;
     return dt_cp_token(r->d.kind, r->full_tokens, dt_comm_size(r->d.cp), dt_comm_rank(r->d.cp), at);
 }
 
-/* token_at (B,full_tokens): inverts the positions; token_at[p] is the token of position p. */
+/* Fills token_at (B,full_tokens), the inverse of the positions: entry p of a sequence is the token
+   at position p. */
 static dt_status dt__route_positions(const dt__router *r, int32_t *token_at) {
     int32_t *positions = NULL;
     int64_t T = r->full_tokens;
@@ -2134,7 +2181,7 @@ static dt_status dt__route_positions(const dt__router *r, int32_t *token_at) {
 }
 
 /* Expert capacity: how many choices of one sequence an expert takes. The small constant keeps
-   rounding errors from adding one. */
+   rounding errors from increasing the capacity by one. */
 static int64_t dt__expert_capacity(const dt__router *r) {
     double capacity = ceil(r->d.capacity * (double)(r->k * r->full_tokens) / (double)r->E - 1e-9);
     return capacity < 1                        ? 1
@@ -2143,8 +2190,8 @@ static int64_t dt__expert_capacity(const dt__router *r) {
 }
 
 /* Drops the choices of one sequence beyond the expert capacity. First choices are served before
-   second ones, each in order of positions. free_slots (E): work array, what is left of each
-   expert's capacity. */
+   second choices, and so on; within each the tokens are served in order of positions. free_slots
+   (E): work array, the remaining capacity of each expert. */
 static void dt__drop_beyond_capacity(
     const dt__router *r, int32_t *choices, const int32_t *token_at, int64_t *free_slots) {
     int64_t capacity = dt__expert_capacity(r);
@@ -2158,8 +2205,8 @@ static void dt__drop_beyond_capacity(
     }
 }
 
-/* Gathers the choices of whole sequences if capacity or the load-balancing loss needs them; counts
-   the load, then drops. */
+/* Gathers the choices of whole sequences if the capacity or the load-balancing loss needs them,
+   counts the load, then drops choices beyond the capacity. */
 static dt_status dt__route_sequences(dt__router *r) {
     dt_ctx *ctx = r->ctx;
     int32_t *region_choices = dt__gather_tokens(r, r->sp, r->topk, r->local_tokens, r->k),
@@ -2182,7 +2229,7 @@ static dt_status dt__route_sequences(dt__router *r) {
     for (int64_t b = 0; b < r->B && r->d.capacity > 0; b++)
         dt__drop_beyond_capacity(r, r->kept_choices + b * r->full_tokens * r->k,
             token_at + b * r->full_tokens, free_slots);
-    /* of each sequence, the tokens of this rank of cp */
+    /* Keep only the tokens of this rank of cp in each sequence. */
     int64_t slice = r->region_tokens * r->k, first = dt_comm_rank(r->d.cp) * slice;
     for (int64_t b = 0; b < r->B && slice > 0; b++)
         memmove(r->kept_choices + b * slice, r->kept_choices + b * r->full_tokens * r->k + first,
@@ -2198,8 +2245,8 @@ static dt_status dt__cast_recompute(dt_node *n) {
     return DT__KERNEL(x->ctx, n->name, cast, &a);
 }
 
-/* x in the type that the router computes with. transient: a copy of activations, dropped with its
-   block and cast again in the backward. */
+/* Casts x to the type in which the router computes. transient: x is an activation; the copy is
+   freed at the end of its block, and the backward casts x again. */
 static dt_tensor *dt__to_wide(dt_tensor *x, int transient) {
     dt_ctx *ctx = x->ctx;
     if (!dt__narrow(x->dtype)) return x;
@@ -2212,7 +2259,7 @@ static dt_tensor *dt__to_wide(dt_tensor *x, int transient) {
     return y;
 }
 
-/* Top-k: the k best experts of each token. A dry run reads only zeros; there the choices are spread
+/* Top-k: the k best experts of each token. A dry run reads only zeros, so it spreads the choices
    evenly. */
 static dt_status dt__route_topk(dt__router *r, dt_tensor *probability) {
     dt_ctx *ctx = r->ctx;
@@ -2240,8 +2287,8 @@ static dt_status dt__route_topk(dt__router *r, dt_tensor *probability) {
     return DT_OK;
 }
 
-/* (B,T',k): the probabilities of the chosen experts, for k > 1 divided by their sum. With a bias,
-   all of them may be 0. */
+/* (B,T',k): the probabilities of the chosen experts, for k > 1 divided by their sum. With a bias
+   the sum may be 0, so a small constant is added to it. */
 static dt_tensor *dt__route_gates(const dt__router *r, dt_tensor *probability) {
     int64_t n = r->B * r->local_tokens;
     int32_t *index = (int32_t *)dt__meta(r->ctx, (size_t)(n * r->k) * sizeof *index);
@@ -2259,8 +2306,8 @@ static dt_tensor *dt__route_gates(const dt__router *r, dt_tensor *probability) {
 
 /* ---- the router: side losses, statistics ---- */
 
-/* Load-balancing loss: this rank's part of the mean over sequences of E sum over e of f_e P_e,
-   which is the sum of its probabilities times E f_e / (T sequences). */
+/* Load-balancing loss: this rank's part of the mean over sequences of E sum over e of f_e P_e. The
+   part is the sum of the rank's probabilities, each times E f_e / (T sequences). */
 static dt_tensor *dt__balance_loss(const dt__router *r, dt_tensor *probability) {
     dt_dtype dtype = probability->dtype;
     void *factor = dt__meta(r->ctx, (size_t)(r->B * r->E) * dt_dtype_size(dtype));
@@ -2302,8 +2349,8 @@ static dt_status dt__route_losses(
     return dt_error(r->ctx);
 }
 
-/* Statistics of x's own tokens. In the arrays of the region these are the tokens of this rank of
-   sp. */
+/* Adds the statistics of x's tokens. In the region's arrays, x's tokens are the slice of this rank
+   of sp. */
 static void dt__route_count(const dt__router *r) {
     dt_route_counts *counts = r->d.counts;
     int64_t slice = r->local_tokens * r->k, first = (r->sp ? dt_comm_rank(r->sp) : 0) * slice;
@@ -2316,7 +2363,7 @@ static void dt__route_count(const dt__router *r) {
     }
 }
 
-/* What does not fit, or NULL. One rule per line. */
+/* Returns the first problem of the arguments, or NULL. One rule per line. */
 static const char *dt__route_problem(const dt__router *r, const dt_tensor *x, const dt_tensor *w) {
     const dt_route_desc *d = &r->d;
     const dt_tensor *bias = d->bias;
@@ -2371,7 +2418,7 @@ static dt__router dt__router_make(const dt_tensor *x, const dt_tensor *w, dt_rou
     return r;
 }
 
-/* Makes the routing that the tensor-parallel region sees: choices and gates of its tokens. */
+/* Makes the routing for the tensor-parallel region: choices and gates of the region's tokens. */
 static dt_routing *dt__route_enter(const dt__router *r, dt_tensor *gates) {
     dt_routing *out = (dt_routing *)dt__meta(r->ctx, sizeof *out);
     gates = dt_redistribute(gates, r->d.tp, r->sp ? DT_SHARD(1) : DT_REPLICATE, DT_COPY);
@@ -2424,7 +2471,7 @@ dt_status dt_route_update_bias(
     void *host = dt_alloc(ctx, DT_MEM_HOST, bytes, "the bias of a router");
     for (size_t e = 0; e < E; e++) total += counts[e];
     if (host && dt_read(bias, host) == DT_OK) {
-        /* mean - count has the sign of total - E count, which is exact */
+        /* Use the sign of total - E count: it equals the sign of mean - count and is exact. */
         for (size_t e = 0; e < E; e++) {
             double more = total - (double)E * counts[e], sign = (double)((more > 0) - (more < 0));
             dt__set_number(bias->dtype, host, e, dt__number(bias->dtype, host, e) + rate * sign);
@@ -2438,24 +2485,24 @@ dt_status dt_route_update_bias(
 /* ---- token dispatch and token combine: one exchange in both directions ---- */
 
 /* Plan of an exchange. Rows are the choices that are not dropped. A sender orders its rows by
-   expert, then token, so that the rows for one rank are contiguous. They arrive ordered by source
-   rank, then expert, then token. */
+   expert, then token, so that the rows for one rank are contiguous. The rows arrive ordered by
+   source rank, then expert, then token. */
 typedef struct dt__exchange {
     dt_comm *ep;
     int ranks;
     int64_t tokens, k, sent, received;
     size_t *rows_to, *rows_from;       /* (ranks) number of rows to and from each rank */
-    size_t *send_counts, *recv_counts; /* (ranks) the same in elements, set for each all-to-all */
-    /* (sent) i32: the token of row i; and token * k + j if row i is its j-th choice */
+    size_t *send_counts, *recv_counts; /* (ranks) in elements, set for each call */
+    /* (sent) i32: the token of row i, and token * k + j where row i is the token's j-th choice */
     dt_tensor *token_of_row, *choice_of_row;
     /* (k,tokens) i32: the sent row of the j-th choice of a token, or -1 */
     dt_tensor *row_of_choice;
-    /* (received) i32: the place among the received rows of row i ordered by expert; and the
-       inverse */
+    /* (received) i32: arrival_of_row[i] is the arrival index of row i in expert order;
+       row_of_arrival is the inverse */
     dt_tensor *arrival_of_row, *row_of_arrival;
 } dt__exchange;
 
-/* Row i of out = row at[first + i] of in (table_rows,width), or zeros for -1. */
+/* Row i of out = row at[first + i] of in (table_rows,width), or zeros if at[first + i] is -1. */
 static dt_status dt__gather_rows(const char *op, dt_dtype dtype, void *out, const void *in,
     int64_t table_rows, const dt_tensor *at, int64_t first, int64_t rows, int64_t width) {
     dt_embedding_args a = { dtype, out, in, (const int32_t *)at->data + first, (size_t)rows,
@@ -2474,8 +2521,8 @@ static dt_status dt__scatter_add_rows(const char *op, dt_dtype dtype, void *out,
     return table_rows * width > 0 ? DT__KERNEL(at->ctx, op, embedding_back, &a) : DT_OK;
 }
 
-/* out (rows,width) (+)= in times one factor per row, `step` elements apart; step 0: times an array
-   of the same shape. */
+/* out (rows,width) (+)= in times one factor per row; the factors are `step` elements apart. step 0:
+   factor has the shape of in, and the product is elementwise. */
 static dt_status dt__scale_rows(dt_ctx *ctx, const char *op, dt_dtype dtype, void *out,
     const void *in, const void *factor, int64_t step, int64_t rows, int64_t width, int accumulate) {
     dt_binary_args a;
@@ -2494,7 +2541,7 @@ static dt_status dt__scale_rows(dt_ctx *ctx, const char *op, dt_dtype dtype, voi
     return rows * width > 0 ? DT__KERNEL(ctx, op, binary, &a) : DT_OK;
 }
 
-/* in as the wide type: itself, or converted into buffer. */
+/* Returns `in` in the accumulation type: `in` itself, or a converted copy in buffer. */
 static const void *dt__widen_rows(
     dt_ctx *ctx, const char *op, dt_dtype dtype, const void *in, void *buffer, int64_t count) {
     dt_cast_args a = { DT_F32, dtype, buffer, in, (size_t)count, 0 };
@@ -2513,7 +2560,8 @@ static dt_status dt__exchange_rows(
     return dt_all_to_all_v(e->ep, in, e->send_counts, out, e->recv_counts, dtype);
 }
 
-/* Splits one scratch into n buffers of multiples of 64 bytes. Returns 0 on failure. */
+/* Splits one scratch allocation into n buffers, each a multiple of 64 bytes. Returns 0 on
+   failure. */
 static int dt__split_scratch(dt_ctx *ctx, const size_t *bytes, char **buffers, int n) {
     size_t all = 64, at = 0;
     for (int i = 0; i < n; i++) all += (bytes[i] + 63) / 64 * 64;
@@ -2574,7 +2622,7 @@ static dt_status dt__exchange_receive(
             ctx, DT_ERR_SHAPE, "dt_dispatch: %lld rows for one rank", (long long)e->received);
     if (e->ranks == 1) return DT_OK;
     int32_t *work = (int32_t *)dt__meta(ctx, (size_t)(2 * e->received) * sizeof *work);
-    /* the next row of each expert */
+    /* index of the next row of each expert */
     int64_t *next_row = (int64_t *)dt__meta(ctx, (size_t)r->local_experts * sizeof *next_row);
     if (!work || !next_row) return dt_error(ctx);
     int32_t *arrival_of_row = work, *row_of_arrival = work + e->received;
@@ -2620,7 +2668,8 @@ typedef struct dt__exchange_saved {
     dt_tensor *returned;
 } dt__exchange_saved;
 
-/* dx of a token = the sum of the gradients of its rows, which the all-to-all returns. */
+/* The gradient of a token is the sum of the gradients of its rows, which the all-to-all sends
+   back. */
 static dt_status dt__dispatch_back(dt_node *n) {
     const dt__exchange *e = ((const dt__exchange_saved *)n->saved)->e;
     dt_tensor *x = n->in[0], *y = n->out;
@@ -2645,7 +2694,7 @@ static dt_status dt__dispatch_back(dt_node *n) {
         n->name, x->dtype, dx, e->tokens, returned, e->token_of_row, C, accumulate, buffers[0]);
 }
 
-/* Copies rows of x to y, through the all-to-all. */
+/* Copies the rows of x to y through the all-to-all. */
 static dt_status dt__dispatch_rows(const dt__exchange *e, const dt_tensor *x, dt_tensor *y) {
     const char *op = "dt_dispatch";
     int64_t C = (int64_t)dt__last_dim(x);
@@ -2664,7 +2713,7 @@ static dt_status dt__dispatch_rows(const dt__exchange *e, const dt_tensor *x, dt
                            : status;
 }
 
-/* The context, if there is a routing and an op may run on x. */
+/* Returns the context; NULL if r is NULL or an op may not run on x. */
 static dt_ctx *dt__op_routed(
     const char *op, dt_tensor *x, const dt_routing *r, dt_tensor *a, dt_tensor *b) {
     dt_ctx *ctx =
@@ -2702,8 +2751,8 @@ dt_tensor *dt_dispatch(dt_tensor *x, dt_routing *r, dt_comm *ep) {
     return dt_error(ctx) == DT_OK ? y : NULL;
 }
 
-/* Row i is the j-th choice of token t: its gradient is gate (t,j) times dy of t, and the gradient
-   of that gate is dy of t times the row. */
+/* Row i is the j-th choice of token t. The row's gradient is gate (t,j) times dy_t, and the
+   gradient of gate (t,j) is the dot product of dy_t and the row. */
 static dt_status dt__combine_back(dt_node *n) {
     const dt__exchange_saved *saved = (const dt__exchange_saved *)n->saved;
     const dt__exchange *e = saved->e;
@@ -2756,7 +2805,7 @@ static dt_status dt__combine_back(dt_node *n) {
     return dt__accumulate(ctx, dtype, drows, out, sent, accumulate);
 }
 
-/* Returns rows (received,O) to the ranks of their tokens: (sent,O). */
+/* Sends rows (received,O) back to the ranks of their tokens, which get `returned` (sent,O). */
 static dt_status dt__combine_return(
     const dt__exchange *e, const dt_tensor *rows, dt_tensor *returned) {
     const char *op = "dt_combine";
@@ -2768,7 +2817,8 @@ static dt_status dt__combine_return(
     return status == DT_OK ? dt__exchange_rows(e, 1, work, returned->data, O, rows->dtype) : status;
 }
 
-/* y = the sum over j of gate j times the row of choice j, in rows (sent,O). */
+/* Sets each token of y to the sum over j of gate j times the row of choice j. returned (sent,O) has
+   the rows. */
 static dt_status dt__combine_sum(
     const dt__exchange *e, const void *returned, const dt_tensor *gates, dt_tensor *y) {
     const char *op = "dt_combine";
@@ -2826,10 +2876,10 @@ dt_tensor *dt_combine(dt_tensor *rows, dt_routing *r) {
 /* ---- each expert's product with its rows ---- */
 
 typedef struct dt__expert_saved {
-    /* first member: dt__linear_activation_grad reads it */
+    /* must be the first member: dt__linear_activation_grad reads it */
     dt__linear_saved linear;
     const dt_routing *routing;
-    int adds; /* whether this rank adds the bias */
+    int adds; /* 1 if this rank adds the bias */
 } dt__expert_saved;
 
 /* Sizes of one expert's product: w (local_experts,out,in). */
@@ -2845,8 +2895,8 @@ static dt__expert_sizes dt__expert_sizes_of(const dt_tensor *w) {
     return s;
 }
 
-/* Gradients of one expert's matrix and bias, from its rows d (rows,out) and x (rows,in). Zero
-   without rows. */
+/* Gradients of one expert's matrix and bias, from its rows d (rows,out) and x (rows,in). The
+   gradients are zero if the expert has no rows. */
 static dt_status dt__expert_weight_back(dt_node *n, int64_t expert, int64_t rows, const char *d,
     const char *x, dt_matmul_args dw, dt_sum_args db) {
     dt_ctx *ctx = n->out->ctx;
@@ -2913,7 +2963,8 @@ static dt_status dt__expert_back(dt_node *n) {
     return DT_OK;
 }
 
-/* Whether the inputs fit. Writes the result's shape to *shape. */
+/* Returns 1 and writes the result's shape to *shape if the inputs match; else fails the context and
+   returns 0. */
 static int dt__expert_fits(dt_tensor *x, const dt_routing *r, dt_tensor *w, dt_tensor *b,
     dt_expert_desc d, dt_shape *shape) {
     const char *op = "dt_expert_linear", *why = NULL;
@@ -2993,8 +3044,8 @@ dt_tensor *dt_expert_linear(
 // ==== 16. Pipeline schedules: code ==============================================================
 
 /* Five schedules of p = 4 ranks and m = 4 micro-batches, drawn by dt_schedule_text from their
-   generators (F takes 1, B 2, I and W 1 each; digits F, small letters B and I, capitals W, dots the
-   bubble):
+   generators. F takes 1 time unit, B takes 2, I and W take 1 each. Digits are F, small letters are
+   B and I, capitals are W, dots are the bubble:
 
        naive, m = 2: bubble fraction p - 1 = 3       GPipe (AFAB): (p - 1) / m = 3/4
        rank 0 |0.........aa1.........bb|             rank 0 |0123.........aabbccdd|
@@ -3014,11 +3065,11 @@ dt_tensor *dt_expert_linear(
        rank 2 |..0123012.aa3bb.cc.ddaabbccdd....|
        rank 3 |...01230aa1bb2cc3ddaabbccdd......| */
 
-/* The computations of one rank, in its order. */
+/* The computations of one rank, in the order in which the rank runs them. */
 typedef struct dt__program {
     dt_action *action;
     int count, capacity;
-    int offset; /* index of its first action among those of all ranks */
+    int offset; /* index of the first action in the list of all ranks' actions */
     int max_in_flight, slots;
 } dt__program;
 
@@ -3032,10 +3083,9 @@ struct dt_schedule {
     dt__program *program; /* (ranks) */
     int *stage_of_chunk;  /* (ranks,chunks) the stage of a chunk */
     int *chunk_of_stage;  /* (stages) rank * chunks + chunk of a stage */
-    /* (stages,micros,3) index, in the order of the stage's rank, of F, of B or I, and of W; -1:
-       missing */
+    /* (stages,micros,3) index in the rank's program of F, of B or I, and of W; -1: missing */
     int *action_index;
-    /* (total) of an F: the F of the same rank that had the slot before it; -1: none */
+    /* (total) entry of an F: the rank's F that used the slot before; -1: none */
     int *previous_tenant;
     dt_span *spans;        /* (total) work array */
     int *cursor, *visited; /* (ranks) work arrays */
@@ -3044,7 +3094,7 @@ struct dt_schedule {
     size_t pipe_bytes;
 };
 
-enum { DT__ROLE_F = 0, DT__ROLE_B, DT__ROLE_W, DT__ROLES }; /* B: I too */
+enum { DT__ROLE_F = 0, DT__ROLE_B, DT__ROLE_W, DT__ROLES }; /* DT__ROLE_B is B or I */
 
 static int dt__role(dt_phase phase) {
     return phase == DT_FORWARD ? DT__ROLE_F : phase == DT_BACKWARD_WEIGHT ? DT__ROLE_W : DT__ROLE_B;
@@ -3108,7 +3158,7 @@ dt_status dt_schedule_add(dt_schedule *s, int rank, dt_phase phase, int micro, i
             "rank %d of %d",
             s->name, (int)phase, micro, s->desc.micros, chunk, s->desc.chunks, rank, s->desc.ranks);
     dt__program *p = &s->program[rank];
-    int limit = 4 * s->desc.chunks * s->desc.micros; /* no correct schedule has as many */
+    int limit = 4 * s->desc.chunks * s->desc.micros; /* more than any correct schedule has */
     if (p->count >= limit)
         return dt_fail(s->ctx, DT_ERR_ARG, "dt_schedule_add(%s): rank %d has %d actions already",
             s->name, rank, limit);
@@ -3142,9 +3192,9 @@ static void dt__generate_afab(dt_schedule *s, void *user) {
     }
 }
 
-/* 1F1B (PipeDream-Flush): a warm-up of p - r - 1 forwards, which is how long rank r's first
-   backward is away; then one forward and one backward in turn. The bubble is that of AFAB, but rank
-   r holds at most p - r micro-batches. */
+/* 1F1B (PipeDream-Flush): a warm-up of p - r - 1 forwards, then one forward and one backward
+   alternate. Rank r runs the warm-up while the first micro-batch passes the p - r - 1 stages that
+   follow. The bubble equals the bubble of AFAB, but rank r holds at most p - r micro-batches. */
 static void dt__generate_1f1b(dt_schedule *s, void *user) {
     int p = s->desc.ranks, m = s->desc.micros;
     (void)user;
@@ -3158,8 +3208,9 @@ static void dt__generate_1f1b(dt_schedule *s, void *user) {
     }
 }
 
-/* A rank's k-th forward (or backward). A group of G micro-batches passes the rank's first chunk,
-   then its next one, .., then the next group follows. Backwards take the chunks in reverse. */
+/* Adds rank r's k-th forward or backward. A group of G micro-batches passes the rank's first chunk,
+   then the second chunk, and so on; then the next group follows. Backwards pass the chunks in
+   reverse. */
 static void dt__interleaved_add(dt_schedule *s, int r, int k, dt_phase phase) {
     int v = s->desc.chunks, start = k / (s->desc.micro_group * v) * s->desc.micro_group,
         left = s->desc.micros - start;
@@ -3169,8 +3220,8 @@ static void dt__interleaved_add(dt_schedule *s, int r, int k, dt_phase phase) {
         s, r, phase, start + (k - start * v) % size, phase == DT_FORWARD ? chunk : v - 1 - chunk);
 }
 
-/* Interleaved 1F1B: a rank has v chunks of 1/v of its layers each, so that the pipeline fills and
-   drains v times as fast. The price: v times the messages, and a longer warm-up. */
+/* Interleaved 1F1B: a rank has v chunks, each with 1/v of the rank's layers, so that the pipeline
+   fills and drains v times as fast. The cost is v times as many messages and a longer warm-up. */
 static void dt__generate_interleaved(dt_schedule *s, void *user) {
     int p = s->desc.ranks, all = s->desc.micros * s->desc.chunks;
     (void)user;
@@ -3185,8 +3236,8 @@ static void dt__generate_interleaved(dt_schedule *s, void *user) {
     }
 }
 
-/* Zero bubble (ZB-H1): 1F1B whose backward is split. The stage before waits for I only; rank r
-   delays W by r micro-batches, into the time in which 1F1B would be idle. */
+/* Zero bubble (ZB-H1): 1F1B with the backward split into I and W. The preceding stage waits only
+   for I. Rank r delays W by r micro-batches, into the time in which 1F1B would be idle. */
 static void dt__generate_zb(dt_schedule *s, void *user) {
     int p = s->desc.ranks, m = s->desc.micros;
     (void)user;
@@ -3215,7 +3266,8 @@ static const struct {
 /* ---- dependencies of an action ---- */
 
 enum { DT__DEPEND_LOCAL = 0, DT__DEPEND_MESSAGE, DT__DEPEND_SLOT };
-/* An action that must come first: index `at` in the order of a rank; -1: it does not exist. */
+/* A dependency: the action that must run first, with index `at` in the rank's program; -1: the
+   action does not exist. */
 typedef struct dt__dependency {
     int rank, at, kind;
 } dt__dependency;
@@ -3227,8 +3279,9 @@ static dt__dependency dt__dependency_on(
     return dependency;
 }
 
-/* The dependencies of an action besides the order of its rank. For a slot it waits until the
-   receiver of the old gradient begins, for all else until the other action ends. */
+/* Lists the dependencies of an action, apart from the order of its rank's program. For a slot the
+   action waits until the receiver of the old gradient begins; for any other dependency it waits
+   until the other action ends. */
 static int dt__dependencies(const dt_schedule *s, int rank, int at, dt__dependency out[2]) {
     const dt_action *a = &s->program[rank].action[at];
     int n = 0, role = dt__role(a->phase), before = s->previous_tenant[s->program[rank].offset + at];
@@ -3256,7 +3309,7 @@ static double dt__action_cost(const dt_schedule_costs *c, const dt_action *a) {
                                            : weight;
 }
 
-/* The earliest time at which the action can begin; -1 while a dependency has not run. */
+/* Returns the earliest time at which the action can begin; -1 if a dependency has not run yet. */
 static double dt__earliest_begin(
     const dt_schedule *s, const dt_schedule_costs *c, const dt_span *spans, int rank, int at) {
     dt__dependency dependency[2];
@@ -3274,9 +3327,9 @@ static double dt__earliest_begin(
     return begin;
 }
 
-/* The simulator. Every rank runs as far as it can, again and again, until no rank advances: then
-   all is done (returns 1), or the ranks are deadlocked. s->cursor is the next action of each
-   rank. */
+/* The simulator. Repeatedly runs every rank as far as its dependencies allow, until no rank
+   advances. Returns 1 if all actions ran, 0 if the ranks are deadlocked. s->cursor is the next
+   action of each rank. */
 static int dt__simulate(const dt_schedule *s, const dt_schedule_costs *c, dt_span *spans) {
     dt_span never = { 0, -1 };
     int done = 0, moved = 1;
@@ -3318,20 +3371,20 @@ static void dt__lower_messages(dt_schedule *s) {
         }
 }
 
-/* A slot, the time from which it is free, and the F that has it. */
+/* State of a slot: the time from which the slot is free, and the last F that took the slot. */
 typedef struct dt__slot {
     double free_at;
     int tenant;
 } dt__slot;
 
-/* When the slot that the F at index `at` takes is free again: after B or W, and after the receiver
-   of its gradient begins. s->spans has the times. timed 0: these are only positions in each rank's
-   order, and say nothing about another rank. */
+/* Returns the time at which the slot of the F at index `at` is free again: after B or W has ended
+   and the receiver of the gradient has begun. The times come from s->spans. If timed is 0, they are
+   only positions in each rank's program, which cannot be compared between ranks. */
 static double dt__slot_free_time(const dt_schedule *s, int rank, int at, int timed) {
     const dt_action *a = &s->program[rank].action[at];
     int weight = *dt__action_index(s, a->stage, a->micro, DT__ROLE_W), last = weight;
     if (last < 0) last = *dt__action_index(s, a->stage, a->micro, DT__ROLE_B);
-    if (last < at) return INFINITY; /* no backward, or one before its F: a wrong schedule */
+    if (last < at) return INFINITY; /* wrong schedule: the backward is missing or precedes F */
     double time = s->spans[s->program[rank].offset + last].end;
     int receiver_rank = dt_schedule_rank_of(s, a->stage - 1);
     int receiver = a->stage > 0 ? *dt__action_index(s, a->stage - 1, a->micro, DT__ROLE_B) : -1;
@@ -3340,8 +3393,9 @@ static double dt__slot_free_time(const dt_schedule *s, int rank, int at, int tim
     return begins > time ? begins : time;
 }
 
-/* Greedy allocation: an F takes the slot that has been free longest, or a new one if none is free
-   when it begins. For intervals of time this needs no more slots than are in use at once. */
+/* Greedy allocation: an F takes the slot that has been free longest, or a new slot if none is free
+   when the F begins. Greedy allocation of time intervals needs no more slots than the largest
+   number in use at once. */
 static void dt__allocate_slots(dt_schedule *s, int rank, int timed, dt__slot *slot) {
     dt__program *p = &s->program[rank];
     for (int k = 0; k < p->slots; k++) {
@@ -3365,12 +3419,12 @@ static void dt__allocate_slots(dt_schedule *s, int rank, int timed, dt__slot *sl
     }
 }
 
-/* The slots of one rank, and the number of micro-batches in flight. */
+/* Allocates the slots of one rank, and counts the micro-batches in flight. */
 static void dt__lower_slots(dt_schedule *s, int rank, int timed, dt__slot *slot) {
     dt__program *p = &s->program[rank];
     int live = 0, forwards = 0;
     for (int i = 0; i < p->count; i++) forwards += p->action[i].phase == DT_FORWARD;
-    dt__allocate_slots(s, rank, timed, slot); /* p->slots is 0: allocates as few as possible */
+    dt__allocate_slots(s, rank, timed, slot); /* p->slots is 0: as few slots as possible */
     if (s->desc.extra_slots > 0) {
         p->slots =
             s->desc.extra_slots < forwards - p->slots ? p->slots + s->desc.extra_slots : forwards;
@@ -3386,9 +3440,9 @@ static void dt__lower_slots(dt_schedule *s, int rank, int timed, dt__slot *slot)
     }
 }
 
-/* Lowers the schedule. Slots follow the times of a simulated run in which all stages take the same
-   time and no rank waits for slots; where that cannot run, or with min_slots, each rank's own
-   order. */
+/* Lowers the schedule. Slots are allocated by the times of a simulated run in which all stages take
+   the same time and no rank waits for slots. If that run deadlocks, or with min_slots, slots are
+   allocated by the order of each rank's program. */
 static dt_status dt__schedule_lower(dt_schedule *s) {
     dt_schedule_costs even = { .forward = 1, .input = 1, .weight = 1 };
     int max_count = 0, timed;
@@ -3435,7 +3489,7 @@ static dt__text dt__action_text_at(const dt_schedule *s, int rank, int at) {
     return dt__action_text(s, a->phase, a->micro, a->chunk);
 }
 
-/* Each computation occurs once. */
+/* Checks that each computation occurs once. */
 static dt_status dt__check_complete(const dt_schedule *s, dt__strbuf *t) {
     for (int r = 0; r < s->desc.ranks; r++)
         for (int i = 0; i < s->program[r].count; i++) {
@@ -3470,7 +3524,7 @@ static dt_status dt__check_complete(const dt_schedule *s, dt__strbuf *t) {
     return DT_OK;
 }
 
-/* One of the dependencies for which a stopped rank waits. */
+/* Returns one unmet dependency of a stopped rank. */
 static dt__dependency dt__unmet_dependency(const dt_schedule *s, int rank) {
     dt__dependency dependency[2], none = { -1, -1, DT__DEPEND_LOCAL };
     int n = dt__dependencies(s, rank, s->cursor[rank], dependency);
@@ -3481,8 +3535,9 @@ static dt__dependency dt__unmet_dependency(const dt_schedule *s, int rank) {
     return none;
 }
 
-/* Deadlock detection after a simulation that stopped: every stopped rank waits for a stopped rank,
-   so following these edges ends in a cycle. Writes the cycle and returns its length. */
+/* Deadlock detection after the simulation has stopped. Every stopped rank waits for a stopped rank,
+   so following each rank to the rank for which it waits ends in a cycle. Writes the cycle and
+   returns its length. */
 static int dt__check_cycle(const dt_schedule *s, dt__strbuf *t) {
     int r = 0, first, n = 0;
     memset(s->visited, 0, (size_t)s->desc.ranks * sizeof *s->visited);
@@ -3514,7 +3569,7 @@ static int dt__check_cycle(const dt_schedule *s, dt__strbuf *t) {
     return n;
 }
 
-/* B and W of a chunk accumulate gradients in ascending order of micro-batches. */
+/* Checks that B and W of a chunk accumulate gradients in ascending order of micro-batches. */
 static dt_status dt__check_order(const dt_schedule *s, dt__strbuf *t) {
     for (int r = 0; r < s->desc.ranks; r++)
         for (int chunk = 0; chunk < s->desc.chunks; chunk++) {
@@ -3595,13 +3650,14 @@ void dt_schedule_free(dt_schedule *s) {
     dt__schedule_release(s->ctx, s);
 }
 
-/* Whether groups of G suit m micro-batches: the last, smaller group must fill all ranks too. */
+/* 1 if m micro-batches can be split into groups of G: the last, smaller group must also fill all
+   ranks. */
 static int dt__group_fits(int p, int m, int g) {
     if (m < p) return g == m;
     return g >= p && g <= m && (m % g == 0 || m % g >= p);
 }
 
-/* Checks the desc and replaces zeros by defaults. */
+/* Checks *d and replaces zeros by defaults. */
 static dt_status dt__schedule_resolve(dt_ctx *ctx, dt_schedule_desc *d) {
     int interleaved = d->kind == DT_SCHEDULE_INTERLEAVED && !d->generate;
     int64_t limit = 1 << 26; /* largest number of computations */
@@ -3753,8 +3809,9 @@ dt_schedule_bubble dt_schedule_bubble_of(const dt_schedule *s, const dt_span *sp
 
 /* ---- partitioning a model into stages ---- */
 
-/* Number of parts of at most `limit` each that the items need, if filled greedily; no item exceeds
-   the limit. *next: the smallest larger limit with which some part could take one more item. */
+/* Returns how many parts of cost at most `limit` a greedy partition of the items needs. No item may
+   exceed the limit. *next is lowered to the smallest larger limit at which some part could take one
+   more item. */
 static int dt__count_parts(const double *costs, int n, double limit, double *next) {
     int parts = 1;
     double sum = 0;
@@ -3770,8 +3827,8 @@ static int dt__count_parts(const double *costs, int n, double limit, double *nex
     return parts;
 }
 
-/* Whether the items can be partitioned into `parts` non-empty parts of at most `limit`. A partition
-   into fewer parts can always be split further. */
+/* 1 if the items can be partitioned into `parts` non-empty parts of cost at most `limit`. A
+   partition into fewer parts can always be split further. */
 static int dt__partition_fits(const double *costs, int n, int parts, double limit) {
     double next = INFINITY;
     return n >= parts && dt__count_parts(costs, n, limit, &next) <= parts;
@@ -3799,10 +3856,10 @@ dt_status dt_partition_stages(
             &t, "item %d costs %g; costs are 0 or more, and their sum is finite", i, costs[i]);
         return DT_ERR_ARG;
     }
-    /* no partition is cheaper; the factor covers rounding of sums */
+    /* Start at the lower bound of all partitions; the factor covers rounding of sums. */
     double mean = left / stages * (1 - 1e-9);
     if (mean > limit) limit = mean;
-    /* limits between this one and the next give the same parts */
+    /* All limits between `limit` and `next` give the same parts. */
     while (!dt__partition_fits(costs, n, stages, limit)) {
         double next = INFINITY;
         dt__count_parts(costs, n, limit, &next);
@@ -3812,7 +3869,7 @@ dt_status dt_partition_stages(
         int rest = stages - part - 1;
         double share = left / (rest + 1), sum = 0;
         first[part] = i;
-        do { /* its share of what is left, or more if the rest would not fit otherwise */
+        do { /* add items up to an even share, or more if the rest would not fit */
             sum += costs[i];
             left -= costs[i++];
         } while (
@@ -3841,7 +3898,7 @@ dt_status dt_schedule_text(
         dt__strbuf_add(&t, "rank %2d |", r);
         for (int c = 0; c < columns && t.used + 1 < t.bytes; c++) {
             double time = begin + (c + 0.5) / columns * (end - begin);
-            while (i < after && spans[i].end <= time) i++; /* skips what never happened, too */
+            while (i < after && spans[i].end <= time) i++; /* also skips actions that did not run */
             const dt_action *a = i < after ? &s->program[r].action[i - s->program[r].offset] : NULL;
             int role = a ? dt__role(a->phase) : DT__ROLE_F;
             int letter = role == DT__ROLE_F ? '0' : role == DT__ROLE_B ? 'a' : 'A';
@@ -3852,7 +3909,7 @@ dt_status dt_schedule_text(
     return t.used + 1 < t.bytes ? DT_OK : DT_ERR_ARG;
 }
 
-/* An SVG that is being written. Lengths are in pixels; scale: pixels per second. */
+/* State of an SVG writer. Lengths are in pixels, scale is in pixels per second. */
 typedef struct dt__svg {
     dt_json_out out;
     double scale, begin;
@@ -3874,7 +3931,7 @@ static void DT_PRINTF(2, 3) dt__svg_put(dt__svg *g, const char *fmt, ...) {
     if (n > 0) dt__json_write(&g->out, text, (size_t)n < sizeof text ? (size_t)n : sizeof text - 1);
 }
 
-/* A number with so many decimals, and a point in every locale. */
+/* Formats x with `decimals` decimals, and with a decimal point in every locale. */
 static dt__text dt__fixed(double x, int decimals) {
     dt__text t;
     long long unit = 1;
@@ -3966,7 +4023,8 @@ static void dt__svg_timeline(dt__svg *g, const dt_timeline *line, int y, double 
     }
 }
 
-/* The phases that occur, with their colours in each chunk of the schedule with most chunks. */
+/* Draws the legend: the phases that occur, in their colours for each chunk of the schedule with the
+   most chunks. */
 static void dt__svg_legend(dt__svg *g, const dt_timeline *lines, int n, int y) {
     static const char *const names[] = { "", "forward", "backward", "backward of inputs",
         "backward of weights" };
@@ -3994,8 +4052,8 @@ static void dt__svg_legend(dt__svg *g, const dt_timeline *lines, int n, int y) {
             g, "<text x=\"%d\" y=\"%d\">lighter: a later chunk of the rank</text>\n", x, y + 11);
 }
 
-/* Pixels per second: a forward is wide enough for its number, but the drawing stays below 6,000
-   pixels. */
+/* Returns the scale in pixels per second at which a forward is wide enough for its number, limited
+   so that the drawing is less than 6,000 pixels wide. */
 static double dt__svg_scale(const dt_timeline *lines, int n, double *longest) {
     double shortest_mean = INFINITY;
     *longest = 0;
@@ -4064,7 +4122,7 @@ dt_status dt_schedule_svg(dt_ctx *ctx, const char *path, const dt_timeline *line
 
 // ==== 17. Pipeline parallelism: code ============================================================
 
-/* The executor. A slot is a micro-batch of a stage on its own tape. One action:
+/* The executor. A slot holds one micro-batch of a stage on its own tape. One action runs:
 
        post recv --> prefetch next recv --> wait --> compute on the slot's tape --> post send
 
@@ -4072,20 +4130,20 @@ dt_status dt_schedule_svg(dt_ctx *ctx, const char *path, const dt_timeline *line
                  |  `--send y-->      |  `--send dx-->  waits for its own sends when it is reused
        rank r+1  |      | F(0) | B(0) |
 
-   The first micro-batch announces dtype and shape of an edge between stages; all others have the
-   same. */
+   The first micro-batch announces the dtype and shape of each edge between stages; all later
+   micro-batches have the same dtype and shape. */
 
 /* A micro-batch of a stage, on the tape of its slot. */
 typedef struct dt__pipe_slot {
     dt_tensor *x, *y, *dy; /* the stage's input and output; gradient of the output */
     dt_work *receiving;    /* pending receive of x or dy */
     dt_work *sending[3];   /* pending sends of y, of the gradient of x, and of the shape of y */
-    int stage;             /* the stage whose ops the tape holds */
+    int stage;             /* stage whose ops are on the tape */
     int backward_pending;  /* 1 between F and B or W */
-    int recv_posted;       /* the next action's receive is posted */
+    int recv_posted;       /* 1 if the next action's receive is posted */
 } dt__pipe_slot;
 
-/* Dtype and shape of the messages between two stages, as the first one announces them. */
+/* Dtype and shape of the messages between two stages, as the first micro-batch announces them. */
 typedef struct dt__pipe_edge {
     int32_t known, dtype, nd, d[DT_MAX_DIMS];
 } dt__pipe_edge;
@@ -4095,11 +4153,11 @@ typedef struct dt__pipe {
     dt_pipe_desc desc;
     int rank, micros, stages, n_slots;
     dt__pipe_slot *slots;
-    dt__pipe_edge *edges; /* (stages) of each stage's output */
+    dt__pipe_edge *edges; /* (stages) edge of each stage's output */
 } dt__pipe;
 
-/* Bytes for the slots of any rank, or for those of a forward alone (one for each of its stages),
-   and for all edges. */
+/* Bytes for the slots of the rank with the most slots, and for all edges. A run of forwards alone
+   needs one slot for each chunk. */
 static size_t dt__pipe_bytes(const dt_schedule *s) {
     size_t slots = (size_t)s->desc.chunks;
     for (int r = 0; r < s->desc.ranks; r++) {
@@ -4114,9 +4172,9 @@ static int dt__pipe_tag(const dt__pipe *p, int stage, int micro, int backward) {
     return 2 * (stage * p->micros + micro) + backward;
 }
 
-/* Receives a shape from another rank, or (sending not NULL) starts to send it: it does not wait,
-   because the receiver may have other messages to take first. It travels in host memory and is not
-   counted as traffic. */
+/* If sending is NULL, receives a shape from another rank; else starts to send a shape. The send
+   does not wait, because the receiver may have to receive other messages first. Shapes are in host
+   memory and are not counted as traffic. */
 static dt_status dt__pipe_exchange_shape(
     const dt__pipe *p, dt__pipe_edge *edge, int stage, int peer, dt_work **sending) {
     int tag = 2 * p->stages * p->micros + stage;
@@ -4129,7 +4187,7 @@ static dt_status dt__pipe_exchange_shape(
     return dt_error(p->ctx);
 }
 
-/* A tensor on the current tape for a message of this edge. */
+/* Creates a tensor on the current tape for a message of this edge. */
 static dt_tensor *dt__pipe_buffer(const dt__pipe *p, const dt__pipe_edge *edge) {
     dt_shape shape = DT_SCALAR;
     shape.nd = edge->nd;
@@ -4137,12 +4195,13 @@ static dt_tensor *dt__pipe_buffer(const dt__pipe *p, const dt__pipe_edge *edge) 
     return dt__new_named(p->ctx, (dt_dtype)edge->dtype, shape, "dt_pipe_run");
 }
 
-/* Which of its rank's chunks this stage is: in a run of forwards alone, its slot. */
+/* Returns the stage's chunk index on its rank, which is also its slot in a run of forwards
+   alone. */
 static int dt__pipe_chunk(const dt__pipe *p, int stage) {
     return p->desc.schedule->chunk_of_stage[stage] % p->desc.schedule->desc.chunks;
 }
 
-/* The slot in which this rank holds a micro-batch of one of its own stages. */
+/* Returns the slot in which this rank holds a micro-batch of one of its own stages. */
 static dt__pipe_slot *dt__pipe_find(const dt__pipe *p, int stage, int micro) {
     const dt_action *a = dt_schedule_actions(p->desc.schedule, p->rank);
     int n = dt_schedule_count(p->desc.schedule, p->rank), i = 0;
@@ -4151,8 +4210,8 @@ static dt__pipe_slot *dt__pipe_find(const dt__pipe *p, int stage, int micro) {
     return &p->slots[p->desc.forward_micros ? dt__pipe_chunk(p, stage) : a[i].slot];
 }
 
-/* Empties a slot: waits for its messages and resets its tape. After a failure it releases the work
-   objects and leaves the tape as it is. */
+/* Empties a slot: waits for its messages and resets its tape. After a failure the function releases
+   the work objects and leaves the tape unchanged. */
 static dt_status dt__pipe_release_slot(dt__pipe *p, int s) {
     dt__pipe_slot *slot = &p->slots[s];
     int stage = slot->stage;
@@ -4186,7 +4245,7 @@ static dt_status dt__pipe_post_recv(dt__pipe *p, const dt_action *a) {
         slot->x = p->desc.forward_micros ? t : dt_require_grad(t);
     else
         slot->dy = t;
-    if (a->recv_from == p->rank) { /* this rank has the neighbouring stage too: copy */
+    if (a->recv_from == p->rank) { /* copy: this rank also has the neighbouring stage */
         const dt__pipe_slot *other =
             dt__pipe_find(p, forward ? a->stage - 1 : a->stage + 1, a->micro);
         const void *data = forward ? other->y->data : other->x->grad;
@@ -4198,8 +4257,8 @@ static dt_status dt__pipe_post_recv(dt__pipe *p, const dt_action *a) {
     return dt_error(ctx);
 }
 
-/* Before an action computes, starts to receive the message of the next action, if its slot can take
-   it. */
+/* Before action a computes, starts to receive the message of the next action, if the next action's
+   slot is free to receive. */
 static dt_status dt__pipe_prefetch(dt__pipe *p, const dt_action *a, const dt_action *next) {
     dt__pipe_slot *slot = &p->slots[next->slot];
     int forward = next->phase == DT_FORWARD;
@@ -4208,7 +4267,7 @@ static dt_status dt__pipe_prefetch(dt__pipe *p, const dt_action *a, const dt_act
         return DT_OK;
     for (int i = 0; i < 3 && forward; i++)
         if (slot->sending[i] && !dt_test(p->ctx, slot->sending[i])) return dt_error(p->ctx);
-    /* it would have to wait for the shape */
+    /* posting the receive now would wait for the shape */
     if (forward && !p->edges[next->stage - 1].known) return DT_OK;
     return dt__pipe_post_recv(p, next);
 }
@@ -4232,8 +4291,8 @@ static dt_tensor *dt__pipe_stage(dt_tensor *x, void *user) {
     return c->pipe->desc.run(x, c->action->stage, c->action->micro, c->pipe->desc.user);
 }
 
-/* Checks what a stage returned: the shape must be that of the first micro-batch, which announces
-   it. */
+/* Checks a stage's output. The first micro-batch announces dtype and shape; every later micro-batch
+   must have the same. */
 static dt_status dt__pipe_check_output(dt__pipe *p, const dt_action *a, const dt_tensor *y) {
     dt__pipe_edge *edge = &p->edges[a->stage], found;
     memset(&found, 0, sizeof found);
@@ -4274,7 +4333,7 @@ static void *dt__pipe_input_grad(dt__pipe *p, dt__pipe_slot *slot) {
     return zeros ? zeros->data : NULL;
 }
 
-/* Waits until an action has lasted as long as desc.min_durations says. */
+/* Waits until an action has lasted its minimum duration (desc.min_durations). */
 static void dt__pipe_wait_min_duration(const dt__pipe *p, const dt_action *a, double begin) {
     const dt_host *host = dt_ctx_host(p->ctx);
     const dt_schedule_costs *c = p->desc.min_durations;
@@ -4329,7 +4388,8 @@ static void dt__pipe_run_schedule(dt__pipe *p) {
             return;
 }
 
-/* Forwards only: each micro-batch passes all of this rank's stages before the next one begins. */
+/* Runs forwards only. Each micro-batch passes all of this rank's stages before the next micro-batch
+   begins. */
 static void dt__pipe_run_forwards(dt__pipe *p) {
     const dt_schedule *s = p->desc.schedule;
     for (int micro = 0; micro < p->micros; micro++)
@@ -4410,10 +4470,10 @@ dt_status dt_pipe_gather_spans(
 
 // ==== 18. Data order and text datasets: code ====================================================
 
-/* The data are read again and again: number k of the run's sequences is sequence k mod S of the
-   data. Step n, micro-step j, replica r and i select number consumed + (n-1) B + (j R + r)
-   b + i, so the data of a step do not depend on the layout. The distributed sampler permutes the
-   samples of each epoch and deals them out: rank r takes entries r, r + R, .. For n = 5, R = 2:
+/* A run reads the data repeatedly: its k-th sequence is sequence k mod S of the data. Sequence i of
+   replica r in micro-step j of step n is the run's sequence k = consumed + (n-1) B + (j R + r) b +
+   i, so the data of a step do not depend on the layout. The distributed sampler permutes the
+   samples of each epoch, and rank r takes entries r, r + R, .. For n = 5, R = 2:
 
        shuffled       3 0 4 1 2 | 3     padded with its own beginning; drop_last: 3 0 4 1
        rank 0         3   4   2
@@ -4435,8 +4495,8 @@ static int64_t dt__mul_div(int64_t a, int64_t b, int64_t m, uint64_t *rest) {
     return dt__add_saturating(quotient, more);
 }
 
-/* Returns dt_data_order_sequence, and dt_data_order_epoch in *epoch. Their products need up to 128
-   bits. */
+/* Returns dt_data_order_sequence, and dt_data_order_epoch in *epoch. The intermediate products need
+   up to 128 bits. */
 static int64_t dt__data_order_at(
     dt_data_order o, int64_t step, int micro_step, int replica, int i, int64_t *epoch) {
     uint64_t at = (uint64_t)o.consumed + (uint64_t)i, rest[2], S = (uint64_t)o.sequences;
@@ -4470,7 +4530,7 @@ int64_t dt_data_order_epoch(dt_data_order order, int64_t step, int micro_step, i
     return epoch;
 }
 
-/* NULL, or why these numbers are not a ramp for any micro-batch. */
+/* Returns why r is not a valid ramp for any micro-batch size; NULL if r is valid. */
 static const char *dt__ramp_problem(dt_batch_ramp r) {
     if (r.start < 1 || r.incr < 1 || r.samples < 1 || r.batch < r.start)
         return "start, increment and samples are at least 1, and start is at most the batch";
@@ -4480,11 +4540,12 @@ static const char *dt__ramp_problem(dt_batch_ramp r) {
                : NULL;
 }
 
-/* A valid ramp near r, for an error text: whole units from a multiple of unit up to the batch. If
-   10,000 increments do not divide that range, the increment is the whole range. */
+/* A valid ramp near r, for an error text: start and increment are multiples of unit, and the ramp
+   ends at the batch. If none of 10,000 tried increments divides batch - start, the increment is
+   batch - start. */
 static dt_batch_ramp dt__ramp_suggest(dt_batch_ramp r, int64_t unit) {
     int64_t start = r.start < 1 ? 1 : r.start > r.batch ? r.batch : r.start;
-    /* not beyond the batch, which is a multiple of unit */
+    /* rounding up does not exceed the batch, because the batch is a multiple of unit */
     r.start = start % unit ? start - start % unit + unit : start;
     int64_t left = (r.batch - r.start) / unit,
             increment = r.incr / unit < left ? r.incr / unit : left;
@@ -4535,19 +4596,20 @@ int64_t dt_batch_ramp_size(dt_batch_ramp r, int64_t consumed) {
     return consumed < 0 ? r.start : r.start + consumed * increments / r.samples * r.incr;
 }
 
-/* Few iterations: samples K <= INT64_MAX, so fewer than 2^21 sizes can last more than one step;
-   later steps skip sizes, more at each step. */
+/* The loop has few iterations. Because `samples` times K is at most INT64_MAX, fewer than 2^21
+   sizes can last more than one step. After these sizes each step skips sizes, and later steps skip
+   more. */
 int64_t dt_batch_ramp_consumed(dt_batch_ramp r, int64_t step) {
     int64_t consumed = 0, left = step > 1 ? step - 1 : 0;
     if (dt__ramp_problem(r)) r.samples = 0;
     int64_t increments = r.samples ? (r.batch - r.start) / r.incr : 0;
-    while (left > 0 && consumed < r.samples) { /* all steps of one size at once */
+    while (left > 0 && consumed < r.samples) { /* one iteration counts all steps of one size */
         int64_t grown = consumed * increments / r.samples, size = r.start + grown * r.incr;
-        /* where the next size begins */
+        /* number of consumed sequences at which the next size begins */
         int64_t end = increments ? ((grown + 1) * r.samples - 1) / increments + 1 : r.samples;
         int64_t max_steps = (end - consumed - 1) / size + 1,
                 steps = max_steps < left ? max_steps : left;
-        /* all but the last step end within samples */
+        /* only the last of these steps may end after `samples` */
         consumed = dt__add_saturating(consumed + (steps - 1) * size, size);
         left -= steps;
     }
@@ -4571,7 +4633,7 @@ static void dt__twister_seed(dt__twister *t, uint32_t seed) {
 }
 
 static uint32_t dt__twister_next(dt__twister *t) {
-    if (t->used == DT__TWISTER_WORDS) { /* used up: generate the next block */
+    if (t->used == DT__TWISTER_WORDS) { /* all words are used: generate the next block */
         for (int i = 0; i < DT__TWISTER_WORDS; i++) {
             uint32_t next = t->word[(i + 1) % DT__TWISTER_WORDS];
             uint32_t mixed = (t->word[i] & 0x80000000u) | (next & 0x7fffffffu);
@@ -4592,7 +4654,7 @@ struct dt_sampler {
     dt_listener listener; /* frees the sampler with the context */
     dt_sampler_desc desc;
     dt_sampler_state state;
-    int32_t *order;      /* (samples) of epoch order_epoch; NULL without shuffle */
+    int32_t *order;      /* (samples) order of epoch order_epoch; NULL without shuffle */
     int64_t order_epoch; /* -1: no order yet */
 };
 
@@ -4664,7 +4726,7 @@ dt_status dt_sampler_set_epoch(dt_sampler *s, int64_t epoch) {
     return dt_sampler_seek(s, start);
 }
 
-/* torch.randperm (Fisher-Yates): each index in turn takes one of the samples that are left. */
+/* torch.randperm (Fisher-Yates): each index in order takes one of the remaining samples. */
 static void dt__sampler_shuffle(dt_sampler *s) {
     dt__twister twister;
     int64_t n = s->desc.samples;
@@ -4683,7 +4745,7 @@ int64_t dt_sampler_next(dt_sampler *s) {
     if (!s || dt_error(s->ctx) != DT_OK || s->state.position == dt_sampler_count(s)) return -1;
     int64_t at = s->state.position++ * s->desc.replicas,
             left = s->desc.samples - at; /* at least 1 */
-    /* past the end: from the beginning again */
+    /* past the end the order continues at its beginning */
     at = s->desc.rank < left ? at + s->desc.rank : (s->desc.rank - left) % s->desc.samples;
     if (!s->order) return at;
     if (s->order_epoch != s->state.epoch) dt__sampler_shuffle(s);
@@ -4714,10 +4776,10 @@ struct dt_text {
     int seq, files;
     int64_t tokens;
     dt__text_file *file; /* (files) */
-    int token_bytes;     /* 1, or 2 and 4 in shards */
+    int token_bytes;     /* 1 in byte files, 2 or 4 in shards */
     char *paths;         /* copies of the paths, one after the other */
     size_t path_bytes;
-    /* (seq + 1) tokens of one sequence as in the file, with space for the widest */
+    /* (seq + 1) tokens of one sequence in the file's format; has space for the widest tokens */
     unsigned char *buffer;
     int fd, current; /* only one file is open at a time: many ranks may read many files */
 };
@@ -4754,7 +4816,7 @@ void dt_text_close(dt_text *text) {
     dt__text_free(text->ctx, text);
 }
 
-/* Reads bytes of file i, which is open; all of them or failure. */
+/* Reads `bytes` bytes of file i, which must be open. Fails if it cannot read all of them. */
 static dt_status dt__text_read_bytes(
     dt_text *t, int i, int64_t at, size_t bytes, unsigned char *out) {
     const dt_io *io = dt_ctx_io(t->ctx);
@@ -4907,11 +4969,11 @@ dt_status dt_text_read(dt_text *t, int64_t sequence, int32_t *ids, int32_t *labe
 
 // ==== 19. Dry runs: code ========================================================================
 
-/* A dry context has a kernel table whose alloc gives out addresses that no memory has, and whose
-   kernels only count. Code that moves data checks dt__is_dry, so that host arrays stay real. The
-   program, its collectives and the byte counters run unchanged. */
+/* A dry-run context has a kernel table whose alloc returns addresses without memory, and whose
+   kernels only count. Code that moves data checks dt__is_dry, so that host arrays are still copied.
+   The program, its collectives and the byte counters run unchanged. */
 
-/* Addresses that no memory has: the upper half of the address space. */
+/* Dry-run addresses are in the upper half of the address space, where there is no memory. */
 #define DT__DRY_BASE ((uintptr_t)1 << (8 * sizeof(uintptr_t) - 1))
 
 static int dt__is_dry(const void *p) { return (uintptr_t)p >= DT__DRY_BASE; }
@@ -4939,7 +5001,7 @@ static dt_status dt__dry_move(void *dst, const void *src, size_t bytes, void *st
     return DT_OK;
 }
 
-/* Numbers that ranks exchange may be in real memory; those are reduced. */
+/* Reduces arrays that are in real memory, such as the counts that ranks exchange. */
 static dt_status dt__dry_reduce_real(const dt_reduce_args *a) {
     int dry = dt__is_dry(a->out);
     for (int i = 0; i < a->n; i++) dry |= dt__is_dry(a->in[i]);
@@ -4959,7 +5021,8 @@ enum {
         DT__DRY_KERNELS
 };
 
-/* Counts a call. Attention is two products forward and five backward. */
+/* Counts a call. Attention counts as two matrix products in the forward and five in the
+   backward. */
 static dt_status dt__dry_call(dt_dry *dry, int kernel, const void *args) {
     const dt_matmul_args *m = (const dt_matmul_args *)args;
     const dt_attention_args *a = (const dt_attention_args *)args;
@@ -4992,7 +5055,7 @@ dt_status dt_dry_begin(dt_ctx *ctx, dt_dry *dry) {
         return dt_fail(ctx, DT_ERR_ARG, "dt_dry_begin: %s",
             dry ? "the context has tensors already" : "no dt_dry");
     table.user = dry;
-    /* the device's scratch and its kept logits count as on the device */
+    /* scratch and saved logits must count as on the real device */
     table.work_bytes = ctx->kernels.work_bytes;
     table.max_saved_logits = ctx->kernels.max_saved_logits;
     if (ctx->owns_stream) ctx->kernels.close(ctx->stream);

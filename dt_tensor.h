@@ -90,12 +90,12 @@
 
    CONTRACT
      Memory     The context owns everything it hands out. Parameters live until dt_ctx_free; other
-                tensors live until dt_reset (data made inside a recomputed dt_block only while it
-                runs). Host buffers that you pass are copied. After the first steps a steady program
-                allocates nothing; growth is logged.
-     Errors     The first failure is recorded with its text (dt_error, dt_error_text). Ops after it
-                do nothing and return NULL; NULL in gives NULL out; dt_item gives NaN. So a loop
-                needs no checks: look once at the end.
+                tensors live until dt_reset. Data made inside a recomputed dt_block live only while
+                the block runs. Host buffers that you pass are copied. After the first steps a
+                steady program allocates nothing; growth is logged.
+     Errors     The context records the first failure with its text (dt_error, dt_error_text).
+                Later ops do nothing and return NULL. An op with a NULL input returns NULL too, and
+                dt_item returns NaN. So a loop needs no checks: check once at the end.
      Threads    A context belongs to one thread at a time. Contexts share nothing.
      Order      Every sum has a stated order that does not depend on tiling or threads: the same
                 program gives the same bits on processors of one kind. An element of a product
@@ -141,20 +141,20 @@ extern "C" {
 /* The result of a call. dt_error_text has the detail: rank, shapes, reason. */
 typedef enum dt_status {
     DT_OK = 0,
-    DT_ERR_ARG,        /* an impossible value: a negative count, an id outside the table */
+    DT_ERR_ARG,        /* an invalid value, such as a negative count or an id outside the table */
     DT_ERR_SHAPE,      /* shapes or element types that do not match */
     DT_ERR_MEM,        /* the host or device table refused memory */
     DT_ERR_IO,         /* a file operation failed, or a file is damaged */
     DT_ERR_DEVICE,     /* the accelerator reported an error */
-    DT_ERR_COMM,       /* ranks called different operations, or a rank left too early */
+    DT_ERR_COMM,       /* ranks called different operations, or a rank left the job too early */
     DT_ERR_TIMEOUT,    /* a wait reached its time limit */
     DT_ERR_PEER,       /* another rank failed first; the text names it */
     DT_ERR_NUMERIC,    /* NaN or infinity where training cannot continue */
     DT_ERR_UNSUPPORTED /* not available in this version or for these arguments */
 } dt_status;
 
-/* Element types. Mixed precision: BF16 and F16 are storage types, kernels compute in f32. F64 is
-   for tests on the CPU. */
+/* Element types. Mixed precision: BF16 and F16 are storage types only; kernels compute in f32. F64
+   is for tests on the CPU. */
 typedef enum dt_dtype { DT_F32 = 0, DT_BF16, DT_F16, DT_F64, DT_I32 } dt_dtype;
 
 /* Reduction operators. Values are combined in rank order. */
@@ -180,39 +180,40 @@ template <class... sizes> static inline constexpr dt_shape dt__shape_of(sizes...
 #endif
 #define DT_SCALAR ((dt_shape){ 0, { 0 } })
 
-/* [local] Bytes of one element; 0 for an unknown type. */
+/* [local] Size of one element in bytes; 0 for an unknown type. */
 DT_API size_t dt_dtype_size(dt_dtype dtype);
 /* [local] "f32", "i32", ... */
 DT_API const char *dt_dtype_name(dt_dtype dtype);
 /* [local] "DT_ERR_SHAPE", ... */
 DT_API const char *dt_status_name(dt_status status);
-/* [local] Number of elements; 1 for a scalar; -1 if the shape is invalid: more than DT_MAX_DIMS
-   dimensions, a negative one, or more elements than int64_t can count. */
+/* [local] Number of elements; 1 for a scalar; -1 if the shape is invalid: it has more than
+   DT_MAX_DIMS dimensions, a negative dimension, or more elements than int64_t can count. */
 DT_API int64_t dt_count(dt_shape shape);
 
 // ==== 2. Kernel table ===========================================================================
 
 /* A device is a table of functions: memory, streams, and one entry per kernel. An op calls
-   ctx->kernels.NAME(&args, stream) and never asks which device it is on.
+   ctx->kernels.NAME(&args, stream) and never asks which device runs the kernel.
 
        op (section 17) --> dt_kernels { alloc, move, ..., matmul, attention, ... } --> CPU or CUDA
 
-   The naive table of a course, a counting table for dry runs and the CUDA table are replacements of
-   single entries or of all. */
+   The naive table of a course, a counting table for dry runs and the CUDA table replace some or all
+   entries. */
 
-/* The kernel list: DT_KERNELS(X) names every kernel once. Below stands one argument struct per
-   kernel; the optional fields are the fusions.
+/* The kernel list: DT_KERNELS(X) names every kernel once. One argument struct per kernel follows;
+   its optional fields are the fusions.
 
-   A kernel gets one argument struct and a stream. It returns DT_OK, DT_ERR_UNSUPPORTED (this table
-   does not support that type or field) or DT_ERR_ARG. It allocates nothing: `work` is scratch
-   memory that the caller provides. Arrays are dense and row-major unless a stride says otherwise.
+   A kernel gets one argument struct and a stream. It returns DT_OK, DT_ERR_UNSUPPORTED (the table
+   does not support a type or field that the arguments use) or DT_ERR_ARG. A kernel allocates no
+   memory: the caller provides scratch memory as `work`. Arrays are dense and row-major unless a
+   stride says otherwise.
 
-   T is the struct's dtype. bf16 and f16 are storage types: each element is widened to f32, computed
-   with, and rounded to nearest even once when the result is stored; values saved for the backward
-   (mean, rstd, lse) are then f32. `wide` says that an output is f32 although T is bf16 or f16:
-   gradients of parameters. `accumulate` adds the finished result to the output's contents; without
-   it the output is overwritten. The order of each sum depends only on the sizes that the kernel's
-   comment names. */
+   T is the struct's dtype. bf16 and f16 are storage types: a kernel widens each element to f32,
+   computes in f32, and rounds once, to nearest even, when it stores the result. The values saved
+   for the backward (mean, rstd, lse) are then f32. `wide` says that an output is f32 although T is
+   bf16 or f16, as gradients of parameters are. `accumulate` 1 adds the finished result to the
+   output; `accumulate` 0 overwrites the output. (+)= stands for either. The order of each sum
+   depends only on the sizes that the kernel's comment names. */
 #define DT_KERNELS(X) \
     X(fill) \
     X(init) \
@@ -260,7 +261,8 @@ typedef struct dt_fill_args { /* out[i] = value */
     double value;
 } dt_fill_args;
 
-typedef struct dt_init_args { /* out[i] = f(key, first + i): the counter-based RNG of section 13 */
+/* out[i] = f(key, offset + i) of the counter-based RNG of section 13 */
+typedef struct dt_init_args {
     dt_dtype dtype;
     void *out;
     size_t count;
@@ -283,12 +285,12 @@ typedef struct dt_permute_args {
     void *out;
     const void *in;
     dt_shape shape;
-    /* in elements; an in_stride of 0 repeats */
+    /* strides in elements; an in_stride of 0 repeats an element */
     int64_t out_stride[DT_MAX_DIMS], in_stride[DT_MAX_DIMS];
     int accumulate;
 } dt_permute_args;
 
-/* out[i] (+)= in[i]; rounded to nearest even for a narrower type, towards zero for i32 */
+/* out[i] (+)= in[i], rounded to nearest even for a narrower type, towards zero for i32 */
 typedef struct dt_cast_args {
     dt_dtype dtype, from;
     void *out;
@@ -306,8 +308,10 @@ typedef struct dt_reduce_args {
     size_t count;
     dt_op op;
     void *const *copies;
-    int n_copies; /* further outputs that get the same result; they may be inputs too */
-    /* hint: the outputs are not inputs and in no nearby cache, so non-temporal stores are faster */
+    /* `copies` are further outputs that get the same result; a copy may be an input too */
+    int n_copies;
+    /* hint: the outputs are not inputs and not in a nearby cache, so non-temporal stores are
+       faster */
     int non_temporal;
 } dt_reduce_args;
 
@@ -319,12 +323,13 @@ typedef struct dt_sum_args {
     size_t outer, n, inner;
     double scale;
     int accumulate, wide;
-    /* any size, or NULL; with scratch, a GPU sums several segments in parallel */
+    /* optional scratch of any size, with which a GPU sums several segments in parallel */
     void *work;
     size_t work_bytes;
 } dt_sum_args;
 
-/* out[o,i] = max over j of in[o,j,i]; index: the first such j. Backward: scatter */
+/* out[o,i] = max over j of in[o,j,i]; index[o,i] = the first j with that value. Backward:
+   scatter */
 typedef struct dt_max_args {
     dt_dtype dtype;
     void *out;
@@ -334,7 +339,7 @@ typedef struct dt_max_args {
 } dt_max_args;
 
 enum { DT_ADD = 0, DT_SUB, DT_MUL, DT_DIV };
-/* out, dense of `shape`, (+)= a op b; a stride of 0 repeats (broadcasting) */
+/* out (+)= a op b; out is dense and of `shape`; a stride of 0 repeats an element (broadcasting) */
 typedef struct dt_binary_args {
     dt_dtype dtype;
     int op;
@@ -366,7 +371,7 @@ typedef struct dt_unary_args { /* out[i] = f(in[i]) */
     void *out;
     const void *in;
     size_t count;
-    double scale, shift; /* of AFFINE */
+    double scale, shift; /* scale and shift of AFFINE */
 } dt_unary_args;
 
 typedef struct dt_unary_back_args { /* dx[i] (+)= dout[i] f'(in[i]) */
@@ -379,8 +384,8 @@ typedef struct dt_unary_back_args { /* dx[i] (+)= dout[i] f'(in[i]) */
     int accumulate;
 } dt_unary_back_args;
 
-/* Gated linear unit: out[r,c] = f(in[r,0,c]) in[r,1,c], gate and up; in (rows,2,cols), out
-   (rows,cols) */
+/* Gated linear unit: out[r,c] = f(gate) up with gate = in[r,0,c] and up = in[r,1,c]; in
+   (rows,2,cols), out (rows,cols) */
 typedef struct dt_glu_args {
     dt_dtype dtype;
     int act;
@@ -398,7 +403,7 @@ typedef struct dt_glu_back_args { /* dx (rows,2,cols) */
     int accumulate;
 } dt_glu_back_args;
 
-typedef struct dt_softmax_args { /* each row of cols: out = e^(in - max) / sum */
+typedef struct dt_softmax_args { /* each row of `cols` elements: out = e^(in - max) / sum */
     dt_dtype dtype;
     void *out;
     const void *in;
@@ -424,13 +429,13 @@ typedef struct dt_norm_args { /* out = (in - mean) * rstd * gain + bias over eac
     const void *in, *gain, *bias;
     size_t rows, cols;
     double eps;
-    /* 1: RMSNorm: the mean counts as 0 and there is no bias; mean and bias are NULL */
+    /* 1: RMSNorm, which subtracts no mean and adds no bias; mean and bias are NULL */
     int rms;
     void *work;
     size_t work_bytes; /* dt_row_work bytes */
 } dt_norm_args;
 
-/* each of dx, dgain, dbias may be NULL; sums run over rows in ascending order */
+/* each of dx, dgain, dbias may be NULL; sums over rows add the rows in ascending order */
 typedef struct dt_norm_back_args {
     dt_dtype dtype;
     void *dx, *dgain, *dbias;
@@ -438,7 +443,7 @@ typedef struct dt_norm_back_args {
     size_t rows, cols;
     int accumulate_x, accumulate_gain, accumulate_bias, rms;
     int wide_gain, wide_bias;
-    /* dt_row_work bytes; with more, a GPU sums several segments in parallel */
+    /* dt_row_work bytes; with a larger buffer, a GPU sums several segments in parallel */
     void *work;
     size_t work_bytes;
 } dt_norm_back_args;
@@ -450,21 +455,21 @@ typedef struct dt_rope_args {
     void *out;
     const void *in;
     const int32_t *positions; /* (tokens) */
-    /* in (tokens,heads,dim): the first `rotary` of dim are rotated, the rest is copied */
+    /* in (tokens,heads,dim): the first `rotary` elements of dim are rotated, the rest is copied */
     size_t tokens, heads, dim, rotary;
     double theta;
     int interleaved;         /* 1: pair i is (2i, 2i+1); 0: (i, i + rotary/2) */
     int inverse, accumulate; /* inverse: rotate by the negative angle (the backward) */
 } dt_rope_args;
 
-/* out[r,c] (+)= in[r,c] / (1 - p) if the counter-based RNG keeps (key, tokens[r], c), else 0 */
+/* out[r,c] (+)= in[r,c] / (1 - p), or 0 if the counter-based RNG drops (key, tokens[r], c) */
 typedef struct dt_dropout_args {
     dt_dtype dtype;
     void *out;
     const void *in;
-    const int32_t *tokens; /* (rows); NULL: r itself */
+    const int32_t *tokens; /* (rows); NULL: row r is token r */
     size_t rows, cols;
-    int64_t offset; /* offset: which column of the full tensor column 0 is */
+    int64_t offset; /* column 0 is column `offset` of the full tensor */
     double p;
     uint64_t key;
     int accumulate;
@@ -492,12 +497,13 @@ typedef struct dt_embedding_back_args { /* dtable[ids[r] - offset] += dout[r], r
     int64_t offset, table_rows;
     int accumulate, wide;
     void *work;
-    size_t work_bytes; /* 4 table_rows cols bytes if dtable is bf16 or f16, else NULL */
-    /* 1: offset is 0, and an id that is neither in the table nor -1 is DT_ERR_ARG */
+    size_t work_bytes; /* 4 table_rows cols bytes; NULL unless dtable is bf16 or f16 */
+    /* 1: an id that is neither in the table nor -1 is DT_ERR_ARG; offset must be 0 */
     int check_ids;
 } dt_embedding_back_args;
 
-typedef struct dt_topk_args { /* each row's k largest, largest first, ties to the lower column */
+/* the k largest of each row, in descending order; ties to the lower column */
+typedef struct dt_topk_args {
     dt_dtype dtype;
     void *values;
     int32_t *index;
@@ -515,7 +521,7 @@ typedef struct dt_scatter_args {
     int accumulate;
 } dt_scatter_args;
 
-/* GEMM: c (+)= act(A B + bias) + residual; A (m,k), B (k,n), for each of `batch` */
+/* GEMM: c (+)= act(A B + bias) + residual; A (m,k), B (k,n), for each of `batch` matrices */
 typedef struct dt_matmul_args {
     dt_dtype dtype;
     void *c;
@@ -527,9 +533,9 @@ typedef struct dt_matmul_args {
     const void *bias;                     /* (n) of T, or NULL */
     const void *residual;                 /* shaped as c but always of T, or NULL */
     int activation;                       /* DT_ACT_* except AFFINE */
-    /* shaped as c but always of T: receives the value before the activation; or NULL */
+    /* receives the value before the activation; shaped as c but always of T, or NULL */
     void *pre_activation;
-    /* 1: c = (A B) * act'(pre_activation) instead: the backward of an activation */
+    /* 1: c = (A B) * act'(pre_activation), the backward of an activation, instead */
     int activation_backward;
     int accumulate, wide;
     void *work;
@@ -538,9 +544,9 @@ typedef struct dt_matmul_args {
 
 /* Attention: softmax(scale q k^T) v. q, out (B,TQ,H,D), k, v (B,TK,K,D), lse (B,H,TQ) f32 or f64
    (grouped-query attention: H is a multiple of K). A causal query attends to the keys whose
-   position is not after its own. Default positions: j for key j, i + tk - tq for query i. With
-   documents, (B,TQ) and (B,TK), a query attends to its own document only. A query without keys gets
-   0, and lse -infinity. */
+   position is not after the query's. By default key j has position j and query i has position i +
+   tk - tq. With document numbers (B,TQ) and (B,TK), a query attends to keys of the same document
+   only. A query without keys gets out 0 and lse -infinity. */
 typedef struct dt_attention_mask { /* attention mask: which keys a query attends to */
     int causal;
     /* each may be NULL */
@@ -555,16 +561,16 @@ typedef struct dt_attention_args {
     double scale;
     dt_attention_mask mask;
     /* Log-sum-exp merge. 1: out and lse hold the result over other keys, and receive the result
-       over both */
+       over all keys */
     int merge_lse;
     int wide;
     void *work;
     size_t work_bytes; /* dt_attention_work bytes */
 } dt_attention_args;
 
-/* Computes the scores again from lse. k and v may be a block of the keys: with out and lse of all
-   keys, the gradients of the blocks add up to the gradient over all keys. Each of dq, dk, dv may be
-   NULL. */
+/* Recomputes the scores from lse. k and v may be one block of the keys: if out and lse come from
+   all keys, the gradients of the blocks add up to the gradient over all keys. Each of dq, dk, dv
+   may be NULL. */
 typedef struct dt_attention_back_args {
     dt_dtype dtype;
     void *dq, *dk, *dv;
@@ -579,8 +585,9 @@ typedef struct dt_attention_back_args {
 } dt_attention_back_args;
 
 /* *loss = (sum over rows with label >= 0 of lse - x[label]) / denominator, where lse = log(sum of
-   e^x). Columns from `vocab` on are padding: they enter no sum and get no gradient. smoothing s:
-   the target is 1 - s at the label plus s / vocab everywhere (arXiv:1512.00567). */
+   e^x). Columns from `vocab` on are padding: padding columns enter no sum and get no gradient. With
+   label smoothing s the target is 1 - s at the label plus s / vocab everywhere
+   (arXiv:1512.00567). */
 typedef struct dt_cross_entropy_args {
     dt_dtype dtype;
     /* row_loss (rows) double, lse (rows) f32 or f64 */
@@ -592,13 +599,13 @@ typedef struct dt_cross_entropy_args {
     double denominator, smoothing;
     /* NULL, or receives the sum of lse^2 / denominator (arXiv:2204.02311) */
     double *z_loss;
-    int accumulate; /* 1: add to loss and z_loss: the rows come in chunks */
+    int accumulate; /* 1: add to loss and z_loss, because the rows come in chunks */
     void *work;
     size_t work_bytes; /* dt_row_work bytes */
-    /* Vocabulary-parallel cross-entropy: if not NULL, the columns are columns offset .. of
-       full_vocab. The first `vocab` of them (it may be 0) are real, the rest is padding. Only
-       partial (rows,2) is written: for each row the lse of these columns, and the part of the
-       target that lies in them; 0 and 0 for a label < 0. */
+    /* Vocabulary-parallel cross-entropy: if not NULL, column 0 is column `offset` of full_vocab.
+       The first `vocab` columns (vocab may be 0) are real, the rest is padding. The kernel writes
+       partial (rows,2) only: for each row the lse of these columns, and the part of the target in
+       these columns; 0 and 0 for a label < 0. */
     double *partial;
     int64_t offset, full_vocab;
 } dt_cross_entropy_args;
@@ -630,7 +637,7 @@ typedef struct dt_cross_entropy_back_args {
     int64_t offset, full_vocab; /* full_vocab > 0: a slice of the columns, as in cross_entropy */
 } dt_cross_entropy_back_args;
 
-/* *loss = sum of (a - b)^2 / denominator, in pieces of 1,024 elements, ascending */
+/* *loss = sum of (a - b)^2 / denominator, summed in pieces of 1,024 elements, in ascending order */
 typedef struct dt_mse_args {
     dt_dtype dtype;
     double *loss;
@@ -649,7 +656,8 @@ typedef struct dt_mse_back_args { /* da[i] (+)= *upstream * scale * (a - b) */
     int accumulate;
 } dt_mse_back_args;
 
-/* Elements of one piece of a norm: sums of squares are taken and exchanged per piece */
+/* Elements of one piece of a gradient norm: kernels compute, and ranks exchange, one sum of squares
+   per piece */
 #define DT_PIECE 1024
 /* Gradient norm: out[i] = sum of in[j]^2 over piece i of DT_PIECE elements, j ascending, in
    double */
@@ -670,21 +678,22 @@ typedef struct dt_adamw_args {
     void *m, *v;
     size_t count;
     double lr, beta1, beta2, eps, weight_decay, grad_scale; /* the gradient is grad * grad_scale */
-    /* counted from 1: bias correction 1 - beta^step; INT64_MAX: no correction */
+    /* number of this step, from 1, for the bias correction 1 - beta^step; INT64_MAX: no
+       correction */
     int64_t step;
     /* 0: weight decay decoupled from the moments (AdamW); 1: decay is added to the gradient
        (Adam) */
     int coupled;
-    /* Mixed precision: receives param rounded to bf16 or f16; param is then the master weight; or
-       NULL */
+    /* Mixed precision: if not NULL, receives param rounded to bf16 or f16, and param is the master
+       weight */
     dt_dtype model_dtype;
     void *model_param;
-    /* The next array of the same types in the same call, or NULL: a GPU updates many small arrays
-       in one launch. Arrays do not overlap. */
+    /* A list of further arrays to update in the same call, NULL at the end: a GPU updates many
+       small arrays in one launch. All arrays have the same types and do not overlap. */
     const struct dt_adamw_args *next;
 } dt_adamw_args;
 
-/* b = momentum b + g; p -= lr b; g includes weight_decay p; the first step sets b = g */
+/* b = momentum b + g; p -= lr b. g includes weight_decay p. The first step sets b = g. */
 typedef struct dt_sgd_args {
     dt_dtype dtype;
     void *param;
@@ -697,10 +706,11 @@ typedef struct dt_sgd_args {
     void *model_param; /* as in adamw */
 } dt_sgd_args;
 
-/* 1-bit Adam, arXiv:2102.02888. Once v is frozen, a step is three kernels: the rank's momentum, its
-   exchange as signs, the update. A message is `count` signs, bit i % 8 of byte i / 8 being 1 if
-   element i is not negative, followed by their scale, a double. An element whose v is 0 never had a
-   gradient, or is padding: it enters no sum, and its sign, error and mean are 0. */
+/* 1-bit Adam, arXiv:2102.02888. Once v is frozen, a step runs three kernels: update the rank's
+   momentum, pack the momentum as signs for the exchange, update the parameters. A message is
+   `count` signs and then the scale of the signs, a double. Bit i % 8 of byte i / 8 is 1 if element
+   i is not negative. An element with v = 0 never had a gradient, or is padding. Such an element
+   enters no sum, and its sign, error and mean are 0. */
 typedef struct dt_momentum_args { /* m = beta1 m + (1 - beta1) grad grad_scale */
     /* T is f32 or f64, as in the kernels below */
     dt_dtype dtype;
@@ -730,11 +740,11 @@ typedef struct dt_sign_pack_args {
     void *error;
     const void *v;
     size_t count, parts;
-    /* two doubles for each DT_PIECE of count, plus one; the CPU needs none */
+    /* two doubles for each DT_PIECE of count, plus one double; the CPU needs no scratch */
     void *work;
     size_t work_bytes;
-    /* One scale for all messages: |x + error| / sqrt(number of elements). error receives what the
-       messages lose */
+    /* One scale for all messages: |x + error| / sqrt(number of elements). error receives the
+       quantization error of the messages. */
 } dt_sign_pack_args;
 
 /* out[i] = mean of element i of n messages of `count` signs, added in order */
@@ -746,43 +756,45 @@ typedef struct dt_sign_unpack_args {
 } dt_sign_unpack_args;
 
 /* A device: where tensor memory comes from, and its kernels. Copy a table and change an entry to
-   replace a kernel. A NULL kernel fails with DT_ERR_UNSUPPORTED and the kernel's name. */
+   replace a kernel. A call of a NULL kernel fails with DT_ERR_UNSUPPORTED and the kernel's name. */
 typedef struct dt_kernels {
     const char *name;                         /* "cpu", "cuda" */
     void *(*alloc)(void *user, size_t bytes); /* NULL: use the host table */
     void (*free)(void *user, void *p, size_t bytes);
     /* memcpy between host and device, in any direction */
     dt_status (*move)(void *dst, const void *src, size_t bytes, void *stream);
-    /* Waits until the stream is empty; NULL: nothing to wait for. DT_ERR_ARG: since the last call a
-       kernel met an index outside its table and skipped it. This is for tables whose kernels return
-       before they have looked at their indices. */
+    /* Waits until the stream is empty; NULL if kernels are synchronous. Returns DT_ERR_ARG if since
+       the last sync a kernel skipped an index outside its table: an asynchronous kernel returns
+       before the device has checked the indices. */
     dt_status (*sync)(void *stream);
     void *user;
-    /* Opens a stream, the rank's queue of work on the device: the `stream` argument of its kernels.
-       local_rank: the rank's number on its machine. On failure returns NULL with the reason in
-       text. NULL for the CPU: there the work is done when a kernel returns. */
+    /* Opens a stream, which kernels get as `stream`. local_rank is the rank's number on its
+       machine. On failure returns NULL with the reason in text. The entry is NULL for the CPU,
+       whose kernels are synchronous. */
     void *(*open)(int local_rank, char *text, size_t text_bytes);
     void (*close)(void *stream);
-    /* Pinned host memory: `move` copies it at full speed, and may still be copying after it has
-       returned. NULL: the host table's memory. */
+    /* Allocates pinned host memory: `move` copies pinned memory at full speed and may return before
+       the copy is complete. NULL: the host table's memory is used. */
     void *(*pin)(size_t bytes);
     void (*unpin)(void *p, size_t bytes);
-    /* Can kernels read and write p? NULL: everywhere */
+    /* 1 if kernels can read and write p; NULL: kernels can access all memory */
     int (*can_access)(const void *p);
-    /* Lets kernels of this stream access the memory of devices 0 .. max_devices - 1: ranks that are
-       threads read and write each other's memory. DT_ERR_DEVICE with the reason in text. NULL:
-       access is always possible. */
+    /* Lets kernels of this stream access the memory of devices 0 .. max_devices - 1, because ranks
+       that are threads read and write each other's memory. Returns DT_ERR_DEVICE with the reason in
+       text. NULL: access is always possible. */
     dt_status (*enable_peer_access)(void *stream, int max_devices, char *text, size_t text_bytes);
-    /* Device events. event_record marks the end of all work now in the stream; event NULL creates
-       the event, else it is recorded again; returns NULL if the device refuses, and the old event
-       then stays valid and yours. event_query: 1 the device has passed it, 0 not yet, -1 it failed.
-       event_wait: later work of this stream waits for an event of another stream. */
+    /* Device events. event_record marks the end of all work now in the stream. event_record records
+       `event` again, or creates an event if `event` is NULL. If the device refuses, event_record
+       returns NULL; the caller then still owns `event`, which stays valid. event_query returns 1 if
+       the device has passed the event, 0 if not yet, -1 if the event failed. event_wait makes later
+       work of this stream wait for an event of another stream. */
     void *(*event_record)(void *stream, void *event);
     int (*event_query)(void *event);
     dt_status (*event_wait)(void *stream, void *event);
     void (*event_destroy)(void *event);
     size_t work_bytes; /* smallest useful scratch for products, attention and sums */
-    /* dt_linear_cross_entropy saves up to this many logits for its backward; 0: none, see there */
+    /* dt_linear_cross_entropy saves at most max_saved_logits logits for the backward; 0: saves no
+       logits */
     size_t max_saved_logits;
 #define DT_KERNEL_ENTRY(k) dt_status (*k)(const dt_##k##_args *args, void *stream);
     DT_KERNELS(DT_KERNEL_ENTRY)
@@ -791,8 +803,8 @@ typedef struct dt_kernels {
 
 /* [local] The CPU's table. Constant, shared by all contexts. */
 DT_API const dt_kernels *dt_kernels_cpu(void);
-/* [local] Scratch bytes of the CPU kernels matmul, softmax/norm/cross-entropy (row) and attention:
-   0 for a negative size, SIZE_MAX on overflow. */
+/* [local] Scratch bytes of the CPU kernels matmul, softmax/norm/cross-entropy (row) and attention.
+   Return 0 for a negative size, SIZE_MAX on overflow. */
 DT_API size_t dt_matmul_work(int64_t n, int64_t k, dt_dtype dtype);
 DT_API size_t dt_row_work(int64_t cols, dt_dtype dtype);
 DT_API size_t dt_attention_work(int64_t tk, int64_t dim, dt_dtype dtype);
@@ -800,23 +812,24 @@ DT_API size_t dt_attention_work(int64_t tk, int64_t dim, dt_dtype dtype);
 /* [local] The table in dt_kernels.cu. Never NULL; dt_cuda_ready says whether a GPU can be used. */
 extern const dt_kernels *dt_kernels_cuda(void);
 /* [local] DT_OK, or DT_ERR_DEVICE with the reason in text ("no NVIDIA driver found"). With DT_OK,
-   text is "" or advice: the -arch that the device needs and dt_kernels.cu was not compiled for. */
+   text is "" or advises the -arch that the device needs but dt_kernels.cu was not compiled for. */
 extern dt_status dt_cuda_ready(char *text, size_t text_bytes);
-/* [local] Opens a stream on a device of your choice, or wraps a stream of your own, for
-   dt_ctx_desc.stream. The device becomes the calling thread's current device. Returns NULL with the
-   reason in text. A context without one opens a stream on device local_rank % devices, and closes
-   it. dt_cuda_close waits for the stream's work; your own stream stays open. Calls on a context,
-   and dt_cuda_close, must come from a thread whose current device is the stream's: another thread
-   calls cudaSetDevice first. */
+/* [local] Opens a stream on a device of your choice, or wraps your own stream, for
+   dt_ctx_desc.stream. The device becomes the calling thread's current device. On failure returns
+   NULL with the reason in text. If dt_ctx_desc.stream is NULL, the context opens a stream on device
+   local_rank % devices and closes that stream itself. dt_cuda_close waits for the stream's work; a
+   wrapped stream stays open. Calls on a context, and dt_cuda_close, must come from a thread whose
+   current device is the stream's: another thread calls cudaSetDevice first. */
 typedef struct dt_cuda_desc {
     int device;
-    void *stream;      /* a cudaStream_t of that device; NULL: a new one */
-    int high_priority; /* its work is scheduled before that of other streams */
+    void *stream;      /* a cudaStream_t of that device; NULL: dt_cuda_open creates a stream */
+    int high_priority; /* kernels of this stream are scheduled before kernels of other streams */
 } dt_cuda_desc;
 extern void *dt_cuda_open(dt_cuda_desc desc, char *text, size_t text_bytes);
 extern void dt_cuda_close(void *queue);
-/* [local] For queue = dt_ctx_stream(ctx): the cudaStream_t in which its kernels run and yours may;
-   and its device. For NULL: the default stream, and the thread's current device. */
+/* [local] dt_cuda_stream returns the cudaStream_t in which the context's kernels run, and in which
+   yours may run; dt_cuda_device returns its device. Pass queue = dt_ctx_stream(ctx). If queue is
+   NULL, the functions return the default stream and the thread's current device. */
 extern void *dt_cuda_stream(void *queue);
 extern int dt_cuda_device(void *queue);
 #endif
@@ -824,10 +837,10 @@ extern int dt_cuda_device(void *queue);
 // ==== 3. Host and io tables =====================================================================
 
 /* The library reaches the outside world only through two tables: dt_host (memory, clock, sleep,
-   log) and dt_io (files). Fault injection, virtual clocks and memory limits are tables wrapped
-   around these. */
+   log) and dt_io (files). Tests wrap these tables to inject faults, run a virtual clock or limit
+   memory. */
 
-/* What a byte is used for. dt_memory counts each class separately. */
+/* Memory classes: the uses of a byte. dt_memory counts each class separately. */
 typedef enum dt_mem {
     DT_MEM_PARAMS = 0, /* parameter values in buckets */
     DT_MEM_GRADS,      /* gradients accumulated until the update */
@@ -845,17 +858,18 @@ enum { DT_LOG_ERROR = 0, DT_LOG_NOTICE, DT_LOG_DETAIL };
 /* The library allocates, waits, reads the clock and prints only through this table. */
 typedef struct dt_host {
     void *user;
-    /* 64-byte aligned; NULL: refused */
+    /* returns 64-byte aligned memory, or NULL if the host refuses */
     void *(*alloc)(void *user, size_t bytes, dt_mem mem);
     void (*free)(void *user, void *p, size_t bytes, dt_mem mem);
     double (*now)(void *user);                 /* seconds, monotonic */
     void (*sleep)(void *user, double seconds); /* 0: yield to another thread */
     void (*log)(void *user, int level, int rank, const char *text);
-    /* Zeroed memory shared with forks of this process; pages come into existence when touched.
-       NULL: refused. If all three entries are NULL, ranks cannot be forked. */
+    /* Returns zeroed memory that is shared with forks of this process, and whose pages are
+       allocated when first touched. NULL: the host refused. If map, unmap and discard are all NULL,
+       ranks cannot be forked. */
     void *(*map)(void *user, size_t bytes);
     void (*unmap)(void *user, void *p, size_t bytes);
-    /* frees whole pages of mapped memory, which read as zero afterwards */
+    /* frees full pages of mapped memory, which then read as zero */
     void (*discard)(void *user, void *p, size_t bytes);
 } dt_host;
 
@@ -863,13 +877,13 @@ typedef struct dt_host {
    Every mode refuses a FIFO, a device or a socket, without blocking. */
 typedef enum dt_io_mode {
     DT_IO_READ = 0, /* an existing file, or a folder to fsync */
-    DT_IO_WRITE,    /* an existing file, for reading and writing, as in all modes below */
+    DT_IO_WRITE,    /* an existing file; opened for reading and writing, as in all modes below */
     DT_IO_CREATE,   /* a new file; errno EEXIST if it exists */
     DT_IO_PRIVATE,  /* a new file that other users cannot read */
     DT_IO_LOCK      /* an existing file without other hard links, or a new one */
 } dt_io_mode;
 
-/* Files. Every call returns -1 on failure and sets errno: ENOENT or ENOTDIR if the file does not
+/* Files. On failure every call returns -1 and sets errno, to ENOENT or ENOTDIR if the file does not
    exist. */
 typedef struct dt_io {
     void *user;
@@ -883,18 +897,18 @@ typedef struct dt_io {
     int (*rename)(void *user, const char *from, const char *to);
     int (*resize)(void *user, int fd, int64_t bytes); /* new bytes are zero */
     int (*remove)(void *user, const char *path); /* removes a file, or the symbolic link itself */
-    /* writes the range to disk and evicts it from the page cache; may be NULL */
+    /* writes this byte range to disk and evicts it from the page cache; may be NULL */
     int (*sync_and_evict)(void *user, int fd, int64_t bytes, int64_t offset);
-    /* Needed by checkpoints only; a table without these entries cannot write them. */
+    /* Needed by checkpoints only; a table without the entries below cannot write checkpoints. */
     int (*make_folder)(void *user, const char *path); /* a new folder */
     /* Calls each() for every entry of a folder except . and ..; each() may remove that entry. */
     int (*list_folder)(
         void *user, const char *path, void (*each)(void *arg, const char *name), void *arg);
-    /* Locks the file until it is closed, however its process ends; errno EWOULDBLOCK: another
-       process holds the lock. */
+    /* Locks the file until it is closed or its process ends for any reason. Fails with errno
+       EWOULDBLOCK if another process holds the lock. */
     int (*lock)(void *user, int fd);
     /* Removes the named files from a folder, in order, then the folder if it is empty. Follows no
-       symbolic link: a link in place of the folder or of a file is removed itself. */
+       symbolic link: if the folder or a file is a link, removes the link. */
     int (*remove_folder)(void *user, const char *path, const char *const *names, int n);
 } dt_io;
 
@@ -904,23 +918,22 @@ DT_API const dt_io *dt_io_default(void);
 
 // ==== 4. Context, errors, memory account ========================================================
 
-/* A context is one rank. All state hangs from it, because a rank may be a thread: the library has
-   no globals.
+/* A context is one rank. It holds all state: a rank may be a thread, so the library has no globals.
 
        dt_ctx --+-- kernel, host and io tables
                 +-- first error (sticky) and its text
                 +-- bytes by class, live and peak
                 +-- parameters in registration order, their buckets
                 +-- tapes: trees of blocks with their arenas
-                +-- listeners: how dt_comm.h and dt_zero.h attach
- */
+                +-- listeners: how dt_comm.h and dt_zero.h attach */
 
 typedef struct dt_ctx dt_ctx; /* one rank: its memory, tape, parameters, first error */
 typedef struct dt_tensor dt_tensor;
-/* This rank's end of a process group, see dt_comm.h. It begins with a dt_group. */
+/* This rank's handle of a process group, see dt_comm.h. The struct begins with a dt_group. */
 typedef struct dt_comm dt_comm;
 
-/* What this header needs to know of a group: this rank's number in it. */
+/* The part of a dt_comm that this header uses: this rank's number in the group, and the group's
+   size. */
 typedef struct dt_group {
     int rank, size;
 } dt_group;
@@ -932,17 +945,17 @@ typedef struct dt_ctx_desc {
     const dt_kernels *kernels;
     const dt_host *host; /* NULL -> dt_host_default() */
     const dt_io *io;     /* NULL -> dt_io_default() */
-    void *stream;        /* passed to every kernel; NULL: the table opens one */
+    void *stream;        /* passed to every kernel; NULL: the kernel table opens a stream */
     /* This rank's number among the ranks of its machine (torchrun's LOCAL_RANK): a device table
        uses device local_rank modulo the number of devices. Calls on a context with a device must
-       come from a thread whose current device is that one; dt_ctx_make sets it for its caller, and
-       dt_run for its ranks. */
+       come from a thread whose current device is the context's. dt_ctx_make sets the current device
+       of its caller's thread, and dt_run sets the current device of each rank's thread. */
     int local_rank;
     size_t mem_limit; /* limit on live bytes, over all classes; 0: none */
 } dt_ctx_desc;
 
-/* [local] NULL if the host table refuses the memory. dt_run makes one for each rank; without
-   dt_run, call it yourself. */
+/* [local] Makes a context; returns NULL if the host table refuses the memory. dt_run makes a
+   context for each rank; without dt_run, call dt_ctx_make yourself. */
 DT_API dt_ctx *dt_ctx_make(dt_ctx_desc desc);
 /* [local] Frees everything the context owns. NULL is allowed. */
 DT_API void dt_ctx_free(dt_ctx *ctx);
@@ -954,23 +967,26 @@ DT_API const dt_io *dt_ctx_io(const dt_ctx *ctx);
 DT_API void *dt_ctx_stream(const dt_ctx *ctx);
 DT_API int dt_ctx_rank(const dt_ctx *ctx);
 DT_API uint64_t dt_ctx_seed(const dt_ctx *ctx);
-/* [local] One pointer for the layer above (dt_comm.h stores this rank's world here). This header
-   does not use it. */
+/* [local] A pointer for the layer above: dt_comm.h stores this rank's world here. This header does
+   not use the pointer. */
 DT_API void *dt_ctx_attached(const dt_ctx *ctx);
 DT_API void dt_ctx_attach(dt_ctx *ctx, void *upper);
 
-/* [local] Records the first failure with its reason, tells the listeners (so that peers learn of
-   it) and logs it. Later calls change nothing. Returns status. Call it from your own ops too. */
+/* [local] Records the first failure with its reason, logs the failure and tells the listeners, so
+   that peers learn of it. Later calls change nothing. Returns status. Call dt_fail from your own
+   ops too. */
 DT_API dt_status dt_fail(dt_ctx *ctx, dt_status status, const char *fmt, ...) DT_PRINTF(3, 4);
-/* [local] The first failure, DT_OK if none. Sticky. DT_ERR_MEM if ctx is NULL. */
+/* [local] The first failure, DT_OK if there was none. Sticky. DT_ERR_MEM if ctx is NULL. */
 DT_API dt_status dt_error(const dt_ctx *ctx);
-/* [local] "rank 3: dt_linear(w1): x (8,128) and w (64,256): 128 != 256"; "" if none. */
+/* [local] "rank 3: dt_linear(w1): x (8,128) and w (64,256): 128 != 256"; "" if there was no
+   failure. */
 DT_API const char *dt_error_text(const dt_ctx *ctx);
 /* [local] Sends one line to the log hook. Control characters and bytes that are not UTF-8 become
    \xNN, as in dt_error_text. */
 DT_API void dt_log(dt_ctx *ctx, int level, const char *fmt, ...) DT_PRINTF(3, 4);
 /* [local] The length in bytes of the printable UTF-8 character at s (which ends with NUL); 0 for a
-   control character (C0, DEL, C1) or an invalid byte. dt's messages show such a byte as \xNN. */
+   control character (C0, DEL, C1) or an invalid byte. dt's messages show an unprintable byte as
+   \xNN. */
 DT_API size_t dt_printable(const char *s);
 
 typedef struct dt_memory {
@@ -982,29 +998,30 @@ typedef struct dt_memory {
 
 /* [local] Bytes by class. Only dt_alloc, dt_free, dt_pin and dt_unpin change these counters. */
 DT_API dt_memory dt_memory_used(const dt_ctx *ctx);
-/* [local] Sets each peak to the bytes that are live. */
+/* [local] Sets each peak to the live bytes. */
 DT_API void dt_memory_reset_peak(dt_ctx *ctx);
 
 /* [local] Allocates bytes of class mem: tensor classes from the device table, DT_MEM_HOST from the
    host table. bytes 0 returns NULL without an error. If a table refuses, or mem_limit would be
-   exceeded, the context fails (DT_ERR_MEM, naming what and how much), and the log hook gets a
-   notice with the live bytes and the peak of each class. */
+   exceeded, the context fails with DT_ERR_MEM, whose text has `what` and the bytes, and the log
+   hook gets a notice with the live bytes and the peak of each class. */
 DT_API void *dt_alloc(dt_ctx *ctx, dt_mem mem, size_t bytes, const char *what);
 /* [local] Frees p from dt_alloc with the same mem and bytes; NULL is allowed. */
 DT_API void dt_free(dt_ctx *ctx, dt_mem mem, void *p, size_t bytes);
-/* [local] Pinned host memory, class host: a device copies to and from it without the processor.
-   dt_unpin does not wait for such copies: wait for them first. */
+/* [local] Allocates pinned host memory of class DT_MEM_HOST: a device copies to and from this
+   memory without the CPU. Wait for the copies in flight before dt_unpin, because dt_unpin does not
+   wait. */
 DT_API void *dt_pin(dt_ctx *ctx, size_t bytes, const char *what);
 DT_API void dt_unpin(dt_ctx *ctx, void *p, size_t bytes);
-/* [local] Scratch of at least `bytes`, valid until the next dt_scratch call: one buffer that grows
-   to the largest request. */
+/* [local] Scratch of at least `bytes`, valid until the next dt_scratch call. The context keeps one
+   buffer, which grows to the largest request. */
 DT_API void *dt_scratch(dt_ctx *ctx, size_t bytes);
 
 // ==== 5. Tensors and parameters =================================================================
 
-/* A parameter is a slice of a full logical tensor: {group, dim} up to three times says how it is
-   sharded (DTensor's Shard). A rank stores its local slice only. With w (4,6), dim 1 sharded over a
-   group of 4 ranks:
+/* A parameter is a slice of a full logical tensor. Up to three {group, dim} pairs say how the
+   tensor is sharded (DTensor's Shard). A rank stores its local slice only. With w (4,6), dim 1
+   sharded over a group of 4 ranks:
 
        column     0 1 | 2 3 | 4 5 | - -       local shape (4,2) on every rank, ceil(6 / 4) columns;
        rank        0     1     2     3        rank 3's slice lies past the end: padding, all zero
@@ -1015,24 +1032,28 @@ DT_API void *dt_scratch(dt_ctx *ctx, size_t bytes);
 typedef struct dt_param_info dt_param_info;
 typedef struct dt_block_state dt_block_state;
 
-struct dt_tensor { /* you may read it, print it and index it; only ops write it */
-    /* device memory, dense, row-major; NULL for a parameter without storage or not gathered */
+struct dt_tensor { /* your code may read and print a tensor; only ops write it */
+    /* device memory, dense, row-major; NULL for a parameter that has no storage or is not
+       gathered */
     void *data;
-    /* Like data, but f32 for a bf16 or f16 parameter. For parameters and dt_require_grad tensors
-       dt_backward sets it, except for parameters at ZeRO-2 and ZeRO-3, where a rank keeps a shard
-       (dt_zero_grad). For other tensors it is valid inside their block's backward only. */
+    /* The gradient: as data, but f32 for a bf16 or f16 parameter. dt_backward sets the gradient of
+       parameters and dt_require_grad tensors, except of parameters at ZeRO-2 and ZeRO-3, where a
+       rank keeps a gradient shard (dt_zero_grad). The gradient of any other tensor is valid inside
+       its block's backward only. */
     void *grad;
-    dt_shape shape; /* local shape: what this rank holds */
+    dt_shape shape; /* local shape: shape of this rank's slice */
     dt_dtype dtype;
-    const char *name; /* a parameter's name, else that of the op that made it */
+    const char *name; /* the name of the parameter, or of the op that made the tensor */
     dt_ctx *ctx;
     int needs_grad;
-    dt_tensor *base;           /* a view uses its base's data and gradient */
-    dt_param_info *param;      /* NULL if not a parameter */
-    dt_block_state *block;     /* the block whose arena holds it */
-    struct dt_node *producer;  /* the recorded op that made it, if any */
-    int readers;               /* how many op inputs it has been, except under dt_no_grad */
-    struct dt__arena *arena;   /* of a transient tensor (section 16) that has data, else NULL */
+    dt_tensor *base;          /* a view uses its base's data and gradient */
+    dt_param_info *param;     /* NULL if not a parameter */
+    dt_block_state *block;    /* the block whose arena holds the tensor */
+    struct dt_node *producer; /* the recorded op that made this tensor; may be NULL */
+    /* number of op inputs that use this tensor; dt_no_grad ops do not count */
+    int readers;
+    /* arena of this tensor's data; NULL unless it is transient (section 16) and has data */
+    struct dt__arena *arena;
     dt_tensor *next_transient; /* list of the block's transient tensors */
     int transient;
 };
@@ -1046,7 +1067,7 @@ typedef struct dt_init {
 #define DT_NORMAL(std) ((dt_init){ 2, (std) })
 #define DT_UNIFORM(a) ((dt_init){ 3, (a) }) /* in [-a, a) */
 
-/* Shard over a group: this rank holds slice comm-rank of comm-size along dim. comm NULL: not
+/* Shard over a group: rank r of the n ranks of comm holds slice r of n along dim. comm NULL: not
    sharded. */
 typedef struct dt_shard_spec {
     dt_comm *comm;
@@ -1062,7 +1083,7 @@ typedef struct dt_grad_placement {
 /* How a parameter is sharded and trained. For LoRA freeze the base weight (frozen = 1) and add the
    product of two small trainable parameters to its layer. */
 typedef struct dt_param_desc {
-    dt_shard_spec shards[3]; /* which slice of the full tensor this rank holds */
+    dt_shard_spec shards[3]; /* the groups that shard the full tensor, and along which dimensions */
     /* groups whose replicas differ from the mesh's default (dt_zero.h) */
     dt_grad_placement grad_placements[2];
     int frozen; /* no gradient, no update */
@@ -1072,19 +1093,19 @@ typedef struct dt_param_desc {
     dt_dtype dtype;  /* 0 means DT_F32 */
 } dt_param_desc;
 
-/* Local slice: the part of a full logical tensor that a rank holds. It reaches past the end of a
-   dimension that the group's size does not divide: the part outside is zero, gets no gradient, is
-   not counted and not saved. */
+/* Local slice: the part of a full logical tensor that a rank holds. If the group's size does not
+   divide a dimension, the last slices reach past its end: the part outside is zero, gets no
+   gradient, is not counted and not saved. */
 typedef struct dt_local_slice {
     int64_t lo[DT_MAX_DIMS]; /* first index, in the full tensor */
     int64_t n[DT_MAX_DIMS];  /* local extent = ceil(full / group size) */
-    /* how many of these n lie inside the full tensor; the rest is padding */
+    /* how many of these n indices are inside the full tensor; the rest is padding */
     int64_t inside[DT_MAX_DIMS];
 } dt_local_slice;
 
 typedef struct dt_bucket dt_bucket;
 
-struct dt_param_info { /* what a parameter has beyond its tensor; read-only */
+struct dt_param_info { /* the data of a parameter besides its tensor; read-only */
     int index;         /* in registration order */
     dt_shape full;     /* shape of the full logical tensor */
     dt_local_slice slice;
@@ -1097,10 +1118,10 @@ struct dt_param_info { /* what a parameter has beyond its tensor; read-only */
     int grad_started;     /* an op has written this micro-batch's gradient */
 };
 
-/* [local] Registers a parameter; it has no memory and no values yet. dtype f32, not sharded. Fails
-   if the name is taken or storage exists already. */
+/* [local] Registers a parameter of dtype f32 that is not sharded. The parameter has no memory and
+   no values yet. Fails if the name is taken or dt_buckets_make has already run. */
 DT_API dt_tensor *dt_param(dt_ctx *ctx, const char *name, dt_shape full, dt_init init);
-/* [local] The same with shardings, gradient placements and flags. Every rank passes the same full
+/* [local] dt_param with shardings, gradient placements and flags. Every rank passes the same full
    shape. */
 DT_API dt_tensor *dt_param_at(
     dt_ctx *ctx, const char *name, dt_shape full, dt_init init, dt_param_desc desc);
@@ -1108,10 +1129,11 @@ DT_API dt_tensor *dt_param_at(
    begins here. NULL ends the prefix. The text is copied. */
 DT_API void dt_scope(dt_ctx *ctx, const char *prefix);
 /* [local] Pipeline parallelism: parameters registered from here on belong to stage `stage` >= 0,
-   and a new bucket begins here. A rank may hold several stages; each has its own tape (section 8).
-   Default 0. After this call dt_zero_make accepts a rank without parameters. */
+   and a new bucket begins here. A rank may hold several stages; each stage has a separate tape
+   (section 8). Default 0. After this call dt_zero_make accepts a rank without parameters. */
 DT_API void dt_stage(dt_ctx *ctx, int stage);
-/* [local] Parameters in registration order; NULL if out of range or not found. */
+/* [local] Parameters in registration order. Return NULL if index is out of range or name is not
+   found. */
 DT_API int dt_param_count(const dt_ctx *ctx);
 DT_API dt_tensor *dt_param_get(const dt_ctx *ctx, int index);
 DT_API dt_tensor *dt_param_find(const dt_ctx *ctx, const char *name);
@@ -1119,17 +1141,17 @@ DT_API dt_tensor *dt_param_find(const dt_ctx *ctx, const char *name);
    is invalid. A sharding along a dimension that full lacks is ignored. */
 DT_API dt_local_slice dt_local_slice_of(dt_shape full, const dt_shard_spec shards[3]);
 
-/* [local] A copy of host data as a tensor without gradient, valid until dt_reset. host NULL:
-   undefined contents. */
+/* [local] Copies host data to a tensor without gradient, valid until dt_reset. host NULL: undefined
+   contents. */
 DT_API dt_tensor *dt_input(dt_ctx *ctx, dt_dtype dtype, dt_shape shape, const void *host);
 /* [local]; for a parameter at ZeRO-3 [collective: its data group]. Copies elements between a tensor
    and host memory. Waits for the stream. */
 DT_API dt_status dt_read(const dt_tensor *t, void *host);
 DT_API dt_status dt_write(dt_tensor *t, const void *host);
-/* [local] Where t's values are now. Use it in your own op in place of t->data if t may be a
-   parameter: at ZeRO-3 it gathers the values ([collective: the parameter's data group]), which are
-   freed when the block ends. NULL after a failure. dt_read and dt_write of a parameter do the
-   same. */
+/* [local] The device address of t's values. Use dt_data in your own op in place of t->data if t may
+   be a parameter: at ZeRO-3 dt_data gathers the values ([collective: the parameter's data group]),
+   which are freed when the block ends. dt_read and dt_write of a parameter gather in the same way.
+   NULL after a failure. */
 DT_API void *dt_data(dt_tensor *t);
 /* [local] A scalar's value. NaN if t is NULL or its context has failed. Waits for the stream. */
 DT_API double dt_item(const dt_tensor *t);
@@ -1137,16 +1159,16 @@ DT_API double dt_item(const dt_tensor *t);
 // ==== 6. Buckets and listeners ==================================================================
 
 /* A bucket stores consecutive parameters in one flat array: the gradient bucket of DDP and
-   ZeRO-1/2, the flat parameter of FSDP/ZeRO-3. Padding makes its size a multiple of group size x
-   1,024 elements, so N ranks hold N equal shards:
+   ZeRO-1/2, the flat parameter of FSDP/ZeRO-3. Padding makes a bucket's size a multiple of group
+   size x 1,024 elements, so N ranks hold N equal shards:
 
        | wq        | wk  | wv  | bias | padding |      params, in registration order
        | shard 0     | shard 1     | shard 2    |      rank r keeps shard r
 
-   Bucketing follows DDP (arXiv:2006.15704), sharding ZeRO (arXiv:1910.02054). The upper layers
-   attach as listeners: they start a bucket's gradient reduction in grad_ready, while the backward
-   of earlier layers still runs (overlap of communication and computation), and gather a sharded
-   bucket's values when an op first reads them. */
+   Bucketing follows DDP (arXiv:2006.15704), and sharding follows ZeRO (arXiv:1910.02054). The upper
+   layers attach as listeners: they start a bucket's gradient reduction in grad_ready, while the
+   backward of earlier layers still runs (overlap of communication and computation), and gather a
+   sharded bucket's values when an op first reads them. */
 
 /* Gradient bucket. Consecutive parameters of one scope with equal dtype, shardings, gradient
    placements and trainability, stored together and split at bucket_bytes. Padding is zero.
@@ -1159,37 +1181,40 @@ struct dt_bucket {
     int frozen;
     int stage;            /* from dt_stage */
     size_t count, padded; /* elements */
-    /* (padded) values. In a sharded bucket: only while gathered, class comm, else NULL */
+    /* (padded) values. In a sharded bucket data has class comm, and is NULL unless gathered */
     void *data;
-    /* (shard_count) the values that this rank keeps, class params: all of data, or its shard of a
-       sharded bucket; NULL where they are offloaded */
+    /* (shard_count) the values that this rank keeps, class params: its shard of a sharded bucket,
+       otherwise all of data. NULL while the values are offloaded */
     void *shard;
     size_t shard_offset, shard_count; /* elements of data */
     /* (padded) gradient accumulation: sum over the finished micro-batches, class grads; allocated
        when first needed */
     void *grad;
-    /* where this micro-batch's gradient is accumulated; may be grad itself */
+    /* accumulates this micro-batch's gradient; may be the same buffer as grad */
     void *micro_grad;
-    int accumulated; /* grad holds at least one micro-batch */
+    int accumulated; /* grad holds the gradient of at least one micro-batch */
     /* parameters whose gradient is not complete yet in the current backward */
     int pending_params;
 };
 
 typedef struct dt_buckets_desc {
     size_t bucket_bytes; /* 0 means 25 MiB */
-    size_t pad;          /* buckets are padded to a multiple of this many elements; 0 means 1 */
-    /* 1: the values are offloaded: a listener's release stores them, its gather brings them back */
+    size_t pad;          /* buckets are padded to a multiple of `pad` elements; 0 means 1 */
+    /* 1: the values are offloaded: a listener's release stores the values, and its gather loads the
+       values again */
     int offloaded;
-    /* 1: there is no grad: grad_ready gets each micro-batch's gradient by itself */
+    /* 1: buckets have no grad: grad_ready gets each micro-batch's gradient separately */
     int reduce_each_micro;
-    /* If not NULL: sets the padding of each bucket (*pad), and that this rank keeps shard
-       *shard_index of *shards equal ones. They come as pad above, 0 and 1. */
+    /* NULL, or sets *pad, the padding of the bucket, and says that this rank keeps shard
+       *shard_index of *shards equal shards. On entry *pad is desc.pad, *shard_index is 0 and
+       *shards is 1. */
     void (*shard)(const dt_bucket *bucket, size_t *pad, int *shards, int *shard_index, void *user);
     void *user;
 } dt_buckets_desc;
 
-/* [local] Gives every registered parameter storage and its initial values. dt_zero_make calls it;
-   without it, the first use of a parameter does, with defaults. */
+/* [local] Allocates storage for every registered parameter and writes the initial values.
+   dt_zero_make calls dt_buckets_make. Without dt_zero_make, the first use of a parameter calls
+   dt_buckets_make with a zeroed desc. */
 DT_API dt_status dt_buckets_make(dt_ctx *ctx, dt_buckets_desc desc);
 DT_API int dt_bucket_count(const dt_ctx *ctx);
 DT_API dt_bucket *dt_bucket_get(const dt_ctx *ctx, int index);
@@ -1204,54 +1229,56 @@ typedef enum dt_phase {
 } dt_phase;
 typedef struct dt_event {
     dt_phase phase;
-    /* 0: the whole micro-batch; else the number of the dt_block call in it, from 1 */
+    /* 0: the micro-batch; n > 0: dt_block call n of the micro-batch, counted from 1 */
     int block;
     int micro, last; /* from dt_micro */
     int stage;       /* from dt_tape */
 } dt_event;
 
-/* How an upper layer attaches to this one. Each entry may be NULL. The struct is yours and must
-   outlive its use. */
+/* Callbacks with which an upper layer attaches to this one. Each entry may be NULL. The caller owns
+   the struct, which must stay valid until dt_unlisten or `closing`. */
 typedef struct dt_listener {
     void (*enter)(dt_ctx *ctx, const dt_event *event, void *user);
     void (*leave)(dt_ctx *ctx, const dt_event *event, void *user);
-    /* The bucket's gradient of this micro-batch is complete: added to bucket->grad, or alone in the
-       micro-batch's buffer. A listener that takes that buffer over sets the field to NULL. */
+    /* The bucket's gradient of this micro-batch is complete: either added to bucket->grad, or in
+       bucket->micro_grad. A listener that takes over the micro_grad buffer sets micro_grad to
+       NULL. */
     void (*grad_ready)(dt_ctx *ctx, dt_bucket *bucket, int last, void *user);
     /* returns 1 if another rank has logged the failure */
     int (*failed)(dt_ctx *ctx, dt_status status, const char *text, void *user);
-    /* dt_ctx_free begins: release what you took from the context */
+    /* dt_ctx_free begins: free the memory that you allocated from the context */
     void (*closing)(dt_ctx *ctx, void *user);
     void *user;
-    /* after each kernel of an op: pending operations can make progress */
+    /* called after each kernel of an op, so that pending operations make progress */
     void (*kernel_done)(dt_ctx *ctx, void *user);
     /* a sharded bucket is about to be read: gather its data */
     void (*gather)(dt_ctx *ctx, dt_bucket *bucket, void *user);
-    /* written: an owner changed the gathered values, save this rank's shard. unused: the gather was
-       for one access only and can be freed. */
+    /* A read or write of the gathered values is done. written: the values changed, so save this
+       rank's shard. unused: the gather was for this access only, so free the gathered data. */
     void (*release)(dt_ctx *ctx, dt_bucket *bucket, int written, int unused, void *user);
     void (*reset)(dt_ctx *ctx, void *user); /* dt_reset has freed the tensors */
     /* The host is about to wait for the device without a timeout, and pending operations may depend
-       on other ranks: finish those in flight. all: also finish operations that were started and not
-       waited for. Returns 1 if none of them still runs on the device. */
+       on other ranks: finish the operations in flight. all: also finish operations that were
+       started and not waited for. Returns 1 if no pending operation still runs on the device. */
     int (*drain)(dt_ctx *ctx, int all, void *user);
     struct dt_listener *next; /* set by dt_listen */
 } dt_listener;
-/* [local] Appends a listener to the chain; removes it. */
+/* [local] dt_listen appends a listener to the chain, dt_unlisten removes a listener. */
 DT_API void dt_listen(dt_ctx *ctx, dt_listener *listener);
 DT_API void dt_unlisten(dt_ctx *ctx, dt_listener *listener);
-/* [local] Gradient accumulation: what follows is micro-batch `index` of `count` of this step.
-   Default 0 of 1. */
+/* [local] Gradient accumulation: the following forward and backward are micro-batch `index` of the
+   `count` of this step. Default 0 of 1. */
 DT_API void dt_micro(dt_ctx *ctx, int index, int count);
 
 // ==== 7. Ops ====================================================================================
 
 /* An op checks shapes, makes its output in the current block's arena, runs one or more kernels and
-   records itself on the tape (section 8). Its backward adds to the gradients of its inputs. */
+   records itself on the tape (section 8). The op's backward adds to the gradients of the op's
+   inputs. */
 
 /* All [local]. Each returns a tensor that lives until dt_reset, or NULL after a failure. Shapes:
    (..,X) means any leading dimensions. The types of floating-point inputs must agree. Mixed
-   precision: bf16 and f16 are computed in f32 and rounded once. */
+   precision: bf16 and f16 ops compute in f32 and round once. */
 
 typedef struct dt_linear_desc {
     int activation;      /* DT_ACT_* except AFFINE, applied to x w^T + b; 0: none */
@@ -1262,13 +1289,14 @@ typedef struct dt_linear_desc {
    the residual is not saved. */
 DT_API dt_tensor *dt_linear(dt_tensor *x, dt_tensor *w, dt_tensor *b);
 DT_API dt_tensor *dt_linear_at(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_linear_desc desc);
-/* table (V,C), ids (..) i32 -> (..,C). An id outside the full table fails. A table sharded along V
-   gives zero rows for the ids of other ranks: the result is PARTIAL over the sharding's group. */
+/* table (V,C), ids (..) i32 -> (..,C). An id outside the full table fails. If the table is sharded
+   along V, the ids of other ranks give zero rows, so the result is PARTIAL over the sharding's
+   group. */
 DT_API dt_tensor *dt_embedding(dt_tensor *table, dt_tensor *ids);
 
 /* x (..,C), gain (C), bias (C); eps 0 means 1e-5. arXiv:1607.06450. */
 DT_API dt_tensor *dt_layernorm(dt_tensor *x, dt_tensor *gain, dt_tensor *bias, double eps);
-/* x / sqrt(mean of x^2 + eps) * gain; eps 0 means 1e-5. arXiv:1910.07467. */
+/* x / sqrt(mean(x^2) + eps) * gain; eps 0 means 1e-5. arXiv:1910.07467. */
 DT_API dt_tensor *dt_rmsnorm(dt_tensor *x, dt_tensor *gain, double eps);
 /* e^x / sum of e^x over the last dimension. */
 DT_API dt_tensor *dt_softmax(dt_tensor *x);
@@ -1294,9 +1322,9 @@ DT_API dt_tensor *dt_sub(dt_tensor *a, dt_tensor *b);
 DT_API dt_tensor *dt_mul(dt_tensor *a, dt_tensor *b);
 DT_API dt_tensor *dt_div(dt_tensor *a, dt_tensor *b);
 
-enum { DT_ALL = -100 }; /* as a dimension: reduce all of them, to a scalar */
-/* Reduces one dimension, counted from 0, which disappears. max: the gradient goes to the first of
-   equal elements. */
+enum { DT_ALL = -100 }; /* as `dim`: reduces all dimensions, to a scalar */
+/* Reduces dimension dim (from 0) and removes it from the shape. max: the gradient goes to the first
+   of equal elements. */
 DT_API dt_tensor *dt_sum_over(dt_tensor *x, int dim);
 DT_API dt_tensor *dt_mean_over(dt_tensor *x, int dim);
 DT_API dt_tensor *dt_max_over(dt_tensor *x, int dim);
@@ -1304,7 +1332,7 @@ DT_API dt_tensor *dt_max_over(dt_tensor *x, int dim);
 /* Another shape with the same element count; a view, no copy. */
 DT_API dt_tensor *dt_reshape(dt_tensor *x, dt_shape shape);
 /* slice: count indices of one dimension, from `first`. concat: n tensors, at most 8, along one
-   dimension (if all are NULL it returns NULL without a failure, because none leads to a context).
+   dimension; if all tensors are NULL there is no context to fail, so concat just returns NULL.
    transpose: exchanges two dimensions. */
 DT_API dt_tensor *dt_slice(dt_tensor *x, int dim, int64_t first, int64_t count);
 DT_API dt_tensor *dt_concat(dt_tensor *const *x, int n, int dim);
@@ -1314,98 +1342,102 @@ DT_API dt_tensor *dt_cast(dt_tensor *x, dt_dtype dtype);
 
 /* x (R,C), rows (..) i32 -> (..,C): copies of rows of x; row -1 gives zeros. */
 DT_API dt_tensor *dt_gather_rows(dt_tensor *x, dt_tensor *rows);
-/* x (..,C), rows (..) i32 -> (count,C): adds row i of x to row rows[i], in ascending i; -1 is
-   skipped, any other number outside fails. */
+/* x (..,C), rows (..) i32 -> (count,C): adds row i of x to row rows[i], in ascending i. Row -1 is
+   skipped; any other row outside 0 .. count - 1 fails. */
 DT_API dt_tensor *dt_scatter_rows(dt_tensor *x, dt_tensor *rows, int64_t count);
-/* x (..,N) -> (..,k) largest, in descending order, ties to the lower index; *index receives their
-   indices, i32. */
+/* x (..,N) -> (..,k): the k largest elements of each row, in descending order, ties to the lower
+   index. *index receives their indices, i32. */
 DT_API dt_tensor *dt_topk(dt_tensor *x, int k, dt_tensor **index);
 
 typedef struct dt_rope_desc {
     double theta; /* 0 means 10000 */
-    int rotary;   /* how many of D are rotated; 0 means all */
-    /* 1: pairs are neighbours (2i, 2i+1), as Meta stores them; 0: halves (i, i + rotary/2) */
+    int rotary;   /* number of the D elements that are rotated; 0 means all */
+    /* 1: a pair is (2i, 2i+1), as Meta stores weights; 0: a pair is (i, i + rotary/2) */
     int interleaved;
 } dt_rope_desc;
 /* Rotary embedding. x (B,T,H,D), positions (B,T) i32: rotates pair i of each head by the angle
    position * theta^(-2i/rotary). arXiv:2104.09864. */
 DT_API dt_tensor *dt_rope(dt_tensor *x, dt_tensor *positions, dt_rope_desc desc);
 
-/* x (..,C): zeroes each element with probability p and divides the others by 1 - p. Which elements
-   are zeroed is a function of (key, tokens (..) i32, column) alone (counter-based RNG): pass each
-   token's global index, and a key that differs by step and by place in the model, and every layout
-   and every recomputation drops the same elements. tokens NULL: row numbers. */
+/* x (..,C): zeroes each element with probability p and divides the other elements by 1 - p. Which
+   elements are zeroed is a function of (key, tokens (..) i32, column) alone (counter-based RNG): if
+   you pass each token's global index, and a different key for each step and each dropout of the
+   model, every layout and every recomputation drops the same elements. tokens NULL: row r is token
+   r. */
 DT_API dt_tensor *dt_dropout(dt_tensor *x, double p, uint64_t key, dt_tensor *tokens);
 
 typedef struct dt_attn_desc {
-    int kv_heads; /* 0 means k's own; otherwise it must agree with k */
-    int full;     /* 1: every query attends to every key; default: causal */
+    int kv_heads; /* 0 means K of k; any other value must equal K */
+    int full;     /* 1: every query attends to every key; 0: causal */
     /* (B,TQ), (B,TK) i32; both NULL: key j has position j, query i has i + TK - TQ */
     dt_tensor *positions, *key_positions;
-    /* likewise, document numbers of documents packed into one sequence. If TQ = TK, NULL for the
-       keys means those of the queries. */
+    /* (B,TQ), (B,TK) i32: document numbers, for documents packed into one sequence. If TQ = TK and
+       key_documents is NULL, the keys have the queries' document numbers. */
     dt_tensor *documents, *key_documents;
     dt_tensor **lse; /* if not NULL, receives the log-sum-exp (B,H,TQ) */
 } dt_attn_desc;
 /* Flash attention, with grouped-query attention. q (B,TQ,H,D), k and v (B,TK,K,D), H a multiple of
    K -> (B,TQ,H,D), scale 1/sqrt(D). A causal query attends to the keys of its own document whose
-   position is not after its own. No TQ x TK matrix is stored: the backward computes the scores
-   again from lse. arXiv:2205.14135. */
+   position is not after the query's. No TQ x TK matrix is stored: the backward recomputes the
+   scores from lse. arXiv:2205.14135. */
 DT_API dt_tensor *dt_attention(dt_tensor *q, dt_tensor *k, dt_tensor *v, dt_attn_desc desc);
 
-/* Vocabulary-parallel cross-entropy: the columns here are one of several slices of the vocabulary,
-   the others are on other ranks (dt_parallel.h fills this in). */
+/* Vocabulary-parallel cross-entropy: this rank's columns are one of several slices of the
+   vocabulary; the other slices are on other ranks. dt_parallel.h fills this in. */
 typedef struct dt_loss_part {
     int parts; /* number of slices; 0: not sharded */
-    /* vocabulary index of column 0 here, and columns of all slices without padding */
+    /* vocabulary index of this rank's column 0, and number of columns of all slices without
+       padding */
     int64_t first, all;
-    /* each: (parts,count), every rank's `mine` in rank order */
+    /* sets each (parts,count) to every rank's `mine`, in rank order */
     dt_status (*gather)(void *user, const double *mine, double *each, size_t count);
     void *user;
 } dt_loss_part;
 
 typedef struct dt_loss_desc {
-    /* columns from here on are padding: not in the sum, no gradient; 0: no padding */
+    /* columns from `vocab` on are padding: not in the sum, no gradient; 0: no padding */
     int64_t vocab;
     double smoothing; /* label smoothing, arXiv:1512.00567 */
     /* adds the gradient of z_weight * sum of lse^2 / denominator (arXiv:2204.02311) */
     double z_weight;
-    /* if not NULL, receives that sum without the weight, f64; it is not in the loss */
+    /* if not NULL, receives sum of lse^2 / denominator, f64; the loss does not include it */
     dt_tensor **z_loss;
-    /* if used, vocab counts the columns here, and 0 means that all are padding */
+    /* if part.parts > 0, vocab counts this rank's columns, and vocab 0 means that all are
+       padding */
     dt_loss_part part;
 } dt_loss_desc;
 /* logits (..,V), labels (..) i32 -> f64 scalar in nats: the sum over labels >= 0, divided by
-   denominator. Pass the number of labels of the whole step over all ranks (dt_count_labels), and
-   the loss needs no further scaling in any layout. */
+   denominator. Pass as denominator the number of labels of the step on all ranks (dt_count_labels);
+   then the loss needs no further scaling in any layout. */
 DT_API dt_tensor *dt_cross_entropy(dt_tensor *logits, dt_tensor *labels, double denominator);
 DT_API dt_tensor *dt_cross_entropy_at(
     dt_tensor *logits, dt_tensor *labels, double denominator, dt_loss_desc desc);
-/* Cross-entropy of the logits x w^T, x (..,C), w (V,C), a few rows at a time: on a CPU the full
-   logits are never in memory, and the backward computes them again. A GPU saves them if they are at
-   most max_saved_logits of its kernel table (2^30, 2 GiB in bf16); otherwise it works as the CPU
-   does. */
+/* Cross-entropy of the logits x w^T, x (..,C), w (V,C), computed a few rows at a time. On a CPU the
+   full logits are never in memory, and the backward recomputes the logits. A GPU saves the logits
+   if their number is at most max_saved_logits of its kernel table (2^30, 2 GiB in bf16); otherwise
+   the GPU recomputes them as the CPU does. */
 DT_API dt_tensor *dt_linear_cross_entropy(
     dt_tensor *x, dt_tensor *w, dt_tensor *labels, double denominator, dt_loss_desc desc);
 /* Sum of (a - b)^2 over all elements, divided by denominator -> f64 scalar. */
 DT_API dt_tensor *dt_mse(dt_tensor *a, dt_tensor *b, double denominator);
-/* Attaches an auxiliary loss: returns x, and the backward also runs through weight * scalar,
-   wherever the main loss is. */
+/* Attaches an auxiliary loss: returns x, and adds the gradient of weight * scalar to the backward,
+   even if the main loss is on another rank. */
 DT_API dt_tensor *dt_loss(dt_tensor *x, dt_tensor *scalar, double weight);
 
 // ==== 8. Tape and blocks ========================================================================
 
-/* Autograd tape: each op appends a node, and the backward walks the nodes from last to first. Naive
-   version: keep all outputs.
+/* Autograd tape: each op appends a node, and the backward walks the nodes from last to first. The
+   naive version saves all outputs.
 
        forward    x --linear--> h --gelu--> g --linear--> y --> loss     saves x, h, g
        backward   dx <--------- dh <------- dg <--------- dy <-- 1       reads them
 
    A block groups the ops of a layer: dt_block(ctx, fn, x, user) is the unit of memory, of ZeRO-3
    gathers, of pipeline stages. Activation checkpointing (recompute, arXiv:1604.06174): with
-   .recompute a block saves only its input and output, and its backward runs fn again first, so L
-   blocks need L outputs + 1 block's activations, for one more forward. Zero bubble schedules need
-   the backward in two halves: input gradients now, weight gradients later (arXiv:2401.10241). */
+   .recompute a block saves only its input and output, and its backward first runs fn again. So L
+   blocks need the memory of L outputs + 1 block's activations, at the cost of one more forward.
+   Zero bubble schedules need the backward in two halves: input gradients now, weight gradients
+   later (arXiv:2401.10241). */
 
 enum { DT_MAX_INPUTS = 8 };
 typedef struct dt_node dt_node;
@@ -1415,15 +1447,15 @@ struct dt_node { /* one recorded op */
     dt_tensor *out;
     dt_tensor *in[DT_MAX_INPUTS];
     int n_in;
-    unsigned want;          /* bit i: the gradient of in[i] is wanted now */
+    unsigned want;          /* bit i: the backward must compute the gradient of in[i] */
     unsigned unread_inputs; /* bit i: the backward does not read the data of in[i] */
-    /* gradients of bf16 and f16 parameters before they are added to the f32 ones */
+    /* 16-bit gradients of bf16 and f16 parameters, not yet added to the f32 gradients */
     void *narrow[DT_MAX_INPUTS];
     dt_backward_fn backward;
-    /* computes the data of a transient output again; NULL: no backward reads them */
+    /* recomputes the data of a transient output; NULL if no backward reads these data */
     dt_backward_fn recompute;
-    void *saved;           /* what the op saved for its backward */
-    dt_block_state *child; /* not an op but a dt_block call */
+    void *saved;           /* data that the op saved for its backward */
+    dt_block_state *child; /* the block, if the node is a dt_block call; NULL for an op */
     dt_node *prev;
 };
 
@@ -1440,8 +1472,8 @@ struct dt_node { /* one recorded op */
            float *dx = dt_grad(node, 0), *dy = node->out->grad; ... dx[i] += ...
        } */
 typedef struct dt_record_desc {
-    const char *name; /* not copied: it must live until dt_reset */
-    /* up to the first NULL, or n_in of them: then an input may be NULL */
+    const char *name; /* not copied: the string must stay valid until dt_reset */
+    /* the inputs; with n_in 0 the list ends at the first NULL, otherwise an input may be NULL */
     dt_tensor *in[DT_MAX_INPUTS];
     int n_in;
     dt_backward_fn backward;
@@ -1450,117 +1482,121 @@ typedef struct dt_record_desc {
 } dt_record_desc;
 /* [local] A tensor with undefined contents in the current block's arena. */
 DT_API dt_tensor *dt_new(dt_ctx *ctx, dt_dtype dtype, dt_shape shape);
-/* [local] The same data as x with a gradient of its own: the output of an op that is the identity
-   in the forward. No copy, except of a gathered tensor of dt_tp_enter, which is freed before this
-   one. */
+/* [local] A tensor with the data of x and a separate gradient: the output of an op that is the
+   identity in the forward. dt_alias copies no data, unless x is a gathered tensor of dt_tp_enter,
+   which is freed before its alias. */
 DT_API dt_tensor *dt_alias(dt_tensor *x);
 /* [local] Records an op with inputs desc.in and output out; records nothing if no input needs a
    gradient. Returns out. */
 DT_API dt_tensor *dt_record(dt_tensor *out, dt_record_desc desc);
-/* [local] The same; returns the saved memory for you to fill, NULL if nothing was recorded. */
+/* [local] dt_record, but returns node->saved for you to fill; NULL if no node was recorded. */
 DT_API void *dt_record_saved(dt_tensor *out, dt_record_desc desc);
-/* [local] For your backward: dt_wants: is in[i]'s gradient wanted? dt_grad: where to add it (zeroed
-   if new). 0 or NULL if the node has no such input. */
+/* [local] For your backward. dt_wants returns 1 if the gradient of in[i] is wanted. dt_grad returns
+   the array to add that gradient to, zeroed if new. They return 0 and NULL if the node has no input
+   i. */
 DT_API int dt_wants(const dt_node *node, int i);
 DT_API void *dt_grad(dt_node *node, int i);
-/* [local] The type of t->grad: t's own, but f32 for a bf16 or f16 parameter or if t is NULL. In a
-   backward, dt_grad has t's own type. */
+/* [local] The type of t->grad: f32 for a bf16 or f16 parameter or if t is NULL, otherwise t->dtype.
+   The array that dt_grad returns in a backward always has type t->dtype. */
 DT_API dt_dtype dt_grad_dtype(const dt_tensor *t);
 /* [local] dt_grad without zeroing: *accumulate says whether to add or to overwrite. */
 DT_API void *dt_grad_raw(dt_node *node, int i, int *accumulate);
 
 /* [local] Runs fn as one block: the unit of memory, of recompute, of ZeRO-3 gathers, of pipeline
-   stages and of the trace. fn may use tensors made before it, and returns one (x, if there is
-   nothing else): NULL fails. Blocks may nest. */
+   stages and of the trace. fn may use tensors made before the block. fn must return a tensor, such
+   as x; NULL fails. Blocks may nest. */
 typedef dt_tensor *(*dt_block_fn)(dt_tensor *x, void *user);
 DT_API dt_tensor *dt_block(dt_ctx *ctx, dt_block_fn fn, dt_tensor *x, void *user);
 
 typedef struct dt_block_desc {
     /* 1: activation checkpointing: save only the output, run fn again in the backward */
     int recompute;
-    /* if not 0, fn gets a copy of this many bytes at user, so user may be a local variable */
+    /* if not 0, fn gets a copy of the user_bytes bytes at user, so user may be a local variable */
     size_t user_bytes;
 } dt_block_desc;
 /* [local] Activation checkpointing (recompute) of a layer, or selective recompute of a few ops, if
-   desc asks for it. A recomputed block gives the same bits as a plain one and costs one more run of
-   fn.
+   desc.recompute is 1. A recomputed block gives the same bits as a plain block and costs one more
+   run of fn.
 
-   After the forward the data of everything fn made are freed; the output is copied to memory that
-   outlives the block (unless fn returns x or another tensor made outside). The backward runs fn
-   again on the same x and user, which must live until then, goes back through the ops of that run,
-   and frees them; with a backward in two halves, the input half runs fn and the weight half frees.
-   Auxiliary losses count once; gradients of dt_require_grad tensors last until dt_reset. Blocks
-   inside, recomputed or not, are freed and run again with it. Selective recompute
-   (arXiv:2205.05198) is a block around a few ops with large outputs that are cheap to compute, such
-   as attention.
+   After the forward, the data of all tensors that fn made are freed. The output is first copied to
+   memory that outlives the block, unless fn returns x or another tensor made outside. The backward
+   runs fn again on the same x and user, which must stay valid until then, runs the backward of the
+   ops of this second run, and frees their data. With a backward in two halves, the input half runs
+   fn and the weight half frees the data. Auxiliary losses count once; gradients of dt_require_grad
+   tensors stay valid until dt_reset. Blocks inside, recomputed or not, are freed and run again with
+   the outer block. Selective recompute (arXiv:2205.05198) is a block around a few ops with large
+   outputs that are cheap to compute, such as attention.
 
-   fn must repeat itself: other ops, other parameters or another output shape in the second run
-   fail, and so does using a tensor whose data were freed. fn sees its data while it runs. */
+   fn must repeat itself: if the second run has other ops, other parameters or another output shape,
+   the backward fails. Using a tensor whose data were freed fails too. While fn runs, the data of
+   its tensors are valid. */
 DT_API dt_tensor *dt_block_at(
     dt_ctx *ctx, dt_block_fn fn, dt_tensor *x, void *user, dt_block_desc desc);
-/* [local] 1 while a block runs for the second time: what fn or a listener counts, it should count
-   only if this is 0. */
+/* [local] 1 while a recomputed block runs for the second time. Counters in fn or a listener should
+   count only while dt_recomputing returns 0. */
 DT_API int dt_recomputing(const dt_ctx *ctx);
 
-/* [local] Backward from loss (a scalar) to every parameter and tensor that needs a gradient. Adds
-   to the buckets' gradients. */
+/* [local] Runs the backward from loss (a scalar) to every parameter and tensor that needs a
+   gradient. Adds to the buckets' gradients. */
 DT_API dt_status dt_backward(dt_tensor *loss);
-/* [local] The same in two halves, as zero bubble schedules need: first the gradients of
-   activations, later those of parameters. The bits are those of dt_backward. */
+/* [local] dt_backward in two halves, for zero bubble schedules: dt_backward_input computes the
+   gradients of activations, dt_backward_weight later the gradients of parameters. The result has
+   the same bits as dt_backward's. */
 DT_API dt_status dt_backward_input(dt_tensor *loss);
 DT_API dt_status dt_backward_weight(dt_tensor *loss);
-/* [local] The same in any phase of DT_BACKWARD and its two halves, from any tensor y: grad, of y's
-   shape and type, is the gradient of the loss (including the loss scale) with respect to y; the
-   backward may overwrite it. NULL for a scalar: 1 times the loss scale. If y needs no gradient, all
-   parameters of this tape get a gradient of zero. */
+/* [local] The backward, or one of its halves, from any tensor y. phase is DT_BACKWARD,
+   DT_BACKWARD_INPUT or DT_BACKWARD_WEIGHT. grad, of y's shape and type, is the gradient of the loss
+   (including the loss scale) with respect to y; the backward may overwrite grad. If y is a scalar,
+   grad may be NULL, which means 1 times the loss scale. If y needs no gradient, all parameters of
+   this tape get a gradient of zero. */
 DT_API dt_status dt_backward_at(dt_tensor *y, dt_tensor *grad, dt_phase phase);
 /* [local] Loss scaling: the gradient with which dt_backward starts, 1 at first. All gradients are
-   that many times larger, which keeps those of f16 in range (arXiv:1710.03740). dt_zero.h sets it,
-   and divides the gradients by it. */
+   `scale` times larger, which keeps f16 gradients in range (arXiv:1710.03740). dt_zero.h sets the
+   scale, and divides the gradients by it. */
 DT_API void dt_loss_scale(dt_ctx *ctx, double scale);
-/* [local] Frees every tensor of the current tape: all but parameters. Call it after each
+/* [local] Frees every tensor of the current tape except parameters. Call dt_reset after each
    micro-batch. */
 DT_API void dt_reset(dt_ctx *ctx);
 /* [local] Selects a tape. A pipeline has several micro-batches alive at once, each on its own tape:
    ops, the backward and dt_reset work on the tape selected last. A tape keeps its memory for reuse.
    A backward gives gradients to the buckets of `stage` only. Tapes are numbered from 0; keep the
-   numbers small. Default tape 0, stage 0. Fails inside a block, and for another stage before
-   dt_reset. */
+   numbers small. Default tape 0, stage 0. Fails inside a block. Fails if the tape holds ops of
+   another stage; call dt_reset first. */
 DT_API void dt_tape(dt_ctx *ctx, int tape, int stage);
-/* [local] Gives an input a gradient (t->grad after the backward, until dt_reset). Call it before
-   its first use. */
+/* [local] Gives an input a gradient: t->grad is valid from the backward to dt_reset. Call
+   dt_require_grad before the first use of t. */
 DT_API dt_tensor *dt_require_grad(dt_tensor *t);
-/* [local] on 1: ops record nothing (evaluation, generation); 0: they record again. */
+/* [local] on 1: ops record nothing (evaluation, generation); 0: ops record again. */
 DT_API void dt_no_grad(dt_ctx *ctx, int on);
 
 // ==== 9. Weight files ===========================================================================
 
-/* A weight file is a header that names tensors, and their data. safetensors:
+/* A weight file consists of a header, which names tensors, and the tensors' data. safetensors:
 
        | N: 8 bytes | {"wte": {"dtype":"F32", "shape":[257,64], "data_offsets":[0,65792]}} | data |
 
    A rank reads only its own slice of each tensor, and every layout reads and writes the same
    files. */
 
-/* Files are not trusted: sizes are checked before they are multiplied, names before they become
-   paths, and an inconsistent file is DT_ERR_IO with its name and the reason. All file access is
-   pread and pwrite of the io table. */
+/* Files are not trusted: dt checks sizes before it multiplies them, and names before it uses them
+   as paths. An inconsistent file fails with DT_ERR_IO, its name and the reason. All file access
+   uses pread and pwrite of the io table. */
 
-/* [local] Reads a whole file of at most `limit` bytes and appends a NUL that is not counted. Free
-   it with dt_free(ctx, DT_MEM_HOST, text, *bytes + 1). */
+/* [local] Reads a complete file of at most `limit` bytes and appends a NUL that *bytes does not
+   count. Free the result with dt_free(ctx, DT_MEM_HOST, text, *bytes + 1). */
 DT_API char *dt_file_read(dt_ctx *ctx, const char *path, size_t limit, size_t *bytes);
-/* [local] Writes a whole file atomically: a temporary file beside it, fsync, rename. On failure the
-   old file stays. */
+/* [local] Writes a file atomically: writes a temporary file in the same folder, then fsync and
+   rename. On failure the old file stays. */
 DT_API dt_status dt_file_write(dt_ctx *ctx, const char *path, const void *data, size_t bytes);
 
-/* A JSON text as an array of nodes; node 0 is the root. RFC 8259, and stricter wherever two readers
-   could disagree: a duplicate key, -0, an integer beyond 2^53, a number that a double cannot hold,
-   more than 64 levels, 4,194,304 values or 100,000,000 bytes are errors. Messages name the
-   position: "config.json:3:17: ...".
+/* A JSON text as an array of nodes; node 0 is the root. The syntax is RFC 8259, but stricter where
+   two readers could disagree. Errors are: a duplicate key, -0, an integer beyond 2^53, a number
+   that a double cannot hold, and more than 64 levels, 4,194,304 values or 100,000,000 bytes.
+   Messages name the position: "config.json:3:17: ...".
 
    The text is UTF-8, but a string may hold any bytes, as paths do: an invalid byte is written as
-   \udc80 .. \udcff and read back from it (PEP 383, Python's surrogateescape). Every other lone
-   surrogate is an error. */
+   \udc80 .. \udcff, and reading converts that escape back to the byte (PEP 383, Python's
+   surrogateescape). Every other lone surrogate is an error. */
 typedef struct dt_json dt_json;
 typedef enum dt_json_kind {
     DT_JSON_NULL = 0,
@@ -1573,35 +1609,35 @@ typedef enum dt_json_kind {
 /* [local] name is for messages. Keeps pointers to name and text until dt_json_free. */
 DT_API dt_json *dt_json_parse(dt_ctx *ctx, const char *name, const char *text, size_t bytes);
 DT_API void dt_json_free(dt_json *json);
-/* [local] They return 0, NULL or -1 if the node does not exist or is of another kind. Members of an
-   object come in the order of their keys. A string is NUL-terminated and may contain NULs: *bytes
-   (bytes may be NULL) receives its length. */
+/* [local] These functions return 0, NULL or -1 if the node does not exist or is of another kind.
+   Members of an object come in the order of their keys. A string is NUL-terminated and may contain
+   NULs: *bytes (bytes may be NULL) receives its length. */
 DT_API dt_json_kind dt_json_kind_of(const dt_json *json, int node);
 /* [local] Number of elements or members. */
 DT_API int dt_json_count(const dt_json *json, int node);
-/* [local] Element i; the value of member i. */
+/* [local] The node of element i of an array, or of the value of member i of an object. */
 DT_API int dt_json_at(const dt_json *json, int node, int i);
 /* [local] The key of a member, given its value's node. */
 DT_API const char *dt_json_key(const dt_json *json, int node, size_t *bytes);
 DT_API int dt_json_find(const dt_json *json, int node, const char *key);
 DT_API const char *dt_json_string(const dt_json *json, int node, size_t *bytes);
 DT_API int dt_json_number(const dt_json *json, int node, double *out);
-/* [local] A number without a fraction. */
+/* [local] Sets *out to a number that has no fraction. */
 DT_API int dt_json_int(const dt_json *json, int node, int64_t *out);
 DT_API int dt_json_bool(const dt_json *json, int node, int *out);
-/* [local] Fails the context with the node's position in front: "config.json:3:17: heads: a number
-   is needed". */
+/* [local] Fails the context; the text begins with the node's position: "config.json:3:17: heads: a
+   number is needed". */
 DT_API dt_status dt_json_fail(const dt_json *json, int node, const char *fmt, ...) DT_PRINTF(3, 4);
 
-/* A JSON writer: zero it except for ctx. key NULL: an element of an array. Numbers read back as the
-   same double in every locale. The text is `text`, `used` bytes and a NUL, until
-   dt_json_out_free. */
+/* A JSON writer: set ctx and zero the other fields. key NULL writes an element of an array. Numbers
+   read back as the same double in every locale. `text` holds the JSON, `used` bytes and a NUL,
+   until dt_json_out_free. */
 typedef struct dt_json_out {
     dt_ctx *ctx;
     char *text;
     size_t used, capacity;
 } dt_json_out;
-/* [local] bracket is '{' or '['; dt_json_close ends it with '}' or ']'. */
+/* [local] Begin an object or array with bracket '{' or '[', end it with '}' or ']'. */
 DT_API void dt_json_open(dt_json_out *out, const char *key, char bracket);
 DT_API void dt_json_close(dt_json_out *out, char bracket);
 /* [local] NULL is written as null. */
@@ -1614,14 +1650,14 @@ DT_API void dt_json_out_free(dt_json_out *out);
 
 /* Named tensors in files: safetensors (one file, or model.safetensors.index.json and its shards)
    and llm.c's model .bin (version 3 f32, 5 bf16; tensors wte wpe ln1w ln1b qkvw qkvb attprojw
-   attprojb ln2w ln2b fcw fcb fcprojw fcprojb lnfw lnfb, all layers of a kind in one). */
+   attprojb ln2w ln2b fcw fcb fcprojw fcprojb lnfw lnfb; a per-layer tensor holds all layers). */
 typedef struct dt_weights dt_weights;
 
 typedef struct dt_weight {
     const char *name;
-    const char *type; /* as safetensors names it: "F32", "BF16", "U8", ... */
-    /* 1: its type is a dt_dtype and it has at most DT_MAX_DIMS dimensions. Other tensors can only
-       be listed; those with more dimensions have shape (count) */
+    const char *type; /* the type's name in safetensors: "F32", "BF16", "U8", ... */
+    /* 1: the tensor's type is a dt_dtype and it has at most DT_MAX_DIMS dimensions. Other tensors
+       can only be listed; a tensor with more dimensions has shape (count) */
     int readable;
     dt_dtype dtype;
     dt_shape shape;
@@ -1629,35 +1665,35 @@ typedef struct dt_weight {
 } dt_weight;
 
 typedef struct dt_llmc { /* the header of an llm.c model; all 0 for other files */
-    /* wte has padded_vocab rows; those from vocab on are unused */
+    /* wte has padded_vocab rows; rows from vocab on are unused */
     int version, seq, vocab, layers, heads, width, padded_vocab;
 } dt_llmc;
 
-/* [local] path: a file, or a folder with model.safetensors or model.safetensors.index.json. NULL
+/* [local] Opens a file, or a folder with model.safetensors or model.safetensors.index.json. NULL
    after DT_ERR_IO. */
 DT_API dt_weights *dt_weights_open(dt_ctx *ctx, const char *path);
 DT_API int dt_weights_count(const dt_weights *w);
 /* [local] NULL if out of range. */
 DT_API const dt_weight *dt_weights_get(const dt_weights *w, int index);
-/* [local] The index, or -1. */
+/* [local] Returns the tensor's index, or -1 if no tensor has this name. */
 DT_API int dt_weights_find(const dt_weights *w, const char *name);
 DT_API dt_llmc dt_weights_llmc(const dt_weights *w);
 /* [local] The value of key in "__metadata__" of the (first) file, or NULL. */
 DT_API const char *dt_weights_metadata(const dt_weights *w, const char *key);
-/* [local] Reads count elements in row-major order, from element first, as type `as`. i32 is read as
-   i32 only; the other types convert into each other, rounded to nearest even. */
+/* [local] Reads count elements in row-major order, from element first, as type `as`. An i32 tensor
+   can be read as i32 only. Each other type converts to any other, rounded to nearest even. */
 DT_API dt_status dt_weights_read(
     dt_weights *w, int index, int64_t first, int64_t count, dt_dtype as, void *host);
 
-/* Maps rows of a parameter to a tensor of a file. The parameter is seen as a matrix with `columns`
-   columns; the file's tensor as a matrix whose columns are its last dimension. */
+/* Maps rows of a parameter to a tensor of a file. The parameter counts as a matrix with `columns`
+   columns, and the file's tensor as a matrix whose columns are the tensor's last dimension. */
 typedef struct dt_weight_part {
     const char *name; /* the file's tensor */
-    /* how many of the parameter's rows this part holds; 0: all that are left */
+    /* number of the parameter's rows in this part; 0: all remaining rows */
     int64_t rows;
-    /* size that the file's matrix must have; 0: exactly these rows (columns) */
+    /* size that the file's matrix must have; 0: exactly the rows (columns) of this part */
     int64_t file_rows, file_columns;
-    int64_t row, column; /* where they begin in the file's matrix */
+    int64_t row, column; /* first row and column of this part in the file's matrix */
     int transposed;      /* 1: the file stores the parameter's columns as rows */
 } dt_weight_part;
 /* [local] Fills this rank's slice of a parameter, however it is sharded, from one or more
@@ -1668,33 +1704,34 @@ typedef struct dt_weight_part {
                                .column = 2 * C, .transposed = 1 };
        dt_weights_load(w, v, 0, &part, 1);
 
-   and its bias (H,D) from (3C): columns = C, file_columns = 3 * C, column = 2 * C. Call it after
-   dt_zero_make. */
+   For v's bias (H,D) from (3C): columns = C, file_columns = 3 * C, column = 2 * C. Call
+   dt_weights_load after dt_zero_make. */
 DT_API dt_status dt_weights_load(
     dt_weights *w, dt_tensor *param, int64_t columns, const dt_weight_part *parts, int n);
 
 typedef struct dt_weights_desc {
-    /* more data than this becomes model-00001-of-0000N.safetensors and an index; 0: one file */
+    /* more than shard_bytes of data becomes model-00001-of-0000N.safetensors and an index; 0: one
+       file */
     int64_t shard_bytes;
     /* version 3 or 5: an llm.c model, whose tensors need no declaration; 0: safetensors */
     dt_llmc llmc;
 } dt_weights_desc;
-/* [local] Begins a file: declare all tensors, then write all their elements, in any order. The
-   files appear under their names at dt_weights_close, once complete; a failure before that leaves
-   the old files (a set of shards is replaced file by file, its index last). safetensors begin with
-   the metadata {"format":"pt"}. */
+/* [local] Begins a file: declare all tensors, then write all their elements, in any order.
+   dt_weights_close gives the complete files their names; a failure before dt_weights_close leaves
+   the old files unchanged. A set of shards is replaced file by file, its index last. A safetensors
+   file begins with the metadata {"format":"pt"}. */
 DT_API dt_weights *dt_weights_create(dt_ctx *ctx, const char *path, dt_weights_desc desc);
 /* [local] Returns the tensor's index, or -1. */
 DT_API int dt_weights_declare(dt_weights *w, const char *name, dt_dtype dtype, dt_shape shape);
-/* [local] Writes each element once. Rows of llm.c's unused vocabulary may be left out: they become
-   0. */
+/* [local] Writes a range of elements; write each element once. You may leave out the rows of
+   llm.c's unused vocabulary, which become 0. */
 DT_API dt_status dt_weights_write(
     dt_weights *w, int index, int64_t first, int64_t count, dt_dtype from, const void *host);
 /* [local] The inverse of dt_weights_load, for a parameter that is not sharded. */
 DT_API dt_status dt_weights_save(
     dt_weights *w, dt_tensor *param, int64_t columns, const dt_weight_part *parts, int n);
-/* [local] Ends reading or writing. NULL is allowed. Files still open when the context ends are
-   closed: those being written are discarded. */
+/* [local] Ends reading or writing. NULL is allowed. dt_ctx_free closes files that are still open,
+   and discards files that are being written. */
 DT_API dt_status dt_weights_close(dt_weights *w);
 
 #ifdef __cplusplus
@@ -1790,8 +1827,8 @@ int64_t dt_count(dt_shape shape) {
     return n;
 }
 
-/* What is wrong with a shape, or NULL: at most 6 dimensions, none below `least`, and a size in
-   bytes far below SIZE_MAX. */
+/* Returns the problem with a shape, or NULL. A valid shape has at most 6 dimensions, none below
+   `least`, and a size in bytes far below SIZE_MAX. */
 static const char *dt__shape_problem(dt_shape shape, int64_t least) {
     int64_t limit = INT64_MAX / 16;
     if (shape.nd < 0) return "a negative number of dimensions";
@@ -1829,7 +1866,8 @@ static dt__text dt__shape_text(dt_shape shape) {
     return t;
 }
 
-/* The tensor that owns t's data and gradient, which views share: all bookkeeping is on it. */
+/* The tensor that owns t's data and gradient. Views share the owner's data and gradient, and all
+   bookkeeping is on the owner. */
 static dt_tensor *dt__owner(dt_tensor *t) {
     while (t->base) t = t->base;
     return t;
@@ -1839,8 +1877,8 @@ static size_t dt__bytes(const dt_tensor *t) {
     return (size_t)dt_count(t->shape) * dt_dtype_size(t->dtype);
 }
 
-/* gcc inlines a function into kernels, which have their own target options, only if it is forced
-   to. */
+/* Kernels have their own target options, so gcc inlines a function into them only with
+   always_inline. */
 #define DT__INLINE static inline __attribute__((always_inline))
 
 DT__INLINE uint32_t dt__float_bits(float f) {
@@ -1855,8 +1893,8 @@ DT__INLINE float dt__bits_float(uint32_t u) {
     return f;
 }
 
-/* Mixed precision: bf16 and f16 to and from f32, rounded to nearest even; a NaN stays a NaN.
-   Selections instead of branches, so that loops vectorise. */
+/* Mixed precision: bf16 and f16 to and from f32, rounded to nearest even; a NaN stays a NaN. The
+   code selects values instead of branching, so that loops vectorise. */
 DT__INLINE float dt__bf16_to_f32(uint16_t h) { return dt__bits_float((uint32_t)h << 16); }
 
 DT__INLINE uint16_t dt__f32_to_bf16(float f) {
@@ -1867,7 +1905,7 @@ DT__INLINE uint16_t dt__f32_to_bf16(float f) {
 
 DT__INLINE float dt__f16_to_f32(uint16_t h) {
     uint32_t mag = h & 0x7fff, sign = (uint32_t)(h & 0x8000) << 16;
-    /* below 2^-14: mag times the smallest step */
+    /* values below 2^-14: mag times the smallest subnormal */
     uint32_t tiny = dt__float_bits((float)(int32_t)mag * 0x1p-24f);
     /* changes the exponent's bias from 15 to 127 */
     uint32_t rest = (mag << 13) + (mag >= 0x7c00 ? 0x70000000 : 0x38000000);
@@ -1886,9 +1924,9 @@ DT__INLINE uint16_t dt__f32_to_f16(float f) {
                       (u >> 16 & 0x8000));
 }
 
-/* Round to odd. A double becomes a float that is rounded again to 16 bits: if bits are lost here,
-   the last bit is set, so the second rounding sees that the value was not exact and gives what a
-   single rounding would give. */
+/* Round to odd. Converts a double to a float that will be rounded again, to 16 bits. If the
+   conversion loses bits, sets the float's last bit. The second rounding then sees that the value
+   was not exact and gives the result of a single rounding. */
 static float dt__f64_to_odd(double x) {
     float f = (float)x;
     uint32_t u = dt__float_bits(f);
@@ -1926,7 +1964,7 @@ DT__INLINE dt_dtype dt__wide(dt_dtype dtype, int wide) {
     return wide && dt__narrow(dtype) ? DT_F32 : dtype;
 }
 
-/* size of the type in which the CPU computes */
+/* size of the type in which the CPU computes for this dtype */
 static size_t dt__real_size(dt_dtype dtype) { return dtype == DT_F64 ? 8 : 4; }
 
 // ==== 11. Default host and io tables ============================================================
@@ -1964,8 +2002,8 @@ static void dt__host_sleep(void *user, double seconds) {
     nanosleep(&t, NULL);
 }
 
-/* Does RLIMIT_FSIZE allow a file of `bytes` bytes? If not, errno is EFBIG. A write beyond the limit
-   would raise SIGXFSZ, which ends the program. */
+/* 1 if RLIMIT_FSIZE allows a file of `bytes` bytes; else 0 with errno EFBIG. Check first, because a
+   write beyond the limit raises SIGXFSZ, which ends the program. */
 static int dt__io_allowed(uint64_t bytes) {
     struct rlimit limit;
     if (getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return 1;
@@ -1974,9 +2012,9 @@ static int dt__io_allowed(uint64_t bytes) {
     return 0;
 }
 
-/* One write per line, so that lines of several ranks do not mix. A line is dropped if the reader of
-   standard error accepts nothing for a second: a rank that waited for that reader would hang the
-   job. */
+/* Makes one write call per line, so that the lines of several ranks do not mix. Drops the line if
+   the reader of standard error accepts no data for a second: a rank that waited longer would hang
+   the job. */
 static void dt__host_log(void *user, int level, int rank, const char *text) {
     char line[700];
     struct stat st;
@@ -1989,7 +2027,7 @@ static void dt__host_log(void *user, int level, int rank, const char *text) {
     if ((size_t)n >= sizeof line) n = (int)sizeof line - 1;
     if (fstat(2, &st) == 0 && S_ISREG(st.st_mode) && !dt__io_allowed((uint64_t)st.st_size + 1))
         return;
-    /* if this fails, there is nobody to tell */
+    /* a failure here cannot be reported, because there is no other log */
     if (poll(&to, 1, 1000) <= 0 || write(2, line, (size_t)n) < 0) return;
 }
 
@@ -2014,15 +2052,15 @@ static void dt__host_discard(void *user, void *p, size_t bytes) {
 #endif
 }
 
-/* Opens /dev/null on each closed descriptor of 0 to 2, as SQLite does; -1 on failure. Call it
-   before every call that opens a descriptor: in a job that starts with one of these closed, the
-   next file or socket would get its number, and printed lines would go there. */
+/* Opens /dev/null on each closed descriptor of 0 to 2, as SQLite does; returns -1 on failure. Call
+   this function before every call that opens a descriptor: if a job starts with descriptor 2
+   closed, the next file or socket would become descriptor 2, and log lines would go to it. */
 static int dt__io_guard_std_fds(void) {
     for (int fd = 0; fd <= 2; fd++) {
         int null = fcntl(fd, F_GETFD) >= 0 ? fd : open("/dev/null", O_RDWR);
-        /* not ENOENT, which would say that a file is absent */
+        /* not ENOENT, which callers read as an absent file */
         if (null < 0) return errno = EBADF, -1;
-        if (null > 2) close(null); /* another thread has opened it first */
+        if (null > 2) close(null); /* another thread has opened descriptor fd first */
     }
     return 0;
 }
@@ -2041,7 +2079,7 @@ static int dt__io_open(void *user, const char *path, int mode) {
     if (fd < 0 && errno == ENOENT) /* the target of a link may be on a disk that is not mounted */
         errno = lstat(path, &st) == 0 && S_ISLNK(st.st_mode) ? ELOOP : ENOENT;
     if (fd < 0) return -1;
-    int reason = 0; /* dt__io_error_text explains the values */
+    int reason = 0; /* dt__io_error_text explains the values of `reason` */
     if (fstat(fd, &st) != 0)
         reason = errno;
     else if (!S_ISREG(st.st_mode) && !(S_ISDIR(st.st_mode) && mode == DT_IO_READ))
@@ -2075,7 +2113,7 @@ static int64_t dt__io_pread(void *user, int fd, void *buf, size_t bytes, int64_t
     return (int64_t)pread(fd, buf, bytes, (off_t)offset);
 }
 
-/* Writes at most up to RLIMIT_FSIZE and returns a short count, as pwrite does. */
+/* At the limit RLIMIT_FSIZE, pwrite writes fewer bytes and returns a short count. */
 static int64_t dt__io_pwrite(void *user, int fd, const void *buf, size_t bytes, int64_t offset) {
     (void)user;
     if (bytes > 0 && !dt__io_allowed((uint64_t)offset + 1)) return -1;
@@ -2129,7 +2167,7 @@ static int dt__io_lock(void *user, int fd) {
     return flock(fd, LOCK_EX | LOCK_NB);
 }
 
-/* Works on a directory descriptor: a path could be replaced by a link between two calls. */
+/* Uses a directory descriptor, because a link could replace the path between two calls. */
 static int dt__io_remove_folder(void *user, const char *path, const char *const *names, int n) {
     struct stat st;
     int failed = 0;
@@ -2151,7 +2189,8 @@ static int dt__io_sync_and_evict(void *user, int fd, int64_t bytes, int64_t offs
     (void)user;
 #if defined(__linux__) && defined(POSIX_FADV_DONTNEED)
     int how = SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER;
-    /* The kernel reports a disk error only once; fsync only where ranges are not supported */
+    /* The kernel reports a disk error only once, so call fsync only if the file system does not
+       support sync_file_range */
     if (sync_file_range(fd, (off_t)offset, (off_t)bytes, how) != 0) {
         if (errno != ENOSYS && errno != EINVAL && errno != ESPIPE) return -1;
         if (fsync(fd) != 0) return -1;
@@ -2182,10 +2221,10 @@ const dt_io *dt_io_default(void) { return &dt__io_table; }
        dt_alloc(ctx, class, n)      live[class] += n, peak[class] = max(peak[class], live[class])
        dt_free(ctx, class, p, n)    live[class] -= n
 
-   Errors are sticky: dt_fail records the first one, ops after it return NULL, and a listener
+   Errors are sticky: dt_fail records the first error, later ops return NULL, and a listener
    (dt_comm.h) tells the peers. */
 
-/* A bump allocator, freed as a whole: section 15. */
+/* A bump allocator, which frees all its allocations at once: section 15. */
 typedef struct dt__chunk {
     struct dt__chunk *next;
     char *data;
@@ -2196,7 +2235,7 @@ typedef struct dt__arena {
     dt_mem mem;
     size_t min_chunk;       /* size of the next chunk, unless the request is larger */
     dt__chunk *chunks;      /* the current chunk first */
-    struct dt__arena *next; /* list of a pool of free arenas */
+    struct dt__arena *next; /* next arena of a pool of free arenas */
 } dt__arena;
 
 /* Device memory that was freed while device operations were in flight; cached for the next request
@@ -2224,7 +2263,7 @@ struct dt_ctx {
     int rank;
     void *attached;
     dt_status status;
-    /* the failure is that a file could not be read; the file itself may be intact */
+    /* 1: the failure was in reading a file; the file itself may be intact */
     int read_failed;
     char text[512];
     dt_memory memory;
@@ -2235,7 +2274,7 @@ struct dt_ctx {
     size_t work_bytes;
     dt_listener *listeners;
 
-    dt_tensor **params; /* (param_capacity), n_params of them used */
+    dt_tensor **params; /* (param_capacity); the first n_params are used */
     int n_params, param_capacity;
     char *scope_prefix;
     size_t scope_bytes;
@@ -2250,14 +2289,14 @@ struct dt_ctx {
     int tape_capacity;
     dt_block_state *root, *current; /* root: of the selected tape */
     dt_block_state *entered_block;  /* the innermost block that listeners have entered */
-    /* a gather now is for a single access outside of any op */
+    /* 1 during a gather for a single access outside of any op */
     int outside_op;
     dt__arena *grad_pool;
     /* arenas for the data of recomputed blocks, reused from block to block */
     dt__arena *recompute_pool;
-    dt__arena *transient_pool; /* arenas of transient tensors, one each */
-    int make_transient;        /* ops now make transient tensors (a depth) */
-    /* fingerprint of what the open block has recorded so far; 0: nothing */
+    dt__arena *transient_pool; /* arenas of transient tensors, one arena per tensor */
+    int make_transient;        /* > 0: ops make transient tensors (nesting depth) */
+    /* fingerprint of the ops that the current block has recorded; 0: none */
     uint64_t fingerprint;
     int recomputing; /* depth of second runs of recomputed blocks */
     int micro, micro_count;
@@ -2265,7 +2304,7 @@ struct dt_ctx {
     double loss_scale;
 };
 
-/* The only function that changes the memory counters. */
+/* Updates the memory counters; no other function changes the counters. */
 static void dt__account(dt_ctx *ctx, dt_mem mem, size_t bytes, int sign) {
     dt_memory *m = &ctx->memory;
     if (sign < 0) {
@@ -2290,7 +2329,8 @@ static void *dt__host_zeroed(dt_ctx *ctx, size_t bytes, const char *what) {
     return p;
 }
 
-/* Returns an array with capacity for one more element; the old one is freed if it grows. */
+/* Returns an array with capacity for one more element. If the array must grow, copies it and frees
+   the old array. */
 static void *dt__grow(
     dt_ctx *ctx, void *array, int used, int *capacity, size_t element, const char *what) {
     if (used < *capacity) return array;
@@ -2303,9 +2343,10 @@ static void *dt__grow(
     return p;
 }
 
-/* cudaFree waits until the device is idle, and an operation in flight may wait for what this rank
-   does next: a deadlock. So memory that is freed while operations are in flight is cached for the
-   next request of the same size; the rank's stream orders its uses. Returns 1 if it was cached. */
+/* cudaFree waits until the device is idle, but an operation in flight may wait for this rank's next
+   call, which is a deadlock. So memory that is freed while operations are in flight is cached for
+   the next request of the same size; the rank's stream orders the old and new uses. Returns 1 if
+   the memory was cached. */
 static int dt__device_cache_put(dt_ctx *ctx, void *p, size_t bytes, int pinned) {
     dt__cached_memory *grown = (dt__cached_memory *)dt__grow(ctx, ctx->cached, ctx->n_cached,
         &ctx->cached_capacity, sizeof *grown, "cached device memory");
@@ -2338,7 +2379,7 @@ static void dt__device_cache_free(dt_ctx *ctx) {
 }
 
 /* Call this before a device wait without a timeout: pending operations may depend on other ranks.
-   Returns 1 if none still runs on the device. */
+   Returns 1 if no pending operation still runs on the device. */
 static int dt__drain(dt_ctx *ctx, int all) {
     int idle = 1;
     for (dt_listener *l = ctx->listeners; l; l = l->next)
@@ -2352,8 +2393,8 @@ static void *dt__alloc_uncounted(dt_ctx *ctx, dt_mem mem, size_t bytes, int pinn
         return ctx->host.alloc(ctx->host.user, bytes, mem);
     void *p = dt__device_cache_get(ctx, bytes, pinned);
     for (int attempt = 0; !p && attempt < 2; attempt++) {
-        /* Not for pinned memory: pending operations allocate it as they make progress, and cannot
-           wait for themselves */
+        /* Do not drain for pinned memory: pending operations allocate pinned memory as they make
+           progress, and must not wait for themselves */
         if (attempt > 0 && (pinned || ctx->n_cached == 0 || !dt__drain(ctx, 1))) break;
         p = pinned ? ctx->kernels.pin(bytes) : ctx->kernels.alloc(ctx->kernels.user, bytes);
     }
@@ -2438,7 +2479,8 @@ void dt_memory_reset_peak(dt_ctx *ctx) {
     ctx->memory.peak_total = ctx->memory.live_total;
 }
 
-/* With CUDA the GPU is the default if there is one; rank 0 logs why it is not used, or advice. */
+/* With CUDA the default is the GPU, if dt_cuda_ready returns DT_OK. Rank 0 logs why the GPU is not
+   used, or dt_cuda_ready's advice. */
 static const dt_kernels *dt__kernels_default(dt_ctx *ctx) {
 #ifdef DT_USE_CUDA
     char text[160] = "";
@@ -2483,7 +2525,8 @@ static void dt__params_free(dt_ctx *ctx);
 void dt_ctx_free(dt_ctx *ctx) {
     if (!ctx) return;
     while (ctx->listeners) {
-        dt_listener *l = ctx->listeners; /* off the chain first: its closing may free it */
+        /* remove l from the chain first, because l->closing may free l */
+        dt_listener *l = ctx->listeners;
         ctx->listeners = l->next;
         if (l->closing) l->closing(ctx, l->user);
     }
@@ -2529,8 +2572,8 @@ size_t dt_printable(const char *s) {
 }
 
 /* Makes a message one printable line: each unprintable byte becomes \xNN, and the result is
-   truncated to `bytes`. Every message passes through here, because it may quote paths, names in
-   files and texts from other ranks. */
+   truncated to `bytes`. Every message passes through dt__escape, because a message may quote paths,
+   names in files and texts from other ranks. */
 static void dt__escape(char *text, size_t bytes) {
     char raw[700] = "";
     size_t at = 0, n = strlen(text) < sizeof raw ? strlen(text) : sizeof raw - 1;
@@ -2566,7 +2609,7 @@ dt_status dt_fail(dt_ctx *ctx, dt_status status, const char *fmt, ...) {
     va_start(args, fmt);
     vsnprintf(ctx->text + n, sizeof ctx->text - (size_t)n, fmt ? fmt : "no reason was given", args);
     va_end(args);
-    /* the sign of a NaN is unspecified: print none */
+    /* the sign of a NaN is unspecified, so remove it */
     for (char *s = strstr(ctx->text, " -nan"); s; s = strstr(s + 1, " -nan"))
         if (strchr(" ,:;)", s[5])) memmove(s + 1, s + 2, strlen(s + 2) + 1);
     dt__escape(ctx->text, sizeof ctx->text);
@@ -2582,7 +2625,8 @@ const char *dt_error_text(const dt_ctx *ctx) {
     return ctx ? ctx->text : "no context: out of memory";
 }
 
-/* Runs kernel k of the context's table; on failure fails the context with the op's name. */
+/* Runs kernel k of the context's table. If the kernel fails, fails the context with the op's
+   name. */
 #define DT__CALL(ctx, k, args) \
     ((ctx)->kernels.k ? (ctx)->kernels.k((args), (ctx)->stream) : DT_ERR_UNSUPPORTED)
 #define DT__KERNEL(ctx, what, k, args) \
@@ -2610,11 +2654,11 @@ static dt_status dt__move(dt_ctx *ctx, void *dst, const void *src, size_t bytes)
         memcpy(dst, src, bytes);
         return DT_OK;
     }
-    /* CUDA copies up to this many bytes of pageable memory through a staging buffer without
+    /* CUDA copies at most STAGED bytes of pageable memory through a staging buffer without
        waiting */
     enum { STAGED = 64 << 10 };
     int (*reaches)(const void *) = ctx->kernels.can_access;
-    /* such a copy blocks */
+    /* a copy to pageable memory, or a larger copy from it, blocks: drain first */
     if (reaches && (!reaches(dst) || (bytes > STAGED && !reaches(src)))) dt__drain(ctx, 0);
     dt_status status = ctx->kernels.move(dst, src, bytes, ctx->stream);
     return status == DT_OK
@@ -2669,7 +2713,7 @@ void dt_unlisten(dt_ctx *ctx, dt_listener *listener) {
 // ==== 13. Counter-based RNG =====================================================================
 
 /* Counter-based RNG: random numbers as a pure function of (key, counter) instead of a sequence with
-   state. The naive way, one generator per process, gives other values in every layout.
+   state. The naive version, one generator per process, gives different values in every layout.
 
        key = hash(seed, "h.0.attn.wq")      value i of the full tensor = philox(key, i / 4)[i % 4]
 
@@ -2709,15 +2753,17 @@ static uint64_t dt__stream_key(uint64_t seed, const char *name) {
 // ==== 14. Parameters, slices and buckets: code ==================================================
 
 /* Gradient accumulation: a step runs several micro-batches, and a bucket adds up their gradients.
-   Naive version: every op adds to the sum. Here each micro-batch's gradient is complete before it
-   is added, so the sum has one order of additions, micro-batch by micro-batch:
+   In the naive version every op adds its gradient directly to the sum. Here each micro-batch's
+   gradient is complete before it is added to the sum, so the sum has a fixed order of additions,
+   micro-batch by micro-batch:
 
        micro-batch 0:  ops write -> grad                           then grad_ready
        micro-batch j:  ops write -> buffer, grad += buffer         then grad_ready
 
-   A bucket is complete when every recorded use of its parameters has gone through the backward;
-   then listeners may reduce it over ranks while the backward of earlier layers still runs. With
-   reduce_each_micro (ZeRO-2, ZeRO-3) a listener gets each buffer and there is no local sum. */
+   A bucket is complete when the backward of every recorded use of its parameters has run. Then
+   listeners may reduce the bucket's gradient over ranks while the backward of earlier layers still
+   runs. With reduce_each_micro (ZeRO-2, ZeRO-3) a listener gets each micro-batch's buffer, and
+   there is no local sum. */
 
 dt_local_slice dt_local_slice_of(dt_shape full, const dt_shard_spec shards[3]) {
     dt_local_slice slice;
@@ -2745,7 +2791,7 @@ typedef struct dt__slice_walk {
     dt_shape full;
     dt_local_slice slice;
     int64_t at[DT_MAX_DIMS];
-    int outer;     /* dimensions that `at` walks; the ones below belong to a run */
+    int outer;     /* `at` walks dimensions 0 .. outer - 1; a run covers the other dimensions */
     int64_t count; /* elements of a run */
     int done;
     int64_t local, global; /* index of the current run's first element */
@@ -2758,7 +2804,8 @@ static dt__slice_walk dt__slice_begin(dt_shape full, dt_local_slice slice) {
     w.slice = slice;
     w.count = 1;
     w.outer = full.nd;
-    int contiguous = 1; /* the dimensions below are complete, so the next one up extends the run */
+    /* the inner dimensions are not sharded, so the next outer dimension extends the run */
+    int contiguous = 1;
     while (w.outer > 0 && contiguous) {
         w.outer--;
         w.count *= slice.inside[w.outer];
@@ -2781,15 +2828,15 @@ static int dt__slice_next(dt__slice_walk *w) {
     return 1;
 }
 
-/* A local slice has padding if its group's size does not divide the dimension. */
+/* 1 if the local slice has padding, because a group's size does not divide a dimension. */
 static int dt__slice_has_padding(dt_shape full, dt_local_slice slice) {
     for (int i = 0; i < full.nd; i++)
         if (slice.inside[i] != slice.n[i]) return 1;
     return 0;
 }
 
-/* Zeroes the elements of a local array that lie outside the full tensor: the gaps between the
-   walk's runs. */
+/* Zeroes the elements of a local array that are outside the full tensor, which are the gaps between
+   the runs of a slice walk. */
 static void dt__zero_padding(dt_ctx *ctx, const dt_param_info *p, dt_dtype dtype, void *array) {
     if (!dt__slice_has_padding(p->full, p->slice)) return;
     size_t size = dt_dtype_size(dtype);
@@ -2948,7 +2995,7 @@ dt_tensor *dt_param_find(const dt_ctx *ctx, const char *name) {
     return NULL;
 }
 
-/* Two parameters can share a bucket if everything done to a bucket is the same for both. */
+/* 1 if two parameters can share a bucket: every bucket operation treats both in the same way. */
 static int dt__same_bucket(const dt_tensor *a, const dt_tensor *b) {
     const dt_param_desc *x = &a->param->desc, *y = &b->param->desc;
     if (a->dtype != b->dtype || a->param->scope != b->param->scope || !x->frozen != !y->frozen)
@@ -2962,7 +3009,7 @@ static int dt__same_bucket(const dt_tensor *a, const dt_tensor *b) {
     return 1;
 }
 
-/* Does parameter i begin a new bucket? open: elements in the current bucket. */
+/* 1 if parameter i begins a new bucket. open: number of elements in the current bucket. */
 static int dt__begins_bucket(const dt_ctx *ctx, int i, size_t open, size_t bucket_bytes) {
     const dt_tensor *t = ctx->params[i];
     return i == 0 || !dt__same_bucket(ctx->params[i - 1], t) ||
@@ -2989,8 +3036,8 @@ static void dt__buckets_plan(dt_ctx *ctx, size_t bucket_bytes) {
     }
 }
 
-/* Initial values of the elements of a parameter that lie in this rank's shard of the bucket, which
-   is zero before. */
+/* Writes the initial values of the parameter's elements that are in this rank's shard of the
+   bucket. The caller has zeroed the shard. */
 static dt_status dt__param_init(dt_ctx *ctx, const dt_tensor *t) {
     const dt_param_info *p = t->param;
     const dt_bucket *bucket = p->bucket;
@@ -3013,7 +3060,7 @@ static dt_status dt__param_init(dt_ctx *ctx, const dt_tensor *t) {
     return ctx->status;
 }
 
-/* Points the tensors of a bucket's parameters at data; NULL: they have no values. */
+/* Points the tensors of a bucket's parameters at data; NULL: the parameters have no values. */
 static void dt__bucket_set_data(dt_ctx *ctx, dt_bucket *bucket, void *data) {
     bucket->data = data;
     for (int i = bucket->first_param; i < bucket->first_param + bucket->n_params; i++) {
@@ -3027,7 +3074,7 @@ static void dt__bucket_release(dt_ctx *ctx, dt_bucket *bucket, int written, int 
         if (l->release) l->release(ctx, bucket, written, unused, l->user);
 }
 
-/* A rank only ever allocates its own shard, even for the initial values. */
+/* Allocates and initializes this rank's shard; the rank never allocates the full bucket here. */
 static dt_status dt__bucket_alloc(dt_ctx *ctx, dt_bucket *bucket, const dt_buckets_desc *desc) {
     size_t bytes = bucket->shard_count * dt_dtype_size(bucket->dtype);
     bucket->shard = dt_alloc(ctx, DT_MEM_PARAMS, bytes, "parameters");
@@ -3045,7 +3092,7 @@ static dt_status dt__bucket_alloc(dt_ctx *ctx, dt_bucket *bucket, const dt_bucke
     return ctx->status;
 }
 
-/* Sets a bucket's padding and which shard of it this rank holds. */
+/* Sets a bucket's padding and the shard of the bucket that this rank holds. */
 static dt_status dt__bucket_shard(dt_ctx *ctx, dt_bucket *bucket, const dt_buckets_desc *desc) {
     size_t pad = desc->pad ? desc->pad : 1;
     int parts = 1, part = 0;
@@ -3099,8 +3146,8 @@ void dt_clear_grads(dt_ctx *ctx) {
     for (int u = 0; u < dt_bucket_count(ctx); u++) ctx->buckets[u].accumulated = 0;
 }
 
-/* A free buffer for a micro-batch's gradient or for gathered values: the smallest that is large
-   enough. */
+/* Returns a buffer for a micro-batch's gradient or for gathered values: the smallest free buffer
+   that is large enough, or a new buffer. */
 static void *dt__bucket_buffer_acquire(dt_ctx *ctx, size_t bytes) {
     dt__bucket_buffer *best = NULL;
     for (int i = 0; i < ctx->n_bucket_buffers; i++) {
@@ -3139,8 +3186,8 @@ static dt_status dt__bucket_grad_alloc(dt_ctx *ctx, dt_bucket *bucket) {
     return dt__fill(ctx, bucket->grad_dtype, bucket->grad, bucket->padded, 0);
 }
 
-/* Starts a bucket's gradient of this micro-batch. With reduce_each_micro the listener gets it with
-   its padding, so that is zeroed. */
+/* Starts a bucket's gradient of this micro-batch. With reduce_each_micro the listener also gets the
+   padding, so the padding is zeroed. */
 static void *dt__bucket_open_grad(dt_ctx *ctx, dt_bucket *bucket) {
     size_t size = dt_dtype_size(bucket->grad_dtype), padding = bucket->padded - bucket->count;
     if (dt__bucket_grad_alloc(ctx, bucket) != DT_OK) return NULL;
@@ -3155,8 +3202,9 @@ static void *dt__bucket_open_grad(dt_ctx *ctx, dt_bucket *bucket) {
     return bucket->micro_grad;
 }
 
-/* Where an op puts a parameter's gradient of this micro-batch. The first micro-batch writes
-   directly to the sum, later ones to a buffer, so that each is complete before it is added. */
+/* Returns the array to which an op writes a parameter's gradient of this micro-batch. The first
+   micro-batch writes directly to the sum. Later micro-batches write to a buffer, so that each
+   micro-batch's gradient is complete before it is added. */
 static void *dt__param_grad(dt_ctx *ctx, dt_tensor *t, int *accumulate) {
     dt_param_info *p = t->param;
     dt_bucket *bucket = p->bucket;
@@ -3173,8 +3221,8 @@ static void dt__bucket_close_grad(dt_ctx *ctx, dt_bucket *bucket) {
 
 enum { DT__COMPLETE = -1 };
 
-/* Gradient accumulation. All gradients of this micro-batch have reached the bucket: zero what no op
-   wrote, add the buffer to the sum, and tell the listeners. */
+/* Gradient accumulation. Called when the bucket has all gradients of this micro-batch: zeroes the
+   gradients that no op wrote, adds the buffer to the sum, and calls the listeners. */
 static void dt__bucket_complete(dt_ctx *ctx, dt_bucket *bucket) {
     size_t size = dt_dtype_size(bucket->grad_dtype);
     bucket->pending_params = DT__COMPLETE;
@@ -3223,12 +3271,11 @@ static void dt__params_free(dt_ctx *ctx) {
 
 // ==== 15. Arenas ================================================================================
 
-/* An arena is a bump allocator: allocation advances an offset, freeing resets it for all tensors at
-   once. It grows by chunks; a reset merges them into one of their total size, so after the first
-   steps a training step allocates nothing.
+/* An arena is a bump allocator: allocation advances an offset, and a reset of the offset frees all
+   tensors at once. An arena grows by chunks. After a reset, the arena replaces several chunks by
+   one chunk of the total size, so after the first steps a training step allocates nothing.
 
-       | tensor | tensor | tensor |   free   |      alloc: used += bytes      reset: used = 0
- */
+       | tensor | tensor | tensor |   free   |      alloc: used += bytes      reset: used = 0 */
 
 #if defined(__SANITIZE_ADDRESS__)
 #define DT__ASAN 1
@@ -3238,7 +3285,8 @@ static void dt__params_free(dt_ctx *ctx) {
 #endif
 #endif
 #ifndef DT__ASAN
-/* 1: every tensor is its own allocation, so the sanitizer sees reads past it and after a reset */
+/* 1: every tensor is a separate allocation, so the sanitizer sees reads past the tensor's end and
+   after a reset */
 #define DT__ASAN 0
 #endif
 
@@ -3277,7 +3325,8 @@ static void dt__arena_free(dt_ctx *ctx, dt__arena *a) {
     }
 }
 
-/* Empties the arena. Several chunks are replaced by one of their total size at the next use. */
+/* Empties the arena. If it has several chunks, frees them; the next use allocates one chunk of the
+   total size. */
 static void dt__arena_reset(dt_ctx *ctx, dt__arena *a) {
     size_t total = 0;
     if (!a->chunks) return;
@@ -3290,8 +3339,8 @@ static void dt__arena_reset(dt_ctx *ctx, dt__arena *a) {
     }
 }
 
-/* Takes an arena from a pool (last in, first out), or makes one: class comm for transient tensors,
-   else acts. */
+/* Takes an arena from a pool (last in, first out), or makes an arena: of class DT_MEM_COMM for
+   transient tensors, otherwise of class DT_MEM_ACTS. */
 static dt__arena *dt__arena_acquire(dt_ctx *ctx, dt__arena **pool) {
     dt__arena *a = *pool;
     if (a) {
@@ -3331,49 +3380,52 @@ static void dt__arenas_free(dt_ctx *ctx, dt__arena **pool) {
                               |         `-- [linear] [gelu] [linear]
                               `------------ [linear] [gelu] [linear]
 
-   Backward walks the nodes from newest to oldest and enters a child block where its node stands.
-   Recompute (arXiv:1604.06174): the backward of a recomputed block first runs fn again as a block
-   of its own, `rerun`, and then walks that one. Its data lie in arenas that one recomputed block
-   frees and the next reuses, so peak memory is one block, not L. */
+   Backward walks the nodes from newest to oldest, and enters a child block when it reaches the
+   block's node. Recompute (arXiv:1604.06174): the backward of a recomputed block first runs fn
+   again as a new block, `rerun`, and then walks the nodes of `rerun`. The data of `rerun` are in
+   arenas that one recomputed block frees and the next block reuses, so peak memory is one block,
+   not L. */
 
 enum { DT__FORWARD_ONLY = 0, DT__INPUT_HALF_DONE, DT__BACKWARD_DONE };
 
-/* A block: the ops it recorded, newest first, and the memory of their outputs. Block 0, the root,
+/* A block: its recorded ops, newest first, and the memory of the ops' outputs. Block 0, the root,
    is the micro-batch (a tape); dt_block makes children. A reset returns blocks to the tape's pool
-   with their arenas, so the k-th block of every step finds memory of its own size.
+   with their arenas, so the k-th block of every step gets an arena of the right size.
 
-   Recomputed blocks, and every block inside one, borrow an arena for their data from
-   ctx->recompute_pool. They have their own block pool too, because a plain block keeps its arena.
-   Tensors and nodes (meta) stay until the reset, so that a use of freed data can be reported. The
-   gradient of `out` lives with the block, not with the parent whose arena holds its data: else the
-   gradients of all outputs would be alive at once. */
+   A recomputed block, and every block inside it, borrows an arena for its data from
+   ctx->recompute_pool. Recomputed blocks have a separate block pool, because a plain block keeps
+   its arena. Tensors and nodes (meta) stay until the reset, so that dt can report a use of freed
+   data. The parent's arena holds the data of `out`, but the block holds the gradient of `out`: in
+   the parent, the gradients of all outputs would be alive at once. */
 struct dt_block_state {
     dt_ctx *ctx;
     dt_block_state *parent;
     dt_block_state *children, *sibling; /* newest child first */
     int index;
     dt_node *newest;
-    /* data of its tensors: own_acts, or an arena borrowed for recompute; NULL: freed */
+    /* data of the block's tensors: own_acts, or an arena borrowed for recompute; NULL: freed */
     dt__arena *acts;
     dt__arena own_acts;
     dt__arena meta; /* tensors and nodes: host memory */
-    /* gradients of its tensors, from their first use to the end of its backward */
+    /* gradients of the block's tensors, from the first use to the end of the block's backward */
     dt__arena *grads;
-    /* root only, as is stage: (n_params) recorded uses whose backward has not run yet */
+    /* root only, like stage: (n_params) recorded uses of each parameter whose backward has not run
+       yet */
     int *pending_uses;
     int backward_done; /* DT__FORWARD_ONLY .. DT__BACKWARD_DONE */
     int n_blocks;      /* dt_block calls of this micro-batch */
     /* free blocks with their arenas: [0] plain, [1] recomputed */
     dt_block_state *pool[2];
     int stage;
-    /* fingerprint of what it recorded, including blocks inside; 0: nothing */
+    /* fingerprint of the recorded ops, including blocks inside; 0: none */
     uint64_t fingerprint;
-    /* of a recomputed block, else NULL: the function to run again, and its arguments */
+    /* the function to run again, and its arguments; fn is NULL unless the block is recomputed */
     dt_block_fn fn;
     dt_tensor *x;
     void *user;
     int no_grad;
-    /* what fn returned; its copy for the parent, NULL if y was made outside the block */
+    /* y: the tensor that fn returned; out: the copy of y for the parent, NULL if y was made outside
+       the block */
     dt_tensor *y, *out;
     dt_block_state *rerun; /* the second run */
     dt_tensor *transients; /* newest first */
@@ -3400,11 +3452,12 @@ static dt_block_state *dt__block_acquire(dt_ctx *ctx, int recomputed) {
     return b;
 }
 
-/* Transient tensors. A layout needs them for a moment only: a sum over ranks before it is reduced,
-   or a gathered tensor of which this rank keeps a shard. Each has its own arena outside the
-   block's, released when the forward of the block ends. If the backward reads the tensor, the op
-   that made it computes it again (node->recompute), and it is freed once more when that op's
-   backward is done. Transient tensors of the root are not freed, because its forward has no end. */
+/* Transient tensors. A layout needs a transient tensor only briefly: a partial sum before the
+   reduction over ranks, or a gathered tensor of which this rank keeps a shard. Each transient
+   tensor has a separate arena, which is released when the forward of the block ends. If the
+   backward reads the tensor, the op that made the tensor recomputes it (node->recompute), and the
+   tensor is freed again when the backward of that op is done. Transient tensors of the root are not
+   freed at the end of a forward, because the forward of the root has no marked end. */
 static void dt__transient_free(dt_ctx *ctx, dt_tensor *t) {
     dt__arena_release(ctx, &ctx->transient_pool, &t->arena);
     t->data = NULL;
@@ -3426,14 +3479,14 @@ static dt_block_state *dt__root(dt_ctx *ctx) {
     return ctx->root;
 }
 
-/* Makes storage for parameters if no optimizer did. */
+/* Makes storage for parameters if dt_zero_make did not. */
 static dt_status dt__ensure_storage(dt_ctx *ctx) {
     dt_buckets_desc defaults = { 0, 0, 0, 0, NULL, NULL };
     return ctx->buckets ? DT_OK : dt_buckets_make(ctx, defaults);
 }
 
-/* Makes the values of a parameter readable: allocates storage, gathers a sharded bucket. Updates
-   the view x too. */
+/* Makes the values of a parameter readable: allocates storage and gathers a sharded bucket. x may
+   be a view; its data pointer is updated too. */
 static dt_status dt__ensure_values(dt_tensor *x) {
     dt_tensor *t = dt__owner(x);
     dt_ctx *ctx = t->ctx;
@@ -3457,8 +3510,8 @@ static dt_status dt__gather_outside_op(dt_tensor *t) {
     return status;
 }
 
-/* Reads or writes a whole parameter outside of any op. A gather for this access alone is released
-   at once. */
+/* Reads or writes a tensor outside of any op. If this access gathered a sharded parameter, the
+   gathered values are released at once. */
 static dt_status dt__read_or_write(dt_tensor *t, void *host, const void *from) {
     dt_ctx *ctx = t->ctx;
     dt_param_info *param = dt__owner(t)->param; /* t may be a view */
@@ -3472,7 +3525,7 @@ static dt_status dt__read_or_write(dt_tensor *t, void *host, const void *from) {
 }
 
 /* Returns a block and all blocks below it to the pools. Children are released newest first, so the
-   first child ends on top of the pool and the next micro-batch takes the blocks in the same
+   first child ends on top of the pool, and the next micro-batch gets the blocks in the same
    order. */
 static void dt__block_release(dt_ctx *ctx, dt_block_state *b) {
     while (b->children) {
@@ -3498,7 +3551,7 @@ static void dt__block_free(dt_ctx *ctx, dt_block_state *b) {
     dt_free(ctx, DT_MEM_HOST, b, sizeof *b);
 }
 
-/* Lets listeners cancel prefetches and forget the tensors that a reset freed. */
+/* Lets listeners cancel prefetches and drop their pointers to tensors that a reset freed. */
 static void dt__notify_reset(dt_ctx *ctx) {
     for (dt_listener *l = ctx->listeners; l; l = l->next)
         if (l->reset) l->reset(ctx, l->user);
@@ -3629,8 +3682,8 @@ dt_tensor *dt_new(dt_ctx *ctx, dt_dtype dtype, dt_shape shape) {
     return dt__new_named(ctx, dtype, shape, "tensor");
 }
 
-/* Fails the context if the tensor's data were freed with a recomputed block. The output of such a
-   block has its data with the parent. */
+/* Fails the context if the tensor's data were freed, as transient or with a recomputed block. The
+   parent's arena holds the data of a recomputed block's output. */
 static int dt__fail_if_freed(const char *op, const dt_tensor *t) {
     const dt_tensor *owner = t;
     while (owner->base) owner = owner->base;
@@ -3649,7 +3702,7 @@ static int dt__fail_if_freed(const char *op, const dt_tensor *t) {
     return 1;
 }
 
-/* Adds one recorded op to the fingerprint: its name and its parameters. Never 0. */
+/* Adds the name and the parameters of a recorded op to the fingerprint, which is then never 0. */
 static void dt__add_fingerprint(dt_ctx *ctx, const char *name, dt_tensor *const *in, int n) {
     uint64_t h = ctx->fingerprint;
     for (; name && *name; name++) h = (h ^ (unsigned char)*name) * 0x100000001B3u;
@@ -3660,7 +3713,8 @@ static void dt__add_fingerprint(dt_ctx *ctx, const char *name, dt_tensor *const 
     ctx->fingerprint = h | 1;
 }
 
-/* Counts one use of a parameter in this micro-batch. Its storage exists, so n_params is final. */
+/* Counts one use of a parameter in this micro-batch; returns 0 on failure. The parameters' storage
+   exists, so n_params is final. */
 static int dt__count_use(dt_ctx *ctx, const dt_tensor *t) {
     const dt_param_info *p = t->param;
     int **pending_uses = &ctx->root->pending_uses;
@@ -3676,8 +3730,8 @@ static int dt__count_use(dt_ctx *ctx, const dt_tensor *t) {
     return *pending_uses != NULL;
 }
 
-/* Autograd tape. Appends a node to the current block's list; NULL if no input needs a gradient.
-   dt__node_backward is its inverse. */
+/* Autograd tape. Appends a node to the current block's list; returns NULL if no input needs a
+   gradient. dt__node_backward runs the node's backward. */
 static dt_node *dt__record(dt_tensor *out, dt_ctx *ctx, const dt_record_desc *d) {
     int n = d->n_in, needed = 0;
     if (ctx->status != DT_OK || ctx->no_grad || !dt__root(ctx)) return NULL;
@@ -3717,7 +3771,7 @@ static dt_node *dt__record(dt_tensor *out, dt_ctx *ctx, const dt_record_desc *d)
     for (int i = 0; i < n; i++) {
         node->in[i] = d->in[i];
         dt_tensor *owner = d->in[i] ? dt__owner(d->in[i]) : NULL;
-        /* the first run has counted them */
+        /* the first run of a recomputed block has already counted its uses */
         int counts = owner && owner->param && owner->needs_grad && !ctx->recomputing;
         if (counts && !dt__count_use(ctx, owner)) return NULL;
     }
@@ -3744,17 +3798,18 @@ dt_tensor *dt_record(dt_tensor *out, dt_record_desc desc) {
     return out && out->ctx->status == DT_OK ? out : NULL;
 }
 
-/* Does the node have an input i? A caller's backward may pass any i. */
+/* 1 if the node has an input i. A user's backward may pass any i. */
 static int dt__has_input(const dt_node *node, int i) {
     return node && i >= 0 && i < node->n_in && node->in[i];
 }
 
 int dt_wants(const dt_node *node, int i) { return dt__has_input(node, i) && (node->want >> i & 1); }
 
-/* value of needs_grad: the user reads the gradient, so it outlives the backward of its block */
+/* value of needs_grad: the user reads the gradient, so the gradient stays valid after the backward
+   of its block */
 enum { DT__KEEP_GRAD = 2 };
 
-/* Memory that lives until the end of a block's backward. */
+/* Allocates memory that is valid until the end of the backward of block `home`. */
 static void *dt__grad_alloc(dt_ctx *ctx, dt_block_state *home, size_t bytes) {
     if (!home->grads) home->grads = dt__arena_acquire(ctx, &ctx->grad_pool);
     return home->grads ? dt__arena_alloc(ctx, home->grads, bytes) : NULL;
@@ -3764,8 +3819,8 @@ dt_dtype dt_grad_dtype(const dt_tensor *t) {
     return t ? dt__wide(t->dtype, t->param != NULL) : DT_F32;
 }
 
-/* dt_grad_raw for ops that can add directly to the f32 gradient of a bf16 or f16 parameter; *wide:
-   it is one. */
+/* dt_grad_raw for ops that can add directly to the f32 gradient of a bf16 or f16 parameter. Sets
+   *wide to 1 if in[i] is a bf16 or f16 parameter. */
 static void *dt__grad_wide(dt_node *node, int i, int *accumulate, int *wide) {
     dt_tensor *t = dt__owner(node->in[i]);
     *wide = t->param && dt__narrow(t->dtype);
@@ -3777,8 +3832,8 @@ static void *dt__grad_wide(dt_node *node, int i, int *accumulate, int *wide) {
     return t->grad;
 }
 
-/* Other ops write a gradient in the tensor's own type; dt__widen_grads adds it to the f32 gradient
-   of a parameter. */
+/* Ops that do not use dt__grad_wide write a gradient in the tensor's own type; dt__widen_grads then
+   adds the gradient to the f32 gradient of a parameter. */
 void *dt_grad_raw(dt_node *node, int i, int *accumulate) {
     if (!dt__has_input(node, i) || !accumulate) return NULL;
     dt_tensor *t = dt__owner(node->in[i]);
@@ -3790,7 +3845,7 @@ void *dt_grad_raw(dt_node *node, int i, int *accumulate) {
     return node->narrow[i];
 }
 
-/* Mixed precision: adds gradients that an op wrote in 16 bits to the parameters' f32 gradients. */
+/* Mixed precision: adds the 16-bit gradients that an op wrote to the parameters' f32 gradients. */
 static dt_status dt__widen_grads(dt_ctx *ctx, dt_node *n) {
     for (int i = 0; i < n->n_in; i++) {
         if (!n->narrow[i]) continue;
@@ -3844,7 +3899,7 @@ static dt_tensor *dt__block_run(dt_block_state *b, dt_block_fn fn, dt_tensor *x,
     dt__notify_phase(ctx, b, DT_FORWARD, 1);
     dt_tensor *y = fn(x, user);
     dt__notify_phase(ctx, b, DT_FORWARD, 0);
-    /* in a second run the backward follows at once */
+    /* a second run keeps its transient tensors, because the backward follows at once */
     if (!ctx->recomputing) dt__transients_free(ctx, b);
     ctx->current = outer;
     b->fingerprint = ctx->fingerprint;
@@ -3861,8 +3916,9 @@ static int dt__made_in(const dt_block_state *b, const dt_tensor *t) {
     return home != NULL;
 }
 
-/* Frees the data of a recomputed block and of all blocks inside it. In this order the next block of
-   the same shape gets the same arenas for the same children. */
+/* Frees the data of a recomputed block and of all blocks inside it. Children are released first,
+   newest first, so the next block of the same structure gets the same arenas for the same
+   children. */
 static void dt__block_free_data(dt_ctx *ctx, dt_block_state *b) {
     for (dt_block_state *child = b->children; child; child = child->sibling)
         dt__block_free_data(ctx, child);
@@ -3870,8 +3926,8 @@ static void dt__block_free_data(dt_ctx *ctx, dt_block_state *b) {
     dt__arena_release(ctx, &ctx->recompute_pool, &b->acts);
 }
 
-/* The output of a recomputed block: a copy in the parent's memory, or y itself if it was made
-   outside. */
+/* Returns the output of a recomputed block: a copy of y in the parent's memory, or y itself if y
+   was made outside the block. */
 static dt_tensor *dt__block_output(dt_ctx *ctx, dt_block_state *b, dt_tensor *y) {
     b->y = y;
     if (!y || dt__fail_if_freed("dt_block", y) || !dt__made_in(b, dt__owner(y))) return y;
@@ -3883,7 +3939,7 @@ static dt_tensor *dt__block_output(dt_ctx *ctx, dt_block_state *b, dt_tensor *y)
     return out;
 }
 
-/* Saves what the second run needs: the function, its arguments, whether ops record. */
+/* Saves the function, its arguments and no_grad for the second run. Returns 0 on failure. */
 static int dt__block_remember(dt_block_state *b, dt_block_fn fn, dt_tensor *x, void *user) {
     b->fn = fn;
     b->x = x;
@@ -3963,8 +4019,8 @@ dt_tensor *dt_require_grad(dt_tensor *t) {
     return t;
 }
 
-/* The backward of one use of each of the node's parameters is done; a bucket without pending
-   parameters is complete. */
+/* Called when the backward of a node is done: counts down the pending uses of the node's
+   parameters. A bucket is complete when it has no pending parameters. */
 static void dt__node_uses_done(dt_ctx *ctx, const dt_node *n) {
     for (int i = 0; i < n->n_in; i++) {
         const dt_tensor *t = n->in[i] ? dt__owner(n->in[i]) : NULL;
@@ -3975,7 +4031,7 @@ static void dt__node_uses_done(dt_ctx *ctx, const dt_node *n) {
     }
 }
 
-/* Computes the data of x again if it was transient and is freed; first those of its inputs. */
+/* Recomputes the data of x if x is transient and freed. Recomputes the inputs of x first. */
 static dt_status dt__recompute_transient(dt_ctx *ctx, dt_tensor *x) {
     dt_tensor *t = x ? dt__owner(x) : NULL;
     dt_node *n = t && t->transient ? t->producer : NULL;
@@ -3988,7 +4044,8 @@ static dt_status dt__recompute_transient(dt_ctx *ctx, dt_tensor *x) {
     return DT_OK;
 }
 
-/* Makes all tensors readable that the backward of a node reads. */
+/* Makes the inputs that a node's backward reads readable: recomputes transient tensors and gathers
+   parameters. */
 static dt_status dt__recompute_inputs(dt_ctx *ctx, dt_node *n) {
     for (int i = 0; i < n->n_in; i++) {
         if (!(n->unread_inputs >> i & 1) && dt__recompute_transient(ctx, n->in[i]) != DT_OK)
@@ -4007,7 +4064,7 @@ static void dt__node_backward(dt_ctx *ctx, dt_node *n, dt_phase phase) {
         return;
     }
     n->want = 0;
-    /* no output: an auxiliary loss, its own source of gradient */
+    /* a node without output is an auxiliary loss, which needs no gradient from above */
     int reached = !n->out || dt__owner(n->out)->grad;
     for (int i = 0; reached && i < n->n_in; i++) {
         const dt_tensor *t = n->in[i];
@@ -4034,7 +4091,8 @@ static dt__text dt__tensor_text(const dt_tensor *t) {
     return text;
 }
 
-/* Did the second run of b do what the first did? Fails the context if not. */
+/* 1 if the second run of b recorded the same ops and returned a matching tensor; else fails the
+   context. */
 static int dt__block_check_rerun(const dt_block_state *b, dt_tensor *y) {
     dt_ctx *ctx = b->ctx;
     int alike = !y == !b->y && b->rerun->fingerprint == b->fingerprint;
@@ -4053,8 +4111,8 @@ static int dt__block_check_rerun(const dt_block_state *b, dt_tensor *y) {
 }
 
 /* Activation checkpointing (recompute). Runs the function of a recomputed block again and records
-   it. Uses of parameters and block numbers were counted in the first run; the gradient of the
-   output moves to what the second run returns. */
+   its ops. The first run has already counted parameter uses and block numbers. The gradient of the
+   output moves to the tensor that the second run returns. */
 static void dt__block_rerun(dt_block_state *b) {
     dt_ctx *ctx = b->ctx;
     int blocks = ctx->root->n_blocks, no_grad = ctx->no_grad;
@@ -4073,13 +4131,13 @@ static void dt__block_rerun(dt_block_state *b) {
     ctx->root->n_blocks = blocks;
     if (ctx->status != DT_OK || !dt__block_check_rerun(b, y) || !b->out) return;
     dt__owner(y)->grad = b->out->grad;
-    /* keep it: the user reads this gradient */
+    /* the user reads this gradient, so keep it after the backward */
     if (b->out->needs_grad == DT__KEEP_GRAD) dt__owner(y)->needs_grad = DT__KEEP_GRAD;
 }
 
 static void dt__block_backward(dt_block_state *b, dt_phase phase) {
     dt_ctx *ctx = b->ctx;
-    if (b->fn) { /* recomputed: go back through its second run */
+    if (b->fn) { /* a recomputed block: run the backward of its second run */
         if (phase != DT_BACKWARD_WEIGHT) dt__block_rerun(b);
         if (ctx->status == DT_OK) dt__block_backward(b->rerun, phase);
         if (ctx->status == DT_OK && phase != DT_BACKWARD_INPUT) dt__block_free_data(ctx, b->rerun);
@@ -4093,7 +4151,8 @@ static void dt__block_backward(dt_block_state *b, dt_phase phase) {
         dt__arena_release(ctx, &ctx->grad_pool, &b->grads);
 }
 
-/* Sets the gradient with which the backward begins: grad, or the loss scale. */
+/* Sets y's gradient, with which the backward begins, to grad, or to the loss scale if grad is
+   NULL. */
 static dt_status dt__backward_seed(dt_tensor *y, dt_tensor *grad) {
     dt_ctx *ctx = y->ctx;
     dt_tensor *t = dt__owner(y);
@@ -4110,7 +4169,8 @@ void dt_loss_scale(dt_ctx *ctx, double scale) {
     if (ctx) ctx->loss_scale = scale;
 }
 
-/* Checks that y is on a finished tape and that the halves of the backward run once and in order. */
+/* Checks that the loss is not a parameter, that no block is open, and that the halves of the
+   backward run once and in order. */
 static dt_status dt__backward_begin(dt_tensor *loss, dt_phase phase) {
     dt_ctx *ctx = loss->ctx;
     if (dt__owner(loss)->param)
@@ -4161,7 +4221,7 @@ dt_status dt_backward_at(dt_tensor *y, dt_tensor *grad, dt_phase phase) {
     for (int i = 0; i < ctx->n_params && ctx->root->pending_uses; i++)
         if (ctx->root->pending_uses[i] > 0) ctx->params[i]->param->bucket->pending_params++;
     dt__block_backward(ctx->root, phase);
-    /* the gradient of this stage's other buckets is zero, so they are complete too */
+    /* the gradient of this stage's other buckets is zero, so these buckets are complete too */
     for (int u = ctx->n_buckets - 1; u >= 0 && ctx->status == DT_OK; u--) {
         dt_bucket *bucket = &ctx->buckets[u];
         if (bucket->stage == ctx->root->stage && bucket->pending_params != DT__COMPLETE &&

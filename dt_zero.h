@@ -145,11 +145,11 @@ typedef struct dt_update_args {
     dt_ctx *ctx;
     const dt_tensor *tensor; /* the parameter */
     size_t offset, count;    /* elements of the tensor's local slice, row-major */
-    /* (count) of dt_grad_dtype(tensor), like the arrays below; the master of a bf16 or f16
-       parameter */
+    /* param, grad and the state arrays: (count) elements of type dt_grad_dtype(tensor). For a bf16
+       or f16 parameter, param is the f32 master weight */
     void *param;
     const void *grad;
-    /* zero before the first step; NULL from dt_zero_desc.states on */
+    /* state arrays, zero before the first step; the first dt_zero_desc.states are not NULL */
     void *state[2];
     double lr;           /* includes the parameter's lr_scale */
     double grad_scale;   /* clipping: use grad * grad_scale as the gradient */
@@ -167,10 +167,11 @@ typedef dt_status (*dt_update_fn)(const dt_update_args *args, void *user);
    arXiv:1710.03740). Gradients that are not finite skip the step: only the scale changes. */
 typedef struct dt_scale_desc {
     double init; /* 0 -> 65,536 */
-    /* 0 -> 2, 0.5: factor after `interval` good steps in a row; factor after a skipped step */
+    /* growth multiplies the scale after `interval` good steps in a row (0 -> 2), backoff multiplies
+       it after a skipped step (0 -> 0.5) */
     double growth, backoff;
     int interval;     /* 0 -> 2,000 */
-    int hysteresis;   /* skipped steps since the last growth that lower the scale; 0 -> 1 */
+    int hysteresis;   /* skipped step since the last growth that lowers the scale; 0 -> 1 */
     double min_scale; /* 0 -> 1 */
 } dt_scale_desc;
 #define DT_SCALE_DYNAMIC (-1.0)
@@ -178,13 +179,13 @@ enum { DT_MAX_SKIPS = 20 }; /* fail after this many skipped steps in a row */
 
 enum { DT_ADAMW = 0, DT_ADAM, DT_SGD, DT_ONEBIT_ADAM, DT_OPTIMIZER_CUSTOM };
 typedef struct dt_zero_desc {
-    /* ZeRO stage, what the shard group divides: 0: nothing; 1: optimizer state; 2: and gradients;
-       3: and parameters (FSDP) */
+    /* ZeRO stage. Stage 0 shards nothing, stage 1 the optimizer state, stage 2 also the gradients,
+       stage 3 also the parameters (FSDP) */
     int stage;
-    /* HSDP: ranks of a shard group, consecutive in the data group; groups hold replicas; 0: all
-       ranks */
+    /* HSDP: number of ranks in a shard group, which are consecutive in the data group. Different
+       shard groups hold replicas. 0 -> all ranks of the data group */
     int shard_group;
-    /* stage 3: 1: keep gathered parameters until the update: section 8 */
+    /* 1: stage 3 keeps gathered parameters until the update (section 8) */
     int keep_gathered;
     const dt_mesh *mesh; /* NULL -> all ranks of the world are data parallel. Copied. */
     /* DT_ADAMW (arXiv:1711.05101), DT_ADAM (L2 added to the gradient), DT_SGD, DT_ONEBIT_ADAM
@@ -193,23 +194,25 @@ typedef struct dt_zero_desc {
     double beta1, beta2; /* 0 -> 0.9, 0.999 */
     double eps;          /* 0 -> 1e-8 */
     double momentum;     /* SGD; 0: no momentum, and no state */
-    /* 1-bit Adam, which needs stage 0 without tree and offload: steps of plain Adam before the
-       second moment is frozen: at least the warmup, and some 1/(1 - beta2) or more */
+    /* 1-bit Adam: number of steps of plain Adam before the second moment is frozen. Choose at least
+       the warmup and about 1/(1 - beta2). 1-bit Adam needs stage 0, no tree and no offload */
     int freeze_steps;
-    /* of parameters with 2 or more dimensions that are not marked no_decay */
+    /* applies to parameters with 2 or more dimensions that are not marked no_decay */
     double weight_decay;
-    /* gradient clipping: 0: none; else gradients are scaled by min(1, clip / (norm + 1e-6)) */
+    /* gradient clipping: scales gradients by min(1, clip / (norm + 1e-6)); 0: no clipping */
     double clip;
-    /* where optimizer state lies: NULL or "none": beside the parameters; "cpu": CPU offload, in
-       host memory, where the update then runs; else a folder: NVMe offload, in a file there:
-       section 12 */
+    /* Placement of the optimizer state. NULL or "none": in the same memory as the parameters. "cpu"
+       (CPU offload): in host memory, and the update runs on the CPU. Any other text is a folder
+       (NVMe offload): in a file in this folder. See section 12 */
     const char *offload_optim;
-    /* stage 3: likewise this rank's shard of the parameters. With both in one folder, this rank's
-       shard of the gradients lies there too, unless `tree` is set */
+    /* Placement of this rank's shard of the parameters at stage 3, with the values of
+       offload_optim. If both name one folder, this rank's shard of the gradients is in that folder
+       too, unless `tree` is set */
     const char *offload_params;
-    /* elements read, updated and written at a time; 0 -> 131,072 */
+    /* offload reads, updates and writes this many elements at a time; 0 -> 131,072 */
     size_t offload_chunk;
-    /* 0: dynamic if a parameter is f16 on any rank, else none; X: fixed; DT_SCALE_DYNAMIC */
+    /* 0: a dynamic loss scale if any rank has an f16 parameter, else no loss scale.
+       DT_SCALE_DYNAMIC: a dynamic loss scale. Other values: a fixed loss scale */
     double loss_scale;
     dt_scale_desc scale; /* parameters of a dynamic loss scale */
     /* largest bucket, unless one parameter is larger; 0 -> 25 MiB */
@@ -230,18 +233,21 @@ typedef struct dt_zero dt_zero;
 
 typedef struct dt_step_info {
     int64_t step; /* the last completed step, counted from 1 */
-    /* Gradient norm: the 2-norm before clipping, each logical element once, unscaled; NaN after a
-       failure. Once 1-bit Adam has frozen v it does not sum gradients, and this is an upper bound:
-       the root of the mean over the N data ranks of |N g|^2, where g is a rank's own gradient */
+    /* Gradient norm: the 2-norm of the unscaled gradients before clipping. Each logical element
+       counts once. NaN after a failure. After 1-bit Adam has frozen v, gradients are not summed and
+       grad_norm is an upper bound: the root of the mean over the N data ranks of |N g|^2, where g
+       is a rank's own gradient */
     double grad_norm;
     double clip_scale; /* factor applied to the gradients */
-    /* 1: gradients were not finite, under a loss scale: no parameter, state or step count changed
-       on any rank. Repeat the same micro-batches, or go on to the next */
+    /* 1: with loss scaling, a gradient was not finite, and no parameter, state or step count
+       changed on any rank. Repeat the same micro-batches or continue with the next ones */
     int skipped;
-    double loss_scale; /* of the gradients just used; 1: none */
-    /* of a skipped or failed step: world rank that holds the first bad gradient, -1: none */
+    double loss_scale; /* loss scale of the gradients in this step; 1 without loss scaling */
+    /* world rank that holds the first gradient that is not finite in a skipped or failed step; -1
+       if all gradients are finite */
     int bad_rank;
-    /* its parameter, NULL on other pipeline stages, and its element in that rank's local slice */
+    /* parameter of the first bad gradient (NULL on other pipeline stages), and the index of the bad
+       element in the local slice of bad_rank */
     const dt_tensor *bad_param;
     size_t bad_element;
 } dt_step_info;
@@ -268,8 +274,8 @@ DT_API dt_status dt_zero_state(dt_zero *zero, int which, const dt_tensor *param,
 DT_API dt_status dt_zero_grad(dt_zero *zero, const dt_tensor *param, void *host);
 /* [local] Completed steps, including those of a loaded checkpoint. */
 DT_API int64_t dt_zero_steps(const dt_zero *zero);
-/* [local] Bytes of optimizer state that this rank holds by the formula: what DT_MEM_OPTIM must
-   show. 0 with offload: host memory counts as DT_MEM_HOST, a file as nothing. */
+/* [local] Bytes of optimizer state on this rank by the formula; DT_MEM_OPTIM must show the same
+   number. 0 with offload, because host memory counts as DT_MEM_HOST and a file is not counted. */
 DT_API size_t dt_zero_state_bytes(const dt_zero *zero);
 /* [local], at stage 3 [collective: world]. Frees the state before the context ends; after stage 3
    parameters cannot be read any more. NULL is allowed. */
@@ -278,7 +284,7 @@ DT_API void dt_zero_free(dt_zero *zero);
 // ==== 3. Checkpoints ============================================================================
 
 /* Checkpoint: a folder from which training resumes in any layout, at any ZeRO stage, on any number
-   of ranks (resharding). Its tensors are full logical tensors, whichever ranks wrote their parts.
+   of ranks (resharding). Its files hold full logical tensors, whichever ranks wrote the parts.
 
        DIR/lock                    held by the process that saves here, and names it
        DIR/step-200/               complete, or absent
@@ -297,16 +303,17 @@ DT_API void dt_zero_free(dt_zero *zero);
    place of the folder or of a file is removed itself, not its target; nothing is written through a
    link.
 
-   All ranks write the two weight files at once: each its own shards, and its fraction of what
-   several ranks hold. Then follows the commit, on rank 0:
+   All ranks write the two weight files at once. Each rank writes its own shards and its fraction of
+   the data that several ranks hold. Then rank 0 commits:
 
        write files -> fsync files -> write + fsync manifest.json -> fsync folder
                    -> rename step-200.1a2b3c.tmp to step-200     <- the instant of the commit
                    -> fsync DIR
 
-   At any instant the folder holds the previous checkpoint or the new one; once dt_checkpoint_save
-   has returned DT_OK the new one lasts. A checkpoint replaces none: if step-200 exists the new one
-   is step-200-2. Loading takes the newest intact one. */
+   At any instant the folder holds the previous checkpoint or the new checkpoint. After
+   dt_checkpoint_save has returned DT_OK the new checkpoint is durable. A save never replaces a
+   checkpoint: if step-200 exists, the new checkpoint is step-200-2. Loading takes the newest intact
+   checkpoint. */
 enum { DT_CHECKPOINT_FORMAT = 1 };
 
 /* Numbers of the program that belong to a checkpoint, for example how many samples it has seen.
@@ -318,67 +325,68 @@ typedef struct dt_extra_state {
     int count;
 } dt_extra_state;
 
-/* Where a parameter lies in model.safetensors: n parts that follow each other, as in
-   dt_weights_load. */
+/* Position of a parameter in model.safetensors: n consecutive parts, as in dt_weights_load. */
 typedef struct dt_weight_map {
     char name[2][96];
     dt_weight_part part[2]; /* .name is not used */
     int n;                  /* 1 or 2 */
     int64_t columns;        /* 0 -> the parameter's last dimension */
-    dt_shape shape;         /* full shape of each of these tensors */
+    dt_shape shape;         /* full shape of each named tensor */
 } dt_weight_map;
 
 typedef struct dt_checkpoint_desc {
     /* folder for checkpoints, created if missing. NULL: this job only loads */
     const char *dir;
     int keep; /* newest checkpoints to keep; 0: all */
-    /* 1: dt_checkpoint_save copies what this rank writes to host memory and returns, and a thread
-       on each rank writes it. A rank then holds its fraction of the state twice */
+    /* 1: dt_checkpoint_save copies this rank's fraction of the state to host memory and returns; a
+       thread on each rank writes the copy. A rank then holds its fraction of the state twice */
     int background;
     const dt_extra_state *extra_state; /* (n_extra_state) */
     int n_extra_state;
     const char *config;      /* text to save, any bytes, at most 16 MiB; may be NULL */
     const char *config_json; /* content of config.json, at most 100,000,000 bytes, or NULL */
-    /* NULL: under its own name */
+    /* sets the name and position of a parameter in the file; NULL -> each parameter has its own
+       name */
     void (*map_weight)(const dt_tensor *param, dt_weight_map *map, void *user);
-    /* called on rank 0 while it saves, done from 0 to 1; may be NULL */
+    /* rank 0 calls this function during a save; done goes from 0 to 1. May be NULL */
     void (*progress)(double done, void *user);
     void *user;
 } dt_checkpoint_desc;
 
 typedef struct dt_checkpoint dt_checkpoint;
 /* [collective: world] Opens a checkpoint folder, after dt_zero_make. desc's pointers must stay
-   valid until dt_checkpoint_close. NULL after a failure: DT_ERR_IO if another process saves there,
-   which the text names; DT_ERR_ARG for data that could be saved but not loaded: two arrays of
-   extra_state with one name, more numbers (4 million) or text than a manifest holds;
-   DT_ERR_UNSUPPORTED for an io table without folders. */
+   valid until dt_checkpoint_close. NULL after a failure. DT_ERR_IO: another process saves in this
+   folder; the error text names the process. DT_ERR_ARG: the data could be saved but not loaded,
+   because two arrays of extra_state have the same name, or because there are more values (4
+   million) or more text than a manifest holds. DT_ERR_UNSUPPORTED: an io table without folders. */
 DT_API dt_checkpoint *dt_checkpoint_open(dt_zero *zero, dt_checkpoint_desc desc);
 /* [collective: world] Saves the state after a step; call it between dt_zero_step and the next
    forward. On failure every rank fails, with DT_ERR_IO where a file is the reason, and earlier
    checkpoints are untouched. It also fails if the ranks do not see the same folder, or if the
-   folder has a newer checkpoint than this job has loaded or saved. In the background it waits only
-   for the save before it, and the next dt_checkpoint_poll, _save or _close reports a failure.
-   Otherwise the ranks wait for the slowest rank's disk, as in a collective: no longer than the
-   run's timeout_s. */
+   folder has a newer checkpoint than this job has loaded or saved. A background save waits only for
+   the previous save, and the next dt_checkpoint_poll, _save or _close reports a failure. Without
+   desc.background the ranks wait for the slowest rank's disk, at most the run's timeout_s. */
 DT_API dt_status dt_checkpoint_save(dt_checkpoint *checkpoint);
-/* [collective: world] Advances a background save: call it once a step. 1 when no save is under
-   way. */
+/* [collective: world] Advances a background save. Call it once a step. Returns 1 if no save is in
+   progress. */
 DT_API int dt_checkpoint_poll(dt_checkpoint *checkpoint);
-/* [collective: world] Loads a checkpoint before the first step. from: a checkpoint, or a folder of
-   them, of which it takes the newest intact one; NULL: desc.dir. It reads everything and compares
-   every digest before it changes anything. It logs a notice that names a damaged checkpoint, and
-   takes the one before it. A checkpoint that cannot be read (permissions, descriptors, memory, the
-   disk) may be intact: that is a failure. Returns the step; 0: there is no checkpoint (or it is of
-   step 0, and dt_checkpoint_path names it); -1 after a failure, also if no checkpoint is intact, or
-   if it is of a newer format or of another model, optimizer, type or seed. Errors of 1-bit Adam
-   belong to a layout: in another layout they start at zero, with a notice. */
+/* [collective: world] Loads a checkpoint before the first step. `from` is a checkpoint, or a folder
+   of checkpoints, whose newest intact checkpoint is loaded; NULL -> desc.dir. The function reads
+   everything and compares every digest before it changes any state. It skips a damaged checkpoint
+   with a notice that names it, and tries the previous checkpoint. A checkpoint that cannot be read
+   (permissions, descriptors, memory, the disk) is a failure, because it may be intact. Returns the
+   step. Returns 0 if there is no checkpoint, or if the checkpoint is of step 0; then
+   dt_checkpoint_path names it. Returns -1 after a failure, if no checkpoint is intact, or if the
+   checkpoint has a newer format or another model, optimizer, type or seed. The error arrays of
+   1-bit Adam belong to a layout: in another layout they start at zero, with a notice. */
 DT_API int64_t dt_checkpoint_load(dt_checkpoint *checkpoint, const char *from);
-/* [local] Writes the name of the newest checkpoint of a folder, "step-200", to `name`, "" if there
-   is none. Only dt_checkpoint_load finds out whether it is intact. Returns its step; -1: there is
-   none, or no such folder; -2: the folder cannot be listed, and errno has the reason. */
+/* [local] Writes the name of a folder's newest checkpoint, for example "step-200", to `name`, or ""
+   if the folder has no checkpoint. Only dt_checkpoint_load finds out whether the checkpoint is
+   intact. Returns the checkpoint's step; -1 if there is no checkpoint or no folder; -2 if the
+   folder cannot be listed, with the reason in errno. */
 DT_API int64_t dt_checkpoint_newest(const dt_io *io, const char *dir, char *name, size_t bytes);
-/* [local] Folder of the checkpoint that was loaded or saved last, and the desc.config saved with
-   it. "" if there is none. */
+/* [local] Folder of the checkpoint that was loaded or saved last, and the desc.config saved in this
+   checkpoint. "" if no checkpoint was loaded or saved. */
 DT_API const char *dt_checkpoint_path(const dt_checkpoint *checkpoint);
 DT_API const char *dt_checkpoint_config(const dt_checkpoint *checkpoint);
 /* [collective: world] Waits for a background save and unlocks the folder. NULL is allowed. */
@@ -388,20 +396,21 @@ typedef struct dt_export_desc {
     /* as in dt_checkpoint_desc */
     void (*map_weight)(const dt_tensor *param, dt_weight_map *map, void *user);
     void *user;
-    /* version 3 or 5: an llm.c model, map_weight gives the parts of its tensors; 0: safetensors */
+    /* version 0: a safetensors file. Version 3 or 5: an llm.c model file; map_weight then gives the
+       parts of each llm.c tensor */
     dt_llmc llmc;
 } dt_export_desc;
 /* [collective: world] Exports the parameters alone as one file for other programs, from any layout.
-   All ranks write path.tmp at once; then it is synced, and rank 0 renames it. DT_ERR_IO where a
-   file is the reason. */
+   All ranks write path.tmp at once; the file is synced, and rank 0 renames it to path. DT_ERR_IO if
+   a file operation fails. */
 DT_API dt_status dt_zero_export(dt_zero *zero, const char *path, dt_export_desc desc);
 
 // ==== 4. Memory account =========================================================================
 
 /* Memory and traffic of the ZeRO stages, before there is a program: the formulas of S. Rajbhandari
-   et al., "ZeRO", arXiv:1910.02054, sections 5 and 7. E elements, N ranks that share the data, a
-   micro-batches in a step; P, G, O: bytes of an element's parameter, gradient and optimizer state.
-   A step sends, each times (N-1)/N:
+   et al., "ZeRO", arXiv:1910.02054, sections 5 and 7. E is the number of elements, N the number of
+   data-parallel ranks, a the number of micro-batches in a step. P, G and O are the bytes of one
+   element's parameter, gradient and optimizer state. Multiply the column "sends" by (N-1)/N:
 
                rank 0   rank 1   rank 2   rank 3       holds                     sends
        ZeRO-0  P G O    P G O    P G O    P G O        (P + G + O) E             2 G E
@@ -430,7 +439,7 @@ typedef struct dt_zero_formula_desc {
        paper's 16-bit gradients 2, 2, 12. All 0 -> 4, 4, 8 */
     double values, grads, state;
 } dt_zero_formula_desc;
-/* one rank's bytes; sent: in a step */
+/* bytes of one rank; `sent` is bytes sent in one step */
 typedef struct dt_zero_bytes {
     double params, grads, optim, total, sent;
 } dt_zero_bytes;
@@ -553,11 +562,11 @@ typedef struct dt__zero_bucket {
     dt_comm *data_group, *shard_group, *replica_group;
     size_t offset, count; /* the shard that this rank reduces and updates */
     void *state[2];       /* (count) each, of the gradient's type */
-    /* Master weights: (count) the f32 parameter where it is bf16 or f16, else NULL */
+    /* Master weights: (count) f32 copy of a bf16 or f16 parameter; NULL for other types */
     void *master;
     /* stages 2, 3: (count) this rank's shard of the step's gradient, made by the first backward */
     void *grad_shard;
-    size_t grad_bytes; /* of grad_shard; 0 where it is a transient buffer on the way to disk */
+    size_t grad_bytes; /* bytes of grad_shard; 0 if it is a transient buffer for the disk */
     /* this micro-batch's gradient is complete; grad_shard holds earlier micro-batches */
     int ready, accumulated;
     int reduced;      /* this step's gradient is summed over all ranks */
@@ -568,20 +577,20 @@ typedef struct dt__zero_bucket {
     dt_work *gather_work; /* pending all-gather */
     void *host_shard; /* (count) this rank's shard of the parameters, if it lies in host memory */
     dt__disk_job disk_job; /* transfers this rank's shard of the parameters or of the state */
-    /* transfers this rank's shard of the gradient, where it lies on disk */
+    /* transfers this rank's shard of the gradient, if the shard is on disk */
     dt__disk_job grad_job;
-    int holder_block; /* stage 3: the block that gathered it, 0 outside of blocks */
-    void *levels;     /* of the tree: partial sums of this rank's shard, (n_levels, piece) */
+    int holder_block; /* stage 3: the block that gathered the bucket; 0 outside blocks */
+    void *levels;     /* tree: (n_levels, piece) partial sums of this rank's shard */
     size_t levels_bytes;
-    size_t sums_at; /* index of its sums of squares in zero->sums */
-    /* index among the buckets of all pipeline stages, in the order of one rank */
+    size_t sums_at; /* index of the bucket's sums of squares in zero->sums */
+    /* index among the buckets of all pipeline stages, in the order that a single rank would have */
     size_t pipeline_index;
-    /* 1-bit Adam: this rank's error as a worker, and as the server of shard r */
+    /* 1-bit Adam: error of this rank as a worker, and as the server of its shard */
     void *errors[2];
     size_t error_bytes[2];
 } dt__zero_bucket;
 
-/* The order in which the last micro-batch gathered buckets: predicts the next prefetches. */
+/* One gather of the last micro-batch. The order of its gathers predicts the next prefetches. */
 typedef struct dt__gather_entry {
     int bucket, block;
 } dt__gather_entry;
@@ -598,23 +607,23 @@ struct dt_zero {
     dt_listener listener;
     dt__zero_bucket *buckets; /* (n_buckets) */
     int n_buckets;
-    /* the pipeline stage whose micro-batch is being reduced, -1: none */
+    /* the pipeline stage whose micro-batch is being reduced; -1 if none */
     int reducing_stage;
-    /* the bucket to reduce next, in descending order; -1: none is left */
+    /* the bucket to reduce next, in descending order; -1 after the last bucket */
     int next_bucket;
     int oldest_bucket; /* the first bucket whose reduction is pending */
     int states;
-    const dt_kernels *update_kernels; /* of the update */
+    const dt_kernels *update_kernels; /* kernels of the update */
     void *update_stream;
     /* 1: the step's gradients have been summed over pipeline stages too */
     int tied_summed;
-    /* (n_stages,3): of the forward, of the backward, of the weight half of a split backward */
+    /* (n_stages,3) plans: forward, backward, weight half of a split backward */
     dt__gather_plan *gather_plans;
     int n_stages;     /* this rank's last pipeline stage + 1 */
     int current_plan; /* the plan in use: 0, 1 or 2 */
-    void *leaves;     /* of the tree: this rank's piece of a bucket from all ranks */
+    void *leaves;     /* tree: this rank's piece of a bucket, from each rank */
     size_t leaves_bytes;
-    /* (n_sums) sums of squares, one for each DT_PIECE elements; those of experts last */
+    /* (n_sums) sums of squares, one for each DT_PIECE elements; sums of experts come last */
     double *sums;
     size_t n_sums, n_dense;
     double *bucket_sums;       /* (n_pipeline_buckets) the sum of each bucket */
@@ -624,14 +633,14 @@ struct dt_zero {
     size_t messages_bytes;
     int64_t step;
     dt__disk *disk;            /* NVMe offload */
-    int storing_bucket;        /* the bucket whose gradient is being written to disk, -1: none */
+    int storing_bucket;        /* bucket whose gradient is being written to disk; -1 if none */
     dt__offload_chunk *chunks; /* (DT__OFFLOAD_CHUNKS) buffers of the offloaded update */
     size_t chunk_elements, chunk_bytes;
     double loss_scale; /* loss scale */
-    /* steps since the scale changed; skips left until it falls */
+    /* good steps since the scale changed; skipped steps left until the scale falls */
     int good_steps, hysteresis_left;
     int consecutive_skips;               /* skipped steps in a row */
-    double skipped_scales[DT_MAX_SKIPS]; /* their loss scales */
+    double skipped_scales[DT_MAX_SKIPS]; /* loss scales of the skipped steps */
 };
 
 /* Section 13, 1-bit Adam. */
@@ -674,9 +683,9 @@ static int dt__zero_pp_rank(const dt_zero *zero, int rank) {
     return rank / (n->tp * n->cp * n->ep * n->dp);
 }
 
-/* Whether a group joins ranks that hold replicas of this rank's parameters, that is, ranks that
-   differ in dp, ep or cp only. Compares coordinates, because the caller may have made the group in
-   another way than dt_mesh_make did. */
+/* Returns 1 if a group joins ranks that hold replicas of this rank's parameters, that is, ranks
+   that differ only in dp, ep or cp. Compares coordinates, because the caller may not have made the
+   group with dt_mesh_make. */
 static int dt__zero_has_replicas(const dt_zero *zero, const dt_comm *comm) {
     const dt_mesh *m = &zero->mesh;
     int found = 0;
@@ -709,9 +718,9 @@ static int dt__zero_shards(const dt_zero *zero, const dt_bucket *bucket) {
     return zero->desc.stage >= 1 ? dt_comm_size(dt__bucket_groups(zero, bucket)->shard) : 1;
 }
 
-/* Tied embeddings: the group of pipeline stages that share this bucket's parameters, as an
-   embedding that is also the output head; NULL: none. The stages' gradients are partial sums, which
-   dt__reduce_tied adds. */
+/* Tied embeddings: the group of pipeline stages that share this bucket's parameters, for example an
+   embedding that is also the output head; NULL if the bucket is not tied. The stages' gradients are
+   partial sums, which dt__reduce_tied adds. */
 static dt_comm *dt__tied_group(const dt_zero *zero, const dt_bucket *bucket) {
     const dt_grad_placement *grad_placements = dt__bucket_desc(zero, bucket)->grad_placements;
     for (int k = 0; k < 2; k++)
@@ -724,8 +733,8 @@ static dt_comm *dt__tied_group(const dt_zero *zero, const dt_bucket *bucket) {
     return NULL;
 }
 
-/* Makes shard groups of desc.shard_group ranks and replica groups. Where that number does not
-   divide the experts' data group, uses the largest smaller number that does. */
+/* Makes shard groups of desc.shard_group ranks and replica groups. If shard_group does
+   not divide the experts' data group, their shard group has the largest smaller size that does. */
 static dt_status dt__zero_groups_make(dt_zero *zero) {
     dt_comm *data[DT__KINDS] = { zero->mesh.data, zero->mesh.expert_data };
     int ranks = dt_comm_size(data[0]),
@@ -839,7 +848,7 @@ static dt_status dt__pipeline_indices(dt_zero *zero) {
     return dt_error(zero->ctx);
 }
 
-/* Allocates the sums of squares of the norm, and gives each bucket its place in them. */
+/* Allocates the sums of squares of the norm, and sets each bucket's sums_at. */
 static dt_status dt__norm_sums_make(dt_zero *zero) {
     dt_ctx *ctx = zero->ctx;
     for (int kind = 0; kind < DT__KINDS; kind++) {
@@ -858,7 +867,7 @@ static dt_status dt__norm_sums_make(dt_zero *zero) {
     return dt_error(ctx);
 }
 
-/* Sums zero->sums over ranks: dense buckets over one group, experts over the other. */
+/* Sums zero->sums over ranks: dense buckets over `dense`, experts over the other group. */
 static dt_status dt__norm_sum_kinds(dt_zero *zero, dt_comm *dense, dt_comm *experts) {
     if (dt_sum_doubles(dense, zero->sums, zero->n_dense) != DT_OK) return dt_error(zero->ctx);
     if (zero->n_sums == zero->n_dense) return DT_OK;
@@ -991,7 +1000,7 @@ static uint64_t dt__item_digest(dt_zero *zero, int item, int values, int kind) {
     return h;
 }
 
-/* all[r] = the number of rank r of the group. */
+/* all[r] = the value of rank r of the group. */
 static dt_status dt__gather_doubles(dt_comm *comm, double *all, double mine) {
     memset(all, 0, (size_t)dt_comm_size(comm) * sizeof *all);
     all[dt_comm_rank(comm)] = mine;
@@ -999,8 +1008,8 @@ static dt_status dt__gather_doubles(dt_comm *comm, double *all, double mine) {
 }
 
 /* Compares all items with those of the group's rank 0. Digests are summed as two halves, which is
-   exact in doubles and counts as no traffic. Returns 0 if they differ: *item is the first that
-   differs, *rank the first rank where it does. */
+   exact in doubles and counts as no traffic. Returns 0 if any item differs: *item is the first item
+   that differs, *rank the first rank on which it differs. */
 static int dt__ranks_agree(
     dt_zero *zero, dt_comm *comm, int values, int kind, int *item, int *rank) {
     dt_ctx *ctx = zero->ctx;
@@ -1053,12 +1062,12 @@ static dt__tied_bucket dt__tied_bucket_of(dt_zero *zero, const dt_bucket *bucket
         h = dt__zero_digest(dt__zero_digest(h, t->name, strlen(t->name)), more, sizeof more);
         if (values) h ^= dt__item_digest(zero, i + 1, 1, DT__DENSE) * 3;
     }
-    /* exact as doubles; group 0 is no bucket */
+    /* exact as doubles; group 0 means no bucket */
     dt__tied_bucket u = { (double)(group >> 12 | 1), (double)(h >> 12) };
     return u;
 }
 
-/* The k-th of the buckets that a group shares; NULL: there are fewer. */
+/* Returns the k-th bucket that a group shares, or NULL if the group shares fewer buckets. */
 static const dt__tied_bucket *dt__tied_find(
     const dt__tied_bucket *buckets, size_t n, double group, int k) {
     for (size_t i = 0; i < n; i++)
@@ -1092,8 +1101,8 @@ static dt_status dt__tied_agree(
     return DT_OK;
 }
 
-/* Compares tied buckets between pipeline stages: their gradients are summed in the order in which
-   each stage has them. */
+/* Compares tied buckets between pipeline stages. The order must be equal, because each stage sums
+   tied gradients in its own order of buckets. */
 static dt_status dt__compare_tied(dt_zero *zero, int values) {
     dt_comm *pp = zero->mesh.pp;
     size_t ranks = (size_t)dt_comm_size(pp), me = (size_t)dt_comm_rank(pp),
@@ -1124,15 +1133,17 @@ static dt_status dt__compare_tied(dt_zero *zero, int values) {
     return dt_error(zero->ctx);
 }
 
-/* The ranks that hold the same parameters of a kind; at stage 3, the same shard of them. */
+/* The ranks that hold the same parameters of a kind; at stage 3, the same shard of these
+   parameters. */
 static dt_comm *dt__replica_group(const dt_zero *zero, int kind) {
     const dt__zero_groups *g = &zero->groups[kind];
     return zero->desc.stage == 3 && dt_comm_size(g->shard) > 1 ? g->replicas : g->data;
 }
 
-/* Compares ranks, once before the first step. Ranks that registered different parameters, or start
-   from different values, would train on unnoticed. Replicas over the data groups must be equal, and
-   so must unsharded parameters over tp, tied parameters over pp, and the optimizer everywhere. */
+/* Compares ranks, once before the first step. Without this check, ranks that registered different
+   parameters or start from different values would train on unnoticed. Replicas over the data groups
+   must be equal, and so must unsharded parameters over tp, tied parameters over pp, and the
+   optimizer everywhere. */
 static dt_status dt__compare_ranks(dt_zero *zero, int values) {
     enum { TEXT_BYTES = sizeof(dt__item_text) };
     dt_ctx *ctx = zero->ctx;
@@ -1245,7 +1256,7 @@ static dt_status dt__zero_reduce_end(dt_zero *zero, dt__zero_bucket *z) {
     return status == DT_OK && on_disk ? dt__grads_write_start(zero, z) : status;
 }
 
-/* Whether bucket u has a gradient in the micro-batch being reduced. */
+/* 1 if bucket u has a gradient in the micro-batch being reduced. */
 static int dt__zero_is_reducing(const dt_zero *zero, int u) {
     const dt_bucket *bucket = zero->buckets[u].bucket;
     return !bucket->frozen && bucket->stage == zero->reducing_stage;
@@ -1291,7 +1302,7 @@ static dt_status dt__reduce_replicas_end(dt_zero *zero, dt__zero_bucket *z) {
 }
 
 /* Tied embeddings: adds the gradients of tied parameters over pipeline stages, once every stage has
-   summed its own micro-batches. Doing it in the middle of the step could deadlock two stages that
+   summed its own micro-batches. A sum in the middle of the step could deadlock two stages that
    wait for each other. All tied buckets start together, because stages may have them in different
    orders. */
 static dt_status dt__reduce_tied(dt_zero *zero) {
@@ -1306,10 +1317,10 @@ static dt_status dt__reduce_tied(dt_zero *zero) {
     return dt_error(zero->ctx);
 }
 
-/* After the step's last micro-batch: the sums over replicas and gradient placements. A gradient on
-   disk was summed before it was written. */
+/* Sums over replicas and gradient placements, after the step's last micro-batch. A gradient on disk
+   was summed before it was written. */
 static dt_status dt__zero_reduce_finish(dt_zero *zero) {
-    /* the tree has added the replicas */
+    /* the tree has already summed the replicas */
     for (int u = zero->n_buckets - 1; u >= 0 && !zero->desc.tree; u--)
         if (dt__zero_is_reducing(zero, u) && !dt__grad_on_disk(zero, zero->buckets[u].bucket))
             dt__reduce_replicas_start(&zero->buckets[u]);
@@ -1527,9 +1538,9 @@ static void dt__zero_on_grad_ready(dt_ctx *ctx, dt_bucket *bucket, int last, voi
    of the forward, and in the backward until their gradient is complete. keep_gathered keeps every
    bucket until the update: S (N-1)/N bytes a step, and S bytes of memory.
 
-   Prefetch: the order of gathers is recorded in each micro-batch and predicts that of the next.
+   Prefetch: the order of gathers is recorded in each micro-batch and predicts the next order.
    Gathers of dt_read and similar calls are not recorded. Ranks that run the same ops start the same
-   gathers in the same order; dt_comm.h's comparison of calls detects a rank that runs others. */
+   gathers in the same order; dt_comm.h's comparison of calls detects a rank with other ops. */
 static dt_status dt__zero_gather_start(dt_zero *zero, dt__zero_bucket *z) {
     const dt_bucket *u = z->bucket;
     if ((!z->gathered && dt__params_read_start(zero, z) != DT_OK) ||
@@ -1555,7 +1566,7 @@ static void dt__zero_free_gathered(dt_zero *zero, dt__zero_bucket *z) {
     z->gathered = NULL;
 }
 
-/* Frees what a block has gathered; block -1: everything. */
+/* Frees the buckets that a block has gathered; block -1 frees all gathered buckets. */
 static void dt__zero_free_held(dt_zero *zero, int block) {
     for (int u = 0; u < zero->n_buckets; u++)
         if (block < 0 || (zero->buckets[u].holder_block == block && zero->buckets[u].bucket->data))
@@ -1570,7 +1581,7 @@ static void dt__gather_plans_rewind(dt_zero *zero) {
             dt__zero_free_gathered(zero, &zero->buckets[u]);
 }
 
-/* Records that a block reads a bucket, and advances the plan. 0: out of memory. */
+/* Records that a block reads a bucket, and advances the plan. Returns 0 if out of memory. */
 static int dt__gather_plan_record(dt_zero *zero, dt__gather_plan *plan, int bucket, int block) {
     /* the order differs from the last micro-batch */
     if (plan->position < plan->n && plan->items[plan->position].bucket != bucket)
@@ -1659,8 +1670,8 @@ static void dt__zero_on_reset(dt_ctx *ctx, void *user) {
 
 // ==== 9. Gradient norm ==========================================================================
 
-/* Whether this call computes the sums of a bucket: those on disk and those in memory are separate
-   calls. */
+/* 1 if this call computes the sums of a bucket: gradients on disk and gradients in memory take
+   separate calls. */
 static int dt__norm_includes(const dt_zero *zero, const dt__zero_bucket *z, int on_disk) {
     return !z->bucket->frozen && dt__grad_on_disk(zero, z->bucket) == on_disk;
 }
@@ -1706,9 +1717,9 @@ static dt_status dt__norm_local_sums(dt_zero *zero, int first, int end, int on_d
     return status == DT_OK ? dt_error(ctx) : status;
 }
 
-/* The sums of all buckets, summed over the shard group. Exactly one rank of it computes each sum
-   (at stage 0 every rank does), and x + 0 is x: every stage gets the same bits. Gradients on disk
-   were squared before they were written. */
+/* The sums of all buckets, summed over the shard group. Exactly one rank of the group computes each
+   sum (at stage 0 every rank does), and x + 0 is x, so every stage gets the same bits. Gradients on
+   disk were squared before they were written. */
 static dt_status dt__norm_square_sums(dt_zero *zero) {
     if (dt__norm_local_sums(zero, 0, zero->n_buckets, 0) != DT_OK) return dt_error(zero->ctx);
     if (dt__onebit_frozen(zero)) return dt__onebit_square_sums(zero);
@@ -1732,9 +1743,9 @@ static dt_status dt__norm_sum_shards(dt_zero *zero) {
     return DT_OK;
 }
 
-/* zero->bucket_sums: the sums of each bucket, added in ascending order. An addition waits for the
-   one before it, so four buckets are added side by side to hide the latency; an idle lane repeats
-   another lane's work. */
+/* Sets zero->bucket_sums: each bucket's sums, added in ascending order. Each addition waits for the
+   previous addition, so four buckets are added side by side to hide the latency; an idle lane
+   repeats another lane's work. */
 static void dt__norm_bucket_sums(dt_zero *zero) {
     enum { LANES = 4 };
     const double *next_sum[LANES];
@@ -1783,9 +1794,9 @@ static dt_status dt__grad_norm(dt_zero *zero, double *norm) {
 
 /* The first gradient that is not finite, or whose square is not. */
 typedef struct dt__bad_grad {
-    int rank;              /* world rank, -1: none, only the sum of all squares overflows */
+    int rank;              /* world rank; -1 if only the sum of all squares overflows */
     int param;             /* index of the parameter */
-    double element, value; /* of that rank's local slice */
+    double element, value; /* index in that rank's local slice; value */
 } dt__bad_grad;
 
 /* Finds the bad element in one piece of this rank's shard. */
@@ -1837,7 +1848,7 @@ static dt_status dt__bad_grad_find(dt_zero *zero, dt__bad_grad *fault) {
     double *all = (double *)dt_alloc(zero->ctx, DT_MEM_HOST, bytes, "the first bad gradient");
     if (!all) return dt_error(zero->ctx);
     memset(all, 0, bytes);
-    /* as numbers, because they are summed */
+    /* codes, because the exchange sums doubles */
     double code = isnan(fault->value) ? 1 : isfinite(fault->value) ? 4 : fault->value > 0 ? 2 : 3;
     double mine[EACH] = { fault->rank + 1.0, (double)fault->param, fault->element, code };
     memcpy(all + EACH * rank, mine, sizeof mine);
@@ -1876,8 +1887,8 @@ static dt__bad_grad_line dt__bad_grad_text(const dt_zero *zero, const dt__bad_gr
     return line;
 }
 
-/* The norm is not finite, and there is no loss scale to blame. The rank that holds the element
-   fails; the others learn it from that rank. */
+/* Fails because the norm is not finite and there is no loss scale. The rank that holds the bad
+   element fails; the other ranks learn of the failure from that rank. */
 static dt_status dt__bad_grad_fail(dt_zero *zero, const dt__bad_grad *fault, double norm) {
     if (fault->rank >= 0 && fault->rank != dt_ctx_rank(zero->ctx))
         return dt_barrier(zero->mesh.world);
@@ -1927,8 +1938,8 @@ static void dt__scale_good(dt_zero *zero) {
     dt__scale_set(zero, zero->loss_scale * d->growth);
 }
 
-/* Loss scaling: skips a step whose gradients are not finite, and lowers the scale. Every rank gets
-   here with the same numbers, so all scales stay equal:
+/* Loss scaling: skips a step whose gradients are not finite, and lowers the scale. Every rank
+   calls this with the same values, so all scales stay equal:
 
        skip:   hysteresis_left > 1: decrement it; else scale = max(scale * backoff, min_scale)
        good:   after `interval` good steps in a row: scale *= growth, and hysteresis starts again */
@@ -1978,7 +1989,7 @@ typedef struct dt__update_span {
 enum { DT__UPDATE_BATCH = 32 };
 typedef struct dt__update_batch {
     int n;
-    const char *name; /* of the first one, for messages */
+    const char *name; /* name of the first parameter, for messages */
     dt_adamw_args adamw[DT__UPDATE_BATCH];
 } dt__update_batch;
 
@@ -1990,7 +2001,7 @@ static dt_status dt__update_batch_flush(dt_zero *zero, dt__update_batch *updates
 }
 
 /* Updates one parameter, at once or batched. narrow: receives the result rounded to the parameter's
-   own type; NULL where that is the type of the update. */
+   type; NULL if the update already has this type. */
 static dt_status dt__zero_update_param(
     dt_zero *zero, dt__update_batch *batch, const dt_update_args *f, void *narrow) {
     const dt_zero_desc *d = &zero->desc;
@@ -2012,7 +2023,7 @@ static dt_status dt__zero_update_param(
             f->weight_decay, f->tensor->dtype, narrow };
         return DT__UPDATE(zero, f->tensor->name, frozen_adam, &a);
     }
-    /* INT64_MAX: no bias correction */
+    /* step INT64_MAX: no bias correction */
     int64_t step = d->optimizer == DT_ONEBIT_ADAM ? INT64_MAX : f->step;
     dt_adamw_args a = { type, f->param, f->grad, f->state[0], f->state[1], f->count, f->lr,
         d->beta1, d->beta2, d->eps, f->weight_decay, f->grad_scale, step, d->optimizer == DT_ADAM,
@@ -2037,7 +2048,7 @@ static dt_status dt__zero_update_span(
         size_t to = p->offset + p->count < end ? p->offset + p->count : end, at = from - s->offset;
         if (from >= to) continue;
         int decays = p->full.nd >= 2 && !p->desc.no_decay;
-        /* NULL: only the master is updated */
+        /* NULL updates only the master */
         char *value = s->values ? (char *)s->values + at * narrow_size : NULL;
         void *updated = s->master ? (char *)s->master + at * size : value;
         dt_update_args f = { zero->ctx, t, from - p->offset, to - from, updated,
@@ -2104,7 +2115,7 @@ static dt_status dt__zero_update_all(dt_zero *zero, double lr, double grad_scale
        write                         chunk 0   chunk 1   chunk 2   chunk 3
 
    One thread reads and writes the file. It calls the io table and nothing else, and copies through
-   a buffer of its own, so that a thread stuck in the disk touches no freed memory.
+   a private buffer, so that a thread stuck in the disk touches no freed memory.
 
    The file has two slots. A step reads one and writes the other; the slots swap only after every
    rank has written all of its chunks, so a step that fails on one rank leaves every rank's file as
@@ -2113,7 +2124,7 @@ static dt_status dt__zero_update_all(dt_zero *zero, double lr, double grad_scale
    in place: beside parameters on disk, a failed step leaves the parameters as they were, but the
    state is lost.
 
-   With both state and parameters in the file, gradients lie there too, behind the two slots: a
+   With both state and parameters in the file, gradients are there too, after the two slots. A
    bucket's shard is written when its micro-batch has been reduced, read again to add the next
    micro-batch, and read with its chunk in the update.
 
@@ -2138,8 +2149,8 @@ struct dt__disk {
     char buffer[DT__DISK_BUFFER];
 };
 
-/* Transfers at most one buffer from or to d->piece. Returns the bytes, or -1 and *error, 0 where
-   the table gave no reason. */
+/* Transfers at most one buffer from or to d->piece. Returns the bytes, or -1 and *error, which is
+   0 if the io table gave no reason. */
 static int64_t dt__disk_transfer_once(
     dt__disk *d, int write, size_t bytes, int64_t offset, int *error) {
     const dt_io *io = &d->io;
@@ -2244,7 +2255,7 @@ static void dt__disk_end(dt_zero *zero, dt__disk_job *job, int arrived) {
     job->device = NULL;
 }
 
-/* From here on a thread that has not ended owns *d. */
+/* Abandons the disk. If its thread has not ended, the thread owns *d from now on. */
 static void dt__disk_abandon(dt__disk *d) {
     pthread_mutex_lock(&d->lock);
     d->abandoned = !d->ended;
@@ -2288,8 +2299,8 @@ static dt_status dt__disk_transfer_now(dt_zero *zero, dt__disk_job *job, int wri
     return dt__disk_wait(zero, job);
 }
 
-/* Seconds that a disk may take to answer: a little below the ranks' timeout, or the run would end
-   first. */
+/* Seconds that a disk may take to answer: a little below the ranks' timeout, because otherwise
+   the run would end first. */
 static double dt__disk_timeout(const dt_ctx *ctx) {
     return 0.8 * (dt__world_of(ctx) ? dt__world_of(ctx)->shared->timeout_s : 120);
 }
@@ -2312,7 +2323,7 @@ static int dt__grad_on_disk(const dt_zero *zero, const dt_bucket *bucket) {
     return dt__grads_on_disk(zero) && !bucket->frozen && !dt__tied_group(zero, bucket);
 }
 
-/* Bytes of a bucket's array in the file; 0: it is not there. */
+/* Bytes of a bucket's array in the file; 0 if the array is not in the file. */
 static size_t dt__disk_array_bytes(const dt_zero *zero, const dt_bucket *bucket, int array) {
     size_t count = bucket->padded / (size_t)dt__zero_shards(zero, bucket);
     int state = dt__on_disk(zero->desc.offload_optim) && !bucket->frozen;
@@ -2334,8 +2345,8 @@ static int64_t dt__disk_slot_offset(const dt_zero *zero, int u, int array) {
     return (int64_t)at;
 }
 
-/* Offset of the same array in the file. Frozen parameters stay in the first slot; gradients lie
-   behind both slots. */
+/* Offset of the same array in the file. Frozen parameters stay in the first slot; gradients
+   come after both slots. */
 static int64_t dt__disk_offset(const dt_zero *zero, int u, int array, int slot) {
     const dt_bucket *bucket = dt_bucket_get(zero->ctx, u);
     int64_t at = 2 * zero->disk->slot_bytes;
@@ -2419,7 +2430,8 @@ static int dt__disk_stop(dt_zero *zero) {
     return !d->abandoned;
 }
 
-/* A thread stuck in the disk is abandoned with what it uses: *d, and the file, which it closes. */
+/* Frees the disk. A thread stuck in the disk is abandoned and keeps its memory: *d, and the file,
+   which the thread closes. */
 static void dt__disk_close(dt_zero *zero) {
     dt_ctx *ctx = zero->ctx;
     dt__disk *d = zero->disk;
@@ -2468,7 +2480,7 @@ static dt_status dt__chunks_make(dt_zero *zero) {
 
 /* ---- offloaded parameters ---- */
 
-/* Stores this rank's shard of the parameters, which lies at `shard`. */
+/* Stores this rank's shard of the parameters from the memory at `shard`. */
 static dt_status dt__params_store(
     dt_zero *zero, dt__zero_bucket *z, dt_bucket *bucket, void *shard) {
     size_t bytes = bucket->shard_count * dt_dtype_size(bucket->dtype);
@@ -2487,8 +2499,8 @@ static dt_status dt__params_store(
     return z->host_shard ? dt__move(zero->ctx, z->host_shard, shard, bytes) : dt_error(zero->ctx);
 }
 
-/* Takes a buffer for a bucket's gathered parameters, and starts to read this rank's shard into
-   it. */
+/* Takes a buffer for a bucket's gathered parameters, and starts to read this rank's shard into the
+   buffer. */
 static dt_status dt__params_read_start(dt_zero *zero, dt__zero_bucket *z) {
     const dt_bucket *u = z->bucket;
     size_t size = dt_dtype_size(u->dtype);
@@ -2517,7 +2529,7 @@ static dt_status dt__params_copy_out(
 /* ---- gradients on disk ---- */
 
 /* Takes a buffer for a bucket's gradient shard, and starts to read the sum of earlier micro-batches
-   into it. */
+   into the buffer. */
 static dt_status dt__grads_read_start(dt_zero *zero, dt__zero_bucket *z) {
     size_t bytes = z->count * dt__zero_element_size(z);
     z->grad_shard = dt__bucket_buffer_acquire(zero->ctx, bytes);
@@ -2527,7 +2539,7 @@ static dt_status dt__grads_read_start(dt_zero *zero, dt__zero_bucket *z) {
     return dt_error(zero->ctx);
 }
 
-/* Waits for the gradient being written, if there is one, and gives its buffer back. */
+/* Waits for the pending write of a gradient, if any, and returns the gradient's buffer. */
 static dt_status dt__grads_write_end(dt_zero *zero) {
     if (!dt__grads_on_disk(zero) || zero->storing_bucket < 0) return dt_error(zero->ctx);
     dt__zero_bucket *z = &zero->buckets[zero->storing_bucket];
@@ -2538,9 +2550,9 @@ static dt_status dt__grads_write_end(dt_zero *zero) {
     return DT_OK;
 }
 
-/* Writes a shard after a micro-batch was added, while the next bucket is reduced. After the last
-   micro-batch it is first summed over replicas and gradient placements, and squared for the
-   norm. */
+/* Writes a gradient shard after a micro-batch was added; the write overlaps the reduction of the
+   next bucket. After the last micro-batch the shard is first summed over replicas and gradient
+   placements, and squared for the norm. */
 static dt_status dt__grads_write_start(dt_zero *zero, dt__zero_bucket *z) {
     int last = zero->ctx->micro == zero->ctx->micro_count - 1, u = z->bucket->index;
     if (last) dt__reduce_replicas_start(z);
@@ -2568,7 +2580,7 @@ static dt_status dt__grads_copy_out(
 
 /* ---- the offloaded update ---- */
 
-/* s becomes the chunk after `before`; 0: that was the last one. */
+/* Sets s to the chunk after `before`. Returns 0 if `before` was the last chunk. */
 static int dt__chunk_next(
     const dt_zero *zero, dt__offload_chunk *s, const dt__offload_chunk *before) {
     if (zero->n_buckets == 0) return 0; /* a pipeline stage without parameters */
@@ -2593,7 +2605,7 @@ static dt_status dt__chunk_wait(dt_zero *zero, dt__offload_chunk *s) {
 }
 
 /* Starts the disk transfers of a chunk in one direction. The first step makes the master from the
-   parameters; from then on the master is read, and the parameters are not. */
+   parameters; later steps read the master and not the parameters. */
 static void dt__chunk_transfer(dt_zero *zero, dt__offload_chunk *s, int write) {
     static const char *const names[] = { "optimizer state", "optimizer state", "master parameters",
         "values", "gradients" };
@@ -2649,7 +2661,7 @@ static dt_status dt__chunk_update(
     return dt__sync(ctx); /* the buffer is reused */
 }
 
-/* Copies the updated parameters, which lie in the gradient's memory, to the parameters. */
+/* Copies the updated parameters from the gradient's memory to the parameters. */
 static dt_status dt__offload_commit(dt_zero *zero, dt__zero_bucket *z) {
     dt_ctx *ctx = zero->ctx;
     const dt_bucket *u = z->bucket;
@@ -2679,7 +2691,7 @@ static dt_status dt__offload_update(dt_zero *zero, double lr, double grad_scale)
     if (more) dt__chunk_transfer(zero, now, 0);
     for (int k = 1; more; k++) {
         dt__offload_chunk *next = &zero->chunks[k % DT__OFFLOAD_CHUNKS];
-        /* its previous chunk is in the file */
+        /* the buffer's previous chunk is in the file */
         if (dt__chunk_wait(zero, next) != DT_OK) return dt_error(zero->ctx);
         more = dt__chunk_next(zero, next, now);
         if (more) dt__chunk_transfer(zero, next, 0);
@@ -2801,7 +2813,7 @@ static dt_status dt__onebit_square_sums(dt_zero *zero) {
     return DT_OK;
 }
 
-/* Whether this rank's own gradient makes the sum of squares of a piece not finite. */
+/* Returns 1 if this rank's own gradient makes the sum of squares of a piece not finite. */
 static int dt__onebit_at_fault(dt_zero *zero, const dt_bucket *bucket, size_t piece_index) {
     double copy[DT_PIECE], squares = 0; /* f32 or f64 */
     size_t bytes = DT_PIECE * dt_dtype_size(bucket->grad_dtype);
@@ -2815,15 +2827,16 @@ static int dt__onebit_at_fault(dt_zero *zero, const dt_bucket *bucket, size_t pi
     return !isfinite(squares);
 }
 
-/* Exchanges the ranks' messages. A single rank may have no group: it copies, in device memory. */
+/* Exchanges the ranks' messages. A single rank may have no group; then it copies its message in
+   device memory. */
 static dt_status dt__onebit_exchange(
     dt_zero *zero, const dt__zero_bucket *z, const char *out, char *in, size_t bytes) {
     if (!z->data_group) return dt__move(zero->ctx, in, out, bytes);
     return dt_all_to_all(z->data_group, out, in, bytes / sizeof(int32_t), DT_I32);
 }
 
-/* Adds this rank's gradient to a bucket's momentum, and exchanges it. The server's mean overwrites
-   the gradient, which is used up. */
+/* Adds this rank's gradient to a bucket's momentum, and exchanges the momentum. The server's mean
+   overwrites the gradient, which is no longer needed. */
 static dt_status dt__onebit_momentum(dt_zero *zero, dt__zero_bucket *z, double grad_scale) {
     dt_ctx *ctx = zero->ctx;
     dt_bucket *u = z->bucket;
@@ -2879,7 +2892,7 @@ static void dt__zero_on_closing(dt_ctx *ctx, void *user) {
         dt_free(ctx, DT_MEM_GRADS, z->levels, z->levels_bytes);
     }
     dt__disk_close(zero);
-    /* transfers that a failure abandoned */
+    /* end the transfers that a failure abandoned */
     for (int u = 0; zero->buckets && u < zero->n_buckets; u++) {
         dt__disk_end(zero, &zero->buckets[u].disk_job, 0);
         dt__disk_end(zero, &zero->buckets[u].grad_job, 0);
@@ -2968,7 +2981,7 @@ static dt_buckets_desc dt__zero_buckets_desc(dt_zero *zero) {
     return d;
 }
 
-/* Makes the gather plans of each pipeline stage that this rank has parameters of. */
+/* Makes the gather plans of each pipeline stage whose parameters this rank has. */
 static dt_status dt__gather_plans_make(dt_zero *zero) {
     for (int i = 0; i < dt_param_count(zero->ctx); i++) {
         int stage = dt_param_get(zero->ctx, i)->param->stage;
@@ -3026,7 +3039,7 @@ dt_zero *dt_zero_make(dt_ctx *ctx, dt_zero_desc desc) {
     if (dt_error(ctx) == DT_OK && desc.optimizer == DT_ONEBIT_ADAM) dt__onebit_make(zero);
     if (dt_error(ctx) == DT_OK) dt__scale_begin(zero);
     if (dt_error(ctx) == DT_OK) dt__compare_ranks(zero, 0);
-    /* all ranks have their state, or every rank fails */
+    /* if one rank has no state, every rank fails */
     if (dt_error(ctx) == DT_OK) dt_barrier(zero->mesh.world);
     if (dt_error(ctx) == DT_OK) return zero;
     dt_zero_free(zero);
@@ -3050,7 +3063,7 @@ static void dt__zero_step_end(dt_zero *zero) {
     dt_clear_grads(zero->ctx);
 }
 
-/* Whether all gradients of the step have been reduced. */
+/* Returns 1 if all gradients of the step have been reduced. */
 static int dt__zero_grads_reduced(const dt_zero *zero) {
     for (int u = 0; u < zero->n_buckets; u++)
         if (!zero->buckets[u].bucket->frozen && !zero->buckets[u].reduced) return 0;
@@ -3093,7 +3106,7 @@ dt_step_info dt_zero_step(dt_zero *zero, double lr) {
         info.skipped = zero->desc.loss_scale != 0 && dt__scale_skip(zero, &fault) == DT_OK;
         if (zero->desc.loss_scale == 0) dt__bad_grad_fail(zero, &fault, norm);
         info.bad_rank = fault.rank;
-        /* other pipeline stages have other parameters */
+        /* each pipeline stage knows only its own parameters */
         int here = fault.rank >= 0 && dt__zero_pp_rank(zero, fault.rank) == zero->mesh.coord.pp;
         info.bad_param = here ? dt_param_get(zero->ctx, fault.param) : NULL;
         info.bad_element = (size_t)fault.element;
@@ -3254,10 +3267,10 @@ enum { DT__SAVE_IDLE = 0, DT__SAVE_WRITING, DT__SAVE_COMMITTING };
 static const char *const dt__ckpt_names[DT__CKPT_FILES] = { "model.safetensors",
     "optim.safetensors" };
 
-/* A buffer for bytes that a background save writes later; and one write of them. */
+/* A buffer for bytes that a background save writes later, and a record of one such write. */
 typedef struct dt__staging_buffer {
     struct dt__staging_buffer *next;
-    size_t capacity, used; /* of the bytes behind this header */
+    size_t capacity, used; /* of the bytes after this header */
 } dt__staging_buffer;
 typedef struct dt__staged_write {
     int file;
@@ -3269,13 +3282,13 @@ typedef struct dt__writer {
     dt_io io;
     int fd[DT__CKPT_FILES];
     char path[DT__CKPT_FILES][DT__CKPT_PATH];
-    char why[DT__CKPT_PATH + 200]; /* the first failure; "": none */
+    char why[DT__CKPT_PATH + 200]; /* text of the first failure, or "" */
     /* background save: buffers and writes of this rank; the buffer being filled */
     dt__staging_buffer *buffers, *buffer;
     dt__staged_write *writes;
     int n_writes, writes_capacity;
     char dir[DT__CKPT_PATH], temp[DT__CKPT_PATH], final[DT__CKPT_PATH];
-    char *manifest; /* rank 0 */
+    char *manifest; /* on rank 0 only */
     size_t manifest_bytes, manifest_capacity;
     /* copied: an abandoned thread may outlive the caller's text */
     char *config_json;
@@ -3294,7 +3307,7 @@ static void dt__writer_fail(dt__writer *w, const char *path, const char *what) {
     if (!w->why[0]) snprintf(w->why, sizeof w->why, "%s: %s: %s", path, what, dt__io_reason());
 }
 
-/* dir/name; a path that is too long is a failure. */
+/* Returns dir/name; fails if the path is too long. */
 static const char *dt__writer_path(dt__writer *w, char *out, const char *dir, const char *name) {
     if (snprintf(out, DT__CKPT_PATH, "%s/%s", dir, name) < DT__CKPT_PATH) return out;
     if (!w->why[0]) snprintf(w->why, sizeof w->why, "%.80s...: the path is too long", dir);
@@ -3350,8 +3363,9 @@ static void dt__writer_file(dt__writer *w, const char *name, const char *text, s
     dt__writer_sync_close(w, path, fd);
 }
 
-/* fsync of a folder, which makes the names in it last. Some file systems cannot sync a folder
-   (EINVAL), and need not. tolerated: an errno of open that is no failure, 0: none. */
+/* fsync of a folder, which makes the names in the folder durable. Some file systems cannot sync a
+   folder (EINVAL) and do not need to. `tolerated` is an errno of open that is not a failure; 0
+   tolerates none. */
 static void dt__writer_sync_dir(dt__writer *w, const char *folder, int tolerated) {
     errno = 0;
     int fd = w->why[0] ? -1 : w->io.open(w->io.user, folder, DT_IO_READ);
@@ -3364,7 +3378,7 @@ static void dt__writer_sync_dir(dt__writer *w, const char *folder, int tolerated
     w->io.close(w->io.user, fd);
 }
 
-/* What a folder's name says: step-200 is the first checkpoint of step 200, step-200-2 the
+/* Step and number in a folder's name: step-200 is the first checkpoint of step 200, step-200-2 the
    second. */
 typedef struct dt__ckpt_id {
     int64_t step;
@@ -3381,8 +3395,8 @@ static void dt__ckpt_name(dt__ckpt_id id, char *name, size_t bytes) {
         name, bytes, id.repeat > 1 ? "step-%lld-%d" : "step-%lld", (long long)id.step, id.repeat);
 }
 
-/* Parses the first n bytes of a name, exactly as dt__ckpt_name writes it; otherwise
-   dt__ckpt_none. */
+/* Parses the first n bytes of a name of the exact form that dt__ckpt_name writes; returns
+   dt__ckpt_none for other names. */
 static dt__ckpt_id dt__ckpt_parse_name(const char *name, size_t n) {
     long long step = -1;
     dt__ckpt_id id = { -1, 1 };
@@ -3404,8 +3418,8 @@ static void dt__newest_add(void *arg, const char *name) {
     if (dt__ckpt_before(n->found, id) && dt__ckpt_before(id, n->below)) n->found = id;
 }
 
-/* Finds the newest checkpoint of a folder before `below`, or dt__ckpt_none. -1: the folder cannot
-   be listed. */
+/* Finds a folder's newest checkpoint that is older than `below`, or dt__ckpt_none. Returns -1 if
+   the folder cannot be listed. */
 static int dt__newest_below(
     const dt_io *io, const char *dir, dt__ckpt_id below, dt__ckpt_id *found) {
     dt__newest_scan n = { below, dt__ckpt_none };
@@ -3447,8 +3461,9 @@ static void dt__tmp_sweep_one(void *arg, const char *name) {
     dt__ckpt_remove(sweep->io, path);
 }
 
-/* Keeps the new checkpoint and the keep - 1 before it, removes older ones. Checkpoints of later
-   steps are damaged and do not count. What cannot be removed stays, and does no harm. */
+/* Keeps the new checkpoint and the keep - 1 checkpoints before it, and removes older checkpoints.
+   Checkpoints of later steps are damaged and do not count. A checkpoint that cannot be removed
+   stays, which is harmless. */
 static void dt__writer_remove_old(const dt__writer *w) {
     dt__ckpt_id at = { w->step, w->repeat };
     char name[64], path[DT__CKPT_PATH + 64];
@@ -3462,7 +3477,7 @@ static void dt__writer_remove_old(const dt__writer *w) {
     }
 }
 
-/* Puts this rank's bytes on the disk. */
+/* Writes this rank's bytes to the disk. */
 static void dt__writer_flush(dt__writer *w) {
     for (int i = 0; i < w->n_writes; i++) {
         const dt__staged_write *p = &w->writes[i];
@@ -3490,7 +3505,7 @@ static void dt__writer_commit(dt__writer *w) {
 static void *dt__writer_main(void *arg) {
     dt__writer *w = (dt__writer *)arg;
 #ifdef __linux__
-    /* of this thread only, on Linux: training has priority */
+    /* on Linux lowers only this thread: training has priority */
     if (w->background) setpriority(PRIO_PROCESS, 0, 19);
 #endif
     if (w->committing)
@@ -3530,26 +3545,26 @@ struct dt_checkpoint {
     dt_checkpoint_desc desc;
     dt_listener listener;
     const char *what; /* name of the public call, for messages */
-    int lock;         /* descriptor, -1: none */
+    int lock;         /* descriptor, or -1 */
     /* content of the lock file: its process, and since when by that process's clock */
     char lock_text[300];
     dt__writer *writer;
     dt_weights *w[DT__CKPT_FILES]; /* names and offsets of all tensors */
     dt__ckpt_file file[DT__CKPT_FILES];
     int files;                         /* DT__CKPT_FILES; an export has only the first */
-    const dt_export_desc *export_desc; /* NULL: a checkpoint, not an export */
+    const dt_export_desc *export_desc; /* NULL for a checkpoint */
     int saving;                        /* DT__SAVE_*: idle, all ranks write, rank 0 commits */
-    /* of desc.dir: the newest that was loaded, skipped as damaged, or saved by this job */
+    /* newest checkpoint of desc.dir that this job has loaded, skipped as damaged, or saved */
     dt__ckpt_id newest_known;
     int64_t progress_seen; /* writer->progress when it was last seen to change */
-    dt__stopwatch watch;   /* time since then */
+    dt__stopwatch watch;   /* time since that change */
     double done, total;    /* elements, for desc.progress */
     char *config;          /* config text of the loaded checkpoint */
     char path[DT__CKPT_PATH];
 };
 
-/* A weight for each index: distinct over 2^32 consecutive ones, and none is 0. k: an index times an
-   odd number. */
+/* Returns the weight of an index. Weights are distinct over 2^32 consecutive indices, and never 0.
+   k is the index times an odd number. */
 static uint32_t dt__words_weight(uint32_t k) {
     k ^= k >> 15;
     k *= 2246822507u;
@@ -3637,7 +3652,7 @@ static char *dt__all_gather_texts(dt_ctx *ctx, const char *mine, size_t n, size_
     return NULL;
 }
 
-/* Where a parameter lies in model.safetensors; n = 0: under its own name. */
+/* Finds a parameter's position in model.safetensors; n = 0 means under its own name. */
 static dt_status dt__ckpt_map_weight(const dt_checkpoint *c, const dt_tensor *t, dt_weight_map *p) {
     memset(p, 0, sizeof *p);
     if (c->desc.map_weight) c->desc.map_weight(t, p, c->desc.user);
@@ -3648,9 +3663,9 @@ static dt_status dt__ckpt_map_weight(const dt_checkpoint *c, const dt_tensor *t,
     return DT_OK;
 }
 
-/* Whether this rank belongs to the replica that writes a bucket: the first along tp, and of a tied
-   parameter the first along pp. A sharding over a part of the tp ranks is written by the group that
-   contains tp's first rank. */
+/* Returns 1 if this rank belongs to the replica that writes a bucket: the first replica along tp,
+   and for a tied parameter the first along pp. If a parameter is sharded over a part of the tp
+   ranks, the group that contains tp's first rank writes it. */
 static int dt__ckpt_is_writer(const dt_zero *zero, const dt_bucket *bucket) {
     const dt_param_desc *d = dt__bucket_desc(zero, bucket);
     int tp = zero->mesh.sizes.tp, lowest = zero->mesh.coord.tp;
@@ -3709,7 +3724,7 @@ static dt_shape dt__onebit_error_shape(const dt__zero_bucket *z, int e) {
     return DT_SHAPE((int64_t)(z->error_bytes[e] / dt__zero_element_size(z)));
 }
 
-/* Lists this rank's tensors: the first rank of each pipeline stage lists all of its stage. */
+/* Lists tensors: the first rank of each pipeline stage lists all tensors of its stage. */
 static dt_status dt__list_local(const dt_checkpoint *c, dt_json_out *o) {
     const dt_zero *zero = c->zero;
     const dt_mesh_desc *at = &zero->mesh.coord;
@@ -3895,8 +3910,8 @@ static void dt__ckpt_progress(dt_checkpoint *c, double elements) {
         c->desc.progress(c->done < c->total ? c->done / c->total : 1, c->desc.user);
 }
 
-/* Saves the parameters of a bucket. All ranks of its data group have them, at stage 3 after a
-   gather, and each writes its part. */
+/* Saves the parameters of a bucket. All ranks of its data group hold the parameters (at
+   stage 3 after a gather), and each rank writes a part. */
 static dt_status dt__save_params(dt_checkpoint *c, dt__zero_bucket *z) {
     dt_ctx *ctx = c->ctx;
     dt_bucket *bucket = z->bucket;
@@ -4177,7 +4192,7 @@ static dt_status dt__manifest_make(dt_checkpoint *c) {
 
 /* ---- the steps of a save ---- */
 
-/* Rank 0 finds a free name, and tells it to all ranks. */
+/* Rank 0 finds an unused name and broadcasts it. */
 static dt_status dt__save_name(dt_checkpoint *c) {
     dt_zero *zero = c->zero;
     dt__writer *w = c->writer;
@@ -4225,8 +4240,8 @@ static dt_status dt__writer_check(dt_checkpoint *c) {
     return dt_fail(c->ctx, DT_ERR_IO, "%s: %s", c->what, c->writer->why);
 }
 
-/* [collective: world] Rank 0 creates the files with their headers. The others must then find them,
-   or they see a different folder. */
+/* [collective: world] Rank 0 creates the files with their headers. The other ranks must then find
+   these files; a rank that does not find them sees a different folder. */
 static dt_status dt__save_create_files(dt_checkpoint *c) {
     dt__writer *w = c->writer;
     int first = dt_ctx_rank(c->ctx) == 0;
@@ -4316,7 +4331,7 @@ dt_status dt_checkpoint_save(dt_checkpoint *c) {
     return dt_error(c->ctx);
 }
 
-/* Waits for the thread. A thread stuck in the disk is abandoned with what it uses. */
+/* Waits for the thread. A thread stuck in the disk is abandoned and keeps its memory. */
 static void dt__writer_join(dt_checkpoint *c) {
     dt__writer *w = c->writer;
     const dt_host *host = dt_ctx_host(c->ctx);
@@ -4333,8 +4348,8 @@ static void dt__writer_join(dt_checkpoint *c) {
     w->has_thread = 0;
 }
 
-/* Fails if the disk has not answered this rank's thread within the ranks' timeout: polling would
-   never end. The thread is abandoned. */
+/* Fails if the disk has not answered this rank's thread within the ranks' timeout, because
+   polling would never end. Abandons the thread. */
 static void dt__writer_watch(dt_checkpoint *c) {
     dt__writer *w = c->writer;
     const dt_host *host = dt_ctx_host(c->ctx);
@@ -4342,7 +4357,7 @@ static void dt__writer_watch(dt_checkpoint *c) {
     int64_t progress = __atomic_load_n(&w->progress, __ATOMIC_RELAXED);
     if (progress != c->progress_seen) {
         c->watch = dt__stopwatch_start(host, limit);
-        c->watch.max_gap = limit / 8; /* no cap of 1 s: two polls may be a step apart */
+        c->watch.max_gap = limit / 8; /* no cap of 1 s: polls may be a step apart */
     }
     c->progress_seen = progress;
     if (dt__waited(&c->watch) <= limit) return;
@@ -4372,7 +4387,7 @@ int dt_checkpoint_poll(dt_checkpoint *c) {
     return 1;
 }
 
-/* [collective: world] Polls until no save is under way. */
+/* [collective: world] Polls until no save is in progress. */
 static dt_status dt__save_wait(dt_checkpoint *c) {
     const dt_host *host = dt_ctx_host(c->ctx);
     while (!dt_checkpoint_poll(c))
@@ -4503,7 +4518,7 @@ static void dt__ckpt_free(dt_ctx *ctx, void *user) {
     dt__writer *w = c->writer;
     if (w) dt__writer_join(c);
     if (w) dt__save_end(c);
-    /* an abandoned thread may still write there: keep the lock */
+    /* keep the lock: an abandoned thread may still write there */
     if (w && c->lock >= 0 && !w->abandoned) w->io.close(w->io.user, c->lock);
     if (w && !w->abandoned) {
         dt__staging_free(c);
@@ -4626,7 +4641,7 @@ dt_status dt_checkpoint_close(dt_checkpoint *c) {
 
 // ==== 19. Checkpoints: loading ==================================================================
 
-/* A checkpoint that is being examined, in a context of its own: damage is no failure of the
+/* A checkpoint that is being examined. It has a separate context, so that damage does not fail the
    rank. */
 typedef struct dt__candidate {
     dt_ctx *probe;
@@ -4637,11 +4652,12 @@ typedef struct dt__candidate {
     char path[DT__CKPT_PATH];
     char name[DT__CKPT_PATH + 32]; /* of the manifest; json points to it */
     int state;
-    char why[700]; /* what is wrong */
+    char why[700]; /* why it is not intact */
 } dt__candidate;
 
-/* States of a checkpoint, the worst last. Only a damaged one is skipped in favour of an older one:
-   one that could not be read (permissions, descriptors, memory, the disk) may be intact. */
+/* States of a checkpoint, the worst last. Only a damaged checkpoint is skipped in favour of an
+   older checkpoint. A checkpoint that could not be read (permissions, descriptors, memory, the
+   disk) may be intact. */
 enum { DT__INTACT = 0, DT__DAMAGED, DT__NEWER /* intact, but of a newer format */, DT__UNREADABLE };
 
 static void dt__candidate_log(void *user, int level, int rank, const char *text) {
@@ -4724,7 +4740,7 @@ static void dt__candidate_manifest(dt__candidate *f) {
     snprintf(f->why, sizeof f->why, "%.*s: %s", DT__CKPT_PATH / 2, f->path, dt__io_reason());
 }
 
-/* The digest that a JSON member holds; 0 and a failure if it holds none. */
+/* Returns the digest in a JSON member, or 0 and a failure if the member holds no digest. */
 static uint64_t dt__candidate_hex(dt__candidate *f, int node) {
     const char *text = dt_json_string(f->json, node, NULL);
     char *end = NULL, again[24];
@@ -4797,8 +4813,8 @@ static dt_status dt__candidate_agree(dt_checkpoint *c, dt__candidate *f) {
     return dt_error(c->ctx);
 }
 
-/* Adds to `sums` (4 for each tensor) the digests of what this rank reads of file k. Ranks take
-   small tensors in turn, and each a part of a large one. */
+/* Adds the digests of the data that this rank reads of file k to `sums` (4 for each tensor). Small
+   tensors are dealt to the ranks in turn; each rank reads a part of a large tensor. */
 static void dt__candidate_read(
     dt_checkpoint *c, dt__candidate *f, int k, double *sums, char *buffer) {
     dt_comm *world = c->zero->mesh.world;
@@ -4828,7 +4844,7 @@ static dt_status dt__candidate_digests(dt_checkpoint *c, dt__candidate *f, int k
     int file = dt_json_find(f->json, dt_json_find(f->json, 0, "files"), dt__ckpt_names[k]);
     int digests = dt_json_find(f->json, file, "tensors");
     if (sums && buffer) dt__candidate_read(c, f, k, sums, buffer);
-    /* a rank that could not read makes every digest wrong */
+    /* if a rank could not read, all digests are wrong */
     if (sums) sums[n] = dt_error(f->probe) != DT_OK;
     dt_sum_doubles(c->zero->mesh.world, sums, sums ? n + 1 : 0);
     int readable = dt_error(c->ctx) == DT_OK && sums[n] == 0;
@@ -4879,8 +4895,8 @@ static dt_status dt__candidate_next(
     return DT_OK;
 }
 
-/* Whether a path names the folder that this job saves to, however it is spelled: its lock file has
-   this job's text. */
+/* Returns 1 if a path, however it is spelled, names the folder that this job saves to: the folder's
+   lock file then has this job's text. */
 static int dt__is_own_dir(const dt_checkpoint *c, const char *folder) {
     const dt_io *io = &c->writer->io;
     char path[DT__CKPT_PATH + 8], text[sizeof c->lock_text] = "";
@@ -4894,7 +4910,8 @@ static int dt__is_own_dir(const dt_checkpoint *c, const char *folder) {
     return strcmp(text, c->lock_text) == 0;
 }
 
-/* A folder copied under another step's name would pass as the newest: counts it as damaged. */
+/* Counts a checkpoint as damaged if its step differs from its folder's name. A folder copied under
+   another step's name would otherwise pass as the newest. */
 static void dt__candidate_check_step(dt__candidate *f, int64_t name) {
     int64_t step = -1;
     if (dt_json_int(f->json, dt_json_find(f->json, 0, "step"), &step) && step == name) return;
@@ -4916,7 +4933,7 @@ static void dt__candidate_note_newest(dt_checkpoint *c, const dt__candidate *f) 
     if (dt__ckpt_before(c->newest_known, n.found)) c->newest_known = n.found;
 }
 
-/* Whether `from` is itself a checkpoint; its manifest may be missing. */
+/* Returns 1 if `from` is itself a checkpoint; its manifest may be missing. */
 static int dt__is_checkpoint(dt_checkpoint *c, const char *from) {
     const dt_io *io = &c->writer->io;
     char path[DT__CKPT_PATH + 32];
@@ -4932,8 +4949,8 @@ static int dt__is_checkpoint(dt_checkpoint *c, const char *from) {
     return 0;
 }
 
-/* [collective: world] f: the newest intact checkpoint of `from`, or `from` itself. f->path "":
-   there is none. */
+/* [collective: world] Sets f to the newest intact checkpoint of `from`, or to `from` itself.
+   f->path is "" if there is no checkpoint. */
 static dt_status dt__candidate_newest(dt_checkpoint *c, const char *from, dt__candidate *f) {
     dt__ckpt_id at = dt__ckpt_last;
     char first[sizeof f->why] = "";
@@ -5000,7 +5017,7 @@ static dt_status dt__load_fits(dt_checkpoint *c, dt__candidate *f) {
     return DT_OK;
 }
 
-/* Rank 0, before the manifest is written: checks that a load will accept it. */
+/* Rank 0 checks that a load will accept the manifest, before it is written. */
 static dt_status dt__manifest_check(dt_checkpoint *c) {
     dt__candidate f;
     memset(&f, 0, sizeof f);
@@ -5024,7 +5041,7 @@ static dt_status dt__manifest_check(dt_checkpoint *c) {
     return dt_error(c->ctx);
 }
 
-/* Whether a tensor is an error of 1-bit Adam, which belongs to one layout. */
+/* Returns 1 if a tensor is an error array of 1-bit Adam, which belongs to one layout. */
 static int dt__is_onebit_error(int file, const char *name) {
     return file == DT__OPTIM && strncmp(name, "error", 5) == 0 &&
            (name[5] == '0' || name[5] == '1') && name[6] == '.';
@@ -5180,7 +5197,7 @@ int64_t dt_checkpoint_load(dt_checkpoint *c, const char *from) {
     if (dt__save_wait(c) == DT_OK && dt__candidate_newest(c, dir, &f) == DT_OK && f.path[0])
         dt__load_apply(c, &f);
     if (f.probe) dt__candidate_close(&f);
-    /* all ranks have loaded it, or every rank fails */
+    /* if one rank could not load, every rank fails */
     if (dt_error(c->ctx) == DT_OK) dt_barrier(c->zero->mesh.world);
     if (dt_error(c->ctx) == DT_OK) return f.path[0] ? c->zero->step : 0;
     dt__list_free(c);
