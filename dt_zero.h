@@ -487,8 +487,8 @@ double dt_lr(dt_lr_desc d, int64_t step) {
 
 // ==== 6. Buckets, groups and shards =============================================================
 
-/* Offload (section 12): one transfer to or from the disk. The disk thread owns it while it is
-   busy. */
+/* Offload (section 12): one transfer to or from the disk. While `busy` is set, the disk thread owns
+   this record. */
 typedef struct dt__disk_job {
     int write, busy;
     void *at;
@@ -498,7 +498,7 @@ typedef struct dt__disk_job {
     int64_t done; /* bytes transferred, fewer than `bytes` after a failure */
     int error;    /* errno of a failure */
     struct dt__disk_job *next;
-    void *device; /* not NULL: the device memory of which `at` is a host copy */
+    void *device; /* the device memory of which `at` is a host copy; NULL if there is no copy */
 } dt__disk_job;
 
 enum {
@@ -511,7 +511,7 @@ enum {
     DT__OFFLOAD_CHUNKS = 3
 };
 
-/* Buffers of one chunk of the offloaded update, and its transfers. */
+/* Buffers and transfers of one chunk of the offloaded update. */
 typedef struct dt__offload_chunk {
     int bucket;
     size_t offset, count; /* elements of the bucket */
@@ -538,7 +538,7 @@ typedef struct dt__zero_groups {
     dt_comm *data, *shard, *replicas;
 } dt__zero_groups;
 enum { DT__DENSE = 0, DT__EXPERTS, DT__KINDS };
-enum { DT__COMPARE_TP = DT__KINDS, DT__COMPARE_PP }; /* also compared: dt__compare_ranks */
+enum { DT__COMPARE_TP = DT__KINDS, DT__COMPARE_PP }; /* further kinds of dt__compare_ranks */
 
 /* Training state of one bucket. The gradient of a bucket goes through these states in each step:
 
@@ -548,14 +548,15 @@ enum { DT__COMPARE_TP = DT__KINDS, DT__COMPARE_PP }; /* also compared: dt__compa
            ACCUMULATING  <---------------------------------------------------+                  |
              | last micro-batch; stages 2, 3 and tree: each micro-batch      |                  |
              v                                                               |                  |
-           READY  ---- its turn, in descending order of buckets ---->  REDUCING  ----> REDUCED -+
+           READY  ---- its turn: buckets are reduced from last to first ->  REDUCING -> REDUCED -+
 
        EMPTY         accumulated = 0
        ACCUMULATING  accumulated = 1: dt_bucket.grad or grad_shard holds at least one micro-batch;
                      the backward writes the next one to dt_bucket.micro_grad (dt_tensor.h)
        READY         ready = 1: the gradient is complete (dt__zero_on_grad_ready)
-       REDUCING      work: the reduction runs while the backward goes on (dt__zero_reduce_start);
-                     the tree has none, it reduces at once (dt__grad_tree_reduce)
+       REDUCING      work is set: the reduction runs while the backward continues
+                     (dt__zero_reduce_start). The tree skips this state, because
+                     dt__grad_tree_reduce completes the reduction before it returns
        REDUCED       reduced = 1: summed over all ranks (dt__zero_reduce_finish) */
 typedef struct dt__zero_bucket {
     dt_bucket *bucket;
@@ -566,16 +567,17 @@ typedef struct dt__zero_bucket {
     void *master;
     /* stages 2, 3: (count) this rank's shard of the step's gradient, made by the first backward */
     void *grad_shard;
-    size_t grad_bytes; /* bytes of grad_shard; 0 if it is a transient buffer for the disk */
-    /* this micro-batch's gradient is complete; grad_shard holds earlier micro-batches */
+    size_t grad_bytes; /* bytes of grad_shard; 0 if grad_shard is a transient buffer for the disk */
+    /* ready: this micro-batch's gradient is complete;
+       accumulated: grad_shard holds the sum of earlier micro-batches */
     int ready, accumulated;
     int reduced;      /* this step's gradient is summed over all ranks */
     void *micro_grad; /* stages 2, 3: this micro-batch's gradient, being reduced */
     dt_work *work;    /* pending collective: a reduction, or an all-gather after the update */
-    /* stage 3: (padded) the gathered parameters, or the buffer they will be in */
+    /* stage 3: (padded) the gathered parameters, or the buffer that gather_work fills */
     void *gathered;
     dt_work *gather_work; /* pending all-gather */
-    void *host_shard; /* (count) this rank's shard of the parameters, if it lies in host memory */
+    void *host_shard;     /* (count) this rank's shard of the parameters in host memory, or NULL */
     dt__disk_job disk_job; /* transfers this rank's shard of the parameters or of the state */
     /* transfers this rank's shard of the gradient, if the shard is on disk */
     dt__disk_job grad_job;
@@ -585,12 +587,12 @@ typedef struct dt__zero_bucket {
     size_t sums_at; /* index of the bucket's sums of squares in zero->sums */
     /* index among the buckets of all pipeline stages, in the order that a single rank would have */
     size_t pipeline_index;
-    /* 1-bit Adam: error of this rank as a worker, and as the server of its shard */
+    /* 1-bit Adam: [0] error of this rank as a worker, [1] error as the server of its shard */
     void *errors[2];
     size_t error_bytes[2];
 } dt__zero_bucket;
 
-/* One gather of the last micro-batch. The order of its gathers predicts the next prefetches. */
+/* One all-gather of the previous micro-batch. The next micro-batch prefetches in the same order. */
 typedef struct dt__gather_entry {
     int bucket, block;
 } dt__gather_entry;
@@ -609,9 +611,9 @@ struct dt_zero {
     int n_buckets;
     /* the pipeline stage whose micro-batch is being reduced; -1 if none */
     int reducing_stage;
-    /* the bucket to reduce next, in descending order; -1 after the last bucket */
+    /* the bucket to reduce next, from the highest index down; -1 when no bucket is left */
     int next_bucket;
-    int oldest_bucket; /* the first bucket whose reduction is pending */
+    int oldest_bucket; /* the bucket whose reduction has been pending longest */
     int states;
     const dt_kernels *update_kernels; /* kernels of the update */
     void *update_stream;
@@ -621,14 +623,14 @@ struct dt_zero {
     dt__gather_plan *gather_plans;
     int n_stages;     /* this rank's last pipeline stage + 1 */
     int current_plan; /* the plan in use: 0, 1 or 2 */
-    void *leaves;     /* tree: this rank's piece of a bucket, from each rank */
+    void *leaves;     /* tree: (ranks, piece) each rank's gradient of this rank's piece */
     size_t leaves_bytes;
     /* (n_sums) sums of squares, one for each DT_PIECE elements; sums of experts come last */
     double *sums;
     size_t n_sums, n_dense;
-    double *bucket_sums;       /* (n_pipeline_buckets) the sum of each bucket */
+    double *bucket_sums;       /* (n_pipeline_buckets) each bucket's sum of squares */
     size_t n_pipeline_buckets; /* buckets of all pipeline stages */
-    /* 1-bit Adam: outgoing signs, then incoming signs */
+    /* 1-bit Adam: the signs to send, followed by the received signs */
     void *messages;
     size_t messages_bytes;
     int64_t step;
@@ -636,8 +638,9 @@ struct dt_zero {
     int storing_bucket;        /* bucket whose gradient is being written to disk; -1 if none */
     dt__offload_chunk *chunks; /* (DT__OFFLOAD_CHUNKS) buffers of the offloaded update */
     size_t chunk_elements, chunk_bytes;
-    double loss_scale; /* loss scale */
-    /* good steps since the scale changed; skipped steps left until the scale falls */
+    double loss_scale; /* the current scale; 1 without loss scaling */
+    /* good_steps: steps in a row that were not skipped, since the last change of the scale;
+       hysteresis_left: number of skipped steps until the scale falls */
     int good_steps, hysteresis_left;
     int consecutive_skips;               /* skipped steps in a row */
     double skipped_scales[DT_MAX_SKIPS]; /* loss scales of the skipped steps */
@@ -663,7 +666,8 @@ static void *dt__zero_element(const dt__zero_bucket *z, void *array, size_t elem
     return (char *)array + element * dt__zero_element_size(z);
 }
 
-/* This rank's shard of the parameters, if it is in memory, and of the gradient. */
+/* Addresses of this rank's shard of the parameters (not if the shard is on disk) and of the
+   gradient. */
 static void *dt__zero_param_shard(const dt__zero_bucket *z) {
     if (z->host_shard) return z->host_shard;
     return (char *)z->bucket->shard +
@@ -733,8 +737,9 @@ static dt_comm *dt__tied_group(const dt_zero *zero, const dt_bucket *bucket) {
     return NULL;
 }
 
-/* Makes shard groups of desc.shard_group ranks and replica groups. If shard_group does
-   not divide the experts' data group, their shard group has the largest smaller size that does. */
+/* Makes shard groups of desc.shard_group ranks and replica groups. If shard_group does not divide
+   the experts' data group, the experts' shard groups have the largest smaller size that divides
+   it. */
 static dt_status dt__zero_groups_make(dt_zero *zero) {
     dt_comm *data[DT__KINDS] = { zero->mesh.data, zero->mesh.expert_data };
     int ranks = dt_comm_size(data[0]),
@@ -867,7 +872,7 @@ static dt_status dt__norm_sums_make(dt_zero *zero) {
     return dt_error(ctx);
 }
 
-/* Sums zero->sums over ranks: dense buckets over `dense`, experts over the other group. */
+/* Sums zero->sums over ranks: dense buckets' sums over `dense`, experts' sums over `experts`. */
 static dt_status dt__norm_sum_kinds(dt_zero *zero, dt_comm *dense, dt_comm *experts) {
     if (dt_sum_doubles(dense, zero->sums, zero->n_dense) != DT_OK) return dt_error(zero->ctx);
     if (zero->n_sums == zero->n_dense) return DT_OK;
@@ -883,8 +888,8 @@ static dt_status dt__zero_buckets_make(dt_zero *zero) {
     return dt__norm_sums_make(zero) == DT_OK ? dt__chunks_make(zero) : dt_error(ctx);
 }
 
-/* Among ranks that hold replicas only ep may shard; a gradient placement along such an axis would
-   sum twice. */
+/* Rejects a parameter that is sharded over data-parallel ranks along an axis other than ep, and a
+   gradient placement over data-parallel ranks, which would sum the gradient twice. */
 static dt_status dt__zero_check_params(dt_zero *zero) {
     for (int i = 0; i < dt_param_count(zero->ctx); i++) {
         const dt_tensor *t = dt_param_get(zero->ctx, i);
@@ -908,8 +913,8 @@ static dt_status dt__zero_check_params(dt_zero *zero) {
     return DT_OK;
 }
 
-/* What must be equal on every rank, as text. Item 0 is the optimizer, item i is parameter i - 1.
-   with_rank: the text includes which shard this rank holds. */
+/* Text that describes an item. Items must be equal on every rank: item 0 is the optimizer, item i
+   is parameter i - 1. With with_rank, dt__item_describe adds which shard this rank holds. */
 typedef struct dt__item_text {
     char s[208];
 } dt__item_text;
@@ -935,7 +940,7 @@ static dt__item_text dt__item_describe(const dt_zero *zero, int item, int with_r
         c->min_scale, (double)z->keep_gathered, (double)z->no_overlap, (double)z->states,
         (double)dt__zero_offloads(zero),
         (double)(dt__on_disk(z->offload_params) || dt__in_host(z->offload_params)) };
-    uint64_t others = dt__zero_digest(1, more, sizeof more) & 0xffffff; /* too many to name */
+    uint64_t others = dt__zero_digest(1, more, sizeof more) & 0xffffff; /* too many to print */
     if (item == 0)
         snprintf(text.s, capacity,
             "optimizer %d of stage %d/%d%s, scale %g, betas %g %g, eps %g, momentum %g, "
@@ -963,10 +968,12 @@ static dt__item_text dt__item_describe(const dt_zero *zero, int item, int with_r
     return text;
 }
 
-/* Digest of an item, or of a parameter's values. kind: DT__DENSE or DT__EXPERTS: the group is the
-   data group of that kind and compares only parameters of that kind; DT__COMPARE_TP: the group is
-   tp, and only values of parameters without shards are compared; DT__COMPARE_PP: the group is pp,
-   which has only the optimizer in common. */
+/* Returns the digest of an item's description or, if `values`, of a parameter's values. Returns 1
+   for an item that ranks need not have in common. `kind` says which items are compared:
+
+       DT__DENSE, DT__EXPERTS   over the data group of this kind: parameters of this kind
+       DT__COMPARE_TP           over tp: descriptions; values only of parameters without shards
+       DT__COMPARE_PP           over pp: only the optimizer */
 static uint64_t dt__item_digest(dt_zero *zero, int item, int values, int kind) {
     const dt_tensor *t = dt_param_get(zero->ctx, item - 1);
     char buffer[4096];
@@ -991,7 +998,7 @@ static uint64_t dt__item_digest(dt_zero *zero, int item, int values, int kind) {
     size_t first = (begin - bucket->shard_offset) * size; /* bytes into the shard */
     for (int c = 0; c < 3; c++)
         if (p->desc.shards[c].comm && kind == DT__COMPARE_TP) bytes = 0;
-    if (zero->ctx->kernels.alloc == dt__dry_alloc) bytes = 0; /* all zeros, and too many to read */
+    if (zero->ctx->kernels.alloc == dt__dry_alloc) bytes = 0; /* all values are 0, and too many */
     for (size_t at = 0, n; at < bytes; at += n) {
         n = bytes - at < sizeof buffer ? bytes - at : sizeof buffer;
         if (dt__params_copy_out(zero, bucket, first + at, buffer, n) != DT_OK) break;
@@ -1000,16 +1007,17 @@ static uint64_t dt__item_digest(dt_zero *zero, int item, int values, int kind) {
     return h;
 }
 
-/* all[r] = the value of rank r of the group. */
+/* Sets all[r] to the value that rank r of the group passes in `mine`. */
 static dt_status dt__gather_doubles(dt_comm *comm, double *all, double mine) {
     memset(all, 0, (size_t)dt_comm_size(comm) * sizeof *all);
     all[dt_comm_rank(comm)] = mine;
     return dt_sum_doubles(comm, all, (size_t)dt_comm_size(comm));
 }
 
-/* Compares all items with those of the group's rank 0. Digests are summed as two halves, which is
-   exact in doubles and counts as no traffic. Returns 0 if any item differs: *item is the first item
-   that differs, *rank the first rank on which it differs. */
+/* Compares all items with the items of the group's rank 0. Rank 0 broadcasts its digests as a sum
+   of doubles to which the other ranks add 0. A digest travels as two halves of 32 bits, which
+   doubles hold exactly; the sum counts as no traffic. Returns 0 if any item differs: *item is then
+   the first item that differs, *rank the first rank on which this item differs. */
 static int dt__ranks_agree(
     dt_zero *zero, dt_comm *comm, int values, int kind, int *item, int *rank) {
     dt_ctx *ctx = zero->ctx;
@@ -1043,7 +1051,7 @@ static int dt__ranks_agree(
     return *item == (int)max_count;
 }
 
-/* A tied bucket: digests of the group that shares it and of its contents. */
+/* Digests of a tied bucket: of the group that shares the bucket, and of the bucket's contents. */
 typedef struct dt__tied_bucket {
     double group, digest;
 } dt__tied_bucket;
@@ -1062,7 +1070,7 @@ static dt__tied_bucket dt__tied_bucket_of(dt_zero *zero, const dt_bucket *bucket
         h = dt__zero_digest(dt__zero_digest(h, t->name, strlen(t->name)), more, sizeof more);
         if (values) h ^= dt__item_digest(zero, i + 1, 1, DT__DENSE) * 3;
     }
-    /* exact as doubles; group 0 means no bucket */
+    /* 52 bits are exact in a double; group is odd, because group 0 means no bucket */
     dt__tied_bucket u = { (double)(group >> 12 | 1), (double)(h >> 12) };
     return u;
 }
@@ -1075,8 +1083,8 @@ static const dt__tied_bucket *dt__tied_find(
     return NULL;
 }
 
-/* Checks that rank r of pp has the same tied buckets in the same order, if it shares any with this
-   rank. */
+/* Checks that rank r of pp has the buckets that it shares with this rank, equal and in the same
+   order. */
 static dt_status dt__tied_agree(
     dt_zero *zero, const dt__tied_bucket *mine, const dt__tied_bucket *theirs, size_t n, int r) {
     int world_rank = dt_comm_world_rank(zero->mesh.pp, r);
@@ -1133,17 +1141,17 @@ static dt_status dt__compare_tied(dt_zero *zero, int values) {
     return dt_error(zero->ctx);
 }
 
-/* The ranks that hold the same parameters of a kind; at stage 3, the same shard of these
-   parameters. */
+/* Returns the group of ranks that hold the same parameters of a kind; at stage 3, the ranks that
+   hold the same shard of these parameters. */
 static dt_comm *dt__replica_group(const dt_zero *zero, int kind) {
     const dt__zero_groups *g = &zero->groups[kind];
     return zero->desc.stage == 3 && dt_comm_size(g->shard) > 1 ? g->replicas : g->data;
 }
 
-/* Compares ranks, once before the first step. Without this check, ranks that registered different
-   parameters or start from different values would train on unnoticed. Replicas over the data groups
-   must be equal, and so must unsharded parameters over tp, tied parameters over pp, and the
-   optimizer everywhere. */
+/* Compares ranks: descriptions of items in dt_zero_make, values before the first step and after a
+   checkpoint is loaded. Without this check, ranks that registered different parameters or start
+   from different values would train on unnoticed. These must be equal: replicas over the data
+   groups, unsharded parameters over tp, tied parameters over pp, and the optimizer on all ranks. */
 static dt_status dt__compare_ranks(dt_zero *zero, int values) {
     enum { TEXT_BYTES = sizeof(dt__item_text) };
     dt_ctx *ctx = zero->ctx;
@@ -1181,8 +1189,8 @@ static dt_status dt__compare_ranks(dt_zero *zero, int values) {
 
 // ==== 7. Gradient reduction =====================================================================
 
-/* Starts the sum over a gradient placement's group. The traffic of gradients counts as dp, whatever
-   axis the group belongs to, except for tied parameters, which count as pp. */
+/* Starts the sum over a gradient placement's group. Gradient traffic counts as dp, whatever axis
+   the group belongs to; traffic for tied parameters counts as pp. */
 static void dt__reduce_partial_start(dt__zero_bucket *z, dt_comm *comm, dt_axis counted) {
     dt_axis axis = comm->axis;
     void *shard = dt__zero_grad_shard(z);
@@ -1191,8 +1199,8 @@ static void dt__reduce_partial_start(dt__zero_bucket *z, dt_comm *comm, dt_axis 
     dt_comm_set_axis(comm, axis);
 }
 
-/* Stages 2 and 3 and the tree reduce the gradient of every micro-batch; otherwise the sum over
-   micro-batches is reduced once a step. */
+/* Stages 2 and 3 and the tree reduce the gradient of every micro-batch. Stages 0 and 1 without the
+   tree reduce the sum over micro-batches once a step. */
 static int dt__zero_shards_grads(const dt_zero *zero) { return zero->desc.stage >= 2; }
 static int dt__zero_reduces_each_micro(const dt_zero *zero) {
     return dt__zero_shards_grads(zero) || zero->desc.tree;
@@ -1207,12 +1215,12 @@ static int dt__zero_reduces_each_micro(const dt_zero *zero) {
        over its replicas      all-reduce of the shard, once a step
        over the groups of its gradient placements, once a step
 
-   All sums are in rank order, so the bits of stages 0 and 1 are equal, and so are those of 2 and 3.
-   Section 4 has the bytes. Overlap of communication and computation: a reduction starts when the
-   bucket's gradient is complete and proceeds while the backward computes the other buckets (S. Li
-   et al., "PyTorch Distributed", VLDB 2020). Stages 0 and 1 wait for all reductions at the end of
-   the backward. Stages 2 and 3 allow two to be pending, because each holds a full bucket's
-   gradient. */
+   All sums are in rank order: stages 0 and 1 give the same bits, and stages 2 and 3 give the same
+   bits. Section 4 has the bytes. Overlap of communication and computation: a reduction starts when
+   the bucket's gradient is complete and proceeds while the backward computes the other buckets
+   (S. Li et al., "PyTorch Distributed", VLDB 2020). Stages 0 and 1 wait for all reductions at the
+   end of the backward. Stages 2 and 3 allow only two pending reductions, because each pending
+   reduction holds the gradient of a full bucket. */
 static dt_status dt__zero_reduce_start(dt_zero *zero, dt__zero_bucket *z) {
     dt_bucket *u = z->bucket;
     dt_dtype type = u->grad_dtype;
@@ -1256,7 +1264,7 @@ static dt_status dt__zero_reduce_end(dt_zero *zero, dt__zero_bucket *z) {
     return status == DT_OK && on_disk ? dt__grads_write_start(zero, z) : status;
 }
 
-/* 1 if bucket u has a gradient in the micro-batch being reduced. */
+/* Returns 1 if bucket u has a gradient in the micro-batch that is being reduced. */
 static int dt__zero_is_reducing(const dt_zero *zero, int u) {
     const dt_bucket *bucket = zero->buckets[u].bucket;
     return !bucket->frozen && bucket->stage == zero->reducing_stage;
@@ -1278,8 +1286,8 @@ static dt_status dt__zero_reduce_drain(dt_zero *zero, int limit) {
 
 static dt_status dt__norm_local_sums(dt_zero *zero, int first, int end, int on_disk);
 
-/* The sums of a shard beyond its shard group: over the replicas, and over the groups of gradient
-   placements. */
+/* After the sum over its shard group, a shard is summed over the replicas (started here) and then
+   over the groups of its gradient placements (in dt__reduce_replicas_end). */
 static void dt__reduce_replicas_start(dt__zero_bucket *z) {
     void *shard = dt__zero_grad_shard(z);
     if (z->replica_group)
@@ -1317,8 +1325,8 @@ static dt_status dt__reduce_tied(dt_zero *zero) {
     return dt_error(zero->ctx);
 }
 
-/* Sums over replicas and gradient placements, after the step's last micro-batch. A gradient on disk
-   was summed before it was written. */
+/* Sums gradients over replicas and gradient placements, after the step's last micro-batch. Skips a
+   gradient on disk, which was summed before it was written. */
 static dt_status dt__zero_reduce_finish(dt_zero *zero) {
     /* the tree has already summed the replicas */
     for (int u = zero->n_buckets - 1; u >= 0 && !zero->desc.tree; u--)
@@ -1334,9 +1342,10 @@ static dt_status dt__zero_reduce_finish(dt_zero *zero) {
     return dt_error(zero->ctx);
 }
 
-/* Binary tree over micro-batches. Leaf m is the gradient of micro-batch m of the step; leaf j * N +
-   r is rank r's j-th. Leaves are added as a binary counter increments: two sums of equally many
-   leaves become one, so level k holds a sum of 2^k leaves.
+/* Binary tree over micro-batches. Leaf m is the gradient of micro-batch m of the step. Leaf
+   j * N + r belongs to the j-th micro-batch of rank r. Leaves are added as a binary counter
+   increments: whenever two levels hold sums of equally many leaves, these sums are added, so
+   level k holds a sum of 2^k leaves.
 
        leaf       0   1   2   3   4   5
        level 0     \ /     \ /     \ /
@@ -1346,11 +1355,12 @@ static dt_status dt__zero_reduce_finish(dt_zero *zero) {
                             \      /
        the sum            level 1 + level 2
 
-   Which leaves meet depends on m alone, so the bits are the same however the batch is split over
-   ranks and gradient accumulation. All leaves of an element must therefore meet unsummed on one
-   rank: a bucket is divided into N pieces, N the ranks of the data group, and each micro-batch's
-   gradient goes through an all-to-all. For M micro-batches a rank has floor(log2 M) + 1 buffers of
-   a piece. The pieces of a shard belong to the ranks that hold replicas of it. */
+   The order of additions depends on m alone, so the bits are the same however the batch is split
+   over ranks and gradient accumulation. All leaves of an element must therefore reach one rank
+   before any of these leaves are added: a bucket is divided into N pieces, where N is the number of
+   ranks in the data group, and each micro-batch's gradient goes through an all-to-all. For M
+   micro-batches a rank has floor(log2 M) + 1 buffers of one piece each. The pieces of a shard
+   belong to the ranks that hold replicas of this shard. */
 static size_t dt__grad_tree_segment(const dt__zero_bucket *z, int rank) {
     int n = dt_comm_size(z->shard_group), replicas = dt_comm_size(z->replica_group);
     return replicas > 1 ? (size_t)(rank % n * replicas + rank / n) : (size_t)rank;
@@ -1365,7 +1375,7 @@ static dt_status dt__grad_tree_add(
     const void *sum = leaf;
     int level = 0;
     for (; before >> level & 1; level++) {
-        /* a free level */
+        /* write the sum to a level that holds none */
         void *out = dt__grad_tree_level(z, segment, before >> (level + 1) & 1 ? level : level + 1);
         const void *terms[2] = { dt__grad_tree_level(z, segment, level), sum };
         dt_reduce_args a = { z->bucket->grad_dtype, out, terms, 2, segment, DT_SUM, NULL, 0, 0 };
@@ -1378,8 +1388,8 @@ static dt_status dt__grad_tree_add(
                            segment * dt__zero_element_size(z));
 }
 
-/* Adds the remaining levels, smallest first: first each rank's piece, then the all-gather of the
-   pieces of a shard. */
+/* Ends the tree: adds the levels of this rank's piece that still hold a sum, lowest level first,
+   then all-gathers the pieces of a shard. */
 static dt_status dt__grad_tree_sum(
     dt_zero *zero, dt__zero_bucket *z, size_t segment, size_t leaves) {
     if (dt__zero_shards_grads(zero) && dt__zero_grad_shard_alloc(zero, z) != DT_OK)
@@ -1405,7 +1415,7 @@ static dt_status dt__grad_tree_sum(
         segment, z->bucket->grad_dtype);
 }
 
-/* Allocates the levels of a bucket and the leaves of the largest bucket, in the first step. */
+/* Allocates, in the first step, the levels of this bucket and leaves for the largest bucket. */
 static dt_status dt__grad_tree_alloc(
     dt_zero *zero, dt__zero_bucket *z, size_t segment, size_t leaves) {
     size_t n_levels = 0, max_bytes = 0;
@@ -1426,7 +1436,7 @@ static dt_status dt__grad_tree_alloc(
     return dt_error(zero->ctx);
 }
 
-/* zero->leaves = this rank's piece from every rank. */
+/* All-to-all: fills zero->leaves with every rank's gradient of this rank's piece. */
 static dt_status dt__grad_tree_exchange(
     dt_zero *zero, dt__zero_bucket *z, const char *full, size_t segment) {
     size_t bytes = segment * dt__zero_element_size(z);
@@ -1444,8 +1454,8 @@ static dt_status dt__grad_tree_exchange(
     return dt_error(zero->ctx);
 }
 
-/* Adds a micro-batch's gradient of a bucket on all ranks to the tree. The next micro-batch starts
-   from zero. */
+/* Adds all ranks' gradients of a bucket, for one micro-batch, to the tree. The next micro-batch's
+   gradient starts from zero. */
 static dt_status dt__grad_tree_reduce(dt_zero *zero, dt__zero_bucket *z, int last) {
     char *full = (char *)(z->micro_grad ? z->micro_grad : z->bucket->grad);
     size_t ranks = (size_t)dt_comm_size(z->data_group), segment = z->bucket->padded / ranks,
@@ -1481,8 +1491,8 @@ static void dt__zero_reduce_begin(dt_zero *zero, int stage) {
 static void dt__zero_free_gathered(dt_zero *zero, dt__zero_bucket *z);
 
 /* Gradient accumulation and overlap: called when a bucket's gradient of a micro-batch is complete.
-   Reduces buckets in descending order, the order in which a backward usually completes them, so
-   that every rank starts the same reductions in the same order whatever its data. */
+   Reduces buckets in descending order, in which a backward usually completes the buckets. The order
+   is fixed, so that all ranks start the same reductions in the same order whatever their data. */
 static void dt__zero_on_grad_ready(dt_ctx *ctx, dt_bucket *bucket, int last, void *user) {
     enum { MAX_PENDING = 2 };
     dt_zero *zero = (dt_zero *)user;
