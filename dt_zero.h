@@ -576,8 +576,8 @@ typedef struct dt__zero_bucket {
     dt_work *work;    /* pending collective: a reduction, or an all-gather after the update */
     /* stage 3: (padded) the gathered parameters, or the buffer that gather_work fills */
     void *gathered;
-    dt_work *gather_work; /* pending all-gather */
-    void *host_shard;     /* (count) this rank's shard of the parameters in host memory, or NULL */
+    dt_work *gather_work;  /* pending all-gather */
+    void *host_shard;      /* (count) this rank's shard of the parameters in host memory, or NULL */
     dt__disk_job disk_job; /* transfers this rank's shard of the parameters or of the state */
     /* transfers this rank's shard of the gradient, if the shard is on disk */
     dt__disk_job grad_job;
@@ -1237,7 +1237,7 @@ static dt_status dt__zero_reduce_start(dt_zero *zero, dt__zero_bucket *z) {
 /* Stages 2 and 3: allocates this rank's shard of a bucket's gradient. */
 static dt_status dt__zero_grad_shard_alloc(dt_zero *zero, dt__zero_bucket *z) {
     if (z->grad_shard) return dt_error(zero->ctx);
-    /* the groups may be gone when it is freed */
+    /* stored, because the groups may be freed before grad_shard */
     z->grad_bytes = z->count * dt__zero_element_size(z);
     z->grad_shard = dt_alloc(zero->ctx, DT_MEM_GRADS, z->grad_bytes, "gradients");
     return dt_error(zero->ctx);
@@ -1533,8 +1533,8 @@ static void dt__zero_on_grad_ready(dt_ctx *ctx, dt_bucket *bucket, int last, voi
 // ==== 8. ZeRO-3 (FSDP): gather and release of parameters ========================================
 
 /* ZeRO-3, Fully Sharded Data Parallel (FSDP, Y. Zhao et al., arXiv:2304.11277). Each rank keeps one
-   shard of each bucket. The first op of a block that reads a parameter gathers its bucket; the end
-   of the block frees it:
+   shard of each bucket. The first op of a block that reads a parameter gathers the parameter's
+   bucket. The end of the block frees the gathered copy:
 
        block 1           block 2                             block 3
        first read        first read: wait for the gather     ...
@@ -1542,15 +1542,17 @@ static void dt__zero_on_grad_ready(dt_ctx *ctx, dt_bucket *bucket, int last, voi
        |  gather 2 ....> |  gather 3 .............> ...      prefetch: overlaps the compute
                   end of 1: free       end of 2: free
 
-   A micro-batch gathers each bucket once in the forward and once in the backward; a recomputed
-   block shares the second gather. With S bytes of parameters, a micro-batches send 2 a S (N-1)/N; a
-   backward in two halves gathers in each half. Parameters read outside of blocks stay until the end
-   of the forward, and in the backward until their gradient is complete. keep_gathered keeps every
-   bucket until the update: S (N-1)/N bytes a step, and S bytes of memory.
+   A micro-batch gathers each bucket once in the forward and once in the backward. A recomputed
+   block and its backward share one gather. With S bytes of parameters on N ranks, a step of m
+   micro-batches sends 2 m S (N-1)/N bytes. A backward in two halves gathers in each half.
+   Parameters read outside of blocks stay gathered until the end of the forward, and in the backward
+   until their gradient is complete. keep_gathered keeps every bucket until the update: a step then
+   sends S (N-1)/N bytes, and gathered parameters take S bytes of memory.
 
-   Prefetch: the order of gathers is recorded in each micro-batch and predicts the next order.
-   Gathers of dt_read and similar calls are not recorded. Ranks that run the same ops start the same
-   gathers in the same order; dt_comm.h's comparison of calls detects a rank with other ops. */
+   Prefetch: each micro-batch records the order of its gathers, and the next micro-batch prefetches
+   in this order. Gathers of dt_read and similar calls are not recorded. Ranks that run the same ops
+   start the same gathers in the same order; dt_comm.h compares collective calls and so detects a
+   rank that runs other ops. */
 static dt_status dt__zero_gather_start(dt_zero *zero, dt__zero_bucket *z) {
     const dt_bucket *u = z->bucket;
     if ((!z->gathered && dt__params_read_start(zero, z) != DT_OK) ||
@@ -1593,7 +1595,7 @@ static void dt__gather_plans_rewind(dt_zero *zero) {
 
 /* Records that a block reads a bucket, and advances the plan. Returns 0 if out of memory. */
 static int dt__gather_plan_record(dt_zero *zero, dt__gather_plan *plan, int bucket, int block) {
-    /* the order differs from the last micro-batch */
+    /* the order differs from the previous micro-batch: forget the rest of that order */
     if (plan->position < plan->n && plan->items[plan->position].bucket != bucket)
         plan->n = plan->position;
     if (plan->position == plan->n) {
@@ -1608,8 +1610,8 @@ static int dt__gather_plan_record(dt_zero *zero, dt__gather_plan *plan, int buck
     return 1;
 }
 
-/* Prefetch: starts the remaining gathers of this block and those of the next one. Shards on disk
-   are read one block earlier. */
+/* Prefetch: starts the remaining gathers of this block and the gathers of the next block. Shards on
+   disk are read one block earlier. */
 static dt_status dt__zero_prefetch(dt_zero *zero, const dt__gather_plan *plan, int block) {
     int others = 0;
     for (int i = plan->position; i < plan->n; i++) {
@@ -1663,7 +1665,7 @@ static void dt__zero_on_enter(dt_ctx *ctx, const dt_event *event, void *user) {
 static void dt__zero_on_leave(dt_ctx *ctx, const dt_event *event, void *user) {
     dt_zero *zero = (dt_zero *)user;
     if (dt_error(ctx) != DT_OK) return;
-    /* the backward reads the same block at once */
+    /* keep the bucket: the backward of the recomputed block reads it next */
     int goes_back = event->phase == DT_FORWARD && dt_recomputing(ctx);
     if (!zero->desc.keep_gathered && !goes_back) dt__zero_free_held(zero, event->block);
     if (event->phase == DT_FORWARD || event->block != 0) return;
@@ -1680,15 +1682,15 @@ static void dt__zero_on_reset(dt_ctx *ctx, void *user) {
 
 // ==== 9. Gradient norm ==========================================================================
 
-/* 1 if this call computes the sums of a bucket: gradients on disk and gradients in memory take
-   separate calls. */
+/* Returns 1 if dt__norm_local_sums with this `on_disk` sums a bucket. One call sums the gradients
+   in memory, another call the gradients on disk. */
 static int dt__norm_includes(const dt_zero *zero, const dt__zero_bucket *z, int on_disk) {
     return !z->bucket->frozen && dt__grad_on_disk(zero, z->bucket) == on_disk;
 }
 
-/* Sums of squares of each 1,024 elements of buckets [first, end): those of this rank's shards, zero
-   elsewhere. The kernels write to device memory; results are copied to the host together, adjacent
-   ones in one copy. */
+/* Sets zero->sums for buckets [first, end): the sum of squares of each 1,024 elements of this
+   rank's shards, and 0 for elements outside of these shards. The kernels write the sums to device
+   memory; one copy to the host moves all sums that are adjacent there. */
 static dt_status dt__norm_local_sums(dt_zero *zero, int first, int end, int on_disk) {
     dt_ctx *ctx = zero->ctx;
     size_t runs = 0, n = 0;
@@ -1727,9 +1729,10 @@ static dt_status dt__norm_local_sums(dt_zero *zero, int first, int end, int on_d
     return status == DT_OK ? dt_error(ctx) : status;
 }
 
-/* The sums of all buckets, summed over the shard group. Exactly one rank of the group computes each
-   sum (at stage 0 every rank does), and x + 0 is x, so every stage gets the same bits. Gradients on
-   disk were squared before they were written. */
+/* Sets zero->sums of all buckets on all ranks of the shard group. At stage 0 every rank computes
+   all sums. At other stages one rank computes each sum and the other ranks add 0, which changes no
+   bit, so every stage gets the same bits. The squares of gradients on disk were summed before these
+   gradients were written. */
 static dt_status dt__norm_square_sums(dt_zero *zero) {
     if (dt__norm_local_sums(zero, 0, zero->n_buckets, 0) != DT_OK) return dt_error(zero->ctx);
     if (dt__onebit_frozen(zero)) return dt__onebit_square_sums(zero);
@@ -1737,9 +1740,9 @@ static dt_status dt__norm_square_sums(dt_zero *zero) {
     return dt__norm_sum_kinds(zero, zero->groups[DT__DENSE].shard, zero->groups[DT__EXPERTS].shard);
 }
 
-/* Adds the buckets' sums over the groups that shard them, so that each logical element counts once:
-   shards are summed over tp, replicas are not, and of tied copies only the first counts. One call
-   for each bucket and sharding, in the same order on every rank. */
+/* Adds each bucket's sum over the groups that shard its parameters, so that each logical element
+   counts once: shards are summed over tp, replicas are not summed, and of tied copies only the
+   first counts. Each bucket and group takes one collective, in the same order on every rank. */
 static dt_status dt__norm_sum_shards(dt_zero *zero) {
     for (int u = 0; u < zero->n_buckets; u++) {
         const dt__zero_bucket *z = &zero->buckets[u];
@@ -1753,9 +1756,9 @@ static dt_status dt__norm_sum_shards(dt_zero *zero) {
     return DT_OK;
 }
 
-/* Sets zero->bucket_sums: each bucket's sums, added in ascending order. Each addition waits for the
-   previous addition, so four buckets are added side by side to hide the latency; an idle lane
-   repeats another lane's work. */
+/* Sets zero->bucket_sums: each bucket's sums, added in ascending order. An addition depends on the
+   previous addition of the same bucket, so four lanes add four buckets at once to hide the latency.
+   A lane without a bucket repeats another lane's additions and discards the result. */
 static void dt__norm_bucket_sums(dt_zero *zero) {
     enum { LANES = 4 };
     const double *next_sum[LANES];
@@ -1786,9 +1789,10 @@ static void dt__norm_bucket_sums(dt_zero *zero) {
     }
 }
 
-/* Gradient norm: the 2-norm of the (scaled) gradients; infinite or NaN if an element is. Each
-   bucket's sum comes from the one pipeline stage that has it, and is added in the order of one
-   rank: the bits do not depend on the number of stages. */
+/* Gradient norm: the 2-norm of the (scaled) gradients; infinite or NaN if an element is infinite or
+   NaN. Each bucket's sum comes from the pipeline stage that holds the bucket. The sums are added in
+   the order in which a single rank would hold the buckets, so the bits do not depend on the number
+   of pipeline stages. */
 static dt_status dt__grad_norm(dt_zero *zero, double *norm) {
     double total = 0;
     if (dt__norm_square_sums(zero) != DT_OK) return dt_error(zero->ctx);
@@ -1802,11 +1806,11 @@ static dt_status dt__grad_norm(dt_zero *zero, double *norm) {
     return DT_OK;
 }
 
-/* The first gradient that is not finite, or whose square is not. */
+/* The first gradient that is not finite, or whose square is not finite. */
 typedef struct dt__bad_grad {
     int rank;              /* world rank; -1 if only the sum of all squares overflows */
     int param;             /* index of the parameter */
-    double element, value; /* index in that rank's local slice; value */
+    double element, value; /* element: index in the local slice of `rank` */
 } dt__bad_grad;
 
 /* Finds the bad element in one piece of this rank's shard. */
@@ -1818,7 +1822,7 @@ static dt_status dt__bad_grad_locate(
         return dt_error(zero->ctx);
     while (bad < DT_PIECE && isfinite(dt__number(z->bucket->grad_dtype, copy, bad))) bad++;
     for (size_t i = 0, largest = 0; bad == DT_PIECE && i <= DT_PIECE;
-         i++) { /* all finite: take the largest */
+         i++) { /* all are finite: the square of the largest is not */
         if (i == DT_PIECE)
             bad = largest;
         else if (fabs(dt__number(z->bucket->grad_dtype, copy, i)) >
@@ -1858,7 +1862,7 @@ static dt_status dt__bad_grad_find(dt_zero *zero, dt__bad_grad *fault) {
     double *all = (double *)dt_alloc(zero->ctx, DT_MEM_HOST, bytes, "the first bad gradient");
     if (!all) return dt_error(zero->ctx);
     memset(all, 0, bytes);
-    /* codes, because the exchange sums doubles */
+    /* send a code for the value: doubles are summed, and a sum with a NaN would be a NaN */
     double code = isnan(fault->value) ? 1 : isfinite(fault->value) ? 4 : fault->value > 0 ? 2 : 3;
     double mine[EACH] = { fault->rank + 1.0, (double)fault->param, fault->element, code };
     memcpy(all + EACH * rank, mine, sizeof mine);
@@ -1925,7 +1929,7 @@ static void dt__scale_begin(dt_zero *zero) {
         const dt_tensor *t = dt_param_get(zero->ctx, i);
         f16 += t->dtype == DT_F16 && t->needs_grad;
     }
-    /* the last stage scales the loss, even if it has no f16 parameter */
+    /* the last pipeline stage scales the loss, even if only other stages have f16 parameters */
     dt_sum_doubles(zero->mesh.world, &f16, 1);
     if (zero->desc.loss_scale == 0 && f16 > 0) zero->desc.loss_scale = DT_SCALE_DYNAMIC;
     if (d->init == 0) d->init = 65536;
@@ -1948,11 +1952,11 @@ static void dt__scale_good(dt_zero *zero) {
     dt__scale_set(zero, zero->loss_scale * d->growth);
 }
 
-/* Loss scaling: skips a step whose gradients are not finite, and lowers the scale. Every rank
-   calls this with the same values, so all scales stay equal:
+/* Loss scaling: skips a step whose gradients are not finite, and lowers the scale. Every rank calls
+   dt__scale_skip and dt__scale_good with the same values, so all scales stay equal:
 
-       skip:   hysteresis_left > 1: decrement it; else scale = max(scale * backoff, min_scale)
-       good:   after `interval` good steps in a row: scale *= growth, and hysteresis starts again */
+       skip:   if hysteresis_left > 1, decrement it; else scale = max(scale * backoff, min_scale)
+       good:   after `interval` good steps in a row, scale *= growth and hysteresis_left is reset */
 static dt_status dt__scale_skip(dt_zero *zero, const dt__bad_grad *fault) {
     const dt_scale_desc *d = &zero->desc.scale;
     double before = zero->loss_scale, lower = zero->loss_scale * d->backoff;
@@ -1980,11 +1984,12 @@ static dt_status dt__scale_skip(dt_zero *zero, const dt__bad_grad *fault) {
 
 // ==== 11. Optimizer update ======================================================================
 
-/* Consecutive elements of this rank's shard, and their arrays. */
+/* Consecutive elements of this rank's shard of a bucket. The arrays begin with the first of these
+   elements. */
 typedef struct dt__update_span {
     size_t offset, count; /* elements of the bucket */
     void *grad, *state[2];
-    void *master; /* NULL: the update changes the parameters directly */
+    void *master; /* NULL without master weights: the update then changes `values` directly */
     void *values;
 } dt__update_span;
 
@@ -2010,8 +2015,8 @@ static dt_status dt__update_batch_flush(dt_zero *zero, dt__update_batch *updates
     return waited ? DT__UPDATE(zero, updates->name, adamw, updates->adamw) : dt_error(zero->ctx);
 }
 
-/* Updates one parameter, at once or batched. narrow: receives the result rounded to the parameter's
-   type; NULL if the update already has this type. */
+/* Updates one parameter; AdamW and Adam updates are added to the batch. `narrow` receives the
+   result rounded to the parameter's type; NULL if f->param has the parameter's type. */
 static dt_status dt__zero_update_param(
     dt_zero *zero, dt__update_batch *batch, const dt_update_args *f, void *narrow) {
     const dt_zero_desc *d = &zero->desc;
@@ -2033,7 +2038,7 @@ static dt_status dt__zero_update_param(
             f->weight_decay, f->tensor->dtype, narrow };
         return DT__UPDATE(zero, f->tensor->name, frozen_adam, &a);
     }
-    /* step INT64_MAX: no bias correction */
+    /* 1-bit Adam has no bias correction: INT64_MAX turns it off */
     int64_t step = d->optimizer == DT_ONEBIT_ADAM ? INT64_MAX : f->step;
     dt_adamw_args a = { type, f->param, f->grad, f->state[0], f->state[1], f->count, f->lr,
         d->beta1, d->beta2, d->eps, f->weight_decay, f->grad_scale, step, d->optimizer == DT_ADAM,
@@ -2058,7 +2063,7 @@ static dt_status dt__zero_update_span(
         size_t to = p->offset + p->count < end ? p->offset + p->count : end, at = from - s->offset;
         if (from >= to) continue;
         int decays = p->full.nd >= 2 && !p->desc.no_decay;
-        /* NULL updates only the master */
+        /* NULL: only the master is updated */
         char *value = s->values ? (char *)s->values + at * narrow_size : NULL;
         void *updated = s->master ? (char *)s->master + at * size : value;
         dt_update_args f = { zero->ctx, t, from - p->offset, to - from, updated,
@@ -2082,7 +2087,7 @@ static dt_status dt__zero_update_bucket(
     dt__update_span shard = { z->offset, z->count, dt__zero_grad_shard(z),
         { z->state[0], z->state[1] }, z->master, dt__zero_param_shard(z) };
     dt_cast_args widen = { u->grad_dtype, u->dtype, z->master, shard.values, z->count, 0 };
-    /* masters start at the first step, so that values loaded or set before it count */
+    /* master weights are copied at the first step, so that parameters may be loaded until then */
     if (z->master && zero->step == 0 &&
         DT__KERNEL(zero->ctx, "master parameters", cast, &widen) != DT_OK)
         return dt_error(zero->ctx);
@@ -2116,30 +2121,30 @@ static dt_status dt__zero_update_all(dt_zero *zero, double lr, double grad_scale
 // ==== 12. Offload ===============================================================================
 
 /* CPU offload and NVMe offload ("ZeRO-Infinity", S. Rajbhandari et al., arXiv:2104.07857):
-   optimizer state, and at stage 3 the parameters, lie in host memory or in a file. The update runs
-   in host memory, one chunk of a rank's shard at a time, as a pipeline over three sets of buffers:
+   optimizer state, and at stage 3 the parameters, are in host memory or in a file. The update runs
+   on the CPU, one chunk of a rank's shard at a time, as a pipeline over three sets of buffers:
 
        time ->
        read      chunk 0   chunk 1   chunk 2   chunk 3
        update              chunk 0   chunk 1   chunk 2   chunk 3
        write                         chunk 0   chunk 1   chunk 2   chunk 3
 
-   One thread reads and writes the file. It calls the io table and nothing else, and copies through
-   a private buffer, so that a thread stuck in the disk touches no freed memory.
+   One thread reads and writes the file. The thread calls only the io table, and copies through a
+   private buffer, so that a thread that hangs in a disk access touches no freed memory.
 
-   The file has two slots. A step reads one and writes the other; the slots swap only after every
-   rank has written all of its chunks, so a step that fails on one rank leaves every rank's file as
-   it was. For the same reason parameters in memory change last: an updated chunk overwrites its
-   gradient, which is used up, and is copied from there on success. State in host memory is updated
-   in place: beside parameters on disk, a failed step leaves the parameters as they were, but the
-   state is lost.
+   The file has two slots. A step reads one slot and writes the other slot. The slots swap only
+   after every rank has written all of its chunks, so a step that fails on one rank changes no
+   rank's data. For the same reason parameters in memory change last: the updated parameters of a
+   chunk overwrite the chunk's gradient, which is no longer needed, and are copied from there after
+   every rank has succeeded. State in host memory is updated in place: if the parameters are on
+   disk, a failed step leaves the parameters unchanged, but the state is lost.
 
-   With both state and parameters in the file, gradients are there too, after the two slots. A
-   bucket's shard is written when its micro-batch has been reduced, read again to add the next
-   micro-batch, and read with its chunk in the update.
+   If both state and parameters are in the file, the gradients are there too, after the two slots.
+   A shard of a bucket's gradient is written after a micro-batch has been reduced, read to add the
+   next micro-batch, and read chunk by chunk in the update.
 
    Written data is dropped from the page cache. The file is unlinked as soon as it is open, so it
-   disappears with the process, however the process ends. */
+   disappears when the process ends, even if the process is killed. */
 
 enum { DT__DISK_BUFFER = 1 << 18, DT__DISK_PATH = 1024, DT__DISK_NAMES = 1000 };
 
@@ -2147,10 +2152,11 @@ struct dt__disk {
     dt_io io;
     int fd, slot;
     int64_t slot_bytes;
-    /* seconds for a transfer, a little below the ranks' timeout */
+    /* longest wait for a transfer; slightly below the ranks' timeout */
     double timeout_s;
     pthread_t thread;
-    /* abandoned and ended are guarded by the lock: whichever side sees the other first decides */
+    /* abandoned and ended are guarded by the lock: if `abandoned` is set before `ended`, the thread
+       closes the file; else dt__disk_close does */
     int has_thread, stop, abandoned, ended;
     pthread_mutex_t lock;
     pthread_cond_t wake;
@@ -2159,8 +2165,8 @@ struct dt__disk {
     char buffer[DT__DISK_BUFFER];
 };
 
-/* Transfers at most one buffer from or to d->piece. Returns the bytes, or -1 and *error, which is
-   0 if the io table gave no reason. */
+/* Transfers at most one buffer from or to d->buffer. Returns the number of bytes, or -1 on failure;
+   *error is then the errno, or 0 if the io table set no errno. */
 static int64_t dt__disk_transfer_once(
     dt__disk *d, int write, size_t bytes, int64_t offset, int *error) {
     const dt_io *io = &d->io;
@@ -2174,8 +2180,8 @@ static int64_t dt__disk_transfer_once(
     }
 }
 
-/* Runs one job. Called and left with the lock held. Once the disk is abandoned, the job and its
-   memory must not be touched. */
+/* Runs one job. The caller holds the lock, which is released during each transfer. Once the disk is
+   abandoned, the job and its memory must not be touched. */
 static void dt__disk_transfer(dt__disk *d, dt__disk_job *job) {
     const dt__disk_job mine = *job;
     int64_t done = 0, n = 0, total = (int64_t)mine.bytes;
@@ -2241,8 +2247,8 @@ static void dt__disk_start(dt__disk *d, dt__disk_job *job, int write, void *at, 
     pthread_mutex_unlock(&d->lock);
 }
 
-/* Starts a transfer to or from a bucket's memory. Device memory goes through a host copy, freed
-   when the job ends. */
+/* Starts a transfer to or from a bucket's memory. Device memory is transferred through a host copy,
+   which dt__disk_end frees. */
 static dt_status dt__disk_begin(dt_zero *zero, dt__disk_job *job, int write, void *at, size_t bytes,
     int64_t offset, const char *what) {
     dt_ctx *ctx = zero->ctx;
@@ -2272,8 +2278,8 @@ static void dt__disk_abandon(dt__disk *d) {
     pthread_mutex_unlock(&d->lock);
 }
 
-/* Waits for a transfer, if one was started. A disk that does not answer fails here a little before
-   other ranks time out, so that the error text names the disk. */
+/* Waits for a transfer, if one was started. If the disk does not answer, this wait fails slightly
+   before other ranks time out, so that the error text names the disk. */
 static dt_status dt__disk_wait(dt_zero *zero, dt__disk_job *job) {
     dt__disk *d = zero->disk;
     const dt_host *host = dt_ctx_host(zero->ctx);
@@ -2301,7 +2307,7 @@ static dt_status dt__disk_wait(dt_zero *zero, dt__disk_job *job) {
                      : "the file has become shorter");
 }
 
-/* Transfers at once, after the job's previous transfer. */
+/* Waits for the job's previous transfer, then starts a transfer and waits for it. */
 static dt_status dt__disk_transfer_now(dt_zero *zero, dt__disk_job *job, int write, void *at,
     size_t bytes, int64_t offset, const char *what) {
     if (dt__disk_wait(zero, job) != DT_OK) return dt_error(zero->ctx);
@@ -2309,8 +2315,8 @@ static dt_status dt__disk_transfer_now(dt_zero *zero, dt__disk_job *job, int wri
     return dt__disk_wait(zero, job);
 }
 
-/* Seconds that a disk may take to answer: a little below the ranks' timeout, because otherwise
-   the run would end first. */
+/* Seconds that a disk may take to answer: less than the ranks' timeout, because otherwise the other
+   ranks would end the run before this rank can name the disk. */
 static double dt__disk_timeout(const dt_ctx *ctx) {
     return 0.8 * (dt__world_of(ctx) ? dt__world_of(ctx)->shared->timeout_s : 120);
 }
@@ -2346,7 +2352,8 @@ static size_t dt__disk_array_bytes(const dt_zero *zero, const dt_bucket *bucket,
     return state && array < zero->states ? count * dt_dtype_size(bucket->grad_dtype) : 0;
 }
 
-/* Offset of an array of bucket u in its slot; for u = n_buckets: the size of a slot. */
+/* Offset in a slot of an array of bucket u. With u = n_buckets and array 0, this is the size of a
+   slot. */
 static int64_t dt__disk_slot_offset(const dt_zero *zero, int u, int array) {
     size_t at = 0;
     for (int i = 0; i <= u && i < dt_bucket_count(zero->ctx); i++)
@@ -2355,8 +2362,8 @@ static int64_t dt__disk_slot_offset(const dt_zero *zero, int u, int array) {
     return (int64_t)at;
 }
 
-/* Offset of the same array in the file. Frozen parameters stay in the first slot; gradients
-   come after both slots. */
+/* Offset in the file of an array of bucket u in a slot. Frozen parameters stay in the first slot;
+   gradients come after both slots. */
 static int64_t dt__disk_offset(const dt_zero *zero, int u, int array, int slot) {
     const dt_bucket *bucket = dt_bucket_get(zero->ctx, u);
     int64_t at = 2 * zero->disk->slot_bytes;
@@ -2382,7 +2389,7 @@ static dt_status dt__disk_open(dt_zero *zero) {
     d->slot_bytes = dt__disk_slot_offset(zero, dt_bucket_count(ctx), 0);
     d->timeout_s = dt__disk_timeout(ctx);
     int64_t bytes = dt__disk_offset(zero, dt_bucket_count(ctx), DT__GRAD, 0);
-    /* a name that no other file has; it is unlinked below */
+    /* create the file under a name that is not in use; the file is unlinked below */
     for (int other = 0; d->fd < 0 && other < DT__DISK_NAMES; other++) {
         int n = other ? snprintf(d->path, sizeof d->path, "%s/dt-rank-%d.%d.offload", folder,
                             dt_ctx_rank(ctx), other)
@@ -2393,7 +2400,7 @@ static dt_status dt__disk_open(dt_zero *zero) {
                 "dt_zero_make: offload to %.60s...: a path of at "
                 "most %zu bytes is needed",
                 folder, sizeof d->path - 1);
-        if (dt__is_dry_run(zero)) return DT_OK; /* the same memory, and no file */
+        if (dt__is_dry_run(zero)) return DT_OK; /* allocates the same memory, opens no file */
         errno = 0;
         d->fd = d->io.open(d->io.user, d->path, DT_IO_PRIVATE);
         if (d->fd < 0 && errno != EEXIST) break;
@@ -2416,7 +2423,7 @@ static dt_status dt__disk_open(dt_zero *zero) {
                          : dt_fail(ctx, DT_ERR_MEM, "%s: no thread to read and write it", d->path);
 }
 
-/* Asks the thread to end, and waits as long as for a transfer. Returns 1 if it has ended. */
+/* Asks the thread to end, and waits for at most timeout_s. Returns 1 if the thread has ended. */
 static int dt__disk_stop(dt_zero *zero) {
     dt__disk *d = zero->disk;
     const dt_host *host = dt_ctx_host(zero->ctx);
@@ -2440,8 +2447,8 @@ static int dt__disk_stop(dt_zero *zero) {
     return !d->abandoned;
 }
 
-/* Frees the disk. A thread stuck in the disk is abandoned and keeps its memory: *d, and the file,
-   which the thread closes. */
+/* Frees the disk. A thread that hangs in a disk access is abandoned: *d is then not freed, because
+   the thread still uses it, and the thread closes the file. */
 static void dt__disk_close(dt_zero *zero) {
     dt_ctx *ctx = zero->ctx;
     dt__disk *d = zero->disk;
@@ -2509,8 +2516,8 @@ static dt_status dt__params_store(
     return z->host_shard ? dt__move(zero->ctx, z->host_shard, shard, bytes) : dt_error(zero->ctx);
 }
 
-/* Takes a buffer for a bucket's gathered parameters, and starts to read this rank's shard into the
-   buffer. */
+/* Acquires a buffer for a bucket's gathered parameters, and starts to read this rank's shard into
+   the buffer. */
 static dt_status dt__params_read_start(dt_zero *zero, dt__zero_bucket *z) {
     const dt_bucket *u = z->bucket;
     size_t size = dt_dtype_size(u->dtype);
@@ -2538,8 +2545,8 @@ static dt_status dt__params_copy_out(
 
 /* ---- gradients on disk ---- */
 
-/* Takes a buffer for a bucket's gradient shard, and starts to read the sum of earlier micro-batches
-   into the buffer. */
+/* Acquires a buffer for a bucket's gradient shard, and starts to read the sum of earlier
+   micro-batches into the buffer. */
 static dt_status dt__grads_read_start(dt_zero *zero, dt__zero_bucket *z) {
     size_t bytes = z->count * dt__zero_element_size(z);
     z->grad_shard = dt__bucket_buffer_acquire(zero->ctx, bytes);
@@ -2549,7 +2556,7 @@ static dt_status dt__grads_read_start(dt_zero *zero, dt__zero_bucket *z) {
     return dt_error(zero->ctx);
 }
 
-/* Waits for the pending write of a gradient, if any, and returns the gradient's buffer. */
+/* Waits for the pending write of a gradient, if any, and releases the gradient's buffer. */
 static dt_status dt__grads_write_end(dt_zero *zero) {
     if (!dt__grads_on_disk(zero) || zero->storing_bucket < 0) return dt_error(zero->ctx);
     dt__zero_bucket *z = &zero->buckets[zero->storing_bucket];
@@ -2560,9 +2567,9 @@ static dt_status dt__grads_write_end(dt_zero *zero) {
     return DT_OK;
 }
 
-/* Writes a gradient shard after a micro-batch was added; the write overlaps the reduction of the
-   next bucket. After the last micro-batch the shard is first summed over replicas and gradient
-   placements, and squared for the norm. */
+/* Starts to write a gradient shard, after a micro-batch was added to the shard. The write overlaps
+   the reduction of the next bucket. After the last micro-batch the shard is first summed over
+   replicas and gradient placements, and its sums of squares are computed for the norm. */
 static dt_status dt__grads_write_start(dt_zero *zero, dt__zero_bucket *z) {
     int last = zero->ctx->micro == zero->ctx->micro_count - 1, u = z->bucket->index;
     if (last) dt__reduce_replicas_start(z);
@@ -2614,8 +2621,8 @@ static dt_status dt__chunk_wait(dt_zero *zero, dt__offload_chunk *s) {
     return DT_OK;
 }
 
-/* Starts the disk transfers of a chunk in one direction. The first step makes the master from the
-   parameters; later steps read the master and not the parameters. */
+/* Starts to read or to write a chunk's arrays. The first step makes the master weights from the
+   parameters, and so reads the parameters only; later steps read the master weights only. */
 static void dt__chunk_transfer(dt_zero *zero, dt__offload_chunk *s, int write) {
     static const char *const names[] = { "optimizer state", "optimizer state", "master parameters",
         "values", "gradients" };
@@ -2680,7 +2687,7 @@ static dt_status dt__offload_commit(dt_zero *zero, dt__zero_bucket *z) {
     for (size_t at = 0, n; at < z->count; at += n) {
         char *from = (char *)dt__zero_grad_shard(z) + at * size,
              *to = (char *)dt__zero_param_shard(z) + at * narrow;
-        /* the gradient is device memory, the shard is host memory */
+        /* the gradient is in device memory and the shard in host memory: cast on the host */
         void *host = z->host_shard && size != narrow ? zero->chunks[0].buf[DT__GRAD] : NULL;
         n = z->count - at < zero->chunk_elements ? z->count - at : zero->chunk_elements;
         if (host && (dt__move(ctx, host, from, n * size) != DT_OK || dt__sync(ctx) != DT_OK))
@@ -2701,7 +2708,7 @@ static dt_status dt__offload_update(dt_zero *zero, double lr, double grad_scale)
     if (more) dt__chunk_transfer(zero, now, 0);
     for (int k = 1; more; k++) {
         dt__offload_chunk *next = &zero->chunks[k % DT__OFFLOAD_CHUNKS];
-        /* the buffer's previous chunk is in the file */
+        /* wait until the chunk that last used these buffers is in the file */
         if (dt__chunk_wait(zero, next) != DT_OK) return dt_error(zero->ctx);
         more = dt__chunk_next(zero, next, now);
         if (more) dt__chunk_transfer(zero, next, 0);
@@ -2713,7 +2720,7 @@ static dt_status dt__offload_update(dt_zero *zero, double lr, double grad_scale)
     }
     for (int s = 0; s < DT__OFFLOAD_CHUNKS; s++)
         if (dt__chunk_wait(zero, &zero->chunks[s]) != DT_OK) return dt_error(zero->ctx);
-    /* all ranks have written everything */
+    /* all ranks have written all of their chunks */
     if (dt_barrier(zero->mesh.world) != DT_OK) return dt_error(zero->ctx);
     for (int u = 0; u < zero->n_buckets; u++)
         if (dt__offload_commit(zero, &zero->buckets[u]) != DT_OK) return dt_error(zero->ctx);
@@ -2723,24 +2730,26 @@ static dt_status dt__offload_update(dt_zero *zero, double lr, double grad_scale)
 
 // ==== 13. 1-bit Adam ============================================================================
 
-/* 1-bit Adam (H. Tang et al., arXiv:2102.02888). Up to freeze_steps it is Adam without bias
-   correction. Then the second moment v is frozen, and the N ranks exchange a bucket's first moment
-   as signs, instead of its gradient:
+/* 1-bit Adam (H. Tang et al., arXiv:2102.02888). The first freeze_steps steps are Adam without bias
+   correction. After these steps the second moment v is frozen, and the N ranks exchange the signs
+   of a bucket's first moment m instead of the bucket's gradient. A bucket has n elements:
 
-       rank r          m = beta1 m + (1 - beta1) N g, with its own gradient g. dt's gradients are
-                       parts of a sum, the paper's are averaged: hence N
-       worker          x = m + its error. Sends a sign for each element and one scale |x| / sqrt(n);
-                       what they lose of x is the error of its next step (error feedback)
-       all-to-all      rank r receives shard r of all ranks: (N-1)/N of n bits
-       server          rank r: x = their mean + its error; signs and one scale of shard r, and the
-                       error they leave
-       all-gather      every rank receives all shards: (N-1)/N of n bits; that is the new m, with
-                       equal bits
+       momentum        rank r: m = beta1 m + (1 - beta1) N g, where g is the rank's own gradient.
+                       The paper averages gradients and dt sums them, hence the factor N
+       worker          rank r: x = m + worker error. Sends a sign for each element and one scale
+                       |x| / sqrt(n). The quantization error of x is added in the next step
+                       (error feedback)
+       all-to-all      rank r receives shard r from all ranks: (N-1)/N of n bits
+       server          rank r: x = mean of the received shards + server error. Sends the signs and
+                       one scale of shard r, and keeps the quantization error
+       all-gather      every rank receives all shards: (N-1)/N of n bits. The result is the new m,
+                       with equal bits on all ranks
        update          p -= lr (m / (sqrt(v) + eps) + weight_decay p)
 
-   A step sends 2 (N-1)/N of n/8 bytes and 8 for each scale; a sum of f32 gradients sends 32 times
-   the first. An element with v = 0 never had a gradient. No step of Adam would have moved it, but
-   any scale divided by eps would: it stays, and is not counted. Padding is such an element. */
+   A step sends 2 (N-1)/N n/8 bytes of signs, and 8 bytes for each scale. An all-reduce of f32
+   gradients sends 32 times the bytes of the signs. An element with v = 0 never had a gradient, for
+   example padding. Adam would never have moved this element, but scale / eps would move it far. So
+   an element with v = 0 is not updated, and is not counted in n for the scale. */
 static int dt__onebit_frozen(const dt_zero *zero) {
     return zero->desc.optimizer == DT_ONEBIT_ADAM && zero->step >= zero->desc.freeze_steps;
 }
@@ -2765,14 +2774,14 @@ static dt_status dt__onebit_check(dt_ctx *ctx, const dt_zero_desc *d) {
             "dt_zero_make: DT_ONEBIT_ADAM with %d freeze_steps; its second moment needs 1 "
             "or more",
             d->freeze_steps);
-    /* better to fail here than after the freeze */
+    /* fail here, not only after freeze_steps steps */
     if (!k->momentum || !k->frozen_adam || !k->sign_pack || !k->sign_unpack)
         return dt_fail(ctx, DT_ERR_UNSUPPORTED,
             "dt_zero_make: DT_ONEBIT_ADAM needs kernels that %s does not have", k->name);
     return DT_OK;
 }
 
-/* Bytes of a message about one shard of a bucket; bytes of both errors. */
+/* Bytes of the message for one shard of a bucket: signs and one scale. */
 static size_t dt__onebit_message_bytes(const dt_zero *zero, const dt_bucket *bucket) {
     return bucket->padded / (size_t)dt_comm_size(dt__bucket_groups(zero, bucket)->data) / 8 +
            sizeof(double);
@@ -2791,7 +2800,7 @@ static dt_status dt__onebit_make(dt_zero *zero) {
         zero->messages_bytes = bytes > zero->messages_bytes ? bytes : zero->messages_bytes;
         for (int e = 0; e < 2 && !z->bucket->frozen; e++) {
             size_t count = e ? z->bucket->padded / N : z->bucket->padded;
-            /* the groups may be gone when it is freed */
+            /* stored, because the groups may be freed before the errors */
             z->error_bytes[e] = count * dt__zero_element_size(z);
             z->errors[e] =
                 dt_alloc(zero->ctx, DT_MEM_OPTIM, z->error_bytes[e], "errors of 1-bit Adam");
@@ -2813,8 +2822,8 @@ static void dt__onebit_free(dt_zero *zero) {
     dt_free(zero->ctx, DT_MEM_COMM, zero->messages, zero->messages_bytes);
 }
 
-/* Sums of squares of |N g|^2, averaged over the N data ranks: by Cauchy-Schwarz an upper bound for
-   those of the sum. */
+/* Sets zero->sums to the sums of squares of N g, averaged over the N data ranks. By Cauchy-Schwarz
+   this is an upper bound of the sums of squares of the summed gradient. */
 static dt_status dt__onebit_square_sums(dt_zero *zero) {
     if (dt__norm_sum_kinds(zero, zero->mesh.data, zero->mesh.expert_data) != DT_OK)
         return dt_error(zero->ctx);
@@ -2837,7 +2846,7 @@ static int dt__onebit_at_fault(dt_zero *zero, const dt_bucket *bucket, size_t pi
     return !isfinite(squares);
 }
 
-/* Exchanges the ranks' messages. A single rank may have no group; then it copies its message in
+/* All-to-all of the ranks' messages. A single rank may have no group: it then copies its message in
    device memory. */
 static dt_status dt__onebit_exchange(
     dt_zero *zero, const dt__zero_bucket *z, const char *out, char *in, size_t bytes) {
@@ -2972,8 +2981,8 @@ static int dt__zero_state_arrays(const dt_zero_desc *d) {
     return d->optimizer == DT_SGD ? d->momentum > 0 : 2;
 }
 
-/* Pads a bucket to whole pieces of DT_PIECE elements on every rank of its shard group; with the
-   tree, of its data group. */
+/* Pads a bucket to a multiple of DT_PIECE elements for every rank of the bucket's shard group; with
+   the tree, for every rank of its data group. */
 static void dt__zero_shard_bucket(
     const dt_bucket *bucket, size_t *pad, int *parts, int *part, void *user) {
     const dt_zero *zero = (const dt_zero *)user;
@@ -3049,7 +3058,7 @@ dt_zero *dt_zero_make(dt_ctx *ctx, dt_zero_desc desc) {
     if (dt_error(ctx) == DT_OK && desc.optimizer == DT_ONEBIT_ADAM) dt__onebit_make(zero);
     if (dt_error(ctx) == DT_OK) dt__scale_begin(zero);
     if (dt_error(ctx) == DT_OK) dt__compare_ranks(zero, 0);
-    /* if one rank has no state, every rank fails */
+    /* the barrier fails on every rank if one rank has failed to make its state */
     if (dt_error(ctx) == DT_OK) dt_barrier(zero->mesh.world);
     if (dt_error(ctx) == DT_OK) return zero;
     dt_zero_free(zero);
@@ -3109,7 +3118,7 @@ dt_step_info dt_zero_step(dt_zero *zero, double lr) {
     if (zero->step == 0 && zero->consecutive_skips == 0 && dt__compare_ranks(zero, 1) != DT_OK)
         return info;
     if (dt__reduce_tied(zero) != DT_OK || dt__grad_norm(zero, &norm) != DT_OK) return info;
-    double bad = !isfinite(norm); /* if one rank saw it, no rank updates */
+    double bad = !isfinite(norm); /* if one rank's norm is bad, no rank updates */
     if (dt_sum_doubles(zero->mesh.world, &bad, 1) != DT_OK) return info;
     if (bad > 0) {
         if (dt__bad_grad_find(zero, &fault) != DT_OK) return info;
@@ -3134,7 +3143,7 @@ dt_step_info dt_zero_step(dt_zero *zero, double lr) {
     return info;
 }
 
-/* The bucket of a parameter, for its state or gradient. */
+/* Returns the bucket of a parameter that has a gradient and state; fails for other parameters. */
 static dt__zero_bucket *dt__zero_bucket_of(
     dt_zero *zero, const char *what, const dt_tensor *param) {
     dt_bucket *bucket =
@@ -3146,7 +3155,7 @@ static dt__zero_bucket *dt__zero_bucket_of(
     return NULL;
 }
 
-/* Gathers one parameter from an array that is sharded over the ranks, to host memory. */
+/* Gathers one parameter's part of a sharded array (gradient or state) to host memory. */
 static dt_status dt__zero_all_gather_param(dt_zero *zero, const dt__zero_bucket *z,
     const void *shard, const dt_tensor *param, void *host) {
     size_t size = dt__zero_element_size(z), bytes = z->bucket->padded * size;
@@ -3242,8 +3251,8 @@ dt_zero_bytes dt_zero_formula(dt_zero_formula_desc d) {
         return none;
     if (d.values == 0 && d.grads == 0 && d.state == 0) d.values = d.grads = 4, d.state = 8;
     double n = d.ranks ? d.ranks : 1, a = d.micros ? d.micros : 1;
-    double reduced = d.stage >= 2 ? a : 1; /* times a gradient is reduced */
-    /* times a parameter is gathered */
+    double reduced = d.stage >= 2 ? a : 1; /* number of reductions of a gradient */
+    /* number of gathers of a parameter */
     double gathered = d.stage == 3 && !d.keep_gathered ? 2 * a : 1;
     b.params = d.values * d.elements / (d.stage >= 3 ? n : 1);
     b.grads = d.grads * d.elements / (d.stage >= 2 ? n : 1);
@@ -3256,20 +3265,21 @@ dt_zero_bytes dt_zero_formula(dt_zero_formula_desc d) {
 
 // ==== 16. Checkpoints: the writer ===============================================================
 
-/* Writes a checkpoint's bytes, on the rank's own thread or on a background thread. So it calls the
-   io table and touches nothing of the context: it records its first failure as text, from which the
-   rank later fails the context. Atomic commit of a checkpoint:
+/* The writer writes a checkpoint's bytes, on the rank's own thread or on a background thread. A
+   background thread must not touch the context, so the writer calls only the io table. It records
+   its first failure as text; the rank's own thread later fails the context with this text. Atomic
+   commit of a checkpoint:
 
        all ranks   dt__writer_flush    write their bytes; fsync each file; close
        (every rank is done)
        rank 0      dt__writer_commit   write config.json and manifest.json, fsync, close
-                                       fsync DIR/step-200.1a2b3c.tmp     the names in it last
+                                       fsync DIR/step-200.1a2b3c.tmp     its file names are durable
                                        rename it to DIR/step-200         <- commit
-                                       fsync DIR                         the new name lasts
+                                       fsync DIR                         the rename is durable
                                        remove old checkpoints
 
-   A crash before the rename leaves a .tmp folder, which the next job removes; a crash after it
-   leaves a complete checkpoint. */
+   A crash before the rename leaves a .tmp folder, which the next job removes. A crash after the
+   rename leaves a complete checkpoint. */
 
 enum { DT__CKPT_PATH = 1024, DT__CKPT_COPY = 4 << 20, DT__CKPT_CHUNK = 1 << 20 };
 enum { DT__MODEL = 0, DT__OPTIM, DT__CKPT_FILES };
@@ -3277,7 +3287,7 @@ enum { DT__SAVE_IDLE = 0, DT__SAVE_WRITING, DT__SAVE_COMMITTING };
 static const char *const dt__ckpt_names[DT__CKPT_FILES] = { "model.safetensors",
     "optim.safetensors" };
 
-/* A buffer for bytes that a background save writes later, and a record of one such write. */
+/* Background save: a buffer for bytes to write later, and the record of one later write. */
 typedef struct dt__staging_buffer {
     struct dt__staging_buffer *next;
     size_t capacity, used; /* of the bytes after this header */
@@ -3293,24 +3303,24 @@ typedef struct dt__writer {
     int fd[DT__CKPT_FILES];
     char path[DT__CKPT_FILES][DT__CKPT_PATH];
     char why[DT__CKPT_PATH + 200]; /* text of the first failure, or "" */
-    /* background save: buffers and writes of this rank; the buffer being filled */
+    /* background save: all buffers of this rank, the buffer that is being filled, the writes */
     dt__staging_buffer *buffers, *buffer;
     dt__staged_write *writes;
     int n_writes, writes_capacity;
     char dir[DT__CKPT_PATH], temp[DT__CKPT_PATH], final[DT__CKPT_PATH];
     char *manifest; /* on rank 0 only */
     size_t manifest_bytes, manifest_capacity;
-    /* copied: an abandoned thread may outlive the caller's text */
+    /* a copy, because an abandoned thread may outlive the caller's text */
     char *config_json;
-    int keep, committing; /* committing: what the thread does */
-    /* this job created temp, or an export: remove it after a failure */
+    int keep, committing; /* committing: 1 dt__writer_commit, 0 dt__writer_flush */
+    /* 1: this job created temp or the exported file, and removes it after a failure */
     int created;
-    int64_t step; /* of the save in progress; which checkpoint of that step, from 1 */
+    int64_t step; /* step and repeat of the checkpoint being saved, as in dt__ckpt_id */
     int repeat;
     int background, has_thread, abandoned;
     pthread_t thread;
-    int done;         /* atomic, like progress */
-    int64_t progress; /* grows while the disk answers */
+    int done;         /* atomic; 1 when the thread's work is complete */
+    int64_t progress; /* atomic; counts completed pieces: it grows while the disk answers */
 } dt__writer;
 
 static void dt__writer_fail(dt__writer *w, const char *path, const char *what) {
@@ -3351,7 +3361,7 @@ static void dt__writer_sync_close(dt__writer *w, const char *path, int fd) {
     if (w->io.close(w->io.user, fd) != 0) dt__writer_fail(w, path, "close");
 }
 
-/* Creates a file of `bytes` bytes; -1 after a failure. */
+/* Creates a file of `bytes` bytes. Returns its descriptor, or -1 on failure. */
 static int dt__writer_create(dt__writer *w, const char *path, int64_t bytes) {
     errno = 0;
     int fd = w->why[0] ? -1 : dt__io_create(&w->io, path);
@@ -3373,9 +3383,9 @@ static void dt__writer_file(dt__writer *w, const char *name, const char *text, s
     dt__writer_sync_close(w, path, fd);
 }
 
-/* fsync of a folder, which makes the names in the folder durable. Some file systems cannot sync a
-   folder (EINVAL) and do not need to. `tolerated` is an errno of open that is not a failure; 0
-   tolerates none. */
+/* Calls fsync on a folder, which makes the names in the folder durable. Some file systems cannot
+   sync a folder (EINVAL) and do not need to. `tolerated` is an errno of open that is not a failure;
+   with 0 every errno is a failure. */
 static void dt__writer_sync_dir(dt__writer *w, const char *folder, int tolerated) {
     errno = 0;
     int fd = w->why[0] ? -1 : w->io.open(w->io.user, folder, DT_IO_READ);
@@ -3388,8 +3398,8 @@ static void dt__writer_sync_dir(dt__writer *w, const char *folder, int tolerated
     w->io.close(w->io.user, fd);
 }
 
-/* Step and number in a folder's name: step-200 is the first checkpoint of step 200, step-200-2 the
-   second. */
+/* A checkpoint's step, and its number among the checkpoints of this step. Folder step-200 is the
+   first checkpoint of step 200 (repeat 1), folder step-200-2 the second (repeat 2). */
 typedef struct dt__ckpt_id {
     int64_t step;
     int repeat;
@@ -3414,7 +3424,7 @@ static dt__ckpt_id dt__ckpt_parse_name(const char *name, size_t n) {
     snprintf(text, sizeof text, "%.*s", n < sizeof text ? (int)n : 0, name);
     if (sscanf(text, "step-%15lld-%9d", &step, &id.repeat) < 1) return dt__ckpt_none;
     if (step < 0 || id.repeat < 1) return dt__ckpt_none;
-    id.step = step; /* exact as double */
+    id.step = step; /* at most 15 digits, so a double holds it exactly */
     dt__ckpt_name(id, same, sizeof same);
     return strcmp(same, text) == 0 ? id : dt__ckpt_none;
 }
@@ -3448,8 +3458,8 @@ int64_t dt_checkpoint_newest(const dt_io *io, const char *dir, char *name, size_
     return id.step;
 }
 
-/* Removes a checkpoint, the manifest first, so that a partial one never counts. Other files in its
-   folder stay. */
+/* Removes a checkpoint. The manifest is removed first, so that a partly removed checkpoint is never
+   taken for a complete one. Other files in its folder stay. */
 static int dt__ckpt_remove(const dt_io *io, const char *folder) {
     static const char *const names[] = { "manifest.json", "config.json", "model.safetensors",
         "optim.safetensors" };
@@ -3472,8 +3482,8 @@ static void dt__tmp_sweep_one(void *arg, const char *name) {
 }
 
 /* Keeps the new checkpoint and the keep - 1 checkpoints before it, and removes older checkpoints.
-   Checkpoints of later steps are damaged and do not count. A checkpoint that cannot be removed
-   stays, which is harmless. */
+   Checkpoints of later steps do not count: dt_checkpoint_load has skipped them as damaged. A
+   checkpoint that cannot be removed stays, which is harmless. */
 static void dt__writer_remove_old(const dt__writer *w) {
     dt__ckpt_id at = { w->step, w->repeat };
     char name[64], path[DT__CKPT_PATH + 64];
@@ -3499,8 +3509,8 @@ static void dt__writer_flush(dt__writer *w) {
     }
 }
 
-/* Commits the checkpoint, on rank 0, once all ranks' bytes are on the disk. The rename is the
-   instant of the commit. */
+/* Commits the checkpoint, on rank 0, after all ranks' bytes are on the disk. The checkpoint exists
+   from the rename on. */
 static void dt__writer_commit(dt__writer *w) {
     if (w->config_json) dt__writer_file(w, "config.json", w->config_json, strlen(w->config_json));
     dt__writer_file(w, "manifest.json", w->manifest, w->manifest_bytes);
@@ -3515,7 +3525,7 @@ static void dt__writer_commit(dt__writer *w) {
 static void *dt__writer_main(void *arg) {
     dt__writer *w = (dt__writer *)arg;
 #ifdef __linux__
-    /* on Linux lowers only this thread: training has priority */
+    /* training has priority; on Linux this lowers only the priority of this thread */
     if (w->background) setpriority(PRIO_PROCESS, 0, 19);
 #endif
     if (w->committing)
@@ -3526,7 +3536,7 @@ static void *dt__writer_main(void *arg) {
     return NULL;
 }
 
-/* Runs the writer at once, or on a background thread. */
+/* Runs the writer on a background thread, or on this thread if w->background is 0. */
 static void dt__writer_start(dt__writer *w, int committing) {
     w->committing = committing;
     w->done = 0;
@@ -3538,12 +3548,12 @@ static void dt__writer_start(dt__writer *w, int committing) {
 
 // ==== 17. Checkpoints: contents =================================================================
 
-/* One rank's view of one of the two weight files. Digests are sums over elements, so they do not
-   depend on the sharding. */
+/* One rank's record of what it has written to one of the two weight files. Digests are sums over
+   elements, so the sum of all ranks' digests does not depend on the sharding. */
 typedef struct dt__ckpt_file {
     struct dt_checkpoint *owner;
     int file;
-    /* (n) digest of what this rank has written of each tensor; later of all ranks */
+    /* (n) digest of each tensor's elements that this rank has written; later of all elements */
     uint64_t *digest;
     int64_t *count; /* (n) elements written */
     int n;
@@ -3556,36 +3566,37 @@ struct dt_checkpoint {
     dt_listener listener;
     const char *what; /* name of the public call, for messages */
     int lock;         /* descriptor, or -1 */
-    /* content of the lock file: its process, and since when by that process's clock */
+    /* content of the lock file: the locking process, and when it took the lock by its own clock */
     char lock_text[300];
     dt__writer *writer;
     dt_weights *w[DT__CKPT_FILES]; /* names and offsets of all tensors */
     dt__ckpt_file file[DT__CKPT_FILES];
-    int files;                         /* DT__CKPT_FILES; an export has only the first */
+    int files;                         /* DT__CKPT_FILES; 1 for an export: only the model */
     const dt_export_desc *export_desc; /* NULL for a checkpoint */
-    int saving;                        /* DT__SAVE_*: idle, all ranks write, rank 0 commits */
+    int saving;                        /* DT__SAVE_*; all ranks write, rank 0 commits */
     /* newest checkpoint of desc.dir that this job has loaded, skipped as damaged, or saved */
     dt__ckpt_id newest_known;
-    int64_t progress_seen; /* writer->progress when it was last seen to change */
-    dt__stopwatch watch;   /* time since that change */
+    int64_t progress_seen; /* the last value of writer->progress that this rank has seen */
+    dt__stopwatch watch;   /* time since writer->progress last changed */
     double done, total;    /* elements, for desc.progress */
     char *config;          /* config text of the loaded checkpoint */
     char path[DT__CKPT_PATH];
 };
 
-/* Returns the weight of an index. Weights are distinct over 2^32 consecutive indices, and never 0.
-   k is the index times an odd number. */
+/* Returns the weight of an index in the digest, never 0. 2^32 consecutive indices have distinct
+   weights. k is the index times an odd number. */
 static uint32_t dt__words_weight(uint32_t k) {
     k ^= k >> 15;
     k *= 2246822507u;
     return k ^ k >> 13;
 }
 
-/* Digest: the sum of words times the weights of their indices. A changed word always changes it,
-   because the product of its difference and a weight is not 0 and below 2^64; so do two swapped
-   words. Other damage escapes only where such products cancel, which mixed weights do by chance
-   only. i: index of the first word, of `size` bytes. One loop for each size, so that compilers
-   vectorize them. */
+/* Digest: the sum of each word times the weight of its index, modulo 2^64. A change of one word
+   always changes the digest, because the word's difference times its weight is not 0 and is less
+   than 2^64. Swapping two different words changes the digest, because their weights differ. Other
+   damage leaves the digest unchanged only if such products cancel by chance. i is the index of the
+   first word, `size` the bytes of a word. Each size has its own loop, so that compilers vectorize
+   it. */
 static uint64_t dt__words_digest(uint64_t i, const void *data, size_t words, size_t size) {
     const char *p = (const char *)data;
     uint64_t sum = 0;
@@ -3605,7 +3616,8 @@ static uint64_t dt__words_digest(uint64_t i, const void *data, size_t words, siz
     return sum;
 }
 
-/* Splits a digest into 4 doubles, whose sums over ranks are exact, and joins them. */
+/* Splits a digest into 4 doubles of 16 bits each, whose sums over ranks are exact. dt__digest_join
+   makes a digest from the sums. */
 static void dt__digest_split(double *to, uint64_t digest) {
     for (int k = 0; k < 4; k++) to[k] = (double)(digest >> (16 * k) & 0xffff);
 }
@@ -3620,7 +3632,7 @@ static uint64_t dt__elements_digest(
     dt_dtype dtype, int64_t first, const void *data, int64_t count) {
     size_t size = dt_dtype_size(dtype), word = size < 4 ? size : 4;
     uint64_t per = size / word, sum = 0;
-    for (int64_t at = 0, n; at < count; at += n) { /* indices within one call have 32 bits */
+    for (int64_t at = 0, n; at < count; at += n) { /* dt__words_digest has 32-bit indices */
         n = count - at < 1 << 28 ? count - at : 1 << 28;
         sum += dt__words_digest((uint64_t)(first + at) * per,
             (const char *)data + (size_t)at * size, (size_t)n * (size_t)per, word);
@@ -3628,9 +3640,10 @@ static uint64_t dt__elements_digest(
     return sum;
 }
 
-/* All-gather of texts: returns the texts of all ranks, in rank order, separated by blanks. Sums of
-   doubles carry them, 4 bytes each, because these are in host memory whatever the device. Free with
-   dt_free(.., *bytes + 1). NULL after a failure. */
+/* All-gather of texts: returns the texts of all ranks, in rank order, each padded with blanks to a
+   multiple of 4 bytes; NULL on failure. The texts travel as sums of doubles, 4 bytes a double,
+   because dt_sum_doubles works in host memory on every device. Free with
+   dt_free(.., *bytes + 1). */
 static char *dt__all_gather_texts(dt_ctx *ctx, const char *mine, size_t n, size_t *bytes) {
     dt_comm *world = dt_world(ctx);
     size_t ranks = (size_t)dt_comm_size(world), total = 0, before = 0;
@@ -3662,7 +3675,8 @@ static char *dt__all_gather_texts(dt_ctx *ctx, const char *mine, size_t n, size_
     return NULL;
 }
 
-/* Finds a parameter's position in model.safetensors; n = 0 means under its own name. */
+/* Finds a parameter's position in model.safetensors. p->n = 0 means that the parameter is stored
+   under its own name. */
 static dt_status dt__ckpt_map_weight(const dt_checkpoint *c, const dt_tensor *t, dt_weight_map *p) {
     memset(p, 0, sizeof *p);
     if (c->desc.map_weight) c->desc.map_weight(t, p, c->desc.user);
@@ -3673,9 +3687,9 @@ static dt_status dt__ckpt_map_weight(const dt_checkpoint *c, const dt_tensor *t,
     return DT_OK;
 }
 
-/* Returns 1 if this rank belongs to the replica that writes a bucket: the first replica along tp,
-   and for a tied parameter the first along pp. If a parameter is sharded over a part of the tp
-   ranks, the group that contains tp's first rank writes it. */
+/* Returns 1 if this rank belongs to the replica that writes a bucket: the first replica along tp
+   and, for tied parameters, the first replica along pp. If a parameter is sharded over a part of
+   the tp ranks, the shard group that contains tp's first rank writes the parameter. */
 static int dt__ckpt_is_writer(const dt_zero *zero, const dt_bucket *bucket) {
     const dt_param_desc *d = dt__bucket_desc(zero, bucket);
     int tp = zero->mesh.sizes.tp, lowest = zero->mesh.coord.tp;
@@ -3699,7 +3713,7 @@ static char *dt__state_name(dt_ctx *ctx, int array, const char *name) {
     return dt__concat_text(ctx, dt__state_names[array], strlen(dt__state_names[array]), name);
 }
 
-/* Adds one tensor to the list: [file,name,type,d0,d1,...] */
+/* Adds one tensor to the list of tensors, as JSON: [file,name,type,d0,d1,...] */
 static void dt__list_add(
     dt_json_out *o, int file, const char *name, dt_dtype dtype, dt_shape shape) {
     dt_json_open(o, NULL, '[');
@@ -3725,7 +3739,8 @@ static dt_status dt__list_param(const dt_checkpoint *c, dt_json_out *o, const dt
     return dt_error(c->ctx);
 }
 
-/* 1-bit Adam: the errors, which belong to one rank. */
+/* 1-bit Adam: names the tensor that stores this rank's error e of a bucket. Every rank stores its
+   own errors. */
 static void dt__onebit_error_name(
     const dt_checkpoint *c, int bucket, int e, char *name, size_t bytes) {
     snprintf(name, bytes, "error%d.%d.%d", e, dt_ctx_rank(c->ctx), bucket);
@@ -3734,7 +3749,8 @@ static dt_shape dt__onebit_error_shape(const dt__zero_bucket *z, int e) {
     return DT_SHAPE((int64_t)(z->error_bytes[e] / dt__zero_element_size(z)));
 }
 
-/* Lists tensors: the first rank of each pipeline stage lists all tensors of its stage. */
+/* Lists this rank's tensors: the first rank of each pipeline stage lists all tensors of its stage,
+   and every rank lists its own 1-bit Adam errors. */
 static dt_status dt__list_local(const dt_checkpoint *c, dt_json_out *o) {
     const dt_zero *zero = c->zero;
     const dt_mesh_desc *at = &zero->mesh.coord;
@@ -3764,7 +3780,7 @@ static dt_status dt__list_declare(dt_checkpoint *c, const dt_json *j, int node) 
         dt_json_int(j, dt_json_at(j, node, i), &shape.d[shape.nd++]);
     dt_weights *w = c->w[file];
     const dt_weight *t = dt_weights_get(w, dt_weights_find(w, name));
-    /* llm.c fixes its tensors, and dt_weights_save compares shapes */
+    /* the llm.c format has a fixed list of tensors; dt_weights_save compares their shapes */
     if (t && w->desc.llmc.version) return DT_OK;
     if (!t)
         return dt_weights_declare(w, name, (dt_dtype)dtype, shape) < 0 ? dt_error(c->ctx) : DT_OK;
@@ -3815,7 +3831,7 @@ static dt_status dt__list_make(dt_checkpoint *c, const char *folder) {
         c->file[f].file = f;
         if (c->w[f]) c->w[f]->sink = (dt__sink){ dt__ckpt_sink, &c->file[f] };
     }
-    /* a nonempty text: a comma comes before each tensor, so the ranks' texts can be joined */
+    /* start with a blank: each tensor is then preceded by a comma, so the texts can be joined */
     dt__json_write(&mine, " ", 1);
     dt__list_local(c, &mine);
     char *text = dt__all_gather_texts(ctx, mine.text, mine.used, &bytes);
