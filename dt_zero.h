@@ -3860,8 +3860,8 @@ static dt_status dt__list_make(dt_checkpoint *c, const char *folder) {
 
 // ==== 18. Checkpoints: saving ===================================================================
 
-/* Copies bytes that the background thread will write. A write that continues the last one is merged
-   with it. */
+/* Copies bytes that the background thread will write. Bytes that continue the previous write are
+   merged into that write. */
 static void dt__staging_add(
     dt_checkpoint *c, int file, const void *data, int64_t bytes, int64_t offset) {
     dt__writer *w = c->writer;
@@ -3898,7 +3898,8 @@ static void dt__staging_add(
     w->writes[w->n_writes++] = write;
 }
 
-/* Keeps the memory for the next save: allocating new memory takes longer than the copying. */
+/* Empties the buffers but keeps their memory for the next save, because allocating new memory takes
+   longer than copying into it. */
 static void dt__staging_reuse(dt__writer *w) {
     for (dt__staging_buffer *copy = w->buffers; copy; copy = copy->next) copy->used = 0;
     w->buffer = w->buffers;
@@ -3914,7 +3915,7 @@ static void dt__staging_free(dt_checkpoint *c) {
     dt_free(c->ctx, DT_MEM_HOST, w->writes, (size_t)w->writes_capacity * sizeof *w->writes);
 }
 
-/* Sink of dt_weights_write: elements of a tensor that this rank writes. */
+/* Sink of dt_weights_write: receives the elements of a tensor that this rank writes. */
 static void dt__ckpt_sink(
     void *user, int index, int64_t first, int64_t count, const void *data, int64_t offset) {
     dt__ckpt_file *file = (dt__ckpt_file *)user;
@@ -3957,8 +3958,9 @@ static dt_status dt__save_params(dt_checkpoint *c, dt__zero_bucket *z) {
     return dt_error(ctx);
 }
 
-/* Elements of this rank's shard of a state array, from the bucket's element `from` on. Returns
-   their address if they are in host memory, else copies them to `host`. */
+/* Returns the address, in host memory, of n elements of this rank's shard of a state array, from
+   the bucket's element `from` on. Copies elements that are not in host memory to `host`. Returns
+   NULL on failure. */
 static const void *dt__state_get(
     dt_zero *zero, dt__zero_bucket *z, int array, size_t from, size_t n, void *host) {
     size_t size = dt__zero_element_size(z), at = (from - z->offset) * size;
@@ -3989,7 +3991,8 @@ static dt_status dt__state_set(
 
 /* Resharding: transfers elements [from, to) of a bucket between `host` and the file. Walks each
    parameter's local slice, and maps its contiguous runs to the full logical tensor, so that a file
-   does not depend on the layout. Overhang of a slice beyond the full tensor is skipped. */
+   does not depend on the layout. Elements of a slice beyond the end of the full tensor (padding)
+   are skipped. */
 static dt_status dt__state_transfer(dt_checkpoint *c, dt_weights *w, const dt_bucket *bucket,
     int array, size_t from, size_t to, char *host) {
     size_t size = dt_dtype_size(bucket->grad_dtype);
@@ -4040,7 +4043,8 @@ static dt_status dt__save_state(dt_checkpoint *c, dt__zero_bucket *z, char *host
     return dt_error(c->ctx);
 }
 
-/* Transfers the errors of 1-bit Adam of a bucket to the file or from it. */
+/* Writes this rank's 1-bit Adam errors of a bucket to the file, or reads them if the file is open
+   for reading. */
 static dt_status dt__errors_transfer(dt_checkpoint *c, dt_weights *w, int u, char *host) {
     dt__zero_bucket *z = &c->zero->buckets[u];
     size_t size = dt__zero_element_size(z), max_count = DT__CKPT_CHUNK / size;
@@ -4131,8 +4135,8 @@ static uint64_t dt__bytes_digest(const void *data, size_t bytes) {
     return dt__words_digest(0, data, bytes, 1);
 }
 
-/* One file: its size, the size of its header, the header's digest, and the digests of its
-   tensors. */
+/* Adds one file to the manifest: its size, the size and digest of its header, and the digests of
+   its tensors. */
 static void dt__manifest_file(const dt_checkpoint *c, dt_json_out *o, int f) {
     const dt__weight_file *file = &c->w[f]->file[0];
     int64_t head = dt__header_bytes(c->w[f]);
@@ -4161,7 +4165,7 @@ static void dt__manifest_config_json(dt_json_out *o, const char *text) {
     dt_json_close(o, '}');
 }
 
-/* The manifest ends with the digest of all that precedes it: DT__MANIFEST_END bytes. */
+/* The manifest's last DT__MANIFEST_END bytes hold the digest of all preceding bytes. */
 enum { DT__MANIFEST_END = 30 };
 static void dt__manifest_end(char *text, const char *data, size_t bytes) {
     uint64_t h = dt__zero_digest(bytes, data, bytes);
@@ -4218,11 +4222,11 @@ static dt_status dt__manifest_make(dt_checkpoint *c) {
 
 /* ---- the steps of a save ---- */
 
-/* Rank 0 finds an unused name and broadcasts it. */
+/* Rank 0 finds an unused name for the checkpoint, and broadcasts the name. */
 static dt_status dt__save_name(dt_checkpoint *c) {
     dt_zero *zero = c->zero;
     dt__writer *w = c->writer;
-    /* number among the checkpoints of the step; number of the temporary folder */
+    /* [0] dt__ckpt_id.repeat of the checkpoint, [1] number of the temporary folder */
     double broadcast[2] = { 0, 0 };
     dt__ckpt_id newest = { -1, 0 }, id = { zero->step, 1 };
     char name[64];
@@ -4260,7 +4264,7 @@ static dt_status dt__save_name(dt_checkpoint *c) {
     return dt_error(c->ctx);
 }
 
-/* Turns a failure of the writer into a failure of the rank. */
+/* Fails the context if the writer has recorded a failure. */
 static dt_status dt__writer_check(dt_checkpoint *c) {
     if (!c->writer->why[0] || dt_error(c->ctx) != DT_OK) return dt_error(c->ctx);
     return dt_fail(c->ctx, DT_ERR_IO, "%s: %s", c->what, c->writer->why);
@@ -4300,7 +4304,8 @@ static dt_status dt__save_create_files(dt_checkpoint *c) {
     return dt__writer_check(c);
 }
 
-/* Ends a save, successful or not. An abandoned thread keeps the writer's memory. */
+/* Ends a save, successful or not. Frees nothing of the writer if its thread was abandoned, because
+   this thread may still use the memory. */
 static void dt__save_end(dt_checkpoint *c) {
     dt__writer *w = c->writer;
     dt__list_free(c);
@@ -4318,8 +4323,8 @@ static void dt__save_end(dt_checkpoint *c) {
     w->created = 0;
 }
 
-/* Starts the writer, at once or on its thread. Logs a notice if no thread could be started, because
-   steps then wait for the disk. */
+/* Starts the writer, on its thread if the save is in the background. Logs a notice if no thread
+   could be started, because this rank then wrote at once and its steps wait for the disk. */
 static void dt__save_start(dt_checkpoint *c, int committing) {
     dt__writer *w = c->writer;
     c->progress_seen = -1;
@@ -4350,14 +4355,14 @@ dt_status dt_checkpoint_save(dt_checkpoint *c) {
         (dt_ctx_rank(c->ctx) != 0 || dt__manifest_make(c) == DT_OK)) {
         c->saving = DT__SAVE_WRITING;
         dt__save_start(c, 0);
-        /* desc.background, not w->background: equal on all ranks */
+        /* tests desc.background, which is equal on all ranks; w->background may differ */
         if (!c->desc.background) dt__save_wait(c);
     }
     if (dt_error(c->ctx) != DT_OK) dt__save_end(c);
     return dt_error(c->ctx);
 }
 
-/* Waits for the thread. A thread stuck in the disk is abandoned and keeps its memory. */
+/* Waits for the thread. Abandons a thread that hangs in a disk access. */
 static void dt__writer_join(dt_checkpoint *c) {
     dt__writer *w = c->writer;
     const dt_host *host = dt_ctx_host(c->ctx);
@@ -4374,8 +4379,8 @@ static void dt__writer_join(dt_checkpoint *c) {
     w->has_thread = 0;
 }
 
-/* Fails if the disk has not answered this rank's thread within the ranks' timeout, because
-   polling would never end. Abandons the thread. */
+/* Abandons the thread and fails if the disk has not answered the thread within dt__disk_timeout.
+   Without this check, polling would never end. */
 static void dt__writer_watch(dt_checkpoint *c) {
     dt__writer *w = c->writer;
     const dt_host *host = dt_ctx_host(c->ctx);
@@ -4383,7 +4388,7 @@ static void dt__writer_watch(dt_checkpoint *c) {
     int64_t progress = __atomic_load_n(&w->progress, __ATOMIC_RELAXED);
     if (progress != c->progress_seen) {
         c->watch = dt__stopwatch_start(host, limit);
-        c->watch.max_gap = limit / 8; /* no cap of 1 s: polls may be a step apart */
+        c->watch.max_gap = limit / 8; /* not DT__MAX_CLOCK_GAP_S: polls may be a step apart */
     }
     c->progress_seen = progress;
     if (dt__waited(&c->watch) <= limit) return;
@@ -4395,14 +4400,14 @@ static void dt__writer_watch(dt_checkpoint *c) {
 int dt_checkpoint_poll(dt_checkpoint *c) {
     if (!c || dt_error(c->ctx) != DT_OK || c->saving == DT__SAVE_IDLE) return 1;
     dt__writer *w = c->writer;
-    dt_comm *world = dt_world(c->ctx); /* c->zero may be freed */
+    dt_comm *world = dt_world(c->ctx); /* not zero->mesh.world: zero may already be freed */
     double finished = __atomic_load_n(&w->done, __ATOMIC_ACQUIRE), all[2] = { finished, 0 };
     if (finished > 0 && w->why[0]) all[1] = 1;
     if (finished == 0) dt__writer_watch(c);
     if (dt_sum_doubles(world, all, 2) == DT_OK && all[0] < dt_comm_size(world)) return 0;
     dt__writer_join(c);
     if (dt_error(c->ctx) == DT_OK && all[1] > 0 && dt__writer_check(c) == DT_OK)
-        dt_barrier(world); /* receives another rank's failure */
+        dt_barrier(world); /* fails here if another rank has failed */
     if (dt_error(c->ctx) == DT_OK && c->saving == DT__SAVE_WRITING) {
         c->saving = DT__SAVE_COMMITTING;
         if (dt_ctx_rank(c->ctx) == 0) dt__save_start(c, 1);
@@ -4423,9 +4428,9 @@ static dt_status dt__save_wait(dt_checkpoint *c) {
 
 /* ---- opening and closing ---- */
 
-/* fsync of the folder above: makes this folder's own name last. Every job does it, because the job
-   that created the folder may have been killed before. Without permission to read the folder above
-   (EACCES) it is skipped: others created it. */
+/* Calls fsync on the parent folder, which makes the checkpoint folder's own name durable. Every job
+   calls fsync, because the job that created the folder may have been killed before its fsync. A
+   parent without read permission (EACCES) is skipped: this job did not create the folder then. */
 static void dt__dir_sync_parent(dt__writer *w) {
     char above[DT__CKPT_PATH];
     const char *slash = strrchr(w->dir, '/');
@@ -4434,7 +4439,7 @@ static void dt__dir_sync_parent(dt__writer *w) {
     dt__writer_sync_dir(w, above, EACCES);
 }
 
-/* Creates the folder if missing, and locks it. Rank 0. */
+/* Rank 0: creates the checkpoint folder if it is missing, and locks the folder. */
 static void dt__dir_lock(dt_checkpoint *c) {
     dt__writer *w = c->writer;
     char path[DT__CKPT_PATH], text[400] = "", host[200] = "";
@@ -4495,7 +4500,8 @@ static dt_status dt__extra_state_check_names(dt_ctx *ctx, const dt_extra_state *
     return dt_error(ctx);
 }
 
-/* Refuses data that a manifest cannot hold and load again; the limits are dt_json_parse's. */
+/* Rejects data that could be saved in a manifest but not loaded again. dt_json_parse sets the
+   limits. */
 static dt_status dt__checkpoint_desc_check(dt_ctx *ctx, const dt_checkpoint_desc *d) {
     dt_json_out config = { ctx, NULL, 0, 0 };
     double numbers = 0, bytes = 0;
@@ -4516,7 +4522,7 @@ static dt_status dt__checkpoint_desc_check(dt_ctx *ctx, const dt_checkpoint_desc
                 "dt_checkpoint_open: extra_state[%d], '%s', has %d numbers at %s", i,
                 dt__printable_name(s->name).s, s->count, s->values ? "values" : "NULL");
         numbers += s->count;
-        bytes += 6.0 * (double)length; /* every byte as \u00xx */
+        bytes += 6.0 * (double)length; /* at worst every byte becomes \u00xx */
     }
     if (dt__extra_state_check_names(ctx, d->extra_state, (size_t)d->n_extra_state) != DT_OK)
         return dt_error(ctx);
@@ -4544,7 +4550,7 @@ static void dt__ckpt_free(dt_ctx *ctx, void *user) {
     dt__writer *w = c->writer;
     if (w) dt__writer_join(c);
     if (w) dt__save_end(c);
-    /* keep the lock: an abandoned thread may still write there */
+    /* keep the lock if the thread was abandoned: the thread may still write to the folder */
     if (w && c->lock >= 0 && !w->abandoned) w->io.close(w->io.user, c->lock);
     if (w && !w->abandoned) {
         dt__staging_free(c);
@@ -4593,7 +4599,7 @@ dt_checkpoint *dt_checkpoint_open(dt_zero *zero, dt_checkpoint_desc desc) {
         c->what = "dt_checkpoint_save";
     }
     for (int i = 0; i < dt_param_count(ctx) && dt_error(ctx) == DT_OK; i++) {
-        dt_weight_map p; /* fail for a bad name now, not at a save hours later */
+        dt_weight_map p; /* a bad name fails here, not hours later in the first save */
         dt__ckpt_map_weight(c, dt_param_get(ctx, i), &p);
         for (int k = 0; k < p.n && dt_error(ctx) == DT_OK; k++)
             dt__name_check(ctx, c->what, p.name[k]);
@@ -4607,7 +4613,7 @@ dt_checkpoint *dt_checkpoint_open(dt_zero *zero, dt_checkpoint_desc desc) {
     return NULL;
 }
 
-/* dt_zero_export uses a checkpoint of one file. */
+/* Exports the parameters as a checkpoint that has one file and no folder. */
 static dt_status dt__export(dt_checkpoint *c, const char *path) {
     dt__writer *w = c->writer;
     const char *slash = strrchr(path, '/');
@@ -4667,8 +4673,8 @@ dt_status dt_checkpoint_close(dt_checkpoint *c) {
 
 // ==== 19. Checkpoints: loading ==================================================================
 
-/* A checkpoint that is being examined. It has a separate context, so that damage does not fail the
-   rank. */
+/* A checkpoint that is being examined. The checks run in a separate context, `probe`, so that a
+   damaged checkpoint does not fail the rank's own context. */
 typedef struct dt__candidate {
     dt_ctx *probe;
     char *text; /* the manifest */
@@ -4676,9 +4682,9 @@ typedef struct dt__candidate {
     dt_json *json;
     dt_weights *w[DT__CKPT_FILES];
     char path[DT__CKPT_PATH];
-    char name[DT__CKPT_PATH + 32]; /* of the manifest; json points to it */
+    char name[DT__CKPT_PATH + 32]; /* the manifest's path; json points to this text */
     int state;
-    char why[700]; /* why it is not intact */
+    char why[700]; /* error text, unless the state is DT__INTACT */
 } dt__candidate;
 
 /* States of a checkpoint, the worst last. Only a damaged checkpoint is skipped in favour of an
@@ -4707,7 +4713,7 @@ static int dt__candidate_open(const dt_checkpoint *c, dt__candidate *f) {
     memset(f->w, 0, sizeof f->w);
     d.host = &host;
     d.io = dt_ctx_io(c->ctx);
-    d.kernels = dt_kernels_cpu(); /* host memory suffices; no stream of a device */
+    d.kernels = dt_kernels_cpu(); /* host memory suffices, so no device is used */
     f->why[0] = 0;
     f->state = DT__INTACT;
     f->probe = dt_ctx_make(d);
@@ -4717,7 +4723,7 @@ static int dt__candidate_open(const dt_checkpoint *c, dt__candidate *f) {
                           0);
 }
 
-/* Records the failure of the probe context. */
+/* Copies a failure of the probe context to `state` and `why`. */
 static void dt__candidate_note_error(dt__candidate *f) {
     const char *text = dt_error_text(f->probe);
     if (f->why[0] || dt_error(f->probe) == DT_OK) return;
@@ -4762,7 +4768,7 @@ static void dt__candidate_manifest(dt__candidate *f) {
     int fd = io->open(io->user, f->path, DT_IO_READ);
     if (fd >= 0) io->close(io->user, fd);
     if (fd >= 0 || dt__io_absent() || f->probe->read_failed) return;
-    f->state = DT__UNREADABLE; /* the folder is unreachable: its files may be intact */
+    f->state = DT__UNREADABLE; /* not DT__DAMAGED: the folder's files may be intact */
     snprintf(f->why, sizeof f->why, "%.*s: %s", DT__CKPT_PATH / 2, f->path, dt__io_reason());
 }
 
@@ -4777,8 +4783,8 @@ static uint64_t dt__candidate_hex(dt__candidate *f, int node) {
     return value;
 }
 
-/* Checks a file's size and the digest of its header; of files other than the two weight files, the
-   digest of all of it. */
+/* Checks a file's size and a digest: the digest of a weight file's header, or of another file's
+   full content. */
 static void dt__candidate_file(dt__candidate *f, int node, const char *name) {
     char path[DT__CKPT_PATH + 264], *text = NULL;
     int64_t bytes = -1, header = -1;
@@ -4822,7 +4828,7 @@ static void dt__candidate_files(dt__candidate *f) {
         if (!f->w[i]) dt_json_fail(f->json, 0, "%s is not among its files", dt__ckpt_names[i]);
 }
 
-/* [collective: world] All ranks adopt the worst state that any rank found. */
+/* [collective: world] Sets the state on all ranks to the worst state that any rank has found. */
 static dt_status dt__candidate_agree(dt_checkpoint *c, dt__candidate *f) {
     size_t n = 0;
     char line[sizeof f->why + 4] = "";
@@ -4839,8 +4845,9 @@ static dt_status dt__candidate_agree(dt_checkpoint *c, dt__candidate *f) {
     return dt_error(c->ctx);
 }
 
-/* Adds the digests of the data that this rank reads of file k to `sums` (4 for each tensor). Small
-   tensors are dealt to the ranks in turn; each rank reads a part of a large tensor. */
+/* Reads this rank's part of file k, and stores the digest of each tensor's part in `sums` (4
+   doubles for each tensor). Small tensors are assigned to the ranks round-robin; every rank reads a
+   part of each large tensor. */
 static void dt__candidate_read(
     dt_checkpoint *c, dt__candidate *f, int k, double *sums, char *buffer) {
     dt_comm *world = c->zero->mesh.world;
@@ -4870,7 +4877,7 @@ static dt_status dt__candidate_digests(dt_checkpoint *c, dt__candidate *f, int k
     int file = dt_json_find(f->json, dt_json_find(f->json, 0, "files"), dt__ckpt_names[k]);
     int digests = dt_json_find(f->json, file, "tensors");
     if (sums && buffer) dt__candidate_read(c, f, k, sums, buffer);
-    /* if a rank could not read, all digests are wrong */
+    /* do not compare digests if a rank could not read its part */
     if (sums) sums[n] = dt_error(f->probe) != DT_OK;
     dt_sum_doubles(c->zero->mesh.world, sums, sums ? n + 1 : 0);
     int readable = dt_error(c->ctx) == DT_OK && sums[n] == 0;
@@ -4886,7 +4893,7 @@ static dt_status dt__candidate_digests(dt_checkpoint *c, dt__candidate *f, int k
     return dt__candidate_agree(c, f);
 }
 
-/* [collective: world] Finds the state of f->path, on every rank. */
+/* [collective: world] Checks the checkpoint f->path and sets f->state, equal on every rank. */
 static dt_status dt__candidate_check(dt_checkpoint *c, dt__candidate *f) {
     if (dt__candidate_open(c, f)) dt__candidate_manifest(f);
     if (f->probe && dt_error(f->probe) == DT_OK) dt__candidate_files(f);
@@ -4896,8 +4903,8 @@ static dt_status dt__candidate_check(dt_checkpoint *c, dt__candidate *f) {
     return DT_OK;
 }
 
-/* [collective: world] Rank 0 looks for the newest checkpoint before *at; sets f->path to its
-   folder, or "" if there is none. */
+/* [collective: world] Rank 0 looks for the newest checkpoint that is older than *at. Sets *at to
+   this checkpoint and f->path to its folder; f->path is "" if there is no such checkpoint. */
 static dt_status dt__candidate_next(
     dt_checkpoint *c, const char *dir, dt__ckpt_id *at, dt__candidate *f) {
     double broadcast[2] = { 0, 0 };
@@ -4921,8 +4928,8 @@ static dt_status dt__candidate_next(
     return DT_OK;
 }
 
-/* Returns 1 if a path, however it is spelled, names the folder that this job saves to: the folder's
-   lock file then has this job's text. */
+/* Returns 1 if `folder` is the folder that this job saves to, even if the two paths differ in
+   spelling: the folder's lock file then contains this job's text. */
 static int dt__is_own_dir(const dt_checkpoint *c, const char *folder) {
     const dt_io *io = &c->writer->io;
     char path[DT__CKPT_PATH + 8], text[sizeof c->lock_text] = "";
@@ -4936,8 +4943,9 @@ static int dt__is_own_dir(const dt_checkpoint *c, const char *folder) {
     return strcmp(text, c->lock_text) == 0;
 }
 
-/* Counts a checkpoint as damaged if its step differs from its folder's name. A folder copied under
-   another step's name would otherwise pass as the newest. */
+/* Treats a checkpoint as damaged if its step differs from the step `name` in its folder's name.
+   Otherwise an old folder copied to the name of a later step would pass as the newest
+   checkpoint. */
 static void dt__candidate_check_step(dt__candidate *f, int64_t name) {
     int64_t step = -1;
     if (dt_json_int(f->json, dt_json_find(f->json, 0, "step"), &step) && step == name) return;
@@ -4946,8 +4954,8 @@ static void dt__candidate_check_step(dt__candidate *f, int64_t name) {
         f->name, (long long)step);
 }
 
-/* Records on rank 0 that this job has seen a checkpoint of desc.dir, so that a save may follow
-   it. */
+/* Records on rank 0 that this job has seen a checkpoint of desc.dir. dt__save_name rejects a save
+   if the folder has a newer checkpoint than this job has seen. */
 static void dt__candidate_note_newest(dt_checkpoint *c, const dt__candidate *f) {
     const char *slash = strrchr(f->path, '/'), *name = slash ? slash + 1 : f->path;
     dt__newest_scan n = { dt__ckpt_last, dt__ckpt_none };
@@ -4959,7 +4967,7 @@ static void dt__candidate_note_newest(dt_checkpoint *c, const dt__candidate *f) 
     if (dt__ckpt_before(c->newest_known, n.found)) c->newest_known = n.found;
 }
 
-/* Returns 1 if `from` is itself a checkpoint; its manifest may be missing. */
+/* Returns 1 if `from` is itself a checkpoint, even if its manifest is missing. */
 static int dt__is_checkpoint(dt_checkpoint *c, const char *from) {
     const dt_io *io = &c->writer->io;
     char path[DT__CKPT_PATH + 32];
@@ -4975,8 +4983,8 @@ static int dt__is_checkpoint(dt_checkpoint *c, const char *from) {
     return 0;
 }
 
-/* [collective: world] Sets f to the newest intact checkpoint of `from`, or to `from` itself.
-   f->path is "" if there is no checkpoint. */
+/* [collective: world] Sets f to the newest intact checkpoint in the folder `from`, or to `from` if
+   `from` itself is a checkpoint. f->path is "" if there is no checkpoint. */
 static dt_status dt__candidate_newest(dt_checkpoint *c, const char *from, dt__candidate *f) {
     dt__ckpt_id at = dt__ckpt_last;
     char first[sizeof f->why] = "";
@@ -5043,7 +5051,8 @@ static dt_status dt__load_fits(dt_checkpoint *c, dt__candidate *f) {
     return DT_OK;
 }
 
-/* Rank 0 checks that a load will accept the manifest, before it is written. */
+/* Rank 0 checks, before the manifest is written, that dt_checkpoint_load will accept the
+   manifest. */
 static dt_status dt__manifest_check(dt_checkpoint *c) {
     dt__candidate f;
     memset(&f, 0, sizeof f);
@@ -5127,7 +5136,7 @@ static dt_status dt__load_bucket(
              at < z->offset + z->count && dt__ckpt_has_array(c->zero, bucket, a); at += n) {
             n = z->offset + z->count - at < DT__CKPT_CHUNK / size ? z->offset + z->count - at
                                                                   : DT__CKPT_CHUNK / size;
-            memset(host, 0, n * size); /* elements outside of the full tensors */
+            memset(host, 0, n * size); /* zeros for padding, which the file does not have */
             if (dt__state_transfer(c, w[DT__OPTIM], bucket, a, at, at + n, host) != DT_OK ||
                 dt__state_set(c->zero, z, a, at, n, host) != DT_OK)
                 return dt_error(ctx);
@@ -5135,7 +5144,8 @@ static dt_status dt__load_bucket(
     return dt_error(ctx);
 }
 
-/* [collective: world] Loads the errors of 1-bit Adam, if the layout is the one that saved them. */
+/* [collective: world] Loads the errors of 1-bit Adam if this job has the layout that saved the
+   errors. */
 static dt_status dt__load_errors(dt_checkpoint *c, dt__candidate *f, dt_weights *w, char *host) {
     dt_zero *zero = c->zero;
     const char *layout = dt_json_string(f->json, dt_json_find(f->json, 0, "layout"), NULL);
@@ -5157,7 +5167,7 @@ static dt_status dt__load_errors(dt_checkpoint *c, dt__candidate *f, dt_weights 
     return dt_error(c->ctx);
 }
 
-/* Loads the numbers, after all tensors. */
+/* Loads the loss scale, extra_state and config from the manifest, after all tensors. */
 static void dt__load_numbers(dt_checkpoint *c, dt__candidate *f) {
     dt_zero *zero = c->zero;
     dt_json *j = f->json;
@@ -5205,7 +5215,7 @@ static dt_status dt__load_apply(dt_checkpoint *c, dt__candidate *f) {
     dt_free(ctx, DT_MEM_HOST, host, DT__CKPT_CHUNK);
     for (int k = 0; k < DT__CKPT_FILES; k++) dt_weights_close(w[k]);
     if (dt_error(ctx) == DT_OK) dt__load_numbers(c, f);
-    /* all replicas are equal again */
+    /* checks that all replicas are equal after the load */
     return dt_error(ctx) == DT_OK ? dt__compare_ranks(zero, 1) : dt_error(ctx);
 }
 
@@ -5223,7 +5233,7 @@ int64_t dt_checkpoint_load(dt_checkpoint *c, const char *from) {
     if (dt__save_wait(c) == DT_OK && dt__candidate_newest(c, dir, &f) == DT_OK && f.path[0])
         dt__load_apply(c, &f);
     if (f.probe) dt__candidate_close(&f);
-    /* if one rank could not load, every rank fails */
+    /* the barrier fails on every rank if one rank could not load */
     if (dt_error(c->ctx) == DT_OK) dt_barrier(c->zero->mesh.world);
     if (dt_error(c->ctx) == DT_OK) return f.path[0] ? c->zero->step : 0;
     dt__list_free(c);
