@@ -2,10 +2,10 @@
    checkpoints - public domain or MIT, see the end of the file
 
    The top of four single-header libraries; include this one and you have all. It owns what a
-   training step needs beside the model: gradients reduced over every axis that saw a part of the
-   data; optimizer state, gradients and parameters replicated or sharded over the ranks (ZeRO,
-   FSDP, HSDP); the optimizer update, with f32 master weights for 16-bit parameters; loss scaling;
-   the learning rate; CPU and NVMe offload; checkpoints that any layout can load.
+   training step needs beside the model: the reduction of gradients over every axis that divides the
+   data; optimizer state, gradients and parameters replicated or sharded over the ranks (ZeRO, FSDP,
+   HSDP); the optimizer update, with f32 master weights for 16-bit parameters; loss scaling; the
+   learning rate; CPU and NVMe offload; checkpoints that can be loaded in any layout.
 
    DOES NOT: know the model, divide the loss (dt_count_labels gives the denominator), or reset the
    tape.
@@ -76,33 +76,36 @@
     19. Checkpoints: loading (resharding)
 
    CONTRACT
-     Memory     The state belongs to the context and ends with it. dt_zero_make allocates parameters
+     Memory     The context owns the training state and frees it. dt_zero_make allocates parameters
                 and optimizer state; the first backward allocates gradients (class grads). Every
-                bucket is padded to n * 1,024 elements, n the ranks of a shard group. Bytes an
-                element for params + grads + Adam state: f32 4 + 4 + 8, bf16 and f16 2 + 4 + 12;
-                section 4 has the table of what each ZeRO stage divides by n. Class comm holds
-                gathered parameters and gradients being reduced: at stage 2 the gradients of three
-                buckets, at stage 3 also the parameters of a block and of the next one. 1-bit Adam
-                adds its errors: 4 + 4/N bytes. At stage 3 a parameter's `data` is NULL except in
-                the block that uses it: read it with dt_read or dt_data.
-     Types      f32, f64, bf16 and f16. Mixed precision: bf16 and f16 parameters have f32 gradients
-                and an f32 master weight in the optimizer state, which is what the update changes.
-                The first step makes the master from the parameter; a value written later lasts
-                until the next step, which overwrites it with the rounded master. Losses are scaled
-                where a parameter is f16, whose range ends at 65,504 and 6e-8; bf16 has the range of
-                f32.
-     Errors     As in dt_tensor.h: sticky. A gradient norm that is not finite changes nothing: with
-                a loss scale every rank skips the step, without one every rank fails
-                (DT_ERR_NUMERIC). Ranks that hold replicas must register the same parameters in the
-                same order with the same flags and the same optimizer (dt_zero_make compares them)
-                and start from the same values (the first dt_zero_step compares digests, which count
-                as no traffic): otherwise every rank fails (DT_ERR_COMM).
+                bucket is padded to a multiple of n * 1,024 elements, where n is the number of ranks
+                in a shard group. Bytes per element of parameters + gradients + Adam state: f32
+                4 + 4 + 8, bf16 and f16 2 + 4 + 12. Section 4 shows which of these each ZeRO stage
+                divides by n. Class comm holds gathered parameters and gradients that are being
+                reduced: at stage 2 the gradients of three buckets, at stage 3 also the parameters
+                of the current block and of the next block. 1-bit Adam on N ranks adds error arrays:
+                4 + 4/N bytes per element. At stage 3 a parameter's `data` is NULL outside of the
+                block that uses the parameter: read the values with dt_read or dt_data.
+     Types      f32, f64, bf16 and f16. Mixed precision: bf16 and f16 parameters have f32 gradients,
+                and an f32 master weight in the optimizer state. The update changes the master
+                weight and rounds it to the parameter. The first step copies the master weight from
+                the parameter. A bf16 or f16 value written after the first step lasts only until the
+                next step. Losses are scaled if any parameter is f16, because f16 holds only values
+                from 6e-8 to 65,504; bf16 has the range of f32.
+     Errors     Errors are sticky, as in dt_tensor.h. A step whose gradient norm is not finite
+                changes nothing: with a loss scale every rank skips the step, without a loss scale
+                every rank fails (DT_ERR_NUMERIC). Ranks that hold replicas must register the same
+                parameters in the same order with the same flags and the same optimizer
+                (dt_zero_make compares them) and start from the same values (the first dt_zero_step
+                compares digests, which count as no traffic). Otherwise every rank fails
+                (DT_ERR_COMM).
      Threads    As in dt_comm.h. Offload to a folder starts one thread, which reads and writes;
-                saving a checkpoint in the background starts another, which writes.
-     Order      Gradients are summed over ranks in rank order, the norm over pieces of 1,024
-                elements in ascending order: stages 0 and 1 give the same bits, stages 2 and 3 do,
-                and all four with one micro-batch or with `tree`. Offload, overlap and keep_gathered
-                change no bit. Shard groups are summed group by group.
+                saving a checkpoint in the background starts another thread, which writes.
+     Order      Gradients are summed over ranks in rank order, and the norm over pieces of 1,024
+                elements in ascending order. Stages 0 and 1 give the same bits, and stages 2 and 3
+                give the same bits. All four stages give the same bits with one micro-batch or with
+                `tree`. Offload, overlap and keep_gathered change no bit. With HSDP, gradients are
+                summed within each shard group first, then over the groups.
      Tags       [local], [collective: group]. */
 
 #ifndef DT_ZERO_H
@@ -124,9 +127,9 @@ extern "C" {
 enum { DT_LR_COSINE = 0, DT_LR_LINEAR, DT_LR_CONSTANT, DT_LR_WSD };
 typedef struct dt_lr_desc {
     double peak;
-    int kind;       /* DT_LR_*, after the warmup */
+    int kind;       /* schedule after the warmup: DT_LR_* */
     int64_t warmup; /* steps; step n <= warmup has lr peak * n / warmup */
-    int64_t steps;  /* the step that reaches min_ratio * peak; the lr stays there */
+    int64_t steps;  /* from this step on, the lr is min_ratio * peak (not DT_LR_CONSTANT) */
     double min_ratio;
     /* DT_LR_WSD: steps of the final decay; 0 -> 20% of steps, rounded up */
     int64_t decay;
@@ -134,7 +137,7 @@ typedef struct dt_lr_desc {
 
 /* [local] The learning rate of step n, counted from 1; 0 for n < 1. DT_LR_COSINE: arXiv:1608.03983.
    DT_LR_WSD (warmup, stable, decay) stays at the peak and then falls as 1 - sqrt(done), where done
-   goes from 0 to 1 (arXiv:2404.06395; arXiv:2405.18392 for the root). */
+   goes from 0 to 1 (arXiv:2404.06395; arXiv:2405.18392 for the square root). */
 DT_API double dt_lr(dt_lr_desc desc, int64_t step);
 
 // ==== 2. Training state =========================================================================
@@ -149,7 +152,7 @@ typedef struct dt_update_args {
        or f16 parameter, param is the f32 master weight */
     void *param;
     const void *grad;
-    /* state arrays, zero before the first step; the first dt_zero_desc.states are not NULL */
+    /* state arrays, zero before the first step; dt_zero_desc.states arrays, then NULL */
     void *state[2];
     double lr;           /* includes the parameter's lr_scale */
     double grad_scale;   /* clipping: use grad * grad_scale as the gradient */
@@ -157,37 +160,39 @@ typedef struct dt_update_args {
     int64_t step;        /* counted from 1 */
 } dt_update_args;
 
-/* A custom optimizer's update, called for each range of elements that this rank owns. Element i may
-   depend on element i only. On a device the arrays are device memory: launch your kernels on the
-   context's stream. Where optimizer state is offloaded the arrays are host memory, and the update
-   must be complete when you return. */
+/* A custom optimizer's update, called for each run of consecutive elements that this rank owns. The
+   update of element i may read only element i of each array. On a device the arrays are device
+   memory: launch your kernels on the context's stream. If optimizer state is offloaded, the arrays
+   are host memory, and the update must be complete when the function returns. */
 typedef dt_status (*dt_update_fn)(const dt_update_args *args, void *user);
 
 /* Loss scaling: a dynamic loss scale (P. Micikevicius et al., "Mixed Precision Training",
-   arXiv:1710.03740). Gradients that are not finite skip the step: only the scale changes. */
+   arXiv:1710.03740). If a gradient is not finite, the step is skipped and only the scale
+   changes. */
 typedef struct dt_scale_desc {
     double init; /* 0 -> 65,536 */
-    /* growth multiplies the scale after `interval` good steps in a row (0 -> 2), backoff multiplies
-       it after a skipped step (0 -> 0.5) */
+    /* the scale is multiplied by growth (0 -> 2) after `interval` good steps in a row, and by
+       backoff (0 -> 0.5) after a skipped step */
     double growth, backoff;
-    int interval;     /* 0 -> 2,000 */
-    int hysteresis;   /* skipped step since the last growth that lowers the scale; 0 -> 1 */
+    int interval; /* 0 -> 2,000 */
+    /* the first hysteresis - 1 skipped steps after a growth do not lower the scale; 0 -> 1 */
+    int hysteresis;
     double min_scale; /* 0 -> 1 */
 } dt_scale_desc;
 #define DT_SCALE_DYNAMIC (-1.0)
-enum { DT_MAX_SKIPS = 20 }; /* fail after this many skipped steps in a row */
+enum { DT_MAX_SKIPS = 20 }; /* skipped steps in a row after which dt_zero_step fails */
 
 enum { DT_ADAMW = 0, DT_ADAM, DT_SGD, DT_ONEBIT_ADAM, DT_OPTIMIZER_CUSTOM };
 typedef struct dt_zero_desc {
     /* ZeRO stage. Stage 0 shards nothing, stage 1 the optimizer state, stage 2 also the gradients,
        stage 3 also the parameters (FSDP) */
     int stage;
-    /* HSDP: number of ranks in a shard group, which are consecutive in the data group. Different
-       shard groups hold replicas. 0 -> all ranks of the data group */
+    /* HSDP: number of ranks in a shard group. A shard group has consecutive ranks of the data
+       group. Different shard groups hold replicas. 0 -> all ranks of the data group */
     int shard_group;
     /* 1: stage 3 keeps gathered parameters until the update (section 8) */
     int keep_gathered;
-    const dt_mesh *mesh; /* NULL -> all ranks of the world are data parallel. Copied. */
+    const dt_mesh *mesh; /* dt_zero_make copies it. NULL -> all ranks are data parallel */
     /* DT_ADAMW (arXiv:1711.05101), DT_ADAM (L2 added to the gradient), DT_SGD, DT_ONEBIT_ADAM
        (arXiv:2102.02888; section 13), DT_OPTIMIZER_CUSTOM */
     int optimizer;
@@ -195,21 +200,22 @@ typedef struct dt_zero_desc {
     double eps;          /* 0 -> 1e-8 */
     double momentum;     /* SGD; 0: no momentum, and no state */
     /* 1-bit Adam: number of steps of plain Adam before the second moment is frozen. Choose at least
-       the warmup and about 1/(1 - beta2). 1-bit Adam needs stage 0, no tree and no offload */
+       the number of warmup steps, and about 1/(1 - beta2) or more. 1-bit Adam needs stage 0, no
+       tree and no offload */
     int freeze_steps;
     /* applies to parameters with 2 or more dimensions that are not marked no_decay */
     double weight_decay;
     /* gradient clipping: scales gradients by min(1, clip / (norm + 1e-6)); 0: no clipping */
     double clip;
-    /* Placement of the optimizer state. NULL or "none": in the same memory as the parameters. "cpu"
-       (CPU offload): in host memory, and the update runs on the CPU. Any other text is a folder
-       (NVMe offload): in a file in this folder. See section 12 */
+    /* Placement of the optimizer state (section 12). NULL or "none": in the same memory as the
+       parameters. "cpu" (CPU offload): in host memory, and the update runs on the CPU. Any other
+       text names a folder (NVMe offload): the state is in a file in this folder */
     const char *offload_optim;
-    /* Placement of this rank's shard of the parameters at stage 3, with the values of
+    /* Placement of this rank's shard of the parameters at stage 3; takes the same texts as
        offload_optim. If both name one folder, this rank's shard of the gradients is in that folder
        too, unless `tree` is set */
     const char *offload_params;
-    /* offload reads, updates and writes this many elements at a time; 0 -> 131,072 */
+    /* number of elements that offload reads, updates and writes at a time; 0 -> 131,072 */
     size_t offload_chunk;
     /* 0: a dynamic loss scale if any rank has an f16 parameter, else no loss scale.
        DT_SCALE_DYNAMIC: a dynamic loss scale. Other values: a fixed loss scale */
@@ -217,16 +223,16 @@ typedef struct dt_zero_desc {
     dt_scale_desc scale; /* parameters of a dynamic loss scale */
     /* largest bucket, unless one parameter is larger; 0 -> 25 MiB */
     size_t bucket_bytes;
-    /* 1: sum gradients over a binary tree of micro-batches: section 7 */
+    /* 1: sum gradients in a binary tree over micro-batches (section 7) */
     int tree;
     /* 1: no overlap of communication and computation: the backward waits for each bucket's
        reduction, and parameters are gathered when needed, not prefetched */
     int no_overlap;
-    /* 1: stage 3 fills freed parameters with NaN, to expose late reads */
+    /* 1: stage 3 fills gathered parameters with NaN before it frees them, to expose later reads */
     int poison;
     dt_update_fn update; /* DT_OPTIMIZER_CUSTOM */
     void *user;          /* passed to update */
-    int states;          /* DT_OPTIMIZER_CUSTOM: state arrays, 0 to 2 */
+    int states;          /* DT_OPTIMIZER_CUSTOM: number of state arrays, 0 to 2 */
 } dt_zero_desc;
 
 typedef struct dt_zero dt_zero;
@@ -238,9 +244,9 @@ typedef struct dt_step_info {
        grad_norm is an upper bound: the root of the mean over the N data ranks of |N g|^2, where g
        is a rank's own gradient */
     double grad_norm;
-    double clip_scale; /* factor applied to the gradients */
+    double clip_scale; /* gradient clipping: the factor applied to the gradients */
     /* 1: with loss scaling, a gradient was not finite, and no parameter, state or step count
-       changed on any rank. Repeat the same micro-batches or continue with the next ones */
+       changed on any rank. Repeat the same micro-batches, or continue with new micro-batches */
     int skipped;
     double loss_scale; /* loss scale of the gradients in this step; 1 without loss scaling */
     /* world rank that holds the first gradient that is not finite in a skipped or failed step; -1
@@ -253,32 +259,34 @@ typedef struct dt_step_info {
 } dt_step_info;
 
 /* [collective: world] Makes the training state: ZeRO-1, ZeRO-2, ZeRO-3 (FSDP), HSDP with
-   desc.shard_group. Call it after the last dt_param: it gives parameters their storage and values,
-   and allocates the optimizer state. NULL after a failure. */
+   desc.shard_group. Call it after the last dt_param: dt_zero_make allocates and initializes the
+   parameters and the optimizer state. Returns NULL on failure. */
 DT_API dt_zero *dt_zero_make(dt_ctx *ctx, dt_zero_desc desc);
 /* [collective: world] One optimizer step. Call it after the backward of the step's last
-   micro-batch: it computes the gradient norm, does gradient clipping, updates the parameters, and
-   makes them available on every rank again. The next backward starts new gradient sums. */
+   micro-batch. The step computes the gradient norm, clips the gradients, updates the parameters,
+   and makes the new parameters available on every rank. The next backward starts new gradient
+   sums. */
 DT_API dt_step_info dt_zero_step(dt_zero *zero, double lr);
 enum { DT_STATE_MASTER = 2 };
-/* [collective: the parameter's data group] Copies state array `which` (0, 1, or after the first
-   step DT_STATE_MASTER, the f32 master of a 16-bit parameter) of a local parameter, all of its
-   local shape, to host memory: elements of dt_grad_dtype(param). DT_ERR_ARG for a frozen parameter
-   or a missing state. */
+/* [collective: the parameter's data group] Copies a state array of a parameter's full local slice
+   to host memory, as elements of type dt_grad_dtype(param). `which` is 0 or 1 or, after the first
+   step, DT_STATE_MASTER: the f32 master weights of a 16-bit parameter. DT_ERR_ARG for a frozen
+   parameter or a missing state. */
 DT_API dt_status dt_zero_state(dt_zero *zero, int which, const dt_tensor *param, void *host);
 /* [collective: the parameter's data group, the first call of a step also the groups of tied
-   parameters over pipeline stages] Copies the step's gradient of a local parameter, all of its
-   local shape, summed over all ranks and unscaled, to host memory as above. Call it between the
-   last backward of a step and dt_zero_step. DT_ERR_UNSUPPORTED once 1-bit Adam has frozen its
-   second moment, because it then sums no gradients. */
+   parameters over pipeline stages] Copies the step's gradient of a parameter's full local slice to
+   host memory, as elements of type dt_grad_dtype(param). The gradient is summed over all ranks and
+   divided by the loss scale. Call it between the last backward of a step and dt_zero_step.
+   DT_ERR_UNSUPPORTED after 1-bit Adam has frozen its second moment, because gradients are then not
+   summed. */
 DT_API dt_status dt_zero_grad(dt_zero *zero, const dt_tensor *param, void *host);
-/* [local] Completed steps, including those of a loaded checkpoint. */
+/* [local] Number of completed steps, including the steps of a loaded checkpoint. */
 DT_API int64_t dt_zero_steps(const dt_zero *zero);
 /* [local] Bytes of optimizer state on this rank by the formula; DT_MEM_OPTIM must show the same
    number. 0 with offload, because host memory counts as DT_MEM_HOST and a file is not counted. */
 DT_API size_t dt_zero_state_bytes(const dt_zero *zero);
-/* [local], at stage 3 [collective: world]. Frees the state before the context ends; after stage 3
-   parameters cannot be read any more. NULL is allowed. */
+/* [local], at stage 3 [collective: world]. Frees the training state before the context ends. At
+   stage 3 the parameters cannot be read after this call. NULL is allowed. */
 DT_API void dt_zero_free(dt_zero *zero);
 
 // ==== 3. Checkpoints ============================================================================
@@ -286,7 +294,7 @@ DT_API void dt_zero_free(dt_zero *zero);
 /* Checkpoint: a folder from which training resumes in any layout, at any ZeRO stage, on any number
    of ranks (resharding). Its files hold full logical tensors, whichever ranks wrote the parts.
 
-       DIR/lock                    held by the process that saves here, and names it
+       DIR/lock                    locked by the process that saves here; contains its name
        DIR/step-200/               complete, or absent
            model.safetensors       each parameter, under its name or where
                                    dt_checkpoint_desc.map_weight puts it
@@ -296,15 +304,15 @@ DT_API void dt_zero_free(dt_zero *zero);
                                    of each file, a digest of its header and of each tensor; its own
                                    digest at the end
        DIR/step-400.1a2b3c.tmp/    being written, or left by a killed job; the next job removes it.
-                                   The number differs each time, so ranks that do not share the
+                                   Each save has another number, so ranks that do not share the
                                    folder cannot find it
 
    Removing a checkpoint removes its four files, then the folder if it is empty. A symbolic link in
    place of the folder or of a file is removed itself, not its target; nothing is written through a
    link.
 
-   All ranks write the two weight files at once. Each rank writes its own shards and its fraction of
-   the data that several ranks hold. Then rank 0 commits:
+   All ranks write the two weight files in parallel. Each rank writes its own shards, and a fraction
+   of the data that several ranks hold. Then rank 0 commits:
 
        write files -> fsync files -> write + fsync manifest.json -> fsync folder
                    -> rename step-200.1a2b3c.tmp to step-200     <- the instant of the commit
@@ -337,7 +345,7 @@ typedef struct dt_weight_map {
 typedef struct dt_checkpoint_desc {
     /* folder for checkpoints, created if missing. NULL: this job only loads */
     const char *dir;
-    int keep; /* newest checkpoints to keep; 0: all */
+    int keep; /* number of newest checkpoints to keep; 0: all */
     /* 1: dt_checkpoint_save copies this rank's fraction of the state to host memory and returns; a
        thread on each rank writes the copy. A rank then holds its fraction of the state twice */
     int background;
@@ -362,9 +370,9 @@ typedef struct dt_checkpoint dt_checkpoint;
 DT_API dt_checkpoint *dt_checkpoint_open(dt_zero *zero, dt_checkpoint_desc desc);
 /* [collective: world] Saves the state after a step; call it between dt_zero_step and the next
    forward. On failure every rank fails, with DT_ERR_IO where a file is the reason, and earlier
-   checkpoints are untouched. It also fails if the ranks do not see the same folder, or if the
+   checkpoints are untouched. The save also fails if the ranks do not see the same folder, or if the
    folder has a newer checkpoint than this job has loaded or saved. A background save waits only for
-   the previous save, and the next dt_checkpoint_poll, _save or _close reports a failure. Without
+   the previous save; the next dt_checkpoint_poll, _save or _close reports its failure. Without
    desc.background the ranks wait for the slowest rank's disk, at most the run's timeout_s. */
 DT_API dt_status dt_checkpoint_save(dt_checkpoint *checkpoint);
 /* [collective: world] Advances a background save. Call it once a step. Returns 1 if no save is in
@@ -375,18 +383,20 @@ DT_API int dt_checkpoint_poll(dt_checkpoint *checkpoint);
    everything and compares every digest before it changes any state. It skips a damaged checkpoint
    with a notice that names it, and tries the previous checkpoint. A checkpoint that cannot be read
    (permissions, descriptors, memory, the disk) is a failure, because it may be intact. Returns the
-   step. Returns 0 if there is no checkpoint, or if the checkpoint is of step 0; then
-   dt_checkpoint_path names it. Returns -1 after a failure, if no checkpoint is intact, or if the
-   checkpoint has a newer format or another model, optimizer, type or seed. The error arrays of
-   1-bit Adam belong to a layout: in another layout they start at zero, with a notice. */
+   step. Returns 0 if there is no checkpoint, or if the loaded checkpoint is of step 0;
+   dt_checkpoint_path then names the loaded checkpoint. Returns -1 on failure, if no checkpoint is
+   intact, or if the checkpoint has a newer format or another model, optimizer, type or seed. The
+   error arrays of 1-bit Adam can be loaded only in the layout that saved them; in another layout
+   they start at zero, with a notice. */
 DT_API int64_t dt_checkpoint_load(dt_checkpoint *checkpoint, const char *from);
 /* [local] Writes the name of a folder's newest checkpoint, for example "step-200", to `name`, or ""
    if the folder has no checkpoint. Only dt_checkpoint_load finds out whether the checkpoint is
    intact. Returns the checkpoint's step; -1 if there is no checkpoint or no folder; -2 if the
    folder cannot be listed, with the reason in errno. */
 DT_API int64_t dt_checkpoint_newest(const dt_io *io, const char *dir, char *name, size_t bytes);
-/* [local] Folder of the checkpoint that was loaded or saved last, and the desc.config saved in this
-   checkpoint. "" if no checkpoint was loaded or saved. */
+/* [local] dt_checkpoint_path: the folder of the checkpoint that was loaded or saved last.
+   dt_checkpoint_config: the desc.config of the checkpoint that was loaded last. Both return "" if
+   there is no such checkpoint. */
 DT_API const char *dt_checkpoint_path(const dt_checkpoint *checkpoint);
 DT_API const char *dt_checkpoint_config(const dt_checkpoint *checkpoint);
 /* [collective: world] Waits for a background save and unlocks the folder. NULL is allowed. */
@@ -401,16 +411,17 @@ typedef struct dt_export_desc {
     dt_llmc llmc;
 } dt_export_desc;
 /* [collective: world] Exports the parameters alone as one file for other programs, from any layout.
-   All ranks write path.tmp at once; the file is synced, and rank 0 renames it to path. DT_ERR_IO if
-   a file operation fails. */
+   All ranks write path.tmp in parallel and call fsync; then rank 0 renames path.tmp to path.
+   DT_ERR_IO if a file operation fails. */
 DT_API dt_status dt_zero_export(dt_zero *zero, const char *path, dt_export_desc desc);
 
 // ==== 4. Memory account =========================================================================
 
-/* Memory and traffic of the ZeRO stages, before there is a program: the formulas of S. Rajbhandari
-   et al., "ZeRO", arXiv:1910.02054, sections 5 and 7. E is the number of elements, N the number of
-   data-parallel ranks, a the number of micro-batches in a step. P, G and O are the bytes of one
-   element's parameter, gradient and optimizer state. Multiply the column "sends" by (N-1)/N:
+/* Memory and traffic of the ZeRO stages, computed without a program by the formulas of S.
+   Rajbhandari et al., "ZeRO", arXiv:1910.02054, sections 5 and 7. E is the number of elements, N
+   the number of data-parallel ranks, a the number of micro-batches in a step. P, G and O are the
+   bytes of one element's parameter, gradient and optimizer state. Multiply the column "sends" by
+   (N-1)/N:
 
                rank 0   rank 1   rank 2   rank 3       holds                     sends
        ZeRO-0  P G O    P G O    P G O    P G O        (P + G + O) E             2 G E
@@ -424,26 +435,26 @@ DT_API dt_status dt_zero_export(dt_zero *zero, const char *path, dt_export_desc 
    update. ZeRO-2 does the same, but reduce-scatters in each micro-batch. ZeRO-3 (FSDP) also gathers
    parameters in each forward and each backward, or with keep_gathered once a step.
 
-   The formulas leave out: the tree's levels and its traffic; sums over replicas of shard groups; a
-   second gather of a backward in two halves; offload; parameters gathered or gradients reduced at
-   the moment; activations; frozen parameters; the padding of buckets to a multiple of N * 1,024
-   elements (with E as the sum of dt_bucket.padded the bytes are exact). A dry run (dt_parallel.h)
-   counts all of it. */
+   The formulas leave out: the levels and the traffic of `tree`; sums over replicas of shard groups;
+   the second gather of a backward in two halves; offload; buffers of parameters being gathered and
+   of gradients being reduced; activations; frozen parameters; the padding of buckets to a multiple
+   of N * 1,024 elements (the bytes are exact if E is the sum of dt_bucket.padded). A dry run
+   (dt_parallel.h) counts all of these. */
 typedef struct dt_zero_formula_desc {
     double elements;   /* E, of one rank's local slices if other axes shard parameters */
     int stage;         /* 0 to 3 */
     int ranks;         /* N; 0 -> 1 */
     int micros;        /* a; 0 -> 1 */
     int keep_gathered; /* stage 3: 1: parameters are gathered once a step */
-    /* P, G, O. Adam: f32 4, 4, 8; f64 8, 8, 16; bf16 and f16 with an f32 master 2, 4, 12; the
-       paper's 16-bit gradients 2, 2, 12. All 0 -> 4, 4, 8 */
+    /* P, G, O. With Adam: f32 4, 4, 8; f64 8, 8, 16; bf16 and f16 with f32 master weights 2, 4, 12.
+       The paper has 16-bit gradients: 2, 2, 12. All 0 -> 4, 4, 8 */
     double values, grads, state;
 } dt_zero_formula_desc;
 /* bytes of one rank; `sent` is bytes sent in one step */
 typedef struct dt_zero_bytes {
     double params, grads, optim, total, sent;
 } dt_zero_bytes;
-/* [local] Bytes by these formulas; all NaN for an unknown stage or a negative number. */
+/* [local] Bytes by these formulas; all are NaN for an unknown stage or a negative argument. */
 DT_API dt_zero_bytes dt_zero_formula(dt_zero_formula_desc desc);
 
 #ifdef __cplusplus
