@@ -475,7 +475,7 @@ extern "C" {
 
 // ==== 5. Implementation: learning rate ==========================================================
 
-/* The last step at the peak, before the decay. */
+/* Returns the last step at the peak learning rate. */
 static int64_t dt__lr_decay_start(dt_lr_desc d) { /* requires 0 <= warmup < steps */
     int64_t last = d.steps - (d.decay > 0 ? d.decay : d.steps / 5 + (d.steps % 5 != 0));
     return last > d.warmup ? last : d.warmup;
@@ -549,7 +549,7 @@ typedef struct dt__zero_groups {
     dt_comm *data, *shard, *replicas;
 } dt__zero_groups;
 enum { DT__DENSE = 0, DT__EXPERTS, DT__KINDS };
-enum { DT__COMPARE_TP = DT__KINDS, DT__COMPARE_PP }; /* further kinds of dt__compare_ranks */
+enum { DT__COMPARE_TP = DT__KINDS, DT__COMPARE_PP }; /* more kinds, for dt__compare_ranks */
 
 /* Training state of one bucket. The gradient of a bucket goes through these states in each step:
 
@@ -596,7 +596,7 @@ typedef struct dt__zero_bucket {
     void *levels;     /* tree: (n_levels, piece) partial sums of this rank's shard */
     size_t levels_bytes;
     size_t sums_at; /* index of the bucket's sums of squares in zero->sums */
-    /* index among the buckets of all pipeline stages, in the order that a single rank would have */
+    /* index that this bucket would have on a single rank with all pipeline stages */
     size_t pipeline_index;
     /* 1-bit Adam: [0] error of this rank as a worker, [1] error as the server of its shard */
     void *errors[2];
@@ -677,7 +677,7 @@ static void *dt__zero_element(const dt__zero_bucket *z, void *array, size_t elem
     return (char *)array + element * dt__zero_element_size(z);
 }
 
-/* Addresses of this rank's shard of the parameters (not if the shard is on disk) and of the
+/* Addresses of this rank's shard of the parameters, which must not be on disk, and of the
    gradient. */
 static void *dt__zero_param_shard(const dt__zero_bucket *z) {
     if (z->host_shard) return z->host_shard;
@@ -748,9 +748,9 @@ static dt_comm *dt__tied_group(const dt_zero *zero, const dt_bucket *bucket) {
     return NULL;
 }
 
-/* Makes shard groups of desc.shard_group ranks and replica groups. If shard_group does not divide
-   the experts' data group, the experts' shard groups have the largest smaller size that divides
-   it. */
+/* Makes shard groups of desc.shard_group ranks, and replica groups. If shard_group does not divide
+   the size of the experts' data group, the experts' shard groups have the largest divisor of this
+   size below shard_group. */
 static dt_status dt__zero_groups_make(dt_zero *zero) {
     dt_comm *data[DT__KINDS] = { zero->mesh.data, zero->mesh.expert_data };
     int ranks = dt_comm_size(data[0]),
@@ -925,7 +925,7 @@ static dt_status dt__zero_check_params(dt_zero *zero) {
 }
 
 /* Text that describes an item. Items must be equal on every rank: item 0 is the optimizer, item i
-   is parameter i - 1. With with_rank, dt__item_describe adds which shard this rank holds. */
+   is parameter i - 1. If with_rank is set, dt__item_describe adds which shard this rank holds. */
 typedef struct dt__item_text {
     char s[208];
 } dt__item_text;
@@ -1009,7 +1009,7 @@ static uint64_t dt__item_digest(dt_zero *zero, int item, int values, int kind) {
     size_t first = (begin - bucket->shard_offset) * size; /* bytes into the shard */
     for (int c = 0; c < 3; c++)
         if (p->desc.shards[c].comm && kind == DT__COMPARE_TP) bytes = 0;
-    if (zero->ctx->kernels.alloc == dt__dry_alloc) bytes = 0; /* all values are 0, and too many */
+    if (zero->ctx->kernels.alloc == dt__dry_alloc) bytes = 0; /* dry run: all values are 0 */
     for (size_t at = 0, n; at < bytes; at += n) {
         n = bytes - at < sizeof buffer ? bytes - at : sizeof buffer;
         if (dt__params_copy_out(zero, bucket, first + at, buffer, n) != DT_OK) break;
@@ -1094,8 +1094,8 @@ static const dt__tied_bucket *dt__tied_find(
     return NULL;
 }
 
-/* Checks that rank r of pp has the buckets that it shares with this rank, equal and in the same
-   order. */
+/* Checks that the tied buckets that rank r of pp shares with this rank are equal and in the same
+   order on both ranks. */
 static dt_status dt__tied_agree(
     dt_zero *zero, const dt__tied_bucket *mine, const dt__tied_bucket *theirs, size_t n, int r) {
     int world_rank = dt_comm_world_rank(zero->mesh.pp, r);
@@ -1354,9 +1354,9 @@ static dt_status dt__zero_reduce_finish(dt_zero *zero) {
 }
 
 /* Binary tree over micro-batches. Leaf m is the gradient of micro-batch m of the step. Leaf
-   j * N + r belongs to the j-th micro-batch of rank r. Leaves are added as a binary counter
-   increments: whenever two levels hold sums of equally many leaves, these sums are added, so
-   level k holds a sum of 2^k leaves.
+   j * N + r belongs to the j-th micro-batch of rank r, where N is the number of ranks in the data
+   group. Leaves are added as a binary counter increments: two sums of 2^k leaves are added to one
+   sum of 2^(k+1) leaves, so level k holds a sum of 2^k leaves.
 
        leaf       0   1   2   3   4   5
        level 0     \ /     \ /     \ /
@@ -1368,10 +1368,10 @@ static dt_status dt__zero_reduce_finish(dt_zero *zero) {
 
    The order of additions depends on m alone, so the bits are the same however the batch is split
    over ranks and gradient accumulation. All leaves of an element must therefore reach one rank
-   before any of these leaves are added: a bucket is divided into N pieces, where N is the number of
-   ranks in the data group, and each micro-batch's gradient goes through an all-to-all. For M
-   micro-batches a rank has floor(log2 M) + 1 buffers of one piece each. The pieces of a shard
-   belong to the ranks that hold replicas of this shard. */
+   before any of these leaves are added: a bucket is divided into N pieces, one for each rank, and
+   each micro-batch's gradient goes through an all-to-all. For M leaves a rank has floor(log2 M) + 1
+   buffers of one piece each. The pieces of a shard belong to the ranks that hold replicas of this
+   shard. */
 static size_t dt__grad_tree_segment(const dt__zero_bucket *z, int rank) {
     int n = dt_comm_size(z->shard_group), replicas = dt_comm_size(z->replica_group);
     return replicas > 1 ? (size_t)(rank % n * replicas + rank / n) : (size_t)rank;
@@ -1502,8 +1502,9 @@ static void dt__zero_reduce_begin(dt_zero *zero, int stage) {
 static void dt__zero_free_gathered(dt_zero *zero, dt__zero_bucket *z);
 
 /* Gradient accumulation and overlap: called when a bucket's gradient of a micro-batch is complete.
-   Reduces buckets in descending order, in which a backward usually completes the buckets. The order
-   is fixed, so that all ranks start the same reductions in the same order whatever their data. */
+   Reduces buckets in descending order, because a backward usually completes them in this order. The
+   order is fixed, so that all ranks start the same reductions in the same order whatever their
+   data. */
 static void dt__zero_on_grad_ready(dt_ctx *ctx, dt_bucket *bucket, int last, void *user) {
     enum { MAX_PENDING = 2 };
     dt_zero *zero = (dt_zero *)user;
@@ -1735,7 +1736,7 @@ static dt_status dt__norm_local_sums(dt_zero *zero, int first, int end, int on_d
         n += z->count / DT_PIECE;
     }
     if (runs > 0) dt__move(ctx, to, from, n * sizeof *from);
-    /* sync after a failure too: no copy may still write to the sums */
+    /* sync after a failure too, so that no pending copy writes to the sums later */
     dt_status status = runs > 0 ? dt__sync(ctx) : DT_OK;
     return status == DT_OK ? dt_error(ctx) : status;
 }
@@ -1833,7 +1834,7 @@ static dt_status dt__bad_grad_locate(
         return dt_error(zero->ctx);
     while (bad < DT_PIECE && isfinite(dt__number(z->bucket->grad_dtype, copy, bad))) bad++;
     for (size_t i = 0, largest = 0; bad == DT_PIECE && i <= DT_PIECE;
-         i++) { /* all are finite: the square of the largest is not */
+         i++) { /* all are finite: find the largest, whose square is not */
         if (i == DT_PIECE)
             bad = largest;
         else if (fabs(dt__number(z->bucket->grad_dtype, copy, i)) >
@@ -2423,7 +2424,7 @@ static dt_status dt__disk_open(dt_zero *zero) {
     if (d->io.remove(d->io.user, d->path) != 0)
         return dt_fail(
             ctx, DT_ERR_IO, "dt_zero_make: offload to %s: remove: %s", d->path, dt__io_reason());
-    errno = 0; /* state starts as zeros */
+    errno = 0; /* resize fills the file with zeros, the initial state */
     if (d->io.resize(d->io.user, d->fd, bytes) != 0)
         return dt_fail(ctx, DT_ERR_IO, "%s: making room for %lld bytes: %s", d->path,
             (long long)bytes, dt__io_reason());
@@ -2686,7 +2687,7 @@ static dt_status dt__chunk_update(
         return dt_error(ctx);
     if (dt__move(ctx, grad, master ? span.master : s->buf[DT__PARAMS], bytes) != DT_OK)
         return dt_error(ctx);
-    return dt__sync(ctx); /* the buffer is reused */
+    return dt__sync(ctx); /* before the buffers are used for another chunk */
 }
 
 /* Copies the updated parameters from the gradient's memory to the parameters. */
@@ -2907,7 +2908,7 @@ static dt_status dt__onebit_momentum(dt_zero *zero, dt__zero_bucket *z, double g
 
 static void dt__zero_on_closing(dt_ctx *ctx, void *user) {
     dt_zero *zero = (dt_zero *)user;
-    if (zero->chunks) dt__sync(ctx); /* copies from and to pinned memory */
+    if (zero->chunks) dt__sync(ctx); /* completes copies from and to pinned memory */
     for (int u = 0; zero->buckets && u < zero->n_buckets; u++) {
         dt__zero_bucket *z = &zero->buckets[u];
         const dt_bucket *bucket = dt_bucket_get(ctx, u);
@@ -3301,7 +3302,7 @@ static const char *const dt__ckpt_names[DT__CKPT_FILES] = { "model.safetensors",
 /* Background save: a buffer for bytes to write later, and the record of one later write. */
 typedef struct dt__staging_buffer {
     struct dt__staging_buffer *next;
-    size_t capacity, used; /* of the bytes after this header */
+    size_t capacity, used; /* bytes of the data, which follow this header */
 } dt__staging_buffer;
 typedef struct dt__staged_write {
     int file;
@@ -3363,7 +3364,7 @@ static void dt__writer_put(
     }
 }
 
-/* fsync, then close. Some disk errors are reported only by fsync, and only once. */
+/* Calls fsync, then close. Some disk errors are reported only by fsync, and only once. */
 static void dt__writer_sync_close(dt__writer *w, const char *path, int fd) {
     errno = 0;
     if (!w->why[0] && w->io.fsync(w->io.user, fd) != 0) dt__writer_fail(w, path, "fsync");
@@ -3520,8 +3521,8 @@ static void dt__writer_flush(dt__writer *w) {
     }
 }
 
-/* Commits the checkpoint, on rank 0, after all ranks' bytes are on the disk. The checkpoint exists
-   from the rename on. */
+/* Commits the checkpoint, on rank 0, after all ranks' bytes are on the disk. The rename is the
+   commit. */
 static void dt__writer_commit(dt__writer *w) {
     if (w->config_json) dt__writer_file(w, "config.json", w->config_json, strlen(w->config_json));
     dt__writer_file(w, "manifest.json", w->manifest, w->manifest_bytes);
@@ -4545,7 +4546,7 @@ static dt_status dt__checkpoint_desc_check(dt_ctx *ctx, const dt_checkpoint_desc
             "most %d and %d",
             text, beside, DT__JSON_STRING, DT__JSON_BYTES);
     dt_json_put_string(&config, NULL, d->config);
-    bytes += (double)config.used + 25 * numbers; /* -1.2345678901234567e-300, */
+    bytes += (double)config.used + 25 * numbers; /* 25 bytes: -1.2345678901234567e-300, */
     dt_json_out_free(&config);
     if (bytes > DT__JSON_BYTES)
         return dt_fail(ctx, DT_ERR_ARG,
