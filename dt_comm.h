@@ -707,6 +707,8 @@ DT_API dt_comm *dt_here(dt_comm *comm, const char *file, int line);
 
 #include "dt_tensor.h"
 
+DT__CPP_WARNINGS_OFF
+
 #include <arpa/inet.h> /* inet_pton, htons */
 #include <errno.h>
 #include <fcntl.h>   /* fcntl */
@@ -5283,7 +5285,7 @@ static const char *dt__fault_parse(const char *at, dt__fault *fault) {
         at = dt__fault_parse_number(at + strlen(keys[key]), key == 2, &values[key]);
         if (!at) return NULL;
     }
-    fault->rank = values[0] >= 0 && values[0] < DT__MAX_RANKS ? (int)values[0] : -1;
+    fault->rank = values[0] >= 0 && values[0] < (double)DT__MAX_RANKS ? (int)values[0] : -1;
     fault->seq = (uint64_t)values[1];
     fault->s = values[2];
     return fault->rank >= 0 && fault->seq > 0 && (*at == 0 || *at == ',') ? at : NULL;
@@ -11417,7 +11419,8 @@ dt_status dt_trace_write(dt_comm *comm, const char *path) {
     return dt_error(out.ctx);
 }
 
-#endif /* DT_IMPLEMENTATION */
+DT__CPP_WARNINGS_ON
+#endif /* DT_COMM_IMPL */
 
 /* HISTORY
      0.2.0   the field's names, old -> new: dt_run_desc: ask -> status_request, faults ->

@@ -157,10 +157,10 @@ enum { DT_PLACEMENT_REPLICATE = 0, DT_PLACEMENT_COPY, DT_PLACEMENT_SHARD, DT_PLA
 typedef struct dt_placement {
     int kind, dim;
 } dt_placement;
-#define DT_REPLICATE ((dt_placement){ DT_PLACEMENT_REPLICATE, 0 })
-#define DT_COPY ((dt_placement){ DT_PLACEMENT_COPY, 0 })
-#define DT_PARTIAL ((dt_placement){ DT_PLACEMENT_PARTIAL, 0 })
-#define DT_SHARD(dim) ((dt_placement){ DT_PLACEMENT_SHARD, (dim) })
+#define DT_REPLICATE (DT__LITERAL(dt_placement){ DT_PLACEMENT_REPLICATE, 0 })
+#define DT_COPY (DT__LITERAL(dt_placement){ DT_PLACEMENT_COPY, 0 })
+#define DT_PARTIAL (DT__LITERAL(dt_placement){ DT_PLACEMENT_PARTIAL, 0 })
+#define DT_SHARD(dim) (DT__LITERAL(dt_placement){ DT_PLACEMENT_SHARD, (dim) })
 
 /* [collective: comm] Redistributes x from one placement to another; Megatron-LM's f and g operators
    are rows of the table below. Returns x itself if the group has one rank or from equals to:
@@ -897,6 +897,8 @@ DT_API dt_status dt_dry_begin(dt_ctx *ctx, dt_dry *dry);
 #define DT_PARALLEL_IMPL
 
 #include "dt_comm.h"
+
+DT__CPP_WARNINGS_OFF
 
 #ifdef __cplusplus
 extern "C" {
@@ -3981,7 +3983,7 @@ static unsigned dt__svg_colour(const dt_schedule *s, dt_phase phase, int chunk) 
 
 static void dt__svg_box(dt__svg *g, const dt_schedule *s, int rank, int at, dt_span span, int y) {
     const dt_action *a = &s->program[rank].action[at];
-    double x = DT__SVG_LEFT + (span.begin - g->begin) * g->scale,
+    double x = (double)DT__SVG_LEFT + (span.begin - g->begin) * g->scale,
            width = (span.end - span.begin) * g->scale;
     char number[16];
     int digits = snprintf(number, sizeof number, "%d", a->micro);
@@ -4105,7 +4107,7 @@ dt_status dt_schedule_svg(dt_ctx *ctx, const char *path, const dt_timeline *line
         "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"%s\" height=\"%d\" "
         "font-family=\"sans-serif\" "
         "font-size=\"11\">\n",
-        dt__fixed(DT__SVG_LEFT + width + 16, 0).s, height + 24);
+        dt__fixed((double)DT__SVG_LEFT + width + 16, 0).s, height + 24);
     dt__svg_put(&g,
         "<style>.t { font-size: 14px; font-weight: bold } .a { stroke: #ffffff; stroke-width: 0.7 }"
         "</style>\n<rect width=\"100%%\" height=\"100%%\" fill=\"#ffffff\"/>\n");
@@ -5068,6 +5070,8 @@ dt_status dt_dry_begin(dt_ctx *ctx, dt_dry *dry) {
 #ifdef __cplusplus
 }
 #endif
+
+DT__CPP_WARNINGS_ON
 #endif /* DT_PARALLEL_IMPL */
 
 /* HISTORY

@@ -44,7 +44,8 @@
 
    BUILD
        cc -O3 train.c -lm -lpthread                 C11 or C++17; gcc, clang; no -march needed
-       g++ -Wextra -Wno-missing-field-initializers  g++ warns about the fields that
+       g++ -std=c++20 -Wextra -Wno-missing-field-initializers
+                                                    g++ warns about the fields that your
                                                     (dt_ctx_desc){ .seed = 1 } leaves zero
        nvcc -O3 train.c dt_kernels.cu -lcublasLt -lnccl     CUDA; nvcc defines __NVCC__, which
                                                             turns DT_USE_CUDA on
@@ -132,6 +133,20 @@
 #endif
 #define DT_PRINTF(fmt, args) __attribute__((format(printf, fmt, args)))
 
+/* The implementations are C: between these two, C++ compilers do not warn about compound literals,
+   designated initialisers, and the fields that those leave zero. */
+#if defined(__cplusplus) && defined(__GNUC__)
+#define DT__CPP_WARNINGS_OFF \
+    _Pragma("GCC diagnostic push") _Pragma("GCC diagnostic ignored \"-Wpedantic\"") \
+        _Pragma("GCC diagnostic ignored \"-Wmissing-field-initializers\"") \
+            _Pragma("GCC diagnostic ignored \"-Wpragmas\"") /* g++ < 12 lacks the next */ \
+        _Pragma("GCC diagnostic ignored \"-Wc++20-extensions\"")
+#define DT__CPP_WARNINGS_ON _Pragma("GCC diagnostic pop")
+#else
+#define DT__CPP_WARNINGS_OFF
+#define DT__CPP_WARNINGS_ON
+#endif
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -166,6 +181,13 @@ typedef struct dt_shape {
     int64_t d[DT_MAX_DIMS]; /* row-major: d[nd-1] varies fastest */
 } dt_shape;
 
+/* DT__LITERAL(T){ ... } is a value of type T: a compound literal in C, T{ ... } in C++. */
+#ifdef __cplusplus
+#define DT__LITERAL(T) T
+#else
+#define DT__LITERAL(T) (T)
+#endif
+
 /* DT_SHAPE(B, T, C) takes integers of any type. DT_SCALAR has no dimensions. */
 #ifdef __cplusplus /* C++ does not narrow size_t to int64_t inside braces */
 extern "C++" {
@@ -178,7 +200,7 @@ template <class... sizes> static inline constexpr dt_shape dt__shape_of(sizes...
 #define DT_SHAPE(...) \
     ((dt_shape){ (int)(sizeof((int64_t[]){ __VA_ARGS__ }) / sizeof(int64_t)), { __VA_ARGS__ } })
 #endif
-#define DT_SCALAR ((dt_shape){ 0, { 0 } })
+#define DT_SCALAR (DT__LITERAL(dt_shape){ 0, { 0 } })
 
 /* [local] Size of one element in bytes; 0 for an unknown type. */
 DT_API size_t dt_dtype_size(dt_dtype dtype);
@@ -1742,11 +1764,7 @@ DT_API dt_status dt_weights_close(dt_weights *w);
 #if defined(DT_IMPLEMENTATION) && !defined(DT_TENSOR_IMPL)
 #define DT_TENSOR_IMPL
 
-#if defined(__cplusplus) && defined(__GNUC__) && !defined(__clang__)
-/* C does not warn about fields that a designated initialiser leaves zero; g++ does */
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wmissing-field-initializers"
-#endif
+DT__CPP_WARNINGS_OFF
 
 #include <dirent.h>
 #include <errno.h>
@@ -8288,9 +8306,7 @@ typedef struct dt__variant {
 }
 #endif
 
-#if defined(__cplusplus) && defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic pop
-#endif
+DT__CPP_WARNINGS_ON
 #endif /* DT_TENSOR_IMPL */
 
 #ifdef DT__BITS
@@ -9263,20 +9279,20 @@ DT__FN dt_status DT__K(permute)(const dt_permute_args *a) {
 /* total = sum over j < n of TERM, an expression in j, with 16 lanes as drawn above. */
 #define DT__SUM(T, total, n, TERM) \
     do { \
-        T lane[16] = { 0 }; \
-        int64_t at = 0; \
-        for (; at + 16 <= (n); at += 16) \
-            for (int64_t l = 0; l < 16; l++) { \
-                int64_t j = at + l; \
-                lane[l] += TERM; \
+        T lane_[16] = { 0 }; \
+        int64_t at_ = 0; \
+        for (; at_ + 16 <= (n); at_ += 16) \
+            for (int64_t l_ = 0; l_ < 16; l_++) { \
+                int64_t j = at_ + l_; \
+                lane_[l_] += TERM; \
             } \
-        for (int64_t l = 0; l < (n)-at; l++) { \
-            int64_t j = at + l; \
-            lane[l] += TERM; \
+        for (int64_t l_ = 0; l_ < (n)-at_; l_++) { \
+            int64_t j = at_ + l_; \
+            lane_[l_] += TERM; \
         } \
-        for (int w = 8; w; w /= 2) \
-            for (int l = 0; l < w; l++) lane[l] += lane[l + w]; \
-        (total) = lane[0]; \
+        for (int w_ = 8; w_; w_ /= 2) \
+            for (int l_ = 0; l_ < w_; l_++) lane_[l_] += lane_[l_ + w_]; \
+        (total) = lane_[0]; \
     } while (0)
 
 DT__FN DT__REAL DT__K(total)(const DT__REAL *x, int64_t n) {
@@ -10438,6 +10454,8 @@ static const dt__variant DT__K(
 #if defined(DT_IMPLEMENTATION) && !defined(DT__TENSOR_TABLE) && !defined(DT__BITS)
 #define DT__TENSOR_TABLE
 
+DT__CPP_WARNINGS_OFF
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -10579,6 +10597,8 @@ const dt_kernels *dt_kernels_cpu(void) {
 #ifdef __cplusplus
 }
 #endif
+
+DT__CPP_WARNINGS_ON
 #endif /* DT__TENSOR_TABLE */
 
 /* HISTORY

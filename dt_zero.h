@@ -456,6 +456,8 @@ DT_API dt_zero_bytes dt_zero_formula(dt_zero_formula_desc desc);
 
 #include "dt_parallel.h"
 
+DT__CPP_WARNINGS_OFF
+
 #include <sys/resource.h>
 
 #ifdef __cplusplus
@@ -952,10 +954,10 @@ static dt__item_text dt__item_describe(const dt_zero *zero, int item, int with_r
         p->bucket->index, d->frozen ? ", frozen" : "", d->no_decay ? ", no_decay" : "");
     if (d->lr_scale != 0 && at < capacity)
         at += (size_t)snprintf(text.s + at, capacity - at, ", lr_scale %g", d->lr_scale);
-    for (int c = 0; c < 3 && at < capacity; c++)
-        if (d->shards[c].comm)
-            at += (size_t)snprintf(text.s + at, capacity - at, ", shard %d:%d/%d", d->shards[c].dim,
-                with_rank ? dt_comm_rank(d->shards[c].comm) : 0, dt_comm_size(d->shards[c].comm));
+    for (int i = 0; i < 3 && at < capacity; i++)
+        if (d->shards[i].comm)
+            at += (size_t)snprintf(text.s + at, capacity - at, ", shard %d:%d/%d", d->shards[i].dim,
+                with_rank ? dt_comm_rank(d->shards[i].comm) : 0, dt_comm_size(d->shards[i].comm));
     for (int m = 0; m < 2 && at < capacity; m++)
         if (d->grad_placements[m].comm)
             at += (size_t)snprintf(text.s + at, capacity - at, ", grad placement %d/%d",
@@ -4504,7 +4506,7 @@ static dt_status dt__checkpoint_desc_check(dt_ctx *ctx, const dt_checkpoint_desc
     dt_json_put_string(&config, NULL, d->config);
     bytes += (double)config.used + 25 * numbers; /* -1.2345678901234567e-300, */
     dt_json_out_free(&config);
-    if (bytes > DT__JSON_BYTES)
+    if (bytes > (double)DT__JSON_BYTES)
         return dt_fail(ctx, DT_ERR_ARG,
             "dt_checkpoint_open: %.0f saved numbers, their names and config "
             "may take %.0f bytes of manifest.json, which has at most %d",
@@ -5207,6 +5209,8 @@ int64_t dt_checkpoint_load(dt_checkpoint *c, const char *from) {
 #ifdef __cplusplus
 }
 #endif
+
+DT__CPP_WARNINGS_ON
 #endif /* DT_ZERO_IMPL */
 
 /* HISTORY
