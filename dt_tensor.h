@@ -4247,8 +4247,9 @@ dt_status dt_backward_weight(dt_tensor *loss) {
        backward   dx (+)= dy df/dx    dt__linear_back, ...    reads saved, writes the inputs' grads
 
    An op computes only the gradients that dt_wants asks for: a pipeline schedule may ask for the
-   input gradients first and for the weight gradients later. `accumulate` says whether a gradient
-   is the first (overwrite) or a further one (add). Ops never ask which device they are on. */
+   input gradients first and for the weight gradients later. `accumulate` is 0 for a tensor's first
+   gradient, which overwrites the buffer, and 1 for every later gradient, which is added. The code
+   of an op is the same on every device. */
 
 dt_tensor *dt_input(dt_ctx *ctx, dt_dtype dtype, dt_shape shape, const void *host) {
     dt_tensor *t = dt__new_named(ctx, dtype, shape, "dt_input");
@@ -4288,8 +4289,8 @@ double dt_item(const dt_tensor *t) {
     return dt__number(t->dtype, &value, 0);
 }
 
-/* The inputs' context if the op may run: `a` is not NULL, no context has failed, all inputs are of
-   one context and have storage. b and c may be NULL. */
+/* Returns the inputs' context, or NULL if the op cannot run: `a` is NULL, the context has failed,
+   an input belongs to another context, or an input has no data. b and c may be NULL. */
 static dt_ctx *dt__op_context(const char *op, dt_tensor *a, dt_tensor *b, dt_tensor *c) {
     dt_tensor *all[3] = { a, b, c };
     if (!a || a->ctx->status != DT_OK) return NULL;
@@ -4306,8 +4307,9 @@ static dt_ctx *dt__op_context(const char *op, dt_tensor *a, dt_tensor *b, dt_ten
     return ctx;
 }
 
-/* Called when an input of an op is NULL. After a failure that is normal. Otherwise it is an error,
-   for example of a misspelt dt_param_find; any input that is not NULL gives the context. */
+/* Called when an input of an op is NULL. After an earlier failure a NULL input is normal. Otherwise
+   a NULL input is an error, for example the result of dt_param_find with a misspelt name. The
+   context to fail comes from any input that is not NULL. */
 static dt_ctx *dt__null_input(const char *op, dt_tensor *a, dt_tensor *b, dt_tensor *c) {
     dt_tensor *t = a ? a : b ? b : c;
     if (t) dt_fail(t->ctx, DT_ERR_ARG, "%s(%s): another input is NULL", op, t->name);
@@ -4346,8 +4348,8 @@ static dt_ctx *dt__float_op_context(const char *op, dt_tensor *x, dt_tensor *b, 
     return NULL;
 }
 
-/* A kernel only answers DT_ERR_ARG for a bad index. Finds the first index outside [min, n) and
-   fails with its value and position. */
+/* Reports a bad index. The kernel returned DT_ERR_ARG, which does not say which index is bad, so
+   this function finds the first index outside [min, n) and fails with its value and position. */
 static void dt__index_error(const char *op, const dt_tensor *x, const char *index_name,
     const dt_tensor *index, int64_t min, int64_t n, const char *table, const char *items) {
     int32_t chunk[256];
@@ -4385,8 +4387,8 @@ static dt_record_desc dt__make_record(const char *name, dt_tensor *a, dt_tensor 
     return d;
 }
 
-/* Scratch bytes for a product, attention or sums over rows: the larger of the CPU kernel's need and
-   the device's. */
+/* Scratch bytes for a product, attention or sums over rows: the larger of `bytes`, which the CPU
+   kernel needs, and the kernel table's work_bytes, which the device needs. */
 static size_t dt__scratch_bytes(const dt_ctx *ctx, size_t bytes) {
     return bytes > ctx->kernels.work_bytes ? bytes : ctx->kernels.work_bytes;
 }
@@ -4400,9 +4402,9 @@ static dt_status dt__matmul(dt_ctx *ctx, const char *op, const char *operand, dt
                   : ctx->status;
 }
 
-/* in[i]'s gradient (+)= the output's gradient. If can_move, nothing reads the output's gradient
-   after this call: when in[i] has no gradient yet and the same lifetime, it takes over the buffer.
-   */
+/* in[i]'s gradient (+)= the output's gradient. can_move 1 means that nothing reads the output's
+   gradient after this call. Then in[i] takes over the output's gradient buffer without a copy, if
+   in[i] has no gradient yet and both tensors have the same lifetime. */
 static dt_status dt__pass_grad(dt_node *n, int i, int can_move) {
     dt_tensor *t = dt__owner(n->in[i]), *out = dt__owner(n->out);
     int accumulate = 0;
@@ -4418,16 +4420,16 @@ static dt_status dt__pass_grad(dt_node *n, int i, int can_move) {
 
 typedef struct dt__linear_saved {
     int activation;
-    dt_tensor *pre_activation; /* x w^T + b, where an activation follows */
-    int activation_grad_done;  /* the output's gradient has become that of pre_activation */
+    dt_tensor *pre_activation; /* x w^T + b; NULL without an activation */
+    int activation_grad_done;  /* 1: pre_activation->grad has been computed */
 } dt__linear_saved;
 
 static dt_status dt__linear_back(dt_node *n);
 
-/* The gradient of the pre-activation: d = dy act'(pre_activation). It overwrites dy, because
-   nothing else reads it. Two gradients are left intact and get a buffer of their own: one that the
-   user keeps, and one that a residual, a parameter, still needs in the other half of the backward.
-   */
+/* Returns the gradient of the pre-activation, d = dy act'(pre_activation). Usually d overwrites dy,
+   because nothing else reads dy. In two cases d gets a separate buffer: the user reads dy after the
+   backward, or the residual is a parameter, whose gradient (dy) is computed in the other half of a
+   split backward. */
 static void *dt__linear_activation_grad(dt_node *n) {
     dt__linear_saved *saved = (dt__linear_saved *)n->saved;
     dt_tensor *y = n->out;
@@ -4450,15 +4452,15 @@ static void *dt__linear_activation_grad(dt_node *n) {
     return a.dx;
 }
 
-/* Fuses the activation's backward into the product that computes dx: when x is the activation of
-   another linear layer and this op is its only reader, the product stores that layer's
-   pre-activation gradient directly. */
+/* Fuses the backward of the previous layer's activation into the product that computes dx. If x is
+   the output of a linear layer with an activation, and this op is the only reader of x, the product
+   directly stores the gradient of that layer's pre-activation. */
 static void dt__linear_fuse_input_grad(dt_node *n, dt_matmul_args *a) {
     dt_tensor *x = dt__owner(n->in[0]);
     dt_node *maker = x->producer;
     if (x->readers != 1 || x->needs_grad == DT__KEEP_GRAD || a->accumulate || !maker ||
         maker->backward != dt__linear_back ||
-        /* x of another block: if that block is recomputed, its output has no maker */
+        /* do not fuse across blocks: the output of a recomputed block has no producer */
         x->block != n->out->block)
         return;
     dt__linear_saved *saved = (dt__linear_saved *)maker->saved;
@@ -4470,8 +4472,8 @@ static void dt__linear_fuse_input_grad(dt_node *n, dt_matmul_args *a) {
     saved->activation_grad_done = 1;
 }
 
-/* y = act(x w^T + b) + residual. With d the gradient of x w^T + b: dx = d w, dw = d^T x and db is
-   the column sums of d; the residual's gradient is dy. */
+/* y = act(x w^T + b) + residual. Let d be the gradient of x w^T + b. Then dx = d w, dw = d^T x, db
+   is the column sums of d, and the residual's gradient is dy. */
 static dt_status dt__linear_back(dt_node *n) {
     dt_tensor *x = n->in[0], *w = n->in[1], *b = n->in[2];
     dt_ctx *ctx = x->ctx;
@@ -4479,7 +4481,7 @@ static dt_status dt__linear_back(dt_node *n) {
             out = (int64_t)dt__row_count(w);
     int complete =
         (!w->needs_grad || dt_wants(n, 1)) && (!b || !b->needs_grad || dt_wants(n, 2)) &&
-        (!x->needs_grad || dt_wants(n, 0)); /* not split into an input and a weight half */
+        (!x->needs_grad || dt_wants(n, 0)); /* 1: the backward is not split into two halves */
     int no_activation = !((dt__linear_saved *)n->saved)->pre_activation;
     if (dt_wants(n, 3) && !no_activation && dt__pass_grad(n, 3, 0) != DT_OK) return dt_error(ctx);
     void *d = dt__linear_activation_grad(n);
@@ -4771,8 +4773,9 @@ dt_tensor *dt_swiglu(dt_tensor *x) {
 
 /* ---- arithmetic with broadcasting ---- */
 
-/* Broadcasting: the shape of a op b, and strides that are 0 where a dimension of 1, or a missing
-   one, repeats. Returns 0 if the shapes do not fit. */
+/* Broadcasting. *out receives the shape of a op b. stride_a and stride_b receive the strides of a
+   and b along the dimensions of *out; the stride of a dimension that is 1 or missing is 0, so that
+   its elements repeat. Returns 0 if the shapes do not fit. */
 static int dt__broadcast(
     dt_shape a, dt_shape b, dt_shape *out, int64_t *stride_a, int64_t *stride_b) {
     int64_t step_a = 1, step_b = 1;
@@ -4790,8 +4793,9 @@ static int dt__broadcast(
 }
 
 /* The backward of broadcasting: in[i]'s gradient (+)= scale * g, summed over the dimensions along
-   which in[i] repeats. g has the output's shape. Adjacent repeated dimensions are one sum; the last
-   ones are summed first. Intermediate results alternate between two buffers. */
+   which in[i] repeats. g has the output's shape. One kernel call sums a group of adjacent repeated
+   dimensions; the last group is summed first. Intermediate results alternate between two buffers.
+   */
 static dt_status dt__sum_to(
     dt_node *n, int i, const void *g, double scale, void *const buffers[2]) {
     dt_tensor *t = n->in[i];
@@ -4817,17 +4821,17 @@ static dt_status dt__sum_to(
         for (; end > 0 && !repeats[end - 1]; end--) a.inner *= (size_t)at.d[end - 1];
         for (; end > 0 && repeats[end - 1]; end--, left--) a.n *= (size_t)at.d[end - 1];
         for (int d = 0; d < end; d++) a.outer *= (size_t)at.d[d];
-        a.wide = dt_grad_dtype(t) != t->dtype; /* intermediate sums of a parameter are f32 too */
+        a.wide = dt_grad_dtype(t) != t->dtype; /* f32 gradient: the intermediate sums are f32 too */
         if (left == 0) {
             a.scale = scale;
-            a.work = buffers[which]; /* free: the last sum is stored in the gradient */
+            a.work = buffers[which]; /* unused, because the last sum goes to the gradient */
             a.work_bytes = dt__bytes(n->out);
             a.out = dt__grad_wide(n, i, &a.accumulate, &a.wide);
         }
         if (!a.out || DT__KERNEL(t->ctx, n->name, sum, &a) != DT_OK || left == 0)
             return dt_error(t->ctx);
         dtype = dt__wide(dtype, a.wide);
-        for (int d = end; d < at.nd; d++) { /* these dimensions are summed */
+        for (int d = end; d < at.nd; d++) { /* dimensions end .. nd - 1 are now summed */
             if (repeats[d]) at.d[d] = 1;
             repeats[d] = 0;
         }
@@ -4902,7 +4906,8 @@ dt_tensor *dt_div(dt_tensor *a, dt_tensor *b) { return dt__binary("dt_div", DT_D
 
 /* ---- sums and maxima ---- */
 
-/* x seen as (outer,n,inner), where n is dimension dim, or everything for DT_ALL. */
+/* The shape of x as three factors (outer,n,inner): n is the size of dimension dim. For DT_ALL, n is
+   the element count. */
 typedef struct dt__dim_split {
     size_t outer, n, inner;
     dt_shape reduced; /* x's shape without dim */
@@ -5040,8 +5045,8 @@ dt_tensor *dt_topk(dt_tensor *x, int k, dt_tensor **index) {
 
 /* ---- other shapes ---- */
 
-/* A view: another tensor over the same data. It shares its base's gradient, so it needs no op on
-   the tape. */
+/* Makes a view: a second tensor over x's data. The view shares x's gradient, so nothing is recorded
+   on the tape. */
 static dt_tensor *dt__view(dt_tensor *x, dt_shape shape, const char *name) {
     dt_ctx *ctx = dt__op_context(name, x, NULL, NULL);
     dt_tensor *y = ctx ? dt__tensor(ctx, x->dtype, shape, name) : NULL;
@@ -5054,8 +5059,8 @@ static dt_tensor *dt__view(dt_tensor *x, dt_shape shape, const char *name) {
 
 dt_tensor *dt_alias(dt_tensor *x) {
     dt_ctx *ctx = dt__op_context("dt_alias", x, NULL, NULL);
-    /* A copy if the data may be freed before the alias: a transient tensor, a gathered parameter.
-       */
+    /* copy the data if they may be freed before the alias: x is transient, or a parameter whose
+       values are gathered */
     dt_tensor *owner = ctx ? dt__owner(x) : NULL;
     int copied = ctx && (owner->transient || (owner->param && owner->param->bucket->data !=
                                                                   owner->param->bucket->shard));
@@ -5083,9 +5088,9 @@ static void dt__dense_strides(dt_shape shape, int64_t *stride) {
     }
 }
 
-/* Slice, concatenation and transposition are one strided copy, and their backward is the same copy
-   in the other direction. For concat, input i is a region of the output; for slice and
-   transposition the output is a region of the input. */
+/* Slice, concatenation and transposition make one strided copy for each input. Their backward makes
+   the same copies in the other direction. For concat, input i is a region of the output; for slice
+   and transposition, the output is a region of the input. */
 typedef struct dt__strided_saved {
     dt_shape region[DT_MAX_INPUTS];
     int64_t out_offset[DT_MAX_INPUTS], in_offset[DT_MAX_INPUTS]; /* in elements */
@@ -5226,8 +5231,8 @@ dt_tensor *dt_cast(dt_tensor *x, dt_dtype dtype) {
 
 /* ---- rows by index ---- */
 
-/* The rows of the full table that this rank's table holds: all of them, or its local slice along
-   dimension 0. */
+/* Sets *offset and *rows to the rows of the full table that this rank holds: all rows, or the local
+   slice along dimension 0. *vocab receives the number of rows of the full table. */
 static void dt__table_slice(
     const dt_tensor *table, int64_t *offset, int64_t *rows, int64_t *vocab) {
     const dt_param_info *p = table->param;
@@ -5497,8 +5502,8 @@ static int dt__attention_fits(
     return q->ctx->status == DT_OK;
 }
 
-/* The positions or documents of a (B,T,H,D) tensor, one integer for each token. Returns NULL if
-   none were given, which is not an error; sets *bad on an error. */
+/* Returns the data of ints, which holds a position or a document number for each token of x
+   (B,T,H,D). Returns NULL if ints is NULL, which is not an error. Sets *bad to 1 on an error. */
 static const int32_t *dt__token_ints(dt_tensor *x, dt_tensor *ints, int *bad) {
     if (!ints) return NULL;
     if (!dt__op_context("dt_attention", x, ints, NULL))
@@ -5575,8 +5580,8 @@ dt_tensor *dt_attention(dt_tensor *q, dt_tensor *k, dt_tensor *v, dt_attn_desc d
 
 typedef struct dt__loss_saved {
     dt_tensor *lse;
-    dt_tensor *logits;   /* kept for the backward, or NULL: recomputed */
-    int logits_are_grad; /* the backward has replaced the kept logits by their gradient */
+    dt_tensor *logits;   /* saved for the backward; NULL: the backward recomputes them */
+    int logits_are_grad; /* 1: the backward has overwritten the saved logits with their gradient */
     double scale;
     dt_loss_desc desc;
 } dt__loss_saved;
@@ -5605,7 +5610,7 @@ static int dt__loss_desc_ok(
     return 0;
 }
 
-/* The outputs of a loss over rows. */
+/* The outputs of a cross-entropy. z and logits may be NULL. */
 typedef struct dt__loss_outputs {
     dt_tensor *loss, *lse, *z, *logits;
 } dt__loss_outputs;
@@ -5643,15 +5648,15 @@ static dt_status dt__loss_kernel(
     return dt__kernel_done(x->ctx, op, x->name, "cross_entropy", status);
 }
 
-/* Doubles of scratch for a vocabulary-parallel loss: this rank's partial results, and behind them
-   those of all ranks. */
+/* Number of doubles of scratch that a vocabulary-parallel loss needs, for this rank's partial
+   results followed by the partial results of all ranks. 0 if the vocabulary is not sharded. */
 static size_t dt__loss_partial_count(dt_loss_part part, size_t rows) {
     return part.parts ? 2 * rows * (size_t)(part.parts + 1) : 0;
 }
 
-/* Vocabulary-parallel cross-entropy, the exchange: gathers every rank's partial results,
-   {log-sum-exp, target} of each row, and merges them into the loss. partial is (rows,2), with room
-   for all ranks' results behind it. */
+/* Vocabulary-parallel cross-entropy, the exchange. Gathers every rank's partial results,
+   {log-sum-exp, target} of each row, and merges them into the loss. partial holds this rank's
+   results (rows,2), followed by space for all ranks' results (parts,rows,2). */
 static dt_status dt__loss_merge(const char *op, dt_tensor *x, dt_tensor *labels,
     const dt__loss_outputs *p, dt_loss_part part, double denominator, double *partial) {
     size_t rows = dt__row_count(x);
@@ -5737,15 +5742,17 @@ dt_tensor *dt_cross_entropy_at(
     return dt__loss_end(op, logits, NULL, labels, p, denominator, desc, dt__cross_entropy_back);
 }
 
-/* dt_linear_cross_entropy never holds all logits (rows,V): it computes a chunk of rows, reduces it
-   to the loss, and recomputes it in the backward, where the gradient overwrites the logits.
+/* dt_linear_cross_entropy does not hold all logits (rows,V) in memory. The forward computes the
+   logits of one chunk of rows after another and reduces each chunk to the loss. The backward
+   recomputes the logits of a chunk and overwrites them with their gradient, dlogits.
 
        forward, each chunk of rows     logits = x w^T  ->  loss, lse
        backward, each chunk of rows    logits = x w^T  ->  dlogits  ->  dx, dw += dlogits^T x
 
-   The rows of a chunk: about 2^20 logits, on a GPU more, and 64 to 4,096 rows, so that the product
-   is efficient. They depend on V alone, so that the bits of w's gradient do not depend on the
-   number of rows. A kernel table with max_saved_logits > 0 keeps up to that many logits: then w's
+   A chunk has about 2^20 logits (more on a GPU), but at least 64 and at most 4,096 rows, so that
+   the product is efficient. The number of rows of a chunk depends on V alone, so that the bits of
+   w's gradient do not depend on the number of rows of x. Exception: if the kernel table's
+   max_saved_logits is at least the number of all logits, the forward saves all logits, and w's
    gradient is one product over all rows. */
 static int64_t dt__loss_chunk_rows(const dt_ctx *ctx, int64_t vocab) {
     int64_t max_logits =
@@ -5760,8 +5767,9 @@ static int dt__loss_keeps_logits(const dt_ctx *ctx, const dt_tensor *x, const dt
            (x->needs_grad || w->needs_grad);
 }
 
-/* Scratch for one chunk: its logits, the partial results of a vocabulary-parallel loss, row losses,
-   one row, and the products' scratch. */
+/* Scratch for one chunk of `rows` rows: logits, the partial results of a vocabulary-parallel loss
+   (for all rows of x), the loss of each row, the cross-entropy kernel's scratch for one row, and
+   the scratch of the products. */
 typedef struct dt__loss_chunk {
     int64_t rows;
     char *logits;
@@ -5791,7 +5799,7 @@ static int dt__loss_chunk_make(dt_ctx *ctx, const dt_tensor *x, const dt_tensor 
     return k->logits != NULL;
 }
 
-/* Logits of rows [r, r + rows). */
+/* Computes the logits of rows [r, r + rows) of x. */
 static dt_status dt__loss_logits(const char *op, const dt_tensor *x, const dt_tensor *w,
     const dt__loss_chunk *k, int64_t r, int64_t rows) {
     int64_t C = (int64_t)dt__last_dim(w);
@@ -5823,7 +5831,7 @@ static dt_status dt__linear_cross_entropy_back(dt_node *n) {
         return dt_error(ctx);
     if (dt_wants(n, 2) && !(dw.c = dt__grad_wide(n, 2, &dw.accumulate, &dw.wide)))
         return dt_error(ctx);
-    /* runs once even without rows, to write zero gradients */
+    /* the loop runs once even if x has no rows, to write zero gradients */
     for (int64_t r = 0; r < all || r == 0; r += k.rows) {
         int64_t rows = all - r < k.rows ? all - r : k.rows;
         if (rows > 0 && !kept_logits && dt__loss_logits(n->name, x, w, &k, r, rows) != DT_OK)
@@ -5846,7 +5854,8 @@ static dt_status dt__linear_cross_entropy_back(dt_node *n) {
             .full_vocab = saved->desc.part.all };
         if (!saved->logits_are_grad && DT__KERNEL(ctx, n->name, cross_entropy_back, &a) != DT_OK)
             return dt_error(ctx);
-        saved->logits_are_grad = kept_logits != NULL; /* for the other half of the backward */
+        /* the other half of a split backward must use this gradient as it is */
+        saved->logits_are_grad = kept_logits != NULL;
         dt_matmul_args p = dx;
         p.m = rows;
         p.a = k.logits;
@@ -5917,7 +5926,7 @@ dt_tensor *dt_linear_cross_entropy(
 
 static dt_status dt__mse_back(dt_node *n) {
     const dt__loss_saved *saved = (const dt__loss_saved *)n->saved;
-    for (int i = 0; i < 2; i++) { /* db is da with a and b exchanged */
+    for (int i = 0; i < 2; i++) { /* i 1 computes db, which is da with a and b exchanged */
         if (!dt_wants(n, i)) continue;
         dt_tensor *a = n->in[i], *b = n->in[1 - i];
         dt_mse_back_args args = { .dtype = a->dtype,
@@ -5957,7 +5966,7 @@ static dt_status dt__side_loss_back(dt_node *n) {
     int accumulate = 0;
     void *ds = dt_grad_raw(n, 0, &accumulate);
     if (!ds) return dt_error(s->ctx);
-    void *weight = dt_scratch(s->ctx, sizeof(double)); /* one element of either type */
+    void *weight = dt_scratch(s->ctx, sizeof(double)); /* holds one element of any type */
     if (!weight ||
         dt__fill(s->ctx, s->dtype, weight, 1, saved->scale * s->ctx->loss_scale) != DT_OK)
         return dt_error(s->ctx);
