@@ -5988,9 +5988,10 @@ dt_tensor *dt_loss(dt_tensor *x, dt_tensor *scalar, double weight) {
 
 // ==== 18. JSON ==================================================================================
 
-/* A recursive-descent parser (RFC 8259) that walks the text twice. The first pass validates and
-   counts; then one allocation holds everything, and the second pass fills it in. Nodes stand in the
-   order of the text, a container before its children:
+/* A recursive-descent parser (RFC 8259) that reads the text twice. The first pass validates the
+   text and counts nodes and string bytes. Then one allocation of the counted size is made, and the
+   second pass fills it. The nodes are in the order of the text, so a container precedes its
+   children:
 
        {"a": [1, 2], "b": true}    node  0 object   1 array a   2 number   3 number   4 bool b
                                    next  5          4           3          4          5
@@ -6006,11 +6007,12 @@ enum {
 };
 
 typedef struct dt__json_node {
-    uint32_t at;   /* byte offset in the text */
-    uint32_t key;  /* of a member: offset of its key in chars */
-    uint32_t next; /* the node after this one and its descendants */
+    uint32_t at;   /* the value's byte offset in the text */
+    uint32_t key;  /* offset in chars of a member's key; 0 if the node is not a member */
+    uint32_t next; /* index of the next node that is not a descendant of this node */
     uint32_t kind : 3, count : 29;
-    /* first: offset of a string in chars, or index of a container's first child in order */
+    /* first: a string's offset in chars; the index in `order` of a container's first child; 1 for
+       true */
     union {
         double number;
         uint32_t first;
@@ -6020,15 +6022,17 @@ typedef struct dt__json_node {
 struct dt_json {
     dt_ctx *ctx;
     const char *name, *text;
-    size_t bytes, memory; /* of the text; of this struct and the arrays behind it */
+    size_t bytes, memory; /* length of the text; size of this struct with the arrays that follow */
     uint32_t nodes;
-    dt__json_node *node; /* (nodes), each before its descendants */
-    uint32_t *order;   /* (nodes): the children of each container in a row, members sorted by key */
+    dt__json_node *node; /* (nodes): a node precedes its descendants */
+    /* (nodes): node indices. The children of a container are consecutive; members are sorted by
+       key */
+    uint32_t *order;
     uint32_t *scratch; /* (nodes): for sorting */
-    char *chars;       /* strings, each as 4 bytes of length, the text, a NUL */
+    char *chars;       /* all strings; a string is 4 bytes of length, the bytes and a NUL */
 };
 
-/* The state of one pass over the text. The first pass only counts. */
+/* The state of one pass over the text. The first pass stores no nodes and no strings. */
 typedef struct dt__json_parser {
     dt_json *doc;
     size_t at, chars;
@@ -6036,7 +6040,8 @@ typedef struct dt__json_parser {
     int depth;
 } dt__json_parser;
 
-/* A name from a file for an error text: printable, and truncated to 80 bytes. */
+/* Returns a name that was read from a file for use in an error text: printable, and truncated to 80
+   bytes. */
 static dt__text dt__printable_name(const char *name) {
     dt__text t;
     if (snprintf(t.s, 81, "%s", name) > 80) memcpy(t.s + 80, "..", 3);
@@ -6066,8 +6071,8 @@ static int dt__json_error(const dt_json *d, size_t at, const char *fmt, ...) {
     return 0;
 }
 
-/* Bottom-up merge sort of v: stable, O(n log n), and fast where neighbouring runs are in order
-   already. scratch holds n elements. */
+/* Bottom-up merge sort of v (n elements): stable, O(n log n). Skips a merge if the two runs are
+   already in order. scratch has space for n elements. */
 typedef int (*dt__less_fn)(const void *user, uint32_t a, uint32_t b);
 static void dt__sort(uint32_t *v, uint32_t *scratch, size_t n, dt__less_fn less, const void *user) {
     for (size_t width = 1; width < n; width *= 2)
@@ -6105,8 +6110,8 @@ static int dt__json_less(const void *user, uint32_t a, uint32_t b) {
     return dt__json_compare((const dt_json *)user, a, b) < 0;
 }
 
-/* The offset of the first byte that is not valid UTF-8, or n. Overlong forms and surrogates are not
-   valid. */
+/* Returns the offset of the first byte that is not valid UTF-8, or n if all n bytes are valid.
+   Overlong forms and surrogates are not valid. */
 static size_t dt__utf8_first_invalid(const char *text, size_t n) {
     const unsigned char *s = (const unsigned char *)text;
     for (size_t i = 0; i < n;) {
@@ -6126,8 +6131,8 @@ static size_t dt__utf8_first_invalid(const char *text, size_t n) {
     return n;
 }
 
-/* An unsigned big integer, base 2^32, lowest digit first; large enough for every number that the
-   parser accepts. */
+/* An unsigned big integer in base 2^32, lowest digit first. w is large enough for every number that
+   the parser accepts. */
 typedef struct dt__big {
     int n;
     uint32_t w[96];
@@ -6154,7 +6159,7 @@ static void dt__big_mul_pow5(dt__big *b, int power) {
 
 static int dt__big_bits(const dt__big *b) { return 32 * b->n - __builtin_clz(b->w[b->n - 1]); }
 
-/* If a >= b: a -= b and returns 1, else returns 0. */
+/* If a >= b, subtracts b from a and returns 1. Otherwise returns 0. */
 static int dt__big_subtract(dt__big *a, const dt__big *b) {
     int i = a->n - 1;
     if (a->n != b->n) {
@@ -6173,10 +6178,11 @@ static int dt__big_subtract(dt__big *a, const dt__big *b) {
     return 1;
 }
 
-/* *out = digits * 10^exponent as the nearest double, ties to even; returns 0 if that is infinite or
-   0. The digits are those in s; other characters (the point) are skipped. This replaces libc's
-   strtod, which depends on the locale. It is a long division of big integers: 64 bits of the
-   quotient and whether the remainder is 0 decide the rounding in every case. */
+/* *out = digits * 10^exponent as the nearest double, ties to even; returns 0 if that double is
+   infinite or 0. s contains the digits; other characters of s (the point) are skipped. This
+   function replaces libc's strtod, which depends on the locale. The algorithm is a long division of
+   big integers. 64 bits of the quotient, and whether the remainder is 0, decide the rounding in
+   every case. */
 static int dt__decimal_to_double(const char *s, size_t n, int64_t exponent, double *out) {
     dt__big a = { 0, { 0 } }, b = { 1, { 1 } };
     int64_t digits = 0;
@@ -6199,8 +6205,9 @@ static int dt__decimal_to_double(const char *s, size_t n, int64_t exponent, doub
         dt__big_mul(&a, 2, 0);
         q = q << 1 | (uint64_t)dt__big_subtract(&a, &b);
     }
-    top += (int)exponent; /* the exponent of q's highest bit: 10^exponent = 5^exponent 2^exponent */
-    int drop = top < -1022 ? 11 - 1022 - top : 11; /* denormals have fewer bits */
+    /* 10^exponent = 5^exponent 2^exponent; now top is the exponent of q's highest bit */
+    top += (int)exponent;
+    int drop = top < -1022 ? 11 - 1022 - top : 11; /* denormals have a shorter mantissa */
     if (drop > 64) return 0;
     uint64_t mantissa = drop < 64 ? q >> drop : 0, remainder = drop < 64 ? q << (64 - drop) : q,
              half = (uint64_t)1 << 63;
@@ -6281,8 +6288,8 @@ static int dt__json_parse_hex(dt__json_parser *in, uint32_t *out) {
     return 1;
 }
 
-/* Decodes the escape after a backslash into out, as UTF-8. \udc80 to \udcff stand for one raw byte,
-   as in Python's surrogateescape. Returns the length, or 0 on an error. */
+/* Decodes the escape after a backslash into out, as UTF-8. An escape from \udc80 to \udcff becomes
+   one raw byte, as in Python's surrogateescape. Returns the number of bytes, or 0 on an error. */
 static int dt__json_parse_escape(dt__json_parser *in, char out[4]) {
     static const char from[] = "\"\\/bfnrt", to[] = "\"\\/\b\f\n\r\t";
     size_t begin = in->at - 1;
@@ -6312,7 +6319,8 @@ static int dt__json_parse_escape(dt__json_parser *in, char out[4]) {
     return n;
 }
 
-/* At a quote. Appends the string to chars; *offset receives its position. */
+/* Parses a string; the next byte is its opening quote. Appends the string to chars (the first pass
+   only counts the bytes); *offset receives the string's offset in chars. */
 static int dt__json_parse_string(dt__json_parser *in, uint32_t *offset) {
     const dt_json *d = in->doc;
     size_t begin = in->at++;
@@ -6352,8 +6360,8 @@ static int dt__json_literal(dt__json_parser *in, const char *word) {
     return 1;
 }
 
-/* After a container's descendants are parsed: lists its children in `order`. Members are sorted by
-   key, for dt_json_find and to find duplicate keys. */
+/* Lists the children of a container in `order`, after all descendants of the container are parsed.
+   Sorts the members of an object by key, for dt_json_find and to find duplicate keys. */
 static int dt__json_index_children(dt__json_parser *in, uint32_t self, dt__json_node *node) {
     dt_json *d = in->doc;
     if (!d->node) return 1;
@@ -6600,7 +6608,7 @@ static void dt__json_quote(dt_json_out *o, const char *s) {
     dt__json_write(o, "\"", 1);
 }
 
-/* Writes what precedes a value: a comma unless it is the first, and the key. */
+/* Writes a comma, unless the next value is the first in its container, and then the key, if any. */
 static void dt__json_separator(dt_json_out *o, const char *key) {
     char last = o && o->used ? o->text[o->used - 1] : '{';
     if (last != '{' && last != '[') dt__json_write(o, ",", 1);
@@ -6624,8 +6632,9 @@ void dt_json_put_string(dt_json_out *o, const char *key, const char *value) {
         dt__json_write(o, "null", 4);
 }
 
-/* Writes the fewest of 15 to 17 digits that parse back to the same value. The decimal point of
-   snprintf depends on the locale and may have several bytes, so it is replaced by '.'. */
+/* Writes 15, 16 or 17 significant digits: the fewest that parse back to the same value.
+   The decimal point of snprintf depends on the locale and may have several bytes, so this function
+   replaces the decimal point by '.'. */
 void dt_json_put_number(dt_json_out *o, const char *key, double value) {
     char raw[48], text[48] = "0";
     double parsed = 0;
