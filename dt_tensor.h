@@ -6691,12 +6691,14 @@ void dt_json_out_free(dt_json_out *o) {
                      JSON: { "name": { "dtype": "F32", "shape": [4,8], "data_offsets": [0,128] } }
        llm.c         | 256 int32: magic, version, sizes | 16 tensors in a fixed order |
 
-   A file is written under a temporary name; dt_weights_close syncs it and renames it, so that a
-   name never refers to a half-written file. Input is untrusted: sizes are checked for overflow, and
-   the tensors must cover the data exactly. A parameter's local slice is a set of contiguous ranges
-   of the file's tensor; a transposed one passes through tiles that fit the staging buffer. */
+   A file is written under a temporary name. dt_weights_close syncs the file and renames it to its
+   final name, so the final name never refers to a half-written file. Input files are untrusted:
+   sizes are checked for overflow, and the tensors must cover the data exactly. A parameter's local
+   slice is a set of contiguous ranges of the file's tensor. A transposed slice is copied in tiles
+   that fit the staging buffer. */
 
-/* Buffer sizes: file data that is being converted; elements between a file and a parameter. */
+/* Sizes of two buffers: convert_buffer holds file data during a type conversion, and staging holds
+   elements on their way between a file and a parameter. */
 enum { DT__CONVERT_BYTES = 256 << 10, DT__STAGING_BYTES = 1 << 20 };
 
 typedef struct dt__type {
@@ -6704,7 +6706,8 @@ typedef struct dt__type {
     int bits, readable;
     dt_dtype dtype;
 } dt__type;
-/* The element types of safetensors, in its order: a writer puts tensors of the last types first. */
+/* The element types in the order of the safetensors library. A writer sorts the tensors of a file
+   by type, from the end of this list to its beginning. */
 static const dt__type dt__types[] = { { "BOOL", 8, 0, DT_F32 }, { "F4", 4, 0, DT_F32 },
     { "F6_E2M3", 6, 0, DT_F32 }, { "F6_E3M2", 6, 0, DT_F32 }, { "U8", 8, 0, DT_F32 },
     { "I8", 8, 0, DT_F32 }, { "F8_E5M2", 8, 0, DT_F32 }, { "F8_E4M3", 8, 0, DT_F32 },
@@ -6715,8 +6718,8 @@ static const dt__type dt__types[] = { { "BOOL", 8, 0, DT_F32 }, { "F4", 4, 0, DT
     { "I64", 64, 0, DT_F32 }, { "U64", 64, 0, DT_F32 } };
 enum { DT__TYPES = sizeof dt__types / sizeof *dt__types };
 
-/* The tensors of an llm.c model, in file order. Dimensions: P padded vocabulary, T positions, L
-   layers, C width, 3 and 4 mean 3 C and 4 C. */
+/* The tensors of an llm.c model, in file order. In `dims`, P is the padded vocabulary, T positions,
+   L layers, C the width, 3 means 3 C and 4 means 4 C. */
 static const struct {
     const char *name, *dims;
 } dt__llmc_tensors[16] = { { "wte", "PC" }, { "wpe", "TC" }, { "ln1w", "LC" }, { "ln1b", "LC" },
@@ -6728,15 +6731,15 @@ enum { DT__LLMC_MAGIC = 20240326, DT__LLMC_HEADER_BYTES = 1024 };
 typedef struct dt__weight {
     dt_weight t;
     int file, type;            /* indices into dt_weights.file and dt__types */
-    int64_t bytes, offset;     /* offset: of its first byte in the file */
+    int64_t bytes, offset;     /* offset: position of the tensor's first byte in the file */
     int64_t written, expected; /* elements written so far; elements that must be written */
-    /* The name of a declared tensor, freed with the handle. Other names point into the JSON header
-       or are constants. */
+    /* The name of a declared tensor, freed with the handle; NULL for a tensor that was read, whose
+       name points into the JSON header, and for a tensor of an llm.c model */
     char *own_name;
 } dt__weight;
 
 typedef struct dt__weight_file {
-    char *path, *temp; /* temp: the name while it is being written */
+    char *path, *temp; /* temp: the file's name while the file is being written */
     char *header;      /* everything before the data */
     dt_json *json;     /* the parsed header; owns the tensors' names */
     size_t path_bytes, temp_bytes, header_bytes;
@@ -6744,9 +6747,10 @@ typedef struct dt__weight_file {
     int temp_exists; /* temp may exist and must be removed on failure */
 } dt__weight_file;
 
-/* Replaces the file of a handle that is open for writing. A checkpoint uses it: every rank has a
-   handle with the complete layout, and the sink receives the rank's elements, converted to the
-   file's type: elements [first, first + count) of tensor `index`, which belong at byte `offset`. */
+/* A function that receives elements in place of the file of a handle that is open for writing. A
+   checkpoint uses a sink: every rank has a handle with the complete layout, and the rank's sink
+   receives the elements that this rank writes. `data` is elements [first, first + count) of tensor
+   `index`, converted to the file's type; they belong at byte `offset` of the file. */
 typedef struct dt__sink {
     void (*put)(
         void *user, int index, int64_t first, int64_t count, const void *data, int64_t offset);
@@ -6755,7 +6759,7 @@ typedef struct dt__sink {
 
 struct dt_weights {
     dt_ctx *ctx;
-    dt_listener listener; /* closes the handle with the context */
+    dt_listener listener; /* closes the handle when the context is freed */
     int writing;
     int layout_done;      /* the list of tensors is final; files and offsets are assigned */
     dt_weights_desc desc; /* desc.llmc is also set for a file that is read */
@@ -6763,13 +6767,15 @@ struct dt_weights {
     dt__weight_file *file;
     dt__weight *weight;
     int files, file_capacity, weights, weight_capacity;
-    uint32_t *order; /* (2 order_capacity): indices of weights, sorted; scratch for the sort */
+    uint32_t *order; /* (2 order_capacity): sorted indices into weight, then scratch for sorting */
     int order_capacity;
-    /* Only one file is open at a time, because many ranks may read many files. */
+    /* The open file, an index into `file` or -1. A handle keeps only one file open at a time,
+       because many ranks may read many files. */
     int fd, open_file;
     char *convert_buffer, *staging;
-    dt__sink sink; /* put not NULL: it receives all elements, and no file is created here */
-    /* dt_weights_save writes share `writer` of `writers` of the rank's elements; 0: all of them */
+    dt__sink sink; /* if put is not NULL, put receives all elements, and no file is created */
+    /* dt_weights_save divides the rank's elements among `writers` ranks, and this rank writes share
+       `writer`. writers 0: this rank writes all its elements */
     int writer, writers;
 };
 
@@ -6781,8 +6787,9 @@ static char *dt__concat_text(dt_ctx *ctx, const char *a, size_t a_bytes, const c
     return s;
 }
 
-/* The temporary name of rank 0 is path.tmp; other ranks add their number, so that ranks that write
-   the same file do not overwrite each other's temporary file. The last rank to finish wins. */
+/* Returns the temporary name: path.tmp on rank 0 and path.<rank>.tmp on other ranks, so that ranks
+   that write the same path do not overwrite each other's temporary file. The rank that renames its
+   file last replaces the others' files. */
 static char *dt__temp_name(dt_ctx *ctx, const char *path) {
     char end[32];
     snprintf(end, sizeof end, ".%d.tmp", ctx->rank);
@@ -6810,9 +6817,9 @@ static const char *dt__io_reason(void) { return dt__io_error_text(errno); }
 
 static int dt__io_absent(void) { return errno == ENOENT || errno == ENOTDIR; }
 
-/* Fails after a failed io call, with the formatted text and errno's description. Sets
-   ctx->read_failed,
-   because the file itself may be good, unless it is absent, a directory or a FIFO. */
+/* Fails the context after a failed io call, with the formatted text and errno's description. Sets
+   ctx->read_failed, which means that the file may be intact, unless errno says that the path is
+   absent, a directory or a FIFO. */
 static dt_status dt__io_fail(dt_ctx *ctx, const char *fmt, ...) DT_PRINTF(2, 3);
 static dt_status dt__io_fail(dt_ctx *ctx, const char *fmt, ...) {
     char text[sizeof ctx->text];
@@ -6826,8 +6833,8 @@ static dt_status dt__io_fail(dt_ctx *ctx, const char *fmt, ...) {
     return dt_fail(ctx, DT_ERR_IO, "%s: %s", text, reason);
 }
 
-/* Creates a file under a temporary name. Removes a file or link of that name that a killed job
-   left. */
+/* Creates a file; path is a temporary name. If a killed job left a file or link of this name,
+   removes that file or link first. */
 static int dt__io_create(const dt_io *io, const char *path) {
     errno = 0;
     int fd = io->open(io->user, path, DT_IO_CREATE);
@@ -6836,9 +6843,10 @@ static int dt__io_create(const dt_io *io, const char *path) {
     return io->open(io->user, path, DT_IO_CREATE);
 }
 
-/* Reads or writes bytes and returns how many were transferred. The io table may transfer fewer
-   bytes per call, so this loops. If not all were: *end is 1 at the end of the file (or when a write
-   accepts nothing); otherwise errno holds the reason, if the table sets it. */
+/* Reads or writes `bytes` bytes and returns the number of bytes transferred. Loops, because one
+   call of the io table may transfer fewer bytes. If the transfer stops early, *end is 1 at the end
+   of the file (or when a write accepts no bytes); otherwise *end is 0, and errno holds the reason
+   if the io table sets errno. */
 static int64_t dt__io_transfer(
     const dt_io *io, int fd, int writing, void *data, int64_t bytes, int64_t at, int *end) {
     int64_t done = 0, n = 1;
@@ -6855,7 +6863,7 @@ static int64_t dt__io_transfer(
     return done;
 }
 
-/* Reads all `bytes` at offset `at`, or fails with an error that names `item`. */
+/* Reads exactly `bytes` bytes at offset `at`, or fails with an error that names `item`. */
 static dt_status dt__file_read_at(
     dt_ctx *ctx, const char *path, int fd, void *out, int64_t bytes, int64_t at, const char *item) {
     int end = 0;
@@ -6876,8 +6884,8 @@ static dt_status dt__file_write_at(
                          : dt__io_fail(ctx, "%s: writing byte %lld", path, (long long)(at + done));
 }
 
-/* Returns a descriptor, or -1 after failing the context. For writing, path is a temporary name and
-   the file is created with `bytes` zeros. */
+/* Returns a descriptor, or -1 after failing the context. If writing is 1, path is a temporary name,
+   and the new file contains `bytes` zero bytes. */
 static int dt__file_open(dt_ctx *ctx, const char *path, int writing, int64_t bytes) {
     const dt_io *io = &ctx->io;
     if (ctx->status != DT_OK) return -1;
@@ -6893,7 +6901,7 @@ static int dt__file_open(dt_ctx *ctx, const char *path, int writing, int64_t byt
     return -1;
 }
 
-/* Syncs and closes a written file. A disk error may not be reported before fsync. */
+/* Syncs and closes a written file. Some disk errors are reported only by fsync. */
 static dt_status dt__file_sync_close(dt_ctx *ctx, const char *path, int fd) {
     errno = 0;
     int synced = ctx->status == DT_OK ? ctx->io.fsync(ctx->io.user, fd) : 0;
@@ -6904,8 +6912,7 @@ static dt_status dt__file_sync_close(dt_ctx *ctx, const char *path, int fd) {
 }
 
 /* Commits a file: renames temp to path, then syncs the directory, so that the new name survives a
-   power failure. Skips the second step if the io table or the file system cannot open directories.
-   */
+   power failure. Skips the sync if the io table or the file system cannot open directories. */
 static dt_status dt__file_commit(dt_ctx *ctx, const char *temp, const char *path) {
     const char *slash = strrchr(path, '/');
     errno = 0;
@@ -7017,7 +7024,7 @@ static dt_weights *dt__weights_new(dt_ctx *ctx, const char *path, int writing) {
     if (!path)
         dt_fail(ctx, DT_ERR_ARG, "%s: the path is NULL",
             writing ? "dt_weights_create" : "dt_weights_open");
-    /* two handles would share a temporary file */
+    /* two handles that write the same path would share a temporary file */
     for (dt_listener *l = ctx->listeners; l && writing && path; l = l->next) {
         const dt_weights *other =
             l->closing == dt__weights_free ? (const dt_weights *)l->user : NULL;
@@ -7042,7 +7049,7 @@ static void dt__weights_destroy(dt_weights *w) {
     dt__weights_free(w->ctx, w);
 }
 
-/* Takes ownership of path, also on failure. */
+/* Appends a file to the handle's list. Takes ownership of path, also on failure. */
 static dt__weight_file *dt__weights_add_file(dt_weights *w, char *path) {
     dt__weight_file *grown = (dt__weight_file *)dt__grow(
         w->ctx, w->file, w->files, &w->file_capacity, sizeof *grown, "files");
@@ -7081,7 +7088,7 @@ static int dt__by_type(const void *user, uint32_t a, uint32_t b) {
     return t[a].type != t[b].type ? t[a].type > t[b].type : dt__by_name(user, a, b);
 }
 
-/* Fills w->order with the tensors from `first` on, sorted. */
+/* Fills w->order with the indices of tensors first .. w->weights - 1, sorted by `less`. */
 static dt_status dt__weights_sort(dt_weights *w, int first, dt__less_fn less) {
     int n = w->weights - first;
     if (w->weights > w->order_capacity) {
@@ -7097,7 +7104,7 @@ static dt_status dt__weights_sort(dt_weights *w, int first, dt__less_fn less) {
     return DT_OK;
 }
 
-/* Sorts the complete list of tensors by name. Two tensors of one name are an error. */
+/* Sorts all tensors by name. Fails if two tensors have the same name. */
 static dt_status dt__weights_sort_names(dt_weights *w) {
     if (dt__weights_sort(w, 0, dt__by_name) != DT_OK) return w->ctx->status;
     for (int i = 1; i < w->weights; i++)
@@ -7110,7 +7117,7 @@ static dt_status dt__weights_sort_names(dt_weights *w) {
 
 // ---- Reading
 
-/* Reads one member of a safetensors header: a tensor. */
+/* Reads the entry of one tensor in a safetensors header. */
 static dt_status dt__safetensors_entry(dt_weights *w, int f, int node) {
     dt__weight_file *file = &w->file[f];
     const dt_json *j = file->json;
@@ -7173,8 +7180,9 @@ static dt_status dt__safetensors_metadata(const dt_json *j, int node) {
     return DT_OK;
 }
 
-/* The tensors of one file, beginning with `first`, must cover its data exactly: no gap, no overlap,
-   nothing behind the last one. Otherwise two readers could see different contents in one file. */
+/* Fails unless the tensors of file f, whose indices begin with `first`, cover the file's data
+   exactly: no gap, no overlap, and no bytes after the last tensor. Otherwise two readers could see
+   different contents in the same file. */
 static dt_status dt__safetensors_check_cover(dt_weights *w, int f, int first) {
     const dt__weight_file *file = &w->file[f];
     int64_t at = (int64_t)file->header_bytes;
@@ -7219,8 +7227,8 @@ static dt_status dt__safetensors_open(dt_weights *w, int f, uint64_t json_bytes)
     return ctx->status == DT_OK ? dt__safetensors_check_cover(w, f, first) : ctx->status;
 }
 
-/* Describes tensor i of an llm.c model whose sizes were checked. Returns 0 if its size overflows.
-   */
+/* Describes tensor i of an llm.c model. The caller has checked the sizes in m. Returns 0 if the
+   tensor's size overflows. */
 static int dt__llmc_tensor(const dt_llmc *m, int i, dt__weight *t) {
     const char *dims = dt__llmc_tensors[i].dims;
     int64_t C = m->width;
@@ -7322,7 +7330,7 @@ static dt_status dt__index_shards(dt_weights *w, const dt_json *j, int map, cons
     return w->ctx->status;
 }
 
-/* Each tensor of an index must be in the file that the index names. */
+/* Fails unless each tensor of an index is in the file that the index names for this tensor. */
 static dt_status dt__index_check(dt_weights *w, const dt_json *j, int map, const char *path) {
     const char *slash = strrchr(path, '/');
     size_t folder = slash ? (size_t)(slash - path) + 1 : 0;
@@ -7351,7 +7359,8 @@ static dt_status dt__index_open(dt_weights *w, const char *path) {
     return w->ctx->status;
 }
 
-/* Returns w->path + name if that file exists, else NULL. Any reason but absence is an error. */
+/* Returns w->path + name if that file exists, else NULL. Fails the context if the file cannot be
+   opened for another reason than absence. */
 static char *dt__weights_find_file(dt_weights *w, const char *name) {
     dt_ctx *ctx = w->ctx;
     char *path = ctx->status == DT_OK ? dt__concat_text(ctx, w->path, strlen(w->path), name) : NULL;
@@ -7424,8 +7433,9 @@ const char *dt_weights_metadata(const dt_weights *w, const char *key) {
     return dt_json_string(j, dt_json_find(j, dt_json_find(j, 0, "__metadata__"), key), NULL);
 }
 
-/* out = in converted to another type, both in host memory. Values pass through f32; from f64 to a
-   16-bit type they are rounded to odd first, so that the second rounding is exact. */
+/* Converts count elements in host memory. Each value is converted to f32 first. From f64 to a
+   16-bit type, this first conversion rounds to odd, so that the two roundings give the same result
+   as a single rounding. */
 static void dt__convert(dt_dtype to, void *out, dt_dtype from, const void *in, int64_t count) {
     float f[512];
     if (to == from) memcpy(out, in, (size_t)count * dt_dtype_size(to));
@@ -7506,14 +7516,15 @@ dt_status dt_weights_read(
 
 // ---- Loading and saving parameters
 
-/* A rectangle that a parameter and a tensor of a file share: a dt_weight_part with its defaults
-   filled in. */
+/* A dt_weight_part with its defaults filled in: a rectangle of the parameter, seen as a matrix, and
+   the position of the same elements in the matrix of the file. */
 typedef struct dt__weight_rect {
     dt_tensor *param;
     int index; /* of the file's tensor */
-    /* rows [at, at + rows) of the parameter seen as a matrix of `columns` */
+    /* rows [at, at + rows) of the parameter, seen as a matrix with `columns` columns */
     int64_t at, rows, columns;
-    /* the rectangle's first row and column in the file's matrix, and that matrix's columns */
+    /* row, column: the rectangle's first row and column in the file's matrix; stride: number of
+       columns of the file's matrix */
     int64_t row, column, stride;
     int transposed;
 } dt__weight_rect;
@@ -7552,7 +7563,8 @@ static dt_status dt__rect_make(dt_weights *w, const dt_weight_part *part, dt__we
     return DT_OK;
 }
 
-/* Reads a range of the file's tensor to host memory, or writes it from there. */
+/* Reads elements [first, first + count) of the file's tensor to host memory, or writes these
+   elements from host memory. */
 static dt_status dt__rect_access_file(
     dt_weights *w, const dt__weight_rect *r, int64_t first, int64_t count, void *host) {
     dt_dtype dtype = r->param->dtype;
@@ -7560,8 +7572,8 @@ static dt_status dt__rect_access_file(
                       : dt_weights_read(w, r->index, first, count, dtype, host);
 }
 
-/* Reads a range of the parameter's local elements to host memory for a file that is written, or
-   writes it from there. */
+/* Copies local elements [first, first + count) of the parameter to host memory if the file is being
+   written, or from host memory to the parameter if the file is being read. */
 static dt_status dt__rect_access_param(
     dt_weights *w, const dt__weight_rect *r, int64_t first, int64_t count, void *host) {
     size_t size = dt_dtype_size(r->param->dtype), bytes = (size_t)count * size;
@@ -7571,8 +7583,8 @@ static dt_status dt__rect_access_param(
     return dt__sync(w->ctx); /* the caller reuses host memory at once */
 }
 
-/* Narrows the range [*begin, *end) to this rank's share, when the ranks that hold the same elements
-   divide the writing among them. */
+/* Narrows the range [*begin, *end) to the share that this rank writes, if w->writers ranks hold the
+   same elements and divide the writing. */
 static void dt__weights_writer_share(const dt_weights *w, int64_t *begin, int64_t *end) {
     int64_t from = *begin, n = *end - *begin;
     if (!w->writers) return;
@@ -7580,11 +7592,11 @@ static void dt__weights_writer_share(const dt_weights *w, int64_t *begin, int64_
     *end = from + n / w->writers * (w->writer + 1) + n % w->writers * (w->writer + 1) / w->writers;
 }
 
-/* Not transposed: contiguous ranges of the local slice are contiguous in the file, up to the end of
-   a row of the file's matrix. */
+/* Copies a rectangle that is not transposed. A contiguous range of the local slice is contiguous in
+   the file too, up to the end of a row of the file's matrix. */
 static dt_status dt__rect_copy_rows(dt_weights *w, const dt__weight_rect *r) {
     const dt_param_info *p = r->param->param;
-    /* the slice's elements lie in [begin, end) of the full tensor */
+    /* elements [begin, end) of the full tensor include all elements of the slice */
     int64_t begin = 0, end = 0;
     int64_t max_elements = DT__STAGING_BYTES / (int64_t)dt_dtype_size(r->param->dtype);
     for (int i = 0; i < p->full.nd; i++) {
@@ -7631,14 +7643,15 @@ static void dt__copy_strided(
 }
 
 /* Copies one tile of a transposed parameter: rows [row, row + rows) and columns [column, column +
-   columns) of the parameter are columns and rows of the file. The tile passes through the staging
-   buffer, so that both the file and the parameter are accessed in contiguous ranges. local is the
-   tile's first element in the parameter, whose rows are `pitch` elements apart. */
+   columns) of the parameter, which are columns and rows of the file's matrix. The tile passes
+   through the staging buffer, so that both the file and the parameter are accessed in contiguous
+   ranges. `local` is the index of the tile's first element in the local slice, whose rows are
+   `pitch` elements apart. */
 static dt_status dt__rect_copy_tile(dt_weights *w, const dt__weight_rect *r, int64_t row,
     int64_t rows, int64_t column, int64_t columns, int64_t local, int64_t pitch) {
     size_t size = dt_dtype_size(r->param->dtype);
     char *tile = w->staging, *file_row = w->staging + (size_t)rows * (size_t)columns * size;
-    int64_t rows_per_move = columns == pitch ? rows : 1; /* rows that one move copies */
+    int64_t rows_per_move = columns == pitch ? rows : 1; /* rows that one dt__move copies */
     for (int64_t i = 0; i < rows && w->writing; i += rows_per_move)
         if (dt__rect_access_param(w, r, local + i * pitch, rows_per_move * columns,
                 tile + (size_t)(i * columns) * size) != DT_OK)
@@ -7657,15 +7670,16 @@ static dt_status dt__rect_copy_tile(dt_weights *w, const dt__weight_rect *r, int
     return DT_OK;
 }
 
-/* Transposed: the leading dimensions of the local slice are ranges of rows, divided into tiles that
-   fit the staging buffer together with one row of the file. */
+/* Copies a transposed rectangle. The leading dimensions of the local slice select ranges of the
+   parameter's rows. These ranges are divided into tiles; one tile and one row of the file together
+   fit in the staging buffer. */
 static dt_status dt__rect_copy_transposed(dt_weights *w, const dt__weight_rect *r) {
     const dt_param_info *p = r->param->param;
     dt_shape lead = p->full;
     int last = --lead.nd;
     int64_t pitch = p->slice.n[last], width = p->slice.inside[last];
     int64_t wide = width < 1024 ? width : 1024;
-    /* + 1: the row of the file */
+    /* wide + 1, because the buffer also holds one row of the file (tall elements) */
     int64_t tall = DT__STAGING_BYTES / ((wide + 1) * (int64_t)dt_dtype_size(r->param->dtype));
     int64_t first_column = 0, end_column = width;
     dt__slice_walk walk = dt__slice_begin(lead, p->slice);
@@ -7796,7 +7810,7 @@ int dt_weights_declare(dt_weights *w, const char *name, dt_dtype dtype, dt_shape
     return -1;
 }
 
-/* Assigns each tensor to a file, in order of declaration, and names the files. */
+/* Assigns the tensors to files, in order of declaration, and names the files. */
 static dt_status dt__safetensors_assign_files(dt_weights *w) {
     int64_t total = 0, size = 0, max_bytes = w->desc.shard_bytes;
     int f = 0;
@@ -7820,8 +7834,8 @@ static dt_status dt__safetensors_assign_files(dt_weights *w) {
     return w->ctx->status;
 }
 
-/* Creates file f under its temporary name and writes its header; the data are zero until written.
-   */
+/* Creates file f under its temporary name and writes its header. The tensors' data are zero until
+   dt_weights_write. */
 static dt_status dt__weights_create_file(dt_weights *w, int f, int64_t head_bytes) {
     dt__weight_file *file = &w->file[f];
     dt__weights_close_file(w);
@@ -7833,13 +7847,14 @@ static dt_status dt__weights_create_file(dt_weights *w, int f, int64_t head_byte
     return dt__file_write_at(w->ctx, file->temp, w->fd, file->header, head_bytes, 0);
 }
 
-/* Makes the header of file f, with its tensors in the order of w->order, and sets their offsets. */
+/* Makes the header of file f, which lists the file's tensors in the order of w->order, and sets the
+   tensors' offsets. */
 static dt_status dt__safetensors_write_header(dt_weights *w, int f) {
     dt__weight_file *file = &w->file[f];
     dt_json_out out = { w->ctx, NULL, 0, 0 };
     int64_t at = 0;
     uint64_t n = 0;
-    dt__json_write(&out, (const char *)&n, sizeof n); /* its length, set below */
+    dt__json_write(&out, (const char *)&n, sizeof n); /* the header's length, set below */
     dt__json_write(&out, "{\"__metadata__\":{\"format\":\"pt\"}", 31);
     for (int i = 0; i < w->weights; i++) {
         dt__weight *t = &w->weight[w->order[i]];
@@ -7888,7 +7903,8 @@ static dt_status dt__llmc_write_header(dt_weights *w) {
     return w->sink.put ? w->ctx->status : dt__weights_create_file(w, 0, DT__LLMC_HEADER_BYTES);
 }
 
-/* Fixes the layout once the list of tensors is complete: files, offsets, headers. */
+/* Fixes the layout, when all tensors are declared: assigns the tensors to files, sets their offsets
+   and writes the headers. */
 static dt_status dt__weights_layout(dt_weights *w) {
     if (w->layout_done || w->ctx->status != DT_OK || dt__weights_sort_names(w) != DT_OK)
         return w->ctx->status;
@@ -7952,7 +7968,7 @@ static dt_status dt__index_write(dt_weights *w) {
     dt_json_close(&out, '}');
     dt_json_close(&out, '}');
     if (path && dt_file_write(w->ctx, path, out.text, out.used) == DT_OK) {
-        errno = 0; /* dt_weights_open would prefer an older single file to the shards */
+        errno = 0; /* remove an older single file: dt_weights_open would open it, not the shards */
         if (w->ctx->io.remove(w->ctx->io.user, w->path) != 0 && errno != 0 && errno != ENOENT)
             dt__io_fail(w->ctx, "%s: removing this file, which is older than its shards", w->path);
     }
@@ -7961,7 +7977,8 @@ static dt_status dt__index_write(dt_weights *w) {
     return w->ctx->status;
 }
 
-/* Checks that all elements were written, then syncs the files and renames them to their names. */
+/* Checks that all elements were written, then syncs the files and renames them from their temporary
+   to their final names. */
 static dt_status dt__weights_commit(dt_weights *w) {
     if (dt__weights_layout(w) != DT_OK) return w->ctx->status;
     for (int i = 0; i < w->weights; i++) {
