@@ -4366,13 +4366,13 @@ static void dt__index_error(const char *op, const dt_tensor *x, const char *inde
     }
 }
 
-/* The output of an elementwise op on x. */
+/* Makes the output of an elementwise op on x, with the shape and type of x. */
 static dt_tensor *dt__new_like(dt_tensor *x, const char *op) {
     dt_ctx *ctx = dt__float_op_context(op, x, NULL, NULL);
     return ctx ? dt__new_named(ctx, x->dtype, x->shape, op) : NULL;
 }
 
-/* A tape record of an op with up to three inputs. */
+/* Fills in the tape record of an op with up to three inputs. */
 static dt_record_desc dt__make_record(const char *name, dt_tensor *a, dt_tensor *b, dt_tensor *c,
     dt_backward_fn backward, size_t saved_bytes) {
     dt_record_desc d;
@@ -4393,7 +4393,7 @@ static size_t dt__scratch_bytes(const dt_ctx *ctx, size_t bytes) {
     return bytes > ctx->kernels.work_bytes ? bytes : ctx->kernels.work_bytes;
 }
 
-/* One matrix product with scratch from the context. */
+/* Runs one matrix product, with scratch from the context. */
 static dt_status dt__matmul(dt_ctx *ctx, const char *op, const char *operand, dt_matmul_args a) {
     if (a.m == 0 || a.n == 0) return DT_OK;
     a.work_bytes = dt__scratch_bytes(ctx, dt_matmul_work(a.n, a.k, a.dtype));
@@ -4404,7 +4404,7 @@ static dt_status dt__matmul(dt_ctx *ctx, const char *op, const char *operand, dt
 
 /* in[i]'s gradient (+)= the output's gradient. can_move 1 means that nothing reads the output's
    gradient after this call. Then in[i] takes over the output's gradient buffer without a copy, if
-   in[i] has no gradient yet and both tensors have the same lifetime. */
+   in[i] is not a parameter and has no gradient yet, and both gradients have the same lifetime. */
 static dt_status dt__pass_grad(dt_node *n, int i, int can_move) {
     dt_tensor *t = dt__owner(n->in[i]), *out = dt__owner(n->out);
     int accumulate = 0;
@@ -4464,7 +4464,7 @@ static void dt__linear_fuse_input_grad(dt_node *n, dt_matmul_args *a) {
         x->block != n->out->block)
         return;
     dt__linear_saved *saved = (dt__linear_saved *)maker->saved;
-    if (!saved->pre_activation || maker->in[3]) return; /* the residual needs dy itself */
+    if (!saved->pre_activation || maker->in[3]) return; /* maker's residual needs x's gradient */
     a->activation_backward = 1;
     a->activation = saved->activation;
     a->pre_activation = saved->pre_activation->data;
@@ -4906,8 +4906,8 @@ dt_tensor *dt_div(dt_tensor *a, dt_tensor *b) { return dt__binary("dt_div", DT_D
 
 /* ---- sums and maxima ---- */
 
-/* The shape of x as three factors (outer,n,inner): n is the size of dimension dim. For DT_ALL, n is
-   the element count. */
+/* x as a tensor of shape (outer,n,inner). n is the size of dimension dim; for DT_ALL, n is the
+   element count. */
 typedef struct dt__dim_split {
     size_t outer, n, inner;
     dt_shape reduced; /* x's shape without dim */
@@ -5516,7 +5516,7 @@ static const int32_t *dt__token_ints(dt_tensor *x, dt_tensor *ints, int *bad) {
     return (const int32_t *)ints->data;
 }
 
-/* Fills in the attention mask. Returns 0 if positions or documents do not fit. */
+/* Fills in the attention mask. Returns 0 if positions or documents do not fit q and k. */
 static int dt__mask_make(dt_tensor *q, dt_tensor *k, dt_attn_desc d, dt_attention_mask *s) {
     int bad = 0, same = q->shape.d[1] == k->shape.d[1];
     s->causal = !d.full;
@@ -6205,7 +6205,8 @@ static int dt__decimal_to_double(const char *s, size_t n, int64_t exponent, doub
         dt__big_mul(&a, 2, 0);
         q = q << 1 | (uint64_t)dt__big_subtract(&a, &b);
     }
-    /* 10^exponent = 5^exponent 2^exponent; now top is the exponent of q's highest bit */
+    /* a / b has the factor 5^exponent; with 2^exponent too, top is the exponent of q's highest
+       bit */
     top += (int)exponent;
     int drop = top < -1022 ? 11 - 1022 - top : 11; /* denormals have a shorter mantissa */
     if (drop > 64) return 0;
@@ -6733,14 +6734,14 @@ typedef struct dt__weight {
     int file, type;            /* indices into dt_weights.file and dt__types */
     int64_t bytes, offset;     /* offset: position of the tensor's first byte in the file */
     int64_t written, expected; /* elements written so far; elements that must be written */
-    /* The name of a declared tensor, freed with the handle; NULL for a tensor that was read, whose
-       name points into the JSON header, and for a tensor of an llm.c model */
+    /* The name of a declared tensor, freed with the handle. NULL for other tensors: their names
+       point into the JSON header or are constants. */
     char *own_name;
 } dt__weight;
 
 typedef struct dt__weight_file {
     char *path, *temp; /* temp: the file's name while the file is being written */
-    char *header;      /* everything before the data */
+    char *header;      /* the bytes of the file before the data */
     dt_json *json;     /* the parsed header; owns the tensors' names */
     size_t path_bytes, temp_bytes, header_bytes;
     int64_t bytes;
@@ -6749,8 +6750,8 @@ typedef struct dt__weight_file {
 
 /* A function that receives elements in place of the file of a handle that is open for writing. A
    checkpoint uses a sink: every rank has a handle with the complete layout, and the rank's sink
-   receives the elements that this rank writes. `data` is elements [first, first + count) of tensor
-   `index`, converted to the file's type; they belong at byte `offset` of the file. */
+   receives the elements that this rank writes. `data` holds elements [first, first + count) of tensor
+   `index`, converted to the file's type; the elements belong at byte `offset` of the file. */
 typedef struct dt__sink {
     void (*put)(
         void *user, int index, int64_t first, int64_t count, const void *data, int64_t offset);
@@ -6817,8 +6818,8 @@ static const char *dt__io_reason(void) { return dt__io_error_text(errno); }
 
 static int dt__io_absent(void) { return errno == ENOENT || errno == ENOTDIR; }
 
-/* Fails the context after a failed io call, with the formatted text and errno's description. Sets
-   ctx->read_failed, which means that the file may be intact, unless errno says that the path is
+/* Fails the context after a failed io call, with the formatted text and errno's description.
+   ctx->read_failed (the file itself may be intact) becomes 1, or 0 if errno says that the path is
    absent, a directory or a FIFO. */
 static dt_status dt__io_fail(dt_ctx *ctx, const char *fmt, ...) DT_PRINTF(2, 3);
 static dt_status dt__io_fail(dt_ctx *ctx, const char *fmt, ...) {
@@ -7077,7 +7078,7 @@ static int dt__by_name(const void *user, uint32_t a, uint32_t b) {
     return strcmp(t[a].t.name, t[b].t.name) < 0;
 }
 
-/* At equal offsets, empty tensors come first. */
+/* Orders tensors by offset. At equal offsets, empty tensors come first. */
 static int dt__by_offset(const void *user, uint32_t a, uint32_t b) {
     const dt__weight *t = (const dt__weight *)user;
     return t[a].offset != t[b].offset ? t[a].offset < t[b].offset : t[a].bytes < t[b].bytes;
@@ -7408,7 +7409,7 @@ const dt_weight *dt_weights_get(const dt_weights *w, int index) {
 
 int dt_weights_find(const dt_weights *w, const char *name) {
     int lo = 0, hi = name ? dt_weights_count(w) : 0;
-    if (w && w->writing && !w->layout_done) { /* not sorted yet */
+    if (w && w->writing && !w->layout_done) { /* w->order is not sorted yet */
         while (lo < hi && strcmp(w->weight[lo].t.name, name) != 0) lo++;
         return lo < hi ? lo : -1;
     }
@@ -7520,7 +7521,7 @@ dt_status dt_weights_read(
    the position of the same elements in the matrix of the file. */
 typedef struct dt__weight_rect {
     dt_tensor *param;
-    int index; /* of the file's tensor */
+    int index; /* index of the file's tensor */
     /* rows [at, at + rows) of the parameter, seen as a matrix with `columns` columns */
     int64_t at, rows, columns;
     /* row, column: the rectangle's first row and column in the file's matrix; stride: number of
@@ -7834,8 +7835,8 @@ static dt_status dt__safetensors_assign_files(dt_weights *w) {
     return w->ctx->status;
 }
 
-/* Creates file f under its temporary name and writes its header. The tensors' data are zero until
-   dt_weights_write. */
+/* Creates file f under its temporary name and writes its header. The tensors' elements are zero
+   until dt_weights_write sets them. */
 static dt_status dt__weights_create_file(dt_weights *w, int f, int64_t head_bytes) {
     dt__weight_file *file = &w->file[f];
     dt__weights_close_file(w);
