@@ -6750,8 +6750,9 @@ typedef struct dt__weight_file {
 
 /* A function that receives elements in place of the file of a handle that is open for writing. A
    checkpoint uses a sink: every rank has a handle with the complete layout, and the rank's sink
-   receives the elements that this rank writes. `data` holds elements [first, first + count) of tensor
-   `index`, converted to the file's type; the elements belong at byte `offset` of the file. */
+   receives the elements that this rank writes. `data` holds elements [first, first + count) of
+   tensor `index`, converted to the file's type; the elements belong at byte `offset` of the file.
+   */
 typedef struct dt__sink {
     void (*put)(
         void *user, int index, int64_t first, int64_t count, const void *data, int64_t offset);
