@@ -4265,8 +4265,9 @@ dt_status dt_backward_weight(dt_tensor *loss) {
        backward   dx (+)= dy df/dx    dt__linear_back, ...    reads saved, writes the inputs' grads
 
    An op computes only the gradients that dt_wants asks for: a pipeline schedule may ask for the
-   input gradients first and for the weight gradients later. `accumulate` says whether a gradient
-   is the first (overwrite) or a further one (add). Ops never ask which device they are on. */
+   input gradients first and for the weight gradients later. `accumulate` is 0 for a tensor's first
+   gradient, which overwrites the buffer, and 1 for every later gradient, which is added. The code
+   of an op is the same on every device. */
 
 dt_tensor *dt_input(dt_ctx *ctx, dt_dtype dtype, dt_shape shape, const void *host) {
     dt_tensor *t = dt__new_named(ctx, dtype, shape, "dt_input");
@@ -4306,8 +4307,8 @@ double dt_item(const dt_tensor *t) {
     return dt__number(t->dtype, &value, 0);
 }
 
-/* The inputs' context if the op may run: `a` is not NULL, no context has failed, all inputs are of
-   one context and have storage. b and c may be NULL. */
+/* Returns the inputs' context, or NULL if the op cannot run: `a` is NULL, the context has failed,
+   an input belongs to another context, or an input has no data. b and c may be NULL. */
 static dt_ctx *dt__op_context(const char *op, dt_tensor *a, dt_tensor *b, dt_tensor *c) {
     dt_tensor *all[3] = { a, b, c };
     if (!a || a->ctx->status != DT_OK) return NULL;
@@ -4324,8 +4325,9 @@ static dt_ctx *dt__op_context(const char *op, dt_tensor *a, dt_tensor *b, dt_ten
     return ctx;
 }
 
-/* Called when an input of an op is NULL. After a failure that is normal. Otherwise it is an error,
-   for example of a misspelt dt_param_find; any input that is not NULL gives the context. */
+/* Called when an input of an op is NULL. After an earlier failure a NULL input is normal. Otherwise
+   a NULL input is an error, for example the result of dt_param_find with a misspelt name. The
+   context to fail comes from any input that is not NULL. */
 static dt_ctx *dt__null_input(const char *op, dt_tensor *a, dt_tensor *b, dt_tensor *c) {
     dt_tensor *t = a ? a : b ? b : c;
     if (t) dt_fail(t->ctx, DT_ERR_ARG, "%s(%s): another input is NULL", op, t->name);
@@ -4364,8 +4366,8 @@ static dt_ctx *dt__float_op_context(const char *op, dt_tensor *x, dt_tensor *b, 
     return NULL;
 }
 
-/* A kernel only answers DT_ERR_ARG for a bad index. Finds the first index outside [min, n) and
-   fails with its value and position. */
+/* Reports a bad index. The kernel returned DT_ERR_ARG, which does not say which index is bad, so
+   this function finds the first index outside [min, n) and fails with its value and position. */
 static void dt__index_error(const char *op, const dt_tensor *x, const char *index_name,
     const dt_tensor *index, int64_t min, int64_t n, const char *table, const char *items) {
     int32_t chunk[256];
@@ -4382,13 +4384,13 @@ static void dt__index_error(const char *op, const dt_tensor *x, const char *inde
     }
 }
 
-/* The output of an elementwise op on x. */
+/* Makes the output of an elementwise op on x, with the shape and type of x. */
 static dt_tensor *dt__new_like(dt_tensor *x, const char *op) {
     dt_ctx *ctx = dt__float_op_context(op, x, NULL, NULL);
     return ctx ? dt__new_named(ctx, x->dtype, x->shape, op) : NULL;
 }
 
-/* A tape record of an op with up to three inputs. */
+/* Fills in the tape record of an op with up to three inputs. */
 static dt_record_desc dt__make_record(const char *name, dt_tensor *a, dt_tensor *b, dt_tensor *c,
     dt_backward_fn backward, size_t saved_bytes) {
     dt_record_desc d;
@@ -4403,13 +4405,13 @@ static dt_record_desc dt__make_record(const char *name, dt_tensor *a, dt_tensor 
     return d;
 }
 
-/* Scratch bytes for a product, attention or sums over rows: the larger of the CPU kernel's need and
-   the device's. */
+/* Scratch bytes for a product, attention or sums over rows: the larger of `bytes`, which the CPU
+   kernel needs, and the kernel table's work_bytes, which the device needs. */
 static size_t dt__scratch_bytes(const dt_ctx *ctx, size_t bytes) {
     return bytes > ctx->kernels.work_bytes ? bytes : ctx->kernels.work_bytes;
 }
 
-/* One matrix product with scratch from the context. */
+/* Runs one matrix product, with scratch from the context. */
 static dt_status dt__matmul(dt_ctx *ctx, const char *op, const char *operand, dt_matmul_args a) {
     if (a.m == 0 || a.n == 0) return DT_OK;
     a.work_bytes = dt__scratch_bytes(ctx, dt_matmul_work(a.n, a.k, a.dtype));
@@ -4418,9 +4420,9 @@ static dt_status dt__matmul(dt_ctx *ctx, const char *op, const char *operand, dt
                   : ctx->status;
 }
 
-/* in[i]'s gradient (+)= the output's gradient. If can_move, nothing reads the output's gradient
-   after this call: when in[i] has no gradient yet and the same lifetime, it takes over the buffer.
-   */
+/* in[i]'s gradient (+)= the output's gradient. can_move 1 means that nothing reads the output's
+   gradient after this call. Then in[i] takes over the output's gradient buffer without a copy, if
+   in[i] is not a parameter and has no gradient yet, and both gradients have the same lifetime. */
 static dt_status dt__pass_grad(dt_node *n, int i, int can_move) {
     dt_tensor *t = dt__owner(n->in[i]), *out = dt__owner(n->out);
     int accumulate = 0;
@@ -4436,16 +4438,16 @@ static dt_status dt__pass_grad(dt_node *n, int i, int can_move) {
 
 typedef struct dt__linear_saved {
     int activation;
-    dt_tensor *pre_activation; /* x w^T + b, where an activation follows */
-    int activation_grad_done;  /* the output's gradient has become that of pre_activation */
+    dt_tensor *pre_activation; /* x w^T + b; NULL without an activation */
+    int activation_grad_done;  /* 1: pre_activation->grad has been computed */
 } dt__linear_saved;
 
 static dt_status dt__linear_back(dt_node *n);
 
-/* The gradient of the pre-activation: d = dy act'(pre_activation). It overwrites dy, because
-   nothing else reads it. Two gradients are left intact and get a buffer of their own: one that the
-   user keeps, and one that a residual, a parameter, still needs in the other half of the backward.
-   */
+/* Returns the gradient of the pre-activation, d = dy act'(pre_activation). Usually d overwrites dy,
+   because nothing else reads dy. In two cases d gets a separate buffer: the user reads dy after the
+   backward, or the residual is a parameter, whose gradient (dy) is computed in the other half of a
+   split backward. */
 static void *dt__linear_activation_grad(dt_node *n) {
     dt__linear_saved *saved = (dt__linear_saved *)n->saved;
     dt_tensor *y = n->out;
@@ -4468,19 +4470,19 @@ static void *dt__linear_activation_grad(dt_node *n) {
     return a.dx;
 }
 
-/* Fuses the activation's backward into the product that computes dx: when x is the activation of
-   another linear layer and this op is its only reader, the product stores that layer's
-   pre-activation gradient directly. */
+/* Fuses the backward of the previous layer's activation into the product that computes dx. If x is
+   the output of a linear layer with an activation, and this op is the only reader of x, the product
+   directly stores the gradient of that layer's pre-activation. */
 static void dt__linear_fuse_input_grad(dt_node *n, dt_matmul_args *a) {
     dt_tensor *x = dt__owner(n->in[0]);
     dt_node *maker = x->producer;
     if (x->readers != 1 || x->needs_grad == DT__KEEP_GRAD || a->accumulate || !maker ||
         maker->backward != dt__linear_back ||
-        /* x of another block: if that block is recomputed, its output has no maker */
+        /* do not fuse across blocks: the output of a recomputed block has no producer */
         x->block != n->out->block)
         return;
     dt__linear_saved *saved = (dt__linear_saved *)maker->saved;
-    if (!saved->pre_activation || maker->in[3]) return; /* the residual needs dy itself */
+    if (!saved->pre_activation || maker->in[3]) return; /* maker's residual needs x's gradient */
     a->activation_backward = 1;
     a->activation = saved->activation;
     a->pre_activation = saved->pre_activation->data;
@@ -4488,8 +4490,8 @@ static void dt__linear_fuse_input_grad(dt_node *n, dt_matmul_args *a) {
     saved->activation_grad_done = 1;
 }
 
-/* y = act(x w^T + b) + residual. With d the gradient of x w^T + b: dx = d w, dw = d^T x and db is
-   the column sums of d; the residual's gradient is dy. */
+/* y = act(x w^T + b) + residual. Let d be the gradient of x w^T + b. Then dx = d w, dw = d^T x, db
+   is the column sums of d, and the residual's gradient is dy. */
 static dt_status dt__linear_back(dt_node *n) {
     dt_tensor *x = n->in[0], *w = n->in[1], *b = n->in[2];
     dt_ctx *ctx = x->ctx;
@@ -4497,7 +4499,7 @@ static dt_status dt__linear_back(dt_node *n) {
             out = (int64_t)dt__row_count(w);
     int complete =
         (!w->needs_grad || dt_wants(n, 1)) && (!b || !b->needs_grad || dt_wants(n, 2)) &&
-        (!x->needs_grad || dt_wants(n, 0)); /* not split into an input and a weight half */
+        (!x->needs_grad || dt_wants(n, 0)); /* 1: the backward is not split into two halves */
     int no_activation = !((dt__linear_saved *)n->saved)->pre_activation;
     if (dt_wants(n, 3) && !no_activation && dt__pass_grad(n, 3, 0) != DT_OK) return dt_error(ctx);
     void *d = dt__linear_activation_grad(n);
@@ -4789,8 +4791,9 @@ dt_tensor *dt_swiglu(dt_tensor *x) {
 
 /* ---- arithmetic with broadcasting ---- */
 
-/* Broadcasting: the shape of a op b, and strides that are 0 where a dimension of 1, or a missing
-   one, repeats. Returns 0 if the shapes do not fit. */
+/* Broadcasting. *out receives the shape of a op b. stride_a and stride_b receive the strides of a
+   and b along the dimensions of *out; the stride of a dimension that is 1 or missing is 0, so that
+   its elements repeat. Returns 0 if the shapes do not fit. */
 static int dt__broadcast(
     dt_shape a, dt_shape b, dt_shape *out, int64_t *stride_a, int64_t *stride_b) {
     int64_t step_a = 1, step_b = 1;
@@ -4808,8 +4811,9 @@ static int dt__broadcast(
 }
 
 /* The backward of broadcasting: in[i]'s gradient (+)= scale * g, summed over the dimensions along
-   which in[i] repeats. g has the output's shape. Adjacent repeated dimensions are one sum; the last
-   ones are summed first. Intermediate results alternate between two buffers. */
+   which in[i] repeats. g has the output's shape. One kernel call sums a group of adjacent repeated
+   dimensions; the last group is summed first. Intermediate results alternate between two buffers.
+   */
 static dt_status dt__sum_to(
     dt_node *n, int i, const void *g, double scale, void *const buffers[2]) {
     dt_tensor *t = n->in[i];
@@ -4835,17 +4839,17 @@ static dt_status dt__sum_to(
         for (; end > 0 && !repeats[end - 1]; end--) a.inner *= (size_t)at.d[end - 1];
         for (; end > 0 && repeats[end - 1]; end--, left--) a.n *= (size_t)at.d[end - 1];
         for (int d = 0; d < end; d++) a.outer *= (size_t)at.d[d];
-        a.wide = dt_grad_dtype(t) != t->dtype; /* intermediate sums of a parameter are f32 too */
+        a.wide = dt_grad_dtype(t) != t->dtype; /* f32 gradient: the intermediate sums are f32 too */
         if (left == 0) {
             a.scale = scale;
-            a.work = buffers[which]; /* free: the last sum is stored in the gradient */
+            a.work = buffers[which]; /* unused, because the last sum goes to the gradient */
             a.work_bytes = dt__bytes(n->out);
             a.out = dt__grad_wide(n, i, &a.accumulate, &a.wide);
         }
         if (!a.out || DT__KERNEL(t->ctx, n->name, sum, &a) != DT_OK || left == 0)
             return dt_error(t->ctx);
         dtype = dt__wide(dtype, a.wide);
-        for (int d = end; d < at.nd; d++) { /* these dimensions are summed */
+        for (int d = end; d < at.nd; d++) { /* dimensions end .. nd - 1 are now summed */
             if (repeats[d]) at.d[d] = 1;
             repeats[d] = 0;
         }
@@ -4920,7 +4924,8 @@ dt_tensor *dt_div(dt_tensor *a, dt_tensor *b) { return dt__binary("dt_div", DT_D
 
 /* ---- sums and maxima ---- */
 
-/* x seen as (outer,n,inner), where n is dimension dim, or everything for DT_ALL. */
+/* x as a tensor of shape (outer,n,inner). n is the size of dimension dim; for DT_ALL, n is the
+   element count. */
 typedef struct dt__dim_split {
     size_t outer, n, inner;
     dt_shape reduced; /* x's shape without dim */
@@ -5058,8 +5063,8 @@ dt_tensor *dt_topk(dt_tensor *x, int k, dt_tensor **index) {
 
 /* ---- other shapes ---- */
 
-/* A view: another tensor over the same data. It shares its base's gradient, so it needs no op on
-   the tape. */
+/* Makes a view: a second tensor over x's data. The view shares x's gradient, so nothing is recorded
+   on the tape. */
 static dt_tensor *dt__view(dt_tensor *x, dt_shape shape, const char *name) {
     dt_ctx *ctx = dt__op_context(name, x, NULL, NULL);
     dt_tensor *y = ctx ? dt__tensor(ctx, x->dtype, shape, name) : NULL;
@@ -5072,8 +5077,8 @@ static dt_tensor *dt__view(dt_tensor *x, dt_shape shape, const char *name) {
 
 dt_tensor *dt_alias(dt_tensor *x) {
     dt_ctx *ctx = dt__op_context("dt_alias", x, NULL, NULL);
-    /* A copy if the data may be freed before the alias: a transient tensor, a gathered parameter.
-       */
+    /* copy the data if they may be freed before the alias: x is transient, or a parameter whose
+       values are gathered */
     dt_tensor *owner = ctx ? dt__owner(x) : NULL;
     int copied = ctx && (owner->transient || (owner->param && owner->param->bucket->data !=
                                                                   owner->param->bucket->shard));
@@ -5101,9 +5106,9 @@ static void dt__dense_strides(dt_shape shape, int64_t *stride) {
     }
 }
 
-/* Slice, concatenation and transposition are one strided copy, and their backward is the same copy
-   in the other direction. For concat, input i is a region of the output; for slice and
-   transposition the output is a region of the input. */
+/* Slice, concatenation and transposition make one strided copy for each input. Their backward makes
+   the same copies in the other direction. For concat, input i is a region of the output; for slice
+   and transposition, the output is a region of the input. */
 typedef struct dt__strided_saved {
     dt_shape region[DT_MAX_INPUTS];
     int64_t out_offset[DT_MAX_INPUTS], in_offset[DT_MAX_INPUTS]; /* in elements */
@@ -5244,8 +5249,8 @@ dt_tensor *dt_cast(dt_tensor *x, dt_dtype dtype) {
 
 /* ---- rows by index ---- */
 
-/* The rows of the full table that this rank's table holds: all of them, or its local slice along
-   dimension 0. */
+/* Sets *offset and *rows to the rows of the full table that this rank holds: all rows, or the local
+   slice along dimension 0. *vocab receives the number of rows of the full table. */
 static void dt__table_slice(
     const dt_tensor *table, int64_t *offset, int64_t *rows, int64_t *vocab) {
     const dt_param_info *p = table->param;
@@ -5515,8 +5520,8 @@ static int dt__attention_fits(
     return q->ctx->status == DT_OK;
 }
 
-/* The positions or documents of a (B,T,H,D) tensor, one integer for each token. Returns NULL if
-   none were given, which is not an error; sets *bad on an error. */
+/* Returns the data of ints, which holds a position or a document number for each token of x
+   (B,T,H,D). Returns NULL if ints is NULL, which is not an error. Sets *bad to 1 on an error. */
 static const int32_t *dt__token_ints(dt_tensor *x, dt_tensor *ints, int *bad) {
     if (!ints) return NULL;
     if (!dt__op_context("dt_attention", x, ints, NULL))
@@ -5529,7 +5534,7 @@ static const int32_t *dt__token_ints(dt_tensor *x, dt_tensor *ints, int *bad) {
     return (const int32_t *)ints->data;
 }
 
-/* Fills in the attention mask. Returns 0 if positions or documents do not fit. */
+/* Fills in the attention mask. Returns 0 if positions or documents do not fit q and k. */
 static int dt__mask_make(dt_tensor *q, dt_tensor *k, dt_attn_desc d, dt_attention_mask *s) {
     int bad = 0, same = q->shape.d[1] == k->shape.d[1];
     s->causal = !d.full;
@@ -5593,8 +5598,8 @@ dt_tensor *dt_attention(dt_tensor *q, dt_tensor *k, dt_tensor *v, dt_attn_desc d
 
 typedef struct dt__loss_saved {
     dt_tensor *lse;
-    dt_tensor *logits;   /* kept for the backward, or NULL: recomputed */
-    int logits_are_grad; /* the backward has replaced the kept logits by their gradient */
+    dt_tensor *logits;   /* saved for the backward; NULL: the backward recomputes them */
+    int logits_are_grad; /* 1: the backward has overwritten the saved logits with their gradient */
     double scale;
     dt_loss_desc desc;
 } dt__loss_saved;
@@ -5623,7 +5628,7 @@ static int dt__loss_desc_ok(
     return 0;
 }
 
-/* The outputs of a loss over rows. */
+/* The outputs of a cross-entropy. z and logits may be NULL. */
 typedef struct dt__loss_outputs {
     dt_tensor *loss, *lse, *z, *logits;
 } dt__loss_outputs;
@@ -5661,15 +5666,15 @@ static dt_status dt__loss_kernel(
     return dt__kernel_done(x->ctx, op, x->name, "cross_entropy", status);
 }
 
-/* Doubles of scratch for a vocabulary-parallel loss: this rank's partial results, and behind them
-   those of all ranks. */
+/* Number of doubles of scratch that a vocabulary-parallel loss needs, for this rank's partial
+   results followed by the partial results of all ranks. 0 if the vocabulary is not sharded. */
 static size_t dt__loss_partial_count(dt_loss_part part, size_t rows) {
     return part.parts ? 2 * rows * (size_t)(part.parts + 1) : 0;
 }
 
-/* Vocabulary-parallel cross-entropy, the exchange: gathers every rank's partial results,
-   {log-sum-exp, target} of each row, and merges them into the loss. partial is (rows,2), with room
-   for all ranks' results behind it. */
+/* Vocabulary-parallel cross-entropy, the exchange. Gathers every rank's partial results,
+   {log-sum-exp, target} of each row, and merges them into the loss. partial holds this rank's
+   results (rows,2), followed by space for all ranks' results (parts,rows,2). */
 static dt_status dt__loss_merge(const char *op, dt_tensor *x, dt_tensor *labels,
     const dt__loss_outputs *p, dt_loss_part part, double denominator, double *partial) {
     size_t rows = dt__row_count(x);
@@ -5755,15 +5760,17 @@ dt_tensor *dt_cross_entropy_at(
     return dt__loss_end(op, logits, NULL, labels, p, denominator, desc, dt__cross_entropy_back);
 }
 
-/* dt_linear_cross_entropy never holds all logits (rows,V): it computes a chunk of rows, reduces it
-   to the loss, and recomputes it in the backward, where the gradient overwrites the logits.
+/* dt_linear_cross_entropy does not hold all logits (rows,V) in memory. The forward computes the
+   logits of one chunk of rows after another and reduces each chunk to the loss. The backward
+   recomputes the logits of a chunk and overwrites them with their gradient, dlogits.
 
        forward, each chunk of rows     logits = x w^T  ->  loss, lse
        backward, each chunk of rows    logits = x w^T  ->  dlogits  ->  dx, dw += dlogits^T x
 
-   The rows of a chunk: about 2^20 logits, on a GPU more, and 64 to 4,096 rows, so that the product
-   is efficient. They depend on V alone, so that the bits of w's gradient do not depend on the
-   number of rows. A kernel table with max_saved_logits > 0 keeps up to that many logits: then w's
+   A chunk has about 2^20 logits (more on a GPU), but at least 64 and at most 4,096 rows, so that
+   the product is efficient. The number of rows of a chunk depends on V alone, so that the bits of
+   w's gradient do not depend on the number of rows of x. Exception: if the kernel table's
+   max_saved_logits is at least the number of all logits, the forward saves all logits, and w's
    gradient is one product over all rows. */
 static int64_t dt__loss_chunk_rows(const dt_ctx *ctx, int64_t vocab) {
     int64_t max_logits =
@@ -5778,8 +5785,9 @@ static int dt__loss_keeps_logits(const dt_ctx *ctx, const dt_tensor *x, const dt
            (x->needs_grad || w->needs_grad);
 }
 
-/* Scratch for one chunk: its logits, the partial results of a vocabulary-parallel loss, row losses,
-   one row, and the products' scratch. */
+/* Scratch for one chunk of `rows` rows: logits, the partial results of a vocabulary-parallel loss
+   (for all rows of x), the loss of each row, the cross-entropy kernel's scratch for one row, and
+   the scratch of the products. */
 typedef struct dt__loss_chunk {
     int64_t rows;
     char *logits;
@@ -5809,7 +5817,7 @@ static int dt__loss_chunk_make(dt_ctx *ctx, const dt_tensor *x, const dt_tensor 
     return k->logits != NULL;
 }
 
-/* Logits of rows [r, r + rows). */
+/* Computes the logits of rows [r, r + rows) of x. */
 static dt_status dt__loss_logits(const char *op, const dt_tensor *x, const dt_tensor *w,
     const dt__loss_chunk *k, int64_t r, int64_t rows) {
     int64_t C = (int64_t)dt__last_dim(w);
@@ -5841,7 +5849,7 @@ static dt_status dt__linear_cross_entropy_back(dt_node *n) {
         return dt_error(ctx);
     if (dt_wants(n, 2) && !(dw.c = dt__grad_wide(n, 2, &dw.accumulate, &dw.wide)))
         return dt_error(ctx);
-    /* runs once even without rows, to write zero gradients */
+    /* the loop runs once even if x has no rows, to write zero gradients */
     for (int64_t r = 0; r < all || r == 0; r += k.rows) {
         int64_t rows = all - r < k.rows ? all - r : k.rows;
         if (rows > 0 && !kept_logits && dt__loss_logits(n->name, x, w, &k, r, rows) != DT_OK)
@@ -5864,7 +5872,8 @@ static dt_status dt__linear_cross_entropy_back(dt_node *n) {
             .full_vocab = saved->desc.part.all };
         if (!saved->logits_are_grad && DT__KERNEL(ctx, n->name, cross_entropy_back, &a) != DT_OK)
             return dt_error(ctx);
-        saved->logits_are_grad = kept_logits != NULL; /* for the other half of the backward */
+        /* the other half of a split backward must use this gradient as it is */
+        saved->logits_are_grad = kept_logits != NULL;
         dt_matmul_args p = dx;
         p.m = rows;
         p.a = k.logits;
@@ -5935,7 +5944,7 @@ dt_tensor *dt_linear_cross_entropy(
 
 static dt_status dt__mse_back(dt_node *n) {
     const dt__loss_saved *saved = (const dt__loss_saved *)n->saved;
-    for (int i = 0; i < 2; i++) { /* db is da with a and b exchanged */
+    for (int i = 0; i < 2; i++) { /* i 1 computes db, which is da with a and b exchanged */
         if (!dt_wants(n, i)) continue;
         dt_tensor *a = n->in[i], *b = n->in[1 - i];
         dt_mse_back_args args = { .dtype = a->dtype,
@@ -5975,7 +5984,7 @@ static dt_status dt__side_loss_back(dt_node *n) {
     int accumulate = 0;
     void *ds = dt_grad_raw(n, 0, &accumulate);
     if (!ds) return dt_error(s->ctx);
-    void *weight = dt_scratch(s->ctx, sizeof(double)); /* one element of either type */
+    void *weight = dt_scratch(s->ctx, sizeof(double)); /* holds one element of any type */
     if (!weight ||
         dt__fill(s->ctx, s->dtype, weight, 1, saved->scale * s->ctx->loss_scale) != DT_OK)
         return dt_error(s->ctx);
@@ -5997,9 +6006,10 @@ dt_tensor *dt_loss(dt_tensor *x, dt_tensor *scalar, double weight) {
 
 // ==== 18. JSON ==================================================================================
 
-/* A recursive-descent parser (RFC 8259) that walks the text twice. The first pass validates and
-   counts; then one allocation holds everything, and the second pass fills it in. Nodes stand in the
-   order of the text, a container before its children:
+/* A recursive-descent parser (RFC 8259) that reads the text twice. The first pass validates the
+   text and counts nodes and string bytes. Then one allocation of the counted size is made, and the
+   second pass fills it. The nodes are in the order of the text, so a container precedes its
+   children:
 
        {"a": [1, 2], "b": true}    node  0 object   1 array a   2 number   3 number   4 bool b
                                    next  5          4           3          4          5
@@ -6015,11 +6025,12 @@ enum {
 };
 
 typedef struct dt__json_node {
-    uint32_t at;   /* byte offset in the text */
-    uint32_t key;  /* of a member: offset of its key in chars */
-    uint32_t next; /* the node after this one and its descendants */
+    uint32_t at;   /* the value's byte offset in the text */
+    uint32_t key;  /* offset in chars of a member's key; 0 if the node is not a member */
+    uint32_t next; /* index of the next node that is not a descendant of this node */
     uint32_t kind : 3, count : 29;
-    /* first: offset of a string in chars, or index of a container's first child in order */
+    /* first: a string's offset in chars; the index in `order` of a container's first child; 1 for
+       true */
     union {
         double number;
         uint32_t first;
@@ -6029,15 +6040,17 @@ typedef struct dt__json_node {
 struct dt_json {
     dt_ctx *ctx;
     const char *name, *text;
-    size_t bytes, memory; /* of the text; of this struct and the arrays behind it */
+    size_t bytes, memory; /* length of the text; size of this struct with the arrays that follow */
     uint32_t nodes;
-    dt__json_node *node; /* (nodes), each before its descendants */
-    uint32_t *order;   /* (nodes): the children of each container in a row, members sorted by key */
+    dt__json_node *node; /* (nodes): a node precedes its descendants */
+    /* (nodes): node indices. The children of a container are consecutive; members are sorted by
+       key */
+    uint32_t *order;
     uint32_t *scratch; /* (nodes): for sorting */
-    char *chars;       /* strings, each as 4 bytes of length, the text, a NUL */
+    char *chars;       /* all strings; a string is 4 bytes of length, the bytes and a NUL */
 };
 
-/* The state of one pass over the text. The first pass only counts. */
+/* The state of one pass over the text. The first pass stores no nodes and no strings. */
 typedef struct dt__json_parser {
     dt_json *doc;
     size_t at, chars;
@@ -6045,7 +6058,8 @@ typedef struct dt__json_parser {
     int depth;
 } dt__json_parser;
 
-/* A name from a file for an error text: printable, and truncated to 80 bytes. */
+/* Returns a name that was read from a file for use in an error text: printable, and truncated to 80
+   bytes. */
 static dt__text dt__printable_name(const char *name) {
     dt__text t;
     if (snprintf(t.s, 81, "%s", name) > 80) memcpy(t.s + 80, "..", 3);
@@ -6075,8 +6089,8 @@ static int dt__json_error(const dt_json *d, size_t at, const char *fmt, ...) {
     return 0;
 }
 
-/* Bottom-up merge sort of v: stable, O(n log n), and fast where neighbouring runs are in order
-   already. scratch holds n elements. */
+/* Bottom-up merge sort of v (n elements): stable, O(n log n). Skips a merge if the two runs are
+   already in order. scratch has space for n elements. */
 typedef int (*dt__less_fn)(const void *user, uint32_t a, uint32_t b);
 static void dt__sort(uint32_t *v, uint32_t *scratch, size_t n, dt__less_fn less, const void *user) {
     for (size_t width = 1; width < n; width *= 2)
@@ -6114,8 +6128,8 @@ static int dt__json_less(const void *user, uint32_t a, uint32_t b) {
     return dt__json_compare((const dt_json *)user, a, b) < 0;
 }
 
-/* The offset of the first byte that is not valid UTF-8, or n. Overlong forms and surrogates are not
-   valid. */
+/* Returns the offset of the first byte that is not valid UTF-8, or n if all n bytes are valid.
+   Overlong forms and surrogates are not valid. */
 static size_t dt__utf8_first_invalid(const char *text, size_t n) {
     const unsigned char *s = (const unsigned char *)text;
     for (size_t i = 0; i < n;) {
@@ -6135,8 +6149,8 @@ static size_t dt__utf8_first_invalid(const char *text, size_t n) {
     return n;
 }
 
-/* An unsigned big integer, base 2^32, lowest digit first; large enough for every number that the
-   parser accepts. */
+/* An unsigned big integer in base 2^32, lowest digit first. w is large enough for every number that
+   the parser accepts. */
 typedef struct dt__big {
     int n;
     uint32_t w[96];
@@ -6163,7 +6177,7 @@ static void dt__big_mul_pow5(dt__big *b, int power) {
 
 static int dt__big_bits(const dt__big *b) { return 32 * b->n - __builtin_clz(b->w[b->n - 1]); }
 
-/* If a >= b: a -= b and returns 1, else returns 0. */
+/* If a >= b, subtracts b from a and returns 1. Otherwise returns 0. */
 static int dt__big_subtract(dt__big *a, const dt__big *b) {
     int i = a->n - 1;
     if (a->n != b->n) {
@@ -6182,10 +6196,11 @@ static int dt__big_subtract(dt__big *a, const dt__big *b) {
     return 1;
 }
 
-/* *out = digits * 10^exponent as the nearest double, ties to even; returns 0 if that is infinite or
-   0. The digits are those in s; other characters (the point) are skipped. This replaces libc's
-   strtod, which depends on the locale. It is a long division of big integers: 64 bits of the
-   quotient and whether the remainder is 0 decide the rounding in every case. */
+/* *out = digits * 10^exponent as the nearest double, ties to even; returns 0 if that double is
+   infinite or 0. s contains the digits; other characters of s (the point) are skipped. This
+   function replaces libc's strtod, which depends on the locale. The algorithm is a long division of
+   big integers. 64 bits of the quotient, and whether the remainder is 0, decide the rounding in
+   every case. */
 static int dt__decimal_to_double(const char *s, size_t n, int64_t exponent, double *out) {
     dt__big a = { 0, { 0 } }, b = { 1, { 1 } };
     int64_t digits = 0;
@@ -6208,8 +6223,10 @@ static int dt__decimal_to_double(const char *s, size_t n, int64_t exponent, doub
         dt__big_mul(&a, 2, 0);
         q = q << 1 | (uint64_t)dt__big_subtract(&a, &b);
     }
-    top += (int)exponent; /* the exponent of q's highest bit: 10^exponent = 5^exponent 2^exponent */
-    int drop = top < -1022 ? 11 - 1022 - top : 11; /* denormals have fewer bits */
+    /* a / b has the factor 5^exponent; with 2^exponent too, top is the exponent of q's highest
+       bit */
+    top += (int)exponent;
+    int drop = top < -1022 ? 11 - 1022 - top : 11; /* denormals have a shorter mantissa */
     if (drop > 64) return 0;
     uint64_t mantissa = drop < 64 ? q >> drop : 0, remainder = drop < 64 ? q << (64 - drop) : q,
              half = (uint64_t)1 << 63;
@@ -6290,8 +6307,8 @@ static int dt__json_parse_hex(dt__json_parser *in, uint32_t *out) {
     return 1;
 }
 
-/* Decodes the escape after a backslash into out, as UTF-8. \udc80 to \udcff stand for one raw byte,
-   as in Python's surrogateescape. Returns the length, or 0 on an error. */
+/* Decodes the escape after a backslash into out, as UTF-8. An escape from \udc80 to \udcff becomes
+   one raw byte, as in Python's surrogateescape. Returns the number of bytes, or 0 on an error. */
 static int dt__json_parse_escape(dt__json_parser *in, char out[4]) {
     static const char from[] = "\"\\/bfnrt", to[] = "\"\\/\b\f\n\r\t";
     size_t begin = in->at - 1;
@@ -6321,7 +6338,8 @@ static int dt__json_parse_escape(dt__json_parser *in, char out[4]) {
     return n;
 }
 
-/* At a quote. Appends the string to chars; *offset receives its position. */
+/* Parses a string; the next byte is its opening quote. Appends the string to chars (the first pass
+   only counts the bytes); *offset receives the string's offset in chars. */
 static int dt__json_parse_string(dt__json_parser *in, uint32_t *offset) {
     const dt_json *d = in->doc;
     size_t begin = in->at++;
@@ -6361,8 +6379,8 @@ static int dt__json_literal(dt__json_parser *in, const char *word) {
     return 1;
 }
 
-/* After a container's descendants are parsed: lists its children in `order`. Members are sorted by
-   key, for dt_json_find and to find duplicate keys. */
+/* Lists the children of a container in `order`, after all descendants of the container are parsed.
+   Sorts the members of an object by key, for dt_json_find and to find duplicate keys. */
 static int dt__json_index_children(dt__json_parser *in, uint32_t self, dt__json_node *node) {
     dt_json *d = in->doc;
     if (!d->node) return 1;
@@ -6609,7 +6627,7 @@ static void dt__json_quote(dt_json_out *o, const char *s) {
     dt__json_write(o, "\"", 1);
 }
 
-/* Writes what precedes a value: a comma unless it is the first, and the key. */
+/* Writes a comma, unless the next value is the first in its container, and then the key, if any. */
 static void dt__json_separator(dt_json_out *o, const char *key) {
     char last = o && o->used ? o->text[o->used - 1] : '{';
     if (last != '{' && last != '[') dt__json_write(o, ",", 1);
@@ -6633,8 +6651,9 @@ void dt_json_put_string(dt_json_out *o, const char *key, const char *value) {
         dt__json_write(o, "null", 4);
 }
 
-/* Writes the fewest of 15 to 17 digits that parse back to the same value. The decimal point of
-   snprintf depends on the locale and may have several bytes, so it is replaced by '.'. */
+/* Writes 15, 16 or 17 significant digits: the fewest that parse back to the same value.
+   The decimal point of snprintf depends on the locale and may have several bytes, so this function
+   replaces the decimal point by '.'. */
 void dt_json_put_number(dt_json_out *o, const char *key, double value) {
     char raw[48], text[48] = "0";
     double parsed = 0;
@@ -6691,12 +6710,14 @@ void dt_json_out_free(dt_json_out *o) {
                      JSON: { "name": { "dtype": "F32", "shape": [4,8], "data_offsets": [0,128] } }
        llm.c         | 256 int32: magic, version, sizes | 16 tensors in a fixed order |
 
-   A file is written under a temporary name; dt_weights_close syncs it and renames it, so that a
-   name never refers to a half-written file. Input is untrusted: sizes are checked for overflow, and
-   the tensors must cover the data exactly. A parameter's local slice is a set of contiguous ranges
-   of the file's tensor; a transposed one passes through tiles that fit the staging buffer. */
+   A file is written under a temporary name. dt_weights_close syncs the file and renames it to its
+   final name, so the final name never refers to a half-written file. Input files are untrusted:
+   sizes are checked for overflow, and the tensors must cover the data exactly. A parameter's local
+   slice is a set of contiguous ranges of the file's tensor. A transposed slice is copied in tiles
+   that fit the staging buffer. */
 
-/* Buffer sizes: file data that is being converted; elements between a file and a parameter. */
+/* Sizes of two buffers: convert_buffer holds file data during a type conversion, and staging holds
+   elements on their way between a file and a parameter. */
 enum { DT__CONVERT_BYTES = 256 << 10, DT__STAGING_BYTES = 1 << 20 };
 
 typedef struct dt__type {
@@ -6704,7 +6725,8 @@ typedef struct dt__type {
     int bits, readable;
     dt_dtype dtype;
 } dt__type;
-/* The element types of safetensors, in its order: a writer puts tensors of the last types first. */
+/* The element types in the order of the safetensors library. A writer sorts the tensors of a file
+   by type, from the end of this list to its beginning. */
 static const dt__type dt__types[] = { { "BOOL", 8, 0, DT_F32 }, { "F4", 4, 0, DT_F32 },
     { "F6_E2M3", 6, 0, DT_F32 }, { "F6_E3M2", 6, 0, DT_F32 }, { "U8", 8, 0, DT_F32 },
     { "I8", 8, 0, DT_F32 }, { "F8_E5M2", 8, 0, DT_F32 }, { "F8_E4M3", 8, 0, DT_F32 },
@@ -6715,8 +6737,8 @@ static const dt__type dt__types[] = { { "BOOL", 8, 0, DT_F32 }, { "F4", 4, 0, DT
     { "I64", 64, 0, DT_F32 }, { "U64", 64, 0, DT_F32 } };
 enum { DT__TYPES = sizeof dt__types / sizeof *dt__types };
 
-/* The tensors of an llm.c model, in file order. Dimensions: P padded vocabulary, T positions, L
-   layers, C width, 3 and 4 mean 3 C and 4 C. */
+/* The tensors of an llm.c model, in file order. In `dims`, P is the padded vocabulary, T positions,
+   L layers, C the width, 3 means 3 C and 4 means 4 C. */
 static const struct {
     const char *name, *dims;
 } dt__llmc_tensors[16] = { { "wte", "PC" }, { "wpe", "TC" }, { "ln1w", "LC" }, { "ln1b", "LC" },
@@ -6728,25 +6750,27 @@ enum { DT__LLMC_MAGIC = 20240326, DT__LLMC_HEADER_BYTES = 1024 };
 typedef struct dt__weight {
     dt_weight t;
     int file, type;            /* indices into dt_weights.file and dt__types */
-    int64_t bytes, offset;     /* offset: of its first byte in the file */
+    int64_t bytes, offset;     /* offset: position of the tensor's first byte in the file */
     int64_t written, expected; /* elements written so far; elements that must be written */
-    /* The name of a declared tensor, freed with the handle. Other names point into the JSON header
-       or are constants. */
+    /* The name of a declared tensor, freed with the handle. NULL for other tensors: their names
+       point into the JSON header or are constants. */
     char *own_name;
 } dt__weight;
 
 typedef struct dt__weight_file {
-    char *path, *temp; /* temp: the name while it is being written */
-    char *header;      /* everything before the data */
+    char *path, *temp; /* temp: the file's name while the file is being written */
+    char *header;      /* the bytes of the file before the data */
     dt_json *json;     /* the parsed header; owns the tensors' names */
     size_t path_bytes, temp_bytes, header_bytes;
     int64_t bytes;
     int temp_exists; /* temp may exist and must be removed on failure */
 } dt__weight_file;
 
-/* Replaces the file of a handle that is open for writing. A checkpoint uses it: every rank has a
-   handle with the complete layout, and the sink receives the rank's elements, converted to the
-   file's type: elements [first, first + count) of tensor `index`, which belong at byte `offset`. */
+/* A function that receives elements in place of the file of a handle that is open for writing. A
+   checkpoint uses a sink: every rank has a handle with the complete layout, and the rank's sink
+   receives the elements that this rank writes. `data` holds elements [first, first + count) of
+   tensor `index`, converted to the file's type; the elements belong at byte `offset` of the file.
+   */
 typedef struct dt__sink {
     void (*put)(
         void *user, int index, int64_t first, int64_t count, const void *data, int64_t offset);
@@ -6755,7 +6779,7 @@ typedef struct dt__sink {
 
 struct dt_weights {
     dt_ctx *ctx;
-    dt_listener listener; /* closes the handle with the context */
+    dt_listener listener; /* closes the handle when the context is freed */
     int writing;
     int layout_done;      /* the list of tensors is final; files and offsets are assigned */
     dt_weights_desc desc; /* desc.llmc is also set for a file that is read */
@@ -6763,13 +6787,15 @@ struct dt_weights {
     dt__weight_file *file;
     dt__weight *weight;
     int files, file_capacity, weights, weight_capacity;
-    uint32_t *order; /* (2 order_capacity): indices of weights, sorted; scratch for the sort */
+    uint32_t *order; /* (2 order_capacity): sorted indices into weight, then scratch for sorting */
     int order_capacity;
-    /* Only one file is open at a time, because many ranks may read many files. */
+    /* The open file, an index into `file` or -1. A handle keeps only one file open at a time,
+       because many ranks may read many files. */
     int fd, open_file;
     char *convert_buffer, *staging;
-    dt__sink sink; /* put not NULL: it receives all elements, and no file is created here */
-    /* dt_weights_save writes share `writer` of `writers` of the rank's elements; 0: all of them */
+    dt__sink sink; /* if put is not NULL, put receives all elements, and no file is created */
+    /* dt_weights_save divides the rank's elements among `writers` ranks, and this rank writes share
+       `writer`. writers 0: this rank writes all its elements */
     int writer, writers;
 };
 
@@ -6781,8 +6807,9 @@ static char *dt__concat_text(dt_ctx *ctx, const char *a, size_t a_bytes, const c
     return s;
 }
 
-/* The temporary name of rank 0 is path.tmp; other ranks add their number, so that ranks that write
-   the same file do not overwrite each other's temporary file. The last rank to finish wins. */
+/* Returns the temporary name: path.tmp on rank 0 and path.<rank>.tmp on other ranks, so that ranks
+   that write the same path do not overwrite each other's temporary file. The rank that renames its
+   file last replaces the others' files. */
 static char *dt__temp_name(dt_ctx *ctx, const char *path) {
     char end[32];
     snprintf(end, sizeof end, ".%d.tmp", ctx->rank);
@@ -6810,9 +6837,9 @@ static const char *dt__io_reason(void) { return dt__io_error_text(errno); }
 
 static int dt__io_absent(void) { return errno == ENOENT || errno == ENOTDIR; }
 
-/* Fails after a failed io call, with the formatted text and errno's description. Sets
-   ctx->read_failed,
-   because the file itself may be good, unless it is absent, a directory or a FIFO. */
+/* Fails the context after a failed io call, with the formatted text and errno's description.
+   ctx->read_failed (the file itself may be intact) becomes 1, or 0 if errno says that the path is
+   absent, a directory or a FIFO. */
 static dt_status dt__io_fail(dt_ctx *ctx, const char *fmt, ...) DT_PRINTF(2, 3);
 static dt_status dt__io_fail(dt_ctx *ctx, const char *fmt, ...) {
     char text[sizeof ctx->text];
@@ -6826,8 +6853,8 @@ static dt_status dt__io_fail(dt_ctx *ctx, const char *fmt, ...) {
     return dt_fail(ctx, DT_ERR_IO, "%s: %s", text, reason);
 }
 
-/* Creates a file under a temporary name. Removes a file or link of that name that a killed job
-   left. */
+/* Creates a file; path is a temporary name. If a killed job left a file or link of this name,
+   removes that file or link first. */
 static int dt__io_create(const dt_io *io, const char *path) {
     errno = 0;
     int fd = io->open(io->user, path, DT_IO_CREATE);
@@ -6836,9 +6863,10 @@ static int dt__io_create(const dt_io *io, const char *path) {
     return io->open(io->user, path, DT_IO_CREATE);
 }
 
-/* Reads or writes bytes and returns how many were transferred. The io table may transfer fewer
-   bytes per call, so this loops. If not all were: *end is 1 at the end of the file (or when a write
-   accepts nothing); otherwise errno holds the reason, if the table sets it. */
+/* Reads or writes `bytes` bytes and returns the number of bytes transferred. Loops, because one
+   call of the io table may transfer fewer bytes. If the transfer stops early, *end is 1 at the end
+   of the file (or when a write accepts no bytes); otherwise *end is 0, and errno holds the reason
+   if the io table sets errno. */
 static int64_t dt__io_transfer(
     const dt_io *io, int fd, int writing, void *data, int64_t bytes, int64_t at, int *end) {
     int64_t done = 0, n = 1;
@@ -6855,7 +6883,7 @@ static int64_t dt__io_transfer(
     return done;
 }
 
-/* Reads all `bytes` at offset `at`, or fails with an error that names `item`. */
+/* Reads exactly `bytes` bytes at offset `at`, or fails with an error that names `item`. */
 static dt_status dt__file_read_at(
     dt_ctx *ctx, const char *path, int fd, void *out, int64_t bytes, int64_t at, const char *item) {
     int end = 0;
@@ -6876,8 +6904,8 @@ static dt_status dt__file_write_at(
                          : dt__io_fail(ctx, "%s: writing byte %lld", path, (long long)(at + done));
 }
 
-/* Returns a descriptor, or -1 after failing the context. For writing, path is a temporary name and
-   the file is created with `bytes` zeros. */
+/* Returns a descriptor, or -1 after failing the context. If writing is 1, path is a temporary name,
+   and the new file contains `bytes` zero bytes. */
 static int dt__file_open(dt_ctx *ctx, const char *path, int writing, int64_t bytes) {
     const dt_io *io = &ctx->io;
     if (ctx->status != DT_OK) return -1;
@@ -6893,7 +6921,7 @@ static int dt__file_open(dt_ctx *ctx, const char *path, int writing, int64_t byt
     return -1;
 }
 
-/* Syncs and closes a written file. A disk error may not be reported before fsync. */
+/* Syncs and closes a written file. Some disk errors are reported only by fsync. */
 static dt_status dt__file_sync_close(dt_ctx *ctx, const char *path, int fd) {
     errno = 0;
     int synced = ctx->status == DT_OK ? ctx->io.fsync(ctx->io.user, fd) : 0;
@@ -6904,8 +6932,7 @@ static dt_status dt__file_sync_close(dt_ctx *ctx, const char *path, int fd) {
 }
 
 /* Commits a file: renames temp to path, then syncs the directory, so that the new name survives a
-   power failure. Skips the second step if the io table or the file system cannot open directories.
-   */
+   power failure. Skips the sync if the io table or the file system cannot open directories. */
 static dt_status dt__file_commit(dt_ctx *ctx, const char *temp, const char *path) {
     const char *slash = strrchr(path, '/');
     errno = 0;
@@ -7017,7 +7044,7 @@ static dt_weights *dt__weights_new(dt_ctx *ctx, const char *path, int writing) {
     if (!path)
         dt_fail(ctx, DT_ERR_ARG, "%s: the path is NULL",
             writing ? "dt_weights_create" : "dt_weights_open");
-    /* two handles would share a temporary file */
+    /* two handles that write the same path would share a temporary file */
     for (dt_listener *l = ctx->listeners; l && writing && path; l = l->next) {
         const dt_weights *other =
             l->closing == dt__weights_free ? (const dt_weights *)l->user : NULL;
@@ -7042,7 +7069,7 @@ static void dt__weights_destroy(dt_weights *w) {
     dt__weights_free(w->ctx, w);
 }
 
-/* Takes ownership of path, also on failure. */
+/* Appends a file to the handle's list. Takes ownership of path, also on failure. */
 static dt__weight_file *dt__weights_add_file(dt_weights *w, char *path) {
     dt__weight_file *grown = (dt__weight_file *)dt__grow(
         w->ctx, w->file, w->files, &w->file_capacity, sizeof *grown, "files");
@@ -7070,7 +7097,7 @@ static int dt__by_name(const void *user, uint32_t a, uint32_t b) {
     return strcmp(t[a].t.name, t[b].t.name) < 0;
 }
 
-/* At equal offsets, empty tensors come first. */
+/* Orders tensors by offset. At equal offsets, empty tensors come first. */
 static int dt__by_offset(const void *user, uint32_t a, uint32_t b) {
     const dt__weight *t = (const dt__weight *)user;
     return t[a].offset != t[b].offset ? t[a].offset < t[b].offset : t[a].bytes < t[b].bytes;
@@ -7081,7 +7108,7 @@ static int dt__by_type(const void *user, uint32_t a, uint32_t b) {
     return t[a].type != t[b].type ? t[a].type > t[b].type : dt__by_name(user, a, b);
 }
 
-/* Fills w->order with the tensors from `first` on, sorted. */
+/* Fills w->order with the indices of tensors first .. w->weights - 1, sorted by `less`. */
 static dt_status dt__weights_sort(dt_weights *w, int first, dt__less_fn less) {
     int n = w->weights - first;
     if (w->weights > w->order_capacity) {
@@ -7097,7 +7124,7 @@ static dt_status dt__weights_sort(dt_weights *w, int first, dt__less_fn less) {
     return DT_OK;
 }
 
-/* Sorts the complete list of tensors by name. Two tensors of one name are an error. */
+/* Sorts all tensors by name. Fails if two tensors have the same name. */
 static dt_status dt__weights_sort_names(dt_weights *w) {
     if (dt__weights_sort(w, 0, dt__by_name) != DT_OK) return w->ctx->status;
     for (int i = 1; i < w->weights; i++)
@@ -7110,7 +7137,7 @@ static dt_status dt__weights_sort_names(dt_weights *w) {
 
 // ---- Reading
 
-/* Reads one member of a safetensors header: a tensor. */
+/* Reads the entry of one tensor in a safetensors header. */
 static dt_status dt__safetensors_entry(dt_weights *w, int f, int node) {
     dt__weight_file *file = &w->file[f];
     const dt_json *j = file->json;
@@ -7173,8 +7200,9 @@ static dt_status dt__safetensors_metadata(const dt_json *j, int node) {
     return DT_OK;
 }
 
-/* The tensors of one file, beginning with `first`, must cover its data exactly: no gap, no overlap,
-   nothing behind the last one. Otherwise two readers could see different contents in one file. */
+/* Fails unless the tensors of file f, whose indices begin with `first`, cover the file's data
+   exactly: no gap, no overlap, and no bytes after the last tensor. Otherwise two readers could see
+   different contents in the same file. */
 static dt_status dt__safetensors_check_cover(dt_weights *w, int f, int first) {
     const dt__weight_file *file = &w->file[f];
     int64_t at = (int64_t)file->header_bytes;
@@ -7219,8 +7247,8 @@ static dt_status dt__safetensors_open(dt_weights *w, int f, uint64_t json_bytes)
     return ctx->status == DT_OK ? dt__safetensors_check_cover(w, f, first) : ctx->status;
 }
 
-/* Describes tensor i of an llm.c model whose sizes were checked. Returns 0 if its size overflows.
-   */
+/* Describes tensor i of an llm.c model. The caller has checked the sizes in m. Returns 0 if the
+   tensor's size overflows. */
 static int dt__llmc_tensor(const dt_llmc *m, int i, dt__weight *t) {
     const char *dims = dt__llmc_tensors[i].dims;
     int64_t C = m->width;
@@ -7322,7 +7350,7 @@ static dt_status dt__index_shards(dt_weights *w, const dt_json *j, int map, cons
     return w->ctx->status;
 }
 
-/* Each tensor of an index must be in the file that the index names. */
+/* Fails unless each tensor of an index is in the file that the index names for this tensor. */
 static dt_status dt__index_check(dt_weights *w, const dt_json *j, int map, const char *path) {
     const char *slash = strrchr(path, '/');
     size_t folder = slash ? (size_t)(slash - path) + 1 : 0;
@@ -7351,7 +7379,8 @@ static dt_status dt__index_open(dt_weights *w, const char *path) {
     return w->ctx->status;
 }
 
-/* Returns w->path + name if that file exists, else NULL. Any reason but absence is an error. */
+/* Returns w->path + name if that file exists, else NULL. Fails the context if the file cannot be
+   opened for another reason than absence. */
 static char *dt__weights_find_file(dt_weights *w, const char *name) {
     dt_ctx *ctx = w->ctx;
     char *path = ctx->status == DT_OK ? dt__concat_text(ctx, w->path, strlen(w->path), name) : NULL;
@@ -7399,7 +7428,7 @@ const dt_weight *dt_weights_get(const dt_weights *w, int index) {
 
 int dt_weights_find(const dt_weights *w, const char *name) {
     int lo = 0, hi = name ? dt_weights_count(w) : 0;
-    if (w && w->writing && !w->layout_done) { /* not sorted yet */
+    if (w && w->writing && !w->layout_done) { /* w->order is not sorted yet */
         while (lo < hi && strcmp(w->weight[lo].t.name, name) != 0) lo++;
         return lo < hi ? lo : -1;
     }
@@ -7424,8 +7453,9 @@ const char *dt_weights_metadata(const dt_weights *w, const char *key) {
     return dt_json_string(j, dt_json_find(j, dt_json_find(j, 0, "__metadata__"), key), NULL);
 }
 
-/* out = in converted to another type, both in host memory. Values pass through f32; from f64 to a
-   16-bit type they are rounded to odd first, so that the second rounding is exact. */
+/* Converts count elements in host memory. Each value is converted to f32 first. From f64 to a
+   16-bit type, this first conversion rounds to odd, so that the two roundings give the same result
+   as a single rounding. */
 static void dt__convert(dt_dtype to, void *out, dt_dtype from, const void *in, int64_t count) {
     float f[512];
     if (to == from) memcpy(out, in, (size_t)count * dt_dtype_size(to));
@@ -7506,14 +7536,15 @@ dt_status dt_weights_read(
 
 // ---- Loading and saving parameters
 
-/* A rectangle that a parameter and a tensor of a file share: a dt_weight_part with its defaults
-   filled in. */
+/* A dt_weight_part with its defaults filled in: a rectangle of the parameter, seen as a matrix, and
+   the position of the same elements in the matrix of the file. */
 typedef struct dt__weight_rect {
     dt_tensor *param;
-    int index; /* of the file's tensor */
-    /* rows [at, at + rows) of the parameter seen as a matrix of `columns` */
+    int index; /* index of the file's tensor */
+    /* rows [at, at + rows) of the parameter, seen as a matrix with `columns` columns */
     int64_t at, rows, columns;
-    /* the rectangle's first row and column in the file's matrix, and that matrix's columns */
+    /* row, column: the rectangle's first row and column in the file's matrix; stride: number of
+       columns of the file's matrix */
     int64_t row, column, stride;
     int transposed;
 } dt__weight_rect;
@@ -7552,7 +7583,8 @@ static dt_status dt__rect_make(dt_weights *w, const dt_weight_part *part, dt__we
     return DT_OK;
 }
 
-/* Reads a range of the file's tensor to host memory, or writes it from there. */
+/* Reads elements [first, first + count) of the file's tensor to host memory, or writes these
+   elements from host memory. */
 static dt_status dt__rect_access_file(
     dt_weights *w, const dt__weight_rect *r, int64_t first, int64_t count, void *host) {
     dt_dtype dtype = r->param->dtype;
@@ -7560,8 +7592,8 @@ static dt_status dt__rect_access_file(
                       : dt_weights_read(w, r->index, first, count, dtype, host);
 }
 
-/* Reads a range of the parameter's local elements to host memory for a file that is written, or
-   writes it from there. */
+/* Copies local elements [first, first + count) of the parameter to host memory if the file is being
+   written, or from host memory to the parameter if the file is being read. */
 static dt_status dt__rect_access_param(
     dt_weights *w, const dt__weight_rect *r, int64_t first, int64_t count, void *host) {
     size_t size = dt_dtype_size(r->param->dtype), bytes = (size_t)count * size;
@@ -7571,8 +7603,8 @@ static dt_status dt__rect_access_param(
     return dt__sync(w->ctx); /* the caller reuses host memory at once */
 }
 
-/* Narrows the range [*begin, *end) to this rank's share, when the ranks that hold the same elements
-   divide the writing among them. */
+/* Narrows the range [*begin, *end) to the share that this rank writes, if w->writers ranks hold the
+   same elements and divide the writing. */
 static void dt__weights_writer_share(const dt_weights *w, int64_t *begin, int64_t *end) {
     int64_t from = *begin, n = *end - *begin;
     if (!w->writers) return;
@@ -7580,11 +7612,11 @@ static void dt__weights_writer_share(const dt_weights *w, int64_t *begin, int64_
     *end = from + n / w->writers * (w->writer + 1) + n % w->writers * (w->writer + 1) / w->writers;
 }
 
-/* Not transposed: contiguous ranges of the local slice are contiguous in the file, up to the end of
-   a row of the file's matrix. */
+/* Copies a rectangle that is not transposed. A contiguous range of the local slice is contiguous in
+   the file too, up to the end of a row of the file's matrix. */
 static dt_status dt__rect_copy_rows(dt_weights *w, const dt__weight_rect *r) {
     const dt_param_info *p = r->param->param;
-    /* the slice's elements lie in [begin, end) of the full tensor */
+    /* elements [begin, end) of the full tensor include all elements of the slice */
     int64_t begin = 0, end = 0;
     int64_t max_elements = DT__STAGING_BYTES / (int64_t)dt_dtype_size(r->param->dtype);
     for (int i = 0; i < p->full.nd; i++) {
@@ -7631,14 +7663,15 @@ static void dt__copy_strided(
 }
 
 /* Copies one tile of a transposed parameter: rows [row, row + rows) and columns [column, column +
-   columns) of the parameter are columns and rows of the file. The tile passes through the staging
-   buffer, so that both the file and the parameter are accessed in contiguous ranges. local is the
-   tile's first element in the parameter, whose rows are `pitch` elements apart. */
+   columns) of the parameter, which are columns and rows of the file's matrix. The tile passes
+   through the staging buffer, so that both the file and the parameter are accessed in contiguous
+   ranges. `local` is the index of the tile's first element in the local slice, whose rows are
+   `pitch` elements apart. */
 static dt_status dt__rect_copy_tile(dt_weights *w, const dt__weight_rect *r, int64_t row,
     int64_t rows, int64_t column, int64_t columns, int64_t local, int64_t pitch) {
     size_t size = dt_dtype_size(r->param->dtype);
     char *tile = w->staging, *file_row = w->staging + (size_t)rows * (size_t)columns * size;
-    int64_t rows_per_move = columns == pitch ? rows : 1; /* rows that one move copies */
+    int64_t rows_per_move = columns == pitch ? rows : 1; /* rows that one dt__move copies */
     for (int64_t i = 0; i < rows && w->writing; i += rows_per_move)
         if (dt__rect_access_param(w, r, local + i * pitch, rows_per_move * columns,
                 tile + (size_t)(i * columns) * size) != DT_OK)
@@ -7657,15 +7690,16 @@ static dt_status dt__rect_copy_tile(dt_weights *w, const dt__weight_rect *r, int
     return DT_OK;
 }
 
-/* Transposed: the leading dimensions of the local slice are ranges of rows, divided into tiles that
-   fit the staging buffer together with one row of the file. */
+/* Copies a transposed rectangle. The leading dimensions of the local slice select ranges of the
+   parameter's rows. These ranges are divided into tiles; one tile and one row of the file together
+   fit in the staging buffer. */
 static dt_status dt__rect_copy_transposed(dt_weights *w, const dt__weight_rect *r) {
     const dt_param_info *p = r->param->param;
     dt_shape lead = p->full;
     int last = --lead.nd;
     int64_t pitch = p->slice.n[last], width = p->slice.inside[last];
     int64_t wide = width < 1024 ? width : 1024;
-    /* + 1: the row of the file */
+    /* wide + 1, because the buffer also holds one row of the file (tall elements) */
     int64_t tall = DT__STAGING_BYTES / ((wide + 1) * (int64_t)dt_dtype_size(r->param->dtype));
     int64_t first_column = 0, end_column = width;
     dt__slice_walk walk = dt__slice_begin(lead, p->slice);
@@ -7796,7 +7830,7 @@ int dt_weights_declare(dt_weights *w, const char *name, dt_dtype dtype, dt_shape
     return -1;
 }
 
-/* Assigns each tensor to a file, in order of declaration, and names the files. */
+/* Assigns the tensors to files, in order of declaration, and names the files. */
 static dt_status dt__safetensors_assign_files(dt_weights *w) {
     int64_t total = 0, size = 0, max_bytes = w->desc.shard_bytes;
     int f = 0;
@@ -7820,8 +7854,8 @@ static dt_status dt__safetensors_assign_files(dt_weights *w) {
     return w->ctx->status;
 }
 
-/* Creates file f under its temporary name and writes its header; the data are zero until written.
-   */
+/* Creates file f under its temporary name and writes its header. The tensors' elements are zero
+   until dt_weights_write sets them. */
 static dt_status dt__weights_create_file(dt_weights *w, int f, int64_t head_bytes) {
     dt__weight_file *file = &w->file[f];
     dt__weights_close_file(w);
@@ -7833,13 +7867,14 @@ static dt_status dt__weights_create_file(dt_weights *w, int f, int64_t head_byte
     return dt__file_write_at(w->ctx, file->temp, w->fd, file->header, head_bytes, 0);
 }
 
-/* Makes the header of file f, with its tensors in the order of w->order, and sets their offsets. */
+/* Makes the header of file f, which lists the file's tensors in the order of w->order, and sets the
+   tensors' offsets. */
 static dt_status dt__safetensors_write_header(dt_weights *w, int f) {
     dt__weight_file *file = &w->file[f];
     dt_json_out out = { w->ctx, NULL, 0, 0 };
     int64_t at = 0;
     uint64_t n = 0;
-    dt__json_write(&out, (const char *)&n, sizeof n); /* its length, set below */
+    dt__json_write(&out, (const char *)&n, sizeof n); /* the header's length, set below */
     dt__json_write(&out, "{\"__metadata__\":{\"format\":\"pt\"}", 31);
     for (int i = 0; i < w->weights; i++) {
         dt__weight *t = &w->weight[w->order[i]];
@@ -7888,7 +7923,8 @@ static dt_status dt__llmc_write_header(dt_weights *w) {
     return w->sink.put ? w->ctx->status : dt__weights_create_file(w, 0, DT__LLMC_HEADER_BYTES);
 }
 
-/* Fixes the layout once the list of tensors is complete: files, offsets, headers. */
+/* Fixes the layout, when all tensors are declared: assigns the tensors to files, sets their offsets
+   and writes the headers. */
 static dt_status dt__weights_layout(dt_weights *w) {
     if (w->layout_done || w->ctx->status != DT_OK || dt__weights_sort_names(w) != DT_OK)
         return w->ctx->status;
@@ -7952,7 +7988,7 @@ static dt_status dt__index_write(dt_weights *w) {
     dt_json_close(&out, '}');
     dt_json_close(&out, '}');
     if (path && dt_file_write(w->ctx, path, out.text, out.used) == DT_OK) {
-        errno = 0; /* dt_weights_open would prefer an older single file to the shards */
+        errno = 0; /* remove an older single file: dt_weights_open would open it, not the shards */
         if (w->ctx->io.remove(w->ctx->io.user, w->path) != 0 && errno != 0 && errno != ENOENT)
             dt__io_fail(w->ctx, "%s: removing this file, which is older than its shards", w->path);
     }
@@ -7961,7 +7997,8 @@ static dt_status dt__index_write(dt_weights *w) {
     return w->ctx->status;
 }
 
-/* Checks that all elements were written, then syncs the files and renames them to their names. */
+/* Checks that all elements were written, then syncs the files and renames them from their temporary
+   to their final names. */
 static dt_status dt__weights_commit(dt_weights *w) {
     if (dt__weights_layout(w) != DT_OK) return w->ctx->status;
     for (int i = 0; i < w->weights; i++) {
