@@ -1499,24 +1499,29 @@ typedef struct dt__pattern {
 
 static const dt__pattern *dt__pattern_of(dt__op_code op) {
     static const dt__pattern patterns[] = {
-        /* name, all_send, all_recv, send_blocks, reduces, counted */
-        { "all-reduce", 1, 1, 0, 1, 1 },
-        { "reduce", 1, 0, 0, 1, 1 },
-        { "reduce-scatter", 1, 1, 1, 1, 1 },
-        { "all-gather", 1, 1, 0, 0, 1 },
-        { "gather", 1, 0, 0, 0, 1 },
-        { "scatter", 0, 1, 1, 0, 1 },
-        { "all-to-all", 1, 1, 1, 0, 1 },
-        { "all-to-all-v", 1, 1, 1, 0, 1 },
-        { "broadcast", 0, 1, 0, 0, 1 },
-        { "barrier", 1, 1, 0, 0, 0 },
-        { "dt_sum_doubles", 1, 1, 0, 1, 0 },
-        { "dt_agree", 1, 1, 0, 0, 0 },
-        { "dt_comm_split", 1, 1, 0, 0, 0 },
-        { "dt_comm_step", 1, 1, 0, 0, 0 },
-        { "send", 1, 0, 0, 0, 1 },
-        { "receive", 0, 1, 0, 0, 0 },
-        { "comparison", 1, 1, 0, 0, 0 },
+        /* in the order of dt__op_code */
+        { .name = "all-reduce", .all_send = 1, .all_recv = 1, .reduces = 1, .counted = 1 },
+        { .name = "reduce", .all_send = 1, .reduces = 1, .counted = 1 },
+        { .name = "reduce-scatter",
+            .all_send = 1,
+            .all_recv = 1,
+            .send_blocks = 1,
+            .reduces = 1,
+            .counted = 1 },
+        { .name = "all-gather", .all_send = 1, .all_recv = 1, .counted = 1 },
+        { .name = "gather", .all_send = 1, .counted = 1 },
+        { .name = "scatter", .all_recv = 1, .send_blocks = 1, .counted = 1 },
+        { .name = "all-to-all", .all_send = 1, .all_recv = 1, .send_blocks = 1, .counted = 1 },
+        { .name = "all-to-all-v", .all_send = 1, .all_recv = 1, .send_blocks = 1, .counted = 1 },
+        { .name = "broadcast", .all_recv = 1, .counted = 1 },
+        { .name = "barrier", .all_send = 1, .all_recv = 1 },
+        { .name = "dt_sum_doubles", .all_send = 1, .all_recv = 1, .reduces = 1 },
+        { .name = "dt_agree", .all_send = 1, .all_recv = 1 },
+        { .name = "dt_comm_split", .all_send = 1, .all_recv = 1 },
+        { .name = "dt_comm_step", .all_send = 1, .all_recv = 1 },
+        { .name = "send", .all_send = 1, .counted = 1 },
+        { .name = "receive", .all_recv = 1 },
+        { .name = "comparison", .all_send = 1, .all_recv = 1 },
     };
     return &patterns[op];
 }
@@ -3786,30 +3791,45 @@ static int dt__tree_scatter(dt_work *work) {
 
 /* ---- choosing an algorithm ---- */
 
+/* Which algorithms exist for an operation. */
+typedef struct dt__algorithm_row {
+    dt__round_fn direct, ring, doubling, tree; /* NULL: there is none */
+} dt__algorithm_row;
+
 /* Returns NULL if the algorithm does not exist for this operation. */
 static dt__round_fn dt__algorithm_of(const dt__call *call, dt_algorithm algorithm) {
-    /* rows in the order of dt__op_code, columns of dt_algorithm */
-    static const dt__round_fn table[][DT_ALGORITHMS] = {
-        { NULL, dt__direct_all_reduce, dt__ring_all_reduce, dt__doubling_all_reduce,
-            dt__tree_all_reduce },
-        { NULL, dt__direct_reduce, NULL, NULL, dt__tree_reduce },
-        { NULL, dt__direct_reduce_scatter, dt__ring_reduce_scatter, NULL, NULL },
-        { NULL, dt__direct_all_gather, dt__ring_all_gather, dt__doubling_all_gather, NULL },
-        { NULL, dt__direct_gather, NULL, NULL, dt__tree_gather },
-        { NULL, dt__direct_scatter, NULL, NULL, dt__tree_scatter },
-        { NULL, dt__direct_all_to_all, NULL, NULL, NULL },
-        { NULL, dt__direct_all_to_all_v, NULL, NULL, NULL },
-        { NULL, dt__direct_broadcast, dt__ring_broadcast, NULL, dt__tree_broadcast },
-        { NULL, NULL, NULL, dt__doubling_barrier, NULL },
-        { NULL, NULL, NULL, dt__doubling_all_reduce, NULL }, /* dt_sum_doubles */
-        /* dt_agree, dt_comm_split, dt_comm_step */
-        { NULL, NULL, NULL, dt__doubling_all_gather, NULL },
-        { NULL, NULL, NULL, dt__doubling_all_gather, NULL },
-        { NULL, NULL, NULL, dt__doubling_all_gather, NULL },
-    }; /* a comparison chooses its own algorithm */
-    /* an average of averages is not the average */
-    if (algorithm == DT_RING && call->redop == DT_AVG) return NULL;
-    return dt__is_p2p(call->op) ? NULL : table[call->op][algorithm];
+    static const dt__algorithm_row rows[] = {
+        /* in the order of dt__op_code; a comparison chooses its own algorithm */
+        { .direct = dt__direct_all_reduce,
+            .ring = dt__ring_all_reduce,
+            .doubling = dt__doubling_all_reduce,
+            .tree = dt__tree_all_reduce },
+        { .direct = dt__direct_reduce, .tree = dt__tree_reduce },
+        { .direct = dt__direct_reduce_scatter, .ring = dt__ring_reduce_scatter },
+        { .direct = dt__direct_all_gather,
+            .ring = dt__ring_all_gather,
+            .doubling = dt__doubling_all_gather },
+        { .direct = dt__direct_gather, .tree = dt__tree_gather },
+        { .direct = dt__direct_scatter, .tree = dt__tree_scatter },
+        { .direct = dt__direct_all_to_all }, { .direct = dt__direct_all_to_all_v },
+        { .direct = dt__direct_broadcast, .ring = dt__ring_broadcast, .tree = dt__tree_broadcast },
+        { .doubling = dt__doubling_barrier },
+        { .doubling = dt__doubling_all_reduce }, /* dt_sum_doubles */
+        { .doubling = dt__doubling_all_gather }, /* dt_agree */
+        { .doubling = dt__doubling_all_gather }, /* dt_comm_split */
+        { .doubling = dt__doubling_all_gather }, /* dt_comm_step */
+    };
+    if (dt__is_p2p(call->op)) return NULL;
+    const dt__algorithm_row *row = &rows[call->op];
+    switch (algorithm) {
+    case DT_DIRECT: return row->direct;
+    case DT_RING:
+        return call->redop == DT_AVG ? NULL
+                                     : row->ring; /* an average of averages is not the average */
+    case DT_DOUBLING: return row->doubling;
+    case DT_TREE: return row->tree;
+    default: return NULL;
+    }
 }
 
 /* Returns 1 for large all-reduces of a group with rails. Partial sums travel in the type of the
@@ -3884,12 +3904,14 @@ static int dt__algorithm_advance(dt_work *work) {
    dt__op_run does all of this for a blocking call, dt__op_start and dt_wait for a nonblocking
    operation. The public functions at the end of the section only fill in a dt__call. */
 
-static const dt__comm_ops dt__threads_ops = { "threads", dt__shared_message, dt__shared_collective,
-    NULL, NULL, NULL, NULL, NULL };
-static const dt__comm_ops dt__transport_ops = { "transport", dt__transport_message, NULL, NULL,
-    NULL, NULL, NULL, NULL };
-static const dt__comm_ops dt__node_ops = { "node", dt__transport_message, dt__shared_collective,
-    NULL, NULL, NULL, NULL, NULL };
+static const dt__comm_ops dt__threads_ops = {
+    .name = "threads", .message = dt__shared_message, .collective = dt__shared_collective
+};
+static const dt__comm_ops dt__transport_ops = { .name = "transport",
+    .message = dt__transport_message };
+static const dt__comm_ops dt__node_ops = {
+    .name = "node", .message = dt__transport_message, .collective = dt__shared_collective
+};
 
 static const char *dt__backend_name(dt_backend backend) {
     switch (backend) {
@@ -9579,8 +9601,13 @@ static void dt__nccl_check_device(dt_work *work) {
         dt__ended_without(work, awaited);
 }
 
-static const dt__comm_ops dt__nccl_ops = { "nccl", dt__nccl_message, NULL, dt__nccl_algorithm,
-    dt__nccl_begin_collective, dt__nccl_split, dt__nccl_close, dt__nccl_check_device };
+static const dt__comm_ops dt__nccl_ops = { .name = "nccl",
+    .message = dt__nccl_message,
+    .algorithm = dt__nccl_algorithm,
+    .begin = dt__nccl_begin_collective,
+    .split = dt__nccl_split,
+    .close = dt__nccl_close,
+    .check_device = dt__nccl_check_device };
 
 /* Loads NCCL's functions. Returns 0 with the context failed. The library is never closed, because
    it has its own threads, for example a thread that ncclGetUniqueId starts. dt cannot wait for the
@@ -10468,8 +10495,12 @@ static void dt__tcp_rank(const dt_run_desc *desc, dt__tcp_address rendezvous, ui
         .test = dt__tcp_test,
         .cancel = dt__tcp_cancel,
         .fail = dt__tcp_fail };
-    dt__control control = { t, dt__tcp_send_report, dt__tcp_pid, dt__tcp_arrived, t ? t->check : 0,
-        dt__tcp_poll_failures };
+    dt__control control = { .user = t,
+        .send_report = dt__tcp_send_report,
+        .pid = dt__tcp_pid,
+        .arrived = dt__tcp_arrived,
+        .check = t ? t->check : 0,
+        .poll = dt__tcp_poll_failures };
     if (!ctx) dt__refuse(desc, DT_ERR_MEM, "rank %d: no memory for its context", desc->rank);
     if (t) {
         if (dt__run_transport_rank(
@@ -10534,8 +10565,10 @@ static dt_status dt__run_mpi(
         .test = dt__mpi_test,
         .cancel = dt__mpi_cancel,
         .fail = dt__mpi_fail };
-    dt__control control = { mpi->tcp, dt__tcp_send_report, dt__tcp_pid, NULL, mpi->tcp->check,
-        NULL };
+    dt__control control = { .user = mpi->tcp,
+        .send_report = dt__tcp_send_report,
+        .pid = dt__tcp_pid,
+        .check = mpi->tcp->check };
     int wrong = desc->ranks != 0 && desc->ranks != mpi->size;
     const dt__node *node = mpi->node.shared ? &mpi->node : NULL;
     const dt_host *of_rank =

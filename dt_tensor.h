@@ -2223,11 +2223,28 @@ static int dt__io_sync_and_evict(void *user, int fd, int64_t bytes, int64_t offs
 #endif
 }
 
-static const dt_host dt__host_table = { NULL, dt__host_alloc, dt__host_free, dt__host_now,
-    dt__host_sleep, dt__host_log, dt__host_map, dt__host_unmap, dt__host_discard };
-static const dt_io dt__io_table = { NULL, dt__io_open, dt__io_close, dt__io_size, dt__io_pread,
-    dt__io_pwrite, dt__io_fsync, dt__io_rename, dt__io_resize, dt__io_remove, dt__io_sync_and_evict,
-    dt__io_make_folder, dt__io_list_folder, dt__io_lock, dt__io_remove_folder };
+static const dt_host dt__host_table = { .alloc = dt__host_alloc,
+    .free = dt__host_free,
+    .now = dt__host_now,
+    .sleep = dt__host_sleep,
+    .log = dt__host_log,
+    .map = dt__host_map,
+    .unmap = dt__host_unmap,
+    .discard = dt__host_discard };
+static const dt_io dt__io_table = { .open = dt__io_open,
+    .close = dt__io_close,
+    .size = dt__io_size,
+    .pread = dt__io_pread,
+    .pwrite = dt__io_pwrite,
+    .fsync = dt__io_fsync,
+    .rename = dt__io_rename,
+    .resize = dt__io_resize,
+    .remove = dt__io_remove,
+    .sync_and_evict = dt__io_sync_and_evict,
+    .make_folder = dt__io_make_folder,
+    .list_folder = dt__io_list_folder,
+    .lock = dt__io_lock,
+    .remove_folder = dt__io_remove_folder };
 
 const dt_host *dt_host_default(void) { return &dt__host_table; }
 const dt_io *dt_io_default(void) { return &dt__io_table; }
@@ -6727,24 +6744,54 @@ typedef struct dt__type {
 } dt__type;
 /* The element types in the order of the safetensors library. A writer sorts the tensors of a file
    by type, from the end of this list to its beginning. */
-static const dt__type dt__types[] = { { "BOOL", 8, 0, DT_F32 }, { "F4", 4, 0, DT_F32 },
-    { "F6_E2M3", 6, 0, DT_F32 }, { "F6_E3M2", 6, 0, DT_F32 }, { "U8", 8, 0, DT_F32 },
-    { "I8", 8, 0, DT_F32 }, { "F8_E5M2", 8, 0, DT_F32 }, { "F8_E4M3", 8, 0, DT_F32 },
-    { "F8_E8M0", 8, 0, DT_F32 }, { "F8_E4M3FNUZ", 8, 0, DT_F32 }, { "F8_E5M2FNUZ", 8, 0, DT_F32 },
-    { "I16", 16, 0, DT_F32 }, { "U16", 16, 0, DT_F32 }, { "F16", 16, 1, DT_F16 },
-    { "BF16", 16, 1, DT_BF16 }, { "I32", 32, 1, DT_I32 }, { "U32", 32, 0, DT_F32 },
-    { "F32", 32, 1, DT_F32 }, { "C64", 64, 0, DT_F32 }, { "F64", 64, 1, DT_F64 },
-    { "I64", 64, 0, DT_F32 }, { "U64", 64, 0, DT_F32 } };
+static const dt__type dt__types[] = {
+    { .name = "BOOL", .bits = 8 },
+    { .name = "F4", .bits = 4 },
+    { .name = "F6_E2M3", .bits = 6 },
+    { .name = "F6_E3M2", .bits = 6 },
+    { .name = "U8", .bits = 8 },
+    { .name = "I8", .bits = 8 },
+    { .name = "F8_E5M2", .bits = 8 },
+    { .name = "F8_E4M3", .bits = 8 },
+    { .name = "F8_E8M0", .bits = 8 },
+    { .name = "F8_E4M3FNUZ", .bits = 8 },
+    { .name = "F8_E5M2FNUZ", .bits = 8 },
+    { .name = "I16", .bits = 16 },
+    { .name = "U16", .bits = 16 },
+    { .name = "F16", .bits = 16, .readable = 1, .dtype = DT_F16 },
+    { .name = "BF16", .bits = 16, .readable = 1, .dtype = DT_BF16 },
+    { .name = "I32", .bits = 32, .readable = 1, .dtype = DT_I32 },
+    { .name = "U32", .bits = 32 },
+    { .name = "F32", .bits = 32, .readable = 1, .dtype = DT_F32 },
+    { .name = "C64", .bits = 64 },
+    { .name = "F64", .bits = 64, .readable = 1, .dtype = DT_F64 },
+    { .name = "I64", .bits = 64 },
+    { .name = "U64", .bits = 64 },
+};
 enum { DT__TYPES = sizeof dt__types / sizeof *dt__types };
 
 /* The tensors of an llm.c model, in file order. In `dims`, P is the padded vocabulary, T positions,
    L layers, C the width, 3 means 3 C and 4 means 4 C. */
 static const struct {
     const char *name, *dims;
-} dt__llmc_tensors[16] = { { "wte", "PC" }, { "wpe", "TC" }, { "ln1w", "LC" }, { "ln1b", "LC" },
-    { "qkvw", "L3C" }, { "qkvb", "L3" }, { "attprojw", "LCC" }, { "attprojb", "LC" },
-    { "ln2w", "LC" }, { "ln2b", "LC" }, { "fcw", "L4C" }, { "fcb", "L4" }, { "fcprojw", "LC4" },
-    { "fcprojb", "LC" }, { "lnfw", "C" }, { "lnfb", "C" } };
+} dt__llmc_tensors[16] = {
+    { .name = "wte", .dims = "PC" },
+    { .name = "wpe", .dims = "TC" },
+    { .name = "ln1w", .dims = "LC" },
+    { .name = "ln1b", .dims = "LC" },
+    { .name = "qkvw", .dims = "L3C" },
+    { .name = "qkvb", .dims = "L3" },
+    { .name = "attprojw", .dims = "LCC" },
+    { .name = "attprojb", .dims = "LC" },
+    { .name = "ln2w", .dims = "LC" },
+    { .name = "ln2b", .dims = "LC" },
+    { .name = "fcw", .dims = "L4C" },
+    { .name = "fcb", .dims = "L4" },
+    { .name = "fcprojw", .dims = "LC4" },
+    { .name = "fcprojb", .dims = "LC" },
+    { .name = "lnfw", .dims = "C" },
+    { .name = "lnfb", .dims = "C" },
+};
 enum { DT__LLMC_MAGIC = 20240326, DT__LLMC_HEADER_BYTES = 1024 };
 
 typedef struct dt__weight {
@@ -10615,9 +10662,10 @@ static dt_status dt__cpu_move(void *dst, const void *src, size_t bytes, void *st
 }
 
 const dt_kernels *dt_kernels_cpu(void) {
-#define DT__TABLE_ENTRY(k) dt__cpu_##k,
-    static const dt_kernels table = { "cpu", NULL, NULL, dt__cpu_move, NULL, NULL, NULL, NULL, NULL,
-        NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, 0, DT_KERNELS(DT__TABLE_ENTRY) };
+#define DT__TABLE_ENTRY(k) .k = dt__cpu_##k,
+    static const dt_kernels table = {
+        .name = "cpu", .move = dt__cpu_move, DT_KERNELS(DT__TABLE_ENTRY)
+    };
 #undef DT__TABLE_ENTRY
     return &table;
 }
