@@ -7971,18 +7971,19 @@ dt_status dt_weights_close(dt_weights *w) {
 
 // ==== 20. Arithmetic on the CPU =================================================================
 
-/* What sections 21 to 23 share: elementary functions, block sizes and scratch sizes, and loops over
-   strided arrays.
+/* Code that sections 21 to 23 share: elementary functions, block sizes and scratch sizes, and loops
+   over strided arrays.
 
-   Order. The same source must give the same bits on every instruction set and with any number of
-   threads. So from here on the compiler must not contract a product and a sum to a fused
-   multiply-add (fp-contract=off), sums have a fixed number of lanes, and threads divide results,
-   never a sum. */
+   Summation order. A result must not depend on the number of threads, nor, outside the micro-kernel
+   of section 21, on the instruction set. Therefore, from here on, the compiler must not contract a
+   product and a sum to a fused multiply-add (fp-contract=off), every sum has a fixed number of
+   lanes, and threads divide the results among them, but never the terms of one sum. */
 
-/* clang knows the standard pragma; gcc ignores it and takes an option instead. The other options
-   change no value: no-trapping-math vectorizes loops with a ? b : c, because nothing reads the
-   exception flags; the rest turn off -O3's copies of loops and functions, which are written out
-   here already. That saves a quarter of the build time and of the code. */
+/* clang knows the standard pragma; gcc ignores that pragma and takes an option instead. The other
+   options change no value. no-trapping-math lets gcc vectorize loops with a ? b : c; it is safe,
+   because no code reads the exception flags. The rest turn off -O3's copies of loops and functions,
+   because the copies that pay are written out here already; without -O3's copies, the build time and
+   the code are a quarter smaller. */
 #if defined(__clang__)
 #pragma STDC FP_CONTRACT OFF
 #elif defined(__GNUC__)
@@ -7995,15 +7996,15 @@ dt_status dt_weights_close(dt_weights *w) {
 #pragma GCC optimize("no-ipa-cp-clone", "no-tree-loop-distribution")
 #endif
 
-/* Instruction sets, slowest first. The plain set is always compiled; dt__best_isa chooses at run
-   time. */
+/* Instruction sets, slowest first. The plain set is always compiled. dt__best_isa chooses one set
+   at run time. */
 enum { DT__PLAIN = 0, DT__SIMD = 1 /* AVX2 with FMA, or NEON */, DT__AVX512 = 2, DT__ISAS = 3 };
-/* Vectors without alignment, because C may lie anywhere. */
+/* Vectors with the alignment of one element, because a tile of C may start at any element. */
 typedef float dt__float4 __attribute__((vector_size(16), may_alias, aligned(4)));
 typedef double dt__double2 __attribute__((vector_size(16), may_alias, aligned(8)));
 
-/* Square roots of the plain set. A loop over sqrtf does not vectorize, because sqrtf may set
-   errno. */
+/* Square roots for the plain set. The loop is written out, because the compiler does not vectorize
+   sqrtf, which may set errno. */
 static inline dt__float4 dt__sqrt4(dt__float4 v) {
 #if defined(__SSE2__)
     return (dt__float4)_mm_sqrt_ps((__m128)v);
@@ -8018,17 +8019,17 @@ static inline dt__double2 dt__sqrt2(dt__double2 v) {
     return v;
 }
 
-/* e^x in float, within 1.1 ulp, without branches, so that loops over it vectorize; the coefficients
-   are those of Cephes. x = n ln 2 + r with |r| <= ln 2 / 2; adding 1.5 * 2^23 rounds to an integer
-   and leaves it in the low bits. 2^n is applied in two halves, so that results below 2^-126 come
-   out denormal and large ones infinite. */
+/* e^x in float, within 1.1 ulp, without branches, so that loops over dt__expf vectorize; the
+   coefficients are those of Cephes. x = n ln 2 + r with |r| <= ln 2 / 2. Adding 1.5 * 2^23 rounds
+   x / ln 2 to the integer n and leaves n in the low bits. The result is multiplied by 2^n in two
+   halves, so that results below 2^-126 become denormal and large results infinite. */
 DT__INLINE float dt__expf(float x) {
     const float magic = 12582912.0f;
-    /* e^-105 rounds to 0, e^89 to infinity; a NaN passes both comparisons */
+    /* e^-105 rounds to 0, e^89 to infinity; a NaN stays, because both comparisons are false */
     x = x < -105.0f ? -105.0f : x;
     x = x > 89.0f ? 89.0f : x;
     float shifted = x * 1.44269504f + magic, n = shifted - magic;
-    /* ln 2 in two parts; the product with the first is exact */
+    /* ln 2 is split in two parts; n times the first part is exact */
     float r = x - n * 0.693359375f + n * 2.12194440e-4f;
     float p = 1.9875691500e-4f;
     p = p * r + 1.3981999507e-3f;
@@ -8048,7 +8049,7 @@ DT__INLINE float dt__expf(float x) {
     return p * low * high;
 }
 
-/* ln x in float, within 1 ulp, also without branches: x = 2^e m with m in [sqrt(1/2), sqrt 2). */
+/* ln x in float, within 1 ulp, without branches. x = 2^e m with m in [sqrt(1/2), sqrt 2). */
 DT__INLINE float dt__logf(float x) {
     float normal = x < 1.17549435e-38f ? x * 8388608.0f : x, m;
     uint32_t bits, m_bits;
@@ -8068,12 +8069,12 @@ DT__INLINE float dt__logf(float x) {
     p = p * f - 2.4999993993e-1f;
     p = p * f + 3.3333331174e-1f;
     p = f * z * p - 2.12194440e-4f * e - 0.5f * z + f + 0.693359375f * e;
-    p = x > 3.40282347e38f || x != x ? x : p; /* infinity and NaN are their own logarithms */
+    p = x > 3.40282347e38f || x != x ? x : p; /* ln of infinity or NaN is x */
     p = x == 0.0f ? -INFINITY : p;
     return x < 0.0f ? NAN : p;
 }
 
-/* tanh x in float: a polynomial near 0, where 1 - 2 / (e^2x + 1) would cancel. */
+/* tanh x in float: 1 - 2 / (e^2x + 1), and near 0, where this difference cancels, a polynomial. */
 DT__INLINE float dt__tanhf(float x) {
     float z = x * x, large = 1.0f - 2.0f / (dt__expf(2.0f * x) + 1.0f);
     float p = -5.997020093e-3f;
@@ -8084,8 +8085,8 @@ DT__INLINE float dt__tanhf(float x) {
     return z < 0.39f ? x + x * z * p : large;
 }
 
-/* The normal distribution function in float: e^(x^2/2) times its lower tail is a polynomial in 1 /
-   (1 + |x| / sqrt 8), fitted to a relative error of 5e-8. */
+/* The standard normal distribution function in float. The lower tail times e^(x^2/2) is a polynomial
+   in 1 / (1 + |x| / sqrt 8), fitted to a relative error of 5e-8. */
 DT__INLINE float dt__phif(float x) {
     float z = (x < 0 ? -x : x) * 0.70710678f, t = 1.0f / (1.0f + 0.5f * z);
     float p = 1.617393085e-2f;
@@ -8102,7 +8103,7 @@ DT__INLINE float dt__phif(float x) {
     return x < 0 ? tail : 1.0f - tail;
 }
 
-/* Two words of the counter RNG as a number in [0, 1) with 53 bits. */
+/* Converts two words of the counter RNG to a value in [0, 1) with 53 bits. */
 static double dt__uniform53(uint32_t high, uint32_t low) {
     return (double)(((uint64_t)high << 32 | low) >> 11) * (1.0 / 9007199254740992.0);
 }
@@ -8115,7 +8116,8 @@ static void *dt__align64(void *p) { return (char *)p + (64 - ((uintptr_t)p & 63)
 #endif
 
 /* With DT_USE_OMP, products, attention and elementwise kernels divide their results among OpenMP
-   threads. One thread computes each result in the same order, so the bits do not change. */
+   threads. Each result is computed by one thread, in the same order as without OpenMP, so the bits
+   do not change. */
 #ifdef DT_USE_OMP
 #include <omp.h>
 #define DT__PARALLEL _Pragma("omp parallel for schedule(static) num_threads(dt__omp_threads())")
@@ -8127,26 +8129,27 @@ static int dt__omp_threads(void) { return 1; }
 static int dt__omp_thread(void) { return 0; }
 #endif
 
-/* Whether the processor multiplies pairs of bf16 (vdpbf16ps) faster than floats. AMD's do. Intel's
-   have the instruction, but run it at half the rate of float: measured, 86 against 172 GFLOP/s on
-   one core of the fifth Xeon generation. There packing widens bf16 to float. */
+/* 1 if the processor multiplies pairs of bf16 (vdpbf16ps) faster than floats. AMD processors do.
+   Intel processors have the instruction, but run it at half the rate of float: 86 against
+   172 GFLOP/s, measured on one core of the fifth Xeon generation. There packing widens bf16 to
+   float. */
 #if defined(__x86_64__)
 static int dt__bf16_pairs_are_fast(void) {
     return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_is("amd");
 }
 #endif
 
-/* Block sizes of the matrix product, see section 21. They decide what stays in which cache and
-   change no bit of the result. */
+/* Block sizes of the matrix product, see section 21. They decide which data stays in which cache
+   and change no bit of the result. */
 enum {
-    DT__MAX_KC = 512,               /* steps of K in a block: a panel of 14 x 512 floats is 28 KB */
-    DT__B_BLOCK_BYTES = 1152 << 10, /* a packed block of B */
+    DT__MAX_KC = 512,               /* steps of K per block; a panel of 14 x 512 floats is 28 KB */
+    DT__B_BLOCK_BYTES = 1152 << 10, /* size of a packed block of B */
     DT__A_PANELS = 8,               /* panels of A packed at a time */
-    DT__C_PANELS = 20               /* row panels of C in a block, where K has several blocks */
+    DT__C_PANELS = 20               /* row panels of C per block if K has several blocks */
 };
 typedef struct dt__gemm_blocks {
     int64_t kc, nc;  /* steps of K and columns of B in a packed block */
-    int64_t c_tiles; /* elements of the tiles of C that wait for further blocks of K */
+    int64_t c_tiles; /* elements of the unfinished tiles of C */
 } dt__gemm_blocks;
 
 static dt__gemm_blocks dt__gemm_blocks_make(int64_t n, int64_t steps, size_t size) {
@@ -8155,17 +8158,18 @@ static dt__gemm_blocks dt__gemm_blocks_make(int64_t n, int64_t steps, size_t siz
     if (k_blocks > 0) p.kc = (steps + k_blocks - 1) / k_blocks;
     p.nc = DT__B_BLOCK_BYTES / (int64_t)size / p.kc / 32 * 32;
     n_blocks = (n + p.nc - 1) / p.nc;
-    /* a multiple of 32, the widest tile */
+    /* round up to a multiple of 32, the width of the widest tile */
     if (n_blocks > 0) p.nc = ((n + n_blocks - 1) / n_blocks + 31) / 32 * 32;
     if (k_blocks > 1) p.c_tiles = DT__C_PANELS * 14 * p.nc;
     return p;
 }
 
-/* Elements. No memory holds more, so larger sizes answer SIZE_MAX. */
+/* Scratch for more elements than this does not fit in any memory: the functions below then return
+   SIZE_MAX. */
 #define DT__MAX_WORK ((int64_t)1 << 48)
 
-/* Space for panels of A of at most 14 rows, a block of B, and tiles of C; packing writes up to two
-   elements past a panel. Grows with n and k, so that scratch for the largest of several products
+/* Scratch for panels of A of at most 14 rows, a block of B, and tiles of C. Packing writes up to two
+   elements past a panel. The size grows with n and k, so scratch for the largest of several products
    serves all of them. */
 size_t dt_matmul_work(int64_t n, int64_t k, dt_dtype dtype) {
     size_t size = dt__real_size(dtype), nc, kc, block = DT__B_BLOCK_BYTES / size, elements;
@@ -8173,21 +8177,21 @@ size_t dt_matmul_work(int64_t n, int64_t k, dt_dtype dtype) {
     nc = ((size_t)n + 31) / 32 * 32 + 32;
     kc = k < 1 ? 1 : k < DT__MAX_KC ? (size_t)k : (size_t)DT__MAX_KC;
     elements = (nc < block / kc ? nc * kc : block) + kc * DT__A_PANELS * 14 + 14 * 32 + 2;
-    if (k > DT__MAX_KC) /* blocks are at least half as deep then, and as much wider */
+    if (k > DT__MAX_KC) /* then kc >= DT__MAX_KC / 2, which limits nc */
         elements += DT__C_PANELS * 14 * (nc < 2 * block / DT__MAX_KC ? nc : 2 * block / DT__MAX_KC);
     return (elements * size + 127) / 64 * 64 * (size_t)dt__omp_threads();
 }
 
-/* Space for six rows: rows widened to the compute type, and sums over rows. */
+/* Scratch for six rows in the compute type: widened rows, and sums over rows. */
 size_t dt_row_work(int64_t cols, dt_dtype dtype) {
     if (cols < 0 || cols > DT__MAX_WORK) return cols < 0 ? 0 : (size_t)-1;
     return 6 * (size_t)cols * dt__real_size(dtype) + 64;
 }
 
-/* The most columns of a tile. A tile of attention has at most 8 rows. */
+/* The maximum number of columns of a tile. A tile of attention has at most 8 rows. */
 enum { DT__LANES = 32 };
 
-/* The arrays of DT__K(attention_work) in section 22, in elements of the compute type. */
+/* Scratch for the arrays of DT__K(attention_work) in section 22, which have the compute type. */
 size_t dt_attention_work(int64_t tk, int64_t dim, dt_dtype dtype) {
     if (tk < 0 || dim < 0) return 0;
     if (tk > DT__MAX_WORK || dim > DT__MAX_WORK || tk + 16 > DT__MAX_WORK / (dim + DT__LANES))
@@ -8207,7 +8211,7 @@ size_t dt_attention_work(int64_t tk, int64_t dim, dt_dtype dtype) {
    dimension. */
 typedef struct dt__strips {
     dt_shape shape;
-    /* of the strip: indices of its first element, the same as a dense offset, its length */
+    /* the current strip: indices of its first element, dense offset of that element, length */
     int64_t at[DT_MAX_DIMS], out, n;
     int done;
 } dt__strips;
@@ -8221,7 +8225,8 @@ static dt__strips dt__strips_begin(dt_shape shape) {
     return r;
 }
 
-/* Advances to the next strip; *a and *b receive its offsets in arrays with these strides. */
+/* Advances to the next strip. *a and *b receive the strip's offsets in two arrays, whose strides are
+   stride_a and stride_b. Returns 0 after the last strip. */
 static int dt__strips_next(
     dt__strips *r, const int64_t *stride_a, const int64_t *stride_b, int64_t *a, int64_t *b) {
     int last = r->shape.nd - 1, i = last;
@@ -8296,10 +8301,10 @@ typedef struct dt__variant {
 #ifdef DT__BITS
 /* Section 23 includes this part of the file once for every compute type and instruction set, with
    DT__BITS (32 float, 64 double, 1 int32_t) and DT__ISA set. DT__K(name) appends the type and the
-   set to a name, DT__FN begins every function. The loops are plain C that the compiler vectorizes
-   (-O3); only the micro-kernel of the matrix product is written with intrinsics. No operation here
-   is contracted to a fused multiply-add, and partial sums have a fixed number of lanes, so every
-   instruction set gives the same bits outside the matrix product. */
+   instruction set to a name; DT__FN begins every function. The loops are plain C that the compiler
+   vectorizes (-O3); only the micro-kernel of the matrix product is written with intrinsics. Outside
+   the micro-kernel, no operation is contracted to a fused multiply-add and partial sums have a fixed
+   number of lanes, so there every instruction set gives the same bits. */
 #define DT__JOIN2(name, suffix) dt__##name##suffix
 #define DT__JOIN(name, suffix) DT__JOIN2(name, suffix)
 #define DT__K(name) DT__JOIN(name, DT__SUFFIX)
@@ -8325,9 +8330,10 @@ typedef struct dt__variant {
 #define DT__WIDE int64_t
 #endif
 
-/* A tile of the product is DT__MR rows of two vectors (DT__NR columns); attention uses
-   DT__ATTENTION_MR rows. The sums must fit the registers: 14 rows x 2 of 32 registers with AVX-512,
-   6 x 2 of 16 with AVX2, 8 x 2 of 32 with NEON, 4 x 2 of 16 with any 16-byte vector. */
+/* A tile of the product has DT__MR rows of two vectors each (DT__NR columns); a tile of attention
+   has DT__ATTENTION_MR rows. The sums of a tile must fit in the vector registers: 14 rows x 2
+   vectors in 32 registers with AVX-512, 6 x 2 in 16 with AVX2, 8 x 2 in 32 with NEON, 4 x 2 in 16
+   with the plain set's 16-byte vectors. */
 #if DT__BITS == 1
 #define DT__FN static
 #define DT__SUFFIX _i32
@@ -8344,7 +8350,7 @@ typedef struct dt__variant {
 #define DT__LOAD(p) _mm512_loadu_ps(p)
 #define DT__STORE(p, v) _mm512_storeu_ps(p, v)
 #define DT__FMADD(x, v, sum) _mm512_fmadd_ps(_mm512_set1_ps(x), v, sum)
-#define DT__SQRT(v) _mm512_maskz_sqrt_ps(0xffff, v) /* gcc 12 warns of the plain form in C++ */
+#define DT__SQRT(v) _mm512_maskz_sqrt_ps(0xffff, v) /* gcc 12 warns about _mm512_sqrt_ps in C++ */
 #else
 #define DT__SUFFIX _f64_avx512
 #define DT__V __m512d
@@ -8400,7 +8406,7 @@ typedef struct dt__variant {
 #define DT__FMADD(x, v, sum) vfmaq_n_f64(sum, v, x)
 #define DT__SQRT(v) vsqrtq_f64(v)
 #endif
-#else /* plain: 16-byte vectors of the compiler, a product and a sum */
+#else /* plain: the compiler's 16-byte vectors; a product and a sum instead of FMA */
 #define DT__FN static
 #define DT__MR 4
 #define DT__MATMUL_ROWS(X) X(0) X(1) X(2) X(3)
@@ -8423,9 +8429,9 @@ typedef struct dt__variant {
 #endif
 
 #if DT__BITS != 1 /* the product is for floating types only */
-#define DT__NV ((int64_t)(sizeof(DT__V) / sizeof(DT__REAL))) /* elements of a vector */
-#define DT__NR (2 * DT__NV)                                  /* columns of a tile */
-/* DT__MR rounded up to whole vectors: at most two more */
+#define DT__NV ((int64_t)(sizeof(DT__V) / sizeof(DT__REAL))) /* elements per vector */
+#define DT__NR (2 * DT__NV)                                  /* columns per tile */
+/* DT__MR rounded up to a multiple of DT__NV: at most two more */
 #define DT__MR_ROUNDED ((DT__MR + DT__NV - 1) / DT__NV * DT__NV)
 #endif
 
@@ -8447,8 +8453,8 @@ DT__FN void DT__K(narrow)(dt_dtype dtype, uint16_t *out, int64_t n, const DT__RE
 }
 #endif
 
-/* n elements from element `at` on, in the compute type: a pointer into the array itself, or to buf
-   with the widened elements. */
+/* Returns n elements from element `at` on in the compute type: a pointer into the array itself, or
+   buf filled with the widened elements. */
 DT__FN const DT__REAL *DT__K(load)(
     dt_dtype dtype, const void *array, int64_t at, int64_t n, DT__REAL *buf) {
 #if DT__BITS == 32
@@ -8461,7 +8467,7 @@ DT__FN const DT__REAL *DT__K(load)(
     return (const DT__REAL *)array + at;
 }
 
-/* The same for elements that are `stride` apart. */
+/* Like load, for elements that are `stride` apart. */
 DT__FN const DT__REAL *DT__K(load_strided)(
     dt_dtype dtype, const void *array, int64_t at, int64_t stride, int64_t n, DT__REAL *buf) {
     if (stride == 1) return DT__K(load)(dtype, array, at, n, buf);
@@ -8472,7 +8478,8 @@ DT__FN const DT__REAL *DT__K(load_strided)(
     return buf;
 }
 
-/* array[at..] (+)= n finished results, rounded once. Does nothing if array is NULL. */
+/* Stores n finished results from `row` to array[at..], or adds them if accumulate is set; rounds
+   once. Does nothing if array is NULL. */
 DT__FN void DT__K(store)(
     dt_dtype dtype, void *array, int64_t at, int64_t n, const DT__REAL *row, int accumulate) {
     if (!array) return;
@@ -8490,7 +8497,7 @@ DT__FN void DT__K(store)(
         return;
     }
 #elif DT__BITS == 64
-    if (dt__narrow(dtype)) { /* the 16-bit copy of a parameter */
+    if (dt__narrow(dtype)) { /* the 16-bit copy of a double parameter */
         for (int64_t i = 0; i < n; i++) dt__set_number(dtype, array, (size_t)(at + i), row[i]);
         return;
     }
@@ -8507,8 +8514,8 @@ DT__FN void DT__K(store)(
 
 /* ---- activations ---- */
 
-/* With u = sqrt(2/pi) (x + 0.044715 x^3), 0.5 (1 + tanh u) is the logistic function 1 / (1 +
-   e^(-2u)): one exponential, and no cancellation where tanh u is close to -1. */
+/* GELU, tanh form: 0.5 x (1 + tanh u) with u = sqrt(2/pi) (x + 0.044715 x^3), computed as
+   x / (1 + e^(-2u)), which takes one exponential and does not cancel where tanh u is close to -1. */
 #define DT__GELU_A ((DT__REAL)0.7978845608028654) /* sqrt(2/pi) */
 #define DT__GELU_B ((DT__REAL)0.044715)
 #define DT__LOGISTIC(x) (1 / (1 + DT__EXP(-(x))))
@@ -8548,9 +8555,10 @@ DT__FN void DT__K(act)(
     }
 }
 
-/* gelu'(x) = s + x s (1 - s) 2 u'. Beyond +-30 the second term is zero; the clamps avoid infinity
-   times zero. With s = 1 / (1 + e), 1 - s is computed as e s: where s is close to 1 and x^3 is
-   large, the difference would have too few digits. */
+/* gelu'(x) = s + x s (1 - s) 2 u' with s = 1 / (1 + e) and e = e^(-2u). The code computes 1 - s as
+   e s: where s is close to 1 and x^3 is large, the difference 1 - s would have too few digits.
+   Beyond +-30 the second term is zero, and the clamps keep the product from being infinity times
+   zero. */
 DT__FN inline DT__REAL DT__K(gelu_derivative)(DT__REAL x) {
     x = x < -30 ? -30 : x;
     x = x > 30 ? 30 : x;
@@ -8562,7 +8570,7 @@ DT__FN inline DT__REAL DT__K(gelu_derivative)(DT__REAL x) {
     return s + 2 * x * s * (e * s) * du;
 }
 
-/* The normal distribution function plus x times its density. */
+/* gelu'(x) in the erf form: the normal distribution function plus x times the normal density. */
 DT__FN inline DT__REAL DT__K(gelu_erf_derivative)(DT__REAL x) {
     x = x < -30 ? -30 : x;
     x = x > 30 ? 30 : x;
