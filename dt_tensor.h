@@ -7981,14 +7981,14 @@ dt_status dt_weights_close(dt_weights *w) {
 
 /* clang knows the standard pragma; gcc ignores that pragma and takes an option instead. The other
    options change no value. no-trapping-math lets gcc vectorize loops with a ? b : c; it is safe,
-   because no code reads the exception flags. The rest turn off -O3's copies of loops and functions:
-   this file already contains the copies that help, and without -O3's copies the build time and the
-   code shrink by a quarter. */
+   because no code reads the exception flags. The rest turn off -O3's copies of loops and functions,
+   because this file already writes such copies out. Without -O3's copies, the build time and the
+   code are a quarter smaller. */
 #if defined(__clang__)
 #pragma STDC FP_CONTRACT OFF
 #elif defined(__GNUC__)
 #ifdef __CUDACC__
-#pragma nv_diag_suppress 1675 /* nvcc does not know the next pragma, and hands it to gcc */
+#pragma nv_diag_suppress 1675 /* nvcc does not know the next pragma and passes it to gcc */
 #endif
 #pragma GCC push_options
 #pragma GCC optimize( \
@@ -8003,8 +8003,8 @@ enum { DT__PLAIN = 0, DT__SIMD = 1 /* AVX2 with FMA, or NEON */, DT__AVX512 = 2,
 typedef float dt__float4 __attribute__((vector_size(16), may_alias, aligned(4)));
 typedef double dt__double2 __attribute__((vector_size(16), may_alias, aligned(8)));
 
-/* Square roots for the plain set. The loop is written out, because the compiler does not vectorize
-   sqrtf, which may set errno. */
+/* Square roots for the plain set. The compiler does not vectorize a loop over sqrtf, because sqrtf
+   may set errno. */
 static inline dt__float4 dt__sqrt4(dt__float4 v) {
 #if defined(__SSE2__)
     return (dt__float4)_mm_sqrt_ps((__m128)v);
@@ -8074,7 +8074,8 @@ DT__INLINE float dt__logf(float x) {
     return x < 0.0f ? NAN : p;
 }
 
-/* tanh x in float: 1 - 2 / (e^2x + 1), and near 0, where this difference cancels, a polynomial. */
+/* tanh x in float: 1 - 2 / (e^2x + 1), but near 0 a polynomial, because there the difference
+   cancels. */
 DT__INLINE float dt__tanhf(float x) {
     float z = x * x, large = 1.0f - 2.0f / (dt__expf(2.0f * x) + 1.0f);
     float p = -5.997020093e-3f;
@@ -8164,8 +8165,8 @@ static dt__gemm_blocks dt__gemm_blocks_make(int64_t n, int64_t steps, size_t siz
     return p;
 }
 
-/* Scratch for more elements than this does not fit in any memory: the functions below then return
-   SIZE_MAX. */
+/* Scratch for more than DT__MAX_WORK elements does not fit in any memory: dt_row_work and
+   dt_attention_work then return SIZE_MAX. */
 #define DT__MAX_WORK ((int64_t)1 << 48)
 
 /* Scratch for panels of A of at most 14 rows, a block of B, and tiles of C. Packing writes up to
@@ -8647,8 +8648,8 @@ DT__FN void DT__K(act_back)(
        micro-kernel  for p < kc:  tile(MR,NR) += A panel[p]^T B panel[p]
        epilogue      bias, activation, residual, accumulate: once, while the tile is in cache
 
-   Every element of C is one chain of K multiply-adds, k ascending, in whichever block and tile the
-   element is, so the block sizes change no bit. */
+   Every element of C is one chain of K multiply-adds, k ascending, for all block
+   sizes, so the block sizes change no bit. */
 
 /* Epilogue. Applies bias, activation (or its backward), residual and accumulation to rows x cols
    finished sums and stores them to C at element `at`, whose column is j0. All products use this
@@ -8740,10 +8741,10 @@ DT__FN void DT__K(matmul_naive)(const dt_matmul_args *a, int64_t batch) {
 
 /* Micro-kernel. tile(R,NR) += panel_a(k,R)^T panel_b(k,NR): each of k steps adds an outer product.
    R is MR for the product and ATTENTION_MR for attention. Rows of panel_a are `step` apart, rows of
-   the tile are ld apart. The 2 x R sums are registers; they start at zero if `fresh` is set, else
-   at the tile's values. Every element is one chain of multiply-adds, k ascending. Unless
-   prefetch_stride is 0, the micro-kernel also prefetches the data that will be packed next: one
-   cache line every 8 steps, starting at `prefetch`. */
+   the tile are ld apart. The 2 x R vectors of sums stay in registers; they start at zero if `fresh`
+   is set, else at the tile's values. Every element is one chain of multiply-adds, k ascending.
+   Unless prefetch_stride is 0, the micro-kernel also prefetches the data that will be packed next:
+   one cache line every 8 steps, starting at `prefetch`. */
 #define DT__MICRO_ZERO(i) DT__V c##i##_0 = DT__ZERO, c##i##_1 = DT__ZERO;
 #define DT__MICRO_LOAD(i) \
     c##i##_0 = DT__LOAD(tile + i * ld); \
@@ -8805,7 +8806,7 @@ typedef struct DT__K(gemm_plan) {
        unfinished sums. */
     DT__REAL *c_tiles;
     int single_k_block;
-    int c_in_place; /* C has the compute type and is overwritten: sums accumulate in C itself */
+    int c_in_place; /* C has the compute type and is overwritten, so sums accumulate in C itself */
     int pairs;      /* a step is a pair of bf16 elements */
     void (*micro_kernel)(int64_t k, const DT__REAL *a, int64_t step, const DT__REAL *b,
         DT__REAL *to, int64_t ld, int fresh, const char *prefetch, int64_t prefetch_stride);
@@ -9003,7 +9004,7 @@ DT__FN const char *DT__K(prefetch_next_a)(const DT__K(gemm_plan) * w, int64_t at
     return from + tile % 8 * (terms / 8) * row + (line < last * size ? line : last * size);
 }
 
-/* Copies an incomplete tile to or from C. */
+/* Copies rows x cols elements of a tile to or from C. */
 DT__FN void DT__K(copy_edge)(DT__REAL *to, int64_t to_ld, const DT__REAL *from, int64_t from_ld,
     int64_t rows, int64_t cols) {
     for (int64_t i = 0; i < rows; i++)
@@ -9078,9 +9079,9 @@ DT__FN void DT__K(matmul_packed)(const DT__K(gemm_plan) * w, int64_t batch, int6
 }
 
 #ifdef DT_USE_CBLAS
-/* The product by CBLAS, whose summation order is unknown. If the epilogue has work to do, CBLAS
-   writes a block of rows to `work`, and the epilogue stores these rows to C. If `work` holds fewer
-   than 16 rows, this would be slow, and the caller uses the packed product instead. */
+/* The product by CBLAS, which chooses its own summation order. If a fusion is set, CBLAS writes a
+   block of rows to `work`, and the epilogue stores these rows to C. If `work` holds fewer than 16
+   rows, this would be slow, and the caller uses the packed product instead. */
 DT__FN void DT__K(matmul_cblas)(const dt_matmul_args *a, int64_t batch) {
     CBLAS_TRANSPOSE ta = a->trans_a ? CblasTrans : CblasNoTrans,
                     tb = a->trans_b ? CblasTrans : CblasNoTrans;
@@ -9146,7 +9147,7 @@ DT__FN dt_status DT__K(matmul_with)(const dt_matmul_args *args, int pairs) {
     int64_t stride = (int64_t)(a.work_bytes / (size_t)dt__omp_threads());
     DT__PARALLEL
     for (int64_t share = 0; share < a.batch * shares; share++) {
-        /* the scratch of this thread, and the share's part of the longer side of C */
+        /* the scratch of this thread, and share number `share` of the longer side of C */
         DT__K(gemm_plan) own = w;
         int64_t first = share % shares * each, end = first + each < side ? first + each : side;
         own.c_tiles = (DT__REAL *)dt__align64((char *)a.work + dt__omp_thread() * stride);
@@ -9928,7 +9929,7 @@ DT__FN void DT__K(softmax_block)(const dt_attention_args *a, const DT__K(query_b
 }
 
 /* Flash attention of one block of queries. Log-sum-exp merge: with merge_lse, out and lse hold the
-   result over other keys; this function changes both to the result over all keys, old and new:
+   result over other keys on entry, and the result over both sets of keys on return:
 
        lse' = log(e^lse + e^lse_here)    out' = e^(lse - lse') out + e^(lse_here - lse') out_here */
 DT__FN void DT__K(attention_block)(
@@ -10041,8 +10042,9 @@ DT__FN void DT__K(softmax_back_block)(const dt_attention_back_args *a, const DT_
     }
 }
 
-/* The gradients of keys or values: sum(keys,dim) += scores^T (keys,queries) x rows (queries,dim).
-   Transposes the scores, then multiplies ATTENTION_MR keys at a time. */
+/* Adds a query block's part to the gradients of keys or values: sum(keys,dim) += scores^T
+   (keys,queries) x rows (queries,dim). Transposes the scores, then multiplies
+   ATTENTION_MR keys at a time. */
 DT__FN void DT__K(add_key_grads)(DT__REAL *sum, const DT__K(attention_work) * w,
     const DT__REAL *scores, const DT__REAL *rows, int64_t end) {
     for (int64_t j = 0; j < end; j += DT__TRANSPOSE) {
