@@ -8073,23 +8073,24 @@ dt_status dt_weights_close(dt_weights *w) {
 
 // ==== 20. Arithmetic on the CPU =================================================================
 
-/* What sections 21 to 23 share: elementary functions, block sizes and scratch sizes, and loops over
-   strided arrays.
+/* Code that sections 21 to 23 share: elementary functions, block sizes and scratch sizes, and loops
+   over strided arrays.
 
-   Order. The same source must give the same bits on every instruction set and with any number of
-   threads. So from here on the compiler must not contract a product and a sum to a fused
-   multiply-add (fp-contract=off), sums have a fixed number of lanes, and threads divide results,
-   never a sum. */
+   Summation order. A result must not depend on the number of threads, nor, outside the micro-kernel
+   of section 21, on the instruction set. Therefore, from here on, the compiler must not contract a
+   product and a sum to a fused multiply-add (fp-contract=off), every sum has a fixed number of
+   lanes, and threads divide the results among them, but never the terms of one sum. */
 
-/* clang knows the standard pragma; gcc ignores it and takes an option instead. The other options
-   change no value: no-trapping-math vectorizes loops with a ? b : c, because nothing reads the
-   exception flags; the rest turn off -O3's copies of loops and functions, which are written out
-   here already. That saves a quarter of the build time and of the code. */
+/* clang knows the standard pragma; gcc ignores that pragma and takes an option instead. The other
+   options change no value. no-trapping-math lets gcc vectorize loops with a ? b : c; it is safe,
+   because no code reads the exception flags. The rest turn off -O3's copies of loops and functions,
+   because this file already writes such copies out. Without -O3's copies, the build time and the
+   code are a quarter smaller. */
 #if defined(__clang__)
 #pragma STDC FP_CONTRACT OFF
 #elif defined(__GNUC__)
 #ifdef __CUDACC__
-#pragma nv_diag_suppress 1675 /* nvcc does not know the next pragma, and hands it to gcc */
+#pragma nv_diag_suppress 1675 /* nvcc does not know the next pragma and passes it to gcc */
 #endif
 #pragma GCC push_options
 #pragma GCC optimize( \
@@ -8097,15 +8098,15 @@ dt_status dt_weights_close(dt_weights *w) {
 #pragma GCC optimize("no-ipa-cp-clone", "no-tree-loop-distribution")
 #endif
 
-/* Instruction sets, slowest first. The plain set is always compiled; dt__best_isa chooses at run
-   time. */
+/* Instruction sets, slowest first. The plain set is always compiled. dt__best_isa chooses one set
+   at run time. */
 enum { DT__PLAIN = 0, DT__SIMD = 1 /* AVX2 with FMA, or NEON */, DT__AVX512 = 2, DT__ISAS = 3 };
-/* Vectors without alignment, because C may lie anywhere. */
+/* Vectors with the alignment of one element, because a tile of C may start at any element. */
 typedef float dt__float4 __attribute__((vector_size(16), may_alias, aligned(4)));
 typedef double dt__double2 __attribute__((vector_size(16), may_alias, aligned(8)));
 
-/* Square roots of the plain set. A loop over sqrtf does not vectorize, because sqrtf may set
-   errno. */
+/* Square roots for the plain set. The compiler does not vectorize a loop over sqrtf, because sqrtf
+   may set errno. */
 static inline dt__float4 dt__sqrt4(dt__float4 v) {
 #if defined(__SSE2__)
     return (dt__float4)_mm_sqrt_ps((__m128)v);
@@ -8120,17 +8121,17 @@ static inline dt__double2 dt__sqrt2(dt__double2 v) {
     return v;
 }
 
-/* e^x in float, within 1.1 ulp, without branches, so that loops over it vectorize; the coefficients
-   are those of Cephes. x = n ln 2 + r with |r| <= ln 2 / 2; adding 1.5 * 2^23 rounds to an integer
-   and leaves it in the low bits. 2^n is applied in two halves, so that results below 2^-126 come
-   out denormal and large ones infinite. */
+/* e^x in float, within 1.1 ulp, without branches, so that loops over dt__expf vectorize; the
+   coefficients are those of Cephes. x = n ln 2 + r with |r| <= ln 2 / 2. Adding 1.5 * 2^23 rounds
+   x / ln 2 to the integer n and leaves n in the low bits. The result is multiplied by 2^n in two
+   halves, so that results below 2^-126 become denormal and large results infinite. */
 DT__INLINE float dt__expf(float x) {
     const float magic = 12582912.0f;
-    /* e^-105 rounds to 0, e^89 to infinity; a NaN passes both comparisons */
+    /* e^-105 rounds to 0, e^89 to infinity; a NaN stays, because both comparisons are false */
     x = x < -105.0f ? -105.0f : x;
     x = x > 89.0f ? 89.0f : x;
     float shifted = x * 1.44269504f + magic, n = shifted - magic;
-    /* ln 2 in two parts; the product with the first is exact */
+    /* ln 2 is split in two parts; n times the first part is exact */
     float r = x - n * 0.693359375f + n * 2.12194440e-4f;
     float p = 1.9875691500e-4f;
     p = p * r + 1.3981999507e-3f;
@@ -8150,7 +8151,7 @@ DT__INLINE float dt__expf(float x) {
     return p * low * high;
 }
 
-/* ln x in float, within 1 ulp, also without branches: x = 2^e m with m in [sqrt(1/2), sqrt 2). */
+/* ln x in float, within 1 ulp, without branches. x = 2^e m with m in [sqrt(1/2), sqrt 2). */
 DT__INLINE float dt__logf(float x) {
     float normal = x < 1.17549435e-38f ? x * 8388608.0f : x, m;
     uint32_t bits, m_bits;
@@ -8170,12 +8171,13 @@ DT__INLINE float dt__logf(float x) {
     p = p * f - 2.4999993993e-1f;
     p = p * f + 3.3333331174e-1f;
     p = f * z * p - 2.12194440e-4f * e - 0.5f * z + f + 0.693359375f * e;
-    p = x > 3.40282347e38f || x != x ? x : p; /* infinity and NaN are their own logarithms */
+    p = x > 3.40282347e38f || x != x ? x : p; /* ln of infinity or NaN is x */
     p = x == 0.0f ? -INFINITY : p;
     return x < 0.0f ? NAN : p;
 }
 
-/* tanh x in float: a polynomial near 0, where 1 - 2 / (e^2x + 1) would cancel. */
+/* tanh x in float: 1 - 2 / (e^2x + 1), but near 0 a polynomial, because there the difference
+   cancels. */
 DT__INLINE float dt__tanhf(float x) {
     float z = x * x, large = 1.0f - 2.0f / (dt__expf(2.0f * x) + 1.0f);
     float p = -5.997020093e-3f;
@@ -8186,8 +8188,8 @@ DT__INLINE float dt__tanhf(float x) {
     return z < 0.39f ? x + x * z * p : large;
 }
 
-/* The normal distribution function in float: e^(x^2/2) times its lower tail is a polynomial in 1 /
-   (1 + |x| / sqrt 8), fitted to a relative error of 5e-8. */
+/* The standard normal distribution function in float. The lower tail times e^(x^2/2) is a
+   polynomial in 1 / (1 + |x| / sqrt 8), fitted to a relative error of 5e-8. */
 DT__INLINE float dt__phif(float x) {
     float z = (x < 0 ? -x : x) * 0.70710678f, t = 1.0f / (1.0f + 0.5f * z);
     float p = 1.617393085e-2f;
@@ -8204,7 +8206,7 @@ DT__INLINE float dt__phif(float x) {
     return x < 0 ? tail : 1.0f - tail;
 }
 
-/* Two words of the counter RNG as a number in [0, 1) with 53 bits. */
+/* Converts two words of the counter RNG to a value in [0, 1) with 53 bits. */
 static double dt__uniform53(uint32_t high, uint32_t low) {
     return (double)(((uint64_t)high << 32 | low) >> 11) * (1.0 / 9007199254740992.0);
 }
@@ -8217,7 +8219,8 @@ static void *dt__align64(void *p) { return (char *)p + (64 - ((uintptr_t)p & 63)
 #endif
 
 /* With DT_USE_OMP, products, attention and elementwise kernels divide their results among OpenMP
-   threads. One thread computes each result in the same order, so the bits do not change. */
+   threads. Each result is computed by one thread, in the same order as without OpenMP, so the bits
+   do not change. */
 #ifdef DT_USE_OMP
 #include <omp.h>
 #define DT__PARALLEL _Pragma("omp parallel for schedule(static) num_threads(dt__omp_threads())")
@@ -8229,26 +8232,27 @@ static int dt__omp_threads(void) { return 1; }
 static int dt__omp_thread(void) { return 0; }
 #endif
 
-/* Whether the processor multiplies pairs of bf16 (vdpbf16ps) faster than floats. AMD's do. Intel's
-   have the instruction, but run it at half the rate of float: measured, 86 against 172 GFLOP/s on
-   one core of the fifth Xeon generation. There packing widens bf16 to float. */
+/* 1 if the processor multiplies pairs of bf16 (vdpbf16ps) faster than floats. AMD processors do.
+   Intel processors have the instruction, but run it at half the rate of float: 86 against
+   172 GFLOP/s, measured on one core of the fifth Xeon generation. There packing widens bf16 to
+   float. */
 #if defined(__x86_64__)
 static int dt__bf16_pairs_are_fast(void) {
     return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_is("amd");
 }
 #endif
 
-/* Block sizes of the matrix product, see section 21. They decide what stays in which cache and
-   change no bit of the result. */
+/* Block sizes of the matrix product, see section 21. They decide which data stays in which cache
+   and change no bit of the result. */
 enum {
-    DT__MAX_KC = 512,               /* steps of K in a block: a panel of 14 x 512 floats is 28 KB */
-    DT__B_BLOCK_BYTES = 1152 << 10, /* a packed block of B */
+    DT__MAX_KC = 512,               /* steps of K per block; a panel of 14 x 512 floats is 28 KB */
+    DT__B_BLOCK_BYTES = 1152 << 10, /* size of a packed block of B */
     DT__A_PANELS = 8,               /* panels of A packed at a time */
-    DT__C_PANELS = 20               /* row panels of C in a block, where K has several blocks */
+    DT__C_PANELS = 20               /* row panels of C per block if K has several blocks */
 };
 typedef struct dt__gemm_blocks {
     int64_t kc, nc;  /* steps of K and columns of B in a packed block */
-    int64_t c_tiles; /* elements of the tiles of C that wait for further blocks of K */
+    int64_t c_tiles; /* elements of the unfinished tiles of C */
 } dt__gemm_blocks;
 
 static dt__gemm_blocks dt__gemm_blocks_make(int64_t n, int64_t steps, size_t size) {
@@ -8257,39 +8261,40 @@ static dt__gemm_blocks dt__gemm_blocks_make(int64_t n, int64_t steps, size_t siz
     if (k_blocks > 0) p.kc = (steps + k_blocks - 1) / k_blocks;
     p.nc = DT__B_BLOCK_BYTES / (int64_t)size / p.kc / 32 * 32;
     n_blocks = (n + p.nc - 1) / p.nc;
-    /* a multiple of 32, the widest tile */
+    /* round up to a multiple of 32, the width of the widest tile */
     if (n_blocks > 0) p.nc = ((n + n_blocks - 1) / n_blocks + 31) / 32 * 32;
     if (k_blocks > 1) p.c_tiles = DT__C_PANELS * 14 * p.nc;
     return p;
 }
 
-/* Elements. No memory holds more, so larger sizes answer SIZE_MAX. */
+/* Scratch for more than DT__MAX_WORK elements does not fit in any memory: dt_row_work and
+   dt_attention_work then return SIZE_MAX. */
 #define DT__MAX_WORK ((int64_t)1 << 48)
 
-/* Space for panels of A of at most 14 rows, a block of B, and tiles of C; packing writes up to two
-   elements past a panel. Grows with n and k, so that scratch for the largest of several products
-   serves all of them. */
+/* Scratch for panels of A of at most 14 rows, a block of B, and tiles of C. Packing writes up to
+   two elements past a panel. The size grows with n and k, so scratch for the largest of several
+   products serves all of them. */
 size_t dt_matmul_work(int64_t n, int64_t k, dt_dtype dtype) {
     size_t size = dt__real_size(dtype), nc, kc, block = DT__B_BLOCK_BYTES / size, elements;
     if (n < 0 || k < 0) return 0;
     nc = ((size_t)n + 31) / 32 * 32 + 32;
     kc = k < 1 ? 1 : k < DT__MAX_KC ? (size_t)k : (size_t)DT__MAX_KC;
     elements = (nc < block / kc ? nc * kc : block) + kc * DT__A_PANELS * 14 + 14 * 32 + 2;
-    if (k > DT__MAX_KC) /* blocks are at least half as deep then, and as much wider */
+    if (k > DT__MAX_KC) /* then kc >= DT__MAX_KC / 2, which limits nc */
         elements += DT__C_PANELS * 14 * (nc < 2 * block / DT__MAX_KC ? nc : 2 * block / DT__MAX_KC);
     return (elements * size + 127) / 64 * 64 * (size_t)dt__omp_threads();
 }
 
-/* Space for six rows: rows widened to the compute type, and sums over rows. */
+/* Scratch for six rows in the compute type: widened rows, and sums over rows. */
 size_t dt_row_work(int64_t cols, dt_dtype dtype) {
     if (cols < 0 || cols > DT__MAX_WORK) return cols < 0 ? 0 : (size_t)-1;
     return 6 * (size_t)cols * dt__real_size(dtype) + 64;
 }
 
-/* The most columns of a tile. A tile of attention has at most 8 rows. */
+/* The maximum number of columns of a tile. A tile of attention has at most 8 rows. */
 enum { DT__LANES = 32 };
 
-/* The arrays of DT__K(attention_work) in section 22, in elements of the compute type. */
+/* Scratch for the arrays of DT__K(attention_work) in section 22, which have the compute type. */
 size_t dt_attention_work(int64_t tk, int64_t dim, dt_dtype dtype) {
     if (tk < 0 || dim < 0) return 0;
     if (tk > DT__MAX_WORK || dim > DT__MAX_WORK || tk + 16 > DT__MAX_WORK / (dim + DT__LANES))
@@ -8309,7 +8314,7 @@ size_t dt_attention_work(int64_t tk, int64_t dim, dt_dtype dtype) {
    dimension. */
 typedef struct dt__strips {
     dt_shape shape;
-    /* of the strip: indices of its first element, the same as a dense offset, its length */
+    /* the current strip: indices of its first element, dense offset of that element, length */
     int64_t at[DT_MAX_DIMS], out, n;
     int done;
 } dt__strips;
@@ -8323,7 +8328,8 @@ static dt__strips dt__strips_begin(dt_shape shape) {
     return r;
 }
 
-/* Advances to the next strip; *a and *b receive its offsets in arrays with these strides. */
+/* Advances to the next strip. *a and *b receive the strip's offsets in arrays with strides stride_a
+   and stride_b. Returns 0 after the last strip. */
 static int dt__strips_next(
     dt__strips *r, const int64_t *stride_a, const int64_t *stride_b, int64_t *a, int64_t *b) {
     int last = r->shape.nd - 1, i = last;
@@ -8396,10 +8402,11 @@ DT__CPP_WARNINGS_ON
 #ifdef DT__BITS
 /* Section 23 includes this part of the file once for every compute type and instruction set, with
    DT__BITS (32 float, 64 double, 1 int32_t) and DT__ISA set. DT__K(name) appends the type and the
-   set to a name, DT__FN begins every function. The loops are plain C that the compiler vectorizes
-   (-O3); only the micro-kernel of the matrix product is written with intrinsics. No operation here
-   is contracted to a fused multiply-add, and partial sums have a fixed number of lanes, so every
-   instruction set gives the same bits outside the matrix product. */
+   instruction set to a name; DT__FN begins every function. The loops are plain C that the compiler
+   vectorizes (-O3); intrinsics serve only the micro-kernel of the matrix product, transpositions,
+   square roots and non-temporal stores. Outside the micro-kernel, no operation is contracted to a
+   fused multiply-add and sums have a fixed number of lanes, so there every instruction set gives
+   the same bits. */
 #define DT__JOIN2(name, suffix) dt__##name##suffix
 #define DT__JOIN(name, suffix) DT__JOIN2(name, suffix)
 #define DT__K(name) DT__JOIN(name, DT__SUFFIX)
@@ -8425,9 +8432,10 @@ DT__CPP_WARNINGS_ON
 #define DT__WIDE int64_t
 #endif
 
-/* A tile of the product is DT__MR rows of two vectors (DT__NR columns); attention uses
-   DT__ATTENTION_MR rows. The sums must fit the registers: 14 rows x 2 of 32 registers with AVX-512,
-   6 x 2 of 16 with AVX2, 8 x 2 of 32 with NEON, 4 x 2 of 16 with any 16-byte vector. */
+/* A tile of the product has DT__MR rows of two vectors each (DT__NR columns); a tile of attention
+   has DT__ATTENTION_MR rows. The sums of a tile must fit in the vector registers: 14 rows x 2
+   vectors in 32 registers with AVX-512, 6 x 2 in 16 with AVX2, 8 x 2 in 32 with NEON, 4 x 2 in 16
+   with the plain set's 16-byte vectors. */
 #if DT__BITS == 1
 #define DT__FN static
 #define DT__SUFFIX _i32
@@ -8444,7 +8452,7 @@ DT__CPP_WARNINGS_ON
 #define DT__LOAD(p) _mm512_loadu_ps(p)
 #define DT__STORE(p, v) _mm512_storeu_ps(p, v)
 #define DT__FMADD(x, v, sum) _mm512_fmadd_ps(_mm512_set1_ps(x), v, sum)
-#define DT__SQRT(v) _mm512_maskz_sqrt_ps(0xffff, v) /* gcc 12 warns of the plain form in C++ */
+#define DT__SQRT(v) _mm512_maskz_sqrt_ps(0xffff, v) /* gcc 12 warns about _mm512_sqrt_ps in C++ */
 #else
 #define DT__SUFFIX _f64_avx512
 #define DT__V __m512d
@@ -8500,7 +8508,7 @@ DT__CPP_WARNINGS_ON
 #define DT__FMADD(x, v, sum) vfmaq_n_f64(sum, v, x)
 #define DT__SQRT(v) vsqrtq_f64(v)
 #endif
-#else /* plain: 16-byte vectors of the compiler, a product and a sum */
+#else /* plain: the compiler's 16-byte vectors; a product and a sum instead of FMA */
 #define DT__FN static
 #define DT__MR 4
 #define DT__MATMUL_ROWS(X) X(0) X(1) X(2) X(3)
@@ -8523,9 +8531,9 @@ DT__CPP_WARNINGS_ON
 #endif
 
 #if DT__BITS != 1 /* the product is for floating types only */
-#define DT__NV ((int64_t)(sizeof(DT__V) / sizeof(DT__REAL))) /* elements of a vector */
-#define DT__NR (2 * DT__NV)                                  /* columns of a tile */
-/* DT__MR rounded up to whole vectors: at most two more */
+#define DT__NV ((int64_t)(sizeof(DT__V) / sizeof(DT__REAL))) /* elements per vector */
+#define DT__NR (2 * DT__NV)                                  /* columns per tile */
+/* DT__MR rounded up to a multiple of DT__NV: at most two more */
 #define DT__MR_ROUNDED ((DT__MR + DT__NV - 1) / DT__NV * DT__NV)
 #endif
 
@@ -8547,8 +8555,8 @@ DT__FN void DT__K(narrow)(dt_dtype dtype, uint16_t *out, int64_t n, const DT__RE
 }
 #endif
 
-/* n elements from element `at` on, in the compute type: a pointer into the array itself, or to buf
-   with the widened elements. */
+/* Returns n elements from element `at` on in the compute type: a pointer into the array itself, or
+   buf filled with the widened elements. */
 DT__FN const DT__REAL *DT__K(load)(
     dt_dtype dtype, const void *array, int64_t at, int64_t n, DT__REAL *buf) {
 #if DT__BITS == 32
@@ -8561,7 +8569,7 @@ DT__FN const DT__REAL *DT__K(load)(
     return (const DT__REAL *)array + at;
 }
 
-/* The same for elements that are `stride` apart. */
+/* Like load, for elements that are `stride` apart. */
 DT__FN const DT__REAL *DT__K(load_strided)(
     dt_dtype dtype, const void *array, int64_t at, int64_t stride, int64_t n, DT__REAL *buf) {
     if (stride == 1) return DT__K(load)(dtype, array, at, n, buf);
@@ -8572,7 +8580,8 @@ DT__FN const DT__REAL *DT__K(load_strided)(
     return buf;
 }
 
-/* array[at..] (+)= n finished results, rounded once. Does nothing if array is NULL. */
+/* Stores n finished results from `row` to array[at..], or adds them if accumulate is set; rounds
+   once. Does nothing if array is NULL. */
 DT__FN void DT__K(store)(
     dt_dtype dtype, void *array, int64_t at, int64_t n, const DT__REAL *row, int accumulate) {
     if (!array) return;
@@ -8590,7 +8599,7 @@ DT__FN void DT__K(store)(
         return;
     }
 #elif DT__BITS == 64
-    if (dt__narrow(dtype)) { /* the 16-bit copy of a parameter */
+    if (dt__narrow(dtype)) { /* the 16-bit copy of a double parameter */
         for (int64_t i = 0; i < n; i++) dt__set_number(dtype, array, (size_t)(at + i), row[i]);
         return;
     }
@@ -8607,8 +8616,8 @@ DT__FN void DT__K(store)(
 
 /* ---- activations ---- */
 
-/* With u = sqrt(2/pi) (x + 0.044715 x^3), 0.5 (1 + tanh u) is the logistic function 1 / (1 +
-   e^(-2u)): one exponential, and no cancellation where tanh u is close to -1. */
+/* GELU, tanh form: 0.5 x (1 + tanh u) with u = sqrt(2/pi) (x + 0.044715 x^3), computed as
+   x / (1 + e^(-2u)), which takes one exponential and does not cancel where tanh u is near -1. */
 #define DT__GELU_A ((DT__REAL)0.7978845608028654) /* sqrt(2/pi) */
 #define DT__GELU_B ((DT__REAL)0.044715)
 #define DT__LOGISTIC(x) (1 / (1 + DT__EXP(-(x))))
@@ -8648,9 +8657,10 @@ DT__FN void DT__K(act)(
     }
 }
 
-/* gelu'(x) = s + x s (1 - s) 2 u'. Beyond +-30 the second term is zero; the clamps avoid infinity
-   times zero. With s = 1 / (1 + e), 1 - s is computed as e s: where s is close to 1 and x^3 is
-   large, the difference would have too few digits. */
+/* gelu'(x) = s + x s (1 - s) 2 u' with s = 1 / (1 + e) and e = e^(-2u). The code computes 1 - s as
+   e s: where s is close to 1 and x^3 is large, the difference 1 - s would have too few digits.
+   Beyond +-30 the second term is zero, and the clamps keep the product from being infinity times
+   zero. */
 DT__FN inline DT__REAL DT__K(gelu_derivative)(DT__REAL x) {
     x = x < -30 ? -30 : x;
     x = x > 30 ? 30 : x;
@@ -8662,7 +8672,7 @@ DT__FN inline DT__REAL DT__K(gelu_derivative)(DT__REAL x) {
     return s + 2 * x * s * (e * s) * du;
 }
 
-/* The normal distribution function plus x times its density. */
+/* gelu'(x) in the erf form: the normal distribution function plus x times the normal density. */
 DT__FN inline DT__REAL DT__K(gelu_erf_derivative)(DT__REAL x) {
     x = x < -30 ? -30 : x;
     x = x > 30 ? 30 : x;
@@ -8719,8 +8729,8 @@ DT__FN void DT__K(act_back)(
 
 // ==== 21. Matrix product on the CPU =============================================================
 
-/* GEMM: C = A B. By definition (matmul_naive) each element is a dot product of K terms, which reads
-   all of B from memory for every row of A. The fast product (matmul_packed) follows Goto and van de
+/* GEMM: C = A B. By definition (matmul_naive) each element is a dot product over K, which reads all
+   of B from memory for every row of A. The fast product (matmul_packed) follows Goto and van de
    Geijn, doi:10.1145/1356052.1356053: it packs blocks so that each stays in one cache level, and a
    micro-kernel computes a tile of C in registers.
 
@@ -8732,19 +8742,20 @@ DT__FN void DT__K(act_back)(
             +---------+        +----+----+----+
          MR |         |        |    |tile|    |  MR     C: a tile of MR x NR sums in registers
             +---------+        +----+----+----+
-       A: panels of MR rows; the one in use stays in L1
+       A: panels of MR rows; the current panel stays in L1
 
-       packing       panel[p] = the MR (or NR) elements of step p: the micro-kernel reads a stream
+       packing       panel[p] = the MR (or NR) elements of step p, contiguous in memory
        micro-kernel  for p < kc:  tile(MR,NR) += A panel[p]^T B panel[p]
        epilogue      bias, activation, residual, accumulate: once, while the tile is in cache
 
-   An element of C is one chain of K multiply-adds, k ascending, wherever its tile lies, so blocking
-   changes no bit. */
+   Every element of C is one chain of K multiply-adds, k ascending, for all block
+   sizes, so the block sizes change no bit. */
 
-/* Epilogue. Stores rows x cols finished sums to C at element `at` and column j0, with all fusions,
-   so that every product shares them. The activation runs over all rows at once, including the
-   padding between them: rows are NR apart unless there is only one. Inlined once with the constant
-   width of a full tile and once for other widths. Overwrites the tile. */
+/* Epilogue. Applies bias, activation (or its backward), residual and accumulation to rows x cols
+   finished sums and stores them to C at element `at`, whose column is j0. All products use this
+   epilogue. The activation runs once over all rows of the tile, including the padding between rows:
+   rows are NR apart unless there is only one. The function is inlined twice: with the constant
+   width of a full tile, and with a variable width. Overwrites the tile. */
 DT__FN inline __attribute__((always_inline)) void DT__K(epilogue_rows)(const dt_matmul_args *a,
     int64_t at, int64_t j0, int64_t rows, int64_t cols, DT__REAL *tile, int64_t ld) {
     DT__REAL buf[DT__LANES], pre_activation[14 * DT__LANES];
@@ -8787,7 +8798,8 @@ DT__FN inline __attribute__((always_inline)) void DT__K(epilogue_rows)(const dt_
     }
 }
 
-/* The epilogue at (i0, j0) of one batch. */
+/* Runs the epilogue for the tile at (i0, j0) of one batch. Does nothing if the tile is C itself and
+   no fusion is set. */
 DT__FN void DT__K(matmul_epilogue)(const dt_matmul_args *a, int64_t batch, int64_t i0, int64_t j0,
     int64_t rows, int64_t cols, DT__REAL *tile, int64_t ld) {
     int64_t at = batch * a->stride_c + i0 * a->ldc + j0;
@@ -8800,7 +8812,8 @@ DT__FN void DT__K(matmul_epilogue)(const dt_matmul_args *a, int64_t batch, int64
         DT__K(epilogue_rows)(a, at, j0, rows, cols, tile, ld);
 }
 
-/* Prefetches what the epilogue of a tile reads, before the tile is computed. */
+/* Prefetches the pre-activations or residuals that a tile's epilogue reads, before the tile is
+   computed. */
 DT__FN void DT__K(prefetch_epilogue)(
     const dt_matmul_args *a, int64_t batch, int64_t i0, int64_t j0, int64_t rows, int64_t cols) {
     const char *from = (const char *)(a->activation_backward ? a->pre_activation : a->residual);
@@ -8810,7 +8823,7 @@ DT__FN void DT__K(prefetch_epilogue)(
             __builtin_prefetch(from + (at + i * a->ldc) * size + j);
 }
 
-/* The naive product: every element is a dot product of K terms, k ascending. */
+/* The naive product: every element is a dot product over K, k ascending. */
 DT__FN void DT__K(matmul_naive)(const dt_matmul_args *a, int64_t batch) {
     for (int64_t i = 0; i < a->m; i++) {
         for (int64_t j = 0; j < a->n; j++) {
@@ -8827,11 +8840,11 @@ DT__FN void DT__K(matmul_naive)(const dt_matmul_args *a, int64_t batch) {
 }
 
 /* Micro-kernel. tile(R,NR) += panel_a(k,R)^T panel_b(k,NR): each of k steps adds an outer product.
-   This is the only place with intrinsics. R is MR for the product and ATTENTION_MR for attention;
-   rows of panel_a are `step` apart, rows of the tile ld. The 2 x R sums stay in registers; they
-   start at zero if the tile is fresh. An element is one chain of multiply-adds, k ascending.
-   Meanwhile the micro-kernel prefetches what is packed next: unless prefetch_stride is 0, one cache
-   line every 8 steps, from `prefetch` on. */
+   R is MR for the product and ATTENTION_MR for attention. Rows of panel_a are `step` apart, rows of
+   the tile are ld apart. The 2 x R vectors of sums stay in registers; they start at zero if `fresh`
+   is set, else at the tile's values. Every element is one chain of multiply-adds, k ascending.
+   Unless prefetch_stride is 0, the micro-kernel also prefetches the data that will be packed next:
+   one cache line every 8 steps, starting at `prefetch`. */
 #define DT__MICRO_ZERO(i) DT__V c##i##_0 = DT__ZERO, c##i##_1 = DT__ZERO;
 #define DT__MICRO_LOAD(i) \
     c##i##_0 = DT__LOAD(tile + i * ld); \
@@ -8862,9 +8875,9 @@ DT__FN void DT__K(matmul_naive)(const dt_matmul_args *a, int64_t batch) {
 DT__MICRO_KERNEL(matmul_micro_kernel, DT__MATMUL_ROWS, DT__MICRO_STEP)
 DT__MICRO_KERNEL(attention_micro_kernel, DT__ATTENTION_ROWS, DT__MICRO_STEP)
 
-/* The micro-kernel for bf16 with the processor's dot product of pairs: a 32-bit word holds terms 2p
-   and 2p + 1, and a panel of words is read like a panel of floats. Each step adds both products of
-   a pair to the sum. */
+/* The micro-kernel for bf16, with the processor's dot product of pairs. A 32-bit word holds the
+   elements of k indices 2p and 2p + 1; a panel of words is read like a panel of floats. Each step
+   adds both products of a pair to the sum. */
 #if DT__BITS == 32 && DT__ISA == 2
 #define DT__PAIR_STEP(i) \
     c##i##_0 = _mm512_dpbf16_ps(c##i##_0, (__m512bh)_mm512_set1_ps(a[i]), (__m512bh)b0); \
@@ -8882,29 +8895,30 @@ DT__MICRO_KERNEL(matmul_pair_micro_kernel, DT__MATMUL_ROWS, DT__PAIR_STEP)
 #undef DT__MICRO_STEP
 #undef DT__MICRO_STORE
 
-/* How the fast product is computed. A step is one term of K, or a pair of bf16 terms. The arrays
-   lie in the caller's scratch. */
+/* The parameters and arrays of one fast product. A step is one k index, or a pair of k indices if
+   `pairs` is set. The arrays are parts of the caller's scratch. */
 typedef struct DT__K(gemm_plan) {
     const dt_matmul_args *args;
     dt__gemm_blocks blocks;
-    DT__REAL *a_panels; /* DT__A_PANELS panels of A, each (kc,MR); the one in use stays in L1 */
+    DT__REAL *a_panels; /* DT__A_PANELS panels of A, each (kc,MR); the current panel stays in L1 */
     DT__REAL *b_block;  /* a block of B, (kc,nc) in panels of NR columns; stays in L2 */
-    /* Unfinished tiles of one block of C. Only one tile if K is one block or C itself holds the
+    /* Unfinished tiles of one block of C; a single tile if K is one block or if C itself holds the
        unfinished sums. */
     DT__REAL *c_tiles;
     int single_k_block;
-    int c_in_place; /* C has the compute type and is overwritten: sums accumulate in C itself */
-    int pairs;      /* a step is a pair of bf16 terms */
+    int c_in_place; /* C has the compute type and is overwritten, so sums accumulate in C itself */
+    int pairs;      /* a step is a pair of bf16 elements */
     void (*micro_kernel)(int64_t k, const DT__REAL *a, int64_t step, const DT__REAL *b,
         DT__REAL *to, int64_t ld, int fresh, const char *prefetch, int64_t prefetch_stride);
 } DT__K(gemm_plan);
 
 /* Packing of one panel (steps,width) whose source has the same orientation: row p of the source,
-   from element `at` on, is row p of the panel. Columns from `have` on are zero; the micro-kernel
-   treats them like the others. */
+   from element `at` on, becomes row p of the panel. The panel's columns from `have` on are set to
+   zero; the micro-kernel multiplies them like the others. */
 DT__FN void DT__K(pack_rows)(dt_dtype dtype, int pairs, DT__REAL *panel, int64_t width,
     const void *from, int64_t at, int64_t ld, int64_t have, int64_t terms) {
-    /* the next row overwrites what a row copies past its end */
+    /* 1 if copying DT__MR_ROUNDED elements per row stays inside the source row. The copy then
+       overruns the panel's row, and the copy of the next row overwrites the excess. */
     int can_overrun = have >= DT__MR_ROUNDED;
     if (have > width) have = width;
 #if DT__BITS == 32 && DT__ISA == 2
@@ -8922,7 +8936,7 @@ DT__FN void DT__K(pack_rows)(dt_dtype dtype, int pairs, DT__REAL *panel, int64_t
     }
 #endif
     (void)pairs;
-    /* memcpy with a constant size */
+    /* 1 if memcpy can have a constant size */
     int fixed_size = !dt__narrow(dtype) && have == width && (width == DT__NR || width == DT__MR);
     for (int64_t p = 0; p < terms; p++, panel += width, at += ld) {
         const DT__REAL *row = DT__K(load)(dtype, from, at, have, panel);
@@ -8939,11 +8953,11 @@ DT__FN void DT__K(pack_rows)(dt_dtype dtype, int pairs, DT__REAL *panel, int64_t
     }
 }
 
-/* Transposes DT__TRANSPOSE rows of n words at a time into columns of a panel. The next row of the
-   panel overwrites what a row writes past the panel's width. */
+/* Transposes DT__TRANSPOSE rows of n words at a time into columns of a panel. A row of the panel
+   may be written past the panel's width; the excess is overwritten with the next row. */
 #if DT__BITS == 32 && DT__ISA == 2
 #define DT__TRANSPOSE 16
-/* gcc 12 warns of the plain forms in C++ */
+/* gcc 12 warns about the unmasked forms in C++ */
 #define DT__LOW(x, y) _mm512_maskz_unpacklo_ps(0xffff, x, y)
 #define DT__HIGH(x, y) _mm512_maskz_unpackhi_ps(0xffff, x, y)
 #define DT__LOW2(x, y) \
@@ -8952,8 +8966,8 @@ DT__FN void DT__K(pack_rows)(dt_dtype dtype, int pairs, DT__REAL *panel, int64_t
     _mm512_castpd_ps(_mm512_maskz_unpackhi_pd(0xff, _mm512_castps_pd(x), _mm512_castps_pd(y)))
 #define DT__EVEN(x, y) _mm512_maskz_shuffle_f32x4(0xffff, x, y, 0x88)
 #define DT__ODD(x, y) _mm512_maskz_shuffle_f32x4(0xffff, x, y, 0xdd)
-/* Transposes 16 x 16 words: interleaves pairs of rows, then groups of four within each quarter of a
-   vector, then the quarters. */
+/* Transposes 16 x 16 words: interleaves pairs of rows, then groups of four words within each
+   quarter of a vector, then the quarters. */
 DT__FN void DT__K(transpose_block)(
     DT__REAL *panel, int64_t width, const DT__REAL *const *row, int64_t p) {
     __m512 r[16], t[16];
@@ -9012,7 +9026,8 @@ DT__FN void DT__K(transpose)(
         for (int l = 0; l < DT__TRANSPOSE; l++) panel[p * width + l] = row[l][p];
 }
 
-/* At most 64 terms of one row as words: a pointer to the source, or to buf with converted words. */
+/* Returns at most 64 elements of one row as words: a pointer to the source, or buf filled with
+   converted words. */
 DT__FN const DT__REAL *DT__K(load_words)(
     dt_dtype dtype, int pairs, const void *from, int64_t at, int64_t terms, DT__REAL *buf) {
 #if DT__BITS == 32 && DT__ISA == 2
@@ -9026,15 +9041,16 @@ DT__FN const DT__REAL *DT__K(load_words)(
     return DT__K(load)(dtype, from, at, terms, buf);
 }
 
-/* Packing of one panel (steps,width) from a source whose row i is column i of the panel: a
-   transposition, 64 terms at a time, which stay in L1. */
+/* Packing of one panel (steps,width) from a source whose row i is column i of the panel. Transposes
+   64 k indices at a time, so that these elements stay in L1. */
 DT__FN void DT__K(pack_columns)(dt_dtype dtype, int pairs, DT__REAL *panel, int64_t width,
     const void *from, int64_t at, int64_t ld, int64_t have, int64_t terms) {
     static const DT__REAL none[64] = { 0 };
     DT__REAL buf[DT__TRANSPOSE][64];
     for (int64_t p = 0; p < terms; p += 64) {
         int64_t n = terms - p < 64 ? terms - p : 64, steps = pairs ? (n + 1) / 2 : n;
-        /* the last columns first, because a block may write past the panel's width */
+        /* the last columns come first: their block may write past the panel's width, into the
+           first columns of the next row, which are written later */
         for (int64_t i = (width - 1) / DT__TRANSPOSE * DT__TRANSPOSE; i >= 0; i -= DT__TRANSPOSE) {
             const DT__REAL *row[DT__TRANSPOSE];
             for (int l = 0; l < DT__TRANSPOSE; l++)
@@ -9048,13 +9064,13 @@ DT__FN void DT__K(pack_columns)(dt_dtype dtype, int pairs, DT__REAL *panel, int6
 }
 
 /* Packing. Copies `count` rows of A or columns of B to panels, in the order in which the
-   micro-kernel reads them. transpose: each row of A or column of B is one row of the source.
-   Otherwise each term is one row of the source, and one pass over the terms fills all panels, so
-   that the elements of a source row are read together. */
+   micro-kernel reads them. If `transpose` is set, each row of A or column of B is one row of the
+   source. Otherwise each k index is one row of the source, and every panel receives 16 source rows
+   before the next 16 rows are read, so that the elements of a source row are read together. */
 DT__FN void DT__K(pack)(const DT__K(gemm_plan) * w, DT__REAL *to, int64_t width, const void *from,
     int64_t at, int64_t ld, int transpose, int64_t count, int64_t terms) {
     dt_dtype dtype = w->args->dtype;
-    /* even, for pairs */
+    /* step is even, so that it divides no pair */
     int64_t kc = w->pairs ? (terms + 1) / 2 : terms, step = transpose ? terms : 16;
     for (int64_t p = 0; p < terms; p += step) {
         DT__REAL *panel = to + (w->pairs ? p / 2 : p) * width;
@@ -9068,10 +9084,12 @@ DT__FN void DT__K(pack)(const DT__K(gemm_plan) * w, DT__REAL *to, int64_t width,
     }
 }
 
-/* What tile number `tile` of a group of panels prefetches: its part of the next group of A, whose
-   first row is i; one cache line every 8 steps, *stride bytes apart. Prefetching everything at once
-   would stall the tile for as long as packing does. Terms that are whole pages apart are not
-   prefetched: they share few cache sets and would evict each other. */
+/* Returns the address from which tile number `tile` of a group of panels prefetches its part of the
+   next group of A, whose first row is i: one cache line every 8 steps, *stride bytes apart. Each
+   tile prefetches only a part, because prefetching the whole group at once would stall one tile for
+   as long as packing does. If A is stored transposed and its rows are a multiple of 4096 bytes
+   apart, nothing is prefetched: the rows share few cache sets and would evict each other. Returns
+   NULL and sets *stride to 0 if there is nothing to prefetch. */
 DT__FN const char *DT__K(prefetch_next_a)(const DT__K(gemm_plan) * w, int64_t at, int64_t i,
     int64_t i1, int64_t terms, int64_t tile, int64_t *stride) {
     const dt_matmul_args *a = w->args;
@@ -9086,24 +9104,24 @@ DT__FN const char *DT__K(prefetch_next_a)(const DT__K(gemm_plan) * w, int64_t at
     return from + tile % 8 * (terms / 8) * row + (line < last * size ? line : last * size);
 }
 
-/* Copies a part of a tile to or from C. */
+/* Copies rows x cols elements of a tile to or from C. */
 DT__FN void DT__K(copy_edge)(DT__REAL *to, int64_t to_ld, const DT__REAL *from, int64_t from_ld,
     int64_t rows, int64_t cols) {
     for (int64_t i = 0; i < rows; i++)
         memcpy(to + i * to_ld, from + i * from_ld, (size_t)cols * sizeof *to);
 }
 
-/* One block: rows [i0, i1), columns [j0, j1), terms [p0, p1). Packs the block of B, then multiplies
-   each panel of A by every panel of it. */
+/* Computes one block: rows [i0, i1), columns [j0, j1), k indices [p0, p1). Packs the block of B,
+   then multiplies each panel of A by every panel of this block. */
 DT__FN void DT__K(matmul_block)(const DT__K(gemm_plan) * w, int64_t batch, int64_t i0, int64_t i1,
     int64_t j0, int64_t j1, int64_t p0, int64_t p1) {
     const dt_matmul_args *a = w->args;
     int64_t from_a = batch * a->stride_a + p0 * (a->trans_a ? a->lda : 1), terms = p1 - p0;
     int64_t from_b = batch * a->stride_b + p0 * (a->trans_b ? 1 : a->ldb),
             kc = w->pairs ? (terms + 1) / 2 : terms;
-    /* offset of the tile in c_tiles: always 0 where there is only one */
+    /* offset of the tile in c_tiles; stays 0 if c_tiles is a single tile */
     int64_t at = 0, next = w->single_k_block || w->c_in_place ? 0 : DT__MR * DT__NR;
-    int64_t tile_number = 0; /* in its group of panels */
+    int64_t tile_number = 0; /* counts the tiles of the group of panels */
     int64_t prefetch_stride;
     DT__K(pack)
     (w, w->b_block, DT__NR, a->b, from_b + j0 * (a->trans_b ? a->ldb : 1), a->ldb, a->trans_b,
@@ -9118,7 +9136,7 @@ DT__FN void DT__K(matmul_block)(const DT__K(gemm_plan) * w, int64_t batch, int64
             int64_t cols = j1 - j < DT__NR ? j1 - j : DT__NR, ld = DT__NR;
             DT__REAL *tile = w->c_tiles + at,
                      *c = (DT__REAL *)a->c + batch * a->stride_c + i * a->ldc + j;
-            /* an activation needs the tile to be dense */
+            /* the activation runs over the tile as one dense array */
             int last = p1 == a->k, dense = last && a->activation;
             int full = rows == DT__MR && cols == DT__NR && w->c_in_place && !dense,
                 edge = w->c_in_place && !full;
@@ -9137,9 +9155,9 @@ DT__FN void DT__K(matmul_block)(const DT__K(gemm_plan) * w, int64_t batch, int64
     }
 }
 
-/* GEMM, the fast product: loops over blocks of C and K. Between blocks of K the sums of a block of
-   C wait in memory, in the compute type; they return to the registers unchanged, so dividing K
-   changes no bit. */
+/* GEMM, the fast product: loops over blocks of C and K. Between two blocks of K, the partial sums
+   of a block of C are kept in memory in the compute type. The next block of K continues from the
+   same values, so dividing K into blocks changes no bit. */
 DT__FN void DT__K(matmul_packed)(const DT__K(gemm_plan) * w, int64_t batch, int64_t i_first,
     int64_t i_end, int64_t j_first, int64_t j_end) {
     const dt_matmul_args *a = w->args;
@@ -9151,7 +9169,7 @@ DT__FN void DT__K(matmul_packed)(const DT__K(gemm_plan) * w, int64_t batch, int6
         int64_t i1 = i0 + rows < i_end ? i0 + rows : i_end;
         for (int64_t j0 = j_first; j0 < j_end; j0 += nc) {
             int64_t j1 = j0 + nc < j_end ? j0 + nc : j_end, p = 0;
-            do { /* once even if K is 0 */
+            do { /* runs once even if K is 0, so that C is written */
                 int64_t end = p + terms < a->k ? p + terms : a->k;
                 DT__K(matmul_block)(w, batch, i0, i1, j0, j1, p, end);
                 p = end;
@@ -9161,9 +9179,9 @@ DT__FN void DT__K(matmul_packed)(const DT__K(gemm_plan) * w, int64_t batch, int6
 }
 
 #ifdef DT_USE_CBLAS
-/* The product by CBLAS, which sums in an order of its own. With an epilogue, blocks of rows go to
-   `work` first, and the epilogue runs from there. If `work` holds fewer than 16 rows, which would
-   be slow, the caller uses the packed product. */
+/* The product by CBLAS, which chooses its own summation order. If a fusion is set, CBLAS writes a
+   block of rows to `work`, and the epilogue stores these rows to C. If `work` holds fewer than 16
+   rows, this would be slow, and the caller uses the packed product instead. */
 DT__FN void DT__K(matmul_cblas)(const dt_matmul_args *a, int64_t batch) {
     CBLAS_TRANSPOSE ta = a->trans_a ? CblasTrans : CblasNoTrans,
                     tb = a->trans_b ? CblasTrans : CblasNoTrans;
@@ -9185,8 +9203,8 @@ DT__FN void DT__K(matmul_cblas)(const dt_matmul_args *a, int64_t batch) {
 }
 #endif
 
-/* The matrix product. pairs: 1 uses the processor's dot product of bf16 pairs, which it must have.
-   */
+/* The matrix product. If `pairs` is 1, the micro-kernel uses the dot product of bf16 pairs, which
+   the processor must support. */
 DT__FN dt_status DT__K(matmul_with)(const dt_matmul_args *args, int pairs) {
     dt_matmul_args a = *args;
     if (a.m < 0 || a.n < 0 || a.k < 0 || a.batch < 0 || a.activation < 0 ||
@@ -9229,7 +9247,7 @@ DT__FN dt_status DT__K(matmul_with)(const dt_matmul_args *args, int pairs) {
     int64_t stride = (int64_t)(a.work_bytes / (size_t)dt__omp_threads());
     DT__PARALLEL
     for (int64_t share = 0; share < a.batch * shares; share++) {
-        /* this thread's scratch, and its share of the longer side of C */
+        /* the scratch of this thread, and share number `share` of the longer side of C */
         DT__K(gemm_plan) own = w;
         int64_t first = share % shares * each, end = first + each < side ? first + each : side;
         own.c_tiles = (DT__REAL *)dt__align64((char *)a.work + dt__omp_thread() * stride);
@@ -9254,12 +9272,13 @@ DT__FN dt_status DT__K(matmul)(const dt_matmul_args *a) {
 // ==== 22. CPU kernels, once over float and double ===============================================
 
 /* The kernels of section 2 in plain C, compiled for float and double and for every instruction set.
-   Most work in strips: load widens bf16 and f16 to the compute type, the loop computes, store
-   rounds once. A sum of n terms has 16 lanes,
+   Most kernels work in strips: load widens bf16 and f16 to the compute type, the loop computes,
+   store rounds once. A sum of n elements has 16 lanes,
 
        lane l:  x[l] + x[l+16] + x[l+32] + ...       then lanes l and l+8, l and l+4, l+2, l+1
 
-   so its order depends on n alone, and the compiler can vectorize it without reordering. */
+   so the order of the sum depends on n alone, and the compiler can vectorize the sum without
+   reordering. */
 
 DT__FN dt_status DT__K(fill)(const dt_fill_args *a) {
     DT__REAL strip[DT__STRIP], value = (DT__REAL)a->value;
@@ -9269,9 +9288,9 @@ DT__FN dt_status DT__K(fill)(const dt_fill_args *a) {
     return DT_OK;
 }
 
-/* A copy with non-temporal stores: it does not read the destination into the cache and evicts
-   nothing. Only faster with stores of a whole cache line. A fence must follow before other threads
-   are told about the data. */
+/* Copies with non-temporal stores, which do not read the destination into the cache and evict
+   nothing. They are faster only if each store fills a cache line. The caller must execute a fence
+   before it tells other threads about the data. */
 DT__FN void DT__K(stream_copy)(char *dst, const char *src, size_t bytes) {
     size_t at = 0;
 #if DT__ISA == 2
@@ -9284,7 +9303,7 @@ DT__FN void DT__K(stream_copy)(char *dst, const char *src, size_t bytes) {
     memcpy(dst + at, src + at, bytes - at);
 }
 
-/* Stores elements [first, first + n) of a reduction to all of its outputs. */
+/* Stores elements [first, first + n) of a reduction to all outputs. */
 DT__FN void DT__K(store_copies)(const dt_reduce_args *a, const char *sums, size_t first, size_t n) {
     size_t size = dt_dtype_size(a->dtype), at = first * size;
     if (a->non_temporal) DT__K(stream_copy)((char *)a->out + at, sums, n * size);
@@ -9297,16 +9316,16 @@ DT__FN void DT__K(store_copies)(const dt_reduce_args *a, const char *sums, size_
     }
 }
 
-/* Reduces one strip of all inputs in order before the next strip, so that outputs may be among the
-   inputs. Each step is rounded to the compute type (int32_t wraps); DT_AVG divides the finished
-   sum. */
+/* Reduces one strip of all inputs, in order, before the next strip, so an output may also be an
+   input. Each addition, product or comparison is rounded to the compute type (int32_t wraps);
+   DT_AVG divides the finished sum. */
 DT__FN dt_status DT__K(reduce)(const dt_reduce_args *a) {
     DT__REAL strip[DT__STRIP], left[DT__STRIP], right[DT__STRIP];
     int narrow = dt__narrow(a->dtype);
     if (a->n < 1) return DT_ERR_ARG;
     for (size_t at = 0; at < a->count; at += DT__STRIP) {
         int64_t n = a->count - at < DT__STRIP ? (int64_t)(a->count - at) : DT__STRIP;
-        /* the output may be an input, so only the last step writes it */
+        /* the output may also be an input, so only the last input's step writes the output */
         DT__REAL *out = narrow || a->non_temporal ? strip : (DT__REAL *)a->out + at;
         const DT__REAL *x = DT__K(load)(a->dtype, a->in[0], (int64_t)at, n, left);
         for (int r = 1; r < a->n; r++) {
@@ -9351,7 +9370,7 @@ DT__FN dt_status DT__K(permute)(const dt_permute_args *a) {
     dt__strips r = dt__strips_begin(a->shape);
     while (dt__strips_next(&r, a->in_stride, a->out_stride, &in, &out)) {
         const DT__REAL *x = DT__K(load_strided)(a->dtype, a->in, in, in_step, r.n, buf);
-        int64_t n = out_step == 1 ? r.n : 1; /* elements that are contiguous in the output */
+        int64_t n = out_step == 1 ? r.n : 1; /* number of elements stored per call */
         for (int64_t i = 0; i < r.n; i += n)
             DT__K(store)(a->dtype, a->out, out + i * out_step, n, x + i, a->accumulate);
     }
@@ -9360,7 +9379,7 @@ DT__FN dt_status DT__K(permute)(const dt_permute_args *a) {
 
 #if DT__BITS != 1 /* the rest is for floating types only */
 
-/* total = sum over j < n of TERM, an expression in j, with 16 lanes as drawn above. */
+/* total = sum over j < n of TERM, an expression in j, with the 16 lanes of the section's head. */
 #define DT__SUM(T, total, n, TERM) \
     do { \
         T lane_[16] = { 0 }; \
@@ -9391,7 +9410,8 @@ DT__FN DT__REAL DT__K(dot)(const DT__REAL *x, const DT__REAL *y, int64_t n) {
     return total;
 }
 
-/* The maximum; n >= 1. Skips a NaN, which the exponentials that follow propagate. */
+/* Returns the maximum of n >= 1 elements. The comparisons may skip a NaN; the exponentials that
+   callers compute next propagate the NaN. */
 DT__FN DT__REAL DT__K(largest)(const DT__REAL *x, int64_t n) {
     DT__REAL lane[16];
     int64_t at = 0;
@@ -9404,8 +9424,8 @@ DT__FN DT__REAL DT__K(largest)(const DT__REAL *x, int64_t n) {
 }
 
 /* Initial values from the counter-based RNG. Elements 2c and 2c + 1 (global index) come from the
-   four words of counter c: two uniform numbers, or one Box-Muller pair z = sqrt(-2 ln u) (cos,
-   sin)(2 pi v). So any rank can compute any range of a parameter by itself. */
+   four words of counter c: two uniform values, or one Box-Muller pair z = sqrt(-2 ln u) (cos,
+   sin)(2 pi v). So a rank can compute any range of a parameter without the other ranks. */
 DT__FN dt_status DT__K(init)(const dt_init_args *a) {
     DT__REAL out[DT__STRIP];
     for (uint64_t at = 0; at < a->count; at += DT__STRIP) {
@@ -9417,7 +9437,7 @@ DT__FN dt_status DT__K(init)(const dt_init_args *a) {
             dt__philox(a->key, index / 2, word);
             double u = dt__uniform53(word[0], word[1]), v = dt__uniform53(word[2], word[3]);
             if (a->normal) {
-                /* 1 - u in (0, 1] */
+                /* log is finite, because 1 - u is in (0, 1] */
                 double radius = a->scale * sqrt(-2 * log(1 - u)), angle = 6.283185307179586 * v;
                 pair[0] = radius * cos(angle);
                 pair[1] = radius * sin(angle);
@@ -9532,7 +9552,7 @@ DT__FN dt_status DT__K(glu_back)(const dt_glu_back_args *a) {
     return DT_OK;
 }
 
-/* The sum along the last dimension, with lanes. */
+/* Sums along the last dimension, with 16 lanes per strip. */
 DT__FN dt_status DT__K(sum_rows)(const dt_sum_args *a) {
     DT__REAL buf[DT__STRIP];
     int64_t n = (int64_t)a->n;
@@ -9550,7 +9570,7 @@ DT__FN dt_status DT__K(sum_rows)(const dt_sum_args *a) {
     return DT_OK;
 }
 
-/* Sums a strip of columns over all n rows; the sum is complete before it is added to the output. */
+/* Sums a strip of columns over all n rows. The sum is complete before it is added to the output. */
 DT__FN dt_status DT__K(sum)(const dt_sum_args *a) {
     DT__REAL sum[DT__STRIP], buf[DT__STRIP], scale = (DT__REAL)a->scale;
     int64_t inner = (int64_t)a->inner, n = (int64_t)a->n;
@@ -9573,7 +9593,7 @@ DT__FN dt_status DT__K(sum)(const dt_sum_args *a) {
     return DT_OK;
 }
 
-/* A NaN is the maximum only if it is the first element. */
+/* Maximum and its index. A NaN is the maximum only if it is the first element. */
 DT__FN dt_status DT__K(max)(const dt_max_args *a) {
     DT__REAL best[DT__STRIP], buf[DT__STRIP];
     int64_t inner = (int64_t)a->inner, n = (int64_t)a->n;
@@ -9614,8 +9634,8 @@ DT__FN dt_status DT__K(scatter)(const dt_scatter_args *a) {
     return DT_OK;
 }
 
-/* Inserts each column into a sorted list of k, because k is small. Equal values keep their order.
-   */
+/* Inserts each column into a sorted list of k columns; this is fast enough because k is small.
+   Equal values keep their order. */
 DT__FN dt_status DT__K(topk)(const dt_topk_args *a) {
     int64_t cols = (int64_t)a->cols, k = (int64_t)a->k;
     DT__REAL value, other;
@@ -9624,7 +9644,7 @@ DT__FN dt_status DT__K(topk)(const dt_topk_args *a) {
         int32_t *index = a->index + r * k;
         for (int64_t c = 0; c < cols; c++) {
             const DT__REAL *x = DT__K(load)(a->dtype, a->in, r * cols + c, 1, &value);
-            int64_t at = c < k ? c : k; /* elements in the list */
+            int64_t at = c < k ? c : k; /* length of the list, then insertion point */
             while (
                 at > 0 && *x > *DT__K(load)(a->dtype, a->in, r * cols + index[at - 1], 1, &other)) {
                 if (at < k) index[at] = index[at - 1];
@@ -9640,8 +9660,8 @@ DT__FN dt_status DT__K(topk)(const dt_topk_args *a) {
     return DT_OK;
 }
 
-/* Layer normalization, arXiv:1607.06450. Two passes over the row, because E[x^2] - E[x]^2 cancels.
-   RMSNorm, arXiv:1910.07467, is the same with a mean of zero and no bias. */
+/* Layer normalization, arXiv:1607.06450. Makes two passes over the row, because E[x^2] - E[x]^2
+   cancels. RMSNorm, arXiv:1910.07467, is the same computation with a mean of zero and no bias. */
 DT__FN dt_status DT__K(norm)(const dt_norm_args *a) {
     int64_t cols = (int64_t)a->cols;
     if (!a->work || a->work_bytes < dt_row_work(cols, a->dtype)) return DT_ERR_ARG;
@@ -9666,8 +9686,8 @@ DT__FN dt_status DT__K(norm)(const dt_norm_args *a) {
 
 /* With y = (x - mean) rstd and g = dout gain: dx = rstd (g - mean(g) - y mean(g y)), dgain = sum
    over rows of dout y, dbias = sum over rows of dout. The term mean(g) is the derivative of the
-   mean, so RMSNorm does not have it. work holds y, g, the sums over rows dgain and dbias, which are
-   complete before they are stored, and widened rows. */
+   mean, so RMSNorm does not have this term. `work` holds y, g, widened rows, and the sums dgain and
+   dbias, which are stored only when they are complete. */
 DT__FN dt_status DT__K(norm_back)(const dt_norm_back_args *a) {
     int64_t cols = (int64_t)a->cols;
     if (!a->work || a->work_bytes < dt_row_work(cols, a->dtype)) return DT_ERR_ARG;
@@ -9729,8 +9749,8 @@ DT__FN dt_status DT__K(softmax_back)(const dt_softmax_back_args *a) {
 
 /* Rotary embedding (RoPE), arXiv:2104.09864. Rotates pair i of a head by position *
    theta^(-2i/rotary): (x0, x1) -> (x0 cos - x1 sin, x1 cos + x0 sin). All heads of a token share
-   its angles. They are computed in double, because the float cosine of a position in the thousands
-   loses its last digits. */
+   the token's angles. Angles, sines and cosines are computed in double, because in float the cosine
+   of a position in the thousands loses its last digits. */
 DT__FN dt_status DT__K(rope)(const dt_rope_args *a) {
     enum { MAX_PAIRS = 256 };
     int64_t dim = (int64_t)a->dim, rotary = (int64_t)a->rotary, half = rotary / 2,
@@ -9739,7 +9759,7 @@ DT__FN dt_status DT__K(rope)(const dt_rope_args *a) {
     double rate[MAX_PAIRS];
     if (rotary % 2 || rotary > dim || dim > 2 * MAX_PAIRS) return DT_ERR_ARG;
     for (int64_t i = 0; i < half; i++) rate[i] = pow(a->theta, -2.0 * (double)i / (double)rotary);
-    /* pair i is elements i step and i step + distance */
+    /* pair i consists of elements i * step and i * step + distance */
     int64_t step = a->interleaved ? 2 : 1, distance = a->interleaved ? 1 : half;
     for (int64_t t = 0; t < (int64_t)a->tokens; t++) {
         for (int64_t i = 0; i < half; i++) {
@@ -9761,8 +9781,9 @@ DT__FN dt_status DT__K(rope)(const dt_rope_args *a) {
     return DT_OK;
 }
 
-/* Columns 4c to 4c + 3 use the four words of the RNG's counter (token, c). What is dropped depends
-   on key, token and column alone: every rank and every recomputation drops the same elements. */
+/* Columns 4c to 4c + 3 use the four words of the RNG's counter (token, c). Whether an element is
+   dropped depends on key, token and column alone, so every rank and every recomputation drops the
+   same elements. */
 DT__FN dt_status DT__K(dropout)(const dt_dropout_args *a) {
     DT__REAL out[DT__STRIP], buf[DT__STRIP], scale = (DT__REAL)(1 / (1 - a->p));
     int64_t cols = (int64_t)a->cols;
@@ -9799,7 +9820,7 @@ DT__FN dt_status DT__K(embedding)(const dt_embedding_args *a) {
     return DT_OK;
 }
 
-/* Adds each row of dout to its row of the table, in order. A bf16 or f16 table needs scratch for
+/* Adds each row of dout, in order, to the table row of its id. A bf16 or f16 table needs `work` for
    the sums in the compute type. */
 DT__FN dt_status DT__K(embedding_back)(const dt_embedding_back_args *a) {
     dt_dtype type = dt__wide(a->dtype, a->wide);
@@ -9826,19 +9847,19 @@ DT__FN dt_status DT__K(embedding_back)(const dt_embedding_back_args *a) {
 /* ---- attention ----
 
    Flash attention, arXiv:2205.14135: softmax(scale q k^T) v without a TQ x TK matrix in memory. The
-   naive version stores scores (TQ,TK), softmaxes each row and multiplies by v. Online softmax
-   instead keeps of each row its maximum m, sum l and result o, and updates them for further keys
-   with scores s:
+   naive version stores scores (TQ,TK), applies softmax to each row and multiplies by v. Online
+   softmax instead keeps a maximum m, a sum l and a result o for each row, and updates m, l and o
+   for further keys with scores s:
 
        m' = max(m, max s)    l' = e^(m - m') l + sum e^(s - m')    o' = e^(m - m') o + e^(s - m') v
 
-   and out = o / l, lse = m + log l. The GPU kernels do so for every tile of keys. Here a block of
-   NR queries visits all keys of a call at once, and the update is the log-sum-exp merge of two
-   calls (merge_lse). The backward recomputes p = e^(s - lse).
+   and finally out = o / l, lse = m + log l. The GPU kernels make this update for every tile of
+   keys. On the CPU, a block of NR queries visits all keys of a call at once, and the update is the
+   log-sum-exp merge of two calls (merge_lse). The backward recomputes p = e^(s - lse).
 
-                 keys 0 ........ tk           A block of NR queries is the NR lanes of a vector:
-       queries   +---------+----+             scores^T (keys,queries), so that maxima and sums over
-        block    |unmasked |mask|  skipped    keys run down the lanes, and out^T (dim,queries).
+                 keys 0 ........ tk           Each of the NR queries of a block is one vector lane:
+       queries   +---------+----+             scores^T is (keys,queries), out^T is (dim,queries).
+        block    |unmasked |mask|  skipped    Maxima and sums over keys stay within a lane.
                  +---------+----+             Keys that no query of the block sees are skipped.
 
    All products use the micro-kernel, on tiles of ATTENTION_MR x NR:
@@ -9850,14 +9871,16 @@ DT__FN dt_status DT__K(embedding_back)(const dt_embedding_back_args *a) {
        dq^T     (dim,queries)  += k^T ds^T             k^T in panels of dims   ds^T itself
        dv, dk   (keys,dim)     += p^T dout, ds^T q     p, ds transposed        dout, q in rows of NR
 
-   Every sum is one chain over its terms in ascending order. A key that only some queries of a block
-   see has p = 0 for the others, so a value v that is not finite reaches those queries too. */
+   Every sum is one chain in ascending order. If only some queries of a block see a key, p is 0 for
+   the other queries; 0 times a v that is not finite is NaN, so this v reaches the other queries
+   too. */
 
-/* The scratch arrays for one key/value head and one block of queries. keys is tk rounded up to 16,
-   dims is dim rounded up to ATTENTION_MR, wide is dim rounded up to NR. */
+/* The scratch arrays for one key/value head and one block of queries. D is dim; `keys` is tk
+   rounded up to 16, `dims` is D rounded up to ATTENTION_MR, `wide` is D rounded up to NR. */
 typedef struct DT__K(attention_work) {
     int64_t keys, dims, wide;
-    /* rows: panels of ATTENTION_MR keys, (keys/MR,D,MR); dims: panels of dims, (dims/MR,tk,MR) */
+    /* *_rows: panels of MR = ATTENTION_MR keys, (keys/MR,D,MR). *_dims: panels of MR dims,
+       (dims/MR,tk,MR) */
     DT__REAL *k_rows, *k_dims, *v_rows, *v_dims;
     DT__REAL *dk, *dv;              /* (wide/NR,keys,NR) */
     DT__REAL *q_lanes, *dout_lanes; /* (D,NR): q^T, dout^T */
@@ -9865,13 +9888,14 @@ typedef struct DT__K(attention_work) {
     DT__REAL *out;                  /* (dims,NR): out^T, dq^T */
     DT__REAL *p, *ds;               /* (keys,NR) */
     DT__REAL *transposed;           /* (NR,keys): p or ds transposed */
-    /* (tk) positions and documents of the sequence's keys; k_document NULL: one document */
+    /* (tk) positions and documents of the sequence's keys; k_document is NULL if all keys belong to
+       one document */
     int32_t *k_position, *k_document;
 } DT__K(attention_work);
 
 DT__FN DT__K(attention_work) DT__K(attention_work_at)(void *work, int64_t tk, int64_t dim) {
     DT__K(attention_work) w;
-    w.keys = (tk + 15) / 16 * 16; /* whole tiles and whole transposition blocks */
+    w.keys = (tk + 15) / 16 * 16; /* a multiple of the tile and of the transposition block */
     w.dims = (dim + DT__ATTENTION_MR - 1) / DT__ATTENTION_MR * DT__ATTENTION_MR;
     w.wide = (dim + DT__NR - 1) / DT__NR * DT__NR;
     w.k_rows = (DT__REAL *)dt__align64(work);
@@ -9894,7 +9918,7 @@ DT__FN DT__K(attention_work) DT__K(attention_work_at)(void *work, int64_t tk, in
 }
 
 /* Packs n rows of dim elements, ld apart, into panels of `width` rows: (ceil(n/width),dim,width).
-   Missing rows are zero. */
+   Rows past n are set to zero. */
 DT__FN void DT__K(pack_row_panels)(DT__REAL *panels, int64_t width, dt_dtype dtype,
     const void *from, int64_t at, int64_t ld, int64_t n, int64_t dim) {
     for (int64_t i = 0; i < n; i += width) {
@@ -9903,22 +9927,22 @@ DT__FN void DT__K(pack_row_panels)(DT__REAL *panels, int64_t width, dt_dtype dty
     }
 }
 
-/* Packs the same rows into panels of `width` columns, (ceil(dim/width),n,width), `step` elements
-   apart. */
+/* Packs n rows of dim elements, ld apart, into panels of `width` columns:
+   (ceil(dim/width),n,width). Panels are `step` elements apart. */
 DT__FN void DT__K(pack_column_panels)(DT__REAL *panels, int64_t step, int64_t width, dt_dtype dtype,
     const void *from, int64_t at, int64_t ld, int64_t n, int64_t dim) {
     for (int64_t c = 0; c < dim; c += width, panels += step) DT__K(pack_rows)
     (dtype, 0, panels, width, from, at + c, ld, dim - c < width ? dim - c : width, n);
 }
 
-/* A block of at most NR queries of one head, and the keys that they see. */
+/* A block of at most NR queries of one head, and the range of keys that these queries see. */
 typedef struct DT__K(query_block) {
     int64_t queries;
-    int64_t q_offset;     /* of the first query in q and out, whose rows are heads * dim apart */
-    int64_t lse_offset;   /* of the first query in lse */
-    int64_t visible_end;  /* no query sees keys from here on; a multiple of ATTENTION_MR */
-    int64_t unmasked_end; /* all queries see the keys before this one */
-    /* lanes without a query repeat the last query */
+    int64_t q_offset;     /* first query in q and out; queries are heads * dim apart */
+    int64_t lse_offset;   /* first query in lse */
+    int64_t visible_end;  /* no query sees later keys; a multiple of ATTENTION_MR */
+    int64_t unmasked_end; /* all queries see keys [0, unmasked_end) */
+    /* of each query; lanes past the last query repeat the last query */
     int32_t position[DT__LANES], document[DT__LANES];
 } DT__K(query_block);
 
@@ -9944,7 +9968,7 @@ DT__FN void DT__K(query_block_make)(DT__K(query_block) * b, const dt_attention_m
     b->visible_end = (b->visible_end + DT__ATTENTION_MR - 1) / DT__ATTENTION_MR * DT__ATTENTION_MR;
 }
 
-/* Masks key j: row[l] = -infinity for the queries l that do not see it. */
+/* Masks key j: sets row[l] = -infinity for every query l that does not see the key. */
 DT__FN void DT__K(mask_row)(DT__REAL *row, const DT__K(query_block) * b,
     const DT__K(attention_work) * w, int causal, int64_t j, int64_t tk) {
     int32_t position = causal ? (j < tk ? w->k_position[j] : INT32_MAX) : INT32_MIN;
@@ -9957,14 +9981,14 @@ DT__FN void DT__K(mask_row)(DT__REAL *row, const DT__K(query_block) * b,
         row[l] = w->k_document[j] != b->document[l] ? (DT__REAL)-INFINITY : row[l];
 }
 
-/* to(keys,NR) = panels of keys times lanes of queries, for keys [0, end). */
+/* to(keys,NR) = rows (panels of keys) times lanes (queries, transposed), for keys [0, end). */
 DT__FN void DT__K(scores)(
     DT__REAL *to, const DT__REAL *rows, const DT__REAL *lanes, int64_t end, int64_t dim) {
     for (int64_t j = 0; j < end; j += DT__ATTENTION_MR) DT__K(attention_micro_kernel)
     (dim, rows + j * dim, DT__ATTENTION_MR, lanes, to + j * DT__NR, DT__NR, 1, NULL, 0);
 }
 
-/* to(dims,NR) = sum over keys of scores times k or v, given in panels of dims. */
+/* to(dims,NR) = sum over keys of scores times k or v; `dims` holds k or v in panels of dims. */
 DT__FN void DT__K(weighted_sums)(DT__REAL *to, const DT__K(attention_work) * w,
     const DT__REAL *dims, const DT__REAL *scores, int64_t end, int64_t tk) {
     int64_t keys = end < tk ? end : tk;
@@ -9972,7 +9996,7 @@ DT__FN void DT__K(weighted_sums)(DT__REAL *to, const DT__K(attention_work) * w,
     (keys, dims + d * tk, DT__ATTENTION_MR, scores, to + d * DT__NR, DT__NR, 1, NULL, 0);
 }
 
-/* Transposes a block's result w->out, (dims,NR), into rows of queries, `wide` apart; overwrites
+/* Transposes a block's result w->out, (dims,NR), into one row per query, rows `wide` apart, in
    w->q_rows. */
 DT__FN void DT__K(transpose_out)(const DT__K(attention_work) * w) {
     for (int64_t d = 0; d < w->wide; d += DT__TRANSPOSE) {
@@ -9983,7 +10007,7 @@ DT__FN void DT__K(transpose_out)(const DT__K(attention_work) * w) {
     }
 }
 
-/* Softmax of a block of scores in w->p, in place: p = e^(s - max), not yet divided by the sums. */
+/* Softmax of a block of scores in w->p, in place: p = e^(s - max). The caller divides by `sum`. */
 DT__FN void DT__K(softmax_block)(const dt_attention_args *a, const DT__K(query_block) * b,
     const DT__K(attention_work) * w, DT__REAL *max, DT__REAL *sum) {
     for (int l = 0; l < DT__NR; l++) max[l] = (DT__REAL)-INFINITY;
@@ -9994,7 +10018,7 @@ DT__FN void DT__K(softmax_block)(const dt_attention_args *a, const DT__K(query_b
     }
     for (int l = 0; l < DT__NR; l++) {
         sum[l] = 0;
-        /* the query sees no key: e^(-infinity - 0) = 0 */
+        /* if the query sees no key, max 0 gives p = e^(-infinity - 0) = 0 */
         max[l] = max[l] == (DT__REAL)-INFINITY ? 0 : max[l];
     }
     for (int64_t j = 0; j < b->visible_end; j++) {
@@ -10005,7 +10029,7 @@ DT__FN void DT__K(softmax_block)(const dt_attention_args *a, const DT__K(query_b
 }
 
 /* Flash attention of one block of queries. Log-sum-exp merge: with merge_lse, out and lse hold the
-   result over other keys, and become that over both:
+   result over other keys on entry, and the result over both sets of keys on return:
 
        lse' = log(e^lse + e^lse_here)    out' = e^(lse - lse') out + e^(lse_here - lse') out_here */
 DT__FN void DT__K(attention_block)(
@@ -10054,9 +10078,10 @@ DT__FN void DT__K(mask_of_keys)(
     if (!s->k_document) w->k_document = NULL;
 }
 
-/* Grouped-query attention, arXiv:2305.13245. K key/value heads serve H query heads: head h reads
-   key/value head h K / H. This is key/value head g % K of sequence g / K; its query heads share its
-   packed panels. K = H is multi-head attention, K = 1 multi-query attention. */
+/* Grouped-query attention, arXiv:2305.13245. K key/value heads serve H query heads: query head h
+   reads key/value head h K / H. This function computes key/value head g % K of sequence g / K; the
+   query heads that read this head share its packed panels. K = H is multi-head attention, K = 1
+   multi-query attention. */
 DT__FN void DT__K(attention_kv_head)(const dt_attention_args *a, void *work, int64_t g) {
     int64_t H = a->heads, K = a->kv_heads, D = a->dim, s = g / K, kv = (s * a->tk * K + g % K) * D;
     DT__K(attention_work) w = DT__K(attention_work_at)(work, a->tk, D);
@@ -10087,13 +10112,14 @@ DT__FN dt_status DT__K(attention)(const dt_attention_args *a) {
 }
 
 /* With p = e^(scale q k - lse) and dp = dout v: ds = scale p (dp - sum over keys of p dp), where
-   the sum equals dot(dout, out). p and ds overwrite the scores and dp. */
+   the sum equals dot(dout, out). On entry w->p holds the scores and w->ds holds dp; p and ds
+   overwrite them. */
 DT__FN void DT__K(softmax_back_block)(const dt_attention_back_args *a, const DT__K(query_block) * b,
     const DT__K(attention_work) * w) {
     DT__REAL scale = (DT__REAL)a->scale, lse[DT__LANES], mean[DT__LANES], buf_o[DT__STRIP],
              buf_d[DT__STRIP], partial;
     for (int64_t l = 0; l < DT__NR; l++) {
-        lse[l] = (DT__REAL)INFINITY; /* no query, or one that sees no key: p = 0 */
+        lse[l] = (DT__REAL)INFINITY; /* p = 0 if the lane has no query or the query sees no key */
         mean[l] = 0;
         if (l >= b->queries) continue;
         DT__REAL row_lse = ((const DT__REAL *)a->lse)[b->lse_offset + l];
@@ -10116,8 +10142,9 @@ DT__FN void DT__K(softmax_back_block)(const dt_attention_back_args *a, const DT_
     }
 }
 
-/* The gradients of keys or values: sum(keys,dim) += scores^T (keys,queries) x rows (queries,dim).
-   Transposes the scores, then multiplies ATTENTION_MR keys at a time. */
+/* Adds a query block's part to the gradients of keys or values: sum(keys,dim) += scores^T
+   (keys,queries) x rows (queries,dim). Transposes the scores, then multiplies
+   ATTENTION_MR keys at a time. */
 DT__FN void DT__K(add_key_grads)(DT__REAL *sum, const DT__K(attention_work) * w,
     const DT__REAL *scores, const DT__REAL *rows, int64_t end) {
     for (int64_t j = 0; j < end; j += DT__TRANSPOSE) {
@@ -10142,7 +10169,7 @@ DT__FN void DT__K(attention_back_block)(const dt_attention_back_args *a,
     DT__K(scores)(w->p, w->k_rows, w->q_lanes, b->visible_end, D);
     DT__K(scores)(w->ds, w->v_rows, w->dout_lanes, b->visible_end, D);
     DT__K(softmax_back_block)(a, b, w);
-    /* clears q_rows and dout_rows, because the block may have fewer than NR queries */
+    /* clears q_rows and dout_rows: rows past the last query must be zero */
     memset(w->q_rows, 0, (size_t)(2 * w->wide * DT__NR) * sizeof *w->q_rows);
     DT__K(pack_column_panels)
     (w->q_rows, DT__NR * DT__NR, DT__NR, a->dtype, a->q, b->q_offset, ld, b->queries, D);
@@ -10158,7 +10185,8 @@ DT__FN void DT__K(attention_back_block)(const dt_attention_back_args *a,
         a->accumulate_q);
 }
 
-/* Stores the gradient of one head's keys or values, from (wide/NR,keys,NR) to rows. */
+/* Stores the gradient of one head's keys or values. `sum` is (wide/NR,keys,NR); `to` has one row
+   per key. */
 DT__FN void DT__K(store_key_grads)(const dt_attention_back_args *a, const DT__K(attention_work) * w,
     void *to, int64_t kv, const DT__REAL *sum, int accumulate) {
     for (int64_t d = 0; d < a->dim && to; d += DT__NR) {
@@ -10169,8 +10197,8 @@ DT__FN void DT__K(store_key_grads)(const dt_attention_back_args *a, const DT__K(
     }
 }
 
-/* The backward of one key/value head: its gradient is the sum over its query heads in ascending
-   order, and for each head over its queries. */
+/* The backward of one key/value head. The head's gradient is a sum over the query heads that read
+   it and over each query head's queries, both in ascending order. */
 DT__FN void DT__K(attention_back_kv_head)(const dt_attention_back_args *a, void *work, int64_t g) {
     int64_t H = a->heads, K = a->kv_heads, D = a->dim, tk = a->tk, s = g / K,
             kv = (s * tk * K + g % K) * D;
@@ -10180,7 +10208,7 @@ DT__FN void DT__K(attention_back_kv_head)(const dt_attention_back_args *a, void 
     DT__K(pack_column_panels)
     (w.k_dims, tk * DT__ATTENTION_MR, DT__ATTENTION_MR, a->dtype, a->k, kv, K * D, tk, D);
     DT__K(pack_row_panels)(w.v_rows, DT__ATTENTION_MR, a->dtype, a->v, kv, K * D, tk, D);
-    memset(w.dk, 0, (size_t)(2 * w.keys * w.wide) * sizeof *w.dk); /* dk and dv */
+    memset(w.dk, 0, (size_t)(2 * w.keys * w.wide) * sizeof *w.dk); /* clears dk and dv */
     for (int64_t h = g % K * (H / K); h < (g % K + 1) * (H / K); h++) {
         for (int64_t i = 0; i < a->tq; i += DT__NR) {
             DT__K(query_block) b;
@@ -10206,7 +10234,7 @@ DT__FN dt_status DT__K(attention_back)(const dt_attention_back_args *a) {
 }
 
 /* Log-sum-exp: max + log(sum of e^(x - max)). The largest term is 1, so nothing overflows.
-   Exponentials are in the compute type; their sum and the loss are in double. */
+   Exponentials are computed in the compute type, their sum and the logarithm in double. */
 DT__FN double DT__K(log_sum_exp)(const DT__REAL *x, int64_t n) {
     DT__REAL term[DT__STRIP], max = DT__K(largest)(x, n);
     double sum = 0;
@@ -10226,8 +10254,9 @@ DT__FN double DT__K(mean_of)(const DT__REAL *x, int64_t n) {
     return total / (double)n;
 }
 
-/* Vocabulary-parallel cross-entropy, each rank's part: for each row the log-sum-exp of the columns
-   here and the target's contribution. cross_entropy_merge combines those of all ranks. */
+/* Vocabulary-parallel cross-entropy, the part of one rank. Computes for each row the log-sum-exp
+   over this rank's columns and the target's contribution. cross_entropy_merge combines the parts of
+   all ranks. */
 DT__FN dt_status DT__K(cross_entropy_partial)(const dt_cross_entropy_args *a) {
     int64_t cols = (int64_t)a->cols, vocab = (int64_t)a->vocab;
     for (size_t r = 0; r < a->rows; r++) {
@@ -10247,7 +10276,8 @@ DT__FN dt_status DT__K(cross_entropy_partial)(const dt_cross_entropy_args *a) {
     return DT_OK;
 }
 
-/* lse = max + log(sum over ranks of e^(lse of the rank - max)); the targets add up. */
+/* Combines the parts of all ranks: lse = max + log(sum over ranks of e^(the rank's lse - max)), and
+   the target's contributions add up. */
 DT__FN dt_status DT__K(cross_entropy_merge)(const dt_cross_entropy_merge_args *a) {
     double total = 0, squares = 0;
     for (size_t r = 0; r < a->rows; r++) {
@@ -10356,15 +10386,15 @@ DT__FN dt_status DT__K(square_sums)(const dt_square_sums_args *a) {
     return DT_OK;
 }
 
-/* Square roots of a strip, with the vectors of the micro-kernel. */
+/* Square roots of one strip, in place, with the vectors of the micro-kernel. */
 DT__FN void DT__K(square_roots)(DT__REAL *strip) {
     for (int64_t i = 0; i < DT__STRIP; i += DT__NV)
         DT__STORE(strip + i, DT__SQRT(DT__LOAD(strip + i)));
 }
 
-/* Adam and AdamW. m and v are running means of g and g^2. Both start at zero; dividing by 1 -
-   beta^step corrects that bias. Decoupled weight decay (AdamW) shrinks the parameter; coupled decay
-   (Adam) is added to the gradient. */
+/* Adam and AdamW. m and v are running means of g and g^2. Both start at zero and are therefore
+   biased toward zero; dividing by 1 - beta^step corrects the bias. Decoupled weight decay (AdamW)
+   shrinks the parameter; coupled decay (Adam) is added to the gradient. */
 DT__FN void DT__K(adamw_update)(const dt_adamw_args *a) {
     DT__REAL *__restrict__ param = (DT__REAL *)a->param;
     DT__REAL *__restrict__ m = (DT__REAL *)a->m, *__restrict__ v = (DT__REAL *)a->v;
@@ -10395,7 +10425,7 @@ DT__FN void DT__K(adamw_update)(const dt_adamw_args *a) {
 }
 
 DT__FN dt_status DT__K(adamw)(const dt_adamw_args *a) {
-    for (const dt_adamw_args *n = a; n; n = n->next) /* check all before changing any */
+    for (const dt_adamw_args *n = a; n; n = n->next) /* check all, then update */
         if (n->step < 1 || n->dtype != a->dtype || n->model_dtype != a->model_dtype)
             return DT_ERR_ARG;
     for (; a; a = a->next) DT__K(adamw_update)(a);
@@ -10409,7 +10439,7 @@ DT__FN dt_status DT__K(sgd)(const dt_sgd_args *a) {
              grad_scale = (DT__REAL)a->grad_scale;
     DT__REAL momentum = (DT__REAL)(a->step > 1 ? a->momentum : 0);
     if (a->momentum != 0 && !buffer) return DT_ERR_ARG;
-    /* the first step sets b = g */
+    /* the first step sets the momentum buffer to g */
     if (a->momentum != 0 && a->step <= 1) memset(buffer, 0, a->count * sizeof *buffer);
     for (size_t i = 0; i < a->count && a->momentum == 0; i++)
         param[i] -= lr * (grad[i] * grad_scale + decay * param[i]);
@@ -10444,8 +10474,8 @@ DT__FN dt_status DT__K(frozen_adam)(const dt_frozen_adam_args *a) {
     return DT_OK;
 }
 
-/* 1-bit Adam: signs with error feedback. The first pass sets error = x + error; the second packs
-   the signs of error and subtracts what is sent. */
+/* 1-bit Adam: packs signs with error feedback. The first pass sets error = x + error. The second
+   pass packs the signs of error and subtracts the value sent, sign times scale, from error. */
 DT__FN dt_status DT__K(sign_pack)(const dt_sign_pack_args *a) {
     DT__REAL *error = (DT__REAL *)a->error;
     const DT__REAL *x = (const DT__REAL *)a->x, *v = (const DT__REAL *)a->v;
@@ -10462,7 +10492,7 @@ DT__FN dt_status DT__K(sign_pack)(const dt_sign_pack_args *a) {
     }
     DT__REAL scale = (DT__REAL)(numbers > 0 ? sqrt(squares / numbers) : 0);
     double sent = (double)scale;
-    size_t sign_bytes = a->count / a->parts / 8; /* bytes of a message's signs */
+    size_t sign_bytes = a->count / a->parts / 8; /* bytes of signs per message */
     for (size_t byte = 0; byte < a->count / 8; byte++) {
         unsigned bits = 0;
         for (size_t i = 8 * byte; i < 8 * byte + 8; i++) {
@@ -10495,7 +10525,7 @@ DT__FN dt_status DT__K(sign_unpack)(const dt_sign_unpack_args *a) {
 #undef DT__SUM
 #endif /* floating types */
 
-/* The kernels of this type and instruction set; section 23 chooses among these tables. */
+/* The kernels of this compute type and instruction set; section 23 chooses among these tables. */
 #if DT__BITS == 1
 #define DT__VARIANT_ENTRY(k) NULL,
 #else
@@ -10546,12 +10576,12 @@ extern "C" {
 
 // ==== 23. The CPU kernel table ==================================================================
 
-/* Includes sections 21 and 22, and the end of 20, once for each compute type and instruction set.
-   The best set of the machine is chosen at run time, in dt__best_isa:
+/* Includes sections 21 and 22, and the end of 20, once for each compute type and instruction set:
 
        i32 plain | f32, f64 plain | f32, f64 AVX2 or NEON | f32, f64 AVX-512
 
-   bf16 and f16 use the f32 kernels. */
+   At run time dt__best_isa chooses the best set that the machine supports. bf16 and f16 use the f32
+   kernels. */
 #define DT__BITS 1
 #define DT__ISA 0
 #include "dt_tensor.h"
@@ -10578,7 +10608,7 @@ extern "C" {
 #include "dt_tensor.h"
 #endif
 
-/* The best instruction set of this machine. */
+/* Returns the best instruction set that this machine supports. */
 static int dt__best_isa(void) {
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("avx512f")) return DT__AVX512;
@@ -10591,8 +10621,8 @@ static int dt__best_isa(void) {
 #endif
 }
 
-/* The kernels of a type and instruction set, or NULL if this build has none. Tests force each set
-   up to the best one. */
+/* Returns the kernels of a type and instruction set, or NULL if this build has none. Tests use this
+   function to run every set up to the best one. */
 static const dt__variant *dt__variant_of(dt_dtype dtype, int isa) {
 #if defined(__x86_64__)
     static const dt__variant *const f32[DT__ISAS] = { &dt__variant_f32_plain, &dt__variant_f32_avx2,
