@@ -1646,8 +1646,15 @@ static dt_status dt__reduce_inputs(dt_comm *comm, const dt__call *call, int outp
     const dt_kernels *kernels = dt_ctx_kernels(comm->world->ctx);
     if (count == 0) return DT_OK;
     if (call->op != DT__SUM_DOUBLES) {
-        dt_reduce_args args = { call->dtype, comm->outputs[0], comm->inputs, input_count, count,
-            call->redop, comm->outputs + 1, output_count - 1, streaming };
+        dt_reduce_args args = { .dtype = call->dtype,
+            .out = comm->outputs[0],
+            .in = comm->inputs,
+            .n = input_count,
+            .count = count,
+            .op = call->redop,
+            .copies = comm->outputs + 1,
+            .n_copies = output_count - 1,
+            .non_temporal = streaming };
         if (call->host_memory) return dt_kernels_cpu()->reduce(&args, NULL);
         return kernels->reduce ? kernels->reduce(&args, dt_ctx_stream(comm->world->ctx))
                                : DT_ERR_UNSUPPORTED;
@@ -9205,8 +9212,11 @@ static void dt__nccl_cast(dt_work *work, int back) {
         void *narrow = buf + ((all_blocks ? (size_t)i * call->count : 0) + work->at) *
                                  dt_dtype_size(call->dtype);
         void *wide = work->nccl_channel->f32_window + (size_t)(first + i) * n;
-        dt_cast_args a = { back ? call->dtype : DT_F32, back ? DT_F32 : call->dtype,
-            back ? narrow : wide, back ? wide : narrow, n, 0 };
+        dt_cast_args a = { .dtype = back ? call->dtype : DT_F32,
+            .from = back ? DT_F32 : call->dtype,
+            .out = back ? narrow : wide,
+            .in = back ? wide : narrow,
+            .count = n };
         dt_status status =
             kernels->cast ? kernels->cast(&a, work->nccl_channel->queue) : DT_ERR_UNSUPPORTED;
         if (status) dt__data_failed(work->comm, call, status);

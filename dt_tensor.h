@@ -2724,7 +2724,9 @@ static dt_status dt__accumulate(
     dt_ctx *ctx, dt_dtype dtype, void *out, const void *in, size_t count, int accumulate) {
     if (!accumulate) return dt__move(ctx, out, in, count * dt_dtype_size(dtype));
     const void *terms[2] = { out, in };
-    dt_reduce_args a = { dtype, out, terms, 2, count, DT_SUM, NULL, 0, 0 };
+    dt_reduce_args a = {
+        .dtype = dtype, .out = out, .in = terms, .n = 2, .count = count, .op = DT_SUM
+    };
     return DT__KERNEL(ctx, "adding", reduce, &a);
 }
 
@@ -3084,8 +3086,13 @@ static dt_status dt__param_init(dt_ctx *ctx, const dt_tensor *t) {
         size_t from = at > bucket->shard_offset ? at : bucket->shard_offset,
                to = stop < end ? stop : end;
         if (from >= to) continue;
-        dt_init_args a = { t->dtype, (char *)bucket->shard + (from - bucket->shard_offset) * size,
-            to - from, p->init.kind == 2, p->init.scale, key, (uint64_t)walk.global + (from - at) };
+        dt_init_args a = { .dtype = t->dtype,
+            .out = (char *)bucket->shard + (from - bucket->shard_offset) * size,
+            .count = to - from,
+            .normal = p->init.kind == 2,
+            .scale = p->init.scale,
+            .key = key,
+            .offset = (uint64_t)walk.global + (from - at) };
         if (p->init.kind == 1)
             dt__fill(ctx, t->dtype, a.out, a.count, a.scale);
         else
@@ -3516,7 +3523,7 @@ static dt_block_state *dt__root(dt_ctx *ctx) {
 
 /* Makes storage for parameters if dt_zero_make did not. */
 static dt_status dt__ensure_storage(dt_ctx *ctx) {
-    dt_buckets_desc defaults = { 0, 0, 0, 0, NULL, NULL };
+    dt_buckets_desc defaults = { 0 };
     return ctx->buckets ? DT_OK : dt_buckets_make(ctx, defaults);
 }
 
@@ -3885,7 +3892,10 @@ static dt_status dt__widen_grads(dt_ctx *ctx, dt_node *n) {
     for (int i = 0; i < n->n_in; i++) {
         if (!n->narrow[i]) continue;
         dt_tensor *t = dt__owner(n->in[i]);
-        dt_cast_args a = { DT_F32, t->dtype, NULL, n->narrow[i], (size_t)dt_count(t->shape), 0 };
+        dt_cast_args a = { .dtype = DT_F32,
+            .from = t->dtype,
+            .in = n->narrow[i],
+            .count = (size_t)dt_count(t->shape) };
         a.out = dt__param_grad(ctx, t, &a.accumulate);
         n->narrow[i] = NULL;
         if (!a.out || DT__KERNEL(ctx, n->name, cast, &a) != DT_OK) return dt_error(ctx);
@@ -3902,8 +3912,11 @@ void *dt_grad(dt_node *node, int i) {
 }
 
 static void dt__notify_phase(dt_ctx *ctx, const dt_block_state *b, dt_phase phase, int entering) {
-    dt_event event = { phase, b->index, ctx->micro, ctx->micro == ctx->micro_count - 1,
-        ctx->root->stage };
+    dt_event event = { .phase = phase,
+        .block = b->index,
+        .micro = ctx->micro,
+        .last = ctx->micro == ctx->micro_count - 1,
+        .stage = ctx->root->stage };
     ctx->entered_block = (dt_block_state *)b;
     for (dt_listener *l = ctx->listeners; l; l = l->next) {
         if (entering && l->enter) l->enter(ctx, &event, l->user);
@@ -4756,7 +4769,13 @@ static dt_status dt__unary_back(dt_node *n) {
 static dt_tensor *dt__unary(const char *op, dt_tensor *x, int act, double scale, double shift) {
     dt_tensor *y = dt__new_like(x, op);
     if (!y) return NULL;
-    dt_unary_args a = { x->dtype, act, y->data, x->data, (size_t)dt_count(x->shape), scale, shift };
+    dt_unary_args a = { .dtype = x->dtype,
+        .act = act,
+        .out = y->data,
+        .in = x->data,
+        .count = (size_t)dt_count(x->shape),
+        .scale = scale,
+        .shift = shift };
     if (DT__OP(op, x, unary, &a) != DT_OK) return NULL;
     dt__unary_saved *saved = (dt__unary_saved *)dt_record_saved(
         y, dt__make_record(op, x, NULL, NULL, dt__unary_back, sizeof *saved));
@@ -4801,7 +4820,12 @@ dt_tensor *dt_swiglu(dt_tensor *x) {
     shape.nd--;
     dt_tensor *y = dt__new_named(ctx, x->dtype, shape, "dt_swiglu");
     if (!y) return NULL;
-    dt_glu_args a = { x->dtype, DT_ACT_SILU, y->data, x->data, dt__row_count(y), dt__last_dim(x) };
+    dt_glu_args a = { .dtype = x->dtype,
+        .act = DT_ACT_SILU,
+        .out = y->data,
+        .in = x->data,
+        .rows = dt__row_count(y),
+        .cols = dt__last_dim(x) };
     if (DT__OP("dt_swiglu", x, glu, &a) != DT_OK) return NULL;
     return dt_record(y, dt__make_record("dt_swiglu", x, NULL, NULL, dt__swiglu_back, 0));
 }
@@ -4981,8 +5005,11 @@ static dt_status dt__sum_back(dt_node *n) {
         .shape = DT_SHAPE((int64_t)r->outer, (int64_t)r->n, (int64_t)r->inner),
         .out_stride = { (int64_t)(r->n * r->inner), (int64_t)r->inner, 1 },
         .in_stride = { (int64_t)r->inner, 0, 1 } };
-    dt_unary_args scale = { y->dtype, DT_ACT_AFFINE, NULL, y->grad, (size_t)dt_count(y->shape),
-        saved->scale, 0 };
+    dt_unary_args scale = { .dtype = y->dtype,
+        .act = DT_ACT_AFFINE,
+        .in = y->grad,
+        .count = (size_t)dt_count(y->shape),
+        .scale = saved->scale };
     if (saved->scale != 1) {
         a.in = scale.out = dt_scratch(x->ctx, dt__bytes(y));
         if (!a.in || DT__KERNEL(x->ctx, n->name, unary, &scale) != DT_OK) return dt_error(x->ctx);
@@ -5056,7 +5083,13 @@ dt_tensor *dt_max_over(dt_tensor *x, int dim) {
     dt_tensor *y = dt__new_named(ctx, x->dtype, r.reduced, "dt_max_over");
     dt_tensor *index = dt__new_named(ctx, DT_I32, r.reduced, "index");
     if (!y || !index) return NULL;
-    dt_max_args a = { x->dtype, y->data, (int32_t *)index->data, x->data, r.outer, r.n, r.inner };
+    dt_max_args a = { .dtype = x->dtype,
+        .out = y->data,
+        .index = (int32_t *)index->data,
+        .in = x->data,
+        .outer = r.outer,
+        .n = r.n,
+        .inner = r.inner };
     if (DT__OP("dt_max_over", x, max, &a) != DT_OK) return NULL;
     return dt__select_record("dt_max_over", x, y, index, r);
 }
@@ -5072,7 +5105,13 @@ dt_tensor *dt_topk(dt_tensor *x, int k, dt_tensor **index) {
     dt_tensor *y = dt__new_named(ctx, x->dtype, shape, "dt_topk"),
               *at = dt__new_named(ctx, DT_I32, shape, "index");
     if (!y || !at) return NULL;
-    dt_topk_args a = { x->dtype, y->data, (int32_t *)at->data, x->data, r.outer, r.n, (size_t)k };
+    dt_topk_args a = { .dtype = x->dtype,
+        .values = y->data,
+        .index = (int32_t *)at->data,
+        .in = x->data,
+        .rows = r.outer,
+        .cols = r.n,
+        .k = (size_t)k };
     if (DT__OP("dt_topk", x, topk, &a) != DT_OK) return NULL;
     if (index) *index = at;
     return dt__select_record("dt_topk", x, y, at, r);
@@ -5247,7 +5286,10 @@ dt_tensor *dt_transpose(dt_tensor *x, int dim_a, int dim_b) {
 
 static dt_status dt__cast_back(dt_node *n) {
     dt_tensor *x = n->in[0];
-    dt_cast_args a = { x->dtype, n->out->dtype, NULL, n->out->grad, (size_t)dt_count(x->shape), 0 };
+    dt_cast_args a = { .dtype = x->dtype,
+        .from = n->out->dtype,
+        .in = n->out->grad,
+        .count = (size_t)dt_count(x->shape) };
     int wide = 0;
     a.out = dt__grad_wide(n, 0, &a.accumulate, &wide);
     a.dtype = dt__wide(x->dtype, wide);
@@ -5258,7 +5300,11 @@ dt_tensor *dt_cast(dt_tensor *x, dt_dtype dtype) {
     dt_ctx *ctx = dt__op_context("dt_cast", x, NULL, NULL);
     dt_tensor *y = ctx ? dt__new_named(ctx, dtype, x->shape, "dt_cast") : NULL;
     if (!y) return NULL;
-    dt_cast_args a = { dtype, x->dtype, y->data, x->data, (size_t)dt_count(x->shape), 0 };
+    dt_cast_args a = { .dtype = dtype,
+        .from = x->dtype,
+        .out = y->data,
+        .in = x->data,
+        .count = (size_t)dt_count(x->shape) };
     if (DT__OP("dt_cast", x, cast, &a) != DT_OK) return NULL;
     if (dtype == DT_I32 || x->dtype == DT_I32) return y;
     return dt_record(y, dt__make_record("dt_cast", x, NULL, NULL, dt__cast_back, 0));
@@ -5696,9 +5742,15 @@ static dt_status dt__loss_merge(const char *op, dt_tensor *x, dt_tensor *labels,
     const dt__loss_outputs *p, dt_loss_part part, double denominator, double *partial) {
     size_t rows = dt__row_count(x);
     dt_status status = part.gather(part.user, partial, partial + 2 * rows, 2 * rows);
-    dt_cross_entropy_merge_args a = { x->dtype, (double *)p->loss->data, p->lse->data,
-        partial + 2 * rows, (const int32_t *)labels->data, (size_t)part.parts, rows, denominator,
-        p->z ? (double *)p->z->data : NULL };
+    dt_cross_entropy_merge_args a = { .dtype = x->dtype,
+        .loss = (double *)p->loss->data,
+        .lse = p->lse->data,
+        .partials = partial + 2 * rows,
+        .labels = (const int32_t *)labels->data,
+        .n = (size_t)part.parts,
+        .rows = rows,
+        .denominator = denominator,
+        .z_loss = p->z ? (double *)p->z->data : NULL };
     if (status != DT_OK)
         return dt_fail(x->ctx, status, "%s(%s): merging %d parts", op, x->name, part.parts);
     return DT__OP(op, x, cross_entropy_merge, &a);
@@ -5986,8 +6038,12 @@ dt_tensor *dt_mse(dt_tensor *a, dt_tensor *b, double denominator) {
         return dt__mismatch("dt_mse", a, b, "shapes and types must be equal");
     dt_tensor *loss = dt__new_named(ctx, DT_F64, DT_SCALAR, "dt_mse");
     if (!loss) return NULL;
-    dt_mse_args args = { a->dtype, (double *)loss->data, a->data, b->data,
-        (size_t)dt_count(a->shape), denominator };
+    dt_mse_args args = { .dtype = a->dtype,
+        .loss = (double *)loss->data,
+        .a = a->data,
+        .b = b->data,
+        .count = (size_t)dt_count(a->shape),
+        .denominator = denominator };
     if (DT__KERNEL(ctx, "dt_mse", mse, &args) != DT_OK) return NULL;
     dt_record_desc d = dt__make_record("dt_mse", a, b, NULL, dt__mse_back, sizeof(dt__loss_saved));
     dt__loss_saved *saved = (dt__loss_saved *)dt_record_saved(loss, d);
@@ -7347,7 +7403,13 @@ static dt_status dt__llmc_open(dt_weights *w, int f) {
     int64_t end;
     if (dt__file_read_at(w->ctx, file->path, w->fd, words, sizeof words, 0, "header") != DT_OK)
         return w->ctx->status;
-    dt_llmc m = { words[1], words[2], words[3], words[4], words[5], words[6], words[7] };
+    dt_llmc m = { .version = words[1],
+        .seq = words[2],
+        .vocab = words[3],
+        .layers = words[4],
+        .heads = words[5],
+        .width = words[6],
+        .padded_vocab = words[7] };
     w->desc.llmc = m;
     if (dt__llmc_list_tensors(w, f, &end) != DT_OK) return w->ctx->status;
     return end == file->bytes
@@ -7491,7 +7553,7 @@ int dt_weights_find(const dt_weights *w, const char *name) {
 }
 
 dt_llmc dt_weights_llmc(const dt_weights *w) {
-    dt_llmc none = { 0, 0, 0, 0, 0, 0, 0 };
+    dt_llmc none = { 0 };
     return w ? w->desc.llmc : none;
 }
 
