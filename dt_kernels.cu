@@ -2631,18 +2631,18 @@ DTK_TABLE_ENTRY(mse_back)
 
 // ==== 14. Norm and optimizers ===================================================================
 
-/* Element by element, with g the gradient:
+/* The updates, element by element (g is the gradient):
 
        SGD      b = momentum b + g + decay p              p -= lr b
        AdamW    m = b1 m + (1 - b1) g
                 v = b2 v + (1 - b2) g^2                   p -= lr (m' / (sqrt(v') + eps) + decay p)
                 with m' = m / (1 - b1^step), v' = v / (1 - b2^step)
 
-   The gradient norm is summed in pieces of 1,024 elements, in one order everywhere. */
+   The gradient norm is summed in pieces of 1,024 elements, in the same order on CPU and GPU. */
 
-/* Half a warp sums one piece, 16 pieces per block. Lane l adds elements l, l + 16, ..., then the
-   lanes are added in halves. That is the CPU's order, and the square of a float is exact in double,
-   so the norm has the CPU's bits. */
+/* Half a warp sums one piece; a block sums 16 pieces. Lane l adds elements l, l + 16, ...; then the
+   upper half of the lanes is added to the lower half until one sum is left. The CPU adds in the
+   same order, and the square of a float is exact in double, so the norm has the CPU's bits. */
 enum { PIECE_LANES = 16, PIECES_PER_BLOCK = BLOCK / PIECE_LANES };
 
 static __device__ double lanes_sum(double sum) {
@@ -2677,7 +2677,8 @@ template <class T> static dt_status square_sums(const dt_square_sums_args *a, vo
 }
 DTK_TABLE_ENTRY(square_sums)
 
-/* Parameters and their state are f32. Narrow is the type of an optional copy of the parameters. */
+/* Parameters and their state are f32. Narrow is the type of an optional copy of the parameters; it
+   is f32 if there is no copy. */
 #define DTK_BY_NARROW_DTYPE(a, f, ...) \
     ((a)->dtype != DT_F32 \
             ? DT_ERR_UNSUPPORTED \
@@ -2688,8 +2689,8 @@ static __device__ void store_narrow_copy(void *narrow, size_t i, vec<float, N> p
     if (narrow) store_floats((Narrow *)narrow + i, param);
 }
 
-/* One tensor of parameters, and the factors of its step, which the host computes in double, as for
-   the CPU. */
+/* One tensor of parameters, and the factors of its step. The host computes the factors in double,
+   as the CPU kernel does. */
 struct adamw_tensor {
     float *param, *m, *v;
     const float *grad;
@@ -2699,8 +2700,8 @@ struct adamw_tensor {
         l2_decay, grad_scale;
 };
 
-/* The tensors that one launch updates: blocks first[i] .. first[i + 1] update tensor i. All of it
-   is kernel parameters, which may have 4 KiB. */
+/* The tensors that one launch updates. Blocks first[i] .. first[i + 1] - 1 update tensor i. The
+   struct is a kernel parameter, and kernel parameters may have 4 KiB. */
 enum { ADAMW_BATCH = 32 };
 struct adamw_batch {
     unsigned n, first[ADAMW_BATCH + 1];
@@ -2708,11 +2709,11 @@ struct adamw_batch {
 };
 static_assert(sizeof(adamw_batch) <= 4096, "the parameters of a kernel");
 
-/* AdamW, arXiv:1711.05101: m and v are running means of g and g^2. Coupled: Adam, arXiv:1412.6980,
-   with the decay in the gradient. */
+/* AdamW, arXiv:1711.05101: m and v are running means of g and g^2. If `coupled` is set, the kernel
+   computes Adam (arXiv:1412.6980), which adds the weight decay to the gradient. */
 template <class Narrow> DTK_KERNEL __launch_bounds__(BLOCK) adamw_kernel(adamw_batch all) {
     unsigned mine = 0, end = all.n;
-    while (end - mine > 1) { /* binary search: this block's tensor lies in [mine, end) */
+    while (end - mine > 1) { /* binary search: this block's tensor is in [mine, end) */
         unsigned middle = (mine + end) / 2;
         if (blockIdx.x < all.first[middle])
             end = middle;
@@ -2762,8 +2763,8 @@ static adamw_tensor make_adamw_tensor(const dt_adamw_args *a) {
     return f;
 }
 
-/* Each tensor gets as many blocks as it would get alone: a small one gets one, a large one as many
-   as fill a GPU. */
+/* Each tensor gets as many blocks as in a launch of its own: a small tensor gets one block, a large
+   tensor enough blocks to fill a GPU. */
 template <class Narrow> static dt_status adamw(const dt_adamw_args *a, void *stream) {
     while (a) {
         adamw_batch all;
@@ -2781,7 +2782,7 @@ template <class Narrow> static dt_status adamw(const dt_adamw_args *a, void *str
 }
 
 static dt_status cuda_adamw(const dt_adamw_args *a, void *stream) {
-    const dt_adamw_args *of = a; /* an entry with a narrow copy, if any, decides the type */
+    const dt_adamw_args *of = a; /* an entry with a narrow copy, if there is one */
     for (const dt_adamw_args *n = a; n && a->dtype == DT_F32; n = n->next) {
         if (n->step < 1 || n->dtype != a->dtype || n->model_dtype != a->model_dtype)
             return DT_ERR_ARG;
@@ -2790,7 +2791,8 @@ static dt_status cuda_adamw(const dt_adamw_args *a, void *stream) {
     return DTK_BY_NARROW_DTYPE(of, adamw, a, stream);
 }
 
-/* Without momentum the buffer is neither read nor written; the first step only writes it. */
+/* Without momentum, the kernel does not touch the momentum buffer. With momentum, the first step
+   writes the buffer without reading it. */
 template <class Narrow> DTK_KERNEL __launch_bounds__(BLOCK) sgd_kernel(dt_sgd_args a) {
     float *params = (float *)a.param,
           *buffers = a.momentum != 0 ? (float *)a.momentum_buffer : NULL;
@@ -2824,8 +2826,9 @@ static dt_status cuda_sgd(const dt_sgd_args *a, void *stream) {
 
 /* ---- 1-bit Adam ---- */
 
-/* 1-bit Adam, arXiv:2102.02888. After a warm-up v is frozen, and ranks exchange the signs of the
-   momentum with one scale. What the signs lose is added to the next message:
+/* 1-bit Adam, arXiv:2102.02888. After a warm-up v is frozen, and each rank sends the signs of its
+   momentum with one scale. A rank keeps the error of this compression and adds it to the next
+   momentum x that it sends:
 
        e = x + error,  send sign(e) and scale = sqrt(mean of e^2),  error = e - scale sign(e) */
 
@@ -2874,7 +2877,7 @@ static dt_status cuda_frozen_adam(const dt_frozen_adam_args *a, void *stream) {
     return DTK_BY_NARROW_DTYPE(a, frozen_adam, a, stream);
 }
 
-/* Messages lie at any address, so their scale is read and written byte by byte. */
+/* A message may begin at any address, so its scale is read and written byte by byte. */
 static __device__ double read_scale(const unsigned char *p) {
     double x;
     uint64_t bits = 0;
@@ -2889,8 +2892,8 @@ static __device__ void write_scale(unsigned char *p, double x) {
     for (int i = 0; i < 8; i++) p[i] = (unsigned char)(bits >> 8 * i);
 }
 
-/* Leaves x + error in error, and for each piece the sum of its squares and the count of elements
-   with v != 0 in sums (2,pieces). */
+/* Replaces error by x + error, or by 0 where v is 0. Writes to sums (2,pieces), for each piece, the
+   sum of the squared new errors and the number of elements with v != 0. */
 DTK_KERNEL __launch_bounds__(BLOCK)
     sign_sums_kernel(dt_sign_pack_args a, double *sums, size_t pieces) {
     const float *x = (const float *)a.x, *v = (const float *)a.v;
@@ -2914,7 +2917,7 @@ DTK_KERNEL __launch_bounds__(BLOCK)
     }
 }
 
-/* One block writes the scale, behind the sums. */
+/* One block computes the scale and writes it after the sums, at sums[2 * pieces]. */
 DTK_KERNEL __launch_bounds__(TOTAL_THREADS, 1) sign_scale_kernel(double *sums, size_t pieces) {
     double squares = 0, numbers = 0;
     for (size_t i = threadIdx.x; i < pieces; i += TOTAL_THREADS) {
@@ -2927,8 +2930,8 @@ DTK_KERNEL __launch_bounds__(TOTAL_THREADS, 1) sign_scale_kernel(double *sums, s
         sums[2 * pieces] = (double)(float)(numbers > 0 ? sqrt(squares / numbers) : 0);
 }
 
-/* A thread writes one byte of signs; the first threads write a message's scale, too. message_bytes:
-   the bytes of a message's signs. */
+/* Each thread writes one byte of signs. The first a.parts threads also write the scale of one
+   message each. message_bytes is the number of bytes of one message's signs. */
 DTK_KERNEL __launch_bounds__(BLOCK)
     sign_pack_kernel(dt_sign_pack_args a, const double *message_scale, size_t message_bytes) {
     const float *vs = (const float *)a.v;
@@ -2960,7 +2963,7 @@ static dt_status cuda_sign_pack(const dt_sign_pack_args *a, void *stream) {
     return launch_status();
 }
 
-/* A thread reads one byte of each message. */
+/* Each thread reads one byte of signs from every message and writes the mean of 8 elements. */
 DTK_KERNEL __launch_bounds__(BLOCK) sign_unpack_kernel(dt_sign_unpack_args a) {
     const unsigned char *in = (const unsigned char *)a.in;
     const float *vs = (const float *)a.v;
@@ -2987,25 +2990,26 @@ static dt_status cuda_sign_unpack(const dt_sign_unpack_args *a, void *stream) {
 
 // ==== 15. Matrix product ========================================================================
 
-/* GEMM: C = A B. Naive: a thread per element of C reads a row of A and a column of B, 2k loads
-   for k multiply-adds. Here a block computes a tile of C from tiles of A and B in shared memory,
-   so that a loaded element serves a whole row or column of the tile; meanwhile the next tiles are
-   loaded (two stages):
+/* GEMM: C = A B. A naive kernel has one thread per element of C; the thread reads a row of A and a
+   column of B, 2k loads for k multiply-adds. Here a block computes a tile of C from tiles of A and
+   B in shared memory, so one load of an element serves a whole row or column of the tile. The block
+   loads the next tiles while it multiplies the current tiles (two stages):
 
                     B  [ k tile ]        for each k tile:
                        [  cols  ]           load the next tiles   (cp.async, or registers)
        A  [ k tile ]   [ C tile ]           C tile += A tile * B tile
           [  rows  ]                     epilogue: bias, activation, residual; store
 
-   f32 uses multiply-adds in registers, bf16 and f16 tensor cores (mma). Where there is a queue,
-   cuBLASLt computes the product, and these kernels compute what it refuses. */
+   f32 uses multiply-adds in registers; bf16 and f16 use tensor cores (mma). On a queue, cuBLASLt
+   computes the product; these kernels compute the products that cuBLASLt refuses, and all products
+   on a NULL queue. */
 
 /* ---- tensor core instructions ---- */
 
-/* Each wrapper is one PTX instruction, or a test's replacement for it. mma: d (16,8) += a (16,16) b
-   (16,8); lane 4 g + t holds rows g and g + 8 of d, columns 2 t and 2 t + 1. bf16 products and
-   cp.async need sm_80: code for older devices adds and copies with plain instructions, with the
-   same result. */
+/* Each wrapper is one PTX instruction, or in tests on a CPU a function that replaces it. mma
+   computes d (16,8) += a (16,16) b (16,8); lane 4 g + t holds rows g and g + 8 of d, columns 2 t
+   and 2 t + 1. bf16 products and cp.async need sm_80. Code for older devices multiplies and copies
+   with plain instructions and gets the same result. */
 #ifdef __CUDACC__
 #define DTK_PTX static __device__ __forceinline__
 #define DTK_HAS_SM80 (__CUDA_ARCH__ >= 800)
@@ -3043,7 +3047,7 @@ DTK_PTX void mma(bf16, float *d, const unsigned *a, const unsigned *b) { DTK_MMA
 DTK_PTX void mma(f16, float *d, const unsigned *a, const unsigned *b) { DTK_MMA("f16"); }
 #undef DTK_MMA
 
-/* Copies 16 bytes from global to shared memory, or zeros. */
+/* Copies 16 bytes from global to shared memory, or writes 16 zero bytes if !there. */
 DTK_PTX void cp_async_16(void *shared, const void *global, bool there) {
     asm volatile("{ .reg .pred none; setp.eq.b32 none, %2, 0; cp.async.cg.shared.global [%0], "
                  "[%1], 16, none; }"
@@ -3055,10 +3059,11 @@ DTK_PTX void cp_async_commit() { asm volatile("cp.async.commit_group;" : : : "me
 DTK_PTX void cp_async_wait_all() { asm volatile("cp.async.wait_all;" : : : "memory"); }
 #endif
 
-/* wgmma: a warpgroup, four warps, multiplies 64 rows at a time, with B (and A) read from shared
-   memory; see smem_matrix. Only code for sm_90a has it. Elsewhere the kernels that use it are
-   empty, and cannot be launched with as many threads as they need. d (64,N) = a b, plus d if `add`:
-   warp w holds rows 16 w .. 16 w + 15, in mma's layout. Results are valid after wgmma_wait. */
+/* wgmma: a warpgroup (four warps) multiplies 64 rows at a time and reads B, and A unless it is in
+   registers, from shared memory; see smem_matrix. Only code for sm_90a has wgmma. In code for other
+   devices, the kernels that use wgmma are empty, and their launch bounds make a launch fail.
+   wgmma computes d (64,N) = a b, or d += a b if `add`. Warp w holds rows 16 w .. 16 w + 15 of d, in
+   mma's layout. d is valid after wgmma_wait. */
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define DTK_HAS_WGMMA 1
 #define DTK_D4(j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
@@ -3117,10 +3122,11 @@ DTK_WGMMA_FUNCTIONS(f16, "f16")
 #undef DTK_D32
 #undef DTK_D4
 
-/* A matrix in shared memory: rows of 64 elements, along k or (wgmma_from_registers) one row for
-   each k. The next 64 columns lie `slab` elements further. This is the variable half of the wgmma
-   descriptor; the other half says that 8 rows of 128 bytes lie together, their 16-byte units
-   swizzled. advance: `numbers` elements further in the same slab. */
+/* A matrix in shared memory, in slabs of 64 columns; each slab begins `slab` elements after the
+   previous slab. For wgmma the rows run along k; B of wgmma_from_registers has one row for each k.
+   smem_matrix is the variable half of the wgmma descriptor. The constant half says that 8 rows of
+   128 bytes are contiguous and that their 16-byte units are swizzled. advance moves a matrix by
+   `numbers` elements in the same slab. */
 typedef unsigned smem_matrix;
 DTK_PTX smem_matrix smem_matrix_at(const void *p, int slab) {
     return shared_address(p) >> 4 | (unsigned)(slab * 2 >> 4) << 16;
@@ -3133,7 +3139,7 @@ template <int LEFT> DTK_PTX void wgmma_wait() {
 }
 DTK_PTX void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" : : : "memory"); }
 DTK_PTX void wgmma_fence_operand(float &x) { asm volatile("" : "+f"(x) : : "memory"); }
-/* What follows is not executed before x, which is never negative, is known. */
+/* Delays the instructions after the call until x is known; x is never negative. */
 DTK_PTX void order_after(float x) {
     if (x < 0) asm volatile("nanosleep.u32 1;" : : : "memory");
 }
@@ -3171,8 +3177,9 @@ static void cp_async_16(void *shared, const void *global, bool there) {
 }
 static void cp_async_commit() { dtc_cp_async_commit(); }
 
-/* Emulates wgmma warp by warp with mma, from the matrices' descriptors. Products are computed as
-   late as possible, in wgmma_wait; until then d is NaN. A missing fence abandons the kernel. */
+/* Emulates wgmma with one mma emulation per warp, which reads the matrices through their
+   descriptors. wgmma_wait computes the products, as late as the hardware may; until then d is NaN,
+   so that a test notices a result that is read too early. A missing fence abandons the kernel. */
 struct smem_matrix {
     const char *p;
     int slab;
@@ -3188,7 +3195,7 @@ static unsigned element_of(const smem_matrix &m, int row, int col) {
 
 struct pending_wgmma {
     void (*execute)(const pending_wgmma &);
-    /* initial: what d held before the first product that changes it */
+    /* initial: the values of d before the first pending product that changes d */
     float (*d)[4], initial[16][4];
     smem_matrix a, b;
     unsigned u[4];
@@ -3277,8 +3284,9 @@ template <class T> static __device__ float unpack_half(unsigned pair, int which)
     return widen(x);
 }
 
-/* mma without tensor cores: multiplies pair after pair along k, each read from the lane that holds
-   it. Not inlined: unrolled loops call it, and nvcc would take many minutes. */
+/* mma without tensor cores: multiplies the pairs of elements along k one by one, and reads each
+   pair from the lane that holds the pair. The function is not inlined, because unrolled loops call
+   it and nvcc would take many minutes to compile them. */
 #ifdef __CUDACC__
 #define DTK_NOINLINE __noinline__
 #else
@@ -3317,9 +3325,9 @@ static __device__ void cp_async_wait_all() {}
 
 /* ---- tiles in shared memory ---- */
 
-/* Swizzle: the index of (row, col) in a tile with rows of LD elements, at least 128 bytes. Each of
-   8 consecutive rows has the 16-byte unit of a column in another bank group, so that 8 rows are
-   read at once without bank conflicts. Unit u of row r lies at u ^ (r % 8):
+/* Swizzle: the index of (row, col) in a tile whose rows have LD elements, at least 128 bytes. In 8
+   consecutive rows, the 16-byte units of one column are in 8 different bank groups, so a warp reads
+   8 rows at once without bank conflicts. Unit u of row r is stored at position u ^ (r % 8):
 
        row 0   0 1 2 3 4 5 6 7
        row 1   1 0 3 2 5 4 7 6
@@ -3329,15 +3337,16 @@ template <class T, int LD> static __device__ int swizzle(int row, int col) {
     return row * LD + (col / N ^ (row & 7)) * N + col % N;
 }
 
-/* Returns x, which the compiler cannot see. What is computed from it is computed where it is used,
-   and is not held in registers across a loop. */
+/* Returns x, but hides its origin from the compiler. The compiler then computes expressions of the
+   result where they are used and does not hold them in registers across a loop. */
 static __device__ int opaque(int x) {
     asm volatile("" : "+r"(x));
     return x;
 }
 
-/* Loads a tile from global memory at p, whose rows are ld apart; elements beyond `rows` and `cols`
-   are zero. Asynchronous if `aligned`: p, ld and cols are multiples of 16 bytes. */
+/* Loads a tile from global memory at p; the rows there are ld elements apart. Elements beyond
+   `rows` and `cols` are zero. `aligned` says that p, ld and cols are multiples of 16 bytes; the
+   copy is then asynchronous. */
 template <class T, int ROWS, int LD, int THREADS, class index>
 static __device__ void fetch_tile(T *tile, const T *p, index ld, int rows, int cols, bool aligned) {
     const int N = vec<T>::N, VECS = LD / N, DOWN = THREADS / VECS;
@@ -3362,12 +3371,16 @@ static __device__ void fetch_tile(T *tile, const T *p, index ld, int rows, int c
 }
 
 /* Fragments of mma from tiles. ldmatrix loads four 8 x 8 matrices, and each lane gives the address
-   of one row. ldmatrix_rows: 16 rows, then the same rows 8 columns further, for A from a tile with
-   rows along k, and for two fragments of B from a tile with a row for each k. ldmatrix_columns: the
-   other order, for two fragments of B from rows along k, and for A from a row for each k. Both give
-   the index for row 0 and column 0. With LD a power of two the swizzle is an exclusive or, so that
-   (x ^ column) is the index for another column, and x + row LD, row a multiple of 8, for another
-   row. */
+   of one row. The two functions return that row's index in the tile for two orders of the matrices:
+
+       ldmatrix_rows     0 2    A if the tile's rows run along k, or two fragments of B if the tile
+                         1 3    has one row for each k
+       ldmatrix_columns  0 1    two fragments of B if the tile's rows run along k, or A if the tile
+                         2 3    has one row for each k
+
+   The result x is for matrices that begin at row 0 and column 0 of the tile. LD is a power of two,
+   so the swizzle is an exclusive or: the index for another column is x ^ column, and the index for
+   another row, a multiple of 8, is x + row * LD. */
 template <int LD> static __device__ int ldmatrix_rows() {
     int lane = opaque(threadIdx.x) % 32;
     return lane % 16 * LD + (lane / 16 ^ lane % 8) * 8;
@@ -3380,7 +3393,7 @@ template <int LD> static __device__ int ldmatrix_columns() {
 
 /* ---- the kernels of this file ---- */
 
-/* out[at] (+)= v, as float if `wide`, else as T. */
+/* Stores v in out[at], or adds v to out[at] if `accumulate`. out is float if `wide`, else T. */
 template <class T>
 static __device__ void store_as(void *out, int wide, int64_t at, float v, int accumulate) {
     T *narrow = (T *)out + at;
@@ -3391,8 +3404,8 @@ static __device__ void store_as(void *out, int wide, int64_t at, float v, int ac
         round_to(narrow, accumulate ? widen(*narrow) + v : v);
 }
 
-/* Epilogue: stores c[at], in column j, from its sum of products v. All fusions, in their order. The
-   pointers may be equal. */
+/* Epilogue: applies all fusions, in their order, to the sum of products v and stores the result in
+   c[at], an element of column j. The pointers in `a` may be equal. */
 template <class T>
 static __device__ void apply_epilogue(const dt_matmul_args &a, int64_t at, int64_t j, float v) {
     if (a.bias) v += widen(((const T *)a.bias)[j]);
@@ -3406,8 +3419,8 @@ static __device__ void apply_epilogue(const dt_matmul_args &a, int64_t at, int64
     store_as<T>(a.c, a.wide, at, v, a.accumulate);
 }
 
-/* A or B as the kernels see it. `rows` counts rows or columns of c. mn_major: elements of one k are
-   contiguous. */
+/* A or B as the kernels see it. `rows` is the number of rows of c for A, of columns of c for B.
+   mn_major says that the elements with the same k index are contiguous. */
 struct operand {
     const void *p;
     int64_t ld, stride;
@@ -3433,8 +3446,8 @@ static __device__ tile_origin tile_origin_of(const dt_matmul_args &a, int tile) 
     return c;
 }
 
-/* Stores a block's tile, whose sums lie in shared memory: neighbours go to neighbouring threads,
-   and apply_epilogue is compiled once. */
+/* Stores a block's tile of c from its sums in shared memory. Neighbouring threads store
+   neighbouring elements, and apply_epilogue is compiled once. */
 template <class T, int ROWS, int COLS>
 static __device__ void apply_epilogue_tile(
     const dt_matmul_args &a, tile_origin c, const float *tile) {
@@ -3447,8 +3460,8 @@ static __device__ void apply_epilogue_tile(
     }
 }
 
-/* GEMM in f32: 16 x 16 threads, each with R x R sums. An element is one chain of multiply-adds, k
-   ascending, whatever the tile. The next tiles are loaded while these are multiplied. */
+/* GEMM in f32: 16 x 16 threads, each with R x R sums. Each element is one chain of multiply-adds in
+   ascending k, whatever R is. The next tiles are loaded while the current tiles are multiplied. */
 enum { F32_TILE_K = 16 };
 
 template <int R>
@@ -3464,8 +3477,8 @@ static __device__ void load_f32_tile(
     }
 }
 
-/* Packing: stores loaded elements into the tile (F32_TILE_K,16 R), as vecs along the rows, whatever
-   the operand's layout. */
+/* Packing: stores loaded elements into the tile (F32_TILE_K,16 R), where a vec holds 4 rows of one
+   k, whatever the operand's layout. */
 template <int R>
 static __device__ void store_f32_tile(
     vec<float> (*tile)[4 * R + 1], const vec<float> *next, int mn_major) {
@@ -3493,7 +3506,9 @@ DTK_KERNEL __launch_bounds__(BLOCK, 2) matmul_f32_kernel(dt_matmul_args a, opera
     for (int k0 = 0, s = 0; k0 < a.k; k0 += F32_TILE_K, s ^= 1) {
         store_f32_tile<R>(xs[s], next_x, x.mn_major);
         store_f32_tile<R>(ys[s], next_y, y.mn_major);
-        __syncthreads(); /* the only barrier: two steps on, all threads have left this half */
+        /* One barrier per step suffices: half s is written again only after the next barrier, and
+           a thread arrives there after its last read from half s. */
+        __syncthreads();
         load_f32_tile<R>(next_x, x, c.batch, c.row, k0 + F32_TILE_K, a.k);
         load_f32_tile<R>(next_y, y, c.batch, c.col, k0 + F32_TILE_K, a.k);
         DTK_UNROLL
@@ -3510,7 +3525,7 @@ DTK_KERNEL __launch_bounds__(BLOCK, 2) matmul_f32_kernel(dt_matmul_args a, opera
                 sum[i / R][i % R] += u[i / R / 4].v[i / R % 4] * v[i % R / 4].v[i % 4];
         }
     }
-    float *tile = (float *)tiles; /* holds 64 rows */
+    float *tile = (float *)tiles; /* holds 64 rows of sums */
     DTK_UNROLL
     for (int part = 0; part < R / 4; part++) {
         __syncthreads();
@@ -3525,8 +3540,8 @@ DTK_KERNEL __launch_bounds__(BLOCK, 2) matmul_f32_kernel(dt_matmul_args a, opera
     }
 }
 
-/* GEMM in bf16 and f16 on tensor cores: a block computes 128 x 128 of c, 64 of k at a time; each of
-   its eight warps computes 64 x 32. */
+/* GEMM in bf16 and f16 on tensor cores: a block computes a 128 x 128 tile of c, 64 k indices at a
+   time. Each of its eight warps computes 64 x 32 elements. */
 enum { TILE_MN = 128, TILE_K = 64, MATMUL_STAGES = 2 };
 
 template <class T>
@@ -3541,7 +3556,8 @@ static __device__ void fetch_operand_tile(
             tile, p + row0 * x.ld + k0, x.ld, x.rows - row0, k - k0, x.aligned);
 }
 
-/* MN_MAJOR_X, MN_MAJOR_Y: x.mn_major, y.mn_major. */
+/* Adds the product of a warp's rows of xs and its columns of ys to sum. MN_MAJOR_X is x.mn_major,
+   MN_MAJOR_Y is y.mn_major. */
 template <class T, bool MN_MAJOR_X, bool MN_MAJOR_Y>
 static __device__ void multiply_tiles(
     float (&sum)[4][4][4], const T *xs, const T *ys, int row, int col) {
@@ -3583,7 +3599,7 @@ DTK_KERNEL __launch_bounds__(BLOCK, 2)
     bool idle = c.row + down >= a.m || c.col + across >= a.n;
     for (int k0 = -TILE_K, s = 1; k0 < a.k; k0 += TILE_K, s ^= 1) {
         cp_async_wait_all();
-        /* this step's tiles have arrived, and all threads have left the tiles of the step before */
+        /* this step's tiles have arrived, and no thread still reads the previous step's tiles */
         __syncthreads();
         if (k0 + TILE_K < a.k) {
             fetch_operand_tile(xs + (s ^ 1) * SIZE, x, c.batch, c.row, k0 + TILE_K, a.k);
@@ -3595,7 +3611,7 @@ DTK_KERNEL __launch_bounds__(BLOCK, 2)
                 sum, xs + s * SIZE, ys + s * SIZE, down, across);
     }
     __syncthreads();
-    float *tile = (float *)shared; /* 64 KB, as the tiles of two stages */
+    float *tile = (float *)shared; /* 64 KB, as much as the tiles of two stages */
     DTK_UNROLL
     for (int i = 0; i < 64; i++) {
         int row = down + i / 16 * 16 + i / 2 % 2 * 8 + lane / 4,
@@ -3606,7 +3622,7 @@ DTK_KERNEL __launch_bounds__(BLOCK, 2)
     apply_epilogue_tile<T, TILE_MN, TILE_MN>(a, c, tile);
 }
 
-/* The number of blocks of a grid; 0: more than a grid can have. */
+/* Returns the number of blocks of a grid, or 0 if a grid cannot have that many blocks. */
 static unsigned grid_blocks(
     int64_t rows, int64_t row_tile, int64_t cols, int64_t col_tile, int64_t batch) {
     double all = ceil((double)rows / (double)row_tile) * ceil((double)cols / (double)col_tile) *
@@ -3614,14 +3630,15 @@ static unsigned grid_blocks(
     return all <= INT32_MAX ? (unsigned)all : 0;
 }
 
-/* Launches with more shared memory than the 48 KB that need no permission. The permission is the
-   device's, and cheap. */
+/* Launches a kernel that may use more than 48 KB of dynamic shared memory. This needs a function
+   attribute, which holds for the current device only. Every launch sets the attribute, because
+   that is cheap. */
 #define DTK_LAUNCH_SHARED(kernel, blocks, threads, bytes, stream, ...) \
     do { \
         if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, \
                 (int)(bytes)) != cudaSuccess) { \
             (void)cudaGetLastError(); \
-            return DT_ERR_UNSUPPORTED; /* the device has less */ \
+            return DT_ERR_UNSUPPORTED; /* the device has less shared memory */ \
         } \
         DT_LAUNCH((kernel), blocks, threads, bytes, stream_of(stream), __VA_ARGS__); \
     } while (0)
@@ -3669,14 +3686,15 @@ static dt_status builtin_matmul(const dt_matmul_args &a, void *stream) {
 
 /* ---- cuBLASLt ---- */
 
-/* cuBLASLt chooses its algorithm by m and n, too: an element depends on its row, its column and k
-   alone only with the kernels above. It sums in f32, never in TF32. It fuses bias and GELU itself;
-   the other fusions follow in a kernel, on results that have been rounded once more if they are
-   stored in 16 bits. Results to which the library adds something are also rounded once more. */
+/* cuBLASLt chooses its algorithm by m and n, too, so the bits of an element may depend on m and n.
+   With the kernels above they depend only on the element's row of A, its column of B and k.
+   cuBLASLt sums in f32, never in TF32. cuBLASLt fuses bias and GELU; a kernel of this file applies
+   the other fusions to the stored results, which costs one more rounding if they are in 16 bits. A
+   result to which cuBLASLt adds another matrix is also rounded once more. */
 
 #ifdef DT_CUBLASLT
-/* All that the choice of an algorithm depends on; compared as bytes. Alignments are those of the
-   pointers, up to 256. */
+/* Everything that the choice of an algorithm depends on. Keys are compared as bytes. The align_
+   members are the alignments of the pointers in bytes, at most 256. */
 struct matmul_key {
     int64_t m, n, k, batch, lda, ldb, ldc, stride_a, stride_b, stride_c;
     size_t work_bytes;
@@ -3684,7 +3702,8 @@ struct matmul_key {
     unsigned align_a, align_b, align_c, align_d;
 };
 
-/* A product that cuBLASLt has been asked for. It is column-major, so it computes C^T = B^T A^T. */
+/* cuBLASLt's answer for one key: the algorithm, or supported = false. cuBLASLt is column-major, so
+   it computes C^T = B^T A^T. */
 struct matmul_plan {
     matmul_key key;
     bool used, supported;
@@ -3694,13 +3713,13 @@ struct matmul_plan {
     size_t workspace;
 };
 
-/* A plan lies in one of PLAN_PROBES slots from its hash on; if all are taken, it replaces the
-   first. */
+/* A plan is stored in the first free slot of PLAN_PROBES slots that begin at its hash. If no slot
+   is free, the plan replaces the first. */
 enum { PLAN_SLOTS = 256, PLAN_PROBES = 4 };
 
 struct blas {
-    cublasLtHandle_t handle; /* NULL: the library could not start, and is not asked again */
-    /* use its GELU, which is as fast as a separate kernel's: since Hopper */
+    cublasLtHandle_t handle; /* NULL if cuBLASLt could not start; it is not tried again */
+    /* use cuBLASLt's GELU: since Hopper it is as fast as a separate kernel */
     bool gelu;
     matmul_plan plans[PLAN_SLOTS];
 };
@@ -3731,7 +3750,7 @@ static cudaDataType_t cuda_type_of(int dtype) {
     return dtype == DT_F32 ? CUDA_R_32F : dtype == DT_BF16 ? CUDA_R_16BF : CUDA_R_16F;
 }
 
-/* Describes a row-major matrix (rows,cols): column-major it is (cols,rows). */
+/* Describes a row-major matrix (rows,cols) as the column-major matrix (cols,rows). */
 static void init_layout(cublasLtMatrixLayoutOpaque_t *l, int dtype, int64_t rows, int64_t cols,
     int64_t ld, int64_t batch, int64_t stride) {
     int32_t count = (int32_t)batch;
@@ -3747,7 +3766,7 @@ static void init_layout(cublasLtMatrixLayoutOpaque_t *l, int dtype, int64_t rows
     cublasLtMatmulPreferenceSetAttribute( \
         &preference, CUBLASLT_MATMUL_PREF_##name, &(value), sizeof(value))
 
-/* Split-K sums are added in f32, so that a result is rounded once. */
+/* A split-K algorithm must add its partial sums in f32, so that a result is rounded once. */
 static void make_plan(blas *b, matmul_plan *p, const matmul_key &key) {
     cublasLtMatmulPreferenceOpaque_t preference;
     cublasLtMatmulHeuristicResult_t best;
@@ -3762,7 +3781,7 @@ static void make_plan(blas *b, matmul_plan *p, const matmul_key &key) {
     DTK_SET(TRANSA, op_a);
     DTK_SET(TRANSB, op_b);
     DTK_SET(EPILOGUE, epilogue);
-    if (key.aux) { /* without aux these would make the library write to it */
+    if (key.aux) { /* setting these without aux would make cuBLASLt write to aux */
         DTK_SET(EPILOGUE_AUX_LD, key.ldc);
         DTK_SET(EPILOGUE_AUX_BATCH_STRIDE, key.stride_c);
     }
@@ -3802,18 +3821,19 @@ static matmul_plan *find_plan(blas *b, const matmul_key &key) {
     return first;
 }
 
-/* How a call is split: the library's epilogue, and `rest` for a kernel after it. addend: where
-   the library reads what it adds, or NULL; output: where it writes. */
+/* How a call is split: cuBLASLt applies `epilogue`, and a kernel after it applies `rest`. cuBLASLt
+   adds the matrix `addend`, unless it is NULL, and writes to `output`. */
 struct blas_split {
     cublasLtEpilogue_t epilogue;
     dt_matmul_args rest;
     const void *addend;
-    void *output, *aux; /* aux: the value before GELU, written or read, or NULL */
-    bool has_remainder; /* `rest` has work left */
+    void *output, *aux; /* aux: the input of GELU, written or read, or NULL */
+    bool has_remainder; /* `rest` has something to apply */
 };
 
-/* GELU with its input as a second result, or its derivative from that input, in one call: the
-   library's GELU is accurate enough for 16 bits. */
+/* Lets cuBLASLt compute GELU, and store GELU's input as a second result, or compute the derivative
+   from that input. Returns false if cuBLASLt cannot. cuBLASLt's GELU is accurate enough for 16-bit
+   results only. */
 static bool split_gelu(const dt_matmul_args &a, blas_split *s) {
     bool aux = !a.pre_activation || (a.ldc % 8 == 0 && (a.batch == 1 || a.stride_c % 8 == 0) &&
                                         (size_t)a.pre_activation % 16 == 0);
@@ -3856,7 +3876,7 @@ static bool split_call(const dt_matmul_args &a, bool gelu, blas_split *s) {
     return true;
 }
 
-/* Applies the rest to each element, which the library has written at `from`, rounded. */
+/* Applies the remaining fusions to each element of `from`, which cuBLASLt has rounded. */
 template <class T>
 DTK_KERNEL __launch_bounds__(BLOCK) matmul_remainder_kernel(dt_matmul_args a, const T *from) {
     for (size_t i = grid_first(1); i < (size_t)(a.batch * a.m * a.n); i += grid_step(1)) {
@@ -3882,7 +3902,7 @@ static dt_status matmul_remainder(const blas_split &s, void *stream) {
 
 static matmul_key key_of(const dt_matmul_args &a, const blas_split &s) {
     matmul_key key;
-    memset(&key, 0, sizeof key); /* also the padding between members */
+    memset(&key, 0, sizeof key); /* also the padding, as keys are compared as bytes */
     key.m = a.m, key.n = a.n, key.k = a.k, key.batch = a.batch;
     key.lda = a.lda, key.ldb = a.ldb, key.ldc = a.ldc;
     key.stride_a = a.stride_a, key.stride_b = a.stride_b, key.stride_c = a.stride_c;
@@ -3896,9 +3916,9 @@ static matmul_key key_of(const dt_matmul_args &a, const blas_split &s) {
     return key;
 }
 
-/* Returns false if the library cannot compute it; then it has done nothing. */
+/* Returns false, and computes nothing, if cuBLASLt cannot compute the product. */
 static bool blas_matmul(dt_matmul_args a, cuda_queue *queue, dt_status *status) {
-    /* the library wants scratch aligned to 256 bytes */
+    /* cuBLASLt needs scratch aligned to 256 bytes */
     size_t off = (256 - (size_t)a.work % 256) % 256;
     blas *b = a.k > 0 && a.batch <= INT32_MAX ? get_blas(queue) : NULL;
     blas_split s;
