@@ -2701,7 +2701,7 @@ struct adamw_tensor {
 };
 
 /* The tensors that one launch updates. Blocks first[i] .. first[i + 1] - 1 update tensor i. The
-   struct is a kernel parameter, and kernel parameters may have 4 KiB. */
+   struct is a kernel parameter, and kernel parameters are limited to 4 KiB. */
 enum { ADAMW_BATCH = 32 };
 struct adamw_batch {
     unsigned n, first[ADAMW_BATCH + 1];
@@ -3371,7 +3371,8 @@ static __device__ void fetch_tile(T *tile, const T *p, index ld, int rows, int c
 }
 
 /* Fragments of mma from tiles. ldmatrix loads four 8 x 8 matrices, and each lane gives the address
-   of one row. The two functions return that row's index in the tile for two orders of the matrices:
+   of one row. The two functions return that row's index in the tile, for two ways in
+   which the matrices 0 .. 3 cover 16 rows and 16 columns:
 
        ldmatrix_rows     0 2    A if the tile's rows run along k, or two fragments of B if the tile
                          1 3    has one row for each k
@@ -3970,54 +3971,61 @@ static dt_status cuda_matmul(const dt_matmul_args *args, void *stream) {
 // ==== 16. Attention =============================================================================
 
 /* Flash attention (FlashAttention-2, arXiv:2307.08691): softmax(scale Q K^T) V without the matrix
-   of scores in memory. Naive: write S = scale Q K^T, take the softmax of its rows, multiply by V.
-   Here a block holds ROWS queries and walks over the keys, COLS at a time (online softmax):
+   of scores in memory. A naive program writes S = scale Q K^T, takes the softmax of the rows of S
+   and multiplies by V. Here a block holds ROWS queries and walks over the keys, COLS keys at a time
+   (online softmax):
 
                   keys ->  [tile 0][tile 1] ...     S = scale Q K^T, for one tile
        queries    [ Q ]    [  S   ] ->              max' = max(max, S),  f = e^(max - max')
                   [out]                             p = e^(S - max'),    sum' = f sum + sum of p
                                                     out' = f out + p V
 
-   In the end out / sum is the result. lse = max + log(sum) is stored for the backward, which
-   computes p = e^(S - lse) again, tile by tile, in two kernels: one walks over keys (dq), the other
-   over queries (dk, dv). Read attention_kernel first. */
+   At the end the result is out / sum. The forward also stores lse = max + log(sum). The backward
+   recomputes p = e^(S - lse) tile by tile, in two kernels: the first walks over the keys and
+   computes dq, the second walks over the queries and computes dk and dv. Read attention_kernel
+   first. */
 
-/* Layout. A warp takes SUBTILE columns at a time; 16 M of the rows are a warp's. Scores stay in
-   registers, as mma leaves them: c[i][j][e] of lane 4 g + t is row 16 i + 8 (e / 2) + g, column
-   8 j + 2 t + e % 2. A lane has 2 M rows: row r is in c[r / 2], with r % 2 for e / 2. f32 is
-   computed in the same layout by plain multiply-adds. D is the dimension of a head, padded.
+/* Layout. A warp computes 16 M of the block's rows, SUBTILE columns at a time. Scores stay in
+   registers in mma's layout: c[i][j][e] of lane 4 g + t is row 16 i + 8 (e / 2) + g, column
+   8 j + 2 t + e % 2. A lane has 2 M rows: its row r consists of the c[r / 2][j][e] with
+   e / 2 = r % 2. f32 is computed in the same layout by plain multiply-adds. D is the dimension of a
+   head, padded to 64, 128 or 256.
 
-   Hopper's fast tensor cores are fed by wgmma (FlashAttention-3, arXiv:2407.08608): a warpgroup,
-   four warps, has 64 rows, reads its operands from shared memory, and goes on while they are
-   multiplied. Scores have the same layout, so all but the products is shared. Its tiles are slabs
-   of 64 columns: rows of 128 bytes, swizzled. */
+   Hopper reaches its full speed with wgmma only (FlashAttention-3, arXiv:2407.08608). A warpgroup
+   (four warps) computes 64 rows. wgmma reads its operands from shared memory and is asynchronous:
+   the warpgroup continues with other work while the tensor cores multiply. Scores have mma's
+   layout, so only the products need code of their own. A tile for wgmma is stored as slabs of 64
+   columns: rows of 128 bytes, swizzled. */
 
 /* ---- attention mask ---- */
 
-/* The least and the greatest position and document of some queries or keys. */
+/* The smallest and the largest position, and the smallest and the largest document, of some queries
+   or keys. */
 struct span {
     int first, last, document_first, document_last;
 };
 
-/* Queries or keys: `length` of each sequence, in tiles of tile_size. Without a position array,
-   positions are index + shift; without a document array, all belong to one document. With an array
-   there are spans of tiles, (batch,tiles), computed by spans_kernel. */
+/* Queries or keys: `length` tokens per sequence, in tiles of tile_size tokens. Without a position
+   array, a token's position is its index + shift. Without a document array, all tokens belong to
+   one document. These are the mask arrays. If a call has any mask array, spans_kernel computes the
+   spans of all tiles, (batch,tiles); otherwise `spans` is NULL. */
 struct token_axis {
     const int32_t *position, *document;
     span *spans;
     int length, tile_size, tiles, shift;
 };
 
-/* What kernels know beside the pointers: in 32 bits, because registers are scarce. scale_log2:
-   scale in powers of two. A grid is (tiles, heads, sequences), from first_kv and first_sequence
-   on. */
+/* The kernels' arguments besides the pointers, in 32 bits because registers are scarce.
+   scale_log2 is the scale for exponentials to base 2. A grid is (tiles, heads, sequences). Its
+   first kv head is first_kv, its first sequence is first_sequence. */
 struct attention_shape {
     token_axis q, k;
-    /* group: query heads per kv head (grouped-query attention); q_row, k_row: elements of all heads
-       of a token */
+    /* group: query heads per kv head (grouped-query attention); q_row, k_row: elements of all
+       heads of one token */
     int causal, heads, kv_heads, group, dim, q_row, k_row, first_sequence, first_kv;
     float scale, scale_log2;
-    /* inputs can be read 16 bytes at a time; results can be written four elements at a time */
+    /* aligned: inputs can be read 16 bytes at a time; aligned4: results can be written four
+       elements at a time */
     bool aligned, aligned4;
 };
 
@@ -4029,7 +4037,8 @@ static __device__ int document_of(const token_axis &s, int sequence, int i) {
     return s.document ? s.document[(int64_t)sequence * s.length + i] : 0;
 }
 
-/* The span of `count` tokens from `first` on; with arrays, the span of the tile they lie in. */
+/* Returns the span of `count` tokens from `first` on; with mask arrays, the span of the tile that
+   contains these tokens. */
 static __device__ span span_of(const token_axis &s, int sequence, int first, int count) {
     first = opaque(first);
     if (s.spans) return s.spans[(int64_t)sequence * s.tiles + first / s.tile_size];
@@ -4037,7 +4046,7 @@ static __device__ span span_of(const token_axis &s, int sequence, int first, int
     return x;
 }
 
-/* One warp per tile. */
+/* One warp computes the span of one tile. */
 DTK_KERNEL __launch_bounds__(BLOCK) spans_kernel(token_axis s, int64_t batch) {
     int64_t tile = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32;
     int sequence = (int)(tile / s.tiles), first = (int)(tile % s.tiles) * s.tile_size;
@@ -4066,23 +4075,25 @@ static __device__ bool fully_masked(const attention_shape &s, span q, span k) {
            k.document_last < q.document_first;
 }
 
-/* first <= last on both sides, so these equations hold only if all documents are the same one. */
+/* document_first <= document_last in q and in k, so both equations hold only if all tokens have the
+   same document. */
 static __device__ bool fully_visible(const attention_shape &s, span q, span k) {
     return (!s.causal || k.last <= q.first) && q.document_first == k.document_last &&
            q.document_last == k.document_first;
 }
 
-/* Without arrays a query sees all keys up to its own position: no query of `rows` sees a tile from
-   the result on. */
+/* Returns how many key tiles the `rows` queries from row0 on can see. Without mask arrays, a causal
+   query sees exactly the keys up to its own position. */
 static __device__ int key_tile_end(const attention_shape &s, int row0, int rows) {
     if (s.k.spans || !s.causal) return s.k.tiles;
     int seen = max(min(row0 + rows, s.q.length) + s.q.shift, 0);
     return min((seen + s.k.tile_size - 1) / s.k.tile_size, s.k.tiles);
 }
 
-/* The last key tile up to i of which some query sees a part, or -1. Tiles go from the last to the
-   first: a partly masked tile is the slowest, and then comes first, where there is no previous tile
-   to overlap with. */
+/* Returns the last key tile, i or a lower index, that some query sees at least in part, or -1. The
+   kernels visit key tiles from the last to the first. With a causal mask the last tile is partly
+   masked, hence the slowest; it comes first, where no previous tile's products could overlap with
+   its softmax. */
 static __device__ int next_key_tile(
     const attention_shape &s, int sequence, int row0, int rows, int i) {
     if (!s.k.spans) return i;
@@ -4092,8 +4103,9 @@ static __device__ int next_key_tile(
     return i;
 }
 
-/* The same for query tiles, which come once for each head of a group. No tile before `first` sees
-   the keys. */
+/* A query tile of one head of a group. next_query_tile returns the first query tile from i on that
+   sees some of the keys. It goes through the tiles of each head of the group, and skips the tiles
+   below `first`, because none of them sees a key. At the end, `head` is s.group. */
 struct query_tile {
     int head, tile;
 };
@@ -4114,17 +4126,18 @@ static __device__ query_tile next_query_tile(
     return i;
 }
 
-/* Position and document of token i of a sequence. */
+/* Returns the position and the document of token i of a sequence. */
 static __device__ int2 token_at(
     const attention_shape &s, const token_axis &of, int sequence, int i) {
     int2 x = { 0, 0 };
-    if (i >= of.length) return x; /* masked in another way, or never read */
+    if (i >= of.length) return x; /* masked by its index, or never read */
     if (s.causal) x.x = position_of(of, sequence, i);
     x.y = document_of(of, sequence, i);
     return x;
 }
 
-/* With arrays: token_at of COUNT tokens from `first` on, one by each thread. */
+/* Stores token_at of COUNT tokens from `first` on, if there are mask arrays. Each thread loads one
+   token. */
 template <int COUNT>
 static __device__ void load_tokens(
     int2 *tokens, const attention_shape &s, const token_axis &of, int sequence, int first) {
@@ -4132,8 +4145,8 @@ static __device__ void load_tokens(
         tokens[threadIdx.x] = token_at(s, of, sequence, first + threadIdx.x);
 }
 
-/* Sets masked scores to minus infinity, with arrays. rows, cols: token_at of the warp's rows and of
-   the columns. */
+/* Sets masked scores to minus infinity, for calls with mask arrays. rows and cols are token_at of
+   the warp's rows and of the columns. */
 template <int M, int J>
 static __device__ void mask_tokens(
     float (&c)[M][J][4], bool rows_are_keys, const int2 *rows, const int2 *cols) {
@@ -4150,8 +4163,8 @@ static __device__ void mask_tokens(
     }
 }
 
-/* Masks the columns before `first` and from `end` on. Both hold for the warp's first row and move
-   by shift_per_row for each row after it. */
+/* Masks the columns < first and the columns >= end in the warp's row 0. In row r, both limits are
+   greater by r * shift_per_row. */
 template <int M, int J>
 static __device__ void mask_outside(float (&c)[M][J][4], int first, int end, int shift_per_row) {
     int g = threadIdx.x % 32 / 4 * shift_per_row, t = threadIdx.x % 4 * 2;
@@ -4163,7 +4176,8 @@ static __device__ void mask_outside(float (&c)[M][J][4], int first, int end, int
     }
 }
 
-/* Masks the keys from col0 on that queries from row0 on do not see, and keys past the end. */
+/* Masks scores of queries (rows, from row0 on) and keys (columns, from col0 on): the keys that a
+   query does not see, and the keys past the end. `all`: every query sees every key. */
 template <int M, int J>
 static __device__ void mask_keys(float (&c)[M][J][4], const attention_shape &s, int row0, int col0,
     bool all, const int2 *rows, const int2 *cols) {
@@ -4174,8 +4188,8 @@ static __device__ void mask_keys(float (&c)[M][J][4], const attention_shape &s, 
     if (col0 + 8 * J > s.k.length) mask_outside(c, 0, s.k.length - col0, 0);
 }
 
-/* The same transposed, for queries from col0 on. Queries past the end need no mask: their lse makes
-   p zero. */
+/* Masks transposed scores of keys (rows, from row0 on) and queries (columns, from col0 on). Queries
+   past the end need no mask, because their lse makes p zero. */
 template <int M, int J>
 static __device__ void mask_queries(float (&c)[M][J][4], const attention_shape &s, int row0,
     int col0, bool all, const int2 *rows, const int2 *cols) {
@@ -4187,8 +4201,8 @@ static __device__ void mask_queries(float (&c)[M][J][4], const attention_shape &
 
 /* ---- products of a warp ---- */
 
-/* c = rows of x, from `row` on, times rows of y. The sums run over all of D: beyond `dim` the tiles
-   are zero. */
+/* c = x y^T, with the rows of the tile x from `row` on. On tensor cores the sums run over all D
+   columns; the columns from `dim` on are zero. */
 template <int D, int M, int J, class T>
 static __device__ void warp_scores(float (&c)[M][J][4], const T *x, int row, const T *y, int dim) {
     int at_x = ldmatrix_rows<D>(), at_y = ldmatrix_columns<D>();
@@ -4234,8 +4248,8 @@ static __device__ void warp_scores(
     }
 }
 
-/* c += p times the tile y, which has a row for each column of p. On tensor cores p is rounded to
-   y's type. */
+/* c += p y, where the tile y has one row for each column of p. On tensor cores p is rounded to y's
+   type. */
 template <int D, int M, int N, int J, class T>
 static __device__ void warp_accumulate(
     float (&c)[M][N][4], const float (&p)[M][J][4], const T *y, int dim) {
@@ -4267,7 +4281,7 @@ static __device__ void warp_accumulate(
     int first = threadIdx.x % 32 / 4 * 4, t = threadIdx.x % 4;
     DTK_UNROLL
     for (int at = 0; at < 8 * J; at++) {
-        float u[2 * M]; /* from the lane of this row that holds column `at` */
+        float u[2 * M]; /* column `at` of p, from the lane that holds it */
         DTK_UNROLL
         for (int r = 0; r < 2 * M; r++)
             u[r] =
@@ -4282,7 +4296,7 @@ static __device__ void warp_accumulate(
     }
 }
 
-/* The sum, and the maximum, over the four lanes that share a row, for each of them. */
+/* The sum and the maximum over the four lanes that share a row. All four lanes get the result. */
 static __device__ float quad_sum(float v) {
     v += __shfl_xor_sync(0xffffffffu, v, 1);
     return v + __shfl_xor_sync(0xffffffffu, v, 2);
@@ -4295,10 +4309,10 @@ static __device__ float quad_max(float v) {
 
 /* ---- tile sizes ---- */
 
-/* Tile sizes. They fit into the registers, 64 K for the THREADS of BLOCKS_PER_SM blocks, and into
-   the 99 KB of shared memory that every GPU since sm_80 gives a block. PASS: 0 forward, 1 backward
-   of queries, 2 backward of keys and values. UNIFORM_ROWS: rows that take the same branches; SLAB:
-   columns of a tile that lie together. */
+/* Tile sizes. BLOCKS_PER_SM blocks of THREADS threads share the 64 K registers of an SM, and every
+   GPU since sm_80 gives a block 99 KB of shared memory; the sizes fit into both. PASS is 0 for the
+   forward, 1 for the backward of queries, 2 for the backward of keys and values. UNIFORM_ROWS is
+   the number of rows that take the same branches, SLAB the number of columns of a slab. */
 template <class T, int D, int PASS, bool USE_WGMMA> struct tile_config {
     static constexpr bool NARROW = sizeof(T) == 2, USES_WGMMA = false;
     static constexpr int M = NARROW && (D == 64 || (D == 128 && PASS < 2)) ? 2 : 1;
@@ -4313,7 +4327,8 @@ template <class T, int D, int PASS, bool USE_WGMMA> struct tile_config {
                          UNIFORM_ROWS = 16 * M, SLAB = D;
 };
 
-/* With wgmma, where a block has 227 KB: measured on an H100. */
+/* Tile sizes with wgmma: a block has 227 KB of shared memory. The sizes were the fastest ones
+   measured on an H100. */
 template <class T, int D, int PASS> struct tile_config<T, D, PASS, true> {
     static constexpr bool NARROW = true, USES_WGMMA = true;
     static constexpr int M = 1, WARPGROUPS = D == 64 || PASS ? 1 : 2, STAGES = 2;
@@ -4323,18 +4338,18 @@ template <class T, int D, int PASS> struct tile_config<T, D, PASS, true> {
                          SLAB = 64;
 };
 
-/* The first of the UNIFORM_ROWS rows that warp_row belongs to. The compiler sees that it is the
-   same in a whole warp. */
+/* Returns the first of the UNIFORM_ROWS rows that include warp_row. The shuffle tells the compiler
+   that the result is the same in the whole warp. */
 template <class F> static __device__ int uniform_row0(int warp_row) {
     if (F::ROWS == F::UNIFORM_ROWS) return 0;
     warp_row = warp_row / F::UNIFORM_ROWS * F::UNIFORM_ROWS;
     return F::USES_WGMMA ? __shfl_sync(0xffffffffu, warp_row, 0) : warp_row;
 }
 
-/* PLAIN means: without arrays, and 16 bytes can be read at a time. Then the control flow depends on
-   nothing that is loaded, so that tile addresses lie in registers that a warp shares, and the next
-   tiles can be requested while products run: ptxas lets wgmma run on across a branch only if the
-   whole warp takes the same way. */
+/* A PLAIN kernel has no mask arrays and reads 16 bytes at a time. Its control flow depends on no
+   loaded value. So tile addresses are in registers that a warp shares, and the kernel can request
+   the next tiles while products run: ptxas keeps a wgmma running across a branch only if the whole
+   warp takes the same side. */
 static __device__ attention_shape assume_plain(attention_shape s) {
     s.q.spans = s.k.spans = NULL;
     s.aligned = true;
@@ -4347,8 +4362,8 @@ template <class F> static constexpr int threads_of() {
 
 /* ---- products of a tile ---- */
 
-/* c = rows of the tile x, from `row` on, times rows of the tile y, from `col` on. With wgmma c is
-   valid after wait_products. */
+/* c = x y^T, with the rows of the tile x from `row` on and the rows of the tile y from `col` on.
+   With wgmma, c is valid after wait_products. */
 template <class F, int D, int X_ROWS, int Y_ROWS, int M, int J, class T>
 static __device__ void tile_scores(
     float (&c)[M][J][4], const T *x, int row, const T *y, int col, int dim) {
@@ -4366,7 +4381,7 @@ static __device__ void tile_scores(
     }
 }
 
-/* Rounds p for wgmma, which reads it from registers. */
+/* Rounds p to T. wgmma reads the result u from registers. */
 template <class T, int J>
 static __device__ void pack_probabilities(unsigned (&u)[J / 2][4], const float (&p)[1][J][4]) {
     DTK_UNROLL
@@ -4384,7 +4399,7 @@ static __device__ void wgmma_accumulate(
     wgmma_commit();
 }
 
-/* c += p times rows of the tile y, from `row` on. */
+/* c += p y, with the rows of the tile y from `row` on. */
 template <class F, int D, int Y_ROWS, int M, int N, int J, class T>
 static __device__ void tile_accumulate(
     float (&c)[M][N][4], const float (&p)[M][J][4], const T *y, int row, int dim) {
@@ -4397,7 +4412,7 @@ static __device__ void tile_accumulate(
     }
 }
 
-/* Waits for all products but the last LEFT, the product c among them. */
+/* Waits for all products except the last LEFT ones. c must be one of the products waited for. */
 template <class F, int LEFT, int M, int J>
 static __device__ void wait_products(float (&c)[M][J][4]) {
     if constexpr (F::USES_WGMMA) {
@@ -4433,7 +4448,7 @@ template <class F> static __device__ void wait_tiles() {
     if constexpr (F::USES_WGMMA) fence_proxy_async();
 }
 
-/* The index of a row of queries; of keys. */
+/* query_at and key_at return the index of the first element of a query row and of a key row. */
 static __device__ int64_t query_at(const attention_shape &s, int sequence, int row, int head) {
     return (int64_t)((sequence * s.q.length + row) * s.heads + head) * s.dim;
 }
@@ -4442,7 +4457,7 @@ static __device__ int64_t key_at(const attention_shape &s, int sequence, int row
     return (int64_t)((sequence * s.k.length + row) * s.kv_heads + head) * s.dim;
 }
 
-/* Stores v, of which n elements exist, plus `old` times what is there. */
+/* Sets to[e] = v[e] + old * to[e] for e < n. at_once says that n is 4 and `to` aligned. */
 template <class T>
 static __device__ void store_four(T *to, vec<float> v, int n, bool at_once, float old) {
     struct alignas(4 * sizeof(T)) four {
@@ -4458,19 +4473,20 @@ static __device__ void store_four(T *to, vec<float> v, int n, bool at_once, floa
         if (e < n) to[e] = x.v[e];
 }
 
-/* Where a warp's rows go: from element `at` on, ld apart, the first `rows` of them, multiplied by
-   `factor`. With `accumulate` the old values are added; in row r, old_weight[r] times. */
+/* Where store_rows stores a warp's rows. Row r begins at element at + r * ld of `out`. Only the
+   first `rows` rows are stored. Values are multiplied by `factor`. If `accumulate`, the old value
+   times old_weight[r] is added in row r. */
 struct row_output {
     void *out;
     int wide, accumulate;
-    const float *old_weight; /* NULL: 1 for all rows */
+    const float *old_weight; /* NULL means 1 for all rows */
     int64_t at;
     int ld, rows;
     float factor;
 };
 
-/* Goes through the warp's rows of a tile of floats, so that a warp writes neighbouring elements at
-   once. */
+/* Stores a warp's rows. The values pass through `tile`, floats in shared memory, so that the warp
+   writes neighbouring elements at once. */
 template <class T, int D, int M, int N>
 static __device__ void store_rows(
     float *tile, const float (&c)[M][N][4], const row_output &to, const attention_shape &s) {
@@ -4508,10 +4524,10 @@ static __device__ void store_rows(
 
 #define DTK_LOG2_E 1.4426950408889634 /* e^x is 2^(x DTK_LOG2_E), and 2^x is one instruction */
 
-/* Online softmax, one tile of scores: max' = max(max, scores), p = e^(scores - max') in place of
-   the scores, factor = e^(max - max'), sum' = factor sum + sum of p. The caller multiplies its
-   output by factor, too. A row that has seen no key has maximum -infinity. Maxima and sums are
-   taken in four chains, because each step of a chain waits for the one before. */
+/* Online softmax, one tile of scores: max' = max(max, scores), factor = e^(max - max'), and
+   p = e^(scores - max') replaces the scores; sum' = factor sum + sum of p. The caller multiplies
+   its output by factor, too. The maximum of a row that has seen no key is -infinity. Maxima and
+   sums are computed in four chains, because each step of a chain waits for the step before it. */
 template <int M, int J>
 static __device__ void online_softmax_step(
     float (&c)[M][J][4], float *row_max, float *sum, float (&factor)[2 * M], float scale_log2) {
@@ -4544,15 +4560,15 @@ static __device__ void scale_rows(float (&out)[M][N][4], const float (&factor)[2
         out[e / 4 / N][e / 4 % N][e % 4] *= factor[e / 4 / N * 2 + e % 4 / 2];
 }
 
-/* Log-sum-exp merge: log(e^x + e^y), of which either may be minus infinity. */
+/* Log-sum-exp merge: log(e^x + e^y). x and y may be minus infinity. */
 static __device__ float log_add_exp(float x, float y) {
     float high = x > y ? x : y, low = x > y ? y : x;
     return high == -INFINITY ? high : high + log1pf(expf(low - high));
 }
 
-/* Divides a warp's rows, from row0 on, by their sums and writes lse. With `merge` it joins them
-   with out and lse, which hold the result over other keys: old_weight, for the warp's rows in
-   shared memory, is the factor of the old out. */
+/* Divides a warp's rows of out, from row0 on, by their sums and writes lse. If a.merge_lse is set,
+   a.out and a.lse hold the result over other keys: the function merges the two lse, scales the new
+   rows accordingly, and writes the factors of the old rows to old_weight in shared memory. */
 template <int M, int N>
 static __device__ void normalize_rows(const dt_attention_args &a, const attention_shape &s,
     int head, int row0, const float *row_max, const float *sum, float (&out)[M][N][4],
@@ -4576,7 +4592,7 @@ static __device__ void normalize_rows(const dt_attention_args &a, const attentio
     }
 }
 
-/* Normalises and stores a warp's rows of the output, by way of the tile. */
+/* Normalises a warp's rows of the output and stores them through `tile`. */
 template <class F, int D, int M, class T>
 static __device__ void store_output(const dt_attention_args &a, const attention_shape &s,
     int sequence, int warp_row, const float *row_max, const float *sum, float (&out)[M][D / 8][4],
@@ -4589,8 +4605,8 @@ static __device__ void store_output(const dt_attention_args &a, const attention_
     store_rows<T, D>((float *)tile + warp_row * D, out, to, s);
 }
 
-/* Flash attention, forward: out = softmax(scale q k^T) v, one tile of keys at a time. A block has
-   F::ROWS queries of one head. */
+/* Flash attention, forward: out = softmax(scale q k^T) v, one tile of keys at a time. A block
+   computes F::ROWS queries of one head. */
 template <class T, int D>
 DTK_ATTENTION_KERNEL(0, false)
 attention_kernel(dt_attention_args a, attention_shape s) {
@@ -4602,7 +4618,7 @@ attention_kernel(dt_attention_args a, attention_shape s) {
     T *ks = qs + F::ROWS * D, *vs = ks + F::STAGES * SIZE;
     float out[M][D / 8][4] = { { { 0 } } }, c[M][F::SUBTILE / 8][4], row_max[2 * M], sum[2 * M],
                      factor[2 * M];
-    int row0 = (s.q.tiles - 1 - blockIdx.x) * F::ROWS; /* rows with the most keys begin first */
+    int row0 = (s.q.tiles - 1 - blockIdx.x) * F::ROWS; /* queries with the most keys first */
     int sequence = s.first_sequence + blockIdx.z;
     int warp_row = threadIdx.x / 32 * 16 * M; /* the warp's first row */
     int uniform_row = warp_row / F::UNIFORM_ROWS * F::UNIFORM_ROWS;
@@ -4624,7 +4640,7 @@ attention_kernel(dt_attention_args a, attention_shape s) {
     if (i >= 0) fetch(i, 0);
     for (int stage = 0; i >= 0; stage = (stage + 1) % F::STAGES) {
         wait_tiles<F>();
-        __syncthreads(); /* this tile has arrived, and all threads have left the other stage */
+        __syncthreads(); /* this tile has arrived, and no thread still reads the other stage */
         int next = next_key_tile(s, sequence, row0, F::ROWS, i - 1);
         if (F::STAGES == 2 && next >= 0) fetch(next, stage ^ 1);
         DTK_UNROLL_BY(1)
@@ -4647,14 +4663,15 @@ attention_kernel(dt_attention_args a, attention_shape s) {
         if (F::STAGES == 1 && next >= 0) fetch(next, 0);
         i = next;
     }
-    cp_async_wait_all(); /* even if no tile was visited */
-    __syncthreads();     /* the tiles have been read */
+    cp_async_wait_all(); /* the queries' tile, if there was no key tile */
+    __syncthreads();     /* no thread still reads the tiles */
     store_output<F, D>(a, s, sequence, warp_row, row_max, sum, out, old_weight, qs);
 }
 
-/* Flash attention with wgmma, which runs beside other work (FlashAttention-3): a warpgroup issues
-   the scores of a tile and the output of the tile before, and computes the softmax of the one
-   during the other. So values arrive with the keys of the next tile. */
+/* Flash attention with wgmma, which is asynchronous (FlashAttention-3): a warpgroup issues the
+   scores of a tile and the output of the previous tile, and computes the softmax of the scores
+   while the tensor cores compute the output. So the values of a tile are loaded together with the
+   keys of the next tile. */
 template <class T, int D, bool PLAIN>
 DTK_ATTENTION_KERNEL(0, true)
 attention_wgmma_kernel(dt_attention_args a, attention_shape s) {
@@ -4669,7 +4686,7 @@ attention_wgmma_kernel(dt_attention_args a, attention_shape s) {
     float out[1][D / 8][4] = { { { 0 } } }, c[1][F::COLS / 8][4], factor[2];
     float row_max[2] = { -INFINITY, -INFINITY }, sum[2] = { 0, 0 };
     unsigned u[F::COLS / 16][4];
-    int row0 = (s.q.tiles - 1 - blockIdx.x) * F::ROWS; /* rows with the most keys begin first */
+    int row0 = (s.q.tiles - 1 - blockIdx.x) * F::ROWS; /* queries with the most keys first */
     int sequence = s.first_sequence + blockIdx.z, kv = s.first_kv + opaque(blockIdx.y) / s.group;
     int warp_row = threadIdx.x / 32 * 16, uniform_row = uniform_row0<F>(warp_row);
     int i = next_key_tile(s, sequence, row0, F::ROWS, key_tile_end(s, row0, F::ROWS) - 1),
@@ -4693,13 +4710,14 @@ attention_wgmma_kernel(dt_attention_args a, attention_shape s) {
     bool has_probabilities = false;
     for (int stage = 0; i >= 0 || previous >= 0; stage ^= 1) {
         wait_tiles<F>();
-        __syncthreads(); /* this tile has arrived, and all threads have left the other stage */
+        __syncthreads(); /* this tile has arrived, and no thread still reads the other stage */
         int next = next_key_tile(s, sequence, row0, F::ROWS, i - 1), col0 = i * F::COLS;
         bool visible = i >= 0 && row0 + uniform_row < s.q.length;
         span q = span_of(s.q, sequence, row0 + uniform_row, 64), k = q;
         if (visible) k = span_of(s.k, sequence, col0, F::COLS);
         visible = visible && !fully_masked(s, q, k);
-        /* not for the tile with the last key, which comes first */
+        /* An overlapped tile is not masked. The tile with the last key, which may need a mask,
+           comes first, when there are no probabilities yet. */
         bool overlapped = visible && has_probabilities && fully_visible(s, q, k);
         if (i >= 0 && !(PLAIN && overlapped)) fetch(next, i, stage ^ 1);
         if (overlapped) {
@@ -4731,19 +4749,19 @@ attention_wgmma_kernel(dt_attention_args a, attention_shape s) {
         i = next;
     }
     cp_async_wait_all();
-    __syncthreads(); /* the tiles have been read */
+    __syncthreads(); /* no thread still reads the tiles */
     store_output<F, D>(a, s, sequence, warp_row, row_max, sum, out, old_weight, qs);
 }
 
 /* ---- backward ---- */
 
-/* The index of a delta; the array covers the sequences and heads of one grid. */
+/* The index of a row's delta. The array covers the sequences and heads of one grid. */
 static __device__ int delta_at(const attention_shape &s, int sequence, int h, int row) {
     return ((sequence - s.first_sequence) * s.heads + h - s.first_kv * s.group) * s.q.length + row;
 }
 
-/* delta = sum of dout out for each row. Eight threads share a row, so that each reads 16 bytes of a
-   usual one. */
+/* delta = sum of dout * out over each row. Eight threads share a row, so that each thread reads 16
+   bytes of a row of 128 bytes. */
 enum { DELTA_LANES = 8, DELTA_ROWS = BLOCK / DELTA_LANES };
 
 template <class T>
@@ -4777,8 +4795,8 @@ static __device__ float lse_at(
                             : -INFINITY;
 }
 
-/* lse of a query in powers of two. A query past the end, or without visible keys, has infinity,
-   which makes p zero. */
+/* Converts a query's lse to base 2. A query past the end or without visible keys has lse -infinity
+   and gets +infinity, which makes p zero. */
 static __device__ float lse_log2(float lse) {
     return lse == -INFINITY ? INFINITY : lse * (float)DTK_LOG2_E;
 }
@@ -4788,8 +4806,7 @@ static __device__ float delta_of(
     return row < s.q.length ? delta[delta_at(s, sequence, h, row)] : 0;
 }
 
-/* p = e^(scale s - lse) in place of the scores s; lse_of(e) is that of element e, in powers of
-   two. */
+/* Replaces the scores s by p = e^(scale s - lse). lse_of(e) is the lse of element e in base 2. */
 template <int M, int J, class F>
 static __device__ void exponentials(float (&c)[M][J][4], float scale_log2, F lse_of) {
     DTK_UNROLL
@@ -4799,7 +4816,7 @@ static __device__ void exponentials(float (&c)[M][J][4], float scale_log2, F lse
     }
 }
 
-/* ds = p (dp - delta) in place of p. */
+/* Replaces p by ds = p (dp - delta). */
 template <int M, int J, class F>
 static __device__ void score_gradients(
     float (&c)[M][J][4], const float (&dp)[M][J][4], F delta_of_element) {
@@ -4808,8 +4825,8 @@ static __device__ void score_gradients(
         c[e / 4 / J][e / 4 % J][e % 4] *= dp[e / 4 / J][e / 4 % J][e % 4] - delta_of_element(e);
 }
 
-/* Backward of queries: dq = scale ds k, where p = e^(scale q k - lse), dp = dout v and ds = p (dp -
-   delta). */
+/* Backward of queries: dq = scale ds k, where p = e^(scale q k^T - lse), dp = dout v^T and
+   ds = p (dp - delta). */
 template <class T, int D, bool USE_WGMMA, bool PLAIN>
 DTK_ATTENTION_KERNEL(1, USE_WGMMA)
 attention_back_q_kernel(dt_attention_back_args a, attention_shape s, const float *delta) {
@@ -4823,7 +4840,7 @@ attention_back_q_kernel(dt_attention_back_args a, attention_shape s, const float
     float dq[M][D / 8][4] = { { { 0 } } }, c[M][J][4], dp[M][J][4], lse[2 * M], row_delta[2 * M];
     int row0 = (s.q.tiles - 1 - blockIdx.x) * F::ROWS, warp_row = threadIdx.x / 32 * 16 * M;
     int uniform_row = uniform_row0<F>(warp_row),
-        product_row = USE_WGMMA ? uniform_row : warp_row; /* a product's first row */
+        product_row = USE_WGMMA ? uniform_row : warp_row; /* the product's first row */
     int sequence = s.first_sequence + blockIdx.z, h = s.first_kv * s.group + blockIdx.y;
     auto fetch = [&](int i, int stage) {
         int kv = s.first_kv + opaque(blockIdx.y) / s.group;
@@ -4882,7 +4899,7 @@ attention_back_q_kernel(dt_attention_back_args a, attention_shape s, const float
     store_rows<T, D>((float *)qs + warp_row * D, dq, to, s);
 }
 
-/* Stores a warp's rows of dk and dv from element `at` on, by way of the tile. */
+/* Stores a warp's rows of dk and dv through `tile`, from element `at` on. */
 template <class T, int D, int GRADS, int M>
 static __device__ void store_key_gradients(const dt_attention_back_args &a,
     const attention_shape &s, int64_t at, int rows, const float (&dk)[M][D / 8][4],
@@ -4900,9 +4917,9 @@ template <int J> static __device__ int column_of(int e) {
     return e / 4 % J * 8 + threadIdx.x % 4 * 2 + e % 2;
 }
 
-/* Backward of keys and values: dk = scale ds^T q and dv = p^T dout, over the queries of all heads
-   that share the kv head, head after head. GRADS: 1 dk, 2 dv, 3 both; a large D has too many sums
-   for both. */
+/* Backward of keys and values: dk = scale ds^T q and dv = p^T dout, summed over the queries of all
+   heads that share the kv head, one head after the other. GRADS is 1 for dk, 2 for dv, 3 for both.
+   With D = 256 the sums of both would need too many registers. */
 template <class T, int D, int GRADS, bool USE_WGMMA, bool PLAIN>
 DTK_ATTENTION_KERNEL(2, USE_WGMMA)
 attention_back_kv_kernel(dt_attention_back_args a, attention_shape s, const float *delta) {
@@ -4915,7 +4932,7 @@ attention_back_kv_kernel(dt_attention_back_args a, attention_shape s, const floa
     __shared__ int2 rows[F::ROWS], cols[F::STAGES][F::COLS];
     T *vs = ks + F::ROWS * D, *qs = vs + F::ROWS * D, *ds = qs + F::STAGES * SIZE;
     float dk[M][D / 8][4] = { { { 0 } } }, dv[M][D / 8][4] = { { { 0 } } }, c[M][J][4], dp[M][J][4];
-    float next_lse = 0, next_delta = 0; /* of the next tile: loaded while this one is computed */
+    float next_lse = 0, next_delta = 0; /* loaded for the next tile during this tile */
     int row0 = blockIdx.x * F::ROWS, warp_row = threadIdx.x / 32 * 16 * M;
     int uniform_row = uniform_row0<F>(warp_row), product_row = USE_WGMMA ? uniform_row : warp_row;
     int sequence = s.first_sequence + blockIdx.z, kv = s.first_kv + blockIdx.y, ld = s.k_row;
@@ -4986,7 +5003,7 @@ attention_back_kv_kernel(dt_attention_back_args a, attention_shape s, const floa
 
 /* ---- launching ---- */
 
-/* the most blocks of a grid in its second and third dimension */
+/* the largest number of blocks of a grid in its second and in its third dimension */
 static const int64_t MAX_GRID_YZ = 65535;
 
 static int64_t tile_count(int64_t length, int64_t each) { return (length + each - 1) / each; }
@@ -4998,8 +5015,8 @@ static token_axis make_axis(
     return x;
 }
 
-/* What forward and backward share. Rows are numbered in 32 bits. A scale that is not positive would
-   make the largest score the smallest. */
+/* Checks the arguments of a forward or backward call and computes its shape. Row indices have 32
+   bits. The scale must be positive, because the kernels take the maximum before they scale. */
 template <class args>
 static dt_status make_attention_shape(attention_shape *out, const args &a, size_t aligned) {
     int64_t row = a.heads * a.dim, longest = (a.tq > a.tk ? a.tq : a.tk) + 256;
@@ -5030,8 +5047,8 @@ static dt_status make_attention_shape(attention_shape *out, const args &a, size_
     return DT_OK;
 }
 
-/* Splits the queries and the keys into tiles. With arrays it computes their spans at `work`, and
-   *used is the bytes they take. */
+/* Splits the queries and the keys into tiles. With mask arrays, the function also computes the
+   tiles' spans at `work`. *used is the number of bytes of the spans. */
 static dt_status split_tiles(attention_shape *s, int64_t batch, int each_q, int each_k, char *work,
     size_t work_bytes, size_t *used, void *stream) {
     bool arrays = s->q.position || s->k.position || s->k.document;
@@ -5052,7 +5069,7 @@ static dt_status split_tiles(attention_shape *s, int64_t batch, int each_q, int 
     return DT_OK;
 }
 
-/* Whether a kernel has been compiled for this device with wgmma. */
+/* Returns true if a kernel has been compiled for this device with wgmma. */
 static bool has_wgmma_code(const void *kernel, int threads) {
     cudaFuncAttributes code;
     if (cudaFuncGetAttributes(&code, kernel) == cudaSuccess)
@@ -5114,7 +5131,8 @@ static dt_status cuda_attention(const dt_attention_args *args, void *stream) {
     return DTK_BY_DTYPE_AND_DIM(attention_of, a, s, stream);
 }
 
-/* Launches the backward of `sequences` and kv_heads, from the first that q and k name. */
+/* Launches the backward of `sequences` sequences from q.first_sequence on, and of `kv_heads` kv
+   heads from q.first_kv on. */
 template <class T, int D, bool USE_WGMMA, bool PLAIN>
 static dt_status attention_back_some(const dt_attention_back_args &a, const attention_shape &q,
     const attention_shape &k, int sequences, int kv_heads, float *delta, void *stream) {
@@ -5144,8 +5162,8 @@ static dt_status attention_back_some(const dt_attention_back_args &a, const atte
     return DT_OK;
 }
 
-/* Takes as many sequences at a time as the scratch has deltas for, or else as many heads of one
-   sequence. */
+/* Launches the backward in portions whose deltas fit into the scratch: several sequences at a time,
+   or several kv heads of one sequence if the deltas of a sequence do not fit. */
 template <class T, int D, bool USE_WGMMA, bool PLAIN>
 static dt_status attention_back_with(
     const dt_attention_back_args &a, attention_shape q, void *stream) {
@@ -5227,7 +5245,7 @@ extern "C" const dt_kernels *dt_kernels_cuda(void) {
         .event_query = cuda_event_query,
         .event_wait = cuda_event_wait,
         .event_destroy = cuda_event_destroy,
-        .work_bytes = (size_t)32 << 20, /* what cuBLASLt recommends on Hopper */
+        .work_bytes = (size_t)32 << 20, /* cuBLASLt recommends this on Hopper */
         .max_saved_logits = (size_t)1 << 30,
         .fill = cuda_fill,
         .init = cuda_init,
@@ -5271,9 +5289,10 @@ extern "C" const dt_kernels *dt_kernels_cuda(void) {
     return &table;
 }
 
-/* Code for an older GPU runs on a newer one, compiled again at start. It uses tensor cores only if
-   it was compiled for sm_80 or later, and wgmma only if for sm_90a, which runs nowhere else. A
-   kernel knows which GPU it was compiled for. False: this device cannot run the build. */
+/* Returns false if this device cannot run the build, and writes advice to `text` if another build
+   would be better. The driver compiles code for an older GPU again at start. This code uses tensor
+   cores only if it was built for sm_80 or later, and wgmma only if it was built for sm_90a, whose
+   code runs on no other GPU. A kernel's attributes say which GPU the kernel was built for. */
 static bool check_build(char *text, size_t text_bytes) {
     cudaFuncAttributes code;
     int device = 0, major = 0, minor = 0;
@@ -5299,8 +5318,9 @@ static bool check_build(char *text, size_t text_bytes) {
     return pieces;
 }
 
-/* cudaGetDeviceCount does not set its result when it fails, and without a driver it returns "driver
-   version is insufficient". cudaDriverGetVersion tells the two apart: version 0 means no driver. */
+/* A cudaGetDeviceCount that fails does not set its result. It returns "driver version is
+   insufficient" for an old driver and for no driver; cudaDriverGetVersion tells the two cases
+   apart, because version 0 means no driver. */
 extern "C" dt_status dt_cuda_ready(char *text, size_t text_bytes) {
     int devices = 0, driver = 0;
     cudaError_t error = cudaGetDeviceCount(&devices);
