@@ -3000,9 +3000,9 @@ static dt_status cuda_sign_unpack(const dt_sign_unpack_args *a, void *stream) {
        A  [ k tile ]   [ C tile ]           C tile += A tile * B tile
           [  rows  ]                     epilogue: bias, activation, residual; store
 
-   f32 uses multiply-adds in registers; bf16 and f16 use tensor cores (mma). On a queue, cuBLASLt
-   computes the product; these kernels compute the products that cuBLASLt refuses, and all products
-   on a NULL queue. */
+   f32 uses multiply-adds in registers; bf16 and f16 use tensor cores (mma). If the caller passes a
+   queue, cuBLASLt computes the product unless cuBLASLt refuses. These kernels compute all other
+   products. */
 
 /* ---- tensor core instructions ---- */
 
@@ -3178,8 +3178,8 @@ static void cp_async_16(void *shared, const void *global, bool there) {
 static void cp_async_commit() { dtc_cp_async_commit(); }
 
 /* Emulates wgmma with one mma emulation per warp, which reads the matrices through their
-   descriptors. wgmma_wait computes the products, as late as the hardware may; until then d is NaN,
-   so that a test notices a result that is read too early. A missing fence abandons the kernel. */
+   descriptors. wgmma_wait computes the products, as late as possible; until then d is NaN, so that
+   a test notices a result that is read too early. A missing fence abandons the kernel. */
 struct smem_matrix {
     const char *p;
     int slab;
@@ -3337,8 +3337,8 @@ template <class T, int LD> static __device__ int swizzle(int row, int col) {
     return row * LD + (col / N ^ (row & 7)) * N + col % N;
 }
 
-/* Returns x, but hides its origin from the compiler. The compiler then computes expressions of the
-   result where they are used and does not hold them in registers across a loop. */
+/* Returns x, but hides its origin from the compiler. The compiler then computes expressions with
+   the result where they are used and does not hold their values in registers across a loop. */
 static __device__ int opaque(int x) {
     asm volatile("" : "+r"(x));
     return x;
@@ -3371,8 +3371,8 @@ static __device__ void fetch_tile(T *tile, const T *p, index ld, int rows, int c
 }
 
 /* Fragments of mma from tiles. ldmatrix loads four 8 x 8 matrices, and each lane gives the address
-   of one row. The two functions return that row's index in the tile, for two ways in
-   which the matrices 0 .. 3 cover 16 rows and 16 columns:
+   of one row. The two functions return that row's index in the tile, for two ways in which the
+   matrices 0 .. 3 cover 16 rows and 16 columns:
 
        ldmatrix_rows     0 2    A if the tile's rows run along k, or two fragments of B if the tile
                          1 3    has one row for each k
@@ -3715,7 +3715,7 @@ struct matmul_plan {
 };
 
 /* A plan is stored in the first free slot of PLAN_PROBES slots that begin at its hash. If no slot
-   is free, the plan replaces the first. */
+   is free, the new plan replaces the plan in the first slot. */
 enum { PLAN_SLOTS = 256, PLAN_PROBES = 4 };
 
 struct blas {
@@ -4007,8 +4007,8 @@ struct span {
 
 /* Queries or keys: `length` tokens per sequence, in tiles of tile_size tokens. Without a position
    array, a token's position is its index + shift. Without a document array, all tokens belong to
-   one document. These are the mask arrays. If a call has any mask array, spans_kernel computes the
-   spans of all tiles, (batch,tiles); otherwise `spans` is NULL. */
+   one document. Both arrays are called mask arrays. If a call has any mask array, spans_kernel
+   computes the spans of all tiles, (batch,tiles); otherwise `spans` is NULL. */
 struct token_axis {
     const int32_t *position, *document;
     span *spans;
@@ -4016,8 +4016,8 @@ struct token_axis {
 };
 
 /* The kernels' arguments besides the pointers, in 32 bits because registers are scarce.
-   scale_log2 is the scale for exponentials to base 2. A grid is (tiles, heads, sequences). Its
-   first kv head is first_kv, its first sequence is first_sequence. */
+   scale_log2 is the scale for exponentials to base 2. A grid is (tiles, heads, sequences) and
+   begins with kv head first_kv and sequence first_sequence. */
 struct attention_shape {
     token_axis q, k;
     /* group: query heads per kv head (grouped-query attention); q_row, k_row: elements of all
@@ -4082,8 +4082,8 @@ static __device__ bool fully_visible(const attention_shape &s, span q, span k) {
            q.document_last == k.document_first;
 }
 
-/* Returns how many key tiles the `rows` queries from row0 on can see. Without mask arrays, a causal
-   query sees exactly the keys up to its own position. */
+/* Returns the end of the key tiles that the `rows` queries from row0 on may see. Without mask
+   arrays, a causal query sees the keys up to its own position; otherwise no tile is left out. */
 static __device__ int key_tile_end(const attention_shape &s, int row0, int rows) {
     if (s.k.spans || !s.causal) return s.k.tiles;
     int seen = max(min(row0 + rows, s.q.length) + s.q.shift, 0);
@@ -4092,8 +4092,8 @@ static __device__ int key_tile_end(const attention_shape &s, int row0, int rows)
 
 /* Returns the last key tile, i or a lower index, that some query sees at least in part, or -1. The
    kernels visit key tiles from the last to the first. With a causal mask the last tile is partly
-   masked, hence the slowest; it comes first, where no previous tile's products could overlap with
-   its softmax. */
+   masked and therefore the slowest. It comes first, when there is no previous tile whose products
+   could overlap with its softmax. */
 static __device__ int next_key_tile(
     const attention_shape &s, int sequence, int row0, int rows, int i) {
     if (!s.k.spans) return i;
@@ -4104,8 +4104,8 @@ static __device__ int next_key_tile(
 }
 
 /* A query tile of one head of a group. next_query_tile returns the first query tile from i on that
-   sees some of the keys. It goes through the tiles of each head of the group, and skips the tiles
-   below `first`, because none of them sees a key. At the end, `head` is s.group. */
+   sees some of the keys, over all heads of the group; `head` is s.group at the end. The result of
+   first_query_tile is `first`: no tile below `first` sees any of the keys. */
 struct query_tile {
     int head, tile;
 };
@@ -4136,8 +4136,8 @@ static __device__ int2 token_at(
     return x;
 }
 
-/* Stores token_at of COUNT tokens from `first` on, if there are mask arrays. Each thread loads one
-   token. */
+/* Stores token_at of COUNT tokens from `first` on in `tokens`, one token per thread, if there are
+   mask arrays. */
 template <int COUNT>
 static __device__ void load_tokens(
     int2 *tokens, const attention_shape &s, const token_axis &of, int sequence, int first) {
@@ -4327,8 +4327,8 @@ template <class T, int D, int PASS, bool USE_WGMMA> struct tile_config {
                          UNIFORM_ROWS = 16 * M, SLAB = D;
 };
 
-/* Tile sizes with wgmma: a block has 227 KB of shared memory. The sizes were the fastest ones
-   measured on an H100. */
+/* Tile sizes with wgmma. A block has 227 KB of shared memory. The sizes were chosen by measurements
+   on an H100. */
 template <class T, int D, int PASS> struct tile_config<T, D, PASS, true> {
     static constexpr bool NARROW = true, USES_WGMMA = true;
     static constexpr int M = 1, WARPGROUPS = D == 64 || PASS ? 1 : 2, STAGES = 2;
@@ -4663,7 +4663,7 @@ attention_kernel(dt_attention_args a, attention_shape s) {
         if (F::STAGES == 1 && next >= 0) fetch(next, 0);
         i = next;
     }
-    cp_async_wait_all(); /* the queries' tile, if there was no key tile */
+    cp_async_wait_all(); /* waits for the queries even if there was no key tile */
     __syncthreads();     /* no thread still reads the tiles */
     store_output<F, D>(a, s, sequence, warp_row, row_max, sum, out, old_weight, qs);
 }
@@ -4932,7 +4932,7 @@ attention_back_kv_kernel(dt_attention_back_args a, attention_shape s, const floa
     __shared__ int2 rows[F::ROWS], cols[F::STAGES][F::COLS];
     T *vs = ks + F::ROWS * D, *qs = vs + F::ROWS * D, *ds = qs + F::STAGES * SIZE;
     float dk[M][D / 8][4] = { { { 0 } } }, dv[M][D / 8][4] = { { { 0 } } }, c[M][J][4], dp[M][J][4];
-    float next_lse = 0, next_delta = 0; /* loaded for the next tile during this tile */
+    float next_lse = 0, next_delta = 0; /* the next tile's values, loaded during this tile */
     int row0 = blockIdx.x * F::ROWS, warp_row = threadIdx.x / 32 * 16 * M;
     int uniform_row = uniform_row0<F>(warp_row), product_row = USE_WGMMA ? uniform_row : warp_row;
     int sequence = s.first_sequence + blockIdx.z, kv = s.first_kv + blockIdx.y, ld = s.k_row;
@@ -5245,7 +5245,7 @@ extern "C" const dt_kernels *dt_kernels_cuda(void) {
         .event_query = cuda_event_query,
         .event_wait = cuda_event_wait,
         .event_destroy = cuda_event_destroy,
-        .work_bytes = (size_t)32 << 20, /* cuBLASLt recommends this on Hopper */
+        .work_bytes = (size_t)32 << 20, /* the size that cuBLASLt recommends on Hopper */
         .max_saved_logits = (size_t)1 << 30,
         .fill = cuda_fill,
         .init = cuda_init,
@@ -5290,9 +5290,10 @@ extern "C" const dt_kernels *dt_kernels_cuda(void) {
 }
 
 /* Returns false if this device cannot run the build, and writes advice to `text` if another build
-   would be better. The driver compiles code for an older GPU again at start. This code uses tensor
-   cores only if it was built for sm_80 or later, and wgmma only if it was built for sm_90a, whose
-   code runs on no other GPU. A kernel's attributes say which GPU the kernel was built for. */
+   would be faster. Code for an older GPU runs on a newer GPU, because the driver compiles the code
+   again at start. Code uses tensor cores only if it was compiled for sm_80 or later. Only code for
+   sm_90a uses wgmma, and sm_90a code runs on no other GPU. A kernel's attributes say which GPU the
+   kernel was compiled for. */
 static bool check_build(char *text, size_t text_bytes) {
     cudaFuncAttributes code;
     int device = 0, major = 0, minor = 0;
