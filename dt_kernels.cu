@@ -2631,18 +2631,18 @@ DTK_TABLE_ENTRY(mse_back)
 
 // ==== 14. Norm and optimizers ===================================================================
 
-/* Element by element, with g the gradient:
+/* The updates, element by element (g is the gradient):
 
        SGD      b = momentum b + g + decay p              p -= lr b
        AdamW    m = b1 m + (1 - b1) g
                 v = b2 v + (1 - b2) g^2                   p -= lr (m' / (sqrt(v') + eps) + decay p)
                 with m' = m / (1 - b1^step), v' = v / (1 - b2^step)
 
-   The gradient norm is summed in pieces of 1,024 elements, in one order everywhere. */
+   The gradient norm is summed in pieces of 1,024 elements, in the same order on CPU and GPU. */
 
-/* Half a warp sums one piece, 16 pieces per block. Lane l adds elements l, l + 16, ..., then the
-   lanes are added in halves. That is the CPU's order, and the square of a float is exact in double,
-   so the norm has the CPU's bits. */
+/* Half a warp sums one piece; a block sums 16 pieces. Lane l adds elements l, l + 16, ...; then the
+   upper half of the lanes is added to the lower half until one sum is left. The CPU adds in the
+   same order, and the square of a float is exact in double, so the norm has the CPU's bits. */
 enum { PIECE_LANES = 16, PIECES_PER_BLOCK = BLOCK / PIECE_LANES };
 
 static __device__ double lanes_sum(double sum) {
@@ -2677,7 +2677,8 @@ template <class T> static dt_status square_sums(const dt_square_sums_args *a, vo
 }
 DTK_TABLE_ENTRY(square_sums)
 
-/* Parameters and their state are f32. Narrow is the type of an optional copy of the parameters. */
+/* Parameters and their state are f32. Narrow is the type of an optional copy of the parameters; it
+   is f32 if there is no copy. */
 #define DTK_BY_NARROW_DTYPE(a, f, ...) \
     ((a)->dtype != DT_F32 \
             ? DT_ERR_UNSUPPORTED \
@@ -2688,8 +2689,8 @@ static __device__ void store_narrow_copy(void *narrow, size_t i, vec<float, N> p
     if (narrow) store_floats((Narrow *)narrow + i, param);
 }
 
-/* One tensor of parameters, and the factors of its step, which the host computes in double, as for
-   the CPU. */
+/* One tensor of parameters, and the factors of its step. The host computes the factors in double,
+   as the CPU kernel does. */
 struct adamw_tensor {
     float *param, *m, *v;
     const float *grad;
@@ -2699,8 +2700,8 @@ struct adamw_tensor {
         l2_decay, grad_scale;
 };
 
-/* The tensors that one launch updates: blocks first[i] .. first[i + 1] update tensor i. All of it
-   is kernel parameters, which may have 4 KiB. */
+/* The tensors that one launch updates. Blocks first[i] .. first[i + 1] - 1 update tensor i. The
+   struct is a kernel parameter, and kernel parameters are limited to 4 KiB. */
 enum { ADAMW_BATCH = 32 };
 struct adamw_batch {
     unsigned n, first[ADAMW_BATCH + 1];
@@ -2708,11 +2709,11 @@ struct adamw_batch {
 };
 static_assert(sizeof(adamw_batch) <= 4096, "the parameters of a kernel");
 
-/* AdamW, arXiv:1711.05101: m and v are running means of g and g^2. Coupled: Adam, arXiv:1412.6980,
-   with the decay in the gradient. */
+/* AdamW, arXiv:1711.05101: m and v are running means of g and g^2. If `coupled` is set, the kernel
+   computes Adam (arXiv:1412.6980), which adds the weight decay to the gradient. */
 template <class Narrow> DTK_KERNEL __launch_bounds__(BLOCK) adamw_kernel(adamw_batch all) {
     unsigned mine = 0, end = all.n;
-    while (end - mine > 1) { /* binary search: this block's tensor lies in [mine, end) */
+    while (end - mine > 1) { /* binary search: this block's tensor is in [mine, end) */
         unsigned middle = (mine + end) / 2;
         if (blockIdx.x < all.first[middle])
             end = middle;
@@ -2762,8 +2763,8 @@ static adamw_tensor make_adamw_tensor(const dt_adamw_args *a) {
     return f;
 }
 
-/* Each tensor gets as many blocks as it would get alone: a small one gets one, a large one as many
-   as fill a GPU. */
+/* Each tensor gets as many blocks as in a launch of its own: a small tensor gets one block, a large
+   tensor enough blocks to fill a GPU. */
 template <class Narrow> static dt_status adamw(const dt_adamw_args *a, void *stream) {
     while (a) {
         adamw_batch all;
@@ -2781,7 +2782,7 @@ template <class Narrow> static dt_status adamw(const dt_adamw_args *a, void *str
 }
 
 static dt_status cuda_adamw(const dt_adamw_args *a, void *stream) {
-    const dt_adamw_args *of = a; /* an entry with a narrow copy, if any, decides the type */
+    const dt_adamw_args *of = a; /* an entry with a narrow copy, if there is one */
     for (const dt_adamw_args *n = a; n && a->dtype == DT_F32; n = n->next) {
         if (n->step < 1 || n->dtype != a->dtype || n->model_dtype != a->model_dtype)
             return DT_ERR_ARG;
@@ -2790,7 +2791,8 @@ static dt_status cuda_adamw(const dt_adamw_args *a, void *stream) {
     return DTK_BY_NARROW_DTYPE(of, adamw, a, stream);
 }
 
-/* Without momentum the buffer is neither read nor written; the first step only writes it. */
+/* Without momentum, the kernel does not touch the momentum buffer. With momentum, the first step
+   writes the buffer without reading it. */
 template <class Narrow> DTK_KERNEL __launch_bounds__(BLOCK) sgd_kernel(dt_sgd_args a) {
     float *params = (float *)a.param,
           *buffers = a.momentum != 0 ? (float *)a.momentum_buffer : NULL;
@@ -2824,8 +2826,9 @@ static dt_status cuda_sgd(const dt_sgd_args *a, void *stream) {
 
 /* ---- 1-bit Adam ---- */
 
-/* 1-bit Adam, arXiv:2102.02888. After a warm-up v is frozen, and ranks exchange the signs of the
-   momentum with one scale. What the signs lose is added to the next message:
+/* 1-bit Adam, arXiv:2102.02888. After a warm-up v is frozen, and each rank sends the signs of its
+   momentum with one scale. A rank keeps the error of this compression and adds it to the next
+   momentum x that it sends:
 
        e = x + error,  send sign(e) and scale = sqrt(mean of e^2),  error = e - scale sign(e) */
 
@@ -2874,7 +2877,7 @@ static dt_status cuda_frozen_adam(const dt_frozen_adam_args *a, void *stream) {
     return DTK_BY_NARROW_DTYPE(a, frozen_adam, a, stream);
 }
 
-/* Messages lie at any address, so their scale is read and written byte by byte. */
+/* A message may begin at any address, so its scale is read and written byte by byte. */
 static __device__ double read_scale(const unsigned char *p) {
     double x;
     uint64_t bits = 0;
@@ -2889,8 +2892,8 @@ static __device__ void write_scale(unsigned char *p, double x) {
     for (int i = 0; i < 8; i++) p[i] = (unsigned char)(bits >> 8 * i);
 }
 
-/* Leaves x + error in error, and for each piece the sum of its squares and the count of elements
-   with v != 0 in sums (2,pieces). */
+/* Replaces error by x + error, or by 0 where v is 0. Writes to sums (2,pieces), for each piece, the
+   sum of the squared new errors and the number of elements with v != 0. */
 DTK_KERNEL __launch_bounds__(BLOCK)
     sign_sums_kernel(dt_sign_pack_args a, double *sums, size_t pieces) {
     const float *x = (const float *)a.x, *v = (const float *)a.v;
@@ -2914,7 +2917,7 @@ DTK_KERNEL __launch_bounds__(BLOCK)
     }
 }
 
-/* One block writes the scale, behind the sums. */
+/* One block computes the scale and writes it after the sums, at sums[2 * pieces]. */
 DTK_KERNEL __launch_bounds__(TOTAL_THREADS, 1) sign_scale_kernel(double *sums, size_t pieces) {
     double squares = 0, numbers = 0;
     for (size_t i = threadIdx.x; i < pieces; i += TOTAL_THREADS) {
@@ -2927,8 +2930,8 @@ DTK_KERNEL __launch_bounds__(TOTAL_THREADS, 1) sign_scale_kernel(double *sums, s
         sums[2 * pieces] = (double)(float)(numbers > 0 ? sqrt(squares / numbers) : 0);
 }
 
-/* A thread writes one byte of signs; the first threads write a message's scale, too. message_bytes:
-   the bytes of a message's signs. */
+/* Each thread writes one byte of signs. The first a.parts threads also write the scale of one
+   message each. message_bytes is the number of bytes of one message's signs. */
 DTK_KERNEL __launch_bounds__(BLOCK)
     sign_pack_kernel(dt_sign_pack_args a, const double *message_scale, size_t message_bytes) {
     const float *vs = (const float *)a.v;
@@ -2960,7 +2963,7 @@ static dt_status cuda_sign_pack(const dt_sign_pack_args *a, void *stream) {
     return launch_status();
 }
 
-/* A thread reads one byte of each message. */
+/* Each thread reads one byte of signs from every message and writes the mean of 8 elements. */
 DTK_KERNEL __launch_bounds__(BLOCK) sign_unpack_kernel(dt_sign_unpack_args a) {
     const unsigned char *in = (const unsigned char *)a.in;
     const float *vs = (const float *)a.v;
@@ -2987,25 +2990,26 @@ static dt_status cuda_sign_unpack(const dt_sign_unpack_args *a, void *stream) {
 
 // ==== 15. Matrix product ========================================================================
 
-/* GEMM: C = A B. Naive: a thread per element of C reads a row of A and a column of B, 2k loads
-   for k multiply-adds. Here a block computes a tile of C from tiles of A and B in shared memory,
-   so that a loaded element serves a whole row or column of the tile; meanwhile the next tiles are
-   loaded (two stages):
+/* GEMM: C = A B. A naive kernel has one thread per element of C; the thread reads a row of A and a
+   column of B, 2k loads for k multiply-adds. Here a block computes a tile of C from tiles of A and
+   B in shared memory, so one load of an element serves a whole row or column of the tile. The block
+   loads the next tiles while it multiplies the current tiles (two stages):
 
                     B  [ k tile ]        for each k tile:
                        [  cols  ]           load the next tiles   (cp.async, or registers)
        A  [ k tile ]   [ C tile ]           C tile += A tile * B tile
           [  rows  ]                     epilogue: bias, activation, residual; store
 
-   f32 uses multiply-adds in registers, bf16 and f16 tensor cores (mma). Where there is a queue,
-   cuBLASLt computes the product, and these kernels compute what it refuses. */
+   f32 uses multiply-adds in registers; bf16 and f16 use tensor cores (mma). If the caller passes a
+   queue, cuBLASLt computes the product unless cuBLASLt refuses. These kernels compute all other
+   products. */
 
 /* ---- tensor core instructions ---- */
 
-/* Each wrapper is one PTX instruction, or a test's replacement for it. mma: d (16,8) += a (16,16) b
-   (16,8); lane 4 g + t holds rows g and g + 8 of d, columns 2 t and 2 t + 1. bf16 products and
-   cp.async need sm_80: code for older devices adds and copies with plain instructions, with the
-   same result. */
+/* Each wrapper is one PTX instruction, or in tests on a CPU a function that replaces it. mma
+   computes d (16,8) += a (16,16) b (16,8); lane 4 g + t holds rows g and g + 8 of d, columns 2 t
+   and 2 t + 1. bf16 products and cp.async need sm_80. Code for older devices multiplies and copies
+   with plain instructions and gets the same result. */
 #ifdef __CUDACC__
 #define DTK_PTX static __device__ __forceinline__
 #define DTK_HAS_SM80 (__CUDA_ARCH__ >= 800)
@@ -3043,7 +3047,7 @@ DTK_PTX void mma(bf16, float *d, const unsigned *a, const unsigned *b) { DTK_MMA
 DTK_PTX void mma(f16, float *d, const unsigned *a, const unsigned *b) { DTK_MMA("f16"); }
 #undef DTK_MMA
 
-/* Copies 16 bytes from global to shared memory, or zeros. */
+/* Copies 16 bytes from global to shared memory, or writes 16 zero bytes if !there. */
 DTK_PTX void cp_async_16(void *shared, const void *global, bool there) {
     asm volatile("{ .reg .pred none; setp.eq.b32 none, %2, 0; cp.async.cg.shared.global [%0], "
                  "[%1], 16, none; }"
@@ -3055,10 +3059,11 @@ DTK_PTX void cp_async_commit() { asm volatile("cp.async.commit_group;" : : : "me
 DTK_PTX void cp_async_wait_all() { asm volatile("cp.async.wait_all;" : : : "memory"); }
 #endif
 
-/* wgmma: a warpgroup, four warps, multiplies 64 rows at a time, with B (and A) read from shared
-   memory; see smem_matrix. Only code for sm_90a has it. Elsewhere the kernels that use it are
-   empty, and cannot be launched with as many threads as they need. d (64,N) = a b, plus d if `add`:
-   warp w holds rows 16 w .. 16 w + 15, in mma's layout. Results are valid after wgmma_wait. */
+/* wgmma: a warpgroup (four warps) multiplies 64 rows at a time and reads B, and A unless it is in
+   registers, from shared memory; see smem_matrix. Only code for sm_90a has wgmma. In code for other
+   devices, the kernels that use wgmma are empty, and their launch bounds make a launch fail.
+   wgmma computes d (64,N) = a b, or d += a b if `add`. Warp w holds rows 16 w .. 16 w + 15 of d, in
+   mma's layout. d is valid after wgmma_wait. */
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define DTK_HAS_WGMMA 1
 #define DTK_D4(j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
@@ -3117,10 +3122,11 @@ DTK_WGMMA_FUNCTIONS(f16, "f16")
 #undef DTK_D32
 #undef DTK_D4
 
-/* A matrix in shared memory: rows of 64 elements, along k or (wgmma_from_registers) one row for
-   each k. The next 64 columns lie `slab` elements further. This is the variable half of the wgmma
-   descriptor; the other half says that 8 rows of 128 bytes lie together, their 16-byte units
-   swizzled. advance: `numbers` elements further in the same slab. */
+/* A matrix in shared memory, in slabs of 64 columns; each slab begins `slab` elements after the
+   previous slab. For wgmma the rows run along k; B of wgmma_from_registers has one row for each k.
+   smem_matrix is the variable half of the wgmma descriptor. The constant half says that 8 rows of
+   128 bytes are contiguous and that their 16-byte units are swizzled. advance moves a matrix by
+   `numbers` elements in the same slab. */
 typedef unsigned smem_matrix;
 DTK_PTX smem_matrix smem_matrix_at(const void *p, int slab) {
     return shared_address(p) >> 4 | (unsigned)(slab * 2 >> 4) << 16;
@@ -3133,7 +3139,7 @@ template <int LEFT> DTK_PTX void wgmma_wait() {
 }
 DTK_PTX void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" : : : "memory"); }
 DTK_PTX void wgmma_fence_operand(float &x) { asm volatile("" : "+f"(x) : : "memory"); }
-/* What follows is not executed before x, which is never negative, is known. */
+/* Delays the instructions after the call until x is known; x is never negative. */
 DTK_PTX void order_after(float x) {
     if (x < 0) asm volatile("nanosleep.u32 1;" : : : "memory");
 }
@@ -3171,8 +3177,9 @@ static void cp_async_16(void *shared, const void *global, bool there) {
 }
 static void cp_async_commit() { dtc_cp_async_commit(); }
 
-/* Emulates wgmma warp by warp with mma, from the matrices' descriptors. Products are computed as
-   late as possible, in wgmma_wait; until then d is NaN. A missing fence abandons the kernel. */
+/* Emulates wgmma with one mma emulation per warp, which reads the matrices through their
+   descriptors. wgmma_wait computes the products, as late as possible; until then d is NaN, so that
+   a test notices a result that is read too early. A missing fence abandons the kernel. */
 struct smem_matrix {
     const char *p;
     int slab;
@@ -3188,7 +3195,7 @@ static unsigned element_of(const smem_matrix &m, int row, int col) {
 
 struct pending_wgmma {
     void (*execute)(const pending_wgmma &);
-    /* initial: what d held before the first product that changes it */
+    /* initial: the values of d before the first pending product that changes d */
     float (*d)[4], initial[16][4];
     smem_matrix a, b;
     unsigned u[4];
@@ -3277,8 +3284,9 @@ template <class T> static __device__ float unpack_half(unsigned pair, int which)
     return widen(x);
 }
 
-/* mma without tensor cores: multiplies pair after pair along k, each read from the lane that holds
-   it. Not inlined: unrolled loops call it, and nvcc would take many minutes. */
+/* mma without tensor cores: multiplies the pairs of elements along k one by one, and reads each
+   pair from the lane that holds the pair. The function is not inlined, because unrolled loops call
+   it and nvcc would take many minutes to compile them. */
 #ifdef __CUDACC__
 #define DTK_NOINLINE __noinline__
 #else
@@ -3317,9 +3325,9 @@ static __device__ void cp_async_wait_all() {}
 
 /* ---- tiles in shared memory ---- */
 
-/* Swizzle: the index of (row, col) in a tile with rows of LD elements, at least 128 bytes. Each of
-   8 consecutive rows has the 16-byte unit of a column in another bank group, so that 8 rows are
-   read at once without bank conflicts. Unit u of row r lies at u ^ (r % 8):
+/* Swizzle: the index of (row, col) in a tile whose rows have LD elements, at least 128 bytes. In 8
+   consecutive rows, the 16-byte units of one column are in 8 different bank groups, so a warp reads
+   8 rows at once without bank conflicts. Unit u of row r is stored at position u ^ (r % 8):
 
        row 0   0 1 2 3 4 5 6 7
        row 1   1 0 3 2 5 4 7 6
@@ -3329,15 +3337,16 @@ template <class T, int LD> static __device__ int swizzle(int row, int col) {
     return row * LD + (col / N ^ (row & 7)) * N + col % N;
 }
 
-/* Returns x, which the compiler cannot see. What is computed from it is computed where it is used,
-   and is not held in registers across a loop. */
+/* Returns x, but hides its origin from the compiler. The compiler then computes expressions with
+   the result where they are used and does not hold their values in registers across a loop. */
 static __device__ int opaque(int x) {
     asm volatile("" : "+r"(x));
     return x;
 }
 
-/* Loads a tile from global memory at p, whose rows are ld apart; elements beyond `rows` and `cols`
-   are zero. Asynchronous if `aligned`: p, ld and cols are multiples of 16 bytes. */
+/* Loads a tile from global memory at p; the rows there are ld elements apart. Elements beyond
+   `rows` and `cols` are zero. `aligned` says that p, ld and cols are multiples of 16 bytes; the
+   copy is then asynchronous. */
 template <class T, int ROWS, int LD, int THREADS, class index>
 static __device__ void fetch_tile(T *tile, const T *p, index ld, int rows, int cols, bool aligned) {
     const int N = vec<T>::N, VECS = LD / N, DOWN = THREADS / VECS;
@@ -3362,12 +3371,17 @@ static __device__ void fetch_tile(T *tile, const T *p, index ld, int rows, int c
 }
 
 /* Fragments of mma from tiles. ldmatrix loads four 8 x 8 matrices, and each lane gives the address
-   of one row. ldmatrix_rows: 16 rows, then the same rows 8 columns further, for A from a tile with
-   rows along k, and for two fragments of B from a tile with a row for each k. ldmatrix_columns: the
-   other order, for two fragments of B from rows along k, and for A from a row for each k. Both give
-   the index for row 0 and column 0. With LD a power of two the swizzle is an exclusive or, so that
-   (x ^ column) is the index for another column, and x + row LD, row a multiple of 8, for another
-   row. */
+   of one row. The two functions return that row's index in the tile, for two ways in which the
+   matrices 0 .. 3 cover 16 rows and 16 columns:
+
+       ldmatrix_rows     0 2    A if the tile's rows run along k, or two fragments of B if the tile
+                         1 3    has one row for each k
+       ldmatrix_columns  0 1    two fragments of B if the tile's rows run along k, or A if the tile
+                         2 3    has one row for each k
+
+   The result x is for matrices that begin at row 0 and column 0 of the tile. LD is a power of two,
+   so the swizzle is an exclusive or: the index for another column is x ^ column, and the index for
+   another row, a multiple of 8, is x + row * LD. */
 template <int LD> static __device__ int ldmatrix_rows() {
     int lane = opaque(threadIdx.x) % 32;
     return lane % 16 * LD + (lane / 16 ^ lane % 8) * 8;
@@ -3380,7 +3394,7 @@ template <int LD> static __device__ int ldmatrix_columns() {
 
 /* ---- the kernels of this file ---- */
 
-/* out[at] (+)= v, as float if `wide`, else as T. */
+/* Stores v in out[at], or adds v to out[at] if `accumulate`. out is float if `wide`, else T. */
 template <class T>
 static __device__ void store_as(void *out, int wide, int64_t at, float v, int accumulate) {
     T *narrow = (T *)out + at;
@@ -3391,8 +3405,8 @@ static __device__ void store_as(void *out, int wide, int64_t at, float v, int ac
         round_to(narrow, accumulate ? widen(*narrow) + v : v);
 }
 
-/* Epilogue: stores c[at], in column j, from its sum of products v. All fusions, in their order. The
-   pointers may be equal. */
+/* Epilogue: applies all fusions, in their order, to the sum of products v and stores the result in
+   c[at], an element of column j. The pointers in `a` may be equal. */
 template <class T>
 static __device__ void apply_epilogue(const dt_matmul_args &a, int64_t at, int64_t j, float v) {
     if (a.bias) v += widen(((const T *)a.bias)[j]);
@@ -3406,8 +3420,8 @@ static __device__ void apply_epilogue(const dt_matmul_args &a, int64_t at, int64
     store_as<T>(a.c, a.wide, at, v, a.accumulate);
 }
 
-/* A or B as the kernels see it. `rows` counts rows or columns of c. mn_major: elements of one k are
-   contiguous. */
+/* A or B as the kernels see it. `rows` is the number of rows of c for A, of columns of c for B.
+   mn_major says that the elements with the same k index are contiguous. */
 struct operand {
     const void *p;
     int64_t ld, stride;
@@ -3433,8 +3447,8 @@ static __device__ tile_origin tile_origin_of(const dt_matmul_args &a, int tile) 
     return c;
 }
 
-/* Stores a block's tile, whose sums lie in shared memory: neighbours go to neighbouring threads,
-   and apply_epilogue is compiled once. */
+/* Stores a block's tile of c from its sums in shared memory. Neighbouring threads store
+   neighbouring elements, and apply_epilogue is compiled once. */
 template <class T, int ROWS, int COLS>
 static __device__ void apply_epilogue_tile(
     const dt_matmul_args &a, tile_origin c, const float *tile) {
@@ -3447,8 +3461,8 @@ static __device__ void apply_epilogue_tile(
     }
 }
 
-/* GEMM in f32: 16 x 16 threads, each with R x R sums. An element is one chain of multiply-adds, k
-   ascending, whatever the tile. The next tiles are loaded while these are multiplied. */
+/* GEMM in f32: 16 x 16 threads, each with R x R sums. Each element is one chain of multiply-adds in
+   ascending k, whatever R is. The next tiles are loaded while the current tiles are multiplied. */
 enum { F32_TILE_K = 16 };
 
 template <int R>
@@ -3464,8 +3478,8 @@ static __device__ void load_f32_tile(
     }
 }
 
-/* Packing: stores loaded elements into the tile (F32_TILE_K,16 R), as vecs along the rows, whatever
-   the operand's layout. */
+/* Packing: stores loaded elements into the tile (F32_TILE_K,16 R), where a vec holds 4 rows of one
+   k, whatever the operand's layout. */
 template <int R>
 static __device__ void store_f32_tile(
     vec<float> (*tile)[4 * R + 1], const vec<float> *next, int mn_major) {
@@ -3493,7 +3507,9 @@ DTK_KERNEL __launch_bounds__(BLOCK, 2) matmul_f32_kernel(dt_matmul_args a, opera
     for (int k0 = 0, s = 0; k0 < a.k; k0 += F32_TILE_K, s ^= 1) {
         store_f32_tile<R>(xs[s], next_x, x.mn_major);
         store_f32_tile<R>(ys[s], next_y, y.mn_major);
-        __syncthreads(); /* the only barrier: two steps on, all threads have left this half */
+        /* One barrier per step suffices: half s is written again only after the next barrier, and
+           a thread arrives there after its last read from half s. */
+        __syncthreads();
         load_f32_tile<R>(next_x, x, c.batch, c.row, k0 + F32_TILE_K, a.k);
         load_f32_tile<R>(next_y, y, c.batch, c.col, k0 + F32_TILE_K, a.k);
         DTK_UNROLL
@@ -3510,7 +3526,7 @@ DTK_KERNEL __launch_bounds__(BLOCK, 2) matmul_f32_kernel(dt_matmul_args a, opera
                 sum[i / R][i % R] += u[i / R / 4].v[i / R % 4] * v[i % R / 4].v[i % 4];
         }
     }
-    float *tile = (float *)tiles; /* holds 64 rows */
+    float *tile = (float *)tiles; /* holds 64 rows of sums */
     DTK_UNROLL
     for (int part = 0; part < R / 4; part++) {
         __syncthreads();
@@ -3525,8 +3541,8 @@ DTK_KERNEL __launch_bounds__(BLOCK, 2) matmul_f32_kernel(dt_matmul_args a, opera
     }
 }
 
-/* GEMM in bf16 and f16 on tensor cores: a block computes 128 x 128 of c, 64 of k at a time; each of
-   its eight warps computes 64 x 32. */
+/* GEMM in bf16 and f16 on tensor cores: a block computes a 128 x 128 tile of c, 64 k indices at a
+   time. Each of its eight warps computes 64 x 32 elements. */
 enum { TILE_MN = 128, TILE_K = 64, MATMUL_STAGES = 2 };
 
 template <class T>
@@ -3541,7 +3557,8 @@ static __device__ void fetch_operand_tile(
             tile, p + row0 * x.ld + k0, x.ld, x.rows - row0, k - k0, x.aligned);
 }
 
-/* MN_MAJOR_X, MN_MAJOR_Y: x.mn_major, y.mn_major. */
+/* Adds the product of a warp's rows of xs and its columns of ys to sum. MN_MAJOR_X is x.mn_major,
+   MN_MAJOR_Y is y.mn_major. */
 template <class T, bool MN_MAJOR_X, bool MN_MAJOR_Y>
 static __device__ void multiply_tiles(
     float (&sum)[4][4][4], const T *xs, const T *ys, int row, int col) {
@@ -3583,7 +3600,7 @@ DTK_KERNEL __launch_bounds__(BLOCK, 2)
     bool idle = c.row + down >= a.m || c.col + across >= a.n;
     for (int k0 = -TILE_K, s = 1; k0 < a.k; k0 += TILE_K, s ^= 1) {
         cp_async_wait_all();
-        /* this step's tiles have arrived, and all threads have left the tiles of the step before */
+        /* this step's tiles have arrived, and no thread still reads the previous step's tiles */
         __syncthreads();
         if (k0 + TILE_K < a.k) {
             fetch_operand_tile(xs + (s ^ 1) * SIZE, x, c.batch, c.row, k0 + TILE_K, a.k);
@@ -3595,7 +3612,7 @@ DTK_KERNEL __launch_bounds__(BLOCK, 2)
                 sum, xs + s * SIZE, ys + s * SIZE, down, across);
     }
     __syncthreads();
-    float *tile = (float *)shared; /* 64 KB, as the tiles of two stages */
+    float *tile = (float *)shared; /* 64 KB, as much as the tiles of two stages */
     DTK_UNROLL
     for (int i = 0; i < 64; i++) {
         int row = down + i / 16 * 16 + i / 2 % 2 * 8 + lane / 4,
@@ -3606,7 +3623,7 @@ DTK_KERNEL __launch_bounds__(BLOCK, 2)
     apply_epilogue_tile<T, TILE_MN, TILE_MN>(a, c, tile);
 }
 
-/* The number of blocks of a grid; 0: more than a grid can have. */
+/* Returns the number of blocks of a grid, or 0 if a grid cannot have that many blocks. */
 static unsigned grid_blocks(
     int64_t rows, int64_t row_tile, int64_t cols, int64_t col_tile, int64_t batch) {
     double all = ceil((double)rows / (double)row_tile) * ceil((double)cols / (double)col_tile) *
@@ -3614,14 +3631,15 @@ static unsigned grid_blocks(
     return all <= INT32_MAX ? (unsigned)all : 0;
 }
 
-/* Launches with more shared memory than the 48 KB that need no permission. The permission is the
-   device's, and cheap. */
+/* Launches a kernel that may use more than 48 KB of dynamic shared memory. This needs a function
+   attribute, which holds for the current device only. Every launch sets the attribute, because
+   that is cheap. */
 #define DTK_LAUNCH_SHARED(kernel, blocks, threads, bytes, stream, ...) \
     do { \
         if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, \
                 (int)(bytes)) != cudaSuccess) { \
             (void)cudaGetLastError(); \
-            return DT_ERR_UNSUPPORTED; /* the device has less */ \
+            return DT_ERR_UNSUPPORTED; /* the device has less shared memory */ \
         } \
         DT_LAUNCH((kernel), blocks, threads, bytes, stream_of(stream), __VA_ARGS__); \
     } while (0)
@@ -3669,14 +3687,15 @@ static dt_status builtin_matmul(const dt_matmul_args &a, void *stream) {
 
 /* ---- cuBLASLt ---- */
 
-/* cuBLASLt chooses its algorithm by m and n, too: an element depends on its row, its column and k
-   alone only with the kernels above. It sums in f32, never in TF32. It fuses bias and GELU itself;
-   the other fusions follow in a kernel, on results that have been rounded once more if they are
-   stored in 16 bits. Results to which the library adds something are also rounded once more. */
+/* cuBLASLt chooses its algorithm by m and n, too, so the bits of an element may depend on m and n.
+   With the kernels above they depend only on the element's row of A, its column of B and k.
+   cuBLASLt sums in f32, never in TF32. cuBLASLt fuses bias and GELU; a kernel of this file applies
+   the other fusions to the stored results, which costs one more rounding if they are in 16 bits. A
+   result to which cuBLASLt adds another matrix is also rounded once more. */
 
 #ifdef DT_CUBLASLT
-/* All that the choice of an algorithm depends on; compared as bytes. Alignments are those of the
-   pointers, up to 256. */
+/* Everything that the choice of an algorithm depends on. Keys are compared as bytes. The align_
+   members are the alignments of the pointers in bytes, at most 256. */
 struct matmul_key {
     int64_t m, n, k, batch, lda, ldb, ldc, stride_a, stride_b, stride_c;
     size_t work_bytes;
@@ -3684,7 +3703,8 @@ struct matmul_key {
     unsigned align_a, align_b, align_c, align_d;
 };
 
-/* A product that cuBLASLt has been asked for. It is column-major, so it computes C^T = B^T A^T. */
+/* cuBLASLt's answer for one key: the algorithm, or supported = false. cuBLASLt is column-major, so
+   it computes C^T = B^T A^T. */
 struct matmul_plan {
     matmul_key key;
     bool used, supported;
@@ -3694,13 +3714,13 @@ struct matmul_plan {
     size_t workspace;
 };
 
-/* A plan lies in one of PLAN_PROBES slots from its hash on; if all are taken, it replaces the
-   first. */
+/* A plan is stored in the first free slot of PLAN_PROBES slots that begin at its hash. If no slot
+   is free, the new plan replaces the plan in the first slot. */
 enum { PLAN_SLOTS = 256, PLAN_PROBES = 4 };
 
 struct blas {
-    cublasLtHandle_t handle; /* NULL: the library could not start, and is not asked again */
-    /* use its GELU, which is as fast as a separate kernel's: since Hopper */
+    cublasLtHandle_t handle; /* NULL if cuBLASLt could not start; it is not tried again */
+    /* use cuBLASLt's GELU: since Hopper it is as fast as a separate kernel */
     bool gelu;
     matmul_plan plans[PLAN_SLOTS];
 };
@@ -3731,7 +3751,7 @@ static cudaDataType_t cuda_type_of(int dtype) {
     return dtype == DT_F32 ? CUDA_R_32F : dtype == DT_BF16 ? CUDA_R_16BF : CUDA_R_16F;
 }
 
-/* Describes a row-major matrix (rows,cols): column-major it is (cols,rows). */
+/* Describes a row-major matrix (rows,cols) as the column-major matrix (cols,rows). */
 static void init_layout(cublasLtMatrixLayoutOpaque_t *l, int dtype, int64_t rows, int64_t cols,
     int64_t ld, int64_t batch, int64_t stride) {
     int32_t count = (int32_t)batch;
@@ -3747,7 +3767,7 @@ static void init_layout(cublasLtMatrixLayoutOpaque_t *l, int dtype, int64_t rows
     cublasLtMatmulPreferenceSetAttribute( \
         &preference, CUBLASLT_MATMUL_PREF_##name, &(value), sizeof(value))
 
-/* Split-K sums are added in f32, so that a result is rounded once. */
+/* A split-K algorithm must add its partial sums in f32, so that a result is rounded once. */
 static void make_plan(blas *b, matmul_plan *p, const matmul_key &key) {
     cublasLtMatmulPreferenceOpaque_t preference;
     cublasLtMatmulHeuristicResult_t best;
@@ -3762,7 +3782,7 @@ static void make_plan(blas *b, matmul_plan *p, const matmul_key &key) {
     DTK_SET(TRANSA, op_a);
     DTK_SET(TRANSB, op_b);
     DTK_SET(EPILOGUE, epilogue);
-    if (key.aux) { /* without aux these would make the library write to it */
+    if (key.aux) { /* setting these without aux would make cuBLASLt write to aux */
         DTK_SET(EPILOGUE_AUX_LD, key.ldc);
         DTK_SET(EPILOGUE_AUX_BATCH_STRIDE, key.stride_c);
     }
@@ -3802,18 +3822,19 @@ static matmul_plan *find_plan(blas *b, const matmul_key &key) {
     return first;
 }
 
-/* How a call is split: the library's epilogue, and `rest` for a kernel after it. addend: where
-   the library reads what it adds, or NULL; output: where it writes. */
+/* How a call is split: cuBLASLt applies `epilogue`, and a kernel after it applies `rest`. cuBLASLt
+   adds the matrix `addend`, unless it is NULL, and writes to `output`. */
 struct blas_split {
     cublasLtEpilogue_t epilogue;
     dt_matmul_args rest;
     const void *addend;
-    void *output, *aux; /* aux: the value before GELU, written or read, or NULL */
-    bool has_remainder; /* `rest` has work left */
+    void *output, *aux; /* aux: the input of GELU, written or read, or NULL */
+    bool has_remainder; /* `rest` has something to apply */
 };
 
-/* GELU with its input as a second result, or its derivative from that input, in one call: the
-   library's GELU is accurate enough for 16 bits. */
+/* Lets cuBLASLt compute GELU, and store GELU's input as a second result, or compute the derivative
+   from that input. Returns false if cuBLASLt cannot. cuBLASLt's GELU is accurate enough for 16-bit
+   results only. */
 static bool split_gelu(const dt_matmul_args &a, blas_split *s) {
     bool aux = !a.pre_activation || (a.ldc % 8 == 0 && (a.batch == 1 || a.stride_c % 8 == 0) &&
                                         (size_t)a.pre_activation % 16 == 0);
@@ -3856,7 +3877,7 @@ static bool split_call(const dt_matmul_args &a, bool gelu, blas_split *s) {
     return true;
 }
 
-/* Applies the rest to each element, which the library has written at `from`, rounded. */
+/* Applies the remaining fusions to each element of `from`, which cuBLASLt has rounded. */
 template <class T>
 DTK_KERNEL __launch_bounds__(BLOCK) matmul_remainder_kernel(dt_matmul_args a, const T *from) {
     for (size_t i = grid_first(1); i < (size_t)(a.batch * a.m * a.n); i += grid_step(1)) {
@@ -3882,7 +3903,7 @@ static dt_status matmul_remainder(const blas_split &s, void *stream) {
 
 static matmul_key key_of(const dt_matmul_args &a, const blas_split &s) {
     matmul_key key;
-    memset(&key, 0, sizeof key); /* also the padding between members */
+    memset(&key, 0, sizeof key); /* also the padding, as keys are compared as bytes */
     key.m = a.m, key.n = a.n, key.k = a.k, key.batch = a.batch;
     key.lda = a.lda, key.ldb = a.ldb, key.ldc = a.ldc;
     key.stride_a = a.stride_a, key.stride_b = a.stride_b, key.stride_c = a.stride_c;
@@ -3896,9 +3917,9 @@ static matmul_key key_of(const dt_matmul_args &a, const blas_split &s) {
     return key;
 }
 
-/* Returns false if the library cannot compute it; then it has done nothing. */
+/* Returns false, and computes nothing, if cuBLASLt cannot compute the product. */
 static bool blas_matmul(dt_matmul_args a, cuda_queue *queue, dt_status *status) {
-    /* the library wants scratch aligned to 256 bytes */
+    /* cuBLASLt needs scratch aligned to 256 bytes */
     size_t off = (256 - (size_t)a.work % 256) % 256;
     blas *b = a.k > 0 && a.batch <= INT32_MAX ? get_blas(queue) : NULL;
     blas_split s;
@@ -3950,54 +3971,61 @@ static dt_status cuda_matmul(const dt_matmul_args *args, void *stream) {
 // ==== 16. Attention =============================================================================
 
 /* Flash attention (FlashAttention-2, arXiv:2307.08691): softmax(scale Q K^T) V without the matrix
-   of scores in memory. Naive: write S = scale Q K^T, take the softmax of its rows, multiply by V.
-   Here a block holds ROWS queries and walks over the keys, COLS at a time (online softmax):
+   of scores in memory. A naive program writes S = scale Q K^T, takes the softmax of the rows of S
+   and multiplies by V. Here a block holds ROWS queries and walks over the keys, COLS keys at a time
+   (online softmax):
 
                   keys ->  [tile 0][tile 1] ...     S = scale Q K^T, for one tile
        queries    [ Q ]    [  S   ] ->              max' = max(max, S),  f = e^(max - max')
                   [out]                             p = e^(S - max'),    sum' = f sum + sum of p
                                                     out' = f out + p V
 
-   In the end out / sum is the result. lse = max + log(sum) is stored for the backward, which
-   computes p = e^(S - lse) again, tile by tile, in two kernels: one walks over keys (dq), the other
-   over queries (dk, dv). Read attention_kernel first. */
+   At the end the result is out / sum. The forward also stores lse = max + log(sum). The backward
+   recomputes p = e^(S - lse) tile by tile, in two kernels: the first walks over the keys and
+   computes dq, the second walks over the queries and computes dk and dv. Read attention_kernel
+   first. */
 
-/* Layout. A warp takes SUBTILE columns at a time; 16 M of the rows are a warp's. Scores stay in
-   registers, as mma leaves them: c[i][j][e] of lane 4 g + t is row 16 i + 8 (e / 2) + g, column
-   8 j + 2 t + e % 2. A lane has 2 M rows: row r is in c[r / 2], with r % 2 for e / 2. f32 is
-   computed in the same layout by plain multiply-adds. D is the dimension of a head, padded.
+/* Layout. A warp computes 16 M of the block's rows, SUBTILE columns at a time. Scores stay in
+   registers in mma's layout: c[i][j][e] of lane 4 g + t is row 16 i + 8 (e / 2) + g, column
+   8 j + 2 t + e % 2. A lane has 2 M rows: its row r consists of the c[r / 2][j][e] with
+   e / 2 = r % 2. f32 is computed in the same layout by plain multiply-adds. D is the dimension of a
+   head, padded to 64, 128 or 256.
 
-   Hopper's fast tensor cores are fed by wgmma (FlashAttention-3, arXiv:2407.08608): a warpgroup,
-   four warps, has 64 rows, reads its operands from shared memory, and goes on while they are
-   multiplied. Scores have the same layout, so all but the products is shared. Its tiles are slabs
-   of 64 columns: rows of 128 bytes, swizzled. */
+   Hopper reaches its full speed with wgmma only (FlashAttention-3, arXiv:2407.08608). A warpgroup
+   (four warps) computes 64 rows. wgmma reads its operands from shared memory and is asynchronous:
+   the warpgroup continues with other work while the tensor cores multiply. Scores have mma's
+   layout, so only the products need code of their own. A tile for wgmma is stored as slabs of 64
+   columns: rows of 128 bytes, swizzled. */
 
 /* ---- attention mask ---- */
 
-/* The least and the greatest position and document of some queries or keys. */
+/* The smallest and the largest position, and the smallest and the largest document, of some queries
+   or keys. */
 struct span {
     int first, last, document_first, document_last;
 };
 
-/* Queries or keys: `length` of each sequence, in tiles of tile_size. Without a position array,
-   positions are index + shift; without a document array, all belong to one document. With an array
-   there are spans of tiles, (batch,tiles), computed by spans_kernel. */
+/* Queries or keys: `length` tokens per sequence, in tiles of tile_size tokens. Without a position
+   array, a token's position is its index + shift. Without a document array, all tokens belong to
+   one document. Both arrays are called mask arrays. If a call has any mask array, spans_kernel
+   computes the spans of all tiles, (batch,tiles); otherwise `spans` is NULL. */
 struct token_axis {
     const int32_t *position, *document;
     span *spans;
     int length, tile_size, tiles, shift;
 };
 
-/* What kernels know beside the pointers: in 32 bits, because registers are scarce. scale_log2:
-   scale in powers of two. A grid is (tiles, heads, sequences), from first_kv and first_sequence
-   on. */
+/* The kernels' arguments besides the pointers, in 32 bits because registers are scarce.
+   scale_log2 is the scale for exponentials to base 2. A grid is (tiles, heads, sequences) and
+   begins with kv head first_kv and sequence first_sequence. */
 struct attention_shape {
     token_axis q, k;
-    /* group: query heads per kv head (grouped-query attention); q_row, k_row: elements of all heads
-       of a token */
+    /* group: query heads per kv head (grouped-query attention); q_row, k_row: elements of all
+       heads of one token */
     int causal, heads, kv_heads, group, dim, q_row, k_row, first_sequence, first_kv;
     float scale, scale_log2;
-    /* inputs can be read 16 bytes at a time; results can be written four elements at a time */
+    /* aligned: inputs can be read 16 bytes at a time; aligned4: results can be written four
+       elements at a time */
     bool aligned, aligned4;
 };
 
@@ -4009,7 +4037,8 @@ static __device__ int document_of(const token_axis &s, int sequence, int i) {
     return s.document ? s.document[(int64_t)sequence * s.length + i] : 0;
 }
 
-/* The span of `count` tokens from `first` on; with arrays, the span of the tile they lie in. */
+/* Returns the span of `count` tokens from `first` on; with mask arrays, the span of the tile that
+   contains these tokens. */
 static __device__ span span_of(const token_axis &s, int sequence, int first, int count) {
     first = opaque(first);
     if (s.spans) return s.spans[(int64_t)sequence * s.tiles + first / s.tile_size];
@@ -4017,7 +4046,7 @@ static __device__ span span_of(const token_axis &s, int sequence, int first, int
     return x;
 }
 
-/* One warp per tile. */
+/* One warp computes the span of one tile. */
 DTK_KERNEL __launch_bounds__(BLOCK) spans_kernel(token_axis s, int64_t batch) {
     int64_t tile = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32;
     int sequence = (int)(tile / s.tiles), first = (int)(tile % s.tiles) * s.tile_size;
@@ -4046,23 +4075,25 @@ static __device__ bool fully_masked(const attention_shape &s, span q, span k) {
            k.document_last < q.document_first;
 }
 
-/* first <= last on both sides, so these equations hold only if all documents are the same one. */
+/* document_first <= document_last in q and in k, so both equations hold only if all tokens have the
+   same document. */
 static __device__ bool fully_visible(const attention_shape &s, span q, span k) {
     return (!s.causal || k.last <= q.first) && q.document_first == k.document_last &&
            q.document_last == k.document_first;
 }
 
-/* Without arrays a query sees all keys up to its own position: no query of `rows` sees a tile from
-   the result on. */
+/* Returns the end of the key tiles that the `rows` queries from row0 on may see. Without mask
+   arrays, a causal query sees the keys up to its own position; otherwise no tile is left out. */
 static __device__ int key_tile_end(const attention_shape &s, int row0, int rows) {
     if (s.k.spans || !s.causal) return s.k.tiles;
     int seen = max(min(row0 + rows, s.q.length) + s.q.shift, 0);
     return min((seen + s.k.tile_size - 1) / s.k.tile_size, s.k.tiles);
 }
 
-/* The last key tile up to i of which some query sees a part, or -1. Tiles go from the last to the
-   first: a partly masked tile is the slowest, and then comes first, where there is no previous tile
-   to overlap with. */
+/* Returns the last key tile, i or a lower index, that some query sees at least in part, or -1. The
+   kernels visit key tiles from the last to the first. With a causal mask the last tile is partly
+   masked and therefore the slowest. It comes first, when there is no previous tile whose products
+   could overlap with its softmax. */
 static __device__ int next_key_tile(
     const attention_shape &s, int sequence, int row0, int rows, int i) {
     if (!s.k.spans) return i;
@@ -4072,8 +4103,9 @@ static __device__ int next_key_tile(
     return i;
 }
 
-/* The same for query tiles, which come once for each head of a group. No tile before `first` sees
-   the keys. */
+/* A query tile of one head of a group. next_query_tile returns the first query tile from i on that
+   sees some of the keys, over all heads of the group; `head` is s.group at the end. The result of
+   first_query_tile is `first`: no tile below `first` sees any of the keys. */
 struct query_tile {
     int head, tile;
 };
@@ -4094,17 +4126,18 @@ static __device__ query_tile next_query_tile(
     return i;
 }
 
-/* Position and document of token i of a sequence. */
+/* Returns the position and the document of token i of a sequence. */
 static __device__ int2 token_at(
     const attention_shape &s, const token_axis &of, int sequence, int i) {
     int2 x = { 0, 0 };
-    if (i >= of.length) return x; /* masked in another way, or never read */
+    if (i >= of.length) return x; /* masked by its index, or never read */
     if (s.causal) x.x = position_of(of, sequence, i);
     x.y = document_of(of, sequence, i);
     return x;
 }
 
-/* With arrays: token_at of COUNT tokens from `first` on, one by each thread. */
+/* Stores token_at of COUNT tokens from `first` on in `tokens`, one token per thread, if there are
+   mask arrays. */
 template <int COUNT>
 static __device__ void load_tokens(
     int2 *tokens, const attention_shape &s, const token_axis &of, int sequence, int first) {
@@ -4112,8 +4145,8 @@ static __device__ void load_tokens(
         tokens[threadIdx.x] = token_at(s, of, sequence, first + threadIdx.x);
 }
 
-/* Sets masked scores to minus infinity, with arrays. rows, cols: token_at of the warp's rows and of
-   the columns. */
+/* Sets masked scores to minus infinity, for calls with mask arrays. rows and cols are token_at of
+   the warp's rows and of the columns. */
 template <int M, int J>
 static __device__ void mask_tokens(
     float (&c)[M][J][4], bool rows_are_keys, const int2 *rows, const int2 *cols) {
@@ -4130,8 +4163,8 @@ static __device__ void mask_tokens(
     }
 }
 
-/* Masks the columns before `first` and from `end` on. Both hold for the warp's first row and move
-   by shift_per_row for each row after it. */
+/* Masks the columns < first and the columns >= end in the warp's row 0. In row r, both limits are
+   greater by r * shift_per_row. */
 template <int M, int J>
 static __device__ void mask_outside(float (&c)[M][J][4], int first, int end, int shift_per_row) {
     int g = threadIdx.x % 32 / 4 * shift_per_row, t = threadIdx.x % 4 * 2;
@@ -4143,7 +4176,8 @@ static __device__ void mask_outside(float (&c)[M][J][4], int first, int end, int
     }
 }
 
-/* Masks the keys from col0 on that queries from row0 on do not see, and keys past the end. */
+/* Masks scores of queries (rows, from row0 on) and keys (columns, from col0 on): the keys that a
+   query does not see, and the keys past the end. `all`: every query sees every key. */
 template <int M, int J>
 static __device__ void mask_keys(float (&c)[M][J][4], const attention_shape &s, int row0, int col0,
     bool all, const int2 *rows, const int2 *cols) {
@@ -4154,8 +4188,8 @@ static __device__ void mask_keys(float (&c)[M][J][4], const attention_shape &s, 
     if (col0 + 8 * J > s.k.length) mask_outside(c, 0, s.k.length - col0, 0);
 }
 
-/* The same transposed, for queries from col0 on. Queries past the end need no mask: their lse makes
-   p zero. */
+/* Masks transposed scores of keys (rows, from row0 on) and queries (columns, from col0 on). Queries
+   past the end need no mask, because their lse makes p zero. */
 template <int M, int J>
 static __device__ void mask_queries(float (&c)[M][J][4], const attention_shape &s, int row0,
     int col0, bool all, const int2 *rows, const int2 *cols) {
@@ -4167,8 +4201,8 @@ static __device__ void mask_queries(float (&c)[M][J][4], const attention_shape &
 
 /* ---- products of a warp ---- */
 
-/* c = rows of x, from `row` on, times rows of y. The sums run over all of D: beyond `dim` the tiles
-   are zero. */
+/* c = x y^T, with the rows of the tile x from `row` on. On tensor cores the sums run over all D
+   columns; the columns from `dim` on are zero. */
 template <int D, int M, int J, class T>
 static __device__ void warp_scores(float (&c)[M][J][4], const T *x, int row, const T *y, int dim) {
     int at_x = ldmatrix_rows<D>(), at_y = ldmatrix_columns<D>();
@@ -4214,8 +4248,8 @@ static __device__ void warp_scores(
     }
 }
 
-/* c += p times the tile y, which has a row for each column of p. On tensor cores p is rounded to
-   y's type. */
+/* c += p y, where the tile y has one row for each column of p. On tensor cores p is rounded to y's
+   type. */
 template <int D, int M, int N, int J, class T>
 static __device__ void warp_accumulate(
     float (&c)[M][N][4], const float (&p)[M][J][4], const T *y, int dim) {
@@ -4247,7 +4281,7 @@ static __device__ void warp_accumulate(
     int first = threadIdx.x % 32 / 4 * 4, t = threadIdx.x % 4;
     DTK_UNROLL
     for (int at = 0; at < 8 * J; at++) {
-        float u[2 * M]; /* from the lane of this row that holds column `at` */
+        float u[2 * M]; /* column `at` of p, from the lane that holds it */
         DTK_UNROLL
         for (int r = 0; r < 2 * M; r++)
             u[r] =
@@ -4262,7 +4296,7 @@ static __device__ void warp_accumulate(
     }
 }
 
-/* The sum, and the maximum, over the four lanes that share a row, for each of them. */
+/* The sum and the maximum over the four lanes that share a row. All four lanes get the result. */
 static __device__ float quad_sum(float v) {
     v += __shfl_xor_sync(0xffffffffu, v, 1);
     return v + __shfl_xor_sync(0xffffffffu, v, 2);
@@ -4275,10 +4309,10 @@ static __device__ float quad_max(float v) {
 
 /* ---- tile sizes ---- */
 
-/* Tile sizes. They fit into the registers, 64 K for the THREADS of BLOCKS_PER_SM blocks, and into
-   the 99 KB of shared memory that every GPU since sm_80 gives a block. PASS: 0 forward, 1 backward
-   of queries, 2 backward of keys and values. UNIFORM_ROWS: rows that take the same branches; SLAB:
-   columns of a tile that lie together. */
+/* Tile sizes. BLOCKS_PER_SM blocks of THREADS threads share the 64 K registers of an SM, and every
+   GPU since sm_80 gives a block 99 KB of shared memory; the sizes fit into both. PASS is 0 for the
+   forward, 1 for the backward of queries, 2 for the backward of keys and values. UNIFORM_ROWS is
+   the number of rows that take the same branches, SLAB the number of columns of a slab. */
 template <class T, int D, int PASS, bool USE_WGMMA> struct tile_config {
     static constexpr bool NARROW = sizeof(T) == 2, USES_WGMMA = false;
     static constexpr int M = NARROW && (D == 64 || (D == 128 && PASS < 2)) ? 2 : 1;
@@ -4293,7 +4327,8 @@ template <class T, int D, int PASS, bool USE_WGMMA> struct tile_config {
                          UNIFORM_ROWS = 16 * M, SLAB = D;
 };
 
-/* With wgmma, where a block has 227 KB: measured on an H100. */
+/* Tile sizes with wgmma. A block has 227 KB of shared memory. The sizes were chosen by measurements
+   on an H100. */
 template <class T, int D, int PASS> struct tile_config<T, D, PASS, true> {
     static constexpr bool NARROW = true, USES_WGMMA = true;
     static constexpr int M = 1, WARPGROUPS = D == 64 || PASS ? 1 : 2, STAGES = 2;
@@ -4303,18 +4338,18 @@ template <class T, int D, int PASS> struct tile_config<T, D, PASS, true> {
                          SLAB = 64;
 };
 
-/* The first of the UNIFORM_ROWS rows that warp_row belongs to. The compiler sees that it is the
-   same in a whole warp. */
+/* Returns the first of the UNIFORM_ROWS rows that include warp_row. The shuffle tells the compiler
+   that the result is the same in the whole warp. */
 template <class F> static __device__ int uniform_row0(int warp_row) {
     if (F::ROWS == F::UNIFORM_ROWS) return 0;
     warp_row = warp_row / F::UNIFORM_ROWS * F::UNIFORM_ROWS;
     return F::USES_WGMMA ? __shfl_sync(0xffffffffu, warp_row, 0) : warp_row;
 }
 
-/* PLAIN means: without arrays, and 16 bytes can be read at a time. Then the control flow depends on
-   nothing that is loaded, so that tile addresses lie in registers that a warp shares, and the next
-   tiles can be requested while products run: ptxas lets wgmma run on across a branch only if the
-   whole warp takes the same way. */
+/* A PLAIN kernel has no mask arrays and reads 16 bytes at a time. Its control flow depends on no
+   loaded value. So tile addresses are in registers that a warp shares, and the kernel can request
+   the next tiles while products run: ptxas keeps a wgmma running across a branch only if the whole
+   warp takes the same side. */
 static __device__ attention_shape assume_plain(attention_shape s) {
     s.q.spans = s.k.spans = NULL;
     s.aligned = true;
@@ -4327,8 +4362,8 @@ template <class F> static constexpr int threads_of() {
 
 /* ---- products of a tile ---- */
 
-/* c = rows of the tile x, from `row` on, times rows of the tile y, from `col` on. With wgmma c is
-   valid after wait_products. */
+/* c = x y^T, with the rows of the tile x from `row` on and the rows of the tile y from `col` on.
+   With wgmma, c is valid after wait_products. */
 template <class F, int D, int X_ROWS, int Y_ROWS, int M, int J, class T>
 static __device__ void tile_scores(
     float (&c)[M][J][4], const T *x, int row, const T *y, int col, int dim) {
@@ -4346,7 +4381,7 @@ static __device__ void tile_scores(
     }
 }
 
-/* Rounds p for wgmma, which reads it from registers. */
+/* Rounds p to T. wgmma reads the result u from registers. */
 template <class T, int J>
 static __device__ void pack_probabilities(unsigned (&u)[J / 2][4], const float (&p)[1][J][4]) {
     DTK_UNROLL
@@ -4364,7 +4399,7 @@ static __device__ void wgmma_accumulate(
     wgmma_commit();
 }
 
-/* c += p times rows of the tile y, from `row` on. */
+/* c += p y, with the rows of the tile y from `row` on. */
 template <class F, int D, int Y_ROWS, int M, int N, int J, class T>
 static __device__ void tile_accumulate(
     float (&c)[M][N][4], const float (&p)[M][J][4], const T *y, int row, int dim) {
@@ -4377,7 +4412,7 @@ static __device__ void tile_accumulate(
     }
 }
 
-/* Waits for all products but the last LEFT, the product c among them. */
+/* Waits for all products except the last LEFT ones. c must be one of the products waited for. */
 template <class F, int LEFT, int M, int J>
 static __device__ void wait_products(float (&c)[M][J][4]) {
     if constexpr (F::USES_WGMMA) {
@@ -4413,7 +4448,7 @@ template <class F> static __device__ void wait_tiles() {
     if constexpr (F::USES_WGMMA) fence_proxy_async();
 }
 
-/* The index of a row of queries; of keys. */
+/* query_at and key_at return the index of the first element of a query row and of a key row. */
 static __device__ int64_t query_at(const attention_shape &s, int sequence, int row, int head) {
     return (int64_t)((sequence * s.q.length + row) * s.heads + head) * s.dim;
 }
@@ -4422,7 +4457,7 @@ static __device__ int64_t key_at(const attention_shape &s, int sequence, int row
     return (int64_t)((sequence * s.k.length + row) * s.kv_heads + head) * s.dim;
 }
 
-/* Stores v, of which n elements exist, plus `old` times what is there. */
+/* Sets to[e] = v[e] + old * to[e] for e < n. at_once says that n is 4 and `to` aligned. */
 template <class T>
 static __device__ void store_four(T *to, vec<float> v, int n, bool at_once, float old) {
     struct alignas(4 * sizeof(T)) four {
@@ -4438,19 +4473,20 @@ static __device__ void store_four(T *to, vec<float> v, int n, bool at_once, floa
         if (e < n) to[e] = x.v[e];
 }
 
-/* Where a warp's rows go: from element `at` on, ld apart, the first `rows` of them, multiplied by
-   `factor`. With `accumulate` the old values are added; in row r, old_weight[r] times. */
+/* Where store_rows stores a warp's rows. Row r begins at element at + r * ld of `out`. Only the
+   first `rows` rows are stored. Values are multiplied by `factor`. If `accumulate`, the old value
+   times old_weight[r] is added in row r. */
 struct row_output {
     void *out;
     int wide, accumulate;
-    const float *old_weight; /* NULL: 1 for all rows */
+    const float *old_weight; /* NULL means 1 for all rows */
     int64_t at;
     int ld, rows;
     float factor;
 };
 
-/* Goes through the warp's rows of a tile of floats, so that a warp writes neighbouring elements at
-   once. */
+/* Stores a warp's rows. The values pass through `tile`, floats in shared memory, so that the warp
+   writes neighbouring elements at once. */
 template <class T, int D, int M, int N>
 static __device__ void store_rows(
     float *tile, const float (&c)[M][N][4], const row_output &to, const attention_shape &s) {
@@ -4488,10 +4524,10 @@ static __device__ void store_rows(
 
 #define DTK_LOG2_E 1.4426950408889634 /* e^x is 2^(x DTK_LOG2_E), and 2^x is one instruction */
 
-/* Online softmax, one tile of scores: max' = max(max, scores), p = e^(scores - max') in place of
-   the scores, factor = e^(max - max'), sum' = factor sum + sum of p. The caller multiplies its
-   output by factor, too. A row that has seen no key has maximum -infinity. Maxima and sums are
-   taken in four chains, because each step of a chain waits for the one before. */
+/* Online softmax, one tile of scores: max' = max(max, scores), factor = e^(max - max'), and
+   p = e^(scores - max') replaces the scores; sum' = factor sum + sum of p. The caller multiplies
+   its output by factor, too. The maximum of a row that has seen no key is -infinity. Maxima and
+   sums are computed in four chains, because each step of a chain waits for the step before it. */
 template <int M, int J>
 static __device__ void online_softmax_step(
     float (&c)[M][J][4], float *row_max, float *sum, float (&factor)[2 * M], float scale_log2) {
@@ -4524,15 +4560,15 @@ static __device__ void scale_rows(float (&out)[M][N][4], const float (&factor)[2
         out[e / 4 / N][e / 4 % N][e % 4] *= factor[e / 4 / N * 2 + e % 4 / 2];
 }
 
-/* Log-sum-exp merge: log(e^x + e^y), of which either may be minus infinity. */
+/* Log-sum-exp merge: log(e^x + e^y). x and y may be minus infinity. */
 static __device__ float log_add_exp(float x, float y) {
     float high = x > y ? x : y, low = x > y ? y : x;
     return high == -INFINITY ? high : high + log1pf(expf(low - high));
 }
 
-/* Divides a warp's rows, from row0 on, by their sums and writes lse. With `merge` it joins them
-   with out and lse, which hold the result over other keys: old_weight, for the warp's rows in
-   shared memory, is the factor of the old out. */
+/* Divides a warp's rows of out, from row0 on, by their sums and writes lse. If a.merge_lse is set,
+   a.out and a.lse hold the result over other keys: the function merges the two lse, scales the new
+   rows accordingly, and writes the factors of the old rows to old_weight in shared memory. */
 template <int M, int N>
 static __device__ void normalize_rows(const dt_attention_args &a, const attention_shape &s,
     int head, int row0, const float *row_max, const float *sum, float (&out)[M][N][4],
@@ -4556,7 +4592,7 @@ static __device__ void normalize_rows(const dt_attention_args &a, const attentio
     }
 }
 
-/* Normalises and stores a warp's rows of the output, by way of the tile. */
+/* Normalises a warp's rows of the output and stores them through `tile`. */
 template <class F, int D, int M, class T>
 static __device__ void store_output(const dt_attention_args &a, const attention_shape &s,
     int sequence, int warp_row, const float *row_max, const float *sum, float (&out)[M][D / 8][4],
@@ -4569,8 +4605,8 @@ static __device__ void store_output(const dt_attention_args &a, const attention_
     store_rows<T, D>((float *)tile + warp_row * D, out, to, s);
 }
 
-/* Flash attention, forward: out = softmax(scale q k^T) v, one tile of keys at a time. A block has
-   F::ROWS queries of one head. */
+/* Flash attention, forward: out = softmax(scale q k^T) v, one tile of keys at a time. A block
+   computes F::ROWS queries of one head. */
 template <class T, int D>
 DTK_ATTENTION_KERNEL(0, false)
 attention_kernel(dt_attention_args a, attention_shape s) {
@@ -4582,7 +4618,7 @@ attention_kernel(dt_attention_args a, attention_shape s) {
     T *ks = qs + F::ROWS * D, *vs = ks + F::STAGES * SIZE;
     float out[M][D / 8][4] = { { { 0 } } }, c[M][F::SUBTILE / 8][4], row_max[2 * M], sum[2 * M],
                      factor[2 * M];
-    int row0 = (s.q.tiles - 1 - blockIdx.x) * F::ROWS; /* rows with the most keys begin first */
+    int row0 = (s.q.tiles - 1 - blockIdx.x) * F::ROWS; /* queries with the most keys first */
     int sequence = s.first_sequence + blockIdx.z;
     int warp_row = threadIdx.x / 32 * 16 * M; /* the warp's first row */
     int uniform_row = warp_row / F::UNIFORM_ROWS * F::UNIFORM_ROWS;
@@ -4604,7 +4640,7 @@ attention_kernel(dt_attention_args a, attention_shape s) {
     if (i >= 0) fetch(i, 0);
     for (int stage = 0; i >= 0; stage = (stage + 1) % F::STAGES) {
         wait_tiles<F>();
-        __syncthreads(); /* this tile has arrived, and all threads have left the other stage */
+        __syncthreads(); /* this tile has arrived, and no thread still reads the other stage */
         int next = next_key_tile(s, sequence, row0, F::ROWS, i - 1);
         if (F::STAGES == 2 && next >= 0) fetch(next, stage ^ 1);
         DTK_UNROLL_BY(1)
@@ -4627,14 +4663,15 @@ attention_kernel(dt_attention_args a, attention_shape s) {
         if (F::STAGES == 1 && next >= 0) fetch(next, 0);
         i = next;
     }
-    cp_async_wait_all(); /* even if no tile was visited */
-    __syncthreads();     /* the tiles have been read */
+    cp_async_wait_all(); /* waits for the queries even if there was no key tile */
+    __syncthreads();     /* no thread still reads the tiles */
     store_output<F, D>(a, s, sequence, warp_row, row_max, sum, out, old_weight, qs);
 }
 
-/* Flash attention with wgmma, which runs beside other work (FlashAttention-3): a warpgroup issues
-   the scores of a tile and the output of the tile before, and computes the softmax of the one
-   during the other. So values arrive with the keys of the next tile. */
+/* Flash attention with wgmma, which is asynchronous (FlashAttention-3): a warpgroup issues the
+   scores of a tile and the output of the previous tile, and computes the softmax of the scores
+   while the tensor cores compute the output. So the values of a tile are loaded together with the
+   keys of the next tile. */
 template <class T, int D, bool PLAIN>
 DTK_ATTENTION_KERNEL(0, true)
 attention_wgmma_kernel(dt_attention_args a, attention_shape s) {
@@ -4649,7 +4686,7 @@ attention_wgmma_kernel(dt_attention_args a, attention_shape s) {
     float out[1][D / 8][4] = { { { 0 } } }, c[1][F::COLS / 8][4], factor[2];
     float row_max[2] = { -INFINITY, -INFINITY }, sum[2] = { 0, 0 };
     unsigned u[F::COLS / 16][4];
-    int row0 = (s.q.tiles - 1 - blockIdx.x) * F::ROWS; /* rows with the most keys begin first */
+    int row0 = (s.q.tiles - 1 - blockIdx.x) * F::ROWS; /* queries with the most keys first */
     int sequence = s.first_sequence + blockIdx.z, kv = s.first_kv + opaque(blockIdx.y) / s.group;
     int warp_row = threadIdx.x / 32 * 16, uniform_row = uniform_row0<F>(warp_row);
     int i = next_key_tile(s, sequence, row0, F::ROWS, key_tile_end(s, row0, F::ROWS) - 1),
@@ -4673,13 +4710,14 @@ attention_wgmma_kernel(dt_attention_args a, attention_shape s) {
     bool has_probabilities = false;
     for (int stage = 0; i >= 0 || previous >= 0; stage ^= 1) {
         wait_tiles<F>();
-        __syncthreads(); /* this tile has arrived, and all threads have left the other stage */
+        __syncthreads(); /* this tile has arrived, and no thread still reads the other stage */
         int next = next_key_tile(s, sequence, row0, F::ROWS, i - 1), col0 = i * F::COLS;
         bool visible = i >= 0 && row0 + uniform_row < s.q.length;
         span q = span_of(s.q, sequence, row0 + uniform_row, 64), k = q;
         if (visible) k = span_of(s.k, sequence, col0, F::COLS);
         visible = visible && !fully_masked(s, q, k);
-        /* not for the tile with the last key, which comes first */
+        /* An overlapped tile is not masked. The tile with the last key, which may need a mask,
+           comes first, when there are no probabilities yet. */
         bool overlapped = visible && has_probabilities && fully_visible(s, q, k);
         if (i >= 0 && !(PLAIN && overlapped)) fetch(next, i, stage ^ 1);
         if (overlapped) {
@@ -4711,19 +4749,19 @@ attention_wgmma_kernel(dt_attention_args a, attention_shape s) {
         i = next;
     }
     cp_async_wait_all();
-    __syncthreads(); /* the tiles have been read */
+    __syncthreads(); /* no thread still reads the tiles */
     store_output<F, D>(a, s, sequence, warp_row, row_max, sum, out, old_weight, qs);
 }
 
 /* ---- backward ---- */
 
-/* The index of a delta; the array covers the sequences and heads of one grid. */
+/* The index of a row's delta. The array covers the sequences and heads of one grid. */
 static __device__ int delta_at(const attention_shape &s, int sequence, int h, int row) {
     return ((sequence - s.first_sequence) * s.heads + h - s.first_kv * s.group) * s.q.length + row;
 }
 
-/* delta = sum of dout out for each row. Eight threads share a row, so that each reads 16 bytes of a
-   usual one. */
+/* delta = sum of dout * out over each row. Eight threads share a row, so that each thread reads 16
+   bytes of a row of 128 bytes. */
 enum { DELTA_LANES = 8, DELTA_ROWS = BLOCK / DELTA_LANES };
 
 template <class T>
@@ -4757,8 +4795,8 @@ static __device__ float lse_at(
                             : -INFINITY;
 }
 
-/* lse of a query in powers of two. A query past the end, or without visible keys, has infinity,
-   which makes p zero. */
+/* Converts a query's lse to base 2. A query past the end or without visible keys has lse -infinity
+   and gets +infinity, which makes p zero. */
 static __device__ float lse_log2(float lse) {
     return lse == -INFINITY ? INFINITY : lse * (float)DTK_LOG2_E;
 }
@@ -4768,8 +4806,7 @@ static __device__ float delta_of(
     return row < s.q.length ? delta[delta_at(s, sequence, h, row)] : 0;
 }
 
-/* p = e^(scale s - lse) in place of the scores s; lse_of(e) is that of element e, in powers of
-   two. */
+/* Replaces the scores s by p = e^(scale s - lse). lse_of(e) is the lse of element e in base 2. */
 template <int M, int J, class F>
 static __device__ void exponentials(float (&c)[M][J][4], float scale_log2, F lse_of) {
     DTK_UNROLL
@@ -4779,7 +4816,7 @@ static __device__ void exponentials(float (&c)[M][J][4], float scale_log2, F lse
     }
 }
 
-/* ds = p (dp - delta) in place of p. */
+/* Replaces p by ds = p (dp - delta). */
 template <int M, int J, class F>
 static __device__ void score_gradients(
     float (&c)[M][J][4], const float (&dp)[M][J][4], F delta_of_element) {
@@ -4788,8 +4825,8 @@ static __device__ void score_gradients(
         c[e / 4 / J][e / 4 % J][e % 4] *= dp[e / 4 / J][e / 4 % J][e % 4] - delta_of_element(e);
 }
 
-/* Backward of queries: dq = scale ds k, where p = e^(scale q k - lse), dp = dout v and ds = p (dp -
-   delta). */
+/* Backward of queries: dq = scale ds k, where p = e^(scale q k^T - lse), dp = dout v^T and
+   ds = p (dp - delta). */
 template <class T, int D, bool USE_WGMMA, bool PLAIN>
 DTK_ATTENTION_KERNEL(1, USE_WGMMA)
 attention_back_q_kernel(dt_attention_back_args a, attention_shape s, const float *delta) {
@@ -4803,7 +4840,7 @@ attention_back_q_kernel(dt_attention_back_args a, attention_shape s, const float
     float dq[M][D / 8][4] = { { { 0 } } }, c[M][J][4], dp[M][J][4], lse[2 * M], row_delta[2 * M];
     int row0 = (s.q.tiles - 1 - blockIdx.x) * F::ROWS, warp_row = threadIdx.x / 32 * 16 * M;
     int uniform_row = uniform_row0<F>(warp_row),
-        product_row = USE_WGMMA ? uniform_row : warp_row; /* a product's first row */
+        product_row = USE_WGMMA ? uniform_row : warp_row; /* the product's first row */
     int sequence = s.first_sequence + blockIdx.z, h = s.first_kv * s.group + blockIdx.y;
     auto fetch = [&](int i, int stage) {
         int kv = s.first_kv + opaque(blockIdx.y) / s.group;
@@ -4862,7 +4899,7 @@ attention_back_q_kernel(dt_attention_back_args a, attention_shape s, const float
     store_rows<T, D>((float *)qs + warp_row * D, dq, to, s);
 }
 
-/* Stores a warp's rows of dk and dv from element `at` on, by way of the tile. */
+/* Stores a warp's rows of dk and dv through `tile`, from element `at` on. */
 template <class T, int D, int GRADS, int M>
 static __device__ void store_key_gradients(const dt_attention_back_args &a,
     const attention_shape &s, int64_t at, int rows, const float (&dk)[M][D / 8][4],
@@ -4880,9 +4917,9 @@ template <int J> static __device__ int column_of(int e) {
     return e / 4 % J * 8 + threadIdx.x % 4 * 2 + e % 2;
 }
 
-/* Backward of keys and values: dk = scale ds^T q and dv = p^T dout, over the queries of all heads
-   that share the kv head, head after head. GRADS: 1 dk, 2 dv, 3 both; a large D has too many sums
-   for both. */
+/* Backward of keys and values: dk = scale ds^T q and dv = p^T dout, summed over the queries of all
+   heads that share the kv head, one head after the other. GRADS is 1 for dk, 2 for dv, 3 for both.
+   With D = 256 the sums of both would need too many registers. */
 template <class T, int D, int GRADS, bool USE_WGMMA, bool PLAIN>
 DTK_ATTENTION_KERNEL(2, USE_WGMMA)
 attention_back_kv_kernel(dt_attention_back_args a, attention_shape s, const float *delta) {
@@ -4895,7 +4932,7 @@ attention_back_kv_kernel(dt_attention_back_args a, attention_shape s, const floa
     __shared__ int2 rows[F::ROWS], cols[F::STAGES][F::COLS];
     T *vs = ks + F::ROWS * D, *qs = vs + F::ROWS * D, *ds = qs + F::STAGES * SIZE;
     float dk[M][D / 8][4] = { { { 0 } } }, dv[M][D / 8][4] = { { { 0 } } }, c[M][J][4], dp[M][J][4];
-    float next_lse = 0, next_delta = 0; /* of the next tile: loaded while this one is computed */
+    float next_lse = 0, next_delta = 0; /* the next tile's values, loaded during this tile */
     int row0 = blockIdx.x * F::ROWS, warp_row = threadIdx.x / 32 * 16 * M;
     int uniform_row = uniform_row0<F>(warp_row), product_row = USE_WGMMA ? uniform_row : warp_row;
     int sequence = s.first_sequence + blockIdx.z, kv = s.first_kv + blockIdx.y, ld = s.k_row;
@@ -4966,7 +5003,7 @@ attention_back_kv_kernel(dt_attention_back_args a, attention_shape s, const floa
 
 /* ---- launching ---- */
 
-/* the most blocks of a grid in its second and third dimension */
+/* the largest number of blocks of a grid in its second and in its third dimension */
 static const int64_t MAX_GRID_YZ = 65535;
 
 static int64_t tile_count(int64_t length, int64_t each) { return (length + each - 1) / each; }
@@ -4978,8 +5015,8 @@ static token_axis make_axis(
     return x;
 }
 
-/* What forward and backward share. Rows are numbered in 32 bits. A scale that is not positive would
-   make the largest score the smallest. */
+/* Checks the arguments of a forward or backward call and computes its shape. Row indices have 32
+   bits. The scale must be positive, because the kernels take the maximum before they scale. */
 template <class args>
 static dt_status make_attention_shape(attention_shape *out, const args &a, size_t aligned) {
     int64_t row = a.heads * a.dim, longest = (a.tq > a.tk ? a.tq : a.tk) + 256;
@@ -5010,8 +5047,8 @@ static dt_status make_attention_shape(attention_shape *out, const args &a, size_
     return DT_OK;
 }
 
-/* Splits the queries and the keys into tiles. With arrays it computes their spans at `work`, and
-   *used is the bytes they take. */
+/* Splits the queries and the keys into tiles. With mask arrays, the function also computes the
+   tiles' spans at `work`. *used is the number of bytes of the spans. */
 static dt_status split_tiles(attention_shape *s, int64_t batch, int each_q, int each_k, char *work,
     size_t work_bytes, size_t *used, void *stream) {
     bool arrays = s->q.position || s->k.position || s->k.document;
@@ -5032,7 +5069,7 @@ static dt_status split_tiles(attention_shape *s, int64_t batch, int each_q, int 
     return DT_OK;
 }
 
-/* Whether a kernel has been compiled for this device with wgmma. */
+/* Returns true if a kernel has been compiled for this device with wgmma. */
 static bool has_wgmma_code(const void *kernel, int threads) {
     cudaFuncAttributes code;
     if (cudaFuncGetAttributes(&code, kernel) == cudaSuccess)
@@ -5094,7 +5131,8 @@ static dt_status cuda_attention(const dt_attention_args *args, void *stream) {
     return DTK_BY_DTYPE_AND_DIM(attention_of, a, s, stream);
 }
 
-/* Launches the backward of `sequences` and kv_heads, from the first that q and k name. */
+/* Launches the backward of `sequences` sequences from q.first_sequence on, and of `kv_heads` kv
+   heads from q.first_kv on. */
 template <class T, int D, bool USE_WGMMA, bool PLAIN>
 static dt_status attention_back_some(const dt_attention_back_args &a, const attention_shape &q,
     const attention_shape &k, int sequences, int kv_heads, float *delta, void *stream) {
@@ -5124,8 +5162,8 @@ static dt_status attention_back_some(const dt_attention_back_args &a, const atte
     return DT_OK;
 }
 
-/* Takes as many sequences at a time as the scratch has deltas for, or else as many heads of one
-   sequence. */
+/* Launches the backward in portions whose deltas fit into the scratch: several sequences at a time,
+   or several kv heads of one sequence if the deltas of a sequence do not fit. */
 template <class T, int D, bool USE_WGMMA, bool PLAIN>
 static dt_status attention_back_with(
     const dt_attention_back_args &a, attention_shape q, void *stream) {
@@ -5207,7 +5245,7 @@ extern "C" const dt_kernels *dt_kernels_cuda(void) {
         .event_query = cuda_event_query,
         .event_wait = cuda_event_wait,
         .event_destroy = cuda_event_destroy,
-        .work_bytes = (size_t)32 << 20, /* what cuBLASLt recommends on Hopper */
+        .work_bytes = (size_t)32 << 20, /* the size that cuBLASLt recommends on Hopper */
         .max_saved_logits = (size_t)1 << 30,
         .fill = cuda_fill,
         .init = cuda_init,
@@ -5251,9 +5289,11 @@ extern "C" const dt_kernels *dt_kernels_cuda(void) {
     return &table;
 }
 
-/* Code for an older GPU runs on a newer one, compiled again at start. It uses tensor cores only if
-   it was compiled for sm_80 or later, and wgmma only if for sm_90a, which runs nowhere else. A
-   kernel knows which GPU it was compiled for. False: this device cannot run the build. */
+/* Returns false if this device cannot run the build, and writes advice to `text` if another build
+   would be faster. Code for an older GPU runs on a newer GPU, because the driver compiles the code
+   again at start. Code uses tensor cores only if it was compiled for sm_80 or later. Only code for
+   sm_90a uses wgmma, and sm_90a code runs on no other GPU. A kernel's attributes say which GPU the
+   kernel was compiled for. */
 static bool check_build(char *text, size_t text_bytes) {
     cudaFuncAttributes code;
     int device = 0, major = 0, minor = 0;
@@ -5279,8 +5319,9 @@ static bool check_build(char *text, size_t text_bytes) {
     return pieces;
 }
 
-/* cudaGetDeviceCount does not set its result when it fails, and without a driver it returns "driver
-   version is insufficient". cudaDriverGetVersion tells the two apart: version 0 means no driver. */
+/* A cudaGetDeviceCount that fails does not set its result. It returns "driver version is
+   insufficient" for an old driver and for no driver; cudaDriverGetVersion tells the two cases
+   apart, because version 0 means no driver. */
 extern "C" dt_status dt_cuda_ready(char *text, size_t text_bytes) {
     int devices = 0, driver = 0;
     cudaError_t error = cudaGetDeviceCount(&devices);
