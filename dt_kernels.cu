@@ -10,13 +10,16 @@
    dt_cuda_open(), dt_cuda_close(), dt_cuda_stream() and dt_cuda_device(). All other names are in
    namespace dt_cuda; macros begin with DTK_ or DT_.
 
-   DOES NOT: allocate, except for a queue (the caller gives the scratch); keep state outside of
-   queues (a queue has a stream and the plans of its products); choose a device, except where a
-   queue is opened (a kernel runs on the thread's current device); use atomics to add. f32, bf16 and
-   f16 are served by every kernel; f64 and i32 by fill, copy, permute, cast and reduce, too, and f64
-   by init, because a loss is an f64 scalar. Parameters and their state are f32, with an optional
-   copy in 16 bits. Everything else, and a reduction of more than MAX_INPUTS inputs of 16 bits,
-   returns DT_ERR_UNSUPPORTED before anything is launched.
+   DOES NOT: allocate memory, except for a queue (the caller provides the scratch); keep state
+   outside of queues (a queue is a CUDA stream with the cuBLASLt plans of its matrix products);
+   choose a device, except when a queue is opened (a kernel runs on the thread's current device);
+   add with atomics.
+
+   TYPES. Every kernel supports f32, bf16 and f16. Fill, copy, permute, cast and reduce also support
+   f64 and i32. Init also supports f64, because a loss is an f64 scalar. Parameters and their
+   optimizer state are f32, with an optional 16-bit copy of the parameters. A call with any other
+   type, or a reduction of more than MAX_INPUTS 16-bit inputs, returns DT_ERR_UNSUPPORTED before it
+   launches a kernel.
 
    CONTENTS
      1. Launching, queues (streams, grid-stride loops)
@@ -37,27 +40,28 @@
     16. Attention (flash attention, online softmax, log-sum-exp merge, grouped-query attention)
     17. The table
 
-   SPEED. All kernels but those of sections 15 and 16 are bound by memory. So each element is read
-   and written once where possible: 16 bytes at a time, rows in registers, sums over rows split into
-   as many parts as fill a GPU. Odd lengths and addresses are served element by element. Products
-   are cuBLASLt's where there is a queue, and attention runs on tensor cores; both also have kernels
-   that need neither.
+   SPEED. All kernels except those of sections 15 and 16 are memory-bound. They read and write each
+   element once where possible: they access 16 bytes at a time, keep rows in registers, and split
+   sums over rows into enough parts to fill a GPU. Arrays of odd length or alignment are processed
+   element by element. cuBLASLt computes a matrix product if the call has a queue, and attention
+   runs on tensor cores. Both also have kernels that need neither cuBLASLt nor tensor cores.
 
-   ORDER OF SUMS. Every sum has an order that depends on sizes only, the scratch's among them, so
-   the same call gives the same bits on the same build and kind of device. They are not the CPU's
-   bits: long sums are split differently, nvcc fuses a product and a sum into one rounding, and expf
-   is CUDA's, in 16 bits the hardware's. tests/cuda/test_cuda.cc runs these kernels on a CPU and allows
-   1e-6 relative, and in 16 bits one rounding. Tensor cores take 16-bit operands: attention in bf16
-   and f16 rounds its probabilities and their gradients on the way, and cuBLASLt sums in an order of
-   its own, which depends on the sizes of the product. Kernels with nothing to fuse give the CPU's
-   bits: fill, copy, permute, cast, reduce, max, topk, scatter, uniform init, embedding and its
-   backward, square_sums; binary and dropout, too, unless they accumulate. NaN payloads are
-   unspecified. Never compile this file with -use_fast_math: nvcc defines no macro by which the file
-   could refuse it.
+   ORDER OF SUMS. The order of every sum depends only on sizes, including the size of the scratch.
+   So the same call gives the same bits on the same build and kind of device. The CPU's bits differ:
+   the CPU splits long sums differently, nvcc fuses a product and a sum into one rounding, and the
+   exponential is CUDA's expf or, for 16-bit results, the hardware's approximation.
+   tests/cuda/test_cuda.cc runs these kernels on a CPU and allows a relative error of 1e-6, and one
+   rounding for 16-bit types. Tensor cores take 16-bit operands, so attention in bf16 and f16 rounds
+   its probabilities and their gradients before they are multiplied. cuBLASLt chooses the order of
+   its sums by the sizes of the product. The following kernels have nothing to fuse and give the
+   CPU's bits: fill, copy, permute, cast, reduce, max, topk, scatter, uniform init, embedding and
+   its backward, and square_sums. So do binary and dropout, unless they accumulate. NaN payloads are
+   unspecified. Never compile this file with -use_fast_math. The file cannot refuse that flag,
+   because nvcc defines no macro for it.
 
-   ERRORS. A refused launch returns DT_ERR_DEVICE at once. A kernel that fails later shows in a
-   later call, at the latest in sync: that is how CUDA works. An index outside its table shows in
-   sync as DT_ERR_ARG: see section 9. */
+   ERRORS. A call whose launch CUDA refuses returns DT_ERR_DEVICE. A kernel runs asynchronously, so
+   a later call reports its failure, at the latest the sync that waits for the kernel. That sync
+   also returns DT_ERR_ARG if a kernel met an index outside its table (section 9). */
 
 #include "dt_tensor.h"
 
@@ -74,9 +78,9 @@
 #error "dt_kernels.cu 0.2.0 needs dt_tensor.h 0.2.0: copy all files from one release"
 #endif
 
-/* cuBLASLt computes matrix products where nvcc finds its header; the kernels of section 15 compute
-   what it refuses. -DDT_NO_CUBLASLT uses those kernels alone. Other compilers opt in with
-   -DDT_CUBLASLT. */
+/* cuBLASLt computes matrix products if nvcc finds the header cublasLt.h. The kernels of section 15
+   compute the products that cuBLASLt refuses. -DDT_NO_CUBLASLT uses only the kernels of section 15.
+   With a compiler other than nvcc, -DDT_CUBLASLT enables cuBLASLt. */
 #if !defined(DT_NO_CUBLASLT) && !defined(DT_CUBLASLT) && defined(__CUDACC__) && \
     defined(__has_include)
 #if __has_include(<cublasLt.h>)
@@ -87,14 +91,14 @@
 #include <cublasLt.h>
 #endif
 
-/* Tests compile this file for a CPU (tests/cuda/cuda_on_cpu.h), where a launch is a function call and a
-   kernel is static already. */
+/* Tests compile this file for a CPU (tests/cuda/cuda_on_cpu.h). There a launch is a function call,
+   and __global__ already makes a kernel static. */
 #ifdef __CUDACC__
 #define DT_LAUNCH(kernel, grid, block, smem, stream, ...) \
     kernel<<<grid, block, smem, stream>>>(__VA_ARGS__)
 #define DTK_KERNEL static __global__ void
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-#define DTK_DYN_ALIGN 1024 /* for wgmma's swizzled tiles */
+#define DTK_DYN_ALIGN 1024 /* wgmma's swizzled tiles need this alignment */
 #else
 #define DTK_DYN_ALIGN 16
 #endif
@@ -102,7 +106,7 @@
     extern __shared__ __align__(DTK_DYN_ALIGN) \
     unsigned char dt_dyn_smem[]; \
     T *name = reinterpret_cast<T *>(dt_dyn_smem)
-/* Unrolls a loop over arrays that must stay in registers, where nvcc might not unroll by itself. */
+/* Unrolls a loop over arrays that must stay in registers; nvcc might not unroll it by itself. */
 #define DTK_UNROLL _Pragma("unroll")
 #define DTK_UNROLL_BY(n) DTK_PRAGMA(unroll n)
 #define DTK_PRAGMA(x) _Pragma(#x)
@@ -116,8 +120,8 @@ namespace dt_cuda {
 
 // ==== 1. Launching, queues ======================================================================
 
-/* A queue is one rank's CUDA stream with its cuBLASLt plans. The host enqueues and goes on; the
-   device runs a queue's launches in order:
+/* A queue is one rank's CUDA stream with its cuBLASLt plans. A launch returns to the host at once.
+   The device runs a queue's kernels in the order of their launches:
 
        host     launch A, launch B, cuda_sync ............... returns
        device   ......[ kernel A ][ kernel B ]
@@ -125,11 +129,12 @@ namespace dt_cuda {
    A kernel is a grid-stride loop: of T threads in the grid, thread i processes the elements
    i, i + T, i + 2T, ... */
 
-/* Kernels take the kernel table's argument structs by value. A grid has at most MAX_BLOCKS blocks,
-   several times what a GPU runs at once; the grid-stride loops serve any size. */
+/* A grid has at most MAX_BLOCKS blocks, which is several times as many as a GPU runs at once. The
+   grid-stride loops cover arrays of any size. Kernels take the kernel table's argument structs by
+   value. */
 enum { BLOCK = 256, WARPS = BLOCK / 32, MAX_BLOCKS = 4096 };
 
-/* The number of blocks for n elements at `each` elements per block. */
+/* The number of blocks for n elements, with `each` elements per block. */
 static unsigned grid_for(size_t n, size_t each) {
     size_t blocks = n / each + (n % each != 0);
     return blocks < MAX_BLOCKS ? (unsigned)blocks : (unsigned)MAX_BLOCKS;
@@ -139,22 +144,22 @@ static dt_status launch_status() {
     return cudaGetLastError() == cudaSuccess ? DT_OK : DT_ERR_DEVICE;
 }
 
-/* CUDA refuses an empty grid, so n = 0 launches nothing. */
+/* Launches nothing if n is 0, because CUDA refuses an empty grid. */
 #define DTK_LAUNCH(kernel, n, each, stream, ...) \
     do { \
         if ((n) > 0) \
             DT_LAUNCH(kernel, grid_for((n), (each)), BLOCK, 0, stream_of(stream), __VA_ARGS__); \
     } while (0)
 
-/* One rank's queue on a device: the `stream` argument of every kernel. NULL means the current
-   device's default stream without cuBLASLt, for tests of single kernels. */
+/* One rank's queue on a device. The `stream` argument of every kernel points to a queue. A NULL
+   queue means the current device's default stream without cuBLASLt, for tests of single kernels. */
 struct cuda_queue {
     cudaStream_t stream;
     int device;
-    bool owns_stream; /* created here, so destroyed here */
-    /* Pinned host memory: nonzero after a kernel met an index outside its table; see section 9. */
+    bool owns_stream; /* dt_cuda_open created the stream, so dt_cuda_close destroys it */
+    /* In pinned host memory. Nonzero after a kernel met an index outside its table (section 9). */
     int *bad_index;
-    struct blas *blas; /* NULL before the first product; see section 15 */
+    struct blas *blas; /* NULL until the first matrix product (section 15) */
 };
 
 static void blas_close(struct blas *blas);
@@ -163,14 +168,14 @@ static cudaStream_t stream_of(void *queue) { return queue ? ((cuda_queue *)queue
 
 // ==== 2. Device memory ==========================================================================
 
-/* What the kernel table needs beside kernels: memory, copies, pinned memory, peer access, events
-   and queues. An event orders two queues without the host:
+/* The kernel table's entries that are not kernels: memory, copies, pinned memory, peer access,
+   events and queues. An event orders two queues without the host:
 
        queue 0   [ kernel A ] record(event) [ kernel B ]
        queue 1                wait(event) ..[ kernel C ]      C starts after A */
 
-/* True on success. A refusal is reported by the call that met it, so CUDA's last error is cleared:
-   the next launch must not see it. */
+/* True on success. On failure it clears CUDA's last error: the caller reports the failure, and the
+   next launch_status must not report it again. */
 static bool succeeded(cudaError_t error) {
     if (error != cudaSuccess) (void)cudaGetLastError();
     return error == cudaSuccess;
@@ -188,15 +193,16 @@ static void cuda_free(void *user, void *p, size_t bytes) {
     (void)succeeded(cudaFree(p));
 }
 
-/* Asynchronous: pageable host memory may be reused as soon as this returns, pinned memory after
-   cuda_sync. */
+/* Asynchronous copy. The caller may reuse pageable host memory as soon as cuda_move returns, and
+   pinned memory after cuda_sync. */
 static dt_status cuda_move(void *dst, const void *src, size_t bytes, void *stream) {
     if (bytes == 0) return DT_OK;
     bool queued = succeeded(cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDefault, stream_of(stream)));
     return queued ? DT_OK : DT_ERR_DEVICE;
 }
 
-/* Kernels check their indices themselves; this reports what they found, see section 9. */
+/* Waits for the queue's kernels and copies. Returns DT_ERR_ARG if a kernel met an index outside its
+   table (section 9). */
 static dt_status cuda_sync(void *stream) {
     cuda_queue *queue = (cuda_queue *)stream;
     if (!succeeded(cudaStreamSynchronize(stream_of(stream)))) return DT_ERR_DEVICE;
@@ -205,7 +211,7 @@ static dt_status cuda_sync(void *stream) {
     return DT_ERR_ARG;
 }
 
-/* Pinned memory: the device copies to and from it while the CPU goes on. */
+/* Pinned memory. The device copies to and from pinned memory while the CPU continues. */
 static void *cuda_pin(size_t bytes) {
     void *p = NULL;
     return succeeded(cudaMallocHost(&p, bytes)) ? p : NULL;
@@ -222,7 +228,8 @@ static int cuda_can_access(const void *p) {
     return succeeded(cudaPointerGetAttributes(&of, p)) && of.type != cudaMemoryTypeUnregistered;
 }
 
-/* Peer access, once enabled, holds for all threads of the process. */
+/* Gives the queue's device access to the memory of devices 0 to max_devices - 1. Peer access, once
+   enabled, holds for all threads of the process. */
 static dt_status cuda_enable_peer_access(
     void *stream, int max_devices, char *text, size_t text_bytes) {
     int devices = 0, here = ((cuda_queue *)stream)->device;
@@ -324,19 +331,19 @@ static void *cuda_open(int local_rank, char *text, size_t text_bytes) {
 
 // ==== 3. Storage types, vectors, block reductions ===============================================
 
-/* Kernels wait for memory, so a thread reads and writes 16 bytes at a time (a vec) and computes in
-   float:
+/* Most kernels are memory-bound, so a thread reads and writes 16 bytes at a time (a vec) and
+   computes in float:
 
        memory      | b0 b1 b2 b3 b4 b5 b6 b7 |     8 x bf16, one access: load_vec
        registers   | f0 f1 f2 f3 f4 f5 f6 f7 |     8 x float: to_floats; load_floats does both
        memory      | c0 c1 c2 c3 c4 c5 c6 c7 |     each rounded once: store_floats
 
-   A reduction over a block adds within warps by shuffles, and then the warps' results in shared
-   memory. All orders are fixed. */
+   A block reduction first adds within each warp by shuffles, then adds the warps' results in shared
+   memory. The order of the additions is fixed. */
 
-/* 16-bit numbers are storage: a kernel widens them to float, computes, and rounds once. CUDA's own
-   types for them need CUDA's headers, which a test may not have. The other types are plain C
-   types. */
+/* The 16-bit types are storage types: a kernel widens their values to float, computes, and rounds
+   once. CUDA's own 16-bit types need CUDA's headers, which a machine that runs the tests may lack.
+   For the other dtypes kernels use float, double and int. */
 struct bf16 {
     uint16_t bits;
 };
@@ -344,7 +351,7 @@ struct f16 {
     uint16_t bits;
 };
 
-/* Calls f<T>(...) with the T of a dtype whose arithmetic is f32. */
+/* Calls f<T>(...) with the storage type T of `dtype`: f32, bf16 or f16, which compute in float. */
 #define DTK_BY_DTYPE(dtype, f, ...) \
     ((dtype) == DT_F32       ? f<float>(__VA_ARGS__) \
         : (dtype) == DT_BF16 ? f<bf16>(__VA_ARGS__) \
@@ -366,8 +373,8 @@ static __device__ void round_to(float *out, float x) { *out = x; }
 static __device__ void round_to(double *out, double x) { *out = x; }
 static __device__ void round_to(int *out, int x) { *out = x; }
 
-/* Rounds to nearest, ties to even. Rounding could carry a NaN into the sign bit, so a NaN is only
-   made quiet. One instruction since sm_80. */
+/* Rounds to nearest, ties to even, in one instruction since sm_80. A NaN is made quiet instead,
+   because rounding up could carry into its sign bit. */
 static __device__ void round_to(bf16 *out, float x) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out->bits) : "f"(x));
@@ -377,10 +384,11 @@ static __device__ void round_to(bf16 *out, float x) {
 #endif
 }
 
-/* f16 conversions are one CUDA instruction each. The CPU's version, for tests: f16 has 5 bits of
-   exponent, and a product with 2^112 moves them to float's bias and makes denormals normal; below
-   2^-14 the spacing of f16 is that of floats in [0.5, 1), so that adding 0.5 rounds; 65,520 and
-   more become infinity. */
+/* Each f16 conversion is one CUDA instruction. Tests on a CPU use the code after #else. There,
+   widening multiplies by 2^112, which changes the exponent's bias from f16's to float's and makes
+   denormals normal. Rounding adds 0.5 to values below 2^-14: f16 values there have the same spacing
+   as floats in [0.5, 1), so that the addition rounds correctly. Values of 65,520 or more become
+   infinity. */
 #ifdef __CUDACC__
 static __device__ float widen(f16 x) {
     float y;
@@ -411,15 +419,16 @@ static void round_to(f16 *out, float x) {
 }
 #endif
 
-/* Warp reduction by butterfly shuffles: every lane gets the sum. x + y equals y + x, so all lanes
-   get the same bits. */
+/* Warp reduction by butterfly shuffles: every lane gets the sum. All lanes get the same bits,
+   because x + y equals y + x. */
 template <class T> static __device__ T warp_sum(T v) {
     for (int other = 16; other > 0; other /= 2) v += __shfl_xor_sync(0xffffffffu, v, other);
     return v;
 }
 
-/* Block reduction: every thread gets the sum over the block, or over its THREADS threads of the
-   block. Each warp reduces first, then the warps' sums are added in order. */
+/* Block reduction: every thread gets the sum over the block. If THREADS is less than the block's
+   size, every thread gets the sum over its own group of THREADS consecutive threads. Each warp
+   reduces first, then every thread adds the warps' sums in order. */
 template <class T, int THREADS = BLOCK> static __device__ T block_sum(T v) {
     __shared__ T of_warp[32];
     v = warp_sum(v);
@@ -432,7 +441,8 @@ template <class T, int THREADS = BLOCK> static __device__ T block_sum(T v) {
     return total;
 }
 
-/* Maximum over a warp, and over a block, for every thread. A NaN loses every comparison. */
+/* warp_max and block_max give every thread the maximum over its warp or block. A NaN loses every
+   comparison. */
 static __device__ float warp_max(float v) {
     for (int other = 16; other > 0; other /= 2) {
         float theirs = __shfl_xor_sync(0xffffffffu, v, other);
@@ -453,8 +463,8 @@ template <int THREADS = BLOCK> static __device__ float block_max(float v) {
     return max_value;
 }
 
-/* COUNT neighbouring elements, 16 bytes by default: what a thread processes at a time, in one
-   memory access if it is aligned to its size. */
+/* COUNT consecutive elements, by default 16 bytes of them. A thread loads or stores a vec in one
+   memory access, so the address must be a multiple of the vec's size, at most 16 bytes. */
 template <class T, int COUNT = 16 / sizeof(T)>
 struct alignas(COUNT * sizeof(T) < 16 ? COUNT * sizeof(T) : 16) vec {
     enum { N = COUNT };
@@ -468,8 +478,8 @@ template <class T, int N> static __device__ void store_vec(T *p, vec<T, N> x) {
     *reinterpret_cast<vec<T, N> *>(p) = x;
 }
 
-/* Loads a vec that the end of the array may cut: elements past `count` are zero. aligned: p + i is
-   a multiple of 16 bytes. */
+/* Loads the vec at p + i. Elements from index `count` on are zero. `aligned` says that p + i is a
+   multiple of 16 bytes. */
 template <class T>
 static __device__ vec<T> load_vec_bounded(const T *p, size_t i, size_t count, bool aligned) {
     const int N = vec<T>::N;
@@ -479,20 +489,19 @@ static __device__ vec<T> load_vec_bounded(const T *p, size_t i, size_t count, bo
     return x;
 }
 
-/* Widens N elements to float, to compute with them. */
 template <int N, class T> static __device__ vec<float, N> to_floats(vec<T, N> x) {
     vec<float, N> y;
     for (int k = 0; k < N; k++) y.v[k] = widen(x.v[k]);
     return y;
 }
 
-/* Rounds N results, each once. */
 template <int N, class T> static __device__ void round_to(vec<T, N> *out, vec<float, N> x) {
     for (int k = 0; k < N; k++) round_to(&out->v[k], x.v[k]);
 }
 
-/* The same for 16-bit types since sm_80. Two elements share a 32-bit word, the first in its low
-   half: one instruction for each element, or for both. */
+/* Faster to_floats for bf16, and round_to for bf16 and f16, since sm_80. A 32-bit word holds two
+   elements, the first in the low half. Widening takes one instruction per element, rounding one
+   instruction per word. */
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
 template <int N> static __device__ vec<float, N> to_floats(vec<bf16, N> x) {
     vec<float, N> y;
@@ -516,7 +525,7 @@ DTK_ROUND_PAIRS(bf16, "bf16x2")
 DTK_ROUND_PAIRS(f16, "f16x2")
 #endif
 
-/* Two rounded numbers in a word, the first in its low half. */
+/* Rounds x and y to T and packs them into a word, x in the low half. */
 template <class T> static __device__ unsigned pack_pair(float x, float y) {
     vec<float, 2> two = { { x, y } };
     vec<T, 2> rounded;
@@ -530,8 +539,8 @@ template <int N, class T> static __device__ vec<float, N> load_floats(const T *p
     return to_floats(load_vec<N>(p));
 }
 
-/* A vec that is loaded now and used later. It is held as 32-bit words: the compiler would unpack
-   16-bit elements, and so wait for them, where they are loaded. */
+/* A vec that a thread loads some time before it uses the elements. The vec is held as 32-bit words:
+   nvcc would unpack 16-bit elements right after the load, and so wait for the load there. */
 template <class T, int N, bool WORDS = N * sizeof(T) % 4 == 0> struct raw_vec {
     vec<unsigned, N * sizeof(T) / 4> x;
 };
@@ -543,8 +552,8 @@ template <int N, class T> static __device__ vec<float, N> to_floats(const raw_ve
     return to_floats(x);
 }
 
-/* sum += the vecs at at(0), at(1), ..., at(n - 1), in this order. COUNT loads are in flight at a
-   time. */
+/* Adds the vecs at the addresses at(0), at(1), ..., at(n - 1) to *sum, in this order. COUNT loads
+   are in flight at a time. */
 template <int COUNT, int N, class F>
 static __device__ void add_vecs(vec<float, N> *sum, size_t n, F at) {
     for (size_t e = 0; e < n; e += COUNT) {
@@ -560,7 +569,8 @@ static __device__ void add_vecs(vec<float, N> *sum, size_t n, F at) {
     }
 }
 
-/* Stores N results at p, or adds them if `accumulate`; each is rounded once. */
+/* Stores N results at p, or adds them to the elements at p if `accumulate`. Each result is rounded
+   once. */
 template <class T, int N>
 static __device__ void store_floats(T *p, vec<float, N> x, int accumulate = 0) {
     vec<T, N> rounded;
@@ -572,12 +582,13 @@ static __device__ void store_floats(T *p, vec<float, N> x, int accumulate = 0) {
     store_vec(p, rounded);
 }
 
-/* The same for one element. */
+/* store_floats for one element. */
 template <class T> static __device__ void store_float(T *to, float value, int accumulate = 0) {
     round_to(to, accumulate ? widen(*to) + value : value);
 }
 
-/* The same for a dtype that only the host knows. For sums, which are few. */
+/* store_float with a dtype that is known only at run time. The branches do not matter, because only
+   column and row sums use store_typed, and those write few elements. */
 static __device__ void store_typed(
     dt_dtype dtype, void *out, size_t i, float value, int accumulate) {
     if (dtype == DT_F32)
@@ -588,7 +599,7 @@ static __device__ void store_typed(
         store_float((f16 *)out + i, value, accumulate);
 }
 
-/* The dtype of an output that is f32 if `wide`. */
+/* The dtype of an output: f32 if `wide`, else `dtype`. */
 static dt_dtype output_dtype(dt_dtype dtype, int wide) { return wide ? DT_F32 : dtype; }
 
 static __host__ __device__ bool aligned16(
@@ -596,16 +607,17 @@ static __host__ __device__ bool aligned16(
     return (((uintptr_t)a | (uintptr_t)b | (uintptr_t)c | (uintptr_t)d) & 15) == 0;
 }
 
-/* A grid-stride loop over a flat array, `each` elements at a time: this thread's first index, and
-   the step. */
+/* This thread's first index and step in a grid-stride loop over a flat array, `each` elements at a
+   time. */
 static __device__ size_t grid_first(int each) {
     return ((size_t)blockIdx.x * BLOCK + threadIdx.x) * each;
 }
 static __device__ size_t grid_step(int each) { return (size_t)gridDim.x * BLOCK * each; }
 
-/* Loops over arrays call f(i, constant<N>()) for N elements at i: whole vecs where the array is
-   aligned, else single elements. f is compiled for both. The loop is shared by the blocks of the
-   grid, or by some of them. */
+/* The loops below call f(i, constant<N>()) for the N elements at index i. If the array is aligned,
+   they process a vec per call, and single elements (N = 1) at the end; otherwise they process
+   single elements only. f is compiled for both values of N. for_each_vec distributes the loop over
+   all blocks of the grid, for_each_in_blocks over `blocks` blocks of which this is number `block`. */
 template <int COUNT> struct constant {
     enum { N = COUNT };
 };
@@ -623,12 +635,12 @@ template <int N, class F> static __device__ void for_each_vec(size_t count, bool
     for_each_in_blocks<N>(blockIdx.x, gridDim.x, count, aligned, f);
 }
 
-/* The same over rows of cols elements: f(row, column, constant<N>()). */
+/* for_each_vec over `rows` rows of `cols` elements. Calls f(row, column, constant<N>()). */
 template <int N, class F>
 static __device__ void for_each_in_rows(size_t rows, size_t cols, bool aligned, F f) {
     size_t each = aligned && cols % N == 0 ? N : 1, vecs = cols / each;
     if (vecs == 0) return;
-    /* divides once, not in each step */
+    /* Divisions are slow, so they are done here once and not in every iteration. */
     size_t row = grid_first(1) / vecs, at = grid_first(1) % vecs;
     size_t row_stride = grid_step(1) / vecs, vec_stride = grid_step(1) % vecs;
     while (row < rows) {
@@ -677,8 +689,8 @@ static dt_status cuda_fill(const dt_fill_args *a, void *stream) {
     return DT_ERR_UNSUPPORTED;
 }
 
-/* Word: the largest type, of 16, 4, 2 or 1 bytes, that divides every address and length of the
-   copy. */
+/* Word is the largest type of 16, 4, 2 or 1 bytes whose size divides all addresses, strides and row
+   lengths of the copy. */
 template <class Word> DTK_KERNEL __launch_bounds__(BLOCK) copy_kernel(dt_copy_args a) {
     size_t words = a.row_bytes / sizeof(Word);
     for (size_t i = grid_first(1); i < a.rows * words; i += grid_step(1)) {
@@ -692,7 +704,7 @@ template <class Word> DTK_KERNEL __launch_bounds__(BLOCK) copy_kernel(dt_copy_ar
 static dt_status cuda_copy(const dt_copy_args *args, void *stream) {
     dt_copy_args a = *args;
     size_t bytes = a.rows * a.row_bytes;
-    /* contiguous rows are one long row, of which only the end can be odd */
+    /* Contiguous rows are copied as one row, so only the total length limits the word size. */
     if (a.in_stride == a.row_bytes && a.out_stride == a.row_bytes) {
         a.rows = 1;
         a.row_bytes = bytes;
@@ -710,14 +722,14 @@ static dt_status cuda_copy(const dt_copy_args *args, void *stream) {
     return launch_status();
 }
 
-/* The input pointers travel in the kernel's arguments, because the caller's array of pointers lies
+/* The input pointers are part of the kernel's arguments, because the caller's array of pointers is
    in host memory. */
 enum { MAX_INPUTS = 128 };
 struct reduce_inputs {
     const void *p[MAX_INPUTS];
     int n;
     dt_op op;
-    int divisor; /* the number of all inputs in DT_AVG's last launch; else 0 */
+    int divisor; /* number of inputs of the entire reduction; 0 except in DT_AVG's last launch */
     bool aligned;
 };
 
@@ -740,8 +752,9 @@ template <class T> static __device__ T reduce_pair(dt_op op, T a, T b) {
     return a;
 }
 
-/* A thread reads its elements of all inputs before it writes them, so out may be one of the inputs.
-   Number is the type of the arithmetic: 16-bit partial results would be rounded at each step. */
+/* A thread reads its elements of all inputs before it writes the results, so out may be one of the
+   inputs. Number is the accumulation type: float for 16-bit T, so that partial results are not
+   rounded. */
 template <class T, class Number>
 DTK_KERNEL __launch_bounds__(BLOCK) reduce_kernel(T *out, size_t count, reduce_inputs in) {
     for_each_vec<vec<T>::N>(count, in.aligned, [&](size_t i, auto width) {
@@ -759,10 +772,10 @@ DTK_KERNEL __launch_bounds__(BLOCK) reduce_kernel(T *out, size_t count, reduce_i
     });
 }
 
-/* More than MAX_INPUTS inputs take several launches. Each launch but the first starts from the
-   contents of out, so the order of the sum is the same. Two cases are refused: 16-bit types, whose
-   partial results would be rounded between launches, and an out that is the input of a later
-   launch, because the first launch overwrites it. */
+/* A reduction of more than MAX_INPUTS inputs takes several launches. Each launch after the first
+   starts from the contents of out, so the order of the sum is the same as in one launch. Two cases
+   are refused: 16-bit types, because partial results would be rounded between launches; and an out
+   that is also an input of a later launch, because the first launch overwrites that input. */
 template <class T, class Number> static dt_status reduce(const dt_reduce_args *a, void *stream) {
     if (a->n < 1) return DT_ERR_ARG;
     if (a->n > MAX_INPUTS && sizeof(T) < sizeof(Number)) return DT_ERR_UNSUPPORTED;
@@ -798,8 +811,9 @@ static dt_status cuda_reduce(const dt_reduce_args *a, void *stream) {
 
 // ==== 5. Strides: binary, permute ===============================================================
 
-/* The index of two arrays with strides. Adjacent dimensions that are contiguous in both are merged:
-   two tensors of one shape have one dimension, a bias over rows has two. */
+/* The dimensions d and the strides of two arrays a and b. Adjacent dimensions that are contiguous
+   in both arrays are merged: two contiguous tensors of the same shape need one dimension, a matrix
+   and a bias that is added to its rows need two. */
 struct strided {
     int nd; /* at least 1 */
     int64_t d[DT_MAX_DIMS], a[DT_MAX_DIMS], b[DT_MAX_DIMS];
@@ -820,7 +834,8 @@ static strided make_strided(dt_shape shape, const int64_t *a, const int64_t *b) 
     return s;
 }
 
-/* The number of elements. It does not call dt_tensor.h, so that this file links alone. */
+/* The number of elements. dt_tensor.h has such a function too, but without calling it this file
+   links alone. */
 static size_t element_count(const strided *s) {
     size_t n = 1;
     for (int i = 0; i < s->nd; i++) n *= (size_t)s->d[i];
@@ -839,8 +854,8 @@ static __device__ void offsets_of(const strided &s, size_t i, int64_t *a, int64_
     *b += (int64_t)i * s.b[0];
 }
 
-/* Whether `each` neighbours along the last dimension are one aligned access, or one repeated
-   element. */
+/* True if every group of `each` consecutive elements along the last dimension is one aligned vec,
+   or one repeated element (stride 0). */
 static bool can_vectorize(const void *p, const int64_t *stride, const strided *s, int64_t each) {
     bool vectorized = aligned16(p) && stride[s->nd - 1] == 1;
     for (int i = 0; i < s->nd - 1; i++) vectorized = vectorized && stride[i] % each == 0;
@@ -864,8 +879,8 @@ static __device__ vec<float, N> load_floats_strided(const T *p, int64_t stride) 
     return x;
 }
 
-/* Computes N neighbours at a time. A thread reads its elements before it writes them, so out may be
-   a or b. */
+/* A thread computes N consecutive elements at a time. It reads its operands before it writes the
+   results, so out may be a or b. */
 template <class T, int N>
 DTK_KERNEL __launch_bounds__(BLOCK) binary_kernel(dt_binary_args a, strided s, size_t count) {
     for (size_t i = grid_first(N); i < count; i += grid_step(N)) {
@@ -894,8 +909,8 @@ template <class T> static dt_status binary(const dt_binary_args *a, void *stream
 }
 DTK_TABLE_ENTRY(binary)
 
-/* Moves N neighbours at a time: a vec if it is contiguous on both sides, else one element. s.a are
-   the output's strides, s.b the input's. */
+/* A thread moves N elements at a time: a vec if the last dimension is contiguous in the input and
+   the output, else one element. s.a are the output's strides, s.b the input's. */
 template <class T, int N>
 DTK_KERNEL __launch_bounds__(BLOCK) permute_kernel(dt_permute_args a, strided s, size_t count) {
     for (size_t i = grid_first(N); i < count; i += grid_step(N)) {
@@ -911,9 +926,10 @@ DTK_KERNEL __launch_bounds__(BLOCK) permute_kernel(dt_permute_args a, strided s,
     }
 }
 
-/* Tiled transpose. One dimension is contiguous in the input (in_dense), another one in the output
-   (out_dense). Tiles of 32 x 32 go through shared memory, so that global memory is read and written
-   along rows. A tile's rows are one element longer, so that its columns lie in different banks. */
+/* Tiled transpose. One dimension is contiguous in the input (its length is in_dense), a different
+   dimension is contiguous in the output (its length is out_dense). Tiles of 32 x 32 pass through
+   shared memory, so that global memory is read and written along contiguous rows. A tile's rows
+   have 33 elements in shared memory, so that reading a column has no bank conflicts. */
 struct transpose_shape {
     int64_t in_dense, out_dense, in_stride, out_stride;
 };
@@ -938,12 +954,12 @@ DTK_KERNEL __launch_bounds__(BLOCK)
         for (int j = threadIdx.x / 32; j < 32; j += WARPS)
             if (x + j < t.in_dense && y + lane < t.out_dense)
                 out[to + (x + j) * t.out_stride + y + lane] = tile[lane][j];
-        __syncthreads(); /* the tile has been read */
+        __syncthreads(); /* all threads have read the tile */
     }
 }
 
-/* Launches transpose_kernel if s (a: out, b: in) is a transpose that is large enough to pay, else
-   returns false. */
+/* Launches transpose_kernel if s is a transpose of at least 8 x 8 elements without accumulation;
+   otherwise returns false. s.a are the output's strides, s.b the input's. */
 template <class Word>
 static bool launch_transpose(const dt_permute_args *a, strided s, void *stream) {
     int in = -1, out = -1;
@@ -961,7 +977,7 @@ static bool launch_transpose(const dt_permute_args *a, strided s, void *stream) 
     return true;
 }
 
-/* Word: any type of T's size */
+/* Word is an integer type of T's size. */
 template <class T, class Word> static dt_status permute(const dt_permute_args *a, void *stream) {
     const int N = vec<T>::N;
     strided s = make_strided(a->shape, a->out_stride, a->in_stride);
@@ -991,10 +1007,10 @@ static dt_status cuda_permute(const dt_permute_args *a, void *stream) {
 // ==== 6. Activations: unary, glu ================================================================
 
 /* A result that is rounded to 16 bits does not need a float's last bits, so the hardware's
-   approximate exponential and division suffice. With them the functions below take less time than
-   their memory traffic. */
+   approximate exponential and division are exact enough. They are so fast that the kernels below
+   stay memory-bound. */
 #ifdef __CUDACC__
-/* Gives 0 below 2^-126, which saves __expf's special case there. */
+/* exp(x), flushed to 0 below 2^-126. __expf handles such results in extra instructions. */
 static __device__ float fast_exp(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(1.44269504f * x));
@@ -1013,15 +1029,17 @@ template <class T> static __device__ float sigmoid_as(float x) {
     return divide_as<T>(1, 1 + exp_as<T>(-x));
 }
 
-/* The normal distribution function. erfcf keeps its digits where 1 + erff would cancel. */
+/* The normal distribution function. erfcf stays accurate for negative x, where 1 + erff(x) would
+   cancel. */
 static __device__ float normal_cdf(float x) { return 0.5f * erfcf(-0.70710678f * x); }
 
-/* GELU in its tanh form. With u = sqrt(2/pi) (x + 0.044715 x^3), 0.5 (1 + tanh u) is the logistic
-   function of 2u: one exponential, and no cancellation where tanh u is close to -1. */
+/* GELU in its tanh form. With u = sqrt(2/pi) (x + 0.044715 x^3), 0.5 (1 + tanh u) equals the
+   logistic function of 2u. The logistic function needs only one exponential and does not cancel
+   where tanh u is close to -1. */
 #define DTK_GELU_SCALE 0.7978845608028654f /* sqrt(2/pi) */
 #define DTK_GELU_CUBIC 0.044715f
 
-/* f(x), to be stored as T. */
+/* The activation `kind` of x. T is the type in which the caller stores the result. */
 template <class T = float>
 static __device__ float activate(int kind, float x, float scale, float shift) {
     switch (kind) {
@@ -1039,14 +1057,16 @@ static __device__ float activate(int kind, float x, float scale, float shift) {
     return x;
 }
 
-/* Past these bounds a slope is 0 or 1. The clamp avoids infinity times zero. */
+/* Clamps x to [-bound, bound]. The derivatives below clamp x where they are 0 or 1 in float beyond
+   the bound, because infinity times zero would be NaN. */
 static __device__ float clamped(float x, float bound) {
     x = x < -bound ? -bound : x;
     return x > bound ? bound : x;
 }
 
-/* gelu'(x) = s + x s (1 - s) 2 u'. With s = 1 / (1 + e), 1 - s is computed as e s: where s is close
-   to 1 and x^3 is large, the difference would have too few digits. */
+/* gelu'(x) = s + x s (1 - s) 2 u', with s = 1 / (1 + e) and e = exp(-2 u). The factor 1 - s is
+   computed as e s, because the difference would cancel where s is close to 1, and the large x u'
+   would amplify that error. */
 template <class T> static __device__ float gelu_derivative(float x) {
     x = clamped(x, 30);
     float u = DTK_GELU_SCALE * (x + DTK_GELU_CUBIC * x * x * x),
@@ -1068,8 +1088,8 @@ template <class T> static __device__ float silu_derivative(float x) {
     return s + x * s * (e * s);
 }
 
-/* d f'(x), to be stored as T. ReLU does not multiply d by 0 but returns 0, so that infinities in d
-   do not become NaN. */
+/* d f'(x) for the activation f of this `kind`. T is the type in which the caller stores the result.
+   ReLU returns 0 instead of d times 0, so that an infinite d does not become NaN. */
 template <class T = float>
 static __device__ float activate_back(int kind, float x, float d, float scale) {
     switch (kind) {
@@ -1088,8 +1108,8 @@ static __device__ float activate_back(int kind, float x, float d, float scale) {
     return d;
 }
 
-/* Calls f(constant<kind>()). A loop branches once per vec, so that the elements of a vec are
-   computed in parallel. */
+/* Calls f(constant<kind>()), so that f knows the activation at compile time. A loop then branches
+   once per vec, and the vec's elements are computed in parallel. */
 template <class F> static __device__ void with_activation(int kind, F f) {
     switch (kind) {
     case DT_ACT_GELU: return f(constant<DT_ACT_GELU>());
@@ -1126,7 +1146,7 @@ template <class T> static dt_status unary(const dt_unary_args *a, void *stream) 
 }
 DTK_TABLE_ENTRY(unary)
 
-/* in may be NULL for activations whose slope does not depend on it. */
+/* a.in may be NULL for an activation whose derivative does not depend on the input. */
 template <class T> DTK_KERNEL __launch_bounds__(BLOCK) unary_back_kernel(dt_unary_back_args a) {
     float scale = (float)a.scale;
     for_each_vec<vec<T>::N>(a.count, aligned16(a.dx, a.dout, a.in), [&](size_t i, auto width) {
@@ -1148,8 +1168,8 @@ template <class T> static dt_status unary_back(const dt_unary_back_args *a, void
 }
 DTK_TABLE_ENTRY(unary_back)
 
-/* Gated linear unit, arXiv:2002.05202. A thread computes a vec of the output from its gates and,
-   cols further, its ups. */
+/* Gated linear unit, arXiv:2002.05202. out = act(gate) * up. Each row of `in` has cols gates, then
+   cols ups. */
 template <class T> DTK_KERNEL __launch_bounds__(BLOCK) glu_kernel(dt_glu_args a) {
     for_each_in_rows<vec<T>::N>(
         a.rows, a.cols, aligned16(a.out, a.in), [&](size_t row, size_t col, auto width) {
