@@ -617,7 +617,7 @@ static __device__ size_t grid_step(int each) { return (size_t)gridDim.x * BLOCK 
 /* The loops below call f(i, constant<N>()) for the N elements at index i. If the array is aligned,
    they process a vec per call, and single elements (N = 1) at the end; otherwise they process
    single elements only. f is compiled for both values of N. for_each_vec distributes the loop over
-   all blocks of the grid, for_each_in_blocks over `blocks` blocks of which this is number `block`. */
+   all blocks of the grid, for_each_in_blocks over `blocks` blocks, of which this is block `block`. */
 template <int COUNT> struct constant {
     enum { N = COUNT };
 };
@@ -1219,10 +1219,10 @@ DTK_TABLE_ENTRY(glu_back)
 
 // ==== 7. Cast ===================================================================================
 
-/* A cast gives the CPU's bits. It goes by way of double, which holds every value of the other
-   types. From double to 16 bits it goes through a float that is rounded to odd: the float's last
-   bit records that digits were cut off, so that the second rounding gives the result of a single
-   rounding. */
+/* A cast gives the CPU's bits. It first converts the value to double, which represents every value
+   of the other types exactly. A conversion from double to 16 bits first rounds to a float. If that
+   rounding is inexact, it picks the neighbouring float whose last bit is 1 (rounding to odd). The
+   second rounding, to 16 bits, then gives the result of a single rounding. */
 static __device__ float round_to_odd(double x) {
     float f = (float)x;
     unsigned bits = __float_as_uint(f);
@@ -1241,13 +1241,14 @@ static __device__ void convert(int *out, double x) {
     *out = (int)x;
 }
 
-/* A value that widens to float needs no double on its way to float and 16 bits. */
+/* A value that widens to float is converted to float or 16 bits without a double in between. */
 template <class T> static __device__ void convert(T *out, float x) { round_to(out, x); }
 static __device__ void convert(double *out, float x) { *out = (double)x; }
 static __device__ void convert(int *out, float x) { convert(out, (double)x); }
 template <class T> static __device__ void convert(T *out, int x) { convert(out, (double)x); }
 
-/* Vecs: a loop, except from float to 16 bits. */
+/* Converts a vec element by element, except from float to 16 bits: round_to converts two elements
+   per instruction. */
 template <class To, class From, int N>
 static __device__ void convert(vec<To, N> *out, vec<From, N> x) {
     for (int k = 0; k < N; k++) convert(&out->v[k], widen(x.v[k]));
@@ -1259,14 +1260,16 @@ template <int N> static __device__ void convert(vec<f16, N> *out, vec<float, N> 
     round_to(out, x);
 }
 
-/* x + y, exact enough that converting it to To rounds once. Two floats' sum may go through a double
-   on its way to float or not: double has more than twice the digits. */
+/* x + y in a type that is wide enough for convert to To to round only once. If x, y and To are
+   floats, the float addition gives the same bits as a double addition rounded to float, because
+   double has more than twice as many mantissa bits. */
 template <class To, class X, class Y> static __device__ double exact_sum(To *, X x, Y y) {
     return (double)x + (double)y;
 }
 static __device__ float exact_sum(float *, float x, float y) { return x + y; }
 
-/* MAX_N elements are 16 bytes of the wider type, so that a warp's accesses have no gaps. */
+/* MAX_N elements of the larger of the two types take 16 bytes, so that a warp's accesses to both
+   arrays have no gaps. */
 template <class To, class From> DTK_KERNEL __launch_bounds__(BLOCK) cast_kernel(dt_cast_args a) {
     const int MAX_N = sizeof(To) > sizeof(From) ? 16 / sizeof(To) : 16 / sizeof(From);
     for_each_vec<MAX_N>(a.count, aligned16(a.out, a.in), [&](size_t i, auto width) {
@@ -1314,15 +1317,15 @@ static dt_status cuda_cast(const dt_cast_args *a, void *stream) {
 
 // ==== 8. Sums over a dimension ==================================================================
 
-/* A tall sum over few columns has too few outputs to fill a GPU. So with scratch it takes two
-   launches:
+/* A sum over many rows of few columns has too few outputs to fill a GPU. So it takes two launches
+   if the caller provides scratch:
 
        in (n = 8)    | r0 r1 | r2 r3 | r4 r5 | r6 r7 |
        launch 1      |   s0  |   s1  |   s2  |   s3  |     parts: one block each
        launch 2      |              out              |     their sum */
 
-/* Sums in (outer,n,inner) over n to out (outer,parts,inner), of dtype `type`: n is split into
-   parts, and each part is summed by itself. */
+/* Sums `in` (outer,n,inner) over n. Dimension n is split into parts; out (outer,parts,inner), of
+   dtype `type`, receives each part's sum. */
 struct sum_job {
     const void *in;
     void *out;
@@ -1332,8 +1335,9 @@ struct sum_job {
     int accumulate;
 };
 
-/* Elements [first, end). subrange is number i of the `count` parts of equal length that a range is
-   split into; the split depends on the length alone. */
+/* Elements [first, end). subrange splits a range into `count` parts of equal length, the last parts
+   possibly shorter or empty, and returns part i. The split depends only on the range's length and
+   on count. */
 struct range {
     size_t first, end;
 };
@@ -1347,9 +1351,10 @@ static __device__ range subrange(range all, size_t count, size_t i) {
     return r;
 }
 
-/* A block of 32 x 16 threads sums 32 vecs of neighbouring columns. The threads of one threadIdx.y
-   walk down their part of the rows, ascending, and the 16 partial sums are added in ascending
-   order. Each of the first 32 N threads gets the total of one column. */
+/* A block of 32 x 16 threads sums the columns of 32 adjacent vecs. The rows are split among the 16
+   values of threadIdx.y. Each thread adds its rows in ascending order; sum_over_rows then adds the
+   16 partial sums of each column in ascending order of threadIdx.y. Each of the first 32 N threads
+   gets the total of one column. */
 enum { COLUMN_THREADS = 32, ROW_THREADS = 16 };
 
 static __device__ int my_column() { return threadIdx.y * COLUMN_THREADS + threadIdx.x; }
@@ -1366,7 +1371,8 @@ template <int N> static __device__ float sum_over_rows(vec<float, N> sum) {
     return total;
 }
 
-/* Computes sum a (blockIdx.y = 0), and sum b of the same sizes if the grid has a second row. */
+/* Blocks with blockIdx.y = 0 compute sum a. If the grid has a second row, its blocks compute sum b,
+   which has the same sizes. */
 template <class T, int N>
 DTK_KERNEL __launch_bounds__(COLUMN_THREADS *ROW_THREADS, 2)
     column_sums_kernel(sum_job a, sum_job b) {
@@ -1381,7 +1387,7 @@ DTK_KERNEL __launch_bounds__(COLUMN_THREADS *ROW_THREADS, 2)
         vec<float, N> sum = { { 0 } };
         if (c < a.inner)
             add_vecs<8>(&sum, mine.end - mine.first, [&](size_t r) { return in + r * a.inner; });
-        /* outside any condition: every thread of the block must reach the barrier */
+        /* every thread of the block calls sum_over_rows, because it has barriers */
         float total = sum_over_rows(sum);
         c = first + my_column();
         if (my_column() < COLUMN_THREADS * N && c < a.inner)
@@ -1389,8 +1395,8 @@ DTK_KERNEL __launch_bounds__(COLUMN_THREADS *ROW_THREADS, 2)
     }
 }
 
-/* Rows shared by G threads each, a warp or a block: this thread's first row, and the step to its
-   next one. */
+/* G threads (a warp or a block) share a row. row_first is this thread's first row, row_step the
+   distance to its next row. */
 template <int G> static __device__ size_t row_first() {
     return (size_t)blockIdx.x * (BLOCK / G) + threadIdx.x / G;
 }
@@ -1402,7 +1408,8 @@ template <int G> static __device__ float group_max(float v) {
     return G == 32 ? warp_max(v) : block_max(v);
 }
 
-/* The range of n elements at p that is whole vecs at multiples of 16 bytes, wherever p lies. */
+/* The part of the n elements at p that consists of complete vecs at addresses divisible by 16. p
+   itself need not be divisible by 16. */
 template <int N, class T> static __device__ range aligned_range(const T *p, size_t n) {
     size_t head = (16 - (uintptr_t)p % 16) % 16 / sizeof(T);
     if (head > n) head = n;
@@ -1410,7 +1417,7 @@ template <int N, class T> static __device__ range aligned_range(const T *p, size
     return aligned;
 }
 
-/* A loop of THREADS threads over n elements that all belong to them: f(index, constant<N>()). */
+/* Loops over n elements with a group of THREADS threads and calls f(index, constant<N>()). */
 template <int N, int THREADS, class T, class F>
 static __device__ void for_each_in_range(const T *p, size_t n, F f) {
     range aligned = aligned_range<N>(p, n);
@@ -1420,7 +1427,7 @@ static __device__ void for_each_in_range(const T *p, size_t n, F f) {
     for (size_t c = aligned.end + me; c < n; c += THREADS) f(c, constant<1>());
 }
 
-/* For inner = 1. */
+/* Sums rows: inner is 1. */
 template <class T, int G> DTK_KERNEL __launch_bounds__(BLOCK) row_sums_kernel(sum_job a) {
     for (size_t part = row_first<G>(); part < a.outer * a.parts; part += row_step<G>()) {
         range all = { 0, a.n }, mine = subrange(all, a.parts, part % a.parts);
@@ -1436,7 +1443,7 @@ template <class T, int G> DTK_KERNEL __launch_bounds__(BLOCK) row_sums_kernel(su
     }
 }
 
-/* For n = 1: nothing to sum. */
+/* Scales `in`: n is 1, so there is nothing to add. */
 template <class T> DTK_KERNEL __launch_bounds__(BLOCK) scaled_kernel(sum_job a) {
     for (size_t i = grid_first(1); i < a.outer * a.inner; i += grid_step(1))
         store_typed(a.type, a.out, i, a.scale * widen(((const T *)a.in)[i]), a.accumulate);
@@ -1451,12 +1458,13 @@ static void launch_column_sums(const sum_job &a, const sum_job *b, void *stream)
             stream_of(stream), a, b ? *b : a);
 }
 
-/* The number of blocks that fill a GPU: sums are split into parts to reach it. It is two for each
-   of the 132 multiprocessors of an H100, on every device, because a device's own number would give
-   the device its own bits. */
+/* The number of blocks that fill a GPU. Sums are split into parts until they have this many blocks.
+   FILL_BLOCKS is two for each of the 132 multiprocessors of an H100. All devices use the same value,
+   because the number of parts changes the bits of a sum. */
 enum { FILL_BLOCKS = 264 };
 
-/* Few columns are summed one by one instead of in vecs, so that more blocks share them. */
+/* Few columns are summed with one column per thread instead of a vec, so that more blocks take
+   part. */
 template <class T> static void launch_sums(const sum_job &a, void *stream) {
     const int N = vec<T>::N;
     bool few = a.outer * a.parts * vec_count(a.inner, COLUMN_THREADS * N) < FILL_BLOCKS / 4;
@@ -1475,7 +1483,7 @@ template <class T> static void launch_sums(const sum_job &a, void *stream) {
 template <class T> static size_t sum_parts(const dt_sum_args *a) {
     size_t blocks =
         a->outer * (a->inner == 1 ? 1 : vec_count(a->inner, COLUMN_THREADS * vec<T>::N));
-    /* no part is shorter than 4,096 elements, or 32 rows */
+    /* a part has at least 4,096 elements if inner is 1, else at least 32 rows */
     size_t max_parts = a->n / (a->inner == 1 ? 4096 : 2 * ROW_THREADS), capacity = 0;
     if (blocks == 0 || blocks >= FILL_BLOCKS || !a->work) return 1;
     capacity = a->work_bytes / sizeof(float) / (a->outer * a->inner);
@@ -1504,11 +1512,12 @@ DTK_TABLE_ENTRY(sum)
 
 // ==== 9. Checked indices: max, top-k, scatter ===================================================
 
-/* Indices come from the caller's data, and one outside its table must not be used. Checking them on
-   the host would stall the queue in every step, so the kernels check: they skip an invalid index
-   and set a word in pinned memory. The next cuda_sync returns DT_ERR_ARG, and what was computed
-   since the sync before is void. Without a queue, in tests of single kernels, there is no such
-   word: the host reads the indices, and the error is returned at once, as on the CPU. */
+/* Indices come from the caller's data, so an index may lie outside its table. A check on the host
+   would stall the queue in every step, so the kernels check their indices: they skip an invalid
+   index and set the queue's bad_index in pinned memory. The next cuda_sync returns DT_ERR_ARG; all
+   results since the previous cuda_sync are invalid. Tests of single kernels pass no queue, and so
+   have no bad_index. For them check_indices reads the indices on the host and returns DT_ERR_ARG at
+   once, as the CPU's kernels do. */
 static dt_status check_indices(
     const int32_t *indices, size_t count, int64_t begin, int64_t end, void *queue) {
     const size_t ID_CHUNK = 4096;
@@ -1526,15 +1535,17 @@ static dt_status check_indices(
 
 static int *bad_index_of(void *queue) { return queue ? ((cuda_queue *)queue)->bad_index : NULL; }
 
-/* Whether an index may be used. All threads that write bad_index write the same. */
+/* True if index is in [begin, end). Several threads may write *bad_index at the same time, but all
+   of them write 1. */
 static __device__ bool is_valid_index(int64_t index, int64_t begin, int64_t end, int *bad_index) {
     if (index >= begin && index < end) return true;
     if (bad_index) *(volatile int *)bad_index = 1;
     return false;
 }
 
-/* One thread per maximum, as on the CPU. A NaN is never the maximum, unless it comes first. Meant
-   for a dimension of thousands at most: along the last one, neighbouring threads read n apart. */
+/* One thread computes one maximum. As on the CPU, a NaN is the maximum only if it is the first
+   element. The kernel is meant for n of at most a few thousand: if inner is 1, adjacent threads
+   read addresses n elements apart, which is slow. */
 template <class T> DTK_KERNEL __launch_bounds__(BLOCK) max_kernel(dt_max_args a) {
     for (size_t i = grid_first(1); i < a.outer * a.inner; i += grid_step(1)) {
         const T *in = (const T *)a.in + i / a.inner * a.n * a.inner + i % a.inner;
@@ -1561,8 +1572,9 @@ static dt_status cuda_max(const dt_max_args *a, void *stream) {
     return DTK_BY_DTYPE(a->dtype, max_of, a, stream);
 }
 
-/* One thread per row keeps a sorted list of k in the output itself, as the CPU does: k and cols are
-   numbers of experts. A later column never moves ahead of an equal one. */
+/* One thread per row keeps a sorted list of the k largest columns in the output itself, as the CPU
+   does. This is fast enough for a MoE router, where cols is the number of experts. A later column
+   never moves ahead of an earlier column of the same value. */
 template <class T> DTK_KERNEL __launch_bounds__(BLOCK) topk_kernel(dt_topk_args a) {
     for (size_t r = grid_first(1); r < a.rows; r += grid_step(1)) {
         const T *x = (const T *)a.in + r * a.cols;
@@ -1586,8 +1598,8 @@ template <class T> static dt_status topk(const dt_topk_args *a, void *stream) {
 }
 DTK_TABLE_ENTRY(topk)
 
-/* One thread per (outer,inner), j ascending: values for the same position are added in order, and
-   each sum is rounded. */
+/* One thread per (outer,inner) adds the k values in ascending order, so values for the same output
+   position are added in a fixed order. Each sum is rounded. */
 template <class T>
 DTK_KERNEL __launch_bounds__(BLOCK, 2) scatter_kernel(dt_scatter_args a, int *bad_index) {
     for (size_t i = grid_first(1); i < a.outer * a.inner; i += grid_step(1)) {
@@ -1614,17 +1626,19 @@ DTK_TABLE_ENTRY(scatter)
 
 // ==== 10. Normalisation and softmax =============================================================
 
-/* A row that fits into registers is read once, whatever the number of passes over it:
+/* A row that fits into registers is read from memory only once, even if a kernel makes several
+   passes over it:
 
        naive     read x: max      read x: sum of e^(x - max)      read x: write e^(x - max) / sum
        here      read x into registers (thread_row); max; sum; write
 
-   G threads share a row, a warp or a block. Softmax subtracts the maximum, so that e^x does not
+   G threads, a warp or a block, share a row. Softmax subtracts the maximum, so that e^x does not
    overflow. */
 
-/* One thread's part of a row that G threads share: vecs of N elements, G vecs apart. The first K
-   vecs stay in registers, so that a row of up to G K vecs is read once; the vecs beyond are read in
-   each pass. cols is a multiple of N, and vecs are aligned; other rows have N = 1. */
+/* One thread's part of a row that G threads share: vecs of N elements, G vecs apart. The thread's
+   first K vecs stay in registers, so that a row of up to G K vecs is read once. Further vecs are
+   read again in each pass. cols must be a multiple of N, and the row aligned to the size of a vec;
+   for other rows N is 1. */
 enum { ROW_VECS = 4 };
 
 template <class T, int N, int G, int K = ROW_VECS> struct thread_row {
@@ -1647,7 +1661,7 @@ template <class T, int N, int G, int K = ROW_VECS> struct thread_row {
         DTK_UNROLL_BY(1)
         for (int64_t c = column(K); c < cols; c += G * N) f(c, load_floats<N>(p + c));
     }
-    /* The same for two rows. */
+    /* Calls f(column of the first element, this row's elements, other's elements) for each vec. */
     template <class F> __device__ void for_each_pair(const thread_row &other, F f) const {
         DTK_UNROLL
         for (int j = 0; j < K; j++)
@@ -1658,8 +1672,8 @@ template <class T, int N, int G, int K = ROW_VECS> struct thread_row {
     }
 };
 
-/* Launches kernel<T, N, G>: in vecs if the rows allow it (`vectorized`), with one warp per row if
-   its registers hold the row, else with one block. */
+/* Launches kernel<T, N, G>. If `vectorized`, the kernel reads vecs, and one warp processes a row if
+   its registers hold the row. Otherwise one block processes a row. */
 #define DTK_LAUNCH_ROWS(kernel, T, vectorized, rows, cols, stream, ...) \
     do { \
         if (!(vectorized)) \
@@ -1670,8 +1684,9 @@ template <class T, int N, int G, int K = ROW_VECS> struct thread_row {
             DTK_LAUNCH((kernel<T, vec<T>::N, BLOCK>), rows, 1, stream, __VA_ARGS__); \
     } while (0)
 
-/* Sums N values over each group of G threads (a warp or part of a block), for every thread. buffer
-   alternates between 0 and 1, so that no barrier is needed after the previous call. */
+/* Every thread gets the sums of N values over its group of G threads (a warp, part of a block, or a
+   block). `buffer` alternates between 0 and 1 from call to call, so that a call need not wait until
+   all threads have read the previous call's sums. */
 template <int G, int N> static __device__ vec<float, N> group_sums(vec<float, N> v, int buffer) {
     __shared__ vec<float, N> of_warp[2][WARPS];
     for (int k = 0; k < N; k++) v.v[k] = warp_sum(v.v[k]);
@@ -1684,8 +1699,9 @@ template <int G, int N> static __device__ vec<float, N> group_sums(vec<float, N>
     return v;
 }
 
-/* Layer normalisation, arXiv:1607.06450: two passes over the registers, because E[x^2] - E[x]^2
-   cancels. RMSNorm, arXiv:1910.07467, is the same with a mean of zero and without a bias. */
+/* Layer normalisation, arXiv:1607.06450. The variance takes a second pass over the registers,
+   because E[x^2] - E[x]^2 would cancel. RMSNorm, arXiv:1910.07467, is the same with a mean of zero
+   and without a bias. */
 enum { NORM_ROW_VECS = 6 };
 
 template <class T, int N, int G>
@@ -1694,12 +1710,12 @@ DTK_KERNEL __launch_bounds__(BLOCK, 4) norm_kernel(dt_norm_args a) {
     int buffer = 0;
     for (size_t first = (size_t)blockIdx.x * (BLOCK / G); first < a.rows; first += row_step<G>()) {
         size_t r = first + threadIdx.x / G;
-        /* all threads reach the barriers */
+        /* threads of a row past the end have no columns, but still reach the barriers */
         int64_t cols = r < a.rows ? (int64_t)a.cols : 0;
         thread_row<T, N, G, NORM_ROW_VECS> x((const T *)a.in + r * a.cols, cols);
         T *out = (T *)a.out + r * a.cols;
         vec<float, 1> sum = { { 0 } }, squares = { { 0 } };
-        if (!a.rms) { /* the same for all threads */
+        if (!a.rms) { /* all threads take the same branch, so the barrier inside is safe */
             x.for_each([&](int64_t, vec<float, N> v) {
                 for (int k = 0; k < N; k++) sum.v[0] += v.v[k];
             });
@@ -1744,11 +1760,16 @@ static __device__ float mean_of(const dt_norm_back_args &a, size_t r) {
     return a.rms ? 0 : ((const float *)a.mean)[r];
 }
 
-/* With y = (x - mean) rstd and g = dout gain: dx = rstd (g - mean(g) - y mean(g y)), dgain = sum
-   over rows of dout y, dbias = sum over rows of dout. mean(g) comes from the derivative of the
-   mean, so RMSNorm has no such term. norm_back_kernel computes all of them at once, for rows of at
-   most K vecs for each of G threads. A block leaves the sums over its rows in scratch,
-   (2,parts,cols) for all blocks. */
+/* The gradients of a normalisation, with y = (x - mean) rstd and g = dout gain:
+
+       dx    = rstd (g - mean(g) - y mean(g y))
+       dgain = sum over rows of dout y
+       dbias = sum over rows of dout
+
+   The term mean(g) is due to the derivative of the mean, so RMSNorm does not have this term.
+   norm_back_kernel computes all three gradients in one pass over rows of at most G K vecs, K vecs
+   per thread. Each block stores the dgain and dbias of its rows in the scratch (2,parts,cols), with
+   one part per block. */
 template <int N, int G, int K>
 static __device__ void store_block_sums(float *out, int64_t cols, vec<float, N> *sum) {
     __shared__ vec<float, N> of_group[BLOCK / G][K * G];
@@ -1759,10 +1780,11 @@ static __device__ void store_block_sums(float *out, int64_t cols, vec<float, N> 
         for (int group = 0; group < BLOCK / G; group++) total += of_group[group][c / N].v[c % N];
         out[c] = total;
     }
-    __syncthreads(); /* the sums have been read */
+    __syncthreads(); /* all threads have read of_group */
 }
 
-/* A row and its gradient, as one of G threads holds them. A row past the end has no columns. */
+/* One thread's part of a row x and of its output gradient dout, which G threads share. A row past
+   the end has no columns. */
 template <class T, int G, int K> struct norm_row {
     float mean, rstd;
     thread_row<T, vec<T>::N, G, K> x, dout;
@@ -1773,7 +1795,7 @@ template <class T, int G, int K> struct norm_row {
           dout((const T *)a.dout + r * a.cols, r < a.rows ? (int64_t)a.cols : 0) {}
 };
 
-/* Loads the next row while it computes one. */
+/* Loads the next row while it computes the current row. */
 template <class T, int G, int K>
 DTK_KERNEL __launch_bounds__(BLOCK, 2) norm_back_kernel(dt_norm_back_args a) {
     const int N = vec<T>::N;
@@ -1781,11 +1803,11 @@ DTK_KERNEL __launch_bounds__(BLOCK, 2) norm_back_kernel(dt_norm_back_args a) {
     size_t first = (size_t)blockIdx.x * (BLOCK / G), me = threadIdx.x / G;
     vec<float, N> dgain[K] = { { { 0 } } }, dbias[K] = { { { 0 } } };
     norm_row<T, G, K> next(a, first + me);
-    /* the same for all threads of the block, which all reach the barriers */
+    /* `first` is the same for all threads of the block, so all threads reach the barriers */
     for (int buffer = 0; first < a.rows; buffer ^= 1) {
         norm_row<T, G, K> row = next;
         T *dx = (T *)a.dx + (first + me) * a.cols;
-        vec<float, 2> sum = { { 0, 0 } }; /* of g, of g y */
+        vec<float, 2> sum = { { 0, 0 } }; /* the sums of g and of g y */
         first += row_step<G>();
         next = norm_row<T, G, K>(a, first + me);
         DTK_UNROLL
@@ -1820,7 +1842,8 @@ DTK_KERNEL __launch_bounds__(BLOCK, 2) norm_back_kernel(dt_norm_back_args a) {
     if (a.dbias) store_block_sums<N, G, K>(sums + gridDim.x * a.cols, (int64_t)a.cols, dbias);
 }
 
-/* The same in two kernels, for longer rows and for rows that vecs do not divide. */
+/* norm_back in two kernels (norm_back_sums_kernel, norm_back_rows_kernel). They serve rows that are
+   too long for norm_back_kernel, not aligned, or not a multiple of a vec. */
 template <class T, int N>
 DTK_KERNEL __launch_bounds__(COLUMN_THREADS *ROW_THREADS, 1)
     norm_back_sums_kernel(dt_norm_back_args a, size_t parts) {
@@ -1876,8 +1899,8 @@ DTK_KERNEL __launch_bounds__(BLOCK, 2) norm_back_rows_kernel(dt_norm_back_args a
     }
 }
 
-/* The number of parts that the rows are split into, `each` rows or more per part: as many as fill a
-   GPU and fit into the scratch. */
+/* The number of parts that the rows are split into: one per `each` rows, but at most FILL_BLOCKS
+   and at most as many parts as fit into the scratch. */
 static size_t norm_back_parts(const dt_norm_back_args *a, size_t each) {
     size_t parts = a->rows / each + (a->rows % each != 0),
            capacity = a->work_bytes / sizeof(float) / 2 / a->cols;
@@ -1885,14 +1908,14 @@ static size_t norm_back_parts(const dt_norm_back_args *a, size_t each) {
     return parts < capacity ? parts : capacity;
 }
 
-/* One block per part; without sums, as many blocks as for any other kernel. */
+/* Launches one block per part. Without dgain and dbias parts is 0, and grid_for sizes the grid. */
 template <class T, int G, int K>
 static void norm_back_fused(const dt_norm_back_args *a, size_t parts, void *stream) {
     unsigned grid = parts > 0 ? (unsigned)parts : grid_for(a->rows, BLOCK / G);
     if (a->rows > 0) DT_LAUNCH((norm_back_kernel<T, G, K>), grid, BLOCK, 0, stream_of(stream), *a);
 }
 
-/* The sums over rows come first, because dx may be dout. */
+/* Computes dgain and dbias before dx, because dx may be the same array as dout. */
 template <class T, int N>
 static void norm_back_split(const dt_norm_back_args *a, size_t parts, void *stream) {
     size_t tiles = parts * vec_count(a->cols, COLUMN_THREADS * N);
@@ -1934,7 +1957,7 @@ template <class T> static dt_status norm_back(const dt_norm_back_args *a, void *
 }
 DTK_TABLE_ENTRY(norm_back)
 
-/* out may be in: a thread reads and writes its own columns only. */
+/* out may be the same array as in, because a thread reads and writes only its own columns. */
 template <class T, int N, int G>
 DTK_KERNEL __launch_bounds__(BLOCK, 2) softmax_kernel(dt_softmax_args a) {
     for (size_t r = row_first<G>(); r < a.rows; r += row_step<G>()) {
@@ -1990,11 +2013,11 @@ DTK_TABLE_ENTRY(softmax_back)
 
 // ==== 11. Rotary embedding; counter-based RNG: dropout, init ====================================
 
-/* Rotary embedding (RoPE), arXiv:2104.09864. A block takes as many tokens as have BLOCK pairs: it
-   computes their angles, which serve all heads, and then rotates all heads, N pairs at a time.
-   Angles are computed in double, because a float's cosine of a position in the thousands has lost
-   its last digits; the host computes the frequencies. A thread reads its pairs before it writes
-   them, so out may be in. */
+/* Rotary embedding (RoPE), arXiv:2104.09864. A block processes `each` tokens, which have at most
+   BLOCK pairs per head. It computes one angle per pair, which all heads share, and then rotates
+   all heads, N pairs at a time. The host computes the frequencies. Angles are computed in double,
+   because in float a position in the thousands would leave the cosine with wrong last digits. A
+   thread reads its pairs before it writes them, so out may be the same array as in. */
 struct rope_frequencies {
     double of[BLOCK];
 };
@@ -2031,12 +2054,12 @@ DTK_KERNEL __launch_bounds__(BLOCK)
     rope_kernel(dt_rope_args a, rope_frequencies frequencies, int each) {
     __shared__ float2 rotation[BLOCK];
     int half = (int)a.rotary / 2, heads = (int)a.heads, rotated = half / N;
-    int head_vecs = (int)(a.dim - a.rotary) / N + rotated; /* in each head */
+    int head_vecs = (int)(a.dim - a.rotary) / N + rotated; /* units of work per head */
     for (size_t first = (size_t)blockIdx.x * each; first < a.tokens;
          first += (size_t)gridDim.x * each) {
         int here = a.tokens - first < (size_t)each ? (int)(a.tokens - first) : each,
             me = threadIdx.x;
-        __syncthreads(); /* the previous angles have been used */
+        __syncthreads(); /* all threads have read the previous tokens' angles */
         if (me < here * half) {
             double sine, cosine;
             sincos(a.positions[first + me / half] * frequencies.of[me % half], &sine, &cosine);
@@ -2044,7 +2067,7 @@ DTK_KERNEL __launch_bounds__(BLOCK)
         }
         __syncthreads();
         for (int u = me; u < here * heads * head_vecs; u += BLOCK) {
-            /* head: among the heads of all these tokens */
+            /* `head` counts through the heads of all tokens of the block */
             int at_vec = u % head_vecs, head = u / head_vecs;
             const T *x = (const T *)a.in + (first * a.heads + head) * a.dim;
             T *out = (T *)a.out + (first * a.heads + head) * a.dim;
@@ -2075,12 +2098,12 @@ template <class T> static dt_status rope(const dt_rope_args *a, void *stream) {
 }
 DTK_TABLE_ENTRY(rope)
 
-/* Counter-based RNG, Philox4x32-10: as in dt_tensor.h, word for word. */
+/* Counter-based RNG, Philox4x32-10. It gives the same random words as the RNG of dt_tensor.h. */
 static __device__ void philox(uint64_t key, uint64_t counter, unsigned out[4]) {
     unsigned k0 = (unsigned)key, k1 = (unsigned)(key >> 32);
     unsigned c0 = (unsigned)counter, c1 = (unsigned)(counter >> 32), c2 = 0, c3 = 0;
     for (int round = 0; round < 10; round++) {
-        /* one instruction for both halves */
+        /* nvcc computes both halves of a product in one instruction */
         unsigned high0 = __umulhi(0xD2511F53u, c0), low0 = 0xD2511F53u * c0;
         unsigned high1 = __umulhi(0xCD9E8D57u, c2), low1 = 0xCD9E8D57u * c2;
         c0 = high1 ^ c1 ^ k0;
@@ -2096,8 +2119,9 @@ static __device__ void philox(uint64_t key, uint64_t counter, unsigned out[4]) {
     out[3] = c3;
 }
 
-/* Four columns of the full tensor share the four random words of counter (token, column / 4). Vecs
-   are used where they begin at such a group. Words below `threshold` are dropped. */
+/* Each group of four columns of the full tensor uses the four random words of counter (token,
+   column / 4), one word per column. An element is dropped if its word is below `threshold`. Vecs
+   are used only if a.offset is a multiple of 4, so that each vec begins at a group. */
 template <class T>
 DTK_KERNEL __launch_bounds__(BLOCK) dropout_kernel(dt_dropout_args a, unsigned threshold) {
     float scale = (float)(1 / (1 - a.p));
@@ -2110,7 +2134,7 @@ DTK_KERNEL __launch_bounds__(BLOCK) dropout_kernel(dt_dropout_args a, unsigned t
         unsigned word[4];
         for (int k = 0; k < N; k++) {
             if (k % 4 == 0) philox(a.key, token << 32 | (column + k) / 4, word);
-            /* selects the word without indexing registers */
+            /* conditional moves, because an index e would put the words into local memory */
             int e = N > 1 ? k % 4 : (int)(column % 4);
             unsigned mine = e < 2 ? e < 1 ? word[0] : word[1] : e < 3 ? word[2] : word[3];
             x.v[k] = mine < threshold ? 0 : x.v[k] * scale;
@@ -2126,14 +2150,15 @@ template <class T> static dt_status dropout(const dt_dropout_args *a, void *stre
 }
 DTK_TABLE_ENTRY(dropout)
 
-/* Two words as a number in [0, 1) with 53 bits. */
+/* Makes a double in [0, 1) with 53 random bits from two random words. */
 static __device__ double uniform53(unsigned high, unsigned low) {
     return (double)(((uint64_t)high << 32 | low) >> 11) * (1.0 / 9007199254740992.0);
 }
 
-/* Elements 2c and 2c + 1 of the full tensor come from the four words of counter c: two uniform
-   numbers, which are the CPU's to the bit, or a Box-Muller pair, whose last bits may differ from
-   the CPU's, in double. A thread computes one counter. Number: the type that T is computed in. */
+/* Elements 2c and 2c + 1 of the full tensor come from the four random words of counter c. They are
+   two uniform values, with the CPU's bits, or a Box-Muller pair of normal values, computed in
+   double, whose last bits may differ from the CPU's. A thread processes one counter at a time.
+   Number is the arithmetic type of T. */
 template <class T, class Number> DTK_KERNEL __launch_bounds__(BLOCK) init_kernel(dt_init_args a) {
     uint64_t skew = a.offset % 2;
     for (uint64_t i = grid_first(1); 2 * i < a.count + skew; i += grid_step(1)) {
@@ -2149,7 +2174,7 @@ template <class T, class Number> DTK_KERNEL __launch_bounds__(BLOCK) init_kernel
             pair[0] = a.scale * (2 * u - 1);
             pair[1] = a.scale * (2 * v - 1);
         }
-        /* an index before the first one wraps around, to a large number */
+        /* if skew is 1, the index of element -1 wraps around to a large value and is skipped */
         for (uint64_t k = 0; k < 2; k++)
             if (2 * i + k - skew < a.count)
                 round_to((T *)a.out + (2 * i + k - skew), (Number)pair[k]);
@@ -2197,11 +2222,11 @@ template <class T> static dt_status embedding(const dt_embedding_args *a, void *
 }
 DTK_TABLE_ENTRY(embedding)
 
-/* Scatter-add with the CPU's bits, without atomics and, in f32, without scratch. A block owns at
-   most OWNED_ROWS rows of the table. It scans all ids, ID_CHUNK at a time, lists the positions of
-   the ids that name its rows, sorts the list by row, and adds those rows of dout in order, in f32.
-   Every block reads all ids: 16,384 ids and a table of 50,257 rows are 26 million reads, but from
-   the cache. */
+/* Scatter-add for the gradient of the table. It gives the CPU's bits and needs no atomics and, in
+   f32, no scratch. A block owns at most OWNED_ROWS rows of the table. It scans all ids, ID_CHUNK at
+   a time, and lists the positions of the ids that name an owned row. It sorts this list by row and
+   adds the listed rows of dout in order, in f32. Every block reads all ids: with 16,384 ids and a
+   table of 50,257 rows, the blocks make 26 million reads, but these reads hit the cache. */
 enum {
     OWNED_ROWS = 32,
     ID_CHUNK = 8 * BLOCK,
@@ -2210,18 +2235,20 @@ enum {
     FEW_IDS = 16
 };
 
-/* The table's rows row_begin .. end, and the ids from `base` on, fewer than 2 MAX_WINDOW, that name
-   them. An entry is its distance from base times OWNED_ROWS plus the row's number among the
-   owned. */
+/* A block's list of ids that name its owned rows, the rows [row_begin, end) of the table. The list
+   covers fewer than 2 MAX_WINDOW ids, from id number `base` on. An entry of `found` is the id's
+   position after `base`, times OWNED_ROWS, plus the number of the row among the owned rows; an
+   entry of `by_row` is the position alone. */
 struct owned_list {
-    /* found: ascending; by_row: sorted by row, then ascending */
+    /* `found` is ascending; `by_row` is sorted by row, and ascending within a row */
     unsigned found[LIST_CAPACITY], by_row[LIST_CAPACITY];
     int of_row[OWNED_ROWS], begin[OWNED_ROWS + 1], of_warp[WARPS];
-    /* rows named up to FEW_IDS times, and rows named more often */
+    /* [0]: rows named at most FEW_IDS times; [1]: rows named more often */
     int rows[2][OWNED_ROWS], count[2];
 };
 
-/* Appends the owned among ids first .. first + ID_CHUNK to the list. Returns its new length. */
+/* Appends to the list those of the ids [first, first + ID_CHUNK) that name an owned row. Returns
+   the list's new length. */
 static __device__ int append_owned(owned_list &list, int count, const dt_embedding_back_args &a,
     size_t base, size_t first, int64_t row_begin, int64_t end, int *bad_index) {
     int row[8], mine = 0, before = count, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -2236,7 +2263,7 @@ static __device__ int append_owned(owned_list &list, int count, const dt_embeddi
         row[k] = row[k] != -1 && at >= row_begin && at < end ? (int)(at - row_begin) : -1;
         mine += row[k] >= 0;
     }
-    if (!__syncthreads_or(mine)) return count; /* also a barrier: the previous list has been used */
+    if (!__syncthreads_or(mine)) return count; /* a barrier too: the previous list is now unused */
     mine = 0;
     for (int k = 0; k < 8; k++) mine += __popc(hits[k] = __ballot_sync(0xffffffffu, row[k] >= 0));
     if (lane == 0) list.of_warp[warp] = mine;
@@ -2254,8 +2281,8 @@ static __device__ int append_owned(owned_list &list, int count, const dt_embeddi
     return count;
 }
 
-/* Takes every WARPS-th row, one warp each: counts its entries, and copies them to list.by_row if
-   `copy`. */
+/* Each warp processes every WARPS-th owned row. It copies the row's entries to list.by_row if
+   `copy`, otherwise counts them in list.of_row. */
 static __device__ void count_owned(owned_list &list, int count, bool copy) {
     int lane = threadIdx.x % 32;
     for (int row = threadIdx.x / 32; row < OWNED_ROWS; row += WARPS) {
@@ -2273,11 +2300,11 @@ static __device__ void count_owned(owned_list &list, int count, bool copy) {
     __syncthreads();
 }
 
-/* Sorts the list by row. min_count: how often a row must be named to be in list.rows. rows: the
-   number of owned rows. */
+/* Sorts the list by row. `rows` is the number of owned rows. A row enters list.rows only if at
+   least min_count ids name it. */
 static __device__ void sort_owned(owned_list &list, int count, int min_count, int rows) {
     int begin = 0, row = threadIdx.x;
-    __syncthreads(); /* the list is complete */
+    __syncthreads(); /* all threads have appended to the list */
     count_owned(list, count, false);
     for (int before = 0; before < OWNED_ROWS && before < row; before++)
         begin += list.of_row[before];
@@ -2293,8 +2320,9 @@ static __device__ void sort_owned(owned_list &list, int count, int min_count, in
     count_owned(list, count, true);
 }
 
-/* Adds the listed rows of dout to the rows that are named often, or to the others. A warp takes 32
-   N columns of a row, with IN_FLIGHT loads in flight. first_pass: the sums are not there yet. */
+/* Adds the listed rows of dout to the sums of the table rows in list.rows[often]. A warp processes
+   32 N columns of a row, with IN_FLIGHT loads in flight. The sums start from zero if first_pass,
+   else from their values in `sums`. */
 template <int N, int IN_FLIGHT, class T>
 static __device__ void add_owned(
     const owned_list &list, int often, float *sums, const T *dout, size_t cols, bool first_pass) {
@@ -2311,9 +2339,10 @@ static __device__ void add_owned(
     }
 }
 
-/* keep_sums: the sums start from their present values. owned: rows per block. cols is a multiple of
-   N. A row that is named often is split into narrower parts, because the order of its sum makes it
-   wait for each term. */
+/* The sums start from their values in `sums` if keep_sums, else from zero. `owned` is the number of
+   rows per block. cols must be a multiple of N. More warps, each with fewer columns (LESS per
+   thread), share a row that is named often: its additions run one after the other, so a single warp
+   would take long. */
 template <class T, int N>
 DTK_KERNEL __launch_bounds__(BLOCK, 3) embedding_back_kernel(
     dt_embedding_back_args a, float *sums, bool keep_sums, int owned, int *bad_index) {
@@ -2342,7 +2371,7 @@ DTK_KERNEL __launch_bounds__(BLOCK, 3) embedding_back_kernel(
     }
 }
 
-/* Rounds finished sums to 16 bits. */
+/* Rounds the complete sums to T. */
 template <class T>
 DTK_KERNEL __launch_bounds__(BLOCK)
     rounded_kernel(T *out, const float *sums, size_t count, int accumulate) {
@@ -2362,8 +2391,8 @@ template <class T> static dt_status embedding_back(const dt_embedding_back_args 
     if (status != DT_OK) return status;
     if (in_scratch && (!sums || a->work_bytes < all * sizeof *sums)) return DT_ERR_ARG;
     size_t held =
-        a->table_rows > 0 ? (size_t)a->table_rows : 1; /* an empty table's ids are checked, too */
-    /* to fill a GPU */
+        a->table_rows > 0 ? (size_t)a->table_rows : 1; /* one block checks an empty table's ids */
+    /* few rows per block for a small table, so that the blocks fill a GPU */
     int owned = held < FILL_BLOCKS                        ? 1
                 : held < (size_t)FILL_BLOCKS * OWNED_ROWS ? (int)(held / FILL_BLOCKS)
                                                           : (int)OWNED_ROWS;
@@ -2386,31 +2415,33 @@ DTK_TABLE_ENTRY(embedding_back)
 
        loss = lse - x[label]        dx = e^(x - lse) - [column = label]
 
-   Naive: two passes, for the maximum and for the sum. Here: one pass (online softmax, see
-   running_lse), and the backward recomputes the probabilities from lse. In the
-   vocabulary-parallel cross-entropy each rank has some of the columns and computes their lse and
-   target; cross_entropy_merge_kernel merges those of all ranks. */
+   A naive kernel reads a row of logits twice, for the maximum and for the sum. This kernel reads the
+   row once (online softmax, see running_lse). The backward recomputes the probabilities from lse. In
+   the vocabulary-parallel cross-entropy each rank has some of the columns, and computes the lse and
+   the target of its columns. cross_entropy_merge_kernel then merges the ranks' results. */
 
-/* One block per row of logits, because a vocabulary is long. */
+/* A block of LOSS_THREADS processes a row of logits, because a vocabulary is long. A single block
+   of TOTAL_THREADS adds the losses of all rows. */
 enum { LOSS_THREADS = 512, TOTAL_THREADS = 512 };
 
-/* Before sm_80 a multiprocessor has at most 1,024 threads. */
+/* Some multiprocessors before sm_80 run at most 1,024 threads, which is two blocks. */
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 enum { LOSS_BLOCKS_PER_SM = 2 };
 #else
 enum { LOSS_BLOCKS_PER_SM = 3 };
 #endif
 
-/* Online softmax, arXiv:1805.02867: log(sum of exp(x)) in one pass, for each thread of the block. A
-   thread keeps the largest value so far and the sum of exp(x - max); a larger value rescales the
-   sum, so nothing overflows. The terms are f32, and the sums of a few vecs are added in double, so
-   that the log is accurate where one term is nearly all of the sum. */
+/* Online softmax, arXiv:1805.02867, computes log(sum of exp(x)) in one pass. Each thread keeps the
+   largest value that it has read and the sum of exp(x - max). A larger value rescales the sum, so
+   nothing overflows. A thread adds the exponentials of a few vecs in f32 and adds these partial
+   sums in double, so that the log is accurate even if one exponential is nearly the entire sum. */
 struct running_lse {
     float max;
     double sum;
 };
 
-/* Adds VECS vecs of x, LOSS_THREADS vecs apart, as far as they lie before `end`. */
+/* Adds VECS vecs of x to *e. The first vec is at column c, and the vecs are LOSS_THREADS vecs apart.
+   Vecs from column `end` on are skipped. */
 template <class T, int N, int VECS>
 static __device__ void add_to_lse(running_lse *e, const T *x, size_t c, size_t end) {
     const size_t APART = LOSS_THREADS * N;
@@ -2446,7 +2477,7 @@ template <class T> static __device__ double log_sum_exp(const T *x, size_t n) {
     for (size_t c = aligned.end + me; c < n; c += LOSS_THREADS) add_to_lse<T, 1, 1>(&e, x, c, n);
     float top = block_max<LOSS_THREADS>(e.max);
     double sum = block_sum<double, LOSS_THREADS>(e.sum * (double)expf(e.max - top));
-    return sum == 0 ? NAN : (double)top + log(sum); /* 0: all are -infinity */
+    return sum == 0 ? NAN : (double)top + log(sum); /* the sum is 0 if all x are -infinity */
 }
 
 template <class T> static __device__ double row_total(const T *x, size_t n) {
@@ -2455,8 +2486,8 @@ template <class T> static __device__ double row_total(const T *x, size_t n) {
     return block_sum<double, LOSS_THREADS>(sum);
 }
 
-/* The columns are [first, first + vocab) of `all`. The whole block has one label, so all its
-   threads reach the same barriers. */
+/* The logits are the columns [offset, offset + vocab) of a vocabulary of size full_vocab. All
+   threads of a block have the same label, so they reach the same barriers. */
 template <class T>
 DTK_KERNEL __launch_bounds__(LOSS_THREADS, LOSS_BLOCKS_PER_SM)
     cross_entropy_kernel(dt_cross_entropy_args a, int *bad_index) {
@@ -2483,7 +2514,6 @@ DTK_KERNEL __launch_bounds__(LOSS_THREADS, LOSS_BLOCKS_PER_SM)
     }
 }
 
-/* One block sums all rows. */
 DTK_KERNEL __launch_bounds__(TOTAL_THREADS, 1) loss_total_kernel(dt_cross_entropy_args a) {
     double total = 0, squares = 0;
     for (size_t r = threadIdx.x; r < a.rows; r += TOTAL_THREADS) {
@@ -2514,8 +2544,8 @@ template <class T> static dt_status cross_entropy(const dt_cross_entropy_args *a
 }
 DTK_TABLE_ENTRY(cross_entropy)
 
-/* Log-sum-exp merge of vocabulary-parallel parts, in one block: a thread takes every
-   TOTAL_THREADS-th row and adds its parts in their order. */
+/* Log-sum-exp merge of the ranks' results of a vocabulary-parallel cross-entropy, in one block. A
+   thread processes every TOTAL_THREADS-th row and adds the row's n partial results in order. */
 DTK_KERNEL __launch_bounds__(TOTAL_THREADS, 1)
     cross_entropy_merge_kernel(dt_cross_entropy_merge_args a) {
     double total = 0, squares = 0;
@@ -2541,15 +2571,16 @@ DTK_KERNEL __launch_bounds__(TOTAL_THREADS, 1)
     if (a.z_loss) *a.z_loss = squares / a.denominator;
 }
 
-/* The same for all types: neither parts nor lse have dtype T. */
+/* One kernel serves all dtypes, because the partial results are double and lse is float. */
 static dt_status cuda_cross_entropy_merge(const dt_cross_entropy_merge_args *a, void *stream) {
     if (a->dtype != DT_F32 && a->dtype != DT_BF16 && a->dtype != DT_F16) return DT_ERR_UNSUPPORTED;
     DT_LAUNCH(cross_entropy_merge_kernel, 1, TOTAL_THREADS, 0, stream_of(stream), *a);
     return launch_status();
 }
 
-/* dlogits (+)= factor (exp(x - lse) (1 + 2 z lse) - target), and zero for a row without a label.
-   Each element is read once and written once. A row is split into gridDim.y parts. */
+/* dlogits (+)= factor (exp(x - lse) (1 + 2 z lse) - target). A row without a label has a gradient of
+   zero. Each element is read once and written once. A row is split into gridDim.y parts, one per
+   block. */
 template <class T>
 DTK_KERNEL __launch_bounds__(LOSS_THREADS)
     cross_entropy_back_kernel(dt_cross_entropy_back_args a, int *bad_index) {
@@ -2596,7 +2627,7 @@ static dt_status cross_entropy_back(const dt_cross_entropy_back_args *args, void
     }
     dt_status status = check_indices(a.labels, a.rows, INT32_MIN, a.full_vocab, stream);
     if (status != DT_OK) return status;
-    /* splits rows, so that few of them fill a GPU, too */
+    /* a row is split into parts if there are too few rows to fill a GPU */
     size_t row_parts = a.rows >= 2 * FILL_BLOCKS ? 1 : 2 * FILL_BLOCKS / (a.rows + 1);
     size_t max_parts = a.cols / (LOSS_THREADS * vec<T>::N);
     row_parts = row_parts > max_parts ? max_parts : row_parts;
@@ -2608,7 +2639,8 @@ static dt_status cross_entropy_back(const dt_cross_entropy_back_args *args, void
 }
 DTK_TABLE_ENTRY(cross_entropy_back)
 
-/* One block, because there is no scratch: meant for outputs of a model, not for its weights. */
+/* The mean squared error runs in one block, because there is no scratch for partial sums. It is
+   meant for the outputs of a model, not for arrays as large as its weights. */
 template <class T> DTK_KERNEL __launch_bounds__(TOTAL_THREADS, 1) mse_kernel(dt_mse_args a) {
     const T *x = (const T *)a.a, *y = (const T *)a.b;
     double total = 0;
