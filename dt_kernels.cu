@@ -3,8 +3,9 @@
 
    Compile it with nvcc beside the file that defines DT_IMPLEMENTATION:
 
-       nvcc -O3 train.c dt_kernels.cu -lcublasLt -lnccl     -lnccl is for dt_comm.h; -DDT_NO_NCCL
-                                                            builds without
+       nvcc -O3 train.c dt_kernels.cu -lcublasLt -lnccl
+
+   dt_comm.h needs -lnccl, unless you compile with -DDT_NO_NCCL.
 
    It defines six functions, all declared in dt_tensor.h: dt_kernels_cuda(), dt_cuda_ready(),
    dt_cuda_open(), dt_cuda_close(), dt_cuda_stream() and dt_cuda_device(). All other names are in
@@ -463,8 +464,8 @@ template <int THREADS = BLOCK> static __device__ float block_max(float v) {
     return max_value;
 }
 
-/* COUNT consecutive elements, by default 16 bytes of them. A thread loads or stores a vec in one
-   memory access, so the address must be a multiple of the vec's size, at most 16 bytes. */
+/* COUNT consecutive elements, 16 bytes by default. A thread loads or stores a vec of up to 16 bytes
+   in one memory access, so the vec's address must be a multiple of the vec's size. */
 template <class T, int COUNT = 16 / sizeof(T)>
 struct alignas(COUNT * sizeof(T) < 16 ? COUNT * sizeof(T) : 16) vec {
     enum { N = COUNT };
@@ -499,9 +500,9 @@ template <int N, class T> static __device__ void round_to(vec<T, N> *out, vec<fl
     for (int k = 0; k < N; k++) round_to(&out->v[k], x.v[k]);
 }
 
-/* Faster to_floats for bf16, and round_to for bf16 and f16, since sm_80. A 32-bit word holds two
-   elements, the first in the low half. Widening takes one instruction per element, rounding one
-   instruction per word. */
+/* Faster versions for sm_80 and later: to_floats for bf16, round_to for bf16 and f16. A 32-bit word
+   holds two elements, the first in the low half. Widening takes one instruction per element,
+   rounding one instruction per word. */
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
 template <int N> static __device__ vec<float, N> to_floats(vec<bf16, N> x) {
     vec<float, N> y;
@@ -617,7 +618,8 @@ static __device__ size_t grid_step(int each) { return (size_t)gridDim.x * BLOCK 
 /* The loops below call f(i, constant<N>()) for the N elements at index i. If the array is aligned,
    they process a vec per call, and single elements (N = 1) at the end; otherwise they process
    single elements only. f is compiled for both values of N. for_each_vec distributes the loop over
-   all blocks of the grid, for_each_in_blocks over `blocks` blocks, of which this is block `block`. */
+   all blocks of the grid; for_each_in_blocks distributes it over `blocks` blocks and runs the part
+   of block number `block`. */
 template <int COUNT> struct constant {
     enum { N = COUNT };
 };
@@ -834,8 +836,8 @@ static strided make_strided(dt_shape shape, const int64_t *a, const int64_t *b) 
     return s;
 }
 
-/* The number of elements. dt_tensor.h has such a function too, but without calling it this file
-   links alone. */
+/* The number of elements. It calls no function of dt_tensor.h, so that this file links without
+   dt_tensor.h's implementation. */
 static size_t element_count(const strided *s) {
     size_t n = 1;
     for (int i = 0; i < s->nd; i++) n *= (size_t)s->d[i];
@@ -1219,10 +1221,11 @@ DTK_TABLE_ENTRY(glu_back)
 
 // ==== 7. Cast ===================================================================================
 
-/* A cast gives the CPU's bits. It first converts the value to double, which represents every value
-   of the other types exactly. A conversion from double to 16 bits first rounds to a float. If that
-   rounding is inexact, it picks the neighbouring float whose last bit is 1 (rounding to odd). The
-   second rounding, to 16 bits, then gives the result of a single rounding. */
+/* A cast gives the CPU's bits. The value is first converted to double, which represents every value
+   of the other types exactly. A double is converted to 16 bits in two steps. The first step rounds
+   to a float; if the double lies between two floats, the step picks the float whose last bit is 1
+   (rounding to odd). The second step rounds to 16 bits, and then gives the same result as a single
+   rounding would. */
 static __device__ float round_to_odd(double x) {
     float f = (float)x;
     unsigned bits = __float_as_uint(f);
@@ -1325,7 +1328,7 @@ static dt_status cuda_cast(const dt_cast_args *a, void *stream) {
        launch 2      |              out              |     their sum */
 
 /* Sums `in` (outer,n,inner) over n. Dimension n is split into parts; out (outer,parts,inner), of
-   dtype `type`, receives each part's sum. */
+   dtype `type`, receives each part's sum times `scale`. */
 struct sum_job {
     const void *in;
     void *out;
@@ -1458,9 +1461,9 @@ static void launch_column_sums(const sum_job &a, const sum_job *b, void *stream)
             stream_of(stream), a, b ? *b : a);
 }
 
-/* The number of blocks that fill a GPU. Sums are split into parts until they have this many blocks.
-   FILL_BLOCKS is two for each of the 132 multiprocessors of an H100. All devices use the same value,
-   because the number of parts changes the bits of a sum. */
+/* The number of blocks that fill a GPU: two for each of the 132 multiprocessors of an H100. A sum
+   with fewer blocks is split into parts. All devices use the same FILL_BLOCKS, because the number
+   of parts changes the bits of a sum. */
 enum { FILL_BLOCKS = 264 };
 
 /* Few columns are summed with one column per thread instead of a vec, so that more blocks take
@@ -1767,9 +1770,9 @@ static __device__ float mean_of(const dt_norm_back_args &a, size_t r) {
        dbias = sum over rows of dout
 
    The term mean(g) is due to the derivative of the mean, so RMSNorm does not have this term.
-   norm_back_kernel computes all three gradients in one pass over rows of at most G K vecs, K vecs
-   per thread. Each block stores the dgain and dbias of its rows in the scratch (2,parts,cols), with
-   one part per block. */
+   norm_back_kernel computes all three gradients in one pass over the rows. A row has at most G K
+   vecs: K for each of the G threads that share the row. Each block stores the dgain and dbias of
+   its rows in the scratch (2,parts,cols), with one part per block. */
 template <int N, int G, int K>
 static __device__ void store_block_sums(float *out, int64_t cols, vec<float, N> *sum) {
     __shared__ vec<float, N> of_group[BLOCK / G][K * G];
@@ -1908,7 +1911,8 @@ static size_t norm_back_parts(const dt_norm_back_args *a, size_t each) {
     return parts < capacity ? parts : capacity;
 }
 
-/* Launches one block per part. Without dgain and dbias parts is 0, and grid_for sizes the grid. */
+/* Launches norm_back_kernel with one block per part. If the caller wants neither dgain nor dbias,
+   parts is 0, and grid_for chooses the number of blocks. */
 template <class T, int G, int K>
 static void norm_back_fused(const dt_norm_back_args *a, size_t parts, void *stream) {
     unsigned grid = parts > 0 ? (unsigned)parts : grid_for(a->rows, BLOCK / G);
@@ -2016,8 +2020,8 @@ DTK_TABLE_ENTRY(softmax_back)
 /* Rotary embedding (RoPE), arXiv:2104.09864. A block processes `each` tokens, which have at most
    BLOCK pairs per head. It computes one angle per pair, which all heads share, and then rotates
    all heads, N pairs at a time. The host computes the frequencies. Angles are computed in double,
-   because in float a position in the thousands would leave the cosine with wrong last digits. A
-   thread reads its pairs before it writes them, so out may be the same array as in. */
+   because a float angle loses the last digits of the cosine at positions in the thousands. A thread
+   reads its pairs before it writes them, so out may be the same array as in. */
 struct rope_frequencies {
     double of[BLOCK];
 };
@@ -2027,7 +2031,7 @@ static __device__ void rope_pairs(
     const dt_rope_args &a, const T *x, T *out, const float2 *rotation, int i) {
     int half = (int)a.rotary / 2;
     if (a.interleaved) {
-        const int M = N == 1 ? 1 : 2 * N; /* a pair may begin at an odd element */
+        const int M = N == 1 ? 1 : 2 * N; /* if N is 1, a pair may be unaligned */
         vec<float, M> both[2 * N / M];
         for (int k = 0; k < 2 * N; k += M) both[k / M] = load_floats<M>(x + 2 * i + k);
         for (int k = 0; k < N; k++) {
@@ -2134,7 +2138,7 @@ DTK_KERNEL __launch_bounds__(BLOCK) dropout_kernel(dt_dropout_args a, unsigned t
         unsigned word[4];
         for (int k = 0; k < N; k++) {
             if (k % 4 == 0) philox(a.key, token << 32 | (column + k) / 4, word);
-            /* conditional moves, because an index e would put the words into local memory */
+            /* not word[e], because an index would move the array out of registers */
             int e = N > 1 ? k % 4 : (int)(column % 4);
             unsigned mine = e < 2 ? e < 1 ? word[0] : word[1] : e < 3 ? word[2] : word[3];
             x.v[k] = mine < threshold ? 0 : x.v[k] * scale;
@@ -2263,7 +2267,7 @@ static __device__ int append_owned(owned_list &list, int count, const dt_embeddi
         row[k] = row[k] != -1 && at >= row_begin && at < end ? (int)(at - row_begin) : -1;
         mine += row[k] >= 0;
     }
-    if (!__syncthreads_or(mine)) return count; /* a barrier too: the previous list is now unused */
+    if (!__syncthreads_or(mine)) return count; /* also: all threads have read the previous list */
     mine = 0;
     for (int k = 0; k < 8; k++) mine += __popc(hits[k] = __ballot_sync(0xffffffffu, row[k] >= 0));
     if (lane == 0) list.of_warp[warp] = mine;
@@ -2309,7 +2313,7 @@ static __device__ void sort_owned(owned_list &list, int count, int min_count, in
     for (int before = 0; before < OWNED_ROWS && before < row; before++)
         begin += list.of_row[before];
     if (row <= OWNED_ROWS) list.begin[row] = begin;
-    for (int often = 0; often < 2 && row < OWNED_ROWS; often++) { /* lanes of the first warp */
+    for (int often = 0; often < 2 && row < OWNED_ROWS; often++) { /* only the first warp enters */
         int n = list.of_row[row];
         bool here = often ? n > FEW_IDS : n <= FEW_IDS && n >= min_count && row < rows;
         unsigned hits = __ballot_sync(0xffffffffu, here);
@@ -2415,10 +2419,10 @@ DTK_TABLE_ENTRY(embedding_back)
 
        loss = lse - x[label]        dx = e^(x - lse) - [column = label]
 
-   A naive kernel reads a row of logits twice, for the maximum and for the sum. This kernel reads the
-   row once (online softmax, see running_lse). The backward recomputes the probabilities from lse. In
-   the vocabulary-parallel cross-entropy each rank has some of the columns, and computes the lse and
-   the target of its columns. cross_entropy_merge_kernel then merges the ranks' results. */
+   A naive kernel reads a row of logits twice, for the maximum and for the sum. This kernel reads
+   the row once (online softmax, see running_lse). The backward recomputes the probabilities from
+   lse. In the vocabulary-parallel cross-entropy each rank has some of the columns, and computes the
+   lse and the target of its columns. cross_entropy_merge_kernel then merges the ranks' results. */
 
 /* A block of LOSS_THREADS processes a row of logits, because a vocabulary is long. A single block
    of TOTAL_THREADS adds the losses of all rows. */
@@ -2440,7 +2444,7 @@ struct running_lse {
     double sum;
 };
 
-/* Adds VECS vecs of x to *e. The first vec is at column c, and the vecs are LOSS_THREADS vecs apart.
+/* Adds VECS vecs of x to *e. The first vec is at column c; the vecs are LOSS_THREADS vecs apart.
    Vecs from column `end` on are skipped. */
 template <class T, int N, int VECS>
 static __device__ void add_to_lse(running_lse *e, const T *x, size_t c, size_t end) {
@@ -2578,7 +2582,7 @@ static dt_status cuda_cross_entropy_merge(const dt_cross_entropy_merge_args *a, 
     return launch_status();
 }
 
-/* dlogits (+)= factor (exp(x - lse) (1 + 2 z lse) - target). A row without a label has a gradient of
+/* dlogits (+)= factor (exp(x - lse) (1 + 2 z lse) - target). A row without a label has gradient
    zero. Each element is read once and written once. A row is split into gridDim.y parts, one per
    block. */
 template <class T>
