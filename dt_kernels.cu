@@ -3,20 +3,24 @@
 
    Compile it with nvcc beside the file that defines DT_IMPLEMENTATION:
 
-       nvcc -O3 train.c dt_kernels.cu -lcublasLt -lnccl     -lnccl is for dt_comm.h; -DDT_NO_NCCL
-                                                            builds without
+       nvcc -O3 train.c dt_kernels.cu -lcublasLt -lnccl
+
+   dt_comm.h needs -lnccl, unless you compile with -DDT_NO_NCCL.
 
    It defines six functions, all declared in dt_tensor.h: dt_kernels_cuda(), dt_cuda_ready(),
    dt_cuda_open(), dt_cuda_close(), dt_cuda_stream() and dt_cuda_device(). All other names are in
    namespace dt_cuda; macros begin with DTK_ or DT_.
 
-   DOES NOT: allocate, except for a queue (the caller gives the scratch); keep state outside of
-   queues (a queue has a stream and the plans of its products); choose a device, except where a
-   queue is opened (a kernel runs on the thread's current device); use atomics to add. f32, bf16 and
-   f16 are served by every kernel; f64 and i32 by fill, copy, permute, cast and reduce, too, and f64
-   by init, because a loss is an f64 scalar. Parameters and their state are f32, with an optional
-   copy in 16 bits. Everything else, and a reduction of more than MAX_INPUTS inputs of 16 bits,
-   returns DT_ERR_UNSUPPORTED before anything is launched.
+   DOES NOT: allocate memory, except for a queue (the caller provides the scratch); keep state
+   outside of queues (a queue is a CUDA stream with the cuBLASLt plans of its matrix products);
+   choose a device, except when a queue is opened (a kernel runs on the thread's current device);
+   add with atomics.
+
+   TYPES. Every kernel supports f32, bf16 and f16. Fill, copy, permute, cast and reduce also support
+   f64 and i32. Init also supports f64, because a loss is an f64 scalar. Parameters and their
+   optimizer state are f32, with an optional 16-bit copy of the parameters. A call with any other
+   type, or a reduction of more than MAX_INPUTS 16-bit inputs, returns DT_ERR_UNSUPPORTED before it
+   launches a kernel.
 
    CONTENTS
      1. Launching, queues (streams, grid-stride loops)
@@ -37,27 +41,28 @@
     16. Attention (flash attention, online softmax, log-sum-exp merge, grouped-query attention)
     17. The table
 
-   SPEED. All kernels but those of sections 15 and 16 are bound by memory. So each element is read
-   and written once where possible: 16 bytes at a time, rows in registers, sums over rows split into
-   as many parts as fill a GPU. Odd lengths and addresses are served element by element. Products
-   are cuBLASLt's where there is a queue, and attention runs on tensor cores; both also have kernels
-   that need neither.
+   SPEED. All kernels except those of sections 15 and 16 are memory-bound. They read and write each
+   element once where possible: they access 16 bytes at a time, keep rows in registers, and split
+   sums over rows into enough parts to fill a GPU. Arrays of odd length or alignment are processed
+   element by element. cuBLASLt computes a matrix product if the call has a queue, and attention
+   runs on tensor cores. Both also have kernels that need neither cuBLASLt nor tensor cores.
 
-   ORDER OF SUMS. Every sum has an order that depends on sizes only, the scratch's among them, so
-   the same call gives the same bits on the same build and kind of device. They are not the CPU's
-   bits: long sums are split differently, nvcc fuses a product and a sum into one rounding, and expf
-   is CUDA's, in 16 bits the hardware's. tests/cuda/test_cuda.cc runs these kernels on a CPU and allows
-   1e-6 relative, and in 16 bits one rounding. Tensor cores take 16-bit operands: attention in bf16
-   and f16 rounds its probabilities and their gradients on the way, and cuBLASLt sums in an order of
-   its own, which depends on the sizes of the product. Kernels with nothing to fuse give the CPU's
-   bits: fill, copy, permute, cast, reduce, max, topk, scatter, uniform init, embedding and its
-   backward, square_sums; binary and dropout, too, unless they accumulate. NaN payloads are
-   unspecified. Never compile this file with -use_fast_math: nvcc defines no macro by which the file
-   could refuse it.
+   ORDER OF SUMS. The order of every sum depends only on sizes, including the size of the scratch.
+   So the same call gives the same bits on the same build and kind of device. The CPU's bits differ:
+   the CPU splits long sums differently, nvcc fuses a product and a sum into one rounding, and the
+   exponential is CUDA's expf or, for 16-bit results, the hardware's approximation.
+   tests/cuda/test_cuda.cc runs these kernels on a CPU and allows a relative error of 1e-6, and one
+   rounding for 16-bit types. Tensor cores take 16-bit operands, so attention in bf16 and f16 rounds
+   its probabilities and their gradients before they are multiplied. cuBLASLt chooses the order of
+   its sums by the sizes of the product. The following kernels have nothing to fuse and give the
+   CPU's bits: fill, copy, permute, cast, reduce, max, topk, scatter, uniform init, embedding and
+   its backward, and square_sums. So do binary and dropout, unless they accumulate. NaN payloads are
+   unspecified. Never compile this file with -use_fast_math. The file cannot refuse that flag,
+   because nvcc defines no macro for it.
 
-   ERRORS. A refused launch returns DT_ERR_DEVICE at once. A kernel that fails later shows in a
-   later call, at the latest in sync: that is how CUDA works. An index outside its table shows in
-   sync as DT_ERR_ARG: see section 9. */
+   ERRORS. A call whose launch CUDA refuses returns DT_ERR_DEVICE. A kernel runs asynchronously, so
+   a later call reports its failure, at the latest the sync that waits for the kernel. That sync
+   also returns DT_ERR_ARG if a kernel met an index outside its table (section 9). */
 
 #include "dt_tensor.h"
 
@@ -74,9 +79,9 @@
 #error "dt_kernels.cu 0.2.0 needs dt_tensor.h 0.2.0: copy all files from one release"
 #endif
 
-/* cuBLASLt computes matrix products where nvcc finds its header; the kernels of section 15 compute
-   what it refuses. -DDT_NO_CUBLASLT uses those kernels alone. Other compilers opt in with
-   -DDT_CUBLASLT. */
+/* cuBLASLt computes matrix products if nvcc finds the header cublasLt.h. The kernels of section 15
+   compute the products that cuBLASLt refuses. -DDT_NO_CUBLASLT uses only the kernels of section 15.
+   With a compiler other than nvcc, -DDT_CUBLASLT enables cuBLASLt. */
 #if !defined(DT_NO_CUBLASLT) && !defined(DT_CUBLASLT) && defined(__CUDACC__) && \
     defined(__has_include)
 #if __has_include(<cublasLt.h>)
@@ -87,14 +92,14 @@
 #include <cublasLt.h>
 #endif
 
-/* Tests compile this file for a CPU (tests/cuda/cuda_on_cpu.h), where a launch is a function call and a
-   kernel is static already. */
+/* Tests compile this file for a CPU (tests/cuda/cuda_on_cpu.h). There a launch is a function call,
+   and __global__ already makes a kernel static. */
 #ifdef __CUDACC__
 #define DT_LAUNCH(kernel, grid, block, smem, stream, ...) \
     kernel<<<grid, block, smem, stream>>>(__VA_ARGS__)
 #define DTK_KERNEL static __global__ void
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-#define DTK_DYN_ALIGN 1024 /* for wgmma's swizzled tiles */
+#define DTK_DYN_ALIGN 1024 /* wgmma's swizzled tiles need this alignment */
 #else
 #define DTK_DYN_ALIGN 16
 #endif
@@ -102,7 +107,7 @@
     extern __shared__ __align__(DTK_DYN_ALIGN) \
     unsigned char dt_dyn_smem[]; \
     T *name = reinterpret_cast<T *>(dt_dyn_smem)
-/* Unrolls a loop over arrays that must stay in registers, where nvcc might not unroll by itself. */
+/* Unrolls a loop over arrays that must stay in registers; nvcc might not unroll it by itself. */
 #define DTK_UNROLL _Pragma("unroll")
 #define DTK_UNROLL_BY(n) DTK_PRAGMA(unroll n)
 #define DTK_PRAGMA(x) _Pragma(#x)
@@ -116,8 +121,8 @@ namespace dt_cuda {
 
 // ==== 1. Launching, queues ======================================================================
 
-/* A queue is one rank's CUDA stream with its cuBLASLt plans. The host enqueues and goes on; the
-   device runs a queue's launches in order:
+/* A queue is one rank's CUDA stream with its cuBLASLt plans. A launch returns to the host at once.
+   The device runs a queue's kernels in the order of their launches:
 
        host     launch A, launch B, cuda_sync ............... returns
        device   ......[ kernel A ][ kernel B ]
@@ -125,11 +130,12 @@ namespace dt_cuda {
    A kernel is a grid-stride loop: of T threads in the grid, thread i processes the elements
    i, i + T, i + 2T, ... */
 
-/* Kernels take the kernel table's argument structs by value. A grid has at most MAX_BLOCKS blocks,
-   several times what a GPU runs at once; the grid-stride loops serve any size. */
+/* A grid has at most MAX_BLOCKS blocks, which is several times as many as a GPU runs at once. The
+   grid-stride loops cover arrays of any size. Kernels take the kernel table's argument structs by
+   value. */
 enum { BLOCK = 256, WARPS = BLOCK / 32, MAX_BLOCKS = 4096 };
 
-/* The number of blocks for n elements at `each` elements per block. */
+/* The number of blocks for n elements, with `each` elements per block. */
 static unsigned grid_for(size_t n, size_t each) {
     size_t blocks = n / each + (n % each != 0);
     return blocks < MAX_BLOCKS ? (unsigned)blocks : (unsigned)MAX_BLOCKS;
@@ -139,22 +145,22 @@ static dt_status launch_status() {
     return cudaGetLastError() == cudaSuccess ? DT_OK : DT_ERR_DEVICE;
 }
 
-/* CUDA refuses an empty grid, so n = 0 launches nothing. */
+/* Launches nothing if n is 0, because CUDA refuses an empty grid. */
 #define DTK_LAUNCH(kernel, n, each, stream, ...) \
     do { \
         if ((n) > 0) \
             DT_LAUNCH(kernel, grid_for((n), (each)), BLOCK, 0, stream_of(stream), __VA_ARGS__); \
     } while (0)
 
-/* One rank's queue on a device: the `stream` argument of every kernel. NULL means the current
-   device's default stream without cuBLASLt, for tests of single kernels. */
+/* One rank's queue on a device. The `stream` argument of every kernel points to a queue. A NULL
+   queue means the current device's default stream without cuBLASLt, for tests of single kernels. */
 struct cuda_queue {
     cudaStream_t stream;
     int device;
-    bool owns_stream; /* created here, so destroyed here */
-    /* Pinned host memory: nonzero after a kernel met an index outside its table; see section 9. */
+    bool owns_stream; /* dt_cuda_open created the stream, so dt_cuda_close destroys it */
+    /* In pinned host memory. Nonzero after a kernel met an index outside its table (section 9). */
     int *bad_index;
-    struct blas *blas; /* NULL before the first product; see section 15 */
+    struct blas *blas; /* NULL until the first matrix product (section 15) */
 };
 
 static void blas_close(struct blas *blas);
@@ -163,14 +169,14 @@ static cudaStream_t stream_of(void *queue) { return queue ? ((cuda_queue *)queue
 
 // ==== 2. Device memory ==========================================================================
 
-/* What the kernel table needs beside kernels: memory, copies, pinned memory, peer access, events
-   and queues. An event orders two queues without the host:
+/* The kernel table's entries that are not kernels: memory, copies, pinned memory, peer access,
+   events and queues. An event orders two queues without the host:
 
        queue 0   [ kernel A ] record(event) [ kernel B ]
        queue 1                wait(event) ..[ kernel C ]      C starts after A */
 
-/* True on success. A refusal is reported by the call that met it, so CUDA's last error is cleared:
-   the next launch must not see it. */
+/* True on success. On failure it clears CUDA's last error: the caller reports the failure, and the
+   next launch_status must not report it again. */
 static bool succeeded(cudaError_t error) {
     if (error != cudaSuccess) (void)cudaGetLastError();
     return error == cudaSuccess;
@@ -188,15 +194,16 @@ static void cuda_free(void *user, void *p, size_t bytes) {
     (void)succeeded(cudaFree(p));
 }
 
-/* Asynchronous: pageable host memory may be reused as soon as this returns, pinned memory after
-   cuda_sync. */
+/* Asynchronous copy. The caller may reuse pageable host memory as soon as cuda_move returns, and
+   pinned memory after cuda_sync. */
 static dt_status cuda_move(void *dst, const void *src, size_t bytes, void *stream) {
     if (bytes == 0) return DT_OK;
     bool queued = succeeded(cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDefault, stream_of(stream)));
     return queued ? DT_OK : DT_ERR_DEVICE;
 }
 
-/* Kernels check their indices themselves; this reports what they found, see section 9. */
+/* Waits for the queue's kernels and copies. Returns DT_ERR_ARG if a kernel met an index outside its
+   table (section 9). */
 static dt_status cuda_sync(void *stream) {
     cuda_queue *queue = (cuda_queue *)stream;
     if (!succeeded(cudaStreamSynchronize(stream_of(stream)))) return DT_ERR_DEVICE;
@@ -205,7 +212,7 @@ static dt_status cuda_sync(void *stream) {
     return DT_ERR_ARG;
 }
 
-/* Pinned memory: the device copies to and from it while the CPU goes on. */
+/* Pinned memory. The device copies to and from pinned memory while the CPU continues. */
 static void *cuda_pin(size_t bytes) {
     void *p = NULL;
     return succeeded(cudaMallocHost(&p, bytes)) ? p : NULL;
@@ -222,7 +229,8 @@ static int cuda_can_access(const void *p) {
     return succeeded(cudaPointerGetAttributes(&of, p)) && of.type != cudaMemoryTypeUnregistered;
 }
 
-/* Peer access, once enabled, holds for all threads of the process. */
+/* Gives the queue's device access to the memory of devices 0 to max_devices - 1. Peer access, once
+   enabled, holds for all threads of the process. */
 static dt_status cuda_enable_peer_access(
     void *stream, int max_devices, char *text, size_t text_bytes) {
     int devices = 0, here = ((cuda_queue *)stream)->device;
@@ -324,19 +332,19 @@ static void *cuda_open(int local_rank, char *text, size_t text_bytes) {
 
 // ==== 3. Storage types, vectors, block reductions ===============================================
 
-/* Kernels wait for memory, so a thread reads and writes 16 bytes at a time (a vec) and computes in
-   float:
+/* Most kernels are memory-bound, so a thread reads and writes 16 bytes at a time (a vec) and
+   computes in float:
 
        memory      | b0 b1 b2 b3 b4 b5 b6 b7 |     8 x bf16, one access: load_vec
        registers   | f0 f1 f2 f3 f4 f5 f6 f7 |     8 x float: to_floats; load_floats does both
        memory      | c0 c1 c2 c3 c4 c5 c6 c7 |     each rounded once: store_floats
 
-   A reduction over a block adds within warps by shuffles, and then the warps' results in shared
-   memory. All orders are fixed. */
+   A block reduction first adds within each warp by shuffles, then adds the warps' results in shared
+   memory. The order of the additions is fixed. */
 
-/* 16-bit numbers are storage: a kernel widens them to float, computes, and rounds once. CUDA's own
-   types for them need CUDA's headers, which a test may not have. The other types are plain C
-   types. */
+/* The 16-bit types are storage types: a kernel widens their values to float, computes, and rounds
+   once. CUDA's own 16-bit types need CUDA's headers, which a machine that runs the tests may lack.
+   For the other dtypes kernels use float, double and int. */
 struct bf16 {
     uint16_t bits;
 };
@@ -344,7 +352,7 @@ struct f16 {
     uint16_t bits;
 };
 
-/* Calls f<T>(...) with the T of a dtype whose arithmetic is f32. */
+/* Calls f<T>(...) with the storage type T of `dtype`: f32, bf16 or f16, which compute in float. */
 #define DTK_BY_DTYPE(dtype, f, ...) \
     ((dtype) == DT_F32       ? f<float>(__VA_ARGS__) \
         : (dtype) == DT_BF16 ? f<bf16>(__VA_ARGS__) \
@@ -366,8 +374,8 @@ static __device__ void round_to(float *out, float x) { *out = x; }
 static __device__ void round_to(double *out, double x) { *out = x; }
 static __device__ void round_to(int *out, int x) { *out = x; }
 
-/* Rounds to nearest, ties to even. Rounding could carry a NaN into the sign bit, so a NaN is only
-   made quiet. One instruction since sm_80. */
+/* Rounds to nearest, ties to even, in one instruction since sm_80. A NaN is made quiet instead,
+   because rounding up could carry into its sign bit. */
 static __device__ void round_to(bf16 *out, float x) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out->bits) : "f"(x));
@@ -377,10 +385,11 @@ static __device__ void round_to(bf16 *out, float x) {
 #endif
 }
 
-/* f16 conversions are one CUDA instruction each. The CPU's version, for tests: f16 has 5 bits of
-   exponent, and a product with 2^112 moves them to float's bias and makes denormals normal; below
-   2^-14 the spacing of f16 is that of floats in [0.5, 1), so that adding 0.5 rounds; 65,520 and
-   more become infinity. */
+/* Each f16 conversion is one CUDA instruction. Tests on a CPU use the code after #else. There,
+   widening multiplies by 2^112, which changes the exponent's bias from f16's to float's and makes
+   denormals normal. Rounding adds 0.5 to values below 2^-14: f16 values there have the same spacing
+   as floats in [0.5, 1), so that the addition rounds correctly. Values of 65,520 or more become
+   infinity. */
 #ifdef __CUDACC__
 static __device__ float widen(f16 x) {
     float y;
@@ -411,15 +420,16 @@ static void round_to(f16 *out, float x) {
 }
 #endif
 
-/* Warp reduction by butterfly shuffles: every lane gets the sum. x + y equals y + x, so all lanes
-   get the same bits. */
+/* Warp reduction by butterfly shuffles: every lane gets the sum. All lanes get the same bits,
+   because x + y equals y + x. */
 template <class T> static __device__ T warp_sum(T v) {
     for (int other = 16; other > 0; other /= 2) v += __shfl_xor_sync(0xffffffffu, v, other);
     return v;
 }
 
-/* Block reduction: every thread gets the sum over the block, or over its THREADS threads of the
-   block. Each warp reduces first, then the warps' sums are added in order. */
+/* Block reduction: every thread gets the sum over the block. If THREADS is less than the block's
+   size, every thread gets the sum over its own group of THREADS consecutive threads. Each warp
+   reduces first, then every thread adds the warps' sums in order. */
 template <class T, int THREADS = BLOCK> static __device__ T block_sum(T v) {
     __shared__ T of_warp[32];
     v = warp_sum(v);
@@ -432,7 +442,8 @@ template <class T, int THREADS = BLOCK> static __device__ T block_sum(T v) {
     return total;
 }
 
-/* Maximum over a warp, and over a block, for every thread. A NaN loses every comparison. */
+/* warp_max and block_max give every thread the maximum over its warp or block. A NaN loses every
+   comparison. */
 static __device__ float warp_max(float v) {
     for (int other = 16; other > 0; other /= 2) {
         float theirs = __shfl_xor_sync(0xffffffffu, v, other);
@@ -453,8 +464,8 @@ template <int THREADS = BLOCK> static __device__ float block_max(float v) {
     return max_value;
 }
 
-/* COUNT neighbouring elements, 16 bytes by default: what a thread processes at a time, in one
-   memory access if it is aligned to its size. */
+/* COUNT consecutive elements, 16 bytes by default. A thread loads or stores a vec of up to 16 bytes
+   in one memory access, so the vec's address must be a multiple of the vec's size. */
 template <class T, int COUNT = 16 / sizeof(T)>
 struct alignas(COUNT * sizeof(T) < 16 ? COUNT * sizeof(T) : 16) vec {
     enum { N = COUNT };
@@ -468,8 +479,8 @@ template <class T, int N> static __device__ void store_vec(T *p, vec<T, N> x) {
     *reinterpret_cast<vec<T, N> *>(p) = x;
 }
 
-/* Loads a vec that the end of the array may cut: elements past `count` are zero. aligned: p + i is
-   a multiple of 16 bytes. */
+/* Loads the vec at p + i. Elements from index `count` on are zero. `aligned` says that p + i is a
+   multiple of 16 bytes. */
 template <class T>
 static __device__ vec<T> load_vec_bounded(const T *p, size_t i, size_t count, bool aligned) {
     const int N = vec<T>::N;
@@ -479,20 +490,19 @@ static __device__ vec<T> load_vec_bounded(const T *p, size_t i, size_t count, bo
     return x;
 }
 
-/* Widens N elements to float, to compute with them. */
 template <int N, class T> static __device__ vec<float, N> to_floats(vec<T, N> x) {
     vec<float, N> y;
     for (int k = 0; k < N; k++) y.v[k] = widen(x.v[k]);
     return y;
 }
 
-/* Rounds N results, each once. */
 template <int N, class T> static __device__ void round_to(vec<T, N> *out, vec<float, N> x) {
     for (int k = 0; k < N; k++) round_to(&out->v[k], x.v[k]);
 }
 
-/* The same for 16-bit types since sm_80. Two elements share a 32-bit word, the first in its low
-   half: one instruction for each element, or for both. */
+/* Faster versions for sm_80 and later: to_floats for bf16, round_to for bf16 and f16. A 32-bit word
+   holds two elements, the first in the low half. Widening takes one instruction per element,
+   rounding one instruction per word. */
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
 template <int N> static __device__ vec<float, N> to_floats(vec<bf16, N> x) {
     vec<float, N> y;
@@ -516,7 +526,7 @@ DTK_ROUND_PAIRS(bf16, "bf16x2")
 DTK_ROUND_PAIRS(f16, "f16x2")
 #endif
 
-/* Two rounded numbers in a word, the first in its low half. */
+/* Rounds x and y to T and packs them into a word, x in the low half. */
 template <class T> static __device__ unsigned pack_pair(float x, float y) {
     vec<float, 2> two = { { x, y } };
     vec<T, 2> rounded;
@@ -530,8 +540,8 @@ template <int N, class T> static __device__ vec<float, N> load_floats(const T *p
     return to_floats(load_vec<N>(p));
 }
 
-/* A vec that is loaded now and used later. It is held as 32-bit words: the compiler would unpack
-   16-bit elements, and so wait for them, where they are loaded. */
+/* A vec that a thread loads some time before it uses the elements. The vec is held as 32-bit words:
+   nvcc would unpack 16-bit elements right after the load, and so wait for the load there. */
 template <class T, int N, bool WORDS = N * sizeof(T) % 4 == 0> struct raw_vec {
     vec<unsigned, N * sizeof(T) / 4> x;
 };
@@ -543,8 +553,8 @@ template <int N, class T> static __device__ vec<float, N> to_floats(const raw_ve
     return to_floats(x);
 }
 
-/* sum += the vecs at at(0), at(1), ..., at(n - 1), in this order. COUNT loads are in flight at a
-   time. */
+/* Adds the vecs at the addresses at(0), at(1), ..., at(n - 1) to *sum, in this order. COUNT loads
+   are in flight at a time. */
 template <int COUNT, int N, class F>
 static __device__ void add_vecs(vec<float, N> *sum, size_t n, F at) {
     for (size_t e = 0; e < n; e += COUNT) {
@@ -560,7 +570,8 @@ static __device__ void add_vecs(vec<float, N> *sum, size_t n, F at) {
     }
 }
 
-/* Stores N results at p, or adds them if `accumulate`; each is rounded once. */
+/* Stores N results at p, or adds them to the elements at p if `accumulate`. Each result is rounded
+   once. */
 template <class T, int N>
 static __device__ void store_floats(T *p, vec<float, N> x, int accumulate = 0) {
     vec<T, N> rounded;
@@ -572,12 +583,13 @@ static __device__ void store_floats(T *p, vec<float, N> x, int accumulate = 0) {
     store_vec(p, rounded);
 }
 
-/* The same for one element. */
+/* store_floats for one element. */
 template <class T> static __device__ void store_float(T *to, float value, int accumulate = 0) {
     round_to(to, accumulate ? widen(*to) + value : value);
 }
 
-/* The same for a dtype that only the host knows. For sums, which are few. */
+/* store_float with a dtype that is known only at run time. The branches do not matter, because only
+   column and row sums use store_typed, and those write few elements. */
 static __device__ void store_typed(
     dt_dtype dtype, void *out, size_t i, float value, int accumulate) {
     if (dtype == DT_F32)
@@ -588,7 +600,7 @@ static __device__ void store_typed(
         store_float((f16 *)out + i, value, accumulate);
 }
 
-/* The dtype of an output that is f32 if `wide`. */
+/* The dtype of an output: f32 if `wide`, else `dtype`. */
 static dt_dtype output_dtype(dt_dtype dtype, int wide) { return wide ? DT_F32 : dtype; }
 
 static __host__ __device__ bool aligned16(
@@ -596,16 +608,18 @@ static __host__ __device__ bool aligned16(
     return (((uintptr_t)a | (uintptr_t)b | (uintptr_t)c | (uintptr_t)d) & 15) == 0;
 }
 
-/* A grid-stride loop over a flat array, `each` elements at a time: this thread's first index, and
-   the step. */
+/* This thread's first index and step in a grid-stride loop over a flat array, `each` elements at a
+   time. */
 static __device__ size_t grid_first(int each) {
     return ((size_t)blockIdx.x * BLOCK + threadIdx.x) * each;
 }
 static __device__ size_t grid_step(int each) { return (size_t)gridDim.x * BLOCK * each; }
 
-/* Loops over arrays call f(i, constant<N>()) for N elements at i: whole vecs where the array is
-   aligned, else single elements. f is compiled for both. The loop is shared by the blocks of the
-   grid, or by some of them. */
+/* The loops below call f(i, constant<N>()) for the N elements at index i. If the array is aligned,
+   they process a vec per call, and single elements (N = 1) at the end; otherwise they process
+   single elements only. f is compiled for both values of N. for_each_vec distributes the loop over
+   all blocks of the grid; for_each_in_blocks distributes it over `blocks` blocks and runs the part
+   of block number `block`. */
 template <int COUNT> struct constant {
     enum { N = COUNT };
 };
@@ -623,12 +637,12 @@ template <int N, class F> static __device__ void for_each_vec(size_t count, bool
     for_each_in_blocks<N>(blockIdx.x, gridDim.x, count, aligned, f);
 }
 
-/* The same over rows of cols elements: f(row, column, constant<N>()). */
+/* for_each_vec over `rows` rows of `cols` elements. Calls f(row, column, constant<N>()). */
 template <int N, class F>
 static __device__ void for_each_in_rows(size_t rows, size_t cols, bool aligned, F f) {
     size_t each = aligned && cols % N == 0 ? N : 1, vecs = cols / each;
     if (vecs == 0) return;
-    /* divides once, not in each step */
+    /* Divisions are slow, so they are done here once and not in every iteration. */
     size_t row = grid_first(1) / vecs, at = grid_first(1) % vecs;
     size_t row_stride = grid_step(1) / vecs, vec_stride = grid_step(1) % vecs;
     while (row < rows) {
@@ -677,8 +691,8 @@ static dt_status cuda_fill(const dt_fill_args *a, void *stream) {
     return DT_ERR_UNSUPPORTED;
 }
 
-/* Word: the largest type, of 16, 4, 2 or 1 bytes, that divides every address and length of the
-   copy. */
+/* Word is the largest type of 16, 4, 2 or 1 bytes whose size divides all addresses, strides and row
+   lengths of the copy. */
 template <class Word> DTK_KERNEL __launch_bounds__(BLOCK) copy_kernel(dt_copy_args a) {
     size_t words = a.row_bytes / sizeof(Word);
     for (size_t i = grid_first(1); i < a.rows * words; i += grid_step(1)) {
@@ -692,7 +706,7 @@ template <class Word> DTK_KERNEL __launch_bounds__(BLOCK) copy_kernel(dt_copy_ar
 static dt_status cuda_copy(const dt_copy_args *args, void *stream) {
     dt_copy_args a = *args;
     size_t bytes = a.rows * a.row_bytes;
-    /* contiguous rows are one long row, of which only the end can be odd */
+    /* Contiguous rows are copied as one row, so only the total length limits the word size. */
     if (a.in_stride == a.row_bytes && a.out_stride == a.row_bytes) {
         a.rows = 1;
         a.row_bytes = bytes;
@@ -710,14 +724,14 @@ static dt_status cuda_copy(const dt_copy_args *args, void *stream) {
     return launch_status();
 }
 
-/* The input pointers travel in the kernel's arguments, because the caller's array of pointers lies
+/* The input pointers are part of the kernel's arguments, because the caller's array of pointers is
    in host memory. */
 enum { MAX_INPUTS = 128 };
 struct reduce_inputs {
     const void *p[MAX_INPUTS];
     int n;
     dt_op op;
-    int divisor; /* the number of all inputs in DT_AVG's last launch; else 0 */
+    int divisor; /* number of inputs of the entire reduction; 0 except in DT_AVG's last launch */
     bool aligned;
 };
 
@@ -740,8 +754,9 @@ template <class T> static __device__ T reduce_pair(dt_op op, T a, T b) {
     return a;
 }
 
-/* A thread reads its elements of all inputs before it writes them, so out may be one of the inputs.
-   Number is the type of the arithmetic: 16-bit partial results would be rounded at each step. */
+/* A thread reads its elements of all inputs before it writes the results, so out may be one of the
+   inputs. Number is the accumulation type: float for 16-bit T, so that partial results are not
+   rounded. */
 template <class T, class Number>
 DTK_KERNEL __launch_bounds__(BLOCK) reduce_kernel(T *out, size_t count, reduce_inputs in) {
     for_each_vec<vec<T>::N>(count, in.aligned, [&](size_t i, auto width) {
@@ -759,10 +774,10 @@ DTK_KERNEL __launch_bounds__(BLOCK) reduce_kernel(T *out, size_t count, reduce_i
     });
 }
 
-/* More than MAX_INPUTS inputs take several launches. Each launch but the first starts from the
-   contents of out, so the order of the sum is the same. Two cases are refused: 16-bit types, whose
-   partial results would be rounded between launches, and an out that is the input of a later
-   launch, because the first launch overwrites it. */
+/* A reduction of more than MAX_INPUTS inputs takes several launches. Each launch after the first
+   starts from the contents of out, so the order of the sum is the same as in one launch. Two cases
+   are refused: 16-bit types, because partial results would be rounded between launches; and an out
+   that is also an input of a later launch, because the first launch overwrites that input. */
 template <class T, class Number> static dt_status reduce(const dt_reduce_args *a, void *stream) {
     if (a->n < 1) return DT_ERR_ARG;
     if (a->n > MAX_INPUTS && sizeof(T) < sizeof(Number)) return DT_ERR_UNSUPPORTED;
@@ -798,8 +813,9 @@ static dt_status cuda_reduce(const dt_reduce_args *a, void *stream) {
 
 // ==== 5. Strides: binary, permute ===============================================================
 
-/* The index of two arrays with strides. Adjacent dimensions that are contiguous in both are merged:
-   two tensors of one shape have one dimension, a bias over rows has two. */
+/* The dimensions d and the strides of two arrays a and b. Adjacent dimensions that are contiguous
+   in both arrays are merged: two contiguous tensors of the same shape need one dimension, a matrix
+   and a bias that is added to its rows need two. */
 struct strided {
     int nd; /* at least 1 */
     int64_t d[DT_MAX_DIMS], a[DT_MAX_DIMS], b[DT_MAX_DIMS];
@@ -820,7 +836,8 @@ static strided make_strided(dt_shape shape, const int64_t *a, const int64_t *b) 
     return s;
 }
 
-/* The number of elements. It does not call dt_tensor.h, so that this file links alone. */
+/* The number of elements. It calls no function of dt_tensor.h, so that this file links without
+   dt_tensor.h's implementation. */
 static size_t element_count(const strided *s) {
     size_t n = 1;
     for (int i = 0; i < s->nd; i++) n *= (size_t)s->d[i];
@@ -839,8 +856,8 @@ static __device__ void offsets_of(const strided &s, size_t i, int64_t *a, int64_
     *b += (int64_t)i * s.b[0];
 }
 
-/* Whether `each` neighbours along the last dimension are one aligned access, or one repeated
-   element. */
+/* True if every group of `each` consecutive elements along the last dimension is one aligned vec,
+   or one repeated element (stride 0). */
 static bool can_vectorize(const void *p, const int64_t *stride, const strided *s, int64_t each) {
     bool vectorized = aligned16(p) && stride[s->nd - 1] == 1;
     for (int i = 0; i < s->nd - 1; i++) vectorized = vectorized && stride[i] % each == 0;
@@ -864,8 +881,8 @@ static __device__ vec<float, N> load_floats_strided(const T *p, int64_t stride) 
     return x;
 }
 
-/* Computes N neighbours at a time. A thread reads its elements before it writes them, so out may be
-   a or b. */
+/* A thread computes N consecutive elements at a time. It reads its operands before it writes the
+   results, so out may be a or b. */
 template <class T, int N>
 DTK_KERNEL __launch_bounds__(BLOCK) binary_kernel(dt_binary_args a, strided s, size_t count) {
     for (size_t i = grid_first(N); i < count; i += grid_step(N)) {
@@ -894,8 +911,8 @@ template <class T> static dt_status binary(const dt_binary_args *a, void *stream
 }
 DTK_TABLE_ENTRY(binary)
 
-/* Moves N neighbours at a time: a vec if it is contiguous on both sides, else one element. s.a are
-   the output's strides, s.b the input's. */
+/* A thread moves N elements at a time: a vec if the last dimension is contiguous in the input and
+   the output, else one element. s.a are the output's strides, s.b the input's. */
 template <class T, int N>
 DTK_KERNEL __launch_bounds__(BLOCK) permute_kernel(dt_permute_args a, strided s, size_t count) {
     for (size_t i = grid_first(N); i < count; i += grid_step(N)) {
@@ -911,9 +928,10 @@ DTK_KERNEL __launch_bounds__(BLOCK) permute_kernel(dt_permute_args a, strided s,
     }
 }
 
-/* Tiled transpose. One dimension is contiguous in the input (in_dense), another one in the output
-   (out_dense). Tiles of 32 x 32 go through shared memory, so that global memory is read and written
-   along rows. A tile's rows are one element longer, so that its columns lie in different banks. */
+/* Tiled transpose. One dimension is contiguous in the input (its length is in_dense), a different
+   dimension is contiguous in the output (its length is out_dense). Tiles of 32 x 32 pass through
+   shared memory, so that global memory is read and written along contiguous rows. A tile's rows
+   have 33 elements in shared memory, so that reading a column has no bank conflicts. */
 struct transpose_shape {
     int64_t in_dense, out_dense, in_stride, out_stride;
 };
@@ -938,12 +956,12 @@ DTK_KERNEL __launch_bounds__(BLOCK)
         for (int j = threadIdx.x / 32; j < 32; j += WARPS)
             if (x + j < t.in_dense && y + lane < t.out_dense)
                 out[to + (x + j) * t.out_stride + y + lane] = tile[lane][j];
-        __syncthreads(); /* the tile has been read */
+        __syncthreads(); /* all threads have read the tile */
     }
 }
 
-/* Launches transpose_kernel if s (a: out, b: in) is a transpose that is large enough to pay, else
-   returns false. */
+/* Launches transpose_kernel if s is a transpose of at least 8 x 8 elements without accumulation;
+   otherwise returns false. s.a are the output's strides, s.b the input's. */
 template <class Word>
 static bool launch_transpose(const dt_permute_args *a, strided s, void *stream) {
     int in = -1, out = -1;
@@ -961,7 +979,7 @@ static bool launch_transpose(const dt_permute_args *a, strided s, void *stream) 
     return true;
 }
 
-/* Word: any type of T's size */
+/* Word is an integer type of T's size. */
 template <class T, class Word> static dt_status permute(const dt_permute_args *a, void *stream) {
     const int N = vec<T>::N;
     strided s = make_strided(a->shape, a->out_stride, a->in_stride);
@@ -991,10 +1009,10 @@ static dt_status cuda_permute(const dt_permute_args *a, void *stream) {
 // ==== 6. Activations: unary, glu ================================================================
 
 /* A result that is rounded to 16 bits does not need a float's last bits, so the hardware's
-   approximate exponential and division suffice. With them the functions below take less time than
-   their memory traffic. */
+   approximate exponential and division are exact enough. They are so fast that the kernels below
+   stay memory-bound. */
 #ifdef __CUDACC__
-/* Gives 0 below 2^-126, which saves __expf's special case there. */
+/* exp(x), flushed to 0 below 2^-126. __expf handles such results in extra instructions. */
 static __device__ float fast_exp(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(1.44269504f * x));
@@ -1013,15 +1031,17 @@ template <class T> static __device__ float sigmoid_as(float x) {
     return divide_as<T>(1, 1 + exp_as<T>(-x));
 }
 
-/* The normal distribution function. erfcf keeps its digits where 1 + erff would cancel. */
+/* The normal distribution function. erfcf stays accurate for negative x, where 1 + erff(x) would
+   cancel. */
 static __device__ float normal_cdf(float x) { return 0.5f * erfcf(-0.70710678f * x); }
 
-/* GELU in its tanh form. With u = sqrt(2/pi) (x + 0.044715 x^3), 0.5 (1 + tanh u) is the logistic
-   function of 2u: one exponential, and no cancellation where tanh u is close to -1. */
+/* GELU in its tanh form. With u = sqrt(2/pi) (x + 0.044715 x^3), 0.5 (1 + tanh u) equals the
+   logistic function of 2u. The logistic function needs only one exponential and does not cancel
+   where tanh u is close to -1. */
 #define DTK_GELU_SCALE 0.7978845608028654f /* sqrt(2/pi) */
 #define DTK_GELU_CUBIC 0.044715f
 
-/* f(x), to be stored as T. */
+/* The activation `kind` of x. T is the type in which the caller stores the result. */
 template <class T = float>
 static __device__ float activate(int kind, float x, float scale, float shift) {
     switch (kind) {
@@ -1039,14 +1059,16 @@ static __device__ float activate(int kind, float x, float scale, float shift) {
     return x;
 }
 
-/* Past these bounds a slope is 0 or 1. The clamp avoids infinity times zero. */
+/* Clamps x to [-bound, bound]. The derivatives below clamp x where they are 0 or 1 in float beyond
+   the bound, because infinity times zero would be NaN. */
 static __device__ float clamped(float x, float bound) {
     x = x < -bound ? -bound : x;
     return x > bound ? bound : x;
 }
 
-/* gelu'(x) = s + x s (1 - s) 2 u'. With s = 1 / (1 + e), 1 - s is computed as e s: where s is close
-   to 1 and x^3 is large, the difference would have too few digits. */
+/* gelu'(x) = s + x s (1 - s) 2 u', with s = 1 / (1 + e) and e = exp(-2 u). The factor 1 - s is
+   computed as e s, because the difference would cancel where s is close to 1, and the large x u'
+   would amplify that error. */
 template <class T> static __device__ float gelu_derivative(float x) {
     x = clamped(x, 30);
     float u = DTK_GELU_SCALE * (x + DTK_GELU_CUBIC * x * x * x),
@@ -1068,8 +1090,8 @@ template <class T> static __device__ float silu_derivative(float x) {
     return s + x * s * (e * s);
 }
 
-/* d f'(x), to be stored as T. ReLU does not multiply d by 0 but returns 0, so that infinities in d
-   do not become NaN. */
+/* d f'(x) for the activation f of this `kind`. T is the type in which the caller stores the result.
+   ReLU returns 0 instead of d times 0, so that an infinite d does not become NaN. */
 template <class T = float>
 static __device__ float activate_back(int kind, float x, float d, float scale) {
     switch (kind) {
@@ -1088,8 +1110,8 @@ static __device__ float activate_back(int kind, float x, float d, float scale) {
     return d;
 }
 
-/* Calls f(constant<kind>()). A loop branches once per vec, so that the elements of a vec are
-   computed in parallel. */
+/* Calls f(constant<kind>()), so that f knows the activation at compile time. A loop then branches
+   once per vec, and the vec's elements are computed in parallel. */
 template <class F> static __device__ void with_activation(int kind, F f) {
     switch (kind) {
     case DT_ACT_GELU: return f(constant<DT_ACT_GELU>());
@@ -1126,7 +1148,7 @@ template <class T> static dt_status unary(const dt_unary_args *a, void *stream) 
 }
 DTK_TABLE_ENTRY(unary)
 
-/* in may be NULL for activations whose slope does not depend on it. */
+/* a.in may be NULL for an activation whose derivative does not depend on the input. */
 template <class T> DTK_KERNEL __launch_bounds__(BLOCK) unary_back_kernel(dt_unary_back_args a) {
     float scale = (float)a.scale;
     for_each_vec<vec<T>::N>(a.count, aligned16(a.dx, a.dout, a.in), [&](size_t i, auto width) {
@@ -1148,8 +1170,8 @@ template <class T> static dt_status unary_back(const dt_unary_back_args *a, void
 }
 DTK_TABLE_ENTRY(unary_back)
 
-/* Gated linear unit, arXiv:2002.05202. A thread computes a vec of the output from its gates and,
-   cols further, its ups. */
+/* Gated linear unit, arXiv:2002.05202. out = act(gate) * up. Each row of `in` has cols gates, then
+   cols ups. */
 template <class T> DTK_KERNEL __launch_bounds__(BLOCK) glu_kernel(dt_glu_args a) {
     for_each_in_rows<vec<T>::N>(
         a.rows, a.cols, aligned16(a.out, a.in), [&](size_t row, size_t col, auto width) {
@@ -1199,10 +1221,11 @@ DTK_TABLE_ENTRY(glu_back)
 
 // ==== 7. Cast ===================================================================================
 
-/* A cast gives the CPU's bits. It goes by way of double, which holds every value of the other
-   types. From double to 16 bits it goes through a float that is rounded to odd: the float's last
-   bit records that digits were cut off, so that the second rounding gives the result of a single
-   rounding. */
+/* A cast gives the CPU's bits. The value is first converted to double, which represents every value
+   of the other types exactly. A double is converted to 16 bits in two steps. The first step rounds
+   to a float; if the double lies between two floats, the step picks the float whose last bit is 1
+   (rounding to odd). The second step rounds to 16 bits, and then gives the same result as a single
+   rounding would. */
 static __device__ float round_to_odd(double x) {
     float f = (float)x;
     unsigned bits = __float_as_uint(f);
@@ -1221,13 +1244,14 @@ static __device__ void convert(int *out, double x) {
     *out = (int)x;
 }
 
-/* A value that widens to float needs no double on its way to float and 16 bits. */
+/* A value that widens to float is converted to float or 16 bits without a double in between. */
 template <class T> static __device__ void convert(T *out, float x) { round_to(out, x); }
 static __device__ void convert(double *out, float x) { *out = (double)x; }
 static __device__ void convert(int *out, float x) { convert(out, (double)x); }
 template <class T> static __device__ void convert(T *out, int x) { convert(out, (double)x); }
 
-/* Vecs: a loop, except from float to 16 bits. */
+/* Converts a vec element by element, except from float to 16 bits: round_to converts two elements
+   per instruction. */
 template <class To, class From, int N>
 static __device__ void convert(vec<To, N> *out, vec<From, N> x) {
     for (int k = 0; k < N; k++) convert(&out->v[k], widen(x.v[k]));
@@ -1239,14 +1263,16 @@ template <int N> static __device__ void convert(vec<f16, N> *out, vec<float, N> 
     round_to(out, x);
 }
 
-/* x + y, exact enough that converting it to To rounds once. Two floats' sum may go through a double
-   on its way to float or not: double has more than twice the digits. */
+/* x + y in a type that is wide enough for convert to To to round only once. If x, y and To are
+   floats, the float addition gives the same bits as a double addition rounded to float, because
+   double has more than twice as many mantissa bits. */
 template <class To, class X, class Y> static __device__ double exact_sum(To *, X x, Y y) {
     return (double)x + (double)y;
 }
 static __device__ float exact_sum(float *, float x, float y) { return x + y; }
 
-/* MAX_N elements are 16 bytes of the wider type, so that a warp's accesses have no gaps. */
+/* MAX_N elements of the larger of the two types take 16 bytes, so that a warp's accesses to both
+   arrays have no gaps. */
 template <class To, class From> DTK_KERNEL __launch_bounds__(BLOCK) cast_kernel(dt_cast_args a) {
     const int MAX_N = sizeof(To) > sizeof(From) ? 16 / sizeof(To) : 16 / sizeof(From);
     for_each_vec<MAX_N>(a.count, aligned16(a.out, a.in), [&](size_t i, auto width) {
@@ -1294,15 +1320,15 @@ static dt_status cuda_cast(const dt_cast_args *a, void *stream) {
 
 // ==== 8. Sums over a dimension ==================================================================
 
-/* A tall sum over few columns has too few outputs to fill a GPU. So with scratch it takes two
-   launches:
+/* A sum over many rows of few columns has too few outputs to fill a GPU. So it takes two launches
+   if the caller provides scratch:
 
        in (n = 8)    | r0 r1 | r2 r3 | r4 r5 | r6 r7 |
        launch 1      |   s0  |   s1  |   s2  |   s3  |     parts: one block each
        launch 2      |              out              |     their sum */
 
-/* Sums in (outer,n,inner) over n to out (outer,parts,inner), of dtype `type`: n is split into
-   parts, and each part is summed by itself. */
+/* Sums `in` (outer,n,inner) over n. Dimension n is split into parts; out (outer,parts,inner), of
+   dtype `type`, receives each part's sum times `scale`. */
 struct sum_job {
     const void *in;
     void *out;
@@ -1312,8 +1338,9 @@ struct sum_job {
     int accumulate;
 };
 
-/* Elements [first, end). subrange is number i of the `count` parts of equal length that a range is
-   split into; the split depends on the length alone. */
+/* Elements [first, end). subrange splits a range into `count` parts of equal length, the last parts
+   possibly shorter or empty, and returns part i. The split depends only on the range's length and
+   on count. */
 struct range {
     size_t first, end;
 };
@@ -1327,9 +1354,10 @@ static __device__ range subrange(range all, size_t count, size_t i) {
     return r;
 }
 
-/* A block of 32 x 16 threads sums 32 vecs of neighbouring columns. The threads of one threadIdx.y
-   walk down their part of the rows, ascending, and the 16 partial sums are added in ascending
-   order. Each of the first 32 N threads gets the total of one column. */
+/* A block of 32 x 16 threads sums the columns of 32 adjacent vecs. The rows are split among the 16
+   values of threadIdx.y. Each thread adds its rows in ascending order; sum_over_rows then adds the
+   16 partial sums of each column in ascending order of threadIdx.y. Each of the first 32 N threads
+   gets the total of one column. */
 enum { COLUMN_THREADS = 32, ROW_THREADS = 16 };
 
 static __device__ int my_column() { return threadIdx.y * COLUMN_THREADS + threadIdx.x; }
@@ -1346,7 +1374,8 @@ template <int N> static __device__ float sum_over_rows(vec<float, N> sum) {
     return total;
 }
 
-/* Computes sum a (blockIdx.y = 0), and sum b of the same sizes if the grid has a second row. */
+/* Blocks with blockIdx.y = 0 compute sum a. If the grid has a second row, its blocks compute sum b,
+   which has the same sizes. */
 template <class T, int N>
 DTK_KERNEL __launch_bounds__(COLUMN_THREADS *ROW_THREADS, 2)
     column_sums_kernel(sum_job a, sum_job b) {
@@ -1361,7 +1390,7 @@ DTK_KERNEL __launch_bounds__(COLUMN_THREADS *ROW_THREADS, 2)
         vec<float, N> sum = { { 0 } };
         if (c < a.inner)
             add_vecs<8>(&sum, mine.end - mine.first, [&](size_t r) { return in + r * a.inner; });
-        /* outside any condition: every thread of the block must reach the barrier */
+        /* every thread of the block calls sum_over_rows, because it has barriers */
         float total = sum_over_rows(sum);
         c = first + my_column();
         if (my_column() < COLUMN_THREADS * N && c < a.inner)
@@ -1369,8 +1398,8 @@ DTK_KERNEL __launch_bounds__(COLUMN_THREADS *ROW_THREADS, 2)
     }
 }
 
-/* Rows shared by G threads each, a warp or a block: this thread's first row, and the step to its
-   next one. */
+/* G threads (a warp or a block) share a row. row_first is this thread's first row, row_step the
+   distance to its next row. */
 template <int G> static __device__ size_t row_first() {
     return (size_t)blockIdx.x * (BLOCK / G) + threadIdx.x / G;
 }
@@ -1382,7 +1411,8 @@ template <int G> static __device__ float group_max(float v) {
     return G == 32 ? warp_max(v) : block_max(v);
 }
 
-/* The range of n elements at p that is whole vecs at multiples of 16 bytes, wherever p lies. */
+/* The part of the n elements at p that consists of complete vecs at addresses divisible by 16. p
+   itself need not be divisible by 16. */
 template <int N, class T> static __device__ range aligned_range(const T *p, size_t n) {
     size_t head = (16 - (uintptr_t)p % 16) % 16 / sizeof(T);
     if (head > n) head = n;
@@ -1390,7 +1420,7 @@ template <int N, class T> static __device__ range aligned_range(const T *p, size
     return aligned;
 }
 
-/* A loop of THREADS threads over n elements that all belong to them: f(index, constant<N>()). */
+/* Loops over n elements with a group of THREADS threads and calls f(index, constant<N>()). */
 template <int N, int THREADS, class T, class F>
 static __device__ void for_each_in_range(const T *p, size_t n, F f) {
     range aligned = aligned_range<N>(p, n);
@@ -1400,7 +1430,7 @@ static __device__ void for_each_in_range(const T *p, size_t n, F f) {
     for (size_t c = aligned.end + me; c < n; c += THREADS) f(c, constant<1>());
 }
 
-/* For inner = 1. */
+/* Sums rows: inner is 1. */
 template <class T, int G> DTK_KERNEL __launch_bounds__(BLOCK) row_sums_kernel(sum_job a) {
     for (size_t part = row_first<G>(); part < a.outer * a.parts; part += row_step<G>()) {
         range all = { 0, a.n }, mine = subrange(all, a.parts, part % a.parts);
@@ -1416,7 +1446,7 @@ template <class T, int G> DTK_KERNEL __launch_bounds__(BLOCK) row_sums_kernel(su
     }
 }
 
-/* For n = 1: nothing to sum. */
+/* Scales `in`: n is 1, so there is nothing to add. */
 template <class T> DTK_KERNEL __launch_bounds__(BLOCK) scaled_kernel(sum_job a) {
     for (size_t i = grid_first(1); i < a.outer * a.inner; i += grid_step(1))
         store_typed(a.type, a.out, i, a.scale * widen(((const T *)a.in)[i]), a.accumulate);
@@ -1431,12 +1461,13 @@ static void launch_column_sums(const sum_job &a, const sum_job *b, void *stream)
             stream_of(stream), a, b ? *b : a);
 }
 
-/* The number of blocks that fill a GPU: sums are split into parts to reach it. It is two for each
-   of the 132 multiprocessors of an H100, on every device, because a device's own number would give
-   the device its own bits. */
+/* The number of blocks that fill a GPU: two for each of the 132 multiprocessors of an H100. A sum
+   with fewer blocks is split into parts. All devices use the same FILL_BLOCKS, because the number
+   of parts changes the bits of a sum. */
 enum { FILL_BLOCKS = 264 };
 
-/* Few columns are summed one by one instead of in vecs, so that more blocks share them. */
+/* Few columns are summed with one column per thread instead of a vec, so that more blocks take
+   part. */
 template <class T> static void launch_sums(const sum_job &a, void *stream) {
     const int N = vec<T>::N;
     bool few = a.outer * a.parts * vec_count(a.inner, COLUMN_THREADS * N) < FILL_BLOCKS / 4;
@@ -1455,7 +1486,7 @@ template <class T> static void launch_sums(const sum_job &a, void *stream) {
 template <class T> static size_t sum_parts(const dt_sum_args *a) {
     size_t blocks =
         a->outer * (a->inner == 1 ? 1 : vec_count(a->inner, COLUMN_THREADS * vec<T>::N));
-    /* no part is shorter than 4,096 elements, or 32 rows */
+    /* a part has at least 4,096 elements if inner is 1, else at least 32 rows */
     size_t max_parts = a->n / (a->inner == 1 ? 4096 : 2 * ROW_THREADS), capacity = 0;
     if (blocks == 0 || blocks >= FILL_BLOCKS || !a->work) return 1;
     capacity = a->work_bytes / sizeof(float) / (a->outer * a->inner);
@@ -1484,11 +1515,12 @@ DTK_TABLE_ENTRY(sum)
 
 // ==== 9. Checked indices: max, top-k, scatter ===================================================
 
-/* Indices come from the caller's data, and one outside its table must not be used. Checking them on
-   the host would stall the queue in every step, so the kernels check: they skip an invalid index
-   and set a word in pinned memory. The next cuda_sync returns DT_ERR_ARG, and what was computed
-   since the sync before is void. Without a queue, in tests of single kernels, there is no such
-   word: the host reads the indices, and the error is returned at once, as on the CPU. */
+/* Indices come from the caller's data, so an index may lie outside its table. A check on the host
+   would stall the queue in every step, so the kernels check their indices: they skip an invalid
+   index and set the queue's bad_index in pinned memory. The next cuda_sync returns DT_ERR_ARG; all
+   results since the previous cuda_sync are invalid. Tests of single kernels pass no queue, and so
+   have no bad_index. For them check_indices reads the indices on the host and returns DT_ERR_ARG at
+   once, as the CPU's kernels do. */
 static dt_status check_indices(
     const int32_t *indices, size_t count, int64_t begin, int64_t end, void *queue) {
     const size_t ID_CHUNK = 4096;
@@ -1506,15 +1538,17 @@ static dt_status check_indices(
 
 static int *bad_index_of(void *queue) { return queue ? ((cuda_queue *)queue)->bad_index : NULL; }
 
-/* Whether an index may be used. All threads that write bad_index write the same. */
+/* True if index is in [begin, end). Several threads may write *bad_index at the same time, but all
+   of them write 1. */
 static __device__ bool is_valid_index(int64_t index, int64_t begin, int64_t end, int *bad_index) {
     if (index >= begin && index < end) return true;
     if (bad_index) *(volatile int *)bad_index = 1;
     return false;
 }
 
-/* One thread per maximum, as on the CPU. A NaN is never the maximum, unless it comes first. Meant
-   for a dimension of thousands at most: along the last one, neighbouring threads read n apart. */
+/* One thread computes one maximum. As on the CPU, a NaN is the maximum only if it is the first
+   element. The kernel is meant for n of at most a few thousand: if inner is 1, adjacent threads
+   read addresses n elements apart, which is slow. */
 template <class T> DTK_KERNEL __launch_bounds__(BLOCK) max_kernel(dt_max_args a) {
     for (size_t i = grid_first(1); i < a.outer * a.inner; i += grid_step(1)) {
         const T *in = (const T *)a.in + i / a.inner * a.n * a.inner + i % a.inner;
@@ -1541,8 +1575,9 @@ static dt_status cuda_max(const dt_max_args *a, void *stream) {
     return DTK_BY_DTYPE(a->dtype, max_of, a, stream);
 }
 
-/* One thread per row keeps a sorted list of k in the output itself, as the CPU does: k and cols are
-   numbers of experts. A later column never moves ahead of an equal one. */
+/* One thread per row keeps a sorted list of the k largest columns in the output itself, as the CPU
+   does. This is fast enough for a MoE router, where cols is the number of experts. A later column
+   never moves ahead of an earlier column of the same value. */
 template <class T> DTK_KERNEL __launch_bounds__(BLOCK) topk_kernel(dt_topk_args a) {
     for (size_t r = grid_first(1); r < a.rows; r += grid_step(1)) {
         const T *x = (const T *)a.in + r * a.cols;
@@ -1566,8 +1601,8 @@ template <class T> static dt_status topk(const dt_topk_args *a, void *stream) {
 }
 DTK_TABLE_ENTRY(topk)
 
-/* One thread per (outer,inner), j ascending: values for the same position are added in order, and
-   each sum is rounded. */
+/* One thread per (outer,inner) adds the k values in ascending order, so values for the same output
+   position are added in a fixed order. Each sum is rounded. */
 template <class T>
 DTK_KERNEL __launch_bounds__(BLOCK, 2) scatter_kernel(dt_scatter_args a, int *bad_index) {
     for (size_t i = grid_first(1); i < a.outer * a.inner; i += grid_step(1)) {
@@ -1594,17 +1629,19 @@ DTK_TABLE_ENTRY(scatter)
 
 // ==== 10. Normalisation and softmax =============================================================
 
-/* A row that fits into registers is read once, whatever the number of passes over it:
+/* A row that fits into registers is read from memory only once, even if a kernel makes several
+   passes over it:
 
        naive     read x: max      read x: sum of e^(x - max)      read x: write e^(x - max) / sum
        here      read x into registers (thread_row); max; sum; write
 
-   G threads share a row, a warp or a block. Softmax subtracts the maximum, so that e^x does not
+   G threads, a warp or a block, share a row. Softmax subtracts the maximum, so that e^x does not
    overflow. */
 
-/* One thread's part of a row that G threads share: vecs of N elements, G vecs apart. The first K
-   vecs stay in registers, so that a row of up to G K vecs is read once; the vecs beyond are read in
-   each pass. cols is a multiple of N, and vecs are aligned; other rows have N = 1. */
+/* One thread's part of a row that G threads share: vecs of N elements, G vecs apart. The thread's
+   first K vecs stay in registers, so that a row of up to G K vecs is read once. Further vecs are
+   read again in each pass. cols must be a multiple of N, and the row aligned to the size of a vec;
+   for other rows N is 1. */
 enum { ROW_VECS = 4 };
 
 template <class T, int N, int G, int K = ROW_VECS> struct thread_row {
@@ -1627,7 +1664,7 @@ template <class T, int N, int G, int K = ROW_VECS> struct thread_row {
         DTK_UNROLL_BY(1)
         for (int64_t c = column(K); c < cols; c += G * N) f(c, load_floats<N>(p + c));
     }
-    /* The same for two rows. */
+    /* Calls f(column of the first element, this row's elements, other's elements) for each vec. */
     template <class F> __device__ void for_each_pair(const thread_row &other, F f) const {
         DTK_UNROLL
         for (int j = 0; j < K; j++)
@@ -1638,8 +1675,8 @@ template <class T, int N, int G, int K = ROW_VECS> struct thread_row {
     }
 };
 
-/* Launches kernel<T, N, G>: in vecs if the rows allow it (`vectorized`), with one warp per row if
-   its registers hold the row, else with one block. */
+/* Launches kernel<T, N, G>. If `vectorized`, the kernel reads vecs, and one warp processes a row if
+   its registers hold the row. Otherwise one block processes a row. */
 #define DTK_LAUNCH_ROWS(kernel, T, vectorized, rows, cols, stream, ...) \
     do { \
         if (!(vectorized)) \
@@ -1650,8 +1687,9 @@ template <class T, int N, int G, int K = ROW_VECS> struct thread_row {
             DTK_LAUNCH((kernel<T, vec<T>::N, BLOCK>), rows, 1, stream, __VA_ARGS__); \
     } while (0)
 
-/* Sums N values over each group of G threads (a warp or part of a block), for every thread. buffer
-   alternates between 0 and 1, so that no barrier is needed after the previous call. */
+/* Every thread gets the sums of N values over its group of G threads (a warp, part of a block, or a
+   block). `buffer` alternates between 0 and 1 from call to call, so that a call need not wait until
+   all threads have read the previous call's sums. */
 template <int G, int N> static __device__ vec<float, N> group_sums(vec<float, N> v, int buffer) {
     __shared__ vec<float, N> of_warp[2][WARPS];
     for (int k = 0; k < N; k++) v.v[k] = warp_sum(v.v[k]);
@@ -1664,8 +1702,9 @@ template <int G, int N> static __device__ vec<float, N> group_sums(vec<float, N>
     return v;
 }
 
-/* Layer normalisation, arXiv:1607.06450: two passes over the registers, because E[x^2] - E[x]^2
-   cancels. RMSNorm, arXiv:1910.07467, is the same with a mean of zero and without a bias. */
+/* Layer normalisation, arXiv:1607.06450. The variance takes a second pass over the registers,
+   because E[x^2] - E[x]^2 would cancel. RMSNorm, arXiv:1910.07467, is the same with a mean of zero
+   and without a bias. */
 enum { NORM_ROW_VECS = 6 };
 
 template <class T, int N, int G>
@@ -1674,12 +1713,12 @@ DTK_KERNEL __launch_bounds__(BLOCK, 4) norm_kernel(dt_norm_args a) {
     int buffer = 0;
     for (size_t first = (size_t)blockIdx.x * (BLOCK / G); first < a.rows; first += row_step<G>()) {
         size_t r = first + threadIdx.x / G;
-        /* all threads reach the barriers */
+        /* threads of a row past the end have no columns, but still reach the barriers */
         int64_t cols = r < a.rows ? (int64_t)a.cols : 0;
         thread_row<T, N, G, NORM_ROW_VECS> x((const T *)a.in + r * a.cols, cols);
         T *out = (T *)a.out + r * a.cols;
         vec<float, 1> sum = { { 0 } }, squares = { { 0 } };
-        if (!a.rms) { /* the same for all threads */
+        if (!a.rms) { /* all threads take the same branch, so the barrier inside is safe */
             x.for_each([&](int64_t, vec<float, N> v) {
                 for (int k = 0; k < N; k++) sum.v[0] += v.v[k];
             });
@@ -1724,11 +1763,16 @@ static __device__ float mean_of(const dt_norm_back_args &a, size_t r) {
     return a.rms ? 0 : ((const float *)a.mean)[r];
 }
 
-/* With y = (x - mean) rstd and g = dout gain: dx = rstd (g - mean(g) - y mean(g y)), dgain = sum
-   over rows of dout y, dbias = sum over rows of dout. mean(g) comes from the derivative of the
-   mean, so RMSNorm has no such term. norm_back_kernel computes all of them at once, for rows of at
-   most K vecs for each of G threads. A block leaves the sums over its rows in scratch,
-   (2,parts,cols) for all blocks. */
+/* The gradients of a normalisation, with y = (x - mean) rstd and g = dout gain:
+
+       dx    = rstd (g - mean(g) - y mean(g y))
+       dgain = sum over rows of dout y
+       dbias = sum over rows of dout
+
+   The term mean(g) is due to the derivative of the mean, so RMSNorm does not have this term.
+   norm_back_kernel computes all three gradients in one pass over the rows. A row has at most G K
+   vecs: K for each of the G threads that share the row. Each block stores the dgain and dbias of
+   its rows in the scratch (2,parts,cols), with one part per block. */
 template <int N, int G, int K>
 static __device__ void store_block_sums(float *out, int64_t cols, vec<float, N> *sum) {
     __shared__ vec<float, N> of_group[BLOCK / G][K * G];
@@ -1739,10 +1783,11 @@ static __device__ void store_block_sums(float *out, int64_t cols, vec<float, N> 
         for (int group = 0; group < BLOCK / G; group++) total += of_group[group][c / N].v[c % N];
         out[c] = total;
     }
-    __syncthreads(); /* the sums have been read */
+    __syncthreads(); /* all threads have read of_group */
 }
 
-/* A row and its gradient, as one of G threads holds them. A row past the end has no columns. */
+/* One thread's part of a row x and of its output gradient dout, which G threads share. A row past
+   the end has no columns. */
 template <class T, int G, int K> struct norm_row {
     float mean, rstd;
     thread_row<T, vec<T>::N, G, K> x, dout;
@@ -1753,7 +1798,7 @@ template <class T, int G, int K> struct norm_row {
           dout((const T *)a.dout + r * a.cols, r < a.rows ? (int64_t)a.cols : 0) {}
 };
 
-/* Loads the next row while it computes one. */
+/* Loads the next row while it computes the current row. */
 template <class T, int G, int K>
 DTK_KERNEL __launch_bounds__(BLOCK, 2) norm_back_kernel(dt_norm_back_args a) {
     const int N = vec<T>::N;
@@ -1761,11 +1806,11 @@ DTK_KERNEL __launch_bounds__(BLOCK, 2) norm_back_kernel(dt_norm_back_args a) {
     size_t first = (size_t)blockIdx.x * (BLOCK / G), me = threadIdx.x / G;
     vec<float, N> dgain[K] = { { { 0 } } }, dbias[K] = { { { 0 } } };
     norm_row<T, G, K> next(a, first + me);
-    /* the same for all threads of the block, which all reach the barriers */
+    /* `first` is the same for all threads of the block, so all threads reach the barriers */
     for (int buffer = 0; first < a.rows; buffer ^= 1) {
         norm_row<T, G, K> row = next;
         T *dx = (T *)a.dx + (first + me) * a.cols;
-        vec<float, 2> sum = { { 0, 0 } }; /* of g, of g y */
+        vec<float, 2> sum = { { 0, 0 } }; /* the sums of g and of g y */
         first += row_step<G>();
         next = norm_row<T, G, K>(a, first + me);
         DTK_UNROLL
@@ -1800,7 +1845,8 @@ DTK_KERNEL __launch_bounds__(BLOCK, 2) norm_back_kernel(dt_norm_back_args a) {
     if (a.dbias) store_block_sums<N, G, K>(sums + gridDim.x * a.cols, (int64_t)a.cols, dbias);
 }
 
-/* The same in two kernels, for longer rows and for rows that vecs do not divide. */
+/* norm_back in two kernels (norm_back_sums_kernel, norm_back_rows_kernel). They serve rows that are
+   too long for norm_back_kernel, not aligned, or not a multiple of a vec. */
 template <class T, int N>
 DTK_KERNEL __launch_bounds__(COLUMN_THREADS *ROW_THREADS, 1)
     norm_back_sums_kernel(dt_norm_back_args a, size_t parts) {
@@ -1856,8 +1902,8 @@ DTK_KERNEL __launch_bounds__(BLOCK, 2) norm_back_rows_kernel(dt_norm_back_args a
     }
 }
 
-/* The number of parts that the rows are split into, `each` rows or more per part: as many as fill a
-   GPU and fit into the scratch. */
+/* The number of parts that the rows are split into: one per `each` rows, but at most FILL_BLOCKS
+   and at most as many parts as fit into the scratch. */
 static size_t norm_back_parts(const dt_norm_back_args *a, size_t each) {
     size_t parts = a->rows / each + (a->rows % each != 0),
            capacity = a->work_bytes / sizeof(float) / 2 / a->cols;
@@ -1865,14 +1911,15 @@ static size_t norm_back_parts(const dt_norm_back_args *a, size_t each) {
     return parts < capacity ? parts : capacity;
 }
 
-/* One block per part; without sums, as many blocks as for any other kernel. */
+/* Launches norm_back_kernel with one block per part. If the caller wants neither dgain nor dbias,
+   parts is 0, and grid_for chooses the number of blocks. */
 template <class T, int G, int K>
 static void norm_back_fused(const dt_norm_back_args *a, size_t parts, void *stream) {
     unsigned grid = parts > 0 ? (unsigned)parts : grid_for(a->rows, BLOCK / G);
     if (a->rows > 0) DT_LAUNCH((norm_back_kernel<T, G, K>), grid, BLOCK, 0, stream_of(stream), *a);
 }
 
-/* The sums over rows come first, because dx may be dout. */
+/* Computes dgain and dbias before dx, because dx may be the same array as dout. */
 template <class T, int N>
 static void norm_back_split(const dt_norm_back_args *a, size_t parts, void *stream) {
     size_t tiles = parts * vec_count(a->cols, COLUMN_THREADS * N);
@@ -1914,7 +1961,7 @@ template <class T> static dt_status norm_back(const dt_norm_back_args *a, void *
 }
 DTK_TABLE_ENTRY(norm_back)
 
-/* out may be in: a thread reads and writes its own columns only. */
+/* out may be the same array as in, because a thread reads and writes only its own columns. */
 template <class T, int N, int G>
 DTK_KERNEL __launch_bounds__(BLOCK, 2) softmax_kernel(dt_softmax_args a) {
     for (size_t r = row_first<G>(); r < a.rows; r += row_step<G>()) {
@@ -1970,11 +2017,11 @@ DTK_TABLE_ENTRY(softmax_back)
 
 // ==== 11. Rotary embedding; counter-based RNG: dropout, init ====================================
 
-/* Rotary embedding (RoPE), arXiv:2104.09864. A block takes as many tokens as have BLOCK pairs: it
-   computes their angles, which serve all heads, and then rotates all heads, N pairs at a time.
-   Angles are computed in double, because a float's cosine of a position in the thousands has lost
-   its last digits; the host computes the frequencies. A thread reads its pairs before it writes
-   them, so out may be in. */
+/* Rotary embedding (RoPE), arXiv:2104.09864. A block processes `each` tokens, which have at most
+   BLOCK pairs per head. It computes one angle per pair, which all heads share, and then rotates
+   all heads, N pairs at a time. The host computes the frequencies. Angles are computed in double,
+   because a float angle loses the last digits of the cosine at positions in the thousands. A thread
+   reads its pairs before it writes them, so out may be the same array as in. */
 struct rope_frequencies {
     double of[BLOCK];
 };
@@ -1984,7 +2031,7 @@ static __device__ void rope_pairs(
     const dt_rope_args &a, const T *x, T *out, const float2 *rotation, int i) {
     int half = (int)a.rotary / 2;
     if (a.interleaved) {
-        const int M = N == 1 ? 1 : 2 * N; /* a pair may begin at an odd element */
+        const int M = N == 1 ? 1 : 2 * N; /* if N is 1, a pair may be unaligned */
         vec<float, M> both[2 * N / M];
         for (int k = 0; k < 2 * N; k += M) both[k / M] = load_floats<M>(x + 2 * i + k);
         for (int k = 0; k < N; k++) {
@@ -2011,12 +2058,12 @@ DTK_KERNEL __launch_bounds__(BLOCK)
     rope_kernel(dt_rope_args a, rope_frequencies frequencies, int each) {
     __shared__ float2 rotation[BLOCK];
     int half = (int)a.rotary / 2, heads = (int)a.heads, rotated = half / N;
-    int head_vecs = (int)(a.dim - a.rotary) / N + rotated; /* in each head */
+    int head_vecs = (int)(a.dim - a.rotary) / N + rotated; /* units of work per head */
     for (size_t first = (size_t)blockIdx.x * each; first < a.tokens;
          first += (size_t)gridDim.x * each) {
         int here = a.tokens - first < (size_t)each ? (int)(a.tokens - first) : each,
             me = threadIdx.x;
-        __syncthreads(); /* the previous angles have been used */
+        __syncthreads(); /* all threads have read the previous tokens' angles */
         if (me < here * half) {
             double sine, cosine;
             sincos(a.positions[first + me / half] * frequencies.of[me % half], &sine, &cosine);
@@ -2024,7 +2071,7 @@ DTK_KERNEL __launch_bounds__(BLOCK)
         }
         __syncthreads();
         for (int u = me; u < here * heads * head_vecs; u += BLOCK) {
-            /* head: among the heads of all these tokens */
+            /* `head` counts through the heads of all tokens of the block */
             int at_vec = u % head_vecs, head = u / head_vecs;
             const T *x = (const T *)a.in + (first * a.heads + head) * a.dim;
             T *out = (T *)a.out + (first * a.heads + head) * a.dim;
@@ -2055,12 +2102,12 @@ template <class T> static dt_status rope(const dt_rope_args *a, void *stream) {
 }
 DTK_TABLE_ENTRY(rope)
 
-/* Counter-based RNG, Philox4x32-10: as in dt_tensor.h, word for word. */
+/* Counter-based RNG, Philox4x32-10. It gives the same random words as the RNG of dt_tensor.h. */
 static __device__ void philox(uint64_t key, uint64_t counter, unsigned out[4]) {
     unsigned k0 = (unsigned)key, k1 = (unsigned)(key >> 32);
     unsigned c0 = (unsigned)counter, c1 = (unsigned)(counter >> 32), c2 = 0, c3 = 0;
     for (int round = 0; round < 10; round++) {
-        /* one instruction for both halves */
+        /* nvcc computes both halves of a product in one instruction */
         unsigned high0 = __umulhi(0xD2511F53u, c0), low0 = 0xD2511F53u * c0;
         unsigned high1 = __umulhi(0xCD9E8D57u, c2), low1 = 0xCD9E8D57u * c2;
         c0 = high1 ^ c1 ^ k0;
@@ -2076,8 +2123,9 @@ static __device__ void philox(uint64_t key, uint64_t counter, unsigned out[4]) {
     out[3] = c3;
 }
 
-/* Four columns of the full tensor share the four random words of counter (token, column / 4). Vecs
-   are used where they begin at such a group. Words below `threshold` are dropped. */
+/* Each group of four columns of the full tensor uses the four random words of counter (token,
+   column / 4), one word per column. An element is dropped if its word is below `threshold`. Vecs
+   are used only if a.offset is a multiple of 4, so that each vec begins at a group. */
 template <class T>
 DTK_KERNEL __launch_bounds__(BLOCK) dropout_kernel(dt_dropout_args a, unsigned threshold) {
     float scale = (float)(1 / (1 - a.p));
@@ -2090,7 +2138,7 @@ DTK_KERNEL __launch_bounds__(BLOCK) dropout_kernel(dt_dropout_args a, unsigned t
         unsigned word[4];
         for (int k = 0; k < N; k++) {
             if (k % 4 == 0) philox(a.key, token << 32 | (column + k) / 4, word);
-            /* selects the word without indexing registers */
+            /* not word[e], because an index would move the array out of registers */
             int e = N > 1 ? k % 4 : (int)(column % 4);
             unsigned mine = e < 2 ? e < 1 ? word[0] : word[1] : e < 3 ? word[2] : word[3];
             x.v[k] = mine < threshold ? 0 : x.v[k] * scale;
@@ -2106,14 +2154,15 @@ template <class T> static dt_status dropout(const dt_dropout_args *a, void *stre
 }
 DTK_TABLE_ENTRY(dropout)
 
-/* Two words as a number in [0, 1) with 53 bits. */
+/* Makes a double in [0, 1) with 53 random bits from two random words. */
 static __device__ double uniform53(unsigned high, unsigned low) {
     return (double)(((uint64_t)high << 32 | low) >> 11) * (1.0 / 9007199254740992.0);
 }
 
-/* Elements 2c and 2c + 1 of the full tensor come from the four words of counter c: two uniform
-   numbers, which are the CPU's to the bit, or a Box-Muller pair, whose last bits may differ from
-   the CPU's, in double. A thread computes one counter. Number: the type that T is computed in. */
+/* Elements 2c and 2c + 1 of the full tensor come from the four random words of counter c. They are
+   two uniform values, with the CPU's bits, or a Box-Muller pair of normal values, computed in
+   double, whose last bits may differ from the CPU's. A thread processes one counter at a time.
+   Number is the arithmetic type of T. */
 template <class T, class Number> DTK_KERNEL __launch_bounds__(BLOCK) init_kernel(dt_init_args a) {
     uint64_t skew = a.offset % 2;
     for (uint64_t i = grid_first(1); 2 * i < a.count + skew; i += grid_step(1)) {
@@ -2129,7 +2178,7 @@ template <class T, class Number> DTK_KERNEL __launch_bounds__(BLOCK) init_kernel
             pair[0] = a.scale * (2 * u - 1);
             pair[1] = a.scale * (2 * v - 1);
         }
-        /* an index before the first one wraps around, to a large number */
+        /* if skew is 1, the index of element -1 wraps around to a large value and is skipped */
         for (uint64_t k = 0; k < 2; k++)
             if (2 * i + k - skew < a.count)
                 round_to((T *)a.out + (2 * i + k - skew), (Number)pair[k]);
@@ -2177,11 +2226,11 @@ template <class T> static dt_status embedding(const dt_embedding_args *a, void *
 }
 DTK_TABLE_ENTRY(embedding)
 
-/* Scatter-add with the CPU's bits, without atomics and, in f32, without scratch. A block owns at
-   most OWNED_ROWS rows of the table. It scans all ids, ID_CHUNK at a time, lists the positions of
-   the ids that name its rows, sorts the list by row, and adds those rows of dout in order, in f32.
-   Every block reads all ids: 16,384 ids and a table of 50,257 rows are 26 million reads, but from
-   the cache. */
+/* Scatter-add for the gradient of the table. It gives the CPU's bits and needs no atomics and, in
+   f32, no scratch. A block owns at most OWNED_ROWS rows of the table. It scans all ids, ID_CHUNK at
+   a time, and lists the positions of the ids that name an owned row. It sorts this list by row and
+   adds the listed rows of dout in order, in f32. Every block reads all ids: with 16,384 ids and a
+   table of 50,257 rows, the blocks make 26 million reads, but these reads hit the cache. */
 enum {
     OWNED_ROWS = 32,
     ID_CHUNK = 8 * BLOCK,
@@ -2190,18 +2239,20 @@ enum {
     FEW_IDS = 16
 };
 
-/* The table's rows row_begin .. end, and the ids from `base` on, fewer than 2 MAX_WINDOW, that name
-   them. An entry is its distance from base times OWNED_ROWS plus the row's number among the
-   owned. */
+/* A block's list of ids that name its owned rows, the rows [row_begin, end) of the table. The list
+   covers fewer than 2 MAX_WINDOW ids, from id number `base` on. An entry of `found` is the id's
+   position after `base`, times OWNED_ROWS, plus the number of the row among the owned rows; an
+   entry of `by_row` is the position alone. */
 struct owned_list {
-    /* found: ascending; by_row: sorted by row, then ascending */
+    /* `found` is ascending; `by_row` is sorted by row, and ascending within a row */
     unsigned found[LIST_CAPACITY], by_row[LIST_CAPACITY];
     int of_row[OWNED_ROWS], begin[OWNED_ROWS + 1], of_warp[WARPS];
-    /* rows named up to FEW_IDS times, and rows named more often */
+    /* [0]: rows named at most FEW_IDS times; [1]: rows named more often */
     int rows[2][OWNED_ROWS], count[2];
 };
 
-/* Appends the owned among ids first .. first + ID_CHUNK to the list. Returns its new length. */
+/* Appends to the list those of the ids [first, first + ID_CHUNK) that name an owned row. Returns
+   the list's new length. */
 static __device__ int append_owned(owned_list &list, int count, const dt_embedding_back_args &a,
     size_t base, size_t first, int64_t row_begin, int64_t end, int *bad_index) {
     int row[8], mine = 0, before = count, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -2216,7 +2267,7 @@ static __device__ int append_owned(owned_list &list, int count, const dt_embeddi
         row[k] = row[k] != -1 && at >= row_begin && at < end ? (int)(at - row_begin) : -1;
         mine += row[k] >= 0;
     }
-    if (!__syncthreads_or(mine)) return count; /* also a barrier: the previous list has been used */
+    if (!__syncthreads_or(mine)) return count; /* also: all threads have read the previous list */
     mine = 0;
     for (int k = 0; k < 8; k++) mine += __popc(hits[k] = __ballot_sync(0xffffffffu, row[k] >= 0));
     if (lane == 0) list.of_warp[warp] = mine;
@@ -2234,8 +2285,8 @@ static __device__ int append_owned(owned_list &list, int count, const dt_embeddi
     return count;
 }
 
-/* Takes every WARPS-th row, one warp each: counts its entries, and copies them to list.by_row if
-   `copy`. */
+/* Each warp processes every WARPS-th owned row. It copies the row's entries to list.by_row if
+   `copy`, otherwise counts them in list.of_row. */
 static __device__ void count_owned(owned_list &list, int count, bool copy) {
     int lane = threadIdx.x % 32;
     for (int row = threadIdx.x / 32; row < OWNED_ROWS; row += WARPS) {
@@ -2253,16 +2304,16 @@ static __device__ void count_owned(owned_list &list, int count, bool copy) {
     __syncthreads();
 }
 
-/* Sorts the list by row. min_count: how often a row must be named to be in list.rows. rows: the
-   number of owned rows. */
+/* Sorts the list by row. `rows` is the number of owned rows. A row enters list.rows only if at
+   least min_count ids name it. */
 static __device__ void sort_owned(owned_list &list, int count, int min_count, int rows) {
     int begin = 0, row = threadIdx.x;
-    __syncthreads(); /* the list is complete */
+    __syncthreads(); /* all threads have appended to the list */
     count_owned(list, count, false);
     for (int before = 0; before < OWNED_ROWS && before < row; before++)
         begin += list.of_row[before];
     if (row <= OWNED_ROWS) list.begin[row] = begin;
-    for (int often = 0; often < 2 && row < OWNED_ROWS; often++) { /* lanes of the first warp */
+    for (int often = 0; often < 2 && row < OWNED_ROWS; often++) { /* only the first warp enters */
         int n = list.of_row[row];
         bool here = often ? n > FEW_IDS : n <= FEW_IDS && n >= min_count && row < rows;
         unsigned hits = __ballot_sync(0xffffffffu, here);
@@ -2273,8 +2324,9 @@ static __device__ void sort_owned(owned_list &list, int count, int min_count, in
     count_owned(list, count, true);
 }
 
-/* Adds the listed rows of dout to the rows that are named often, or to the others. A warp takes 32
-   N columns of a row, with IN_FLIGHT loads in flight. first_pass: the sums are not there yet. */
+/* Adds the listed rows of dout to the sums of the table rows in list.rows[often]. A warp processes
+   32 N columns of a row, with IN_FLIGHT loads in flight. The sums start from zero if first_pass,
+   else from their values in `sums`. */
 template <int N, int IN_FLIGHT, class T>
 static __device__ void add_owned(
     const owned_list &list, int often, float *sums, const T *dout, size_t cols, bool first_pass) {
@@ -2291,9 +2343,10 @@ static __device__ void add_owned(
     }
 }
 
-/* keep_sums: the sums start from their present values. owned: rows per block. cols is a multiple of
-   N. A row that is named often is split into narrower parts, because the order of its sum makes it
-   wait for each term. */
+/* The sums start from their values in `sums` if keep_sums, else from zero. `owned` is the number of
+   rows per block. cols must be a multiple of N. More warps, each with fewer columns (LESS per
+   thread), share a row that is named often: its additions run one after the other, so a single warp
+   would take long. */
 template <class T, int N>
 DTK_KERNEL __launch_bounds__(BLOCK, 3) embedding_back_kernel(
     dt_embedding_back_args a, float *sums, bool keep_sums, int owned, int *bad_index) {
@@ -2322,7 +2375,7 @@ DTK_KERNEL __launch_bounds__(BLOCK, 3) embedding_back_kernel(
     }
 }
 
-/* Rounds finished sums to 16 bits. */
+/* Rounds the complete sums to T. */
 template <class T>
 DTK_KERNEL __launch_bounds__(BLOCK)
     rounded_kernel(T *out, const float *sums, size_t count, int accumulate) {
@@ -2342,8 +2395,8 @@ template <class T> static dt_status embedding_back(const dt_embedding_back_args 
     if (status != DT_OK) return status;
     if (in_scratch && (!sums || a->work_bytes < all * sizeof *sums)) return DT_ERR_ARG;
     size_t held =
-        a->table_rows > 0 ? (size_t)a->table_rows : 1; /* an empty table's ids are checked, too */
-    /* to fill a GPU */
+        a->table_rows > 0 ? (size_t)a->table_rows : 1; /* one block checks an empty table's ids */
+    /* few rows per block for a small table, so that the blocks fill a GPU */
     int owned = held < FILL_BLOCKS                        ? 1
                 : held < (size_t)FILL_BLOCKS * OWNED_ROWS ? (int)(held / FILL_BLOCKS)
                                                           : (int)OWNED_ROWS;
@@ -2366,31 +2419,33 @@ DTK_TABLE_ENTRY(embedding_back)
 
        loss = lse - x[label]        dx = e^(x - lse) - [column = label]
 
-   Naive: two passes, for the maximum and for the sum. Here: one pass (online softmax, see
-   running_lse), and the backward recomputes the probabilities from lse. In the
-   vocabulary-parallel cross-entropy each rank has some of the columns and computes their lse and
-   target; cross_entropy_merge_kernel merges those of all ranks. */
+   A naive kernel reads a row of logits twice, for the maximum and for the sum. This kernel reads
+   the row once (online softmax, see running_lse). The backward recomputes the probabilities from
+   lse. In the vocabulary-parallel cross-entropy each rank has some of the columns, and computes the
+   lse and the target of its columns. cross_entropy_merge_kernel then merges the ranks' results. */
 
-/* One block per row of logits, because a vocabulary is long. */
+/* A block of LOSS_THREADS processes a row of logits, because a vocabulary is long. A single block
+   of TOTAL_THREADS adds the losses of all rows. */
 enum { LOSS_THREADS = 512, TOTAL_THREADS = 512 };
 
-/* Before sm_80 a multiprocessor has at most 1,024 threads. */
+/* Some multiprocessors before sm_80 run at most 1,024 threads, which is two blocks. */
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 enum { LOSS_BLOCKS_PER_SM = 2 };
 #else
 enum { LOSS_BLOCKS_PER_SM = 3 };
 #endif
 
-/* Online softmax, arXiv:1805.02867: log(sum of exp(x)) in one pass, for each thread of the block. A
-   thread keeps the largest value so far and the sum of exp(x - max); a larger value rescales the
-   sum, so nothing overflows. The terms are f32, and the sums of a few vecs are added in double, so
-   that the log is accurate where one term is nearly all of the sum. */
+/* Online softmax, arXiv:1805.02867, computes log(sum of exp(x)) in one pass. Each thread keeps the
+   largest value that it has read and the sum of exp(x - max). A larger value rescales the sum, so
+   nothing overflows. A thread adds the exponentials of a few vecs in f32 and adds these partial
+   sums in double, so that the log is accurate even if one exponential is nearly the entire sum. */
 struct running_lse {
     float max;
     double sum;
 };
 
-/* Adds VECS vecs of x, LOSS_THREADS vecs apart, as far as they lie before `end`. */
+/* Adds VECS vecs of x to *e. The first vec is at column c; the vecs are LOSS_THREADS vecs apart.
+   Vecs from column `end` on are skipped. */
 template <class T, int N, int VECS>
 static __device__ void add_to_lse(running_lse *e, const T *x, size_t c, size_t end) {
     const size_t APART = LOSS_THREADS * N;
@@ -2426,7 +2481,7 @@ template <class T> static __device__ double log_sum_exp(const T *x, size_t n) {
     for (size_t c = aligned.end + me; c < n; c += LOSS_THREADS) add_to_lse<T, 1, 1>(&e, x, c, n);
     float top = block_max<LOSS_THREADS>(e.max);
     double sum = block_sum<double, LOSS_THREADS>(e.sum * (double)expf(e.max - top));
-    return sum == 0 ? NAN : (double)top + log(sum); /* 0: all are -infinity */
+    return sum == 0 ? NAN : (double)top + log(sum); /* the sum is 0 if all x are -infinity */
 }
 
 template <class T> static __device__ double row_total(const T *x, size_t n) {
@@ -2435,8 +2490,8 @@ template <class T> static __device__ double row_total(const T *x, size_t n) {
     return block_sum<double, LOSS_THREADS>(sum);
 }
 
-/* The columns are [first, first + vocab) of `all`. The whole block has one label, so all its
-   threads reach the same barriers. */
+/* The logits are the columns [offset, offset + vocab) of a vocabulary of size full_vocab. All
+   threads of a block have the same label, so they reach the same barriers. */
 template <class T>
 DTK_KERNEL __launch_bounds__(LOSS_THREADS, LOSS_BLOCKS_PER_SM)
     cross_entropy_kernel(dt_cross_entropy_args a, int *bad_index) {
@@ -2463,7 +2518,6 @@ DTK_KERNEL __launch_bounds__(LOSS_THREADS, LOSS_BLOCKS_PER_SM)
     }
 }
 
-/* One block sums all rows. */
 DTK_KERNEL __launch_bounds__(TOTAL_THREADS, 1) loss_total_kernel(dt_cross_entropy_args a) {
     double total = 0, squares = 0;
     for (size_t r = threadIdx.x; r < a.rows; r += TOTAL_THREADS) {
@@ -2494,8 +2548,8 @@ template <class T> static dt_status cross_entropy(const dt_cross_entropy_args *a
 }
 DTK_TABLE_ENTRY(cross_entropy)
 
-/* Log-sum-exp merge of vocabulary-parallel parts, in one block: a thread takes every
-   TOTAL_THREADS-th row and adds its parts in their order. */
+/* Log-sum-exp merge of the ranks' results of a vocabulary-parallel cross-entropy, in one block. A
+   thread processes every TOTAL_THREADS-th row and adds the row's n partial results in order. */
 DTK_KERNEL __launch_bounds__(TOTAL_THREADS, 1)
     cross_entropy_merge_kernel(dt_cross_entropy_merge_args a) {
     double total = 0, squares = 0;
@@ -2521,15 +2575,16 @@ DTK_KERNEL __launch_bounds__(TOTAL_THREADS, 1)
     if (a.z_loss) *a.z_loss = squares / a.denominator;
 }
 
-/* The same for all types: neither parts nor lse have dtype T. */
+/* One kernel serves all dtypes, because the partial results are double and lse is float. */
 static dt_status cuda_cross_entropy_merge(const dt_cross_entropy_merge_args *a, void *stream) {
     if (a->dtype != DT_F32 && a->dtype != DT_BF16 && a->dtype != DT_F16) return DT_ERR_UNSUPPORTED;
     DT_LAUNCH(cross_entropy_merge_kernel, 1, TOTAL_THREADS, 0, stream_of(stream), *a);
     return launch_status();
 }
 
-/* dlogits (+)= factor (exp(x - lse) (1 + 2 z lse) - target), and zero for a row without a label.
-   Each element is read once and written once. A row is split into gridDim.y parts. */
+/* dlogits (+)= factor (exp(x - lse) (1 + 2 z lse) - target). A row without a label has gradient
+   zero. Each element is read once and written once. A row is split into gridDim.y parts, one per
+   block. */
 template <class T>
 DTK_KERNEL __launch_bounds__(LOSS_THREADS)
     cross_entropy_back_kernel(dt_cross_entropy_back_args a, int *bad_index) {
@@ -2576,7 +2631,7 @@ static dt_status cross_entropy_back(const dt_cross_entropy_back_args *args, void
     }
     dt_status status = check_indices(a.labels, a.rows, INT32_MIN, a.full_vocab, stream);
     if (status != DT_OK) return status;
-    /* splits rows, so that few of them fill a GPU, too */
+    /* a row is split into parts if there are too few rows to fill a GPU */
     size_t row_parts = a.rows >= 2 * FILL_BLOCKS ? 1 : 2 * FILL_BLOCKS / (a.rows + 1);
     size_t max_parts = a.cols / (LOSS_THREADS * vec<T>::N);
     row_parts = row_parts > max_parts ? max_parts : row_parts;
@@ -2588,7 +2643,8 @@ static dt_status cross_entropy_back(const dt_cross_entropy_back_args *args, void
 }
 DTK_TABLE_ENTRY(cross_entropy_back)
 
-/* One block, because there is no scratch: meant for outputs of a model, not for its weights. */
+/* The mean squared error runs in one block, because there is no scratch for partial sums. It is
+   meant for the outputs of a model, not for arrays as large as its weights. */
 template <class T> DTK_KERNEL __launch_bounds__(TOTAL_THREADS, 1) mse_kernel(dt_mse_args a) {
     const T *x = (const T *)a.a, *y = (const T *)a.b;
     double total = 0;
