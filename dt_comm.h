@@ -1415,14 +1415,22 @@ static dt_status dt__comm_fail(dt__world *world, dt_status status, const char *f
    (dt__pattern) therefore suffice to validate an operation, to describe it in texts and records, to
    compare it between ranks and to count its bytes. */
 
+/* How far an operation has come. The simulated link may hold an operation back after its data have
+   been transferred. */
+typedef enum dt__completion {
+    DT__TRANSFERRING = 0, /* its data are being transferred */
+    DT__TRANSFERRED,      /* its data have been transferred */
+    DT__COMPLETED,
+    DT__FAILED /* the context failed during the transfer */
+} dt__completion;
+
 /* One pending operation: a call and its progress. */
 struct dt_work {
     dt_comm *comm;
     dt__call call;
     dt_axis axis; /* the group's axis when it began */
-    /* state: of the function that advances the operation. data_done: the data have been
-       transferred. finished: the operation is complete (the simulated link is free too). */
-    int state, data_done, finished;
+    dt__completion completion;
+    int state; /* of the function that advances the operation */
     /* nonblocking: the rank continues meanwhile, and may send to itself */
     int is_started;
     /* while the operation waits for all ranks: the ranks below next_rank have arrived */
@@ -2015,20 +2023,23 @@ static void dt__trace_free(dt__world *world);
    has failed. */
 static int dt__advance(dt_work *work) {
     const dt_host *host = work->comm->world->host;
-    if (work->finished) return 1;
+    if (work->completion == DT__COMPLETED) return 1;
+    if (work->completion == DT__FAILED) return -1;
     int checked = work->check_work ? dt__check_advance(work) : 1;
     if (checked <= 0) return checked;
     int as_messages = work->algorithm || dt__is_p2p(work->call.op);
-    if (!work->data_done) {
-        work->data_done =
-            as_messages ? dt__algorithm_advance(work) : work->comm->ops->collective(work);
-        if (work->data_done > 0) dt__count_progress(work->comm->world);
+    if (work->completion == DT__TRANSFERRING) {
+        int moved = as_messages ? dt__algorithm_advance(work) : work->comm->ops->collective(work);
+        if (moved < 0) work->completion = DT__FAILED;
+        if (moved <= 0) return moved;
+        work->completion = DT__TRANSFERRED;
+        dt__count_progress(work->comm->world);
     }
-    if (work->data_done <= 0) return work->data_done;
     if (work->link_until > 0 && host->now(host->user) < work->link_until) return 0;
     if (work->comm->world->trace && work->start_time > 0) work->end_time = host->now(host->user);
     dt__count_progress(work->comm->world);
-    return work->finished = 1;
+    work->completion = DT__COMPLETED;
+    return 1;
 }
 
 static void dt__unfinished_remove(dt__world *world, dt_work *work) {
@@ -2049,7 +2060,8 @@ static void dt__unfinished_remove(dt__world *world, dt_work *work) {
 static void dt__advance_all(dt__world *world) {
     for (dt_work *work = world->first_unfinished; work; work = work->next_unfinished) {
         if (dt__advance(work) < 0) return;
-        if (work->finished) dt__unfinished_remove(world, work); /* keeps work->next_unfinished */
+        if (work->completion == DT__COMPLETED)
+            dt__unfinished_remove(world, work); /* keeps work->next_unfinished */
     }
 }
 
@@ -4050,7 +4062,7 @@ static void dt__single_rank_collective(dt_work *work) {
     if (call->op != DT__BROADCAST && call->op != DT__BARRIER)
         dt__copy_local(work, call->recv, call->send,
             call->op == DT__ALL_TO_ALL_V ? call->send_counts[0] : call->count);
-    work->finished = 1;
+    work->completion = DT__COMPLETED;
 }
 
 static dt_work *dt__work_acquire(dt_comm *comm, const dt__call *call) {
@@ -4322,7 +4334,7 @@ static int dt__on_settle(dt_ctx *ctx, int all, void *user) {
     }
     for (const dt_work *w = world->nccl && dt_error(ctx) == DT_OK ? world->first_started : NULL; w;
          w = w->next)
-        if (!w->finished ||
+        if (w->completion != DT__COMPLETED ||
             (w->on_device && dt_ctx_kernels(ctx)->event_query(w->device_event) == 0))
             return 0;
     return 1;
@@ -4479,7 +4491,7 @@ int dt_test(dt_ctx *ctx, dt_work *work) {
         dt__peer_failed(world);
     else if (!dt__advance_some(world))
         dt__advance(work);
-    return work->finished || dt_error(ctx);
+    return work->completion == DT__COMPLETED || dt_error(ctx);
 }
 
 /* ---- public functions: each makes a call and runs or starts it ---- */
@@ -4692,7 +4704,7 @@ dt_status(dt_exchange)(dt_comm *comm, const dt_transfer *transfers, int n) {
 static dt_work *dt__group_queue_head(dt_work *work) {
     for (dt_work *w = work->comm->world->first_unfinished; w && work->p2p_count == 0;
          w = w->next_unfinished) {
-        if (w->comm == work->comm && !w->finished && !w->algorithm &&
+        if (w->comm == work->comm && w->completion != DT__COMPLETED && !w->algorithm &&
             w->call.seq == work->comm->last_moved + 1)
             work = w;
     }
@@ -4930,9 +4942,9 @@ static void dt__report_deadlock(dt__world *world) {
 
 /* 1 if an operation waits only for the simulated link's time. */
 static int dt__link_busy(const dt__world *world, const dt_work *work) {
-    int busy = work->data_done > 0 && !work->finished;
+    int busy = work->completion == DT__TRANSFERRED;
     for (const dt_work *w = world->first_unfinished; w; w = w->next_unfinished)
-        busy = busy || (w->data_done > 0 && !w->finished);
+        busy = busy || w->completion == DT__TRANSFERRED;
     return busy;
 }
 
@@ -5363,7 +5375,7 @@ static void dt__fault_inject(dt_work *work, const dt__fault *fault) {
         world->host->sleep(world->host->user, fault->s);
     else
         work->fault = fault->kind;
-    if (work->fault == DT__DROP) work->finished = 1;
+    if (work->fault == DT__DROP) work->completion = DT__COMPLETED;
 }
 
 /* Injects the faults that fire before this operation. */

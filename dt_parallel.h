@@ -1440,12 +1440,12 @@ static dt_status dt__vocab_gather(void *user, const double *mine, double *each, 
 /* Restricts d to this rank's `columns` of the `all` real columns (without padding), in rank
    order. */
 static dt_loss_desc dt__vocab_desc(dt_loss_desc d, dt_comm *comm, int64_t columns, int64_t all) {
-    d.part.parts = dt_comm_size(comm);
-    d.part.first = dt_comm_rank(comm) * columns;
-    d.part.all = all;
-    d.part.gather = dt__vocab_gather;
-    d.part.user = comm;
-    int64_t here = all - d.part.first;
+    d.shard.count = dt_comm_size(comm);
+    d.shard.offset = dt_comm_rank(comm) * columns;
+    d.shard.full_vocab = all;
+    d.shard.gather = dt__vocab_gather;
+    d.shard.user = comm;
+    int64_t here = all - d.shard.offset;
     d.vocab = here < 0 ? 0 : here < columns ? here : columns;
     return d;
 }

@@ -1404,17 +1404,16 @@ typedef struct dt_attn_desc {
    scores from lse. arXiv:2205.14135. */
 DT_API dt_tensor *dt_attention(dt_tensor *q, dt_tensor *k, dt_tensor *v, dt_attn_desc desc);
 
-/* Vocabulary-parallel cross-entropy: this rank's columns are one of several slices of the
-   vocabulary; the other slices are on other ranks. dt_parallel.h fills this in. */
-typedef struct dt_loss_part {
-    int parts; /* number of slices; 0: not sharded */
-    /* vocabulary index of this rank's column 0, and number of columns of all slices without
-       padding */
-    int64_t first, all;
-    /* sets each (parts,count) to every rank's `mine`, in rank order */
+/* Vocabulary-parallel cross-entropy: this rank's columns are one shard of the vocabulary; the other
+   shards are on other ranks. dt_parallel.h fills this in. */
+typedef struct dt_vocab_shard {
+    int count;          /* number of shards; 0: not sharded */
+    int64_t offset;     /* vocabulary index of this rank's column 0 */
+    int64_t full_vocab; /* number of columns of all shards without padding */
+    /* sets each (shards,count) to every rank's `mine`, in rank order */
     dt_status (*gather)(void *user, const double *mine, double *each, size_t count);
     void *user;
-} dt_loss_part;
+} dt_vocab_shard;
 
 typedef struct dt_loss_desc {
     /* columns from `vocab` on are padding: not in the sum, no gradient; 0: no padding */
@@ -1424,9 +1423,9 @@ typedef struct dt_loss_desc {
     double z_weight;
     /* if not NULL, receives sum of lse^2 / denominator, f64; the loss does not include it */
     dt_tensor **z_loss;
-    /* if part.parts > 0, vocab counts this rank's columns, and vocab 0 means that all are
+    /* if shard.count > 0, vocab counts this rank's columns, and vocab 0 means that all are
        padding */
-    dt_loss_part part;
+    dt_vocab_shard shard;
 } dt_loss_desc;
 /* logits (..,V), labels (..) i32 -> f64 scalar in nats: the sum over labels >= 0, divided by
    denominator. Pass as denominator the number of labels of the step on all ranks (dt_count_labels);
@@ -5678,10 +5677,11 @@ static int dt__denominator(dt_ctx *ctx, const char *op, double denominator) {
 static int dt__loss_desc_ok(
     dt_ctx *ctx, const char *op, dt_loss_desc d, int64_t columns, double denominator) {
     if (!dt__denominator(ctx, op, denominator)) return 0;
-    const dt_loss_part *p = &d.part;
-    if (p->parts != 0 && (p->parts < 0 || !p->gather || p->first < 0 || p->all < 1))
+    const dt_vocab_shard *s = &d.shard;
+    if (s->count != 0 && (s->count < 0 || !s->gather || s->offset < 0 || s->full_vocab < 1))
         dt_fail(ctx, DT_ERR_ARG, "%s: %d parts of a vocabulary of %lld, this from %lld on%s", op,
-            p->parts, (long long)p->all, (long long)p->first, p->gather ? "" : ", and no gather");
+            s->count, (long long)s->full_vocab, (long long)s->offset,
+            s->gather ? "" : ", and no gather");
     if (dt_error(ctx) != DT_OK) return 0;
     if (d.vocab >= 0 && d.vocab <= columns && d.smoothing >= 0 && d.smoothing < 1 &&
         d.z_weight >= 0)
@@ -5731,28 +5731,28 @@ static dt_status dt__loss_kernel(
 
 /* Number of doubles of scratch that a vocabulary-parallel loss needs, for this rank's partial
    results followed by the partial results of all ranks. 0 if the vocabulary is not sharded. */
-static size_t dt__loss_partial_count(dt_loss_part part, size_t rows) {
-    return part.parts ? 2 * rows * (size_t)(part.parts + 1) : 0;
+static size_t dt__loss_partial_count(dt_vocab_shard shard, size_t rows) {
+    return shard.count ? 2 * rows * (size_t)(shard.count + 1) : 0;
 }
 
 /* Vocabulary-parallel cross-entropy, the exchange. Gathers every rank's partial results,
    {log-sum-exp, target} of each row, and merges them into the loss. partial holds this rank's
    results (rows,2), followed by space for all ranks' results (parts,rows,2). */
 static dt_status dt__loss_merge(const char *op, dt_tensor *x, dt_tensor *labels,
-    const dt__loss_outputs *p, dt_loss_part part, double denominator, double *partial) {
+    const dt__loss_outputs *p, dt_vocab_shard shard, double denominator, double *partial) {
     size_t rows = dt__row_count(x);
-    dt_status status = part.gather(part.user, partial, partial + 2 * rows, 2 * rows);
+    dt_status status = shard.gather(shard.user, partial, partial + 2 * rows, 2 * rows);
     dt_cross_entropy_merge_args a = { .dtype = x->dtype,
         .loss = (double *)p->loss->data,
         .lse = p->lse->data,
         .partials = partial + 2 * rows,
         .labels = (const int32_t *)labels->data,
-        .n = (size_t)part.parts,
+        .n = (size_t)shard.count,
         .rows = rows,
         .denominator = denominator,
         .z_loss = p->z ? (double *)p->z->data : NULL };
     if (status != DT_OK)
-        return dt_fail(x->ctx, status, "%s(%s): merging %d parts", op, x->name, part.parts);
+        return dt_fail(x->ctx, status, "%s(%s): merging %d parts", op, x->name, shard.count);
     return DT__OP(op, x, cross_entropy_merge, &a);
 }
 
@@ -5772,8 +5772,8 @@ static dt_status dt__cross_entropy_back(dt_node *n) {
         .scale = saved->scale,
         .smoothing = saved->desc.smoothing,
         .z = saved->desc.z_weight,
-        .offset = saved->desc.part.first,
-        .full_vocab = saved->desc.part.all };
+        .offset = saved->desc.shard.offset,
+        .full_vocab = saved->desc.shard.full_vocab };
     a.dlogits = dt_grad_raw(n, 0, &a.accumulate);
     a.work_bytes = dt_row_work((int64_t)a.cols, a.dtype);
     a.work = dt_scratch(ctx, a.work_bytes);
@@ -5800,7 +5800,7 @@ dt_tensor *dt_cross_entropy_at(
     if (!dt__loss_begin(op, logits, desc, &p)) return NULL;
     size_t rows = dt__row_count(logits),
            row_work = dt_row_work((int64_t)dt__last_dim(logits), logits->dtype);
-    size_t partial_count = dt__loss_partial_count(desc.part, rows);
+    size_t partial_count = dt__loss_partial_count(desc.shard, rows);
     double *partial =
                (double *)dt_scratch(ctx, (partial_count + rows + 8) * sizeof *partial + row_work),
            *row_loss = partial + partial_count;
@@ -5820,11 +5820,11 @@ dt_tensor *dt_cross_entropy_at(
         .work = row_loss + rows,
         .work_bytes = row_work,
         .partial = partial_count ? partial : NULL,
-        .offset = desc.part.first,
-        .full_vocab = desc.part.all };
+        .offset = desc.shard.offset,
+        .full_vocab = desc.shard.full_vocab };
     if (dt__loss_kernel(op, logits, labels, &a) != DT_OK) return NULL;
     if (a.partial &&
-        dt__loss_merge(op, logits, labels, &p, desc.part, denominator, partial) != DT_OK)
+        dt__loss_merge(op, logits, labels, &p, desc.shard, denominator, partial) != DT_OK)
         return NULL;
     return dt__loss_end(op, logits, NULL, labels, p, denominator, desc, dt__cross_entropy_back);
 }
@@ -5937,8 +5937,8 @@ static dt_status dt__linear_cross_entropy_back(dt_node *n) {
             .z = saved->desc.z_weight,
             .work = k.row,
             .work_bytes = k.row_bytes,
-            .offset = saved->desc.part.first,
-            .full_vocab = saved->desc.part.all };
+            .offset = saved->desc.shard.offset,
+            .full_vocab = saved->desc.shard.full_vocab };
         if (!saved->logits_are_grad && DT__KERNEL(ctx, n->name, cross_entropy_back, &a) != DT_OK)
             return dt_error(ctx);
         /* the other half of a split backward must use this gradient as it is */
@@ -5976,7 +5976,7 @@ dt_tensor *dt_linear_cross_entropy(
     if (!dt__loss_desc_ok(ctx, op, desc, w->shape.d[0], denominator) ||
         !dt__loss_begin(op, x, desc, &p))
         return NULL;
-    size_t partial_count = dt__loss_partial_count(desc.part, dt__row_count(x));
+    size_t partial_count = dt__loss_partial_count(desc.shard, dt__row_count(x));
     int64_t all = (int64_t)dt__row_count(x), V = w->shape.d[0];
     int keeps = dt__loss_keeps_logits(ctx, x, w);
     if (keeps && !(p.logits = dt__new_named(ctx, x->dtype, DT_SHAPE(all, V), "logits")))
@@ -6001,12 +6001,12 @@ dt_tensor *dt_linear_cross_entropy(
             .work = k.row,
             .work_bytes = k.row_bytes,
             .partial = partial_count ? k.partial + 2 * r : NULL,
-            .offset = desc.part.first,
-            .full_vocab = desc.part.all };
+            .offset = desc.shard.offset,
+            .full_vocab = desc.shard.full_vocab };
         if (dt__loss_kernel(op, x, labels, &a) != DT_OK) return NULL;
     }
     if (partial_count &&
-        dt__loss_merge(op, x, labels, &p, desc.part, denominator, k.partial) != DT_OK)
+        dt__loss_merge(op, x, labels, &p, desc.shard, denominator, k.partial) != DT_OK)
         return NULL;
     return dt__loss_end(op, x, w, labels, p, denominator, desc, dt__linear_cross_entropy_back);
 }
@@ -10788,7 +10788,8 @@ DT__CPP_WARNINGS_ON
              brief, maker -> arena, transient, producer; dt_node: blind, remake -> unread_inputs,
              recompute; dt_param_info: box, unit -> slice, bucket; dt_json_shut -> dt_json_close,
              dt_json_drop -> dt_json_out_free; kernels spread -> scatter, cross_entropy_join ->
-             cross_entropy_merge; dt_ctx_desc.place -> local_rank; dt_listener.settle -> drain
+             cross_entropy_merge; dt_ctx_desc.place -> local_rank; dt_listener.settle -> drain;
+             dt_loss_part -> dt_vocab_shard (parts, first, all -> count, offset, full_vocab)
              dt_io: open takes a dt_io_mode in place of 0, 1 and DT_IO_NEW; remove_folder;
              dt_printable
      0.1.0   one rank: tensors, tape, blocks, units, memory account, CPU kernels, JSON, weight files
