@@ -707,6 +707,8 @@ DT_API dt_comm *dt_here(dt_comm *comm, const char *file, int line);
 
 #include "dt_tensor.h"
 
+DT__CPP_WARNINGS_OFF
+
 #include <arpa/inet.h> /* inet_pton, htons */
 #include <errno.h>
 #include <fcntl.h>   /* fcntl */
@@ -1413,14 +1415,22 @@ static dt_status dt__comm_fail(dt__world *world, dt_status status, const char *f
    (dt__pattern) therefore suffice to validate an operation, to describe it in texts and records, to
    compare it between ranks and to count its bytes. */
 
+/* How far an operation has come. The simulated link may hold an operation back after its data have
+   been transferred. */
+typedef enum dt__completion {
+    DT__TRANSFERRING = 0, /* its data are being transferred */
+    DT__TRANSFERRED,      /* its data have been transferred */
+    DT__COMPLETED,
+    DT__FAILED /* the context failed during the transfer */
+} dt__completion;
+
 /* One pending operation: a call and its progress. */
 struct dt_work {
     dt_comm *comm;
     dt__call call;
     dt_axis axis; /* the group's axis when it began */
-    /* state: of the function that advances the operation. data_done: the data have been
-       transferred. finished: the operation is complete (the simulated link is free too). */
-    int state, data_done, finished;
+    dt__completion completion;
+    int state; /* of the function that advances the operation */
     /* nonblocking: the rank continues meanwhile, and may send to itself */
     int is_started;
     /* while the operation waits for all ranks: the ranks below next_rank have arrived */
@@ -1497,24 +1507,29 @@ typedef struct dt__pattern {
 
 static const dt__pattern *dt__pattern_of(dt__op_code op) {
     static const dt__pattern patterns[] = {
-        /* name, all_send, all_recv, send_blocks, reduces, counted */
-        { "all-reduce", 1, 1, 0, 1, 1 },
-        { "reduce", 1, 0, 0, 1, 1 },
-        { "reduce-scatter", 1, 1, 1, 1, 1 },
-        { "all-gather", 1, 1, 0, 0, 1 },
-        { "gather", 1, 0, 0, 0, 1 },
-        { "scatter", 0, 1, 1, 0, 1 },
-        { "all-to-all", 1, 1, 1, 0, 1 },
-        { "all-to-all-v", 1, 1, 1, 0, 1 },
-        { "broadcast", 0, 1, 0, 0, 1 },
-        { "barrier", 1, 1, 0, 0, 0 },
-        { "dt_sum_doubles", 1, 1, 0, 1, 0 },
-        { "dt_agree", 1, 1, 0, 0, 0 },
-        { "dt_comm_split", 1, 1, 0, 0, 0 },
-        { "dt_comm_step", 1, 1, 0, 0, 0 },
-        { "send", 1, 0, 0, 0, 1 },
-        { "receive", 0, 1, 0, 0, 0 },
-        { "comparison", 1, 1, 0, 0, 0 },
+        /* in the order of dt__op_code */
+        { .name = "all-reduce", .all_send = 1, .all_recv = 1, .reduces = 1, .counted = 1 },
+        { .name = "reduce", .all_send = 1, .reduces = 1, .counted = 1 },
+        { .name = "reduce-scatter",
+            .all_send = 1,
+            .all_recv = 1,
+            .send_blocks = 1,
+            .reduces = 1,
+            .counted = 1 },
+        { .name = "all-gather", .all_send = 1, .all_recv = 1, .counted = 1 },
+        { .name = "gather", .all_send = 1, .counted = 1 },
+        { .name = "scatter", .all_recv = 1, .send_blocks = 1, .counted = 1 },
+        { .name = "all-to-all", .all_send = 1, .all_recv = 1, .send_blocks = 1, .counted = 1 },
+        { .name = "all-to-all-v", .all_send = 1, .all_recv = 1, .send_blocks = 1, .counted = 1 },
+        { .name = "broadcast", .all_recv = 1, .counted = 1 },
+        { .name = "barrier", .all_send = 1, .all_recv = 1 },
+        { .name = "dt_sum_doubles", .all_send = 1, .all_recv = 1, .reduces = 1 },
+        { .name = "dt_agree", .all_send = 1, .all_recv = 1 },
+        { .name = "dt_comm_split", .all_send = 1, .all_recv = 1 },
+        { .name = "dt_comm_step", .all_send = 1, .all_recv = 1 },
+        { .name = "send", .all_send = 1, .counted = 1 },
+        { .name = "receive", .all_recv = 1 },
+        { .name = "comparison", .all_send = 1, .all_recv = 1 },
     };
     return &patterns[op];
 }
@@ -1639,8 +1654,15 @@ static dt_status dt__reduce_inputs(dt_comm *comm, const dt__call *call, int outp
     const dt_kernels *kernels = dt_ctx_kernels(comm->world->ctx);
     if (count == 0) return DT_OK;
     if (call->op != DT__SUM_DOUBLES) {
-        dt_reduce_args args = { call->dtype, comm->outputs[0], comm->inputs, input_count, count,
-            call->redop, comm->outputs + 1, output_count - 1, streaming };
+        dt_reduce_args args = { .dtype = call->dtype,
+            .out = comm->outputs[0],
+            .in = comm->inputs,
+            .n = input_count,
+            .count = count,
+            .op = call->redop,
+            .copies = comm->outputs + 1,
+            .n_copies = output_count - 1,
+            .non_temporal = streaming };
         if (call->host_memory) return dt_kernels_cpu()->reduce(&args, NULL);
         return kernels->reduce ? kernels->reduce(&args, dt_ctx_stream(comm->world->ctx))
                                : DT_ERR_UNSUPPORTED;
@@ -2001,20 +2023,23 @@ static void dt__trace_free(dt__world *world);
    has failed. */
 static int dt__advance(dt_work *work) {
     const dt_host *host = work->comm->world->host;
-    if (work->finished) return 1;
+    if (work->completion == DT__COMPLETED) return 1;
+    if (work->completion == DT__FAILED) return -1;
     int checked = work->check_work ? dt__check_advance(work) : 1;
     if (checked <= 0) return checked;
     int as_messages = work->algorithm || dt__is_p2p(work->call.op);
-    if (!work->data_done) {
-        work->data_done =
-            as_messages ? dt__algorithm_advance(work) : work->comm->ops->collective(work);
-        if (work->data_done > 0) dt__count_progress(work->comm->world);
+    if (work->completion == DT__TRANSFERRING) {
+        int moved = as_messages ? dt__algorithm_advance(work) : work->comm->ops->collective(work);
+        if (moved < 0) work->completion = DT__FAILED;
+        if (moved <= 0) return moved;
+        work->completion = DT__TRANSFERRED;
+        dt__count_progress(work->comm->world);
     }
-    if (work->data_done <= 0) return work->data_done;
     if (work->link_until > 0 && host->now(host->user) < work->link_until) return 0;
     if (work->comm->world->trace && work->start_time > 0) work->end_time = host->now(host->user);
     dt__count_progress(work->comm->world);
-    return work->finished = 1;
+    work->completion = DT__COMPLETED;
+    return 1;
 }
 
 static void dt__unfinished_remove(dt__world *world, dt_work *work) {
@@ -2035,7 +2060,8 @@ static void dt__unfinished_remove(dt__world *world, dt_work *work) {
 static void dt__advance_all(dt__world *world) {
     for (dt_work *work = world->first_unfinished; work; work = work->next_unfinished) {
         if (dt__advance(work) < 0) return;
-        if (work->finished) dt__unfinished_remove(world, work); /* keeps work->next_unfinished */
+        if (work->completion == DT__COMPLETED)
+            dt__unfinished_remove(world, work); /* keeps work->next_unfinished */
     }
 }
 
@@ -3784,30 +3810,45 @@ static int dt__tree_scatter(dt_work *work) {
 
 /* ---- choosing an algorithm ---- */
 
+/* Which algorithms exist for an operation. */
+typedef struct dt__algorithm_row {
+    dt__round_fn direct, ring, doubling, tree; /* NULL: there is none */
+} dt__algorithm_row;
+
 /* Returns NULL if the algorithm does not exist for this operation. */
 static dt__round_fn dt__algorithm_of(const dt__call *call, dt_algorithm algorithm) {
-    /* rows in the order of dt__op_code, columns of dt_algorithm */
-    static const dt__round_fn table[][DT_ALGORITHMS] = {
-        { NULL, dt__direct_all_reduce, dt__ring_all_reduce, dt__doubling_all_reduce,
-            dt__tree_all_reduce },
-        { NULL, dt__direct_reduce, NULL, NULL, dt__tree_reduce },
-        { NULL, dt__direct_reduce_scatter, dt__ring_reduce_scatter, NULL, NULL },
-        { NULL, dt__direct_all_gather, dt__ring_all_gather, dt__doubling_all_gather, NULL },
-        { NULL, dt__direct_gather, NULL, NULL, dt__tree_gather },
-        { NULL, dt__direct_scatter, NULL, NULL, dt__tree_scatter },
-        { NULL, dt__direct_all_to_all, NULL, NULL, NULL },
-        { NULL, dt__direct_all_to_all_v, NULL, NULL, NULL },
-        { NULL, dt__direct_broadcast, dt__ring_broadcast, NULL, dt__tree_broadcast },
-        { NULL, NULL, NULL, dt__doubling_barrier, NULL },
-        { NULL, NULL, NULL, dt__doubling_all_reduce, NULL }, /* dt_sum_doubles */
-        /* dt_agree, dt_comm_split, dt_comm_step */
-        { NULL, NULL, NULL, dt__doubling_all_gather, NULL },
-        { NULL, NULL, NULL, dt__doubling_all_gather, NULL },
-        { NULL, NULL, NULL, dt__doubling_all_gather, NULL },
-    }; /* a comparison chooses its own algorithm */
-    /* an average of averages is not the average */
-    if (algorithm == DT_RING && call->redop == DT_AVG) return NULL;
-    return dt__is_p2p(call->op) ? NULL : table[call->op][algorithm];
+    static const dt__algorithm_row rows[] = {
+        /* in the order of dt__op_code; a comparison chooses its own algorithm */
+        { .direct = dt__direct_all_reduce,
+            .ring = dt__ring_all_reduce,
+            .doubling = dt__doubling_all_reduce,
+            .tree = dt__tree_all_reduce },
+        { .direct = dt__direct_reduce, .tree = dt__tree_reduce },
+        { .direct = dt__direct_reduce_scatter, .ring = dt__ring_reduce_scatter },
+        { .direct = dt__direct_all_gather,
+            .ring = dt__ring_all_gather,
+            .doubling = dt__doubling_all_gather },
+        { .direct = dt__direct_gather, .tree = dt__tree_gather },
+        { .direct = dt__direct_scatter, .tree = dt__tree_scatter },
+        { .direct = dt__direct_all_to_all }, { .direct = dt__direct_all_to_all_v },
+        { .direct = dt__direct_broadcast, .ring = dt__ring_broadcast, .tree = dt__tree_broadcast },
+        { .doubling = dt__doubling_barrier },
+        { .doubling = dt__doubling_all_reduce }, /* dt_sum_doubles */
+        { .doubling = dt__doubling_all_gather }, /* dt_agree */
+        { .doubling = dt__doubling_all_gather }, /* dt_comm_split */
+        { .doubling = dt__doubling_all_gather }, /* dt_comm_step */
+    };
+    if (dt__is_p2p(call->op)) return NULL;
+    const dt__algorithm_row *row = &rows[call->op];
+    switch (algorithm) {
+    case DT_DIRECT: return row->direct;
+    case DT_RING:
+        return call->redop == DT_AVG ? NULL
+                                     : row->ring; /* an average of averages is not the average */
+    case DT_DOUBLING: return row->doubling;
+    case DT_TREE: return row->tree;
+    default: return NULL;
+    }
 }
 
 /* Returns 1 for large all-reduces of a group with rails. Partial sums travel in the type of the
@@ -3882,12 +3923,14 @@ static int dt__algorithm_advance(dt_work *work) {
    dt__op_run does all of this for a blocking call, dt__op_start and dt_wait for a nonblocking
    operation. The public functions at the end of the section only fill in a dt__call. */
 
-static const dt__comm_ops dt__threads_ops = { "threads", dt__shared_message, dt__shared_collective,
-    NULL, NULL, NULL, NULL, NULL };
-static const dt__comm_ops dt__transport_ops = { "transport", dt__transport_message, NULL, NULL,
-    NULL, NULL, NULL, NULL };
-static const dt__comm_ops dt__node_ops = { "node", dt__transport_message, dt__shared_collective,
-    NULL, NULL, NULL, NULL, NULL };
+static const dt__comm_ops dt__threads_ops = {
+    .name = "threads", .message = dt__shared_message, .collective = dt__shared_collective
+};
+static const dt__comm_ops dt__transport_ops = { .name = "transport",
+    .message = dt__transport_message };
+static const dt__comm_ops dt__node_ops = {
+    .name = "node", .message = dt__transport_message, .collective = dt__shared_collective
+};
 
 static const char *dt__backend_name(dt_backend backend) {
     switch (backend) {
@@ -4019,7 +4062,7 @@ static void dt__single_rank_collective(dt_work *work) {
     if (call->op != DT__BROADCAST && call->op != DT__BARRIER)
         dt__copy_local(work, call->recv, call->send,
             call->op == DT__ALL_TO_ALL_V ? call->send_counts[0] : call->count);
-    work->finished = 1;
+    work->completion = DT__COMPLETED;
 }
 
 static dt_work *dt__work_acquire(dt_comm *comm, const dt__call *call) {
@@ -4291,7 +4334,7 @@ static int dt__on_settle(dt_ctx *ctx, int all, void *user) {
     }
     for (const dt_work *w = world->nccl && dt_error(ctx) == DT_OK ? world->first_started : NULL; w;
          w = w->next)
-        if (!w->finished ||
+        if (w->completion != DT__COMPLETED ||
             (w->on_device && dt_ctx_kernels(ctx)->event_query(w->device_event) == 0))
             return 0;
     return 1;
@@ -4448,7 +4491,7 @@ int dt_test(dt_ctx *ctx, dt_work *work) {
         dt__peer_failed(world);
     else if (!dt__advance_some(world))
         dt__advance(work);
-    return work->finished || dt_error(ctx);
+    return work->completion == DT__COMPLETED || dt_error(ctx);
 }
 
 /* ---- public functions: each makes a call and runs or starts it ---- */
@@ -4661,7 +4704,7 @@ dt_status(dt_exchange)(dt_comm *comm, const dt_transfer *transfers, int n) {
 static dt_work *dt__group_queue_head(dt_work *work) {
     for (dt_work *w = work->comm->world->first_unfinished; w && work->p2p_count == 0;
          w = w->next_unfinished) {
-        if (w->comm == work->comm && !w->finished && !w->algorithm &&
+        if (w->comm == work->comm && w->completion != DT__COMPLETED && !w->algorithm &&
             w->call.seq == work->comm->last_moved + 1)
             work = w;
     }
@@ -4899,9 +4942,9 @@ static void dt__report_deadlock(dt__world *world) {
 
 /* 1 if an operation waits only for the simulated link's time. */
 static int dt__link_busy(const dt__world *world, const dt_work *work) {
-    int busy = work->data_done > 0 && !work->finished;
+    int busy = work->completion == DT__TRANSFERRED;
     for (const dt_work *w = world->first_unfinished; w; w = w->next_unfinished)
-        busy = busy || (w->data_done > 0 && !w->finished);
+        busy = busy || w->completion == DT__TRANSFERRED;
     return busy;
 }
 
@@ -5283,7 +5326,7 @@ static const char *dt__fault_parse(const char *at, dt__fault *fault) {
         at = dt__fault_parse_number(at + strlen(keys[key]), key == 2, &values[key]);
         if (!at) return NULL;
     }
-    fault->rank = values[0] >= 0 && values[0] < DT__MAX_RANKS ? (int)values[0] : -1;
+    fault->rank = values[0] >= 0 && values[0] < (double)DT__MAX_RANKS ? (int)values[0] : -1;
     fault->seq = (uint64_t)values[1];
     fault->s = values[2];
     return fault->rank >= 0 && fault->seq > 0 && (*at == 0 || *at == ',') ? at : NULL;
@@ -5332,7 +5375,7 @@ static void dt__fault_inject(dt_work *work, const dt__fault *fault) {
         world->host->sleep(world->host->user, fault->s);
     else
         work->fault = fault->kind;
-    if (work->fault == DT__DROP) work->finished = 1;
+    if (work->fault == DT__DROP) work->completion = DT__COMPLETED;
 }
 
 /* Injects the faults that fire before this operation. */
@@ -9181,8 +9224,11 @@ static void dt__nccl_cast(dt_work *work, int back) {
         void *narrow = buf + ((all_blocks ? (size_t)i * call->count : 0) + work->at) *
                                  dt_dtype_size(call->dtype);
         void *wide = work->nccl_channel->f32_window + (size_t)(first + i) * n;
-        dt_cast_args a = { back ? call->dtype : DT_F32, back ? DT_F32 : call->dtype,
-            back ? narrow : wide, back ? wide : narrow, n, 0 };
+        dt_cast_args a = { .dtype = back ? call->dtype : DT_F32,
+            .from = back ? DT_F32 : call->dtype,
+            .out = back ? narrow : wide,
+            .in = back ? wide : narrow,
+            .count = n };
         dt_status status =
             kernels->cast ? kernels->cast(&a, work->nccl_channel->queue) : DT_ERR_UNSUPPORTED;
         if (status) dt__data_failed(work->comm, call, status);
@@ -9577,8 +9623,13 @@ static void dt__nccl_check_device(dt_work *work) {
         dt__ended_without(work, awaited);
 }
 
-static const dt__comm_ops dt__nccl_ops = { "nccl", dt__nccl_message, NULL, dt__nccl_algorithm,
-    dt__nccl_begin_collective, dt__nccl_split, dt__nccl_close, dt__nccl_check_device };
+static const dt__comm_ops dt__nccl_ops = { .name = "nccl",
+    .message = dt__nccl_message,
+    .algorithm = dt__nccl_algorithm,
+    .begin = dt__nccl_begin_collective,
+    .split = dt__nccl_split,
+    .close = dt__nccl_close,
+    .check_device = dt__nccl_check_device };
 
 /* Loads NCCL's functions. Returns 0 with the context failed. The library is never closed, because
    it has its own threads, for example a thread that ncclGetUniqueId starts. dt cannot wait for the
@@ -10466,8 +10517,12 @@ static void dt__tcp_rank(const dt_run_desc *desc, dt__tcp_address rendezvous, ui
         .test = dt__tcp_test,
         .cancel = dt__tcp_cancel,
         .fail = dt__tcp_fail };
-    dt__control control = { t, dt__tcp_send_report, dt__tcp_pid, dt__tcp_arrived, t ? t->check : 0,
-        dt__tcp_poll_failures };
+    dt__control control = { .user = t,
+        .send_report = dt__tcp_send_report,
+        .pid = dt__tcp_pid,
+        .arrived = dt__tcp_arrived,
+        .check = t ? t->check : 0,
+        .poll = dt__tcp_poll_failures };
     if (!ctx) dt__refuse(desc, DT_ERR_MEM, "rank %d: no memory for its context", desc->rank);
     if (t) {
         if (dt__run_transport_rank(
@@ -10532,8 +10587,10 @@ static dt_status dt__run_mpi(
         .test = dt__mpi_test,
         .cancel = dt__mpi_cancel,
         .fail = dt__mpi_fail };
-    dt__control control = { mpi->tcp, dt__tcp_send_report, dt__tcp_pid, NULL, mpi->tcp->check,
-        NULL };
+    dt__control control = { .user = mpi->tcp,
+        .send_report = dt__tcp_send_report,
+        .pid = dt__tcp_pid,
+        .check = mpi->tcp->check };
     int wrong = desc->ranks != 0 && desc->ranks != mpi->size;
     const dt__node *node = mpi->node.shared ? &mpi->node : NULL;
     const dt_host *of_rank =
@@ -11417,7 +11474,8 @@ dt_status dt_trace_write(dt_comm *comm, const char *path) {
     return dt_error(out.ctx);
 }
 
-#endif /* DT_IMPLEMENTATION */
+DT__CPP_WARNINGS_ON
+#endif /* DT_COMM_IMPL */
 
 /* HISTORY
      0.2.0   the field's names, old -> new: dt_run_desc: ask -> status_request, faults ->

@@ -3,20 +3,24 @@
 
    Compile it with nvcc beside the file that defines DT_IMPLEMENTATION:
 
-       nvcc -O3 train.c dt_kernels.cu -lcublasLt -lnccl     -lnccl is for dt_comm.h; -DDT_NO_NCCL
-                                                            builds without
+       nvcc -O3 train.c dt_kernels.cu -lcublasLt -lnccl
+
+   dt_comm.h needs -lnccl, unless you compile with -DDT_NO_NCCL.
 
    It defines six functions, all declared in dt_tensor.h: dt_kernels_cuda(), dt_cuda_ready(),
    dt_cuda_open(), dt_cuda_close(), dt_cuda_stream() and dt_cuda_device(). All other names are in
    namespace dt_cuda; macros begin with DTK_ or DT_.
 
-   DOES NOT: allocate, except for a queue (the caller gives the scratch); keep state outside of
-   queues (a queue has a stream and the plans of its products); choose a device, except where a
-   queue is opened (a kernel runs on the thread's current device); use atomics to add. f32, bf16 and
-   f16 are served by every kernel; f64 and i32 by fill, copy, permute, cast and reduce, too, and f64
-   by init, because a loss is an f64 scalar. Parameters and their state are f32, with an optional
-   copy in 16 bits. Everything else, and a reduction of more than MAX_INPUTS inputs of 16 bits,
-   returns DT_ERR_UNSUPPORTED before anything is launched.
+   DOES NOT: allocate memory, except for a queue (the caller provides the scratch); keep state
+   outside of queues (a queue is a CUDA stream with the cuBLASLt plans of its matrix products);
+   choose a device, except when a queue is opened (a kernel runs on the thread's current device);
+   add with atomics.
+
+   TYPES. Every kernel supports f32, bf16 and f16. Fill, copy, permute, cast and reduce also support
+   f64 and i32. Init also supports f64, because a loss is an f64 scalar. Parameters and their
+   optimizer state are f32, with an optional 16-bit copy of the parameters. A call with any other
+   type, or a reduction of more than MAX_INPUTS 16-bit inputs, returns DT_ERR_UNSUPPORTED before it
+   launches a kernel.
 
    CONTENTS
      1. Launching, queues (streams, grid-stride loops)
@@ -37,27 +41,28 @@
     16. Attention (flash attention, online softmax, log-sum-exp merge, grouped-query attention)
     17. The table
 
-   SPEED. All kernels but those of sections 15 and 16 are bound by memory. So each element is read
-   and written once where possible: 16 bytes at a time, rows in registers, sums over rows split into
-   as many parts as fill a GPU. Odd lengths and addresses are served element by element. Products
-   are cuBLASLt's where there is a queue, and attention runs on tensor cores; both also have kernels
-   that need neither.
+   SPEED. All kernels except those of sections 15 and 16 are memory-bound. They read and write each
+   element once where possible: they access 16 bytes at a time, keep rows in registers, and split
+   sums over rows into enough parts to fill a GPU. Arrays of odd length or alignment are processed
+   element by element. cuBLASLt computes a matrix product if the call has a queue, and attention
+   runs on tensor cores. Both also have kernels that need neither cuBLASLt nor tensor cores.
 
-   ORDER OF SUMS. Every sum has an order that depends on sizes only, the scratch's among them, so
-   the same call gives the same bits on the same build and kind of device. They are not the CPU's
-   bits: long sums are split differently, nvcc fuses a product and a sum into one rounding, and expf
-   is CUDA's, in 16 bits the hardware's. tests/cuda/test_cuda.cc runs these kernels on a CPU and allows
-   1e-6 relative, and in 16 bits one rounding. Tensor cores take 16-bit operands: attention in bf16
-   and f16 rounds its probabilities and their gradients on the way, and cuBLASLt sums in an order of
-   its own, which depends on the sizes of the product. Kernels with nothing to fuse give the CPU's
-   bits: fill, copy, permute, cast, reduce, max, topk, scatter, uniform init, embedding and its
-   backward, square_sums; binary and dropout, too, unless they accumulate. NaN payloads are
-   unspecified. Never compile this file with -use_fast_math: nvcc defines no macro by which the file
-   could refuse it.
+   ORDER OF SUMS. The order of every sum depends only on sizes, including the size of the scratch.
+   So the same call gives the same bits on the same build and kind of device. The CPU's bits differ:
+   the CPU splits long sums differently, nvcc fuses a product and a sum into one rounding, and the
+   exponential is CUDA's expf or, for 16-bit results, the hardware's approximation.
+   tests/cuda/test_cuda.cc runs these kernels on a CPU and allows a relative error of 1e-6, and one
+   rounding for 16-bit types. Tensor cores take 16-bit operands, so attention in bf16 and f16 rounds
+   its probabilities and their gradients before they are multiplied. cuBLASLt chooses the order of
+   its sums by the sizes of the product. The following kernels have nothing to fuse and give the
+   CPU's bits: fill, copy, permute, cast, reduce, max, topk, scatter, uniform init, embedding and
+   its backward, and square_sums. So do binary and dropout, unless they accumulate. NaN payloads are
+   unspecified. Never compile this file with -use_fast_math. The file cannot refuse that flag,
+   because nvcc defines no macro for it.
 
-   ERRORS. A refused launch returns DT_ERR_DEVICE at once. A kernel that fails later shows in a
-   later call, at the latest in sync: that is how CUDA works. An index outside its table shows in
-   sync as DT_ERR_ARG: see section 9. */
+   ERRORS. A call whose launch CUDA refuses returns DT_ERR_DEVICE. A kernel runs asynchronously, so
+   a later call reports its failure, at the latest the sync that waits for the kernel. That sync
+   also returns DT_ERR_ARG if a kernel met an index outside its table (section 9). */
 
 #include "dt_tensor.h"
 
@@ -74,9 +79,9 @@
 #error "dt_kernels.cu 0.2.0 needs dt_tensor.h 0.2.0: copy all files from one release"
 #endif
 
-/* cuBLASLt computes matrix products where nvcc finds its header; the kernels of section 15 compute
-   what it refuses. -DDT_NO_CUBLASLT uses those kernels alone. Other compilers opt in with
-   -DDT_CUBLASLT. */
+/* cuBLASLt computes matrix products if nvcc finds the header cublasLt.h. The kernels of section 15
+   compute the products that cuBLASLt refuses. -DDT_NO_CUBLASLT uses only the kernels of section 15.
+   With a compiler other than nvcc, -DDT_CUBLASLT enables cuBLASLt. */
 #if !defined(DT_NO_CUBLASLT) && !defined(DT_CUBLASLT) && defined(__CUDACC__) && \
     defined(__has_include)
 #if __has_include(<cublasLt.h>)
@@ -87,14 +92,14 @@
 #include <cublasLt.h>
 #endif
 
-/* Tests compile this file for a CPU (tests/cuda/cuda_on_cpu.h), where a launch is a function call and a
-   kernel is static already. */
+/* Tests compile this file for a CPU (tests/cuda/cuda_on_cpu.h). There a launch is a function call,
+   and __global__ already makes a kernel static. */
 #ifdef __CUDACC__
 #define DT_LAUNCH(kernel, grid, block, smem, stream, ...) \
     kernel<<<grid, block, smem, stream>>>(__VA_ARGS__)
 #define DTK_KERNEL static __global__ void
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-#define DTK_DYN_ALIGN 1024 /* for wgmma's swizzled tiles */
+#define DTK_DYN_ALIGN 1024 /* wgmma's swizzled tiles need this alignment */
 #else
 #define DTK_DYN_ALIGN 16
 #endif
@@ -102,7 +107,7 @@
     extern __shared__ __align__(DTK_DYN_ALIGN) \
     unsigned char dt_dyn_smem[]; \
     T *name = reinterpret_cast<T *>(dt_dyn_smem)
-/* Unrolls a loop over arrays that must stay in registers, where nvcc might not unroll by itself. */
+/* Unrolls a loop over arrays that must stay in registers; nvcc might not unroll it by itself. */
 #define DTK_UNROLL _Pragma("unroll")
 #define DTK_UNROLL_BY(n) DTK_PRAGMA(unroll n)
 #define DTK_PRAGMA(x) _Pragma(#x)
@@ -116,8 +121,8 @@ namespace dt_cuda {
 
 // ==== 1. Launching, queues ======================================================================
 
-/* A queue is one rank's CUDA stream with its cuBLASLt plans. The host enqueues and goes on; the
-   device runs a queue's launches in order:
+/* A queue is one rank's CUDA stream with its cuBLASLt plans. A launch returns to the host at once.
+   The device runs a queue's kernels in the order of their launches:
 
        host     launch A, launch B, cuda_sync ............... returns
        device   ......[ kernel A ][ kernel B ]
@@ -125,11 +130,12 @@ namespace dt_cuda {
    A kernel is a grid-stride loop: of T threads in the grid, thread i processes the elements
    i, i + T, i + 2T, ... */
 
-/* Kernels take the kernel table's argument structs by value. A grid has at most MAX_BLOCKS blocks,
-   several times what a GPU runs at once; the grid-stride loops serve any size. */
+/* A grid has at most MAX_BLOCKS blocks, which is several times as many as a GPU runs at once. The
+   grid-stride loops cover arrays of any size. Kernels take the kernel table's argument structs by
+   value. */
 enum { BLOCK = 256, WARPS = BLOCK / 32, MAX_BLOCKS = 4096 };
 
-/* The number of blocks for n elements at `each` elements per block. */
+/* The number of blocks for n elements, with `each` elements per block. */
 static unsigned grid_for(size_t n, size_t each) {
     size_t blocks = n / each + (n % each != 0);
     return blocks < MAX_BLOCKS ? (unsigned)blocks : (unsigned)MAX_BLOCKS;
@@ -139,22 +145,22 @@ static dt_status launch_status() {
     return cudaGetLastError() == cudaSuccess ? DT_OK : DT_ERR_DEVICE;
 }
 
-/* CUDA refuses an empty grid, so n = 0 launches nothing. */
+/* Launches nothing if n is 0, because CUDA refuses an empty grid. */
 #define DTK_LAUNCH(kernel, n, each, stream, ...) \
     do { \
         if ((n) > 0) \
             DT_LAUNCH(kernel, grid_for((n), (each)), BLOCK, 0, stream_of(stream), __VA_ARGS__); \
     } while (0)
 
-/* One rank's queue on a device: the `stream` argument of every kernel. NULL means the current
-   device's default stream without cuBLASLt, for tests of single kernels. */
+/* One rank's queue on a device. The `stream` argument of every kernel points to a queue. A NULL
+   queue means the current device's default stream without cuBLASLt, for tests of single kernels. */
 struct cuda_queue {
     cudaStream_t stream;
     int device;
-    bool owns_stream; /* created here, so destroyed here */
-    /* Pinned host memory: nonzero after a kernel met an index outside its table; see section 9. */
+    bool owns_stream; /* dt_cuda_open created the stream, so dt_cuda_close destroys it */
+    /* In pinned host memory. Nonzero after a kernel met an index outside its table (section 9). */
     int *bad_index;
-    struct blas *blas; /* NULL before the first product; see section 15 */
+    struct blas *blas; /* NULL until the first matrix product (section 15) */
 };
 
 static void blas_close(struct blas *blas);
@@ -163,14 +169,14 @@ static cudaStream_t stream_of(void *queue) { return queue ? ((cuda_queue *)queue
 
 // ==== 2. Device memory ==========================================================================
 
-/* What the kernel table needs beside kernels: memory, copies, pinned memory, peer access, events
-   and queues. An event orders two queues without the host:
+/* The kernel table's entries that are not kernels: memory, copies, pinned memory, peer access,
+   events and queues. An event orders two queues without the host:
 
        queue 0   [ kernel A ] record(event) [ kernel B ]
        queue 1                wait(event) ..[ kernel C ]      C starts after A */
 
-/* True on success. A refusal is reported by the call that met it, so CUDA's last error is cleared:
-   the next launch must not see it. */
+/* True on success. On failure it clears CUDA's last error: the caller reports the failure, and the
+   next launch_status must not report it again. */
 static bool succeeded(cudaError_t error) {
     if (error != cudaSuccess) (void)cudaGetLastError();
     return error == cudaSuccess;
@@ -188,15 +194,16 @@ static void cuda_free(void *user, void *p, size_t bytes) {
     (void)succeeded(cudaFree(p));
 }
 
-/* Asynchronous: pageable host memory may be reused as soon as this returns, pinned memory after
-   cuda_sync. */
+/* Asynchronous copy. The caller may reuse pageable host memory as soon as cuda_move returns, and
+   pinned memory after cuda_sync. */
 static dt_status cuda_move(void *dst, const void *src, size_t bytes, void *stream) {
     if (bytes == 0) return DT_OK;
     bool queued = succeeded(cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDefault, stream_of(stream)));
     return queued ? DT_OK : DT_ERR_DEVICE;
 }
 
-/* Kernels check their indices themselves; this reports what they found, see section 9. */
+/* Waits for the queue's kernels and copies. Returns DT_ERR_ARG if a kernel met an index outside its
+   table (section 9). */
 static dt_status cuda_sync(void *stream) {
     cuda_queue *queue = (cuda_queue *)stream;
     if (!succeeded(cudaStreamSynchronize(stream_of(stream)))) return DT_ERR_DEVICE;
@@ -205,7 +212,7 @@ static dt_status cuda_sync(void *stream) {
     return DT_ERR_ARG;
 }
 
-/* Pinned memory: the device copies to and from it while the CPU goes on. */
+/* Pinned memory. The device copies to and from pinned memory while the CPU continues. */
 static void *cuda_pin(size_t bytes) {
     void *p = NULL;
     return succeeded(cudaMallocHost(&p, bytes)) ? p : NULL;
@@ -222,7 +229,8 @@ static int cuda_can_access(const void *p) {
     return succeeded(cudaPointerGetAttributes(&of, p)) && of.type != cudaMemoryTypeUnregistered;
 }
 
-/* Peer access, once enabled, holds for all threads of the process. */
+/* Gives the queue's device access to the memory of devices 0 to max_devices - 1. Peer access, once
+   enabled, holds for all threads of the process. */
 static dt_status cuda_enable_peer_access(
     void *stream, int max_devices, char *text, size_t text_bytes) {
     int devices = 0, here = ((cuda_queue *)stream)->device;
@@ -324,19 +332,19 @@ static void *cuda_open(int local_rank, char *text, size_t text_bytes) {
 
 // ==== 3. Storage types, vectors, block reductions ===============================================
 
-/* Kernels wait for memory, so a thread reads and writes 16 bytes at a time (a vec) and computes in
-   float:
+/* Most kernels are memory-bound, so a thread reads and writes 16 bytes at a time (a vec) and
+   computes in float:
 
        memory      | b0 b1 b2 b3 b4 b5 b6 b7 |     8 x bf16, one access: load_vec
        registers   | f0 f1 f2 f3 f4 f5 f6 f7 |     8 x float: to_floats; load_floats does both
        memory      | c0 c1 c2 c3 c4 c5 c6 c7 |     each rounded once: store_floats
 
-   A reduction over a block adds within warps by shuffles, and then the warps' results in shared
-   memory. All orders are fixed. */
+   A block reduction first adds within each warp by shuffles, then adds the warps' results in shared
+   memory. The order of the additions is fixed. */
 
-/* 16-bit numbers are storage: a kernel widens them to float, computes, and rounds once. CUDA's own
-   types for them need CUDA's headers, which a test may not have. The other types are plain C
-   types. */
+/* The 16-bit types are storage types: a kernel widens their values to float, computes, and rounds
+   once. CUDA's own 16-bit types need CUDA's headers, which a machine that runs the tests may lack.
+   For the other dtypes kernels use float, double and int. */
 struct bf16 {
     uint16_t bits;
 };
@@ -344,7 +352,7 @@ struct f16 {
     uint16_t bits;
 };
 
-/* Calls f<T>(...) with the T of a dtype whose arithmetic is f32. */
+/* Calls f<T>(...) with the storage type T of `dtype`: f32, bf16 or f16, which compute in float. */
 #define DTK_BY_DTYPE(dtype, f, ...) \
     ((dtype) == DT_F32       ? f<float>(__VA_ARGS__) \
         : (dtype) == DT_BF16 ? f<bf16>(__VA_ARGS__) \
@@ -366,8 +374,8 @@ static __device__ void round_to(float *out, float x) { *out = x; }
 static __device__ void round_to(double *out, double x) { *out = x; }
 static __device__ void round_to(int *out, int x) { *out = x; }
 
-/* Rounds to nearest, ties to even. Rounding could carry a NaN into the sign bit, so a NaN is only
-   made quiet. One instruction since sm_80. */
+/* Rounds to nearest, ties to even, in one instruction since sm_80. A NaN is made quiet instead,
+   because rounding up could carry into its sign bit. */
 static __device__ void round_to(bf16 *out, float x) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out->bits) : "f"(x));
@@ -377,10 +385,11 @@ static __device__ void round_to(bf16 *out, float x) {
 #endif
 }
 
-/* f16 conversions are one CUDA instruction each. The CPU's version, for tests: f16 has 5 bits of
-   exponent, and a product with 2^112 moves them to float's bias and makes denormals normal; below
-   2^-14 the spacing of f16 is that of floats in [0.5, 1), so that adding 0.5 rounds; 65,520 and
-   more become infinity. */
+/* Each f16 conversion is one CUDA instruction. Tests on a CPU use the code after #else. There,
+   widening multiplies by 2^112, which changes the exponent's bias from f16's to float's and makes
+   denormals normal. Rounding adds 0.5 to values below 2^-14: f16 values there have the same spacing
+   as floats in [0.5, 1), so that the addition rounds correctly. Values of 65,520 or more become
+   infinity. */
 #ifdef __CUDACC__
 static __device__ float widen(f16 x) {
     float y;
@@ -411,15 +420,16 @@ static void round_to(f16 *out, float x) {
 }
 #endif
 
-/* Warp reduction by butterfly shuffles: every lane gets the sum. x + y equals y + x, so all lanes
-   get the same bits. */
+/* Warp reduction by butterfly shuffles: every lane gets the sum. All lanes get the same bits,
+   because x + y equals y + x. */
 template <class T> static __device__ T warp_sum(T v) {
     for (int other = 16; other > 0; other /= 2) v += __shfl_xor_sync(0xffffffffu, v, other);
     return v;
 }
 
-/* Block reduction: every thread gets the sum over the block, or over its THREADS threads of the
-   block. Each warp reduces first, then the warps' sums are added in order. */
+/* Block reduction: every thread gets the sum over the block. If THREADS is less than the block's
+   size, every thread gets the sum over its own group of THREADS consecutive threads. Each warp
+   reduces first, then every thread adds the warps' sums in order. */
 template <class T, int THREADS = BLOCK> static __device__ T block_sum(T v) {
     __shared__ T of_warp[32];
     v = warp_sum(v);
@@ -432,7 +442,8 @@ template <class T, int THREADS = BLOCK> static __device__ T block_sum(T v) {
     return total;
 }
 
-/* Maximum over a warp, and over a block, for every thread. A NaN loses every comparison. */
+/* warp_max and block_max give every thread the maximum over its warp or block. A NaN loses every
+   comparison. */
 static __device__ float warp_max(float v) {
     for (int other = 16; other > 0; other /= 2) {
         float theirs = __shfl_xor_sync(0xffffffffu, v, other);
@@ -453,8 +464,8 @@ template <int THREADS = BLOCK> static __device__ float block_max(float v) {
     return max_value;
 }
 
-/* COUNT neighbouring elements, 16 bytes by default: what a thread processes at a time, in one
-   memory access if it is aligned to its size. */
+/* COUNT consecutive elements, 16 bytes by default. A thread loads or stores a vec of up to 16 bytes
+   in one memory access, so the vec's address must be a multiple of the vec's size. */
 template <class T, int COUNT = 16 / sizeof(T)>
 struct alignas(COUNT * sizeof(T) < 16 ? COUNT * sizeof(T) : 16) vec {
     enum { N = COUNT };
@@ -468,8 +479,8 @@ template <class T, int N> static __device__ void store_vec(T *p, vec<T, N> x) {
     *reinterpret_cast<vec<T, N> *>(p) = x;
 }
 
-/* Loads a vec that the end of the array may cut: elements past `count` are zero. aligned: p + i is
-   a multiple of 16 bytes. */
+/* Loads the vec at p + i. Elements from index `count` on are zero. `aligned` says that p + i is a
+   multiple of 16 bytes. */
 template <class T>
 static __device__ vec<T> load_vec_bounded(const T *p, size_t i, size_t count, bool aligned) {
     const int N = vec<T>::N;
@@ -479,20 +490,19 @@ static __device__ vec<T> load_vec_bounded(const T *p, size_t i, size_t count, bo
     return x;
 }
 
-/* Widens N elements to float, to compute with them. */
 template <int N, class T> static __device__ vec<float, N> to_floats(vec<T, N> x) {
     vec<float, N> y;
     for (int k = 0; k < N; k++) y.v[k] = widen(x.v[k]);
     return y;
 }
 
-/* Rounds N results, each once. */
 template <int N, class T> static __device__ void round_to(vec<T, N> *out, vec<float, N> x) {
     for (int k = 0; k < N; k++) round_to(&out->v[k], x.v[k]);
 }
 
-/* The same for 16-bit types since sm_80. Two elements share a 32-bit word, the first in its low
-   half: one instruction for each element, or for both. */
+/* Faster versions for sm_80 and later: to_floats for bf16, round_to for bf16 and f16. A 32-bit word
+   holds two elements, the first in the low half. Widening takes one instruction per element,
+   rounding one instruction per word. */
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
 template <int N> static __device__ vec<float, N> to_floats(vec<bf16, N> x) {
     vec<float, N> y;
@@ -516,7 +526,7 @@ DTK_ROUND_PAIRS(bf16, "bf16x2")
 DTK_ROUND_PAIRS(f16, "f16x2")
 #endif
 
-/* Two rounded numbers in a word, the first in its low half. */
+/* Rounds x and y to T and packs them into a word, x in the low half. */
 template <class T> static __device__ unsigned pack_pair(float x, float y) {
     vec<float, 2> two = { { x, y } };
     vec<T, 2> rounded;
@@ -530,8 +540,8 @@ template <int N, class T> static __device__ vec<float, N> load_floats(const T *p
     return to_floats(load_vec<N>(p));
 }
 
-/* A vec that is loaded now and used later. It is held as 32-bit words: the compiler would unpack
-   16-bit elements, and so wait for them, where they are loaded. */
+/* A vec that a thread loads some time before it uses the elements. The vec is held as 32-bit words:
+   nvcc would unpack 16-bit elements right after the load, and so wait for the load there. */
 template <class T, int N, bool WORDS = N * sizeof(T) % 4 == 0> struct raw_vec {
     vec<unsigned, N * sizeof(T) / 4> x;
 };
@@ -543,8 +553,8 @@ template <int N, class T> static __device__ vec<float, N> to_floats(const raw_ve
     return to_floats(x);
 }
 
-/* sum += the vecs at at(0), at(1), ..., at(n - 1), in this order. COUNT loads are in flight at a
-   time. */
+/* Adds the vecs at the addresses at(0), at(1), ..., at(n - 1) to *sum, in this order. COUNT loads
+   are in flight at a time. */
 template <int COUNT, int N, class F>
 static __device__ void add_vecs(vec<float, N> *sum, size_t n, F at) {
     for (size_t e = 0; e < n; e += COUNT) {
@@ -560,7 +570,8 @@ static __device__ void add_vecs(vec<float, N> *sum, size_t n, F at) {
     }
 }
 
-/* Stores N results at p, or adds them if `accumulate`; each is rounded once. */
+/* Stores N results at p, or adds them to the elements at p if `accumulate`. Each result is rounded
+   once. */
 template <class T, int N>
 static __device__ void store_floats(T *p, vec<float, N> x, int accumulate = 0) {
     vec<T, N> rounded;
@@ -572,12 +583,13 @@ static __device__ void store_floats(T *p, vec<float, N> x, int accumulate = 0) {
     store_vec(p, rounded);
 }
 
-/* The same for one element. */
+/* store_floats for one element. */
 template <class T> static __device__ void store_float(T *to, float value, int accumulate = 0) {
     round_to(to, accumulate ? widen(*to) + value : value);
 }
 
-/* The same for a dtype that only the host knows. For sums, which are few. */
+/* store_float with a dtype that is known only at run time. The branches do not matter, because only
+   column and row sums use store_typed, and those write few elements. */
 static __device__ void store_typed(
     dt_dtype dtype, void *out, size_t i, float value, int accumulate) {
     if (dtype == DT_F32)
@@ -588,7 +600,7 @@ static __device__ void store_typed(
         store_float((f16 *)out + i, value, accumulate);
 }
 
-/* The dtype of an output that is f32 if `wide`. */
+/* The dtype of an output: f32 if `wide`, else `dtype`. */
 static dt_dtype output_dtype(dt_dtype dtype, int wide) { return wide ? DT_F32 : dtype; }
 
 static __host__ __device__ bool aligned16(
@@ -596,16 +608,18 @@ static __host__ __device__ bool aligned16(
     return (((uintptr_t)a | (uintptr_t)b | (uintptr_t)c | (uintptr_t)d) & 15) == 0;
 }
 
-/* A grid-stride loop over a flat array, `each` elements at a time: this thread's first index, and
-   the step. */
+/* This thread's first index and step in a grid-stride loop over a flat array, `each` elements at a
+   time. */
 static __device__ size_t grid_first(int each) {
     return ((size_t)blockIdx.x * BLOCK + threadIdx.x) * each;
 }
 static __device__ size_t grid_step(int each) { return (size_t)gridDim.x * BLOCK * each; }
 
-/* Loops over arrays call f(i, constant<N>()) for N elements at i: whole vecs where the array is
-   aligned, else single elements. f is compiled for both. The loop is shared by the blocks of the
-   grid, or by some of them. */
+/* The loops below call f(i, constant<N>()) for the N elements at index i. If the array is aligned,
+   they process a vec per call, and single elements (N = 1) at the end; otherwise they process
+   single elements only. f is compiled for both values of N. for_each_vec distributes the loop over
+   all blocks of the grid; for_each_in_blocks distributes it over `blocks` blocks and runs the part
+   of block number `block`. */
 template <int COUNT> struct constant {
     enum { N = COUNT };
 };
@@ -623,12 +637,12 @@ template <int N, class F> static __device__ void for_each_vec(size_t count, bool
     for_each_in_blocks<N>(blockIdx.x, gridDim.x, count, aligned, f);
 }
 
-/* The same over rows of cols elements: f(row, column, constant<N>()). */
+/* for_each_vec over `rows` rows of `cols` elements. Calls f(row, column, constant<N>()). */
 template <int N, class F>
 static __device__ void for_each_in_rows(size_t rows, size_t cols, bool aligned, F f) {
     size_t each = aligned && cols % N == 0 ? N : 1, vecs = cols / each;
     if (vecs == 0) return;
-    /* divides once, not in each step */
+    /* Divisions are slow, so they are done here once and not in every iteration. */
     size_t row = grid_first(1) / vecs, at = grid_first(1) % vecs;
     size_t row_stride = grid_step(1) / vecs, vec_stride = grid_step(1) % vecs;
     while (row < rows) {
@@ -677,8 +691,8 @@ static dt_status cuda_fill(const dt_fill_args *a, void *stream) {
     return DT_ERR_UNSUPPORTED;
 }
 
-/* Word: the largest type, of 16, 4, 2 or 1 bytes, that divides every address and length of the
-   copy. */
+/* Word is the largest type of 16, 4, 2 or 1 bytes whose size divides all addresses, strides and row
+   lengths of the copy. */
 template <class Word> DTK_KERNEL __launch_bounds__(BLOCK) copy_kernel(dt_copy_args a) {
     size_t words = a.row_bytes / sizeof(Word);
     for (size_t i = grid_first(1); i < a.rows * words; i += grid_step(1)) {
@@ -692,7 +706,7 @@ template <class Word> DTK_KERNEL __launch_bounds__(BLOCK) copy_kernel(dt_copy_ar
 static dt_status cuda_copy(const dt_copy_args *args, void *stream) {
     dt_copy_args a = *args;
     size_t bytes = a.rows * a.row_bytes;
-    /* contiguous rows are one long row, of which only the end can be odd */
+    /* Contiguous rows are copied as one row, so only the total length limits the word size. */
     if (a.in_stride == a.row_bytes && a.out_stride == a.row_bytes) {
         a.rows = 1;
         a.row_bytes = bytes;
@@ -710,14 +724,14 @@ static dt_status cuda_copy(const dt_copy_args *args, void *stream) {
     return launch_status();
 }
 
-/* The input pointers travel in the kernel's arguments, because the caller's array of pointers lies
+/* The input pointers are part of the kernel's arguments, because the caller's array of pointers is
    in host memory. */
 enum { MAX_INPUTS = 128 };
 struct reduce_inputs {
     const void *p[MAX_INPUTS];
     int n;
     dt_op op;
-    int divisor; /* the number of all inputs in DT_AVG's last launch; else 0 */
+    int divisor; /* number of inputs of the entire reduction; 0 except in DT_AVG's last launch */
     bool aligned;
 };
 
@@ -740,8 +754,9 @@ template <class T> static __device__ T reduce_pair(dt_op op, T a, T b) {
     return a;
 }
 
-/* A thread reads its elements of all inputs before it writes them, so out may be one of the inputs.
-   Number is the type of the arithmetic: 16-bit partial results would be rounded at each step. */
+/* A thread reads its elements of all inputs before it writes the results, so out may be one of the
+   inputs. Number is the accumulation type: float for 16-bit T, so that partial results are not
+   rounded. */
 template <class T, class Number>
 DTK_KERNEL __launch_bounds__(BLOCK) reduce_kernel(T *out, size_t count, reduce_inputs in) {
     for_each_vec<vec<T>::N>(count, in.aligned, [&](size_t i, auto width) {
@@ -759,10 +774,10 @@ DTK_KERNEL __launch_bounds__(BLOCK) reduce_kernel(T *out, size_t count, reduce_i
     });
 }
 
-/* More than MAX_INPUTS inputs take several launches. Each launch but the first starts from the
-   contents of out, so the order of the sum is the same. Two cases are refused: 16-bit types, whose
-   partial results would be rounded between launches, and an out that is the input of a later
-   launch, because the first launch overwrites it. */
+/* A reduction of more than MAX_INPUTS inputs takes several launches. Each launch after the first
+   starts from the contents of out, so the order of the sum is the same as in one launch. Two cases
+   are refused: 16-bit types, because partial results would be rounded between launches; and an out
+   that is also an input of a later launch, because the first launch overwrites that input. */
 template <class T, class Number> static dt_status reduce(const dt_reduce_args *a, void *stream) {
     if (a->n < 1) return DT_ERR_ARG;
     if (a->n > MAX_INPUTS && sizeof(T) < sizeof(Number)) return DT_ERR_UNSUPPORTED;
@@ -798,8 +813,9 @@ static dt_status cuda_reduce(const dt_reduce_args *a, void *stream) {
 
 // ==== 5. Strides: binary, permute ===============================================================
 
-/* The index of two arrays with strides. Adjacent dimensions that are contiguous in both are merged:
-   two tensors of one shape have one dimension, a bias over rows has two. */
+/* The dimensions d and the strides of two arrays a and b. Adjacent dimensions that are contiguous
+   in both arrays are merged: two contiguous tensors of the same shape need one dimension, a matrix
+   and a bias that is added to its rows need two. */
 struct strided {
     int nd; /* at least 1 */
     int64_t d[DT_MAX_DIMS], a[DT_MAX_DIMS], b[DT_MAX_DIMS];
@@ -820,7 +836,8 @@ static strided make_strided(dt_shape shape, const int64_t *a, const int64_t *b) 
     return s;
 }
 
-/* The number of elements. It does not call dt_tensor.h, so that this file links alone. */
+/* The number of elements. It calls no function of dt_tensor.h, so that this file links without
+   dt_tensor.h's implementation. */
 static size_t element_count(const strided *s) {
     size_t n = 1;
     for (int i = 0; i < s->nd; i++) n *= (size_t)s->d[i];
@@ -839,8 +856,8 @@ static __device__ void offsets_of(const strided &s, size_t i, int64_t *a, int64_
     *b += (int64_t)i * s.b[0];
 }
 
-/* Whether `each` neighbours along the last dimension are one aligned access, or one repeated
-   element. */
+/* True if every group of `each` consecutive elements along the last dimension is one aligned vec,
+   or one repeated element (stride 0). */
 static bool can_vectorize(const void *p, const int64_t *stride, const strided *s, int64_t each) {
     bool vectorized = aligned16(p) && stride[s->nd - 1] == 1;
     for (int i = 0; i < s->nd - 1; i++) vectorized = vectorized && stride[i] % each == 0;
@@ -864,8 +881,8 @@ static __device__ vec<float, N> load_floats_strided(const T *p, int64_t stride) 
     return x;
 }
 
-/* Computes N neighbours at a time. A thread reads its elements before it writes them, so out may be
-   a or b. */
+/* A thread computes N consecutive elements at a time. It reads its operands before it writes the
+   results, so out may be a or b. */
 template <class T, int N>
 DTK_KERNEL __launch_bounds__(BLOCK) binary_kernel(dt_binary_args a, strided s, size_t count) {
     for (size_t i = grid_first(N); i < count; i += grid_step(N)) {
@@ -894,8 +911,8 @@ template <class T> static dt_status binary(const dt_binary_args *a, void *stream
 }
 DTK_TABLE_ENTRY(binary)
 
-/* Moves N neighbours at a time: a vec if it is contiguous on both sides, else one element. s.a are
-   the output's strides, s.b the input's. */
+/* A thread moves N elements at a time: a vec if the last dimension is contiguous in the input and
+   the output, else one element. s.a are the output's strides, s.b the input's. */
 template <class T, int N>
 DTK_KERNEL __launch_bounds__(BLOCK) permute_kernel(dt_permute_args a, strided s, size_t count) {
     for (size_t i = grid_first(N); i < count; i += grid_step(N)) {
@@ -911,9 +928,10 @@ DTK_KERNEL __launch_bounds__(BLOCK) permute_kernel(dt_permute_args a, strided s,
     }
 }
 
-/* Tiled transpose. One dimension is contiguous in the input (in_dense), another one in the output
-   (out_dense). Tiles of 32 x 32 go through shared memory, so that global memory is read and written
-   along rows. A tile's rows are one element longer, so that its columns lie in different banks. */
+/* Tiled transpose. One dimension is contiguous in the input (its length is in_dense), a different
+   dimension is contiguous in the output (its length is out_dense). Tiles of 32 x 32 pass through
+   shared memory, so that global memory is read and written along contiguous rows. A tile's rows
+   have 33 elements in shared memory, so that reading a column has no bank conflicts. */
 struct transpose_shape {
     int64_t in_dense, out_dense, in_stride, out_stride;
 };
@@ -938,12 +956,12 @@ DTK_KERNEL __launch_bounds__(BLOCK)
         for (int j = threadIdx.x / 32; j < 32; j += WARPS)
             if (x + j < t.in_dense && y + lane < t.out_dense)
                 out[to + (x + j) * t.out_stride + y + lane] = tile[lane][j];
-        __syncthreads(); /* the tile has been read */
+        __syncthreads(); /* all threads have read the tile */
     }
 }
 
-/* Launches transpose_kernel if s (a: out, b: in) is a transpose that is large enough to pay, else
-   returns false. */
+/* Launches transpose_kernel if s is a transpose of at least 8 x 8 elements without accumulation;
+   otherwise returns false. s.a are the output's strides, s.b the input's. */
 template <class Word>
 static bool launch_transpose(const dt_permute_args *a, strided s, void *stream) {
     int in = -1, out = -1;
@@ -961,7 +979,7 @@ static bool launch_transpose(const dt_permute_args *a, strided s, void *stream) 
     return true;
 }
 
-/* Word: any type of T's size */
+/* Word is an integer type of T's size. */
 template <class T, class Word> static dt_status permute(const dt_permute_args *a, void *stream) {
     const int N = vec<T>::N;
     strided s = make_strided(a->shape, a->out_stride, a->in_stride);
@@ -991,10 +1009,10 @@ static dt_status cuda_permute(const dt_permute_args *a, void *stream) {
 // ==== 6. Activations: unary, glu ================================================================
 
 /* A result that is rounded to 16 bits does not need a float's last bits, so the hardware's
-   approximate exponential and division suffice. With them the functions below take less time than
-   their memory traffic. */
+   approximate exponential and division are exact enough. They are so fast that the kernels below
+   stay memory-bound. */
 #ifdef __CUDACC__
-/* Gives 0 below 2^-126, which saves __expf's special case there. */
+/* exp(x), flushed to 0 below 2^-126. __expf handles such results in extra instructions. */
 static __device__ float fast_exp(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(1.44269504f * x));
@@ -1013,15 +1031,17 @@ template <class T> static __device__ float sigmoid_as(float x) {
     return divide_as<T>(1, 1 + exp_as<T>(-x));
 }
 
-/* The normal distribution function. erfcf keeps its digits where 1 + erff would cancel. */
+/* The normal distribution function. erfcf stays accurate for negative x, where 1 + erff(x) would
+   cancel. */
 static __device__ float normal_cdf(float x) { return 0.5f * erfcf(-0.70710678f * x); }
 
-/* GELU in its tanh form. With u = sqrt(2/pi) (x + 0.044715 x^3), 0.5 (1 + tanh u) is the logistic
-   function of 2u: one exponential, and no cancellation where tanh u is close to -1. */
+/* GELU in its tanh form. With u = sqrt(2/pi) (x + 0.044715 x^3), 0.5 (1 + tanh u) equals the
+   logistic function of 2u. The logistic function needs only one exponential and does not cancel
+   where tanh u is close to -1. */
 #define DTK_GELU_SCALE 0.7978845608028654f /* sqrt(2/pi) */
 #define DTK_GELU_CUBIC 0.044715f
 
-/* f(x), to be stored as T. */
+/* The activation `kind` of x. T is the type in which the caller stores the result. */
 template <class T = float>
 static __device__ float activate(int kind, float x, float scale, float shift) {
     switch (kind) {
@@ -1039,14 +1059,16 @@ static __device__ float activate(int kind, float x, float scale, float shift) {
     return x;
 }
 
-/* Past these bounds a slope is 0 or 1. The clamp avoids infinity times zero. */
+/* Clamps x to [-bound, bound]. The derivatives below clamp x where they are 0 or 1 in float beyond
+   the bound, because infinity times zero would be NaN. */
 static __device__ float clamped(float x, float bound) {
     x = x < -bound ? -bound : x;
     return x > bound ? bound : x;
 }
 
-/* gelu'(x) = s + x s (1 - s) 2 u'. With s = 1 / (1 + e), 1 - s is computed as e s: where s is close
-   to 1 and x^3 is large, the difference would have too few digits. */
+/* gelu'(x) = s + x s (1 - s) 2 u', with s = 1 / (1 + e) and e = exp(-2 u). The factor 1 - s is
+   computed as e s, because the difference would cancel where s is close to 1, and the large x u'
+   would amplify that error. */
 template <class T> static __device__ float gelu_derivative(float x) {
     x = clamped(x, 30);
     float u = DTK_GELU_SCALE * (x + DTK_GELU_CUBIC * x * x * x),
@@ -1068,8 +1090,8 @@ template <class T> static __device__ float silu_derivative(float x) {
     return s + x * s * (e * s);
 }
 
-/* d f'(x), to be stored as T. ReLU does not multiply d by 0 but returns 0, so that infinities in d
-   do not become NaN. */
+/* d f'(x) for the activation f of this `kind`. T is the type in which the caller stores the result.
+   ReLU returns 0 instead of d times 0, so that an infinite d does not become NaN. */
 template <class T = float>
 static __device__ float activate_back(int kind, float x, float d, float scale) {
     switch (kind) {
@@ -1088,8 +1110,8 @@ static __device__ float activate_back(int kind, float x, float d, float scale) {
     return d;
 }
 
-/* Calls f(constant<kind>()). A loop branches once per vec, so that the elements of a vec are
-   computed in parallel. */
+/* Calls f(constant<kind>()), so that f knows the activation at compile time. A loop then branches
+   once per vec, and the vec's elements are computed in parallel. */
 template <class F> static __device__ void with_activation(int kind, F f) {
     switch (kind) {
     case DT_ACT_GELU: return f(constant<DT_ACT_GELU>());
@@ -1126,7 +1148,7 @@ template <class T> static dt_status unary(const dt_unary_args *a, void *stream) 
 }
 DTK_TABLE_ENTRY(unary)
 
-/* in may be NULL for activations whose slope does not depend on it. */
+/* a.in may be NULL for an activation whose derivative does not depend on the input. */
 template <class T> DTK_KERNEL __launch_bounds__(BLOCK) unary_back_kernel(dt_unary_back_args a) {
     float scale = (float)a.scale;
     for_each_vec<vec<T>::N>(a.count, aligned16(a.dx, a.dout, a.in), [&](size_t i, auto width) {
@@ -1148,8 +1170,8 @@ template <class T> static dt_status unary_back(const dt_unary_back_args *a, void
 }
 DTK_TABLE_ENTRY(unary_back)
 
-/* Gated linear unit, arXiv:2002.05202. A thread computes a vec of the output from its gates and,
-   cols further, its ups. */
+/* Gated linear unit, arXiv:2002.05202. out = act(gate) * up. Each row of `in` has cols gates, then
+   cols ups. */
 template <class T> DTK_KERNEL __launch_bounds__(BLOCK) glu_kernel(dt_glu_args a) {
     for_each_in_rows<vec<T>::N>(
         a.rows, a.cols, aligned16(a.out, a.in), [&](size_t row, size_t col, auto width) {
@@ -1199,10 +1221,11 @@ DTK_TABLE_ENTRY(glu_back)
 
 // ==== 7. Cast ===================================================================================
 
-/* A cast gives the CPU's bits. It goes by way of double, which holds every value of the other
-   types. From double to 16 bits it goes through a float that is rounded to odd: the float's last
-   bit records that digits were cut off, so that the second rounding gives the result of a single
-   rounding. */
+/* A cast gives the CPU's bits. The value is first converted to double, which represents every value
+   of the other types exactly. A double is converted to 16 bits in two steps. The first step rounds
+   to a float; if the double lies between two floats, the step picks the float whose last bit is 1
+   (rounding to odd). The second step rounds to 16 bits, and then gives the same result as a single
+   rounding would. */
 static __device__ float round_to_odd(double x) {
     float f = (float)x;
     unsigned bits = __float_as_uint(f);
@@ -1221,13 +1244,14 @@ static __device__ void convert(int *out, double x) {
     *out = (int)x;
 }
 
-/* A value that widens to float needs no double on its way to float and 16 bits. */
+/* A value that widens to float is converted to float or 16 bits without a double in between. */
 template <class T> static __device__ void convert(T *out, float x) { round_to(out, x); }
 static __device__ void convert(double *out, float x) { *out = (double)x; }
 static __device__ void convert(int *out, float x) { convert(out, (double)x); }
 template <class T> static __device__ void convert(T *out, int x) { convert(out, (double)x); }
 
-/* Vecs: a loop, except from float to 16 bits. */
+/* Converts a vec element by element, except from float to 16 bits: round_to converts two elements
+   per instruction. */
 template <class To, class From, int N>
 static __device__ void convert(vec<To, N> *out, vec<From, N> x) {
     for (int k = 0; k < N; k++) convert(&out->v[k], widen(x.v[k]));
@@ -1239,14 +1263,16 @@ template <int N> static __device__ void convert(vec<f16, N> *out, vec<float, N> 
     round_to(out, x);
 }
 
-/* x + y, exact enough that converting it to To rounds once. Two floats' sum may go through a double
-   on its way to float or not: double has more than twice the digits. */
+/* x + y in a type that is wide enough for convert to To to round only once. If x, y and To are
+   floats, the float addition gives the same bits as a double addition rounded to float, because
+   double has more than twice as many mantissa bits. */
 template <class To, class X, class Y> static __device__ double exact_sum(To *, X x, Y y) {
     return (double)x + (double)y;
 }
 static __device__ float exact_sum(float *, float x, float y) { return x + y; }
 
-/* MAX_N elements are 16 bytes of the wider type, so that a warp's accesses have no gaps. */
+/* MAX_N elements of the larger of the two types take 16 bytes, so that a warp's accesses to both
+   arrays have no gaps. */
 template <class To, class From> DTK_KERNEL __launch_bounds__(BLOCK) cast_kernel(dt_cast_args a) {
     const int MAX_N = sizeof(To) > sizeof(From) ? 16 / sizeof(To) : 16 / sizeof(From);
     for_each_vec<MAX_N>(a.count, aligned16(a.out, a.in), [&](size_t i, auto width) {
@@ -1294,15 +1320,15 @@ static dt_status cuda_cast(const dt_cast_args *a, void *stream) {
 
 // ==== 8. Sums over a dimension ==================================================================
 
-/* A tall sum over few columns has too few outputs to fill a GPU. So with scratch it takes two
-   launches:
+/* A sum over many rows of few columns has too few outputs to fill a GPU. So it takes two launches
+   if the caller provides scratch:
 
        in (n = 8)    | r0 r1 | r2 r3 | r4 r5 | r6 r7 |
        launch 1      |   s0  |   s1  |   s2  |   s3  |     parts: one block each
        launch 2      |              out              |     their sum */
 
-/* Sums in (outer,n,inner) over n to out (outer,parts,inner), of dtype `type`: n is split into
-   parts, and each part is summed by itself. */
+/* Sums `in` (outer,n,inner) over n. Dimension n is split into parts; out (outer,parts,inner), of
+   dtype `type`, receives each part's sum times `scale`. */
 struct sum_job {
     const void *in;
     void *out;
@@ -1312,8 +1338,9 @@ struct sum_job {
     int accumulate;
 };
 
-/* Elements [first, end). subrange is number i of the `count` parts of equal length that a range is
-   split into; the split depends on the length alone. */
+/* Elements [first, end). subrange splits a range into `count` parts of equal length, the last parts
+   possibly shorter or empty, and returns part i. The split depends only on the range's length and
+   on count. */
 struct range {
     size_t first, end;
 };
@@ -1327,9 +1354,10 @@ static __device__ range subrange(range all, size_t count, size_t i) {
     return r;
 }
 
-/* A block of 32 x 16 threads sums 32 vecs of neighbouring columns. The threads of one threadIdx.y
-   walk down their part of the rows, ascending, and the 16 partial sums are added in ascending
-   order. Each of the first 32 N threads gets the total of one column. */
+/* A block of 32 x 16 threads sums the columns of 32 adjacent vecs. The rows are split among the 16
+   values of threadIdx.y. Each thread adds its rows in ascending order; sum_over_rows then adds the
+   16 partial sums of each column in ascending order of threadIdx.y. Each of the first 32 N threads
+   gets the total of one column. */
 enum { COLUMN_THREADS = 32, ROW_THREADS = 16 };
 
 static __device__ int my_column() { return threadIdx.y * COLUMN_THREADS + threadIdx.x; }
@@ -1346,7 +1374,8 @@ template <int N> static __device__ float sum_over_rows(vec<float, N> sum) {
     return total;
 }
 
-/* Computes sum a (blockIdx.y = 0), and sum b of the same sizes if the grid has a second row. */
+/* Blocks with blockIdx.y = 0 compute sum a. If the grid has a second row, its blocks compute sum b,
+   which has the same sizes. */
 template <class T, int N>
 DTK_KERNEL __launch_bounds__(COLUMN_THREADS *ROW_THREADS, 2)
     column_sums_kernel(sum_job a, sum_job b) {
@@ -1361,7 +1390,7 @@ DTK_KERNEL __launch_bounds__(COLUMN_THREADS *ROW_THREADS, 2)
         vec<float, N> sum = { { 0 } };
         if (c < a.inner)
             add_vecs<8>(&sum, mine.end - mine.first, [&](size_t r) { return in + r * a.inner; });
-        /* outside any condition: every thread of the block must reach the barrier */
+        /* every thread of the block calls sum_over_rows, because it has barriers */
         float total = sum_over_rows(sum);
         c = first + my_column();
         if (my_column() < COLUMN_THREADS * N && c < a.inner)
@@ -1369,8 +1398,8 @@ DTK_KERNEL __launch_bounds__(COLUMN_THREADS *ROW_THREADS, 2)
     }
 }
 
-/* Rows shared by G threads each, a warp or a block: this thread's first row, and the step to its
-   next one. */
+/* G threads (a warp or a block) share a row. row_first is this thread's first row, row_step the
+   distance to its next row. */
 template <int G> static __device__ size_t row_first() {
     return (size_t)blockIdx.x * (BLOCK / G) + threadIdx.x / G;
 }
@@ -1382,7 +1411,8 @@ template <int G> static __device__ float group_max(float v) {
     return G == 32 ? warp_max(v) : block_max(v);
 }
 
-/* The range of n elements at p that is whole vecs at multiples of 16 bytes, wherever p lies. */
+/* The part of the n elements at p that consists of complete vecs at addresses divisible by 16. p
+   itself need not be divisible by 16. */
 template <int N, class T> static __device__ range aligned_range(const T *p, size_t n) {
     size_t head = (16 - (uintptr_t)p % 16) % 16 / sizeof(T);
     if (head > n) head = n;
@@ -1390,7 +1420,7 @@ template <int N, class T> static __device__ range aligned_range(const T *p, size
     return aligned;
 }
 
-/* A loop of THREADS threads over n elements that all belong to them: f(index, constant<N>()). */
+/* Loops over n elements with a group of THREADS threads and calls f(index, constant<N>()). */
 template <int N, int THREADS, class T, class F>
 static __device__ void for_each_in_range(const T *p, size_t n, F f) {
     range aligned = aligned_range<N>(p, n);
@@ -1400,7 +1430,7 @@ static __device__ void for_each_in_range(const T *p, size_t n, F f) {
     for (size_t c = aligned.end + me; c < n; c += THREADS) f(c, constant<1>());
 }
 
-/* For inner = 1. */
+/* Sums rows: inner is 1. */
 template <class T, int G> DTK_KERNEL __launch_bounds__(BLOCK) row_sums_kernel(sum_job a) {
     for (size_t part = row_first<G>(); part < a.outer * a.parts; part += row_step<G>()) {
         range all = { 0, a.n }, mine = subrange(all, a.parts, part % a.parts);
@@ -1416,7 +1446,7 @@ template <class T, int G> DTK_KERNEL __launch_bounds__(BLOCK) row_sums_kernel(su
     }
 }
 
-/* For n = 1: nothing to sum. */
+/* Scales `in`: n is 1, so there is nothing to add. */
 template <class T> DTK_KERNEL __launch_bounds__(BLOCK) scaled_kernel(sum_job a) {
     for (size_t i = grid_first(1); i < a.outer * a.inner; i += grid_step(1))
         store_typed(a.type, a.out, i, a.scale * widen(((const T *)a.in)[i]), a.accumulate);
@@ -1431,12 +1461,13 @@ static void launch_column_sums(const sum_job &a, const sum_job *b, void *stream)
             stream_of(stream), a, b ? *b : a);
 }
 
-/* The number of blocks that fill a GPU: sums are split into parts to reach it. It is two for each
-   of the 132 multiprocessors of an H100, on every device, because a device's own number would give
-   the device its own bits. */
+/* The number of blocks that fill a GPU: two for each of the 132 multiprocessors of an H100. A sum
+   with fewer blocks is split into parts. All devices use the same FILL_BLOCKS, because the number
+   of parts changes the bits of a sum. */
 enum { FILL_BLOCKS = 264 };
 
-/* Few columns are summed one by one instead of in vecs, so that more blocks share them. */
+/* Few columns are summed with one column per thread instead of a vec, so that more blocks take
+   part. */
 template <class T> static void launch_sums(const sum_job &a, void *stream) {
     const int N = vec<T>::N;
     bool few = a.outer * a.parts * vec_count(a.inner, COLUMN_THREADS * N) < FILL_BLOCKS / 4;
@@ -1455,7 +1486,7 @@ template <class T> static void launch_sums(const sum_job &a, void *stream) {
 template <class T> static size_t sum_parts(const dt_sum_args *a) {
     size_t blocks =
         a->outer * (a->inner == 1 ? 1 : vec_count(a->inner, COLUMN_THREADS * vec<T>::N));
-    /* no part is shorter than 4,096 elements, or 32 rows */
+    /* a part has at least 4,096 elements if inner is 1, else at least 32 rows */
     size_t max_parts = a->n / (a->inner == 1 ? 4096 : 2 * ROW_THREADS), capacity = 0;
     if (blocks == 0 || blocks >= FILL_BLOCKS || !a->work) return 1;
     capacity = a->work_bytes / sizeof(float) / (a->outer * a->inner);
@@ -1484,11 +1515,12 @@ DTK_TABLE_ENTRY(sum)
 
 // ==== 9. Checked indices: max, top-k, scatter ===================================================
 
-/* Indices come from the caller's data, and one outside its table must not be used. Checking them on
-   the host would stall the queue in every step, so the kernels check: they skip an invalid index
-   and set a word in pinned memory. The next cuda_sync returns DT_ERR_ARG, and what was computed
-   since the sync before is void. Without a queue, in tests of single kernels, there is no such
-   word: the host reads the indices, and the error is returned at once, as on the CPU. */
+/* Indices come from the caller's data, so an index may lie outside its table. A check on the host
+   would stall the queue in every step, so the kernels check their indices: they skip an invalid
+   index and set the queue's bad_index in pinned memory. The next cuda_sync returns DT_ERR_ARG; all
+   results since the previous cuda_sync are invalid. Tests of single kernels pass no queue, and so
+   have no bad_index. For them check_indices reads the indices on the host and returns DT_ERR_ARG at
+   once, as the CPU's kernels do. */
 static dt_status check_indices(
     const int32_t *indices, size_t count, int64_t begin, int64_t end, void *queue) {
     const size_t ID_CHUNK = 4096;
@@ -1506,15 +1538,17 @@ static dt_status check_indices(
 
 static int *bad_index_of(void *queue) { return queue ? ((cuda_queue *)queue)->bad_index : NULL; }
 
-/* Whether an index may be used. All threads that write bad_index write the same. */
+/* True if index is in [begin, end). Several threads may write *bad_index at the same time, but all
+   of them write 1. */
 static __device__ bool is_valid_index(int64_t index, int64_t begin, int64_t end, int *bad_index) {
     if (index >= begin && index < end) return true;
     if (bad_index) *(volatile int *)bad_index = 1;
     return false;
 }
 
-/* One thread per maximum, as on the CPU. A NaN is never the maximum, unless it comes first. Meant
-   for a dimension of thousands at most: along the last one, neighbouring threads read n apart. */
+/* One thread computes one maximum. As on the CPU, a NaN is the maximum only if it is the first
+   element. The kernel is meant for n of at most a few thousand: if inner is 1, adjacent threads
+   read addresses n elements apart, which is slow. */
 template <class T> DTK_KERNEL __launch_bounds__(BLOCK) max_kernel(dt_max_args a) {
     for (size_t i = grid_first(1); i < a.outer * a.inner; i += grid_step(1)) {
         const T *in = (const T *)a.in + i / a.inner * a.n * a.inner + i % a.inner;
@@ -1541,8 +1575,9 @@ static dt_status cuda_max(const dt_max_args *a, void *stream) {
     return DTK_BY_DTYPE(a->dtype, max_of, a, stream);
 }
 
-/* One thread per row keeps a sorted list of k in the output itself, as the CPU does: k and cols are
-   numbers of experts. A later column never moves ahead of an equal one. */
+/* One thread per row keeps a sorted list of the k largest columns in the output itself, as the CPU
+   does. This is fast enough for a MoE router, where cols is the number of experts. A later column
+   never moves ahead of an earlier column of the same value. */
 template <class T> DTK_KERNEL __launch_bounds__(BLOCK) topk_kernel(dt_topk_args a) {
     for (size_t r = grid_first(1); r < a.rows; r += grid_step(1)) {
         const T *x = (const T *)a.in + r * a.cols;
@@ -1566,8 +1601,8 @@ template <class T> static dt_status topk(const dt_topk_args *a, void *stream) {
 }
 DTK_TABLE_ENTRY(topk)
 
-/* One thread per (outer,inner), j ascending: values for the same position are added in order, and
-   each sum is rounded. */
+/* One thread per (outer,inner) adds the k values in ascending order, so values for the same output
+   position are added in a fixed order. Each sum is rounded. */
 template <class T>
 DTK_KERNEL __launch_bounds__(BLOCK, 2) scatter_kernel(dt_scatter_args a, int *bad_index) {
     for (size_t i = grid_first(1); i < a.outer * a.inner; i += grid_step(1)) {
@@ -1594,17 +1629,19 @@ DTK_TABLE_ENTRY(scatter)
 
 // ==== 10. Normalisation and softmax =============================================================
 
-/* A row that fits into registers is read once, whatever the number of passes over it:
+/* A row that fits into registers is read from memory only once, even if a kernel makes several
+   passes over it:
 
        naive     read x: max      read x: sum of e^(x - max)      read x: write e^(x - max) / sum
        here      read x into registers (thread_row); max; sum; write
 
-   G threads share a row, a warp or a block. Softmax subtracts the maximum, so that e^x does not
+   G threads, a warp or a block, share a row. Softmax subtracts the maximum, so that e^x does not
    overflow. */
 
-/* One thread's part of a row that G threads share: vecs of N elements, G vecs apart. The first K
-   vecs stay in registers, so that a row of up to G K vecs is read once; the vecs beyond are read in
-   each pass. cols is a multiple of N, and vecs are aligned; other rows have N = 1. */
+/* One thread's part of a row that G threads share: vecs of N elements, G vecs apart. The thread's
+   first K vecs stay in registers, so that a row of up to G K vecs is read once. Further vecs are
+   read again in each pass. cols must be a multiple of N, and the row aligned to the size of a vec;
+   for other rows N is 1. */
 enum { ROW_VECS = 4 };
 
 template <class T, int N, int G, int K = ROW_VECS> struct thread_row {
@@ -1627,7 +1664,7 @@ template <class T, int N, int G, int K = ROW_VECS> struct thread_row {
         DTK_UNROLL_BY(1)
         for (int64_t c = column(K); c < cols; c += G * N) f(c, load_floats<N>(p + c));
     }
-    /* The same for two rows. */
+    /* Calls f(column of the first element, this row's elements, other's elements) for each vec. */
     template <class F> __device__ void for_each_pair(const thread_row &other, F f) const {
         DTK_UNROLL
         for (int j = 0; j < K; j++)
@@ -1638,8 +1675,8 @@ template <class T, int N, int G, int K = ROW_VECS> struct thread_row {
     }
 };
 
-/* Launches kernel<T, N, G>: in vecs if the rows allow it (`vectorized`), with one warp per row if
-   its registers hold the row, else with one block. */
+/* Launches kernel<T, N, G>. If `vectorized`, the kernel reads vecs, and one warp processes a row if
+   its registers hold the row. Otherwise one block processes a row. */
 #define DTK_LAUNCH_ROWS(kernel, T, vectorized, rows, cols, stream, ...) \
     do { \
         if (!(vectorized)) \
@@ -1650,8 +1687,9 @@ template <class T, int N, int G, int K = ROW_VECS> struct thread_row {
             DTK_LAUNCH((kernel<T, vec<T>::N, BLOCK>), rows, 1, stream, __VA_ARGS__); \
     } while (0)
 
-/* Sums N values over each group of G threads (a warp or part of a block), for every thread. buffer
-   alternates between 0 and 1, so that no barrier is needed after the previous call. */
+/* Every thread gets the sums of N values over its group of G threads (a warp, part of a block, or a
+   block). `buffer` alternates between 0 and 1 from call to call, so that a call need not wait until
+   all threads have read the previous call's sums. */
 template <int G, int N> static __device__ vec<float, N> group_sums(vec<float, N> v, int buffer) {
     __shared__ vec<float, N> of_warp[2][WARPS];
     for (int k = 0; k < N; k++) v.v[k] = warp_sum(v.v[k]);
@@ -1664,8 +1702,9 @@ template <int G, int N> static __device__ vec<float, N> group_sums(vec<float, N>
     return v;
 }
 
-/* Layer normalisation, arXiv:1607.06450: two passes over the registers, because E[x^2] - E[x]^2
-   cancels. RMSNorm, arXiv:1910.07467, is the same with a mean of zero and without a bias. */
+/* Layer normalisation, arXiv:1607.06450. The variance takes a second pass over the registers,
+   because E[x^2] - E[x]^2 would cancel. RMSNorm, arXiv:1910.07467, is the same with a mean of zero
+   and without a bias. */
 enum { NORM_ROW_VECS = 6 };
 
 template <class T, int N, int G>
@@ -1674,12 +1713,12 @@ DTK_KERNEL __launch_bounds__(BLOCK, 4) norm_kernel(dt_norm_args a) {
     int buffer = 0;
     for (size_t first = (size_t)blockIdx.x * (BLOCK / G); first < a.rows; first += row_step<G>()) {
         size_t r = first + threadIdx.x / G;
-        /* all threads reach the barriers */
+        /* threads of a row past the end have no columns, but still reach the barriers */
         int64_t cols = r < a.rows ? (int64_t)a.cols : 0;
         thread_row<T, N, G, NORM_ROW_VECS> x((const T *)a.in + r * a.cols, cols);
         T *out = (T *)a.out + r * a.cols;
         vec<float, 1> sum = { { 0 } }, squares = { { 0 } };
-        if (!a.rms) { /* the same for all threads */
+        if (!a.rms) { /* all threads take the same branch, so the barrier inside is safe */
             x.for_each([&](int64_t, vec<float, N> v) {
                 for (int k = 0; k < N; k++) sum.v[0] += v.v[k];
             });
@@ -1724,11 +1763,16 @@ static __device__ float mean_of(const dt_norm_back_args &a, size_t r) {
     return a.rms ? 0 : ((const float *)a.mean)[r];
 }
 
-/* With y = (x - mean) rstd and g = dout gain: dx = rstd (g - mean(g) - y mean(g y)), dgain = sum
-   over rows of dout y, dbias = sum over rows of dout. mean(g) comes from the derivative of the
-   mean, so RMSNorm has no such term. norm_back_kernel computes all of them at once, for rows of at
-   most K vecs for each of G threads. A block leaves the sums over its rows in scratch,
-   (2,parts,cols) for all blocks. */
+/* The gradients of a normalisation, with y = (x - mean) rstd and g = dout gain:
+
+       dx    = rstd (g - mean(g) - y mean(g y))
+       dgain = sum over rows of dout y
+       dbias = sum over rows of dout
+
+   The term mean(g) is due to the derivative of the mean, so RMSNorm does not have this term.
+   norm_back_kernel computes all three gradients in one pass over the rows. A row has at most G K
+   vecs: K for each of the G threads that share the row. Each block stores the dgain and dbias of
+   its rows in the scratch (2,parts,cols), with one part per block. */
 template <int N, int G, int K>
 static __device__ void store_block_sums(float *out, int64_t cols, vec<float, N> *sum) {
     __shared__ vec<float, N> of_group[BLOCK / G][K * G];
@@ -1739,10 +1783,11 @@ static __device__ void store_block_sums(float *out, int64_t cols, vec<float, N> 
         for (int group = 0; group < BLOCK / G; group++) total += of_group[group][c / N].v[c % N];
         out[c] = total;
     }
-    __syncthreads(); /* the sums have been read */
+    __syncthreads(); /* all threads have read of_group */
 }
 
-/* A row and its gradient, as one of G threads holds them. A row past the end has no columns. */
+/* One thread's part of a row x and of its output gradient dout, which G threads share. A row past
+   the end has no columns. */
 template <class T, int G, int K> struct norm_row {
     float mean, rstd;
     thread_row<T, vec<T>::N, G, K> x, dout;
@@ -1753,7 +1798,7 @@ template <class T, int G, int K> struct norm_row {
           dout((const T *)a.dout + r * a.cols, r < a.rows ? (int64_t)a.cols : 0) {}
 };
 
-/* Loads the next row while it computes one. */
+/* Loads the next row while it computes the current row. */
 template <class T, int G, int K>
 DTK_KERNEL __launch_bounds__(BLOCK, 2) norm_back_kernel(dt_norm_back_args a) {
     const int N = vec<T>::N;
@@ -1761,11 +1806,11 @@ DTK_KERNEL __launch_bounds__(BLOCK, 2) norm_back_kernel(dt_norm_back_args a) {
     size_t first = (size_t)blockIdx.x * (BLOCK / G), me = threadIdx.x / G;
     vec<float, N> dgain[K] = { { { 0 } } }, dbias[K] = { { { 0 } } };
     norm_row<T, G, K> next(a, first + me);
-    /* the same for all threads of the block, which all reach the barriers */
+    /* `first` is the same for all threads of the block, so all threads reach the barriers */
     for (int buffer = 0; first < a.rows; buffer ^= 1) {
         norm_row<T, G, K> row = next;
         T *dx = (T *)a.dx + (first + me) * a.cols;
-        vec<float, 2> sum = { { 0, 0 } }; /* of g, of g y */
+        vec<float, 2> sum = { { 0, 0 } }; /* the sums of g and of g y */
         first += row_step<G>();
         next = norm_row<T, G, K>(a, first + me);
         DTK_UNROLL
@@ -1800,7 +1845,8 @@ DTK_KERNEL __launch_bounds__(BLOCK, 2) norm_back_kernel(dt_norm_back_args a) {
     if (a.dbias) store_block_sums<N, G, K>(sums + gridDim.x * a.cols, (int64_t)a.cols, dbias);
 }
 
-/* The same in two kernels, for longer rows and for rows that vecs do not divide. */
+/* norm_back in two kernels (norm_back_sums_kernel, norm_back_rows_kernel). They serve rows that are
+   too long for norm_back_kernel, not aligned, or not a multiple of a vec. */
 template <class T, int N>
 DTK_KERNEL __launch_bounds__(COLUMN_THREADS *ROW_THREADS, 1)
     norm_back_sums_kernel(dt_norm_back_args a, size_t parts) {
@@ -1856,8 +1902,8 @@ DTK_KERNEL __launch_bounds__(BLOCK, 2) norm_back_rows_kernel(dt_norm_back_args a
     }
 }
 
-/* The number of parts that the rows are split into, `each` rows or more per part: as many as fill a
-   GPU and fit into the scratch. */
+/* The number of parts that the rows are split into: one per `each` rows, but at most FILL_BLOCKS
+   and at most as many parts as fit into the scratch. */
 static size_t norm_back_parts(const dt_norm_back_args *a, size_t each) {
     size_t parts = a->rows / each + (a->rows % each != 0),
            capacity = a->work_bytes / sizeof(float) / 2 / a->cols;
@@ -1865,14 +1911,15 @@ static size_t norm_back_parts(const dt_norm_back_args *a, size_t each) {
     return parts < capacity ? parts : capacity;
 }
 
-/* One block per part; without sums, as many blocks as for any other kernel. */
+/* Launches norm_back_kernel with one block per part. If the caller wants neither dgain nor dbias,
+   parts is 0, and grid_for chooses the number of blocks. */
 template <class T, int G, int K>
 static void norm_back_fused(const dt_norm_back_args *a, size_t parts, void *stream) {
     unsigned grid = parts > 0 ? (unsigned)parts : grid_for(a->rows, BLOCK / G);
     if (a->rows > 0) DT_LAUNCH((norm_back_kernel<T, G, K>), grid, BLOCK, 0, stream_of(stream), *a);
 }
 
-/* The sums over rows come first, because dx may be dout. */
+/* Computes dgain and dbias before dx, because dx may be the same array as dout. */
 template <class T, int N>
 static void norm_back_split(const dt_norm_back_args *a, size_t parts, void *stream) {
     size_t tiles = parts * vec_count(a->cols, COLUMN_THREADS * N);
@@ -1914,7 +1961,7 @@ template <class T> static dt_status norm_back(const dt_norm_back_args *a, void *
 }
 DTK_TABLE_ENTRY(norm_back)
 
-/* out may be in: a thread reads and writes its own columns only. */
+/* out may be the same array as in, because a thread reads and writes only its own columns. */
 template <class T, int N, int G>
 DTK_KERNEL __launch_bounds__(BLOCK, 2) softmax_kernel(dt_softmax_args a) {
     for (size_t r = row_first<G>(); r < a.rows; r += row_step<G>()) {
@@ -1970,11 +2017,11 @@ DTK_TABLE_ENTRY(softmax_back)
 
 // ==== 11. Rotary embedding; counter-based RNG: dropout, init ====================================
 
-/* Rotary embedding (RoPE), arXiv:2104.09864. A block takes as many tokens as have BLOCK pairs: it
-   computes their angles, which serve all heads, and then rotates all heads, N pairs at a time.
-   Angles are computed in double, because a float's cosine of a position in the thousands has lost
-   its last digits; the host computes the frequencies. A thread reads its pairs before it writes
-   them, so out may be in. */
+/* Rotary embedding (RoPE), arXiv:2104.09864. A block processes `each` tokens, which have at most
+   BLOCK pairs per head. It computes one angle per pair, which all heads share, and then rotates
+   all heads, N pairs at a time. The host computes the frequencies. Angles are computed in double,
+   because a float angle loses the last digits of the cosine at positions in the thousands. A thread
+   reads its pairs before it writes them, so out may be the same array as in. */
 struct rope_frequencies {
     double of[BLOCK];
 };
@@ -1984,7 +2031,7 @@ static __device__ void rope_pairs(
     const dt_rope_args &a, const T *x, T *out, const float2 *rotation, int i) {
     int half = (int)a.rotary / 2;
     if (a.interleaved) {
-        const int M = N == 1 ? 1 : 2 * N; /* a pair may begin at an odd element */
+        const int M = N == 1 ? 1 : 2 * N; /* if N is 1, a pair may be unaligned */
         vec<float, M> both[2 * N / M];
         for (int k = 0; k < 2 * N; k += M) both[k / M] = load_floats<M>(x + 2 * i + k);
         for (int k = 0; k < N; k++) {
@@ -2011,12 +2058,12 @@ DTK_KERNEL __launch_bounds__(BLOCK)
     rope_kernel(dt_rope_args a, rope_frequencies frequencies, int each) {
     __shared__ float2 rotation[BLOCK];
     int half = (int)a.rotary / 2, heads = (int)a.heads, rotated = half / N;
-    int head_vecs = (int)(a.dim - a.rotary) / N + rotated; /* in each head */
+    int head_vecs = (int)(a.dim - a.rotary) / N + rotated; /* units of work per head */
     for (size_t first = (size_t)blockIdx.x * each; first < a.tokens;
          first += (size_t)gridDim.x * each) {
         int here = a.tokens - first < (size_t)each ? (int)(a.tokens - first) : each,
             me = threadIdx.x;
-        __syncthreads(); /* the previous angles have been used */
+        __syncthreads(); /* all threads have read the previous tokens' angles */
         if (me < here * half) {
             double sine, cosine;
             sincos(a.positions[first + me / half] * frequencies.of[me % half], &sine, &cosine);
@@ -2024,7 +2071,7 @@ DTK_KERNEL __launch_bounds__(BLOCK)
         }
         __syncthreads();
         for (int u = me; u < here * heads * head_vecs; u += BLOCK) {
-            /* head: among the heads of all these tokens */
+            /* `head` counts through the heads of all tokens of the block */
             int at_vec = u % head_vecs, head = u / head_vecs;
             const T *x = (const T *)a.in + (first * a.heads + head) * a.dim;
             T *out = (T *)a.out + (first * a.heads + head) * a.dim;
@@ -2055,12 +2102,12 @@ template <class T> static dt_status rope(const dt_rope_args *a, void *stream) {
 }
 DTK_TABLE_ENTRY(rope)
 
-/* Counter-based RNG, Philox4x32-10: as in dt_tensor.h, word for word. */
+/* Counter-based RNG, Philox4x32-10. It gives the same random words as the RNG of dt_tensor.h. */
 static __device__ void philox(uint64_t key, uint64_t counter, unsigned out[4]) {
     unsigned k0 = (unsigned)key, k1 = (unsigned)(key >> 32);
     unsigned c0 = (unsigned)counter, c1 = (unsigned)(counter >> 32), c2 = 0, c3 = 0;
     for (int round = 0; round < 10; round++) {
-        /* one instruction for both halves */
+        /* nvcc computes both halves of a product in one instruction */
         unsigned high0 = __umulhi(0xD2511F53u, c0), low0 = 0xD2511F53u * c0;
         unsigned high1 = __umulhi(0xCD9E8D57u, c2), low1 = 0xCD9E8D57u * c2;
         c0 = high1 ^ c1 ^ k0;
@@ -2076,8 +2123,9 @@ static __device__ void philox(uint64_t key, uint64_t counter, unsigned out[4]) {
     out[3] = c3;
 }
 
-/* Four columns of the full tensor share the four random words of counter (token, column / 4). Vecs
-   are used where they begin at such a group. Words below `threshold` are dropped. */
+/* Each group of four columns of the full tensor uses the four random words of counter (token,
+   column / 4), one word per column. An element is dropped if its word is below `threshold`. Vecs
+   are used only if a.offset is a multiple of 4, so that each vec begins at a group. */
 template <class T>
 DTK_KERNEL __launch_bounds__(BLOCK) dropout_kernel(dt_dropout_args a, unsigned threshold) {
     float scale = (float)(1 / (1 - a.p));
@@ -2090,7 +2138,7 @@ DTK_KERNEL __launch_bounds__(BLOCK) dropout_kernel(dt_dropout_args a, unsigned t
         unsigned word[4];
         for (int k = 0; k < N; k++) {
             if (k % 4 == 0) philox(a.key, token << 32 | (column + k) / 4, word);
-            /* selects the word without indexing registers */
+            /* not word[e], because an index would move the array out of registers */
             int e = N > 1 ? k % 4 : (int)(column % 4);
             unsigned mine = e < 2 ? e < 1 ? word[0] : word[1] : e < 3 ? word[2] : word[3];
             x.v[k] = mine < threshold ? 0 : x.v[k] * scale;
@@ -2106,14 +2154,15 @@ template <class T> static dt_status dropout(const dt_dropout_args *a, void *stre
 }
 DTK_TABLE_ENTRY(dropout)
 
-/* Two words as a number in [0, 1) with 53 bits. */
+/* Makes a double in [0, 1) with 53 random bits from two random words. */
 static __device__ double uniform53(unsigned high, unsigned low) {
     return (double)(((uint64_t)high << 32 | low) >> 11) * (1.0 / 9007199254740992.0);
 }
 
-/* Elements 2c and 2c + 1 of the full tensor come from the four words of counter c: two uniform
-   numbers, which are the CPU's to the bit, or a Box-Muller pair, whose last bits may differ from
-   the CPU's, in double. A thread computes one counter. Number: the type that T is computed in. */
+/* Elements 2c and 2c + 1 of the full tensor come from the four random words of counter c. They are
+   two uniform values, with the CPU's bits, or a Box-Muller pair of normal values, computed in
+   double, whose last bits may differ from the CPU's. A thread processes one counter at a time.
+   Number is the arithmetic type of T. */
 template <class T, class Number> DTK_KERNEL __launch_bounds__(BLOCK) init_kernel(dt_init_args a) {
     uint64_t skew = a.offset % 2;
     for (uint64_t i = grid_first(1); 2 * i < a.count + skew; i += grid_step(1)) {
@@ -2129,7 +2178,7 @@ template <class T, class Number> DTK_KERNEL __launch_bounds__(BLOCK) init_kernel
             pair[0] = a.scale * (2 * u - 1);
             pair[1] = a.scale * (2 * v - 1);
         }
-        /* an index before the first one wraps around, to a large number */
+        /* if skew is 1, the index of element -1 wraps around to a large value and is skipped */
         for (uint64_t k = 0; k < 2; k++)
             if (2 * i + k - skew < a.count)
                 round_to((T *)a.out + (2 * i + k - skew), (Number)pair[k]);
@@ -2177,11 +2226,11 @@ template <class T> static dt_status embedding(const dt_embedding_args *a, void *
 }
 DTK_TABLE_ENTRY(embedding)
 
-/* Scatter-add with the CPU's bits, without atomics and, in f32, without scratch. A block owns at
-   most OWNED_ROWS rows of the table. It scans all ids, ID_CHUNK at a time, lists the positions of
-   the ids that name its rows, sorts the list by row, and adds those rows of dout in order, in f32.
-   Every block reads all ids: 16,384 ids and a table of 50,257 rows are 26 million reads, but from
-   the cache. */
+/* Scatter-add for the gradient of the table. It gives the CPU's bits and needs no atomics and, in
+   f32, no scratch. A block owns at most OWNED_ROWS rows of the table. It scans all ids, ID_CHUNK at
+   a time, and lists the positions of the ids that name an owned row. It sorts this list by row and
+   adds the listed rows of dout in order, in f32. Every block reads all ids: with 16,384 ids and a
+   table of 50,257 rows, the blocks make 26 million reads, but these reads hit the cache. */
 enum {
     OWNED_ROWS = 32,
     ID_CHUNK = 8 * BLOCK,
@@ -2190,18 +2239,20 @@ enum {
     FEW_IDS = 16
 };
 
-/* The table's rows row_begin .. end, and the ids from `base` on, fewer than 2 MAX_WINDOW, that name
-   them. An entry is its distance from base times OWNED_ROWS plus the row's number among the
-   owned. */
+/* A block's list of ids that name its owned rows, the rows [row_begin, end) of the table. The list
+   covers fewer than 2 MAX_WINDOW ids, from id number `base` on. An entry of `found` is the id's
+   position after `base`, times OWNED_ROWS, plus the number of the row among the owned rows; an
+   entry of `by_row` is the position alone. */
 struct owned_list {
-    /* found: ascending; by_row: sorted by row, then ascending */
+    /* `found` is ascending; `by_row` is sorted by row, and ascending within a row */
     unsigned found[LIST_CAPACITY], by_row[LIST_CAPACITY];
     int of_row[OWNED_ROWS], begin[OWNED_ROWS + 1], of_warp[WARPS];
-    /* rows named up to FEW_IDS times, and rows named more often */
+    /* [0]: rows named at most FEW_IDS times; [1]: rows named more often */
     int rows[2][OWNED_ROWS], count[2];
 };
 
-/* Appends the owned among ids first .. first + ID_CHUNK to the list. Returns its new length. */
+/* Appends to the list those of the ids [first, first + ID_CHUNK) that name an owned row. Returns
+   the list's new length. */
 static __device__ int append_owned(owned_list &list, int count, const dt_embedding_back_args &a,
     size_t base, size_t first, int64_t row_begin, int64_t end, int *bad_index) {
     int row[8], mine = 0, before = count, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -2216,7 +2267,7 @@ static __device__ int append_owned(owned_list &list, int count, const dt_embeddi
         row[k] = row[k] != -1 && at >= row_begin && at < end ? (int)(at - row_begin) : -1;
         mine += row[k] >= 0;
     }
-    if (!__syncthreads_or(mine)) return count; /* also a barrier: the previous list has been used */
+    if (!__syncthreads_or(mine)) return count; /* also: all threads have read the previous list */
     mine = 0;
     for (int k = 0; k < 8; k++) mine += __popc(hits[k] = __ballot_sync(0xffffffffu, row[k] >= 0));
     if (lane == 0) list.of_warp[warp] = mine;
@@ -2234,8 +2285,8 @@ static __device__ int append_owned(owned_list &list, int count, const dt_embeddi
     return count;
 }
 
-/* Takes every WARPS-th row, one warp each: counts its entries, and copies them to list.by_row if
-   `copy`. */
+/* Each warp processes every WARPS-th owned row. It copies the row's entries to list.by_row if
+   `copy`, otherwise counts them in list.of_row. */
 static __device__ void count_owned(owned_list &list, int count, bool copy) {
     int lane = threadIdx.x % 32;
     for (int row = threadIdx.x / 32; row < OWNED_ROWS; row += WARPS) {
@@ -2253,16 +2304,16 @@ static __device__ void count_owned(owned_list &list, int count, bool copy) {
     __syncthreads();
 }
 
-/* Sorts the list by row. min_count: how often a row must be named to be in list.rows. rows: the
-   number of owned rows. */
+/* Sorts the list by row. `rows` is the number of owned rows. A row enters list.rows only if at
+   least min_count ids name it. */
 static __device__ void sort_owned(owned_list &list, int count, int min_count, int rows) {
     int begin = 0, row = threadIdx.x;
-    __syncthreads(); /* the list is complete */
+    __syncthreads(); /* all threads have appended to the list */
     count_owned(list, count, false);
     for (int before = 0; before < OWNED_ROWS && before < row; before++)
         begin += list.of_row[before];
     if (row <= OWNED_ROWS) list.begin[row] = begin;
-    for (int often = 0; often < 2 && row < OWNED_ROWS; often++) { /* lanes of the first warp */
+    for (int often = 0; often < 2 && row < OWNED_ROWS; often++) { /* only the first warp enters */
         int n = list.of_row[row];
         bool here = often ? n > FEW_IDS : n <= FEW_IDS && n >= min_count && row < rows;
         unsigned hits = __ballot_sync(0xffffffffu, here);
@@ -2273,8 +2324,9 @@ static __device__ void sort_owned(owned_list &list, int count, int min_count, in
     count_owned(list, count, true);
 }
 
-/* Adds the listed rows of dout to the rows that are named often, or to the others. A warp takes 32
-   N columns of a row, with IN_FLIGHT loads in flight. first_pass: the sums are not there yet. */
+/* Adds the listed rows of dout to the sums of the table rows in list.rows[often]. A warp processes
+   32 N columns of a row, with IN_FLIGHT loads in flight. The sums start from zero if first_pass,
+   else from their values in `sums`. */
 template <int N, int IN_FLIGHT, class T>
 static __device__ void add_owned(
     const owned_list &list, int often, float *sums, const T *dout, size_t cols, bool first_pass) {
@@ -2291,9 +2343,10 @@ static __device__ void add_owned(
     }
 }
 
-/* keep_sums: the sums start from their present values. owned: rows per block. cols is a multiple of
-   N. A row that is named often is split into narrower parts, because the order of its sum makes it
-   wait for each term. */
+/* The sums start from their values in `sums` if keep_sums, else from zero. `owned` is the number of
+   rows per block. cols must be a multiple of N. More warps, each with fewer columns (LESS per
+   thread), share a row that is named often: its additions run one after the other, so a single warp
+   would take long. */
 template <class T, int N>
 DTK_KERNEL __launch_bounds__(BLOCK, 3) embedding_back_kernel(
     dt_embedding_back_args a, float *sums, bool keep_sums, int owned, int *bad_index) {
@@ -2322,7 +2375,7 @@ DTK_KERNEL __launch_bounds__(BLOCK, 3) embedding_back_kernel(
     }
 }
 
-/* Rounds finished sums to 16 bits. */
+/* Rounds the complete sums to T. */
 template <class T>
 DTK_KERNEL __launch_bounds__(BLOCK)
     rounded_kernel(T *out, const float *sums, size_t count, int accumulate) {
@@ -2342,8 +2395,8 @@ template <class T> static dt_status embedding_back(const dt_embedding_back_args 
     if (status != DT_OK) return status;
     if (in_scratch && (!sums || a->work_bytes < all * sizeof *sums)) return DT_ERR_ARG;
     size_t held =
-        a->table_rows > 0 ? (size_t)a->table_rows : 1; /* an empty table's ids are checked, too */
-    /* to fill a GPU */
+        a->table_rows > 0 ? (size_t)a->table_rows : 1; /* one block checks an empty table's ids */
+    /* few rows per block for a small table, so that the blocks fill a GPU */
     int owned = held < FILL_BLOCKS                        ? 1
                 : held < (size_t)FILL_BLOCKS * OWNED_ROWS ? (int)(held / FILL_BLOCKS)
                                                           : (int)OWNED_ROWS;
@@ -2366,31 +2419,33 @@ DTK_TABLE_ENTRY(embedding_back)
 
        loss = lse - x[label]        dx = e^(x - lse) - [column = label]
 
-   Naive: two passes, for the maximum and for the sum. Here: one pass (online softmax, see
-   running_lse), and the backward recomputes the probabilities from lse. In the
-   vocabulary-parallel cross-entropy each rank has some of the columns and computes their lse and
-   target; cross_entropy_merge_kernel merges those of all ranks. */
+   A naive kernel reads a row of logits twice, for the maximum and for the sum. This kernel reads
+   the row once (online softmax, see running_lse). The backward recomputes the probabilities from
+   lse. In the vocabulary-parallel cross-entropy each rank has some of the columns, and computes the
+   lse and the target of its columns. cross_entropy_merge_kernel then merges the ranks' results. */
 
-/* One block per row of logits, because a vocabulary is long. */
+/* A block of LOSS_THREADS processes a row of logits, because a vocabulary is long. A single block
+   of TOTAL_THREADS adds the losses of all rows. */
 enum { LOSS_THREADS = 512, TOTAL_THREADS = 512 };
 
-/* Before sm_80 a multiprocessor has at most 1,024 threads. */
+/* Some multiprocessors before sm_80 run at most 1,024 threads, which is two blocks. */
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 enum { LOSS_BLOCKS_PER_SM = 2 };
 #else
 enum { LOSS_BLOCKS_PER_SM = 3 };
 #endif
 
-/* Online softmax, arXiv:1805.02867: log(sum of exp(x)) in one pass, for each thread of the block. A
-   thread keeps the largest value so far and the sum of exp(x - max); a larger value rescales the
-   sum, so nothing overflows. The terms are f32, and the sums of a few vecs are added in double, so
-   that the log is accurate where one term is nearly all of the sum. */
+/* Online softmax, arXiv:1805.02867, computes log(sum of exp(x)) in one pass. Each thread keeps the
+   largest value that it has read and the sum of exp(x - max). A larger value rescales the sum, so
+   nothing overflows. A thread adds the exponentials of a few vecs in f32 and adds these partial
+   sums in double, so that the log is accurate even if one exponential is nearly the entire sum. */
 struct running_lse {
     float max;
     double sum;
 };
 
-/* Adds VECS vecs of x, LOSS_THREADS vecs apart, as far as they lie before `end`. */
+/* Adds VECS vecs of x to *e. The first vec is at column c; the vecs are LOSS_THREADS vecs apart.
+   Vecs from column `end` on are skipped. */
 template <class T, int N, int VECS>
 static __device__ void add_to_lse(running_lse *e, const T *x, size_t c, size_t end) {
     const size_t APART = LOSS_THREADS * N;
@@ -2426,7 +2481,7 @@ template <class T> static __device__ double log_sum_exp(const T *x, size_t n) {
     for (size_t c = aligned.end + me; c < n; c += LOSS_THREADS) add_to_lse<T, 1, 1>(&e, x, c, n);
     float top = block_max<LOSS_THREADS>(e.max);
     double sum = block_sum<double, LOSS_THREADS>(e.sum * (double)expf(e.max - top));
-    return sum == 0 ? NAN : (double)top + log(sum); /* 0: all are -infinity */
+    return sum == 0 ? NAN : (double)top + log(sum); /* the sum is 0 if all x are -infinity */
 }
 
 template <class T> static __device__ double row_total(const T *x, size_t n) {
@@ -2435,8 +2490,8 @@ template <class T> static __device__ double row_total(const T *x, size_t n) {
     return block_sum<double, LOSS_THREADS>(sum);
 }
 
-/* The columns are [first, first + vocab) of `all`. The whole block has one label, so all its
-   threads reach the same barriers. */
+/* The logits are the columns [offset, offset + vocab) of a vocabulary of size full_vocab. All
+   threads of a block have the same label, so they reach the same barriers. */
 template <class T>
 DTK_KERNEL __launch_bounds__(LOSS_THREADS, LOSS_BLOCKS_PER_SM)
     cross_entropy_kernel(dt_cross_entropy_args a, int *bad_index) {
@@ -2463,7 +2518,6 @@ DTK_KERNEL __launch_bounds__(LOSS_THREADS, LOSS_BLOCKS_PER_SM)
     }
 }
 
-/* One block sums all rows. */
 DTK_KERNEL __launch_bounds__(TOTAL_THREADS, 1) loss_total_kernel(dt_cross_entropy_args a) {
     double total = 0, squares = 0;
     for (size_t r = threadIdx.x; r < a.rows; r += TOTAL_THREADS) {
@@ -2494,8 +2548,8 @@ template <class T> static dt_status cross_entropy(const dt_cross_entropy_args *a
 }
 DTK_TABLE_ENTRY(cross_entropy)
 
-/* Log-sum-exp merge of vocabulary-parallel parts, in one block: a thread takes every
-   TOTAL_THREADS-th row and adds its parts in their order. */
+/* Log-sum-exp merge of the ranks' results of a vocabulary-parallel cross-entropy, in one block. A
+   thread processes every TOTAL_THREADS-th row and adds the row's n partial results in order. */
 DTK_KERNEL __launch_bounds__(TOTAL_THREADS, 1)
     cross_entropy_merge_kernel(dt_cross_entropy_merge_args a) {
     double total = 0, squares = 0;
@@ -2521,15 +2575,16 @@ DTK_KERNEL __launch_bounds__(TOTAL_THREADS, 1)
     if (a.z_loss) *a.z_loss = squares / a.denominator;
 }
 
-/* The same for all types: neither parts nor lse have dtype T. */
+/* One kernel serves all dtypes, because the partial results are double and lse is float. */
 static dt_status cuda_cross_entropy_merge(const dt_cross_entropy_merge_args *a, void *stream) {
     if (a->dtype != DT_F32 && a->dtype != DT_BF16 && a->dtype != DT_F16) return DT_ERR_UNSUPPORTED;
     DT_LAUNCH(cross_entropy_merge_kernel, 1, TOTAL_THREADS, 0, stream_of(stream), *a);
     return launch_status();
 }
 
-/* dlogits (+)= factor (exp(x - lse) (1 + 2 z lse) - target), and zero for a row without a label.
-   Each element is read once and written once. A row is split into gridDim.y parts. */
+/* dlogits (+)= factor (exp(x - lse) (1 + 2 z lse) - target). A row without a label has gradient
+   zero. Each element is read once and written once. A row is split into gridDim.y parts, one per
+   block. */
 template <class T>
 DTK_KERNEL __launch_bounds__(LOSS_THREADS)
     cross_entropy_back_kernel(dt_cross_entropy_back_args a, int *bad_index) {
@@ -2576,7 +2631,7 @@ static dt_status cross_entropy_back(const dt_cross_entropy_back_args *args, void
     }
     dt_status status = check_indices(a.labels, a.rows, INT32_MIN, a.full_vocab, stream);
     if (status != DT_OK) return status;
-    /* splits rows, so that few of them fill a GPU, too */
+    /* a row is split into parts if there are too few rows to fill a GPU */
     size_t row_parts = a.rows >= 2 * FILL_BLOCKS ? 1 : 2 * FILL_BLOCKS / (a.rows + 1);
     size_t max_parts = a.cols / (LOSS_THREADS * vec<T>::N);
     row_parts = row_parts > max_parts ? max_parts : row_parts;
@@ -2588,7 +2643,8 @@ static dt_status cross_entropy_back(const dt_cross_entropy_back_args *args, void
 }
 DTK_TABLE_ENTRY(cross_entropy_back)
 
-/* One block, because there is no scratch: meant for outputs of a model, not for its weights. */
+/* The mean squared error runs in one block, because there is no scratch for partial sums. It is
+   meant for the outputs of a model, not for arrays as large as its weights. */
 template <class T> DTK_KERNEL __launch_bounds__(TOTAL_THREADS, 1) mse_kernel(dt_mse_args a) {
     const T *x = (const T *)a.a, *y = (const T *)a.b;
     double total = 0;
@@ -2631,18 +2687,18 @@ DTK_TABLE_ENTRY(mse_back)
 
 // ==== 14. Norm and optimizers ===================================================================
 
-/* Element by element, with g the gradient:
+/* The updates, element by element (g is the gradient):
 
        SGD      b = momentum b + g + decay p              p -= lr b
        AdamW    m = b1 m + (1 - b1) g
                 v = b2 v + (1 - b2) g^2                   p -= lr (m' / (sqrt(v') + eps) + decay p)
                 with m' = m / (1 - b1^step), v' = v / (1 - b2^step)
 
-   The gradient norm is summed in pieces of 1,024 elements, in one order everywhere. */
+   The gradient norm is summed in pieces of 1,024 elements, in the same order on CPU and GPU. */
 
-/* Half a warp sums one piece, 16 pieces per block. Lane l adds elements l, l + 16, ..., then the
-   lanes are added in halves. That is the CPU's order, and the square of a float is exact in double,
-   so the norm has the CPU's bits. */
+/* Half a warp sums one piece; a block sums 16 pieces. Lane l adds elements l, l + 16, ...; then the
+   upper half of the lanes is added to the lower half until one sum is left. The CPU adds in the
+   same order, and the square of a float is exact in double, so the norm has the CPU's bits. */
 enum { PIECE_LANES = 16, PIECES_PER_BLOCK = BLOCK / PIECE_LANES };
 
 static __device__ double lanes_sum(double sum) {
@@ -2677,7 +2733,8 @@ template <class T> static dt_status square_sums(const dt_square_sums_args *a, vo
 }
 DTK_TABLE_ENTRY(square_sums)
 
-/* Parameters and their state are f32. Narrow is the type of an optional copy of the parameters. */
+/* Parameters and their state are f32. Narrow is the type of an optional copy of the parameters; it
+   is f32 if there is no copy. */
 #define DTK_BY_NARROW_DTYPE(a, f, ...) \
     ((a)->dtype != DT_F32 \
             ? DT_ERR_UNSUPPORTED \
@@ -2688,8 +2745,8 @@ static __device__ void store_narrow_copy(void *narrow, size_t i, vec<float, N> p
     if (narrow) store_floats((Narrow *)narrow + i, param);
 }
 
-/* One tensor of parameters, and the factors of its step, which the host computes in double, as for
-   the CPU. */
+/* One tensor of parameters, and the factors of its step. The host computes the factors in double,
+   as the CPU kernel does. */
 struct adamw_tensor {
     float *param, *m, *v;
     const float *grad;
@@ -2699,8 +2756,8 @@ struct adamw_tensor {
         l2_decay, grad_scale;
 };
 
-/* The tensors that one launch updates: blocks first[i] .. first[i + 1] update tensor i. All of it
-   is kernel parameters, which may have 4 KiB. */
+/* The tensors that one launch updates. Blocks first[i] .. first[i + 1] - 1 update tensor i. The
+   struct is a kernel parameter, and kernel parameters are limited to 4 KiB. */
 enum { ADAMW_BATCH = 32 };
 struct adamw_batch {
     unsigned n, first[ADAMW_BATCH + 1];
@@ -2708,11 +2765,11 @@ struct adamw_batch {
 };
 static_assert(sizeof(adamw_batch) <= 4096, "the parameters of a kernel");
 
-/* AdamW, arXiv:1711.05101: m and v are running means of g and g^2. Coupled: Adam, arXiv:1412.6980,
-   with the decay in the gradient. */
+/* AdamW, arXiv:1711.05101: m and v are running means of g and g^2. If `coupled` is set, the kernel
+   computes Adam (arXiv:1412.6980), which adds the weight decay to the gradient. */
 template <class Narrow> DTK_KERNEL __launch_bounds__(BLOCK) adamw_kernel(adamw_batch all) {
     unsigned mine = 0, end = all.n;
-    while (end - mine > 1) { /* binary search: this block's tensor lies in [mine, end) */
+    while (end - mine > 1) { /* binary search: this block's tensor is in [mine, end) */
         unsigned middle = (mine + end) / 2;
         if (blockIdx.x < all.first[middle])
             end = middle;
@@ -2762,8 +2819,8 @@ static adamw_tensor make_adamw_tensor(const dt_adamw_args *a) {
     return f;
 }
 
-/* Each tensor gets as many blocks as it would get alone: a small one gets one, a large one as many
-   as fill a GPU. */
+/* Each tensor gets as many blocks as in a launch of its own: a small tensor gets one block, a large
+   tensor enough blocks to fill a GPU. */
 template <class Narrow> static dt_status adamw(const dt_adamw_args *a, void *stream) {
     while (a) {
         adamw_batch all;
@@ -2781,7 +2838,7 @@ template <class Narrow> static dt_status adamw(const dt_adamw_args *a, void *str
 }
 
 static dt_status cuda_adamw(const dt_adamw_args *a, void *stream) {
-    const dt_adamw_args *of = a; /* an entry with a narrow copy, if any, decides the type */
+    const dt_adamw_args *of = a; /* an entry with a narrow copy, if there is one */
     for (const dt_adamw_args *n = a; n && a->dtype == DT_F32; n = n->next) {
         if (n->step < 1 || n->dtype != a->dtype || n->model_dtype != a->model_dtype)
             return DT_ERR_ARG;
@@ -2790,7 +2847,8 @@ static dt_status cuda_adamw(const dt_adamw_args *a, void *stream) {
     return DTK_BY_NARROW_DTYPE(of, adamw, a, stream);
 }
 
-/* Without momentum the buffer is neither read nor written; the first step only writes it. */
+/* Without momentum, the kernel does not touch the momentum buffer. With momentum, the first step
+   writes the buffer without reading it. */
 template <class Narrow> DTK_KERNEL __launch_bounds__(BLOCK) sgd_kernel(dt_sgd_args a) {
     float *params = (float *)a.param,
           *buffers = a.momentum != 0 ? (float *)a.momentum_buffer : NULL;
@@ -2824,8 +2882,9 @@ static dt_status cuda_sgd(const dt_sgd_args *a, void *stream) {
 
 /* ---- 1-bit Adam ---- */
 
-/* 1-bit Adam, arXiv:2102.02888. After a warm-up v is frozen, and ranks exchange the signs of the
-   momentum with one scale. What the signs lose is added to the next message:
+/* 1-bit Adam, arXiv:2102.02888. After a warm-up v is frozen, and each rank sends the signs of its
+   momentum with one scale. A rank keeps the error of this compression and adds it to the next
+   momentum x that it sends:
 
        e = x + error,  send sign(e) and scale = sqrt(mean of e^2),  error = e - scale sign(e) */
 
@@ -2874,7 +2933,7 @@ static dt_status cuda_frozen_adam(const dt_frozen_adam_args *a, void *stream) {
     return DTK_BY_NARROW_DTYPE(a, frozen_adam, a, stream);
 }
 
-/* Messages lie at any address, so their scale is read and written byte by byte. */
+/* A message may begin at any address, so its scale is read and written byte by byte. */
 static __device__ double read_scale(const unsigned char *p) {
     double x;
     uint64_t bits = 0;
@@ -2889,8 +2948,8 @@ static __device__ void write_scale(unsigned char *p, double x) {
     for (int i = 0; i < 8; i++) p[i] = (unsigned char)(bits >> 8 * i);
 }
 
-/* Leaves x + error in error, and for each piece the sum of its squares and the count of elements
-   with v != 0 in sums (2,pieces). */
+/* Replaces error by x + error, or by 0 where v is 0. Writes to sums (2,pieces), for each piece, the
+   sum of the squared new errors and the number of elements with v != 0. */
 DTK_KERNEL __launch_bounds__(BLOCK)
     sign_sums_kernel(dt_sign_pack_args a, double *sums, size_t pieces) {
     const float *x = (const float *)a.x, *v = (const float *)a.v;
@@ -2914,7 +2973,7 @@ DTK_KERNEL __launch_bounds__(BLOCK)
     }
 }
 
-/* One block writes the scale, behind the sums. */
+/* One block computes the scale and writes it after the sums, at sums[2 * pieces]. */
 DTK_KERNEL __launch_bounds__(TOTAL_THREADS, 1) sign_scale_kernel(double *sums, size_t pieces) {
     double squares = 0, numbers = 0;
     for (size_t i = threadIdx.x; i < pieces; i += TOTAL_THREADS) {
@@ -2927,8 +2986,8 @@ DTK_KERNEL __launch_bounds__(TOTAL_THREADS, 1) sign_scale_kernel(double *sums, s
         sums[2 * pieces] = (double)(float)(numbers > 0 ? sqrt(squares / numbers) : 0);
 }
 
-/* A thread writes one byte of signs; the first threads write a message's scale, too. message_bytes:
-   the bytes of a message's signs. */
+/* Each thread writes one byte of signs. The first a.parts threads also write the scale of one
+   message each. message_bytes is the number of bytes of one message's signs. */
 DTK_KERNEL __launch_bounds__(BLOCK)
     sign_pack_kernel(dt_sign_pack_args a, const double *message_scale, size_t message_bytes) {
     const float *vs = (const float *)a.v;
@@ -2960,7 +3019,7 @@ static dt_status cuda_sign_pack(const dt_sign_pack_args *a, void *stream) {
     return launch_status();
 }
 
-/* A thread reads one byte of each message. */
+/* Each thread reads one byte of signs from every message and writes the mean of 8 elements. */
 DTK_KERNEL __launch_bounds__(BLOCK) sign_unpack_kernel(dt_sign_unpack_args a) {
     const unsigned char *in = (const unsigned char *)a.in;
     const float *vs = (const float *)a.v;
@@ -2987,25 +3046,26 @@ static dt_status cuda_sign_unpack(const dt_sign_unpack_args *a, void *stream) {
 
 // ==== 15. Matrix product ========================================================================
 
-/* GEMM: C = A B. Naive: a thread per element of C reads a row of A and a column of B, 2k loads
-   for k multiply-adds. Here a block computes a tile of C from tiles of A and B in shared memory,
-   so that a loaded element serves a whole row or column of the tile; meanwhile the next tiles are
-   loaded (two stages):
+/* GEMM: C = A B. A naive kernel has one thread per element of C; the thread reads a row of A and a
+   column of B, 2k loads for k multiply-adds. Here a block computes a tile of C from tiles of A and
+   B in shared memory, so one load of an element serves a whole row or column of the tile. The block
+   loads the next tiles while it multiplies the current tiles (two stages):
 
                     B  [ k tile ]        for each k tile:
                        [  cols  ]           load the next tiles   (cp.async, or registers)
        A  [ k tile ]   [ C tile ]           C tile += A tile * B tile
           [  rows  ]                     epilogue: bias, activation, residual; store
 
-   f32 uses multiply-adds in registers, bf16 and f16 tensor cores (mma). Where there is a queue,
-   cuBLASLt computes the product, and these kernels compute what it refuses. */
+   f32 uses multiply-adds in registers; bf16 and f16 use tensor cores (mma). If the caller passes a
+   queue, cuBLASLt computes the product unless cuBLASLt refuses. These kernels compute all other
+   products. */
 
 /* ---- tensor core instructions ---- */
 
-/* Each wrapper is one PTX instruction, or a test's replacement for it. mma: d (16,8) += a (16,16) b
-   (16,8); lane 4 g + t holds rows g and g + 8 of d, columns 2 t and 2 t + 1. bf16 products and
-   cp.async need sm_80: code for older devices adds and copies with plain instructions, with the
-   same result. */
+/* Each wrapper is one PTX instruction, or in tests on a CPU a function that replaces it. mma
+   computes d (16,8) += a (16,16) b (16,8); lane 4 g + t holds rows g and g + 8 of d, columns 2 t
+   and 2 t + 1. bf16 products and cp.async need sm_80. Code for older devices multiplies and copies
+   with plain instructions and gets the same result. */
 #ifdef __CUDACC__
 #define DTK_PTX static __device__ __forceinline__
 #define DTK_HAS_SM80 (__CUDA_ARCH__ >= 800)
@@ -3043,7 +3103,7 @@ DTK_PTX void mma(bf16, float *d, const unsigned *a, const unsigned *b) { DTK_MMA
 DTK_PTX void mma(f16, float *d, const unsigned *a, const unsigned *b) { DTK_MMA("f16"); }
 #undef DTK_MMA
 
-/* Copies 16 bytes from global to shared memory, or zeros. */
+/* Copies 16 bytes from global to shared memory, or writes 16 zero bytes if !there. */
 DTK_PTX void cp_async_16(void *shared, const void *global, bool there) {
     asm volatile("{ .reg .pred none; setp.eq.b32 none, %2, 0; cp.async.cg.shared.global [%0], "
                  "[%1], 16, none; }"
@@ -3055,10 +3115,11 @@ DTK_PTX void cp_async_commit() { asm volatile("cp.async.commit_group;" : : : "me
 DTK_PTX void cp_async_wait_all() { asm volatile("cp.async.wait_all;" : : : "memory"); }
 #endif
 
-/* wgmma: a warpgroup, four warps, multiplies 64 rows at a time, with B (and A) read from shared
-   memory; see smem_matrix. Only code for sm_90a has it. Elsewhere the kernels that use it are
-   empty, and cannot be launched with as many threads as they need. d (64,N) = a b, plus d if `add`:
-   warp w holds rows 16 w .. 16 w + 15, in mma's layout. Results are valid after wgmma_wait. */
+/* wgmma: a warpgroup (four warps) multiplies 64 rows at a time and reads B, and A unless it is in
+   registers, from shared memory; see smem_matrix. Only code for sm_90a has wgmma. In code for other
+   devices, the kernels that use wgmma are empty, and their launch bounds make a launch fail.
+   wgmma computes d (64,N) = a b, or d += a b if `add`. Warp w holds rows 16 w .. 16 w + 15 of d, in
+   mma's layout. d is valid after wgmma_wait. */
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define DTK_HAS_WGMMA 1
 #define DTK_D4(j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
@@ -3117,10 +3178,11 @@ DTK_WGMMA_FUNCTIONS(f16, "f16")
 #undef DTK_D32
 #undef DTK_D4
 
-/* A matrix in shared memory: rows of 64 elements, along k or (wgmma_from_registers) one row for
-   each k. The next 64 columns lie `slab` elements further. This is the variable half of the wgmma
-   descriptor; the other half says that 8 rows of 128 bytes lie together, their 16-byte units
-   swizzled. advance: `numbers` elements further in the same slab. */
+/* A matrix in shared memory, in slabs of 64 columns; each slab begins `slab` elements after the
+   previous slab. For wgmma the rows run along k; B of wgmma_from_registers has one row for each k.
+   smem_matrix is the variable half of the wgmma descriptor. The constant half says that 8 rows of
+   128 bytes are contiguous and that their 16-byte units are swizzled. advance moves a matrix by
+   `numbers` elements in the same slab. */
 typedef unsigned smem_matrix;
 DTK_PTX smem_matrix smem_matrix_at(const void *p, int slab) {
     return shared_address(p) >> 4 | (unsigned)(slab * 2 >> 4) << 16;
@@ -3133,7 +3195,7 @@ template <int LEFT> DTK_PTX void wgmma_wait() {
 }
 DTK_PTX void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" : : : "memory"); }
 DTK_PTX void wgmma_fence_operand(float &x) { asm volatile("" : "+f"(x) : : "memory"); }
-/* What follows is not executed before x, which is never negative, is known. */
+/* Delays the instructions after the call until x is known; x is never negative. */
 DTK_PTX void order_after(float x) {
     if (x < 0) asm volatile("nanosleep.u32 1;" : : : "memory");
 }
@@ -3171,8 +3233,9 @@ static void cp_async_16(void *shared, const void *global, bool there) {
 }
 static void cp_async_commit() { dtc_cp_async_commit(); }
 
-/* Emulates wgmma warp by warp with mma, from the matrices' descriptors. Products are computed as
-   late as possible, in wgmma_wait; until then d is NaN. A missing fence abandons the kernel. */
+/* Emulates wgmma with one mma emulation per warp, which reads the matrices through their
+   descriptors. wgmma_wait computes the products, as late as possible; until then d is NaN, so that
+   a test notices a result that is read too early. A missing fence abandons the kernel. */
 struct smem_matrix {
     const char *p;
     int slab;
@@ -3188,7 +3251,7 @@ static unsigned element_of(const smem_matrix &m, int row, int col) {
 
 struct pending_wgmma {
     void (*execute)(const pending_wgmma &);
-    /* initial: what d held before the first product that changes it */
+    /* initial: the values of d before the first pending product that changes d */
     float (*d)[4], initial[16][4];
     smem_matrix a, b;
     unsigned u[4];
@@ -3277,8 +3340,9 @@ template <class T> static __device__ float unpack_half(unsigned pair, int which)
     return widen(x);
 }
 
-/* mma without tensor cores: multiplies pair after pair along k, each read from the lane that holds
-   it. Not inlined: unrolled loops call it, and nvcc would take many minutes. */
+/* mma without tensor cores: multiplies the pairs of elements along k one by one, and reads each
+   pair from the lane that holds the pair. The function is not inlined, because unrolled loops call
+   it and nvcc would take many minutes to compile them. */
 #ifdef __CUDACC__
 #define DTK_NOINLINE __noinline__
 #else
@@ -3317,9 +3381,9 @@ static __device__ void cp_async_wait_all() {}
 
 /* ---- tiles in shared memory ---- */
 
-/* Swizzle: the index of (row, col) in a tile with rows of LD elements, at least 128 bytes. Each of
-   8 consecutive rows has the 16-byte unit of a column in another bank group, so that 8 rows are
-   read at once without bank conflicts. Unit u of row r lies at u ^ (r % 8):
+/* Swizzle: the index of (row, col) in a tile whose rows have LD elements, at least 128 bytes. In 8
+   consecutive rows, the 16-byte units of one column are in 8 different bank groups, so a warp reads
+   8 rows at once without bank conflicts. Unit u of row r is stored at position u ^ (r % 8):
 
        row 0   0 1 2 3 4 5 6 7
        row 1   1 0 3 2 5 4 7 6
@@ -3329,15 +3393,16 @@ template <class T, int LD> static __device__ int swizzle(int row, int col) {
     return row * LD + (col / N ^ (row & 7)) * N + col % N;
 }
 
-/* Returns x, which the compiler cannot see. What is computed from it is computed where it is used,
-   and is not held in registers across a loop. */
+/* Returns x, but hides its origin from the compiler. The compiler then computes expressions with
+   the result where they are used and does not hold their values in registers across a loop. */
 static __device__ int opaque(int x) {
     asm volatile("" : "+r"(x));
     return x;
 }
 
-/* Loads a tile from global memory at p, whose rows are ld apart; elements beyond `rows` and `cols`
-   are zero. Asynchronous if `aligned`: p, ld and cols are multiples of 16 bytes. */
+/* Loads a tile from global memory at p; the rows there are ld elements apart. Elements beyond
+   `rows` and `cols` are zero. `aligned` says that p, ld and cols are multiples of 16 bytes; the
+   copy is then asynchronous. */
 template <class T, int ROWS, int LD, int THREADS, class index>
 static __device__ void fetch_tile(T *tile, const T *p, index ld, int rows, int cols, bool aligned) {
     const int N = vec<T>::N, VECS = LD / N, DOWN = THREADS / VECS;
@@ -3362,12 +3427,17 @@ static __device__ void fetch_tile(T *tile, const T *p, index ld, int rows, int c
 }
 
 /* Fragments of mma from tiles. ldmatrix loads four 8 x 8 matrices, and each lane gives the address
-   of one row. ldmatrix_rows: 16 rows, then the same rows 8 columns further, for A from a tile with
-   rows along k, and for two fragments of B from a tile with a row for each k. ldmatrix_columns: the
-   other order, for two fragments of B from rows along k, and for A from a row for each k. Both give
-   the index for row 0 and column 0. With LD a power of two the swizzle is an exclusive or, so that
-   (x ^ column) is the index for another column, and x + row LD, row a multiple of 8, for another
-   row. */
+   of one row. The two functions return that row's index in the tile, for two ways in which the
+   matrices 0 .. 3 cover 16 rows and 16 columns:
+
+       ldmatrix_rows     0 2    A if the tile's rows run along k, or two fragments of B if the tile
+                         1 3    has one row for each k
+       ldmatrix_columns  0 1    two fragments of B if the tile's rows run along k, or A if the tile
+                         2 3    has one row for each k
+
+   The result x is for matrices that begin at row 0 and column 0 of the tile. LD is a power of two,
+   so the swizzle is an exclusive or: the index for another column is x ^ column, and the index for
+   another row, a multiple of 8, is x + row * LD. */
 template <int LD> static __device__ int ldmatrix_rows() {
     int lane = opaque(threadIdx.x) % 32;
     return lane % 16 * LD + (lane / 16 ^ lane % 8) * 8;
@@ -3380,7 +3450,7 @@ template <int LD> static __device__ int ldmatrix_columns() {
 
 /* ---- the kernels of this file ---- */
 
-/* out[at] (+)= v, as float if `wide`, else as T. */
+/* Stores v in out[at], or adds v to out[at] if `accumulate`. out is float if `wide`, else T. */
 template <class T>
 static __device__ void store_as(void *out, int wide, int64_t at, float v, int accumulate) {
     T *narrow = (T *)out + at;
@@ -3391,8 +3461,8 @@ static __device__ void store_as(void *out, int wide, int64_t at, float v, int ac
         round_to(narrow, accumulate ? widen(*narrow) + v : v);
 }
 
-/* Epilogue: stores c[at], in column j, from its sum of products v. All fusions, in their order. The
-   pointers may be equal. */
+/* Epilogue: applies all fusions, in their order, to the sum of products v and stores the result in
+   c[at], an element of column j. The pointers in `a` may be equal. */
 template <class T>
 static __device__ void apply_epilogue(const dt_matmul_args &a, int64_t at, int64_t j, float v) {
     if (a.bias) v += widen(((const T *)a.bias)[j]);
@@ -3406,8 +3476,8 @@ static __device__ void apply_epilogue(const dt_matmul_args &a, int64_t at, int64
     store_as<T>(a.c, a.wide, at, v, a.accumulate);
 }
 
-/* A or B as the kernels see it. `rows` counts rows or columns of c. mn_major: elements of one k are
-   contiguous. */
+/* A or B as the kernels see it. `rows` is the number of rows of c for A, of columns of c for B.
+   mn_major says that the elements with the same k index are contiguous. */
 struct operand {
     const void *p;
     int64_t ld, stride;
@@ -3433,8 +3503,8 @@ static __device__ tile_origin tile_origin_of(const dt_matmul_args &a, int tile) 
     return c;
 }
 
-/* Stores a block's tile, whose sums lie in shared memory: neighbours go to neighbouring threads,
-   and apply_epilogue is compiled once. */
+/* Stores a block's tile of c from its sums in shared memory. Neighbouring threads store
+   neighbouring elements, and apply_epilogue is compiled once. */
 template <class T, int ROWS, int COLS>
 static __device__ void apply_epilogue_tile(
     const dt_matmul_args &a, tile_origin c, const float *tile) {
@@ -3447,8 +3517,8 @@ static __device__ void apply_epilogue_tile(
     }
 }
 
-/* GEMM in f32: 16 x 16 threads, each with R x R sums. An element is one chain of multiply-adds, k
-   ascending, whatever the tile. The next tiles are loaded while these are multiplied. */
+/* GEMM in f32: 16 x 16 threads, each with R x R sums. Each element is one chain of multiply-adds in
+   ascending k, whatever R is. The next tiles are loaded while the current tiles are multiplied. */
 enum { F32_TILE_K = 16 };
 
 template <int R>
@@ -3464,8 +3534,8 @@ static __device__ void load_f32_tile(
     }
 }
 
-/* Packing: stores loaded elements into the tile (F32_TILE_K,16 R), as vecs along the rows, whatever
-   the operand's layout. */
+/* Packing: stores loaded elements into the tile (F32_TILE_K,16 R), where a vec holds 4 rows of one
+   k, whatever the operand's layout. */
 template <int R>
 static __device__ void store_f32_tile(
     vec<float> (*tile)[4 * R + 1], const vec<float> *next, int mn_major) {
@@ -3493,7 +3563,9 @@ DTK_KERNEL __launch_bounds__(BLOCK, 2) matmul_f32_kernel(dt_matmul_args a, opera
     for (int k0 = 0, s = 0; k0 < a.k; k0 += F32_TILE_K, s ^= 1) {
         store_f32_tile<R>(xs[s], next_x, x.mn_major);
         store_f32_tile<R>(ys[s], next_y, y.mn_major);
-        __syncthreads(); /* the only barrier: two steps on, all threads have left this half */
+        /* One barrier per step suffices: half s is written again only after the next barrier, and
+           a thread arrives there after its last read from half s. */
+        __syncthreads();
         load_f32_tile<R>(next_x, x, c.batch, c.row, k0 + F32_TILE_K, a.k);
         load_f32_tile<R>(next_y, y, c.batch, c.col, k0 + F32_TILE_K, a.k);
         DTK_UNROLL
@@ -3510,7 +3582,7 @@ DTK_KERNEL __launch_bounds__(BLOCK, 2) matmul_f32_kernel(dt_matmul_args a, opera
                 sum[i / R][i % R] += u[i / R / 4].v[i / R % 4] * v[i % R / 4].v[i % 4];
         }
     }
-    float *tile = (float *)tiles; /* holds 64 rows */
+    float *tile = (float *)tiles; /* holds 64 rows of sums */
     DTK_UNROLL
     for (int part = 0; part < R / 4; part++) {
         __syncthreads();
@@ -3525,8 +3597,8 @@ DTK_KERNEL __launch_bounds__(BLOCK, 2) matmul_f32_kernel(dt_matmul_args a, opera
     }
 }
 
-/* GEMM in bf16 and f16 on tensor cores: a block computes 128 x 128 of c, 64 of k at a time; each of
-   its eight warps computes 64 x 32. */
+/* GEMM in bf16 and f16 on tensor cores: a block computes a 128 x 128 tile of c, 64 k indices at a
+   time. Each of its eight warps computes 64 x 32 elements. */
 enum { TILE_MN = 128, TILE_K = 64, MATMUL_STAGES = 2 };
 
 template <class T>
@@ -3541,7 +3613,8 @@ static __device__ void fetch_operand_tile(
             tile, p + row0 * x.ld + k0, x.ld, x.rows - row0, k - k0, x.aligned);
 }
 
-/* MN_MAJOR_X, MN_MAJOR_Y: x.mn_major, y.mn_major. */
+/* Adds the product of a warp's rows of xs and its columns of ys to sum. MN_MAJOR_X is x.mn_major,
+   MN_MAJOR_Y is y.mn_major. */
 template <class T, bool MN_MAJOR_X, bool MN_MAJOR_Y>
 static __device__ void multiply_tiles(
     float (&sum)[4][4][4], const T *xs, const T *ys, int row, int col) {
@@ -3583,7 +3656,7 @@ DTK_KERNEL __launch_bounds__(BLOCK, 2)
     bool idle = c.row + down >= a.m || c.col + across >= a.n;
     for (int k0 = -TILE_K, s = 1; k0 < a.k; k0 += TILE_K, s ^= 1) {
         cp_async_wait_all();
-        /* this step's tiles have arrived, and all threads have left the tiles of the step before */
+        /* this step's tiles have arrived, and no thread still reads the previous step's tiles */
         __syncthreads();
         if (k0 + TILE_K < a.k) {
             fetch_operand_tile(xs + (s ^ 1) * SIZE, x, c.batch, c.row, k0 + TILE_K, a.k);
@@ -3595,7 +3668,7 @@ DTK_KERNEL __launch_bounds__(BLOCK, 2)
                 sum, xs + s * SIZE, ys + s * SIZE, down, across);
     }
     __syncthreads();
-    float *tile = (float *)shared; /* 64 KB, as the tiles of two stages */
+    float *tile = (float *)shared; /* 64 KB, as much as the tiles of two stages */
     DTK_UNROLL
     for (int i = 0; i < 64; i++) {
         int row = down + i / 16 * 16 + i / 2 % 2 * 8 + lane / 4,
@@ -3606,7 +3679,7 @@ DTK_KERNEL __launch_bounds__(BLOCK, 2)
     apply_epilogue_tile<T, TILE_MN, TILE_MN>(a, c, tile);
 }
 
-/* The number of blocks of a grid; 0: more than a grid can have. */
+/* Returns the number of blocks of a grid, or 0 if a grid cannot have that many blocks. */
 static unsigned grid_blocks(
     int64_t rows, int64_t row_tile, int64_t cols, int64_t col_tile, int64_t batch) {
     double all = ceil((double)rows / (double)row_tile) * ceil((double)cols / (double)col_tile) *
@@ -3614,14 +3687,15 @@ static unsigned grid_blocks(
     return all <= INT32_MAX ? (unsigned)all : 0;
 }
 
-/* Launches with more shared memory than the 48 KB that need no permission. The permission is the
-   device's, and cheap. */
+/* Launches a kernel that may use more than 48 KB of dynamic shared memory. This needs a function
+   attribute, which holds for the current device only. Every launch sets the attribute, because
+   that is cheap. */
 #define DTK_LAUNCH_SHARED(kernel, blocks, threads, bytes, stream, ...) \
     do { \
         if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, \
                 (int)(bytes)) != cudaSuccess) { \
             (void)cudaGetLastError(); \
-            return DT_ERR_UNSUPPORTED; /* the device has less */ \
+            return DT_ERR_UNSUPPORTED; /* the device has less shared memory */ \
         } \
         DT_LAUNCH((kernel), blocks, threads, bytes, stream_of(stream), __VA_ARGS__); \
     } while (0)
@@ -3669,14 +3743,15 @@ static dt_status builtin_matmul(const dt_matmul_args &a, void *stream) {
 
 /* ---- cuBLASLt ---- */
 
-/* cuBLASLt chooses its algorithm by m and n, too: an element depends on its row, its column and k
-   alone only with the kernels above. It sums in f32, never in TF32. It fuses bias and GELU itself;
-   the other fusions follow in a kernel, on results that have been rounded once more if they are
-   stored in 16 bits. Results to which the library adds something are also rounded once more. */
+/* cuBLASLt chooses its algorithm by m and n, too, so the bits of an element may depend on m and n.
+   With the kernels above they depend only on the element's row of A, its column of B and k.
+   cuBLASLt sums in f32, never in TF32. cuBLASLt fuses bias and GELU; a kernel of this file applies
+   the other fusions to the stored results, which costs one more rounding if they are in 16 bits. A
+   result to which cuBLASLt adds another matrix is also rounded once more. */
 
 #ifdef DT_CUBLASLT
-/* All that the choice of an algorithm depends on; compared as bytes. Alignments are those of the
-   pointers, up to 256. */
+/* Everything that the choice of an algorithm depends on. Keys are compared as bytes. The align_
+   members are the alignments of the pointers in bytes, at most 256. */
 struct matmul_key {
     int64_t m, n, k, batch, lda, ldb, ldc, stride_a, stride_b, stride_c;
     size_t work_bytes;
@@ -3684,7 +3759,8 @@ struct matmul_key {
     unsigned align_a, align_b, align_c, align_d;
 };
 
-/* A product that cuBLASLt has been asked for. It is column-major, so it computes C^T = B^T A^T. */
+/* cuBLASLt's answer for one key: the algorithm, or supported = false. cuBLASLt is column-major, so
+   it computes C^T = B^T A^T. */
 struct matmul_plan {
     matmul_key key;
     bool used, supported;
@@ -3694,13 +3770,13 @@ struct matmul_plan {
     size_t workspace;
 };
 
-/* A plan lies in one of PLAN_PROBES slots from its hash on; if all are taken, it replaces the
-   first. */
+/* A plan is stored in the first free slot of PLAN_PROBES slots that begin at its hash. If no slot
+   is free, the new plan replaces the plan in the first slot. */
 enum { PLAN_SLOTS = 256, PLAN_PROBES = 4 };
 
 struct blas {
-    cublasLtHandle_t handle; /* NULL: the library could not start, and is not asked again */
-    /* use its GELU, which is as fast as a separate kernel's: since Hopper */
+    cublasLtHandle_t handle; /* NULL if cuBLASLt could not start; it is not tried again */
+    /* use cuBLASLt's GELU: since Hopper it is as fast as a separate kernel */
     bool gelu;
     matmul_plan plans[PLAN_SLOTS];
 };
@@ -3731,7 +3807,7 @@ static cudaDataType_t cuda_type_of(int dtype) {
     return dtype == DT_F32 ? CUDA_R_32F : dtype == DT_BF16 ? CUDA_R_16BF : CUDA_R_16F;
 }
 
-/* Describes a row-major matrix (rows,cols): column-major it is (cols,rows). */
+/* Describes a row-major matrix (rows,cols) as the column-major matrix (cols,rows). */
 static void init_layout(cublasLtMatrixLayoutOpaque_t *l, int dtype, int64_t rows, int64_t cols,
     int64_t ld, int64_t batch, int64_t stride) {
     int32_t count = (int32_t)batch;
@@ -3747,7 +3823,7 @@ static void init_layout(cublasLtMatrixLayoutOpaque_t *l, int dtype, int64_t rows
     cublasLtMatmulPreferenceSetAttribute( \
         &preference, CUBLASLT_MATMUL_PREF_##name, &(value), sizeof(value))
 
-/* Split-K sums are added in f32, so that a result is rounded once. */
+/* A split-K algorithm must add its partial sums in f32, so that a result is rounded once. */
 static void make_plan(blas *b, matmul_plan *p, const matmul_key &key) {
     cublasLtMatmulPreferenceOpaque_t preference;
     cublasLtMatmulHeuristicResult_t best;
@@ -3762,7 +3838,7 @@ static void make_plan(blas *b, matmul_plan *p, const matmul_key &key) {
     DTK_SET(TRANSA, op_a);
     DTK_SET(TRANSB, op_b);
     DTK_SET(EPILOGUE, epilogue);
-    if (key.aux) { /* without aux these would make the library write to it */
+    if (key.aux) { /* setting these without aux would make cuBLASLt write to aux */
         DTK_SET(EPILOGUE_AUX_LD, key.ldc);
         DTK_SET(EPILOGUE_AUX_BATCH_STRIDE, key.stride_c);
     }
@@ -3802,18 +3878,19 @@ static matmul_plan *find_plan(blas *b, const matmul_key &key) {
     return first;
 }
 
-/* How a call is split: the library's epilogue, and `rest` for a kernel after it. addend: where
-   the library reads what it adds, or NULL; output: where it writes. */
+/* How a call is split: cuBLASLt applies `epilogue`, and a kernel after it applies `rest`. cuBLASLt
+   adds the matrix `addend`, unless it is NULL, and writes to `output`. */
 struct blas_split {
     cublasLtEpilogue_t epilogue;
     dt_matmul_args rest;
     const void *addend;
-    void *output, *aux; /* aux: the value before GELU, written or read, or NULL */
-    bool has_remainder; /* `rest` has work left */
+    void *output, *aux; /* aux: the input of GELU, written or read, or NULL */
+    bool has_remainder; /* `rest` has something to apply */
 };
 
-/* GELU with its input as a second result, or its derivative from that input, in one call: the
-   library's GELU is accurate enough for 16 bits. */
+/* Lets cuBLASLt compute GELU, and store GELU's input as a second result, or compute the derivative
+   from that input. Returns false if cuBLASLt cannot. cuBLASLt's GELU is accurate enough for 16-bit
+   results only. */
 static bool split_gelu(const dt_matmul_args &a, blas_split *s) {
     bool aux = !a.pre_activation || (a.ldc % 8 == 0 && (a.batch == 1 || a.stride_c % 8 == 0) &&
                                         (size_t)a.pre_activation % 16 == 0);
@@ -3856,7 +3933,7 @@ static bool split_call(const dt_matmul_args &a, bool gelu, blas_split *s) {
     return true;
 }
 
-/* Applies the rest to each element, which the library has written at `from`, rounded. */
+/* Applies the remaining fusions to each element of `from`, which cuBLASLt has rounded. */
 template <class T>
 DTK_KERNEL __launch_bounds__(BLOCK) matmul_remainder_kernel(dt_matmul_args a, const T *from) {
     for (size_t i = grid_first(1); i < (size_t)(a.batch * a.m * a.n); i += grid_step(1)) {
@@ -3882,7 +3959,7 @@ static dt_status matmul_remainder(const blas_split &s, void *stream) {
 
 static matmul_key key_of(const dt_matmul_args &a, const blas_split &s) {
     matmul_key key;
-    memset(&key, 0, sizeof key); /* also the padding between members */
+    memset(&key, 0, sizeof key); /* also the padding, as keys are compared as bytes */
     key.m = a.m, key.n = a.n, key.k = a.k, key.batch = a.batch;
     key.lda = a.lda, key.ldb = a.ldb, key.ldc = a.ldc;
     key.stride_a = a.stride_a, key.stride_b = a.stride_b, key.stride_c = a.stride_c;
@@ -3896,9 +3973,9 @@ static matmul_key key_of(const dt_matmul_args &a, const blas_split &s) {
     return key;
 }
 
-/* Returns false if the library cannot compute it; then it has done nothing. */
+/* Returns false, and computes nothing, if cuBLASLt cannot compute the product. */
 static bool blas_matmul(dt_matmul_args a, cuda_queue *queue, dt_status *status) {
-    /* the library wants scratch aligned to 256 bytes */
+    /* cuBLASLt needs scratch aligned to 256 bytes */
     size_t off = (256 - (size_t)a.work % 256) % 256;
     blas *b = a.k > 0 && a.batch <= INT32_MAX ? get_blas(queue) : NULL;
     blas_split s;
@@ -3950,54 +4027,61 @@ static dt_status cuda_matmul(const dt_matmul_args *args, void *stream) {
 // ==== 16. Attention =============================================================================
 
 /* Flash attention (FlashAttention-2, arXiv:2307.08691): softmax(scale Q K^T) V without the matrix
-   of scores in memory. Naive: write S = scale Q K^T, take the softmax of its rows, multiply by V.
-   Here a block holds ROWS queries and walks over the keys, COLS at a time (online softmax):
+   of scores in memory. A naive program writes S = scale Q K^T, takes the softmax of the rows of S
+   and multiplies by V. Here a block holds ROWS queries and walks over the keys, COLS keys at a time
+   (online softmax):
 
                   keys ->  [tile 0][tile 1] ...     S = scale Q K^T, for one tile
        queries    [ Q ]    [  S   ] ->              max' = max(max, S),  f = e^(max - max')
                   [out]                             p = e^(S - max'),    sum' = f sum + sum of p
                                                     out' = f out + p V
 
-   In the end out / sum is the result. lse = max + log(sum) is stored for the backward, which
-   computes p = e^(S - lse) again, tile by tile, in two kernels: one walks over keys (dq), the other
-   over queries (dk, dv). Read attention_kernel first. */
+   At the end the result is out / sum. The forward also stores lse = max + log(sum). The backward
+   recomputes p = e^(S - lse) tile by tile, in two kernels: the first walks over the keys and
+   computes dq, the second walks over the queries and computes dk and dv. Read attention_kernel
+   first. */
 
-/* Layout. A warp takes SUBTILE columns at a time; 16 M of the rows are a warp's. Scores stay in
-   registers, as mma leaves them: c[i][j][e] of lane 4 g + t is row 16 i + 8 (e / 2) + g, column
-   8 j + 2 t + e % 2. A lane has 2 M rows: row r is in c[r / 2], with r % 2 for e / 2. f32 is
-   computed in the same layout by plain multiply-adds. D is the dimension of a head, padded.
+/* Layout. A warp computes 16 M of the block's rows, SUBTILE columns at a time. Scores stay in
+   registers in mma's layout: c[i][j][e] of lane 4 g + t is row 16 i + 8 (e / 2) + g, column
+   8 j + 2 t + e % 2. A lane has 2 M rows: its row r consists of the c[r / 2][j][e] with
+   e / 2 = r % 2. f32 is computed in the same layout by plain multiply-adds. D is the dimension of a
+   head, padded to 64, 128 or 256.
 
-   Hopper's fast tensor cores are fed by wgmma (FlashAttention-3, arXiv:2407.08608): a warpgroup,
-   four warps, has 64 rows, reads its operands from shared memory, and goes on while they are
-   multiplied. Scores have the same layout, so all but the products is shared. Its tiles are slabs
-   of 64 columns: rows of 128 bytes, swizzled. */
+   Hopper reaches its full speed with wgmma only (FlashAttention-3, arXiv:2407.08608). A warpgroup
+   (four warps) computes 64 rows. wgmma reads its operands from shared memory and is asynchronous:
+   the warpgroup continues with other work while the tensor cores multiply. Scores have mma's
+   layout, so only the products need code of their own. A tile for wgmma is stored as slabs of 64
+   columns: rows of 128 bytes, swizzled. */
 
 /* ---- attention mask ---- */
 
-/* The least and the greatest position and document of some queries or keys. */
+/* The smallest and the largest position, and the smallest and the largest document, of some queries
+   or keys. */
 struct span {
     int first, last, document_first, document_last;
 };
 
-/* Queries or keys: `length` of each sequence, in tiles of tile_size. Without a position array,
-   positions are index + shift; without a document array, all belong to one document. With an array
-   there are spans of tiles, (batch,tiles), computed by spans_kernel. */
+/* Queries or keys: `length` tokens per sequence, in tiles of tile_size tokens. Without a position
+   array, a token's position is its index + shift. Without a document array, all tokens belong to
+   one document. Both arrays are called mask arrays. If a call has any mask array, spans_kernel
+   computes the spans of all tiles, (batch,tiles); otherwise `spans` is NULL. */
 struct token_axis {
     const int32_t *position, *document;
     span *spans;
     int length, tile_size, tiles, shift;
 };
 
-/* What kernels know beside the pointers: in 32 bits, because registers are scarce. scale_log2:
-   scale in powers of two. A grid is (tiles, heads, sequences), from first_kv and first_sequence
-   on. */
+/* The kernels' arguments besides the pointers, in 32 bits because registers are scarce.
+   scale_log2 is the scale for exponentials to base 2. A grid is (tiles, heads, sequences) and
+   begins with kv head first_kv and sequence first_sequence. */
 struct attention_shape {
     token_axis q, k;
-    /* group: query heads per kv head (grouped-query attention); q_row, k_row: elements of all heads
-       of a token */
+    /* group: query heads per kv head (grouped-query attention); q_row, k_row: elements of all
+       heads of one token */
     int causal, heads, kv_heads, group, dim, q_row, k_row, first_sequence, first_kv;
     float scale, scale_log2;
-    /* inputs can be read 16 bytes at a time; results can be written four elements at a time */
+    /* aligned: inputs can be read 16 bytes at a time; aligned4: results can be written four
+       elements at a time */
     bool aligned, aligned4;
 };
 
@@ -4009,7 +4093,8 @@ static __device__ int document_of(const token_axis &s, int sequence, int i) {
     return s.document ? s.document[(int64_t)sequence * s.length + i] : 0;
 }
 
-/* The span of `count` tokens from `first` on; with arrays, the span of the tile they lie in. */
+/* Returns the span of `count` tokens from `first` on; with mask arrays, the span of the tile that
+   contains these tokens. */
 static __device__ span span_of(const token_axis &s, int sequence, int first, int count) {
     first = opaque(first);
     if (s.spans) return s.spans[(int64_t)sequence * s.tiles + first / s.tile_size];
@@ -4017,7 +4102,7 @@ static __device__ span span_of(const token_axis &s, int sequence, int first, int
     return x;
 }
 
-/* One warp per tile. */
+/* One warp computes the span of one tile. */
 DTK_KERNEL __launch_bounds__(BLOCK) spans_kernel(token_axis s, int64_t batch) {
     int64_t tile = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32;
     int sequence = (int)(tile / s.tiles), first = (int)(tile % s.tiles) * s.tile_size;
@@ -4046,23 +4131,25 @@ static __device__ bool fully_masked(const attention_shape &s, span q, span k) {
            k.document_last < q.document_first;
 }
 
-/* first <= last on both sides, so these equations hold only if all documents are the same one. */
+/* document_first <= document_last in q and in k, so both equations hold only if all tokens have the
+   same document. */
 static __device__ bool fully_visible(const attention_shape &s, span q, span k) {
     return (!s.causal || k.last <= q.first) && q.document_first == k.document_last &&
            q.document_last == k.document_first;
 }
 
-/* Without arrays a query sees all keys up to its own position: no query of `rows` sees a tile from
-   the result on. */
+/* Returns the end of the key tiles that the `rows` queries from row0 on may see. Without mask
+   arrays, a causal query sees the keys up to its own position; otherwise no tile is left out. */
 static __device__ int key_tile_end(const attention_shape &s, int row0, int rows) {
     if (s.k.spans || !s.causal) return s.k.tiles;
     int seen = max(min(row0 + rows, s.q.length) + s.q.shift, 0);
     return min((seen + s.k.tile_size - 1) / s.k.tile_size, s.k.tiles);
 }
 
-/* The last key tile up to i of which some query sees a part, or -1. Tiles go from the last to the
-   first: a partly masked tile is the slowest, and then comes first, where there is no previous tile
-   to overlap with. */
+/* Returns the last key tile, i or a lower index, that some query sees at least in part, or -1. The
+   kernels visit key tiles from the last to the first. With a causal mask the last tile is partly
+   masked and therefore the slowest. It comes first, when there is no previous tile whose products
+   could overlap with its softmax. */
 static __device__ int next_key_tile(
     const attention_shape &s, int sequence, int row0, int rows, int i) {
     if (!s.k.spans) return i;
@@ -4072,8 +4159,9 @@ static __device__ int next_key_tile(
     return i;
 }
 
-/* The same for query tiles, which come once for each head of a group. No tile before `first` sees
-   the keys. */
+/* A query tile of one head of a group. next_query_tile returns the first query tile from i on that
+   sees some of the keys, over all heads of the group; `head` is s.group at the end. The result of
+   first_query_tile is `first`: no tile below `first` sees any of the keys. */
 struct query_tile {
     int head, tile;
 };
@@ -4094,17 +4182,18 @@ static __device__ query_tile next_query_tile(
     return i;
 }
 
-/* Position and document of token i of a sequence. */
+/* Returns the position and the document of token i of a sequence. */
 static __device__ int2 token_at(
     const attention_shape &s, const token_axis &of, int sequence, int i) {
     int2 x = { 0, 0 };
-    if (i >= of.length) return x; /* masked in another way, or never read */
+    if (i >= of.length) return x; /* masked by its index, or never read */
     if (s.causal) x.x = position_of(of, sequence, i);
     x.y = document_of(of, sequence, i);
     return x;
 }
 
-/* With arrays: token_at of COUNT tokens from `first` on, one by each thread. */
+/* Stores token_at of COUNT tokens from `first` on in `tokens`, one token per thread, if there are
+   mask arrays. */
 template <int COUNT>
 static __device__ void load_tokens(
     int2 *tokens, const attention_shape &s, const token_axis &of, int sequence, int first) {
@@ -4112,8 +4201,8 @@ static __device__ void load_tokens(
         tokens[threadIdx.x] = token_at(s, of, sequence, first + threadIdx.x);
 }
 
-/* Sets masked scores to minus infinity, with arrays. rows, cols: token_at of the warp's rows and of
-   the columns. */
+/* Sets masked scores to minus infinity, for calls with mask arrays. rows and cols are token_at of
+   the warp's rows and of the columns. */
 template <int M, int J>
 static __device__ void mask_tokens(
     float (&c)[M][J][4], bool rows_are_keys, const int2 *rows, const int2 *cols) {
@@ -4130,8 +4219,8 @@ static __device__ void mask_tokens(
     }
 }
 
-/* Masks the columns before `first` and from `end` on. Both hold for the warp's first row and move
-   by shift_per_row for each row after it. */
+/* Masks the columns < first and the columns >= end in the warp's row 0. In row r, both limits are
+   greater by r * shift_per_row. */
 template <int M, int J>
 static __device__ void mask_outside(float (&c)[M][J][4], int first, int end, int shift_per_row) {
     int g = threadIdx.x % 32 / 4 * shift_per_row, t = threadIdx.x % 4 * 2;
@@ -4143,7 +4232,8 @@ static __device__ void mask_outside(float (&c)[M][J][4], int first, int end, int
     }
 }
 
-/* Masks the keys from col0 on that queries from row0 on do not see, and keys past the end. */
+/* Masks scores of queries (rows, from row0 on) and keys (columns, from col0 on): the keys that a
+   query does not see, and the keys past the end. `all`: every query sees every key. */
 template <int M, int J>
 static __device__ void mask_keys(float (&c)[M][J][4], const attention_shape &s, int row0, int col0,
     bool all, const int2 *rows, const int2 *cols) {
@@ -4154,8 +4244,8 @@ static __device__ void mask_keys(float (&c)[M][J][4], const attention_shape &s, 
     if (col0 + 8 * J > s.k.length) mask_outside(c, 0, s.k.length - col0, 0);
 }
 
-/* The same transposed, for queries from col0 on. Queries past the end need no mask: their lse makes
-   p zero. */
+/* Masks transposed scores of keys (rows, from row0 on) and queries (columns, from col0 on). Queries
+   past the end need no mask, because their lse makes p zero. */
 template <int M, int J>
 static __device__ void mask_queries(float (&c)[M][J][4], const attention_shape &s, int row0,
     int col0, bool all, const int2 *rows, const int2 *cols) {
@@ -4167,8 +4257,8 @@ static __device__ void mask_queries(float (&c)[M][J][4], const attention_shape &
 
 /* ---- products of a warp ---- */
 
-/* c = rows of x, from `row` on, times rows of y. The sums run over all of D: beyond `dim` the tiles
-   are zero. */
+/* c = x y^T, with the rows of the tile x from `row` on. On tensor cores the sums run over all D
+   columns; the columns from `dim` on are zero. */
 template <int D, int M, int J, class T>
 static __device__ void warp_scores(float (&c)[M][J][4], const T *x, int row, const T *y, int dim) {
     int at_x = ldmatrix_rows<D>(), at_y = ldmatrix_columns<D>();
@@ -4214,8 +4304,8 @@ static __device__ void warp_scores(
     }
 }
 
-/* c += p times the tile y, which has a row for each column of p. On tensor cores p is rounded to
-   y's type. */
+/* c += p y, where the tile y has one row for each column of p. On tensor cores p is rounded to y's
+   type. */
 template <int D, int M, int N, int J, class T>
 static __device__ void warp_accumulate(
     float (&c)[M][N][4], const float (&p)[M][J][4], const T *y, int dim) {
@@ -4247,7 +4337,7 @@ static __device__ void warp_accumulate(
     int first = threadIdx.x % 32 / 4 * 4, t = threadIdx.x % 4;
     DTK_UNROLL
     for (int at = 0; at < 8 * J; at++) {
-        float u[2 * M]; /* from the lane of this row that holds column `at` */
+        float u[2 * M]; /* column `at` of p, from the lane that holds it */
         DTK_UNROLL
         for (int r = 0; r < 2 * M; r++)
             u[r] =
@@ -4262,7 +4352,7 @@ static __device__ void warp_accumulate(
     }
 }
 
-/* The sum, and the maximum, over the four lanes that share a row, for each of them. */
+/* The sum and the maximum over the four lanes that share a row. All four lanes get the result. */
 static __device__ float quad_sum(float v) {
     v += __shfl_xor_sync(0xffffffffu, v, 1);
     return v + __shfl_xor_sync(0xffffffffu, v, 2);
@@ -4275,10 +4365,10 @@ static __device__ float quad_max(float v) {
 
 /* ---- tile sizes ---- */
 
-/* Tile sizes. They fit into the registers, 64 K for the THREADS of BLOCKS_PER_SM blocks, and into
-   the 99 KB of shared memory that every GPU since sm_80 gives a block. PASS: 0 forward, 1 backward
-   of queries, 2 backward of keys and values. UNIFORM_ROWS: rows that take the same branches; SLAB:
-   columns of a tile that lie together. */
+/* Tile sizes. BLOCKS_PER_SM blocks of THREADS threads share the 64 K registers of an SM, and every
+   GPU since sm_80 gives a block 99 KB of shared memory; the sizes fit into both. PASS is 0 for the
+   forward, 1 for the backward of queries, 2 for the backward of keys and values. UNIFORM_ROWS is
+   the number of rows that take the same branches, SLAB the number of columns of a slab. */
 template <class T, int D, int PASS, bool USE_WGMMA> struct tile_config {
     static constexpr bool NARROW = sizeof(T) == 2, USES_WGMMA = false;
     static constexpr int M = NARROW && (D == 64 || (D == 128 && PASS < 2)) ? 2 : 1;
@@ -4293,7 +4383,8 @@ template <class T, int D, int PASS, bool USE_WGMMA> struct tile_config {
                          UNIFORM_ROWS = 16 * M, SLAB = D;
 };
 
-/* With wgmma, where a block has 227 KB: measured on an H100. */
+/* Tile sizes with wgmma. A block has 227 KB of shared memory. The sizes were chosen by measurements
+   on an H100. */
 template <class T, int D, int PASS> struct tile_config<T, D, PASS, true> {
     static constexpr bool NARROW = true, USES_WGMMA = true;
     static constexpr int M = 1, WARPGROUPS = D == 64 || PASS ? 1 : 2, STAGES = 2;
@@ -4303,18 +4394,18 @@ template <class T, int D, int PASS> struct tile_config<T, D, PASS, true> {
                          SLAB = 64;
 };
 
-/* The first of the UNIFORM_ROWS rows that warp_row belongs to. The compiler sees that it is the
-   same in a whole warp. */
+/* Returns the first of the UNIFORM_ROWS rows that include warp_row. The shuffle tells the compiler
+   that the result is the same in the whole warp. */
 template <class F> static __device__ int uniform_row0(int warp_row) {
     if (F::ROWS == F::UNIFORM_ROWS) return 0;
     warp_row = warp_row / F::UNIFORM_ROWS * F::UNIFORM_ROWS;
     return F::USES_WGMMA ? __shfl_sync(0xffffffffu, warp_row, 0) : warp_row;
 }
 
-/* PLAIN means: without arrays, and 16 bytes can be read at a time. Then the control flow depends on
-   nothing that is loaded, so that tile addresses lie in registers that a warp shares, and the next
-   tiles can be requested while products run: ptxas lets wgmma run on across a branch only if the
-   whole warp takes the same way. */
+/* A PLAIN kernel has no mask arrays and reads 16 bytes at a time. Its control flow depends on no
+   loaded value. So tile addresses are in registers that a warp shares, and the kernel can request
+   the next tiles while products run: ptxas keeps a wgmma running across a branch only if the whole
+   warp takes the same side. */
 static __device__ attention_shape assume_plain(attention_shape s) {
     s.q.spans = s.k.spans = NULL;
     s.aligned = true;
@@ -4327,8 +4418,8 @@ template <class F> static constexpr int threads_of() {
 
 /* ---- products of a tile ---- */
 
-/* c = rows of the tile x, from `row` on, times rows of the tile y, from `col` on. With wgmma c is
-   valid after wait_products. */
+/* c = x y^T, with the rows of the tile x from `row` on and the rows of the tile y from `col` on.
+   With wgmma, c is valid after wait_products. */
 template <class F, int D, int X_ROWS, int Y_ROWS, int M, int J, class T>
 static __device__ void tile_scores(
     float (&c)[M][J][4], const T *x, int row, const T *y, int col, int dim) {
@@ -4346,7 +4437,7 @@ static __device__ void tile_scores(
     }
 }
 
-/* Rounds p for wgmma, which reads it from registers. */
+/* Rounds p to T. wgmma reads the result u from registers. */
 template <class T, int J>
 static __device__ void pack_probabilities(unsigned (&u)[J / 2][4], const float (&p)[1][J][4]) {
     DTK_UNROLL
@@ -4364,7 +4455,7 @@ static __device__ void wgmma_accumulate(
     wgmma_commit();
 }
 
-/* c += p times rows of the tile y, from `row` on. */
+/* c += p y, with the rows of the tile y from `row` on. */
 template <class F, int D, int Y_ROWS, int M, int N, int J, class T>
 static __device__ void tile_accumulate(
     float (&c)[M][N][4], const float (&p)[M][J][4], const T *y, int row, int dim) {
@@ -4377,7 +4468,7 @@ static __device__ void tile_accumulate(
     }
 }
 
-/* Waits for all products but the last LEFT, the product c among them. */
+/* Waits for all products except the last LEFT ones. c must be one of the products waited for. */
 template <class F, int LEFT, int M, int J>
 static __device__ void wait_products(float (&c)[M][J][4]) {
     if constexpr (F::USES_WGMMA) {
@@ -4413,7 +4504,7 @@ template <class F> static __device__ void wait_tiles() {
     if constexpr (F::USES_WGMMA) fence_proxy_async();
 }
 
-/* The index of a row of queries; of keys. */
+/* query_at and key_at return the index of the first element of a query row and of a key row. */
 static __device__ int64_t query_at(const attention_shape &s, int sequence, int row, int head) {
     return (int64_t)((sequence * s.q.length + row) * s.heads + head) * s.dim;
 }
@@ -4422,7 +4513,7 @@ static __device__ int64_t key_at(const attention_shape &s, int sequence, int row
     return (int64_t)((sequence * s.k.length + row) * s.kv_heads + head) * s.dim;
 }
 
-/* Stores v, of which n elements exist, plus `old` times what is there. */
+/* Sets to[e] = v[e] + old * to[e] for e < n. at_once says that n is 4 and `to` aligned. */
 template <class T>
 static __device__ void store_four(T *to, vec<float> v, int n, bool at_once, float old) {
     struct alignas(4 * sizeof(T)) four {
@@ -4438,19 +4529,20 @@ static __device__ void store_four(T *to, vec<float> v, int n, bool at_once, floa
         if (e < n) to[e] = x.v[e];
 }
 
-/* Where a warp's rows go: from element `at` on, ld apart, the first `rows` of them, multiplied by
-   `factor`. With `accumulate` the old values are added; in row r, old_weight[r] times. */
+/* Where store_rows stores a warp's rows. Row r begins at element at + r * ld of `out`. Only the
+   first `rows` rows are stored. Values are multiplied by `factor`. If `accumulate`, the old value
+   times old_weight[r] is added in row r. */
 struct row_output {
     void *out;
     int wide, accumulate;
-    const float *old_weight; /* NULL: 1 for all rows */
+    const float *old_weight; /* NULL means 1 for all rows */
     int64_t at;
     int ld, rows;
     float factor;
 };
 
-/* Goes through the warp's rows of a tile of floats, so that a warp writes neighbouring elements at
-   once. */
+/* Stores a warp's rows. The values pass through `tile`, floats in shared memory, so that the warp
+   writes neighbouring elements at once. */
 template <class T, int D, int M, int N>
 static __device__ void store_rows(
     float *tile, const float (&c)[M][N][4], const row_output &to, const attention_shape &s) {
@@ -4488,10 +4580,10 @@ static __device__ void store_rows(
 
 #define DTK_LOG2_E 1.4426950408889634 /* e^x is 2^(x DTK_LOG2_E), and 2^x is one instruction */
 
-/* Online softmax, one tile of scores: max' = max(max, scores), p = e^(scores - max') in place of
-   the scores, factor = e^(max - max'), sum' = factor sum + sum of p. The caller multiplies its
-   output by factor, too. A row that has seen no key has maximum -infinity. Maxima and sums are
-   taken in four chains, because each step of a chain waits for the one before. */
+/* Online softmax, one tile of scores: max' = max(max, scores), factor = e^(max - max'), and
+   p = e^(scores - max') replaces the scores; sum' = factor sum + sum of p. The caller multiplies
+   its output by factor, too. The maximum of a row that has seen no key is -infinity. Maxima and
+   sums are computed in four chains, because each step of a chain waits for the step before it. */
 template <int M, int J>
 static __device__ void online_softmax_step(
     float (&c)[M][J][4], float *row_max, float *sum, float (&factor)[2 * M], float scale_log2) {
@@ -4524,15 +4616,15 @@ static __device__ void scale_rows(float (&out)[M][N][4], const float (&factor)[2
         out[e / 4 / N][e / 4 % N][e % 4] *= factor[e / 4 / N * 2 + e % 4 / 2];
 }
 
-/* Log-sum-exp merge: log(e^x + e^y), of which either may be minus infinity. */
+/* Log-sum-exp merge: log(e^x + e^y). x and y may be minus infinity. */
 static __device__ float log_add_exp(float x, float y) {
     float high = x > y ? x : y, low = x > y ? y : x;
     return high == -INFINITY ? high : high + log1pf(expf(low - high));
 }
 
-/* Divides a warp's rows, from row0 on, by their sums and writes lse. With `merge` it joins them
-   with out and lse, which hold the result over other keys: old_weight, for the warp's rows in
-   shared memory, is the factor of the old out. */
+/* Divides a warp's rows of out, from row0 on, by their sums and writes lse. If a.merge_lse is set,
+   a.out and a.lse hold the result over other keys: the function merges the two lse, scales the new
+   rows accordingly, and writes the factors of the old rows to old_weight in shared memory. */
 template <int M, int N>
 static __device__ void normalize_rows(const dt_attention_args &a, const attention_shape &s,
     int head, int row0, const float *row_max, const float *sum, float (&out)[M][N][4],
@@ -4556,7 +4648,7 @@ static __device__ void normalize_rows(const dt_attention_args &a, const attentio
     }
 }
 
-/* Normalises and stores a warp's rows of the output, by way of the tile. */
+/* Normalises a warp's rows of the output and stores them through `tile`. */
 template <class F, int D, int M, class T>
 static __device__ void store_output(const dt_attention_args &a, const attention_shape &s,
     int sequence, int warp_row, const float *row_max, const float *sum, float (&out)[M][D / 8][4],
@@ -4569,8 +4661,8 @@ static __device__ void store_output(const dt_attention_args &a, const attention_
     store_rows<T, D>((float *)tile + warp_row * D, out, to, s);
 }
 
-/* Flash attention, forward: out = softmax(scale q k^T) v, one tile of keys at a time. A block has
-   F::ROWS queries of one head. */
+/* Flash attention, forward: out = softmax(scale q k^T) v, one tile of keys at a time. A block
+   computes F::ROWS queries of one head. */
 template <class T, int D>
 DTK_ATTENTION_KERNEL(0, false)
 attention_kernel(dt_attention_args a, attention_shape s) {
@@ -4582,7 +4674,7 @@ attention_kernel(dt_attention_args a, attention_shape s) {
     T *ks = qs + F::ROWS * D, *vs = ks + F::STAGES * SIZE;
     float out[M][D / 8][4] = { { { 0 } } }, c[M][F::SUBTILE / 8][4], row_max[2 * M], sum[2 * M],
                      factor[2 * M];
-    int row0 = (s.q.tiles - 1 - blockIdx.x) * F::ROWS; /* rows with the most keys begin first */
+    int row0 = (s.q.tiles - 1 - blockIdx.x) * F::ROWS; /* queries with the most keys first */
     int sequence = s.first_sequence + blockIdx.z;
     int warp_row = threadIdx.x / 32 * 16 * M; /* the warp's first row */
     int uniform_row = warp_row / F::UNIFORM_ROWS * F::UNIFORM_ROWS;
@@ -4604,7 +4696,7 @@ attention_kernel(dt_attention_args a, attention_shape s) {
     if (i >= 0) fetch(i, 0);
     for (int stage = 0; i >= 0; stage = (stage + 1) % F::STAGES) {
         wait_tiles<F>();
-        __syncthreads(); /* this tile has arrived, and all threads have left the other stage */
+        __syncthreads(); /* this tile has arrived, and no thread still reads the other stage */
         int next = next_key_tile(s, sequence, row0, F::ROWS, i - 1);
         if (F::STAGES == 2 && next >= 0) fetch(next, stage ^ 1);
         DTK_UNROLL_BY(1)
@@ -4627,14 +4719,15 @@ attention_kernel(dt_attention_args a, attention_shape s) {
         if (F::STAGES == 1 && next >= 0) fetch(next, 0);
         i = next;
     }
-    cp_async_wait_all(); /* even if no tile was visited */
-    __syncthreads();     /* the tiles have been read */
+    cp_async_wait_all(); /* waits for the queries even if there was no key tile */
+    __syncthreads();     /* no thread still reads the tiles */
     store_output<F, D>(a, s, sequence, warp_row, row_max, sum, out, old_weight, qs);
 }
 
-/* Flash attention with wgmma, which runs beside other work (FlashAttention-3): a warpgroup issues
-   the scores of a tile and the output of the tile before, and computes the softmax of the one
-   during the other. So values arrive with the keys of the next tile. */
+/* Flash attention with wgmma, which is asynchronous (FlashAttention-3): a warpgroup issues the
+   scores of a tile and the output of the previous tile, and computes the softmax of the scores
+   while the tensor cores compute the output. So the values of a tile are loaded together with the
+   keys of the next tile. */
 template <class T, int D, bool PLAIN>
 DTK_ATTENTION_KERNEL(0, true)
 attention_wgmma_kernel(dt_attention_args a, attention_shape s) {
@@ -4649,7 +4742,7 @@ attention_wgmma_kernel(dt_attention_args a, attention_shape s) {
     float out[1][D / 8][4] = { { { 0 } } }, c[1][F::COLS / 8][4], factor[2];
     float row_max[2] = { -INFINITY, -INFINITY }, sum[2] = { 0, 0 };
     unsigned u[F::COLS / 16][4];
-    int row0 = (s.q.tiles - 1 - blockIdx.x) * F::ROWS; /* rows with the most keys begin first */
+    int row0 = (s.q.tiles - 1 - blockIdx.x) * F::ROWS; /* queries with the most keys first */
     int sequence = s.first_sequence + blockIdx.z, kv = s.first_kv + opaque(blockIdx.y) / s.group;
     int warp_row = threadIdx.x / 32 * 16, uniform_row = uniform_row0<F>(warp_row);
     int i = next_key_tile(s, sequence, row0, F::ROWS, key_tile_end(s, row0, F::ROWS) - 1),
@@ -4673,13 +4766,14 @@ attention_wgmma_kernel(dt_attention_args a, attention_shape s) {
     bool has_probabilities = false;
     for (int stage = 0; i >= 0 || previous >= 0; stage ^= 1) {
         wait_tiles<F>();
-        __syncthreads(); /* this tile has arrived, and all threads have left the other stage */
+        __syncthreads(); /* this tile has arrived, and no thread still reads the other stage */
         int next = next_key_tile(s, sequence, row0, F::ROWS, i - 1), col0 = i * F::COLS;
         bool visible = i >= 0 && row0 + uniform_row < s.q.length;
         span q = span_of(s.q, sequence, row0 + uniform_row, 64), k = q;
         if (visible) k = span_of(s.k, sequence, col0, F::COLS);
         visible = visible && !fully_masked(s, q, k);
-        /* not for the tile with the last key, which comes first */
+        /* An overlapped tile is not masked. The tile with the last key, which may need a mask,
+           comes first, when there are no probabilities yet. */
         bool overlapped = visible && has_probabilities && fully_visible(s, q, k);
         if (i >= 0 && !(PLAIN && overlapped)) fetch(next, i, stage ^ 1);
         if (overlapped) {
@@ -4711,19 +4805,19 @@ attention_wgmma_kernel(dt_attention_args a, attention_shape s) {
         i = next;
     }
     cp_async_wait_all();
-    __syncthreads(); /* the tiles have been read */
+    __syncthreads(); /* no thread still reads the tiles */
     store_output<F, D>(a, s, sequence, warp_row, row_max, sum, out, old_weight, qs);
 }
 
 /* ---- backward ---- */
 
-/* The index of a delta; the array covers the sequences and heads of one grid. */
+/* The index of a row's delta. The array covers the sequences and heads of one grid. */
 static __device__ int delta_at(const attention_shape &s, int sequence, int h, int row) {
     return ((sequence - s.first_sequence) * s.heads + h - s.first_kv * s.group) * s.q.length + row;
 }
 
-/* delta = sum of dout out for each row. Eight threads share a row, so that each reads 16 bytes of a
-   usual one. */
+/* delta = sum of dout * out over each row. Eight threads share a row, so that each thread reads 16
+   bytes of a row of 128 bytes. */
 enum { DELTA_LANES = 8, DELTA_ROWS = BLOCK / DELTA_LANES };
 
 template <class T>
@@ -4757,8 +4851,8 @@ static __device__ float lse_at(
                             : -INFINITY;
 }
 
-/* lse of a query in powers of two. A query past the end, or without visible keys, has infinity,
-   which makes p zero. */
+/* Converts a query's lse to base 2. A query past the end or without visible keys has lse -infinity
+   and gets +infinity, which makes p zero. */
 static __device__ float lse_log2(float lse) {
     return lse == -INFINITY ? INFINITY : lse * (float)DTK_LOG2_E;
 }
@@ -4768,8 +4862,7 @@ static __device__ float delta_of(
     return row < s.q.length ? delta[delta_at(s, sequence, h, row)] : 0;
 }
 
-/* p = e^(scale s - lse) in place of the scores s; lse_of(e) is that of element e, in powers of
-   two. */
+/* Replaces the scores s by p = e^(scale s - lse). lse_of(e) is the lse of element e in base 2. */
 template <int M, int J, class F>
 static __device__ void exponentials(float (&c)[M][J][4], float scale_log2, F lse_of) {
     DTK_UNROLL
@@ -4779,7 +4872,7 @@ static __device__ void exponentials(float (&c)[M][J][4], float scale_log2, F lse
     }
 }
 
-/* ds = p (dp - delta) in place of p. */
+/* Replaces p by ds = p (dp - delta). */
 template <int M, int J, class F>
 static __device__ void score_gradients(
     float (&c)[M][J][4], const float (&dp)[M][J][4], F delta_of_element) {
@@ -4788,8 +4881,8 @@ static __device__ void score_gradients(
         c[e / 4 / J][e / 4 % J][e % 4] *= dp[e / 4 / J][e / 4 % J][e % 4] - delta_of_element(e);
 }
 
-/* Backward of queries: dq = scale ds k, where p = e^(scale q k - lse), dp = dout v and ds = p (dp -
-   delta). */
+/* Backward of queries: dq = scale ds k, where p = e^(scale q k^T - lse), dp = dout v^T and
+   ds = p (dp - delta). */
 template <class T, int D, bool USE_WGMMA, bool PLAIN>
 DTK_ATTENTION_KERNEL(1, USE_WGMMA)
 attention_back_q_kernel(dt_attention_back_args a, attention_shape s, const float *delta) {
@@ -4803,7 +4896,7 @@ attention_back_q_kernel(dt_attention_back_args a, attention_shape s, const float
     float dq[M][D / 8][4] = { { { 0 } } }, c[M][J][4], dp[M][J][4], lse[2 * M], row_delta[2 * M];
     int row0 = (s.q.tiles - 1 - blockIdx.x) * F::ROWS, warp_row = threadIdx.x / 32 * 16 * M;
     int uniform_row = uniform_row0<F>(warp_row),
-        product_row = USE_WGMMA ? uniform_row : warp_row; /* a product's first row */
+        product_row = USE_WGMMA ? uniform_row : warp_row; /* the product's first row */
     int sequence = s.first_sequence + blockIdx.z, h = s.first_kv * s.group + blockIdx.y;
     auto fetch = [&](int i, int stage) {
         int kv = s.first_kv + opaque(blockIdx.y) / s.group;
@@ -4862,7 +4955,7 @@ attention_back_q_kernel(dt_attention_back_args a, attention_shape s, const float
     store_rows<T, D>((float *)qs + warp_row * D, dq, to, s);
 }
 
-/* Stores a warp's rows of dk and dv from element `at` on, by way of the tile. */
+/* Stores a warp's rows of dk and dv through `tile`, from element `at` on. */
 template <class T, int D, int GRADS, int M>
 static __device__ void store_key_gradients(const dt_attention_back_args &a,
     const attention_shape &s, int64_t at, int rows, const float (&dk)[M][D / 8][4],
@@ -4880,9 +4973,9 @@ template <int J> static __device__ int column_of(int e) {
     return e / 4 % J * 8 + threadIdx.x % 4 * 2 + e % 2;
 }
 
-/* Backward of keys and values: dk = scale ds^T q and dv = p^T dout, over the queries of all heads
-   that share the kv head, head after head. GRADS: 1 dk, 2 dv, 3 both; a large D has too many sums
-   for both. */
+/* Backward of keys and values: dk = scale ds^T q and dv = p^T dout, summed over the queries of all
+   heads that share the kv head, one head after the other. GRADS is 1 for dk, 2 for dv, 3 for both.
+   With D = 256 the sums of both would need too many registers. */
 template <class T, int D, int GRADS, bool USE_WGMMA, bool PLAIN>
 DTK_ATTENTION_KERNEL(2, USE_WGMMA)
 attention_back_kv_kernel(dt_attention_back_args a, attention_shape s, const float *delta) {
@@ -4895,7 +4988,7 @@ attention_back_kv_kernel(dt_attention_back_args a, attention_shape s, const floa
     __shared__ int2 rows[F::ROWS], cols[F::STAGES][F::COLS];
     T *vs = ks + F::ROWS * D, *qs = vs + F::ROWS * D, *ds = qs + F::STAGES * SIZE;
     float dk[M][D / 8][4] = { { { 0 } } }, dv[M][D / 8][4] = { { { 0 } } }, c[M][J][4], dp[M][J][4];
-    float next_lse = 0, next_delta = 0; /* of the next tile: loaded while this one is computed */
+    float next_lse = 0, next_delta = 0; /* the next tile's values, loaded during this tile */
     int row0 = blockIdx.x * F::ROWS, warp_row = threadIdx.x / 32 * 16 * M;
     int uniform_row = uniform_row0<F>(warp_row), product_row = USE_WGMMA ? uniform_row : warp_row;
     int sequence = s.first_sequence + blockIdx.z, kv = s.first_kv + blockIdx.y, ld = s.k_row;
@@ -4966,7 +5059,7 @@ attention_back_kv_kernel(dt_attention_back_args a, attention_shape s, const floa
 
 /* ---- launching ---- */
 
-/* the most blocks of a grid in its second and third dimension */
+/* the largest number of blocks of a grid in its second and in its third dimension */
 static const int64_t MAX_GRID_YZ = 65535;
 
 static int64_t tile_count(int64_t length, int64_t each) { return (length + each - 1) / each; }
@@ -4978,8 +5071,8 @@ static token_axis make_axis(
     return x;
 }
 
-/* What forward and backward share. Rows are numbered in 32 bits. A scale that is not positive would
-   make the largest score the smallest. */
+/* Checks the arguments of a forward or backward call and computes its shape. Row indices have 32
+   bits. The scale must be positive, because the kernels take the maximum before they scale. */
 template <class args>
 static dt_status make_attention_shape(attention_shape *out, const args &a, size_t aligned) {
     int64_t row = a.heads * a.dim, longest = (a.tq > a.tk ? a.tq : a.tk) + 256;
@@ -5010,8 +5103,8 @@ static dt_status make_attention_shape(attention_shape *out, const args &a, size_
     return DT_OK;
 }
 
-/* Splits the queries and the keys into tiles. With arrays it computes their spans at `work`, and
-   *used is the bytes they take. */
+/* Splits the queries and the keys into tiles. With mask arrays, the function also computes the
+   tiles' spans at `work`. *used is the number of bytes of the spans. */
 static dt_status split_tiles(attention_shape *s, int64_t batch, int each_q, int each_k, char *work,
     size_t work_bytes, size_t *used, void *stream) {
     bool arrays = s->q.position || s->k.position || s->k.document;
@@ -5032,7 +5125,7 @@ static dt_status split_tiles(attention_shape *s, int64_t batch, int each_q, int 
     return DT_OK;
 }
 
-/* Whether a kernel has been compiled for this device with wgmma. */
+/* Returns true if a kernel has been compiled for this device with wgmma. */
 static bool has_wgmma_code(const void *kernel, int threads) {
     cudaFuncAttributes code;
     if (cudaFuncGetAttributes(&code, kernel) == cudaSuccess)
@@ -5094,7 +5187,8 @@ static dt_status cuda_attention(const dt_attention_args *args, void *stream) {
     return DTK_BY_DTYPE_AND_DIM(attention_of, a, s, stream);
 }
 
-/* Launches the backward of `sequences` and kv_heads, from the first that q and k name. */
+/* Launches the backward of `sequences` sequences from q.first_sequence on, and of `kv_heads` kv
+   heads from q.first_kv on. */
 template <class T, int D, bool USE_WGMMA, bool PLAIN>
 static dt_status attention_back_some(const dt_attention_back_args &a, const attention_shape &q,
     const attention_shape &k, int sequences, int kv_heads, float *delta, void *stream) {
@@ -5124,8 +5218,8 @@ static dt_status attention_back_some(const dt_attention_back_args &a, const atte
     return DT_OK;
 }
 
-/* Takes as many sequences at a time as the scratch has deltas for, or else as many heads of one
-   sequence. */
+/* Launches the backward in portions whose deltas fit into the scratch: several sequences at a time,
+   or several kv heads of one sequence if the deltas of a sequence do not fit. */
 template <class T, int D, bool USE_WGMMA, bool PLAIN>
 static dt_status attention_back_with(
     const dt_attention_back_args &a, attention_shape q, void *stream) {
@@ -5207,7 +5301,7 @@ extern "C" const dt_kernels *dt_kernels_cuda(void) {
         .event_query = cuda_event_query,
         .event_wait = cuda_event_wait,
         .event_destroy = cuda_event_destroy,
-        .work_bytes = (size_t)32 << 20, /* what cuBLASLt recommends on Hopper */
+        .work_bytes = (size_t)32 << 20, /* the size that cuBLASLt recommends on Hopper */
         .max_saved_logits = (size_t)1 << 30,
         .fill = cuda_fill,
         .init = cuda_init,
@@ -5251,9 +5345,11 @@ extern "C" const dt_kernels *dt_kernels_cuda(void) {
     return &table;
 }
 
-/* Code for an older GPU runs on a newer one, compiled again at start. It uses tensor cores only if
-   it was compiled for sm_80 or later, and wgmma only if for sm_90a, which runs nowhere else. A
-   kernel knows which GPU it was compiled for. False: this device cannot run the build. */
+/* Returns false if this device cannot run the build, and writes advice to `text` if another build
+   would be faster. Code for an older GPU runs on a newer GPU, because the driver compiles the code
+   again at start. Code uses tensor cores only if it was compiled for sm_80 or later. Only code for
+   sm_90a uses wgmma, and sm_90a code runs on no other GPU. A kernel's attributes say which GPU the
+   kernel was compiled for. */
 static bool check_build(char *text, size_t text_bytes) {
     cudaFuncAttributes code;
     int device = 0, major = 0, minor = 0;
@@ -5279,8 +5375,9 @@ static bool check_build(char *text, size_t text_bytes) {
     return pieces;
 }
 
-/* cudaGetDeviceCount does not set its result when it fails, and without a driver it returns "driver
-   version is insufficient". cudaDriverGetVersion tells the two apart: version 0 means no driver. */
+/* A cudaGetDeviceCount that fails does not set its result. It returns "driver version is
+   insufficient" for an old driver and for no driver; cudaDriverGetVersion tells the two cases
+   apart, because version 0 means no driver. */
 extern "C" dt_status dt_cuda_ready(char *text, size_t text_bytes) {
     int devices = 0, driver = 0;
     cudaError_t error = cudaGetDeviceCount(&devices);

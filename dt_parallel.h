@@ -157,10 +157,10 @@ enum { DT_PLACEMENT_REPLICATE = 0, DT_PLACEMENT_COPY, DT_PLACEMENT_SHARD, DT_PLA
 typedef struct dt_placement {
     int kind, dim;
 } dt_placement;
-#define DT_REPLICATE ((dt_placement){ DT_PLACEMENT_REPLICATE, 0 })
-#define DT_COPY ((dt_placement){ DT_PLACEMENT_COPY, 0 })
-#define DT_PARTIAL ((dt_placement){ DT_PLACEMENT_PARTIAL, 0 })
-#define DT_SHARD(dim) ((dt_placement){ DT_PLACEMENT_SHARD, (dim) })
+#define DT_REPLICATE (DT__LITERAL(dt_placement){ DT_PLACEMENT_REPLICATE, 0 })
+#define DT_COPY (DT__LITERAL(dt_placement){ DT_PLACEMENT_COPY, 0 })
+#define DT_PARTIAL (DT__LITERAL(dt_placement){ DT_PLACEMENT_PARTIAL, 0 })
+#define DT_SHARD(dim) (DT__LITERAL(dt_placement){ DT_PLACEMENT_SHARD, (dim) })
 
 /* [collective: comm] Redistributes x from one placement to another; Megatron-LM's f and g operators
    are rows of the table below. Returns x itself if the group has one rank or from equals to:
@@ -898,6 +898,8 @@ DT_API dt_status dt_dry_begin(dt_ctx *ctx, dt_dry *dry);
 
 #include "dt_comm.h"
 
+DT__CPP_WARNINGS_OFF
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -1071,7 +1073,12 @@ static dt__shard_view dt__shard_view_of(dt_shape shape, int dim, int parts, dt_d
 
 static dt_status dt__copy_rows(const dt__redist *m, void *out, size_t out_stride, const void *in,
     size_t in_stride, size_t rows, size_t row_bytes) {
-    dt_copy_args a = { out, in, rows, row_bytes, out_stride, in_stride };
+    dt_copy_args a = { .out = out,
+        .in = in,
+        .rows = rows,
+        .row_bytes = row_bytes,
+        .out_stride = out_stride,
+        .in_stride = in_stride };
     return DT__KERNEL(m->ctx, "dt_redistribute", copy, &a);
 }
 
@@ -1226,7 +1233,9 @@ static dt_status dt__redist_run(dt__redist m, dt_placement from, dt_placement to
     dt_status status = row->move(&m);
     if (status != DT_OK || !accumulate) return status;
     const void *terms[2] = { sum, m.out };
-    dt_reduce_args a = { m.dtype, sum, terms, 2, out, DT_SUM, NULL, 0, 0 };
+    dt_reduce_args a = {
+        .dtype = m.dtype, .out = sum, .in = terms, .n = 2, .count = out, .op = DT_SUM
+    };
     return DT__KERNEL(m.ctx, "dt_redistribute", reduce, &a);
 }
 
@@ -1431,12 +1440,12 @@ static dt_status dt__vocab_gather(void *user, const double *mine, double *each, 
 /* Restricts d to this rank's `columns` of the `all` real columns (without padding), in rank
    order. */
 static dt_loss_desc dt__vocab_desc(dt_loss_desc d, dt_comm *comm, int64_t columns, int64_t all) {
-    d.part.parts = dt_comm_size(comm);
-    d.part.first = dt_comm_rank(comm) * columns;
-    d.part.all = all;
-    d.part.gather = dt__vocab_gather;
-    d.part.user = comm;
-    int64_t here = all - d.part.first;
+    d.shard.count = dt_comm_size(comm);
+    d.shard.offset = dt_comm_rank(comm) * columns;
+    d.shard.full_vocab = all;
+    d.shard.gather = dt__vocab_gather;
+    d.shard.user = comm;
+    int64_t here = all - d.shard.offset;
     d.vocab = here < 0 ? 0 : here < columns ? here : columns;
     return d;
 }
@@ -1654,7 +1663,9 @@ static dt_tensor *dt__cp_local(const dt_cp *cp, dt_tensor *full) {
 
 static void dt__cp_chunk_range(
     const dt_cp *cp, const int32_t *positions, const int32_t *documents, dt__chunk_range *range) {
-    *range = (dt__chunk_range){ positions[0], positions[0], 0, 0, 1 };
+    *range = (dt__chunk_range){
+        .min_position = positions[0], .max_position = positions[0], .contiguous = 1
+    };
     if (documents) range->min_document = range->max_document = documents[0];
     for (int64_t i = 1; i < cp->chunk_tokens; i++) {
         if (positions[i] < range->min_position) range->min_position = positions[i];
@@ -1769,7 +1780,7 @@ static size_t dt__ring_offset(
 
 static dt_attention_mask dt__ring_mask(
     const dt_cp *cp, int mask_kind, int64_t sequence, int64_t query, int64_t key) {
-    dt_attention_mask s = { mask_kind == DT__MASK_CAUSAL, NULL, NULL, NULL, NULL };
+    dt_attention_mask s = { .causal = mask_kind == DT__MASK_CAUSAL };
     if (mask_kind != DT__MASK_MIXED) return s;
     const int32_t *positions = (const int32_t *)cp->positions->data + sequence * cp->desc.tokens;
     s.causal = !cp->desc.full;
@@ -1805,16 +1816,50 @@ static dt_status dt__ring_step(
         double scale = 1.0 / sqrt((double)r->D);
         dt_attention_mask mask = dt__ring_mask(cp, mask_kind, s, query, key);
         if (!r->dout) {
-            dt_attention_args a = { r->dtype, r->result + q_at * wide, lse, q, keys + k_at * size,
-                values + k_at * size, 1, cp->chunk_tokens, cp->chunk_tokens, r->H, r->K, r->D,
-                scale, mask, 1, 1, r->work, r->work_bytes };
+            dt_attention_args a = { .dtype = r->dtype,
+                .out = r->result + q_at * wide,
+                .lse = lse,
+                .q = q,
+                .k = keys + k_at * size,
+                .v = values + k_at * size,
+                .batch = 1,
+                .tq = cp->chunk_tokens,
+                .tk = cp->chunk_tokens,
+                .heads = r->H,
+                .kv_heads = r->K,
+                .dim = r->D,
+                .scale = scale,
+                .mask = mask,
+                .merge_lse = 1,
+                .wide = 1,
+                .work = r->work,
+                .work_bytes = r->work_bytes };
             if (DT__KERNEL(ctx, r->name, attention, &a) != DT_OK) return dt_error(ctx);
         } else {
-            dt_attention_back_args a = { r->dtype, r->result ? r->result + q_at * wide : NULL,
-                dk ? dk + k_at * wide : NULL, dv ? dv + k_at * wide : NULL, r->dout + q_at * size,
-                r->out + q_at * wide, lse, q, keys + k_at * size, values + k_at * size, 1,
-                cp->chunk_tokens, cp->chunk_tokens, r->H, r->K, r->D, scale, mask, 1, 1, 1, 1,
-                r->work, r->work_bytes };
+            dt_attention_back_args a = { .dtype = r->dtype,
+                .dq = r->result ? r->result + q_at * wide : NULL,
+                .dk = dk ? dk + k_at * wide : NULL,
+                .dv = dv ? dv + k_at * wide : NULL,
+                .dout = r->dout + q_at * size,
+                .out = r->out + q_at * wide,
+                .lse = lse,
+                .q = q,
+                .k = keys + k_at * size,
+                .v = values + k_at * size,
+                .batch = 1,
+                .tq = cp->chunk_tokens,
+                .tk = cp->chunk_tokens,
+                .heads = r->H,
+                .kv_heads = r->K,
+                .dim = r->D,
+                .scale = scale,
+                .mask = mask,
+                .accumulate_q = 1,
+                .accumulate_k = 1,
+                .accumulate_v = 1,
+                .wide = 1,
+                .work = r->work,
+                .work_bytes = r->work_bytes };
             if (DT__KERNEL(ctx, r->name, attention_back, &a) != DT_OK) return dt_error(ctx);
         }
     }
@@ -1970,7 +2015,11 @@ static dt_status dt__ring_back(dt_node *n) {
     }
     dt__ring r = dt__ring_make(n->name, saved->cp, n->in[0], n->in[1]);
     char *out = dt__ring_wide(n->out, n->out->data, &arena[3]);
-    dt_cast_args widen = { wide, dtype, out, n->out->data, (size_t)dt_count(n->out->shape), 0 };
+    dt_cast_args widen = { .dtype = wide,
+        .from = dtype,
+        .out = out,
+        .in = n->out->data,
+        .count = (size_t)dt_count(n->out->shape) };
     if (arena[3] && out) DT__KERNEL(ctx, n->name, cast, &widen);
     r.out = out;
     r.dout = (const char *)n->out->grad;
@@ -1978,8 +2027,12 @@ static dt_status dt__ring_back(dt_node *n) {
     r.result = sum[0];
     if (dt_error(ctx) == DT_OK) dt__ring_backward(&r, n->in[1], n->in[2], sum[1], sum[2]);
     for (int i = 0; i < 3; i++) {
-        dt_cast_args a = { dtype, wide, grad[i], sum[i], (size_t)dt_count(n->in[i]->shape),
-            accumulate[i] };
+        dt_cast_args a = { .dtype = dtype,
+            .from = wide,
+            .out = grad[i],
+            .in = sum[i],
+            .count = (size_t)dt_count(n->in[i]->shape),
+            .accumulate = accumulate[i] };
         if (dt_error(ctx) == DT_OK && sum[i] != grad[i]) DT__KERNEL(ctx, n->name, cast, &a);
     }
     for (int i = 0; i < 4; i++) dt__arena_release(ctx, &ctx->transient_pool, &arena[i]);
@@ -2002,7 +2055,11 @@ static dt_tensor *dt__cp_ring_attention(
     if (r.result && dt__fill(ctx, wide, r.result, (size_t)dt_count(y->shape), 0) == DT_OK &&
         dt__fill(ctx, wide, r.lse, (size_t)dt_count(per_part), -INFINITY) == DT_OK)
         dt__ring_forward(&r, keys, values);
-    dt_cast_args a = { q->dtype, wide, y->data, r.result, (size_t)dt_count(y->shape), 0 };
+    dt_cast_args a = { .dtype = q->dtype,
+        .from = wide,
+        .out = y->data,
+        .in = r.result,
+        .count = (size_t)dt_count(y->shape) };
     if (arena && dt_error(ctx) == DT_OK) DT__KERNEL(ctx, op, cast, &a);
     dt__arena_release(ctx, &ctx->transient_pool, &arena);
     dt__ring_saved *saved = (dt__ring_saved *)dt_record_saved(
@@ -2021,8 +2078,11 @@ static dt_tensor *dt__cp_allgather_attention(
     dt_tensor *q, dt_tensor *keys, dt_tensor *values, dt_cp *cp) {
     keys = dt_redistribute(keys, cp->comm, DT_SHARD(1), DT_COPY);
     values = dt_redistribute(values, cp->comm, DT_SHARD(1), DT_COPY);
-    dt_attn_desc d = { 0, cp->desc.full, cp->local[0], cp->positions, cp->local[1], cp->documents,
-        NULL };
+    dt_attn_desc d = { .full = cp->desc.full,
+        .positions = cp->local[0],
+        .key_positions = cp->positions,
+        .documents = cp->local[1],
+        .key_documents = cp->documents };
     return dt_attention(q, keys, values, d);
 }
 
@@ -2052,8 +2112,9 @@ static dt_tensor *dt__cp_ulysses_attention(
     q = dt_redistribute(q, cp->comm, DT_SHARD(1), DT_SHARD(2));
     keys = dt_redistribute(keys, cp->comm, DT_SHARD(1), DT_SHARD(2));
     values = dt_redistribute(values, cp->comm, DT_SHARD(1), DT_SHARD(2));
-    dt_attn_desc d = { 0, cp->desc.full, cp->explicit_positions ? cp->positions : NULL, NULL,
-        cp->documents, NULL, NULL };
+    dt_attn_desc d = { .full = cp->desc.full,
+        .positions = cp->explicit_positions ? cp->positions : NULL,
+        .documents = cp->documents };
     dt_tensor *y = dt_attention(q, keys, values, d);
     return y ? dt_redistribute(y, cp->comm, DT_SHARD(2), DT_SHARD(1)) : NULL;
 }
@@ -2076,8 +2137,9 @@ dt_tensor *dt_cp_attention(dt_tensor *q, dt_tensor *keys, dt_tensor *values, dt_
         return NULL;
     }
     if (c == 1) {
-        dt_attn_desc d = { 0, cp->desc.full, cp->explicit_positions ? cp->positions : NULL, NULL,
-            cp->documents, NULL, NULL };
+        dt_attn_desc d = { .full = cp->desc.full,
+            .positions = cp->explicit_positions ? cp->positions : NULL,
+            .documents = cp->documents };
         return dt_attention(q, keys, values, d);
     }
     if (dt_cp_check(cp->desc.kind, cp->desc.tokens, c, q->shape.d[2], keys->shape.d[2], why,
@@ -2241,7 +2303,11 @@ static dt_status dt__route_sequences(dt__router *r) {
 
 static dt_status dt__cast_recompute(dt_node *n) {
     dt_tensor *x = n->in[0], *y = n->out;
-    dt_cast_args a = { y->dtype, x->dtype, y->data, x->data, (size_t)dt_count(x->shape), 0 };
+    dt_cast_args a = { .dtype = y->dtype,
+        .from = x->dtype,
+        .out = y->data,
+        .in = x->data,
+        .count = (size_t)dt_count(x->shape) };
     return DT__KERNEL(x->ctx, n->name, cast, &a);
 }
 
@@ -2505,8 +2571,15 @@ typedef struct dt__exchange {
 /* Row i of out = row at[first + i] of in (table_rows,width), or zeros if at[first + i] is -1. */
 static dt_status dt__gather_rows(const char *op, dt_dtype dtype, void *out, const void *in,
     int64_t table_rows, const dt_tensor *at, int64_t first, int64_t rows, int64_t width) {
-    dt_embedding_args a = { dtype, out, in, (const int32_t *)at->data + first, (size_t)rows,
-        (size_t)width, 0, table_rows, table_rows, 1 };
+    dt_embedding_args a = { .dtype = dtype,
+        .out = out,
+        .table = in,
+        .ids = (const int32_t *)at->data + first,
+        .rows = (size_t)rows,
+        .cols = (size_t)width,
+        .table_rows = table_rows,
+        .vocab = table_rows,
+        .allow_empty = 1 };
     return rows * width > 0 ? DT__KERNEL(at->ctx, op, embedding, &a) : DT_OK;
 }
 
@@ -2515,9 +2588,17 @@ static dt_status dt__gather_rows(const char *op, dt_dtype dtype, void *out, cons
 static dt_status dt__scatter_add_rows(const char *op, dt_dtype dtype, void *out, int64_t table_rows,
     const void *in, const dt_tensor *at, int64_t width, int accumulate, void *work) {
     size_t work_bytes = dt__narrow(dtype) ? (size_t)(table_rows * width) * sizeof(float) : 0;
-    dt_embedding_back_args a = { dtype, out, in, (const int32_t *)at->data,
-        (size_t)dt_count(at->shape), (size_t)width, 0, table_rows, accumulate, 0,
-        work_bytes ? work : NULL, work_bytes, 1 };
+    dt_embedding_back_args a = { .dtype = dtype,
+        .dtable = out,
+        .dout = in,
+        .ids = (const int32_t *)at->data,
+        .rows = (size_t)dt_count(at->shape),
+        .cols = (size_t)width,
+        .table_rows = table_rows,
+        .accumulate = accumulate,
+        .work = work_bytes ? work : NULL,
+        .work_bytes = work_bytes,
+        .check_ids = 1 };
     return table_rows * width > 0 ? DT__KERNEL(at->ctx, op, embedding_back, &a) : DT_OK;
 }
 
@@ -2544,7 +2625,9 @@ static dt_status dt__scale_rows(dt_ctx *ctx, const char *op, dt_dtype dtype, voi
 /* Returns `in` in the accumulation type: `in` itself, or a converted copy in buffer. */
 static const void *dt__widen_rows(
     dt_ctx *ctx, const char *op, dt_dtype dtype, const void *in, void *buffer, int64_t count) {
-    dt_cast_args a = { DT_F32, dtype, buffer, in, (size_t)count, 0 };
+    dt_cast_args a = {
+        .dtype = DT_F32, .from = dtype, .out = buffer, .in = in, .count = (size_t)count
+    };
     if (!dt__narrow(dtype)) return in;
     DT__KERNEL(ctx, op, cast, &a);
     return buffer;
@@ -2777,8 +2860,13 @@ static dt_status dt__combine_back(dt_node *n) {
         const void *returned = saved->returned ? saved->returned->data : rows->data;
         returned = dt__widen_rows(ctx, op, dtype, returned, wide_rows[1], e->sent * O);
         dt__scale_rows(ctx, op, wide, product, dy_wide, returned, 0, e->sent, O, 0);
-        dt_sum_args sum = { wide, buffers[5], product, (size_t)e->sent, (size_t)O, 1, 1, 0, 0, NULL,
-            0 };
+        dt_sum_args sum = { .dtype = wide,
+            .out = buffers[5],
+            .in = product,
+            .outer = (size_t)e->sent,
+            .n = (size_t)O,
+            .inner = 1,
+            .scale = 1 };
         void *dgates = dt_grad_raw(n, 1, &accumulate);
         if (!dgates || DT__KERNEL(ctx, op, sum, &sum) != DT_OK ||
             dt__scatter_add_rows(op, wide, dgates, choices, buffers[5], e->choice_of_row, 1,
@@ -2788,7 +2876,7 @@ static dt_status dt__combine_back(dt_node *n) {
     if (!dt_wants(n, 0)) return dt_error(ctx);
     dt__gather_rows(op, wide, buffers[5], gates->data, choices, e->choice_of_row, 0, e->sent, 1);
     dt__scale_rows(ctx, op, wide, product, dy_wide, buffers[5], 1, e->sent, O, 0);
-    dt_cast_args narrow = { dtype, wide, dy, product, sent, 0 };
+    dt_cast_args narrow = { .dtype = dtype, .from = wide, .out = dy, .in = product, .count = sent };
     if (wide != dtype) DT__KERNEL(ctx, op, cast, &narrow);
     const void *out = wide != dtype ? dy : product;
     void *drows = dt_grad_raw(n, 0, &accumulate);
@@ -2839,7 +2927,9 @@ static dt_status dt__combine_sum(
         if (dt__scale_rows(ctx, op, gates->dtype, sum, term, gate, e->k, n, O, j > 0) != DT_OK)
             return dt_error(ctx);
     }
-    dt_cast_args a = { y->dtype, gates->dtype, y->data, sum, count, 0 };
+    dt_cast_args a = {
+        .dtype = y->dtype, .from = gates->dtype, .out = y->data, .in = sum, .count = count
+    };
     return other ? DT__KERNEL(ctx, op, cast, &a) : DT_OK;
 }
 
@@ -2933,7 +3023,7 @@ static dt_status dt__expert_back(dt_node *n) {
     dt_ctx *ctx = x->ctx;
     dt__expert_sizes s = dt__expert_sizes_of(w);
     dt_matmul_args dx, dw;
-    dt_sum_args db = { x->dtype, NULL, NULL, 1, 0, (size_t)s.out, 1, 0, 0, NULL, 0 };
+    dt_sum_args db = { .dtype = x->dtype, .outer = 1, .inner = (size_t)s.out, .scale = 1 };
     const char *d = (const char *)dt__linear_activation_grad(n);
     memset(&dx, 0, sizeof dx);
     memset(&dw, 0, sizeof dw);
@@ -3981,7 +4071,7 @@ static unsigned dt__svg_colour(const dt_schedule *s, dt_phase phase, int chunk) 
 
 static void dt__svg_box(dt__svg *g, const dt_schedule *s, int rank, int at, dt_span span, int y) {
     const dt_action *a = &s->program[rank].action[at];
-    double x = DT__SVG_LEFT + (span.begin - g->begin) * g->scale,
+    double x = (double)DT__SVG_LEFT + (span.begin - g->begin) * g->scale,
            width = (span.end - span.begin) * g->scale;
     char number[16];
     int digits = snprintf(number, sizeof number, "%d", a->micro);
@@ -4105,7 +4195,7 @@ dt_status dt_schedule_svg(dt_ctx *ctx, const char *path, const dt_timeline *line
         "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"%s\" height=\"%d\" "
         "font-family=\"sans-serif\" "
         "font-size=\"11\">\n",
-        dt__fixed(DT__SVG_LEFT + width + 16, 0).s, height + 24);
+        dt__fixed((double)DT__SVG_LEFT + width + 16, 0).s, height + 24);
     dt__svg_put(&g,
         "<style>.t { font-size: 14px; font-weight: bold } .a { stroke: #ffffff; stroke-width: 0.7 }"
         "</style>\n<rect width=\"100%%\" height=\"100%%\" fill=\"#ffffff\"/>\n");
@@ -4394,7 +4484,12 @@ static void dt__pipe_run_forwards(dt__pipe *p) {
     const dt_schedule *s = p->desc.schedule;
     for (int micro = 0; micro < p->micros; micro++)
         for (int stage = 0; stage < p->stages; stage++) {
-            dt_action a = { DT_FORWARD, micro, 0, stage, dt__pipe_chunk(p, stage), -1, -1 };
+            dt_action a = { .phase = DT_FORWARD,
+                .micro = micro,
+                .stage = stage,
+                .slot = dt__pipe_chunk(p, stage),
+                .recv_from = -1,
+                .send_to = -1 };
             if (dt_schedule_rank_of(s, stage) != p->rank) continue;
             if (stage > 0) a.recv_from = dt_schedule_rank_of(s, stage - 1);
             if (stage + 1 < p->stages) a.send_to = dt_schedule_rank_of(s, stage + 1);
@@ -4430,8 +4525,11 @@ static dt_status dt__pipe_check(dt_ctx *ctx, const dt_pipe_desc *d) {
 
 dt_status dt_pipe_run(dt_ctx *ctx, dt_pipe_desc desc) {
     if (!ctx || dt__pipe_check(ctx, &desc) != DT_OK) return ctx ? dt_error(ctx) : DT_ERR_ARG;
-    dt__pipe p = { ctx, desc, dt_comm_rank(desc.comm), desc.forward_micros,
-        dt_schedule_stages(desc.schedule), 0, NULL, NULL };
+    dt__pipe p = { .ctx = ctx,
+        .desc = desc,
+        .rank = dt_comm_rank(desc.comm),
+        .micros = desc.forward_micros,
+        .stages = dt_schedule_stages(desc.schedule) };
     int no_grad = ctx->no_grad;
     if (!p.micros) p.micros = dt_schedule_micros(desc.schedule);
     p.n_slots = desc.forward_micros ? dt_schedule_chunks(desc.schedule)
@@ -5068,6 +5166,8 @@ dt_status dt_dry_begin(dt_ctx *ctx, dt_dry *dry) {
 #ifdef __cplusplus
 }
 #endif
+
+DT__CPP_WARNINGS_ON
 #endif /* DT_PARALLEL_IMPL */
 
 /* HISTORY

@@ -44,7 +44,8 @@
 
    BUILD
        cc -O3 train.c -lm -lpthread                 C11 or C++17; gcc, clang; no -march needed
-       g++ -Wextra -Wno-missing-field-initializers  g++ warns about the fields that
+       g++ -std=c++20 -Wextra -Wno-missing-field-initializers
+                                                    g++ warns about the fields that your
                                                     (dt_ctx_desc){ .seed = 1 } leaves zero
        nvcc -O3 train.c dt_kernels.cu -lcublasLt -lnccl     CUDA; nvcc defines __NVCC__, which
                                                             turns DT_USE_CUDA on
@@ -132,6 +133,20 @@
 #endif
 #define DT_PRINTF(fmt, args) __attribute__((format(printf, fmt, args)))
 
+/* The implementations are C: between these two, C++ compilers do not warn about compound literals,
+   designated initialisers, and the fields that those leave zero. */
+#if defined(__cplusplus) && defined(__GNUC__)
+#define DT__CPP_WARNINGS_OFF \
+    _Pragma("GCC diagnostic push") _Pragma("GCC diagnostic ignored \"-Wpedantic\"") \
+        _Pragma("GCC diagnostic ignored \"-Wmissing-field-initializers\"") \
+            _Pragma("GCC diagnostic ignored \"-Wpragmas\"") /* g++ < 12 lacks the next */ \
+        _Pragma("GCC diagnostic ignored \"-Wc++20-extensions\"")
+#define DT__CPP_WARNINGS_ON _Pragma("GCC diagnostic pop")
+#else
+#define DT__CPP_WARNINGS_OFF
+#define DT__CPP_WARNINGS_ON
+#endif
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -166,6 +181,13 @@ typedef struct dt_shape {
     int64_t d[DT_MAX_DIMS]; /* row-major: d[nd-1] varies fastest */
 } dt_shape;
 
+/* DT__LITERAL(T){ ... } is a value of type T: a compound literal in C, T{ ... } in C++. */
+#ifdef __cplusplus
+#define DT__LITERAL(T) T
+#else
+#define DT__LITERAL(T) (T)
+#endif
+
 /* DT_SHAPE(B, T, C) takes integers of any type. DT_SCALAR has no dimensions. */
 #ifdef __cplusplus /* C++ does not narrow size_t to int64_t inside braces */
 extern "C++" {
@@ -178,7 +200,7 @@ template <class... sizes> static inline constexpr dt_shape dt__shape_of(sizes...
 #define DT_SHAPE(...) \
     ((dt_shape){ (int)(sizeof((int64_t[]){ __VA_ARGS__ }) / sizeof(int64_t)), { __VA_ARGS__ } })
 #endif
-#define DT_SCALAR ((dt_shape){ 0, { 0 } })
+#define DT_SCALAR (DT__LITERAL(dt_shape){ 0, { 0 } })
 
 /* [local] Size of one element in bytes; 0 for an unknown type. */
 DT_API size_t dt_dtype_size(dt_dtype dtype);
@@ -1382,17 +1404,16 @@ typedef struct dt_attn_desc {
    scores from lse. arXiv:2205.14135. */
 DT_API dt_tensor *dt_attention(dt_tensor *q, dt_tensor *k, dt_tensor *v, dt_attn_desc desc);
 
-/* Vocabulary-parallel cross-entropy: this rank's columns are one of several slices of the
-   vocabulary; the other slices are on other ranks. dt_parallel.h fills this in. */
-typedef struct dt_loss_part {
-    int parts; /* number of slices; 0: not sharded */
-    /* vocabulary index of this rank's column 0, and number of columns of all slices without
-       padding */
-    int64_t first, all;
-    /* sets each (parts,count) to every rank's `mine`, in rank order */
+/* Vocabulary-parallel cross-entropy: this rank's columns are one shard of the vocabulary; the other
+   shards are on other ranks. dt_parallel.h fills this in. */
+typedef struct dt_vocab_shard {
+    int count;          /* number of shards; 0: not sharded */
+    int64_t offset;     /* vocabulary index of this rank's column 0 */
+    int64_t full_vocab; /* number of columns of all shards without padding */
+    /* sets each (shards,count) to every rank's `mine`, in rank order */
     dt_status (*gather)(void *user, const double *mine, double *each, size_t count);
     void *user;
-} dt_loss_part;
+} dt_vocab_shard;
 
 typedef struct dt_loss_desc {
     /* columns from `vocab` on are padding: not in the sum, no gradient; 0: no padding */
@@ -1402,9 +1423,9 @@ typedef struct dt_loss_desc {
     double z_weight;
     /* if not NULL, receives sum of lse^2 / denominator, f64; the loss does not include it */
     dt_tensor **z_loss;
-    /* if part.parts > 0, vocab counts this rank's columns, and vocab 0 means that all are
+    /* if shard.count > 0, vocab counts this rank's columns, and vocab 0 means that all are
        padding */
-    dt_loss_part part;
+    dt_vocab_shard shard;
 } dt_loss_desc;
 /* logits (..,V), labels (..) i32 -> f64 scalar in nats: the sum over labels >= 0, divided by
    denominator. Pass as denominator the number of labels of the step on all ranks (dt_count_labels);
@@ -1742,11 +1763,7 @@ DT_API dt_status dt_weights_close(dt_weights *w);
 #if defined(DT_IMPLEMENTATION) && !defined(DT_TENSOR_IMPL)
 #define DT_TENSOR_IMPL
 
-#if defined(__cplusplus) && defined(__GNUC__) && !defined(__clang__)
-/* C does not warn about fields that a designated initialiser leaves zero; g++ does */
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wmissing-field-initializers"
-#endif
+DT__CPP_WARNINGS_OFF
 
 #include <dirent.h>
 #include <errno.h>
@@ -2205,11 +2222,28 @@ static int dt__io_sync_and_evict(void *user, int fd, int64_t bytes, int64_t offs
 #endif
 }
 
-static const dt_host dt__host_table = { NULL, dt__host_alloc, dt__host_free, dt__host_now,
-    dt__host_sleep, dt__host_log, dt__host_map, dt__host_unmap, dt__host_discard };
-static const dt_io dt__io_table = { NULL, dt__io_open, dt__io_close, dt__io_size, dt__io_pread,
-    dt__io_pwrite, dt__io_fsync, dt__io_rename, dt__io_resize, dt__io_remove, dt__io_sync_and_evict,
-    dt__io_make_folder, dt__io_list_folder, dt__io_lock, dt__io_remove_folder };
+static const dt_host dt__host_table = { .alloc = dt__host_alloc,
+    .free = dt__host_free,
+    .now = dt__host_now,
+    .sleep = dt__host_sleep,
+    .log = dt__host_log,
+    .map = dt__host_map,
+    .unmap = dt__host_unmap,
+    .discard = dt__host_discard };
+static const dt_io dt__io_table = { .open = dt__io_open,
+    .close = dt__io_close,
+    .size = dt__io_size,
+    .pread = dt__io_pread,
+    .pwrite = dt__io_pwrite,
+    .fsync = dt__io_fsync,
+    .rename = dt__io_rename,
+    .resize = dt__io_resize,
+    .remove = dt__io_remove,
+    .sync_and_evict = dt__io_sync_and_evict,
+    .make_folder = dt__io_make_folder,
+    .list_folder = dt__io_list_folder,
+    .lock = dt__io_lock,
+    .remove_folder = dt__io_remove_folder };
 
 const dt_host *dt_host_default(void) { return &dt__host_table; }
 const dt_io *dt_io_default(void) { return &dt__io_table; }
@@ -2689,7 +2723,9 @@ static dt_status dt__accumulate(
     dt_ctx *ctx, dt_dtype dtype, void *out, const void *in, size_t count, int accumulate) {
     if (!accumulate) return dt__move(ctx, out, in, count * dt_dtype_size(dtype));
     const void *terms[2] = { out, in };
-    dt_reduce_args a = { dtype, out, terms, 2, count, DT_SUM, NULL, 0, 0 };
+    dt_reduce_args a = {
+        .dtype = dtype, .out = out, .in = terms, .n = 2, .count = count, .op = DT_SUM
+    };
     return DT__KERNEL(ctx, "adding", reduce, &a);
 }
 
@@ -3049,8 +3085,13 @@ static dt_status dt__param_init(dt_ctx *ctx, const dt_tensor *t) {
         size_t from = at > bucket->shard_offset ? at : bucket->shard_offset,
                to = stop < end ? stop : end;
         if (from >= to) continue;
-        dt_init_args a = { t->dtype, (char *)bucket->shard + (from - bucket->shard_offset) * size,
-            to - from, p->init.kind == 2, p->init.scale, key, (uint64_t)walk.global + (from - at) };
+        dt_init_args a = { .dtype = t->dtype,
+            .out = (char *)bucket->shard + (from - bucket->shard_offset) * size,
+            .count = to - from,
+            .normal = p->init.kind == 2,
+            .scale = p->init.scale,
+            .key = key,
+            .offset = (uint64_t)walk.global + (from - at) };
         if (p->init.kind == 1)
             dt__fill(ctx, t->dtype, a.out, a.count, a.scale);
         else
@@ -3481,7 +3522,7 @@ static dt_block_state *dt__root(dt_ctx *ctx) {
 
 /* Makes storage for parameters if dt_zero_make did not. */
 static dt_status dt__ensure_storage(dt_ctx *ctx) {
-    dt_buckets_desc defaults = { 0, 0, 0, 0, NULL, NULL };
+    dt_buckets_desc defaults = { 0 };
     return ctx->buckets ? DT_OK : dt_buckets_make(ctx, defaults);
 }
 
@@ -3850,7 +3891,10 @@ static dt_status dt__widen_grads(dt_ctx *ctx, dt_node *n) {
     for (int i = 0; i < n->n_in; i++) {
         if (!n->narrow[i]) continue;
         dt_tensor *t = dt__owner(n->in[i]);
-        dt_cast_args a = { DT_F32, t->dtype, NULL, n->narrow[i], (size_t)dt_count(t->shape), 0 };
+        dt_cast_args a = { .dtype = DT_F32,
+            .from = t->dtype,
+            .in = n->narrow[i],
+            .count = (size_t)dt_count(t->shape) };
         a.out = dt__param_grad(ctx, t, &a.accumulate);
         n->narrow[i] = NULL;
         if (!a.out || DT__KERNEL(ctx, n->name, cast, &a) != DT_OK) return dt_error(ctx);
@@ -3867,8 +3911,11 @@ void *dt_grad(dt_node *node, int i) {
 }
 
 static void dt__notify_phase(dt_ctx *ctx, const dt_block_state *b, dt_phase phase, int entering) {
-    dt_event event = { phase, b->index, ctx->micro, ctx->micro == ctx->micro_count - 1,
-        ctx->root->stage };
+    dt_event event = { .phase = phase,
+        .block = b->index,
+        .micro = ctx->micro,
+        .last = ctx->micro == ctx->micro_count - 1,
+        .stage = ctx->root->stage };
     ctx->entered_block = (dt_block_state *)b;
     for (dt_listener *l = ctx->listeners; l; l = l->next) {
         if (entering && l->enter) l->enter(ctx, &event, l->user);
@@ -4247,8 +4294,9 @@ dt_status dt_backward_weight(dt_tensor *loss) {
        backward   dx (+)= dy df/dx    dt__linear_back, ...    reads saved, writes the inputs' grads
 
    An op computes only the gradients that dt_wants asks for: a pipeline schedule may ask for the
-   input gradients first and for the weight gradients later. `accumulate` says whether a gradient
-   is the first (overwrite) or a further one (add). Ops never ask which device they are on. */
+   input gradients first and for the weight gradients later. `accumulate` is 0 for a tensor's first
+   gradient, which overwrites the buffer, and 1 for every later gradient, which is added. The code
+   of an op is the same on every device. */
 
 dt_tensor *dt_input(dt_ctx *ctx, dt_dtype dtype, dt_shape shape, const void *host) {
     dt_tensor *t = dt__new_named(ctx, dtype, shape, "dt_input");
@@ -4288,8 +4336,8 @@ double dt_item(const dt_tensor *t) {
     return dt__number(t->dtype, &value, 0);
 }
 
-/* The inputs' context if the op may run: `a` is not NULL, no context has failed, all inputs are of
-   one context and have storage. b and c may be NULL. */
+/* Returns the inputs' context, or NULL if the op cannot run: `a` is NULL, the context has failed,
+   an input belongs to another context, or an input has no data. b and c may be NULL. */
 static dt_ctx *dt__op_context(const char *op, dt_tensor *a, dt_tensor *b, dt_tensor *c) {
     dt_tensor *all[3] = { a, b, c };
     if (!a || a->ctx->status != DT_OK) return NULL;
@@ -4306,8 +4354,9 @@ static dt_ctx *dt__op_context(const char *op, dt_tensor *a, dt_tensor *b, dt_ten
     return ctx;
 }
 
-/* Called when an input of an op is NULL. After a failure that is normal. Otherwise it is an error,
-   for example of a misspelt dt_param_find; any input that is not NULL gives the context. */
+/* Called when an input of an op is NULL. After an earlier failure a NULL input is normal. Otherwise
+   a NULL input is an error, for example the result of dt_param_find with a misspelt name. The
+   context to fail comes from any input that is not NULL. */
 static dt_ctx *dt__null_input(const char *op, dt_tensor *a, dt_tensor *b, dt_tensor *c) {
     dt_tensor *t = a ? a : b ? b : c;
     if (t) dt_fail(t->ctx, DT_ERR_ARG, "%s(%s): another input is NULL", op, t->name);
@@ -4346,8 +4395,8 @@ static dt_ctx *dt__float_op_context(const char *op, dt_tensor *x, dt_tensor *b, 
     return NULL;
 }
 
-/* A kernel only answers DT_ERR_ARG for a bad index. Finds the first index outside [min, n) and
-   fails with its value and position. */
+/* Reports a bad index. The kernel returned DT_ERR_ARG, which does not say which index is bad, so
+   this function finds the first index outside [min, n) and fails with its value and position. */
 static void dt__index_error(const char *op, const dt_tensor *x, const char *index_name,
     const dt_tensor *index, int64_t min, int64_t n, const char *table, const char *items) {
     int32_t chunk[256];
@@ -4364,13 +4413,13 @@ static void dt__index_error(const char *op, const dt_tensor *x, const char *inde
     }
 }
 
-/* The output of an elementwise op on x. */
+/* Makes the output of an elementwise op on x, with the shape and type of x. */
 static dt_tensor *dt__new_like(dt_tensor *x, const char *op) {
     dt_ctx *ctx = dt__float_op_context(op, x, NULL, NULL);
     return ctx ? dt__new_named(ctx, x->dtype, x->shape, op) : NULL;
 }
 
-/* A tape record of an op with up to three inputs. */
+/* Fills in the tape record of an op with up to three inputs. */
 static dt_record_desc dt__make_record(const char *name, dt_tensor *a, dt_tensor *b, dt_tensor *c,
     dt_backward_fn backward, size_t saved_bytes) {
     dt_record_desc d;
@@ -4385,13 +4434,13 @@ static dt_record_desc dt__make_record(const char *name, dt_tensor *a, dt_tensor 
     return d;
 }
 
-/* Scratch bytes for a product, attention or sums over rows: the larger of the CPU kernel's need and
-   the device's. */
+/* Scratch bytes for a product, attention or sums over rows: the larger of `bytes`, which the CPU
+   kernel needs, and the kernel table's work_bytes, which the device needs. */
 static size_t dt__scratch_bytes(const dt_ctx *ctx, size_t bytes) {
     return bytes > ctx->kernels.work_bytes ? bytes : ctx->kernels.work_bytes;
 }
 
-/* One matrix product with scratch from the context. */
+/* Runs one matrix product, with scratch from the context. */
 static dt_status dt__matmul(dt_ctx *ctx, const char *op, const char *operand, dt_matmul_args a) {
     if (a.m == 0 || a.n == 0) return DT_OK;
     a.work_bytes = dt__scratch_bytes(ctx, dt_matmul_work(a.n, a.k, a.dtype));
@@ -4400,9 +4449,9 @@ static dt_status dt__matmul(dt_ctx *ctx, const char *op, const char *operand, dt
                   : ctx->status;
 }
 
-/* in[i]'s gradient (+)= the output's gradient. If can_move, nothing reads the output's gradient
-   after this call: when in[i] has no gradient yet and the same lifetime, it takes over the buffer.
-   */
+/* in[i]'s gradient (+)= the output's gradient. can_move 1 means that nothing reads the output's
+   gradient after this call. Then in[i] takes over the output's gradient buffer without a copy, if
+   in[i] is not a parameter and has no gradient yet, and both gradients have the same lifetime. */
 static dt_status dt__pass_grad(dt_node *n, int i, int can_move) {
     dt_tensor *t = dt__owner(n->in[i]), *out = dt__owner(n->out);
     int accumulate = 0;
@@ -4418,16 +4467,16 @@ static dt_status dt__pass_grad(dt_node *n, int i, int can_move) {
 
 typedef struct dt__linear_saved {
     int activation;
-    dt_tensor *pre_activation; /* x w^T + b, where an activation follows */
-    int activation_grad_done;  /* the output's gradient has become that of pre_activation */
+    dt_tensor *pre_activation; /* x w^T + b; NULL without an activation */
+    int activation_grad_done;  /* 1: pre_activation->grad has been computed */
 } dt__linear_saved;
 
 static dt_status dt__linear_back(dt_node *n);
 
-/* The gradient of the pre-activation: d = dy act'(pre_activation). It overwrites dy, because
-   nothing else reads it. Two gradients are left intact and get a buffer of their own: one that the
-   user keeps, and one that a residual, a parameter, still needs in the other half of the backward.
-   */
+/* Returns the gradient of the pre-activation, d = dy act'(pre_activation). Usually d overwrites dy,
+   because nothing else reads dy. In two cases d gets a separate buffer: the user reads dy after the
+   backward, or the residual is a parameter, whose gradient (dy) is computed in the other half of a
+   split backward. */
 static void *dt__linear_activation_grad(dt_node *n) {
     dt__linear_saved *saved = (dt__linear_saved *)n->saved;
     dt_tensor *y = n->out;
@@ -4450,19 +4499,19 @@ static void *dt__linear_activation_grad(dt_node *n) {
     return a.dx;
 }
 
-/* Fuses the activation's backward into the product that computes dx: when x is the activation of
-   another linear layer and this op is its only reader, the product stores that layer's
-   pre-activation gradient directly. */
+/* Fuses the backward of the previous layer's activation into the product that computes dx. If x is
+   the output of a linear layer with an activation, and this op is the only reader of x, the product
+   directly stores the gradient of that layer's pre-activation. */
 static void dt__linear_fuse_input_grad(dt_node *n, dt_matmul_args *a) {
     dt_tensor *x = dt__owner(n->in[0]);
     dt_node *maker = x->producer;
     if (x->readers != 1 || x->needs_grad == DT__KEEP_GRAD || a->accumulate || !maker ||
         maker->backward != dt__linear_back ||
-        /* x of another block: if that block is recomputed, its output has no maker */
+        /* do not fuse across blocks: the output of a recomputed block has no producer */
         x->block != n->out->block)
         return;
     dt__linear_saved *saved = (dt__linear_saved *)maker->saved;
-    if (!saved->pre_activation || maker->in[3]) return; /* the residual needs dy itself */
+    if (!saved->pre_activation || maker->in[3]) return; /* maker's residual needs x's gradient */
     a->activation_backward = 1;
     a->activation = saved->activation;
     a->pre_activation = saved->pre_activation->data;
@@ -4470,8 +4519,8 @@ static void dt__linear_fuse_input_grad(dt_node *n, dt_matmul_args *a) {
     saved->activation_grad_done = 1;
 }
 
-/* y = act(x w^T + b) + residual. With d the gradient of x w^T + b: dx = d w, dw = d^T x and db is
-   the column sums of d; the residual's gradient is dy. */
+/* y = act(x w^T + b) + residual. Let d be the gradient of x w^T + b. Then dx = d w, dw = d^T x, db
+   is the column sums of d, and the residual's gradient is dy. */
 static dt_status dt__linear_back(dt_node *n) {
     dt_tensor *x = n->in[0], *w = n->in[1], *b = n->in[2];
     dt_ctx *ctx = x->ctx;
@@ -4479,7 +4528,7 @@ static dt_status dt__linear_back(dt_node *n) {
             out = (int64_t)dt__row_count(w);
     int complete =
         (!w->needs_grad || dt_wants(n, 1)) && (!b || !b->needs_grad || dt_wants(n, 2)) &&
-        (!x->needs_grad || dt_wants(n, 0)); /* not split into an input and a weight half */
+        (!x->needs_grad || dt_wants(n, 0)); /* 1: the backward is not split into two halves */
     int no_activation = !((dt__linear_saved *)n->saved)->pre_activation;
     if (dt_wants(n, 3) && !no_activation && dt__pass_grad(n, 3, 0) != DT_OK) return dt_error(ctx);
     void *d = dt__linear_activation_grad(n);
@@ -4719,7 +4768,13 @@ static dt_status dt__unary_back(dt_node *n) {
 static dt_tensor *dt__unary(const char *op, dt_tensor *x, int act, double scale, double shift) {
     dt_tensor *y = dt__new_like(x, op);
     if (!y) return NULL;
-    dt_unary_args a = { x->dtype, act, y->data, x->data, (size_t)dt_count(x->shape), scale, shift };
+    dt_unary_args a = { .dtype = x->dtype,
+        .act = act,
+        .out = y->data,
+        .in = x->data,
+        .count = (size_t)dt_count(x->shape),
+        .scale = scale,
+        .shift = shift };
     if (DT__OP(op, x, unary, &a) != DT_OK) return NULL;
     dt__unary_saved *saved = (dt__unary_saved *)dt_record_saved(
         y, dt__make_record(op, x, NULL, NULL, dt__unary_back, sizeof *saved));
@@ -4764,15 +4819,21 @@ dt_tensor *dt_swiglu(dt_tensor *x) {
     shape.nd--;
     dt_tensor *y = dt__new_named(ctx, x->dtype, shape, "dt_swiglu");
     if (!y) return NULL;
-    dt_glu_args a = { x->dtype, DT_ACT_SILU, y->data, x->data, dt__row_count(y), dt__last_dim(x) };
+    dt_glu_args a = { .dtype = x->dtype,
+        .act = DT_ACT_SILU,
+        .out = y->data,
+        .in = x->data,
+        .rows = dt__row_count(y),
+        .cols = dt__last_dim(x) };
     if (DT__OP("dt_swiglu", x, glu, &a) != DT_OK) return NULL;
     return dt_record(y, dt__make_record("dt_swiglu", x, NULL, NULL, dt__swiglu_back, 0));
 }
 
 /* ---- arithmetic with broadcasting ---- */
 
-/* Broadcasting: the shape of a op b, and strides that are 0 where a dimension of 1, or a missing
-   one, repeats. Returns 0 if the shapes do not fit. */
+/* Broadcasting. *out receives the shape of a op b. stride_a and stride_b receive the strides of a
+   and b along the dimensions of *out; the stride of a dimension that is 1 or missing is 0, so that
+   its elements repeat. Returns 0 if the shapes do not fit. */
 static int dt__broadcast(
     dt_shape a, dt_shape b, dt_shape *out, int64_t *stride_a, int64_t *stride_b) {
     int64_t step_a = 1, step_b = 1;
@@ -4790,8 +4851,9 @@ static int dt__broadcast(
 }
 
 /* The backward of broadcasting: in[i]'s gradient (+)= scale * g, summed over the dimensions along
-   which in[i] repeats. g has the output's shape. Adjacent repeated dimensions are one sum; the last
-   ones are summed first. Intermediate results alternate between two buffers. */
+   which in[i] repeats. g has the output's shape. One kernel call sums a group of adjacent repeated
+   dimensions; the last group is summed first. Intermediate results alternate between two buffers.
+   */
 static dt_status dt__sum_to(
     dt_node *n, int i, const void *g, double scale, void *const buffers[2]) {
     dt_tensor *t = n->in[i];
@@ -4817,17 +4879,17 @@ static dt_status dt__sum_to(
         for (; end > 0 && !repeats[end - 1]; end--) a.inner *= (size_t)at.d[end - 1];
         for (; end > 0 && repeats[end - 1]; end--, left--) a.n *= (size_t)at.d[end - 1];
         for (int d = 0; d < end; d++) a.outer *= (size_t)at.d[d];
-        a.wide = dt_grad_dtype(t) != t->dtype; /* intermediate sums of a parameter are f32 too */
+        a.wide = dt_grad_dtype(t) != t->dtype; /* f32 gradient: the intermediate sums are f32 too */
         if (left == 0) {
             a.scale = scale;
-            a.work = buffers[which]; /* free: the last sum is stored in the gradient */
+            a.work = buffers[which]; /* unused, because the last sum goes to the gradient */
             a.work_bytes = dt__bytes(n->out);
             a.out = dt__grad_wide(n, i, &a.accumulate, &a.wide);
         }
         if (!a.out || DT__KERNEL(t->ctx, n->name, sum, &a) != DT_OK || left == 0)
             return dt_error(t->ctx);
         dtype = dt__wide(dtype, a.wide);
-        for (int d = end; d < at.nd; d++) { /* these dimensions are summed */
+        for (int d = end; d < at.nd; d++) { /* dimensions end .. nd - 1 are now summed */
             if (repeats[d]) at.d[d] = 1;
             repeats[d] = 0;
         }
@@ -4902,7 +4964,8 @@ dt_tensor *dt_div(dt_tensor *a, dt_tensor *b) { return dt__binary("dt_div", DT_D
 
 /* ---- sums and maxima ---- */
 
-/* x seen as (outer,n,inner), where n is dimension dim, or everything for DT_ALL. */
+/* x as a tensor of shape (outer,n,inner). n is the size of dimension dim; for DT_ALL, n is the
+   element count. */
 typedef struct dt__dim_split {
     size_t outer, n, inner;
     dt_shape reduced; /* x's shape without dim */
@@ -4941,8 +5004,11 @@ static dt_status dt__sum_back(dt_node *n) {
         .shape = DT_SHAPE((int64_t)r->outer, (int64_t)r->n, (int64_t)r->inner),
         .out_stride = { (int64_t)(r->n * r->inner), (int64_t)r->inner, 1 },
         .in_stride = { (int64_t)r->inner, 0, 1 } };
-    dt_unary_args scale = { y->dtype, DT_ACT_AFFINE, NULL, y->grad, (size_t)dt_count(y->shape),
-        saved->scale, 0 };
+    dt_unary_args scale = { .dtype = y->dtype,
+        .act = DT_ACT_AFFINE,
+        .in = y->grad,
+        .count = (size_t)dt_count(y->shape),
+        .scale = saved->scale };
     if (saved->scale != 1) {
         a.in = scale.out = dt_scratch(x->ctx, dt__bytes(y));
         if (!a.in || DT__KERNEL(x->ctx, n->name, unary, &scale) != DT_OK) return dt_error(x->ctx);
@@ -5016,7 +5082,13 @@ dt_tensor *dt_max_over(dt_tensor *x, int dim) {
     dt_tensor *y = dt__new_named(ctx, x->dtype, r.reduced, "dt_max_over");
     dt_tensor *index = dt__new_named(ctx, DT_I32, r.reduced, "index");
     if (!y || !index) return NULL;
-    dt_max_args a = { x->dtype, y->data, (int32_t *)index->data, x->data, r.outer, r.n, r.inner };
+    dt_max_args a = { .dtype = x->dtype,
+        .out = y->data,
+        .index = (int32_t *)index->data,
+        .in = x->data,
+        .outer = r.outer,
+        .n = r.n,
+        .inner = r.inner };
     if (DT__OP("dt_max_over", x, max, &a) != DT_OK) return NULL;
     return dt__select_record("dt_max_over", x, y, index, r);
 }
@@ -5032,7 +5104,13 @@ dt_tensor *dt_topk(dt_tensor *x, int k, dt_tensor **index) {
     dt_tensor *y = dt__new_named(ctx, x->dtype, shape, "dt_topk"),
               *at = dt__new_named(ctx, DT_I32, shape, "index");
     if (!y || !at) return NULL;
-    dt_topk_args a = { x->dtype, y->data, (int32_t *)at->data, x->data, r.outer, r.n, (size_t)k };
+    dt_topk_args a = { .dtype = x->dtype,
+        .values = y->data,
+        .index = (int32_t *)at->data,
+        .in = x->data,
+        .rows = r.outer,
+        .cols = r.n,
+        .k = (size_t)k };
     if (DT__OP("dt_topk", x, topk, &a) != DT_OK) return NULL;
     if (index) *index = at;
     return dt__select_record("dt_topk", x, y, at, r);
@@ -5040,8 +5118,8 @@ dt_tensor *dt_topk(dt_tensor *x, int k, dt_tensor **index) {
 
 /* ---- other shapes ---- */
 
-/* A view: another tensor over the same data. It shares its base's gradient, so it needs no op on
-   the tape. */
+/* Makes a view: a second tensor over x's data. The view shares x's gradient, so nothing is recorded
+   on the tape. */
 static dt_tensor *dt__view(dt_tensor *x, dt_shape shape, const char *name) {
     dt_ctx *ctx = dt__op_context(name, x, NULL, NULL);
     dt_tensor *y = ctx ? dt__tensor(ctx, x->dtype, shape, name) : NULL;
@@ -5054,8 +5132,8 @@ static dt_tensor *dt__view(dt_tensor *x, dt_shape shape, const char *name) {
 
 dt_tensor *dt_alias(dt_tensor *x) {
     dt_ctx *ctx = dt__op_context("dt_alias", x, NULL, NULL);
-    /* A copy if the data may be freed before the alias: a transient tensor, a gathered parameter.
-       */
+    /* copy the data if they may be freed before the alias: x is transient, or a parameter whose
+       values are gathered */
     dt_tensor *owner = ctx ? dt__owner(x) : NULL;
     int copied = ctx && (owner->transient || (owner->param && owner->param->bucket->data !=
                                                                   owner->param->bucket->shard));
@@ -5083,9 +5161,9 @@ static void dt__dense_strides(dt_shape shape, int64_t *stride) {
     }
 }
 
-/* Slice, concatenation and transposition are one strided copy, and their backward is the same copy
-   in the other direction. For concat, input i is a region of the output; for slice and
-   transposition the output is a region of the input. */
+/* Slice, concatenation and transposition make one strided copy for each input. Their backward makes
+   the same copies in the other direction. For concat, input i is a region of the output; for slice
+   and transposition, the output is a region of the input. */
 typedef struct dt__strided_saved {
     dt_shape region[DT_MAX_INPUTS];
     int64_t out_offset[DT_MAX_INPUTS], in_offset[DT_MAX_INPUTS]; /* in elements */
@@ -5207,7 +5285,10 @@ dt_tensor *dt_transpose(dt_tensor *x, int dim_a, int dim_b) {
 
 static dt_status dt__cast_back(dt_node *n) {
     dt_tensor *x = n->in[0];
-    dt_cast_args a = { x->dtype, n->out->dtype, NULL, n->out->grad, (size_t)dt_count(x->shape), 0 };
+    dt_cast_args a = { .dtype = x->dtype,
+        .from = n->out->dtype,
+        .in = n->out->grad,
+        .count = (size_t)dt_count(x->shape) };
     int wide = 0;
     a.out = dt__grad_wide(n, 0, &a.accumulate, &wide);
     a.dtype = dt__wide(x->dtype, wide);
@@ -5218,7 +5299,11 @@ dt_tensor *dt_cast(dt_tensor *x, dt_dtype dtype) {
     dt_ctx *ctx = dt__op_context("dt_cast", x, NULL, NULL);
     dt_tensor *y = ctx ? dt__new_named(ctx, dtype, x->shape, "dt_cast") : NULL;
     if (!y) return NULL;
-    dt_cast_args a = { dtype, x->dtype, y->data, x->data, (size_t)dt_count(x->shape), 0 };
+    dt_cast_args a = { .dtype = dtype,
+        .from = x->dtype,
+        .out = y->data,
+        .in = x->data,
+        .count = (size_t)dt_count(x->shape) };
     if (DT__OP("dt_cast", x, cast, &a) != DT_OK) return NULL;
     if (dtype == DT_I32 || x->dtype == DT_I32) return y;
     return dt_record(y, dt__make_record("dt_cast", x, NULL, NULL, dt__cast_back, 0));
@@ -5226,8 +5311,8 @@ dt_tensor *dt_cast(dt_tensor *x, dt_dtype dtype) {
 
 /* ---- rows by index ---- */
 
-/* The rows of the full table that this rank's table holds: all of them, or its local slice along
-   dimension 0. */
+/* Sets *offset and *rows to the rows of the full table that this rank holds: all rows, or the local
+   slice along dimension 0. *vocab receives the number of rows of the full table. */
 static void dt__table_slice(
     const dt_tensor *table, int64_t *offset, int64_t *rows, int64_t *vocab) {
     const dt_param_info *p = table->param;
@@ -5497,8 +5582,8 @@ static int dt__attention_fits(
     return q->ctx->status == DT_OK;
 }
 
-/* The positions or documents of a (B,T,H,D) tensor, one integer for each token. Returns NULL if
-   none were given, which is not an error; sets *bad on an error. */
+/* Returns the data of ints, which holds a position or a document number for each token of x
+   (B,T,H,D). Returns NULL if ints is NULL, which is not an error. Sets *bad to 1 on an error. */
 static const int32_t *dt__token_ints(dt_tensor *x, dt_tensor *ints, int *bad) {
     if (!ints) return NULL;
     if (!dt__op_context("dt_attention", x, ints, NULL))
@@ -5511,7 +5596,7 @@ static const int32_t *dt__token_ints(dt_tensor *x, dt_tensor *ints, int *bad) {
     return (const int32_t *)ints->data;
 }
 
-/* Fills in the attention mask. Returns 0 if positions or documents do not fit. */
+/* Fills in the attention mask. Returns 0 if positions or documents do not fit q and k. */
 static int dt__mask_make(dt_tensor *q, dt_tensor *k, dt_attn_desc d, dt_attention_mask *s) {
     int bad = 0, same = q->shape.d[1] == k->shape.d[1];
     s->causal = !d.full;
@@ -5575,8 +5660,8 @@ dt_tensor *dt_attention(dt_tensor *q, dt_tensor *k, dt_tensor *v, dt_attn_desc d
 
 typedef struct dt__loss_saved {
     dt_tensor *lse;
-    dt_tensor *logits;   /* kept for the backward, or NULL: recomputed */
-    int logits_are_grad; /* the backward has replaced the kept logits by their gradient */
+    dt_tensor *logits;   /* saved for the backward; NULL: the backward recomputes them */
+    int logits_are_grad; /* 1: the backward has overwritten the saved logits with their gradient */
     double scale;
     dt_loss_desc desc;
 } dt__loss_saved;
@@ -5592,10 +5677,11 @@ static int dt__denominator(dt_ctx *ctx, const char *op, double denominator) {
 static int dt__loss_desc_ok(
     dt_ctx *ctx, const char *op, dt_loss_desc d, int64_t columns, double denominator) {
     if (!dt__denominator(ctx, op, denominator)) return 0;
-    const dt_loss_part *p = &d.part;
-    if (p->parts != 0 && (p->parts < 0 || !p->gather || p->first < 0 || p->all < 1))
+    const dt_vocab_shard *s = &d.shard;
+    if (s->count != 0 && (s->count < 0 || !s->gather || s->offset < 0 || s->full_vocab < 1))
         dt_fail(ctx, DT_ERR_ARG, "%s: %d parts of a vocabulary of %lld, this from %lld on%s", op,
-            p->parts, (long long)p->all, (long long)p->first, p->gather ? "" : ", and no gather");
+            s->count, (long long)s->full_vocab, (long long)s->offset,
+            s->gather ? "" : ", and no gather");
     if (dt_error(ctx) != DT_OK) return 0;
     if (d.vocab >= 0 && d.vocab <= columns && d.smoothing >= 0 && d.smoothing < 1 &&
         d.z_weight >= 0)
@@ -5605,7 +5691,7 @@ static int dt__loss_desc_ok(
     return 0;
 }
 
-/* The outputs of a loss over rows. */
+/* The outputs of a cross-entropy. z and logits may be NULL. */
 typedef struct dt__loss_outputs {
     dt_tensor *loss, *lse, *z, *logits;
 } dt__loss_outputs;
@@ -5643,24 +5729,30 @@ static dt_status dt__loss_kernel(
     return dt__kernel_done(x->ctx, op, x->name, "cross_entropy", status);
 }
 
-/* Doubles of scratch for a vocabulary-parallel loss: this rank's partial results, and behind them
-   those of all ranks. */
-static size_t dt__loss_partial_count(dt_loss_part part, size_t rows) {
-    return part.parts ? 2 * rows * (size_t)(part.parts + 1) : 0;
+/* Number of doubles of scratch that a vocabulary-parallel loss needs, for this rank's partial
+   results followed by the partial results of all ranks. 0 if the vocabulary is not sharded. */
+static size_t dt__loss_partial_count(dt_vocab_shard shard, size_t rows) {
+    return shard.count ? 2 * rows * (size_t)(shard.count + 1) : 0;
 }
 
-/* Vocabulary-parallel cross-entropy, the exchange: gathers every rank's partial results,
-   {log-sum-exp, target} of each row, and merges them into the loss. partial is (rows,2), with room
-   for all ranks' results behind it. */
+/* Vocabulary-parallel cross-entropy, the exchange. Gathers every rank's partial results,
+   {log-sum-exp, target} of each row, and merges them into the loss. partial holds this rank's
+   results (rows,2), followed by space for all ranks' results (parts,rows,2). */
 static dt_status dt__loss_merge(const char *op, dt_tensor *x, dt_tensor *labels,
-    const dt__loss_outputs *p, dt_loss_part part, double denominator, double *partial) {
+    const dt__loss_outputs *p, dt_vocab_shard shard, double denominator, double *partial) {
     size_t rows = dt__row_count(x);
-    dt_status status = part.gather(part.user, partial, partial + 2 * rows, 2 * rows);
-    dt_cross_entropy_merge_args a = { x->dtype, (double *)p->loss->data, p->lse->data,
-        partial + 2 * rows, (const int32_t *)labels->data, (size_t)part.parts, rows, denominator,
-        p->z ? (double *)p->z->data : NULL };
+    dt_status status = shard.gather(shard.user, partial, partial + 2 * rows, 2 * rows);
+    dt_cross_entropy_merge_args a = { .dtype = x->dtype,
+        .loss = (double *)p->loss->data,
+        .lse = p->lse->data,
+        .partials = partial + 2 * rows,
+        .labels = (const int32_t *)labels->data,
+        .n = (size_t)shard.count,
+        .rows = rows,
+        .denominator = denominator,
+        .z_loss = p->z ? (double *)p->z->data : NULL };
     if (status != DT_OK)
-        return dt_fail(x->ctx, status, "%s(%s): merging %d parts", op, x->name, part.parts);
+        return dt_fail(x->ctx, status, "%s(%s): merging %d parts", op, x->name, shard.count);
     return DT__OP(op, x, cross_entropy_merge, &a);
 }
 
@@ -5680,8 +5772,8 @@ static dt_status dt__cross_entropy_back(dt_node *n) {
         .scale = saved->scale,
         .smoothing = saved->desc.smoothing,
         .z = saved->desc.z_weight,
-        .offset = saved->desc.part.first,
-        .full_vocab = saved->desc.part.all };
+        .offset = saved->desc.shard.offset,
+        .full_vocab = saved->desc.shard.full_vocab };
     a.dlogits = dt_grad_raw(n, 0, &a.accumulate);
     a.work_bytes = dt_row_work((int64_t)a.cols, a.dtype);
     a.work = dt_scratch(ctx, a.work_bytes);
@@ -5708,7 +5800,7 @@ dt_tensor *dt_cross_entropy_at(
     if (!dt__loss_begin(op, logits, desc, &p)) return NULL;
     size_t rows = dt__row_count(logits),
            row_work = dt_row_work((int64_t)dt__last_dim(logits), logits->dtype);
-    size_t partial_count = dt__loss_partial_count(desc.part, rows);
+    size_t partial_count = dt__loss_partial_count(desc.shard, rows);
     double *partial =
                (double *)dt_scratch(ctx, (partial_count + rows + 8) * sizeof *partial + row_work),
            *row_loss = partial + partial_count;
@@ -5728,24 +5820,26 @@ dt_tensor *dt_cross_entropy_at(
         .work = row_loss + rows,
         .work_bytes = row_work,
         .partial = partial_count ? partial : NULL,
-        .offset = desc.part.first,
-        .full_vocab = desc.part.all };
+        .offset = desc.shard.offset,
+        .full_vocab = desc.shard.full_vocab };
     if (dt__loss_kernel(op, logits, labels, &a) != DT_OK) return NULL;
     if (a.partial &&
-        dt__loss_merge(op, logits, labels, &p, desc.part, denominator, partial) != DT_OK)
+        dt__loss_merge(op, logits, labels, &p, desc.shard, denominator, partial) != DT_OK)
         return NULL;
     return dt__loss_end(op, logits, NULL, labels, p, denominator, desc, dt__cross_entropy_back);
 }
 
-/* dt_linear_cross_entropy never holds all logits (rows,V): it computes a chunk of rows, reduces it
-   to the loss, and recomputes it in the backward, where the gradient overwrites the logits.
+/* dt_linear_cross_entropy does not hold all logits (rows,V) in memory. The forward computes the
+   logits of one chunk of rows after another and reduces each chunk to the loss. The backward
+   recomputes the logits of a chunk and overwrites them with their gradient, dlogits.
 
        forward, each chunk of rows     logits = x w^T  ->  loss, lse
        backward, each chunk of rows    logits = x w^T  ->  dlogits  ->  dx, dw += dlogits^T x
 
-   The rows of a chunk: about 2^20 logits, on a GPU more, and 64 to 4,096 rows, so that the product
-   is efficient. They depend on V alone, so that the bits of w's gradient do not depend on the
-   number of rows. A kernel table with max_saved_logits > 0 keeps up to that many logits: then w's
+   A chunk has about 2^20 logits (more on a GPU), but at least 64 and at most 4,096 rows, so that
+   the product is efficient. The number of rows of a chunk depends on V alone, so that the bits of
+   w's gradient do not depend on the number of rows of x. Exception: if the kernel table's
+   max_saved_logits is at least the number of all logits, the forward saves all logits, and w's
    gradient is one product over all rows. */
 static int64_t dt__loss_chunk_rows(const dt_ctx *ctx, int64_t vocab) {
     int64_t max_logits =
@@ -5760,8 +5854,9 @@ static int dt__loss_keeps_logits(const dt_ctx *ctx, const dt_tensor *x, const dt
            (x->needs_grad || w->needs_grad);
 }
 
-/* Scratch for one chunk: its logits, the partial results of a vocabulary-parallel loss, row losses,
-   one row, and the products' scratch. */
+/* Scratch for one chunk of `rows` rows: logits, the partial results of a vocabulary-parallel loss
+   (for all rows of x), the loss of each row, the cross-entropy kernel's scratch for one row, and
+   the scratch of the products. */
 typedef struct dt__loss_chunk {
     int64_t rows;
     char *logits;
@@ -5791,7 +5886,7 @@ static int dt__loss_chunk_make(dt_ctx *ctx, const dt_tensor *x, const dt_tensor 
     return k->logits != NULL;
 }
 
-/* Logits of rows [r, r + rows). */
+/* Computes the logits of rows [r, r + rows) of x. */
 static dt_status dt__loss_logits(const char *op, const dt_tensor *x, const dt_tensor *w,
     const dt__loss_chunk *k, int64_t r, int64_t rows) {
     int64_t C = (int64_t)dt__last_dim(w);
@@ -5823,7 +5918,7 @@ static dt_status dt__linear_cross_entropy_back(dt_node *n) {
         return dt_error(ctx);
     if (dt_wants(n, 2) && !(dw.c = dt__grad_wide(n, 2, &dw.accumulate, &dw.wide)))
         return dt_error(ctx);
-    /* runs once even without rows, to write zero gradients */
+    /* the loop runs once even if x has no rows, to write zero gradients */
     for (int64_t r = 0; r < all || r == 0; r += k.rows) {
         int64_t rows = all - r < k.rows ? all - r : k.rows;
         if (rows > 0 && !kept_logits && dt__loss_logits(n->name, x, w, &k, r, rows) != DT_OK)
@@ -5842,11 +5937,12 @@ static dt_status dt__linear_cross_entropy_back(dt_node *n) {
             .z = saved->desc.z_weight,
             .work = k.row,
             .work_bytes = k.row_bytes,
-            .offset = saved->desc.part.first,
-            .full_vocab = saved->desc.part.all };
+            .offset = saved->desc.shard.offset,
+            .full_vocab = saved->desc.shard.full_vocab };
         if (!saved->logits_are_grad && DT__KERNEL(ctx, n->name, cross_entropy_back, &a) != DT_OK)
             return dt_error(ctx);
-        saved->logits_are_grad = kept_logits != NULL; /* for the other half of the backward */
+        /* the other half of a split backward must use this gradient as it is */
+        saved->logits_are_grad = kept_logits != NULL;
         dt_matmul_args p = dx;
         p.m = rows;
         p.a = k.logits;
@@ -5880,7 +5976,7 @@ dt_tensor *dt_linear_cross_entropy(
     if (!dt__loss_desc_ok(ctx, op, desc, w->shape.d[0], denominator) ||
         !dt__loss_begin(op, x, desc, &p))
         return NULL;
-    size_t partial_count = dt__loss_partial_count(desc.part, dt__row_count(x));
+    size_t partial_count = dt__loss_partial_count(desc.shard, dt__row_count(x));
     int64_t all = (int64_t)dt__row_count(x), V = w->shape.d[0];
     int keeps = dt__loss_keeps_logits(ctx, x, w);
     if (keeps && !(p.logits = dt__new_named(ctx, x->dtype, DT_SHAPE(all, V), "logits")))
@@ -5905,19 +6001,19 @@ dt_tensor *dt_linear_cross_entropy(
             .work = k.row,
             .work_bytes = k.row_bytes,
             .partial = partial_count ? k.partial + 2 * r : NULL,
-            .offset = desc.part.first,
-            .full_vocab = desc.part.all };
+            .offset = desc.shard.offset,
+            .full_vocab = desc.shard.full_vocab };
         if (dt__loss_kernel(op, x, labels, &a) != DT_OK) return NULL;
     }
     if (partial_count &&
-        dt__loss_merge(op, x, labels, &p, desc.part, denominator, k.partial) != DT_OK)
+        dt__loss_merge(op, x, labels, &p, desc.shard, denominator, k.partial) != DT_OK)
         return NULL;
     return dt__loss_end(op, x, w, labels, p, denominator, desc, dt__linear_cross_entropy_back);
 }
 
 static dt_status dt__mse_back(dt_node *n) {
     const dt__loss_saved *saved = (const dt__loss_saved *)n->saved;
-    for (int i = 0; i < 2; i++) { /* db is da with a and b exchanged */
+    for (int i = 0; i < 2; i++) { /* i 1 computes db, which is da with a and b exchanged */
         if (!dt_wants(n, i)) continue;
         dt_tensor *a = n->in[i], *b = n->in[1 - i];
         dt_mse_back_args args = { .dtype = a->dtype,
@@ -5942,8 +6038,12 @@ dt_tensor *dt_mse(dt_tensor *a, dt_tensor *b, double denominator) {
         return dt__mismatch("dt_mse", a, b, "shapes and types must be equal");
     dt_tensor *loss = dt__new_named(ctx, DT_F64, DT_SCALAR, "dt_mse");
     if (!loss) return NULL;
-    dt_mse_args args = { a->dtype, (double *)loss->data, a->data, b->data,
-        (size_t)dt_count(a->shape), denominator };
+    dt_mse_args args = { .dtype = a->dtype,
+        .loss = (double *)loss->data,
+        .a = a->data,
+        .b = b->data,
+        .count = (size_t)dt_count(a->shape),
+        .denominator = denominator };
     if (DT__KERNEL(ctx, "dt_mse", mse, &args) != DT_OK) return NULL;
     dt_record_desc d = dt__make_record("dt_mse", a, b, NULL, dt__mse_back, sizeof(dt__loss_saved));
     dt__loss_saved *saved = (dt__loss_saved *)dt_record_saved(loss, d);
@@ -5957,7 +6057,7 @@ static dt_status dt__side_loss_back(dt_node *n) {
     int accumulate = 0;
     void *ds = dt_grad_raw(n, 0, &accumulate);
     if (!ds) return dt_error(s->ctx);
-    void *weight = dt_scratch(s->ctx, sizeof(double)); /* one element of either type */
+    void *weight = dt_scratch(s->ctx, sizeof(double)); /* holds one element of any type */
     if (!weight ||
         dt__fill(s->ctx, s->dtype, weight, 1, saved->scale * s->ctx->loss_scale) != DT_OK)
         return dt_error(s->ctx);
@@ -5979,9 +6079,10 @@ dt_tensor *dt_loss(dt_tensor *x, dt_tensor *scalar, double weight) {
 
 // ==== 18. JSON ==================================================================================
 
-/* A recursive-descent parser (RFC 8259) that walks the text twice. The first pass validates and
-   counts; then one allocation holds everything, and the second pass fills it in. Nodes stand in the
-   order of the text, a container before its children:
+/* A recursive-descent parser (RFC 8259) that reads the text twice. The first pass validates the
+   text and counts nodes and string bytes. Then one allocation of the counted size is made, and the
+   second pass fills it. The nodes are in the order of the text, so a container precedes its
+   children:
 
        {"a": [1, 2], "b": true}    node  0 object   1 array a   2 number   3 number   4 bool b
                                    next  5          4           3          4          5
@@ -5997,11 +6098,12 @@ enum {
 };
 
 typedef struct dt__json_node {
-    uint32_t at;   /* byte offset in the text */
-    uint32_t key;  /* of a member: offset of its key in chars */
-    uint32_t next; /* the node after this one and its descendants */
+    uint32_t at;   /* the value's byte offset in the text */
+    uint32_t key;  /* offset in chars of a member's key; 0 if the node is not a member */
+    uint32_t next; /* index of the next node that is not a descendant of this node */
     uint32_t kind : 3, count : 29;
-    /* first: offset of a string in chars, or index of a container's first child in order */
+    /* first: a string's offset in chars; the index in `order` of a container's first child; 1 for
+       true */
     union {
         double number;
         uint32_t first;
@@ -6011,15 +6113,17 @@ typedef struct dt__json_node {
 struct dt_json {
     dt_ctx *ctx;
     const char *name, *text;
-    size_t bytes, memory; /* of the text; of this struct and the arrays behind it */
+    size_t bytes, memory; /* length of the text; size of this struct with the arrays that follow */
     uint32_t nodes;
-    dt__json_node *node; /* (nodes), each before its descendants */
-    uint32_t *order;   /* (nodes): the children of each container in a row, members sorted by key */
+    dt__json_node *node; /* (nodes): a node precedes its descendants */
+    /* (nodes): node indices. The children of a container are consecutive; members are sorted by
+       key */
+    uint32_t *order;
     uint32_t *scratch; /* (nodes): for sorting */
-    char *chars;       /* strings, each as 4 bytes of length, the text, a NUL */
+    char *chars;       /* all strings; a string is 4 bytes of length, the bytes and a NUL */
 };
 
-/* The state of one pass over the text. The first pass only counts. */
+/* The state of one pass over the text. The first pass stores no nodes and no strings. */
 typedef struct dt__json_parser {
     dt_json *doc;
     size_t at, chars;
@@ -6027,7 +6131,8 @@ typedef struct dt__json_parser {
     int depth;
 } dt__json_parser;
 
-/* A name from a file for an error text: printable, and truncated to 80 bytes. */
+/* Returns a name that was read from a file for use in an error text: printable, and truncated to 80
+   bytes. */
 static dt__text dt__printable_name(const char *name) {
     dt__text t;
     if (snprintf(t.s, 81, "%s", name) > 80) memcpy(t.s + 80, "..", 3);
@@ -6057,8 +6162,8 @@ static int dt__json_error(const dt_json *d, size_t at, const char *fmt, ...) {
     return 0;
 }
 
-/* Bottom-up merge sort of v: stable, O(n log n), and fast where neighbouring runs are in order
-   already. scratch holds n elements. */
+/* Bottom-up merge sort of v (n elements): stable, O(n log n). Skips a merge if the two runs are
+   already in order. scratch has space for n elements. */
 typedef int (*dt__less_fn)(const void *user, uint32_t a, uint32_t b);
 static void dt__sort(uint32_t *v, uint32_t *scratch, size_t n, dt__less_fn less, const void *user) {
     for (size_t width = 1; width < n; width *= 2)
@@ -6096,8 +6201,8 @@ static int dt__json_less(const void *user, uint32_t a, uint32_t b) {
     return dt__json_compare((const dt_json *)user, a, b) < 0;
 }
 
-/* The offset of the first byte that is not valid UTF-8, or n. Overlong forms and surrogates are not
-   valid. */
+/* Returns the offset of the first byte that is not valid UTF-8, or n if all n bytes are valid.
+   Overlong forms and surrogates are not valid. */
 static size_t dt__utf8_first_invalid(const char *text, size_t n) {
     const unsigned char *s = (const unsigned char *)text;
     for (size_t i = 0; i < n;) {
@@ -6117,8 +6222,8 @@ static size_t dt__utf8_first_invalid(const char *text, size_t n) {
     return n;
 }
 
-/* An unsigned big integer, base 2^32, lowest digit first; large enough for every number that the
-   parser accepts. */
+/* An unsigned big integer in base 2^32, lowest digit first. w is large enough for every number that
+   the parser accepts. */
 typedef struct dt__big {
     int n;
     uint32_t w[96];
@@ -6145,7 +6250,7 @@ static void dt__big_mul_pow5(dt__big *b, int power) {
 
 static int dt__big_bits(const dt__big *b) { return 32 * b->n - __builtin_clz(b->w[b->n - 1]); }
 
-/* If a >= b: a -= b and returns 1, else returns 0. */
+/* If a >= b, subtracts b from a and returns 1. Otherwise returns 0. */
 static int dt__big_subtract(dt__big *a, const dt__big *b) {
     int i = a->n - 1;
     if (a->n != b->n) {
@@ -6164,10 +6269,11 @@ static int dt__big_subtract(dt__big *a, const dt__big *b) {
     return 1;
 }
 
-/* *out = digits * 10^exponent as the nearest double, ties to even; returns 0 if that is infinite or
-   0. The digits are those in s; other characters (the point) are skipped. This replaces libc's
-   strtod, which depends on the locale. It is a long division of big integers: 64 bits of the
-   quotient and whether the remainder is 0 decide the rounding in every case. */
+/* *out = digits * 10^exponent as the nearest double, ties to even; returns 0 if that double is
+   infinite or 0. s contains the digits; other characters of s (the point) are skipped. This
+   function replaces libc's strtod, which depends on the locale. The algorithm is a long division of
+   big integers. 64 bits of the quotient, and whether the remainder is 0, decide the rounding in
+   every case. */
 static int dt__decimal_to_double(const char *s, size_t n, int64_t exponent, double *out) {
     dt__big a = { 0, { 0 } }, b = { 1, { 1 } };
     int64_t digits = 0;
@@ -6190,8 +6296,10 @@ static int dt__decimal_to_double(const char *s, size_t n, int64_t exponent, doub
         dt__big_mul(&a, 2, 0);
         q = q << 1 | (uint64_t)dt__big_subtract(&a, &b);
     }
-    top += (int)exponent; /* the exponent of q's highest bit: 10^exponent = 5^exponent 2^exponent */
-    int drop = top < -1022 ? 11 - 1022 - top : 11; /* denormals have fewer bits */
+    /* a / b has the factor 5^exponent; with 2^exponent too, top is the exponent of q's highest
+       bit */
+    top += (int)exponent;
+    int drop = top < -1022 ? 11 - 1022 - top : 11; /* denormals have a shorter mantissa */
     if (drop > 64) return 0;
     uint64_t mantissa = drop < 64 ? q >> drop : 0, remainder = drop < 64 ? q << (64 - drop) : q,
              half = (uint64_t)1 << 63;
@@ -6272,8 +6380,8 @@ static int dt__json_parse_hex(dt__json_parser *in, uint32_t *out) {
     return 1;
 }
 
-/* Decodes the escape after a backslash into out, as UTF-8. \udc80 to \udcff stand for one raw byte,
-   as in Python's surrogateescape. Returns the length, or 0 on an error. */
+/* Decodes the escape after a backslash into out, as UTF-8. An escape from \udc80 to \udcff becomes
+   one raw byte, as in Python's surrogateescape. Returns the number of bytes, or 0 on an error. */
 static int dt__json_parse_escape(dt__json_parser *in, char out[4]) {
     static const char from[] = "\"\\/bfnrt", to[] = "\"\\/\b\f\n\r\t";
     size_t begin = in->at - 1;
@@ -6303,7 +6411,8 @@ static int dt__json_parse_escape(dt__json_parser *in, char out[4]) {
     return n;
 }
 
-/* At a quote. Appends the string to chars; *offset receives its position. */
+/* Parses a string; the next byte is its opening quote. Appends the string to chars (the first pass
+   only counts the bytes); *offset receives the string's offset in chars. */
 static int dt__json_parse_string(dt__json_parser *in, uint32_t *offset) {
     const dt_json *d = in->doc;
     size_t begin = in->at++;
@@ -6343,8 +6452,8 @@ static int dt__json_literal(dt__json_parser *in, const char *word) {
     return 1;
 }
 
-/* After a container's descendants are parsed: lists its children in `order`. Members are sorted by
-   key, for dt_json_find and to find duplicate keys. */
+/* Lists the children of a container in `order`, after all descendants of the container are parsed.
+   Sorts the members of an object by key, for dt_json_find and to find duplicate keys. */
 static int dt__json_index_children(dt__json_parser *in, uint32_t self, dt__json_node *node) {
     dt_json *d = in->doc;
     if (!d->node) return 1;
@@ -6591,7 +6700,7 @@ static void dt__json_quote(dt_json_out *o, const char *s) {
     dt__json_write(o, "\"", 1);
 }
 
-/* Writes what precedes a value: a comma unless it is the first, and the key. */
+/* Writes a comma, unless the next value is the first in its container, and then the key, if any. */
 static void dt__json_separator(dt_json_out *o, const char *key) {
     char last = o && o->used ? o->text[o->used - 1] : '{';
     if (last != '{' && last != '[') dt__json_write(o, ",", 1);
@@ -6615,8 +6724,9 @@ void dt_json_put_string(dt_json_out *o, const char *key, const char *value) {
         dt__json_write(o, "null", 4);
 }
 
-/* Writes the fewest of 15 to 17 digits that parse back to the same value. The decimal point of
-   snprintf depends on the locale and may have several bytes, so it is replaced by '.'. */
+/* Writes 15, 16 or 17 significant digits: the fewest that parse back to the same value.
+   The decimal point of snprintf depends on the locale and may have several bytes, so this function
+   replaces the decimal point by '.'. */
 void dt_json_put_number(dt_json_out *o, const char *key, double value) {
     char raw[48], text[48] = "0";
     double parsed = 0;
@@ -6673,12 +6783,14 @@ void dt_json_out_free(dt_json_out *o) {
                      JSON: { "name": { "dtype": "F32", "shape": [4,8], "data_offsets": [0,128] } }
        llm.c         | 256 int32: magic, version, sizes | 16 tensors in a fixed order |
 
-   A file is written under a temporary name; dt_weights_close syncs it and renames it, so that a
-   name never refers to a half-written file. Input is untrusted: sizes are checked for overflow, and
-   the tensors must cover the data exactly. A parameter's local slice is a set of contiguous ranges
-   of the file's tensor; a transposed one passes through tiles that fit the staging buffer. */
+   A file is written under a temporary name. dt_weights_close syncs the file and renames it to its
+   final name, so the final name never refers to a half-written file. Input files are untrusted:
+   sizes are checked for overflow, and the tensors must cover the data exactly. A parameter's local
+   slice is a set of contiguous ranges of the file's tensor. A transposed slice is copied in tiles
+   that fit the staging buffer. */
 
-/* Buffer sizes: file data that is being converted; elements between a file and a parameter. */
+/* Sizes of two buffers: convert_buffer holds file data during a type conversion, and staging holds
+   elements on their way between a file and a parameter. */
 enum { DT__CONVERT_BYTES = 256 << 10, DT__STAGING_BYTES = 1 << 20 };
 
 typedef struct dt__type {
@@ -6686,49 +6798,82 @@ typedef struct dt__type {
     int bits, readable;
     dt_dtype dtype;
 } dt__type;
-/* The element types of safetensors, in its order: a writer puts tensors of the last types first. */
-static const dt__type dt__types[] = { { "BOOL", 8, 0, DT_F32 }, { "F4", 4, 0, DT_F32 },
-    { "F6_E2M3", 6, 0, DT_F32 }, { "F6_E3M2", 6, 0, DT_F32 }, { "U8", 8, 0, DT_F32 },
-    { "I8", 8, 0, DT_F32 }, { "F8_E5M2", 8, 0, DT_F32 }, { "F8_E4M3", 8, 0, DT_F32 },
-    { "F8_E8M0", 8, 0, DT_F32 }, { "F8_E4M3FNUZ", 8, 0, DT_F32 }, { "F8_E5M2FNUZ", 8, 0, DT_F32 },
-    { "I16", 16, 0, DT_F32 }, { "U16", 16, 0, DT_F32 }, { "F16", 16, 1, DT_F16 },
-    { "BF16", 16, 1, DT_BF16 }, { "I32", 32, 1, DT_I32 }, { "U32", 32, 0, DT_F32 },
-    { "F32", 32, 1, DT_F32 }, { "C64", 64, 0, DT_F32 }, { "F64", 64, 1, DT_F64 },
-    { "I64", 64, 0, DT_F32 }, { "U64", 64, 0, DT_F32 } };
+/* The element types in the order of the safetensors library. A writer sorts the tensors of a file
+   by type, from the end of this list to its beginning. */
+static const dt__type dt__types[] = {
+    { .name = "BOOL", .bits = 8 },
+    { .name = "F4", .bits = 4 },
+    { .name = "F6_E2M3", .bits = 6 },
+    { .name = "F6_E3M2", .bits = 6 },
+    { .name = "U8", .bits = 8 },
+    { .name = "I8", .bits = 8 },
+    { .name = "F8_E5M2", .bits = 8 },
+    { .name = "F8_E4M3", .bits = 8 },
+    { .name = "F8_E8M0", .bits = 8 },
+    { .name = "F8_E4M3FNUZ", .bits = 8 },
+    { .name = "F8_E5M2FNUZ", .bits = 8 },
+    { .name = "I16", .bits = 16 },
+    { .name = "U16", .bits = 16 },
+    { .name = "F16", .bits = 16, .readable = 1, .dtype = DT_F16 },
+    { .name = "BF16", .bits = 16, .readable = 1, .dtype = DT_BF16 },
+    { .name = "I32", .bits = 32, .readable = 1, .dtype = DT_I32 },
+    { .name = "U32", .bits = 32 },
+    { .name = "F32", .bits = 32, .readable = 1, .dtype = DT_F32 },
+    { .name = "C64", .bits = 64 },
+    { .name = "F64", .bits = 64, .readable = 1, .dtype = DT_F64 },
+    { .name = "I64", .bits = 64 },
+    { .name = "U64", .bits = 64 },
+};
 enum { DT__TYPES = sizeof dt__types / sizeof *dt__types };
 
-/* The tensors of an llm.c model, in file order. Dimensions: P padded vocabulary, T positions, L
-   layers, C width, 3 and 4 mean 3 C and 4 C. */
+/* The tensors of an llm.c model, in file order. In `dims`, P is the padded vocabulary, T positions,
+   L layers, C the width, 3 means 3 C and 4 means 4 C. */
 static const struct {
     const char *name, *dims;
-} dt__llmc_tensors[16] = { { "wte", "PC" }, { "wpe", "TC" }, { "ln1w", "LC" }, { "ln1b", "LC" },
-    { "qkvw", "L3C" }, { "qkvb", "L3" }, { "attprojw", "LCC" }, { "attprojb", "LC" },
-    { "ln2w", "LC" }, { "ln2b", "LC" }, { "fcw", "L4C" }, { "fcb", "L4" }, { "fcprojw", "LC4" },
-    { "fcprojb", "LC" }, { "lnfw", "C" }, { "lnfb", "C" } };
+} dt__llmc_tensors[16] = {
+    { .name = "wte", .dims = "PC" },
+    { .name = "wpe", .dims = "TC" },
+    { .name = "ln1w", .dims = "LC" },
+    { .name = "ln1b", .dims = "LC" },
+    { .name = "qkvw", .dims = "L3C" },
+    { .name = "qkvb", .dims = "L3" },
+    { .name = "attprojw", .dims = "LCC" },
+    { .name = "attprojb", .dims = "LC" },
+    { .name = "ln2w", .dims = "LC" },
+    { .name = "ln2b", .dims = "LC" },
+    { .name = "fcw", .dims = "L4C" },
+    { .name = "fcb", .dims = "L4" },
+    { .name = "fcprojw", .dims = "LC4" },
+    { .name = "fcprojb", .dims = "LC" },
+    { .name = "lnfw", .dims = "C" },
+    { .name = "lnfb", .dims = "C" },
+};
 enum { DT__LLMC_MAGIC = 20240326, DT__LLMC_HEADER_BYTES = 1024 };
 
 typedef struct dt__weight {
     dt_weight t;
     int file, type;            /* indices into dt_weights.file and dt__types */
-    int64_t bytes, offset;     /* offset: of its first byte in the file */
+    int64_t bytes, offset;     /* offset: position of the tensor's first byte in the file */
     int64_t written, expected; /* elements written so far; elements that must be written */
-    /* The name of a declared tensor, freed with the handle. Other names point into the JSON header
-       or are constants. */
+    /* The name of a declared tensor, freed with the handle. NULL for other tensors: their names
+       point into the JSON header or are constants. */
     char *own_name;
 } dt__weight;
 
 typedef struct dt__weight_file {
-    char *path, *temp; /* temp: the name while it is being written */
-    char *header;      /* everything before the data */
+    char *path, *temp; /* temp: the file's name while the file is being written */
+    char *header;      /* the bytes of the file before the data */
     dt_json *json;     /* the parsed header; owns the tensors' names */
     size_t path_bytes, temp_bytes, header_bytes;
     int64_t bytes;
     int temp_exists; /* temp may exist and must be removed on failure */
 } dt__weight_file;
 
-/* Replaces the file of a handle that is open for writing. A checkpoint uses it: every rank has a
-   handle with the complete layout, and the sink receives the rank's elements, converted to the
-   file's type: elements [first, first + count) of tensor `index`, which belong at byte `offset`. */
+/* A function that receives elements in place of the file of a handle that is open for writing. A
+   checkpoint uses a sink: every rank has a handle with the complete layout, and the rank's sink
+   receives the elements that this rank writes. `data` holds elements [first, first + count) of
+   tensor `index`, converted to the file's type; the elements belong at byte `offset` of the file.
+   */
 typedef struct dt__sink {
     void (*put)(
         void *user, int index, int64_t first, int64_t count, const void *data, int64_t offset);
@@ -6737,7 +6882,7 @@ typedef struct dt__sink {
 
 struct dt_weights {
     dt_ctx *ctx;
-    dt_listener listener; /* closes the handle with the context */
+    dt_listener listener; /* closes the handle when the context is freed */
     int writing;
     int layout_done;      /* the list of tensors is final; files and offsets are assigned */
     dt_weights_desc desc; /* desc.llmc is also set for a file that is read */
@@ -6745,13 +6890,15 @@ struct dt_weights {
     dt__weight_file *file;
     dt__weight *weight;
     int files, file_capacity, weights, weight_capacity;
-    uint32_t *order; /* (2 order_capacity): indices of weights, sorted; scratch for the sort */
+    uint32_t *order; /* (2 order_capacity): sorted indices into weight, then scratch for sorting */
     int order_capacity;
-    /* Only one file is open at a time, because many ranks may read many files. */
+    /* The open file, an index into `file` or -1. A handle keeps only one file open at a time,
+       because many ranks may read many files. */
     int fd, open_file;
     char *convert_buffer, *staging;
-    dt__sink sink; /* put not NULL: it receives all elements, and no file is created here */
-    /* dt_weights_save writes share `writer` of `writers` of the rank's elements; 0: all of them */
+    dt__sink sink; /* if put is not NULL, put receives all elements, and no file is created */
+    /* dt_weights_save divides the rank's elements among `writers` ranks, and this rank writes share
+       `writer`. writers 0: this rank writes all its elements */
     int writer, writers;
 };
 
@@ -6763,8 +6910,9 @@ static char *dt__concat_text(dt_ctx *ctx, const char *a, size_t a_bytes, const c
     return s;
 }
 
-/* The temporary name of rank 0 is path.tmp; other ranks add their number, so that ranks that write
-   the same file do not overwrite each other's temporary file. The last rank to finish wins. */
+/* Returns the temporary name: path.tmp on rank 0 and path.<rank>.tmp on other ranks, so that ranks
+   that write the same path do not overwrite each other's temporary file. The rank that renames its
+   file last replaces the others' files. */
 static char *dt__temp_name(dt_ctx *ctx, const char *path) {
     char end[32];
     snprintf(end, sizeof end, ".%d.tmp", ctx->rank);
@@ -6792,9 +6940,9 @@ static const char *dt__io_reason(void) { return dt__io_error_text(errno); }
 
 static int dt__io_absent(void) { return errno == ENOENT || errno == ENOTDIR; }
 
-/* Fails after a failed io call, with the formatted text and errno's description. Sets
-   ctx->read_failed,
-   because the file itself may be good, unless it is absent, a directory or a FIFO. */
+/* Fails the context after a failed io call, with the formatted text and errno's description.
+   ctx->read_failed (the file itself may be intact) becomes 1, or 0 if errno says that the path is
+   absent, a directory or a FIFO. */
 static dt_status dt__io_fail(dt_ctx *ctx, const char *fmt, ...) DT_PRINTF(2, 3);
 static dt_status dt__io_fail(dt_ctx *ctx, const char *fmt, ...) {
     char text[sizeof ctx->text];
@@ -6808,8 +6956,8 @@ static dt_status dt__io_fail(dt_ctx *ctx, const char *fmt, ...) {
     return dt_fail(ctx, DT_ERR_IO, "%s: %s", text, reason);
 }
 
-/* Creates a file under a temporary name. Removes a file or link of that name that a killed job
-   left. */
+/* Creates a file; path is a temporary name. If a killed job left a file or link of this name,
+   removes that file or link first. */
 static int dt__io_create(const dt_io *io, const char *path) {
     errno = 0;
     int fd = io->open(io->user, path, DT_IO_CREATE);
@@ -6818,9 +6966,10 @@ static int dt__io_create(const dt_io *io, const char *path) {
     return io->open(io->user, path, DT_IO_CREATE);
 }
 
-/* Reads or writes bytes and returns how many were transferred. The io table may transfer fewer
-   bytes per call, so this loops. If not all were: *end is 1 at the end of the file (or when a write
-   accepts nothing); otherwise errno holds the reason, if the table sets it. */
+/* Reads or writes `bytes` bytes and returns the number of bytes transferred. Loops, because one
+   call of the io table may transfer fewer bytes. If the transfer stops early, *end is 1 at the end
+   of the file (or when a write accepts no bytes); otherwise *end is 0, and errno holds the reason
+   if the io table sets errno. */
 static int64_t dt__io_transfer(
     const dt_io *io, int fd, int writing, void *data, int64_t bytes, int64_t at, int *end) {
     int64_t done = 0, n = 1;
@@ -6837,7 +6986,7 @@ static int64_t dt__io_transfer(
     return done;
 }
 
-/* Reads all `bytes` at offset `at`, or fails with an error that names `item`. */
+/* Reads exactly `bytes` bytes at offset `at`, or fails with an error that names `item`. */
 static dt_status dt__file_read_at(
     dt_ctx *ctx, const char *path, int fd, void *out, int64_t bytes, int64_t at, const char *item) {
     int end = 0;
@@ -6858,8 +7007,8 @@ static dt_status dt__file_write_at(
                          : dt__io_fail(ctx, "%s: writing byte %lld", path, (long long)(at + done));
 }
 
-/* Returns a descriptor, or -1 after failing the context. For writing, path is a temporary name and
-   the file is created with `bytes` zeros. */
+/* Returns a descriptor, or -1 after failing the context. If writing is 1, path is a temporary name,
+   and the new file contains `bytes` zero bytes. */
 static int dt__file_open(dt_ctx *ctx, const char *path, int writing, int64_t bytes) {
     const dt_io *io = &ctx->io;
     if (ctx->status != DT_OK) return -1;
@@ -6875,7 +7024,7 @@ static int dt__file_open(dt_ctx *ctx, const char *path, int writing, int64_t byt
     return -1;
 }
 
-/* Syncs and closes a written file. A disk error may not be reported before fsync. */
+/* Syncs and closes a written file. Some disk errors are reported only by fsync. */
 static dt_status dt__file_sync_close(dt_ctx *ctx, const char *path, int fd) {
     errno = 0;
     int synced = ctx->status == DT_OK ? ctx->io.fsync(ctx->io.user, fd) : 0;
@@ -6886,8 +7035,7 @@ static dt_status dt__file_sync_close(dt_ctx *ctx, const char *path, int fd) {
 }
 
 /* Commits a file: renames temp to path, then syncs the directory, so that the new name survives a
-   power failure. Skips the second step if the io table or the file system cannot open directories.
-   */
+   power failure. Skips the sync if the io table or the file system cannot open directories. */
 static dt_status dt__file_commit(dt_ctx *ctx, const char *temp, const char *path) {
     const char *slash = strrchr(path, '/');
     errno = 0;
@@ -6999,7 +7147,7 @@ static dt_weights *dt__weights_new(dt_ctx *ctx, const char *path, int writing) {
     if (!path)
         dt_fail(ctx, DT_ERR_ARG, "%s: the path is NULL",
             writing ? "dt_weights_create" : "dt_weights_open");
-    /* two handles would share a temporary file */
+    /* two handles that write the same path would share a temporary file */
     for (dt_listener *l = ctx->listeners; l && writing && path; l = l->next) {
         const dt_weights *other =
             l->closing == dt__weights_free ? (const dt_weights *)l->user : NULL;
@@ -7024,7 +7172,7 @@ static void dt__weights_destroy(dt_weights *w) {
     dt__weights_free(w->ctx, w);
 }
 
-/* Takes ownership of path, also on failure. */
+/* Appends a file to the handle's list. Takes ownership of path, also on failure. */
 static dt__weight_file *dt__weights_add_file(dt_weights *w, char *path) {
     dt__weight_file *grown = (dt__weight_file *)dt__grow(
         w->ctx, w->file, w->files, &w->file_capacity, sizeof *grown, "files");
@@ -7052,7 +7200,7 @@ static int dt__by_name(const void *user, uint32_t a, uint32_t b) {
     return strcmp(t[a].t.name, t[b].t.name) < 0;
 }
 
-/* At equal offsets, empty tensors come first. */
+/* Orders tensors by offset. At equal offsets, empty tensors come first. */
 static int dt__by_offset(const void *user, uint32_t a, uint32_t b) {
     const dt__weight *t = (const dt__weight *)user;
     return t[a].offset != t[b].offset ? t[a].offset < t[b].offset : t[a].bytes < t[b].bytes;
@@ -7063,7 +7211,7 @@ static int dt__by_type(const void *user, uint32_t a, uint32_t b) {
     return t[a].type != t[b].type ? t[a].type > t[b].type : dt__by_name(user, a, b);
 }
 
-/* Fills w->order with the tensors from `first` on, sorted. */
+/* Fills w->order with the indices of tensors first .. w->weights - 1, sorted by `less`. */
 static dt_status dt__weights_sort(dt_weights *w, int first, dt__less_fn less) {
     int n = w->weights - first;
     if (w->weights > w->order_capacity) {
@@ -7079,7 +7227,7 @@ static dt_status dt__weights_sort(dt_weights *w, int first, dt__less_fn less) {
     return DT_OK;
 }
 
-/* Sorts the complete list of tensors by name. Two tensors of one name are an error. */
+/* Sorts all tensors by name. Fails if two tensors have the same name. */
 static dt_status dt__weights_sort_names(dt_weights *w) {
     if (dt__weights_sort(w, 0, dt__by_name) != DT_OK) return w->ctx->status;
     for (int i = 1; i < w->weights; i++)
@@ -7092,7 +7240,7 @@ static dt_status dt__weights_sort_names(dt_weights *w) {
 
 // ---- Reading
 
-/* Reads one member of a safetensors header: a tensor. */
+/* Reads the entry of one tensor in a safetensors header. */
 static dt_status dt__safetensors_entry(dt_weights *w, int f, int node) {
     dt__weight_file *file = &w->file[f];
     const dt_json *j = file->json;
@@ -7155,8 +7303,9 @@ static dt_status dt__safetensors_metadata(const dt_json *j, int node) {
     return DT_OK;
 }
 
-/* The tensors of one file, beginning with `first`, must cover its data exactly: no gap, no overlap,
-   nothing behind the last one. Otherwise two readers could see different contents in one file. */
+/* Fails unless the tensors of file f, whose indices begin with `first`, cover the file's data
+   exactly: no gap, no overlap, and no bytes after the last tensor. Otherwise two readers could see
+   different contents in the same file. */
 static dt_status dt__safetensors_check_cover(dt_weights *w, int f, int first) {
     const dt__weight_file *file = &w->file[f];
     int64_t at = (int64_t)file->header_bytes;
@@ -7201,8 +7350,8 @@ static dt_status dt__safetensors_open(dt_weights *w, int f, uint64_t json_bytes)
     return ctx->status == DT_OK ? dt__safetensors_check_cover(w, f, first) : ctx->status;
 }
 
-/* Describes tensor i of an llm.c model whose sizes were checked. Returns 0 if its size overflows.
-   */
+/* Describes tensor i of an llm.c model. The caller has checked the sizes in m. Returns 0 if the
+   tensor's size overflows. */
 static int dt__llmc_tensor(const dt_llmc *m, int i, dt__weight *t) {
     const char *dims = dt__llmc_tensors[i].dims;
     int64_t C = m->width;
@@ -7254,7 +7403,13 @@ static dt_status dt__llmc_open(dt_weights *w, int f) {
     int64_t end;
     if (dt__file_read_at(w->ctx, file->path, w->fd, words, sizeof words, 0, "header") != DT_OK)
         return w->ctx->status;
-    dt_llmc m = { words[1], words[2], words[3], words[4], words[5], words[6], words[7] };
+    dt_llmc m = { .version = words[1],
+        .seq = words[2],
+        .vocab = words[3],
+        .layers = words[4],
+        .heads = words[5],
+        .width = words[6],
+        .padded_vocab = words[7] };
     w->desc.llmc = m;
     if (dt__llmc_list_tensors(w, f, &end) != DT_OK) return w->ctx->status;
     return end == file->bytes
@@ -7304,7 +7459,7 @@ static dt_status dt__index_shards(dt_weights *w, const dt_json *j, int map, cons
     return w->ctx->status;
 }
 
-/* Each tensor of an index must be in the file that the index names. */
+/* Fails unless each tensor of an index is in the file that the index names for this tensor. */
 static dt_status dt__index_check(dt_weights *w, const dt_json *j, int map, const char *path) {
     const char *slash = strrchr(path, '/');
     size_t folder = slash ? (size_t)(slash - path) + 1 : 0;
@@ -7333,7 +7488,8 @@ static dt_status dt__index_open(dt_weights *w, const char *path) {
     return w->ctx->status;
 }
 
-/* Returns w->path + name if that file exists, else NULL. Any reason but absence is an error. */
+/* Returns w->path + name if that file exists, else NULL. Fails the context if the file cannot be
+   opened for another reason than absence. */
 static char *dt__weights_find_file(dt_weights *w, const char *name) {
     dt_ctx *ctx = w->ctx;
     char *path = ctx->status == DT_OK ? dt__concat_text(ctx, w->path, strlen(w->path), name) : NULL;
@@ -7381,7 +7537,7 @@ const dt_weight *dt_weights_get(const dt_weights *w, int index) {
 
 int dt_weights_find(const dt_weights *w, const char *name) {
     int lo = 0, hi = name ? dt_weights_count(w) : 0;
-    if (w && w->writing && !w->layout_done) { /* not sorted yet */
+    if (w && w->writing && !w->layout_done) { /* w->order is not sorted yet */
         while (lo < hi && strcmp(w->weight[lo].t.name, name) != 0) lo++;
         return lo < hi ? lo : -1;
     }
@@ -7397,7 +7553,7 @@ int dt_weights_find(const dt_weights *w, const char *name) {
 }
 
 dt_llmc dt_weights_llmc(const dt_weights *w) {
-    dt_llmc none = { 0, 0, 0, 0, 0, 0, 0 };
+    dt_llmc none = { 0 };
     return w ? w->desc.llmc : none;
 }
 
@@ -7406,8 +7562,9 @@ const char *dt_weights_metadata(const dt_weights *w, const char *key) {
     return dt_json_string(j, dt_json_find(j, dt_json_find(j, 0, "__metadata__"), key), NULL);
 }
 
-/* out = in converted to another type, both in host memory. Values pass through f32; from f64 to a
-   16-bit type they are rounded to odd first, so that the second rounding is exact. */
+/* Converts count elements in host memory. Each value is converted to f32 first. From f64 to a
+   16-bit type, this first conversion rounds to odd, so that the two roundings give the same result
+   as a single rounding. */
 static void dt__convert(dt_dtype to, void *out, dt_dtype from, const void *in, int64_t count) {
     float f[512];
     if (to == from) memcpy(out, in, (size_t)count * dt_dtype_size(to));
@@ -7488,14 +7645,15 @@ dt_status dt_weights_read(
 
 // ---- Loading and saving parameters
 
-/* A rectangle that a parameter and a tensor of a file share: a dt_weight_part with its defaults
-   filled in. */
+/* A dt_weight_part with its defaults filled in: a rectangle of the parameter, seen as a matrix, and
+   the position of the same elements in the matrix of the file. */
 typedef struct dt__weight_rect {
     dt_tensor *param;
-    int index; /* of the file's tensor */
-    /* rows [at, at + rows) of the parameter seen as a matrix of `columns` */
+    int index; /* index of the file's tensor */
+    /* rows [at, at + rows) of the parameter, seen as a matrix with `columns` columns */
     int64_t at, rows, columns;
-    /* the rectangle's first row and column in the file's matrix, and that matrix's columns */
+    /* row, column: the rectangle's first row and column in the file's matrix; stride: number of
+       columns of the file's matrix */
     int64_t row, column, stride;
     int transposed;
 } dt__weight_rect;
@@ -7534,7 +7692,8 @@ static dt_status dt__rect_make(dt_weights *w, const dt_weight_part *part, dt__we
     return DT_OK;
 }
 
-/* Reads a range of the file's tensor to host memory, or writes it from there. */
+/* Reads elements [first, first + count) of the file's tensor to host memory, or writes these
+   elements from host memory. */
 static dt_status dt__rect_access_file(
     dt_weights *w, const dt__weight_rect *r, int64_t first, int64_t count, void *host) {
     dt_dtype dtype = r->param->dtype;
@@ -7542,8 +7701,8 @@ static dt_status dt__rect_access_file(
                       : dt_weights_read(w, r->index, first, count, dtype, host);
 }
 
-/* Reads a range of the parameter's local elements to host memory for a file that is written, or
-   writes it from there. */
+/* Copies local elements [first, first + count) of the parameter to host memory if the file is being
+   written, or from host memory to the parameter if the file is being read. */
 static dt_status dt__rect_access_param(
     dt_weights *w, const dt__weight_rect *r, int64_t first, int64_t count, void *host) {
     size_t size = dt_dtype_size(r->param->dtype), bytes = (size_t)count * size;
@@ -7553,8 +7712,8 @@ static dt_status dt__rect_access_param(
     return dt__sync(w->ctx); /* the caller reuses host memory at once */
 }
 
-/* Narrows the range [*begin, *end) to this rank's share, when the ranks that hold the same elements
-   divide the writing among them. */
+/* Narrows the range [*begin, *end) to the share that this rank writes, if w->writers ranks hold the
+   same elements and divide the writing. */
 static void dt__weights_writer_share(const dt_weights *w, int64_t *begin, int64_t *end) {
     int64_t from = *begin, n = *end - *begin;
     if (!w->writers) return;
@@ -7562,11 +7721,11 @@ static void dt__weights_writer_share(const dt_weights *w, int64_t *begin, int64_
     *end = from + n / w->writers * (w->writer + 1) + n % w->writers * (w->writer + 1) / w->writers;
 }
 
-/* Not transposed: contiguous ranges of the local slice are contiguous in the file, up to the end of
-   a row of the file's matrix. */
+/* Copies a rectangle that is not transposed. A contiguous range of the local slice is contiguous in
+   the file too, up to the end of a row of the file's matrix. */
 static dt_status dt__rect_copy_rows(dt_weights *w, const dt__weight_rect *r) {
     const dt_param_info *p = r->param->param;
-    /* the slice's elements lie in [begin, end) of the full tensor */
+    /* elements [begin, end) of the full tensor include all elements of the slice */
     int64_t begin = 0, end = 0;
     int64_t max_elements = DT__STAGING_BYTES / (int64_t)dt_dtype_size(r->param->dtype);
     for (int i = 0; i < p->full.nd; i++) {
@@ -7613,14 +7772,15 @@ static void dt__copy_strided(
 }
 
 /* Copies one tile of a transposed parameter: rows [row, row + rows) and columns [column, column +
-   columns) of the parameter are columns and rows of the file. The tile passes through the staging
-   buffer, so that both the file and the parameter are accessed in contiguous ranges. local is the
-   tile's first element in the parameter, whose rows are `pitch` elements apart. */
+   columns) of the parameter, which are columns and rows of the file's matrix. The tile passes
+   through the staging buffer, so that both the file and the parameter are accessed in contiguous
+   ranges. `local` is the index of the tile's first element in the local slice, whose rows are
+   `pitch` elements apart. */
 static dt_status dt__rect_copy_tile(dt_weights *w, const dt__weight_rect *r, int64_t row,
     int64_t rows, int64_t column, int64_t columns, int64_t local, int64_t pitch) {
     size_t size = dt_dtype_size(r->param->dtype);
     char *tile = w->staging, *file_row = w->staging + (size_t)rows * (size_t)columns * size;
-    int64_t rows_per_move = columns == pitch ? rows : 1; /* rows that one move copies */
+    int64_t rows_per_move = columns == pitch ? rows : 1; /* rows that one dt__move copies */
     for (int64_t i = 0; i < rows && w->writing; i += rows_per_move)
         if (dt__rect_access_param(w, r, local + i * pitch, rows_per_move * columns,
                 tile + (size_t)(i * columns) * size) != DT_OK)
@@ -7639,15 +7799,16 @@ static dt_status dt__rect_copy_tile(dt_weights *w, const dt__weight_rect *r, int
     return DT_OK;
 }
 
-/* Transposed: the leading dimensions of the local slice are ranges of rows, divided into tiles that
-   fit the staging buffer together with one row of the file. */
+/* Copies a transposed rectangle. The leading dimensions of the local slice select ranges of the
+   parameter's rows. These ranges are divided into tiles; one tile and one row of the file together
+   fit in the staging buffer. */
 static dt_status dt__rect_copy_transposed(dt_weights *w, const dt__weight_rect *r) {
     const dt_param_info *p = r->param->param;
     dt_shape lead = p->full;
     int last = --lead.nd;
     int64_t pitch = p->slice.n[last], width = p->slice.inside[last];
     int64_t wide = width < 1024 ? width : 1024;
-    /* + 1: the row of the file */
+    /* wide + 1, because the buffer also holds one row of the file (tall elements) */
     int64_t tall = DT__STAGING_BYTES / ((wide + 1) * (int64_t)dt_dtype_size(r->param->dtype));
     int64_t first_column = 0, end_column = width;
     dt__slice_walk walk = dt__slice_begin(lead, p->slice);
@@ -7778,7 +7939,7 @@ int dt_weights_declare(dt_weights *w, const char *name, dt_dtype dtype, dt_shape
     return -1;
 }
 
-/* Assigns each tensor to a file, in order of declaration, and names the files. */
+/* Assigns the tensors to files, in order of declaration, and names the files. */
 static dt_status dt__safetensors_assign_files(dt_weights *w) {
     int64_t total = 0, size = 0, max_bytes = w->desc.shard_bytes;
     int f = 0;
@@ -7802,8 +7963,8 @@ static dt_status dt__safetensors_assign_files(dt_weights *w) {
     return w->ctx->status;
 }
 
-/* Creates file f under its temporary name and writes its header; the data are zero until written.
-   */
+/* Creates file f under its temporary name and writes its header. The tensors' elements are zero
+   until dt_weights_write sets them. */
 static dt_status dt__weights_create_file(dt_weights *w, int f, int64_t head_bytes) {
     dt__weight_file *file = &w->file[f];
     dt__weights_close_file(w);
@@ -7815,13 +7976,14 @@ static dt_status dt__weights_create_file(dt_weights *w, int f, int64_t head_byte
     return dt__file_write_at(w->ctx, file->temp, w->fd, file->header, head_bytes, 0);
 }
 
-/* Makes the header of file f, with its tensors in the order of w->order, and sets their offsets. */
+/* Makes the header of file f, which lists the file's tensors in the order of w->order, and sets the
+   tensors' offsets. */
 static dt_status dt__safetensors_write_header(dt_weights *w, int f) {
     dt__weight_file *file = &w->file[f];
     dt_json_out out = { w->ctx, NULL, 0, 0 };
     int64_t at = 0;
     uint64_t n = 0;
-    dt__json_write(&out, (const char *)&n, sizeof n); /* its length, set below */
+    dt__json_write(&out, (const char *)&n, sizeof n); /* the header's length, set below */
     dt__json_write(&out, "{\"__metadata__\":{\"format\":\"pt\"}", 31);
     for (int i = 0; i < w->weights; i++) {
         dt__weight *t = &w->weight[w->order[i]];
@@ -7870,7 +8032,8 @@ static dt_status dt__llmc_write_header(dt_weights *w) {
     return w->sink.put ? w->ctx->status : dt__weights_create_file(w, 0, DT__LLMC_HEADER_BYTES);
 }
 
-/* Fixes the layout once the list of tensors is complete: files, offsets, headers. */
+/* Fixes the layout, when all tensors are declared: assigns the tensors to files, sets their offsets
+   and writes the headers. */
 static dt_status dt__weights_layout(dt_weights *w) {
     if (w->layout_done || w->ctx->status != DT_OK || dt__weights_sort_names(w) != DT_OK)
         return w->ctx->status;
@@ -7934,7 +8097,7 @@ static dt_status dt__index_write(dt_weights *w) {
     dt_json_close(&out, '}');
     dt_json_close(&out, '}');
     if (path && dt_file_write(w->ctx, path, out.text, out.used) == DT_OK) {
-        errno = 0; /* dt_weights_open would prefer an older single file to the shards */
+        errno = 0; /* remove an older single file: dt_weights_open would open it, not the shards */
         if (w->ctx->io.remove(w->ctx->io.user, w->path) != 0 && errno != 0 && errno != ENOENT)
             dt__io_fail(w->ctx, "%s: removing this file, which is older than its shards", w->path);
     }
@@ -7943,7 +8106,8 @@ static dt_status dt__index_write(dt_weights *w) {
     return w->ctx->status;
 }
 
-/* Checks that all elements were written, then syncs the files and renames them to their names. */
+/* Checks that all elements were written, then syncs the files and renames them from their temporary
+   to their final names. */
 static dt_status dt__weights_commit(dt_weights *w) {
     if (dt__weights_layout(w) != DT_OK) return w->ctx->status;
     for (int i = 0; i < w->weights; i++) {
@@ -7971,23 +8135,24 @@ dt_status dt_weights_close(dt_weights *w) {
 
 // ==== 20. Arithmetic on the CPU =================================================================
 
-/* What sections 21 to 23 share: elementary functions, block sizes and scratch sizes, and loops over
-   strided arrays.
+/* Code that sections 21 to 23 share: elementary functions, block sizes and scratch sizes, and loops
+   over strided arrays.
 
-   Order. The same source must give the same bits on every instruction set and with any number of
-   threads. So from here on the compiler must not contract a product and a sum to a fused
-   multiply-add (fp-contract=off), sums have a fixed number of lanes, and threads divide results,
-   never a sum. */
+   Summation order. A result must not depend on the number of threads, nor, outside the micro-kernel
+   of section 21, on the instruction set. Therefore, from here on, the compiler must not contract a
+   product and a sum to a fused multiply-add (fp-contract=off), every sum has a fixed number of
+   lanes, and threads divide the results among them, but never the terms of one sum. */
 
-/* clang knows the standard pragma; gcc ignores it and takes an option instead. The other options
-   change no value: no-trapping-math vectorizes loops with a ? b : c, because nothing reads the
-   exception flags; the rest turn off -O3's copies of loops and functions, which are written out
-   here already. That saves a quarter of the build time and of the code. */
+/* clang knows the standard pragma; gcc ignores that pragma and takes an option instead. The other
+   options change no value. no-trapping-math lets gcc vectorize loops with a ? b : c; it is safe,
+   because no code reads the exception flags. The rest turn off -O3's copies of loops and functions,
+   because this file already writes such copies out. Without -O3's copies, the build time and the
+   code are a quarter smaller. */
 #if defined(__clang__)
 #pragma STDC FP_CONTRACT OFF
 #elif defined(__GNUC__)
 #ifdef __CUDACC__
-#pragma nv_diag_suppress 1675 /* nvcc does not know the next pragma, and hands it to gcc */
+#pragma nv_diag_suppress 1675 /* nvcc does not know the next pragma and passes it to gcc */
 #endif
 #pragma GCC push_options
 #pragma GCC optimize( \
@@ -7995,15 +8160,15 @@ dt_status dt_weights_close(dt_weights *w) {
 #pragma GCC optimize("no-ipa-cp-clone", "no-tree-loop-distribution")
 #endif
 
-/* Instruction sets, slowest first. The plain set is always compiled; dt__best_isa chooses at run
-   time. */
+/* Instruction sets, slowest first. The plain set is always compiled. dt__best_isa chooses one set
+   at run time. */
 enum { DT__PLAIN = 0, DT__SIMD = 1 /* AVX2 with FMA, or NEON */, DT__AVX512 = 2, DT__ISAS = 3 };
-/* Vectors without alignment, because C may lie anywhere. */
+/* Vectors with the alignment of one element, because a tile of C may start at any element. */
 typedef float dt__float4 __attribute__((vector_size(16), may_alias, aligned(4)));
 typedef double dt__double2 __attribute__((vector_size(16), may_alias, aligned(8)));
 
-/* Square roots of the plain set. A loop over sqrtf does not vectorize, because sqrtf may set
-   errno. */
+/* Square roots for the plain set. The compiler does not vectorize a loop over sqrtf, because sqrtf
+   may set errno. */
 static inline dt__float4 dt__sqrt4(dt__float4 v) {
 #if defined(__SSE2__)
     return (dt__float4)_mm_sqrt_ps((__m128)v);
@@ -8018,17 +8183,17 @@ static inline dt__double2 dt__sqrt2(dt__double2 v) {
     return v;
 }
 
-/* e^x in float, within 1.1 ulp, without branches, so that loops over it vectorize; the coefficients
-   are those of Cephes. x = n ln 2 + r with |r| <= ln 2 / 2; adding 1.5 * 2^23 rounds to an integer
-   and leaves it in the low bits. 2^n is applied in two halves, so that results below 2^-126 come
-   out denormal and large ones infinite. */
+/* e^x in float, within 1.1 ulp, without branches, so that loops over dt__expf vectorize; the
+   coefficients are those of Cephes. x = n ln 2 + r with |r| <= ln 2 / 2. Adding 1.5 * 2^23 rounds
+   x / ln 2 to the integer n and leaves n in the low bits. The result is multiplied by 2^n in two
+   halves, so that results below 2^-126 become denormal and large results infinite. */
 DT__INLINE float dt__expf(float x) {
     const float magic = 12582912.0f;
-    /* e^-105 rounds to 0, e^89 to infinity; a NaN passes both comparisons */
+    /* e^-105 rounds to 0, e^89 to infinity; a NaN stays, because both comparisons are false */
     x = x < -105.0f ? -105.0f : x;
     x = x > 89.0f ? 89.0f : x;
     float shifted = x * 1.44269504f + magic, n = shifted - magic;
-    /* ln 2 in two parts; the product with the first is exact */
+    /* ln 2 is split in two parts; n times the first part is exact */
     float r = x - n * 0.693359375f + n * 2.12194440e-4f;
     float p = 1.9875691500e-4f;
     p = p * r + 1.3981999507e-3f;
@@ -8048,7 +8213,7 @@ DT__INLINE float dt__expf(float x) {
     return p * low * high;
 }
 
-/* ln x in float, within 1 ulp, also without branches: x = 2^e m with m in [sqrt(1/2), sqrt 2). */
+/* ln x in float, within 1 ulp, without branches. x = 2^e m with m in [sqrt(1/2), sqrt 2). */
 DT__INLINE float dt__logf(float x) {
     float normal = x < 1.17549435e-38f ? x * 8388608.0f : x, m;
     uint32_t bits, m_bits;
@@ -8068,12 +8233,13 @@ DT__INLINE float dt__logf(float x) {
     p = p * f - 2.4999993993e-1f;
     p = p * f + 3.3333331174e-1f;
     p = f * z * p - 2.12194440e-4f * e - 0.5f * z + f + 0.693359375f * e;
-    p = x > 3.40282347e38f || x != x ? x : p; /* infinity and NaN are their own logarithms */
+    p = x > 3.40282347e38f || x != x ? x : p; /* ln of infinity or NaN is x */
     p = x == 0.0f ? -INFINITY : p;
     return x < 0.0f ? NAN : p;
 }
 
-/* tanh x in float: a polynomial near 0, where 1 - 2 / (e^2x + 1) would cancel. */
+/* tanh x in float: 1 - 2 / (e^2x + 1), but near 0 a polynomial, because there the difference
+   cancels. */
 DT__INLINE float dt__tanhf(float x) {
     float z = x * x, large = 1.0f - 2.0f / (dt__expf(2.0f * x) + 1.0f);
     float p = -5.997020093e-3f;
@@ -8084,8 +8250,8 @@ DT__INLINE float dt__tanhf(float x) {
     return z < 0.39f ? x + x * z * p : large;
 }
 
-/* The normal distribution function in float: e^(x^2/2) times its lower tail is a polynomial in 1 /
-   (1 + |x| / sqrt 8), fitted to a relative error of 5e-8. */
+/* The standard normal distribution function in float. The lower tail times e^(x^2/2) is a
+   polynomial in 1 / (1 + |x| / sqrt 8), fitted to a relative error of 5e-8. */
 DT__INLINE float dt__phif(float x) {
     float z = (x < 0 ? -x : x) * 0.70710678f, t = 1.0f / (1.0f + 0.5f * z);
     float p = 1.617393085e-2f;
@@ -8102,7 +8268,7 @@ DT__INLINE float dt__phif(float x) {
     return x < 0 ? tail : 1.0f - tail;
 }
 
-/* Two words of the counter RNG as a number in [0, 1) with 53 bits. */
+/* Converts two words of the counter RNG to a value in [0, 1) with 53 bits. */
 static double dt__uniform53(uint32_t high, uint32_t low) {
     return (double)(((uint64_t)high << 32 | low) >> 11) * (1.0 / 9007199254740992.0);
 }
@@ -8115,7 +8281,8 @@ static void *dt__align64(void *p) { return (char *)p + (64 - ((uintptr_t)p & 63)
 #endif
 
 /* With DT_USE_OMP, products, attention and elementwise kernels divide their results among OpenMP
-   threads. One thread computes each result in the same order, so the bits do not change. */
+   threads. Each result is computed by one thread, in the same order as without OpenMP, so the bits
+   do not change. */
 #ifdef DT_USE_OMP
 #include <omp.h>
 #define DT__PARALLEL _Pragma("omp parallel for schedule(static) num_threads(dt__omp_threads())")
@@ -8127,26 +8294,27 @@ static int dt__omp_threads(void) { return 1; }
 static int dt__omp_thread(void) { return 0; }
 #endif
 
-/* Whether the processor multiplies pairs of bf16 (vdpbf16ps) faster than floats. AMD's do. Intel's
-   have the instruction, but run it at half the rate of float: measured, 86 against 172 GFLOP/s on
-   one core of the fifth Xeon generation. There packing widens bf16 to float. */
+/* 1 if the processor multiplies pairs of bf16 (vdpbf16ps) faster than floats. AMD processors do.
+   Intel processors have the instruction, but run it at half the rate of float: 86 against
+   172 GFLOP/s, measured on one core of the fifth Xeon generation. There packing widens bf16 to
+   float. */
 #if defined(__x86_64__)
 static int dt__bf16_pairs_are_fast(void) {
     return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_is("amd");
 }
 #endif
 
-/* Block sizes of the matrix product, see section 21. They decide what stays in which cache and
-   change no bit of the result. */
+/* Block sizes of the matrix product, see section 21. They decide which data stays in which cache
+   and change no bit of the result. */
 enum {
-    DT__MAX_KC = 512,               /* steps of K in a block: a panel of 14 x 512 floats is 28 KB */
-    DT__B_BLOCK_BYTES = 1152 << 10, /* a packed block of B */
+    DT__MAX_KC = 512,               /* steps of K per block; a panel of 14 x 512 floats is 28 KB */
+    DT__B_BLOCK_BYTES = 1152 << 10, /* size of a packed block of B */
     DT__A_PANELS = 8,               /* panels of A packed at a time */
-    DT__C_PANELS = 20               /* row panels of C in a block, where K has several blocks */
+    DT__C_PANELS = 20               /* row panels of C per block if K has several blocks */
 };
 typedef struct dt__gemm_blocks {
     int64_t kc, nc;  /* steps of K and columns of B in a packed block */
-    int64_t c_tiles; /* elements of the tiles of C that wait for further blocks of K */
+    int64_t c_tiles; /* elements of the unfinished tiles of C */
 } dt__gemm_blocks;
 
 static dt__gemm_blocks dt__gemm_blocks_make(int64_t n, int64_t steps, size_t size) {
@@ -8155,39 +8323,40 @@ static dt__gemm_blocks dt__gemm_blocks_make(int64_t n, int64_t steps, size_t siz
     if (k_blocks > 0) p.kc = (steps + k_blocks - 1) / k_blocks;
     p.nc = DT__B_BLOCK_BYTES / (int64_t)size / p.kc / 32 * 32;
     n_blocks = (n + p.nc - 1) / p.nc;
-    /* a multiple of 32, the widest tile */
+    /* round up to a multiple of 32, the width of the widest tile */
     if (n_blocks > 0) p.nc = ((n + n_blocks - 1) / n_blocks + 31) / 32 * 32;
     if (k_blocks > 1) p.c_tiles = DT__C_PANELS * 14 * p.nc;
     return p;
 }
 
-/* Elements. No memory holds more, so larger sizes answer SIZE_MAX. */
+/* Scratch for more than DT__MAX_WORK elements does not fit in any memory: dt_row_work and
+   dt_attention_work then return SIZE_MAX. */
 #define DT__MAX_WORK ((int64_t)1 << 48)
 
-/* Space for panels of A of at most 14 rows, a block of B, and tiles of C; packing writes up to two
-   elements past a panel. Grows with n and k, so that scratch for the largest of several products
-   serves all of them. */
+/* Scratch for panels of A of at most 14 rows, a block of B, and tiles of C. Packing writes up to
+   two elements past a panel. The size grows with n and k, so scratch for the largest of several
+   products serves all of them. */
 size_t dt_matmul_work(int64_t n, int64_t k, dt_dtype dtype) {
     size_t size = dt__real_size(dtype), nc, kc, block = DT__B_BLOCK_BYTES / size, elements;
     if (n < 0 || k < 0) return 0;
     nc = ((size_t)n + 31) / 32 * 32 + 32;
     kc = k < 1 ? 1 : k < DT__MAX_KC ? (size_t)k : (size_t)DT__MAX_KC;
     elements = (nc < block / kc ? nc * kc : block) + kc * DT__A_PANELS * 14 + 14 * 32 + 2;
-    if (k > DT__MAX_KC) /* blocks are at least half as deep then, and as much wider */
+    if (k > DT__MAX_KC) /* then kc >= DT__MAX_KC / 2, which limits nc */
         elements += DT__C_PANELS * 14 * (nc < 2 * block / DT__MAX_KC ? nc : 2 * block / DT__MAX_KC);
     return (elements * size + 127) / 64 * 64 * (size_t)dt__omp_threads();
 }
 
-/* Space for six rows: rows widened to the compute type, and sums over rows. */
+/* Scratch for six rows in the compute type: widened rows, and sums over rows. */
 size_t dt_row_work(int64_t cols, dt_dtype dtype) {
     if (cols < 0 || cols > DT__MAX_WORK) return cols < 0 ? 0 : (size_t)-1;
     return 6 * (size_t)cols * dt__real_size(dtype) + 64;
 }
 
-/* The most columns of a tile. A tile of attention has at most 8 rows. */
+/* The maximum number of columns of a tile. A tile of attention has at most 8 rows. */
 enum { DT__LANES = 32 };
 
-/* The arrays of DT__K(attention_work) in section 22, in elements of the compute type. */
+/* Scratch for the arrays of DT__K(attention_work) in section 22, which have the compute type. */
 size_t dt_attention_work(int64_t tk, int64_t dim, dt_dtype dtype) {
     if (tk < 0 || dim < 0) return 0;
     if (tk > DT__MAX_WORK || dim > DT__MAX_WORK || tk + 16 > DT__MAX_WORK / (dim + DT__LANES))
@@ -8207,7 +8376,7 @@ size_t dt_attention_work(int64_t tk, int64_t dim, dt_dtype dtype) {
    dimension. */
 typedef struct dt__strips {
     dt_shape shape;
-    /* of the strip: indices of its first element, the same as a dense offset, its length */
+    /* the current strip: indices of its first element, dense offset of that element, length */
     int64_t at[DT_MAX_DIMS], out, n;
     int done;
 } dt__strips;
@@ -8221,7 +8390,8 @@ static dt__strips dt__strips_begin(dt_shape shape) {
     return r;
 }
 
-/* Advances to the next strip; *a and *b receive its offsets in arrays with these strides. */
+/* Advances to the next strip. *a and *b receive the strip's offsets in arrays with strides stride_a
+   and stride_b. Returns 0 after the last strip. */
 static int dt__strips_next(
     dt__strips *r, const int64_t *stride_a, const int64_t *stride_b, int64_t *a, int64_t *b) {
     int last = r->shape.nd - 1, i = last;
@@ -8288,18 +8458,17 @@ typedef struct dt__variant {
 }
 #endif
 
-#if defined(__cplusplus) && defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic pop
-#endif
+DT__CPP_WARNINGS_ON
 #endif /* DT_TENSOR_IMPL */
 
 #ifdef DT__BITS
 /* Section 23 includes this part of the file once for every compute type and instruction set, with
    DT__BITS (32 float, 64 double, 1 int32_t) and DT__ISA set. DT__K(name) appends the type and the
-   set to a name, DT__FN begins every function. The loops are plain C that the compiler vectorizes
-   (-O3); only the micro-kernel of the matrix product is written with intrinsics. No operation here
-   is contracted to a fused multiply-add, and partial sums have a fixed number of lanes, so every
-   instruction set gives the same bits outside the matrix product. */
+   instruction set to a name; DT__FN begins every function. The loops are plain C that the compiler
+   vectorizes (-O3); intrinsics serve only the micro-kernel of the matrix product, transpositions,
+   square roots and non-temporal stores. Outside the micro-kernel, no operation is contracted to a
+   fused multiply-add and sums have a fixed number of lanes, so there every instruction set gives
+   the same bits. */
 #define DT__JOIN2(name, suffix) dt__##name##suffix
 #define DT__JOIN(name, suffix) DT__JOIN2(name, suffix)
 #define DT__K(name) DT__JOIN(name, DT__SUFFIX)
@@ -8325,9 +8494,10 @@ typedef struct dt__variant {
 #define DT__WIDE int64_t
 #endif
 
-/* A tile of the product is DT__MR rows of two vectors (DT__NR columns); attention uses
-   DT__ATTENTION_MR rows. The sums must fit the registers: 14 rows x 2 of 32 registers with AVX-512,
-   6 x 2 of 16 with AVX2, 8 x 2 of 32 with NEON, 4 x 2 of 16 with any 16-byte vector. */
+/* A tile of the product has DT__MR rows of two vectors each (DT__NR columns); a tile of attention
+   has DT__ATTENTION_MR rows. The sums of a tile must fit in the vector registers: 14 rows x 2
+   vectors in 32 registers with AVX-512, 6 x 2 in 16 with AVX2, 8 x 2 in 32 with NEON, 4 x 2 in 16
+   with the plain set's 16-byte vectors. */
 #if DT__BITS == 1
 #define DT__FN static
 #define DT__SUFFIX _i32
@@ -8344,7 +8514,7 @@ typedef struct dt__variant {
 #define DT__LOAD(p) _mm512_loadu_ps(p)
 #define DT__STORE(p, v) _mm512_storeu_ps(p, v)
 #define DT__FMADD(x, v, sum) _mm512_fmadd_ps(_mm512_set1_ps(x), v, sum)
-#define DT__SQRT(v) _mm512_maskz_sqrt_ps(0xffff, v) /* gcc 12 warns of the plain form in C++ */
+#define DT__SQRT(v) _mm512_maskz_sqrt_ps(0xffff, v) /* gcc 12 warns about _mm512_sqrt_ps in C++ */
 #else
 #define DT__SUFFIX _f64_avx512
 #define DT__V __m512d
@@ -8400,7 +8570,7 @@ typedef struct dt__variant {
 #define DT__FMADD(x, v, sum) vfmaq_n_f64(sum, v, x)
 #define DT__SQRT(v) vsqrtq_f64(v)
 #endif
-#else /* plain: 16-byte vectors of the compiler, a product and a sum */
+#else /* plain: the compiler's 16-byte vectors; a product and a sum instead of FMA */
 #define DT__FN static
 #define DT__MR 4
 #define DT__MATMUL_ROWS(X) X(0) X(1) X(2) X(3)
@@ -8423,9 +8593,9 @@ typedef struct dt__variant {
 #endif
 
 #if DT__BITS != 1 /* the product is for floating types only */
-#define DT__NV ((int64_t)(sizeof(DT__V) / sizeof(DT__REAL))) /* elements of a vector */
-#define DT__NR (2 * DT__NV)                                  /* columns of a tile */
-/* DT__MR rounded up to whole vectors: at most two more */
+#define DT__NV ((int64_t)(sizeof(DT__V) / sizeof(DT__REAL))) /* elements per vector */
+#define DT__NR (2 * DT__NV)                                  /* columns per tile */
+/* DT__MR rounded up to a multiple of DT__NV: at most two more */
 #define DT__MR_ROUNDED ((DT__MR + DT__NV - 1) / DT__NV * DT__NV)
 #endif
 
@@ -8447,8 +8617,8 @@ DT__FN void DT__K(narrow)(dt_dtype dtype, uint16_t *out, int64_t n, const DT__RE
 }
 #endif
 
-/* n elements from element `at` on, in the compute type: a pointer into the array itself, or to buf
-   with the widened elements. */
+/* Returns n elements from element `at` on in the compute type: a pointer into the array itself, or
+   buf filled with the widened elements. */
 DT__FN const DT__REAL *DT__K(load)(
     dt_dtype dtype, const void *array, int64_t at, int64_t n, DT__REAL *buf) {
 #if DT__BITS == 32
@@ -8461,7 +8631,7 @@ DT__FN const DT__REAL *DT__K(load)(
     return (const DT__REAL *)array + at;
 }
 
-/* The same for elements that are `stride` apart. */
+/* Like load, for elements that are `stride` apart. */
 DT__FN const DT__REAL *DT__K(load_strided)(
     dt_dtype dtype, const void *array, int64_t at, int64_t stride, int64_t n, DT__REAL *buf) {
     if (stride == 1) return DT__K(load)(dtype, array, at, n, buf);
@@ -8472,7 +8642,8 @@ DT__FN const DT__REAL *DT__K(load_strided)(
     return buf;
 }
 
-/* array[at..] (+)= n finished results, rounded once. Does nothing if array is NULL. */
+/* Stores n finished results from `row` to array[at..], or adds them if accumulate is set; rounds
+   once. Does nothing if array is NULL. */
 DT__FN void DT__K(store)(
     dt_dtype dtype, void *array, int64_t at, int64_t n, const DT__REAL *row, int accumulate) {
     if (!array) return;
@@ -8490,7 +8661,7 @@ DT__FN void DT__K(store)(
         return;
     }
 #elif DT__BITS == 64
-    if (dt__narrow(dtype)) { /* the 16-bit copy of a parameter */
+    if (dt__narrow(dtype)) { /* the 16-bit copy of a double parameter */
         for (int64_t i = 0; i < n; i++) dt__set_number(dtype, array, (size_t)(at + i), row[i]);
         return;
     }
@@ -8507,8 +8678,8 @@ DT__FN void DT__K(store)(
 
 /* ---- activations ---- */
 
-/* With u = sqrt(2/pi) (x + 0.044715 x^3), 0.5 (1 + tanh u) is the logistic function 1 / (1 +
-   e^(-2u)): one exponential, and no cancellation where tanh u is close to -1. */
+/* GELU, tanh form: 0.5 x (1 + tanh u) with u = sqrt(2/pi) (x + 0.044715 x^3), computed as
+   x / (1 + e^(-2u)), which takes one exponential and does not cancel where tanh u is near -1. */
 #define DT__GELU_A ((DT__REAL)0.7978845608028654) /* sqrt(2/pi) */
 #define DT__GELU_B ((DT__REAL)0.044715)
 #define DT__LOGISTIC(x) (1 / (1 + DT__EXP(-(x))))
@@ -8548,9 +8719,10 @@ DT__FN void DT__K(act)(
     }
 }
 
-/* gelu'(x) = s + x s (1 - s) 2 u'. Beyond +-30 the second term is zero; the clamps avoid infinity
-   times zero. With s = 1 / (1 + e), 1 - s is computed as e s: where s is close to 1 and x^3 is
-   large, the difference would have too few digits. */
+/* gelu'(x) = s + x s (1 - s) 2 u' with s = 1 / (1 + e) and e = e^(-2u). The code computes 1 - s as
+   e s: where s is close to 1 and x^3 is large, the difference 1 - s would have too few digits.
+   Beyond +-30 the second term is zero, and the clamps keep the product from being infinity times
+   zero. */
 DT__FN inline DT__REAL DT__K(gelu_derivative)(DT__REAL x) {
     x = x < -30 ? -30 : x;
     x = x > 30 ? 30 : x;
@@ -8562,7 +8734,7 @@ DT__FN inline DT__REAL DT__K(gelu_derivative)(DT__REAL x) {
     return s + 2 * x * s * (e * s) * du;
 }
 
-/* The normal distribution function plus x times its density. */
+/* gelu'(x) in the erf form: the normal distribution function plus x times the normal density. */
 DT__FN inline DT__REAL DT__K(gelu_erf_derivative)(DT__REAL x) {
     x = x < -30 ? -30 : x;
     x = x > 30 ? 30 : x;
@@ -8619,8 +8791,8 @@ DT__FN void DT__K(act_back)(
 
 // ==== 21. Matrix product on the CPU =============================================================
 
-/* GEMM: C = A B. By definition (matmul_naive) each element is a dot product of K terms, which reads
-   all of B from memory for every row of A. The fast product (matmul_packed) follows Goto and van de
+/* GEMM: C = A B. By definition (matmul_naive) each element is a dot product over K, which reads all
+   of B from memory for every row of A. The fast product (matmul_packed) follows Goto and van de
    Geijn, doi:10.1145/1356052.1356053: it packs blocks so that each stays in one cache level, and a
    micro-kernel computes a tile of C in registers.
 
@@ -8632,19 +8804,20 @@ DT__FN void DT__K(act_back)(
             +---------+        +----+----+----+
          MR |         |        |    |tile|    |  MR     C: a tile of MR x NR sums in registers
             +---------+        +----+----+----+
-       A: panels of MR rows; the one in use stays in L1
+       A: panels of MR rows; the current panel stays in L1
 
-       packing       panel[p] = the MR (or NR) elements of step p: the micro-kernel reads a stream
+       packing       panel[p] = the MR (or NR) elements of step p, contiguous in memory
        micro-kernel  for p < kc:  tile(MR,NR) += A panel[p]^T B panel[p]
        epilogue      bias, activation, residual, accumulate: once, while the tile is in cache
 
-   An element of C is one chain of K multiply-adds, k ascending, wherever its tile lies, so blocking
-   changes no bit. */
+   Every element of C is one chain of K multiply-adds, k ascending, for all block
+   sizes, so the block sizes change no bit. */
 
-/* Epilogue. Stores rows x cols finished sums to C at element `at` and column j0, with all fusions,
-   so that every product shares them. The activation runs over all rows at once, including the
-   padding between them: rows are NR apart unless there is only one. Inlined once with the constant
-   width of a full tile and once for other widths. Overwrites the tile. */
+/* Epilogue. Applies bias, activation (or its backward), residual and accumulation to rows x cols
+   finished sums and stores them to C at element `at`, whose column is j0. All products use this
+   epilogue. The activation runs once over all rows of the tile, including the padding between rows:
+   rows are NR apart unless there is only one. The function is inlined twice: with the constant
+   width of a full tile, and with a variable width. Overwrites the tile. */
 DT__FN inline __attribute__((always_inline)) void DT__K(epilogue_rows)(const dt_matmul_args *a,
     int64_t at, int64_t j0, int64_t rows, int64_t cols, DT__REAL *tile, int64_t ld) {
     DT__REAL buf[DT__LANES], pre_activation[14 * DT__LANES];
@@ -8687,7 +8860,8 @@ DT__FN inline __attribute__((always_inline)) void DT__K(epilogue_rows)(const dt_
     }
 }
 
-/* The epilogue at (i0, j0) of one batch. */
+/* Runs the epilogue for the tile at (i0, j0) of one batch. Does nothing if the tile is C itself and
+   no fusion is set. */
 DT__FN void DT__K(matmul_epilogue)(const dt_matmul_args *a, int64_t batch, int64_t i0, int64_t j0,
     int64_t rows, int64_t cols, DT__REAL *tile, int64_t ld) {
     int64_t at = batch * a->stride_c + i0 * a->ldc + j0;
@@ -8700,7 +8874,8 @@ DT__FN void DT__K(matmul_epilogue)(const dt_matmul_args *a, int64_t batch, int64
         DT__K(epilogue_rows)(a, at, j0, rows, cols, tile, ld);
 }
 
-/* Prefetches what the epilogue of a tile reads, before the tile is computed. */
+/* Prefetches the pre-activations or residuals that a tile's epilogue reads, before the tile is
+   computed. */
 DT__FN void DT__K(prefetch_epilogue)(
     const dt_matmul_args *a, int64_t batch, int64_t i0, int64_t j0, int64_t rows, int64_t cols) {
     const char *from = (const char *)(a->activation_backward ? a->pre_activation : a->residual);
@@ -8710,7 +8885,7 @@ DT__FN void DT__K(prefetch_epilogue)(
             __builtin_prefetch(from + (at + i * a->ldc) * size + j);
 }
 
-/* The naive product: every element is a dot product of K terms, k ascending. */
+/* The naive product: every element is a dot product over K, k ascending. */
 DT__FN void DT__K(matmul_naive)(const dt_matmul_args *a, int64_t batch) {
     for (int64_t i = 0; i < a->m; i++) {
         for (int64_t j = 0; j < a->n; j++) {
@@ -8727,11 +8902,11 @@ DT__FN void DT__K(matmul_naive)(const dt_matmul_args *a, int64_t batch) {
 }
 
 /* Micro-kernel. tile(R,NR) += panel_a(k,R)^T panel_b(k,NR): each of k steps adds an outer product.
-   This is the only place with intrinsics. R is MR for the product and ATTENTION_MR for attention;
-   rows of panel_a are `step` apart, rows of the tile ld. The 2 x R sums stay in registers; they
-   start at zero if the tile is fresh. An element is one chain of multiply-adds, k ascending.
-   Meanwhile the micro-kernel prefetches what is packed next: unless prefetch_stride is 0, one cache
-   line every 8 steps, from `prefetch` on. */
+   R is MR for the product and ATTENTION_MR for attention. Rows of panel_a are `step` apart, rows of
+   the tile are ld apart. The 2 x R vectors of sums stay in registers; they start at zero if `fresh`
+   is set, else at the tile's values. Every element is one chain of multiply-adds, k ascending.
+   Unless prefetch_stride is 0, the micro-kernel also prefetches the data that will be packed next:
+   one cache line every 8 steps, starting at `prefetch`. */
 #define DT__MICRO_ZERO(i) DT__V c##i##_0 = DT__ZERO, c##i##_1 = DT__ZERO;
 #define DT__MICRO_LOAD(i) \
     c##i##_0 = DT__LOAD(tile + i * ld); \
@@ -8762,9 +8937,9 @@ DT__FN void DT__K(matmul_naive)(const dt_matmul_args *a, int64_t batch) {
 DT__MICRO_KERNEL(matmul_micro_kernel, DT__MATMUL_ROWS, DT__MICRO_STEP)
 DT__MICRO_KERNEL(attention_micro_kernel, DT__ATTENTION_ROWS, DT__MICRO_STEP)
 
-/* The micro-kernel for bf16 with the processor's dot product of pairs: a 32-bit word holds terms 2p
-   and 2p + 1, and a panel of words is read like a panel of floats. Each step adds both products of
-   a pair to the sum. */
+/* The micro-kernel for bf16, with the processor's dot product of pairs. A 32-bit word holds the
+   elements of k indices 2p and 2p + 1; a panel of words is read like a panel of floats. Each step
+   adds both products of a pair to the sum. */
 #if DT__BITS == 32 && DT__ISA == 2
 #define DT__PAIR_STEP(i) \
     c##i##_0 = _mm512_dpbf16_ps(c##i##_0, (__m512bh)_mm512_set1_ps(a[i]), (__m512bh)b0); \
@@ -8782,29 +8957,30 @@ DT__MICRO_KERNEL(matmul_pair_micro_kernel, DT__MATMUL_ROWS, DT__PAIR_STEP)
 #undef DT__MICRO_STEP
 #undef DT__MICRO_STORE
 
-/* How the fast product is computed. A step is one term of K, or a pair of bf16 terms. The arrays
-   lie in the caller's scratch. */
+/* The parameters and arrays of one fast product. A step is one k index, or a pair of k indices if
+   `pairs` is set. The arrays are parts of the caller's scratch. */
 typedef struct DT__K(gemm_plan) {
     const dt_matmul_args *args;
     dt__gemm_blocks blocks;
-    DT__REAL *a_panels; /* DT__A_PANELS panels of A, each (kc,MR); the one in use stays in L1 */
+    DT__REAL *a_panels; /* DT__A_PANELS panels of A, each (kc,MR); the current panel stays in L1 */
     DT__REAL *b_block;  /* a block of B, (kc,nc) in panels of NR columns; stays in L2 */
-    /* Unfinished tiles of one block of C. Only one tile if K is one block or C itself holds the
+    /* Unfinished tiles of one block of C; a single tile if K is one block or if C itself holds the
        unfinished sums. */
     DT__REAL *c_tiles;
     int single_k_block;
-    int c_in_place; /* C has the compute type and is overwritten: sums accumulate in C itself */
-    int pairs;      /* a step is a pair of bf16 terms */
+    int c_in_place; /* C has the compute type and is overwritten, so sums accumulate in C itself */
+    int pairs;      /* a step is a pair of bf16 elements */
     void (*micro_kernel)(int64_t k, const DT__REAL *a, int64_t step, const DT__REAL *b,
         DT__REAL *to, int64_t ld, int fresh, const char *prefetch, int64_t prefetch_stride);
 } DT__K(gemm_plan);
 
 /* Packing of one panel (steps,width) whose source has the same orientation: row p of the source,
-   from element `at` on, is row p of the panel. Columns from `have` on are zero; the micro-kernel
-   treats them like the others. */
+   from element `at` on, becomes row p of the panel. The panel's columns from `have` on are set to
+   zero; the micro-kernel multiplies them like the others. */
 DT__FN void DT__K(pack_rows)(dt_dtype dtype, int pairs, DT__REAL *panel, int64_t width,
     const void *from, int64_t at, int64_t ld, int64_t have, int64_t terms) {
-    /* the next row overwrites what a row copies past its end */
+    /* 1 if copying DT__MR_ROUNDED elements per row stays inside the source row. The copy then
+       overruns the panel's row, and the copy of the next row overwrites the excess. */
     int can_overrun = have >= DT__MR_ROUNDED;
     if (have > width) have = width;
 #if DT__BITS == 32 && DT__ISA == 2
@@ -8822,7 +8998,7 @@ DT__FN void DT__K(pack_rows)(dt_dtype dtype, int pairs, DT__REAL *panel, int64_t
     }
 #endif
     (void)pairs;
-    /* memcpy with a constant size */
+    /* 1 if memcpy can have a constant size */
     int fixed_size = !dt__narrow(dtype) && have == width && (width == DT__NR || width == DT__MR);
     for (int64_t p = 0; p < terms; p++, panel += width, at += ld) {
         const DT__REAL *row = DT__K(load)(dtype, from, at, have, panel);
@@ -8839,11 +9015,11 @@ DT__FN void DT__K(pack_rows)(dt_dtype dtype, int pairs, DT__REAL *panel, int64_t
     }
 }
 
-/* Transposes DT__TRANSPOSE rows of n words at a time into columns of a panel. The next row of the
-   panel overwrites what a row writes past the panel's width. */
+/* Transposes DT__TRANSPOSE rows of n words at a time into columns of a panel. A row of the panel
+   may be written past the panel's width; the excess is overwritten with the next row. */
 #if DT__BITS == 32 && DT__ISA == 2
 #define DT__TRANSPOSE 16
-/* gcc 12 warns of the plain forms in C++ */
+/* gcc 12 warns about the unmasked forms in C++ */
 #define DT__LOW(x, y) _mm512_maskz_unpacklo_ps(0xffff, x, y)
 #define DT__HIGH(x, y) _mm512_maskz_unpackhi_ps(0xffff, x, y)
 #define DT__LOW2(x, y) \
@@ -8852,8 +9028,8 @@ DT__FN void DT__K(pack_rows)(dt_dtype dtype, int pairs, DT__REAL *panel, int64_t
     _mm512_castpd_ps(_mm512_maskz_unpackhi_pd(0xff, _mm512_castps_pd(x), _mm512_castps_pd(y)))
 #define DT__EVEN(x, y) _mm512_maskz_shuffle_f32x4(0xffff, x, y, 0x88)
 #define DT__ODD(x, y) _mm512_maskz_shuffle_f32x4(0xffff, x, y, 0xdd)
-/* Transposes 16 x 16 words: interleaves pairs of rows, then groups of four within each quarter of a
-   vector, then the quarters. */
+/* Transposes 16 x 16 words: interleaves pairs of rows, then groups of four words within each
+   quarter of a vector, then the quarters. */
 DT__FN void DT__K(transpose_block)(
     DT__REAL *panel, int64_t width, const DT__REAL *const *row, int64_t p) {
     __m512 r[16], t[16];
@@ -8912,7 +9088,8 @@ DT__FN void DT__K(transpose)(
         for (int l = 0; l < DT__TRANSPOSE; l++) panel[p * width + l] = row[l][p];
 }
 
-/* At most 64 terms of one row as words: a pointer to the source, or to buf with converted words. */
+/* Returns at most 64 elements of one row as words: a pointer to the source, or buf filled with
+   converted words. */
 DT__FN const DT__REAL *DT__K(load_words)(
     dt_dtype dtype, int pairs, const void *from, int64_t at, int64_t terms, DT__REAL *buf) {
 #if DT__BITS == 32 && DT__ISA == 2
@@ -8926,15 +9103,16 @@ DT__FN const DT__REAL *DT__K(load_words)(
     return DT__K(load)(dtype, from, at, terms, buf);
 }
 
-/* Packing of one panel (steps,width) from a source whose row i is column i of the panel: a
-   transposition, 64 terms at a time, which stay in L1. */
+/* Packing of one panel (steps,width) from a source whose row i is column i of the panel. Transposes
+   64 k indices at a time, so that these elements stay in L1. */
 DT__FN void DT__K(pack_columns)(dt_dtype dtype, int pairs, DT__REAL *panel, int64_t width,
     const void *from, int64_t at, int64_t ld, int64_t have, int64_t terms) {
     static const DT__REAL none[64] = { 0 };
     DT__REAL buf[DT__TRANSPOSE][64];
     for (int64_t p = 0; p < terms; p += 64) {
         int64_t n = terms - p < 64 ? terms - p : 64, steps = pairs ? (n + 1) / 2 : n;
-        /* the last columns first, because a block may write past the panel's width */
+        /* the last columns come first: their block may write past the panel's width, into the
+           first columns of the next row, which are written later */
         for (int64_t i = (width - 1) / DT__TRANSPOSE * DT__TRANSPOSE; i >= 0; i -= DT__TRANSPOSE) {
             const DT__REAL *row[DT__TRANSPOSE];
             for (int l = 0; l < DT__TRANSPOSE; l++)
@@ -8948,13 +9126,13 @@ DT__FN void DT__K(pack_columns)(dt_dtype dtype, int pairs, DT__REAL *panel, int6
 }
 
 /* Packing. Copies `count` rows of A or columns of B to panels, in the order in which the
-   micro-kernel reads them. transpose: each row of A or column of B is one row of the source.
-   Otherwise each term is one row of the source, and one pass over the terms fills all panels, so
-   that the elements of a source row are read together. */
+   micro-kernel reads them. If `transpose` is set, each row of A or column of B is one row of the
+   source. Otherwise each k index is one row of the source, and every panel receives 16 source rows
+   before the next 16 rows are read, so that the elements of a source row are read together. */
 DT__FN void DT__K(pack)(const DT__K(gemm_plan) * w, DT__REAL *to, int64_t width, const void *from,
     int64_t at, int64_t ld, int transpose, int64_t count, int64_t terms) {
     dt_dtype dtype = w->args->dtype;
-    /* even, for pairs */
+    /* step is even, so that it divides no pair */
     int64_t kc = w->pairs ? (terms + 1) / 2 : terms, step = transpose ? terms : 16;
     for (int64_t p = 0; p < terms; p += step) {
         DT__REAL *panel = to + (w->pairs ? p / 2 : p) * width;
@@ -8968,10 +9146,12 @@ DT__FN void DT__K(pack)(const DT__K(gemm_plan) * w, DT__REAL *to, int64_t width,
     }
 }
 
-/* What tile number `tile` of a group of panels prefetches: its part of the next group of A, whose
-   first row is i; one cache line every 8 steps, *stride bytes apart. Prefetching everything at once
-   would stall the tile for as long as packing does. Terms that are whole pages apart are not
-   prefetched: they share few cache sets and would evict each other. */
+/* Returns the address from which tile number `tile` of a group of panels prefetches its part of the
+   next group of A, whose first row is i: one cache line every 8 steps, *stride bytes apart. Each
+   tile prefetches only a part, because prefetching the whole group at once would stall one tile for
+   as long as packing does. If A is stored transposed and its rows are a multiple of 4096 bytes
+   apart, nothing is prefetched: the rows share few cache sets and would evict each other. Returns
+   NULL and sets *stride to 0 if there is nothing to prefetch. */
 DT__FN const char *DT__K(prefetch_next_a)(const DT__K(gemm_plan) * w, int64_t at, int64_t i,
     int64_t i1, int64_t terms, int64_t tile, int64_t *stride) {
     const dt_matmul_args *a = w->args;
@@ -8986,24 +9166,24 @@ DT__FN const char *DT__K(prefetch_next_a)(const DT__K(gemm_plan) * w, int64_t at
     return from + tile % 8 * (terms / 8) * row + (line < last * size ? line : last * size);
 }
 
-/* Copies a part of a tile to or from C. */
+/* Copies rows x cols elements of a tile to or from C. */
 DT__FN void DT__K(copy_edge)(DT__REAL *to, int64_t to_ld, const DT__REAL *from, int64_t from_ld,
     int64_t rows, int64_t cols) {
     for (int64_t i = 0; i < rows; i++)
         memcpy(to + i * to_ld, from + i * from_ld, (size_t)cols * sizeof *to);
 }
 
-/* One block: rows [i0, i1), columns [j0, j1), terms [p0, p1). Packs the block of B, then multiplies
-   each panel of A by every panel of it. */
+/* Computes one block: rows [i0, i1), columns [j0, j1), k indices [p0, p1). Packs the block of B,
+   then multiplies each panel of A by every panel of this block. */
 DT__FN void DT__K(matmul_block)(const DT__K(gemm_plan) * w, int64_t batch, int64_t i0, int64_t i1,
     int64_t j0, int64_t j1, int64_t p0, int64_t p1) {
     const dt_matmul_args *a = w->args;
     int64_t from_a = batch * a->stride_a + p0 * (a->trans_a ? a->lda : 1), terms = p1 - p0;
     int64_t from_b = batch * a->stride_b + p0 * (a->trans_b ? 1 : a->ldb),
             kc = w->pairs ? (terms + 1) / 2 : terms;
-    /* offset of the tile in c_tiles: always 0 where there is only one */
+    /* offset of the tile in c_tiles; stays 0 if c_tiles is a single tile */
     int64_t at = 0, next = w->single_k_block || w->c_in_place ? 0 : DT__MR * DT__NR;
-    int64_t tile_number = 0; /* in its group of panels */
+    int64_t tile_number = 0; /* counts the tiles of the group of panels */
     int64_t prefetch_stride;
     DT__K(pack)
     (w, w->b_block, DT__NR, a->b, from_b + j0 * (a->trans_b ? a->ldb : 1), a->ldb, a->trans_b,
@@ -9018,7 +9198,7 @@ DT__FN void DT__K(matmul_block)(const DT__K(gemm_plan) * w, int64_t batch, int64
             int64_t cols = j1 - j < DT__NR ? j1 - j : DT__NR, ld = DT__NR;
             DT__REAL *tile = w->c_tiles + at,
                      *c = (DT__REAL *)a->c + batch * a->stride_c + i * a->ldc + j;
-            /* an activation needs the tile to be dense */
+            /* the activation runs over the tile as one dense array */
             int last = p1 == a->k, dense = last && a->activation;
             int full = rows == DT__MR && cols == DT__NR && w->c_in_place && !dense,
                 edge = w->c_in_place && !full;
@@ -9037,9 +9217,9 @@ DT__FN void DT__K(matmul_block)(const DT__K(gemm_plan) * w, int64_t batch, int64
     }
 }
 
-/* GEMM, the fast product: loops over blocks of C and K. Between blocks of K the sums of a block of
-   C wait in memory, in the compute type; they return to the registers unchanged, so dividing K
-   changes no bit. */
+/* GEMM, the fast product: loops over blocks of C and K. Between two blocks of K, the partial sums
+   of a block of C are kept in memory in the compute type. The next block of K continues from the
+   same values, so dividing K into blocks changes no bit. */
 DT__FN void DT__K(matmul_packed)(const DT__K(gemm_plan) * w, int64_t batch, int64_t i_first,
     int64_t i_end, int64_t j_first, int64_t j_end) {
     const dt_matmul_args *a = w->args;
@@ -9051,7 +9231,7 @@ DT__FN void DT__K(matmul_packed)(const DT__K(gemm_plan) * w, int64_t batch, int6
         int64_t i1 = i0 + rows < i_end ? i0 + rows : i_end;
         for (int64_t j0 = j_first; j0 < j_end; j0 += nc) {
             int64_t j1 = j0 + nc < j_end ? j0 + nc : j_end, p = 0;
-            do { /* once even if K is 0 */
+            do { /* runs once even if K is 0, so that C is written */
                 int64_t end = p + terms < a->k ? p + terms : a->k;
                 DT__K(matmul_block)(w, batch, i0, i1, j0, j1, p, end);
                 p = end;
@@ -9061,9 +9241,9 @@ DT__FN void DT__K(matmul_packed)(const DT__K(gemm_plan) * w, int64_t batch, int6
 }
 
 #ifdef DT_USE_CBLAS
-/* The product by CBLAS, which sums in an order of its own. With an epilogue, blocks of rows go to
-   `work` first, and the epilogue runs from there. If `work` holds fewer than 16 rows, which would
-   be slow, the caller uses the packed product. */
+/* The product by CBLAS, which chooses its own summation order. If a fusion is set, CBLAS writes a
+   block of rows to `work`, and the epilogue stores these rows to C. If `work` holds fewer than 16
+   rows, this would be slow, and the caller uses the packed product instead. */
 DT__FN void DT__K(matmul_cblas)(const dt_matmul_args *a, int64_t batch) {
     CBLAS_TRANSPOSE ta = a->trans_a ? CblasTrans : CblasNoTrans,
                     tb = a->trans_b ? CblasTrans : CblasNoTrans;
@@ -9085,8 +9265,8 @@ DT__FN void DT__K(matmul_cblas)(const dt_matmul_args *a, int64_t batch) {
 }
 #endif
 
-/* The matrix product. pairs: 1 uses the processor's dot product of bf16 pairs, which it must have.
-   */
+/* The matrix product. If `pairs` is 1, the micro-kernel uses the dot product of bf16 pairs, which
+   the processor must support. */
 DT__FN dt_status DT__K(matmul_with)(const dt_matmul_args *args, int pairs) {
     dt_matmul_args a = *args;
     if (a.m < 0 || a.n < 0 || a.k < 0 || a.batch < 0 || a.activation < 0 ||
@@ -9129,7 +9309,7 @@ DT__FN dt_status DT__K(matmul_with)(const dt_matmul_args *args, int pairs) {
     int64_t stride = (int64_t)(a.work_bytes / (size_t)dt__omp_threads());
     DT__PARALLEL
     for (int64_t share = 0; share < a.batch * shares; share++) {
-        /* this thread's scratch, and its share of the longer side of C */
+        /* the scratch of this thread, and share number `share` of the longer side of C */
         DT__K(gemm_plan) own = w;
         int64_t first = share % shares * each, end = first + each < side ? first + each : side;
         own.c_tiles = (DT__REAL *)dt__align64((char *)a.work + dt__omp_thread() * stride);
@@ -9154,12 +9334,13 @@ DT__FN dt_status DT__K(matmul)(const dt_matmul_args *a) {
 // ==== 22. CPU kernels, once over float and double ===============================================
 
 /* The kernels of section 2 in plain C, compiled for float and double and for every instruction set.
-   Most work in strips: load widens bf16 and f16 to the compute type, the loop computes, store
-   rounds once. A sum of n terms has 16 lanes,
+   Most kernels work in strips: load widens bf16 and f16 to the compute type, the loop computes,
+   store rounds once. A sum of n elements has 16 lanes,
 
        lane l:  x[l] + x[l+16] + x[l+32] + ...       then lanes l and l+8, l and l+4, l+2, l+1
 
-   so its order depends on n alone, and the compiler can vectorize it without reordering. */
+   so the order of the sum depends on n alone, and the compiler can vectorize the sum without
+   reordering. */
 
 DT__FN dt_status DT__K(fill)(const dt_fill_args *a) {
     DT__REAL strip[DT__STRIP], value = (DT__REAL)a->value;
@@ -9169,9 +9350,9 @@ DT__FN dt_status DT__K(fill)(const dt_fill_args *a) {
     return DT_OK;
 }
 
-/* A copy with non-temporal stores: it does not read the destination into the cache and evicts
-   nothing. Only faster with stores of a whole cache line. A fence must follow before other threads
-   are told about the data. */
+/* Copies with non-temporal stores, which do not read the destination into the cache and evict
+   nothing. They are faster only if each store fills a cache line. The caller must execute a fence
+   before it tells other threads about the data. */
 DT__FN void DT__K(stream_copy)(char *dst, const char *src, size_t bytes) {
     size_t at = 0;
 #if DT__ISA == 2
@@ -9184,7 +9365,7 @@ DT__FN void DT__K(stream_copy)(char *dst, const char *src, size_t bytes) {
     memcpy(dst + at, src + at, bytes - at);
 }
 
-/* Stores elements [first, first + n) of a reduction to all of its outputs. */
+/* Stores elements [first, first + n) of a reduction to all outputs. */
 DT__FN void DT__K(store_copies)(const dt_reduce_args *a, const char *sums, size_t first, size_t n) {
     size_t size = dt_dtype_size(a->dtype), at = first * size;
     if (a->non_temporal) DT__K(stream_copy)((char *)a->out + at, sums, n * size);
@@ -9197,16 +9378,16 @@ DT__FN void DT__K(store_copies)(const dt_reduce_args *a, const char *sums, size_
     }
 }
 
-/* Reduces one strip of all inputs in order before the next strip, so that outputs may be among the
-   inputs. Each step is rounded to the compute type (int32_t wraps); DT_AVG divides the finished
-   sum. */
+/* Reduces one strip of all inputs, in order, before the next strip, so an output may also be an
+   input. Each addition, product or comparison is rounded to the compute type (int32_t wraps);
+   DT_AVG divides the finished sum. */
 DT__FN dt_status DT__K(reduce)(const dt_reduce_args *a) {
     DT__REAL strip[DT__STRIP], left[DT__STRIP], right[DT__STRIP];
     int narrow = dt__narrow(a->dtype);
     if (a->n < 1) return DT_ERR_ARG;
     for (size_t at = 0; at < a->count; at += DT__STRIP) {
         int64_t n = a->count - at < DT__STRIP ? (int64_t)(a->count - at) : DT__STRIP;
-        /* the output may be an input, so only the last step writes it */
+        /* the output may also be an input, so only the last input's step writes the output */
         DT__REAL *out = narrow || a->non_temporal ? strip : (DT__REAL *)a->out + at;
         const DT__REAL *x = DT__K(load)(a->dtype, a->in[0], (int64_t)at, n, left);
         for (int r = 1; r < a->n; r++) {
@@ -9251,7 +9432,7 @@ DT__FN dt_status DT__K(permute)(const dt_permute_args *a) {
     dt__strips r = dt__strips_begin(a->shape);
     while (dt__strips_next(&r, a->in_stride, a->out_stride, &in, &out)) {
         const DT__REAL *x = DT__K(load_strided)(a->dtype, a->in, in, in_step, r.n, buf);
-        int64_t n = out_step == 1 ? r.n : 1; /* elements that are contiguous in the output */
+        int64_t n = out_step == 1 ? r.n : 1; /* number of elements stored per call */
         for (int64_t i = 0; i < r.n; i += n)
             DT__K(store)(a->dtype, a->out, out + i * out_step, n, x + i, a->accumulate);
     }
@@ -9260,23 +9441,23 @@ DT__FN dt_status DT__K(permute)(const dt_permute_args *a) {
 
 #if DT__BITS != 1 /* the rest is for floating types only */
 
-/* total = sum over j < n of TERM, an expression in j, with 16 lanes as drawn above. */
+/* total = sum over j < n of TERM, an expression in j, with the 16 lanes of the section's head. */
 #define DT__SUM(T, total, n, TERM) \
     do { \
-        T lane[16] = { 0 }; \
-        int64_t at = 0; \
-        for (; at + 16 <= (n); at += 16) \
-            for (int64_t l = 0; l < 16; l++) { \
-                int64_t j = at + l; \
-                lane[l] += TERM; \
+        T lane_[16] = { 0 }; \
+        int64_t at_ = 0; \
+        for (; at_ + 16 <= (n); at_ += 16) \
+            for (int64_t l_ = 0; l_ < 16; l_++) { \
+                int64_t j = at_ + l_; \
+                lane_[l_] += TERM; \
             } \
-        for (int64_t l = 0; l < (n)-at; l++) { \
-            int64_t j = at + l; \
-            lane[l] += TERM; \
+        for (int64_t l_ = 0; l_ < (n)-at_; l_++) { \
+            int64_t j = at_ + l_; \
+            lane_[l_] += TERM; \
         } \
-        for (int w = 8; w; w /= 2) \
-            for (int l = 0; l < w; l++) lane[l] += lane[l + w]; \
-        (total) = lane[0]; \
+        for (int w_ = 8; w_; w_ /= 2) \
+            for (int l_ = 0; l_ < w_; l_++) lane_[l_] += lane_[l_ + w_]; \
+        (total) = lane_[0]; \
     } while (0)
 
 DT__FN DT__REAL DT__K(total)(const DT__REAL *x, int64_t n) {
@@ -9291,7 +9472,8 @@ DT__FN DT__REAL DT__K(dot)(const DT__REAL *x, const DT__REAL *y, int64_t n) {
     return total;
 }
 
-/* The maximum; n >= 1. Skips a NaN, which the exponentials that follow propagate. */
+/* Returns the maximum of n >= 1 elements. The comparisons may skip a NaN; the exponentials that
+   callers compute next propagate the NaN. */
 DT__FN DT__REAL DT__K(largest)(const DT__REAL *x, int64_t n) {
     DT__REAL lane[16];
     int64_t at = 0;
@@ -9304,8 +9486,8 @@ DT__FN DT__REAL DT__K(largest)(const DT__REAL *x, int64_t n) {
 }
 
 /* Initial values from the counter-based RNG. Elements 2c and 2c + 1 (global index) come from the
-   four words of counter c: two uniform numbers, or one Box-Muller pair z = sqrt(-2 ln u) (cos,
-   sin)(2 pi v). So any rank can compute any range of a parameter by itself. */
+   four words of counter c: two uniform values, or one Box-Muller pair z = sqrt(-2 ln u) (cos,
+   sin)(2 pi v). So a rank can compute any range of a parameter without the other ranks. */
 DT__FN dt_status DT__K(init)(const dt_init_args *a) {
     DT__REAL out[DT__STRIP];
     for (uint64_t at = 0; at < a->count; at += DT__STRIP) {
@@ -9317,7 +9499,7 @@ DT__FN dt_status DT__K(init)(const dt_init_args *a) {
             dt__philox(a->key, index / 2, word);
             double u = dt__uniform53(word[0], word[1]), v = dt__uniform53(word[2], word[3]);
             if (a->normal) {
-                /* 1 - u in (0, 1] */
+                /* log is finite, because 1 - u is in (0, 1] */
                 double radius = a->scale * sqrt(-2 * log(1 - u)), angle = 6.283185307179586 * v;
                 pair[0] = radius * cos(angle);
                 pair[1] = radius * sin(angle);
@@ -9432,7 +9614,7 @@ DT__FN dt_status DT__K(glu_back)(const dt_glu_back_args *a) {
     return DT_OK;
 }
 
-/* The sum along the last dimension, with lanes. */
+/* Sums along the last dimension, with 16 lanes per strip. */
 DT__FN dt_status DT__K(sum_rows)(const dt_sum_args *a) {
     DT__REAL buf[DT__STRIP];
     int64_t n = (int64_t)a->n;
@@ -9450,7 +9632,7 @@ DT__FN dt_status DT__K(sum_rows)(const dt_sum_args *a) {
     return DT_OK;
 }
 
-/* Sums a strip of columns over all n rows; the sum is complete before it is added to the output. */
+/* Sums a strip of columns over all n rows. The sum is complete before it is added to the output. */
 DT__FN dt_status DT__K(sum)(const dt_sum_args *a) {
     DT__REAL sum[DT__STRIP], buf[DT__STRIP], scale = (DT__REAL)a->scale;
     int64_t inner = (int64_t)a->inner, n = (int64_t)a->n;
@@ -9473,7 +9655,7 @@ DT__FN dt_status DT__K(sum)(const dt_sum_args *a) {
     return DT_OK;
 }
 
-/* A NaN is the maximum only if it is the first element. */
+/* Maximum and its index. A NaN is the maximum only if it is the first element. */
 DT__FN dt_status DT__K(max)(const dt_max_args *a) {
     DT__REAL best[DT__STRIP], buf[DT__STRIP];
     int64_t inner = (int64_t)a->inner, n = (int64_t)a->n;
@@ -9514,8 +9696,8 @@ DT__FN dt_status DT__K(scatter)(const dt_scatter_args *a) {
     return DT_OK;
 }
 
-/* Inserts each column into a sorted list of k, because k is small. Equal values keep their order.
-   */
+/* Inserts each column into a sorted list of k columns; this is fast enough because k is small.
+   Equal values keep their order. */
 DT__FN dt_status DT__K(topk)(const dt_topk_args *a) {
     int64_t cols = (int64_t)a->cols, k = (int64_t)a->k;
     DT__REAL value, other;
@@ -9524,7 +9706,7 @@ DT__FN dt_status DT__K(topk)(const dt_topk_args *a) {
         int32_t *index = a->index + r * k;
         for (int64_t c = 0; c < cols; c++) {
             const DT__REAL *x = DT__K(load)(a->dtype, a->in, r * cols + c, 1, &value);
-            int64_t at = c < k ? c : k; /* elements in the list */
+            int64_t at = c < k ? c : k; /* length of the list, then insertion point */
             while (
                 at > 0 && *x > *DT__K(load)(a->dtype, a->in, r * cols + index[at - 1], 1, &other)) {
                 if (at < k) index[at] = index[at - 1];
@@ -9540,8 +9722,8 @@ DT__FN dt_status DT__K(topk)(const dt_topk_args *a) {
     return DT_OK;
 }
 
-/* Layer normalization, arXiv:1607.06450. Two passes over the row, because E[x^2] - E[x]^2 cancels.
-   RMSNorm, arXiv:1910.07467, is the same with a mean of zero and no bias. */
+/* Layer normalization, arXiv:1607.06450. Makes two passes over the row, because E[x^2] - E[x]^2
+   cancels. RMSNorm, arXiv:1910.07467, is the same computation with a mean of zero and no bias. */
 DT__FN dt_status DT__K(norm)(const dt_norm_args *a) {
     int64_t cols = (int64_t)a->cols;
     if (!a->work || a->work_bytes < dt_row_work(cols, a->dtype)) return DT_ERR_ARG;
@@ -9566,8 +9748,8 @@ DT__FN dt_status DT__K(norm)(const dt_norm_args *a) {
 
 /* With y = (x - mean) rstd and g = dout gain: dx = rstd (g - mean(g) - y mean(g y)), dgain = sum
    over rows of dout y, dbias = sum over rows of dout. The term mean(g) is the derivative of the
-   mean, so RMSNorm does not have it. work holds y, g, the sums over rows dgain and dbias, which are
-   complete before they are stored, and widened rows. */
+   mean, so RMSNorm does not have this term. `work` holds y, g, widened rows, and the sums dgain and
+   dbias, which are stored only when they are complete. */
 DT__FN dt_status DT__K(norm_back)(const dt_norm_back_args *a) {
     int64_t cols = (int64_t)a->cols;
     if (!a->work || a->work_bytes < dt_row_work(cols, a->dtype)) return DT_ERR_ARG;
@@ -9629,8 +9811,8 @@ DT__FN dt_status DT__K(softmax_back)(const dt_softmax_back_args *a) {
 
 /* Rotary embedding (RoPE), arXiv:2104.09864. Rotates pair i of a head by position *
    theta^(-2i/rotary): (x0, x1) -> (x0 cos - x1 sin, x1 cos + x0 sin). All heads of a token share
-   its angles. They are computed in double, because the float cosine of a position in the thousands
-   loses its last digits. */
+   the token's angles. Angles, sines and cosines are computed in double, because in float the cosine
+   of a position in the thousands loses its last digits. */
 DT__FN dt_status DT__K(rope)(const dt_rope_args *a) {
     enum { MAX_PAIRS = 256 };
     int64_t dim = (int64_t)a->dim, rotary = (int64_t)a->rotary, half = rotary / 2,
@@ -9639,7 +9821,7 @@ DT__FN dt_status DT__K(rope)(const dt_rope_args *a) {
     double rate[MAX_PAIRS];
     if (rotary % 2 || rotary > dim || dim > 2 * MAX_PAIRS) return DT_ERR_ARG;
     for (int64_t i = 0; i < half; i++) rate[i] = pow(a->theta, -2.0 * (double)i / (double)rotary);
-    /* pair i is elements i step and i step + distance */
+    /* pair i consists of elements i * step and i * step + distance */
     int64_t step = a->interleaved ? 2 : 1, distance = a->interleaved ? 1 : half;
     for (int64_t t = 0; t < (int64_t)a->tokens; t++) {
         for (int64_t i = 0; i < half; i++) {
@@ -9661,8 +9843,9 @@ DT__FN dt_status DT__K(rope)(const dt_rope_args *a) {
     return DT_OK;
 }
 
-/* Columns 4c to 4c + 3 use the four words of the RNG's counter (token, c). What is dropped depends
-   on key, token and column alone: every rank and every recomputation drops the same elements. */
+/* Columns 4c to 4c + 3 use the four words of the RNG's counter (token, c). Whether an element is
+   dropped depends on key, token and column alone, so every rank and every recomputation drops the
+   same elements. */
 DT__FN dt_status DT__K(dropout)(const dt_dropout_args *a) {
     DT__REAL out[DT__STRIP], buf[DT__STRIP], scale = (DT__REAL)(1 / (1 - a->p));
     int64_t cols = (int64_t)a->cols;
@@ -9699,7 +9882,7 @@ DT__FN dt_status DT__K(embedding)(const dt_embedding_args *a) {
     return DT_OK;
 }
 
-/* Adds each row of dout to its row of the table, in order. A bf16 or f16 table needs scratch for
+/* Adds each row of dout, in order, to the table row of its id. A bf16 or f16 table needs `work` for
    the sums in the compute type. */
 DT__FN dt_status DT__K(embedding_back)(const dt_embedding_back_args *a) {
     dt_dtype type = dt__wide(a->dtype, a->wide);
@@ -9726,19 +9909,19 @@ DT__FN dt_status DT__K(embedding_back)(const dt_embedding_back_args *a) {
 /* ---- attention ----
 
    Flash attention, arXiv:2205.14135: softmax(scale q k^T) v without a TQ x TK matrix in memory. The
-   naive version stores scores (TQ,TK), softmaxes each row and multiplies by v. Online softmax
-   instead keeps of each row its maximum m, sum l and result o, and updates them for further keys
-   with scores s:
+   naive version stores scores (TQ,TK), applies softmax to each row and multiplies by v. Online
+   softmax instead keeps a maximum m, a sum l and a result o for each row, and updates m, l and o
+   for further keys with scores s:
 
        m' = max(m, max s)    l' = e^(m - m') l + sum e^(s - m')    o' = e^(m - m') o + e^(s - m') v
 
-   and out = o / l, lse = m + log l. The GPU kernels do so for every tile of keys. Here a block of
-   NR queries visits all keys of a call at once, and the update is the log-sum-exp merge of two
-   calls (merge_lse). The backward recomputes p = e^(s - lse).
+   and finally out = o / l, lse = m + log l. The GPU kernels make this update for every tile of
+   keys. On the CPU, a block of NR queries visits all keys of a call at once, and the update is the
+   log-sum-exp merge of two calls (merge_lse). The backward recomputes p = e^(s - lse).
 
-                 keys 0 ........ tk           A block of NR queries is the NR lanes of a vector:
-       queries   +---------+----+             scores^T (keys,queries), so that maxima and sums over
-        block    |unmasked |mask|  skipped    keys run down the lanes, and out^T (dim,queries).
+                 keys 0 ........ tk           Each of the NR queries of a block is one vector lane:
+       queries   +---------+----+             scores^T is (keys,queries), out^T is (dim,queries).
+        block    |unmasked |mask|  skipped    Maxima and sums over keys stay within a lane.
                  +---------+----+             Keys that no query of the block sees are skipped.
 
    All products use the micro-kernel, on tiles of ATTENTION_MR x NR:
@@ -9750,14 +9933,16 @@ DT__FN dt_status DT__K(embedding_back)(const dt_embedding_back_args *a) {
        dq^T     (dim,queries)  += k^T ds^T             k^T in panels of dims   ds^T itself
        dv, dk   (keys,dim)     += p^T dout, ds^T q     p, ds transposed        dout, q in rows of NR
 
-   Every sum is one chain over its terms in ascending order. A key that only some queries of a block
-   see has p = 0 for the others, so a value v that is not finite reaches those queries too. */
+   Every sum is one chain in ascending order. If only some queries of a block see a key, p is 0 for
+   the other queries; 0 times a v that is not finite is NaN, so this v reaches the other queries
+   too. */
 
-/* The scratch arrays for one key/value head and one block of queries. keys is tk rounded up to 16,
-   dims is dim rounded up to ATTENTION_MR, wide is dim rounded up to NR. */
+/* The scratch arrays for one key/value head and one block of queries. D is dim; `keys` is tk
+   rounded up to 16, `dims` is D rounded up to ATTENTION_MR, `wide` is D rounded up to NR. */
 typedef struct DT__K(attention_work) {
     int64_t keys, dims, wide;
-    /* rows: panels of ATTENTION_MR keys, (keys/MR,D,MR); dims: panels of dims, (dims/MR,tk,MR) */
+    /* *_rows: panels of MR = ATTENTION_MR keys, (keys/MR,D,MR). *_dims: panels of MR dims,
+       (dims/MR,tk,MR) */
     DT__REAL *k_rows, *k_dims, *v_rows, *v_dims;
     DT__REAL *dk, *dv;              /* (wide/NR,keys,NR) */
     DT__REAL *q_lanes, *dout_lanes; /* (D,NR): q^T, dout^T */
@@ -9765,13 +9950,14 @@ typedef struct DT__K(attention_work) {
     DT__REAL *out;                  /* (dims,NR): out^T, dq^T */
     DT__REAL *p, *ds;               /* (keys,NR) */
     DT__REAL *transposed;           /* (NR,keys): p or ds transposed */
-    /* (tk) positions and documents of the sequence's keys; k_document NULL: one document */
+    /* (tk) positions and documents of the sequence's keys; k_document is NULL if all keys belong to
+       one document */
     int32_t *k_position, *k_document;
 } DT__K(attention_work);
 
 DT__FN DT__K(attention_work) DT__K(attention_work_at)(void *work, int64_t tk, int64_t dim) {
     DT__K(attention_work) w;
-    w.keys = (tk + 15) / 16 * 16; /* whole tiles and whole transposition blocks */
+    w.keys = (tk + 15) / 16 * 16; /* a multiple of the tile and of the transposition block */
     w.dims = (dim + DT__ATTENTION_MR - 1) / DT__ATTENTION_MR * DT__ATTENTION_MR;
     w.wide = (dim + DT__NR - 1) / DT__NR * DT__NR;
     w.k_rows = (DT__REAL *)dt__align64(work);
@@ -9794,7 +9980,7 @@ DT__FN DT__K(attention_work) DT__K(attention_work_at)(void *work, int64_t tk, in
 }
 
 /* Packs n rows of dim elements, ld apart, into panels of `width` rows: (ceil(n/width),dim,width).
-   Missing rows are zero. */
+   Rows past n are set to zero. */
 DT__FN void DT__K(pack_row_panels)(DT__REAL *panels, int64_t width, dt_dtype dtype,
     const void *from, int64_t at, int64_t ld, int64_t n, int64_t dim) {
     for (int64_t i = 0; i < n; i += width) {
@@ -9803,22 +9989,22 @@ DT__FN void DT__K(pack_row_panels)(DT__REAL *panels, int64_t width, dt_dtype dty
     }
 }
 
-/* Packs the same rows into panels of `width` columns, (ceil(dim/width),n,width), `step` elements
-   apart. */
+/* Packs n rows of dim elements, ld apart, into panels of `width` columns:
+   (ceil(dim/width),n,width). Panels are `step` elements apart. */
 DT__FN void DT__K(pack_column_panels)(DT__REAL *panels, int64_t step, int64_t width, dt_dtype dtype,
     const void *from, int64_t at, int64_t ld, int64_t n, int64_t dim) {
     for (int64_t c = 0; c < dim; c += width, panels += step) DT__K(pack_rows)
     (dtype, 0, panels, width, from, at + c, ld, dim - c < width ? dim - c : width, n);
 }
 
-/* A block of at most NR queries of one head, and the keys that they see. */
+/* A block of at most NR queries of one head, and the range of keys that these queries see. */
 typedef struct DT__K(query_block) {
     int64_t queries;
-    int64_t q_offset;     /* of the first query in q and out, whose rows are heads * dim apart */
-    int64_t lse_offset;   /* of the first query in lse */
-    int64_t visible_end;  /* no query sees keys from here on; a multiple of ATTENTION_MR */
-    int64_t unmasked_end; /* all queries see the keys before this one */
-    /* lanes without a query repeat the last query */
+    int64_t q_offset;     /* first query in q and out; queries are heads * dim apart */
+    int64_t lse_offset;   /* first query in lse */
+    int64_t visible_end;  /* no query sees later keys; a multiple of ATTENTION_MR */
+    int64_t unmasked_end; /* all queries see keys [0, unmasked_end) */
+    /* of each query; lanes past the last query repeat the last query */
     int32_t position[DT__LANES], document[DT__LANES];
 } DT__K(query_block);
 
@@ -9844,7 +10030,7 @@ DT__FN void DT__K(query_block_make)(DT__K(query_block) * b, const dt_attention_m
     b->visible_end = (b->visible_end + DT__ATTENTION_MR - 1) / DT__ATTENTION_MR * DT__ATTENTION_MR;
 }
 
-/* Masks key j: row[l] = -infinity for the queries l that do not see it. */
+/* Masks key j: sets row[l] = -infinity for every query l that does not see the key. */
 DT__FN void DT__K(mask_row)(DT__REAL *row, const DT__K(query_block) * b,
     const DT__K(attention_work) * w, int causal, int64_t j, int64_t tk) {
     int32_t position = causal ? (j < tk ? w->k_position[j] : INT32_MAX) : INT32_MIN;
@@ -9857,14 +10043,14 @@ DT__FN void DT__K(mask_row)(DT__REAL *row, const DT__K(query_block) * b,
         row[l] = w->k_document[j] != b->document[l] ? (DT__REAL)-INFINITY : row[l];
 }
 
-/* to(keys,NR) = panels of keys times lanes of queries, for keys [0, end). */
+/* to(keys,NR) = rows (panels of keys) times lanes (queries, transposed), for keys [0, end). */
 DT__FN void DT__K(scores)(
     DT__REAL *to, const DT__REAL *rows, const DT__REAL *lanes, int64_t end, int64_t dim) {
     for (int64_t j = 0; j < end; j += DT__ATTENTION_MR) DT__K(attention_micro_kernel)
     (dim, rows + j * dim, DT__ATTENTION_MR, lanes, to + j * DT__NR, DT__NR, 1, NULL, 0);
 }
 
-/* to(dims,NR) = sum over keys of scores times k or v, given in panels of dims. */
+/* to(dims,NR) = sum over keys of scores times k or v; `dims` holds k or v in panels of dims. */
 DT__FN void DT__K(weighted_sums)(DT__REAL *to, const DT__K(attention_work) * w,
     const DT__REAL *dims, const DT__REAL *scores, int64_t end, int64_t tk) {
     int64_t keys = end < tk ? end : tk;
@@ -9872,7 +10058,7 @@ DT__FN void DT__K(weighted_sums)(DT__REAL *to, const DT__K(attention_work) * w,
     (keys, dims + d * tk, DT__ATTENTION_MR, scores, to + d * DT__NR, DT__NR, 1, NULL, 0);
 }
 
-/* Transposes a block's result w->out, (dims,NR), into rows of queries, `wide` apart; overwrites
+/* Transposes a block's result w->out, (dims,NR), into one row per query, rows `wide` apart, in
    w->q_rows. */
 DT__FN void DT__K(transpose_out)(const DT__K(attention_work) * w) {
     for (int64_t d = 0; d < w->wide; d += DT__TRANSPOSE) {
@@ -9883,7 +10069,7 @@ DT__FN void DT__K(transpose_out)(const DT__K(attention_work) * w) {
     }
 }
 
-/* Softmax of a block of scores in w->p, in place: p = e^(s - max), not yet divided by the sums. */
+/* Softmax of a block of scores in w->p, in place: p = e^(s - max). The caller divides by `sum`. */
 DT__FN void DT__K(softmax_block)(const dt_attention_args *a, const DT__K(query_block) * b,
     const DT__K(attention_work) * w, DT__REAL *max, DT__REAL *sum) {
     for (int l = 0; l < DT__NR; l++) max[l] = (DT__REAL)-INFINITY;
@@ -9894,7 +10080,7 @@ DT__FN void DT__K(softmax_block)(const dt_attention_args *a, const DT__K(query_b
     }
     for (int l = 0; l < DT__NR; l++) {
         sum[l] = 0;
-        /* the query sees no key: e^(-infinity - 0) = 0 */
+        /* if the query sees no key, max 0 gives p = e^(-infinity - 0) = 0 */
         max[l] = max[l] == (DT__REAL)-INFINITY ? 0 : max[l];
     }
     for (int64_t j = 0; j < b->visible_end; j++) {
@@ -9905,7 +10091,7 @@ DT__FN void DT__K(softmax_block)(const dt_attention_args *a, const DT__K(query_b
 }
 
 /* Flash attention of one block of queries. Log-sum-exp merge: with merge_lse, out and lse hold the
-   result over other keys, and become that over both:
+   result over other keys on entry, and the result over both sets of keys on return:
 
        lse' = log(e^lse + e^lse_here)    out' = e^(lse - lse') out + e^(lse_here - lse') out_here */
 DT__FN void DT__K(attention_block)(
@@ -9954,9 +10140,10 @@ DT__FN void DT__K(mask_of_keys)(
     if (!s->k_document) w->k_document = NULL;
 }
 
-/* Grouped-query attention, arXiv:2305.13245. K key/value heads serve H query heads: head h reads
-   key/value head h K / H. This is key/value head g % K of sequence g / K; its query heads share its
-   packed panels. K = H is multi-head attention, K = 1 multi-query attention. */
+/* Grouped-query attention, arXiv:2305.13245. K key/value heads serve H query heads: query head h
+   reads key/value head h K / H. This function computes key/value head g % K of sequence g / K; the
+   query heads that read this head share its packed panels. K = H is multi-head attention, K = 1
+   multi-query attention. */
 DT__FN void DT__K(attention_kv_head)(const dt_attention_args *a, void *work, int64_t g) {
     int64_t H = a->heads, K = a->kv_heads, D = a->dim, s = g / K, kv = (s * a->tk * K + g % K) * D;
     DT__K(attention_work) w = DT__K(attention_work_at)(work, a->tk, D);
@@ -9987,13 +10174,14 @@ DT__FN dt_status DT__K(attention)(const dt_attention_args *a) {
 }
 
 /* With p = e^(scale q k - lse) and dp = dout v: ds = scale p (dp - sum over keys of p dp), where
-   the sum equals dot(dout, out). p and ds overwrite the scores and dp. */
+   the sum equals dot(dout, out). On entry w->p holds the scores and w->ds holds dp; p and ds
+   overwrite them. */
 DT__FN void DT__K(softmax_back_block)(const dt_attention_back_args *a, const DT__K(query_block) * b,
     const DT__K(attention_work) * w) {
     DT__REAL scale = (DT__REAL)a->scale, lse[DT__LANES], mean[DT__LANES], buf_o[DT__STRIP],
              buf_d[DT__STRIP], partial;
     for (int64_t l = 0; l < DT__NR; l++) {
-        lse[l] = (DT__REAL)INFINITY; /* no query, or one that sees no key: p = 0 */
+        lse[l] = (DT__REAL)INFINITY; /* p = 0 if the lane has no query or the query sees no key */
         mean[l] = 0;
         if (l >= b->queries) continue;
         DT__REAL row_lse = ((const DT__REAL *)a->lse)[b->lse_offset + l];
@@ -10016,8 +10204,9 @@ DT__FN void DT__K(softmax_back_block)(const dt_attention_back_args *a, const DT_
     }
 }
 
-/* The gradients of keys or values: sum(keys,dim) += scores^T (keys,queries) x rows (queries,dim).
-   Transposes the scores, then multiplies ATTENTION_MR keys at a time. */
+/* Adds a query block's part to the gradients of keys or values: sum(keys,dim) += scores^T
+   (keys,queries) x rows (queries,dim). Transposes the scores, then multiplies
+   ATTENTION_MR keys at a time. */
 DT__FN void DT__K(add_key_grads)(DT__REAL *sum, const DT__K(attention_work) * w,
     const DT__REAL *scores, const DT__REAL *rows, int64_t end) {
     for (int64_t j = 0; j < end; j += DT__TRANSPOSE) {
@@ -10042,7 +10231,7 @@ DT__FN void DT__K(attention_back_block)(const dt_attention_back_args *a,
     DT__K(scores)(w->p, w->k_rows, w->q_lanes, b->visible_end, D);
     DT__K(scores)(w->ds, w->v_rows, w->dout_lanes, b->visible_end, D);
     DT__K(softmax_back_block)(a, b, w);
-    /* clears q_rows and dout_rows, because the block may have fewer than NR queries */
+    /* clears q_rows and dout_rows: rows past the last query must be zero */
     memset(w->q_rows, 0, (size_t)(2 * w->wide * DT__NR) * sizeof *w->q_rows);
     DT__K(pack_column_panels)
     (w->q_rows, DT__NR * DT__NR, DT__NR, a->dtype, a->q, b->q_offset, ld, b->queries, D);
@@ -10058,7 +10247,8 @@ DT__FN void DT__K(attention_back_block)(const dt_attention_back_args *a,
         a->accumulate_q);
 }
 
-/* Stores the gradient of one head's keys or values, from (wide/NR,keys,NR) to rows. */
+/* Stores the gradient of one head's keys or values. `sum` is (wide/NR,keys,NR); `to` has one row
+   per key. */
 DT__FN void DT__K(store_key_grads)(const dt_attention_back_args *a, const DT__K(attention_work) * w,
     void *to, int64_t kv, const DT__REAL *sum, int accumulate) {
     for (int64_t d = 0; d < a->dim && to; d += DT__NR) {
@@ -10069,8 +10259,8 @@ DT__FN void DT__K(store_key_grads)(const dt_attention_back_args *a, const DT__K(
     }
 }
 
-/* The backward of one key/value head: its gradient is the sum over its query heads in ascending
-   order, and for each head over its queries. */
+/* The backward of one key/value head. The head's gradient is a sum over the query heads that read
+   it and over each query head's queries, both in ascending order. */
 DT__FN void DT__K(attention_back_kv_head)(const dt_attention_back_args *a, void *work, int64_t g) {
     int64_t H = a->heads, K = a->kv_heads, D = a->dim, tk = a->tk, s = g / K,
             kv = (s * tk * K + g % K) * D;
@@ -10080,7 +10270,7 @@ DT__FN void DT__K(attention_back_kv_head)(const dt_attention_back_args *a, void 
     DT__K(pack_column_panels)
     (w.k_dims, tk * DT__ATTENTION_MR, DT__ATTENTION_MR, a->dtype, a->k, kv, K * D, tk, D);
     DT__K(pack_row_panels)(w.v_rows, DT__ATTENTION_MR, a->dtype, a->v, kv, K * D, tk, D);
-    memset(w.dk, 0, (size_t)(2 * w.keys * w.wide) * sizeof *w.dk); /* dk and dv */
+    memset(w.dk, 0, (size_t)(2 * w.keys * w.wide) * sizeof *w.dk); /* clears dk and dv */
     for (int64_t h = g % K * (H / K); h < (g % K + 1) * (H / K); h++) {
         for (int64_t i = 0; i < a->tq; i += DT__NR) {
             DT__K(query_block) b;
@@ -10106,7 +10296,7 @@ DT__FN dt_status DT__K(attention_back)(const dt_attention_back_args *a) {
 }
 
 /* Log-sum-exp: max + log(sum of e^(x - max)). The largest term is 1, so nothing overflows.
-   Exponentials are in the compute type; their sum and the loss are in double. */
+   Exponentials are computed in the compute type, their sum and the logarithm in double. */
 DT__FN double DT__K(log_sum_exp)(const DT__REAL *x, int64_t n) {
     DT__REAL term[DT__STRIP], max = DT__K(largest)(x, n);
     double sum = 0;
@@ -10126,8 +10316,9 @@ DT__FN double DT__K(mean_of)(const DT__REAL *x, int64_t n) {
     return total / (double)n;
 }
 
-/* Vocabulary-parallel cross-entropy, each rank's part: for each row the log-sum-exp of the columns
-   here and the target's contribution. cross_entropy_merge combines those of all ranks. */
+/* Vocabulary-parallel cross-entropy, the part of one rank. Computes for each row the log-sum-exp
+   over this rank's columns and the target's contribution. cross_entropy_merge combines the parts of
+   all ranks. */
 DT__FN dt_status DT__K(cross_entropy_partial)(const dt_cross_entropy_args *a) {
     int64_t cols = (int64_t)a->cols, vocab = (int64_t)a->vocab;
     for (size_t r = 0; r < a->rows; r++) {
@@ -10147,7 +10338,8 @@ DT__FN dt_status DT__K(cross_entropy_partial)(const dt_cross_entropy_args *a) {
     return DT_OK;
 }
 
-/* lse = max + log(sum over ranks of e^(lse of the rank - max)); the targets add up. */
+/* Combines the parts of all ranks: lse = max + log(sum over ranks of e^(the rank's lse - max)), and
+   the target's contributions add up. */
 DT__FN dt_status DT__K(cross_entropy_merge)(const dt_cross_entropy_merge_args *a) {
     double total = 0, squares = 0;
     for (size_t r = 0; r < a->rows; r++) {
@@ -10256,15 +10448,15 @@ DT__FN dt_status DT__K(square_sums)(const dt_square_sums_args *a) {
     return DT_OK;
 }
 
-/* Square roots of a strip, with the vectors of the micro-kernel. */
+/* Square roots of one strip, in place, with the vectors of the micro-kernel. */
 DT__FN void DT__K(square_roots)(DT__REAL *strip) {
     for (int64_t i = 0; i < DT__STRIP; i += DT__NV)
         DT__STORE(strip + i, DT__SQRT(DT__LOAD(strip + i)));
 }
 
-/* Adam and AdamW. m and v are running means of g and g^2. Both start at zero; dividing by 1 -
-   beta^step corrects that bias. Decoupled weight decay (AdamW) shrinks the parameter; coupled decay
-   (Adam) is added to the gradient. */
+/* Adam and AdamW. m and v are running means of g and g^2. Both start at zero and are therefore
+   biased toward zero; dividing by 1 - beta^step corrects the bias. Decoupled weight decay (AdamW)
+   shrinks the parameter; coupled decay (Adam) is added to the gradient. */
 DT__FN void DT__K(adamw_update)(const dt_adamw_args *a) {
     DT__REAL *__restrict__ param = (DT__REAL *)a->param;
     DT__REAL *__restrict__ m = (DT__REAL *)a->m, *__restrict__ v = (DT__REAL *)a->v;
@@ -10295,7 +10487,7 @@ DT__FN void DT__K(adamw_update)(const dt_adamw_args *a) {
 }
 
 DT__FN dt_status DT__K(adamw)(const dt_adamw_args *a) {
-    for (const dt_adamw_args *n = a; n; n = n->next) /* check all before changing any */
+    for (const dt_adamw_args *n = a; n; n = n->next) /* check all, then update */
         if (n->step < 1 || n->dtype != a->dtype || n->model_dtype != a->model_dtype)
             return DT_ERR_ARG;
     for (; a; a = a->next) DT__K(adamw_update)(a);
@@ -10309,7 +10501,7 @@ DT__FN dt_status DT__K(sgd)(const dt_sgd_args *a) {
              grad_scale = (DT__REAL)a->grad_scale;
     DT__REAL momentum = (DT__REAL)(a->step > 1 ? a->momentum : 0);
     if (a->momentum != 0 && !buffer) return DT_ERR_ARG;
-    /* the first step sets b = g */
+    /* the first step sets the momentum buffer to g */
     if (a->momentum != 0 && a->step <= 1) memset(buffer, 0, a->count * sizeof *buffer);
     for (size_t i = 0; i < a->count && a->momentum == 0; i++)
         param[i] -= lr * (grad[i] * grad_scale + decay * param[i]);
@@ -10344,8 +10536,8 @@ DT__FN dt_status DT__K(frozen_adam)(const dt_frozen_adam_args *a) {
     return DT_OK;
 }
 
-/* 1-bit Adam: signs with error feedback. The first pass sets error = x + error; the second packs
-   the signs of error and subtracts what is sent. */
+/* 1-bit Adam: packs signs with error feedback. The first pass sets error = x + error. The second
+   pass packs the signs of error and subtracts the value sent, sign times scale, from error. */
 DT__FN dt_status DT__K(sign_pack)(const dt_sign_pack_args *a) {
     DT__REAL *error = (DT__REAL *)a->error;
     const DT__REAL *x = (const DT__REAL *)a->x, *v = (const DT__REAL *)a->v;
@@ -10362,7 +10554,7 @@ DT__FN dt_status DT__K(sign_pack)(const dt_sign_pack_args *a) {
     }
     DT__REAL scale = (DT__REAL)(numbers > 0 ? sqrt(squares / numbers) : 0);
     double sent = (double)scale;
-    size_t sign_bytes = a->count / a->parts / 8; /* bytes of a message's signs */
+    size_t sign_bytes = a->count / a->parts / 8; /* bytes of signs per message */
     for (size_t byte = 0; byte < a->count / 8; byte++) {
         unsigned bits = 0;
         for (size_t i = 8 * byte; i < 8 * byte + 8; i++) {
@@ -10395,7 +10587,7 @@ DT__FN dt_status DT__K(sign_unpack)(const dt_sign_unpack_args *a) {
 #undef DT__SUM
 #endif /* floating types */
 
-/* The kernels of this type and instruction set; section 23 chooses among these tables. */
+/* The kernels of this compute type and instruction set; section 23 chooses among these tables. */
 #if DT__BITS == 1
 #define DT__VARIANT_ENTRY(k) NULL,
 #else
@@ -10438,18 +10630,20 @@ static const dt__variant DT__K(
 #if defined(DT_IMPLEMENTATION) && !defined(DT__TENSOR_TABLE) && !defined(DT__BITS)
 #define DT__TENSOR_TABLE
 
+DT__CPP_WARNINGS_OFF
+
 #ifdef __cplusplus
 extern "C" {
 #endif
 
 // ==== 23. The CPU kernel table ==================================================================
 
-/* Includes sections 21 and 22, and the end of 20, once for each compute type and instruction set.
-   The best set of the machine is chosen at run time, in dt__best_isa:
+/* Includes sections 21 and 22, and the end of 20, once for each compute type and instruction set:
 
        i32 plain | f32, f64 plain | f32, f64 AVX2 or NEON | f32, f64 AVX-512
 
-   bf16 and f16 use the f32 kernels. */
+   At run time dt__best_isa chooses the best set that the machine supports. bf16 and f16 use the f32
+   kernels. */
 #define DT__BITS 1
 #define DT__ISA 0
 #include "dt_tensor.h"
@@ -10476,7 +10670,7 @@ extern "C" {
 #include "dt_tensor.h"
 #endif
 
-/* The best instruction set of this machine. */
+/* Returns the best instruction set that this machine supports. */
 static int dt__best_isa(void) {
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("avx512f")) return DT__AVX512;
@@ -10489,8 +10683,8 @@ static int dt__best_isa(void) {
 #endif
 }
 
-/* The kernels of a type and instruction set, or NULL if this build has none. Tests force each set
-   up to the best one. */
+/* Returns the kernels of a type and instruction set, or NULL if this build has none. Tests use this
+   function to run every set up to the best one. */
 static const dt__variant *dt__variant_of(dt_dtype dtype, int isa) {
 #if defined(__x86_64__)
     static const dt__variant *const f32[DT__ISAS] = { &dt__variant_f32_plain, &dt__variant_f32_avx2,
@@ -10560,9 +10754,10 @@ static dt_status dt__cpu_move(void *dst, const void *src, size_t bytes, void *st
 }
 
 const dt_kernels *dt_kernels_cpu(void) {
-#define DT__TABLE_ENTRY(k) dt__cpu_##k,
-    static const dt_kernels table = { "cpu", NULL, NULL, dt__cpu_move, NULL, NULL, NULL, NULL, NULL,
-        NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, 0, DT_KERNELS(DT__TABLE_ENTRY) };
+#define DT__TABLE_ENTRY(k) .k = dt__cpu_##k,
+    static const dt_kernels table = {
+        .name = "cpu", .move = dt__cpu_move, DT_KERNELS(DT__TABLE_ENTRY)
+    };
 #undef DT__TABLE_ENTRY
     return &table;
 }
@@ -10579,6 +10774,8 @@ const dt_kernels *dt_kernels_cpu(void) {
 #ifdef __cplusplus
 }
 #endif
+
+DT__CPP_WARNINGS_ON
 #endif /* DT__TENSOR_TABLE */
 
 /* HISTORY
@@ -10591,7 +10788,8 @@ const dt_kernels *dt_kernels_cpu(void) {
              brief, maker -> arena, transient, producer; dt_node: blind, remake -> unread_inputs,
              recompute; dt_param_info: box, unit -> slice, bucket; dt_json_shut -> dt_json_close,
              dt_json_drop -> dt_json_out_free; kernels spread -> scatter, cross_entropy_join ->
-             cross_entropy_merge; dt_ctx_desc.place -> local_rank; dt_listener.settle -> drain
+             cross_entropy_merge; dt_ctx_desc.place -> local_rank; dt_listener.settle -> drain;
+             dt_loss_part -> dt_vocab_shard (parts, first, all -> count, offset, full_vocab)
              dt_io: open takes a dt_io_mode in place of 0, 1 and DT_IO_NEW; remove_folder;
              dt_printable
      0.1.0   one rank: tensors, tape, blocks, units, memory account, CPU kernels, JSON, weight files

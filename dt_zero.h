@@ -467,6 +467,8 @@ DT_API dt_zero_bytes dt_zero_formula(dt_zero_formula_desc desc);
 
 #include "dt_parallel.h"
 
+DT__CPP_WARNINGS_OFF
+
 #include <sys/resource.h>
 
 #ifdef __cplusplus
@@ -968,10 +970,10 @@ static dt__item_text dt__item_describe(const dt_zero *zero, int item, int with_r
         p->bucket->index, d->frozen ? ", frozen" : "", d->no_decay ? ", no_decay" : "");
     if (d->lr_scale != 0 && at < capacity)
         at += (size_t)snprintf(text.s + at, capacity - at, ", lr_scale %g", d->lr_scale);
-    for (int c = 0; c < 3 && at < capacity; c++)
-        if (d->shards[c].comm)
-            at += (size_t)snprintf(text.s + at, capacity - at, ", shard %d:%d/%d", d->shards[c].dim,
-                with_rank ? dt_comm_rank(d->shards[c].comm) : 0, dt_comm_size(d->shards[c].comm));
+    for (int i = 0; i < 3 && at < capacity; i++)
+        if (d->shards[i].comm)
+            at += (size_t)snprintf(text.s + at, capacity - at, ", shard %d:%d/%d", d->shards[i].dim,
+                with_rank ? dt_comm_rank(d->shards[i].comm) : 0, dt_comm_size(d->shards[i].comm));
     for (int m = 0; m < 2 && at < capacity; m++)
         if (d->grad_placements[m].comm)
             at += (size_t)snprintf(text.s + at, capacity - at, ", grad placement %d/%d",
@@ -1389,7 +1391,12 @@ static dt_status dt__grad_tree_add(
         /* write the sum to a level that holds none */
         void *out = dt__grad_tree_level(z, segment, before >> (level + 1) & 1 ? level : level + 1);
         const void *terms[2] = { dt__grad_tree_level(z, segment, level), sum };
-        dt_reduce_args a = { z->bucket->grad_dtype, out, terms, 2, segment, DT_SUM, NULL, 0, 0 };
+        dt_reduce_args a = { .dtype = z->bucket->grad_dtype,
+            .out = out,
+            .in = terms,
+            .n = 2,
+            .count = segment,
+            .op = DT_SUM };
         if (DT__KERNEL(zero->ctx, "the tree of gradients", reduce, &a) != DT_OK)
             return dt_error(zero->ctx);
         sum = out;
@@ -1413,7 +1420,12 @@ static dt_status dt__grad_tree_sum(
         void *more = dt__grad_tree_level(z, segment, level);
         if (!(leaves >> level & 1)) continue;
         const void *terms[2] = { more, sum };
-        dt_reduce_args a = { z->bucket->grad_dtype, more, terms, 2, segment, DT_SUM, NULL, 0, 0 };
+        dt_reduce_args a = { .dtype = z->bucket->grad_dtype,
+            .out = more,
+            .in = terms,
+            .n = 2,
+            .count = segment,
+            .op = DT_SUM };
         if (sum && DT__KERNEL(zero->ctx, "the tree of gradients", reduce, &a) != DT_OK)
             return dt_error(zero->ctx);
         sum = (char *)more;
@@ -2034,27 +2046,62 @@ static dt_status dt__zero_update_param(
     const dt_zero_desc *d = &zero->desc;
     dt_dtype type = dt_grad_dtype(f->tensor);
     if (d->optimizer == DT_OPTIMIZER_CUSTOM) {
-        dt_cast_args a = { f->tensor->dtype, type, narrow, f->param, f->count, 0 };
+        dt_cast_args a = { .dtype = f->tensor->dtype,
+            .from = type,
+            .out = narrow,
+            .in = f->param,
+            .count = f->count };
         if (dt__is_dry_run(zero)) return DT_OK;
         dt_status status = d->update(f, d->user);
         if (status != DT_OK) return dt_fail(zero->ctx, status, "the update of %s", f->tensor->name);
         return narrow ? DT__UPDATE(zero, f->tensor->name, cast, &a) : DT_OK;
     }
     if (d->optimizer == DT_SGD) {
-        dt_sgd_args a = { type, f->param, f->grad, f->state[0], f->count, f->lr, d->momentum,
-            f->weight_decay, f->grad_scale, f->step, f->tensor->dtype, narrow };
+        dt_sgd_args a = { .dtype = type,
+            .param = f->param,
+            .grad = f->grad,
+            .momentum_buffer = f->state[0],
+            .count = f->count,
+            .lr = f->lr,
+            .momentum = d->momentum,
+            .weight_decay = f->weight_decay,
+            .grad_scale = f->grad_scale,
+            .step = f->step,
+            .model_dtype = f->tensor->dtype,
+            .model_param = narrow };
         return DT__UPDATE(zero, f->tensor->name, sgd, &a);
     }
     if (dt__onebit_frozen(zero)) {
-        dt_frozen_adam_args a = { type, f->param, f->state[0], f->state[1], f->count, f->lr, d->eps,
-            f->weight_decay, f->tensor->dtype, narrow };
+        dt_frozen_adam_args a = { .dtype = type,
+            .param = f->param,
+            .m = f->state[0],
+            .v = f->state[1],
+            .count = f->count,
+            .lr = f->lr,
+            .eps = d->eps,
+            .weight_decay = f->weight_decay,
+            .model_dtype = f->tensor->dtype,
+            .model_param = narrow };
         return DT__UPDATE(zero, f->tensor->name, frozen_adam, &a);
     }
     /* 1-bit Adam has no bias correction: INT64_MAX turns it off */
     int64_t step = d->optimizer == DT_ONEBIT_ADAM ? INT64_MAX : f->step;
-    dt_adamw_args a = { type, f->param, f->grad, f->state[0], f->state[1], f->count, f->lr,
-        d->beta1, d->beta2, d->eps, f->weight_decay, f->grad_scale, step, d->optimizer == DT_ADAM,
-        f->tensor->dtype, narrow, NULL };
+    dt_adamw_args a = { .dtype = type,
+        .param = f->param,
+        .grad = f->grad,
+        .m = f->state[0],
+        .v = f->state[1],
+        .count = f->count,
+        .lr = f->lr,
+        .beta1 = d->beta1,
+        .beta2 = d->beta2,
+        .eps = d->eps,
+        .weight_decay = f->weight_decay,
+        .grad_scale = f->grad_scale,
+        .step = step,
+        .coupled = d->optimizer == DT_ADAM,
+        .model_dtype = f->tensor->dtype,
+        .model_param = narrow };
     if (batch->n == 0) batch->name = f->tensor->name;
     batch->adamw[batch->n++] = a;
     return batch->n == DT__UPDATE_BATCH ? dt__update_batch_flush(zero, batch) : dt_error(zero->ctx);
@@ -2078,10 +2125,17 @@ static dt_status dt__zero_update_span(
         /* NULL: only the master is updated */
         char *value = s->values ? (char *)s->values + at * narrow_size : NULL;
         void *updated = s->master ? (char *)s->master + at * size : value;
-        dt_update_args f = { zero->ctx, t, from - p->offset, to - from, updated,
-            (char *)s->grad + at * size, { NULL, NULL },
-            lr * (p->desc.lr_scale != 0 ? p->desc.lr_scale : 1), grad_scale,
-            decays ? zero->desc.weight_decay : 0, zero->step + 1 };
+        dt_update_args f = { .ctx = zero->ctx,
+            .tensor = t,
+            .offset = from - p->offset,
+            .count = to - from,
+            .param = updated,
+            .grad = (char *)s->grad + at * size,
+            .state = { NULL, NULL },
+            .lr = lr * (p->desc.lr_scale != 0 ? p->desc.lr_scale : 1),
+            .grad_scale = grad_scale,
+            .weight_decay = decays ? zero->desc.weight_decay : 0,
+            .step = zero->step + 1 };
         for (int k = 0; k < zero->states; k++) f.state[k] = (char *)s->state[k] + at * size;
         if (dt__zero_update_param(zero, &batch, &f, s->master ? value : NULL) != DT_OK)
             return dt_error(zero->ctx);
@@ -2096,9 +2150,17 @@ static dt_status dt__zero_update_span(
 static dt_status dt__zero_update_bucket(
     dt_zero *zero, dt__zero_bucket *z, double lr, double grad_scale) {
     const dt_bucket *u = z->bucket;
-    dt__update_span shard = { z->offset, z->count, dt__zero_grad_shard(z),
-        { z->state[0], z->state[1] }, z->master, dt__zero_param_shard(z) };
-    dt_cast_args widen = { u->grad_dtype, u->dtype, z->master, shard.values, z->count, 0 };
+    dt__update_span shard = { .offset = z->offset,
+        .count = z->count,
+        .grad = dt__zero_grad_shard(z),
+        .state = { z->state[0], z->state[1] },
+        .master = z->master,
+        .values = dt__zero_param_shard(z) };
+    dt_cast_args widen = { .dtype = u->grad_dtype,
+        .from = u->dtype,
+        .out = z->master,
+        .in = shard.values,
+        .count = z->count };
     /* master weights are copied at the first step, so that parameters may be loaded until then */
     if (z->master && zero->step == 0 &&
         DT__KERNEL(zero->ctx, "master parameters", cast, &widen) != DT_OK)
@@ -2246,7 +2308,13 @@ static void *dt__disk_thread(void *arg) {
 
 static void dt__disk_start(dt__disk *d, dt__disk_job *job, int write, void *at, size_t bytes,
     int64_t offset, const char *what) {
-    dt__disk_job fresh = { write, 1, at, bytes, offset, what, 0, 0, NULL, job->device };
+    dt__disk_job fresh = { .write = write,
+        .busy = 1,
+        .at = at,
+        .bytes = bytes,
+        .offset = offset,
+        .what = what,
+        .device = job->device };
     if (!d->has_thread) return; /* a dry run */
     *job = fresh;
     pthread_mutex_lock(&d->lock);
@@ -2664,7 +2732,9 @@ static dt_status dt__chunk_update(
     char *grad =
         (char *)(dt__grad_on_disk(zero, u) ? s->buf[DT__GRAD]
                                            : dt__zero_element(z, dt__zero_grad_shard(z), at));
-    dt__update_span span = { s->offset, s->count, grad, { NULL, NULL }, NULL, NULL };
+    dt__update_span span = {
+        .offset = s->offset, .count = s->count, .grad = grad, .state = { NULL, NULL }
+    };
     for (int a = 0; a <= DT__MASTER; a++) {
         char *full = (char *)(a == DT__MASTER ? z->master : z->state[a]);
         void *here = full ? full + at * size : dt__disk_array_bytes(zero, u, a) ? s->buf[a] : NULL;
@@ -2679,7 +2749,11 @@ static dt_status dt__chunk_update(
     if (s->buf[DT__GRAD] && grad != s->buf[DT__GRAD])
         dt__move(ctx, span.grad = s->buf[DT__GRAD], grad, bytes);
     if (dt__sync(ctx) != DT_OK) return dt_error(ctx);
-    dt_cast_args widen = { u->grad_dtype, u->dtype, span.master, s->buf[DT__PARAMS], s->count, 0 };
+    dt_cast_args widen = { .dtype = u->grad_dtype,
+        .from = u->dtype,
+        .out = span.master,
+        .in = s->buf[DT__PARAMS],
+        .count = s->count };
     if (master && zero->step == 0 && DT__UPDATE(zero, "master parameters", cast, &widen) != DT_OK)
         return dt_error(ctx);
     span.values = on_disk || !master ? s->buf[DT__PARAMS] : NULL;
@@ -2704,7 +2778,11 @@ static dt_status dt__offload_commit(dt_zero *zero, dt__zero_bucket *z) {
         n = z->count - at < zero->chunk_elements ? z->count - at : zero->chunk_elements;
         if (host && (dt__move(ctx, host, from, n * size) != DT_OK || dt__sync(ctx) != DT_OK))
             return dt_error(ctx);
-        dt_cast_args a = { u->dtype, u->grad_dtype, to, host ? host : from, n, 0 };
+        dt_cast_args a = { .dtype = u->dtype,
+            .from = u->grad_dtype,
+            .out = to,
+            .in = host ? host : from,
+            .count = n };
         dt_status status = size == narrow ? dt__move(ctx, to, from, n * size)
                            : host         ? DT__UPDATE(zero, "values", cast, &a)
                                           : DT__KERNEL(ctx, "values", cast, &a);
@@ -2882,13 +2960,36 @@ static dt_status dt__onebit_momentum(dt_zero *zero, dt__zero_bucket *z, double g
             ? dt__scratch_bytes(ctx, (2 * (u->padded / DT_PIECE + 1) + 1) * sizeof(double))
             : 0;
     void *work = dt_scratch(ctx, work_bytes);
-    dt_momentum_args local = { type, m, u->grad, u->padded, zero->desc.beta1,
-        (double)N * grad_scale };
-    dt_sign_pack_args worker = { type, out, m, z->errors[0], v, u->padded, N, work, work_bytes };
-    dt_sign_unpack_args served = { type, mean, in, dt__zero_element(z, v, r * n_shard), n_shard,
-        N };
-    dt_sign_pack_args server = { type, out + r * bytes, mean, z->errors[1],
-        dt__zero_element(z, v, r * n_shard), n_shard, 1, work, work_bytes };
+    dt_momentum_args local = { .dtype = type,
+        .m = m,
+        .grad = u->grad,
+        .count = u->padded,
+        .beta1 = zero->desc.beta1,
+        .grad_scale = (double)N * grad_scale };
+    dt_sign_pack_args worker = { .dtype = type,
+        .out = out,
+        .x = m,
+        .error = z->errors[0],
+        .v = v,
+        .count = u->padded,
+        .parts = N,
+        .work = work,
+        .work_bytes = work_bytes };
+    dt_sign_unpack_args served = { .dtype = type,
+        .out = mean,
+        .in = in,
+        .v = dt__zero_element(z, v, r * n_shard),
+        .count = n_shard,
+        .n = N };
+    dt_sign_pack_args server = { .dtype = type,
+        .out = out + r * bytes,
+        .x = mean,
+        .error = z->errors[1],
+        .v = dt__zero_element(z, v, r * n_shard),
+        .count = n_shard,
+        .parts = 1,
+        .work = work,
+        .work_bytes = work_bytes };
     if (DT__KERNEL(ctx, "1-bit Adam", momentum, &local) != DT_OK ||
         DT__KERNEL(ctx, "1-bit Adam", sign_pack, &worker) != DT_OK ||
         dt__onebit_exchange(zero, z, out, in, bytes) != DT_OK ||
@@ -2897,8 +2998,12 @@ static dt_status dt__onebit_momentum(dt_zero *zero, dt__zero_bucket *z, double g
         dt_all_gather(z->data_group, out + r * bytes, out, words, DT_I32) != DT_OK)
         return dt_error(ctx);
     for (size_t k = 0; k < N; k++) {
-        dt_sign_unpack_args all = { type, dt__zero_element(z, m, k * n_shard), out + k * bytes,
-            dt__zero_element(z, v, k * n_shard), n_shard, 1 };
+        dt_sign_unpack_args all = { .dtype = type,
+            .out = dt__zero_element(z, m, k * n_shard),
+            .in = out + k * bytes,
+            .v = dt__zero_element(z, v, k * n_shard),
+            .count = n_shard,
+            .n = 1 };
         if (DT__KERNEL(ctx, "1-bit Adam", sign_unpack, &all) != DT_OK) return dt_error(ctx);
     }
     return DT_OK;
@@ -3007,8 +3112,11 @@ static void dt__zero_shard_bucket(
 
 static dt_buckets_desc dt__zero_buckets_desc(dt_zero *zero) {
     const char *values = zero->desc.offload_params;
-    dt_buckets_desc d = { zero->desc.bucket_bytes, 0, dt__on_disk(values) || dt__in_host(values),
-        dt__zero_shards_grads(zero), dt__zero_shard_bucket, zero };
+    dt_buckets_desc d = { .bucket_bytes = zero->desc.bucket_bytes,
+        .offloaded = dt__on_disk(values) || dt__in_host(values),
+        .reduce_each_micro = dt__zero_shards_grads(zero),
+        .shard = dt__zero_shard_bucket,
+        .user = zero };
     return d;
 }
 
@@ -3041,7 +3149,7 @@ static void dt__zero_listen(dt_zero *zero) {
 }
 
 dt_zero *dt_zero_make(dt_ctx *ctx, dt_zero_desc desc) {
-    dt_mesh_desc all = { 0, 0, 0, 0, 0 };
+    dt_mesh_desc all = { 0 };
     if (dt_error(ctx) != DT_OK || dt__zero_check(ctx, &desc) != DT_OK) return NULL;
     dt_zero *zero = (dt_zero *)dt_alloc(ctx, DT_MEM_HOST, sizeof *zero, "dt_zero_make");
     if (!zero) return NULL;
@@ -3109,7 +3217,7 @@ static double dt__clip_scale(const dt_zero *zero, double norm) {
 }
 
 dt_step_info dt_zero_step(dt_zero *zero, double lr) {
-    dt_step_info info = { 0, NAN, 1, 0, 1, -1, NULL, 0 };
+    dt_step_info info = { .grad_norm = NAN, .clip_scale = 1, .loss_scale = 1, .bad_rank = -1 };
     dt__bad_grad fault;
     double norm = 0;
     if (!zero || dt_error(zero->ctx) != DT_OK) return info;
@@ -3257,7 +3365,8 @@ size_t dt_zero_state_bytes(const dt_zero *zero) {
 // ==== 15. Memory account: code ==================================================================
 
 dt_zero_bytes dt_zero_formula(dt_zero_formula_desc d) {
-    dt_zero_bytes none = { NAN, NAN, NAN, NAN, NAN }, b;
+    dt_zero_bytes none = { .params = NAN, .grads = NAN, .optim = NAN, .total = NAN, .sent = NAN },
+                  b;
     if (d.stage < 0 || d.stage > 3 || d.ranks < 0 || d.micros < 0 ||
         !(d.elements >= 0 && d.values >= 0 && d.grads >= 0 && d.state >= 0))
         return none;
@@ -4548,7 +4657,7 @@ static dt_status dt__checkpoint_desc_check(dt_ctx *ctx, const dt_checkpoint_desc
     dt_json_put_string(&config, NULL, d->config);
     bytes += (double)config.used + 25 * numbers; /* 25 bytes: -1.2345678901234567e-300, */
     dt_json_out_free(&config);
-    if (bytes > DT__JSON_BYTES)
+    if (bytes > (double)DT__JSON_BYTES)
         return dt_fail(ctx, DT_ERR_ARG,
             "dt_checkpoint_open: %.0f saved numbers, their names and config "
             "may take %.0f bytes of manifest.json, which has at most %d",
@@ -5255,6 +5364,8 @@ int64_t dt_checkpoint_load(dt_checkpoint *c, const char *from) {
 #ifdef __cplusplus
 }
 #endif
+
+DT__CPP_WARNINGS_ON
 #endif /* DT_ZERO_IMPL */
 
 /* HISTORY

@@ -452,7 +452,7 @@ static inline void train_footprint_formula(
         const dt_bucket *bucket = dt_bucket_get(ctx, u);
         const dt_shard_spec *shards = dt_param_get(ctx, bucket->first_param)->param->desc.shards;
         int k = 0;
-        for (int c = 0; c < 3; c++) k |= mesh->ep && shards[c].comm == mesh->ep;
+        for (int i = 0; i < 3; i++) k |= mesh->ep && shards[i].comm == mesh->ep;
         if (bucket->frozen) { /* router biases */
             int N = n->sharded[0] ? n->kind[k].shard_ranks : 1;
             n->formula[0] += (double)bucket->padded * (double)dt_dtype_size(bucket->dtype) / N;

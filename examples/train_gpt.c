@@ -2393,22 +2393,22 @@ static const int per_rank_options[] = { O_DATA, O_RANK, O_RENDEZVOUS, O_TOKEN_FI
 static const int presence_options[] = { O_VAL, O_MODEL, O_SCHEDULE_SVG, O_SAVE, O_RESUME,
     O_SAVE_MODEL, O_TRACE };
 
-static int is_among(int option, const int *list, size_t n) {
+static int is_among(int id, const int *list, size_t n) {
     for (size_t i = 0; i < n; i++)
-        if (list[i] == option) return 1;
+        if (list[i] == id) return 1;
     return 0;
 }
 
-static uint32_t option_digest(const value *v, int option) {
+static uint32_t option_digest(const value *v, int id) {
     /* FNV-1a of the text, or of the number, so that 1e-2 equals 0.01 */
-    uint32_t h = v[option].text ? 2166136261u : 1;
-    const char *p = table[option].kind == TEXT ? v[option].text : (const char *)&v[option].number;
-    if (is_among(option, per_rank_options, sizeof per_rank_options / sizeof per_rank_options[0]))
+    uint32_t h = v[id].text ? 2166136261u : 1;
+    const char *p = table[id].kind == TEXT ? v[id].text : (const char *)&v[id].number;
+    if (is_among(id, per_rank_options, sizeof per_rank_options / sizeof per_rank_options[0]))
         return 0;
-    if (!v[option].text ||
-        is_among(option, presence_options, sizeof presence_options / sizeof presence_options[0]))
+    if (!v[id].text ||
+        is_among(id, presence_options, sizeof presence_options / sizeof presence_options[0]))
         return h;
-    for (size_t i = 0, n = table[option].kind == TEXT ? strlen(p) : sizeof(double); i < n; i++)
+    for (size_t i = 0, n = table[id].kind == TEXT ? strlen(p) : sizeof(double); i < n; i++)
         h = (h ^ (unsigned char)p[i]) * 16777619u;
     return h;
 }
