@@ -5144,9 +5144,12 @@ DT_KERNELS(DT__DRY_FN)
 #undef DT__DRY_FN
 
 dt_status dt_dry_begin(dt_ctx *ctx, dt_dry *dry) {
-#define DT__DRY_ENTRY(k) dt__dry_##k,
-    dt_kernels table = { "dry", dt__dry_alloc, dt__dry_free, dt__dry_move, NULL, NULL, NULL, NULL,
-        NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, 0, DT_KERNELS(DT__DRY_ENTRY) };
+#define DT__DRY_ENTRY(k) .k = dt__dry_##k,
+    dt_kernels table = { .name = "dry",
+        .alloc = dt__dry_alloc,
+        .free = dt__dry_free,
+        .move = dt__dry_move,
+        DT_KERNELS(DT__DRY_ENTRY) };
 #undef DT__DRY_ENTRY
     if (dt_error(ctx) != DT_OK) return dt_error(ctx);
     if (!dry || ctx->root || ctx->buckets || ctx->work)

@@ -236,13 +236,8 @@ DT_API int64_t dt_count(dt_shape shape);
    bf16 or f16, as gradients of parameters are. `accumulate` 1 adds the finished result to the
    output; `accumulate` 0 overwrites the output. (+)= stands for either. The order of each sum
    depends only on the sizes that the kernel's comment names. */
-#define DT_KERNELS(X) \
-    X(fill) \
+#define DT__FLOAT_KERNELS(X) \
     X(init) \
-    X(copy) \
-    X(permute) \
-    X(cast) \
-    X(reduce) \
     X(sum) \
     X(max) \
     X(binary) \
@@ -275,6 +270,9 @@ DT_API int64_t dt_count(dt_shape shape);
     X(frozen_adam) \
     X(sign_pack) \
     X(sign_unpack)
+/* Kernels that exist once for each compute type and instruction set of the CPU. */
+#define DT__VARIANT_KERNELS(X) X(fill) X(reduce) X(permute) DT__FLOAT_KERNELS(X)
+#define DT_KERNELS(X) X(copy) X(cast) DT__VARIANT_KERNELS(X)
 
 typedef struct dt_fill_args { /* out[i] = value */
     dt_dtype dtype;
@@ -8413,41 +8411,6 @@ static int dt__strips_next(
 }
 
 /* The kernels of one compute type and one instruction set. */
-#define DT__FLOAT_KERNELS(X) \
-    X(init) \
-    X(sum) \
-    X(max) \
-    X(binary) \
-    X(unary) \
-    X(unary_back) \
-    X(glu) \
-    X(glu_back) \
-    X(softmax) \
-    X(softmax_back) \
-    X(norm) \
-    X(norm_back) \
-    X(rope) \
-    X(dropout) \
-    X(embedding) \
-    X(embedding_back) \
-    X(topk) \
-    X(scatter) \
-    X(matmul) \
-    X(attention) \
-    X(attention_back) \
-    X(cross_entropy) \
-    X(cross_entropy_merge) \
-    X(cross_entropy_back) \
-    X(mse) \
-    X(mse_back) \
-    X(square_sums) \
-    X(adamw) \
-    X(sgd) \
-    X(momentum) \
-    X(frozen_adam) \
-    X(sign_pack) \
-    X(sign_unpack)
-#define DT__VARIANT_KERNELS(X) X(fill) X(reduce) X(permute) DT__FLOAT_KERNELS(X)
 typedef struct dt__variant {
 #define DT__VARIANT_ENTRY(k) dt_status (*k)(const dt_##k##_args *a);
     DT__VARIANT_KERNELS(DT__VARIANT_ENTRY)
@@ -10715,8 +10678,6 @@ static const dt__variant *dt__variant_of(dt_dtype dtype, int isa) {
     }
 DT__VARIANT_KERNELS(DT__DISPATCH)
 #undef DT__DISPATCH
-#undef DT__VARIANT_KERNELS
-#undef DT__FLOAT_KERNELS
 
 /* Converts through double, which represents every value of the other types. */
 static dt_status dt__cpu_cast(const dt_cast_args *a, void *stream) {

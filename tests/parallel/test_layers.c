@@ -700,7 +700,7 @@ static dt_status vocab_view_main(dt_ctx *ctx, void *user) {
 
 static dt_status bad_part_main(dt_ctx *ctx, void *user) {
     static const int32_t labels[2] = { 1, 0 };
-    dt_loss_desc d = { .part = { .parts = 2, .all = 4 } };
+    dt_loss_desc d = { .shard = { .count = 2, .full_vocab = 4 } };
     (void)user;
     dt_tensor *x = noise_part(ctx, DT_F64, DT_SHAPE(2, 2), -1, NULL, 1);
     CHECK(dt_cross_entropy_at(x, dt_input(ctx, DT_I32, DT_SHAPE(2), labels), 1, d) == NULL);
