@@ -152,7 +152,8 @@ typedef enum dt_backend {
     /* This process is one rank. Other processes are the other ranks; they connect over sockets. */
     DT_BACKEND_TCP,
     DT_BACKEND_MPI, /* needs DT_USE_MPI: each rank is a process that MPI's launcher started */
-    /* Needs DT_USE_NCCL: like tcp, and each rank has its own GPU. NCCL carries large messages. */
+    /* As DT_BACKEND_TCP, but each rank has its own GPU and NCCL carries large messages. Needs
+       DT_USE_NCCL. */
     DT_BACKEND_NCCL
 } dt_backend;
 
@@ -386,13 +387,14 @@ DT_API dt_traffic dt_comm_traffic(const dt_ctx *ctx);
 
 /* All [collective: comm]. Counts are in elements. Types are the values of dt_dtype; other types,
    and reductions of a type that the context's kernel table does not reduce, fail with
-   DT_ERR_UNSUPPORTED. Buffers are memory of the context's device (with comm NULL: host memory, or
-   in place). A buffer may be NULL if count is 0 or if the operation does not use it on this rank.
-   If the device is a GPU, both buffers of a call may be in host memory instead, if they are on all
-   ranks; the CPU then does the work. This is for small data, and dt_comm_bytes does not count it. N
-   is the size of the group. A call returns the errors of the contract, and also DT_ERR_ARG for a
-   value outside its range or a missing buffer, DT_ERR_COMM if the ranks' calls differ,
-   DT_ERR_TIMEOUT, and the errors of the kernel table. */
+   DT_ERR_UNSUPPORTED. Buffers are memory of the context's device. With comm NULL they are host
+   memory; device memory is allowed only in place, where nothing is copied. A buffer may be NULL if
+   count is 0 or if the operation does not use it on this rank. If the device is a GPU, both buffers
+   of a call may be in host memory instead, if they are on all ranks; the CPU then does the work.
+   This is for small data, and dt_comm_bytes does not count it. N is the size of the group. A call
+   returns the errors listed under CONTRACT at the top of this file, and also DT_ERR_ARG for a value
+   outside its range or a missing buffer, DT_ERR_COMM if the ranks' calls differ, DT_ERR_TIMEOUT,
+   and the errors of the kernel table. */
 
 /* All-reduce: recv[i] = send of rank 0 [i] op send of rank 1 [i] op ..., on every rank. send, recv:
    count. */
@@ -2157,8 +2159,8 @@ typedef struct dt__p2p {
     const void *send;
     void *recv;
     int state, finished;
-    /* Number of the message among the pair's sends. In a receive it is valid once the message has
-       arrived. */
+    /* Sequence number of the message among all sends from its sender to its receiver (dt__pair). In
+       a receive it is valid once the message has arrived. */
     uint64_t order;
     dt__message *message;
     uint64_t last_searched; /* of a receive: see dt__find_message */
@@ -3818,7 +3820,8 @@ typedef struct dt__algorithm_row {
 /* Returns NULL if the algorithm does not exist for this operation. */
 static dt__round_fn dt__algorithm_of(const dt__call *call, dt_algorithm algorithm) {
     static const dt__algorithm_row rows[] = {
-        /* in the order of dt__op_code; a comparison chooses its own algorithm */
+        /* In the order of dt__op_code. DT__CHECK, which compares the ranks' calls, has no row:
+           dt__check_make chooses its algorithm. */
         { .direct = dt__direct_all_reduce,
             .ring = dt__ring_all_reduce,
             .doubling = dt__doubling_all_reduce,
@@ -4315,11 +4318,11 @@ static void dt__device_ops_reap(dt__world *world) {
         dt__device_op_release(world);
 }
 
-/* Listener: the host is about to wait for the device without a timeout. Waits until all device
-   operations are complete, or the context has failed and the backend has ended them. Nonblocking
-   operations that are not waited for may stay pending, because other ranks may not have called them
-   yet; if `all` is set, dt__on_settle waits for them too. Returns 0 if a pending operation keeps
-   the device waiting. */
+/* The drain function of dt's listener, called when the host is about to wait for the device without
+   a timeout. Waits until all device operations are complete, or until the context has failed and
+   the backend has ended them. Nonblocking operations that have no dt_wait yet may stay pending,
+   because other ranks may not have called them yet; if `all` is set, this function waits for them
+   too. Returns 0 if a pending NCCL operation may still make the device wait. */
 static int dt__on_settle(dt_ctx *ctx, int all, void *user) {
     dt__world *world = (dt__world *)user;
     for (dt_work *w = all ? world->first_started : NULL; w && dt_error(ctx) == DT_OK; w = w->next) {
@@ -5975,7 +5978,8 @@ enum {
     DT__LAUNCHERS = (int)(sizeof dt__launchers / sizeof dt__launchers[0]),
     DT__LAUNCH_PORT = 29500,      /* dt_run's default port */
     DT__LAUNCH_JOB_PORTS = 20000, /* jobs without a port get one of the 10,000 from this port on */
-    /* systems give ports from this port on to any socket, so the next port may be taken */
+    /* first port of the usual ephemeral port range: from here on the system may have given the next
+       port to any socket */
     DT__LAUNCH_EPHEMERAL_PORTS = 32768
 };
 
@@ -6277,7 +6281,7 @@ enum {
 /* a pending connection without a valid proof is closed after this many seconds */
 #define DT__TCP_PENDING_S 2.0
 #define DT__TCP_SKEW_S 0.5 /* another rank's timeout may begin this many seconds later */
-/* a pending connection that has sent data within these seconds is not evicted */
+/* a pending connection may be evicted only after it has sent no data for this many seconds */
 #define DT__TCP_EVICT_SILENCE_S 0.03
 /* seconds for which a failed rank tries to send its abort to peers whose sockets are full */
 #define DT__TCP_FLUSH_S 0.25
@@ -8351,7 +8355,7 @@ static void dt__mpi_rank_lost(dt__mpi *mpi, int rank, dt_report *report) {
     mpi->rank_lost = 1;
     for (int other = 0; other < mpi->rank; other++)
         lower += mpi->tcp->peers[other].state <= DT__TCP_ENDED;
-    /* only the lowest remaining rank logs the loss */
+    /* only the lowest remaining rank logs that the rank is lost */
     if (lower == 0) mpi->host->log(mpi->host->user, DT_LOG_ERROR, mpi->rank, text);
     if (!shared || mpi->node.local_ranks[rank] < 0) return;
     __atomic_store_n(&shared->state[mpi->node.local_ranks[rank]].busy, 0, __ATOMIC_SEQ_CST);
@@ -8620,9 +8624,9 @@ static void *dt__mpi_map(int fd, uint64_t address, size_t bytes) {
     return NULL;
 }
 
-/* Makes the shared memory segment on the first of n ranks. If the machine's `neighbours` ranks
-   outnumber all cores of the machine, waits do not spin. (All cores count, because each rank may be
-   bound to one core.) */
+/* Makes the shared memory segment of n ranks; called on the first of them. `neighbours` is the
+   number of ranks on the machine. If it exceeds the number of cores of the machine, waits do not
+   spin. (All cores count, because each rank may be bound to one core.) */
 static void dt__mpi_make_range(
     dt__mpi *mpi, const dt_run_desc *desc, int n, int neighbours, dt__mpi_rank_info *info) {
 #ifdef MFD_CLOEXEC

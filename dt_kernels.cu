@@ -4403,9 +4403,9 @@ template <class F> static __device__ int uniform_row0(int warp_row) {
 }
 
 /* A PLAIN kernel has no mask arrays and reads 16 bytes at a time. Its control flow depends on no
-   loaded value. So tile addresses are in registers that a warp shares, and the kernel can request
-   the next tiles while products run: ptxas keeps a wgmma running across a branch only if the whole
-   warp takes the same side. */
+   loaded value. So tile addresses are in uniform registers, and the kernel can request the next
+   tiles while wgmma instructions are in flight: ptxas keeps a wgmma asynchronous across a branch
+   only if the branch is warp-uniform. */
 static __device__ attention_shape assume_plain(attention_shape s) {
     s.q.spans = s.k.spans = NULL;
     s.aligned = true;

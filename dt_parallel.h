@@ -440,7 +440,8 @@ typedef struct dt_routing {
        which has the tokens of all ranks of tp */
     int64_t batch, tokens;
     int64_t experts, k;
-    /* (B,T,k) f32 (f64 in an f64 model): the weights of the chosen experts, COPY over tp */
+    /* (B,T,k) f32 (f64 in an f64 model): the weights of the chosen experts. Placement DT_COPY over
+       tp: every rank has all the weights, and each rank's gradient is a partial sum */
     dt_tensor *gates;
     int32_t *choices;      /* (B,T,k) host: chosen experts, best first; -1: dropped */
     int64_t rows;          /* set by dt_dispatch: number of rows that this rank's experts got */
@@ -678,7 +679,7 @@ typedef struct dt_timeline {
 DT_API dt_status dt_schedule_svg(dt_ctx *ctx, const char *path, const dt_timeline *lines, int n);
 /* [local] Draws a schedule for a terminal, one line per rank: "rank  0 |0123....abcd|". F is a
    digit, B and I are a lower-case letter and W is an upper-case letter; micro-batch 0 is 0, a or A,
-   and so is micro-batch 10. columns: width of the time axis, 0 -> 72. DT_ERR_ARG if text is too
+   and so is micro-batch 10. columns: width of the time axis; 0 means 72. DT_ERR_ARG if text is too
    small; p (columns + 12) + 1 bytes are enough for p < 1000. */
 DT_API dt_status dt_schedule_text(
     const dt_schedule *schedule, const dt_span *spans, int columns, char *text, size_t text_bytes);
@@ -732,16 +733,17 @@ typedef struct dt_pipe_desc {
    use a schedule. */
 DT_API dt_status dt_pipe_run(dt_ctx *ctx, dt_pipe_desc desc);
 /* [collective: comm] Gathers the spans of all ranks for dt_schedule_bubble_of and dt_schedule_svg.
-   mine has dt_schedule_count elements, the spans of this rank; all has dt_schedule_offset(schedule,
-   p) elements, in seconds after the first begin. Clocks of different machines may differ. Returns
-   the status; after a failure the contents of all are unspecified. */
+   `mine` has dt_schedule_count elements, the spans of this rank. `all` has
+   dt_schedule_offset(schedule, p) elements, whose times are in seconds after the earliest `begin`
+   of all spans. Clocks of different machines may differ. Returns the status; after a failure the
+   contents of `all` are unspecified. */
 DT_API dt_status dt_pipe_gather_spans(
     dt_comm *comm, const dt_schedule *schedule, const dt_span *mine, dt_span *all);
 
 // ==== 8. Data order =============================================================================
 
-/* Data order: which sequences each replica reads. A step has a micro-steps and reads B = b * a * R
-   sequences, the same sequences in the same order in every layout:
+/* Data order: which sequences each replica reads. A step has micro-steps j = 0 .. a-1 and reads
+   B = b * a * R sequences, the same sequences in the same order in every layout:
 
        micro-step j    replica 0     replica 1     ..  replica R-1
             0          0 .. b-1      b .. 2b-1          (R-1)b .. Rb-1
@@ -785,8 +787,8 @@ DT_API dt_status dt_batch_ramp_check(
    floor(consumed K / samples) incr if consumed < samples, else batch. Returns batch if the ramp is
    invalid. */
 DT_API int64_t dt_batch_ramp_size(dt_batch_ramp ramp, int64_t consumed);
-/* [local] Returns how many sequences steps 1 to n-1 read together, at most INT64_MAX. Use this
-   value as `consumed` of dt_data_order for step n. */
+/* [local] Returns the total number of sequences that are read in steps 1 to n-1, at most INT64_MAX.
+   Use this value as `consumed` of dt_data_order for step n. */
 DT_API int64_t dt_batch_ramp_consumed(dt_batch_ramp ramp, int64_t step);
 
 /* Distributed sampler: which of n samples each of R ranks reads, as PyTorch's DistributedSampler.
@@ -2796,7 +2798,7 @@ static dt_status dt__dispatch_rows(const dt__exchange *e, const dt_tensor *x, dt
                            : status;
 }
 
-/* Returns the context; NULL if r is NULL or an op may not run on x. */
+/* Returns the context; NULL if r or x is NULL, or if the op cannot run on x, a and b. */
 static dt_ctx *dt__op_routed(
     const char *op, dt_tensor *x, const dt_routing *r, dt_tensor *a, dt_tensor *b) {
     dt_ctx *ctx =
@@ -3133,17 +3135,18 @@ dt_tensor *dt_expert_linear(
 
 // ==== 16. Pipeline schedules: code ==============================================================
 
-/* Five schedules of p = 4 ranks and m = 4 micro-batches, drawn by dt_schedule_text from their
-   generators. F takes 1 time unit, B takes 2, I and W take 1 each. Digits are F, small letters are
-   B and I, capitals are W, dots are the bubble:
+/* Five schedules of p = 4 ranks with their bubble fractions, drawn by dt_schedule_text from their
+   generators. There are m = 4 micro-batches, except in the naive schedule. F takes 1 time unit, B
+   takes 2, I and W take 1 each. Digits are F, small letters are B and I, capitals are W, dots are
+   the bubble. 1F1B has the bubble of GPipe, but rank r holds only p - r micro-batches in memory:
 
-       naive, m = 2: bubble fraction p - 1 = 3       GPipe (AFAB): (p - 1) / m = 3/4
+       naive, m = 2: p - 1 = 3                       GPipe (AFAB): (p - 1) / m = 3/4
        rank 0 |0.........aa1.........bb|             rank 0 |0123.........aabbccdd|
        rank 1 |.0......aa...1......bb..|             rank 1 |.0123......aabbccdd..|
        rank 2 |..0...aa......1...bb....|             rank 2 |..0123...aabbccdd....|
        rank 3 |...0aa.........1bb......|             rank 3 |...0123aabbccdd......|
 
-       1F1B: (p - 1) / m, but p - r in memory        zero bubble (ZB-H1): (p - 1) / (3 m) = 1/4
+       1F1B: (p - 1) / m = 3/4                       zero bubble (ZB-H1): (p - 1) / (3 m) = 1/4
        rank 0 |0123......aa.bb.cc.dd|                rank 0 |0123...aAbBcCdD|
        rank 1 |.012....aa3bb.cc.dd..|                rank 1 |.012..a3bAcBdCD|
        rank 2 |..01..aa2bb3cc.dd....|                rank 2 |..01.a2b3cAdBCD|
@@ -4113,8 +4116,8 @@ static void dt__svg_timeline(dt__svg *g, const dt_timeline *line, int y, double 
     }
 }
 
-/* Draws the legend: the phases that occur, in their colours for each chunk of the schedule with the
-   most chunks. */
+/* Draws the legend: the colours and the name of each phase that occurs. A phase has one colour for
+   each chunk of the schedule that has the most chunks, but at most 8 colours are drawn. */
 static void dt__svg_legend(dt__svg *g, const dt_timeline *lines, int n, int y) {
     static const char *const names[] = { "", "forward", "backward", "backward of inputs",
         "backward of weights" };

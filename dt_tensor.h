@@ -1104,7 +1104,8 @@ typedef struct dt_grad_placement {
    product of two small trainable parameters to its layer. */
 typedef struct dt_param_desc {
     dt_shard_spec shards[3]; /* the groups that shard the full tensor, and along which dimensions */
-    /* groups whose replicas differ from the mesh's default (dt_zero.h) */
+    /* groups over which the gradient is not placed as by default. The default (dt_zero.h): summed
+       over the data group, sharded over the groups in `shards`, replicated over all other groups */
     dt_grad_placement grad_placements[2];
     int frozen; /* no gradient, no update */
     /* no weight decay; parameters with fewer than 2 dimensions never decay */
@@ -1648,9 +1649,9 @@ DT_API int dt_json_bool(const dt_json *json, int node, int *out);
    number is needed". */
 DT_API dt_status dt_json_fail(const dt_json *json, int node, const char *fmt, ...) DT_PRINTF(3, 4);
 
-/* A JSON writer: set ctx and zero the other fields. key NULL writes an element of an array. Numbers
-   read back as the same double in every locale. `text` holds the JSON, `used` bytes and a NUL,
-   until dt_json_out_free. */
+/* A JSON writer: set ctx and zero the other fields. To write an element of an array, pass NULL as
+   the `key` of the functions below. Numbers read back as the same double in every locale. Until
+   dt_json_out_free, `text` holds the JSON: `used` bytes and a terminating NUL. */
 typedef struct dt_json_out {
     dt_ctx *ctx;
     char *text;
@@ -6938,9 +6939,9 @@ static const char *dt__io_reason(void) { return dt__io_error_text(errno); }
 
 static int dt__io_absent(void) { return errno == ENOENT || errno == ENOTDIR; }
 
-/* Fails the context after a failed io call, with the formatted text and errno's description.
-   ctx->read_failed (the file itself may be intact) becomes 1, or 0 if errno says that the path is
-   absent, a directory or a FIFO. */
+/* Fails the context after a failed io call, with the formatted text and errno's description. If
+   this is the context's first failure, sets ctx->read_failed: to 0 if errno says that the path is
+   absent, a directory or a FIFO, else to 1, which means that the file itself may be intact. */
 static dt_status dt__io_fail(dt_ctx *ctx, const char *fmt, ...) DT_PRINTF(2, 3);
 static dt_status dt__io_fail(dt_ctx *ctx, const char *fmt, ...) {
     char text[sizeof ctx->text];
