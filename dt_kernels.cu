@@ -442,8 +442,9 @@ template <class T, int THREADS = BLOCK> static __device__ T block_sum(T v) {
     return total;
 }
 
-/* warp_max and block_max give every thread the maximum over its warp or block. A NaN loses every
-   comparison. */
+/* warp_max and block_max give every thread the maximum over its warp or block. v must not be NaN:
+   every comparison with a NaN is false, so a lane would keep its NaN and threads might get
+   different results. The callers leave out NaNs when they compute v. */
 static __device__ float warp_max(float v) {
     for (int other = 16; other > 0; other /= 2) {
         float theirs = __shfl_xor_sync(0xffffffffu, v, other);
@@ -3195,7 +3196,8 @@ template <int LEFT> DTK_PTX void wgmma_wait() {
 }
 DTK_PTX void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" : : : "memory"); }
 DTK_PTX void wgmma_fence_operand(float &x) { asm volatile("" : "+f"(x) : : "memory"); }
-/* Delays the instructions after the call until x is known; x is never negative. */
+/* Delays the instructions after the call until x has been computed. The caller guarantees x >= 0,
+   so the branch is never taken. */
 DTK_PTX void order_after(float x) {
     if (x < 0) asm volatile("nanosleep.u32 1;" : : : "memory");
 }
@@ -3745,9 +3747,10 @@ static dt_status builtin_matmul(const dt_matmul_args &a, void *stream) {
 
 /* cuBLASLt chooses its algorithm by m and n, too, so the bits of an element may depend on m and n.
    With the kernels above they depend only on the element's row of A, its column of B and k.
-   cuBLASLt sums in f32, never in TF32. cuBLASLt fuses bias and GELU; a kernel of this file applies
-   the other fusions to the stored results, which costs one more rounding if they are in 16 bits. A
-   result to which cuBLASLt adds another matrix is also rounded once more. */
+   cuBLASLt sums in f32, never in TF32. cuBLASLt's epilogue applies bias and GELU. A separate kernel
+   of this file applies the other epilogue operations to the results that cuBLASLt has stored. This
+   costs one more rounding if the results have 16 bits. If cuBLASLt adds another matrix to a result,
+   the result is also rounded once more. */
 
 #ifdef DT_CUBLASLT
 /* Everything that the choice of an algorithm depends on. Keys are compared as bytes. The align_
@@ -4159,9 +4162,10 @@ static __device__ int next_key_tile(
     return i;
 }
 
-/* A query tile of one head of a group. next_query_tile returns the first query tile from i on that
-   sees some of the keys, over all heads of the group; `head` is s.group at the end. The result of
-   first_query_tile is `first`: no tile below `first` sees any of the keys. */
+/* A query tile of one head of a group. first_query_tile returns a lower bound, `first`: in no tile
+   below `first` does a query attend to any of the given keys. next_query_tile searches the tiles
+   from i on, head by head over all heads of the group. It returns the first tile in which some
+   query attends to some of the keys; if there is none, the result's `head` is s.group. */
 struct query_tile {
     int head, tile;
 };

@@ -6295,8 +6295,8 @@ static int dt__decimal_to_double(const char *s, size_t n, int64_t exponent, doub
         dt__big_mul(&a, 2, 0);
         q = q << 1 | (uint64_t)dt__big_subtract(&a, &b);
     }
-    /* a / b has the factor 5^exponent; with 2^exponent too, top is the exponent of q's highest
-       bit */
+    /* 10^exponent = 5^exponent * 2^exponent, and a / b contains only 5^exponent. Adding `exponent`
+       supplies the other factor: top is then the exponent of q's highest bit. */
     top += (int)exponent;
     int drop = top < -1022 ? 11 - 1022 - top : 11; /* denormals have a shorter mantissa */
     if (drop > 64) return 0;
@@ -9299,11 +9299,13 @@ DT__FN dt_status DT__K(matmul)(const dt_matmul_args *a) {
 
 /* The kernels of section 2 in plain C, compiled for float and double and for every instruction set.
    Most kernels work in strips: load widens bf16 and f16 to the compute type, the loop computes,
-   store rounds once. A sum of n elements has 16 lanes,
+   store rounds once. A sum of n elements is computed in 16 lanes. At the end the upper half of the
+   lanes is added to the lower half until one lane is left:
 
-       lane l:  x[l] + x[l+16] + x[l+32] + ...       then lanes l and l+8, l and l+4, l+2, l+1
+       lane l  = x[l] + x[l+16] + x[l+32] + ...
+       lane l += lane l+8,  then l+4,  then l+2,  then l+1
 
-   so the order of the sum depends on n alone, and the compiler can vectorize the sum without
+   So the order of the sum depends on n alone, and the compiler can vectorize the sum without
    reordering. */
 
 DT__FN dt_status DT__K(fill)(const dt_fill_args *a) {
@@ -9405,7 +9407,8 @@ DT__FN dt_status DT__K(permute)(const dt_permute_args *a) {
 
 #if DT__BITS != 1 /* the rest is for floating types only */
 
-/* total = sum over j < n of TERM, an expression in j, with the 16 lanes of the section's head. */
+/* total = sum over j < n of TERM, an expression in j. The sum is computed in 16 lanes, in the order
+   described at the head of this section. */
 #define DT__SUM(T, total, n, TERM) \
     do { \
         T lane_[16] = { 0 }; \
