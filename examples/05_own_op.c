@@ -97,7 +97,7 @@ static double gradient_error(const model *m, dt_tensor *x, dt_tensor *y, dt_tens
     return worst;
 }
 
-/* Checks the gradients of both inputs of the op, the points and the centers, and returns the largest
+/* Checks the gradients of both inputs of the op, the points and the centers. Returns the largest
    difference. The points require a gradient only for this check. */
 static double check_op(dt_ctx *ctx, const model *m, const double *points, const double *values) {
     dt_tensor *x = dt_require_grad(dt_input(ctx, DT_F64, DT_SHAPE(B, 1), points));
