@@ -17,8 +17,8 @@
    Run: cc -O3 examples/09_sequence_parallel.c -o 09_sequence_parallel -lm -lpthread
        && ./09_sequence_parallel
    What you see: one rank, tp 4 and tp 4 with sp have equal losses. With sp each of the four ranks
-       holds a quarter of the activation bytes. Without DT_GRAD_PARTIAL the ranks' copies of a norm drift
-       apart, and no error is reported.
+       holds a quarter of the activation bytes. Without DT_GRAD_PARTIAL the ranks' copies of a
+       norm drift apart, and no error is reported.
    Think about: before you run: with tp 4 and without sp, which activations does every rank hold for
        all tokens? In which step does the run without DT_GRAD_PARTIAL first have a wrong loss? */
 #define DT_IMPLEMENTATION
