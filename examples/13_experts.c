@@ -176,8 +176,7 @@ int main(void) {
         "", STEPS, TAIL);
     for (int i = 0; i < JOBS; i++) {
         job *j = &jobs[i];
-        /* Use the CPU kernels even in a CUDA build, because the program reads tensor data directly.
-           */
+        /* Use the CPU kernels even in a CUDA build, because the program reads tensor data. */
         ok &= dt_run((dt_run_desc){ .ranks = j->ep * j->tp, .kernels = dt_kernels_cpu() }, train,
                   j) == DT_OK;
         ok &= matches_one_rank(j, &jobs[i < BALANCED ? 0 : BALANCED]);

@@ -59,8 +59,7 @@ static void layer_make(dt_ctx *ctx, net *n, int i) {
     dt_scope(ctx, NULL);
 }
 
-/* Returns this replica's part of a micro-batch: the inputs x (b,W), or if is_y the targets y (b,W).
-   */
+/* Returns this replica's part of a micro-batch: its inputs (b,W), or if is_y its targets (b,W). */
 static dt_tensor *samples(dt_ctx *ctx, const net *n, int micro, int is_y) {
     float v[BATCH * W];
     int first = (micro * n->mesh.replicas + n->mesh.replica) * n->b;
