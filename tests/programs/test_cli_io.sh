@@ -290,7 +290,7 @@ grep -aEq "^log     $dir/$shown.csv$" "$dir/out" && grep -aEq "^saved   $dir/$sh
 report $? "a run's lines show such names"
 quiet_terminal "the lines of a run"
 head -c 4000 "$dir/text" >"$dir/other"
-try 1 "^error: rank 0: $dir/$shown.save/step-2: it has seen data of" ${tiny/$dir\/text/$dir/other} --steps 9 \
+try 1 "^error: rank 0: $dir/$shown.save/step-2: trained on data of" ${tiny/$dir\/text/$dir/other} --steps 9 \
     --resume "$dir/$evil.save"
 quiet_terminal "a run that fails"
 printf '{ "k\\u001b[2J\\r\\u009b": 1 }' >"$dir/config.json"

@@ -339,7 +339,7 @@ done
 report $? "the run says what else has changed: $(grep 'from here on' "$dir/out" | tr -s ' ' | tr '\n' ' ')"
 head -c 4000 README.md >"$dir/other"
 timeout 20 "$B/train_gpt" ${tiny/$dir\/text/$dir/other} $small --resume "$dir/a" >"$dir/out" 2>"$dir/err"
-[ $? = 1 ] && grep -q 'it has seen data of 5000 tokens, and these have 4000$' "$dir/err"
+[ $? = 1 ] && grep -q 'trained on data of 5000 tokens, but this data has 4000$' "$dir/err"
 report $? "other data are refused"
 printf 'damage' | dd of="$dir/a/step-6/model.safetensors" bs=1 seek=3000 conv=notrunc 2>/dev/null
 rm -rf "$dir/b"
