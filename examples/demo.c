@@ -17,8 +17,8 @@
    AdamW runs with eps 1e-5, not 1e-8. Some gradients are zero except for rounding errors, for
    example the gradient of attn.k.bias. With a small eps, AdamW divides such a rounding error by its
    own size and takes full steps. With eps 1e-8, in any framework, two f32 runs that differ only in
-   the order of a sum have norms that differ by 1e-3 after 30 steps, which says nothing about the
-   layout.
+   the order of a sum have parameters that differ by 1e-3 of their norm after 30 steps, which says
+   nothing about the layout.
 
    The program also writes schedules.svg into its own folder. The picture shows how four schedules
    fill a pipeline of 4 ranks with 8 micro-batches. */
@@ -247,7 +247,7 @@ static int table_of(gpt_config config, table *t) {
     return all;
 }
 
-/* Returns the larger of two numbers, or a if a is NaN. */
+/* Returns the larger of two numbers. A NaN counts as the largest. */
 static double worse(double a, double b) { return isnan(a) || a > b ? a : b; }
 
 static difference compare(const row *r, const result *a, const result *b) {
