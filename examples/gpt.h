@@ -827,7 +827,7 @@ static inline dt_tensor *gpt_loss(gpt *m, dt_tensor *ids, dt_tensor *labels, dou
    New rows are written in place into memory that is allocated once. Concatenating tensors would
    copy all rows for every token. Every rank of tp and pp caches the keys and values of its own
    heads and layers, and every rank gets the sampled token. The ranks of cp do not share the work:
-   each would compute all tokens, so call this on one of them. Between gpt_cache_open and
+   each computes all tokens, so it is enough to call this on one of them. Between gpt_cache_open and
    gpt_cache_close the tape records nothing. */
 static inline void gpt_cache_close(gpt_cache *c) {
     dt_ctx *ctx = c->model->ctx;

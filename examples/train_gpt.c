@@ -979,8 +979,7 @@ static void print_help(void) {
                                         "ranks. Options, with their defaults in brackets;",
         "--no-NAME turns an on|off option off:" };
     static const char *const foot[] = { "",
-        "mfu: N counts the parameters in matrix products: not wpe, and wte only if it is also the "
-        "head.",
+        "mfu: N counts the parameters in matrix products: not wpe, and wte only if it is the head.",
         "Recompute is not counted. X is in TFLOP/s.", "",
         "Environment: DT_RANK and DT_WORLD_SIZE, or the variables of torchrun, srun or mpirun, "
         "give a process",
@@ -993,8 +992,7 @@ static void print_help(void) {
         "exit, spin, delay, drop, flip or nan. kill -USR1 prints where each rank is.", "",
         "Control bytes in paths and files are printed as \\xNN; those in generated text only on a "
         "terminal. A run fails",
-        "if standard output is on a full disk, or if its reader has exited or stalls for half "
-        "of",
+        "if standard output is on a full disk, or if its reader has exited or stalls for half of",
         "--timeout; with --save it first finishes the step and saves.", "",
         "Exit status: 0 done, 1 the run failed, 2 the command line asks for something impossible, "
         "143 ended by",
@@ -1087,8 +1085,7 @@ static void print_refused(void) {
         "  cp divides seq; 2 cp divides it with zigzag  every rank holds the same number of tokens",
         "  cp divides heads/tp with ulysses             and divides kv-heads/tp or is a multiple "
         "of it",
-        "  tp divides seq/cp with sp                    tp also shards the tokens of a "
-        "rank",
+        "  tp divides seq/cp with sp                    tp also shards a rank's tokens",
         "  shard-group divides dp x ep x cp             with zero 1 to 3; zero3-keep is for zero 3",
         "  batch = micro-batch x accum x replicas       replicas = dp x ep; two give the third, "
         "three must agree",
