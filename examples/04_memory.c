@@ -3,8 +3,9 @@
 
    What you learn: with Adam in f32 every parameter takes 16 bytes on every rank: 4 for its value, 4
        for its gradient and 8 for its optimizer state. The activations of a small batch are
-       negligible in comparison. ZeRO-1 shards the optimizer state over the ranks. dt counts every
-       byte that it allocates, so the program can check that the counts equal this formula exactly.
+       negligible in comparison. ZeRO-1 shards the optimizer state over N ranks, which leaves
+       4 + 4 + 8/N bytes. dt counts every byte that it allocates, so the program can check that the
+       counts equal this formula exactly.
    Run: cc -O3 examples/04_memory.c -o 04_memory -lm -lpthread && ./04_memory [--width 2000]
        [--layers 20]
        With the default sizes, two ranks at stage 0 need 2.5 GB together.

@@ -32,7 +32,7 @@ typedef struct mlp {
 } mlp;
 typedef struct job {
     const char *name;
-    int single_rank, tp, dp, stage; /* single_rank: run the program without tensor parallelism */
+    int single_rank, tp, dp, stage; /* single_rank 1: run the single-rank network */
     double loss[STEPS];
     /* of rank 0: bytes of its parameters, an upper limit of the padding in these bytes, bytes that
        it sends over tp in one step */
