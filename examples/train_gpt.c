@@ -2413,7 +2413,7 @@ static int is_among(int option, const int *list, size_t n) {
 }
 
 static uint32_t option_digest(const value *v, int option) {
-    /* FNV-1a hash of a TEXT, or else of the number, so that 1e-2 and 0.01 are equal */
+    /* FNV-1a of the text, or of the number, so that 1e-2 equals 0.01 */
     uint32_t h = v[option].text ? 2166136261u : 1;
     const char *p = table[option].kind == TEXT ? v[option].text : (const char *)&v[option].number;
     if (is_among(option, per_rank_options, sizeof per_rank_options / sizeof per_rank_options[0]))
