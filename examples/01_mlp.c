@@ -2,19 +2,20 @@
 
    What you learn: parameters, ops and the autograd tape. Every op of the forward pass appends a
        node to the tape, and dt_backward walks the tape in reverse. One training step is forward,
-       backward, update, clear gradients, reset the tape. The loop checks no errors: an error is
-       sticky, later ops do nothing, and dt_error returns it at the end.
+       backward, update, clear gradients, reset the tape. The loop has no error checks, because an
+       error is sticky: after a failed op all later ops do nothing, and dt_error returns the error
+       at the end.
    Run: cc -O3 examples/01_mlp.c -o 01_mlp -lm -lpthread && ./01_mlp
        (or make && build/01_mlp)
    What you see: the loss falls from 0.40 to 0.003.
    Think about: which lines must change when four ranks train this network together? The next
-       example answers. */
+       program, 02_dp_by_hand.c, has the answer. */
 #define DT_IMPLEMENTATION
 #include "../dt_tensor.h"
 #include <math.h>
 #include <stdio.h>
 
-enum { STEPS = 200, B = 64, IN = 2, H = 32 }; /* steps, samples of a step, inputs, hidden units */
+enum { STEPS = 200, B = 64, IN = 2, H = 32 }; /* steps, samples per step, inputs, hidden units */
 
 typedef struct mlp {
     dt_tensor *w1, *b1, *w2, *b2;
@@ -23,15 +24,15 @@ typedef struct result {
     double first, last;
 } result;
 
-/* The k-th number of a fixed pseudo-random sequence, in [-1, 1). */
+/* Returns the k-th number of a fixed pseudo-random sequence in [-1, 1). */
 static float random_number(uint32_t k) {
     k = (k ^ (k >> 16)) * 0x45d9f3bu;
     k = (k ^ (k >> 16)) * 0x45d9f3bu;
     return (float)((k ^ (k >> 16)) >> 8) / 8388608.0f - 1;
 }
 
-/* Samples [first, first + count) of a step: x (count,IN) holds pairs of numbers, y (count,1) their
-   products. */
+/* Fills in samples [first, first + count) of a step. A row of x (count,IN) is a pair of random
+   numbers, and the same row of y (count,1) is their product. */
 static void samples(int step, int first, int count, float *x, float *y) {
     for (int i = 0; i < count; i++) {
         uint32_t k = (uint32_t)(step * B + first + i);
@@ -50,13 +51,13 @@ static mlp mlp_make(dt_ctx *ctx) {
     return m;
 }
 
-/* Mean squared error over the B samples of a step. */
+/* Returns the mean squared error over the B samples of a step. */
 static dt_tensor *mlp_loss(const mlp *m, dt_tensor *x, dt_tensor *y) {
     dt_tensor *h = dt_gelu(dt_linear(x, m->w1, m->b1)); /* (..,IN) -> (..,H) */
     return dt_mse(dt_linear(h, m->w2, m->b2), y, B);    /* (..,H) -> (..,1) -> scalar */
 }
 
-/* Gradient descent: moves every parameter against its gradient. */
+/* Gradient descent: subtracts lr times its gradient from every parameter. */
 static void update(dt_ctx *ctx, float lr) {
     for (int i = 0; i < dt_param_count(ctx); i++) {
         dt_tensor *p = dt_param_get(ctx, i);
@@ -87,7 +88,7 @@ static dt_status train(dt_ctx *ctx, result *out) {
 
 int main(void) {
     result r = { 0, 0 };
-    /* CPU kernels even in a CUDA build, because the program reads tensor data directly. */
+    /* Use the CPU kernels even in a CUDA build, because the program reads tensor data directly. */
     dt_ctx *ctx = dt_ctx_make((dt_ctx_desc){ .seed = 1, .kernels = dt_kernels_cpu() });
     dt_status status = train(ctx, &r);
     dt_ctx_free(ctx);

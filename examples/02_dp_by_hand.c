@@ -1,20 +1,21 @@
 /* 02_dp_by_hand.c - data parallelism by hand: 01_mlp.c on four ranks
 
    What you learn: data parallelism. Every rank holds the whole network and computes on a quarter of
-       the samples. The loss is a mean over all B samples, so the sum of the ranks' gradients is the
-       gradient of the step. One all-reduce per parameter takes that sum. Nothing else changes:
+       the samples. Each rank divides its loss by all B samples of the step, so the gradient of
+       the step is the sum of the ranks' gradients. One all-reduce per parameter computes this sum.
+       The rest of the training loop stays as it is. To see every change, run
        diff examples/01_mlp.c examples/02_dp_by_hand.c
    Run: cc -O3 examples/02_dp_by_hand.c -o 02_dp_by_hand -lm -lpthread && ./02_dp_by_hand
    What you see: one rank and four ranks print the same losses, and their parameters agree to
        about 1e-7.
-   Think about: why not to the last bit? And what does a rank wait for during the all-reduce that
-       it could compute meanwhile? */
+   Think about: why do the parameters not agree to the last bit? A rank waits during each
+       all-reduce; what could it compute in that time? */
 #define DT_IMPLEMENTATION
 #include "../dt_comm.h"
 #include <math.h>
 #include <stdio.h>
 
-/* steps, samples of a step over all ranks, inputs, hidden units */
+/* steps, samples per step over all ranks, inputs, hidden units */
 enum { STEPS = 200, B = 64, IN = 2, H = 32 };
 
 typedef struct mlp {
@@ -24,15 +25,15 @@ typedef struct result {
     double first, last, params[4 * H + 1];
 } result;
 
-/* The k-th number of a fixed pseudo-random sequence, in [-1, 1). */
+/* Returns the k-th number of a fixed pseudo-random sequence in [-1, 1). */
 static float random_number(uint32_t k) {
     k = (k ^ (k >> 16)) * 0x45d9f3bu;
     k = (k ^ (k >> 16)) * 0x45d9f3bu;
     return (float)((k ^ (k >> 16)) >> 8) / 8388608.0f - 1;
 }
 
-/* Samples [first, first + count) of a step: x (count,IN) holds pairs of numbers, y (count,1) their
-   products. */
+/* Fills in samples [first, first + count) of a step. A row of x (count,IN) is a pair of random
+   numbers, and the same row of y (count,1) is their product. */
 static void samples(int step, int first, int count, float *x, float *y) {
     for (int i = 0; i < count; i++) {
         uint32_t k = (uint32_t)(step * B + first + i);
@@ -51,14 +52,14 @@ static mlp mlp_make(dt_ctx *ctx) {
     return m;
 }
 
-/* Mean squared error over the B samples of a step. */
+/* Returns the mean squared error over the B samples of a step. */
 static dt_tensor *mlp_loss(const mlp *m, dt_tensor *x, dt_tensor *y) {
     dt_tensor *h = dt_gelu(dt_linear(x, m->w1, m->b1)); /* (..,IN) -> (..,H) */
     return dt_mse(dt_linear(h, m->w2, m->b2), y, B);    /* (..,H) -> (..,1) -> scalar */
 }
 
-/* Gradient descent: sums each parameter's gradient over all ranks, then moves the parameter
-   against it. */
+/* Gradient descent: sums each parameter's gradient over all ranks, then subtracts lr times this sum
+   from the parameter. */
 static void update(dt_ctx *ctx, float lr) {
     for (int i = 0; i < dt_param_count(ctx); i++) {
         dt_tensor *p = dt_param_get(ctx, i);
@@ -78,7 +79,7 @@ static void params_copy(dt_ctx *ctx, double *out) {
 
 static dt_status train(dt_ctx *ctx, void *user) { /* runs on every rank */
     dt_comm *world = dt_world(ctx);
-    /* this rank takes n of the B samples */
+    /* this rank trains on n of the B samples of a step */
     int rank = dt_comm_rank(world), n = B / dt_comm_size(world);
     result *out = (result *)user;
     mlp m = mlp_make(ctx);
@@ -106,7 +107,7 @@ static dt_status train(dt_ctx *ctx, void *user) { /* runs on every rank */
 int main(void) {
     static result one, four;
     printf("one rank\n");
-    /* CPU kernels even in a CUDA build, because the program reads tensor data directly. */
+    /* Use the CPU kernels even in a CUDA build, because the program reads tensor data directly. */
     dt_status status =
         dt_run((dt_run_desc){ .ranks = 1, .kernels = dt_kernels_cpu() }, train, &one);
     printf("four ranks\n");
@@ -114,7 +115,7 @@ int main(void) {
         status = dt_run((dt_run_desc){ .ranks = 4, .kernels = dt_kernels_cpu() }, train, &four);
     double worst = fabs(one.last - four.last);
     for (int i = 0; i < 4 * H + 1; i++) worst = fmax(worst, fabs(one.params[i] - four.params[i]));
-    /* not exactly 0, because four ranks add the same numbers in another order */
+    /* `worst` is not exactly 0, because four ranks add the same values in a different order. */
     int equal = status == DT_OK && one.last < one.first / 10 && worst < 1e-5;
     printf(
         "%s: largest difference between one rank and four: %.1e\n", equal ? "ok" : "WRONG", worst);

@@ -2,19 +2,21 @@
    02_dp_by_hand.c
 
    What you learn: dt_zero_step sums the gradients over the ranks and updates the parameters, here
-       with momentum. At ZeRO stage 0 every rank holds the whole optimizer state. At ZeRO-1 each of
-       four ranks holds a quarter, updates that quarter of the parameters, and an all-gather
-       distributes the result. diff examples/02_dp_by_hand.c examples/03_dp_zero.c
+       with momentum. At ZeRO stage 0 every rank holds the complete optimizer state. At ZeRO-1 each
+       of four ranks holds a quarter of the optimizer state and updates the same quarter of the
+       parameters. An all-gather then gives every rank all updated parameters. To see every change,
+       run diff examples/02_dp_by_hand.c examples/03_dp_zero.c
    Run: cc -O3 examples/03_dp_zero.c -o 03_dp_zero -lm -lpthread && ./03_dp_zero
    What you see: stages 0 and 1 give the same bits, and stage 1 holds 4,096 bytes of optimizer state
        per rank instead of 16,384.
-   Think about: the network has 129 parameters. Why is the state 16,384 bytes and not 516? */
+   Think about: the network has 129 parameters, and momentum needs 4 bytes per parameter. Why is the
+       optimizer state 16,384 bytes and not 516? */
 #define DT_IMPLEMENTATION
 #include "../dt_zero.h"
 #include <math.h>
 #include <stdio.h>
 
-/* steps, samples of a step over all ranks, inputs, hidden units */
+/* steps, samples per step over all ranks, inputs, hidden units */
 enum { STEPS = 200, B = 64, IN = 2, H = 32 };
 
 typedef struct mlp {
@@ -26,15 +28,15 @@ typedef struct result {
     int stage;
 } result;
 
-/* The k-th number of a fixed pseudo-random sequence, in [-1, 1). */
+/* Returns the k-th number of a fixed pseudo-random sequence in [-1, 1). */
 static float random_number(uint32_t k) {
     k = (k ^ (k >> 16)) * 0x45d9f3bu;
     k = (k ^ (k >> 16)) * 0x45d9f3bu;
     return (float)((k ^ (k >> 16)) >> 8) / 8388608.0f - 1;
 }
 
-/* Samples [first, first + count) of a step: x (count,IN) holds pairs of numbers, y (count,1) their
-   products. */
+/* Fills in samples [first, first + count) of a step. A row of x (count,IN) is a pair of random
+   numbers, and the same row of y (count,1) is their product. */
 static void samples(int step, int first, int count, float *x, float *y) {
     for (int i = 0; i < count; i++) {
         uint32_t k = (uint32_t)(step * B + first + i);
@@ -53,7 +55,7 @@ static mlp mlp_make(dt_ctx *ctx) {
     return m;
 }
 
-/* Mean squared error over the B samples of a step. */
+/* Returns the mean squared error over the B samples of a step. */
 static dt_tensor *mlp_loss(const mlp *m, dt_tensor *x, dt_tensor *y) {
     dt_tensor *h = dt_gelu(dt_linear(x, m->w1, m->b1)); /* (..,IN) -> (..,H) */
     return dt_mse(dt_linear(h, m->w2, m->b2), y, B);    /* (..,H) -> (..,1) -> scalar */
@@ -69,7 +71,7 @@ static void params_copy(dt_ctx *ctx, double *out) {
 
 static dt_status train(dt_ctx *ctx, void *user) { /* runs on every rank */
     dt_comm *world = dt_world(ctx);
-    /* this rank takes n of the B samples */
+    /* this rank trains on n of the B samples of a step */
     int rank = dt_comm_rank(world), n = B / dt_comm_size(world);
     result *out = (result *)user;
     mlp m = mlp_make(ctx);
@@ -105,7 +107,7 @@ static double difference(const result *a, const result *b) {
 int main(void) {
     static result one, full = { .stage = 0 }, sharded = { .stage = 1 };
     printf("one rank\n");
-    /* CPU kernels even in a CUDA build, because the program reads tensor data directly. */
+    /* Use the CPU kernels even in a CUDA build, because the program reads tensor data directly. */
     dt_status status =
         dt_run((dt_run_desc){ .ranks = 1, .kernels = dt_kernels_cpu() }, train, &one);
     printf("four ranks, stage 0\n");

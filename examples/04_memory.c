@@ -1,17 +1,19 @@
-/* 04_memory.c - where the bytes of training go: 20 linear layers of 2000 x 2000, 80 million
-   parameters
+/* 04_memory.c - what the memory of training is used for: 20 linear layers of 2000 x 2000, which are
+   80 million parameters
 
-   What you learn: with Adam in f32 every parameter costs 4 bytes of value, 4 of gradient and 8 of
-       optimizer state on every rank. The activations of a small batch are negligible beside them.
-       ZeRO-1 shards the 8 bytes over the ranks. dt counts every byte it allocates, so the program
-       compares the counts with this formula exactly.
+   What you learn: with Adam in f32 every parameter takes 16 bytes on every rank: 4 for its value, 4
+       for its gradient and 8 for its optimizer state. The activations of a small batch are
+       negligible in comparison. ZeRO-1 shards the optimizer state over N ranks, which leaves
+       4 + 4 + 8/N bytes. dt counts every byte that it allocates, so the program can check that the
+       counts equal this formula exactly.
    Run: cc -O3 examples/04_memory.c -o 04_memory -lm -lpthread && ./04_memory [--width 2000]
        [--layers 20]
        With the default sizes, two ranks at stage 0 need 2.5 GB together.
-   What you see: the peak of each memory class after each phase of a step, for one rank, two ranks
-       at stage 0 and two ranks at stage 1, with the formula below it.
-   Think about: which numbers change with ZeRO-2 and ZeRO-3? How many bytes does a model of 7
-       billion parameters need per GPU before its first activation? */
+   What you see: three tables, for one rank, for two ranks at stage 0 and for two ranks at stage 1.
+       Each table has the peak bytes of every memory class in every phase of a step, and the formula
+       in its last row.
+   Think about: which columns of the tables change with ZeRO-2, and which with ZeRO-3? How many
+       bytes per GPU does a model of 7 billion parameters need, activations not counted? */
 #define DT_IMPLEMENTATION
 #include "../dt_zero.h"
 #include <math.h>
@@ -19,7 +21,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { B = 2 }; /* samples per step and rank */
+enum { B = 2 }; /* samples per rank and step */
 
 typedef struct job {
     int width, layers, ranks, stage, wrong;
@@ -35,8 +37,8 @@ static void row(dt_ctx *ctx, const char *when) {
     dt_memory_reset_peak(ctx);
 }
 
-/* The formula: 4 + 4 + 8/N bytes per element. Buckets are padded to a multiple of N x 1,024
-   elements. */
+/* Prints the formula, 4 + 4 + 8/N bytes per element. Returns 1 if the counted bytes equal it. The
+   elements include padding: each bucket is padded to a multiple of N x 1,024 elements. */
 static int equals_formula(dt_ctx *ctx, const job *j) {
     size_t padded = 0;
     for (int i = 0; i < dt_bucket_count(ctx); i++) padded += dt_bucket_get(ctx, i)->padded;
@@ -44,7 +46,7 @@ static int equals_formula(dt_ctx *ctx, const job *j) {
            count = (size_t)j->layers * (size_t)j->width * (size_t)j->width;
     size_t want[3] = { 4 * padded, 4 * padded, 8 * padded / shards };
     if (dt_ctx_rank(ctx) == 0)
-        printf("%-16s %10.3f %10.3f %10.3f   = 4, 4 and 8/%zu bytes a parameter\n", "the formula",
+        printf("%-16s %10.3f %10.3f %10.3f   = 4, 4 and 8/%zu bytes per parameter\n", "the formula",
             (double)want[0] / 1e6, (double)want[1] / 1e6, (double)want[2] / 1e6, shards);
     dt_memory m = dt_memory_used(ctx);
     return m.live[DT_MEM_PARAMS] == want[0] && m.live[DT_MEM_GRADS] == want[1] &&

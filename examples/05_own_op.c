@@ -1,10 +1,11 @@
 /* 05_own_op.c - an op of your own with its backward, in a model that is not a transformer
 
-   What you learn: dt_new makes an op's output and dt_record puts its backward on the autograd tape.
-       In the backward, dt_wants says which inputs need a gradient and dt_grad returns the buffer to
-       add it to. The op is a layer of radial basis functions, out[r,j] = exp(-|x[r] - c[j]|^2),
-       with learned centers c. Before the training starts, finite differences in f64 check its
-       gradient. Do that with every op you write.
+   What you learn: dt_new allocates the output of an op, and dt_record appends the op and its
+       backward function to the autograd tape. In the backward function, dt_wants says whether an
+       input needs a gradient, and dt_grad returns the buffer to which the gradient is added. The op
+       is a layer of radial basis functions, out[r,j] = exp(-|x[r] - c[j]|^2), with learned centers
+       c. Before training, the program compares the op's gradients with finite differences in f64.
+       Do this with every op that you write.
    Run: cc -O3 examples/05_own_op.c -o 05_own_op -lm -lpthread && ./05_own_op
    What you see: the model fits sin(x) and the gradient agrees with finite differences to 1e-11.
    Think about: why does the backward add to dx and dc instead of assigning them? */
@@ -13,9 +14,10 @@
 #include <math.h>
 #include <stdio.h>
 
-enum { B = 40, J = 12, STEPS = 400 }; /* points, bumps, steps */
+enum { B = 40, J = 12, STEPS = 400 }; /* points, radial basis functions, steps */
 
-/* dout/dx = -2 (x - c) out and dout/dc = 2 (x - c) out. Adds only the gradients that are wanted. */
+/* Backward of bumps: dout/dx = -2 (x - c) out and dout/dc = 2 (x - c) out. Computes a gradient only
+   for the inputs that need one. */
 static dt_status bumps_back(dt_node *node) {
     const double *x = (const double *)node->in[0]->data, *c = (const double *)node->in[1]->data;
     const double *out = (const double *)node->out->data, *dout = (const double *)node->out->grad;
@@ -34,9 +36,9 @@ static dt_status bumps_back(dt_node *node) {
     return DT_OK;
 }
 
-/* x (R,N), c (J,N), both f64 -> (R,J) */
+/* The op: R points x (R,N) and J centers c (J,N), both f64 -> out (R,J). */
 static dt_tensor *bumps(dt_tensor *x, dt_tensor *c) {
-    if (!x || !c) return NULL; /* an earlier op failed, and its error is recorded already */
+    if (!x || !c) return NULL; /* an earlier op failed and has recorded its error */
     if (x->dtype != DT_F64 || c->dtype != DT_F64 || x->shape.nd != 2 || c->shape.nd != 2 ||
         x->shape.d[1] != c->shape.d[1]) {
         dt_fail(x->ctx, DT_ERR_SHAPE, "bumps(%s): x (R,N) and c (J,N) in f64", c->name);
@@ -73,14 +75,14 @@ static model model_make(dt_ctx *ctx) {
     return m;
 }
 
-/* Mean squared difference between the model at x (B,1) and y (B,1). */
+/* Returns the mean squared error of the model at the points x (B,1); the targets are y (B,1). */
 static dt_tensor *model_loss(const model *m, dt_tensor *x, dt_tensor *y) {
     /* (B,1) -> (B,J) -> (B,1) -> scalar */
     return dt_mse(dt_linear(bumps(x, m->centers), m->weights, m->bias), y, B);
 }
 
-/* Largest difference between t's gradient from the tape and central finite differences of the
-   loss. */
+/* Returns the largest difference between the gradient of t that dt_backward computed and central
+   finite differences of the loss. */
 static double gradient_error(const model *m, dt_tensor *x, dt_tensor *y, dt_tensor *t) {
     double worst = 0, step = 1e-5, *value = (double *)t->data, *grad = (double *)t->grad;
     for (int64_t i = 0; i < dt_count(t->shape); i++) {
@@ -95,8 +97,8 @@ static double gradient_error(const model *m, dt_tensor *x, dt_tensor *y, dt_tens
     return worst;
 }
 
-/* Checks the gradients of both inputs: the centers, and the points, which require a gradient only
-   for this check. */
+/* Checks the gradients of both inputs of the op, the points and the centers. Returns the largest
+   difference. The points require a gradient only for this check. */
 static double check_op(dt_ctx *ctx, const model *m, const double *points, const double *values) {
     dt_tensor *x = dt_require_grad(dt_input(ctx, DT_F64, DT_SHAPE(B, 1), points));
     dt_tensor *y = dt_input(ctx, DT_F64, DT_SHAPE(B, 1), values);
@@ -121,7 +123,7 @@ static void descend(dt_ctx *ctx, double lr) {
 int main(void) {
     double x[B], y[B], first = 0, last = 0;
     for (int i = 0; i < B; i++) x[i] = -3 + 6.0 * i / (B - 1), y[i] = sin(x[i]);
-    /* CPU kernels even in a CUDA build, because the program reads tensor data directly. */
+    /* Use the CPU kernels even in a CUDA build, because the program reads tensor data directly. */
     dt_ctx *ctx = dt_ctx_make((dt_ctx_desc){ .seed = 1, .kernels = dt_kernels_cpu() });
     model m = model_make(ctx);
     double error = check_op(ctx, &m, x, y);

@@ -2,30 +2,31 @@
 
    What you learn: ring all-reduce. N ranks sum an array of S bytes, and each rank talks only to its
        two neighbours. The array is divided into N chunks. The reduce-scatter phase has N-1 steps:
-       every rank sends a chunk to its right neighbour and adds the chunk from its left neighbour to
-       its own. The all-gather phase has N-1 more steps, in which the finished sums go around
-       (Patarasuk and Yuan, 2009).
+       in each step every rank sends one chunk to its right neighbour, receives one from its left
+       neighbour and adds it to its own copy of that chunk. Then each rank holds the complete sum of
+       one chunk. The all-gather phase has N-1 more steps, which pass the complete sums around the
+       ring (Patarasuk and Yuan, 2009).
 
            reduce-scatter   rank 0   rank 1   rank 2   rank 3     all four links are busy
            step 0 sends        3        0        1        2       in every step
            step 1 sends        2        3        0        1
            step 2 sends        1        2        3        0
-           then holds sum      0        1        2        3
+           complete sum        0        1        2        3
 
-       A rank sends 2(N-1) messages and 2(N-1)/N S bytes in total, which is the minimum.
-       ring_all_reduce below is yours to replace: the program compares its messages, bytes and
-       result bit for bit with the library's ring (DT_RING).
+       A rank sends 2(N-1) messages and 2(N-1)/N S bytes in total. No all-reduce can send fewer
+       bytes. As an exercise, replace ring_all_reduce below by your own: the program compares its
+       messages, its bytes and every bit of its result with the library's ring (DT_RING).
    Run: cc -O3 examples/06_ring_all_reduce.c -o 06_ring_all_reduce -lm -lpthread
        && ./06_ring_all_reduce [procs]
    What you see: both rings send 6 messages and the same bytes, and give the same bits.
-   Think about: some sums differ in the last bit from the library's default all-reduce. Why? */
+   Think about: why do some sums differ in the last bit from the library's default all-reduce? */
 #define DT_IMPLEMENTATION
 #include "../dt_comm.h"
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
 
-enum { RANKS = 4, COUNT = 10007 }; /* a prime, so the chunks have unequal sizes */
+enum { RANKS = 4, COUNT = 10007 }; /* COUNT is prime, so the chunks have unequal sizes */
 
 typedef struct cost {
     size_t messages, bytes;
@@ -45,8 +46,8 @@ static size_t chunk_begin(int i, int n) {
 }
 
 /* Sends chunk `out` of x to the right neighbour and receives chunk `in` from the left neighbour
-   into `to`. Starts both before it waits for either: if every rank finished its send first, all
-   ranks would wait for a neighbour that does not receive, which is a deadlock. */
+   into `to`. Starts both transfers before it waits for either. If every rank waited for its send to
+   finish first, no rank would receive: a deadlock. */
 static void exchange(dt_ctx *ctx, const float *x, int out, float *to, int in, cost *c) {
     dt_comm *world = dt_world(ctx);
     int me = dt_comm_rank(world), n = dt_comm_size(world), right = (me + 1) % n,
@@ -61,25 +62,27 @@ static void exchange(dt_ctx *ctx, const float *x, int out, float *to, int in, co
     c->bytes += send_count * sizeof(float);
 }
 
-/* Ring all-reduce: x (COUNT) becomes the sum over all ranks. Replace this function with yours. */
+/* Ring all-reduce: x (COUNT) becomes the sum over all ranks. Replace this function by your own. */
 static void ring_all_reduce(dt_ctx *ctx, float *x, cost *c) {
     int me = dt_comm_rank(dt_world(ctx)), n = dt_comm_size(dt_world(ctx));
     float received[COUNT];
-    /* Reduce-scatter: chunk `out` holds the sum of step + 1 ranks. */
+    /* Reduce-scatter. When it is sent, chunk `out` is the sum over step + 1 ranks. */
     for (int step = 0; step < n - 1; step++) {
         int out = (me - 1 - step + 2 * n) % n, in = (out - 1 + n) % n;
         size_t first = chunk_begin(in, n), end = chunk_begin(in + 1, n);
         exchange(ctx, x, out, received, in, c);
         for (size_t i = first; i < end; i++) x[i] = received[i - first] + x[i];
     }
-    /* All-gather: forward the chunk received in the previous step, starting with our own sum. */
+    /* All-gather. Send first the chunk whose sum this rank completed, then in each step the chunk
+       received in the step before. */
     for (int step = 0; step < n - 1; step++) {
         int out = (me - step + n) % n, in = (out - 1 + n) % n;
         exchange(ctx, x, out, x + chunk_begin(in, n), in, c);
     }
 }
 
-/* Every rank takes the same sum in three ways. */
+/* Computes the same all-reduce three times: with ring_all_reduce, with the library's ring and with
+   the library's default algorithm. */
 static dt_status compare(dt_ctx *ctx, void *user) {
     result *out = (result *)user;
     dt_comm *world = dt_world(ctx);
@@ -88,7 +91,8 @@ static dt_status compare(dt_ctx *ctx, void *user) {
     cost c = { 0, 0 };
     memcpy(own, out->in[me], sizeof own);
     ring_all_reduce(ctx, own, &c);
-    /* Send messages around the ring; the default may read the peers' memory instead. */
+    /* DT_RING sends messages around the ring. The default algorithm may read the memory of other
+       ranks instead. */
     dt_comm_set_algorithm(world, DT_RING);
     dt_traffic before = dt_comm_traffic(ctx);
     dt_all_reduce(world, out->in[me], ring, COUNT, DT_F32, DT_SUM);
@@ -97,7 +101,7 @@ static dt_status compare(dt_ctx *ctx, void *user) {
     dt_all_reduce(world, out->in[me], plain, COUNT, DT_F32, DT_SUM);
     cost library = { after.messages - before.messages, after.bytes - before.bytes };
     double wrong = memcmp(own, ring, sizeof own) != 0 || memcmp(&c, &library, sizeof c) != 0;
-    dt_sum_doubles(world, &wrong, 1); /* the number of ranks that found a difference */
+    dt_sum_doubles(world, &wrong, 1); /* counts the ranks that found a difference */
     if (me == 0 && dt_error(ctx) == DT_OK) {
         out->own = c;
         out->ring = library;
@@ -131,9 +135,9 @@ int main(int argc, char **argv) {
         procs ? "procs" : "threads", COUNT);
     printf("  your ring                       %3zu  %zu\n", r.own.messages, r.own.bytes);
     printf("  the library's ring (DT_RING)    %3zu  %zu\n", r.ring.messages, r.ring.bytes);
-    printf("%d sums of the default all-reduce round differently: the ring starts the sum of chunk "
-           "r at rank r+1;\nthe default adds in rank order, so that a result does not depend on "
-           "position, size, algorithm or backend.\n",
+    printf("%d elements of the default all-reduce are rounded differently: the ring starts the sum "
+           "of chunk r at rank r+1;\nthe default adds in rank order, so that a result does not "
+           "depend on position, size, algorithm or backend.\n",
         differ);
     int ok =
         status == DT_OK && r.equal_on_all && in_order && close && r.own.messages == 2 * (RANKS - 1);

@@ -1,22 +1,23 @@
 /* 07_dp_naive.c - data parallelism through one root rank (torch.nn.DataParallel) against all-reduce
 
-   What you learn: in naive data parallelism, the root (rank 0) alone reads the samples, computes
-       the loss and updates. It broadcasts the parameters, scatters samples and output gradients,
-       and gathers outputs and parameter gradients, so its link carries about N-1 times the bytes of
-       any other link. A ring all-reduce of the gradients (02 and 03) trains identically, and every
-       rank sends 2(N-1)/N of the parameters, however many ranks there are. The program counts the
-       bytes of both versions and compares them with these formulas.
+   What you learn: in naive data parallelism only the root (rank 0) reads the samples, computes the
+       loss and updates the parameters. In each step it broadcasts the parameters, scatters the
+       samples and the output gradients, and gathers the outputs and the parameter gradients. So the
+       root's link carries about N-1 times the bytes of any other link. With a ring all-reduce of
+       the gradients (as in 02 and 03) the training is the same, but no rank is a bottleneck: every
+       rank sends 2(N-1)/N times the size of the parameters, which is less than twice their size for
+       any N. The program counts the bytes of both versions and checks them against formulas.
    Run: cc -O3 examples/07_dp_naive.c -o 07_dp_naive -lm -lpthread && ./07_dp_naive
-   What you see: equal losses; per step the root sends 2,160 bytes, the others 592, and with the
-       ring every rank sends 792.
-   Think about: which of the two tables grows with N? */
+   What you see: equal losses. Through the root, rank 0 sends 2,160 bytes per step and every other
+       rank 592. With the ring every rank sends 792 bytes.
+   Think about: which of these three byte counts grow with N, and how fast? */
 #define DT_IMPLEMENTATION
 #include "../dt_comm.h"
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
 
-/* ranks; steps; samples per step, and per rank of them; inputs; hidden units */
+/* ranks; steps; samples per step; samples per rank and step; inputs; hidden units */
 enum { N = 4, STEPS = 200, B = 64, LOCAL = B / N, IN = 2, H = 32 };
 /* elements of the bucket: all parameters, padded to a multiple of N */
 enum { P = (4 * H + 1 + N - 1) / N * N };
@@ -28,18 +29,18 @@ typedef struct result {
     int naive;
     double loss[STEPS];
     float params[P];
-    size_t sent[N]; /* bytes that each rank sends in a step */
+    size_t sent[N]; /* bytes that each rank sends in one step */
 } result;
 
-/* The k-th number of a fixed pseudo-random sequence, in [-1, 1). */
+/* Returns the k-th number of a fixed pseudo-random sequence in [-1, 1). */
 static float random_number(uint32_t k) {
     k = (k ^ (k >> 16)) * 0x45d9f3bu;
     k = (k ^ (k >> 16)) * 0x45d9f3bu;
     return (float)((k ^ (k >> 16)) >> 8) / 8388608.0f - 1;
 }
 
-/* Samples [first, first + count) of a step: x (count,IN) holds pairs of numbers, y (count,1) their
-   products. */
+/* Fills in samples [first, first + count) of a step. A row of x (count,IN) is a pair of random
+   numbers, and the same row of y (count,1) is their product. */
 static void samples(int step, int first, int count, float *x, float *y) {
     for (int i = 0; i < count; i++) {
         uint32_t k = (uint32_t)(step * B + first + i);
@@ -58,20 +59,20 @@ static mlp mlp_make(dt_ctx *ctx) {
     return m;
 }
 
-/* The network on this rank's samples, x (LOCAL,IN) -> (LOCAL,1). */
+/* Runs the network on this rank's samples, x (LOCAL,IN) -> (LOCAL,1). */
 static dt_tensor *mlp_out(dt_ctx *ctx, const mlp *m, const float *x) {
     return dt_linear(
         dt_gelu(dt_linear(dt_input(ctx, DT_F32, DT_SHAPE(LOCAL, IN), x), m->w1, m->b1)), m->w2,
         m->b2);
 }
 
-/* Gradient descent on all parameters at once, because they lie in one contiguous bucket. */
+/* Gradient descent. One loop updates all parameters, because they are contiguous in one bucket. */
 static void update(float *values, const float *gradients) {
     for (int i = 0; i < P; i++) values[i] -= 0.1f * gradients[i];
 }
 
-/* One naive step: rank 0 scatters the work, gathers the results and updates. Returns the mean
-   squared error over all samples on rank 0, and 0 elsewhere. */
+/* One naive step: rank 0 scatters the work, gathers the results and updates the parameters. On rank
+   0 returns the mean squared error over all samples; on the other ranks returns 0. */
 static double step_naive(dt_ctx *ctx, const mlp *m, dt_bucket *bucket, int step) {
     dt_comm *world = dt_world(ctx);
     int is_root = dt_comm_rank(world) == 0;
@@ -79,25 +80,25 @@ static double step_naive(dt_ctx *ctx, const mlp *m, dt_bucket *bucket, int step)
         gradients[N * P], sum[P] = { 0 };
     double loss = 0;
     if (is_root) samples(step, 0, B, x, y);
-    /* parameters to all ranks: the root sends (N-1) P numbers */
+    /* Broadcast the parameters: the root sends (N-1) P elements. */
     dt_broadcast(world, bucket->data, P, DT_F32, 0);
-    /* samples to their ranks: the root sends (N-1) LOCAL IN */
+    /* Scatter the samples: the root sends (N-1) LOCAL IN elements. */
     dt_scatter(world, x, local_x, LOCAL * IN, DT_F32, 0);
     dt_tensor *out = mlp_out(ctx, m, local_x);
-    /* outputs to the root: every other rank sends LOCAL */
+    /* Gather the outputs: every other rank sends LOCAL elements. */
     dt_gather(world, out ? out->data : NULL, outputs, LOCAL, DT_F32, 0);
     for (int i = 0; i < B && is_root; i++) {
         float d = outputs[i] - y[i];
         loss += (double)d * d / B;
         output_grads[i] = 2 * d / B; /* dloss/doutputs[i] */
     }
-    /* output gradients to their ranks: the root sends (N-1) LOCAL */
+    /* Scatter the output gradients: the root sends (N-1) LOCAL elements. */
     dt_scatter(world, output_grads, local_grads, LOCAL, DT_F32, 0);
-    /* The gradient of sum(out * g) with respect to out is g, so the backward starts from the
-       received output gradients as if the loss were computed here. */
+    /* The gradient of sum(out * g) with respect to out is g. With g = local_grads the backward pass
+       computes the same gradients as if this rank had computed the loss. */
     dt_backward(
         dt_sum_over(dt_mul(out, dt_input(ctx, DT_F32, DT_SHAPE(LOCAL, 1), local_grads)), DT_ALL));
-    /* parameter gradients to the root: every other rank sends P */
+    /* Gather the parameter gradients: every other rank sends P elements. */
     dt_gather(world, bucket->grad, gradients, P, DT_F32, 0);
     for (int i = 0; i < N * P && is_root; i++) sum[i % P] += gradients[i];
     if (is_root) update((float *)bucket->data, sum);
@@ -111,7 +112,7 @@ static double step_all_reduce(dt_ctx *ctx, const mlp *m, dt_bucket *bucket, int 
     samples(step, dt_ctx_rank(ctx) * LOCAL, LOCAL, x, y);
     dt_tensor *loss = dt_mse(mlp_out(ctx, m, x), dt_input(ctx, DT_F32, DT_SHAPE(LOCAL, 1), y), B);
     dt_backward(loss);
-    /* every rank sends 2(N-1)/N P */
+    /* Every rank sends 2(N-1)/N P elements. */
     dt_all_reduce(dt_world(ctx), bucket->grad, bucket->grad, P, DT_F32, DT_SUM);
     if (dt_error(ctx) == DT_OK) update((float *)bucket->data, (float *)bucket->grad);
     return dt_item(loss);
@@ -122,12 +123,12 @@ static dt_status train(dt_ctx *ctx, void *user) { /* runs on every rank */
     mlp m = mlp_make(ctx);
     if (dt_buckets_make(ctx, (dt_buckets_desc){ .pad = N }) != DT_OK) return dt_error(ctx);
     dt_bucket *bucket = dt_bucket_get(ctx, 0);
-    /* Algorithms that send messages, because the program counts bytes sent. */
+    /* The program counts the bytes sent, so it chooses algorithms that send messages. */
     dt_comm_set_algorithm(dt_world(ctx), out->naive ? DT_DIRECT : DT_RING);
     for (int step = 0; step < STEPS && dt_error(ctx) == DT_OK; step++) {
         size_t before = dt_comm_traffic(ctx).bytes;
         double loss = (out->naive ? step_naive : step_all_reduce)(ctx, &m, bucket, step);
-        /* The ranks are threads, so they share *out. */
+        /* The ranks are threads and share *out. */
         out->sent[dt_ctx_rank(ctx)] = dt_comm_traffic(ctx).bytes - before;
         dt_sum_doubles(dt_world(ctx), &loss, 1);
         dt_clear_grads(ctx);
@@ -145,7 +146,7 @@ int main(void) {
                  in = (LOCAL + P) * f;
     const size_t each = 2 * (N - 1) * P / N * f;
     double worst = 0;
-    /* CPU kernels even in a CUDA build, because the program reads tensor data directly. */
+    /* Use the CPU kernels even in a CUDA build, because the program reads tensor data directly. */
     dt_status status =
         dt_run((dt_run_desc){ .ranks = N, .kernels = dt_kernels_cpu() }, train, &naive);
     if (status == DT_OK)
@@ -163,8 +164,8 @@ int main(void) {
     printf("  ring               %12zu (%7zu)    %12zu (%7zu)\n", ring.sent[0], each, ring.sent[1],
         each);
     int ok = status == DT_OK && counted && worst < 1e-5 && ring.loss[STEPS - 1] < ring.loss[0] / 10;
-    printf("%s: losses and parameters differ by %.1e, because sums are taken in another order; the "
-           "bytes %s the formulas\n",
+    printf("%s: losses and parameters differ by %.1e, because the sums run in a different "
+           "order; the bytes %s the formulas\n",
         ok ? "ok" : "WRONG", worst, counted ? "equal" : "do not equal");
     return ok ? 0 : 1;
 }

@@ -1,33 +1,33 @@
-/* 09_sequence_parallel.c - sequence parallelism: tensor parallelism that shards the tokens between
-   its regions too
+/* 09_sequence_parallel.c - sequence parallelism: tensor parallelism that also shards the tokens
+   outside its tensor-parallel layers
 
-   What you learn: sequence parallelism (arXiv:2205.05198). In 08 every rank shards `up` and `down`
-       but holds all tokens of the norms, dropouts and residual sums outside them. With sequence
-       parallelism each of N ranks holds T/N tokens there:
+   What you learn: sequence parallelism (arXiv:2205.05198). In 08 the ranks shard `up` and `down`,
+       but every rank computes the ops outside these two layers (norms, dropouts, residual sums)
+       for all tokens. With sequence parallelism each of N ranks computes them for T/N tokens only:
 
            norm (T/N tokens) --all-gather--> up, gelu, down --reduce-scatter--> dropout, sum (T/N)
 
-       An all-reduce is a reduce-scatter and an all-gather, so the forward pass sends the same bytes
-       as 08. The backward pass sends half as much again, because the gathered activations are freed
-       and gathered a second time.
-       Every parameter outside the regions sees only part of the tokens, so its gradient is a
-       partial sum. The model must declare that with DT_GRAD_PARTIAL; the library cannot deduce it,
-       because a norm over some tokens looks like a norm over all. The last run omits it for the
-       norms.
+       An all-reduce is a reduce-scatter followed by an all-gather, so the forward pass sends as
+       many bytes as in 08. The backward pass sends 1.5 times as many bytes as in 08, because the
+       gathered activations are freed after the forward pass and gathered again.
+       A parameter outside `up` and `down` sees only this rank's tokens, so its gradient is a
+       partial sum. The model must declare this with DT_GRAD_PARTIAL. The library cannot deduce it,
+       because a norm over T/N tokens looks like a norm over all tokens. On purpose, the last run
+       does not declare it for the norms.
    Run: cc -O3 examples/09_sequence_parallel.c -o 09_sequence_parallel -lm -lpthread
        && ./09_sequence_parallel
-   What you see: one rank, tp 4 and tp 4 with sp have equal losses; sp needs a quarter of the
-       activations. Without DT_GRAD_PARTIAL the ranks' copies of a norm drift apart, and no error
-       tells it.
-   Think about: before you run, which activations are still complete on a rank? In which step does
-       the run without DT_GRAD_PARTIAL go wrong first? */
+   What you see: one rank, tp 4 and tp 4 with sp have equal losses. With sp each of the four ranks
+       holds a quarter of the activation bytes. Without DT_GRAD_PARTIAL the ranks' copies of a
+       norm drift apart, and no error is reported.
+   Think about: before you run: with tp 4 and without sp, which activations does every rank hold for
+       all tokens? In which step does the run without DT_GRAD_PARTIAL first have a wrong loss? */
 #define DT_IMPLEMENTATION
 #include "../dt_zero.h"
 #include <math.h>
 #include <stdio.h>
 
-/* steps; sequences and tokens per sequence; inputs per token, width, feed-forward width; layers,
-   and layers of the smaller model of each pair; largest number of ranks */
+/* steps; sequences per step and tokens per sequence; inputs per token, width, feed-forward width;
+   layers, and layers of the smaller model that each run is compared with; most ranks */
 enum { STEPS = 31, B = 4, T = 32, IN = 4, C = 64, F = 128, L = 4, FEWER = 2, MAX_RANKS = 4 };
 
 typedef struct model {
@@ -41,26 +41,27 @@ typedef struct job {
     int tp, sp, undeclared, layers; /* undeclared: the norms lack DT_GRAD_PARTIAL */
     double loss[STEPS];             /* results from here on */
     float gains[MAX_RANKS][C];      /* each rank's copy of the first norm at the end */
-    /* of rank 0 in a step: peak bytes of activations; bytes sent over tp */
+    /* of rank 0 in the last step: peak bytes of activations; bytes sent over tp in the forward and
+       in the backward pass */
     size_t peak, forward, backward;
 } job;
-/* what one forward pass tells its layers */
+/* The arguments of a forward pass, which every layer receives. */
 typedef struct pass {
     const model *model;
     int layer, step;
     dt_comm *tp;
-    dt_placement outside; /* of activations between the tensor-parallel regions */
+    dt_placement outside; /* placement of activations outside `up` and `down` */
     dt_tensor *index;     /* position of each token in the step */
 } pass;
 
-/* The k-th number of a fixed pseudo-random sequence, in [-1, 1). */
+/* Returns the k-th number of a fixed pseudo-random sequence in [-1, 1). */
 static float random_number(uint32_t k) {
     k = (k ^ (k >> 16)) * 0x45d9f3bu;
     k = (k ^ (k >> 16)) * 0x45d9f3bu;
     return (float)((k ^ (k >> 16)) >> 8) / 8388608.0f - 1;
 }
 
-/* A step's x (B,T,IN), y (B,T,1), and the position of each token in the step, index (B,T). */
+/* Fills in a step's x (B,T,IN), y (B,T,1) and index (B,T), which numbers the tokens of the step. */
 static void samples(int step, float *x, float *y, int32_t *index) {
     for (int i = 0; i < B * T; i++) {
         for (int k = 0; k < IN; k++)
@@ -101,12 +102,12 @@ static dt_tensor *layer_forward(dt_tensor *x, void *user) {
     dt_tensor *wide = dt_gelu(dt_linear(dt_tp_enter(n, p->tp, p->outside), m->layer[i].up, NULL));
     /* (B,t,C) */
     n = dt_row_linear(wide, m->layer[i].down, m->layer[i].down_bias, NULL, p->tp, p->outside);
-    /* The dropout mask is a function of the tokens' positions, so every layout drops the same. */
+    /* The dropout mask is a function of the token's position, so it is equal in every layout. */
     return dt_add(x, dt_dropout(n, 0.1, (uint64_t)(p->step * L + i), p->index));
 }
 
-/* x (B,T,IN), y (B,T,1), complete on every rank -> the loss; with sp the sum over this rank's
-   tokens only. */
+/* Returns the loss for x (B,T,IN) and y (B,T,1), which every rank has in full. With sp, the loss is
+   the sum over this rank's tokens only. */
 static dt_tensor *model_loss(pass p, int layers, dt_tensor *x, dt_tensor *y) {
     /* (B,t,C) */
     x = dt_linear(dt_redistribute(x, p.tp, DT_REPLICATE, p.outside), p.model->in, NULL);
@@ -136,7 +137,7 @@ static dt_status train(dt_ctx *ctx, void *user) { /* runs on every rank */
         dt_backward(loss);
         size_t end = dt_comm_bytes(ctx, DT_AXIS_TP);
         double value = dt_item(loss);
-        if (j->sp) dt_sum_doubles(mesh.tp, &value, 1); /* each rank has the loss of its tokens */
+        if (j->sp) dt_sum_doubles(mesh.tp, &value, 1); /* sums the losses of all tokens */
         dt_zero_step(opt, 0.01);
         dt_reset(ctx);
         if (dt_ctx_rank(ctx) > 0) continue;
@@ -147,8 +148,9 @@ static dt_status train(dt_ctx *ctx, void *user) { /* runs on every rank */
     return dt_error(ctx);
 }
 
-/* Prints what one layer costs beside the formulas. Returns 1 if they agree. The activations of one
-   layer follow from the difference to a model with fewer layers. */
+/* Prints the activation bytes and the sent bytes of one layer, beside the formulas. Returns 1 if
+   they agree. The activation bytes are the difference between the models with L and with FEWER
+   layers, divided by the number of layers that they differ in. */
 static int layer_matches(const job *j, const job *fewer) {
     size_t N = (size_t)j->tp, per_number = B * T * sizeof(float),
            outside = per_number * (4 * C + 1) / (j->sp ? N : 1);
@@ -160,8 +162,8 @@ static int layer_matches(const job *j, const job *fewer) {
     return peak == want && j->forward == L * forward && j->backward == L * backward;
 }
 
-/* *loss: the largest difference to the losses of one rank; *norm: the largest difference between
-   the ranks' copies of a norm. */
+/* Sets *loss to the largest difference from the losses of one rank, and *norm to the largest
+   difference between the ranks' copies of a norm. */
 static void compare(const job *j, const job *one, double *loss, double *norm) {
     for (int i = 0; i < STEPS; i++) *loss = fmax(*loss, fabs(j->loss[i] - one->loss[i]));
     for (int i = 0; i < j->tp * C; i++)
@@ -195,7 +197,7 @@ int main(void) {
           norm[UNDECLARED] > 0;
     printf("Without DT_GRAD_PARTIAL every rank updates its copy of a norm with the gradient of its "
            "own tokens, and no call fails.\n");
-    printf("%s: the losses of one rank with DT_GRAD_PARTIAL, other losses without it\n",
+    printf("%s: with DT_GRAD_PARTIAL the losses equal those of one rank, without it they do not\n",
         ok ? "ok" : "WRONG");
     return ok ? 0 : 1;
 }

@@ -1,22 +1,25 @@
-/* 10_context_parallel.c - context parallelism: one attention over a sequence that four ranks share,
-   in four variants
+/* 10_context_parallel.c - context parallelism: attention over sequences that are divided among four
+   ranks, in four variants
 
    What you learn: context parallelism. Each of c ranks holds T/c tokens of every sequence. The
-       projections need only local tokens, but a query attends to the keys of all ranks.
-           ring        ring attention (arXiv:2310.01889): keys and values travel around the ring,
-                       and each rank computes with one block while it receives the next
+       projections to q, k and v need only the rank's own tokens, but a query attends to the keys of
+       all ranks. The program compares four ways to compute this attention:
+           ring        ring attention (arXiv:2310.01889): blocks of keys and values travel around
+                       the ring; each rank computes with one block while it receives the next
            zigzag      ring attention in which each rank holds one early and one late piece of the
                        sequence, so that a causal mask leaves every rank the same work
-           all-gather  every rank gathers all keys and values before it computes, and keeps them
-           Ulysses     an all-to-all (arXiv:2309.14509) trades tokens for heads: each rank computes
-                       the complete sequence for H/c heads, and a second all-to-all trades back
-       On each rank the weights see only part of the tokens, so their gradients are summed over cp.
+           all-gather  every rank gathers all keys and values, then computes; it keeps the gathered
+                       keys and values for the backward pass
+           Ulysses     (arXiv:2309.14509) an all-to-all gives each rank all tokens of H/c heads; it
+                       computes these heads, and a second all-to-all returns its tokens of all heads
+       Each rank's weights see only T/c tokens, so the gradients of the weights are summed over cp.
    Run: cc -O3 examples/10_context_parallel.c -o 10_context_parallel -lm -lpthread
        && ./10_context_parallel
-   What you see: a map of which rank computes which block of the attention matrix, and for each
-       variant the load of the busiest rank, the differences to one rank and the bytes sent.
-   Think about: before you run, which of the 4 ranks is the busiest, and by how much? Which variant
-       sends the least as c grows? */
+   What you see: a map of which rank computes which block of the attention matrix. Then a table that
+       has for each variant the load of the busiest rank, the differences from a run on one rank,
+       and the bytes sent.
+   Think about: before you run: with ring, which of the 4 ranks computes most, and how much more
+       than the mean? Which variant sends the fewest bytes when c is large? */
 #define DT_IMPLEMENTATION
 #include "../dt_parallel.h"
 #include <math.h>
@@ -26,17 +29,17 @@
 enum { RANKS = 4, B = 2, T = 64, H = 8, K = 4, D = 8, C = H * D };
 enum { WEIGHTS = (H + 2 * K) * D * C + C * C, PIECES = 2 * RANKS };
 
-/* One run and its results: outputs and gradients of x in the order of the sequence, gradients of
-   the weights. */
+/* One run and its results: the outputs y and the gradients of x, both in the order of the sequence,
+   and the gradients of the weights. */
 typedef struct job {
     const char *name;
     int kind; /* DT_CP_* */
     float y[B][T][C], dx[B][T][C], dw[WEIGHTS];
-    /* bytes that rank 0 sends over cp; every other rank sends as many */
+    /* bytes that rank 0 sends over cp; every other rank sends the same number */
     size_t forward, backward;
 } job;
 
-/* The k-th number of a fixed pseudo-random sequence, in [-1, 1). */
+/* Returns the k-th number of a fixed pseudo-random sequence in [-1, 1). */
 static float random_number(uint32_t k) {
     k = (k ^ (k >> 16)) * 0x45d9f3bu;
     k = (k ^ (k >> 16)) * 0x45d9f3bu;
@@ -54,8 +57,9 @@ static layer layer_make(dt_ctx *ctx) {
     return (layer){ q, k, v, dt_param(ctx, "o", DT_SHAPE(C, C), DT_NORMAL(0.3)) };
 }
 
-/* x (B,t,C), this rank's t = T/c tokens -> (B,t,C). Without context parallelism the call would be
-   dt_attention(q, k, v, ..). */
+/* The attention layer: x (B,t,C) -> (B,t,C), where t = T/c is the number of this rank's tokens per
+   sequence. Without context parallelism the model calls dt_attention(q, k, v, ..) instead of
+   dt_cp_attention. */
 static dt_tensor *layer_forward(const layer *l, dt_tensor *x, dt_cp *context) {
     dt_tensor *q = dt_linear(x, l->q, NULL), *k = dt_linear(x, l->k, NULL),
               *v = dt_linear(x, l->v, NULL);
@@ -64,8 +68,8 @@ static dt_tensor *layer_forward(const layer *l, dt_tensor *x, dt_cp *context) {
                  : NULL;
 }
 
-/* Copies a tensor (B,t,C) of this rank to the positions of its tokens in the sequence. The ranks
-   are threads and write into one array. */
+/* Copies this rank's tensor `from` (B,t,C) into `to`, each token to its position in the sequence.
+   The ranks are threads and write into the same array. */
 static void place_tokens(const job *j, dt_comm *cp, const void *from, float (*to)[T][C]) {
     int c = dt_comm_size(cp), t = T / c;
     for (int i = 0; from && i < B * t * C; i++)
@@ -92,12 +96,12 @@ static dt_status run(dt_ctx *ctx, void *user) { /* runs on every rank */
     size_t start = dt_comm_bytes(ctx, DT_AXIS_CP);
     dt_tensor *y = layer_forward(&l, x, context);
     size_t middle = dt_comm_bytes(ctx, DT_AXIS_CP);
-    /* The gradient of sum(y * g) with respect to y is g. */
+    /* The gradient of sum(y * g) with respect to y is g, so y gets the gradient output_grads. */
     dt_backward(
         dt_sum_over(dt_mul(y, dt_input(ctx, DT_F32, DT_SHAPE(B, t, C), output_grads)), DT_ALL));
     size_t end = dt_comm_bytes(ctx, DT_AXIS_CP);
     if (dt_error(ctx) != DT_OK) return dt_error(ctx);
-    /* one bucket holds q, k, v and o in this order */
+    /* the only bucket holds q, k, v and o in this order */
     dt_bucket *weights = dt_bucket_get(ctx, 0);
     dt_all_reduce(mesh.cp, weights->grad, weights->grad, WEIGHTS, DT_F32, DT_SUM);
     place_tokens(j, mesh.cp, y->data, j->y);
@@ -109,7 +113,7 @@ static dt_status run(dt_ctx *ctx, void *user) { /* runs on every rank */
     return dt_error(ctx);
 }
 
-/* The largest difference between n elements of a and b, divided by the largest |b|. */
+/* Returns the largest difference between n elements of a and b, divided by the largest |b|. */
 static double relative_difference(const float *a, const float *b, int n) {
     double max = 0, size = 0;
     for (int i = 0; i < n; i++)
@@ -117,7 +121,7 @@ static double relative_difference(const float *a, const float *b, int n) {
     return max / size;
 }
 
-/* The rank that holds this token, and so computes all pairs of its query. */
+/* Returns the rank that holds this token. That rank computes the attention of the token's query. */
 static int owner(int kind, int token) {
     for (int at = 0; at < T; at++)
         if (dt_cp_token(kind, T, RANKS, at / (T / RANKS), at % (T / RANKS)) == token)
@@ -125,8 +129,9 @@ static int owner(int kind, int token) {
     return -1;
 }
 
-/* (query, key) pairs that the busiest rank computes per head and sequence. Token t attends to t + 1
-   keys. Under Ulysses each rank computes all pairs, but only for H/c heads. */
+/* Returns the number of (query, key) pairs that the busiest rank computes, per head and sequence.
+   Token t attends to t + 1 keys. With Ulysses each rank computes all pairs, but only for H/c of the
+   heads, so it counts 1/c of the pairs per head. */
 static int busiest(int kind) {
     int pairs[RANKS] = { 0 }, max = 0;
     for (int t = 0; t < T; t++) pairs[owner(kind, t)] += t + 1;
@@ -135,10 +140,9 @@ static int busiest(int kind) {
 }
 
 static void draw(void) {
-    printf(
-        "The rank that computes the queries of a piece (down) with the keys of a piece (across); "
-        "a piece is %d tokens.\n"
-        "    ring, all-gather      zigzag\n",
+    printf("The rank that computes each block of the attention matrix: a row is a piece of the "
+           "queries, a column a piece of the keys, a piece is %d tokens.\n"
+           "    ring, all-gather      zigzag\n",
         T / PIECES);
     for (int at = 0; at < PIECES * 2 * PIECES; at++) {
         int q = at / PIECES / 2, zigzag = at / PIECES % 2, k = at % PIECES;
@@ -155,11 +159,11 @@ int main(void) {
         { .name = "zigzag", .kind = DT_CP_ZIGZAG },
         { .name = "all-gather", .kind = DT_CP_ALLGATHER },
         { .name = "Ulysses", .kind = DT_CP_ULYSSES } };
-    /* n: bytes of one rank's keys and values */
+    /* n: bytes of one rank's keys and values; exchange: bytes that one rank sends under Ulysses */
     const size_t n = 2 * B * K * D * (T / RANKS) * sizeof(float), others = RANKS - 1;
     const size_t exchange = B * D * (T / RANKS) * (2 * H + 2 * K) * sizeof(float) * others / RANKS;
     double worst = 0;
-    /* CPU kernels even in a CUDA build, because the program reads tensor data directly. */
+    /* Use the CPU kernels even in a CUDA build, because the program reads tensor data directly. */
     int ok = dt_run((dt_run_desc){ .ranks = 1, .kernels = dt_kernels_cpu() }, run, &one) == DT_OK;
     draw();
     printf("\n%24s     per   relative difference to one      sent forward    sent backward\n",

@@ -1,23 +1,24 @@
-/* 11_zero3.c - ZeRO-3 for a model of your own: 8 residual layers in bf16, sharded over 4 ranks and
-   gathered as they run
+/* 11_zero3.c - ZeRO-3 for a model of your own: 8 residual layers in bf16, whose parameters are
+   sharded over 4 ranks and gathered when a layer runs
 
-   What you learn: ZeRO-3 (FSDP). At ZeRO-2 each rank holds all parameter values, and a quarter of
-       the gradients and of the optimizer state. At ZeRO-3 it holds a quarter of the values too.
-       Each layer is a dt_block: an all-gather collects its values when it begins and prefetches
-       those of the next one, and the values are freed when it ends, in the forward pass and again
-       in the backward pass. So the values are sent twice per step. With keep_gathered they are sent
-       once, but the whole model stays in memory until the update. No loss changes by a bit.
+   What you learn: ZeRO-3 (FSDP). At ZeRO-2 each of 4 ranks holds all parameter values, a quarter of
+       the gradients and a quarter of the optimizer state. At ZeRO-3 a rank also holds only a
+       quarter of the values. Each layer is a dt_block. When a block begins, an all-gather collects
+       its parameter values, and a second all-gather prefetches the values of the next block. When
+       the block ends, its values are freed. This happens in the forward pass and again in the
+       backward pass, so the values are sent twice per step. With keep_gathered the values are sent
+       once, but the complete model stays in memory until the update. All losses are bit-identical.
    Run: cc -O3 examples/11_zero3.c -o 11_zero3 -lm -lpthread && ./11_zero3
-   What you see: for stages 0, 2 and 3 the bytes that a rank holds and sends beside the formula of
-       the ZeRO paper (arXiv:1910.02054), and the same last loss.
-   Think about: before you run, with 80 layers instead of 8, which numbers of the table would not
-       grow tenfold? */
+   What you see: for stages 0, 2 and 3 the bytes that a rank holds and sends, beside the formulas of
+       the ZeRO paper (arXiv:1910.02054), and the same last loss at every stage.
+   Think about: before you run: with 80 layers instead of 8, which columns of the table would not be
+       ten times as large? */
 #define DT_IMPLEMENTATION
 #include "../dt_zero.h"
 #include <stdio.h>
 #include <string.h>
 
-/* steps; ranks; samples per rank and step; numbers per sample; layers */
+/* steps; ranks; samples per rank and step; width of a sample; layers */
 enum { STEPS = 12, RANKS = 4, B = 8, W = 64, L = 8 };
 
 typedef struct layer {
@@ -27,38 +28,38 @@ typedef struct job {
     const char *name;
     int stage, keep_gathered;
     double loss[STEPS]; /* results from here on, filled by rank 0 */
-    /* after the last step, with that step's peaks; class comm holds gathered values and gradients
-       in reduction */
+    /* memory after the last step, with the peaks of that step; class comm holds gathered values and
+       gradients that are being reduced */
     dt_memory memory;
     double elements, sent;  /* padded elements of all buckets; bytes sent in the last step */
-    uint16_t values[W * W]; /* the first parameter at the end, bf16 */
-    float moment[W * W];    /* and its first Adam moment */
-    int is_released;        /* 1: its ->data is NULL */
+    uint16_t values[W * W]; /* the first parameter after training, bf16 */
+    float moment[W * W];    /* first Adam moment of that parameter */
+    int is_released;        /* 1 if that parameter's ->data is NULL */
 } job;
 
-/* The k-th number of a fixed pseudo-random sequence, in [-1, 1). */
+/* Returns the k-th number of a fixed pseudo-random sequence in [-1, 1). */
 static float random_number(uint32_t k) {
     k = (k ^ (k >> 16)) * 0x45d9f3bu;
     k = (k ^ (k >> 16)) * 0x45d9f3bu;
     return (float)((k ^ (k >> 16)) >> 8) / 8388608.0f - 1;
 }
 
-/* A rank's samples of a step: x (B,W) is random, y (B,W) is x shifted by one column and halved. */
+/* Fills in a rank's samples: x (B,W) is random, y (B,W) is x shifted by one column and halved. */
 static void samples(int step, int rank, float *x, float *y) {
     for (int i = 0; i < B * W; i++)
         x[i] = random_number((uint32_t)((step * RANKS + rank) * B * W + i));
     for (int i = 0; i < B * W; i++) y[i] = x[i / W * W + (i + 1) % W] / 2;
 }
 
-/* One layer, (B,W) -> (B,W). The ops that read up and down gather them; the end of the block
-   releases them. */
+/* One layer, (B,W) -> (B,W). At ZeRO-3 `up` and `down` are gathered for the ops that read them and
+   released when the block ends. */
 static dt_tensor *layer_forward(dt_tensor *x, void *user) {
     const layer *l = (const layer *)user;
     return dt_add(x, dt_linear(dt_gelu(dt_linear(x, l->up, NULL)), l->down, NULL));
 }
 
-/* x, y (B,W) in f32 -> the loss. All inputs of an op have the dtype of the parameters, so the
-   labels are cast too. */
+/* Returns the loss for x and y (B,W) in f32. All inputs of an op must have the same dtype, so both
+   x and y are cast to the dtype of the parameters. */
 static dt_tensor *model_loss(dt_ctx *ctx, layer *layers, const float *x, const float *y) {
     dt_tensor *out = dt_cast(dt_input(ctx, DT_F32, DT_SHAPE(B, W), x), DT_BF16);
     dt_tensor *want = dt_cast(dt_input(ctx, DT_F32, DT_SHAPE(B, W), y), DT_BF16);
@@ -114,8 +115,8 @@ static dt_status train(dt_ctx *ctx, void *user) { /* runs on every rank */
     return dt_error(ctx);
 }
 
-/* Prints what a rank holds and sends beside the formula. Returns 1 if they agree. The optimizer
-   state is an f32 master weight and two f32 moments. */
+/* Prints the bytes that a rank holds and sends, beside the formulas. Returns 1 if they agree. The
+   12 bytes of optimizer state per element are an f32 master weight and two f32 moments. */
 static int formula_matches(const job *j) {
     dt_zero_bytes f = dt_zero_formula((dt_zero_formula_desc){ .elements = j->elements,
         .stage = j->stage,

@@ -1,24 +1,27 @@
 /* 12_pipeline.c - pipeline parallelism: a network divided into stages, one per rank, and
-   micro-batches that flow through them
+   micro-batches that pass through the stages
 
-   What you learn: pipeline parallelism. A stage receives the output of the stage before it, and a
-       rank holds the parameters of its own layers only (of 3 ranks the second has none). To keep
-       all ranks busy, a batch of 16 flows through in 8 micro-batches. A schedule says which rank
-       computes what and when. It is data: a generator makes it, and it can be simulated, drawn and
-       run. 1F1B (PipeDream-Flush) with p = 3 ranks; digits are forwards, letters backwards:
+   What you learn: pipeline parallelism. Each rank computes one stage, a range of layers, and holds
+       the parameters of these layers only. (With 3 ranks the second stage is the tanh, which has
+       none.) A stage sends its output to the next stage. To keep all ranks busy, a batch of 16
+       samples is divided into 8 micro-batches. A schedule says in which order each rank computes
+       the forwards and backwards of the micro-batches. A schedule is data: the library generates
+       it, and this program simulates, draws and runs it. This is 1F1B (PipeDream-Flush) with p = 3
+       ranks; a digit is the forward of a micro-batch, a letter its backward, a dot a wait:
 
            rank 0 |012..a3b4c5d6e7f.g.h|    a warm-up of p - rank - 1 forwards,
-           rank 1 |.01.a2b3c4d5e6f7g.h.|    then one forward and one backward
-           rank 2 |..0a1b2c3d4e5f6g7h..|    in turn
+           rank 1 |.01.a2b3c4d5e6f7g.h.|    then alternate one forward and
+           rank 2 |..0a1b2c3d4e5f6g7h..|    one backward
 
-       No schedule changes a loss by a bit, because gradients are added in the order of
-       micro-batches. What changes is the bubble, the time in which ranks wait for each other, and
-       the number of micro-batches whose activations a rank holds.
+       The losses of all schedules are bit-identical, because gradients are always added in the
+       order of micro-batches. Schedules differ in two costs: the bubble, which is the time that
+       ranks wait for each other, and the number of micro-batches whose activations a rank holds.
    Run: cc -O3 examples/12_pipeline.c -o 12_pipeline -lm -lpthread && ./12_pipeline [DRAWING.svg]
-   What you see: equal losses for every schedule, then three schedules as text, each with its bubble
-       beside the formula: naive p-1, 1F1B (p-1)/m, zero bubble (p-1)/3m.
+   What you see: equal losses for every schedule. Then three schedules as text, each with its bubble
+       as a fraction of the work, beside the formula: p-1 for naive, (p-1)/m for 1F1B and (p-1)/3m
+       for zero bubble, where m is the number of micro-batches.
    Think about: before you run, predict the bytes that rank 0 of 2 sends in a step. Which schedule
-       waits least, and what does it cost? */
+       has the smallest bubble, and what does it cost? */
 #define DT_IMPLEMENTATION
 #include "../dt_zero.h"
 #include <math.h>
@@ -37,10 +40,10 @@ enum {
 };
 
 typedef struct job {
-    int ranks, kind;    /* 1 rank: no pipeline; kind: DT_SCHEDULE_* */
+    int ranks, kind;    /* ranks 1: no pipeline; kind: DT_SCHEDULE_* */
     double loss[STEPS]; /* results from here on */
     size_t sent;        /* bytes that rank 0 sends in all steps */
-    int live;           /* most micro-batches that rank 0 holds at a time */
+    int live;           /* largest number of micro-batches that rank 0 holds at once */
 } job;
 
 typedef struct net {
@@ -51,7 +54,7 @@ typedef struct net {
     double loss; /* of the step, the sum over micro-batches */
 } net;
 
-/* Element i of a micro-batch's x (B,IN), random in [-1, 1). */
+/* Returns element i of a micro-batch's x (B,IN), pseudo-random in [-1, 1). */
 static float x_at(const net *n, int micro, int i) {
     uint32_t k = (uint32_t)((n->step * MICROS + micro) * B * IN + i);
     for (int round = 0; round < 2; round++) k = (k ^ (k >> 16)) * 0x45d9f3bu;
@@ -72,8 +75,8 @@ static dt_tensor *layers_run(net *n, dt_tensor *x, int first, int end) {
     return x;
 }
 
-/* A micro-batch's x (width IN), or its targets y (width OUT): a function of each sample's first OUT
-   numbers. */
+/* Returns a micro-batch's x (B,IN) if width is IN, or its targets y (B,OUT) if width is OUT.
+   Element k of y is sin(2 x[k]). */
 static dt_tensor *data(net *n, int micro, int width) {
     float x[B * IN];
     for (int i = 0; i < B * width; i++) x[i] = x_at(n, micro, i / width * IN + i % width);
@@ -87,7 +90,7 @@ static dt_tensor *loss_of(net *n, dt_tensor *out, int micro) {
     return loss;
 }
 
-/* All micro-batches on one rank: gradient accumulation. */
+/* Runs all micro-batches on one rank: gradient accumulation. */
 static void step_on_one(net *n) {
     for (int micro = 0; micro < MICROS; micro++) {
         dt_micro(n->ctx, micro, MICROS);
@@ -96,7 +99,7 @@ static void step_on_one(net *n) {
     }
 }
 
-/* One micro-batch in one stage of the pipeline; the schedule calls it. */
+/* Runs one micro-batch through one stage. dt_pipe_run calls it in the order of the schedule. */
 static dt_tensor *stage_run(dt_tensor *x, int stage, int micro, void *user) {
     net *n = (net *)user;
     x = layers_run(n, stage ? x : data(n, micro, IN), n->first[stage], n->first[stage + 1]);
@@ -105,7 +108,7 @@ static dt_tensor *stage_run(dt_tensor *x, int stage, int micro, void *user) {
 
 /* Registers the parameters of this rank's stage and makes the schedule. */
 static dt_schedule *pipeline_make(net *n, const dt_mesh *mesh, int kind) {
-    const double costs[LAYERS] = { IN * HIDDEN, HIDDEN, HIDDEN * OUT }; /* multiplications each */
+    const double costs[LAYERS] = { IN * HIDDEN, HIDDEN, HIDDEN * OUT }; /* multiplications */
     dt_partition_stages(costs, LAYERS, n->stages, n->first, NULL, 0);
     dt_stage(n->ctx, mesh->coord.pp);
     for (int i = n->first[mesh->coord.pp]; i < n->first[mesh->coord.pp + 1]; i++) layer_make(n, i);
@@ -130,7 +133,7 @@ static dt_status train(dt_ctx *ctx, void *user) {
                 ctx, (dt_pipe_desc){
                          .schedule = schedule, .comm = mesh.pp, .run = stage_run, .user = &n });
         dt_zero_step(opt, 0.03);
-        /* Only the last stage has a loss; the sum brings it to every rank. */
+        /* Only the last stage has a loss. The sum over pp gives the loss to every rank. */
         dt_sum_doubles(mesh.pp, &n.loss, 1);
         if (dt_ctx_rank(ctx) == 0) j->loss[n.step] = n.loss;
     }
@@ -139,9 +142,9 @@ static dt_status train(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-/* Simulates three schedules with equal stages, where a backward takes as long as two forwards.
-   Returns 1 if the bubbles are p-1 (naive), (p-1)/m (1F1B) and (p-1)/(3m) (zero bubble, which fills
-   the gaps with weight gradients) of the work. */
+/* Simulates and prints three schedules with equal stages, in which a backward takes as long as two
+   forwards. Returns 1 if the bubbles, as fractions of the work, are p-1 (naive), (p-1)/m (1F1B) and
+   (p-1)/(3m) (zero bubble, which computes weight gradients where 1F1B waits). */
 static int simulate(const char *drawing) {
     static const int kinds[3] = { DT_SCHEDULE_NAIVE, DT_SCHEDULE_1F1B, DT_SCHEDULE_ZB };
     static dt_span spans[3][3 * MICROS * RANKS];

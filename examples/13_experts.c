@@ -1,24 +1,32 @@
-/* 13_experts.c - mixture of experts over 4 ranks: 8 small networks, of which each token uses two
+/* 13_experts.c - mixture of experts on 4 ranks: a layer of 8 experts, where each token uses two
 
-   What you learn: mixture of experts (MoE) and expert parallelism. A layer has four steps:
+   What you learn: mixture of experts (MoE) and expert parallelism. An expert is a small MLP. The
+       layer has 8 experts, and each token passes through two of them. The layer has four steps:
 
-           router -> token dispatch -> experts -> token combine
-           dt_route  dt_dispatch       dt_expert_linear, twice   dt_combine
+           router   ->  token dispatch  ->  experts           ->  token combine
+           dt_route     dt_dispatch         dt_expert_linear      dt_combine
+                                            (up and down)
 
-       The router chooses two experts for each token. Dispatch is an all-to-all that sends the
-       token's row to the ranks that hold these experts. Each expert multiplies its rows. Combine
-       returns the results and adds them with the router's weights. Each rank of ep has sequences of
-       its own and 8/ep experts; tp may also shard the hidden numbers of an expert. An expert sees
-       the tokens of all ranks, so its gradient is complete. The router's gradient is partial on
-       each rank of ep and is summed. The expert capacity is 1.25 times an even share of a
-       sequence's tokens; tokens beyond it are dropped. Some kinds of tokens are frequent, so some
-       experts are overloaded. The last two runs balance the load without a balancing loss
-       (arXiv:2408.15664): after each step they lower the router bias of every expert that got more
-       tokens than the mean. The bias affects the choice of experts and not their weights.
+       1. The router chooses two experts for each token and computes a weight for each.
+       2. Dispatch is an all-to-all. It sends each token's row to the ranks that hold its experts.
+       3. Every expert multiplies the rows that it received by its own matrices.
+       4. Combine sends the results back and adds the two results of a token, times their weights.
+
+       Each rank of the ep group holds 8/ep experts and trains on different sequences. tp may also
+       shard the hidden units of each expert. An expert processes tokens of all ranks, so its
+       gradient is complete. Every rank has a copy of the router, which sees this rank's tokens
+       only, so the router's gradient is summed over ep.
+       The expert capacity limits the tokens of one sequence that an expert accepts to 1.25 times
+       the mean over all experts. Tokens beyond the capacity are dropped. Here some kinds of tokens
+       are more frequent than others, so some experts are overloaded. The last two runs balance the
+       load without a balancing loss (arXiv:2408.15664): after each step they lower the router bias
+       of every expert that got more tokens than the mean, and raise it for the others. The bias
+       changes which experts are chosen, but not the weights of their results.
    Run: cc -O3 examples/13_experts.c -o 13_experts -lm -lpthread && ./13_experts
-   What you see: every layout has the losses of one rank and drops the same tokens.
-   Think about: before you run, which bytes grow with ep, which with tp? What does balance do to the
-       loss? */
+   What you see: every layout has the losses of one rank and drops the same tokens. The balanced
+       runs drop fewer tokens.
+   Think about: before you run, which of the sent bytes grow with ep, and which with tp? Does
+       balancing raise or lower the loss? */
 #define DT_IMPLEMENTATION
 #include "../dt_parallel.h"
 #include <math.h>
@@ -26,7 +34,7 @@
 #include <string.h>
 
 /* steps; sequences per step over all ranks; tokens per sequence; width; hidden width of an expert;
-   experts; experts per token; kinds of tokens; last steps whose token counts are shown */
+   experts; experts per token; kinds of tokens; number of last steps whose token counts are shown */
 enum { STEPS = 60, B = 8, T = 32, C = 16, F = 32, E = 8, K = 2, KINDS = 8, TAIL = 10 };
 
 typedef struct model {
@@ -36,7 +44,7 @@ typedef struct model {
 typedef struct job {
     const char *name;
     int ep, tp, balance;
-    /* results: losses; tokens per expert, and dropped ones, in the last TAIL steps */
+    /* results: losses; in the last TAIL steps, tokens of each expert and dropped tokens */
     double loss[STEPS], tokens[E], dropped;
     size_t ep_bytes, tp_bytes; /* bytes that rank 0 sent in the last step */
 } job;
@@ -45,15 +53,16 @@ typedef struct pass {
     dt_route_counts *counts;
 } pass;
 
-/* The k-th number of a fixed pseudo-random sequence, in [-1, 1). */
+/* Returns the k-th number of a fixed pseudo-random sequence in [-1, 1). */
 static float random_number(uint32_t k) {
     k = (k ^ (k >> 16)) * 0x45d9f3bu;
     k = (k ^ (k >> 16)) * 0x45d9f3bu;
     return (float)((k ^ (k >> 16)) >> 8) / 8388608.0f - 1;
 }
 
-/* Sequences [first, first + n) of a step. Each token has a kind; low kinds are more frequent. Every
-   kind has its own center and its own rule for y. */
+/* Fills in sequences [first, first + n) of a step, x and y (n,T,C). Each token has a kind; low
+   kinds are more frequent. Each kind has its own center for x and its own rule that computes y from
+   x. */
 static void samples(int step, int first, int n, float *x, float *y) {
     for (int i = 0; i < n * T; i++) {
         uint32_t at = (uint32_t)((step * B + first) * T + i) * (C + 1);
@@ -95,7 +104,8 @@ static model model_make(dt_ctx *ctx, const job *j) {
     return m;
 }
 
-/* One step of gradient descent. comm: the group whose ranks hold partial gradients, or NULL. */
+/* One step of gradient descent. comm is the group whose ranks hold partial gradients of p, or NULL
+   if the gradient is complete. */
 static void descend(dt_tensor *p, dt_comm *comm, float lr) {
     float *grad = (float *)p->grad;
     if (!grad ||
@@ -125,7 +135,7 @@ static dt_status train(dt_ctx *ctx, void *user) { /* runs on every rank */
         size_t ep_sent = dt_comm_bytes(ctx, DT_AXIS_EP) - ep,
                tp_sent = dt_comm_bytes(ctx, DT_AXIS_TP) - tp;
         descend(m.router, m.mesh.ep, 0.3f);
-        descend(m.up, NULL, 0.3f); /* complete: an expert's rows came from all ranks */
+        descend(m.up, NULL, 0.3f); /* complete: an expert gets rows from all ranks */
         descend(m.down, NULL, 0.3f);
         /* Also sums `tokens` over ep. */
         dt_route_update_bias(m.bias, tokens, j->balance ? 0.01 : 0, &m.mesh.ep, 1);
@@ -139,7 +149,7 @@ static dt_status train(dt_ctx *ctx, void *user) { /* runs on every rank */
     return dt_error(ctx);
 }
 
-/* Whether a layout trained like one rank: equal losses up to rounding, and equal counts. */
+/* Returns 1 if a layout trained like one rank: equal losses up to rounding, equal token counts. */
 static int matches_one_rank(const job *j, const job *one) {
     double max = 0;
     for (int i = 0; i < STEPS; i++) max = fmax(max, fabs(j->loss[i] - one->loss[i]) / one->loss[i]);
@@ -147,7 +157,7 @@ static int matches_one_rank(const job *j, const job *one) {
            memcmp(j->tokens, one->tokens, sizeof j->tokens) == 0;
 }
 
-/* Tokens of the busiest expert, divided by an even share. */
+/* Returns the tokens of the busiest expert, divided by the mean over the experts. */
 static double busiest(const job *j) {
     double max = 0;
     for (int e = 0; e < E; e++) max = fmax(max, j->tokens[e]);
@@ -166,7 +176,7 @@ int main(void) {
         "", STEPS, TAIL);
     for (int i = 0; i < JOBS; i++) {
         job *j = &jobs[i];
-        /* CPU kernels even in a CUDA build, because the program reads tensor data directly. */
+        /* Use the CPU kernels even in a CUDA build, because the program reads tensor data. */
         ok &= dt_run((dt_run_desc){ .ranks = j->ep * j->tp, .kernels = dt_kernels_cpu() }, train,
                   j) == DT_OK;
         ok &= matches_one_rank(j, &jobs[i < BALANCED ? 0 : BALANCED]);
@@ -175,8 +185,9 @@ int main(void) {
         printf("  %4.1f%%  %8zu %8zu\n", 100 * j->dropped / (TAIL * B * T * K), j->ep_bytes,
             j->tp_bytes);
     }
-    printf("the busiest expert gets %.2f times its even share, balanced %.2f\n", busiest(&jobs[0]),
-        busiest(&jobs[BALANCED]));
+    printf(
+        "the busiest expert gets %.2f times the mean number of tokens, %.2f times with balancing\n",
+        busiest(&jobs[0]), busiest(&jobs[BALANCED]));
     ok &= busiest(&jobs[BALANCED]) < 0.8 * busiest(&jobs[0]) &&
           jobs[BALANCED].dropped < jobs[0].dropped;
     ok &= jobs[0].loss[STEPS - 1] < 0.7 * jobs[0].loss[0];

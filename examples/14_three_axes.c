@@ -1,21 +1,22 @@
 /* 14_three_axes.c - data, tensor and pipeline parallelism together on 2 x 2 x 2 ranks, with ZeRO-2
 
-   What you learn: the axes of the device mesh are independent. A layer names the group over which
-       its matrices are sharded. A stage is the list of layers that a rank registers. The replica
-       chooses the samples. The optimizer reads from the parameters' own descriptions who holds
-       which shard. So the model below is written once, and every row of the table is another
-       dt_mesh_desc.
+   What you learn: the axes of the device mesh are independent. A layer names the tp group over
+       which its matrices are sharded. A pipeline stage consists of the layers that its ranks
+       register. The replica index of a rank selects its samples. The optimizer finds in the
+       description of each parameter which ranks hold which shard. So the model below is written
+       once, and each row of the printed table is the same model with another dt_mesh_desc.
 
-           axis   sends                                        divides
-           dp     gradients and values, for any batch size     with ZeRO: what a rank holds
-           tp     activations of every layer                   what a rank holds
-           pp     activations between stages only              what a rank holds; ranks wait
-           (bubble)
+           axis   what a rank sends                         what the axis saves
+           dp     gradients and values; the bytes do not    memory of a rank, only with ZeRO
+                  depend on the batch size
+           tp     activations of every layer                memory of a rank
+           pp     activations between stages only           memory of a rank, but ranks wait
+                                                            for each other (bubble)
    Run: cc -O3 examples/14_three_axes.c -o 14_three_axes -lm -lpthread && ./14_three_axes
-   What you see: all rows have the losses, norms and weights of one rank, up to the rounding of sums
-       that are taken in another order.
-   Think about: before you run, which axis sends most here? Which one would with eight times as many
-       samples? */
+   What you see: all rows have the losses, norms and weights of one rank. They differ by rounding
+       only, because sums run in a different order.
+   Think about: before you run, which axis sends most here? Which axis would send most with eight
+       times as many samples? */
 #define DT_IMPLEMENTATION
 #include "../dt_zero.h"
 #include <math.h>
@@ -29,15 +30,15 @@ typedef struct job {
     dt_mesh_desc mesh;
     int stage;                       /* ZeRO stage */
     double loss[STEPS], norm[STEPS]; /* results from here on, filled by rank 0 */
-    double square_sum;    /* of all elements of the last layer's second matrix, at the end */
+    double square_sum;    /* of the elements of the last layer's `down`, after training */
     double sent[DT_AXES]; /* bytes sent in the last step */
-    size_t held;          /* bytes of values, gradients and optimizer state */
+    size_t held;          /* bytes of values, gradients and optimizer state on rank 0 */
 } job;
 
 typedef struct net {
     dt_mesh mesh;
     dt_tensor *up[L], *up_bias[L], *down[L], *down_bias[L];
-    int step, b; /* samples of a micro-batch on a replica */
+    int step, b; /* b: samples of a micro-batch on one replica */
     double loss; /* this rank's part of the step's loss */
 } net;
 
@@ -58,7 +59,7 @@ static void layer_make(dt_ctx *ctx, net *n, int i) {
     dt_scope(ctx, NULL);
 }
 
-/* This replica's part of a micro-batch: the inputs x (b,W), or with is_y the targets. */
+/* Returns this replica's part of a micro-batch: its inputs (b,W), or if is_y its targets (b,W). */
 static dt_tensor *samples(dt_ctx *ctx, const net *n, int micro, int is_y) {
     float v[BATCH * W];
     int first = (micro * n->mesh.replicas + n->mesh.replica) * n->b;
@@ -70,7 +71,7 @@ static dt_tensor *samples(dt_ctx *ctx, const net *n, int micro, int is_y) {
     return dt_input(ctx, DT_F32, DT_SHAPE(n->b, W), v);
 }
 
-/* One stage of the pipeline. Without a pipeline there is one stage, with all layers. */
+/* Runs one stage of the pipeline. Without a pipeline, one stage has all layers. */
 static dt_tensor *run(dt_tensor *x, int stage, int micro, void *user) {
     net *n = (net *)user;
     dt_ctx *ctx = n->up[first_layer(n, stage)]->ctx;
@@ -81,14 +82,15 @@ static dt_tensor *run(dt_tensor *x, int stage, int micro, void *user) {
         x = dt_row_linear(h, n->down[i], n->down_bias[i], x, n->mesh.tp, DT_REPLICATE);
     }
     if (stage + 1 < n->mesh.sizes.pp) return x;
-    /* The divisor counts the whole step, so that losses and gradients of its parts add up. */
+    /* The divisor is the element count of the whole step, so the losses and gradients of all parts
+       of the step add up. */
     x = dt_mse(x, samples(ctx, n, micro, 1), BATCH * W);
     n->loss += dt_item(x);
     return x;
 }
 
-/* The sum of squares of the last layer's second matrix: over the shards of tp and the stages of pp;
-   the ranks of dp hold copies. */
+/* Returns the sum of the squares of the last layer's `down`. Sums over tp, whose ranks hold shards,
+   and over pp, where only the last stage has this layer; the ranks of dp hold copies. */
 static double last_layer_square_sum(dt_ctx *ctx, const net *n) {
     float v[W * F];
     double sum = 0;
@@ -117,8 +119,8 @@ static dt_status train(dt_ctx *ctx, void *user) {
         dt_pipe_run(
             ctx, (dt_pipe_desc){ .schedule = s, .comm = n.mesh.pp, .run = run, .user = &n });
         dt_sum_doubles(
-            n.mesh.data, &n.loss, 1); /* adds the replicas; only the last stage has a loss */
-        dt_sum_doubles(n.mesh.pp, &n.loss, 1); /* brings it to all stages */
+            n.mesh.data, &n.loss, 1); /* sums over replicas; only the last stage has a loss */
+        dt_sum_doubles(n.mesh.pp, &n.loss, 1); /* gives the loss to all stages */
         double norm = dt_zero_step(opt, 0.003).grad_norm;
         if (dt_ctx_rank(ctx) != 0) continue;
         j->loss[n.step] = n.loss;

@@ -1,13 +1,14 @@
-/* 15_own_kernel.cu - an op of your own on a GPU: CUDA kernels on dt tensors, in a stream of yours
+/* 15_own_kernel.cu - an op of your own on a GPU: CUDA kernels on dt tensors, in your own stream
 
-   What you learn: launch kernels into dt_cuda_stream(dt_ctx_stream(ctx)), the stream of dt's own
-       kernels. There they run after the kernels that produce their inputs and before those that
-       read their outputs, without any synchronization. dt_cuda_open makes a context use a stream of
-       yours; without it the context creates its own, and dt_cuda_stream returns that one. C++ needs
-       the fields of { .seed = 1, .. } in the order of the struct.
+   What you learn: launch your kernels into dt_cuda_stream(dt_ctx_stream(ctx)), the stream of dt's
+       own kernels. In this stream they run after the kernels that write their inputs and before the
+       kernels that read their outputs, without any synchronization. With dt_cuda_open a context
+       uses a stream that you created; without it the context creates a stream, and dt_cuda_stream
+       returns that stream. In C++ the fields of { .seed = 1, .. } must be in the order of the
+       struct.
    Run: nvcc -O3 -arch=sm_90a examples/15_own_kernel.cu dt_kernels.cu -lcublasLt -o 15_own_kernel
        && ./15_own_kernel
-   What you see: the op, out = x x, and its gradient agree with dt_mul. Without a GPU the program
+   What you see: the op, out = x * x, and its gradient agree with dt_mul. Without a GPU the program
        says so and ends.
    Think about: why must the host not read out->data directly after the launch? */
 #define DT_IMPLEMENTATION
@@ -24,7 +25,7 @@ __global__ void square_kernel(float *out, const float *x, size_t n) {
 
 __global__ void square_back_kernel(float *dx, const float *dout, const float *x, size_t n) {
     size_t i = blockIdx.x * (size_t)BLOCK + threadIdx.x;
-    if (i < n) dx[i] += 2 * x[i] * dout[i]; /* gradients accumulate */
+    if (i < n) dx[i] += 2 * x[i] * dout[i]; /* adds, because gradients accumulate */
 }
 
 static unsigned blocks_for(size_t n) { return (unsigned)((n + BLOCK - 1) / BLOCK); }
@@ -32,8 +33,8 @@ static cudaStream_t stream_of(dt_ctx *ctx) {
     return (cudaStream_t)dt_cuda_stream(dt_ctx_stream(ctx));
 }
 
-/* Fails the context if the launch was refused. A kernel that fails while it runs is reported by a
-   later CUDA call. */
+/* Records an error in the context if CUDA refused the launch. If a kernel fails while it runs, a
+   later CUDA call reports the failure. */
 static dt_status launched(dt_ctx *ctx, const char *op) {
     cudaError_t error = cudaGetLastError();
     return error == cudaSuccess
@@ -51,7 +52,7 @@ static dt_status square_back(dt_node *node) {
     return launched(x->ctx, "square's backward");
 }
 
-/* x in f32, not empty, because CUDA refuses a launch of 0 blocks */
+/* The op: x in f32 -> x * x. x must not be empty, because CUDA refuses a launch of 0 blocks. */
 static dt_tensor *square(dt_tensor *x) {
     dt_tensor *out = x ? dt_new(x->ctx, DT_F32, x->shape) : NULL;
     if (!out) return NULL;
@@ -82,12 +83,13 @@ int main(void) {
         if (dt_backward(loss) == DT_OK)
             cudaMemcpyAsync(
                 grad[own], x->grad, sizeof grad[own], cudaMemcpyDefault, stream_of(ctx));
-        sum[own] = dt_item(loss); /* waits for the stream, and so for the copy too */
+        sum[own] = dt_item(loss); /* waits for the stream, and so also for the copy */
         dt_reset(ctx);
     }
     int ok = dt_error(ctx) == DT_OK && fabs(sum[1] - sum[0]) < 1e-3;
     for (int i = 0; ok && i < N; i++) worst = fmax(worst, fabs(grad[1][i] - grad[0][i]));
-    dt_ctx_free(ctx); /* in this order: the context uses the queue, the queue uses the stream */
+    /* in this order, because the context uses the queue and the queue uses the stream */
+    dt_ctx_free(ctx);
     dt_cuda_close(queue);
     cudaStreamDestroy(mine);
     printf("%s: sums %.3f and %.3f; gradients differ by at most %.1e\n",

@@ -3,22 +3,25 @@
 
        cc -O3 demo.c -o demo -lm -lpthread && ./demo
 
-   Every row of the table is a complete training run on the project's own sources. A layout is right
-   if its losses, gradient norms and final parameters equal those of one rank, up to the rounding of
-   sums that are taken in another order. The exit status is 0 only if every row is right.
+   Each row of the printed table is a complete training run on the project's own sources. A layout
+   is right if its losses, gradient norms and final parameters equal those of one rank. They may
+   differ by rounding, because sums run in a different order. The exit status is 0 only if every row
+   is right.
 
-   The rule: |a - b| <= tolerance * max(|b|, s), where b is one rank's value. For a loss and a norm
-   s is 0. For a parameter of n elements | | is the 2-norm and s = lr * steps * sqrt(n), the
-   farthest that the updates could have moved it; a parameter that should stay zero has no other
-   scale. The tolerance is 1e-12 in f64 and 1e-5 in f32.
+   A value a is right if |a - b| <= tolerance * max(|b|, s), where b is the value of one rank. For
+   losses and norms, s is 0. For a parameter of n elements, | | is the 2-norm, and s = lr * steps *
+   sqrt(n) is the largest distance that the updates can move the parameter. A parameter that should
+   stay zero needs this s, because its |b| is only rounding. The tolerance is 1e-12 in f64 and 1e-5
+   in f32.
 
-   AdamW runs with eps 1e-5, not 1e-8. Where a gradient is zero except for rounding (attn.k.bias,
-   for example), AdamW divides the rounding error by its own size and makes full steps of it. With
-   eps 1e-8, in any framework, two f32 runs that differ in the order of a sum are 1e-3 of a norm
-   apart after 30 steps, which says nothing about the layout.
+   AdamW runs with eps 1e-5, not 1e-8. Some gradients are zero except for rounding errors, for
+   example the gradient of attn.k.bias. With a small eps, AdamW divides such a rounding error by its
+   own size and takes full steps. With eps 1e-8, in any framework, two f32 runs that differ only in
+   the order of a sum have parameters that differ by 1e-3 of their norm after 30 steps, which says
+   nothing about the layout.
 
-   The program also writes schedules.svg beside itself: how four schedules fill a pipeline of 4
-   ranks with 8 micro-batches. */
+   The program also writes schedules.svg into its own folder. The picture shows how four schedules
+   fill a pipeline of 4 ranks with 8 micro-batches. */
 #define _GNU_SOURCE
 #define DT_IMPLEMENTATION
 #include "../dt_zero.h"
@@ -36,8 +39,8 @@ typedef struct row {
     int optimizer; /* DT_ADAMW or DT_SGD */
     dt_dtype dtype;
     int arch;             /* GPT_GPT2 or GPT_LLAMA */
-    int reference;        /* 1: one rank, to which the rows below are compared */
-    int schedule, chunks; /* of a pipeline: DT_SCHEDULE_*, stages per rank */
+    int reference;        /* 1: a run on one rank, with which the rows below are compared */
+    int schedule, chunks; /* of the pipeline: DT_SCHEDULE_*; stages per rank */
     int experts;          /* experts in every layer (MoE); 0: dense */
 } row;
 
@@ -90,22 +93,22 @@ typedef struct result {
     double loss[STEPS], norm[STEPS];
     double seconds; /* of the steps after the first */
     double peak;    /* bytes, the largest over the ranks */
-    /* all parameters in the order of one rank; the ranks are threads, and each fills in its slices
-       */
+    /* all parameters, in the order in which one rank registers them; every rank fills in its local
+       slices, because the ranks are threads and share this array */
     double *params;
     const struct table *table;
-    dt_mesh_desc mesh; /* of the run */
+    dt_mesh_desc mesh; /* mesh of the run */
 } result;
 
-/* The parameters that one rank registers: the ones to compare. */
+/* The parameters that one rank registers, which are compared. */
 enum { MAX_TENSORS = 64, NAME = 40 };
 typedef struct table {
     int tensors;
     char name[MAX_TENSORS][NAME];
-    int64_t size[MAX_TENSORS], first[MAX_TENSORS]; /* elements, and offset among all elements */
+    int64_t size[MAX_TENSORS], first[MAX_TENSORS]; /* number of elements; offset in result.params */
 } table;
 
-/* The largest differences to one rank, each relative to its scale. */
+/* The largest differences from one rank, each relative to max(|b|, s), as explained above. */
 typedef struct difference {
     double loss, norm, params;
 } difference;
@@ -129,9 +132,9 @@ static int64_t offset_of(const table *t, const char *name) {
     return t->first[i];
 }
 
-/* Whether this rank is the first of those that hold the same local slice of a parameter: of dp and
-   cp, of ep and tp where they do not shard it, of the ranks with copies of a kv head, and of the
-   stages with copies of a tied embedding. */
+/* Returns 1 on the first of all ranks that hold the same local slice of a parameter. These ranks
+   are along dp and cp, along ep and tp if these axes do not shard the parameter, the ranks with
+   copies of the same kv head, and the stages with copies of a tied embedding. */
 static int is_first(dt_ctx *ctx, const gpt *model, const dt_mesh_desc *m, const dt_param_desc *d) {
     const gpt_config *c = &model->config;
     int rank = dt_ctx_rank(ctx), cp = rank / m->tp % m->cp;
@@ -142,8 +145,8 @@ static int is_first(dt_ctx *ctx, const gpt *model, const dt_mesh_desc *m, const 
            (d->shards[1].comm || dt_comm_rank(c->ep) == 0);
 }
 
-/* Copies this rank's local slice of every parameter to its position in the full tensor, as doubles.
-   At ZeRO-3 dt_read is collective, so all ranks call it. */
+/* Copies this rank's local slice of every parameter, as doubles, to its position in the full
+   tensor. All ranks call dt_read, because at ZeRO-3 it is collective. */
 static void at_end(dt_ctx *ctx, gpt *model, void *user) {
     const result *out = (const result *)user;
     for (int p = 0; p < dt_param_count(ctx); p++) {
@@ -169,7 +172,7 @@ static void at_end(dt_ctx *ctx, gpt *model, void *user) {
 
 static double learning_rate(const row *r) { return r->optimizer == DT_SGD ? 0.1 : 1e-3; }
 
-/* The model of a row. Llama differs in sizes: fewer kv heads, a narrower feed-forward with gate. */
+/* Returns the model of a row. Llama has fewer kv heads and a narrower, gated feed-forward. */
 static gpt_config model_of(const row *r) {
     gpt_config c = { .layers = 2,
         .width = 64,
@@ -218,13 +221,13 @@ static int run(const row *r, train_config config, const table *t, result *out) {
     out->table = t;
     out->mesh = m;
     out->params = (double *)calloc((size_t)gpt_param_count(config.model), sizeof *out->params);
-    /* CPU kernels even in a CUDA build, because some rows are f64. */
+    /* Use the CPU kernels even in a CUDA build, because some rows are f64. */
     return out->params && dt_run((dt_run_desc){ .ranks = ranks, .kernels = dt_kernels_cpu() },
                               train, &config) == DT_OK;
 }
 
-/* Fills the table by registering a model, which allocates nothing. Returns 0 if the table is too
-   small. */
+/* Fills in the table: registers a model, which allocates no parameter, and lists its parameters.
+   Returns 0 if the table is too small. */
 static int table_of(gpt_config config, table *t) {
     dt_ctx *ctx = dt_ctx_make((dt_ctx_desc){ 0 });
     int64_t at = 0;
@@ -244,7 +247,7 @@ static int table_of(gpt_config config, table *t) {
     return all;
 }
 
-/* The larger of two numbers; NaN counts as the largest. */
+/* Returns the larger of two numbers. A NaN counts as the largest. */
 static double worse(double a, double b) { return isnan(a) || a > b ? a : b; }
 
 static difference compare(const row *r, const result *a, const result *b) {
@@ -286,8 +289,8 @@ static int judge(const row *r, const result *a, const result *b) {
     return ok;
 }
 
-/* Draws four schedules of a pipeline of 4 ranks, where a backward takes as long as two forwards.
-   DT_SCHEDULE_NAIVE is left out, because it would be three times as long. */
+/* Draws four schedules of a pipeline of 4 ranks, in which a backward takes as long as two forwards.
+   Leaves out DT_SCHEDULE_NAIVE, because its timeline would be three times as long. */
 static int draw(void) {
     static const int kinds[] = { DT_SCHEDULE_AFAB, DT_SCHEDULE_1F1B, DT_SCHEDULE_INTERLEAVED,
         DT_SCHEDULE_ZB };
@@ -323,7 +326,9 @@ int main(void) {
     result one = { .params = NULL }, result_of_row;
     int wrong = 0, n = (int)(sizeof rows / sizeof *rows);
     if (!train_files_find_sources(&config.data)) {
-        fputs("error: the project's sources are neither in . nor beside the program\n", stderr);
+        fputs("error: the project's sources are neither in . nor in the parent of the program's "
+              "folder\n",
+            stderr);
         return 2;
     }
     printf("A GPT of %lld parameters, %d steps of %d sequences of %d bytes, on the project's own "

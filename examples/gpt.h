@@ -1,8 +1,8 @@
 /* gpt.h - GPT-2 and Llama written as a user of dt writes them, with public calls only - public
    domain or MIT, at your choice
 
-   Include it after dt_zero.h (or dt_parallel.h, which suffices). Everything is static. Weight
-   files: gpt_files.h.
+   Include gpt.h after dt_zero.h or after dt_parallel.h. All functions are static. gpt_files.h reads
+   and writes weight files.
 
        gpt        model  = gpt_register(ctx, (gpt_config){ .layers = 4, .width = 128, .heads = 4,
                                                            .kv_heads = 4, .ffn = 512, .seq = 128,
@@ -22,14 +22,17 @@
    GPT_LLAMA:  the same with RMSNorm instead of layernorm, no biases, rotary embedding of q and k
                (rotated halves, base theta) instead of wpe, and mlp.proj(silu(gate) up), where gate
                and up are one parameter (2,F,C)
-   Dropout, when a step is given: on the embedding, and on the outputs of attn.proj and mlp.proj
-   before they are added. Mixture of experts (MoE), with config.experts: every moe_every-th layer
-   replaces its MLP by `experts` MLPs, of which each token uses top_k. They are sharded over
-   config.ep (dt_parallel.h, section 5). shared_experts more are used by every token.
+
+   Dropout applies to the embedding, and to the outputs of attn.proj and mlp.proj before the
+   residual addition. It is active only in a forward pass that has a step number (gpt_tokens.step).
+
+   Mixture of experts (MoE): if config.experts > 0, every moe_every-th layer has `experts` MLPs
+   instead of one, and each token uses top_k of them. The experts are sharded over config.ep
+   (dt_parallel.h, section 5). Every token also uses the shared_experts, if there are any.
 
    Activation checkpointing (recompute) stores less in the forward pass and recomputes the rest in
-   the backward pass. Activations stored per layer, in elements per token (a layer's input belongs
-   to the layer before it):
+   the backward pass. The table has the activations that a layer stores, in elements per token. The
+   layer's input is counted in the layer before it.
 
        GPT-2   none        6C + 2KD + 2F + H + 4    n, q, k, v, heads, x, n, fc, gelu, x; lse;
                                                     mean and rstd twice
@@ -41,24 +44,26 @@
        both    full        C                        the output (arXiv:1604.06174)
                full:k      C / k                    the output of every k-th layer; during the
                                                     backward also what `none` stores, for k layers
-                                                    at a time: GPT-2 gains over `full` where L - L/k
-                                                    > (k - 1)(16 + H/C), if F = 4C and K = H
+                                                    at a time. A GPT-2 with F = 4C and K = H stores
+                                                    less than with `full` if
+                                                    L - L/k > (k - 1)(16 + H/C)
 
-   Dropout adds 4C to `none` and `selective`: both branches before and after it. The zero-bubble
-   schedule keeps recomputed activations and their gradients from action I to action W, so recompute
-   saves little there, and `full` nothing.
+   Dropout adds 4C to `none` and `selective`, because both branches are stored before and after
+   dropout. The zero-bubble schedule keeps recomputed activations and their gradients from a
+   micro-batch's action I (input gradients) to its action W (weight gradients). With this schedule
+   `selective` saves little and `full` saves nothing.
 
-   Layouts: config.tp shards heads, hidden units and the vocabulary; config.sp also shards the
-   tokens between these regions; config.cp shards all tokens, and then ids, labels, positions and
-   documents are this rank's (dt_parallel.h, sections 3 and 4). Every rank of both groups calls the
-   same functions. One layer sends, in bytes per token of the B T/cp tokens and per rank, where S is
-   the bytes of C numbers and t the ranks of tp:
+   Layouts: config.tp shards heads, hidden units and the vocabulary. config.sp also shards the
+   tokens outside the tensor-parallel layers. config.cp shards the tokens everywhere: each rank
+   passes the ids, labels, positions and documents of its own tokens only (dt_parallel.h, sections 3
+   and 4). Every rank of tp and cp calls the same functions. With S the bytes of C elements and t
+   the number of tp ranks, each rank sends for one layer, in bytes per token of its B T/cp tokens:
 
        tp              forward 4 (t-1)/t S         backward the same
-       tp with sp      forward 4 (t-1)/t S         backward 6 (t-1)/t S, because the input of each
-                                                   region is gathered again
+       tp with sp      forward 4 (t-1)/t S         backward 6 (t-1)/t S, because the inputs of
+                                                   attention and MLP are gathered again
 
-   and stores with `none`, instead of the table above, per token of the B T/cp tokens
+   With `none`, a rank stores for one layer, in elements per token of its B T/cp tokens:
 
        GPT-2   tp          4C + 4 + (2C + 2KD + 2F + H)/t      KD/t is at least D
                tp with sp  (4C + 4)/t + (2C + 2KD + 2F + H)/t
@@ -81,34 +86,35 @@ typedef struct gpt_config {
     int layers, width, heads, kv_heads, ffn;
     int seq; /* largest T */
     int vocab;
-    int tied; /* 1: the head is wte.weight; 0: lm_head.weight */
+    int tied; /* 1: the head uses wte.weight; 0: it has lm_head.weight */
     dt_dtype dtype;
-    int recompute;       /* GPT_RECOMPUTE_*; all give the same bits */
+    int recompute;       /* GPT_RECOMPUTE_*; the results are bit-identical */
     int recompute_every; /* full: layers per recomputed block; 0 -> 1 */
     int arch;            /* GPT_GPT2 or GPT_LLAMA */
     double norm_eps;     /* 0 -> 1e-5 */
     double theta;        /* base of the rotary embedding; 0 -> 10000 */
     double dropout;      /* in [0,1) */
     double smoothing;    /* label smoothing, in [0,1): arXiv:1512.00567 */
-    /* group that shards heads, hidden units and vocabulary; NULL: none, as for cp, ep, pp */
+    /* group that shards heads, hidden units and vocabulary. NULL means no group, for tp, cp, ep and
+       pp alike */
     dt_comm *tp;
-    int sp;             /* sequence parallelism: tokens are sharded over tp between its regions */
+    int sp;             /* sequence parallelism: tp also shards the tokens */
     dt_comm *cp;        /* group that shards the tokens */
     int cp_kind;        /* DT_CP_* */
-    int experts;        /* experts E of a MoE layer; 0: all layers are dense */
+    int experts;        /* number of experts E of a MoE layer; 0: all layers are dense */
     int top_k;          /* experts per token; 0 -> 2, or 1 if there is one expert */
-    int moe_every;      /* layers N - 1, 2 N - 1, .. are MoE layers; 0 -> 1: all */
-    int shared_experts; /* of each MoE layer: one MLP of this many times F, used by every token */
-    double capacity;    /* expert capacity, dt_route_desc.capacity; generation drops nothing */
+    int moe_every;      /* N: layers N - 1, 2 N - 1, .. are MoE layers; 0 -> 1: all layers */
+    int shared_experts; /* n: each MoE layer also has an MLP of width n F for every token */
+    double capacity;    /* expert capacity, dt_route_desc.capacity; generation drops no token */
     double balance, z;  /* weights of the load-balancing loss and the router z-loss */
-    /* > 0: the router chooses with a bias, which gpt_balance moves at this rate */
+    /* > 0: the router has a bias per expert, and gpt_balance changes it by this rate */
     double router_bias;
     dt_comm *ep; /* group that shards the experts */
     dt_comm *pp; /* group of the pipeline's p ranks; rank s % p has stage s */
     int stages;  /* 0 -> 1 */
-    /* (stages + 1) the item at which each stage begins. Item 0 is the embedding, items 1 + 2i and
-       2 + 2i are attention and MLP of layer i, item 2 layers + 1 is the head. NULL: one stage.
-       Not copied */
+    /* Array of stages + 1 items: stage s is items [stage_begin[s], stage_begin[s + 1]). Item 0 is
+       the embedding, items 1 + 2i and 2 + 2i are attention and MLP of layer i, item 2 layers + 1 is
+       the head. NULL: one stage. The array is not copied. */
     const int *stage_begin;
 } gpt_config;
 
@@ -126,7 +132,7 @@ typedef struct gpt_layer {
     dt_tensor *experts_fc, *experts_fc_bias;     /* (E,F,C), (E,F) */
     dt_tensor *experts_gate_up;                  /* (E,2,F,C) */
     dt_tensor *experts_proj, *experts_proj_bias; /* (E,C,F), (E,C) */
-    /* counted by the router in training; route.experts points to the caller's array, or is NULL */
+    /* the router's counts in training; route.experts is the caller's array, or NULL */
     dt_route_counts route;
 } gpt_layer;
 
@@ -137,35 +143,36 @@ typedef struct gpt {
     gpt_layer layer[GPT_MAX_LAYERS];
     dt_tensor *ln_f_gain, *ln_f_bias; /* (C) */
     dt_tensor *head;                  /* (V,C) */
-    dt_kv_groups kv;                  /* how K heads lie over tp */
-    /* tied embedding: the first and the last rank of pp, if each has a copy of wte */
+    dt_kv_groups kv;                  /* how the K heads are divided over tp */
+    /* group of the first and the last rank of pp, if each has a copy of a tied wte */
     dt_comm *tied;
 } gpt;
 
 // ==== Parameters =================================================================================
 
-/* The part of the model to which a row belongs. A layer's names begin with "h.N." */
+/* The section of the model to which a parameter belongs. Names in a layer begin with "h.N.". */
 enum {
     GPT_EMBEDDING,
     GPT_ATTENTION,
     GPT_MLP,
     GPT_HEAD,
-    /* in GPT_MLP: a dense MLP, or the experts of a MoE layer */
+    /* parts of GPT_MLP: the dense MLP, and the experts of a MoE layer */
     GPT_DENSE,
     GPT_EXPERT
 };
-/* The architectures that have the parameter, one bit each */
+/* The architectures that have the parameter, one bit per architecture. */
 enum { GPT_ONLY_2 = 1, GPT_ONLY_LLAMA, GPT_BOTH };
-/* Kinds of parameters, which decide the initial values. Gains and biases have no weight decay */
+/* The kind of a parameter decides its initial values. Gains and biases have no weight decay. */
 enum { GPT_GAIN, GPT_BIAS, GPT_POSITION, GPT_MATRIX, GPT_BRANCH, GPT_ROUTER_BIAS };
 /* One row of the table of parameters. */
 typedef struct gpt_param_row {
     int section, models;
-    /* shape: one letter per dimension. tp shards the dimension after '/', ep the one after '|'.
-       '+': the gradient is partial over tp */
+    /* shape has one letter per dimension. tp shards the dimension that follows '/', ep shards the
+       dimension that follows '|'. A shape that begins with '+' has a gradient that is partial over
+       tp. */
     const char *name, *shape;
     int kind;
-    size_t at; /* offset of its dt_tensor * in gpt, or in gpt_layer */
+    size_t at; /* offset of the dt_tensor * in gpt or gpt_layer */
 } gpt_param_row;
 
 /* Every parameter once, in the order of registration. */
@@ -222,7 +229,7 @@ static inline int gpt_is_in_layer(const gpt_param_row *r) {
     return gpt_section(r) == GPT_ATTENTION || gpt_section(r) == GPT_MLP;
 }
 
-/* Whether the model has this parameter (in this layer). A tied head is wte. */
+/* Returns 1 if the model has this parameter (in this layer). A tied head has none, it uses wte. */
 static inline int gpt_has_param(gpt_config c, const gpt_param_row *r, int layer) {
     int mixture = gpt_is_moe(c, layer);
     if (!(r->models >> c.arch & 1) ||
@@ -258,7 +265,7 @@ static inline dt_shape gpt_shape(gpt_config c, const gpt_param_row *r, int layer
     return s;
 }
 
-/* The dimension after a mark in r->shape; -1: there is none. */
+/* Returns the dimension that follows a mark in r->shape, or -1 without the mark. */
 static inline int gpt_dim(const gpt_param_row *r, char mark) {
     int dim = 0;
     for (const char *letter = r->shape; *letter && *letter != mark; letter++)
@@ -266,9 +273,10 @@ static inline int gpt_dim(const gpt_param_row *r, char mark) {
     return strchr(r->shape, mark) ? dim : -1;
 }
 
-/* Sets the parameter's shardings and gradient placements over ep and tp. Its gradient over tp is
-   partial in three cases: copied kv heads, each used by some of the query heads; sequence
-   parallelism, each rank sees some of the tokens; '+', only rank 0's copy is used. */
+/* Sets the parameter's shardings and gradient placements over ep and tp. The gradient is partial
+   over tp in three cases. (1) kv heads are copied, and each copy serves some of the query heads.
+   (2) Under sequence parallelism each rank sees some of the tokens. (3) The shape begins with '+',
+   because only rank 0 of tp uses its copy. */
 static inline void gpt_shard(const gpt *m, const gpt_param_row *r, dt_param_desc *d) {
     int dim = gpt_dim(r, '/'), experts = gpt_dim(r, '|');
     char letter = dim < 0 ? 0 : strchr(r->shape, '/')[1];
@@ -289,7 +297,7 @@ static inline int gpt_is_embedding(const gpt_param_row *r) {
     return r->at == offsetof(gpt, wte) && r->section == GPT_EMBEDDING;
 }
 
-/* The field of the model that holds this parameter's tensor. */
+/* Returns the field of the model that points to this parameter's tensor. */
 static inline dt_tensor **gpt_slot(gpt *m, const gpt_param_row *r, int layer) {
     char *base = gpt_is_in_layer(r) ? (char *)&m->layer[layer] : (char *)m;
     return (dt_tensor **)(void *)(base + r->at);
@@ -297,7 +305,8 @@ static inline dt_tensor **gpt_slot(gpt *m, const gpt_param_row *r, int layer) {
 
 static inline int gpt_top_k(gpt_config c) { return c.top_k > 0 ? c.top_k : c.experts < 2 ? 1 : 2; }
 
-/* Number of parameter elements; active: only those that one token uses, top_k of E experts. */
+/* Returns the number of parameter elements. If active, counts top_k of the E experts, the number
+   that one token uses. */
 static inline int64_t gpt_param_count_of(gpt_config c, int active) {
     int64_t sum = 0;
     for (const gpt_param_row *r = gpt_param_rows; r < gpt_param_rows + GPT_PARAM_ROWS; r++)
@@ -311,9 +320,9 @@ static inline int64_t gpt_param_count_of(gpt_config c, int active) {
 
 static inline int64_t gpt_param_count(gpt_config c) { return gpt_param_count_of(c, 0); }
 
-/* FLOPs of forward and backward per token: 6 per parameter that multiplies (not wpe, and not wte
-   unless it is also the head), plus 12 L C T for the products with keys and values
-   (arXiv:2204.02311, appendix B). */
+/* Returns the FLOPs of forward and backward per token (arXiv:2204.02311, appendix B): 6 per
+   parameter in a matrix product, plus 12 L C T for the products with keys and values. wpe is not in
+   a product, wte only if it is also the head. */
 static inline double gpt_flops_per_token(gpt_config c) {
     int64_t looked_up = (c.arch == GPT_GPT2 ? c.seq : 0) + (c.tied ? 0 : c.vocab);
     return 6.0 * (double)(gpt_param_count_of(c, 1) - looked_up * c.width) +
@@ -322,7 +331,7 @@ static inline double gpt_flops_per_token(gpt_config c) {
 
 static inline dt_tensor *gpt_param(const gpt *m, const gpt_param_row *r, int layer) {
     gpt_config c = m->config;
-    /* scaled so that the sum of 2 L residual branches keeps its size (GPT-2) */
+    /* As in GPT-2, scaled so that the sum of 2 L residual branches does not grow with L. */
     double branch = 0.02 / sqrt(2.0 * c.layers);
     const dt_init init[] = { DT_ONES, DT_ZEROS, DT_NORMAL(0.01), DT_NORMAL(0.02), DT_NORMAL(branch),
         DT_ZEROS };
@@ -344,7 +353,7 @@ static inline void gpt_register_section(gpt *m, int section, int layer) {
 
 static inline int gpt_items(gpt_config c) { return 2 * c.layers + 2; }
 static inline int gpt_stages(gpt_config c) { return c.stage_begin ? c.stages : 1; }
-/* The first item of a stage; stage s has items [first(s), first(s + 1)). */
+/* Returns the first item of a stage. Stage s has items [first(s), first(s + 1)). */
 static inline int gpt_stage_first(gpt_config c, int stage) {
     return c.stage_begin ? c.stage_begin[stage] : stage * gpt_items(c);
 }
@@ -364,8 +373,8 @@ static inline void gpt_register_item(gpt *m, int item) {
     }
     if (last) gpt_register_section(m, GPT_HEAD, 0);
     if (!last || !m->config.tied) return;
-    /* Tied embeddings: without the embedding on this rank, the head is a second copy of wte with
-       the same name and values; the gradients of both copies are partial. */
+    /* Tied embeddings: if this rank does not have the embedding, its head is a second copy of wte
+       with the same name and values, and the gradients of both copies are partial. */
     m->head = m->wte ? m->wte : gpt_param(m, gpt_param_rows, 0);
 }
 
@@ -374,7 +383,7 @@ static inline int gpt_stages_bad(gpt_config c) {
     if (!c.stage_begin) return c.stages > 1;
     for (int i = 0; i < stages && stages <= GPT_MAX_STAGES; i++)
         bad |= c.stage_begin[i] >= c.stage_begin[i + 1];
-    /* one rank would need two copies of wte */
+    /* with one rank in pp, this rank would have two copies of wte */
     if (c.tied && stages > 1 && dt_comm_size(c.pp) == 1) return 1;
     return bad || stages < 1 || stages > GPT_MAX_STAGES || c.stage_begin[0] != 0 ||
            c.stage_begin[stages] != gpt_items(c);
@@ -397,8 +406,8 @@ static inline int gpt_experts_bad(gpt_config c) {
            !(c.z >= 0) || !(c.router_bias >= 0);
 }
 
-/* Registers every parameter of this rank's stages; dt_zero_make allocates and initializes them. An
-   impossible config fails the context. [collective: tp and pp] */
+/* [collective: tp and pp] Registers every parameter of this rank's stages. dt_zero_make allocates
+   and initializes the parameters later. An impossible config is an error of the context. */
 static inline gpt gpt_register(dt_ctx *ctx, gpt_config c) {
     gpt m = { .config = c, .ctx = ctx };
     int p = dt_comm_size(c.pp), rank = dt_comm_rank(c.pp);
@@ -412,8 +421,8 @@ static inline gpt gpt_register(dt_ctx *ctx, gpt_config c) {
     }
     if (gpt_experts_bad(c)) {
         dt_fail(ctx, DT_ERR_ARG,
-            "gpt_register: %d experts over %d ranks of ep, %d of a token, in every %d-th layer, "
-            "%d shared, capacity %g, side losses %g and %g, rate of the bias %g",
+            "gpt_register: %d experts over %d ranks of ep, %d per token, in every %d-th layer, "
+            "%d shared, capacity %g, side losses %g and %g, router bias rate %g",
             c.experts, dt_comm_size(c.ep), gpt_top_k(c), c.moe_every, c.shared_experts, c.capacity,
             c.balance, c.z, c.router_bias);
         return m;
@@ -447,44 +456,46 @@ static inline gpt gpt_register(dt_ctx *ctx, gpt_config c) {
 
 // ==== Forward ====================================================================================
 
-/* The tokens of a forward pass: this rank's T/cp of each sequence, in the order of
-   dt_cp_token. All tensors are (B,T/cp) i32. A NULL tensor means the value in brackets. */
+/* The tokens of a forward pass: this rank's T/cp tokens of each sequence, in the order of
+   dt_cp_token. All tensors are (B,T/cp) i32. If a tensor is NULL, the value in brackets is used. */
 typedef struct gpt_tokens {
     dt_tensor *ids;
-    /* position in the document; used by wpe, rotary embedding and causal mask [in the sequence] */
+    /* position in its document, for wpe, rotary embedding and causal mask [position in the
+       sequence] */
     dt_tensor *positions;
-    /* document number of each token, for sequences that pack several documents [one document] */
+    /* document number, for sequences that pack several documents [one document per sequence] */
     dt_tensor *documents;
-    /* index among all tokens of the step over all ranks; seeds dropout [0 .. B T - 1] */
+    /* index among the step's tokens of all ranks; the dropout masks depend on it [0 .. B T - 1] */
     dt_tensor *index;
-    /* sequences of the step over all ranks: the MoE side losses are means over them [0: no side
-       losses] */
+    /* number of sequences of the step over all ranks. The MoE side losses are means over these
+       sequences. 0: no side losses */
     int64_t sequences;
-    /* step number from 1, seeds dropout; 0: no dropout, as in evaluation */
+    /* step number from 1; the dropout masks depend on it. 0: no dropout, as in evaluation */
     uint64_t step;
-    /* with cp: made from documents and positions [made from B, T and config.cp_kind] */
+    /* with cp: what dt_cp_make returned for these documents and positions [made from B, T and
+       config.cp_kind] */
     dt_cp *context;
 } gpt_tokens;
 
-/* KV cache: keys and values of the tokens so far. See section Generation. */
+/* KV cache: the keys and values of all earlier tokens. See section Generation. */
 typedef struct gpt_cache {
     gpt *model;
     dt_schedule *schedule; /* of the pipeline; NULL: one stage */
     int length;            /* tokens in the cache, at most config.seq */
-    /* (1,length,K,D): the first rows of (1,seq,K,D) */
+    /* each (1,length,K,D), in memory for (1,seq,K,D) */
     dt_tensor k[GPT_MAX_LAYERS], v[GPT_MAX_LAYERS];
     void *data;
     size_t bytes;
     int32_t *positions; /* 0, 1, .. seq-1 */
 } gpt_cache;
 
-/* What one forward pass tells its blocks. */
+/* The arguments of a forward pass, which every block receives as `user`. */
 typedef struct gpt_pass {
     gpt *model;
-    int item, end; /* run items [item, end): see gpt_config.stage_begin */
+    int item, end; /* items to run: [item, end), see gpt_config.stage_begin */
     gpt_tokens tokens;
     dt_tensor *positions; /* tokens.positions, or the default */
-    dt_placement outside; /* of activations over tp, between its regions */
+    dt_placement outside; /* over tp, of the activations outside the tensor-parallel layers */
     gpt_cache *cache;     /* NULL in training */
 } gpt_pass;
 
@@ -498,7 +509,8 @@ static inline uint64_t gpt_hash(uint64_t z) {
     return z ^ (z >> 31);
 }
 
-/* site: 0 is the embedding; then two per layer, then one per layer with shared experts. */
+/* Dropout. Each place in the model that uses dropout has its own `site`: 0 for the embedding, then
+   two numbers per layer, then one number per layer for its shared experts. */
 static inline dt_tensor *gpt_dropout(const gpt_pass *r, dt_tensor *x, int site) {
     double p = r->model->config.dropout;
     if (!x || p == 0 || r->tokens.step == 0) return x;
@@ -507,8 +519,8 @@ static inline dt_tensor *gpt_dropout(const gpt_pass *r, dt_tensor *x, int site) 
     return dt_dropout(x, p, key, r->tokens.index);
 }
 
-/* Residual branch, x + dropout(h w^T + b). Without dropout the addition is fused with the
-   product. */
+/* Residual branch, x + dropout(h w^T + b). Without dropout one op computes the product and the
+   addition. */
 static inline dt_tensor *gpt_branch(
     const gpt_pass *r, dt_tensor *x, dt_tensor *h, dt_tensor *w, dt_tensor *b, int site) {
     dt_comm *tp = r->model->config.tp;
@@ -526,7 +538,7 @@ static inline dt_tensor *gpt_norm(const gpt *m, dt_tensor *x, dt_tensor *gain, d
     return dt_layernorm(x, gain, bias, m->config.norm_eps);
 }
 
-/* Appends the keys (or values) `more` to the cached ones `all`. Returns `all`. */
+/* Appends the new keys (or values) `more` to the cached keys (or values) `all`. Returns `all`. */
 static inline dt_tensor *gpt_cache_append(gpt_cache *c, dt_tensor *all, dt_tensor *more) {
     if (!more) return NULL;
     const dt_kernels *table = dt_ctx_kernels(more->ctx);
@@ -534,7 +546,7 @@ static inline dt_tensor *gpt_cache_append(gpt_cache *c, dt_tensor *all, dt_tenso
     char *at = (char *)all->data + (size_t)c->length * row;
     if (table->move(at, more->data, (size_t)more->shape.d[1] * row, dt_ctx_stream(more->ctx)) !=
         DT_OK) {
-        dt_fail(more->ctx, DT_ERR_DEVICE, "gpt_cache_append: %lld tokens behind %d",
+        dt_fail(more->ctx, DT_ERR_DEVICE, "gpt_cache_append: %lld tokens after %d",
             (long long)more->shape.d[1], c->length);
         return NULL;
     }
@@ -543,8 +555,9 @@ static inline dt_tensor *gpt_cache_append(gpt_cache *c, dt_tensor *all, dt_tenso
     return all;
 }
 
-/* Attention of a layer without its output projection, (B,T,C) -> (B,T,C/tp). Selective recompute
-   recomputes this part. H and K are this rank's heads, T this rank's tokens. */
+/* A layer's attention without the output projection, (B,T,C) -> (B,T,C/tp). Selective recompute
+   recomputes this function. In the shapes below, H and K count this rank's heads and T this rank's
+   tokens. */
 static inline dt_tensor *gpt_heads(dt_tensor *x, void *user) {
     const gpt_pass *r = (const gpt_pass *)user;
     const gpt *m = r->model;
@@ -575,7 +588,7 @@ static inline dt_tensor *gpt_heads(dt_tensor *x, void *user) {
 
 /* The MLP's hidden layer, (B,T,C) -> (B,T,F/tp). */
 static inline dt_tensor *gpt_hidden(const gpt *m, const gpt_layer *l, dt_tensor *n) {
-    /* gate and up are one product, (B,T,2,F) */
+    /* one product computes gate and up, (B,T,2,F) */
     if (m->config.arch == GPT_LLAMA) return dt_swiglu(dt_linear(n, l->gate_up, NULL));
     return dt_linear_at(n, l->fc, l->fc_bias, (dt_linear_desc){ .activation = DT_ACT_GELU });
 }
@@ -591,8 +604,9 @@ static inline dt_tensor *gpt_attention_forward(const gpt_pass *r, dt_tensor *x) 
     return gpt_branch(r, x, heads, l->attn_proj, l->attn_proj_bias, 1 + 2 * gpt_layer_at(r));
 }
 
-/* Mixture of experts (MoE): router, token dispatch, experts, token combine. n is the norm's output
-   in placement r->outside; inside is the same, entered into tp. Returns the sum in r->outside. */
+/* Mixture of experts (MoE): router, token dispatch, experts, token combine. n is the output of the
+   norm in placement r->outside, and `inside` is gpt_enter(n). Returns the output of the experts in
+   placement r->outside. */
 static inline dt_tensor *gpt_moe_forward(
     const gpt_pass *r, gpt_layer *l, dt_tensor *n, dt_tensor *inside) {
     const gpt_config *c = &r->model->config;
@@ -634,7 +648,7 @@ static inline dt_tensor *gpt_mlp_forward(const gpt_pass *r, dt_tensor *x) {
     return gpt_branch(r, x, gpt_hidden(m, l, inside), l->mlp_proj, l->mlp_proj_bias, site);
 }
 
-/* One layer, or the half of it that lies in this stage. Runs as a block. */
+/* One layer, or only its attention or its MLP if the stage has only this half. Runs as a block. */
 static inline dt_tensor *gpt_layer_forward(dt_tensor *x, void *user) {
     gpt_pass *r = (gpt_pass *)user, mlp = *r;
     if (r->item % 2 == 0) return gpt_mlp_forward(r, x);
@@ -643,7 +657,7 @@ static inline dt_tensor *gpt_layer_forward(dt_tensor *x, void *user) {
     return mlp.item < r->end ? gpt_mlp_forward(&mlp, x) : x;
 }
 
-/* The layers of items [item, end), each as a block. */
+/* Runs the layers of items [item, end), each layer as a block. */
 static inline dt_tensor *gpt_layers_forward(dt_tensor *x, void *user) {
     gpt_pass r = *(const gpt_pass *)user;
     int end = r.end;
@@ -655,8 +669,8 @@ static inline dt_tensor *gpt_layers_forward(dt_tensor *x, void *user) {
     return x;
 }
 
-/* Position of each of this rank's T tokens in its sequence, (B,T). in_batch: its index among the
-   tokens of all B sequences instead. */
+/* Returns the position of each of this rank's T tokens in its sequence, (B,T). If in_batch, returns
+   its index among the tokens of all B sequences. */
 static inline dt_tensor *gpt_token_positions(const gpt *m, int64_t B, int64_t T, int in_batch) {
     int c = dt_comm_size(m->config.cp);
     int32_t *at = (int32_t *)malloc((size_t)(B * T) * sizeof *at + 1);
@@ -674,8 +688,8 @@ static inline dt_tensor *gpt_token_positions(const gpt *m, int64_t B, int64_t T,
     return positions;
 }
 
-/* Token embedding, (B,T) -> (B,T,C). Runs as a block, which frees the partial rows after tp has
-   summed them. */
+/* Token embedding, (B,T) -> (B,T,C). Runs as a block, so that the partial rows are freed after they
+   have been summed over tp. */
 static inline dt_tensor *gpt_embed(dt_tensor *x, void *user) {
     const gpt_pass *r = (const gpt_pass *)user;
     gpt *m = r->model;
@@ -701,7 +715,8 @@ static inline gpt_pass gpt_pass_make(gpt *m, gpt_tokens t, gpt_cache *cache) {
     if (!r.positions) r.positions = gpt_token_positions(m, B, T, 0);
     if (dt_comm_size(m->config.cp) > 1 && (t.documents || t.positions) && !t.context && !cache)
         dt_fail(m->ctx, DT_ERR_ARG,
-            "gpt: under cp documents and positions come with a context of all ranks' tokens");
+            "gpt: with cp, documents and positions also need a context (dt_cp_make) of all ranks' "
+            "tokens");
     if (dt_comm_size(m->config.cp) > 1 && !cache && !t.context) {
         dt_cp_desc d = {
             .kind = m->config.cp_kind, .batch = B, .tokens = T * dt_comm_size(m->config.cp)
@@ -715,10 +730,11 @@ static inline gpt_pass gpt_pass_make(gpt *m, gpt_tokens t, gpt_cache *cache) {
     return r;
 }
 
-/* Runs items [item, end) without the head's product: x (NULL before item 0) -> (B,T,C), with T
-   sharded under sp. The final norm belongs to it. The embedding runs as a block where the block's
-   end frees something: partial rows under tp, or at ZeRO-3 a table that the head does not need.
-   With full:k, layers ik .. ik + k - 1 are recomputed together, as far as this stage has them. */
+/* Runs items [item, end): x (NULL at item 0) -> (B,T,C), with T sharded under sp. Of the head, runs
+   the final norm but not the product. The embedding runs as a block if the end of the block can
+   free memory: partial rows under tp, or at ZeRO-3 an embedding table that the head does not need.
+   With full:k, layers ik .. ik + k - 1 are recomputed together; if the stage has only some of these
+   layers, those are recomputed together. */
 static inline dt_tensor *gpt_layers_and_norm(gpt_pass r, dt_tensor *x) {
     gpt *m = r.model;
     int block = dt_comm_size(m->config.tp) > 1 || !m->config.tied || gpt_stages(m->config) > 1;
@@ -738,7 +754,7 @@ static inline dt_tensor *gpt_layers_and_norm(gpt_pass r, dt_tensor *x) {
     return head ? gpt_norm(m, x, m->ln_f_gain, m->ln_f_bias) : x;
 }
 
-/* Logits, (..,C) -> (..,V). Gathers the vocabulary's shards over tp. */
+/* Computes the logits, (..,C) -> (..,V). Gathers the shards of the vocabulary over tp. */
 static inline dt_tensor *gpt_head(const gpt_pass *r, dt_tensor *x) {
     const gpt *m = r->model;
     x = dt_linear(gpt_enter(r, x), m->head, NULL);
@@ -748,17 +764,17 @@ static inline dt_tensor *gpt_head(const gpt_pass *r, dt_tensor *x) {
         dt_redistribute(x, m->config.tp, DT_SHARD(last), DT_REPLICATE), last, 0, m->config.vocab);
 }
 
-/* Tokens (B,T) -> logits (B,T,V), for a model that is one stage. */
+/* Computes the logits (B,T,V) of tokens (B,T), for a model with one stage. */
 static inline dt_tensor *gpt_logits_at(gpt *m, gpt_tokens t) {
     if (!t.ids) return NULL;
     gpt_pass r = gpt_pass_make(m, t, NULL);
     return gpt_head(&r, gpt_layers_and_norm(r, NULL));
 }
 
-/* One pipeline stage. x: the output of the stage before, NULL at stage 0. Returns the input of the
-   next stage. The last stage returns the loss: the sum of the cross-entropies over labels (B,T) i32
-   that are >= 0, divided by denominator. Head and cross-entropy are one op, so the logits are never
-   all in memory. */
+/* Runs one pipeline stage. x is the output of the previous stage, NULL at stage 0. Returns the
+   input of the next stage. The last stage returns the loss: the sum of the cross-entropies over all
+   labels (B,T) i32 that are >= 0, divided by denominator. One op computes head and cross-entropy,
+   so the complete logits are never in memory. */
 static inline dt_tensor *gpt_stage_at(
     gpt *m, int stage, dt_tensor *x, gpt_tokens t, dt_tensor *labels, double denominator) {
     dt_loss_desc d = { .smoothing = t.step ? m->config.smoothing : 0 };
@@ -772,15 +788,16 @@ static inline dt_tensor *gpt_stage_at(
         x, m->head, labels, denominator, d, m->config.tp, r.outside);
 }
 
-/* The loss, for a model that is one stage. */
+/* Returns the loss of a model with one stage. */
 static inline dt_tensor *gpt_loss_at(gpt *m, gpt_tokens t, dt_tensor *labels, double denominator) {
     return gpt_stage_at(m, 0, NULL, t, labels, denominator);
 }
 
-/* Call after a step, if config.router_bias > 0. Moves the biases of this rank's routers against the
-   token counts in layer[].route.experts (E each, the caller's arrays), and clears the counts.
-   groups: the n groups whose ranks route different tokens, which are mesh.data, and tp under sp.
-   [collective: these groups, at ZeRO-3 also the data group] */
+/* [collective: groups, at ZeRO-3 also the data group] Balances the experts; call it after each step
+   if config.router_bias > 0. Lowers the router bias of experts with more tokens than the mean and
+   raises it for experts with fewer. The token counts are in layer[].route.experts, arrays (E) of
+   the caller, and are cleared. groups are the n groups whose ranks route different tokens:
+   mesh.data, and tp under sp. */
 static inline dt_status gpt_balance(gpt *m, dt_comm *const *groups, int n) {
     for (int i = 0; i < m->config.layers && dt_error(m->ctx) == DT_OK; i++) {
         gpt_layer *l = &m->layer[i];
@@ -791,7 +808,7 @@ static inline dt_status gpt_balance(gpt *m, dt_comm *const *groups, int n) {
     return dt_error(m->ctx);
 }
 
-/* gpt_logits_at and gpt_loss_at for ids (B,T) only: no dropout, no smoothing. */
+/* gpt_logits_at and gpt_loss_at for ids (B,T) without other fields: no dropout, no smoothing. */
 static inline dt_tensor *gpt_logits(gpt *m, dt_tensor *ids) {
     return gpt_logits_at(m, (gpt_tokens){ .ids = ids });
 }
@@ -801,16 +818,17 @@ static inline dt_tensor *gpt_loss(gpt *m, dt_tensor *ids, dt_tensor *labels, dou
 
 // ==== Generation =================================================================================
 
-/* KV cache. Keys and values do not depend on later tokens, so the cache keeps those of the tokens
-   so far, 2 L seq K D numbers, and a new token costs one row of every product and one query:
+/* [collective: tp, pp] KV cache. A token's keys and values do not depend on later tokens. So the
+   cache keeps the keys and values of all earlier tokens, 2 L seq K D elements, and a new token
+   costs one row of every product and one query:
 
        keys   [k0 k1 k2 .. k(length-1) | free ..  seq]      the new token's key goes to row `length`
 
-   The rows are written in place into memory allocated once; concatenating tensors would copy all of
-   them for every token. Every rank of tp and pp caches the keys and values of its own heads and
-   layers, and all of them learn the sampled token. Ranks of cp do not work together here: each sees
-   all tokens, so any one of them suffices. Between gpt_cache_open and gpt_cache_close the tape
-   records nothing. [collective: tp, pp] */
+   New rows are written in place into memory that is allocated once. Concatenating tensors would
+   copy all rows for every token. Every rank of tp and pp caches the keys and values of its own
+   heads and layers, and every rank gets the sampled token. The ranks of cp do not share the work:
+   each computes all tokens, so it is enough to call this on one of them. Between gpt_cache_open and
+   gpt_cache_close the tape records nothing. */
 static inline void gpt_cache_close(gpt_cache *c) {
     dt_ctx *ctx = c->model->ctx;
     dt_free(ctx, DT_MEM_ACTS, c->data, c->bytes);
@@ -827,7 +845,7 @@ static inline dt_status gpt_cache_open(gpt_cache *c, gpt *m) {
     size_t one = (size_t)g.seq * (size_t)(m->kv.heads * D) * dt_dtype_size(g.dtype);
     memset(c, 0, sizeof *c);
     c->model = m;
-    /* only the layers of this rank's stages */
+    /* the cache has only the layers of this rank's stages */
     for (int i = 0; i < g.layers; i++) c->bytes += m->layer[i].q ? 2 * one : 0;
     dt_no_grad(m->ctx, 1);
     c->data = dt_alloc(m->ctx, DT_MEM_ACTS, c->bytes, "keys and values");
@@ -852,15 +870,15 @@ static inline dt_status gpt_cache_open(gpt_cache *c, gpt *m) {
     return dt_error(m->ctx);
 }
 
-/* Runs one stage on n new tokens, which must fit into the cache. x: the output of the stage before,
-   NULL at stage 0. Returns the input of the next stage; the last stage returns the logits (V) after
-   the last token. */
+/* Runs one stage on n new tokens, which must fit into the cache. x is the output of the previous
+   stage, NULL at stage 0. Returns the input of the next stage. The last stage returns the logits
+   (V) that follow the last token. */
 static inline dt_tensor *gpt_cache_stage(
     gpt_cache *c, int stage, dt_tensor *x, const int32_t *ids, int n) {
     gpt *m = c->model;
     int64_t C = m->config.width;
     if (n < 1 || n > m->config.seq - c->length) {
-        dt_fail(m->ctx, DT_ERR_ARG, "gpt_cache_stage: %d tokens behind %d of %d", n, c->length,
+        dt_fail(m->ctx, DT_ERR_ARG, "gpt_cache_stage: %d tokens after %d of %d", n, c->length,
             m->config.seq);
         return NULL;
     }
@@ -877,16 +895,16 @@ static inline dt_tensor *gpt_cache_stage(
     return x ? dt_reshape(x, DT_SHAPE(m->config.vocab)) : NULL;
 }
 
-/* The same for a model that is one stage. The logits are valid until dt_reset. */
+/* gpt_cache_stage for a model with one stage. The logits are valid until dt_reset. */
 static inline dt_tensor *gpt_cache_logits(gpt_cache *c, const int32_t *ids, int n) {
     dt_tensor *x = gpt_cache_stage(c, 0, NULL, ids, n);
     c->length += n;
     return x;
 }
 
-/* How a token is sampled: from softmax(logits / temperature), among ids below `limit` (0: all) and
-   among the top_k largest logits (0: all; ties with the smallest stay). temperature 0: the largest
-   logit. */
+/* Sampling of a token from softmax(logits / temperature). temperature 0 takes the largest logit.
+   limit > 0 samples only ids below limit. top_k > 0 samples only the top_k largest logits, and also
+   logits that equal the smallest of them. */
 typedef struct gpt_sampling {
     double temperature;
     int top_k, limit;
@@ -898,7 +916,7 @@ static inline int gpt_descending(const void *a, const void *b) {
     return (x < y) - (x > y);
 }
 
-/* The smallest logit among the top_k. sorted: a buffer of n numbers. */
+/* Returns the smallest of the top_k largest logits. sorted is a buffer of n elements. */
 static inline float gpt_top_k_threshold(const float *logits, int n, int top_k, float *sorted) {
     if (top_k <= 0 || top_k >= n) return -INFINITY;
     memcpy(sorted, logits, (size_t)n * sizeof *sorted);
@@ -906,8 +924,8 @@ static inline float gpt_top_k_threshold(const float *logits, int n, int top_k, f
     return sorted[top_k - 1];
 }
 
-/* Samples an id below n by inverting the cumulative distribution at u in [0,1). sorted: a buffer of
-   n numbers. */
+/* Samples an id below n: inverts the cumulative distribution at u in [0,1). sorted is a buffer of n
+   elements. */
 static inline int32_t gpt_sample(
     const float *logits, int n, gpt_sampling s, double u, float *sorted) {
     int32_t best = 0;
@@ -927,21 +945,23 @@ static inline int32_t gpt_sample(
     return best;
 }
 
-/* Empties a full cache. Returns how many of the newest tokens to run again: half of them. Dropping
-   only the oldest token would change every position, and so every key, for each new token. */
+/* Empties a full cache. Returns the number of newest tokens to run again, which is seq/2. Dropping
+   only the oldest token would not be cheaper: it changes the position of every token, so all keys
+   would be computed again for each new token. */
 static inline int gpt_cache_restart(gpt_cache *c) {
     c->length = 0;
     return c->model->config.seq / 2 > 0 ? c->model->config.seq / 2 : 1;
 }
 
-/* The sampling of one token. */
+/* Arguments and result of sampling one token. */
 typedef struct gpt_next_token {
     gpt_cache *cache;
     const int32_t *ids;
-    int n;         /* of ids, tokens that are not in the cache yet */
+    int n;         /* number of ids, which are the tokens that are not in the cache yet */
     float *logits; /* (2,V): logits, and a buffer for sorting */
     gpt_sampling s;
-    /* at: a random number in [0,1). token: the result on the rank of the last stage, else 0 */
+    /* at is a random number in [0,1). token is the sampled id on the rank of the last stage and 0
+       on the others. */
     double at, token;
 } gpt_next_token;
 
@@ -976,8 +996,8 @@ static inline int32_t gpt_generate_token(gpt_next_token *d) {
     return (int32_t)d->token;
 }
 
-/* Continues ids, of which the first `given` >= 1 are set, up to `total` tokens. Beyond seq tokens
-   the model sees the last seq/2 to seq. */
+/* Generates text: continues the first `given` >= 1 tokens of ids up to `total` tokens. Once there
+   are more than seq tokens, the model sees only the last seq/2 to seq of them. */
 static inline dt_status gpt_generate(gpt *m, int32_t *ids, int given, int total, gpt_sampling s) {
     size_t bytes = 2 * (size_t)m->config.vocab * sizeof(float);
     gpt_cache *c = (gpt_cache *)dt_alloc(m->ctx, DT_MEM_HOST, sizeof *c, "gpt_generate");

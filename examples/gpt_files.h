@@ -1,35 +1,37 @@
 /* gpt_files.h - weight files for gpt.h: Hugging Face GPT-2 and Llama, llm.c - public domain or MIT,
    at your choice
 
-   Include it after dt_zero.h and gpt.h. Everything is static. path is a safetensors file, a folder
-   with model.safetensors or model.safetensors.index.json, or an llm.c model. config.json lies
-   beside the safetensors.
+   Include gpt_files.h after dt_zero.h and gpt.h. All functions are static. path is a safetensors
+   file, a folder with model.safetensors or model.safetensors.index.json, or an llm.c model.
+   config.json is in the folder of the safetensors file.
 
        gpt_config c = gpt_config_from(ctx, path);  // sizes; set dtype, recompute, dropout yourself
        gpt        m = gpt_register(ctx, c);
-       dt_zero_make(...);                // optional: storage otherwise comes with the first use
+       dt_zero_make(...);                // or without: the first use allocates the parameters
        gpt_load(&m, path);               // every rank reads its local slices
-       gpt_export(&m, zero, "folder");   // from all ranks: model.safetensors and config.json for
-                                         // transformers; "model.bin" is llm.c; gpt_save: one rank
+       gpt_export(&m, zero, "folder");   // every rank; writes model.safetensors and config.json for
+                                         // transformers, or an llm.c model if the path is "x.bin".
+                                         // gpt_save does this on one rank
 
-   Only masks, rotary tables and a tied head are ignored silently. Any other unknown tensor, a shape
-   or a number of layers that does not fit, or a feature that gpt.h lacks is an error. The padding
-   of llm.c's vocabulary is dropped. A context in which one of these functions failed stays failed:
-   to try a file, make a context for it. */
+   If the file has masks, rotary tables or a tied head, they are ignored. These are errors: any
+   other unknown tensor, a shape or a number of layers that differs from the model's, and a feature
+   that gpt.h does not have. The padding of llm.c's vocabulary is dropped. After a failure a context
+   stays failed; to find out whether a file can be read, use a separate context. */
 #ifndef GPT_FILES_H
 #define GPT_FILES_H
 
 // ==== Names ======================================================================================
 
-/* The name of each parameter of gpt_param_rows in the three formats. In a layer, GPT-2's names
-   follow "h.N." and Llama's "layers.N.". All names but the head's have a prefix, "transformer." or
-   "model.", which some files omit. llm.c stores all layers of a kind in one tensor. GPT-2 stores
-   the matrices of its layers transposed, (in, out). */
+/* The names of each parameter of gpt_param_rows in the three formats. Names in a layer begin with
+   "h.N." in GPT-2 and with "layers.N." in Llama. All names except the head's also have a prefix,
+   "transformer." or "model.", which some files omit. llm.c stores the same parameter of all layers
+   in one tensor. GPT-2 stores the matrices of its layers transposed, (in,out). */
 typedef struct gpt_name {
     const char *name, *gpt2, *llama, *llmc;
-    /* GPT-2 and llm.c store q, k and v as thirds 1, 2, 3 of one tensor; 0: another parameter */
+    /* 1, 2, 3 for q, k, v, which GPT-2 and llm.c store as the thirds of one tensor; else 0 */
     int qkv_third;
-    /* Llama stores the parameter's first half as `llama`, its second half under this name */
+    /* if not NULL, Llama stores the first half of the parameter under the name `llama` and the
+       second half under this name */
     const char *llama_second;
 } gpt_name;
 
@@ -58,13 +60,13 @@ static const gpt_name gpt_names[] = {
     { "lm_head.weight", "lm_head.weight", "lm_head.weight", NULL, 0, NULL },
 };
 
-/* Endings of the names of tensors that are not parameters. */
+/* A tensor whose name has one of these endings is not a parameter. */
 static const char *const gpt_ignored[] = { ".attn.bias", ".attn.masked_bias",
     ".rotary_emb.inv_freq" };
 
 /* The format of a file. */
 typedef struct gpt_file_kind {
-    const char *prefix; /* of all names but the head's */
+    const char *prefix; /* of all names except the head's */
     dt_llmc llmc;       /* version 0: safetensors */
 } gpt_file_kind;
 
@@ -84,8 +86,8 @@ static inline void gpt_full_name(char *out, size_t bytes, const gpt *m, const gp
         snprintf(out, bytes, "%s%s", head ? "" : prefix, name);
 }
 
-/* The location of a parameter in a file: a matrix (rows, columns), for a bias or gain one row. It
-   is a complete tensor, or a third or half of one. */
+/* Returns the location of a parameter in a file, as a matrix (rows,columns); a bias or gain is one
+   row. The location is a complete tensor of the file, or a third or half of a tensor. */
 static inline dt_weight_map gpt_file_location_of(
     const gpt *m, const gpt_param_row *r, int layer, gpt_file_kind kind) {
     const gpt_name *n = gpt_name_of(r);
@@ -122,8 +124,8 @@ static inline dt_weight_map gpt_file_location_of(
     return p;
 }
 
-/* Points the parts at the names. The function that returns the struct cannot do so, because the
-   struct moves. */
+/* Sets the name pointers of the parts. gpt_file_location_of cannot set them: they point into the
+   struct, which is copied when that function returns it. */
 static inline void gpt_set_part_names(dt_weight_map *p) {
     for (int i = 0; i < 2; i++) p->part[i].name = p->name[i];
 }
@@ -139,7 +141,8 @@ static inline gpt_file_kind gpt_file_kind_of(const gpt *m, dt_weights *w) {
 
 // ==== Configuration ==============================================================================
 
-/* The node of a key; -1 if it is missing or null, which is an error if `required`. */
+/* Returns the node of a key, or -1 if the key is missing or null. If `required`, a missing key is
+   an error. */
 static inline int gpt_key(dt_json *j, int object, const char *key, int required) {
     int node = dt_json_find(j, object, key);
     if (node >= 0 && dt_json_kind_of(j, node) == DT_JSON_NULL) node = -1;
@@ -147,7 +150,8 @@ static inline int gpt_key(dt_json *j, int object, const char *key, int required)
     return node;
 }
 
-/* A whole number from 1 to `max`. fallback 0: the key is required. */
+/* Returns a key's value, a whole number from 1 to `max`, or `fallback` without the key. If fallback
+   is 0, the key is required. */
 static inline int gpt_key_int(dt_json *j, const char *key, int fallback, int max) {
     int64_t value = 0;
     int node = gpt_key(j, 0, key, fallback == 0);
@@ -172,7 +176,7 @@ static inline int gpt_key_bool(dt_json *j, const char *key, int fallback) {
     return value;
 }
 
-/* Refuses a key whose value is not one of two words. A missing key means the first. */
+/* Reports an error if the value of a key is neither a nor b. A missing key is not an error. */
 static inline void gpt_key_word(
     dt_json *j, int object, const char *key, const char *a, const char *b) {
     int node = gpt_key(j, object, key, 0);
@@ -181,7 +185,7 @@ static inline void gpt_key_word(
         dt_json_fail(j, node, "%s %s is not supported; %s is", key, word ? word : "(no string)", a);
 }
 
-/* Refuses a boolean key with another value than the supported one. */
+/* Reports an error if a boolean key does not have the supported value. */
 static inline void gpt_key_must_be(dt_json *j, const char *key, int supported) {
     if (gpt_key_bool(j, key, supported) != supported)
         dt_json_fail(j, dt_json_find(j, 0, key), "%s %s is not supported", key,
@@ -201,7 +205,7 @@ static inline void gpt_config_gpt2(dt_json *j, gpt_config *c) {
     gpt_key_must_be(j, "add_cross_attention", 0);
 }
 
-/* Older files have the keys rope_theta and rope_scaling; newer ones have both in
+/* Older files have the keys rope_theta and rope_scaling. Newer files have the same settings in
    rope_parameters. */
 static inline void gpt_config_rope(dt_json *j, gpt_config *c) {
     int rope = gpt_key(j, 0, "rope_parameters", 0), scaling = gpt_key(j, 0, "rope_scaling", 0);
@@ -231,7 +235,8 @@ static inline void gpt_config_llama(dt_json *j, gpt_config *c) {
             "head_dim is not hidden_size / num_attention_heads, %d", dim);
 }
 
-/* head: whether the weights contain lm_head; it decides `tied` if the file does not. */
+/* Fills in *c from config.json. head is 1 if the weights contain lm_head; it decides `tied` if the
+   file has no tie_word_embeddings. */
 static inline void gpt_config_read(dt_json *j, gpt_config *c, int head) {
     if (dt_json_kind_of(j, 0) != DT_JSON_OBJECT) {
         dt_json_fail(j, 0, "an object is needed");
@@ -258,8 +263,8 @@ static inline void gpt_config_read(dt_json *j, gpt_config *c, int head) {
             c->heads, c->kv_heads);
 }
 
-/* out: folder/name, where path is the folder or a file in it. -1: the name is too long, which fails
-   the context. */
+/* Sets out to folder/name, where path is the folder or a file in the folder. If the name is too
+   long, reports an error and returns -1. */
 static inline int gpt_path_beside(
     dt_ctx *ctx, char *out, size_t bytes, const char *path, const char *name) {
     const char *dot = strrchr(path, '.'), *slash = strrchr(path, '/');
@@ -271,7 +276,8 @@ static inline int gpt_path_beside(
     return -1;
 }
 
-/* The configuration of the model in a file. After a failure layers is 0; see dt_error. */
+/* Returns the configuration of the model in a file. After a failure `layers` is 0 and dt_error
+   returns the error. */
 static inline gpt_config gpt_config_from(dt_ctx *ctx, const char *path) {
     gpt_config none = { .layers = 0 }, c = none;
     char name[4096];
@@ -335,7 +341,7 @@ static inline void gpt_write_config(dt_json_out *o, const gpt_config *c) {
     dt_json_put_bool(o, "tie_word_embeddings", c->tied);
     for (int i = 0; i < 6; i++)
         if (llama || i != 3) dt_json_put_int(o, keys[llama][i], sizes[i]);
-    /* transformers' default ids belong to the default vocabulary */
+    /* the default token ids of transformers are valid for the default vocabulary only */
     if (c->vocab != (llama ? 32000 : 50257)) {
         dt_json_put_string(o, "bos_token_id", NULL);
         dt_json_put_string(o, "eos_token_id", NULL);
@@ -353,14 +359,14 @@ static inline void gpt_write_config(dt_json_out *o, const gpt_config *c) {
 
 // ==== Weights ====================================================================================
 
-/* Calls fn for every parameter of all stages, until the context fails. */
+/* Calls fn for every parameter of all stages. Stops after the first error. */
 typedef void (*gpt_param_fn)(
     gpt *m, const gpt_param_row *r, int layer, dt_weight_map *p, dt_weights *w, void *user);
 static inline void gpt_for_each_param(
     gpt *m, gpt_file_kind kind, dt_weights *w, gpt_param_fn fn, void *user) {
     for (const gpt_param_row *r = gpt_param_rows; r < gpt_param_rows + GPT_PARAM_ROWS; r++)
         for (int i = 0; i < (gpt_is_in_layer(r) ? m->config.layers : 1); i++) {
-            /* after a failure the sizes may be 0 */
+            /* after an error the sizes may be 0 */
             if (dt_error(m->ctx) != DT_OK || !gpt_has_param(m->config, r, i)) continue;
             dt_weight_map p = gpt_file_location_of(m, r, i, kind);
             gpt_set_part_names(&p);
@@ -368,14 +374,15 @@ static inline void gpt_for_each_param(
         }
 }
 
-/* user: one flag per tensor of the file, set when the tensor is used. */
+/* Loads one parameter. user is an array with one flag per tensor of the file; sets the flags of the
+   tensors that this parameter uses. */
 static inline void gpt_load_one(
     gpt *m, const gpt_param_row *r, int layer, dt_weight_map *p, dt_weights *w, void *user) {
     for (int i = 0; i < p->n; i++) {
         int at = dt_weights_find(w, p->name[i]);
         if (at >= 0) ((char *)user)[at] = 1;
     }
-    dt_tensor *own = *gpt_slot(m, r, layer); /* NULL: it belongs to another pipeline stage */
+    dt_tensor *own = *gpt_slot(m, r, layer); /* NULL: on another pipeline stage */
     if (own) dt_weights_load(w, own, p->columns, p->part, p->n);
     if (gpt_is_embedding(r) && m->config.tied && m->head && m->head != own)
         dt_weights_load(w, m->head, p->columns, p->part, p->n);
@@ -390,12 +397,12 @@ static inline int gpt_is_ignored(const gpt *m, const char *name) {
     return m->config.tied && strcmp(name, "lm_head.weight") == 0;
 }
 
-/* Checks, before anything is read, that the file can hold this model. */
+/* Checks that the file can hold this model, before any tensor is read. */
 static inline dt_status gpt_load_fits(gpt *m, const char *path, dt_llmc h) {
     gpt_config c = m->config;
     if (c.experts)
-        return dt_fail(
-            m->ctx, DT_ERR_UNSUPPORTED, "%s: no weight files of MoE models in this version", path);
+        return dt_fail(m->ctx, DT_ERR_UNSUPPORTED,
+            "%s: this version has no weight files for MoE models", path);
     if (!h.version && (c.arch == GPT_LLAMA || c.kv_heads == c.heads)) return DT_OK;
     if (!h.version)
         return dt_fail(m->ctx, DT_ERR_IO,
@@ -423,8 +430,8 @@ static inline dt_status gpt_load(gpt *m, const char *path) {
         gpt_for_each_param(m, gpt_file_kind_of(m, w), w, gpt_load_one, used);
         for (int i = 0; i < count && dt_error(m->ctx) == DT_OK; i++)
             if (!used[i] && !gpt_is_ignored(m, dt_weights_get(w, i)->name))
-                dt_fail(m->ctx, DT_ERR_IO, "%s: %s has no place in this model of %d layers%s", path,
-                    dt_weights_get(w, i)->name, m->config.layers,
+                dt_fail(m->ctx, DT_ERR_IO, "%s: %s is not a tensor of this model of %d layers%s",
+                    path, dt_weights_get(w, i)->name, m->config.layers,
                     m->config.tied ? " with a tied head" : "");
     }
     dt_free(m->ctx, DT_MEM_HOST, used, (size_t)count + 1);
@@ -435,7 +442,7 @@ static inline dt_status gpt_load(gpt *m, const char *path) {
 static inline void gpt_declare_one(
     gpt *m, const gpt_param_row *r, int layer, dt_weight_map *p, dt_weights *w, void *user) {
     (void)r, (void)layer, (void)user;
-    for (int i = 0; i < p->n; i++) /* q, k and v may share one tensor: declare it once */
+    for (int i = 0; i < p->n; i++) /* q, k and v may share one tensor: declare the tensor once */
         if (dt_weights_find(w, p->name[i]) < 0)
             dt_weights_declare(w, p->name[i], m->config.dtype, p->shape);
 }
@@ -446,8 +453,8 @@ static inline void gpt_save_one(
     dt_weights_save(w, *gpt_slot(m, r, layer), p->columns, p->part, p->n);
 }
 
-/* The location of a parameter in model.safetensors, for dt_checkpoint_desc.place, so that
-   transformers can read checkpoints too. MoE models keep dt's names. */
+/* Finds the location of a parameter in model.safetensors. dt_checkpoint_desc.map_weight uses it, so
+   that transformers can read checkpoints too. MoE models keep dt's names. */
 typedef struct gpt_location_query {
     const dt_tensor *param;
     dt_weight_map *place;
@@ -475,7 +482,8 @@ static inline void gpt_file_location(gpt *m, const dt_tensor *param, dt_weight_m
         place);
 }
 
-/* The text of config.json. Free it with dt_free(ctx, DT_MEM_HOST, text, strlen(text) + 1). */
+/* Returns the text of config.json. The caller frees it: dt_free(ctx, DT_MEM_HOST, text,
+   strlen(text) + 1). */
 static inline char *gpt_config_text(gpt *m) {
     dt_json_out out = { .ctx = m->ctx };
     dt_json_open(&out, NULL, '{');
@@ -488,8 +496,9 @@ static inline char *gpt_config_text(gpt *m) {
     return text;
 }
 
-/* Writes folder/model.safetensors and config.json. A file over shard_bytes (0: 5 GB) is split, with
-   an index. The folder must exist, and this rank must hold all parameters complete. [local] */
+/* [local] Writes folder/model.safetensors and folder/config.json. If the weights are larger than
+   shard_bytes (0: 5 GB), writes several files and an index. The folder must exist, and this rank
+   must hold every parameter in full. */
 static inline dt_status gpt_save(gpt *m, const char *folder, int64_t shard_bytes) {
     char name[4096];
     gpt_file_kind kind = { .prefix = m->config.arch == GPT_LLAMA ? "model." : "transformer." };
@@ -509,8 +518,8 @@ static inline dt_status gpt_save(gpt *m, const char *folder, int64_t shard_bytes
     return dt_error(m->ctx);
 }
 
-/* The header of an llm.c model of these sizes. version is 0 if the format cannot hold this
-   model. */
+/* Returns the header of an llm.c file for this model. Its version is 0 if the format cannot hold
+   the model. */
 static inline dt_llmc gpt_llmc(const gpt *m) {
     const gpt_config *c = &m->config;
     int has = c->arch == GPT_GPT2 && c->tied && !c->experts && c->ffn == 4 * c->width &&
@@ -531,8 +540,8 @@ static inline void gpt_export_location(const dt_tensor *param, dt_weight_map *pl
     gpt_file_location_in(o->model, o->kind, param, place);
 }
 
-/* Writes one model.safetensors, and config.json, from all ranks of any layout. A path that ends in
-   .bin: an llm.c model. [collective: world] */
+/* [collective: world] Writes one model.safetensors and config.json from all ranks of any layout, or
+   an llm.c model if path ends in ".bin". */
 static inline dt_status gpt_export(gpt *m, dt_zero *zero, const char *path) {
     const char *dot = strrchr(path, '.');
     char name[4096];

@@ -1,14 +1,14 @@
 /* train.h - the training loop that train_gpt.c and demo.c share - public domain or MIT, at your
    choice
 
-   Include it after dt_zero.h and gpt.h. Everything is static. Every rank runs train():
+   Include train.h after dt_zero.h and gpt.h. All functions are static. Every rank runs train():
 
        train_config config = { ... };
        dt_run((dt_run_desc){ .ranks = 8 }, train, &config);
 
-   It reads text, trains, and passes the metrics of each step to config.on_step on rank 0. One step
-   is train_step: read the batch; forward and backward of all micro-batches, in the order of the
-   pipeline schedule (gradient accumulation); optimizer step; measurements. */
+   train() reads text, trains, and on rank 0 passes the metrics of each step to config.on_step. One
+   step is train_step. It reads the batch, runs forward and backward of all micro-batches in the
+   order of the pipeline schedule (gradient accumulation), updates the parameters and measures. */
 #ifndef TRAIN_H
 #define TRAIN_H
 
@@ -23,52 +23,53 @@
 
 #include "gpt_files.h"
 
-/* Indices of train_row.mem. params, grads and optim are live bytes at the end of the step, the
-   others are peaks of the step; each is the largest over the ranks. */
+/* Indices of train_row.mem. PARAMS, GRADS and OPTIM are live bytes at the end of the step; ACTS,
+   COMM and PEAK are peaks of the step. Each value is the largest over the ranks. */
 enum { TRAIN_PARAMS = 0, TRAIN_GRADS, TRAIN_OPTIM, TRAIN_ACTS, TRAIN_COMM, TRAIN_PEAK, TRAIN_MEMS };
 
-/* The metrics of one step. All but times and bytes are the same in every layout. */
+/* The metrics of one step. They are the same in every layout, except times and bytes. */
 typedef struct train_row {
     int64_t step;     /* from 1 */
-    double loss;      /* in nats, mean over all labels of the step, before its update */
+    double loss;      /* in nats, mean over all labels of the step, before the update */
     double grad_norm; /* before clipping */
     double lr;
     double ms, tokens_per_s; /* by rank 0's clock */
-    double comm;   /* share of that time that rank 0 spent in communication, waits included */
-    double bubble; /* of a pipeline: share of the schedule's time in which its ranks were idle */
-    double balance, z; /* weighted MoE side losses, not part of `loss` */
-    double dropped;    /* share of the routed choices beyond the expert capacity */
-    double val_loss;   /* NaN: no validation after this step */
-    int skipped;       /* 1: gradients overflowed under the loss scale, and nothing was updated */
+    double comm;             /* fraction of ms that rank 0 spent in communication, waits included */
+    double bubble;           /* fraction of the pipeline schedule's time in which ranks were idle */
+    double balance, z;       /* weighted MoE side losses, not part of `loss` */
+    double dropped;          /* fraction of the router's choices dropped at the expert capacity */
+    double val_loss;         /* NaN without a validation after this step */
+    int skipped; /* 1: gradients overflowed under the loss scale; no parameter changed */
     double mem[TRAIN_MEMS];
-    double bytes[DT_AXES]; /* bytes sent by one rank over each axis, the largest over the ranks */
+    double bytes[DT_AXES]; /* bytes that a rank sent over each axis, the largest over the ranks */
     int64_t batch;         /* sequences of this step */
 } train_row;
 
-/* The memory footprint of one rank: counted, and by the formula of the ZeRO paper
-   (arXiv:1910.02054). With Psi parameters and N ranks, a class takes Psi x bytes per parameter if
-   it is replicated, and Psi x bytes / N if it is sharded. */
+/* The memory footprint of one rank, counted and by the formula of the ZeRO paper
+   (arXiv:1910.02054). With Psi parameters and N ranks, a memory class of b bytes per parameter
+   takes Psi b bytes if it is replicated and Psi b / N bytes if it is sharded. */
 typedef struct train_footprint {
-    /* live: at the end of the run or at its first failure; peaks: of the run until then */
+    /* live bytes at the end of the run or at its first failure, peaks up to that time */
     dt_memory memory;
-    /* [0] dense parameters, [1] parameters sharded over ep. params: how many this rank has; padded:
-       with each bucket padded to a multiple of N * DT_PIECE; shard_ranks: N */
+    /* [0] is for dense parameters, [1] for parameters sharded over ep. params is the number of
+       elements on this rank, padded the number when each bucket is padded to a multiple of
+       N * DT_PIECE, and shard_ranks is N. */
     struct {
         int64_t params, padded;
         int shard_ranks;
     } kind[2];
-    int bytes[3];       /* per parameter in params, grads, optim */
+    int bytes[3];       /* per parameter, in the classes params, grads, optim */
     int sharded[3];     /* 1: each rank holds 1/N */
     double formula[3];  /* padded x bytes, divided by N if sharded */
     double tree_levels; /* bytes of grads that --reduce tree adds */
 } train_footprint;
 
-/* Data files, read as one text in this order. */
+/* Data files, which are read as one text in this order. */
 typedef struct train_files {
     char **path;
     int count, capacity;
     int64_t bytes;
-    int64_t tokens; /* the bytes, or the tokens of the shards */
+    int64_t tokens; /* number of bytes, or of tokens in the shards */
     int shards;     /* 1: llm.c token shards */
 } train_files;
 
@@ -76,18 +77,18 @@ typedef struct train_config {
     gpt_config model; /* train fills in the groups and the stages */
     dt_mesh_desc mesh;
     int schedule, chunks;                /* with mesh.pp: DT_SCHEDULE_*; stages per rank, 0 -> 1 */
-    int stage_begin[GPT_MAX_STAGES + 1]; /* gpt_config.stage_begin of pp x chunks stages */
-    /* 1: compute stage_begin before the first step from the measured time of the model's items */
+    int stage_begin[GPT_MAX_STAGES + 1]; /* as in gpt_config, for pp x chunks stages */
+    /* 1: before the first step, compute stage_begin from the measured times of the items */
     int partition_by_cost;
     dt_zero_desc zero; /* train fills in the mesh */
     dt_lr_desc lr;
-    dt_batch_ramp ramp;    /* samples 0: none; train fills in the batch */
-    const char *weights;   /* initial values for gpt_load; NULL: random */
+    dt_batch_ramp ramp;    /* samples 0: no ramp; train fills in the batch */
+    const char *weights;   /* path of initial weights for gpt_load; NULL: random */
     train_files data, val; /* val.count 0: no validation */
     int seq;               /* T; 0 -> model.seq */
-    /* b and a: a step takes b * a sequences per replica, or fewer during the ramp */
+    /* b and a: each step reads b * a sequences per replica, or fewer during the ramp */
     int micro_batch, accum;
-    /* 1: shuffle the sequences anew in each epoch, with the context's seed */
+    /* 1: shuffle the sequences in each epoch, with the context's seed */
     int shuffle;
     int64_t stop_at;       /* the last step */
     int64_t eval_every;    /* in steps; 0: only after the last step */
@@ -96,34 +97,35 @@ typedef struct train_config {
     int64_t save_every;    /* in steps; 0: only after the last step */
     int keep, background;  /* as in dt_checkpoint_desc */
     const char *settings;  /* text saved with a checkpoint; NULL: none */
-    /* checkpoint to resume from, or a folder of them; NULL: start from step 1. If it is the folder
-       `save`, it may be empty */
+    /* a checkpoint, or a folder of checkpoints, to resume from; NULL: start from step 1. The folder
+       may be empty only if it is the same folder as `save`. */
     const char *resume;
-    /* 1: prefer a checkpoint in `save` to `resume` */
+    /* 1: if `save` has a checkpoint, resume from it instead of from `resume` */
     int restarted;
-    /* not NULL: a signal handler sets *stop to 1; the run then finishes the step, saves and ends,
-       and *stop is 1 on all ranks */
+    /* NULL, or a flag that a signal handler sets to 1 on any rank. The run then finishes the step,
+       saves and ends, and the flag is 1 on all ranks. */
     int *stop;
     const char *trace; /* path for dt_trace_write at the end; NULL: no trace */
     const char *svg;   /* path for a drawing of the last step's pipeline; NULL: none */
-    /* (ranks), zeroed: dry run, which counts and computes nothing; NULL: a true run */
+    /* array (ranks), zeroed, for a dry run, which counts memory and bytes and computes nothing;
+       NULL: a normal run */
     dt_dry *dry;
-    /* (ranks), zeroed: filled in unless the ranks are forked; NULL: not wanted */
+    /* array (ranks), zeroed, which train fills in unless the ranks are forked processes; or NULL */
     train_footprint *footprint;
     void (*on_step)(dt_ctx *ctx, const train_row *row, void *user); /* on rank 0 */
-    /* on all ranks; step 0: there was no checkpoint. May be NULL */
+    /* on all ranks; step is 0 if there was no checkpoint; may be NULL */
     void (*on_resume)(
         dt_ctx *ctx, int64_t step, const char *path, const char *settings, void *user);
     void (*on_save)(dt_ctx *ctx, const char *path, void *user); /* on rank 0; may be NULL */
     /* on rank 0 during a save; may be NULL */
     void (*on_progress)(double done, void *user);
-    /* on the ranks with dp and cp coordinate 0, which hold one complete model; at ZeRO-3 on all
-       ranks. May be NULL */
+    /* on the ranks with dp and cp coordinate 0, which together hold one complete model; at ZeRO-3
+       on all ranks; may be NULL */
     void (*at_end)(dt_ctx *ctx, gpt *model, void *user);
     void *user;
 } train_config;
 
-enum { TRAIN_EVAL_SEQUENCES = 64 }; /* validation uses this many sequences from the start */
+enum { TRAIN_EVAL_SEQUENCES = 64 }; /* at most; the first sequences of the validation text */
 
 // ==== Files ======================================================================================
 
@@ -146,8 +148,8 @@ static inline int train_by_name(const void *a, const void *b) {
     return strcmp(*(char *const *)a, *(char *const *)b);
 }
 
-/* Adds a directory's files, sorted by name, whose names end in one of `endings` (NULL: any). Hidden
-   files are skipped. -1: see errno. */
+/* Adds the files of a directory, sorted by name. If endings is not NULL, adds only names that have
+   one of these endings. Skips hidden files. Returns -1 and sets errno on failure. */
 static inline int train_files_add_dir(train_files *f, const char *dir, const char *const *endings) {
     DIR *d = opendir(dir);
     struct dirent *e;
@@ -178,8 +180,8 @@ static inline int train_files_add_dir(train_files *f, const char *dir, const cha
     return failed;
 }
 
-/* Adds the project's own sources: the headers in `root`, then its examples. 0: they are not
-   there. */
+/* Adds the project's own sources: the headers in `root`, then the examples. Returns 0 if they are
+   not there. */
 static inline int train_files_add_sources(train_files *f, const char *root) {
     static const char *const endings[] = { ".h", ".c", ".cu", NULL };
     char path[4096 + 16];
@@ -217,23 +219,23 @@ static inline void train_files_free(train_files *f) {
 /* The batch of one step on one rank: this rank's tokens of each of its a * b sequences. */
 typedef struct train_batch {
     dt_data_order order;
-    /* permutes all S sequences, equally on every rank; NULL: no shuffling */
+    /* permutes all S sequences, with the same result on every rank; NULL: no shuffling */
     dt_sampler *sampler;
-    int accum; /* micro-batches of this step; the buffers below hold the largest step */
-    int64_t T, local_tokens; /* tokens per sequence; on this rank: T / cp */
+    int accum;               /* micro-batches of this step; the buffers are for the largest step */
+    int64_t T, local_tokens; /* tokens per sequence; T / cp tokens on this rank */
     int32_t *ids, *labels;   /* (a,b,local_tokens) */
-    int32_t *index;    /* (a,b,local_tokens): index of each token in the step, over all replicas */
-    int32_t *sequence; /* (3,T): ids, labels and indices of one sequence */
-    double *losses;    /* (a,replicas) of the step's micro-batches */
-    double *expert_tokens; /* (layers,E) tokens per expert, counted for the router bias; or NULL */
+    int32_t *index;          /* (a,b,local_tokens): index of each token among the step's tokens */
+    int32_t *sequence;       /* (3,T): ids, labels and indices of one sequence */
+    double *losses;          /* (a,replicas): loss of each micro-batch of the step */
+    double *expert_tokens;   /* (layers,E): tokens per expert, for the router bias; or NULL */
     size_t experts_bytes;
-    dt_schedule *schedule; /* of `accum` micro-batches */
+    dt_schedule *schedule; /* for `accum` micro-batches */
     dt_span *spans;        /* times of this rank's actions, then of all ranks' actions */
     size_t spans_bytes;
 } train_batch;
 
-/* The i-th sequence of a micro-batch. The data is an endless stream of epochs; b->order says where
-   in it the step begins. */
+/* Returns the index of the i-th sequence of a micro-batch. The data repeats in epochs without end;
+   b->order has the position at which the step begins. */
 static inline int64_t train_sequence(const train_batch *b, int micro, int replica, int i) {
     int64_t sequence = dt_data_order_sequence(b->order, 1, micro, replica, i);
     if (!b->sampler) return sequence;
@@ -242,9 +244,9 @@ static inline int64_t train_sequence(const train_batch *b, int micro, int replic
     return dt_sampler_next(b->sampler);
 }
 
-/* Reads sequence `sequence` of a text, the k-th of the step, and stores this rank's tokens at
-   offset `at`. Labels are shifted before the sequence is sharded over cp, so the last local token
-   has its true label. */
+/* Reads sequence number `sequence` of a text, which is the k-th sequence of the step, and stores
+   this rank's tokens at offset `at`. The labels are shifted before the sequence is sharded over cp,
+   so that also the last token of a shard has the right label. */
 static inline dt_status train_sequence_read(
     train_batch *b, dt_text *text, const gpt *model, int64_t sequence, int64_t k, int64_t at) {
     int32_t *from[3] = { b->sequence, b->sequence + b->T, b->sequence + 2 * b->T };
@@ -270,14 +272,14 @@ static inline dt_status train_batch_read(
     return DT_OK;
 }
 
-/* What one pass through the pipeline tells its stages. */
+/* The arguments of a pass through the pipeline, which every stage receives as `user`. */
 typedef struct train_pass {
     gpt *model;
     const dt_mesh *mesh;
     train_batch *b;
     int64_t step;
     double denominator;
-    /* validation only, with one sequence per micro-batch; NULL: a training step */
+    /* for validation, which has one sequence per micro-batch; text is NULL in a training step */
     dt_text *text;
     int64_t sequences;
     double loss; /* of the validation */
@@ -302,9 +304,9 @@ static inline dt_tensor *train_stage(dt_tensor *x, int stage, int micro, void *u
     return x;
 }
 
-/* Forward and backward of all micro-batches: gradient accumulation, in the order of the schedule.
-   Fills b->losses (accum, replicas) on every rank. Returns the bubble fraction, the share of the
-   time in which the ranks of this pipeline were idle. */
+/* Runs forward and backward of all micro-batches in the order of the schedule (gradient
+   accumulation). Fills in b->losses (accum,replicas) on every rank. Returns the bubble fraction:
+   the fraction of the time in which the ranks of this pipeline were idle. */
 static inline double train_forward_backward(
     gpt *model, const dt_mesh *mesh, train_batch *b, int64_t step) {
     size_t micros = (size_t)(b->accum * b->order.replicas);
@@ -339,9 +341,9 @@ static inline dt_tensor *train_eval_stage(dt_tensor *x, int stage, int micro, vo
     return x;
 }
 
-/* Mean loss over the first sequences of a text. The replicas take them in turn. All replicas run
-   the same number of forwards, because ZeRO-3 gathers parameters collectively; a replica without a
-   sequence left runs one that is not counted. */
+/* Returns the mean loss over the first sequences of a text, which are dealt out to the replicas
+   round-robin. All replicas must run the same number of forwards, because ZeRO-3 gathers parameters
+   collectively. A replica that has no sequence left runs a sequence whose loss is not counted. */
 static inline double train_eval(gpt *model, const dt_mesh *mesh, dt_text *text, train_batch *b) {
     dt_ctx *ctx = model->ctx;
     int64_t n = dt_text_sequences(text);
@@ -361,9 +363,9 @@ static inline double train_eval(gpt *model, const dt_mesh *mesh, dt_text *text, 
     return pass.loss;
 }
 
-/* Sums the counts of the step's routers over all ranks into *row, and clears them. Each token
-   is routed on one rank of dp, ep and cp (and of tp under sp), and its layer lies on one rank
-   of pp. */
+/* Sums the router counts of the step over all ranks into *row, and clears the counts. A layer
+   routes each token on one rank of dp, ep and cp (and of tp under sp), and one rank of pp has the
+   layer, so the sum over these groups counts every token once. */
 static inline void train_router_metrics(gpt *model, const dt_mesh *mesh, train_row *row) {
     const gpt_config *c = &model->config;
     dt_comm *const groups[3] = { mesh->data, c->sp ? mesh->tp : NULL, mesh->pp };
@@ -380,7 +382,8 @@ static inline void train_router_metrics(gpt *model, const dt_mesh *mesh, train_r
     row->dropped = sums[2] > 0 ? sums[3] / sums[2] : 0;
 }
 
-/* Updates the router biases from the token counts of the step. A skipped step only clears them. */
+/* Updates the router biases from the token counts of the step. After a skipped step, only clears
+   the counts. */
 static inline void train_update_router_bias(
     gpt *model, const dt_mesh *mesh, train_batch *b, int skipped) {
     dt_comm *const groups[2] = { mesh->data, model->config.sp ? mesh->tp : NULL };
@@ -391,7 +394,7 @@ static inline void train_update_router_bias(
         gpt_balance(model, groups, 2);
 }
 
-/* Memory and traffic of the step, each the largest over all ranks. */
+/* Sets memory and traffic of the step in *row, each the largest over all ranks. */
 static inline void train_measure_bytes(dt_ctx *ctx, const size_t *sent_before, train_row *row) {
     dt_memory m = dt_memory_used(ctx);
     double all[TRAIN_MEMS + DT_AXES] = { (double)m.live[DT_MEM_PARAMS],
@@ -404,8 +407,8 @@ static inline void train_measure_bytes(dt_ctx *ctx, const size_t *sent_before, t
     memcpy(row->bytes, all + TRAIN_MEMS, sizeof row->bytes);
 }
 
-/* Records this rank's live bytes and its largest peaks so far in c->footprint. Called before each
-   reset of the peaks, and at the end. */
+/* Records this rank's live bytes and its largest peaks so far in c->footprint. Must be called
+   before each reset of the peaks and at the end. */
 static inline void train_record_peaks(dt_ctx *ctx, const train_config *c) {
     if (!c->footprint) return;
     dt_memory now = dt_memory_used(ctx), *record = &c->footprint[dt_ctx_rank(ctx)].memory;
@@ -417,14 +420,14 @@ static inline void train_record_peaks(dt_ctx *ctx, const train_config *c) {
     if (now.peak_total > record->peak_total) record->peak_total = now.peak_total;
 }
 
-/* Records the memory at the first failure, before the clean-up frees it. */
+/* Records the memory use at the first failure, before the cleanup frees memory. */
 static inline int train_on_failure(dt_ctx *ctx, dt_status status, const char *text, void *user) {
     (void)status, (void)text;
     train_record_peaks(ctx, (const train_config *)user);
     return 0;
 }
 
-/* Computes the formula's fields of this rank's train_footprint. */
+/* Computes the fields of this rank's train_footprint that are for the formula. */
 static inline void train_footprint_formula(
     dt_ctx *ctx, const train_config *c, const dt_mesh *mesh) {
     train_footprint *n = &c->footprint[dt_ctx_rank(ctx)];
@@ -434,7 +437,7 @@ static inline void train_footprint_formula(
     int states = is_adam ? 2 : c->zero.momentum > 0, master = (dt_dtype)grad_dtype != dtype;
     int wanted_group = c->zero.shard_group ? c->zero.shard_group : dt_comm_size(mesh->data);
     int all[2] = { dt_comm_size(mesh->data), dt_comm_size(mesh->expert_data) };
-    for (int k = 0; k < 2; k++) { /* the largest shard group that divides the data group */
+    for (int k = 0; k < 2; k++) { /* find the largest shard group that divides the data group */
         n->kind[k].shard_ranks = wanted_group < all[k] ? wanted_group : all[k];
         while (all[k] % n->kind[k].shard_ranks != 0) n->kind[k].shard_ranks--;
     }
@@ -442,7 +445,7 @@ static inline void train_footprint_formula(
     n->bytes[1] = (int)dt_dtype_size((dt_dtype)grad_dtype);
     n->bytes[2] = n->bytes[1] * (states + master);
     const char *optim = c->zero.offload_optim, *params = c->zero.offload_params;
-    if (optim) n->bytes[2] = 0; /* offloaded tensors are in none of the three classes */
+    if (optim) n->bytes[2] = 0; /* offloaded tensors are not in these memory classes */
     if (params) n->bytes[0] = 0;
     if (optim && params && strcmp(optim, "cpu") != 0 && strcmp(params, "cpu") != 0 && !c->zero.tree)
         n->bytes[1] = 0;
@@ -477,8 +480,8 @@ static inline double train_now(dt_ctx *ctx) {
 }
 
 /* One training step on every rank: read, forward and backward, optimizer step, measure. A skipped
-   step changed nothing but the loss scale. The caller runs it again with the same number and the
-   same sequences, so that the run ends like one that began with the smaller scale. */
+   step changes only the loss scale. The caller repeats it with the same step number and the same
+   sequences, so that the result is the same as in a run that starts with the smaller scale. */
 static inline train_row train_step(const train_config *c, gpt *model, dt_zero *optimizer,
     const dt_mesh *mesh, dt_text *text, train_batch *b, int64_t step) {
     dt_ctx *ctx = model->ctx;
@@ -497,7 +500,7 @@ static inline train_row train_step(const train_config *c, gpt *model, dt_zero *o
     train_batch_read(b, text, model, mesh->replica);
     dt_trace_end(ctx);
     row.bubble = train_forward_backward(model, mesh, b, step);
-    /* the same order of summation however the batch is split */
+    /* this order of summation does not depend on how the batch is split */
     for (size_t m = 0; m < micros; m++) row.loss += b->losses[m];
     if (dt_error(ctx) == DT_OK && !isfinite(row.loss))
         dt_fail(ctx, DT_ERR_NUMERIC, "step %lld: the loss is %s%s", (long long)step,
@@ -523,9 +526,9 @@ static inline train_row train_step(const train_config *c, gpt *model, dt_zero *o
 
 // ==== Stages by cost =============================================================================
 
-/* Balances the pipeline stages by measured time, so that the slowest stage is as fast as possible.
-   Rank 0 times embedding, attention, MLP and head, each as a stage of a model with one layer, and
-   sends the times to the others. */
+/* Divides the model into pipeline stages by measured time, so that the slowest stage is as fast as
+   possible. Rank 0 measures embedding, attention, MLP and head, each as one stage of a model with
+   one layer, and sends the times to the other ranks. */
 enum { TRAIN_ITEMS = 4, TRAIN_TIMINGS = 3 };
 typedef struct train_timing {
     gpt *model;
@@ -547,7 +550,7 @@ static inline dt_status train_time_items(
     static const int stage_begin[TRAIN_ITEMS + 1] = { 0, 1, 2, 3, 4 };
     dt_span spans[2 * TRAIN_ITEMS];
     sizes.layers = 1;
-    sizes.tied = 0; /* two copies on one rank would have the same name */
+    sizes.tied = 0; /* else one rank would have two copies of the embedding with the same name */
     sizes.tp = sizes.cp = sizes.pp = sizes.ep = NULL;
     sizes.router_bias = 0;
     sizes.stages = TRAIN_ITEMS;
@@ -575,7 +578,7 @@ static inline dt_status train_time_items(
     return dt_error(ctx);
 }
 
-/* Fills stage_begin (stages + 1). [collective: world] */
+/* [collective: world] Fills in stage_begin (stages + 1). */
 static inline void train_partition_by_cost(
     dt_ctx *ctx, gpt_config sizes, dt_shape tokens, int *stage_begin) {
     double seconds[TRAIN_ITEMS] = { 0 }, costs[2 * GPT_MAX_LAYERS + 2];
@@ -599,8 +602,8 @@ static inline void train_partition_by_cost(
 
 // ==== A drawing of a step ========================================================================
 
-/* Mean time of each stage's forward, input-gradient and weight-gradient actions, for the simulator.
-   An undivided backward counts as input gradient. */
+/* Computes the mean times of each stage's forward, input-gradient and weight-gradient actions, for
+   the simulator. A backward that is not split counts as input gradient. */
 static inline void train_stage_costs(const dt_schedule *s, const dt_span *spans, double *costs) {
     int micros = dt_schedule_micros(s);
     memset(costs, 0, 3 * (size_t)dt_schedule_stages(s) * sizeof *costs);
@@ -613,8 +616,8 @@ static inline void train_stage_costs(const dt_schedule *s, const dt_span *spans,
         }
 }
 
-/* Draws the last measured step of rank 0's pipeline above a simulation with the mean times of its
-   stages. */
+/* Draws two timelines: the last step of rank 0's pipeline as measured, and a simulation with the
+   mean times of the stages. */
 static inline void train_draw_schedule(
     dt_ctx *ctx, const dt_mesh *mesh, const train_batch *b, const char *path) {
     int n = dt_schedule_offset(b->schedule, mesh->sizes.pp),
@@ -634,7 +637,7 @@ static inline void train_draw_schedule(
 
 // ==== The loop ===================================================================================
 
-/* Allocates the buffers of the largest step. */
+/* Allocates buffers for the largest step. */
 static inline void train_batch_make(
     const train_config *c, gpt *model, const dt_mesh *mesh, dt_text *text, train_batch *b) {
     dt_ctx *ctx = model->ctx;
@@ -680,7 +683,7 @@ static inline void train_batch_free(
     dt_free(ctx, DT_MEM_HOST, b->losses, (size_t)(c->accum * mesh->replicas) * sizeof(double));
 }
 
-/* Makes the schedule for b->accum micro-batches, unless the present one fits. */
+/* Makes the schedule for b->accum micro-batches, unless b->schedule has this number already. */
 static inline void train_batch_schedule(
     dt_ctx *ctx, const train_config *c, const dt_mesh *mesh, train_batch *b) {
     if (dt_schedule_micros(b->schedule) == b->accum) return;
@@ -696,10 +699,10 @@ static inline void train_batch_schedule(
     b->spans = (dt_span *)dt_alloc(ctx, DT_MEM_HOST, b->spans_bytes, "times of a schedule");
 }
 
-/* Advances to the next step: its first sequence, its number of sequences, its schedule. */
+/* Advances to the next step: sets its first sequence, its number of sequences and its schedule. */
 static inline void train_batch_next(
     dt_ctx *ctx, const train_config *c, const dt_mesh *mesh, train_batch *b, dt_batch_ramp ramp) {
-    b->order.consumed += b->order.batch; /* the batch of the step before */
+    b->order.consumed += b->order.batch; /* the batch of the previous step */
     b->order.batch = dt_batch_ramp_size(ramp, b->order.consumed);
     b->accum = (int)(b->order.batch / ((int64_t)b->order.micro_batch * b->order.replicas));
     train_batch_schedule(ctx, c, mesh, b);
@@ -707,15 +710,15 @@ static inline void train_batch_next(
 
 // ==== Checkpoints ================================================================================
 
-/* The checkpoints of a run, and what they hold beside the tensors: the position in the data, and
-   the size of the data. */
+/* The checkpoints of a run. Besides tensors they hold the position in the data and the size of the
+   data. */
 typedef struct train_checkpoint {
     dt_checkpoint *checkpoint; /* NULL: no checkpoints */
-    double samples;            /* sequences taken by all steps so far */
-    double tokens;             /* in the data */
+    double samples;            /* sequences used by all steps so far */
+    double tokens;             /* number of tokens in the data */
     dt_extra_state list[2];
     char *model_config;   /* config.json for transformers */
-    int loaded_from_save; /* the checkpoint lies in train_config.save */
+    int loaded_from_save; /* the loaded checkpoint is in the folder train_config.save */
     int stopped;          /* all ranks have agreed to end early */
     char announced[1024]; /* path of the last announced checkpoint */
     const train_config *train;
@@ -755,7 +758,8 @@ static inline void train_checkpoint_open(
     int64_t step = c->restarted ? dt_checkpoint_load(s->checkpoint, NULL) : 0;
     s->loaded_from_save = step > 0;
     if (step == 0 && c->resume) step = dt_checkpoint_load(s->checkpoint, c->resume);
-    /* --resume with the folder of --save works for the first start too, when it is empty */
+    /* At the first start the folder of --save is empty, so --resume with the same folder is allowed
+       to find no checkpoint. */
     int same = c->save && c->resume && strcmp(c->save, c->resume) == 0;
     if (step == 0 && c->resume && !same)
         dt_fail(ctx, DT_ERR_IO, "--resume %s: there is no checkpoint", c->resume);
@@ -764,14 +768,14 @@ static inline void train_checkpoint_open(
     while (n > 1 && c->save[n - 1] == '/') n--;
     s->loaded_from_save |= n > 0 && strncmp(path, c->save, n) == 0 && path[n] == '/';
     if (dt_error(ctx) == DT_OK && s->tokens != (double)dt_text_tokens(text))
-        dt_fail(ctx, DT_ERR_ARG, "%s: it has seen data of %.0f tokens, and these have %lld", path,
+        dt_fail(ctx, DT_ERR_ARG, "%s: trained on data of %.0f tokens, but this data has %lld", path,
             s->tokens, (long long)dt_text_tokens(text));
     snprintf(s->announced, sizeof s->announced, "%s", path);
     if (dt_error(ctx) == DT_OK && c->on_resume)
         c->on_resume(ctx, step, path, dt_checkpoint_config(s->checkpoint), c->user);
 }
 
-/* Calls on_save once a checkpoint is committed; a background save commits some steps later. */
+/* Calls on_save after a checkpoint is committed. A background save commits some steps later. */
 static inline void train_checkpoint_announce(
     const train_config *c, dt_ctx *ctx, train_checkpoint *s) {
     const char *path = dt_checkpoint_path(s->checkpoint);
@@ -788,8 +792,8 @@ static inline void train_checkpoint_close(const train_config *c, dt_ctx *ctx, tr
     if (s->model_config) dt_free(ctx, DT_MEM_HOST, s->model_config, strlen(s->model_config) + 1);
 }
 
-/* Saves after a step if a save is due. Returns 1 if the run ends here: a signal to one rank stops
-   all ranks. */
+/* Saves after a step if a save is due. Returns 1 if the run must end, because a rank received a
+   stop signal. */
 static inline int train_checkpoint_save(
     const train_config *c, dt_ctx *ctx, train_checkpoint *s, const train_batch *b, int64_t step) {
     double stop = c->stop && __atomic_load_n(c->stop, __ATOMIC_RELAXED);
@@ -806,7 +810,7 @@ static inline int train_checkpoint_save(
     return s->stopped;
 }
 
-/* All steps of a run. */
+/* Runs all steps of a run. */
 static inline void train_steps(const train_config *c, gpt *model, dt_zero *optimizer,
     const dt_mesh *mesh, dt_text *text, dt_text *val, train_batch *b, train_checkpoint *saved) {
     dt_ctx *ctx = model->ctx;
@@ -814,7 +818,7 @@ static inline void train_steps(const train_config *c, gpt *model, dt_zero *optim
     ramp.batch = (int64_t)c->micro_batch * c->accum * mesh->replicas;
     b->order.consumed = (int64_t)saved->samples;
     int64_t first = dt_zero_steps(optimizer) + 1;
-    /* no step is left: copy the checkpoint into `save` */
+    /* if no step is left, only copy the checkpoint into the folder `save` */
     if (first > c->stop_at && c->save && !saved->loaded_from_save)
         dt_checkpoint_save(saved->checkpoint);
     for (int64_t step = first, finished = 0;
@@ -838,7 +842,7 @@ static inline void train_steps(const train_config *c, gpt *model, dt_zero *optim
     }
 }
 
-/* Trains; every rank runs this. user: a train_config. [collective: world] */
+/* [collective: world] Trains. user points to a train_config. */
 static inline dt_status train(dt_ctx *ctx, void *user) {
     const train_config *c = (const train_config *)user;
     dt_listener listener = { .failed = train_on_failure, .user = user };
@@ -879,7 +883,7 @@ static inline dt_status train(dt_ctx *ctx, void *user) {
     if (c->svg && !c->dry && dt_error(ctx) == DT_OK && dt_ctx_rank(ctx) == 0)
         train_draw_schedule(ctx, &mesh, &b, c->svg);
     int first = mesh.coord.dp == 0 && mesh.coord.cp == 0;
-    /* A stopped run exports nothing: its state is in the checkpoint. */
+    /* A stopped run does not export, because it will continue from its checkpoint. */
     int completed = !c->dry && !saved.stopped;
     if (c->export_to && completed && dt_error(ctx) == DT_OK)
         gpt_export(&model, optimizer, c->export_to);

@@ -4,9 +4,9 @@
        cc -O3 train_gpt.c -o train_gpt -lm -lpthread
        ./train_gpt --data input.txt --ranks 8 --zero 1 --steps 200 --log-csv log.csv --generate 200
 
-   The training loop is train() in train.h, the model is gpt.h. This file is the command-line
-   program around them: one table of options, which generates the parser, --help, --print-config and
-   the settings block; the checks before any rank starts; the lines printed.
+   The training loop is train() in train.h, and the model is gpt.h. This file is the command-line
+   program around them. It has one table of options, from which the parser, --help, --print-config
+   and the settings block are generated, the checks before any rank starts, and the printed output.
 
    CONTENTS
      1. Options: the table
@@ -42,11 +42,14 @@
 
 // ==== 1. Options: the table =====================================================================
 
-/* The columns of a row: id, name, kind, BUILT or NOT_BUILT (only the default is accepted), default
-   (NULL: none, or computed), lo, hi, notation of the value, help. Kinds: INT and REAL, a number
-   from lo to hi; SIZE, an INT with an optional suffix K, M or G for 2^10, 2^20, 2^30; WORD, one of
-   the words in the notation, where those after ';' are not in this build; TEXT, any text; SWITCH,
-   on or off, also --no-x; FLAG, no value. */
+/* The columns of a row are: id, name, kind, BUILT or NOT_BUILT (only the default is accepted),
+   default (NULL: none, or computed), lo, hi, notation of the value, help. The kinds are
+     INT, REAL  a number from lo to hi
+     SIZE       an INT with an optional suffix K, M or G for 2^10, 2^20, 2^30
+     WORD       one of the words in the notation; the words after ';' are not in this build
+     TEXT       any text
+     SWITCH     on or off; --no-x is off
+     FLAG       no value */
 enum { HEADING, INT, REAL, SIZE, WORD, TEXT, SWITCH, FLAG };
 enum { BUILT, NOT_BUILT };
 
@@ -68,7 +71,7 @@ enum { BUILT, NOT_BUILT };
 #define OPTIONS(X) \
     X(H_DATA, "Data and model", HEADING, BUILT, NULL, 0, 0, "", "") \
     X(DATA, "data", TEXT, BUILT, NULL, 0, 0, "FILE|DIR", \
-        "bytes or llm.c shards; a DIR's files by name [own sources]") \
+        "bytes or llm.c shards; a DIR: all files by name [own sources]") \
     X(VAL, "val", TEXT, BUILT, NULL, 0, 0, "FILE", \
         "validation loss on its first 64 sequences, after the last step") \
     X(EVAL_EVERY, "eval-every", INT, BUILT, "0", 0, 1e9, "N", "... and after every N steps") \
@@ -77,7 +80,7 @@ enum { BUILT, NOT_BUILT };
     X(MODEL, "model", TEXT, BUILT, NULL, 0, 0, "FILE", \
         "start from safetensors (a file or folder) or an llm.c .bin") \
     X(SHUFFLE, "shuffle", SWITCH, BUILT, "off", 0, 0, "on|off", \
-        "shuffle the sequences anew in each epoch") \
+        "shuffle the sequences in every epoch") \
     X(ARCH, "arch", WORD, BUILT, "gpt2", 0, 0, "gpt2|llama", "architecture") \
     X(LAYERS, "layers", INT, BUILT, "4", 1, GPT_MAX_LAYERS, "L", "layers") \
     X(WIDTH, "width", INT, BUILT, "128", 1, MEGA, "C", "width") \
@@ -85,7 +88,7 @@ enum { BUILT, NOT_BUILT };
     X(KV_HEADS, "kv-heads", INT, BUILT, NULL, 1, MEGA, "K", \
         "grouped-query attention: heads of keys and values [=heads]") \
     X(FFN, "ffn", INT, BUILT, NULL, 1, 4 * MEGA, "F", \
-        "feed-forward width [4 x width; llama 8/3 x, up to 32s]") \
+        "feed-forward width [4 x width; llama 8/3 x, rounded up to 32s]") \
     X(SEQ, "seq", INT, BUILT, "128", 1, MEGA, "T", \
         "tokens per sequence; with --model the file's, at most 1024") \
     X(VOCAB, "vocab", INT, BUILT, "256", 1, 16 * MEGA, "V", \
@@ -93,7 +96,7 @@ enum { BUILT, NOT_BUILT };
     X(TIE, "tie", SWITCH, BUILT, "on", 0, 0, "on|off", \
         "tied embeddings: one matrix for embedding and head") \
     X(DROPOUT, "dropout", REAL, BUILT, "0", 0, 0.999, "X", \
-        "on the embedding and on both branches of a layer") \
+        "dropout of the embedding and of both branches of a layer") \
     X(EXPERTS, "experts", TEXT, BUILT, "dense", 0, 0, "E", \
         "mixture of experts (MoE): E experts replace each MLP") \
     X(TOP_K, "top-k", INT, BUILT, "2", 1, MEGA, "K", "experts per token") \
@@ -102,13 +105,13 @@ enum { BUILT, NOT_BUILT };
     X(SHARED_EXPERTS, "shared-experts", INT, BUILT, "0", 0, 1024, "N", \
         "N more experts that every token uses") \
     X(CAPACITY, "capacity", TEXT, BUILT, "dropless", 0, 0, "F", \
-        "expert capacity: F times a sequence's even share") \
+        "expert capacity: F times the mean load of a sequence") \
     X(BALANCE_LOSS, "balance-loss", REAL, BUILT, "0.01", 0, 1e9, "X", \
         "weight of the load-balancing loss") \
     X(Z_LOSS, "z-loss", REAL, BUILT, "0", 0, 1e9, "X", \
         "weight of the loss that keeps router logits small") \
     X(ROUTER_BIAS, "router-bias", REAL, BUILT, "0", 0, 1, "X", \
-        "balance experts by a bias that moves by X a step; 0: off") \
+        "balance experts by a router bias, X per step; 0: off") \
     X(H_STEP, "Batch and steps", HEADING, BUILT, NULL, 0, 0, "", "") \
     X(BATCH, "batch", INT, BUILT, "16", 1, 16 * MEGA, "B", \
         "sequences per step over all ranks: B = b x a x replicas") \
@@ -133,7 +136,7 @@ enum { BUILT, NOT_BUILT };
     X(OPTIMIZER, "optimizer", WORD, BUILT, "adamw", 0, 0, "adamw|adam|sgd|onebit-adam", "") \
     X(WEIGHT_DECAY, "weight-decay", REAL, BUILT, "0", 0, 1e3, "X", \
         "on matrices, not on biases and gains") \
-    X(CLIP, "clip", REAL, BUILT, "1", 0, 1e30, "X", "clip the gradient norm to X; 0: do not") \
+    X(CLIP, "clip", REAL, BUILT, "1", 0, 1e30, "X", "clip the gradient norm to X; 0: off") \
     X(BETA1, "beta1", REAL, BUILT, "0.9", 0, 0.999999, "X", "Adam's first moment") \
     X(BETA2, "beta2", REAL, BUILT, "0.95", 0, 0.999999, "X", "Adam's second moment") \
     X(EPS, "eps", REAL, BUILT, "1e-8", 1e-30, 1, "X", "added to Adam's divisor") \
@@ -141,17 +144,17 @@ enum { BUILT, NOT_BUILT };
     X(LABEL_SMOOTHING, "label-smoothing", REAL, BUILT, "0", 0, 0.999, "X", \
         "in training; the printed loss includes it") \
     X(FREEZE_STEPS, "freeze-steps", INT, BUILT, NULL, 1, 1e9, "N", \
-        "first steps of onebit-adam run plain Adam [steps/4]") \
+        "steps of plain Adam before onebit-adam compresses [steps/4]") \
     X(DTYPE, "dtype", WORD, BUILT, "f32", 0, 0, "f32|bf16|f16|f64", \
         "type of parameters and activations") \
     X(LOSS_SCALE, "loss-scale", TEXT, BUILT, NULL, 0, 0, "dynamic|X", \
-        "a step that overflows is run again [f16: dynamic]") \
+        "a step that overflows is repeated [f16: dynamic]") \
     X(H_RANK, "Ranks and layout", HEADING, BUILT, NULL, 0, 0, "", "") \
     X(RANKS, "ranks", INT, BUILT, NULL, 1, 1024, "N", "[the product of the axes given]") \
     X(BACKEND, "backend", WORD, BUILT, "threads", 0, 0, BACKENDS, \
         "how ranks run; under a launcher tcp, on GPUs nccl") \
     X(RANK, "rank", INT, BUILT, NULL, 0, 1023, "R", \
-        "this process, with --backend tcp, nccl [the launcher's]") \
+        "rank of this process, with tcp, nccl [from the launcher]") \
     X(RENDEZVOUS, "rendezvous", TEXT, BUILT, NULL, 0, 0, "HOST:PORT", \
         "address on which rank 0 listens, with tcp, nccl") \
     X(TOKEN_FILE, "token-file", TEXT, BUILT, NULL, 0, 0, "FILE", \
@@ -159,7 +162,7 @@ enum { BUILT, NOT_BUILT };
     X(DEVICE, "device", WORD, BUILT, "cpu", 0, 0, DEVICES, \
         "cuda: rank r uses GPU r modulo the number of GPUs") \
     X(TIMEOUT, "timeout", REAL, BUILT, "120", 0.001, 1e6, "S", \
-        "seconds that a rank waits for another") \
+        "seconds that a rank waits for other ranks") \
     X(MAX_RESTARTS, "max-restarts", INT, BUILT, "0", 0, MEGA, "N", \
         "after a failure restart from the newest checkpoint of --save") \
     X(MIN_RANKS, "min-ranks", INT, BUILT, NULL, 1, 1024, "N", \
@@ -190,7 +193,7 @@ enum { BUILT, NOT_BUILT };
     X(OFFLOAD_PARAMS, "offload-params", TEXT, BUILT, "none", 0, 0, "none|cpu|DIR", \
         "CPU or disk offload of values, with --zero 3") \
     X(MEM_LIMIT, "mem-limit", SIZE, BUILT, NULL, 1, 9e15, "BYTES", \
-        "most memory of one rank; also 300K, 64M, 2G") \
+        "memory limit of a rank; also 300K, 64M, 2G") \
     X(RECOMPUTE, "recompute", TEXT, BUILT, "none", 0, 0, "none|selective|full|full:K", \
         "activation checkpointing, full:K over K layers") \
     X(REDUCE, "reduce", WORD, BUILT, "fixed", 0, 0, "fixed|tree", \
@@ -224,12 +227,12 @@ enum { BUILT, NOT_BUILT };
     X(CONFIG, "config", TEXT, BUILT, NULL, 0, 0, "FILE", \
         "options from JSON, with these names or DeepSpeed's keys") \
     X(PRINT_CONFIG, "print-config", FLAG, BUILT, NULL, 0, 0, "", \
-        "print all options as JSON and end") \
+        "print all options as JSON and exit") \
     X(DRY_RUN, "dry-run", FLAG, BUILT, NULL, 0, 0, "", \
         "compute nothing; print the layout, traffic and memory") \
     X(LIST_REFUSED, "list-refused", FLAG, BUILT, NULL, 0, 0, "", \
-        "print the rules by which sizes are refused and end") \
-    X(HELP, "help", FLAG, BUILT, NULL, 0, 0, "", "print this and end")
+        "print the rules for legal sizes and exit") \
+    X(HELP, "help", FLAG, BUILT, NULL, 0, 0, "", "print this help and exit")
 
 enum {
 #define ID(id, ...) O_##id,
@@ -255,33 +258,33 @@ static const option table[N_OPTIONS] = {
 enum { DEFAULT = 0, COMPUTED, GIVEN };
 typedef struct value {
     const char *text; /* as given, or the default; NULL: no value */
-    /* INT, REAL and SIZE: the number; SWITCH and FLAG: 0 or 1; WORD: index of the word */
+    /* the number of an INT, REAL or SIZE; 0 or 1 for a SWITCH or FLAG; the index of a WORD */
     double number;
     int from;        /* DEFAULT, COMPUTED, GIVEN */
-    char buffer[32]; /* text of a computed number */
+    char buffer[32]; /* holds the text of a computed number */
 } value;
 
 // ==== 2. Writing text ===========================================================================
 
-/* How this process was launched, and the state of its output. rank and size: under --backend mpi
-   the rank and the number of ranks; under tcp the rank, and size 0; else both 0. launcher_status:
-   the error in the launcher's variables, if any. summary: the settings line `launch`. device_note:
-   the settings line `device`. */
+/* How this process was launched, and the state of its output. With --backend mpi, rank and size are
+   this rank and the number of ranks. With tcp, rank is this rank and size is 0. Else both are 0.
+   launcher_status is the error in the launcher's variables, if any. summary and device_note are the
+   settings lines `launch` and `device`. */
 static struct {
     int rank, size;
     dt_launch launcher;
     dt_status launcher_status;
     char summary[512], device_note[160];
-    double write_timeout_s; /* longest stall of the reader of this program's output */
-    int *failure_printed;   /* 1: the first failure is printed; forked ranks share these flags */
-    int *stop_requested;    /* 1: SIGTERM, or standard output is lost: finish the step and save */
-    int *made_step;         /* 1: this attempt has completed a step */
-    int *stdout_error;      /* errno of a failed write to standard output; 0: none */
-    /* the same for standard error, so that only the first line waits for a stalled reader */
+    double write_timeout_s; /* how long the reader of the output may stall */
+    int *failure_printed;   /* 1: the first failure has been printed */
+    int *stop_requested; /* 1: SIGTERM arrived or standard output is lost; finish the step, save */
+    int *made_step;      /* 1: this attempt has completed a step */
+    int *stdout_error;   /* errno of a failed write to standard output; 0: none */
+    /* errno of a failed write to standard error; later lines do not wait for a stalled reader */
     int *stderr_error;
 } launched = { .write_timeout_s = 60 };
 
-/* Threads, forks and signal handlers share these flags. */
+/* The flags are shared by threads, forked ranks and signal handlers. */
 static int get_flag(const int *at) { return __atomic_load_n(at, __ATOMIC_RELAXED); }
 static void set_flag(int *at, int to) { __atomic_store_n(at, to, __ATOMIC_RELAXED); }
 
@@ -296,10 +299,11 @@ static void make_flags(void) {
     launched.stderr_error = flags + 4;
 }
 
-/* Writes all bytes. Returns 0 or an errno: ETIMEDOUT when the reader takes nothing for
-   launched.write_timeout_s seconds. It avoids stdio, because a rank stuck in a write would hold the
-   stdio lock and exit() would wait for it. A pipe that poll reports writable accepts PIPE_BUF bytes
-   without blocking. Each turn counts at most one second, so that suspended time does not count. */
+/* Writes all bytes. Returns 0 or an errno: ETIMEDOUT if the reader reads nothing for
+   launched.write_timeout_s seconds. Does not use stdio, because a rank stuck in a write would hold
+   the stdio lock, for which exit() would wait. A pipe that poll reports writable accepts PIPE_BUF
+   bytes without blocking. Each iteration adds at most one second to the waiting time, so the time
+   during which the process is suspended does not count. */
 static int write_all(int fd, const char *bytes, size_t n) {
     const dt_host *host = dt_host_default();
     double waited = 0, before = host->now(host->user);
@@ -318,13 +322,14 @@ static int write_all(int fd, const char *bytes, size_t n) {
 }
 
 static const char *write_error_text(int error) {
-    return error == ETIMEDOUT ? "its reader has taken nothing for half of --timeout"
+    return error == ETIMEDOUT ? "the reader has read nothing for half of --timeout"
                               : strerror(error);
 }
 
-/* A line of output, written with one write. */
+/* A line of output, which is written with one write call. */
 typedef struct line {
-    /* error: errno of a failed write; fd 1 and 2 use launched.stdout_error, .stderr_error */
+    /* error is the errno of a failed write; for fd 1 and 2 it is launched.stdout_error or
+       .stderr_error */
     int fd, error;
     size_t used;
     char text[PIPE_BUF];
@@ -339,9 +344,9 @@ static void flush_line(line *l) {
     l->used = 0;
 }
 
-/* Appends untrusted text (n bytes and a NUL), such as a path, a file's contents or a peer's
-   message. Shows unprintable bytes as \xNN, except those in `keep`. keep NULL: copies all bytes
-   unchanged. */
+/* Appends untrusted text (n bytes and a NUL), such as a path, the contents of a file or a message
+   of another rank. Writes unprintable bytes as \xNN, except the bytes in `keep`. If keep is NULL,
+   copies all bytes unchanged. */
 static void line_add_text(line *l, const char *text, size_t n, const char *keep) {
     for (size_t i = 0; i < n;) {
         size_t length = dt_printable(text + i);
@@ -356,8 +361,8 @@ static void line_add_text(line *l, const char *text, size_t n, const char *keep)
     }
 }
 
-/* Appends formatted text to the line. A newline at the end of fmt writes the line. Other control
-   bytes are shown as \xNN. */
+/* Appends formatted text to the line. If fmt ends in a newline, writes the line. Other control
+   bytes are written as \xNN. */
 static __attribute__((format(printf, 2, 0))) void line_vprintf(
     line *l, const char *fmt, va_list args) {
     char text[2 * PIPE_BUF];
@@ -377,7 +382,7 @@ static __attribute__((format(printf, 2, 3))) void line_printf(line *l, const cha
     va_end(args);
 }
 
-/* Appends to a line for standard error, which a newline writes. */
+/* Prints formatted text on standard error. */
 static __attribute__((format(printf, 1, 2))) void print_error(const char *fmt, ...) {
     line l = { .fd = 2 };
     va_list args;
@@ -388,23 +393,23 @@ static __attribute__((format(printf, 1, 2))) void print_error(const char *fmt, .
 
 // ==== 3. Parser =================================================================================
 
-/* Rank 0 prints for all ranks. Other ranks that fail exit a second later, because launchers kill
-   the remaining ranks at the first exit. */
+/* Rank 0 prints errors for all ranks. Other ranks that fail wait one second before they exit,
+   because a launcher kills all remaining ranks when the first rank exits. */
 static int prints_messages(void) { return launched.rank == 0; }
 static void let_rank_0_print_first(void) {
     if (!prints_messages()) sleep(1);
 }
 
-/* The state of reading --config. path: of the key at `node`; ignored: keys without a meaning here;
-   given: options that the file sets. */
+/* The state of reading --config. path is the path of the key at `node`, ignored lists the keys that
+   have no meaning in this program, and given marks the options that the file sets. */
 static struct {
     dt_ctx *ctx;
     dt_json *json;
-    int node; /* the value being read; -1: none */
+    int node; /* the value that is being read; -1: none */
     char path[160], ignored[1024], given[N_OPTIONS];
     char *values[N_OPTIONS]; /* copies of the values that the file sets */
 } config = { .node = -1 };
-/* longest key and longest text that are accepted, in bytes */
+/* limits on the length of a key and of a text, in bytes */
 enum { CONFIG_KEY = 50, CONFIG_TEXT = 4096 };
 static const char *error_without_rank(dt_ctx *ctx);
 static dt_ctx *probe_ctx(void);
@@ -439,9 +444,9 @@ static const char *kind_of(mode_t mode) {
                            : "of an unknown kind";
 }
 
-/* Refuses an option's path if it names a file of another kind. Does not open the file, because
+/* Refuses an option's path if it is not a file of a legal kind. Does not open the file, because
    opening may block or act on a device. Follows links, because the user chose the path. Returns 0
-   if there is no file, see errno. */
+   and sets errno if the file does not exist. */
 enum { A_FILE = 1, A_DIRECTORY = 2, EITHER = 3 };
 static int check_kind(int id, const char *path, int legal) {
     static const char *const names[] = { "", "a file", "a directory", "a file or a directory" };
@@ -452,7 +457,7 @@ static int check_kind(int id, const char *path, int legal) {
     return 1;
 }
 
-/* Levenshtein distance. b has fewer than 80 characters. */
+/* Returns the Levenshtein distance of a and b. b must have fewer than 80 characters. */
 static int edit_distance(const char *a, const char *b) {
     int row[80], n = (int)strlen(b);
     for (int j = 0; j <= n; j++) row[j] = j;
@@ -484,9 +489,9 @@ static __attribute__((noreturn)) void refuse_unknown(const char *name) {
     refuse("unknown option --%s; the nearest is --%s (--help lists all)", name, table[best].name);
 }
 
-/* Parses the decimal number at the start of text and returns its length; 0: there is none. Accepts
-   digits, and in a real number a point and an exponent. Unlike strtod it accepts no blank, sign,
-   hexadecimal digit, inf or nan. */
+/* Parses the decimal number at the start of text. Returns its length, or 0 without a number. A real
+   number may have a point and an exponent. Unlike strtod, does not accept a blank, a sign, a
+   hexadecimal number, inf or nan. */
 static size_t decimal(const char *text, int real, double *number) {
     static const char digits[] = "0123456789";
     size_t n = strspn(text, digits), point = real && text[n] == '.';
@@ -517,8 +522,8 @@ static void parse_number(int id, value *v, const char *text) {
     v->number = x;
 }
 
-/* The index of text among the words of `arg`; -1: it is not one of them. *built: the number of
-   words before the ';'. */
+/* Returns the index of text among the words of `arg`, or -1 if it is not among them. Sets *built to
+   the number of words before the ';'. */
 static int word_index(const char *arg, const char *text, int *built) {
     int index = -1, n = 0;
     *built = 0;
@@ -533,7 +538,7 @@ static int word_index(const char *arg, const char *text, int *built) {
     return index;
 }
 
-/* The make command that builds support for the word. */
+/* Returns the make command that builds support for the word. */
 static const char *built_by(const char *word) {
     if (strcmp(word, "mpi") == 0) return ": make MPI=1";
     return strcmp(word, "cuda") == 0 || strcmp(word, "nccl") == 0 ? ": make CUDA=1 NCCL=1" : "";
@@ -585,7 +590,7 @@ static void compute(value *v, int64_t number) {
     v->from = COMPUTED;
 }
 
-/* The option named by the first `length` characters; N_OPTIONS if there is none. */
+/* Returns the option whose name is the first `length` characters of name, or N_OPTIONS. */
 static int find_option(const char *name, size_t length) {
     for (int i = 0; i < N_OPTIONS; i++)
         if (is_option(i) && strlen(table[i].name) == length &&
@@ -605,7 +610,7 @@ static void parse(value *v, int argc, char **argv) {
     }
     for (int i = 1; i < argc; i++) {
         if (strncmp(argv[i], "--", 2) != 0 || !argv[i][2])
-            refuse("'%s' is no option: they begin with --, and --help lists all", argv[i]);
+            refuse("'%s' is not an option: options begin with --, and --help lists them", argv[i]);
         const char *name = argv[i] + 2, *text = strchr(name, '=');
         size_t length = text ? (size_t)(text - name) : strlen(name);
         int id = find_option(name, length), no = 0;
@@ -640,11 +645,12 @@ static void parse(value *v, int argc, char **argv) {
 
 // ==== 4. Configuration file =====================================================================
 
-/* --config FILE: a JSON object with this program's options, as --print-config prints them, with
-   DeepSpeed's keys, or with both. Other options keep their defaults, and the command line overrides
-   the file. A DeepSpeed key maps to the option `to`. If `on` is not NULL, the key is a boolean and
-   true sets the option to `on`. IGNORED keys have no meaning here; the settings block lists them.
-   The other negative values have rules of their own in configure_deepspeed. */
+/* --config FILE reads a JSON object whose keys are options of this program, as --print-config
+   prints them, or DeepSpeed's keys, or both. Other options keep their defaults, and the command
+   line overrides the file. A DeepSpeed key sets the option `to`. If `on` is not NULL, the key is a
+   boolean, and true sets the option to `on`. If `to` is IGNORED, the key has no meaning in this
+   program, and the settings block lists it. configure_deepspeed handles the other negative values
+   of `to`. */
 enum {
     IGNORED = -1,
     BLOCK = -2,
@@ -754,7 +760,7 @@ static const deepspeed_key deepspeed[] = {
 };
 enum { N_DEEPSPEED_KEYS = sizeof deepspeed / sizeof deepspeed[0] };
 
-/* Sets an option from the key at config.path; refuses a second setting in the same file. */
+/* Sets an option from the key at config.path. Refuses an option that the file sets twice. */
 static void configure(value *v, int id, const char *text) {
     if (config.given[id]) refuse("--%s is given twice in this file", table[id].name);
     config.given[id] = 1;
@@ -763,7 +769,7 @@ static void configure(value *v, int id, const char *text) {
     set(&v[id], id, config.values[id], GIVEN);
 }
 
-/* A JSON value as text for the command line; NULL: an array, an object or null. */
+/* Returns a JSON value as text, as on the command line, or NULL for an array, an object or null. */
 static const char *config_text(int node, char *buffer, size_t bytes) {
     double x;
     int64_t integer;
@@ -772,7 +778,7 @@ static const char *config_text(int node, char *buffer, size_t bytes) {
     const char *text = dt_json_string(config.json, node, &length);
     if (text && strlen(text) != length) refuse("a NUL in a text");
     if (length > CONFIG_TEXT)
-        refuse("a text of %zu bytes; the longest has %d", length, CONFIG_TEXT);
+        refuse("a text of %zu bytes; at most %d are allowed", length, CONFIG_TEXT);
     if (text) return text;
     if (dt_json_int(config.json, node, &integer))
         snprintf(buffer, bytes, "%lld", (long long)integer);
@@ -805,7 +811,7 @@ static const char *config_string(int node) {
     return config_text(node, NULL, 0);
 }
 
-/* Translates a JSON string among `words` to the value at the same index. */
+/* Finds a JSON string among `words` and returns the element of `values` at the same index. */
 static const char *config_word(
     int node, const char *const *words, const char *const *values, int n) {
     const char *text = config_string(node);
@@ -818,8 +824,8 @@ static const char *config_word(
     refuse("\"%s\": the legal values are %s", text, legal);
 }
 
-/* DeepSpeed keys that need a rule of their own. DeepSpeed's Adam is AdamW unless adam_w_mode is
-   false. */
+/* Handles the DeepSpeed keys that do not map to one option. DeepSpeed's Adam is AdamW unless
+   adam_w_mode is false. */
 static void configure_deepspeed(value *v, int to, int node, int parent) {
     static const char *const optimizers[] = { "Adam", "AdamW", "SGD", "OneBitAdam" };
     static const char *const schedulers[] = { "WarmupLR", "WarmupDecayLR", "WarmupCosineLR" };
@@ -879,8 +885,8 @@ static __attribute__((noreturn)) void refuse_key(const char *path) {
     refuse("unknown key%s%s", *nearest ? "; the nearest is " : "", nearest);
 }
 
-/* Makes `node` the value being read, so that errors name its key, and returns the key. A long key
-   is shortened in config.path. */
+/* Sets config.node and config.path to `node`, so that errors name its key. Returns the key. A long
+   key is shortened in config.path. */
 static const char *config_enter(int node, const char *prefix) {
     size_t bytes = 0, shown = 0;
     const char *key = dt_json_key(config.json, node, &bytes);
@@ -891,11 +897,11 @@ static const char *config_enter(int node, const char *prefix) {
     config.node = node;
     if (strlen(key) < bytes) refuse("a NUL in a key");
     if (shown < bytes) refuse("unknown key: it has %zu bytes, the longest %d", bytes, CONFIG_KEY);
-    if (strchr(key, '.')) refuse("unknown key: a dot is no object in an object");
+    if (strchr(key, '.')) refuse("unknown key: nest objects instead of writing a dot");
     return key;
 }
 
-/* Reads the members of an object. prefix: its path with a dot at the end, or "". */
+/* Reads the members of an object. prefix is the path of the object with a dot at the end, or "". */
 static void configure_block(value *v, int object, const char *prefix) {
     if (dt_json_kind_of(config.json, object) != DT_JSON_OBJECT) refuse("an object is needed");
     for (int i = 0; i < dt_json_count(config.json, object); i++) {
@@ -908,7 +914,7 @@ static void configure_block(value *v, int object, const char *prefix) {
         int id =
             *prefix || (block && at < N_DEEPSPEED_KEYS) ? N_OPTIONS : find_option(key, strlen(key));
         if (id == O_CONFIG && dt_json_kind_of(config.json, node) != DT_JSON_NULL)
-            refuse("a file cannot name another one");
+            refuse("a file cannot name another file");
         if (id < N_OPTIONS)
             configure_as_is(v, id, node);
         else if (at == N_DEEPSPEED_KEYS)
@@ -973,26 +979,24 @@ static void print_help(void) {
                                         "ranks. Options, with their defaults in brackets;",
         "--no-NAME turns an on|off option off:" };
     static const char *const foot[] = { "",
-        "mfu: N counts the parameters that multiply (not wpe, and not wte unless it is also the "
-        "head).",
+        "mfu: N counts the parameters in matrix products: not wpe, and wte only if it is the head.",
         "Recompute is not counted. X is in TFLOP/s.", "",
         "Environment: DT_RANK and DT_WORLD_SIZE, or the variables of torchrun, srun or mpirun, "
         "give a process",
-        "its rank. DT_RENDEZVOUS, DT_TOKEN_FILE and DT_TOKEN apply where --rendezvous and "
+        "its rank. DT_RENDEZVOUS, DT_TOKEN_FILE and DT_TOKEN apply if --rendezvous and "
         "--token-file are not given.",
         "DT_CHECK=1 compares the calls of all ranks over tcp and mpi in every step, not only in "
         "the first 100.",
         "DT_FAULT=KIND:rank=R:seq=N[:s=SECONDS] injects a fault at rank R's Nth operation; KIND "
         "is kill, stop,",
         "exit, spin, delay, drop, flip or nan. kill -USR1 prints where each rank is.", "",
-        "Control bytes in paths and files are shown as \\xNN, in generated text only on a "
+        "Control bytes in paths and files are printed as \\xNN; those in generated text only on a "
         "terminal. A run fails",
-        "if standard output is on a full disk, has lost its reader, or its reader stalls for half "
-        "of",
+        "if standard output is on a full disk, or if its reader has exited or stalls for half of",
         "--timeout; with --save it first finishes the step and saves.", "",
         "Exit status: 0 done, 1 the run failed, 2 the command line asks for something impossible, "
         "143 ended by",
-        "SIGTERM, with --save after the step was finished and saved." };
+        "SIGTERM; with --save the program first finishes the step and saves." };
     line out = { .fd = 1 };
     PRINT_LINES(head);
     for (int i = 0; i < N_OPTIONS; i++) {
@@ -1042,7 +1046,7 @@ static void print_value(FILE *to, dt_json_out *json, const value *v, int id) {
     }
 }
 
-/* All options as a JSON object. The caller frees the text. */
+/* Returns all options as a JSON object. The caller frees the text. */
 static char *config_json(const value *v) {
     char *text = NULL;
     size_t bytes;
@@ -1078,17 +1082,16 @@ static void print_refused(void) {
         "need not divide",
         "  tp divides kv-heads, or kv-heads divides tp  with more ranks than kv heads, ranks hold "
         "copies",
-        "  cp divides seq, with zigzag 2 cp divides it  every rank holds the same number of tokens",
+        "  cp divides seq; 2 cp divides it with zigzag  every rank holds the same number of tokens",
         "  cp divides heads/tp with ulysses             and divides kv-heads/tp or is a multiple "
         "of it",
-        "  tp divides seq/cp with sp                    tokens are sharded over tp between its "
-        "regions",
+        "  tp divides seq/cp with sp                    tp also shards a rank's tokens",
         "  shard-group divides dp x ep x cp             with zero 1 to 3; zero3-keep is for zero 3",
         "  batch = micro-batch x accum x replicas       replicas = dp x ep; two give the third, "
         "three must agree",
         "  micro-batch x replicas divides START, INCR   of batch-ramp; INCR divides batch - START",
         "  width/heads even, with --arch llama          the rotary embedding rotates pairs of "
-        "numbers",
+        "elements",
         "  vocab >= 256, or > every token id            bytes are tokens; shards hold ids",
         "  seq + 1 <= tokens of --data, and of --val    one sequence and the label of its last "
         "token",
@@ -1113,20 +1116,20 @@ static void print_refused(void) {
 static int int_of(const value *v, int id) { return (int)v[id].number; }
 static int64_t long_of(const value *v, int id) { return (int64_t)v[id].number; }
 
-/* The largest divisor of n that is at most `max`. */
+/* Returns the largest divisor of n that is at most `max`. */
 static int64_t largest_divisor(int64_t n, int64_t max) {
     int64_t d = max < n ? max : n;
     while (d > 1 && n % d != 0) d--;
     return d < 1 ? 1 : d;
 }
 
-/* The smallest divisor of n that is at least `min`; n if there is none. */
+/* Returns the smallest divisor of n that is at least `min`, or n if min > n. */
 static int64_t smallest_divisor(int64_t n, int64_t min) {
     while (min < n && n % min != 0) min++;
     return min < n ? min : n;
 }
 
-/* Reads --recompute: a word, or "full:" and the number of layers that are recomputed together. */
+/* Reads --recompute, which is a word, or full:K with the number K of layers recomputed together. */
 static void resolve_recompute(const char *text, gpt_config *c) {
     static const char *const words[] = { "none", "selective", "full" }; /* as GPT_RECOMPUTE_* */
     int best = 0, min_distance = 99;
@@ -1153,14 +1156,15 @@ static void resolve_recompute(const char *text, gpt_config *c) {
         text, words[best]);
 }
 
-/* dt's log without errors. The caller prints the first failure at the end. */
+/* A log callback that does not print errors. The caller prints the first failure at the end. */
 static void log_without_errors(void *user, int level, int rank, const char *text) {
     (void)user;
     if (level != DT_LOG_ERROR) dt_host_default()->log(dt_host_default()->user, level, rank, text);
 }
 
-/* dt's log that prints the first failure immediately: a stuck or stopped rank may delay the end of
-   dt_run, and after the death of a rank an MPI launcher may kill the others within milliseconds. */
+/* A log callback that prints the first failure immediately, for two reasons: a stuck or stopped
+   rank may delay the end of dt_run, and when a rank dies an MPI launcher may kill the other ranks
+   within milliseconds. */
 static void log_first_error(void *user, int level, int rank, const char *text) {
     if (level != DT_LOG_ERROR) {
         log_without_errors(user, level, rank, text);
@@ -1170,7 +1174,7 @@ static void log_first_error(void *user, int level, int rank, const char *text) {
     set_flag(launched.failure_printed, 1);
 }
 
-/* A context for reading files before any rank starts. The caller frees it. */
+/* Returns a context for reading files before any rank starts. The caller frees the context. */
 static dt_ctx *probe_ctx(void) {
     dt_host host = *dt_host_default();
     host.log = log_without_errors;
@@ -1179,13 +1183,13 @@ static dt_ctx *probe_ctx(void) {
     return ctx;
 }
 
-/* The error text without "rank 0: ", because no rank has started. */
+/* Returns the error text without "rank 0: ", because no rank has started. */
 static const char *error_without_rank(dt_ctx *ctx) {
     const char *text = dt_error_text(ctx);
     return strncmp(text, "rank 0: ", 8) == 0 ? text + 8 : text;
 }
 
-/* Sets an option to a size from the file of --model; a given value must agree. */
+/* Sets an option to a size from the file of --model. A value on the command line must equal it. */
 static void size_from_file(value *v, int id, int64_t size) {
     if (v[id].from == GIVEN && long_of(v, id) != size)
         refuse("--%s %s: the model in %s has %lld; leave --%s out", table[id].name, v[id].text,
@@ -1200,7 +1204,7 @@ static void word_from_file(value *v, int id, const char *word) {
     if (v[id].from != GIVEN) set(&v[id], id, word, COMPUTED);
 }
 
-/* The configuration from the file of --model. --seq may be smaller than the file's. */
+/* Returns the configuration from the file of --model. --seq may be smaller than in the file. */
 static gpt_config model_of_file(value *v) {
     dt_ctx *ctx = probe_ctx();
     check_kind(O_MODEL, v[O_MODEL].text, EITHER);
@@ -1233,7 +1237,7 @@ static gpt_config model_of_options(value *v) {
             (int)largest_divisor(heads, kv_heads));
     if (llama && width / heads % 2 != 0)
         refuse("--arch llama: the rotary embedding rotates pairs, but --width %d / --heads %d = %d "
-               "numbers form no pairs; "
+               "is odd; "
                "use --width %d",
             width, heads, width / heads, (width / heads + 1) * heads);
     return (gpt_config){ .layers = int_of(v, O_LAYERS),
@@ -1247,7 +1251,7 @@ static gpt_config model_of_options(value *v) {
         .arch = llama ? GPT_LLAMA : GPT_GPT2 };
 }
 
-/* An option's number, which must be greater than 0, or 0 for the option's word. */
+/* Reads an option that is a number greater than 0 or the given word. Returns 0 for the word. */
 static double number_or_word(const value *v, int id, const char *word, double max, int is_integer) {
     double x = 0;
     size_t n = decimal(v[id].text, !is_integer, &x);
@@ -1258,7 +1262,7 @@ static double number_or_word(const value *v, int id, const char *word, double ma
     return x;
 }
 
-/* The MoE options; they have no effect on a dense model. */
+/* Reads the MoE options, which have no effect on a dense model. */
 static void resolve_experts(value *v, gpt_config *c) {
     c->experts = (int)number_or_word(v, O_EXPERTS, "dense", MEGA, 1);
     c->capacity = number_or_word(v, O_CAPACITY, "dropless", 1e9, 0);
@@ -1290,10 +1294,10 @@ static gpt_config resolve_model(value *v) {
 static int is_nccl(const value *v) { return strcmp(v[O_BACKEND].text, "nccl") == 0; }
 static int is_cuda(const value *v) { return strcmp(v[O_DEVICE].text, "cuda") == 0; }
 
-/* Whether each rank is a process of its own and the ranks connect by TCP. */
+/* Returns 1 if each rank is a separate process and the ranks connect by TCP. */
 static int is_tcp(const value *v) { return strcmp(v[O_BACKEND].text, "tcp") == 0 || is_nccl(v); }
 
-/* Without a GPU, --device cuda falls back to the CPU with a note; --backend nccl is refused. */
+/* Without a GPU, --device cuda prints a note and uses the CPU, and --backend nccl is refused. */
 static void resolve_device(value *v) {
     if (is_nccl(v) && v[O_DEVICE].from != GIVEN) set(&v[O_DEVICE], O_DEVICE, "cuda", COMPUTED);
     if (is_nccl(v) && !is_cuda(v)) refuse("--backend nccl needs --device cuda");
@@ -1306,18 +1310,18 @@ static void resolve_device(value *v) {
 #ifdef DT_USE_CUDA
     char *why = launched.device_note;
     if (v[O_DEVICE].from == DEFAULT)
-        strcpy(why, "the CPU, as --device is not given; --device cuda is for the GPU");
+        strcpy(why, "the CPU, because --device is not given; --device cuda uses the GPU");
     if (!is_cuda(v) || dt_cuda_ready(why, sizeof launched.device_note) == DT_OK) return;
     if (is_nccl(v))
         refuse("--backend nccl%s: no CUDA device (%s)",
-            v[O_BACKEND].from == GIVEN ? "" : ", by which a launcher's ranks on GPUs meet", why);
+            v[O_BACKEND].from == GIVEN ? "" : ", which ranks of a launcher use on GPUs", why);
     print_error("no CUDA device (%s): running on the CPU\n", why);
     *why = 0;
     set(&v[O_DEVICE], O_DEVICE, "cpu", COMPUTED);
 #endif
 }
 
-/* The kernel table of --device. */
+/* Returns the kernel table of --device. */
 static const dt_kernels *kernels_of(const value *v) {
 #ifdef DT_USE_CUDA
     if (is_cuda(v)) return dt_kernels_cuda();
@@ -1326,9 +1330,9 @@ static const dt_kernels *kernels_of(const value *v) {
     return dt_kernels_cpu();
 }
 
-/* Launcher discovery. The command line overrides the environment. A launcher that started several
-   processes makes them ranks of tcp; an MPI launcher makes them ranks of MPI if the program is
-   built with it; on GPUs they are ranks of NCCL. */
+/* Launcher discovery. The command line overrides the environment. If a launcher started several
+   processes, the default backend is nccl on GPUs, mpi under an MPI launcher if the program is built
+   with MPI, and else tcp. */
 static void find_launch(value *v) {
     const dt_launch *launcher = &launched.launcher;
     const char *backend = "tcp";
@@ -1345,9 +1349,9 @@ static void find_launch(value *v) {
     if (launcher->size > 1) set(&v[O_BACKEND], O_BACKEND, backend, COMPUTED);
 }
 
-/* Checks the token file. The job's secret is in a file, because every user of a machine can see the
-   command lines. dt_run reads the file and erases the token from memory once all ranks are
-   connected; this check erases it too. */
+/* Checks the token file. The job's secret token is in a file, because every user of a machine can
+   see the command lines. dt_run reads the file, and erases the token from memory after all ranks
+   are connected. This check erases its copy of the token too. */
 static void check_token(const char *path) {
     char token[257];
     const size_t capacity = sizeof token;
@@ -1361,16 +1365,17 @@ static void check_token(const char *path) {
     ssize_t got = read(fd, token, capacity);
     close(fd);
     if (got < 0) refuse("--token-file %s: %s", path, strerror(errno));
-    size_t length = (size_t)got; /* trailing white space does not count, as in DT_TOKEN_FILE */
+    size_t length = (size_t)got; /* ignore trailing white space, as dt_run does */
     while (length > 0 && strchr(" \t\r\n", token[length - 1])) length--;
     if (length < 16 || length == capacity || memchr(token, 0, length))
         refuse("--token-file %s: it must hold 16 to %zu characters", path, capacity - 1);
     for (volatile char *at = token; at < token + capacity; at++)
-        *at = 0; /* a compiler may drop memset */
+        *at = 0; /* volatile, because a compiler may remove a memset */
     setenv("DT_TOKEN_FILE", path, 1);
 }
 
-/* Rank, ranks and rendezvous over tcp and nccl: from the command line, else from the launcher. */
+/* Finds rank, ranks and rendezvous for tcp and nccl, on the command line or else from the
+   launcher. */
 static void resolve_tcp(value *v) {
     const dt_launch *launcher = &launched.launcher;
     int told = launcher->launcher[0] && !v[O_RANK].text;
@@ -1389,9 +1394,9 @@ static void resolve_tcp(value *v) {
         refuse(
             "--backend %s needs --rank R, or a launcher that sets it: %s", backend, launcher->text);
     if (v[O_RANKS].number > table[O_RANKS].hi)
-        refuse("%s ranks; the most is %.0f", v[O_RANKS].text, table[O_RANKS].hi);
+        refuse("%s ranks; at most %.0f are allowed", v[O_RANKS].text, table[O_RANKS].hi);
     if (int_of(v, O_RANK) >= int_of(v, O_RANKS))
-        refuse("--rank %s of --ranks %s: the last is %d", v[O_RANK].text, v[O_RANKS].text,
+        refuse("--rank %s of --ranks %s: the last rank is %d", v[O_RANK].text, v[O_RANKS].text,
             int_of(v, O_RANKS) - 1);
     launched.rank = int_of(v, O_RANK);
     const char *given = v[O_RENDEZVOUS].text;
@@ -1410,13 +1415,13 @@ static void resolve_tcp(value *v) {
             v[O_RENDEZVOUS].text ? v[O_RENDEZVOUS].text : "127.0.0.1:29500");
 }
 
-/* Refuses launcher options with a backend of one process: each process would train alone, and all
-   would write the same log. */
+/* Refuses a launcher or launcher options together with a one-process backend. Each process would
+   train alone, and all processes would write the same log. */
 static void refuse_launcher(const value *v) {
     const dt_launch *launcher = &launched.launcher;
     if (launcher->size > 1)
-        refuse("--backend %s: this is %s; each needs --backend tcp (on GPUs nccl), or one process "
-               "alone has --ranks",
+        refuse("--backend %s: this is %s; start each process with --backend tcp (on GPUs nccl), or "
+               "start one process with --ranks",
             v[O_BACKEND].text, launcher->text);
     if (v[O_RANK].text) refuse("--rank %s needs --backend tcp", v[O_RANK].text);
     if (v[O_RENDEZVOUS].text) refuse("--rendezvous %s needs --backend tcp", v[O_RENDEZVOUS].text);
@@ -1424,14 +1429,14 @@ static void refuse_launcher(const value *v) {
         refuse("--token-file %s needs --backend tcp or mpi", v[O_TOKEN_FILE].text);
 }
 
-/* Rank and ranks from MPI. If the launcher's variables disagree, launcher and program use different
-   MPI libraries. */
+/* Takes rank and number of ranks from MPI. If the launcher's variables have other values, launcher
+   and program use different MPI libraries. */
 static void resolve_mpi(value *v) {
     const dt_launch *launcher = &launched.launcher;
     if (launcher->size > 1 && launched.size != launcher->size)
         refuse("MPI started %d process%s, but %s says: %s; is the program built with another MPI? "
                "--backend tcp needs "
-               "none",
+               "no MPI",
             launched.size, launched.size == 1 ? "" : "es", launcher->launcher, launcher->text);
     if (v[O_RANKS].text && int_of(v, O_RANKS) != launched.size)
         refuse("--ranks %s: MPI started %d processes; leave --ranks out", v[O_RANKS].text,
@@ -1463,8 +1468,8 @@ static dt_mesh_desc resolve_mesh(value *v) {
     return sizes;
 }
 
-/* B = b a R for batch, micro-batch, accumulation and replicas: two of B, b and a give the third;
-   three must agree. */
+/* Computes batch B, micro-batch b and accumulation a, where B = b a R with R replicas. If two of B,
+   b and a are given, computes the third. If all three are given, checks them. */
 static void resolve_batch(value *v, int replicas, int pp) {
     int64_t B = long_of(v, O_BATCH), b = long_of(v, O_MICRO_BATCH), a = long_of(v, O_ACCUM),
             R = replicas;
@@ -1476,7 +1481,8 @@ static void resolve_batch(value *v, int replicas, int pp) {
             (long long)B, (long long)b, (long long)a, (long long)R, (long long)(b * a * R));
     if (b && a && v[O_BATCH].from != GIVEN) compute(&v[O_BATCH], B = b * a * R);
     if (B > table[O_BATCH].hi)
-        refuse("a batch of %lld sequences; the most is %.0f", (long long)B, table[O_BATCH].hi);
+        refuse(
+            "a batch of %lld sequences; at most %.0f are allowed", (long long)B, table[O_BATCH].hi);
     int64_t divisor = (b ? b : 1) * (a ? a : 1) * R;
     if (B % divisor != 0 && (b || a))
         refuse("--batch %lld%s is not a multiple of %s %lld x %lld replicas; use --batch %lld",
@@ -1485,7 +1491,7 @@ static void resolve_batch(value *v, int replicas, int pp) {
     if (B % divisor != 0)
         refuse("--batch %lld%s does not divide over %lld replicas; use --batch %lld", (long long)B,
             is_default, (long long)R, (long long)(B / divisor + 1) * divisor);
-    /* a pipeline needs at least as many micro-batches as ranks to keep all of them busy */
+    /* to keep all ranks of a pipeline busy, it needs at least one micro-batch per rank */
     if (!a && !b && pp > 1) a = smallest_divisor(B / R, pp);
     if (a)
         compute(&v[O_ACCUM], a);
@@ -1503,10 +1509,10 @@ static int64_t gcd(int64_t a, int64_t b) {
     return a;
 }
 
-#define RAMP_MAX 1e15 /* integers up to it are exact as doubles */
+#define RAMP_MAX 1e15 /* integers up to this value are exact as doubles */
 
-/* Reads START:INCR:SAMPLES. Without --micro-batch and --accum the micro-batch becomes the largest
-   that divides START, INCR and the batch. */
+/* Reads START:INCR:SAMPLES. Without --micro-batch and --accum, chooses the largest micro-batch that
+   divides START, INCR and the batch. */
 static dt_batch_ramp parse_ramp(value *v, int replicas) {
     const char *text = v[O_BATCH_RAMP].text;
     dt_batch_ramp ramp = { 0, 0, 0, 0 };
@@ -1537,11 +1543,11 @@ static void check_ramp(const value *v, dt_batch_ramp *ramp, int replicas) {
         (long long)ramp->batch, (long long)long_of(v, O_MICRO_BATCH), replicas, why);
 }
 
-/* dt_zero_desc reads 0 as "the default", so an explicit 0 is passed as a tiny number. */
+/* In dt_zero_desc 0 means the default, so an explicit 0 is passed as a tiny number. */
 static double tiny_if_zero(double x) { return x == 0 ? 1e-300 : x; }
 
-/* 1-bit Adam exchanges compressed momentum instead of gradients, so ZeRO and --reduce tree do not
-   apply. */
+/* Checks the options of 1-bit Adam. It exchanges compressed momentum instead of gradients, so it
+   works neither with ZeRO nor with --reduce tree. */
 static void resolve_onebit(value *v) {
     int onebit = strcmp(v[O_OPTIMIZER].text, "onebit-adam") == 0;
     if (!onebit && v[O_FREEZE_STEPS].text)
@@ -1549,10 +1555,11 @@ static void resolve_onebit(value *v) {
             v[O_FREEZE_STEPS].text, v[O_OPTIMIZER].text);
     if (!onebit) return;
     if (int_of(v, O_ZERO) != 0)
-        refuse("--optimizer onebit-adam: each rank needs its whole state; use --zero 0, not %s",
+        refuse("--optimizer onebit-adam: each rank needs the complete optimizer state; use --zero "
+               "0, not %s",
             v[O_ZERO].text);
     if (int_of(v, O_REDUCE) != 0)
-        refuse("--optimizer onebit-adam sums no gradients after its --freeze-steps; use --reduce "
+        refuse("--optimizer onebit-adam does not sum gradients after --freeze-steps; use --reduce "
                "fixed");
     if (!v[O_FREEZE_STEPS].text) compute(&v[O_FREEZE_STEPS], (long_of(v, O_STEPS) + 3) / 4);
 }
@@ -1573,7 +1580,7 @@ static dt_zero_desc resolve_optimizer(value *v) {
         .no_overlap = !int_of(v, O_OVERLAP) };
 }
 
-/* Loss scale, shard group and offload. */
+/* Reads loss scale, shard group and offload. */
 static void resolve_zero(value *v, dt_mesh_desc mesh, dt_zero_desc *z) {
     int ranks = mesh.dp * mesh.ep * mesh.cp, group = int_of(v, O_SHARD_GROUP);
     size_t n = 0;
@@ -1601,18 +1608,19 @@ static void resolve_zero(value *v, dt_mesh_desc mesh, dt_zero_desc *z) {
     for (int i = 0; i < 2; i++) {
         int folder = targets[i] && strcmp(targets[i], "cpu") != 0 && !v[O_DRY_RUN].number;
         if (folder && !check_kind(i ? O_OFFLOAD_PARAMS : O_OFFLOAD_OPTIM, targets[i], A_DIRECTORY))
-            refuse("--offload-%s %s: there is no such folder; make it, or use cpu or none",
+            refuse("--offload-%s %s: this folder does not exist; create it, or use cpu or none",
                 i ? "params" : "optim", targets[i]);
     }
     if (z->offload_params && z->stage < 3)
         refuse("--offload-params %s needs --zero 3: with --zero %d every rank holds all values",
             params, z->stage);
     if (z->offload_optim && z->optimizer == DT_ONEBIT_ADAM)
-        refuse("--optimizer onebit-adam exchanges its state, so it is not offloaded; use "
+        refuse("--optimizer onebit-adam exchanges its state, so the state cannot be offloaded; use "
                "--offload-optim none");
     if (z->offload_optim && z->offload_params && strcmp(optim, params) != 0 &&
         strcmp(optim, "cpu") != 0 && strcmp(params, "cpu") != 0)
-        refuse("--offload-optim %s and --offload-params %s: one folder is needed", optim, params);
+        refuse("--offload-optim %s and --offload-params %s: both must be the same folder", optim,
+            params);
     if (group && ranks % group != 0)
         refuse("--shard-group %d does not divide the %d ranks of the data group (dp %d x cp %d); "
                "use --shard-group %d",
@@ -1644,19 +1652,19 @@ static void resolve_sharding(const value *v, dt_mesh_desc mesh, gpt_config *m) {
         refuse("--ep %d does not divide --experts %d; use --ep %d", mesh.ep, m->experts,
             (int)largest_divisor(m->experts, mesh.ep));
     if (v[O_SAVE_MODEL].text && m->experts)
-        refuse("--save-model: the formats of other programs have no such MoE layers; use --save "
+        refuse("--save-model: other programs' formats do not have these MoE layers; use --save "
                "with --experts");
 }
 
-/* Reads a list of half layers, one number per stage. The first stage has the embedding too, the
-   last stage the head. */
+/* Reads a list of numbers of half layers, one number per stage. The first stage also has the
+   embedding, and the last stage also has the head. */
 static void parse_partition(const value *v, train_config *c, int stages) {
     const char *at = v[O_PARTITION].text, *list = at;
     int64_t sum = 0, halves = 2 * c->model.layers;
     int n = 0;
     for (; *at; n++) {
         double count = 0;
-        int ends = n == 0 || n == stages - 1; /* may have no half layer, only embedding or head */
+        int ends = n == 0 || n == stages - 1; /* these stages may have 0 half layers */
         const char *end = at + decimal(at, 0, &count);
         if (end == at || (*end && *end != ',') || (*end == ',' && !end[1]) || count < !ends ||
             count > (double)halves)
@@ -1676,7 +1684,7 @@ static void parse_partition(const value *v, train_config *c, int stages) {
             (long long)halves);
 }
 
-/* The pipeline's schedule, its stages, and the items of each stage. */
+/* Chooses the pipeline schedule, its stages and the items of each stage. */
 static void resolve_pipeline(value *v, train_config *c) {
     static const int kinds[] = { DT_SCHEDULE_NAIVE, DT_SCHEDULE_AFAB, DT_SCHEDULE_1F1B,
         DT_SCHEDULE_INTERLEAVED, DT_SCHEDULE_ZB };
@@ -1687,7 +1695,7 @@ static void resolve_pipeline(value *v, train_config *c) {
     if (!v[O_CHUNKS].text) compute(&v[O_CHUNKS], interleaved ? 2 : 1);
     c->chunks = int_of(v, O_CHUNKS);
     if (c->chunks > 1 && c->mesh.pp == 1)
-        refuse("--chunks %d divides a rank's part of a pipeline; use --pp 2 or more", c->chunks);
+        refuse("--chunks %d divides a rank's layers into stages; use --pp 2 or more", c->chunks);
     if (c->chunks > 1 && !interleaved)
         refuse("--chunks %d: schedule %s gives each rank one stage; use --schedule interleaved",
             c->chunks, v[O_SCHEDULE].text);
@@ -1708,7 +1716,7 @@ static void resolve_pipeline(value *v, train_config *c) {
         refuse("%s", why);
 }
 
-/* Checkpoints and restarts. */
+/* Reads the options of checkpoints and restarts. */
 static void resolve_checkpoints(const value *v, train_config *c) {
     static const int need[] = { O_SAVE_EVERY, O_KEEP, O_MAX_RESTARTS, O_SAVE_BACKGROUND };
     for (size_t i = 0; i < sizeof need / sizeof *need && !v[O_SAVE].text; i++)
@@ -1719,7 +1727,7 @@ static void resolve_checkpoints(const value *v, train_config *c) {
                "ranks restart them, with --resume",
             v[O_MAX_RESTARTS].text);
     if (v[O_MIN_RANKS].text && v[O_MAX_RESTARTS].number == 0)
-        refuse("--min-ranks %s says how few ranks a restart may have; use --max-restarts N with it",
+        refuse("--min-ranks %s limits the ranks of a restart; use it with --max-restarts N",
             v[O_MIN_RANKS].text);
     if (v[O_MIN_RANKS].number > v[O_RANKS].number)
         refuse("--min-ranks %s of --ranks %s; use --min-ranks %s or less", v[O_MIN_RANKS].text,
@@ -1750,7 +1758,7 @@ static train_config resolve(value *v) {
     if (!v[O_STOP_AT].text) compute(&v[O_STOP_AT], long_of(v, O_STEPS));
     if (!v[O_LR_STEPS].text) compute(&v[O_LR_STEPS], long_of(v, O_STEPS));
     if (v[O_STOP_AT].number > v[O_STEPS].number)
-        refuse("--stop-at %lld lies beyond --steps %lld; use --stop-at %lld or less",
+        refuse("--stop-at %lld is greater than --steps %lld; use --stop-at %lld or less",
             (long long)v[O_STOP_AT].number, (long long)v[O_STEPS].number,
             (long long)v[O_STEPS].number);
     if (v[O_EVAL_EVERY].number && !v[O_VAL].text)
@@ -1771,8 +1779,8 @@ static train_config resolve(value *v) {
 
 // ==== 7. Data ===================================================================================
 
-/* Refuses a file that cannot be read. Returns whether it is an llm.c token shard, by its magic
-   number. */
+/* Refuses a file that cannot be read. Returns 1 if the magic number of the file is that of an llm.c
+   token shard. */
 static int check_file(int id, const char *path) {
     unsigned char head[4] = { 0 };
     int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
@@ -1784,8 +1792,8 @@ static int check_file(int id, const char *path) {
     return got == (ssize_t)sizeof head && (magic == 20240520 || magic == 20240801);
 }
 
-/* Reads the first `most` sequences of token shards in the order of training. Every id must be below
-   the vocabulary size. */
+/* Reads the first `most` sequences of token shards in the order of training, and refuses an id that
+   is not below the vocabulary size. */
 static void check_tokens(const value *v, int id, train_files *files, int64_t most) {
     dt_ctx *ctx = probe_ctx();
     int T = int_of(v, O_SEQ), largest = 0;
@@ -1796,7 +1804,7 @@ static void check_tokens(const value *v, int id, train_files *files, int64_t mos
         dt_text_close(text);
         text = dt_text_open(ctx, (const char *const *)files->path, files->count, T);
         int64_t S = dt_text_sequences(text);
-        /* find_text refuses to shuffle more sequences */
+        /* find_text refuses larger S */
         int shuffle = id == O_DATA && v[O_SHUFFLE].number && S <= DT_SAMPLER_MAX_SHUFFLED;
         dt_sampler *order = dt_sampler_make(ctx, (dt_sampler_desc){ .samples = S,
                                                      .replicas = 1,
@@ -1815,15 +1823,15 @@ static void check_tokens(const value *v, int id, train_files *files, int64_t mos
             v[id].text, largest, int_of(v, O_VOCAB), largest + 1);
 }
 
-/* Finds the files of --data or --val and checks them. most: sequences that the run reads. */
+/* Finds the files of --data or --val and checks them. The run reads at most `most` sequences. */
 static void find_text(const value *v, int id, train_files *files, int64_t most) {
     const char *path = v[id].text, *name = table[id].name;
     int64_t seq = int_of(v, O_SEQ);
     struct stat st;
     if (!path) {
         if (!train_files_find_sources(files))
-            refuse("no --%s given, and the project's sources are neither in . nor above the "
-                   "program; use --%s FILE",
+            refuse("no --%s given, and the project's sources are neither in . nor in the "
+                   "parent of the program's folder; use --%s FILE",
                 name, name);
         path = "(the project's sources)";
     } else {
@@ -1841,9 +1849,10 @@ static void find_text(const value *v, int id, train_files *files, int64_t most) 
     if (files->shards) check_tokens(v, id, files, most);
     const char *unit = files->shards ? "tokens" : "bytes";
     if (!files->shards && int_of(v, O_VOCAB) < 256)
-        refuse("--vocab %d: the data are bytes 0 to 255; use --vocab 256", int_of(v, O_VOCAB));
+        refuse("--vocab %d: the data is bytes 0 to 255; use --vocab 256", int_of(v, O_VOCAB));
     if (files->tokens < 2)
-        refuse("--%s %s: %lld %s; the least is 2", name, path, (long long)files->tokens, unit);
+        refuse(
+            "--%s %s: %lld %s; at least 2 are needed", name, path, (long long)files->tokens, unit);
     if (files->tokens < seq + 1)
         refuse("--%s %s: %lld %s, but one sequence needs %lld (--seq %lld and the label of its "
                "last token); use "
@@ -1857,7 +1866,7 @@ static void find_text(const value *v, int id, train_files *files, int64_t most) 
             (long long)((files->tokens - 1) / (DT_SAMPLER_MAX_SHUFFLED + 1) + 1));
 }
 
-/* Checks before the first step that a file can be written after the last step. Creates nothing. */
+/* Checks that a file can be written later, after the last step. Creates no file. */
 static void check_writable(int id, const char *path) {
     const char *slash = strrchr(path, '/');
     char folder[4096];
@@ -1866,8 +1875,7 @@ static void check_writable(int id, const char *path) {
     check_kind(id, path, A_FILE);
     if (length >= (int)sizeof folder)
         refuse("--%s %.80s...: the path is too long", table[id].name, path);
-    if (access(folder, W_OK | X_OK) !=
-        0) /* the output is written to a new file, which is renamed */
+    if (access(folder, W_OK | X_OK) != 0) /* the run writes a new file here and renames it */
         refuse("--%s %s: %s", table[id].name, path, strerror(errno));
 }
 
@@ -1876,7 +1884,7 @@ static int same_file(const char *path, const struct stat *other) {
     return stat(path, &st) == 0 && st.st_dev == other->st_dev && st.st_ino == other->st_ino;
 }
 
-/* An output file of the run, and the option that names it. */
+/* An output file of the run, and the option that sets its path. */
 typedef struct output {
     int option;
     char path[4096];
@@ -1913,7 +1921,7 @@ static void refuse_overwrite(
             table[out->option].name, out->path, table[reader].name);
 }
 
-/* Refuses an output file that is also an input or another output. models: the files of --model. */
+/* Refuses an output file that is also an input or another output. models: files of --model. */
 static void check_overwrites(const value *v, const train_config *c, const train_files *models) {
     const train_files *in[3] = { &c->data, &c->val, models };
     const int ids[3] = { O_DATA, O_VAL, O_MODEL };
@@ -1934,8 +1942,8 @@ static void check_overwrites(const value *v, const train_config *c, const train_
     }
 }
 
-/* Refuses a --save folder with checkpoints of another run, which a later --resume would mistake for
-   this run's. */
+/* Refuses a --save folder that has checkpoints of another run, because a later --resume would take
+   them for checkpoints of this run. */
 static void check_save(const value *v) {
     const char *save = v[O_SAVE].text, *resume = v[O_RESUME].text;
     char path[4096], newest[64];
@@ -1945,7 +1953,7 @@ static void check_save(const value *v) {
     int64_t there = dt_checkpoint_newest(dt_io_default(), save, newest, sizeof newest);
     if (there < -1) refuse("--save %s: %s", save, strerror(errno));
     if (there < 0) return;
-    for (int up = 0; resume && up < 2; up++) { /* DIR, or DIR/step-N */
+    for (int up = 0; resume && up < 2; up++) { /* --resume may be DIR or DIR/step-N */
         if (snprintf(path, sizeof path, "%s%s", resume, up ? "/.." : "") >= (int)sizeof path)
             continue;
         if (stat(path, &at) != 0 || !same_file(save, &at)) continue;
@@ -1955,8 +1963,8 @@ static void check_save(const value *v) {
             "--save %s has %s, which is newer than --resume %s: use another folder, or remove it",
             save, newest, resume);
     }
-    refuse("--save %s has %s already: go on from it with --resume %s, or use another folder", save,
-        newest, save);
+    refuse("--save %s has %s already: continue from it with --resume %s, or use another folder",
+        save, newest, save);
 }
 
 /* Checks that every output can be written and that none overwrites an input. */
@@ -1978,8 +1986,9 @@ static void check_outputs(const value *v, const train_config *c) {
     if (!v[O_DRY_RUN].number) check_save(v);
     if (!folder) return;
     if (c->model.arch == GPT_GPT2 && c->model.kv_heads != c->model.heads)
-        refuse("--save-model: GPT-2's files have a key for each query head; leave --kv-heads out, "
-               "or use --arch llama");
+        refuse(
+            "--save-model: GPT-2's files have one key head per query head; leave --kv-heads out, "
+            "or use --arch llama");
     if (is_llmc(folder)) {
         const gpt m = { .config = c->model };
         if (!gpt_llmc(&m).version)
@@ -1997,8 +2006,8 @@ static void check_outputs(const value *v, const train_config *c) {
 
 // ==== 8. Settings block =========================================================================
 
-/* Prints the layers per stage, as in "0.5 + 3.5", without embedding and head, and the bubble of a
-   simulation. */
+/* Prints the number of layers of each stage, for example "0.5 + 3.5", without embedding and head,
+   and the bubble of a simulation. */
 static void print_stages(const train_config *c) {
     int stages = c->mesh.pp * c->chunks, items = 2 * c->model.layers + 2;
     line out = { .fd = 1 };
@@ -2010,7 +2019,7 @@ static void print_stages(const train_config *c) {
             s == stages - 1 ? ", head" : "");
     }
     line_printf(&out, "%s\n",
-        c->partition_by_cost ? "cut by the measured cost of half layers, embedding and head"
+        c->partition_by_cost ? "divided by the measured times of half layers, embedding and head"
                              : "   (layers)");
     dt_ctx *ctx = probe_ctx();
     double v = c->chunks;
@@ -2082,15 +2091,15 @@ static void print_settings(const value *v, const train_config *c) {
 
 // ==== 9. Output of a run ========================================================================
 
-/* What rank 0 needs for its output. */
+/* The options of a run, and what rank 0 needs to print. */
 typedef struct job {
     const value *v;
     train_config config;
     int csv;           /* file descriptor; -1: none */
-    int csv_is_stream; /* it is standard output or not a regular file: do not read or truncate it */
+    int csv_is_stream; /* standard output, or not a regular file: never read or truncated */
     double ms, tokens; /* sums over the steps after the first */
-    int64_t steps;     /* completed by this run */
-    int attempt;       /* 0: the first */
+    int64_t steps;     /* steps completed by this run */
+    int attempt;       /* 0 for the first attempt, then + 1 per restart */
 } job;
 
 static const char *const csv_header =
@@ -2098,8 +2107,8 @@ static const char *const csv_header =
     "mem_comm,mem_peak,bytes_dp,bytes_tp,bytes_cp,bytes_pp,bytes_ep,val_loss,mfu,"
     "batch,bubble,balance_loss,z_loss,dropped";
 
-/* Model FLOPs utilization: the model's FLOPs per second divided by the ranks' peak. Recompute does
-   not count. 0: no peak given. */
+/* Returns the model FLOPs utilization: the model's FLOPs per second, without recompute, divided by
+   the peak of all ranks. Returns 0 if no peak is given. */
 static double mfu(const job *j, const train_row *row) {
     gpt_config c = j->config.model;
     double peak = j->v[O_PEAK_TFLOPS].number * 1e12 * j->v[O_RANKS].number;
@@ -2117,7 +2126,7 @@ static void csv_row(dt_ctx *ctx, const job *j, const train_row *row) {
         row->grad_norm, row->lr, row->ms, row->tokens_per_s);
     for (int m = 0; m < TRAIN_MEMS; m++) line_printf(&out, ",%.0f", row->mem[m]);
     for (int a = 0; a < DT_AXES; a++) line_printf(&out, ",%.0f", row->bytes[a]);
-    line_printf(&out, ","); /* a value that was not measured stays empty */
+    line_printf(&out, ","); /* a column without a measured value stays empty */
     if (isfinite(row->val_loss)) line_printf(&out, "%.17g", row->val_loss);
     line_printf(&out, ",");
     if (mfu(j, row) > 0) line_printf(&out, "%.6g", mfu(j, row));
@@ -2135,7 +2144,7 @@ static void line_print_time(line *out, double seconds) {
         line_printf(out, "%lld:%02lld", s / 60, s % 60);
 }
 
-/* Ends the run if standard output is lost. With --save the run saves first, as at SIGTERM. */
+/* Ends the run if standard output is lost. With --save the run saves first, as after SIGTERM. */
 static void check_stdout(dt_ctx *ctx, const job *j) {
     if (!get_flag(launched.stdout_error)) return;
     if (j->config.stop)
@@ -2167,9 +2176,9 @@ static void on_step(dt_ctx *ctx, const train_row *row, void *user) {
     check_stdout(ctx, j);
 }
 
-/* Samples n bytes after a newline and prints them; with token shards, samples ids after the last id
-   (GPT-2's end of text) and prints the ids. A terminal gets control bytes as \xNN; a file or a pipe
-   gets them unchanged. */
+/* Samples n bytes that follow a newline, and prints them. With token shards, samples n ids that
+   follow the last id of the vocabulary (GPT-2's end of text), and prints the ids. Control bytes are
+   printed as \xNN on a terminal and unchanged to a file or a pipe. */
 static void generate(dt_ctx *ctx, gpt *model, const job *j) {
     int quiet = j->v[O_QUIET].number != 0;
     int n = int_of(j->v, O_GENERATE);
@@ -2202,7 +2211,7 @@ static void generate(dt_ctx *ctx, gpt *model, const job *j) {
 
 /* ---- checkpoints ---- */
 
-/* Shows a status line, which the next one overwrites. On a terminal only. */
+/* On a terminal, prints a status line, which the next status line overwrites. */
 static void show_progress(const job *j, const char *text) {
     char overwrite[64];
     int n = snprintf(overwrite, sizeof overwrite, "\r%-30s\r%s", "", text);
@@ -2223,8 +2232,8 @@ static void on_progress(double done, void *user) {
     show_progress((const job *)user, text);
 }
 
-/* Opens the log: a file, a FIFO with a reader, or a character device. If the log is standard
-   output, duplicates that descriptor, so that both share one file offset. */
+/* Opens the log, which may be a file, a FIFO with a reader, or a character device. If the log is
+   the file of standard output, duplicates that descriptor, so that both share one file offset. */
 static int open_log(const char *path, int keep, int *is_stream) {
     struct stat st, out;
     int there = stat(path, &st) == 0, how = O_CLOEXEC | O_NONBLOCK | O_NOCTTY;
@@ -2242,8 +2251,9 @@ static int open_log(const char *path, int keep, int *is_stream) {
     ssize_t got = *is_stream || !keep ? 0 : pread(fd, first, length + 1, 0);
     if (got > 0 &&
         ((size_t)got <= length || memcmp(first, csv_header, length) != 0 || first[length] != '\n'))
-        refuse("--log-csv %s: it is no log, or has other columns than this version's, and --resume "
-               "would drop its rows; use another name",
+        refuse(
+            "--log-csv %s: not a log with the columns of this version, and --resume would drop its "
+            "rows; use another name",
             path);
     if (!*is_stream && !keep && ftruncate(fd, 0) != 0)
         refuse("--log-csv %s: %s", path, strerror(errno));
@@ -2255,13 +2265,14 @@ static int open_log(const char *path, int keep, int *is_stream) {
     return fd;
 }
 
-/* Keeps the log's rows up to the step from which the run resumes, if all of them are there, and
-   drops the rows of steps that are repeated. Leaves a log that cannot be read unchanged. */
+/* Keeps the log's rows up to the step from which the run resumes, and removes the rows of steps
+   that will be repeated. If the rows up to this step are incomplete, removes all rows. A log that
+   cannot be read stays unchanged. */
 static void csv_rewind(dt_ctx *ctx, const job *j, int64_t step) {
     char row[1024];
     off_t keep = 0;
     ssize_t got;
-    int64_t last = -1; /* step of the last row to keep; 0: only the header */
+    int64_t last = -1; /* step of the last row to keep; 0: keep only the header */
     if (j->csv_is_stream) return;
     while ((got = pread(j->csv, row, sizeof row - 1, keep)) > 0) {
         row[got] = 0;
@@ -2283,7 +2294,7 @@ static void csv_rewind(dt_ctx *ctx, const job *j, int64_t step) {
     if (out.error) csv_failed(ctx, j, out.error);
 }
 
-/* Options that a resumed run must not change, and options whose change is reported. */
+/* Options that a resumed run must not change, and options that it may change, which it reports. */
 static const int fixed_options[] = { O_ARCH, O_LAYERS, O_WIDTH, O_HEADS, O_KV_HEADS, O_FFN, O_SEQ,
     O_VOCAB, O_TIE, O_EXPERTS, O_TOP_K, O_MOE_EVERY, O_SHARED_EXPERTS, O_CAPACITY, O_ROUTER_BIAS,
     O_SHUFFLE, O_SEED, O_OPTIMIZER, O_DTYPE };
@@ -2292,7 +2303,7 @@ static const int changeable_options[] = { O_DROPOUT, O_BALANCE_LOSS, O_Z_LOSS, O
     O_BETA1, O_BETA2, O_EPS, O_MOMENTUM, O_LABEL_SMOOTHING, O_FREEZE_STEPS, O_LOSS_SCALE,
     O_REDUCE };
 
-/* Whether an option differs from the settings of a checkpoint. text: its value there. */
+/* Returns 1 if an option differs from a checkpoint's settings. Sets text to the value there. */
 static int differs(const dt_json *then, const value *v, int id, char *text, size_t bytes) {
     int node = dt_json_find(then, 0, table[id].name), on = 0;
     double number = 0;
@@ -2308,16 +2319,16 @@ static int differs(const dt_json *then, const value *v, int id, char *text, size
     return number != v[id].number;
 }
 
-/* The first of fixed_options that differs from a checkpoint's settings, or -1. was: its value
-   there. */
+/* Returns the first of fixed_options that differs from a checkpoint's settings, or -1. Sets was to
+   the value in the checkpoint. */
 static int changed_option(const dt_json *then, const value *v, char *was, size_t bytes) {
     for (size_t i = 0; i < sizeof fixed_options / sizeof *fixed_options; i++)
         if (differs(then, v, fixed_options[i], was, bytes)) return fixed_options[i];
     return -1;
 }
 
-/* Checks the checkpoint of --resume before any rank starts. The ranks verify that it is
-   complete. */
+/* Checks the options in the checkpoint of --resume before any rank starts. The ranks check later
+   that the checkpoint is complete. */
 static void check_resume(const value *v) {
     const char *resume = v[O_RESUME].text;
     char path[4096], was[160], newest[64];
@@ -2340,8 +2351,8 @@ static void check_resume(const value *v) {
     dt_json *then = settings ? dt_json_parse(ctx, "its settings", settings, length) : NULL;
     int other = then ? changed_option(then, v, was, sizeof was) : -1;
     if (other >= 0)
-        refuse("--resume %s: --%s was %s, and is %s now: that would be another training", resume,
-            table[other].name, was, v[other].text ? v[other].text : "not given");
+        refuse("--resume %s: --%s was %s, and is %s now: that would be a different training run",
+            resume, table[other].name, was, v[other].text ? v[other].text : "not given");
     dt_json_free(then);
     dt_json_free(manifest);
     if (text) dt_free(ctx, DT_MEM_HOST, text, bytes + 1);
@@ -2359,11 +2370,12 @@ static void on_resume(
     dt_json *then = dt_json_parse(ctx, "its settings", settings, strlen(settings));
     int other = then ? changed_option(then, j->v, was, sizeof was) : -1;
     if (other >= 0)
-        dt_fail(ctx, DT_ERR_ARG, "%s: --%s was %s, and is %s now: that would be another training",
-            path, table[other].name, was, j->v[other].text ? j->v[other].text : "not given");
+        dt_fail(ctx, DT_ERR_ARG,
+            "%s: --%s was %s, and is %s now: that would be a different training run", path,
+            table[other].name, was, j->v[other].text ? j->v[other].text : "not given");
     if (first && dt_error(ctx) == DT_OK && !j->v[O_QUIET].number)
         line_printf(&out, "resumed %s   step %lld of %s%s\n", path, (long long)step,
-            j->v[O_STEPS].text, step >= j->config.stop_at ? ": there is no step left to make" : "");
+            j->v[O_STEPS].text, step >= j->config.stop_at ? ": all steps are done" : "");
     for (size_t i = 0; first && dt_error(ctx) == DT_OK &&
                        i < sizeof changeable_options / sizeof *changeable_options;
          i++)
@@ -2379,14 +2391,15 @@ static void at_end(dt_ctx *ctx, gpt *model, void *user) {
     line out = { .fd = 1 };
     generate(ctx, model, j);
     if (dt_ctx_rank(ctx) != 0) return;
-    int64_t later = j->steps - 1; /* rank 0's own count */
+    int64_t later = j->steps - 1; /* counted by rank 0 */
     if (!j->v[O_QUIET].number && later > 0)
         line_printf(&out,
-            "average %.1f ms a step, %.0f tok/s, over %lld steps (without the first)\n",
+            "average %.1f ms per step, %.0f tok/s, over %lld steps (without the first)\n",
             j->ms / (double)later, j->tokens / (j->ms / 1000), (long long)later);
 }
 
-/* Options that may differ between ranks, and options of which only the presence must agree. */
+/* Options that may differ between ranks. Then options that all ranks must have or not have, but
+   whose values may differ. */
 static const int per_rank_options[] = { O_DATA, O_RANK, O_RENDEZVOUS, O_TOKEN_FILE, O_TIMEOUT,
     O_OFFLOAD_OPTIM, O_OFFLOAD_PARAMS, O_MEM_LIMIT, O_LINK_LATENCY, O_LINK_BANDWIDTH, O_LOG_CSV,
     O_QUIET, O_PEAK_TFLOPS, O_CONFIG };
@@ -2413,8 +2426,8 @@ static uint32_t option_digest(const value *v, int id) {
     return h;
 }
 
-/* Compares options and data between ranks that were started separately; with different ones they
-   would train a mixture of both. [collective: world] */
+/* [collective: world] Compares options and data between ranks that were started separately. With
+   different options the ranks would train a mixture. */
 static dt_status compare_options(dt_ctx *ctx, const job *j) {
     enum { DIGESTS = N_OPTIONS + 1 };
     int n = dt_comm_size(dt_world(ctx));
@@ -2429,11 +2442,11 @@ static dt_status compare_options(dt_ctx *ctx, const job *j) {
         if (all[i] == mine[i]) continue;
         if (i == N_OPTIONS)
             dt_fail(ctx, DT_ERR_ARG,
-                "--data has %lld tokens here, and another number of them on rank 0",
+                "--data has %lld tokens here, and a different number on rank 0",
                 (long long)j->config.data.tokens);
         else
             dt_fail(ctx, DT_ERR_ARG,
-                "--%s%s%s here, and rank 0 has another value: give all ranks the same options",
+                "--%s%s%s here, but rank 0 has another value: give all ranks the same options",
                 table[i].name, text ? " " : "", text ? text : " is not given");
     }
     free(all);
@@ -2446,23 +2459,23 @@ static dt_status rank_main(dt_ctx *ctx, void *user) {
     return train(ctx, &j->config);
 }
 
-/* kill -USR1 prints the wait report: where each rank is. */
+/* kill -USR1 prints the wait report, which says where each rank is. */
 static int report_requested;
 static void on_sigusr1(int number) {
     (void)number;
     __atomic_store_n(&report_requested, 1, __ATOMIC_RELAXED);
 }
 
-/* kill -TERM with --save finishes the step and saves. A second one ends the program at once. */
+/* With --save, SIGTERM finishes the step and saves. A second SIGTERM ends the program at once. */
 static void on_sigterm(int number) {
     static const char text[] =
-        "SIGTERM: the step is finished and saved; a second one ends at once\n";
+        "SIGTERM: finishing the step and saving; a second SIGTERM ends the program at once\n";
     struct pollfd to = { 2, POLLOUT, 0 };
     int reason = errno;
     (void)number;
     if (__atomic_exchange_n(launched.stop_requested, 1, __ATOMIC_RELAXED) == 0 &&
         prints_messages() && poll(&to, 1, 0) > 0)
-        number = (int)write(2, text, sizeof text - 1); /* only if it does not block; may fail */
+        number = (int)write(2, text, sizeof text - 1); /* poll: write only if it does not block */
     errno = reason;
 }
 
@@ -2501,8 +2514,8 @@ static dt_status run_once(job *j, dt_report *report, const dt_host *host) {
         rank_main, j);
 }
 
-/* Elastic restart: drops one replica, or more until the batch divides, if --min-ranks allows it;
-   else changes nothing. */
+/* Elastic restart. Drops one replica, or more until the batch divides over the replicas. Changes
+   nothing if --min-ranks does not allow it. */
 static void drop_replicas(job *j) {
     train_config *c = &j->config;
     int per = c->mesh.tp * c->mesh.cp * c->mesh.pp * c->mesh.ep, dp = c->mesh.dp - 1;
@@ -2523,8 +2536,9 @@ static void drop_replicas(job *j) {
     }
 }
 
-/* Whether to restart the ranks after this failure: a lost rank or a file error, but not a failure
-   that would repeat, such as a folder that cannot be opened before the first step. */
+/* Returns 1 if the ranks should restart after this failure. They restart after a lost rank or a
+   file error. They do not restart if the failure would repeat, for example if a folder cannot be
+   opened before the first step. */
 static int should_restart(job *j, const dt_report *report) {
     dt_status s = report->status;
     if (j->attempt >= int_of(j->v, O_MAX_RESTARTS) || get_flag(launched.stop_requested)) return 0;
@@ -2544,7 +2558,8 @@ static int should_restart(job *j, const dt_report *report) {
 /* Prints the last lines of a successful run. */
 static void print_end(const job *j, int stopped) {
     line out = { .fd = 1 };
-    if (stopped) line_printf(&out, "stopped by SIGTERM; --resume %s goes on\n", j->config.save);
+    if (stopped)
+        line_printf(&out, "stopped by SIGTERM; --resume %s continues the run\n", j->config.save);
     if (j->csv >= 0) line_printf(&out, "log     %s\n", j->v[O_LOG_CSV].text);
     if (j->config.trace) line_printf(&out, "trace   %s\n", j->config.trace);
     if (j->config.svg && access(j->config.svg, F_OK) == 0)
@@ -2553,13 +2568,13 @@ static void print_end(const job *j, int stopped) {
         line_printf(&out, "model   %s\n", j->v[O_SAVE_MODEL].text);
 }
 
-/* Returns the exit status; if standard output has lost text, prints an error and returns 1. */
+/* Returns the exit status. If standard output has lost text, prints an error and returns 1. */
 static int exit_status(const job *j, int status) {
     const char *save = j && get_flag(launched.stop_requested) ? j->config.save : NULL;
     if (!get_flag(launched.stdout_error)) return status;
     print_error("error: rank 0: standard output: %s%s%s%s\n",
         write_error_text(get_flag(launched.stdout_error)), save ? "; --resume " : "",
-        save ? save : "", save ? " goes on" : "");
+        save ? save : "", save ? " continues the run" : "");
     return 1;
 }
 
@@ -2567,25 +2582,26 @@ static int run(job *j) {
     dt_report report = { .status = DT_OK };
     dt_host host = *dt_host_default();
     host.log = is_tcp(j->v) ? log_without_errors : log_first_error;
-    /* With restarts, a failure is printed once it is known whether the ranks restart. */
+    /* With restarts, a failure is printed after should_restart has decided. */
     if (int_of(j->v, O_MAX_RESTARTS)) host.log = log_without_errors;
     install_signal_handlers(j);
     dt_status status = run_once(j, &report, &host);
     while (status != DT_OK && !report.left_behind && should_restart(j, &report))
         status = run_once(j, &report, &host);
-    if (report.left_behind) { /* a thread left behind still uses *j */
+    if (report.left_behind) { /* a rank's thread did not end and still uses *j */
         if (!get_flag(launched.failure_printed)) print_error("error: %s\n", report.text);
         _exit(1);
     }
-    /* under MPI, the rank that noticed the failure has printed it */
+    /* under MPI, the rank that detected the failure has printed it */
     int printed = status != DT_OK && (launched.size || get_flag(launched.failure_printed));
     if (j->csv >= 0 && close(j->csv) != 0 && status == DT_OK) {
         status = DT_ERR_IO;
         snprintf(report.text, sizeof report.text, "rank 0: --log-csv %s: %s", j->v[O_LOG_CSV].text,
             strerror(errno));
     }
-    /* Rank 0 prints the failure. Over tcp the failed rank prints it too, because rank 0 may be
-       gone, and so does every rank started by hand, because it may have a terminal of its own. */
+    /* Rank 0 prints the failure. Over tcp the failed rank prints it too, because rank 0 may have
+       ended. Every rank that was started by hand prints it too, because each may have its own
+       terminal. */
     if (status != DT_OK) {
         int by_hand = j->v[O_RANK].from == GIVEN;
         int prints = prints_messages() ||
@@ -2601,7 +2617,7 @@ static int run(job *j) {
 
 // ==== 10. Dry run ===============================================================================
 
-/* Prints the n ranks of rank's group along one axis, which are `stride` apart. */
+/* Prints the n ranks of this rank's group along one axis. Their ranks are `stride` apart. */
 static void print_group(line *out, int rank, int n, int stride) {
     char text[64] = "";
     int first = rank - rank / stride % n * stride, used = 0;
@@ -2643,12 +2659,12 @@ static void on_dry_step(dt_ctx *ctx, const train_row *row, void *user) {
     *(train_row *)user = *row;
 }
 
-/* The results of a dry run. The values of row are the largest over the ranks. */
+/* The results of a dry run. Each value of row is the largest over the ranks. */
 typedef struct dry_figures {
     train_row row;
-    train_footprint footprint; /* of the rank that failed, or has the largest peak */
-    int rank;                  /* this rank */
-    double flops;              /* of a step, the largest over the ranks */
+    train_footprint footprint; /* of `rank` */
+    int rank;                  /* the rank that failed, or else the rank with the largest peak */
+    double flops;              /* per step, the largest over the ranks */
     dt_report report;
 } dry_figures;
 
@@ -2656,8 +2672,8 @@ static void no_log(void *user, int level, int rank, const char *text) {
     (void)user, (void)level, (void)rank, (void)text;
 }
 
-/* Dry run of two steps, because memory reaches its full size after the first. Each rank is a
-   thread. limit: in bytes, or 0. */
+/* Runs a dry run of two steps, because memory reaches its full size after the first step. Each rank
+   is a thread. limit is a memory limit in bytes, or 0. */
 static dry_figures run_dry(const job *j, train_config c, double limit) {
     enum { STEPS = 2 };
     int ranks = int_of(j->v, O_RANKS);
@@ -2669,7 +2685,7 @@ static dry_figures run_dry(const job *j, train_config c, double limit) {
     c.footprint = footprint;
     c.weights = c.trace = c.save = c.resume = c.export_to = NULL;
     c.stop_at = STEPS;
-    c.ramp.samples = 0; /* the largest batch */
+    c.ramp.samples = 0; /* no ramp: the full batch is the largest */
     memset(&c.val, 0, sizeof c.val);
     c.on_step = on_dry_step;
     c.at_end = NULL;
@@ -2697,7 +2713,7 @@ static dry_figures run_dry(const job *j, train_config c, double limit) {
 static const char *const memory_classes[DT_MEM_CLASSES] = { "params", "grads", "optim", "acts",
     "comm", "host", "temp" };
 
-/* Prints the bytes of each memory class of a rank, and the formula beside them. */
+/* Prints the bytes of each memory class of a rank beside the formula. */
 static void print_memory(int fd, const train_footprint *n) {
     line out = { .fd = fd };
     const dt_memory *m = &n->memory;
@@ -2722,7 +2738,7 @@ static void print_memory(int fd, const train_footprint *n) {
                 line_printf(&out, " / %d", n->kind[k].shard_ranks);
         }
         if (formula && i == DT_MEM_GRADS && n->tree_levels > 0)
-            line_printf(&out, " + %.0f for the tree's levels", n->tree_levels);
+            line_printf(&out, " + %.0f for the levels of the tree", n->tree_levels);
         line_printf(&out, "\n");
     }
     line_printf(&out, "  %-12s%16zu%16zu\n", "all at once", m->live_total, m->peak_total);
@@ -2733,9 +2749,9 @@ static int dry_run(job *j) {
     static const char *const classes[TRAIN_MEMS] = { "params", "grads", "optim", "acts", "comm",
         "all at once" };
     if ((launched.size || is_tcp(j->v)) && j->v[O_BACKEND].from == COMPUTED)
-        refuse("--dry-run is one process: start it without %s", launched.launcher.launcher);
+        refuse("--dry-run needs only one process: start it without %s", launched.launcher.launcher);
     if (launched.size || is_tcp(j->v))
-        refuse("--dry-run is one process: leave --backend %s out", j->v[O_BACKEND].text);
+        refuse("--dry-run needs only one process: leave --backend %s out", j->v[O_BACKEND].text);
     dry_figures f = run_dry(j, j->config, 0);
     line out = { .fd = 1 };
     if (f.report.status != DT_OK) {
@@ -2744,7 +2760,7 @@ static int dry_run(job *j) {
     }
     print_map(&j->config, int_of(j->v, O_RANKS));
     line_printf(&out, "\n");
-    line_printf(&out, "one rank in one step, the largest over the ranks\n");
+    line_printf(&out, "per rank and step, the largest over the ranks\n");
     line_printf(&out, "  sends, bytes ");
     for (int a = 0; a < DT_AXES; a++) line_printf(&out, "  %s %.0f", axes[a], f.row.bytes[a]);
     line_printf(&out, "\n");
@@ -2754,7 +2770,7 @@ static int dry_run(job *j) {
     line_printf(&out, "  computes      %.4g GFLOP in products\n", f.flops / 1e9);
     line_printf(&out, "\n");
     line_printf(
-        &out, "bytes of rank %d, the largest: live at the end, peak of the whole run\n", f.rank);
+        &out, "bytes of rank %d, which needs the most: live at the end, peak of the run\n", f.rank);
     print_memory(1, &f.footprint);
     return 0;
 }
@@ -2764,13 +2780,13 @@ static int dry_run(job *j) {
 /* The search for settings that fit into --mem-limit. */
 typedef struct advice {
     const job *j;
-    double limit, min_peak; /* bytes; min_peak: the smallest peak that does not fit */
+    double limit, min_peak; /* in bytes; min_peak is the smallest peak above the limit */
     char min_peak_text[256];
     int tried, fit;
     int stage; /* the highest ZeRO stage tried so far */
 } advice;
 
-/* The options by which c differs from the job's settings, as on the command line. */
+/* Writes the options in which c differs from the job's settings, as on the command line. */
 static void setting_text(const job *j, const train_config *c, char *text, size_t bytes) {
     const train_config *now = &j->config;
     char zero[24] = "", micro[64] = "";
@@ -2783,7 +2799,8 @@ static void setting_text(const job *j, const train_config *c, char *text, size_t
         c->zero.offload_params != now->zero.offload_params ? " --offload-params DIR" : "");
 }
 
-/* Dry-runs a setting and prints it if it fits. Skips settings that this build cannot run. */
+/* Runs a dry run with these settings and prints them if they fit. Skips settings that this build
+   cannot run. */
 static void try_setting(advice *a, train_config c) {
     char text[256];
     dry_figures f = run_dry(a->j, c, 0);
@@ -2793,7 +2810,7 @@ static void try_setting(advice *a, train_config c) {
     if (c.zero.stage > a->stage) a->stage = c.zero.stage;
     setting_text(a->j, &c, text, sizeof text);
     if (peak <= a->limit) {
-        print_error("  %.0f bytes a rank with%s\n", peak, text);
+        print_error("  %.0f bytes per rank with%s\n", peak, text);
         a->fit++;
     } else if (a->tried - a->fit == 1 || peak < a->min_peak) {
         a->min_peak = peak;
@@ -2801,8 +2818,8 @@ static void try_setting(advice *a, train_config c) {
     }
 }
 
-/* Tries at most 12 settings, the smallest change first: higher ZeRO stages, recompute, smaller
-   micro-batches, offload to disk. */
+/* Tries at most 12 settings, in this order: higher ZeRO stages, recompute, smaller micro-batches,
+   offload to disk. */
 static void try_settings(advice *a) {
     const train_config *now = &a->j->config;
     train_config c = *now;
@@ -2826,32 +2843,33 @@ static void try_settings(advice *a) {
     try_setting(a, c);
 }
 
-/* --mem-limit: a dry run of two steps with the limit, before any rank starts. */
+/* Checks --mem-limit before any rank starts, with a dry run of two steps. */
 static void check_mem_limit(const job *j) {
     const char *text = j->v[O_MEM_LIMIT].text;
     advice a = { .j = j, .limit = j->v[O_MEM_LIMIT].number, .stage = j->config.zero.stage };
     dry_figures f = run_dry(j, j->config, a.limit);
-    /* it fits, or it fails for another reason, which the run itself reports */
+    /* it fits, or it fails for another reason, which the run will report */
     if (f.report.status != DT_ERR_MEM) return;
     if (!prints_messages()) refuse("--mem-limit %s: %s", text, f.report.text);
     print_error("error: --mem-limit %s: %s\n", text, f.report.text);
-    print_error("bytes of rank %d then\n", f.rank);
+    print_error("bytes of rank %d at that time\n", f.rank);
     print_memory(2, &f.footprint);
     f = run_dry(j, j->config, 0);
-    print_error("These settings need %zu bytes a rank. With the options of one of these lines they "
-                "would fit:\n",
+    print_error(
+        "These settings need %zu bytes per rank. With the options of one of these lines they "
+        "would fit:\n",
         f.footprint.memory.peak_total);
     try_settings(&a);
-    if (a.fit == 0) print_error("  none of %d that were tried\n", a.tried);
+    if (a.fit == 0) print_error("  none of the %d settings that were tried\n", a.tried);
     if (a.fit == 0 && a.tried > 0)
-        print_error("The least that was tried needs %.0f bytes a rank, with%s.\n", a.min_peak,
-            a.min_peak_text);
+        print_error("The smallest setting that was tried needs %.0f bytes per rank, with%s.\n",
+            a.min_peak, a.min_peak_text);
     exit(2);
 }
 
 // ==== 12. main ==================================================================================
 
-/* --backend mpi: initializes MPI here and not in dt_run, because the checks need the rank. */
+/* With --backend mpi, initializes MPI before dt_run, because the checks need the rank. */
 static void begin_mpi(const value *v, int *argc, char ***argv) {
 #ifdef DT_USE_MPI
     int level;
@@ -2872,8 +2890,8 @@ static int end_mpi(int failed) {
     return failed;
 }
 
-/* Opens /dev/null on closed descriptors 0 to 2. Otherwise a file opened later would become standard
-   output or error. */
+/* Opens /dev/null on descriptors 0 to 2 that are closed. Otherwise a file that is opened later
+   would become standard output or standard error. */
 static void open_standard(void) {
     for (int fd = 0; fd <= 2; fd++)
         if (fcntl(fd, F_GETFD) < 0 && open("/dev/null", O_RDWR) != fd) _exit(2);
@@ -2899,7 +2917,7 @@ int main(int argc, char **argv) {
 #endif
     memset(v, 0, sizeof v);
     parse(v, argc, argv);
-    /* half of it, so that rank 0 fails before other ranks time out waiting for it */
+    /* half of --timeout, so that rank 0 fails before other ranks that wait for it time out */
     launched.write_timeout_s = v[O_TIMEOUT].number / 2;
     if (v[O_HELP].number) print_help();
     if (v[O_LIST_REFUSED].number) print_refused();

@@ -98,11 +98,11 @@ unlike() { # unlike PATTERN ARGS...: of the second of two ranks; "": all goes we
 }
 rm -f "$dir"/err*
 unlike "" --lr 0.001 --lr-schedule cosine --quiet --timeout 50
-unlike "--lr 1e-2 here, and rank 0 has another value" --lr 1e-2
-unlike "--zero 1 here, and rank 0 has another value" --zero 1
-unlike "--overlap off here, and rank 0 has another value" --no-overlap
-unlike "--trace $dir/none here, and rank 0 has another value" --trace "$dir/none"
-tiny=${tiny% --data *} unlike "--data has 5000 tokens here, and another number" --data "$dir/text"
+unlike "--lr 1e-2 here, but rank 0 has another value" --lr 1e-2
+unlike "--zero 1 here, but rank 0 has another value" --zero 1
+unlike "--overlap off here, but rank 0 has another value" --no-overlap
+unlike "--trace $dir/none here, but rank 0 has another value" --trace "$dir/none"
+tiny=${tiny% --data *} unlike "--data has 5000 tokens here, and a different number" --data "$dir/text"
 
 # ---- what is refused, and what goes before what -------------------------------------------------------------------
 
@@ -117,7 +117,7 @@ refused() { # refused PATTERN VARIABLES... -- ARGS...
 }
 rm -f "$dir"/err*
 refused 'tcp needs --rank R, or a launcher.*not distributed' -- --backend tcp --ranks 2
-refused 'rank 2 of --ranks 2: the last is 1' -- --backend tcp --rank 2 --ranks 2
+refused 'rank 2 of --ranks 2: the last rank is 1' -- --backend tcp --rank 2 --ranks 2
 refused 'rank 0 needs --backend tcp' -- --rank 0
 refused 'rendezvous 127.0.0.1:5 needs --backend tcp' -- --rendezvous 127.0.0.1:5
 refused 'tcp needs --ranks N, or a launcher' -- --backend tcp --rank 0
@@ -129,8 +129,8 @@ refused 'SLURM_PROCID=9: not' SLURM_STEP_ID=0 SLURM_PROCID=9 SLURM_NTASKS=9 --
 refused '--backend threads: this is rank 1 of 4 by torchrun' RANK=1 WORLD_SIZE=4 -- --backend threads --ranks 4
 refused '--ranks 3: torchrun started 4 processes' RANK=0 WORLD_SIZE=4 -- --ranks 3
 refused 'PMI started ranks on several machines.*DT_RENDEZVOUS' PMI_RANK=0 PMI_SIZE=4 MPI_LOCALNRANKS=2 --
-refused '--dry-run is one process: start it without Open MPI' OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=2 -- --dry-run
-refused '2048 ranks; the most is 1024' DT_RANK=0 DT_WORLD_SIZE=2048 --
+refused '--dry-run needs only one process: start it without Open MPI' OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=2 -- --dry-run
+refused '2048 ranks; at most 1024 are allowed' DT_RANK=0 DT_WORLD_SIZE=2048 --
 
 printf '  \n' >"$dir/long"; head -c 300 /dev/zero | tr '\0' x >>"$dir/long"
 printf 'a secret of more than 16 bytes\nmore\n' >"$dir/token"; printf '\n' >"$dir/none"; head -c 257 /dev/zero | tr '\0' x >"$dir/long"

@@ -91,7 +91,7 @@ try 2 'use --recompute full$' --recompute full:
 try 2 'use --recompute selective$' --recompute selective:2
 
 # ---- stages of a pipeline, and experts
-try 2 'chunks 2 divides a rank.s part of a pipeline; use --pp 2' --chunks 2
+try 2 'chunks 2 divides a rank.s layers into stages; use --pp 2' --chunks 2
 try 2 'chunks 2: schedule 1f1b gives each rank one stage; use --schedule interleaved' --pp 2 --chunks 2
 try 2 'pp 5 x --chunks 1 are more stages than the 4 pieces of a model of 1 layers: .*use --pp 4' --pp 5 --layers 1
 try 2 'pp 2 x --chunks 4 .*use --pp 1' --pp 2 --chunks 4 --layers 2 --schedule interleaved
@@ -106,7 +106,7 @@ try 2 'ep 3 does not divide --experts 4; use --ep 2' --experts 4 --ep 3 --batch 
 try 2 'top-k 3 of --experts 2; use --top-k 2' --experts 2 --top-k 3
 for x in 0 -4 4.5 many ''; do try 2 'experts' --experts "$x"; done
 for x in 0 -1 nan dropful ''; do try 2 'capacity' --capacity "$x" --experts 2; done
-try 2 'save-model: the formats of other programs have no such MoE layers; use --save' --experts 2 --save-model "$dir/none"
+try 2 'save-model: other programs. formats do not have these MoE layers; use --save' --experts 2 --save-model "$dir/none"
 try 2 'model with --experts' --experts 2 --model tests/golden/hf_gpt2
 
 # ---- a batch that grows
@@ -183,7 +183,7 @@ try 2 'tie off: the model in .* has on' --model $g/hf_gpt2 --data "$dir/shard" -
 try 2 'seq 25: .* 24 positions; use --seq 24 or less' --model $g/hf_gpt2 --data "$dir/shard" --seq 25
 try 2 'model: .*no/such/model' --model no/such/model --data "$dir/shard"
 try 2 'config.json' --model $g/files_pt.safetensors --data "$dir/shard"
-try 2 'vocab 61: the data are bytes' --model $g/hf_gpt2 --data "$dir/text"
+try 2 'vocab 61: the data is bytes' --model $g/hf_gpt2 --data "$dir/text"
 try 2 'holds token 99, but --vocab is 61; use --vocab 100' --model $g/hf_gpt2 --data "$dir/shard99"
 try 2 'val .*holds token 99' --vocab 61 --seq 16 --data "$dir/shard" --val "$dir/shard99"
 try 2 'seq 122 .*use --seq 121 or less' --data "$dir/shard" --seq 122
@@ -288,7 +288,7 @@ for x in "--eval-every 0" "--eval-every 1" "--eval-every 1 --dp 2 --ep 2"; do
 done
 try 0 '' $tiny --data "$dir/text" --batch 12 --pp 2 --tp 2 --schedule interleaved --partition cost --val "$dir/text" --generate 9 \
     --schedule-svg "$dir/s.svg"
-grep -q '^stages  cut by the measured cost' "$dir/out" && grep -q '^bubble  interleaved: .*of ideal, .*of total' "$dir/out" && \
+grep -q '^stages  divided by the measured times' "$dir/out" && grep -q '^bubble  interleaved: .*of ideal, .*of total' "$dir/out" && \
     grep -q '<svg' "$dir/s.svg"
 report $? "a pipeline cut by cost: its settings, its bubble by name, its drawing"
 cp "$dir/out" "$dir/z.txt"
@@ -428,7 +428,7 @@ report $? "--peak-tflops shows the mfu, --eval-every 2 the validation loss after
 awk -F, 'NR==1{for(i=1;i<=NF;i++){if($i=="mfu")m=i;if($i=="val_loss")v=i}} NR>1{good+=($m>0)+(($v>0)==(NR>2))} END{exit good!=6}' "$dir/v.csv"
 report $? "val_loss and mfu are columns"
 # ---- 1-bit Adam: what it refuses; near Adam's loss with a fraction of its bytes
-try 2 'whole state; use --zero 0, not 1$' --optimizer onebit-adam --zero 1 --ranks 2
+try 2 'complete optimizer state; use --zero 0, not 1$' --optimizer onebit-adam --zero 1 --ranks 2
 try 2 'use --reduce fixed$' --optimizer onebit-adam --reduce tree --ranks 2
 try 2 'freeze-steps 0' --optimizer onebit-adam --freeze-steps 0
 try 2 'freeze-steps 3 is for --optimizer onebit-adam, not for adamw' --freeze-steps 3
@@ -535,13 +535,13 @@ report $? "a limit of exactly what is needed, $all bytes: the run says nothing m
 echo kept >"$dir/kept.csv"
 try 2 "mem-limit $((all - 1)): rank [0-3]: .*: [0-9]+ bytes of class [a-z]+ were refused; [0-9]+ bytes are in use of a limit of $((all - 1))" \
     $needs --dp 4 --zero 1 --mem-limit $((all - 1)) --log-csv "$dir/kept.csv"
-[ ! -s "$dir/out" ] && [ "$(cat "$dir/kept.csv")" = kept ] && grep -q "These settings need $all bytes a rank" "$dir/err" && \
+[ ! -s "$dir/out" ] && [ "$(cat "$dir/kept.csv")" = kept ] && grep -q "These settings need $all bytes per rank" "$dir/err" && \
     [ "$(grep -cE '^  (params|grads|optim|acts|comm|host|temp|all at once) +[0-9]+ +[0-9]+$' "$dir/err")" = 8 ]
 report $? "one byte less: refused before anything is written, with the table of classes"
 try 2 '' $needs --dp 4 --mem-limit 1600K
 cp "$dir/err" "$dir/advice"
 n=0
-sed -n 's/^  \([0-9]*\) bytes a rank with \(.*\)$/\1 \2/p' "$dir/advice" >"$dir/settings"
+sed -n 's/^  \([0-9]*\) bytes per rank with \(.*\)$/\1 \2/p' "$dir/advice" >"$dir/settings"
 while read -r bytes settings; do
     n=$((n + 1))
     timeout 60 "$B/train_gpt" $needs --dp 4 $settings --mem-limit "$bytes" >/dev/null 2>"$dir/err"
@@ -553,11 +553,11 @@ done <"$dir/settings"
 [ "$n" -ge 2 ] && [ "$n" -le 12 ] && head -n 1 "$dir/settings" | grep -q '^[0-9]* --zero [123] '
 report $? "at least two other settings fit: $(tr '\n' ';' <"$dir/settings")"
 try 2 'bytes of class params were refused' $needs --mem-limit 64K
-grep -q 'none of [0-9]* that were tried' "$dir/err" && grep -q 'The least that was tried needs [0-9]* bytes a rank, with --zero' "$dir/err"
+grep -q 'none of the [0-9]* settings that were tried' "$dir/err" && grep -q 'The smallest setting that was tried needs [0-9]* bytes per rank, with --zero' "$dir/err"
 report $? "where nothing fits the least is named"
 deep="--layers 8 --width 64 --heads 4 --seq 32 --batch 4 --data $dir/text --steps 2 --dp 4 --mem-limit 5600K"
-try 2 'These settings need [0-9]* bytes a rank' $deep
-grep -q '^  [0-9]* bytes a rank with --zero 3' "$dir/err"
+try 2 'These settings need [0-9]* bytes per rank' $deep
+grep -q '^  [0-9]* bytes per rank with --zero 3' "$dir/err"
 report $? "what --zero 0 needs is above the limit, and the advice names --zero 3: $(grep -m 1 'with --zero 3' "$dir/err")"
 try 0 '' $deep --zero 3
 mkdir "$dir/disk" # 2 + 4 + 12 bytes of each parameter, cut over 2 ranks, in a tenth of that

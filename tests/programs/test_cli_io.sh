@@ -37,7 +37,7 @@ stalled() { # stalled NAME TEXT
     [ "$status" = 1 ] && only_error "$dir/err" "^error: rank 0: $2"
     report $? "$1: status $status, wanted 1 and '$2'"
 }
-nobody='standard output: its reader has taken nothing for half of --timeout'
+nobody='standard output: the reader has read nothing for half of --timeout'
 stall threads
 stall procs --backend procs
 stall saved --save "$dir/stalled" --max-restarts 3
@@ -102,7 +102,7 @@ for backend in threads procs; do
         status=${PIPESTATUS[0]}
         folder=$(cut -d' ' -f2 <<<"$save")
         [ "$status" = 1 ] &&
-            only_error "$dir/err" "^error: rank 0: standard output: Broken pipe${folder:+; --resume $folder goes on}$"
+            only_error "$dir/err" "^error: rank 0: standard output: Broken pipe${folder:+; --resume $folder continues the run}$"
         report $? "status $status: train_gpt $save --backend $backend | grep -m 1 '^step'"
         [ -n "$folder" ] || continue
         at=$(newest "$folder")
@@ -290,7 +290,7 @@ grep -aEq "^log     $dir/$shown.csv$" "$dir/out" && grep -aEq "^saved   $dir/$sh
 report $? "a run's lines show such names"
 quiet_terminal "the lines of a run"
 head -c 4000 "$dir/text" >"$dir/other"
-try 1 "^error: rank 0: $dir/$shown.save/step-2: it has seen data of" ${tiny/$dir\/text/$dir/other} --steps 9 \
+try 1 "^error: rank 0: $dir/$shown.save/step-2: trained on data of" ${tiny/$dir\/text/$dir/other} --steps 9 \
     --resume "$dir/$evil.save"
 quiet_terminal "a run that fails"
 printf '{ "k\\u001b[2J\\r\\u009b": 1 }' >"$dir/config.json"
@@ -335,7 +335,7 @@ report $? "--keep 1 takes the link away, not what it points to"
 # ---- a log of something else ----------------------------------------------------------------------------------------
 
 echo 'my own text' >"$dir/own.txt"
-try 2 'log-csv .*own.txt: it is no log, or has other columns' $tiny --steps 9 --resume "$dir/away" \
+try 2 'log-csv .*own.txt: not a log with the columns' $tiny --steps 9 --resume "$dir/away" \
     --log-csv "$dir/own.txt"
 [ "$(cat "$dir/own.txt")" = 'my own text' ]
 report $? "--resume leaves a file that is no log as it is"
@@ -350,11 +350,11 @@ report $? "a reader of standard error that takes nothing does not stop a run tha
 report $? "nor the end of one that fails: status $(cat "$dir/silent.status")"
 stalled threads "$nobody$"
 stalled procs "$nobody$"
-stalled saved "$nobody; --resume $dir/stalled goes on$"
+stalled saved "$nobody; --resume $dir/stalled continues the run$"
 at=$(newest "$dir/stalled")
 [ "$at" -gt 0 ]
 report $? "a run whose reader takes nothing saves its last step"
 try 0 '' $tiny --ranks 2 --steps 100000 --resume "$dir/stalled" --stop-at "$((at + 1))"
-stalled log "--log-csv $dir/log.fifo: its reader has taken nothing for half of --timeout$"
+stalled log "--log-csv $dir/log.fifo: the reader has read nothing for half of --timeout$"
 
 finish

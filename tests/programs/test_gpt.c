@@ -890,7 +890,7 @@ static void registrations_refused(void) {
     } cases[] = { { NULL, good }, { NULL, good }, { NULL, good },
         { "cannot both have a tied embedding", good },
         { "stage_begin must rise from 0 to 6", good },
-        { "stage_begin must rise from 0 to 6", good }, { "3 of a token", good },
+        { "stage_begin must rise from 0 to 6", good }, { "3 per token", good },
         { "capacity -1", good } };
     cases[1].c.stages = 1, cases[1].c.stage_begin = once;
     cases[2].c.stages = cases[3].c.stages = 2,

@@ -172,7 +172,7 @@ term() { # term BACKEND WHO: WHO: the process that is told, all: each of them
     report $? "$what: status${bad:- 143} after $(((t1 - t0) / 1000)) ms, not 143 within 5 s"
     last=$(sed -n 's/^step *\([0-9]*\).*/\1/p' "$dir/out" | tail -n 1)
     [ "${last:-0}" -lt $STEPS ] && [ "$(newest "$dir/stop")" = "${last:-none}" ] &&
-        [ "$(grep -c "^stopped by SIGTERM; --resume $dir/stop goes on" "$dir/out")" = 1 ]
+        [ "$(grep -c "^stopped by SIGTERM; --resume $dir/stop continues the run" "$dir/out")" = 1 ]
     report $? "$what: the last step is ${last:-none}, the checkpoint of step $(newest "$dir/stop")"
     losses "$dir/stop.csv" >"$dir/both"
     try 0 '' ${args/--link-latency 2/} --resume "$dir/stop"
@@ -292,7 +292,7 @@ report $? "a folder that another job holds is asked for again"
 { kill -9 $first; wait $first; } 2>/dev/null
 try 0 '' $small --save "$dir/c"
 
-try 2 "save $dir/a has step-6 already: go on from it with --resume $dir/a, or use another folder" $small --save "$dir/a"
+try 2 "save $dir/a has step-6 already: continue from it with --resume $dir/a, or use another folder" $small --save "$dir/a"
 try 2 "save $dir/a has step-6 already" $small --save "$dir/a" --resume "$dir/b"
 try 2 "save $dir/a has step-6, which is newer than --resume $dir/a/step-4: use another folder, or remove it" \
     $small --save "$dir/a" --resume "$dir/a/step-4"
@@ -311,7 +311,7 @@ try 2 'save-background on needs --save DIR' --save-background on
 try 2 'max-restarts 2 needs --save DIR' --max-restarts 2
 try 2 'max-restarts 2 is for --backend threads and procs' --max-restarts 2 --save "$dir/d" --backend tcp --rank 0 \
     --ranks 1
-try 2 'min-ranks 2 says how few ranks a restart may have; use --max-restarts N with it' --ranks 2 --min-ranks 2 \
+try 2 'min-ranks 2 limits the ranks of a restart; use it with --max-restarts N' --ranks 2 --min-ranks 2 \
     --save "$dir/d"
 try 2 'min-ranks 3 of --ranks 2; use --min-ranks 2 or less' --ranks 2 --min-ranks 3 --max-restarts 2 --save "$dir/d"
 
@@ -319,7 +319,7 @@ try 2 'min-ranks 3 of --ranks 2; use --min-ranks 2 or less' --ranks 2 --min-rank
 
 for x in "layers 3" "width 32" "heads 4" "kv-heads 1 --arch llama" "ffn 32" "seq 8" "vocab 300" "tie off" "experts 2" \
     "shuffle on" "seed 7" "optimizer adam" "dtype bf16" "arch llama --ffn 64"; do
-    how="^error: --resume $dir/a: --(${x%% *}|arch) was .*, and is .* now: that would be another training"
+    how="^error: --resume $dir/a: --(${x%% *}|arch) was .*, and is .* now: that would be a different training run"
     timeout 20 "$B/train_gpt" $(sed "s/--${x%% *} [^ ]*//" <<<"$tiny") $small --${x} --resume "$dir/a" \
         >"$dir/out" 2>"$dir/err"
     status=$?
@@ -339,7 +339,7 @@ done
 report $? "the run says what else has changed: $(grep 'from here on' "$dir/out" | tr -s ' ' | tr '\n' ' ')"
 head -c 4000 README.md >"$dir/other"
 timeout 20 "$B/train_gpt" ${tiny/$dir\/text/$dir/other} $small --resume "$dir/a" >"$dir/out" 2>"$dir/err"
-[ $? = 1 ] && grep -q 'it has seen data of 5000 tokens, and these have 4000$' "$dir/err"
+[ $? = 1 ] && grep -q 'trained on data of 5000 tokens, but this data has 4000$' "$dir/err"
 report $? "other data are refused"
 printf 'damage' | dd of="$dir/a/step-6/model.safetensors" bs=1 seek=3000 conv=notrunc 2>/dev/null
 rm -rf "$dir/b"
