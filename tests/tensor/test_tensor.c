@@ -371,9 +371,9 @@ static void buckets_plan(void) {
     close_good(ctx, &m, "buckets");
 }
 
-/* The events that a listener got, as text. "F1 f1": enter and leave the forward of block 1; B, I, W:
-   a backward, its input half, its weight half. "r2": the gradient of bucket 2 is ready; "R2": ready
-   in the last micro-batch. */
+/* The events that a listener got, as text. "F1 f1": enter and leave the forward of block 1; B, I,
+   W: a backward, its input half, its weight half. "r2": the gradient of bucket 2 is ready; "R2":
+   ready in the last micro-batch. */
 typedef struct events {
     char text[512];
     int micros, failed, closed, already_logged;
@@ -2543,7 +2543,8 @@ static void backward_of_two_tapes(void) {
     }
 }
 
-/* An output that needs no gradient: a backward sets gradients to 0, and listeners get the events. */
+/* A backward of an output without gradient sets all gradients to 0, and listeners get the
+   events. */
 static void backward_without_grad(void) {
     meter m = METER;
     dt_ctx *ctx = open_ctx(&m);
