@@ -7,8 +7,8 @@
    its peer run in turns, in short bursts, in one process; the best burst of each counts, in
    processor time.
 
-   A peer is a library that a program looks for when it runs; it is never linked. Each program prints
-   the peers that it found in lines that begin with #. */
+   A peer is a library that a program looks for when it runs; it is never linked. Each program
+   prints the peers that it found in lines that begin with #. */
 #ifndef BENCH_H
 #define BENCH_H
 

@@ -1,14 +1,14 @@
-/* bench_checkpoint.c - a save compared with plain writes to the disk, and the cost of background saves
+/* bench_checkpoint.c - a save compared with plain writes, and the cost of saves in the background
    Public domain or MIT, at your choice; see LICENSE.
 
        bench_checkpoint [--mib 1024] [--dir .] [--repeat 7]
 
-   Two ranks save a checkpoint of --mib MiB, with ZeRO-1 and Adam in f32. Before each save two threads
-   write as many bytes into one file, half each, 4 MiB a call, and sync it: that is the disk's own
-   time. The speed of a shared disk drifts by more than the difference, so the result is the median of
-   the ratios of each save to the write before it. Then two ranks train a GPT and save in the
-   background every few steps. The time of the step after a save is compared with that of the steps
-   before, by medians too. */
+   Two ranks save a checkpoint of --mib MiB, with ZeRO-1 and Adam in f32. Before each save two
+   threads write as many bytes into one file, half each, 4 MiB a call, and sync it: that is the
+   disk's own time. The speed of a shared disk drifts by more than the difference, so the result is
+   the median of the ratios of each save to the write before it. Then two ranks train a GPT and save
+   in the background every few steps. The time of the step after a save is compared with that of the
+   steps before, by medians too. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
