@@ -4,9 +4,10 @@
 #
 # A term is explained by one of
 #   - a comment at column 1, of a definition or at the head of a section, that has the term within its first 100
-#     characters; the lines to read are the comment and the definition, or, if the comment says "Read dt_x first", dt_x
+#     characters; the lines to read are the comment and the definition if they are at most 60, else the definition of dt_x
+#     if the comment says "Read dt_x first"
 #   - a line "Not built yet:" of a file's head, which has nothing more to read
-#   - a line of CONTENTS that has the term, if the head of that section says what to read first
+#   - a line of CONTENTS that has the term, if the head of that section says "Read dt_x first"; the definition is read
 # Output: TERM <tab> FILE:LINE <tab> LINES <tab> WHAT, or TERM <tab> - for a term that is not explained.
 
 function squeeze(s) { gsub(/[ \t]+/, " ", s); return tolower(s) }
