@@ -47,7 +47,7 @@ def start(p, e):
 
 
 def gradient(p, e, step, rank, tp):
-    """The gradient of element e that `rank` of the data group computes in a step, from 1. tp: the rank in tp, for a partial gradient."""
+    """The gradient of element e that `rank` of the data group computes in a step, from 1. tp: its tp rank, if partial."""
     return short(((step * 8 + rank) * 4 + tp) * 8 + p, e) * (2 if step % 3 == 0 else 1)
 
 

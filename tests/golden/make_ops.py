@@ -380,7 +380,7 @@ def all_cases():
     sight(1, 7, 7, 2, 1, 3, full=1, documents=[0, 0, 0, 1, 1, 2, 2])
     sight(2, 3, 7, 2, 1, 3, positions=[4, 0, 2], key_positions=[3, 1, 6, 2, 5, 4, 0])
     sight(2, 3, 7, 2, 1, 3, positions=[-1, 8, 2], key_positions=[3, 1, 6, 2, 5, 4, 0])      # one query has no key
-    sight(1, 3, 7, 2, 2, 3, documents=[0, 9, 1], key_documents=[0, 0, 0, 0, 1, 1, 1])       # one query has a document without keys
+    sight(1, 3, 7, 2, 2, 3, documents=[0, 9, 1], key_documents=[0, 0, 0, 0, 1, 1, 1])       # a query without key
 
     for C in (0, 3):
         smoothed(17, 5, C=C, smoothing=0.1)
