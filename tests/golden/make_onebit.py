@@ -6,7 +6,7 @@ Run:    python3 make_onebit.py OUT      writes OUT/onebit.bin
 Needs torch 2.5 or later and numpy.
 
 Written from the algorithm of H. Tang et al., "1-bit Adam", arXiv:2102.02888: N workers and N servers are simulated,
-each with its own error. Server s averages piece s of N of a vector, which is padded to N pieces of whole runs of 1,024.
+each with its own error. Server s averages piece s of N of a vector, which is padded to N pieces of a multiple of 1,024 each.
 
 FORMAT
     As make_gpt2.py describes; golden.h reads it.

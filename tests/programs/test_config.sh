@@ -14,7 +14,7 @@ same() { # same JSON "ARGS" ARGS...: the file with the options of "ARGS" means t
     shift 2
     timeout 60 "$B/train_gpt" $tiny --config "$dir/config.json" $beside --print-config >"$dir/got" 2>"$dir/err" &&
         timeout 60 "$B/train_gpt" $tiny "$@" --print-config >"$dir/want" 2>>"$dir/err" && cmp "$dir/got" "$dir/want" >>"$dir/err" 2>&1
-    report $? "$(tr -s ' \n' ' ' <"$dir/config.json") $beside: as $*"
+    report $? "$(tr -s ' \n' ' ' <"$dir/config.json") $beside: differs from $*"
 }
 
 refused() { # refused LINE:COLUMN PATTERN JSON
