@@ -73,7 +73,7 @@ static dt_tensor *layer(dt_tensor *x, void *user) {
     return dt_linear(x, *(dt_tensor **)user, NULL);
 }
 
-/* One step. Parameter 0 is used before and after the blocks, like the tied embedding of a GPT. */
+/* Trains one step. Parameter 0 is used before and after the blocks, like a GPT's tied embedding. */
 static void train_once(dt_ctx *ctx, dt_zero *zero, dt_tensor **w) {
     static const float zeros[ROWS * WIDTH];
     float input[ROWS * WIDTH];

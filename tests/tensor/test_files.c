@@ -826,7 +826,7 @@ static void test_st_headers(void) {
     memory_clear(&fs);
 }
 
-/* No such path, files too short for a header, and sizes of the header that cannot be. */
+/* A missing path, a file too short for a header, and invalid sizes of the header. */
 static void test_st_refused(void) {
     memory_fs fs;
     memset(&fs, 0, sizeof fs);

@@ -198,7 +198,7 @@ static void product_case(
     p.bound = (double *)room(count * 8);
     product_naive(&p, mem[3]);
     dt_matmul_args args = p.a;
-    if (!pad) { /* 0 is the default of each of these */
+    if (!pad) { /* 0 selects the default value */
         args.batch = args.lda = args.ldb = args.ldc = 0;
     }
     CHECK(multiply(type, isa, &args) == DT_OK);
@@ -973,7 +973,7 @@ static void bench_dropout(bench *b) {
 }
 
 /* Every reduce operation in every type: in place, to three outputs of which two are inputs, and
-   with streaming stores to three misaligned outputs. No memory beside the outputs changes. */
+   with streaming stores to three misaligned outputs. No memory outside of the outputs changes. */
 static void reductions(void) {
     static const dt_dtype type[5] = { DT_F32, DT_F64, DT_I32, DT_BF16, DT_F16 };
     for (int t = 0; t < 5; t++)

@@ -334,7 +334,7 @@ static void buckets_plan(void) {
     dt_param_at(ctx, "g", DT_SHAPE(2), DT_ONES, (dt_param_desc){ .frozen = 1 });
     dt_param_at(ctx, "h", DT_SHAPE(2), DT_ONES, (dt_param_desc){ .dtype = DT_F64 });
     dt_scope(ctx, NULL);
-    dt_param(ctx, "f", DT_SHAPE(1), DT_ONES); /* not the name of s.f */
+    dt_param(ctx, "f", DT_SHAPE(1), DT_ONES); /* no duplicate: the other f is s.f */
     dt_param_at(ctx, "j", DT_SHAPE(4), DT_ONES, (dt_param_desc){ .shards = { whole } });
     dt_param_at(ctx, "k", DT_SHAPE(3), DT_ONES,
         (dt_param_desc){ .grad_placements = { { whole.comm, DT_GRAD_PARTIAL } } });
@@ -683,7 +683,7 @@ static void memory_account(gpt_config config) {
     CHECK(m.live[DT_MEM_PARAMS] == 0);
     CHECK(dt_buckets_make(ctx, (dt_buckets_desc){ .bucket_bytes = 2048, .pad = 64 }) == DT_OK);
     same_account(ctx, &m, "with storage");
-    size_t params = 0, grads = 0, passing = 0;
+    size_t params = 0, grads = 0, micro_grads = 0;
     for (int u = 0; u < dt_bucket_count(ctx); u++) {
         const dt_bucket *bucket = dt_bucket_get(ctx, u);
         params += bucket->padded * 4;
@@ -695,10 +695,10 @@ static void memory_account(gpt_config config) {
         program_step(ctx, &p, step);
         same_account(ctx, &m, "after a step");
         CHECK(m.live[DT_MEM_GRADS] == grads && m.live[DT_MEM_PARAMS] == params);
-        if (step == 1) passing = m.live[DT_MEM_COMM];
+        if (step == 1) micro_grads = m.live[DT_MEM_COMM];
         if (step >= 2 && !DT__ASAN)
             CHECK_MSG(m.calls == calls, "step %d allocates %zu times", step, m.calls - calls);
-        if (step >= 2) CHECK(m.live[DT_MEM_COMM] == passing);
+        if (step >= 2) CHECK(m.live[DT_MEM_COMM] == micro_grads);
     }
     printf("a program's bytes: params %zu grads %zu acts %zu comm %zu host %zu temp %zu, %zu "
            "allocations\n",
