@@ -20,8 +20,8 @@
 
        build/bench_layouts --pairs N [--quick] [--backend threads|procs] [--stage K]
 
-   The cost of a ZeRO stage: gpt-6x384 on 2 ranks, 8 sequences each, at stage 0 and directly after it
-   at stage K (1, 2, 3, and 3 with keep_gathered; --stage: only K), in N pairs. Every second pair
+   The cost of a ZeRO stage: gpt-6x384 on 2 ranks, 8 sequences each, at stage 0 and directly after
+   it at stage K (1, 2, 3, and 3 with keep_gathered; --stage: only K), in N pairs. Every second pair
    begins with K. A run is three steps; the best after the first counts. The summary is the lower
    quartile of the pairs' ratios. */
 #define _GNU_SOURCE

@@ -11,8 +11,8 @@
        004   "A short introduction to distributed training": collectives and parameter servers; it
              has no figures
 
-   Most figures are measured: a program with the tutorial's sizes runs dry (dt_dry_begin). The values
-   of dt_memory_used, dt_comm_bytes and dt_dry are compared with the tutorial's figure in the
+   Most figures are measured: a program with the tutorial's sizes runs dry (dt_dry_begin). The
+   values of dt_memory_used, dt_comm_bytes and dt_dry are compared with the tutorial's figure in the
    tutorial's precision, and with a formula to the byte. Where a tutorial is wrong the test has the
    right figure and the comment quotes the tutorial. GB and TB are powers of ten, as in 001 ("1 GB =
    10^9 bytes"); only 003's 1250 MB are of 2^20 bytes. */

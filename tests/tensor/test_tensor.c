@@ -2543,7 +2543,7 @@ static void backward_of_two_tapes(void) {
     }
 }
 
-/* A backward of an output without gradient sets all gradients to 0, and listeners get the
+/* A backward from an output that needs no gradient sets all gradients to 0, and listeners get the
    events. */
 static void backward_without_grad(void) {
     meter m = METER;
