@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# run.sh - builds and runs all tests; the last line is the sum of all: "N passed, N failed, N skipped"
+# run.sh - builds and runs all tests; the last line is the sum over all: "N passed, N failed, N skipped"
 #
-#   tests/run.sh             installs what the tests need and can be installed, then everything
-#   tests/run.sh programs    only what the sanitizer targets run: the test programs, and test_sanitized.sh full
-#   tests/run.sh NAME...     only these: test_zero, test_headers.sh, mutants
+#   tests/run.sh             installs missing packages that the tests need, if possible, then runs all tests
+#   tests/run.sh programs    only the tests of the sanitizer targets: the test programs, and test_sanitized.sh full
+#   tests/run.sh NAME...     only these tests, for example test_zero test_headers.sh mutants
 #
 # DEPS=no installs nothing. B is the folder of the programs (build). LIMIT is the longest one test may take, in seconds.
 #
 # A test is a program tests/*/test_*.c or .cc, a script tests/*/test_*.sh, or tests/mutants/run.sh. It prints a line that
 # begins with FAIL or SKIP for each check that failed or could not run, and last "name: N passed, N failed, N skipped".
-# One that does not build, ends without that line, or ends with another status than its counts say is a failure.
+# A test that does not build, ends without that line, or ends with a status that contradicts its counts is a failure.
 cd "$(dirname "$0")/.." || exit 1
 B=${B:-build} LIMIT=${LIMIT:-600} MAKE=${MAKE:-make}
 passed=0 failed=0 skipped=0
@@ -19,7 +19,7 @@ unset MAKELEVEL
 
 # ---- what the tests need ------------------------------------------------------------------------------------------
 
-# command or library that is missing : packages that bring it
+# command or library : packages that provide it
 needs="gcc:gcc g++:g++ clang:clang clang-format:clang-format patch:patch aarch64-linux-gnu-gcc:gcc-aarch64-linux-gnu,libc6-dev-arm64-cross
        qemu-aarch64:qemu-user libopenblas.so.0:libopenblas0 mpicc:libopenmpi-dev,openmpi-bin slurmctld:slurm-wlm
        mkfs.ext4:e2fsprogs mkfs.xfs:xfsprogs mkfs.btrfs:btrfs-progs"
@@ -42,7 +42,7 @@ install_needs() {
     echo "deps: installing ${missing[*]}"
     log=$(mktemp)
     { apt-get -q update && DEBIAN_FRONTEND=noninteractive apt-get -qy install --no-install-recommends "${missing[@]}"; } \
-        >"$log" 2>&1 </dev/null || { echo "deps: apt-get failed; what needs them is skipped"; tail -n 3 "$log"; }
+        >"$log" 2>&1 </dev/null || { echo "deps: apt-get failed; tests that need these packages are skipped"; tail -n 3 "$log"; }
     rm -f "$log"
 }
 
@@ -54,7 +54,7 @@ fail() { # fail NAME WHY [LOG]
     failed=$((failed + 1))
 }
 
-# Some kernels place memory where the thread sanitizer cannot: without address randomisation it can.
+# With the address randomisation of some kernels the thread sanitizer cannot map its memory; turn it off.
 launcher=
 case $B in *tsan*) setarch -R true 2>/dev/null && launcher="setarch -R" ;; esac
 
@@ -69,7 +69,7 @@ start() { # start NAME COMMAND...: leaves $R/NAME.log and $R/NAME.end, its statu
     echo "$? $((SECONDS - begin))" >"$R/$name.end"
 }
 
-judge() { # judge NAME: counts what start left
+judge() { # judge NAME: counts the checks in the log that start wrote
     local name=$1 log=$R/$1.log status took sum
     read -r status took <"$R/$name.end"
     sum=$(tail -n 1 "$log")
@@ -92,9 +92,9 @@ judge() { # judge NAME: counts what start left
 
 run_one() { start "$@"; judge "$1"; }
 
-# Of these each keeps one processor busy and does not look at the clock, and its ranks, if it has any, hardly wait: as
-# many at a time as there are processors, the longest first. All others have the machine for themselves: where many
-# ranks wait for each other, two tests side by side take longer than one after the other.
+# Each of these tests keeps one processor busy, measures no time, and has no ranks that wait much: as many run at a time
+# as there are processors, the longest first. All other tests run alone: with many ranks that wait for each other, two
+# tests at the same time take longer than one after another.
 together="test_cuda_attention_races test_cuda_races test_cuda_attention test_cuda test_cli.sh test_kernels test_tensor test_account test_gpt \
           test_seeds test_ops test_layers test_files test_cuda_shim test_schedule test_onebit test_fuzz"
 
@@ -107,7 +107,7 @@ command_of() { # command_of NAME: sets command
     esac
 }
 
-buildable() { # buildable NAME: a script, or a program after make has had its say
+buildable() { # buildable NAME: 0 for a script, and for a program that make can build
     case $1 in *.sh | mutants | sanitized) return 0 ;; esac
     $MAKE -s "$B/$1" >"$R/build.log" 2>&1 || { fail "$1" "does not build" "$R/build.log"; false; }
 }
@@ -153,7 +153,7 @@ else
     install_needs
 fi
 also=()
-# what the scripts need, while there is something to build
+# the programs that the scripts need
 [ ${#scripts[@]} = 0 ] || [ "${scripts[*]}" = sanitized ] ||
     also=("$B/demo" "$B/train_gpt" "$B/power" "$B/bench_gemm" "$B/bench_train" "$B/bench_comm" "$B/bench_layouts")
 [ ${#programs[@]} = 0 ] || $MAKE -s -k -j"$CPUS" "${also[@]}" "${programs[@]/#/$B/}" >/dev/null 2>&1   # failures: below
@@ -163,6 +163,6 @@ run_all "${programs[@]}" "${scripts[@]}"
 [ ${#skips[@]} = 0 ] || { echo "skipped:"; printf '    %s\n' "${skips[@]}"; }
 named=${#skips[@]}
 [ "$named" -ge "$skipped" ] || fail run.sh "$skipped skips, but only $named reasons"
-[ $((passed + failed)) -gt 0 ] || fail run.sh "nothing ran"
+[ $((passed + failed)) -gt 0 ] || fail run.sh "no test ran"
 echo "$passed passed, $failed failed, $skipped skipped"
 [ "$failed" = 0 ] && [ "$passed" -gt 0 ]

@@ -1,14 +1,14 @@
-/* bench.h - what the benchmarks share: bursts, products, and OpenBLAS as a peer - public domain or
-   MIT, at your choice
+/* bench.h - shared by the benchmarks: bursts, matrix products, and OpenBLAS as a peer
+   Public domain or MIT, at your choice; see LICENSE.
 
-   Include it after dt_tensor.h or a header above. Everything is static.
+   Include it after dt_tensor.h or a header that includes dt_tensor.h. Everything is static.
 
-   A machine that others use as well drifts, so nothing is compared with a figure of another minute:
-   the contestants of a case take turns in short bursts, all in one process, and the best burst of
-   each counts, in processor time.
+   The speed of a shared machine drifts, so figures from different minutes are not compared. dt and
+   its peer run in turns, in short bursts, in one process; the best burst of each counts, in
+   processor time.
 
-   A peer is looked for when a program runs and is never linked. Each program says in # lines what
-   it has found. */
+   A peer is a library that a program looks for when it runs; it is never linked. Each program
+   prints the peers that it found in lines that begin with #. */
 #ifndef BENCH_H
 #define BENCH_H
 
@@ -28,15 +28,14 @@ static inline double bench_now(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* Seconds that the processor has worked for this thread: others on the machine do not lengthen it
-   much. */
+/* Processor time of this thread in seconds, on which other load has little influence. */
 static inline double bench_thread_seconds(void) {
     struct timespec t;
     clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* The first line of every benchmark: the processor and how many of it. */
+/* Prints the first line of every benchmark: the processor and the number of cores. */
 static inline void bench_print_machine(void) {
     char line[512], model[256] = "unknown processor";
     FILE *f = fopen("/proc/cpuinfo", "r");
@@ -46,8 +45,8 @@ static inline void bench_print_machine(void) {
     printf("# machine: %s, %ld cores\n", model, sysconf(_SC_NPROCESSORS_ONLN));
 }
 
-/* The value of an option written --name V or --name=V at argv[*i], NULL if argv[*i] is another
-   one. */
+/* The value of option `name`, written --name V or --name=V at argv[*i]. NULL if argv[*i] is another
+   option. */
 static inline const char *bench_option(int argc, char **argv, int *i, const char *name) {
     size_t length = strlen(name);
     if (strncmp(argv[*i], name, length) != 0) return NULL;
@@ -55,7 +54,7 @@ static inline const char *bench_option(int argc, char **argv, int *i, const char
     return argv[*i][length] == 0 && *i + 1 < argc ? argv[++*i] : NULL;
 }
 
-/* A number as CSV: nan where there is none. */
+/* Formats a number for CSV: nan unless it is finite. */
 static inline const char *bench_number(char *text, size_t room, double x, const char *format) {
     if (isfinite(x))
         snprintf(text, room, format, x);
@@ -78,7 +77,7 @@ typedef struct bench_blas {
     void *library; /* NULL: not found */
     bench_sgemm f32;
     bench_dgemm f64;
-    bench_sbgemm bf16; /* NULL where this build has none; its result is f32 */
+    bench_sbgemm bf16; /* NULL if this build has none; the result is f32 */
     char name[96];     /* "openblas-0.3.21-SkylakeX" */
 } bench_blas;
 
@@ -86,7 +85,7 @@ static inline void *bench_symbol(void *library, const char *name) {
     return library ? dlsym(library, name) : NULL;
 }
 
-/* Loads the library in this process, with one thread. */
+/* Loads OpenBLAS into this process, with one thread. */
 static inline bench_blas bench_blas_load(const char *path) {
     static const char *const places[] = { "libopenblas.so.0", "libopenblas.so" };
     bench_blas b = { NULL, NULL, NULL, NULL, "none" };
@@ -112,7 +111,7 @@ static inline bench_blas bench_blas_load(const char *path) {
     return b;
 }
 
-/* GFLOP/s of a product of 768 x 768 x 768, the best of a quarter of a second. */
+/* The best GFLOP/s of a product of 768 x 768 x 768 in a quarter of a second. */
 static inline double bench_blas_rate(const bench_blas *b) {
     enum { N = 768 };
     float *x = (float *)calloc(3 * N * N, sizeof *x);
@@ -127,9 +126,9 @@ static inline double bench_blas_rate(const bench_blas *b) {
     return best;
 }
 
-/* The rate of the library with the kernels of `core`, measured in a child: it reads that name when
-   it is loaded, and kernels of another processor may end the process. 0 where that does not
-   work. */
+/* The rate of OpenBLAS with the kernels for processor `core`; 0 on failure. Measured in a child
+   process, because OpenBLAS reads the name when it is loaded, and kernels for another processor may
+   crash. */
 static inline double bench_blas_try(const char *path, const char *core) {
     int pipe_of[2], status;
     double rate = 0;
@@ -149,8 +148,8 @@ static inline double bench_blas_try(const char *path, const char *core) {
     return rate;
 }
 
-/* The library with the kernels that are the fastest here: a build older than the processor takes it
-   for a much older one. */
+/* OpenBLAS with the kernels that are fastest on this machine. By default a build that is older than
+   the processor takes the kernels of a much older processor. */
 static inline bench_blas bench_blas_find(const char *path) {
 #if defined(__aarch64__)
     static const char *const cores[] = { "", "NEOVERSEV1", "NEOVERSEN1", "ARMV8" };
@@ -193,7 +192,7 @@ typedef struct bench_product {
     const bench_blas *blas;
 } bench_product;
 
-/* Numbers in [-1,1) that look random; bf16 keeps the upper half of a float. */
+/* Pseudo-random values in [-1,1); bf16 takes the upper half of a float. */
 static inline void *bench_operand(dt_dtype dtype, size_t count, uint32_t seed) {
     size_t size = dt_dtype_size(dtype);
     void *p = aligned_alloc(64, (count * size + 63) / 64 * 64);
@@ -220,8 +219,8 @@ static inline void bench_product_free(bench_product *p) {
     p->a = p->b = p->c = p->work = NULL;
 }
 
-/* Memory and numbers; 0 if there is not enough. The result has room for f32 where the operands are
-   bf16. */
+/* Allocates and fills the operands; 0 if out of memory. The result of bf16 operands has space for
+   f32. */
 static inline int bench_product_make(bench_product *p, uint32_t seed) {
     size_t m = (size_t)p->m, n = (size_t)p->n, k = (size_t)p->k;
     p->work_bytes = dt_matmul_work(p->n, p->k, p->dtype);
@@ -272,15 +271,15 @@ static inline double bench_product_gflop(const bench_product *p) {
 
 enum { BENCH_DT = 0, BENCH_BLAS };
 
-/* What one thread does in a burst: one contestant multiplies, again and again. */
+/* The work of one thread in a burst: dt or the peer multiplies `calls` times. */
 typedef struct bench_burst {
     const bench_product *product;
     int who, calls;
-    double seconds; /* of processor time, taken by it */
+    double seconds; /* processor time taken */
 } bench_burst;
 
-/* GFLOP/s of all threads together: by the clock on the wall, and as if each had had a core for
-   itself all the time. */
+/* GFLOP/s of all threads together, by wall-clock time and by processor time. The latter is the rate
+   if each thread had a core to itself. */
 typedef struct bench_rate {
     double wall, processor;
 } bench_rate;
@@ -298,7 +297,7 @@ static inline void *bench_burst_thread(void *user) {
     return NULL;
 }
 
-/* `threads` threads, each with a product of its own. */
+/* Runs a burst in each of `threads` threads; each thread has its own product. */
 static inline bench_rate bench_burst_run(
     const bench_product *products, int threads, int who, int calls) {
     enum { MOST = 64 };
@@ -322,7 +321,7 @@ static inline bench_rate bench_burst_run(
     return rate;
 }
 
-/* How often a contestant multiplies in one burst, so that a burst takes 10 ms or one call. */
+/* The number of calls in a burst: one, or as many as take 10 ms. */
 static inline int bench_calls(const bench_product *product, int who) {
     bench_burst once = { product, who, 1, 0 };
     bench_burst_thread(&once);

@@ -1,14 +1,14 @@
-/* bench_checkpoint.c - a save against the disk alone, and what a save in the background costs the
-   steps beside it Public domain or MIT, at your choice; see LICENSE.
+/* bench_checkpoint.c - a save compared with plain writes, and the cost of saves in the background
+   Public domain or MIT, at your choice; see LICENSE.
 
        bench_checkpoint [--mib 1024] [--dir .] [--repeat 7]
 
-   Two ranks save a checkpoint of so many MiB, ZeRO-1 and Adam in f32. In turns with it two threads
-   write as many bytes into one file, half each, with 4 MiB a call, and sync it: the disk's own
-   time. Disks and machines that others use drift by more than the difference, so it is the median
-   of the ratios of neighbours that counts. Then two ranks train a GPT, and every few steps save in
-   the background: the time of the steps that follow such a save, against those before it, as
-   medians too. */
+   Two ranks save a checkpoint of --mib MiB, with ZeRO-1 and Adam in f32. Before each save two
+   threads write as many bytes into one file, half each, 4 MiB a call, and sync it: that is the
+   disk's own time. The speed of a shared disk drifts by more than the difference, so the result is
+   the median of the ratios of each save to the write before it. Then two ranks train a GPT and save
+   in the background every few steps. The time of the step after a save is compared with that of the
+   steps before, by medians too. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -24,13 +24,13 @@ static char dir[400] = ".", folder[440];
 static int64_t mib = 1024;
 static int repeat = 7;
 
-static int by_size(const void *a, const void *b) {
+static int compare_doubles(const void *a, const void *b) {
     double x = *(const double *)a, y = *(const double *)b;
     return (x > y) - (x < y);
 }
 
 static double median(double *x, int n) {
-    qsort(x, (size_t)n, sizeof *x, by_size);
+    qsort(x, (size_t)n, sizeof *x, compare_doubles);
     return n % 2 ? x[n / 2] : (x[n / 2 - 1] + x[n / 2]) / 2;
 }
 
@@ -103,7 +103,7 @@ static dt_status saving(dt_ctx *ctx, void *user) {
         save[i] = bench_now() - begin;
         if (first) ratio[i] = save[i] / disk[i];
         if (first) printf("%d,%.3f,%.3f,%.2f\n", i + 1, disk[i], save[i], ratio[i]);
-        if (first) clear(dt_checkpoint_path(c)); /* neither's time */
+        if (first) clear(dt_checkpoint_path(c)); /* outside of both times */
     }
     if (first && dt_error(ctx) == DT_OK) {
         double r = median(ratio, repeat), d = median(disk, repeat), s = median(save, repeat);
@@ -114,7 +114,7 @@ static dt_status saving(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-// ==== Beside the training =======================================================================
+// ==== Saves in the background ===================================================================
 
 enum { EVERY = 4, STEPS = 48 };
 static double step_ms[STEPS + 1];
@@ -123,7 +123,7 @@ static void on_step(dt_ctx *ctx, const train_row *row, void *user) {
     step_ms[row->step] = row->ms;
 }
 
-static void beside(void) {
+static void background(void) {
     train_config c = { .model = { .layers = 6,
                            .width = 384,
                            .heads = 6,
@@ -149,7 +149,8 @@ static void beside(void) {
     if (!train_files_find_sources(&c.data) ||
         dt_run((dt_run_desc){ .ranks = 2 }, train, &c) != DT_OK)
         return;
-    for (int s = 2 * EVERY; s < STEPS; s += EVERY, n++) { /* the first save also makes its memory */
+    for (int s = 2 * EVERY; s < STEPS;
+         s += EVERY, n++) { /* the first save also allocates its memory */
         after[n] = step_ms[s + 1];
         before[n] = (step_ms[s - 1] + step_ms[s]) / 2;
     }
@@ -180,7 +181,7 @@ int main(int argc, char **argv) {
     puts("run,disk_s,save_s,ratio");
     int failed = dt_run((dt_run_desc){ .ranks = 2 }, saving, NULL) != DT_OK;
     clear(folder);
-    if (!failed) beside();
+    if (!failed) background();
     clear(folder);
     return failed;
 }

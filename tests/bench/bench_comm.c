@@ -1,18 +1,18 @@
-/* bench_comm.c - dt's collectives against Open MPI on the same machine - public domain or MIT, at
-   your choice
+/* bench_comm.c - dt's collectives compared with Open MPI on the same machine
+   Public domain or MIT, at your choice; see LICENSE.
 
        make build/bench_comm && build/bench_comm [--quick] [--ops LIST] [--ranks LIST] [--backends
        LIST]
                                                  [--buffers LIST] [--sizes LIST] [--rounds N]
                                                  [--seconds X] [--mpi DIR]
 
-   f32, sums, send and receive buffers apart, checks on. `bytes` are those of the full buffer: of
-   all-gather what one rank receives, of reduce-scatter and all-to-all what it sends, at least one
-   element a share. A run calls every size for 20 ms or more, in bursts of a millisecond or one
-   call. What counts is the time of the best burst, from the first rank's start to the last one's
-   end, divided by its calls; of send-recv (ping-pong of ranks 2i and 2i+1, all pairs at once) half
-   of it. The contestants of an operation and number of ranks take turns run by run, each in
-   processes of its own, measured by the same loop, and the best of the rounds counts for each.
+   f32, sums, separate send and receive buffers, checks on. `bytes` is the size of the full buffer:
+   the receive buffer of all-gather, the send buffer of reduce-scatter and all-to-all; at least one
+   element a block. A run calls every size for 20 ms or more, in bursts of a millisecond or one
+   call. The result is the time of the best burst, from the first rank's start to the last rank's
+   end, divided by its calls; for send-recv (ping-pong of ranks 2i and 2i+1, all pairs at once) half
+   of that. dt and Open MPI run in turns, each in its own processes, measured by the same loop; the
+   best round of each counts.
 
    buffers      of forked ranks: `range` from dt_alloc(DT_MEM_COMM), which others can reach, or
                 `malloc`, which they cannot. To ranks that are threads, all memory is `range`.
@@ -55,7 +55,7 @@ typedef enum op { ALL_REDUCE = 0, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, SEND_R
 static const char *const op_names[OPS] = { "all-reduce", "all-gather", "reduce-scatter",
     "all-to-all", "send-recv" };
 
-/* dt's contestants; a choice of them is a set of bits. */
+/* dt's variants. A choice of them is a set of bits. */
 enum { PROCS_RANGE = 0, PROCS_MALLOC, THREADS, WAYS };
 static const char *const way_backends[WAYS] = { "procs", "procs", "threads" };
 static const char *const way_buffers[WAYS] = { "range", "malloc", "range" };
@@ -66,11 +66,11 @@ typedef struct options {
     int ranks[MOST_LISTED], n_ranks;
     size_t sizes[MOST_LISTED];
     int n_sizes;
-    double seconds;  /* that the bursts of a size take together, at least */
-    const char *mpi; /* folder of mpicc and mpirun; NULL: the path */
+    double seconds;  /* minimum time of all bursts of a size */
+    const char *mpi; /* folder of mpicc and mpirun; NULL: search PATH */
 } options;
 
-/* Is `name` in the list "a,b,c"? */
+/* 1 if `name` is in the list "a,b,c". */
 static int listed(const char *list, const char *name) {
     size_t length = strlen(name);
     for (const char *p = list; (p = strstr(p, name)) != NULL; p += length)
@@ -78,7 +78,7 @@ static int listed(const char *list, const char *name) {
     return 0;
 }
 
-/* The set of those names that are listed; 0 if the list has any other. */
+/* The set of names in the list; 0 if the list has an unknown name. */
 static int choose(const char *list, const char *const *names, int n) {
     int set = 0;
     size_t words = 1, found = 0;
@@ -93,7 +93,7 @@ static int choose(const char *list, const char *const *names, int n) {
     return found == words ? set : 0;
 }
 
-/* Numbers from a list; 0 if one is not in least .. most or is no multiple of `unit`. */
+/* Parses a list of numbers. 0 if one is outside least .. most or no multiple of `unit`. */
 static int numbers(const char *list, size_t *out, size_t least, size_t most, size_t unit) {
     int n = 0;
     for (const char *p = list; n < MOST_LISTED; p++) {
@@ -118,7 +118,7 @@ static options parse(int argc, char **argv) {
         const char *v;
         size_t list[MOST_LISTED];
         int good = 1;
-        /* seen above: the other options change what it sets */
+        /* read above, because other options override its settings */
         if (strcmp(argv[i], "--quick") == 0)
             continue;
         else if ((v = bench_option(argc, argv, &i, "--ops")))
@@ -136,7 +136,7 @@ static options parse(int argc, char **argv) {
         else if ((v = bench_option(argc, argv, &i, "--sizes")))
             good = (o.n_sizes = numbers(v, o.sizes, 4, (size_t)1 << 30, 4)) > 0;
         else if ((v = bench_option(argc, argv, &i, "--ranks"))) {
-            /* even: send-recv has pairs */
+            /* even numbers, because send-recv has pairs */
             good = (o.n_ranks = numbers(v, list, 2, MOST_RANKS, 2)) > 0;
             for (int r = 0; r < o.n_ranks; r++) o.ranks[r] = (int)list[r];
         } else
@@ -152,7 +152,7 @@ static options parse(int argc, char **argv) {
     return o;
 }
 
-/* Of `bytes`, those in shares that are equal and not empty. */
+/* `bytes` rounded so that the blocks of all ranks are equal and not empty. */
 static size_t bytes_of(size_t bytes, op kind, int ranks) {
     size_t n = kind == ALL_REDUCE || kind == SEND_RECV ? 1 : (size_t)ranks, share = bytes / 4 / n;
     return 4 * n * (share ? share : 1);
@@ -160,21 +160,21 @@ static size_t bytes_of(size_t bytes, op kind, int ranks) {
 
 // ==== 2. dt's side ==============================================================================
 
-/* One run; forked ranks share it. */
+/* One run, in memory that forked ranks share. */
 typedef struct job {
     op kind;
     int way, check, n_sizes;
     size_t bytes[MOST_LISTED];
     double seconds, start[MOST_RANKS], end[MOST_RANKS];
     float *send[MOST_RANKS], *recv[MOST_RANKS];
-    double us[MOST_LISTED], bound_us[MOST_LISTED]; /* what comes out */
+    double us[MOST_LISTED], bound_us[MOST_LISTED]; /* the results */
 } job;
 
 typedef struct rank {
     job *job;
     dt_comm *world;
     int me, n;
-    size_t count, share; /* of the size that is measured */
+    size_t count, share; /* of the size being measured */
 } rank;
 
 static void once_dt(const rank *r) {
@@ -198,7 +198,7 @@ static void stream(float *restrict to, const float *restrict from, size_t count)
     for (size_t i = 0; i < count; i++) to[i] = from[i];
 }
 
-/* What the operation moves at least, and nothing else: no sum, no wait. */
+/* Only the least copies that the operation needs, without sums and waits. */
 static void once_bound(const rank *r) {
     job *j = r->job;
     size_t each = r->count / (size_t)r->n, mine = (size_t)r->me * each;
@@ -210,18 +210,18 @@ static void once_bound(const rank *r) {
         if (j->kind == ALL_TO_ALL)
             stream(j->recv[r->me] + its, j->send[from] + (size_t)r->me * r->share, r->share);
     }
-    /* a ping and a pong, one after the other */
+    /* ping-pong: two copies, one after the other */
     if (j->kind == SEND_RECV && r->me % 2 == 0)
         for (int way = 0; way < 2; way++)
             stream(j->recv[r->me + way], j->send[r->me + 1 - way], r->count);
 }
 
 /* Seconds of one call in the best burst, from the start of the first rank to the end of the last.
-   All ranks see the same numbers and so come to the same answer. */
+   All ranks compute it from the same times, so they get the same result. */
 static double measure(const rank *r, void (*once)(const rank *r)) {
     double total = 0, best = INFINITY, burst = r->job->seconds / BURSTS;
     int bursts = 0;
-    once(r); /* the first call meets pages that nobody has touched */
+    once(r); /* the first call touches the pages for the first time */
     for (int64_t calls = 1; total < r->job->seconds || bursts < LEAST_BURSTS;) {
         double first = INFINITY, last = 0;
         dt_barrier(r->world);
@@ -242,7 +242,7 @@ static double measure(const rank *r, void (*once)(const rank *r)) {
     return best / (r->job->kind == SEND_RECV ? 2 : 1);
 }
 
-/* Small whole numbers, whose sums are exact. */
+/* Small integers, whose sums are exact. */
 static float value(int rank, size_t i) { return (float)((i * 3 + (size_t)rank) % 8); }
 
 static float expected(const rank *r, size_t i) {
@@ -257,7 +257,7 @@ static float expected(const rank *r, size_t i) {
     return sum;
 }
 
-/* Called once and looked at: what is wrong would be measured in vain. */
+/* Makes one call and checks its result before it is timed. */
 static void check(dt_ctx *ctx, const rank *r) {
     const float *recv = r->job->recv[r->me];
     size_t count = r->job->kind == REDUCE_SCATTER ? r->share : r->count;
@@ -303,10 +303,10 @@ static dt_status rank_main(dt_ctx *ctx, void *user) {
 
 // ==== 3. Open MPI ===============================================================================
 
-/* Its defaults (it yields by itself when ranks outnumber cores), and what its documentation offers
-   for ranks that share a machine with others: no binding to cores; copies through shared memory
-   where the system call for a copy in one step (CMA) costs more. Its collectives in shared memory
-   (coll_sm_priority) were the fastest nowhere. */
+/* Open MPI's defaults (it yields by itself when ranks outnumber cores), and settings that its
+   documentation offers for shared machines: no binding to cores; copies through shared memory,
+   where the system call for a single copy (CMA) costs more. Its collectives in shared memory
+   (coll_sm_priority) were never the fastest. */
 typedef struct setting {
     const char *name, *words;
 } setting;
@@ -322,8 +322,8 @@ typedef struct mpi {
     char name[64];
 } mpi;
 
-/* The first line of a command's output that begins with `begin`, what follows it in `rest`; 0:
-   there is none. */
+/* Finds the first line of a command's output that begins with `begin`; `rest` gets the remainder of
+   the line. 0 if there is none. */
 static int output_line(const char *command, const char *begin, char *rest, size_t room) {
     char line[512];
     int found = 0;
@@ -338,8 +338,8 @@ static int output_line(const char *command, const char *begin, char *rest, size_
     return found;
 }
 
-/* Looks for mpirun and mpicc, compiles the program next to this one. Names that end in .openmpi
-   come first: mpirun may be another MPI's. */
+/* Looks for mpirun and mpicc and compiles the MPI program next to this one. Names that end in
+   .openmpi come first, because mpirun may belong to another MPI. */
 static mpi mpi_find(const options *o) {
     static const char *const suffixes[] = { ".openmpi", "" };
     mpi m = { "", "", "" };
@@ -376,7 +376,7 @@ static mpi mpi_find(const options *o) {
     return m;
 }
 
-/* One run of it: us of each size that it came to, in their order. */
+/* One run of Open MPI: us[i] is the time of size i, if the run got to it. */
 static void mpi_run(const mpi *m, const setting *s, const job *j, int ranks, double *us) {
     char command[2048], line[256];
     size_t at = (size_t)snprintf(command, sizeof command,
@@ -402,7 +402,7 @@ typedef struct best {
     double us[MOST_LISTED], bound_us[MOST_LISTED];
 } best;
 
-/* What a part of the summary is made of. */
+/* The sums of a part of the summary. */
 typedef struct sums {
     double log_all, log_two, least, least_small, least_share;
     int all, two;
@@ -421,8 +421,8 @@ static void count_row(sums *s, size_t bytes, int ranks, double ratio, double sha
         s->least_small = smaller(s->least_small, ratio);
 }
 
-/* GB/s over the busiest link, as NCCL's tests define it: comparable between operations and numbers
-   of ranks. */
+/* Bus bandwidth in GB/s, as NCCL's tests define it, comparable between operations and numbers of
+   ranks. */
 static double bus_rate(op kind, int ranks, size_t bytes, double us) {
     double n = ranks, share = kind == ALL_REDUCE  ? 2 * (n - 1) / n
                               : kind == SEND_RECV ? 1
@@ -430,7 +430,8 @@ static double bus_rate(op kind, int ranks, size_t bytes, double us) {
     return share * (double)bytes / us * 1e-3;
 }
 
-/* One operation and number of ranks: all contestants take turns, then the rows. 1: dt failed. */
+/* Measures dt and Open MPI in turns for one operation and number of ranks, then prints the rows. 1
+   if dt failed. */
 static int run_case(const options *o, const mpi *m, op kind, int ranks, sums sum[WAYS]) {
     best dt[WAYS], peer[SETTINGS];
     job j = { .kind = kind, .n_sizes = o->n_sizes, .seconds = o->seconds };

@@ -1,15 +1,15 @@
-/* bench_gemm.c - dt's matrix product on the CPU against OpenBLAS - public domain or MIT, at your
-   choice
+/* bench_gemm.c - dt's matrix product on the CPU compared with OpenBLAS
+   Public domain or MIT, at your choice; see LICENSE.
 
        make build/bench_gemm && build/bench_gemm [--quick] [--seconds X] [--dtype f32|f64|bf16]
        [--threads N]
                                                  [--openblas PATH]
 
    The products are those of linear layers: forward y = x w^T (NT), the gradient of the input dx =
-   dy w (NN) and of the weight dw = dy^T x (TN). dt and OpenBLAS work on the same memory, are
-   compared before they are timed, and take turns in short bursts; the best burst of each counts, in
-   processor time. With N threads each of them runs N products side by side, one a thread, as data
-   parallel ranks do. The figure bf16_over_f32 comes from bursts that take turns as well. */
+   dy w (NN) and of the weight dw = dy^T x (TN). dt and OpenBLAS work on the same memory. Their
+   results are compared first; then they run in turns, in short bursts, and the best burst of each
+   counts, in processor time. With N threads each runs N products at the same time, one per thread,
+   as data-parallel ranks do. bf16_over_f32 comes from bursts in turns as well. */
 #define DT_IMPLEMENTATION
 #include "dt_tensor.h"
 
@@ -18,8 +18,8 @@
 /* A linear layer of `tokens` rows from `in` to `out`. */
 typedef struct layer {
     int tokens, out, in;
-    int listed; /* counts in the summary; the others have sizes that fit no tile */
-    int f64;    /* is measured in double too */
+    int listed; /* counts in the summary; other layers have sizes that no tile divides */
+    int f64;    /* is measured in f64 too */
 } layer;
 
 static const layer layers[] = {
@@ -35,13 +35,13 @@ static const layer layers[] = {
 enum { QUICK_LAYERS = 1, LAYERS = sizeof layers / sizeof *layers };
 
 typedef struct settings {
-    double seconds; /* that each contestant of a case has at least */
+    double seconds; /* minimum time of each side of a case */
     int threads, quick;
     int dtype; /* -1: all */
     const char *openblas;
 } settings;
 
-/* What the summary is made of. */
+/* The sums of the summary. */
 typedef struct summary {
     double log_f32, least_f32, log_bf16;
     int f32, bf16;
@@ -71,8 +71,8 @@ static double element(const void *c, dt_dtype dtype, size_t i) {
                               : (double)((const float *)c)[i];
 }
 
-/* 0 if dt's result and OpenBLAS's agree to 1e-4 of the largest element, in bf16 (which dt rounds
-   to) to 1e-2. */
+/* 0 if the results of dt and OpenBLAS agree to 1e-4 of the largest element, in bf16 (dt rounds its
+   result to bf16) to 1e-2. */
 static int differs(const bench_product *p) {
     size_t count = (size_t)p->m * (size_t)p->n;
     dt_dtype theirs = p->dtype == DT_F64 ? DT_F64 : DT_F32;
@@ -93,7 +93,7 @@ static int differs(const bench_product *p) {
     return 1;
 }
 
-/* The contestants of one case: dt, OpenBLAS where it serves the type, and for bf16 dt in f32. */
+/* One case: dt, OpenBLAS if it supports the type, and for bf16 also dt in f32. */
 typedef struct contest {
     bench_product *products[3];
     int who[3], count;
@@ -115,7 +115,7 @@ static void contest_run(contest *c, const settings *s) {
                 bench_burst_run(c->products[i], s->threads, c->who[i], calls[i]).processor);
 }
 
-/* One product for each thread; 0 without memory. */
+/* Makes one product for each thread; 0 if out of memory. */
 static int make_all(bench_product *products, bench_product like, int threads) {
     for (int t = 0; t < threads; t++) {
         products[t] = like;
@@ -139,7 +139,7 @@ static void print_row(const bench_product *p, int kind, const settings *s, const
     fflush(stdout);
 }
 
-/* Measures and prints one case; 1 if it is wrong or there is no memory. */
+/* Measures and prints one case; 1 if a result is wrong or memory is short. */
 static int run_case(
     layer l, int kind, dt_dtype dtype, const settings *s, const bench_blas *blas, summary *sum) {
     bench_product *mine = (bench_product *)calloc((size_t)s->threads, sizeof *mine);
@@ -173,7 +173,7 @@ static int run_case(
     return failed;
 }
 
-/* Whether the kernel table multiplies this type. */
+/* 1 if dt's kernel table multiplies this type. */
 static int served(dt_dtype dtype) {
     bench_product p = { .dtype = dtype, .m = 4, .n = 4, .k = 4 };
     int yes = bench_product_make(&p, 1) && bench_product_dt(&p) == DT_OK;
@@ -220,7 +220,7 @@ int main(int argc, char **argv) {
     int failed = 0, bf16 = served(DT_BF16);
     bench_print_machine();
     bench_blas blas = bench_blas_find(s.openblas);
-    if (!bf16) printf("# dt's kernels multiply no bf16 in this version: no such rows\n");
+    if (!bf16) printf("# dt's kernels do not multiply bf16 in this version: no bf16 rows\n");
     printf("m,n,k,trans,dtype,threads,dt_gflops,peer,peer_gflops,ratio\n");
     for (int t = 0; t < 3; t++)
         for (int i = 0; i < (s.quick ? QUICK_LAYERS : LAYERS); i++)

@@ -1,12 +1,12 @@
-/* bench_gpu.c - dt's CUDA kernels, one by one, against the rate at which the device copies - public
-   domain or MIT, at your choice
+/* bench_gpu.c - each of dt's CUDA kernels; memory-bound kernels relative to the device's copy rate
+   Public domain or MIT, at your choice; see LICENSE.
 
        make CUDA=1 NCCL=1 build/bench_gpu && build/bench_gpu [--small]
 
-   Kernels that only move numbers are measured in bytes that must be read and written at the least,
-   as a share of the rate of a copy in the device; products and attention in operations. Each is
-   called so often that the device is busy for a tenth of a second, five times, and the best counts.
-   --small: sizes that an emulated device is through with. */
+   Memory-bound kernels are measured in the least bytes that they must read and write, as a share of
+   the rate of a copy in device memory; matrix products and attention in operations. Each kernel is
+   called until the device was busy for a tenth of a second, five times; the best time counts.
+   --small: sizes for an emulated device. */
 #define DT_IMPLEMENTATION
 #include "dt_tensor.h"
 
@@ -31,10 +31,10 @@ typedef struct bench {
     int32_t *ids;       /* (rows) */
     double *losses;     /* (rows + 1) */
     void *work;
-    /* held: rows of a table of floats that fits */
+    /* held: rows of an f32 embedding that fits into `most` bytes */
     size_t most, rows, cols, vocab, held, params;
     dt_dtype dtype;
-    double copy; /* bytes a second */
+    double copy; /* the copy rate, bytes per second */
     int64_t batch, heads, seq, dim, mm;
     int small;
 } bench;
@@ -64,7 +64,7 @@ static double seconds_of(bench *b, run_fn run, dt_status *status) {
     return best;
 }
 
-/* One row. bytes: the least that must move; flops: else 0. */
+/* Measures and prints one row. bytes: the least that must move. flops: 0 if memory-bound. */
 static void measure(
     bench *b, const char *name, const char *shape, run_fn run, double bytes, double flops) {
     dt_status status = DT_OK;
@@ -169,7 +169,7 @@ static dt_status run_embedding_back(bench *b) {
         (int64_t)b->held, 1, 1, b->work, b->k->work_bytes, 0 };
     return b->k->embedding_back(&a, b->stream);
 }
-/* As the ops do it: so many rows at a time that their logits fit. */
+/* As the ops do it: as many rows at a time as have logits that fit. */
 static size_t loss_rows(const bench *b) {
     size_t fit = b->most / (b->vocab * 4);
     return fit < b->rows ? fit : b->rows;
@@ -254,52 +254,25 @@ static dt_status run_matmul(bench *b) {
         .work_bytes = b->k->work_bytes };
     return b->k->matmul(&a, b->stream);
 }
+/* The arguments that attention and its backward share. */
+#define ATTENTION_ARGS \
+    .dtype = b->dtype, .out = b->buf[0], .lse = b->buf[4], .q = b->buf[1], .k = b->buf[2], \
+    .v = b->buf[3], .batch = b->batch, .tq = b->seq, .tk = b->seq, .heads = b->heads, \
+    .kv_heads = b->heads, .dim = b->dim, .scale = 0.125, .mask = { .causal = 1 }, .work = b->work, \
+    .work_bytes = b->k->work_bytes
 static dt_status run_attention(bench *b) {
-    dt_attention_args a = { .dtype = b->dtype,
-        .out = b->buf[0],
-        .lse = b->buf[4],
-        .q = b->buf[1],
-        .k = b->buf[2],
-        .v = b->buf[3],
-        .batch = b->batch,
-        .tq = b->seq,
-        .tk = b->seq,
-        .heads = b->heads,
-        .kv_heads = b->heads,
-        .dim = b->dim,
-        .scale = 0.125,
-        .sight = { .causal = 1 },
-        .work = b->work,
-        .work_bytes = b->k->work_bytes };
+    dt_attention_args a = { ATTENTION_ARGS };
     return b->k->attention(&a, b->stream);
 }
 static dt_status run_attention_back(bench *b) {
-    dt_attention_back_args a = { .dtype = b->dtype,
-        .dq = b->buf[5],
-        .dk = b->buf[6],
-        .dv = b->buf[7],
-        .dout = b->buf[0],
-        .out = b->buf[0],
-        .lse = b->buf[4],
-        .q = b->buf[1],
-        .k = b->buf[2],
-        .v = b->buf[3],
-        .batch = b->batch,
-        .tq = b->seq,
-        .tk = b->seq,
-        .heads = b->heads,
-        .kv_heads = b->heads,
-        .dim = b->dim,
-        .scale = 0.125,
-        .sight = { .causal = 1 },
-        .work = b->work,
-        .work_bytes = b->k->work_bytes };
+    dt_attention_back_args a = { ATTENTION_ARGS, .dq = b->buf[5], .dk = b->buf[6], .dv = b->buf[7],
+        .dout = b->buf[0] };
     return b->k->attention_back(&a, b->stream);
 }
 
 // ==== Rows ======================================================================================
 
-/* Random numbers of this type in every buffer: on zeros a device uses less power and runs
+/* Fills every buffer with random values of a type. With zeros a device uses less power and runs
    faster. */
 static int randomize(bench *b, dt_dtype dtype) {
     for (int i = 0; i < BUFFERS; i++) {
@@ -310,13 +283,13 @@ static int randomize(bench *b, dt_dtype dtype) {
     return 1;
 }
 
-/* AdamW's mean squares are. */
+/* AdamW's second moments must be positive. */
 static int positive(bench *b) {
     dt_fill_args a = { DT_F32, b->buf[3], b->params, 0.01 };
     return b->k->fill(&a, b->stream) == DT_OK;
 }
 
-static void moving(bench *b) {
+static void memory_bound(bench *b) {
     double e = (double)dt_dtype_size(b->dtype), n = (double)elements(b), rows = (double)b->rows,
            c = (double)b->cols;
     double logits = (double)loss_rows(b) * (double)b->vocab;
@@ -343,13 +316,13 @@ static void moving(bench *b) {
     measure(b, "cross_entropy_back", loss, run_loss_back, 2 * logits * e, 0);
     measure(b, "square_sums", flat, run_squares, 4.0 * (double)b->params, 0);
     if (!randomize(b, DT_F32) || !positive(b))
-        printf("# adamw: no numbers\n");
+        printf("# adamw: the buffers could not be filled\n");
     else
         measure(b, "adamw", flat, run_adamw,
             (28.0 + (b->dtype == DT_BF16 ? 2 : 0)) * (double)b->params, 0);
 }
 
-static void computing(bench *b) {
+static void compute_bound(bench *b) {
     static const int64_t dims[2] = { 64, 128 };
     char shape[64];
     double m = (double)b->mm;
@@ -358,7 +331,7 @@ static void computing(bench *b) {
     measure(b, "matmul", shape, run_matmul, 0, 2 * m * m * m);
     for (int i = 0; i < 2; i++) {
         b->dim = dims[i];
-        /* causal */
+        /* causal: half of the scores */
         double flops =
             2.0 * (double)(b->batch * b->heads * b->dim) * (double)b->seq * (double)b->seq;
         char name[40];
@@ -366,13 +339,13 @@ static void computing(bench *b) {
             (long long)b->heads, (long long)b->seq, (long long)b->dim);
         snprintf(name, sizeof name, "attention_d%lld", (long long)b->dim);
         measure(b, name, shape, run_attention, 0, flops);
-        /* of what the forward pass left */
+        /* reads the results of the forward above */
         snprintf(name, sizeof name, "attention_back_d%lld", (long long)b->dim);
         measure(b, name, shape, run_attention_back, 0, 2.5 * flops);
     }
 }
 
-/* Memory, and ids that are tokens. */
+/* Allocates the buffers and fills the token ids. */
 static int prepare(bench *b) {
     for (int i = 0; i < BUFFERS; i++) {
         b->buf[i] = (char *)dt_alloc(b->ctx, DT_MEM_ACTS, b->most, "numbers");
@@ -425,8 +398,8 @@ int main(int argc, char **argv) {
     for (int t = 0; t < 2; t++) {
         b.dtype = types[t];
         if (!randomize(&b, b.dtype)) return 1;
-        if (t == 0 || b.small) computing(&b);
-        moving(&b);
+        if (t == 0 || b.small) compute_bound(&b);
+        memory_bound(&b);
     }
     dt_ctx_free(b.ctx);
     return 0;

@@ -1,30 +1,29 @@
-/* bench_layouts.c - tokens a second and memory of one GPT under many layouts - public domain or
-   MIT, at your choice
+/* bench_layouts.c - tokens per second and memory of one GPT under many layouts
+   Public domain or MIT, at your choice; see LICENSE.
 
        make build/bench_layouts && build/bench_layouts [--quick] [--rounds N] [--backend
        threads|procs]
 
    The model is gpt-4x256: 4 layers, width 256, 8 heads, 256 tokens, bytes as vocabulary, AdamW,
-   clip 1, in f32. Every layout trains the same 8 sequences a step, so that ratio_to_1 says what a
-   layout gains or costs with the same work, on the cores there are. With more ranks than cores it
-   shows what cutting costs, not what it gains.
+   clip 1, in f32. Every layout trains the same 8 sequences a step, so ratio_to_1 is the gain or
+   cost of a layout for the same work. With more ranks than cores it shows only the cost of
+   sharding.
 
-   All layouts run in this process, one after the other, in rounds. Each takes three steps a round,
-   of which the first, which allocates, does not count; the best step of all rounds counts. So a
-   minute in which the machine is busy hits all layouts alike, and one quiet moment for each is
-   enough.
+   All layouts run in this process, one after another, in rounds of three steps each. The first step
+   of a round allocates and does not count; the best step of all rounds counts. So other load on the
+   machine affects all layouts alike, and each layout needs only one step without other load.
 
-   Memory is the largest of any rank, as train.h has it: params, grads and optim at a step's end,
-   acts, comm and peak at their highest in a step, all of the third step: by then arenas have their
-   final sizes. bytes_* are what one rank sends along an axis in a step. Both are counts: they do
-   not depend on the machine.
+   Memory is the largest of any rank, as train.h reports it: params, grads and optim at the end of a
+   step, acts, comm and peak at their maximum, in the third step, when arenas have their final
+   sizes. bytes_* is sent by one rank along an axis in a step. These figures do not depend on the
+   machine.
 
        build/bench_layouts --pairs N [--quick] [--backend threads|procs] [--stage K]
 
-   What a stage of ZeRO costs: gpt-6x384 on 2 ranks, 8 sequences each, at stage 0 and at once after
-   it at stage K (1, 2, 3 and 3 with values kept gathered; --stage: only K), in N pairs; every other
-   pair begins with K. One run is three steps, of which the best after the first counts. The summary
-   is the lower quartile of the pairs' ratios. */
+   The cost of a ZeRO stage: gpt-6x384 on 2 ranks, 8 sequences each, at stage 0 and directly after
+   it at stage K (1, 2, 3, and 3 with keep_gathered; --stage: only K), in N pairs. Every second pair
+   begins with K. A run is three steps; the best after the first counts. The summary is the lower
+   quartile of the pairs' ratios. */
 #define _GNU_SOURCE
 #define DT_IMPLEMENTATION
 #include "dt_zero.h"
@@ -87,11 +86,10 @@ typedef struct settings {
     dt_backend backend;
 } settings;
 
-/* What one layout has shown so far. It is handed to all ranks of a run, which share it whatever
-   they are. */
+/* The results of one layout so far, in memory that all ranks of a run share. */
 typedef struct result {
     train_config config;
-    double ms;                                    /* the best step; infinite before there is one */
+    double ms;                                    /* the best step; INFINITY before the first */
     double mem[TRAIN_MEMS], bytes[DT_AXES], loss; /* of the last step */
 } result;
 
@@ -157,7 +155,7 @@ static void on_step(dt_ctx *ctx, const train_row *row, void *user) {
     memcpy(r->bytes, row->bytes, sizeof r->bytes);
 }
 
-/* What every rank runs. The result is reached through `user`, of which all ranks have one copy. */
+/* The program of every rank. `user` points to the shared result. */
 static dt_status run_rank(dt_ctx *ctx, void *user) {
     train_config config = ((result *)user)->config;
     config.user = user;
@@ -177,7 +175,7 @@ static result result_make(const settings *s, const layout *l, train_files data) 
     r.config.lr = (dt_lr_desc){ .peak = 3e-4, .kind = DT_LR_CONSTANT, .steps = 1, .min_ratio = 1 };
     r.config.micro_batch = BATCH / l->dp;
     r.config.accum = 1;
-    if (l->pp) { /* a sequence is a micro-batch; stages of as many pieces as may be */
+    if (l->pp) { /* one sequence per micro-batch; stages of equal length */
         double same[2 * GPT_MAX_LAYERS + 2];
         char why[200];
         int items = gpt_items(r.config.model),
@@ -212,8 +210,7 @@ static void print_row(const settings *s, const layout *l, const result *r, const
         r->bytes[DT_AXIS_PP]);
 }
 
-/* The largest relative difference of a last loss to one rank's: layouts that compute something else
-   are no layouts. */
+/* The largest relative difference between the last loss of a layout and that of one rank. */
 static double loss_difference(const result *results) {
     double most = 0;
     for (int i = 1; i < LAYOUTS; i++)
@@ -236,8 +233,7 @@ static void print_summary(const settings *s, const result *results) {
     printf("summary,loss_difference,%.4g\n", loss_difference(results));
 }
 
-/* ==== Pairs of stages
-   ============================================================================================= */
+// ==== Pairs of stages ===========================================================================
 
 static const layout stage_layouts[] = { { "zero0", 2, 1, 1, 0, 0, 0, 0, 0 },
     { "zero1", 2, 1, 1, 0, 0, 1, 0, 0 }, { "zero2", 2, 1, 1, 0, 0, 2, 0, 0 },
@@ -313,7 +309,7 @@ int main(int argc, char **argv) {
            "step of %d rounds\n",
         model.layers, model.width, (long long)gpt_param_count(model), BATCH, model.seq,
         s.backend == DT_BACKEND_PROCS ? "procs" : "threads", s.rounds);
-    fflush(stdout); /* forked ranks must not have it in their buffers */
+    fflush(stdout); /* otherwise forked ranks would print the buffer again */
     for (int i = 0; i < LAYOUTS; i++) results[i] = result_make(&s, &layouts[i], data);
     for (int round = 0; round < s.rounds && !failed; round++)
         for (int i = 0; i < LAYOUTS && !failed; i++)

@@ -1,5 +1,5 @@
-/* bench_train.c - training a GPT on two ranks, against PyTorch and llm.c - public domain or MIT, at
-   your choice
+/* bench_train.c - training a GPT on two ranks, compared with PyTorch and llm.c
+   Public domain or MIT, at your choice; see LICENSE.
 
        make build/bench_train && build/bench_train [--quick] [--rounds N] [--steps N] [--python
        PATH] [--variants LIST]
@@ -7,17 +7,17 @@
                                                    [--dtype f32|bf16]
 
    The model is gpt-6x384: 6 layers, width 384, 6 heads, 256 tokens, bytes as vocabulary, 8
-   sequences a rank, AdamW, clip 1. dt, PyTorch and llm.c each train it in a process of their own.
-   All but one are stopped (SIGSTOP) at any time, and they take turns by rounds of some steps, so
-   that a machine that slows down slows all of them. The median step counts. A step in which a
-   process was stopped does not, nor do the first two.
+   sequences a rank, AdamW, clip 1. dt, PyTorch and llm.c each train it in their own processes. They
+   run in turns of a few steps while the others are stopped (SIGSTOP), so other load on the machine
+   affects all of them. The median step counts, without the first two steps and without steps in
+   which a process was stopped.
 
    PyTorch: peers/torch_ddp.py by --python, $DT_BENCH_PYTHON or python3, in each of --variants; the
-   fastest becomes the peer. It starts from dt's initial weights and reads the same data in the same
-   order, and the losses of its first steps are compared with dt's: figures of two different
-   functions would mean nothing.
+   fastest is the peer. It starts from dt's initial weights and reads the same data in the same
+   order. The losses of its first steps are compared with dt's, to show that both compute the same
+   function.
 
-   llm.c: --llmc PATH, a train_gpt2 that peers/llmc_files.py tells how to build.
+   llm.c: --llmc PATH, a train_gpt2 built as peers/llmc_files.py describes.
 
    CONTENTS
      1. Settings
@@ -46,10 +46,10 @@ enum { RANKS = 2, SEQUENCES = 8, CHECKED = 5, WARM_UP = 2 };
 
 typedef struct settings {
     int quick, profile, rounds, steps;
-    dt_dtype dtype; /* of --worker and --profile */
-    /* this process is dt's side, and does so: "train", or writes weights into this file */
+    dt_dtype dtype; /* for --worker and --profile */
+    /* this process is dt's worker: "train", or the file into which it writes its weights */
     const char *worker;
-    const char *only; /* NULL or the one dtype to be measured */
+    const char *only; /* the only dtype to measure; NULL: all */
     const char *python, *variants, *openblas, *llmc;
 } settings;
 
@@ -131,7 +131,7 @@ static void print_step(dt_ctx *ctx, const train_row *row, void *user) {
     fflush(stdout);
 }
 
-/* All parameters as floats, in order of registration, into the file `user`. */
+/* Writes all parameters as floats, in order of registration, into the file `user`. */
 static void write_weights(dt_ctx *ctx, gpt *model, void *user) {
     FILE *f = fopen((const char *)user, "wb");
     (void)model;
@@ -154,7 +154,7 @@ static void quiet(void *user, int level, int rank, const char *text) {
     (void)text;
 }
 
-/* Trains `steps` steps; a failure is one line "error,TEXT". */
+/* Trains `steps` steps. Prints a failure as one line "error,TEXT". */
 static int worker(
     const settings *s, train_config config, const dt_kernels *kernels, int64_t steps) {
     dt_report report = { DT_OK, 0, "", 0 };
@@ -172,7 +172,7 @@ static int worker(
     config.micro_batch = SEQUENCES;
     config.accum = 1;
     config.stop_at = steps;
-    /* a process that is stopped waits long for nothing: hence the limit */
+    /* a large timeout, because this process may be stopped for long */
     if (dt_run((dt_run_desc){ .ranks = RANKS,
                    .timeout_s = 1e8,
                    .host = &host,
@@ -194,8 +194,8 @@ static int run_worker(const settings *s, train_config config) {
 
 // ==== 3. Profile ================================================================================
 
-/* Kernels are timed by a table of wrappers, in processor time of their thread, which others on the
-   machine do not lengthen much. Each thread counts for itself, and rank 0 prints its own. */
+/* A table of wrapped kernels measures the processor time of each kernel, on which other load has
+   little influence. Each thread has its own figures; rank 0 prints those of its thread. */
 enum {
 #define PROFILE_ID(k) P_##k,
     DT_KERNELS(PROFILE_ID)
@@ -249,7 +249,7 @@ typedef struct profile_sum {
     int64_t steps;
 } profile_sum;
 
-/* Counts the steps after the warm-up; all of rank 0's calls come from one thread. */
+/* Counts the steps after the warm-up. Rank 0 makes all its calls from one thread. */
 static void profile_step(dt_ctx *ctx, const train_row *row, void *user) {
     profile_sum *sum = (profile_sum *)user;
     (void)ctx;
@@ -272,8 +272,8 @@ static void profile_line(
         bench_number(text, sizeof text, gflop > 0 ? gflop / seconds : NAN, "%.1f"));
 }
 
-/* Rank 0's milliseconds of a step by kernel. "other" is the tape and copying between ranks; "idle"
-   is waiting for the other rank, or for the processor. */
+/* Prints rank 0's milliseconds of a step by kernel. "other" is autograd and copies between ranks,
+   "idle" is waiting for the other rank or for the processor. */
 static void profile_print(dt_ctx *ctx, gpt *model, void *user) {
     const profile_sum *sum = (const profile_sum *)user;
     double left = sum->processor;
@@ -305,26 +305,26 @@ static int run_profile(const settings *s, train_config config) {
     return worker(s, config, &timed, WARM_UP + s->rounds * s->steps);
 }
 
-// ==== 4. Processes that take turns ==============================================================
+// ==== 4. Processes that run in turns ============================================================
 
 enum { MOST_STEPS = 10000, MOST_PIDS = 64, MOST_WORDS = 600 };
 
 typedef struct contestant {
     char name[96];
-    pid_t pid;                     /* leads a process group; 0: none */
+    pid_t pid;                     /* leader of its process group; 0: none */
     int out;                       /* its standard output */
-    int ranks[MOST_PIDS], n_ranks; /* processes that are ranks, where it names them */
+    int ranks[MOST_PIDS], n_ranks; /* the processes of its ranks, if it prints them */
     int stopped;
     double ms[MOST_STEPS];
     int n_ms;
     double loss[CHECKED]; /* of the first steps */
     char error[256];
     double rss, pss; /* bytes: peak, and now with each shared page counted once */
-    /* seconds of processor time of the steps that count, all ranks and threads */
+    /* processor time of the steps that count, of all ranks and threads */
     double processor;
 } contestant;
 
-/* Runs a command, whose words end with NULL, in `folder` if that is not NULL. */
+/* Starts a command, a NULL-terminated list of words, in `folder` if that is not NULL. */
 static int contestant_start(
     contestant *c, const char *name, const char *const *words, const char *folder) {
     int pipe_of[2];
@@ -360,7 +360,7 @@ static void contestant_end(contestant *c) {
     c->pid = 0;
 }
 
-/* A line of its output within 10 minutes; 0 at the end of it. */
+/* Reads a line of its output within 10 minutes; 0 at the end of the output. */
 static int contestant_line(contestant *c, char *line, size_t room) {
     struct pollfd ready = { c->out, POLLIN, 0 };
     size_t n = 0;
@@ -371,7 +371,7 @@ static int contestant_line(contestant *c, char *line, size_t room) {
     return 0;
 }
 
-/* The milliseconds of its next step; NaN if it has ended. */
+/* The milliseconds of its next step; NAN if it has ended. */
 static double contestant_step(contestant *c) {
     char line[512];
     long long step;
@@ -383,13 +383,13 @@ static double contestant_step(contestant *c) {
         if (strncmp(line, "error,", 6) == 0)
             snprintf(c->error, sizeof c->error, "%.250s", line + 6);
         int n = sscanf(line, "step,%lld,%lf,%lf", &step, &loss, &ms);
-        /* llm.c from 0 */
+        /* llm.c counts steps from 0 */
         if (n != 3) n = sscanf(line, "step %lld: train loss %lf (took %lf ms)", &step, &loss, &ms);
         if (n != 3) continue;
         if (step >= 1 && step <= CHECKED) c->loss[step - 1] = loss;
         return ms;
     }
-    if (!c->error[0]) snprintf(c->error, sizeof c->error, "it ended without a word");
+    if (!c->error[0]) snprintf(c->error, sizeof c->error, "it ended without an error message");
     return NAN;
 }
 
@@ -413,10 +413,10 @@ static double contestant_processor(const contestant *c) {
 }
 
 /* Lets it run for `steps` steps that count, then stops it. A step in which it was stopped does not
-   count. 0: it has ended. */
+   count. 0 if it has ended. */
 static int contestant_turn(contestant *c, int steps) {
     struct pollfd ready = { c->out, POLLIN, 0 };
-    /* done before the stop */
+    /* steps that ended before the stop */
     while (c->stopped && poll(&ready, 1, 0) == 1 && isfinite(contestant_step(c))) continue;
     kill(-c->pid, SIGCONT);
     if (c->stopped) contestant_step(c);
@@ -452,7 +452,7 @@ static double least(const double *values, int n) {
     return x;
 }
 
-/* Bytes that a field of /proc/PID/FILE states in kB; 0 if there is none. */
+/* The value in bytes of a field of /proc/PID/FILE, which is in kB; 0 if there is none. */
 static double proc_field(int pid, const char *file, const char *field) {
     char path[64], line[256];
     double kilobytes = 0;
@@ -476,8 +476,7 @@ static int group_of(int pid) {
     return group;
 }
 
-/* Peak memory: the sum over its ranks, or over its group where it does not say which processes are
-   ranks. */
+/* Peak memory: the sum over its ranks, or over its process group if it does not print its ranks. */
 static void contestant_memory(contestant *c) {
     DIR *d = c->n_ranks == 0 ? opendir("/proc") : NULL;
     struct dirent *e;
@@ -495,10 +494,10 @@ static void contestant_memory(contestant *c) {
 // ==== 5. PyTorch ================================================================================
 
 typedef struct torch {
-    char version[64]; /* "": not there */
+    char version[64]; /* "": not installed */
     const char *python;
     char script[4096];
-    const char *weights; /* file of dt's initial weights */
+    const char *weights; /* the file with dt's initial weights */
     const train_files *data;
 } torch;
 
@@ -537,8 +536,8 @@ static int torch_start(contestant *c, const torch *t, const char *variant) {
     return contestant_start(c, name, words, NULL);
 }
 
-/* Runs some steps of each variant of `list` that is bf16 or not, as asked; *best is left there,
-   stopped, as the one with the fastest step. 0: none works. */
+/* Runs some steps of each variant of `list` in bf16, or in f32 if bf16 is 0. *best is the variant
+   with the fastest step, left stopped. 0 if no variant works. */
 static int torch_best(contestant *best, const torch *t, const char *list, int bf16) {
     char variant[96];
     contestant *c = (contestant *)malloc(sizeof *c);
@@ -567,10 +566,10 @@ static int torch_best(contestant *best, const torch *t, const char *list, int bf
     return found;
 }
 
-// ==== 6. Two-core product rate ==================================================================
+// ==== 6. Matrix product rate on two cores =======================================================
 
-/* The products of the model's feed-forward layer, one set for each rank: forward and both
-   gradients. */
+/* The matrix products of the model's feed-forward layer, one set for each rank: the forward and
+   both gradients. */
 typedef struct product_rate {
     bench_product products[3][RANKS];
     double rate[2][MOST_STEPS]; /* of dt and of OpenBLAS, round by round */
@@ -594,7 +593,7 @@ static int product_rate_make(product_rate *p, gpt_config c, const bench_blas *bl
     return made;
 }
 
-/* Some bursts of each contestant: GFLOP/s over all three products, one after the other. */
+/* Some bursts of dt and OpenBLAS: GFLOP/s over all three products, one after another. */
 static void product_rate_turn(product_rate *p, int bursts) {
     for (int i = 0; i < bursts && p->rounds < MOST_STEPS; i++, p->rounds++)
         for (int who = 0; who < p->who; who++) {
@@ -651,7 +650,8 @@ static void start_llmc(match *m) {
     const char *words[] = { "stdbuf", "-oL", m->s.llmc, NULL };
     contestant *c = &m->c[LLMC];
     if (!m->s.llmc || !realpath(m->s.llmc, folder)) {
-        printf("# peer: llm.c is not %s; tests/bench/peers/llmc_files.py says how to build it for "
+        printf("# peer: llm.c is not %s; tests/bench/peers/llmc_files.py describes how to build it "
+               "for "
                "--llmc PATH\n",
             m->s.llmc ? "there" : "asked for");
         return;
@@ -687,7 +687,7 @@ static void print_summary_line(const char *name, double value) {
     printf("summary,%s,%s\n", name, bench_number(text, sizeof text, value, "%.4g"));
 }
 
-/* The largest relative difference of the first losses. */
+/* The largest relative difference between dt's and PyTorch's first losses. */
 static double loss_difference(const match *m) {
     double most = 0;
     if (!m->there[DT_IN_F32] || !m->there[TORCH_IN_F32]) return NAN;
@@ -730,8 +730,7 @@ static void print_result(match *m) {
     print_summary_line("loss_difference_f32", apart);
 }
 
-/* Round by round, each contestant has its turn; llm.c, whose steps take ten seconds, a shorter
-   one. */
+/* Runs all contestants in turns. llm.c, whose steps take ten seconds, has shorter turns. */
 static void play(match *m) {
     for (int round = 0; round < m->s.rounds; round++) {
         product_rate_turn(&m->products, m->s.quick ? 1 : 5);
@@ -747,13 +746,14 @@ static void play(match *m) {
     }
 }
 
-/* dt's initial weights, written by a worker, so that this process stays small. */
+/* Lets a worker write dt's initial weights, so that this process stays small. */
 static int make_weights(const char *path) {
     const char *words[] = { "/proc/self/exe", "--worker", path, NULL };
     contestant *c = (contestant *)malloc(sizeof *c);
     int made = c && contestant_start(c, "weights", words, NULL);
-    if (made) contestant_step(c); /* takes no step: returns at the worker's end */
-    if (made && strcmp(c->error, "it ended without a word") != 0) printf("# dt: %s\n", c->error);
+    if (made) contestant_step(c); /* returns when the worker ends, which makes no step */
+    if (made && strcmp(c->error, "it ended without an error message") != 0)
+        printf("# dt: %s\n", c->error);
     if (made) contestant_end(c);
     free(c);
     return made;

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# offload_cgroup.sh - the limit of offload to disk, counted a second time by the kernel
+# offload_cgroup.sh - --mem-limit with offload to disk, checked by a control group of the kernel
 #
 #   tests/bench/offload_cgroup.sh        B=build
 #
-# Trains a model whose state on each rank is more than ten times --mem-limit, with state, values and gradients in files,
-# in a control group whose limit is RANKS x --mem-limit + ALLOWANCE. The group counts every page: those of the ranks,
-# and those of the files in the page cache. The allowance is for the program itself, the supervisor, stacks, libraries
-# and page tables. Before that in a group without a limit, whose peak says what the page cache takes where it may; after
-# it without offload, which must not fit. Needs root and the memory controller, v1 or v2; the
-# group is its own and removed. Ends with 77 where it cannot run.
+# Trains a model whose state on each rank is more than ten times --mem-limit, with state, parameters and gradients in
+# files, in a control group whose limit is RANKS x --mem-limit + ALLOWANCE. The group counts all pages of the ranks and
+# of their files in the page cache. The allowance is for the program, the supervisor, stacks, libraries and page tables.
+# First the model trains in a group without a limit, whose peak shows how much the page cache takes then. Last it trains
+# without offload, which must exceed the limit. Needs root and the memory controller, v1 or v2. The script makes its own
+# group and removes it. Ends with 77 if it cannot run.
 ROOT=$(cd "$(dirname "$0")/../.." && pwd)
 B=${B:-$ROOT/build} RANKS=2 ALLOWANCE=$((24 << 20))
 SETTINGS="--layers 128 --width 160 --heads 4 --seq 16 --batch 2 --micro-batch 1 --dp $RANKS --dtype bf16 --recompute full"
@@ -25,7 +25,7 @@ else
     skip "no memory controller at /sys/fs/cgroup"
 fi
 dir=$(mktemp -d "${TMPDIR:-/var/tmp}/dt_offload.XXXXXX")
-case $(stat -f -c %T "$dir") in tmpfs | ramfs) rmdir "$dir"; skip "$dir lies in memory" ;; esac
+case $(stat -f -c %T "$dir") in tmpfs | ramfs) rmdir "$dir"; skip "$dir is in memory, not on a disk" ;; esac
 trap 'rm -rf "$dir"; rmdir "$group"* 2>/dev/null' EXIT
 
 needs() { "$B/train_gpt" $SETTINGS "$@" --dry-run | awk '/all at once +[0-9]+ +[0-9]+$/ { all = $5 }
@@ -45,7 +45,7 @@ inside() { # inside NAME ARGS...: in a group of its own
 
 read -r state all < <(needs)
 read -r _ small < <(needs --offload-optim "$dir" --offload-params "$dir")
-small=$((small + (1 << 19))) # two windows, by which forked ranks show each other what is not in shared memory
+small=$((small + (1 << 19))) # two windows, through which forked ranks exchange data that is not in shared memory
 total=$((RANKS * small + ALLOWANCE))
 echo "# a rank: state $state bytes, all $all; with offload --mem-limit $small; the group: $RANKS x that + $ALLOWANCE"
 bytes=$((64 << 30))

@@ -2,9 +2,9 @@
 
        static void fuzz_one(const unsigned char *data, size_t bytes);
 
-   With FUZZ_ENGINE (make fuzz) it is a libFuzzer target; without, a program that runs the files it
-   is given (or those of the folders), one after the other: fuzz_json tests/fuzz/corpus/json. With
-   FUZZ_REPLAY it is only that function: tests/programs/test_fuzz.c runs the corpus through all of them. */
+   With FUZZ_ENGINE (make fuzz) the file is a libFuzzer target. Without, it is a program that runs
+   each file, and each file of a folder, in its arguments: fuzz_json tests/fuzz/corpus/json. With
+   FUZZ_REPLAY it has no main: tests/programs/test_fuzz.c runs the corpus through all targets. */
 #ifndef FUZZ_H
 #define FUZZ_H
 
@@ -20,7 +20,7 @@
 
 static void fuzz_one(const unsigned char *data, size_t bytes);
 
-/* A wrong answer is as bad as a crash: both end the run. */
+/* Ends the run, like a crash, if a condition is false. */
 static inline void fuzz_must(int holds, const char *what) {
     if (holds) return;
     fprintf(stderr, "fuzz: %s\n", what);
@@ -45,7 +45,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes) {
     return 0;
 }
 #else
-/* Runs one file; the copy has its exact size, so that a sanitizer sees reads behind its end. */
+/* Runs one file, from a copy of its exact size, so that a sanitizer reports reads past the end. */
 static inline int fuzz_file(
     const char *path, void (*one)(const unsigned char *data, size_t bytes)) {
     static unsigned char data[1 << 20];
@@ -60,7 +60,7 @@ static inline int fuzz_file(
     return 1;
 }
 
-/* A file, or all files of a folder; how many there were. */
+/* Runs a file, or all files of a folder. Returns their number. */
 static inline int fuzz_replay(
     const char *path, void (*one)(const unsigned char *data, size_t bytes)) {
     int files = 0;

@@ -1,7 +1,7 @@
-/* fuzz_config.c - any text as the file of train_gpt --config. What is accepted sets options to
-   values that the table allows, drops no key, and written down as options of its own it means the
-   same; what is refused is one line that names file, line and column. No file is opened but that
-   text. */
+/* fuzz_config.c - any text as the file of train_gpt --config. An accepted file sets options to
+   values that the table of options allows, every key counts, and the same options written as a new
+   file mean the same. A refusal is one line that names file, line and column. No other file is
+   opened. */
 #include "tests/fuzz/fuzz.h"
 #include "dt_zero.h"
 
@@ -20,7 +20,7 @@ static struct {
     memory_fs fs;
     char text[1 << 14]; /* what train_gpt writes to standard error */
     size_t used;
-    /* its memory: a refusal leaves it, as the end of the program would */
+    /* memory of train_gpt, which exits without freeing it when it refuses a file */
     void *kept[300];
     int n;
     jmp_buf end;
@@ -32,8 +32,8 @@ static __attribute__((noreturn)) void fuzz_exit(int status) {
 }
 
 static void *fuzz_keep(void *p) {
-    fuzz_must(
-        p && fuzz_train.n < (int)(sizeof fuzz_train.kept / sizeof *fuzz_train.kept), "much memory");
+    fuzz_must(p && fuzz_train.n < (int)(sizeof fuzz_train.kept / sizeof *fuzz_train.kept),
+        "too many allocations");
     return fuzz_train.kept[fuzz_train.n++] = p;
 }
 
@@ -56,7 +56,7 @@ static int fuzz_poll(struct pollfd *at, int n, int ms) {
 
 static ssize_t fuzz_take(int fd, const void *text, size_t bytes) {
     fuzz_must(fd == 2 && fuzz_train.used + bytes < sizeof fuzz_train.text,
-        "a short text for standard error");
+        "output that is too long, or not for standard error");
     memcpy(fuzz_train.text + fuzz_train.used, text, bytes);
     fuzz_train.used += bytes;
     return (ssize_t)bytes;
@@ -64,7 +64,7 @@ static ssize_t fuzz_take(int fd, const void *text, size_t bytes) {
 
 static char *fuzz_strdup(const char *text) { return (char *)fuzz_keep(strdup(text)); }
 
-/* The context that looks at files: over memory. */
+/* The context that reads files gets them from memory. */
 static dt_ctx *fuzz_ctx_make(dt_ctx_desc desc) {
     dt_host host = *desc.host;
     dt_io io = memory_io(&fuzz_train.fs);
@@ -89,7 +89,7 @@ static dt_ctx *fuzz_ctx_make(dt_ctx_desc desc) {
 #undef poll
 #undef write
 
-/* train_gpt --config config.json, up to where the options stand; 0: refused. */
+/* Runs train_gpt --config config.json until the options are set. 0 if the file is refused. */
 static int fuzz_parse(value *v, const void *data, size_t bytes) {
     static char *argv[] = { (char *)"train_gpt", (char *)"--config", (char *)"config.json", NULL };
     memory_clear(&fuzz_train.fs);
@@ -109,24 +109,24 @@ static void fuzz_forget(void) {
     while (fuzz_train.n) free(fuzz_train.kept[--fuzz_train.n]);
 }
 
-/* "error: config.json:LINE:COLUMN: why", of a place in the text. */
+/* The error must be "error: config.json:LINE:COLUMN: why", with a position inside the text. */
 static void fuzz_refused(const unsigned char *data, size_t bytes) {
     int line = 0, column = 0, n = 0, lines = 1;
     size_t at = 0;
     char *text = fuzz_train.text, *end = strchr(text, '\n');
-    fuzz_must(end && !end[1], "an error of one line");
+    fuzz_must(end && !end[1], "the error is not one line");
     for (unsigned char *c = (unsigned char *)text; c < (unsigned char *)end; c++)
-        fuzz_must(
-            *c >= 32 && *c != 127 && (*c != 0xc2 || c[1] >= 0xa0), "a line that a terminal minds");
-    fuzz_must(strncmp(text, "error: ", 7) == 0, "it begins with error:");
+        fuzz_must(*c >= 32 && *c != 127 && (*c != 0xc2 || c[1] >= 0xa0),
+            "the error has control characters");
+    fuzz_must(strncmp(text, "error: ", 7) == 0, "the error does not begin with 'error: '");
     text += strncmp(text + 7, "--config: ", 10) == 0 ? 17 : 7;
     fuzz_must(
         sscanf(text, "config.json:%d:%d: %n", &line, &column, &n) == 2 && n > 0 && text + n < end,
-        "its place");
+        "the error has no file, line and column");
     for (; at < bytes && lines < line; at++) lines += data[at] == '\n';
     for (; at < bytes && data[at] != '\n' && column > 1; at++)
-        column -= at + 1 == bytes || (data[at + 1] & 0xc0) != 0x80; /* characters */
-    fuzz_must(lines == line && column == 1, "its place is in the text");
+        column -= at + 1 == bytes || (data[at + 1] & 0xc0) != 0x80; /* columns count characters */
+    fuzz_must(lines == line && column == 1, "the error's position is outside the text");
 }
 
 static void fuzz_value(int id, const value *v) {
@@ -153,7 +153,7 @@ static void fuzz_value(int id, const value *v) {
             o->default_text && strtod(o->default_text, NULL) == v->number, "what is not built");
 }
 
-/* Every key is an option, whose value is the file's, or one of DeepSpeed's, to its last byte. */
+/* Every key is an option, which must have the file's value, or a key of DeepSpeed. */
 static void fuzz_keys(const value *v, const dt_json *j, int object, const char *prefix) {
     for (int i = 0; i < dt_json_count(j, object); i++) {
         char path[200];
@@ -166,7 +166,7 @@ static void fuzz_keys(const value *v, const dt_json *j, int object, const char *
         while (at < N_DEEPSPEED_KEYS && strcmp(deepspeed[at].path, path) != 0) at++;
         int id = *prefix || dt_json_kind_of(j, node) == DT_JSON_OBJECT ? N_OPTIONS
                                                                        : find_option(key, bytes);
-        fuzz_must(at < N_DEEPSPEED_KEYS || id < N_OPTIONS, "a key that nobody knows");
+        fuzz_must(at < N_DEEPSPEED_KEYS || id < N_OPTIONS, "an unknown key is accepted");
         if (id == N_OPTIONS && deepspeed[at].to == BLOCK) {
             strcat(path, ".");
             fuzz_keys(v, j, node, path);
@@ -176,14 +176,15 @@ static void fuzz_keys(const value *v, const dt_json *j, int object, const char *
             fuzz_must(strlen(text) == bytes, "a NUL in a text");
         if (id == N_OPTIONS || dt_json_kind_of(j, node) == DT_JSON_NULL) continue;
         if (table[id].kind == FLAG && dt_json_bool(j, node, &flag) && !flag) continue;
-        fuzz_must(v[id].from == GIVEN, "a key that was dropped");
+        fuzz_must(v[id].from == GIVEN, "a key is ignored");
         if (dt_json_number(j, node, &x) && table[id].kind != WORD && table[id].kind != TEXT)
-            fuzz_must(v[id].number == x, "another number");
-        if (text) fuzz_must(strcmp(v[id].text, text) == 0, "another text");
+            fuzz_must(v[id].number == x, "an option has another number than the file");
+        if (text)
+            fuzz_must(strcmp(v[id].text, text) == 0, "an option has another text than the file");
     }
 }
 
-/* The options that the file gave, as a file of their own. */
+/* Writes the options that the file set as a new file. */
 static void fuzz_write(dt_json_out *o, const value *v) {
     dt_json_open(o, NULL, '{');
     for (int i = 0; i < N_OPTIONS; i++) {
@@ -218,7 +219,7 @@ static void fuzz_accepted(value *v, const unsigned char *data, size_t bytes) {
         else if (i != O_CONFIG)
             fuzz_must(v[i].text == table[i].default_text, "a preset");
     }
-    fuzz_must(fuzz_train.n == kept, "memory is left");
+    fuzz_must(fuzz_train.n == kept, "memory is leaked");
     fuzz_keys(v, j, 0, "");
     fuzz_write(&o, v);
     fuzz_must(
@@ -241,7 +242,7 @@ static void fuzz_one(const unsigned char *data, size_t bytes) {
         fuzz_accepted(v, data, bytes);
     else
         fuzz_refused(data, bytes);
-    fuzz_must(fuzz_train.fs.open == 0, "a descriptor is left");
+    fuzz_must(fuzz_train.fs.open == 0, "a descriptor is leaked");
     memory_clear(&fuzz_train.fs);
     fuzz_forget();
 }

@@ -1,5 +1,5 @@
-/* fuzz_json.c - any text as JSON; what is accepted is written again and must read back as the
-   same. */
+/* fuzz_json.c - any text as JSON. An accepted text is written again and must parse to the same
+   value. */
 #include "tests/fuzz/fuzz.h"
 
 static void write_node(dt_json_out *o, const dt_json *j, int node, const char *key) {
@@ -50,7 +50,7 @@ static void fuzz_one(const unsigned char *data, size_t bytes) {
     if (j) {
         dt_json_out o = { ctx, NULL, 0, 0 };
         write_node(&o, j, 0, NULL);
-        /* a NUL cuts a key short */
+        /* a key with a NUL would be written only up to the NUL */
         dt_json *again = zeros ? NULL : dt_json_parse(ctx, "again", o.text, o.used);
         fuzz_must(
             zeros || (again && same_node(j, 0, again, 0)), "what was written reads otherwise");
@@ -59,6 +59,6 @@ static void fuzz_one(const unsigned char *data, size_t bytes) {
         dt_json_out_free(&o);
     }
     dt_json_free(j);
-    fuzz_must(dt_memory_used(ctx).live[DT_MEM_HOST] <= 2000, "memory is left");
+    fuzz_must(dt_memory_used(ctx).live[DT_MEM_HOST] <= 2000, "memory is leaked");
     dt_ctx_free(ctx);
 }

@@ -1,5 +1,5 @@
-/* fuzz_llmc.c - the head of an llm.c model: the input's 32 bytes of head, then 8 bytes that are the
-   file's size, or the size that the head asks for where they are missing. */
+/* fuzz_llmc.c - the header of an llm.c model. The input is 32 bytes of header, then 8 bytes with
+   the file's size; without these 8 bytes the file has the size that the header implies. */
 #include "tests/fuzz/fuzz.h"
 
 static void fuzz_one(const unsigned char *data, size_t bytes) {
@@ -18,10 +18,10 @@ static void fuzz_one(const unsigned char *data, size_t bytes) {
         size = 1024 + (word[1] == 5 ? 2 : 4) *
                           (word[7] * C + word[2] * C + L * (12 * C * C + 13 * C) + 2 * C);
     size = size < 0 ? 0 : size;
-    /* a header of 100 MB is the other target's, and slow */
+    /* other magic numbers: at most 4 KB, as fuzz_safetensors tests large headers */
     if (word[0] != 20240326 && size > 4096) size = 4096;
     memory_put(&fs, "f", head, 1024);
-    fs.file[0].size = (size_t)size; /* zeros behind the head, which take no memory */
+    fs.file[0].size = (size_t)size; /* zeros after the header, which take no memory */
     dt_ctx *ctx = fuzz_ctx(&fs);
     dt_weights *w = dt_weights_open(ctx, "f");
     fuzz_must((w == NULL) == (dt_error(ctx) != DT_OK), "no error text");
@@ -30,18 +30,20 @@ static void fuzz_one(const unsigned char *data, size_t bytes) {
         int64_t end = 1024;
         for (int i = 0; i < dt_weights_count(w); i++) {
             int64_t n = dt_weights_get(w, i)->count;
-            /* no conversion: its window would be most of the time */
+            /* without conversion, whose window would take most of the time */
             dt_dtype dtype = dt_weights_get(w, i)->dtype;
             end += n * (int64_t)dt_dtype_size(dtype);
-            fuzz_must(dt_weights_read(w, i, 0, 1, dtype, v) == DT_OK, "the first element");
-            fuzz_must(dt_weights_read(w, i, n - 1, 1, dtype, v) == DT_OK, "the last element");
+            fuzz_must(
+                dt_weights_read(w, i, 0, 1, dtype, v) == DT_OK, "the first element cannot be read");
+            fuzz_must(dt_weights_read(w, i, n - 1, 1, dtype, v) == DT_OK,
+                "the last element cannot be read");
         }
         fuzz_must(end == size && dt_weights_count(w) == 16, "the tensors do not fill the file");
         fuzz_must(!small || dt_weights_llmc(w).padded_vocab >= dt_weights_llmc(w).vocab,
-            "the vocabulary");
+            "the padded vocabulary is smaller than the vocabulary");
     }
     dt_weights_close(w);
     dt_ctx_free(ctx);
-    fuzz_must(fs.open == 0, "a descriptor is left");
+    fuzz_must(fs.open == 0, "a descriptor is leaked");
     memory_clear(&fs);
 }

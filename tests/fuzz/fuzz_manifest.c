@@ -1,7 +1,7 @@
-/* fuzz_manifest.c - a checkpoint whose manifest is of any content; the first byte says whether its
-   own digest is made to fit, so that what lies behind that is reached too. The other files are
-   those of a checkpoint. Whatever the manifest says, it is refused with a text, or what is loaded
-   has the bits that were saved. */
+/* fuzz_manifest.c - a checkpoint with any bytes as its manifest. If bit 0 of the first byte is set,
+   the manifest gets a valid digest, so that the code after the check of the digest is reached. The
+   other files are those of a valid checkpoint. The manifest must be refused with an error text, or
+   the loaded values must have the bits that were saved. */
 #include "tests/fuzz/fuzz.h"
 #include "tests/zero/disk_sim.h"
 
@@ -43,7 +43,7 @@ static void manifest_end(manifest_job *j) {
     dt_ctx_free(j->ctx);
 }
 
-/* One step and a save; what a reader must find. */
+/* Makes one step, saves it, and keeps the values that a load must find. */
 static void manifest_make(void) {
     manifest_job j;
     disk_make(&fuzz_saved.d);
@@ -76,7 +76,7 @@ static void manifest_put(const unsigned char *data, size_t bytes, int seal) {
     dt__manifest_end(end, (const char *)data, bytes);
     if (seal) fuzz_saved.io.pwrite(&fuzz_saved.seat, fd, end, DT__MANIFEST_END, (int64_t)bytes);
     fuzz_saved.io.close(&fuzz_saved.seat, fd);
-    fuzz_saved.d.n_ops = 0; /* the log of what no cut will ask for */
+    fuzz_saved.d.n_ops = 0; /* discards the log of writes, which only simulated power cuts need */
     fuzz_saved.d.n_bytes = 0;
 }
 
@@ -98,5 +98,5 @@ static void fuzz_one(const unsigned char *data, size_t bytes) {
             memcmp(moments, fuzz_saved.moments, sizeof moments) == 0, "other moments were loaded");
     }
     manifest_end(&j);
-    fuzz_must(fuzz_saved.d.open == 0, "a descriptor is left");
+    fuzz_must(fuzz_saved.d.open == 0, "a descriptor is leaked");
 }

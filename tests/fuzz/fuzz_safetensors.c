@@ -1,6 +1,5 @@
-/* fuzz_safetensors.c - a file of weights, of any content; the first byte says whether the rest is
-   the file itself, the header of one whose length and data are made to fit, or an index beside
-   three good shards. */
+/* fuzz_safetensors.c - any bytes as a weight file. The first byte says what the rest is: the file,
+   a header to which a valid length and data are added, or an index of three valid shards. */
 #include "tests/fuzz/fuzz.h"
 
 static void put_good(memory_fs *fs, const char *name, const char *header, size_t data) {
@@ -10,7 +9,7 @@ static void put_good(memory_fs *fs, const char *name, const char *header, size_t
     memory_put(fs, name, file, 8 + strlen(header) + data);
 }
 
-/* Every element of every tensor is read, first and last by themselves. */
+/* Reads every element of every tensor, and the last element alone. */
 static void read_all(dt_ctx *ctx, dt_weights *w) {
     static double host[4096];
     for (int i = 0; i < dt_weights_count(w) && dt_error(ctx) == DT_OK; i++) {
@@ -21,7 +20,7 @@ static void read_all(dt_ctx *ctx, dt_weights *w) {
         for (int64_t at = 0; at < t->count; at += 4096)
             dt_weights_read(w, i, at, t->count - at < 4096 ? t->count - at : 4096, as, host);
         if (t->count > 0) dt_weights_read(w, i, t->count - 1, 1, t->dtype, host);
-        fuzz_must(dt_error(ctx) == DT_OK, "an element that is there cannot be read");
+        fuzz_must(dt_error(ctx) == DT_OK, "an element cannot be read");
     }
     dt_weights_metadata(w, "format");
     if (dt_weights_find(w, "a") < 0) return;
@@ -60,6 +59,6 @@ static void fuzz_one(const unsigned char *data, size_t bytes) {
     if (w) read_all(ctx, w);
     dt_weights_close(w);
     dt_ctx_free(ctx);
-    fuzz_must(fs.open == 0, "a descriptor is left");
+    fuzz_must(fs.open == 0, "a descriptor is leaked");
     memory_clear(&fs);
 }

@@ -1,6 +1,6 @@
-/* fuzz_shards.c - two files of tokens. The first byte: bits 0 and 1, which of them get 1,012 bytes
-   of zeros after their third word, so that they can be shards; bits 2 to 5, the sequence. Then the
-   length of the first file, one byte. */
+/* fuzz_shards.c - any bytes as two token files. Bits 0 and 1 of the first byte choose the files
+   that get 1,012 bytes of zeros after their third word, which makes a full header; bits 2 to 5 are
+   the sequence length minus 1. The second byte is the length of the first file. */
 #include "tests/fuzz/fuzz.h"
 
 static void put_part(
@@ -27,7 +27,7 @@ static void fuzz_one(const unsigned char *data, size_t bytes) {
     fuzz_must((t == NULL) == (dt_error(ctx) != DT_OK), "no error text");
     int32_t ids[16], labels[16], last = -1;
     int64_t n = dt_text_sequences(t);
-    /* the last ones: those that reach both ends */
+    /* only the last 64 sequences */
     for (int64_t i = n > 64 ? n - 64 : 0, begin = i; i < n; i++) {
         if (dt_text_read(t, i, ids, labels) != DT_OK) break;
         fuzz_must(i == begin || last == ids[0], "sequences do not follow each other");
@@ -39,6 +39,6 @@ static void fuzz_one(const unsigned char *data, size_t bytes) {
     }
     dt_text_close(t);
     dt_ctx_free(ctx);
-    fuzz_must(fs.open == 0, "a descriptor is left");
+    fuzz_must(fs.open == 0, "a descriptor is leaked");
     memory_clear(&fs);
 }

@@ -43,7 +43,7 @@ static inline void golden_free(golden *g) {
     free(g);
 }
 
-/* The whole file, *size bytes and a zero after them; NULL with errno set on failure. */
+/* Reads a file: *size bytes and a zero after them. Returns NULL and sets errno on failure. */
 static inline unsigned char *golden_read_file(const char *path, size_t *size) {
     FILE *file = fopen(path, "rb");
     unsigned char *bytes = NULL;
@@ -51,7 +51,7 @@ static inline unsigned char *golden_read_file(const char *path, size_t *size) {
     if (!file) return NULL;
     if (fseek(file, 0, SEEK_END) == 0) length = ftell(file);
     if (length > INT32_MAX)
-        errno = EINVAL; /* a folder opens too, and looks endless */
+        errno = EINVAL; /* fopen also opens folders, which report a huge length */
     else if (length >= 0 && fseek(file, 0, SEEK_SET) == 0) {
         bytes = (unsigned char *)malloc((size_t)length + 1);
         if (bytes && fread(bytes, 1, (size_t)length, file) != (size_t)length) {
@@ -67,7 +67,7 @@ static inline unsigned char *golden_read_file(const char *path, size_t *size) {
     return bytes;
 }
 
-/* "name d0 d1 .." in text[0..length) into a; 0 if it is not that. */
+/* Parses "name d0 d1 .." in text[0..length) into a. Returns 0 if the text is malformed. */
 static inline int golden_parse_line(golden_array *a, const char *text, size_t length) {
     size_t at = 0;
     while (at < length && text[at] != ' ') at++;
@@ -91,7 +91,7 @@ static inline int golden_parse_line(golden_array *a, const char *text, size_t le
     return 1;
 }
 
-/* Whatever the machine's byte order. */
+/* Decodes a little-endian double on a machine of any byte order. */
 static inline double golden_decode(const unsigned char *bytes) {
     uint64_t bits = 0;
     double value;
@@ -100,7 +100,7 @@ static inline double golden_decode(const unsigned char *bytes) {
     return value;
 }
 
-/* Appends the array that starts at *at and moves *at behind it. Returns 0, or an errno value. */
+/* Appends the array that starts at *at and moves *at to its end. Returns 0, or an errno value. */
 static inline int golden_parse_array(
     golden *g, const unsigned char *bytes, size_t size, size_t *at) {
     const char *line = (const char *)bytes + *at;
@@ -120,7 +120,7 @@ static inline int golden_parse_array(
     return 0;
 }
 
-/* NULL on failure, and errno says why: fopen's reason, EIO, ENOMEM, or EINVAL: not this format. */
+/* NULL on failure, with errno of fopen, EIO, ENOMEM, or EINVAL if the format is not this one. */
 static inline golden *golden_open(const char *path) {
     static const char magic[] = "golden 1\n";
     size_t size = 0, at = sizeof magic - 1;
@@ -145,7 +145,7 @@ static inline const golden_array *golden_find(const golden *g, const char *name)
     return NULL;
 }
 
-/* Its elements, and their number in *count (0 when there is no such array); count may be NULL. */
+/* The array's elements, or NULL. *count: their number, 0 without an array. count may be NULL. */
 static inline const double *golden_get(const golden *g, const char *name, int64_t *count) {
     const golden_array *a = golden_find(g, name);
     if (count) *count = a ? a->count : 0;

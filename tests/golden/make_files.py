@@ -34,7 +34,7 @@ save_file(
     os.path.join(here, "files_pt.safetensors"),
     metadata={"format": "pt"},
 )
-# types that can only be listed, and other metadata
+# types that dt can only list, and other metadata
 save_file(
     {
         "mask": torch.ones(1, 1, 4, 4, dtype=torch.bool),

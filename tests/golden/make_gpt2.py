@@ -8,7 +8,7 @@ or another processor.
 
 FILES
     gpt2_tied.bin      AdamW, head = wte
-    gpt2_untied.bin    AdamW, its own lm_head.weight
+    gpt2_untied.bin    AdamW, with an lm_head.weight
     gpt2_sgd.bin       tied, SGD with momentum; no gradients: the first are gpt2_tied's
 FORMAT
     The line "golden 1", then arrays until the end of the file. An array is one text line, its name
@@ -22,7 +22,7 @@ ARRAYS
     step.S.ids         (micros, B, T_used), S from 1
     step.S.labels      the same shape; -1 is ignored
     step.S.lr          learning rate of the step
-    step.S.denom       labels >= 0 in the whole step: what its loss is divided by
+    step.S.denom       the number of labels >= 0 in the step, by which its loss is divided
     step.S.loss        sum of cross entropies over all micro-batches / denom, before the update
     step.S.norm        norm of the accumulated gradient before clipping
     grad.NAME          gradient of the first step, before clipping, summed over its micro-batches
@@ -37,10 +37,9 @@ INITIAL VALUES
     Element e of the p-th parameter, both from 0, is unit(p, e)/2, plus 1 for a layernorm's weight.
     unit() is below; it is integer arithmetic modulo 2^32, so every language gets the same bits.
 THE KEY BIAS
-    Its gradient is zero in exact arithmetic: a softmax does not see a constant added to its scores.
-    What AdamW gets is rounding, some 1e-18, which it divides by eps = 1e-8 rather than by a
-    gradient's size. So param.h.L.attn.k.bias is reproducible to 1e-11 only; all other parameters
-    are to 1e-14.
+    Its gradient is zero in exact arithmetic, because adding a constant to all scores does not change
+    their softmax. AdamW gets a rounding error of about 1e-18, which it divides by eps = 1e-8. So
+    param.h.L.attn.k.bias is reproducible only to 1e-11; all other parameters are to 1e-14.
 """
 import os
 import sys
@@ -57,7 +56,7 @@ SGD_LR, MOMENTUM = 0.2, 0.9
 
 
 def unit(p, e):
-    """A number in [-0.5, 0.5): 20 bits of a mixed 32-bit integer, exact in f32 as well."""
+    """A value in [-0.5, 0.5): 20 bits of a 32-bit hash, exact in f32 as well."""
     h = (p * 2654435761 + e * 2246822519 + 374761393) & 0xFFFFFFFF
     h = ((h ^ (h >> 15)) * 2246822519) & 0xFFFFFFFF
     h = ((h ^ (h >> 13)) * 3266489917) & 0xFFFFFFFF
@@ -148,9 +147,9 @@ def forward(P, ids):
 
 
 def step_data(step):
-    """ids and labels (MICROS,B,T_USED): the next token of a rule with noise, about a fifth of the
-    labels ignored, and one whole sequence ignored in step 3: micro-batches weigh differently, and
-    steps have different denominators."""
+    """ids and labels (MICROS,B,T_USED): the next token of a rule with noise. About a fifth of the
+    labels is ignored, and one full sequence in step 3, so that micro-batches have different weights
+    and steps different denominators."""
     noise = units(1000 + step, MICROS, B, T_USED + 1)
     start = torch.arange(T_USED + 1) * 3 + torch.arange(MICROS * B).reshape(MICROS, B, 1) * 5 + step
     tokens = torch.where(noise > 0.3, ((noise + 0.5) * 1e4).long(), start) % V

@@ -1,4 +1,4 @@
-"""make_hf.py - makes tiny GPT-2 and Llama files as Hugging Face's transformers saves them, and what they compute
+"""make_hf.py - makes tiny GPT-2 and Llama files as Hugging Face's transformers saves them, with their logits and gradients
 Public domain or MIT, at your choice; see LICENSE.
 
 Run:    python3 make_hf.py OUT          writes the folders and files below into folder OUT
@@ -10,7 +10,7 @@ FILES
     hf_gpt2/            GPT-2, tied, f32, one file
     hf_llama/           Llama, 6 heads and 2 of keys, its own head, f32, several files and an index
     hf_llama_bf16/      Llama, 4 heads and 4 of keys, tied, bf16, one file
-    hf_*/vectors.bin    what it computes, in float64 from the file's weights: arrays in make_gpt2.py's format
+    hf_*/vectors.bin    its results, computed in float64 from the file's weights: arrays in make_gpt2.py's format
     llmc_v3.bin, llmc_v5.bin        the weights of hf_gpt2 as llm.c's model file, f32 and bf16, the vocabulary padded
     llmc_v3.vectors.bin, ...        to 64, and their logits and loss: another eps, and rounded weights
 ARRAYS
@@ -52,7 +52,7 @@ def models():
 
 
 def make_model(config, dtype):
-    """Weights of every size matter: nothing is near zero, gains are not 1, biases not 0."""
+    """A model in which every weight matters: none is near zero, gains are not 1, biases not 0."""
     from transformers import GPT2LMHeadModel, LlamaForCausalLM
     torch.manual_seed(len(config.model_type))
     model = (GPT2LMHeadModel if config.model_type == "gpt2" else LlamaForCausalLM)(config)
@@ -60,7 +60,7 @@ def make_model(config, dtype):
         for name, p in model.named_parameters():
             gain = p.dim() == 1 and name.endswith("weight")
             p.copy_((1 if gain else 0) + torch.randn(p.shape) * (0.35 if p.dim() > 1 else 0.2))
-        for p in model.parameters():    # not buffers: the angles stay as they are
+        for p in model.parameters():    # but not buffers, which hold the angles
             p.data = p.data.to(dtype)
     return model.eval()
 
@@ -99,7 +99,7 @@ def own_names(model):
 
 
 class Norm(torch.nn.Module):
-    """RMSNorm all in float64; the library's goes through float32."""
+    """RMSNorm in float64; transformers' RMSNorm computes in float32."""
     def __init__(self, old):
         super().__init__()
         self.weight, self.eps = old.weight, old.variance_epsilon
@@ -109,7 +109,7 @@ class Norm(torch.nn.Module):
 
 
 class Rotary(torch.nn.Module):
-    """Cosines and sines likewise."""
+    """Cosines and sines in float64; transformers computes them in float32."""
     def __init__(self, config):
         super().__init__()
         self.dim, self.theta = config.head_dim, config.rope_parameters["rope_theta"]
@@ -132,12 +132,12 @@ def in_float64(model):
 
 
 def vectors(model, grads=True):
-    """In float64, from weights that stay as they are in the file."""
+    """Logits, loss and gradients in float64, from the weights of the file."""
     ids = torch.arange(20).reshape(2, 10)
     plain = model.float()(input_ids=ids, use_cache=False).logits
     model = in_float64(model)
     apart = (plain - model(input_ids=ids, use_cache=False).logits).abs().max().item()
-    print(f"float32 and float64: logits {apart:.1e} apart")
+    print(f"float32 and float64: logits differ by {apart:.1e}")
     assert apart < 1e-4
     V = model.config.vocab_size
     generator = torch.Generator().manual_seed(V)
@@ -152,7 +152,7 @@ def vectors(model, grads=True):
 
 
 def write_llmc(path, model, version, padded):
-    """llm.c's file: an int32 head of 256, then all layers of a kind together, matrices (out, in)."""
+    """llm.c's file: a header of 256 int32, then each tensor of all layers together, matrices (out, in)."""
     c = model.config
     P = {name.removeprefix("transformer."): p.detach().float() for name, p in model.named_parameters()}
 
@@ -204,7 +204,7 @@ def read_golden(path):
 
 
 def check(top):
-    """One line a folder, "ok" or "WRONG" first."""
+    """Prints a line for each folder, which begins with "ok" or "WRONG"."""
     from transformers import AutoModelForCausalLM
     for name in sorted(os.listdir(top)):
         folder = os.path.join(top, name)
@@ -218,7 +218,7 @@ def check(top):
             apart = np.abs(got - want["logits"]).max()
             strange = {k: v for k, v in info.items() if v and k != "error_msgs"}
             good = apart < 1e-5 * np.abs(want["logits"]).max() and not strange     # norms go through float32
-            print("ok" if good else "WRONG", name, type(model).__name__, f"logits {apart:.1e} apart", strange or "")
+            print("ok" if good else "WRONG", name, type(model).__name__, f"logits differ by {apart:.1e}", strange or "")
         except Exception as error:
             print("WRONG", name, repr(error).replace("\n", " "))
 

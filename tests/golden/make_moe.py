@@ -15,8 +15,9 @@ ARRAYS
     x (B,T,C), w (E,C), w1 (E,2,F,C) gate and up, w2 (E,C,F), dy (B,T,C)
     logits (B,T,E), gates (B,T,k), choices (B,T,k), y (B,T,C)
     balance_all    transformers' load_balancing_loss_func of all tokens
-    balance (B)    the same of each sequence alone. It is E sum of f P with f the tokens that chose e, k of E in all,
-                   where dt_route's has choices over k T: it is k times that of dt_route, which takes the mean of these.
+    balance (B)    the same of each sequence alone: E * sum over experts of f P, where f is the fraction of tokens that
+                   chose the expert. dt_route divides the choices by k T instead, and takes the mean over sequences, so
+                   balance is k times dt_route's.
     z              transformers' router_z_loss_func: the mean over tokens
     balance_weight, z_weight
     dx, dw, dw1, dw2    gradients of sum(y dy) + balance_weight mean(balance) / k + z_weight z

@@ -6,7 +6,7 @@ Run:    python3 make_onebit.py OUT      writes OUT/onebit.bin
 Needs torch 2.5 or later and numpy.
 
 Written from the algorithm of H. Tang et al., "1-bit Adam", arXiv:2102.02888: N workers and N servers are simulated,
-each with its own error. Server s averages piece s of N of a vector, which is padded to N pieces of whole runs of 1,024.
+each with its own error. Server s averages piece s of N of a vector, which is padded to N pieces of a multiple of 1,024 each.
 
 FORMAT
     As make_gpt2.py describes; golden.h reads it.
@@ -14,11 +14,11 @@ ARRAYS
     settings        steps, freeze, beta1, beta2, eps, weight_decay, clip
     CASE.norm       (steps) the norm that clipping uses: of the averaged gradient, later the root of the mean over
                     workers of their gradient's square
-    CASE.NAME.p, .m, .v     parameter and moments after the last step; of a parameter cut over tp: (tp, local)
-    CASE is n1, n2, n4: so many workers, parameters of SETS["dp"]; or tp: 2 workers, each of 2 ranks, SETS["tp"]
+    CASE.NAME.p, .m, .v     parameter and moments after the last step; of a parameter sharded over tp: (tp, local)
+    CASE is n1, n2, n4: 1, 2 or 4 workers, parameters of SETS["dp"]; or tp: 2 workers, each of 2 ranks, SETS["tp"]
 GRADIENTS AND INITIAL VALUES
-    A worker's gradient is N times what a rank of N computes as its part of a sum; gradient() is that part, start() a
-    first value. Both are short numbers, which 16 bits hold. Every 53rd element of w has no gradient before the freeze.
+    A worker's gradient is N times the term that a rank of N adds to the sum; gradient() is that term, start() an initial
+    value. Both are exact in 16 bits. Every 53rd element of w has no gradient before the freeze.
 """
 import os
 import sys
@@ -28,7 +28,7 @@ from make_gpt2 import unit, write_golden
 
 STEPS, FREEZE, BETA1, BETA2, EPS, DECAY, CLIP = 12, 5, 0.9, 0.99, 1e-8, 0.1, 40.0
 RUN = 1024
-# name, rows, columns (0: one dimension), unit, factor of the learning rate, how it lies over tp
+# name, rows, columns (0: one dimension), bucket, factor of the learning rate, placement over tp
 SETS = {"dp": [("w", 33, 32, 0, 1, "same"), ("b", 44, 0, 0, 0.5, "same"), ("g", 100, 0, 1, 1, "same")],
         "tp": [("cut", 21, 10, 0, 1, "cut"), ("part", 60, 0, 1, 1, "part"), ("same", 10, 9, 2, 1, "same")]}
 
@@ -47,12 +47,12 @@ def start(p, e):
 
 
 def gradient(p, e, step, rank, tp):
-    """What `rank` of the data group computes for element e in a step, from 1; tp: its rank there, for a part."""
+    """The gradient of element e that `rank` of the data group computes in a step, from 1. tp: its tp rank, if partial."""
     return short(((step * 8 + rank) * 4 + tp) * 8 + p, e) * (2 if step % 3 == 0 else 1)
 
 
 def compress(x, real):
-    """What is sent of x, as everybody reads it, and what that leaves. real: the elements that count."""
+    """The decompressed message of x, and the compression error. real: the elements that count."""
     if not real.any():
         return torch.zeros_like(x), torch.zeros_like(x)
     scale = x[real].norm() / float(real.sum()) ** 0.5
@@ -101,7 +101,7 @@ class Unit:
 
 
 def local(p, tp):
-    """The elements of a parameter that a rank of tp holds, of two; of a cut one the last may be past the end."""
+    """The elements of a parameter that one of two tp ranks holds; in a sharded one the last may be padding (None)."""
     rows, cols = p[1], max(p[2], 1)
     first = tp * -(-rows // 2) if p[5] == "cut" else 0
     held = -(-rows // 2) if p[5] == "cut" else rows

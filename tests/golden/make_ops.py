@@ -44,12 +44,12 @@ ARRAYS
     concat         a, b, dim, dy, y, da, db
     transpose      x, dim_a, dim_b, dy, y, dx
     gather_rows    x (R,C), rows (-1: zeros), dy, y, dx
-    scatter_rows   x (..,C), rows (-1: nowhere), count, dy, y, dx
+    scatter_rows   x (..,C), rows (-1: dropped), count, dy, y, dx
     rope           x (B,T,H,D), positions (B,T), rotary, interleaved, theta, dy, y, dx
                    halves as Hugging Face's rotate_half, neighbours as Meta's complex numbers
-    sight          as attention, and positions (B,TQ), key_positions (B,TK), documents, key_documents: any may be
-                   missing; a causal query sees keys of its document whose position is not after its own; rows that
-                   see nothing are 0 with lse -infinity, which is stored as -1e300
+    sight          attention with a mask: as attention, and positions (B,TQ), key_positions (B,TK), documents,
+                   key_documents: any may be missing; a causal query attends to keys of its document whose position is
+                   not after its own; rows without a key are 0 with lse -infinity, which is stored as -1e300
     smoothed       logits, labels, denom, vocab (0: all), smoothing, z_weight, loss, dlogits, z
                    the loss is without z_weight * z, the gradient with it; z = sum of lse^2 / denom
     linear_loss    x (..,C), w (V,C) and the rest of smoothed, dx, dw
@@ -143,7 +143,7 @@ def attention(B, TQ, TK, H, K, D, full=0, q_shift=0.0, k_shift=0.0):
 
 
 def cross_entropy(V, *shape, ignore=0.0, denom=1.0, scale=4.0):
-    """ignore: the part of labels that become -1."""
+    """ignore: the fraction of labels that become -1."""
     logits, labels = fresh(*shape, V, scale=scale), integers(V, *shape)
     labels[fresh(*shape, scale=1.0) + 0.5 < ignore] = -1
     loss = F.cross_entropy(logits.reshape(-1, V), labels.reshape(-1), reduction="sum",
@@ -228,7 +228,7 @@ def rope(B, T, H, D, rotary=0, interleaved=0, theta=10000.0, most=100):
 
 
 def sight(B, TQ, TK, H, K, D, full=0, positions=None, key_positions=None, documents=None, key_documents=None):
-    """Rows see what the four lists (for each token of a sequence; the second one has them backwards) let them."""
+    """Attention with a mask from the four lists, one entry per token; the second sequence has the lists reversed."""
     q, k, v = fresh(B, TQ, H, D), fresh(B, TK, K, D), fresh(B, TK, K, D)
 
     def each(numbers):
@@ -244,7 +244,7 @@ def sight(B, TQ, TK, H, K, D, full=0, positions=None, key_positions=None, docume
         kd = given.get("key_documents", given["documents"])
         seen = seen & (given["documents"][:, :, None] == kd[:, None, :])
     qh, kh, vh = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    blind = ~seen.any(dim=-1)                               # SDPA gives NaN there: let them see all, then take 0
+    blind = ~seen.any(dim=-1)                               # rows without a key: SDPA gives NaN, so unmask them and set y to 0
     mask = (seen | blind[:, :, None])[:, None]
     with sdpa_kernel(SDPBackend.MATH):
         y = F.scaled_dot_product_attention(qh, kh, vh, attn_mask=mask, enable_gqa=H != K).transpose(1, 2)
@@ -255,7 +255,7 @@ def sight(B, TQ, TK, H, K, D, full=0, positions=None, key_positions=None, docume
 
 
 def smoothed(V, *shape, C=0, vocab=0, smoothing=0.0, z_weight=0.0, ignore=0.3, denom=5.0):
-    """With C: of x w^T."""
+    """With C the logits are x w^T."""
     inputs = {"x": fresh(*shape, C), "w": fresh(V, C, scale=2.0)} if C else {"logits": fresh(*shape, V)}
     logits = inputs["x"] @ inputs["w"].T if C else inputs["logits"]
     labels = integers(vocab or V, *shape)
@@ -290,7 +290,7 @@ def all_cases():
 
     embedding(1, 1, 1)
     embedding(17, 3, 3, 3)
-    embedding(3, 17, 17)                            # every row many times
+    embedding(3, 17, 17)                            # every row is used many times
     embedding(17, 1, 1, 3, 1)
 
     add((1,), (1,))
@@ -313,9 +313,9 @@ def all_cases():
 
     cross_entropy(1, 1)                             # one class: loss 0
     cross_entropy(17, 3, denom=3.0)
-    cross_entropy(3, 17, ignore=0.4, denom=7.0)     # a denominator that is nobody's count
+    cross_entropy(3, 17, ignore=0.4, denom=7.0)     # a denominator that is not the number of labels
     cross_entropy(17, 3, 3, ignore=0.4, denom=5.0)
-    cross_entropy(3, 3, ignore=1.1)                 # nothing left: loss and gradients 0
+    cross_entropy(3, 3, ignore=1.1)                 # all labels ignored: loss and gradients 0
     cross_entropy(17, 3, denom=3.0, scale=3000.0)   # exp overflows
 
     mse(1, denom=1.0)
@@ -379,8 +379,8 @@ def all_cases():
     sight(2, 7, 7, 2, 2, 3, positions=zigzag, documents=[1, 1, 0, 0, 0, 1, 2])
     sight(1, 7, 7, 2, 1, 3, full=1, documents=[0, 0, 0, 1, 1, 2, 2])
     sight(2, 3, 7, 2, 1, 3, positions=[4, 0, 2], key_positions=[3, 1, 6, 2, 5, 4, 0])
-    sight(2, 3, 7, 2, 1, 3, positions=[-1, 8, 2], key_positions=[3, 1, 6, 2, 5, 4, 0])      # one sees nothing
-    sight(1, 3, 7, 2, 2, 3, documents=[0, 9, 1], key_documents=[0, 0, 0, 0, 1, 1, 1])       # one has no document
+    sight(2, 3, 7, 2, 1, 3, positions=[-1, 8, 2], key_positions=[3, 1, 6, 2, 5, 4, 0])      # one query has no key
+    sight(1, 3, 7, 2, 2, 3, documents=[0, 9, 1], key_documents=[0, 0, 0, 0, 1, 1, 1])       # a query without key
 
     for C in (0, 3):
         smoothed(17, 5, C=C, smoothing=0.1)

@@ -10,7 +10,7 @@ FORMAT
 ARRAYS
     cases   (cases, 6): samples n, ranks R, seed, epoch, shuffle, drop_last
     case.I  (R, count): what each rank reads, in order; count may be 0
-    long    (4): n, seed, and of torch.randperm(n) with that seed the sum of place * sample, both from 0, and the last
+    long    (4): n, seed, and of torch.randperm(n) with that seed the sum of index * sample, both from 0, and the last
             sample: an order too long to be stored
 """
 import os
@@ -25,9 +25,9 @@ CASES = [(n, R, seed, epoch, 1, drop)
                                    (10, 4, 0, 0), (10, 4, 0, 1), (10, 4, 1, 0), (10, 5, 3, 0), (23, 7, 42, 9)]
          for drop in (0, 1)]
 CASES += [(n, R, 1, 1, 0, drop) for n, R in [(1, 1), (3, 8), (10, 4), (12, 4), (17, 3)] for drop in (0, 1)]
-# 623, 624 and 625 numbers are drawn: the twister's words are used up, and made anew
+# these draw 623, 624 and 625 numbers, around the 624 words after which the Mersenne twister refills its state
 CASES += [(624, 1, 5, 0, 1, 0), (625, 1, 5, 0, 1, 0), (626, 1, 5, 0, 1, 0), (1900, 3, 6, 0, 1, 0)]
-# 32 bits of the seed count
+# only 32 bits of the seed are used
 CASES += [(9, 2, seed, epoch, 1, 0) for seed, epoch in [(2**31, 0), (2**32 - 1, 0), (2**32 - 1, 1), (2**32, 0),
                                                         (2**40 + 7, 3), (2**53 - 5, 4)]]
 LONG = (100003, 77)

@@ -1,6 +1,6 @@
-"""next_loss.py DIR TEXT SEQ FIRST COUNT - the loss of a checkpoint that train_gpt has saved, by transformers
+"""next_loss.py DIR TEXT SEQ FIRST COUNT - prints transformers' loss of a checkpoint that train_gpt has saved
 
-Of the COUNT sequences from number FIRST on, of SEQ bytes each, as train_gpt reads them from TEXT."""
+The loss of COUNT sequences of SEQ bytes each, from number FIRST on, as train_gpt reads them from TEXT."""
 import sys
 import torch
 from transformers import AutoModelForCausalLM

@@ -1,10 +1,10 @@
-/* entry_points.h - what test_entry_points.sh calls every public function with, and how it survives
-   what they do
+/* entry_points.h - makes the arguments for test_entry_points.sh, and calls functions in child
+   processes
 
    The script writes one function for each declaration, which makes its arguments with the functions
-   below and calls. A pick says which arguments. A forked child makes all picks of one function; if
-   it dies, each pick gets a child of its own, so one crash hides no other. Limits are of processor
-   time, which does not depend on what else a machine does. */
+   below and makes the call. A pick is a choice of arguments. A forked child makes all picks of one
+   function. If the child dies, each pick runs in its own child, so that one crash does not hide
+   another. Limits are in processor time, which does not depend on other load. */
 #ifndef ENTRY_POINTS_H
 #define ENTRY_POINTS_H
 
@@ -12,7 +12,7 @@
 
 enum { BATCH_SECONDS = 60, PICK_SECONDS = 5, WALL_SECONDS = 400, DATA_BYTES = 65536 };
 
-/* The values that numbers get; RANDOM draws a new one for each number. */
+/* Values for numbers. RANDOM draws a new value for each number. */
 enum { ZERO, ONE, TWO, MINUS, LEAST, MOST, INF, NUMBERS, RANDOM = NUMBERS, SMALL };
 enum { NO_HANDLES, FIRST_HANDLE, ALL_HANDLES };
 enum { TEXT_NULL, TEXT_EMPTY, TEXT_ONE, TEXT_SOME, TEXTS };
@@ -20,13 +20,13 @@ enum { TEXT_NULL, TEXT_EMPTY, TEXT_ONE, TEXT_SOME, TEXTS };
 typedef struct pick {
     int handles;   /* which handle arguments are valid; the others are NULL */
     int number;    /* the value of numbers: ZERO ... */
-    int only;      /* the only number that is not zero; -1: all */
+    int only;      /* index of the only number that is not 0; -1: all are set */
     int text;      /* buffers to write to and texts to read */
     int data;      /* 1: other pointers point to zeros, and sizes are small */
     int ranks;     /* 2: two threads make the call */
     int owns_data; /* the function keeps or frees its data: always NULL */
     uint32_t random;
-    int numbers;  /* made so far */
+    int numbers;  /* numbers made so far */
     int consumes; /* the call frees the context or its group */
     dt_ctx *ctx;
     dt_team *team;
@@ -88,7 +88,7 @@ static const char *words(pick *p, int is_path) {
     return some[p->text == TEXT_SOME && is_path && next_random(p) % 2 ? 2 : p->text];
 }
 
-/* A buffer for a text, and its size; what lies around it must stay as it is. */
+/* A buffer for a text, and its size. The guard bytes around the buffer must not change. */
 static char *text_buffer(pick *p, size_t *size) {
     static const size_t sizes[] = { 0, 0, 1, 40 };
     char *guard = p->guard[p->guards];
@@ -165,7 +165,7 @@ static dt_weights *the_weights(pick *p) {
     return dt_weights_open(the_ctx(p), path);
 }
 
-/* type: without const and star. dt_node exists in a backward only: NULL. */
+/* type: without const and star. NULL for dt_node, which exists only during a backward. */
 static void *handle_of(pick *p, const char *type, const char *name) {
     if (!strcmp(type, "dt_ctx")) return the_ctx(p);
     if (!strcmp(type, "dt_comm")) return dt_world(the_ctx(p));
@@ -179,7 +179,7 @@ static void *handle_of(pick *p, const char *type, const char *name) {
     if (!strcmp(type, "dt_team")) {
         dt_run_desc desc = { .ranks = 1 };
         the_ctx(p);
-        /* within a run of two ranks the caller has none */
+        /* in a run of two ranks the caller has no team */
         if (!p->team) p->team = dt_team_make(desc);
         return p->team;
     }
@@ -212,8 +212,8 @@ static void *handle_of(pick *p, const char *type, const char *name) {
     return NULL;
 }
 
-/* What argument number `argument` is. A handle that cannot be made would leave a function
-   untested. */
+/* The handle for argument number `argument`. Fails if it cannot be made, because the function would
+   be untested. */
 static void *handle(pick *p, int argument, const char *type, const char *name) {
     if (p->handles == NO_HANDLES || (p->handles == FIRST_HANDLE && argument > 0)) return NULL;
     void *made = handle_of(p, type, name);
@@ -230,11 +230,11 @@ static void *handle(pick *p, int argument, const char *type, const char *name) {
 typedef struct entry {
     const char *name;
     void (*call)(pick *p);
-    int numbers; /* made by a call */
+    int numbers; /* number of numbers that a call makes */
     int consumes, owns_data;
 } entry;
 
-static const entry entries[]; /* the script's */
+static const entry entries[]; /* written by the script */
 static const int entry_count;
 
 static dt_status call_in_run(dt_ctx *ctx, void *user) {
@@ -249,7 +249,7 @@ static dt_status call_in_run(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-/* One call. Afterwards the context must still be good for its end. */
+/* Makes one call. Afterwards it must be possible to free the context. */
 static void make_call(const entry *e, pick p) {
     if (p.ranks == 2) {
         const void *user[2] = { &p, e };
@@ -271,8 +271,8 @@ static void make_call(const entry *e, pick p) {
 enum { TEXT_PICKS = 3 * TEXTS, MIXED = 36 };
 
 /* The n-th pick of a function; 0: there are no more. First all-zero arguments, then each kind of
-   text, each extreme for all numbers and for each alone, and at last mixtures, of which the second
-   half has pointers to data. */
+   text, each extreme for all numbers and for each number alone, and last mixtures, half of them
+   with pointers to data. */
 static int pick_of(const entry *e, int n, pick *p) {
     memset(p, 0, sizeof *p);
     p->only = -1;
@@ -314,7 +314,7 @@ static void describe(const pick *p, char *text, size_t bytes) {
         texts[p->text], p->data ? ", data" : "", p->ranks == 2 ? ", 2 ranks" : "");
 }
 
-/* Picks `from` to `to` in a child. 0: all came back. */
+/* Runs picks `from` to `to` in a child. 0 if all calls returned. */
 static int child(const entry *e, int from, int to, const char *log) {
     fflush(NULL);
     pid_t pid = fork();
@@ -335,7 +335,7 @@ static int child(const entry *e, int from, int to, const char *log) {
     return status;
 }
 
-/* Why a child died: its status, or the line of the sanitizer. */
+/* Writes why a child died: its status and the line of the sanitizer. */
 static void reason(int status, const char *log, char *why, size_t bytes) {
     char line[400];
     if (WIFSIGNALED(status))
@@ -377,11 +377,12 @@ static int try_entry(const entry *e, const char *log, int all) {
             printf("FAIL %s (%s): %s\n", e->name, n == 0 ? "all zero" : what, why);
     }
     if (failed > 1) printf("     %s: %d picks fail\n", e->name, failed);
-    if (failed == 0) printf("FAIL %s: all of its picks together, though none alone\n", e->name);
+    if (failed == 0)
+        printf("FAIL %s: fails with all picks in one process, but with no single pick\n", e->name);
     return 1;
 }
 
-/* [NAME...]: these alone, with every pick that fails. The folder it runs in is for its files. */
+/* [NAME...]: only these functions, with every pick that fails. Files go to the current folder. */
 int main(int argc, char **argv) {
     int failed = 0, tried = 0;
     setvbuf(stdout, NULL, _IOLBF, 0);

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# footprint.sh - the README's table: object size and compile time of each header with what it includes, and the bytes of
+# footprint.sh - the table of tests/README.md: object size and compile time of each header with its includes, and the bytes of
 # an idle context. Not a test: it measures and prints.
 set -euo pipefail
 cd "$(dirname "$0")/../.."

@@ -1,14 +1,14 @@
-# index.awk - where the headers explain a concept: prints, for each term of TERMS (one a line), the best place and its length
+# index.awk - prints, for each term of TERMS (one a line), where the headers explain it, and the number of lines to read
 #
 #   awk -f index.awk TERMS dt_tensor.h dt_comm.h ...
 #
-# A place is one of
+# A term is explained by one of
 #   - a comment at column 1, of a definition or at the head of a section, that has the term within its first 100
-#     characters; the lines to read are the comment and the definition: at most 60, or the comment says what to read first
-#     ("Read dt_x first")
+#     characters; the lines to read are the comment and the definition if they are at most 60, else the definition of dt_x
+#     if the comment says "Read dt_x first"
 #   - a line "Not built yet:" of a file's head, which has nothing more to read
-#   - a line of CONTENTS that has the term, if the head of that section says what to read first, and that is at most 60
-# Output: TERM <tab> FILE:LINE <tab> LINES <tab> WHAT, or TERM <tab> - for a term without a place.
+#   - a line of CONTENTS that has the term, if the head of that section says "Read dt_x first"; the definition is read
+# Output: TERM <tab> FILE:LINE <tab> LINES <tab> WHAT, or TERM <tab> - for a term that is not explained.
 
 function squeeze(s) { gsub(/[ \t]+/, " ", s); return tolower(s) }
 
@@ -30,7 +30,7 @@ function name_after(text,    m) { # the name in "Read NAME first"
     return m
 }
 
-function position(text, t,    at, from, c) { # of the term t as words of their own; 0: it is not there
+function position(text, t,    at, from, c) { # of the term t in the text, as full words; 0: not found
     for (from = 1; (at = index(substr(text, from), t)) > 0; from += at) {
         c = substr(text, from + at - 2, 1) substr(text, from + at - 1 + length(t), 1)
         if (from + at == 2) c = " " c
@@ -39,7 +39,7 @@ function position(text, t,    at, from, c) { # of the term t as words of their o
     return 0
 }
 
-function offer(t, place, lines, what, at) { # the term that stands earliest in its comment counts
+function offer(t, place, lines, what, at) { # the comment with the term closest to its start is the best
     if (t in best && best[t] <= 1000 * at + lines) return
     best[t] = 1000 * at + lines
     found[t] = place "\t" lines "\t" what

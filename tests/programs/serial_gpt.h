@@ -1,4 +1,4 @@
-/* serial_gpt.h - a serial float64 GPT-2 with hand-written gradients: the oracle of the one-rank run
+/* serial_gpt.h - a serial float64 GPT-2 with hand-written gradients: the reference of one-rank runs
    Public domain or MIT, at your choice; see LICENSE.
 
    Plain loops, one sequence at a time, nothing but libc and libm, and no code shared with dt: where
@@ -54,7 +54,7 @@ typedef struct sg_model {
     sg_param *p; /* wte, wpe, 16 per layer, ln_f's two, lm_head when untied */
 } sg_model;
 
-/* What one layer's backward needs again, for one sequence. */
+/* The activations of one layer that its backward reads, for one sequence. */
 typedef struct sg_acts {
     double *x;         /* (T,C)   the layer's input */
     double *n1;        /* (T,C)   ln_1(x) */
@@ -67,14 +67,15 @@ typedef struct sg_acts {
 } sg_acts;
 
 typedef struct sg_work {
-    double *memory;                      /* the one allocation that all below point into */
+    double *memory;                      /* the allocation that holds all arrays below */
     sg_acts *layer;                      /* L of them */
     double *x, *nf, *logits;             /* (T,C) (T,C) (T,V): after the last layer */
     double *dx, *dn, *dq, *dk, *dv, *dh; /* (T,C) each */
     double *dfc, *dact;                  /* (T,F) each */
 } sg_work;
 
-/* Offsets of a layer's parameters from its first one, index 2 + SG_PER_LAYER*l. */
+/* Offsets of layer l's parameters from the layer's first one, which has index 2 +
+   SG_PER_LAYER*l. */
 enum {
     SG_LN1_W,
     SG_LN1_B,
@@ -97,7 +98,7 @@ enum {
 
 /* ==== 1. The model and its table of parameters ================================================ */
 
-/* Appends parameter `name` of shape (a,b,c); c, or b and c, may be 0. Returns 0: out of memory. */
+/* Appends parameter `name` of shape (a,b,c); c, or b and c, may be 0. 0 if out of memory. */
 static inline int sg_add_param(sg_model *model, const char *name, int64_t a, int64_t b, int64_t c) {
     sg_param *p = &model->p[model->n_params++];
     size_t length = strlen(name);
@@ -154,7 +155,7 @@ static inline void sg_free(sg_model *model) {
     free(model);
 }
 
-/* Values, gradients and moments zero. NULL when the sizes are not possible or memory is short. */
+/* A model with values, gradients and moments of 0. NULL if a size is invalid or memory is short. */
 static inline sg_model *sg_make(sg_sizes s) {
     if (s.V < 1 || s.T < 1 || s.L < 0 || s.C < 1 || s.H < 1 || s.F < 1 || s.C % s.H) return NULL;
     sg_model *model = (sg_model *)calloc(1, sizeof *model);
@@ -181,8 +182,8 @@ static inline sg_param *sg_find(sg_model *model, const char *name) {
     return NULL;
 }
 
-/* A number in [-0.5, 0.5) from the place of a parameter in the table and of an element in it: 20
-   bits of a mixed 32-bit integer, the same in every language, and exact in f32. */
+/* A value in [-0.5, 0.5) from the indices of a parameter and of its element: 20 bits of a hash, the
+   same in every language, and exact in f32. */
 static inline double sg_unit(uint32_t param, uint32_t element) {
     uint32_t h = param * 2654435761u + element * 2246822519u + 374761393u;
     h = (h ^ (h >> 15)) * 2246822519u;
@@ -191,7 +192,7 @@ static inline double sg_unit(uint32_t param, uint32_t element) {
     return (h >> 12) / 1048576.0 - 0.5;
 }
 
-/* Values sg_unit/2, plus 1 for layernorm weights: nothing starts at a zero that hides a mistake. */
+/* Sets values to sg_unit/2, plus 1 for layernorm weights. Zeros could hide a mistake. */
 static inline void sg_init(sg_model *model) {
     for (int i = 0; i < model->n_params; i++) {
         sg_param *p = &model->p[i];
@@ -359,7 +360,7 @@ static inline double *sg_take(double **cursor, int64_t count) {
     return here;
 }
 
-/* Memory for one sequence of n tokens. Returns 0 when there is none. */
+/* Allocates the arrays for one sequence of n tokens. Returns 0 if out of memory. */
 static inline int sg_work_make(sg_work *w, sg_sizes s, int64_t n) {
     int64_t nC = n * s.C, nF = n * s.F, nn = n * n * s.H;
     int64_t total = s.L * (8 * nC + 2 * nF + nn) + 8 * nC + 2 * nF + n * s.V;
@@ -410,7 +411,7 @@ static inline void sg_zero(double *x, int64_t count) {
     for (int64_t i = 0; i < count; i++) x[i] = 0.0;
 }
 
-/* sg_linear_backward for a weight of the table and its bias, which follows it there. */
+/* sg_linear_backward for a weight and its bias, the next parameter of the table. */
 static inline void sg_linear_grads(double *dx, sg_param *p, const double *dy, const double *x,
     int64_t n, int64_t in, int64_t out) {
     sg_linear_backward(dx, p[0].grad, p[1].grad, dy, x, p[0].value, n, in, out);
@@ -421,8 +422,8 @@ static inline void sg_layernorm_grads(
     sg_layernorm_backward(dx, p[0].grad, p[1].grad, dy, x, p[0].value, n, C);
 }
 
-/* w->dx (n,C) comes in as the gradient of the layer's output and leaves as that of its input. The
-   residual paths need no code: what is in dx stays there, and each half adds its own part. */
+/* w->dx (n,C) holds the gradient of the layer's output, afterwards that of its input. The residual
+   paths need no code: each half adds its gradient to dx. */
 static inline void sg_layer_backward(
     sg_model *model, int l, const sg_acts *a, sg_work *w, int64_t n) {
     sg_param *p = &model->p[2 + SG_PER_LAYER * l];
@@ -462,8 +463,8 @@ static inline void sg_forward(const sg_model *model, sg_work *w, const int32_t *
     sg_linear(w->logits, w->nf, head->value, NULL, n, C, model->s.V);
 }
 
-/* w->logits holds the gradient of the logits. Tied, wte.weight is added to twice: first as the
-   head, last as the table. */
+/* w->logits holds the gradient of the logits. A tied wte.weight gets two gradients: first as the
+   head, last as the embedding. */
 static inline void sg_backward(sg_model *model, sg_work *w, const int32_t *ids, int64_t n) {
     sg_param *p = model->p, *ln_f = &p[2 + SG_PER_LAYER * model->s.L];
     sg_param *head = model->s.tied ? &p[0] : ln_f + 2;
@@ -507,7 +508,7 @@ static inline double sg_forward_backward(
     return sg_run(model, ids, labels, B, T_used, denom, 1);
 }
 
-/* The same loss; gradients stay as they are. */
+/* The same loss, without a backward. */
 static inline double sg_loss(
     sg_model *model, const int32_t *ids, const int32_t *labels, int B, int T_used, double denom) {
     return sg_run(model, ids, labels, B, T_used, denom, 0);
@@ -529,7 +530,7 @@ static inline double sg_grad_norm(const sg_model *model) {
     return sqrt(sum);
 }
 
-/* What gradients are multiplied by: clip/(norm + 1e-6) where that is below 1; clip <= 0: never. */
+/* The factor of clipping: min(1, clip / (norm + 1e-6)), or 1 if clip <= 0. */
 static inline double sg_clip_factor(double norm, double clip) {
     return clip > 0 && clip / (norm + 1e-6) < 1 ? clip / (norm + 1e-6) : 1.0;
 }

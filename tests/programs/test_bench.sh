@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# test_bench.sh - the benchmarks run and print what the scripts that read them expect: # lines, a header, rows of as
-# many columns, and summary lines last. How fast anything is, is not tested.
+# test_bench.sh - the benchmarks run and print the format that scripts read: # lines, a header, rows with as many columns,
+# and summary lines last. Speed is not tested.
 cd "$(dirname "$0")/../.." || exit 1
 . tests/support/report.sh
 
@@ -43,7 +43,7 @@ awk -F, '$4 <= 0 || $9 < 1 || $9 > 1000 { bad = 1 } END { exit bad || NR == 0 }'
 report $? "bench_train: tokens a second, and a memory of some megabytes"
 timeout 60 "$B/bench_train" --quick --profile >"$dir/out" 2>&1
 awk -F, '/^matmul/ { n++; sum += $4 } /^(other|idle),/ { n++ } END { exit !(n == 5 && sum > 0 && sum <= 1) }' "$dir/out"
-report $? "bench_train --profile: products of three kinds, and what is left"
+report $? "bench_train --profile: three kinds of matrix products, other and idle"
 comm="op,backend,ranks,bytes,us,busbw_gbs,peer,peer_us,ratio,buffers,bound_us,bound_share"
 figures=$(for suffix in "" _malloc _threads; do
     for op in all_reduce all_gather reduce_scatter all_to_all send_recv; do
@@ -57,7 +57,7 @@ awk -F, '$5 <= 0 || $6 <= 0 || $5 == "nan" { bad = 1 } END { exit bad || NR == 0
 report $? "bench_comm: every time and rate of dt is positive"
 awk -F, '$4 > 1048576 && $10 == "range" && $1 != "reduce-scatter" && $12 !~ /^[0-9.]+$/ { bad = 1 }
     END { exit bad }' "$dir/rows"
-report $? "bench_comm: above 1 MiB the machine's bound is measured"
+report $? "bench_comm: the machine's bound is measured above 1 MiB"
 bench bench_comm "$comm" 2 \
     "all_reduce_geomean all_reduce_geomean_2_ranks all_reduce_min all_reduce_min_64 all_reduce_bound_share_min" \
     --quick --ops=all-reduce --ranks 4 --backends procs --buffers range --sizes 64,4096 --mpi no/such/folder
@@ -72,7 +72,7 @@ for backend in threads procs; do
     bench bench_layouts "$layouts" 35 "$figures loss_difference" --quick --backend "$backend"
     awk -F, '$9 <= 0 || $2 != $3 * $4 * $5 * $20 || ($20 > 1) != ($22 > 0) || ($4 > 1) != ($18 > 0) || ($5 > 1) != ($19 > 0) ||
         ($3 * $5 > 1 && $17 <= 0) { bad = 1 } END { exit bad || NR == 0 }' "$dir/rows"
-    report $? "bench_layouts over $backend: rates are positive, and bytes go along the axes there are"
+    report $? "bench_layouts over $backend: rates are positive, and bytes are sent along every axis of the layout"
     awk -F, '/^summary,loss_difference/ && $3 < 1e-5 { good = 1 } END { exit !good }' "$dir/csv"
     report $? "bench_layouts over $backend: every layout has the loss of one rank"
 done

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # test_cli.sh - the command line of train_gpt: what it refuses, how it fails, what it writes
 #
-# A refusal is exit status 2 and one line "error: ..." before any rank starts; a run that fails is exit status 1 and one
-# line that names the rank; both within seconds. No message may be missing and none may come twice.
+# Invalid input ends with exit status 2 and one line "error: ..." before any rank starts. A run that fails ends with
+# exit status 1 and one line that names the rank. Both end within seconds, and each message is printed exactly once.
 cd "$(dirname "$0")/../.." || exit 1
 . tests/support/report.sh
 needs_train_gpt
@@ -14,7 +14,7 @@ report $? "make without a target builds the programs"
 : >"$dir/empty"
 printf 'short' >"$dir/short"
 
-# ---- unknown options and values that are none
+# ---- unknown options and invalid values
 try 2 'layers' --layer 3
 try 2 'did you mean|nearest' --widht 64
 try 2 'batch' --bacth=4
@@ -35,7 +35,7 @@ try 2 'quiet takes no value' --quiet=on
 try 2 'unknown option --no-quiet' --no-quiet
 try 2 'data .*given before' --data "$dir/text" --data "$dir/text"
 
-# ---- parts of later versions say so, with their defaults they are harmless
+# ---- options that this build lacks are errors, except with their default values
 for x in "--backend mpi" "--backend nccl" "--device cuda" "--report x"; do
     try 2 'is not available in this build' $x
 done
@@ -69,18 +69,18 @@ try 2 'arch gpt3: the legal values are gpt2\|llama' --arch gpt3
 try 2 'dtype fp32: the legal values are f32\|bf16\|f16\|f64' --dtype fp32
 try 2 'peak-tflops' --peak-tflops -1
 try 2 'eval-every 2 needs --val' --eval-every 2
-truncate -s 214748365 "$dir/holes" # a file without contents, that takes no room
+truncate -s 214748365 "$dir/holes" # a sparse file, which takes no space on the disk
 try 2 'shuffle on: .* has 214748364 sequences of --seq 1; at most 214748363 .*use --seq 2 or more' --data "$dir/holes" --seq 1 --shuffle on
 try 2 'shuffle .*on\|off' --shuffle yes
 
-# ---- what the data ranks share out, and loss scales
+# ---- sharding over the data-parallel ranks, and loss scales
 try 2 'shard-group 3 does not divide the 4 ranks .*dp 2 x cp 2.*use --shard-group 2$' --dp 2 --cp 2 --zero 2 --shard-group 3
 try 2 'shard-group 2 needs --zero 1, 2 or 3' --dp 2 --shard-group 2
 try 2 'zero3-keep on needs --zero 3' --dp 2 --zero 2 --zero3-keep on
 try 2 'zero 4: the legal values are 0\|1\|2\|3' --zero 4
 for x in 0 -1 nan inf 1e999 many 2x ''; do try 2 'loss-scale' --loss-scale "$x"; done
 
-# ---- recompute: a word, or full:K with K layers together
+# ---- recompute: a word, or full:K with groups of K layers
 try 2 'recompute selectiv: .*none\|selective\|full\|full:K; use --recompute selective' --recompute selectiv
 try 2 'recompute ful: .*use --recompute full$' --recompute ful
 try 2 'recompute full:0: .*1 to the 6 --layers; use --recompute full:1' --layers 6 --recompute full:0
@@ -123,7 +123,7 @@ try 2 'batch of 4 is not a multiple of 8, .*use 8:8:9' --batch-ramp 4:4:9 --accu
 try 0 '' --print-config --batch-ramp 8:8:9 --accum 2
 try 0 '' --print-config --batch-ramp 8:4:9 --dp 2
 grep -q '"micro-batch": 2' "$dir/out" && grep -q '"accum": 4' "$dir/out"
-report $? "without --micro-batch it is the largest by which all batches divide"
+report $? "the default --micro-batch is the largest that divides all batches"
 
 # ---- files
 try 2 'no/such/file' --data no/such/file
@@ -156,9 +156,9 @@ try 2 'save-model would overwrite .*, which --config reads' $tiny --data "$dir/t
     --save-model "$dir/own"
 cmp -s "$dir/text" "$dir/kept" && cmp -s "$dir/kept.json" "$dir/kept.copy" &&
     cmp -s "$dir/own/config.json" "$dir/kept.copy" && [ "$(cat "$dir/token")" = 0123456789abcdef ]
-report $? "what is refused is not touched"
+report $? "a refused run changes no file"
 
-# ---- models from files: sizes come from the file, what is given must agree
+# ---- models from files: sizes come from the file, and options must agree with it
 g=tests/golden
 le() { printf '\\x%02x\\x%02x' $(($1 & 255)) $(($1 >> 8 & 255)); } # two bytes, as printf wants them
 shard() { # shard FILE TOKEN...: llm.c's token shard, 16 bits a token
@@ -173,7 +173,7 @@ run="--batch 2 --steps 2"
 try 0 '' --model $g/hf_gpt2 --data "$dir/shard" $run --generate 3 --log-csv "$dir/m.csv"
 grep -q 'model   gpt2   2 layers   16 wide   4 heads' "$dir/out" && grep -q '122 tokens   5 sequences' "$dir/out" && \
     grep -Eq '^[0-9]+ [0-9]+ [0-9]+$' "$dir/out"
-report $? "the settings are the file's, and ids are generated"
+report $? "the printed settings are those of the file, and ids are generated"
 try 0 '' --model $g/llmc_v3.bin --data "$dir/shard" $run --ranks 2 --zero 1
 try 0 '' --model $g/hf_llama --data "$dir/shard" $run --dtype bf16 --seq 12 --arch llama --kv-heads 2
 try 0 '' --model $g/hf_llama_bf16/model.safetensors --data "$dir/shard" $run --vocab 53 --seq 8 --steps 1 --batch 1
@@ -193,7 +193,7 @@ for out in "--log-csv $dir/hf/model.safetensors" "--log-csv $dir/hf/config.json"
     try 2 'would overwrite .*, which --model reads' --model "$dir/hf/model.safetensors" --data "$dir/shard" $run $out
 done
 cmp -s $g/hf_gpt2/model.safetensors "$dir/hf/model.safetensors"
-report $? "--model's file is what it was"
+report $? "the file of --model is unchanged"
 printf '\xff\xff\xff\xff' | dd of="$dir/hf/model.safetensors" bs=1 conv=notrunc \
     seek=$(($(stat -c %s "$dir/hf/model.safetensors") - 4)) 2>/dev/null
 try 1 'rank 0: step 1: the loss is NaN before any update: are all weights' --model "$dir/hf" --data "$dir/shard" $run
@@ -202,28 +202,29 @@ try 2 'torn: a shard' --data "$dir/torn" --seq 8
 head -c 20000 $g/hf_gpt2/model.safetensors >"$dir/torn.safetensors"
 try 2 'torn.safetensors' --model "$dir/torn.safetensors" --data "$dir/shard"
 
-# ---- runs that fail: every rank ends, one line names the first
+# ---- runs that fail: every rank ends, and one line names the rank that failed first
 try 1 'rank [0-9]+.*(NaN|nan|inf|finite)' $tiny --data "$dir/text" --optimizer sgd --lr 1e3 --clip 0 --ranks 4 --steps 50
 try 1 'rank [0-9]+.*refused|memory|refused' --layers 1 --width 1000000 --heads 1 --seq 16 --batch 2 --ranks 2 --steps 1 --data "$dir/text"
 
-# ---- what a run writes
+# ---- the output of a run
 try 0 '' $tiny --data "$dir/text" --ranks 2 --zero 1 --log-csv "$dir/f.csv" --generate 20
 grep -Eq '^step +3/3 \| loss [0-9.]+ \| norm [0-9.]+ \| lr [0-9.e+-]+ \| [0-9.]+ ms \| [0-9]+ tok/s \| comm [0-9]+% \| bubble 0% \| mem [0-9.]+ MiB \| eta [0-9:]+$' "$dir/out"
-report $? "the step line is that of the contract"
+report $? "the step line has the documented form"
 head -n 1 "$dir/f.csv" | tr ',' '\n' | sort >"$dir/have"
 tr ',' '\n' <<<"step,loss,grad_norm,lr,ms,tokens_per_s,mem_params,mem_grads,mem_optim,mem_acts,mem_comm,mem_peak,bytes_dp,bytes_tp,bytes_cp,bytes_pp,bytes_ep" | sort >"$dir/want"
 [ -z "$(comm -13 "$dir/have" "$dir/want")" ] && [ "$(wc -l <"$dir/f.csv")" = 4 ]
-report $? "the CSV has every column and a row a step"
+report $? "the CSV has every column and one row per step"
 column() { awk -F, -v name="$1" 'NR==1{for(i=1;i<=NF;i++)if($i==name)c=i} NR==2{print $c}' "$2"; }
 try 0 '' $tiny --data "$dir/text" --ranks 1 --log-csv "$dir/one.csv"
 awk -v a="$(column loss "$dir/f.csv")" -v b="$(column loss "$dir/one.csv")" 'BEGIN{d=a-b;if(d<0)d=-d;exit !(b>4 && d<=1e-5*b)}'
 report $? "2 ranks with ZeRO-1 have one rank's first loss: $(column loss "$dir/f.csv") and $(column loss "$dir/one.csv")"
 awk -v a="$(column mem_optim "$dir/f.csv")" -v b="$(column mem_optim "$dir/one.csv")" 'BEGIN{exit !(a > 0 && a < 0.7 * b)}'
-report $? "ZeRO-1 over 2 ranks halves the optimizer state but for padding"
-# ---- the account: S. Rajbhandari et al., arXiv:1910.02054, to the byte, with each unit padded to N x 1,024 elements
-# The units of this model: wte and wpe; the halves of the layer; ln_f. V, G, O: bytes of an element's value, gradient and Adam's state
-# (16 bits: f32 gradients and an f32 master). A step sends at stages 0 and 1 2 Psi, at 2 a + 1, at 3 3a, or kept a + 1,
-# times (N-1)/N; in bytes gradients count G and values V.
+report $? "ZeRO-1 over 2 ranks halves the optimizer state, except for padding"
+# ---- the memory account: S. Rajbhandari et al., arXiv:1910.02054, to the byte, with each bucket padded to N x 1,024
+# elements. The buckets of this model: wte and wpe; the two halves of the layer; ln_f. V, G, O: bytes per element of
+# value, gradient and Adam state (16-bit types have f32 gradients and an f32 master copy). Elements sent in a step with a
+# micro-batches: 2 Psi at stages 0 and 1, (a + 1) Psi at stage 2, 3a Psi at stage 3, or (a + 1) Psi with --zero3-keep,
+# all times (N-1)/N. A gradient has G bytes, a value V.
 bad=0 n=0
 for N in 1 2 3 4 8; do for stage in 0 1 2 3 4; do for d in "f32 4 4 8" "bf16 2 4 12" "f64 8 8 16"; do
     set -- $d
@@ -241,10 +242,11 @@ for N in 1 2 3 4 8; do for stage in 0 1 2 3 4; do for d in "f32 4 4 8" "bf16 2 4
             if (!good) print "N " N " stage " s " keep " keep " a " a ": " $7, $8, $9, $13 " of E " E }
         END { exit !good }' "$dir/z.csv" || { bad=1; echo "  differs: $1"; }
 done; done; done
-report "$bad" "$n runs at 1, 2, 3, 4 and 8 ranks: mem_params, mem_grads, mem_optim and bytes_dp are the formula's"
-# Pipelines: a rank sends each micro-batch's output, and its input's gradient, of b x T x C numbers; the ranks of a tied
-# embedding, a unit of its own there, add its 4,096 gradients up. Mixtures in which every token goes to both of two ranks:
-# half of what is computed leaves, in dispatch and combine, forward and backward. Experts' units: 2,128 numbers a rank.
+report "$bad" "$n runs at 1, 2, 3, 4 and 8 ranks: mem_params, mem_grads, mem_optim and bytes_dp equal the formulas"
+# Pipelines: a rank sends the output of its stage and the gradient of its input, b x T x C elements each, for every
+# micro-batch. The two ranks of the tied embedding, which has a bucket of its own there, all-reduce its 4,096 gradients.
+# Mixtures of experts over two ranks, where every token goes to both: half of the rows are sent, in dispatch and combine,
+# forward and backward. The bucket of the experts has 2,128 elements a rank.
 try 0 '' $tiny --data "$dir/text" --batch 12 --ranks 1 --log-csv "$dir/one.csv" --dtype f64
 bad=0 n=0
 for x in "2 1 1f1b" "3 1 afab" "2 2 interleaved" "4 1 zb" "2 1 naive"; do
@@ -260,7 +262,7 @@ for x in "2 1 1f1b" "3 1 afab" "2 2 interleaved" "4 1 zb" "2 1 naive"; do
             if (!good) print "pp " p " x " v ": sends " $16 " and not " (ends > inner ? ends : inner) ", loss " $2 " " $26 }
         END { exit !good }' || bad=1
 done
-report "$bad" "$n pipelines have one rank's losses and norms, and send what the formula says"
+report "$bad" "$n pipelines have the losses and norms of one rank, and send the bytes of the formula"
 try 0 '' $tiny --data "$dir/text" --batch 12 --ranks 1 --experts 2 --log-csv "$dir/one.csv" --dtype f64 --capacity 1.25
 bad=0 n=0
 for x in "1 0 1" "2 1 3" "2 2 1" "2 3 1"; do
@@ -278,45 +280,45 @@ for x in "1 0 1" "2 1 3" "2 2 1" "2 3 1"; do
             if (!good) print "dp " dp " stage " s ": " $17 " of " sent ", loss " $2 " " $26 ", dropped " $24 " " $48 ", " $7, $8, $9, D, X }
         END { exit !good }' || bad=1
 done
-report "$bad" "$n mixtures over ep: one rank's losses and drops, and bytes sent and held are the formulas'"
+report "$bad" "$n mixtures over ep have the losses and drops of one rank, and send and hold the bytes of the formulas"
 mixed="$tiny --data $dir/text --experts 4 --capacity 1 --router-bias 0.05 --steps 5 --dtype f64 --val $dir/text"
 for x in "--eval-every 0" "--eval-every 1" "--eval-every 1 --dp 2 --ep 2"; do
     try 0 '' $mixed $x --log-csv "$dir/v.csv"
     [ "$x" = "--eval-every 0" ] && cp "$dir/v.csv" "$dir/one.csv"
     paste -d, "$dir/v.csv" "$dir/one.csv" | awk -F, 'NR>1{d=$2-$26; if(d<0)d=-d; good+=(d<=1e-12*$26 && $24==$48)} END{exit good!=5}'
-    report $? "$x of a mixture: routers count training alone"
+    report $? "a mixture with $x: validation does not change the routers' counts"
 done
 try 0 '' $tiny --data "$dir/text" --batch 12 --pp 2 --tp 2 --schedule interleaved --partition cost --val "$dir/text" --generate 9 \
     --schedule-svg "$dir/s.svg"
 grep -q '^stages  divided by the measured times' "$dir/out" && grep -q '^bubble  interleaved: .*of ideal, .*of total' "$dir/out" && \
     grep -q '<svg' "$dir/s.svg"
-report $? "a pipeline cut by cost: its settings, its bubble by name, its drawing"
+report $? "a pipeline with stages of equal cost prints its stages and its bubble, and draws its schedule"
 cp "$dir/out" "$dir/z.txt"
 try 0 '' $tiny --data "$dir/text" --batch 12 --ranks 1 --val "$dir/text" --generate 9
 [ "$(sed -n '/^---$/,/^---$/p' "$dir/z.txt")" = "$(sed -n '/^---$/,/^---$/p' "$dir/out")" ]
-report $? "pipelines generate what one rank generates"
+report $? "a pipeline generates the same text as one rank"
 try 0 '' $tiny --data "$dir/text" --ranks 4 --zero 3 --shard-group 2 --val "$dir/text" --generate 9 --log-csv "$dir/z.csv"
 cp "$dir/out" "$dir/z.txt"
 grep -q '   zero 3 in groups of 2$' "$dir/out"
 report $? "the settings name the shard groups"
 try 0 '' $tiny --data "$dir/text" --ranks 1 --val "$dir/text" --generate 9 --log-csv "$dir/one.csv"
 [ "$(sed -n '/^---$/,/^---$/p' "$dir/z.txt")" = "$(sed -n '/^---$/,/^---$/p' "$dir/out")" ]
-report $? "ZeRO-3 generates what one rank generates"
+report $? "ZeRO-3 generates the same text as one rank"
 paste -d, <(cut -d, -f18 "$dir/z.csv") <(cut -d, -f18 "$dir/one.csv") | awk -F, 'NR==4{d=$1-$2;if(d<0)d=-d;exit !($1>4&&d<=1e-5*$1)}'
-report $? "and has its validation loss, with 64 sequences over 4 ranks"
+report $? "ZeRO-3 has the validation loss of one rank, with 64 sequences over 4 ranks"
 try 0 '' $tiny --data "$dir/text" --ranks 3 --batch 3 --zero 3 --val "$dir/text"
 report $? "64 sequences over 3 ranks: one rank of ZeRO-3 has fewer"
-# A first scale that is too large: the same steps again with half of it, until all gradients are finite
+# A step whose gradients overflow is skipped; the dynamic loss scale is halved and the step repeated.
 scale="$tiny --data $dir/text --dtype f16 --ranks 2 --zero 2"
 try 0 '' $scale --loss-scale 1024 --log-csv "$dir/fixed.csv"
 grep -q 'loss-scale 1024\*' "$dir/out" && ! grep -q skipped "$dir/err"
-report $? "--loss-scale 1024 skips nothing"
+report $? "--loss-scale 1024 skips no step"
 try 0 '' $scale --log-csv "$dir/dynamic.csv"
 grep -q 'loss-scale dynamic=' "$dir/out"
 report $? "f16 has a dynamic scale"
 try 1 "not finite under a loss scale of 1e\+30, which is fixed" $scale --loss-scale 1e30 --log-csv "$dir/skips.csv"
 [ "$(wc -l <"$dir/skips.csv")" = 1 ] && ! grep -q '^step' "$dir/out"
-report $? "a skipped step is no row and no line"
+report $? "a skipped step has no row in the CSV and no line in the output"
 WORLD_SIZE=4 timeout 60 "$B/train_gpt" $tiny --data "$dir/text" >"$dir/out" 2>"$dir/err"
 [ $? = 2 ] && grep -q 'WORLD_SIZE=4' "$dir/err"
 report $? "a launcher's ranks are refused, not ignored"
@@ -325,8 +327,8 @@ report $? "--generate writes its bytes between two lines"
 cut -d, -f1-3 "$dir/f.csv" >"$dir/first"
 try 0 '' $tiny --data "$dir/text" --ranks 2 --zero 1 --log-csv "$dir/again.csv"
 cut -d, -f1-3 "$dir/again.csv" | cmp -s - "$dir/first"
-report $? "the same run again: the same losses and norms to the last digit"
-# 4 sequences are the whole text, so that the first loss of what was saved is the next one of the run that saved it
+report $? "a second run has the same losses and norms to the last digit"
+# 4 sequences are the full text, so the first loss of a saved model is the next loss of the run that saved it
 head -c 65 "$dir/text" >"$dir/65"
 for kind in "gpt2 --tie on" "gpt2 --tie off" "llama --kv-heads 1" "gpt2 --tie off --zero 3"; do
     small="--layers 2 --width 16 --heads 2 --seq 16 --batch 4 --lr-schedule constant --data $dir/65 --arch $kind"
@@ -335,9 +337,9 @@ for kind in "gpt2 --tie on" "gpt2 --tie off" "llama --kv-heads 1" "gpt2 --tie of
     try 0 '' --zero 1 $small --ranks 2 --steps 4 --log-csv "$dir/four.csv"
     try 0 '' --model "$dir/saved" --data "$dir/65" --batch 4 --steps 1 --ranks 2 --zero 1 --log-csv "$dir/one.csv"
     [ "$(sed -n 2p "$dir/one.csv" | cut -d, -f2-3)" = "$(sed -n 5p "$dir/four.csv" | cut -d, -f2-3)" ]
-    report $? "$kind: what --save-model wrote goes on where it was: $(sed -n 2p "$dir/one.csv" | cut -d, -f2-3)"
+    report $? "$kind: the model of --save-model continues with the next loss: $(sed -n 2p "$dir/one.csv" | cut -d, -f2-3)"
     grep -q '"eos_token_id":null' "$dir/saved/config.json"
-    report $? "$kind: no end of text in a vocabulary of bytes"
+    report $? "$kind: a vocabulary of bytes has no end-of-text token"
 done
 try 2 'save-model .*' $tiny --data "$dir/text" --save-model "$dir/text"
 try 2 'save-model no/such/dir/m' $tiny --data "$dir/text" --save-model no/such/dir/m
@@ -350,11 +352,11 @@ for r in none selective full full:1 full:2 full:3; do
     report $? "the settings name --recompute $r"
     cut -d, -f1-3 "$dir/$r.csv" >"$dir/got"
     cut -d, -f1-3 "$dir/none.csv" | cmp -s - "$dir/got"
-    report $? "--recompute $r: the losses and norms of none to the last digit"
+    report $? "--recompute $r: the losses and norms of --recompute none, to the last digit"
 done
 cut -d, -f1-3,7-17 "$dir/full.csv" >"$dir/got"
 cut -d, -f1-3,7-17 "$dir/full:1.csv" | cmp -s - "$dir/got"
-report $? "full is full:1"
+report $? "--recompute full equals full:1"
 acts() { column mem_acts "$dir/$1.csv"; }
 [ "$(acts full)" -lt "$(acts selective)" ] && [ "$(acts selective)" -lt "$(acts none)" ] && [ "$(acts full:2)" -lt "$(acts none)" ]
 report $? "recomputation keeps less: none $(acts none), selective $(acts selective), full:2 $(acts full:2), full $(acts full)"
@@ -369,10 +371,11 @@ drop="$tiny --data $dir/text --dtype f64 --dropout 0.2"
 try 0 '' $drop --ranks 1 --log-csv "$dir/one.csv"
 try 0 '' $drop --ranks 4 --log-csv "$dir/f.csv"
 awk -v a="$(column loss "$dir/f.csv")" -v b="$(column loss "$dir/one.csv")" 'BEGIN{d=a-b;if(d<0)d=-d;exit !(b>4 && d<=1e-12*b)}'
-report $? "4 ranks drop what one rank drops: $(column loss "$dir/f.csv") and $(column loss "$dir/one.csv")"
+report $? "4 ranks drop the same values as one rank: $(column loss "$dir/f.csv") and $(column loss "$dir/one.csv")"
 
-# ---- --shuffle: step n reads entry (n-1)B + k of the orders of epochs 0, 1, .., which are torch's with seed, seed + 1, ..
-# At a rate of 0 nothing is learned: a sequence's loss is a name for it. The orders are torch.randperm(7) of seeds 5 and 6.
+# ---- --shuffle: step n reads entries (n-1)B + k of the orders of epochs 0, 1, .., which are PyTorch's with seed, seed + 1, ..
+# With a learning rate of 0 the model does not change, so its loss identifies a sequence. The orders are torch.randperm(7)
+# with seeds 5 and 6.
 head -c 113 "$dir/text" >"$dir/113"
 named="$tiny --data $dir/113 --seed 5 --lr 0 --dtype f64 --steps 14"
 losses() { tail -n +2 "$1" | cut -d, -f2; }
@@ -382,10 +385,10 @@ grep -q -- 'shuffle on\*' "$dir/out"
 report $? "the settings name --shuffle on"
 losses "$dir/f.csv" | head -n 7 >"$dir/names"
 [ "$(sort -u "$dir/names" | wc -l)" = 7 ] && [ "$(losses "$dir/f.csv")" = "$(cat "$dir/names" "$dir/names")" ]
-report $? "without --shuffle 7 sequences in their own order, twice"
+report $? "without --shuffle the 7 sequences come in the order of the file, twice"
 for i in 1 0 4 2 6 5 3 2 4 5 3 0 6 1; do sed -n "$((i + 1))p" "$dir/names"; done >"$dir/want"
 losses "$dir/s.csv" | cmp -s - "$dir/want"
-report $? "with --shuffle on they come in torch's order, another one the second time"
+report $? "with --shuffle on they come in PyTorch's orders of two epochs"
 mixed="$tiny --data $dir/text --shuffle on --dtype f64 --steps 40 --batch 8" # 312 sequences: into the second epoch
 for layout in "--dp 1" "--dp 1 --accum 4" "--dp 2" "--dp 2 --accum 2" "--dp 4" "--dp 4 --accum 2" "--dp 4 --zero 1"; do
     try 0 '' $mixed $layout --log-csv "$dir/s.csv"
@@ -394,16 +397,16 @@ for layout in "--dp 1" "--dp 1 --accum 4" "--dp 2" "--dp 2 --accum 2" "--dp 4" "
         {d=$1-$2;if(d<0)d=-d;good+=($1>2&&d<=1e-12*$1)} END{exit good!=40||NR!=40}'
     report $? "--shuffle on with $layout: the losses of one rank"
 done
-# ---- --batch-ramp: after 0 1 2 3 5 7 10 sequences steps take 1 1 1 2 2 3 3: each loss is the mean of its sequences' names
+# ---- --batch-ramp: after 0 1 2 3 5 7 10 sequences steps take 1 1 1 2 2 3 3; a step's loss is the mean of its sequences' losses
 try 0 '' $named --steps 7 --batch 3 --batch-ramp 1:1:6 --log-csv "$dir/r.csv"
 awk -F, 'NR==FNR{name[n++]=$1; next} FNR>1{b=$20; sum=0; for(i=0;i<b;i++)sum+=name[at++%7]; d=$2-sum/b; if(d<0)d=-d
     sizes=sizes b; good+=d<=1e-14*$2} END{exit good!=7||sizes!="1112233"}' "$dir/names" "$dir/r.csv"
-report $? "a step under --batch-ramp takes the sequences after those of all earlier steps: $(cut -d, -f2,20 "$dir/r.csv" | tr '\n' ' ')"
+report $? "with --batch-ramp a step takes the sequences after those of all earlier steps: $(cut -d, -f2,20 "$dir/r.csv" | tr '\n' ' ')"
 try 0 '' $named --steps 7 --batch 3 --batch-ramp 1:1:6 --shuffle on --log-csv "$dir/r.csv"
 losses "$dir/s.csv" >"$dir/shuffled"
 awk -F, 'NR==FNR{name[n++]=$1; next} FNR>1{b=$20; sum=0; for(i=0;i<b;i++)sum+=name[at++]; d=$2-sum/b; if(d<0)d=-d
     good+=d<=1e-14*$2} END{exit good!=7}' <(for i in 1 0 4 2 6 5 3 2 4 5 3 0 6 1; do sed -n "$((i + 1))p" "$dir/names"; done) "$dir/r.csv"
-report $? "and with --shuffle on those of torch's orders"
+report $? "with --batch-ramp and --shuffle on a step takes the next sequences of PyTorch's orders"
 ramp="$tiny --data $dir/text --dtype f64 --steps 12 --batch 16 --batch-ramp 4:4:40"
 for layout in "--dp 1" "--dp 1 --micro-batch 2" "--dp 2" "--dp 2 --micro-batch 1 --zero 1" "--dp 4" "--dp 4 --reduce tree" "--dp 2 --tp 2"; do
     try 0 '' $ramp $layout --log-csv "$dir/r.csv"
@@ -418,16 +421,16 @@ try 0 '' --layers 1 --width 16 --heads 2 --vocab 61 --seq 12 --data "$dir/later"
 try 2 'holds token 99' --layers 1 --width 16 --heads 2 --vocab 61 --seq 12 --data "$dir/later" --steps 4 --batch 3 --batch-ramp 1:1:2
 try 0 '' $tiny --data "$dir/text" --lr-schedule wsd --steps 10 --log-csv "$dir/w.csv"
 [ "$(cut -d, -f4 "$dir/w.csv" | tail -n 3 | sed 's/\(......\).*/\1/' | tr '\n' ' ')" = "0.001 0.0003 0.0001 " ]
-report $? "--lr-schedule wsd stays and then falls: $(cut -d, -f4 "$dir/w.csv" | tr '\n' ' ')"
-token="$tiny --data $dir/shard99 --vocab 61 --seq 12 --steps 1 --batch 1" # 99 is in the 6th of 10, which comes first
+report $? "--lr-schedule wsd is constant, then decays: $(cut -d, -f4 "$dir/w.csv" | tr '\n' ' ')"
+token="$tiny --data $dir/shard99 --vocab 61 --seq 12 --steps 1 --batch 1" # 99 is in the 6th sequence of 10, which --shuffle puts first
 try 0 '' $token
 try 2 'holds token 99, but --vocab is 61; use --vocab 100' $token --shuffle on
 try 0 '' $tiny --data "$dir/text" --val "$dir/text" --eval-every 2 --peak-tflops 1e-3 --log-csv "$dir/v.csv"
 grep -Eq 'tok/s \| mfu [0-9]+\.[0-9]% \| comm' "$dir/out" && [ "$(grep -c '^eval' "$dir/out")" = 2 ]
 report $? "--peak-tflops shows the mfu, --eval-every 2 the validation loss after steps 2 and 3"
 awk -F, 'NR==1{for(i=1;i<=NF;i++){if($i=="mfu")m=i;if($i=="val_loss")v=i}} NR>1{good+=($m>0)+(($v>0)==(NR>2))} END{exit good!=6}' "$dir/v.csv"
-report $? "val_loss and mfu are columns"
-# ---- 1-bit Adam: what it refuses; near Adam's loss with a fraction of its bytes
+report $? "the CSV has the columns val_loss and mfu"
+# ---- 1-bit Adam: invalid settings; a loss near Adam's with a fraction of the bytes
 try 2 'complete optimizer state; use --zero 0, not 1$' --optimizer onebit-adam --zero 1 --ranks 2
 try 2 'use --reduce fixed$' --optimizer onebit-adam --reduce tree --ranks 2
 try 2 'freeze-steps 0' --optimizer onebit-adam --freeze-steps 0
@@ -436,16 +439,16 @@ for x in adam onebit-adam; do
     try 0 '' --data dt_kernels.cu --layers 1 --width 32 --heads 2 --seq 32 --ranks 4 --steps 120 --warmup 10 --lr 5e-3 \
         --optimizer $x --log-csv "$dir/$x.csv"
 done
-# the default is to freeze after a quarter of the steps: row 31 is the last with whole gradients
+# the default is to freeze after a quarter of the steps: row 31 is the last with uncompressed gradients
 paste -d, <(cut -d, -f2,13 "$dir/adam.csv") <(cut -d, -f2,13 "$dir/onebit-adam.csv") | awk -F, 'NR > 101 { a += $1; b += $3 }
     NR > 1 && (NR <= 31 ? $4 != $2 : 15 * $4 > $2 || $4 == 0) { bad++ }
     END { print b / a; exit !(NR == 121 && !bad && b < 1.03 * a && b > 0.97 * a) }' >"$dir/err"
-report $? "1-bit Adam's loss is within 3% of Adam's, of whose bytes it sends less than 1/15"
+report $? "1-bit Adam's loss is within 3% of Adam's, and it sends less than 1/15 of Adam's bytes"
 
-# ---- the trace: as python's own reader sees it
+# ---- the trace, read by Python's JSON parser
 try 0 '' $tiny --layers 2 --data "$dir/text" --ranks 2 --zero 1 --recompute full --trace "$dir/t.json" --log-csv "$dir/t.csv"
 grep -q "^trace   $dir/t.json" "$dir/out"
-report $? "the run says where its trace is"
+report $? "the run prints the path of its trace"
 try 0 '' $tiny --layers 2 --data "$dir/text" --ranks 2 --zero 1 --recompute full --log-csv "$dir/u.csv"
 cut -d, -f1-3,7,8,9,13 "$dir/u.csv" >"$dir/want"
 cut -d, -f1-3,7,8,9,13 "$dir/t.csv" | cmp -s - "$dir/want"
@@ -480,15 +483,15 @@ END
     report $? "the trace is JSON, nests, and shows steps, blocks and operations of both ranks"
 else
     skipped=1
-    echo "SKIP test_cli: python3 is not installed: its reader does not see the trace (test_trace reads it with dt's)"
+    echo "SKIP test_cli: python3 is not installed: the trace is not read by Python (test_trace reads it with dt's parser)"
 fi
 try 0 '' --help
 grep -q -- '--log-csv' "$dir/out" && grep -q '^Not in this build: --report' "$dir/out" && ! grep -q '^  --report ' "$dir/out"
-report $? "--help names the options, those that are not built in a few lines"
+report $? "--help lists the options, and those of other builds in a few lines"
 try 0 '' --print-config --width 64 --heads 2
 grep -Eq '"width": *64' "$dir/out"
-report $? "--print-config prints what was given"
-# ---- layouts: the same losses, and a dry run that needs and sends what the true one does
+report $? "--print-config prints an option that was given"
+# ---- layouts: the same losses, and a dry run that reports the memory and traffic of the real run
 layout="--layers 2 --width 24 --heads 4 --kv-heads 2 --seq 24 --batch 4 --steps 3 --dtype f64 --dropout 0.2 --quiet"
 bad=0
 for x in "--ranks 1" "--tp 4" "--tp 2 --sp on" "--cp 3" "--cp 2 --cp-kind zigzag" "--cp 2 --cp-kind allgather" \
@@ -499,7 +502,7 @@ for x in "--ranks 1" "--tp 4" "--tp 2 --sp on" "--cp 3" "--cp 2 --cp-kind zigzag
     [ -f "$dir/one" ] || { cp "$dir/figures" "$dir/one"; cp "$dir/layout.txt" "$dir/one.txt"; }
     cmp -s "$dir/figures" "$dir/one" && cmp -s "$dir/layout.txt" "$dir/one.txt" || { bad=1; echo "  differs: $x"; }
 done
-report "$bad" "losses, norms, validation and generated bytes are one rank's in every layout"
+report "$bad" "every layout has the losses, norms, validation losses and generated bytes of one rank"
 for x in "--ranks 1" "--dp 2 --zero 3 --offload-optim $dir --offload-params $dir" \
     "--dp 2 --tp 2 --cp 2 --cp-kind zigzag --sp on --zero 1" "--tp 2 --cp 3"; do
     timeout 60 "$B/train_gpt" $layout $x --log-csv "$dir/layout.csv" >/dev/null 2>&1
@@ -508,11 +511,11 @@ for x in "--ranks 1" "--dp 2 --zero 3 --offload-optim $dir --offload-params $dir
         $15, $7, $8; printf "  optim %d  acts %d  comm %d  all at once %d\n", $9, $10, $11, $12 }' "$dir/layout.csv" \
         >"$dir/want"
     grep -E 'sends|needs' "$dir/dry" | cmp -s - "$dir/want"
-    report $? "--dry-run $x: $(grep -E 'sends|needs' "$dir/dry" | tr '\n' ' '), the true run $(tr '\n' ' ' <"$dir/want")"
+    report $? "--dry-run $x: $(grep -E 'sends|needs' "$dir/dry" | tr '\n' ' '), the real run $(tr '\n' ' ' <"$dir/want")"
 done
 grep -q '^   5  1  2  1  4 5' "$dir/dry" || grep -q '^   5   0  2  1  4 5  *1 3 5' "$dir/dry"
-report $? "--dry-run names the groups of rank 5"
-# ---- memory: the formula beside the count, and a limit
+report $? "--dry-run prints the groups of rank 5"
+# ---- memory: the formula compared with the account, and a limit
 formula() { awk '$1=="params"||$1=="grads"||$1=="optim"{n++; good+=($2==$4)} END{exit good!=3||n!=3}' "$1"; }
 figure() { awk -v c="$1" -v f="$2" '$1==c{print $f; exit}' "$dir/dry"; }
 needs="--layers 2 --width 40 --heads 4 --seq 32 --batch 24 --data $dir/text --steps 3"
@@ -522,7 +525,7 @@ for x in "--dp 1" "--dp 2 --zero 1" "--dp 3 --zero 1" "--dp 4 --zero 1 --dtype b
     "--dp 4 --zero 3 --dtype bf16 --offload-optim $dir --offload-params $dir"; do
     timeout 60 "$B/train_gpt" $needs $x --dry-run >"$dir/dry" 2>&1
     formula <(sed -n '/live at the end/,$p' "$dir/dry")
-    report $? "--dry-run $x: params, grads, optim are those of the formula: $(sed -n '/live at the end/,$p' "$dir/dry" | grep -E '^  (params|grads|optim)' | tr -s ' ' | tr '\n' ' ')"
+    report $? "--dry-run $x: params, grads and optim equal the formula: $(sed -n '/live at the end/,$p' "$dir/dry" | grep -E '^  (params|grads|optim)' | tr -s ' ' | tr '\n' ' ')"
 done
 timeout 60 "$B/train_gpt" $needs --dp 4 --zero 1 --dry-run | sed -n '/live at the end/,$p' >"$dir/dry"
 P=$((288 * 40 + 2 * (12 * 40 * 40 + 13 * 40) + 2 * 40)) # wte and wpe (256 + 32) x 40, 2 layers, the last norm
@@ -531,13 +534,13 @@ report $? "the formula's parameters are $P, its optimizer state is a quarter of 
 all=$(sed -n 's/^  all at once *[0-9]* *\([0-9]*\)$/\1/p' "$dir/dry")
 try 0 '' $needs --dp 4 --zero 1 --mem-limit "$all"
 [ ! -s "$dir/err" ] && [ "$(grep -c '^step' "$dir/out")" = 3 ] && [ "$(grep -cv '^step\|^average\|^dt \|^launch\|^model\|^batch\|^data\|^options\|^  \|^$' "$dir/out")" = 0 ]
-report $? "a limit of exactly what is needed, $all bytes: the run says nothing more"
+report $? "a limit of exactly the $all bytes needed: the run prints nothing more than without"
 echo kept >"$dir/kept.csv"
 try 2 "mem-limit $((all - 1)): rank [0-3]: .*: [0-9]+ bytes of class [a-z]+ were refused; [0-9]+ bytes are in use of a limit of $((all - 1))" \
     $needs --dp 4 --zero 1 --mem-limit $((all - 1)) --log-csv "$dir/kept.csv"
 [ ! -s "$dir/out" ] && [ "$(cat "$dir/kept.csv")" = kept ] && grep -q "These settings need $all bytes per rank" "$dir/err" && \
     [ "$(grep -cE '^  (params|grads|optim|acts|comm|host|temp|all at once) +[0-9]+ +[0-9]+$' "$dir/err")" = 8 ]
-report $? "one byte less: refused before anything is written, with the table of classes"
+report $? "a limit of one byte less is refused before anything is written, with the table of classes"
 try 2 '' $needs --dp 4 --mem-limit 1600K
 cp "$dir/err" "$dir/advice"
 n=0
@@ -548,19 +551,19 @@ while read -r bytes settings; do
     [ $? = 0 ] && [ "$bytes" -le $((1600 * 1024)) ]
     report $? "the advice $settings runs in its $bytes bytes"
     ! timeout 60 "$B/train_gpt" $needs --dp 4 $settings --mem-limit $((bytes - 1)) >/dev/null 2>&1
-    report $? "and not in one byte less"
+    report $? "the advice $settings does not run in one byte less"
 done <"$dir/settings"
 [ "$n" -ge 2 ] && [ "$n" -le 12 ] && head -n 1 "$dir/settings" | grep -q '^[0-9]* --zero [123] '
 report $? "at least two other settings fit: $(tr '\n' ';' <"$dir/settings")"
 try 2 'bytes of class params were refused' $needs --mem-limit 64K
 grep -q 'none of the [0-9]* settings that were tried' "$dir/err" && grep -q 'The smallest setting that was tried needs [0-9]* bytes per rank, with --zero' "$dir/err"
-report $? "where nothing fits the least is named"
+report $? "if no setting fits, the smallest need that was tried is printed"
 deep="--layers 8 --width 64 --heads 4 --seq 32 --batch 4 --data $dir/text --steps 2 --dp 4 --mem-limit 5600K"
 try 2 'These settings need [0-9]* bytes per rank' $deep
 grep -q '^  [0-9]* bytes per rank with --zero 3' "$dir/err"
-report $? "what --zero 0 needs is above the limit, and the advice names --zero 3: $(grep -m 1 'with --zero 3' "$dir/err")"
+report $? "--zero 0 needs more than the limit, and the advice has --zero 3: $(grep -m 1 'with --zero 3' "$dir/err")"
 try 0 '' $deep --zero 3
-mkdir "$dir/disk" # 2 + 4 + 12 bytes of each parameter, cut over 2 ranks, in a tenth of that
+mkdir "$dir/disk" # 2 + 4 + 12 bytes of each parameter, sharded over 2 ranks, in a tenth of that memory
 deep="--layers 128 --width 96 --heads 4 --seq 16 --batch 2 --micro-batch 1 --dp 2 --dtype bf16 --recompute full --zero 3"
 deep="$deep --data $dir/text --steps 2"
 timeout 60 "$B/train_gpt" $deep --dry-run >"$dir/dry" 2>&1

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# test_cli_io.sh - train_gpt and what surrounds it: its descriptors, readers that stall or go, files of other kinds,
-# numbers and names that are not what they seem
+# test_cli_io.sh - train_gpt's input and output: closed descriptors, readers that stall or close, special files, unusual
+# numbers and names
 #
-# A run ends with status 1, and what cannot be with status 2, after one line that says what and where; no run waits for
-# ever, and no byte of a name, a file or a peer moves a terminal's cursor.
+# A run that fails ends with status 1 and invalid input with status 2, after one line that says what failed and where. No
+# run hangs, and no byte of a name, a file or a peer is printed as a terminal control character.
 cd "$(dirname "$0")/../.." || exit 1
 . tests/support/report.sh
 limit=${LIMIT_S:-120} # seconds of one run; most take less than 1 s, those that wait for a reader take longer
@@ -17,8 +17,8 @@ newest() { # newest DIR: the step of the newest checkpoint, 0: none
 
 # ---- a reader of standard output that takes nothing -----------------------------------------------------------------
 
-# Such runs wait for half of their --timeout: they are begun here, and judged last. A FIFO that is open for reading and
-# writing has a reader as long as this script runs; what is in it leaves room for the settings and some steps.
+# These runs wait for half of their --timeout, so they start here and are checked last. This script has the FIFO open for
+# reading and writing, so it has a reader that never reads. It is filled except for space for the settings and some steps.
 stall() { # stall NAME ARGS...
     local name=$1
     shift
@@ -37,7 +37,7 @@ stalled() { # stalled NAME TEXT
     [ "$status" = 1 ] && only_error "$dir/err" "^error: rank 0: $2"
     report $? "$1: status $status, wanted 1 and '$2'"
 }
-nobody='standard output: the reader has read nothing for half of --timeout'
+no_reader='standard output: the reader has read nothing for half of --timeout'
 stall threads
 stall procs --backend procs
 stall saved --save "$dir/stalled" --max-restarts 3
@@ -75,11 +75,11 @@ for closed in "<&-" ">&-" "2>&-" "<&- >&-" ">&- 2>&-" "<&- >&- 2>&-"; do
             cmp "$dir/good/step-4/model.safetensors" "$dir/shut/step-4/model.safetensors" 2>"$dir/err" &&
             cmp "$dir/good/step-4/optim.safetensors" "$dir/shut/step-4/optim.safetensors" 2>"$dir/err" &&
             cmp <(cut -d, -f1-4 "$dir/good.csv") <(cut -d, -f1-4 "$dir/shut.csv") 2>"$dir/err"
-        report $? "$backend with $closed: status $status, and the files of a run that has all descriptors"
+        report $? "$backend with $closed: status $status, wanted 0 and the files of a run with all descriptors"
     done
 done
 
-# ---- standard output that takes no more -----------------------------------------------------------------------------
+# ---- standard output that is full or closed ------------------------------------------------------------------------
 
 if [ -c /dev/full ]; then
     for x in --help --list-refused --print-config "$tiny --steps 2" "$tiny --dry-run" \
@@ -110,7 +110,7 @@ for backend in threads procs; do
         report $? "... $save has saved its last step: $(echo "$folder"/*)"
         try 0 '' $tiny --ranks 2 --steps 100000 --resume "$folder" --stop-at "$((at + 1))"
         grep -q "^resumed $folder/step-$at " "$dir/out"
-        report $? "... and goes on from step $at"
+        report $? "... and resumes from step $at"
     done
 done
 
@@ -131,7 +131,7 @@ small 1 1 "^error: rank [0-9]*: dt_zero_export: $dir/limit.bin.*$large" $tiny --
     --save-model "$dir/limit.bin"
 small 8 1 "^error: rank [0-9]*: dt_checkpoint_save: $dir/limit/.*$large" $tiny --quiet --steps 1 --save "$dir/limit"
 
-# ---- a log that is no file ------------------------------------------------------------------------------------------
+# ---- a log that is not a regular file -------------------------------------------------------------------------------
 
 rows() { cut -d, -f1 | tr '\n' ' '; }
 one="$tiny --ranks 2 --steps 6"
@@ -145,18 +145,18 @@ echo mine >"$dir/mine"
 timeout -k 5 $limit "$B/train_gpt" $one --resume "$dir/log" --quiet --log-csv /dev/stdout >>"$dir/mine" \
     2>"$dir/err" </dev/null
 [ "$(rows <"$dir/mine")" = "mine step 4 5 6 " ]
-report $? "a log on standard output is added to the file that this is: $(rows <"$dir/mine")"
+report $? "a log on standard output is appended to the file that standard output is: $(rows <"$dir/mine")"
 timeout -k 5 $limit "$B/train_gpt" $one --log-csv "$dir/both" >"$dir/both" 2>"$dir/err" </dev/null
 [ "$(grep -c '^step *[0-9]/6 ' "$dir/both")" = 6 ] && [ "$(grep -c '^[1-6],' "$dir/both")" = 6 ] &&
     grep -q '^log ' "$dir/both"
-report $? "a log in the file of standard output: neither is written over"
+report $? "a log in the file of standard output: neither overwrites the other"
 for backend in threads procs; do
     rm -rf "$dir/again"
     DT_FAULT=exit:rank=1:seq=60 timeout -k 5 $limit "$B/train_gpt" $one --backend $backend --save "$dir/again" \
         --save-every 2 --max-restarts 2 --quiet --log-csv /dev/stdout 2>"$dir/err" </dev/null | rows >"$dir/out"
     [ $backend = threads ] || grep -q '^restart 1 of 2' "$dir/err"
     [ $? = 0 ] && grep -Eq '^step 1 .*6 $' "$dir/out" && [ "$(grep -o step "$dir/out" | wc -l)" = 1 ]
-    report $? "$backend that start again, and a log on a pipe: $(cat "$dir/out")"
+    report $? "$backend with a restart, and a log on a pipe: $(cat "$dir/out")"
 done
 mkfifo "$dir/fifo"
 try 2 "log-csv $dir/fifo: a FIFO without a reader" $one --log-csv "$dir/fifo"
@@ -170,7 +170,7 @@ timeout -k 5 $limit "$B/train_gpt" $tiny --steps 100000 --quiet --log-csv /dev/f
     2>"$dir/err" </dev/null
 status=$?
 [ $status = 1 ] && only_error "$dir/err" '^error: rank 0: --log-csv /dev/fd/7: Broken pipe$'
-report $? "status $status: a log whose reader goes"
+report $? "status $status: a log whose reader closes the pipe"
 
 # ---- files of other kinds -------------------------------------------------------------------------------------------
 
@@ -201,7 +201,7 @@ try 2 "trace $dir/fifo: not a file but a FIFO" $tiny --trace "$dir/fifo"
 try 2 "model.safetensors: " $tiny --model "$dir/model"
 try 1 "manifest.json" $tiny --resume "$dir/resume"
 [ -p "$dir/fifo" ] && [ -d "$dir/folder" ] && cmp -s "$dir/text" "$dir/data/text"
-report $? "what is refused stays"
+report $? "refused files are unchanged"
 
 # ---- numbers --------------------------------------------------------------------------------------------------------
 
@@ -240,7 +240,7 @@ done
 try 0 '' $tiny --batch 8 --batch-ramp 1:1:1000000000000 --steps 1000000000000 --stop-at 2
 try 0 '' $tiny --batch 8 --batch-ramp 1:1:7 --steps 1000000000000 --stop-at 1000000000000 --print-config
 
-# ---- names that are bytes -------------------------------------------------------------------------------------------
+# ---- names that are not UTF-8 ---------------------------------------------------------------------------------------
 
 byte=$dir/$'n\xe9\xff"\\\t\x9bx' # no UTF-8
 mkdir "$byte"
@@ -250,19 +250,19 @@ named=(--layers 1 --width 16 --heads 2 --seq 16 --batch 4 --ranks 2 --steps 4 --
 try 0 '' "${named[@]}" --stop-at 2 --save-model "$byte"
 try 0 '' "${named[@]}" --resume "$byte/save"
 [ "$(newest "$byte/save")" = 4 ] && [ "$(rows <"$byte/log.csv")" = "step 1 2 3 4 " ] && [ -s "$byte/trace.json" ]
-report $? "a path that is no UTF-8: saved, and gone on from step 2"
+report $? "a path that is not UTF-8: saved, and resumed from step 2"
 "$B/train_gpt" "${named[@]}" --print-config >"$byte/config.json" 2>"$dir/err" &&
     "$B/train_gpt" --config "$byte/config.json" --print-config >"$dir/out" 2>>"$dir/err" &&
     cmp -s "$byte/config.json" "$dir/out" &&
     iconv -f utf-8 -t utf-8 "$dir/out" >/dev/null 2>"$dir/err" && ! LC_ALL=C grep -aqP "$obeyed" "$dir/out"
-report $? "its --print-config is read back as the same: $(grep -a '"save"' "$byte/config.json" | cat -v)"
+report $? "--config of its --print-config prints the same: $(grep -a '"save"' "$byte/config.json" | cat -v)"
 rm -rf "$byte/save"
 try 0 '' --config "$byte/config.json" --stop-at 1
 [ "$(newest "$byte/save")" = 1 ]
-report $? "and means the same folder"
+report $? "--config of its --print-config uses the same folder"
 try 0 '' --data "$dir/text" --vocab 256 --seq 12 --model "$byte/save/step-1" --steps 1
 
-# ---- text that would move a terminal's cursor -----------------------------------------------------------------------
+# ---- text with terminal control characters --------------------------------------------------------------------------
 
 quiet_terminal() { # quiet_terminal TEXT: neither output has bytes that a terminal obeys; standard error is one line
     ! LC_ALL=C grep -aqP "$obeyed" "$dir/out" "$dir/err" && [ "$(grep -ac '' "$dir/err")" -le 1 ] &&
@@ -281,13 +281,13 @@ for option in data val model config resume token-file log-csv trace offload-opti
     [ "$option" != data ] || more="--seq 16"
     try 2 '' $more --$option "no/$evil"
     [[ $option = $'\e'* ]] || grep -aEq "no/$shown" "$dir/err"
-    report $? "... is shown: --$option"
+    report $? "control characters in --$option are printed as escapes"
     quiet_terminal "--$option"
 done
 try 0 '' $tiny --steps 2 --val "$dir/$evil" --log-csv "$dir/$evil.csv" --save "$dir/$evil.save" \
     --trace "$dir/$evil.json"
 grep -aEq "^log     $dir/$shown.csv$" "$dir/out" && grep -aEq "^saved   $dir/$shown.save/step-2" "$dir/out"
-report $? "a run's lines show such names"
+report $? "the lines of a run print such names with escapes"
 quiet_terminal "the lines of a run"
 head -c 4000 "$dir/text" >"$dir/other"
 try 1 "^error: rank 0: $dir/$shown.save/step-2: trained on data of" ${tiny/$dir\/text/$dir/other} --steps 9 \
@@ -300,20 +300,20 @@ try 0 '' $tiny --steps 2 --generate 4000 --quiet --save-model "$dir/generated.bi
 [ "$(stat -c %s "$dir/out")" = 4000 ]
 report $? "a file receives the bytes of --generate: $(stat -c %s "$dir/out")"
 LC_ALL=C grep -aqP "$obeyed" "$dir/out"
-report $? "of which a terminal would obey some"
+report $? "the generated bytes have terminal control characters"
 if command -v script >/dev/null && script -qec true "$dir/typed" >/dev/null 2>&1 </dev/null; then
     script -qec "$B/train_gpt $tiny --steps 2 --generate 4000 --quiet" "$dir/typed" >/dev/null 2>"$dir/err" </dev/null
     sed -e '1{/^Script started/d}' -e '/^Script done/d' "$dir/typed" | tr -d '\r' >"$dir/out"
     : >"$dir/err"
     quiet_terminal "--generate on a terminal"
     [ "$(stat -c %s "$dir/out")" -gt 6000 ] && grep -q '\\x1b' "$dir/out"
-    report $? "it shows them: $(stat -c %s "$dir/out") bytes"
+    report $? "--generate on a terminal prints escapes: $(stat -c %s "$dir/out") bytes"
 else
     skipped=$((skipped + 1))
     echo "SKIP test_cli_io: script is not installed or has no terminal: --generate on a terminal"
 fi
 
-# ---- checkpoints that are elsewhere, and out of reach ----------------------------------------------------------------
+# ---- checkpoints that were moved, and links that lead nowhere --------------------------------------------------------
 
 try 0 '' $tiny --steps 6 --save "$dir/away" --save-every 2
 mkdir "$dir/archive" && mv "$dir/away/step-6" "$dir/archive/"
@@ -321,7 +321,7 @@ ln -s ../nowhere/step-6 "$dir/away/step-6"
 try 1 'away/step-6: it is a symbolic link .* leads nowhere: no older checkpoint is taken' $tiny --steps 8 \
     --save "$dir/away" --resume "$dir/away" --keep 1
 [ -L "$dir/away/step-6" ] && [ -f "$dir/away/step-4/manifest.json" ]
-report $? "a link to a folder that is not there stays, and the checkpoint before it too"
+report $? "a link to a missing folder stays, and so does the checkpoint before it"
 ln -sfn ../archive/step-6 "$dir/away/step-6"
 mv "$dir/archive/step-6/optim.safetensors" "$dir/archive/"
 ln -s "$dir/nowhere" "$dir/archive/step-6/optim.safetensors"
@@ -330,30 +330,30 @@ try 1 'optim.safetensors: it is a symbolic link .* leads nowhere' $tiny --steps 
 mv "$dir/archive/optim.safetensors" "$dir/archive/step-6/optim.safetensors"
 try 0 '' $tiny --steps 8 --save "$dir/away" --resume "$dir/away" --keep 1
 [ "$(newest "$dir/away")" = 8 ] && [ ! -e "$dir/away/step-6" ] && [ -f "$dir/archive/step-6/manifest.json" ]
-report $? "--keep 1 takes the link away, not what it points to"
+report $? "--keep 1 removes the link, not the folder that it points to"
 
-# ---- a log of something else ----------------------------------------------------------------------------------------
+# ---- a log file with other contents ---------------------------------------------------------------------------------
 
 echo 'my own text' >"$dir/own.txt"
 try 2 'log-csv .*own.txt: not a log with the columns' $tiny --steps 9 --resume "$dir/away" \
     --log-csv "$dir/own.txt"
 [ "$(cat "$dir/own.txt")" = 'my own text' ]
-report $? "--resume leaves a file that is no log as it is"
+report $? "--resume does not change a file that is not a log"
 
-# ---- the readers that take nothing ----------------------------------------------------------------------------------
+# ---- the readers that never read ------------------------------------------------------------------------------------
 
 for pid in "${children[@]}"; do wait "$pid" 2>/dev/null; done
 children=()
 [ "$(cat "$dir/mute.status")" = 0 ] && [ "$(newest "$dir/muted")" = 8 ]
-report $? "a reader of standard error that takes nothing does not stop a run that has a notice to tell"
+report $? "a run with a notice is not stopped by a reader of standard error that never reads"
 [ "$(cat "$dir/silent.status")" = 1 ]
-report $? "nor the end of one that fails: status $(cat "$dir/silent.status")"
-stalled threads "$nobody$"
-stalled procs "$nobody$"
-stalled saved "$nobody; --resume $dir/stalled continues the run$"
+report $? "a run that fails ends although the reader of standard error never reads: status $(cat "$dir/silent.status")"
+stalled threads "$no_reader$"
+stalled procs "$no_reader$"
+stalled saved "$no_reader; --resume $dir/stalled continues the run$"
 at=$(newest "$dir/stalled")
 [ "$at" -gt 0 ]
-report $? "a run whose reader takes nothing saves its last step"
+report $? "a run whose reader never reads saves its last step"
 try 0 '' $tiny --ranks 2 --steps 100000 --resume "$dir/stalled" --stop-at "$((at + 1))"
 stalled log "--log-csv $dir/log.fifo: the reader has read nothing for half of --timeout$"
 

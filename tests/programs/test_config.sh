@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# test_config.sh - train_gpt --config: its own keys and DeepSpeed's, what goes before what, and what is refused
+# test_config.sh - train_gpt --config: its own keys and DeepSpeed's, their precedence, and invalid files
 #
-# A file means the same as options: --print-config prints the same for both. The three DeepSpeed files are those that
-# tutorials print, of which one is whole and two are completed here ("..." and commas before a bracket are no JSON).
+# A file means the same as options: --print-config prints the same for both. The three DeepSpeed files are printed in
+# tutorials; one is complete there, two are completed here ("..." and commas before a bracket are not JSON).
 cd "$(dirname "$0")/../.." || exit 1
 . tests/support/report.sh
 needs_train_gpt
 tiny="--layers 1 --width 16 --heads 2 --seq 16 --data $dir/text"
 
-same() { # same JSON "ARGS" ARGS...: the file beside the first means what the others mean
+same() { # same JSON "ARGS" ARGS...: the file with the options of "ARGS" means the same as the options ARGS...
     local beside=$2
     printf '%s\n' "$1" >"$dir/config.json"
     shift 2
     timeout 60 "$B/train_gpt" $tiny --config "$dir/config.json" $beside --print-config >"$dir/got" 2>"$dir/err" &&
         timeout 60 "$B/train_gpt" $tiny "$@" --print-config >"$dir/want" 2>>"$dir/err" && cmp "$dir/got" "$dir/want" >>"$dir/err" 2>&1
-    report $? "$(tr -s ' \n' ' ' <"$dir/config.json") $beside: as $*"
+    report $? "$(tr -s ' \n' ' ' <"$dir/config.json") $beside: differs from $*"
 }
 
 refused() { # refused LINE:COLUMN PATTERN JSON
@@ -75,12 +75,12 @@ for name in stage3 onebit adamw; do
     esac
     losses file --config "$dir/$name.json" $(grep -o -- '--steps.*' <<<"$args") && losses options $args &&
         cmp -s "$dir/file.losses" "$dir/options.losses"
-    report $? "$name: the losses, norms and rates of its options"
+    report $? "$name: the file has the losses, norms and rates of its options"
 done
 printf '%s\n' "$onebit" >"$dir/onebit.json"
 losses file --config "$dir/onebit.json" --steps 500 --stop-at 3
 grep -q "^config  $dir/onebit.json   ignored keys: optimizer.params.comm_backend_name optimizer.params.cuda_aware$" "$dir/file.out"
-report $? "keys that mean nothing here are named"
+report $? "ignored keys are printed"
 
 same '{"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3, "gradient_clipping": 0.5}' "--ranks 2" \
     --ranks 2 --micro-batch 2 --accum 3 --clip 0.5
@@ -112,12 +112,12 @@ same '{"lr": 0.1, "batch": 8}' "--lr 0.2" --lr 0.2 --batch 8
 same '{}' ""
 printf '{"data": "%s"}' "$dir/none" >"$dir/config.json"
 "$B/train_gpt" $tiny --config "$dir/config.json" --print-config 2>"$dir/err" | grep -q "\"data\": \"$dir/text\""
-report $? "the command line goes before the file"
+report $? "the command line overrides the file"
 "$B/train_gpt" --print-config $tiny --ranks 4 --tp 2 --batch 24 --lr 3e-4 --warmup 5 --dtype bf16 --zero 1 >"$dir/printed" 2>"$dir/err"
 "$B/train_gpt" --config="$dir/printed" --print-config 2>>"$dir/err" | cmp -s - "$dir/printed"
-report $? "what --print-config prints is such a file"
+report $? "--config reads the output of --print-config"
 
-# ---- what is refused ----------------------------------------------------------------------------------------------
+# ---- invalid files ------------------------------------------------------------------------------------------------
 
 refused 1:21 'train_batchsize: unknown key; the nearest is train_batch_size$' '{"train_batchsize": 16}'
 refused 1:32 'zero_optimization.stge: unknown key; the nearest is zero_optimization.stage$' '{"zero_optimization": {"stge": 3}}'
@@ -163,10 +163,10 @@ refused 1:10 'data: a text of 4097 bytes; at most 4096 are allowed$' "{\"data\":
 refused 1:8 'lr: a number is needed$' '{"lr": {"peak": 1}}'
 "$B/train_gpt" $tiny --config "$dir/nowhere" >"$dir/out" 2>"$dir/err"
 [ $? = 2 ] && grep -q "^error: --config: $dir/nowhere: No such file" "$dir/err"
-report $? "a file that is not there"
+report $? "a missing file is an error"
 head -c 2000000 /dev/zero | tr '\0' ' ' >"$dir/config.json"
 "$B/train_gpt" $tiny --config "$dir/config.json" >"$dir/out" 2>"$dir/err"
 [ $? = 2 ] && grep -q "^error: --config: $dir/config.json" "$dir/err"
-report $? "a file that is too large"
+report $? "a file that is too large is an error"
 
 finish

@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
-# test_docs.sh - the documents: every command in a block marked sh runs, every link leads somewhere, every file and
-# function that is named exists
+# test_docs.sh - the documents: every command in a block marked sh runs; every link, file and function exists
 #
-# Commands run in an empty folder with an input.txt, and train_gpt with 2 steps. A command with "# ends with status N"
-# must do so.
+# Commands run in a folder with only an input.txt; train_gpt makes 2 steps. A command with "# ends with status N"
+# must end with that status.
 cd "$(dirname "$0")/../.." || exit 1
 B=${B:-build} MAKE=${MAKE:-make}
 ROOT=$PWD

@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# test_entry_points.sh - every public function with arguments that no caller should give: a status, and never a crash
+# test_entry_points.sh - every public function with invalid arguments returns a status and never crashes
 #
 #   tests/programs/test_entry_points.sh          all of them
 #   tests/programs/test_entry_points.sh NAME...  these, with every pick of arguments that fails
 #
-# The list of functions, and the types of their arguments, are read from the DT_API declarations of the four headers, so
-# a new function is called without anyone remembering. Each is called under the address and undefined-behaviour
-# sanitizers with all-zero arguments; with a valid handle (context, group, tensor, ...) and the rest zero; with numbers
-# at their extremes, all and one at a time, and NaN and infinity; with texts NULL, empty, and buffers of 0 and 1 bytes
-# among guards; and with mixtures of these, on one rank and on two. See entry_points.h.
+# The functions and the types of their arguments are read from the DT_API declarations of the four headers, so new
+# functions are included. Each is called under the address and undefined-behaviour sanitizers with all-zero arguments;
+# with a valid handle (context, group, tensor, ...) and the rest zero; with numbers at their extremes, all and one at a
+# time, and NaN and infinity; with NULL and empty texts, and buffers of 0 and 1 bytes between guards; and with mixtures of
+# these, on one rank and on two. See entry_points.h.
 #
-# Not called with everything:
-#   dt_ctx_attach                   what it keeps is the layer above's own struct: NULL only
+# Called only with some arguments:
+#   dt_ctx_attach                   it keeps a struct of the layer above: NULL only
 #   dt_free, dt_unpin               p is from dt_alloc or dt_pin: NULL only
 #   dt_listen, dt_unlisten          the struct must outlive its use: NULL only
 #   dt_record, dt_record_saved, ... callbacks are NULL, as an op without a backward has them
@@ -74,7 +74,7 @@ END
         n = split("dt_ctx_attach dt_free dt_unpin dt_listen dt_unlisten", all, " ")
         for (i = 1; i <= n; i++) owns[all[i]] = 1
     }
-    # A struct: a function that sets its numbers, nested ones too. Pointers stay NULL.
+    # A struct: writes a function that sets its numbers, also in nested structs. Pointers stay NULL.
     FILENAME ~ /structs$/ {
         body = $0; sub(/^[^{]*\{/, "", body); sub(/\}[^}]*$/, "", body)
         name = $0; sub(/^.*\} */, "", name); sub(/ *;.*$/, "", name)
@@ -149,7 +149,7 @@ END
     }' "$D/structs" "$D/functions"
 } >"$D/entry_points.c" 2>"$D/parse" || stop "FAIL $(cat "$D/parse")" 1 0
 
-# Every DT_API of the headers is one of them.
+# Every DT_API function of the headers must be among them.
 for h in $headers; do
     declarations "$h" | grep '^DT_API' | grep -o '\bdt_[a-z_0-9]*(' | sed 's/($//'
 done | sort -u >"$D/declared"

@@ -8,8 +8,8 @@ log=$(mktemp)
 D=$(mktemp -d)
 trap 'rm -rf "$D" "$log"' EXIT
 
-# Each of the ladder is one file and needs no Makefile: unoptimised, which compiles in a tenth of the time, and as many
-# at a time as there are processors. The demonstration as make does it.
+# Each program of the ladder is one file and is compiled without make, without optimisation, which takes a tenth of the
+# time, as many at a time as there are processors. make builds the demonstration.
 ladder() {
     local f
     for f in examples/[0-9]*.c; do
@@ -20,7 +20,7 @@ ladder() {
     wait
 }
 
-built() { # built NAME: the program, or why there is none
+built() { # built NAME: 0 if the program was built, else prints its errors
     [ "$1" != demo ] || { $MAKE -s "$B/demo" && cp "$B/demo" "$D"; return; }
     [ -e "$D/$1" ] || { cat "$D/$1.log"; false; }
 }
@@ -51,7 +51,7 @@ for f in examples/[0-9]*.c; do
     [ "$(wc -l <"$f")" -le 210 ] || { echo "FAIL $f: over 210 lines"; failed=$((failed + 1)); }
 done
 run demo 180
-# the picture of README.md is what the demonstration draws
+# the picture of README.md is the one that the demonstration draws
 if cmp -s "$D/schedules.svg" examples/schedules.svg; then
     echo "PASS examples/schedules.svg"; passed=$((passed + 1))
 else

@@ -1,10 +1,10 @@
-/* test_fuzz.c - the corpus of every fuzz target, once: no crash, and what the targets demand holds
+/* test_fuzz.c - runs the corpus of every fuzz target: no crash, and no condition of a target fails
    Public domain or MIT, at your choice; see LICENSE.
 
    Run:  test_fuzz [folder of the corpora, default tests/fuzz/corpus]
 
-   `make fuzz` looks for new inputs; this keeps the old ones. A demand that does not hold ends the
-   program. */
+   `make fuzz` looks for new inputs; this test repeats the stored ones. A condition that fails ends
+   the program. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif

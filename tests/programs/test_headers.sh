@@ -1,23 +1,23 @@
 #!/usr/bin/env bash
-# test_headers.sh - the headers as files: they compile everywhere, own no global state, call libc only where they may, and
-# their comments say what is so.
+# test_headers.sh - the headers as files: they compile with every compiler, have no global state, call libc only in
+# allowed places, and their text follows the rules.
 #
-#   tests/programs/test_headers.sh [-C DIR] [GROUP...]     DIR: the project to look at; no group: all but planted
+#   tests/programs/test_headers.sh [-C DIR] [GROUP...]     DIR: the project to check; no group: all but planted
 #
 #   compile    each header, in C11 and C++17 with gcc and clang: declarations alone, declarations then implementation,
 #              implementation and use in two files, DT_STATIC in two files of one program; and with
 #              DT_NCCL_DLOPEN
 #   others     the same program under nvcc (.c and .cu) and for aarch64
-#   symbols    no writable data, no foreign names, all that is declared is defined and no more, libc only through tables
+#   symbols    no writable data, no names without dt_, every declared function is defined and no other, libc only through tables
 #   text       contents, tags of functions, line lengths, header lengths, function lengths, layout (.clang-format),
 #              examples' use of dt__
 #   guards     headers of different releases refuse each other; -ffast-math is refused
 #   examples   the QUICK EXAMPLE of each header and the programs in README.md, by the build line they name (the last
 #              header's to the letter, the others with -O0 for -O3)
-#   planted    plants violations of all that in a copy and expects each to be found (part of make mutants)
+#   planted    plants violations of these rules in a copy and expects each to be found (part of make mutants)
 #
-# All groups' compilers run side by side, the longest first; what was found is counted at the end. The last header holds
-# the others: what a compiler has seen whole in one program it only parses in the next.
+# The compilers of all groups run in parallel, the longest first; results are counted at the end. The last header
+# includes the others. A compiler that has compiled the implementation in one program only parses it in the next.
 self=$(cd "$(dirname "$0")" && pwd)/$(basename "$0")
 cd "$(dirname "$0")/../.." || exit 1
 [ "$1" = -C ] && { cd "$2" || exit 1; shift 2; }
@@ -32,11 +32,11 @@ export LC_ALL=C
 CPUS=$(nproc 2>/dev/null || echo 2)
 CUDA_HOME=${CUDA_HOME:-/usr/local/cuda}
 
-# ---- counting, and jobs side by side --------------------------------------------------------------------------------
+# ---- counting, and parallel jobs ------------------------------------------------------------------------------------
 
 skip() { echo "SKIP $1: $2"; skipped=$((skipped + 1)); }
 
-# check LABEL FILE: passes if FILE is empty, else shows it as the reason
+# check LABEL FILE: passes if FILE is empty, else prints FILE as the reason
 check() {
     if [ -s "$2" ]; then
         echo "FAIL $1"; head -n "${3:-8}" "$2" | sed 's/^/    /'; failed=$((failed + 1))
@@ -45,7 +45,7 @@ check() {
     fi
 }
 
-# job LABEL COMMAND...: in the background; passes if the command ends with 0
+# job LABEL COMMAND...: runs COMMAND in the background; passes if it ends with status 0
 job() {
     local label=$1 id=$n_jobs
     shift
@@ -56,7 +56,7 @@ job() {
       : >"$T/job.$id.end" ) &
 }
 
-# after JOB COMMAND...: when that job, which was started before, is done
+# after JOB COMMAND...: waits for JOB, which was started before, then runs COMMAND
 after() {
     local id=$1
     shift
@@ -64,7 +64,7 @@ after() {
     "$@"
 }
 
-# all jobs, in order
+# waits for all jobs and checks them in order
 collect() {
     local i
     wait
@@ -76,7 +76,7 @@ have() { command -v "$1" >/dev/null; }
 
 # ---- the programs that are compiled ---------------------------------------------------------------------------------
 
-# A function of the header and of each below it: dt_NAME.h -> the text of `int PREFIX_use(void)`, 0 if all is well.
+# Prints the source of `int PREFIX_use(void)`, which uses a function of HEADER and of each header below and returns 0.
 # Compound literals and fields left zero are this program's own choice, so that C++ does not warn about them here.
 use_text() { # use_text HEADER PREFIX
     local level warning
@@ -140,7 +140,7 @@ build_and_run() { # build_and_run EXE COMPILE... : compiles, links, runs
     "$@" -o "$exe" -lm -lpthread && timeout 60 "$exe"
 }
 
-# The object is kept: with another file that uses the header it makes the next program.
+# The object is kept: two_files links it with another file that uses the header.
 declared_then_implemented() { # declared_then_implemented DIR EXT COMPILE...
     local d=$1 x=$2
     shift 2
@@ -154,7 +154,7 @@ two_files() { # two_files DIR EXT COMPILE...
     build_and_run "$d/two" "$@" "$d/both.o" "$d/use.$x"
 }
 
-# DT_STATIC leaves nothing behind that another file could see. The other file is the same one, with b_use for a_use.
+# DT_STATIC leaves no global symbols. The second file is the same object, with b_use for a_use.
 static_twice() { # static_twice DIR EXT COMPILE...
     local d=$1 x=$2 use
     shift 2
@@ -165,7 +165,7 @@ static_twice() { # static_twice DIR EXT COMPILE...
         build_and_run "$d/ab" "$@" "$d/a.o" "$d/b.o" "$d/ab.$x"
 }
 
-# What no other build has: the NCCL backend without libnccl at hand. Headers are all it needs.
+# The NCCL backend without libnccl, with DT_NCCL_DLOPEN, which needs only the headers of CUDA and NCCL.
 nccl_at_run_time() {
     local f what="gcc c11: DT_NCCL_DLOPEN"
     [[ " $HEADERS " == *" dt_comm.h "* && " $CONFIGS " == *" gcc:c11 "* ]] && have gcc || return
@@ -191,7 +191,7 @@ group_compile() {
             job "$cc $std $h: declarations" $cc $flags -c "$d/decl.$x" -o "$d/decl.o"
             [ "$h" = "${HEADERS##* }" ] || [[ $cc:$std == gcc:c11 || $cc:$std == clang++:c++17 ]] || continue
             parse=("$cc" $flags -fsyntax-only)
-            # strict or not is all that gnu changes; of one header alone group examples and clang++ make programs
+            # gnu standards are only compiled; for single headers with gcc, group examples and clang++ build the programs
             if [[ $std == gnu* ]] || { [ $cc = gcc ] && [ "$h" != "${HEADERS##* }" ] && have clang++; }; then
                 job "$cc $std $h: declarations, then implementation" "${parse[@]}" "$d/both.$x"
                 [[ $std == gnu* ]] || job "$cc $std $h: DT_STATIC" "${parse[@]}" "$d/a.$x"
@@ -204,13 +204,13 @@ group_compile() {
         done
     done
     nccl_at_run_time
-    # the implementation asked for at every include, in both orders
+    # DT_IMPLEMENTATION is defined for every include, in both orders
     { echo "#define _GNU_SOURCE"; echo "#define DT_IMPLEMENTATION"
       for h in $HEADERS; do echo "#include \"$h\""; done
       for h in $HEADERS; do echo "#include \"$h\""; done; use_text "${HEADERS##* }" one
       echo "int main(void) { return one_use(); }"; } >"$T/each.c"
     cc=gcc
-    have clang && cc=clang      # the quicker one
+    have clang && cc=clang      # the faster compiler
     job "$cc: all headers one after another, twice, in one file" build_and_run "$T/each" $cc -O0 -Wall -Wextra -Werror -I"$ROOT" "$T/each.c"
     for ((i = 0; i < ${#twos[@]}; i += 5)); do
         job "${twos[i]}" after "${twos[i + 1]}" two_files "${twos[i + 2]}" "${twos[i + 3]}" ${twos[i + 4]}
@@ -273,28 +273,28 @@ group_others() {
 
 # ---- symbols --------------------------------------------------------------------------------------------------------
 
-# Names of libc that no part may use: they end the program, print, or keep state for the whole process.
+# Functions of libc that no part may use: they end the program, print, or keep state of the process.
 NEVER='exit abort _exit _Exit quick_exit at_quick_exit atexit printf vprintf puts putchar fprintf vfprintf dprintf vdprintf
        perror signal sigaction sigprocmask pthread_sigmask getenv setenv putenv setlocale __assert_fail rand srand random
        strtok localtime gmtime longjmp _longjmp siglongjmp system popen fork vfork execve __printf_chk __fprintf_chk'
-# Names that only the functions of the default tables may use: dt__host_* and dt__io_*.
+# Functions that only the default tables may use: dt__host_* and dt__io_*.
 TABLES='malloc calloc realloc free posix_memalign aligned_alloc memalign valloc strdup strndup asprintf vasprintf mmap mmap64
         munmap open open64 openat creat read write writev pread pwrite pread64 pwrite64 fsync fdatasync rename close fstat
         fstat64 __fxstat __fxstat64 stat stat64 lstat lseek lseek64 unlink unlinkat rmdir mkdir opendir fdopendir readdir fstatat getrlimit ftruncate ftruncate64 fopen fopen64 fdopen fclose fread fwrite fputs fputc
         putc fflush getline fgets fseek ftell clock_gettime gettimeofday time clock nanosleep clock_nanosleep sched_yield
         usleep sleep poll select madvise sync_file_range posix_fadvise posix_fadvise64'
-# ... and of these the ones that sockets need too, and what only sockets need: dt__tcp_*. The job's token comes from the
-# environment, or from a file: dt__tcp_key, dt__tcp_token_file.
+# Functions that dt__tcp_* may use too. The job's token comes from the environment or from a file: dt__tcp_key,
+# dt__tcp_token_file.
 SOCKETS='socket bind listen accept connect send recv sendmsg setsockopt getsockopt getsockname poll close fcntl fcntl64
          inet_pton shutdown sendto recvfrom recvmsg getaddrinfo freeaddrinfo getifaddrs gethostbyname gethostname'
-# pthread_*, fork and friends: only these functions of dt_comm.h, the launcher, and of dt_zero.h, offload to disk.
+# pthread_*, fork and the like: only in the launcher of dt_comm.h and the offload to disk of dt_zero.h.
 LAUNCHER=${LAUNCHER:-dt_run dt__run dt__disk dt__writer}
 
 group_symbols() {
     local h=${HEADERS##* }
     have objdump || { skip symbols "objdump is not installed"; return; }
     printf '#define _GNU_SOURCE\n#define DT_IMPLEMENTATION\n#include "%s"\n' "$h" >"$T/sym.c"
-    # unoptimised: what gcc would find to be constant or unused still counts as writable, and each call is in its function
+    # without optimisation gcc keeps all data that is declared writable, and each call in its own function
     job "symbols $h: compiles with gcc -O0" gcc -O0 -fno-pie -fno-builtin -ffunction-sections -fdata-sections -Wall -Wextra \
         -Werror -I"$ROOT" -c "$T/sym.c" -o "$T/sym.o"
     job "symbols $h: compiles with gcc -O0 -fPIC" gcc -O0 -fPIC -I"$ROOT" -c "$T/sym.c" -o "$T/sympic.o"
@@ -343,8 +343,8 @@ found_symbols() {
 
 # ---- text -----------------------------------------------------------------------------------------------------------
 
-# "ok NAME" or "BAD NAME" for each function declared with DT_API: whether a comment with a tag stands above it or above
-# the group it is in, or a section that says "All [...]" and a comment.
+# Prints "ok NAME" or "BAD NAME" for each function declared with DT_API. It is ok with a tag in the comment above the
+# function or above its group, or with a comment in a section that says "All [...]".
 declared() {
     awk '
         /^#endif \/\* DT_[A-Z]+_H \*\// { exit }
@@ -356,7 +356,7 @@ declared() {
             if (/\*\//) {
                 incomment = 0; commented = 1
                 gsub(/[ \t]+/, " ", text)
-                # a comment between declarations that stand together adds to theirs
+                # a comment between declarations of a group adds to the comment of the group
                 tagged = tagged || text ~ /\[(local|pairwise|collective[^]]*|the caller is the supervisor[^]]*)\]/
                 if (text ~ /All \[(local|collective[^]]*)\]/) all = 1
             }
@@ -370,7 +370,7 @@ declared() {
         }' "$1"
 }
 
-# Lines of each function: "LINES NAME FILE:LINE"; macros of several lines likewise, as "macro NAME".
+# Prints the length of each function, "LINES NAME FILE:LINE", and of each macro of several lines, as "macro NAME".
 function_lengths() {
     awk '
         FNR == 1 { infn = 0; start = 0; incomment = 0; m = 0 }
@@ -398,7 +398,7 @@ function_lengths() {
         }' "$@"
 }
 
-# Names of version 0.1 that said nothing to a reader who knows the field. The HISTORY of each header has the new ones.
+# Names of version 0.1 that are not words of the field. The HISTORY of each header has the new names.
 old_names="dt_unit dt_units_desc dt_box dt_cut dt_mark DT_PART DT_SAME dt_sight sight box cut cuts marks kept passing hand_over
     elsewhere brief remake blind turned anew bulletin said heard guest chair door seat trail fly landed dt__to dt__of dt__keep"
 group_names() {
@@ -412,7 +412,7 @@ group_names() {
     check "text: no name of version 0.1 is left" "$log" 30
 }
 
-# Every C, C++ and CUDA file as .clang-format has it. Another version of clang-format may lay out the same code differently.
+# Every C, C++ and CUDA file follows .clang-format. Other versions of clang-format may format the same code differently.
 group_format() {
     local log=$T/format version
     version=$(clang-format --version 2>/dev/null | grep -o 'version [0-9]*')
@@ -425,7 +425,7 @@ group_format() {
 group_text() {
     local h log=$T/found n files
     for h in $HEADERS; do
-        # a line of CONTENTS may go on after the title, with the words a reader searches for
+        # a line of CONTENTS may have search terms after the title
         awk '/^ *CONTENTS/ { on = 1; next } on && /^ *$/ { exit } on && /^ *[0-9]+\. / { sub(/^ +/, ""); print }' "$h" >"$T/contents"
         awk '/^\/\/ ==== / { sub(/^\/\/ ==== /, ""); sub(/ =+$/, ""); print }' "$h" >"$T/banners"
         awk 'NR == FNR { banner[++n] = $0; next } { m++; if (m > n || index($0, banner[m]) != 1) print }
@@ -505,7 +505,7 @@ group_guards() {
 # The words after "cc " or "nvcc " of a header's BUILD section, up to two spaces.
 build_line() { awk -v c="$2" '/^   BUILD/ { on = 1; next } on && /^$/ { exit } on && $1 == c { sub(/^ +/, ""); sub(/  .*/, ""); print; exit }' "$1"; }
 
-# cc as it is, but for warnings: what it finds where it optimises.
+# A cc with warnings as errors, because some warnings appear only with optimisation.
 strict_cc() { # strict_cc DIR
     mkdir -p "$1"
     printf '#!/bin/sh\nexec %s -Wall -Wextra -Werror "$@"\n' "$(command -v cc)" >"$1/cc"
@@ -528,7 +528,7 @@ group_examples() {
         cp dt_*.h "$d"
         [ "$h" != "${HEADERS##* }" ] || strict_cc "$d/bin"      # which only the last has
         PATH=$d/bin:$PATH job "examples $h: QUICK EXAMPLE by its build line '$line'" run_example "$d" "${line:-false}"
-        # without the implementation, where group compile lets that compiler see it
+        # the declarations alone; group compile compiles the implementation with this compiler
         sed '/^#define DT_IMPLEMENTATION/d' "$d/train.c" >"$d/only.c"
         only=train
         [ "$h" != "${HEADERS##* }" ] || only=only
@@ -540,7 +540,7 @@ group_examples() {
             cp -r "$d" "$d.nvcc"
             cp dt_kernels.cu "$d.nvcc"
             line=${line/ -O3 / -O0 }
-            if [ -n "$KERNELS_AT" ]; then   # they take minutes, and are compiled once
+            if [ -n "$KERNELS_AT" ]; then   # the kernels take minutes to compile, so they are compiled once
                 job "examples $h: QUICK EXAMPLE by '$line'" after "$KERNELS_AT" run_example "$d.nvcc" \
                     "${line/dt_kernels.cu/$T/kernels.o}"
             else job "examples $h: QUICK EXAMPLE by '$line'" run_example "$d.nvcc" "${line:-false}"; fi
@@ -548,7 +548,7 @@ group_examples() {
     done
     have nvcc && [ -e dt_kernels.cu ] || skip "examples: build lines of nvcc" "nvcc or dt_kernels.cu is not there"
     if [ -e README.md ]; then
-        # its programs; a diff changes the program before it into another one
+        # the programs of README.md; a diff changes the program before it into another program
         awk -v dir="$T" '/^```c[ \t]*$/ { n++; f = dir "/readme." n ".c"; on = 1; next }
             /^```diff[ \t]*$/ { f = dir "/readme." n ".diff"; on = 1; next }
             /^```/ { on = 0 } on { print >f }' README.md
@@ -581,13 +581,13 @@ plant() {
         { echo "no line $2" >"$T/found"; check "planted: place in ${1##*/}" "$T/found"; }
 }
 
-planted_run() { # planted_run GROUPS... : looks at the copy and keeps what failed
+planted_run() { # planted_run GROUPS...: checks the copy and keeps the failures
     HEADERS=$planted_headers CONFIGS=$planted_configs bash "$self" -C "$P" "$@" >"$T/planted.out" 2>&1 &&
         echo "status 0" >"$T/planted.out"
     grep '^FAIL\|^    ' "$T/planted.out" >"$T/planted.fails"
 }
 
-expect() { # expect WHAT PATTERN: a line of the failures matches
+expect() { # expect WHAT PATTERN: a line of the failures must match
     : >"$T/found"
     grep -qE "$2" "$T/planted.fails" || { echo "not found: $2"; tail -n 5 "$T/planted.out"; } >"$T/found"
     check "planted: $1" "$T/found"

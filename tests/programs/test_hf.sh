@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# test_hf.sh - what gpt_save and checkpoints hold, loaded by Hugging Face's transformers: the logits are those of gpt.h,
-# and the loss is that of train_gpt's next step
+# test_hf.sh - Hugging Face's transformers load the models of gpt_save and the checkpoints of train_gpt: the logits equal
+# those of gpt.h, and the loss that of train_gpt's next step
 #
 # PYTHON is the program to use [python3]; without transformers and torch there the test is skipped.
 cd "$(dirname "$0")/../.." || exit 1
@@ -23,7 +23,7 @@ if [ $((passed + failed)) != 4 ]; then
     failed=$((failed + 1))
 fi
 
-# A checkpoint of three steps, as it is, against the loss that train_gpt itself has next.
+# transformers' loss of a checkpoint after three steps, compared with train_gpt's loss of step 4.
 $MAKE -s "$B/train_gpt"
 head -c 5000 README.md >"$dir/text"
 for layout in "--arch gpt2 --ranks 4 --tp 2 --pp 2 --zero 0 --micro-batch 2" "--arch gpt2 --ranks 4 --dp 4 --zero 3" \

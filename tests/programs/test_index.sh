@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# test_index.sh - the reader's index: each concept of index_terms.txt is found in the headers by its usual name, and what
-# is found there is read on one screen
+# test_index.sh - the reader's index: each concept of index_terms.txt is found in the headers by its usual name, and its
+# explanation fits on one screen
 #
 #   tests/programs/test_index.sh           checks, and shows that a concept whose name is removed fails
-#   tests/programs/test_index.sh table     where each concept is: term, file:line, lines to read, what they are
+#   tests/programs/test_index.sh table     where each concept is: term, file:line, number of lines to read, their kind
 #
-# index.awk says what counts as found.
+# index.awk defines when a concept is found.
 cd "$(dirname "$0")/../.." || exit 1
 here=tests/programs
 files="dt_tensor.h dt_comm.h dt_parallel.h dt_zero.h dt_kernels.cu"
@@ -26,7 +26,7 @@ while IFS=$'\t' read -r term place lines what; do
 done <"$T/found"
 [ "$(wc -l <"$T/found")" = "$(grep -c . $here/index_terms.txt)" ] || { echo "FAIL index.awk lost terms"; failed=$((failed + 1)); }
 
-# Planted: without its name a concept is not found, and all the others still are.
+# Planted: a concept whose name is removed from the headers must not be found.
 while IFS=$'\t' read -r term place lines what; do
     [ "$place" != - ] || continue
     for f in $files; do sed "s/$term/withheld/Ig" $f >"$T/$f"; done

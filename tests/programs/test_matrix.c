@@ -1,36 +1,35 @@
-/* test_matrix.c - every layout against one rank: random models and layouts, a comparison, a
-   shrinker
+/* test_matrix.c - every layout compared with one rank: random models and layouts, a shrinker
 
-   Each case draws a model, a batch and a layout from the table of fields below, trains it for a few
-   steps on the ranks of the layout and on one rank with the whole batch, and compares losses,
-   gradient norms, gradients and optimizer state of the first step and parameters after the last by
-   the rule of DESIGN.md: |a-b| <= tol * max(|b|, s), 2-norms of a tensor; the side losses of
-   mixtures too, and how many choices fell on each expert and how many were dropped exactly. All
-   copies of a number must have the same bits. What a stage frees is filled with NaN.
+   Each case draws a model, a batch and a layout from the table of fields below. It trains the model
+   for a few steps on the ranks of the layout and on one rank with the full batch. It compares the
+   losses, gradient norms, gradients and optimizer state of the first step, the parameters after the
+   last step, and the side losses of mixtures, by the rule of DESIGN.md: ||a-b|| <= tol * max(||b||,
+   s), with 2-norms of a tensor. The counts of choices per expert and of dropped choices must be
+   equal. All copies of a value must have the same bits. Memory that a ZeRO stage frees is filled
+   with NaN.
 
-   Then the same layout is trained once more with everything changed that must not change a bit:
-   ZeRO 0 to 1, 2 to 3, all stages with one micro-batch or the tree; units reduced and gathered
-   ahead of time or not, kept gathered or not; offload; recomputing; the backward in halves; of a
-   pipeline the schedule, the chunks and where stages are cut, and with weights that are not tied
-   whether there is a pipeline at all; in some cases processes in place of threads. A failing case
-   is shrunk: every field is moved to its simplest value while the case still fails, and one command
-   that repeats it is printed.
+   Then the same layout is trained again with every setting changed that must not change a bit: the
+   ZeRO stage (0 and 1, 2 and 3; any two with one micro-batch or the tree all-reduce), overlap of
+   reductions and gathers, keep_gathered, offload, recompute, the backward in halves, the schedule,
+   chunks and stage boundaries of a pipeline. Without tied weights the pipeline itself may go; some
+   cases take processes in place of threads. A failing case is shrunk: every field is set to its
+   simplest value with which the case still fails, and a command that repeats the case is printed.
 
-   In f64 every factoring of 1 to 12 ranks into dp x tp x cp x pp x ep is a case, and those of the
-   list `named`; any two values of two fields meet in one (of an axis: 1, or more), or no draw with
-   both can be (named, with the rule: arithmetic only). Other types follow.
+   In f64 every factoring of 1 to 12 ranks into dp x tp x cp x pp x ep is a case, and so is every
+   entry of `named`. Every pair of values of two fields occurs in a case (axes count as 1 or more),
+   unless no valid case can have both; then the pair is printed with the rule that forbids it. Cases
+   in other types follow.
 
        test_matrix [--cases N] [--seed S]       at least N cases in f64, and N/6 in other types;
-                                                --from I: from the I-th
-       test_matrix --case 'model=1,dp=2,...'    one case; fields not named have their simplest
-       value */
+                                                --from I: starts with case I
+       test_matrix --case 'model=1,dp=2,...'    one case; other fields have their simplest value */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
 #ifndef ON_DEVICES
 #define ON_DEVICES 0
 #endif
-#if ON_DEVICES /* models are small: so are NCCL's windows and messages */
+#if ON_DEVICES /* models are small, so NCCL windows and messages must be small too */
 #define DT_NCCL_F32_WINDOW 96
 #define DT_NCCL_MIN_BYTES 16
 #endif
@@ -65,11 +64,12 @@ enum { OPT_ADAMW = 0, OPT_ADAM, OPT_SGD, OPT_MOMENTUM, OPT_OWN };
 enum { CUT_EVEN = 0, CUT_ENDS, CUT_LIST, CUT_LIST_2 };
 
 /* Parser, printer, generator and shrinker all read this table. The first value is the simplest.
-   heads: of one rank of tp; gqa: query heads that share a key head; seq: tokens of one rank, of cp
-   and, with sp, of tp; experts: of one rank of ep; capacity: half units; chunks: stages of each
-   rank; cut: even, embedding and head alone, or some list; accum: micro-batches; shard: ranks of a
-   shard group, 0: all; devices: 0: the CPU; late: the seed of their streams' order; net: ranks
-   share memory, or meet over sockets, or have a device each and NCCL. */
+   heads: per tp rank. gqa: query heads per key head. seq: tokens per cp rank and, with sp, per tp
+   rank. experts: per ep rank. capacity: capacity factor * 2. every: a mixture in every layer or in
+   every second. chunks: stages per rank. cut: stages of equal length, or embedding and head as
+   stages of their own, or random stages. accum: micro-batches. shard: ranks of a ZeRO shard group,
+   0: all. devices: 0: the CPU. late: the seed of the order in which streams run. net: ranks share
+   memory, connect by TCP, or have one device each and NCCL. */
 typedef struct field {
     const char *name;
     size_t at;
@@ -91,7 +91,7 @@ static const field fields[] = {
     F(devices, 0, 1, 2, 3, 4, 5, 6, 8),
     F(late, 0),
     F(net, NET_NONE, NET_TCP, NET_NCCL),
-    /* up to here the generator does not draw them field by field */
+    /* the generator does not draw the fields above one by one */
     F(model, MODEL_GPT, MODEL_OWN),
     F(llama, 0, 1),
     F(layers, 1, 2, 3, 6),
@@ -182,7 +182,7 @@ static int items_of(spec s) { return 2 * s.layers + (s.model == MODEL_GPT ? 2 : 
 static int is_mixture(spec s, int layer) { return s.experts > 0 && (layer + 1) % s.every == 0; }
 static int mixtures_of(spec s) { return s.experts > 0 ? s.layers / s.every : 0; }
 
-/* The same case on one rank: the sizes of its model stay. */
+/* The same case on one rank, with the same sizes of the model. */
 static spec alone_of(spec s) {
     spec a = s;
     a.micro = s.dp * s.ep * s.accum * s.micro;
@@ -197,16 +197,17 @@ static spec alone_of(spec s) {
     return a;
 }
 
-/* Why a draw is no case, by number; 0: it is one. Arithmetic only. */
+/* The rules that make a draw invalid, by number; 0: the draw is valid. They only do arithmetic. */
 enum { RULES = 17 };
-static const char *const rules[RULES] = { "one means nothing beside the other",
-    "fewer items of the model than stages", "keys over tp", "heads shared by keys",
-    "odd width of a head that is turned", "tokens over cp by zigzag", "heads over cp by ulysses",
-    "data group by shard groups", "kept gathered below stage 3", "values offloaded below stage 3",
-    "more choices than experts", "several chunks where not interleaved",
+static const char *const rules[RULES] = { "one value has no effect with the other",
+    "more stages than items of the model", "key heads over tp", "query heads over key heads",
+    "rotary embedding of heads of odd width", "tokens over cp by zigzag",
+    "heads over cp by ulysses", "data group by shard groups", "kept gathered below stage 3",
+    "parameters offloaded below stage 3", "top_k above the number of experts",
+    "several chunks without the interleaved schedule",
     "zero-bubble with fewer micro-batches than ranks",
-    "a tied head and its embedding in two stages of one rank", "numbers of 64 bits on a device",
-    "forks that share a device", "NCCL without devices" };
+    "a tied head and its embedding in two stages of one rank", "f64 on a device",
+    "forked processes on a device", "NCCL without devices" };
 
 static int refusal(spec s) {
     char why[300];
@@ -234,16 +235,16 @@ static int refusal(spec s) {
     return 0;
 }
 
-/* A number in [-1, 1) as a function of a place: the data set. */
+/* The data set: a value in [-1, 1) for each pair of indices. */
 static double noise(int64_t a, int64_t b) {
     uint32_t out[4];
     dt__philox(77, (uint64_t)(a * 1000003 + b), out);
     return (double)out[0] / 2147483648.0 - 1;
 }
 
-/* At which item each stage begins. */
+/* The first item of each stage. */
 enum { MOST_ITEMS = 32 };
-static void cut_of(spec s, int *first) {
+static void stage_begins(spec s, int *first) {
     double costs[MOST_ITEMS];
     char why[300];
     int items = items_of(s), stages = stages_of(s), at = 1;
@@ -253,7 +254,7 @@ static void cut_of(spec s, int *first) {
         dt_partition_stages(costs, items, stages, first, why, sizeof why) == DT_OK)
         return;
     first[0] = 0;
-    for (int i = 1; i < items; i++) /* any stages - 1 of the places between */
+    for (int i = 1; i < items; i++) /* stages - 1 random boundaries between items */
         if ((noise(900 + s.cut, i) + 1) / 2 * (items - i) < stages - at) first[at++] = i;
     first[stages] = items;
 }
@@ -262,13 +263,14 @@ static void cut_of(spec s, int *first) {
 
 enum { MOST_LAYERS = 8 };
 
-/* a dense one has up and down; a mixture before, router, bias, experts, these if shared */
+/* A dense layer has up and down. A mixture has before, router, bias and experts, and up and down if
+   it has a shared expert. */
 typedef struct own_layer {
     dt_tensor *up, *up_bias, *down, *down_bias, *before, *router, *bias, *expert_up, *expert_down;
     dt_route_counts route;
 } own_layer;
 
-/* no GPT: squares and linear layers over real numbers, mean squared error */
+/* A model that is no GPT: squares and linear layers, mean squared error. */
 typedef struct own_model {
     dt_ctx *ctx;
     spec s;
@@ -276,7 +278,7 @@ typedef struct own_model {
     dt_comm *tp, *cp, *ep;
     dt_placement outside;
     own_layer layer[MOST_LAYERS];
-    double exchanged; /* numbers that this rank has to send over ep */
+    double exchanged; /* elements that this rank has to send over ep */
 } own_model;
 
 enum { OUT = 3 };
@@ -288,8 +290,8 @@ static dt_dtype type_of(spec s) {
 
 static int narrow(spec s) { return s.type >= TYPE_BF16; }
 
-/* y = x + x^2 / 10 = (0.1 x + 1) x, written as a user writes an op: by kernels of the context's
-   table, which have tensors of any type on any device. */
+/* The user-defined op y = x + x^2 / 10 = (0.1 x + 1) x. It calls kernels of the context's table,
+   which work on any type and any device. */
 static dt_status times_slope(
     const dt_tensor *x, double scale, const void *a, void *out, int accumulate) {
     dt_ctx *ctx = x->ctx;
@@ -315,8 +317,8 @@ static dt_tensor *square(dt_tensor *x) {
     return dt_record(y, (dt_record_desc){ .name = "square", .in = { x }, .backward = square_back });
 }
 
-/* The first half of a layer: up; of a mixture something added. The second: down, and all of the
-   mixture. */
+/* Even items are the first half of a layer: up, or `before` of a mixture. Odd items are the second
+   half: down, or the router and the experts. */
 static void own_register_item(own_model *m, int item) {
     spec s = m->s;
     own_layer *l = &m->layer[item / 2];
@@ -376,7 +378,7 @@ static own_model own_register(dt_ctx *ctx, spec s, const dt_mesh *mesh, const in
     return m;
 }
 
-/* Experts are products with a square between them. */
+/* An expert is two linear layers with a square between them. */
 static dt_tensor *own_mixture(own_model *m, own_layer *l, dt_tensor *x) {
     spec s = m->s;
     dt_route_desc d = { .k = s.top_k,
@@ -394,7 +396,8 @@ static dt_tensor *own_mixture(own_model *m, own_layer *l, dt_tensor *x) {
     dt_tensor *h = dt_dispatch(dt_tp_enter(x, m->tp, m->outside), to, m->ep);
     h = square(dt_expert_linear(h, to, l->expert_up, NULL, (dt_expert_desc){ 0 }));
     h = dt_expert_linear(h, to, l->expert_down, NULL, (dt_expert_desc){ 0 });
-    /* rows leave, others' return; the same of their gradients */
+    /* bytes sent: rows to other ranks' experts, other ranks' rows back, and the gradients of
+       both */
     for (int r = 0; h && r < dt_comm_size(m->ep); r++) {
         double there = r == dt_comm_rank(m->ep) ? 0 : (double)to->exchange->rows_to[r],
                out = (double)h->shape.d[1];
@@ -405,8 +408,8 @@ static dt_tensor *own_mixture(own_model *m, own_layer *l, dt_tensor *x) {
     return dt_redistribute(dt_combine(h, to), m->tp, DT_PARTIAL, m->outside);
 }
 
-/* Column then row parallel. Overhang of a hidden size that tp does not divide is zero weights in
-   and out. */
+/* A column-parallel, then a row-parallel layer. If tp does not divide the hidden size, the padding
+   has weights of 0 in both. */
 static dt_tensor *own_item(own_model *m, int item, dt_tensor *x) {
     own_layer *l = &m->layer[item / 2];
     dt_tensor *y = NULL;
@@ -421,7 +424,7 @@ static dt_tensor *own_item(own_model *m, int item, dt_tensor *x) {
     return item % 2 == 0 ? x : dt_row_linear(x, l->down, l->down_bias, y, m->tp, m->outside);
 }
 
-/* Some items: in a block they are a local variable, which is gone when the block runs again. */
+/* A range of items. Its variable is local and no longer exists when the block is recomputed. */
 typedef struct own_part {
     own_model *model;
     int item, end, recompute;
@@ -438,7 +441,7 @@ static dt_tensor *own_block(
     return dt_block_at(p.model->ctx, run, x, &p, (dt_block_desc){ recompute, sizeof p });
 }
 
-/* Each layer, or half of one, a block. */
+/* Each layer, or each half of one, is a block. */
 static dt_tensor *own_group_forward(dt_tensor *x, void *user) {
     own_part p = *(own_part *)user;
     int end = p.end;
@@ -449,8 +452,8 @@ static dt_tensor *own_group_forward(dt_tensor *x, void *user) {
     return x;
 }
 
-/* SELECTIVE: every other layer; FULL: each one; FULL_2: those after the first together; FULL_3: the
-   same with each of them recomputed inside, too. */
+/* Recomputed blocks: every second layer (SELECTIVE), every layer (FULL), all layers after the first
+   together (FULL_2), the same with a nested block for each layer (FULL_3). */
 static dt_tensor *own_forward(dt_tensor *x, own_model *own, int item, int end) {
     int how = own->s.recompute;
     while (x && item < end) {
@@ -470,52 +473,59 @@ static dt_tensor *own_forward(dt_tensor *x, own_model *own, int item, int end) {
 
 enum { MAX_STEPS = 3, MAX_VALUES = 300000, MAX_PARAMS = 160, MAX_EXPERTS = 40, NAME = 40 };
 enum { MOST_RANKS = 32, MOST_MICROS = 16 };
-enum { BALANCE, Z, CHOICES, DROPPED, FELL, COUNTS = FELL + MAX_EXPERTS }; /* of a layer's router */
+enum {
+    BALANCE,
+    Z,
+    CHOICES,
+    DROPPED,
+    FELL,
+    COUNTS = FELL + MAX_EXPERTS
+}; /* figures of a layer's router */
 
-static char folder[64]; /* of offload and checkpoints */
+static char folder[64]; /* for offload and checkpoints */
 enum { CHECKPOINT_NONE, CHECKPOINT_SAVE, CHECKPOINT_LOAD };
 
-/* Where the ranks of one run leave what is compared: full logical tensors, filled box by box.
-   Shared memory, so that ranks may be processes. */
+/* The results of one run: full tensors, into which each rank writes its slices. In shared memory,
+   because ranks may be processes. */
 typedef struct result {
     spec s;
-    int fails, fails_at; /* 1 + the rank that fails, in its so manieth forward */
-    int checkpoint;      /* CHECKPOINT_*: after the first step, or in its place */
+    int fails, fails_at; /* 1 + the rank that fails, in its forward number fails_at (from 0) */
+    int checkpoint;      /* CHECKPOINT_*: save after the first step, or load instead of it */
     double loss[MAX_STEPS], norm[MAX_STEPS];
     double route[MAX_STEPS][MOST_LAYERS][COUNTS];
     int params;
-    char name[MAX_PARAMS][NAME];                 /* in the order of one rank */
-    size_t first[MAX_PARAMS], count[MAX_PARAMS]; /* places of the parameters in the arrays */
+    char name[MAX_PARAMS][NAME];                 /* in the order of registration on one rank */
+    size_t first[MAX_PARAMS], count[MAX_PARAMS]; /* of each parameter in the arrays */
     int states;
-    /* numbers of which another copy has other bits, or unknown parameters */
+    /* parameters that are unknown, or that have a copy with other bits */
     int differ;
-    char which[2 * NAME];              /* the first of them */
+    char which[2 * NAME];              /* the first such parameter */
     size_t optim_bytes, optim_formula; /* of rank 0 */
-    /* bytes along pp and ep of each rank, and what they are by formula; of a GPT over ep, at
-       most */
+    /* bytes that each rank sent along pp and ep, and by formula; for a GPT over ep the formula is
+       an upper bound */
     double sent[MOST_RANKS][2], formula[MOST_RANKS][2];
-    /* parameters at the end; of step 1 gradients, optimizer state */
+    /* parameters after the last step; gradients and optimizer state of step 1 */
     double value[MAX_VALUES], grad[MAX_VALUES], state[2][MAX_VALUES];
 } result;
 
-/* Whether this rank, of all that hold copies of a box, is the one that leaves it. */
-static int leaves(const dt_tensor *t, const dt_mesh *mesh) {
+/* 1 if this rank writes the slice; other ranks with a copy of the slice compare theirs. */
+static int writes_slice(const dt_tensor *t, const dt_mesh *mesh) {
     const dt_param_desc *d = &t->param->desc;
-    int tp_cut = 0, ep_cut = 0, other = 0;
+    int tp_sharded = 0, ep_sharded = 0, other = 0;
     for (int c = 0; c < 3; c++) {
-        ep_cut |= d->shards[c].comm && d->shards[c].comm == mesh->ep;
-        tp_cut |= d->shards[c].comm && d->shards[c].comm != mesh->ep;
+        ep_sharded |= d->shards[c].comm && d->shards[c].comm == mesh->ep;
+        tp_sharded |= d->shards[c].comm && d->shards[c].comm != mesh->ep;
     }
     for (int k = 0; k < 2; k++)
-        if (d->grad_placements[k].comm && (k == 1 || tp_cut))
+        if (d->grad_placements[k].comm && (k == 1 || tp_sharded))
             other |= dt_comm_rank(d->grad_placements[k].comm);
-    other |= (!ep_cut && mesh->coord.ep > 0) || (!tp_cut && mesh->coord.tp > 0);
+    other |= (!ep_sharded && mesh->coord.ep > 0) || (!tp_sharded && mesh->coord.tp > 0);
     return mesh->coord.dp == 0 && mesh->coord.cp == 0 && !other;
 }
 
-/* Copies this rank's box of a parameter into the full tensor; the other copies are compared with it
-   afterwards. */
-static void leave(
+/* Copies this rank's slice of a parameter into the full tensor; compare = 1: compares the slice
+   with the full tensor. */
+static void store_slice(
     result *r, const dt_tensor *t, const void *local, dt_dtype dtype, double *array, int compare) {
     int i = 0;
     while (i < r->params && strcmp(r->name[i], t->name) != 0) i++;
@@ -536,8 +546,9 @@ static void leave(
 
 enum { GRADS, VALUES, STATES };
 
-/* Parameter t's numbers of a kind, k of several arrays, in the type they are stored in: (count).
-   NULL: it has none. What ranks of a data group have in parts they read together. */
+/* Gradient, values or optimizer state k of parameter t, in the stored type, in memory that the
+   caller frees. NULL: t has none. All ranks of a data group must call this, because they may have
+   shards. */
 static void *numbers_of(dt_zero *zero, dt_tensor *t, int what, int k) {
     if (what != VALUES && t->param->desc.frozen) return NULL;
     void *host = malloc(t->param->count * sizeof(double) + 1);
@@ -549,9 +560,9 @@ static void *numbers_of(dt_zero *zero, dt_tensor *t, int what, int k) {
     return NULL;
 }
 
-/* One kind of numbers of all parameters. Gradients are those of a step whose backward is over,
-   before its update. One rank leaves each, then those that hold copies compare. */
-static void leave_all(dt_ctx *ctx, dt_zero *zero, result *r, const dt_mesh *mesh, int what) {
+/* Stores the gradients, values or states of all parameters. Gradients: call this between backward
+   and update. One rank writes each slice, then the ranks with copies compare. */
+static void store_all(dt_ctx *ctx, dt_zero *zero, result *r, const dt_mesh *mesh, int what) {
     int arrays = what == STATES ? r->states : 1, n = dt_param_count(ctx) * arrays;
     void *copies[2 * MAX_PARAMS] = { NULL };
     for (int pass = 0; pass < 2; pass++) {
@@ -559,15 +570,16 @@ static void leave_all(dt_ctx *ctx, dt_zero *zero, result *r, const dt_mesh *mesh
             dt_tensor *t = dt_param_get(ctx, i / arrays);
             double *to = what == GRADS ? r->grad : what == VALUES ? r->value : r->state[i % arrays];
             if (pass == 0) copies[i] = numbers_of(zero, t, what, i % arrays);
-            if (copies[i] && leaves(t, mesh) != pass)
-                leave(r, t, copies[i], what == VALUES ? t->dtype : dt_grad_dtype(t), to, pass);
+            if (copies[i] && writes_slice(t, mesh) != pass)
+                store_slice(
+                    r, t, copies[i], what == VALUES ? t->dtype : dt_grad_dtype(t), to, pass);
             if (pass == 1) free(copies[i]);
         }
         if (pass == 0) dt_barrier(dt_world(ctx));
     }
 }
 
-/* A user's update that is none of dt's: AdaGrad. In the host's memory, wherever the numbers are. */
+/* A user-defined optimizer, AdaGrad. It computes in host memory, wherever the parameters are. */
 static dt_status adagrad(const dt_update_args *f, void *user) {
     dt_dtype type = f->tensor->dtype == DT_F64 ? DT_F64 : DT_F32;
     size_t bytes = f->count * dt_dtype_size(type);
@@ -587,11 +599,11 @@ static dt_status adagrad(const dt_update_args *f, void *user) {
     dt__move(f->ctx, f->param, p, bytes);
     dt__move(f->ctx, f->state[0], state, bytes);
     free(p);
-    return status ? status : dt__sync(f->ctx); /* what is offloaded is read by the host next */
+    return status ? status : dt__sync(f->ctx); /* the host reads offloaded state next */
 }
 
-/* AdamW's eps is 1e-5: the gradient of a key bias is zero but for rounding, and eps 1e-8 would blow
-   1e-18 up to 1e-10 of a step, which says nothing of a layout. */
+/* AdamW's eps is 1e-5. The gradient of a key bias is 0 up to rounding, and eps 1e-8 would turn a
+   rounding error of 1e-18 into 1e-10 of a step, which is no error of the layout. */
 static dt_zero_desc optimizer_of(spec s, const dt_mesh *mesh) {
     static const int kinds[] = { DT_ADAMW, DT_ADAM, DT_SGD, DT_SGD, DT_OPTIMIZER_CUSTOM };
     const char *place = s.offload == OFF_NONE                            ? NULL
@@ -620,12 +632,12 @@ static dt_zero_desc optimizer_of(spec s, const dt_mesh *mesh) {
         .states = 1 };
 }
 
-/* of one replica and step: all micro-batches; (accum, micro, seq) of whole sequences */
+/* All micro-batches of a replica's step, with full sequences: (accum, micro, seq). */
 typedef struct batch {
     int32_t *ids, *labels;
-    int32_t *index; /* each token's place among those of the step over all ranks */
+    int32_t *index; /* of each token among all tokens of the step */
     int32_t *position, *document;
-    int32_t *cut;  /* (micro, seq) for one of these as this rank of cp has it */
+    int32_t *cut;  /* buffer (micro, seq) for this cp rank's shard of an array */
     double *x, *y; /* (accum, micro, seq, width), (accum, micro, seq, OUT) */
     double labels_in_step;
 } batch;
@@ -644,7 +656,7 @@ static void fill_sequence(batch *b, spec s, int64_t at, int64_t q, int64_t k) {
         for (int c = 0; c < width; c++) b->x[i * width + c] = noise(q, 10000 + t * 100 + c);
         for (int c = 0; c < OUT; c++) b->y[i * OUT + c] = noise(q, 20000 + t * 100 + c);
     }
-    /* not every label of a step is ignored */
+    /* at least one label of a step counts */
     if (s.ignore && q == 0) b->labels[at * tokens_of(s)] = 0;
 }
 
@@ -655,7 +667,8 @@ static void fill_batch(batch *b, spec s, const dt_mesh *mesh, int step) {
             fill_sequence(b, s, (int64_t)j * s.micro + i,
                 dt_data_order_sequence(order, step, j, mesh->replica, i),
                 ((int64_t)j * mesh->replicas + mesh->replica) * s.micro + i);
-    /* this rank's part of the labels, as a program that cuts its data by cp has them */
+    /* the number of labels in the step; the ranks of cp share sequences, so only cp rank 0
+       counts */
     double here = 0;
     for (int64_t i = 0; i < s.accum * s.micro * tokens_of(s); i++) here += b->labels[i] >= 0;
     if (mesh->coord.cp != 0) here = 0;
@@ -672,21 +685,21 @@ static dt_tensor *real_input(dt_ctx *ctx, spec s, dt_shape shape, const double *
     return t;
 }
 
-/* One number a token of a micro-batch, as this rank of cp has them. */
-static dt_tensor *cut_input(
+/* An array (micro, seq) of a micro-batch, sharded for this cp rank. */
+static dt_tensor *shard_input(
     dt_ctx *ctx, spec s, const batch *b, dt_comm *cp, const int32_t *whole) {
     dt_cp_shard(s.kind, s.micro, tokens_of(s), cp, whole, b->cut);
     return dt_input(ctx, DT_I32, DT_SHAPE(s.micro, tokens_of(s) / dt_comm_size(cp)), b->cut);
 }
 
-/* The same of all ranks, one after the other. */
-static void cut_all(spec s, const int32_t *whole, int32_t *out) {
+/* The shards of all cp ranks, one after another. */
+static void shard_all(spec s, const int32_t *whole, int32_t *out) {
     int64_t T = tokens_of(s), own = T / s.cp;
     for (int64_t i = 0; i < s.micro * T; i++)
         out[i] = whole[i / T * T + dt_cp_token(s.kind, T, s.cp, (int)(i % T / own), i % T % own)];
 }
 
-/* What a rank of one run needs. */
+/* The state of one rank in a run. */
 typedef struct job {
     result *r;
     spec s;
@@ -734,16 +747,16 @@ static dt_tensor *gpt_stage(job *j, int stage, dt_tensor *x, int64_t micro) {
     const batch *b = &j->b;
     dt_comm *cp = j->mesh.cp;
     int64_t at = micro * s.micro * tokens_of(s);
-    gpt_tokens t = { .ids = cut_input(j->ctx, s, b, cp, b->ids + at),
+    gpt_tokens t = { .ids = shard_input(j->ctx, s, b, cp, b->ids + at),
         .sequences = sequences_of(s),
         .step = (uint64_t)j->step };
-    t.index = cut_input(j->ctx, s, b, cp, b->index + at);
+    t.index = shard_input(j->ctx, s, b, cp, b->index + at);
     if (s.docs) {
-        t.positions = cut_input(j->ctx, s, b, cp, b->position + at);
-        t.documents = cut_input(j->ctx, s, b, cp, b->document + at);
+        t.positions = shard_input(j->ctx, s, b, cp, b->position + at);
+        t.documents = shard_input(j->ctx, s, b, cp, b->document + at);
         int32_t *all = (int32_t *)malloc((size_t)(2 * s.micro * tokens_of(s)) * sizeof *all);
-        cut_all(s, b->position + at, all);
-        cut_all(s, b->document + at, all + s.micro * tokens_of(s));
+        shard_all(s, b->position + at, all);
+        shard_all(s, b->document + at, all + s.micro * tokens_of(s));
         t.context = dt_cp_make(j->ctx, cp,
             (dt_cp_desc){ .kind = s.kind,
                 .batch = s.micro,
@@ -753,7 +766,7 @@ static dt_tensor *gpt_stage(job *j, int stage, dt_tensor *x, int64_t micro) {
         free(all);
     }
     return gpt_stage_at(
-        &j->g, stage, x, t, cut_input(j->ctx, s, b, cp, b->labels + at), b->labels_in_step);
+        &j->g, stage, x, t, shard_input(j->ctx, s, b, cp, b->labels + at), b->labels_in_step);
 }
 
 static dt_tensor *run_stage(dt_tensor *x, int stage, int micro, void *user) {
@@ -769,7 +782,7 @@ static dt_route_counts *route_of(job *j, int layer) {
     return j->s.model == MODEL_OWN ? &j->own.layer[layer].route : &j->g.layer[layer].route;
 }
 
-/* What the routers have counted, of all tokens; then their biases follow it. */
+/* Sums the routers' counts over all ranks, then updates the router biases. */
 static void end_routes(job *j) {
     spec s = j->s;
     dt_comm *const groups[3] = { j->mesh.data, s.sp ? j->mesh.tp : NULL, j->mesh.pp };
@@ -811,7 +824,7 @@ static void train_step(job *j) {
     for (int i = 0; i < s.accum; i++) loss += j->loss[i];
     dt_sum_doubles(j->mesh.data, &loss, 1);
     dt_sum_doubles(j->mesh.pp, &loss, 1);
-    if (j->step == 1) leave_all(j->ctx, j->zero, j->r, &j->mesh, GRADS);
+    if (j->step == 1) store_all(j->ctx, j->zero, j->r, &j->mesh, GRADS);
     dt_step_info info = dt_zero_step(j->zero, 0.01);
     end_routes(j);
     if (dt_ctx_rank(j->ctx) != 0) return;
@@ -851,13 +864,13 @@ static void register_model(job *j) {
         .pp = j->mesh.pp,
         .stages = stages_of(s),
         .stage_begin = j->first };
-    cut_of(s, j->first);
+    stage_begins(s, j->first);
     if (s.model == MODEL_GPT)
         j->g = gpt_register(j->ctx, config);
     else
         j->own = own_register(j->ctx, s, &j->mesh, j->first);
     for (int i = 0; i < s.layers; i++) route_of(j, i)->experts = j->fell + i * experts_of(s);
-    /* as dt_param_at(.frozen = 1), on a model that has no such option */
+    /* like dt_param_at(.frozen = 1): the models have no option for it */
     dt_tensor *t = dt_param_find(j->ctx, s.model == MODEL_OWN ? "l.0.down"
                                          : s.llama            ? "h.0.attn.q.weight"
                                                               : "h.0.ln_1.weight");
@@ -877,7 +890,7 @@ static void describe_params(dt_ctx *ctx, result *r) {
         dt_fail(ctx, DT_ERR_MEM, "the model of a case is too large for the test");
 }
 
-/* What one micro-batch of a stage sends to the next one, and gets back as a gradient. */
+/* Bytes that a stage sends to the next stage for one micro-batch. The gradient has as many. */
 static double edge_bytes(const job *j, int stage) {
     spec s = j->s;
     int item = j->first[stage + 1],
@@ -887,8 +900,8 @@ static double edge_bytes(const job *j, int stage) {
            (double)dt_dtype_size(type_of(s));
 }
 
-/* The output of each stage and its gradient in each micro-batch; and of a tied weight, which two
-   ranks have, the all-reduce of its gradient: as many bytes as that has here. */
+/* Bytes that this rank sends along pp: outputs of stages and their gradients in each micro-batch,
+   and the all-reduce of a tied weight's gradient between two ranks. */
 static double pipeline_bytes(const job *j) {
     spec s = j->s;
     double bytes = 0;
@@ -903,8 +916,8 @@ static double pipeline_bytes(const job *j) {
     return bytes * s.steps;
 }
 
-/* If all choices fall on others' experts: there and back, twice; recomputed layers go there and
-   back once more. */
+/* An upper bound of the elements sent along ep, if all choices are experts of other ranks: dispatch
+   and combine, forward and backward, and forward again in recomputed layers. */
 static double most_exchanged(const job *j) {
     spec s = j->s;
     double rows = (double)s.micro * tokens_of(s) / s.cp * s.top_k * s.accum * s.steps * 2 * s.ep,
@@ -917,7 +930,7 @@ static double most_exchanged(const job *j) {
                      : rows * mixtures * heads_of(s) * s.dim * (s.recompute >= REC_FULL ? 1.5 : 1);
 }
 
-static void leave_bytes(job *j) {
+static void store_bytes(job *j) {
     int rank = dt_ctx_rank(j->ctx);
     double numbers = j->s.model == MODEL_OWN ? j->own.exchanged : most_exchanged(j);
     j->r->formula[rank][0] = pipeline_bytes(j);
@@ -926,7 +939,7 @@ static void leave_bytes(job *j) {
     j->r->sent[rank][1] = (double)dt_comm_bytes(j->ctx, DT_AXIS_EP);
 }
 
-/* Saves what was trained, or takes what another layout has saved. */
+/* Saves a checkpoint, or loads the checkpoint that another layout has saved. */
 static void checkpoint(job *j, int saves) {
     dt_checkpoint *c =
         dt_checkpoint_open(j->zero, (dt_checkpoint_desc){ .dir = folder, .background = 1 });
@@ -948,17 +961,17 @@ static void run_job(job *j) {
             checkpoint(j, 0);
         else
             train_step(j);
-        if (j->step == 1) leave_all(j->ctx, j->zero, j->r, &j->mesh, STATES);
+        if (j->step == 1) store_all(j->ctx, j->zero, j->r, &j->mesh, STATES);
         if (j->step == 1 && j->r->checkpoint == CHECKPOINT_SAVE) checkpoint(j, 1);
     }
-    leave_all(j->ctx, j->zero, j->r, &j->mesh, VALUES);
-    leave_bytes(j);
+    store_all(j->ctx, j->zero, j->r, &j->mesh, VALUES);
+    store_bytes(j);
     free(numbers);
     free(j->b.x);
     free(j->b.y);
 }
 
-/* One rank alone says which parameters there are; ranks of a layout have some of them. */
+/* The run on one rank describes all parameters; a rank of a layout may have only some of them. */
 static dt_status rank_main(dt_ctx *ctx, void *user) {
     result *r = (result *)user;
     job *j = (job *)calloc(1, sizeof *j);
@@ -987,7 +1000,7 @@ static dt_status rank_main(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-/* like: of one rank, whose parameters have their places; NULL: this is one rank. */
+/* like: the result of one rank, whose list of parameters is copied; NULL if s is one rank. */
 static result *result_make(spec s, const result *like) {
     result *r =
         (result *)mmap(NULL, sizeof *r, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
@@ -1025,7 +1038,7 @@ static int near_value(double a, double b, double tol, double scale) {
     return isfinite(a) && isfinite(b) && fabs(a - b) <= tol * fmax(fabs(b), scale);
 }
 
-/* 2-norms of a - b and of b, of one parameter. */
+/* Compares each parameter: ||x - y|| <= tol * max(||y||, scale). */
 static void compare_array(verdict *v, const char *what, const result *a, const double *x,
     const double *y, const double *tol, const double *scale) {
     for (int i = 0; i < a->params; i++) {
@@ -1040,31 +1053,33 @@ static void compare_array(verdict *v, const char *what, const result *a, const d
     }
 }
 
-/* The share of each tensor in a whole of that norm. */
+/* scale[i]: the norm of parameter i if `norm` were spread evenly over all elements. */
 static void shares(const result *r, double norm, double *scale) {
     size_t all = r->first[r->params - 1] + r->count[r->params - 1];
     for (int i = 0; i < r->params; i++) scale[i] = norm * sqrt((double)r->count[i] / (double)all);
 }
 
-/* What a layout may change, as a part of the value: 1e-12 in f64, 1e-5 in f32; in later steps of
-   f32 ten times that, because differences grow. With bf16 and f16, gradients of parameters, their
-   sums over micro-batches and ranks, and the state are f32, and a row's activations have the same
-   bits in any batch: what comes from them is held to 1e-5 as well. Three things are rounded to 16
-   bits elsewhere than on one rank, each by at most u = 2^-8 or 2^-11: partial sums over tp or cp;
-   the gradient of the positions, an activation that repeats over the batch, which is rounded once a
-   micro-batch; and a parameter whose master lies so near the middle of two numbers that the last
-   digit of f32 decides. Cancellation makes a bound from u alone useless, so these are held to 8 u,
-   of a norm below 0.2 to 8 u of 0.2: such a gradient is what is left of terms that cancel. Random
-   cases differed by 4.3 u at most, with tp 9. A device's kernels add in another order than the
-   CPU's, so that of 16 bits anything may be rounded elsewhere: one rank on a device is held to 8 u
-   of one on the CPU, and a layout to the rules above beside one rank on a device. */
+/* Tolerances, relative to the value. f64: 1e-12. f32: 1e-5, and ten times that in later steps,
+   because differences grow.
+   bf16 and f16: gradients of parameters, their sums over micro-batches and ranks, and the optimizer
+   state are f32, and a row's activations have the same bits in any batch. Results that depend only
+   on these are held to 1e-5 too. Three things are rounded to 16 bits at other points than on one
+   rank, each by at most u = 2^-8 or 2^-11: partial sums over tp or cp; the gradient of the position
+   embedding, which is broadcast over the batch and rounded once per micro-batch; a parameter whose
+   master weight is so near the midpoint of two 16-bit values that the last digit of f32 decides.
+   Cancellation makes a bound from u alone useless, so results that depend on these are held to 8 u,
+   and with a norm below 0.2, where terms cancel, to 8 u of 0.2. Random cases differed by at most
+   4.3 u, with tp 9.
+   A device's kernels add in another order than the CPU's, so any 16-bit value may be rounded
+   differently: one rank on a device is held to 8 u of one rank on the CPU, and a layout on devices
+   is compared with one rank on a device by the rules above. */
 static double loose(spec s) { return s.type == TYPE_BF16 ? 8 / 256.0 : 8 / 2048.0; }
 
 static int has_positions(const result *r, int param) {
     return strcmp(r->name[param], "wpe.weight") == 0;
 }
 
-/* Who went where is a matter of whole numbers. */
+/* Side losses are compared by tolerance; counts of choices must be equal. */
 static void compare_routes(verdict *v, const result *a, const result *b, double tol, double later) {
     for (int i = 0; i < a->s.steps; i++)
         for (int l = 0; l < a->s.layers; l++)
@@ -1082,10 +1097,12 @@ static void compare_routes(verdict *v, const result *a, const result *b, double 
 static void compare(verdict *v, const result *a, const result *b) {
     spec s = a->s;
     double tol = s.type ? 1e-5 : 1e-12, scale[MAX_PARAMS], part[MAX_PARAMS] = { 0 }, clip = 0;
-    /* in a product: cuBLASLt takes another algorithm, and rounds otherwise */
+    /* with fewer rows in a product cuBLASLt takes another algorithm, which rounds differently */
     int fewer_rows = s.dp * s.ep * s.accum > 1;
     int sums_round = narrow(s) && (s.tp * s.cp > 1 || (s.devices && (!b->s.devices || fewer_rows)));
-    double least = narrow(s) ? 0.2 : s.type ? 1e-3 : 0; /* of a norm that is measured by itself */
+    double least = narrow(s) ? 0.2
+                   : s.type  ? 1e-3
+                             : 0; /* norms below this are compared on this scale */
     int norm_rounds = sums_round || (narrow(s) && s.model == MODEL_GPT);
     for (int i = 0; i < s.steps; i++) {
         double later = narrow(s) ? loose(s) : s.type ? 10 * tol : tol;
@@ -1108,7 +1125,8 @@ static void compare(verdict *v, const result *a, const result *b) {
         part[i] = 2 * clip + (sums_round || (narrow(s) && has_positions(a, i)) ? loose(s) : tol);
     shares(a, fmax(b->norm[0], least), scale);
     compare_array(v, "gradient of step 1", a, a->grad, b->grad, part, scale);
-    double norm = fmax(b->norm[0], narrow(s) ? least : 0); /* as the optimizer sees it */
+    double norm =
+        fmax(b->norm[0], narrow(s) ? least : 0); /* after clipping, as the optimizer gets it */
     if (s.clip && norm > 0.3) norm = 0.3;
     for (int k = 0; k < a->states; k++) {
         /* second moments are squares */
@@ -1117,7 +1135,7 @@ static void compare(verdict *v, const result *a, const result *b) {
         compare_array(v, k ? "second state after step 1" : "first state after step 1", a,
             a->state[k], b->state[k], part, scale);
     }
-    /* DESIGN.md holds only f64 parameters after steps to something: Adam turns noise into steps */
+    /* DESIGN.md bounds parameters after steps only in f64, because Adam turns noise into steps */
     if (s.type) return;
     for (int i = 0; i < a->params; i++) scale[i] = 0.01 * s.steps * sqrt((double)a->count[i]);
     compare_array(v, "values", a, a->value, b->value, part, scale);
@@ -1138,7 +1156,7 @@ static void compare_bits(verdict *v, const char *what, const result *a, const re
         blame(v, "%s: bits of the optimizer's state differ", what);
 }
 
-/* Failures are reported by the case, once. */
+/* Logs nothing: the case reports each failure once. */
 static void silent(void *user, int level, int rank, const char *text) {
     (void)user;
     (void)level;
@@ -1146,9 +1164,9 @@ static void silent(void *user, int level, int rank, const char *text) {
     (void)text;
 }
 
-/* The ranks share that many emulated devices, whose streams run late, in an order that the seed
-   draws. What the devices find, a kernel beyond its memory or a queue that was used wrongly, is a
-   failure; and so is what they are not given back. */
+/* The ranks share s.devices emulated devices, whose streams run late, in an order drawn from the
+   seed s.late. Errors that the devices detect, such as a kernel that accesses memory out of bounds
+   or a misused stream, fail the case, and so do leaks. */
 static const dt_kernels *devices_begin(spec s) {
     if (!s.devices) return dt_kernels_cpu();
 #if ON_DEVICES
@@ -1159,7 +1177,7 @@ static const dt_kernels *devices_begin(spec s) {
     if (s.late % 10 == 0) fake_cuda_guard(1);
     static dt_kernels table;
     table = *dt_kernels_cuda();
-    table.work_bytes = 1 << 16; /* to fill more with 0xFF would be most of the time */
+    table.work_bytes = 1 << 16; /* filling a larger workspace with 0xFF would dominate the time */
     return &table;
 #else
     return NULL;
@@ -1171,29 +1189,28 @@ static void devices_end(verdict *v, const char *what, spec s) {
 #if ON_DEVICES
     const char *mistake = fake_cuda_error();
     if (mistake) blame(v, "%s: %s", what, mistake);
-    if (fake_cuda_leaks(0))
-        blame(v, "%s: %d things of the devices are not given back", what, fake_cuda_leaks(1));
+    if (fake_cuda_leaks(0)) blame(v, "%s: %d leaks on the devices", what, fake_cuda_leaks(1));
     fake_cuda_reset();
 #endif
     (void)v, (void)what;
 }
 
-/* Ranks that would be processes are threads here, and meet as those do. */
-typedef struct seat {
+/* A rank of a TCP or NCCL job, run as a thread that joins the rendezvous like a process. */
+typedef struct remote_rank {
     dt_run_desc desc;
     result *r;
     pthread_t thread;
     dt_report report;
-} seat;
+} remote_rank;
 
-static void *seat_main(void *arg) {
-    seat *one = (seat *)arg;
+static void *remote_rank_main(void *arg) {
+    remote_rank *one = (remote_rank *)arg;
     dt_run(one->desc, rank_main, one->r);
     return NULL;
 }
 
-static void run_seats(dt_run_desc desc, result *r) {
-    seat *seats = (seat *)calloc((size_t)desc.ranks, sizeof *seats);
+static void run_remote_ranks(dt_run_desc desc, result *r) {
+    remote_rank *remote = (remote_rank *)calloc((size_t)desc.ranks, sizeof *remote);
     char place[32];
     dt__tcp_address any = { htonl(INADDR_LOOPBACK), 0 };
     int fd = dt__tcp_listen(any, 1);
@@ -1202,15 +1219,15 @@ static void run_seats(dt_run_desc desc, result *r) {
     desc.rendezvous = place;
     desc.backend = r->s.net == NET_TCP ? DT_BACKEND_TCP : DT_BACKEND_NCCL;
     for (int i = 0; i < desc.ranks; i++) {
-        seats[i] = (seat){ .desc = desc, .r = r };
-        seats[i].desc.rank = i;
-        seats[i].desc.report = &seats[i].report;
-        pthread_create(&seats[i].thread, NULL, seat_main, &seats[i]);
+        remote[i] = (remote_rank){ .desc = desc, .r = r };
+        remote[i].desc.rank = i;
+        remote[i].desc.report = &remote[i].report;
+        pthread_create(&remote[i].thread, NULL, remote_rank_main, &remote[i]);
     }
-    for (int i = 0; i < desc.ranks; i++) pthread_join(seats[i].thread, NULL);
+    for (int i = 0; i < desc.ranks; i++) pthread_join(remote[i].thread, NULL);
     for (int i = 0; i < desc.ranks && desc.report->status == DT_OK; i++)
-        *desc.report = seats[i].report;
-    free(seats);
+        *desc.report = remote[i].report;
+    free(remote);
 }
 
 static dt_report run_silently(result *r) {
@@ -1224,7 +1241,7 @@ static dt_report run_silently(result *r) {
         .backend = r->s.procs ? DT_BACKEND_PROCS : DT_BACKEND_THREADS,
         .kernels = devices_begin(r->s) };
     if (r->s.net)
-        run_seats(desc, r);
+        run_remote_ranks(desc, r);
     else
         dt_run(desc, rank_main, r);
     return report;
@@ -1241,23 +1258,23 @@ static void run_ranks(verdict *v, const char *what, result *r) {
         for (int axis = 0; axis < 2; axis++) {
             int most = axis == 1 && r->s.model == MODEL_GPT;
             if (most ? r->sent[i][1] > r->formula[i][1] : r->sent[i][axis] != r->formula[i][axis])
-                blame(v, "%s: rank %d sent %.0f bytes along %s, and it is %s%.0f", what, i,
+                blame(v, "%s: rank %d sent %.0f bytes along %s, formula %s%.0f", what, i,
                     r->sent[i][axis], axis ? "ep" : "pp", most ? "at most " : "",
                     r->formula[i][axis]);
         }
-    if (r->differ) blame(v, "%s: copies of %s differ, or it is unknown", what, r->which);
+    if (r->differ) blame(v, "%s: copies of %s differ, or the parameter is unknown", what, r->which);
 }
 
-/* A number that says which of several partners a case gets. */
-static int turn_of(spec s) {
+/* Selects one of several variants for a case. */
+static int variant_of(spec s) {
     return s.seq + s.heads + s.layers + s.vocab + s.dp + s.accum + s.ffn + s.dim;
 }
 
-/* Another schedule, or no pipeline where nothing is tied over stages: what is exact in depth. */
+/* Another schedule, or no pipeline if no weight is tied across stages. */
 static void other_pipeline(spec *p) {
     static const int kinds[] = { DT_SCHEDULE_AFAB, DT_SCHEDULE_1F1B, DT_SCHEDULE_INTERLEAVED,
         DT_SCHEDULE_ZB, DT_SCHEDULE_NAIVE };
-    int turn = turn_of(*p) / 3, was = p->sched;
+    int turn = variant_of(*p) / 3, was = p->sched;
     int tied = p->tied && p->model == MODEL_GPT;
     spec no = *p;
     no.pp = no.chunks = 1;
@@ -1276,12 +1293,12 @@ static void other_pipeline(spec *p) {
     if (!tied && turn % 2) *p = no;
 }
 
-/* Another stage that owes the same bits, and the other way of overlapping and of keeping. With one
-   micro-batch all stages sum alike, and in shard groups those that have these; with the tree any
-   sum is the same. */
+/* Another ZeRO stage with the same bits, and the opposite of no_overlap and keep. With one
+   micro-batch all stages sum in the same order, or, with shard groups, stages 1 to 3; with the tree
+   all-reduce every stage does. */
 static void other_stage(spec *p) {
     spec s = *p;
-    int turn = turn_of(s) % 3; /* to reach every pair of stages */
+    int turn = variant_of(s) % 3; /* reaches every pair of stages */
     if (s.tree || (s.accum == 1 && !s.shard))
         p->stage = (s.stage + 1 + turn) % 4;
     else if (s.accum == 1)
@@ -1295,7 +1312,7 @@ static void other_stage(spec *p) {
     if (p->offload >= OFF_ALL && p->stage < 3) p->offload = OFF_STATE_DISK;
 }
 
-/* The case with what must not change a bit. One kind of change, or all. */
+/* The kinds of change that must not change a bit. */
 enum {
     CHANGE_STAGE = 0,
     CHANGE_PIPELINE,
@@ -1307,22 +1324,23 @@ enum {
 };
 static const char *const changes[] = { "another stage, offload and overlap",
     "another schedule or no pipeline", "with and without recompute",
-    "the backward in halves and whole", "processes and threads", "the same again",
-    "with all that changes no bit" };
+    "full backward and backward in halves", "processes and threads", "a second run",
+    "all changes together" };
 
+/* The case with one kind of change; CHANGES: with all of them. */
 static spec partner_of(spec s, int change) {
     spec p = s;
     int all = change == CHANGES;
     if (all || change == CHANGE_STAGE) other_stage(&p);
     if (all || change == CHANGE_RECOMPUTE)
-        p.recompute = s.recompute ? REC_NONE : 1 + turn_of(s) % 4;
+        p.recompute = s.recompute ? REC_NONE : 1 + variant_of(s) % 4;
     if (all || change == CHANGE_SPLIT) p.split = !s.split;
-    if ((all && turn_of(s) % 16 == 7 && ranks_of(s) <= 8) || change == CHANGE_PROCS)
+    if ((all && variant_of(s) % 16 == 7 && ranks_of(s) <= 8) || change == CHANGE_PROCS)
         p.procs = !s.procs;
     if (all || change == CHANGE_PIPELINE) other_pipeline(&p);
-    /* forks have none; and other devices, and another order of the streams */
+    /* forked processes have no devices; take another number of devices and order of streams */
     if (p.devices) p.procs = 0;
-    if (p.devices && p.net != NET_NCCL) p.devices = 1 + (p.devices + turn_of(s)) % MOST_DEVICES;
+    if (p.devices && p.net != NET_NCCL) p.devices = 1 + (p.devices + variant_of(s)) % MOST_DEVICES;
     if (p.devices) p.late += change + 1;
     return p;
 }
@@ -1330,7 +1348,7 @@ static spec partner_of(spec s, int change) {
 static void compare_partner(verdict *v, const result *a, const result *b, int change) {
     result *c = result_make(partner_of(a->s, change), a);
     run_ranks(v, changes[change], c);
-    /* its sums have an order of their own */
+    /* NCCL sums in an order of its own */
     if (!v->failed && a->s.net == NET_NCCL)
         compare(v, c, b);
     else if (!v->failed)
@@ -1338,8 +1356,8 @@ static void compare_partner(verdict *v, const result *a, const result *b, int ch
     result_free(c);
 }
 
-/* One rank on a device takes the place of one on the CPU, of which it must be near; unless a near
-   choice of experts may fall otherwise. */
+/* Replaces the run of one rank on the CPU by one on a device. The two must agree, unless rounding
+   may change a choice of experts. */
 static result *alone_on_device(verdict *v, spec s, result *on_cpu) {
     spec alone = alone_of(s);
     int choices = experts_of(s) > s.top_k || (s.experts > 0 && s.capacity > 0);
@@ -1362,7 +1380,7 @@ static verdict run_case(spec s) {
     if (!v.failed) compare(&v, a, b);
     if (!v.failed) compare_partner(&v, a, b, CHANGES);
     if (v.failed && *v.why == *changes[CHANGES])
-        for (int change = 0; change < CHANGES; change++) { /* which of them? */
+        for (int change = 0; change < CHANGES; change++) { /* find the change that fails */
             verdict one = { 0 };
             compare_partner(&one, a, b, change);
             if (!one.failed) continue;
@@ -1400,7 +1418,7 @@ static void list_factorings(void) {
                                 (factoring){ dp, tp, cp, pp, n / (dp * tp * cp * pp) };
 }
 
-/* All axes at once. */
+/* Cases with all axes at once. */
 static const char *const named[] = {
     "tp=2,sp=1,cp=2,ep=2,pp=2,kind=1,experts=2,top_k=2,balance=1,z=1,dropout=1,accum=4,sched=3,"
     "chunks=2,layers=2,"
@@ -1413,7 +1431,7 @@ static const char *const named[] = {
 };
 enum { NAMED = sizeof named / sizeof *named };
 
-/* Numbers that one run computes, roughly, which take most of the time. */
+/* A rough count of the operations of a run. */
 static double work_of(spec s) {
     double tokens = tokens_of(s),
            each = heads_of(s) * s.dim * (double)(s.ffn + heads_of(s) * s.dim) * (1 + s.top_k);
@@ -1424,11 +1442,12 @@ enum { MOST_WORK = 60000, WIDEST = 32, LONGEST = 40 };
 
 static int larger(int a, int b) { return a > b ? a : b; }
 
-/* Random values on the number-th factoring. */
+/* A random case on factoring `number`. */
 static spec random_spec(uint64_t seed, int number, int attempt) {
     spec s;
     factoring f = factorings[number % n_factorings];
-    if (number >= n_factorings && f.pp == 1) { /* those beyond the list have a pipeline */
+    if (number >= n_factorings &&
+        f.pp == 1) { /* cases after the list of factorings have a pipeline */
         f.pp = f.tp;
         f.tp = 1;
     }
@@ -1443,14 +1462,14 @@ static spec random_spec(uint64_t seed, int number, int attempt) {
     s.pp = f.pp;
     s.ep = f.ep;
     s.procs = s.devices = s.late = s.net = 0;
-    /* ranks that divide no micro-batches */
+    /* a number of micro-batches that the pipeline's ranks do not divide */
     if (number >= n_factorings && number % 4 == 0 && s.pp > 1 && s.pp < 6) {
         s.sched = DT_SCHEDULE_INTERLEAVED;
         s.chunks = 2 + (s.pp < 4 && number / 4 % 2);
         s.accum = s.pp + 1;
     }
     if (s.sched != DT_SCHEDULE_INTERLEAVED) s.chunks = 1;
-    /* most have several */
+    /* most cases have several micro-batches */
     if (s.accum == 1 && draw(seed, (uint64_t)(attempt + number * 7919)) % 8) s.accum = 2;
     if (heads_of(s) * s.dim > WIDEST) s.heads = 1;
     if (heads_of(s) * s.dim > WIDEST) s.dim = 2;
@@ -1465,40 +1484,40 @@ static spec random_spec(uint64_t seed, int number, int attempt) {
     return s;
 }
 
-/* Of two fields the values that have met: seen[field][value][field][value]. Of an axis these are 1
-   and more. Values that mean nothing in a case are not counted: of sp without tp, of the kind
-   without cp, of a pipeline without one. */
+/* Pairs of values that have occurred in a case: seen[field][value][field][value]. An axis has two
+   values, 1 and more. Values without effect in a case do not count: sp without tp, kind without cp,
+   pipeline fields without a pipeline. */
 static unsigned char seen[FIELDS][8][FIELDS][8];
-static unsigned char means[FIELDS]; /* what a field needs, by MEANS_* */
-enum { MEANS_TP = 1, MEANS_CP, MEANS_PP, MEANS_NO_PP, MEANS_EXPERTS };
+static unsigned char needs[FIELDS]; /* what a field needs to have an effect, NEEDS_* */
+enum { NEEDS_TP = 1, NEEDS_CP, NEEDS_PP, NEEDS_NO_PP, NEEDS_EXPERTS };
 
-static void list_meanings(void) {
+static void list_needs(void) {
     static const struct {
         const char *name;
         int needs;
-    } list[] = { { "sp", MEANS_TP }, { "kind", MEANS_CP }, { "sched", MEANS_PP },
-        { "chunks", MEANS_PP }, { "cut", MEANS_PP }, { "split", MEANS_NO_PP },
-        { "top_k", MEANS_EXPERTS }, { "capacity", MEANS_EXPERTS }, { "every", MEANS_EXPERTS },
-        { "shared", MEANS_EXPERTS }, { "balance", MEANS_EXPERTS }, { "z", MEANS_EXPERTS },
-        { "bias", MEANS_EXPERTS } };
+    } list[] = { { "sp", NEEDS_TP }, { "kind", NEEDS_CP }, { "sched", NEEDS_PP },
+        { "chunks", NEEDS_PP }, { "cut", NEEDS_PP }, { "split", NEEDS_NO_PP },
+        { "top_k", NEEDS_EXPERTS }, { "capacity", NEEDS_EXPERTS }, { "every", NEEDS_EXPERTS },
+        { "shared", NEEDS_EXPERTS }, { "balance", NEEDS_EXPERTS }, { "z", NEEDS_EXPERTS },
+        { "bias", NEEDS_EXPERTS } };
     for (int i = 0; i < FIELDS; i++)
         for (size_t k = 0; k < sizeof list / sizeof *list; k++)
-            if (strcmp(fields[i].name, list[k].name) == 0) means[i] = (unsigned char)list[k].needs;
+            if (strcmp(fields[i].name, list[k].name) == 0) needs[i] = (unsigned char)list[k].needs;
 }
 
 static int index_of(spec s, int i) {
     int v = *value_of(&s, &fields[i]), k = 0;
     if (i < FIRST) return i < AXES ? v > 1 : -1;
-    if ((means[i] == MEANS_TP && s.tp == 1) || (means[i] == MEANS_CP && s.cp == 1)) return -1;
-    if ((means[i] == MEANS_PP || means[i] == MEANS_NO_PP) &&
-        (means[i] == MEANS_PP) != (stages_of(s) > 1))
+    if ((needs[i] == NEEDS_TP && s.tp == 1) || (needs[i] == NEEDS_CP && s.cp == 1)) return -1;
+    if ((needs[i] == NEEDS_PP || needs[i] == NEEDS_NO_PP) &&
+        (needs[i] == NEEDS_PP) != (stages_of(s) > 1))
         return -1;
-    if (means[i] == MEANS_EXPERTS && mixtures_of(s) == 0) return -1;
+    if (needs[i] == NEEDS_EXPERTS && mixtures_of(s) == 0) return -1;
     while (k < fields[i].n && fields[i].values[k] != v) k++;
     return k < fields[i].n ? k : -1;
 }
 
-/* How many pairs the case would be the first with; or marks them. */
+/* The number of pairs that occur first in this case. mark: marks them as seen. */
 static int new_pairs(spec s, int mark) {
     int count = 0, at[FIELDS];
     for (int i = 0; i < FIELDS; i++) at[i] = index_of(s, i);
@@ -1512,7 +1531,7 @@ static int new_pairs(spec s, int mark) {
     return count;
 }
 
-/* Simplifies field by field as long as the case still fails. */
+/* Simplifies field by field while the case still fails. */
 static spec shrink(spec s) {
     for (int changed = 1; changed;) {
         changed = 0;
@@ -1540,14 +1559,15 @@ static void report_failure(const char *program, spec s, verdict v) {
     printf("  smallest: %s\n  repeat it: %s --case '%s'\n", v.why, program, text);
 }
 
-/* What has been done. */
+/* Statistics of the run. */
 static int refused[RULES], done;
 enum { SEVERAL, PIPELINES, UNEVEN_2, UNEVEN_3, ENDS, FORKED, WITHOUT, TALLIES };
 static int tally[TALLIES];
 static const char *const tallies[TALLIES] = { "with several micro-batches", "in a pipeline",
     "interleaved in 2 chunks with micro-batches that its ranks do not divide",
-    "the same in 3 chunks", "with stages of only the embedding and only the head",
-    "again in processes", "again without a pipeline" };
+    "interleaved in 3 chunks with micro-batches that its ranks do not divide",
+    "with stages of only the embedding and only the head", "repeated in processes",
+    "repeated without a pipeline" };
 
 static void count_case(spec s) {
     spec p = partner_of(s, CHANGES);
@@ -1594,8 +1614,8 @@ static int run_and_report(const char *program, uint64_t seed, int number) {
     return !v.failed;
 }
 
-/* Of 16 bits, where sums over tp or cp are rounded elsewhere than on one rank, a near choice may
-   fall otherwise: there all experts are chosen, which leaves no choice. */
+/* Sets the type. In 16 bits, sums over tp or cp are rounded differently than on one rank, which may
+   change a choice of experts. Then every token chooses all experts. */
 static void fit_type(spec *s, int type) {
     s->type = type;
     if (!narrow(*s) || s->tp * s->cp == 1) return;
@@ -1604,7 +1624,7 @@ static void fit_type(spec *s, int type) {
     s->capacity = 0;
 }
 
-/* Of `tries` draws on that factoring the one that brings most new pairs. 0: none can be. */
+/* The best of `tries` valid draws: the one with the most new pairs. 0 if no draw is valid. */
 static int choose(uint64_t seed, int number, int type, int tries, spec *best) {
     int most = -1;
     for (int attempt = 0; attempt < 4000 && (tries > 0 || most < 0); attempt++) {
@@ -1622,25 +1642,25 @@ static int choose(uint64_t seed, int number, int type, int tries, spec *best) {
     return most >= 0;
 }
 
-/* The simplest case in which two values may mean something: why it is none, if it is none. */
+/* The rule that forbids the simplest case in which both values have an effect; 0: no rule. */
 static int pair_refusal(int i, int a, int k, int b) {
     spec s = simplest();
     int both[2] = { i, k };
     for (int f = 0; f < 2; f++) {
-        int needs = means[both[f]];
-        if (needs == MEANS_TP) s.tp = 2;
-        if (needs == MEANS_CP) s.cp = 2;
-        if (needs == MEANS_PP) s.pp = 2;
-        if (needs == MEANS_EXPERTS) s.experts = 2;
+        int need = needs[both[f]];
+        if (need == NEEDS_TP) s.tp = 2;
+        if (need == NEEDS_CP) s.cp = 2;
+        if (need == NEEDS_PP) s.pp = 2;
+        if (need == NEEDS_EXPERTS) s.experts = 2;
         if (strcmp(fields[both[f]].name, "chunks") == 0) s.sched = DT_SCHEDULE_INTERLEAVED;
     }
     *value_of(&s, &fields[i]) = fields[i].values[a];
     *value_of(&s, &fields[k]) = fields[k].values[b];
-    if ((means[i] == MEANS_PP || means[k] == MEANS_PP) && stages_of(s) == 1) s.chunks = 2;
+    if ((needs[i] == NEEDS_PP || needs[k] == NEEDS_PP) && stages_of(s) == 1) s.chunks = 2;
     return index_of(s, i) == a && index_of(s, k) == b ? refusal(s) : 0;
 }
 
-/* Two values that have not met: a draw that has both, on any factoring. 0: there is none. */
+/* Finds a case with both values, on any factoring. 0 if there is none. */
 static int find_pair(uint64_t seed, int i, int a, int k, int b, spec *s) {
     for (int attempt = 0; attempt < 4000; attempt++) {
         *s = random_spec(seed + 17, (int)(draw(seed + 18, (uint64_t)attempt) % 216), attempt);
@@ -1652,29 +1672,29 @@ static int find_pair(uint64_t seed, int i, int a, int k, int b, spec *s) {
     return 0;
 }
 
-/* Whether two values cannot both mean something: halves of a backward and a schedule, which has its
-   own; numbers of a mixture, of an axis, of a pipeline where there is none. */
-static int apart(int i, int a, int k, int b) {
+/* 1 if two values cannot both have an effect: `split` and a schedule, which splits backwards
+   itself; fields of a mixture, an axis or a pipeline in a case without it. */
+static int exclusive(int i, int a, int k, int b) {
     const char *x = fields[i].name, *y = fields[k].name;
     int v = fields[i].values[a], w = fields[k].values[b];
-    if (means[i] + means[k] == MEANS_PP + MEANS_NO_PP &&
-        (means[i] == MEANS_PP || means[k] == MEANS_PP))
+    if (needs[i] + needs[k] == NEEDS_PP + NEEDS_NO_PP &&
+        (needs[i] == NEEDS_PP || needs[k] == NEEDS_PP))
         return 1;
-    if (strcmp(x, "experts") == 0 && v == 0 && means[k] == MEANS_EXPERTS) return 1;
-    if (strcmp(x, "tp") == 0 && v == 1 && means[k] == MEANS_TP) return 1;
-    if (strcmp(x, "cp") == 0 && v == 1 && means[k] == MEANS_CP) return 1;
-    if (strcmp(x, "pp") == 0 && v > 1 && means[k] == MEANS_NO_PP) return 1;
+    if (strcmp(x, "experts") == 0 && v == 0 && needs[k] == NEEDS_EXPERTS) return 1;
+    if (strcmp(x, "tp") == 0 && v == 1 && needs[k] == NEEDS_TP) return 1;
+    if (strcmp(x, "cp") == 0 && v == 1 && needs[k] == NEEDS_CP) return 1;
+    if (strcmp(x, "pp") == 0 && v > 1 && needs[k] == NEEDS_NO_PP) return 1;
     if (strcmp(x, "pp") == 0 && v == 1 && strcmp(y, "chunks") == 0 && w == 1) return 1;
     return strcmp(x, "layers") == 0 && v == 1 && strcmp(y, "every") == 0 && w == 2;
 }
 
-/* How many values of a field pairs are made of. */
+/* The number of a field's values that are paired. */
 static int values_of(int i) {
     if (i < FIRST) return i < AXES ? 2 : 0;
     return strcmp(fields[i].name, "type") == 0 ? 0 : fields[i].n;
 }
 
-/* The pairs that are left. */
+/* Adds cases for the pairs that have not occurred yet. */
 static void list_pairs(uint64_t seed) {
     int pairs = 0, never[RULES] = { 0 };
     for (int i = 0; i < FIELDS; i++)
@@ -1690,8 +1710,9 @@ static void list_pairs(uint64_t seed) {
                     continue;
                 }
                 int rule = pair_refusal(i, a, k, b);
-                CHECK_MSG(rule > 0 || apart(i, a, k, b), "no case was found with %s=%d and %s=%d",
-                    fields[i].name, fields[i].values[a], fields[k].name, fields[k].values[b]);
+                CHECK_MSG(rule > 0 || exclusive(i, a, k, b),
+                    "no case was found with %s=%d and %s=%d", fields[i].name, fields[i].values[a],
+                    fields[k].name, fields[k].values[b]);
                 never[rule]++;
                 if (rule > 0 && !ON_DEVICES)
                     printf("  no case can have %s=%d and %s=%d: %s\n", fields[i].name,
@@ -1719,11 +1740,11 @@ static int one_case(const char *text) {
 
 enum { CASES = 348 };
 
-/* All cases of a run, those in f64 first. */
+/* All cases of a run; cases in f64 come first. */
 static void list_cases(uint64_t seed, int cases) {
     spec s;
     list_factorings();
-    list_meanings();
+    list_needs();
     CHECK(n_factorings == 216);
     for (int i = 0; i < NAMED; i++)
         if (CHECK_MSG(parse_spec(named[i], &s) && refusal(s) == 0, "%s", named[i])) list_case(s);
@@ -1740,9 +1761,9 @@ static void list_cases(uint64_t seed, int cases) {
         if (choose(seed, number, -1, 1, &s)) list_case(s);
 }
 
-static void tell(uint64_t seed, int all) {
+static void print_statistics(uint64_t seed, int all) {
     for (int t = 0; t < TALLIES; t++) {
-        if (t == FORKED && ON_DEVICES) continue; /* forks have no devices */
+        if (t == FORKED && ON_DEVICES) continue; /* forked processes have no devices */
         if (!ON_DEVICES) printf("test_matrix: %d cases %s\n", tally[t], tallies[t]);
         CHECK_MSG(
             !all || tally[t] >= (t == SEVERAL ? 300 : 3), "%d cases %s", tally[t], tallies[t]);
@@ -1768,7 +1789,7 @@ static dt_status never(dt_ctx *ctx, void *user) {
     return dt_fail(ctx, DT_ERR_ARG, "this rank must not run");
 }
 
-/* What ranks on some devices save others load and go on from, with the same bits. */
+/* A checkpoint saved by ranks on 3 devices is loaded by another layout on 2, with the same bits. */
 static void check_checkpoint(void) {
     static const char *const layouts[] = {
         "dp=2,tp=2,devices=3,late=11,type=1,layers=2,dim=4,stage=3,steps=2,clip=1",
@@ -1797,7 +1818,7 @@ static void check_checkpoint(void) {
     CHECK(system(line) == 0);
 }
 
-/* A rank that ends in the middle leaves nothing on the devices, whatever the others wait for. */
+/* When a rank fails, nothing leaks on the devices, whatever the other ranks wait for. */
 static void check_failures(void) {
     static const char *const layouts[] = {
         "dp=2,tp=2,devices=3,type=1,layers=2,stage=3,offload=3,accum=4,sp=1",
@@ -1824,8 +1845,8 @@ static void check_failures(void) {
     }
 }
 
-/* 1-bit Adam of a rank that has nobody to exchange with, before and after the freeze: what it sends
-   itself lies on the device, where the host that touches it is killed. */
+/* 1-bit Adam on one rank, before and after the freeze. Its message to itself is in device memory,
+   where an access by the host ends the process. */
 static dt_status onebit_alone(dt_ctx *ctx, void *user) {
     enum { ROWS = 8, IN = 96, OUT = 32 };
     float x[ROWS * IN], y[ROWS * OUT];
@@ -1862,8 +1883,8 @@ static void check_onebit(void) {
         !v.failed && worst < 1e-5 && moved > 0.1, "1-bit Adam of one rank: %s, %g", v.why, worst);
 }
 
-/* Ranks that are threads on devices which cannot be shared, or are not there, do not begin, and say
-   why. */
+/* Ranks as threads refuse to start, with the reason, on devices without peer access or without any
+   device. */
 static void check_refusals(void) {
     dt_report report;
     dt_host host = *dt_host_default();
@@ -1908,8 +1929,8 @@ int main(int argc, char **argv) {
     check_failures();
     check_onebit();
     check_refusals();
-    tell(seed, ok && n == n_listed && cases >= CASES && from == 0);
+    print_statistics(seed, ok && n == n_listed && cases >= CASES && from == 0);
     free(listed);
-    CHECK(rmdir(folder) == 0); /* nothing was left in it */
+    CHECK(rmdir(folder) == 0); /* fails if a file was left in it */
     return check_done(ON_DEVICES ? "test_matrix_gpu" : "test_matrix");
 }

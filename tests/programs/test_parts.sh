@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# test_parts.sh - the optional parts: the same programs with OpenMP's threads inside a rank, and with products by CBLAS
+# test_parts.sh - the optional parts: the same programs with OpenMP threads inside a rank, and with CBLAS matrix products
 #
-# OpenMP gives the same bits, so test_kernels compares it as any other build. Two active levels, because a team inside a
-# team must stay in the scratch that one caller lent. None measures time, so there are as many parts at a time as there
-# are processors.
+# OpenMP gives the same bits, so test_kernels tests it like any other build. It has two active levels, because nested
+# teams must not use more scratch memory than their caller provided. No test here measures time, so as many run at a time
+# as there are processors.
 cd "$(dirname "$0")/../.." || exit 1
 CC=${CC:-cc}
 CPUS=$(nproc 2>/dev/null || echo 2)
@@ -33,7 +33,7 @@ blas=-lopenblas # or, without the development package's link, the library itself
 echo 'int main(void) { return 0; }' | $CC -x c - -o "$D/program" $blas 2>/dev/null || blas=-l:libopenblas.so.0
 begin "OpenMP" test_kernels -DDT_USE_OMP -fopenmp
 begin "OpenMP" test_ops -DDT_USE_OMP -fopenmp
-begin "CBLAS" test_ops -DDT_USE_CBLAS $blas # its bits are not promised, so test_kernels would refuse it
+begin "CBLAS" test_ops -DDT_USE_CBLAS $blas # without test_kernels, because CBLAS has other bits
 wait
 cat "$D"/*.said | tee "$D/said"
 count() { grep -c "^$1 " "$D/said"; }

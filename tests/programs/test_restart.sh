@@ -1,12 +1,11 @@
 #!/usr/bin/env bash
-# test_restart.sh - train_gpt with --save: killed ranks, SIGTERM, resumed on other ranks; and what is refused
+# test_restart.sh - train_gpt with --save: killed ranks, SIGTERM, resuming on other ranks, and invalid settings
 #
 #   tests/programs/test_restart.sh         10 kills, a SIGTERM of each kind: seconds
 #   tests/programs/test_restart.sh full    200 kills, 20 SIGTERM of each kind: minutes (make faults)
 #
-# Whatever happens to a training, its losses, its last weights and its last optimizer state are to the bit those of one
-# that nobody disturbed, and what was saved once stays. Steps are slow here because --link-latency waits, so that there
-# is time to disturb them.
+# Whatever happens to a training run, its losses, final weights and final optimizer state have the bits of an undisturbed
+# run, and no saved checkpoint is lost. --link-latency makes the steps slow, so that there is time to disturb them.
 cd "$(dirname "$0")/../.." || exit 1
 . tests/support/report.sh
 needs_train_gpt
@@ -21,7 +20,7 @@ begin() { # begin ARGS...: in the background; sets pid
 }
 
 now() { printf -v "$1" '%d' "${EPOCHREALTIME/./}"; } # microseconds
-until_in() { # until_in SECONDS COMMAND...: until it is true; 1: it has not become true
+until_in() { # until_in SECONDS COMMAND...: waits until COMMAND succeeds; 1 after SECONDS
     local end t
     now end
     end=$((end + $1 * 1000000))
@@ -62,20 +61,20 @@ during=0 kills=0
 
 restarts() { grep -c '^restart ' "$dir/err"; }
 more_restarts() { [ "$(restarts)" -gt "$1" ] || gone $pid; }
-until_saving() { # for a second at most, and as soon as can be
+until_saving() { # waits until a save has begun, at most a second, without sleeping
     local end t=0
     now end
     end=$((end + 1000000))
     until [ $t -gt $end ] || there "$dir/killed/step-*.tmp" || gone $pid; do now t; done
 }
 
-kill_one() { # a rank at random, sometime or in a save; 1: the run has ended
+kill_one() { # kills a random rank at a random time or during a save; 1: the run has ended
     local before after ranks n
     if [ $((RANDOM % 2)) = 0 ]; then until_saving; else sleep 0.0$((RANDOM % 9 + 1)); fi
     before=$(newest "$dir/killed") n=$(restarts)
     ! gone $pid || return
     ranks=($(cat "/proc/$pid/task/$pid/children" 2>/dev/null))
-    [ ${#ranks[@]} = 4 ] || return 0 # it has just begun again
+    [ ${#ranks[@]} = 4 ] || return 0 # the ranks have just been restarted
     kill -9 "${ranks[RANDOM % 4]}" 2>/dev/null
     ! there "$dir/killed/step-*.tmp" || during=$((during + 1))
     until_in 10 more_restarts "$n"
@@ -85,7 +84,7 @@ kill_one() { # a rank at random, sometime or in a save; 1: the run has ended
     ! gone $pid
 }
 
-killed() { # killed N ARGS...: N times
+killed() { # killed N ARGS...: a run whose ranks are killed N times
     local want=$1 name f bad=0 lost= most=$((kills + $1))
     shift
     rm -rf "$dir/whole" "$dir/killed"
@@ -98,19 +97,19 @@ killed() { # killed N ARGS...: N times
     ended_in 30 $pid && [ $status = 0 ] && [ -z "$lost" ]
     report $? "$name: status $status after $(restarts) restarts${lost:+; a checkpoint was lost: $lost}"
     same_end "$dir/whole" "$dir/killed" $STEPS
-    report $? "$name: killed and started again, other bits"
+    report $? "$name: after kills and restarts, other bits"
     cmp -s <(losses "$dir/whole.csv") <(losses "$dir/killed.csv")
-    report $? "$name: killed and started again, another csv: $(diff <(losses "$dir/whole.csv") \
+    report $? "$name: after kills and restarts, another csv: $(diff <(losses "$dir/whole.csv") \
         <(losses "$dir/killed.csv") | head -n 3 | tr '\n' ' ')"
     ! there "$dir/killed/step-*.tmp"
-    report $? "$name: what a killed save left stays"
-    for f in "$dir/killed"/step-*; do # each one there is whole, and that of the run that nobody disturbed
+    report $? "$name: the temporary folder of a killed save is left"
+    for f in "$dir/killed"/step-*; do # every checkpoint is complete, and equal to that of the undisturbed run
         rm -rf "$dir/copy"
         timeout 60 "$B/train_gpt" $tiny --batch 8 --steps $STEPS --quiet "$@" --ranks 4 --resume "$f" --stop-at 1 \
             --save "$dir/copy" >"$dir/out" 2>"$dir/err" && same_end "$dir/copy" "$dir/killed" "${f##*-}" || bad=1
         [ ! -e "$dir/whole/${f##*/}" ] || same_end "$dir/whole" "$dir/killed" "${f##*-}" || bad=1
     done
-    report $bad "$name: a checkpoint is not whole"
+    report $bad "$name: a checkpoint is incomplete, or differs"
 }
 
 if [ ! -r /proc/$$/task/$$/children ]; then
@@ -141,14 +140,14 @@ try 0 '' --batch 8 --steps $STEPS --ranks 2 --save "$dir/whole" --log-csv "$dir/
 
 stepped() { [ "$(grep -c '^step ' "$dir/out")" -ge "$1" ] || gone $pid; }
 is_there() { [ -e "$1" ]; }
-free_port() { # sets port, each time another one
+free_port() { # sets port to a free port, each time another one
     while :; do
         port=$((20000 + RANDOM % 10000))
         (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null || return
     done
 }
 
-term() { # term BACKEND WHO: WHO: the process that is told, all: each of them
+term() { # term BACKEND WHO: SIGTERM to one process, or to all of them
     local args="--batch 8 --steps $STEPS --ranks 2 --link-latency 2 --save $dir/stop --log-csv $dir/stop.csv"
     local what="SIGTERM, $*" at t0 t1 bad= last p
     rm -rf "$dir/stop"
@@ -177,10 +176,10 @@ term() { # term BACKEND WHO: WHO: the process that is told, all: each of them
     losses "$dir/stop.csv" >"$dir/both"
     try 0 '' ${args/--link-latency 2/} --resume "$dir/stop"
     grep -q "^resumed $dir/stop/step-$last " "$dir/out" && same_end "$dir/whole" "$dir/stop" $STEPS
-    report $? "$what: resumed from step $last, other bits"
+    report $? "$what: resumed from step $last, the bits differ"
     cmp -s <(head -n "$(wc -l <"$dir/both")" <(losses "$dir/stop.csv")) "$dir/both" &&
         cmp -s <(losses "$dir/whole.csv") <(losses "$dir/stop.csv")
-    report $? "$what: the rows of both runs are not those of one"
+    report $? "$what: the rows of both runs differ from those of one run"
 }
 
 for ((i = 0; i < ${full:+20}${full:-1}; i++)); do
@@ -232,9 +231,9 @@ for zero in 0 2; do
         --save "$dir/many" --save-every 1 --log-csv "$dir/many.csv" --max-restarts 2 --min-ranks 4
     how='^restart 1 of 2 with 6 ranks, after: rank 1 \(process [0-9]*\) was ended by signal 9 \(SIGKILL\)$'
     [ "$(grep -Ec "$how" "$dir/err")" = 1 ] && [ "$(grep -c '^restart' "$dir/err")" = 1 ]
-    report $? "8 ranks of which one is killed go on as 6: $(tail -n 1 "$dir/err")"
+    report $? "after one of 8 ranks is killed the run continues with 6: $(tail -n 1 "$dir/err")"
     same_end "$dir/eight" "$dir/many" 8 && cmp -s <(losses "$dir/eight.csv") <(losses "$dir/many.csv")
-    report $? "--zero $zero: 8 ranks that go on as 6 give other bits or losses than 8"
+    report $? "--zero $zero: a run that continues with 6 of 8 ranks has other bits or losses"
 done
 DT_FAULT=kill:rank=1:seq=30 try 1 'rank 1 .*SIGKILL' $tree --ranks 4 --backend procs --save "$dir/none"
 [ "$(cat "$dir/err" | wc -l)" = 1 ]
@@ -242,7 +241,7 @@ report $? "without --max-restarts the first failure ends the run"
 rm -rf "$dir/none"
 try 1 'finite|NaN|inf' --batch 4 --steps 50 --optimizer sgd --lr 1e3 --clip 0 --save "$dir/none" --max-restarts 3
 ! grep -q '^restart' "$dir/err"
-report $? "what would fail again is not started again"
+report $? "a failure that would happen again causes no restart"
 
 # ---- folders --------------------------------------------------------------------------------------------------------
 
@@ -263,21 +262,21 @@ report $? "--keep 1 of a folder that had more: $(cd "$dir/b" && echo *)"
 rm -rf "$dir/b"
 try 0 '' $small --resume "$dir/a/step-4" --stop-at 4 --save "$dir/b"
 [ "$(cd "$dir/b" && echo *)" = "lock step-4" ] && same_end "$dir/a" "$dir/b" 4
-report $? "a run that has nothing to do copies its checkpoint: $(cd "$dir/b" && echo *)"
+report $? "a run without steps left copies its checkpoint: $(cd "$dir/b" && echo *)"
 try 0 '' $small --resume "$dir/b/" --stop-at 4 --save "$dir/b/"
 [ "$(cd "$dir/b" && echo *)" = "lock step-4" ]
-report $? "... not where it is already: $(cd "$dir/b" && echo *)"
+report $? "... but not into the folder that has it already: $(cd "$dir/b" && echo *)"
 rm -rf "$dir/b"
 try 0 '' $small --resume "$dir/a/step-4" --save "$dir/b" --log-csv "$dir/b.csv"
 [ "$(cut -d, -f1 "$dir/b.csv" | tr '\n' ' ')" = "step 5 6 " ] && same_end "$dir/a" "$dir/b" 6
 report $? "the csv of a resumed run has the steps $(cut -d, -f1 "$dir/b.csv" | tr '\n' ' ')"
 try 0 '' $small --resume "$dir/a/step-4" --save "$dir/b2" --log-csv "$dir/b.csv"
 [ "$(cut -d, -f1 "$dir/b.csv" | tr '\n' ' ')" = "step 5 6 " ]
-report $? "the csv of another run is begun anew: $(cut -d, -f1 "$dir/b.csv" | tr '\n' ' ')"
+report $? "the csv of another run is overwritten: $(cut -d, -f1 "$dir/b.csv" | tr '\n' ' ')"
 try 0 '' $small --stop-at 2 --log-csv "$dir/b.csv"
 try 0 '' $small --resume "$dir/a/step-4" --log-csv "$dir/b.csv"
 [ "$(cut -d, -f1 "$dir/b.csv" | tr '\n' ' ')" = "step 5 6 " ]
-report $? "a csv that ends before the step is begun anew: $(cut -d, -f1 "$dir/b.csv" | tr '\n' ' ')"
+report $? "a csv that ends before the step is overwritten: $(cut -d, -f1 "$dir/b.csv" | tr '\n' ' ')"
 
 rm -rf "$dir/c"
 begin --batch 4 --steps 99 --ranks 2 --link-latency 300 --save "$dir/c"
@@ -288,7 +287,7 @@ try 1 "$dir/c: process $first on .* saves there already" $small --save "$dir/c"
 try 1 "process $first on .* saves there already" $small --save "$dir/c" --resume "$dir/a"
 try 1 "process $first on .* saves there already" $small --save "$dir/c" --backend procs --max-restarts 1
 ! grep -q '^restart' "$dir/err"
-report $? "a folder that another job holds is asked for again"
+report $? "a folder that another job holds causes a restart"
 { kill -9 $first; wait $first; } 2>/dev/null
 try 0 '' $small --save "$dir/c"
 
@@ -302,7 +301,7 @@ try 2 "resume $dir/text: not a directory but a file" $small --resume "$dir/text"
 mkdir "$dir/empty"
 try 1 "resume $dir/empty: there is no checkpoint" $small --resume "$dir/empty"
 [ ! -e "$dir/d" ]
-report $? "a refused run makes a folder"
+report $? "a run that is refused has made a folder"
 try 2 "save '': needs DIR" --save ''
 try 2 "resume '': needs DIR" --resume ''
 try 2 'save-every 2 needs --save DIR' --save-every 2
@@ -332,21 +331,21 @@ for x in "batch was 4, and is 8" "steps was 6, and is 8" "lr was 0.001, and is 1
     "warmup was 0, and is 2" "beta2 was 0.95, and is 0.9" "weight-decay was 0, and is 0.1" \
     "reduce was fixed, and is tree" "lr-steps was 6, and is 8"; do
     grep -q -- "^        --$x from here on$" "$dir/out"
-    report $? "the run says that --$x"
+    report $? "the run prints that --$x"
 done
 [ "$(grep -c 'from here on' "$dir/out")" = 9 ] && grep -q "^resumed $dir/a/step-6   step 6 of 8$" "$dir/out" &&
     grep -q '^step *7/8' "$dir/out"
-report $? "the run says what else has changed: $(grep 'from here on' "$dir/out" | tr -s ' ' | tr '\n' ' ')"
+report $? "the run prints all changed options: $(grep 'from here on' "$dir/out" | tr -s ' ' | tr '\n' ' ')"
 head -c 4000 README.md >"$dir/other"
 timeout 20 "$B/train_gpt" ${tiny/$dir\/text/$dir/other} $small --resume "$dir/a" >"$dir/out" 2>"$dir/err"
 [ $? = 1 ] && grep -q 'trained on data of 5000 tokens, but this data has 4000$' "$dir/err"
-report $? "other data are refused"
+report $? "--resume refuses other data"
 printf 'damage' | dd of="$dir/a/step-6/model.safetensors" bs=1 seek=3000 conv=notrunc 2>/dev/null
 rm -rf "$dir/b"
 try 0 '' $small --resume "$dir/a" --save "$dir/b"
 how='step-6/model.safetensors: tensor .* is damaged: .*: the checkpoint before it counts'
 same_end "$dir/b" "$dir/c" 6 && grep -q "$how" "$dir/err"
-report $? "the newest is damaged: the run goes on from the one before it, and says so"
+report $? "the newest checkpoint is damaged: the run resumes from the one before it, and says so"
 try 1 'step-6/model.safetensors: tensor .* is damaged' $small --resume "$dir/a/step-6"
 
 finish

@@ -1,18 +1,17 @@
 #!/usr/bin/env bash
-# test_sanitized.sh - train_gpt itself under a sanitizer: axes, backends, options, ways to fail
+# test_sanitized.sh - train_gpt under a sanitizer: axes, backends, options, failures
 #
 #   tests/programs/test_sanitized.sh        a sample of 34 jobs under ASan and UBSan. It is built here without
-#                                  optimisation; the kernels are the tests' own, not sanitized
+#                                  optimisation; it links the tests' kernels, which are not sanitized
 #   tests/programs/test_sanitized.sh full   all jobs, and demo and the ladder, with the sanitizer of folder B:
 #                                  make asan T=sanitized, or ubsan, or tsan
 #
-# A job fails if one of its processes writes a report, or if its exit status is not the expected
-# one. A report's own status is 99, which train_gpt never has, and its text goes to a file where
-# it can, as a rank's last words on standard error may be lost. Ranks that are processes end by
-# _exit, where nobody looks for leaks: ranks that are threads show those. Demo and the ladder have
-# plain kernels, for their arithmetic would take minutes. At last, mistakes that are planted in a copy
-# of train_gpt.c must be reported. KEEP=FILE: whole reports are appended to it; PARTS="mpi ladder":
-# only these parts.
+# A job fails if one of its processes writes a sanitizer report, or if its exit status is not the expected one.
+# A process with a report ends with status 99, which train_gpt never has. Reports go to a file if possible, because
+# the last output of a rank on standard error may be lost. Ranks that are processes end by _exit, which skips the
+# leak check; ranks that are threads are checked for leaks. Demo and the ladder have kernels without a sanitizer,
+# because their arithmetic would take minutes. Last, mistakes planted in a copy of train_gpt.c must be reported.
+# KEEP=FILE: appends full reports to FILE. PARTS="mpi ladder": only these parts.
 cd "$(dirname "$0")/../.." || exit 1
 B=${B:-build} MAKE=${MAKE:-make} full=${1:-}
 passed=0 failed=0 skipped=0
@@ -24,7 +23,7 @@ clean_up() {
 }
 trap clean_up EXIT
 trap 'exit 1' INT TERM
-# What a launcher left in this environment would make each job a rank.
+# Variables of a launcher in this environment would make each job one of its ranks.
 launchers='^(DT_|RANK$|LOCAL_|WORLD_SIZE$|MASTER_|SLURM_|OMPI_|PMI|MPI_)'
 for v in $(compgen -e | grep -E "$launchers"); do unset "$v"; done
 
@@ -38,7 +37,7 @@ cannot() { echo "FAIL $1"; failed=$((failed + 1)); head -n 8 "$D/log" | sed 's/^
 
 # ---- programs -------------------------------------------------------------------------------------------------------
 
-words=()    # for make, besides those that the Makefile's target has passed on
+words=()    # variables for make, besides those that the Makefile's target has passed on
 if [ -z "$full" ]; then
     flags="-fsanitize=address,undefined -fno-sanitize-recover=undefined"
     echo 'int main(void) { return 0; }' >"$D/program.c"
@@ -83,9 +82,9 @@ log="exitcode=99:log_path=$D/report"
 export UBSAN_OPTIONS="$log:print_stacktrace=1" TSAN_OPTIONS="$log"
 export ASAN_OPTIONS="$log:strict_string_checks=1:detect_stack_use_after_return=1"
 
-# Open MPI and its plugins leak what MPI_Finalize leaves, and are not compiled for TSan, which sees
-# their memory but not what orders it: frames inside them are suppressed, nothing else. Leaks need
-# whole stacks, as plugins are compiled without frame pointers.
+# Open MPI and its plugins leak memory at MPI_Finalize, and are not compiled for TSan, which sees their memory accesses
+# but not their synchronisation: only frames inside them are suppressed. Leak reports need full stacks, because plugins
+# are compiled without frame pointers.
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 export OMPI_MCA_btl_vader_single_copy_mechanism=none
 mpirun=mpirun
@@ -98,10 +97,10 @@ mpi_env=(env LSAN_OPTIONS="suppressions=$D/leaks:print_suppressions=0"
     ASAN_OPTIONS="$ASAN_OPTIONS:fast_unwind_on_malloc=0"
     TSAN_OPTIONS="$TSAN_OPTIONS:suppressions=$D/races:ignore_noninstrumented_modules=1")
 
-reported() { # whether a process of this job did; of UBSan beside ASan to standard error
+reported() { # 0 if a process of this job wrote a report; UBSan with ASan writes to standard error
     grep -qsE 'runtime error: |Sanitizer' "$D"/report.* "$D"/out* "$D"/err*
 }
-report() { # report OK? TEXT: a sanitizer's report is a failure, too
+report() { # report STATUS TEXT: fails if STATUS is not 0, and if there is a sanitizer report
     local ok=$1
     if reported; then
         ok=1
@@ -117,14 +116,14 @@ report() { # report OK? TEXT: a sanitizer's report is a failure, too
     rm -f "$D"/report.*
 }
 
-free_port() { # sets port, each time another one
+free_port() { # sets port to a free port, each time another one
     while :; do
         port=$((10000 + RANDOM % 10000))
         (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null || return
     done
 }
 
-begin() { # begin BACKEND RANKS ARGS...: in the background; sets pids, of tcp one for each rank
+begin() { # begin BACKEND RANKS ARGS...: starts a job in the background; sets pids, with tcp one for each rank
     local backend=$1 ranks=$2 r
     shift 2
     rm -f "$D"/out* "$D"/err*
@@ -151,7 +150,7 @@ begin() { # begin BACKEND RANKS ARGS...: in the background; sets pids, of tcp on
 }
 
 gone() { ! kill -0 "$1" 2>/dev/null; }
-until_in() { # until_in SECONDS COMMAND...: until it is true; 1: it has not become true
+until_in() { # until_in SECONDS COMMAND...: waits until COMMAND succeeds; 1 after SECONDS
     local end=$((SECONDS + $1))
     shift
     until "$@"; do
@@ -160,8 +159,7 @@ until_in() { # until_in SECONDS COMMAND...: until it is true; 1: it has not beco
     done
 }
 
-# Waits for all of pids; sets status to the first one's, or where that is 0 to another's. LIMIT_S is
-# no demand: it ends what hangs.
+# Waits for all of pids. Sets status to that of the first, or to another one's if that is 0. LIMIT_S ends jobs that hang.
 LIMIT_S=300
 end() {
     local p s
@@ -187,7 +185,7 @@ try() { # try STATUS BACKEND RANKS ARGS...: STATUS may be several: "0 1"
     report $? "status $status, wanted $want: $fault$*"
 }
 
-alone() { # alone STATUS ARGS...: neither a backend nor tiny
+alone() { # alone STATUS ARGS...: without a backend and without the options of tiny
     local want=$1
     shift
     rm -f "$D"/out* "$D"/err*
@@ -260,7 +258,7 @@ files() { # files BACKEND: what a training writes, and another reads
         --peak-tflops 0.001 $out
     try 0 $1 2 --zero 3 --save "$D/ckpt" --resume "$D/ckpt" --log-csv "$D/log.csv" \
         --save-model "$D/model"
-    try 2 $1 2 --zero 1 --save "$D/ckpt" --timeout 5    # over tcp rank 1 waits for one that is not there
+    try 2 $1 2 --zero 1 --save "$D/ckpt" --timeout 5    # over tcp rank 1 waits for a rank that does not exist
     try 0 $1 2 --model "$D/model" --tp 2 --save-model "$D/model.bin" --quiet
     try 0 $1 2 --model "$D/model.bin" --pp 2 --micro-batch 2 --quiet --generate 4
     printf x | dd of="$D/ckpt/step-3/optim.safetensors" bs=1 seek=2000 conv=notrunc 2>/dev/null
@@ -323,7 +321,7 @@ tokens() { # tokens N: a shard of llm.c, of the ids below N, twice
     } >"$D/tokens.bin"
 }
 
-one_rank() { # what ends before any rank starts, and what other programs wrote
+one_rank() { # runs that end before any rank starts, and files of other programs
     local want x
     printf '{ "train_batch_size": 4, "optimizer": { "type": "Adam", "params": { "lr": 1e-3 } } }' \
         >"$D/config.json"
@@ -349,7 +347,7 @@ one_rank() { # what ends before any rank starts, and what other programs wrote
 END
 }
 
-# The ladder and the demonstration, which judge themselves.
+# The ladder and the demonstration, which check their own results.
 ladder() {
     local f names=()
     for f in examples/*.c; do
@@ -366,7 +364,7 @@ ladder() {
     done
 }
 
-# Mistakes in a copy of train_gpt.c, of which one is made by each job: a report must tell of it.
+# Mistakes in a copy of train_gpt.c. Each job makes one of them, and a sanitizer must report it.
 planted() {
     local plant='switch (getenv("PLANT") ? *getenv("PLANT") : 0) { volatile int n; char *volatile at;'
     plant="$plant case 'o': n = 0x7fffffff; n = n + 1; break;"                      # overflow

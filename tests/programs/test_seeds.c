@@ -1,5 +1,4 @@
-/* test_seeds.c - the worked numbers of five tutorials come out of dt's own counting, or of its
-   formulas
+/* test_seeds.c - the worked figures of five tutorials, reproduced by dt's accounts or its formulas
 
    The tutorials, as the checks name them:
 
@@ -10,13 +9,13 @@
        003   "An overview of distributed training of language models": sizes, layouts, clusters,
              hyperparameters
        004   "A short introduction to distributed training": collectives and parameter servers; it
-             works no number
+             has no figures
 
-   Most are counted: a program with the tutorial's sizes runs dry (dt_dry_begin), and what
-   dt_memory_used, dt_comm_bytes and dt_dry say is compared with the tutorial's figure to the
-   tutorial's digits, and with a formula to the byte. Where a tutorial is wrong the right number is
-   asserted and the comment says what the tutorial says. GB and TB are powers of ten, as in 001 ("1
-   GB = 10^9 bytes"); only 003's 1250 MB are of 2^20 bytes. */
+   Most figures are measured: a program with the tutorial's sizes runs dry (dt_dry_begin). The
+   values of dt_memory_used, dt_comm_bytes and dt_dry are compared with the tutorial's figure in the
+   tutorial's precision, and with a formula to the byte. Where a tutorial is wrong the test has the
+   right figure and the comment quotes the tutorial. GB and TB are powers of ten, as in 001 ("1 GB =
+   10^9 bytes"); only 003's 1250 MB are of 2^20 bytes. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -25,15 +24,14 @@
 #include "examples/gpt.h"
 #include "tests/support/check.h"
 
-/* The highest stage that dt_zero_make has: cases of higher ones are left out and reported as
-   skipped. */
+/* The highest stage that dt_zero_make supports. Cases of higher stages are skipped. */
 enum { HIGHEST_STAGE = 3 };
 
 // ==== Helpers ===================================================================================
 
 static const double GB = 1e9, MIB = 1048576;
 
-/* A tutorial's figure: off by less than `digits`, half of its last digit. */
+/* Compares with a tutorial's figure. digits: half a unit of its last digit. */
 static void says(const char *what, double got, double said, double digits) {
     CHECK_MSG(fabs(got - said) <= digits, "%s: %.6g, the tutorial says %.6g", what, got, said);
 }
@@ -85,16 +83,16 @@ static dt_tensor *nothing(dt_ctx *ctx, dt_dtype dtype, dt_shape shape) {
     return dt_input(ctx, dtype, shape, NULL);
 }
 
-// ==== 1. Training state: counted, and by the formula ============================================
+// ==== 1. Training state: measured, and by the formula ===========================================
 
-/* `layers` square linear layers, each a block, trained on `ranks` that are all data parallel. */
+/* `layers` square linear layers, each a block, trained with data parallelism. */
 typedef struct state_case {
     int64_t width;
-    /* steps 0: one forward and backward, no update */
+    /* steps 0: one forward and backward without an update */
     int layers, bias, stage, micros, steps;
     dt_dtype dtype;
     double held[3];  /* params, grads, optim of rank 0 after the backward */
-    double elements; /* padded, of all units */
+    double elements; /* of all buckets, with padding */
     double sent;     /* by rank 0 in the last step */
 } state_case;
 
@@ -146,18 +144,17 @@ static dt_status state_main(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-/* Stages above the highest are left out. One that is there all the same would stay untested, so
-   that fails. */
+/* Skips stages above HIGHEST_STAGE. Fails if dt_zero_make supports one, which would be untested. */
 static void test_highest_stage(void) {
     for (int stage = HIGHEST_STAGE + 1; stage <= 3; stage++) {
         state_case c = { .width = 4, .layers = 1, .stage = stage, .micros = 1, .dtype = DT_F32 };
         dt_report report = { DT_OK, 0, "", 0 };
         char why[64];
-        snprintf(why, sizeof why, "stage %d by counting: dt_zero_make has none", stage);
+        snprintf(why, sizeof why, "stage %d: dt_zero_make does not support it", stage);
         if (run(1, 1, state_main, &c, &report) == DT_ERR_UNSUPPORTED)
             check_skip(why);
         else
-            CHECK_MSG(0, "stage %d is not refused: raise HIGHEST_STAGE", stage);
+            CHECK_MSG(0, "dt_zero_make supports stage %d: raise HIGHEST_STAGE", stage);
     }
 }
 
@@ -167,11 +164,11 @@ static dt_zero_formula_desc formula_of(const state_case *c, int ranks) {
     };
     if (c->dtype == DT_BF16 || c->dtype == DT_F16) d.values = 2, d.grads = 4, d.state = 12;
     if (c->dtype == DT_F64) d.values = d.grads = 8, d.state = 16;
-    return d; /* f32 is what it takes unless told */
+    return d; /* the defaults are those of f32 */
 }
 
-/* Counts a case and compares it with the formula: memory to the byte, and traffic where there were
-   steps. */
+/* Runs a case and compares its memory with the formula, to the byte, and after steps its traffic
+   too. Returns the bytes held. */
 static double count_state(state_case *c, int ranks) {
     dry_run(ranks, state_main, c);
     dt_zero_bytes want = dt_zero_formula(formula_of(c, ranks));
@@ -192,10 +189,10 @@ static double count_state(state_case *c, int ranks) {
     return held;
 }
 
-/* 000 and 001, the figure of the ZeRO paper: 7.5e9 parameters over 64 ranks. 2 bytes of value, 2 of
-   gradient, 12 of state: 120 GB, then 31.4, 16.6 and 1.9 GB at stages 1, 2 and 3. dt sums gradients
-   in f32, so with bf16 it holds 4 bytes of gradient: 135, 46.4, 16.9 and 2.1 GB; and f32 without a
-   master is 16 bytes too: 120 GB. */
+/* 000 and 001, the figure of the ZeRO paper: 7.5e9 parameters over 64 ranks. Each parameter has 2
+   bytes of value, 2 of gradient and 12 of state: 120 GB, then 31.4, 16.6 and 1.9 GB at stages 1, 2
+   and 3. dt accumulates gradients in f32, so with bf16 a gradient takes 4 bytes: 135, 46.4, 16.9
+   and 2.1 GB. f32 without a master copy takes 16 bytes a parameter too: 120 GB. */
 static void test_zero_figure(void) {
     static const double paper[4] = { 120, 31.4, 16.6, 1.9 }, digits[4] = { 0.5, 0.05, 0.05, 0.05 };
     static const double paper_exact[4] = { 120, 31.40625, 16.640625, 1.875 };
@@ -216,15 +213,15 @@ static void test_zero_figure(void) {
                 .micros = 1,
                 .dtype = narrow ? DT_BF16 : DT_F32 };
             double want = narrow ? bf16[stage] : f32[stage], held = count_state(&c, N);
-            /* the padding: 8e-5 */
+            /* the padding adds 8e-5 */
             says(narrow ? "bf16, GB" : "f32, GB", held / GB, want, want * 1e-4);
         }
     }
 }
 
 /* 000: "ZeRO-1 is 4 times less memory, ZeRO-2 8 times, ZeRO-3 linear in the ranks; the traffic of 1
-   and 2 is that of data parallelism". 4 and 8 are limits for many ranks: over 64 it is 3.8 and 7.2.
-   Stage 3 sends half as much again. */
+   and 2 is that of data parallelism". 4 and 8 are the limits for many ranks; over 64 ranks the
+   factors are 3.8 and 7.2. Stage 3 sends 1.5 times as much. */
 static void test_zero_factors(void) {
     static const double over_64[4] = { 1, 120 / 31.40625, 120 / 16.640625, 64 };
     static const double traffic[4] = { 1, 1, 1, 1.5 };
@@ -255,8 +252,8 @@ static void test_zero_factors(void) {
     }
 }
 
-/* Traffic of a whole step, counted, with the norm, the update and the gathers. E: 8 x 1,024^2
-   elements, no padding. */
+/* The measured traffic of a full step, with the norm, the update and the gathers. 8 x 1,024^2
+   elements, without padding. */
 static void test_zero_traffic(void) {
     for (int stage = 0; stage <= HIGHEST_STAGE; stage++)
         for (int i = 0; i < 2 * 2 * 4; i++) {
@@ -273,8 +270,8 @@ static void test_zero_traffic(void) {
         }
 }
 
-/* The table of dt_zero_formula in numbers that are worked out by hand: E 1,000, N 4, a 3, 2 + 4 +
-   12 bytes. */
+/* dt_zero_formula compared with results computed by hand: 1,000 elements, 4 ranks, 3 micro-batches,
+   2 + 4 + 12 bytes. */
 static void test_formula(void) {
     static const double sent[5] = { 6000, 4500, 10500, 18000, 10500 };
     static const double total[5] = { 18000, 9000, 6000, 4500, 4500 };
@@ -294,8 +291,8 @@ static void test_formula(void) {
         equals("one rank holds", dt_zero_formula(d).total, 18000);
     }
     dt_zero_formula_desc plain = { .elements = 10, .ranks = 2 };
-    equals("f32 unless told", dt_zero_formula(plain).total, 160);
-    equals("one micro-batch unless told", dt_zero_formula(plain).sent, 40);
+    equals("the default type is f32", dt_zero_formula(plain).total, 160);
+    equals("the default is one micro-batch", dt_zero_formula(plain).sent, 40);
     for (int i = 0; i < 5; i++) {
         dt_zero_formula_desc bad = plain;
         if (i < 2) bad.stage = i ? 4 : -1;
@@ -306,10 +303,9 @@ static void test_formula(void) {
     }
 }
 
-/* 001, its listing of ZeroRedundancyOptimizer: 20 linear layers of 2000 x 2000 with biases under
-   Adam on two ranks, and the peaks that it prints are for the reader to see. 80.04 million
-   parameters: 320.16 MB of values, as much of gradients, and 640.32 MB of state, of which stage 1
-   leaves half. */
+/* 001's listing of ZeroRedundancyOptimizer: 20 linear layers of 2000 x 2000 with biases, Adam, two
+   ranks; 001 prints no peaks. 80.04 million parameters take 320.16 MB of values, as much of
+   gradients, and 640.32 MB of state, which stage 1 halves. */
 static void test_redundancy(void) {
     for (int stage = 0; stage <= 1; stage++) {
         state_case c = { .width = 2000,
@@ -319,7 +315,7 @@ static void test_redundancy(void) {
             .micros = 1,
             .steps = 1,
             .dtype = DT_F32 };
-        double pad = 20 * 4 * 2048.0; /* at most, for 20 units of two runs */
+        double pad = 20 * 4 * 2048.0; /* an upper bound: 20 buckets of two shards */
         count_state(&c, 2);
         says("001: values", c.held[0], 320.16e6, pad);
         says("001: gradients", c.held[1], 320.16e6, pad);
@@ -327,15 +323,15 @@ static void test_redundancy(void) {
     }
 }
 
-/* 000: "training needs 3 to 4 times the memory of inference". Before any activation it is 8 times
-   with 16-bit gradients (16 bytes to 2), and 9 times as dt trains: 13e9 parameters are 26 GB to
-   run, and 208 or 234 GB to train. */
+/* 000: "training needs 3 to 4 times the memory of inference". Even without activations the factor
+   is 8 with 16-bit gradients (16 bytes to 2), and 9 in dt, with f32 gradients: 13e9 parameters take
+   26 GB for inference, and 208 or 234 GB for training. */
 static void test_training_to_inference(void) {
     dt_zero_formula_desc d = { .elements = 13e9, .values = 2, .grads = 2, .state = 12 };
     state_case c = { .width = 10000, .layers = 130, .micros = 1, .dtype = DT_BF16 };
     dt_zero_bytes b = dt_zero_formula(d);
     equals("not 3 to 4 times", b.total / b.params, 8);
-    equals("counted, not 3 to 4 times", count_state(&c, 1) / c.held[0], 9);
+    equals("measured, not 3 to 4 times", count_state(&c, 1) / c.held[0], 9);
     says("13B as bf16, GB", c.held[0] / GB, 26, 0.01);
 }
 
@@ -343,18 +339,18 @@ static void test_training_to_inference(void) {
 
 typedef struct count_case {
     int64_t rows, columns;
-    int n, cut;
+    int n, sharded;
     dt_dtype dtype;
     double bytes;
 } count_case;
 
-/* n parameters (rows, columns); with cut, over all ranks along the rows. */
+/* n parameters (rows, columns). sharded: along the rows over all ranks. */
 static dt_status count_main(dt_ctx *ctx, void *user) {
     count_case *c = (count_case *)user;
     for (int i = 0; i < c->n; i++) {
         char name[16];
         dt_param_desc d = { .dtype = c->dtype };
-        if (c->cut) d.shards[0] = (dt_shard_spec){ dt_world(ctx), 0 };
+        if (c->sharded) d.shards[0] = (dt_shard_spec){ dt_world(ctx), 0 };
         snprintf(name, sizeof name, "w%d", i);
         dt_param_at(ctx, name, DT_SHAPE(c->rows, c->columns), DT_ZEROS, d);
     }
@@ -363,14 +359,14 @@ static dt_status count_main(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-/* 001 and 003: 175e9 parameters are 700 GB at 32 bits; 000 and 003: 350 GB at 16. 001's working,
-   "175*4%10^9", means a product. 003: "an H100 of 80 GB cannot hold it": eight of them can, by
-   tensor parallelism, and four cannot. */
+/* 001 and 003: 175e9 parameters take 700 GB at 32 bits; 000 and 003: 350 GB at 16 bits. In 001's
+   "175*4%10^9" the % means a product. 003: "an H100 of 80 GB cannot hold it". With tensor
+   parallelism eight H100 can, and four cannot. */
 static void test_175_billion(void) {
     count_case f32 = { 1000000, 1000, 175, 0, DT_F32, 0 }, f16 = f32, four, eight;
     f16.dtype = DT_F16;
     four = eight = f16;
-    four.cut = eight.cut = 1;
+    four.sharded = eight.sharded = 1;
     dry_run(1, count_main, &f32);
     dry_run(1, count_main, &f16);
     dry_run(4, count_main, &four);
@@ -450,20 +446,20 @@ static double model_bytes(gpt_config c, int tp) {
     return k.bytes;
 }
 
-/* 000: GPT-3 with 96 layers, width 12288, 96 heads is 175B and 350 GB: to be exact 174.6e9 and
-   349.2 GB. 000: "the file of LLaMA2-13b is about 27 GB, 2 GB a billion and a little more":
-   13.016e9 parameters, 26.03 GB. 000: "four V100 find it hard to run a model of 65b, and cannot
-   train it": 130.6 GB, 32.6 GB on each of 4 cards, of 32 GiB = 34.4 GB, and 1,175 GB to train. 001:
-   BLOOM has 176B. It has no table of positions as gpt.h has, but a norm after the embedding:
-   176,247,271,424. */
+/* 000: GPT-3 with 96 layers, width 12288 and 96 heads has 175B parameters in 350 GB; exactly
+   174.6e9 in 349.2 GB. 000: "the file of LLaMA2-13b is about 27 GB, 2 GB a billion and a little
+   more": 13.016e9 parameters, 26.03 GB. 000: "four V100 find it hard to run a model of 65b, and
+   cannot train it": 130.6 GB are 32.6 GB on each of 4 cards with 32 GiB = 34.4 GB; training takes
+   1,175 GB. 001: BLOOM has 176B. Unlike gpt.h's model it has no position embedding, but a norm
+   after the embedding: 176,247,271,424 parameters. */
 static void test_models(void) {
     says("000: GPT-3, GB", model_bytes(gpt_3, 1) / GB, 350, 1);
     says("GPT-3, 1e9 parameters", (double)gpt_param_count(gpt_3) / 1e9, 174.6, 0.05);
     says("LLaMA2-13b, GB, where 000 says 27", model_bytes(llama_13b, 1) / GB, 26.03, 0.005);
     double positions = 2048 * 14336, norm = 2 * 14336,
-           numbers = model_bytes(bloom, 1) / 2 - positions + norm;
-    says("001: BLOOM, 1e9 parameters", numbers / 1e9, 176, 0.5);
-    equals("BLOOM's parameters", numbers, 176247271424.0);
+           elements = model_bytes(bloom, 1) / 2 - positions + norm;
+    says("001: BLOOM, 1e9 parameters", elements / 1e9, 176, 0.5);
+    equals("BLOOM's parameters", elements, 176247271424.0);
     double card = model_bytes(llama_65b, 4), train = 18 * (double)gpt_param_count(llama_65b);
     says("LLaMA-65b over 4 cards, GB", card / GB, 32.64, 0.005);
     CHECK(
@@ -491,9 +487,9 @@ static dt_status embedding_main(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-/* 003: an embedding of 64000 words and 5120 numbers in f32 is 64000 x 5120 x 4 / 1024 / 1024 = 1250
-   MB, its gradient 1250 MB more, nearly 2.5 GB in all; cut along the words each device stores a
-   part. These MB are of 2^20 bytes: 2,500 of them are 2.44 GiB, or 2.62 GB. */
+/* 003: an f32 embedding of 64000 words and width 5120 takes 64000 x 5120 x 4 / 1024 / 1024 = 1250
+   MB, its gradient 1250 MB more, nearly 2.5 GB in all; sharded along the words, each device stores
+   a part. These MB are of 2^20 bytes: 2,500 of them are 2.44 GiB, or 2.62 GB. */
 static void test_embedding(void) {
     for (int tp = 1; tp <= 8; tp *= 2) {
         embedding_case k = { tp, 0, 0 };
@@ -506,9 +502,10 @@ static void test_embedding(void) {
 
 // ==== 3. Activations ============================================================================
 
-/* A layer that keeps what 000 counts, after V. Korthikanti et al., arXiv:2205.05198, table 2:
-   scores after the softmax, the masks of three dropouts, a byte each, and the scores that dropout
-   leaves. dt's own layer keeps no scores and no masks, so the test brings ops that do. */
+/* A layer that keeps the activations that 000 counts, after V. Korthikanti et al.,
+   arXiv:2205.05198, table 2: the softmax of the scores, the masks of three dropouts at a byte an
+   element, and the scores after dropout. dt's layer keeps neither scores nor masks, so the test has
+   its own ops. */
 typedef struct full_case {
     int64_t B, T, C, H;
     int layers;
@@ -521,7 +518,7 @@ static dt_status no_back(dt_node *n) {
     return DT_OK;
 }
 
-/* dt has no type of one byte: a mask is half as many numbers of two. */
+/* dt has no type of one byte, so a mask has half as many elements of two bytes. */
 static dt_tensor *full_mask(dt_ctx *ctx, dt_shape shape) {
     shape.d[shape.nd - 1] /= 2;
     return dt_new(ctx, DT_F16, shape);
@@ -570,7 +567,7 @@ static dt_status full_main(dt_ctx *ctx, void *user) {
         snprintf(name, sizeof name, "p%d", i);
         c.p[i] = dt_param_at(ctx, name, shape, DT_ZEROS, d);
     }
-    for (int pass = 0; pass < 2; pass++) { /* arenas have their size after the first */
+    for (int pass = 0; pass < 2; pass++) { /* arenas have their final size after the first pass */
         dt_reset(ctx);
         dt_tensor *x = nothing(ctx, DT_F16, DT_SHAPE(c.B, c.T, c.C));
         for (int i = 0; i < c.layers; i++) x = dt_block(ctx, full_layer, x, &c);
@@ -579,9 +576,10 @@ static dt_status full_main(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-/* 000: activations of GPT-3, 96 (34 s b h + 5 a s^2 b) bytes: 275 GB at b 1, 0.79 of its
-   parameters; 17.6 TB at b 64, 50 times; 35.3 TB at b 128, 101 times. A layer is exact, beside mean
-   and 1 / deviation of two norms, 16 bytes a token; the whole differs by those and the input. */
+/* 000: the activations of GPT-3 take 96 (34 s b h + 5 a s^2 b) bytes: 275 GB with b = 1, 0.79 times
+   its parameters; 17.6 TB with b = 64, 50 times; 35.3 TB with b = 128, 101 times. A layer has
+   exactly these bytes plus 16 bytes a token for mean and 1 / deviation of two norms. The model has
+   the input in addition. */
 static void test_activations(void) {
     static const struct {
         double b, bytes, digits, times, times_digits;
@@ -605,8 +603,8 @@ static void test_activations(void) {
 typedef struct layer_case {
     gpt_config c;
     int tp, B;
-    double acts, peak, forward, backward; /* bytes after the forward, and most of all */
-    double sent[2];                       /* over tp, forward and backward */
+    double acts, peak, forward, backward; /* bytes after the forward and peak bytes; flops */
+    double sent[2];                       /* along tp, in forward and backward */
 } layer_case;
 
 static dt_status layer_main(dt_ctx *ctx, void *user) {
@@ -615,7 +613,7 @@ static dt_status layer_main(dt_ctx *ctx, void *user) {
     gpt_config c = k.c;
     c.tp = mesh.tp;
     gpt m = gpt_register(ctx, c);
-    /* arenas have their size after the first */
+    /* arenas have their final size after the first pass */
     for (int pass = 0; pass < 3 && dt_error(ctx) == DT_OK; pass++) {
         dt_memory_reset_peak(ctx);
         dt_shape shape = DT_SHAPE(k.B, c.seq);
@@ -625,7 +623,7 @@ static dt_status layer_main(dt_ctx *ctx, void *user) {
         if (pass == 1) k.acts = (double)dt_memory_used(ctx).live[DT_MEM_ACTS];
         k.forward = dry_flops(ctx) - flops;
         k.sent[0] = (double)dt_comm_bytes(ctx, DT_AXIS_TP) - sent;
-        if (pass == 2) dt_backward(loss); /* its arenas are no part of acts */
+        if (pass == 2) dt_backward(loss); /* not before pass 2: acts must not count its arenas */
         k.backward = dry_flops(ctx) - flops - k.forward;
         k.sent[1] = (double)dt_comm_bytes(ctx, DT_AXIS_TP) - sent - k.sent[0];
         k.peak = (double)dt_memory_used(ctx).peak[DT_MEM_ACTS];
@@ -635,7 +633,7 @@ static dt_status layer_main(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-/* What one more layer of a model costs. */
+/* The difference that one more layer makes. */
 static layer_case one_layer(gpt_config c, int tp, int B, int layers) {
     layer_case less = { .c = c, .tp = tp, .B = B }, more;
     less.c.layers = layers;
@@ -651,12 +649,13 @@ static layer_case one_layer(gpt_config c, int tp, int B, int layers) {
     return more;
 }
 
-/* 000: "the activations far exceed the parameters" holds for scores that are kept. dt's layer keeps
-   32 s b h, without the masks and scores, plus 4 bytes of log-sum-exp for each head and 16 of
-   norms: 77 GB in place of 275. 002, TP alone and TP with SP: TP alone keeps whole (b, s, h) at
-   several points; with SP everything is cut by the ranks. Both send as much forward: 2 all-reduces
-   a layer, or 2 all-gathers and 2 reduce-scatters. "And backward" holds where what was gathered is
-   kept; dt gathers it again, as Megatron does, 2 more all-gathers, and keeps 1/t. */
+/* 000: "the activations far exceed the parameters" is true if scores are kept. dt's layer keeps
+   32 s b h bytes, without masks and scores, plus per token 4 bytes of log-sum-exp for each head and
+   16 of norms: 77 GB instead of 275. 002 on TP alone and TP with SP: TP alone keeps full (b, s, h)
+   tensors at several points; with SP every tensor is sharded. Both send the same bytes forward: 2
+   all-reduces a layer, or 2 all-gathers and 2 reduce-scatters. 002's "and backward" is true if
+   gathered tensors are kept; dt gathers them again, as Megatron does, with 2 more all-gathers, and
+   keeps 1/t. */
 static void test_layer(void) {
     const double s = 2048, h = 12288, a = 96, S = 2 * s * h;
     for (int i = 0; i < 5 && !DT__ASAN; i++) {
@@ -665,17 +664,17 @@ static void test_layer(void) {
         double t = tp, all_reduce = 2 * S * (t - 1) / t;
         c.sp = i > 0 && i % 2 == 0;
         layer_case k = one_layer(c, tp, 1, 2);
-        double whole = (8 * h + 16) * s, cut = (24 * h + 4 * a) * s;
-        equals("a layer of GPT-3 keeps", k.acts, (c.sp ? whole / t : whole) + cut / t);
+        double full = (8 * h + 16) * s, sharded = (24 * h + 4 * a) * s;
+        equals("a layer of GPT-3 keeps", k.acts, (c.sp ? full / t : full) + sharded / t);
         if (tp == 1) says("all layers, GB", 96 * k.acts / GB, 77.4, 0.05);
         equals("002: forward, 2 all-reduces' bytes", k.sent[0], tp > 1 ? 2 * all_reduce : 0);
         equals("backward, bytes", k.sent[1], tp == 1 ? 0 : c.sp ? 3 * all_reduce : 2 * all_reduce);
     }
 }
 
-/* 002: "a simple assumption: the backward takes twice the forward". In products it does;
-   attention's backward computes the scores again, 5 products to 2, which for GPT-3 makes 2.01. 000:
-   recomputation "costs one more forward". */
+/* 002: "a simple assumption: the backward takes twice the forward". That is true of matrix
+   products. Attention's backward recomputes the scores, 5 products to 2, so for GPT-3 the factor is
+   2.01. 000: recomputation "costs one more forward". */
 static void test_work(void) {
     const double s = 2048, h = 12288;
     gpt_config c = gpt_3;
@@ -689,9 +688,9 @@ static void test_work(void) {
     equals("the forward of recomputation", again.forward, plain.forward);
 }
 
-/* 000: recomputation takes activations "from O(n) to O(n)": the second lost its root. With blocks
-   of k layers, n/k outputs are kept and k layers computed again; k = sqrt(n) makes the most of all
-   a line in sqrt(n), where without, and with blocks of one layer, it is a line in n. */
+/* 000: recomputation takes activations "from O(n) to O(n)", where the second should be O(sqrt(n)).
+   With blocks of k layers, n/k outputs and the activations of k layers are kept. With k = sqrt(n)
+   the peak is linear in sqrt(n); without recomputation, and with blocks of one layer, in n. */
 static void test_root(void) {
     static const int layers[3] = { 16, 64, 144 }, roots[3] = { 4, 8, 12 };
     double peak[3][3]; /* without, blocks of one, blocks of sqrt(n) */
@@ -738,9 +737,9 @@ static dt_status mesh_main(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-/* 001 and 003: BLOOM on 48 servers of 8: 384 devices; 12 stages, each cut over 4 devices of a
-   server. "The cluster is divided into groups of 48 for data parallelism" is 8 replicas of 48
-   devices, not 48 replicas. 001: 32 devices: 4 stages x 4 for tensors x 2 replicas. */
+/* 001 and 003: BLOOM on 48 servers of 8: 384 devices; 12 stages, each sharded over 4 devices of a
+   server. "The cluster is divided into groups of 48 for data parallelism" means 8 replicas of 48
+   devices, not 48 replicas. 001: 32 devices are 4 stages x tensor parallelism 4 x 2 replicas. */
 static void test_meshes(void) {
     static const dt_mesh_desc want[2] = { { .dp = 8, .tp = 4, .pp = 12 },
         { .dp = 2, .tp = 4, .pp = 4 } };
@@ -771,29 +770,29 @@ static dt_status kv_main(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-/* 002: Llama-3 8B has 8 heads of keys and values, so up to tp 8 no rank holds a copy; at 16 two
-   hold the same. */
+/* 002: Llama-3 8B has 8 key-value heads. Up to tp 8 no head is replicated; at 16 two ranks share
+   each head. */
 static void test_kv(void) {
     for (int tp = 4; tp <= 16; tp *= 2) run_well(tp, 0, kv_main, NULL);
 }
 
-static dt_status box_main(dt_ctx *ctx, void *user) {
+static dt_status slice_main(dt_ctx *ctx, void *user) {
     (void)user;
     for (int dim = 0; dim < 2; dim++) {
         dt_shard_spec shards[3] = { { dt_world(ctx), dim }, { NULL, 0 }, { NULL, 0 } };
-        dt_local_slice box = dt_local_slice_of(DT_SHAPE(888, 12), shards);
+        dt_local_slice slice = dt_local_slice_of(DT_SHAPE(888, 12), shards);
         int r = dt_ctx_rank(ctx);
-        CHECK(box.n[0] == (dim ? 888 : 222) && box.n[1] == (dim ? 3 : 12) &&
-              box.lo[dim] == r * (dim ? 3 : 222));
+        CHECK(slice.n[0] == (dim ? 888 : 222) && slice.n[1] == (dim ? 3 : 12) &&
+              slice.lo[dim] == r * (dim ? 3 : 222));
     }
     return dt_error(ctx);
 }
 
-/* 001: a tensor of 888 x 12 on 4 devices, cut along its rows or its columns. (As the weight of y =
-   x w^T the first is column-parallel: 001's names are those of the tensor.) */
-static void test_boxes(void) { run_well(4, 0, box_main, NULL); }
+/* 001: a tensor of 888 x 12 on 4 devices, sharded along its rows or its columns. (As the weight of
+   y = x w^T the first is column-parallel; 001 names the dimension of the tensor.) */
+static void test_slices(void) { run_well(4, 0, slice_main, NULL); }
 
-/* Sums 0 + .. over the ranks three ways. */
+/* Sums over the ranks by all-reduce, by reduce-scatter + all-gather, and by reduce + broadcast. */
 static dt_status sums_main(dt_ctx *ctx, void *user) {
     enum { N = 8, PER = 6, ALL = N * PER };
     dt_mesh m = dt_mesh_make(ctx, (dt_mesh_desc){ .dp = N });
@@ -817,12 +816,12 @@ static dt_status sums_main(dt_ctx *ctx, void *user) {
 }
 
 /* 001: an all-reduce is a reduce and a broadcast; 002: it is a reduce-scatter and an all-gather,
-   with the same bytes. (001's "local gradients are broadcast" is this all-reduce.) */
+   and sends the same bytes. (001's "local gradients are broadcast" means this all-reduce.) */
 static void test_sums(void) { run_well(8, 0, sums_main, NULL); }
 
 // ==== 5. Batches and learning rate ==============================================================
 
-/* Tokens of a step: sequences that all replicas read, each once. */
+/* The tokens of a step, counted over the sequences of all replicas; each must occur once. */
 static double tokens_of(int64_t batch, int micro, int replicas, int64_t T) {
     dt_data_order order = { 4 * batch, batch, micro, replicas, 0 };
     char *seen = (char *)calloc((size_t)(4 * batch), 1);
@@ -838,9 +837,9 @@ static double tokens_of(int64_t batch, int micro, int replicas, int64_t T) {
     return n * (double)T;
 }
 
-/* 002: sequences of 4096 tokens, a global batch of 1M tokens: 256 sequences, however data
-   parallelism, accumulation and micro-batch share them out. 003: LLaMA-2's batch is 4M tokens:
-   1,024 sequences of 4096. */
+/* 002: with sequences of 4096 tokens a global batch of 1M tokens has 256 sequences, whatever the
+   number of replicas, micro-batches and their size. 003: LLaMA-2's batch of 4M tokens has 1,024
+   sequences of 4096. */
 static void test_batches(void) {
     static const int how[4][2] = { { 1, 1 }, { 2, 8 }, { 4, 64 }, { 1, 256 } };
     for (int i = 0; i < 4; i++) {
@@ -849,13 +848,13 @@ static void test_batches(void) {
     }
 }
 
-/* 003: warm-up over 0.1% to 0.5% of the training to a largest rate of 5e-5 to 1e-4, then cosine to
-   10% of it. */
+/* 003: warm-up over 0.1% to 0.5% of the training to a peak rate of 5e-5 to 1e-4, then a cosine
+   decay to 10% of the peak. */
 static void test_rates(void) {
     dt_lr_desc d = { 1e-4, DT_LR_COSINE, 500, 100000, 0.1, 0 };
-    says("003: half of the warm-up", dt_lr(d, 250), 5e-5, 1e-18);
-    says("003: the largest rate, after 0.5%", dt_lr(d, 500), 1e-4, 1e-18);
-    says("half of the cosine", dt_lr(d, (500 + 100000) / 2), 5.5e-5, 1e-18);
+    says("003: halfway through the warm-up", dt_lr(d, 250), 5e-5, 1e-18);
+    says("003: the peak rate, after 0.5%", dt_lr(d, 500), 1e-4, 1e-18);
+    says("halfway through the cosine", dt_lr(d, (500 + 100000) / 2), 5.5e-5, 1e-18);
     says("003: the end", dt_lr(d, 100000), 1e-5, 1e-18);
 }
 
@@ -876,7 +875,7 @@ int main(void) {
     test_root();
     test_meshes();
     test_kv();
-    test_boxes();
+    test_slices();
     test_sums();
     test_batches();
     test_rates();

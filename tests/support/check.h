@@ -1,4 +1,4 @@
-/* check.h - the checks of the test programs: count, say what failed, sum up in one line.
+/* check.h - the checks of the test programs: they count, print what failed, and sum up in one line.
 
        int main(void)
        {
@@ -8,8 +8,8 @@
        }
 
    C11 and C++17. A check that fails does not end the program: it prints "FAIL file:line: text"
-   and is 0, so that `if (!CHECK(p)) return;` can guard what needs p. Ranks may be threads, so
-   the counters are atomic. */
+   and returns 0, so that `if (!CHECK(p)) return;` can guard code that needs p. The counters are
+   atomic, because ranks may be threads. */
 #ifndef CHECK_H
 #define CHECK_H
 
@@ -27,24 +27,24 @@ __attribute__((format(printf, 4, 5))) static inline int check_report(
         __atomic_fetch_add(&check_passed, 1, __ATOMIC_RELAXED);
         return 1;
     }
-    char text[512]; /* one printf for the whole line, so that threads do not mix theirs */
+    char text[512]; /* one printf for the line, so that lines of threads do not mix */
     va_list args;
     va_start(args, format);
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
     printf("FAIL %s:%d: %s\n", file, line, text);
-    fflush(stdout); /* a crash right after must not swallow it */
+    fflush(stdout); /* so that a crash right after does not lose the line */
     __atomic_fetch_add(&check_failed, 1, __ATOMIC_RELAXED);
     return 0;
 }
 
-/* Counts a part of the test that cannot run here, and says why. */
+/* Counts a part of the test that cannot run on this machine, and prints the reason. */
 static inline void check_skip(const char *reason) {
     printf("SKIP %s\n", reason);
     __atomic_fetch_add(&check_skipped, 1, __ATOMIC_RELAXED);
 }
 
-/* The summary, and main's result: 0 if nothing failed, else 1. */
+/* Prints the summary. Returns main's result: 0 if no check failed, else 1. */
 static inline int check_done(const char *name) {
     printf(
         "%s: %d passed, %d failed, %d skipped\n", name, check_passed, check_failed, check_skipped);

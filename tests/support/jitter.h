@@ -1,8 +1,8 @@
-/* jitter.h - how long this machine keeps a running thread from its processor right now
+/* jitter.h - measures how long this machine suspends a running thread
 
-   A check with a limit on wall-clock time adds a multiple of jitter_s() to the limit, measured in
-   the same run, so that it judges dt and not what else the machine is doing. On an idle machine
-   the probe reads less than 1 ms. */
+   A check with a limit on wall-clock time adds a multiple of jitter_s(), measured in the same run,
+   to the limit, so that other load on the machine does not fail the check. On an idle machine
+   jitter_s() is less than 1 ms. */
 #ifndef JITTER_H
 #define JITTER_H
 
@@ -14,7 +14,7 @@ static double jitter_clock(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* The longest gap between two looks at the clock, in 0.3 s of a thread that never sleeps. */
+/* The longest time between two readings of the clock, in 0.3 s of a thread that never sleeps. */
 static double jitter_s(void) {
     double begin = jitter_clock(), last = begin, longest = 0;
     while (last - begin < 0.3) {

@@ -1,5 +1,5 @@
-/* memory_io.h - a dt_io table over memory, for tests and fuzzing: no disk, and every call can be
-   made to fail.
+/* memory_io.h - a dt_io table with files in memory, for tests and fuzzing. Every call can be made
+   to fail.
 
        memory_fs fs = { 0 };
        dt_io     io = memory_io(&fs);
@@ -7,8 +7,8 @@
        ... dt_ctx_make((dt_ctx_desc){ .io = &io }) ...
        memory_clear(&fs);
 
-   A name that ends in '/' or is "." can be opened and synced as folders can. Include it after
-   dt_tensor.h. */
+   A name that ends in '/' or is "." is a folder, which can be opened and synced. Include this file
+   after dt_tensor.h. */
 #ifndef MEMORY_IO_H
 #define MEMORY_IO_H
 
@@ -21,7 +21,7 @@ enum { MEMORY_FILES = 24, MEMORY_FOLDER = 1000 };
 typedef struct memory_file {
     char name[160];
     unsigned char *data;
-    /* bytes of data; what lies behind `room` reads as zeros and cannot be written */
+    /* size: of the file; room: bytes of data. Bytes from `room` on read as zeros. */
     size_t size, room;
     int used;
 } memory_file;
@@ -29,13 +29,13 @@ typedef struct memory_file {
 typedef struct memory_fs {
     memory_file file[MEMORY_FILES];
     int open;            /* descriptors that are open */
-    long calls, fail_at; /* fail_at: the call that fails, from 1; 0: none */
-    int reason;          /* its errno */
-    size_t most;         /* bytes of one read or write; 0: any number */
-    int interrupt;       /* every how many reads and writes one is interrupted; 0: none */
-    int moves;           /* reads and writes */
-    size_t shrunk;       /* not 0: after that many bytes reads find the end */
-    int synced;          /* fsyncs of files; -1: a rename came without one before it */
+    long calls, fail_at; /* fail_at: number of the call that fails, from 1; 0: none */
+    int reason;          /* errno of the failing call */
+    size_t most;         /* most bytes of one read or write; 0: no limit */
+    int interrupt;       /* n: every n-th read or write fails with EINTR; 0: none */
+    int moves;           /* number of reads and writes */
+    size_t shrunk;       /* not 0: reads find the end of the file after that many bytes */
+    int synced;          /* fsyncs since the last write; -1: a rename without an fsync before it */
 } memory_fs;
 
 static inline int memory_at(const memory_fs *fs, const char *name) {
@@ -71,7 +71,7 @@ static inline int memory_size_to(memory_file *f, size_t bytes) {
     return 0;
 }
 
-/* A file with those contents, replacing one of that name. */
+/* Makes a file, or replaces the file of that name. */
 static inline void memory_put(memory_fs *fs, const char *name, const void *data, size_t bytes) {
     int i = memory_at(fs, name);
     if (i < 0) i = memory_make(fs, name);

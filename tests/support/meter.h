@@ -1,11 +1,12 @@
-/* meter.h - what the test programs of dt_tensor.h share: a watched allocator, numbers, two own ops
+/* meter.h - shared by the test programs of dt_tensor.h: a metering allocator, random values,
+   conversions, two user-defined ops
    Public domain or MIT, at your choice; see LICENSE.
 
    Include it after dt_tensor.h (with DT_IMPLEMENTATION) and check.h.
 
-   HOW MEMORY IS WATCHED. Every context of the tests allocates through a meter: a host table that
-   fills new and freed memory with NaN bits, checks the size and class of every free, counts by
-   class, and can refuse. */
+   Every context of the tests allocates through a meter: a host table that fills new and freed
+   memory with NaN bits, checks the size and class of every free, counts bytes by class, and can
+   refuse allocations. */
 #ifndef METER_H
 #define METER_H
 
@@ -18,14 +19,14 @@ MAYBE static const char *golden_folder = "tests/golden";
 typedef struct meter {
     size_t live[DT_MEM_CLASSES], peak[DT_MEM_CLASSES], live_total, peak_total, calls;
     long refuse_in; /* allocations before the first refusal; below 0: never */
-    int sticky;     /* 1: those after it are refused too */
+    int sticky;     /* 1: all later allocations are refused too */
     int refused, wrong_frees;
     int errors;     /* log lines of level error */
-    char text[700]; /* the last of them */
+    char text[700]; /* the last of these lines */
 } meter;
 #define METER ((meter){ .refuse_in = -1 })
 
-/* In front of every block, 64 bytes so that what follows keeps its alignment. */
+/* Precedes every block, in 64 bytes, so that the block stays aligned. */
 typedef struct tag {
     size_t bytes;
     int mem, magic;
@@ -83,22 +84,23 @@ static dt_ctx *open_with(meter *m, const dt_kernels *kernels, uint64_t seed) {
 
 MAYBE static dt_ctx *open_ctx(meter *m) { return open_with(m, NULL, 7); }
 
-/* Frees the context; nothing may be left, and nothing may have been freed as what it was not. */
+/* Frees the context. No memory may be left, and every free must have had the right size and
+   class. */
 static void close_ctx(dt_ctx *ctx, const meter *m, const char *what) {
     dt_ctx_free(ctx);
-    CHECK_MSG(m->live_total == 0, "%s: %zu bytes are left", what, m->live_total);
+    CHECK_MSG(m->live_total == 0, "%s: %zu bytes were not freed", what, m->live_total);
     CHECK_MSG(
         m->wrong_frees == 0, "%s: %d frees with the wrong size or class", what, m->wrong_frees);
 }
 
-/* The same, of a context that must not have failed. */
+/* close_ctx for a context that must not have failed. */
 MAYBE static void close_good(dt_ctx *ctx, const meter *m, const char *what) {
     CHECK_MSG(dt_error(ctx) == DT_OK, "%s: %s", what, dt_error_text(ctx));
     CHECK_MSG(m->errors == 0, "%s: logged %s", what, m->text);
     close_ctx(ctx, m, what);
 }
 
-/* A number in [-1, 1) from a place in a sequence. */
+/* Element `index` of a pseudo-random sequence in [-1, 1). */
 static double noise(uint64_t seed, uint64_t index) {
     uint64_t z = seed * 0xD1342543DE82EF95u + (index + 1) * 0x9E3779B97F4A7C15u;
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
@@ -110,7 +112,7 @@ static int below(uint64_t seed, uint64_t index, int n) {
     return (int)((noise(seed, index) + 1) / 2 * n);
 }
 
-/* The 16-bit types, apart from the library's own conversions: by powers of two. bits: of the
+/* The value of a 16-bit float by its definition, independent of dt's conversions. bits: of the
    fraction. */
 static double from16_slowly(dt_dtype dtype, uint16_t h) {
     int bits = dtype == DT_BF16 ? 7 : 10, bias = dtype == DT_BF16 ? 127 : 15, most = 2 * bias + 1;
@@ -130,7 +132,7 @@ static double from16(dt_dtype dtype, uint16_t h) {
     return known[dtype == DT_F16][h];
 }
 
-/* To nearest, ties to even (what rint does). */
+/* Rounds to nearest, ties to even, by rint. */
 static uint16_t to16(dt_dtype dtype, double x) {
     int bits = dtype == DT_BF16 ? 7 : 10, bias = dtype == DT_BF16 ? 127 : 15, e = 0;
     uint16_t sign = signbit(x) ? 0x8000 : 0, infinite = (uint16_t)((2 * bias + 1) << bits);
@@ -138,7 +140,7 @@ static uint16_t to16(dt_dtype dtype, double x) {
     if (isinf(x) || x == 0) return (uint16_t)(sign | (x == 0 ? 0 : infinite));
     frexp(x, &e); /* |x| in [2^(e-1), 2^e) */
     if (e - 1 < 1 - bias) e = 2 - bias;
-    /* up to 2^(bits+1), which is the next exponent's first */
+    /* at most 2^(bits+1), which is the first value of the next exponent */
     double steps = rint(ldexp(fabs(x), bits - (e - 1)));
     int h = (int)steps + ((e - 1 + bias - 1) << bits);
     return (uint16_t)(sign | (h > infinite ? infinite : h));
@@ -162,7 +164,7 @@ static void put(void *array, dt_dtype dtype, int64_t i, double value) {
         ((uint16_t *)array)[i] = to16(dtype, value);
 }
 
-/* malloc for tests: they may end when there is none. */
+/* calloc for tests. Ends the program if there is no memory. */
 static void *room(size_t bytes) {
     void *p = calloc(1, bytes ? bytes : 1);
     if (!p) {
@@ -182,10 +184,9 @@ MAYBE static dt_tensor *noise_input(
     return t;
 }
 
-// ==== Own ops ===================================================================================
+// ==== User-defined ops ==========================================================================
 
-/* sum of x[i] * c[i] as an f64 scalar: what turns a tensor into a loss here, and an op as a user
-   writes one. */
+/* A user-defined op: the f64 scalar sum of x[i] * c[i], which makes a loss of a tensor. */
 typedef struct weigh_saved {
     const double *c;
 } weigh_saved;
@@ -204,7 +205,7 @@ static dt_status weigh_back(dt_node *n) {
     return DT_OK;
 }
 
-/* c must live until dt_reset; NULL: noise */
+/* c must live until dt_reset; NULL: c[i] is noise(99, i) */
 MAYBE static dt_tensor *weigh(dt_tensor *x, const double *c) {
     dt_tensor *out = x ? dt_new(x->ctx, DT_F64, DT_SCALAR) : NULL;
     if (!out) return NULL;
@@ -219,7 +220,7 @@ MAYBE static dt_tensor *weigh(dt_tensor *x, const double *c) {
     return dt_error(x->ctx) == DT_OK ? out : NULL;
 }
 
-/* a * b, element by element, f64, without saved memory. */
+/* A user-defined op: a * b, element by element, in f64, without saved memory. */
 static dt_status times_back(dt_node *n) {
     const double *dy = (const double *)n->out->grad;
     for (int side = 0; side < 2; side++) {

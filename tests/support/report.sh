@@ -1,9 +1,9 @@
-# report.sh - what the shell tests share: counting checks, running train_gpt, the last line. Source it from the project's
-# folder. It makes an empty folder $dir, where out and err are the output of the last run.
+# report.sh - shared by the shell tests: counts checks, runs train_gpt, prints the last line. Source it from the project's
+# folder. It makes an empty folder $dir, in which the files out and err are the output of the last run.
 B=${B:-build} MAKE=${MAKE:-make}
 passed=0 failed=0 skipped=0
 dir=$(mktemp -d)
-children=() # processes to end with the script
+children=() # processes to kill when the script ends
 clean_up() {
     [ ${#children[@]} = 0 ] || { kill -9 "${children[@]}"; wait "${children[@]}"; } 2>/dev/null
     rm -rf "$dir"
@@ -20,12 +20,12 @@ report() { # report STATUS TEXT: one check, which passes if STATUS is 0
 
 skip() { echo "SKIP $1"; skipped=$((skipped + 1)); }
 
-only_error() { # only_error FILE PATTERN: FILE has one line of error, and it matches
+only_error() { # only_error FILE PATTERN: 0 if FILE has exactly one line "error: ...", which matches PATTERN
     [ "$(grep -ac '^error: ' "$1")" = 1 ] && grep -aEq -- "$2" "$1"
 }
 
-# try STATUS PATTERN ARGS...: train_gpt ends with STATUS and, unless that is 0, with one line of error, which matches. $common
-# are further arguments, $limit the longest it may take in seconds.
+# try STATUS PATTERN ARGS...: train_gpt must end with STATUS and, unless STATUS is 0, with one error line that matches
+# PATTERN. $common: further arguments; $limit: time limit in seconds.
 try() {
     local want=$1 pattern=$2 status
     shift 2
@@ -35,7 +35,7 @@ try() {
     report $? "status $status, wanted $want and '$pattern': train_gpt $common $(printf '%q ' "$@")"
 }
 
-finish() { # finish: the last line of the script
+finish() { # finish: prints the last line and ends the script
     echo "$script: $passed passed, $failed failed, $skipped skipped"
     [ $failed = 0 ]
     exit
@@ -43,7 +43,7 @@ finish() { # finish: the last line of the script
 
 script=$(basename "$0" .sh)
 
-needs_train_gpt() { # builds it, and makes $dir/text, a small text to train on
+needs_train_gpt() { # builds train_gpt and makes $dir/text, a small text to train on
     $MAKE -s "$B/train_gpt" 2>"$dir/err"
     [ $? = 0 ] || { report 1 "train_gpt does not build"; finish; }
     head -c 5000 README.md >"$dir/text"

@@ -1,11 +1,11 @@
-/* test_account.c - the bytes dt counts, rebuilt from what the kernel says of each process
+/* test_account.c - dt's memory account, compared with the resident pages that the kernel reports
 
-   Forked ranks train a model of some tens of MiB. Each reads /proc/self/smaps: the pages of its own
-   heap in the shared range, and the anonymous pages outside of it. Its heap begins life as a part
-   of one mapping that all ranks share, so the rank asks for something harmless of that part alone
-   (MADV_DONTFORK), and the kernel lists it apart. What is counted by class must be there within 2
-   MiB: class by class where one alone grows, in sums elsewhere. Pages that were never touched are
-   not resident: of what is made here only the ends of arenas are not written. */
+   Forked ranks train a model of some tens of MiB. Each rank reads /proc/self/smaps: the pages of
+   its heap in the shared memory segment, and the anonymous pages outside of the segment. All heaps
+   are parts of one mapping. MADV_DONTFORK, which is harmless here, makes the kernel list the rank's
+   part as a mapping of its own. The account and the resident bytes must agree within 2 MiB: for one
+   class where only that class grows, for sums of classes elsewhere. Pages that were never written
+   are not resident, but here only the ends of arenas are not written. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -18,10 +18,9 @@
 enum { LAYERS = 8, WIDTH = 920, ROWS = 4, MAX_RANKS = 4 };
 static const double near_bytes = 2 << 20;
 
-/* Resident bytes of a process. */
-/* of its heap in the range; anonymous and private */
+/* Bytes of a process: in its heap in the shared memory segment, and in private anonymous memory. */
 typedef struct pages {
-    double heap, aside;
+    double heap, private_bytes;
 } pages;
 
 static pages resident(const char *begin, const char *end) {
@@ -37,35 +36,35 @@ static pages resident(const char *begin, const char *end) {
         else if (in_heap && sscanf(line, "Rss: %lu kB", &kib) == 1)
             p.heap += 1024.0 * (double)kib;
         else if (!in_heap && sscanf(line, "Anonymous: %lu kB", &kib) == 1)
-            p.aside += 1024.0 * (double)kib;
+            p.private_bytes += 1024.0 * (double)kib;
     }
     CHECK(f && from);
     if (f) fclose(f);
     return p;
 }
 
-/* Bytes counted of the classes that lie in the heap, and of the others. */
+/* Bytes in dt's account: of the classes whose memory is in the heap, and of the others. */
 static pages counted(dt_ctx *ctx) {
     dt_memory m = dt_memory_used(ctx);
     pages p = { 0, 0 };
     for (int i = 0; i < DT_MEM_CLASSES; i++)
-        *(dt__is_heap_class((dt_mem)i) ? &p.heap : &p.aside) += (double)m.live[i];
+        *(dt__is_heap_class((dt_mem)i) ? &p.heap : &p.private_bytes) += (double)m.live[i];
     return p;
 }
 
-/* What the ranks leave, for forked ranks' checks would be lost with them. */
-enum { PARAMS = 0, OPTIM, GRADS, HEAP, ASIDE, FIGURES };
+/* The ranks store their figures here for main to check: checks in a forked rank are not counted. */
+enum { PARAMS = 0, OPTIM, GRADS, HEAP, PRIVATE, FIGURES };
 static const char *const figures[FIGURES] = { "params", "optim", "grads", "all in the heap",
-    "all outside of it" };
+    "all private memory" };
 typedef struct account {
     int stage, keep, ranks;
     double seen[MAX_RANKS][FIGURES], counted[MAX_RANKS][FIGURES];
-    size_t padded, largest; /* elements of all units, and of the largest */
-    /* bytes: the peak of what was gathered and reduced, and the second step's, on rank 0 */
+    size_t padded, largest; /* elements of all buckets, and of the largest */
+    /* of rank 0: peak bytes of gathered and reduced buffers, bytes sent in the second step */
     double comm, sent;
 } account;
 
-static void leave(account *a, dt_ctx *ctx, int what, double seen, double by_dt) {
+static void store_figure(account *a, dt_ctx *ctx, int what, double seen, double by_dt) {
     a->seen[dt_ctx_rank(ctx)][what] = seen;
     a->counted[dt_ctx_rank(ctx)][what] = by_dt;
 }
@@ -74,7 +73,7 @@ static dt_tensor *layer(dt_tensor *x, void *user) {
     return dt_linear(x, *(dt_tensor **)user, NULL);
 }
 
-/* Blocks between two uses of one parameter outside of them, as the table of a tied GPT is used. */
+/* Trains one step. Parameter 0 is used before and after the blocks, like a GPT's tied embedding. */
 static void train_once(dt_ctx *ctx, dt_zero *zero, dt_tensor **w) {
     static const float zeros[ROWS * WIDTH];
     float input[ROWS * WIDTH];
@@ -110,18 +109,20 @@ static dt_status account_main(dt_ctx *ctx, void *user) {
                  .stage = a->stage, .keep_gathered = a->keep, .bucket_bytes = 4 * WIDTH * WIDTH });
     pages made = resident(from, to);
     dt_memory m = dt_memory_used(ctx);
-    leave(a, ctx, PARAMS, made.heap - before.heap, (double)m.live[DT_MEM_PARAMS]);
-    leave(a, ctx, OPTIM, made.aside - before.aside, (double)m.live[DT_MEM_OPTIM]);
+    store_figure(a, ctx, PARAMS, made.heap - before.heap, (double)m.live[DT_MEM_PARAMS]);
+    store_figure(
+        a, ctx, OPTIM, made.private_bytes - before.private_bytes, (double)m.live[DT_MEM_OPTIM]);
     train_once(ctx, zero, w);
     size_t first = dt_comm_bytes(ctx, DT_AXIS_DP);
     train_once(ctx, zero, w);
     pages after = resident(from, to), now = counted(ctx);
     m = dt_memory_used(ctx);
-    leave(a, ctx, GRADS,
+    store_figure(a, ctx, GRADS,
         after.heap - made.heap - (double)(m.live[DT_MEM_COMM] + m.live[DT_MEM_ACTS]),
         (double)m.live[DT_MEM_GRADS]);
-    leave(a, ctx, HEAP, after.heap - before.heap, now.heap - start.heap);
-    leave(a, ctx, ASIDE, after.aside - before.aside, now.aside - start.aside);
+    store_figure(a, ctx, HEAP, after.heap - before.heap, now.heap - start.heap);
+    store_figure(a, ctx, PRIVATE, after.private_bytes - before.private_bytes,
+        now.private_bytes - start.private_bytes);
     for (int u = 0; u < dt_bucket_count(ctx) && me == 0; u++) {
         size_t padded = dt_bucket_get(ctx, u)->padded;
         a->padded += padded;
@@ -163,18 +164,18 @@ int main(void) {
         CHECK_MSG(a.sent == right.sent,
             "stage %d, %d ranks: %.0f bytes sent in a step, formula %.0f", a.stage, a.ranks, a.sent,
             right.sent);
-        /* values outside, of a block and of the next; gradients of the outer unit, of another and
-           of two under way */
+        /* gathered parameters: outside the blocks, of a block and of the next block; gradients: of
+           the outer bucket, of another bucket and of two that are being reduced */
         double most = a.stage < 2 ? 0 : a.stage == 2 ? 4 : a.keep ? LAYERS + 4 : 7;
         CHECK_MSG(a.comm <= most * 4 * (double)a.largest + (1 << 20),
-            "stage %d: %.0f bytes pass, %.2f units", a.stage, a.comm,
+            "stage %d: gathered and reduced buffers take %.0f bytes, %.2f buckets", a.stage, a.comm,
             a.comm / 4 / (double)a.largest);
         printf("account, stage %d, %d ranks: params %.2f MiB resident, grads %.2f, optim %.2f, all "
                "%.2f; counted "
                "%.2f\n",
             a.stage, a.ranks, a.seen[0][PARAMS] / 1048576, a.seen[0][GRADS] / 1048576,
-            a.seen[0][OPTIM] / 1048576, (a.seen[0][HEAP] + a.seen[0][ASIDE]) / 1048576,
-            (a.counted[0][HEAP] + a.counted[0][ASIDE]) / 1048576);
+            a.seen[0][OPTIM] / 1048576, (a.seen[0][HEAP] + a.seen[0][PRIVATE]) / 1048576,
+            (a.counted[0][HEAP] + a.counted[0][PRIVATE]) / 1048576);
     }
     return check_done("test_account");
 }

@@ -1,9 +1,9 @@
-/* test_file_safety.c - what dt opens, writes and removes in folders where others may write
+/* test_file_safety.c - in folders that others write to, dt touches only its own files
 
-   Real files in a new folder. A symbolic link, a hard link, a FIFO or a folder stands where dt
-   writes, reads or removes a file: no other file may change, and no call may block. Also: jobs that
-   start without descriptors 0 to 2 or with a limit of file size, checkpoints that could be saved
-   but not loaded, names of any bytes, files that cannot be read. */
+   Works on real files in a new folder. A symbolic link, a hard link, a FIFO or a folder is planted
+   where dt writes, reads or removes a file: no other file may change, and no call may block. Also
+   tested: jobs that start without descriptors 0 to 2 or with a limit of file size, checkpoints that
+   could be saved but not loaded, names with arbitrary bytes, files that cannot be read. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -40,7 +40,7 @@ static void put(path p, const char *text) {
     must(f && fwrite(text, 1, strlen(text), f) == strlen(text) && fclose(f) == 0, p.s);
 }
 
-/* A file's bytes, ended by a NUL, in memory that the caller frees; NULL: no such file. */
+/* A file's bytes and a NUL, in memory that the caller frees. NULL if there is no such file. */
 static char *get(path p, size_t *bytes) {
     FILE *f = fopen(p.s, "rb");
     if (!f) return NULL;
@@ -126,7 +126,8 @@ static dt_checkpoint_desc saves_to(path *dir) {
     return d;
 }
 
-/* A job of one rank that goes on from what d.dir has, and makes and saves so many steps. */
+/* Runs a job of one rank: resumes from the newest checkpoint in d.dir, then makes `steps` steps and
+   saves after each. */
 static dt_status job(dt_checkpoint_desc d, int steps, char text[600]) {
     dt_ctx *ctx = quiet(0, NULL);
     model m = model_make(ctx);
@@ -143,9 +144,9 @@ static dt_status job(dt_checkpoint_desc d, int steps, char text[600]) {
     return status;
 }
 
-/* The step that a job without a folder of its own loads from `dir`; -1 and why. io NULL: the
-   default table. */
-static int64_t loads(const char *dir, const dt_io *io, char text[600]) {
+/* Loads a checkpoint from `dir` in a job that has no checkpoint folder of its own. Returns its
+   step, or -1 and the error in `text`. io NULL: the default table. */
+static int64_t load_step(const char *dir, const dt_io *io, char text[600]) {
     dt_ctx *ctx = quiet(0, io);
     model m = model_make(ctx);
     dt_checkpoint_desc d;
@@ -158,21 +159,22 @@ static int64_t loads(const char *dir, const dt_io *io, char text[600]) {
     return step;
 }
 
-/* ---- 1. links in the place of what is removed ---- */
+/* ---- 1. links where dt removes files ---- */
 
 static const char *const names[] = { "manifest.json", "config.json", "model.safetensors",
     "optim.safetensors" };
 
+/* A folder with a checkpoint's file names, which dt must not touch. */
 static void victim_make(path folder) {
     clear(folder);
     must(mkdir(folder.s, 0777) == 0, folder.s);
     for (int i = 0; i < 4; i++) put(at("%s/%s", strrchr(folder.s, '/') + 1, names[i]), "mine");
 }
 
-static int victim_is_whole(const char *folder) {
-    int whole = 1;
-    for (int i = 0; i < 4; i++) whole &= holds(at("%s/%s", folder, names[i]), "mine");
-    return whole;
+static int victim_is_unchanged(const char *folder) {
+    int same = 1;
+    for (int i = 0; i < 4; i++) same &= holds(at("%s/%s", folder, names[i]), "mine");
+    return same;
 }
 
 static void test_leftovers(void) {
@@ -181,11 +183,11 @@ static void test_leftovers(void) {
     clear(ck);
     victim_make(victim);
     must(mkdir(ck.s, 0777) == 0, ck.s);
-    /* a name that dt does not make */
+    /* dt does not make a name like this one ... */
     must(symlink(victim.s, at("ck/step-0.tmp").s) == 0, "symlink");
     must(symlink(victim.s, at("ck/step-0.abcdef.tmp").s) == 0, "symlink");
     must(symlink(victim.s, at("ck/step-7-2.012345.tmp").s) == 0, "symlink");
-    /* nor in this spelling */
+    /* ... nor one in this spelling */
     must(symlink(victim.s, at("ck/step-07.012345.tmp").s) == 0, "symlink");
     must(mkdir(inner.s, 0777) == 0, inner.s);
     must(symlink(
@@ -200,19 +202,19 @@ static void test_leftovers(void) {
     put(at("ck/step-5.00aaff.tmp"), "mine");
     put(at("ck/step-5.00AAFF.tmp"), "mine");
     CHECK_MSG(job(saves_to(&ck), 1, text) == DT_OK, "%s", text);
-    CHECK_MSG(victim_is_whole("victim"), "what a link pointed to was removed or changed");
+    CHECK_MSG(victim_is_unchanged("victim"), "the target of a link was removed or changed");
     CHECK(!is_there(at("ck/step-0.abcdef.tmp")) && !is_there(at("ck/step-7-2.012345.tmp")) &&
           !is_there(inner));
     CHECK(is_kind(at("ck/step-0.tmp"), S_IFLNK) && is_kind(at("ck/step-07.012345.tmp"), S_IFLNK));
     CHECK_MSG(holds(at("ck/step-4.00aaff.tmp/notes.txt"), "mine") &&
                   !is_there(at("ck/step-4.00aaff.tmp/model.safetensors")),
-        "of a folder only a checkpoint's files go");
+        "a file that belongs to no checkpoint was removed, or one that does was not");
     CHECK(holds(at("ck/step-5.00aaff.tmp"), "mine") && holds(at("ck/step-5.00AAFF.tmp"), "mine"));
-    CHECK_MSG(loads(ck.s, NULL, text) == 1, "%s", text);
+    CHECK_MSG(load_step(ck.s, NULL, text) == 1, "%s", text);
 }
 
-/* A checkpoint that was moved to other storage, with a link left for it; one with a file of the
-   user's in it. */
+/* keep = 1 removes old checkpoints. One was moved to other storage and has a link in its place,
+   another has a file of the user in it: the moved files and the user's file must stay. */
 static void test_keep(void) {
     path ck = at("ck"), archive = at("archive");
     char text[600];
@@ -228,13 +230,13 @@ static void test_keep(void) {
     CHECK_MSG(job(d, 1, text) == DT_OK, "%s", text);
     for (int i = 0; i < 4; i++)
         CHECK_MSG(is_kind(at("archive/step-2/%s", names[i]), S_IFREG), "%s is gone", names[i]);
-    CHECK_MSG(loads(at("archive/step-2").s, NULL, text) == 2, "%s", text);
+    CHECK_MSG(load_step(at("archive/step-2").s, NULL, text) == 2, "%s", text);
     CHECK(!is_there(at("ck/step-2")) && !is_there(at("ck/step-3")) && is_there(at("ck/step-4")));
     CHECK(holds(at("ck/step-1/notes.txt"), "mine") && !is_there(at("ck/step-1/manifest.json")));
-    CHECK_MSG(job(d, 1, text) == DT_OK && loads(ck.s, NULL, text) == 5, "%s", text);
+    CHECK_MSG(job(d, 1, text) == DT_OK && load_step(ck.s, NULL, text) == 5, "%s", text);
 }
 
-/* ---- 2. what stands in the place of what is written ---- */
+/* ---- 2. other kinds of file where dt writes ---- */
 
 enum { LINK = 0, DANGLING, HARD_LINK, FIFO, FOLDER, KINDS };
 static const char *const kinds[KINDS] = { "a link", "a link to nothing", "a hard link", "a FIFO",
@@ -253,12 +255,12 @@ static void unplant(path p, int kind) {
     if (is_there(p)) must((kind == FOLDER ? rmdir(p.s) : unlink(p.s)) == 0, p.s);
 }
 
-static void unharmed(const char *what, int kind) {
-    CHECK_MSG(victim_is_whole("victim") && !is_there(at("victim/new")),
+static void check_victim(const char *what, int kind) {
+    CHECK_MSG(victim_is_unchanged("victim") && !is_there(at("victim/new")),
         "%s, %s: another file was written", what, kinds[kind]);
 }
 
-/* Each of these writes a file at the path `to`; `writers` says by which temporary name. */
+/* Each write_ function below writes a file at the path `to`; `writers` has its temporary name. */
 static dt_status trace_rank(dt_ctx *ctx, void *user) {
     dt_trace_start(ctx, 100);
     dt_barrier(dt_world(ctx));
@@ -341,46 +343,49 @@ static void test_temporaries(void) {
             CHECK_MSG(w->write(to.s, text) == DT_OK, "%s: %s", w->name, text);
             char *before = get(to, &n);
             plant(temp, kind);
-            alarm(60); /* a FIFO that is waited for */
+            alarm(60); /* ends the test if a call waits for a FIFO */
             dt_status status = w->write(to.s, text);
             alarm(0);
-            unharmed(w->name, kind);
+            check_victim(w->name, kind);
             char *after = get(to, &m);
             CHECK_MSG(status == (kind == FOLDER ? DT_ERR_IO : DT_OK),
                 "%s, %s at its temporary name: %s", w->name, kinds[kind], text);
             CHECK_MSG(is_kind(to, S_IFREG) && before && after && n > 0 && m > 0 &&
                           (w->write == write_trace || (n == m && memcmp(before, after, n) == 0)),
-                "%s, %s: another file", w->name, kinds[kind]);
+                "%s, %s: the file differs from before", w->name, kinds[kind]);
             if (kind == FOLDER)
                 CHECK_MSG(
                     strstr(text, w->temp) && strstr(text, "directory"), "%s: %s", w->name, text);
             else
-                CHECK_MSG(!is_there(temp), "%s, %s: it is still there", w->name, kinds[kind]);
+                CHECK_MSG(
+                    !is_there(temp), "%s, %s: the temporary file is left", w->name, kinds[kind]);
             unplant(temp, kind);
             free(before);
             free(after);
         }
 }
 
-static void far_place(const dt_tensor *param, dt_weight_map *place, void *user) {
+static void invalid_map(const dt_tensor *param, dt_weight_map *place, void *user) {
     (void)param, (void)user;
     place->n = 3;
 }
 
-/* An export that fails before it has made its temporary file leaves the one that is there alone. */
+/* An export that fails before it makes its temporary file does not remove an older file of that
+   name. */
 static void test_failed_export(void) {
     dt_ctx *ctx = quiet(0, NULL);
     model m = model_make(ctx);
     dt_export_desc d;
     memset(&d, 0, sizeof d);
-    d.map_weight = far_place;
+    d.map_weight = invalid_map;
     put(at("Y.bin.tmp"), "mine");
     CHECK(dt_zero_export(m.zero, at("Y.bin").s, d) == DT_ERR_ARG);
     CHECK(holds(at("Y.bin.tmp"), "mine") && !is_there(at("Y.bin")));
     dt_ctx_free(ctx);
 }
 
-/* The lock is no temporary file: what stands there in its place is refused by its kind. */
+/* The lock is not a temporary file: another kind of file in its place is an error that names the
+   kind. */
 static void test_lock(void) {
     static const char *const says[KINDS] = { "symbolic link", "symbolic link", "hard link", "FIFO",
         "directory" };
@@ -394,16 +399,16 @@ static void test_lock(void) {
         alarm(60);
         dt_status status = job(saves_to(&ck), 1, text);
         alarm(0);
-        unharmed("the lock", kind);
+        check_victim("the lock", kind);
         CHECK_MSG(status == DT_ERR_IO && strstr(text, lock.s) && strstr(text, says[kind]),
             "%s at the lock: %s: %s", kinds[kind], dt_status_name(status), text);
         unplant(lock, kind);
     }
 }
 
-/* ---- 3. what stands in the place of what is read ---- */
+/* ---- 3. other kinds of file where dt reads ---- */
 
-/* Runs `fn` in a child process, with a time limit; returns its result. */
+/* Runs `fn` in a child process with a limit of 60 s. Returns the exit status, or -signal. */
 static int in_time(int (*fn)(const char *path), const char *arg) {
     int status = 0;
     pid_t child = fork();
@@ -416,7 +421,7 @@ static int in_time(int (*fn)(const char *path), const char *arg) {
     return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
 }
 
-/* 0: refused, and the text says the path and the kind. */
+/* 0 if the context failed with DT_ERR_IO and a text that names the path and the kind, else 1. */
 static int refused(dt_ctx *ctx, const char *p, const char *kind) {
     const char *text = dt_error_text(ctx);
     int ok = dt_error(ctx) == DT_ERR_IO && strstr(text, p) && strstr(text, kind);
@@ -441,10 +446,10 @@ static int read_device(const char *p) {
     return refused(ctx, p, "not a regular file");
 }
 
-/* The newest checkpoint has a FIFO for a manifest: that is none, and the one before counts. */
+/* The manifest of the newest checkpoint, step 2, is a FIFO: a load takes the one of step 1. */
 static int read_checkpoint(const char *ck) {
     char text[600];
-    return loads(ck, NULL, text) != 1 || loads(at("ck/step-2").s, NULL, text) != -1 ||
+    return load_step(ck, NULL, text) != 1 || load_step(at("ck/step-2").s, NULL, text) != -1 ||
            !strstr(text, "FIFO");
 }
 
@@ -453,13 +458,14 @@ static void test_reading(void) {
     char text[600];
     must(mkfifo(fifo.s, 0666) == 0, fifo.s);
     must(mknod(socket.s, S_IFSOCK | 0666, 0) == 0, socket.s);
-    CHECK_MSG(in_time(read_fifo, fifo.s) == 0, "a FIFO was read, or waited for");
+    CHECK_MSG(in_time(read_fifo, fifo.s) == 0, "a FIFO was read, or a call waited for it");
     CHECK(in_time(read_device, "/dev/null") == 0 && in_time(read_device, socket.s) == 0);
     clear(ck);
     CHECK_MSG(job(saves_to(&ck), 2, text) == DT_OK, "%s", text);
     fifo = at("ck/step-2/manifest.json");
     must(unlink(fifo.s) == 0 && mkfifo(fifo.s, 0666) == 0, fifo.s);
-    CHECK_MSG(in_time(read_checkpoint, ck.s) == 0, "a FIFO for a manifest");
+    CHECK_MSG(in_time(read_checkpoint, ck.s) == 0,
+        "a checkpoint whose manifest is a FIFO was loaded, or a call waited");
 }
 
 /* ---- 4. a job that starts without descriptors 0 to 2 ---- */
@@ -472,7 +478,7 @@ static void print(double done, void *user) {
     dt_host_default()->log(NULL, DT_LOG_NOTICE, 0, "a line that belongs in no file");
 }
 
-/* Ranks that print while they save, and in the steps while a thread does. */
+/* Ranks that print to descriptors 1 and 2 while checkpoints are saved, also in the background. */
 static dt_status printing_rank(dt_ctx *ctx, void *user) {
     path dir = *(path *)user;
     model m = model_make(ctx);
@@ -489,8 +495,8 @@ static dt_status printing_rank(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-/* closed: bit fd: that one is. */
-static int without(int closed, dt_backend backend, path dir) {
+/* Runs a job of two ranks with some descriptors closed: bit fd of `closed` closes fd. */
+static int run_with_closed(int closed, dt_backend backend, path dir) {
     dt_run_desc d;
     int status = 0, null = open("/dev/null", O_RDWR);
     fflush(stdout);
@@ -530,17 +536,17 @@ static void test_descriptors(void) {
     for (int k = 0; k < 2; k++)
         for (int closed = 0; closed < 8; closed++) {
             path dir = at("fd-%d-%d", k, closed);
-            CHECK_MSG(without(closed, backends[k], dir) == 0, "descriptors %d closed, %s", closed,
-                k ? "procs" : "threads");
+            CHECK_MSG(run_with_closed(closed, backends[k], dir) == 0, "descriptors %d closed, %s",
+                closed, k ? "procs" : "threads");
             int same = 0;
             for (int step = 1; step <= 3; step++)
                 for (int i = 0; i < 4; i++)
                     same += same_file(at("fd-%d-%d/step-%d/%s", k, closed, step, names[i]),
                         at("fd-0-0/step-%d/%s", step, names[i]));
-            CHECK_MSG(same == 12, "descriptors %d closed, %s: %d of 12 files are as they should be",
+            CHECK_MSG(same == 12, "descriptors %d closed, %s: %d of 12 files have the right bytes",
                 closed, k ? "procs" : "threads", same);
             for (int step = 1; step <= 3; step++)
-                CHECK_MSG(loads(at("fd-%d-%d/step-%d", k, closed, step).s, NULL, text) == step,
+                CHECK_MSG(load_step(at("fd-%d-%d/step-%d", k, closed, step).s, NULL, text) == step,
                     "%s", text);
         }
 }
@@ -566,7 +572,7 @@ static int limited(const char *p) {
     bad |= job(d, 1, text) != DT_ERR_IO || !strstr(text, "limited/step-1.") ||
            !strstr(text, "File too large");
     if (bad) fprintf(stderr, "%s\n", text);
-    dup2(fd, 2); /* nobody is left to tell, and that is no reason to die */
+    dup2(fd, 2); /* now stderr is full too: dt_log must not end the process */
     dt_log(dt_ctx_make((dt_ctx_desc){ .seed = 1 }), DT_LOG_NOTICE, "a line");
     return bad;
 }
@@ -579,10 +585,11 @@ static void test_limit(void) {
           !is_there(at("limited/step-1")));
 }
 
-/* ---- 6. what is saved can be loaded ---- */
+/* ---- 6. a checkpoint that is saved can be loaded ---- */
 
-/* Opens a checkpoint, saves step 1 and loads it. Returns which call failed first, and its text;
-   NULL: none. later: an element of d.extra_state that gets the value of the first after the open. */
+/* Opens a checkpoint, saves step 1 and loads it. Returns the name of the first call that failed and
+   its error text, or NULL. later: an element of d.extra_state that becomes a copy of the first
+   element after the open; NULL: none. */
 static const char *saves_and_loads(
     dt_checkpoint_desc d, const dt_extra_state *later, char text[600]) {
     static path dir;
@@ -601,14 +608,16 @@ static const char *saves_and_loads(
     if (!what && d.config && strcmp(dt_checkpoint_config(c), d.config) != 0) what = "config";
     if (what && strcmp(what, "open") == 0 && dt_error(ctx) != DT_ERR_ARG)
         what = "open, but no DT_ERR_ARG";
-    if (what && strcmp(what, "load") != 0 && is_there(at("limits/step-1"))) what = "too late";
+    if (what && strcmp(what, "load") != 0 && is_there(at("limits/step-1")))
+        what = "failed, but the checkpoint exists";
     dt_checkpoint_close(c);
     snprintf(text, 600, "%s", dt_error_text(ctx));
     dt_ctx_free(ctx);
     return what;
 }
 
-static void limits_are(const char *name, dt_checkpoint_desc d, const char *want, const char *says) {
+static void check_limit(
+    const char *name, dt_checkpoint_desc d, const char *want, const char *says) {
     char text[600];
     const char *what = saves_and_loads(d, NULL, text);
     CHECK_MSG((what ? strcmp(what, want ? want : "") == 0 : !want) && strstr(text, says),
@@ -634,78 +643,79 @@ static void test_limits(void) {
     must(many != NULL, "calloc");
     d.extra_state = saved;
     d.n_extra_state = 2;
-    limits_are("two", d, NULL, "");
+    check_limit("two entries", d, NULL, "");
     d.n_extra_state = 3;
-    limits_are("two of one name", d, "open", "are both 'a'");
+    check_limit("two entries of one name", d, "open", "are both 'a'");
     d.n_extra_state = 2;
     saved[1].name = NULL;
-    limits_are("no name", d, "open", "the name of extra_state[1] has 0 bytes");
+    check_limit("no name", d, "open", "the name of extra_state[1] has 0 bytes");
     saved[1].name = "";
-    limits_are("an empty name", d, "open", "the name of extra_state[1] has 0 bytes");
+    check_limit("an empty name", d, "open", "the name of extra_state[1] has 0 bytes");
     char *text = filled((16 << 20) + 1, 'n');
     saved[1].name = text;
-    limits_are("a long name", d, "open", "has 16777217 bytes; 1 to 16777216");
+    check_limit("a long name", d, "open", "has 16777217 bytes; 1 to 16777216");
     saved[1].name = "\xff\x01\"\\ \xc3\xa9";
-    limits_are("a name of any bytes", d, NULL, "");
+    check_limit("a name of arbitrary bytes", d, NULL, "");
     char why[600];
     const char *what = saves_and_loads(d, &saved[1], why);
     CHECK_MSG(what && strcmp(what, "save") == 0 && strstr(why, "could not be loaded") &&
                   strstr(why, "'a' is there twice"),
-        "two of one name since it is open: %s: %s", what ? what : "saved and loaded", why);
+        "two entries get one name after the open: %s: %s", what ? what : "saved and loaded", why);
     saved[1].name = "b";
     saved[1].count = -1;
-    limits_are("-1 numbers", d, "open", "has -1 numbers");
+    check_limit("-1 values", d, "open", "has -1 numbers");
     saved[1].count = 1;
     saved[1].values = NULL;
-    limits_are("numbers at NULL", d, "open", "has 1 numbers at NULL");
+    check_limit("values at NULL", d, "open", "has 1 numbers at NULL");
     saved[1].count = 0;
-    limits_are("no numbers", d, NULL, "");
+    check_limit("no values", d, NULL, "");
     saved[1].values = many;
     saved[1].count = MANY;
-    limits_are("too many numbers", d, "open", "4300002 saved numbers");
+    check_limit("too many values", d, "open", "4300002 saved numbers");
     saved[1].count = SOME;
     for (int i = 0; i < SOME; i++) many[i] = -1.2345678901234567e-300 * (i + 1);
-    limits_are("many numbers", d, NULL, "");
+    check_limit("many values", d, NULL, "");
     many[7] = (double)NAN;
-    limits_are("a NaN", d, "save", "number 7 of '");
+    check_limit("a NaN", d, "save", "number 7 of '");
     many[7] = -(double)INFINITY;
-    limits_are("an infinity", d, "save", "is -inf: only finite");
+    check_limit("an infinity", d, "save", "is -inf: only finite");
     saved[1].count = 0;
     d.n_extra_state = -1;
-    limits_are("-1 names", d, "open", "n_extra_state is -1");
+    check_limit("-1 entries", d, "open", "n_extra_state is -1");
     d.n_extra_state = 1;
     d.extra_state = NULL;
-    limits_are("saved NULL", d, "open", "n_extra_state is 1, and extra_state NULL");
+    check_limit("extra_state NULL", d, "open", "n_extra_state is 1, and extra_state NULL");
     d.n_extra_state = 0;
     d.config = text;
-    limits_are("a long config", d, "open", "config has 16777217 bytes");
+    check_limit("a long config", d, "open", "config has 16777217 bytes");
     text[1 << 20] = 0;
     for (int i = 0; i < 1 << 20; i++) {
         unsigned byte = (unsigned)i * 2654435761u >> 13 & 0xff;
         text[i] = (char)(byte ? byte : 1);
     }
-    limits_are("a config of all bytes", d, NULL, "");
+    check_limit("a config of all bytes", d, NULL, "");
     free(text);
     d.config = NULL;
     d.config_json = text = filled(100000001, 'b');
-    limits_are("a long text beside", d, "open", "config_json 100000001");
+    check_limit("a long config_json", d, "open", "config_json 100000001");
     free(text);
     free(many);
 }
 
-static void bad_place(const dt_tensor *param, dt_weight_map *place, void *user) {
+static void map_to_bad_name(const dt_tensor *param, dt_weight_map *place, void *user) {
     (void)param, (void)user;
     place->n = 1;
     snprintf(place->name[0], sizeof place->name[0], "w\xff");
 }
 
-/* A tensor's name is UTF-8: refused before the first step, not after hours at the first save. */
+/* A tensor's name must be UTF-8. Other names are refused when the checkpoint is opened, not hours
+   later at the first save. */
 static void test_tensor_names(void) {
     dt_checkpoint_desc d;
     dt_ctx *ctx = quiet(0, NULL);
     memset(&d, 0, sizeof d);
-    d.map_weight = bad_place;
-    limits_are("a place's name", d, "open", "a name is UTF-8");
+    d.map_weight = map_to_bad_name;
+    check_limit("a mapped name that is not UTF-8", d, "open", "a name is UTF-8");
     CHECK(dt_param(ctx, "w\xff", DT_SHAPE(1), DT_ZEROS) == NULL && dt_error(ctx) == DT_ERR_ARG);
     dt_ctx_free(ctx);
     static const char head[] =
@@ -721,9 +731,9 @@ static void test_tensor_names(void) {
     dt_ctx_free(ctx);
 }
 
-/* ---- 7. what cannot be read is not damaged ---- */
+/* ---- 7. a checkpoint that cannot be read does not count as damaged ---- */
 
-/* A table over the default one of whose reading calls number `at` fails with `reason`. */
+/* An io table that calls the default one. Reading call number `at` fails with errno `reason`. */
 typedef struct broken {
     dt_io io;
     long calls, at;
@@ -795,8 +805,8 @@ static path two_checkpoints(void) {
     return ck;
 }
 
-/* Every reading call of a load fails once, on one rank or on one of two. Never is the older
-   checkpoint taken. */
+/* Each reading call of a load fails once, on a single rank or on one of two. The load must fail,
+   not fall back to the older checkpoint. */
 static void test_unreadable(void) {
     static const int reasons[] = { EACCES, EPERM, EMFILE, ENFILE, EIO, ENOMEM, ESTALE, 0 };
     path ck = two_checkpoints();
@@ -806,7 +816,7 @@ static void test_unreadable(void) {
         for (long number = 1, over = 0; !over; number++, cases++) {
             broken b = broken_make(number, reasons[k]);
             b.io.user = &b;
-            int64_t step = loads(ck.s, &b.io, text);
+            int64_t step = load_step(ck.s, &b.io, text);
             const char *why = reasons[k] ? strerror(reasons[k]) : "the io table refused";
             over = !b.hit;
             CHECK_MSG(over ? step == 2 : step == -1 && strstr(text, why) != NULL,
@@ -837,7 +847,7 @@ static void test_unreadable(void) {
     printf("unreadable: %d loads\n", cases);
 }
 
-/* ... nor for want of memory. */
+/* Nor may a load fall back to the older checkpoint when an allocation fails. */
 static long memory_left;
 static void *little_alloc(void *user, size_t bytes, dt_mem mem) {
     (void)user;
@@ -864,7 +874,7 @@ static void test_no_memory(void) {
         memory_left = number;
         step = dt_checkpoint_load(c, ck.s);
         memory_left = -1;
-        CHECK_MSG(step == 2 || step == -1, "allocation %ld is refused: step %lld", number,
+        CHECK_MSG(step == 2 || step == -1, "allocation %ld is refused: step %lld is loaded", number,
             (long long)step);
         dt_checkpoint_close(c);
         dt_ctx_free(ctx);
@@ -872,11 +882,11 @@ static void test_no_memory(void) {
     CHECK(step == 2);
 }
 
-/* Permissions that the kernel refuses: run as another user, because root is refused nothing. */
+/* Files without read permission. Runs as another user, because root may read every file. */
 static int forbidden(const char *ck) {
     char text[600], name[64];
     if (getuid() == 0 && (setgid(65534) != 0 || setuid(65534) != 0)) return 77;
-    int bad = loads(ck, NULL, text) != -1 || !strstr(text, strerror(EACCES));
+    int bad = load_step(ck, NULL, text) != -1 || !strstr(text, strerror(EACCES));
     if (bad) fprintf(stderr, "%s\n", text);
     int closed = strstr(ck, "closed") != NULL;
     return bad || (closed && dt_checkpoint_newest(dt_io_default(), ck, name, sizeof name) != -2);
@@ -894,7 +904,7 @@ static void test_forbidden(void) {
         must(stat(p.s, &st) == 0 && chmod(p.s, 0) == 0, p.s);
         int result = in_time(forbidden, ck.s);
         if (result == 77)
-            check_skip("no other user to be");
+            check_skip("files without read permission: cannot change to another user");
         else
             CHECK_MSG(result == 0, "%s cannot be read: %d", what[i], result);
         must(chmod(p.s, st.st_mode & 0777) == 0, p.s);
@@ -902,7 +912,7 @@ static void test_forbidden(void) {
     must(rename(ck.s, closed.s) == 0 && chmod(closed.s, 0) == 0, closed.s);
     int result = in_time(forbidden, closed.s);
     CHECK_MSG(result == 0 || result == 77,
-        "a folder that cannot be listed is no folder without a checkpoint: %d", result);
+        "a folder that cannot be listed counts as one without a checkpoint: %d", result);
     must(chmod(closed.s, 0777) == 0, closed.s);
     put(at("file"), "");
     CHECK(dt_checkpoint_newest(dt_io_default(), at("file").s, name, sizeof name) == -2 &&

@@ -1,10 +1,11 @@
-/* test_kernels.c - the CPU kernels of dt_tensor.h, by every instruction set and in every type,
-   against plain loops Public domain or MIT, at your choice; see LICENSE.
+/* test_kernels.c - the CPU kernels of dt_tensor.h, with every instruction set and in every type,
+   compared with plain loops
+   Public domain or MIT, at your choice; see LICENSE.
 
-   WHAT IS PROMISED. A result in bf16 or f16 is the f32 result rounded once. An element of a product
-   depends on its row, column and K only: the same bits in any part of the product. All instruction
-   sets give equal bits, except of products and attention, whose tiles use each set's own
-   multiply-add. */
+   Promises under test: A result in bf16 or f16 is the f32 result rounded once. An element of a
+   matrix product depends only on its row, its column and K, so that any part of the product has the
+   same bits. All instruction sets give equal bits, except in matrix products and attention, whose
+   tiles use the multiply-add of each instruction set. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -14,7 +15,8 @@
 #include "tests/support/meter.h"
 
 static const char *const isa_name[DT__ISAS + 1] = { "plain", "simd", "avx512", "avx512 pairs" };
-/* bf16 by dot products of pairs, as a set: matmul itself takes them where they are faster */
+/* bf16 products by AVX-512 dot products of pairs, tested like an instruction set of its own. matmul
+   uses them where they are faster. */
 enum { PAIRS = DT__ISAS };
 
 static dt_status multiply(dt_dtype type, int isa, const dt_matmul_args *a) {
@@ -63,8 +65,7 @@ static void *noise_array(dt_dtype dtype, size_t n, uint64_t seed) {
 
 static int is_narrow(dt_dtype dtype) { return dtype == DT_BF16 || dtype == DT_F16; }
 
-/* Half a step of the type relative to a number, and what f32 and f64 sums of some length may
-   lose. */
+/* Relative rounding error of the type, plus an allowance for the rounding of f32 and f64 sums. */
 static double type_error(dt_dtype dtype) {
     return dtype == DT_F64    ? 2e-14
            : dtype == DT_F32  ? 4e-6
@@ -76,12 +77,12 @@ static double type_error(dt_dtype dtype) {
 
 typedef struct product {
     dt_matmul_args a;
-    dt_dtype to; /* of c */
-    /* (batch,m,n); bound: sum of magnitudes, for the rounding */
+    dt_dtype to; /* type of c */
+    /* (batch,m,n); bound: sum of |a * b|, to which the rounding error is proportional */
     double *want, *before, *bound;
 } product;
 
-/* The product in f64 (long double where the kernel is f64). */
+/* The product with sums in long double. */
 static void product_naive(product *p, const void *c0) {
     const dt_matmul_args *a = &p->a;
     dt_dtype type = a->dtype;
@@ -117,7 +118,8 @@ static void product_naive(product *p, const void *c0) {
     free(db);
 }
 
-/* Compares c and before with the naive ones; what lies between the rows of c must be as it was. */
+/* Compares c and pre_activation with the naive results. The padding between the rows of c must be
+   unchanged. */
 static void product_compare(const product *p, const char *set, const void *c0, size_t room_c) {
     const dt_matmul_args *a = &p->a;
     double eps = a->dtype == DT_F64 ? 2.3e-16 : 1.2e-7, worst = 0, worst_before = 0;
@@ -145,14 +147,14 @@ static void product_compare(const product *p, const char *set, const void *c0, s
     free(seen);
     CHECK_MSG(worst <= 1 && worst_before <= 1 && touched == 0,
         "matmul %s %s (%lld,%lld,%lld) trans %d %d: error %.2g "
-        "of the bound, before %.2g, %d others touched",
+        "of the bound, pre-activation %.2g, %d elements of padding changed",
         set, dt_dtype_name(a->dtype), (long long)a->m, (long long)a->n, (long long)a->k, a->trans_a,
         a->trans_b, worst, worst_before, touched);
 }
 
-/* One product by `isa`, packed (work 0: the naive kernel; else its bytes). kind bits: 1, 2
-   transposed; 4 with all that is fused; 8 batches and strides; 16 times the derivative instead; 32
-   a wide result. */
+/* One matrix product by `isa`, packed in work_bytes of memory; 0: the kernel that does not pack.
+   Bits of kind: 1 A transposed, 2 B transposed, 4 fused bias, activation and residual, 8 batches
+   and padded strides, 16 fused activation backward, 32 result in the accumulation type. */
 static void product_case(
     dt_dtype type, int isa, int64_t m, int64_t n, int64_t k, int kind, size_t work_bytes) {
     int ta = kind & 1, tb = kind >> 1 & 1, fused = kind >> 2 & 1, pad = kind >> 3 & 1 ? 3 : 0;
@@ -196,7 +198,7 @@ static void product_case(
     p.bound = (double *)room(count * 8);
     product_naive(&p, mem[3]);
     dt_matmul_args args = p.a;
-    if (!pad) { /* what 0 stands for */
+    if (!pad) { /* 0 selects the default value */
         args.batch = args.lda = args.ldb = args.ldc = 0;
     }
     CHECK(multiply(type, isa, &args) == DT_OK);
@@ -213,7 +215,7 @@ static void products(dt_dtype type, int isa) {
         { 15, 33, 65 }, { 1, 127, 17 }, { 29, 1, 5 }, { 14, 32, 64 }, { 5, 7, 0 }, { 17, 33, 1100 },
         { 461, 3, 517 }, { 3, 530, 520 }, { 5, 35, 2051 } };
     for (size_t s = 0; s < sizeof size / sizeof *size; s++)
-        /* the last four: K, M and N beyond one block */
+        /* in the last four sizes K, M or N exceeds one block */
         for (int kind = 0; kind < 64; kind += s < 9 ? 1 : 11) {
             if ((kind & 16 && !(kind & 4)) || (kind & 32 && !is_narrow(type))) continue;
             if (s > 2 && s < 9 && kind % 5 != (int)s % 5) continue;
@@ -237,7 +239,7 @@ static void products(dt_dtype type, int isa) {
     CHECK(multiply(type, isa, &small) == DT_ERR_ARG);
 }
 
-/* Bits of an element: the same in the whole product and in any corner of it. */
+/* An element has the same bits in the full product and in any rectangle of it. */
 static void product_bits(dt_dtype type, int isa, int64_t M, int64_t N, int64_t K) {
     size_t size = dt_dtype_size(type), work_bytes = dt_matmul_work(N, K, type);
     void *a = noise_array(type, (size_t)(M * K), 1), *b = noise_array(type, (size_t)(N * K), 2);
@@ -285,10 +287,10 @@ static void product_bits(dt_dtype type, int isa, int64_t M, int64_t N, int64_t K
     free(bias);
 }
 
-// ==== 2. Every other kernel against plain loops =================================================
+// ==== 2. Every other kernel, compared with plain loops ==========================================
 
-/* A run of all kernels by one set in one type: arrays to free, and a hash of every output's
-   bytes. */
+/* Runs all kernels with one instruction set in one type. Holds the arrays to free and a hash of the
+   bytes of every output. */
 typedef struct bench {
     const dt__variant *v;
     dt_dtype t;
@@ -306,7 +308,7 @@ static void *keep(bench *b, void *p) {
     return p;
 }
 
-/* n numbers of the bench's type, or of another. */
+/* n random values. */
 static void *array_of(bench *b, dt_dtype type, size_t n, double scale) {
     void *x = keep(b, room(n * 8 + 64));
     b->seed++;
@@ -315,18 +317,18 @@ static void *array_of(bench *b, dt_dtype type, size_t n, double scale) {
 }
 static void *array(bench *b, size_t n) { return array_of(b, b->t, n, 2); }
 static double *doubles(bench *b, size_t n) { return (double *)keep(b, room(n * 8 + 8)); }
-/* as it was before a kernel added to it */
+/* a copy in f64, taken before a kernel adds to x */
 static double *before(bench *b, const void *x, dt_dtype type, size_t n) {
     double *d = doubles(b, n);
     for (size_t i = 0; i < n; i++) d[i] = get(x, type, (int64_t)i);
     return d;
 }
 
-/* An output against the numbers it should be; scale: what a sum's terms are as large as. */
+/* Compares an output with the expected values. scale: the magnitude of the terms of a sum. */
 static void same(bench *b, const char *what, const void *x, dt_dtype type, const double *want,
     size_t n, double scale) {
     double most = 0, error = type_error(type) + (is_narrow(b->t) && !is_narrow(type) ? 4e-6 : 0);
-    double least = type == DT_F16 ? 6e-8 : 0; /* f16 has no smaller numbers */
+    double least = type == DT_F16 ? 6e-8 : 0; /* the smallest number of f16 */
     size_t at = 0, size = dt_dtype_size(type);
     for (size_t i = 0; i < n; i++) {
         double rounding = is_narrow(type)
@@ -336,7 +338,7 @@ static void same(bench *b, const char *what, const void *x, dt_dtype type, const
         if (get(x, type, (int64_t)i) == want[i]) e = 0;
         if (!(e <= most)) most = e, at = i;
     }
-    CHECK_MSG(most <= 1, "%s %s %s: number %zu is %.9g, not %.9g: %.2g of what is allowed", what,
+    CHECK_MSG(most <= 1, "%s %s %s: element %zu is %.9g, not %.9g: %.2g of the tolerance", what,
         isa_name[b->isa], dt_dtype_name(b->t), at, get(x, type, (int64_t)at), want[at], most);
     b->worst = fmax(b->worst, most);
     for (size_t i = 0; i < n * size; i++)
@@ -405,7 +407,7 @@ static void bench_binary(bench *b) {
         }
 }
 
-/* Strides of everything: a permutation with a repeated dimension, and one that adds. */
+/* A permutation with a repeated dimension (stride 0), stored and accumulated. */
 static void bench_permute(bench *b) {
     for (int add = 0; add < 2; add++) {
         void *x = array(b, N), *out = array(b, 3 * N);
@@ -477,7 +479,8 @@ static void bench_sum(bench *b) {
 static void bench_pick(bench *b) {
     void *x = array(b, N), *y = array(b, N), *dx = array(b, N);
     int32_t *index = (int32_t *)keep(b, room(N * 4));
-    for (int i = 0; i < N; i++) put(x, b->t, i, floor(4 * get(x, b->t, i)) / 4); /* equal ones */
+    for (int i = 0; i < N; i++)
+        put(x, b->t, i, floor(4 * get(x, b->t, i)) / 4); /* with equal elements */
     dt_max_args a = { b->t, y, index, x, 3, 17, 13 };
     OK(b->v->max(&a));
     double *want = doubles(b, N), *back = before(b, dx, b->t, N);
@@ -492,7 +495,7 @@ static void bench_pick(bench *b) {
         want[i] = get(x, b->t, (i / 13 * 17 + best) * 13 + i % 13);
         back[(i / 13 * 17 + best) * 13 + i % 13] += want[i];
     }
-    CHECK_MSG(wrong == 0, "max %s: %d places are wrong", isa_name[b->isa], wrong);
+    CHECK_MSG(wrong == 0, "max %s: %d indices are wrong", isa_name[b->isa], wrong);
     same(b, "max", y, b->t, want, 39, 1);
     dt_scatter_args spread = { b->t, dx, y, index, 3, 17, 1, 13, 1 };
     OK(b->v->scatter(&spread));
@@ -500,7 +503,7 @@ static void bench_pick(bench *b) {
     memset(back, 0, N * 8);
     dt_topk_args top = { b->t, y, index, x, R, C, 5 };
     OK(b->v->topk(&top));
-    for (int r = 0; r < R; r++) /* the largest of those not yet taken, the first of equal ones */
+    for (int r = 0; r < R; r++) /* the largest element not yet taken; of equal ones the first */
         for (int j = 0; j < 5; j++) {
             int best = -1;
             for (int c = 0; c < C; c++)
@@ -511,14 +514,14 @@ static void bench_pick(bench *b) {
             want[r * 5 + j] = get(x, b->t, r * C + best);
             wrong += index[r * 5 + j] != best;
         }
-    CHECK_MSG(wrong == 0, "topk %s %s: %d places are wrong", isa_name[b->isa], dt_dtype_name(b->t),
+    CHECK_MSG(wrong == 0, "topk %s %s: %d indices are wrong", isa_name[b->isa], dt_dtype_name(b->t),
         wrong);
     same(b, "topk", y, b->t, want, R * 5, 1);
     for (int i = 0; i < N; i++) back[i] = 0;
     for (int i = 0; i < R * 5; i++) back[i / 5 * C + index[i]] = want[i];
     dt_scatter_args rows = { b->t, dx, y, index, R, C, 5, 1, 0 };
     OK(b->v->scatter(&rows));
-    same(b, "spread of topk", dx, b->t, back, N, 1);
+    same(b, "scatter of topk", dx, b->t, back, N, 1);
     index[3] = C;
     top.k = C + 1;
     a.n = 0;
@@ -556,7 +559,7 @@ static void bench_softmax(bench *b) {
     }
 }
 
-/* kind bits: 1 rms, 2 gradients are added, 4 wide ones. */
+/* Bits of kind: 1 RMSNorm, 2 accumulate gradients, 4 gradients in the accumulation type. */
 static void bench_norm(bench *b, int kind) {
     int rms = kind & 1, add = kind >> 1 & 1, wide = kind >> 2;
     dt_dtype stat = is_narrow(b->t) ? DT_F32 : b->t, to = wide ? stat : b->t;
@@ -617,23 +620,23 @@ static void bench_norm(bench *b, int kind) {
     CHECK(b->v->norm(&a) == DT_ERR_ARG && b->v->norm_back(&g) == DT_ERR_ARG);
 }
 
-/* kind bits: 1 neighbours, 2 the inverse, 4 added. */
+/* Bits of kind: 1 rotate neighbouring elements, 2 the inverse rotation, 4 accumulate. */
 static void bench_rope(bench *b, int kind) {
-    enum { T = 5, H = 3, D = 38, TURN = 14 };
-    int apart = kind & 1 ? 1 : TURN / 2, add = kind >> 2;
+    enum { T = 5, H = 3, D = 38, ROTARY = 14 };
+    int apart = kind & 1 ? 1 : ROTARY / 2, add = kind >> 2;
     void *x = array(b, T * H * D), *y = array(b, T * H * D);
     double *want = before(b, y, b->t, T * H * D);
     int32_t at[T] = { 0, 7, -2, 4099, 31000 };
     for (int i = 0; i < T * H * D; i++) {
-        int c = i % D, pair = kind & 1 ? c / 2 : c % (TURN / 2),
-            second = kind & 1 ? c % 2 : c >= TURN / 2;
-        double angle = at[i / (H * D)] * pow(1e4, -2.0 * pair / TURN) * (kind & 2 ? -1 : 1),
+        int c = i % D, pair = kind & 1 ? c / 2 : c % (ROTARY / 2),
+            second = kind & 1 ? c % 2 : c >= ROTARY / 2;
+        double angle = at[i / (H * D)] * pow(1e4, -2.0 * pair / ROTARY) * (kind & 2 ? -1 : 1),
                v = get(x, b->t, i);
-        double other = c < TURN ? get(x, b->t, second ? i - apart : i + apart) : 0;
-        if (c < TURN) v = v * cos(angle) + (second ? other : -other) * sin(angle);
+        double other = c < ROTARY ? get(x, b->t, second ? i - apart : i + apart) : 0;
+        if (c < ROTARY) v = v * cos(angle) + (second ? other : -other) * sin(angle);
         want[i] = (add ? want[i] : 0) + v;
     }
-    dt_rope_args a = { b->t, y, x, at, T, H, D, TURN, 1e4, kind & 1, kind >> 1 & 1, add };
+    dt_rope_args a = { b->t, y, x, at, T, H, D, ROTARY, 1e4, kind & 1, kind >> 1 & 1, add };
     OK(b->v->rope(&a));
     same(b, "rope", y, b->t, want, T * H * D, 2);
     a.rotary = 15;
@@ -677,7 +680,7 @@ static void bench_rows(bench *b) {
         }
         OK(b->v->embedding_back(&back));
         same(b, "embedding_back", table, to, sum, 11 * C, 4);
-        back.check_ids = 1; /* ids of other ranks are errors then, -1 is none */
+        back.check_ids = 1; /* now an id outside the table is an error; -1 still means no id */
         back.offset = 0;
         CHECK(b->v->embedding_back(&back) == DT_ERR_ARG);
         back.rows = 1;
@@ -691,7 +694,7 @@ static void bench_rows(bench *b) {
     }
 }
 
-/* kind bits: 1 padded columns, 2 smoothing, 4 z, 8 added. */
+/* Bits of kind: 1 padded columns, 2 label smoothing, 4 z-loss, 8 accumulate. */
 static void bench_cross_entropy(bench *b, int kind) {
     int vocab = kind & 1 ? C - 4 : C, add = kind >> 3;
     double s = kind & 2 ? 0.2 : 0, z = kind & 4 ? 0.05 : 0, loss[2] = { 3, 5 }, up = 0.7,
@@ -765,7 +768,7 @@ static void bench_others(bench *b) {
     dt_fill_args fill = { b->t, x, LONG, 0.1 };
     OK(b->v->fill(&fill));
     same(b, "fill", x, b->t, want, LONG, 0);
-    for (int normal = 0; normal < 2; normal++) { /* a run, and the same numbers from its middle */
+    for (int normal = 0; normal < 2; normal++) { /* all elements, and 100 of them from the middle */
         dt_init_args a = { b->t, x, LONG, normal, 0.5, 12345, 77 },
                      part = { b->t, y, 100, normal, 0.5, 12345, 77 + 601 };
         OK(b->v->init(&a));
@@ -775,7 +778,7 @@ static void bench_others(bench *b) {
     }
 }
 
-/* The optimizers; a 16-bit copy of the parameter is written beside an f32 or f64 one. */
+/* SGD, Adam and AdamW, which also write a 16-bit copy of the f32 or f64 parameter. */
 static void bench_updates(bench *b) {
     if (is_narrow(b->t)) return;
     for (int kind = 0; kind < 4; kind++) {
@@ -810,12 +813,12 @@ static void bench_updates(bench *b) {
         if (kind > 1) same(b, "second moment", v, b->t, wv, N, 1);
         int wrong = 0;
         for (int i = 0; i < N; i++) wrong += ((uint16_t *)copy)[i] != to16(narrow, get(p, b->t, i));
-        CHECK_MSG(wrong == 0, "%d numbers of the 16-bit copy are not the parameter's", wrong);
+        CHECK_MSG(wrong == 0, "%d values of the 16-bit copy differ from the parameter", wrong);
     }
 }
 
-/* A list is the calls of its runs one by one, in every bit of all their memory. Each second run
-   lies in odd places. */
+/* One call with a list of updates has the bits of one call for each update. Every second update has
+   misaligned arrays. */
 static void bench_update_lists(bench *b) {
     enum { RUNS = 6, EACH = 2100, ARRAYS = 5 };
     static const size_t counts[RUNS] = { 5, 0, 1, 700, 2050, 33 };
@@ -840,7 +843,7 @@ static void bench_update_lists(bench *b) {
             }
         }
         memcpy(start, data[0][4], bytes);
-        for (int wrong = 0; wrong < 3; wrong++) { /* a run that cannot be: none is touched */
+        for (int wrong = 0; wrong < 3; wrong++) { /* an invalid update: none is made */
             dt_adamw_args right = list[RUNS - 1];
             if (wrong == 0) list[RUNS - 1].step = 0;
             if (wrong == 1) list[RUNS - 1].dtype = b->t == DT_F32 ? DT_F64 : DT_F32;
@@ -851,15 +854,15 @@ static void bench_update_lists(bench *b) {
         OK(b->v->adamw(list));
         for (int i = 0; i < RUNS; i++) {
             OK(b->v->adamw(&alone[i]));
-            CHECK_MSG(
-                memcmp(data[0][i], data[1][i], bytes) == 0, "run %d of a list, kind %d", i, kind);
+            CHECK_MSG(memcmp(data[0][i], data[1][i], bytes) == 0,
+                "update %d of a list differs, kind %d", i, kind);
         }
         CHECK(memcmp(start, data[0][4], bytes) != 0);
     }
 }
 
-/* The kernels of 1-bit Adam: `many` numbers in 3 messages, some of which have no second moment,
-   then 2 of them read. */
+/* The kernels of 1-bit Adam: packs MANY values into 3 messages and unpacks 2 of them. Values
+   without a second moment are skipped. */
 static void bench_signs(bench *b) {
     enum { PART = 1096, MANY = 3 * PART, BYTES = PART / 8 + 8 };
     if (is_narrow(b->t)) return;
@@ -872,7 +875,7 @@ static void bench_signs(bench *b) {
     unsigned char *out = (unsigned char *)keep(b, room(3 * BYTES));
     for (int i = 0; i < MANY; i++) {
         put(v, b->t, i, i % 7 == 3 ? 0 : fabs(get(v, b->t, i)) + 0.01);
-        if (i == 5) put(x, b->t, i, -left[i]); /* 0 has the sign of 1 */
+        if (i == 5) put(x, b->t, i, -left[i]); /* their sum is 0, which counts as positive */
         left[i] = i % 7 == 3 ? 0 : get(x, b->t, i) + left[i];
         squares += left[i] * left[i];
         numbers += i % 7 != 3;
@@ -889,7 +892,7 @@ static void bench_signs(bench *b) {
         const unsigned char *message = out + i / PART * BYTES;
         double sign = left[i] >= 0 ? 1 : -1;
         wrong += (message[i % PART / 8] >> i % 8 & 1) != (sign > 0);
-        /* v is that of the first part */
+        /* unpacking skips by the second moments of the first part */
         if (i >= PART && i % PART % 7 != 3) read[i % PART] += sign * scale / 2;
         if (i % 7 != 3) left[i] -= sign * scale;
     }
@@ -897,8 +900,8 @@ static void bench_signs(bench *b) {
         memcpy(&sent, out + k * BYTES + PART / 8, 8);
         CHECK_MSG(fabs(sent - scale) <= 1e-6 * scale, "scale %g, not %g", sent, scale);
     }
-    CHECK_MSG(wrong == 0, "%d of %d signs", wrong, MANY);
-    same(b, "what signs leave", error, b->t, left, MANY, 1);
+    CHECK_MSG(wrong == 0, "%d of %d signs are wrong", wrong, MANY);
+    same(b, "compression error of signs", error, b->t, left, MANY, 1);
     same(b, "mean of signs", mean, b->t, read, PART, 1);
     dt_momentum_args momentum = { b->t, m, x, MANY, 0.9, 4 };
     dt_frozen_adam_args update = { b->t, p, m, v, MANY, 0.3, 0.25, 0.1, DT_BF16, copy };
@@ -907,21 +910,22 @@ static void bench_signs(bench *b) {
     same(b, "momentum", m, b->t, wm, MANY, 1);
     same(b, "frozen update", p, b->t, wp, MANY, 1);
     for (int i = 0; i < MANY; i++) wrong += ((uint16_t *)copy)[i] != to16(DT_BF16, get(p, b->t, i));
-    CHECK_MSG(wrong == 0, "%d numbers of the 16-bit copy are not the parameter's", wrong);
+    CHECK_MSG(wrong == 0, "%d values of the 16-bit copy differ from the parameter", wrong);
     pack.parts = 5;
     unpack.n = 0;
     CHECK(b->v->sign_pack(&pack) == DT_ERR_ARG && b->v->sign_unpack(&unpack) == DT_ERR_ARG);
 }
 
-/* What is kept, in which proportion, whoever holds which part. */
+/* Dropout keeps the right fraction of values. Which values it keeps depends on the key, the token
+   and the column, not on the order of tokens or on the rank that holds the column. */
 static void bench_dropout(bench *b) {
     enum { ROWS = 101, COLS = 203 };
     void *x = array(b, ROWS * COLS), *y = array(b, ROWS * COLS), *z = array(b, ROWS * COLS);
     double *want = doubles(b, ROWS * COLS), kept = 0;
-    int32_t tokens[ROWS], turned[ROWS];
+    int32_t tokens[ROWS], permuted[ROWS];
     size_t size = dt_dtype_size(b->t);
     int wrong = 0;
-    for (int r = 0; r < ROWS; r++) tokens[r] = r, turned[r] = 5 * r % ROWS;
+    for (int r = 0; r < ROWS; r++) tokens[r] = r, permuted[r] = 5 * r % ROWS;
     for (int i = 0; i < ROWS * COLS; i++) put(x, b->t, i, 1 + fabs(get(x, b->t, i)));
     dt_dropout_args a = { b->t, y, x, tokens, ROWS, COLS, 0, 0.3, 99, 0 };
     OK(b->v->dropout(&a));
@@ -935,19 +939,19 @@ static void bench_dropout(bench *b) {
         kept / (ROWS * COLS));
     a.out = z;
     a.tokens = NULL;
-    OK(b->v->dropout(&a)); /* no tokens: rows are counted; and once more: the same */
+    OK(b->v->dropout(&a)); /* NULL tokens: a row's token is its index; the same values drop */
     CHECK(memcmp(y, z, ROWS * COLS * size) == 0);
-    a.tokens = turned; /* other rows of the same tokens, on the same numbers */
+    a.tokens = permuted; /* the same tokens and values in permuted rows */
     for (int i = 0; i < ROWS * COLS; i++)
-        put(z, b->t, i, get(x, b->t, turned[i / COLS] * COLS + i % COLS));
+        put(z, b->t, i, get(x, b->t, permuted[i / COLS] * COLS + i % COLS));
     void *in = keep(b, room(ROWS * COLS * 8));
     memcpy(in, z, ROWS * COLS * size);
     a.in = in;
     OK(b->v->dropout(&a));
     for (int i = 0; i < ROWS * COLS; i++)
-        wrong += get(z, b->t, i) != get(y, b->t, turned[i / COLS] * COLS + i % COLS);
-    CHECK_MSG(wrong == 0, "dropout: %d numbers depend on the order of tokens", wrong);
-    /* columns first.. of each row, held by another rank */
+        wrong += get(z, b->t, i) != get(y, b->t, permuted[i / COLS] * COLS + i % COLS);
+    CHECK_MSG(wrong == 0, "dropout: %d values depend on the order of tokens", wrong);
+    /* columns from `first` on, as a rank with a shard of the columns has them */
     for (int first = 1; first < COLS; first += 67) {
         int n = COLS - first;
         for (int i = 0; i < ROWS * n; i++)
@@ -956,19 +960,20 @@ static void bench_dropout(bench *b) {
         OK(b->v->dropout(&part));
         for (int i = 0; i < ROWS * n; i++)
             wrong += get(z, b->t, i) != get(y, b->t, i / n * COLS + first + i % n);
-        CHECK_MSG(wrong == 0, "dropout: %d numbers depend on the first column %d", wrong, first);
+        CHECK_MSG(
+            wrong == 0, "dropout: %d values differ in a shard from column %d on", wrong, first);
     }
     a.key = 100;
     OK(b->v->dropout(&a));
     double both = 0;
     for (int i = 0; i < ROWS * COLS; i++)
-        both += get(z, b->t, i) != 0 && get(y, b->t, turned[i / COLS] * COLS + i % COLS) != 0;
-    CHECK_MSG(fabs(both / (ROWS * COLS) - 0.49) < 0.015, "dropout: two keys keep %.3f together",
-        both / (ROWS * COLS));
+        both += get(z, b->t, i) != 0 && get(y, b->t, permuted[i / COLS] * COLS + i % COLS) != 0;
+    CHECK_MSG(fabs(both / (ROWS * COLS) - 0.49) < 0.015,
+        "dropout: %.3f of the values are kept with both of two keys", both / (ROWS * COLS));
 }
-/* Every op of reduce on every type; the output is one of the inputs. Then the same to three places,
-   of which one is an input; and past the caches, to places at odd addresses. Nothing beside them
-   changes. */
+
+/* Every reduce operation in every type: in place, to three outputs of which two are inputs, and
+   with streaming stores to three misaligned outputs. No memory outside of the outputs changes. */
 static void reductions(void) {
     static const dt_dtype type[5] = { DT_F32, DT_F64, DT_I32, DT_BF16, DT_F16 };
     for (int t = 0; t < 5; t++)
@@ -1000,7 +1005,7 @@ static void reductions(void) {
             enum { PAD = 40 };
             static char copy[INPUTS][N * 8], place[INPUTS][PAD + N * 8 + 64];
             size_t size = dt_dtype_size(type[t]);
-            for (int way = 0; way < 3; way++) { /* in place; also to others; far */
+            for (int way = 0; way < 3; way++) { /* in place, several outputs, misaligned */
                 memcpy(copy, data, sizeof data);
                 memset(place, 77, sizeof place);
                 for (int r = 0; r < INPUTS; r++) in[r] = copy[r];
@@ -1048,13 +1053,13 @@ static int sees(const heads *h, int64_t s, int64_t i, int64_t j) {
     return !g->q_document || g->q_document[s * h->TQ + i] == g->k_document[s * h->TK + j];
 }
 
-/* Element of q, out (keys 0) or k, v (keys 1). */
+/* Index of an element of q and out (keys 0), or of k and v (keys 1). */
 static int64_t place(const heads *h, int keys, int64_t s, int64_t t, int64_t head, int64_t d) {
     return keys ? ((s * h->TK + t) * h->K + head * h->K / h->H) * h->D + d
                 : ((s * h->TQ + t) * h->H + head) * h->D + d;
 }
 
-/* out and lse as they are defined. */
+/* out and the log-sum-exp lse, computed from their definition. */
 static void naive_attention(const heads *h, dt_dtype t, const void *q, const void *k, const void *v,
     double *out, double *lse) {
     double *p = (double *)room((size_t)h->TK * 8);
@@ -1081,7 +1086,7 @@ static void naive_attention(const heads *h, dt_dtype t, const void *q, const voi
     free(p);
 }
 
-/* The gradients from out and lse as they are given. */
+/* The gradients, computed from a->out and a->lse. */
 static void naive_attention_back(const heads *h, const dt_attention_back_args *a, dt_dtype to,
     dt_dtype stat, double *dq, double *dk, double *dv) {
     dt_dtype t = a->dtype;
@@ -1114,7 +1119,7 @@ static void naive_attention_back(const heads *h, const dt_attention_back_args *a
             }
 }
 
-/* kind bits: 1 not causal, 2 positions, 4 documents, 8 wide, 16 gradients are added. */
+/* Bits of kind: 1 not causal, 2 positions, 4 documents, 8 accumulation type, 16 accumulate. */
 static void bench_attention(bench *b, heads h, int kind) {
     int wide = kind >> 3 & 1, add = kind >> 4;
     dt_dtype stat = is_narrow(b->t) ? DT_F32 : b->t, to = wide ? stat : b->t;
@@ -1160,7 +1165,7 @@ static void bench_attention(bench *b, heads h, int kind) {
     CHECK(b->v->attention(&a) == DT_ERR_ARG && b->v->attention_back(&back) == DT_ERR_ARG);
 }
 
-/* n keys of every sequence from `first`, together. */
+/* Copies keys first .. first + n - 1 of every sequence. */
 static void *some_keys(bench *b, const heads *h, const void *k, int64_t first, int64_t n) {
     size_t row = (size_t)(h->K * h->D) * dt_dtype_size(b->t);
     char *part = (char *)keep(b, room((size_t)(h->B * n) * row + 8));
@@ -1170,8 +1175,8 @@ static void *some_keys(bench *b, const heads *h, const void *k, int64_t first, i
     return part;
 }
 
-/* Keys in blocks of `step`, in any order: out and lse, and then all gradients, are those of all
-   keys at once. */
+/* Attention over blocks of `step` keys, first to last or last to first: out, lse and all gradients
+   equal those over all keys at once. */
 static void bench_merge(bench *b, int64_t step, int backwards) {
     heads h = { 2, 21, 45, 4, 2, 5, { 0, NULL, NULL, NULL, NULL } };
     dt_dtype stat = is_narrow(b->t) ? DT_F32 : b->t;
@@ -1225,7 +1230,7 @@ static void bench_merge(bench *b, int64_t step, int backwards) {
     same(b, "dq by blocks of keys", dq, stat, g[0], nq, 16);
 }
 
-static void all_attention(bench *b) {
+static void bench_all_attention(bench *b) {
     static const heads size[5] = { { 1, 1, 1, 1, 1, 1, { 0, NULL, NULL, NULL, NULL } },
         { 2, 19, 23, 4, 2, 3, { 0, NULL, NULL, NULL, NULL } },
         { 1, 37, 37, 3, 1, 17, { 0, NULL, NULL, NULL, NULL } },
@@ -1245,9 +1250,10 @@ static void all_attention(bench *b) {
         }
 }
 
-// ==== 4. All sets, all types ====================================================================
+// ==== 4. All instruction sets, all types ========================================================
 
-/* All kernels whose bits are promised to be every set's; the hash of what they wrote. */
+/* Runs all kernels that promise the same bits with every instruction set. Returns the hash of their
+   outputs. */
 static uint64_t bench_all(bench *b) {
     static void (*const group[])(bench *) = { bench_unary, bench_binary, bench_permute, bench_glu,
         bench_sum, bench_pick, bench_softmax, bench_rows, bench_others, bench_updates,
@@ -1275,14 +1281,14 @@ static void test_all_kernels(void) {
             };
             uint64_t hash = bench_all(&b);
             if (isa == 0) plain = hash;
-            CHECK_MSG(hash == plain, "%s: %s gives other bits than plain", dt_dtype_name(b.t),
+            CHECK_MSG(hash == plain, "%s: the bits of %s differ from plain", dt_dtype_name(b.t),
                 isa_name[isa]);
             worst = fmax(worst, b.worst);
             b.worst = 0;
-            all_attention(&b);
+            bench_all_attention(&b);
             worst_attention = fmax(worst_attention, b.worst);
         }
-        printf("%s: worst of kernels %.2f, of attention %.2f of what is allowed\n",
+        printf("%s: largest error of kernels %.2f, of attention %.2f of the tolerance\n",
             dt_dtype_name(float_types[t]), worst, worst_attention);
     }
 }
@@ -1299,8 +1305,8 @@ static int same16(dt_dtype type, uint16_t a, uint16_t b) {
     return isnan(from16(type, a)) ? isnan(from16(type, b)) && (a & 0x8000) == (b & 0x8000) : a == b;
 }
 
-/* All 65,536 numbers of both types there and back; what lies halfway between neighbours, and just
-   beside it. */
+/* All 65,536 numbers of both types to f32 and back. Floats midway between two neighbours, and the
+   floats next to the midpoint, round to nearest even. */
 static void conversions(void) {
     for (int t = 0; t < 2; t++) {
         dt_dtype type = t ? DT_F16 : DT_BF16;
@@ -1312,7 +1318,7 @@ static void conversions(void) {
             back += !same16(type, (uint16_t)h, t ? dt__f32_to_f16(x) : dt__f32_to_bf16(x));
             if (isnan(want) || isnan(next) || isinf(want) || signbit(want) != signbit(next))
                 continue;
-            /* where the next would lie */
+            /* the value that would follow the largest finite one */
             if (isinf(next)) next = 2 * want - from16(type, (uint16_t)(h - 1));
             float half = (float)((want + next) / 2),
                   near[3] = { half, nextafterf(half, 0), nextafterf(half, INFINITY) };
@@ -1327,12 +1333,12 @@ static void conversions(void) {
                 !same16(type, t ? dt__f32_to_f16(x) : dt__f32_to_bf16(x), to16(type, (double)x));
         }
         CHECK_MSG(wrong + back + middle + sampled == 0,
-            "%s: %d wrong in f32, %d do not come back, %d wrong halfway, %d of a sample",
+            "%s: wrong are %d in f32, %d back from f32, %d at midpoints, %d of a sample",
             dt_dtype_name(type), wrong, back, middle, sampled);
     }
 }
 
-/* From every type to every type, and added. */
+/* From every type to every type, stored and accumulated. */
 static void casts(void) {
     static const double values[] = { 0, -0.0, 1, -1.5, 2.5, 0.49999999, 1e-8, 6e-8, 3e-5, 257,
         2049.5, 65504, 65519.9, 65520, -7e4, 1e30, -1e300, 2147483646.5, 2147483647, 2147483648.0,
@@ -1377,8 +1383,7 @@ static void casts(void) {
             }
 }
 
-/* The distance to the exact number in units of the float's last place (of the smallest normal one
-   below that). */
+/* The error in ulp of the exact value as a float; below the smallest normal float, in its ulp. */
 static double ulp_error(float ours, double exact) {
     int e = 0;
     if (!(fabs(exact) <= 3.4028235e38)) return fabs(ours) > 3.3e38 ? 0 : 1e9;
@@ -1386,7 +1391,7 @@ static double ulp_error(float ours, double exact) {
     return fabs((double)ours - exact) / ldexp(1, (e < -125 ? -125 : e) - 24);
 }
 
-/* Over the whole range of floats, every 2,039th one. */
+/* Tests every 2,039th of all floats. */
 static void accuracy(void) {
     double worst[4] = { 0 }, tail = 0, below_normal = 0;
     float at[4] = { 0 };
@@ -1402,18 +1407,18 @@ static void accuracy(void) {
             }
             double e = ulp_error(ours[f], exact[f]);
             if (isinf(exact[f])) e = ours[f] == exact[f] ? 0 : 1e9;
-            if (f == 0 && exact[f] < 1.2e-38) { /* two roundings where numbers are denormal */
+            if (f == 0 && exact[f] < 1.2e-38) { /* a subnormal result is rounded twice */
                 below_normal = fmax(below_normal, e);
                 continue;
             }
-            if (f == 3 && x < -1) { /* e^(-x^2/2) of a large argument: relative to its exponent */
+            if (f == 3 && x < -1) { /* e^(-x^2/2): its error grows with the exponent x^2 */
                 tail = fmax(tail, exact[f] < 1e-37 ? 0 : e / (1 + x * x));
                 continue;
             }
             if (e > worst[f]) worst[f] = e, at[f] = x;
         }
     }
-    printf("exp %.2f ulp (at %g), denormal results %.2f; log %.2f (at %g); tanh %.2f (at %g); phi "
+    printf("exp %.2f ulp (at %g), subnormal results %.2f; log %.2f (at %g); tanh %.2f (at %g); phi "
            "%.2f (at %g), "
            "its tail %.2f (1 + x^2)\n",
         worst[0], at[0], below_normal, worst[1], at[1], worst[2], at[2], worst[3], at[3], tail);
@@ -1425,7 +1430,7 @@ static void accuracy(void) {
     CHECK(dt__expf(0) == 1 && dt__logf(1) == 0 && dt__tanhf(0) == 0 && dt__phif(0) == 0.5f);
 }
 
-/* gelu at the ends of its range. */
+/* GELU and SiLU at very large arguments, 0 and NaN. */
 static void far_values(void) {
     static const double x[6] = { 1e4, -1e4, 1e30, -1e30, 0, NAN },
                         y[6] = { 1e4, 0, 1e30, 0, 0, NAN };
@@ -1453,8 +1458,8 @@ static int nans(const void *x, dt_dtype t, int from, int to) {
     return n;
 }
 
-/* One NaN among the inputs comes out wherever its number counts, and nowhere else. max, topk and
-   the maximum of reduce pass over it unless it comes first; relu's derivative of it is 0. */
+/* A NaN input makes exactly the outputs that depend on it NaN. Exceptions: max, topk and DT_MAX of
+   reduce skip a NaN that is not the first element, and the derivative of ReLU at NaN is 0. */
 static void nan_elementwise(bench *b) {
     void *x = array(b, N), *y = array(b, N), *z = array(b, 2 * N), *two = array(b, 2 * N);
     put(x, b->t, 40, NAN);
@@ -1467,12 +1472,13 @@ static void nan_elementwise(bench *b) {
         dt_unary_back_args back = { b->t, act, z, x, y, N, 1.5, 0 };
         put(y, b->t, 40, 2);
         OK(b->v->unary_back(&back));
-        CHECK_MSG(nans(z, b->t, 0, N) == 1 && isnan(get(z, b->t, 40)), "unary_back %d: %d NaN", act,
-            nans(z, b->t, 0, N));
+        CHECK_MSG(nans(z, b->t, 0, N) == 1 && isnan(get(z, b->t, 40)),
+            "unary_back %d: %d outputs are NaN", act, nans(z, b->t, 0, N));
         back.dout = y, back.in = x;
         OK(b->v->unary_back(&back));
         int expected = act != DT_ACT_NONE && act != DT_ACT_RELU && act != DT_ACT_AFFINE;
-        CHECK_MSG(isnan(get(z, b->t, 40)) == expected, "unary_back %d of NaN", act);
+        CHECK_MSG(isnan(get(z, b->t, 40)) == expected,
+            "unary_back %d: the NaN of the input is lost, or spreads", act);
     }
     dt_binary_args a = { .dtype = b->t,
         .op = DT_ADD,
@@ -1571,7 +1577,7 @@ static void test_numbers(void) {
         }
 }
 
-/* One type and set. */
+/* All tests of products in one type with one instruction set. */
 static void products_by(dt_dtype type, int isa) {
     products(type, isa);
     product_bits(type, isa, 45, 71, 129);

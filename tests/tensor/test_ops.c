@@ -1,11 +1,11 @@
-/* test_ops.c - every op of dt_tensor.h: finite differences, PyTorch's numbers, 16-bit types,
-   refusals Public domain or MIT, at your choice; see LICENSE.
+/* test_ops.c - every op of dt_tensor.h: finite differences, PyTorch's results, 16-bit types, errors
+   Public domain or MIT, at your choice; see LICENSE.
 
    Run:  test_ops [folder of the golden files, default tests/golden]
 
-   HOW NUMBERS ARE COMPARED. |a - b| <= tolerance * max(|b|, s), element by element, where s is the
-   root mean square of all numbers that the case compares as one (all gradients of a case; an output
-   alone), so that a true zero does not divide by nothing. */
+   Values are compared element by element: |a - b| <= tolerance * max(|b|, s). s is the root mean
+   square of the group that an element belongs to, so that an expected value of 0 is no division by
+   zero. All gradients of a case are one group; an output is a group of its own. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -17,16 +17,15 @@
 
 // ==== 1. Finite differences =====================================================================
 
-/* A function of up to four tensors; what it is weighed with makes it a scalar. build may set side:
-   then the function is that scalar + weight * side. kind, dim, p, ids mean what the build function
-   makes of them. */
+/* A function of up to four tensors. The loss is a weighted sum of its output, plus weight * side if
+   build sets `side`. Each build function defines the meaning of kind, dim, p and ids. */
 enum { FD_INPUTS = 4, FD_SAMPLES = 6 };
 typedef struct fd_case {
     const char *name;
     dt_tensor *(*build)(dt_tensor **in, struct fd_case *c);
     int n;
     dt_shape shape[FD_INPUTS];
-    int full;           /* attention */
+    int full;           /* attention: not causal */
     const int32_t *ids; /* embedding: ids; cross entropy: labels */
     dt_shape ids_shape;
     double weight, p;
@@ -59,22 +58,19 @@ static double fd_slope(dt_ctx *ctx, fd_case *c, double **x, int input, const dou
     return sum / (12 * h);
 }
 
-/* Ways to the same gradient. The first eight must agree in every bit: of inputs, of parameters, of
-   parameters by the two halves, by the halves of every other input as a parameter, with an output
-   whose gradient the user keeps, in a block, and in a block by halves. The last two add another
-   gradient: to the inputs, from side losses whose slopes are noise(99, element); and to the output,
-   used again through a view, with half the weight. */
+/* Ways to compute the same gradient. The first eight must agree in every bit. The last two add
+   another gradient. Halves: dt_backward_input, then dt_backward_weight. */
 enum {
     AS_INPUTS,
     AS_PARAMS,
-    AS_HALVES,
-    AS_EVEN,
-    AS_ODD,
-    AS_KEPT,
-    AS_BLOCK,
-    AS_BLOCK_HALVES,
-    AS_SHARED,
-    AS_TWICE,
+    AS_HALVES,       /* of parameters */
+    AS_EVEN,         /* halves; only inputs 0, 2, .. are parameters */
+    AS_ODD,          /* halves; only inputs 1, 3, .. are parameters */
+    AS_KEPT,         /* the user keeps the gradient of the output */
+    AS_BLOCK,        /* the function runs in a dt_block */
+    AS_BLOCK_HALVES, /* in a dt_block, by halves */
+    AS_SHARED,       /* side losses add the gradient noise(99, element) to each input */
+    AS_TWICE,        /* the output is used again through a view, with weight 0.5 */
     AS_WAYS
 };
 static const char *const way_name[AS_WAYS] = { "inputs", "parameters", "two halves",
@@ -99,7 +95,7 @@ static dt_tensor *fd_block(dt_tensor *x, void *user) {
     return u->c->build(u->in, u->c);
 }
 
-/* The function's output by one of the ways, and the scalar. */
+/* The loss, with the function's output in *out. */
 static dt_tensor *fd_loss(dt_ctx *ctx, dt_tensor **in, fd_case *c, int way, dt_tensor **out) {
     fd_inside u = { in, c };
     *out = way == AS_BLOCK || way == AS_BLOCK_HALVES ? dt_block(ctx, fd_block, in[0], &u)
@@ -139,8 +135,8 @@ static void fd_gradient(fd_case *c, double **x, double **g, int way) {
     int wrong = 0;
     for (int64_t i = 0; way == AS_KEPT && out && !out->base && i < dt_count(out->shape); i++)
         wrong += !out->grad || get(out->grad, out->dtype, i) != noise(99, (uint64_t)i);
-    CHECK_MSG(wrong == 0, "%s: %d numbers of the output's gradient, which is kept, are wrong",
-        c->name, wrong);
+    CHECK_MSG(
+        wrong == 0, "%s: %d values of the kept gradient of the output are wrong", c->name, wrong);
     for (int i = 0; i < c->n; i++) {
         int64_t n = dt_count(c->shape[i]);
         if (!CHECK_MSG(in[i] && in[i]->grad, "%s: no gradient of input %d", c->name, i))
@@ -151,7 +147,7 @@ static void fd_gradient(fd_case *c, double **x, double **g, int way) {
     close_good(ctx, &m, c->name);
 }
 
-static double fd_worst; /* of all elements compared */
+static double fd_worst; /* the largest error of all elements compared */
 
 static void fd_compare(fd_case *c, double **x, double **g) {
     meter m = METER;
@@ -175,7 +171,7 @@ static void fd_compare(fd_case *c, double **x, double **g) {
                 slope);
             v[e] = 0;
         }
-        for (int64_t j = 0; j < n; j++) { /* and all of them at once */
+        for (int64_t j = 0; j < n; j++) { /* one direction that changes all elements */
             v[j] = noise(66, (uint64_t)j) < 0 ? -1 : 1;
             dot += v[j] * g[i][j];
             size += g[i][j] * g[i][j];
@@ -183,18 +179,18 @@ static void fd_compare(fd_case *c, double **x, double **g) {
         double slope = fd_slope(ctx, c, x, i, v, 1e-3 / sqrt((double)n)),
                floor = fmax(sqrt(size), rms);
         CHECK_MSG(fabs(dot - slope) <= 1e-6 * fmax(fabs(slope), floor) + 1e-11,
-            "%s: input %d, all: %.12g, not %.12g", c->name, i, dot, slope);
+            "%s: input %d, directional derivative: %.12g, not %.12g", c->name, i, dot, slope);
         free(v);
     }
     close_good(ctx, &m, c->name);
 }
 
-/* Of one input: the ways against each other. */
+/* Compares the gradients of one input between the ways. */
 static void fd_ways(const fd_case *c, double *g[AS_WAYS][FD_INPUTS], int i) {
     size_t n = (size_t)dt_count(c->shape[i]);
     double shared = 0, twice = 0, rms = 1e-30;
     for (int w = AS_PARAMS; w < AS_SHARED; w++)
-        CHECK_MSG(memcmp(g[AS_INPUTS][i], g[w][i], n * 8) == 0, "%s: input %d: other bits: %s",
+        CHECK_MSG(memcmp(g[AS_INPUTS][i], g[w][i], n * 8) == 0, "%s: input %d: bits differ: %s",
             c->name, i, way_name[w]);
     for (size_t j = 0; j < n; j++) rms += g[AS_INPUTS][i][j] * g[AS_INPUTS][i][j] / (double)n;
     rms = sqrt(rms);
@@ -203,8 +199,8 @@ static void fd_ways(const fd_case *c, double *g[AS_WAYS][FD_INPUTS], int i) {
         shared = fmax(shared, fabs(g[AS_SHARED][i][j] - (x + noise(99, j))) / fmax(1, fabs(x)));
         twice = fmax(twice, fabs(g[AS_TWICE][i][j] - 1.5 * x) / fmax(rms, fabs(x)));
     }
-    CHECK_MSG(
-        shared < 1e-13, "%s: input %d: added to another gradient: error %.2g", c->name, i, shared);
+    CHECK_MSG(shared < 1e-13, "%s: input %d: accumulated on another gradient: error %.2g", c->name,
+        i, shared);
     CHECK_MSG(
         c->side || twice < 1e-11, "%s: input %d: output used twice: error %.2g", c->name, i, twice);
 }
@@ -262,7 +258,7 @@ static void fd_embedding(void) {
     int32_t ids[127];
     for (int v = 0; v < 3; v++)
         for (int w = 0; w < 4; w++) {
-            /* rows many times, or never */
+            /* some rows are used many times, others never */
             for (int i = 0; i < 127; i++) ids[i] = below(77, (uint64_t)i, (int)odd[v]);
             fd_check((fd_case){ .name = "embedding",
                 .build = build_embedding,
@@ -285,7 +281,7 @@ static void fd_layernorm(void) {
             fd_check((fd_case){ .name = "layernorm",
                 .build = build_layernorm,
                 .n = 3,
-                /* eps; 0 is the default. Three close numbers curve too much. */
+                /* eps, 0: the default; rows of 3 close values curve too much without it */
                 .weight = w == 1 ? 0.1 : 0.001 * r,
                 .shape = { DT_SHAPE(odd[r], odd[w]), DT_SHAPE(odd[w]), DT_SHAPE(odd[w]) } });
     fd_check((fd_case){ .name = "layernorm (2,3,5)",
@@ -325,7 +321,7 @@ static void fd_attention(void) {
                 .shape = { DT_SHAPE(s[0], s[1], s[3], s[5]), DT_SHAPE(s[0], s[2], s[4], s[5]),
                     DT_SHAPE(s[0], s[2], s[4], s[5]) } });
         }
-    fd_check((fd_case){ .name = "attention of one tensor",
+    fd_check((fd_case){ .name = "self-attention of one tensor",
         .build = build_self_attention,
         .n = 1,
         .shape = { DT_SHAPE(2, 5, 3, 3) } });
@@ -355,7 +351,7 @@ static void fd_add(void) {
             .name = "gelu", .build = build_gelu, .n = 1, .shape = { DT_SHAPE(odd[i], 3) } });
 }
 
-/* x itself, a view of it and a view of the view: one gradient. */
+/* x, a view of x and a view of the view share one gradient. */
 static dt_tensor *build_views(dt_tensor **in, fd_case *c) {
     dt_tensor *flat = dt_reshape(in[0], DT_SHAPE(51)), *tall = dt_reshape(flat, DT_SHAPE(17, 3));
     (void)c;
@@ -399,20 +395,20 @@ static dt_tensor *build_mse(dt_tensor **in, fd_case *c) {
     return dt_mse(in[0], in[1], 5);
 }
 
-/* a side loss on the way to the true one */
+/* a side loss attached before the end of the function */
 static dt_tensor *build_loss(dt_tensor **in, fd_case *c) {
     dt_tensor *h = dt_gelu(in[0]);
     c->side = dt_mse(h, in[1], 3);
     return weigh(dt_gelu(dt_loss(h, c->side, c->weight)), NULL);
 }
 
-/* The scalar is a leaf, and the true loss sees it too. */
+/* The side loss is a leaf, which the main loss uses too. */
 static dt_tensor *build_loss_param(dt_tensor **in, fd_case *c) {
     c->side = in[1];
     return weigh(dt_add(dt_loss(dt_gelu(in[0]), in[1], c->weight), in[1]), NULL);
 }
 
-/* two own ops, one tensor on both sides of one of them */
+/* user-defined ops; one op has the same tensor as both inputs */
 static dt_tensor *build_times(dt_tensor **in, fd_case *c) {
     (void)c;
     return weigh(times(times(in[0], in[1]), times(in[1], in[1])), NULL);
@@ -434,7 +430,7 @@ static dt_tensor *block_outer(dt_tensor *x, void *user) {
     return dt_add(dt_block(x->ctx, block_inner, y, &u), x);
 }
 
-/* blocks in blocks, with tensors of outer ones */
+/* nested blocks that use tensors of the outer blocks */
 static dt_tensor *build_blocks(dt_tensor **in, fd_case *c) {
     (void)c;
     dt_ctx *ctx = in[0]->ctx;
@@ -453,7 +449,7 @@ static void fd_others(void) {
     dt_shape s = DT_SHAPE(3, 17);
     fd_check((fd_case){ .name = "views", .build = build_views, .n = 1, .shape = { s } });
     for (int i = 0; i < 4; i++) {
-        /* 17 x 127 is more than one run of 1,024 */
+        /* 17 x 127 elements are more than one piece of 1,024 */
         dt_shape m = DT_SHAPE(3, odd[i]), big = DT_SHAPE(17, odd[i]);
         fd_check((fd_case){ .name = "mse", .build = build_mse, .n = 2, .shape = { m, m } });
         fd_check((fd_case){ .name = "mse", .build = build_mse, .n = 2, .shape = { big, big } });
@@ -480,7 +476,7 @@ static void fd_others(void) {
 
 // ==== 2. Finite differences of every op and option ==============================================
 
-/* kind: the activation; dim: what there is beside x and w. */
+/* kind: the activation. dim: flags for bias and residual, and for what the residual and w are. */
 enum { L_BIAS = 1, L_RESIDUAL = 2, L_SELF = 4, L_VIEW = 8, L_CONSTANT = 16, L_WEIGHT = 32 };
 static dt_tensor *build_linear_at(dt_tensor **in, fd_case *c) {
     int at = 1, square = c->dim & (L_SELF | L_VIEW | L_WEIGHT);
@@ -496,14 +492,14 @@ static dt_tensor *build_linear_at(dt_tensor **in, fd_case *c) {
     return dt_linear_at(x, w, b, (dt_linear_desc){ c->kind, residual });
 }
 
-/* x w^T with a constant w and a residual, then whatever uses the result: where a gradient's buffer
-   changes hands. */
+/* x w^T with a constant w and a residual, and several uses of the result: cases in which a
+   gradient's buffer is passed on to the residual without a copy. */
 static dt_tensor *build_passed_on(dt_tensor **in, fd_case *c) {
     dt_tensor *w = noise_input(in[0]->ctx, DT_F64, DT_SHAPE(5, 5), 3, 1), *h = dt_tanh(in[0]);
     dt_tensor *y = dt_linear_at(in[1], w, NULL, (dt_linear_desc){ 0, h });
     if (c->kind == 0) return y;
     if (c->kind == 4) dt_require_grad(y);
-    /* h again, before y takes it */
+    /* uses h again, before y's backward passes its gradient on */
     dt_tensor *z = dt_linear_at(h, w, NULL, (dt_linear_desc){ DT_ACT_GELU, y });
     if (c->kind == 1) return z;
     if (c->kind == 2)
@@ -523,12 +519,12 @@ static dt_tensor *stream_layer(dt_tensor *x, void *user) {
     return dt_linear_at(h, in[3], NULL, (dt_linear_desc){ 0, x });
 }
 
-/* A residual stream of three layers; kind 0: one block, 1: a block for each, 2: blocks in a block;
-   with a side loss and a view on the way. */
 static dt_tensor *stream_inside(dt_tensor *x, void *user) {
     return stream_layer(dt_block(x->ctx, stream_layer, x, user), user);
 }
 
+/* A residual stream of three layers with a side loss and a view. kind 0: no blocks, 1: a block for
+   each layer, 2: nested blocks. */
 static dt_tensor *build_stream(dt_tensor **in, fd_case *c) {
     dt_tensor *x = in[0];
     dt_ctx *ctx = x->ctx;
@@ -540,18 +536,18 @@ static dt_tensor *build_stream(dt_tensor **in, fd_case *c) {
     else
         for (int i = 0; i < 2; i++)
             y = c->kind ? dt_block(ctx, stream_layer, y, in) : stream_layer(y, in);
-    return dt_add(y, x); /* the first layer's output is a residual, a norm's input and this one's */
+    return dt_add(y, x); /* x has three uses: a residual, the input of a norm, and here */
 }
 
 static void fd_linear_at(void) {
     static const int which[8] = { 0, L_RESIDUAL, L_SELF, L_VIEW, L_CONSTANT,
         L_CONSTANT | L_RESIDUAL, L_CONSTANT | L_SELF, L_WEIGHT };
     for (int act = 0; act <= DT_ACT_EXP; act++)
-        for (int beside = 0; beside < 16; beside++) {
-            int dim = which[beside / 2] | (beside % 2 ? L_BIAS : 0),
+        for (int flags = 0; flags < 16; flags++) {
+            int dim = which[flags / 2] | (flags % 2 ? L_BIAS : 0),
                 square = dim & (L_SELF | L_VIEW | L_WEIGHT);
             char name[64];
-            snprintf(name, sizeof name, "linear_at activation %d, beside %d", act, dim);
+            snprintf(name, sizeof name, "linear_at activation %d, flags %d", act, dim);
             dt_shape w = square ? DT_SHAPE(5, 5) : DT_SHAPE(7, 5);
             fd_case c = { .name = name,
                 .build = build_linear_at,
@@ -572,7 +568,7 @@ static void fd_linear_at(void) {
         .shape = {
             DT_SHAPE(2, 3, 5), DT_SHAPE(3, 17, 5), DT_SHAPE(3, 17), DT_SHAPE(2, 3, 3, 17) } });
     for (int kind = 0; kind < 5; kind++)
-        fd_check((fd_case){ .name = "a gradient passed on",
+        fd_check((fd_case){ .name = "a gradient buffer passed on",
             .build = build_passed_on,
             .n = 2,
             .kind = kind,
@@ -606,12 +602,12 @@ static dt_tensor *build_unary(dt_tensor **in, fd_case *c) {
 static void fd_unary(void) {
     for (int kind = 0; kind < 9; kind++)
         for (int i = 0; i < 4; i++)
-            fd_check((fd_case){ .name = "a function of each number",
+            fd_check((fd_case){ .name = "an elementwise function",
                 .build = build_unary,
                 .n = 1,
                 .kind = kind,
                 .shape = { i == 0 ? DT_SHAPE(1) : DT_SHAPE(3, odd[i]) } });
-    fd_check((fd_case){ .name = "softmax of large numbers",
+    fd_check((fd_case){ .name = "softmax of large values",
         .build = build_unary,
         .n = 1,
         .kind = 13,
@@ -633,7 +629,7 @@ static void fd_unary(void) {
             .kind = 10,
             .weight = i == 0 ? 0.1 : 0,
             .shape = { DT_SHAPE(2, 3, odd[i]), DT_SHAPE(odd[i]) } });
-        fd_check((fd_case){ .name = "layernorm, gain its bias",
+        fd_check((fd_case){ .name = "layernorm, one tensor as gain and bias",
             .build = build_unary,
             .n = 2,
             .kind = 11,
@@ -666,7 +662,7 @@ static dt_tensor *build_binary(dt_tensor **in, fd_case *c) {
 static dt_tensor *build_binary_self(dt_tensor **in, fd_case *c) {
     dt_tensor *x = above_zero(in[0]), *pair[2] = { x, x };
     if (c->dim == 0) return dt_mul(build_binary(pair, c), in[0]);
-    pair[1] = dt_slice(x, 1, 2, 1); /* (3,1): the same numbers on both sides, repeated on one */
+    pair[1] = dt_slice(x, 1, 2, 1); /* (3,1), a broadcast slice of the other input */
     return build_binary(pair, c);
 }
 
@@ -685,7 +681,7 @@ static void fd_binary(void) {
                 .name = name, .build = build_binary, .n = 2, .kind = op, .shape = { a[i], b[i] } });
         }
         for (int dim = 0; dim < 2; dim++)
-            fd_check((fd_case){ .name = "binary of one tensor",
+            fd_check((fd_case){ .name = "binary, one tensor as both inputs",
                 .build = build_binary_self,
                 .n = 1,
                 .kind = op,
@@ -734,11 +730,13 @@ static dt_tensor *build_move(dt_tensor **in, fd_case *c) {
     switch (c->kind) {
     case 0: return dt_slice(x, c->dim, 1, x->shape.d[c->dim] - 2);
     case 1: return dt_slice(x, c->dim, 0, x->shape.d[c->dim]);
-    case 2: return dt_concat(all, 4, c->dim); /* one of them three times */
+    case 2: return dt_concat(all, 4, c->dim); /* in[0] three times */
     case 3: return dt_concat(all, 1, c->dim);
     case 4: return dt_transpose(x, c->dim, (c->dim + 1) % x->shape.nd);
     case 5: return dt_transpose(x, 0, 0);
-    case 6: return dt_add(dt_slice(x, c->dim, 0, 2), dt_slice(x, c->dim, 1, 2)); /* they overlap */
+    case 6:
+        return dt_add(
+            dt_slice(x, c->dim, 0, 2), dt_slice(x, c->dim, 1, 2)); /* overlapping slices */
     case 7: return dt_gather_rows(x, dt_input(x->ctx, DT_I32, c->ids_shape, c->ids));
     case 8: return dt_scatter_rows(x, dt_input(x->ctx, DT_I32, c->ids_shape, c->ids), 7);
     case 9:
@@ -845,9 +843,9 @@ static void fd_rope(void) {
         .shape = { DT_SHAPE(1, 2, 1, 512) } });
 }
 
-/* kind bits: 1 positions, 2 documents, 4 some rows see nothing, 8 keys of their own, 16 one tensor
-   is q, k and v. */
-static dt_tensor *build_sight(dt_tensor **in, fd_case *c) {
+/* Attention with a mask. Bits of kind: 1 positions, 2 documents, 4 some queries attend to no key,
+   8 separate positions and documents of the keys, 16 one tensor is q, k and v. */
+static dt_tensor *build_mask(dt_tensor **in, fd_case *c) {
     dt_ctx *ctx = in[0]->ctx;
     int64_t B = in[0]->shape.d[0], TQ = in[0]->shape.d[1];
     int64_t TK = c->kind & 16 ? TQ : in[1]->shape.d[1];
@@ -856,9 +854,9 @@ static dt_tensor *build_sight(dt_tensor **in, fd_case *c) {
         int64_t t = i % TQ;
         p[i] = (int32_t)(t % 2 ? TQ - 1 - t / 2 : t / 2); /* zig-zag: 0, T-1, 1, T-2, ... */
         d[i] = (int32_t)(t * 3 / TQ) + (int32_t)(i / TQ);
-        /* nobody's document: of its own it sees itself only */
+        /* a document of its own, in which no other token is */
         if (c->kind & 4 && t % 5 == 2) d[i] = 99;
-        if (c->kind & 4 && t % 5 == 3) p[i] = -7; /* before every key */
+        if (c->kind & 4 && t % 5 == 3) p[i] = -7; /* a position before every key */
     }
     for (int64_t i = 0; i < B * TK; i++) {
         kp[i] = (int32_t)((i % TK * 7 + 3) % TK);
@@ -874,7 +872,7 @@ static dt_tensor *build_sight(dt_tensor **in, fd_case *c) {
                         : dt_attention(in[0], in[1], in[2], a);
 }
 
-static void fd_sight(void) {
+static void fd_attention_mask(void) {
     static const int64_t size[][6] = { { 2, 7, 7, 4, 2, 3 }, { 1, 37, 37, 2, 1, 5 },
         { 2, 5, 41, 3, 3, 2 }, { 1, 35, 9, 2, 1, 3 } };
     for (int s = 0; s < 4; s++)
@@ -884,24 +882,24 @@ static void fd_sight(void) {
                 if ((z[1] != z[2] && !(kind & 8)) || (kind & 12 && !(kind & 3))) continue;
                 char name[80];
                 snprintf(
-                    name, sizeof name, "attention of sight %d, full %d, size %d", kind, full, s);
+                    name, sizeof name, "attention with mask %d, full %d, size %d", kind, full, s);
                 fd_check((fd_case){ .name = name,
-                    .build = build_sight,
+                    .build = build_mask,
                     .n = 3,
                     .full = full,
                     .kind = kind,
                     .shape = { DT_SHAPE(z[0], z[1], z[3], z[5]), DT_SHAPE(z[0], z[2], z[4], z[5]),
                         DT_SHAPE(z[0], z[2], z[4], z[5]) } });
             }
-    fd_check((fd_case){ .name = "attention of one tensor, zig-zag",
-        .build = build_sight,
+    fd_check((fd_case){ .name = "self-attention of one tensor, zig-zag",
+        .build = build_mask,
         .n = 1,
         .kind = 19,
         .shape = { DT_SHAPE(2, 19, 3, 3) } });
 }
 
-/* kind bits: 1 padded vocabulary, 2 smoothing, 4 z loss, 8 by chunks from x and w, 16 x is w.
-   weight: z's. */
+/* Bits of kind: 1 padded vocabulary, 2 label smoothing, 4 z-loss, 8 fused with the linear layer in
+   chunks of rows, 16 x is w. weight: of the z-loss. */
 static dt_tensor *build_loss_at(dt_tensor **in, fd_case *c) {
     dt_ctx *ctx = in[0]->ctx;
     dt_tensor *labels = dt_input(ctx, DT_I32, c->ids_shape, c->ids),
@@ -911,7 +909,7 @@ static dt_tensor *build_loss_at(dt_tensor **in, fd_case *c) {
     if (c->kind & 4) {
         d.z_weight = 0.01;
         d.z_loss = &c->side;
-        c->weight = 0.01 * noise(99, 0); /* the z loss is scaled as the loss is */
+        c->weight = 0.01 * noise(99, 0); /* the z-loss is scaled like the loss */
     }
     return c->kind & 8 ? dt_linear_cross_entropy(in[0], w, labels, 5, d)
                        : dt_cross_entropy_at(in[0], labels, 5, d);
@@ -947,7 +945,7 @@ static void fd_losses(void) {
         .ids = labels,
         .ids_shape = DT_SHAPE(3),
         .shape = { DT_SHAPE(3, 1031) } });
-    fd_check((fd_case){ .name = "linear cross entropy of itself",
+    fd_check((fd_case){ .name = "linear cross entropy, one tensor as x and w",
         .build = build_loss_at,
         .n = 1,
         .kind = 31,
@@ -974,23 +972,23 @@ static void test_finite_differences(void) {
     fd_add();
     fd_cross_entropy();
     fd_others();
-    printf("the older cases: worst error of a slope %.2g\n", fd_worst);
-#define CLASS(f) fd_worst = 0, f(), printf("%s: worst error of a slope %.2g\n", #f, fd_worst)
+    printf("basic ops: largest error of a slope %.2g\n", fd_worst);
+#define CLASS(f) fd_worst = 0, f(), printf("%s: largest error of a slope %.2g\n", #f, fd_worst)
     CLASS(fd_linear_at);
     CLASS(fd_unary);
     CLASS(fd_binary);
     CLASS(fd_over);
     CLASS(fd_move);
     CLASS(fd_rope);
-    CLASS(fd_sight);
+    CLASS(fd_attention_mask);
     CLASS(fd_losses);
 #undef CLASS
 }
 
-// ==== 3. PyTorch's numbers for single ops =======================================================
+// ==== 3. PyTorch's results for single ops =======================================================
 
-/* One case of an op: its place in the file, its context, its tensors, and what it makes beside its
-   output. */
+/* One case of an op: its number n in the golden file, its context, its inputs, and its second
+   output if it has one. */
 enum { GOLDEN_INPUTS = 7 };
 typedef struct golden_run {
     const golden *g;
@@ -1001,7 +999,7 @@ typedef struct golden_run {
 } golden_run;
 
 typedef struct golden_op {
-    /* gradients, "d" + name, are compared of what is not whole numbers */
+    /* names of the inputs; gradients, "d" + name, are compared unless the input is integers */
     const char *op, *in[GOLDEN_INPUTS], *extra;
     dt_tensor *(*run)(golden_run *r);
 } golden_op;
@@ -1012,17 +1010,17 @@ static const golden_array *golden_of(const golden *g, const char *op, int n, con
     return golden_find(g, name);
 }
 
-/* What an op takes beside tensors; what a case lacks is 0. */
+/* A scalar argument of an op; 0 if the case has none of that name. */
 static double scalar(const golden_run *r, const char *array) {
     const golden_array *a = golden_of(r->g, r->op, r->n, array);
     return a ? a->data[0] : 0;
 }
 
-static int is_whole(const char *name) {
-    static const char *const whole[] = { "ids", "labels", "rows", "positions", "key_positions",
+static int is_integer(const char *name) {
+    static const char *const integers[] = { "ids", "labels", "rows", "positions", "key_positions",
         "documents", "key_documents", "index" };
-    for (size_t i = 0; i < sizeof whole / sizeof *whole; i++)
-        if (!strcmp(name, whole[i])) return 1;
+    for (size_t i = 0; i < sizeof integers / sizeof *integers; i++)
+        if (!strcmp(name, integers[i])) return 1;
     return 0;
 }
 
@@ -1125,7 +1123,7 @@ static const golden_op golden_ops[] = {
 };
 #undef ONE
 
-/* What a case makes: the output, the extra, the gradient of each input; x NULL: nothing. */
+/* Results of a case: the output, the second output, the gradient of each input. x NULL: none. */
 enum { V_OUT, V_EXTRA, V_GRADS, V_COUNT = V_GRADS + GOLDEN_INPUTS };
 typedef struct values {
     int64_t n;
@@ -1143,7 +1141,7 @@ static values golden_values(const golden_run *r, const char *array) {
     return values_of(a ? a->data : NULL, DT_F64, a ? a->count : 0);
 }
 
-/* The numbers of an array of the file rounded to a type, as an array of another. */
+/* An array of the file, rounded to type `round` and stored as `dtype`. */
 static void *rounded(const golden_array *a, dt_dtype round, dt_dtype dtype) {
     void *x = room((size_t)a->count * 8), *one = room(8);
     for (int64_t i = 0; i < a->count; i++) {
@@ -1154,7 +1152,7 @@ static void *rounded(const golden_array *a, dt_dtype round, dt_dtype dtype) {
     return x;
 }
 
-/* The case's inputs, rounded to `round`, as tensors of `dtype` or as parameters. */
+/* Makes the case's inputs, rounded to `round`, as tensors or parameters of type `dtype`. */
 static void golden_make(
     golden_run *r, const golden_op *op, dt_dtype dtype, dt_dtype round, int as_params) {
     const golden_array *a[GOLDEN_INPUTS] = { NULL };
@@ -1165,24 +1163,24 @@ static void golden_make(
         if (!a[i]) continue;
         shape[i] = (dt_shape){ a[i]->nd, { 0 } };
         for (int d = 0; d < a[i]->nd; d++) shape[i].d[d] = a[i]->shape[d];
-        if (as_params && !is_whole(op->in[i]))
+        if (as_params && !is_integer(op->in[i]))
             r->in[i] = dt_param_at(
                 r->ctx, op->in[i], shape[i], DT_ZEROS, (dt_param_desc){ .dtype = dtype });
     }
     for (int i = 0; i < GOLDEN_INPUTS; i++) {
         if (!a[i]) continue;
-        int whole = is_whole(op->in[i]);
-        void *x = rounded(a[i], whole ? DT_I32 : round, whole ? DT_I32 : dtype);
+        int zero_ids = is_integer(op->in[i]);
+        void *x = rounded(a[i], zero_ids ? DT_I32 : round, zero_ids ? DT_I32 : dtype);
         if (r->in[i])
             dt_write(r->in[i], x);
         else
-            r->in[i] = dt_input(r->ctx, whole ? DT_I32 : dtype, shape[i], x);
-        if (!whole) dt_require_grad(r->in[i]);
+            r->in[i] = dt_input(r->ctx, zero_ids ? DT_I32 : dtype, shape[i], x);
+        if (!zero_ids) dt_require_grad(r->in[i]);
         free(x);
     }
 }
 
-/* Forward and backward; the gradient that arrives is the file's, rounded to `round` too. */
+/* Forward and backward. The output's gradient comes from the file and is rounded to `round` too. */
 static void golden_execute(const golden *g, const golden_op *op, int n, dt_dtype dtype,
     dt_dtype round, int as_params, values v[V_COUNT]) {
     meter m = METER;
@@ -1208,17 +1206,18 @@ static void golden_execute(const golden *g, const golden_op *op, int n, dt_dtype
     close_good(r.ctx, &m, what);
 }
 
-static double golden_worst[2][5]; /* by outputs and gradients, and by type */
+static double golden_worst[2][5]; /* largest error: of outputs, of gradients; by type */
 
 static void values_compare(const char *what, values ours, values theirs, dt_dtype dtype,
     double tolerance, double rms, double *worst) {
     int64_t at = 0;
     double most = -1;
-    if (!CHECK_MSG(ours.x && theirs.x && ours.n == theirs.n, "%s: nothing to compare", what))
+    if (!CHECK_MSG(ours.x && theirs.x && ours.n == theirs.n,
+            "%s: a result is missing, or its size is wrong", what))
         return;
     for (int64_t i = 0; i < ours.n; i++) {
         double x = ours.x[i], y = theirs.x[i] <= -1e300 ? -INFINITY : theirs.x[i];
-        /* infinities are equal too */
+        /* also 0 for two equal infinities */
         double error = x == y ? 0 : fabs(x - y) / (fmax(fabs(y), rms) + 1e-30);
         if (!(error <= most)) most = error, at = i;
     }
@@ -1241,7 +1240,7 @@ static void values_free(values v[V_COUNT]) {
     for (int i = 0; i < V_COUNT; i++) free(v[i].x);
 }
 
-/* Relative to unit roundoff: a few roundings of the 16-bit types, f32 and f64 as everywhere. */
+/* A few roundings of the 16-bit types; for f32 and f64 the tolerances of all tests. */
 static double golden_tolerance(dt_dtype dtype) {
     return dtype == DT_F64    ? 1e-12
            : dtype == DT_F32  ? 1e-5
@@ -1249,7 +1248,7 @@ static double golden_tolerance(dt_dtype dtype) {
                               : 1.5 / 1024;
 }
 
-/* f64 and f32 against the file; 16-bit types against f64 of the same rounded inputs. */
+/* Compares f64 and f32 with the file, and 16-bit types with f64 on the same rounded inputs. */
 static void golden_case(
     const golden *g, const golden_op *op, int n, dt_dtype dtype, int as_params) {
     values ours[V_COUNT], theirs[V_COUNT] = { { 0, NULL } };
@@ -1262,7 +1261,7 @@ static void golden_case(
     if (narrow) golden_execute(g, op, n, DT_F64, dtype, 0, theirs);
     for (int i = 0; i < GOLDEN_INPUTS; i++) {
         const golden_array *a =
-            op->in[i] && !is_whole(op->in[i]) ? golden_of(g, op->op, n, op->in[i]) : NULL;
+            op->in[i] && !is_integer(op->in[i]) ? golden_of(g, op->op, n, op->in[i]) : NULL;
         for (int64_t j = 0; a && j < a->count; j++) largest = fmax(largest, fabs(a->data[j]));
         snprintf(name, sizeof name, "d%s", op->in[i] ? op->in[i] : "");
         if (!narrow && a) theirs[V_GRADS + i] = golden_values(&r, name);
@@ -1271,10 +1270,10 @@ static void golden_case(
         theirs[V_OUT] = golden_values(&r, golden_of(g, op->op, n, "y") ? "y" : "loss");
         if (op->extra) theirs[V_EXTRA] = golden_values(&r, op->extra);
     }
-    /* differences of large numbers (a mean of 1000, scores near 1000) lose digits in f32: inputs
-       beyond 4 get more */
+    /* f32 loses digits in differences of large values (a mean of 1000, scores near 1000), so inputs
+       beyond 4 get a larger tolerance */
     if (dtype != DT_F64 && largest > 4 && strcmp(op->op, "gelu") != 0) tolerance *= largest / 4;
-    /* the backward of attention takes the output as it is stored, rounded */
+    /* the backward of attention reads the stored output, which is rounded */
     if (narrow && (!strcmp(op->op, "attention") || !strcmp(op->op, "sight"))) tolerance *= 2;
     values_compare(what, ours[V_OUT], theirs[V_OUT], dtype, tolerance,
         values_rms(&theirs[V_OUT], 1), &golden_worst[0][dtype]);
@@ -1282,7 +1281,7 @@ static void golden_case(
         values_compare(what, ours[V_EXTRA], theirs[V_EXTRA], dtype, tolerance,
             values_rms(&theirs[V_EXTRA], 1), &golden_worst[0][dtype]);
     double rms = values_rms(theirs + V_GRADS, GOLDEN_INPUTS);
-    /* the gradient of a saturated softmax is a difference of numbers as large as the output's */
+    /* the gradient of a saturated softmax is a small difference of values of the output's size */
     if (!strcmp(op->op, "softmax")) rms = fmax(rms, values_rms(&theirs[V_OUT], 1) / 2);
     for (int i = 0; i < GOLDEN_INPUTS; i++)
         if (theirs[V_GRADS + i].x || ours[V_GRADS + i].x)
@@ -1309,14 +1308,14 @@ static void test_golden_ops(void) {
                     golden_case(g, &golden_ops[i], n, types[t], as_params);
     }
     for (int t = 0; t < 4; t++)
-        printf("PyTorch's numbers, %s: worst error of an output %.2g, of a gradient %.2g\n",
+        printf("PyTorch's results, %s: largest error of an output %.2g, of a gradient %.2g\n",
             dt_dtype_name(types[t]), golden_worst[0][types[t]], golden_worst[1][types[t]]);
     golden_free(g);
 }
 
-// ==== 4. 16-bit types in the tape ===============================================================
+// ==== 4. 16-bit types in autograd ===============================================================
 
-/* A small model in one type: gradients of parameters are f32 for bf16 and f16. */
+/* A small model in one type. bf16 and f16 parameters have f32 gradients. */
 typedef struct narrow_model {
     dt_tensor *w, *table, *gain, *own, *plain;
 } narrow_model;
@@ -1333,7 +1332,7 @@ static narrow_model narrow_make(dt_ctx *ctx, dt_dtype dtype) {
     return m;
 }
 
-/* x + p through an op of ours, which writes its gradient in the type of its input. */
+/* x + p as a user-defined op, which writes its gradients in the type of its inputs. */
 static dt_status plus_back(dt_node *n) {
     dt_tensor *out = n->out;
     for (int i = 0; i < 2; i++) {
@@ -1365,13 +1364,13 @@ static dt_tensor *narrow_loss(dt_ctx *ctx, narrow_model *m, int micro) {
     return dt_cross_entropy(dt_loss(y, dt_loss(side, weigh(m->plain, NULL), 1), 0.5), label, 2);
 }
 
-/* The gradients of parameter p after micro-batches first .. end: each alone, or accumulated. */
+/* The gradients of all parameters, accumulated over micro-batches first .. end - 1. */
 static void narrow_grads(
     dt_dtype dtype, const double *const values[5], int first, int end, int halves, double *out) {
     meter m = METER;
     dt_ctx *ctx = open_ctx(&m);
     narrow_model model = narrow_make(ctx, dtype);
-    for (int i = 0; values && i < 5; i++) { /* the same numbers in another type */
+    for (int i = 0; values && i < 5; i++) { /* the same values in another type */
         dt_tensor *t = dt_param_get(ctx, i);
         void *x = room((size_t)dt_count(t->shape) * 8);
         for (int64_t k = 0; k < dt_count(t->shape); k++) put(x, t->dtype, k, values[i][k]);
@@ -1397,8 +1396,8 @@ static void narrow_grads(
     close_good(ctx, &m, "16-bit parameters");
 }
 
-/* Sums over micro-batches are f32 sums of the single ones, to the bit; the numbers are those of
-   f64. */
+/* Accumulated gradients are the f32 sums of the gradients of single micro-batches, to the bit, and
+   near those in f64. */
 static void narrow_accumulation(dt_dtype dtype) {
     enum { MICROS = 3, N = 35 + 55 + 5 + 21 + 3 };
     double alone[MICROS][N], together[N], halves[N], exact[N];
@@ -1427,12 +1426,12 @@ static void narrow_accumulation(dt_dtype dtype) {
         for (int k = 1; k < MICROS; k++) sum += (float)alone[k][i];
         wrong += (double)sum != together[i] || together[i] != halves[i];
         void *one = &sum;
-        /* more digits than the type has */
+        /* the f32 sum is not a value of the 16-bit type */
         fine += get(one, DT_F32, 0) != from16(dtype, to16(dtype, (double)sum));
         difference += (together[i] - exact[i]) * (together[i] - exact[i]);
         size += exact[i] * exact[i];
     }
-    CHECK_MSG(wrong == 0, "%s: %d sums over micro-batches are not those by hand",
+    CHECK_MSG(wrong == 0, "%s: %d accumulated gradients differ from the sum over micro-batches",
         dt_dtype_name(dtype), wrong);
     CHECK_MSG(fine > N / 2, "%s: only %d of %d gradients have more digits than the type",
         dt_dtype_name(dtype), fine, N);
@@ -1443,9 +1442,10 @@ static void narrow_accumulation(dt_dtype dtype) {
     for (int i = 0; i < 5; i++) free(values[i]);
 }
 
-/* An own op gets room in the parameter's type, zeroed and apart from what other ops have added. */
+/* A user-defined op gets a zeroed gradient buffer in the parameter's type, separate from the f32
+   gradient that other ops have accumulated. */
 static void *seen_grad[2];
-static dt_status look_back(dt_node *n) {
+static dt_status user_op_back(dt_node *n) {
     seen_grad[0] = dt_grad(n, 0);
     seen_grad[1] = n->in[0]->grad;
     for (int i = 0; i < 3; i++) {
@@ -1457,23 +1457,23 @@ static dt_status look_back(dt_node *n) {
     return DT_OK;
 }
 
-static void own_op_narrow(void) {
+static void user_op_narrow(void) {
     meter m = METER;
     dt_ctx *ctx = open_ctx(&m);
     dt_tensor *p = dt_param_at(ctx, "p", DT_SHAPE(3), DT_ONES, (dt_param_desc){ .dtype = DT_BF16 });
     dt_tensor *out = dt_record(dt_new(ctx, DT_F64, DT_SCALAR),
-        (dt_record_desc){ .name = "look", .in = { p }, .backward = look_back });
+        (dt_record_desc){ .name = "look", .in = { p }, .backward = user_op_back });
     double c[3] = { 1, 2, 4 };
-    /* of the three only the sum in f32 keeps 1/128 beside 4 */
+    /* bf16 could not hold 4 + 1/128, f32 can */
     CHECK(dt_backward(dt_loss(out, weigh(dt_cast(p, DT_F64), c), 1)) == DT_OK &&
           dt_grad_dtype(p) == DT_F32);
     for (int i = 0; i < 3 && p->grad; i++)
         CHECK(((float *)p->grad)[i] == (float)(c[i] + 1.0 / 128));
     CHECK(seen_grad[0] && seen_grad[0] != seen_grad[1]);
-    close_good(ctx, &m, "an own op of a bf16 parameter");
+    close_good(ctx, &m, "a user-defined op of a bf16 parameter");
 }
 
-/* Every type in and out again; a class is counted by its bytes. */
+/* dt_input and dt_read preserve every type, and the account counts its bytes. */
 static void types_in_and_out(void) {
     static const dt_dtype types[5] = { DT_F32, DT_BF16, DT_F16, DT_F64, DT_I32 };
     for (int t = 0; t < 5; t++) {
@@ -1495,7 +1495,7 @@ static void types_in_and_out(void) {
             dt_tensor *a;
             put(&three, types[t], 0, 3);
             a = dt_require_grad(dt_input(ctx, types[t], DT_SHAPE(1, 1), &three));
-            /* a loss of its own type */
+            /* the loss has the tensor's type */
             dt_backward(dt_reshape(dt_mul(a, dt_affine(a, 2, 1)), DT_SCALAR));
             CHECK(a && a->grad && get(a->grad, types[t], 0) == 13 && dt_grad_dtype(a) == types[t]);
         }
@@ -1505,7 +1505,7 @@ static void types_in_and_out(void) {
     }
 }
 
-/* What the result of a bf16 op is: the f32 op of the same numbers, rounded once. */
+/* The result of an op in a 16-bit type is the f32 result, rounded once. */
 static void rounded_once(void) {
     for (int t = 0; t < 2; t++) {
         dt_dtype type = t ? DT_F16 : DT_BF16;
@@ -1524,8 +1524,9 @@ static void rounded_once(void) {
             for (int64_t k = 0; pair[i][0] && k < dt_count(pair[i][0]->shape); k++)
                 wrong +=
                     ((uint16_t *)pair[i][0]->data)[k] != to16(type, ((float *)pair[i][1]->data)[k]);
-            CHECK_MSG(pair[i][0] && wrong == 0, "%s op %zu: %d results are not f32's, rounded",
-                dt_dtype_name(type), i, wrong);
+            CHECK_MSG(pair[i][0] && wrong == 0,
+                "%s op %zu: %d results are not the f32 result rounded once", dt_dtype_name(type), i,
+                wrong);
         }
         close_good(ctx, &m, "rounded once");
     }
@@ -1578,8 +1579,8 @@ static void narrow_chunks(void) {
     free(exact);
 }
 
-/* The gradients of a loss of `rows` by a table that keeps `kept` logits: at once, or in two
-   halves. */
+/* The loss and the gradients of `rows` rows with kernels that save up to `kept` logits, by a full
+   backward or by halves. */
 static void kept_grads(size_t kept, int64_t rows, int halves, double *out) {
     meter m = METER;
     dt_kernels table = *dt_kernels_cpu();
@@ -1604,7 +1605,8 @@ static void kept_grads(size_t kept, int64_t rows, int halves, double *out) {
     close_good(ctx, &m, "kept logits");
 }
 
-/* Bits of whole and halves; of kept and not, where one chunk holds all rows, else nearly. */
+/* A full backward and one by halves give the same bits. Saved and recomputed logits do so too if
+   one chunk holds all rows; else they agree within rounding. */
 static void kept_logits(void) {
     const int64_t few = 300, many = 9001, n = 1 + (many + 30) * 16;
     double *a = (double *)room((size_t)n * 8), *b = (double *)room((size_t)n * 8);
@@ -1616,8 +1618,8 @@ static void kept_logits(void) {
         kept_grads(0, rows, 0, b);
         for (int64_t k = 0; k < count; k++)
             wrong += fabs(a[k] - b[k]) > (i ? 1e-5 : 0) * (1 + fabs(b[k]));
-        CHECK_MSG(
-            wrong == 0, "%lld numbers of %lld rows differ", (long long)wrong, (long long)rows);
+        CHECK_MSG(wrong == 0, "saved and recomputed logits: %lld values of %lld rows differ",
+            (long long)wrong, (long long)rows);
     }
     free(a);
     free(b);
@@ -1628,30 +1630,30 @@ static void test_narrow(void) {
     kept_logits();
     narrow_accumulation(DT_BF16);
     narrow_accumulation(DT_F16);
-    own_op_narrow();
+    user_op_narrow();
     types_in_and_out();
     rounded_once();
 }
 
-// ==== 5. Refusals, and what nothing makes =======================================================
+// ==== 5. Errors, empty tensors and special cases ================================================
 
-/* What a row may need, made before it runs. */
-typedef struct place {
+/* Tensors for the calls below: x (3,4), wide (3,5), cube (2,3,4), ints i32 (3), w a parameter
+   (5,4); stranger and stranger_ids belong to another context. */
+typedef struct tensors {
     dt_ctx *ctx;
-    /* (3,4) (3,5) (2,3,4) i32 (3) param (5,4) */
     dt_tensor *x, *wide, *cube, *ints, *w, *stranger, *stranger_ids;
-} place;
+} tensors;
 
-static dt_tensor *whole(dt_ctx *ctx, dt_shape shape) {
+static dt_tensor *zero_ids(dt_ctx *ctx, dt_shape shape) {
     int32_t zero[64] = { 0 };
     return dt_input(ctx, DT_I32, shape, zero);
 }
-static dt_tensor *heads_of(place *p, int64_t b, int64_t t, int64_t h, int64_t d) {
+static dt_tensor *heads_of(tensors *p, int64_t b, int64_t t, int64_t h, int64_t d) {
     return noise_input(p->ctx, DT_F32, DT_SHAPE(b, t, h, d), 1, 1);
 }
 
 #define ROW(name, ...) \
-    static void r_##name(place *p) { __VA_ARGS__; }
+    static void r_##name(tensors *p) { __VA_ARGS__; }
 ROW(activation, dt_linear_at(p->x, p->w, NULL, (dt_linear_desc){ DT_ACT_AFFINE, NULL }))
 ROW(activation_below, dt_linear_at(p->x, p->w, NULL, (dt_linear_desc){ -1, NULL }))
 ROW(residual, dt_linear_at(p->x, p->w, NULL, (dt_linear_desc){ 0, p->x }))
@@ -1664,7 +1666,7 @@ ROW(layernorm_null, dt_layernorm(p->x, p->w, NULL, 0))
 ROW(softmax, dt_softmax(p->ints))
 ROW(affine, dt_affine(p->ints, 1, 1))
 ROW(swiglu, dt_swiglu(p->x))
-ROW(swiglu_ints, dt_swiglu(whole(p->ctx, DT_SHAPE(2, 3))))
+ROW(swiglu_ints, dt_swiglu(zero_ids(p->ctx, DT_SHAPE(2, 3))))
 ROW(swiglu_flat, dt_swiglu(dt_reshape(p->x, DT_SHAPE(12))))
 ROW(mul, dt_mul(p->x, p->wide))
 ROW(mul_types, dt_mul(p->x, dt_cast(p->x, DT_F16)))
@@ -1728,7 +1730,7 @@ ROW(dropout_stranger, dt_dropout(p->x, 0.5, 1, p->stranger_ids))
 #define QKV heads_of(p, 1, 3, 2, 4), heads_of(p, 1, 4, 2, 4), heads_of(p, 1, 4, 2, 4)
 ROW(attention_one, dt_attention(QKV, (dt_attn_desc){ .documents = p->ints }))
 ROW(attention_keys,
-    dt_attention(QKV, (dt_attn_desc){ .key_documents = whole(p->ctx, DT_SHAPE(4)) }))
+    dt_attention(QKV, (dt_attn_desc){ .key_documents = zero_ids(p->ctx, DT_SHAPE(4)) }))
 ROW(attention_type, dt_attention(QKV, (dt_attn_desc){ .positions = p->x }))
 ROW(attention_stranger, dt_attention(QKV, (dt_attn_desc){ .positions = p->stranger_ids }))
 ROW(attention_null, dt_attention(p->cube, NULL, p->cube, (dt_attn_desc){ 0 }))
@@ -1748,7 +1750,7 @@ ROW(linear_loss_null, dt_linear_cross_entropy(p->x, p->w, NULL, 1, (dt_loss_desc
 #undef ROW
 
 static const struct row {
-    void (*run)(place *p);
+    void (*run)(tensors *p);
     dt_status status;
     const char *text[2];
 } rows[] = {
@@ -1845,13 +1847,13 @@ static void test_refusals(void) {
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
         meter m = METER, m_other = METER;
         dt_ctx *ctx = open_ctx(&m), *other = open_ctx(&m_other);
-        place p = { .ctx = ctx, .x = noise_input(ctx, DT_F32, DT_SHAPE(3, 4), 1, 1) };
+        tensors p = { .ctx = ctx, .x = noise_input(ctx, DT_F32, DT_SHAPE(3, 4), 1, 1) };
         p.wide = noise_input(ctx, DT_F32, DT_SHAPE(3, 5), 1, 1);
         p.cube = noise_input(ctx, DT_F32, DT_SHAPE(2, 3, 4), 1, 1);
-        p.ints = whole(ctx, DT_SHAPE(3));
+        p.ints = zero_ids(ctx, DT_SHAPE(3));
         p.w = dt_param(ctx, "the_w", DT_SHAPE(5, 4), DT_NORMAL(1));
         p.stranger = noise_input(other, DT_F32, DT_SHAPE(3, 4), 1, 1);
-        p.stranger_ids = whole(other, DT_SHAPE(3));
+        p.stranger_ids = zero_ids(other, DT_SHAPE(3));
         dt_require_grad(p.x);
         rows[i].run(&p);
         CHECK_MSG(dt_error(ctx) == rows[i].status, "refusal %zu: %s, not %s: %s", i,
@@ -1876,8 +1878,7 @@ static void test_refusals(void) {
     CHECK(!dt_linear_cross_entropy(NULL, NULL, NULL, 1, (dt_loss_desc){ 0 }));
 }
 
-/* No rows: results of no elements, losses of zero, and gradients of parameters that are zero and
-   not what lay there. */
+/* Inputs without rows give empty results, losses of 0, and add 0 to the gradients of parameters. */
 static void no_rows(void) {
     meter m = METER;
     dt_ctx *ctx = open_ctx(&m);
@@ -1886,17 +1887,17 @@ static void no_rows(void) {
               *gain = dt_param_at(ctx, "g", DT_SHAPE(4), DT_ONES, d);
     dt_tensor *none = NULL, *z = NULL;
     double seen[12] = { 0 };
-    /* some, then none: nothing is added to what there is */
+    /* 2 rows, then none, which must not change the gradients */
     for (int64_t rows = 2; rows >= 0; rows -= 2) {
         none = dt_require_grad(noise_input(ctx, DT_F64, DT_SHAPE(rows, 4), 1, 1));
         dt_tensor *x = dt_rmsnorm(none, gain, 0);
         dt_tensor *loss = dt_linear_cross_entropy(
-            x, w, whole(ctx, DT_SHAPE(rows)), 1, (dt_loss_desc){ .z_loss = &z });
+            x, w, zero_ids(ctx, DT_SHAPE(rows)), 1, (dt_loss_desc){ .z_loss = &z });
         CHECK(dt_backward(loss) == DT_OK && w->grad && gain->grad);
         CHECK(rows > 0 || (dt_item(loss) == 0 && dt_item(z) == 0));
         for (int i = 0; rows == 0 && i < 12; i++)
-            CHECK_MSG(((double *)w->grad)[i] == seen[i], "no rows add %g to a gradient",
-                ((double *)w->grad)[i] - seen[i]);
+            CHECK_MSG(((double *)w->grad)[i] == seen[i],
+                "an input without rows adds %g to a gradient", ((double *)w->grad)[i] - seen[i]);
         for (int i = 0; i < 4; i++) CHECK(isfinite(((double *)gain->grad)[i]));
         memcpy(seen, w->grad, sizeof seen);
         dt_reset(ctx);
@@ -1913,34 +1914,35 @@ static void no_rows(void) {
     dt_tensor *sum = dt_sum_over(none, 0),
               *alone = noise_input(ctx, DT_F64, DT_SHAPE(1, 3, 2, 2), 1, 1);
     for (int i = 0; i < 4; i++) CHECK(sum && ((double *)sum->data)[i] == 0);
-    dt_tensor *blind = dt_attention(alone, empty, empty, (dt_attn_desc){ 0 }); /* no keys at all */
-    for (int i = 0; i < 12; i++) CHECK(blind && ((double *)blind->data)[i] == 0);
+    dt_tensor *no_keys =
+        dt_attention(alone, empty, empty, (dt_attn_desc){ 0 }); /* no keys at all */
+    for (int i = 0; i < 12; i++) CHECK(no_keys && ((double *)no_keys->data)[i] == 0);
     close_good(ctx, &m, "no rows");
 }
 
-/* The scratch of a loss is for the rows there are: chunks of 4,096 rows of 256 logits would be 8
-   MB. (OpenMP's threads have a product's scratch each.) */
+/* The loss takes scratch memory only for its 3 rows: a chunk of 4,096 rows of 256 logits would take
+   8 MB. (With OpenMP each thread has scratch memory for its matrix products.) */
 static void few_rows(void) {
     meter m = METER;
     dt_ctx *ctx = open_ctx(&m);
     dt_tensor *w =
         dt_param_at(ctx, "w", DT_SHAPE(256, 4), DT_NORMAL(1), (dt_param_desc){ .dtype = DT_F64 });
     dt_tensor *x = noise_input(ctx, DT_F64, DT_SHAPE(3, 4), 1, 1);
-    dt_backward(dt_linear_cross_entropy(x, w, whole(ctx, DT_SHAPE(3)), 1, (dt_loss_desc){ 0 }));
+    dt_backward(dt_linear_cross_entropy(x, w, zero_ids(ctx, DT_SHAPE(3)), 1, (dt_loss_desc){ 0 }));
     CHECK_MSG(
         m.peak[DT_MEM_TEMP] < 2 << 20, "%zu bytes of scratch for 3 rows", m.peak[DT_MEM_TEMP]);
     close_good(ctx, &m, "few rows");
 }
 
-/* The first of equal numbers is the largest, and gets the gradient. */
+/* max and topk take the first of equal values, which gets the gradient. */
 static void ties(void) {
     static const double x[8] = { 1, 3, 3, 2, 0, 0, 0, 0 };
     meter m = METER;
     dt_ctx *ctx = open_ctx(&m);
     dt_tensor *in = dt_require_grad(dt_input(ctx, DT_F64, DT_SHAPE(2, 4), x)), *index = NULL;
     dt_tensor *top = dt_topk(in, 3, &index), *max = dt_max_over(in, 1);
-    static const int32_t places[6] = { 1, 2, 3, 0, 1, 2 };
-    for (int i = 0; index && i < 6; i++) CHECK(((int32_t *)index->data)[i] == places[i]);
+    static const int32_t indices[6] = { 1, 2, 3, 0, 1, 2 };
+    for (int i = 0; index && i < 6; i++) CHECK(((int32_t *)index->data)[i] == indices[i]);
     CHECK(top && max && ((double *)max->data)[0] == 3 && ((double *)max->data)[1] == 0);
     dt_backward(dt_sum_over(dt_add(max, dt_sum_over(dt_slice(top, 1, 0, 1), 1)), DT_ALL));
     static const double want[8] = { 0, 2, 0, 0, 2, 0, 0, 0 };
@@ -1948,7 +1950,7 @@ static void ties(void) {
     close_good(ctx, &m, "ties");
 }
 
-/* A loss inside a block whose gradient the user keeps: it is there after the backward. */
+/* The kept gradient of a loss inside a block still exists after the backward. */
 static dt_tensor *kept_loss(dt_tensor *x, void *user) {
     (void)user;
     return dt_require_grad(dt_sum_over(dt_gelu(x), DT_ALL));
@@ -1966,11 +1968,11 @@ static void kept_in_block(void) {
     for (const dt__arena *a = ctx->grad_pool; a; a = a->next)
         for (const dt__chunk *c = a->chunks; c; c = c->next)
             CHECK_MSG((const char *)at < c->data || (const char *)at >= c->data + c->size,
-                "a kept gradient was given back");
+                "the memory of a kept gradient was given back to the pool");
     close_good(ctx, &m, "a kept loss in a block");
 }
 
-/* No input features: nothing but the bias. No rows: nothing at all, and gradients of zero. */
+/* Without input features the output is the bias. Without rows it is empty, and gradients are 0. */
 static void empty_shapes(void) {
     meter m = METER;
     dt_ctx *ctx = open_ctx(&m);
@@ -1994,7 +1996,7 @@ static void empty_shapes(void) {
     close_good(ctx, &m, "empty shapes");
 }
 
-/* Scratch for the largest chunk serves every smaller one, and a last chunk of any length. */
+/* Scratch memory for the largest chunk suffices for every smaller one, also for the last. */
 static void chunk_scratch(void) {
     static const int64_t size[][3] = { { 300, 64, 1024 }, { 300, 64, 595 }, { 260, 40, 1107 },
         { 768, 256, 1024 }, { 1760, 32, 512 }, { 1760, 32, 1107 } };
@@ -2020,30 +2022,30 @@ static void chunk_scratch(void) {
     }
 }
 
-typedef struct two_runs {
+typedef struct recomputed {
     dt_tensor *p, *w;
     int nested;
-} two_runs;
+} recomputed;
 
 static dt_tensor *activated(dt_tensor *x, void *user) {
-    two_runs *r = (two_runs *)user;
+    recomputed *r = (recomputed *)user;
     return dt_linear_at(x, r->w, NULL, (dt_linear_desc){ DT_ACT_GELU, NULL });
 }
 
 static dt_tensor *around_activated(dt_tensor *x, void *user) {
-    two_runs *r = (two_runs *)user;
+    recomputed *r = (recomputed *)user;
     dt_tensor *h = activated(x, user);
     dt_tensor *y =
         dt_block_at(x->ctx, activated, h, user, (dt_block_desc){ .recompute = r->nested > 1 });
     return dt_linear(y, r->w, NULL);
 }
 
-/* Gradients of a small model, with blocks that run again or not, whole or by halves; kept: the
-   block's output is. */
-static void two_runs_grads(dt_dtype type, int nested, int halves, int kept, float *grads) {
+/* Gradients of a small model with 0, 1 or 2 levels of recomputed blocks, by a full backward or by
+   halves. kept: the user keeps the gradient of a block's output. */
+static void recompute_grads(dt_dtype type, int nested, int halves, int kept, float *grads) {
     meter m = METER;
     dt_ctx *ctx = open_ctx(&m);
-    two_runs r = { NULL, NULL, nested };
+    recomputed r = { NULL, NULL, nested };
     dt_param_desc frozen = { .frozen = 1, .dtype = type };
     r.p = dt_param_at(ctx, "p", DT_SHAPE(8, 8), DT_NORMAL(1), (dt_param_desc){ .dtype = type });
     r.w = dt_param_at(ctx, "w", DT_SHAPE(8, 8), DT_NORMAL(0.7), (dt_param_desc){ .dtype = type });
@@ -2052,7 +2054,7 @@ static void two_runs_grads(dt_dtype type, int nested, int halves, int kept, floa
         &r, (dt_block_desc){ .recompute = nested > 0 });
     dt_tensor *t = dt_block_at(ctx, activated, x, &r, (dt_block_desc){ .recompute = nested > 0 });
     if (kept) dt_require_grad(t);
-    /* reads v first, so its gradient comes last */
+    /* the first reader of v, so the last to add to v's gradient */
     dt_tensor *v = dt_gelu(t), *square = dt_mul(v, v);
     dt_tensor *u = dt_linear_at(r.p, f, NULL, (dt_linear_desc){ 0, v }); /* a parameter as x */
     dt_tensor *loss = dt_mse(dt_add(u, square), noise_input(ctx, type, DT_SHAPE(8, 8), 6, 1), 64);
@@ -2064,26 +2066,26 @@ static void two_runs_grads(dt_dtype type, int nested, int halves, int kept, floa
     if (r.p->grad) memcpy(grads, r.p->grad, 64 * sizeof *grads);
     if (r.w->grad) memcpy(grads + 64, r.w->grad, 64 * sizeof *grads);
     for (int i = 0; kept && t->grad && i < 64; i++) grads[128 + i] = (float)get(t->grad, type, i);
-    close_good(ctx, &m, "two runs");
+    close_good(ctx, &m, "recompute");
 }
 
-/* In f32 and in bf16, where a gradient that is rounded once more shows. */
-static void same_in_two_runs(void) {
+/* Recomputation changes no bit, in f32 and in bf16, where one rounding too many would show. */
+static void recompute_bits(void) {
     float want[192], got[192];
     for (int type = 0; type < 2; type++)
         for (int kept = 0; kept < 2; kept++) {
-            two_runs_grads(type ? DT_BF16 : DT_F32, 0, 0, kept, want);
+            recompute_grads(type ? DT_BF16 : DT_F32, 0, 0, kept, want);
             for (int way = 1; way < 6; way++) {
-                two_runs_grads(type ? DT_BF16 : DT_F32, way / 2, way % 2, kept, got);
+                recompute_grads(type ? DT_BF16 : DT_F32, way / 2, way % 2, kept, got);
                 CHECK_MSG(memcmp(want, got, sizeof got) == 0,
-                    "type %d, kept %d, recompute %d, halves %d: other bits", type, kept, way / 2,
+                    "type %d, kept %d, recompute %d, halves %d: bits differ", type, kept, way / 2,
                     way % 2);
             }
         }
 }
 
-/* The gradient of a bf16 parameter that repeats in two dimensions is f32 all the way. */
-static void repeated_narrow(void) {
+/* The gradient of a broadcast bf16 parameter is summed in f32. */
+static void broadcast_narrow(void) {
     meter m = METER;
     dt_ctx *ctx = open_ctx(&m);
     dt_tensor *b = dt_param_at(ctx, "b", DT_SHAPE(2), DT_ONES, (dt_param_desc){ .dtype = DT_BF16 });
@@ -2101,9 +2103,9 @@ static void repeated_narrow(void) {
     for (int i = 0; i < 2; i++) CHECK(b->grad && ((float *)b->grad)[i] == 1545);
     for (int i = 0; i < 6; i++) CHECK(c->grad && ((float *)c->grad)[i] == 515);
     for (int i = 0; i < 515; i++) CHECK(d->grad && ((float *)d->grad)[i] == 6);
-    /* in bf16 515 would be 516 */
+    /* bf16 would round 515 to 516 */
     for (int i = 0; i < 3; i++) CHECK(e->grad && ((float *)e->grad)[i] == 1030);
-    close_good(ctx, &m, "a 16-bit parameter that repeats");
+    close_good(ctx, &m, "a 16-bit parameter that is broadcast");
 }
 
 int main(int argc, char **argv) {
@@ -2118,7 +2120,7 @@ int main(int argc, char **argv) {
     ties();
     kept_in_block();
     chunk_scratch();
-    same_in_two_runs();
-    repeated_narrow();
+    recompute_bits();
+    broadcast_narrow();
     return check_done("test_ops");
 }

@@ -1,11 +1,12 @@
-/* test_tensor.c - dt_tensor.h on one rank: units, boxes, memory, errors, a GPT; ops are in
-   test_ops.c Public domain or MIT, at your choice; see LICENSE.
+/* test_tensor.c - dt_tensor.h on one rank: buckets, local slices, memory, errors, recomputation, a
+   GPT; ops are in test_ops.c
+   Public domain or MIT, at your choice; see LICENSE.
 
    Run:  test_tensor [folder of the golden files, default tests/golden]
 
-   HOW NUMBERS ARE COMPARED. For the GPT, as for every layout, the rule is on tensors: the norm of a
-   - b against the norm of b or, where larger, this tensor's share sqrt(n/N) of the whole gradient's
-   norm. */
+   Gradients of the GPT, as of every layout, are compared tensor by tensor: ||a - b|| / max(||b||,
+   sqrt(n/N) * norm), where n is the tensor's number of elements, N the model's, and norm the norm
+   of the full gradient. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -20,9 +21,9 @@
 
 // ==== 1. Counter RNG and initial values =========================================================
 
-/* Philox4x32-10 once more, with all four counter words, so that the published vectors can be asked
-   of it. */
-static void philox_again(const uint32_t key[2], const uint32_t counter[4], uint32_t out[4]) {
+/* A second implementation of Philox4x32-10. It takes all four counter words, so that it can be
+   checked with the published test vectors. */
+static void philox_reference(const uint32_t key[2], const uint32_t counter[4], uint32_t out[4]) {
     uint32_t k[2] = { key[0], key[1] }, c[4];
     memcpy(c, counter, sizeof c);
     for (int round = 0; round < 10; round++) {
@@ -46,13 +47,13 @@ static void rng_known_answers(void) {
     };
     uint32_t out[4], again[4];
     for (int i = 0; i < 3; i++) {
-        philox_again(known[i], known[i] + 2, again);
+        philox_reference(known[i], known[i] + 2, again);
         CHECK_MSG(
             memcmp(again, known[i] + 6, sizeof again) == 0, "the test's own Philox, vector %d", i);
     }
     dt__philox(0, 0, out);
     CHECK(memcmp(out, known[0] + 6, sizeof out) == 0);
-    /* the library's has 64 bits of counter; the other words are zero */
+    /* dt__philox has a 64-bit counter; the other two words are 0 */
     for (int i = 0; i < 200; i++) {
         uint64_t key = (uint64_t)(noise(1, (uint64_t)i) * 9e18),
                  counter = (uint64_t)(noise(2, (uint64_t)i) * 9e18);
@@ -60,14 +61,14 @@ static void rng_known_answers(void) {
         uint32_t k[2] = { (uint32_t)key, (uint32_t)(key >> 32) };
         uint32_t c[4] = { (uint32_t)counter, (uint32_t)(counter >> 32), 0, 0 };
         dt__philox(key, counter, out);
-        philox_again(k, c, again);
+        philox_reference(k, c, again);
         CHECK_MSG(memcmp(out, again, sizeof out) == 0, "Philox, case %d", i);
     }
 }
 
 enum { DRAWS = 40000 };
 
-/* DRAWS values of a parameter, as doubles. */
+/* The DRAWS initial values of a parameter, as doubles. */
 static double *drawn(uint64_t seed, const char *name, dt_init init, dt_dtype dtype) {
     meter m = METER;
     dt_ctx *ctx = open_with(&m, NULL, seed);
@@ -91,7 +92,7 @@ static double correlation(const double *x, const double *y, int shift) {
     return xy / sqrt(xx * yy);
 }
 
-/* Bounds are five standard deviations of what is estimated. */
+/* Every bound is five standard deviations of the estimate. */
 static void rng_distributions(void) {
     double root = sqrt((double)DRAWS), *u = drawn(1, "w", DT_UNIFORM(2), DT_F64), sum = 0,
            squares = 0;
@@ -125,24 +126,26 @@ static void rng_distributions(void) {
         drawn(1, "ww", DT_NORMAL(3), DT_F64), drawn(1, "w", DT_NORMAL(3), DT_F32) };
     for (int i = 0; i < 3; i++)
         for (int shift = 0; shift < 3; shift++)
-            CHECK_MSG(
-                fabs(correlation(z, other[i], shift)) < 5 / root, "stream %d is like the first", i);
+            CHECK_MSG(fabs(correlation(z, other[i], shift)) < 5 / root,
+                "stream %d correlates with the first", i);
     for (int shift = 1; shift < 4; shift++) CHECK(fabs(correlation(z, z, shift)) < 5 / root);
     int same = 0;
     for (int i = 0; i < DRAWS; i++) same += other[3][i] == (double)(float)z[i];
-    CHECK_MSG(same == DRAWS, "f32 values are f64 values rounded, but for %d", DRAWS - same);
+    CHECK_MSG(same == DRAWS, "%d f32 values are not the f64 values rounded", DRAWS - same);
     for (int i = 0; i < 4; i++) free(other[i]);
     free(u);
     free(z);
 }
 
-// ==== 2. Boxes ==================================================================================
+// ==== 2. Local slices ===========================================================================
 
-static dt_shard_spec cut(dt_group *g, int dim) { return (dt_shard_spec){ (dt_comm *)g, dim }; }
+static dt_shard_spec shard_over(dt_group *g, int dim) {
+    return (dt_shard_spec){ (dt_comm *)g, dim };
+}
 
-/* Which part of index i of a dimension of `full` the groups of the cuts along it own, cut after
-   cut; -1: another's. */
-static int64_t place_of(int64_t i, int64_t full, int dim, const dt_shard_spec shards[3]) {
+/* The local index of global index i in a dimension of size `full`, sharded by each group in turn.
+   -1 if another rank has it. */
+static int64_t local_index(int64_t i, int64_t full, int dim, const dt_shard_spec shards[3]) {
     int64_t extent = full, at = i;
     for (int c = 0; c < 3; c++) {
         const dt_group *g = (const dt_group *)shards[c].comm;
@@ -154,23 +157,23 @@ static int64_t place_of(int64_t i, int64_t full, int dim, const dt_shard_spec sh
     return at;
 }
 
-/* A parameter under `cuts` against the whole one: its values, its zeros outside, and how many
-   elements it owns. */
-static int64_t box_case(
+/* Compares a sharded parameter with the full one: its values, and zeros in the padding. Returns the
+   number of elements that it owns. */
+static int64_t slice_case(
     dt_shape full, const dt_shard_spec shards[3], dt_init init, const double *whole) {
     meter m = METER;
     dt_ctx *ctx = open_ctx(&m);
     dt_param_desc desc = { .shards = { shards[0], shards[1], shards[2] }, .dtype = DT_F64 };
     dt_tensor *w = dt_param_at(ctx, "w", full, init, desc);
-    dt_local_slice box = dt_local_slice_of(full, shards);
+    dt_local_slice slice = dt_local_slice_of(full, shards);
     int64_t n = dt_count(w->shape), owned = 0, wrong = 0, inside = 1;
     int fits = 1;
     double *want = (double *)room((size_t)n * 8), *have = (double *)room((size_t)n * 8);
-    CHECK(memcmp(&box, &w->param->slice, sizeof box) == 0);
+    CHECK(memcmp(&slice, &w->param->slice, sizeof slice) == 0);
     for (int64_t g = 0; g < dt_count(full); g++) {
         int64_t left = g, at[DT_MAX_DIMS], local = 0;
         for (int d = full.nd - 1; d >= 0; d--) {
-            at[d] = place_of(left % full.d[d], full.d[d], d, shards);
+            at[d] = local_index(left % full.d[d], full.d[d], d, shards);
             left /= full.d[d];
         }
         for (int d = 0; d < full.nd; d++)
@@ -182,80 +185,84 @@ static int64_t box_case(
     for (int d = 0; d < full.nd; d++) {
         int64_t held = 0, first = -1;
         for (int64_t i = full.d[d] - 1; i >= 0; i--)
-            if (place_of(i, full.d[d], d, shards) >= 0) held++, first = i;
-        int right = box.inside[d] == held && (held == 0 || box.lo[d] == first);
-        fits &= CHECK_MSG(right, "dimension %d: lo %lld, inside %lld", d, (long long)box.lo[d],
-            (long long)box.inside[d]);
+            if (local_index(i, full.d[d], d, shards) >= 0) held++, first = i;
+        int right = slice.inside[d] == held && (held == 0 || slice.lo[d] == first);
+        fits &= CHECK_MSG(right, "dimension %d: lo %lld, inside %lld", d, (long long)slice.lo[d],
+            (long long)slice.inside[d]);
         inside *= held;
     }
-    if (fits) dt_read(w, have); /* a wrong box would write anywhere */
+    if (fits) dt_read(w, have); /* a wrong slice would write out of bounds */
     for (int64_t i = 0; i < n; i++) wrong += !(have[i] == want[i]);
-    CHECK_MSG(wrong == 0, "%lld of %lld values of a cut parameter", (long long)wrong, (long long)n);
+    CHECK_MSG(wrong == 0, "%lld of %lld values of a sharded parameter are wrong", (long long)wrong,
+        (long long)n);
     CHECK(inside == owned && (size_t)n == w->param->count);
     free(want);
     free(have);
-    close_good(ctx, &m, "a cut parameter");
+    close_good(ctx, &m, "a sharded parameter");
     return owned;
 }
 
-static double *whole_values(dt_shape full, dt_init init) {
+static double *full_values(dt_shape full, dt_init init) {
     meter m = METER;
     dt_ctx *ctx = open_ctx(&m);
     dt_tensor *w = dt_param_at(ctx, "w", full, init, (dt_param_desc){ .dtype = DT_F64 });
     double *x = (double *)room((size_t)dt_count(full) * 8);
     dt_read(w, x);
-    close_good(ctx, &m, "a whole parameter");
+    close_good(ctx, &m, "a full parameter");
     return x;
 }
 
-/* Every rank of two groups, over every pair of dimensions, the same one included. */
-static void box_all(dt_shape full, int size_a, int size_b, dt_init init, const double *whole) {
+/* Every rank of two groups that shard every pair of dimensions, also one dimension twice. */
+static void slice_all_ranks(
+    dt_shape full, int size_a, int size_b, dt_init init, const double *whole) {
     for (int da = 0; da < full.nd; da++)
         for (int db = 0; db < full.nd; db++) {
             int64_t owned = 0;
             for (int a = 0; a < size_a; a++)
                 for (int b = 0; b < size_b; b++) {
                     dt_group ga = { a, size_a }, gb = { b, size_b };
-                    dt_shard_spec shards[3] = { cut(&ga, da), { NULL, 0 }, cut(&gb, db) };
-                    owned += box_case(full, shards, init, whole);
+                    dt_shard_spec shards[3] = { shard_over(&ga, da), { NULL, 0 },
+                        shard_over(&gb, db) };
+                    owned += slice_case(full, shards, init, whole);
                 }
-            CHECK_MSG(owned == dt_count(full), "the boxes hold %lld elements of %lld",
+            CHECK_MSG(owned == dt_count(full), "the local slices hold %lld elements of %lld",
                 (long long)owned, (long long)dt_count(full));
         }
 }
 
-static void box_values(void) {
+static void slice_values(void) {
     static const dt_shape shape[4] = { { 1, { 17 } }, { 2, { 7, 5 } }, { 3, { 5, 3, 4 } },
         { 4, { 2, 3, 1, 5 } } };
     for (int s = 0; s < 4; s++) {
         dt_init init = s == 1 ? DT_UNIFORM(1) : s == 3 ? DT_ONES : DT_NORMAL(1);
-        double *whole = whole_values(shape[s], init);
+        double *whole = full_values(shape[s], init);
         for (int a = 1; a < 5; a++)
-            for (int b = 1; b < 4; b++) box_all(shape[s], a, b, init, whole);
+            for (int b = 1; b < 4; b++) slice_all_ranks(shape[s], a, b, init, whole);
         free(whole);
     }
     dt_shape vocab = DT_SHAPE(257, 3);
-    double *whole = whole_values(vocab, DT_NORMAL(0.02));
-    box_all(vocab, 4, 1, DT_NORMAL(0.02), whole);
+    double *whole = full_values(vocab, DT_NORMAL(0.02));
+    slice_all_ranks(vocab, 4, 1, DT_NORMAL(0.02), whole);
     free(whole);
 }
 
-/* Vocabulary 257 over 4: embedding rows add up to the whole table's, and no gradient appears past
-   the end. */
-static void box_gradients(void) {
+/* A vocabulary of 257 over 4 ranks: the partial embeddings sum to those of the full table, and the
+   padding gets no gradient. */
+static void slice_gradients(void) {
     double sum[6 * 3] = { 0 };
     for (int rank = 0; rank < 4; rank++) {
         static const int32_t ids[6] = { 0, 64, 65, 194, 195, 256 };
         meter m = METER;
         dt_ctx *ctx = open_ctx(&m);
         dt_group g = { rank, 4 };
-        dt_param_desc desc = { .shards = { cut(&g, 0) }, .dtype = DT_F64 };
+        dt_param_desc desc = { .shards = { shard_over(&g, 0) }, .dtype = DT_F64 };
         dt_tensor *w = dt_param_at(ctx, "w", DT_SHAPE(257, 3), DT_NORMAL(1), desc);
         CHECK(w && w->shape.d[0] == 65 && w->shape.d[1] == 3);
-        for (int micro = 0; micro < 2; micro++) { /* the sum, then a passing gradient */
+        for (int micro = 0; micro < 2;
+             micro++) { /* the first gradient, then one that is accumulated */
             dt_tensor *rows = dt_embedding(w, dt_input(ctx, DT_I32, DT_SHAPE(6), ids));
             for (int i = 0; rows && micro == 0 && i < 18; i++) sum[i] += ((double *)rows->data)[i];
-            /* every row of w is multiplied by something */
+            /* a product with w, so that every row has a gradient */
             dt_backward(weigh(dt_linear(rows, w, NULL), NULL));
             dt_reset(ctx);
         }
@@ -263,72 +270,71 @@ static void box_gradients(void) {
         int zeros = 0, last = rank == 3 ? 62 : 65;
         for (int i = 0; grad && i < 65 * 3; i++) {
             if (i >= last * 3)
-                CHECK_MSG(grad[i] == 0, "rank %d: a gradient %g past the end", rank, grad[i]);
+                CHECK_MSG(grad[i] == 0, "rank %d: the padding has gradient %g", rank, grad[i]);
             else
                 zeros += grad[i] == 0 || !isfinite(grad[i]);
         }
-        CHECK_MSG(grad && zeros == 0, "rank %d: %d gradients inside are missing", rank, zeros);
-        close_good(ctx, &m, "a cut vocabulary");
+        CHECK_MSG(grad && zeros == 0, "rank %d: %d gradients are 0 or not finite", rank, zeros);
+        close_good(ctx, &m, "a sharded vocabulary");
     }
-    double *whole = whole_values(DT_SHAPE(257, 3), DT_NORMAL(1));
+    double *whole = full_values(DT_SHAPE(257, 3), DT_NORMAL(1));
     static const int id[6] = { 0, 64, 65, 194, 195, 256 };
     for (int i = 0; i < 18; i++) CHECK(sum[i] == whole[id[i / 3] * 3 + i % 3]);
     free(whole);
 }
 
-/* A column cut with an overhang: three columns of the last rank's eight are outside, in every
-   row. */
-static void box_columns(void) {
+/* 13 columns over 2 ranks: the last of rank 1's 7 columns is padding, in every row. */
+static void slice_columns(void) {
     meter m = METER;
     dt_ctx *ctx = open_ctx(&m);
     dt_group g = { 1, 2 };
     dt_tensor *w = dt_param_at(
-        ctx, "w", DT_SHAPE(5, 13), DT_ONES, (dt_param_desc){ .shards = { cut(&g, 1) } });
-    dt_tensor *b = dt_param_at(
-        ctx, "b", DT_SHAPE(3), DT_ONES, (dt_param_desc){ .shards = { { NULL, 0 }, cut(&g, 0) } });
+        ctx, "w", DT_SHAPE(5, 13), DT_ONES, (dt_param_desc){ .shards = { shard_over(&g, 1) } });
+    dt_tensor *b = dt_param_at(ctx, "b", DT_SHAPE(3), DT_ONES,
+        (dt_param_desc){ .shards = { { NULL, 0 }, shard_over(&g, 0) } });
     dt_backward(weigh(dt_linear(noise_input(ctx, DT_F32, DT_SHAPE(4, 7), 3, 1), w, NULL), NULL));
     for (int i = 0; w && i < 35; i++) {
         CHECK(((float *)w->data)[i] == (i % 7 < 6 ? 1.0f : 0.0f));
         CHECK((((float *)w->grad)[i] != 0) == (i % 7 < 6));
     }
     CHECK(b && ((float *)b->data)[0] == 1 && ((float *)b->data)[1] == 0);
-    close_good(ctx, &m, "columns cut");
+    close_good(ctx, &m, "sharded columns");
 }
 
-static void test_boxes(void) {
+static void test_slices(void) {
     rng_known_answers();
     rng_distributions();
-    box_values();
-    box_gradients();
-    box_columns();
+    slice_values();
+    slice_gradients();
+    slice_columns();
 }
 
-// ==== 3. Units, gradients of micro-batches, listeners ===========================================
+// ==== 3. Buckets, gradients of micro-batches, listeners =========================================
 
-typedef struct unit_row {
+typedef struct bucket_row {
     int first, params, frozen;
     size_t count, padded;
-} unit_row;
+} bucket_row;
 
-static void units_plan(void) {
+static void buckets_plan(void) {
     meter m = METER;
     dt_ctx *ctx = open_ctx(&m);
     dt_group g = { 0, 1 };
-    dt_shard_spec whole = cut(&g, 0);
-    static const unit_row want[] = { { 0, 2, 0, 30, 32 }, { 2, 1, 0, 30, 32 }, { 3, 1, 0, 50, 64 },
-        { 4, 1, 0, 1, 16 }, { 5, 1, 0, 2, 16 }, { 6, 1, 1, 2, 16 }, { 7, 1, 0, 2, 16 },
-        { 8, 1, 0, 1, 16 }, { 9, 1, 0, 4, 16 }, { 10, 2, 0, 6, 16 } };
+    dt_shard_spec whole = shard_over(&g, 0);
+    static const bucket_row want[] = { { 0, 2, 0, 30, 32 }, { 2, 1, 0, 30, 32 },
+        { 3, 1, 0, 50, 64 }, { 4, 1, 0, 1, 16 }, { 5, 1, 0, 2, 16 }, { 6, 1, 1, 2, 16 },
+        { 7, 1, 0, 2, 16 }, { 8, 1, 0, 1, 16 }, { 9, 1, 0, 4, 16 }, { 10, 2, 0, 6, 16 } };
     dt_param(ctx, "a", DT_SHAPE(10), DT_ONES);
     dt_param(ctx, "b", DT_SHAPE(4, 5), DT_ONES);
-    dt_param(ctx, "c", DT_SHAPE(30), DT_ONES); /* a and b leave no room for it in 160 bytes */
-    dt_param(ctx, "d", DT_SHAPE(50), DT_ONES); /* more than a bucket, whole */
+    dt_param(ctx, "c", DT_SHAPE(30), DT_ONES); /* would exceed the 160 bytes of a and b's bucket */
+    dt_param(ctx, "d", DT_SHAPE(50), DT_ONES); /* larger than a bucket, so alone in one */
     dt_param(ctx, "e", DT_SCALAR, DT_ONES);
     dt_scope(ctx, "s.");
     dt_tensor *f = dt_param(ctx, "f", DT_SHAPE(2), DT_ONES);
     dt_param_at(ctx, "g", DT_SHAPE(2), DT_ONES, (dt_param_desc){ .frozen = 1 });
     dt_param_at(ctx, "h", DT_SHAPE(2), DT_ONES, (dt_param_desc){ .dtype = DT_F64 });
     dt_scope(ctx, NULL);
-    dt_param(ctx, "f", DT_SHAPE(1), DT_ONES); /* its full name is another */
+    dt_param(ctx, "f", DT_SHAPE(1), DT_ONES); /* no duplicate: the other f is s.f */
     dt_param_at(ctx, "j", DT_SHAPE(4), DT_ONES, (dt_param_desc){ .shards = { whole } });
     dt_param_at(ctx, "k", DT_SHAPE(3), DT_ONES,
         (dt_param_desc){ .grad_placements = { { whole.comm, DT_GRAD_PARTIAL } } });
@@ -341,68 +347,69 @@ static void units_plan(void) {
     CHECK(dt_bucket_count(ctx) == 10 && !dt_bucket_get(ctx, 10) && !dt_bucket_get(ctx, -1));
     size_t bytes = 0;
     for (int u = 0; u < dt_bucket_count(ctx) && u < 10; u++) {
-        const dt_bucket *unit = dt_bucket_get(ctx, u);
-        const unit_row *row = &want[u];
-        CHECK_MSG(unit->index == u && unit->first_param == row->first &&
-                      unit->n_params == row->params && unit->count == row->count &&
-                      unit->padded == row->padded && unit->frozen == row->frozen &&
-                      unit->dtype == (u == 6 ? DT_F64 : DT_F32),
-            "unit %d: from %d, %d params, %zu of %zu", u, unit->first_param, unit->n_params,
-            unit->count, unit->padded);
-        size_t at = 0, size = dt_dtype_size(unit->dtype);
-        for (int i = unit->first_param; i < unit->first_param + unit->n_params; i++) {
+        const dt_bucket *bucket = dt_bucket_get(ctx, u);
+        const bucket_row *row = &want[u];
+        CHECK_MSG(bucket->index == u && bucket->first_param == row->first &&
+                      bucket->n_params == row->params && bucket->count == row->count &&
+                      bucket->padded == row->padded && bucket->frozen == row->frozen &&
+                      bucket->dtype == (u == 6 ? DT_F64 : DT_F32),
+            "bucket %d: from parameter %d, %d parameters, %zu elements, padded to %zu", u,
+            bucket->first_param, bucket->n_params, bucket->count, bucket->padded);
+        size_t at = 0, size = dt_dtype_size(bucket->dtype);
+        for (int i = bucket->first_param; i < bucket->first_param + bucket->n_params; i++) {
             const dt_tensor *t = dt_param_get(ctx, i);
-            CHECK(t->param->bucket == unit && t->param->offset == at &&
-                  t->data == (char *)unit->data + at * size);
+            CHECK(t->param->bucket == bucket && t->param->offset == at &&
+                  t->data == (char *)bucket->data + at * size);
             at += t->param->count;
         }
-        for (size_t i = 0; i < unit->padded; i++)
-            CHECK(get(unit->data, unit->dtype, (int64_t)i) == (i < unit->count));
-        bytes += unit->padded * size;
+        for (size_t i = 0; i < bucket->padded; i++)
+            CHECK(get(bucket->data, bucket->dtype, (int64_t)i) == (i < bucket->count));
+        bytes += bucket->padded * size;
     }
     CHECK(dt_memory_used(ctx).live[DT_MEM_PARAMS] == bytes &&
           dt_memory_used(ctx).live[DT_MEM_GRADS] == 0);
-    close_good(ctx, &m, "units");
+    close_good(ctx, &m, "buckets");
 }
 
-/* What a listener heard, as text: "F1 f1" enter and leave, "r2" unit 2 is ready, "R2" for the last
-   micro-batch. */
-typedef struct heard {
+/* The events that a listener got, as text. "F1 f1": enter and leave the forward of block 1; B, I,
+   W: a backward, its input half, its weight half. "r2": the gradient of bucket 2 is ready; "R2":
+   ready in the last micro-batch. */
+typedef struct events {
     char text[512];
-    int micros, failed, closed, told;
-} heard;
+    int micros, failed, closed, already_logged;
+} events;
 
-static void hear(heard *h, const char *what, int number) {
+static void add_event(events *h, const char *what, int number) {
     size_t n = strlen(h->text);
     snprintf(h->text + n, sizeof h->text - n, "%s%s%d", n ? " " : "", what, number);
 }
 
 static void on_enter(dt_ctx *ctx, const dt_event *e, void *user) {
     static const char *const name[] = { "?", "F", "B", "I", "W" };
-    CHECK(ctx && e->last == (e->micro == ((heard *)user)->micros - 1));
-    hear((heard *)user, name[e->phase], e->block);
+    CHECK(ctx && e->last == (e->micro == ((events *)user)->micros - 1));
+    add_event((events *)user, name[e->phase], e->block);
 }
 
 static void on_leave(dt_ctx *ctx, const dt_event *e, void *user) {
     static const char *const name[] = { "?", "f", "b", "i", "w" };
-    CHECK(ctx && e->last == (e->micro == ((heard *)user)->micros - 1));
-    hear((heard *)user, name[e->phase], e->block);
+    CHECK(ctx && e->last == (e->micro == ((events *)user)->micros - 1));
+    add_event((events *)user, name[e->phase], e->block);
 }
 
-static void on_ready(dt_ctx *ctx, dt_bucket *unit, int last, void *user) {
-    CHECK(ctx && unit->grad && unit->accumulated);
-    hear((heard *)user, last ? "R" : "r", unit->index);
+static void on_ready(dt_ctx *ctx, dt_bucket *bucket, int last, void *user) {
+    CHECK(ctx && bucket->grad && bucket->accumulated);
+    add_event((events *)user, last ? "R" : "r", bucket->index);
 }
 
 static int on_failed(dt_ctx *ctx, dt_status status, const char *text, void *user) {
     CHECK(ctx && status != DT_OK && text && *text);
-    ((heard *)user)->failed++;
-    return ((heard *)user)->told;
+    ((events *)user)->failed++;
+    return ((events *)user)->already_logged;
 }
 
 static void on_closing(dt_ctx *ctx, void *user) {
     CHECK(ctx != NULL);
-    ((heard *)user)->closed++;
+    ((events *)user)->closed++;
 }
 
 #define LISTENER(h) \
@@ -411,8 +418,7 @@ static void on_closing(dt_ctx *ctx, void *user) {
         .closing = on_closing, .user = (h) \
     }
 
-/* units: 0 table, 1 and 2 the blocks' weights, 3 head, 4 a and b together, 5 never used, 6
-   frozen */
+/* Buckets: 0 table, 1 and 2 the weights of the blocks, 3 head, 4 a and b, 5 unused, 6 frozen. */
 typedef struct toy {
     dt_tensor *table, *w[2], *head, *a, *b, *unused, *frozen;
 } toy;
@@ -440,7 +446,7 @@ static dt_tensor *toy_block(dt_tensor *x, void *user) {
     return dt_gelu(dt_linear(x, (dt_tensor *)user, NULL));
 }
 
-/* What a toy's forward uses: bits. */
+/* Bits: the parameters that a forward uses. */
 enum { USE_B = 1, USE_UNUSED = 2, USE_W1 = 4, USE_TIED = 8 };
 
 static dt_tensor *toy_loss(dt_ctx *ctx, const toy *t, int micro, int use) {
@@ -461,24 +467,24 @@ static dt_tensor *toy_loss(dt_ctx *ctx, const toy *t, int micro, int use) {
 static void grad_ready_order(void) {
     meter m = METER;
     dt_ctx *ctx = open_ctx(&m);
-    heard h = { .micros = 2 };
+    events h = { .micros = 2 };
     dt_listener l = LISTENER(&h);
     toy t = toy_make(ctx, DT_F32);
     dt_listen(ctx, &l);
     dt_micro(ctx, 0, 2);
     dt_backward(toy_loss(ctx, &t, 0, USE_W1 | USE_B));
     CHECK_MSG(
-        !strcmp(h.text, "F1 f1 F2 f2 B0 r3 B2 r2 b2 B1 r1 b1 r4 r0 b0 r5"), "heard %s", h.text);
+        !strcmp(h.text, "F1 f1 F2 f2 B0 r3 B2 r2 b2 B1 r1 b1 r4 r0 b0 r5"), "events: %s", h.text);
     CHECK(
         t.frozen->grad == NULL && t.frozen->param->bucket->grad == NULL && t.unused->grad != NULL);
     dt_reset(ctx);
     dt_micro(ctx, 1, 2);
-    h.text[0] = 0; /* block 2 is left out: its unit comes with the unused one, at the end */
+    h.text[0] = 0; /* block 2 is not used: its bucket becomes ready at the end, like bucket 5 */
     dt_tensor *loss = toy_loss(ctx, &t, 1, 0);
     dt_backward_input(loss);
     dt_backward_weight(loss);
     CHECK_MSG(
-        !strcmp(h.text, "F1 f1 I0 I1 i1 i0 W0 R3 W1 R1 w1 R4 R0 w0 R5 R2"), "heard %s", h.text);
+        !strcmp(h.text, "F1 f1 I0 I1 i1 i0 W0 R3 W1 R1 w1 R4 R0 w0 R5 R2"), "events: %s", h.text);
     dt_reset(ctx);
     dt_unlisten(ctx, &l);
     dt_micro(ctx, 0, 2);
@@ -490,15 +496,15 @@ static void grad_ready_order(void) {
     CHECK(h.closed == 1 && h.failed == 0);
 }
 
-/* Copies all gradients, unit after unit as padded: what two runs are compared by. */
+/* Copies the gradients of all buckets, with padding, to compare two runs. Returns their bytes. */
 static size_t all_grads(const dt_ctx *ctx, char *to) {
     size_t at = 0;
     for (int u = 0; u < dt_bucket_count(ctx); u++) {
-        const dt_bucket *unit = dt_bucket_get(ctx, u);
-        size_t bytes = unit->padded * dt_dtype_size(unit->dtype);
-        if (unit->frozen) continue;
-        if (unit->grad)
-            memcpy(to + at, unit->grad, bytes);
+        const dt_bucket *bucket = dt_bucket_get(ctx, u);
+        size_t bytes = bucket->padded * dt_dtype_size(bucket->dtype);
+        if (bucket->frozen) continue;
+        if (bucket->grad)
+            memcpy(to + at, bucket->grad, bytes);
         else
             memset(to + at, 0xee, bytes);
         at += bytes;
@@ -506,8 +512,8 @@ static size_t all_grads(const dt_ctx *ctx, char *to) {
     return at;
 }
 
-/* Three micro-batches against their gradients taken alone and added by hand, in f32, where another
-   order shows. */
+/* Accumulates three micro-batches and compares with the f32 sum of their single gradients, whose
+   bits depend on the order of addition. */
 static void accumulation(void) {
     enum { MICROS = 3, ROOM = 4096 };
     static const int use[MICROS] = { USE_W1 | USE_B | USE_TIED, USE_W1 | USE_TIED | USE_UNUSED,
@@ -544,15 +550,16 @@ static void accumulation(void) {
         wrong += memcmp(&sum, &together[i], 4) != 0 && !(sum == 0 && together[i] == 0);
         used += sum != 0;
     }
-    CHECK_MSG(wrong == 0 && used > 200, "%d of %zu sums over micro-batches are not those by hand",
-        wrong, bytes / 4);
-    CHECK_MSG(memcmp(together, halves, bytes) == 0, "input half and weight half give other bits");
+    CHECK_MSG(wrong == 0 && used > 200,
+        "%d of %zu accumulated gradients differ from the sum over micro-batches", wrong, bytes / 4);
+    CHECK_MSG(memcmp(together, halves, bytes) == 0,
+        "the bits of the two halves differ from a full backward");
     close_good(ctx, &m, "accumulation");
 }
 
-/* After dt_clear_grads old numbers lie in the sums; what this micro-batch does not reach must be
-   zero all the same. */
-static void unreached(void) {
+/* dt_clear_grads leaves old values in the buffers. Gradients that the next micro-batch does not
+   reach must be 0 all the same. */
+static void unreached_gradients(void) {
     meter m = METER;
     dt_ctx *ctx = open_ctx(&m);
     toy t = toy_make(ctx, DT_F64);
@@ -564,30 +571,30 @@ static void unreached(void) {
     dt_clear_grads(ctx);
     dt_backward(toy_loss(ctx, &t, 0, 0));
     for (int i = 0; i < 25; i++)
-        CHECK_MSG(((double *)t.w[1]->grad)[i] == 0, "an old gradient of a unit is left");
+        CHECK_MSG(((double *)t.w[1]->grad)[i] == 0, "an old gradient of an unused bucket is left");
     for (int i = 0; i < 7; i++) CHECK(((double *)t.unused->grad)[i] == 0);
     for (int i = 0; i < 5; i++)
-        CHECK_MSG(((double *)t.b->grad)[i] == 0, "an old gradient beside a new one is left");
+        CHECK_MSG(((double *)t.b->grad)[i] == 0, "an old gradient in a used bucket is left");
     CHECK(((double *)t.a->grad)[0] != 0 && ((double *)t.a->grad)[0] != before);
     double kept[5];
     memcpy(kept, t.a->grad, sizeof kept);
     dt_reset(ctx);
-    dt_backward(weigh(dt_gelu(t.b), NULL)); /* shares a's unit: a's sum stays, bit for bit */
+    dt_backward(weigh(dt_gelu(t.b), NULL)); /* shares a's bucket; a's gradient keeps its bits */
     CHECK(memcmp(kept, t.a->grad, sizeof kept) == 0 && ((double *)t.b->grad)[0] != 0);
     close_good(ctx, &m, "unreached");
 }
 
-static void test_units(void) {
-    units_plan();
+static void test_buckets(void) {
+    buckets_plan();
     grad_ready_order();
     accumulation();
-    unreached();
+    unreached_gradients();
 }
 
 // ==== 4. Memory =================================================================================
 
-/* A program that uses every op: a small GPT, two micro-batches a step, a side loss, an own op, a
-   frozen parameter. */
+/* A program that uses every op: a small GPT, two micro-batches a step, a side loss, a user-defined
+   op, a frozen parameter. */
 enum { P_STEPS = 2, P_MICROS = 2, P_B = 2, P_T = 5 };
 static const gpt_config small_gpt = {
     .layers = 2, .width = 12, .heads = 3, .kv_heads = 1, .ffn = 20, .seq = 8, .vocab = 17, .tied = 1
@@ -606,7 +613,7 @@ static program program_make(dt_ctx *ctx, gpt_config config) {
     return p;
 }
 
-/* The ops that the GPT has no use for, on a parameter x (3,12) -> scalar. */
+/* A scalar made of the parameter x (3,12) by the ops that the GPT does not use. */
 static dt_tensor *program_extras(dt_tensor *x, dt_tensor *gain) {
     dt_ctx *ctx = x ? x->ctx : NULL;
     int32_t at[3] = { 2, -1, 0 };
@@ -651,18 +658,18 @@ static void same_account(const dt_ctx *ctx, const meter *m, const char *when) {
     dt_memory used = dt_memory_used(ctx);
     size_t sum = 0;
     for (int i = 0; i < DT_MEM_CLASSES; i++) {
-        CHECK_MSG(used.live[i] == m->live[i], "%s: class %d: %zu bytes, and the table says %zu",
+        CHECK_MSG(used.live[i] == m->live[i], "%s: class %d: %zu bytes, but the meter has %zu",
             when, i, used.live[i], m->live[i]);
-        CHECK_MSG(used.peak[i] == m->peak[i], "%s: class %d: peak %zu, and the table says %zu",
-            when, i, used.peak[i], m->peak[i]);
+        CHECK_MSG(used.peak[i] == m->peak[i], "%s: class %d: peak %zu, but the meter has %zu", when,
+            i, used.peak[i], m->peak[i]);
         sum += used.live[i];
     }
-    CHECK_MSG(used.live_total == sum && sum == m->live_total, "%s: %zu bytes in all, %zu", when,
-        used.live_total, sum);
-    CHECK_MSG(used.peak_total == m->peak_total, "%s: peak %zu, %zu", when, used.peak_total,
-        m->peak_total);
-    CHECK_MSG(
-        used.allocations == m->calls, "%s: %zu allocations, %zu", when, used.allocations, m->calls);
+    CHECK_MSG(used.live_total == sum && sum == m->live_total,
+        "%s: %zu bytes in total, but the meter has %zu", when, used.live_total, sum);
+    CHECK_MSG(used.peak_total == m->peak_total, "%s: total peak %zu, but the meter has %zu", when,
+        used.peak_total, m->peak_total);
+    CHECK_MSG(used.allocations == m->calls, "%s: %zu allocations, but the meter has %zu", when,
+        used.allocations, m->calls);
 }
 
 static void memory_account(gpt_config config) {
@@ -676,11 +683,11 @@ static void memory_account(gpt_config config) {
     CHECK(m.live[DT_MEM_PARAMS] == 0);
     CHECK(dt_buckets_make(ctx, (dt_buckets_desc){ .bucket_bytes = 2048, .pad = 64 }) == DT_OK);
     same_account(ctx, &m, "with storage");
-    size_t params = 0, grads = 0, passing = 0;
+    size_t params = 0, grads = 0, micro_grads = 0;
     for (int u = 0; u < dt_bucket_count(ctx); u++) {
-        const dt_bucket *unit = dt_bucket_get(ctx, u);
-        params += unit->padded * 4;
-        grads += unit->frozen ? 0 : unit->padded * 4;
+        const dt_bucket *bucket = dt_bucket_get(ctx, u);
+        params += bucket->padded * 4;
+        grads += bucket->frozen ? 0 : bucket->padded * 4;
     }
     CHECK(m.live[DT_MEM_PARAMS] == params && m.live[DT_MEM_GRADS] == 0);
     for (int step = 0; step < 5; step++) {
@@ -688,10 +695,10 @@ static void memory_account(gpt_config config) {
         program_step(ctx, &p, step);
         same_account(ctx, &m, "after a step");
         CHECK(m.live[DT_MEM_GRADS] == grads && m.live[DT_MEM_PARAMS] == params);
-        if (step == 1) passing = m.live[DT_MEM_COMM];
+        if (step == 1) micro_grads = m.live[DT_MEM_COMM];
         if (step >= 2 && !DT__ASAN)
             CHECK_MSG(m.calls == calls, "step %d allocates %zu times", step, m.calls - calls);
-        if (step >= 2) CHECK(m.live[DT_MEM_COMM] == passing);
+        if (step >= 2) CHECK(m.live[DT_MEM_COMM] == micro_grads);
     }
     printf("a program's bytes: params %zu grads %zu acts %zu comm %zu host %zu temp %zu, %zu "
            "allocations\n",
@@ -708,8 +715,6 @@ static void memory_account(gpt_config config) {
     close_good(ctx, &m, "the account");
 }
 
-/* Blocks of very unequal size, odd and even numbers of them: how many steps until nothing is
-   allocated. */
 static dt_tensor *thin_block(dt_tensor *x, void *user) {
     const int64_t *width = (const int64_t *)user;
     dt_tensor *h =
@@ -717,6 +722,7 @@ static dt_tensor *thin_block(dt_tensor *x, void *user) {
     return dt_linear(h, noise_input(x->ctx, DT_F32, DT_SHAPE(64, width[0]), 6, 0.1), NULL);
 }
 
+/* 1 to 7 blocks of very unequal sizes: after 7 steps no step allocates any more. */
 static void steady_state(void) {
     static const int64_t width[7] = { 3000, 7, 500, 2000, 1, 4000, 64 };
     for (int blocks = 1; blocks <= 7; blocks++) {
@@ -743,7 +749,7 @@ static void steady_state(void) {
     }
 }
 
-/* Refuses each allocation of the program in turn, once or from there on. */
+/* Refuses each allocation of the program in turn: only that one, or also all later ones. */
 static void memory_refused(gpt_config config) {
     int cases = 0;
     for (int sticky = 0; sticky < 2; sticky++)
@@ -784,7 +790,7 @@ static void memory_refused(gpt_config config) {
     CHECK(cases > 40);
 }
 
-/* What a context with a limit says when it refuses, and what the meter had live then. */
+/* The messages of a context with a memory limit, and the meter's live bytes when it refused. */
 typedef struct limit_log {
     meter m;
     size_t live[DT_MEM_CLASSES];
@@ -810,7 +816,7 @@ static dt_ctx *limited_ctx(limit_log *l, size_t limit) {
     return dt_ctx_make((dt_ctx_desc){ .seed = 7, .rank = 3, .host = &host, .mem_limit = limit });
 }
 
-/* The refusal's text and table against the meter. */
+/* Compares the refusal's error text and table of bytes with the meter. */
 static void check_refusal(dt_ctx *ctx, const limit_log *l, size_t limit) {
     size_t bytes = 0, used = 0, of = 0, live[7] = { 0 }, peak[7] = { 0 }, sum = 0;
     char name[16] = "";
@@ -838,11 +844,11 @@ static void check_refusal(dt_ctx *ctx, const limit_log *l, size_t limit) {
     CHECK(sum == used);
 }
 
-/* Refused is what would exceed the limit, and nothing else. */
+/* An allocation is refused exactly if it would exceed the limit. */
 static void memory_limit(gpt_config config) {
     limit_log l;
     size_t most = 0, idle = 0;
-    /* no limit; then sixteenths of what it takes, all of it, one byte less or more */
+    /* limits: none, multiples of 1/16 of the need, and one byte more and less than the need */
     for (int k = -1; k <= 18; k++) {
         size_t limit = k < 0     ? 0
                        : k <= 16 ? most * (size_t)k / 16 + (k == 0)
@@ -854,9 +860,7 @@ static void memory_limit(gpt_config config) {
         for (int step = 0; step < P_STEPS; step++) value += program_step(ctx, &p, step);
         if (k < 0) most = l.m.peak_total;
         CHECK_MSG((dt_error(ctx) == DT_OK) == (limit == 0 || limit >= most),
-            "a limit of %zu where %zu bytes are "
-            "needed: %s",
-            limit, most, dt_error_text(ctx));
+            "a limit of %zu where %zu bytes are needed: %s", limit, most, dt_error_text(ctx));
         if (dt_error(ctx) == DT_OK) {
             CHECK(isfinite(value) && l.m.peak_total == most && !l.table[0]);
         } else {
@@ -865,7 +869,7 @@ static void memory_limit(gpt_config config) {
         }
         close_ctx(ctx, &l.m, "a limit");
     }
-    /* to the byte; what is given back counts no more; no sum wraps around */
+    /* the limit is exact, freed bytes no longer count, and large sizes do not overflow */
     for (int way = 0; way < 3; way++) {
         dt_ctx *ctx = limited_ctx(&l, idle + 1000);
         void *p = NULL;
@@ -898,10 +902,10 @@ static void test_memory(void) {
 
 // ==== 5. Errors =================================================================================
 
-/* Everything an error row may need, made before it runs. */
+/* Tensors for the calls below. */
 typedef struct scene {
     dt_ctx *ctx;
-    dt_tensor *w, *b, *gain, *table, *w64, *cube; /* (4,3) (4) (3) (5,3) f64 (4,3) (2,2,2) */
+    dt_tensor *w, *b, *gain, *table, *w64, *cube; /* (4,3) (7) (3) (5,3) f64 (4,3) (2,2,3) */
     dt_tensor *x, *x64, *deep, *ids, *scalar, *stranger;
 } scene;
 
@@ -1065,29 +1069,29 @@ static void e_at_phase_high(scene *s) { dt_backward_at(a_loss(s), NULL, (dt_phas
 static void e_at_no_scalar(scene *s) {
     dt_backward_at(dt_linear(s->x, s->w, NULL), NULL, DT_BACKWARD);
 }
-static void cut_wrongly(const dt_bucket *unit, size_t *pad, int *parts, int *part, void *user) {
-    (void)unit;
+static void shard_wrongly(const dt_bucket *bucket, size_t *pad, int *parts, int *part, void *user) {
+    (void)bucket;
     *pad = 6;
     *parts = *(int *)user / 10;
     *part = *(int *)user % 10;
 }
 static void e_cut_uneven(scene *s) {
     int wrong = 40;
-    dt_buckets_make(s->ctx, (dt_buckets_desc){ .shard = cut_wrongly, .user = &wrong });
+    dt_buckets_make(s->ctx, (dt_buckets_desc){ .shard = shard_wrongly, .user = &wrong });
 }
 static void e_cut_outside(scene *s) {
     int wrong = 33;
-    dt_buckets_make(s->ctx, (dt_buckets_desc){ .shard = cut_wrongly, .user = &wrong });
+    dt_buckets_make(s->ctx, (dt_buckets_desc){ .shard = shard_wrongly, .user = &wrong });
 }
 static void e_cut_none(scene *s) {
     int wrong = 0;
-    dt_buckets_make(s->ctx, (dt_buckets_desc){ .shard = cut_wrongly, .user = &wrong });
+    dt_buckets_make(s->ctx, (dt_buckets_desc){ .shard = shard_wrongly, .user = &wrong });
 }
 static void e_late_grad(scene *s) {
     dt_no_grad(s->ctx, 1);
     dt_gelu(s->scalar);
     dt_no_grad(s->ctx, 0);
-    if (!dt_require_grad(s->scalar)) return; /* what records nothing does not count */
+    if (!dt_require_grad(s->scalar)) return; /* a use that recorded nothing is allowed */
     dt_gelu(s->x);
     dt_require_grad(s->x);
 }
@@ -1106,7 +1110,7 @@ static void e_scope_control(scene *s) { dt_scope(s->ctx, "h\x7f"); }
 static void e_cut_twice(scene *s) {
     dt_group g = { 0, 2 };
     dt_param_at(s->ctx, "the_cut", DT_SHAPE(4, 2), DT_ZEROS,
-        (dt_param_desc){ .shards = { cut(&g, 0), cut(&g, 0) } });
+        (dt_param_desc){ .shards = { shard_over(&g, 0), shard_over(&g, 0) } });
 }
 static void e_micro(scene *s) { dt_micro(s->ctx, 2, 2); }
 static void e_micro_zero(scene *s) { dt_micro(s->ctx, 0, 0); }
@@ -1139,8 +1143,8 @@ static void e_param_null(scene *s) {
 }
 static void e_param_cut(scene *s) {
     dt_group g = { 0, 2 };
-    dt_param_at(
-        s->ctx, "the_cut", DT_SHAPE(4, 2), DT_ZEROS, (dt_param_desc){ .shards = { cut(&g, 2) } });
+    dt_param_at(s->ctx, "the_cut", DT_SHAPE(4, 2), DT_ZEROS,
+        (dt_param_desc){ .shards = { shard_over(&g, 2) } });
 }
 
 static void e_backward_twice(scene *s) {
@@ -1279,14 +1283,14 @@ static const error_row error_rows[] = {
     { e_fail_twice, DT_ERR_NUMERIC, { "first 1", NULL, NULL } },
 };
 
-/* After the failure: said once, to the log and to each listener, and nothing works any more,
-   quietly. */
-static void error_after(scene *s, const meter *m, const heard *h, const heard *h2) {
+/* After a failure: the log and each listener got one message, and every further call fails without
+   another message. */
+static void check_after_error(scene *s, const meter *m, const events *h, const events *h2) {
     char before[512];
     snprintf(before, sizeof before, "%s", dt_error_text(s->ctx));
     CHECK_MSG(
         m->errors == 1 && !strcmp(m->text, before), "%d lines of error: %s", m->errors, m->text);
-    CHECK_MSG(h->failed == 1 && h2->failed == 1, "listeners heard %d and %d failures", h->failed,
+    CHECK_MSG(h->failed == 1 && h2->failed == 1, "the listeners got %d and %d failures", h->failed,
         h2->failed);
     CHECK_MSG(!strncmp(before, "rank 3: ", 8), "no rank in %s", before);
     CHECK(dt_gelu(s->x) == NULL && dt_linear(s->x, s->w, NULL) == NULL &&
@@ -1310,7 +1314,7 @@ static void test_errors(void) {
         const error_row *row = &error_rows[i];
         meter m = METER, m_other = METER;
         dt_ctx *ctx = open_ctx(&m), *other = open_ctx(&m_other);
-        heard h = { .micros = 1 }, h2 = { .micros = 1 };
+        events h = { .micros = 1 }, h2 = { .micros = 1 };
         dt_listener l = LISTENER(&h), l2 = LISTENER(&h2);
         scene s = scene_make(ctx, other);
         dt_listen(ctx, &l);
@@ -1325,7 +1329,7 @@ static void test_errors(void) {
             CHECK_MSG(strstr(dt_error_text(ctx), part), "row %zu: no \"%s\" in: %s", i, part,
                 dt_error_text(ctx));
         }
-        if (dt_error(ctx) != DT_OK) error_after(&s, &m, &h, &h2);
+        if (dt_error(ctx) != DT_OK) check_after_error(&s, &m, &h, &h2);
         close_ctx(ctx, &m, "a failed context");
         CHECK(h.closed == 1 && h2.closed == 1);
         close_good(other, &m_other, "the other context");
@@ -1338,13 +1342,13 @@ static void test_errors(void) {
         dt_error(NULL) == DT_ERR_MEM && dt_backward(NULL) != DT_OK && dt_read(NULL, NULL) != DT_OK);
 }
 
-/* Who heard of another's failure keeps quiet; a listener that says the log was told already
-   silences ours. */
+/* A failure of another rank (DT_ERR_PEER) is not logged, nor one that a listener reports as logged
+   already. */
 static void quiet_failures(void) {
     for (int how = 0; how < 3; how++) {
         meter m = METER;
         dt_ctx *ctx = open_ctx(&m);
-        heard h = { .told = how == 1 }, h2 = { .micros = 1 };
+        events h = { .already_logged = how == 1 }, h2 = { .micros = 1 };
         dt_listener l = LISTENER(&h), l2 = LISTENER(&h2);
         dt_listen(ctx, &l);
         dt_listen(ctx, &l2);
@@ -1355,14 +1359,14 @@ static void quiet_failures(void) {
     }
 }
 
-/* A message is one line of text for any terminal, whatever a path or a name in it holds: in the log
-   and in the error. */
-static void plain_messages(void) {
+/* Messages are one line of printable text, in the log and in the error text, whatever bytes a path
+   or a name in them has. */
+static void messages_are_printable(void) {
     static const struct {
         const char *part, *shown;
     } rows[] = {
         { "models/gpt 2", "models/gpt 2" },
-        /* UTF-8 stays */
+        /* UTF-8 is not changed */
         { "gr\xc3\xb6\xc3\x9f"
           "er/\xe6\xa8\xa1\xe5\x9e\x8b/\xf0\x9f\x99\x82",
             NULL },
@@ -1370,7 +1374,7 @@ static void plain_messages(void) {
         { "a\tb\r\nc\x7f", "a\\x09b\\x0d\\x0ac\\x7f" },
         { "\x9b"
           "31m",
-            "\\x9b31m" }, /* C1 as one byte, and as UTF-8 */
+            "\\x9b31m" }, /* a C1 control character as one byte, below as UTF-8 */
         { "\xc2\x9b"
           "31m\xc2\x80\xc2\x9f\xc2\xa0",
             "\\xc2\\x9b31m\\xc2\\x80\\xc2\\x9f\xc2\xa0" },
@@ -1389,7 +1393,7 @@ static void plain_messages(void) {
             dt_error_text(ctx));
         close_ctx(ctx, &m, "a plain message");
     }
-    /* as long as there is room, and no half of a character or code at the end */
+    /* a message that is cut to fit the buffer does not end within a character or an escape */
     char text[32], odd[40];
     for (int room = 1; room < (int)sizeof text; room++) {
         memset(text, '\033', sizeof text);
@@ -1419,8 +1423,8 @@ static int survives(int (*fn)(void)) {
     return WIFEXITED(status) && WEXITSTATUS(status) == 0;
 }
 
-/* Misuse that could crash or go on with wrong numbers. Each runs in a child and answers 1 when it
-   was refused in time: by the context's first error, of that status. */
+/* Misuse that could crash or compute wrong values. Each function runs in a child process and
+   returns 1 if the context failed with the expected status. */
 static meter child_meter;
 static dt_ctx *child_ctx(void) {
     child_meter = METER;
@@ -1436,26 +1440,26 @@ static int refused(dt_ctx *ctx, dt_status status) {
     return ok && child_meter.live_total == 0;
 }
 
-static int h_backward_param(void) { /* nothing was recorded: there is no tape yet */
+static int misuse_backward_param(void) { /* nothing was recorded, so there is no tape yet */
     dt_ctx *ctx = child_ctx();
     dt_backward(dt_param(ctx, "s", DT_SCALAR, DT_ONES));
     return refused(ctx, DT_ERR_ARG);
 }
 
-static int h_weight_param(void) {
+static int misuse_weight_param(void) {
     dt_ctx *ctx = child_ctx();
     dt_backward_weight(dt_param(ctx, "s", DT_SCALAR, DT_ONES));
     return refused(ctx, DT_ERR_ARG);
 }
 
-static int h_weight_first(void) { /* would leave gradients of zero */
+static int misuse_weight_first(void) { /* would compute gradients of 0 */
     dt_ctx *ctx = child_ctx();
     toy t = toy_make(ctx, DT_F32);
     dt_backward_weight(toy_loss(ctx, &t, 0, USE_W1));
     return refused(ctx, DT_ERR_ARG);
 }
 
-static int h_weight_after(void) { /* would add every gradient twice */
+static int misuse_weight_after(void) { /* would add every gradient a second time */
     dt_ctx *ctx = child_ctx();
     toy t = toy_make(ctx, DT_F32);
     dt_tensor *loss = toy_loss(ctx, &t, 0, USE_W1);
@@ -1464,7 +1468,7 @@ static int h_weight_after(void) { /* would add every gradient twice */
     return refused(ctx, DT_ERR_ARG);
 }
 
-static int h_weight_twice(void) {
+static int misuse_weight_twice(void) {
     dt_ctx *ctx = child_ctx();
     toy t = toy_make(ctx, DT_F32);
     dt_tensor *loss = toy_loss(ctx, &t, 0, USE_W1);
@@ -1480,8 +1484,8 @@ static dt_tensor *backward_inside(dt_tensor *x, void *user) {
     return y;
 }
 
-/* the block is not on the tape yet: its weight would get nothing */
-static int h_backward_inside(void) {
+/* a backward inside a block, which is not on the tape yet: its weight would get no gradient */
+static int misuse_backward_inside(void) {
     dt_ctx *ctx = child_ctx();
     toy t = toy_make(ctx, DT_F32);
     dt_block(ctx, backward_inside, noise_input(ctx, DT_F32, DT_SHAPE(2, 5), 1, 1), t.w[0]);
@@ -1493,45 +1497,45 @@ static dt_tensor *reset_inside(dt_tensor *x, void *user) {
     return toy_block(noise_input(x->ctx, DT_F32, DT_SHAPE(2, 5), 1, 1), user);
 }
 
-static int h_reset_inside(void) {
+static int misuse_reset_inside(void) {
     dt_ctx *ctx = child_ctx();
     toy t = toy_make(ctx, DT_F32);
     dt_block(ctx, reset_inside, noise_input(ctx, DT_F32, DT_SHAPE(2, 5), 1, 1), t.w[0]);
     return refused(ctx, DT_ERR_ARG);
 }
 
-static int h_reshape_deep(void) {
+static int misuse_reshape_deep(void) {
     dt_ctx *ctx = child_ctx();
     dt_shape shape = { 1000, { 1, 1, 1, 1, 1, 1 } };
     dt_reshape(noise_input(ctx, DT_F32, DT_SHAPE(1), 1, 1), shape);
     return refused(ctx, DT_ERR_SHAPE);
 }
 
-static int h_reshape_below(void) {
+static int misuse_reshape_below(void) {
     dt_ctx *ctx = child_ctx();
     dt_reshape(noise_input(ctx, DT_F32, DT_SHAPE(2, 3), 1, 1), DT_SHAPE(-2, -3));
     return refused(ctx, DT_ERR_SHAPE);
 }
 
-static int h_count_wraps(void) { /* 2^66 elements, which is 0 in 64 bits */
+static int misuse_count_wraps(void) { /* 2^66 elements, which is 0 in 64 bits */
     dt_ctx *ctx = child_ctx();
     dt_input(ctx, DT_F32, DT_SHAPE((int64_t)1 << 33, (int64_t)1 << 33), NULL);
     return refused(ctx, DT_ERR_SHAPE);
 }
 
-static int h_bytes_wrap(void) { /* 2^62 doubles are 2^65 bytes */
+static int misuse_bytes_wrap(void) { /* 2^62 doubles are 2^65 bytes */
     dt_ctx *ctx = child_ctx();
     dt_new(ctx, DT_F64, DT_SHAPE((int64_t)1 << 62));
     return refused(ctx, DT_ERR_SHAPE);
 }
 
-static int h_param_wraps(void) {
+static int misuse_param_wraps(void) {
     dt_ctx *ctx = child_ctx();
     dt_param(ctx, "w", DT_SHAPE((int64_t)1 << 33, (int64_t)1 << 33), DT_ZEROS);
     return refused(ctx, DT_ERR_SHAPE);
 }
 
-static int h_too_many_inputs(void) {
+static int misuse_too_many_inputs(void) {
     dt_ctx *ctx = child_ctx();
     dt_tensor *x = dt_require_grad(noise_input(ctx, DT_F32, DT_SHAPE(1), 1, 1));
     dt_record(dt_new(ctx, DT_F64, DT_SCALAR),
@@ -1539,7 +1543,7 @@ static int h_too_many_inputs(void) {
     return refused(ctx, DT_ERR_ARG);
 }
 
-static int h_no_backward(void) {
+static int misuse_no_backward(void) {
     dt_ctx *ctx = child_ctx();
     dt_tensor *x = dt_require_grad(noise_input(ctx, DT_F32, DT_SHAPE(1), 1, 1));
     dt_backward(
@@ -1547,7 +1551,7 @@ static int h_no_backward(void) {
     return refused(ctx, DT_ERR_ARG);
 }
 
-static int h_record_stranger(void) {
+static int misuse_record_stranger(void) {
     meter m = METER;
     dt_ctx *ctx = child_ctx(), *other = open_ctx(&m);
     dt_tensor *x = dt_require_grad(noise_input(other, DT_F32, DT_SHAPE(1), 1, 1));
@@ -1563,8 +1567,8 @@ static dt_status ones_back(dt_node *n) {
     return d ? DT_OK : dt_error(n->out->ctx);
 }
 
-/* an own op is the first use of a parameter: it gets storage then */
-static int h_own_op_first(void) {
+/* no misuse: a parameter whose first use is a user-defined op gets storage */
+static int misuse_own_op_first(void) {
     dt_ctx *ctx = child_ctx();
     dt_tensor *w = dt_param_at(ctx, "w", DT_SHAPE(3), DT_ONES, (dt_param_desc){ .dtype = DT_F64 });
     dt_tensor *out = dt_new(ctx, DT_F64, DT_SCALAR);
@@ -1574,8 +1578,8 @@ static int h_own_op_first(void) {
     return refused(ctx, DT_ERR_ARG) && ok;
 }
 
-/* dt_ctx_make answered NULL: a loop without checks must come to its end */
-static int h_no_context(void) {
+/* dt_ctx_make returned NULL: a training loop without checks must not crash */
+static int misuse_no_context(void) {
     dt_param(NULL, "w", DT_SHAPE(1), DT_ZEROS);
     dt_scope(NULL, "s");
     dt_buckets_make(NULL, (dt_buckets_desc){ 0 });
@@ -1596,7 +1600,8 @@ static dt_tensor *leaf_inside(dt_tensor *x, void *user) {
     return dt_gelu(times(x, *leaf));
 }
 
-static int h_leaf_inside(void) { /* "t->grad after the backward, until dt_reset", in a block too */
+/* no misuse: t->grad is valid after the backward until dt_reset, for a leaf inside a block too */
+static int misuse_leaf_inside(void) {
     dt_ctx *ctx = child_ctx();
     dt_tensor *leaf[3], *x = dt_require_grad(noise_input(ctx, DT_F64, DT_SHAPE(2, 5), 1, 1)),
                         *y = x;
@@ -1608,7 +1613,7 @@ static int h_leaf_inside(void) { /* "t->grad after the backward, until dt_reset"
     return refused(ctx, DT_OK) && ok && isfinite(g[0]) && isfinite(g[1]) && isfinite(g[2]);
 }
 
-static int h_grad_of_ints(void) {
+static int misuse_grad_of_ints(void) {
     dt_ctx *ctx = child_ctx();
     dt_require_grad(ints(ctx, 1, 2));
     return refused(ctx, DT_ERR_ARG);
@@ -1616,29 +1621,29 @@ static int h_grad_of_ints(void) {
 
 static void test_misuse(void) {
 #define MISUSE(f) CHECK_MSG(survives(f), "misuse: %s", #f)
-    MISUSE(h_backward_param);
-    MISUSE(h_weight_param);
-    MISUSE(h_weight_first);
-    MISUSE(h_weight_after);
-    MISUSE(h_weight_twice);
-    MISUSE(h_backward_inside);
-    MISUSE(h_reset_inside);
-    MISUSE(h_reshape_deep);
-    MISUSE(h_reshape_below);
-    MISUSE(h_count_wraps);
-    MISUSE(h_bytes_wrap);
-    MISUSE(h_param_wraps);
-    MISUSE(h_too_many_inputs);
-    MISUSE(h_no_backward);
-    MISUSE(h_record_stranger);
-    MISUSE(h_own_op_first);
-    MISUSE(h_no_context);
-    MISUSE(h_leaf_inside);
-    MISUSE(h_grad_of_ints);
+    MISUSE(misuse_backward_param);
+    MISUSE(misuse_weight_param);
+    MISUSE(misuse_weight_first);
+    MISUSE(misuse_weight_after);
+    MISUSE(misuse_weight_twice);
+    MISUSE(misuse_backward_inside);
+    MISUSE(misuse_reset_inside);
+    MISUSE(misuse_reshape_deep);
+    MISUSE(misuse_reshape_below);
+    MISUSE(misuse_count_wraps);
+    MISUSE(misuse_bytes_wrap);
+    MISUSE(misuse_param_wraps);
+    MISUSE(misuse_too_many_inputs);
+    MISUSE(misuse_no_backward);
+    MISUSE(misuse_record_stranger);
+    MISUSE(misuse_own_op_first);
+    MISUSE(misuse_no_context);
+    MISUSE(misuse_leaf_inside);
+    MISUSE(misuse_grad_of_ints);
 #undef MISUSE
 }
 
-/* Each kernel taken out of a copied table in turn: the program stops at it, naming it. */
+/* Removes each kernel from a copy of the table in turn: the program fails and names the kernel. */
 static void missing_kernels(void) {
     static const char *const unused[] = { "copy", "square_sums", "adamw", "sgd",
         "cross_entropy_merge", "momentum", "frozen_adam", "sign_pack", "sign_unpack" };
@@ -1688,8 +1693,8 @@ static void replaced_kernel(void) {
     dt_ctx_free(ctx);
 }
 
-/* A reduction that fails while a gradient is added: nobody may be told that the gradient is
-   ready. */
+/* The reduction that accumulates a gradient fails: no listener may get the event that the gradient
+   is ready. */
 static int reduce_calls;
 static dt_status failing_reduce(const dt_reduce_args *a, void *stream) {
     (void)a, (void)stream;
@@ -1700,7 +1705,7 @@ static dt_status failing_reduce(const dt_reduce_args *a, void *stream) {
 static void failing_kernel(void) {
     dt_kernels table = *dt_kernels_cpu();
     meter m = METER;
-    heard h = { .micros = 1 };
+    events h = { .micros = 1 };
     dt_listener l = { .grad_ready = on_ready, .user = &h };
     table.reduce = failing_reduce;
     dt_ctx *ctx = open_with(&m, &table, 7);
@@ -1713,17 +1718,17 @@ static void failing_kernel(void) {
     }
     CHECK(dt_error(ctx) == DT_ERR_DEVICE && reduce_calls == 1 &&
           strstr(dt_error_text(ctx), "reduce"));
-    CHECK_MSG(h.text[0] == 0, "after the failure a listener heard %s", h.text);
+    CHECK_MSG(h.text[0] == 0, "after the failure a listener got events: %s", h.text);
     close_ctx(ctx, &m, "a failing kernel");
 }
 
 // ==== 6. The one-rank GPT =======================================================================
 
-/* One parameter's gradient: n elements of the model's N, whose gradients' norm is `whole`. */
+/* Compares the gradient of one parameter of n elements. share: the least norm to compare with. */
 static void tensor_compare(const char *what, const char *name, const void *ours, dt_dtype dtype,
     const double *theirs, int64_t n, double share, double tolerance, double *worst) {
     double difference = 0, size = 0;
-    if (!CHECK_MSG(ours && theirs, "%s: %s: nothing to compare", what, name)) return;
+    if (!CHECK_MSG(ours && theirs, "%s: %s: a gradient is missing", what, name)) return;
     for (int64_t i = 0; i < n; i++) {
         double d = get(ours, dtype, i) - theirs[i];
         difference += d * d;
@@ -1768,7 +1773,7 @@ static const double *step_array(const gpt_test *t, int step, const char *array) 
     return x;
 }
 
-/* One step of dt and of the serial model on the same data; then the serial model moves on. */
+/* Compares a step of dt with one of the serial model, then updates the serial model. */
 static void gpt_step(gpt_test *t, dt_ctx *ctx, gpt *model, sg_model *serial, int step) {
     const double *ids = step_array(t, step, "ids"), *labels = step_array(t, step, "labels");
     const double *denom = step_array(t, step, "denom"), *golden_loss = step_array(t, step, "loss");
@@ -1847,15 +1852,15 @@ static void gpt_run(const char *file, dt_dtype dtype) {
     t.B = (int)batch[2];
     t.T = (int)batch[3];
     for (int step = 1; step <= (int)batch[0]; step++) gpt_step(&t, ctx, &model, serial, step);
-    printf("%s: %d steps, worst error of a loss %.2g, of a gradient %.2g\n", t.what, (int)batch[0],
-        t.worst_loss, t.worst_grad);
+    printf("%s: %d steps, largest error of a loss %.2g, of a gradient %.2g\n", t.what,
+        (int)batch[0], t.worst_loss, t.worst_grad);
     close_good(ctx, &m, t.what);
     sg_free(serial);
     golden_free(t.g);
 }
 
-/* The same program twice: the same bits. */
-static void same_again(void) {
+/* Two runs of the same program give the same bits. */
+static void run_to_run_bits(void) {
     double value[2] = { 0, 0 };
     float sum[2] = { 0, 0 };
     for (int i = 0; i < 2; i++) {
@@ -1864,7 +1869,7 @@ static void same_again(void) {
         program p = program_make(ctx, small_gpt);
         for (int step = 0; step < 3; step++) value[i] += program_step(ctx, &p, step);
         for (int k = 0; k < 17 * 12; k++) sum[i] = 3 * sum[i] / 4 + ((float *)p.model.wte->grad)[k];
-        close_good(ctx, &m, "the same again");
+        close_good(ctx, &m, "two runs");
     }
     CHECK(memcmp(&value[0], &value[1], 8) == 0 && memcmp(&sum[0], &sum[1], 4) == 0);
 }
@@ -1874,13 +1879,13 @@ static void test_gpt(void) {
     gpt_run("gpt2_untied.bin", DT_F64);
     gpt_run("gpt2_tied.bin", DT_F32);
     gpt_run("gpt2_untied.bin", DT_F32);
-    same_again();
+    run_to_run_bits();
 }
 
-// ==== 12. Recomputation =========================================================================
+// ==== 7. Recomputation ==========================================================================
 
-/* One graph with every kind of block, each plain or recomputed by a bit of `mask`; the numbers must
-   not show which. */
+/* One graph with every kind of block. Bits of `mask` choose the blocks that are recomputed. The
+   choice must not change a bit of the results. */
 enum {
     RC_LINEAR = 1,
     RC_VIEW = 2,
@@ -1901,7 +1906,7 @@ static dt_tensor *rc_block(rc_graph *g, int bit, dt_block_fn fn, dt_tensor *x) {
     return dt_block_at(g->w->ctx, fn, x, g, (dt_block_desc){ .recompute = (g->mask & bit) != 0 });
 }
 
-/* A parameter, a tensor made outside, a side loss of its own. */
+/* Uses a parameter and a tensor from outside the block, and adds a side loss. */
 static dt_tensor *rc_linear(dt_tensor *x, void *user) {
     rc_graph *g = (rc_graph *)user;
     g->runs++;
@@ -1914,7 +1919,7 @@ static dt_tensor *rc_view(dt_tensor *x, void *user) {
     return dt_reshape(dt_linear(x, ((rc_graph *)user)->v, NULL), DT_SHAPE(6, 4));
 }
 
-/* The output is the input: nothing is copied, and the side loss is all there is to run again. */
+/* Returns its input. Nothing is copied, and only the side loss is recomputed. */
 static dt_tensor *rc_same(dt_tensor *x, void *user) {
     return dt_loss(x, weigh(dt_linear(x, ((rc_graph *)user)->v, NULL), NULL), 0.2);
 }
@@ -1935,8 +1940,8 @@ static dt_tensor *rc_leaf(dt_tensor *x, void *user) {
     return dt_add(dt_add(x, dt_gelu(g->leaf)), x);
 }
 
-/* Blocks inside, whose user is a local variable; the second uses what the first returned, and x
-   once more. */
+/* Two nested blocks whose user data is a local variable. The second block uses x and the result of
+   the first. */
 typedef struct rc_pair {
     rc_graph *g;
     dt_tensor *w, *also;
@@ -1969,7 +1974,7 @@ static dt_tensor *rc_forward(dt_ctx *ctx, rc_graph *g) {
     x = dt_add(x, rc_block(g, RC_OUTSIDE, rc_outside, x));
     x = rc_block(g, RC_LEAF, rc_leaf, rc_block(g, RC_BARE, rc_bare, x));
     x = rc_block(g, RC_OUTER, rc_outer, x);
-    /* a use of w outside all blocks */
+    /* uses w outside of all blocks */
     return weigh(dt_linear(dt_add(x, g->start), g->w, NULL), NULL);
 }
 
@@ -1980,8 +1985,8 @@ static void rc_leaves(const rc_graph *g, char *to) {
     memcpy(to + 96, g->leaf->grad, 96);
 }
 
-/* Loss, gradients of the parameters, of the input and of the leaf: written to `to`, their bytes
-   returned. */
+/* Runs a step and writes the loss and the gradients of the parameters, the input and the leaf to
+   `to`. Returns the number of bytes. */
 static size_t rc_step(dt_ctx *ctx, rc_graph *g, int halves, char *to) {
     dt_tensor *loss = rc_forward(ctx, g);
     if (!halves)
@@ -2003,8 +2008,8 @@ static rc_graph rc_make(dt_ctx *ctx, int mask) {
     return g;
 }
 
-/* Every kind of block alone and all together, whole and in halves, over two micro-batches and three
-   steps. */
+/* Recomputes each kind of block alone and all together, by a full backward and by halves, over two
+   micro-batches and three steps. */
 static void rc_same_bits(void) {
     static const int masks[] = { 0, 1, 2, 4, 8, 16, 32, 64, 128, 64 | 128, RC_ALL & ~RC_LINEAR,
         RC_ALL };
@@ -2027,7 +2032,7 @@ static void rc_same_bits(void) {
             }
             if (i == 0 && halves == 0) memcpy(first, got, sizeof got);
             CHECK_MSG(bytes < sizeof got && memcmp(first, got, sizeof got) == 0,
-                "blocks %d recomputed, halves %d: other bits", masks[i], halves);
+                "blocks %d recomputed, halves %d: bits differ", masks[i], halves);
             CHECK_MSG(g.first_runs == 6 * 3, "blocks %d: %d first runs in 6 micro-batches",
                 masks[i], g.first_runs);
             if (masks[i] == RC_LINEAR) CHECK_MSG(g.runs == 6 * 6, "rc_linear ran %d times", g.runs);
@@ -2041,13 +2046,13 @@ static dt_tensor *rc_nested(dt_tensor *x, void *user) {
     return dt_gelu(dt_block(x->ctx, toy_block, x, user));
 }
 
-/* A listener sees the second run as a forward, right before the backward it is for, with the same
-   numbers. */
+/* A listener sees a recomputation as a forward of the same block, right before the block's
+   backward. */
 static void rc_events(void) {
     for (int halves = 0; halves < 2; halves++) {
         meter m = METER;
         dt_ctx *ctx = open_ctx(&m);
-        heard h = { .micros = 1 };
+        events h = { .micros = 1 };
         dt_listener l = LISTENER(&h);
         dt_tensor *w = dt_param(ctx, "w", DT_SHAPE(5, 5), DT_NORMAL(1)), *x;
         dt_listen(ctx, &l);
@@ -2062,12 +2067,12 @@ static void rc_events(void) {
                       halves ? "F1 F2 f2 f1 F3 f3 I0 F3 f3 I3 i3 F1 F2 f2 f1 I1 I2 i2 i1 i0 "
                                "W0 W3 w3 W1 W2 R0 w2 w1 w0"
                              : "F1 F2 f2 f1 F3 f3 B0 F3 f3 B3 b3 F1 F2 f2 f1 B1 B2 R0 b2 b1 b0"),
-            "heard %s", h.text);
+            "events: %s", h.text);
         close_good(ctx, &m, "events");
     }
 }
 
-/* Evaluation keeps nothing of a recomputed block either, and gives the same numbers. */
+/* Under dt_no_grad a recomputed block keeps no activations and gives the same values. */
 static void rc_no_grad(void) {
     char bits[2][96];
     size_t peak[2];
@@ -2092,7 +2097,7 @@ static void rc_no_grad(void) {
 
 // ---- the model
 
-/* A GPT's gradients under each choice: 5 layers, so that full:2 ends with a group of one. */
+/* A GPT has the same gradients with every choice. Of 5 layers the last group of full:2 has one. */
 static void rc_gpt_bits(void) {
     enum { ROOM = 1 << 17 };
     static const int choice[][2] = { { GPT_RECOMPUTE_NONE, 0 }, { GPT_RECOMPUTE_SELECTIVE, 0 },
@@ -2113,14 +2118,14 @@ static void rc_gpt_bits(void) {
         for (int step = 0; step < 4; step++) value[k] += program_step(ctx, &p, step);
         size_t bytes = all_grads(ctx, bits[k]);
         CHECK_MSG(bytes <= ROOM && value[k] == value[0] && memcmp(bits[0], bits[k], bytes) == 0,
-            "recompute %d every %d: other bits", c.recompute, c.recompute_every);
+            "recompute %d every %d: bits differ", c.recompute, c.recompute_every);
         close_good(ctx, &m, "a recomputed GPT");
     }
     free(bits[0]);
     free(bits[1]);
 }
 
-/* Peak of activations in a steady step, as the allocator sees it from outside. */
+/* The bytes of activation memory after the first steps, as counted by the allocator. */
 static size_t rc_acts(gpt_config c, int64_t B, int recompute, int every) {
     meter m = METER;
     dt_ctx *ctx = open_ctx(&m);
@@ -2138,9 +2143,8 @@ static size_t rc_acts(gpt_config c, int64_t B, int recompute, int every) {
     }
     size_t live = m.live[DT_MEM_ACTS];
     CHECK_MSG(DT__ASAN || (m.calls == calls && m.peak[DT_MEM_ACTS] == 0),
-        "recompute %d every %d: %zu allocations in a "
-        "steady step",
-        recompute, every, m.calls - calls);
+        "recompute %d every %d: %zu allocations in the last step", recompute, every,
+        m.calls - calls);
     free(ids);
     close_good(ctx, &m, "activation bytes");
     return live;
@@ -2151,7 +2155,7 @@ static size_t rc_bytes(int n, int64_t count, dt_dtype dtype) {
     return (size_t)n * (((size_t)count * dt_dtype_size(dtype) + 63) / 64 * 64);
 }
 
-/* What gpt.h says is kept of a layer. */
+/* The activation bytes of a layer, as gpt.h states them. */
 static size_t rc_kept(gpt_config c, int64_t B, int recompute) {
     int64_t M = B * c.seq, C = c.width, KD = C / c.heads * c.kv_heads;
     if (recompute == GPT_RECOMPUTE_FULL) return rc_bytes(1, M * C, c.dtype);
@@ -2162,8 +2166,8 @@ static size_t rc_kept(gpt_config c, int64_t B, int recompute) {
            rc_bytes(2, M, c.dtype) + rc_bytes(1, M * c.heads, c.dtype);
 }
 
-/* More layers cost what the formula says, to the byte. Sizes are such that each arena is over 64
-   KiB, where an arena's chunk is as large as what it holds. */
+/* More layers take exactly the bytes of the formula. All arenas are larger than 64 KiB: then their
+   chunks are no larger than their contents. */
 static void rc_formula(void) {
     static const struct {
         gpt_config c;
@@ -2205,16 +2209,16 @@ static void rc_formula(void) {
                 size_t got = rc_acts(more, sizes[i].B, recompute, every) -
                              rc_acts(sizes[i].c, sizes[i].B, recompute, every);
                 CHECK_MSG(got == 2 * kept,
-                    "sizes %zu, recompute %d every %d: %zu bytes for two more, formula %zu", i,
-                    recompute, every, got, 2 * kept);
+                    "sizes %zu, recompute %d every %d: %zu bytes for two more groups, formula %zu",
+                    i, recompute, every, got, 2 * kept);
             }
 }
 
-/* The square root: K layers in a block, L = K^2. L/K outputs and K layers' activations, so 4 times
-   the layers take twice the memory. */
+/* Full recomputation in groups of K = sqrt(L) layers keeps L/K outputs and the activations of K
+   layers. 4 times the layers take twice the memory. */
 static void rc_square_root(void) {
     gpt_config c = { .width = 48, .heads = 4, .kv_heads = 4, .ffn = 192, .seq = 32, .vocab = 64 };
-    size_t acts[2][3], B = 4; /* so that four outputs are over 64 KiB */
+    size_t acts[2][3], B = 4; /* makes four outputs larger than 64 KiB */
     for (int i = 0; i < 2; i++) {
         c.layers = i ? 64 : 16;
         acts[i][0] = rc_acts(c, (int64_t)B, GPT_RECOMPUTE_NONE, 0);
@@ -2228,8 +2232,7 @@ static void rc_square_root(void) {
            out = rc_kept(c, (int64_t)B, GPT_RECOMPUTE_FULL);
     CHECK(acts[1][0] - acts[0][0] == 48 * layer && acts[1][1] - acts[0][1] == 48 * out);
     CHECK_MSG(acts[1][2] - acts[0][2] == 4 * layer + 4 * out,
-        "from (16,4) to (64,8): %zu bytes more, not 4 layers "
-        "and 4 outputs, %zu",
+        "from (16,4) to (64,8): %zu bytes more, not %zu for 4 layers and 4 outputs",
         acts[1][2] - acts[0][2], 4 * layer + 4 * out);
     size_t fixed = acts[0][2] - 4 * layer - 4 * out; /* embedding, head, gradients of two layers */
     double none = (double)acts[1][0] / (double)acts[0][0],
@@ -2241,7 +2244,7 @@ static void rc_square_root(void) {
     CHECK(none > 2.9 && root < 2.05 && acts[1][2] < acts[1][0] / 4);
 }
 
-// ---- what is refused
+// ---- errors
 
 typedef struct rc_fault {
     rc_graph g;
@@ -2263,7 +2266,7 @@ static dt_tensor *rc_faulty(dt_tensor *x, void *user) {
     return y;
 }
 
-static void rc_unlike(void) {
+static void rc_not_repeatable(void) {
     static const char *const text[RC_FAULTS] = { "(6,4)", "f64", "other ops", "other ops",
         "nothing", "dt_input", "the second run" };
     for (int kind = 0; kind < RC_FAULTS; kind++)
@@ -2297,9 +2300,9 @@ static dt_tensor *rc_giver(dt_tensor *x, void *user) {
     return (dt_tensor *)user;
 }
 
-/* A tensor that went with its block: an op, an own op, reading, a loss, an input and an output of
-   blocks. */
-static void rc_gone(void) {
+/* A tensor inside a recomputed block is freed with the block. It cannot be used by an op, a user-
+   defined op, dt_read, dt_backward, as input or output of a block, or by dt_write. */
+static void rc_freed_tensor(void) {
     for (int kind = 0; kind < 7; kind++) {
         meter m = METER;
         dt_ctx *ctx = open_ctx(&m);
@@ -2318,14 +2321,14 @@ static void rc_gone(void) {
             CHECK(dt_block_at(ctx, rc_bare, f.kept, NULL, (dt_block_desc){ 1, 0 }) == NULL);
         if (kind == 5)
             CHECK(dt_block_at(ctx, rc_giver, x, f.kept, (dt_block_desc){ 1, 0 }) == NULL);
-        if (kind == 6) { /* a tensor of the first run, kept for the second and after it */
+        if (kind == 6) { /* a tensor of the first run, used after the backward */
             dt_backward(weigh(y, NULL));
             CHECK(dt_write(f.kept, host) != DT_OK);
         }
         CHECK_MSG(dt_error(ctx) == DT_ERR_ARG &&
                       strstr(dt_error_text(ctx), "recomputed dt_block and is gone"),
-            "gone %d: %s", kind, dt_error_text(ctx));
-        close_ctx(ctx, &m, "a tensor that is gone");
+            "use %d: %s", kind, dt_error_text(ctx));
+        close_ctx(ctx, &m, "a freed tensor");
     }
 }
 
@@ -2341,9 +2344,9 @@ static dt_tensor *rc_side_loss(dt_tensor *x, void *user) {
     return dt_loss(x, weigh(dt_linear(x, g->v, NULL), NULL), 1);
 }
 
-/* No input, nothing made but a side loss: neither is wrong; and no call of fn in a context that has
-   failed. */
-static void rc_nothing(void) {
+/* A block may have no input, or make only a side loss. In a failed context its function is not
+   called. */
+static void rc_no_input(void) {
     char bits[2][512];
     for (int again = 0; again < 2; again++) {
         meter m = METER;
@@ -2373,23 +2376,23 @@ static void test_recompute(void) {
     rc_gpt_bits();
     rc_formula();
     rc_square_root();
-    rc_unlike();
-    rc_gone();
-    rc_nothing();
+    rc_not_repeatable();
+    rc_freed_tensor();
+    rc_no_input();
 }
 
-// ==== 13. Tapes and stages ======================================================================
+// ==== 8. Tapes and stages =======================================================================
 
 enum { TAPE_MICROS = 4, TAPE_BYTES = 1024 };
 
-/* What a row of micro-batches leaves: losses, gradients of leaves, and the parameters' after the
-   last. */
+/* Results of a step: the losses, the gradients of the leaves, and the parameters' gradients after
+   the last micro-batch. */
 typedef struct tape_bits {
     double loss[TAPE_MICROS];
     char leaves[TAPE_MICROS][192], grads[TAPE_BYTES];
 } tape_bits;
 
-/* "F0 I1 W1 B2": phases of micro-batches, micro-batch i on tape first + i % tapes. */
+/* Runs the phases in `steps`, such as "F0 I1 W1 B2". Micro-batch i is on tape first + i % tapes. */
 static void tape_steps(
     dt_ctx *ctx, rc_graph *base, const char *steps, int first, int tapes, tape_bits *bits) {
     rc_graph g[TAPE_MICROS];
@@ -2440,28 +2443,28 @@ static void tapes_same_bits(void) {
             if (i == 0 && k == 0) want = got;
             CHECK_MSG(memcmp(&want, &got, sizeof got) == 0 && got.loss[0] != got.loss[1] &&
                           got.leaves[3][0] != 0,
-                "'%s', blocks %d recomputed: other bits", rows[i].steps, masks[k]);
+                "'%s', blocks %d recomputed: bits differ", rows[i].steps, masks[k]);
             close_good(ctx, &m, "tapes");
         }
 }
 
-static void hear_stage(dt_ctx *ctx, const dt_event *e, void *user) {
+static void event_stage(dt_ctx *ctx, const dt_event *e, void *user) {
     (void)ctx;
-    hear((heard *)user, "s", e->stage);
+    add_event((events *)user, "s", e->stage);
 }
 
-static void hear_ready(dt_ctx *ctx, dt_bucket *unit, int last, void *user) {
+static void event_ready(dt_ctx *ctx, dt_bucket *bucket, int last, void *user) {
     (void)ctx, (void)last;
-    hear((heard *)user, "r", unit->index);
+    add_event((events *)user, "r", bucket->index);
 }
 
-/* Units end where a stage does, and a backward completes those of its own stage only, used or
-   not. */
-static void stages_of_units(void) {
+/* A bucket has parameters of one stage only, and a backward makes the buckets of its own stage
+   ready, used or not. */
+static void stages_of_buckets(void) {
     meter m = METER;
     dt_ctx *ctx = open_ctx(&m);
-    heard h = { .micros = 1 };
-    dt_listener l = { .enter = hear_stage, .grad_ready = hear_ready, .user = &h };
+    events h = { .micros = 1 };
+    dt_listener l = { .enter = event_stage, .grad_ready = event_ready, .user = &h };
     dt_tensor *w[5];
     for (int i = 0; i < 5; i++) {
         char name[2] = { (char)('a' + i), 0 };
@@ -2474,7 +2477,7 @@ static void stages_of_units(void) {
         h.text[0] = 0;
         dt_backward(weigh(
             dt_linear(noise_input(ctx, DT_F32, DT_SHAPE(2, 3), 1, 1), w[2 * i + 1], NULL), NULL));
-        CHECK_MSG(!strcmp(h.text, i ? "s3 r1" : "s0 r0"), "stage %d: heard %s", i, h.text);
+        CHECK_MSG(!strcmp(h.text, i ? "s3 r1" : "s0 r0"), "stage %d: events: %s", i, h.text);
         CHECK(w[2 * i + 1]->grad && !w[4]->grad && (i || !w[2]->grad));
     }
     for (int i = 0; i < 5; i++) {
@@ -2487,9 +2490,9 @@ static void stages_of_units(void) {
     close_good(ctx, &m, "stages");
 }
 
-/* A chain in two pieces, the second's gradient of its input handed to the first: the bits of the
-   chain in one. */
-static void backward_from_between(void) {
+/* A chain of ops on two tapes: dt_backward_at takes the gradient of the second tape's input to the
+   first tape. It has the bits of the chain on one tape. */
+static void backward_of_two_tapes(void) {
     for (int k = 0; k < 6; k++) {
         meter m = METER;
         dt_ctx *ctx = open_ctx(&m);
@@ -2499,20 +2502,20 @@ static void backward_from_between(void) {
         dt_shape shape = DT_SHAPE(2, 5), flat = DT_SHAPE(10);
         dt_loss_scale(ctx, 8);
         memset(grads, 0, sizeof grads);
-        for (int cut = 0; cut < 2; cut++) {
+        for (int shard_over = 0; shard_over < 2; shard_over++) {
             dt_clear_grads(ctx);
             dt_tape(ctx, 0, 0);
             dt_tensor *y = toy_block(dt_add(noise_input(ctx, type, shape, 1, 1), t.a), t.w[0]),
                       *x = y, *up = NULL;
             if (k >= 4) y = x = dt_reshape(y, flat);
-            if (cut)
+            if (shard_over)
                 dt_tape(ctx, 1, 0), x = dt_require_grad(dt_input(ctx, type, y->shape, y->data));
             dt_tensor *loss =
                 weigh(dt_add(dt_linear(k >= 4 ? dt_reshape(x, shape) : x, t.w[1], NULL),
                           k >= 4 ? dt_reshape(x, shape) : x),
                     NULL);
             dt_backward(loss);
-            if (cut && CHECK(x->grad != NULL)) {
+            if (shard_over && CHECK(x->grad != NULL)) {
                 const void *grad = x->grad;
                 dt_tape(ctx, 0, 0);
                 up = dt_input(ctx, type, y->shape, grad);
@@ -2529,23 +2532,24 @@ static void backward_from_between(void) {
                 const dt_tensor *p = i == 2 ? t.a : t.w[i];
                 size_t bytes = (size_t)dt_count(p->shape) * dt_dtype_size(type);
                 if (!CHECK(p->grad != NULL)) continue;
-                memcpy(grads[cut] + at, p->grad, bytes);
+                memcpy(grads[shard_over] + at, p->grad, bytes);
                 at += bytes;
             }
             dt_reset(ctx);
         }
         CHECK_MSG(memcmp(grads[0], grads[1], sizeof grads[0]) == 0 && get(grads[0], type, 0) != 0,
-            "chain %d in two pieces: other bits", k);
-        close_good(ctx, &m, "a backward from between");
+            "chain %d on two tapes: bits differ", k);
+        close_good(ctx, &m, "backward of two tapes");
     }
 }
 
-/* An output that needs no gradient: zeros for all, and everybody hears it. */
-static void backward_from_nothing(void) {
+/* A backward from an output that needs no gradient sets all gradients to 0, and listeners get the
+   events. */
+static void backward_without_grad(void) {
     meter m = METER;
     dt_ctx *ctx = open_ctx(&m);
-    heard h = { .micros = 1 };
-    dt_listener l = { .grad_ready = hear_ready, .user = &h };
+    events h = { .micros = 1 };
+    dt_listener l = { .grad_ready = event_ready, .user = &h };
     dt_tensor *w = dt_param(ctx, "w", DT_SHAPE(2), DT_ONES),
               *x = noise_input(ctx, DT_F32, DT_SHAPE(3), 1, 1);
     dt_listen(ctx, &l);
@@ -2559,23 +2563,23 @@ static void backward_from_nothing(void) {
           DT_OK);
     CHECK_MSG(!strcmp(h.text, "r0") && w->grad && get(w->grad, DT_F32, 0) == 0 &&
                   get(w->grad, DT_F32, 1) == 0,
-        "heard '%s'", h.text);
+        "events: '%s'", h.text);
     dt_unlisten(ctx, &l);
-    close_good(ctx, &m, "a backward from nothing");
+    close_good(ctx, &m, "backward without gradients");
 }
 
-static void cut_each(const dt_bucket *unit, size_t *pad, int *parts, int *part, void *user) {
-    CHECK(*pad == 4 && *parts == 1 && *part == 0 && unit->count == (unit->index ? 5u : 9u));
+static void shard_each(const dt_bucket *bucket, size_t *pad, int *parts, int *part, void *user) {
+    CHECK(*pad == 4 && *parts == 1 && *part == 0 && bucket->count == (bucket->index ? 5u : 9u));
     (*(int *)user)++;
-    if (unit->index == 2) return;
-    *pad = unit->index ? 12 : 8;
-    *parts = unit->index ? 3 : 2;
-    *part = unit->index ? 2 : 0;
+    if (bucket->index == 2) return;
+    *pad = bucket->index ? 12 : 8;
+    *parts = bucket->index ? 3 : 2;
+    *part = bucket->index ? 2 : 0;
 }
 
-/* Each unit cut in its own way: 9 elements padded by 8 to 16, run 0 of 2; 5 by 12, run 2 of 3; 5 by
-   4, whole. */
-static void cuts_of_units(void) {
+/* Every bucket is sharded in its own way: 9 elements padded to 16, shard 0 of 2; 5 padded to 12,
+   shard 2 of 3; 5 padded to 8, not sharded. */
+static void shards_of_buckets(void) {
     static const size_t want[3][3] = { { 16, 0, 8 }, { 12, 8, 4 }, { 8, 0, 8 } };
     meter m = METER;
     dt_ctx *ctx = open_ctx(&m);
@@ -2585,41 +2589,41 @@ static void cuts_of_units(void) {
         dt_stage(ctx, i);
         dt_param(ctx, name, DT_SHAPE(i ? 5 : 9), DT_ONES);
     }
-    CHECK(dt_buckets_make(ctx, (dt_buckets_desc){ .pad = 4, .shard = cut_each, .user = &asked }) ==
-              DT_OK &&
+    CHECK(dt_buckets_make(
+              ctx, (dt_buckets_desc){ .pad = 4, .shard = shard_each, .user = &asked }) == DT_OK &&
           asked == 3);
     for (int u = 0; u < 3; u++) {
-        const dt_bucket *unit = dt_bucket_get(ctx, u);
-        if (!CHECK(unit && unit->shard)) continue;
-        CHECK_MSG(unit->padded == want[u][0] && unit->shard_offset == want[u][1] &&
-                      unit->shard_count == want[u][2],
-            "unit %d: %zu of "
-            "%zu from %zu",
-            u, unit->shard_count, unit->padded, unit->shard_offset);
-        CHECK((unit->data == NULL) == (u < 2));
-        for (size_t i = 0; i < unit->shard_count; i++)
-            CHECK(get(unit->shard, DT_F32, (int64_t)i) == (unit->shard_offset + i < unit->count));
+        const dt_bucket *bucket = dt_bucket_get(ctx, u);
+        if (!CHECK(bucket && bucket->shard)) continue;
+        CHECK_MSG(bucket->padded == want[u][0] && bucket->shard_offset == want[u][1] &&
+                      bucket->shard_count == want[u][2],
+            "bucket %d: %zu elements of %zu from %zu", u, bucket->shard_count, bucket->padded,
+            bucket->shard_offset);
+        CHECK((bucket->data == NULL) == (u < 2));
+        for (size_t i = 0; i < bucket->shard_count; i++)
+            CHECK(get(bucket->shard, DT_F32, (int64_t)i) ==
+                  (bucket->shard_offset + i < bucket->count));
     }
     CHECK(dt_memory_used(ctx).live[DT_MEM_PARAMS] == (8 + 4 + 8) * 4);
-    close_good(ctx, &m, "cuts of units");
+    close_good(ctx, &m, "shards of buckets");
 }
 
 static void test_tapes(void) {
     tapes_same_bits();
-    stages_of_units();
-    backward_from_between();
-    backward_from_nothing();
-    cuts_of_units();
+    stages_of_buckets();
+    backward_of_two_tapes();
+    backward_without_grad();
+    shards_of_buckets();
 }
 
 int main(int argc, char **argv) {
     if (argc > 1) golden_folder = argv[1];
-    test_boxes();
-    test_units();
+    test_slices();
+    test_buckets();
     test_memory();
     test_errors();
     quiet_failures();
-    plain_messages();
+    messages_are_printable();
     missing_kernels();
     replaced_kernel();
     failing_kernel();

@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""llmc_files.py - what llm.c's train_gpt2 reads, for the model of bench_train - public domain or MIT, at your choice
+"""llmc_files.py - the input files of llm.c's train_gpt2 for the model of bench_train - public domain or MIT, at your choice
 
     python3 llmc_files.py DIR FILE...        writes DIR/gpt2_124M.bin and DIR/dev/data/tinyshakespeare/*.bin
 
-llm.c is measured from DIR, a copy of https://github.com/karpathy/llm.c. Its batch is part of its source: 16 sequences
-of 256 tokens are what two ranks of bench_train take a step.
+llm.c is measured from DIR, a copy of https://github.com/karpathy/llm.c. Its batch size is set in its source: 16
+sequences of 256 tokens are the batch of two ranks of bench_train.
 
     sed -i 's/int B = 4;/int B = 16;/; s/int T = 64;/int T = 256;/' train_gpt2.c
     sed -i 's/val_num_batches = 5/val_num_batches = 0/' train_gpt2.c
     make train_gpt2 && OMP_NUM_THREADS=2 build/bench_train --llmc DIR/train_gpt2
 
-The weights are random: they decide nothing about its speed. The tokens are the bytes of the files.
+The weights are random, which does not change the speed. The tokens are the bytes of the files.
 """
 import array
 import os

@@ -6,7 +6,7 @@
    and receive buffers apart. BYTES are those of the full buffer: of all-gather what one rank
    receives, of reduce-scatter and all-to-all what it sends. Each size is called for SECONDS, in
    bursts of a twentieth of it, as bench_comm.c does. Rank 0 prints a line "BYTES,US" a size: the
-   time of one call in the best burst; of send-recv half a round trip. */
+   time of one call in the best burst; for send-recv half a round trip. */
 #include <mpi.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -25,7 +25,7 @@ static void once(const char *op, float *send, float *recv, int count, int rank, 
         MPI_Reduce_scatter_block(send, recv, share, MPI_FLOAT, MPI_SUM, MPI_COMM_WORLD);
     } else if (strcmp(op, "all-to-all") == 0) {
         MPI_Alltoall(send, share, MPI_FLOAT, recv, share, MPI_FLOAT, MPI_COMM_WORLD);
-    } else if (rank % 2 == 0) { /* pairs of ranks play ping-pong */
+    } else if (rank % 2 == 0) { /* ping-pong between pairs of ranks */
         MPI_Send(send, count, MPI_FLOAT, rank + 1, 0, MPI_COMM_WORLD);
         MPI_Recv(recv, count, MPI_FLOAT, rank + 1, 0, MPI_COMM_WORLD, MPI_STATUS_IGNORE);
     } else {
@@ -34,7 +34,7 @@ static void once(const char *op, float *send, float *recv, int count, int rank, 
     }
 }
 
-static double now(void) { /* the same for all processes */
+static double now(void) { /* a clock that all processes share */
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
@@ -47,7 +47,7 @@ static double measure(
     int bursts = 0;
     once(op, send, recv, count, rank, ranks);
     for (int calls = 1; total < seconds || bursts < LEAST_BURSTS;) {
-        /* the latest end, and the earliest start with its sign changed */
+        /* the latest end, and the negated earliest start */
         double mine[2], most[2];
         MPI_Barrier(MPI_COMM_WORLD);
         mine[1] = -now();

@@ -3,15 +3,15 @@
 
     python3 torch_ddp.py --variant compile-fused-2x1 --data FILE... [--weights FILE] [--steps N]
 
-A variant is the words eager|compile, loop|foreach|fused (how AdamW runs), RxT (R processes of T threads; 1x2 is no data
-parallelism at all) and optionally bf16 (autocast), autotune (compile tries products of its own) and arena (glibc's
-allocator keeps its memory), joined by '-'. The batch of a step is the same for all: --batch sequences of two ranks.
+A variant is the words eager|compile, loop|foreach|fused (how AdamW runs), RxT (R processes of T threads; 1x2 has no data
+parallelism) and optionally bf16 (autocast), autotune (compile tries several matrix product kernels) and arena (glibc's
+allocator keeps freed memory), joined by '-'. All variants have the same batch: --batch sequences for each of two ranks.
 
 It prints a line "pid,P" for each rank, then a line "step,N,LOSS,MS" a step until it is killed or --steps are done. The
-loss is the mean over all ranks in the first --checked steps, and the first rank's own in those that are timed.
+loss is the mean over all ranks in the first --checked steps, and the first rank's loss in timed steps.
 
 --weights holds the parameters as 32-bit floats in the order in which examples/gpt.h registers them. With the same data
-and weights, dt and PyTorch compute the same function: their losses agree but for rounding.
+and weights, dt and PyTorch compute the same function: their losses agree up to rounding.
 """
 import argparse
 import math
@@ -85,7 +85,7 @@ def make_model(o):
 
 
 def load_weights(model, path, o):
-    """The order of gpt_register: q, k and v are three parameters there and one here."""
+    """Reads the parameters in the order of gpt_register, where q, k and v are three parameters; here they are one."""
     import torch
     flat = torch.frombuffer(bytearray(open(path, "rb").read()), dtype=torch.float32)
     C, at = o.width, 0

@@ -3,7 +3,7 @@
 
     python3 torch_gpu.py [--batch 16 32] [--steps 20]
 
-Prints what bench_gpu and train_gpt print of dt: summary,NAME,VALUE. bf16 throughout; attention is
+Prints lines summary,NAME,VALUE, as bench_gpu and train_gpt do for dt. All in bf16; attention is
 torch.nn.functional.scaled_dot_product_attention, causal, over (8, 16, 4096, 64 and 128); the model is GPT-2 124M with
 1,024 tokens a sequence, its weights in bf16 under autocast, AdamW fused, torch.compile; tokens a second of the best of
 three runs of --steps steps.
