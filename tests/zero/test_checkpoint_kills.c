@@ -224,7 +224,7 @@ static traced trace_rank(pid_t job, int rank, int n) {
     return h;
 }
 
-/* 0: this machine does not permit ptrace. */
+/* Returns 0 if this machine does not permit ptrace. */
 static int seize(pid_t victim) {
     long how = PTRACE_O_TRACESYSGOOD | PTRACE_O_TRACECLONE | PTRACE_O_EXITKILL;
     if (ptrace(PTRACE_SEIZE, victim, NULL, (void *)(intptr_t)how) != 0) return 0;
@@ -242,7 +242,7 @@ static int leftovers(const char *dir) {
 }
 
 /* A new job of one rank: opens the folder, cleans it up, finds A or B, trains a step and saves.
-   Returns the step that it check_next_job. */
+   Returns the step that it found. */
 static int check_next_job(const job *j, const char *what, int least) {
     dt_host host = *dt_host_default();
     dt_ctx_desc desc;
@@ -279,7 +279,7 @@ static void shell(const char *format, const char *a, const char *b) {
 // ==== The campaign ==============================================================================
 
 typedef struct sums {
-    int kills, check_next_job[3], calls;
+    int kills, found[3], calls;
 } sums;
 
 static void name_of(const job *j, int r, char *text, size_t bytes) {
@@ -355,10 +355,10 @@ static void campaign(int full) {
                         &j, first.dir, r, full ? 1 : 1 + (r + way) % 3, full ? 1 : 3, &sum))
                     return;
                 name_of(&j, r, name, sizeof name);
-                printf("%s: killed at %d of some %d calls; check_next_job A %d times, B %d times\n",
-                    name, sum.kills, sum.calls, sum.found[1], sum.found[2]);
-                CHECK_MSG(sum.kills > 3 && sum.found[1] > 0,
-                    "%s: %d kills, A check_next_job %d times", name, sum.kills, sum.found[1]);
+                printf("%s: killed at %d of some %d calls; found A %d times, B %d times\n", name,
+                    sum.kills, sum.calls, sum.found[1], sum.found[2]);
+                CHECK_MSG(sum.kills > 3 && sum.found[1] > 0, "%s: %d kills, A found %d times", name,
+                    sum.kills, sum.found[1]);
                 kills += sum.kills;
             }
     printf("%d kills\n", kills);
