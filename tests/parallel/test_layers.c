@@ -115,10 +115,9 @@ static dt_mesh all_over(dt_ctx *ctx, char axis) {
         ctx, (dt_mesh_desc){ .tp = axis == 't' ? n : 1, .cp = axis == 'c' ? n : 1 });
 }
 
-/* ==== 1. Column- and row-parallel layers
-   ============================================================================
+// ==== 1. Column- and row-parallel layers ========================================================
 
-   y = act(x w1^T + b1) w2^T + b2 + r. F is divisible by 7 only, so the last ranks' boxes
+/* y = act(x w1^T + b1) w2^T + b2 + r. F is divisible by 7 only, so the last ranks' boxes
    overhang. */
 
 enum { LB = 12, LS = 12, LC = 3, LF = 7, LO = 5, L_MOST = LB * LS * LO };
@@ -314,10 +313,9 @@ static void test_layers(void) {
     free(w);
 }
 
-/* ==== 2. Brief tensors
-   ==============================================================================================
+// ==== 2. Brief tensors ==========================================================================
 
-   A whole that a block has gathered is gone when the block's forward has ended. Who uses it later
+/* A whole that a block has gathered is gone when the block's forward has ended. Who uses it later
    hears of it; what is made of it inside, over one group more or under another name, has its data
    where the backward reads them. */
 
@@ -445,10 +443,9 @@ static void test_brief(void) {
     run_well(4, brief_values_main, NULL);
 }
 
-/* ==== 3. Vocabularies
-   ===============================================================================================
+// ==== 3. Vocabularies ===========================================================================
 
-   Logits come as they are, or as x w^T. Columns behind the vocabulary, those by which T does not
+/* Logits come as they are, or as x w^T. Columns behind the vocabulary, those by which T does not
    divide it and those that desc.vocab leaves out, hold 1e4. */
 
 enum { V_ROWS = 12, V_C = 3, V_MOST = 16 };
