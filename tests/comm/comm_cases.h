@@ -94,7 +94,7 @@ static void data_make(cases *s) {
                 s->in[t][kind][r] = (unsigned char *)malloc(m * 8 + 8);
                 for (size_t i = 0; i < m; i++)
                     put(s->in[t][kind][r], types[t], i,
-                        held(r, i, types[t], kind ? DT_PROD : DT_SUM));
+                        sent_value(r, i, types[t], kind ? DT_PROD : DT_SUM));
             }
         }
         for (int o = 0; o < (s->all_ops ? 5 : 1); o++) {
@@ -253,9 +253,9 @@ static void call_start(trial *c, const void *send, void *recv) {
 /* The ring's sum of element i of share j: from rank j + 1 round to rank j, each step rounded to the
    type. */
 static double ring_sum(int n, int j, size_t i, dt_dtype dtype, dt_op op) {
-    double x = held((j + 1) % n, i, dtype, op);
+    double x = sent_value((j + 1) % n, i, dtype, op);
     for (int k = 2; k <= n; k++) {
-        double y = held((j + k) % n, i, dtype, op);
+        double y = sent_value((j + k) % n, i, dtype, op);
         if (dtype == DT_F64)
             x = FOLD(double, x, y);
         else if (dtype == DT_I32)

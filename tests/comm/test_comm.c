@@ -77,14 +77,14 @@ static size_t differing(const void *buf, const cc *c, size_t n, size_t first, in
     size_t bad = 0;
     for (size_t i = 0; i < n; i++) {
         double want = rank_share ? naive(dt_comm_size(c->comm), first + i, c->dtype, c->op)
-                                 : held((int)first, i, c->dtype, c->op);
+                                 : sent_value((int)first, i, c->dtype, c->op);
         bad += get(buf, c->dtype, i) != want;
     }
     return bad;
 }
 
 static void fill(void *buf, const cc *c, size_t n, int rank) {
-    for (size_t i = 0; i < n; i++) put(buf, c->dtype, i, held(rank, i, c->dtype, c->op));
+    for (size_t i = 0; i < n; i++) put(buf, c->dtype, i, sent_value(rank, i, c->dtype, c->op));
 }
 
 static void say(const char *what, const cc *c, dt_status status, size_t bad) {
@@ -187,12 +187,13 @@ static void test_expectations(dt_dtype dtype) {
     double unit = dtype == DT_BF16 ? 1 / 256.0 : 1 / 2048.0;
     int steps_differ = 0, far = 0;
     for (size_t i = 0; i < 1000; i++) {
-        double sum = 0, size = 0, stepwise = held(0, i, dtype, DT_SUM),
+        double sum = 0, size = 0, stepwise = sent_value(0, i, dtype, DT_SUM),
                want = naive(8, i, dtype, DT_SUM);
         for (int r = 0; r < 8; r++) {
-            sum += held(r, i, dtype, DT_SUM);
-            size += fabs(held(r, i, dtype, DT_SUM));
-            if (r > 0) stepwise = rounded(dtype, (float)(stepwise + held(r, i, dtype, DT_SUM)));
+            sum += sent_value(r, i, dtype, DT_SUM);
+            size += fabs(sent_value(r, i, dtype, DT_SUM));
+            if (r > 0)
+                stepwise = rounded(dtype, (float)(stepwise + sent_value(r, i, dtype, DT_SUM)));
         }
         far += !(fabs(want - sum) <= unit * fabs(sum) + 8 * ldexp(size, -24));
         steps_differ += stepwise != want;

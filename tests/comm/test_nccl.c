@@ -211,14 +211,14 @@ static double wanted(const trial *c, size_t i, const size_t *in) {
     case REDUCE: return naive(n, i, t, redops[c->o]);
     case REDUCE_SCATTER: return naive(n, (size_t)me * c->count + i, t, redops[c->o]);
     case ALL_GATHER:
-    case GATHER: return held(r, at, t, DT_SUM);
-    case SCATTER: return held(c->root, (size_t)me * c->count + i, t, DT_SUM);
-    case ALL_TO_ALL: return held(r, (size_t)me * c->count + at, t, DT_SUM);
+    case GATHER: return sent_value(r, at, t, DT_SUM);
+    case SCATTER: return sent_value(c->root, (size_t)me * c->count + i, t, DT_SUM);
+    case ALL_TO_ALL: return sent_value(r, (size_t)me * c->count + at, t, DT_SUM);
     case ALL_TO_ALL_V:
         for (r = 0; i >= in[r]; r++) i -= in[r];
         for (int to = 0; to < me; to++) first += v_count(c, r, to);
-        return held(r, first + i, t, DT_SUM);
-    default: return held(c->root, i, t, DT_SUM);
+        return sent_value(r, first + i, t, DT_SUM);
+    default: return sent_value(c->root, i, t, DT_SUM);
     }
 }
 
@@ -244,7 +244,7 @@ static void trial_run(trial c) {
         recv = send + (c.op == REDUCE_SCATTER || c.op == SCATTER ? (size_t)me * c.count * size : 0);
     if (one && (c.op == ALL_GATHER || c.op == GATHER))
         recv = send, send += (size_t)me * c.count * size;
-    for (size_t i = 0; i < sends; i++) put(host, types[c.t], i, held(me, i, types[c.t], op));
+    for (size_t i = 0; i < sends; i++) put(host, types[c.t], i, sent_value(me, i, types[c.t], op));
     if (c.op != BROADCAST || root) to_device(ctx, send, host, sends * size);
     dt_work *work = call(&c, send, recv, out, in);
     dt_wait(ctx, work);

@@ -270,7 +270,7 @@ static void test_tokens(void) {
 /* ---- 3. a visitor ---- */
 
 static void expect_refusal(visit v, int as_is, const char *says) {
-    int there = converse(&v, as_is);
+    int there = shake_hands(&v, as_is);
     const char *text = dt__tcp_reason(&v.ours, &v.answer).s;
     CHECK_MSG(there && v.answer.kind == DT__TCP_REFUSED && strcmp(text, says) == 0,
         "not '%s': kind %u, '%s'", says, v.answer.kind, there ? text : "no answer");
@@ -310,21 +310,21 @@ static void test_refusals(void) {
     expect_refusal(visit_make(loopback(j->port), 1, 4, token), 0, says);
     v = visit_make(loopback(j->port), 2, 4, token);
     v.ours.version = 7;
-    v.fd = knock(v.place);
+    v.fd = connect_to(v.place);
     send(v.fd, &v.ours, 12, MSG_NOSIGNAL); /* magic and version are enough */
-    CHECK(hear(v.fd, &v.answer) && v.answer.kind == DT__TCP_REFUSED &&
+    CHECK(receive_message(v.fd, &v.answer) && v.answer.kind == DT__TCP_REFUSED &&
           v.answer.version == DT__TCP_VERSION &&
           strcmp(dt__tcp_reason(&v.ours, &v.answer).s, "version 7 of the protocol, not 2") == 0);
     close(v.fd);
     /* a proof first, a hello twice: hung up on without a word */
     v = visit_make(loopback(j->port), 2, 4, token);
     for (int twice = 0; twice < 2; twice++) {
-        v.fd = knock(v.place);
+        v.fd = connect_to(v.place);
         dt__tcp_handshake *first = twice ? &v.ours : &v.proof;
         send(v.fd, first, sizeof *first, MSG_NOSIGNAL);
-        if (twice) CHECK(hear(v.fd, &v.theirs));
+        if (twice) CHECK(receive_message(v.fd, &v.theirs));
         if (twice) send(v.fd, first, sizeof *first, MSG_NOSIGNAL);
-        CHECK(!hear(v.fd, &v.answer));
+        CHECK(!receive_message(v.fd, &v.answer));
         close(v.fd);
     }
     job_wait(j);
@@ -341,13 +341,13 @@ static void test_replay(void) {
     j->late[1] = j->late[2] = 1;
     job_start(j);
     visit v = visit_make(loopback(j->port), 2, 3, token), again, theirs;
-    CHECK(converse(&v, 0) && welcomed(&v) && v.theirs.rank == 0 && v.theirs.size == 3 &&
+    CHECK(shake_hands(&v, 0) && is_accepted(&v) && v.theirs.rank == 0 && v.theirs.size == 3 &&
           v.theirs.job && v.theirs.pid == (int)j->pid[0]);
     again = theirs = v;
     close(v.fd); /* its seat is free again */
     nap(0.05);
     expect_refusal(again, 1, "the token is not this job's");
-    CHECK(converse(&theirs, 0) && welcomed(&theirs) &&
+    CHECK(shake_hands(&theirs, 0) && is_accepted(&theirs) &&
           memcmp(theirs.theirs.nonce, v.theirs.nonce, 32) != 0);
     CHECK(memcmp(theirs.answer.proof, v.answer.proof, 32) != 0);
     close(theirs.fd);
@@ -357,14 +357,14 @@ static void test_replay(void) {
         offsetof(dt__tcp_handshake, nonce), offsetof(dt__tcp_handshake, host) };
     for (size_t i = 0; i < 7; i++) { /* somebody in between changes what a rank says */
         v = visit_make(loopback(j->port), 2, 3, token);
-        v.fd = knock(v.place);
+        v.fd = connect_to(v.place);
         dt__tcp_handshake changed = v.ours;
         ((char *)&changed)[said[i]] ^= 1;
         send(v.fd, &changed, sizeof changed, MSG_NOSIGNAL);
-        CHECK(hear(v.fd, &v.theirs));
+        CHECK(receive_message(v.fd, &v.theirs));
         dt__tcp_prove(&v.t, "caller", &v.ours, &v.theirs, v.proof.proof);
         send(v.fd, &v.proof, sizeof v.proof, MSG_NOSIGNAL);
-        CHECK_MSG(hear(v.fd, &v.answer) && v.answer.reason == DT__TCP_WRONG_TOKEN,
+        CHECK_MSG(receive_message(v.fd, &v.answer) && v.answer.reason == DT__TCP_WRONG_TOKEN,
             "field %zu is not proved", i);
         close(v.fd);
     }
@@ -411,14 +411,14 @@ static void be_fake(int door, int how, const visit *overheard) {
     visit v = visit_make(
         loopback(0), how == OTHER_RANK ? 1 : 0, 2, how == OTHER_TOKEN ? other_token : token);
     int fd = accept_one(door);
-    if (!CHECK(fd >= 0 && hear(fd, &hello))) return;
+    if (!CHECK(fd >= 0 && receive_message(fd, &hello))) return;
     v.ours.job = 99;
     if (how == REPLAYED) v.ours = overheard->theirs;
     if (how == OTHER_VERSION) v.ours.version = 9;
     if (how == NO_CARD) memset(&v.ours, 'x', sizeof v.ours);
     if (how == REFUSES) v.ours.kind = DT__TCP_REFUSED, v.ours.reason = DT__TCP_WRONG_TOKEN;
     if (how != HANGS_UP) send(fd, &v.ours, sizeof v.ours, MSG_NOSIGNAL);
-    if (how <= OTHER_TOKEN && CHECK(hear(fd, &proof))) {
+    if (how <= OTHER_TOKEN && CHECK(receive_message(fd, &proof))) {
         dt__tcp_handshake welcome = v.ours;
         welcome.kind = DT__TCP_WELCOME;
         if (how == HIS_OWN_PROOF) memcpy(welcome.proof, proof.proof, sizeof welcome.proof);
@@ -439,7 +439,7 @@ static void test_fake_hosts(void) {
     real->late[1] = real->late[2] = 0.5;
     job_start(real);
     visit overheard = visit_make(loopback(real->port), 1, 3, token);
-    CHECK(converse(&overheard, 0) && welcomed(&overheard));
+    CHECK(shake_hands(&overheard, 0) && is_accepted(&overheard));
     close(overheard.fd);
     for (int how = 0; how < N_FAKES; how++) {
         job *j = job_make(2, short_rank, 0);
@@ -471,7 +471,7 @@ static void test_mesh(void) {
     j->absent = 1 << 2; /* it is rank 2, and calls rank 1 */
     job_start(j);
     visit v = visit_make(loopback(j->port), 2, 3, token);
-    CHECK(converse(&v, 0) && welcomed(&v));
+    CHECK(shake_hands(&v, 0) && is_accepted(&v));
     CHECK(recv(v.fd, &table, sizeof table, MSG_WAITALL) == (ssize_t)sizeof table && !table.failed);
     CHECK(recv(v.fd, places, sizeof places, MSG_WAITALL) == (ssize_t)sizeof places);
     int port = (int)places[1].port;
@@ -486,7 +486,7 @@ static void test_mesh(void) {
     w.ours.rank = 1;
     expect_refusal(w, 0, "rank 1 is not expected here");
     w.ours.rank = 2;
-    CHECK(converse(&w, 0) && welcomed(&w) && w.theirs.rank == 1);
+    CHECK(shake_hands(&w, 0) && is_accepted(&w) && w.theirs.rank == 1);
     close(w.fd);
     close(v.fd);
     job_wait(j);
@@ -503,12 +503,12 @@ static void test_mesh(void) {
     fcntl(door, F_SETFL, 0);
     v.ours.address = dt__tcp_own_address(door);
     dt__tcp_handshake hello, card = v.ours;
-    CHECK(converse(&v, 0) && welcomed(&v));
+    CHECK(shake_hands(&v, 0) && is_accepted(&v));
     fd = accept_one(door);
-    CHECK(fd >= 0 && hear(fd, &hello) && hello.rank == 2 && hello.job == v.theirs.job);
+    CHECK(fd >= 0 && receive_message(fd, &hello) && hello.rank == 2 && hello.job == v.theirs.job);
     card.job = v.theirs.job;
     send(fd, &card, sizeof card, MSG_NOSIGNAL);
-    CHECK(hear(fd, &card));
+    CHECK(receive_message(fd, &card));
     card = v.ours;
     card.kind = DT__TCP_WELCOME;
     send(fd, &card, sizeof card, MSG_NOSIGNAL);
@@ -570,7 +570,7 @@ static void test_absent(void) {
     j->absent = 1 << 2;
     j->timeout_s = 1;
     job_start(j);
-    close(knock(loopback(j->port)));
+    close(connect_to(loopback(j->port)));
     job_wait(j);
     for (int rank = 0; rank < 4; rank += rank == 1 ? 2 : 1) {
         const rank_result *r = &j->result[rank];
@@ -614,22 +614,22 @@ static void test_strangers(void) {
     memset(garbage, 'x', sizeof garbage);
     job_start(j);
     /* say nothing, and stay */
-    for (int i = 0; i < IDLE; i++) idle[i] = i < 40 ? knock(loopback(j->port)) : -1;
-    fd = knock(loopback(j->port));
+    for (int i = 0; i < IDLE; i++) idle[i] = i < 40 ? connect_to(loopback(j->port)) : -1;
+    fd = connect_to(loopback(j->port));
     CHECK(fd >= 0 && send(fd, garbage, sizeof garbage, MSG_NOSIGNAL) == (ssize_t)sizeof garbage);
     char c;
     CHECK(recv(fd, &c, 1, 0) <= 0); /* is hung up on */
     close(fd);
     visit v = visit_make(loopback(j->port), 2, 4, "");
-    int half = knock(loopback(j->port));
+    int half = connect_to(loopback(j->port));
     CHECK(send(half, &v.ours, 20, MSG_NOSIGNAL) == 20); /* half a hello, and silence */
-    close(knock(loopback(j->port)));                    /* comes and goes */
+    close(connect_to(loopback(j->port)));               /* comes and goes */
     /* takes the seat, and leaves before the real one comes */
-    CHECK(converse(&v, 0) && welcomed(&v));
+    CHECK(shake_hands(&v, 0) && is_accepted(&v));
     nap(0.1);
     close(v.fd);
     for (int i = 40; i < IDLE; i++) /* more than there are chairs */
-        idle[i] = i > 40 && idle[i - 1] < 0 ? -1 : knock(loopback(j->port));
+        idle[i] = i > 40 && idle[i - 1] < 0 ? -1 : connect_to(loopback(j->port));
     job_wait(j);
     check_well(j);
     CHECK_MSG(j->result[0].took < 8, "%.1f s", j->result[0].took);
@@ -946,7 +946,7 @@ static void bad_peer(int port, int speaks) {
     visit v = visit_make(loopback(port), 1, 2, token);
     snprintf(v.ours.host, sizeof v.ours.host, "%s", bad);
     memcpy(v.proof.host, v.ours.host, sizeof v.proof.host);
-    if (!converse(&v, 0) || recv(v.fd, room, sizeof room, MSG_WAITALL) != (ssize_t)sizeof room)
+    if (!shake_hands(&v, 0) || recv(v.fd, room, sizeof room, MSG_WAITALL) != (ssize_t)sizeof room)
         _exit(1);
     memset(&last, 0, sizeof last);
     last.frame.magic = DT__TCP_FRAME_MAGIC;
@@ -1007,8 +1007,8 @@ static void test_cause(void) {
         visit v = visit_make(loopback(j->port), 1, 3, token);
         v.ours.address = loopback(1);
         v.proof.address = v.ours.address;
-        int seated =
-            converse(&v, 0) && recv(v.fd, room, sizeof room, MSG_WAITALL) == (ssize_t)sizeof room;
+        int seated = shake_hands(&v, 0) &&
+                     recv(v.fd, room, sizeof room, MSG_WAITALL) == (ssize_t)sizeof room;
         char c;
         /* wait reports of rank 0, until it hangs up */
         while (seated && recv(v.fd, &c, 1, 0) > 0) {

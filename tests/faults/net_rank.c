@@ -69,11 +69,11 @@ static int replay_main(char **argv) {
     dt__tcp_address place;
     if (!dt__tcp_address_parse(argv[2], &place) || !getenv("DT_TOKEN")) return 2;
     visit v = visit_make(place, atoi(argv[3]), atoi(argv[4]), getenv("DT_TOKEN"));
-    int well = converse(&v, 0) && welcomed(&v);
+    int well = shake_hands(&v, 0) && is_accepted(&v);
     printf("first: %s\n", well ? "welcome" : "refused");
     close(v.fd);
     dt_host_default()->sleep(NULL, 0.1);
-    int answered = converse(&v, 1);
+    int answered = shake_hands(&v, 1);
     printf("again: %s\n", !answered ? "no answer"
                           : v.answer.kind == DT__TCP_WELCOME
                               ? "welcome"
