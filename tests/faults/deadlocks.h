@@ -112,8 +112,8 @@ static void deadlocks(int full) {
             "deadlock of %d by %s on %s: %s: %s", cycle, shape_names[shape],
             i % 2 ? "procs" : "threads", dt_status_name(p->status), p->report.text);
         for (int r = 0; r < cycle; r++)
-            CHECK_MSG(strcmp(bare(p->text[r]), bare(p->report.text)) == 0, "rank %d has '%s'", r,
-                p->text[r]);
+            CHECK_MSG(strcmp(without_prefix(p->text[r]), without_prefix(p->report.text)) == 0,
+                "rank %d has '%s'", r, p->text[r]);
         for (int again = 0; again < 2 && late > 0.1; again++) {
             double s = tangle_once(backend, shape, cycle, i, p);
             if (s < late) late = s;

@@ -88,7 +88,8 @@ static void drill_ends(
     CHECK_MSG(d.run.took <= most, "%s on %s: ends after %.2f s", fault, threads_or_procs(backend),
         d.run.took);
     for (int r = 0; r < DRILL_RANKS; r += 2)
-        CHECK_MSG(p->failed[r] > 0 && strcmp(bare(p->text[r]), bare(p->report.text)) == 0,
+        CHECK_MSG(p->failed[r] > 0 &&
+                      strcmp(without_prefix(p->text[r]), without_prefix(p->report.text)) == 0,
             "%s on %s: rank %d has '%s', the report '%s'", fault, threads_or_procs(backend), r,
             p->text[r], p->report.text);
 }

@@ -161,8 +161,8 @@ static void one_quitter(dt_backend backend, int how) {
         "%s: %s: %s", what, dt_status_name(p->report.status), p->report.text);
     CHECK_MSG(mono() - begin < 15, "%s: the job ends after %.1f s", what, mono() - begin);
     for (int r = 0; r < 3; r += 2)
-        CHECK_MSG(strcmp(bare(p->text[r]), bare(p->report.text)) == 0, "%s: rank %d has '%s'", what,
-            r, p->text[r]);
+        CHECK_MSG(strcmp(without_prefix(p->text[r]), without_prefix(p->report.text)) == 0,
+            "%s: rank %d has '%s'", what, r, p->text[r]);
     CHECK_MSG(
         backend == DT_BACKEND_PROCS || q.s.live == 0, "%s: %ld blocks are left", what, q.s.live);
     left_check(&before, what);
