@@ -1,12 +1,12 @@
 /* mpi_ranks.c - started by test_mpi.sh with mpirun: the cases of comm_cases.h over the MPI backend,
    and its failures
 
-       mpirun -np 4 mpi_ranks cases 4        all cases; dt_run begins and ends MPI. Prints a hash of
-                                             all results
-       mpi_ranks threads 4                   the same for ranks that are threads
-       mpirun -np 4 mpi_ranks failures       the program begins MPI; one failing run after
-                                             another
-       mpirun -np 4 mpi_ranks timeout|killed a rank that does not arrive, or dies
+       mpirun -np 4 mpi_ranks cases 4         all cases; dt_run begins and ends MPI. Prints a hash
+                                              of all results
+       mpi_ranks threads 4                    the same for ranks that are threads
+       mpirun -np 4 mpi_ranks failures        the program begins MPI; one failing run after
+                                              another
+       mpirun -np 4 mpi_ranks timeout|killed  a rank that does not arrive, or dies
 
    The program replaces MPI_Isend to count the messages given to MPI, their bytes without envelopes,
    and the messages that collectives send to ranks of the same machine. Prints a line for each

@@ -452,7 +452,7 @@ int main(int argc, char **argv) {
     const char *part = argc > 1 && strcmp(argv[1], "full") != 0 ? argv[1] : NULL;
     int full = argc > 1 && strcmp(argv[argc - 1], "full") == 0;
     program = argv[0];
-    room_make();
+    namespaces_make();
     sums = (figures *)mmap(
         NULL, sizeof *sums, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++) {
