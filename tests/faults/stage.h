@@ -120,8 +120,8 @@ static int descriptors(void) {
     return n;
 }
 
-/* Number of files in a folder that may belong to the library. In private namespaces (own_namespaces) that
-   is every file. */
+/* Number of files in a folder that may belong to the library. In private namespaces
+   (own_namespaces) that is every file. */
 static int own_namespaces;
 static int files_in(const char *path) {
     int n = 0;
