@@ -55,10 +55,8 @@ static const size_t GUARD = 0; // ASan checks the end
 static const size_t GUARD = 32;
 #endif
 
-enum {
-    SCRATCH = -1,
-    EXACT = -2
-}; // values of `floor`: contents are not compared; equal bits; equal bits or both NaN
+// Values of array.floor. SCRATCH: contents are not compared; EXACT: equal bits, or both NaN.
+enum { SCRATCH = -1, EXACT = -2 };
 
 // The memory of one argument. It begins `offset` bytes after a multiple of 64 and ends where the
 // allocation ends. Errors are relative to the value, or to `floor` if the value is smaller: the
