@@ -81,7 +81,7 @@ static inline int is_accepted(const visit *v) {
    ranks', because the attack would use up the ranks' ports. */
 enum { SILENT = 0, SLOW, HALF, SCANNER, FLOOD, N_ATTACKS };
 static const char *const attack_names[] = { "1,000 silent connections", "1,000 slow connections",
-    "1,000 half and whole hellos", "a scanner", "repeated 1 MB of garbage" };
+    "1,000 partial and complete hellos", "a scanner", "repeated 1 MB of garbage" };
 
 static inline void attack(dt__tcp_address place, int what, dt__tcp_address from) {
     static int fds[1000], at[1000];

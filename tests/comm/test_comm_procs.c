@@ -564,7 +564,7 @@ static void *own_thread(void *arg) {
             dt_work *work = dt_recv_start(world, y, 100, DT_F32, (o->port.rank + 1) % o->size, 3);
             dt_work *other = dt_all_reduce_start(world, x, x, 100, DT_F32, DT_SUM);
             if (o->mode == ONE_FAILS && i == 7 && o->port.rank == 1)
-                dt_fail(ctx, DT_ERR_NUMERIC, "of its own");
+                dt_fail(ctx, DT_ERR_NUMERIC, "a failure of this rank");
             dt_send(world, x, 100, DT_F32, (o->port.rank + o->size - 1) % o->size, 3);
             dt_comm *s = i % 5 == 0 ? dt_comm_split(world, 0, 0, "s") : world;
             dt_mean(s, 1);
@@ -616,8 +616,8 @@ static void test_attach(void) {
             memset(&q, 0, sizeof q);
             own_run(all, n, GOOD, team, &host, &q);
             for (int r = 0; r < n; r++) CHECK(all[r].status == DT_OK && all[r].attached);
-            CHECK_MSG(host.live == 0 && q.live == 0, "team %d: %ld blocks, %d requests are left",
-                team, host.live, q.live);
+            CHECK_MSG(host.live == 0 && q.live == 0,
+                "team %d: %ld blocks, %d requests were not freed", team, host.live, q.live);
         }
         spy host;
         net q;
@@ -625,8 +625,8 @@ static void test_attach(void) {
         memset(&q, 0, sizeof q);
         double took = own_run(all, 4, ONE_FAILS, team, &host, &q);
         for (int r = 0; r < 4; r++)
-            CHECK_MSG(all[r].status && strstr(all[r].text, "of its own"), "team %d: %s", team,
-                all[r].text);
+            CHECK_MSG(all[r].status && strstr(all[r].text, "a failure of this rank"), "team %d: %s",
+                team, all[r].text);
         CHECK_MSG(host.live == 0 && q.live == 0 && took < 10,
             "not freed: %ld blocks, %d requests; %.1f s", host.live, q.live, took);
     }

@@ -108,8 +108,8 @@ static const row good[] = {
         "rank 1 of 2 (local 1 of 2) by PMI: PMI_RANK, PMI_SIZE; rendezvous 127.0.0.1:29500" },
     { "PMI_RANK=1 PMI_SIZE=4 MPI_LOCALNRANKS=2 MPI_LOCALRANKID=1", 1, 4, 1, 2, "", "PMI",
         "no rendezvous" },
-    /* ... in a batch script: each of its proxies is a step of its own, and says so to the ranks
-       that it starts */
+    /* ... in a batch script: each of Hydra's proxies is a separate SLURM step, whose variables the
+       ranks inherit */
     { "PMI_RANK=1 PMI_SIZE=2 MPI_LOCALNRANKS=2 MPI_LOCALRANKID=1 SLURM_STEP_ID=1 SLURM_PROCID=0 "
       "SLURM_NTASKS=4 "
       "SLURM_STEP_NUM_TASKS=1",

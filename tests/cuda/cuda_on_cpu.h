@@ -2,12 +2,12 @@
 
    A test includes this header, then the unmodified .cu file, and is compiled with g++ or clang++ as
    C++17 (or: g++ -std=c++17 -x c++ -include cuda_on_cpu.h -c some.cu). Every kernel launch then
-   runs on the spot: blocks one after another, the threads of a block as fibers that give way to
-   each other at barriers and warp operations. No GPU and no CUDA toolkit are needed; if the
-   toolkit's headers are on the include path, its types are used. Under nvcc the header is empty.
+   runs synchronously: blocks one after another, the threads of a block as fibers that switch at
+   barriers and warp operations. No GPU and no CUDA toolkit are needed; if the toolkit's headers are
+   on the include path, its types are used. Under nvcc the header is empty.
 
-   WHAT A .cu FILE MUST DO. It names two macros where CUDA has syntax that C++ lacks, and defines
-   them itself for nvcc; this header defines them for the CPU:
+   WHAT A .cu FILE MUST DO. It uses two macros where CUDA has syntax that C++ lacks, and defines
+   them for nvcc; this header defines them for the CPU:
 
     #ifdef __CUDACC__
     #define DT_LAUNCH(kernel, grid, block, smem, stream, ...) \
@@ -27,8 +27,8 @@
    without PTX calls the functions of section 11.
 
    WHAT IT FINDS. A mistake abandons the launch, never the program; cudaGetLastError() and
-   dtc_error() then tell, and later launches do nothing until dtc_clear_error():
-   - __syncthreads that not all threads of the block reach, or reach at different places, two on
+   dtc_error() then report it, and later launches do nothing until dtc_clear_error(): -
+   __syncthreads that not all threads of the block reach, or reach at different places, two on
     one line included; threads that have exited count as missing (stricter than the hardware);
    - a warp operation whose mask names lanes that have exited, do not exist or wait elsewhere; a
     shuffle that reads a lane outside its mask;
@@ -47,18 +47,18 @@
    - reads and writes out of bounds: compile with -fsanitize=address,undefined. With clang only
     the latter sees static __shared__ arrays.
 
-   LATE LAUNCHES. With -DDTC_QUEUED a launch is put into its stream by fake_cuda.c, which stands in
-   for the CUDA runtime and runs it some time later; the toolkit's headers are needed then. A
-   launch's mistake makes its device fail, as in CUDA, and fake_cuda_error() tells it.
+   LATE LAUNCHES. With -DDTC_QUEUED fake_cuda.c, which replaces the CUDA runtime, queues a launch in
+   its stream and runs it later; this needs the toolkit's headers. A launch's mistake makes its
+   device fail, as in CUDA, and fake_cuda_error() reports it.
 
    By hand: DTC_ORDER=forward, reverse or permuted:SEED in the environment, where the program sets
    no order itself; a debugger stops at a mistake with `break dtc_fail`: in the thread that made it,
-   or in the scheduler when nobody can go on.
+   or in the scheduler when no thread can continue.
 
    WHAT IT DOES NOT DO. No cooperative groups, textures, constant-memory copies or inline PTX;
    waiting in a loop without atomics hangs. A helper called from two branches is one place: lanes
-   that meet in it from both are taken to be together, except under cuda_races.cc, which knows the
-   calls. ELF systems only. It tells ASan of its stacks, not TSan. Launches from several host
+   that meet in it from both branches count as converged, except under cuda_races.cc, which knows
+   the calls. ELF systems only. ASan is told of the stacks, TSan is not. Launches from several host
    threads take turns. */
 
 #ifndef CUDA_ON_CPU_H
@@ -389,7 +389,7 @@ enum {
     DTC_GUARD_BYTES = 64 << 10,       // below it; more than a page, for frames with large arrays
     DTC_SMEM_DEFAULT = 48 << 10,      // dynamic shared memory that needs no opt-in
     DTC_SMEM_MAX = 227 << 10,         // and with it, on sm_90
-    DTC_COPIES = 256,                 // cp.async of one thread under way
+    DTC_COPIES = 256,                 // pending cp.async of one thread
     DTC_SPIN_LIMIT = 10 * 1000 * 1000 // atomics of one thread between two waits
 };
 
@@ -416,7 +416,7 @@ struct dtc_copy {
 struct dtc_fiber {
     dtc_context context;
     char *stack;      // DTC_STACK_BYTES, below it the guard; kept for later launches
-    bool started;     // context stands inside dtc_fiber_main
+    bool started;     // the context is inside dtc_fiber_main
     void *fake_stack; // ASan's
     uint3 index;      // threadIdx
     int lane, warp;
@@ -716,7 +716,7 @@ inline bool dtc_release_warp_ops(int index) {
     return released;
 }
 
-// Runs one warp until each of its lanes has exited or cannot go on without another warp.
+// Runs one warp until each of its lanes has exited or waits for another warp.
 inline void dtc_run_warp(int index) {
     do {
         dtc_walk walk(static_cast<uint64_t>(dtc_lanes(index)));
@@ -1247,7 +1247,7 @@ DTC_UNSEEN inline float dtc_f16_to_float(unsigned bits) {
 // mma.sync.aligned.m16n8k16.row.col.f32: d[16][8] += a[16][16] b[16][8]. Lane 4 g + t holds rows g
 // and g + 8 of d and of a, column g of b, and of each the numbers 2 t and 2 t + 1, of a and b also
 // 2 t + 8 and 2 t + 9. Each lane brings its share of a and b as floats and adds up its own four
-// sums, k ascending; the hardware has an order of its own.
+// sums, k ascending; the hardware uses another order.
 template <float (*to_float)(unsigned)>
 DTC_UNSEEN void dtc_mma_m16n8k16(
     dtc_site site, float d[4], const unsigned a[4], const unsigned b[2]) {

@@ -11,24 +11,26 @@
    Without -fno-inline a call of a helper leaves no trace, and without the options on memcpy GCC
    copies small blocks without calling a function.
 
-   WHAT IS A RACE. Two threads of a launch touch the same byte, one of them writes, not both by
-   atomics or through volatile, and nothing orders the two: - __syncthreads orders the threads of a
-   block; - __syncwarp orders the lanes in its mask. Shuffles, votes and mma do not, as CUDA says,
-   although
-    lanes wait for each other in them;
-   - of different blocks, and otherwise within one: a thread writes, calls __threadfence and changes
-    a number atomically; another thread changes the same number later. What came before the fence
-    (in its block: before a barrier before the fence) comes before what the other thread does next
-    (in its block: after the next barrier). Two such steps in a row are not followed.
-   cp.async writes twice: when it is issued, since the data may come at once, and at the wait. A
-   race is reported whatever the order of the threads in this run, but only where both have been
-   there: code that did not run is not judged. GCC says nothing of a struct that a call returns
-   right into memory, p[i] = f() where f is not inline: kernels should give it a name first. Bytes
-   are exact. Of many threads that read a byte a few are remembered: two of a warp, one of another
-   warp, one of another block.
+   WHAT IS A RACE. Two threads of a launch touch the same byte, at least one of them writes, not both
+   by atomics or through volatile, and nothing orders the two accesses. Order comes from:
+   - __syncthreads, between the threads of a block;
+   - __syncwarp, between the lanes in its mask. Shuffles, votes and mma do not order memory, as CUDA
+     says, although lanes wait for each other in them;
+   - a fence and an atomic: a thread writes, calls __threadfence and changes a number atomically;
+     another thread, of any block, changes the same number later. What came before the fence (in its
+     block: before a barrier before the fence) is ordered before what the other thread does next (in
+     its block: after the next barrier). Chains of two such steps are not followed.
+   cp.async counts as two writes: one when it is issued, since the data may arrive at once, and one
+   at the wait.
 
-   Also a barrier or a warp operation is known by the calls that led to it: the same one reached
-   through two calls of a helper is two. */
+   A race is reported whatever the order of the threads in this run, but only between accesses that
+   were executed: code that did not run is not judged. GCC does not report a struct that a call
+   returns directly into memory, p[i] = f() where f is not inline; kernels should store it in a
+   variable first. Bytes are exact. Of many threads that read a byte a few are remembered: two of a
+   warp, one of another warp, one of another block.
+
+   A barrier or a warp operation is identified by the calls that led to it: the same one, reached
+   through two calls of a helper, counts as two. */
 
 #include "tests/cuda/cuda_on_cpu.h"
 

@@ -243,9 +243,9 @@ static void block_remove(const block *b) {
     memmove(&fake.blocks[i], &fake.blocks[i + 1], (--fake.block_count - i) * sizeof *fake.blocks);
 }
 
-/* The guard: device memory lies in one range per device, which is open only while an operation runs
-   that may use it. Opens what an operation of device d (-1: of any) may use; guard_close takes the
-   answer. */
+/* The guard: each device's memory is one address range, which is accessible only while an operation
+   runs that may use it. guard_open opens the ranges for an operation of device d (-1: of any
+   device); its result goes to guard_close. */
 enum { PAGE = 4096 };
 /* address space, not memory; addresses are never reused */
 static const size_t ARENA_BYTES = (size_t)1 << 36;
@@ -296,7 +296,7 @@ static void guard_hit(int number, siginfo_t *info, void *context) {
     signal(number, SIG_DFL);
 }
 
-/* The block ends where its last page does, as far as its alignment allows. */
+/* Places the block so that it ends at the end of its last page, as far as its alignment allows. */
 static void *arena_alloc(arena *a, size_t bytes) {
     size_t pages = (bytes + PAGE - 1) / PAGE * PAGE;
     if (!a->base) {
@@ -433,8 +433,8 @@ typedef struct part part;
 static int part_run(part *p);
 static void part_describe(char text[2048], const part *p);
 
-/* The legacy default stream waits for what all blocking streams of its device were given before,
-   and they for it. */
+/* The legacy default stream waits for all earlier operations in blocking streams of its device, and
+   these streams wait for the default stream. */
 static int held_by(const cudaStream_t t, const cudaStream_t s) {
     if (t == s || t->device != s->device || !t->head || t->head->seq > s->head->seq) return 0;
     return (s->is_default && t->blocking) || (t->is_default && s->blocking);
@@ -448,8 +448,8 @@ static int may_run(cudaStream_t s) {
     return o->kind != OP_WAIT || o->mark->done;
 }
 
-/* Runs the head of a stream that may run. A kernel runs without the lock: the others go on
-   meanwhile. */
+/* Runs the head of a stream that may run. A kernel runs without the lock, so other threads can
+   continue. */
 static void run_head(cudaStream_t s) {
     op *o = s->head;
     if (o->kind == OP_RUN && fake.devices[s->device].failed == cudaSuccess) {
@@ -498,7 +498,7 @@ static int need(cudaStream_t s) {
     return s->needed = 1;
 }
 
-/* Any other rank may be waited for. */
+/* Marks the streams of all ranks, because the wait may depend on any rank. */
 static int need_ranks(void) {
     int more = 0;
     FOR_QUEUED(s)
@@ -507,7 +507,7 @@ static int need_ranks(void) {
     return more;
 }
 
-/* Marks the streams without whose operations the target is not reached. */
+/* Marks the streams whose operations the target needs. */
 static void mark_needed(const target *t) {
     FOR_QUEUED(s) s->needed = is_target(t, s);
     for (int more = 1; more;) {
@@ -528,8 +528,8 @@ static unsigned weight_of(cudaStream_t s) {
     return s->weight;
 }
 
-/* Runs one operation, if there is one that may run; in the lazy order only what t needs. Streams
-   have weights from the seed, so that some race ahead and others starve. */
+/* Runs one ready operation, if there is one; in the lazy order only an operation that t needs.
+   Streams have random weights, so that some run ahead and others starve. */
 static int step(const target *t) {
     int lazy = fake.order == FAKE_CUDA_LAZY && t;
     if (lazy) mark_needed(t);
@@ -960,8 +960,8 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *a, const void
 
 // ==== 9. Copies =================================================================================
 
-/* The stream behind a handle: 0 and cudaStreamLegacy are the current device's default one. NULL: no
-   such stream. */
+/* The stream of a handle: 0 and cudaStreamLegacy mean the current device's default stream. Returns
+   NULL if there is no such stream. */
 static cudaStream_t stream_of(cudaStream_t handle) {
     if (handle == NULL || handle == cudaStreamLegacy) {
         if (!fake.no_default_stream) return &fake.devices[current_device].default_stream;
@@ -1154,7 +1154,7 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
     return leave(error);
 }
 
-/* Its operations still run, as in CUDA. */
+/* Pending operations still run, as in CUDA. */
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
     cudaError_t error = enter();
     cudaStream_t s = stream_of(stream);
@@ -1245,7 +1245,8 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     return leave(cudaSuccess);
 }
 
-/* Waits for the record that is the latest now; an event never recorded is no wait. */
+/* Waits for the event's latest record at this time; an event that was never recorded does not
+   wait. */
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
     (void)flags;
     cudaStream_t s;
@@ -1308,8 +1309,8 @@ void fake_cuda_launch(cudaStream_t stream, void (*run)(void *), void *arg, void 
     leave(error);
 }
 
-/* Whether an address is one of this process's; in a kernel's arguments it might be a number that
-   looks like one. */
+/* 1 if an address is mapped in this process; a number in a kernel's arguments may look like an
+   address. */
 static int is_mapped(uintptr_t at) {
     unsigned char resident;
     return at >= PAGE && at < (uintptr_t)1 << 47 &&

@@ -334,7 +334,7 @@ static int sides_named(const plan *p, const char *text) {
     return sides;
 }
 
-/* 1 if the reporting rank says that it lost a rank of its own side. */
+/* 1 if a rank reports that it lost a rank on the same side. */
 static int blames_own_side(const plan *p, const dt_report *report) {
     for (const char *at = strstr(report->text, "connection to rank "); at;
          at = strstr(at + 1, "connection to rank ")) {

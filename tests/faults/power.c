@@ -600,8 +600,7 @@ static void campaign(stage *s) {
         if (t->cuts == 0) continue;
         printf("%s: %d cuts, %d in a save; at %d the disk had writes that were not flushed: %d, ",
             systems[i].name, t->cuts, t->in_save, t->unsure, t->writes);
-        printf(
-            "of which %d were lost, %d torn; of the saves under way %d were there, %d were not\n",
+        printf("of which %d were lost, %d torn; of the saves in progress %d survived, %d did not\n",
             t->lost, t->torn, t->found_new, t->kept_old);
         all.cuts += t->cuts;
         all.in_save += t->in_save;

@@ -281,7 +281,7 @@ static void harm_do(page *p, const harm *h, double begun) {
     while (mono() < begun + h->after) nap(1e-4);
     while (h->phase && mono() < begun + 5) {
         int phase = phase_of(p, h->victim);
-        /* the STARTED phase does not come again */
+        /* the STARTED phase does not recur */
         if (phase == h->phase || h->phase == STARTED) break;
         nap(1e-5);
     }

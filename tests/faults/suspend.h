@@ -252,7 +252,7 @@ static void suspends(int full) {
     suspends_wanted = full ? 100 : 2;
     in_parallel(
         full ? 3 : 6, built ? 2 * SUSPENDED_BACKENDS : (int)SUSPENDED_BACKENDS, one_suspended);
-    printf("suspends of the whole job: %d of threads, %d of procs, %d over tcp\n", sums->hits[1],
+    printf("suspended jobs: %d of threads, %d of procs, %d over tcp\n", sums->hits[1],
         sums->hits[2], sums->hits[3]);
 }
 

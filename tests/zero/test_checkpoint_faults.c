@@ -1101,7 +1101,8 @@ static void no_answer(void) {
     for (int r = 0; r < 3; r++) CHECK_MSG(j.error[r] != DT_OK, "rank %d did not fail", r);
     CHECK(mute.stuck && mute.blocks > 0);
     __atomic_store_n(&mute.release, 1, __ATOMIC_RELEASE);
-    for (int k = 0, open = 1; open && CHECK_MSG(k < 2000, "%d descriptors are left", open); k++) {
+    for (int k = 0, open = 1; open && CHECK_MSG(k < 2000, "%d descriptors were not closed", open);
+         k++) {
         usleep(1000);
         pthread_mutex_lock(&d.lock);
         open = d.open;
