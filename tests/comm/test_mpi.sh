@@ -3,10 +3,10 @@
 #
 # Open MPI and MPICH may be installed side by side, as mpicc.openmpi and mpicc.mpich; else there is one mpicc. Ranks
 # outnumber the cores here. mpi_ranks is built with DT__MPI_MAX_BYTES=5000, so that messages which are too long for MPI's
-# int count need not be gigabytes, and with DT__RAIL_BYTES=5000, so that a sum of 20 KB uses rails. MPIS="mpich": only that MPI.
-# The second MPI runs a part of the tests, with ALL=yes all of them (make faults). For the mutants `test_mpi.sh ranks` and
-# `test_mpi.sh mismatches`: the first installed MPI, only that program, up to the first failure; status 77 without
-# MPI.
+# int count need not be gigabytes, and with DT__RAIL_BYTES=5000, so that a sum of 20 KB uses rails. MPIS="mpich": only
+# that MPI. The second MPI runs a part of the tests, with ALL=yes all of them (make faults). For the mutants
+# `test_mpi.sh ranks` and `test_mpi.sh mismatches`: the first installed MPI, only that program, up to the first
+# failure; status 77 without MPI.
 cd "$(dirname "$0")/../.." || exit 1
 MAKE=${MAKE:-make}
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 TFLAGS="${TFLAGS:--O1 -g -Wall -Wextra} -DDT__MPI_MAX_BYTES=5000 -DDT__RAIL_BYTES=5000"

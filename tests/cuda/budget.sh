@@ -4,8 +4,9 @@
 #
 #   tests/cuda/budget.sh [-o OBJECT] ARCH...      75 80 90a 100; the object is that of the last
 #
-# Prints one line for each architecture, and exits with status 1 if any kernel is over budget. Needs nvcc, but no GPU; each takes one to three
-# minutes. A block of 256 threads with at most 128 registers, or of 128 with 255, lets two blocks run on a multiprocessor.
+# Prints one line for each architecture, and exits with status 1 if any kernel is over budget. Needs nvcc, but no GPU;
+# each architecture takes one to three minutes. Two blocks of 256 threads with at most 128 registers, or of 128 threads
+# with 255, fit on a multiprocessor.
 cd "$(dirname "$0")/../.." || exit 1
 case ${1:--h} in
 -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' tests/cuda/budget.sh; exit $((2 * ($# == 0))) ;;

@@ -134,7 +134,7 @@ else skip "compute-sanitizer" "it is not installed"; fi
 if [ "$1" != tests ]; then
     try "bench_gpu" 150 $B/bench_gpu
     sed -n 's/^summary,//p' "$W/log" | while IFS=, read -r n v; do echo "$n $v"; done >"$W/figures"
-    # GPT-2 124M on random tokens, as in torch_gpu.py: the mean of the last 20 steps, compared with PyTorch's best of three runs of 20.
+    # GPT-2 124M on random tokens, as in torch_gpu.py: mean of the last 20 steps, and PyTorch's best of three runs of 20.
     text=README.md
     $PYTHON - "$W/ids.bin" <<'END' && text=$W/ids.bin
 import array, random, struct, sys
