@@ -532,7 +532,7 @@ static void identities(dt_comm *comm, const cases *s) {
 /* ---- 4. groups and scalars ---- */
 
 /* Groups of groups, all with pending operations at the same time, waited for in changing orders. */
-static void halves(dt_comm *world) {
+static void nested_groups(dt_comm *world) {
     int n = dt_comm_size(world), me = dt_comm_rank(world);
     for (int i = 0; i < 20; i++) {
         dt_comm *half = dt_comm_split(world, (me + i) % 2, i % 2 ? -me : me, "half");
@@ -581,7 +581,7 @@ static void groups(dt_comm *world, cases *s) {
     sweep(odd, s, stride);
     if (few) sweep(few, s, stride);
     sweep(again, s, stride);
-    halves(world);
+    nested_groups(world);
     many_groups(world);
 }
 
@@ -820,7 +820,7 @@ static dt_traffic formula(int op, dt_algorithm a, int n, int me, int root, size_
 
 /* The algorithm that runs an operation when `wanted` is set. AUTO: the backend's own algorithm,
    which sends no messages. */
-static dt_algorithm taken(const dt_comm *comm, int op, dt_algorithm wanted, size_t count) {
+static dt_algorithm algorithm_used(const dt_comm *comm, int op, dt_algorithm wanted, size_t count) {
     dt__call call = dt__call_make((dt__op_code)op, NULL, NULL, count, DT_F32);
     dt__round_fn by_size = dt__algorithm_by_size(comm, &call);
     if (dt__algorithm_of(&call, wanted)) return wanted;
@@ -857,7 +857,7 @@ static void traffic_of(
     call_now(&c, memory, memory + 4 * (size_t)n * count + 4);
     free(memory);
     dt_traffic now = dt_comm_traffic(ctx),
-               want = formula(op, taken(world, op, a, count), n, me, root, count);
+               want = formula(op, algorithm_used(world, op, a, count), n, me, root, count);
     dt__call call = dt__call_make((dt__op_code)op, NULL, NULL, count, DT_F32);
     if (a == DT_ALGORITHM_AUTO && dt__use_rails(world, &call)) want = rails_formula(world, count);
     now.messages -= before.messages;
@@ -948,7 +948,7 @@ static void traffic(dt_comm *world) {
 }
 
 /* Logical bytes are equal for every algorithm and backend. */
-static void logical(dt_comm *world) {
+static void logical_bytes(dt_comm *world) {
     dt_ctx *ctx = world->world->ctx;
     int n = dt_comm_size(world), me = dt_comm_rank(world);
     size_t count = 30, want = dt_comm_bytes(ctx, DT_AXIS_NONE), out[MAX_RANKS], in[MAX_RANKS];
@@ -1157,7 +1157,7 @@ static dt_status comm_cases(dt_ctx *ctx, void *user) {
         exchange(world);
         from_any(world);
         traffic(world);
-        logical(world);
+        logical_bytes(world);
     }
     dt_barrier(world);
     return dt_error(ctx);

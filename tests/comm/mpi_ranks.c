@@ -392,7 +392,7 @@ static int failures(void) {
 
 /* ---- ranks that do not arrive ---- */
 
-static dt_status sleeper(dt_ctx *ctx, void *user) {
+static dt_status sleeping_rank(dt_ctx *ctx, void *user) {
     enum { MANY = 100000 };
     static float x[MANY], y[MANY];
     int last = dt_comm_rank(dt_world(ctx)) == dt_comm_size(dt_world(ctx)) - 1;
@@ -401,14 +401,14 @@ static dt_status sleeper(dt_ctx *ctx, void *user) {
     return dt_all_reduce(dt_world(ctx), x, y, MANY, DT_F32, DT_SUM);
 }
 
-static int absent(int killed) {
+static int rank_never_arrives(int killed) {
     dt_report report;
     double begin = dt_host_default()->now(NULL);
     dt_status status = dt_run((dt_run_desc){ .backend = DT_BACKEND_MPI,
                                   .timeout_s = 1,
                                   .report = &report,
                                   .node_ranks = node_ranks() },
-        sleeper, &killed);
+        sleeping_rank, &killed);
     fprintf(stderr, "%s after %.0f s: %s\n", dt_status_name(status),
         dt_host_default()->now(NULL) - begin, report.text);
     return status == DT_ERR_TIMEOUT ? 3 : 1;
@@ -418,7 +418,8 @@ int main(int argc, char **argv) {
     const char *mode = argc > 1 ? argv[1] : "";
     if (strcmp(mode, "cases") == 0 && argc > 2) return cases_under_mpi(atoi(argv[2]));
     if (strcmp(mode, "failures") == 0) return failures();
-    if (strcmp(mode, "timeout") == 0 || strcmp(mode, "killed") == 0) return absent(mode[0] == 'k');
+    if (strcmp(mode, "timeout") == 0 || strcmp(mode, "killed") == 0)
+        return rank_never_arrives(mode[0] == 'k');
     if (strcmp(mode, "threads") == 0 && argc > 2) return cases_over_threads(atoi(argv[2]));
     return 2;
 }

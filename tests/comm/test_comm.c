@@ -768,7 +768,7 @@ static void test_all_fail(void) {
 }
 
 /* Once any rank has failed, even calls that need no other rank are refused. */
-static dt_status poisoned_rank(dt_ctx *ctx, void *user) {
+static dt_status refused_after_failure_rank(dt_ctx *ctx, void *user) {
     dt_comm *world = dt_world(ctx);
     int which = *(const int *)user;
     float x = 1, y = 0;
@@ -782,10 +782,10 @@ static dt_status poisoned_rank(dt_ctx *ctx, void *user) {
     return status;
 }
 
-static void test_poisoned(void) {
+static void test_refused_after_failure(void) {
     outcome o;
     for (int which = 0; which < 2; which++)
-        CHECK(run(&o, 2, poisoned_rank, &which) == DT_ERR_NUMERIC);
+        CHECK(run(&o, 2, refused_after_failure_rank, &which) == DT_ERR_NUMERIC);
 }
 
 /* ---- 5. time ---- */
@@ -1000,7 +1000,7 @@ static dt_status early_leaver_rank(dt_ctx *ctx, void *user) {
     return status;
 }
 
-static void test_leaving(void) {
+static void test_early_leaver(void) {
     dt_kernels kernels = *dt_kernels_cpu();
     outcome o;
     kernels.reduce = odd_reduce;
@@ -1094,7 +1094,7 @@ static dt_status slow_mail_rank(dt_ctx *ctx, void *user) {
     return status;
 }
 
-static void test_leaving_mail(void) {
+static void test_early_leaver_message(void) {
     dt_kernels kernels = *dt_kernels_cpu();
     outcome o;
     kernels.move = slow_move;
@@ -1463,10 +1463,10 @@ int main(void) {
     test_injections();
     test_mismatch_text();
     test_all_fail();
-    test_poisoned();
-    test_leaving();
+    test_refused_after_failure();
+    test_early_leaver();
     test_late_copier();
-    test_leaving_mail();
+    test_early_leaver_message();
     test_dry();
     test_refused_memory();
     test_refused_threads();

@@ -91,7 +91,7 @@ static dt_status slow_reduce(const dt_reduce_args *a, void *stream) {
    While rank 0 waits for rank 1 to close the operation, it progresses a long operation of another
    group and begins as many further operations as there are posts. None of these may use the spare
    post. */
-static dt_status aside_rank(dt_ctx *ctx, void *user) {
+static dt_status spare_post_rank(dt_ctx *ctx, void *user) {
     enum { N = 200, MANY = 100000 };
     dt_comm *world = dt_world(ctx);
     int me = dt_comm_rank(world), begun = 0, wrong = 0;
@@ -128,11 +128,11 @@ static dt_status aside_rank(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-static void test_aside(void) {
+static void test_spare_post(void) {
     dt_kernels kernels = *dt_kernels_cpu();
     outcome o;
     kernels.reduce = slow_reduce;
-    prepare_procs(&o, 3, aside_rank, NULL);
+    prepare_procs(&o, 3, spare_post_rank, NULL);
     o.desc.kernels = &kernels;
     CHECK(start(&o) == DT_OK);
 }
@@ -176,7 +176,7 @@ int main(int argc, char **argv) {
     if (PART("cases")) test_cases();
     if (PART("post"))
         for (int procs = 0; procs < 2; procs++) run_well_on(procs, 3, post_rank, NULL);
-    if (PART("post")) test_aside();
+    if (PART("post")) test_spare_post();
     for (int outside = 0; PART("post") && outside <= 2; outside++)
         run_well_on(1, 2, mixed_rank, &outside);
     return check_done("test_comm_ops");

@@ -263,10 +263,10 @@ static void test_processes(void) {
     close(out[0]);
     CHECK_MSG(strcmp(text, "<before><after>") == 0, "%s", text);
     /* a table without map is refused; a half-written record is logged */
-    dt_host without_prefix = quiet;
-    without_prefix.map = NULL;
+    dt_host no_map = quiet;
+    no_map.map = NULL;
     prepare_procs(&o, 2, empty_rank, NULL);
-    o.desc.host = &without_prefix;
+    o.desc.host = &no_map;
     CHECK(start(&o) == DT_ERR_UNSUPPORTED && strstr(o.report.text, "maps memory"));
     dt_host own = quiet;
     own.alloc = own_alloc;

@@ -594,7 +594,7 @@ enum { SOME = 5000 };
 
 static double seconds(void) { return dt_host_default()->now(NULL); }
 
-static void stay_away(void) { dt_host_default()->sleep(NULL, 2.5); }
+static void sleep_past_timeout(void) { dt_host_default()->sleep(NULL, 2.5); }
 
 /* Sending a message does not report an error found by a kernel; the next wait does. */
 static void bad_index(dt_ctx *ctx, array a, array b) {
@@ -619,7 +619,7 @@ static void bad_index(dt_ctx *ctx, array a, array b) {
 
 static void send_behind(dt_ctx *ctx, array a, array b) {
     dt_comm *world = dt_world(ctx);
-    if (dt_ctx_rank(ctx) == 1) stay_away();
+    if (dt_ctx_rank(ctx) == 1) sleep_past_timeout();
     if (dt_ctx_rank(ctx) == 1) return;
     dt_all_reduce(world, a.at, a.at, SOME, DT_F32, DT_SUM);
     double begin = seconds();
@@ -668,8 +668,8 @@ static void no_memory(dt_ctx *ctx, array a) {
     array_free(ctx, kept);
 }
 
-static void hang(dt_ctx *ctx, array a, array b, dt_comm *twin) {
-    if (dt_ctx_rank(ctx) == 1) stay_away();
+static void hang_in_reduce(dt_ctx *ctx, array a, array b, dt_comm *twin) {
+    if (dt_ctx_rank(ctx) == 1) sleep_past_timeout();
     if (dt_ctx_rank(ctx) == 1) return;
     dt_work *one = twin ? dt_all_reduce_start(twin, b.at, b.at, SOME, DT_F32, DT_SUM) : NULL;
     dt_work *two = dt_all_reduce_start(dt_world(ctx), a.at, a.at, SOME, DT_F32, DT_SUM);
@@ -692,14 +692,14 @@ static dt_status pending_on_device(dt_ctx *ctx, void *user) {
     if (j->what == FREE_STARTED) free_started(ctx, a);
     if (j->what == NO_MEMORY) no_memory(ctx, a);
     if (j->what == HANGS_ONCE || j->what == HANGS_TWICE)
-        hang(ctx, a, b, j->what == HANGS_TWICE ? twin : NULL);
+        hang_in_reduce(ctx, a, b, j->what == HANGS_TWICE ? twin : NULL);
     dt__sync(ctx);
     array_free(ctx, a);
     array_free(ctx, b);
     return dt_error(ctx);
 }
 
-static void test_going_on(void) {
+static void test_pending_operations(void) {
     for (int what = 0; what < GOING_ON; what++)
         for (int order = 0; order < (pending_cases[what].status == DT_ERR_TIMEOUT ? 1 : 3);
              order++) {
@@ -754,7 +754,7 @@ static dt_status attached_rank(dt_ctx *ctx, void *user) {
         if (dt_comm_rank(own) == 0)
             dt_all_reduce(own, a.at, a.at, SOME, DT_F32, DT_SUM);
         else
-            stay_away();
+            sleep_past_timeout();
         dt__sync(mine);
         array_free(mine, a);
         dt_comm_detach(mine, DT_OK);
@@ -831,7 +831,7 @@ int main(void) {
     test_overlap();
     test_slow();
     test_mistakes();
-    test_going_on();
+    test_pending_operations();
     test_attach(0);
     test_attach(1);
     return check_done("test_nccl");

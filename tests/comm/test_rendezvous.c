@@ -112,7 +112,7 @@ static dt_status single_rank(dt_ctx *ctx, void *user) {
 }
 
 static void test_descriptions(void) {
-    static const char *const parse_places[] = { "nowhere.invalid", "127.0.0.1:", "127.0.0.1:0",
+    static const char *const places[] = { "nowhere.invalid", "127.0.0.1:", "127.0.0.1:0",
         "127.0.0.1:65536", "127.0.0.1:x", "1.2.3:4", "127.0.0.1:29500 ", "::1:4", "1.2.3.4.5",
         "no where" };
     spy s;
@@ -126,10 +126,9 @@ static void test_descriptions(void) {
     CHECK(dt_run(desc, single_rank, NULL) == DT_OK); /* one rank needs no sockets */
     CHECK(s.live == 0 && s.error_lines == 0);
     for (int i = 0; i < 10; i++) {
-        desc.rendezvous = parse_places[i];
-        CHECK_MSG(
-            dt_run(desc, single_rank, NULL) == DT_ERR_ARG && strstr(report.text, parse_places[i]),
-            "%s: %s", parse_places[i], report.text);
+        desc.rendezvous = places[i];
+        CHECK_MSG(dt_run(desc, single_rank, NULL) == DT_ERR_ARG && strstr(report.text, places[i]),
+            "%s: %s", places[i], report.text);
     }
     desc.rendezvous = "localhost:1";
     CHECK(dt_run(desc, single_rank, NULL) == DT_OK);
@@ -167,7 +166,7 @@ static dt__tcp_address place_of(const char *text) {
     return place;
 }
 
-static void test_places(void) {
+static void test_addresses(void) {
     char host[200] = "", text[256];
     dt__tcp_address place = place_of("10.1.2.3:77");
     CHECK(place.ip == htonl(0x0a010203) && place.port == 77 && !dt__tcp_is_loopback(place));
@@ -470,7 +469,7 @@ static void test_fake_hosts(void) {
    rank. */
 static void test_mesh(void) {
     dt__tcp_table table;
-    dt__tcp_address parse_places[3];
+    dt__tcp_address places[3];
     job *j = job_make(3, short_rank, 0);
     for (int rank = 0; rank < 3; rank++) j->token[rank] = token;
     j->absent = 1 << 2; /* the visitor is rank 2 and connects to rank 1 */
@@ -478,9 +477,8 @@ static void test_mesh(void) {
     visit v = visit_make(loopback(j->port), 2, 3, token);
     CHECK(shake_hands(&v, 0) && is_accepted(&v));
     CHECK(recv(v.fd, &table, sizeof table, MSG_WAITALL) == (ssize_t)sizeof table && !table.failed);
-    CHECK(
-        recv(v.fd, parse_places, sizeof parse_places, MSG_WAITALL) == (ssize_t)sizeof parse_places);
-    int port = (int)parse_places[1].port;
+    CHECK(recv(v.fd, places, sizeof places, MSG_WAITALL) == (ssize_t)sizeof places);
+    int port = (int)places[1].port;
     visit w = visit_make(loopback(port), 2, 3, other_token);
     w.ours.job = v.theirs.job;
     expect_refusal(w, 0, "the token is not this job's");
@@ -610,7 +608,7 @@ static void test_absent(void) {
 /* ---- 6. unauthenticated clients ---- */
 
 /* All kinds of unauthenticated clients connect to rank 0 while it waits for ranks 2 and 3. */
-static void test_strangers(void) {
+static void test_unauthenticated(void) {
     enum { IDLE = 350 };
     static int idle[IDLE];
     int fd;
@@ -742,14 +740,14 @@ static dt_status probe_rank(dt_ctx *ctx, void *user) {
    process computes them and exits. */
 enum { WINDOW = 16, WINDOWS = 64 };
 static const volatile uint8_t mask = 0xa5;
-typedef struct overlapped_link {
+typedef struct hidden_secrets {
     int n;
     uint8_t window[WINDOWS][WINDOW];
     char name[WINDOWS][32];
-} overlapped_link;
+} hidden_secrets;
 
 static void hide_secret(
-    overlapped_link *h, const char *name, const uint8_t *secret, size_t bytes, int pad) {
+    hidden_secrets *h, const char *name, const uint8_t *secret, size_t bytes, int pad) {
     for (size_t at = 0; at + WINDOW <= bytes; at += WINDOW) {
         /* in byte order, and as the words of a hash */
         for (int turned = 0; turned < 2; turned++, h->n++) {
@@ -763,7 +761,7 @@ static void hide_secret(
     }
 }
 
-static void make_token(overlapped_link *h, const char *path) {
+static void make_token(hidden_secrets *h, const char *path) {
     uint8_t bits[32], key[32], block[64];
     char secret[65];
     dt__sha256 s;
@@ -784,14 +782,14 @@ static void make_token(overlapped_link *h, const char *path) {
     }
 }
 
-static int hidden_at(const overlapped_link *h, int window, const uint8_t *p) {
+static int hidden_at(const hidden_secrets *h, int window, const uint8_t *p) {
     for (int i = 0; i < WINDOW; i++)
         if ((uint8_t)(p[i] ^ mask) != h->window[window][i]) return 0;
     return 1;
 }
 
 /* Returns the name of a secret found in these bytes, or NULL. */
-static const char *found_in(const overlapped_link *h, const uint8_t *p, size_t bytes) {
+static const char *found_in(const hidden_secrets *h, const uint8_t *p, size_t bytes) {
     for (int window = 0; window < h->n; window++) {
         const uint8_t *at = p, *end = p + bytes - WINDOW;
         for (; at <= end && (at = (const uint8_t *)memchr(
@@ -802,7 +800,7 @@ static const char *found_in(const overlapped_link *h, const uint8_t *p, size_t b
     return NULL;
 }
 
-static const char *found_in_memory(const overlapped_link *h, long *seen) {
+static const char *found_in_memory(const hidden_secrets *h, long *seen) {
     enum { PIECE = 1 << 16 };
     static uint8_t piece[PIECE + WINDOW];
     char line[512], access[8];
@@ -828,7 +826,7 @@ static const char *found_in_memory(const overlapped_link *h, long *seen) {
     return found;
 }
 
-static overlapped_link *sought;
+static hidden_secrets *sought;
 
 static dt_status searched_rank(dt_ctx *ctx, void *user) {
     static float x[1000], y[1000];
@@ -847,7 +845,7 @@ static dt_status searched_rank(dt_ctx *ctx, void *user) {
 static void test_wiped(void) {
     char path[] = "/tmp/dt_token_XXXXXX";
     close(mkstemp(path));
-    sought = (overlapped_link *)mmap(
+    sought = (hidden_secrets *)mmap(
         NULL, sizeof *sought, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     fflush(NULL);
     pid_t maker = fork();
@@ -890,15 +888,15 @@ static void test_wiped(void) {
 }
 
 /* dt must not change the caller's token. */
-static dt_status kept_rank(dt_ctx *ctx, void *user) {
+static dt_status token_unchanged_rank(dt_ctx *ctx, void *user) {
     const char *its = getenv("DT_TOKEN");
     CHECK(its && strcmp(its, token) == 0);
     return short_rank(ctx, user);
 }
 
-static void test_kept(void) {
+static void test_token_unchanged(void) {
     setenv("DT_TOKEN", token, 1);
-    run_well(2, kept_rank, 0);
+    run_well(2, token_unchanged_rank, 0);
     unsetenv("DT_TOKEN");
 }
 
@@ -966,7 +964,7 @@ static void bad_peer(int port, int speaks) {
     _exit(0);
 }
 
-static void test_plain(void) {
+static void test_escaped_text(void) {
     char place[64], path[64];
     spoken s;
     dt_run_desc desc;
@@ -1002,7 +1000,7 @@ static void test_plain(void) {
 
 /* Rank 2 cannot connect to rank 1 after both have joined rank 0. Rank 0, in an operation, must
    learn the cause. */
-static void test_cause(void) {
+static void test_connection_cause(void) {
     char room[sizeof(dt__tcp_table) + 3 * sizeof(dt__tcp_address)];
     job *j = job_make(3, short_rank, 0);
     j->token[0] = j->token[2] = token;
@@ -1036,7 +1034,7 @@ int main(void) {
     unsetenv("DT_TOKEN_FILE");
     test_sha256();
     test_hmac();
-    test_places();
+    test_addresses();
     test_descriptions();
     test_tokens();
     test_refusals();
@@ -1045,13 +1043,13 @@ int main(void) {
     test_mesh();
     test_jobs();
     test_absent();
-    test_strangers();
+    test_unauthenticated();
     test_attacks();
     test_names();
     test_wiped();
-    test_kept();
-    test_plain();
-    test_cause();
+    test_token_unchanged();
+    test_escaped_text();
+    test_connection_cause();
     job *j = run_job(3, probe_rank, 0);
     check_well(j);
     job_free(j);

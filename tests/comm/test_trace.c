@@ -556,7 +556,7 @@ static dt_status lossy_receiver(dt_ctx *ctx, void *user) {
     return dt_trace_write(dt_world(ctx), path);
 }
 
-static void test_forgetful(void) {
+static void test_lost_arrows(void) {
     dt_host host = *dt_host_default();
     dt_run_desc desc = { .ranks = 2, .timeout_s = 60, .host = &host };
     host.log = count_log;
@@ -855,7 +855,7 @@ static dt_status overlapped_link(dt_ctx *ctx, void *user) {
 }
 
 /* 20 ms on the link during 100 ms of work: the operation ends before the work, so no rank waits. */
-static void test_hidden(void) {
+static void test_overlapped_link(void) {
     dt_run_desc desc = { .ranks = 2, .timeout_s = 60, .link = { 0.02, 0 } };
     CHECK(dt_run(desc, overlapped_link, NULL) == DT_OK);
     traced t = read_trace(path);
@@ -919,9 +919,9 @@ int main(int argc, char **argv) {
     test_transport(2);
     test_transport(4);
     test_overflow();
-    test_forgetful();
+    test_lost_arrows();
     test_misuse();
     test_no_file();
-    test_hidden();
+    test_overlapped_link();
     return check_done("test_trace");
 }

@@ -198,7 +198,7 @@ static arrays attention_arrays(const attention_case &c) {
     return x;
 }
 
-static dt_attention_mask sight_of(const attention_case &c, const arrays &x) {
+static dt_attention_mask mask_of(const attention_case &c, const arrays &x) {
     dt_attention_mask s = { c.causal, NULL, NULL, NULL, NULL };
     if (c.sight >= ZIGZAG && c.sight < SIGHTS)
         s.q_position = x[Q_POSITION].i(), s.k_position = x[K_POSITION].i();
@@ -217,8 +217,7 @@ static dt_status run_attention(const dt_kernels *t, const attention_case &c, int
     a.v = x[V].data();
     a.batch = c.batch, a.tq = c.tq, a.tk = c.tk, a.heads = c.heads, a.kv_heads = c.kv_heads,
     a.dim = c.dim;
-    a.scale = 1 / sqrt((double)c.dim), a.mask = sight_of(c, x), a.merge_lse = merge,
-    a.wide = c.wide;
+    a.scale = 1 / sqrt((double)c.dim), a.mask = mask_of(c, x), a.merge_lse = merge, a.wide = c.wide;
     a.work = x[WORK].data(), a.work_bytes = x[WORK].bytes();
     return t->attention(&a, NULL);
 }
@@ -235,7 +234,7 @@ static dt_status run_attention_back(
     a.q = x[Q].data(), a.k = x[K].data(), a.v = x[V].data();
     a.batch = c.batch, a.tq = c.tq, a.tk = c.tk, a.heads = c.heads, a.kv_heads = c.kv_heads,
     a.dim = c.dim;
-    a.scale = 1 / sqrt((double)c.dim), a.mask = sight_of(c, x), a.wide = c.wide;
+    a.scale = 1 / sqrt((double)c.dim), a.mask = mask_of(c, x), a.wide = c.wide;
     a.accumulate_q = c.accumulate & 1, a.accumulate_k = c.accumulate >> 1 & 1,
     a.accumulate_v = c.accumulate >> 2 & 1;
     a.work = x[WORK].data(), a.work_bytes = x[WORK].bytes();

@@ -329,7 +329,7 @@ typedef struct brief_case {
     int parts;
 } brief_case;
 
-static dt_tensor *brief_block(dt_tensor *x, void *user) {
+static dt_tensor *gather_block(dt_tensor *x, void *user) {
     brief_case *b = (brief_case *)user;
     b->kept = dt_tp_enter(x, b->comm[0], DT_SHARD(1));
     if (b->kind == BRIEF_VIEW && b->kept)
@@ -338,13 +338,13 @@ static dt_tensor *brief_block(dt_tensor *x, void *user) {
                                                                         : dt_gelu(b->kept);
 }
 
-static dt_status brief_main(dt_ctx *ctx, void *user) {
+static dt_status freed_gather_main(dt_ctx *ctx, void *user) {
     brief_case b = { .kind = ((brief_case *)user)->kind };
     double host[16];
     b.comm[0] = dt_world(ctx);
     dt_tensor *x = dt_require_grad(noise_part(ctx, DT_F64, DT_SHAPE(2, 4, 2), 1, dt_world(ctx), 1));
     dt_block_desc how = { .recompute = b.kind == BRIEF_RETURNED_AGAIN };
-    dt_tensor *y = dt_block_at(ctx, brief_block, x, &b, how);
+    dt_tensor *y = dt_block_at(ctx, gather_block, x, &b, how);
     if (b.kind == BRIEF_RETURNED) b.kept = y;
     CHECK(b.kept && (b.kind != BRIEF_RETURNED_AGAIN || y == NULL));
     if (b.kind == BRIEF_READ)
@@ -401,7 +401,7 @@ static dt_tensor *gather_recomputed(dt_tensor *x, void *user) {
 /* dw of w (3,2) with loss weigh(x w^T) must not depend on whether gathered tensors are freed;
    without a block they are not. Later blocks reuse the freed memory, so a stale pointer would read
    wrong values. */
-static dt_status brief_values_main(dt_ctx *ctx, void *user) {
+static dt_status freed_gather_values_main(dt_ctx *ctx, void *user) {
     static const dt_block_fn fns[] = { gather_twice, gather_renamed, gather_viewed, gather_frozen,
         gather_recomputed };
     dt_mesh mesh = dt_mesh_make(ctx, (dt_mesh_desc){ .tp = 2, .cp = 2 });
@@ -435,16 +435,16 @@ static dt_status brief_values_main(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-static void test_brief(void) {
+static void test_freed_gathers(void) {
     for (int kind = 0; kind < BRIEF_CASES; kind++) {
         brief_case b = { .kind = kind };
         outcome o;
-        run(&o, 2, brief_main, &b);
+        run(&o, 2, freed_gather_main, &b);
         CHECK_MSG(
             o.status == DT_ERR_ARG && strstr(o.report.text, "gathered only inside its dt_block"),
             "kind %d: %s", kind, o.report.text);
     }
-    run_well(4, brief_values_main, NULL);
+    run_well(4, freed_gather_values_main, NULL);
 }
 
 // ==== 3. Vocabularies ===========================================================================
@@ -880,7 +880,7 @@ static void test_distribute(void) {
 
 // ==== 6. The tokens of a cp rank ================================================================
 
-static dt_status cut_main(dt_ctx *ctx, void *user) {
+static dt_status cp_shard_main(dt_ctx *ctx, void *user) {
     int c = dt_comm_size(dt_world(ctx)), me = dt_comm_rank(dt_world(ctx)), wrong = 0;
     int32_t whole[3 * 48], local[3 * 48];
     (void)user;
@@ -950,7 +950,7 @@ static void test_tokens(void) {
     CHECK(dt_cp_check(4, 8, 2, 2, 2, text, sizeof text) == DT_ERR_ARG && strstr(text, "kind 4"));
     CHECK(dt_cp_check(DT_CP_ULYSSES, 8, 2, 2, 0, text, sizeof text) == DT_OK ||
           strstr(text, "heads"));
-    for (int c = 1; c <= 8; c += c > 2 ? 5 : 1) run_well(c, cut_main, NULL);
+    for (int c = 1; c <= 8; c += c > 2 ? 5 : 1) run_well(c, cp_shard_main, NULL);
 }
 
 // ==== 7. Attention over the tokens of all ranks =================================================
@@ -1036,7 +1036,7 @@ static void store_context(
 }
 
 /* Sets the positions, documents and options for dt_cp_make and dt_attention. */
-static void context_sight(dt_ctx *ctx, context_case c, dt_comm *comm, context_rank *r, int ranks) {
+static void context_mask(dt_ctx *ctx, context_case c, dt_comm *comm, context_rank *r, int ranks) {
     int32_t at[2][3 * 48], whole[2][3 * 48];
     int n = dt_comm_size(comm), own = c.T / n;
     for (int i = 0; i < c.B * c.T; i++)
@@ -1081,7 +1081,7 @@ static void context_run(
     int own = c.T / dt_comm_size(comm);
     int64_t place[C_MOST];
     size_t before, between, forward, backward;
-    context_sight(ctx, c, comm, &r, ranks);
+    context_mask(ctx, c, comm, &r, ranks);
     dt_tensor *q = context_input(ctx, c, comm, c.H, 1);
     r.k = c.same ? q : context_input(ctx, c, comm, c.K, 2);
     r.v = c.same ? q : context_input(ctx, c, comm, c.K, 3);
@@ -1197,7 +1197,7 @@ typedef struct keep_case {
     size_t live;
 } keep_case;
 
-static dt_status keep_main(dt_ctx *ctx, void *user) {
+static dt_status kept_bytes_main(dt_ctx *ctx, void *user) {
     keep_case *c = (keep_case *)user;
     dt_mesh mesh = mesh_of_one_axis(ctx, 'c');
     int D = c->dtype == DT_BF16 ? 4 * KEEP_D : KEEP_D;
@@ -1219,7 +1219,7 @@ static dt_status keep_main(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-static void test_keeps(void) {
+static void test_kept_bytes(void) {
     for (int i = 0; i < 4 * 3 && !DT__ASAN; i++) {
         keep_case less = {
             .kind = i % 4, .K = i < 4 ? KEEP_H : 2, .layers = 2, .dtype = i < 8 ? DT_F64 : DT_BF16
@@ -1236,8 +1236,8 @@ static void test_keeps(void) {
             keeps += 2 * own * c, integers = 2 * KEEP_T * c;
         size_t want =
             (own * KEEP_H + keeps) * size + KEEP_H * KEEP_T * (size == 8 ? 8 : 4) + integers * 4;
-        run_well((int)c, keep_main, &less);
-        run_well((int)c, keep_main, &more);
+        run_well((int)c, kept_bytes_main, &less);
+        run_well((int)c, kept_bytes_main, &more);
         CHECK_MSG(more.live - less.live == want,
             "%s over %zu, %d key heads, %s: %zu bytes for one more layer, not %zu",
             kind_names[less.kind], c, less.K, dt_dtype_name(less.dtype), more.live - less.live,
@@ -1391,7 +1391,7 @@ static dt_status gpt_step_main(dt_ctx *ctx, void *user) {
 
 /* One more layer must cost exactly the bytes that gpt.h states. B makes arenas grow past their
    minimum. */
-static void test_gpt_keeps(void) {
+static void test_gpt_kept_bytes(void) {
     for (int i = 0; i < 2 * 2 * 3 && !DT__ASAN; i++) {
         int arch = i % 2, sp = i / 2 % 2, few = i / 4; /* K: 4, 2, 1 over 2 ranks */
         gpt_config c = gpt_of(arch, 2, 4, few ? few == 1 ? 2 : 1 : 4);
@@ -1689,15 +1689,15 @@ static void test_refused(void) {
 
 int main(void) {
     test_layers();
-    test_brief();
+    test_freed_gathers();
     test_vocab();
     test_kv();
     test_distribute();
     test_tokens();
     test_context();
-    test_keeps();
+    test_kept_bytes();
     test_balance();
-    test_gpt_keeps();
+    test_gpt_kept_bytes();
     test_gpt_bytes();
     test_gpt_text();
     test_refused();

@@ -284,10 +284,10 @@ static void keep_counts(layer *l, dt_route_counts c, double loss, double *expert
 /* The ep traffic must match the counts: rows forward and rows back, each with C elements. */
 static void check_bytes(dt_ctx *ctx, const layer *l, size_t bytes, int passes) {
     const dt_routing *r = l->routing;
-    int64_t away = 0, at_home = 0, sent_value = E / l->j->ep, me = dt_comm_rank(l->mesh.ep);
+    int64_t away = 0, at_home = 0, held = E / l->j->ep, me = dt_comm_rank(l->mesh.ep);
     for (int64_t i = 0; r && i < r->batch * r->tokens * r->k; i++) {
-        away += r->choices[i] >= 0 && r->choices[i] / sent_value != me;
-        at_home += r->choices[i] >= 0 && r->choices[i] / sent_value == me;
+        away += r->choices[i] >= 0 && r->choices[i] / held != me;
+        at_home += r->choices[i] >= 0 && r->choices[i] / held == me;
     }
     size_t want =
         r ? (size_t)(away + r->rows - at_home) * C * dt_dtype_size(l->j->dtype) * (size_t)passes
@@ -501,7 +501,7 @@ static void test_layouts(void) {
 
 /* Given positions, and ranks without tokens; and the same with recomputation, in halves and outside
    a block. */
-static void test_ways(void) {
+static void test_variants(void) {
     static result one, out;
     job j = { .ep = 1,
         .tp = 1,
@@ -1180,7 +1180,7 @@ static dt_status indivisible_main(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-static dt_status uncut_main(dt_ctx *ctx, void *user) {
+static dt_status unsharded_experts_main(dt_ctx *ctx, void *user) {
     (void)user;
     dt_mesh m = dt_mesh_make(ctx, (dt_mesh_desc){ .cp = 2 });
     dt_tensor *x = shaped(ctx, DT_F32, DT_SHAPE(2, 3, 3));
@@ -1200,7 +1200,7 @@ static void test_refusals(void) {
     CHECK_MSG(report.status == DT_ERR_SHAPE &&
                   strstr(report.text, "3 experts over ep 2; use a multiple of 2"),
         "%s", report.text);
-    report = run(2, uncut_main, NULL);
+    report = run(2, unsharded_experts_main, NULL);
     CHECK_MSG(report.status == DT_ERR_SHAPE && strstr(report.text, "zigzag over cp 2"), "%s",
         report.text);
     CHECK(dt_route_update_bias(NULL, NULL, 1, NULL, 0) == DT_ERR_ARG &&
@@ -1223,7 +1223,7 @@ int main(int argc, char **argv) {
     CHECK(run(1, dry_main, &dry).status == DT_OK);
     test_one_expert();
     test_order();
-    test_ways();
+    test_variants();
     test_layouts();
     test_ranks();
     test_types();

@@ -730,7 +730,7 @@ static void test_order(void) {
 }
 
 /* A random number with a uniformly drawn bit length; often the largest. */
-static int64_t any_count(uint64_t *state, int bits) {
+static int64_t random_count(uint64_t *state, int bits) {
     *state = *state * 6364136223846793005u + 1442695040888963407u;
     int shift = 64 - bits + (int)(*state >> 40) % bits;
     return (*state >> 33) % 8 == 0 ? INT64_MAX >> (63 - bits) : (int64_t)(*state >> shift);
@@ -738,15 +738,16 @@ static int64_t any_count(uint64_t *state, int bits) {
 
 /* Compares with 128-bit arithmetic: no product may overflow for any arguments. Counts of 0 or below
    are refused. */
-static void test_order_far(void) {
+static void test_order_overflow(void) {
     uint64_t state = 1;
     int wrong = 0;
     for (int n = 0; n < 100000; n++) {
-        dt_data_order o = { 1 + any_count(&state, 62), any_count(&state, 63),
-            (int)any_count(&state, 31), (int)any_count(&state, 31), any_count(&state, 63) };
-        int64_t step = 1 + any_count(&state, 62);
-        int j = (int)any_count(&state, 31), r = (int)any_count(&state, 31),
-            i = (int)any_count(&state, 31);
+        dt_data_order o = { 1 + random_count(&state, 62), random_count(&state, 63),
+            (int)random_count(&state, 31), (int)random_count(&state, 31),
+            random_count(&state, 63) };
+        int64_t step = 1 + random_count(&state, 62);
+        int j = (int)random_count(&state, 31), r = (int)random_count(&state, 31),
+            i = (int)random_count(&state, 31);
         __extension__ unsigned __int128 k =
             (unsigned __int128)(step - 1) * (uint64_t)o.batch + (uint64_t)o.consumed;
         k += ((unsigned __int128)j * (unsigned)o.replicas + (unsigned)r) * (unsigned)o.micro_batch +
@@ -832,15 +833,15 @@ static void test_ramp_small(void) {
 
 /* Random ramps: an accepted ramp grows from each size to the next; for a refused one the error
    proposes a ramp that is accepted. */
-static void test_ramp_far(void) {
+static void test_ramp_random(void) {
     uint64_t state = 7;
     int accepted = 0, wrong = 0;
     char why[400], guard[3] = { 'a', 'b', 'c' };
     for (int n = 0; n < 3000; n++) {
-        int64_t unit = 1 + any_count(&state, n % 2 ? 3 : 40),
-                units = 1 + any_count(&state, 1 + n % 62);
-        dt_batch_ramp r = { any_count(&state, 63), any_count(&state, 63), any_count(&state, 63),
-            0 };
+        int64_t unit = 1 + random_count(&state, n % 2 ? 3 : 40),
+                units = 1 + random_count(&state, 1 + n % 62);
+        dt_batch_ramp r = { random_count(&state, 63), random_count(&state, 63),
+            random_count(&state, 63), 0 };
         r.batch = units > INT64_MAX / unit ? unit : unit * units;
         if (n % 5 == 0) r.start = unit, r.incr = unit;
         if (n % 7 == 0) r.samples = -r.samples;
@@ -854,7 +855,7 @@ static void test_ramp_far(void) {
             r = other;
         } else
             wrong++;
-        int64_t step = 1 + any_count(&state, 62), read = dt_batch_ramp_consumed(r, step);
+        int64_t step = 1 + random_count(&state, 62), read = dt_batch_ramp_consumed(r, step);
         int64_t size = dt_batch_ramp_size(r, read), next = dt_batch_ramp_consumed(r, step + 1);
         wrong += size < 1 || size > r.batch || read < 0 ||
                  next != (read > INT64_MAX - size ? INT64_MAX : read + size);
@@ -899,7 +900,7 @@ static void test_ramp(void) {
     CHECK(dt_batch_ramp_consumed(none, 1) == 0 && dt_batch_ramp_consumed(none, 9) == 96);
     test_ramp_bloom();
     test_ramp_small();
-    test_ramp_far();
+    test_ramp_random();
 }
 
 /* Three ranks with a memory limit of 1 MiB each. */
@@ -1094,7 +1095,7 @@ static void test_sampler_refused(void) {
 }
 
 /* INT64_MAX samples in order: needs no memory, and nothing overflows. */
-static void test_sampler_endless(dt_ctx *ctx) {
+static void test_sampler_int64_max(dt_ctx *ctx) {
     for (int r = 0; r < 10; r++) {
         size_t before = dt_memory_used(ctx).live[DT_MEM_HOST];
         dt_sampler *s = dt_sampler_make(
@@ -1128,7 +1129,7 @@ static void test_sampler(const char *stored) {
                              .drop_last = code / 252 });
     check_dealt(ctx, (dt_sampler_desc){ .samples = 3, .replicas = 50, .shuffle = 1 });
     test_sampler_resume(ctx);
-    test_sampler_endless(ctx);
+    test_sampler_int64_max(ctx);
     CHECK(dt_error(ctx) == DT_OK);
     dt_ctx_free(ctx);
     test_sampler_refused();
@@ -1418,7 +1419,7 @@ int main(int argc, char **argv) {
         for (int sequence = 0; sequence < 2; sequence++) /* 5 does not divide */
             for (int hidden = 5; hidden <= 6; hidden++) test_net(ranks, sequence, hidden);
     test_order();
-    test_order_far();
+    test_order_overflow();
     test_ramp();
     test_limit();
     CHECK(run(3, tokens_main, NULL).status == DT_OK);

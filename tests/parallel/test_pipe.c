@@ -975,7 +975,7 @@ static void test_backends(void) {
 
 /* A schedule takes as long as simulated. Other load on the machine can make it slower, so the best
    of several tries counts. */
-static void test_pace(void) {
+static void test_duration(void) {
     enum { TRIES = 20 };
     dt_schedule_costs costs = { .forward = 0.02, .input = 0.02, .weight = 0.02 };
     for (int k = 0; k < DT_SCHEDULES + 1; k++) {
@@ -1040,7 +1040,7 @@ static void test_failures(void) {
     }
 }
 
-static dt_tensor *never(dt_tensor *x, int stage, int micro, void *user) {
+static dt_tensor *never_called(dt_tensor *x, int stage, int micro, void *user) {
     (void)stage, (void)micro, (void)user;
     CHECK(0);
     return x;
@@ -1063,7 +1063,7 @@ static dt_status refused_rank(dt_ctx *ctx, void *user) {
     dt_schedule *s = what == 2 ? NULL : dt_schedule_make(ctx, d);
     return dt_pipe_run(ctx, (dt_pipe_desc){ .schedule = s,
                                 .comm = mesh.pp,
-                                .run = what == 3 ? NULL : never,
+                                .run = what == 3 ? NULL : never_called,
                                 .forward_micros = what == 4   ? -1
                                                   : what == 5 ? 1 << 30
                                                               : 0 });
@@ -1202,7 +1202,7 @@ static void test_named(void) {
     timed("memory", test_memory);
     timed("failures", test_failures);
     timed("backends", test_backends);
-    timed("pace", test_pace);
+    timed("pace", test_duration);
     timed("many messages", test_many_messages);
 }
 

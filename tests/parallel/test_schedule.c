@@ -483,7 +483,7 @@ static void test_figures(void) {
 
 /* Extra slots: as many as requested, up to the number of micro-batches. With one extra slot,
    messages may take time and no rank waits for a slot. */
-static void test_spare(void) {
+static void test_extra_slots(void) {
     static machine m;
     for (int kind = 0; kind < DT_SCHEDULES; kind++)
         for (int spare = 0; spare < 4; spare++) {
@@ -512,7 +512,7 @@ static void test_spare(void) {
 
 // ==== 3. Wrong schedules ========================================================================
 
-static void test_planted(void) {
+static void test_wrong_schedules(void) {
     const char *right[] = { "F0 F1 B0 F2 B1 B2", "F0 B0 F1 B1 F2 B2" };
     expect_text(2, 3, 1, right, 0, "");
     /* rank 0's list is that of the last stage */
@@ -578,7 +578,7 @@ static void test_planted(void) {
 }
 
 /* A case where slots for the held micro-batches are too few. */
-static void test_slots_wait(void) {
+static void test_too_few_slots(void) {
     char text[1024], brief[24];
     dt_schedule_metrics metrics;
     dt_schedule_desc d = {
@@ -711,7 +711,7 @@ static void expect_blocked(const machine *m, const dt_schedule *s, const char *t
     CHECK_MSG(found == cycle && cycle > 0, "%d in the text, a cycle of %d: %s", found, cycle, text);
 }
 
-static void test_any(void) {
+static void test_random(void) {
     static programs p;
     static machine m;
     static dt_span out[MOST];
@@ -822,7 +822,7 @@ static int v_stage(int rank, int chunk, void *user) {
     return chunk == 0 ? rank : 2 * p - 1 - rank;
 }
 
-static void generate_vee(dt_schedule *s, void *user) {
+static void generate_v(dt_schedule *s, void *user) {
     int p = dt_schedule_ranks(s), m = dt_schedule_micros(s);
     CHECK(p == *(const int *)user && dt_schedule_stages(s) == 2 * p &&
           dt_schedule_stage_of(s, 0, 1) == 2 * p - 1);
@@ -835,7 +835,7 @@ static void generate_vee(dt_schedule *s, void *user) {
         }
 }
 
-static void test_vee(void) {
+static void test_v_schedule(void) {
     static machine m;
     int p = 3;
     dt_schedule_metrics metrics;
@@ -843,7 +843,7 @@ static void test_vee(void) {
     dt_schedule *s = dt_schedule_make(ctx, (dt_schedule_desc){ .ranks = p,
                                                .micros = 4,
                                                .chunks = 2,
-                                               .generate = generate_vee,
+                                               .generate = generate_v,
                                                .stage_of = v_stage,
                                                .user = &p,
                                                .name = "vee" });
@@ -921,7 +921,7 @@ static void test_refused(void) {
                       "micro-batches for 4 ranks so "
                       "that each fills them; use 6 or 17");
     d = (dt_schedule_desc){
-        .ranks = 2, .micros = 1, .chunks = 2, .generate = generate_vee, .stage_of = stage_used_twice
+        .ranks = 2, .micros = 1, .chunks = 2, .generate = generate_v, .stage_of = stage_used_twice
     };
     expect_refused(d, "rank 0: dt_schedule_make(custom schedule): stage 1 is chunk 1 of "
                       "rank 0 and chunk 0 of "
@@ -1059,7 +1059,7 @@ static void test_simulate(void) {
 // ==== 7. Partitioning a model ===================================================================
 
 /* The smallest possible maximum of the stages' costs, by brute force. */
-static double best_cut(const double *costs, int n, int stages) {
+static double best_partition(const double *costs, int n, int stages) {
     double best = INFINITY, sum = 0;
     if (stages == 1) {
         for (int i = 0; i < n; i++) sum += costs[i];
@@ -1067,13 +1067,13 @@ static double best_cut(const double *costs, int n, int stages) {
     }
     for (int i = 1; i <= n - stages + 1; i++) {
         sum += costs[i - 1];
-        double rest = best_cut(costs + i, n - i, stages - 1), worst = rest > sum ? rest : sum;
+        double rest = best_partition(costs + i, n - i, stages - 1), worst = rest > sum ? rest : sum;
         if (worst < best) best = worst;
     }
     return best;
 }
 
-static double worst_part(const double *costs, int n, int stages, const int *first) {
+static double max_stage_cost(const double *costs, int n, int stages, const int *first) {
     double worst = 0;
     int ok = first[0] == 0 && first[stages] == n;
     for (int part = 0; part < stages; part++) {
@@ -1085,7 +1085,7 @@ static double worst_part(const double *costs, int n, int stages, const int *firs
     return ok ? worst : -1;
 }
 
-static void test_cut(void) {
+static void test_partition(void) {
     double costs[64], even_costs[64];
     int first[65];
     char text[200];
@@ -1096,13 +1096,14 @@ static void test_cut(void) {
             costs[i] = random_below(3) ? random_below(9) : random_below(2) * 40;
         CHECK(dt_partition_stages(costs, n, stages, first, text, sizeof text) == DT_OK &&
               text[0] == 0);
-        double worst = worst_part(costs, n, stages, first), best = best_cut(costs, n, stages);
+        double worst = max_stage_cost(costs, n, stages, first),
+               best = best_partition(costs, n, stages);
         CHECK_MSG(worst == best, "%d items, %d stages: %g, not %g", n, stages, worst, best);
         /* costs whose sums round */
         for (int i = 0; i < n; i++) costs[i] = 0.1 * (1 + random_below(7));
         CHECK(dt_partition_stages(costs, n, stages, first, text, sizeof text) == DT_OK);
-        worst = worst_part(costs, n, stages, first);
-        CHECK_MSG(worst >= 0 && worst <= best_cut(costs, n, stages) * (1 + 1e-14),
+        worst = max_stage_cost(costs, n, stages, first);
+        CHECK_MSG(worst >= 0 && worst <= best_partition(costs, n, stages) * (1 + 1e-14),
             "%d items, %d stages: %.17g", n, stages, worst);
     }
     /* equal items: stage sizes differ by at most 1, smaller ones first */
@@ -1323,16 +1324,16 @@ int main(void) {
     test_orders();
     test_lowering();
     test_figures();
-    test_spare();
-    test_planted();
-    test_slots_wait();
-    test_any();
+    test_extra_slots();
+    test_wrong_schedules();
+    test_too_few_slots();
+    test_random();
     test_swapped();
-    test_vee();
+    test_v_schedule();
     test_refused();
     test_memory();
     test_simulate();
-    test_cut();
+    test_partition();
     test_text();
     test_svg();
     test_svg_fails();

@@ -163,7 +163,7 @@ static gpt_config dense(dt_dtype dtype, int arch) {
         .dtype = dtype };
 }
 
-static result go(run r) {
+static result run_training(run r) {
     layout l = r.l;
     train_config c = r.config;
     dt_report report = { DT_OK, 0, "", 0 };
@@ -254,10 +254,12 @@ static void pairs(const char *what, gpt_config model, int count, int every) {
         in_scratch(dir, name);
         clear(dir);
         name_of(layouts[i], a, sizeof a);
-        result r = go((run){ .l = layouts[i], .model = model, .save = dir, .stop_at = 2 });
+        result r =
+            run_training((run){ .l = layouts[i], .model = model, .save = dir, .stop_at = 2 });
         CHECK_MSG(r.status == DT_OK && r.last == 2, "%s, %s: %s", what, a, r.text);
         snprintf(at, sizeof at, "%s/step-2", dir);
-        from[i] = go((run){ .l = layouts[i], .model = model, .resume = at, .stop_at = 3 });
+        from[i] =
+            run_training((run){ .l = layouts[i], .model = model, .resume = at, .stop_at = 3 });
         CHECK_MSG(
             from[i].status == DT_OK && from[i].first == 3, "%s, %s: %s", what, a, from[i].text);
     }
@@ -271,11 +273,11 @@ static void pairs(const char *what, gpt_config model, int count, int every) {
             clear(other);
             name_of(layouts[i], a, sizeof a);
             name_of(layouts[k], b, sizeof b);
-            result r = go((run){
+            result r = run_training((run){
                 .l = layouts[k], .model = model, .resume = at, .save = other, .stop_at = 2 });
             CHECK_MSG(r.status == DT_OK && r.first == 0, "%s: %s -> %s: %s", what, a, b, r.text);
             CHECK_MSG(same_checkpoint(at, copy), "%s: %s -> %s: files differ", what, a, b);
-            r = go((run){ .l = layouts[k], .model = model, .resume = at, .stop_at = 3 });
+            r = run_training((run){ .l = layouts[k], .model = model, .resume = at, .stop_at = 3 });
             CHECK_MSG(r.status == DT_OK && r.first == 3 &&
                           close_to(r.loss[3], from[i].loss[3], 1e-11) &&
                           close_to(r.norm[3], from[i].norm[3], 1e-9),
@@ -321,13 +323,13 @@ static void same(const kind *k, int i) {
     clear(half);
     r.save = whole;
     r.stop_at = 5;
-    result once = go(r);
+    result once = run_training(r);
     r.save = half;
     r.stop_at = 2;
-    result first = go(r);
+    result first = run_training(r);
     r.resume = half;
     r.stop_at = 5;
-    result second = go(r);
+    result second = run_training(r);
     CHECK_MSG(once.status == DT_OK && first.status == DT_OK && second.status == DT_OK,
         "%s, %s: %s%s%s", k->name, name, once.text, first.text, second.text);
     CHECK_MSG(second.first == 3 && second.last == 5, "%s, %s: steps %lld to %lld", k->name, name,
@@ -379,7 +381,7 @@ static void elastic(void) {
             r.config.accum = BATCH / 8;
             r.save = one;
             r.stop_at = 8;
-            result once = go(r);
+            result once = run_training(r);
             CHECK_MSG(once.status == DT_OK, "%s", once.text);
             for (int i = 0; i < 4; i++) {
                 r.l.dp = ranks[i];
@@ -387,7 +389,7 @@ static void elastic(void) {
                 r.save = many;
                 r.resume = i ? many : NULL;
                 r.stop_at = 2 * (i + 1);
-                result part = go(r);
+                result part = run_training(r);
                 CHECK_MSG(part.status == DT_OK && part.first == 2 * i + 1, "elastic, %d ranks: %s",
                     ranks[i], part.text);
                 for (int64_t s = part.first; s <= part.last; s++)
@@ -438,7 +440,7 @@ static void names(void) {
             clear(exported);
             if (mkdir(exported, 0777) != 0) abort();
             snprintf(at, sizeof at, "%s/step-2", dir);
-            result r = go((run){ .l = layouts[i],
+            result r = run_training((run){ .l = layouts[i],
                 .model = model,
                 .save = dir,
                 .stop_at = 2,
@@ -459,14 +461,14 @@ static void names(void) {
         }
 }
 
-static void refused(const char *what, run r, const char *text) {
-    result got = go(r);
+static void expect_load_refused(const char *what, run r, const char *text) {
+    result got = run_training(r);
     CHECK_MSG(got.status != DT_OK && strstr(got.text, text), "%s: status %d, '%s' should say '%s'",
         what, (int)got.status, got.text, text);
 }
 
 /* Rewrites the checksum at the end of a manifest after its text was changed. */
-static void seal(const char *path) {
+static void write_checksum(const char *path) {
     size_t n;
     char *text = read_all(path, &n), end[DT__MANIFEST_END + 1];
     dt__manifest_end(end, text, n - DT__MANIFEST_END);
@@ -476,7 +478,7 @@ static void seal(const char *path) {
     free(text);
 }
 
-static void change(const char *path, const char *from, const char *to) {
+static void replace_text(const char *path, const char *from, const char *to) {
     size_t n;
     char *text = read_all(path, &n), *at;
     text[n] = 0;
@@ -494,12 +496,12 @@ static run saved_run(char *dir, char *at) {
         .l = L(2, 1, 1, 1, 1, 1, 0), .model = dense(DT_F32, GPT_GPT2), .save = dir, .stop_at = 2
     };
     clear(in_scratch(dir, "forms"));
-    CHECK(go(r).status == DT_OK);
+    CHECK(run_training(r).status == DT_OK);
     snprintf(at, 320, "%s/step-2", dir);
     r.save = NULL;
     r.stop_at = 3;
     r.resume = at;
-    CHECK(go(r).status == DT_OK);
+    CHECK(run_training(r).status == DT_OK);
     return r;
 }
 
@@ -507,29 +509,30 @@ static void other_programs(void) {
     char dir[300], other[300], at[320];
     run r = saved_run(dir, at), bad = r;
     bad.model.width = 32;
-    refused("another width", bad, "in this program");
+    expect_load_refused("another width", bad, "in this program");
     bad = r;
     bad.model.layers = 3;
-    refused("another depth", bad, "which this program has");
+    expect_load_refused("another depth", bad, "which this program has");
     bad.model.layers = 1;
-    refused("another depth", bad, "which this program has not");
+    expect_load_refused("another depth", bad, "which this program has not");
     bad = r;
     bad.model.dtype = DT_BF16;
-    refused("another type", bad, "F32");
+    expect_load_refused("another type", bad, "F32");
     bad = r;
     bad.config.zero.optimizer = DT_ADAM;
-    refused("another optimizer", bad, "its optimizer is adamw, and this program's is adam");
+    expect_load_refused(
+        "another optimizer", bad, "its optimizer is adamw, and this program's is adam");
     run signs = { .l = L(2, 1, 1, 1, 1, 0, 0),
         .model = dense(DT_F32, GPT_GPT2),
         .save = in_scratch(other, "signs"),
         .stop_at = 3,
         .config = { .zero = { .optimizer = DT_ONEBIT_ADAM, .freeze_steps = 1 } } };
     clear(other);
-    CHECK(go(signs).status == DT_OK);
+    CHECK(run_training(signs).status == DT_OK);
     signs.l.dp = 4; /* the errors of 1-bit Adam restart at zero */
     signs.resume = other;
     signs.stop_at = 4;
-    CHECK(go(signs).status == DT_OK);
+    CHECK(run_training(signs).status == DT_OK);
 }
 
 static void folders(void) {
@@ -538,17 +541,17 @@ static void folders(void) {
     CHECK(dt_checkpoint_newest(dt_io_default(), dir, name, sizeof name) == 2 &&
           strcmp(name, "step-2") == 0);
     bad.resume = in_scratch(other, "nothing");
-    refused("no folder", bad, "there is no checkpoint");
+    expect_load_refused("no folder", bad, "there is no checkpoint");
     CHECK(dt_checkpoint_newest(dt_io_default(), other, name, sizeof name) == -1 && !name[0]);
     if (mkdir(other, 0777) != 0) abort();
-    refused("no checkpoint", bad, "there is no checkpoint");
+    expect_load_refused("no checkpoint", bad, "there is no checkpoint");
     bad.save = dir;
     bad.resume = NULL;
-    refused("a folder of another training", bad, "which this job has not loaded");
+    expect_load_refused("a folder of another training", bad, "which this job has not loaded");
     bad.save = "/proc/nothing/here";
-    refused("a folder that cannot be made", bad, "/proc/nothing/here");
+    expect_load_refused("a folder that cannot be made", bad, "/proc/nothing/here");
     r.resume = r.save = dir;
-    CHECK(go(r).status == DT_OK);
+    CHECK(run_training(r).status == DT_OK);
     snprintf(copy, sizeof copy, "cp -r '%s' '%s/step-9'; mkdir '%s/step-0010' '%s/step-8.x'", at,
         dir, dir, dir);
     /* step-9 holds step 2 in spite of its name; the two folders are not named like checkpoints */
@@ -556,7 +559,7 @@ static void folders(void) {
     CHECK(dt_checkpoint_newest(dt_io_default(), dir, name, sizeof name) == 9);
     r.save = NULL;
     r.stop_at = 4;
-    result newest = go(r);
+    result newest = run_training(r);
     CHECK_MSG(newest.status == DT_OK && newest.first == 4,
         "step 3 is the newest, but the run resumes with %lld: %s", (long long)newest.first,
         newest.text);
@@ -564,7 +567,7 @@ static void folders(void) {
     snprintf(other, sizeof other, "%s/./forms", scratch);
     r.resume = other;
     r.save = dir;
-    newest = go(r);
+    newest = run_training(r);
     CHECK_MSG(newest.status == DT_OK, "%s", newest.text);
 }
 
@@ -573,26 +576,28 @@ static void manifests(void) {
     char dir[300], at[320], path[360];
     run r = saved_run(dir, at);
     snprintf(path, sizeof path, "%s/manifest.json", at);
-    change(path, "\"version\":1", "\"version\":2");
-    refused(
+    replace_text(path, "\"version\":1", "\"version\":2");
+    expect_load_refused(
         "a newer format, damaged", r, "checkpoint of format 2; this program knows formats up to 1");
-    seal(path);
-    refused("a newer format", r, "checkpoint of format 2; this program knows formats up to 1");
+    write_checksum(path);
+    expect_load_refused(
+        "a newer format", r, "checkpoint of format 2; this program knows formats up to 1");
     r.resume = dir;
-    refused("a newer format in a folder", r, "checkpoint of format 2");
-    change(path, "\"version\":2", "\"version\":0");
-    seal(path);
-    refused("format 0", r, "no manifest of a dt checkpoint");
-    change(path, "\"version\":0", "\"version\":1");
-    seal(path);
-    CHECK(go(r).status == DT_OK);
-    change(path, "\"seed\":\"1\"", "\"seed\":\"2\"");
-    seal(path);
-    refused("another seed", r, "its seed is 2");
-    change(path, "\"seed\":\"2\"", "\"seed\":\"1\"");
-    change(path, "\"samples\"", "\"sampled\"");
-    seal(path);
-    refused("a number is missing", r, "it has 0 numbers 'samples', and this program has 1");
+    expect_load_refused("a newer format in a folder", r, "checkpoint of format 2");
+    replace_text(path, "\"version\":2", "\"version\":0");
+    write_checksum(path);
+    expect_load_refused("format 0", r, "no manifest of a dt checkpoint");
+    replace_text(path, "\"version\":0", "\"version\":1");
+    write_checksum(path);
+    CHECK(run_training(r).status == DT_OK);
+    replace_text(path, "\"seed\":\"1\"", "\"seed\":\"2\"");
+    write_checksum(path);
+    expect_load_refused("another seed", r, "its seed is 2");
+    replace_text(path, "\"seed\":\"2\"", "\"seed\":\"1\"");
+    replace_text(path, "\"samples\"", "\"sampled\"");
+    write_checksum(path);
+    expect_load_refused(
+        "a number is missing", r, "it has 0 numbers 'samples', and this program has 1");
 }
 
 static void forms(void) {
@@ -638,7 +643,7 @@ static void golden(void) {
     run r = golden_run();
     r.resume = "tests/golden/checkpoint/step-2";
     r.save = in_scratch(dir, "golden");
-    result got = go(r);
+    result got = run_training(r);
     CHECK_MSG(got.status == DT_OK, "the golden checkpoint: %s", got.text);
     snprintf(copy, sizeof copy, "%s/step-2", dir);
     CHECK_MSG(
@@ -648,7 +653,7 @@ static void golden(void) {
         "golden sums: %.17g and %.17g", model, optim);
     r.save = NULL;
     r.stop_at = 3;
-    got = go(r);
+    got = run_training(r);
     CHECK_MSG(got.status == DT_OK && close_to(got.loss[3], GOLDEN_LOSS, 1e-6),
         "the golden checkpoint's next loss is %.17g", got.loss[3]);
 }
@@ -667,11 +672,11 @@ int main(int argc, char **argv) {
     if (strcmp(what, "golden") == 0 && argc > 2) {
         run r = golden_run();
         r.save = argv[2];
-        result got = go(r);
+        result got = run_training(r);
         r.resume = argv[2];
         r.save = NULL;
         r.stop_at = 3;
-        if (got.status == DT_OK) got = go(r);
+        if (got.status == DT_OK) got = run_training(r);
         char at[400];
         snprintf(at, sizeof at, "%s/step-2", argv[2]);
         printf(

@@ -104,10 +104,10 @@ typedef struct fake {
 static int fake_counts(fake *f, int rank, int op) {
     pthread_mutex_lock(&f->lock);
     long call = ++f->file[rank].calls[op];
-    int spoil = f->at == call && f->rank == rank && f->op == op;
+    int faulty = f->at == call && f->rank == rank && f->op == op;
     pthread_mutex_unlock(&f->lock);
     errno = EIO;
-    return spoil;
+    return faulty;
 }
 
 static int fake_rank(const char *path) {
@@ -127,11 +127,11 @@ static int fake_open(void *user, const char *path, int mode) {
 
 static int fake_close(void *user, int fd) {
     fake *f = (fake *)user;
-    int spoil = fake_counts(f, fd, CLOSE);
+    int faulty = fake_counts(f, fd, CLOSE);
     pthread_mutex_lock(&f->lock);
     f->file[fd].open--;
     pthread_mutex_unlock(&f->lock);
-    return spoil ? -1 : 0;
+    return faulty ? -1 : 0;
 }
 
 static int fake_remove(void *user, const char *path) {
@@ -157,18 +157,18 @@ static int fake_resize(void *user, int fd, int64_t bytes) {
 /* Returns the number of bytes to transfer, or -1 on error. */
 static int64_t fake_moves(fake *f, int rank, int op, size_t bytes, int64_t offset) {
     fake_file *file = &f->file[rank];
-    int spoil = fake_counts(f, rank, op);
+    int faulty = fake_counts(f, rank, op);
     if (!CHECK_MSG(offset >= 0 && (size_t)offset + bytes <= file->size,
             "%s of %zu bytes at %lld of %zu", op_names[op], bytes, (long long)offset, file->size))
         return -1;
     if (f->nap_s > 0) dt_host_default()->sleep(NULL, f->nap_s);
     if (file->half) return file->half = 0, errno = ENOSPC, -1;
-    if (spoil && f->blocks) {
+    if (faulty && f->blocks) {
         pthread_mutex_lock(&f->lock);
         f->blocked++;
         while (!f->release) pthread_cond_wait(&f->released, &f->lock);
         pthread_mutex_unlock(&f->lock);
-    } else if (spoil) {
+    } else if (faulty) {
         file->half = f->how == HALF_THEN_FAILS;
         return f->how == FAILS ? (errno = EIO, -1) : f->how == NOTHING ? 0 : (int64_t)(bytes / 2);
     }
@@ -611,7 +611,7 @@ static const way ways[] = {
     { "stage 3, bf16, all on disk", 3, 1, DT_SGD, 1, DT_BF16 },
 };
 
-static job spoiled_job(const way *w, fake *disk) {
+static job faulty_job(const way *w, fake *disk) {
     job j;
     memset(&j, 0, sizeof j);
     fake_make(disk);
@@ -675,9 +675,9 @@ static void check_unchanged(const way *w, const job *good, const job *j) {
     }
 }
 
-static void spoil(const way *w, const job *good, int rank, int op, long at, int how) {
+static void run_with_fault(const way *w, const job *good, int rank, int op, long at, int how) {
     fake *disk = (fake *)malloc(sizeof *disk);
-    job j = spoiled_job(w, disk);
+    job j = faulty_job(w, disk);
     disk->rank = rank;
     disk->op = op;
     disk->at = at;
@@ -701,10 +701,10 @@ static void spoil(const way *w, const job *good, int rank, int op, long at, int 
     free(disk);
 }
 
-static void test_spoiled(void) {
+static void test_faulty_calls(void) {
     for (size_t i = 0; i < sizeof ways / sizeof *ways; i++) {
         fake *disk = (fake *)malloc(sizeof *disk);
-        job good = spoiled_job(&ways[i], disk);
+        job good = faulty_job(&ways[i], disk);
         long runs = 0;
         CHECK(run_job(&good, 30).status == DT_OK);
         for (int rank = 0; rank < 2; rank++)
@@ -712,7 +712,7 @@ static void test_spoiled(void) {
                 for (long at = 1; at <= disk->file[rank].calls[op]; at += rank ? 1 : 9)
                     for (int how = 0; how < (op == PREAD || op == PWRITE ? (int)HOWS : 1);
                          how++, runs++)
-                        spoil(&ways[i], &good, rank, op, at, how);
+                        run_with_fault(&ways[i], &good, rank, op, at, how);
         printf("%s: %ld reads, %ld writes, %ld runs with a fault in one call\n", ways[i].name,
             disk->file[1].calls[PREAD], disk->file[1].calls[PWRITE], runs);
         CHECK(disk->file[1].calls[PREAD] > 10 && disk->file[1].calls[PWRITE] > 10);
@@ -772,7 +772,7 @@ static dt_status failing_main(dt_ctx *ctx, void *user) {
 static void test_no_answer(int op, long at) {
     fake *disk = (fake *)malloc(sizeof *disk);
     counting *c = (counting *)malloc(sizeof *c);
-    job j = spoiled_job(&ways[4], disk);
+    job j = faulty_job(&ways[4], disk);
     dt_report report;
     counting_make(c);
     disk->rank = 1;
@@ -896,7 +896,7 @@ static double fastest_step(int all, double disk_s, double compute_s) {
 }
 
 /* Other load on the machine can only make a run slower, so the fastest of several rounds counts. */
-static void test_runs_ahead(int all) {
+static void test_overlap(int all) {
     enum { ROUNDS = 10 };
     double compute_s = all ? 3 * slow_s : 2 * slow_s, compute = 1e9, io = 1e9, both = 1e9;
     int round = 0, hidden = 0;
@@ -995,12 +995,12 @@ int main(void) {
     snprintf(wrong_folder, sizeof wrong_folder, "%s/nothing", folder);
     test_same_bits();
     test_load();
-    test_spoiled();
+    test_faulty_calls();
     test_no_folder();
     for (int k = 0; k < 4; k++) test_no_answer(k % 2 ? PREAD : PWRITE, k < 2 ? 3 : 12);
     test_no_answer(PREAD, 0);
-    test_runs_ahead(0);
-    test_runs_ahead(1);
+    test_overlap(0);
+    test_overlap(1);
     test_device();
     CHECK(rmdir(folder) == 0); /* the folder is empty, even after failed runs */
     return check_done("test_offload");

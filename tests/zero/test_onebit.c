@@ -199,7 +199,7 @@ static void count_strays(dt_ctx *ctx, const job *j, const dt_zero *zero, left *l
     }
 }
 
-static void leave(dt_ctx *ctx, const job *j, dt_zero *zero, left *l) {
+static void store_results(dt_ctx *ctx, const job *j, dt_zero *zero, left *l) {
     char *host = (char *)malloc(ELEMENTS * 8);
     for (int u = 0; u < zero->n_buckets; u++) {
         const dt__zero_bucket *z = &zero->buckets[u];
@@ -258,7 +258,7 @@ static dt_status train(dt_ctx *ctx, void *user) {
     dt_barrier(dt_world(ctx)); /* ranks that do not know of a failure yet learn of it here */
     l->state_bytes = dt_zero_state_bytes(zero);
     l->optim = dt_memory_used(ctx).live[DT_MEM_OPTIM];
-    leave(ctx, j, zero, l);
+    store_results(ctx, j, zero, l);
     count_strays(ctx, j, zero, l);
     l->status = dt_error(ctx);
     snprintf(l->text, sizeof l->text, "%s", dt_error_text(ctx));

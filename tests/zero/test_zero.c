@@ -337,7 +337,7 @@ static dt_status gpt_main(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-static void run_all_ways(const expected *e) {
+static void run_all_layouts(const expected *e) {
     static const int ways[][3] = { { 1, 2, 0 }, { 1, 4, 0 }, { 1, 1, 1 }, { 2, 2, 0 }, { 2, 2, 1 },
         { 2, 1, 0 }, { 2, 1, 1 }, { 4, 1, 0 }, { 4, 1, 1 }, { 2, 2, 2 }, { 4, 1, 2 }, { 2, 2, 3 },
         { 4, 1, 3 } };
@@ -423,7 +423,7 @@ static void test_golden(const char *folder, const char *file) {
         e->grad[i] = golden_get(g, name, NULL); /* gpt2_sgd.bin holds no gradients */
         CHECK(e->value[i] != NULL);
     }
-    run_all_ways(e);
+    run_all_layouts(e);
     sg_free(start);
     golden_free(g);
     free(e);
@@ -461,7 +461,7 @@ static void test_serial(const char *name, gpt_config c, dt_zero_desc d, int step
         if (d.optimizer != DT_SGD || d.momentum > 0) e->m[i] = m->p[i].m;
         if (d.optimizer != DT_SGD) e->v[i] = m->p[i].v;
     }
-    run_all_ways(e);
+    run_all_layouts(e);
     sg_free(start);
     sg_free(m);
     free(e);
@@ -598,10 +598,10 @@ static int64_t global_of(const dt_tensor *t, int64_t local) {
     return global;
 }
 
-static double at_of(const void *array, dt_dtype dtype, int64_t i) {
+static double element_at(const void *array, dt_dtype dtype, int64_t i) {
     return dt__number(dtype, array, (size_t)i);
 }
-static void put_at(void *array, dt_dtype dtype, int64_t i, double value) {
+static void set_element(void *array, dt_dtype dtype, int64_t i, double value) {
     dt__set_number(dtype, array, (size_t)i, value);
 }
 
@@ -639,7 +639,7 @@ static dt_status pull_back(dt_node *n) {
                 k == (int64_t)t->param->count - 1 && s->micro == 0 &&
                 (!s->w->nan_param || strcmp(t->name, s->w->nan_param) == 0))
                 add = s->w->nan_value;
-            put_at(g, t->dtype, k, at_of(g, t->dtype, k) + add);
+            set_element(g, t->dtype, k, element_at(g, t->dtype, k) + add);
         }
     }
     return DT_OK;
@@ -688,7 +688,7 @@ static void write_start(dt_ctx *ctx) {
         memcpy(host, zeros, sizeof host);
         for (int64_t k = 0; k < (int64_t)t->param->count; k++) {
             int64_t e = global_of(t, k);
-            if (e >= 0) put_at(host, t->dtype, k, start_value(i, e));
+            if (e >= 0) set_element(host, t->dtype, k, start_value(i, e));
         }
         dt_write(t, host);
     }
@@ -696,7 +696,7 @@ static void write_start(dt_ctx *ctx) {
 
 /* Stores full parameters in w->bits. After a failure, or if w->only_kept, stores only this rank's
    shard of each sharded parameter. */
-static void leave_bits(dt_ctx *ctx, world_run *w) {
+static void store_bits(dt_ctx *ctx, world_run *w) {
     int me = dt_ctx_rank(ctx);
     for (int i = 0; w->bits[me] && i < dt_param_count(ctx); i++) {
         const dt_tensor *t = dt_param_get(ctx, i);
@@ -749,7 +749,7 @@ static dt_status world_main(dt_ctx *ctx, void *user) {
         world_step(ctx, w, &mesh, zero, step);
     dt_barrier(dt_world(ctx)); /* ranks that do not know of a failure yet learn of it here */
     if (w->states) check_states(ctx, w, zero);
-    leave_bits(ctx, w);
+    store_bits(ctx, w);
     w->status[me] = dt_error(ctx);
     snprintf(w->text[me], sizeof w->text[me], "%s", dt_error_text(ctx));
     return dt_error(ctx);
@@ -857,7 +857,7 @@ static double value_stored_by(const world_run *w, int r, int p, int64_t e) {
         if (col / each != mine) return NAN;
         e = row * each + col % each;
     }
-    return at_of(bits, w->dtype, e);
+    return element_at(bits, w->dtype, e);
 }
 
 /* The smallest distance from y of a master value that rounds to x: a 16-bit parameter is its
@@ -914,7 +914,7 @@ static void check_states(dt_ctx *ctx, const world_run *w, dt_zero *zero) {
             memset(host, 0xff, MAX_ELEMENTS * 8);
             CHECK(dt_grad_dtype(t) == type && dt_zero_state(zero, s, t, host) == DT_OK);
             for (int64_t e = 0; e < made_count(&w->set[p]); e++) {
-                double right = w->states->s[s][p][e], far = fabs(at_of(host, type, e) - right);
+                double right = w->states->s[s][p][e], far = fabs(element_at(host, type, e) - right);
                 worst = fmax(worst, isnan(far) ? INFINITY : far / fmax(1, fabs(right)));
             }
             CHECK_MSG(
@@ -1242,18 +1242,20 @@ static dt_status own_update(const dt_update_args *f, void *user) {
     CHECK((f->state[0] != NULL) == (o->w.zero.states >= 1) &&
           (f->state[1] != NULL) == (o->w.zero.states >= 2));
     for (size_t i = 0; i < f->count; i++) {
-        double g = at_of(f->grad, type, (int64_t)i), x = at_of(f->param, type, (int64_t)i);
+        double g = element_at(f->grad, type, (int64_t)i),
+               x = element_at(f->param, type, (int64_t)i);
         double off =
             fabs(g - hand_gradient(&o->w, p->index, (int64_t)(f->offset + i), (int)f->step));
         right &= off <= (type == DT_F64 ? 1e-12 : 4e-6);
         if (narrow(o->w.dtype)) /* the parameter is exactly its rounded master */
-            right &= stored(o->w.dtype, x) == at_of(kept, o->w.dtype, (int64_t)i);
+            right &= stored(o->w.dtype, x) == element_at(kept, o->w.dtype, (int64_t)i);
         /* starts at zero and keeps its values between steps */
         for (int s = 0; s < o->w.zero.states; s++) {
-            right &= at_of(f->state[s], type, (int64_t)i) == (double)(f->step - 1) * (s + 1);
-            put_at(f->state[s], type, (int64_t)i, (double)f->step * (s + 1));
+            right &= element_at(f->state[s], type, (int64_t)i) == (double)(f->step - 1) * (s + 1);
+            set_element(f->state[s], type, (int64_t)i, (double)f->step * (s + 1));
         }
-        put_at(f->param, type, (int64_t)i, x - f->lr * (g * f->grad_scale + f->weight_decay * x));
+        set_element(
+            f->param, type, (int64_t)i, x - f->lr * (g * f->grad_scale + f->weight_decay * x));
         __atomic_add_fetch(&o->hits[me][p->index][f->offset + i], 1, __ATOMIC_RELAXED);
     }
     CHECK_MSG(right, "wrong gradient or state of %s", f->tensor->name);
@@ -1656,7 +1658,7 @@ static void test_unlike(void) {
 }
 
 /* A context that dt_run did not make: there is no world, every group is a group of one. */
-static void test_alone(void) {
+static void test_without_dt_run(void) {
     dt_host quiet = *dt_host_default();
     quiet.log = log_nothing;
     for (int stage = 0; stage < 4; stage++) {
@@ -1892,7 +1894,7 @@ static void rare_use(dt_ctx *ctx, rare_run *r, dt_zero *zero, dt_tensor *w, doub
         CHECK(dt_zero_state(zero, DT_STATE_MASTER, w, h) == DT_OK && dt_read(w, narrowed) == DT_OK);
         int between = 0, right = 1;
         for (int i = 0; i < 64; i++) {
-            double x = at_of(narrowed, DT_BF16, i);
+            double x = element_at(narrowed, DT_BF16, i);
             right &= stored(DT_BF16, h[i]) == x;
             between += (double)h[i] != x;
         }
@@ -2029,7 +2031,7 @@ int main(int argc, char **argv) {
     test_nan();
     test_bad_uses();
     test_unlike();
-    test_alone();
+    test_without_dt_run();
     test_late_failure();
     test_refused_memory();
     test_rare();
