@@ -1,17 +1,16 @@
-/* comm_cases.h - what collectives and messages must do, the same cases over whatever ranks are:
-   threads, forks, sockets, MPI
+/* comm_cases.h - cases for collectives and messages that are the same for every backend: threads,
+   forks, sockets, MPI
 
        cases c = cases_make(4, 1);      before the ranks start: makes the data
        dt_run(desc, comm_cases, &c);    every rank, with its own copy of c or one for all
        cases_free(&c);
 
-   What a rank is expected to hold is computed naively, and compared bit for bit. Each wrong result
-   is a failed check of check.h in the process of its rank; who starts processes adds up their
-   counters. c.hash[rank] is of all that the rank received in memory of its own, which must not
-   depend on how ranks are started.
+   Expected results are computed naively and compared bit for bit. Each wrong result is a failed
+   check of check.h in the process of its rank; the program that starts processes adds up their
+   counters. c.hash[rank] covers everything that the rank received in private memory; it must not
+   depend on the backend.
 
-   Ranks differ in one thing, reach_of below; nothing here asks for more. Included after dt_comm.h
-   with its implementation. */
+   Backends differ only in reach_of below. Included after dt_comm.h with its implementation. */
 #ifndef COMM_CASES_H
 #define COMM_CASES_H
 
@@ -19,10 +18,11 @@
 
 #include <time.h>
 
-/* The memory that ranks of a group reach of each other. None (a transport): all goes as messages,
-   and is counted. All (threads): the backend's own way needs no messages; a buffer's place is no
-   matter. A range (forks, MPI's ranks on one machine): own way as well, but a buffer lies in the
-   range or not, so these cases are repeated with each of the PLACES. */
+/* The memory of other ranks that a rank can access. REACH_NONE (a transport): all data goes as
+   messages, which are counted. REACH_ALL (threads): the backend's own algorithm needs no messages,
+   and the placement of buffers does not matter. REACH_RANGE (forks, MPI ranks on one machine): own
+   algorithm as well, but a buffer is in the shared memory segment or not, so the cases are repeated
+   with each of the PLACES. */
 enum { REACH_NONE, REACH_ALL, REACH_RANGE };
 static int reach_of(const dt_comm *comm) {
     const dt__shared *shared = comm->world->shared;
@@ -47,18 +47,19 @@ static const char *const op_names[] = { "all-reduce", "reduce", "reduce-scatter"
     "gather", "scatter", "all-to-all", "all-to-all-v", "broadcast" };
 enum { IN_MALLOC, IN_RANGE, IN_BOTH, PLACES };
 
-/* OVER_EAGER: the fewest elements that are more than DT_EAGER_BYTES. */
+/* OVER_EAGER: the smallest number of elements that exceeds DT_EAGER_BYTES. */
 #define OVER_EAGER ((size_t)-1)
-/* Too long for the algorithms of short data. A quarter as often, because checking it is slow. */
+/* A count too long for the short-data algorithms. It is tested a quarter as often, because checking
+   it is slow. */
 enum { LONG = 5003 };
 
 typedef struct cases {
-    int n, stride; /* ranks; of the sweep's trials one in so many */
+    int n, stride; /* number of ranks; the sweep runs one in `stride` trials */
     unsigned type_set, algorithm_set;
     int all_ops, all_roots, sweep_only;
     size_t counts[9];
     int n_counts;
-    /* what rank r sends, for DT_PROD too; the sums of that */
+    /* in: rank r's send data, for sums and for DT_PROD; sum: the expected reductions */
     unsigned char *in[5][2][MAX_RANKS], *sum[5][5];
     uint64_t hash[MAX_RANKS];
 } cases;
@@ -94,7 +95,7 @@ static void data_make(cases *s) {
                 s->in[t][kind][r] = (unsigned char *)malloc(m * 8 + 8);
                 for (size_t i = 0; i < m; i++)
                     put(s->in[t][kind][r], types[t], i,
-                        held(r, i, types[t], kind ? DT_PROD : DT_SUM));
+                        sent_value(r, i, types[t], kind ? DT_PROD : DT_SUM));
             }
         }
         for (int o = 0; o < (s->all_ops ? 5 : 1); o++) {
@@ -104,7 +105,7 @@ static void data_make(cases *s) {
     }
 }
 
-/* All cases for n ranks; with many of them those of fewer types and counts. */
+/* Makes all cases for n ranks; for many ranks with fewer types and counts. */
 static cases cases_make(int n, int stride) {
     size_t few[] = { 0, 1, (size_t)n - 1, (size_t)n, (size_t)n + 1, 17, OVER_EAGER, LONG },
            many[] = { 1, 17, 33, 300 };
@@ -123,7 +124,7 @@ static cases cases_make(int n, int stride) {
     return s;
 }
 
-/* More than several windows of 262,144 bytes, and not a multiple. */
+/* Cases that need several windows of 262,144 bytes; sizes are not multiples of a window. */
 __attribute__((unused)) static cases cases_windows(int n, int stride) {
     cases s;
     memset(&s, 0, sizeof s);
@@ -138,7 +139,7 @@ __attribute__((unused)) static cases cases_windows(int n, int stride) {
     return s;
 }
 
-static void fold(uint64_t *hash, const void *p, size_t bytes) {
+static void fold_hash(uint64_t *hash, const void *p, size_t bytes) {
     const unsigned char *c = (const unsigned char *)p;
     uint64_t eight, h = *hash;
     for (; bytes >= 8; bytes -= 8, c += 8) {
@@ -166,8 +167,8 @@ typedef struct trial {
     dt_algorithm algorithm;
     int op, t, o, root, in_place, place, started;
     size_t count;
-    uint64_t number; /* the same on all ranks */
-    area a, b;       /* from its begin to its end; b is a where both buffers are one */
+    uint64_t number; /* equal on all ranks */
+    area a, b;       /* valid from trial_begin to trial_end; b equals a for in-place trials */
     unsigned char *send, *recv;
     size_t send_bytes, recv_bytes, out[MAX_RANKS], in[MAX_RANKS];
     dt_work *work;
@@ -209,7 +210,7 @@ static void area_free(const trial *c, area a) {
         free(a.raw);
 }
 
-/* How many elements rank i has for rank j. */
+/* Number of elements that rank i sends to rank j. */
 static size_t v_count(const trial *c, int i, int j) {
     return mix(c->number * 4096 + (uint64_t)(i * 64 + j)) % (c->count + 1);
 }
@@ -250,12 +251,12 @@ static void call_start(trial *c, const void *send, void *recv) {
     }
 }
 
-/* The ring's sum of element i of share j: from rank j + 1 round to rank j, each step rounded to the
-   type. */
+/* The ring algorithm's sum of element i of share j: added from rank j + 1 around the ring to rank
+   j, each step rounded to the type. */
 static double ring_sum(int n, int j, size_t i, dt_dtype dtype, dt_op op) {
-    double x = held((j + 1) % n, i, dtype, op);
+    double x = sent_value((j + 1) % n, i, dtype, op);
     for (int k = 2; k <= n; k++) {
-        double y = held((j + k) % n, i, dtype, op);
+        double y = sent_value((j + k) % n, i, dtype, op);
         if (dtype == DT_F64)
             x = FOLD(double, x, y);
         else if (dtype == DT_I32)
@@ -268,7 +269,7 @@ static double ring_sum(int n, int j, size_t i, dt_dtype dtype, dt_op op) {
     return x;
 }
 
-/* Elements of a sum that are not as they must be. */
+/* Number of wrong elements of a sum. */
 static size_t wrong_sums(const trial *c) {
     int n = dt_comm_size(c->comm), me = dt_comm_rank(c->comm);
     size_t first = c->op == REDUCE_SCATTER ? (size_t)me * c->count : 0, bad = 0,
@@ -288,7 +289,7 @@ static size_t wrong_sums(const trial *c) {
     }
     if (n == c->all->n)
         return memcmp(c->recv, c->all->sum[c->t][c->o] + first * size, c->count * size) != 0;
-    /* of a part of the ranks */
+    /* the group is a subset of the ranks */
     unsigned char *sum = (unsigned char *)malloc(c->count * size + 1);
     sums_make(sum, n, first, c->count, c->t, c->o);
     bad = memcmp(c->recv, sum, c->count * size) != 0;
@@ -296,7 +297,7 @@ static size_t wrong_sums(const trial *c) {
     return bad;
 }
 
-/* Shares of recv, or elements of a sum, that are not as they must be. */
+/* Number of wrong shares of recv, or of wrong elements of a sum. */
 static size_t wrong_parts(const trial *c) {
     size_t size = dt_dtype_size(types[c->t]), share = c->count * size, at = 0, bad = 0;
     int n = dt_comm_size(c->comm), me = dt_comm_rank(c->comm);
@@ -318,7 +319,7 @@ static size_t wrong_parts(const trial *c) {
     return bad;
 }
 
-/* Where a trial's data lie, and how many. */
+/* Sets the placement and the sizes of a trial's buffers. */
 static void trial_place(trial *c) {
     size_t size = dt_dtype_size(types[c->t]), share = c->count * size, sent = 0, came = 0;
     int n = dt_comm_size(c->comm), me = dt_comm_rank(c->comm), root = me == c->root, op = c->op;
@@ -350,9 +351,8 @@ static const unsigned char *trial_input(const trial *c) {
         ->in[c->t][c->op <= REDUCE_SCATTER && redops[c->o] == DT_PROD][dt_comm_rank(c->comm)];
 }
 
-/* A delay that is random for each rank and trial: a microsecond or two, at times a turn of the
-   others, or 0.1 ms. */
-static void dawdle(const trial *c, uint64_t when) {
+/* A random delay for each rank and trial: one or two microseconds, sometimes a yield or 0.1 ms. */
+static void random_delay(const trial *c, uint64_t when) {
     const dt_host *host = dt_ctx_host(c->ctx);
     uint64_t h = mix((c->number * MAX_RANKS + (uint64_t)dt_ctx_rank(c->ctx)) * 4 + when);
     for (volatile int spin = 0; spin < (int)(h % 128); spin++) {
@@ -366,7 +366,7 @@ static void trial_begin(trial *c) {
     int me = dt_comm_rank(c->comm), root = me == c->root, none = !root && c->number % 2;
     trial_place(c);
     if (c->op != BROADCAST || root) memcpy(c->send, trial_input(c), c->send_bytes);
-    dawdle(c, 1);
+    random_delay(c, 1);
     c->status = DT_OK;
     (c->started ? call_start : call_now)(c, none && c->op == SCATTER ? NULL : c->send,
         none && (c->op == REDUCE || c->op == GATHER) ? NULL : c->recv);
@@ -375,7 +375,7 @@ static void trial_begin(trial *c) {
 static void trial_end(trial *c) {
     int n = dt_comm_size(c->comm), me = dt_comm_rank(c->comm), one = c->a.raw == c->b.raw;
     int unused = me != c->root && (c->op == REDUCE || c->op == GATHER); /* recv */
-    if (c->started) dawdle(c, 2), c->status = dt_wait(c->ctx, c->work);
+    if (c->started) random_delay(c, 2), c->status = dt_wait(c->ctx, c->work);
     size_t bad = wrong_parts(c),
            touched = !one && memcmp(c->send, trial_input(c), c->send_bytes) != 0;
     for (size_t i = 0; unused && i < c->recv_bytes && !one; i++) touched += c->recv[i] != 0x5A;
@@ -387,23 +387,23 @@ static void trial_end(trial *c) {
         (int)c->algorithm, c->in_place, c->place, c->started, dt_status_name(c->status), bad,
         touched);
     if (c->place == IN_MALLOC && !unused)
-        fold(&c->all->hash[dt_ctx_rank(c->ctx)], c->recv, c->recv_bytes);
+        fold_hash(&c->all->hash[dt_ctx_rank(c->ctx)], c->recv, c->recv_bytes);
     area_free(c, c->a);
     if (!one) area_free(c, c->b);
 }
 
 /* ---- 2. the sweep ---- */
 
-/* Is this one of the trials that a stride leaves? All ranks agree; other ranks, groups and numbers
-   have others. */
+/* 1 if the trial runs under this stride. All ranks agree; other numbers of ranks, groups and trials
+   give other choices. */
 static int chosen(const trial *c, int stride) {
     uint64_t one_in = (uint64_t)stride * (c->count == LONG ? 4 : 1);
     return mix(c->number * 64 + (uint64_t)dt_comm_size(c->comm)) % one_in == 0;
 }
 
-/* One operation on one count of one type: by every reduction, in place or not, on every root. */
+/* One operation with one count and type: every reduction, in place or not, every root. */
 static void sweep_op(trial *c, int stride) {
-    /* the same order */
+    /* sums in rank order */
     int n = dt_comm_size(c->comm), rooted = dt__is_rooted((dt__op_code)c->op);
     for (c->o = 0; c->o < (c->all->all_ops && c->op <= REDUCE_SCATTER ? 5 : 1); c->o++) {
         for (c->in_place = 0; c->in_place < (c->op >= ALL_TO_ALL ? 1 : 2); c->in_place++) {
@@ -421,7 +421,7 @@ static void sweep_op(trial *c, int stride) {
     }
 }
 
-/* All operations by one algorithm: those that have it, and by AUTO all. */
+/* All operations that have the algorithm; with AUTO all operations. */
 static void sweep_algorithm(trial *c, int stride) {
     const cases *s = c->all;
     dt_comm_set_algorithm(c->comm, c->algorithm);
@@ -437,7 +437,8 @@ static void sweep_algorithm(trial *c, int stride) {
     }
 }
 
-/* Places are the outermost, so that those of IN_MALLOC have the same numbers everywhere. */
+/* The loop over placements is outermost, so that trials with IN_MALLOC have the same numbers on
+   every backend. */
 static void sweep(dt_comm *comm, cases *s, int stride) {
     trial c = trial_make(comm, s);
     for (c.place = 0; c.place < (reach_of(comm) == REACH_RANGE ? PLACES : 1); c.place++) {
@@ -449,9 +450,9 @@ static void sweep(dt_comm *comm, cases *s, int stride) {
     dt_comm_set_algorithm(comm, DT_ALGORITHM_AUTO);
 }
 
-/* All operations and a barrier under way at once, more than DT_MAX_STARTED; ended in the other
+/* Starts all operations and a barrier at once, more than DT_MAX_STARTED, and waits in reverse
    order. */
-static void together(dt_comm *comm, cases *s) {
+static void all_started_at_once(dt_comm *comm, cases *s) {
     static const size_t counts[] = { 0, 1, 17, OVER_EAGER };
     trial c[OPS];
     uint64_t number = 1000000;
@@ -479,7 +480,7 @@ static void together(dt_comm *comm, cases *s) {
     dt_comm_set_algorithm(comm, DT_ALGORITHM_AUTO);
 }
 
-/* ---- 3. operations that make others ---- */
+/* ---- 3. operations composed of others ---- */
 
 /* all-reduce = reduce + broadcast = reduce-scatter + all-gather, and all-gather = gather +
    broadcast, bit for bit. */
@@ -499,7 +500,7 @@ static void identity(
     dt_broadcast(comm, b, all, type, root);
     dt_reduce_scatter(comm, mine, c + (size_t)me * share, count, type, op);
     dt_all_gather(comm, c + (size_t)me * share, c, count, type);
-    /* only the ring's sums are in another order */
+    /* only the ring adds in another order */
     int reduced = (ring && op != DT_AVG) || memcmp(a, b, bytes) == 0;
     int scattered = memcmp(a, c, bytes) == 0;
     memset(a, 1, 2 * bytes);
@@ -530,8 +531,8 @@ static void identities(dt_comm *comm, const cases *s) {
 
 /* ---- 4. groups and scalars ---- */
 
-/* Groups of groups, all at work at once and waited for in changing orders. */
-static void halves(dt_comm *world) {
+/* Groups of groups, all with pending operations at the same time, waited for in changing orders. */
+static void nested_groups(dt_comm *world) {
     int n = dt_comm_size(world), me = dt_comm_rank(world);
     for (int i = 0; i < 20; i++) {
         dt_comm *half = dt_comm_split(world, (me + i) % 2, i % 2 ? -me : me, "half");
@@ -548,8 +549,8 @@ static void halves(dt_comm *world) {
     }
 }
 
-/* Many groups of the same ranks, which begin their operations in different orders. */
-static void crowd(dt_comm *world) {
+/* Many groups of the same ranks; each rank begins their operations in a different order. */
+static void many_groups(dt_comm *world) {
     enum { GROUPS = 12 };
     dt_comm *group[GROUPS];
     dt_work *work[GROUPS];
@@ -565,7 +566,7 @@ static void crowd(dt_comm *world) {
         dt_wait(world->world->ctx, work[g]);
         bad += sum[g] != 1000 * g * n + n * (n - 1) / 2;
     }
-    CHECK_MSG(bad == 0, "%d of %d groups have another's sum", bad, (int)GROUPS);
+    CHECK_MSG(bad == 0, "%d of %d groups have another group's sum", bad, (int)GROUPS);
 }
 
 static void groups(dt_comm *world, cases *s) {
@@ -580,8 +581,8 @@ static void groups(dt_comm *world, cases *s) {
     sweep(odd, s, stride);
     if (few) sweep(few, s, stride);
     sweep(again, s, stride);
-    halves(world);
-    crowd(world);
+    nested_groups(world);
+    many_groups(world);
 }
 
 static void scalars(dt_comm *world, cases *s) {
@@ -594,8 +595,8 @@ static void scalars(dt_comm *world, cases *s) {
         for (int r = 1; r < n; r++) want += 1.0 / (r + i + 1);
         bad += sums[i] != want;
     }
-    CHECK_MSG(bad == 0, "%d of 300 doubles are no sum in rank order", bad);
-    fold(&s->hash[me], sums, sizeof sums);
+    CHECK_MSG(bad == 0, "%d of 300 doubles are not summed in rank order", bad);
+    fold_hash(&s->hash[me], sums, sizeof sums);
     CHECK(dt_sum_doubles(world, &whole, 1) == DT_OK && whole == n * (n + 1) / 2 &&
           dt_mean(world, me) == (n - 1) / 2.0);
     CHECK(dt_agree(world, me == n - 1 ? DT_ERR_IO : DT_OK) == DT_ERR_IO &&
@@ -621,9 +622,10 @@ static size_t wrong(const char *p, size_t n, int from, int tag) {
     return bad;
 }
 
-/* Round the ring, of every size: the receive posted before and after the message comes; then many
-   that come before they are asked for, and are in the other order. */
-static void mail(dt_comm *world) {
+/* Messages of every size around the ring, with the receive posted before and after the message
+   arrives. Then many messages that arrive before their receives, which are posted in reverse
+   order. */
+static void messages_in_ring(dt_comm *world) {
     dt_ctx *ctx = world->world->ctx;
     int n = dt_comm_size(world), me = dt_comm_rank(world), right = (me + 1) % n,
         left = (me + n - 1) % n;
@@ -652,7 +654,7 @@ static void mail(dt_comm *world) {
                       wrong(in, sizes[k], left, k) == 0,
             "%zu bytes that came early", sizes[k]);
     for (int k = 0; k < KEPT; k++) dt_wait(ctx, sends[k]);
-    pattern(out, LARGEST / 4, me, 3); /* blocking, as two halves of the ring */
+    pattern(out, LARGEST / 4, me, 3); /* blocking; one half of the ring sends first */
     if (n > 1 && me % 2 == 0) dt_send(world, out, LARGEST / 8, DT_F16, right, 3);
     if (n > 1)
         CHECK(dt_recv(world, in, LARGEST / 8, DT_F16, left, 3) == DT_OK &&
@@ -662,8 +664,9 @@ static void mail(dt_comm *world) {
     free(in);
 }
 
-/* Many of one tag keep their order; 8 small ones need no receiver yet; some to itself. */
-static void small_mail(dt_comm *world) {
+/* Many messages with one tag keep their order; 8 small ones need no receiver yet; some go to the
+   same rank. */
+static void small_messages(dt_comm *world) {
     enum { MANY = 500 };
     static const char nothing = 0;
     dt_ctx *ctx = world->world->ctx;
@@ -697,7 +700,7 @@ static void small_mail(dt_comm *world) {
           dt_recv(world, NULL, 0, DT_F32, left, 7) == DT_OK);
 }
 
-/* Everybody to everybody, itself too, as one exchange. */
+/* One dt_exchange in which every rank sends to every rank, itself included. */
 static void exchange(dt_comm *world) {
     enum { EACH = 300000 };
     int n = dt_comm_size(world), me = dt_comm_rank(world);
@@ -719,7 +722,8 @@ static void exchange(dt_comm *world) {
     free(memory);
 }
 
-/* Everybody to rank 0, which takes whoever comes: one number, one over the eager limit. */
+/* Every rank sends to rank 0, which receives from any: one number, and one message over the eager
+   limit. */
 static void from_any(dt_comm *world) {
     enum { ROUNDS = 20, OVER = DT_EAGER_BYTES / 4 + 1 };
     dt_ctx *ctx = world->world->ctx;
@@ -741,7 +745,7 @@ static void from_any(dt_comm *world) {
         }
     }
     CHECK(me > 0 || seen == ROUNDS * n * (n - 1) / 2);
-    /* ranks of the group, not of the world */
+    /* the source is a rank of the group, not of the world */
     dt_comm *turned = dt_comm_split(world, 0, -me, "turned");
     if (me == 0) dt_send(world, mine + 1, 1, DT_I32, n - 1, 1);
     if (me == 0) dt_send(turned, mine, 1, DT_I32, 0, 1);
@@ -752,7 +756,8 @@ static void from_any(dt_comm *world) {
 
 /* ---- 6. traffic ---- */
 
-/* Ranks below v in a binomial tree over n, v included; and how many hang directly on it. */
+/* Size of the subtree of v in a binomial tree over n ranks, v included; and v's number of
+   children. */
 static size_t tree_below(int v, int n) {
     int low = v ? v & -v : n;
     return (size_t)(v + low > n ? n - v : low);
@@ -763,7 +768,7 @@ static size_t tree_children(int v, int n) {
     return children;
 }
 
-/* What rank me of n sends, in messages and elements, by the table of section 16 made exact. */
+/* Messages and elements that rank me of n sends: the exact form of the table in section 16. */
 static dt_traffic formula(int op, dt_algorithm a, int n, int me, int root, size_t count) {
     size_t others = (size_t)n - 1,
            mine = dt__chunk_offset(count, n, me + 1) - dt__chunk_offset(count, n, me);
@@ -813,9 +818,9 @@ static dt_traffic formula(int op, dt_algorithm a, int n, int me, int root, size_
     return t;
 }
 
-/* By which algorithm an operation goes when `wanted` is set; AUTO: the backend's own way, which has
-   no messages. */
-static dt_algorithm taken(const dt_comm *comm, int op, dt_algorithm wanted, size_t count) {
+/* The algorithm that runs an operation when `wanted` is set. AUTO: the backend's own algorithm,
+   which sends no messages. */
+static dt_algorithm algorithm_used(const dt_comm *comm, int op, dt_algorithm wanted, size_t count) {
     dt__call call = dt__call_make((dt__op_code)op, NULL, NULL, count, DT_F32);
     dt__round_fn by_size = dt__algorithm_by_size(comm, &call);
     if (dt__algorithm_of(&call, wanted)) return wanted;
@@ -824,8 +829,8 @@ static dt_algorithm taken(const dt_comm *comm, int op, dt_algorithm wanted, size
     return DT_ALGORITHM_AUTO;
 }
 
-/* What this rank sends by rails, in messages and elements: its terms and its sum to its neighbours,
-   its chunk up and down. */
+/* Messages and elements that this rank sends with the rails algorithm: inputs and sums to the ranks
+   of its node, and its chunk up and down the tree between nodes. */
 static dt_traffic rails_formula(const dt_comm *comm, size_t count) {
     int n = comm->base.size, me = comm->base.rank, k = comm->ranks_per_node;
     size_t near = (size_t)k - 1, far = (size_t)((me >= k) + (me < n - k));
@@ -835,8 +840,8 @@ static dt_traffic rails_formula(const dt_comm *comm, size_t count) {
     return t;
 }
 
-/* The most messages, and bytes, that one rank sent, as doubles: an all-reduce makes them the
-   busiest rank's. */
+/* The most messages and bytes that any rank sent; doubles, because an all-reduce takes the
+   maximum. */
 typedef struct busiest {
     double messages[OPS][DT_ALGORITHMS], bytes[OPS][DT_ALGORITHMS];
 } busiest;
@@ -852,7 +857,7 @@ static void traffic_of(
     call_now(&c, memory, memory + 4 * (size_t)n * count + 4);
     free(memory);
     dt_traffic now = dt_comm_traffic(ctx),
-               want = formula(op, taken(world, op, a, count), n, me, root, count);
+               want = formula(op, algorithm_used(world, op, a, count), n, me, root, count);
     dt__call call = dt__call_make((dt__op_code)op, NULL, NULL, count, DT_F32);
     if (a == DT_ALGORITHM_AUTO && dt__use_rails(world, &call)) want = rails_formula(world, count);
     now.messages -= before.messages;
@@ -866,7 +871,8 @@ static void traffic_of(
     if ((double)now.bytes > most->bytes[op][a]) most->bytes[op][a] = (double)now.bytes;
 }
 
-/* The table of section 16 itself: the busiest rank. S is the full buffer, all shares together. */
+/* Compares the busiest rank with the table of section 16. S is the full buffer, all shares
+   together. */
 static void check_table(int n, const busiest *seen) {
     size_t N = (size_t)n, L = 0, share = 5040 * 4, S = share, all = N * share;
     while ((1 << L) < n) L++;
@@ -908,13 +914,14 @@ static void check_table(int n, const busiest *seen) {
 }
 
 static void traffic(dt_comm *world) {
-    static const size_t counts[] = { 5040, 7, 0 }; /* 5040: what 2 to 9 divide, but 8's half */
+    /* 5040 is divisible by 2 to 9 */
+    static const size_t counts[] = { 5040, 7, 0 };
     dt_ctx *ctx = world->world->ctx;
     int n = dt_comm_size(world), me = dt_comm_rank(world);
     size_t log2n = 0;
     busiest most;
     float x[10] = { 0 };
-    if (n == 1) return; /* nobody to send to */
+    if (n == 1) return; /* no other rank to send to */
     while ((1 << log2n) < n) log2n++;
     memset(&most, 0, sizeof most);
     for (int a = 0; a < DT_ALGORITHMS; a++) {
@@ -940,8 +947,8 @@ static void traffic(dt_comm *world) {
     if (me == 0) check_table(n, &most);
 }
 
-/* Logical bytes: the same by every algorithm, over whatever the ranks are. */
-static void logical(dt_comm *world) {
+/* Logical bytes are equal for every algorithm and backend. */
+static void logical_bytes(dt_comm *world) {
     dt_ctx *ctx = world->world->ctx;
     int n = dt_comm_size(world), me = dt_comm_rank(world);
     size_t count = 30, want = dt_comm_bytes(ctx, DT_AXIS_NONE), out[MAX_RANKS], in[MAX_RANKS];
@@ -964,7 +971,8 @@ static void logical(dt_comm *world) {
         for (int r = 0; r < n; r++) want += r == me ? 0 : 4 * out[r];
         CHECK(dt_comm_bytes(ctx, DT_AXIS_NONE) == want);
         dt_work *work = dt_all_gather_start(world, zeros, into, count, DT_F32);
-        CHECK(dt_comm_bytes(ctx, DT_AXIS_NONE) == want); /* counted when it is over */
+        /* counted when the operation is complete */
+        CHECK(dt_comm_bytes(ctx, DT_AXIS_NONE) == want);
         dt_wait(ctx, work);
         want += 120 * (size_t)(n - 1);
         CHECK(dt_comm_bytes(ctx, DT_AXIS_NONE) == want);
@@ -984,7 +992,7 @@ static unsigned overlap_random(unsigned *seed) {
 enum { OVERLAP_MOST = 8 * 40 * 8 };
 static int32_t overlap_value(int rank, size_t i) { return (int32_t)(10000 * rank + (int)i); }
 
-/* Whether a rank's recv may begin d elements behind its send. */
+/* 1 if a rank's recv may begin d elements after its send. */
 static int overlap_allowed(int op, int me, int root, long count, long sent, long got, long d) {
     static const char rooted[8] = { 0, 1, 0, 0, 1, 1, 0, 0 };
     if (rooted[op] && me != root) return 1;
@@ -1002,7 +1010,7 @@ static int32_t overlap_expected(int op, int n, int me, long count, size_t counts
         return sum;
     }
     if (op == 3 || op == 4) return overlap_value((int)(i / count), (size_t)(i % count));
-    if (op == 5) return -1; /* of the root: see below */
+    if (op == 5) return -1; /* the root's value is set below */
     if (op == 6) return overlap_value((int)(i / count), (size_t)(me * count + i % count));
     int from = 0;
     long at = 0;
@@ -1063,12 +1071,12 @@ __attribute__((unused)) static dt_status overlap_of(dt_ctx *ctx, unsigned number
                                      : overlap_expected(op, n, me, count, counts, i));
     CHECK_MSG(wrong == 0 && (dt_error(ctx) != DT_OK) == any,
         "overlap %u: %s of %ld, %d ranks, rank %d, root %d, "
-        "recv %ld behind send: %s, %d wrong: %s",
+        "recv %ld elements after send: %s, %d wrong: %s",
         number, op_names[op], count, n, me, root, d[me], any ? "not allowed" : "allowed", wrong,
         dt_error_text(ctx));
     for (long i = 0; any && i < sent[me]; i++) wrong += send[i] != overlap_value(me, (size_t)i);
-    CHECK_MSG(wrong == 0, "overlap %u: %d elements of send are changed", number, wrong);
-    /* over a transport another rank's end may be heard of before the reason */
+    CHECK_MSG(wrong == 0, "overlap %u: %d elements of send have changed", number, wrong);
+    /* over a transport a rank may learn that another rank ended before it learns the reason */
     if (any && !world->world->transport.send)
         CHECK_MSG(strstr(dt_error_text(ctx), "send and recv overlap; use another buffer") &&
                       strstr(dt_error_text(ctx), op_names[op]),
@@ -1098,7 +1106,7 @@ static double seconds_of_many(dt_comm *world, int n) {
         works[i] = dt_send_start(world, &values[i], 1, DT_I32, 1, 3);
     }
     middle = own_seconds();
-    /* none is over before all are started, but those of which a copy is left */
+    /* no send completes before all are started, except the copied (eager) ones */
     dt_barrier(world);
     for (int i = 0; i < n && me == 1; i++) {
         dt_recv(world, &values[i], 1, DT_I32, 0, 3);
@@ -1140,16 +1148,16 @@ static dt_status comm_cases(dt_ctx *ctx, void *user) {
     CHECK(dt_comm_size(world) == s->n && dt_ctx_rank(ctx) == dt_comm_rank(world));
     sweep(world, s, s->stride);
     if (!s->sweep_only) {
-        together(world, s);
+        all_started_at_once(world, s);
         identities(world, s);
         groups(world, s);
         scalars(world, s);
-        mail(world);
-        small_mail(world);
+        messages_in_ring(world);
+        small_messages(world);
         exchange(world);
         from_any(world);
         traffic(world);
-        logical(world);
+        logical_bytes(world);
     }
     dt_barrier(world);
     return dt_error(ctx);

@@ -1,8 +1,8 @@
-/* mismatch_cases.h - ranks that disagree: what one of four ranks does in place of what the others
-   do, and what the failure must say.
+/* mismatch_cases.h - ranks that disagree: the calls of one odd rank of four and of the other ranks,
+   and the words that the error text must contain.
 
-   A case is two short programs, of the odd rank and of the others, which differ from their
-   operation `first` on; and the words that the text must hold. Included after dt_comm.h with its
+   A case is two short programs, one for the odd rank and one for the other ranks, which differ from
+   operation `first` on; and the words that the text must contain. Included after dt_comm.h with its
    implementation, by test_mismatch.c and mpi_mismatch.c. */
 #ifndef MISMATCH_CASES_H
 #define MISMATCH_CASES_H
@@ -14,7 +14,7 @@
 #include <sys/mman.h>
 #include <time.h>
 
-static double mono(void) { /* one clock for all processes of the machine */
+static double mono(void) { /* a clock that all processes of the machine share */
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
@@ -27,7 +27,7 @@ static void nap(double s) {
     nanosleep(&t, NULL);
 }
 
-/* ---- what ranks do ---- */
+/* ---- the calls of ranks ---- */
 
 enum { ODD_RANKS = 4, ODD_STEPS = 8, ODD_CASES = 256, ODD_WORDS = 4, MANY = 20000 };
 enum {
@@ -53,7 +53,7 @@ static int has_root(int kind) {
     return kind == K_REDUCE || kind == K_GATHER || kind == K_SCATTER || kind == K_BROADCAST;
 }
 
-/* PAIR: ranks 0,1 and 2,3. TRIO: 0,1,2; rank 3 goes past it */
+/* PAIR: ranks 0,1 and 2,3. TRIO: 0,1,2; rank 3 skips its operations */
 enum { G_WORLD, G_PAIR, G_TRIO, GROUPS };
 static const char *const group_names[GROUPS] = { "world", "pair", "trio" };
 
@@ -75,7 +75,7 @@ static step step_of(int kind) {
     return s;
 }
 
-/* One line for each kind: a text must name the line of either side's call. */
+/* One line for each kind: a text must name the line of each side's call. */
 enum { FIRST_SITE = __LINE__ + 5 };
 #define FOUR s->count, s->dtype
 static dt_status step_do(
@@ -105,7 +105,7 @@ typedef struct mismatch {
     step others[ODD_STEPS], odd[ODD_STEPS];
     int n_others, n_odd, first;
     char word[ODD_WORDS][24]; /* "": none */
-    int site[2];              /* kinds whose call sites the text names; -1: none */
+    int site[2];              /* kinds of call whose source lines the text must name; -1: none */
 } mismatch;
 
 typedef struct mismatches {
@@ -113,7 +113,7 @@ typedef struct mismatches {
     int n;
 } mismatches;
 
-/* Two or three operations on which all agree. */
+/* Adds n operations on which all ranks agree. */
 static void agree_on(mismatch *m, int n, int at) {
     static const int kinds[] = { K_ALL_REDUCE, K_BARRIER, K_BROADCAST, K_ALL_GATHER,
         K_REDUCE_SCATTER };
@@ -147,7 +147,7 @@ static void two_words(mismatch *m, const char *a, const char *b) {
     snprintf(m->word[at + 1], sizeof m->word[at + 1], "%s", b);
 }
 
-/* All ranks call s, but the odd one calls odd. */
+/* All ranks call s, except the odd rank, which calls odd. */
 static void in_place_of(
     mismatches *all, const char *name, step s, step odd, const char *a, const char *b) {
     mismatch *m = case_begin(all, name);
@@ -194,7 +194,7 @@ static void cases_of_arguments(mismatches *all) {
             snprintf(other, sizeof other, "%zu", odd.count);
             snprintf(name, sizeof name, "count: %s of %s for %s", kind_names[k], other, one);
             in_place_of(all, name, s, odd, one, other);
-            /* one operation: a share differs */
+            /* the operations match, only a share differs */
             if (k == K_ALL_TO_ALL_V) all->list[all->n - 1].site[1] = -1;
         }
         for (int i = 0; i < 2 && has_root(k); i++) {
@@ -219,8 +219,8 @@ static void cases_of_arguments(mismatches *all) {
     }
 }
 
-/* The same operation, but of another group; and the calls of two groups, or two operations,
-   exchanged. */
+/* The same operation on another group; and the calls on two groups, or of two operations, in
+   exchanged order. */
 static void cases_of_groups(mismatches *all) {
     static const int pairs[][2] = { { K_ALL_REDUCE, K_BARRIER }, { K_BROADCAST, K_REDUCE },
         { K_ALL_GATHER, K_SCATTER }, { K_ALL_TO_ALL, K_ALL_TO_ALL_V },
@@ -228,7 +228,7 @@ static void cases_of_groups(mismatches *all) {
     char name[128];
     for (int k = 0; k < KINDS; k++) {
         step s = step_of(k), odd = s;
-        int of_trio = k % 4 == 1 && (all->n + 1) % ODD_RANKS != 3; /* rank 3 is in no trio */
+        int of_trio = k % 4 == 1 && (all->n + 1) % ODD_RANKS != 3; /* rank 3 is not in the trio */
         if (k % 2)
             s.group = of_trio ? G_TRIO : G_PAIR;
         else
@@ -264,8 +264,8 @@ static void cases_of_groups(mismatches *all) {
     }
 }
 
-/* One rank skips a call: it comes to the next operation, to its end, or, of many alike, to its end
-   too early. */
+/* One rank skips a call. It then calls the next operation, or ends, or (with many equal calls) ends
+   one call early. */
 static void cases_of_missing(mismatches *all) {
     char name[128];
     for (int k = 0; k < KINDS; k++) {
@@ -319,17 +319,17 @@ static void cases_all(mismatches *all) {
 /* ---- running one ---- */
 
 typedef struct odd_note {
-    double entered, failed; /* its last call, or its end; when it knew of the failure */
-    int done, ended;        /* operations that went well; it came to its end */
+    double entered, failed; /* times of the last call or the end, and of learning of the failure */
+    int done, ended;        /* done: completed operations; ended: 1 if the rank reached its end */
     dt_status status;
     char text[512];
-    dt_report report; /* of ranks that call dt_run themselves */
+    dt_report report; /* for ranks that call dt_run themselves */
     dt_status returned;
 } odd_note;
 
 typedef struct odd_run {
     const mismatch *what;
-    uint64_t delays; /* which rank is a little late */
+    uint64_t delays; /* seed for which rank is a little late */
     odd_note note[ODD_RANKS];
 } odd_run;
 
@@ -363,14 +363,14 @@ static dt_status odd_rank(dt_ctx *ctx, void *user) {
     note->status = dt_error(ctx);
     snprintf(note->text, sizeof note->text, "%s", dt_error_text(ctx));
     free(a);
-    /* an error that a rank function does not return is a failure all the same */
+    /* a failed context makes the run fail even if the rank function returns DT_OK */
     return DT_OK;
 }
 
-/* ---- judging it ---- */
+/* ---- checking a case ---- */
 
-/* A text without who says it. */
-static const char *bare(const char *text) {
+/* A text without its "rank N: " and "peer failed first: " prefixes. */
+static const char *without_prefix(const char *text) {
     for (;;) {
         int at = 0;
         sscanf(text, "rank %*d: %n", &at);
@@ -409,19 +409,19 @@ static int names_others(const char *text, int odd) {
     return itself && others > 0;
 }
 
-/* Is the odd rank in the group of this rank's call? Else the call goes well. */
+/* 1 if the odd rank is in the group of this rank's call; otherwise the call succeeds. */
 static int meets_odd(const mismatch *m, int rank) {
     int group = m->others[m->first].group;
     if (group == G_PAIR) return rank / 2 == m->odd_rank / 2;
     return group == G_WORLD || rank < 3;
 }
 
-/* The first failure of the job, as the report has it: of all ranks the same, with all that must be
-   in it. */
-static void odd_judge(
+/* Checks the first failure of the job, as reported: equal on all ranks, and with all required
+   words. */
+static void check_odd_run(
     const odd_run *run, const char *where, dt_status status, const dt_report *report) {
     const mismatch *m = run->what;
-    const char *text = bare(report->text), *missing = NULL;
+    const char *text = without_prefix(report->text), *missing = NULL;
     char site[48];
     CHECK_MSG(status != DT_OK && report->status == status,
         "%s: %s: dt_run returns %s, reports %s: %s", where, m->name, dt_status_name(status),
@@ -430,10 +430,10 @@ static void odd_judge(
     for (int r = 0; r < ODD_RANKS; r++) {
         const odd_note *note = &run->note[r];
         if (note->ended) continue;
-        CHECK_MSG(strcmp(bare(note->text), text) == 0, "%s: %s: rank %d has '%s', the report '%s'",
-            where, m->name, r, note->text, text);
-        CHECK_MSG(!meets_odd(m, r) || note->done <= m->first, "%s: %s: rank %d went past it: %s",
-            where, m->name, r, text);
+        CHECK_MSG(strcmp(without_prefix(note->text), text) == 0,
+            "%s: %s: rank %d has '%s', the report '%s'", where, m->name, r, note->text, text);
+        CHECK_MSG(!meets_odd(m, r) || note->done <= m->first,
+            "%s: %s: rank %d passed the mismatch: %s", where, m->name, r, text);
     }
     CHECK_MSG(names_others(text, m->odd_rank),
         "%s: %s: not both ranks are named (rank %d is odd): %s", where, m->name, m->odd_rank, text);
@@ -471,8 +471,8 @@ __attribute__((unused)) static double lateness_at(lateness *l, double part) {
 }
 
 __attribute__((unused)) static void lateness_print(lateness *l, const char *what) {
-    printf("%s: %d, late by %.2f ms (median), %.2f ms (99 of 100), %.2f ms (most)\n", what, l->n,
-        1e3 * lateness_at(l, 0.5), 1e3 * lateness_at(l, 0.99), 1e3 * lateness_at(l, 1));
+    printf("%s: %d, late by %.2f ms (median), %.2f ms (99th percentile), %.2f ms (max)\n", what,
+        l->n, 1e3 * lateness_at(l, 0.5), 1e3 * lateness_at(l, 0.99), 1e3 * lateness_at(l, 1));
     fflush(stdout);
 }
 

@@ -1,10 +1,10 @@
-/* mpi_mismatch.c - what test_mpi.sh starts with mpirun: the cases of mismatch_cases.h, and programs
-   that are right, over the MPI backend
+/* mpi_mismatch.c - started by test_mpi.sh with mpirun: the cases of mismatch_cases.h, and correct
+   programs, over the MPI backend
 
        NODE_RANKS=1 mpirun -np 4 mpi_mismatch [SECONDS of timeout]
 
-   The program begins MPI, runs follow each other. What ranks noted travels to rank 0, which judges.
-   A line for each check that failed, status 0 if none did. */
+   The program begins MPI and makes one run after another. Rank 0 gathers the ranks' notes and
+   checks them. Prints a line for each failed check; the exit status is 0 if no check failed. */
 #define _GNU_SOURCE
 #define DT_IMPLEMENTATION
 #include "dt_comm.h"
@@ -14,8 +14,8 @@
 
 static double timeout_s = 10;
 
-/* An MPI that is slow to say that a large message is over, as it may be: the receiver of a send has
-   gone on long since, or all wait for one that has come. */
+/* Simulates an MPI that reports the completion of a large message late, as the standard allows: the
+   receiver has long continued, or all ranks wait for a message that has arrived. */
 static double slow_s, over_at;
 static MPI_Request slow = MPI_REQUEST_NULL;
 
@@ -36,7 +36,7 @@ int MPI_Irecv(void *buf, int count, MPI_Datatype type, int from, int tag, MPI_Co
 int MPI_Test(MPI_Request *request, int *done, MPI_Status *status) {
     if (*request != slow || slow == MPI_REQUEST_NULL || MPI_Wtime() > over_at)
         return PMPI_Test(request, done, status);
-    /* MPI moves on */
+    /* lets MPI make progress */
     return MPI_Iprobe(MPI_ANY_SOURCE, 0, MPI_COMM_WORLD, done, MPI_STATUS_IGNORE), *done = 0;
 }
 
@@ -57,7 +57,7 @@ static dt_status run_once(dt_status (*fn)(dt_ctx *, void *), void *user, dt_repo
     return dt_run(desc, fn, user);
 }
 
-/* Every rank's note to all. */
+/* Gathers every rank's note on all ranks. */
 static void notes_gather(odd_run *run, int me) {
     odd_note mine = run->note[me];
     MPI_Allgather(
@@ -77,7 +77,7 @@ static double case_once(odd_run *run, const mismatch *m, uint64_t delays, int me
 static void one_case(const mismatch *m, int at, int me, const char *where, lateness *late) {
     odd_run run, again;
     double least = case_once(&run, m, (uint64_t)at, me);
-    /* the same decision on all ranks: they have the same notes */
+    /* all ranks decide alike, because they have the same notes */
     for (int i = 0; i < 2 && least > 0.1; i++) {
         double s = case_once(&again, m, (uint64_t)(at + i + 1), me);
         if (s < least) least = s;
@@ -85,22 +85,23 @@ static void one_case(const mismatch *m, int at, int me, const char *where, laten
     if (me > 0) return;
     const char *text = run.note[0].report.text;
     for (int r = 1; r < ODD_RANKS; r++)
-        if (strcmp(bare(run.note[r].report.text), bare(text)) != 0 || run.note[r].returned == DT_OK)
+        if (strcmp(without_prefix(run.note[r].report.text), without_prefix(text)) != 0 ||
+            run.note[r].returned == DT_OK)
             CHECK_MSG(0, "%s: %s: rank %d reports '%s', rank 0 '%s'", where, m->name, r,
                 run.note[r].report.text, text);
-    odd_judge(&run, where, run.note[0].returned, &run.note[0].report);
-    CHECK_MSG(
-        least <= 0.1, "%s: %s: found after %.0f ms: %s", where, m->name, 1e3 * least, bare(text));
+    check_odd_run(&run, where, run.note[0].returned, &run.note[0].report);
+    CHECK_MSG(least <= 0.1, "%s: %s: found after %.0f ms: %s", where, m->name, 1e3 * least,
+        without_prefix(text));
     lateness_add(late, least);
 }
 
-static void well(dt_status (*fn)(dt_ctx *, void *), void *user, const char *what) {
+static void expect_success(dt_status (*fn)(dt_ctx *, void *), void *user, const char *what) {
     dt_report report;
     run_once(fn, user, &report);
     CHECK_MSG(report.status == DT_OK, "%s: %s", what, report.text);
 }
 
-/* Rank 0 sends what is large to rank 1, and then what is small to all others. */
+/* Rank 0 sends a large message to rank 1, and then small ones to all other ranks. */
 static dt_status slow_sends(dt_ctx *ctx, void *user) {
     static char large[20000];
     dt_comm *world = dt_world(ctx);
@@ -116,7 +117,7 @@ static dt_status slow_sends(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-/* All wait for each other in one operation, in a circle. */
+/* In one operation every rank waits for the next, in a cycle. */
 static dt_status slow_ring(dt_ctx *ctx, void *user) {
     enum { MANY = 8000 };
     dt_comm *world = dt_world(ctx);
@@ -140,21 +141,21 @@ static void no_false_alarms(const mismatches *all) {
         right.odd_rank = -1;
         run.what = &right;
         run.delays = (uint64_t)i;
-        well(odd_rank, &run, right.name);
+        expect_success(odd_rank, &run, right.name);
     }
-    well(slow_sends, NULL, "a send whose end is known late");
-    well(slow_ring, NULL, "a sum whose messages come late");
+    expect_success(slow_sends, NULL, "a send whose completion is reported late");
+    expect_success(slow_ring, NULL, "an all-reduce whose messages complete late");
     for (int i = 0; i < 20; i++) {
         memset(&program, 0, sizeof program);
         program.seed = (uint64_t)(1 + i) * 104729;
         program.steps = 20;
         program.delay_s = i % 3 ? 1e-3 : 0;
-        well(soak_rank, &program, "a random program");
+        expect_success(soak_rank, &program, "a random program");
     }
 }
 
-/* What moves before is counted, in all the ways it can go: only then is it known that nothing
-   will. */
+/* A deadlock is reported only after all pending traffic has arrived, so every kind of traffic runs
+   first. */
 static dt_status stuck_rank(dt_ctx *ctx, void *user) {
     enum { MANY = 20000 };
     dt_comm *world = dt_world(ctx),
@@ -163,10 +164,10 @@ static dt_status stuck_rank(dt_ctx *ctx, void *user) {
     float *a = (float *)calloc(2 * MANY, sizeof *a), *b = a + MANY;
     for (int i = 0; i < 3; i++) dt_all_reduce(pair, a, b, 10, DT_F32, DT_SUM);
     dt_all_reduce(world, a, b, MANY, DT_F32, DT_SUM);
-    /* all receive, none sends */
+    /* all ranks receive, none sends */
     if (*(int *)user == 0) dt_recv(world, a, 10, DT_F32, (me + 1) % ODD_RANKS, 1);
     dt_comm_set_algorithm(pair, DT_RING);
-    /* rank 2 waits for 3, which waits for it */
+    /* ranks 2 and 3 wait for each other */
     if (me != 3) dt_all_reduce(pair, a, b, 10, DT_F32, DT_SUM);
     dt_all_reduce(world, a, b, 10, DT_F32, DT_SUM);
     free(a);
@@ -183,7 +184,7 @@ static void deadlocks(int me, const char *where) {
         double begin = dt_host_default()->now(NULL);
         run_once(stuck_rank, &what, &report);
         double took = dt_host_default()->now(NULL) - begin;
-        const char *text = bare(report.text);
+        const char *text = without_prefix(report.text);
         if (me > 0) continue;
         CHECK_MSG(strncmp(text, "deadlock: ", 10) == 0 && strstr(text, says[what]),
             "%s: deadlock %d: %s", where, what, report.text);
@@ -207,7 +208,7 @@ int main(int argc, char **argv) {
     no_false_alarms(&all);
     for (int i = 0; i < all.n; i++) one_case(&all.list[i], i, me, where, &late);
     deadlocks(me, where);
-    no_false_alarms(&all); /* after all that, all is well again */
+    no_false_alarms(&all); /* after all failures, good programs succeed */
     MPI_Allreduce(&check_failed, &sum, 1, MPI_INT, MPI_SUM, MPI_COMM_WORLD);
     if (me == 0) lateness_print(&late, where);
     if (me == 0) printf("%d cases, %d checks failed\n", all.n, sum);

@@ -1,18 +1,18 @@
-/* mpi_ranks.c - what test_mpi.sh starts with mpirun: the cases of comm_cases.h over the MPI
-   backend, and its failures
+/* mpi_ranks.c - started by test_mpi.sh with mpirun: the cases of comm_cases.h over the MPI backend,
+   and its failures
 
-       mpirun -np 4 mpi_ranks cases 4         all cases; dt_run begins and ends MPI. Prints a number
-                                              that all results
-       mpi_ranks threads 4                    make: the same for ranks that are threads
-       mpirun -np 4 mpi_ranks failures        the program begins MPI; runs that fail follow each
-                                              other
-       mpirun -np 4 mpi_ranks timeout|killed  a rank that does not come, or dies
+       mpirun -np 4 mpi_ranks cases 4         all cases; dt_run begins and ends MPI. Prints a hash
+                                              of all results
+       mpi_ranks threads 4                    the same for ranks that are threads
+       mpirun -np 4 mpi_ranks failures        the program begins MPI; one failing run after
+                                              another
+       mpirun -np 4 mpi_ranks timeout|killed  a rank that does not arrive, or dies
 
-   MPI_Isend is this program's: it counts the messages that MPI is given, their bytes without those
-   of the envelopes, and what of it a collective sends to a rank of the same machine. A line for
-   each check that failed, status 0 if none did. */
+   The program replaces MPI_Isend to count the messages given to MPI, their bytes without envelopes,
+   and the messages that collectives send to ranks of the same machine. Prints a line for each
+   failed check; the exit status is 0 if no check failed. */
 #define _GNU_SOURCE
-/* with a stand-in: the device's table is the CPU's, and who asks for a device is counted */
+/* with a fake device: its kernel table is the CPU's, and requests for a device are counted */
 #define DT_USE_CUDA
 #define DT_IMPLEMENTATION
 #include "dt_comm.h"
@@ -33,17 +33,18 @@ dt_status dt_cuda_ready(char *text, size_t text_bytes) {
     return DT_OK;
 }
 
-/* How many ranks share memory, as dt_run_desc has it; 1 unless NODE_RANKS says it. */
+/* dt_run_desc.node_ranks: from NODE_RANKS, else 1. */
 static int node_ranks(void) { return getenv("NODE_RANKS") ? atoi(getenv("NODE_RANKS")) : 1; }
 
-/* What the tag says of it: a message (0), a collective's (1), or what follows one of these (2). */
+/* The class in a tag: 0 a message, 1 a collective's message, 2 the data that follows one of
+   these. */
 static int class_of(int tag) {
     int there, *most = NULL;
     MPI_Comm_get_attr(MPI_COMM_WORLD, MPI_TAG_UB, &most, &there);
     return tag / (int)(((int64_t)*most + 1) / (3 * DT__MPI_GROUPS_PER_COMM)) % 3;
 }
 
-/* Is this rank's machine that rank's? */
+/* 1 if rank `to` is on this rank's machine. */
 static int is_near(int to) {
     int me, node = node_ranks();
     MPI_Comm_rank(MPI_COMM_WORLD, &me);
@@ -63,11 +64,11 @@ int MPI_Isend(const void *buf, int count, MPI_Datatype type, int to, int tag, MP
 
 /* ---- the cases ---- */
 
-static cases short_ones, long_ones; /* processes: each has its own; threads share it */
+static cases short_ones, long_ones; /* one copy per process; shared by threads */
 static int under_mpi;
 
 static void all_make(int ranks) {
-    short_ones = cases_make(ranks, ranks > 4 ? 3 : 1); /* the cores are few */
+    short_ones = cases_make(ranks, ranks > 4 ? 3 : 1); /* because there are few cores */
     long_ones = cases_windows(ranks, ranks > 4 ? 12 : 4);
 }
 
@@ -76,9 +77,10 @@ static void all_free(void) {
     cases_free(&long_ones);
 }
 
-/* A large sum sends 2 S over each border between machines of equally many ranks, a chunk for each;
-   in the group's order, which may be another than the world's. */
-static void leaving(dt_ctx *ctx, int me, int n) {
+/* A large all-reduce over machines with equal numbers of ranks sends 2 S over each border between
+   machines, split over the ranks of a machine. Sums are in the group's rank order, which may differ
+   from the world's. */
+static void bytes_between_machines(dt_ctx *ctx, int me, int n) {
     enum { MANY = 1 << 18 };
     int node = node_ranks(), bad = 0;
     dt_comm *turned = dt_comm_split(dt_world(ctx), 0, -me, "turned");
@@ -97,7 +99,7 @@ static void leaving(dt_ctx *ctx, int me, int n) {
         for (int r = n - 2; r >= 0; r--) in_order += 1.0f / (float)(r + 1 + i % 1000);
         bad += sum[i] != in_order;
     }
-    CHECK_MSG(bad == 0, "rank %d: %d of a turned group's sums are in another order", me, bad);
+    CHECK_MSG(bad == 0, "rank %d: %d sums of a reversed group are in the wrong order", me, bad);
     double all = (double)bytes;
     dt_sum_doubles(dt_world(ctx), &all, 1);
     CHECK_MSG(all == 2.0 * (n / node - 1) * sizeof *a * MANY,
@@ -105,8 +107,8 @@ static void leaving(dt_ctx *ctx, int me, int n) {
     free(a);
 }
 
-/* Rank 0 begins many operations, of several rounds each, and the others one after another. */
-static void ahead(dt_ctx *ctx, int me, int n) {
+/* Rank 0 starts many multi-round operations at once; the other ranks run them one after another. */
+static void rank_0_runs_ahead(dt_ctx *ctx, int me, int n) {
     enum { OPS_AHEAD = 20, EACH = 3000 };
     float *a = (float *)malloc((size_t)(OPS_AHEAD * n + 1) * EACH * sizeof *a),
           *mine = a + OPS_AHEAD * n * EACH;
@@ -122,34 +124,35 @@ static void ahead(dt_ctx *ctx, int me, int n) {
     }
     for (int k = 0; k < OPS_AHEAD && me == 0; k++) dt_wait(ctx, works[k]);
     for (int i = 0; i < OPS_AHEAD * n * EACH; i++) bad += a[i] != (float)(i / EACH % n);
-    CHECK_MSG(
-        bad == 0 && dt_error(ctx) == DT_OK, "rank %d: %d of what was gathered is wrong", me, bad);
+    CHECK_MSG(bad == 0 && dt_error(ctx) == DT_OK, "rank %d: %d gathered values are wrong", me, bad);
     free(a);
 }
 
-/* A group shares memory if all its ranks are on one node, and only then. */
-static void sharing(dt_ctx *ctx, int me, int n) {
+/* A group uses shared memory exactly if all its ranks are on one node. */
+static void check_shared_memory(dt_ctx *ctx, int me, int n) {
     dt_comm *world = dt_world(ctx);
     int node = node_ranks(), all = node == 0 || node >= n;
-    CHECK_MSG(
-        (world->ops->collective != NULL) == (node != 1 && all), "the world, %d ranks a node", node);
+    CHECK_MSG((world->ops->collective != NULL) == (node != 1 && all),
+        "wrong backend for the world, %d ranks per node", node);
     dt_comm *near = dt_comm_split(world, node ? me / node : 0, 0, "near");
     dt_comm *far = dt_comm_split(world, me % 2, 0, "far");
     if (dt_comm_size(near) > 1)
-        CHECK_MSG(near->ops->collective != NULL, "rank %d: its node's group", me);
+        CHECK_MSG(near->ops->collective != NULL,
+            "rank %d: its node's group does not use shared memory", me);
     if (node == 2 && dt_comm_size(far) > 1)
-        CHECK_MSG(far->ops->collective == NULL, "rank %d: a group apart", me);
+        CHECK_MSG(
+            far->ops->collective == NULL, "rank %d: a group across nodes uses shared memory", me);
     int32_t one = 1, sum = 0;
     CHECK(dt_all_reduce(near, &one, &sum, 1, DT_I32, DT_SUM) == DT_OK && sum == dt_comm_size(near));
     CHECK(dt_all_reduce(far, &one, &sum, 1, DT_I32, DT_SUM) == DT_OK && sum == dt_comm_size(far));
-    /* MPI may need the help of its sender, which is in the barrier by then */
+    /* MPI may need progress on the sender, which is already in the barrier */
     char room[DT_EAGER_BYTES] = "";
     if (me == 0) dt_send(world, room, DT_EAGER_BYTES / 4, DT_F32, 1, 3);
     if (me == 1) dt_recv(world, room, DT_EAGER_BYTES / 4, DT_F32, 0, 3);
     CHECK(dt_barrier(world) == DT_OK);
 }
 
-/* Rank 0 says a number of all that all ranks received; and the checks of all processes. */
+/* Rank 0 prints a hash of all that all ranks received, and the checks of all processes. */
 static dt_status cases_rank(dt_ctx *ctx, void *user) {
     dt_comm *world = dt_world(ctx);
     int n = dt_comm_size(world), me = dt_comm_rank(world);
@@ -167,9 +170,9 @@ static dt_status cases_rank(dt_ctx *ctx, void *user) {
         CHECK_MSG((alone ? equal : fewer) && isends > 0,
             "rank %d counts %zu messages of %zu bytes, MPI was given %lld of %lld", me,
             traffic.messages, traffic.bytes, isends, isend_bytes);
-        sharing(ctx, me, n);
-        leaving(ctx, me, n);
-        ahead(ctx, me, n);
+        check_shared_memory(ctx, me, n);
+        bytes_between_machines(ctx, me, n);
+        rank_0_runs_ahead(ctx, me, n);
         CHECK_MSG(isends_near == 0,
             "rank %d: %lld messages of collectives to its machine go over MPI", me, isends_near);
     }
@@ -195,7 +198,8 @@ static int cases_under_mpi(int ranks) {
                                   .kernels = dt_kernels_cpu(),
                                   .check = -1 },
         cases_rank, NULL);
-    /* no comparisons above, which are messages too: test_mismatch.c has them */
+    /* calls are not compared above, because comparisons are messages, too; test_mismatch.c tests
+       them */
     MPI_Finalized(&ended);
     CHECK(status == DT_OK && ended);
     CHECK_MSG(asked == 0, "a run on the CPU asks %d times for a device", asked);
@@ -241,7 +245,7 @@ typedef struct plan {
     int kind, victim;
 } plan;
 
-static dt_status failing(dt_ctx *ctx, void *user) {
+static dt_status failing_rank(dt_ctx *ctx, void *user) {
     const plan *p = (const plan *)user;
     dt_comm *world = dt_world(ctx);
     enum { MANY = 300000 };
@@ -261,7 +265,7 @@ static dt_status failing(dt_ctx *ctx, void *user) {
         dt_work *in = dt_recv_start(world, b, MANY, DT_F32, other, 2);
         dt_send(world, a, MANY, DT_F32, other, 2);
         dt_wait(ctx, in);
-        /* nobody receives these */
+        /* no rank receives these */
         for (int r = 0; r < n; r++) dt_send_start(world, a, MANY, DT_F32, r, 3);
     }
     if (p->kind == ENDS) {
@@ -312,7 +316,7 @@ static void one_failure(int kind, int victim, int rank, int size) {
             .host = &host,
             .ranks = kind == RANKS || (kind == ONE_RANKS && rank == victim) ? size + 1 : size,
             .node_ranks = node_ranks() },
-        failing, &p);
+        failing_rank, &p);
     double took = host.now(host.user) - begin;
     CHECK_MSG(status == wanted[kind] && took < 10, "%s, %d: rank %d after %.1f s: %s %s",
         kinds[kind], victim, rank, took, dt_status_name(status), report.text);
@@ -339,9 +343,9 @@ static void one_failure(int kind, int victim, int rank, int size) {
         CHECK_MSG(all == (kind != FINE), "%s, %d: %d ranks log an error", kinds[kind], victim, all);
 }
 
-static dt_status differing(dt_ctx *ctx, void *what) { return words_rank(ctx, *(int *)what); }
+static dt_status different_calls(dt_ctx *ctx, void *what) { return words_rank(ctx, *(int *)what); }
 
-/* Ranks call different things, which nothing but their messages says. */
+/* Ranks make different calls; only the call description in their messages reveals it. */
 static void words(void) {
     dt_host host = *dt_host_default();
     host.log = counting_log;
@@ -353,7 +357,7 @@ static void words(void) {
                                       .host = &host,
                                       .node_ranks = node_ranks(),
                                       .check = -1 },
-            differing, &what);
+            different_calls, &what);
         CHECK_MSG(status == DT_ERR_COMM && words_said(what, report.text), "words %d: %s", what,
             report.text);
     }
@@ -372,12 +376,12 @@ static int failures(void) {
                 continue;
             int node = node_ranks() ? node_ranks() : size, first = victim / node * node;
             if (kind == ELSEWHERE && victim < 2) continue;
-            /* no other on its node */
+            /* the rank is alone on its node */
             if (kind == ENDS && (node == 1 || (first + 1 == size))) continue;
             one_failure(kind, victim, rank, size);
         }
     words();
-    one_failure(FINE, 0, rank, size); /* after all that, all is well again */
+    one_failure(FINE, 0, rank, size); /* after all failures, a good run succeeds */
     MPI_Finalized(&running);
     CHECK(!running);
     bad = check_failed;
@@ -386,9 +390,9 @@ static int failures(void) {
     return all != 0;
 }
 
-/* ---- ranks that do not come ---- */
+/* ---- ranks that do not arrive ---- */
 
-static dt_status sleeper(dt_ctx *ctx, void *user) {
+static dt_status sleeping_rank(dt_ctx *ctx, void *user) {
     enum { MANY = 100000 };
     static float x[MANY], y[MANY];
     int last = dt_comm_rank(dt_world(ctx)) == dt_comm_size(dt_world(ctx)) - 1;
@@ -397,14 +401,14 @@ static dt_status sleeper(dt_ctx *ctx, void *user) {
     return dt_all_reduce(dt_world(ctx), x, y, MANY, DT_F32, DT_SUM);
 }
 
-static int absent(int killed) {
+static int rank_never_arrives(int killed) {
     dt_report report;
     double begin = dt_host_default()->now(NULL);
     dt_status status = dt_run((dt_run_desc){ .backend = DT_BACKEND_MPI,
                                   .timeout_s = 1,
                                   .report = &report,
                                   .node_ranks = node_ranks() },
-        sleeper, &killed);
+        sleeping_rank, &killed);
     fprintf(stderr, "%s after %.0f s: %s\n", dt_status_name(status),
         dt_host_default()->now(NULL) - begin, report.text);
     return status == DT_ERR_TIMEOUT ? 3 : 1;
@@ -414,7 +418,8 @@ int main(int argc, char **argv) {
     const char *mode = argc > 1 ? argv[1] : "";
     if (strcmp(mode, "cases") == 0 && argc > 2) return cases_under_mpi(atoi(argv[2]));
     if (strcmp(mode, "failures") == 0) return failures();
-    if (strcmp(mode, "timeout") == 0 || strcmp(mode, "killed") == 0) return absent(mode[0] == 'k');
+    if (strcmp(mode, "timeout") == 0 || strcmp(mode, "killed") == 0)
+        return rank_never_arrives(mode[0] == 'k');
     if (strcmp(mode, "threads") == 0 && argc > 2) return cases_over_threads(atoi(argv[2]));
     return 2;
 }

@@ -1,5 +1,5 @@
-/* rank_data.h - what ranks send in the tests of dt_comm.h, and what must come of it, by naive
-   arithmetic.
+/* rank_data.h - the data that ranks send in the tests of dt_comm.h, and the expected results by
+   naive arithmetic.
 
    Included after dt_comm.h with its implementation. */
 #ifndef RANK_DATA_H
@@ -17,8 +17,8 @@ __attribute__((unused)) static uint64_t mix(uint64_t x) {
     return x ^ x >> 32;
 }
 
-/* Element i of what rank r sends: such that a float sum in another order has other bits, and an int
-   product fits. */
+/* Element i of rank r's send buffer. A float sum in another order has other bits; an int product
+   does not overflow. */
 static double element(int rank, size_t i, dt_dtype dtype, dt_op op) {
     uint64_t h = ((uint64_t)rank * 1000003u + i) * 0x9E3779B97F4A7C15u;
     h ^= h >> 29;
@@ -27,8 +27,8 @@ static double element(int rank, size_t i, dt_dtype dtype, dt_op op) {
     return op == DT_PROD ? 1 + x / 8 : x * (h & 1 ? 100 : 1);
 }
 
-/* A float as bf16 or f16, to nearest with ties to even, by arithmetic on doubles: nothing of the
-   library's. */
+/* Rounds a float to bf16 or f16, to nearest with ties to even, with double arithmetic; shares no
+   code with the library. */
 __attribute__((unused)) static double rounded(dt_dtype dtype, float x) {
     int exponent;
     double part = frexp((double)x, &exponent); /* in [1/2, 1) */
@@ -40,14 +40,14 @@ __attribute__((unused)) static int narrow(dt_dtype dtype) {
     return dtype == DT_BF16 || dtype == DT_F16;
 }
 
-/* What a rank really sends: the element as its type holds it. */
-__attribute__((unused)) static double held(int rank, size_t i, dt_dtype dtype, dt_op op) {
+/* The element that a rank really sends: rounded to its type. */
+__attribute__((unused)) static double sent_value(int rank, size_t i, dt_dtype dtype, dt_op op) {
     double x = element(rank, i, dtype, op);
     return narrow(dtype) ? rounded(dtype, (float)x) : dtype == DT_F32 ? (double)(float)x : x;
 }
 
-/* Numbers that the type holds exactly: for those of 16 bits a shift, or the widest float with its
-   exponent. */
+/* Stores x, which the type represents exactly: bf16 is the upper half of the float; f16 is packed
+   from its exponent and mantissa. */
 __attribute__((unused)) static void put(void *buf, dt_dtype dtype, size_t i, double x) {
     float f = (float)x;
     uint32_t bits;
@@ -86,14 +86,14 @@ __attribute__((unused)) static double get(const void *buf, dt_dtype dtype, size_
         : op == DT_PROD ? (T)((a) * (b)) \
                         : (T)((a) + (b)))
 
-/* The naive reduction of element i over n ranks, in rank order, each step rounded to the type; bf16
-   and f16 are reduced as floats and rounded once. */
+/* The naive reduction of element i over n ranks, in rank order. Each step is rounded to the type;
+   bf16 and f16 are reduced as floats and rounded once. */
 __attribute__((unused)) static double naive(int n, size_t i, dt_dtype dtype, dt_op op) {
-    double d = held(0, i, dtype, op);
+    double d = sent_value(0, i, dtype, op);
     float f = (float)d;
     int32_t k = (int32_t)d;
     for (int r = 1; r < n; r++) {
-        double dr = held(r, i, dtype, op);
+        double dr = sent_value(r, i, dtype, op);
         float fr = (float)dr;
         int32_t kr = (int32_t)dr;
         f = FOLD(float, f, fr);

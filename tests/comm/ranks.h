@@ -1,5 +1,5 @@
-/* ranks.h - what the tests of dt_comm.h share: a host table that counts, runs whose outcome is
-   kept.
+/* ranks.h - shared by the tests of dt_comm.h: a host table that counts, and runs that store their
+   outcome.
 
    Included after dt_comm.h with its implementation. */
 #ifndef RANKS_H
@@ -15,7 +15,7 @@ typedef struct spy {
     dt_host host;
     const dt_host *base;
     long live, calls; /* blocks; allocations so far */
-    long refuse_at;   /* this allocation is refused, counted from 1; 0: none */
+    long refuse_at;   /* number of the allocation to refuse, from 1; 0: none */
     int refuse_all_later;
     int error_lines;
     char line[512]; /* the last error line */
@@ -27,7 +27,8 @@ static void *spy_alloc(void *user, size_t bytes, dt_mem mem) {
     if (s->refuse_at && (call == s->refuse_at || (s->refuse_all_later && call > s->refuse_at)))
         return NULL;
     void *p = s->base->alloc(s->base->user, bytes, mem);
-    if (p) memset(p, 0xA5, bytes < 65536 ? bytes : 65536); /* nobody may rely on zeros */
+    /* callers must not rely on zeroed memory */
+    if (p) memset(p, 0xA5, bytes < 65536 ? bytes : 65536);
     if (p) __atomic_add_fetch(&s->live, 1, __ATOMIC_SEQ_CST);
     return p;
 }
@@ -72,7 +73,7 @@ static double seconds(void) { return dt_host_default()->now(NULL); }
 
 typedef dt_status (*rank_fn)(dt_ctx *ctx, void *user);
 
-/* What is left of a run: what each rank's context said at the end, the report, the time. */
+/* The outcome of a run: each rank's final error status and text, the report, the duration. */
 typedef struct outcome {
     spy host;
     dt_run_desc desc;
@@ -85,7 +86,7 @@ typedef struct outcome {
     double took;
 } outcome;
 
-/* What forked ranks write for main: shared before the fork, one such run at a time. */
+/* Memory that forked ranks write for main: mapped before the fork, used by one run at a time. */
 typedef struct board {
     int passed, failed, ended[MAX_RANKS];
     dt_status error[MAX_RANKS];
@@ -124,14 +125,14 @@ static void prepare(outcome *o, int ranks, rank_fn fn, void *user) {
 static dt_status start(outcome *o) {
     double from = seconds();
     int procs = o->desc.backend == DT_BACKEND_PROCS;
-    /* runs of threads may run beside it */
+    /* runs over threads may be active at the same time */
     int passed = procs ? check_passed : 0, failed = procs ? check_failed : 0;
     if (procs) {
         if (!shared_board)
             shared_board = (board *)mmap(NULL, sizeof *shared_board, PROT_READ | PROT_WRITE,
                 MAP_SHARED | MAP_ANONYMOUS, -1, 0);
         memset(shared_board, 0, sizeof *shared_board);
-        check_passed = check_failed = 0; /* each fork counts its own from here */
+        check_passed = check_failed = 0; /* each fork starts its own counters */
     }
     o->status = dt_run(o->desc, run_rank, o);
     o->took = seconds() - from;
@@ -144,7 +145,7 @@ static dt_status start(outcome *o) {
     }
     CHECK_MSG(o->status == o->report.status, "dt_run returns %s, reports %s",
         dt_status_name(o->status), dt_status_name(o->report.status));
-    CHECK_MSG(o->host.live == 0, "%ld blocks are left", o->host.live);
+    CHECK_MSG(o->host.live == 0, "%ld blocks were not freed", o->host.live);
     return o->status;
 }
 
@@ -153,23 +154,23 @@ static dt_status run(outcome *o, int ranks, rank_fn fn, void *user) {
     return start(o);
 }
 
-/* A run that must succeed without a word. */
+/* A run that must succeed without an error line. */
 static void run_well(int ranks, rank_fn fn, void *user) {
     outcome o;
     run(&o, ranks, fn, user);
     CHECK_MSG(
         o.status == DT_OK, "%d ranks: %s: %s", ranks, dt_status_name(o.status), o.report.text);
-    CHECK_MSG(o.host.error_lines == 0, "%d ranks: logged %s", ranks, o.host.line);
+    CHECK_MSG(o.host.error_lines == 0, "%d ranks: succeeded but logged %s", ranks, o.host.line);
 }
 
-/* A run of forked ranks, with the default host table: dt_alloc's memory is in the range. */
+/* A run of forked ranks with the default host table: dt_alloc returns shared memory. */
 __attribute__((unused)) static void prepare_procs(outcome *o, int ranks, rank_fn fn, void *user) {
     prepare(o, ranks, fn, user);
     o->desc.backend = DT_BACKEND_PROCS;
     o->desc.host = NULL;
 }
 
-/* A run over threads (0) or forks (1) that must succeed without a word. */
+/* A run over threads (0) or forks (1) that must succeed without an error line. */
 __attribute__((unused)) static void run_well_on(int procs, int ranks, rank_fn fn, void *user) {
     outcome o;
     if (!procs) {

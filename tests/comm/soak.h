@@ -1,7 +1,8 @@
-/* soak.h - random programs that are right: no run of one may fail, whatever the delays.
+/* soak.h - random correct programs: no run may fail, whatever the delays.
 
-   All ranks draw the same script from one seed, and their delays, the order of their waits and
-   where their buffers lie each from its own. Included after dt_comm.h with its implementation. */
+   All ranks derive the same program from one seed. Delays, the order of waits and the placement of
+   buffers come from a different seed on each rank. Included after dt_comm.h with its
+   implementation. */
 #ifndef SOAK_H
 #define SOAK_H
 
@@ -15,8 +16,9 @@ enum { SOAK_STARTED = 6, SOAK_MOST = 8, SOAK_LONG = 20000, SOAK_SHORT = 3000 };
 typedef struct soak {
     uint64_t seed;
     int steps;
-    double delay_s; /* the longest nap */
-    int bad;        /* results that are wrong: of threads; a fork fails its context */
+    double delay_s; /* the longest delay */
+    /* number of wrong results on threads; a forked rank fails its context instead */
+    int bad;
 } soak;
 
 static uint64_t soak_next(uint64_t *x) {
@@ -29,14 +31,14 @@ static uint64_t soak_next(uint64_t *x) {
 /* One rank of one program. */
 typedef struct soaker {
     dt_ctx *ctx;
-    dt_comm *group[4]; /* the world, halves, odd and even, all backwards */
+    dt_comm *group[4]; /* the world, halves, odd and even ranks, the world in reverse order */
     int me, n, at;     /* at: the step, which is the tag of its messages */
-    uint64_t all, own; /* random: the same on all ranks; this rank's */
+    uint64_t all, own; /* random states: equal on all ranks; this rank's own */
     float *a, *b;      /* (n * SOAK_LONG) each */
     float *room;       /* (SOAK_STARTED, 2, n * SOAK_SHORT) */
     size_t room_bytes;
     dt_work *work[SOAK_STARTED];
-    /* since the last time that all were waited for: the same on all ranks */
+    /* operations started since all were last waited for; equal on all ranks */
     int started;
     double delay_s;
 } soaker;
@@ -98,7 +100,7 @@ static void soak_start(soaker *s) {
     }
 }
 
-/* In an order of this rank's own; some are asked for again and again first. */
+/* Waits in this rank's own random order; some operations are polled repeatedly first. */
 static void soak_wait(soaker *s, int all) {
     int first = (int)(soak_next(&s->own) % SOAK_STARTED),
         step = soak_next(&s->own) % 2 ? 1 : SOAK_STARTED - 1;
@@ -121,16 +123,16 @@ static void soak_ring(soaker *s, dt_comm *world) {
     int way = (int)(soak_next(&s->all) % 3), right = (s->me + 1) % s->n,
         left = (s->me + s->n - 1) % s->n;
     dt_work *work;
-    if (way == 0) { /* a receive is there before the send */
+    if (way == 0) { /* the receive is posted before the send */
         work = dt_recv_start(world, s->b, n, DT_F32, left, s->at);
         soak_delay(s);
         dt_send(world, s->a, n, DT_F32, right, s->at);
-    } else if (way == 1) { /* the send lies there over a collective */
+    } else if (way == 1) { /* the send stays pending during a collective */
         work = dt_send_start(world, s->a, n, DT_F32, right, s->at);
         dt_barrier(world);
         soak_delay(s);
         dt_recv(world, s->b, n, DT_F32, left, s->at);
-    } else { /* as small as to need nobody */
+    } else { /* an eager message, which needs no receiver yet */
         if (n > DT_EAGER_BYTES / 4) n = DT_EAGER_BYTES / 4;
         dt_send(world, s->a, n, DT_F32, right, s->at);
         dt_barrier(world);
@@ -140,7 +142,8 @@ static void soak_ring(soaker *s, dt_comm *world) {
     dt_wait(s->ctx, work);
 }
 
-/* From rank to rank, one after another; and in pairs, of which one sends first. */
+/* A message passes from rank to rank; and pairs exchange messages, one of each pair sending
+   first. */
 static void soak_chain(soaker *s, dt_comm *world) {
     size_t n = soak_count(s, SOAK_LONG);
     int other = s->me ^ 1;
@@ -188,7 +191,7 @@ static void soak_scalars(soaker *s, dt_comm *world) {
     dt_sum_doubles(c, &x, 1);
     dt_mean(world, x);
     dt_agree(c, DT_OK);
-    float mine = 1; /* to itself */
+    float mine = 1; /* a message to the same rank */
     dt_send(world, &mine, 1, DT_F32, s->me, s->at);
     soak_delay(s);
     dt_recv(world, &mine, 1, DT_F32, s->me, s->at);
@@ -229,7 +232,7 @@ static dt_status soak_rank(dt_ctx *ctx, void *user) {
     s.own = program->seed * 31 + (uint64_t)s.me + 1;
     s.delay_s = program->delay_s;
     size_t elements = (size_t)s.n * SOAK_LONG;
-    int reached = soak_next(&s.own) % 2 == 0; /* of forks: do the others reach it? */
+    int reached = soak_next(&s.own) % 2 == 0; /* on forks: 1 if the buffers are in shared memory */
     s.a = (float *)(reached ? dt_alloc(ctx, DT_MEM_COMM, 8 * elements, "a") : malloc(8 * elements));
     s.room_bytes = (size_t)(SOAK_STARTED * 2 * s.n) * SOAK_SHORT * sizeof(float);
     s.room = (float *)malloc(s.room_bytes);

@@ -1,7 +1,7 @@
-/* tcp_jobs.h - jobs over sockets on this machine, for tests: ranks are forks, each a dt_run of its
-   own with backend tcp on a free port of the loopback. What they find lies in memory that all
-   share: their checks, reports and times. Every rank must give back all its memory and all its
-   descriptors. After dt_comm.h and check.h. */
+/* tcp_jobs.h - jobs over sockets on this machine, for tests: each rank is a forked process that
+   calls dt_run with backend tcp on a free loopback port. Ranks store checks, reports and times in
+   shared memory. Every rank must free all memory and close all descriptors. Include it after
+   dt_comm.h and check.h. */
 #ifndef TCP_JOBS_H
 #define TCP_JOBS_H
 
@@ -18,7 +18,8 @@ static void nap(double s) { dt_host_default()->sleep(NULL, s); }
 
 typedef struct spy {
     dt_host host;
-    long live, calls, refuse_at; /* this allocation is refused, counted from 1; 0: none */
+    /* refuse_at: number of the allocation to refuse, from 1; 0: none */
+    long live, calls, refuse_at;
     size_t largest;
     int error_lines, notices;
 } spy;
@@ -67,7 +68,7 @@ typedef struct rank_result {
     dt_status status;
     dt_report report;
     double took;
-    int ended, passed, failed; /* ended: dt_run has returned; checks */
+    int ended, passed, failed; /* ended: dt_run has returned; passed, failed: checks */
     int error_lines, notices, signal;
     size_t largest;
     long peak_kib;
@@ -79,14 +80,14 @@ typedef struct job {
     double timeout_s;
     rank_fn fn;
     int what;        /* for the rank function */
-    int absent;      /* bits: these ranks never come */
-    int refuse_rank; /* this rank is refused this allocation */
+    int absent;      /* bit mask of ranks that are never started */
+    int refuse_rank; /* the rank, and the number of its allocation to refuse */
     long refuse_at;
     int check;               /* of dt_run_desc */
-    double late[MOST];       /* ranks come that much later */
+    double late[MOST];       /* seconds by which a rank starts later */
     const char *token[MOST]; /* of dt_run_desc; NULL: none */
-    int size[MOST];          /* what a rank says that the job has; 0: ranks */
-    int as[MOST];            /* which rank it says it is, + 1; 0: what it is */
+    int size[MOST];          /* the job size that a rank claims; 0: the correct one */
+    int as[MOST];            /* the rank number that a rank claims, + 1; 0: the correct one */
     pid_t pid[MOST];
     double begun;
     rank_result result[MOST];
@@ -136,8 +137,8 @@ static void child(job *j, int rank) {
     r->took = seconds() - from;
     CHECK_MSG(r->status == r->report.status, "rank %d returns %d, reports %d", rank, r->status,
         r->report.status);
-    CHECK_MSG(s.live == 0, "rank %d: %ld blocks are left: %s", rank, s.live, r->report.text);
-    CHECK_MSG(open_descriptors() == descriptors, "rank %d: descriptors are left: %s", rank,
+    CHECK_MSG(s.live == 0, "rank %d: %ld blocks were not freed: %s", rank, s.live, r->report.text);
+    CHECK_MSG(open_descriptors() == descriptors, "rank %d: descriptors were not closed: %s", rank,
         r->report.text);
     CHECK_MSG((r->status == DT_OK) == (r->report.text[0] == 0), "%s", r->report.text);
     r->error_lines = s.error_lines;
@@ -163,11 +164,11 @@ static void job_start(job *j) {
             fflush(NULL);
             _exit(0);
         }
-        j->pid[rank] = pid; /* by the parent alone: the memory is shared */
+        j->pid[rank] = pid; /* only the parent writes here, because the memory is shared */
     }
 }
 
-/* Waits for all; those that hang are killed and counted. */
+/* Waits for all ranks. Kills ranks that hang and counts them as failures. */
 static void job_wait(job *j) {
     for (int rank = 0; rank < j->ranks; rank++) {
         int status = 0, gone = j->pid[rank] <= 0;
@@ -214,7 +215,7 @@ static dt_status short_rank(dt_ctx *ctx, void *user) {
     return dt_barrier(dt_world(ctx));
 }
 
-/* Does a text say that the connection to that rank is lost, and name its process? */
+/* 1 if the text says that the connection to the rank was lost and names its process. */
 static int says_lost(const char *text, int rank) {
     char start[64];
     snprintf(start, sizeof start, "connection to rank %d (process ", rank);

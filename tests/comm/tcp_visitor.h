@@ -1,5 +1,6 @@
-/* tcp_visitor.h - somebody who is no rank, at the door of a job: speaks the protocol card by card,
-   and so can say what no rank would; or is one of a crowd. After dt_comm.h. */
+/* tcp_visitor.h - a client that is not a rank and connects to a job: it speaks the handshake
+   message by message, so it can send what no rank would send; or it is one of many attackers.
+   Include it after dt_comm.h. */
 #ifndef TCP_VISITOR_H
 #define TCP_VISITOR_H
 
@@ -12,8 +13,8 @@ static inline dt__tcp_address loopback(int port) {
     return place;
 }
 
-/* A plain connection, as soon as there is one; -1: none for two seconds. */
-static inline int knock(dt__tcp_address place) {
+/* Opens a TCP connection, retrying for two seconds. Returns -1 on failure. */
+static inline int connect_to(dt__tcp_address place) {
     struct sockaddr_in at = dt__tcp_sockaddr(place);
     const dt_host *host = dt_host_default();
     for (double until = host->now(NULL) + 2; host->now(NULL) < until; host->sleep(NULL, 1e-3)) {
@@ -24,11 +25,11 @@ static inline int knock(dt__tcp_address place) {
     return -1;
 }
 
-/* What a visitor says and hears. */
+/* A visitor's state: the messages that it sends and receives. */
 typedef struct visit {
-    dt__tcp_address place; /* to which it goes */
+    dt__tcp_address place; /* the address to connect to */
     int fd;
-    dt__tcp t; /* key, rank and size: what it pretends to be */
+    dt__tcp t; /* key, rank and size that it claims */
     dt__tcp_handshake ours, theirs, proof, answer;
 } visit;
 
@@ -54,33 +55,33 @@ static inline visit visit_make(dt__tcp_address place, int rank, int size, const 
     return v;
 }
 
-static inline int hear(int fd, dt__tcp_handshake *card) {
+static inline int receive_message(int fd, dt__tcp_handshake *card) {
     memset(card, 0, sizeof *card);
     return recv(fd, card, sizeof *card, MSG_WAITALL) == (ssize_t)sizeof *card;
 }
 
-/* Both hellos and the proof, as it stands if `as_is`. 1: there is an answer. */
-static inline int converse(visit *v, int as_is) {
-    v->fd = knock(v->place);
+/* Exchanges hellos and sends the proof, unchanged if `as_is`. Returns 1 if there is an answer. */
+static inline int shake_hands(visit *v, int as_is) {
+    v->fd = connect_to(v->place);
     if (v->fd < 0) return 0;
     send(v->fd, &v->ours, sizeof v->ours, MSG_NOSIGNAL);
-    if (!hear(v->fd, &v->theirs)) return 0;
+    if (!receive_message(v->fd, &v->theirs)) return 0;
     if (!as_is) dt__tcp_prove(&v->t, "caller", &v->ours, &v->theirs, v->proof.proof);
     send(v->fd, &v->proof, sizeof v->proof, MSG_NOSIGNAL);
-    return hear(v->fd, &v->answer);
+    return receive_message(v->fd, &v->answer);
 }
 
-static inline int welcomed(const visit *v) {
+static inline int is_accepted(const visit *v) {
     return v->answer.kind == DT__TCP_WELCOME &&
            dt__tcp_is_proof(&v->t, "host", &v->ours, &v->theirs, v->answer.proof);
 }
 
-/* Keeps `n` connections to a place, which say as little as `what` has them, until it is killed:
-   those that are hung up on come again a little later. `from`: their address, which is not the
-   ranks', whose ports they would use up. */
+/* Keeps `n` connections open until it is killed, each behaving as `what` says. A connection that
+   the job closes is opened again a little later. `from`: the source address, different from the
+   ranks', because the attack would use up the ranks' ports. */
 enum { SILENT = 0, SLOW, HALF, SCANNER, FLOOD, N_ATTACKS };
 static const char *const attack_names[] = { "1,000 silent connections", "1,000 slow connections",
-    "1,000 half and whole hellos", "a scanner", "1 MB of garbage, again and again" };
+    "1,000 partial and complete hellos", "a scanner", "repeated 1 MB of garbage" };
 
 static inline void attack(dt__tcp_address place, int what, dt__tcp_address from) {
     static int fds[1000], at[1000];

@@ -1,17 +1,17 @@
-/* test_comm.c - dt_comm.h: every collective against a naive one, and every way in which a run can
-   fail.
+/* test_comm.c - dt_comm.h: compares every collective with a naive one, and tests every way in which
+   a run can fail.
 
-   Ranks are threads. What a rank finds goes through CHECK, whose counters are atomic; what must be
-   the same on all ranks is kept in a struct that main looks at after dt_run. Failures are tested
-   for three things: every rank returns an error, the error names the culprit, and it does so long
-   before timeout_s. */
+   Ranks are threads. Ranks use CHECK, whose counters are atomic; values that must be equal on all
+   ranks are stored in a struct that main checks after dt_run. Failure tests check three things:
+   every rank returns an error, the error names the culprit, and it arrives long before
+   timeout_s. */
 #ifndef _GNU_SOURCE /* g++ sets it */
 #define _GNU_SOURCE
 #endif
 #include <pthread.h>
 
-/* Threads that cannot be started: the library sees this one. Counts down; 0: refuse; below 0: never
-   refuse. */
+/* The library calls this pthread_create. threads_left counts down; at 0 the call fails; below 0 it
+   never fails. */
 static int threads_left = -1;
 static int test_pthread_create(
     pthread_t *thread, const pthread_attr_t *attr, void *(*fn)(void *), void *arg) {
@@ -29,13 +29,13 @@ static int test_pthread_create(
 #include <sched.h>
 #include <signal.h>
 
-/* The generic functions of a backend that has nothing but send and receive. */
+/* The generic functions for a backend with only send and receive. */
 static const dt__comm_ops *generic_ops(void) {
     static const dt__comm_ops ops = { .name = "generic", .message = dt__shared_message };
     return &ops;
 }
 
-/* ---- 1. every collective against a naive one ---- */
+/* ---- 1. every collective compared with a naive one ---- */
 
 typedef struct buffers {
     unsigned char *send, *recv, *raw;
@@ -43,7 +43,7 @@ typedef struct buffers {
 } buffers;
 enum { GUARD = 64 };
 
-/* Two buffers of `count` elements, or one for both, with guards around. */
+/* Two buffers of `count` elements, or one for both uses, between guard bytes. */
 static buffers buffers_make(size_t count, dt_dtype dtype, int in_place) {
     buffers b;
     b.bytes = count * dt_dtype_size(dtype);
@@ -77,17 +77,17 @@ static size_t differing(const void *buf, const cc *c, size_t n, size_t first, in
     size_t bad = 0;
     for (size_t i = 0; i < n; i++) {
         double want = rank_share ? naive(dt_comm_size(c->comm), first + i, c->dtype, c->op)
-                                 : held((int)first, i, c->dtype, c->op);
+                                 : sent_value((int)first, i, c->dtype, c->op);
         bad += get(buf, c->dtype, i) != want;
     }
     return bad;
 }
 
 static void fill(void *buf, const cc *c, size_t n, int rank) {
-    for (size_t i = 0; i < n; i++) put(buf, c->dtype, i, held(rank, i, c->dtype, c->op));
+    for (size_t i = 0; i < n; i++) put(buf, c->dtype, i, sent_value(rank, i, c->dtype, c->op));
 }
 
-static void say(const char *what, const cc *c, dt_status status, size_t bad) {
+static void report_case(const char *what, const cc *c, dt_status status, size_t bad) {
     CHECK_MSG(status == DT_OK && bad == 0,
         "%s %s, %d ranks, rank %d, %s x %zu, op %d, in place %d: %s, %zu differ", c->how, what,
         dt_comm_size(c->comm), dt_comm_rank(c->comm), dt_dtype_name(c->dtype), c->count, (int)c->op,
@@ -101,22 +101,22 @@ static void try_reductions(const cc *c) {
     fill(b.send, c, c->count, (int)rank);
     dt_status status = dt_all_reduce(c->comm, b.send, b.recv, c->count, c->dtype, c->op);
     size_t bad = differing(b.recv, c, c->count, 0, 1);
-    if (!c->in_place) bad += differing(b.send, c, c->count, rank, 0); /* send is left as it was */
-    say("all-reduce", c, status, bad);
+    if (!c->in_place) bad += differing(b.send, c, c->count, rank, 0); /* send must be unchanged */
+    report_case("all-reduce", c, status, bad);
     buffers_free(b);
 
     b = buffers_make(n * c->count, c->dtype, c->in_place);
     fill(b.send, c, n * c->count, (int)rank);
     unsigned char *recv = c->in_place ? b.send + rank * c->count * size : b.recv;
     status = dt_reduce_scatter(c->comm, b.send, recv, c->count, c->dtype, c->op);
-    say("reduce-scatter", c, status, differing(recv, c, c->count, rank * c->count, 1));
-    /* reduce-scatter, then all-gather of the shares in place: the all-reduce, bit for bit */
+    report_case("reduce-scatter", c, status, differing(recv, c, c->count, rank * c->count, 1));
+    /* reduce-scatter followed by an in-place all-gather must equal the all-reduce, bit for bit */
     memmove(b.recv + rank * c->count * size, recv, c->count * size);
     status = dt_all_gather(c->comm, b.recv + rank * c->count * size, b.recv, c->count, c->dtype);
     buffers whole = buffers_make(n * c->count, c->dtype, 1);
     fill(whole.send, c, n * c->count, (int)rank);
     dt_all_reduce(c->comm, whole.send, whole.send, n * c->count, c->dtype, c->op);
-    say("both halves", c, status, memcmp(whole.send, b.recv, n * c->count * size) != 0);
+    report_case("both halves", c, status, memcmp(whole.send, b.recv, n * c->count * size) != 0);
     buffers_free(whole);
     buffers_free(b);
 }
@@ -130,24 +130,24 @@ static void try_moves(const cc *c) {
     dt_status status = dt_all_gather(c->comm, mine, b.recv, c->count, c->dtype);
     for (int r = 0; r < n; r++)
         bad += differing(b.recv + (size_t)r * share, c, c->count, (size_t)r, 0);
-    say("all-gather", c, status, bad);
+    report_case("all-gather", c, status, bad);
     buffers_free(b);
 
     b = buffers_make(c->count, c->dtype, 1);
     fill(b.send, c, c->count, rank);
     status = dt_broadcast(c->comm, b.send, c->count, c->dtype, root);
-    say("broadcast", c, status, differing(b.send, c, c->count, (size_t)root, 0));
+    report_case("broadcast", c, status, differing(b.send, c, c->count, (size_t)root, 0));
     buffers_free(b);
     if (c->in_place) return;
 
-    /* share j of rank i holds the elements of i * n + j */
+    /* share j of rank i holds the elements of sender number i * n + j */
     b = buffers_make((size_t)n * c->count, c->dtype, 0);
     for (int j = 0; j < n; j++) fill(b.send + (size_t)j * share, c, c->count, rank * n + j);
     status = dt_all_to_all(c->comm, b.send, b.recv, c->count, c->dtype);
     bad = 0;
     for (int i = 0; i < n; i++)
         bad += differing(b.recv + (size_t)i * share, c, c->count, (size_t)(i * n + rank), 0);
-    say("all-to-all", c, status, bad);
+    report_case("all-to-all", c, status, bad);
     buffers_free(b);
 }
 
@@ -180,31 +180,33 @@ static dt_status collectives_rank(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-/* What is expected of 16 bits is itself right: within half a unit of the last place and the floats'
-   own rounding of the sum in double. And it is often another number than a sum that is rounded at
-   every step. */
+/* Checks the expected values for 16-bit types: each is within half a unit in the last place, plus
+   the rounding of float addition, of the sum in double. And it often differs from a sum that is
+   rounded at every step. */
 static void test_expectations(dt_dtype dtype) {
     double unit = dtype == DT_BF16 ? 1 / 256.0 : 1 / 2048.0;
     int steps_differ = 0, far = 0;
     for (size_t i = 0; i < 1000; i++) {
-        double sum = 0, size = 0, stepwise = held(0, i, dtype, DT_SUM),
+        double sum = 0, size = 0, stepwise = sent_value(0, i, dtype, DT_SUM),
                want = naive(8, i, dtype, DT_SUM);
         for (int r = 0; r < 8; r++) {
-            sum += held(r, i, dtype, DT_SUM);
-            size += fabs(held(r, i, dtype, DT_SUM));
-            if (r > 0) stepwise = rounded(dtype, (float)(stepwise + held(r, i, dtype, DT_SUM)));
+            sum += sent_value(r, i, dtype, DT_SUM);
+            size += fabs(sent_value(r, i, dtype, DT_SUM));
+            if (r > 0)
+                stepwise = rounded(dtype, (float)(stepwise + sent_value(r, i, dtype, DT_SUM)));
         }
         far += !(fabs(want - sum) <= unit * fabs(sum) + 8 * ldexp(size, -24));
         steps_differ += stepwise != want;
     }
-    CHECK_MSG(far == 0 && steps_differ > 100, "%s: %d too far, %d tell", dt_dtype_name(dtype), far,
-        steps_differ);
+    CHECK_MSG(far == 0 && steps_differ > 100,
+        "%s: %d sums too far from double, %d differ from stepwise rounding", dt_dtype_name(dtype),
+        far, steps_differ);
 }
 
 static void test_collectives(void) {
     test_expectations(DT_BF16);
     test_expectations(DT_F16);
-    size_t i = 0; /* the data can tell an order from another */
+    size_t i = 0; /* the data must distinguish orders of summation */
     while (i < 1000) {
         float ascending = 0, descending = 0;
         for (int r = 0; r < 3; r++) ascending += (float)element(r, i, DT_F32, DT_SUM);
@@ -219,7 +221,7 @@ static void test_collectives(void) {
     }
 }
 
-/* A barrier holds everybody until the last has come. */
+/* No rank leaves a barrier before the last has entered. */
 static dt_status barrier_rank(dt_ctx *ctx, void *user) {
     dt_comm *world = dt_world(ctx);
     const dt_host *host = dt_ctx_host(ctx);
@@ -231,12 +233,12 @@ static dt_status barrier_rank(dt_ctx *ctx, void *user) {
         if (dt_barrier(world)) return dt_error(ctx);
         int seen = __atomic_load_n(come, __ATOMIC_SEQ_CST);
         if (seen < 4 * round)
-            return dt_fail(ctx, DT_ERR_COMM, "round %d: %d had come", round, seen);
+            return dt_fail(ctx, DT_ERR_COMM, "round %d: only %d ranks had entered", round, seen);
     }
     return DT_OK;
 }
 
-/* The closing half of a collective: a sender may change its buffer as soon as the call has
+/* The closing phase of a collective: a sender may change its buffer as soon as the call has
    returned. */
 static dt_status reuse_rank(dt_ctx *ctx, void *user) {
     dt_comm *world = dt_world(ctx);
@@ -264,7 +266,7 @@ static dt_status groups_rank(dt_ctx *ctx, void *user) {
     (void)user;
     CHECK(strcmp(dt_comm_name(world), "world") == 0 && dt_ctx_rank(ctx) == me &&
           dt_comm_world_rank(world, me) == me);
-    /* colors by remainder, keys that turn the order round */
+    /* colors by remainder, keys that reverse the order */
     dt_comm *odd = dt_comm_split(world, me % 3, -me, "by three");
     int size = (n - me % 3 + 2) / 3;
     if (!CHECK(odd != NULL)) return dt_error(ctx);
@@ -273,16 +275,17 @@ static dt_status groups_rank(dt_ctx *ctx, void *user) {
     CHECK(strcmp(dt_comm_name(odd), "by three") == 0 &&
           dt_comm_world_rank(odd, 0) == me % 3 + 3 * (size - 1));
     CHECK(dt_comm_world_rank(odd, size) == -1 && dt_comm_world_rank(odd, -1) == -1);
-    /* rank order is the new one: gather world ranks */
+    /* gathering the world ranks must give the new rank order */
     int32_t mine = me, all[MAX_RANKS];
     CHECK(dt_all_gather(odd, &mine, all, 1, DT_I32) == DT_OK);
     for (int i = 0; i < size; i++) CHECK(all[i] == me % 3 + 3 * (size - 1 - i));
-    /* negative colors join nothing; equal keys keep the old order; a long name is cut */
+    /* ranks with negative colors join no group; equal keys keep the old order; a long name is
+       truncated */
     dt_comm *few = dt_comm_split(
         world, me % 2 ? -5 : 7, 0, "a name that is much longer than thirty-one bytes");
     CHECK((few == NULL) == (me % 2 == 1) && dt_error(ctx) == DT_OK);
     if (few) CHECK(dt_comm_rank(few) == me / 2 && strlen(dt_comm_name(few)) == 31);
-    /* both at once: groups do not disturb each other */
+    /* operations on both groups at once do not interfere */
     double a = 1, b = 1;
     for (int round = 0; round < 20; round++) {
         CHECK(dt_all_reduce(few, &a, &a, 1, DT_F64, DT_MAX) == DT_OK);
@@ -291,7 +294,7 @@ static dt_status groups_rank(dt_ctx *ctx, void *user) {
     double want = 1;
     for (int round = 0; round < 20; round++) want *= size;
     CHECK(b == want && a == 1);
-    /* a group of a group, down to one */
+    /* groups of groups, down to one rank */
     dt_comm *half = dt_comm_split(odd, dt_comm_rank(odd) >= size / 2, 0, NULL);
     dt_comm *one = dt_comm_split(half, dt_comm_rank(half), 0, "one");
     CHECK(half && one && dt_comm_size(one) == 1 && dt_comm_rank(one) == 0 &&
@@ -307,7 +310,8 @@ static dt_status groups_rank(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-/* So many groups of one as the range has room for; then a clear refusal. */
+/* Makes as many groups of one as the shared memory has room for; the next one must fail with a
+   clear error. */
 static dt_status many_groups_rank(dt_ctx *ctx, void *user) {
     dt_comm *world = dt_world(ctx);
     int made = 0;
@@ -337,7 +341,7 @@ static dt_status mail_rank(dt_ctx *ctx, void *user) {
         left = (me + n - 1) % n;
     int32_t x, y;
     (void)user;
-    /* tags out of order; equal tags in order */
+    /* different tags may be received out of order; equal tags arrive in order */
     for (int tag = 7; tag >= 4; tag--) {
         x = 100 * me + tag;
         dt_send(world, &x, 1, DT_I32, right, tag);
@@ -350,7 +354,7 @@ static dt_status mail_rank(dt_ctx *ctx, void *user) {
         CHECK(dt_recv(world, &y, 1, DT_I32, left, tag) == DT_OK && y == 100 * left + tag);
     for (int i = 0; i < 3; i++)
         CHECK(dt_recv(world, &y, 1, DT_I32, left, 2) == DT_OK && y == 1000 * left + i);
-    /* the same tag in another group is another message */
+    /* the same tag in another group is a different message */
     dt_comm *pair = dt_comm_split(world, 0, -me, "turned");
     x = 1;
     dt_send(world, &x, 1, DT_I32, right, 0);
@@ -358,7 +362,7 @@ static dt_status mail_rank(dt_ctx *ctx, void *user) {
     dt_send(pair, &x, 1, DT_I32, n - 1 - right, 0);
     CHECK(dt_recv(pair, &y, 1, DT_I32, n - 1 - left, 0) == DT_OK && y == 2);
     CHECK(dt_recv(world, &y, 1, DT_I32, left, 0) == DT_OK && y == 1);
-    /* to itself; of no elements; of just the eager size */
+    /* messages to the same rank; of no elements; of exactly the eager size */
     double self[DT_EAGER_BYTES / 8], got[DT_EAGER_BYTES / 8];
     for (int i = 0; i < DT_EAGER_BYTES / 8; i++) self[i] = me + i * 0.5, got[i] = 0;
     CHECK(dt_send(world, self, DT_EAGER_BYTES / 8, DT_F64, me, 1) == DT_OK);
@@ -366,7 +370,7 @@ static dt_status mail_rank(dt_ctx *ctx, void *user) {
           memcmp(self, got, sizeof got) == 0);
     CHECK(dt_send(world, NULL, 0, DT_F32, right, 9) == DT_OK &&
           dt_recv(world, NULL, 0, DT_F32, left, 9) == DT_OK);
-    /* large, round the ring; and many small behind one another: more than a pair holds */
+    /* large messages around the ring; and more small messages in a row than a pair can hold */
     float *big = (float *)malloc(2 * LARGE * sizeof(float)), *in = big + LARGE;
     for (int i = 0; i < LARGE; i++) big[i] = (float)(me + i);
     for (int turn = 0; turn < 2; turn++) {
@@ -378,7 +382,7 @@ static dt_status mail_rank(dt_ctx *ctx, void *user) {
     int bad = 0;
     for (int i = 0; i < LARGE; i++) bad += in[i] != (float)(left + i);
     CHECK(bad == 0);
-    for (int turn = 0; turn < 2; turn++) { /* the same bytes as 16-bit numbers */
+    for (int turn = 0; turn < 2; turn++) { /* the same bytes sent as 16-bit elements */
         memset(in, 0, LARGE * sizeof *in);
         if (me % 2 == turn)
             CHECK(dt_send(world, big, 2 * LARGE, DT_F16, right, 3) == DT_OK);
@@ -393,7 +397,7 @@ static dt_status mail_rank(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-/* Bursts of equal tags into an empty pair, while the receiver looks. */
+/* Bursts of messages with equal tags, sent while the receiver searches the pair. */
 static dt_status burst_rank(dt_ctx *ctx, void *user) {
     dt_comm *world = dt_world(ctx);
     int receives = dt_comm_rank(world) == 1, bad = 0;
@@ -415,9 +419,10 @@ static dt_status burst_rank(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-/* The same without luck: the second half of a pair's messages lies on a page that cannot be read.
-   The receiver looks at the first half, finds nothing, and traps; the trap posts the older message
-   in the first half and the newer in the second, as a sender would that was quick just then. */
+/* The same race, made deterministic: the second half of a pair's messages is on an unreadable page.
+   The receiver searches the first half, finds nothing, and traps on the page. The trap handler
+   posts the older message in the first half and the newer one in the second, like a sender at just
+   this time. */
 static struct {
     char *page;
     size_t bytes;
@@ -483,7 +488,7 @@ static dt_status mail_case_rank(dt_ctx *ctx, void *user) {
     return dt_barrier(world);
 }
 
-/* Both send much first: neither can go on. */
+/* Both ranks send a large message first, so they deadlock. */
 static dt_status both_send_rank(dt_ctx *ctx, void *user) {
     dt_comm *world = dt_world(ctx);
     static const float zeros[2000] = { 0 };
@@ -491,8 +496,9 @@ static dt_status both_send_rank(dt_ctx *ctx, void *user) {
     return dt_send(world, zeros, 2000, DT_F32, 1 - dt_comm_rank(world), 0);
 }
 
-/* user: 0 a small message nobody receives; 1 a large one; 2 a receive nobody sends for; 3 a 9th
-   small one to itself; 4 a receive from itself of nothing; 5 a large one to itself */
+/* user: 0: a small message that no rank receives; 1: a large one; 2: a receive without a sender; 3:
+   a 9th small message to the same rank; 4: a receive from the same rank, which has sent nothing; 5:
+   a large message to the same rank */
 enum { LOST_LINE = __LINE__ + 6 };
 static dt_status lost_rank(dt_ctx *ctx, void *user) {
     dt_comm *world = dt_world(ctx);
@@ -594,16 +600,16 @@ static dt_status call_op(dt_comm *comm, int op, float *a, float *b, size_t count
     case 6: return dt_sum_doubles(comm, &d, 1);
     case 7: return dt_agree(comm, DT_OK);
     case 8: return dt_comm_split(comm, 0, 0, "s") ? DT_OK : DT_ERR_COMM;
-    default: /* a ring of messages */
+    default: /* messages around the ring */
         dt_send(comm, a, count, dtype, (dt_comm_rank(comm) + 1) % dt_comm_size(comm), 0);
         return dt_recv(comm, b, count, dtype,
             (dt_comm_rank(comm) + dt_comm_size(comm) - 1) % dt_comm_size(comm), 0);
     }
 }
 
-/* Two good rounds; in the third the culprit does something else. Buffers are on the heap and freed
-   when the call has returned: a peer that still reads them is seen by the address sanitizer, or
-   sees the garbage put there. */
+/* Two good rounds; in the third the culprit misbehaves. Buffers are on the heap, overwritten with
+   garbage and freed when the call has returned: the address sanitizer, or the garbage, reveals a
+   peer that still reads them. */
 static dt_status injected_rank(dt_ctx *ctx, void *user) {
     const injection *in = (const injection *)user;
     dt_comm *world = dt_world(ctx);
@@ -616,7 +622,7 @@ static dt_status injected_rank(dt_ctx *ctx, void *user) {
         dt_op redop = DT_SUM;
         float *a = (float *)calloc(4 * 2 * count, sizeof *a),
               *b = (float *)calloc(4 * 2 * count, sizeof *b);
-        if (in->op == 9) count = 500; /* small enough not to wait */
+        if (in->op == 9) count = 500; /* eager messages, which do not wait */
         if (me && in->kind == FAILS) status = dt_fail(ctx, DT_ERR_NUMERIC, "the injected failure");
         if (me && in->kind == OTHER_OP) op = (op + 1) % 9;
         if (me && in->kind == OTHER_COUNT) count = 400;
@@ -626,7 +632,7 @@ static dt_status injected_rank(dt_ctx *ctx, void *user) {
         if (me && in->kind == BAD_ARG) dtype = (dt_dtype)99;
         if (!(me && (in->kind == ENDS || in->kind == RETURNS_ERROR))) {
             dt_status called = call_op(world, op, a, b, count, dtype, redop, root);
-            if (status) CHECK_MSG(called != DT_OK, "op %d works in a failed context", op);
+            if (status) CHECK_MSG(called != DT_OK, "op %d succeeds in a failed context", op);
             if (!status) status = called;
         }
         free(a);
@@ -634,12 +640,12 @@ static dt_status injected_rank(dt_ctx *ctx, void *user) {
         if (me && in->kind == ENDS) return DT_OK;
         if (me && in->kind == RETURNS_ERROR) return DT_ERR_IO;
     }
-    /* sticky: the next call does nothing and says so */
+    /* sticky: the next call does nothing and returns the error */
     if (status && !in->generic) CHECK(dt_barrier(world) == dt_error(ctx) && dt_error(ctx) != DT_OK);
     return status;
 }
 
-/* Which kinds can be noticed in which operation. */
+/* 1 if this kind of fault can be noticed in this operation. */
 static int applies(int op, fault k) {
     int moves = op < 5 || op == 9;
     if (k == OTHER_COUNT || k == OTHER_DTYPE || k == BAD_ARG) return moves;
@@ -660,11 +666,12 @@ static void check_injection(const injection *in, const outcome *o, int ranks) {
         in->culprit, in->generic ? ", generic" : "");
     CHECK_MSG(
         o->status != DT_OK && o->status != DT_ERR_PEER, "%s: %s", where, dt_status_name(o->status));
-    CHECK_MSG(strstr(text, culprit) != NULL, "%s: does not name it: %s", where, text);
+    CHECK_MSG(
+        strstr(text, culprit) != NULL, "%s: the text does not name the culprit: %s", where, text);
     CHECK_MSG(o->took < 20, "%s: took %.1f s", where, o->took);
     CHECK_MSG(o->host.error_lines == 1 && strcmp(o->host.line, text) == 0, "%s: %d lines: %s",
         where, o->host.error_lines, o->host.line);
-    /* a rank may have been through already: a broadcast's root does not wait */
+    /* a rank may have finished before the failure: a broadcast's root does not wait */
     if (in->generic) return;
     if (in->kind == FAILS)
         CHECK_MSG(strstr(text, ": the injected failure") != NULL, "%s: %s", where, text);
@@ -677,15 +684,15 @@ static void check_injection(const injection *in, const outcome *o, int ranks) {
         CHECK_MSG(o->status == DT_ERR_UNSUPPORTED && strstr(text, "99 is no"), "%s", text);
     if (in->kind >= OTHER_OP && in->kind <= OTHER_ROOT && in->op < 9) {
         CHECK_MSG(o->status == DT_ERR_COMM && strstr(text, " calls "), "%s: %s", where, text);
-        CHECK_MSG(in->culprit == 0 || strstr(text, "rank 0 calls"), "%s: names one side: %s", where,
-            text);
+        CHECK_MSG(in->culprit == 0 || strstr(text, "rank 0 calls"),
+            "%s: the text names only one side: %s", where, text);
     }
-    int own = 0; /* failures that are not a peer's: one is the first, and the first alone */
+    int own = 0; /* ranks that report their own failure: only the first failing rank may */
     for (int r = 0; r < ranks; r++) own += o->error[r] != DT_OK && o->error[r] != DT_ERR_PEER;
-    CHECK_MSG(own <= 1, "%s: %d ranks think that they were the first", where, own);
+    CHECK_MSG(own <= 1, "%s: %d ranks report to be the first that failed", where, own);
     for (int r = 0; r < ranks; r++) {
         if (r == in->culprit && (in->kind == ENDS || in->kind == RETURNS_ERROR)) continue;
-        /* was through */
+        /* this rank's message did not involve the culprit */
         if (in->op == 9 && (r + ranks - in->culprit) % ranks != 1 && o->error[r] == DT_OK) continue;
         CHECK_MSG(o->error[r] != DT_OK && o->ended[r], "%s: rank %d: %s", where, r,
             dt_status_name(o->error[r]));
@@ -715,7 +722,7 @@ static void test_injections(void) {
     }
 }
 
-/* The text itself, once, to the letter. */
+/* One complete error text, compared literally. */
 enum { mismatch_line = __LINE__ + 8 };
 static dt_status mismatch_rank(dt_ctx *ctx, void *user) {
     dt_comm *world = dt_world(ctx);
@@ -740,13 +747,13 @@ static void test_mismatch_text(void) {
     CHECK(o.report.rank == 2 || o.report.rank == 3);
 }
 
-/* All ranks fail by themselves, each with its own error: one line is logged, and the first is
+/* Every rank fails with its own error: only one line is logged, and the first failure is
    reported. */
 static dt_status all_fail_rank(dt_ctx *ctx, void *user) {
     (void)user;
     dt_barrier(dt_world(ctx));
     dt_fail(ctx, DT_ERR_NUMERIC, "the loss is not finite");
-    return DT_OK; /* the context has failed: that is enough */
+    return DT_OK; /* the failed context makes the run fail */
 }
 
 static void test_all_fail(void) {
@@ -760,8 +767,8 @@ static void test_all_fail(void) {
         CHECK_MSG(o.error[r] == DT_ERR_NUMERIC || o.error[r] == DT_ERR_PEER, "%s", o.text[r]);
 }
 
-/* What needs no other rank, and so would work, is refused too once any rank has failed. */
-static dt_status poisoned_rank(dt_ctx *ctx, void *user) {
+/* Once any rank has failed, even calls that need no other rank are refused. */
+static dt_status refused_after_failure_rank(dt_ctx *ctx, void *user) {
     dt_comm *world = dt_world(ctx);
     int which = *(const int *)user;
     float x = 1, y = 0;
@@ -775,10 +782,10 @@ static dt_status poisoned_rank(dt_ctx *ctx, void *user) {
     return status;
 }
 
-static void test_poisoned(void) {
+static void test_refused_after_failure(void) {
     outcome o;
     for (int which = 0; which < 2; which++)
-        CHECK(run(&o, 2, poisoned_rank, &which) == DT_ERR_NUMERIC);
+        CHECK(run(&o, 2, refused_after_failure_rank, &which) == DT_ERR_NUMERIC);
 }
 
 /* ---- 5. time ---- */
@@ -794,12 +801,13 @@ static dt_status late_rank(dt_ctx *ctx, void *user) {
     float x = 1;
     CHECK(dt_comm_seconds(ctx) == 0);
     for (int i = 0; i < 40; i++) dt_barrier(world);
-    double until = seconds() + l->s; /* or until the others have given up */
+    double until = seconds() + l->s; /* or until the other ranks have failed */
     while (
         dt_comm_rank(world) == l->rank && seconds() < until && !dt__aborted(world->world->shared))
         dt_host_default()->sleep(NULL, 1e-2);
     dt_status status = dt_all_reduce(world, &x, &x, 1, DT_F32, DT_SUM);
-    if (dt_comm_rank(world) != l->rank) CHECK(dt_comm_seconds(ctx) >= 0.1); /* it waited */
+    /* the waiting time is counted */
+    if (dt_comm_rank(world) != l->rank) CHECK(dt_comm_seconds(ctx) >= 0.1);
     return status;
 }
 
@@ -823,14 +831,14 @@ static void test_timeouts(void) {
             "%.1f s, rank %d, %d lines", o.took, o.report.rank, o.host.error_lines);
         for (int k = 0; k < 4; k++) CHECK_MSG(strstr(o.text[k], says), "rank %d: %s", k, o.text[k]);
         CHECK(o.error[r] == DT_ERR_PEER);
-        prepare(&o, 4, late_rank, &l); /* late, but in time */
+        prepare(&o, 4, late_rank, &l); /* late, but before the timeout */
         l.s = 0.2;
         o.desc.timeout_s = 30;
         CHECK(start(&o) == DT_OK);
     }
 }
 
-/* A clock that runs 10,000 times too fast, and only while somebody naps: an hour's limit passes in
+/* A clock that advances only during sleeps, and 10,000 times too fast: a timeout of an hour takes
    half a second. */
 typedef struct virtual_clock {
     dt_host host;
@@ -851,7 +859,7 @@ static void virtual_log(void *user, int level, int rank, const char *text) {
 static dt_status virtual_rank(dt_ctx *ctx, void *user) {
     dt_comm *world = dt_world(ctx);
     if (dt_comm_rank(world) < 2) return dt_barrier(world);
-    /* stuck until the others have given up */
+    /* stuck until the other ranks have failed */
     while (!__atomic_load_n((int *)user, __ATOMIC_SEQ_CST)) {
         dt_host_default()->sleep(NULL, 1e-3);
         if (dt__aborted(world->world->shared)) __atomic_store_n((int *)user, 1, __ATOMIC_SEQ_CST);
@@ -884,7 +892,7 @@ static void test_virtual_clock(void) {
     CHECK_MSG(seconds() - from < 20 && virtual_now(&clock) >= 3600, "%.1f s", seconds() - from);
 }
 
-/* A stopwatch counts all of the time while it is read often, and little of the time while its
+/* A stopwatch that is read often counts all time; it counts little of the time during which its
    process is stopped. */
 static double set_now(void *user) { return *(double *)user; }
 static void test_stopwatch(void) {
@@ -904,8 +912,8 @@ static void test_stopwatch(void) {
         at += 1e6;
         double most = limit < 8 ? limit / 8 : 1, counts = dt__waited(&watch) - limit / 4;
         CHECK_MSG(
-            counts > 0 && counts <= most * 1.001, "limit %g: of a stop %g s count", limit, counts);
-        /* stopped again and again, it ends all the same */
+            counts > 0 && counts <= most * 1.001, "limit %g: %g s of a stop count", limit, counts);
+        /* the limit is reached even with repeated stops */
         for (int k = 0; k < 2000 && watch.seconds < limit; k++) {
             at += 1e6;
             dt__waited(&watch);
@@ -915,7 +923,7 @@ static void test_stopwatch(void) {
 }
 
 /* 32 ranks on two cores. */
-static dt_status crowd_rank(dt_ctx *ctx, void *user) {
+static dt_status many_senders_rank(dt_ctx *ctx, void *user) {
     dt_comm *world = dt_world(ctx);
     float a[1024], b[1024];
     int bad = 0;
@@ -939,13 +947,13 @@ static void test_crowd(void) {
     }
     sched_setaffinity(0, sizeof two, &two);
     outcome o;
-    run(&o, 32, crowd_rank, NULL);
+    run(&o, 32, many_senders_rank, NULL);
     sched_setaffinity(0, sizeof all, &all);
     CHECK_MSG(o.status == DT_OK && o.took < 60, "%s, %.1f s", o.report.text, o.took);
     printf("32 ranks on %d cores: 1000 all-reduces of 1024 floats in %.2f s\n", cores, o.took);
 }
 
-/* ---- 6. buffers are nobody else's when a call returns ---- */
+/* ---- 6. no other rank uses a buffer after the call has returned ---- */
 
 /* A kernel table whose reduce is slow on one rank and broken on another. */
 static __thread int this_rank;
@@ -959,7 +967,7 @@ static dt_status odd_reduce(const dt_reduce_args *a, void *stream) {
     }
     if (this_rank == slow_rank) {
         __atomic_store_n(&slow_begun, 1, __ATOMIC_SEQ_CST);
-        /* the others learn of the failure meanwhile, and must wait */
+        /* the other ranks learn of the failure meanwhile, and must wait */
         dt_host_default()->sleep(NULL, 0.15);
         for (int r = 0; r < a->n; r++) {
             for (size_t i = 0; i < a->count; i++) {
@@ -972,10 +980,10 @@ static dt_status odd_reduce(const dt_reduce_args *a, void *stream) {
 }
 
 /* user: 1: rank 3 is outside the group and fails while the group reduces */
-static dt_status leaving_rank(dt_ctx *ctx, void *user) {
+static dt_status early_leaver_rank(dt_ctx *ctx, void *user) {
     dt_comm *world = dt_world(ctx), *comm = world;
     int outside = *(const int *)user;
-    size_t count = 3 * 1000; /* too many for a post */
+    size_t count = 3 * 1000; /* too large for a post */
     this_rank = dt_comm_rank(world);
     if (outside) comm = dt_comm_split(world, this_rank == 3 ? -1 : 0, 0, "three");
     if (outside && this_rank == 3) {
@@ -992,13 +1000,13 @@ static dt_status leaving_rank(dt_ctx *ctx, void *user) {
     return status;
 }
 
-static void test_leaving(void) {
+static void test_early_leaver(void) {
     dt_kernels kernels = *dt_kernels_cpu();
     outcome o;
     kernels.reduce = odd_reduce;
     for (int outside = 0; outside < 2; outside++) {
         slow_rank = 1, broken_rank = outside ? -1 : 2, seen_garbage = 0, slow_begun = 0;
-        prepare(&o, 4, leaving_rank, &outside);
+        prepare(&o, 4, early_leaver_rank, &outside);
         o.desc.kernels = &kernels;
         start(&o);
         CHECK_MSG(!seen_garbage, "a rank left while another read its buffer (outside %d)", outside);
@@ -1011,16 +1019,16 @@ static void test_leaving(void) {
     int outside = 0;
     kernels.reduce = NULL;
     kernels.name = "bare";
-    prepare(&o, 4, leaving_rank, &outside);
+    prepare(&o, 4, early_leaver_rank, &outside);
     o.desc.kernels = &kernels;
     CHECK(start(&o) == DT_ERR_UNSUPPORTED &&
           strstr(o.report.text, "'bare' answers DT_ERR_UNSUPPORTED"));
 }
 
-/* A rank that learns that all have posted only after the others failed, left and freed: it must not
-   begin to copy. */
+/* A rank notices that all have posted only after the other ranks have failed, returned and freed
+   their buffers. It must not begin to copy. */
 static int others_left;
-static void sleepy_sleep(void *user, double s) {
+static void late_copier_sleep(void *user, double s) {
     if (this_rank == slow_rank) {
         __atomic_store_n(&slow_begun, 1, __ATOMIC_SEQ_CST);
         while (__atomic_load_n(&others_left, __ATOMIC_SEQ_CST) < 3)
@@ -1029,7 +1037,7 @@ static void sleepy_sleep(void *user, double s) {
     spy_sleep(user, s);
 }
 
-static dt_status sleepy_rank(dt_ctx *ctx, void *user) {
+static dt_status late_copier_rank(dt_ctx *ctx, void *user) {
     dt_comm *world = dt_world(ctx);
     float a[4000], b[4000];
     (void)user;
@@ -1050,13 +1058,13 @@ static void test_late_copier(void) {
     outcome o;
     kernels.reduce = odd_reduce;
     slow_rank = 1, broken_rank = 2, seen_garbage = slow_begun = others_left = 0;
-    prepare(&o, 4, sleepy_rank, NULL);
+    prepare(&o, 4, late_copier_rank, NULL);
     o.desc.kernels = &kernels;
-    o.host.host.sleep = sleepy_sleep;
+    o.host.host.sleep = late_copier_sleep;
     CHECK(start(&o) == DT_ERR_DEVICE && !seen_garbage);
 }
 
-/* The same for a large message: the sender waits while the receiver copies. */
+/* The same for a large message: the sender must wait while the receiver copies. */
 static dt_status slow_move(void *dst, const void *src, size_t bytes, void *stream) {
     (void)stream;
     if (this_rank == 1 && bytes > DT_EAGER_BYTES) {
@@ -1086,7 +1094,7 @@ static dt_status slow_mail_rank(dt_ctx *ctx, void *user) {
     return status;
 }
 
-static void test_leaving_mail(void) {
+static void test_early_leaver_message(void) {
     dt_kernels kernels = *dt_kernels_cpu();
     outcome o;
     kernels.move = slow_move;
@@ -1096,7 +1104,7 @@ static void test_leaving_mail(void) {
     CHECK(start(&o) == DT_ERR_NUMERIC && !seen_garbage);
 }
 
-/* A dry table touches no data: addresses that would crash are fine. */
+/* A dry-run table touches no data, so invalid addresses do not crash. */
 typedef struct dry_count {
     size_t reduced, moved;
 } dry_count;
@@ -1125,7 +1133,7 @@ static dt_status dry_rank(dt_ctx *ctx, void *user) {
     dt_all_to_all(world, a, b, 1000, DT_F32);
     dt_broadcast(world, a, 1000, DT_F32, 1);
     double one = 1;
-    CHECK(dt_sum_doubles(world, &one, 1) == DT_OK && one == 4); /* scalars are real */
+    CHECK(dt_sum_doubles(world, &one, 1) == DT_OK && one == 4); /* scalars are really exchanged */
     CHECK(dt_agree(world, DT_OK) == DT_OK);
     return dt_error(ctx);
 }
@@ -1140,15 +1148,15 @@ static void test_dry(void) {
     o.desc.kernels = &kernels;
     CHECK(start(&o) == DT_OK);
     CHECK_MSG(dry.reduced == 1000 + 4 * 1000, "%zu", dry.reduced);
-    /* the all-reduce's and the broadcast's 1,000 floats to three others; 16 shares of all-gather
-       and of all-to-all */
+    /* all-reduce and broadcast: 1,000 floats to three ranks each; all-gather and all-to-all: 16
+       shares each */
     CHECK_MSG(dry.moved == 4000 * (3 + 3 + 16 + 16), "%zu", dry.moved);
 }
 
 /* ---- 7. memory refused, threads refused ---- */
 
-/* Something of everything that allocates. */
-static dt_status hungry_rank(dt_ctx *ctx, void *user) {
+/* Makes one call of every kind that allocates. */
+static dt_status allocating_rank(dt_ctx *ctx, void *user) {
     dt_comm *world = dt_world(ctx);
     float x[64] = { 1 }, y[64];
     (void)user;
@@ -1165,21 +1173,21 @@ static dt_status hungry_rank(dt_ctx *ctx, void *user) {
 
 static void test_refused_memory(void) {
     outcome o;
-    run(&o, 3, hungry_rank, NULL);
+    run(&o, 3, allocating_rank, NULL);
     CHECK(o.status == DT_OK);
     long calls = o.host.calls;
     CHECK_MSG(calls > 10, "%ld allocations", calls);
     for (int sticky = 0; sticky < 2; sticky++) {
         for (long k = 1; k <= calls; k++) {
-            prepare(&o, 3, hungry_rank, NULL);
+            prepare(&o, 3, allocating_rank, NULL);
             o.host.refuse_at = k;
             o.host.refuse_all_later = sticky;
-            start(&o); /* checks that nothing is left */
+            start(&o); /* checks that all memory is freed */
             CHECK_MSG(o.status == DT_ERR_MEM && o.took < 20,
                 "allocation %ld of %ld: %s, %.1f s: %s", k, calls, dt_status_name(o.status), o.took,
                 o.report.text);
             CHECK_MSG(
-                o.report.text[0] && o.host.error_lines >= 1, "allocation %ld: nothing said", k);
+                o.report.text[0] && o.host.error_lines >= 1, "allocation %ld: no error text", k);
         }
     }
 }
@@ -1214,7 +1222,7 @@ static dt_status bytes_rank(dt_ctx *ctx, void *user) {
     double *a = (double *)calloc(4 * count, sizeof *a), *b = (double *)calloc(4 * count, sizeof *b);
     dt_comm *tp = dt_comm_split(world, me / 2, 0, "tp"),
             *dp = dt_comm_split(world, me % 2, 0, "dp");
-    /* logical: the same either way */
+    /* logical bytes are equal for both implementations */
     if (*(const int *)user) world->ops = tp->ops = dp->ops = generic_ops();
     dt_comm_set_axis(tp, DT_AXIS_TP);
     dt_comm_set_axis(dp, DT_AXIS_DP);
@@ -1266,7 +1274,8 @@ static dt_status scalars_rank(dt_ctx *ctx, void *user) {
     CHECK(dt_sum_doubles(world, many, 1000) == DT_OK && memcmp(many, want, sizeof many) == 0);
     CHECK(dt_sum_doubles(world, NULL, 0) == DT_OK);
     CHECK(dt_mean(world, me) == (n - 1) / 2.0);
-    /* the first in rank order that is not OK; and nothing is poisoned by it */
+    /* dt_agree returns the first status in rank order that is not OK, and does not fail the
+       context */
     CHECK(dt_agree(world, DT_OK) == DT_OK);
     CHECK(dt_agree(world, me == n - 1 ? DT_ERR_IO : DT_OK) == DT_ERR_IO);
     CHECK(dt_agree(world, me == n - 1   ? DT_ERR_IO
@@ -1391,7 +1400,7 @@ static void test_launch(void) {
     CHECK(start(&o) == DT_OK);
 }
 
-/* Runs beside and inside each other. */
+/* Concurrent and nested runs. */
 static dt_status many_rank(dt_ctx *ctx, void *user) {
     dt_comm *world = dt_world(ctx);
     double want = *(const double *)user * dt_comm_size(world);
@@ -1403,7 +1412,7 @@ static dt_status many_rank(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-static void *beside(void *arg) {
+static void *concurrent_run(void *arg) {
     run_well(3, many_rank, arg);
     return NULL;
 }
@@ -1414,20 +1423,20 @@ static dt_status outer_rank(dt_ctx *ctx, void *user) {
     injection in = { 0, 1, 0, FAILS };
     (void)user;
     run_well(2, many_rank, &one);
-    CHECK(run(&o, 3, injected_rank, &in) == DT_ERR_NUMERIC); /* fails inside, not outside */
+    /* the inner run fails, the outer one does not */
+    CHECK(run(&o, 3, injected_rank, &in) == DT_ERR_NUMERIC);
     return dt_barrier(dt_world(ctx));
 }
 
-static void test_beside(void) {
+static void test_concurrent(void) {
     double values[2] = { 1, 10 };
     pthread_t threads[2];
-    for (int i = 0; i < 2; i++) pthread_create(&threads[i], NULL, beside, &values[i]);
+    for (int i = 0; i < 2; i++) pthread_create(&threads[i], NULL, concurrent_run, &values[i]);
     for (int i = 0; i < 2; i++) pthread_join(threads[i], NULL);
     run_well(2, outer_rank, NULL);
 }
 
-/* dt_host's alloc gives memory at multiples of 64. What lies there may want no more, as a range
-   that ranks share has. */
+/* dt_host's alloc aligns to 64 bytes, as does shared memory, so no structure may need more. */
 static void test_alignment(void) {
     CHECK(_Alignof(dt__world) <= 64 && _Alignof(dt__peer_view) <= 64 &&
           _Alignof(dt__private_range) <= 64);
@@ -1454,17 +1463,17 @@ int main(void) {
     test_injections();
     test_mismatch_text();
     test_all_fail();
-    test_poisoned();
-    test_leaving();
+    test_refused_after_failure();
+    test_early_leaver();
     test_late_copier();
-    test_leaving_mail();
+    test_early_leaver_message();
     test_dry();
     test_refused_memory();
     test_refused_threads();
     test_timeouts();
     test_virtual_clock();
     test_stopwatch();
-    test_beside();
+    test_concurrent();
     test_crowd();
     return check_done("test_comm");
 }

@@ -1,5 +1,5 @@
-/* test_comm_ops.c - dt_comm.h: the cases of comm_cases.h over threads and forks, and what shared
-   memory keeps of small operations. */
+/* test_comm_ops.c - dt_comm.h: the cases of comm_cases.h over threads and forks, and small
+   operations whose data is copied to the posts in shared memory. */
 #ifndef _GNU_SOURCE /* g++ sets it */
 #define _GNU_SOURCE
 #endif
@@ -13,7 +13,7 @@ static void test_cases(void) {
     for (int n = 1; n <= 32; n = n < 9 ? n + 1 : n < 16 ? 16 : 2 * n) {
         cases s = cases_make(n, n <= 5 || n == 16 ? 1 : 2);
         run_well_on(0, n, comm_cases, &s);
-        s.stride *= n <= 9 ? 2 : 1; /* there are three places */
+        s.stride *= n <= 9 ? 2 : 1; /* these ranks repeat the cases for three buffer placements */
         if (n <= 5 || n == 8 || n >= 16) run_well_on(1, n, comm_cases, &s);
         cases_free(&s);
     }
@@ -32,7 +32,7 @@ static int post_keeps(const dt_comm *comm, const dt_work *work) {
     return dt__post_of(comm, comm->base.rank, work->call.seq)->is_inline;
 }
 
-/* A small collective in host memory is in the posts: it waits once. */
+/* A small collective in host memory is copied to the posts, so it waits only once. */
 static dt_status post_rank(dt_ctx *ctx, void *user) {
     dt_comm *world = dt_world(ctx);
     static float big[5000];
@@ -46,8 +46,8 @@ static dt_status post_rank(dt_ctx *ctx, void *user) {
     return dt_wait(ctx, large);
 }
 
-/* Two forks of which `outside` has its buffers where the other cannot reach them: its post keeps
-   the data, the other's need not. */
+/* Two forks. The buffers of rank `outside` are not in shared memory, so its post must hold the
+   data; the other rank's post need not. */
 static dt_status mixed_rank(dt_ctx *ctx, void *user) {
     enum { N = 200 };
     dt_comm *world = dt_world(ctx);
@@ -81,22 +81,24 @@ static dt_status mixed_rank(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-/* Long enough for another rank to come and go meanwhile. */
+/* Slow enough that another rank enters and leaves meanwhile. */
 static dt_status slow_reduce(const dt_reduce_args *a, void *stream) {
     if (a->count > 10000) dt_host_default()->sleep(NULL, 0.1);
     return dt_kernels_cpu()->reduce(a, stream);
 }
 
-/* Ranks 0 and 1 sum what 1 keeps and 0 does not, so 0's sum is put aside. While it waits for 1 to
-   close, it moves a long operation of another group, and begins as many of theirs as there are
-   posts: none may use that post. */
-static dt_status aside_rank(dt_ctx *ctx, void *user) {
+/* Rank 1's post holds its data and rank 0's does not, so rank 0 stores the sum in a spare post.
+   While rank 0 waits for rank 1 to close the operation, it progresses a long operation of another
+   group and begins as many further operations as there are posts. None of these may use the spare
+   post. */
+static dt_status spare_post_rank(dt_ctx *ctx, void *user) {
     enum { N = 200, MANY = 100000 };
     dt_comm *world = dt_world(ctx);
     int me = dt_comm_rank(world), begun = 0, wrong = 0;
     const dt_host *host = dt_ctx_host(ctx);
     (void)user;
-    world->world->shared->spins = DT__SPINS; /* as if each had a core: posts keep less */
+    /* as if each rank had a core: then posts hold less data */
+    world->world->shared->spins = DT__SPINS;
     dt_comm *two = dt_comm_split(world, me < 2 ? 0 : -1, 0, "0 and 1");
     dt_comm *far = dt_comm_split(world, me != 1 ? 0 : -1, 0, "0 and 2");
     float own[2 * N],
@@ -126,11 +128,11 @@ static dt_status aside_rank(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-static void test_aside(void) {
+static void test_spare_post(void) {
     dt_kernels kernels = *dt_kernels_cpu();
     outcome o;
     kernels.reduce = slow_reduce;
-    prepare_procs(&o, 3, aside_rank, NULL);
+    prepare_procs(&o, 3, spare_post_rank, NULL);
     o.desc.kernels = &kernels;
     CHECK(start(&o) == DT_OK);
 }
@@ -143,7 +145,8 @@ static dt_status overlap_rank(dt_ctx *ctx, void *user) {
     return overlap_of(ctx, *(const unsigned *)user);
 }
 
-/* Overlapping send and recv, on 1 to 5 ranks: legal and right, or refused. */
+/* Overlapping send and recv on 1 to 5 ranks: a legal overlap gives correct results, any other is
+   refused. */
 static void test_overlap(void) {
     int refused[2] = { 0, 0 };
     dt_host quiet = *dt_host_default();
@@ -173,7 +176,7 @@ int main(int argc, char **argv) {
     if (PART("cases")) test_cases();
     if (PART("post"))
         for (int procs = 0; procs < 2; procs++) run_well_on(procs, 3, post_rank, NULL);
-    if (PART("post")) test_aside();
+    if (PART("post")) test_spare_post();
     for (int outside = 0; PART("post") && outside <= 2; outside++)
         run_well_on(1, 2, mixed_rank, &outside);
     return check_done("test_comm_ops");

@@ -1,12 +1,13 @@
-/* test_comm_procs.c - dt_comm.h: forked ranks and how they end, their heaps, attach: own threads,
-   own transport. */
+/* test_comm_procs.c - dt_comm.h: forked ranks and how they end, their heaps, and dt_comm_attach
+   with user threads and a user transport. */
 #ifndef _GNU_SOURCE /* g++ sets it */
 #define _GNU_SOURCE
 #endif
 #include <sys/types.h>
 #include <unistd.h>
 
-/* Forks that are refused: counts down; 0: refuse; below 0: never. */
+/* The library calls this fork. forks_left counts down; at 0 the call fails; below 0 it never
+   fails. */
 static int forks_left = -1;
 static pid_t test_fork(void) {
     if (forks_left == 0) return -1;
@@ -32,8 +33,8 @@ static void prepare_quiet(outcome *o, int ranks, rank_fn fn, void *user) {
     o->desc.host = &quiet;
 }
 
-/* Lines of /proc/self/maps that are shared: what a run must not leave. */
-static int shared_things(void) {
+/* Number of shared mappings in /proc/self/maps, which a run must not increase. */
+static int shared_mappings(void) {
     char line[512];
     int n = 0;
     FILE *f = fopen("/proc/self/maps", "r");
@@ -83,7 +84,7 @@ static dt_status ending_rank(dt_ctx *ctx, void *user) {
             default: {
                 static dt_listener deadly;
                 deadly.failed = deadly_failed;
-                /* before the world's: it dies between claim and record */
+                /* before the world's listener, so that the rank dies between claim and record */
                 deadly.next = ctx->listeners;
                 ctx->listeners = &deadly;
                 dt_send(world, a, 1, DT_F32, 99, 0);
@@ -92,7 +93,7 @@ static dt_status ending_rank(dt_ctx *ctx, void *user) {
         }
         switch (mix(e->seed + (uint64_t)round) % 6) {
         case 0: dt_all_reduce(world, a, b, count, DT_F32, DT_SUM); break;
-        /* from the heap: the others read it */
+        /* buffers in the heap, which other ranks read */
         case 1: dt_all_gather(world, b, a, count, DT_F32); break;
         case 2: dt_all_to_all(world, a, b, count, DT_F32); break;
         case 3: dt_barrier(world); break;
@@ -125,7 +126,8 @@ static void test_endings(void) {
             if (way == STUCK) o.desc.timeout_s = 0.3;
             if (way == STUCK && i > 2) continue;
             start(&o);
-            if (way == 0 && i == 0) before = shared_things(); /* the board is there now */
+            /* the shared board is mapped by now */
+            if (way == 0 && i == 0) before = shared_mappings();
             snprintf(says[0], sizeof says[0], "rank %d", e.rank);
             if (way == KILLS || way == KILLS_IN_COPY || way == KILLS_IN_RECORD)
                 snprintf(says[1], sizeof says[1], ") was ended by signal 9");
@@ -148,21 +150,22 @@ static void test_endings(void) {
                 if (r != e.rank)
                     CHECK_MSG(o.ended[r] && o.error[r], "way %d: rank %d: %s", way, r,
                         dt_status_name(o.error[r]));
-            CHECK(waitpid(-1, NULL, WNOHANG) == -1 && errno == ECHILD); /* no child is left */
-            CHECK_MSG(shared_things() == before, "way %d: %d shared things, %d before", way,
-                shared_things(), before);
+            /* no child process remains */
+            CHECK(waitpid(-1, NULL, WNOHANG) == -1 && errno == ECHILD);
+            CHECK_MSG(shared_mappings() == before, "way %d: %d shared mappings, %d before", way,
+                shared_mappings(), before);
         }
     }
 }
 
-/* A record that its writer left half written is logged too. */
+/* A half-written failure record is logged, too. */
 static int logged;
 static void count_log(void *user, int level, int rank, const char *text) {
     (void)user, (void)rank, (void)text;
     logged += level == DT_LOG_ERROR;
 }
 
-static dt_status nothing_rank(dt_ctx *ctx, void *user) {
+static dt_status empty_rank(dt_ctx *ctx, void *user) {
     (void)user;
     return dt_barrier(dt_world(ctx));
 }
@@ -179,11 +182,12 @@ static dt_status user_rank(dt_ctx *ctx, void *user) {
     CHECK(u->sum == 2.5);
     snprintf(u->text[me], 32, "rank %d, %d", me, (int)getpid());
     dt_barrier(dt_world(ctx));
-    return u->hits == dt_comm_size(dt_world(ctx)) ? DT_OK : DT_ERR_COMM; /* one copy for all */
+    /* all ranks see the same memory */
+    return u->hits == dt_comm_size(dt_world(ctx)) ? DT_OK : DT_ERR_COMM;
 }
 
-/* A host table with an alloc of its own: what other ranks must reach lies in the range all the
-   same. */
+/* A host table with a user alloc: memory that other ranks must access is still in the shared memory
+   segment. */
 static void *own_alloc(void *user, size_t bytes, dt_mem mem) {
     CHECK_MSG(
         mem == DT_MEM_HOST || mem == DT_MEM_TEMP || mem == DT_MEM_OPTIM, "class %d", (int)mem);
@@ -202,7 +206,7 @@ static dt_status own_table_rank(dt_ctx *ctx, void *user) {
     if (me == 0) CHECK(dt_send(world, a, COUNT, DT_F32, 1, 0) == DT_OK);
     if (me == 1) CHECK(dt_recv(world, b, COUNT, DT_F32, 0, 0) == DT_OK);
     for (int i = 0; i < COUNT && me == 1; i++) bad += b[i] != (float)(i % 7);
-    CHECK_MSG(bad == 0, "%d elements", bad);
+    CHECK_MSG(bad == 0, "%d wrong elements", bad);
     free(a);
     free(b);
     return dt_error(ctx);
@@ -213,7 +217,7 @@ static void test_processes(void) {
     for (int k = 0; k < 4; k++) {
         char says[64];
         forks_left = k;
-        prepare_quiet(&o, 4, nothing_rank, NULL);
+        prepare_quiet(&o, 4, empty_rank, NULL);
         start(&o);
         snprintf(says, sizeof says, "rank %d: its process could not be started", k);
         CHECK_MSG(o.status == DT_ERR_MEM && strcmp(o.report.text, says) == 0 && o.took < 20, "%s",
@@ -233,7 +237,7 @@ static void test_processes(void) {
     CHECK(dt_run(desc, user_rank, &u) == DT_OK && u.hits == 5);
     for (int r = 0; r < 5; r++)
         CHECK(atoi(u.text[r] + 5) == r && !strstr(u.text[r], u.text[(r + 1) % 5] + 8));
-    /* what waits in a buffer of stdio is printed once */
+    /* text in a stdio buffer at the fork is printed only once */
     int out[2];
     char text[256];
     CHECK(pipe(out) == 0);
@@ -244,7 +248,7 @@ static void test_processes(void) {
         close(out[0]);
         printf("<before>");
         desc.user_bytes = 0;
-        dt_run(desc, nothing_rank, NULL);
+        dt_run(desc, empty_rank, NULL);
         printf("<after>");
         fflush(stdout);
         _exit(0);
@@ -258,11 +262,11 @@ static void test_processes(void) {
     waitpid(pid, NULL, 0);
     close(out[0]);
     CHECK_MSG(strcmp(text, "<before><after>") == 0, "%s", text);
-    /* a table without map is refused; a record left half written is logged */
-    dt_host bare = quiet;
-    bare.map = NULL;
-    prepare_procs(&o, 2, nothing_rank, NULL);
-    o.desc.host = &bare;
+    /* a table without map is refused; a half-written record is logged */
+    dt_host no_map = quiet;
+    no_map.map = NULL;
+    prepare_procs(&o, 2, empty_rank, NULL);
+    o.desc.host = &no_map;
     CHECK(start(&o) == DT_ERR_UNSUPPORTED && strstr(o.report.text, "maps memory"));
     dt_host own = quiet;
     own.alloc = own_alloc;
@@ -315,16 +319,16 @@ static dt_status heap_rank(dt_ctx *ctx, void *user) {
     for (int i = 0; i < BLOCKS; i++) dt_free(ctx, DT_MEM_COMM, b[i].p, b[i].bytes);
     CHECK_MSG(bad == 0 && unreachable == 0, "%zu bytes or blocks wrong, %zu unreachable", bad,
         unreachable);
-    /* all joined */
+    /* all free blocks were merged */
     CHECK_MSG(
         heap->top == top && !heap->free_list, "%zu bytes of the heap are still used", heap->top);
     return dt_error(ctx);
 }
 
-static dt_status exhaust_rank(dt_ctx *ctx, void *user) {
+static dt_status fill_heap_rank(dt_ctx *ctx, void *user) {
     (void)user;
     const dt__heap *heap = (const dt__heap *)dt_ctx_host(ctx)->user;
-    /* not touched */
+    /* the memory is not touched */
     void *p = dt_alloc(ctx, DT_MEM_COMM, heap->bytes - heap->top - 4096, "nearly all");
     CHECK(p && dt_alloc(ctx, DT_MEM_COMM, 65536, "too much") == NULL);
     return dt_error(ctx);
@@ -334,12 +338,12 @@ static void test_heaps(void) {
     outcome o;
     uint64_t seed = 5;
     run_well_on(1, 2, heap_rank, &seed);
-    prepare_quiet(&o, 2, exhaust_rank, NULL);
+    prepare_quiet(&o, 2, fill_heap_rank, NULL);
     start(&o);
     CHECK_MSG(o.status == DT_ERR_MEM && strstr(o.report.text, "too much"), "%s", o.report.text);
 }
 
-/* ---- 3. attach: own threads, own transport ---- */
+/* ---- 3. dt_comm_attach: user threads, user transport ---- */
 
 typedef struct packet {
     struct packet *next;
@@ -418,7 +422,7 @@ static int net_test(void *user, void *what, int *from, uint64_t *word, size_t *b
     request *r = (request *)what;
     int done;
     pthread_mutex_lock(&p->n->lock);
-    /* the earliest receive gets the earliest packet */
+    /* the receive that was posted first gets the packet that was sent first */
     for (request *w = p->n->waiting[p->rank]; w; w = w->next) {
         for (packet **at = &p->n->packets; *at && !w->over; at = &(*at)->next) {
             packet *k = *at;
@@ -470,8 +474,8 @@ typedef struct own {
 } own;
 enum { GOOD, ONE_FAILS, REFUSED };
 
-/* Everything, in whole numbers. */
-static void everything(dt_ctx *ctx, dt_comm *c) {
+/* Calls every operation with integer values. */
+static void call_everything(dt_ctx *ctx, dt_comm *c) {
     int n = dt_comm_size(c), me = dt_comm_rank(c), bad = 0, from = -1;
     size_t counts[] = { 1, 7, 3000 };
     for (int a = 0; a < DT_ALGORITHMS; a++) {
@@ -544,13 +548,13 @@ static void *own_thread(void *arg) {
     }
     dt_comm *world = dt_comm_attach(ctx, d);
     if (world && o->mode == GOOD) {
-        everything(ctx, world);
+        call_everything(ctx, world);
         dt_comm *turned = dt_comm_split(world, 0, -dt_comm_rank(world), "turned");
         dt_comm *half = dt_comm_split(world, dt_comm_rank(world) % 2, 0, "half");
         CHECK(dt_comm_rank(turned) == o->size - 1 - dt_comm_rank(world));
-        everything(ctx, turned);
-        everything(ctx, half);
-        everything(ctx, world);
+        call_everything(ctx, turned);
+        call_everything(ctx, half);
+        call_everything(ctx, world);
         if (o->size == 1)
             CHECK(!dt_comm_attach(ctx, d) && strstr(dt_error_text(ctx), "attached already"));
         o->status = DT_OK;
@@ -560,7 +564,7 @@ static void *own_thread(void *arg) {
             dt_work *work = dt_recv_start(world, y, 100, DT_F32, (o->port.rank + 1) % o->size, 3);
             dt_work *other = dt_all_reduce_start(world, x, x, 100, DT_F32, DT_SUM);
             if (o->mode == ONE_FAILS && i == 7 && o->port.rank == 1)
-                dt_fail(ctx, DT_ERR_NUMERIC, "of its own");
+                dt_fail(ctx, DT_ERR_NUMERIC, "a failure of this rank");
             dt_send(world, x, 100, DT_F32, (o->port.rank + o->size - 1) % o->size, 3);
             dt_comm *s = i % 5 == 0 ? dt_comm_split(world, 0, 0, "s") : world;
             dt_mean(s, 1);
@@ -612,8 +616,8 @@ static void test_attach(void) {
             memset(&q, 0, sizeof q);
             own_run(all, n, GOOD, team, &host, &q);
             for (int r = 0; r < n; r++) CHECK(all[r].status == DT_OK && all[r].attached);
-            CHECK_MSG(host.live == 0 && q.live == 0, "team %d: %ld blocks, %d requests are left",
-                team, host.live, q.live);
+            CHECK_MSG(host.live == 0 && q.live == 0,
+                "team %d: %ld blocks, %d requests were not freed", team, host.live, q.live);
         }
         spy host;
         net q;
@@ -621,12 +625,13 @@ static void test_attach(void) {
         memset(&q, 0, sizeof q);
         double took = own_run(all, 4, ONE_FAILS, team, &host, &q);
         for (int r = 0; r < 4; r++)
-            CHECK_MSG(all[r].status && strstr(all[r].text, "of its own"), "team %d: %s", team,
-                all[r].text);
-        CHECK_MSG(host.live == 0 && q.live == 0 && took < 10, "%ld blocks, %d requests, %.1f s",
-            host.live, q.live, took);
+            CHECK_MSG(all[r].status && strstr(all[r].text, "a failure of this rank"), "team %d: %s",
+                team, all[r].text);
+        CHECK_MSG(host.live == 0 && q.live == 0 && took < 10,
+            "not freed: %ld blocks, %d requests; %.1f s", host.live, q.live, took);
     }
-    /* memory, and then the transport, refuse: all learn of it, nothing is left */
+    /* allocations, and then transport calls, fail: all ranks learn of it, and everything is
+       freed */
     for (long k = 1; k < 60; k++) {
         for (int what = 0; what < 2; what++) {
             spy host;
@@ -722,7 +727,7 @@ static void test_rounds(void) {
     desc.user_bytes = sizeof r;
     double from = seconds();
     CHECK(dt_run(desc, rounds_rank, &r) == DT_OK);
-    for (int i = 0; i < 4; i++) CHECK_MSG(r.hash[i] == want, "rank %d: another hash", i);
+    for (int i = 0; i < 4; i++) CHECK_MSG(r.hash[i] == want, "rank %d: wrong hash", i);
     printf("4 forks: %ld rounds of barrier and all-reduce in %.2f s\n", r.n, seconds() - from);
 }
 

@@ -16,7 +16,7 @@ static void nap(dt_ctx *ctx, double s) { dt_ctx_host(ctx)->sleep(dt_ctx_host(ctx
 
 /* ---- 1. many at once ---- */
 
-/* Operation i of a plan, which all ranks derive alike: what it is, on which group, how long. */
+/* A plan of random operations, equal on all ranks: kind, group and length of operation i. */
 enum { FLIGHT = 30, GROUPS = 3, LONGEST = 9000 };
 typedef struct plan {
     uint64_t seed;
@@ -35,8 +35,8 @@ static float value(int world_rank, int i, size_t k) {
     return (float)((world_rank + 1) * 10 + i % 7) + (float)(k % 13);
 }
 
-/* dt_alloc'ed on some ranks, malloc'ed on others; the guard behind it is looked at when it is
-   freed. */
+/* A buffer from dt_alloc on some ranks and from malloc on others; buffer_free checks the guard
+   after it. */
 static float *buffer(dt_ctx *ctx, size_t count, int in_range) {
     float *p = (float *)(in_range ? dt_alloc(ctx, DT_MEM_COMM, (count + 1) * 4, "a test")
                                   : malloc((count + 1) * 4));
@@ -47,7 +47,8 @@ static float *buffer(dt_ctx *ctx, size_t count, int in_range) {
 
 static void buffer_free(dt_ctx *ctx, float *p, size_t count, int in_range) {
     CHECK(p[count] == -7);
-    for (size_t k = 0; k <= count; k++) p[k] = -9; /* whoever still reads it sees this */
+    /* a rank that still reads the buffer gets wrong values */
+    for (size_t k = 0; k <= count; k++) p[k] = -9;
     if (in_range)
         dt_free(ctx, DT_MEM_COMM, p, (count + 1) * 4);
     else
@@ -84,7 +85,7 @@ static void begin_one(dt_ctx *ctx, flight *f, int i, uint64_t h) {
         break;
     case 6: f->work = dt_barrier_start(f->comm); break;
     case 7: f->work = dt_gather_start(f->comm, f->send, f->recv, f->count, DT_F32, f->root); break;
-    default: { /* a message to the right, and one from the left */
+    default: { /* sends to the right and receives from the left */
         dt_transfer both[2] = { { f->send, NULL, f->count, DT_F32, right, 1000 + i },
             { NULL, f->recv, f->count, DT_F32, left, 1000 + i } };
         f->work = NULL;
@@ -159,7 +160,7 @@ static dt_status flight_rank(dt_ctx *ctx, void *user) {
             begun++;
             mine = mix(mine);
             if (mine % 11 == 0) nap(ctx, 1e-4);
-            if (h % 13 == 5) { /* a blocking one on the world among them */
+            if (h % 13 == 5) { /* a blocking operation on the world in between */
                 double one = 1;
                 if (dt_sum_doubles(world, &one, 1) == DT_OK) CHECK(one == dt_comm_size(world));
             }
@@ -186,7 +187,7 @@ static void test_flights(void) {
             }
         }
     }
-    for (int seed = 0; seed < 40; seed++) { /* a failure with much in flight */
+    for (int seed = 0; seed < 40; seed++) { /* a failure with many pending operations */
         outcome o;
         plan p = { (uint64_t)(1000 + seed), (dt_algorithm)(seed / 2 % 5), 2, 1 };
         if (seed % 2)
@@ -208,8 +209,8 @@ static void test_flights(void) {
 
 /* ---- 2. rules ---- */
 
-/* user: 0 never waited for; 1 waited for twice; 2 the context of another: refused */
-static dt_status careless_rank(dt_ctx *ctx, void *user) {
+/* user: 0: never waited for; 1: waited for twice; 2: waited for in another context: refused */
+static dt_status wrong_use_rank(dt_ctx *ctx, void *user) {
     dt_comm *world = dt_world(ctx);
     static float x[2][100];
     float *mine = x[dt_comm_rank(world)];
@@ -253,8 +254,8 @@ static dt_status steady_rank(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-/* No wait, no test: what is started moves on between the kernels of tensor ops. user: forks or
-   threads do it alike. */
+/* Started operations progress between the kernels of tensor ops, without dt_wait or dt_test; on
+   threads and on forks. */
 static dt_status kernels_rank(dt_ctx *ctx, void *user) {
     dt_comm *world = dt_world(ctx);
     size_t count = 200000; /* several windows */
@@ -270,8 +271,8 @@ static dt_status kernels_rank(dt_ctx *ctx, void *user) {
         dt_reset(ctx);
         nap(ctx, 0);
     }
-    CHECK_MSG(
-        work->completion == DT__COMPLETED, "not over by kernels alone: %s", dt_error_text(ctx));
+    CHECK_MSG(work->completion == DT__COMPLETED, "the kernels alone did not complete it: %s",
+        dt_error_text(ctx));
     dt_wait(ctx, work);
     CHECK(b[0] == 6 && b[count - 1] == 6);
     free(a);
@@ -279,8 +280,8 @@ static dt_status kernels_rank(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-/* A failed context that waits for what it started must not return while another rank still reads
-   its buffer. */
+/* dt_wait in a failed context must not return while another rank still reads the buffer of the
+   started operation. */
 static int slow_begun, seen_garbage;
 static __thread int this_rank;
 static dt_status slow_reduce(const dt_reduce_args *a, void *stream) {
@@ -320,7 +321,8 @@ static dt_status failing_wait_rank(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-/* Whoever polls learns of a failure too. user: the rank that fails and then takes its time. */
+/* A rank that polls learns of a failure, too. user: the rank that fails and then delays its
+   return. */
 static dt_status polling_rank(dt_ctx *ctx, void *user) {
     dt_comm *world = dt_world(ctx);
     float x = 1;
@@ -337,14 +339,14 @@ static dt_status polling_rank(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-/* Who is missing is named whatever is waited for. */
-static dt_status behind_rank(dt_ctx *ctx, void *user) {
+/* A timeout names the missing rank, whichever operation is waited for. */
+static dt_status missing_rank(dt_ctx *ctx, void *user) {
     dt_comm *world = dt_world(ctx);
     static float big[3][12][3000];
     dt_work *works[12];
     int me = dt_comm_rank(world);
     (void)user;
-    /* until the others have given up */
+    /* until the other ranks have failed */
     while (me == 2 && !dt__aborted(world->world->shared)) nap(ctx, 0.01);
     if (me == 2) return DT_OK;
     for (int i = 0; i < 12; i++)
@@ -356,13 +358,13 @@ static dt_status behind_rank(dt_ctx *ctx, void *user) {
 static void test_rules(void) {
     outcome o;
     int which = 0;
-    run(&o, 2, careless_rank, &which);
+    run(&o, 2, wrong_use_rank, &which);
     const char *begins = "all-reduce f32 x 100 sum on world at test_comm_started.c:";
     CHECK_MSG(o.status == DT_ERR_ARG && strstr(o.report.text, begins) &&
                   strstr(o.report.text, " was started and never waited for"),
         "%s", o.report.text);
     which = 1;
-    run(&o, 2, careless_rank, &which);
+    run(&o, 2, wrong_use_rank, &which);
     CHECK_MSG(o.status == DT_ERR_ARG && strstr(o.report.text, "has been waited for"), "%s",
         o.report.text);
     prepare(&o, 4, steady_rank, &o.host);
@@ -380,7 +382,7 @@ static void test_rules(void) {
             o.report.text, seen_garbage);
     }
     for (int rank = 0; rank < 2; rank++) CHECK(run(&o, 2, polling_rank, &rank) == DT_ERR_NUMERIC);
-    prepare(&o, 3, behind_rank, NULL);
+    prepare(&o, 3, missing_rank, NULL);
     o.desc.timeout_s = 0.4;
     start(&o);
     CHECK_MSG(o.status == DT_ERR_TIMEOUT && strstr(o.report.text, "ranks 0,1 arrived, 2 did not"),
@@ -389,7 +391,7 @@ static void test_rules(void) {
 
 /* ---- 3. messages ---- */
 
-/* An earlier receive that waits for another rank does not hold up a receive from any. */
+/* An earlier receive from a specific rank does not block a receive from any. */
 static dt_status any_rank(dt_ctx *ctx, void *user) {
     dt_comm *world = dt_world(ctx);
     int me = dt_comm_rank(world), from = -9, x = me, y = -1, z = -1;
@@ -406,7 +408,8 @@ static dt_status any_rank(dt_ctx *ctx, void *user) {
         dt_send(world, &x, 1, DT_I32, 0, 7);
     }
     dt_barrier(world);
-    /* the earlier receive from any gets the first message, the later one of a rank the second */
+    /* the earlier receive from any gets the first message, the later receive from that rank the
+       second */
     if (me == 0) {
         dt_work *any = dt_recv_any_start(world, &y, 1, DT_I32, 9, &from);
         dt_work *one = dt_recv_start(world, &z, 1, DT_I32, 1, 9);
@@ -424,9 +427,9 @@ static dt_status any_rank(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-/* Large and small from everybody at once, to be told apart by their rank; several receives of the
-   same message. */
-static dt_status crowd_rank(dt_ctx *ctx, void *user) {
+/* Large and small messages from all ranks at once, identified by their source; several receives
+   compete for a message. */
+static dt_status many_senders_rank(dt_ctx *ctx, void *user) {
     dt_comm *world = dt_world(ctx);
     int n = dt_comm_size(world), me = dt_comm_rank(world), seen[MAX_RANKS] = { 0 };
     enum { EACH = 20, MANY = 3000 };
@@ -448,7 +451,7 @@ static dt_status crowd_rank(dt_ctx *ctx, void *user) {
                 if (dt_recv_any(world, buf, count, DT_F32, tag, &from)) break;
                 int want = from * 1000 + 2 * (tag ? seen[from] / 100 : seen[from] % 100) + tag;
                 CHECK_MSG(from > 0 && buf[0] == (float)want && buf[count - 1] == buf[0],
-                    "from %d: %g, not %d", from, (double)buf[0], want);
+                    "message from %d: %g, not %d", from, (double)buf[0], want);
                 if (from >= 0) seen[from] += tag ? 100 : 1;
             }
         }
@@ -458,8 +461,8 @@ static dt_status crowd_rank(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-/* To itself, received before it is sent; large too when both are under way. And everybody to
-   everybody at once. */
+/* Messages to the same rank, with the receive before the send; also large ones if both are started.
+   And messages from all ranks to all ranks at once. */
 static dt_status self_rank(dt_ctx *ctx, void *user) {
     dt_comm *world = dt_world(ctx);
     int n = dt_comm_size(world), me = dt_comm_rank(world), bad = 0;
@@ -488,7 +491,7 @@ static dt_status self_rank(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-/* A receive started first gets the first message, whatever the order of the waits. */
+/* The receive that was started first gets the first message, whatever the order of the waits. */
 static dt_status overtake_rank(dt_ctx *ctx, void *user) {
     dt_comm *world = dt_world(ctx);
     int me = dt_comm_rank(world), big = *(const int *)user, bad = 0;
@@ -511,7 +514,7 @@ static dt_status overtake_rank(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-/* Messages that wait for their receiver do not stop a collective that goes as messages. */
+/* Messages that wait for their receiver do not block a collective that is made of messages. */
 static dt_status full_pair_rank(dt_ctx *ctx, void *user) {
     dt_comm *world = dt_world(ctx);
     int me = dt_comm_rank(world);
@@ -528,7 +531,7 @@ static dt_status full_pair_rank(dt_ctx *ctx, void *user) {
 static void test_messages(void) {
     for (int procs = 0; procs < 2; procs++) {
         run_well_on(procs, 3, any_rank, NULL);
-        for (int n = 2; n <= 5; n++) run_well_on(procs, n, crowd_rank, NULL);
+        for (int n = 2; n <= 5; n++) run_well_on(procs, n, many_senders_rank, NULL);
         for (int n = 1; n <= 5; n++) run_well_on(procs, n, self_rank, NULL);
         for (int big = 0; big < 2; big++) run_well_on(procs, 2, overtake_rank, &big);
         for (int a = 0; a < DT_ALGORITHMS; a++) run_well_on(procs, 2, full_pair_rank, &a);
@@ -549,12 +552,13 @@ static dt_status link_rank(dt_ctx *ctx, void *user) {
     float x[4 * 64], y[4 * 64];
     dt_comm_set_algorithm(world, c->algorithm);
     double from, link_free = world->world->link_free_at;
-    for (int i = 0; i < 5; i++) dt_all_reduce(one, x, x, 1, DT_F32, DT_SUM); /* copies: free */
+    /* groups of one only copy, so the link costs nothing */
+    for (int i = 0; i < 5; i++) dt_all_reduce(one, x, x, 1, DT_F32, DT_SUM);
     for (int i = 0; i < 5; i++) dt_mean(world, 1);
     CHECK(world->world->link_free_at == link_free);
     dt_barrier(world);
     from = seconds();
-    for (int i = 0; i < 10; i++) { /* in place: adding twice would show */
+    for (int i = 0; i < 10; i++) { /* in place, so that adding twice would show */
         for (int k = 0; k < n * 64; k++) x[k] = (float)(me + 1);
         if (i % 2)
             CHECK(dt_all_reduce(world, x, x, 64, DT_F32, DT_SUM) == DT_OK);
@@ -565,11 +569,11 @@ static dt_status link_rank(dt_ctx *ctx, void *user) {
     }
     double took = seconds() - from;
     CHECK_MSG(took >= 10 * c->latency * 0.999 && took < 30 * c->latency + 1,
-        "10 operations took %.3f s", took);
+        "10 blocking operations took %.3f s", took);
     dt_work *works[5];
     from = seconds();
     for (int i = 0; i < 5; i++) works[i] = dt_all_gather_start(world, x, y, 16, DT_F32);
-    int over = 0; /* work in small pieces meanwhile: as long as the link */
+    int over = 0; /* meanwhile compute in small pieces, as long as the link takes */
     while (seconds() - from < 5 * c->latency) {
         nap(ctx, 1e-3);
         over += dt_test(ctx, works[0]) && seconds() - from < c->latency * 0.99;
@@ -577,7 +581,7 @@ static dt_status link_rank(dt_ctx *ctx, void *user) {
     for (int i = 4; i >= 0; i--) dt_wait(ctx, works[i]);
     took = seconds() - from;
     CHECK_MSG(over == 0 && took >= 5 * c->latency * 0.999 && took < 8 * c->latency + 0.5,
-        "5 started took %.3f s", took);
+        "5 started operations took %.3f s", took);
     from = seconds();
     dt_barrier(world);
     if (me == 0) dt_send(world, x, 8, DT_F32, 1, 0);
@@ -618,7 +622,7 @@ static void test_link(void) {
     for (int slow = 0; slow < 2; slow++) {
         prepare(&o, 2, bandwidth_rank, NULL);
         o.desc.link.bytes_per_s = 1e6;
-        o.desc.timeout_s = slow ? 0.1 : 60; /* a slow link is no late rank */
+        o.desc.timeout_s = slow ? 0.1 : 60; /* a slow link must not count as a late rank */
         start(&o);
         CHECK_MSG(o.status == DT_OK, "%s", o.report.text);
     }

@@ -1,14 +1,14 @@
-/* test_faults.c - dt_comm.h: ranks that die, stop, spin, wait in a ring, or lag; and what is left
+/* test_faults.c - dt_comm.h: ranks that die, stop, spin, wait in a cycle, or lag; and the leftovers
    of the job.
 
        test_faults               a sample of each campaign
-       test_faults full          all of it: make faults
+       test_faults full          all campaigns: make faults
        test_faults PART [full]   one part: kills stops doubles supervisor ctrlc oom straggler drills
                                  ask deadlocks soak endings suspends
 
-   Each job's ranks, their killer and their supervisor note what happens on a page that all share,
-   with the time by one clock. As root the program makes a /dev/shm and a network of its own first:
-   whatever is there afterwards was left. */
+   Each job's ranks, their killer and their supervisor record events on a shared page, with times of
+   one clock. As root the program first makes a private /dev/shm and network namespace, so that
+   everything found there afterwards is a leftover. */
 #ifndef _GNU_SOURCE /* g++ sets it */
 #define _GNU_SOURCE
 #endif
@@ -43,8 +43,8 @@ static int names_victim(const char *text, int rank, pid_t pid, const char *why) 
     return strstr(text, who) != NULL && strstr(text, why) != NULL;
 }
 
-/* The first time at which somebody knew: the supervisor has logged, or a survivor's context has
-   failed. */
+/* The first time at which a process knew of the death: the supervisor logged it, or a survivor's
+   context failed. *last: the last such time. */
 static double known_at(const page *p, int victim, double *last) {
     int line = error_line(p);
     double first = line >= 0 ? p->line_at[line] : 1e300;
@@ -77,7 +77,7 @@ static void one_kill(int at) {
     job_run(&j, loop_rank, &h, NULL);
     snprintf(
         what, sizeof what, "kill %d of rank %d, phase %s", at, h.victim, phase_names[p->hit_phase]);
-    /* it had ended by itself */
+    /* the victim ended before the kill */
     int missed = p->status == DT_OK && (p->hit_phase == TAIL || p->hit_phase == 0);
     if (!missed) {
         pid_t pid = p->pid[h.victim];
@@ -93,7 +93,7 @@ static void one_kill(int at) {
         __atomic_fetch_add(&sums->hits[p->hit_phase], 1, __ATOMIC_SEQ_CST);
     }
     munmap(p, sizeof *p);
-    before.maps--; /* the page was there */
+    before.maps--; /* the shared page was mapped already */
     left_check(&before, what);
 }
 
@@ -101,19 +101,20 @@ static void kills(int full) {
     int n = full ? 250 : 48;
     in_parallel(1, n, one_kill);
     int *hits = sums->hits, done = sums->abort_word.n, least = full ? 20 : 4;
-    printf("kills: %d: %d at the start, %d in computing, %d in an operation, %d at the end\n", done,
-        hits[BORN] + hits[STARTED], hits[COMPUTING], hits[IN_COLLECTIVE], hits[TAIL]);
+    printf("kills: %d: %d at the start, %d in computation, %d in an operation, %d at the end\n",
+        done, hits[BORN] + hits[STARTED], hits[COMPUTING], hits[IN_COLLECTIVE], hits[TAIL]);
     CHECK_MSG(done >= (full ? 200 : 40) && hits[BORN] + hits[STARTED] >= least &&
                   hits[COMPUTING] >= least && hits[IN_COLLECTIVE] >= least && hits[TAIL] >= least,
-        "too few kills in a phase, of %d", done);
-    lateness_print(&sums->abort_word, "kills: known to the first");
+        "too few kills in a phase, of %d kills", done);
+    lateness_print(&sums->abort_word, "kills: known to the first process");
     lateness_print(&sums->survivors, "kills: known to the last survivor");
-    CHECK_MSG(lateness_at(&sums->abort_word, 0.99) <= 0.1, "a kill in 100 is known after %.0f ms",
+    CHECK_MSG(lateness_at(&sums->abort_word, 0.99) <= 0.1,
+        "99th percentile: a kill is known after %.0f ms",
         1e3 * lateness_at(&sums->abort_word, 0.99));
     CHECK_MSG(lateness_at(&sums->abort_word, 1) <= 0.5, "a kill is known after %.0f ms",
         1e3 * lateness_at(&sums->abort_word, 1));
-    CHECK_MSG(lateness_at(&sums->survivors, 1) <= 1, "a survivor knows it after %.0f ms",
-        1e3 * lateness_at(&sums->survivors, 1));
+    CHECK_MSG(lateness_at(&sums->survivors, 1) <= 1,
+        "the last survivor knows of a kill after %.0f ms", 1e3 * lateness_at(&sums->survivors, 1));
 }
 
 /* ---- stopped, spinning ---- */
@@ -121,8 +122,8 @@ static void kills(int full) {
 enum { STOPPING = 0, SPINNING, GOING_ON };
 static const double STOP_TIMEOUT = 0.5;
 
-/* A stopped rank that goes on in time is no failure. */
-static dt_status awhile_rank(dt_ctx *ctx, void *user) {
+/* A stopped rank that continues before the timeout is not a failure. */
+static dt_status stopped_awhile_rank(dt_ctx *ctx, void *user) {
     job *j = (job *)user;
     page *p = j->p;
     dt_comm *world = dt_world(ctx);
@@ -139,7 +140,7 @@ static dt_status awhile_rank(dt_ctx *ctx, void *user) {
     return page_note(p, ctx, me);
 }
 
-static void going_on(page *p, const char *what) {
+static void stop_and_continue(page *p, const char *what) {
     job j;
     pid_t killer;
     job_init(&j, p, DT_BACKEND_PROCS, 3, STOP_TIMEOUT);
@@ -153,7 +154,7 @@ static void going_on(page *p, const char *what) {
         kill(p->pid[1], SIGCONT);
         _exit(0);
     }
-    job_run(&j, awhile_rank, NULL, NULL);
+    job_run(&j, stopped_awhile_rank, NULL, NULL);
     waitpid(killer, NULL, 0);
     CHECK_MSG(p->status == DT_OK && p->lines == 0, "%s: stopped for 0.3 s: %s%s", what,
         p->report.text, p->lines > 0 ? p->line[0] : "");
@@ -173,19 +174,19 @@ static void one_stop(int at) {
     h.what = H_STOP;
     h.after = 0.02 + 1e-3 * (double)(r >> 8 & 31);
     h.phase = r >> 16 & 1 ? COMPUTING : 0;
-    if (at % 5 == 0) { /* before it has begun anything */
+    if (at % 5 == 0) { /* before its first operation */
         h.after = 0;
         h.phase = STARTED;
     }
     snprintf(
         what, sizeof what, "%s %d of rank %d", kind == SPINNING ? "spin" : "stop", at, h.victim);
     if (kind == GOING_ON) {
-        going_on(p, what);
+        stop_and_continue(p, what);
     } else {
         job_init(&j, p, DT_BACKEND_PROCS, 4, STOP_TIMEOUT);
         if (kind == SPINNING) j.spinner = h.victim;
         if (h.phase == STARTED) j.start_s = 2e-3;
-        if (at % 5 == 1) { /* in a wait of its own */
+        if (at % 5 == 1) { /* while it sleeps outside operations */
             j.waiter = h.victim;
             h.phase = IN_COLLECTIVE;
         }
@@ -235,10 +236,10 @@ static void one_double(int at) {
     one.victim = (int)(r % 4);
     one.what = whats[at % 5][0];
     one.after = 1e-3 * (double)(r >> 8 & 31);
-    /* 4: the stopped one */
+    /* case 4: the stopped rank */
     two.victim = at % 5 == 4 ? one.victim : (one.victim + 1 + (int)(r >> 16 & 1)) % 4;
     two.what = whats[at % 5][1];
-    /* after its timeout, in the abort; or at once */
+    /* during the abort after its timeout; or at once */
     two.gap = at % 5 == 4 ? 0.6 : 1e-4 * (double)(r >> 24 & 63);
     job_init(&j, p, DT_BACKEND_PROCS, 4, STOP_TIMEOUT);
     job_run(&j, loop_rank, &one, &two);
@@ -265,7 +266,7 @@ static void doubles(int full) {
     lateness_print(&sums->ends, "two faults: the job is over");
 }
 
-/* ---- the supervisor is gone, Ctrl-C ---- */
+/* ---- the supervisor is killed, Ctrl-C ---- */
 
 static void supervisor(int full) {
     page *p = page_make();
@@ -285,7 +286,7 @@ static void supervisor(int full) {
         nap(1e-3 * (double)(dice((uint64_t)i) % 30));
         kill(pid, SIGKILL);
         double took = children_gone(3);
-        CHECK_MSG(took <= 1, "the supervisor is killed: ranks are there %.2f s later", took);
+        CHECK_MSG(took <= 1, "the supervisor is killed: ranks remain %.2f s later", took);
         for (int r = 0; r < 4; r++)
             if (took > 1 && p->pid[r]) kill(p->pid[r], SIGKILL);
         children_gone(3);
@@ -296,9 +297,10 @@ static void supervisor(int full) {
     munmap(p, sizeof *p);
 }
 
-static const char *program; /* argv[0]: train_gpt lies beside it */
+static const char *program; /* argv[0]; train_gpt is in the same folder */
 
-/* The process's group is its own. Returns its pid once it has printed a step; -1. */
+/* Starts train_gpt in its own process group. Returns its pid once it has printed a step; -1 on
+   failure. */
 static pid_t train_begin(int *out) {
     char path[512], text[256];
     int ends[2];
@@ -321,7 +323,7 @@ static pid_t train_begin(int *out) {
     }
     close(ends[1]);
     *out = ends[0];
-    for (size_t at = 0; at + 1 < sizeof text;) { /* the settings, then steps */
+    for (size_t at = 0; at + 1 < sizeof text;) { /* reads the settings, then steps */
         ssize_t got = read(ends[0], text, sizeof text - 1);
         if (got <= 0) break;
         text[got] = 0;
@@ -349,7 +351,7 @@ static void ctrlc(int full) {
         int signal = i % 4 < 2 ? SIGINT : SIGTERM;
         kill(i % 4 == 0 || i % 4 == 3 ? -pid : pid, signal);
         double took = children_gone(4);
-        CHECK_MSG(took <= 1, "%s: processes are there %.2f s later", ways[i % 4], took);
+        CHECK_MSG(took <= 1, "%s: processes remain %.2f s later", ways[i % 4], took);
         if (took > 3) kill(-pid, SIGKILL);
         children_gone(3);
         close(out);
@@ -361,7 +363,7 @@ static void ctrlc(int full) {
 
 /* ---- out of memory ---- */
 
-static dt_status eating_rank(dt_ctx *ctx, void *user) {
+static dt_status allocating_rank(dt_ctx *ctx, void *user) {
     job *j = (job *)user;
     dt_comm *world = dt_world(ctx);
     int me = dt_comm_rank(world);
@@ -383,28 +385,28 @@ static int write_file(const char *folder, const char *name, const char *text) {
     return ok;
 }
 
-/* A job whose processes are all in one group of limited memory: the kernel kills the one that takes
-   most. */
+/* A job whose processes share a control group with limited memory: the kernel kills the process
+   that uses most. */
 static void oom_in(const char *folder, const char *limit, const char *what) {
     page *p = page_make();
     job j;
     pid_t pid;
     job_init(&j, p, DT_BACKEND_PROCS, 3, 20);
     if (!write_file(folder, limit, "67108864")) {
-        check_skip("out of memory: this control group takes no limit");
+        check_skip("out of memory: this control group accepts no limit");
         munmap(p, sizeof *p);
         return;
     }
     fflush(NULL);
     if ((pid = fork()) == 0) {
         if (!write_file(folder, "cgroup.procs", "0")) _exit(3);
-        job_run(&j, eating_rank, NULL, NULL);
+        job_run(&j, allocating_rank, NULL, NULL);
         _exit(0);
     }
     int status = 0;
     waitpid(pid, &status, 0);
     if (WIFEXITED(status) && WEXITSTATUS(status) == 3)
-        check_skip("out of memory: no process may join the control group");
+        check_skip("out of memory: processes cannot join the control group");
     else
         CHECK_MSG(status == 0 && names_victim(p->report.text, 1, p->pid[1], "signal 9 (SIGKILL)") &&
                       strstr(p->report.text, "out of memory"),
@@ -424,7 +426,8 @@ static void oom(int full) {
         snprintf(folder, sizeof folder, "%s/dt_test_%d", k[0], (int)getpid());
         if ((k[3][0] && access(k[3], R_OK) != 0) || mkdir(folder, 0755) != 0) {
             char text[160];
-            snprintf(text, sizeof text, "out of memory: no %s here that this test may use", k[2]);
+            snprintf(
+                text, sizeof text, "out of memory: there is no %s that this test may use", k[2]);
             if (i < 2) check_skip(text);
             continue;
         }
@@ -449,7 +452,7 @@ int main(int argc, char **argv) {
     const char *part = argc > 1 && strcmp(argv[1], "full") != 0 ? argv[1] : NULL;
     int full = argc > 1 && strcmp(argv[argc - 1], "full") == 0;
     program = argv[0];
-    room_make();
+    namespaces_make();
     sums = (figures *)mmap(
         NULL, sizeof *sums, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++) {

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# test_launch.sh - train_gpt as ranks that are started by hand, by torchrun, srun, mpirun, and by examples/launch: each a
-# process of its own, which find each other over tcp on the loopback and train exactly as threads do
+# test_launch.sh - train_gpt with ranks started by hand, by torchrun, srun, mpirun, and by examples/launch: each rank is
+# a process; the ranks find each other over tcp on the loopback and train exactly as threads do
 #
-# DT_TORCHRUN: the torchrun to take; without it the one on PATH, or python3's torch. SLURM's daemons are started here as
-# this user, with a configuration of their own in a temporary folder, and ended by their numbers.
+# DT_TORCHRUN: the torchrun to use; default: torchrun on PATH, else python3's torch. The script starts SLURM's daemons
+# as this user, with a separate configuration in a temporary folder, and ends them by process id.
 cd "$(dirname "$0")/../.." || exit 1
 . tests/support/report.sh
 needs_train_gpt
@@ -45,7 +45,7 @@ for zero in 0 1; do
     timeout 60 "$B/train_gpt" $tiny --ranks 4 --zero $zero --log-csv "$dir/threads$zero.csv" >"$dir/out" 2>"$dir/err"
     report $? "4 threads with --zero $zero"
     grep -q "^launch  not distributed: no launcher's variables are set: one process$" "$dir/out"
-    report $? "... say that nothing started them"
+    report $? "... print that they are not distributed"
     by_hand 4 $tiny --zero $zero --log-csv "$dir/tcp$zero.csv"
     report $? "4 tcp ranks with --zero $zero"
     [ "$(wc -l <"$dir/tcp$zero.csv")" = 5 ] && cmp -s <(column "$dir/threads$zero.csv") <(column "$dir/tcp$zero.csv")
@@ -71,13 +71,13 @@ report $? "... with the losses of 2 threads"
 
 by_hand 3 --layers 1 --width 16 --heads 2 --seq 16 --batch 6 --steps 50 --data "$dir/text" --optimizer sgd --lr 1e3 --clip 0
 [ $? = 3 ] && grep -hq 'error: rank [0-2].*finite\|error: rank [0-2].*NaN\|error: rank [0-2].*inf' "$dir"/err[0-2]
-report $? "a run that diverges ends on all ranks, and says why"
+report $? "a run that diverges ends on all ranks, with the reason"
 free_port
 timeout 60 "$B/train_gpt" $tiny --backend tcp --rank 0 --ranks 2 --rendezvous localhost:$port --timeout 0.5 >"$dir/out" 2>"$dir/err"
 [ $? = 1 ] && [ "$(grep -c "^error: .*127.0.0.1:$port.*rank 1 did not come" "$dir/err")" = 1 ]
 report $? "a rank that never comes is named; the rendezvous may be a name"
 
-# ---- ranks that were not given the same ---------------------------------------------------------------------------
+# ---- ranks with different arguments ---------------------------------------------------------------------------
 
 unlike() { # unlike PATTERN ARGS...: of the second of two ranks; "": all goes well
     local pattern=$1 r more=() pids=
@@ -104,7 +104,7 @@ unlike "--overlap off here, but rank 0 has another value" --no-overlap
 unlike "--trace $dir/none here, but rank 0 has another value" --trace "$dir/none"
 tiny=${tiny% --data *} unlike "--data has 5000 tokens here, and a different number" --data "$dir/text"
 
-# ---- what is refused, and what goes before what -------------------------------------------------------------------
+# ---- errors and precedence -------------------------------------------------------------------
 
 refused() { # refused PATTERN VARIABLES... -- ARGS...
     local pattern=$1 variables=()
@@ -152,7 +152,7 @@ report $? "2 ranks with a token"
 cmp -s <(column "$dir/two.csv") <(column "$dir/token.csv")
 report $? "... with the losses of 2 threads"
 
-# The command line goes before the environment, and DT_RENDEZVOUS before what the launcher says
+# The command line takes precedence over the environment, and DT_RENDEZVOUS over the launcher's variables
 rm -f "$dir"/err*
 export RANK=7 WORLD_SIZE=9 MASTER_PORT=none DT_RENDEZVOUS=192.0.2.1:9
 by_hand 2 $tiny --zero 1 --log-csv "$dir/flags.csv"
@@ -179,7 +179,7 @@ report $? "SIGUSR1 does not end a run"
 
 # ---- launchers ----------------------------------------------------------------------------------------------------
 
-# launched NAME PATTERN COMMAND...: the command, which starts 4 ranks, of which rank 0 alone prints one line that matches
+# launched NAME PATTERN COMMAND...: runs the command, which starts 4 ranks; only rank 0 prints one line that matches
 launched() {
     local name=$1 pattern=$2 status
     shift 2
@@ -189,7 +189,7 @@ launched() {
     cmp -s <(column "$dir/threads1.csv") <(column "$dir/launched.csv")
     report $? "$name: the losses and norms of 4 threads to the last digit"
     [ "$(grep -c '^launch ' "$dir/out")" = 1 ] && grep -Eq "^launch  rank 0 of 4 $pattern" "$dir/out" && grep -q 'cpu tcp   4 ranks' "$dir/out"
-    report $? "$name: one line says who started it, '$(grep '^launch' "$dir/out")'"
+    report $? "$name: one line names the launcher, '$(grep '^launch' "$dir/out")'"
 }
 
 if [ -n "$DT_TORCHRUN" ]; then torchrun=($DT_TORCHRUN)
@@ -259,7 +259,7 @@ END
     export SLURM_CONF=$dir/slurm.conf
 }
 
-slurm_start() { # status: whether both nodes are idle; else $dir/why says why not
+slurm_start() { # status 0 if both nodes are idle; otherwise $dir/why has the reason
     local i
     slurm_conf
     slurmctld -D >"$dir/slurmctld.out" 2>&1 </dev/null & children+=($!)
@@ -288,7 +288,7 @@ batch() { # batch ARGS...: submits it on one node with 4 tasks, and waits for it
 slurm() {
     local by='by SLURM: SLURM_PROCID, SLURM_STEP_NUM_TASKS; rendezvous'
     launched srun "\(local 0 of 4\) $by 127.0.0.1:2[0-9]{4}$" srun -N 1 -n 4
-    # the name dt1 is nobody's: the address is said
+    # the name dt1 does not resolve, so the text has the address
     free_port
     launched "srun, two nodes" "\(local 0 of 3\) $by 127.0.0.1:$port$" env DT_RENDEZVOUS=127.0.0.1:$port srun -m plane=3 -N 2 -n 4
     timeout 60 srun -N 2 -n 4 "$B/train_gpt" $tiny >"$dir/out" 2>"$dir/err" </dev/null
@@ -322,7 +322,7 @@ unset SLURM_CONF
 
 cat >"$dir/ssh" <<END
 #!/bin/sh
-# stands for ssh: a shell of this machine that knows nothing of the caller's; what it was told is kept
+# a fake ssh: a local shell without the caller's environment; stores its arguments
 shift
 printf '%s\n' "\$*" >>"$dir/ssh.log"
 exec env -i PATH="\$PATH" sh -c "\$*"

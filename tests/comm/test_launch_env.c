@@ -1,9 +1,9 @@
-/* test_launch_env.c - dt_launch_find: what launchers leave in the environment, who goes first, and
-   what is nonsense
+/* test_launch_env.c - dt_launch_find: the variables that launchers set, their precedence, and
+   invalid values
 
-   Each row is an environment, with nothing else in it, and what must be found. What real launchers
-   set, as Debian's slurm-wlm 22.05, Open MPI 4.1, MPICH 4.0 and torchrun of PyTorch 2 set it, is
-   marked; tests/comm/test_launch.sh starts programs with those themselves. */
+   Each row is a complete environment and the expected result. Rows with the variables of real
+   launchers (Debian's slurm-wlm 22.05, Open MPI 4.1, MPICH 4.0, torchrun of PyTorch 2) are marked;
+   tests/comm/test_launch.sh starts programs with the launchers themselves. */
 #define _GNU_SOURCE
 #define DT_IMPLEMENTATION
 #include "dt_comm.h"
@@ -12,7 +12,7 @@
 
 #include <stdlib.h>
 
-/* "A=1 B=2": all that is in the environment from here on. '~' stands for a space. */
+/* Replaces the environment by words such as "A=1 B=2"; '~' means a space. */
 static void environment(const char *words) {
     char copy[2048], *save = NULL;
     clearenv();
@@ -29,7 +29,7 @@ static void environment(const char *words) {
 typedef struct row {
     const char *words;
     int rank, size, local_rank, local_size;
-    const char *rendezvous, *by, *text; /* text: what is in it */
+    const char *rendezvous, *by, *text; /* text: a part of the expected text */
 } row;
 
 #define STEP "SLURM_STEP_ID=0 SLURM_JOB_ID=77 "
@@ -58,13 +58,13 @@ static const row good[] = {
         "rank 65535 of 65536" },
     { "DT_RANK=007 DT_WORLD_SIZE=08", 7, 8, -1, 0, "127.0.0.1:29500", "DT", "rank 7 of 8" },
 
-    /* torchrun: its agent listens at MASTER_PORT, and says so */
+    /* torchrun: its agent listens at MASTER_PORT if TORCHELASTIC_USE_AGENT_STORE is set */
     { TORCHRUN "MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 TORCHELASTIC_USE_AGENT_STORE=True", 2, 4, 2,
         4, "127.0.0.1:29501", "torchrun",
         "rank 2 of 4 (local 2 of 4) by torchrun: RANK, WORLD_SIZE; rendezvous 127.0.0.1:29501" },
     { TORCHRUN "MASTER_ADDR=localhost MASTER_PORT=45811 TORCHELASTIC_USE_AGENT_STORE=True", 2, 4, 2,
         4,
-        /* a port that the system gave it: the next may be somebody's */
+        /* an ephemeral port: the next port may be in use */
         "localhost:25811", "torchrun", "" },
     { TORCHRUN "MASTER_ADDR=h MASTER_PORT=32766 TORCHELASTIC_USE_AGENT_STORE=True", 2, 4, 2, 4,
         "h:32767", "torchrun", "" },
@@ -108,13 +108,13 @@ static const row good[] = {
         "rank 1 of 2 (local 1 of 2) by PMI: PMI_RANK, PMI_SIZE; rendezvous 127.0.0.1:29500" },
     { "PMI_RANK=1 PMI_SIZE=4 MPI_LOCALNRANKS=2 MPI_LOCALRANKID=1", 1, 4, 1, 2, "", "PMI",
         "no rendezvous" },
-    /* ... in a batch script: each of its proxies is a step of its own, and says so to the ranks
-       that it starts */
+    /* ... in a batch script: each of Hydra's proxies is a separate SLURM step, whose variables the
+       ranks inherit */
     { "PMI_RANK=1 PMI_SIZE=2 MPI_LOCALNRANKS=2 MPI_LOCALRANKID=1 SLURM_STEP_ID=1 SLURM_PROCID=0 "
       "SLURM_NTASKS=4 "
       "SLURM_STEP_NUM_TASKS=1",
         1, 2, 1, 2, "127.0.0.1:29500", "PMI", "; also set, but ignored: SLURM" },
-    /* srun --mpi=pmi2: the same start twice, and SLURM knows more of it */
+    /* srun --mpi=pmi2: PMI and SLURM describe the same ranks, and SLURM's variables say more */
     { "PMI_RANK=1 PMI_SIZE=2 PMI_JOBID=4.0 SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_LOCALID=0 "
       "SLURM_NODEID=1 "
       "SLURM_STEP_TASKS_PER_NODE=1(x2) SLURM_STEP_NODELIST=a[7-8] " STEP,
@@ -147,7 +147,7 @@ static const row good[] = {
     { "SLURM_NTASKS=3 SLURM_JOB_ID=3 SLURM_JOB_NODELIST=vm", 0, 1, -1, 0, "", "",
         "not distributed: no launcher" },
 
-    /* who goes first */
+    /* precedence of launchers */
     { "DT_RANK=1 DT_WORLD_SIZE=3 " TORCHRUN
       "PMI_RANK=0 PMI_SIZE=9 SLURM_PROCID=0 SLURM_NTASKS=4 " STEP,
         1, 3, -1, 0, "127.0.0.1:29500", "DT", "also set, but ignored: torchrun, PMI, SLURM" },
@@ -164,10 +164,10 @@ static const row good[] = {
         "127.0.0.1:29500; also set, but ignored: SLURM" },
     { "PMI_RANK=1 PMI_SIZE=2 SLURM_PROCID=0 SLURM_NTASKS=2 SLURM_LOCALID=0 " STEP, 1, 2, -1, 0,
         "127.0.0.1:29500", "PMI", "ignored: SLURM" },
-    /* what is wrong with one that is not heeded does no harm */
+    /* invalid variables of an ignored launcher do no harm */
     { TORCHRUN "OMPI_COMM_WORLD_RANK=x PMI_RANK=4 SLURM_PROCID=-1 SLURM_NTASKS=3 PMIX_RANK=1 " STEP,
         2, 4, 2, 4, "127.0.0.1:29500", "torchrun", "rendezvous 127.0.0.1:29500" },
-    /* MASTER_ADDR holds, though SLURM names another machine for the same rank */
+    /* MASTER_ADDR takes precedence over the machine that SLURM names for the rank */
     { "RANK=1 WORLD_SIZE=2 MASTER_ADDR=m MASTER_PORT=9 SLURM_PROCID=1 SLURM_NTASKS=2 "
       "SLURM_LOCALID=0 SLURM_NODEID=1 "
       "SLURM_STEP_TASKS_PER_NODE=1(x2) SLURM_STEP_NODELIST=a,b " STEP,
@@ -175,7 +175,7 @@ static const row good[] = {
 };
 
 static const char *const bad[][2] = {
-    /* half of it */
+    /* incomplete pairs of variables */
     { "DT_RANK=1", "DT_RANK=1 is set, but DT_WORLD_SIZE is not" },
     { "DT_WORLD_SIZE=4", "DT_WORLD_SIZE=4 is set, but DT_RANK is not" },
     { "RANK=1", "RANK=1 is set, but WORLD_SIZE is not" },
@@ -185,7 +185,7 @@ static const char *const bad[][2] = {
     { "PMIX_RANK=0", "PMIX_RANK=0 is set, but PMI_SIZE is not" },
     { "SLURM_STEP_ID=0 SLURM_PROCID=0", "SLURM_PROCID=0 is set, but SLURM_NTASKS is not" },
     { "DT_RANK=1 RANK=0 WORLD_SIZE=2", "DT_RANK=1 is set, but DT_WORLD_SIZE is not" },
-    /* ranks that cannot be */
+    /* invalid ranks */
     { "RANK=4 WORLD_SIZE=4", "RANK=4: not a whole number from 0 to 3" },
     { "RANK=-1 WORLD_SIZE=4", "RANK=-1: not a whole number from 0 to 3" },
     { "RANK=+1 WORLD_SIZE=4", "RANK=+1: not" },
@@ -201,7 +201,7 @@ static const char *const bad[][2] = {
     { "RANK=1 WORLD_SIZE=65537", "WORLD_SIZE=65537: not a whole number from 1 to 65536" },
     { "RANK=100000000000000000000 WORLD_SIZE=4", "RANK=100000000000000000000: not" },
     { "RANK=1 WORLD_SIZE=100000000000000000000", "WORLD_SIZE=100000000000000000000: not" },
-    { "RANK=4294967297 WORLD_SIZE=4", "RANK=4294967297: not" }, /* 1 in 32 bits */
+    { "RANK=4294967297 WORLD_SIZE=4", "RANK=4294967297: not" }, /* truncates to 1 in 32 bits */
     { "RANK=1 WORLD_SIZE=4294967300", "WORLD_SIZE=4294967300: not" },
     { "RANK=1 "
       "WORLD_SIZE="
@@ -221,7 +221,7 @@ static const char *const bad[][2] = {
     { "PMI_RANK=2 PMI_SIZE=two", "PMI_SIZE=two: not" },
     { "SLURM_PROCID=7 SLURM_NTASKS=7 " STEP, "SLURM_PROCID=7: not a whole number from 0 to 6" },
     { "SLURM_PROCID=7 SLURM_NTASKS=9 SLURM_STEP_NUM_TASKS=7 " STEP, "SLURM_PROCID=7: not" },
-    /* places that cannot be */
+    /* invalid addresses */
     { "RANK=1 WORLD_SIZE=4 MASTER_PORT=0", "MASTER_PORT=0: not a whole number from 1 to 65535" },
     { "RANK=1 WORLD_SIZE=4 MASTER_PORT=65536", "MASTER_PORT=65536: not" },
     { "RANK=1 WORLD_SIZE=4 MASTER_PORT=http", "MASTER_PORT=http: not" },
@@ -246,7 +246,7 @@ static const char *const bad[][2] = {
         "not HOST:PORT" },
 };
 
-/* The first machine of a list; NULL: it is none. */
+/* SLURM node lists and their first machine; NULL: not a valid list. */
 static const char *const lists[][2] = {
     { "n1", "n1" },
     { "n1,n2", "n1" },
@@ -275,7 +275,7 @@ static const char *const lists[][2] = {
     { "nnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnn", NULL },
 };
 
-/* Ranks of machine `node`; 0: the list is none, or shorter. */
+/* Ranks on machine `node`; 0: the list is invalid or shorter. */
 static const struct {
     const char *list;
     int node, count;
@@ -357,8 +357,7 @@ static void check_lists(void) {
     }
 }
 
-/* Two jobs that follow each other, and two steps of one, have different ports; all ranks of one
-   have the same. */
+/* Consecutive jobs, and steps of a job, use different ports; all ranks of one step use the same. */
 static void check_ports(void) {
     char words[256], last[80] = "";
     dt_launch got;

@@ -1,15 +1,15 @@
-/* test_mismatch.c - dt_comm.h: ranks that call different things learn it at once, on all ranks in
-   the same words; and those that do not are never told so.
+/* test_mismatch.c - dt_comm.h: if ranks make different calls, all ranks report it at once with the
+   same text; and there are no false alarms.
 
-       test_mismatch                     a case of mismatch_cases.h each over threads, procs and
+       test_mismatch                     every case of mismatch_cases.h over threads, procs and
                                          tcp; random programs
-       test_mismatch threads|procs|tcp   one of them, without the programs
-       test_mismatch full                with more of the programs
+       test_mismatch threads|procs|tcp   one backend, without the programs
+       test_mismatch full                with more random programs
        test_mismatch cost                ns of a small all-reduce and barrier: for
                                          tests/faults/cost.sh
 
-   The MPI backend has the same cases in mpi_mismatch.c. No run's timeout is near: what is found is
-   found by itself. */
+   mpi_mismatch.c runs the same cases over MPI. Timeouts are long, so that each mismatch must be
+   detected as such. */
 #ifndef _GNU_SOURCE /* g++ sets it */
 #define _GNU_SOURCE
 #endif
@@ -24,9 +24,9 @@
 static double timeout_s = 10;
 
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
-static const double soon = 0.5; /* all is slower under a sanitizer */
+static const double detection_limit_s = 0.5; /* runs are slower under a sanitizer */
 #else
-static const double soon = 0.1;
+static const double detection_limit_s = 0.1;
 #endif
 
 static void no_log(void *user, int level, int rank, const char *text) {
@@ -60,7 +60,7 @@ static int free_port(void) {
     return port;
 }
 
-/* Returns in notes, of shared memory, what each rank's dt_run reported. */
+/* Stores each rank's report of dt_run in notes, which are in shared memory. */
 static void tcp_job(int ranks, const dt_host *host, dt_status (*fn)(dt_ctx *, void *), void *user,
     odd_note *notes) {
     int port = free_port();
@@ -103,7 +103,8 @@ static odd_run *run_one(
         *report = run->note[0].report;
         *status = run->note[0].returned;
         for (int r = 1; r < ODD_RANKS; r++)
-            if (strcmp(bare(run->note[r].report.text), bare(report->text)) != 0 ||
+            if (strcmp(without_prefix(run->note[r].report.text), without_prefix(report->text)) !=
+                    0 ||
                 run->note[r].returned == DT_OK)
                 CHECK_MSG(0, "tcp: %s: rank %d reports '%s', rank 0 '%s'", m->name, r,
                     run->note[r].report.text, report->text);
@@ -113,19 +114,19 @@ static odd_run *run_one(
     return run;
 }
 
-/* A case that was late only because the machine was busy is not late again. */
+/* Repeats a case that was late, because a busy machine may have caused the delay. */
 static void run_case(const mismatch *m, dt_backend backend, int at, lateness *late) {
     dt_status status;
     dt_report report;
     odd_run *run = run_one(m, backend, (uint64_t)at, &status, &report);
     double least = odd_late(run);
-    odd_judge(run, backend_name(backend), status, &report);
-    for (int again = 0; again < 2 && least > soon; again++) {
+    check_odd_run(run, backend_name(backend), status, &report);
+    for (int again = 0; again < 2 && least > detection_limit_s; again++) {
         run = run_one(m, backend, (uint64_t)(at + again + 1), &status, &report);
         if (odd_late(run) < least) least = odd_late(run);
     }
-    CHECK_MSG(least <= soon, "%s: %s: found after %.0f ms: %s", backend_name(backend), m->name,
-        1e3 * least, bare(report.text));
+    CHECK_MSG(least <= detection_limit_s, "%s: %s: found after %.0f ms: %s", backend_name(backend),
+        m->name, 1e3 * least, without_prefix(report.text));
     lateness_add(late, least);
 }
 
@@ -150,8 +151,8 @@ static void run_cases(dt_backend backend) {
 
 /* ---- no false alarms ---- */
 
-static int well(dt_backend backend, int ranks, dt_status (*fn)(dt_ctx *, void *), void *user,
-    const char *what) {
+static int expect_success(dt_backend backend, int ranks, dt_status (*fn)(dt_ctx *, void *),
+    void *user, const char *what) {
     dt_report report;
     dt_host host = *dt_host_default();
     host.log = no_log;
@@ -172,7 +173,7 @@ static int well(dt_backend backend, int ranks, dt_status (*fn)(dt_ctx *, void *)
         what, report.text);
 }
 
-/* The cases' programs, of which no rank is odd. */
+/* The programs of the cases without an odd rank. */
 static void programs_without_the_odd_call(dt_backend backend) {
     static mismatches all;
     odd_run run;
@@ -183,7 +184,7 @@ static void programs_without_the_odd_call(dt_backend backend) {
         all.list[i].odd_rank = -1;
         run.what = &all.list[i];
         run.delays = (uint64_t)i;
-        well(backend, ODD_RANKS, odd_rank, &run, all.list[i].name);
+        expect_success(backend, ODD_RANKS, odd_rank, &run, all.list[i].name);
     }
 }
 
@@ -197,13 +198,13 @@ static void random_programs(int runs, dt_backend backend) {
         program.steps = 30;
         program.delay_s = i % 3 ? 1e-3 : 0;
         snprintf(what, sizeof what, "random program %d", i);
-        failed +=
-            !well(backend, 2 + i % (backend == DT_BACKEND_TCP ? 3 : 7), soak_rank, &program, what);
+        failed += !expect_success(
+            backend, 2 + i % (backend == DT_BACKEND_TCP ? 3 : 7), soak_rank, &program, what);
     }
     printf("%s: %d random programs\n", backend_name(backend), runs);
 }
 
-/* ---- what it costs ---- */
+/* ---- cost ---- */
 
 enum { COST_OPS = 400, COST_ROUNDS = 600 };
 typedef struct cost {
@@ -217,7 +218,8 @@ static void pin(int cpu) {
     sched_setaffinity(0, sizeof set, &set);
 }
 
-/* The fastest of many short rounds, by rank 0's clock: on a busy machine some are left alone. */
+/* The fastest of many short rounds, by rank 0's clock; even on a busy machine some rounds run
+   undisturbed. */
 static dt_status cost_rank(dt_ctx *ctx, void *user) {
     cost *least = (cost *)user;
     dt_comm *world = dt_world(ctx);

@@ -3,10 +3,10 @@
 #
 # Open MPI and MPICH may be installed side by side, as mpicc.openmpi and mpicc.mpich; else there is one mpicc. Ranks
 # outnumber the cores here. mpi_ranks is built with DT__MPI_MAX_BYTES=5000, so that messages which are too long for MPI's
-# int need not be gigabytes, and with DT__RAIL_BYTES=5000, so that a sum of 20 KB goes by rails. MPIS="mpich": only that one.
-# The second MPI does a part, with ALL=yes everything (make faults). For the mutants `test_mpi.sh ranks` and
-# `test_mpi.sh mismatches`: the first that is there, only that program, up to the first failure; status 77 if there is
-# none.
+# int count need not be gigabytes, and with DT__RAIL_BYTES=5000, so that a sum of 20 KB uses rails. MPIS="mpich": only
+# that MPI. The second MPI runs a part of the tests, with ALL=yes all of them (make faults). For the mutants
+# `test_mpi.sh ranks` and `test_mpi.sh mismatches`: the first installed MPI, only that program, up to the first
+# failure; status 77 without MPI.
 cd "$(dirname "$0")/../.." || exit 1
 MAKE=${MAKE:-make}
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 TFLAGS="${TFLAGS:--O1 -g -Wall -Wextra} -DDT__MPI_MAX_BYTES=5000 -DDT__RAIL_BYTES=5000"
@@ -37,13 +37,13 @@ run() { # run N PROGRAM...: under mpirun; the output is in $D/out
     timeout -k 5 $LONGEST "$mpirun" $more -np "$n" "$@" >"$D/out" 2>&1 </dev/null
 }
 
-# Whoever survives names who died, on one line of dt's log; but MPICH's launcher may end all before they can.
+# Survivors name the dead rank in one line of dt's log, unless MPICH's launcher ends all ranks before.
 killed_is_named() {
     [ $mpi = mpich ] || [ "$(grep -c '^dt: error: rank 3 (process [0-9]* on .*) is gone: its connection was lost$' "$D/out")" = 1 ]
 }
 
-# NODE_RANKS: 1, all goes over MPI; 0, collectives go through the machine's memory; 2, as if every two ranks had a
-# machine of their own: what is summed leaves one as little as can be. 5 ranks: the last machine has one.
+# NODE_RANKS: 1: all data goes over MPI; 0: collectives use the machine's memory; 2: as if every two ranks had their
+# own machine, so that sums send as little as possible between machines. With 5 ranks the last machine has one.
 ranks() {
     local n begin status
     for n in $worlds; do
@@ -74,7 +74,7 @@ ranks() {
     done
 }
 
-# Ranks that call different things: NODE_RANKS as above.
+# Ranks that make different calls; NODE_RANKS as above.
 mismatches() {
     local n
     for n in $nodes; do
@@ -105,7 +105,7 @@ train() {
         report $? "train_gpt --zero $zero"
         [ "$(grep -c '^step' "$D/out")" = 6 ] && [ "$(grep -c '^dt .*cpu mpi   4 ranks' "$D/out")" = 1 ] &&
             [ "$(grep -c '^launch  rank 0 of 4 by MPI, started by ' "$D/out")" = 1 ]
-        report $? "train_gpt: rank 0 alone prints, and says who started it"
+        report $? "train_gpt: only rank 0 prints, and names the launcher"
         # loss, norm, learning rate, and the bytes of each axis
         cut -d, -f1-4,13-17 "$D/threads.csv" >"$D/want"
         [ "$(wc -l <"$D/want")" = 7 ] && cut -d, -f1-4,13-17 "$D/mpi.csv" | diff - "$D/want" >"$D/out"

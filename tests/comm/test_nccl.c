@@ -1,9 +1,9 @@
-/* test_nccl.c - ranks with a GPU each, through NCCL, on a machine without one
+/* test_nccl.c - ranks with one GPU each, through NCCL, on a machine without a GPU
 
-   The library is linked with fake_cuda.c, which runs what is put into streams late and in a random
-   order, and catches what NCCL does not forgive: another order of operations on another rank, a
-   call while one is in progress. A rank is a thread here that calls dt_run as its own process
-   would, and meets the others over sockets. */
+   The library is linked with fake_cuda.c, which executes work in streams late and in a random
+   order, and detects misuse of NCCL: a different order of operations on another rank, a call while
+   one is in progress. A rank is a thread that calls dt_run like a separate process, and connects to
+   the other ranks over sockets. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -21,7 +21,7 @@ int main(void) {
 }
 #else
 
-#define DT_NCCL_F32_WINDOW 96 /* windows that the tests' sums do not fit */
+#define DT_NCCL_F32_WINDOW 96 /* so small that the tests' sums need several windows */
 #define DT_IMPLEMENTATION
 #include "dt_zero.h"
 #include "tests/cuda/fake_cuda.h"
@@ -49,7 +49,7 @@ static void log_quietly(void *user, int level, int rank, const char *text) {
     (void)user, (void)level, (void)rank, (void)text;
 }
 
-/* Notices about CUDA_MODULE_LOADING; one of another rank than 0 counts 100. */
+/* Number of notices about CUDA_MODULE_LOADING; a notice from any rank but 0 counts 100. */
 static int notices;
 static void log_counted(void *user, int level, int rank, const char *text) {
     (void)user;
@@ -57,7 +57,7 @@ static void log_counted(void *user, int level, int rank, const char *text) {
         __atomic_fetch_add(&notices, rank == 0 ? 1 : 100, __ATOMIC_SEQ_CST);
 }
 
-/* A port of the loopback that nobody has now. */
+/* A free loopback port. */
 static int free_port(void) {
     struct sockaddr_in at;
     socklen_t n = sizeof at;
@@ -107,7 +107,7 @@ static void job_run(job *j) {
     for (int r = 0; r < j->ranks; r++) pthread_join(threads[r], NULL);
 }
 
-static void machine(int devices, unsigned long long seed, int order) {
+static void make_machine(int devices, unsigned long long seed, int order) {
     fake_cuda_reset();
     fake_cuda_devices(devices);
     fake_cuda_seed(seed);
@@ -115,12 +115,12 @@ static void machine(int devices, unsigned long long seed, int order) {
     fake_cuda_forbid_default_stream(1);
 }
 
-/* All ranks ended well, CUDA and NCCL had nothing to say, and nothing is left. */
+/* All ranks succeeded, the fake CUDA and NCCL report no error, and everything was freed. */
 static void check_clean(const job *j, const char *what) {
     for (int r = 0; r < j->ranks; r++)
         CHECK_MSG(j->report[r].status == DT_OK, "%s: rank %d: %s", what, r, j->report[r].text);
     CHECK_MSG(!fake_cuda_error(), "%s: %s", what, fake_cuda_error());
-    CHECK_MSG(fake_cuda_leaks(1) == 0, "%s: something was not given back", what);
+    CHECK_MSG(fake_cuda_leaks(1) == 0, "%s: a CUDA or NCCL object was not freed", what);
 }
 
 // ==== 2. Arrays on the device ===================================================================
@@ -149,8 +149,8 @@ static void array_free(dt_ctx *ctx, array a) { dt_free(ctx, DT_MEM_COMM, a.at, a
 static const dt_dtype types[] = { DT_F32, DT_F64, DT_I32, DT_BF16, DT_F16 };
 static const dt_op redops[] = { DT_SUM, DT_AVG, DT_MAX, DT_MIN, DT_PROD };
 
-/* A sum in another order; of 16-bit numbers it is rounded once, from f32: nearly all are the
-   same. */
+/* Tolerance for a sum in another order; 16-bit sums are rounded once from f32, so nearly all are
+   equal. */
 static int near(double got, double want, dt_dtype type, int n) {
     double tol = type == DT_F64    ? 1e-14
                  : type == DT_BF16 ? 1.0 / 128
@@ -200,7 +200,7 @@ static dt_work *call(
     }
 }
 
-/* What this rank must hold at element i of its result. */
+/* The expected element i of this rank's result. */
 static double wanted(const trial *c, size_t i, const size_t *in) {
     int n = dt_comm_size(c->comm), me = dt_comm_rank(c->comm),
         r = (int)(c->count ? i / c->count : 0);
@@ -211,14 +211,14 @@ static double wanted(const trial *c, size_t i, const size_t *in) {
     case REDUCE: return naive(n, i, t, redops[c->o]);
     case REDUCE_SCATTER: return naive(n, (size_t)me * c->count + i, t, redops[c->o]);
     case ALL_GATHER:
-    case GATHER: return held(r, at, t, DT_SUM);
-    case SCATTER: return held(c->root, (size_t)me * c->count + i, t, DT_SUM);
-    case ALL_TO_ALL: return held(r, (size_t)me * c->count + at, t, DT_SUM);
+    case GATHER: return sent_value(r, at, t, DT_SUM);
+    case SCATTER: return sent_value(c->root, (size_t)me * c->count + i, t, DT_SUM);
+    case ALL_TO_ALL: return sent_value(r, (size_t)me * c->count + at, t, DT_SUM);
     case ALL_TO_ALL_V:
         for (r = 0; i >= in[r]; r++) i -= in[r];
         for (int to = 0; to < me; to++) first += v_count(c, r, to);
-        return held(r, first + i, t, DT_SUM);
-    default: return held(c->root, i, t, DT_SUM);
+        return sent_value(r, first + i, t, DT_SUM);
+    default: return sent_value(c->root, i, t, DT_SUM);
     }
 }
 
@@ -244,7 +244,7 @@ static void trial_run(trial c) {
         recv = send + (c.op == REDUCE_SCATTER || c.op == SCATTER ? (size_t)me * c.count * size : 0);
     if (one && (c.op == ALL_GATHER || c.op == GATHER))
         recv = send, send += (size_t)me * c.count * size;
-    for (size_t i = 0; i < sends; i++) put(host, types[c.t], i, held(me, i, types[c.t], op));
+    for (size_t i = 0; i < sends; i++) put(host, types[c.t], i, sent_value(me, i, types[c.t], op));
     if (c.op != BROADCAST || root) to_device(ctx, send, host, sends * size);
     dt_work *work = call(&c, send, recv, out, in);
     dt_wait(ctx, work);
@@ -291,7 +291,7 @@ static dt_status collectives(dt_ctx *ctx, void *user) {
     if (dt_error(ctx) != DT_OK) return dt_error(ctx);
     CHECK(dt_comm_size(odd) == (n + 1 - me % 2) / 2 && (few == NULL) == (me == 0));
     sweep(odd, 4 * j->what);
-    float values[2] = { (float)me, (float)-me }; /* a variable's memory is the host's */
+    float values[2] = { (float)me, (float)-me }; /* variables are host memory */
     dt_all_reduce(world, values, values, 2, DT_F32, DT_MAX);
     CHECK(dt_error(ctx) == DT_OK && values[0] == (float)(n - 1) && values[1] == 0);
     if (few) sweep(few, 4 * j->what);
@@ -303,7 +303,7 @@ static void test_collectives(void) {
     for (int n = 1; n <= 5; n++)
         for (int order = 0; order < 3; order++) {
             job j = { .ranks = n, .fn = collectives, .what = n == 2 ? 3 : 17 };
-            machine(n, (unsigned long long)(10 * n + order), order);
+            make_machine(n, (unsigned long long)(10 * n + order), order);
             job_run(&j);
             check_clean(&j, "collectives");
         }
@@ -337,7 +337,7 @@ enum { LETTERS = 6 };
 /* 1,024 floats still travel over sockets */
 static const size_t lengths[LETTERS] = { 1, 1024, 1025, 5000, 20011, 3 };
 
-/* Round the ring: all are sent at once and asked for in another order. */
+/* Messages around the ring: all are sent at once and received in another order. */
 static void mail(dt_comm *world, int turn) {
     dt_ctx *ctx = world->world->ctx;
     int n = dt_comm_size(world), me = dt_comm_rank(world), right = (me + 1) % n,
@@ -358,7 +358,7 @@ static void mail(dt_comm *world, int turn) {
         int k = (i * 5 + turn) % LETTERS;
         if (i % 2 == 0) dt_wait(ctx, recvs[k]);
         dt_wait(ctx, sends[k]);
-        /* a buffer is its owner's after dt_wait */
+        /* after dt_wait a buffer may be overwritten */
         dt_fill_args wipe = { DT_F32, out[k].at, lengths[k], -1 };
         dt_ctx_kernels(ctx)->fill(&wipe, dt_ctx_stream(ctx));
     }
@@ -370,8 +370,7 @@ static void mail(dt_comm *world, int turn) {
     }
 }
 
-/* Many of one tag keep their order; whoever comes first; everybody to everybody; by a ring of
-   messages. */
+/* Many messages with one tag keep their order; receive from any; all to all; a ring of messages. */
 static void more_mail(dt_comm *world) {
     enum { MANY = 12, LONG = 1500 };
     dt_ctx *ctx = world->world->ctx;
@@ -427,16 +426,16 @@ static void test_messages(void) {
     for (int n = 1; n <= 4; n++)
         for (int order = 0; order < 3; order++) {
             job j = { .ranks = n, .fn = messages, .what = 4 };
-            machine(n, (unsigned long long)(100 * n + order), order);
+            make_machine(n, (unsigned long long)(100 * n + order), order);
             job_run(&j);
             check_clean(&j, "messages");
         }
 }
 
-// ==== 5. Under way together =====================================================================
+// ==== 5. Overlap ================================================================================
 
-/* Sums on two groups go on while the rank computes on what the one before brought, and overwrites
-   what was sent. */
+/* All-reduces on two groups run while the rank computes on the previous result and overwrites the
+   send buffers. */
 static dt_status overlap(dt_ctx *ctx, void *user) {
     enum { N = 700, STEPS = 6 };
     dt_comm *world = dt_world(ctx), *pair = dt_comm_split(world, dt_ctx_rank(ctx) / 2, 0, "pair");
@@ -456,7 +455,7 @@ static dt_status overlap(dt_ctx *ctx, void *user) {
         if (step % 2) dt_wait(ctx, two), two = NULL;
         dt_wait(ctx, one);
         k->move(got.at, a.at, N * 4, stream);
-        first.value = second.value = -7; /* nobody reads these any more */
+        first.value = second.value = -7; /* no operation reads these any more */
         k->fill(&first, stream);
         if (two) dt_wait(ctx, two);
         from_device(ctx, host, got.at, N * 4);
@@ -469,8 +468,7 @@ static dt_status overlap(dt_ctx *ctx, void *user) {
         for (int i = 0; i < N; i++) bad += host[i] != (float)sums[0];
         from_device(ctx, host, b.at, N * 4);
         for (int i = 0; i < N; i++) bad += host[i] != (float)sums[1];
-        CHECK_MSG(
-            bad == 0, "step %d on rank %d: %d numbers are wrong", step, dt_ctx_rank(ctx), bad);
+        CHECK_MSG(bad == 0, "step %d on rank %d: %d values are wrong", step, dt_ctx_rank(ctx), bad);
     }
     array_free(ctx, a);
     array_free(ctx, b);
@@ -478,10 +476,11 @@ static dt_status overlap(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-/* While communicators are made all ranks wait and no message is on its way: that is no deadlock. */
+/* While communicators are made, all ranks wait and no message is pending; this must not count as a
+   deadlock. */
 static void test_slow(void) {
     job j = { .ranks = 3, .fn = overlap };
-    machine(3, 1, FAKE_CUDA_RANDOM);
+    make_machine(3, 1, FAKE_CUDA_RANDOM);
     fake_nccl_slow(0.3);
     job_run(&j);
     check_clean(&j, "slow communicators");
@@ -490,13 +489,13 @@ static void test_slow(void) {
 static void test_overlap(void) {
     for (int seed = 0; seed < 30; seed++) {
         job j = { .ranks = 2 + seed % 4, .fn = overlap };
-        machine(j.ranks, (unsigned long long)seed, seed % 3);
+        make_machine(j.ranks, (unsigned long long)seed, seed % 3);
         job_run(&j);
         check_clean(&j, "overlap");
     }
 }
 
-// ==== 6. What goes wrong ========================================================================
+// ==== 6. Failures ===============================================================================
 
 enum { FAILS, LATE, STAYS_AWAY, OTHER_COUNT, OTHER_OP, HOST_MEMORY, FEW_DEVICES, ASYNC, MISTAKES };
 static const struct {
@@ -514,7 +513,7 @@ static const struct {
     { "NCCL: a communicator", DT_ERR_COMM, 3 },
 };
 
-static dt_status mistaken_with(dt_ctx *ctx, const job *j, array a, array b) {
+static dt_status failing_call(dt_ctx *ctx, const job *j, array a, array b) {
     dt_comm *world = dt_world(ctx);
     int bad = dt_ctx_rank(ctx) == 1;
     float host[4];
@@ -542,25 +541,25 @@ static dt_status mistaken_with(dt_ctx *ctx, const job *j, array a, array b) {
     return dt_error(ctx);
 }
 
-static dt_status mistaken(dt_ctx *ctx, void *user) {
+static dt_status failing_run(dt_ctx *ctx, void *user) {
     array a = array_make(ctx, 9000 * 4), b = array_make(ctx, 9000 * 4);
-    dt_status status = mistaken_with(ctx, (const job *)user, a, b);
+    dt_status status = failing_call(ctx, (const job *)user, a, b);
     array_free(ctx, a);
     array_free(ctx, b);
     return status;
 }
 
-/* Every rank ends in time with the same reason; and the next run of the same processes goes
-   well. */
+/* Every rank ends in time with the same reason; and the next run in the same processes succeeds. */
 static void test_mistakes(void) {
     for (int what = 0; what < MISTAKES; what++)
         for (int order = 0; order < 3; order++) {
             job j = { .ranks = 3,
-                .fn = mistaken,
+                .fn = failing_run,
                 .what = what,
                 .quiet = 1,
                 .timeout_s = what == LATE ? 1 : 30 };
-            machine(what == FEW_DEVICES ? 2 : 3, (unsigned long long)(what * 10 + order), order);
+            make_machine(
+                what == FEW_DEVICES ? 2 : 3, (unsigned long long)(what * 10 + order), order);
             if (what == ASYNC) fake_nccl_fail(1, 1, ncclSystemError);
             job_run(&j);
             for (int r = 0; r < 3; r++)
@@ -576,16 +575,16 @@ static void test_mistakes(void) {
         }
 }
 
-// ==== 7. While the device goes on ===============================================================
+// ==== 7. Pending operations on the device =======================================================
 
-/* The device still has an operation that others have not come to: neither a message nor memory that
-   is given back waits for it, and when the context fails what hangs on several communicators ends
-   together. */
+/* The device has a pending operation that other ranks have not called yet. Neither a message nor
+   freeing memory may wait for it; and when the context fails, operations that hang on several
+   communicators are aborted together. */
 enum { BAD_INDEX, SEND_BEHIND, FREE_STARTED, NO_MEMORY, HANGS_ONCE, HANGS_TWICE, GOING_ON };
 static const struct {
     const char *text;
     dt_status status;
-} goes_on[GOING_ON] = {
+} pending_cases[GOING_ON] = {
     [BAD_INDEX] = { "outside of its table", DT_ERR_ARG },
     [SEND_BEHIND] = { "timeout 1.0 s", DT_ERR_TIMEOUT },
     [HANGS_ONCE] = { "timeout 1.0 s", DT_ERR_TIMEOUT },
@@ -595,9 +594,9 @@ enum { SOME = 5000 };
 
 static double seconds(void) { return dt_host_default()->now(NULL); }
 
-static void stay_away(void) { dt_host_default()->sleep(NULL, 2.5); }
+static void sleep_past_timeout(void) { dt_host_default()->sleep(NULL, 2.5); }
 
-/* A message does not take along what the device has found: the next wait tells of it. */
+/* Sending a message does not report an error found by a kernel; the next wait does. */
 static void bad_index(dt_ctx *ctx, array a, array b) {
     const dt_kernels *k = dt_ctx_kernels(ctx);
     int32_t ids[8] = { 0, 1, 2, 3, 99, 1, 2, 3 };
@@ -620,7 +619,7 @@ static void bad_index(dt_ctx *ctx, array a, array b) {
 
 static void send_behind(dt_ctx *ctx, array a, array b) {
     dt_comm *world = dt_world(ctx);
-    if (dt_ctx_rank(ctx) == 1) stay_away();
+    if (dt_ctx_rank(ctx) == 1) sleep_past_timeout();
     if (dt_ctx_rank(ctx) == 1) return;
     dt_all_reduce(world, a.at, a.at, SOME, DT_F32, DT_SUM);
     double begin = seconds();
@@ -632,7 +631,7 @@ static void send_behind(dt_ctx *ctx, array a, array b) {
         seconds() - begin);
 }
 
-/* Rank 1 begins the sum when it has the message, which rank 0 sends after it has given back
+/* Rank 1 begins the all-reduce after it has received a message that rank 0 sends after freeing
    memory. */
 static void free_started(dt_ctx *ctx, array a) {
     dt_comm *world = dt_world(ctx);
@@ -655,8 +654,8 @@ static void free_started(dt_ctx *ctx, array a) {
     array_free(ctx, words);
 }
 
-/* What is kept does not keep memory from who asks for another size: that waits for what was
-   started. */
+/* Cached memory must not make an allocation of another size fail: the allocation waits for the
+   started operations and frees the cache. */
 static void no_memory(dt_ctx *ctx, array a) {
     enum { MUCH = 6 << 20 };
     array kept = array_make(ctx, MUCH);
@@ -669,8 +668,8 @@ static void no_memory(dt_ctx *ctx, array a) {
     array_free(ctx, kept);
 }
 
-static void hang(dt_ctx *ctx, array a, array b, dt_comm *twin) {
-    if (dt_ctx_rank(ctx) == 1) stay_away();
+static void hang_in_reduce(dt_ctx *ctx, array a, array b, dt_comm *twin) {
+    if (dt_ctx_rank(ctx) == 1) sleep_past_timeout();
     if (dt_ctx_rank(ctx) == 1) return;
     dt_work *one = twin ? dt_all_reduce_start(twin, b.at, b.at, SOME, DT_F32, DT_SUM) : NULL;
     dt_work *two = dt_all_reduce_start(dt_world(ctx), a.at, a.at, SOME, DT_F32, DT_SUM);
@@ -678,12 +677,12 @@ static void hang(dt_ctx *ctx, array a, array b, dt_comm *twin) {
     dt_wait(ctx, two);
 }
 
-static dt_status going_on(dt_ctx *ctx, void *user) {
+static dt_status pending_on_device(dt_ctx *ctx, void *user) {
     const job *j = (const job *)user;
     dt_comm *twin = dt_comm_split(dt_world(ctx), 0, 0, "twin");
     array a = array_make(ctx, SOME * 4), b = array_make(ctx, SOME * 4);
     if (!b.at) return dt_error(ctx);
-    /* nothing is compared any more */
+    /* after this calls are no longer compared */
     for (int step = 0; step < 120; step++) dt_comm_step(dt_world(ctx));
     dt_all_reduce(twin, a.at, a.at, SOME, DT_F32, DT_MAX);
     dt_all_reduce(dt_world(ctx), a.at, a.at, SOME, DT_F32, DT_MAX);
@@ -693,27 +692,30 @@ static dt_status going_on(dt_ctx *ctx, void *user) {
     if (j->what == FREE_STARTED) free_started(ctx, a);
     if (j->what == NO_MEMORY) no_memory(ctx, a);
     if (j->what == HANGS_ONCE || j->what == HANGS_TWICE)
-        hang(ctx, a, b, j->what == HANGS_TWICE ? twin : NULL);
+        hang_in_reduce(ctx, a, b, j->what == HANGS_TWICE ? twin : NULL);
     dt__sync(ctx);
     array_free(ctx, a);
     array_free(ctx, b);
     return dt_error(ctx);
 }
 
-static void test_going_on(void) {
+static void test_pending_operations(void) {
     for (int what = 0; what < GOING_ON; what++)
-        for (int order = 0; order < (goes_on[what].status == DT_ERR_TIMEOUT ? 1 : 3); order++) {
-            job j = {
-                .ranks = what == SEND_BEHIND ? 3 : 2, .fn = going_on, .what = what, .quiet = 1
-            };
-            if (goes_on[what].status == DT_ERR_TIMEOUT) j.timeout_s = 1;
-            machine(j.ranks, (unsigned long long)(what * 10 + order), order);
+        for (int order = 0; order < (pending_cases[what].status == DT_ERR_TIMEOUT ? 1 : 3);
+             order++) {
+            job j = { .ranks = what == SEND_BEHIND ? 3 : 2,
+                .fn = pending_on_device,
+                .what = what,
+                .quiet = 1 };
+            if (pending_cases[what].status == DT_ERR_TIMEOUT) j.timeout_s = 1;
+            make_machine(j.ranks, (unsigned long long)(what * 10 + order), order);
             if (what == NO_MEMORY) fake_cuda_memory(10 << 20);
             job_run(&j);
-            if (!goes_on[what].text) check_clean(&j, "a sum that is begun late");
-            for (int r = 0; r < j.ranks && goes_on[what].text; r++)
-                CHECK_MSG(j.report[r].status == goes_on[what].status &&
-                              strstr(j.report[r].text, goes_on[what].text) && j.took[r] < 4,
+            if (!pending_cases[what].text)
+                check_clean(&j, "an all-reduce that one rank begins late");
+            for (int r = 0; r < j.ranks && pending_cases[what].text; r++)
+                CHECK_MSG(j.report[r].status == pending_cases[what].status &&
+                              strstr(j.report[r].text, pending_cases[what].text) && j.took[r] < 4,
                     "case %d, rank %d after %.1f s: %s, %s", what, r, j.took[r],
                     dt_status_name(j.report[r].status), j.report[r].text);
             CHECK_MSG(!fake_cuda_error(), "case %d: %s", what, fake_cuda_error());
@@ -721,12 +723,12 @@ static void test_going_on(void) {
         }
 }
 
-// ==== 8. A communicator of the caller's =========================================================
+// ==== 8. A communicator provided by the caller ==================================================
 
-/* Its sockets are the caller's too: here the messages of a run over tcp. What 1: rank 0 is left
-   alone in a sum. */
+/* The caller provides the transport, too: here the messages of a run over tcp. what 1: rank 0 is
+   the only rank to call an all-reduce. */
 static ncclUniqueId given_id;
-static dt_status lent(dt_ctx *ctx, void *user) {
+static dt_status attached_rank(dt_ctx *ctx, void *user) {
     int fails = ((const job *)user)->what;
     dt_comm *world = dt_world(ctx);
     dt__world *w = world->world;
@@ -752,7 +754,7 @@ static dt_status lent(dt_ctx *ctx, void *user) {
         if (dt_comm_rank(own) == 0)
             dt_all_reduce(own, a.at, a.at, SOME, DT_F32, DT_SUM);
         else
-            stay_away();
+            sleep_past_timeout();
         dt__sync(mine);
         array_free(mine, a);
         dt_comm_detach(mine, DT_OK);
@@ -764,13 +766,13 @@ static dt_status lent(dt_ctx *ctx, void *user) {
         dt_comm_detach(mine, DT_OK);
         CHECK_MSG(dt_error(mine) == DT_OK, "%s", dt_error_text(mine));
     }
-    /* else it has been aborted */
+    /* after a failure the communicator has been aborted */
     if (dt_error(mine) == DT_OK) CHECK(ncclCommDestroy(comm) == ncclSuccess);
     dt_ctx_free(mine);
     return dt_error(ctx);
 }
 
-static void *lent_main(void *p) {
+static void *attached_main(void *p) {
     seat *s = (seat *)p;
     char place[32];
     snprintf(place, sizeof place, "127.0.0.1:%d", s->job->port);
@@ -781,7 +783,7 @@ static void *lent_main(void *p) {
                .report = &s->job->report[s->rank],
                .rank = s->rank,
                .rendezvous = place },
-        lent, s->job);
+        attached_rank, s->job);
     return NULL;
 }
 
@@ -789,21 +791,21 @@ static void test_attach(int fails) {
     job j = { .ranks = 4, .port = free_port(), .what = fails };
     pthread_t threads[4];
     seat seats[4];
-    machine(4, 5, FAKE_CUDA_RANDOM);
+    make_machine(4, 5, FAKE_CUDA_RANDOM);
     ncclGetUniqueId(&given_id);
     for (int r = 0; r < 4; r++) {
         seats[r] = (seat){ &j, r };
-        pthread_create(&threads[r], NULL, lent_main, &seats[r]);
+        pthread_create(&threads[r], NULL, attached_main, &seats[r]);
     }
     for (int r = 0; r < 4; r++) pthread_join(threads[r], NULL);
-    if (!fails) check_clean(&j, "a communicator of the caller's");
-    /* not rank 0's run */
+    if (!fails) check_clean(&j, "a communicator provided by the caller");
+    /* the run of rank 0 succeeds */
     for (int r = 0; r < 4 && fails; r++) CHECK(j.report[r].status == (r ? DT_ERR_PEER : DT_OK));
     CHECK_MSG(!fake_cuda_error() && fake_cuda_leaks(1) == 0, "%s", fake_cuda_error());
 }
 
-/* Rank 0 says once that kernels may be loaded late, unless they may not: as in all tests after this
-   one. */
+/* Rank 0 logs one notice that kernels may be loaded lazily, unless CUDA_MODULE_LOADING is EAGER,
+   which it is in all later tests. */
 static void test_loading(void) {
     static const char *const set[] = { NULL, "LAZY", "EAGER" };
     for (int i = 0; i < 3; i++) {
@@ -812,7 +814,7 @@ static void test_loading(void) {
             setenv("CUDA_MODULE_LOADING", set[i], 1);
         else
             unsetenv("CUDA_MODULE_LOADING");
-        machine(3, 1, FAKE_CUDA_RANDOM);
+        make_machine(3, 1, FAKE_CUDA_RANDOM);
         notices = 0;
         job_run(&j);
         check_clean(&j, "loading");
@@ -829,7 +831,7 @@ int main(void) {
     test_overlap();
     test_slow();
     test_mistakes();
-    test_going_on();
+    test_pending_operations();
     test_attach(0);
     test_attach(1);
     return check_done("test_nccl");

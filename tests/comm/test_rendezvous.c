@@ -1,7 +1,7 @@
-/* test_rendezvous.c - how ranks over sockets find each other: proofs, tokens, strangers, impostors,
-   names
+/* test_rendezvous.c - how ranks over sockets find each other: proofs, tokens, unauthenticated
+   clients, impostors, names
 
-   Jobs are those of tcp_jobs.h. A visitor is this program itself: tcp_visitor.h. */
+   Jobs come from tcp_jobs.h. This program itself acts as a visitor (tcp_visitor.h). */
 #ifndef _GNU_SOURCE /* g++ sets it */
 #define _GNU_SOURCE
 #endif
@@ -41,8 +41,7 @@ static void test_sha256(void) {
     for (int i = 0; i < 100000; i++) dt__sha256_add(&s, "aaaaaaaaaa", 10);
     dt__sha256_end(&s, digest);
     CHECK(is_hex(digest, "cdc76e5c9914fb9281a1c7e284d73e67f1809a48a497200e046d39ccc7112cd0"));
-    /* of x lengths 0 .. 130, all digests one after another: each way in which the padding can
-       fall */
+    /* all digests of 0 .. 130 letters x, concatenated: covers every position of the padding */
     uint8_t all[131 * 32], x[130];
     memset(x, 'x', sizeof x);
     for (size_t n = 0; n <= 130; n++) dt__sha256_of(x, n, all + 32 * n);
@@ -50,7 +49,8 @@ static void test_sha256(void) {
     CHECK(is_hex(digest, "f5a018ad6f7a21c451c8d98b57699f4aeeb1976b88771c339c7ea60cd09c64ef"));
 }
 
-static void test_hmac(void) { /* the cases of RFC 4231 but the fifth, which is cut */
+/* the cases of RFC 4231 except the fifth, whose output is truncated */
+static void test_hmac(void) {
     static const struct {
         char key;
         int key_bytes;
@@ -85,10 +85,10 @@ static void test_hmac(void) { /* the cases of RFC 4231 but the fifth, which is c
         memcpy(data, c[i].text, bytes);
         memset(data + bytes, c[i].fill, (size_t)c[i].fills);
         dt__hmac(key, (size_t)c[i].key_bytes, data, bytes + (size_t)c[i].fills, digest);
-        CHECK_MSG(is_hex(digest, c[i].digest), "RFC 4231, case %d here", i);
+        CHECK_MSG(is_hex(digest, c[i].digest), "RFC 4231, case %d of this table", i);
         dt__hmac(key, (size_t)c[i].key_bytes, data, bytes + (size_t)c[i].fills, (uint8_t *)key);
-        CHECK_MSG(
-            is_hex((uint8_t *)key, c[i].digest), "RFC 4231, case %d here, in the key's place", i);
+        CHECK_MSG(is_hex((uint8_t *)key, c[i].digest),
+            "RFC 4231, case %d of this table, with the digest written over the key", i);
     }
     uint8_t a[32] = { 1, 2, 3 }, b[32] = { 1, 2, 3 };
     CHECK(dt__equal_secrets(a, b, 32));
@@ -101,7 +101,7 @@ static void test_hmac(void) { /* the cases of RFC 4231 but the fifth, which is c
 
 /* ---- 2. descriptions and tokens ---- */
 
-static dt_status alone_rank(dt_ctx *ctx, void *user) {
+static dt_status single_rank(dt_ctx *ctx, void *user) {
     float x = 3, y = 0;
     (void)user;
     CHECK(dt_all_reduce(dt_world(ctx), &x, &y, 1, DT_F32, DT_SUM) == DT_OK && y == 3);
@@ -123,27 +123,27 @@ static void test_descriptions(void) {
     desc.backend = DT_BACKEND_TCP;
     desc.host = &s.host;
     desc.report = &report;
-    CHECK(dt_run(desc, alone_rank, NULL) == DT_OK); /* one rank needs no sockets */
+    CHECK(dt_run(desc, single_rank, NULL) == DT_OK); /* one rank needs no sockets */
     CHECK(s.live == 0 && s.error_lines == 0);
     for (int i = 0; i < 10; i++) {
         desc.rendezvous = places[i];
-        CHECK_MSG(dt_run(desc, alone_rank, NULL) == DT_ERR_ARG && strstr(report.text, places[i]),
+        CHECK_MSG(dt_run(desc, single_rank, NULL) == DT_ERR_ARG && strstr(report.text, places[i]),
             "%s: %s", places[i], report.text);
     }
     desc.rendezvous = "localhost:1";
-    CHECK(dt_run(desc, alone_rank, NULL) == DT_OK);
+    CHECK(dt_run(desc, single_rank, NULL) == DT_OK);
     desc.rank = 1;
-    CHECK(dt_run(desc, alone_rank, NULL) == DT_ERR_ARG && strstr(report.text, "rank 1 of 1") &&
+    CHECK(dt_run(desc, single_rank, NULL) == DT_ERR_ARG && strstr(report.text, "rank 1 of 1") &&
           report.rank == -1);
     desc.rank = -1;
-    CHECK(dt_run(desc, alone_rank, NULL) == DT_ERR_ARG);
+    CHECK(dt_run(desc, single_rank, NULL) == DT_ERR_ARG);
     dt_kernels device = *dt_kernels_cpu();
     device.alloc = (void *(*)(void *, size_t))(void *)spy_alloc;
     desc.rank = 0;
     desc.kernels = &device;
-    CHECK(dt_run(desc, alone_rank, NULL) == DT_ERR_UNSUPPORTED);
+    CHECK(dt_run(desc, single_rank, NULL) == DT_ERR_UNSUPPORTED);
     desc.kernels = NULL;
-    int fd = dt__tcp_listen(loopback(0), 1); /* a port that is taken */
+    int fd = dt__tcp_listen(loopback(0), 1); /* a port in use */
     char place[64];
     snprintf(place, sizeof place, "127.0.0.1:%d", (int)dt__tcp_own_address(fd).port);
     desc.ranks = 2;
@@ -152,7 +152,7 @@ static void test_descriptions(void) {
                   strstr(report.text, "another program does") && strstr(report.text, place),
         "%s", report.text);
     close(fd);
-    desc.rendezvous = "203.0.113.7:5"; /* only rank 0 need have the address */
+    desc.rendezvous = "203.0.113.7:5"; /* only rank 0's machine must have the address */
     desc.token = token;
     CHECK_MSG(
         dt_run(desc, short_rank, NULL) == DT_ERR_COMM && strstr(report.text, "not this machine's"),
@@ -166,7 +166,7 @@ static dt__tcp_address place_of(const char *text) {
     return place;
 }
 
-static void test_places(void) {
+static void test_addresses(void) {
     char host[200] = "", text[256];
     dt__tcp_address place = place_of("10.1.2.3:77");
     CHECK(place.ip == htonl(0x0a010203) && place.port == 77 && !dt__tcp_is_loopback(place));
@@ -188,7 +188,7 @@ static void test_places(void) {
         CHECK_MSG(!dt__tcp_is_loopback(place), "%s: an address of the loopback", host);
 }
 
-/* What dt_run says to two ranks at a rendezvous that other machines reach. */
+/* Checks the error of dt_run with two ranks at a rendezvous that other machines can reach. */
 static int refuses(const char *given, const char *file, const char *environment, const char *says) {
     dt_report report;
     dt_run_desc desc;
@@ -208,7 +208,8 @@ static int refuses(const char *given, const char *file, const char *environment,
     dt_status status = dt_run(desc, short_rank, NULL);
     unsetenv("DT_TOKEN_FILE");
     unsetenv("DT_TOKEN");
-    return CHECK_MSG(status && strstr(report.text, says), "not '%s', but: %s", says, report.text);
+    return CHECK_MSG(
+        status && strstr(report.text, says), "expected '%s', got: %s", says, report.text);
 }
 
 static void write_file(const char *path, const char *text, mode_t mode) {
@@ -220,7 +221,8 @@ static void write_file(const char *path, const char *text, mode_t mode) {
 }
 
 static void test_tokens(void) {
-    static const char fine[] = "not this machine's"; /* it goes as far as the socket */
+    /* the token is accepted, so the next error is the socket's */
+    static const char fine[] = "not this machine's";
     char path[] = "/tmp/dt_token_XXXXXX", large[5000];
     uint8_t key[32], want[32];
     char why[512];
@@ -249,7 +251,8 @@ static void test_tokens(void) {
     large[sizeof large - 1] = 0;
     write_file(path, large, 0400);
     refuses(NULL, path, token, "is not a token file");
-    /* a file, the environment and the field give the same key; none gives that of no bytes */
+    /* a file, the environment and the field give the same key; without a token the key is that of
+       the empty string */
     memset(&desc, 0, sizeof desc);
     desc.ranks = 2;
     dt__sha256_of(token, 16, want);
@@ -270,17 +273,17 @@ static void test_tokens(void) {
 /* ---- 3. a visitor ---- */
 
 static void expect_refusal(visit v, int as_is, const char *says) {
-    int there = converse(&v, as_is);
+    int there = shake_hands(&v, as_is);
     const char *text = dt__tcp_reason(&v.ours, &v.answer).s;
     CHECK_MSG(there && v.answer.kind == DT__TCP_REFUSED && strcmp(text, says) == 0,
         "not '%s': kind %u, '%s'", says, v.answer.kind, there ? text : "no answer");
     char c;
-    CHECK(recv(v.fd, &c, 1, 0) <= 0); /* and is hung up on */
+    CHECK(recv(v.fd, &c, 1, 0) <= 0); /* the job closes the connection */
     close(v.fd);
 }
 
-/* Every reason for which a visitor can be refused, at the rendezvous of a job that has a token and
-   waits for ranks 2 and 3. */
+/* Every reason to refuse a visitor, at the rendezvous of a job that has a token and waits for ranks
+   2 and 3. */
 static void test_refusals(void) {
     job *j = job_make(4, short_rank, 0);
     char says[160];
@@ -292,7 +295,7 @@ static void test_refusals(void) {
     expect_refusal(visit_make(loopback(j->port), 2, 4, ""), 0, "the token is not this job's");
     visit v = visit_make(loopback(j->port), 2, 4, token);
     expect_refusal(v, 1, "the token is not this job's"); /* a proof of zeros */
-    /* no more */
+    /* without the token, the text says nothing about rank and size */
     expect_refusal(
         visit_make(loopback(j->port), 7, 3, other_token), 0, "the token is not this job's");
     expect_refusal(
@@ -302,7 +305,7 @@ static void test_refusals(void) {
     expect_refusal(visit_make(loopback(j->port), -1, 4, token), 0, "rank -1 is not expected here");
     v.ours.job = 5;
     expect_refusal(v, 0, "it belongs to another job");
-    nap(0.1); /* rank 1 has come */
+    nap(0.1); /* rank 1 is connected by now */
     snprintf(says, sizeof says, "rank 1 is already connected: process %d on ", (int)j->pid[1]);
     char host[DT__TCP_NAME_BYTES] = "";
     gethostname(host, sizeof host - 1);
@@ -310,21 +313,21 @@ static void test_refusals(void) {
     expect_refusal(visit_make(loopback(j->port), 1, 4, token), 0, says);
     v = visit_make(loopback(j->port), 2, 4, token);
     v.ours.version = 7;
-    v.fd = knock(v.place);
-    send(v.fd, &v.ours, 12, MSG_NOSIGNAL); /* magic and version are enough */
-    CHECK(hear(v.fd, &v.answer) && v.answer.kind == DT__TCP_REFUSED &&
+    v.fd = connect_to(v.place);
+    send(v.fd, &v.ours, 12, MSG_NOSIGNAL); /* magic and version suffice for the refusal */
+    CHECK(receive_message(v.fd, &v.answer) && v.answer.kind == DT__TCP_REFUSED &&
           v.answer.version == DT__TCP_VERSION &&
           strcmp(dt__tcp_reason(&v.ours, &v.answer).s, "version 7 of the protocol, not 2") == 0);
     close(v.fd);
-    /* a proof first, a hello twice: hung up on without a word */
+    /* a proof first, or a second hello: the connection is closed without an answer */
     v = visit_make(loopback(j->port), 2, 4, token);
     for (int twice = 0; twice < 2; twice++) {
-        v.fd = knock(v.place);
+        v.fd = connect_to(v.place);
         dt__tcp_handshake *first = twice ? &v.ours : &v.proof;
         send(v.fd, first, sizeof *first, MSG_NOSIGNAL);
-        if (twice) CHECK(hear(v.fd, &v.theirs));
+        if (twice) CHECK(receive_message(v.fd, &v.theirs));
         if (twice) send(v.fd, first, sizeof *first, MSG_NOSIGNAL);
-        CHECK(!hear(v.fd, &v.answer));
+        CHECK(!receive_message(v.fd, &v.answer));
         close(v.fd);
     }
     job_wait(j);
@@ -333,21 +336,21 @@ static void test_refusals(void) {
     job_free(j);
 }
 
-/* A conversation that went well is said again, by somebody who has only heard it: to the host, with
-   the same hello, and with each byte of what was proved changed. */
+/* An eavesdropper replays a successful handshake: unchanged, with the same hello, and with each
+   proved field changed. */
 static void test_replay(void) {
     job *j = job_make(3, short_rank, 0);
     for (int rank = 0; rank < 3; rank++) j->token[rank] = token;
     j->late[1] = j->late[2] = 1;
     job_start(j);
     visit v = visit_make(loopback(j->port), 2, 3, token), again, theirs;
-    CHECK(converse(&v, 0) && welcomed(&v) && v.theirs.rank == 0 && v.theirs.size == 3 &&
+    CHECK(shake_hands(&v, 0) && is_accepted(&v) && v.theirs.rank == 0 && v.theirs.size == 3 &&
           v.theirs.job && v.theirs.pid == (int)j->pid[0]);
     again = theirs = v;
-    close(v.fd); /* its seat is free again */
+    close(v.fd); /* frees the slot of this rank */
     nap(0.05);
     expect_refusal(again, 1, "the token is not this job's");
-    CHECK(converse(&theirs, 0) && welcomed(&theirs) &&
+    CHECK(shake_hands(&theirs, 0) && is_accepted(&theirs) &&
           memcmp(theirs.theirs.nonce, v.theirs.nonce, 32) != 0);
     CHECK(memcmp(theirs.answer.proof, v.answer.proof, 32) != 0);
     close(theirs.fd);
@@ -355,17 +358,17 @@ static void test_replay(void) {
         offsetof(dt__tcp_handshake, size), offsetof(dt__tcp_handshake, pid),
         offsetof(dt__tcp_handshake, address), offsetof(dt__tcp_handshake, job),
         offsetof(dt__tcp_handshake, nonce), offsetof(dt__tcp_handshake, host) };
-    for (size_t i = 0; i < 7; i++) { /* somebody in between changes what a rank says */
+    for (size_t i = 0; i < 7; i++) { /* a man in the middle changes a field */
         v = visit_make(loopback(j->port), 2, 3, token);
-        v.fd = knock(v.place);
+        v.fd = connect_to(v.place);
         dt__tcp_handshake changed = v.ours;
         ((char *)&changed)[said[i]] ^= 1;
         send(v.fd, &changed, sizeof changed, MSG_NOSIGNAL);
-        CHECK(hear(v.fd, &v.theirs));
+        CHECK(receive_message(v.fd, &v.theirs));
         dt__tcp_prove(&v.t, "caller", &v.ours, &v.theirs, v.proof.proof);
         send(v.fd, &v.proof, sizeof v.proof, MSG_NOSIGNAL);
-        CHECK_MSG(hear(v.fd, &v.answer) && v.answer.reason == DT__TCP_WRONG_TOKEN,
-            "field %zu is not proved", i);
+        CHECK_MSG(receive_message(v.fd, &v.answer) && v.answer.reason == DT__TCP_WRONG_TOKEN,
+            "field %zu is not covered by the proof", i);
         close(v.fd);
     }
     job_wait(j);
@@ -375,7 +378,7 @@ static void test_replay(void) {
 
 /* ---- 4. impostors ---- */
 
-/* Who listens where a rank calls. */
+/* The fake host that a rank connects to. */
 enum {
     NO_PROOF = 0,
     HIS_OWN_PROOF,
@@ -405,20 +408,20 @@ static int accept_one(int door) {
     return poll(&look, 1, 5000) > 0 ? accept(door, NULL, NULL) : -1;
 }
 
-/* Answers a rank that calls as `how` says. */
-static void be_fake(int door, int how, const visit *overheard) {
+/* Answers a connecting rank as `how` says. */
+static void act_as_host(int door, int how, const visit *overheard) {
     dt__tcp_handshake hello, proof;
     visit v = visit_make(
         loopback(0), how == OTHER_RANK ? 1 : 0, 2, how == OTHER_TOKEN ? other_token : token);
     int fd = accept_one(door);
-    if (!CHECK(fd >= 0 && hear(fd, &hello))) return;
+    if (!CHECK(fd >= 0 && receive_message(fd, &hello))) return;
     v.ours.job = 99;
     if (how == REPLAYED) v.ours = overheard->theirs;
     if (how == OTHER_VERSION) v.ours.version = 9;
     if (how == NO_CARD) memset(&v.ours, 'x', sizeof v.ours);
     if (how == REFUSES) v.ours.kind = DT__TCP_REFUSED, v.ours.reason = DT__TCP_WRONG_TOKEN;
     if (how != HANGS_UP) send(fd, &v.ours, sizeof v.ours, MSG_NOSIGNAL);
-    if (how <= OTHER_TOKEN && CHECK(hear(fd, &proof))) {
+    if (how <= OTHER_TOKEN && CHECK(receive_message(fd, &proof))) {
         dt__tcp_handshake welcome = v.ours;
         welcome.kind = DT__TCP_WELCOME;
         if (how == HIS_OWN_PROOF) memcpy(welcome.proof, proof.proof, sizeof welcome.proof);
@@ -439,7 +442,7 @@ static void test_fake_hosts(void) {
     real->late[1] = real->late[2] = 0.5;
     job_start(real);
     visit overheard = visit_make(loopback(real->port), 1, 3, token);
-    CHECK(converse(&overheard, 0) && welcomed(&overheard));
+    CHECK(shake_hands(&overheard, 0) && is_accepted(&overheard));
     close(overheard.fd);
     for (int how = 0; how < N_FAKES; how++) {
         job *j = job_make(2, short_rank, 0);
@@ -449,7 +452,7 @@ static void test_fake_hosts(void) {
         int door = dt__tcp_listen(loopback(j->port), 10);
         fcntl(door, F_SETFL, 0);
         job_start(j);
-        be_fake(door, how, &overheard);
+        act_as_host(door, how, &overheard);
         job_wait(j);
         const rank_result *r = &j->result[1];
         CHECK_MSG(r->status && strstr(r->report.text, fake_says[how]) && r->took < 4,
@@ -462,16 +465,17 @@ static void test_fake_hosts(void) {
     job_free(real);
 }
 
-/* The visitor is a rank of the job as far as rank 0 can see, and then an impostor to another. */
+/* The visitor joins rank 0 as a valid rank of the job, and then acts as an impostor towards another
+   rank. */
 static void test_mesh(void) {
     dt__tcp_table table;
     dt__tcp_address places[3];
     job *j = job_make(3, short_rank, 0);
     for (int rank = 0; rank < 3; rank++) j->token[rank] = token;
-    j->absent = 1 << 2; /* it is rank 2, and calls rank 1 */
+    j->absent = 1 << 2; /* the visitor is rank 2 and connects to rank 1 */
     job_start(j);
     visit v = visit_make(loopback(j->port), 2, 3, token);
-    CHECK(converse(&v, 0) && welcomed(&v));
+    CHECK(shake_hands(&v, 0) && is_accepted(&v));
     CHECK(recv(v.fd, &table, sizeof table, MSG_WAITALL) == (ssize_t)sizeof table && !table.failed);
     CHECK(recv(v.fd, places, sizeof places, MSG_WAITALL) == (ssize_t)sizeof places);
     int port = (int)places[1].port;
@@ -486,7 +490,7 @@ static void test_mesh(void) {
     w.ours.rank = 1;
     expect_refusal(w, 0, "rank 1 is not expected here");
     w.ours.rank = 2;
-    CHECK(converse(&w, 0) && welcomed(&w) && w.theirs.rank == 1);
+    CHECK(shake_hands(&w, 0) && is_accepted(&w) && w.theirs.rank == 1);
     close(w.fd);
     close(v.fd);
     job_wait(j);
@@ -494,7 +498,7 @@ static void test_mesh(void) {
         CHECK_MSG(strstr(j->result[rank].report.text, "rank 2 (process 4711 on visitor) was lost"),
             "rank %d: %s", rank, j->result[rank].report.text);
     job_free(j);
-    j = job_make(3, short_rank, 0); /* now it is rank 1, and rank 2 calls it */
+    j = job_make(3, short_rank, 0); /* now the visitor is rank 1, and rank 2 connects to it */
     for (int rank = 0; rank < 3; rank++) j->token[rank] = token;
     j->absent = 1 << 1;
     job_start(j);
@@ -503,12 +507,12 @@ static void test_mesh(void) {
     fcntl(door, F_SETFL, 0);
     v.ours.address = dt__tcp_own_address(door);
     dt__tcp_handshake hello, card = v.ours;
-    CHECK(converse(&v, 0) && welcomed(&v));
+    CHECK(shake_hands(&v, 0) && is_accepted(&v));
     fd = accept_one(door);
-    CHECK(fd >= 0 && hear(fd, &hello) && hello.rank == 2 && hello.job == v.theirs.job);
+    CHECK(fd >= 0 && receive_message(fd, &hello) && hello.rank == 2 && hello.job == v.theirs.job);
     card.job = v.theirs.job;
     send(fd, &card, sizeof card, MSG_NOSIGNAL);
-    CHECK(hear(fd, &card));
+    CHECK(receive_message(fd, &card));
     card = v.ours;
     card.kind = DT__TCP_WELCOME;
     send(fd, &card, sizeof card, MSG_NOSIGNAL);
@@ -523,8 +527,8 @@ static void test_mesh(void) {
 
 /* ---- 5. jobs ---- */
 
-/* Process 3 says it is rank 2 of 3 with a token or size of its own, and comes first. The job goes
-   on without it. */
+/* Process 3 claims to be rank 2 of 3 with a wrong token or size, before the real rank 2 (if `late`:
+   after it). The job continues without process 3. */
 static void wrong_rank(const char *secret, int size, int late, const char *says) {
     job *j = job_make(4, short_rank, 0);
     for (int rank = 0; rank < 4; rank++) {
@@ -544,7 +548,7 @@ static void wrong_rank(const char *secret, int size, int late, const char *says)
             j->result[rank].report.text);
     CHECK_MSG(j->result[3].status == DT_ERR_COMM && strstr(j->result[3].report.text, says) &&
                   j->result[3].took < 1 && strstr(j->result[3].report.text, "rank 0 at 127.0.0.1:"),
-        "not '%s': %s", says, j->result[3].report.text);
+        "expected '%s', got: %s", says, j->result[3].report.text);
     CHECK(j->result[0].notices == 1 && j->result[3].error_lines == 1);
     job_free(j);
 }
@@ -570,7 +574,7 @@ static void test_absent(void) {
     j->absent = 1 << 2;
     j->timeout_s = 1;
     job_start(j);
-    close(knock(loopback(j->port)));
+    close(connect_to(loopback(j->port)));
     job_wait(j);
     for (int rank = 0; rank < 4; rank += rank == 1 ? 2 : 1) {
         const rank_result *r = &j->result[rank];
@@ -593,7 +597,7 @@ static void test_absent(void) {
                       strstr(j->result[rank].report.text, "rank 0 did not come to 127.0.0.1:"),
             "%s", j->result[rank].report.text);
     job_free(j);
-    j = job_make(3, short_rank, 0); /* rank 0 comes last */
+    j = job_make(3, short_rank, 0); /* rank 0 starts last */
     j->late[0] = 0.5;
     job_start(j);
     job_wait(j);
@@ -601,10 +605,10 @@ static void test_absent(void) {
     job_free(j);
 }
 
-/* ---- 6. strangers ---- */
+/* ---- 6. unauthenticated clients ---- */
 
-/* All kinds of strangers at the door of rank 0 while it waits for ranks 2 and 3. */
-static void test_strangers(void) {
+/* All kinds of unauthenticated clients connect to rank 0 while it waits for ranks 2 and 3. */
+static void test_unauthenticated(void) {
     enum { IDLE = 350 };
     static int idle[IDLE];
     int fd;
@@ -613,23 +617,23 @@ static void test_strangers(void) {
     j->late[2] = j->late[3] = 1.5;
     memset(garbage, 'x', sizeof garbage);
     job_start(j);
-    /* say nothing, and stay */
-    for (int i = 0; i < IDLE; i++) idle[i] = i < 40 ? knock(loopback(j->port)) : -1;
-    fd = knock(loopback(j->port));
+    /* silent connections that stay open */
+    for (int i = 0; i < IDLE; i++) idle[i] = i < 40 ? connect_to(loopback(j->port)) : -1;
+    fd = connect_to(loopback(j->port));
     CHECK(fd >= 0 && send(fd, garbage, sizeof garbage, MSG_NOSIGNAL) == (ssize_t)sizeof garbage);
     char c;
-    CHECK(recv(fd, &c, 1, 0) <= 0); /* is hung up on */
+    CHECK(recv(fd, &c, 1, 0) <= 0); /* the job closes the connection */
     close(fd);
     visit v = visit_make(loopback(j->port), 2, 4, "");
-    int half = knock(loopback(j->port));
-    CHECK(send(half, &v.ours, 20, MSG_NOSIGNAL) == 20); /* half a hello, and silence */
-    close(knock(loopback(j->port)));                    /* comes and goes */
-    /* takes the seat, and leaves before the real one comes */
-    CHECK(converse(&v, 0) && welcomed(&v));
+    int half = connect_to(loopback(j->port));
+    CHECK(send(half, &v.ours, 20, MSG_NOSIGNAL) == 20); /* half a hello, then nothing */
+    close(connect_to(loopback(j->port)));               /* connects and disconnects */
+    /* takes the slot of rank 2 and leaves before the real rank 2 connects */
+    CHECK(shake_hands(&v, 0) && is_accepted(&v));
     nap(0.1);
     close(v.fd);
-    for (int i = 40; i < IDLE; i++) /* more than there are chairs */
-        idle[i] = i > 40 && idle[i - 1] < 0 ? -1 : knock(loopback(j->port));
+    for (int i = 40; i < IDLE; i++) /* more than there are slots */
+        idle[i] = i > 40 && idle[i - 1] < 0 ? -1 : connect_to(loopback(j->port));
     job_wait(j);
     check_well(j);
     CHECK_MSG(j->result[0].took < 8, "%.1f s", j->result[0].took);
@@ -638,7 +642,7 @@ static void test_strangers(void) {
     job_free(j);
 }
 
-/* Rank 0 waits under attack; the others come, and it takes them at most a second longer. */
+/* Rank 0 waits under attack; forming the job takes at most a second longer. */
 static void test_attacks(void) {
     for (int what = 0; what < N_ATTACKS; what++) {
         job *j = job_make(4, short_rank, 0);
@@ -661,7 +665,7 @@ static void test_attacks(void) {
         CHECK_MSG(took < 1 && j->result[0].notices == 1,
             "%s: the job formed after %.2f s, %d notices", attack_names[what], took,
             j->result[0].notices);
-        CHECK_MSG(j->result[0].largest < 300000, "%s: %zu bytes were taken", attack_names[what],
+        CHECK_MSG(j->result[0].largest < 300000, "%s: %zu bytes were allocated", attack_names[what],
             j->result[0].largest);
         long more = j->result[0].peak_kib - j->result[1].peak_kib;
         CHECK_MSG(
@@ -672,7 +676,7 @@ static void test_attacks(void) {
     }
 }
 
-/* ---- 7. who it was ---- */
+/* ---- 7. names of processes and hosts ---- */
 
 static dt_status killed_rank(dt_ctx *ctx, void *user) {
     (void)user;
@@ -688,7 +692,7 @@ static void test_names(void) {
     snprintf(says, sizeof says, "connection to rank 1 (process %d on %s) was lost", (int)j->pid[1],
         host);
     for (int rank = 0; rank < 3; rank += 2)
-        CHECK_MSG(strstr(j->result[rank].report.text, says), "not '%s': %s", says,
+        CHECK_MSG(strstr(j->result[rank].report.text, says), "expected '%s', got: %s", says,
             j->result[rank].report.text);
     job_free(j);
     char odd[DT__TCP_NAME_BYTES] = "node-1.a_b\033[2J\n%s", none[DT__TCP_NAME_BYTES] = "",
@@ -697,12 +701,12 @@ static void test_names(void) {
     CHECK_MSG(strcmp(name, "node-1.a_b\\x1b[2J\\x0a%s") == 0, "%s", name);
     dt__tcp_host_name(name, none);
     CHECK(strcmp(name, "?") == 0);
-    memset(whole, 'x', sizeof whole); /* without an end */
+    memset(whole, 'x', sizeof whole); /* without a terminating zero */
     dt__tcp_host_name(name, whole);
     CHECK(strlen(name) == sizeof name - 1);
 }
 
-/* Both ends of each connection are probed when nothing moves. */
+/* Both ends of each connection send keepalive probes while idle. */
 static dt_status probe_rank(dt_ctx *ctx, void *user) {
     dt__tcp *t = (dt__tcp *)dt_world(ctx)->world->transport.user;
     (void)user;
@@ -714,8 +718,8 @@ static dt_status probe_rank(dt_ctx *ctx, void *user) {
         CHECK(getsockopt(t->peers[rank].fd, IPPROTO_TCP, TCP_KEEPIDLE, &idle, &length) == 0);
         CHECK(getsockopt(t->peers[rank].fd, IPPROTO_TCP, TCP_KEEPINTVL, &apart, &length) == 0);
         CHECK(getsockopt(t->peers[rank].fd, IPPROTO_TCP, TCP_KEEPCNT, &probes, &length) == 0);
-        CHECK_MSG(idle + apart * probes == 21 && probes == 8, "%d s, then %d every %d s", idle,
-            probes, apart);
+        CHECK_MSG(idle + apart * probes == 21 && probes == 8,
+            "keepalive after %d s, then %d probes every %d s", idle, probes, apart);
         int fresh = socket(AF_INET, SOCK_STREAM, 0), pause_ms = 2500,
             rto_max = 44 /* TCP_RTO_MAX_MS */;
         /* Linux 6.15 */
@@ -730,21 +734,22 @@ static dt_status probe_rank(dt_ctx *ctx, void *user) {
     return dt_barrier(dt_world(ctx));
 }
 
-/* ---- the token, and what can be computed from it, are not left in memory ---- */
+/* ---- the token and the keys derived from it are wiped from memory ---- */
 
-/* The secrets to search for, XORed with a mask, so that the search does not find this copy. A child
-   process computes them, and exits. */
+/* The secrets to search for, XORed with a mask so that the search does not find this copy. A child
+   process computes them and exits. */
 enum { WINDOW = 16, WINDOWS = 64 };
 static const volatile uint8_t mask = 0xa5;
-typedef struct hidden {
+typedef struct hidden_secrets {
     int n;
     uint8_t window[WINDOWS][WINDOW];
     char name[WINDOWS][32];
-} hidden;
+} hidden_secrets;
 
-static void hide(hidden *h, const char *name, const uint8_t *secret, size_t bytes, int pad) {
+static void hide_secret(
+    hidden_secrets *h, const char *name, const uint8_t *secret, size_t bytes, int pad) {
     for (size_t at = 0; at + WINDOW <= bytes; at += WINDOW) {
-        /* as bytes, and as the words of a hash */
+        /* in byte order, and as the words of a hash */
         for (int turned = 0; turned < 2; turned++, h->n++) {
             for (size_t i = 0; i < WINDOW; i++) {
                 uint8_t byte = secret[at + (turned ? i / 4 * 4 + 3 - i % 4 : i)];
@@ -756,7 +761,7 @@ static void hide(hidden *h, const char *name, const uint8_t *secret, size_t byte
     }
 }
 
-static void make_token(hidden *h, const char *path) {
+static void make_token(hidden_secrets *h, const char *path) {
     uint8_t bits[32], key[32], block[64];
     char secret[65];
     dt__sha256 s;
@@ -764,28 +769,27 @@ static void make_token(hidden *h, const char *path) {
     for (int i = 0; i < 32; i++) snprintf(secret + 2 * i, 3, "%02x", bits[i]);
     write_file(path, secret, 0600);
     dt__sha256_of(secret, 64, key);
-    hide(h, "the token", (const uint8_t *)secret, 64, 0);
-    hide(h, "the key", key, 32, 0);
-    hide(h, "the inner pad", key, 32, 0x36);
-    hide(h, "the outer pad", key, 32, 0x5c);
-    for (int pad = 0; pad < 2; pad++) { /* whoever has HMAC's state after the pad needs no
-                                               key */
+    hide_secret(h, "the token", (const uint8_t *)secret, 64, 0);
+    hide_secret(h, "the key", key, 32, 0);
+    hide_secret(h, "the inner pad", key, 32, 0x36);
+    hide_secret(h, "the outer pad", key, 32, 0x5c);
+    for (int pad = 0; pad < 2; pad++) { /* HMAC's state after the pad is as good as the key */
         for (int i = 0; i < 64; i++)
             block[i] = (uint8_t)((i < 32 ? key[i] : 0) ^ (pad ? 0x5c : 0x36));
         dt__sha256_begin(&s);
         dt__sha256_add(&s, block, sizeof block);
-        hide(h, pad ? "the outer state" : "the inner state", (const uint8_t *)s.h, 32, 0);
+        hide_secret(h, pad ? "the outer state" : "the inner state", (const uint8_t *)s.h, 32, 0);
     }
 }
 
-static int hidden_at(const hidden *h, int window, const uint8_t *p) {
+static int hidden_at(const hidden_secrets *h, int window, const uint8_t *p) {
     for (int i = 0; i < WINDOW; i++)
         if ((uint8_t)(p[i] ^ mask) != h->window[window][i]) return 0;
     return 1;
 }
 
-/* The name of a secret that lies in these bytes; NULL: none. */
-static const char *found_in(const hidden *h, const uint8_t *p, size_t bytes) {
+/* Returns the name of a secret found in these bytes, or NULL. */
+static const char *found_in(const hidden_secrets *h, const uint8_t *p, size_t bytes) {
     for (int window = 0; window < h->n; window++) {
         const uint8_t *at = p, *end = p + bytes - WINDOW;
         for (; at <= end && (at = (const uint8_t *)memchr(
@@ -796,7 +800,7 @@ static const char *found_in(const hidden *h, const uint8_t *p, size_t bytes) {
     return NULL;
 }
 
-static const char *found_in_memory(const hidden *h, long *seen) {
+static const char *found_in_memory(const hidden_secrets *h, long *seen) {
     enum { PIECE = 1 << 16 };
     static uint8_t piece[PIECE + WINDOW];
     char line[512], access[8];
@@ -808,10 +812,10 @@ static const char *found_in_memory(const hidden *h, long *seen) {
         if (sscanf(line, "%lx-%lx %7s", &from, &until, access) != 3 ||
             strncmp(access, "rw", 2) != 0)
             continue;
-        if (until - from > 1ul << 30) continue; /* a sanitizer's */
+        if (until - from > 1ul << 30) continue; /* shadow memory of a sanitizer */
         for (unsigned long at = from; at < until && !found; at += PIECE) {
             ssize_t n = pread(memory, piece, sizeof piece, (off_t)at);
-            /* not only zeros */
+            /* skip windows of equal bytes */
             if (n >= WINDOW && (piece[0] || memcmp(piece, piece + 1, (size_t)n - 1) != 0))
                 found = found_in(h, piece, (size_t)n);
             *seen += n > 0 ? n : 0;
@@ -822,7 +826,7 @@ static const char *found_in_memory(const hidden *h, long *seen) {
     return found;
 }
 
-static hidden *sought;
+static hidden_secrets *sought;
 
 static dt_status searched_rank(dt_ctx *ctx, void *user) {
     static float x[1000], y[1000];
@@ -841,7 +845,7 @@ static dt_status searched_rank(dt_ctx *ctx, void *user) {
 static void test_wiped(void) {
     char path[] = "/tmp/dt_token_XXXXXX";
     close(mkstemp(path));
-    sought = (hidden *)mmap(
+    sought = (hidden_secrets *)mmap(
         NULL, sizeof *sought, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     fflush(NULL);
     pid_t maker = fork();
@@ -853,7 +857,7 @@ static void test_wiped(void) {
     CHECK(sought->n == 28);
     fflush(NULL);
     maker = fork();
-    if (maker == 0) { /* the search finds what is there */
+    if (maker == 0) { /* self-test: the search finds a present secret */
         static volatile uint8_t planted[WINDOW];
         long seen = 0;
         for (int i = 0; i < WINDOW; i++) planted[i] = (uint8_t)(sought->window[5][i] ^ mask);
@@ -865,7 +869,7 @@ static void test_wiped(void) {
     CHECK(status == 0);
     setenv("DT_TOKEN_FILE", path, 1);
     maker = fork();
-    if (maker == 0) { /* at once, before anything else writes over where the file was read to */
+    if (maker == 0) { /* search at once, before other calls overwrite the read buffer */
         uint8_t key[32];
         char why[DT__TCP_TEXT_BYTES];
         long seen = 0;
@@ -876,32 +880,32 @@ static void test_wiped(void) {
         _exit(well && !found_in_memory(sought, &seen) ? 0 : 1);
     }
     waitpid(maker, &status, 0);
-    CHECK_MSG(status == 0, "%d: reading a token leaves some of it", status);
+    CHECK_MSG(status == 0, "status %d: reading a token leaves parts of it in memory", status);
     run_well(3, searched_rank, 0);
     unsetenv("DT_TOKEN_FILE");
     unlink(path);
     munmap(sought, sizeof *sought);
 }
 
-/* What the caller gave is not dt's to change. */
-static dt_status kept_rank(dt_ctx *ctx, void *user) {
+/* dt must not change the caller's token. */
+static dt_status token_unchanged_rank(dt_ctx *ctx, void *user) {
     const char *its = getenv("DT_TOKEN");
     CHECK(its && strcmp(its, token) == 0);
     return short_rank(ctx, user);
 }
 
-static void test_kept(void) {
+static void test_token_unchanged(void) {
     setenv("DT_TOKEN", token, 1);
-    run_well(2, kept_rank, 0);
+    run_well(2, token_unchanged_rank, 0);
     unsetenv("DT_TOKEN");
 }
 
 /* ---- control bytes from peers are escaped ---- */
 
-/* a title, DEL, C1 twice, no UTF-8 */
+/* a terminal title, DEL, two C1 codes, invalid UTF-8 */
 static const char bad[] = "\033]0;x\007 \x7f\r\n\x9b \xc2\x9b \xff \xe2\x82";
 
-/* Whether text is printable UTF-8 in one line. */
+/* 1 if text is one line of printable UTF-8. */
 static int plain(const char *text) {
     for (const char *c = text; *c; c++) {
         unsigned char byte = (unsigned char)*c, after = (unsigned char)c[1];
@@ -910,14 +914,14 @@ static int plain(const char *text) {
     return dt__utf8_first_invalid(text, strlen(text)) == strlen(text);
 }
 
-/* The report of a dt_run that fails, and its text on descriptor 2, empty for another rank's
-   failure. */
+/* The report of a failing dt_run and its output on descriptor 2, which is empty if another rank
+   failed. */
 typedef struct spoken {
     dt_report report;
     char log[4000];
 } spoken;
 
-static void speak(spoken *s, dt_run_desc desc, rank_fn fn) {
+static void run_and_capture(spoken *s, dt_run_desc desc, rank_fn fn) {
     FILE *log = tmpfile();
     int kept = dup(2);
     memset(s, 0, sizeof *s);
@@ -935,8 +939,8 @@ static void speak(spoken *s, dt_run_desc desc, rank_fn fn) {
     CHECK_MSG(strstr(s->report.text, "\\x1b]0;x\\x07"), "%s", s->report.text);
 }
 
-/* A hostile rank 1 that knows the token: control bytes in its host name and, if it speaks, in its
-   failure. */
+/* A hostile rank 1 that knows the token: it sends control bytes in its host name and, if `speaks`,
+   in its failure text. */
 static void bad_peer(int port, int speaks) {
     char room[sizeof(dt__tcp_table) + 2 * sizeof(dt__tcp_address)];
     struct {
@@ -946,7 +950,7 @@ static void bad_peer(int port, int speaks) {
     visit v = visit_make(loopback(port), 1, 2, token);
     snprintf(v.ours.host, sizeof v.ours.host, "%s", bad);
     memcpy(v.proof.host, v.ours.host, sizeof v.proof.host);
-    if (!converse(&v, 0) || recv(v.fd, room, sizeof room, MSG_WAITALL) != (ssize_t)sizeof room)
+    if (!shake_hands(&v, 0) || recv(v.fd, room, sizeof room, MSG_WAITALL) != (ssize_t)sizeof room)
         _exit(1);
     memset(&last, 0, sizeof last);
     last.frame.magic = DT__TCP_FRAME_MAGIC;
@@ -960,7 +964,7 @@ static void bad_peer(int port, int speaks) {
     _exit(0);
 }
 
-static void test_plain(void) {
+static void test_escaped_text(void) {
     char place[64], path[64];
     spoken s;
     dt_run_desc desc;
@@ -969,20 +973,20 @@ static void test_plain(void) {
     desc.ranks = 2;
     desc.timeout_s = 20;
     desc.rendezvous = bad;
-    speak(&s, desc, short_rank);
-    job *j = job_make(2, short_rank, 0); /* for its port */
+    run_and_capture(&s, desc, short_rank);
+    job *j = job_make(2, short_rank, 0); /* only to get a port */
     snprintf(place, sizeof place, "127.0.0.1:%d", j->port);
     snprintf(path, sizeof path, "/nowhere/%s", bad);
     desc.rendezvous = place;
     setenv("DT_TOKEN_FILE", path, 1);
-    speak(&s, desc, short_rank);
+    run_and_capture(&s, desc, short_rank);
     unsetenv("DT_TOKEN_FILE");
     desc.token = token;
     for (int speaks = 0; speaks < 2; speaks++) {
         fflush(NULL);
         pid_t peer = fork();
         if (peer == 0) bad_peer(j->port, speaks);
-        speak(&s, desc, short_rank);
+        run_and_capture(&s, desc, short_rank);
         int status = 1;
         waitpid(peer, &status, 0);
         CHECK(status == 0);
@@ -994,9 +998,9 @@ static void test_plain(void) {
     job_free(j);
 }
 
-/* Rank 2 cannot connect to rank 1 after both have joined rank 0; rank 0, in an operation, must
-   learn why. */
-static void test_cause(void) {
+/* Rank 2 cannot connect to rank 1 after both have joined rank 0. Rank 0, in an operation, must
+   learn the cause. */
+static void test_connection_cause(void) {
     char room[sizeof(dt__tcp_table) + 3 * sizeof(dt__tcp_address)];
     job *j = job_make(3, short_rank, 0);
     j->token[0] = j->token[2] = token;
@@ -1007,10 +1011,10 @@ static void test_cause(void) {
         visit v = visit_make(loopback(j->port), 1, 3, token);
         v.ours.address = loopback(1);
         v.proof.address = v.ours.address;
-        int seated =
-            converse(&v, 0) && recv(v.fd, room, sizeof room, MSG_WAITALL) == (ssize_t)sizeof room;
+        int seated = shake_hands(&v, 0) &&
+                     recv(v.fd, room, sizeof room, MSG_WAITALL) == (ssize_t)sizeof room;
         char c;
-        /* wait reports of rank 0, until it hangs up */
+        /* reads rank 0's reports until it closes the connection */
         while (seated && recv(v.fd, &c, 1, 0) > 0) {
         }
         _exit(!seated);
@@ -1030,7 +1034,7 @@ int main(void) {
     unsetenv("DT_TOKEN_FILE");
     test_sha256();
     test_hmac();
-    test_places();
+    test_addresses();
     test_descriptions();
     test_tokens();
     test_refusals();
@@ -1039,13 +1043,13 @@ int main(void) {
     test_mesh();
     test_jobs();
     test_absent();
-    test_strangers();
+    test_unauthenticated();
     test_attacks();
     test_names();
     test_wiped();
-    test_kept();
-    test_plain();
-    test_cause();
+    test_token_unchanged();
+    test_escaped_text();
+    test_connection_cause();
     job *j = run_job(3, probe_rank, 0);
     check_well(j);
     job_free(j);

@@ -1,8 +1,8 @@
 /* test_tcp.c - dt_comm.h over sockets: the cases of comm_cases.h, and every way in which a peer can
-   go.
+   end.
 
-   Ranks are forks: tcp_jobs.h. A hash of all that they received must be that of the same cases on
-   threads. How ranks find each other is test_rendezvous.c's. */
+   Ranks are forked processes (tcp_jobs.h). A hash of all received data must equal that of the same
+   cases on threads. test_rendezvous.c tests how ranks find each other. */
 #ifndef _GNU_SOURCE /* g++ sets it */
 #define _GNU_SOURCE
 #endif
@@ -13,7 +13,7 @@
 #include "tests/comm/tcp_jobs.h"
 #include "tests/comm/words.h"
 
-/* ---- 1. all operations and messages, the bits of threads ---- */
+/* ---- 1. all operations and messages give the bits of threads ---- */
 
 static cases all; /* made before the ranks start */
 
@@ -34,13 +34,14 @@ static void compare_with_threads(cases made) {
     check_well(tcp);
     for (int rank = 0; rank < all.n; rank++)
         CHECK_MSG(tcp->result[rank].hash == threads->result[rank].hash && tcp->result[rank].hash,
-            "%d ranks: rank %d has other bits than on threads", all.n, rank);
+            "%d ranks: rank %d has different bits than on threads", all.n, rank);
     job_free(tcp);
     job_free(threads);
     cases_free(&all);
 }
 
-/* Overlapping send and recv: legal and right, or refused on every rank. */
+/* Overlapping send and recv: a legal overlap gives correct results, any other is refused on every
+   rank. */
 static dt_status overlap_rank(dt_ctx *ctx, void *user) {
     return overlap_of(ctx, (unsigned)((const job *)user)->what);
 }
@@ -56,10 +57,10 @@ static void test_overlap(void) {
         refused += j->result[0].status != DT_OK;
         job_free(j);
     }
-    CHECK_MSG(refused > 5 && refused < 45, "%d of 48 are refused", refused);
+    CHECK_MSG(refused > 5 && refused < 45, "%d of 48 overlaps are refused", refused);
 }
 
-/* A rank that ends early is missed by nobody who needs no more of it. */
+/* A rank may end early if the other ranks need nothing more from it. */
 static dt_status early_end_rank(dt_ctx *ctx, void *user) {
     dt_comm *world = dt_world(ctx);
     int me = dt_comm_rank(world);
@@ -73,7 +74,7 @@ static dt_status early_end_rank(dt_ctx *ctx, void *user) {
         nap(0.3);
         memset(a, 0, 1000000 * sizeof *a);
         CHECK(dt_recv(world, a, 1000000, DT_F32, 1, 1) == DT_OK && a[999999] == 999999);
-        nap(0.2); /* its goodbye is here */
+        nap(0.2); /* the ended rank's goodbye has arrived */
         CHECK(dt_recv(world, a, 1, DT_F32, 1, 2) == DT_OK && a[0] == 5);
         status = dt_recv(world, a, 1, DT_F32, 2, 3);
     }
@@ -98,7 +99,7 @@ static void raw_to_all(dt_comm *world, const void *p, size_t bytes) {
             perror("send");
 }
 
-static dt_status come_to_an_end(dt_ctx *ctx, int how) {
+static dt_status end_rank(dt_ctx *ctx, int how) {
     static const char garbage[100] = "GET / HTTP/1.1";
     dt__tcp_frame frame = { DT__TCP_FRAME_MAGIC, DT__TCP_DATA, 0, 0, (uint64_t)1 << 50, 0 };
     if (how == FAILS) return dt_fail(ctx, DT_ERR_NUMERIC, "the injected failure");
@@ -111,7 +112,7 @@ static dt_status come_to_an_end(dt_ctx *ctx, int how) {
     return dt_barrier(dt_world(ctx));
 }
 
-/* what: how rank 1 ends, and in which operation the others then are. */
+/* what: how rank 1 ends, and the operation that the other ranks are in. */
 enum { IN_BARRIER = 0, IN_RECV, IN_SEND, IN_ANY, IN_REDUCE, N_PLACES };
 static dt_status fault_rank(dt_ctx *ctx, void *user) {
     const job *j = (const job *)user;
@@ -121,7 +122,7 @@ static dt_status fault_rank(dt_ctx *ctx, void *user) {
     for (int i = 0; i < 3; i++) dt_barrier(world);
     if (dt_comm_rank(world) == 1) {
         nap(0.05);
-        return come_to_an_end(ctx, how);
+        return end_rank(ctx, how);
     }
     if (dt_comm_rank(world) != (n == 2 ? 0 : 2))
         return dt_recv(world, big, 4, DT_F32, n == 2 ? 1 : 2, 8);
@@ -143,7 +144,7 @@ static void check_fault(const job *j, int how) {
         if (rank == 1 && dies) continue;
         CHECK_MSG(r->ended && r->status != DT_OK && r->took < 8, "%s: %s, %.1f s", where,
             dt_status_name(r->status), r->took);
-        CHECK_MSG(r->largest < 100000000, "%s: %zu bytes were taken", where, r->largest);
+        CHECK_MSG(r->largest < 100000000, "%s: %zu bytes were allocated", where, r->largest);
         if (how == FAILS)
             CHECK_MSG(strcmp(text, "rank 1: the injected failure") == 0 &&
                           r->status == DT_ERR_NUMERIC && r->report.rank == 1 &&
@@ -173,8 +174,8 @@ static void test_faults(void) {
     }
 }
 
-/* What had come before the sender died is delivered first; then its name is said. */
-static dt_status legacy_rank(dt_ctx *ctx, void *user) {
+/* Messages that arrived before the sender died are delivered; then the error names the sender. */
+static dt_status deliver_then_lost_rank(dt_ctx *ctx, void *user) {
     dt_comm *world = dt_world(ctx);
     float *a = (float *)calloc(500000, sizeof *a);
     (void)user;
@@ -197,8 +198,8 @@ static dt_status legacy_rank(dt_ctx *ctx, void *user) {
     return status;
 }
 
-/* Rank 0 fails with a large send half-way, whose receiver is not looking. The text comes behind the
-   message. */
+/* Rank 0 fails halfway through a large send while the receiver does not poll. The failure text
+   follows the message. */
 static dt_status half_way_rank(dt_ctx *ctx, void *user) {
     dt_comm *world = dt_world(ctx);
     enum { N = 4000000 };
@@ -211,7 +212,7 @@ static dt_status half_way_rank(dt_ctx *ctx, void *user) {
         dt_work *work = dt_send_start(world, a, N, DT_F32, 1, 0);
         dt_fail(ctx, DT_ERR_NUMERIC, "half-way");
         dt_wait(ctx, work);
-        memset(a, 0, N * sizeof *a); /* it is the caller's again */
+        memset(a, 0, N * sizeof *a); /* after the failure the buffer belongs to the caller again */
     } else {
         memset(a, 0, N * sizeof *a);
         nap(0.6);
@@ -225,8 +226,8 @@ static dt_status half_way_rank(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-/* what 0: more is expected of a rank that has ended; 1: a message nobody received; 2: other counts;
-   3: a rank is stuck */
+/* what 0: a receive from a rank that has ended; 1: a message that no rank receives; 2: different
+   counts; 3: a stuck rank */
 enum { MISUSE_LINE = __LINE__ + 6 };
 static dt_status misuse_rank(dt_ctx *ctx, void *user) {
     const job *j = (const job *)user;
@@ -272,13 +273,13 @@ static void test_misuse(void) {
     }
 }
 
-/* Something of everything that allocates. */
-static dt_status hungry_rank(dt_ctx *ctx, void *user) {
+/* Makes one call of every kind that allocates. */
+static dt_status allocating_rank(dt_ctx *ctx, void *user) {
     dt_comm *world = dt_world(ctx), *half;
     static float a[30000], b[30000];
     int n = dt_comm_size(world), me = dt_comm_rank(world);
     (void)user;
-    dt_send(world, a, 1000, DT_F32, (me + 1) % n, 7); /* comes before it is asked for */
+    dt_send(world, a, 1000, DT_F32, (me + 1) % n, 7); /* arrives before its receive */
     dt_barrier(world);
     dt_all_reduce(world, a, b, 30000, DT_F32, DT_SUM);
     half = dt_comm_split(world, me % 2, 0, "half");
@@ -290,7 +291,7 @@ static dt_status hungry_rank(dt_ctx *ctx, void *user) {
 static void test_refused_memory(void) {
     long k = 0;
     for (int refused = 1; refused; k++) {
-        job *j = job_make(3, hungry_rank, 0);
+        job *j = job_make(3, allocating_rank, 0);
         j->refuse_rank = 1;
         j->refuse_at = k + 1;
         j->timeout_s = 0.5;
@@ -298,18 +299,18 @@ static void test_refused_memory(void) {
         job_wait(j);
         refused = j->result[1].status == DT_ERR_MEM;
         for (int rank = 0; rank < 3 && refused; rank++)
-            CHECK_MSG(
-                j->result[rank].status != DT_OK, "allocation %ld: rank %d: DT_OK", k + 1, rank);
+            CHECK_MSG(j->result[rank].status != DT_OK, "allocation %ld: rank %d returns DT_OK",
+                k + 1, rank);
         if (!refused) check_well(j);
         job_free(j);
         if (k > 4) k += 2;
     }
-    CHECK_MSG(k > 10, "%ld allocations", k);
+    CHECK_MSG(k > 10, "only %ld allocations", k);
 }
 
 /* ---- 4. two jobs ---- */
 
-/* A rank's part of the cases that leaves out the long ones. */
+/* Runs the cases except the long ones. */
 static dt_status exchange_rank(dt_ctx *ctx, void *user) {
     (void)user;
     exchange(dt_world(ctx));
@@ -319,7 +320,7 @@ static dt_status exchange_rank(dt_ctx *ctx, void *user) {
 
 static dt_status mail_rank(dt_ctx *ctx, void *user) {
     (void)user;
-    mail(dt_world(ctx));
+    messages_in_ring(dt_world(ctx));
     return dt_error(ctx);
 }
 
@@ -335,16 +336,16 @@ static void test_two_jobs(void) {
     job_free(b);
 }
 
-/* ---- calls that differ, where they are not compared beforehand ---- */
+/* ---- different calls, without the comparison of calls ---- */
 
-static dt_status differing_rank(dt_ctx *ctx, void *user) {
+static dt_status different_calls_rank(dt_ctx *ctx, void *user) {
     return words_rank(ctx, ((const job *)user)->what);
 }
 
 static void test_words(void) {
     for (int what = 0; what < WORDS_CASES; what++) {
         for (int check = -1; check < 2; check += 2) {
-            job *j = job_make(2, differing_rank, what);
+            job *j = job_make(2, different_calls_rank, what);
             j->check = check;
             job_start(j);
             job_wait(j);
@@ -358,8 +359,9 @@ static void test_words(void) {
     }
 }
 
-/* Rank 0 sends much, which nobody has asked for yet, and rank 1 waits for it elsewhere meanwhile:
-   no deadlock, as the bytes move. Legal where calls are not compared beforehand. */
+/* Rank 0 sends a large message that has no receive yet, while rank 1 waits for rank 0 in another
+   operation. This is not a deadlock, because the bytes move. It is legal without the comparison of
+   calls. */
 static dt_status crossing_rank(dt_ctx *ctx, void *user) {
     const job *j = (const job *)user;
     dt_comm *world = dt_world(ctx), *other = dt_comm_split(world, 0, 0, "other");
@@ -394,7 +396,7 @@ int main(void) {
     run_well(3, early_end_rank, 0);
     test_two_jobs();
     test_faults();
-    job *j = run_job(2, legacy_rank, 0);
+    job *j = run_job(2, deliver_then_lost_rank, 0);
     CHECK(j->result[0].ended && says_lost(j->result[0].report.text, 1));
     job_free(j);
     j = run_job(2, half_way_rank, 0);

@@ -1,9 +1,9 @@
-/* test_trace.c - the trace of dt_comm.h: what ranks did is what stands in the file.
+/* test_trace.c - the trace of dt_comm.h: the file holds what the ranks did.
 
-   A run does operations whose numbers and bytes it counts itself, over threads, forks and a
-   transport; the file is read back with the strict JSON reader and held against that: slices nest
-   in each track, every operation is there once, the durations are those of dt_comm_seconds, arrows
-   join a send to its receive. */
+   A run counts its own operations and bytes, over threads, forks and a transport. The test reads
+   the trace with the strict JSON reader and compares: slices nest in each track, every operation
+   occurs once, the durations add up to dt_comm_seconds, and arrows join each send to its
+   receive. */
 #define _GNU_SOURCE
 #include <pthread.h>
 
@@ -24,7 +24,7 @@ static char path[256];
 
 /* ---- the run ---- */
 
-/* What a rank counted. Forked ranks share it: it is the `user` of the run. */
+/* A rank's own counts, in memory shared by forked ranks: the `user` of the run. */
 typedef struct tally {
     int calls[KINDS], splits, waits, marks;
     size_t bytes[KINDS];
@@ -52,7 +52,7 @@ static size_t sent(dt_ctx *ctx) {
         t->bytes[kind] += sent(ctx) - before; \
         t->seconds += dt_comm_seconds(ctx) - from; \
     } while (0)
-/* A started one that has now been waited for. */
+/* Waits for a started operation, and counts it. */
 #define WAIT(kind, work) \
     do { \
         size_t before = sent(ctx); \
@@ -100,7 +100,7 @@ static void blocking(dt_ctx *ctx, dt_comm *dp, tally *t) {
     DO(AGREE, dt_agree(dp, DT_OK));
 }
 
-/* Round the ring, some small, some too long to be left lying, one received from whoever comes. */
+/* Messages around the ring: some eager, some too large for that, one received from any. */
 static void messages(dt_ctx *ctx, dt_comm *dp, tally *t, int any) {
     enum { LONG = 3000 };
     static float zeros[LONG];
@@ -116,7 +116,7 @@ static void messages(dt_ctx *ctx, dt_comm *dp, tally *t, int any) {
         else
             DO(RECEIVE, dt_recv(dp, out, (size_t)(5 + i), DT_F32, left, i));
     }
-    if (n > 1) { /* to itself a rank cannot send so much */
+    if (n > 1) { /* a blocking send of this size to the same rank would deadlock */
         w[0] = dt_recv_start(dp, out, LONG, DT_F32, left, 9);
         w[1] = dt_send_start(dp, in, LONG, DT_F32, right, 9);
         w[2] = dt_send_start(dp, in, 3, DT_F32, right, 9);
@@ -129,7 +129,7 @@ static void messages(dt_ctx *ctx, dt_comm *dp, tally *t, int any) {
     free(out);
 }
 
-/* Operations that are under way together, with blocking ones beside them. */
+/* Concurrent started operations, with blocking ones in between. */
 static void overlap(dt_ctx *ctx, dt_comm *dp, tally *t) {
     float a[3][16], b[3][16];
     dt_work *w[3];
@@ -171,7 +171,7 @@ static const char *const odd_names[] = { "a \"quoted\" \\ name", "line\nbreak \x
     "cut in a character: 012345678901234567\xc3\xa4\xc3\xa4", "" };
 enum { ODD_NAMES = sizeof odd_names / sizeof *odd_names };
 
-static dt_status everything(dt_ctx *ctx, void *user) {
+static dt_status trace_everything(dt_ctx *ctx, void *user) {
     shared *s = (shared *)user;
     dt_comm *world = dt_world(ctx);
     tally *t = &s->of[dt_comm_rank(world)];
@@ -195,7 +195,7 @@ static dt_status everything(dt_ctx *ctx, void *user) {
     blocking(ctx, dp, t);
     overlap(ctx, dp, t);
     for (int i = 0; i < ODD_NAMES; i++) dt_trace_begin(ctx, odd_names[i]), t->marks++;
-    for (int i = 0; i < ODD_NAMES + 3; i++) dt_trace_end(ctx); /* too many do nothing */
+    for (int i = 0; i < ODD_NAMES + 3; i++) dt_trace_end(ctx); /* surplus calls do nothing */
     t->allocations = dt_memory_used(ctx).allocations - allocations;
     dt_comm_set_algorithm(dp, DT_RING);
     blocking(ctx, dp, t);
@@ -232,7 +232,7 @@ static void copy_string(const dt_json *j, int node, const char *key, char *out, 
 static int64_t ns_of(const dt_json *j, int node, const char *key) {
     double us = NAN;
     dt_json_number(j, dt_json_find(j, node, key), &us);
-    CHECK_MSG(isfinite(us) && us >= 0, "%s is %g", key, us);
+    CHECK_MSG(isfinite(us) && us >= 0, "time %s is %g", key, us);
     return (int64_t)llround(us * 1000);
 }
 
@@ -252,7 +252,7 @@ static void read_event(const dt_json *j, int node, slice *s) {
     s->pid = int_of(j, node, "pid", -1);
     s->tid = int_of(j, node, "tid", -1);
     CHECK_MSG(strchr("XMCsf", s->ph) && strlen(ph) == 1 && s->pid >= 0 && s->tid >= 0,
-        "an event of phase '%s'", ph);
+        "unexpected event phase '%s'", ph);
     if (s->ph != 'M') s->ts = ns_of(j, node, "ts");
     if (s->ph == 'X') s->dur = ns_of(j, node, "dur");
     dt_json_int(j, dt_json_find(j, node, "id"), &s->id);
@@ -291,8 +291,7 @@ static traced read_trace(const char *file) {
     return t;
 }
 
-/* In every track each slice lies inside the one that is open, or behind it, and the file is in that
-   order. */
+/* In every track each slice is inside the open slice or after it, and the file is in this order. */
 static void check_nesting(const traced *t, const char *what) {
     for (int pid = 0; pid < MAX_RANKS; pid++) {
         for (int tid = 0; tid < 64; tid++) {
@@ -408,7 +407,8 @@ static int is_in(const slice *s, const slice *e) {
     return e->pid == s->pid && e->tid == s->tid && e->ts <= s->ts && s->ts <= e->ts + e->dur;
 }
 
-/* Each arrow has two ends, in a send and in the receive of the other rank, the later one later. */
+/* Each arrow has two ends: the first in a send, the second in the matching receive of the other
+   rank, not earlier. */
 static void check_arrows(const traced *t, int ranks, double slack, const char *what) {
     int begins = 0, receives = 0, all_ends = 0;
     for (int i = 0; i < t->n; i++) {
@@ -429,7 +429,7 @@ static void check_arrows(const traced *t, int ranks, double slack, const char *w
             if (has_prefix(e->name, "receive") && is_in(f, e)) to = e;
         }
         CHECK_MSG(from && to && from->peer == f->pid && to->peer == s->pid,
-            "%s: an arrow is not in its slices", what);
+            "%s: an arrow's end is not inside its slice", what);
         int64_t length = f ? f->ts - s->ts : 0;
         CHECK_MSG(
             (double)length >= -1e9 * slack, "%s: an arrow of %lld ns", what, (long long)length);
@@ -449,7 +449,7 @@ static void test_backend(dt_backend backend, int ranks) {
         ranks);
     memset(&s, 0, sizeof s);
     s.ranks = ranks;
-    CHECK(dt_run(desc, everything, &s) == DT_OK);
+    CHECK(dt_run(desc, trace_everything, &s) == DT_OK);
     traced t = read_trace(path);
     check_nesting(&t, what);
     for (int rank = 0; rank < ranks; rank++) {
@@ -492,9 +492,9 @@ static dt_status overflow(dt_ctx *ctx, void *user) {
     int me = dt_ctx_rank(ctx);
     (void)user;
     dt_trace_start(ctx, 50);
-    /* rank 0 has room, rank 1 has not */
+    /* rank 0's ring has room, rank 1's overflows */
     for (int i = 0; i < 30 + 170 * me; i++) mark(ctx, i);
-    /* with one of memory */
+    /* one of the lost events is a memory event */
     CHECK_MSG(dt_trace_lost(ctx) == (me ? 151u : 0u), "%zu lost", dt_trace_lost(ctx));
     dt_trace_write(dt_world(ctx), path);
     for (int i = 0; i < 25; i++) mark(ctx, 1000 + i);
@@ -505,7 +505,7 @@ static dt_status overflow(dt_ctx *ctx, void *user) {
     return DT_OK;
 }
 
-/* Marks m`first` .. in their order, and nothing before them. */
+/* Marks m<first>, m<first + 1>, .. in order, and nothing before them. */
 static void check_marks(const traced *t, int rank, int want, int first, int gap_at, int then) {
     int n = 0, next = first;
     for (int i = 0; i < t->n; i++) {
@@ -523,15 +523,15 @@ static void test_overflow(void) {
     dt_run_desc desc = { .ranks = 2, .timeout_s = 60, .host = &host };
     host.log = count_log;
     snprintf(second, sizeof second, "%s.2", path);
-    CHECK(dt_run(desc, overflow, NULL) == DT_ERR_ARG); /* the second start */
+    CHECK(dt_run(desc, overflow, NULL) == DT_ERR_ARG); /* because of the second dt_trace_start */
     traced t = read_trace(path);
     check_marks(&t, 0, 30, 0, 0, 0);
     check_marks(&t, 1, 50, 150, 0, 0);
     CHECK(t.lost[0] == 0 && t.lost[1] == 151);
     free(t.v);
     t = read_trace(second);
-    /* the write has left works for later use: memory once more. 31 + 26 events are 7 too many, one
-       of them memory */
+    /* writing the trace has cached work objects, so there is one more memory event: 31 + 26 events
+       are 7 too many, one of them a memory event */
     check_marks(&t, 0, 49, 6, 24, 1000);
     check_marks(&t, 1, 49, 176, 24, 1000);
     CHECK_MSG(t.lost[0] == 7 && t.lost[1] == 177, "%d and %d lost", t.lost[0], t.lost[1]);
@@ -541,9 +541,9 @@ static void test_overflow(void) {
     remove(second);
 }
 
-/* The receiver has forgotten the first messages: they have no arrows, and the others those they
-   had. */
-static dt_status forgetful(dt_ctx *ctx, void *user) {
+/* The receiver's ring has lost the first messages: these have no arrows, and the other messages
+   keep theirs. */
+static dt_status lossy_receiver(dt_ctx *ctx, void *user) {
     int me = dt_ctx_rank(ctx);
     (void)user;
     dt_trace_start(ctx, me ? 5 : 100);
@@ -556,11 +556,11 @@ static dt_status forgetful(dt_ctx *ctx, void *user) {
     return dt_trace_write(dt_world(ctx), path);
 }
 
-static void test_forgetful(void) {
+static void test_lost_arrows(void) {
     dt_host host = *dt_host_default();
     dt_run_desc desc = { .ranks = 2, .timeout_s = 60, .host = &host };
     host.log = count_log;
-    CHECK(dt_run(desc, forgetful, NULL) == DT_OK);
+    CHECK(dt_run(desc, lossy_receiver, NULL) == DT_OK);
     traced t = read_trace(path);
     check_arrows(&t, 2, 0, "forgetful");
     int arrows = 0;
@@ -570,11 +570,11 @@ static void test_forgetful(void) {
     remove(path);
 }
 
-/* ---- marks and blocks that do not fit each other ---- */
+/* ---- marks that do not match blocks ---- */
 
-static dt_tensor *unruly(dt_tensor *x, void *user) {
+static dt_tensor *unbalanced_marks_layer(dt_tensor *x, void *user) {
     (void)user;
-    dt_trace_end(x->ctx); /* not that of outside */
+    dt_trace_end(x->ctx); /* must not end the mark outside the block */
     dt_trace_begin(x->ctx, "never ended");
     return dt_add(x, x);
 }
@@ -588,7 +588,7 @@ static dt_status misuse(dt_ctx *ctx, void *user) {
     dt_trace_start(ctx, 0);
     dt_trace_end(ctx);
     dt_trace_begin(ctx, "outside");
-    dt_block(ctx, unruly, dt_input(ctx, DT_F32, DT_SHAPE(1), &one), NULL);
+    dt_block(ctx, unbalanced_marks_layer, dt_input(ctx, DT_F32, DT_SHAPE(1), &one), NULL);
     dt_trace_end(ctx);
     for (int i = 0; i < 40; i++) dt_trace_begin(ctx, "deep");
     for (int i = 0; i < 40; i++) dt_trace_end(ctx);
@@ -627,7 +627,7 @@ static void test_misuse(void) {
 
 /* ---- files that cannot be written ---- */
 
-static int writes_left = -1; /* writes before the disk is full; below 0: it never is */
+static int writes_left = -1; /* writes before the disk is full; below 0: unlimited */
 
 static int64_t full_pwrite(void *user, int fd, const void *buf, size_t bytes, int64_t offset) {
     (void)user;
@@ -656,16 +656,16 @@ static void test_no_file(void) {
     CHECK(dt_run(desc, write_to, missing) == DT_ERR_IO);
     CHECK_MSG(
         report.rank == 0 && strstr(report.text, missing) && strstr(report.text, "No such file"),
-        "it says %s", report.text);
+        "unexpected text: %s", report.text);
     snprintf(temp, sizeof temp, "%s.tmp", path);
-    for (int left = 0; left < 4; left++) { /* the old file stays, nothing else does */
+    for (int left = 0; left < 4; left++) { /* the old file remains, and no temporary file */
         FILE *old = fopen(path, "w");
         fputs("old", old);
         fclose(old);
         writes_left = left;
         CHECK(dt_run(desc, write_to, path) == DT_ERR_IO);
         writes_left = -1;
-        CHECK_MSG(strstr(report.text, "No space left"), "it says %s", report.text);
+        CHECK_MSG(strstr(report.text, "No space left"), "unexpected text: %s", report.text);
         char text[8] = "";
         old = fopen(path, "r");
         CHECK(old && fgets(text, sizeof text, old) && strcmp(text, "old") == 0);
@@ -675,7 +675,7 @@ static void test_no_file(void) {
     remove(path);
 }
 
-/* ---- ranks with clocks of their own, over a transport ---- */
+/* ---- ranks with different clocks, over a transport ---- */
 
 typedef struct letter {
     int used, from, to, tag;
@@ -792,7 +792,7 @@ static void *transport_rank(void *arg) {
         .rank = j->end.rank, .transport = &transport, .size = j->ranks, .timeout_s = 60
     };
     dt_comm_attach(ctx, desc);
-    j->status = everything(ctx, j->shared);
+    j->status = trace_everything(ctx, j->shared);
     CHECK_MSG(j->status == DT_OK, "%s", dt_error_text(ctx));
     dt_comm_detach(ctx, j->status);
     dt_ctx_free(ctx);
@@ -803,7 +803,7 @@ static void test_transport(int ranks) {
     post p = { .lock = PTHREAD_MUTEX_INITIALIZER };
     shared s;
     job jobs[MAX_RANKS];
-    /* ranks 0: no receive from any rank, after which nothing is known */
+    /* without receives from any rank, after which clock offsets are unknown */
     memset(&s, 0, sizeof s);
     for (int i = 0; i < ranks; i++) {
         jobs[i] = (job){
@@ -819,7 +819,8 @@ static void test_transport(int ranks) {
     }
     check_nesting(&t, "transport");
     check_arrows(&t, ranks, 0.2, "transport");
-    /* clocks are up to 4000 s apart; in a barrier all are there at once */
+    /* clocks differ by up to 4000 s; after alignment all ranks must be in the barrier at the same
+       time */
     int64_t last_in = 0, first_out = INT64_MAX;
     for (int rank = 0; rank < ranks; rank++) {
         for (int i = 0; i < t.n; i++) {
@@ -833,14 +834,14 @@ static void test_transport(int ranks) {
         }
     }
     double late = 1e-9 * (double)(last_in - first_out);
-    CHECK_MSG(late < 0.2, "in the first barrier one is %.3f s late", late);
+    CHECK_MSG(late < 0.2, "in the first barrier a rank is %.3f s late", late);
     free(t.v);
     remove(path);
 }
 
-/* ---- a simulated link, where started operations take their time ---- */
+/* ---- a simulated link that delays started operations ---- */
 
-static dt_status hidden(dt_ctx *ctx, void *user) {
+static dt_status overlapped_link(dt_ctx *ctx, void *user) {
     float a[256] = { 0 }, b[256];
     (void)user;
     dt_trace_start(ctx, 100);
@@ -853,17 +854,16 @@ static dt_status hidden(dt_ctx *ctx, void *user) {
     return dt_trace_write(dt_world(ctx), path);
 }
 
-/* 20 ms on the link beside 100 ms of work: the operation ends before the work does, and nothing
-   waits. */
-static void test_hidden(void) {
+/* 20 ms on the link during 100 ms of work: the operation ends before the work, so no rank waits. */
+static void test_overlapped_link(void) {
     dt_run_desc desc = { .ranks = 2, .timeout_s = 60, .link = { 0.02, 0 } };
-    CHECK(dt_run(desc, hidden, NULL) == DT_OK);
+    CHECK(dt_run(desc, overlapped_link, NULL) == DT_OK);
     traced t = read_trace(path);
     for (int i = 0; i < t.n; i++) {
         const slice *e = &t.v[i];
         if (strcmp(e->name, "all-reduce world") == 0)
             CHECK_MSG(e->started && e->tid == 1 && e->dur >= 19900000 && e->dur < 99000000,
-                "it took %lld ns", (long long)e->dur);
+                "the all-reduce took %lld ns", (long long)e->dur);
         if (strcmp(e->name, "wait all-reduce world") == 0)
             CHECK_MSG(e->dur < 50000000, "the wait took %lld ns", (long long)e->dur);
     }
@@ -873,9 +873,9 @@ static void test_hidden(void) {
     remove(path);
 }
 
-/* ---- what it costs: test_trace cost ---- */
+/* ---- cost: test_trace cost ---- */
 
-/* Nanoseconds of one turn, the least of 20 rounds. */
+/* Nanoseconds of one iteration, the minimum of 20 rounds. */
 static double least(dt_ctx *ctx, int what) {
     enum { N = 50000 };
     const dt_host *host = dt_ctx_host(ctx);
@@ -898,7 +898,7 @@ static dt_status cost(dt_ctx *ctx, void *user) {
     printf("without: barrier of one rank %.1f ns, mark %.1f ns\n", op, marks);
     dt_trace_start(ctx, 65536);
     printf("with a trace: %.1f ns more, mark %.1f ns; ", least(ctx, 0) - op, least(ctx, 1));
-    printf("a look at the clock: %.1f ns\n", least(ctx, 2));
+    printf("reading the clock: %.1f ns\n", least(ctx, 2));
     double from = dt_ctx_host(ctx)->now(NULL);
     dt_trace_write(dt_world(ctx), path);
     printf("65536 events written in %.3f s\n", dt_ctx_host(ctx)->now(NULL) - from);
@@ -919,9 +919,9 @@ int main(int argc, char **argv) {
     test_transport(2);
     test_transport(4);
     test_overflow();
-    test_forgetful();
+    test_lost_arrows();
     test_misuse();
     test_no_file();
-    test_hidden();
+    test_overlapped_link();
     return check_done("test_trace");
 }

@@ -1,9 +1,9 @@
-/* words.h - calls that differ, with messages of the same length: what a message says of its call
-   tells them apart
+/* words.h - different calls with messages of equal length: the call description inside each message
+   must reveal the difference
 
-   Where ranks do not compare their calls first (.check = -1), the word that each message brings is
-   all there is. Large messages travel otherwise than small ones. Included after dt_comm.h with its
-   implementation. */
+   Without the comparison of calls (.check = -1), the description in each message is the only
+   protection. Large messages use another protocol than small ones, so both are tested. Included
+   after dt_comm.h with its implementation. */
 #ifndef WORDS_H
 #define WORDS_H
 
@@ -11,7 +11,7 @@ enum { WORDS_KINDS = 5, WORDS_CASES = 2 * WORDS_KINDS };
 
 static size_t words_count(int what) { return what < WORDS_KINDS ? 16 : 16000; }
 
-/* Rank 0 does one thing and all others another. */
+/* Rank 0 makes one call and all other ranks make a different one. */
 static dt_status words_rank(dt_ctx *ctx, int what) {
     dt_comm *world = dt_world(ctx);
     int me = dt_comm_rank(world), n = dt_comm_size(world);
@@ -38,7 +38,7 @@ static dt_status words_rank(dt_ctx *ctx, int what) {
     return dt_error(ctx);
 }
 
-/* Does the text name both calls? */
+/* 1 if the text names both calls. */
 static int words_said(int what, const char *text) {
     static const char *const says[WORDS_KINDS][2] = {
         { "all-reduce f32 x %zu max", "all-reduce f32 x %zu sum" },

@@ -2,10 +2,11 @@
 # budget.sh - dt_kernels.cu compiled for a GPU: no warning, and no kernel over its budget: 256 bytes of spilled
 # registers, and 48 KiB of shared memory that its launch does not ask for
 #
-#   tests/cuda/budget.sh [-o OBJECT] ARCH...      75 80 90a 100; the object is of the last
+#   tests/cuda/budget.sh [-o OBJECT] ARCH...      75 80 90a 100; the object is that of the last
 #
-# Prints one line for each architecture, and ends with 1 if any is over. Needs nvcc, but no GPU; each takes one to three
-# minutes. A block of 256 threads with at most 128 registers, or of 128 with 255, lets two run on a multiprocessor.
+# Prints one line for each architecture, and exits with status 1 if any kernel is over budget. Needs nvcc, but no GPU;
+# each architecture takes one to three minutes. Two blocks of 256 threads with at most 128 registers, or of 128 threads
+# with 255, fit on a multiprocessor.
 cd "$(dirname "$0")/../.." || exit 1
 case ${1:--h} in
 -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' tests/cuda/budget.sh; exit $((2 * ($# == 0))) ;;
@@ -18,7 +19,7 @@ bad=0
 for arch; do
     nvcc -O3 -arch="sm_$arch" -Xcompiler -Wall,-Wextra -Xptxas -v -c dt_kernels.cu -o "$object" >"$log" 2>&1 ||
         { tail -n 5 "$log"; exit 1; }
-    warnings=$(grep -ciE 'warning|are serialized' "$log") # serialized: nvcc waits for every wgmma, which it says as "info"
+    warnings=$(grep -ciE 'warning|are serialized' "$log") # serialized: nvcc waits for every wgmma, reported as "info"
     [ "$warnings" = 0 ] || grep -iE 'warning|are serialized' "$log" | head -n 5
     awk -v arch="$arch" -v warnings="$warnings" '
         /Compiling entry function/ { split($0, part, "\047"); name = part[2]; n++ }

@@ -1,15 +1,13 @@
-// cuda_cases.h - kernels of dt_kernels.cu beside the CPU's: arrays, their comparison
+// cuda_cases.h - compares kernels of dt_kernels.cu with the CPU's: arrays and their comparison
 //
-// The kernels run through cuda_on_cpu.h: no GPU and no CUDA toolkit are needed. Each call is made
-// once with the CPU's
-// table and, on copies of the same memory, in three lane orders with CUDA's: the status must agree,
-// results must be
-// within 1e-6 (equal bits where the kernel promises them), the three orders must agree in every
-// bit, inputs and the
-// surroundings of every array must be untouched. What is stored in 16 bits may differ by one
-// rounding more.
+// The kernels run through cuda_on_cpu.h, so no GPU and no CUDA toolkit are needed. Each call is
+// made once with the CPU's table and, on copies of the same memory, in three lane orders with
+// CUDA's table. The status must agree, results must be within 1e-6 (equal bits where the kernel
+// promises them), the three orders must agree in every bit, and inputs and the bytes around every
+// array must be unchanged. 16-bit results may differ by one more rounding.
 //
-// With -DCUDA_ON_GPU they run on a GPU (cuda_on_gpu.h), three times instead of in three orders.
+// With -DCUDA_ON_GPU the kernels run on a GPU (cuda_on_gpu.h), three times instead of in three
+// orders.
 
 #ifndef CUDA_CASES_H
 #define CUDA_CASES_H
@@ -47,30 +45,27 @@ static const struct {
     unsigned seed;
 } ORDERS[] = { { DTC_FORWARD, 0 }, { DTC_REVERSE, 0 }, { DTC_PERMUTED, 1 } };
 
-#ifndef CUDA_ORDERS // how many of them a case runs in at most; test_cuda_races.cc wants one
+#ifndef CUDA_ORDERS // the most lane orders per case; test_cuda_races.cc sets one
 #define CUDA_ORDERS 3
 #endif
 
 #ifdef DTC_ASAN
-static const size_t GUARD = 0; // ASan watches the end
+static const size_t GUARD = 0; // ASan checks the end
 #else
 static const size_t GUARD = 32;
 #endif
 
-enum {
-    SCRATCH = -1,
-    EXACT = -2
-}; // as a floor: contents are nobody's business; equal bits, or no number
+// Values of array.floor. SCRATCH: contents are not compared; EXACT: equal bits, or both NaN.
+enum { SCRATCH = -1, EXACT = -2 };
 
 // The memory of one argument. It begins `offset` bytes after a multiple of 64 and ends where the
-// allocation ends. The
-// floor is what an error is relative to where the value itself is smaller: the size of what
-// cancelled out.
+// allocation ends. Errors are relative to the value, or to `floor` if the value is smaller: the
+// magnitude of terms that cancel.
 struct array {
     dt_dtype dtype;
     size_t count, offset;
     double floor;
-    double grain = 0; // size of the numbers that the kernel itself rounds to 16 bits on the way
+    double grain = 0; // magnitude of intermediate values that the kernel rounds to 16 bits
     char *base;
 
     array(dt_dtype dtype_, size_t count_, size_t offset_, double floor_)
@@ -122,7 +117,7 @@ static double random_number() { // in [-2, 2), repeatable
     return (double)(random_state >> 40) / (1 << 22) - 2;
 }
 
-// How arrays are placed: all at multiples of 16, all odd, the first one odd, at multiples of 8.
+// Placement of arrays: all at multiples of 16, all odd, only the first odd, at multiples of 8.
 enum { ALIGNED, ODD, FIRST_ODD, HALF, PLACEMENTS };
 
 static size_t offset_for(int placement, size_t index, dt_dtype dtype) {
@@ -133,10 +128,10 @@ static size_t offset_for(int placement, size_t index, dt_dtype dtype) {
                                     : 0;
 }
 
-// A new array with random numbers; floor: see above.
+// Appends a new array with random numbers. floor: see struct array.
 static array &push(
     arrays &all, int placement, size_t count, double floor, dt_dtype dtype = DT_F32) {
-    if (all.capacity() < 16) all.reserve(16); // references to elements must last
+    if (all.capacity() < 16) all.reserve(16); // so that references to elements stay valid
     all.emplace_back(dtype, count, offset_for(placement, all.size(), dtype), floor);
     array &a = all.back();
     for (size_t k = 0; k < count; k++)
@@ -144,7 +139,7 @@ static array &push(
     return a;
 }
 
-// The step from a number to the next one in 16 bits; denormals have that of the smallest normal
+// The distance from a number to the next 16-bit number; denormals use that of the smallest normal
 // number.
 static double step_of(dt_dtype dtype, double x) {
     int least = dtype == DT_BF16 ? -126 : -14, exponent = x != 0 ? std::ilogb(x) : least;
@@ -157,8 +152,8 @@ static bool close_enough(const array &a, double got, double want) {
     return got == want || fabs(got - want) <= 1e-6 * fmax(fabs(want), a.floor) + more + a.grain;
 }
 
-// Whether `got` is `want`; says where not. Of what is stored in 16 bits and only rounded few may
-// differ at all.
+// True if `got` equals `want` within tolerance; prints the first difference. Of 16-bit results that
+// are only rounded, few may differ at all.
 static bool agrees(const std::string &what, size_t index, const array &got, const array &want) {
     if (got.floor == SCRATCH || got.bytes() == 0) return true;
     if (memcmp(got.data(), want.data(), got.bytes()) == 0) return true;
@@ -183,7 +178,7 @@ static bool same_bits(const array &a, const array &b) {
     return a.floor == SCRATCH || a.bytes() == 0 || memcmp(a.data(), b.data(), a.bytes()) == 0;
 }
 
-// A launch that was abandoned is a failure, and is cleared so that the next call runs.
+// Reports an abandoned launch as a failure, and clears it so that the next call runs.
 static void check_no_mistake(const std::string &what) {
 #ifdef DTC_QUEUED
     const char *error = fake_cuda_error();
@@ -198,12 +193,12 @@ static void check_no_mistake(const std::string &what) {
 
 typedef std::function<dt_status(const dt_kernels *table, arrays &a)> runner;
 
-// Before the host reads what a kernel writes. The CPU's table has nothing to wait for.
+// Call before the host reads what a kernel writes. The CPU's table needs no wait.
 static dt_status wait_for(const dt_kernels *t, void *queue) {
     return t->sync ? t->sync(queue) : DT_OK;
 }
 
-// One call by both tables; see the head.
+// Makes one call with both tables and compares, as described at the top.
 static void compare(
     const std::string &what, const arrays &start, const runner &run, size_t orders = 3) {
     arrays want = start, first;
@@ -222,11 +217,11 @@ static void compare(
         for (size_t i = 0; i < got.size() && status == DT_OK; i++) {
             CHECK_MSG(agrees(what, i, got[i], want[i]), "%s: array %zu differs from the CPU's",
                 what.c_str(), i);
-            CHECK_MSG(same_bits(got[i], first[i]), "%s: array %zu is not that of the first order",
-                what.c_str(), i);
+            CHECK_MSG(same_bits(got[i], first[i]),
+                "%s: array %zu differs from the first lane order", what.c_str(), i);
         }
         for (size_t i = 0; i < got.size(); i++)
-            CHECK_MSG(got[i].guards_hold(), "%s: wrote outside of array %zu", what.c_str(), i);
+            CHECK_MSG(got[i].guards_hold(), "%s: wrote outside array %zu", what.c_str(), i);
     }
 }
 

@@ -2,12 +2,12 @@
 
    A test includes this header, then the unmodified .cu file, and is compiled with g++ or clang++ as
    C++17 (or: g++ -std=c++17 -x c++ -include cuda_on_cpu.h -c some.cu). Every kernel launch then
-   runs on the spot: blocks one after another, the threads of a block as fibers that give way to
-   each other at barriers and warp operations. No GPU and no CUDA toolkit are needed; if the
-   toolkit's headers are on the include path, its types are used. Under nvcc the header is empty.
+   runs synchronously: blocks one after another, the threads of a block as fibers that switch at
+   barriers and warp operations. No GPU and no CUDA toolkit are needed; if the toolkit's headers are
+   on the include path, its types are used. Under nvcc the header is empty.
 
-   WHAT A .cu FILE MUST DO. It names two macros where CUDA has syntax that C++ lacks, and defines
-   them itself for nvcc; this header defines them for the CPU:
+   WHAT A .cu FILE MUST DO. It uses two macros where CUDA has syntax that C++ lacks, and defines
+   them for nvcc; this header defines them for the CPU:
 
     #ifdef __CUDACC__
     #define DT_LAUNCH(kernel, grid, block, smem, stream, ...) \
@@ -27,8 +27,8 @@
    without PTX calls the functions of section 11.
 
    WHAT IT FINDS. A mistake abandons the launch, never the program; cudaGetLastError() and
-   dtc_error() then tell, and later launches do nothing until dtc_clear_error():
-   - __syncthreads that not all threads of the block reach, or reach at different places, two on
+   dtc_error() then report it, and later launches do nothing until dtc_clear_error(): -
+   __syncthreads that not all threads of the block reach, or reach at different places, two on
     one line included; threads that have exited count as missing (stricter than the hardware);
    - a warp operation whose mask names lanes that have exited, do not exist or wait elsewhere; a
     shuffle that reads a lane outside its mask;
@@ -47,18 +47,18 @@
    - reads and writes out of bounds: compile with -fsanitize=address,undefined. With clang only
     the latter sees static __shared__ arrays.
 
-   LATE LAUNCHES. With -DDTC_QUEUED a launch is put into its stream by fake_cuda.c, which stands in
-   for the CUDA runtime and runs it some time later; the toolkit's headers are needed then. A
-   launch's mistake makes its device fail, as in CUDA, and fake_cuda_error() tells it.
+   LATE LAUNCHES. With -DDTC_QUEUED fake_cuda.c, which replaces the CUDA runtime, queues a launch in
+   its stream and runs it later; this needs the toolkit's headers. A launch's mistake makes its
+   device fail, as in CUDA, and fake_cuda_error() reports it.
 
    By hand: DTC_ORDER=forward, reverse or permuted:SEED in the environment, where the program sets
    no order itself; a debugger stops at a mistake with `break dtc_fail`: in the thread that made it,
-   or in the scheduler when nobody can go on.
+   or in the scheduler when no thread can continue.
 
    WHAT IT DOES NOT DO. No cooperative groups, textures, constant-memory copies or inline PTX;
    waiting in a loop without atomics hangs. A helper called from two branches is one place: lanes
-   that meet in it from both are taken to be together, except under cuda_races.cc, which knows the
-   calls. ELF systems only. It tells ASan of its stacks, not TSan. Launches from several host
+   that meet in it from both branches count as converged, except under cuda_races.cc, which knows
+   the calls. ELF systems only. ASan is told of the stacks, TSan is not. Launches from several host
    threads take turns. */
 
 #ifndef CUDA_ON_CPU_H
@@ -157,7 +157,7 @@ enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
 
 #endif
 
-// Always inline, or cuda_races.cc would not hear of `shared[i] = make_float4(...)`.
+// Always inline, or cuda_races.cc would not see `shared[i] = make_float4(...)`.
 #define DTC_MAKE(V, parameters, ...) \
     __attribute__((always_inline)) inline V dtc_make_##V parameters { return { __VA_ARGS__ }; }
 DTC_MAKE(int2, (int x, int y), x, y)
@@ -192,10 +192,9 @@ DTC_MAKE(float4, (float x, float y, float z, float w), x, y, z, w)
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
 
-// All shared variables of a source file lie in one section, so that they can be poisoned together.
-// GCC forgets `section` for variables in templates, but not `noinit`, which is a section too.
-// `used`
-// keeps the compiler from reasoning that a variable nobody writes is zero.
+// All shared variables of a source file are in one section, so that they can be poisoned together.
+// GCC drops `section` for variables in templates, but not `noinit`, which is a section, too. `used`
+// keeps the compiler from assuming that a variable without writes is zero.
 #ifdef __clang__
 #define __shared__ static __attribute__((used, section("dt_smem")))
 #define DTC_SECTION(part) ".pushsection dt_smem," part "\"aw\",%progbits\n"
@@ -214,7 +213,7 @@ struct dtc_range {
 
 #define DT_DYN_SMEM(T, name) T *name = reinterpret_cast<T *>(dtc.dynamic)
 
-// The simulator's own access to the kernel's memory, which the compiler shall not report.
+// For the simulator's own access to the kernel's memory, which the compiler must not report.
 #define DTC_UNSEEN __attribute__((no_sanitize("thread")))
 
 // The lambda lets a template kernel find its types in the arguments, as `kernel<<<>>>` does.
@@ -350,8 +349,8 @@ inline void dtc_context_make(dtc_context *context, char *stack, size_t size, voi
 
 #endif
 
-// ASan keeps the bounds of the running stack and must hear of every switch: dtc_asan_leave right
-// before it, dtc_asan_arrive right after it, on the other stack.
+// ASan keeps the bounds of the running stack and must be told of every switch: call dtc_asan_leave
+// right before it, and dtc_asan_arrive right after it, on the other stack.
 #if defined(__has_feature)
 #if __has_feature(address_sanitizer)
 #define DTC_ASAN
@@ -390,11 +389,11 @@ enum {
     DTC_GUARD_BYTES = 64 << 10,       // below it; more than a page, for frames with large arrays
     DTC_SMEM_DEFAULT = 48 << 10,      // dynamic shared memory that needs no opt-in
     DTC_SMEM_MAX = 227 << 10,         // and with it, on sm_90
-    DTC_COPIES = 256,                 // cp.async of one thread under way
+    DTC_COPIES = 256,                 // pending cp.async of one thread
     DTC_SPIN_LIMIT = 10 * 1000 * 1000 // atomics of one thread between two waits
 };
 
-// One place in the source text where threads wait. The id tells apart what shares a line.
+// A place in the source where threads wait. The id distinguishes places on one line.
 struct dtc_site {
     const char *op, *file;
     int line, id;
@@ -402,12 +401,12 @@ struct dtc_site {
 #define DTC_SITE(op) \
     dtc_site { op, __FILE__, __LINE__, __COUNTER__ }
 
-// What a lane brings to a warp operation.
+// The value that a lane contributes to a warp operation.
 struct dtc_parcel {
     alignas(8) unsigned char bytes[48];
 };
 
-// 16 bytes on their way into shared memory, and the number of the group they belong to.
+// A pending copy of 16 bytes into shared memory, and the number of its group.
 struct dtc_copy {
     void *to;
     unsigned char bytes[16];
@@ -417,7 +416,7 @@ struct dtc_copy {
 struct dtc_fiber {
     dtc_context context;
     char *stack;      // DTC_STACK_BYTES, below it the guard; kept for later launches
-    bool started;     // context stands inside dtc_fiber_main
+    bool started;     // the context is inside dtc_fiber_main
     void *fake_stack; // ASan's
     uint3 index;      // threadIdx
     int lane, warp;
@@ -433,7 +432,7 @@ struct dtc_fiber {
     unsigned groups;             // and how often it has committed
 };
 
-// Hears what happens in a launch: tests/cuda/cuda_races.cc has one that finds races.
+// Observes the events of a launch; tests/cuda/cuda_races.cc implements one that finds races.
 struct dtc_observer {
     virtual void launch_starts() {}
     virtual void launch_ends() {}
@@ -451,7 +450,7 @@ struct dtc_observer {
 inline dtc_observer dtc_no_observer;
 
 struct dtc_simulator {
-    std::mutex lock; // one launch at a time
+    std::mutex lock; // only one launch at a time
     dtc_observer *observer = &dtc_no_observer;
     uint3 thread_index = {}, block_index = {};
     dim3 block_size, grid_size;
@@ -512,7 +511,7 @@ __attribute__((noinline)) inline void dtc_fail(cudaError_t failure, const std::s
     dtc.error_was_read = false;
 }
 
-// What went wrong first since the last dtc_clear_error, or NULL. Valid until that is called.
+// The first mistake since the last dtc_clear_error, or NULL. Valid until the next dtc_clear_error.
 inline const char *dtc_error() {
     std::lock_guard<std::mutex> guard(dtc.lock);
     dtc.error_was_read = true;
@@ -581,7 +580,8 @@ inline void dtc_resume(dtc_fiber *fiber) {
     dtc.self = nullptr;
 }
 
-// The way back, called on the fiber's own stack; returns when the fiber is resumed.
+// Switches back to the scheduler. Called on the fiber's own stack; returns when the fiber is
+// resumed.
 inline void dtc_give_way() {
     dtc_fiber *self = dtc.self;
     dtc_asan_leave(&self->fake_stack, dtc.scheduler_stack, dtc.scheduler_stack_size);
@@ -604,8 +604,8 @@ inline std::string dtc_thread_name(uint3 block, uint3 thread) {
         thread.y, thread.z);
 }
 
-// Ends the launch from inside a thread that made a mistake: it is never resumed. So nothing that
-// has a destructor may be alive here or in the callers.
+// Ends the launch from inside a thread that made a mistake. The thread is never resumed, so no
+// object with a destructor may be alive here or in the callers.
 __attribute__((format(printf, 1, 2), noreturn)) inline void dtc_abandon(const char *format, ...) {
     char text[512];
     va_list args;
@@ -639,14 +639,14 @@ inline dtc_simulator::~dtc_simulator() {
         dtc_asan_forget(fiber.stack, DTC_STACK_BYTES);
         munmap(fiber.stack - DTC_GUARD_BYTES, DTC_GUARD_BYTES + DTC_STACK_BYTES);
     }
-    if (!error_was_read) // the test never asked: do not let it pass in silence
+    if (!error_was_read) // the test did not read the error, so print it
         fprintf(stderr, "cuda_on_cpu: %s\n", error.c_str());
 }
 
 // ==== 7. Running a block ========================================================================
 
-// A walk visits 0 .. n-1 once each, in the order that is set. A stride without a common divisor
-// with n reaches every number, and every walk of a launch draws another one.
+// A walk visits 0 .. n-1 once each, in the chosen order. A stride coprime to n reaches every
+// number, and every walk of a launch draws a new stride.
 struct dtc_walk {
     uint64_t n, at, stride;
 
@@ -675,13 +675,13 @@ inline int dtc_lanes(int warp) {
     return left < DTC_WARP ? left : DTC_WARP;
 }
 
-// Whether two threads wait at one place: another call of the same function is another place, if
-// somebody observes the calls.
+// True if two threads wait at the same place. With an observer of calls, different calls of one
+// function are different places.
 inline bool dtc_same_place(const dtc_fiber &a, const dtc_fiber &b) {
     return a.site.id == b.site.id && a.path == b.path;
 }
 
-// Whether all lanes that `lane` waits for wait for it too: same operation, same mask.
+// True if all lanes that `lane` waits for are waiting in the same operation with the same mask.
 inline bool dtc_has_all_partners(const dtc_fiber *warp, int lanes, int lane) {
     unsigned mask = warp[lane].mask;
     for (int other = 0; other < DTC_WARP; other++) {
@@ -693,8 +693,8 @@ inline bool dtc_has_all_partners(const dtc_fiber *warp, int lanes, int lane) {
     return true;
 }
 
-// Lets every complete group of lanes go on. What they brought is copied first, because a lane
-// that runs ahead overwrites its own.
+// Resumes every complete group of lanes. Their values are copied first, because a lane that runs
+// ahead overwrites its value.
 inline bool dtc_release_warp_ops(int index) {
     dtc_fiber *warp = &dtc.fibers[index * DTC_WARP];
     int lanes = dtc_lanes(index);
@@ -709,14 +709,14 @@ inline bool dtc_release_warp_ops(int index) {
                 warp[other].state = DTC_READY;
             }
         }
-        if (warp[lane].bytes == 0) // __syncwarp; the others move values and order nothing in memory
-            dtc.observer->warp_synced(index, mask);
+        // __syncwarp; other warp operations move values and do not order memory
+        if (warp[lane].bytes == 0) dtc.observer->warp_synced(index, mask);
         released = true;
     }
     return released;
 }
 
-// Runs one warp until each of its lanes has exited or cannot go on without another warp.
+// Runs one warp until each of its lanes has exited or waits for another warp.
 inline void dtc_run_warp(int index) {
     do {
         dtc_walk walk(static_cast<uint64_t>(dtc_lanes(index)));
@@ -748,7 +748,7 @@ inline bool dtc_all_exited() {
     return true;
 }
 
-// Lists the threads of a stuck block, neighbours that share a fate in one line.
+// Lists the threads of a stuck block; consecutive threads in the same state share a line.
 inline std::string dtc_who_waits() {
     std::string text;
     int lines = 0;
@@ -773,7 +773,7 @@ inline std::string dtc_who_waits() {
     return text;
 }
 
-// Why a lane's warp operation will never happen; NULL if it is the fault of others.
+// Why a lane's warp operation can never complete; NULL if the cause is in other lanes.
 inline const char *dtc_why_incomplete(const dtc_fiber &fiber) {
     const dtc_fiber *warp = &dtc.fibers[fiber.warp * DTC_WARP];
     bool all_at_warp_ops = true;
@@ -787,7 +787,7 @@ inline const char *dtc_why_incomplete(const dtc_fiber &fiber) {
     return all_at_warp_ops ? "lanes of a warp wait at different warp operations" : nullptr;
 }
 
-// Nobody can go on: finds the most telling reason.
+// No thread can continue: reports the most informative reason.
 inline void dtc_report_stall() {
     const char *why = nullptr;
     bool at_warp_op = false, exited = false;
@@ -810,7 +810,7 @@ inline void dtc_report_stall() {
             dtc_who_waits());
 }
 
-// ASan's gaps between variables are filled too, which only ASan must not see.
+// Also fills ASan's gaps between variables, so ASan must not check these writes.
 __attribute__((no_sanitize("address", "thread"))) inline void dtc_poison(dtc_range range) {
     for (volatile char *p = range.first; p < range.end; p += 8)
         *reinterpret_cast<volatile uint64_t *>(p) = UINT64_MAX;
@@ -853,7 +853,8 @@ inline void dtc_run_block(size_t smem) {
                          "has not waited for: it may land at any time",
                     blockIdx.x, blockIdx.y, blockIdx.z, i));
     if (dtc.failure == cudaSuccess) return;
-    for (int i = 0; i < dtc.threads; i++) // left in the middle of the kernel: start anew next time
+    // abandoned inside the kernel: restart the fiber next time
+    for (int i = 0; i < dtc.threads; i++)
         if (dtc.fibers[i].state != DTC_EXITED) dtc.fibers[i].started = false;
 }
 
@@ -895,7 +896,7 @@ inline void dtc_run_grid(
     dtc.walks = 0;
     gridDim = grid;
     blockDim = block;
-    void *dynamic = nullptr; // where a device lets it begin that is asked for the most
+    void *dynamic = nullptr; // aligned to the strictest requirement of any device
     if (posix_memalign(&dynamic, 1024, smem ? smem : 1) != 0) dynamic = nullptr;
     dtc.dynamic = static_cast<unsigned char *>(dynamic);
     dtc.dynamic_bytes = smem;
@@ -942,7 +943,7 @@ struct dtc_queued {
     std::function<void()> body;
 };
 
-// A mistake is the device's from here on: the simulator serves the other devices too.
+// Passes the mistake on to the device, because the simulator also serves the other devices.
 inline void dtc_hand_over_failure() {
     std::unique_lock<std::mutex> guard(dtc.lock);
     if (dtc.failure == cudaSuccess) return;
@@ -988,7 +989,7 @@ void dtc_launch(dim3 grid, dim3 block, size_t smem, cudaStream_t stream, const c
 #ifndef DTC_QUEUED
 // ==== 9. Memory, streams, devices ================================================================
 
-// Device memory is host memory. It starts as 0xFF bytes, and its end is where ASan says it is.
+// Device memory is host memory. It starts as 0xFF bytes, and ASan checks its end.
 inline cudaError_t dtc_malloc(void **p, size_t bytes) {
     const size_t most = static_cast<size_t>(1) << 40; // no GPU has more
     if (bytes > most || posix_memalign(p, 256, bytes) != 0) return cudaErrorMemoryAllocation;
@@ -1001,7 +1002,7 @@ inline cudaError_t dtc_free(void *p) {
     return cudaSuccess;
 }
 
-// Everything is done when it is asked for, so streams are always empty.
+// Every operation is executed at the call, so streams are always empty.
 inline cudaError_t dtc_memcpy(void *to, const void *from, size_t bytes) {
     cudaError_t failure = dtc_last_error();
     if (failure == cudaSuccess) memcpy(to, from, bytes);
@@ -1017,7 +1018,8 @@ template <class Handle> cudaError_t dtc_handle(Handle *handle) {
 inline cudaError_t dtc_stream_create(cudaStream_t *stream, unsigned) { return dtc_handle(stream); }
 inline cudaError_t dtc_event_create(cudaEvent_t *event, unsigned) { return dtc_handle(event); }
 
-// What a machine without a GPU or without a driver answers: set it, ask, set it back.
+// The properties that the simulated machine reports, for example no GPU or no driver: set, query,
+// reset.
 struct dtc_machine {
     int devices, driver;
     cudaError_t error;
@@ -1098,7 +1100,7 @@ inline const char *dtc_error_name(cudaError_t error) {
 
 // ==== 10. Barriers and warp operations ==========================================================
 
-// Each name is a macro so that its place in the source goes along.
+// Each name is a macro so that it passes its place in the source.
 
 inline void dtc_syncthreads(dtc_site site, bool predicate) {
     dtc_fiber *self = dtc.self;
@@ -1122,8 +1124,8 @@ inline int dtc_syncthreads_count(dtc_site site, bool predicate) {
 #define __syncthreads_and(p) \
     static_cast<int>(dtc_syncthreads_count(DTC_SITE("__syncthreads_and"), (p) != 0) == dtc.threads)
 
-// Every warp operation is this exchange: bring a few bytes, wait for the lanes of the mask, and
-// find what they brought. The result is valid until the calling lane waits again.
+// Every warp operation is this exchange: contribute a few bytes, wait for the lanes of the mask,
+// and get their bytes. The result is valid until the calling lane waits again.
 inline const dtc_parcel *dtc_exchange(
     dtc_site site, unsigned mask, const void *brings, size_t bytes) {
     dtc_fiber *self = dtc.self;
@@ -1219,8 +1221,8 @@ T dtc_shfl_xor(dtc_site site, unsigned mask, T value, int bits, int width = DTC_
 
 // ==== 11. Tensor cores, asynchronous copies =====================================================
 
-// What inline PTX does under nvcc, by the PTX ISA: all 32 lanes take part, and a fragment is a
-// lane's own share of a matrix. Each name is a macro of its place, as in section 10.
+// The operations of inline PTX under nvcc, as in the PTX ISA: all 32 lanes take part, and a
+// fragment is a lane's share of a matrix. Each name is a macro, as in section 10.
 
 DTC_UNSEEN inline float dtc_bf16_to_float(unsigned bits) {
     float x;
@@ -1245,7 +1247,7 @@ DTC_UNSEEN inline float dtc_f16_to_float(unsigned bits) {
 // mma.sync.aligned.m16n8k16.row.col.f32: d[16][8] += a[16][16] b[16][8]. Lane 4 g + t holds rows g
 // and g + 8 of d and of a, column g of b, and of each the numbers 2 t and 2 t + 1, of a and b also
 // 2 t + 8 and 2 t + 9. Each lane brings its share of a and b as floats and adds up its own four
-// sums, k ascending; the hardware has an order of its own.
+// sums, k ascending; the hardware uses another order.
 template <float (*to_float)(unsigned)>
 DTC_UNSEEN void dtc_mma_m16n8k16(
     dtc_site site, float d[4], const unsigned a[4], const unsigned b[2]) {
@@ -1293,7 +1295,7 @@ inline bool dtc_in_shared(const void *p, size_t bytes) {
     return false;
 }
 
-// The 16 bytes at p, which must lie in shared memory.
+// The 16 bytes at p, which must be in shared memory.
 inline void dtc_check_shared16(dtc_site site, const void *p) {
     if (reinterpret_cast<uintptr_t>(p) % 16 != 0)
         dtc_abandon(
@@ -1303,7 +1305,7 @@ inline void dtc_check_shared16(dtc_site site, const void *p) {
             "%s, %s:%d: address %p is not in shared memory", site.op, site.file, site.line, p);
 }
 
-// Moves what the observer has been told of.
+// Copies bytes whose accesses were already reported to the observer.
 DTC_UNSEEN inline void dtc_move(void *to, const void *from, int bytes) {
     for (int i = 0; i < bytes; i++)
         static_cast<unsigned char *>(to)[i] = static_cast<const unsigned char *>(from)[i];
@@ -1315,7 +1317,7 @@ DTC_UNSEEN inline void dtc_move(void *to, const void *from, int bytes) {
 // lanes write there must be ordered before it by a barrier.
 template <int matrices, bool trans> void dtc_ldmatrix(dtc_site site, unsigned *r, const void *row) {
     unsigned char mine[16] = {};
-    if (dtc.self->lane < 8 * matrices) { // the addresses of the others are not looked at
+    if (dtc.self->lane < 8 * matrices) { // the addresses of other lanes are ignored
         dtc_check_shared16(site, row);
         dtc.observer->read(row, sizeof mine);
         dtc_move(mine, row, 16);
@@ -1337,8 +1339,8 @@ template <int matrices, bool trans> void dtc_ldmatrix(dtc_site site, unsigned *r
 #define dtc_ldmatrix_x2(...) dtc_ldmatrix<2, false>(DTC_SITE("ldmatrix.x2"), __VA_ARGS__)
 #define dtc_ldmatrix_x2_trans(...) dtc_ldmatrix<2, true>(DTC_SITE("ldmatrix.x2.trans"), __VA_ARGS__)
 
-// cp.async.cg.shared.global of 16 bytes, of which the first `bytes` are read and the others zero.
-// As late as can be: they arrive when the thread waits for their group, or never.
+// cp.async.cg.shared.global of 16 bytes: the first `bytes` are read, the rest is zero. The bytes
+// arrive as late as possible: when the thread waits for their group, or never.
 inline void dtc_cp_async(dtc_site site, void *shared, const void *global, int bytes) {
     dtc_check_shared16(site, shared);
     if (bytes < 0 || bytes > 16)
@@ -1378,8 +1380,8 @@ inline void dtc_cp_async_wait(int n) {
 
 // ==== 12. Atomics, loads and stores, mathematics ================================================
 
-// One fiber runs at a time, so atomics are plain operations. They only watch for a thread that
-// asks over and over for what another one will never get the chance to write.
+// One fiber runs at a time, so atomics are plain operations. They only detect a thread that polls
+// for a value which another thread can never write.
 template <class T, class Operation> DTC_UNSEEN T dtc_atomic(T *place, Operation operation) {
     if (dtc.self && ++dtc.spins > DTC_SPIN_LIMIT)
         dtc_abandon("deadlock: waits in a loop of atomics for another thread or block");
@@ -1389,7 +1391,7 @@ template <class T, class Operation> DTC_UNSEEN T dtc_atomic(T *place, Operation 
     return old;
 }
 
-// The operand converts to the type of what it is applied to, as with CUDA's overloads.
+// The operand converts to the type of the memory, as with CUDA's overloads.
 template <class T> struct dtc_same { typedef T type; };
 template <class T> using dtc_operand = typename dtc_same<T>::type;
 

@@ -1,9 +1,8 @@
-/* cuda_on_gpu.h - what a test has of cuda_on_cpu.h, where its kernels run on a GPU
+/* cuda_on_gpu.h - the parts of cuda_on_cpu.h that a test needs when its kernels run on a GPU
 
    With -DCUDA_ON_GPU the cases of cuda_cases.h are compiled by the host's compiler and linked with
-   dt_kernels.o and the CUDA runtime: kernels and host share memory that is pinned. Linked with
-   fake_cuda.c instead they run without a GPU, which tests what is here: that the host waits before
-   it reads.
+   dt_kernels.o and the CUDA runtime; kernels and host share pinned memory. Linked with fake_cuda.c
+   instead they run without a GPU, which tests that the host waits before it reads.
 
        make CUDA=1 ARCH=90a B=build-gpu build-gpu/test_cuda_on_gpu        for a GPU
        make build/test_cuda_on_gpu                                       for fake_cuda.c */
@@ -33,33 +32,31 @@ __attribute__((format(printf, 1, 2))) inline std::string dtc_text(const char *fo
     return text;
 }
 
-// A GPU has an order of its own, which nobody sets: a case runs as often as it has orders
-// elsewhere.
+// The order on a GPU cannot be set, so a case simply runs as often as it has orders elsewhere.
 enum dtc_order { DTC_FORWARD, DTC_REVERSE, DTC_PERMUTED };
 inline void dtc_set_order(int, unsigned) {}
 
-// Waits for all that was launched. What went wrong, or NULL: a launch that was refused, or a kernel
-// that failed.
+// Waits for all launches. Returns the error of a refused launch or a failed kernel, or NULL.
 inline const char *dtc_error() {
     cudaError_t waited = cudaDeviceSynchronize(), launched = cudaGetLastError();
     cudaError_t error = waited != cudaSuccess ? waited : launched;
     return error == cudaSuccess ? NULL : cudaGetErrorName(error);
 }
 
-// A refused launch leaves nothing behind; after a kernel that failed no call of this process works
-// any more.
+// A refused launch leaves no state; after a failed kernel no CUDA call of this process works any
+// more.
 inline void dtc_clear_error() {
     if (cudaDeviceSynchronize() == cudaSuccess) return;
-    printf("the device is lost: what follows was not run\n");
+    printf("the device is lost: later cases were not run\n");
     exit(1);
 }
 
-// Pinned memory, which is slow to get, in pieces of powers of two. It is never given back to the
+// Pinned memory in blocks of powers of two. Allocating it is slow, so it is never returned to the
 // driver.
 struct dtc_memory {
     enum { SMALLEST = 6, CHUNK = 64 << 20 };
-    std::vector<void *> spare[48]; // by the power
-    std::map<void *, int> power;   // of what is in use
+    std::vector<void *> spare[48]; // free blocks by log2 of their size
+    std::map<void *, int> power;   // log2 of the size of blocks in use
     char *next = NULL, *end = NULL;
 
     int get(void **p, size_t bytes) {

@@ -9,26 +9,28 @@
     g++ -std=c++17 -O1 -g kernels_and_test.o cuda_races.cc -Wl,--wrap=memcpy,--wrap=memset
 
    Without -fno-inline a call of a helper leaves no trace, and without the options on memcpy GCC
-   copies small blocks without telling.
+   copies small blocks without calling a function.
 
-   WHAT IS A RACE. Two threads of a launch touch the same byte, one of them writes, not both by
-   atomics or through volatile, and nothing orders the two: - __syncthreads orders the threads of a
-   block; - __syncwarp orders the lanes in its mask. Shuffles, votes and mma do not, as CUDA says,
-   although
-    lanes wait for each other in them;
-   - of different blocks, and otherwise within one: a thread writes, calls __threadfence and changes
-    a number atomically; another thread changes the same number later. What came before the fence
-    (in its block: before a barrier before the fence) comes before what the other thread does next
-    (in its block: after the next barrier). Two such steps in a row are not followed.
-   cp.async writes twice: when it is issued, since the data may come at once, and at the wait. A
-   race is reported whatever the order of the threads in this run, but only where both have been
-   there: code that did not run is not judged. GCC says nothing of a struct that a call returns
-   right into memory, p[i] = f() where f is not inline: kernels should give it a name first. Bytes
-   are exact. Of many threads that read a byte a few are remembered: two of a warp, one of another
-   warp, one of another block.
+   WHAT IS A RACE. Two threads of a launch touch the same byte, at least one of them writes, not both
+   by atomics or through volatile, and nothing orders the two accesses. Order comes from:
+   - __syncthreads, between the threads of a block;
+   - __syncwarp, between the lanes in its mask. Shuffles, votes and mma do not order memory, as CUDA
+     says, although lanes wait for each other in them;
+   - a fence and an atomic: a thread writes, calls __threadfence and changes a number atomically;
+     another thread, of any block, changes the same number later. What came before the fence (in its
+     block: before a barrier before the fence) is ordered before what the other thread does next (in
+     its block: after the next barrier). Chains of two such steps are not followed.
+   cp.async counts as two writes: one when it is issued, since the data may arrive at once, and one
+   at the wait.
 
-   Also a barrier or a warp operation is known by the calls that led to it: the same one reached
-   through two calls of a helper is two. */
+   A race is reported whatever the order of the threads in this run, but only between accesses that
+   were executed: code that did not run is not judged. GCC does not report a struct that a call
+   returns directly into memory, p[i] = f() where f is not inline; kernels should store it in a
+   variable first. Bytes are exact. Of many threads that read a byte a few are remembered: two of a
+   warp, one of another warp, one of another block.
+
+   A barrier or a warp operation is identified by the calls that led to it: the same one, reached
+   through two calls of a helper, counts as two. */
 
 #include "tests/cuda/cuda_on_cpu.h"
 
@@ -49,8 +51,8 @@ static code_place place_of(const void *pc) {
     return static_cast<code_place>(static_cast<const char *>(pc) - __executable_start);
 }
 
-// One thread's doing at one time. A thread's clock goes on at its warp's barriers and its fences,
-// the epoch is the number of block barriers, and blocks are counted over all launches from 1.
+// One access of a thread. A thread's clock advances at its warp's barriers and its fences, the
+// epoch is the number of block barriers, and blocks are counted over all launches from 1.
 struct doing {
     uint32_t block, epoch, clock;
     code_place at, called_from;
@@ -67,7 +69,7 @@ struct thread_clock {
     int depth;                     // and how many those are, more than fit perhaps
 };
 
-// What a thread had done before its last fence, and what others get to know of it.
+// The accesses of a thread before its last fence, which other threads may acquire.
 struct release {
     uint32_t block, epoch; // block 0: none
     int warp;
@@ -75,7 +77,7 @@ struct release {
 };
 typedef std::vector<release> releases;
 
-// In this block, at the time of `by`: the first `count` releases of a number became known.
+// In this block, thread `by` acquired the first `count` releases of a number.
 struct acquired {
     doing by;
     const releases *list;
@@ -93,7 +95,7 @@ static thread_local bool launching; // other host threads run the same code
 static int running() { return static_cast<int>(dtc.self - dtc.fibers); }
 static uint32_t &clock_of(int thread) { return threads[thread].seen[thread % DTC_WARP]; }
 
-// Where the functions that run were called, 0 being the innermost.
+// Return addresses of the running functions; 0 is the innermost.
 static const void *call(const thread_clock &t, int outwards) {
     int i = t.depth - 1 - outwards;
     return i >= 0 && i < MOST_CALLS ? t.calls[i] : __executable_start + 1;
@@ -113,7 +115,7 @@ static bool within_block_before(const doing &a) {
     return a.thread / DTC_WARP == me / DTC_WARP && a.clock <= threads[me].seen[a.thread % DTC_WARP];
 }
 
-// Whether a thread of another block, or of this one, told us through an atomic that `a` is done.
+// True if the running thread learned through an atomic that `a` is complete.
 static bool told(const doing &a) {
     for (const acquired &q : acquisitions) {
         if (!within_block_before(q.by)) continue;
@@ -127,16 +129,17 @@ static bool told(const doing &a) {
     return false;
 }
 
-// Whether `a` comes before what the running thread does now.
+// True if `a` is ordered before the running thread's current access.
 static bool before(const doing &a) {
     return (a.block == block && within_block_before(a)) || told(a);
 }
 
-// ==== 2. What was done to memory ================================================================
+// ==== 2. Shadow memory ==========================================================================
 
-// Of those who did the same to a cell and are in no order: two of one warp, one of another warp of
-// the block, one of another block. Whoever comes before a newer one is forgotten: what is not
-// ordered after the older is not ordered after the newer either.
+// Unordered accesses of one kind to a cell that are remembered: two of one warp, one of another
+// warp of the block, one of another block. An access that is ordered before a newer one is
+// forgotten, because an access that is not ordered after the older one is not ordered after the
+// newer one either.
 enum { TWO_OF_WARP = 0, OTHER_WARP = 2, OTHER_BLOCK = 3, KEPT = 4 };
 
 struct cell {
@@ -146,7 +149,7 @@ struct changes {
     doing changed[KEPT];
 };
 
-// 4 bytes are a cell, until something smaller is touched on the page: then each byte is one.
+// A cell is 4 bytes; after a smaller access to the page each byte is a cell.
 enum { PAGE = 4096, MOST_PAGES = 4000 };
 struct shadow_page {
     size_t grain;
@@ -186,7 +189,8 @@ static void split(shadow_page *page) {
     page->grain = 1;
 }
 
-// Launches come one after another, and a block finds shared memory as if nobody had used it.
+// Accesses of earlier launches are ordered before all later ones, and a new block starts with
+// unused shared memory.
 static bool counts(const doing &a, bool shared) {
     return a.block >= (shared ? block : first_block);
 }
@@ -214,7 +218,7 @@ static const doing *first_unordered(const doing *done, int n, bool shared) {
     return nullptr;
 }
 
-// Takes down what is done to one cell. The other party, if it is a race, and what it did.
+// Records an access to one cell. Returns the conflicting access if there is a race.
 static const doing *touch(shadow_page *page, size_t index, access_kind kind, const doing &now,
     bool shared, access_kind *other) {
     cell &c = page->cells[index];
@@ -248,7 +252,7 @@ static const doing *touch(shadow_page *page, size_t index, access_kind kind, con
 
 // ==== 3. Reports ================================================================================
 
-// What addr2line says of a place from which a call returns: function, file and line.
+// Function, file and line of a return address, from addr2line.
 static std::string in_words(code_place place) {
     char program[512], line[1024] = "";
     ssize_t length = readlink("/proc/self/exe", program, sizeof program - 1);

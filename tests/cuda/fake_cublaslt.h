@@ -1,8 +1,8 @@
-/* fake_cublaslt.h - the part of fake_cuda.c that stands in for cuBLASLt
+/* fake_cublaslt.h - the part of fake_cuda.c that replaces cuBLASLt
 
-   Column-major as the real one. Every element is one sum in f32, k ascending, and is rounded once,
-   when it is stored. What the real library would refuse is refused, and cublasLtMatmul's refusals
-   are mistakes. */
+   Matrices are column-major, as in the real library. Every element is one sum in f32 over ascending
+   k, rounded once when it is stored. The fake refuses what the real library would refuse, and a
+   refusal by cublasLtMatmul is reported as a mistake. */
 
 #include <cublasLt.h>
 #include <math.h>
@@ -38,7 +38,7 @@ static uint16_t f16_round(float x) {
     if (isnan(x)) return sign | 0x7e00;
     if (size >= 65520) return sign | 0x7c00;
     if (size < 0x1p-14f) return (uint16_t)(sign | (int)rintf(ldexpf(size, 24)));
-    /* a carry is the next power */
+    /* a carry goes to the exponent */
     return (uint16_t)(sign | (((e + 13) << 10) + (int)rintf(ldexpf(fraction, 11))));
 }
 
@@ -61,7 +61,7 @@ static void number_store(cudaDataType_t type, void *p, size_t i, float x) {
 
 // ==== 2. Descriptions ===========================================================================
 
-/* The library's own structs are so many opaque bytes; these lie in them. */
+/* The library's structs are opaque bytes; these structs are stored in them. */
 enum { LAYOUT_MAGIC = 0x1a7, PRODUCT_MAGIC, PREFERENCE_MAGIC, ALGORITHM_MAGIC, HANDLE_MAGIC };
 
 typedef struct layout {
@@ -72,7 +72,7 @@ typedef struct layout {
 
 typedef struct product {
     int magic, compute, scale, pointers, transa, transb, transc, epilogue, bias_type, aux_type;
-    const void *bias; /* a gradient's epilogues write it */
+    const void *bias; /* gradient epilogues write it */
     void *aux;
     int64_t bias_stride, aux_ld, aux_stride;
     int multiprocessors;
@@ -81,7 +81,7 @@ typedef struct product {
 
 typedef struct preference {
     int magic;
-    uint32_t search, schemes, align[4]; /* promised for A, B, C, D */
+    uint32_t search, schemes, align[4]; /* alignments promised for A, B, C, D */
     uint64_t workspace;
 } preference;
 
@@ -92,7 +92,7 @@ typedef struct algorithm {
     uint64_t workspace;
 } algorithm;
 
-struct cublasLtContext { /* the library's word for what a handle points to */
+struct cublasLtContext { /* a handle points to it */
     int magic, device;
 };
 
@@ -272,7 +272,7 @@ cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t o
     return set(NULL, 0, value, size);
 }
 
-// ==== 3. What is refused ========================================================================
+// ==== 3. Checks =================================================================================
 
 typedef struct job {
     product p;
@@ -363,7 +363,7 @@ static cublasStatus_t describe(job *j, cublasLtHandle_t handle, const void *p, c
     return status ? status : check_epilogue(j);
 }
 
-/* What an algorithm was chosen for. */
+/* A hash of the problem that an algorithm was chosen for. */
 static uint64_t problem_hash(const job *j) {
     const uint64_t words[] = { j->m, j->n, j->k, (uint64_t)j->d.batch, (uint64_t)j->a.type,
         (uint64_t)j->d.type, (uint64_t)j->p.transa, (uint64_t)j->p.transb,
@@ -401,7 +401,7 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtM
     return status;
 }
 
-/* Whether an operation of that device may use the memory. */
+/* Returns 1 if an operation of the device may use the memory. */
 static int device_reads(const void *p, size_t bytes, int device, const char *what) {
     const block *b = block_of(p);
     if (!b)
@@ -470,8 +470,8 @@ static cublasStatus_t check_memory(job *j, const algorithm *algo, int device) {
 
 // ==== 4. The product ============================================================================
 
-/* 16 rows of op(A) lie together for each k, the last ones filled up with zeros; columns of op(B)
-   lie whole. */
+/* Packed operands: for each k, 16 rows of op(A) are contiguous, padded with zeros at the end;
+   columns of op(B) are contiguous. */
 enum { PANEL = 16 };
 typedef float lanes __attribute__((vector_size(16)));
 
@@ -510,7 +510,7 @@ static float *pack_b(const job *j, const char *B) {
     return b;
 }
 
-/* 16 rows of two columns: as many sums as stay in registers. */
+/* Computes 16 rows of two columns, because so many sums fit into registers. */
 static void panel_product(
     const float *panel, const float *b0, const float *b1, uint64_t k, lanes out[8]) {
     lanes s0 = { 0 }, s1 = s0, s2 = s0, s3 = s0, t0 = s0, t1 = s0, t2 = s0, t3 = s0;
@@ -536,7 +536,7 @@ static float gelu_slope(float x) {
 typedef struct matrices { /* one of the batch */
     const char *C;
     char *D, *bias, *aux;
-    float *gradient; /* sums for a bias's gradient */
+    float *gradient; /* sums for the bias gradient */
 } matrices;
 
 static void finish(const job *j, const matrices *at, uint64_t row, uint64_t col, float sum) {
@@ -603,7 +603,7 @@ static void multiply(const job *j, int batch) {
 
 static void matmul_run(void *arg) {
     const job *j = (const job *)arg;
-    /* what else lies there is lost */
+    /* the workspace's content is lost */
     if (j->workspace_bytes) memset(j->workspace, 0xA5, j->workspace_bytes);
     for (int i = 0; i < j->d.batch; i++) multiply(j, i);
 }

@@ -1,9 +1,9 @@
-/* fake_cuda.c - the CUDA runtime, cuBLASLt and NCCL on a CPU, for tests; fake_cuda.h tells what for
-   Public domain or MIT, at your choice; see LICENSE.
+/* fake_cuda.c - the CUDA runtime, cuBLASLt and NCCL on a CPU, for tests; fake_cuda.h says what it
+   is for. Public domain or MIT, at your choice; see LICENSE.
 
-   One lock guards everything. A stream is a queue of operations; whichever thread is in a call
-   takes heads of queues that may run and runs them, a kernel without the lock. A thread whose wait
-   needs what another thread has not asked for yet sleeps.
+   One lock guards everything. A stream is a queue of operations. The thread that is in a call takes
+   ready operations from the heads of queues and runs them; kernels run without the lock. A thread
+   sleeps if its wait needs an operation that another thread has not queued yet.
 
    CONTENTS
      1. State
@@ -40,7 +40,7 @@
 
 enum { MAX_DEVICES = 64 };
 
-/* One record of an event: what cudaStreamWaitEvent waits for is the record, not the event. */
+/* One record of an event. cudaStreamWaitEvent waits for the record, not for the event. */
 typedef struct mark {
     int refs, done;
     double when;
@@ -52,7 +52,7 @@ typedef struct op op;
 struct op {
     op *next;
     op_kind kind;
-    uint64_t seq;     /* older operations have smaller ones, over all streams */
+    uint64_t seq;     /* in the order of calls, over all streams */
     const char *name; /* for the text about a hang */
     void (*run)(void *), (*drop)(void *);
     void *arg;
@@ -64,10 +64,10 @@ struct op {
 struct CUstream_st {
     cudaStream_t next;
     int device, number, is_default, blocking, destroyed;
-    int busy;        /* some thread runs the head, without the lock */
-    int needed;      /* for a wait of the lazy order */
-    size_t place;    /* in fake.queued, while it holds operations */
-    unsigned weight; /* of its turns; 0: not drawn yet */
+    int busy;        /* a thread runs the head without the lock */
+    int needed;      /* 1 if a wait in the lazy order needs this stream */
+    size_t place;    /* index in fake.queued while the stream has operations */
+    unsigned weight; /* scheduling weight; 0: not drawn yet */
     op *head, **tail;
 };
 
@@ -78,7 +78,7 @@ struct CUevent_st {
     mark *latest; /* NULL: never recorded */
 };
 
-/* A device's memory while the guard is on: nobody may touch it but operations while they run. */
+/* A device's memory while the guard is on: only running operations may touch it. */
 typedef struct arena {
     char *base;
     size_t top;
@@ -103,11 +103,11 @@ typedef struct block {
 
 static struct fake {
     pthread_mutex_t lock;
-    pthread_cond_t changed; /* something was queued, ended or given up */
+    pthread_cond_t changed; /* signalled when an operation was queued, has ended or was aborted */
     int device_count, order, no_default_stream, no_peers, guard, streams_made;
     device devices[MAX_DEVICES];
     cudaStream_t streams; /* all but the default ones */
-    cudaStream_t *queued; /* those of all that hold operations */
+    cudaStream_t *queued; /* all streams that have operations */
     size_t queued_count, queued_room;
     cudaEvent_t events;
     block *blocks; /* by address */
@@ -175,7 +175,7 @@ __attribute__((constructor)) static void start(void) {
 
 // ==== 2. Mistakes ===============================================================================
 
-/* Keeps the first one: those after it are its consequences more often than not. A debugger stops
+/* Keeps only the first mistake, because later ones are mostly its consequences. Set a breakpoint
    here. */
 __attribute__((format(printf, 1, 2), noinline)) static void mistake(const char *format, ...) {
     if (fake.error[0]) return;
@@ -201,14 +201,14 @@ void fake_cuda_clear_error(void) {
     pthread_mutex_unlock(&fake.lock);
 }
 
-/* A test that never asked does not pass in silence. */
+/* Prints a mistake that the test did not read. */
 __attribute__((destructor)) static void tell_unread(void) {
     if (fake.error_unread) fprintf(stderr, "fake_cuda: %s\n", fake.error);
 }
 
 // ==== 3. Memory known by address ================================================================
 
-/* The place of the first block that ends behind p. */
+/* Index of the first block that ends after p. */
 static size_t block_after(const void *p) {
     size_t low = 0, high = fake.block_count;
     while (low < high) {
@@ -221,7 +221,7 @@ static size_t block_after(const void *p) {
     return low;
 }
 
-/* The block that p lies in; NULL: the host's pageable memory, or nobody's. */
+/* The block that contains p; NULL: pageable host memory, or no memory. */
 static block *block_of(const void *p) {
     size_t i = block_after(p);
     return i < fake.block_count && fake.blocks[i].p <= (const char *)p ? &fake.blocks[i] : NULL;
@@ -243,11 +243,11 @@ static void block_remove(const block *b) {
     memmove(&fake.blocks[i], &fake.blocks[i + 1], (--fake.block_count - i) * sizeof *fake.blocks);
 }
 
-/* The guard: device memory lies in one range per device, which is open only while an operation runs
-   that may use it. Opens what an operation of device d (-1: of any) may use; guard_close takes the
-   answer. */
+/* The guard: each device's memory is one address range, which is accessible only while an operation
+   runs that may use it. guard_open opens the ranges for an operation of device d (-1: of any
+   device); its result goes to guard_close. */
 enum { PAGE = 4096 };
-/* of addresses, not of memory; never used twice */
+/* address space, not memory; addresses are never reused */
 static const size_t ARENA_BYTES = (size_t)1 << 36;
 
 static uint64_t guard_open(int d) {
@@ -268,7 +268,8 @@ static void guard_close(uint64_t opened) {
     }
 }
 
-/* To open and close takes longer than many a kernel: what one call runs is one opening. */
+/* Opening and closing takes longer than many kernels, so all operations that one call runs share
+   one opening. */
 static void guard_hold(int d) {
     uint64_t more = guard_open(d), twice = more & guard_held;
     guard_close(twice);
@@ -284,7 +285,7 @@ static int in_arena(const arena *a, const void *p) {
     return a->base && (const char *)p >= a->base && (const char *)p < a->base + ARENA_BYTES;
 }
 
-/* Tells of what kind the fault is; then it kills as ever. */
+/* Prints the kind of the fault; then the signal kills the process as usual. */
 static void guard_hit(int number, siginfo_t *info, void *context) {
     (void)context;
     static const char TEXT[] =
@@ -295,7 +296,7 @@ static void guard_hit(int number, siginfo_t *info, void *context) {
     signal(number, SIG_DFL);
 }
 
-/* The block ends where its last page does, as far as its alignment allows. */
+/* Places the block so that it ends at the end of its last page, as far as its alignment allows. */
 static void *arena_alloc(arena *a, size_t bytes) {
     size_t pages = (bytes + PAGE - 1) / PAGE * PAGE;
     if (!a->base) {
@@ -332,7 +333,7 @@ static void device_release(const block *b) {
 
 // ==== 4. Queues =================================================================================
 
-/* Those that hold operations: few of many. */
+/* Loops over the streams that have operations, which are few. */
 #define FOR_QUEUED(s) \
     for (size_t at_ = 0; at_ < fake.queued_count; at_++) \
         for (cudaStream_t s = fake.queued[at_], once_ = s; once_; once_ = NULL)
@@ -432,8 +433,8 @@ typedef struct part part;
 static int part_run(part *p);
 static void part_describe(char text[2048], const part *p);
 
-/* The legacy default stream waits for what all blocking streams of its device were given before,
-   and they for it. */
+/* The legacy default stream waits for all earlier operations in blocking streams of its device, and
+   these streams wait for the default stream. */
 static int held_by(const cudaStream_t t, const cudaStream_t s) {
     if (t == s || t->device != s->device || !t->head || t->head->seq > s->head->seq) return 0;
     return (s->is_default && t->blocking) || (t->is_default && s->blocking);
@@ -447,8 +448,8 @@ static int may_run(cudaStream_t s) {
     return o->kind != OP_WAIT || o->mark->done;
 }
 
-/* Runs the head of a stream that may run. A kernel runs without the lock: the others go on
-   meanwhile. */
+/* Runs the head of a stream that may run. A kernel runs without the lock, so other threads can
+   continue. */
 static void run_head(cudaStream_t s) {
     op *o = s->head;
     if (o->kind == OP_RUN && fake.devices[s->device].failed == cudaSuccess) {
@@ -469,8 +470,8 @@ static void run_head(cudaStream_t s) {
     pop(s);
 }
 
-/* What somebody waits for: a record, a count that goes down to 0, or all that the stream, or the
-   device's streams, held up to `seq`. */
+/* The target of a wait: a record, a count that must reach 0, or all operations up to `seq` of a
+   stream or of a device's streams. */
 typedef struct target {
     mark *mark;
     const int *zero;
@@ -497,7 +498,7 @@ static int need(cudaStream_t s) {
     return s->needed = 1;
 }
 
-/* Any other rank may be waited for. */
+/* Marks the streams of all ranks, because the wait may depend on any rank. */
 static int need_ranks(void) {
     int more = 0;
     FOR_QUEUED(s)
@@ -506,7 +507,7 @@ static int need_ranks(void) {
     return more;
 }
 
-/* Marks the streams without whose operations the target is not reached. */
+/* Marks the streams whose operations the target needs. */
 static void mark_needed(const target *t) {
     FOR_QUEUED(s) s->needed = is_target(t, s);
     for (int more = 1; more;) {
@@ -527,8 +528,8 @@ static unsigned weight_of(cudaStream_t s) {
     return s->weight;
 }
 
-/* Runs one operation, if there is one that may run; in the lazy order only what t needs. Streams
-   have weights from the seed, so that some race ahead and others starve. */
+/* Runs one ready operation, if there is one; in the lazy order only an operation that t needs.
+   Streams have random weights, so that some run ahead and others starve. */
 static int step(const target *t) {
     int lazy = fake.order == FAKE_CUDA_LAZY && t;
     if (lazy) mark_needed(t);
@@ -564,7 +565,7 @@ static void describe_stream(char text[2048], cudaStream_t s) {
         append(text, "stream %d of device %d", s->number, s->device);
 }
 
-/* Which streams wait for what. */
+/* Reports which streams wait for what. */
 static void report_hang(const target *t) {
     char text[2048] = "a wait for ";
     if (t->mark)
@@ -633,7 +634,7 @@ static cudaError_t wait_device(int d) {
     return wait_for((target){ .device = d, .seq = fake.sequence });
 }
 
-/* A question about the target: something happens each time, so that a loop of questions ends. */
+/* Queries a target. Each query runs an operation, so that a polling loop ends. */
 static cudaError_t query(target t) {
     if (t.mark) t.mark->refs++;
     while (!reached(&t) && draw(8) > 0 && step(&t)) {
@@ -845,8 +846,8 @@ cudaError_t cudaMalloc(void **p, size_t bytes) {
     return leave(cudaSuccess);
 }
 
-/* Operations that CUDA does not wait for before the memory is gone: of other devices, or with host
-   memory. */
+/* Reports queued operations that CUDA does not wait for before it frees the memory: operations of
+   other devices, or with host memory. */
 static void check_untouched(const block *b, const char *call) {
     FOR_QUEUED(s)
     for (const op *o = s->head; o; o = o->next)
@@ -898,7 +899,8 @@ cudaError_t cudaMallocHost(void **p, size_t bytes) {
     return cudaHostAlloc(p, bytes, cudaHostAllocDefault);
 }
 
-/* CUDA may wait for the device here, and does not promise to: who relies on neither is right. */
+/* CUDA may wait for the device here but does not promise to, so a correct program relies on
+   neither. */
 cudaError_t cudaFreeHost(void *p) {
     cudaError_t error = enter();
     if (error || !p) return leave(error);
@@ -958,8 +960,8 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *a, const void
 
 // ==== 9. Copies =================================================================================
 
-/* The stream behind a handle: 0 and cudaStreamLegacy are the current device's default one. NULL: no
-   such stream. */
+/* The stream of a handle: 0 and cudaStreamLegacy mean the current device's default stream. Returns
+   NULL if there is no such stream. */
 static cudaStream_t stream_of(cudaStream_t handle) {
     if (handle == NULL || handle == cudaStreamLegacy) {
         if (!fake.no_default_stream) return &fake.devices[current_device].default_stream;
@@ -998,7 +1000,7 @@ static void copy_drop(void *arg) {
 
 static size_t extent(size_t pitch, size_t width, size_t rows) { return (rows - 1) * pitch + width; }
 
-/* Whether memory may stand on that side of a copy of that kind. */
+/* 1 if the memory may be on this side of a copy of this kind. */
 static int fits_kind(const block *b, const void *p, size_t bytes, int wants_device, int any) {
     int on_device = b && b->kind == BLOCK_DEVICE;
     if (b && (const char *)p + bytes > b->p + b->bytes) {
@@ -1152,7 +1154,7 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
     return leave(error);
 }
 
-/* Its operations still run, as in CUDA. */
+/* Pending operations still run, as in CUDA. */
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
     cudaError_t error = enter();
     cudaStream_t s = stream_of(stream);
@@ -1210,7 +1212,7 @@ cudaError_t cudaEventCreate(cudaEvent_t *event) {
     return cudaEventCreateWithFlags(event, cudaEventDefault);
 }
 
-/* Where the event hangs in the list; NULL: no such event. */
+/* The event's link in the list; NULL: no such event. */
 static cudaEvent_t *event_at(cudaEvent_t event) {
     for (cudaEvent_t *at = &fake.events; *at; at = &(*at)->next)
         if (*at == event) return at;
@@ -1243,7 +1245,8 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     return leave(cudaSuccess);
 }
 
-/* Waits for the record that is the latest now; an event never recorded is no wait. */
+/* Waits for the event's latest record at this time; an event that was never recorded does not
+   wait. */
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
     (void)flags;
     cudaStream_t s;
@@ -1283,7 +1286,7 @@ cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t from, cudaEvent_t to) {
 
 // ==== 11. Kernels ===============================================================================
 
-/* Shared-memory limits are the simulator's matter. */
+/* The simulator checks shared-memory limits. */
 cudaError_t cudaFuncSetAttribute(const void *kernel, enum cudaFuncAttribute attribute, int value) {
     (void)kernel;
     (void)attribute;
@@ -1306,8 +1309,8 @@ void fake_cuda_launch(cudaStream_t stream, void (*run)(void *), void *arg, void 
     leave(error);
 }
 
-/* Whether an address is one of this process's; in a kernel's arguments it might be a number that
-   looks like one. */
+/* 1 if an address is mapped in this process; a number in a kernel's arguments may look like an
+   address. */
 static int is_mapped(uintptr_t at) {
     unsigned char resident;
     return at >= PAGE && at < (uintptr_t)1 << 47 &&
@@ -1317,7 +1320,7 @@ static int is_mapped(uintptr_t at) {
 void fake_cuda_check_argument(const char *kernel, const void *argument, size_t bytes) {
     const char *at = (const char *)(((uintptr_t)argument + 7) / 8 * 8),
                *end = (const char *)argument + bytes;
-    if (bytes > 1024) return; /* a table of numbers, which need not be filled */
+    if (bytes > 1024) return; /* a large table, which may be partly uninitialised */
     pthread_mutex_lock(&fake.lock);
     for (; at + sizeof(uintptr_t) <= end; at += sizeof(uintptr_t)) {
         const void *p = *(void *const *)(const void *)at;

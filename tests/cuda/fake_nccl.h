@@ -1,12 +1,12 @@
-/* fake_nccl.h - the part of fake_cuda.c that stands in for NCCL 2.28: ranks are threads of one
-   process
+/* fake_nccl.h - the part of fake_cuda.c that replaces NCCL 2.28: ranks are threads of one process
 
-   A call makes a `part`: what one communicator's rank does in one group of calls, mostly a single
-   task. The part is one operation of a stream. When it comes to the head it is posted; tasks of
-   posted parts that fit each other are done at once, for all ranks; the part has ended when all its
-   tasks are done. So what would hang on GPUs hangs here, and a collective that does not fit is a
-   mistake too. Harder than the real one: sends do not end before their receives start, and receive
-   buffers are spoiled as soon as an operation starts. */
+   A call makes a `part`: the tasks of one communicator's rank in one group of calls, mostly a
+   single task. The part is one operation of a stream. At the head of the stream it is posted.
+   Matching tasks of posted parts are executed at once for all ranks; the part has ended when all
+   its tasks are done. So a program that would hang on GPUs hangs here, and mismatched collectives
+   are reported, too. The fake is stricter than the real library: sends do not end before their
+   receives start, and receive buffers are overwritten with garbage as soon as an operation
+   starts. */
 
 #include <nccl.h>
 #include <sched.h>
@@ -36,13 +36,13 @@ typedef struct task {
     size_t count;
     ncclDataType_t type;
     ncclRedOp_t op; /* of sums and the like */
-    int root;       /* or the other side of a send */
+    int root;       /* or the peer of a send or receive */
     int done;
 } task;
 
 struct part {
     ncclComm_t comm;
-    uint64_t number; /* in its communicator */
+    uint64_t number; /* number of the part in its communicator */
     int posted, stuck, task_count, left, stream_count;
     task *tasks;
     cudaStream_t *streams;
@@ -51,26 +51,27 @@ struct part {
 /* All ranks of one communicator. */
 typedef struct clique {
     struct clique *next;
-    uint64_t id; /* what its ncclUniqueId says; 0: from a split */
+    uint64_t id; /* the id in its ncclUniqueId; 0: made by a split */
     int number, size, joined, splitting, broken;
     ncclComm_t *comms;
 } clique;
 
 struct ncclComm {
-    ncclComm_t next; /* of all ever made: a handle stays known after its end */
+    /* list of all communicators ever made, so that a destroyed handle is recognised */
+    ncclComm_t next;
     clique *clique;
     int rank, device, blocking;
     int inside;                                     /* threads in a call */
-    int joining, splitting, finalizing, unfinished; /* what is waited for */
-    /* a call answered ncclInProgress; questions until it is over */
+    int joining, splitting, finalizing, unfinished; /* counts of pending events */
+    /* 1 after a call returned ncclInProgress; polls that remain until it is complete */
     int in_progress, polls;
     double begun; /* when */
     int aborted, destroyed;
     ncclResult_t state;
     part *held, *posted;
     uint64_t issued, finished;   /* parts */
-    int color, key;              /* of the split under way, */
-    ncclComm_t child, *child_at; /* its result and where that goes */
+    int color, key;              /* arguments of the pending split, */
+    ncclComm_t child, *child_at; /* its result, and where to store it */
     ncclConfig_t child_config;
     const void *grouped_by; /* the thread whose open group has this communicator */
     char error[200];
@@ -82,7 +83,7 @@ static struct { /* under fake.lock */
     uint64_t ids;
     int clique_count, one_at_a_time;
     double slow;
-    int fail_after[MAX_DEVICES]; /* parts until the planted failure; 0: none planted */
+    int fail_after[MAX_DEVICES]; /* parts until the planted failure; 0: none */
     int failure[MAX_DEVICES];
 } nccl;
 
@@ -119,7 +120,7 @@ __attribute__((format(printf, 3, 4))) static ncclResult_t comm_error(
     return error;
 }
 
-/* An error that the real library gives for a wrong program. */
+/* An error that the real library reports for an incorrect program. */
 #define MISUSE(comm, code, ...) \
     (comm_error(comm, code, __VA_ARGS__), mistake("%s", (comm)->error), (code))
 
@@ -200,12 +201,12 @@ static void average(ncclDataType_t type, void *a, size_t n, int ranks, int befor
     }
 }
 
-// ==== 3. Doing what fits ========================================================================
+// ==== 3. Executing matching tasks ===============================================================
 
 static int reduces(kind k) { return k == ALL_REDUCE || k == REDUCE || k == REDUCE_SCATTER; }
 static int has_root(kind k) { return k == REDUCE || k == BROADCAST || k == GATHER || k == SCATTER; }
 
-/* The bytes that a rank gives and gets. */
+/* The bytes that a rank sends and receives. */
 static void task_bytes(const task *t, int rank, int ranks, size_t *send, size_t *recv) {
     size_t one = t->count * type_bytes(t->type), all = one * (size_t)ranks;
     int root = rank == t->root;
@@ -218,7 +219,7 @@ static void task_bytes(const task *t, int rank, int ranks, size_t *send, size_t 
                                                                                    : one;
 }
 
-/* n elements from `at` on, summed along the ring from rank `first` on. */
+/* Sums n elements from `at` on, along the ring beginning with rank `first`. */
 static void ring(char *out, task *const *t, int ranks, int first, size_t at, size_t n) {
     size_t bytes = type_bytes(t[0]->type);
     char *x = (char *)zeroed(n * bytes);
@@ -232,8 +233,8 @@ static void ring(char *out, task *const *t, int ranks, int first, size_t at, siz
     free(x);
 }
 
-/* Each rank's share of a sum starts at another rank, as in a ring: nobody may rely on the ranks'
-   order. */
+/* The sum of each rank's share begins at a different rank, as in a ring; programs must not rely on
+   rank order. */
 static void reduce(task *const *t, int ranks) {
     size_t bytes = type_bytes(t[0]->type), count = t[0]->count, n = (size_t)ranks;
     size_t total = t[0]->kind == REDUCE_SCATTER ? n * count : count;
@@ -327,7 +328,7 @@ static int match_collective(clique *c) {
     return 1;
 }
 
-/* Sends from a rank, each to the first receive that waits for it. */
+/* Executes the sends of a rank, each with the first matching receive. */
 static void match_sends(clique *c, int rank) {
     const part *p = c->comms[rank] ? c->comms[rank]->posted : NULL;
     for (int i = 0; p && i < p->task_count; i++) {
@@ -361,7 +362,7 @@ static void match(clique *c) {
 
 static int is_over(ncclComm_t comm) { return comm->aborted || fake.devices[comm->device].failed; }
 
-/* Whether parts of this device that were given to streams earlier are still under way. */
+/* 1 if earlier parts of this device are still pending. */
 static int earlier_part(const op *o) {
     int d = ((part *)o->arg)->comm->device;
     FOR_QUEUED(s)
@@ -372,7 +373,7 @@ static int earlier_part(const op *o) {
     return 0;
 }
 
-/* To be posted, or to end. */
+/* 1 if the part can be posted or can end. */
 static int part_may_run(const op *o) {
     const part *p = (const part *)o->arg;
     if (is_over(p->comm)) return 1;
@@ -380,7 +381,8 @@ static int part_may_run(const op *o) {
     return p->number == p->comm->finished && !(nccl.one_at_a_time && earlier_part(o));
 }
 
-/* While an operation runs, and after an abort, nobody knows what its receive buffers hold. */
+/* Overwrites receive buffers: their content is unspecified during an operation and after an
+   abort. */
 static void spoil(const part *p) {
     uint64_t opened = guard_open(p->comm->device);
     for (int i = 0; i < p->task_count; i++) {
@@ -393,7 +395,7 @@ static void spoil(const part *p) {
     guard_close(opened);
 }
 
-/* Whether it has ended. */
+/* Returns 1 if the part has ended. */
 static int part_run(part *p) {
     ncclComm_t comm = p->comm;
     int d = comm->device;
@@ -427,7 +429,7 @@ static void part_drop(void *arg) {
     free(p);
 }
 
-/* For the text about a hang: the part, and who is not there. */
+/* For the text about a hang: the part, and the missing ranks. */
 static void part_describe(char text[2048], const part *p) {
     const clique *c = p->comm->clique;
     append(text, "rank %d of communicator %d, part %d: ", p->comm->rank, c->number, (int)p->number);
@@ -438,7 +440,8 @@ static void part_describe(char text[2048], const part *p) {
         if (!c->comms[r] || !c->comms[r]->posted) append(text, "; rank %d is not there", r);
 }
 
-/* Into the streams. A group on several streams makes each wait for all, as the real one does. */
+/* Queues a part in its streams. A group on several streams makes each stream wait for all, as in
+   the real library. */
 static void part_launch(part *p) {
     cudaStream_t first = p->streams[0];
     for (int i = 1; i < p->stream_count; i++) {
@@ -457,11 +460,11 @@ static void part_launch(part *p) {
 
 // ==== 5. Calls ==================================================================================
 
-/* A call on a communicator: nobody else may be in one, and what was in progress must have been seen
-   to end. */
+/* Begins a call on a communicator. No other thread may be in a call, and the caller must have seen
+   the previous call complete. */
 static ncclResult_t comm_enter(ncclComm_t comm) {
     int others = __atomic_fetch_add(&comm->inside, 1, __ATOMIC_SEQ_CST);
-    sched_yield(); /* a second thread may come */
+    sched_yield(); /* gives a second thread the chance to enter */
     enter();
     const void *grouped_by = comm->grouped_by;
     if (comm->aborted || comm->destroyed)
@@ -482,7 +485,8 @@ static ncclResult_t comm_leave(ncclComm_t comm, ncclResult_t result) {
     return result;
 }
 
-/* The answer to a call that has begun something: a non-blocking communicator may still be at it. */
+/* The result of a call that has started work: a non-blocking communicator may return
+   ncclInProgress. */
 static ncclResult_t begun(ncclComm_t comm, int surely) {
     if (comm->blocking) return ncclSuccess;
     comm->polls = (int)draw(4) + surely;
@@ -491,7 +495,7 @@ static ncclResult_t begun(ncclComm_t comm, int surely) {
     return comm->in_progress ? ncclInProgress : ncclSuccess;
 }
 
-/* What is in a group of its comm, as one part. */
+/* Makes one part of all calls of a communicator in a group. */
 static part *part_make(ncclComm_t comm) {
     part *p = (part *)zeroed(sizeof *p);
     p->comm = comm;
@@ -512,7 +516,7 @@ static part *part_make(ncclComm_t comm) {
     return p;
 }
 
-/* Ends a group. A part of a non-blocking communicator is in no stream before the answer
+/* Ends a group. A part of a non-blocking communicator enters its stream only with the result
    ncclSuccess. */
 static ncclResult_t group_launch(void) {
     ncclResult_t result = group.error;
@@ -574,7 +578,7 @@ static ncclResult_t call_add(ncclComm_t comm, cudaStream_t handle, const task *t
         return MISUSE(comm, ncclUnhandledCudaError,
             "a stream of device %d, a communicator of device %d", s->device, comm->device);
     ncclResult_t result = check_task(comm, t);
-    /* an empty collective is nothing, as in NCCL */
+    /* an empty collective does nothing, as in NCCL */
     if (result || (t->count == 0 && t->kind < SEND)) return result;
     if (group.call_count == group.call_room) {
         group.call_room = group.call_room ? 2 * group.call_room : 16;
@@ -680,7 +684,7 @@ static ncclComm_t comm_make(clique *c, int rank, int device, int blocking) {
     return nccl.comms = comm;
 }
 
-/* The last one has joined: may they go together? */
+/* The last rank has joined: checks that the ranks form a valid clique. */
 static void clique_complete(clique *c) {
     const char *allowed = getenv("NCCL_MULTI_RANK_GPU_ENABLE");
     ncclResult_t result = ncclSuccess;
@@ -701,7 +705,7 @@ static void clique_complete(clique *c) {
     pthread_cond_broadcast(&fake.changed);
 }
 
-/* Waits in a blocking call for what the other ranks' calls will do. */
+/* In a blocking call, waits for the other ranks' calls. */
 static ncclResult_t wait_zero(ncclComm_t comm, const int *zero, const char *what) {
     if (wait_for((target){ .zero = zero, .what = what }))
         return comm_error(comm, ncclSystemError, "%s: no answer", what);
@@ -720,7 +724,7 @@ static int config_blocking(const ncclConfig_t *config, int inherited) {
     return config && config->blocking != NCCL_CONFIG_UNDEF_INT ? config->blocking : inherited;
 }
 
-/* The clique of an id, for one more rank; NULL: not possible. */
+/* The clique of an id, with one more rank; NULL if the rank cannot join. */
 static clique *clique_of(ncclUniqueId id, int size, int rank) {
     uint64_t number;
     memcpy(&number, id.internal, sizeof number);
@@ -769,7 +773,8 @@ ncclResult_t ncclCommInitRank(ncclComm_t *comm, int size, ncclUniqueId id, int r
     return ncclCommInitRankConfig(comm, size, id, rank, NULL);
 }
 
-/* All ranks have called: one communicator per color, by key, then by rank. */
+/* All ranks have called ncclCommSplit: makes one communicator per color, ordered by key, then by
+   rank. */
 static void split_complete(clique *c) {
     for (int r = 0; r < c->size; r++) {
         int color = c->comms[r]->color, size = 0, members[c->size];
@@ -811,7 +816,7 @@ ncclResult_t ncclCommSplit(
     comm->child_config = config ? *config : (ncclConfig_t)NCCL_CONFIG_INITIALIZER;
     comm->splitting = 1;
     if (++comm->clique->splitting == comm->clique->size) split_complete(comm->clique);
-    begun(comm, 1); /* only the state says that it goes on: so does NCCL 2.28 */
+    begun(comm, 1); /* only the state shows that the split is pending, as in NCCL 2.28 */
     if (comm->blocking) {
         result = wait_zero(comm, &comm->splitting, "the other ranks of ncclCommSplit");
         *child = comm->child;
@@ -821,7 +826,7 @@ ncclResult_t ncclCommSplit(
 
 // ==== 7. State, end, groups =====================================================================
 
-/* Each question may be the one after which the call has ended. */
+/* The pending call may complete at any poll. */
 ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *state) {
     if (!comm || !state) return ncclInvalidArgument;
     enter();
@@ -864,9 +869,9 @@ ncclResult_t ncclCommDestroy(ncclComm_t comm) {
     return comm_leave(comm, result);
 }
 
-/* From any thread at any time. What this rank has in streams ends; the others go on waiting. The
-   memory of what was aborted is freed, for which the device has to be idle; in a group, after all
-   of it has been aborted. */
+/* ncclCommAbort may be called from any thread at any time. This rank's parts end; the other ranks
+   continue to wait. The memory of aborted communicators is freed once the device is idle; in a
+   group, after all communicators of the group have been aborted. */
 static ncclResult_t abort_end(void) {
     return wait_device(current_device) ? ncclUnhandledCudaError : ncclSuccess;
 }
@@ -955,7 +960,7 @@ static int comm_leaks(int print) {
     return n;
 }
 
-/* After the streams: their parts refer to communicators. */
+/* Call after the streams were reset, because their parts refer to communicators. */
 static void nccl_reset(void) {
     for (ncclComm_t comm = nccl.comms, next; comm; comm = next) {
         next = comm->next;
@@ -967,7 +972,7 @@ static void nccl_reset(void) {
         free(c->comms);
         free(c);
     }
-    uint64_t ids = nccl.ids; /* an id from before stays unknown */
+    uint64_t ids = nccl.ids; /* so that old ids stay invalid */
     memset(&nccl, 0, sizeof nccl);
     nccl.ids = ids;
     memset(&group, 0, sizeof group);

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# gpu.sh - on a machine with an NVIDIA GPU: builds, tests and measures all that needs one, and prints one table
+# gpu.sh - on a machine with an NVIDIA GPU: builds, tests and measures everything that needs a GPU, and prints one table
 #
 #   tests/cuda/gpu.sh             within 10 minutes
 #   tests/cuda/gpu.sh tests       without the benchmarks
 #   tests/cuda/gpu.sh --help      this
 #
 # Needs make, g++ (C++17), nvcc and cuBLASLt of the CUDA toolkit, nccl.h and libnccl, and for the benchmarks python3
-# (PYTHON=...); PyTorch and compute-sanitizer are used if they are there. B is the folder of the programs (build-gpu).
+# (PYTHON=...); PyTorch and compute-sanitizer are used if installed. B is the folder of the programs (build-gpu).
 # The last line is "N passed, N failed, N skipped".
 cd "$(dirname "$0")/../.." || exit 1
 case $#$1 in
@@ -19,13 +19,13 @@ passed=0 failed=0 skipped=0
 rows=()
 W=$(mktemp -d)
 trap 'rm -rf "$W"' EXIT
-export CUDA_MODULE_LOADING=EAGER    # a kernel that is loaded late waits for the device, which may wait for another rank
+export CUDA_MODULE_LOADING=EAGER    # lazy loading of a kernel waits for the device, which may wait for another rank
 
 row() { rows+=("$(printf '%-46s %s' "$1" "$2")"); echo "== $1: $2"; }
 pass() { passed=$((passed + 1)); row "$1" "${2:-ok}"; }
 fail() { failed=$((failed + 1)); row "$1" "FAILED: $2"; }
 skip() { skipped=$((skipped + 1)); row "$1" "skipped: $2"; }
-try() { # try NAME SECONDS COMMAND...: it must end well; its last line is the result
+try() { # try NAME SECONDS COMMAND...: the command must succeed; its last line is the result
     local name=$1 limit=$2 begin=$SECONDS
     shift 2
     if timeout -k 5 "$limit" "$@" >"$W/log" 2>&1; then pass "$name" "$(tail -n 1 "$W/log") ($((SECONDS - begin)) s)"
@@ -35,7 +35,7 @@ try() { # try NAME SECONDS COMMAND...: it must end well; its last line is the re
     fi
 }
 
-stop() { # stop WHY: no other row can be right
+stop() { # stop WHY: ends, because no other row would be valid
     echo "gpu.sh: $1"
     echo "$passed passed, $failed failed, $skipped skipped"
     exit 1
@@ -55,7 +55,7 @@ command -v "${NVCC:-nvcc}" >/dev/null ||
 try "build" 300 $M -j"$(nproc)" "$B/train_gpt" "$B/bench_gpu"
 [ $failed = 0 ] || stop "the build failed, so nothing was tested"
 G=$B/train_gpt
-# Where no driver works train_gpt says so, trains on the CPU and ends well: that is no test of a GPU.
+# Without a working driver train_gpt prints a notice, trains on the CPU and succeeds, which would test no GPU.
 on_cpu() { cat "$@" 2>/dev/null | grep -m 1 'running on the CPU'; }
 if timeout 60 $G --data README.md --layers 1 --width 64 --heads 2 --seq 32 --batch 2 --steps 1 --device cuda --quiet \
     >"$W/log" 2>&1 && ! on_cpu "$W/log" >/dev/null; then pass "a step on the GPU"
@@ -73,7 +73,7 @@ for t in $KERNEL_TESTS; do
     else fail "kernels beside the CPU's: $t" "does not build"; tail -n 5 "$W/$t.build"; fi
 done
 
-# Losses of a layout against those of one rank on the CPU, relative to 1e-5 (16 bits: to 1e-3 of one rank on this GPU).
+# Compares a layout's losses with those of one rank on the CPU, relative to 1e-5 (16 bits: one rank on this GPU, 1e-3).
 data="--data README.md --layers 4 --width 128 --heads 4 --seq 64 --batch 8 --steps 5 --quiet"
 losses() { cut -d, -f"$(head -n 1 "$1" | tr , '\n' | grep -n '^loss$' | cut -d: -f1)" "$1" | tail -n +2; }
 near() { # near A B TOLERANCE
@@ -96,7 +96,7 @@ for d in bf16 f16; do
     else fail "threads, $d: tp 2, dp 2, zero 2" "$(tail -n 1 "$W/log")"; fi
 done
 
-# The real NCCL: one process a rank. On one GPU each pretends to be a machine of its own; that tests, and measures nothing.
+# The real NCCL, one process per rank. On one GPU each rank pretends to be a separate machine, which only tests NCCL.
 nccl() { # nccl RANKS OPTIONS
     local n=$1 r pids=() bad=0 port=$((20000 + RANDOM % 9000)) one=
     shift
@@ -134,7 +134,7 @@ else skip "compute-sanitizer" "it is not installed"; fi
 if [ "$1" != tests ]; then
     try "bench_gpu" 150 $B/bench_gpu
     sed -n 's/^summary,//p' "$W/log" | while IFS=, read -r n v; do echo "$n $v"; done >"$W/figures"
-    # GPT-2 124M on random tokens, as torch_gpu.py: the mean of the last 20 steps, beside its best of three times 20.
+    # GPT-2 124M on random tokens, as in torch_gpu.py: mean of the last 20 steps, and PyTorch's best of three runs of 20.
     text=README.md
     $PYTHON - "$W/ids.bin" <<'END' && text=$W/ids.bin
 import array, random, struct, sys

@@ -1,9 +1,8 @@
-// test_cuda.cc - does every kernel of dt_kernels.cu do what the CPU's kernel of that name does?
+// test_cuda.cc - compares every kernel of dt_kernels.cu with the CPU's kernel of the same name
 //
 // g++ -std=c++17 -O1 -g -Wall -Wextra -fsanitize=address,undefined tests/cuda/test_cuda.cc -o test_cuda
 //
-// What a call must show is told in cuda_cases.h. Products and attention are in
-// test_cuda_attention.cc.
+// cuda_cases.h says what is compared. Products and attention are in test_cuda_attention.cc.
 
 #include "tests/cuda/cuda_cases.h"
 
@@ -16,12 +15,12 @@ static const struct {
 } SHAPES[] = { { 0, 5 }, { 1, 1 }, { 1, 1000 }, { 3, 17 }, { 17, 3 }, { 31, 4 }, { 127, 1 },
     { 33, 257 }, { 5, 1028 }, { 100, 31 }, { 70, 48 } };
 
-// Rows that a warp, or a block, has in registers, and such that nobody has.
+// Rows that fit into the registers of a warp, of a block, and longer ones.
 static const struct {
     size_t rows, cols;
 } LONG[] = { { 9, 768 }, { 11, 400 }, { 5, 1000 }, { 4, 1536 }, { 3, 2600 }, { 2, 9000 } };
 
-// The type of most arrays: main goes through the three.
+// The type of most arrays; main runs all tests with each of three types.
 static dt_dtype TYPE = DT_F32;
 
 static array &put(arrays &all, int placement, size_t count, double floor) {
@@ -30,7 +29,8 @@ static array &put(arrays &all, int placement, size_t count, double floor) {
 
 static void set(const array &a, size_t k, double x) { dt__set_number(a.dtype, a.data(), k, x); }
 
-// Orders where threads do not meet: for them the type makes no difference.
+// Number of lane orders for kernels whose threads never interact: three for f32, one for the other
+// types, because the type makes no difference there.
 #define FLAT (TYPE == DT_F32 ? (size_t)3 : (size_t)1)
 
 static void check(
@@ -77,7 +77,7 @@ static void test_copy() {
                 compare_copy(placement, rows, row_bytes, 1, 32);
                 compare_copy(placement, rows, row_bytes, 2, 6);
             }
-    arrays a; // one row given to many
+    arrays a; // one source row copied to many rows
     push(a, ALIGNED, 5 * 8, EXACT);
     push(a, ALIGNED, 8, EXACT);
     compare("copy with stride 0", a, [](const dt_kernels *t, arrays &x) {
@@ -91,7 +91,7 @@ static void compare_reduce(
     dt_dtype dtype, dt_op op, size_t count, int n, int alias, int placement) {
     arrays a;
     push(a, placement, count * (size_t)n, EXACT,
-        dtype); // all inputs, one after another: also a placement of their own
+        dtype); // all inputs in one array, which also varies their alignment
     push(a, placement, count, EXACT, dtype);
     compare(dtc_text("reduce %s, op %d, %d x %zu, out is %d", dt_dtype_name(dtype), (int)op, n,
                 count, alias),
@@ -126,26 +126,25 @@ static void test_reduce() {
     }
     compare_reduce(DT_F32, DT_SUM, 3, 0, -1, ALIGNED);
 
-    // What this table answers and the CPU's need not: a late input that the first launch would
-    // overwrite.
+    // Refused by this table only: a late input that the first launch would overwrite.
     std::vector<float> x(200);
     const void *in[200];
     for (int r = 0; r < 200; r++) in[r] = &x[(size_t)r];
     dt_reduce_args args = { DT_F32, &x[150], in, 200, 1, DT_SUM, NULL, 0, 0 };
     CHECK(dt_kernels_cuda()->reduce(&args, NULL) == DT_ERR_UNSUPPORTED);
-    args.dtype = DT_BF16; // nor 16-bit sums that would be rounded between two launches
+    args.dtype = DT_BF16; // also refused: 16-bit sums that would be rounded between two launches
     args.out = &x[0];
     CHECK(dt_kernels_cuda()->reduce(&args, NULL) == DT_ERR_UNSUPPORTED);
 }
 
-// A tensor as a caller sees it: extents and strides in elements, of which 0 repeats.
+// A strided tensor: extents and strides in elements; stride 0 repeats.
 struct view {
     dt_shape shape;
     int64_t a[DT_MAX_DIMS], b[DT_MAX_DIMS];
 };
 
 static size_t reach(
-    const dt_shape &shape, const int64_t *stride) { // elements that a view of that shape lies in
+    const dt_shape &shape, const int64_t *stride) { // number of elements that a view spans
     size_t last = 0;
     for (int i = 0; i < shape.nd; i++) {
         if (shape.d[i] == 0) return 0;
@@ -154,8 +153,8 @@ static size_t reach(
     return last + 1;
 }
 
-// Equal shapes, a bias over rows and over columns, a scalar, dimensions that repeat in the middle,
-// none, six.
+// Equal shapes, a bias over rows and over columns, a scalar, repeated middle dimensions, zero
+// dimensions, six dimensions.
 static const view VIEWS[] = {
     { { 0, { 0 } }, { 0 }, { 0 } },
     { { 1, { 1003 } }, { 1 }, { 1 } },
@@ -167,14 +166,13 @@ static const view VIEWS[] = {
     { { 3, { 3, 7, 8 } }, { 56, 8, 1 }, { 8, 0, 1 } },
     { { 3, { 3, 1, 9 } }, { 9, 9, 1 }, { 9, 0, 1 } },
     { { 3, { 4, 6, 8 } }, { 8, 32, 1 }, { 1, 32, 4 } }, // transposed
-    { { 3, { 2, 5, 4 } }, { 21, 4, 1 },
-        { 20, 4, 1 } }, // a pack of a does not begin at a multiple of 16
+    { { 3, { 2, 5, 4 } }, { 21, 4, 1 }, { 20, 4, 1 } }, // packs of a are not aligned to 16 bytes
     { { 2, { 7, 3 } }, { 4, 1 },
-        { 0, 1 } }, // rows of three with a gap: a pack would end in the next
+        { 0, 1 } }, // rows of three with a gap: a pack would reach into the next row
     { { 6, { 2, 3, 1, 2, 3, 4 } }, { 72, 24, 24, 12, 4, 1 }, { 0, 4, 4, 0, 0, 1 } },
     { { 2, { 33, 24 } }, { 24, 1 }, { 0, 1 } },                          // in packs of eight
     { { 4, { 2, 9, 3, 16 } }, { 432, 16, 144, 1 }, { 432, 48, 16, 1 } }, // heads before tokens
-    { { 2, { 40, 70 } }, { 70, 1 }, { 1, 40 } }, // transposed: several tiles, cut at both ends
+    { { 2, { 40, 70 } }, { 70, 1 }, { 1, 40 } }, // transposed: several tiles, partial at both ends
     { { 3, { 3, 33, 9 } }, { 297, 9, 1 }, { 297, 1, 33 } },
     { { 3, { 32, 3, 64 } }, { 3, 1, 96 }, { 192, 64, 1 } },
 };
@@ -200,7 +198,7 @@ static void test_binary() {
                 },
                 FLAT);
         }
-    arrays a; // in place; and an operation that is none
+    arrays a; // in place; and an invalid operation
     put(a, ALIGNED, 33 * 24, EXACT);
     put(a, ALIGNED, 24, EXACT);
     for (int op : { (int)DT_MUL, 4, -1 })
@@ -211,7 +209,7 @@ static void test_binary() {
         });
 }
 
-// The result lies in the view's a, which repeats nowhere; the input in b.
+// The result is in the view's a, which never repeats; the input is in b.
 static void test_permute() {
     for (const view &v : VIEWS)
         for (dt_dtype dtype : { DT_F32, DT_F64, DT_I32, DT_BF16, DT_F16 })
@@ -224,7 +222,7 @@ static void test_permute() {
                 array &out = push(a, placement, reach(v.shape, v.a), EXACT, dtype);
                 array &in = push(a, placement, reach(v.shape, v.b), EXACT, dtype);
                 for (size_t k = 0; k < out.count && dtype == DT_I32; k++)
-                    out.i()[k] /= 2; // sums that fit
+                    out.i()[k] /= 2; // so that sums do not overflow
                 for (size_t k = 0; k < in.count && dtype == DT_I32; k++) in.i()[k] /= 2;
                 compare(dtc_text("permute %s of view %ld, code %d", dt_dtype_name(dtype),
                             (long)(&v - VIEWS), code),
@@ -238,8 +236,8 @@ static void test_permute() {
             }
 }
 
-// Every bit pattern of the 16-bit types; for the others what rounds: halves of the last place, the
-// ends, no numbers.
+// Every bit pattern of the 16-bit types; for the other types values that round: half units in the
+// last place, the range limits, NaNs.
 static void fill_for_cast(array &a) {
     const double odd[] = { 0.0, -0.0, INFINITY, -INFINITY, NAN, 65504, 65519.99, 65520, 6e-8,
         2.9e-8, 3e-8, 6.1e-5, 1e-40, 3.4e38, 3.41e38, 1e300, -2147483649.0, 2147483648.0, 1.5, -1.5,
@@ -306,8 +304,8 @@ static void compare_unary(int kind, size_t count, int placement) {
             return t->unary(&args, NULL);
         },
         FLAT);
-    a[0].floor = 2;                              // a slope may cross zero; 1 - tanh^2 cancels
-    a[0].grain = kind == DT_ACT_TANH ? 1e-9 : 0; // so that many may differ
+    a[0].floor = 2;                              // the slope may cross zero, and 1 - tanh^2 cancels
+    a[0].grain = kind == DT_ACT_TANH ? 1e-9 : 0; // allows more elements to differ
     for (int accumulate = 0; accumulate < 2; accumulate++)
         check(
             dtc_text("unary_back %d x %zu, accumulate %d", kind, count, accumulate), a,
@@ -321,7 +319,7 @@ static void compare_unary(int kind, size_t count, int placement) {
 }
 
 static void test_unary() {
-    for (int kind = -1; kind <= DT_ACTS; kind++) // both ends are no kind
+    for (int kind = -1; kind <= DT_ACTS; kind++) // -1 and DT_ACTS are invalid kinds
         for (size_t count : COUNTS)
             for (int placement = 0; placement < PLACEMENTS; placement++)
                 if (kind == DT_ACT_GELU || count == 127 || placement == 0)
@@ -361,8 +359,8 @@ static void test_glu() {
                 compare_glu(kind, shape.rows, shape.cols, placement);
 }
 
-// What is dropped is the CPU's choice, bit for bit: full rows, and columns from the middle of a
-// group of four.
+// The dropped elements must be exactly the CPU's: for full rows, and for columns that begin inside
+// a group of four.
 static void test_dropout() {
     for (auto shape : SHAPES)
         for (int64_t first : { 0, 1, 6, 1000 })
@@ -407,11 +405,13 @@ static void compare_sum(size_t outer, size_t n, size_t inner, double scale, int 
 static void test_sum() {
     for (auto shape : SHAPES)
         for (size_t outer : { 0, 1, 3 })
-            for (int code = 0; code < 4; code++) // accumulate and scale; the last dimension too
+            // bits: accumulate and scale; also over the last dimension
+            for (int code = 0; code < 4; code++)
                 compare_sum(outer, shape.rows, code == 3 ? 1 : shape.cols, code == 0 ? 1 : -0.3,
                     code % 2, code == 2, 0, code % 2 ? ODD : ALIGNED);
     for (int wide = 0; wide < 2; wide++)
-        for (size_t room : { 0, 39, 100, 5000 }) { // none, for no part, for two, for all
+        // none, too little for one part, for two parts, for all
+        for (size_t room : { 0, 39, 100, 5000 }) {
             compare_sum(1, 700, 40, 0.5, wide, wide, room, ALIGNED);
             compare_sum(1, 700, 39, 0.5, 1 - wide, wide, room, ODD);
             compare_sum(2, 400, 10, 1, 0, wide, room, ALIGNED);
@@ -420,7 +420,7 @@ static void test_sum() {
     compare_sum(1, 3001, 1, 0.5, 0, 1, 0, ODD);
 }
 
-// Few different numbers, so that equal ones meet; a NaN first, one later.
+// Few different values, so that ties occur; a NaN first, and one later.
 static void test_max_and_topk() {
     for (auto shape : SHAPES)
         for (size_t inner : { 1, 5 }) {
@@ -463,7 +463,7 @@ static void test_max_and_topk() {
           dt_kernels_cpu()->max(&none, NULL) == DT_ERR_ARG);
 }
 
-// places may repeat: then what comes first is added first. bad: an index outside.
+// places may repeat; then values are added in their order. bad: an index out of range.
 static void test_spread() {
     for (int code = 0; code < 2 * 2 * 3; code++) {
         size_t outer = 7, n = 11, k = 4, inner = code % 2 ? 1 : 6;
@@ -504,7 +504,7 @@ static void compare_softmax(size_t rows, size_t cols, int size, int placement) {
                 return t->softmax(&args, NULL);
             });
     if (size > 1) return;
-    a[0].floor = 8 + (double)cols; // the sum of products is what cancels
+    a[0].floor = 8 + (double)cols; // the sum of products cancels
     put(a, placement, rows * cols, EXACT);
     for (size_t k = 0; k < in.count; k++) set(a[1], k, 0.25);
     for (int accumulate = 0; accumulate < 2; accumulate++)
@@ -554,7 +554,7 @@ static void test_rope() {
         }
 }
 
-// Uniform numbers are the CPU's to the bit; normal ones may differ where log, sin and cos do.
+// Uniform numbers must equal the CPU's bit for bit; normal ones may differ as log, sin and cos do.
 static void test_init() {
     for (dt_dtype dtype : { DT_F32, DT_BF16, DT_F16, DT_F64 })
         for (size_t count : COUNTS)
@@ -574,7 +574,7 @@ static void test_init() {
                 }
 }
 
-// A part of a table of 53 rows, in which every fifth id is a hole. bad: an id outside of the whole
+// A shard of a table of 53 rows; with holes, every fifth id is -1. bad: an id outside the full
 // table.
 struct ids_case {
     size_t rows, cols;
@@ -597,7 +597,7 @@ static void compare_embedding_back(
     push(a, placement, (size_t)c.held * c.cols, EXACT, wide ? DT_F32 : TYPE);
     put(a, placement, c.rows * c.cols, EXACT);
     push_ids(a, c);
-    push(a, placement, (size_t)c.held * c.cols, SCRATCH); // of f32
+    push(a, placement, (size_t)c.held * c.cols, SCRATCH); // f32 sums
     bool room = dt_dtype_size(TYPE) == 2 && !wide;
     check(dtc_text(
               "embedding_back %zu x %zu, rows %ld + %ld, bad %d, accumulate %d, wide %d, strict %d",
@@ -640,9 +640,9 @@ static void test_embedding() {
         compare_embedding({ shape.rows, shape.cols, 0, 53, 0, holes }, ALIGNED);
         compare_embedding({ shape.rows, shape.cols, 20, 17, 0, 1 - holes });
     }
-    compare_embedding({ 5000, 3, 0, 53, 0, 1 }); // several pieces of ids
+    compare_embedding({ 5000, 3, 0, 53, 0, 1 }); // ids in several chunks
     compare_embedding({ 3000, 300, 37, 16, 0, 0 }, ALIGNED);
-    compare_embedding({ 56000, 2, 16, 1, 0, 0 }); // more of one row than a list holds
+    compare_embedding({ 56000, 2, 16, 1, 0, 0 }); // more occurrences of one row than a list holds
     for (int32_t bad : { -1, -2, 53, INT32_MAX, INT32_MIN })
         compare_embedding({ 17, 5, 0, 53, bad, 0 });
     for (int32_t bad : { -2, 53 }) compare_embedding({ 17, 5, 20, 17, bad, 1 });
@@ -670,10 +670,8 @@ static void compare_norm(
         orders);
 }
 
-// What a backward is asked for. outputs: bits 0, 1, 2 say whether dx, dgain, dbias are wanted;
-// accumulate: whether they
-// are added to; wide: whether dgain and dbias are f32. room: rows of sums that the scratch holds,
-// at least 3.
+// Options of a backward. outputs: bits 0, 1, 2 request dx, dgain, dbias; accumulate: add to them;
+// wide: dgain and dbias are f32. room: rows of sums that the scratch holds, at least 3.
 struct norm_case {
     int rms;
     size_t rows, cols;
@@ -746,8 +744,7 @@ static void test_norm() {
 
 // ==== 4. Losses =================================================================================
 
-// How a loss is taken beside its plain form: columns that are padding, smoothing, z loss, a chunk
-// that is added.
+// Variants of a loss: padding columns, smoothing, z loss, adding a chunk.
 struct manner {
     size_t padding;
     double smoothing, z;
@@ -756,7 +753,7 @@ struct manner {
 static const manner MANNERS[] = { { 0, 0, 0, 0 }, { 3, 0, 0, 0 }, { 0, 0.1, 0, 1 },
     { 2, 0.3, 0.01, 0 }, { 1, 0, 0.1, 1 } };
 
-// labels: every seventh row has none; bad is the row whose label is past the end, or -1.
+// Every seventh row has no label; bad is the row whose label is past the end, or -1.
 static void compare_cross_entropy(
     size_t rows, size_t vocab, long bad, double size, size_t orders = 3, manner how = MANNERS[0]) {
     arrays a;
@@ -817,8 +814,8 @@ static void compare_cross_entropy_back(size_t rows, size_t vocab, long bad, int 
         orders);
 }
 
-// Columns first .. first + cols of 40, of which `vocab` are no padding: the loss of this part, and
-// its gradient.
+// The loss of a shard, columns [first, first + cols) of 40 of which `vocab` are real, and its
+// gradient.
 static void compare_part(int64_t first, size_t cols, size_t vocab, double smoothing, bool bad) {
     const size_t rows = 13;
     arrays a;
@@ -859,7 +856,7 @@ static void compare_join(size_t n, size_t rows, bool z) {
     array &parts = push(a, ODD, 2 * n * rows, EXACT, DT_F64),
           &labels = push(a, ODD, rows, EXACT, DT_I32);
     for (size_t k = 0; k < rows; k++) {
-        if (k % 5 == 1) parts.d()[2 * k] = -INFINITY; // a part without columns
+        if (k % 5 == 1) parts.d()[2 * k] = -INFINITY; // a shard without real columns
         if (k % 4 == 2) labels.i()[k] = -1;
     }
     check(dtc_text("cross_entropy_merge of %zu x %zu", n, rows), a,
@@ -870,8 +867,8 @@ static void compare_join(size_t n, size_t rows, bool z) {
         });
 }
 
-// Rows that are not numbers: the answer is NaN or infinity on both, and other rows are as they
-// should be.
+// Rows with NaN or infinity: both tables give NaN or infinity for them, and correct results for all
+// other rows.
 static void test_cross_entropy_special() {
     arrays a;
     push(a, ALIGNED, 1, 1, DT_F64);
@@ -883,7 +880,7 @@ static void test_cross_entropy_special() {
     set(logits, 1 * 300 + 7, INFINITY);
     for (size_t c = 0; c < 300; c++) set(logits, 2 * 300 + c, -INFINITY);
     for (size_t c = 0; c < 299; c++)
-        set(logits, 3 * 300 + c, -INFINITY); // the label is certain: loss 0
+        set(logits, 3 * 300 + c, -INFINITY); // the label has probability 1, so the loss is 0
     push(a, ALIGNED, 6 * 300 + 16, SCRATCH);
     check("cross_entropy with NaN and infinity", a, [](const dt_kernels *t, arrays &x) {
         dt_cross_entropy_args args = { TYPE, x[0].d(), x[1].d(), x[2].data(), x[3].data(), x[4].i(),
@@ -900,7 +897,7 @@ static void test_cross_entropy() {
     }
     for (const manner &how : MANNERS) {
         compare_cross_entropy(17, 127, -1, 1, 3, how);
-        compare_cross_entropy(70, 3, 5, 1, 3, how); // a label that is a column of padding
+        compare_cross_entropy(70, 3, 5, 1, 3, how); // the label is a padding column
         for (int accumulate = 0; accumulate < 2; accumulate++)
             compare_cross_entropy_back(17, 127, -1, accumulate, accumulate == 0, 3, how);
         compare_cross_entropy_back(17, 5, 4, 0, false, 3, how);
@@ -912,7 +909,7 @@ static void test_cross_entropy() {
     CHECK(dt_kernels_cuda()->cross_entropy(&wide, NULL) == DT_ERR_ARG);
     CHECK(dt_kernels_cuda()->cross_entropy_back(&wide_back, NULL) == DT_ERR_ARG);
     compare_cross_entropy(17, 127, -1, 1000);
-    compare_cross_entropy(2, 20003, -1, 3); // several steps of a block
+    compare_cross_entropy(2, 20003, -1, 3); // several iterations of a block
     compare_cross_entropy_back(17, 127, -1, 0, true);
     compare_cross_entropy_back(3, 20003, -1, 0, false, 2);
     for (long bad : { 0, 3, 16 }) {
@@ -920,7 +917,7 @@ static void test_cross_entropy() {
         compare_cross_entropy_back(17, 5, bad, 0, false);
         compare_cross_entropy_back(17, 5, bad, 1, false);
     }
-    compare_cross_entropy(4100, 1, 4099, 1, 1); // a later piece of the labels
+    compare_cross_entropy(4100, 1, 4099, 1, 1); // in a later chunk of the labels
     for (double smoothing : { 0.0, 0.2 })
         for (bool bad : { false, true }) {
             compare_part(0, 20, 20, smoothing, bad);
@@ -971,7 +968,7 @@ static void test_square_sums() {
         }
 }
 
-// Parameters are f32; TYPE is that of the copy, of which f32 stands for none.
+// Parameters are f32; TYPE is the type of the 16-bit copy, and f32 means no copy.
 static void *copy_in(const array &a) { return TYPE == DT_F32 ? NULL : a.data(); }
 
 static void compare_adamw(size_t count, int placement, int64_t step, int coupled, double decay) {
@@ -992,15 +989,15 @@ static void compare_adamw(size_t count, int placement, int64_t step, int coupled
         FLAT);
 }
 
-// Where the runs of a list lie in common arrays: every third one in odd places, some empty, one of
-// many blocks.
-struct listed {
+// The offsets of a list's runs in common arrays: every third run is unaligned, some are empty, one
+// takes many blocks.
+struct list_run {
     size_t first, count;
 };
 
-static std::vector<listed> list_of(size_t runs, size_t longest) {
+static std::vector<list_run> list_of(size_t runs, size_t longest) {
     static const size_t counts[] = { 5, 0, 1, 1024, 3000, 64, 4097, 2, 333, 0, 1025 };
-    std::vector<listed> list;
+    std::vector<list_run> list;
     size_t at = 0;
     for (size_t i = 0; i < runs; i++) {
         size_t count = i == runs / 2 ? longest : counts[i % 11];
@@ -1010,9 +1007,9 @@ static std::vector<listed> list_of(size_t runs, size_t longest) {
     return list;
 }
 
-// One call for all, or one for each. Whatever is not in all runs alike differs.
+// One call for all runs, or one call for each. Every field that may differ between runs does.
 static dt_status adamw_list(
-    const dt_kernels *t, arrays &x, const std::vector<listed> &list, int coupled, bool alone) {
+    const dt_kernels *t, arrays &x, const std::vector<list_run> &list, int coupled, bool alone) {
     std::vector<dt_adamw_args> args;
     for (size_t i = 0; i < list.size(); i++) {
         size_t at = list[i].first;
@@ -1028,10 +1025,10 @@ static dt_status adamw_list(
     return status;
 }
 
-// The CPU's results, and in every bit those of single calls. A launch takes 32 runs, of which empty
-// ones are none.
+// The results must equal the CPU's, and bit for bit those of single calls. A launch takes 32 runs;
+// empty runs do not count.
 static void compare_adamw_list(size_t runs, size_t longest, int coupled) {
-    std::vector<listed> list = list_of(runs, longest);
+    std::vector<list_run> list = list_of(runs, longest);
     size_t count = list.back().first + list.back().count + 5;
     arrays a;
     push(a, ALIGNED, count, 1);
@@ -1051,11 +1048,11 @@ static void compare_adamw_list(size_t runs, size_t longest, int coupled) {
     CHECK(wait_for(dt_kernels_cuda(), NULL) == DT_OK);
     check_no_mistake(what);
     for (size_t i = 0; i < a.size(); i++)
-        CHECK_MSG(same_bits(many[i], one[i]), "%s: array %zu is not that of single calls",
-            what.c_str(), i);
+        CHECK_MSG(
+            same_bits(many[i], one[i]), "%s: array %zu differs from single calls", what.c_str(), i);
 }
 
-// A run that cannot be in the list, at its end: nothing is launched.
+// If the last run of a list is invalid, nothing is launched.
 static void test_unlike_runs() {
     float x[8] = { 1, 2, 3, 4, 5, 6, 7, 8 };
     dt_adamw_args last = { DT_F32, x + 4, x, x + 4, x + 4, 4, 1, 0.9, 0.9, 1, 0, 1, 1, 0, TYPE,
@@ -1070,10 +1067,10 @@ static void test_unlike_runs() {
         CHECK(dt_kernels_cuda()->adamw(&first, NULL) == DT_ERR_ARG);
     }
     CHECK(x[0] == 1 && x[4] == 5);
-    check_no_mistake("a list of runs that are not alike");
+    check_no_mistake("a list with an invalid run");
 }
 
-// buffer: 0 none, 1 there, 2 there and never written
+// buffer: 0: none, 1: present, 2: present and never written
 static void compare_sgd(size_t count, int placement, int64_t step, double momentum, int buffer) {
     arrays a;
     push(a, placement, count, 1);
@@ -1137,12 +1134,12 @@ static void test_optimizers() {
                 if (buffer < 2 || step < 2) compare_sgd(17, ALIGNED, step, momentum, buffer);
 }
 
-// Messages of signs; their scale is the last 8 bytes, of which the last bits of a float may differ.
+// Messages of sign bits. The last 8 bytes are the scale, a float whose last bits may differ.
 static void compare_signs(size_t count, size_t parts, int placement, size_t room) {
     size_t bytes = count / 8 + 8 * parts;
     arrays a;
     push(a, placement, (bytes + 3) / 4, EXACT,
-        DT_I32); // what is sent, of which the scales are compared below
+        DT_I32); // the messages; their scales are compared below
     push(a, placement, count, EXACT);
     push(a, placement, count, 4);
     array &v = push(a, placement, count, EXACT);
@@ -1194,19 +1191,19 @@ static void test_signs() {
                 });
         }
     dt_sign_pack_args none = { DT_F32, NULL, NULL, NULL, NULL, 8, 1, NULL,
-        0 }; // a GPU cannot do without scratch
+        0 }; // a GPU needs scratch
     CHECK(dt_kernels_cuda()->sign_pack(&none, NULL) == DT_ERR_ARG);
 }
 
 // ==== 6. Sizes beyond one grid ==================================================================
 
-// Zeros, in pages that nobody writes; behind them is where nobody may read.
-static float *many_zeros(size_t bytes, size_t beyond) {
+// Zeros in pages that are never written, followed by bytes that must not be read.
+static float *zero_pages(size_t bytes, size_t beyond) {
 #ifdef CUDA_ON_GPU
     void *p = NULL;
     if (dtc_pinned.get(&p, bytes + beyond) != 0) return NULL;
     memset(p, 0, bytes);
-    memset((char *)p + bytes, 0xff, beyond); // which is no number
+    memset((char *)p + bytes, 0xff, beyond); // NaNs
 #else
     void *p = mmap(NULL, bytes + beyond, PROT_READ | PROT_WRITE,
         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -1215,11 +1212,11 @@ static float *many_zeros(size_t bytes, size_t beyond) {
     return (float *)p;
 }
 
-// Half a warp a run makes many runs, so the numbers are nearly all zero.
+// With half a warp per run there are many runs, so nearly all numbers are zero.
 static void test_square_sums_rounds() {
     const size_t runs = (size_t)MAX_BLOCKS * 16 + 5, bytes = runs * DT_PIECE * sizeof(float),
                  beyond = 1 << 20;
-    float *x = many_zeros(bytes, beyond);
+    float *x = zero_pages(bytes, beyond);
     arrays a;
     double *sums = push(a, ALIGNED, runs, EXACT, DT_F64).d(), total = 0;
     if (!CHECK(x)) return;
@@ -1239,8 +1236,8 @@ static void test_square_sums_rounds() {
 #endif
 }
 
-// Each kind of loop once over more than MAX_BLOCKS blocks, in one order: it is a matter of indices
-// only.
+// Each kind of loop once over more than MAX_BLOCKS blocks, in one lane order, because only indices
+// are tested.
 static void test_several_rounds() {
     const size_t count = (size_t)MAX_BLOCKS * BLOCK * 4 + 4 * BLOCK + 3;
     arrays a;
@@ -1263,7 +1260,7 @@ static void test_several_rounds() {
     arrays turned;
     for (int i = 0; i < 2; i++) push(turned, ODD, (MAX_BLOCKS + 3) * 72, EXACT);
     compare(
-        "turned tiles, several rounds", turned,
+        "transposed tiles, several rounds", turned,
         [=](const dt_kernels *t, arrays &x) {
             dt_permute_args args = { DT_F32, x[0].data(), x[1].data(),
                 { 3, { MAX_BLOCKS + 3, 8, 9 } }, { 72, 1, 8 }, { 72, 9, 1 }, 0 };
@@ -1314,8 +1311,7 @@ static void test_several_rounds() {
 
 // ==== 7. The table ==============================================================================
 
-// Every kernel refuses a type it does not serve before it looks at anything else; the CPU serves
-// f64.
+// Every kernel refuses an unsupported type before any other check; the CPU supports f64.
 static void test_types() {
     const dt_kernels *t = dt_kernels_cuda();
     int there = 0;
@@ -1367,7 +1363,8 @@ static void test_types() {
 #undef REFUSES_ALL
 #undef REFUSES
     CHECK(there == 5 + 3 * 29 + 2);
-    uint16_t narrow[4] = { 1, 2, 3, 4 }; // a copy of no such type: refused, and nothing is touched
+    // a copy of an invalid type is refused, and nothing is touched
+    uint16_t narrow[4] = { 1, 2, 3, 4 };
     float x[4] = { 1, 2, 3, 4 };
     dt_adamw_args adamw = { DT_F32, x, x, x, x, 4, 1, 0.9, 0.9, 1, 0, 1, 1, 0, DT_F64, narrow,
         NULL };
@@ -1377,9 +1374,8 @@ static void test_types() {
     check_no_mistake("refusing types");
 }
 
-// In a queue kernels look at their indices themselves: nothing outside is read or written, such a
-// row counts as one
-// without an id or label, and the next wait tells of it, once.
+// In a queue kernels check their indices: they read and write nothing out of range, treat such a
+// row as one without an id or label, and the next wait reports it once.
 static void test_bad_indices() {
     const dt_kernels *t = dt_kernels_cuda();
     dt_cuda_desc desc = { 0, NULL, 0 };
@@ -1422,7 +1418,7 @@ static void test_bad_indices() {
               out[0] < 0);
     }
     for (const array &x : a) CHECK(x.guards_hold());
-    check_no_mistake("indices outside");
+    check_no_mistake("indices out of range");
     dt_cuda_close(queue);
 }
 
@@ -1442,9 +1438,9 @@ static void test_memory() {
 
 // ==== 8. A small model through the ops ==========================================================
 
-// CUDA's table with what it lacks from the CPU's, which can be mixed here because device memory is
-// host memory. Its
-// calls are counted, and so is its memory. Nothing in it is per context: one chain runs at a time.
+// CUDA's table, with missing entries taken from the CPU's; they can be mixed because device memory
+// is host memory here. Calls and memory are counted. The counters are global, so only one chain
+// runs at a time.
 static struct { size_t live, calls, wrong_streams; } seen;
 static void *the_stream;
 
@@ -1531,11 +1527,11 @@ static dt_tensor *chain_loss(dt_ctx *ctx, model *m, int micro) {
     dt_tensor *logits = dt_linear(x, m->table, NULL);
     dt_tensor *loss =
         dt_cross_entropy(logits, dt_input(ctx, DT_I32, DT_SHAPE(ROWS), labels), 2 * (ROWS - 1));
-    return dt_loss(loss, loss, 0.125); // gives the f64 scalar's own gradient an addition
+    return dt_loss(loss, loss, 0.125); // adds to the gradient of the f64 scalar
 }
 
-// Three steps of two micro-batches with SGD. Returns the losses (6), the first step's gradients,
-// the last parameters.
+// Three SGD steps of two micro-batches. Returns the 6 losses, the first step's gradients and the
+// final parameters.
 static std::vector<double> run_chain(const dt_kernels *table) {
     std::vector<double> out(6);
     dt_ctx_desc desc;
@@ -1593,18 +1589,19 @@ static void test_chain() {
         for (size_t k = 0; k < got.size() && k < want.size(); k++)
             wrong += !(fabs(got[k] - want[k]) < 2e-6 * fmax(1, fabs(want[k])));
         CHECK_MSG(wrong == 0, "%zu of %zu numbers differ from the CPU's", wrong, want.size());
-        CHECK(want[4] > 0 && want[4] < want[0] && want[5] < want[1]); // it learns
+        CHECK(want[4] > 0 && want[4] < want[0] && want[5] < want[1]); // the losses fall
         CHECK(seen.live == 0);
         CHECK(seen.wrong_streams == 0);
         CHECK_MSG(
-            seen.calls == 6 * (2 * 9 + 2), "%zu kernel calls", seen.calls); // 9 a block, 2 the loss
+            // 9 for a block, 2 for the loss
+            seen.calls == 6 * (2 * 9 + 2), "%zu kernel calls", seen.calls);
     }
     dt_cuda_close(the_stream);
 }
 
 static void quiet(void *, int, int, const char *) {}
 
-// What a step of ops on a table without mse ends with.
+// The error of a step of ops on a table without mse.
 static void compare_op_error(
     dt_status status, const char *text, const std::function<void(dt_ctx *ctx)> &step) {
     dt_host host = *dt_host_default();
@@ -1627,7 +1624,7 @@ static dt_tensor *zeros_of(dt_ctx *ctx, dt_dtype dtype) {
     return dt_input(ctx, dtype, DT_SHAPE(2, 3), x);
 }
 
-// What is missing is named, a bad label is an error where the loss is read.
+// A missing kernel is named; a bad label is an error when the loss is read.
 static void test_op_errors() {
     compare_op_error(DT_ERR_UNSUPPORTED, "kernel mse on cuda: not available", [](dt_ctx *ctx) {
         dt_tensor *t = zeros_of(ctx, DT_F32);
@@ -1644,7 +1641,7 @@ static void test_op_errors() {
     });
 }
 
-// ==== 9. What only cuda_on_cpu.h can do =========================================================
+// ==== 9. Tests that need cuda_on_cpu.h ==========================================================
 
 #ifndef CUDA_ON_GPU // a real device does not come back after a failed kernel, and its driver cannot be another one
 
@@ -1652,7 +1649,7 @@ __global__ void stuck(int some) {
     if ((int)threadIdx.x < some) __syncthreads();
 }
 
-// From the failed kernel on the device is lost.
+// After a failed kernel the device is lost.
 static void test_lost_device() {
     const dt_kernels *t = dt_kernels_cuda();
     float back[5] = { 0 };
@@ -1701,11 +1698,11 @@ static void test_ready() {
     CHECK(!strcmp(advice,
         "this build is for sm_75 and the GPU is an sm_90: nvcc -arch=sm_90a makes it faster"));
     dtc_this_machine = { 1, 13000, cudaSuccess, 90, 90,
-        32 }; // without wgmma: kernels that use it are empty
+        32 }; // code without wgmma: kernels that use it are empty
     CHECK(dt_cuda_ready(advice, sizeof advice) == DT_OK);
     CHECK(!strcmp(advice,
         "this build is for sm_90 and the GPU is an sm_90: nvcc -arch=sm_90a makes it faster"));
-    dtc_this_machine = { 1, 13000, cudaSuccess, 80, 0, 0 }; // code for sm_90a alone
+    dtc_this_machine = { 1, 13000, cudaSuccess, 80, 0, 0 }; // code for sm_90a only
     CHECK(dt_cuda_ready(advice, sizeof advice) == DT_ERR_DEVICE);
     CHECK(!strcmp(advice, "this build has no code for an sm_80: nvcc -arch=sm_80"));
     dtc_this_machine = { 1, 13000, cudaSuccess, 103, 100, 32 };
@@ -1717,9 +1714,8 @@ static void keep_notices(void *user, int level, int, const char *text) {
     if (level == DT_LOG_NOTICE) static_cast<std::vector<std::string> *>(user)->push_back(text);
 }
 
-// Without a table of its own a context takes the GPU, on a queue of its own that it closes. Where
-// there is none it runs
-// on the CPU, and rank 0 of a job says so, once.
+// A context without a given table uses the GPU, with a queue that it opens and closes. Without a
+// GPU it runs on the CPU, and rank 0 of a job logs one notice.
 static void test_default() {
     const dtc_machine here = dtc_this_machine;
     std::vector<std::string> notices;
@@ -1730,7 +1726,7 @@ static void test_default() {
     memset(&desc, 0, sizeof desc);
     desc.host = &host;
     for (desc.rank = 0; desc.rank < 3; desc.rank++) {
-        desc.local_rank = desc.rank; // of a machine with one device
+        desc.local_rank = desc.rank; // on a machine with one device
         dt_ctx *ctx = dt_ctx_make(desc);
         CHECK(!strcmp(dt_ctx_kernels(ctx)->name, "cuda") && dt_error(ctx) == DT_OK);
         CHECK(dt_ctx_stream(ctx) && dt_cuda_stream(dt_ctx_stream(ctx)) &&
@@ -1747,7 +1743,7 @@ static void test_default() {
     CHECK(notices.size() == 1);
     CHECK(
         strstr(notices[0].c_str(), "no CUDA device (no NVIDIA driver found): running on the CPU"));
-    desc.kernels = dt_kernels_cuda(); // asked for: without it there is nothing to run on
+    desc.kernels = dt_kernels_cuda(); // requested explicitly: without a GPU the run fails
     host.log = quiet;
     dt_ctx *ctx = dt_ctx_make(desc);
     CHECK(dt_error(ctx) == DT_ERR_DEVICE &&
@@ -1786,7 +1782,7 @@ int main() {
     test_cast();
     test_init();
     for (dt_dtype type : { DT_BF16, DT_F16, DT_F32 }) {
-        if (type == DT_F16 && CUDA_ORDERS == 1) continue; // in the same places as bf16
+        if (type == DT_F16 && CUDA_ORDERS == 1) continue; // the same code paths as bf16
         TYPE = type;
         test_in_type();
     }

@@ -1,12 +1,11 @@
-// test_cuda_attention.cc - products and attention of dt_kernels.cu beside the CPU's
+// test_cuda_attention.cc - compares products and attention of dt_kernels.cu with the CPU's
 //
 // g++ -std=c++17 -O1 -g -Wall -Wextra -fsanitize=address,undefined tests/cuda/test_cuda_attention.cc -o
 // test
 //
-// What a call must show is told in cuda_cases.h. Errors are relative to what was added up: |a| |b|
-// for a product, the
-// largest value or gradient for attention, whose scores and gradients of scores tensor cores get in
-// 16 bits.
+// cuda_cases.h says what is compared. Errors are relative to the magnitude of the summed terms: |a|
+// |b| for a product, the largest value or gradient for attention. Tensor cores read attention's
+// scores and their gradients in 16 bits.
 
 #include "tests/cuda/cuda_cases.h"
 
@@ -15,9 +14,9 @@
 struct product {
     dt_dtype dtype;
     int64_t m, n, k, batch;
-    int trans; // 1: a, 2: b
+    int trans; // bits: 1: a is transposed, 2: b
     int placement;
-    int gap; // between rows, and between batches
+    int gap; // elements between rows, and between batches
     int bias, activation, before, derivative, residual, accumulate, wide;
 };
 
@@ -44,12 +43,12 @@ static arrays product_arrays(const product &p, const dt_matmul_args &m) {
     push(x, p.placement, c_count, p.before && !p.derivative ? size : (double)EXACT, p.dtype);
     push(x, ALIGNED, dt_matmul_work(p.n, p.k, p.dtype) / 4 + 1, SCRATCH);
     for (size_t i = 0; i < x[4].count && p.activation == DT_ACT_LN;
-         i++) // no logarithm of what is nearly 0
+         i++) // no logarithm of values near 0
         if (p.derivative) dt__set_number(p.dtype, x[5].data(), i, 1 + fabs(x[5].at(i)));
     return x;
 }
 
-static void *the_queue; // NULL; test_cuda_blas.cc has one
+static void *the_queue; // NULL here; test_cuda_blas.cc sets one
 
 static void compare_product(const product &p, size_t orders = 3, double grain = 0) {
     dt_matmul_args m;
@@ -84,7 +83,7 @@ static void compare_product(const product &p, size_t orders = 3, double grain = 
 
 #if CUDA_ORDERS > 1
 static const dt_dtype TYPES[] = { DT_F32, DT_BF16, DT_F16 };
-#else // for test_cuda_attention_races.cc f16 is as bf16
+#else // test_cuda_attention_races.cc needs no f16, which has the same code paths as bf16
 static const dt_dtype TYPES[] = { DT_F32, DT_BF16 };
 #endif
 
@@ -117,8 +116,9 @@ static void test_product_fusions() {
             for (int code = 0; code < 32; code++) {
                 product p = { dtype, 19, 21, 9, 2, 2, ALIGNED, 5, code & 1, act, code >> 1 & 1, 0,
                     code >> 2 & 1, code >> 3 & 1, code >> 4 & 1 };
-                if (act == DT_ACT_LN || act == DT_ACT_EXP) p.k = 1; // of small numbers
-                if (act != DT_ACT_LN) compare_product(p, 1); // which of sums around 0 is anything
+                if (act == DT_ACT_LN || act == DT_ACT_EXP) p.k = 1; // so that values stay small
+                // the logarithm of sums around 0 is ill-conditioned
+                if (act != DT_ACT_LN) compare_product(p, 1);
                 p.before = 0, p.derivative = 1;
                 compare_product(p, 1);
             }
@@ -136,7 +136,7 @@ enum {
     BLIND,
     SIGHTS,
     QUARTER = SIGHTS
-}; // which keys are seen
+}; // the mask: which keys a query attends to
 
 struct attention_case {
     dt_dtype dtype;
@@ -154,13 +154,13 @@ static std::string name_of(const char *what, const attention_case &c) {
 
 enum { Q, K, V, Q_POSITION, K_POSITION, Q_DOCUMENT, K_DOCUMENT, WORK, OUT, LSE, DOUT, DQ, DK, DV };
 
-// Positions or documents of tokens, of which the first is `first`.
+// Fills in positions or documents of tokens; the first token has index `first`.
 static void fill_numbers(array &a, int kind, int64_t length, int64_t first, bool documents) {
     for (size_t i = 0; i < a.count; i++) {
         int64_t at = (int64_t)i % length, other = (int64_t)(i * 7919 % 31);
-        if (documents && kind == QUARTER)
-            a.i()[i] = at >= length * 3 / 4;
-        else if (documents) // runs of odd lengths; documents mixed up; or one that nobody else has
+        if (documents && kind == QUARTER) a.i()[i] = at >= length * 3 / 4;
+        // documents of odd lengths; interleaved documents; or a document that no other token has
+        else if (documents)
             a.i()[i] = (int32_t)(kind == DOCUMENTS  ? (first + at) / 19
                                  : kind == SHUFFLED ? other % 3
                                                     : 5);
@@ -170,8 +170,7 @@ static void fill_numbers(array &a, int kind, int64_t length, int64_t first, bool
             a.i()[i] = (int32_t)((at * 37 + 11) % length);
         else
             a.i()[i] =
-                (int32_t)(at < length / 3 ? -5
-                                          : at); // BLIND: the first queries come before all keys
+                (int32_t)(at < length / 3 ? -5 : at); // BLIND: the first queries precede all keys
     }
 }
 
@@ -199,14 +198,14 @@ static arrays attention_arrays(const attention_case &c) {
     return x;
 }
 
-static dt_attention_mask sight_of(const attention_case &c, const arrays &x) {
+static dt_attention_mask mask_of(const attention_case &c, const arrays &x) {
     dt_attention_mask s = { c.causal, NULL, NULL, NULL, NULL };
     if (c.sight >= ZIGZAG && c.sight < SIGHTS)
         s.q_position = x[Q_POSITION].i(), s.k_position = x[K_POSITION].i();
     if (c.sight == DOCUMENTS || c.sight == SHUFFLED || c.sight == QUARTER)
         s.q_document = x[Q_DOCUMENT].i(), s.k_document = x[K_DOCUMENT].i();
     if (c.sight == BLIND && !c.causal)
-        s.k_document = x[K_DOCUMENT].i(); // 5, and the queries are of 0
+        s.k_document = x[K_DOCUMENT].i(); // document 5, but the queries have document 0
     return s;
 }
 
@@ -218,8 +217,7 @@ static dt_status run_attention(const dt_kernels *t, const attention_case &c, int
     a.v = x[V].data();
     a.batch = c.batch, a.tq = c.tq, a.tk = c.tk, a.heads = c.heads, a.kv_heads = c.kv_heads,
     a.dim = c.dim;
-    a.scale = 1 / sqrt((double)c.dim), a.mask = sight_of(c, x), a.merge_lse = merge,
-    a.wide = c.wide;
+    a.scale = 1 / sqrt((double)c.dim), a.mask = mask_of(c, x), a.merge_lse = merge, a.wide = c.wide;
     a.work = x[WORK].data(), a.work_bytes = x[WORK].bytes();
     return t->attention(&a, NULL);
 }
@@ -236,7 +234,7 @@ static dt_status run_attention_back(
     a.q = x[Q].data(), a.k = x[K].data(), a.v = x[V].data();
     a.batch = c.batch, a.tq = c.tq, a.tk = c.tk, a.heads = c.heads, a.kv_heads = c.kv_heads,
     a.dim = c.dim;
-    a.scale = 1 / sqrt((double)c.dim), a.mask = sight_of(c, x), a.wide = c.wide;
+    a.scale = 1 / sqrt((double)c.dim), a.mask = mask_of(c, x), a.wide = c.wide;
     a.accumulate_q = c.accumulate & 1, a.accumulate_k = c.accumulate >> 1 & 1,
     a.accumulate_v = c.accumulate >> 2 & 1;
     a.work = x[WORK].data(), a.work_bytes = x[WORK].bytes();
@@ -247,7 +245,8 @@ static void compare_attention(const attention_case &c, size_t orders = 3) {
     arrays start = attention_arrays(c);
     double grain = dt_dtype_size(c.dtype) == 2 ? step_of(c.dtype, 1) : 0; // of p
     start[OUT].grain = grain;
-    for (size_t i = 0; i < start[LSE].count; i += 5) // what is merged with has seen nothing either
+    // the partial result to merge with has no keys either
+    for (size_t i = 0; i < start[LSE].count; i += 5)
         if (c.sight == BLIND) start[LSE].f()[i] = -INFINITY;
     compare(
         name_of("attention", c), start,
@@ -255,7 +254,7 @@ static void compare_attention(const attention_case &c, size_t orders = 3) {
         orders);
 }
 
-// The out and lse of a backward are those of its own forward, by the CPU's kernel.
+// The out and lse for a backward come from the forward of the CPU's kernel.
 static void compare_attention_back(const attention_case &c, size_t orders = 3, int leave = 0) {
     arrays start = attention_arrays(c);
     double grain = dt_dtype_size(c.dtype) == 2 ? step_of(c.dtype, 1) : 0;
@@ -273,10 +272,10 @@ static void compare_both(const attention_case &c, size_t orders = 1) {
     compare_attention_back(c, orders);
 }
 
-static bool only_bf16; // once more, by warps
+static bool only_bf16; // set for the second run, which uses the warp kernels
 
-// Lengths around the edges of tiles; a dimension below, of and between those that tiles are made
-// for.
+// Lengths around tile borders; head dimensions below, equal to and between those that tiles are
+// made for.
 static void test_attention_lengths() {
     for (dt_dtype dtype : TYPES) {
         if (only_bf16 && dtype != DT_BF16) continue;
@@ -290,10 +289,10 @@ static void test_attention_lengths() {
                 }
             }
         compare_both({ dtype, 1, 100, 140, 1, 1, 80, 1, DEFAULT, ALIGNED, 0,
-            0 }); // keys that half of a block sees
+            0 }); // keys that half of a block attends to
         compare_both({ dtype, 1, 256, 256, 1, 1, 80, 1, QUARTER, ALIGNED, 0,
-            0 });                      // documents that part a block
-        for (int64_t dim : { 64, 80 }) // tiles that are seen whole, one after the other
+            0 });                      // documents that divide a block
+        for (int64_t dim : { 64, 80 }) // consecutive tiles without a mask
             compare_both({ dtype, 1, 20, 300, 1, 1, dim, dim > 64, DEFAULT, ALIGNED, 0, 0 });
         for (int64_t dim : { 1, 5, 24, 65, 100, 128, 132, 200, 256 })
             compare_both({ dtype, 1, 40, 70, 2, 1, dim, 1, DEFAULT, ALIGNED, 0, 0 },
@@ -301,8 +300,7 @@ static void test_attention_lengths() {
     }
 }
 
-// Several sequences and heads, in groups; what is seen; unaligned memory; full results; added to
-// what is there.
+// Several sequences, grouped heads, masks, unaligned memory, f32 results, accumulation.
 static void test_attention_fields() {
     for (dt_dtype dtype : TYPES) {
         if (only_bf16 && dtype != DT_BF16) continue;
@@ -325,13 +323,14 @@ static void test_attention_fields() {
                     { dtype, 1, 20, 35, 2, 1, 16, 0, DEFAULT, ALIGNED, wide, accumulate }, 1,
                     7 - accumulate);
     }
-    for (int64_t dim : { 64, 256 }) // each of dq, dk, dv left out
+    for (int64_t dim : { 64, 256 }) // omits each of dq, dk, dv
         for (int leave = 0; leave < 8; leave++)
             compare_attention_back(
                 { DT_BF16, 1, 20, 35, 2, 1, dim, 1, DEFAULT, ALIGNED, 0, 0 }, 1, leave);
 }
 
-// Attention over all keys is that over one half, and then merged over the other.
+// Attention over half of the keys, merged with attention over the other half, equals attention over
+// all keys.
 static void test_merge() {
     for (dt_dtype dtype : TYPES)
         for (int sight = 0; sight < SIGHTS; sight++) {
@@ -361,7 +360,7 @@ static void test_merge() {
         }
 }
 
-// The scratch has room for the deltas of three heads only, of which there are eight; then of none.
+// The scratch has room for the deltas of only three of eight heads, and then for none.
 static void test_small_scratch() {
     attention_case c = { DT_F32, 2, 33, 33, 4, 4, 16, 1, DEFAULT, ALIGNED, 0, 0 };
     for (int64_t kv_heads : { 4, 2 })
@@ -383,7 +382,7 @@ static void test_small_scratch() {
 
 static void test_attention_refusals() {
     attention_case c = { DT_F32, 1, 5, 5, 3, 2, 8, 1, DEFAULT, ALIGNED, 0, 0 };
-    compare_attention(c, 1); // heads that kv_heads do not divide
+    compare_attention(c, 1); // kv_heads does not divide heads
     c.heads = 2;
     arrays x = attention_arrays(c);
     const dt_kernels *t = dt_kernels_cuda();
@@ -414,7 +413,7 @@ static void test_attention_refusals() {
 
 // ==== 3. mma ====================================================================================
 
-// mma_plain is for older GPUs, and its kernel would be one of dt_kernels.o
+// not on a GPU: mma_plain is for older GPUs and is inside dt_kernels.o
 #if !defined(CUDA_ON_GPU) && !defined(DTC_QUEUED)
 struct fragments {
     float d[2][32][4];
@@ -427,7 +426,7 @@ template <class T> __global__ void mma_both(fragments *f, T) {
     mma_plain(T(), f->d[1][lane], f->a[lane], f->b[lane]);
 }
 
-// What older GPUs do instead of mma, beside the instruction as the emulator knows it.
+// Compares the replacement for mma on older GPUs with the emulated instruction.
 template <class T> static void test_mma() {
     fragments f;
     for (unsigned *p = f.a[0]; p < f.b[0] + 64; p++)

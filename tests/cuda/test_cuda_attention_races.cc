@@ -1,7 +1,6 @@
 // test_cuda_attention_races.cc - are products and attention of dt_kernels.cu free of races?
 //
-// The cases of test_cuda_attention.cc again, under the detector that test_cuda_races.cc shows to
-// work.
+// Runs the cases of test_cuda_attention.cc under the race detector, which test_cuda_races.cc tests.
 
 #define CUDA_ORDERS 1
 #define main test_cases

@@ -1,11 +1,9 @@
-// test_cuda_blas.cc - products of dt_kernels.cu through cuBLASLt, for which fake_cuda.c stands in;
-// and calls that CUDA
-// refuses
+// test_cuda_blas.cc - products of dt_kernels.cu through cuBLASLt, which fake_cuda.c replaces; and
+// calls that CUDA refuses
 //
-// The cases are compared as in test_cuda_attention.cc. An activation sees the value before it as it
-// is stored: where
-// that is in 16 bits, a result has been rounded twice. With -DCUDA_ON_GPU the library is the real
-// one.
+// The cases are compared as in test_cuda_attention.cc. An activation is applied to the value as it
+// is stored, so in 16 bits the result is rounded twice. With -DCUDA_ON_GPU the real library is
+// used.
 
 #include "tests/support/check.h"
 #if defined(__has_include) && __has_include(<cublasLt.h>) && __has_include(<nccl.h>)
@@ -71,9 +69,8 @@ static void test_shapes() {
     close_queue();
 }
 
-// Whatever is fused: in the library, after it, or in the kernels of dt_kernels.cu; with rows that
-// its GELU can take,
-// and with others.
+// All fusions: in the library, after it, or in the kernels of dt_kernels.cu; with row lengths that
+// the library's GELU accepts, and with others.
 static void test_fusions(bool gelu) {
     (void)gelu;
     open_queue();
@@ -85,14 +82,14 @@ static void test_fusions(bool gelu) {
                 product p = { dtype, 19, 24, 9, 2, 2, code & 1 ? FIRST_ODD : ALIGNED,
                     code & 2 ? 5 : 8, code >> 2 & 1, act, code >> 3 & 1, code >> 4 & 1,
                     code >> 5 & 1, code >> 6 & 1, code >> 7 & 1 };
-                if (p.before && p.derivative) continue; // one array
+                if (p.before && p.derivative) continue; // both would use the same array
                 if (act == DT_ACT_NONE && code % 4 == 1) p.placement = ODD;
                 compare_product(p, 1, dtype == DT_F32 ? 0 : step_of(dtype, 16));
             }
     close_queue();
 }
 
-// A call that comes again finds its plan; plans that have given way are made anew.
+// A repeated call finds its cached plan; evicted plans are made again.
 static void test_plans() {
     open_queue();
     product p = { DT_F32, 5, 6, 7, 0, 0, ALIGNED, 0, 1, 0, 0, 0, 0, 0, 0 };
@@ -107,21 +104,22 @@ static void test_plans() {
 }
 
 #ifndef CUDA_ON_GPU
-// The library finds no way: the kernels here do it, and it is not asked again.
+// If the library has no algorithm, the kernels of dt_kernels.cu compute the product, and the
+// library is not asked again.
 static void test_refused() {
     fake_cublas_no_algorithm(1);
     open_queue();
     product p = { DT_BF16, 33, 40, 24, 0, 2, ALIGNED, 0, 1, DT_ACT_GELU, 1, 0, 1, 0, 0 };
     compare_product(p, 1);
-    CHECK(plans() == 2 && working_plans() == 0); // with its GELU and without
+    CHECK(plans() == 2 && working_plans() == 0); // with the library's GELU and without
     fake_cublas_no_algorithm(0);
     compare_product(p, 1);
     CHECK(plans() == 2 && working_plans() == 0);
     close_queue();
 }
 
-// What CUDA refuses is that call's answer: nothing is left of it, and the next launch does not see
-// it.
+// A CUDA error is returned by the failing call; it leaves no state, and the next launch does not
+// see it.
 static void test_refused_calls() {
     const dt_kernels *t = dt_kernels_cuda();
     char text[128];
@@ -129,7 +127,7 @@ static void test_refused_calls() {
     auto seen = [] { return cudaGetLastError() != cudaSuccess || !fake_cuda_error(); };
     fake_cuda_devices(2);
     void *there = dt_cuda_open(
-        { 1, NULL, 0 }, text, sizeof text); // an event of device 0 is none for its stream
+        { 1, NULL, 0 }, text, sizeof text); // an event of device 0 is not valid for this stream
     CHECK(dt_cuda_device(there) == 1 && dt_cuda_device(NULL) == 1);
     open_queue();
     CHECK(dt_cuda_device(the_queue) == 0 && dt_cuda_device(NULL) == 0);

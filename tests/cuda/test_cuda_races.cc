@@ -1,17 +1,17 @@
 // test_cuda_races.cc - are the kernels of dt_kernels.cu free of races?
 //
-// The cases of test_cuda.cc again, under the detector of cuda_races.cc, after kernels with planted
-// races that it must
-// report and kernels without that it must not. The Makefile knows the words to compile this with.
+// First come kernels with planted races, which the detector of cuda_races.cc must report, and
+// kernels without races, which it must not report. Then the cases of test_cuda.cc run under the
+// detector. The Makefile has the compiler options.
 
 #define CUDA_ORDERS 1 // the detector does not need the race to happen
 #define main test_cases
 #include "tests/cuda/test_cuda.cc"
 #undef main
 
-// ==== 1. Planted races, and the same without ====================================================
+// ==== 1. Planted races, and the same kernels without races ======================================
 
-// True if the launch before was reported with all of `parts`; clears it.
+// True if the previous launch was reported with all of `parts`. Clears the report.
 static bool reported(std::initializer_list<const char *> parts) {
     const char *error = dtc_error();
     bool found = error != NULL;
@@ -21,7 +21,7 @@ static bool reported(std::initializer_list<const char *> parts) {
     return found;
 }
 
-// One warp gives its numbers to the next; which barriers there are says `barriers`.
+// Each warp passes its numbers to the next; `barriers` selects the barriers in between.
 enum { BEFORE_READING = 1, BEFORE_REUSE = 2 };
 __global__ void exchange(float *out, int barriers) {
     __shared__ float theirs[64];
@@ -34,8 +34,8 @@ __global__ void exchange(float *out, int barriers) {
     }
 }
 
-// All read one number that a thread of one warp then replaces. barrier: 1 for the block, 2 for that
-// warp alone.
+// All threads read a number that a thread of one warp then replaces. barrier: 1 for the block, 2
+// for that warp only.
 __global__ void broadcast(float *out, int barrier) {
     __shared__ float number;
     if (threadIdx.x == 0) number = 1;
@@ -50,7 +50,7 @@ static void test_block_races() {
     float out[64];
     DT_LAUNCH(exchange, 2, 64, 0, 0, out, BEFORE_READING | BEFORE_REUSE);
     CHECK(reported(
-        { "race in global memory", "the blocks are in no order" })); // both blocks write out
+        { "race in global memory", "the blocks are in no order" })); // both blocks write to out
     DT_LAUNCH(exchange, 1, 64, 0, 0, out, BEFORE_READING | BEFORE_REUSE);
     DT_LAUNCH(exchange, 1, 64, 0, 0, out,
         BEFORE_READING | BEFORE_REUSE); // launches come one after another
@@ -72,7 +72,7 @@ static void test_block_races() {
             { "race in shared memory", "no __syncthreads", "thread (0,0,0) writes 4 bytes" }));
     }
     for (int seed = 0; seed < 8;
-         seed++) { // the first to read may be of the warp that writes, or not
+         seed++) { // the first reader may be in the writing warp or in another one
         dtc_set_order(DTC_PERMUTED, seed);
         DT_LAUNCH(broadcast, 1, 64, 0, 0, out, 2);
         CHECK(reported(
@@ -81,9 +81,9 @@ static void test_block_races() {
     dtc_set_order(DTC_FORWARD, 0);
 }
 
-// A lane reads its neighbour's number. how: 0 no barrier, 1 a shuffle, which orders nothing, 2
-// __syncwarp, 3 each half
-// for itself, and the neighbour is in the same half, 4 in the other.
+// A lane reads its neighbour's number. how: 0: no barrier; 1: a shuffle, which orders nothing; 2:
+// __syncwarp; 3: __syncwarp for each half, with the neighbour in the same half; 4: with the
+// neighbour in the other half.
 __global__ void neighbour(float *out, int how) {
     __shared__ float mine[32];
     unsigned lane = threadIdx.x, half = lane < 16 ? 0xffffu : 0xffff0000u;
@@ -114,7 +114,7 @@ template <class T> __global__ void side_by_side(T *out, size_t bytes, int overla
         memset(mine, 0, bytes + (size_t)overlap);
 }
 
-__global__ void copy_back(char *to, const char *from) { // what lies where the neighbour writes
+__global__ void copy_back(char *to, const char *from) { // reads the bytes that the neighbour writes
     memcpy(to + threadIdx.x * 40, from + threadIdx.x * 40 + 40, 30);
 }
 
@@ -135,7 +135,7 @@ static void test_sizes() {
     CHECK(reported({ "race in global memory", "copy_back" }));
 }
 
-// The last block to finish adds what all have left; if `with_fence`, in a way that is right.
+// The last block to finish adds the results of all blocks; correct only with `with_fence`.
 __global__ void last_block(float *sum, float *partial, unsigned *done, int with_fence) {
     __shared__ bool last;
     partial[blockIdx.x * 64 + threadIdx.x] = 1;
@@ -158,7 +158,7 @@ __global__ void count(unsigned *n, int plainly) {
         atomicAdd(n, 1);
 }
 
-__global__ void tell(int *word, int plainly) { // all write the same
+__global__ void tell(int *word, int plainly) { // all threads write the same value
     if (plainly)
         *word = 1;
     else
@@ -191,9 +191,8 @@ static void test_atomics() {
     CHECK(reported({ "race in global memory", "writes 4 bytes" }));
 }
 
-// Tiles come one after another into two buffers. which: 0 right, 1 no barrier after the wait, 2 the
-// next tile is asked
-// for while the one before may still be read.
+// Loads tiles alternately into two buffers. which: 0: correct; 1: no barrier after the wait; 2: the
+// next tile is requested while the previous one may still be read.
 __global__ void fetch_tiles(float *out, const float *in, int which) {
     __shared__ float4 tile[2][64];
     int i = (int)threadIdx.x;
@@ -240,7 +239,7 @@ static void test_asynchronous() {
     CHECK(reported({ "race in shared memory", "reads 16 bytes: fetch_rows" }));
 }
 
-// ==== 2. One barrier by two ways ================================================================
+// ==== 2. One barrier through two calls ==========================================================
 
 static __device__ float sum_of_halves(float v) {
     __syncthreads();
@@ -267,7 +266,7 @@ __global__ void two_votes(float *out) {
 static void test_divergence() {
     float out[64];
     DT_LAUNCH(two_calls, 1, 32, 0, 0, out, 0);
-    DT_LAUNCH(two_calls, 1, 64, 0, 0, out, 0); // some fibers have run before, some are new
+    DT_LAUNCH(two_calls, 1, 64, 0, 0, out, 0); // some fibers were used before, some are new
     check_no_mistake("a helper that all call");
     DT_LAUNCH(two_calls, 1, 64, 0, 0, out, 1);
     CHECK(
@@ -284,6 +283,6 @@ int main() {
     test_atomics();
     test_asynchronous();
     test_divergence();
-    if (check_failed == 0) test_cases(); // a detector that misses races says nothing of kernels
+    if (check_failed == 0) test_cases(); // the kernels are tested only if the detector works
     return check_done("test_cuda_races");
 }

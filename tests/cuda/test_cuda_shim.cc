@@ -1,8 +1,8 @@
-// test_cuda_shim.cc - does cuda_on_cpu.h run right kernels right, and catch wrong ones?
+// test_cuda_shim.cc - cuda_on_cpu.h runs correct kernels correctly and reports mistakes
 //
 //     g++ -std=c++17 -O1 -g -Wall -Wextra -fsanitize=address,undefined test_cuda_shim.cc
 //
-// The first half are kernels as dt_kernels.cu has them, which must give the same bits in every
+// The first half are kernels like those of dt_kernels.cu, which must give the same bits in every
 // lane order. The second half are planted mistakes, which must be reported or change the bits.
 
 #include "tests/support/check.h"
@@ -24,7 +24,8 @@ static const struct {
 } ORDERS[] = { { DTC_FORWARD, 0 }, { DTC_REVERSE, 0 }, { DTC_PERMUTED, 1 }, { DTC_PERMUTED, 2 },
     { DTC_PERMUTED, 3 } };
 
-// Runs `once` in every order; true if all results have the same bits. *first gets one result.
+// Runs `once` in every order. True if all results have equal bits. Stores the first result in
+// *first.
 template <class Run> static bool same_in_all_orders(Run once, floats *first) {
     bool same = true;
     first->clear();
@@ -38,7 +39,7 @@ template <class Run> static bool same_in_all_orders(Run once, floats *first) {
     return same;
 }
 
-// A repeatable series of odd numbers whose sum depends on the order of adding.
+// A repeatable series of numbers whose sum depends on the order of addition.
 static floats numbers(size_t n) {
     floats x(n);
     unsigned state = 1;
@@ -49,7 +50,7 @@ static floats numbers(size_t n) {
     return x;
 }
 
-// True if the launch before was abandoned with a text that contains `part`; clears it.
+// True if the previous launch was abandoned with a text that contains `part`. Clears the error.
 static bool reported(const char *part) {
     const char *error = dtc_error();
     bool found = error && strstr(error, part);
@@ -59,7 +60,7 @@ static bool reported(const char *part) {
     return found && !dtc_error() && cudaGetLastError() == cudaSuccess;
 }
 
-// ==== 1. Right kernels ==========================================================================
+// ==== 1. Correct kernels ========================================================================
 
 static __device__ __forceinline__ float warp_sum(float v) {
     for (int offset = 16; offset; offset >>= 1) v += __shfl_xor_sync(0xffffffffu, v, offset);
@@ -173,7 +174,7 @@ static void test_warp_scan() {
     CHECK(!dtc_error());
 }
 
-// Each block leaves its sum; the last one to finish adds them up, in block order.
+// Each block stores its sum; the last block to finish adds the sums in block order.
 __global__ void total(float *sum, float *partial, unsigned *done, const float *x, int n) {
     __shared__ bool last;
     float v = 0.0f;
@@ -206,7 +207,7 @@ static void test_last_block() {
     double want = 0;
     for (float v : x) want += v;
     CHECK_MSG(fabs(want - got[0]) < 1e-3, "%g, not %g", got[0], want);
-    CHECK(done == 0); // atomicInc wrapped round: ready for the next launch
+    CHECK(done == 0); // atomicInc has wrapped to 0, ready for the next launch
     CHECK(!dtc_error());
 }
 
@@ -222,7 +223,7 @@ __global__ void shuffles(int *out) {
     out[4 * 32 + lane] = __shfl_sync(0xffffffffu, __shfl_sync(0xffffffffu, lane, lane + 1), 5);
 }
 
-// Two halves of a warp go different ways, each with its own mask, and meet again.
+// Two halves of a warp take different branches, each with its own mask, and then converge.
 __global__ void halves(unsigned *out) {
     unsigned lane = threadIdx.x;
     unsigned v;
@@ -302,9 +303,9 @@ static void test_atomics_and_math() {
     CHECK(!dtc_error());
 }
 
-// Tiles of 16-bit numbers in shared memory through ldmatrix and mma, as an attention kernel has it:
-// one warp gives
-// d[16][8] = a[16][K] b[K][8]. b lies as b[8][K], the way mma wants it, or as b[K][8].
+// Multiplies tiles of 16-bit numbers in shared memory with ldmatrix and mma, as attention kernels
+// do: one warp computes d[16][8] = a[16][K] b[K][8]. b is stored as b[8][K], as mma needs it, or as
+// b[K][8].
 template <bool bf16, bool b_transposed>
 __global__ void tile_product(float *d, const uint16_t *a, const uint16_t *b, int K) {
     DT_DYN_SMEM(uint16_t, tiles); // a[16][16], then b[16][8] or b[8][16]
@@ -330,7 +331,7 @@ __global__ void tile_product(float *d, const uint16_t *a, const uint16_t *b, int
     for (int i = 0; i < 4; i++) d[(g + i / 2 * 8) * 8 + 2 * t + i % 2] = sum[i];
 }
 
-// Two warps go through 4 matrices, each transposed by one instruction.
+// Two warps load 4 matrices each and transpose them with one instruction.
 __global__ void transpose_8x8(uint16_t *out, const uint16_t *in) {
     __shared__ uint4 rows[2][4 * 8]; // a row of 8 numbers is 16 bytes
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -402,13 +403,12 @@ static void test_tensor_cores() {
     DT_LAUNCH(transpose_8x8, 1, 64, 0, 0, out.data(), in.data());
     int wrong = 0;
     for (int i = 0; i < 2 * 4 * 64; i++) wrong += out[i] != in[i / 64 * 64 + i % 8 * 8 + i / 8 % 8];
-    CHECK_MSG(wrong == 0, "%d numbers are not where transposing puts them", wrong);
+    CHECK_MSG(wrong == 0, "%d elements of the transposed matrices are wrong", wrong);
     CHECK(!dtc_error());
 }
 
-// Adds up n tiles of 128 floats, of which the next is fetched while one is added. `left`: groups
-// that may still be
-// under way when a tile is read; 1 is right. `barrier`: 1 is right.
+// Adds n tiles of 128 floats; the next tile is fetched while one is added. `left`: groups that may
+// be pending when a tile is read, correct is 1. `barrier`: correct is 1.
 __global__ void pipeline(float *out, const float *in, int n, int left, int barrier) {
     __shared__ float4 tile[2][32];
     int i = threadIdx.x;
@@ -447,12 +447,14 @@ static void test_async_copies() {
     for (int i = 0; i < 128; i++) {
         double want = 0;
         for (int t = 0; t < n; t++)
-            want += t < n - 1 || i % 4 == 0 ? x[t * 128 + i] : 0; // the last is cut after 4 bytes
+            // the last tile's copies are cut after 4 bytes
+            want += t < n - 1 || i % 4 == 0 ? x[t * 128 + i] : 0;
         CHECK_MSG(fabs(want - got[i]) < 1e-5, "sum %d: %g, not %g", i, got[i], want);
     }
-    CHECK(run(0, 1) && !std::isnan(got[0])); // waits for more than it must
-    CHECK(run(2, 1) && std::isnan(got[0]));  // for too little
-    CHECK(!run(1, 0) || std::isnan(got[0])); // reads what its neighbours have not waited for
+    CHECK(run(0, 1) && !std::isnan(got[0])); // waits for more groups than needed
+    CHECK(run(2, 1) && std::isnan(got[0]));  // waits for too few groups
+    // reads bytes that neighbouring threads have not waited for
+    CHECK(!run(1, 0) || std::isnan(got[0]));
     CHECK(!dtc_error());
 }
 
@@ -495,7 +497,7 @@ static void test_templates() {
     CHECK(!dtc_error());
 }
 
-// Which thread of which block came how manieth.
+// Stores the order in which threads of all blocks arrive.
 __global__ void arrivals(int *log, int *arrived) {
     log[atomicAdd(arrived, 1)] = blockIdx.x * blockDim.x + threadIdx.x;
 }
@@ -584,7 +586,7 @@ __global__ void read_unwritten(float *out) {
     out[64 + threadIdx.x] = never_written[threadIdx.x];
 }
 
-template <class T> // GCC 12 puts variables of templates elsewhere than it is told
+template <class T> // GCC 12 ignores the section of variables in templates
 __global__ void read_unwritten_in_template(T *out) {
     __shared__ T never_written[64];
     out[threadIdx.x] = never_written[threadIdx.x];
@@ -595,10 +597,10 @@ __global__ void read_unwritten_dynamic(float *out) {
     DT_DYN_SMEM(float, buffer);
     out[threadIdx.x] = buffer[threadIdx.x];
     __syncthreads();
-    buffer[threadIdx.x] = 1.0f; // which the next block must not see
+    buffer[threadIdx.x] = 1.0f; // the next block must not see these values
 }
 
-// The same race inside one warp, where lanes used to run in step.
+// The same race inside one warp, where older GPUs ran lanes in lockstep.
 __global__ void neighbour(float *out, int with_barrier) {
     __shared__ float mine[32];
     mine[threadIdx.x] = static_cast<float>(threadIdx.x);
@@ -609,7 +611,7 @@ __global__ void neighbour(float *out, int with_barrier) {
 static void test_changed_results() {
     floats x = numbers(2000), got;
     CHECK(!same_in_all_orders([&] { return run_row_sums<false>(x, 2, 256); }, &got));
-    CHECK(!dtc_error()); // a race, not a hang: only the bits tell
+    CHECK(!dtc_error()); // a race is not reported; only the bits differ
 
     for (int with_barrier : { 0, 1 }) {
         bool same = same_in_all_orders(
@@ -695,7 +697,7 @@ __global__ void mma_or_shuffle(float *out) {
         __syncwarp();
 }
 
-// ldmatrix and cp.async at odd addresses. `which`: which of them, and what is odd.
+// ldmatrix and cp.async at invalid addresses; `which` selects the call.
 __global__ void odd_address(const float *global, int which) {
     __shared__ float4 tile[32];
     unsigned r[4];
@@ -710,19 +712,20 @@ __global__ void odd_address(const float *global, int which) {
     case 5: dtc_cp_async16(mine, source + 4, 16); break;
     case 6: dtc_cp_async16(mine, mine, 16); break;
     case 7: dtc_cp_async16(mine, source, 17); break;
-    case 8: dtc_ldmatrix_x2(r, threadIdx.x < 16 ? mine : nullptr); break; // these are not looked at
-    case 9: dtc_cp_async16(mine, source, 16); break;                      // and nobody waits
+    // addresses of lanes 16-31 are ignored
+    case 8: dtc_ldmatrix_x2(r, threadIdx.x < 16 ? mine : nullptr); break;
+    case 9: dtc_cp_async16(mine, source, 16); break; // without a wait
     }
 }
 
-// Waits for a block that may not even have started.
+// Waits for a block that may not have started yet.
 __global__ void wait_for_all_blocks(unsigned *arrived) {
     atomicAdd(arrived, 1);
     while (atomicAdd(arrived, 0) < gridDim.x) {
     }
 }
 
-// Parameters on the stack, where the abandoned threads above left theirs.
+// Puts parameters on the stack, where abandoned threads have left theirs.
 struct table {
     float v[512];
 };
@@ -790,13 +793,13 @@ static void test_reported_mistakes() {
     for (const auto &o : ORDERS) {
         dtc_set_order(o.order, o.seed);
         launch_mistakes(f.data(), out.data());
-        CHECK(run_row_sums<true>(x, 2, 1024) == right); // the fibers left midway start anew
+        CHECK(run_row_sums<true>(x, 2, 1024) == right); // the abandoned fibers restart
         CHECK(picks_right());
     }
     dtc_set_order(DTC_FORWARD, 0);
 }
 
-// What a report says, and that it stops later launches until it is cleared.
+// Checks the text of a report, and that an error stops later launches until it is cleared.
 static void test_report() {
     floats x(64, 1.0f);
     DT_LAUNCH(exit_before_barrier, dim3(3, 2), 64, 0, 0, 40);
@@ -816,12 +819,12 @@ static void test_report() {
 
 // ==== 6. Planted mistakes that end the program ==================================================
 
-// True if `run` faults, or a sanitizer ends it. A child process tries.
+// True if `run`, in a child process, faults or is ended by a sanitizer.
 template <class Run> static bool ends_program(Run run) {
     fflush(stdout);
     pid_t child = fork();
     if (child == 0) {
-        close(2); // a sanitizer's report would only alarm the reader
+        close(2); // hides the sanitizer's report of this expected fault
         run();
         _exit(0);
     }
@@ -851,7 +854,7 @@ __global__ void write_at(T *out, int global_index, int dynamic_index, int shared
 }
 
 static void test_faults() {
-    int sum = 0; // too deep is a fault at the guard, never a write into a neighbour's stack
+    int sum = 0; // a stack overflow faults at the guard and never writes to another stack
     const int too_deep = (DTC_STACK_BYTES + DTC_GUARD_BYTES) / 1024;
     CHECK(!ends_program([&] { DT_LAUNCH(deep, 1, 64, 0, 0, &sum, too_deep / 8); }));
     CHECK(ends_program([&] { DT_LAUNCH(deep, 1, 64, 0, 0, &sum, too_deep); }));

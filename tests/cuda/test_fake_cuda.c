@@ -1,8 +1,6 @@
-/* test_fake_cuda.c - that fake_cuda.c finds what it is for: forgotten events and waits, wrong
-   orders, wrong handles
-
-   A program that is right must be right in every order; one with a planted mistake must give a
-   wrong number for some seed, an error or a text. */
+/* test_fake_cuda.c - fake_cuda.c detects the mistakes that it is made for: forgotten events and
+   waits, wrong orders, wrong handles A correct program must give correct results in every order. A
+   program with a planted mistake must give a wrong number for some seed, an error or a text. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -18,23 +16,23 @@ enum { PLANT_RACES = 0 };
 enum { PLANT_RACES = 1 };
 #endif
 
-static int said(const char *part) {
+static int error_contains(const char *part) {
     const char *text = fake_cuda_error();
     return text && strstr(text, part) != NULL;
 }
 
-/* A new machine; what the last part of the test left must be nothing. */
-static void machine(int devices) {
+/* Resets to a new machine. The previous part of the test must have freed everything. */
+static void new_machine(int devices) {
     CHECK_MSG(!fake_cuda_error(), "%s", fake_cuda_error());
     CHECK(fake_cuda_leaks(1) == 0);
     fake_cuda_reset();
     fake_cuda_devices(devices);
 }
 
-/* The mistake that was expected is over. */
-static void machine_after(const char *part, int devices) {
-    CHECK_MSG(
-        said(part), "not found: %s; %s", part, fake_cuda_error() ? fake_cuda_error() : "nothing");
+/* Checks and clears the expected mistake, and resets to a new machine. */
+static void expect_mistake(const char *part, int devices) {
+    CHECK_MSG(error_contains(part), "not found: %s; %s", part,
+        fake_cuda_error() ? fake_cuda_error() : "nothing");
     fake_cuda_reset();
     fake_cuda_devices(devices);
 }
@@ -74,8 +72,8 @@ static void launch_increment(cudaStream_t s, const float *x, float *y) {
 
 // ==== Streams ===================================================================================
 
-/* One stream fills x, the other reads it; without the event some order must show it. Returns what
-   came out. */
+/* One stream fills x, the other reads x. Without the event, some order must give a wrong result.
+   Returns the result. */
 static float two_streams(unsigned seed, int order, int with_event) {
     fake_cuda_reset();
     fake_cuda_seed(seed);
@@ -103,15 +101,15 @@ static void test_events(void) {
         right += two_streams(seed, FAKE_CUDA_RANDOM, 1) == 2;
         wrong += two_streams(seed, FAKE_CUDA_RANDOM, 0) != 2;
     }
-    CHECK_MSG(right == SEEDS, "right with the event for %d seeds of %d", right, SEEDS);
-    CHECK_MSG(
-        wrong >= SEEDS / 10 && wrong <= SEEDS * 9 / 10, "wrong without it for %d seeds", wrong);
+    CHECK_MSG(right == SEEDS, "correct with the event for %d seeds of %d", right, SEEDS);
+    CHECK_MSG(wrong >= SEEDS / 10 && wrong <= SEEDS * 9 / 10,
+        "wrong without the event for %d seeds", wrong);
     CHECK(two_streams(1, FAKE_CUDA_LAZY, 1) == 2);
     CHECK(two_streams(1, FAKE_CUDA_LAZY, 0) != 2);
     CHECK(two_streams(1, FAKE_CUDA_EAGER, 1) == 2);
 }
 
-/* A wait is for the record that was the latest when it was asked for. */
+/* A wait refers to the latest record at the time of the wait call. */
 static void test_records(void) {
     fake_cuda_reset();
     fake_cuda_order(FAKE_CUDA_LAZY);
@@ -120,7 +118,7 @@ static void test_records(void) {
     float *x = device_floats(N), *y = device_floats(N), out[N];
     cudaMemsetAsync(x, 0, N * sizeof *x, a);
     CHECK(cudaEventQuery(e) == cudaSuccess && cudaEventSynchronize(e) == cudaSuccess);
-    CHECK(cudaStreamWaitEvent(b, e, 0) == cudaSuccess); /* never recorded: no wait */
+    CHECK(cudaStreamWaitEvent(b, e, 0) == cudaSuccess); /* never recorded: does not wait */
     launch_increment(b, x, y);
     cudaMemcpyAsync(out, y, sizeof out, cudaMemcpyDefault, b);
     CHECK(out[0] != 1);
@@ -130,19 +128,19 @@ static void test_records(void) {
     cudaEventRecord(e, a);
     launch_increment(b, x, y);
     cudaMemcpyAsync(out, y, sizeof out, cudaMemcpyDefault, b);
-    CHECK(out[0] == 1); /* the second record is not waited for */
+    CHECK(out[0] == 1); /* the wait does not include the second record */
     CHECK(cudaEventQuery(e) == cudaErrorNotReady || cudaEventQuery(e) == cudaSuccess);
     CHECK(cudaGetLastError() == cudaErrorNotReady || cudaGetLastError() == cudaSuccess);
     CHECK(cudaEventSynchronize(e) == cudaSuccess && cudaStreamQuery(a) == cudaSuccess);
     cudaEventDestroy(e);
     cudaFree(x), cudaFree(y);
     cudaStreamDestroy(a), cudaStreamDestroy(b);
-    machine(1);
+    new_machine(1);
 }
 
 static void test_default_stream(void) {
     int wrong = 0;
-    /* it orders the blocking streams around it, not the others */
+    /* the default stream orders blocking streams only */
     for (unsigned seed = 0; seed < SEEDS; seed++) {
         fake_cuda_reset();
         fake_cuda_seed(seed);
@@ -164,7 +162,7 @@ static void test_default_stream(void) {
     fake_cuda_forbid_default_stream(1);
     float *x = device_floats(N);
     CHECK(cudaMemsetAsync(x, 0, 4, NULL) == cudaErrorInvalidResourceHandle);
-    machine_after("default stream", 1);
+    expect_mistake("default stream", 1);
 }
 
 /* The host must wait before it reads, and must not free or change what a copy still needs. */
@@ -178,26 +176,26 @@ static void test_host(void) {
         CHECK(cudaMallocHost((void **)&pinned, N * sizeof *pinned) == cudaSuccess);
         for (int i = 0; i < N; i++) pageable[i] = 3;
         cudaMemcpyAsync(x, pageable, sizeof pageable, cudaMemcpyHostToDevice, s);
-        for (int i = 0; i < N; i++) pageable[i] = 4; /* was read already */
+        for (int i = 0; i < N; i++) pageable[i] = 4; /* the copy has read it already */
         cudaMemcpyAsync(pinned, x, sizeof pageable, cudaMemcpyDeviceToHost, s);
         seen_old += pinned[0] != 3;
         CHECK(cudaStreamSynchronize(s) == cudaSuccess && pinned[N - 1] == 3);
         cudaMemcpyAsync(x, pinned, sizeof pageable, cudaMemcpyDefault, s);
-        pinned[0] = 5; /* too early for some seeds */
+        pinned[0] = 5; /* too early: wrong for some seeds */
         cudaMemcpyAsync(pageable, x, sizeof pageable, cudaMemcpyDefault, s);
         seen_old += pageable[0] == 5;
         CHECK(pageable[1] == 3);
         cudaFreeHost(pinned), cudaFree(x), cudaStreamDestroy(s);
     }
     CHECK_MSG(seen_old > SEEDS / 2, "%d", seen_old);
-    machine(1);
+    new_machine(1);
     fake_cuda_order(FAKE_CUDA_LAZY);
     void *pinned;
     cudaHostAlloc(&pinned, 400, cudaHostAllocDefault);
     float *x = device_floats(N);
     cudaMemcpyAsync(pinned, x, 400, cudaMemcpyDefault, new_stream());
     cudaFreeHost(pinned);
-    machine_after("cudaFreeHost of memory that a queued operation", 1);
+    expect_mistake("cudaFreeHost of memory that a queued operation", 1);
 }
 
 static void test_memory(void) {
@@ -220,13 +218,14 @@ static void test_memory(void) {
     CHECK(cudaHostUnregister(host) == cudaSuccess);
     CHECK(cudaMemcpyAsync(host, x, sizeof host, cudaMemcpyDefault, s) == cudaErrorInvalidValue &&
           cudaGetLastError());
-    CHECK(said("leaves its allocation"));
+    CHECK(error_contains("leaves its allocation"));
     fake_cuda_clear_error();
     CHECK(cudaMemcpyAsync(host, x, 4, cudaMemcpyHostToDevice, s) == cudaErrorInvalidValue &&
           cudaGetLastError());
-    CHECK(said("kind"));
+    CHECK(error_contains("kind"));
     fake_cuda_clear_error();
-    CHECK(cudaFree(x + 1) == cudaErrorInvalidValue && said("not what its allocation returned"));
+    CHECK(cudaFree(x + 1) == cudaErrorInvalidValue &&
+          error_contains("not what its allocation returned"));
     fake_cuda_clear_error();
     CHECK(cudaGetLastError() == cudaErrorInvalidValue && cudaGetLastError() == cudaSuccess);
     fake_cuda_memory(1000);
@@ -235,13 +234,13 @@ static void test_memory(void) {
     CHECK(cudaMalloc(&p, 601) == cudaErrorMemoryAllocation && !p && cudaGetLastError());
     CHECK(fake_cuda_leaks(0) == 2);
     cudaFree(x), cudaStreamDestroy(s);
-    machine(0);
+    new_machine(0);
     int count = 77;
     CHECK(cudaGetDeviceCount(&count) == cudaErrorNoDevice && count == 77);
     CHECK(cudaMalloc(&p, 4) == cudaErrorNoDevice && cudaSetDevice(0) == cudaErrorNoDevice);
-    machine(-1);
+    new_machine(-1);
     CHECK(cudaGetDeviceCount(&count) == cudaErrorInsufficientDriver && count == 77);
-    machine(1);
+    new_machine(1);
 }
 
 static void fail_run(void *arg) {
@@ -249,9 +248,10 @@ static void fail_run(void *arg) {
     fake_cuda_launch_failed(cudaErrorLaunchFailure, "a kernel's mistake");
 }
 
-/* A kernel's mistake stays with its device; streams must be of the current device for a launch. */
+/* After a kernel's mistake the device stays failed. A launch needs a stream of the current
+   device. */
 static void test_failures(void) {
-    machine(2);
+    new_machine(2);
     cudaStream_t s = new_stream(), t;
     float *x = device_floats(N), host[N] = { 0 };
     fake_cuda_order(FAKE_CUDA_LAZY);
@@ -264,23 +264,23 @@ static void test_failures(void) {
     CHECK(cudaSetDevice(1) == cudaSuccess && cudaGetLastError());
     t = new_stream();
     CHECK(cudaStreamSynchronize(t) == cudaSuccess);
-    machine_after("a kernel's mistake", 2);
+    expect_mistake("a kernel's mistake", 2);
     s = new_stream();
     CHECK(cudaSetDevice(2) == cudaErrorInvalidDevice && cudaGetLastError());
     CHECK(cudaSetDevice(1) == cudaSuccess);
     launch_increment(s, NULL, NULL);
     CHECK(cudaGetLastError() == cudaErrorInvalidResourceHandle);
-    machine_after("launched on a stream of device 0 while device 1", 2);
+    expect_mistake("launched on a stream of device 0 while device 1", 2);
     s = new_stream();
     cudaStreamDestroy(s);
     CHECK(cudaStreamSynchronize(s) == cudaErrorInvalidResourceHandle);
-    machine_after("is not a stream", 1);
+    expect_mistake("is not a stream", 1);
 }
 
-static void touch_run(void *arg) { *(volatile float *)arg += 1; }
+static void run_touch(void *arg) { *(volatile float *)arg += 1; }
 
-/* In a process of its own: on which signal it dies. */
-static int guarded(int touch) {
+/* Runs a touch in a child process. Returns the signal that killed the child, or 0. */
+static int signal_of_touch(int touch) {
     pid_t child = fork();
     if (child == 0) {
         fake_cuda_reset();
@@ -296,7 +296,7 @@ static int guarded(int touch) {
         y = device_floats(N);
         if (touch == 3) cudaDeviceEnablePeerAccess(0, 0);
         if (touch == 1) y[N - 1] = 1;
-        if (touch >= 2) fake_cuda_launch(new_stream(), touch_run, x, NULL);
+        if (touch >= 2) fake_cuda_launch(new_stream(), run_touch, x, NULL);
         cudaDeviceSynchronize();
         _exit(out[N - 1] == 1 ? 0 : 2);
     }
@@ -306,10 +306,10 @@ static int guarded(int touch) {
 }
 
 static void test_guard(void) {
-    CHECK(guarded(0) == 0);
-    CHECK(guarded(1) == SIGSEGV); /* the host */
-    CHECK(guarded(2) == SIGSEGV); /* a kernel of another device */
-    CHECK(guarded(3) == 0);       /* with access to the peer */
+    CHECK(signal_of_touch(0) == 0);
+    CHECK(signal_of_touch(1) == SIGSEGV); /* the host */
+    CHECK(signal_of_touch(2) == SIGSEGV); /* a kernel of another device */
+    CHECK(signal_of_touch(3) == 0);       /* with access to the peer */
 }
 
 // ==== Matrix products ===========================================================================
@@ -323,7 +323,7 @@ static double plain_gelu(double x) {
     return 0.5 * x * (1 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)));
 }
 
-/* One matrix on the host and the device, with numbers that its type holds. */
+/* A matrix on the host and the device, with values that its type represents exactly. */
 typedef struct matrix {
     cudaDataType_t type;
     int rows, cols, ld, batch;
@@ -363,7 +363,7 @@ static double tolerance(cudaDataType_t type, double x) {
     return (type == CUDA_R_32F ? 1e-5 : type == CUDA_R_16F ? 6e-4 : 4.1e-3) * (1 + fabs(x));
 }
 
-/* Every element against doubles. */
+/* Compares every element with a sum in double. Returns the number of wrong elements. */
 static int compare(const shape *s, const matrix *a, const matrix *b, const matrix *c,
     const matrix *d, const matrix *bias, const matrix *aux_in, const matrix *aux, int epilogue) {
     int wrong = 0;
@@ -479,7 +479,7 @@ static void test_products(void) {
     enum { KINDS = sizeof EPILOGUES / sizeof *EPILOGUES };
     static const shape SHAPES[] = { { 1, 1, 1, 0, 0, 1, 0 }, { 17, 5, 9, 0, 0, 1, 3 },
         { 33, 18, 7, 1, 0, 2, 1 }, { 16, 31, 20, 0, 1, 3, 0 }, { 47, 3, 65, 1, 1, 1, 2 } };
-    machine(1);
+    new_machine(1);
     CHECK(!cublasLtCreate(&handle));
     for (size_t s = 0; s < sizeof SHAPES / sizeof *SHAPES; s++)
         for (int type = 0; type < 5; type++)
@@ -503,10 +503,10 @@ static void test_products(void) {
     CHECK(!fake_cuda_error());
 }
 
-/* Each call is right but for one thing; the text tells which. */
+/* Each call has exactly one mistake, and the text must name it. */
 static void test_refusals(void) {
     for (int wrong = 0; wrong < 8; wrong++) {
-        machine(2);
+        new_machine(2);
         cublasLtMatmulDescOpaque_t p;
         cublasLtMatrixLayoutOpaque_t a, b, d;
         cublasLtMatmulPreferenceOpaque_t wish;
@@ -543,7 +543,7 @@ static void test_refusals(void) {
         CHECK((status == CUBLAS_STATUS_SUCCESS) == (wrong == 0));
         cublasLtDestroy(handle);
         if (wrong)
-            machine_after(TEXTS[wrong], 1);
+            expect_mistake(TEXTS[wrong], 1);
         else {
             cudaStreamDestroy(s);
             cudaFree(x);
@@ -562,13 +562,13 @@ struct rank {
     void (*body)(rank *);
     ncclComm_t comm;
     cudaStream_t stream;
-    float *x, *y; /* SLOTS numbers; x[i] = rank + i */
+    float *x, *y; /* arrays of SLOTS numbers; x[i] = rank + i */
     float out[SLOTS];
     ncclResult_t init;
-    int answer; /* of the body */
+    int answer; /* result of the body */
 };
 
-/* Waits for a non-blocking communicator; its state. */
+/* Waits for a non-blocking communicator and returns its state. */
 static ncclResult_t settle(ncclComm_t comm, ncclResult_t result) {
     while (result == ncclInProgress) {
         if (ncclCommGetAsyncError(comm, &result)) return ncclInternalError;
@@ -577,12 +577,13 @@ static ncclResult_t settle(ncclComm_t comm, ncclResult_t result) {
     return result;
 }
 
-/* A split that goes on may answer ncclSuccess. */
+/* A pending split may return ncclSuccess, so this always polls. */
 static ncclResult_t settle_split(ncclComm_t comm, ncclResult_t result) {
     return settle(comm, result == ncclSuccess ? ncclInProgress : result);
 }
 
-/* What a client does instead of a wait without an end; a mistake that was found ends it too. */
+/* Polls with a time limit, as a client does instead of an endless wait. A reported mistake ends the
+   loop, too. */
 static cudaError_t poll_stream(cudaStream_t s, double seconds) {
     double until = now() + seconds;
     cudaError_t error;
@@ -612,8 +613,8 @@ static void *rank_thread(void *arg) {
 
 static rank ranks[MAX_RANKS];
 
-/* A body on every rank of a new communicator. The communicator is aborted after it: most bodies are
-   wrong. */
+/* Runs a body on every rank of a new communicator, and then aborts the communicator, because most
+   bodies are incorrect programs. */
 static void run_ranks_on(int size, int devices, int blocking, void (*body)(rank *)) {
     pthread_t threads[MAX_RANKS];
     ncclUniqueId id;
@@ -640,15 +641,15 @@ static void run_ranks(int size, unsigned seed, int order, int blocking, void (*b
     run_ranks_on(size, size, blocking, body);
 }
 
-/* y on the host. */
+/* Copies y to the host. */
 static const float *fetch(rank *r) {
     cudaMemcpyAsync(r->out, r->y, sizeof r->out, cudaMemcpyDefault, r->stream);
     return r->out;
 }
 
-enum { C = 13 }; /* elements per rank: a multiple of nothing */
+enum { C = 13 }; /* elements per rank: a prime */
 
-/* Every collective, one after the other, against what it means. */
+/* Runs every collective and compares with its definition. */
 static void all_collectives(rank *r) {
     int n = r->size, me = r->rank, wrong = 0, ok = 0, first = n * (n - 1) / 2;
     ncclComm_t c = r->comm;
@@ -681,7 +682,7 @@ static void all_collectives(rank *r) {
     r->answer = wrong + ok;
 }
 
-/* Sums that are exact in no order: each rank gets the same bits, and not those of the ranks'
+/* Sums that round in every order: all ranks get equal bits, which differ from those of rank
    order. */
 static void rounded_sums(rank *r) {
     int16_t bits[2][SLOTS];
@@ -699,12 +700,12 @@ static void rounded_sums(rank *r) {
             in_order = bf16_load(bf16_round(
                 in_order + bf16_load(bf16_round(1 + 0.37f * (float)((k + 1) * (i + 1))))));
         differ += bf16_load((uint16_t)bits[1][i]) != in_order;
-        if (i == C - 1) CHECK_MSG(differ > 0, "sums in the ranks' order");
+        if (i == C - 1) CHECK_MSG(differ > 0, "the sums have the bits of rank order");
     }
 }
 
 static void test_collectives(void) {
-    machine(1);
+    new_machine(1);
     for (int size = 1; size <= 5; size++)
         for (int mode = 0; mode < 6; mode++) {
             if (mode == 5) setenv("FAKE_CUDA_GUARD", "1", 1);
@@ -719,13 +720,13 @@ static void test_collectives(void) {
         }
     run_ranks(5, 1, FAKE_CUDA_RANDOM, 1, rounded_sums);
     for (int r = 1; r < 5; r++) CHECK(memcmp(ranks[0].out, ranks[r].out, 2 * C) == 0);
-    machine(1);
+    new_machine(1);
 }
 
 static void reduced_types(rank *r) {
     static const ncclDataType_t TYPES_[] = { ncclInt8, ncclUint8, ncclInt32, ncclUint32, ncclInt64,
         ncclUint64, ncclFloat16, ncclFloat32, ncclFloat64, ncclBfloat16 };
-    /* of 3, 4, 5: sum, product, max, min, average */
+    /* results for 3, 4, 5: sum, product, max, min, average */
     static const int RESULTS[5] = { 12, 60, 5, 3, 4 };
     for (int t = 0; t < 10; t++)
         for (int op = 0; op < 5; op++) {
@@ -759,7 +760,7 @@ static void reduced_types(rank *r) {
 
 static int with_event;
 
-/* A kernel's result is summed on another stream, and used on the first. */
+/* A kernel's result is all-reduced on another stream, and the sum is used on the first stream. */
 static void two_streams_of_a_rank(rank *r) {
     cudaStream_t side = new_stream();
     cudaEvent_t filled = new_event(), summed = new_event();
@@ -779,7 +780,7 @@ static void two_streams_of_a_rank(rank *r) {
 
 static int settle_first;
 
-/* An event after a call that is in progress is before its operation. */
+/* An event recorded while a call is in progress comes before the call's operation. */
 static void event_too_early(rank *r) {
     cudaStream_t side = new_stream();
     cudaEvent_t summed = new_event();
@@ -816,7 +817,8 @@ static void grouped_exchange(rank *r) {
     fetch(r);
     for (int i = 0; i < 2 * N; i++) r->answer += r->out[i] != (float)(peer + i);
 }
-/* A pipeline: each rank from the one before to the one after, in calls of their own. */
+/* A pipeline: each rank receives from the previous rank and sends to the next, in separate
+   calls. */
 static void chain(rank *r) {
     if (r->rank > 0) r->answer += ncclRecv(r->x, N, ncclFloat, r->rank - 1, r->comm, r->stream);
     launch_increment(r->stream, r->x, r->y);
@@ -849,21 +851,24 @@ static void wrong_send(rank *r) {
         ncclRecv(r->y, N - 1, ncclFloat, 1, r->comm, r->stream);
     r->answer = (int)poll_stream(r->stream, 10);
 }
-static void missing(rank *r) {
+static void rank_1_missing(rank *r) {
     if (r->rank == 1) return;
     ncclAllReduce(r->x, r->y, N, ncclFloat, ncclSum, r->comm, r->stream);
     r->answer = (int)cudaStreamSynchronize(r->stream);
 }
 
-/* All ranks hang, or with NOT_READY are found to be at it. */
-static void expect(
+/* Runs a body in two orders. Every rank must end with `answer` (cudaErrorLaunchTimeout: the rank
+   hangs; cudaErrorNotReady: it is pending when a mistake is reported), and the fake must report
+   `text` (NULL: no mistake). */
+static void expect_outcome(
     int size, int blocking, void (*body)(rank *), cudaError_t answer, const char *text) {
     for (int order = 0; order < 2; order++) {
         wait_limit = answer == cudaErrorLaunchTimeout ? 0.2 : 20;
         run_ranks(size, 7, order, blocking, body);
         wait_limit = 20;
-        CHECK_MSG(text ? said(text) : !fake_cuda_error(), "%s, not %s", fake_cuda_error(), text);
-        for (int r = 0; r < size && body != missing; r++)
+        CHECK_MSG(text ? error_contains(text) : !fake_cuda_error(), "%s, not %s", fake_cuda_error(),
+            text);
+        for (int r = 0; r < size && body != rank_1_missing; r++)
             CHECK_MSG(ranks[r].answer == (int)answer, "rank %d: %d", r, ranks[r].answer);
     }
 }
@@ -885,35 +890,35 @@ static void test_orders(void) {
         run_ranks(2, seed, FAKE_CUDA_RANDOM, 0, event_too_early);
         early += ranks[0].answer || ranks[1].answer;
     }
-    CHECK_MSG(right == SEEDS, "%d of %d right with events", right, SEEDS);
+    CHECK_MSG(right == SEEDS, "%d of %d correct with events", right, SEEDS);
     if (PLANT_RACES) {
-        CHECK_MSG(wrong > SEEDS / 4, "%d of %d wrong without", wrong, SEEDS);
+        CHECK_MSG(wrong > SEEDS / 4, "%d of %d wrong without events", wrong, SEEDS);
         CHECK_MSG(early > SEEDS / 10, "%d of %d wrong with an event too early", early, SEEDS);
     } else {
         check_skip("forgotten events between rank threads: the thread sanitizer finds them first");
     }
-    expect(3, 1, reduced_types, cudaSuccess, NULL);
-    expect(2, 1, exchange, cudaErrorLaunchTimeout, "does not end");
-    expect(2, 1, grouped_exchange, cudaSuccess, NULL);
-    expect(2, 0, grouped_exchange, cudaSuccess, NULL);
-    expect(4, 1, chain, cudaSuccess, NULL);
-    expect(2, 1, wrong_order, cudaErrorLaunchTimeout, "rank 1 ncclAllGather of 100");
-    expect(2, 1, wrong_count, cudaErrorNotReady, "of 101 x type 7");
-    expect(3, 1, wrong_root, cudaErrorNotReady, "root 1");
-    expect(2, 1, wrong_send, cudaErrorNotReady, "ncclRecv of 99");
-    expect(2, 1, missing, cudaErrorLaunchTimeout, "rank 1 is not there");
-    machine_after("rank 1 is not there", 1);
+    expect_outcome(3, 1, reduced_types, cudaSuccess, NULL);
+    expect_outcome(2, 1, exchange, cudaErrorLaunchTimeout, "does not end");
+    expect_outcome(2, 1, grouped_exchange, cudaSuccess, NULL);
+    expect_outcome(2, 0, grouped_exchange, cudaSuccess, NULL);
+    expect_outcome(4, 1, chain, cudaSuccess, NULL);
+    expect_outcome(2, 1, wrong_order, cudaErrorLaunchTimeout, "rank 1 ncclAllGather of 100");
+    expect_outcome(2, 1, wrong_count, cudaErrorNotReady, "of 101 x type 7");
+    expect_outcome(3, 1, wrong_root, cudaErrorNotReady, "root 1");
+    expect_outcome(2, 1, wrong_send, cudaErrorNotReady, "ncclRecv of 99");
+    expect_outcome(2, 1, rank_1_missing, cudaErrorLaunchTimeout, "rank 1 is not there");
+    expect_mistake("rank 1 is not there", 1);
 }
 
 /* ---- communicators ---- */
 
-/* the third of these comes too early on some rank for nearly every seed */
-static void not_settled(rank *r) {
+/* for nearly every seed the third call is too early on some rank */
+static void call_without_poll(rank *r) {
     for (int i = 0; i < 3; i++)
         r->answer |= ncclAllReduce(r->x, r->y, N, ncclFloat, ncclSum, r->comm, r->stream) == 5;
 }
 
-/* Rank 1 does not come. Rank 0 finds out, aborts and has its stream back. */
+/* Rank 1 does not call. Rank 0 notices, aborts, and can use its stream again. */
 static void aborted(rank *r) {
     if (r->rank == 0) {
         settle(r->comm, ncclAllReduce(r->x, r->x, N, ncclFloat, ncclSum, r->comm, r->stream));
@@ -922,7 +927,7 @@ static void aborted(rank *r) {
         CHECK(ncclCommAbort(r->comm) == ncclSuccess);
         CHECK(cudaStreamSynchronize(r->stream) == cudaSuccess);
         CHECK(cudaGetLastError() == cudaErrorNotReady);
-        CHECK(!(fetch(r)[0] == 1)); /* not the sum, nor anything else */
+        CHECK(!(fetch(r)[0] == 1)); /* not the sum: the content is unspecified */
         r->comm = NULL;
     }
 }
@@ -943,7 +948,7 @@ static void planted(rank *r) {
     __atomic_store_n(&r->answer, (int)state, __ATOMIC_SEQ_CST);
 }
 
-static void divided(rank *r) {
+static void split_communicator(rank *r) {
     ncclComm_t part = NULL, none = r->comm;
     ncclResult_t result =
         settle_split(r->comm, ncclCommSplit(r->comm, r->rank % 2, -r->rank, &part, NULL));
@@ -965,7 +970,7 @@ static void divided(rank *r) {
     r->answer = wrong;
 }
 
-/* Two communicators of the same ranks, called in two orders on two streams. */
+/* Two communicators of the same ranks, called in different orders on two streams. */
 static void two_orders(rank *r) {
     ncclComm_t second = NULL;
     cudaStream_t side = new_stream();
@@ -993,14 +998,14 @@ static void two_threads(rank *r) {
     pthread_join(other, NULL);
 }
 
-static void strange_memory(rank *r) {
+static void unknown_memory(rank *r) {
     static float host[N];
     r->answer = (int)ncclAllReduce(host, r->y, N, ncclFloat, ncclSum, r->comm, r->stream);
 }
 static void overlapping(rank *r) {
     r->answer = (int)ncclAllReduce(r->x, r->x + 1, N, ncclFloat, ncclSum, r->comm, r->stream);
 }
-static void others_memory(rank *r) {
+static void memory_of_other_device(rank *r) {
     ncclComm_t comm = r->comm;
     struct cudaPointerAttributes a;
     static float *volatile first;
@@ -1012,23 +1017,24 @@ static void others_memory(rank *r) {
         CHECK(cudaPointerGetAttributes(&a, theirs) == cudaSuccess && a.device == 0);
         r->answer = (int)ncclSend(theirs, N, ncclFloat, 0, comm, r->stream);
     }
-    while (r->rank == 0 && !fake_cuda_error()) sched_yield(); /* keeps its memory until then */
+    /* keeps its memory until the mistake is reported */
+    while (r->rank == 0 && !fake_cuda_error()) sched_yield();
 }
 
-static void nothing(rank *r) { (void)r; }
+static void empty_body(rank *r) { (void)r; }
 
-/* A text for some seed and order, and no crash for the others. */
+/* Some seed and order must give the text; the others must not crash. */
 static void test_communicators(void) {
     int found = 0;
     for (unsigned seed = 0; seed < 20; seed++) {
-        run_ranks(2, seed, FAKE_CUDA_RANDOM, 0, not_settled);
-        found += said("in progress");
+        run_ranks(2, seed, FAKE_CUDA_RANDOM, 0, call_without_poll);
+        found += error_contains("in progress");
     }
     CHECK_MSG(found >= 15, "%d", found);
     for (unsigned seed = 0; seed < 20; seed++) {
         run_ranks(2, seed, (int)seed % 2, seed % 4 < 2, aborted);
         CHECK(!fake_cuda_error());
-        run_ranks(5, seed, (int)seed % 2, seed % 4 < 2, divided);
+        run_ranks(5, seed, (int)seed % 2, seed % 4 < 2, split_communicator);
         CHECK_MSG(!fake_cuda_error(), "%s", fake_cuda_error());
         for (int r = 0; r < 5; r++) CHECK(ranks[r].answer == 0);
         CHECK(fake_cuda_leaks(1) == 0);
@@ -1038,31 +1044,31 @@ static void test_communicators(void) {
     fake_nccl_fail(1, 1, ncclRemoteError);
     run_ranks_on(2, 2, 0, planted);
     CHECK(ranks[1].answer == ncclRemoteError && ranks[0].answer == ncclSuccess);
-    machine(2);
-    run_ranks_on(4, 2, 0, nothing);
+    new_machine(2);
+    run_ranks_on(4, 2, 0, empty_body);
     CHECK(ranks[0].init == ncclInvalidUsage && ranks[3].init == ncclInvalidUsage);
-    run_ranks_on(4, 2, 1, nothing);
+    run_ranks_on(4, 2, 1, empty_body);
     CHECK(ranks[0].init == ncclInvalidUsage && !ranks[0].comm);
     setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1", 1);
     run_ranks_on(4, 2, 1, all_collectives);
     unsetenv("NCCL_MULTI_RANK_GPU_ENABLE");
     for (int r = 0; r < 4; r++) CHECK(!ranks[r].init && ranks[r].answer == 0);
-    machine(2);
+    new_machine(2);
     run_ranks_on(2, 2, 1, two_orders);
     CHECK(!ranks[0].answer && !ranks[1].answer && !fake_cuda_error());
     fake_cuda_wait_limit(0.2);
     fake_nccl_one_at_a_time(1);
     run_ranks_on(2, 2, 1, two_orders);
     CHECK(ranks[0].answer && ranks[1].answer);
-    machine_after("not started", 2);
+    expect_mistake("not started", 2);
     run_ranks_on(2, 2, 1, two_threads);
-    machine_after("two threads", 2);
-    run_ranks_on(2, 2, 1, strange_memory);
-    machine_after("is not known to device", 2);
+    expect_mistake("two threads", 2);
+    run_ranks_on(2, 2, 1, unknown_memory);
+    expect_mistake("is not known to device", 2);
     run_ranks_on(2, 2, 1, overlapping);
-    machine_after("overlap", 2);
-    run_ranks_on(2, 2, 1, others_memory);
-    machine_after("is device 0's memory", 2);
+    expect_mistake("overlap", 2);
+    run_ranks_on(2, 2, 1, memory_of_other_device);
+    expect_mistake("is device 0's memory", 2);
     ncclComm_t alone;
     ncclUniqueId id;
     ncclGetUniqueId(&id);
@@ -1070,7 +1076,7 @@ static void test_communicators(void) {
         ncclCommInitRank(&alone, 1, id, 0) == ncclSuccess && ncclCommDestroy(alone) == ncclSuccess);
     CHECK(!fake_cuda_error());
     CHECK(ncclCommAbort(alone) == ncclInvalidArgument);
-    machine_after("after the end", 1);
+    expect_mistake("after the end", 1);
 }
 
 int main(void) {

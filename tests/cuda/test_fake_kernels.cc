@@ -29,7 +29,7 @@ static void start() {
     CHECK(cudaMemsetAsync(x, 0, N * sizeof *x, stream) == cudaSuccess);
 }
 
-/* A kernel runs when somebody waits, with the arguments of the call. */
+/* A kernel runs at a wait, with the arguments that the launch had. */
 static void test_late() {
     float out[N], late = 0;
     float *pinned;
@@ -50,8 +50,8 @@ static void test_late() {
     CHECK(!fake_cuda_error() && fake_cuda_leaks(1) == 0);
 }
 
-/* A launch beyond the limits is refused at once and forgotten; a kernel's mistake is its device's
-   for good. */
+/* A launch beyond the limits is refused at once and has no further effect; a kernel's mistake makes
+   its device fail permanently. */
 static void test_mistakes() {
     start();
     DT_LAUNCH(add, 1, 2048, 0, stream, x, N, 2.0f);
@@ -90,7 +90,7 @@ int main() {
 
 #else
 int main() {
-    check_skip("kernels in late streams: needs cublasLt.h and nccl.h");
+    check_skip("kernels in streams of fake_cuda.c: needs cublasLt.h and nccl.h");
     return check_done("test_fake_kernels");
 }
 #endif

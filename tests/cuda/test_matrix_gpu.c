@@ -1,18 +1,19 @@
 /* test_matrix_gpu.c - the cases of test_matrix.c on emulated GPUs
 
-   Models and layouts are trained by dt_kernels.cu on 1 to 8 devices of fake_cuda.c, whose streams
-   run late and in an order drawn from a seed, and compared with one rank on the CPU: what the host
-   reads without waiting, hands to a kernel or reuses too early, and kernels that touch another
-   device's memory without access, make a case fail. Ranks are threads that share the devices; in
-   every fifth case each has a device of its own and NCCL (at most 12 ranks), and in every fifth
-   they meet over sockets. In every tenth run the host is killed if it touches a device's memory.
+   Models are trained by dt_kernels.cu in all layouts on 1 to 8 devices of fake_cuda.c, whose
+   streams run late and in an order drawn from a seed, and compared with one rank on the CPU. A case
+   fails if the host reads without waiting, passes memory to a kernel or reuses it too early, or if
+   a kernel touches another device's memory without access. Ranks are threads that share the
+   devices. In every fifth case each rank has its own device and uses NCCL (at most 12 ranks), and
+   in every fifth ranks connect over sockets. In every tenth run the host is killed if it touches a
+   device's memory.
 
-   The cases are the CPU's, in f32 where it has f64. What differs: nothing is forked, because forks
-   cannot use a device; and of NCCL, whose sums have an order of their own, runs that are equal bit
-   for bit elsewhere are each compared with one rank.
+   The cases are those of the CPU, in f32 instead of f64, with two differences: nothing is forked,
+   because forks cannot use a device; and NCCL has its own order of summation, so each run that must
+   be equal bit for bit elsewhere is compared with one rank instead.
 
-       test_matrix_gpu [--cases N] [--seed S]   N of them, spread evenly over the CPU's list; 1000:
-                                                all, some 15 minutes
+       test_matrix_gpu [--cases N] [--seed S]   N cases, spread evenly over the CPU's list; 1000:
+                                                all, about 15 minutes
        test_matrix_gpu --case 'devices=2,...'   one case */
 #if defined(__has_include)
 #if __has_include(<cublasLt.h>) && __has_include(<nccl.h>)

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# cost.sh - what records and checks cost an operation: test_mismatch, compiled with and without them, in turns
+# cost.sh - the cost per operation of records and checks: alternates test_mismatch with them and without them
 #
 # At most LIMIT_NS (150) for a small all-reduce and a barrier of 2 ranks, threads and procs, each on a core of its own.
-# The fastest of all rounds counts. Without DT_NO_CHECKS in dt_comm.h there is nothing to compare with.
+# The fastest of all rounds counts. If dt_comm.h has no DT_NO_CHECKS there is no baseline.
 cd "$(dirname "$0")/../.." || exit 1
 LIMIT_NS=${LIMIT_NS:-150} ROUNDS=${ROUNDS:-7} CC=${CC:-cc}
 if ! grep -q DT_NO_CHECKS dt_comm.h; then

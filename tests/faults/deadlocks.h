@@ -1,19 +1,19 @@
-/* deadlocks.h - a part of test_faults.c: ranks that wait for each other in a ring, and ranks that
-   do not. */
+/* deadlocks.h - a part of test_faults.c: ranks that wait for each other in a cycle, and slow ranks
+   that only look like it. */
 #ifndef DEADLOCKS_H
 #define DEADLOCKS_H
 
 enum { BY_SENDS, BY_RECEIVES, BY_GROUPS, BY_ALL, ONE_MORE, SHAPES };
 static const char *const shape_names[SHAPES] = { "sends", "receives", "crossed groups", "a mixture",
-    "one more that waits" };
+    "a rank outside the cycle that waits" };
 
 typedef struct tangle {
     page *p;
-    int shape, cycle; /* ranks of the cycle: the first ones */
+    int shape, cycle; /* cycle: number of ranks in it; these are ranks 0, 1, .. */
     int delay;
 } tangle;
 
-/* Rank r of the cycle waits for rank r + 1, in one way or another. */
+/* Rank r of the cycle waits for rank r + 1, in a way that depends on the shape. */
 static void tangle_wait(const tangle *t, dt_comm *world, dt_comm *const *pairs, float *a, int me) {
     int next = (me + 1) % t->cycle, way = me % 3;
     if (t->shape == BY_SENDS || t->shape == ONE_MORE) way = 0;
@@ -47,10 +47,10 @@ static dt_status tangle_rank(dt_ctx *ctx, void *user) {
     return DT_OK;
 }
 
-/* "deadlock: rank 0 waits in ... for rank 1, rank 1 waits in ... for rank 0": as many members as
-   the ring has, each waiting for the next, the last for the first. Of a long ring the first four
-   are there, and how long it is. */
-static int is_ring(const char *text, int members) {
+/* 1 if the text is "deadlock: rank 0 waits in ... for rank 1, rank 1 waits in ... for rank 0" with
+   all members of the cycle, each waiting for the next and the last for the first. A long cycle is
+   shown by its first four members and its length. */
+static int names_cycle(const char *text, int members) {
     char size[32];
     int first = -1, last = -1, found = 0;
     const char *p = strstr(text, "deadlock: ");
@@ -94,7 +94,7 @@ static double tangle_once(dt_backend backend, int shape, int cycle, int delay, p
     for (int r = 0; r < ranks; r++) {
         if (p->entered[r] > entered) entered = p->entered[r];
         if (p->failed[r] > failed) failed = p->failed[r];
-        CHECK_MSG(p->failed[r] > 0, "deadlock of %d by %s: rank %d learns nothing", cycle,
+        CHECK_MSG(p->failed[r] > 0, "deadlock of %d by %s: rank %d does not fail", cycle,
             shape_names[shape], r);
     }
     return failed - entered;
@@ -108,17 +108,17 @@ static void deadlocks(int full) {
         dt_backend backend = i % 2 ? DT_BACKEND_PROCS : DT_BACKEND_THREADS;
         if (shape == ONE_MORE && cycle == MOST) cycle--;
         double late = tangle_once(backend, shape, cycle, i, p);
-        CHECK_MSG(p->status == DT_ERR_COMM && is_ring(p->report.text, cycle),
+        CHECK_MSG(p->status == DT_ERR_COMM && names_cycle(p->report.text, cycle),
             "deadlock of %d by %s on %s: %s: %s", cycle, shape_names[shape],
             i % 2 ? "procs" : "threads", dt_status_name(p->status), p->report.text);
         for (int r = 0; r < cycle; r++)
-            CHECK_MSG(strcmp(bare(p->text[r]), bare(p->report.text)) == 0, "rank %d has '%s'", r,
-                p->text[r]);
+            CHECK_MSG(strcmp(without_prefix(p->text[r]), without_prefix(p->report.text)) == 0,
+                "rank %d has '%s'", r, p->text[r]);
         for (int again = 0; again < 2 && late > 0.1; again++) {
             double s = tangle_once(backend, shape, cycle, i, p);
             if (s < late) late = s;
         }
-        /* a rank that is kept from its processor is judged at a later look */
+        /* if a rank gets no processor time, the deadlock is found at a later check */
         double slack = late > 0.1 ? 50 * jitter_s() : 0;
         CHECK_MSG(late <= 0.1 + slack, "deadlock of %d by %s: found after %.0f ms, limit %.0f ms",
             cycle, shape_names[shape], 1e3 * late, 1e3 * (0.1 + slack));
@@ -128,8 +128,8 @@ static void deadlocks(int full) {
     munmap(p, sizeof *p);
 }
 
-/* The late rank receives from both others, of which the second has nothing before the first one's
-   send is over. */
+/* The late rank receives from both other ranks; the second of them sends only after the first one's
+   send is complete. */
 static void patient_relay(
     dt_comm *world, float *a, float *b, size_t count, int me, int late, int next, int last) {
     dt_transfer t[2];
@@ -148,8 +148,9 @@ static void patient_relay(
     if (me == last) dt_send(world, a, count / 2, DT_F32, late, 2);
 }
 
-/* One rank comes so late that the others sleep a millisecond at a time, and then takes long to
-   begin what they wait for: whoever counts too little of that believes in a deadlock. */
+/* One rank is so late that the others sleep a millisecond at a time, and then it takes long to
+   begin the operation that they wait for. A check that misses some of this activity would report a
+   deadlock. */
 static dt_status patient_rank(dt_ctx *ctx, void *user) {
     enum { HUGE_COUNT = 1 << 20 };
     page *p = (page *)user;
@@ -187,7 +188,7 @@ static void patience(page *p, int runs) {
     }
 }
 
-/* Programs that are right, for a while: 2 to 8 ranks, more than there are cores. */
+/* Runs correct random programs with 2 to 8 ranks, more than there are cores. */
 static void soaks(int full) {
     double until = mono() + (full ? 120 : 10);
     page *p = page_make();

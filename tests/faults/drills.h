@@ -7,13 +7,12 @@
 
 enum { DRILL_RANKS = 3, DRILL_OPS = 20, DRILL_COUNT = 16 };
 
-/* What an operation of the drill gave: bits that differ from what must come, numbers that are
-   none. */
+/* The results of a drill's operations: bits that differ from the expected ones, and NaNs. */
 typedef struct drill {
     job run;
-    int alike;        /* all operations are one kind; else kinds alternate */
-    int *bits, *nans; /* (ranks) of memory that all share, as are these */
-    /* of whose data a bit was, -1: of nobody's; of which operation, from 1 */
+    int alike;        /* 1: all operations are of one kind; 0: kinds alternate */
+    int *bits, *nans; /* (ranks) in shared memory, like share and op */
+    /* share: rank whose data has a wrong bit, -1: none; op: number of the operation, from 1 */
     int *share, *op;
 } drill;
 
@@ -35,7 +34,8 @@ static void drill_compare(drill *d, int me, int op, const float *got) {
     }
 }
 
-/* Operation `seq` of the rank's is the seq-th all-gather; or every second one is a barrier. */
+/* A rank's operation `seq` is the seq-th all-gather; if kinds alternate, every second operation is
+   a barrier. */
 static dt_status drill_rank(dt_ctx *ctx, void *user) {
     drill *d = (drill *)user;
     dt_comm *world = dt_world(ctx);
@@ -76,7 +76,8 @@ static const char *threads_or_procs(dt_backend backend) {
     return backend == DT_BACKEND_THREADS ? "threads" : "procs";
 }
 
-/* A fault that ends the job: each rank that noticed has the text, and it says what it is. */
+/* A fault that ends the job: every rank that noticed it has the report's text, which describes the
+   fault. */
 static void drill_ends(
     page *p, dt_backend backend, const char *fault, int alike, const char *word, double most) {
     drill d;
@@ -88,7 +89,8 @@ static void drill_ends(
     CHECK_MSG(d.run.took <= most, "%s on %s: ends after %.2f s", fault, threads_or_procs(backend),
         d.run.took);
     for (int r = 0; r < DRILL_RANKS; r += 2)
-        CHECK_MSG(p->failed[r] > 0 && strcmp(bare(p->text[r]), bare(p->report.text)) == 0,
+        CHECK_MSG(p->failed[r] > 0 &&
+                      strcmp(without_prefix(p->text[r]), without_prefix(p->report.text)) == 0,
             "%s on %s: rank %d has '%s', the report '%s'", fault, threads_or_procs(backend), r,
             p->text[r], p->report.text);
 }
@@ -127,10 +129,10 @@ static void drill_kinds(page *p, dt_backend backend) {
         d.bits[0], d.bits[1], d.bits[2], d.share[0], d.share[1], d.share[2], d.op[1]);
     drill_goes_on(&d, p, backend, "nan:rank=1:seq=7");
     for (int r = 0; r < DRILL_RANKS; r++) nans += d.nans[r];
-    CHECK_MSG(nans > 0, "nan on %s: no result is one", where);
+    CHECK_MSG(nans > 0, "nan on %s: no result is NaN", where);
 }
 
-/* What is not a fault is refused before any rank starts, with what is wrong with it. */
+/* An invalid fault is refused before any rank starts, and the text says what is wrong. */
 static void drill_syntax(page *p) {
     static const struct {
         const char *fault, *word;
@@ -150,12 +152,12 @@ static void drill_syntax(page *p) {
     }
 }
 
-/* The environment's is heeded only where the program says so. */
+/* DT_FAULT is used only if the program permits it. */
 static void drill_environment(page *p) {
     for (int heeded = 0; heeded < 2; heeded++) {
         for (int procs = 0; procs < 2; procs++) {
             drill d;
-            static int shared_bits[4 * MOST]; /* threads alone write it */
+            static int shared_bits[4 * MOST]; /* only threads write it */
             memset(&d, 0, sizeof d);
             job_init(&d.run, p, procs ? DT_BACKEND_PROCS : DT_BACKEND_THREADS, DRILL_RANKS, 0.5);
             d.bits = shared_bits;
@@ -225,11 +227,12 @@ static void lag_run(
     l->step_s = step_s;
     dt_host host = page_host(p);
     j.desc.host = &host;
-    CHECK_MSG(dt_run(j.desc, lag_rank, l) == DT_OK, "a straggler ends the job: %s", p->report.text);
+    CHECK_MSG(
+        dt_run(j.desc, lag_rank, l) == DT_OK, "the job with a straggler fails: %s", p->report.text);
 }
 
-/* Was it named, and nobody else? A rank that had to wait for a processor in one of the steps is a
-   straggler too, so a busy machine may hide one, or make one: such a run is taken again. */
+/* The slow rank, and no other, must be named. On a busy machine a rank that waits for a processor
+   is a straggler, too, which can hide the slow rank or add another; such a run is repeated. */
 static int lag_named(page *p, dt_backend backend, int slow, int steps, int last) {
     lag l;
     char who[48];
@@ -243,10 +246,10 @@ static int lag_named(page *p, dt_backend backend, int slow, int steps, int last)
     }
     int good = others == 0 && (named > 0) == (slow >= 0);
     if (last && slow < 0)
-        CHECK_MSG(good, "all ranks are equal, but: %s", p->line[0]);
+        CHECK_MSG(good, "all ranks are equally fast, but: %s", p->line[0]);
     else if (good || last)
-        CHECK_MSG(good, "rank %d lags for %d steps: it is named %d times, others %d: %s", slow,
-            steps, named, others, p->lines > 0 ? p->line[0] : "");
+        CHECK_MSG(good, "rank %d lags for %d steps: it is named %d times, other ranks %d times: %s",
+            slow, steps, named, others, p->lines > 0 ? p->line[0] : "");
     return good;
 }
 
@@ -283,7 +286,7 @@ static void *ask_soon(void *arg) {
     return NULL;
 }
 
-/* All but rank 2 wait for it, for half a second. */
+/* All other ranks wait for rank 2 for half a second. */
 static dt_status asking_rank(dt_ctx *ctx, void *user) {
     job *j = (job *)user;
     dt_comm *world = dt_world(ctx);
@@ -294,8 +297,8 @@ static dt_status asking_rank(dt_ctx *ctx, void *user) {
     return page_note(j->p, ctx, dt_comm_rank(world));
 }
 
-/* A timer's signal would fork ranks no timer, and a thread must not be there when they are
-   forked. */
+/* Forked ranks do not inherit a timer, and there must be no other thread at the fork; so a rank, or
+   a thread, sends the signal. */
 static void ask_once(page *p, int procs) {
     job j;
     pthread_t thread;
@@ -311,7 +314,7 @@ static void ask_once(page *p, int procs) {
         pthread_create(&thread, NULL, ask_soon, NULL);
     job_run(&j, asking_rank, NULL, NULL);
     if (!procs) pthread_join(thread, NULL);
-    CHECK_MSG(p->status == DT_OK, "a job that is asked: %s", p->report.text);
+    CHECK_MSG(p->status == DT_OK, "a job that prints its table fails: %s", p->report.text);
     for (int r = 0; r < 4; r++) {
         char who[16];
         int lines = 0, good = 0;
@@ -324,7 +327,7 @@ static void ask_once(page *p, int procs) {
                     (r == 2 ? has_word(p->line[k], "barrier") : has_word(p->line[k], "all-reduce"));
         }
         CHECK_MSG(good == 1 && lines == 1,
-            "the table on %s: %d lines of rank %d, %d as wanted; line 0 of %d: %s",
+            "the table on %s: %d lines of rank %d, %d as expected; line 0 of %d: %s",
             procs ? "procs" : "threads", lines, r, good, p->lines, p->line[0]);
     }
 }

@@ -1,5 +1,6 @@
-/* drive.h - a disk with a write cache, whose power can be cut: a file that a FUSE server here holds
-   in memory, and a loop device over that file Public domain or MIT, at your choice; see LICENSE.
+/* drive.h - a disk with a write cache, whose power can be cut: a file that a FUSE server in this
+   program holds in memory, and a loop device over that file. Public domain or MIT, at your choice;
+   see LICENSE.
 
        drive *d = drive_make();                     before the fork: campaign and server share it
        pid_t  server = drive_start(d, folder, "mine");      FOLDER/mine is the disk's content
@@ -8,8 +9,8 @@
        __atomic_store_n(&d->on, 0, ...);            or d->cut_at = 17: the power is cut at the 17th
                                                     request from here on
        (unmount)
-       drive_lose(d, &seed, 512, &loss);            what the cut left of the writes since the last
-                                                    flush; power on
+       drive_lose(d, &seed, 512, &loss);            loses some of the writes since the last flush;
+                                                     power on
 
    The kernel sees a block device with a volatile cache: file systems send it writes and flushes.
    The server keeps two copies of the content: `now`, which reads see, and `stable`, which has the
@@ -18,11 +19,11 @@
    any order; what a subset of the writes leaves is what any order can leave. From the cut on every
    request fails, so that no sync after it can look like a success.
 
-   Nothing stays behind, however the programs end: the caller has a mount namespace of its own,
-   whose mounts end with its last process; the loop device is detached when its last user is gone;
-   the server ends with its parent, and the kernel then fails every request. For that the caller
-   calls unshare once more after drive_start: the server, which may end last, must not be the one
-   that unmounts what needs its answers. */
+   Everything is cleaned up, however the programs end. The caller has a separate mount namespace,
+   whose mounts end with its last process. The loop device is detached when its last user is gone.
+   The server ends with its parent, and the kernel then fails every request. The caller must call
+   unshare again after drive_start: the server may end last, and must not be the process whose end
+   unmounts a file system that needs the server's answers. */
 #ifndef DRIVE_H
 #define DRIVE_H
 
@@ -50,19 +51,20 @@ enum {
     DRIVE_NODE = 2
 };
 
-/* data: where in `cache` */
+/* data: offset in `cache` */
 typedef struct drive_write {
     int64_t offset, bytes, data;
 } drive_write;
 
 typedef struct drive {
-    int on, served; /* atomic; served: the file can be opened */
-    char name[60];  /* of that file; a loop device shows it */
-    /* atomic; writes and flushes so far; the one that the cut falls on, 0: none */
+    int on, served; /* atomic. served: 1 once the file can be opened */
+    char name[60];  /* name of the file, which the loop device shows */
+    /* atomic. requests: writes and flushes so far; cut_at: the request at which the power is cut,
+       0: none */
     int64_t requests, cut_at;
-    int at_flush; /* it falls on the first flush from there on */
-    int lies;     /* flushes are answered and not made */
-    /* the list did not hold all writes: what the cut leaves is unknown */
+    int at_flush; /* 1: the cut is at the first flush from cut_at on */
+    int lies;     /* 1: flushes are acknowledged but not performed */
+    /* 1: the list of writes overflowed, so the content after a cut is unknown */
     int full;
     int n_writes;
     int64_t used;
@@ -98,7 +100,7 @@ static inline drive *drive_make(void) {
 
 // ==== The server ================================================================================
 
-/* Counts a write or a flush; -1: the power is off, or is cut at this one. */
+/* Counts a write or a flush. Returns -1 if the power is off or is cut at this request. */
 static inline int drive_count(drive *d, int flush) {
     int64_t n = __atomic_add_fetch(&d->requests, 1, __ATOMIC_SEQ_CST);
     int64_t at = __atomic_load_n(&d->cut_at, __ATOMIC_SEQ_CST);
@@ -106,7 +108,8 @@ static inline int drive_count(drive *d, int flush) {
     return __atomic_load_n(&d->on, __ATOMIC_SEQ_CST) ? 0 : -1;
 }
 
-/* The write on which the cut falls is on the list too: some of it may have come through. */
+/* The write at which the power is cut is on the list, too, because part of it may have reached the
+   disk. */
 static inline int drive_put(drive *d, const char *data, int64_t bytes, int64_t offset) {
     int was_on = __atomic_load_n(&d->on, __ATOMIC_SEQ_CST), answer = drive_count(d, 0);
     if (!was_on) return -EIO;
@@ -159,8 +162,8 @@ static inline int drive_init(const struct fuse_init_in *i, struct fuse_init_out 
     return sizeof *o;
 }
 
-/* Answers one request of the kernel; its bytes, or -errno. What is not here the kernel does
-   without. */
+/* Answers one request of the kernel. Returns the bytes of the answer, or -errno. The kernel works
+   without the requests that are missing here. */
 static inline int drive_answer(
     drive *d, const struct fuse_in_header *in, const void *arg, char **out) {
     void *to = *out;
@@ -210,7 +213,7 @@ static inline int drive_answer(
     }
 }
 
-/* Until its folder is unmounted or its parent ends. Does not return. */
+/* Serves until the folder is unmounted or the parent ends. Does not return. */
 static inline void drive_serve(drive *d, const char *folder) {
     size_t bytes = DRIVE_PIECE + 8192;
     char *in = (char *)malloc(bytes), *room = (char *)malloc(4096), options[100];
@@ -229,7 +232,7 @@ static inline void drive_serve(drive *d, const char *folder) {
         const struct fuse_in_header *request = (const struct fuse_in_header *)(void *)in;
         if (request->opcode == FUSE_FORGET || request->opcode == FUSE_BATCH_FORGET ||
             request->opcode == FUSE_INTERRUPT)
-            continue; /* these are not answered */
+            continue; /* these requests need no answer */
         char *out = room;
         int answer = drive_answer(d, request, request + 1, &out);
         struct fuse_out_header head = { sizeof head, 0, request->unique };
@@ -242,14 +245,14 @@ static inline void drive_serve(drive *d, const char *folder) {
     }
 }
 
-/* The server, in a process of its own that ends with this one; -1 with errno where FUSE cannot be
-   had. */
+/* Starts the server in a child process that ends with this process. Returns -1 with errno if FUSE
+   is not available. */
 static inline pid_t drive_start(drive *d, const char *folder, const char *name) {
     snprintf(d->name, sizeof d->name, "%s", name);
     pid_t parent = getpid(), pid = fork();
     if (pid == 0) {
         prctl(PR_SET_PDEATHSIG, SIGKILL);
-        /* file systems wait for it when memory is short */
+        /* file systems wait for the server when memory is short */
         prctl(57 /* PR_SET_IO_FLUSHER */, 1, 0, 0, 0);
         if (getppid() == parent) drive_serve(d, folder);
         _exit(1);
@@ -260,10 +263,10 @@ static inline pid_t drive_start(drive *d, const char *folder, const char *name) 
     return -1;
 }
 
-// ==== What the campaign does ====================================================================
+// ==== Calls of the campaign =====================================================================
 
-/* A free loop device over the disk, which is detached when its last user has closed it: this
-   descriptor, then what is mounted. -1 with errno. */
+/* Attaches a free loop device to the disk and returns a descriptor, or -1 with errno. The device is
+   detached when its last user (this descriptor or a mount) is gone. */
 static inline int drive_attach(const drive *d, const char *folder, char *device, size_t bytes) {
     char path[300];
     struct loop_config how;
@@ -272,7 +275,7 @@ static inline int drive_attach(const drive *d, const char *folder, char *device,
     how.info.lo_flags = LO_FLAGS_AUTOCLEAR | LO_FLAGS_DIRECT_IO;
     int disk = open(path, O_RDWR | O_CLOEXEC),
         control = open("/dev/loop-control", O_RDWR | O_CLOEXEC), fd = -1;
-    /* another program may take the free one */
+    /* another program may take the free device first */
     for (int i = 0; i < 50 && fd < 0 && disk >= 0 && control >= 0; i++) {
         int n = ioctl(control, LOOP_CTL_GET_FREE);
         snprintf(device, bytes, "/dev/loop%d", n);
@@ -295,7 +298,7 @@ static inline int drive_attach(const drive *d, const char *folder, char *device,
     return fd;
 }
 
-/* Whether the kernel will send flushes to that device. */
+/* 1 if the kernel sends flushes to the device. */
 static inline int drive_flushes(const char *device) {
     char path[100], text[40] = "";
     snprintf(path, sizeof path, "/sys/block/%s/queue/write_cache", device + strlen("/dev/"));
@@ -305,10 +308,10 @@ static inline int drive_flushes(const char *device) {
     return strncmp(text, "write back", 10) == 0;
 }
 
-/* After the cut, when nothing uses the disk any more: of the writes since the last flush some are
-   lost and some torn at sectors of that size. Then the power is on again. */
+/* Call after the cut, when nothing uses the disk any more: loses some of the writes since the last
+   flush, and tears some at sectors of this size. Then the power is on again. */
 static inline void drive_lose(drive *d, uint64_t *state, int sector, drive_loss *loss) {
-    /* of 4 */
+    /* probabilities in quarters */
     unsigned kept = (unsigned)(drive_random(state) % 5), torn = (unsigned)(drive_random(state) % 3);
     memset(loss, 0, sizeof *loss);
     for (int i = 0; i < d->n_writes; i++) {
@@ -334,13 +337,13 @@ static inline void drive_lose(drive *d, uint64_t *state, int sector, drive_loss 
     __atomic_store_n(&d->on, 1, __ATOMIC_SEQ_CST);
 }
 
-/* The disk is new, with the content of a file. 0: it cannot be read. */
+/* Makes a new disk with the content of a file. Returns 0 if the file cannot be read. */
 static inline int drive_load(drive *d, const char *path) {
     int fd = open(path, O_RDONLY | O_CLOEXEC);
     ssize_t n = 0, got = 0;
     if (madvise(d->stable, DRIVE_BYTES, MADV_REMOVE) != 0) memset(d->stable, 0, DRIVE_BYTES);
     if (madvise(d->now, DRIVE_BYTES, MADV_REMOVE) != 0) memset(d->now, 0, DRIVE_BYTES);
-    while (fd >= 0 && n < DRIVE_BYTES) { /* holes stay holes: most of it is empty */
+    while (fd >= 0 && n < DRIVE_BYTES) { /* keeps holes, because most of the image is empty */
         off_t data = lseek(fd, n, SEEK_DATA), end = data < 0 ? -1 : lseek(fd, data, SEEK_HOLE);
         if (data < 0 || end < 0) break;
         got = pread(fd, d->stable + data, (size_t)(end - data), data);

@@ -1,18 +1,19 @@
-/* endings.h - a part of test_faults.c: ranks that never return, that end their thread, whose exit
-   status is lost. */
+/* endings.h - a part of test_faults.c: ranks that never return, ranks that end their thread, and
+   ranks whose exit status is lost. */
 #ifndef ENDINGS_H
 #define ENDINGS_H
 
-/* ---- threads that are left behind ---- */
+/* ---- threads that outlive dt_run ---- */
 
-/* Ranks of a run that stay away until they are let go, which is after dt_run has returned. */
+/* A run in which some ranks do not return until they are released, which is after dt_run has
+   returned. */
 typedef struct stray {
     job run;
     dt_host host;
-    int away; /* bits: these ranks */
+    int away; /* bit mask of these ranks */
     int let_go;
     long live;             /* blocks */
-    dt_status after[MOST]; /* what an operation of theirs returned then */
+    dt_status after[MOST]; /* what an operation of these ranks returned after the release */
 } stray;
 
 static void *stray_alloc(void *user, size_t bytes, dt_mem mem) {
@@ -31,7 +32,8 @@ static void stray_log(void *user, int level, int rank, const char *text) {
     page_log(((stray *)user)->run.p, level, rank, text);
 }
 
-/* A thread that is left behind outlives the caller's host table: overwrites this one at once. */
+/* Overwrites the host table after dt_run, because a thread that was left behind must not use the
+   caller's table any more. */
 static dt_status stray_run(stray *s, dt_status (*fn)(dt_ctx *ctx, void *user)) {
     dt_host host = *dt_host_default();
     host.user = s;
@@ -78,25 +80,25 @@ static void one_stray(int away, int n) {
     for (int k = 0; k < p->lines && k < LOG_LINES; k++)
         notices += strstr(p->line[k], "is left behind: its thread") != NULL;
     CHECK_MSG(notices == n, "away %x: %d of %d lines of the log say so", away, notices, p->lines);
-    CHECK_MSG(s.live > 0, "away %x: all is freed, but its threads are there", away);
+    CHECK_MSG(s.live > 0, "away %x: all memory was freed while threads still run", away);
     __atomic_store_n(&s.let_go, 1, __ATOMIC_SEQ_CST);
     for (begin = mono(); __atomic_load_n(&s.live, __ATOMIC_SEQ_CST) > 0 && mono() < begin + 20;)
         nap(1e-3);
-    CHECK_MSG(
-        s.live == 0, "away %x: %ld blocks are left when the last thread has ended", away, s.live);
+    CHECK_MSG(s.live == 0, "away %x: %ld blocks were not freed after the last thread has ended",
+        away, s.live);
     for (int r = 0; r < 4; r++)
         if (away >> r & 1)
             CHECK_MSG(s.after[r] == DT_ERR_PEER, "away %x: rank %d went on with %s", away, r,
                 dt_status_name(s.after[r]));
-    nap(0.05); /* its last block was freed just before its thread ended */
+    nap(0.05); /* the last block was freed just before the thread ended */
     left_check(&before, "ranks that were left behind");
     munmap(p, sizeof *p);
 }
 
 /* ---- a rank that ends its thread ---- */
 
-/* A sanitizer does not follow a thread that ends in the middle of its functions: ASan finds their
-   frames still poisoned, TSan sees none of what the thread does then. */
+/* Sanitizers do not support a thread that ends inside its functions: ASan keeps their frames
+   poisoned, and TSan misses the thread's later actions. */
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 enum { SANITIZED = 1 };
 #else
@@ -116,7 +118,8 @@ static dt_status quitting_rank(dt_ctx *ctx, void *user) {
     int me = dt_comm_rank(world);
     float x = 1, y;
     if (me == 1) q->thread = pthread_self();
-    dt_work *work = dt_recv_start(world, &y, 1, DT_F32, (me + 1) % 3, 1); /* of nobody */
+    /* no rank sends this message */
+    dt_work *work = dt_recv_start(world, &y, 1, DT_F32, (me + 1) % 3, 1);
     for (int round = 0; round < 100000 && !dt_error(ctx); round++) {
         dt_all_reduce(world, &x, &y, 1, DT_F32, DT_SUM);
         if (round != 3) continue;
@@ -127,13 +130,13 @@ static dt_status quitting_rank(dt_ctx *ctx, void *user) {
             nap(1);
         }
         if (me == 2 && q->how == BY_CANCEL_IN_WAIT) {
-            /* in the next all-reduce */
+            /* waits until rank 1 is in the next all-reduce */
             const uint64_t *waiting = &world->world->shared->state[1].waiting_op;
             for (double until = mono() + 10;
                  !__atomic_load_n(waiting, __ATOMIC_SEQ_CST) && mono() < until;)
                 nap(1e-3);
             pthread_cancel(q->thread);
-            nap(0.1); /* it naps there */
+            nap(0.1); /* by then the rank sleeps in its wait */
         }
     }
     dt_wait(ctx, work);
@@ -161,15 +164,16 @@ static void one_quitter(dt_backend backend, int how) {
         "%s: %s: %s", what, dt_status_name(p->report.status), p->report.text);
     CHECK_MSG(mono() - begin < 15, "%s: the job ends after %.1f s", what, mono() - begin);
     for (int r = 0; r < 3; r += 2)
-        CHECK_MSG(strcmp(bare(p->text[r]), bare(p->report.text)) == 0, "%s: rank %d has '%s'", what,
-            r, p->text[r]);
-    CHECK_MSG(
-        backend == DT_BACKEND_PROCS || q.s.live == 0, "%s: %ld blocks are left", what, q.s.live);
+        CHECK_MSG(strcmp(without_prefix(p->text[r]), without_prefix(p->report.text)) == 0,
+            "%s: rank %d has '%s'", what, r, p->text[r]);
+    CHECK_MSG(backend == DT_BACKEND_PROCS || q.s.live == 0, "%s: %ld blocks were not freed", what,
+        q.s.live);
     left_check(&before, what);
     munmap(p, sizeof *p);
 }
 
-/* Over tcp the thread is the caller's own: it is gone, and the others must know. */
+/* Over tcp the rank function runs in the caller's thread. When the thread ends, the other ranks
+   must learn of it. */
 static void quitter_tcp(void) {
     static quitter q;
     page *p = page_make();
@@ -258,7 +262,7 @@ static void one_loss(page *p, int which, int how) {
     losing.how = how;
     fflush(NULL);
     pid_t pid = fork();
-    if (pid == 0) { /* what a signal does is its process's */
+    if (pid == 0) { /* in a child, because signal dispositions are per process */
         dt_host host = page_host(p);
         losing.parent = getpid();
         host.free = losing_free;
@@ -272,15 +276,15 @@ static void one_loss(page *p, int which, int how) {
     int right = how == WELL ? p->status == DT_OK && p->lines == 0
                             : p->status == DT_ERR_PEER && p->report.rank == 1 &&
                                   strstr(p->report.text, "rank 1 (process ") != NULL;
-    /* else a race */
+    /* otherwise a race decides the text */
     if (how != WELL && which != REAPED) right = right && strstr(p->report.text, "ignores SIGCHLD");
     CHECK_MSG(p->steps && right, "%s, %d: %s: %s", names[which], how, dt_status_name(p->status),
         p->report.text);
 }
 
-/* ---- a process that nobody can kill ---- */
+/* ---- a process that cannot be killed ---- */
 
-/* A frozen process (control groups v1) dies when it is thawed. */
+/* A frozen process (control groups v1) dies only when it is thawed. */
 static char freezer[128];
 static int freezer_put(const char *file, const char *text) {
     char path[192];
@@ -308,8 +312,9 @@ static void one_frozen(void) {
     snprintf(freezer, sizeof freezer, "/sys/fs/cgroup/freezer/dt_test_%d", (int)getpid());
     job_init(&j, p, DT_BACKEND_PROCS, 3, 0.3);
     if (mkdir(freezer, 0755) != 0) {
-        check_skip("a process that nobody can kill: no freezer of control groups v1 here that this "
-                   "test may use");
+        check_skip(
+            "a process that cannot be killed: there is no freezer of control groups v1 that this "
+            "test may use");
         munmap(p, sizeof *p);
         return;
     }
@@ -319,7 +324,7 @@ static void one_frozen(void) {
         "a frozen rank: %d left behind: %s: %s", p->report.left_behind, dt_status_name(p->status),
         p->report.text);
     freezer_put("freezer.state", "THAWED");
-    CHECK_MSG(children_gone(10) < 10, "a frozen rank: it is there after it was thawed");
+    CHECK_MSG(children_gone(10) < 10, "a frozen rank: it remains after it was thawed");
     for (int tries = 0; tries < 100 && rmdir(freezer) != 0; tries++) nap(0.01);
     munmap(p, sizeof *p);
 }

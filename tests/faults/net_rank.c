@@ -1,15 +1,15 @@
-/* net_rank.c - what network.sh starts on its two hosts: a rank over sockets, or somebody who is
-   none
+/* net_rank.c - started by network.sh on its two hosts: a rank over sockets, or a client that is not
+   a rank
 
        net_rank rank R N PLACE TIMEOUT MODE   rank R of N; MODE steps: sums until one fails, at most
                                               for 20 s; once: one sum; idle: nothing for TIMEOUT + 2
                                               s, and then a sum
-       net_rank attack PLACE KIND FROM     one of tcp_visitor.h's crowds, from another address
-       net_rank replay PLACE R N              takes part as rank R with the token of DT_TOKEN, and
-                                              then says the same again
+       net_rank attack PLACE KIND FROM        an attack of tcp_visitor.h, from another address
+       net_rank replay PLACE R N              authenticates as rank R with the token of DT_TOKEN,
+                                              and then replays its messages
 
-   A rank prints "formed S", the seconds until its function began, and "ended STATUS EPOCH S: TEXT":
-   when its dt_run returned, and how long the operation that failed had taken. */
+   A rank prints "formed S", the seconds until its function began, and "ended STATUS EPOCH S: TEXT",
+   the time at which its dt_run returned and the duration of the failed operation. */
 #define _GNU_SOURCE
 #define DT_IMPLEMENTATION
 #include "dt_comm.h"
@@ -69,11 +69,11 @@ static int replay_main(char **argv) {
     dt__tcp_address place;
     if (!dt__tcp_address_parse(argv[2], &place) || !getenv("DT_TOKEN")) return 2;
     visit v = visit_make(place, atoi(argv[3]), atoi(argv[4]), getenv("DT_TOKEN"));
-    int well = converse(&v, 0) && welcomed(&v);
+    int well = shake_hands(&v, 0) && is_accepted(&v);
     printf("first: %s\n", well ? "welcome" : "refused");
     close(v.fd);
     dt_host_default()->sleep(NULL, 0.1);
-    int answered = converse(&v, 1);
+    int answered = shake_hands(&v, 1);
     printf("again: %s\n", !answered ? "no answer"
                           : v.answer.kind == DT__TCP_WELCOME
                               ? "welcome"
@@ -84,7 +84,7 @@ static int replay_main(char **argv) {
 
 int main(int argc, char **argv) {
     dt__tcp_address place, from;
-    alarm(60); /* whatever happens to network.sh */
+    alarm(60); /* ends even if network.sh is killed */
     if (argc == 7 && strcmp(argv[1], "rank") == 0) return rank_main(argv);
     if (argc == 5 && strcmp(argv[1], "replay") == 0) return replay_main(argv);
     if (argc != 5 || strcmp(argv[1], "attack") != 0 || !dt__tcp_address_parse(argv[2], &place) ||

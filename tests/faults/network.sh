@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# network.sh - ranks on two hosts: rendezvous and proofs across a network, strangers at the door, a cut link
+# network.sh - ranks on two hosts: rendezvous and proofs across a network, unauthenticated clients, a cut link
 #
 #   tests/faults/network.sh
 #
 # The hosts are network namespaces with a pair of virtual interfaces between them, so it needs root, the command ip
 # (Debian: iproute2) and a kernel that lets it make them; else it is skipped. Host A has ranks 0 and 1, host B the
-# others. Prints how long a job takes to form, alone and under each attack; a line for each check that failed; last
+# other ranks. Prints how long a job takes to form, alone and under each attack; a line for each check that failed; last
 # "network: N passed, N failed, N skipped". In about 40 s.
 cd "$(dirname "$0")/../.." || exit 1
 B=${B:-build} MAKE=${MAKE:-make}
@@ -90,7 +90,7 @@ check "four ranks on two hosts: $(cat "$D"/[0-3])" all_well
 alone=$(formed)
 echo "a job of 4 ranks on 2 hosts forms in $alone s"
 
-# By name. Many a host lists its own name as one of the loopback.
+# By name. Many hosts resolve their own name to a loopback address.
 named() { # named HOST OUT ADDRESS RANK
     on "$1" "$2" sh -c "echo '$3 nodea' >$D/hosts.$4; mount --bind $D/hosts.$4 /etc/hosts && DT_TOKEN_FILE=$D/token exec \
         $D/net_rank rank $4 2 nodea:$port 5 once"
@@ -106,16 +106,16 @@ check "without a token: $(cat "$D/1")" has 1 'dt: error: dt_run: the rendezvous 
 wrong() { rank 3 4 10 once other wrong; wait $last; }
 four wrong
 check "a wrong token: $(cat "$D/wrong")" has wrong "rank 0 at $place refuses this rank: the token is not this job's"
-check "the job goes on after a wrong token: $(cat "$D"/[0-3])" all_well
-check "rank 0 says so, once" [ "$(grep -c '^dt: rank 0 at .* rejects 10.77.3.2:[0-9]*: the token' "$D/0")" = 1 ]
+check "the job continues after a wrong token: $(cat "$D"/[0-3])" all_well
+check "rank 0 reports the wrong token once" [ "$(grep -c '^dt: rank 0 at .* rejects 10.77.3.2:[0-9]*: the token' "$D/0")" = 1 ]
 
 replay() { on "$there" replay env DT_TOKEN="$(cat "$D/token")" "$D/net_rank" replay $place 3 4; wait $!; }
 four replay
-check "who knows the token comes in: $(cat "$D/replay")" has replay '^first: welcome'
-check "a replayed conversation: $(cat "$D/replay")" has replay "^again: the token is not this job's"
-check "the job goes on after a replay: $(cat "$D"/[0-3])" all_well
+check "a client with the token is accepted: $(cat "$D/replay")" has replay '^first: welcome'
+check "a replayed handshake: $(cat "$D/replay")" has replay "^again: the token is not this job's"
+check "the job continues after a replay: $(cat "$D"/[0-3])" all_well
 
-# ---- strangers ----------------------------------------------------------------------------------------------------
+# ---- unauthenticated clients ----------------------------------------------------------------------------------------------------
 
 names=("1,000 silent connections" "1,000 slow connections" "1,000 half and whole hellos" "a scanner" "1 MB of garbage")
 crowd() { on "$there" attack "$D/net_rank" attack $place $kind 10.77.3.3; attacker=$!; sleep 0.7; }

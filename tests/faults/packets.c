@@ -2,28 +2,27 @@
    (wire.h)
 
        packets                       100 jobs
-       packets FIRST COUNT           jobs FIRST .. FIRST + COUNT - 1: job 37 is the same job again
-       packets FIRST COUNT WORKERS   so many at a time (8)
+       packets FIRST COUNT           jobs FIRST .. FIRST + COUNT - 1; job 37 is always the same
+       packets FIRST COUNT WORKERS   this many at a time (default 8)
 
-   A job is a function of its number: 2 to 5 ranks on two hosts, a timeout, what the network does
-   and when. Its ranks sum, exchange and pass on numbers, step after step, and compare what they get
-   with what it must be. Three classes:
+   A job is a function of its number: 2 to 5 ranks on two hosts, a timeout, and the network's faults
+   and their times. In each step its ranks sum and exchange values and compare the results with the
+   expected ones. There are three classes:
 
-       right   what TCP can recover from: loss, delay, reordering, duplicates, corruption, slow
-               links, partitions shorter than the timeout by 1.4 s (half of the timeout, where the
-               system is older than Linux 6.15), idle connections under loss. Every rank must end
-               well, and every number must be right.
+       right   faults that TCP can recover from: loss, delay, reordering, duplicates, corruption,
+               slow links, partitions shorter than the timeout by 1.4 s (before Linux 6.15: half of
+               the timeout), idle connections under loss. Every rank must succeed, and every value
+               must be correct.
        named   a lasting partition, one-way or two-way. Every rank must fail within timeout + 1 s of
-               the cut, with a text that names a rank on each side of it, and says of no rank on the
-               teller's own side that its connection was lost. (At the rendezvous some rank's text
-               must. Another may wait in an operation for one of its own side, which is still there
-               to meet ranks of the other.)
-       either  nearly every packet is lost, or the cut heals after the timeout. One of the two, all
-               ranks alike.
+               the cut, with a text that names a rank on each side of it, and that reports no lost
+               connection to a rank on the reporting rank's own side. (At the rendezvous one rank's
+               text is enough: another rank may wait in an operation for a rank of its own side that
+               still tries to connect to the other side.)
+       either  nearly every packet is lost, or the cut heals after the timeout. Either outcome, but
+               the same on all ranks.
 
-   No rank may hang, and no number may be wrong, in any class. Limits grow by the longest delay with
-   which this machine woke a rank or the network from a sleep. If that delay is long, a job may fail
-   by name.
+   In no class may a rank hang or a value be wrong. Limits grow by the longest delay with which this
+   machine woke a rank or the network from a sleep. If that delay is long, a job may fail by name.
 
    Needs Linux, network namespaces and /dev/net/tun, so mostly root; else it is skipped. */
 #define _GNU_SOURCE
@@ -36,9 +35,9 @@
 #include <signal.h>
 
 enum { MOST_RANKS = 5, MOST_COUNT = 60000, WORKERS = 8, DEADLINE_S = 300 };
-/* a machine that is late by more may break what TCP rides out, */
+/* a longer wake-up delay may break a job that TCP would otherwise save, */
 static const double held_up_s = 0.15;
-/* and by so much make a rank look gone to those on its own side */
+/* and with this delay a rank may look gone even to ranks on its own side */
 static const double starved_s = 0.5;
 
 typedef enum outcome { RIGHT, NAMED, EITHER } outcome;
@@ -68,9 +67,9 @@ static const struct {
     [LOSS] = { "loss", RIGHT, 0 },
     [DELAY] = { "delay and reordering", RIGHT, 0 },
     [COPIES] = { "copies", RIGHT, 0 },
-    [SPOILT] = { "spoilt packets", RIGHT, 0 },
+    [SPOILT] = { "corrupted packets", RIGHT, 0 },
     [SLOW] = { "a slow link", RIGHT, 0 },
-    [ALL_OF_IT] = { "all of it", RIGHT, 0 },
+    [ALL_OF_IT] = { "all faults at once", RIGHT, 0 },
     [SHORT_CUT] = { "a short cut", RIGHT, 0 },
     [SHORT_ONE_WAY] = { "a short one-way cut", RIGHT, 0 },
     [LOSS_AT_START] = { "loss from the start", RIGHT, 1 },
@@ -85,31 +84,32 @@ static const struct {
 typedef struct plan {
     int number, ranks, side[MOST_RANKS];
     fault fault;
-    double timeout_s, length_s;    /* length: of the steps, if nothing ends them */
-    conditions base[2], during[2]; /* before and after the fault; while it lasts */
-    /* of the fault, after the ranks were formed or, at the start, begun */
+    double timeout_s, length_s;    /* length_s: duration of the steps in a job without failure */
+    conditions base[2], during[2]; /* conditions before and after the fault; during the fault */
+    /* begin and end of the fault, after the job was formed (at_start: after the ranks were
+       started) */
     double from_s, until_s;
-    int pause; /* the step in which all ranks compute, and nobody talks */
+    int pause; /* the step in which all ranks only compute */
     double pause_s;
 } plan;
 
-typedef struct result { /* written by the rank */
+typedef struct result { /* a rank's results, written by the rank */
     double begun, formed, named, ended, late;
     long steps, wrong;
     dt_status status;
     dt_report report;
 } result;
 
-typedef struct shared { /* of a job: its ranks, and who starts them */
+typedef struct shared { /* memory shared by a job's ranks and their starter */
     plan plan;
     result rank[MOST_RANKS];
-    double onset; /* 0: not yet */
+    double onset; /* begin of the fault; 0: not yet */
 } shared;
 
-/* ---- what a job is ---- */
+/* ---- the plan of a job ---- */
 
-/* Where the system does not limit TCP's pauses before it sends again, they double: up to the length
-   of the cut. */
+/* TCP's pauses before a retransmission double, up to the length of the cut, unless the system
+   limits them. */
 static double longest_cut(double timeout_s) {
     int pause_ms = 1000, fd = socket(AF_INET, SOCK_STREAM, 0);
     int limited =
@@ -178,9 +178,9 @@ static plan plan_make(int number) {
     return p;
 }
 
-/* ---- what its ranks do ---- */
+/* ---- the steps of a rank ---- */
 
-/* What rank r gives for element i in a step: small integers, so that sums are exact. */
+/* Rank r's value for element i in a step: small integers, so that sums are exact. */
 static float number_of(int step, int rank, size_t i) {
     return (float)((uint32_t)(step * 7919 + rank * 104729 + (int)(i % 65536) * 31) % 1009);
 }
@@ -221,7 +221,7 @@ static long all_to_all_step(dt_comm *world, arrays *x, int step, size_t n) {
     return wrong;
 }
 
-/* A message to each other rank and one from each. */
+/* One message to each other rank, and one from each. */
 static long messages_step(dt_comm *world, arrays *x, int step, size_t n) {
     int ranks = dt_comm_size(world), rank = dt_comm_rank(world), k = 0;
     dt_transfer transfers[2 * MOST_RANKS];
@@ -249,7 +249,7 @@ static long messages_step(dt_comm *world, arrays *x, int step, size_t n) {
     return wrong;
 }
 
-/* Rank 0 says when the steps are over, so that all do as many. */
+/* Rank 0 decides when the steps end, so that all ranks make equally many. */
 static int another_step(dt_comm *world, const shared *s, double formed, int step, long *wrong) {
     float word[2] = { 0, 0 };
     if (dt_comm_rank(world) == 0) {
@@ -267,7 +267,7 @@ static dt_status rank_steps(dt_ctx *ctx, void *user) {
     shared *s = (shared *)user;
     dt_comm *world = dt_world(ctx);
     result *r = &s->rank[dt_comm_rank(world)];
-    uint64_t chance = (uint64_t)s->plan.number; /* all ranks choose alike */
+    uint64_t chance = (uint64_t)s->plan.number; /* all ranks make the same choices */
     r->formed = wire_now();
     for (int step = 0; another_step(world, s, r->formed, step, &r->wrong); step++) {
         size_t n = counts[next_below(&chance, 6)];
@@ -284,7 +284,7 @@ static dt_status rank_steps(dt_ctx *ctx, void *user) {
 }
 
 static void rank_log(void *user, int level, int rank, const char *text) {
-    (void)user, (void)level, (void)rank, (void)text; /* the report says the same */
+    (void)user, (void)level, (void)rank, (void)text; /* the report has the same text */
 }
 
 static void rank_process(shared *s, int rank, const wire *w) {
@@ -312,13 +312,13 @@ static void rank_process(shared *s, int rank, const wire *w) {
     r->begun = wire_now();
     r->status = dt_run(desc, rank_steps, s);
     r->ended = wire_now();
-    if (r->named == 0) r->named = r->ended; /* at the rendezvous */
+    if (r->named == 0) r->named = r->ended; /* the failure was at the rendezvous */
     _exit(0);
 }
 
-/* ---- what it must come to ---- */
+/* ---- checking a job ---- */
 
-/* Bits: the sides of the ranks that a text names, "rank 3", "ranks 1, 2". */
+/* Bit mask of the sides of the ranks that a text names as "rank 3" or "ranks 1, 2". */
 static int sides_named(const plan *p, const char *text) {
     int sides = 0;
     for (const char *at = strstr(text, "rank"); at; at = strstr(at, "rank")) {
@@ -334,7 +334,7 @@ static int sides_named(const plan *p, const char *text) {
     return sides;
 }
 
-/* Does the teller say that it lost a rank of its own side? */
+/* 1 if a rank reports that it lost a rank on the same side. */
 static int blames_own_side(const plan *p, const dt_report *report) {
     for (const char *at = strstr(report->text, "connection to rank "); at;
          at = strstr(at + 1, "connection to rank ")) {
@@ -345,12 +345,12 @@ static int blames_own_side(const plan *p, const dt_report *report) {
     return 0;
 }
 
-/* A job's checks say which job it was. */
+/* A check whose text names the job. */
 #define JOB_CHECK(s, cond, fmt, ...) \
     CHECK_MSG(cond, "job %d (%s, %d ranks, timeout %.1f s): " fmt, (s)->plan.number, \
         faults[(s)->plan.fault].name, (s)->plan.ranks, (s)->plan.timeout_s, __VA_ARGS__)
 
-/* Does any rank name both sides? */
+/* 1 if any rank's text names both sides. */
 static int both_named(const shared *s) {
     int both = 0;
     for (int i = 0; i < s->plan.ranks; i++)
@@ -361,14 +361,14 @@ static int both_named(const shared *s) {
 static void check_named(const shared *s, int rank, double limit, double late) {
     const result *r = &s->rank[rank];
     const char *text = r->report.text;
-    double begin = s->onset; /* a rank that comes later has as much time */
+    double begin = s->onset; /* a rank that starts later has the same time limit */
     for (int i = 0; i < s->plan.ranks; i++) begin = fmax(begin, s->rank[i].begun);
     int well = sides_named(&s->plan, text) == 3 ||
                (faults[s->plan.fault].at_start && text[0] && both_named(s));
     int starved = late > starved_s;
     JOB_CHECK(s, well || starved, "rank %d names no rank on each side: %s", rank, text);
     JOB_CHECK(s, !blames_own_side(&s->plan, &r->report) || starved,
-        "rank %d is told of a loss on one side: %s", rank, text);
+        "rank %d reports a loss on its own side: %s", rank, text);
     if (limit > 0)
         JOB_CHECK(s, r->ended - begin < limit,
             "rank %d ends %.2f s after the cut (it knew after %.2f s; naps took %.2f s "
@@ -385,20 +385,20 @@ static void check_job(const shared *s, double late) {
         const result *r = &s->rank[rank];
         ended += JOB_CHECK(s, r->ended > 0, "rank %d did not end after %ld steps", rank, r->steps);
         JOB_CHECK(
-            s, r->wrong == 0, "rank %d: %ld wrong numbers in %ld steps", rank, r->wrong, r->steps);
+            s, r->wrong == 0, "rank %d: %ld wrong values in %ld steps", rank, r->wrong, r->steps);
         well += r->ended > 0 && r->status == DT_OK;
         steps += r->steps;
     }
     if (ended < p->ranks) return;
     if (want == EITHER && (well == 0 || well == p->ranks)) want = well ? RIGHT : NAMED;
     if (want == RIGHT && well < p->ranks && late > held_up_s) {
-        printf("job %d was held up by %.2f s: no number was wrong\n", p->number, late);
+        printf("job %d was delayed by %.2f s: no value was wrong\n", p->number, late);
         return;
     }
     for (int rank = 0; rank < p->ranks; rank++) {
         const result *r = &s->rank[rank];
         if (want == NAMED)
-            JOB_CHECK(s, r->status != DT_OK, "rank %d ends well after %ld steps", rank, r->steps);
+            JOB_CHECK(s, r->status != DT_OK, "rank %d succeeds after %ld steps", rank, r->steps);
         else
             JOB_CHECK(s, r->status == DT_OK && r->steps >= 12,
                 "rank %d (%.2f s after the fault; naps took %.2f s too "
@@ -472,7 +472,7 @@ int main(int argc, char **argv) {
     tally *tallies =
         (tally *)mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     static wire w;
-    pid_t probe = fork(); /* this process stays where it is */
+    pid_t probe = fork(); /* in a child, because this process must keep its namespace */
     if (probe == 0) {
         const char *why = wire_make(&w);
         if (why) check_skip(why), fflush(stdout);

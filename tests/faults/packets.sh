@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # packets.sh - 100 jobs over a network with loss, delay, duplication, corruption, partitions: packets.c
 #
-#   tests/faults/packets.sh                 all; job N again, with what its ranks said: PACKETS_SHOW=1 build/packets N 1
-#   tests/faults/packets.sh FIRST COUNT     some
+#   tests/faults/packets.sh                 all jobs
+#   tests/faults/packets.sh FIRST COUNT     COUNT jobs from FIRST on
+#   PACKETS_SHOW=1 build/packets N 1        job N again, with its ranks' output
 #
 # Last line "packets: N passed, N failed, N skipped". In about 40 s on two cores.
 cd "$(dirname "$0")/../.." || exit 1

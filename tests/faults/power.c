@@ -1,23 +1,24 @@
 /* power.c - dt_zero.h, section 3, on a real file system on a block device whose power is cut
-   (drive.h) Public domain or MIT, at your choice; see LICENSE.
+   (drive.h). Public domain or MIT, at your choice; see LICENSE.
 
        power DIR CUTS SEED [ENOUGH]     CUTS cuts; DIR is an empty folder, whose name the disk's
                                         file gets; ends after ENOUGH failures (10)
 
-   power.sh starts it. It needs root, and has a mount namespace of its own. Jobs of 1 to 4 ranks
-   train a tiny model and save it after each step, on ext4 in two modes, xfs and btrfs, in the
-   foreground and in the background. The power is cut at a write or flush of the disk, at a time, as
-   a new checkpoint gets its name, or as a save returns; each is drawn from SEED. What the page
-   cache held is gone, and some of what the disk got since its last flush. Then the file system is
-   mounted again, and a fresh job must find the newest checkpoint that was promised, or a later one
-   that was under way, with the bits of a run without a disk, and no damaged one; and its own save
-   must work. The next life of that disk goes on from there.
+   power.sh starts this program. It needs root, and makes a separate mount namespace. Jobs of 1 to 4
+   ranks train a tiny model and save it after each step, on ext4 in two modes, xfs and btrfs, in the
+   foreground and in the background. The power is cut at a write or flush of the disk, at a time,
+   when a new checkpoint gets its name, or when a save returns; SEED determines which. The cut loses
+   the page cache, and some of the writes since the disk's last flush. Then the file system is
+   mounted again. A new job must find the newest checkpoint that was reported complete, or a later
+   one whose save was in progress, with the bits of a run without a disk, and no damaged checkpoint;
+   and its own save must work. The next life of the disk continues from there.
 
-   A model's bits do not depend on the layout here: ranks 0 and 1 take half of one batch's gradient
-   each, which is exact, and the others none of it. So one reference is enough for all jobs.
+   The model's bits do not depend on the layout here: ranks 0 and 1 each contribute half of the
+   gradient, which is exact, and the other ranks contribute zero. So all jobs share one reference.
 
-   First, controls: programs that do not sync must lose what they promised. One that syncs must lose
-   nothing, but must lose it on a disk that answers flushes without making them. */
+   First come controls: programs that do not sync must lose data that they reported as saved. A
+   program that syncs must lose nothing, except on a disk that acknowledges flushes without
+   performing them. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -44,9 +45,9 @@ enum {
 
 // ==== File systems ==============================================================================
 
-/* share: of the cuts, in percent. sector: what the disk writes whole, in bytes. btrfs overwrites
-   its superblock of 4,096 bytes in place, and has only one on so small a disk: it needs a disk that
-   does not tear that. */
+/* share: percentage of the cuts. sector: bytes that the disk writes atomically. btrfs overwrites
+   its superblock of 4,096 bytes in place, and has only one on such a small disk, so it needs a disk
+   that does not tear the superblock. */
 typedef struct file_system {
     const char *name, *kind, *make, *options;
     int share, sector;
@@ -66,7 +67,7 @@ typedef struct tally {
     int cuts, in_save, unsure, writes, lost, torn, kept_old, found_new;
 } tally;
 
-/* Everything the campaign works with. */
+/* The state of the campaign. */
 typedef struct stage {
     drive *disk;
     char folder[200], mounted[200], image[SYSTEMS][220], dir[260];
@@ -74,13 +75,14 @@ typedef struct stage {
     uint64_t seed;
     int cuts, enough;
     tally sum[SYSTEMS];
-    double job_s, job_requests; /* of a job that nobody disturbs: an estimate */
+    double job_s, job_requests; /* estimates for a job without a cut */
 } stage;
 
 static uint64_t dice(stage *s, uint64_t below) { return drive_random(&s->seed) % below; }
 static double seconds(void) { return dt_host_default()->now(NULL); }
 
-/* The images of new disks. A file system that cannot be made or mounted here is skipped by name. */
+/* Makes the images of new disks. A file system that cannot be made or mounted here is reported as
+   skipped. */
 static void images_make(stage *s, const char *dir) {
     for (int i = 0; i < SYSTEMS; i++) {
         char command[700], tool[20], why[160] = "";
@@ -100,7 +102,7 @@ static void images_make(stage *s, const char *dir) {
     }
 }
 
-/* A new loop device, mounted. 0, or -1 with errno. */
+/* Mounts the disk with a new loop device. Returns 0, or -1 with errno. */
 static int disk_mount(stage *s, int system) {
     char device[40];
     int fd = drive_attach(s->disk, s->folder, device, sizeof device);
@@ -132,12 +134,12 @@ static int disk_unmount(stage *s) {
     return CHECK_MSG(done == 0, "unmounting: %s", strerror(errno)) ? 0 : -1;
 }
 
-/* The power is off; nobody may go on. */
+/* Cuts the power and ends the job. */
 static int disk_cut(stage *s, pid_t group, int sector, drive_loss *loss) {
     __atomic_store_n(&s->disk->on, 0, __ATOMIC_SEQ_CST);
     group_end(group);
     if (disk_unmount(s) != 0) return -1;
-    CHECK_MSG(!s->disk->full, "the list of writes is too short");
+    CHECK_MSG(!s->disk->full, "the list of writes overflowed");
     drive_lose(s->disk, &s->seed, sector, loss);
     return 0;
 }
@@ -155,41 +157,41 @@ typedef struct model {
     dt_extra_state saved;
 } model;
 
-/* What one life of a disk is about; drawn by the campaign. */
+/* The plan of one life of a disk, drawn by the campaign. */
 typedef struct plan {
     int system, ranks, stage, background, saves;
-    int keep; /* one for all lives of a disk */
+    int keep; /* the same in all lives of a disk */
     int backend;
-    /* the power is cut as the save of this step returns; 0: otherwise */
+    /* cut the power when the save of this step returns; 0: no */
     int cut_step;
-    int64_t cut_at; /* at this request; 0: otherwise */
-    /* at the first flush from that request on: the cache is as full as it gets */
+    int64_t cut_at; /* cut at this request; 0: no */
+    /* cut at the first flush from that request on, when the cache is fullest */
     int at_flush;
-    double cut_s; /* after that time; 0: otherwise */
-    /* so many requests after the folder of this step gets its name; 0: otherwise */
+    double cut_s; /* cut after this time; 0: no */
+    /* cut `after` requests after the folder of this step gets its name; 0: no */
     int name_step, after;
-    /* bits: after which of its saves in the background a job waits */
+    /* bit mask of the background saves after which a job waits */
     unsigned polls;
     const char *dir;
 } plan;
 
-/* What a fresh job found. */
+/* The findings of a new job. */
 typedef struct look {
     int step, same, resaved;
-    int damaged;   /* checkpoints it found damaged */
-    int leftovers; /* folders of unfinished saves, after it opened the folder */
-    /* a step that was promised and is kept, but cannot be loaded; 0: none */
+    int damaged;   /* damaged checkpoints */
+    int leftovers; /* folders of unfinished saves that remain after opening the folder */
+    /* a step that was reported complete and is kept, but cannot be loaded; 0: none */
     int lost;
     char text[600];
 } look;
 
 typedef struct page {
     state reference[STEPS + 1]; /* after each step, on one rank without a disk */
-    /* atomic; steps: saves that began, and those that were reported complete */
+    /* atomic; the last steps whose save began, and whose save was reported complete */
     int begun, promised, in_save;
     int wrong; /* a step after which a job's state was not the reference's */
     look look;
-    char done[STEPS + 1]; /* promised in an earlier life of this disk */
+    char done[STEPS + 1]; /* 1: reported complete in an earlier life of this disk */
     char text[600];       /* why a job ended */
 } page;
 static page *shared;
@@ -209,7 +211,7 @@ static void model_make(model *m, dt_ctx *ctx, int stage) {
 static void model_step(model *m, dt_ctx *ctx, int step) {
     int rank = dt_ctx_rank(ctx), ranks = dt_comm_size(dt_world(ctx));
     float x[2 * IN], y[2 * OUT];
-    /* of the gradient: 1/1, 1/2 or 0 */
+    /* the rank's part of the gradient: all, half or none */
     double part = rank < 2 ? 2 * OUT * (ranks > 1 ? 2.0 : 1.0) : 1e300;
     for (int i = 0; i < 2 * IN; i++) x[i] = (float)((step * 37 + i * 7) % 19) / 19;
     for (int i = 0; i < 2 * OUT; i++) y[i] = (float)((step * 5 + i) % 7) / 7;
@@ -251,7 +253,7 @@ static dt_checkpoint *model_open(model *m, const char *dir, int keep, int backgr
     return dt_checkpoint_open(m->zero, d);
 }
 
-static void rise(int *value, int to) {
+static void raise_to(int *value, int to) {
     int now = __atomic_load_n(value, __ATOMIC_SEQ_CST);
     while (now < to &&
            !__atomic_compare_exchange_n(value, &now, to, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
@@ -259,27 +261,27 @@ static void rise(int *value, int to) {
 }
 static int value_of(const int *value) { return __atomic_load_n(value, __ATOMIC_SEQ_CST); }
 
-// ==== A job that saves, until the power is cut ==================================================
+// ==== A job that saves until the power is cut ===================================================
 
-/* dt_checkpoint_save has returned DT_OK for it, or its save in the background was reported
-   complete. */
-static void promise(const plan *p, int step) {
-    rise(&shared->promised, step);
+/* Records that a step's save is reported complete: dt_checkpoint_save returned DT_OK, or a
+   background save was reported as finished. */
+static void record_complete(const plan *p, int step) {
+    raise_to(&shared->promised, step);
     if (p->cut_step == step) __atomic_store_n(&power->on, 0, __ATOMIC_SEQ_CST);
     if (value_of(&shared->begun) == step) __atomic_store_n(&shared->in_save, 0, __ATOMIC_SEQ_CST);
 }
 
-/* One save; *before: the step of one in the background that is under way, 0: none. */
+/* One save. *before: the step of a background save in progress, or 0. */
 static void job_save(dt_ctx *ctx, const plan *p, dt_checkpoint *c, int step, int *before) {
-    rise(&shared->begun, step);
+    raise_to(&shared->begun, step);
     __atomic_store_n(&shared->in_save, 1, __ATOMIC_SEQ_CST);
     if (dt_checkpoint_save(c) != DT_OK) return;
-    if (*before) promise(p, *before);
+    if (*before) record_complete(p, *before);
     *before = step;
     if (p->background && !(p->polls >> step % 32 & 1)) return;
     while (p->background && !dt_checkpoint_poll(c)) usleep(100);
     if (dt_error(ctx) != DT_OK) return;
-    promise(p, step);
+    record_complete(p, step);
     *before = 0;
 }
 
@@ -290,14 +292,15 @@ static dt_status job_rank(dt_ctx *ctx, void *user) {
     model_make(&m, ctx, p->stage);
     dt_checkpoint *c = model_open(&m, p->dir, p->keep, p->background);
     int from = (int)dt_checkpoint_load(c, NULL);
-    if (dt_error(ctx) == DT_OK && !model_is_right(&m, from)) rise(&shared->wrong, from + 1);
+    if (dt_error(ctx) == DT_OK && !model_is_right(&m, from)) raise_to(&shared->wrong, from + 1);
     for (int step = from + 1; step <= from + p->saves && dt_error(ctx) == DT_OK; step++) {
         if (before) dt_checkpoint_poll(c);
         model_step(&m, ctx, step);
-        if (!model_is_right(&m, step) && dt_error(ctx) == DT_OK) rise(&shared->wrong, step);
+        if (!model_is_right(&m, step) && dt_error(ctx) == DT_OK) raise_to(&shared->wrong, step);
         job_save(ctx, p, c, step, &before);
     }
-    if (dt_checkpoint_close(c) == DT_OK && before && dt_error(ctx) == DT_OK) promise(p, before);
+    if (dt_checkpoint_close(c) == DT_OK && before && dt_error(ctx) == DT_OK)
+        record_complete(p, before);
     return dt_error(ctx);
 }
 
@@ -305,7 +308,7 @@ static void silent(void *user, int level, int rank, const char *text) {
     (void)user, (void)level, (void)rank, (void)text;
 }
 
-/* Forks: the child leads a group of its own and ends with this process. */
+/* Forks a child that leads a new process group and ends with this process. */
 static pid_t group_fork(void) {
     pid_t parent = getpid();
     fflush(NULL);
@@ -335,7 +338,7 @@ static pid_t job_start(const plan *p) {
     _exit(status == DT_OK ? 0 : 1);
 }
 
-/* The states of a run that never sees a disk. */
+/* Computes the reference states in a run without a disk. */
 static void reference_make(void) {
     pid_t pid = group_fork();
     if (pid == 0) {
@@ -355,7 +358,7 @@ static void reference_make(void) {
     CHECK_MSG(status == 0, "the reference run fails");
 }
 
-// ==== A fresh job that looks ====================================================================
+// ==== A new job that checks the disk ============================================================
 
 static void look_log(void *user, int level, int rank, const char *text) {
     look *l = (look *)user;
@@ -383,8 +386,8 @@ static int leftovers(const char *dir) {
     return n;
 }
 
-/* Whether a checkpoint that no job needed can be loaded all the same. */
-static int look_back(look *l, const plan *p, int step) {
+/* 1 if an older checkpoint, which the job did not need, can be loaded. */
+static int load_older(look *l, const plan *p, int step) {
     char path[300];
     model m;
     dt_ctx *ctx = look_ctx(l);
@@ -397,8 +400,8 @@ static int look_back(look *l, const plan *p, int step) {
     return right;
 }
 
-/* It loads, trains on, and saves. */
-static void look_at(look *l, const plan *p) {
+/* Loads, trains a step, and saves. */
+static void load_train_save(look *l, const plan *p) {
     model m;
     dt_ctx *ctx = look_ctx(l);
     model_make(&m, ctx, 1);
@@ -407,7 +410,7 @@ static void look_at(look *l, const plan *p) {
     l->step = c ? (int)dt_checkpoint_load(c, NULL) : -1;
     l->same = l->step >= 0 && model_is_right(&m, l->step);
     for (int step = 1; l->step >= 0 && p->keep == 0 && step <= STEPS; step++)
-        if (shared->done[step] && !look_back(l, p, step)) l->lost = step;
+        if (shared->done[step] && !load_older(l, p, step)) l->lost = step;
     if (l->same) {
         model_step(&m, ctx, l->step + 1);
         l->resaved = dt_checkpoint_save(c) == DT_OK && model_is_right(&m, l->step + 1);
@@ -417,14 +420,14 @@ static void look_at(look *l, const plan *p) {
     dt_ctx_free(ctx);
 }
 
-/* In a process of its own, so that none of its files is open here when the disk is unmounted. */
+/* Runs in a child process, so that this process has no open file when the disk is unmounted. */
 static int look_after(const plan *p) {
     memset(&shared->look, 0, sizeof shared->look);
     shared->look.step = -1;
     pid_t pid = group_fork();
     if (pid == 0) {
         alarm(HANG_S);
-        look_at(&shared->look, p);
+        load_train_save(&shared->look, p);
         _exit(0);
     }
     int status = -1;
@@ -432,19 +435,20 @@ static int look_after(const plan *p) {
     return status;
 }
 
-/* Of the disk as it is after a cut. `what` says which. */
+/* Checks the disk after a cut. `what` describes the cut. */
 static int found_right(stage *s, const plan *p, const char *what) {
     const look *l = &shared->look;
     int before = check_failed, least = shared->promised, most = shared->begun;
     int status = look_after(p);
-    CHECK_MSG(status == 0, "%s: the job that looks ends with status %#x", what, (unsigned)status);
+    CHECK_MSG(status == 0, "%s: the checking job ends with status %#x", what, (unsigned)status);
     CHECK_MSG(l->step >= least && l->step <= most,
-        "%s: it finds step %d, promised %d, begun %d: %s", what, l->step, least, most, l->text);
+        "%s: finds step %d, reported complete %d, begun %d: %s", what, l->step, least, most,
+        l->text);
     CHECK_MSG(l->damaged == 0, "%s: %d damaged checkpoints: %s", what, l->damaged, l->text);
-    CHECK_MSG(l->step < 0 || l->same, "%s: step %d has other bits", what, l->step);
-    CHECK_MSG(l->leftovers == 0, "%s: %d folders of unfinished saves stay", what, l->leftovers);
-    CHECK_MSG(l->lost == 0, "%s: step %d was promised and kept, and cannot be loaded: %s", what,
-        l->lost, l->text);
+    CHECK_MSG(l->step < 0 || l->same, "%s: step %d differs in bits", what, l->step);
+    CHECK_MSG(l->leftovers == 0, "%s: %d folders of unfinished saves remain", what, l->leftovers);
+    CHECK_MSG(l->lost == 0, "%s: step %d was reported complete and kept, but cannot be loaded: %s",
+        what, l->lost, l->text);
     CHECK_MSG(l->step < 0 || l->resaved, "%s: the next save fails: %s", what, l->text);
     if (check_failed > before) return 0;
     if (least < most)
@@ -457,7 +461,7 @@ static int found_right(stage *s, const plan *p, const char *what) {
 
 // ==== The campaign ==============================================================================
 
-/* How this life's job saves, and when the power is cut. */
+/* Draws how this life's job saves, and when the power is cut. */
 static plan plan_draw(stage *s, int system, int keep) {
     plan p;
     memset(&p, 0, sizeof p);
@@ -484,7 +488,7 @@ static plan plan_draw(stage *s, int system, int keep) {
     return p;
 }
 
-/* The job runs until the power is cut, or until it ends: then the power is cut right away. */
+/* Runs the job until the power is cut. If the job ends before, cuts the power at once. */
 static pid_t life(stage *s, const plan *p) {
     int status, ended = 0;
     s->disk->requests = 0;
@@ -509,11 +513,11 @@ static pid_t life(stage *s, const plan *p) {
     __atomic_store_n(&s->disk->on, 0, __ATOMIC_SEQ_CST);
     s->sum[p->system].in_save += value_of(&shared->in_save);
     if (!ended || !was_on) return pid;
-    double weight = 2.5 / p->saves; /* estimates are of a job of 2.5 saves, the mean */
+    double weight = 2.5 / p->saves; /* the estimates are for the mean job, of 2.5 saves */
     s->job_s += 0.1 * ((seconds() - begin) * weight - s->job_s);
     s->job_requests += 0.1 * ((double)s->disk->requests * weight - s->job_requests);
     waitpid(pid, &status, 0);
-    CHECK_MSG(status == 0, "a job that nobody disturbed ends with status %#x: %s", (unsigned)status,
+    CHECK_MSG(status == 0, "a job without a cut ends with status %#x: %s", (unsigned)status,
         shared->text);
     return pid;
 }
@@ -537,7 +541,7 @@ static void plan_text(const plan *p, int cut, int nth, char *text, size_t bytes)
 
 static int enough(const stage *s) { return check_failed >= s->enough; }
 
-/* Some lives of a new disk, each of which ends with a cut. */
+/* Several lives of a new disk, each of which ends with a cut. */
 static void disk_lives(stage *s, int system, int *cut) {
     static const int keeps[] = { 0, 1, 2 };
     char what[300] = "a new disk";
@@ -549,7 +553,8 @@ static void disk_lives(stage *s, int system, int *cut) {
         return;
     for (int nth = 0; nth <= LIVES; nth++) {
         int mounted = disk_mount(s, system);
-        if (!CHECK_MSG(mounted == 0, "%s: it cannot be mounted: %s", what, strerror(errno))) return;
+        if (!CHECK_MSG(mounted == 0, "%s: the disk cannot be mounted: %s", what, strerror(errno)))
+            return;
         if (nth > 0) good = found_right(s, &p, what);
         drive_loss loss;
         if (!good || nth == LIVES || *cut == s->cuts || enough(s)) {
@@ -559,7 +564,7 @@ static void disk_lives(stage *s, int system, int *cut) {
         p = plan_draw(s, system, keep);
         plan_text(&p, ++*cut, nth, what, sizeof what);
         pid_t pid = life(s, &p);
-        CHECK_MSG(shared->wrong == 0, "%s: the job's state after step %d has other bits", what,
+        CHECK_MSG(shared->wrong == 0, "%s: the job's state after step %d differs in bits", what,
             shared->wrong);
         if (disk_cut(s, pid, systems[system].sector, &loss) != 0) return;
         tally *t = &s->sum[system];
@@ -595,8 +600,7 @@ static void campaign(stage *s) {
         if (t->cuts == 0) continue;
         printf("%s: %d cuts, %d in a save; at %d the disk had writes that were not flushed: %d, ",
             systems[i].name, t->cuts, t->in_save, t->unsure, t->writes);
-        printf(
-            "of which %d were lost, %d torn; of the saves under way %d were there, %d were not\n",
+        printf("of which %d were lost, %d torn; of the saves in progress %d survived, %d did not\n",
             t->lost, t->torn, t->found_new, t->kept_old);
         all.cuts += t->cuts;
         all.in_save += t->in_save;
@@ -607,7 +611,8 @@ static void campaign(stage *s) {
     printf("%d cuts in %.1f s\n", all.cuts, seconds() - begin);
     if (enough(s)) return;
     CHECK_MSG(all.cuts == s->cuts, "%d cuts of %d", all.cuts, s->cuts);
-    if (s->cuts < 100) return; /* chance; the controls have shown that cuts lose */
+    /* too few cuts for statistics; the controls have shown that cuts lose writes */
+    if (s->cuts < 100) return;
     CHECK_MSG(all.lost > 0 && all.torn > 0 && all.in_save > 0 && all.kept_old > 0,
         "the cuts lose too little: %d writes, %d torn, %d cuts in a save, %d saves", all.lost,
         all.torn, all.in_save, all.kept_old);
@@ -626,7 +631,7 @@ static void control_name(
     snprintf(path, bytes, "%s/f%d%s", s->mounted, way == IN_PLACE ? 0 : k, end);
 }
 
-/* Writes FILES texts, well or badly, one under each name or all in one place. */
+/* Writes FILES texts, safely or unsafely, each to its own file or all in one place. */
 static void control_write(const stage *s, int way) {
     static char text[BYTES];
     char path[300], final[300];
@@ -651,7 +656,7 @@ static void control_write(const stage *s, int way) {
     _exit(0);
 }
 
-/* Of what was promised: whether all is there. */
+/* 1 if all data that was reported as saved is there. */
 static int control_whole(const stage *s, int way) {
     static char text[BYTES + 1];
     int right = 0;
@@ -667,7 +672,7 @@ static int control_whole(const stage *s, int way) {
     return right == FILES;
 }
 
-/* 1: something was lost, 0: nothing, -1: the control cannot run. */
+/* Returns 1 if data was lost, 0 if not, -1 if the control cannot run. */
 static int control(stage *s, int way) {
     drive_loss loss;
     int status = -1;
@@ -679,7 +684,7 @@ static int control(stage *s, int way) {
     int cut = disk_cut(s, pid, systems[0].sector, &loss);
     s->disk->lies = 0;
     if (status != 0 || cut != 0) return -1;
-    if (disk_mount(s, 0) != 0) return 1; /* not even the file system is there */
+    if (disk_mount(s, 0) != 0) return 1; /* the file system itself is lost */
     int whole = control_whole(s, way);
     disk_unmount(s);
     return !whole;
@@ -700,11 +705,11 @@ static void controls(stage *s, int times) {
     }
 }
 
-// ==== Where it can run ==========================================================================
+// ==== Requirements ==============================================================================
 
-/* NULL, or why this machine cannot. The mounts of this process are its own from here on, and not
-   those of the server: if the server were the last process that sees them, its end would wait for
-   its own answers. */
+/* Returns NULL, or why this machine cannot run the campaign. From here on this process has its own
+   mounts, separate from the server's: if the server were the last process that sees them, its end
+   would wait for its own answers. */
 static const char *stage_make(stage *s, const char *dir) {
     static char why[300];
     const char *slash = strrchr(dir, '/'), *name = slash ? slash + 1 : dir;
@@ -755,7 +760,7 @@ int main(int argc, char **argv) {
         fprintf(stderr, "usage: power DIR CUTS SEED [ENOUGH]\n");
         return 2;
     }
-    prctl(PR_SET_PDEATHSIG, SIGKILL); /* it ends with its script */
+    prctl(PR_SET_PDEATHSIG, SIGKILL); /* ends with its script */
     s.cuts = atoi(argv[2]);
     s.seed = strtoull(argv[3], NULL, 10);
     s.enough = argc > 4 ? atoi(argv[4]) : 10;

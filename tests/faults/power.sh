@@ -3,11 +3,11 @@
 #
 #   tests/faults/power.sh           1,000 cuts, planted mistakes, ten campaigns that are themselves killed (make faults)
 #   tests/faults/power.sh sample    16 cuts and one killed campaign: seconds (make test)
-#   tests/faults/power.sh planted   only: after how many cuts each planted mistake of the headers is noticed
+#   tests/faults/power.sh planted   only: after how many cuts each planted mistake in the headers is noticed
 #
 # CUTS and SEED change the campaign. It needs root, FUSE, loop devices, mkfs.ext4, and for the other file systems
 # mkfs.xfs and mkfs.btrfs (Debian: e2fsprogs, xfsprogs, btrfs-progs); without them it is skipped. Whatever happens, no
-# mount, no loop device and no process stays. Last line "power: N passed, N failed, N skipped".
+# mount, no loop device and no process remains. Last line "power: N passed, N failed, N skipped".
 cd "$(dirname "$0")/../.." || exit 1
 B=${B:-build} MAKE=${MAKE:-make} mode=${1:-full} SEED=${SEED:-1}
 passed=0 failed=0 skipped=0 pid=
@@ -95,9 +95,9 @@ killed() { # killed SIGNAL TIMES: somewhere in the first second after its disk i
 
 # ---- planted mistakes -----------------------------------------------------------------------------------------------
 
-# Not here: ckpt_folder_not_synced, ckpt_dir_not_synced and ckpt_old_removed_first. These file systems write a new
-# name with the first sync of its file, and names in the order of their changes. Not all do: test_checkpoint_faults sees
-# those mistakes.
+# Not tested here: ckpt_folder_not_synced, ckpt_dir_not_synced and ckpt_old_removed_first. These file systems write a
+# new name with the first sync of its file, and names in the order of their changes, so the mistakes do no harm on them.
+# Other file systems may differ; test_checkpoint_faults notices these mistakes.
 planted() { # planted MUTANT: in a copy of the project
     local m=$D/$1
     mkdir -p "$m/build" "$m/tests/faults" && cp ./dt_*.h Makefile "$m" && cp tests/*.[ch] "$m/tests" &&

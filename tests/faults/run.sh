@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # run.sh - what "make faults" does: the full campaigns, one after another; last line "N passed, N failed, N skipped"
 #
-# test_faults, test_mismatch, test_checkpoint_faults and test_checkpoint_kills in full, each tests/faults/*.sh but this
-# one, and test_mpi.sh with all of each MPI. B is the folder of the programs.
+# test_faults, test_mismatch, test_checkpoint_faults and test_checkpoint_kills in full, each other script in
+# tests/faults, and test_mpi.sh in full with each MPI. B is the folder of the programs.
 cd "$(dirname "$0")/../.." || exit 1
 B=${B:-build}
 export B

@@ -1,7 +1,8 @@
-/* stage.h - what the campaigns of test_faults.c share: a page that all processes see, who dies
-   when, what a job may not leave behind, workers beside each other, how late things were.
+/* stage.h - shared by the campaigns of test_faults.c: a page that all processes see, faults on
+   schedule, checks for leftovers, parallel workers, statistics of delays.
 
-   Included by test_faults.c after dt_comm.h with its implementation, whose fork is staged_fork. */
+   Included by test_faults.c after dt_comm.h with its implementation, which calls staged_fork for
+   fork. */
 #ifndef STAGE_H
 #define STAGE_H
 
@@ -18,22 +19,22 @@ static const char *const phase_names[PHASES + 1] = { "none", "born", "start", "c
 
 /* ---- the page ---- */
 
-/* One job: written by its ranks, by who kills them and by the supervisor, who may not share
-   anything else. */
+/* One job's record, written by its ranks, by their killer and by the supervisor, which share
+   nothing else. */
 typedef struct page {
     pid_t pid[MOST];
-    int phase[MOST];      /* of a rank, now */
-    double entered[MOST]; /* its last call of an operation */
-    double failed[MOST];  /* when its context had failed; 0: it has not */
+    int phase[MOST];      /* current phase of a rank */
+    double entered[MOST]; /* time of the rank's last call of an operation */
+    double failed[MOST];  /* time at which its context had failed; 0: not failed */
     char text[MOST][512];
     int lines;
-    char line[LOG_LINES][512]; /* what was logged, but details */
+    char line[LOG_LINES][512]; /* log lines without details */
     int line_level[LOG_LINES];
     double line_at[LOG_LINES];
-    double hit; /* when the last fault was done, the first of two */
+    double hit; /* times of the last fault, and of the first of two */
     double first_hit;
-    int hit_phase; /* of the victim then; 0: it was gone */
-    int let_go;    /* threads that spin may end */
+    int hit_phase; /* the victim's phase at the fault; 0: it had ended */
+    int let_go;    /* 1: spinning threads may end */
     int steps;
     dt_report report;
     dt_status status;
@@ -57,7 +58,7 @@ static void page_log(void *user, int level, int rank, const char *text) {
     snprintf(p->line[at], sizeof p->line[at], "%s", text);
 }
 
-/* The line of the first failure; -1: none. */
+/* Index of the first failure's log line, or -1. */
 static int error_line(const page *p) {
     for (int i = 0; i < p->lines && i < LOG_LINES; i++)
         if (p->line_level[i] == DT_LOG_ERROR) return i;
@@ -89,7 +90,8 @@ static int phase_of(page *p, int rank) {
 
 /* ---- forks of the library ---- */
 
-/* dt_run forks here: a rank is on the page before its first instruction in the library. */
+/* dt_run calls this for fork, so a rank is on the page before its first instruction in the
+   library. */
 static page *staged;
 static int staged_forks;
 static pid_t staged_fork_done(pid_t pid, int rank) {
@@ -100,9 +102,9 @@ static pid_t staged_fork_done(pid_t pid, int rank) {
     return pid;
 }
 
-/* ---- what a job leaves ---- */
+/* ---- leftovers of a job ---- */
 
-/* Lines of this process's maps that are shared; open descriptors. */
+/* Number of this process's shared mappings, and of its open descriptors. */
 static int shared_maps(void) {
     char line[512];
     int n = 0;
@@ -118,30 +120,32 @@ static int descriptors(void) {
     return n;
 }
 
-/* Files of a folder that could be the library's. In a room of one's own, those are all. */
-static int own_room;
+/* Number of files in a folder that may belong to the library. In private namespaces
+   (own_namespaces) that is every file. */
+static int own_namespaces;
 static int files_in(const char *path) {
     int n = 0;
     DIR *d = opendir(path);
     struct dirent *e;
     while (d && (e = readdir(d)))
         n += e->d_name[0] != '.' &&
-             ((own_room && path[1] == 'd') || strncmp(e->d_name, "dt", 2) == 0);
+             ((own_namespaces && path[1] == 'd') || strncmp(e->d_name, "dt", 2) == 0);
     if (d) closedir(d);
     return n;
 }
 
-/* Sockets that listen: of the whole machine, so it is counted only in a room of one's own. */
+/* Number of listening sockets; counted only in a private network namespace, because it covers the
+   whole namespace. */
 static int listeners(void) {
     char line[512];
     int n = 0;
-    FILE *f = own_room ? fopen("/proc/self/net/tcp", "r") : NULL;
+    FILE *f = own_namespaces ? fopen("/proc/self/net/tcp", "r") : NULL;
     while (f && fgets(line, sizeof line, f)) n += strstr(line, " 0A ") != NULL;
     if (f) fclose(f);
     return n;
 }
 
-/* A network of one's own begins with a loopback that is down. */
+/* Brings up the loopback, which is down in a new network namespace. */
 static int loopback_up(void) {
     struct ifreq lo;
     int fd = socket(AF_INET, SOCK_DGRAM, 0);
@@ -153,13 +157,13 @@ static int loopback_up(void) {
     return up;
 }
 
-/* As root: a /dev/shm and a network of our own, in which all that is there was left there. Orphans
-   come to us. */
-static void room_make(void) {
+/* As root, makes a private /dev/shm and network namespace, so that everything found there is a
+   leftover. Orphans become children of this process. */
+static void namespaces_make(void) {
     prctl(PR_SET_CHILD_SUBREAPER, 1);
-    own_room = unshare(CLONE_NEWNS | CLONE_NEWNET) == 0 &&
-               mount("none", "/", NULL, MS_REC | MS_PRIVATE, NULL) == 0 &&
-               mount("none", "/dev/shm", "tmpfs", 0, NULL) == 0 && loopback_up();
+    own_namespaces = unshare(CLONE_NEWNS | CLONE_NEWNET) == 0 &&
+                     mount("none", "/", NULL, MS_REC | MS_PRIVATE, NULL) == 0 &&
+                     mount("none", "/dev/shm", "tmpfs", 0, NULL) == 0 && loopback_up();
 }
 
 typedef struct left {
@@ -178,18 +182,19 @@ static left left_now(void) {
 static void left_check(const left *before, const char *what) {
     left now = left_now();
     pid_t child = waitpid(-1, NULL, WNOHANG);
-    CHECK_MSG(child == -1 && errno == ECHILD, "%s: a process is left (waitpid returns %d)", what,
+    CHECK_MSG(child == -1 && errno == ECHILD, "%s: a process remains (waitpid returns %d)", what,
         (int)child);
     CHECK_MSG(now.maps == before->maps && now.descriptors == before->descriptors &&
                   now.shm == before->shm && now.tmp <= before->tmp &&
                   now.listeners == before->listeners,
-        "%s: left are %d shared mappings, %d descriptors, %d files in /dev/shm, %d in /tmp, %d "
+        "%s: leftovers: %d shared mappings, %d descriptors, %d files in /dev/shm, %d in /tmp, %d "
         "listening sockets",
         what, now.maps - before->maps, now.descriptors - before->descriptors, now.shm - before->shm,
         now.tmp - before->tmp, now.listeners - before->listeners);
 }
 
-/* All children gone within that time, orphans included; returns how long it took. */
+/* Waits at most `limit` seconds until all children, orphans included, are gone. Returns the time it
+   took. */
 static double children_gone(double limit) {
     double begin = mono();
     while (mono() - begin < limit) {
@@ -200,9 +205,9 @@ static double children_gone(double limit) {
     return mono() - begin;
 }
 
-/* ---- figures, workers ---- */
+/* ---- statistics, workers ---- */
 
-/* Of all workers together. */
+/* Statistics over all workers. */
 typedef struct figures {
     int passed, failed, at, hits[PHASES + 1];
     lateness abort_word, survivors, named, ends, other;
@@ -214,7 +219,7 @@ static void figure_add(lateness *l, double s) {
     if (at < 4096) l->s[at] = s;
 }
 
-/* fn(0), fn(1), ... fn(n - 1), some beside each other, each in a process of a worker. */
+/* Calls fn(0), fn(1), ... fn(n - 1) in parallel, distributed over worker processes. */
 static void in_parallel(int workers, int n, void (*fn)(int at)) {
     fflush(NULL);
     sums->at = 0;
@@ -239,20 +244,20 @@ static uint64_t dice(uint64_t seed) {
     return soak_next(&seed);
 }
 
-/* ---- a job, and who does it harm ---- */
+/* ---- a job and its faults ---- */
 
 enum { H_NONE, H_KILL, H_STOP };
 typedef struct harm {
     int victim, what, phase; /* phase 0: any */
-    double after, gap;       /* the second: that much after the first */
+    double after, gap;       /* gap: delay of the second fault after the first */
 } harm;
 
 typedef struct job {
     dt_run_desc desc;
     page *p;
-    int rounds, spinner; /* a rank that spins, from a round on; -1: none */
-    int waiter;          /* a rank that the others let wait some ms in each round; -1 */
-    double start_s;      /* before a rank's first operation */
+    int rounds, spinner; /* spinner: a rank that begins to spin in some round; -1: none */
+    int waiter;          /* a rank that waits some ms for the others in each round; -1: none */
+    double start_s;      /* delay before a rank's first operation */
     double begun, took;
 } job;
 
@@ -268,15 +273,16 @@ static void job_init(job *j, page *p, dt_backend backend, int ranks, double time
     j->rounds = 1 << 30;
 }
 
-/* In a process of its own, which the ranks are no children of: waits for the moment, then does
-   it. */
+/* Waits for the planned moment, then does the harm. Runs in a separate process that is not the
+   ranks' parent. */
 static void harm_do(page *p, const harm *h, double begun) {
     while (!__atomic_load_n(&p->pid[h->victim], __ATOMIC_SEQ_CST) && mono() < begun + 5) {
     }
     while (mono() < begun + h->after) nap(1e-4);
     while (h->phase && mono() < begun + 5) {
         int phase = phase_of(p, h->victim);
-        if (phase == h->phase || h->phase == STARTED) break; /* it will not start again */
+        /* the STARTED phase does not recur */
+        if (phase == h->phase || h->phase == STARTED) break;
         nap(1e-5);
     }
     int phase = phase_of(p, h->victim);
@@ -310,7 +316,7 @@ static void job_run(
     if (killer > 0) waitpid(killer, NULL, 0);
 }
 
-/* Operations of a few us to some 5 ms, computing between them. */
+/* Operations that take a few us to about 5 ms, with computation in between. */
 static dt_status loop_rank(dt_ctx *ctx, void *user) {
     job *j = (job *)user;
     page *p = j->p;

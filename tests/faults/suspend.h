@@ -1,10 +1,10 @@
-/* suspend.h - a part of test_faults.c: a job that is stopped as a whole and goes on, for up to
-   three times its timeout
+/* suspend.h - a part of test_faults.c: jobs whose processes are all stopped, for up to three times
+   the timeout, and then continue
 
-   A job is a process group. The test waits until the job has made progress since the last time,
-   then a random time, then stops it for a random time, with one kill for all. In a third of the
-   cases its processes are continued one after the other. In between, the supervisor alone is
-   stopped, or one rank, for less than the timeout. */
+   A job is a process group. The test waits until the job has made progress since the last stop,
+   then for a random time, then stops all processes with one kill for a random time. In a third of
+   the cases it continues the processes one after another. In between it stops only the supervisor,
+   or one rank for less than the timeout. */
 #ifndef SUSPEND_H
 #define SUSPEND_H
 
@@ -15,20 +15,20 @@ static const dt_backend suspended_backends[] = { DT_BACKEND_THREADS, DT_BACKEND_
     DT_BACKEND_TCP };
 
 typedef struct suspended {
-    int backend, train;     /* of suspended_names; a train_gpt */
-    int n;                  /* processes that were started here */
-    pid_t pid[MOST], group; /* these; the first is the group */
+    int backend, train;     /* backend: index in suspended_names; train: 1 for train_gpt */
+    int n;                  /* processes that this test started */
+    pid_t pid[MOST], group; /* their ids; the first leads the group */
     page *p;
-    int out;   /* of a train_gpt's rank 0: what it says */
-    int lines; /* of progress so far */
+    int out;   /* output of train_gpt's rank 0 */
+    int lines; /* lines of progress so far */
     char tail[512];
     const char *folder;
 } suspended;
 
 /* ---- jobs ---- */
 
-/* Ranks often wait for one that computes: stopped in such a wait, they must not count the time for
-   which they were stopped. */
+/* Ranks often wait for a rank that computes. If they are stopped during such a wait, the stopped
+   time must not count towards the timeout. */
 static dt_status suspended_rank(dt_ctx *ctx, void *user) {
     enum { COUNT = 3000 };
     suspended *s = (suspended *)user;
@@ -55,7 +55,7 @@ static dt_status suspended_rank(dt_ctx *ctx, void *user) {
     return page_note(s->p, ctx, me);
 }
 
-/* One process of a job: a whole one, or a rank. */
+/* Runs one process of a job: the complete job, or one rank. */
 static void suspended_process(suspended *s, int rank, const char *place) {
     dt_host host = page_host(s->p);
     dt_report report;
@@ -74,7 +74,8 @@ static void suspended_process(suspended *s, int rank, const char *place) {
     _exit(1);
 }
 
-/* train_gpt, with restarts in procs: a rank is killed, and the job goes on from its checkpoint. */
+/* Runs train_gpt; over procs with restarts: a rank is killed, and the job resumes from its
+   checkpoint. */
 static void suspended_train(suspended *s, int rank, const char *place) {
     char path[512], timeout[16], number[8];
     const char *slash = strrchr(program, '/'), *args[48];
@@ -134,7 +135,7 @@ static int suspended_begin(suspended *s) {
 
 /* ---- suspending ---- */
 
-/* How far the job is. */
+/* Returns the job's progress. */
 static int suspended_progress(suspended *s) {
     char text[4096];
     ssize_t got;
@@ -149,7 +150,7 @@ static int suspended_progress(suspended *s) {
     return s->lines;
 }
 
-/* Has a process of it ended? */
+/* 1 if a process of the job has ended. */
 static int suspended_over(suspended *s) {
     for (int i = 0; i < s->n; i++)
         if (s->pid[i] > 0 && waitpid(s->pid[i], NULL, WNOHANG) == s->pid[i])
@@ -157,7 +158,7 @@ static int suspended_over(suspended *s) {
     return 0;
 }
 
-/* Waits until the job has advanced by so much; 0: it has ended, or does not advance. */
+/* Waits until the job has advanced by `steps`. Returns 0 if it has ended or does not advance. */
 static int suspended_moves(suspended *s, int steps) {
     int from = suspended_progress(s);
     for (double begin = mono(); mono() < begin + 60; nap(1e-3)) {
@@ -179,7 +180,7 @@ static void suspend_once(suspended *s, uint64_t r, int one_by_one) {
     kill(-s->group, SIGCONT);
 }
 
-/* The supervisor alone; a rank alone, in time. */
+/* Stops only the supervisor, or only one rank for less than the timeout. */
 static void suspend_one(suspended *s, uint64_t r) {
     pid_t pid = r % 2 && s->backend == IN_PROCS ? s->group
                 : s->train                      ? s->pid[0]
@@ -199,13 +200,13 @@ static void suspended_end(suspended *s, const char *what) {
     for (int i = 0; i < s->n; i++)
         if (s->pid[i] > 0 && waitpid(s->pid[i], &status, 0) == s->pid[i])
             good = good && status == 0;
-    CHECK_MSG(
-        s->train || (good && s->p->lines == 0), "%s: it ends with: %s", what, s->p->report.text);
+    CHECK_MSG(s->train || (good && s->p->lines == 0), "%s: the job ends with: %s", what,
+        s->p->report.text);
     close(s->out);
     children_gone(3);
 }
 
-/* at: which of the jobs. */
+/* Runs job number `at`. */
 static int suspends_wanted;
 static void one_suspended(int at) {
     suspended s;
@@ -218,11 +219,11 @@ static void one_suspended(int at) {
     s.folder = folder;
     snprintf(what, sizeof what, "suspends of %s, %s", s.train ? "train_gpt" : "operations",
         suspended_names[s.backend]);
-    if (!CHECK_MSG(suspended_begin(&s), "%s: it does not begin", what)) return;
+    if (!CHECK_MSG(suspended_begin(&s), "%s: the job does not start", what)) return;
     int done = 0, good = 1;
     for (int i = 0; done < suspends_wanted && good; i++) {
         uint64_t r = dice((uint64_t)(1000 * at + i) + 9000);
-        /* the first one, perhaps at the rendezvous */
+        /* the first stop may be during the rendezvous */
         nap(0.2 * (double)(r >> 20 & 1023) / 1023);
         if (i % 5 == 4)
             suspend_one(&s, r >> 32);
@@ -231,7 +232,7 @@ static void one_suspended(int at) {
         done += i % 5 != 4;
         good = suspended_moves(&s, 3);
     }
-    CHECK_MSG(good, "%s: after %d it has ended or does not move: %s%s", what, done,
+    CHECK_MSG(good, "%s: after %d stops the job has ended or makes no progress: %s%s", what, done,
         s.p->report.text, s.tail);
     __atomic_fetch_add(&sums->hits[1 + s.backend], done, __ATOMIC_SEQ_CST);
     suspended_end(&s, what);
@@ -251,7 +252,7 @@ static void suspends(int full) {
     suspends_wanted = full ? 100 : 2;
     in_parallel(
         full ? 3 : 6, built ? 2 * SUSPENDED_BACKENDS : (int)SUSPENDED_BACKENDS, one_suspended);
-    printf("suspends of the whole job: %d of threads, %d of procs, %d over tcp\n", sums->hits[1],
+    printf("suspended jobs: %d of threads, %d of procs, %d over tcp\n", sums->hits[1],
         sums->hits[2], sums->hits[3]);
 }
 

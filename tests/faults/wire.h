@@ -1,15 +1,15 @@
 /* wire.h - two hosts and the network between them: loss, delay, reordering, duplication,
    corruption, partitions
 
-   A host is a network namespace with one tun device. Whoever holds the two devices is the network:
-   what one host sends is read from its device, kept for as long as the conditions say, and written
-   to the other's. Without offload flags a tun device hands out whole IP packets with their
-   checksums, so a packet with a flipped bit is dropped by the host that gets it, as on a real
-   network. Nothing of the system outside is touched, and nothing is left when the process ends.
+   A host is a network namespace with one tun device. The process that holds both devices is the
+   network: it reads a host's packets from its device, delays them as the conditions say, and writes
+   them to the other host's device. Without offload flags a tun device delivers complete IP packets
+   with checksums, so the receiving host drops a packet with a flipped bit, as on a real network.
+   The system outside is not touched, and nothing remains when the process ends.
 
-   Chance is a function of the seed. A flow (a pair of ports, in one direction) does not lose more
-   than `most` packets in a row: so how long TCP needs to get through is bounded, not only likely.
-   After dt_comm.h. */
+   All random choices follow from the seed. A flow (a pair of ports, in one direction) loses at most
+   `most` packets in a row, so the time that TCP needs is bounded, not only likely to be short.
+   Include it after dt_comm.h. */
 #ifndef WIRE_H
 #define WIRE_H
 
@@ -23,12 +23,13 @@
 enum { WIRE_MTU = 1500, WIRE_QUEUE = 4096, WIRE_FLOWS = 1024 };
 
 typedef struct conditions {    /* of one direction */
-    double loss, twice, spoil; /* shares of the packets */
-    int most;                  /* lost or spoiled in a row in one flow; 0: any number */
-    /* jitter: by so much more, each packet another: that is what reorders them */
+    double loss, twice, spoil; /* fractions of packets that are lost, duplicated, corrupted */
+    /* the most packets lost or corrupted in a row in one flow; 0: no limit */
+    int most;
+    /* jitter: upper bound of a random extra delay per packet, which reorders packets */
     double delay_s, jitter_s;
-    double bytes_per_s; /* 0: as fast as it goes */
-    size_t queue_bytes; /* of a slow link: what comes beyond is lost */
+    double bytes_per_s; /* 0: unlimited */
+    size_t queue_bytes; /* of a slow link; packets beyond it are dropped */
     int cut;
 } conditions;
 
@@ -40,16 +41,16 @@ typedef struct packet {
 } packet;
 
 typedef struct wire {
-    /* descriptors: of each host's tun device, and of its namespace */
+    /* descriptors of each host's tun device and network namespace */
     int device[2], host[2];
-    conditions now[2]; /* of what host 0 and host 1 send */
+    conditions now[2]; /* for packets from host 0 and from host 1 */
     uint64_t chance, order;
-    packet *heap[WIRE_QUEUE]; /* the one that is due first at the top */
+    packet *heap[WIRE_QUEUE]; /* the packet that is due first is at the top */
     int n;
-    double free_at[2];           /* of a slow link: when it has sent what is in its queue */
-    uint8_t lost[2][WIRE_FLOWS]; /* in a row */
+    double free_at[2];           /* time at which a slow link's queue is empty */
+    uint8_t lost[2][WIRE_FLOWS]; /* packets lost in a row, per flow */
     long passed, dropped, repeated, spoiled, cut;
-    double late; /* the most that this process was late in waking up */
+    double late; /* the longest delay with which this process woke up */
 } wire;
 
 static double wire_now(void) { return dt_host_default()->now(NULL); }
@@ -97,8 +98,8 @@ static int host_up(int fd, const char *name) {
     return host_ioctl(fd, SIOCSIFFLAGS, &ask, name);
 }
 
-/* This process moves into a new namespace, which becomes host `i`. NULL, or what this system does
-   not have. */
+/* Moves this process into a new namespace, which becomes host `i`. Returns NULL, or what this
+   system lacks. */
 static const char *host_make(wire *w, int i) {
     struct ifreq ask;
     memset(&ask, 0, sizeof ask);
@@ -149,7 +150,7 @@ static packet *wire_pop(wire *w) {
     return top;
 }
 
-/* Which flow a packet is of: its ports, or its protocol. */
+/* The loss counter of a packet's flow, found by its ports or its protocol. */
 static uint8_t *wire_flow(wire *w, int from, const packet *p) {
     size_t header = (size_t)(p->data[0] & 15) * 4;
     uint32_t ports = p->data[9];
@@ -158,7 +159,7 @@ static uint8_t *wire_flow(wire *w, int from, const packet *p) {
     return &w->lost[from][(ports * 2654435761u) >> 22];
 }
 
-/* When a packet that a host sends now arrives; below 0: never. */
+/* The arrival time of a packet sent now; below 0 if it is lost. */
 static double wire_due(wire *w, int from, packet *p, double now) {
     const conditions *c = &w->now[from];
     uint8_t *in_a_row = wire_flow(w, from, p);
@@ -205,7 +206,7 @@ static void wire_take(wire *w, int from) {
     }
 }
 
-/* Carries packets for a moment. */
+/* Transfers packets for this time. */
 static void wire_carry(wire *w, double seconds) {
     double now = wire_now(), until = now + seconds;
     if (w->n && w->heap[0]->due < until) until = w->heap[0]->due;
@@ -218,13 +219,13 @@ static void wire_carry(wire *w, double seconds) {
         if (look[from].revents) wire_take(w, from);
     while (w->n && w->heap[0]->due <= now) {
         packet *p = wire_pop(w);
-        /* spoilt ones it may refuse */
+        /* the device may refuse corrupted packets */
         if (write(w->device[p->to], p->data, (size_t)p->bytes) > 0) w->passed++;
         free(p);
     }
 }
 
-/* The next job's network: nothing under way, its own chance. */
+/* Prepares the network for the next job: no pending packets, a new seed. */
 static void wire_reset(wire *w, uint64_t seed) {
     static uint8_t waste[WIRE_MTU];
     while (w->n) free(wire_pop(w));

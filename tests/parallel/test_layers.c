@@ -1,10 +1,10 @@
 /* test_layers.c - layers for tensor, sequence and context parallelism: values, gradients, bytes
    sent, bytes kept
 
-   Each layer runs on some ranks and must equal the plain op on one rank with the whole tensors.
-   What ranks hold of a logical tensor is put together in `whole`s. Values are functions of a place
-   in the whole tensor, so every layout sees the same. Whole models in whole layouts are
-   test_matrix.c's. */
+   Each layer runs on several ranks and must equal the plain op on one rank with the full tensors.
+   The ranks' shards of a logical tensor are assembled into the full tensor for the comparison.
+   Values are functions of the index in the full tensor, so they are equal in every layout.
+   test_matrix.c tests complete models. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -15,7 +15,7 @@
 
 // ==== Helpers ===================================================================================
 
-/* A number in [-1, 1) from a tensor's number and a place in it. */
+/* A value in [-1, 1) from a tensor's number and an index in the tensor. */
 static double noise(int tensor, int64_t i) {
     uint64_t h = mix((uint64_t)(tensor + 1) * 1000003u + mix((uint64_t)i + 77));
     return (double)(h >> 11) / 4503599627370496.0 - 1;
@@ -27,12 +27,13 @@ static void *zeros(size_t bytes) {
     return p;
 }
 
-/* Values as the type holds them. */
+/* Stores x as element i of an array of dtype. */
 static void put_value(void *buf, dt_dtype dtype, size_t i, double x) {
     put(buf, dtype, i, narrow(dtype) ? rounded(dtype, (float)x) : x);
 }
 
-/* Element i of part `part` of `parts` along dim, in the whole tensor; dim below 0: not cut. */
+/* Index in the full tensor of element i of shard `part` of `parts` along dim. dim below 0: not
+   sharded. */
 static int64_t global_of(dt_shape whole, int dim, int parts, int part, int64_t i) {
     int64_t inner = 1, rows;
     if (dim < 0 || parts == 1) return i;
@@ -41,16 +42,16 @@ static int64_t global_of(dt_shape whole, int dim, int parts, int part, int64_t i
     return i / rows * whole.d[dim] * inner + part * rows + i % rows;
 }
 
-static dt_shape part_of(dt_shape whole, int dim, int parts) {
+static dt_shape shard_shape(dt_shape whole, int dim, int parts) {
     if (dim >= 0) whole.d[dim] /= parts;
     return whole;
 }
 
-/* This rank's part of a tensor of noise. */
+/* This rank's shard of a tensor of noise. */
 static dt_tensor *noise_part(
     dt_ctx *ctx, dt_dtype dtype, dt_shape whole, int dim, dt_comm *comm, int tensor) {
     int n = dim < 0 ? 1 : dt_comm_size(comm);
-    dt_shape shape = part_of(whole, dim, n);
+    dt_shape shape = shard_shape(whole, dim, n);
     char *host = (char *)zeros((size_t)dt_count(shape) * dt_dtype_size(dtype));
     for (int64_t i = 0; i < dt_count(shape); i++)
         put_value(
@@ -60,7 +61,7 @@ static dt_tensor *noise_part(
     return t;
 }
 
-/* sum of x[i] * noise(tensor, place[i]), as a user writes an op; place NULL: i itself. */
+/* A user's op: the sum of x[i] * noise(tensor, place[i]); a NULL place means place[i] = i. */
 typedef struct weigh_saved {
     int tensor;
     const int64_t *place;
@@ -96,7 +97,7 @@ static dt_tensor *weigh(dt_tensor *x, int tensor, const int64_t *place) {
     return out;
 }
 
-/* NULL if a equals b to tol times the largest of b (or 1), else what differs. */
+/* Returns NULL if |a - b| <= tol * max(1, max |b|) for every element, else says what differs. */
 static const char *unequal(
     const double *a, const double *b, size_t n, double tol, char *text, size_t bytes) {
     double most = 1;
@@ -109,17 +110,16 @@ static const char *unequal(
     return NULL;
 }
 
-static dt_mesh all_over(dt_ctx *ctx, char axis) {
+static dt_mesh mesh_of_one_axis(dt_ctx *ctx, char axis) {
     int n = dt_comm_size(dt_world(ctx));
     return dt_mesh_make(
         ctx, (dt_mesh_desc){ .tp = axis == 't' ? n : 1, .cp = axis == 'c' ? n : 1 });
 }
 
-/* ==== 1. Column- and row-parallel layers
-   ============================================================================
+// ==== 1. Column- and row-parallel layers ========================================================
 
-   y = act(x w1^T + b1) w2^T + b2 + r. F is divisible by 7 only, so the last ranks' boxes
-   overhang. */
+/* y = act(x w1^T + b1) w2^T + b2 + r. F is divisible by 7 only, so the last ranks' shards reach
+   past the end. */
 
 enum { LB = 12, LS = 12, LC = 3, LF = 7, LO = 5, L_MOST = LB * LS * LO };
 enum { L_Y = 0, L_DX, L_DR, L_DW1, L_DB1, L_DW2, L_DB2, L_ALL };
@@ -151,7 +151,7 @@ typedef struct layer_rank {
     dt_placement outside;
     dt_tensor *p[4]; /* w1, b1, w2, b2 */
     dt_tensor *r, *entered;
-    int plain; /* the ops of one rank */
+    int plain; /* 1: use the plain ops */
 } layer_rank;
 
 static dt_tensor *layer_forward(dt_tensor *x, void *user) {
@@ -164,25 +164,26 @@ static dt_tensor *layer_forward(dt_tensor *x, void *user) {
     return dt_row_linear(h, k->p[2], b2, k->r, k->tp, k->outside);
 }
 
-/* Places a gradient of the whole size: cut ones where they belong, others as they are. */
-static void leave_param(const dt_tensor *t, double *full) {
+/* Copies a gradient into the full array: a shard at its global indices, a replicated gradient
+   unchanged. */
+static void store_param_grad(const dt_tensor *t, double *full) {
     dt__slice_walk walk = dt__slice_begin(t->param->full, t->param->slice);
     while (dt__slice_next(&walk))
         for (int64_t i = 0; t->grad && i < walk.count; i++)
             full[walk.global + i] = get(t->grad, dt_grad_dtype(t), (size_t)(walk.local + i));
 }
 
-static void leave_part(
+static void store_shard(
     const dt_tensor *t, const void *from, dt_shape whole, int dim, dt_comm *comm, double *full) {
     int n = dim < 0 ? 1 : dt_comm_size(comm);
     for (int64_t i = 0; from && i < dt_count(t->shape); i++)
         full[global_of(whole, dim, n, dt_comm_rank(comm), i)] = get(from, t->dtype, (size_t)i);
 }
 
-/* Bytes of forward and backward on one rank. X, Y: those of the whole input and result. A whole
-   that a block has dropped is gathered again where the backward meets it: in both halves of one
-   that runs in halves; a recomputed block gathers and sums as its forward does; the root drops
-   nothing before its backward has begun. */
+/* Bytes that one rank sends in forward and backward. X, Y: bytes sent to gather the full input and
+   result. A gathered tensor that a block has freed is gathered again in the backward; if the
+   backward runs in halves, in each half. A recomputed block repeats the communication of its
+   forward. The root frees nothing before its backward begins. */
 static void layer_bytes(layer_case c, size_t n, size_t *forward, size_t *backward) {
     size_t X = (size_t)LB * LS * LC * 8 / n * (n - 1), Y = (size_t)LB * LS * LO * 8 / n * (n - 1);
     int again = (c.wrap == BLOCK) + c.halves;
@@ -208,11 +209,11 @@ static void layer_run(dt_ctx *ctx, layer_rank *k, layer_values *got) {
     size_t between = dt_comm_bytes(ctx, DT_AXIS_TP);
     int drops = k->c.wrap != ROOT && dim >= 0 && k->c.x_grad && dt_comm_size(k->tp) > 1;
     if (drops)
-        CHECK_MSG(
-            k->entered && !k->entered->data && !k->entered->arena, "what was gathered is kept");
+        CHECK_MSG(k->entered && !k->entered->data && !k->entered->arena,
+            "the gathered tensor was not freed");
     for (int64_t i = 0; i < dt_count(y->shape); i++)
         place[i] = global_of(y_shape, dim, n, dt_comm_rank(k->tp), i);
-    leave_part(y, y->data, y_shape, dim, k->tp, got->v[L_Y]);
+    store_shard(y, y->data, y_shape, dim, k->tp, got->v[L_Y]);
     dt_tensor *loss = weigh(y, 3, place);
     if (k->c.halves)
         dt_backward_input(loss), dt_backward_weight(loss);
@@ -225,14 +226,14 @@ static void layer_run(dt_ctx *ctx, layer_rank *k, layer_values *got) {
             "outside %d, wrap %d, halves %d over %d: %zu and %zu bytes, formula %zu and %zu",
             k->c.outside, k->c.wrap, k->c.halves, dt_comm_size(k->tp), between - before,
             dt_comm_bytes(ctx, DT_AXIS_TP) - between, forward, backward);
-    if (k->c.x_grad) leave_part(x, x->grad, x_shape, dim, k->tp, got->v[L_DX]);
-    if (k->r) leave_part(k->r, k->r->grad, y_shape, dim, k->tp, got->v[L_DR]);
+    if (k->c.x_grad) store_shard(x, x->grad, x_shape, dim, k->tp, got->v[L_DX]);
+    if (k->r) store_shard(k->r, k->r->grad, y_shape, dim, k->tp, got->v[L_DR]);
     for (int p = 0; p < 4; p++)
-        if (k->c.bias || p % 2 == 0) leave_param(k->p[p], got->v[L_DW1 + p]);
+        if (k->c.bias || p % 2 == 0) store_param_grad(k->p[p], got->v[L_DW1 + p]);
 }
 
-/* By rank 0, when all have left theirs. A tensor is cut, whole on all ranks, or a part of a sum on
-   each. */
+/* Rank 0 compares after all ranks have stored their results. A tensor is sharded, replicated, or
+   partial on each rank. */
 static void layer_compare(layer_case c, int one, int ranks, layer_world *w) {
     char text[200];
     static double sum[L_MOST];
@@ -253,7 +254,7 @@ static void layer_compare(layer_case c, int one, int ranks, layer_world *w) {
     }
 }
 
-/* Without gradients: the same values, nothing recorded. */
+/* Under dt_no_grad: equal values, and nothing is recorded. */
 static void layer_no_grad(dt_ctx *ctx, layer_rank *k, const double *y_one) {
     dt_shape x_shape = DT_SHAPE(LB, LS, LC), y_shape = DT_SHAPE(LB, LS, LO);
     double *whole = (double *)zeros(sizeof(double) * L_MOST);
@@ -264,7 +265,7 @@ static void layer_no_grad(dt_ctx *ctx, layer_rank *k, const double *y_one) {
     dt_tensor *y = dt_block(ctx, layer_forward, x, k);
     dt_no_grad(ctx, 0);
     if (!CHECK(y && !y->needs_grad && !y->producer)) return;
-    leave_part(y, y->data, y_shape, k->c.outside, k->tp, whole);
+    store_shard(y, y->data, y_shape, k->c.outside, k->tp, whole);
     for (int64_t i = 0; i < dt_count(y->shape); i++) {
         int64_t at = global_of(y_shape, k->c.outside, n, dt_comm_rank(k->tp), i);
         wrong += !(fabs(whole[at] - y_one[at]) <= 1e-12 * 10);
@@ -276,7 +277,7 @@ static void layer_no_grad(dt_ctx *ctx, layer_rank *k, const double *y_one) {
 
 static dt_status layers_main(dt_ctx *ctx, void *user) {
     layer_world *w = (layer_world *)user;
-    dt_mesh mesh = all_over(ctx, 't');
+    dt_mesh mesh = mesh_of_one_axis(ctx, 't');
     int ranks = dt_comm_size(dt_world(ctx)), me = dt_comm_rank(dt_world(ctx));
     layer_rank k = { .tp = mesh.tp };
     dt_param_desc plain = { .dtype = DT_F64 }, rows = plain, columns = plain;
@@ -314,12 +315,11 @@ static void test_layers(void) {
     free(w);
 }
 
-/* ==== 2. Brief tensors
-   ==============================================================================================
+// ==== 2. Gathered tensors that a block frees ====================================================
 
-   A whole that a block has gathered is gone when the block's forward has ended. Who uses it later
-   hears of it; what is made of it inside, over one group more or under another name, has its data
-   where the backward reads them. */
+/* A tensor that was gathered inside a block is freed when the block's forward ends. Using it later
+   is an error. Tensors made from it inside the block (gathered over a second group, renamed,
+   viewed) must still have their data when the backward reads them. */
 
 enum { BRIEF_USED = 0, BRIEF_VIEW, BRIEF_READ, BRIEF_RETURNED, BRIEF_RETURNED_AGAIN, BRIEF_CASES };
 typedef struct brief_case {
@@ -329,7 +329,7 @@ typedef struct brief_case {
     int parts;
 } brief_case;
 
-static dt_tensor *brief_block(dt_tensor *x, void *user) {
+static dt_tensor *gather_block(dt_tensor *x, void *user) {
     brief_case *b = (brief_case *)user;
     b->kept = dt_tp_enter(x, b->comm[0], DT_SHARD(1));
     if (b->kind == BRIEF_VIEW && b->kept)
@@ -338,13 +338,13 @@ static dt_tensor *brief_block(dt_tensor *x, void *user) {
                                                                         : dt_gelu(b->kept);
 }
 
-static dt_status brief_main(dt_ctx *ctx, void *user) {
+static dt_status freed_gather_main(dt_ctx *ctx, void *user) {
     brief_case b = { .kind = ((brief_case *)user)->kind };
     double host[16];
     b.comm[0] = dt_world(ctx);
     dt_tensor *x = dt_require_grad(noise_part(ctx, DT_F64, DT_SHAPE(2, 4, 2), 1, dt_world(ctx), 1));
     dt_block_desc how = { .recompute = b.kind == BRIEF_RETURNED_AGAIN };
-    dt_tensor *y = dt_block_at(ctx, brief_block, x, &b, how);
+    dt_tensor *y = dt_block_at(ctx, gather_block, x, &b, how);
     if (b.kind == BRIEF_RETURNED) b.kept = y;
     CHECK(b.kept && (b.kind != BRIEF_RETURNED_AGAIN || y == NULL));
     if (b.kind == BRIEF_READ)
@@ -354,21 +354,22 @@ static dt_status brief_main(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-/* Rows of a matrix gathered over one group and then over another; each whole is brief. */
-static dt_tensor *brief_twice(dt_tensor *x, void *user) {
+/* Gathers rows of a matrix over one group and then over a second one; the block frees both
+   results. */
+static dt_tensor *gather_twice(dt_tensor *x, void *user) {
     brief_case *b = (brief_case *)user;
     dt_tensor *n = dt_tp_enter(dt_tp_enter(x, b->comm[0], DT_SHARD(0)), b->comm[1], DT_SHARD(0));
     return dt_linear(n, b->w, NULL);
 }
 
-/* The whole of one group is a copy of another: another name for the same values. */
-static dt_tensor *brief_renamed(dt_tensor *x, void *user) {
+/* The gathered tensor under a second name: entering a further group is a copy. */
+static dt_tensor *gather_renamed(dt_tensor *x, void *user) {
     brief_case *b = (brief_case *)user;
     dt_tensor *n = dt_tp_enter(x, b->comm[0], DT_SHARD(0));
     return dt_linear(dt_redistribute(n, b->comm[1], DT_REPLICATE, DT_COPY), b->w, NULL);
 }
 
-static dt_tensor *brief_viewed(dt_tensor *x, void *user) {
+static dt_tensor *gather_viewed(dt_tensor *x, void *user) {
     brief_case *b = (brief_case *)user;
     dt_tensor *n = dt_tp_enter(x, b->comm[0], DT_SHARD(0));
     return n ? dt_linear(
@@ -376,8 +377,8 @@ static dt_tensor *brief_viewed(dt_tensor *x, void *user) {
              : NULL;
 }
 
-/* What came before is not trained: nobody records how the whole was made. */
-static dt_tensor *brief_frozen(dt_tensor *x, void *user) {
+/* The input needs no gradient, so the gather is not recorded. */
+static dt_tensor *gather_frozen(dt_tensor *x, void *user) {
     brief_case *b = (brief_case *)user;
     dt_no_grad(x->ctx, 1);
     dt_tensor *n = dt_tp_enter(x, b->comm[0], DT_SHARD(0));
@@ -385,23 +386,24 @@ static dt_tensor *brief_frozen(dt_tensor *x, void *user) {
     return dt_linear(n, b->w, NULL);
 }
 
-static dt_tensor *brief_inner(dt_tensor *n, void *user) {
+static dt_tensor *recomputed_inner(dt_tensor *n, void *user) {
     return dt_linear(n, ((brief_case *)user)->w, NULL);
 }
 
-/* The whole goes into a block that is run again. */
-static dt_tensor *brief_recomputed(dt_tensor *x, void *user) {
+/* A recomputed block uses the gathered tensor. */
+static dt_tensor *gather_recomputed(dt_tensor *x, void *user) {
     brief_case *b = (brief_case *)user;
     dt_tensor *n = dt_tp_enter(x, b->comm[0], DT_SHARD(0));
-    return n ? dt_block_at(n->ctx, brief_inner, n, b, (dt_block_desc){ .recompute = 1 }) : NULL;
+    return n ? dt_block_at(n->ctx, recomputed_inner, n, b, (dt_block_desc){ .recompute = 1 })
+             : NULL;
 }
 
-/* dw of w (3,2) with loss weigh(x w^T) is the same whether or not wholes are dropped: without a
-   block none are. The blocks behind take what was given back, so a pointer to it would read
-   theirs. */
-static dt_status brief_values_main(dt_ctx *ctx, void *user) {
-    static const dt_block_fn fns[] = { brief_twice, brief_renamed, brief_viewed, brief_frozen,
-        brief_recomputed };
+/* dw of w (3,2) with loss weigh(x w^T) must not depend on whether gathered tensors are freed;
+   without a block they are not. Later blocks reuse the freed memory, so a stale pointer would read
+   wrong values. */
+static dt_status freed_gather_values_main(dt_ctx *ctx, void *user) {
+    static const dt_block_fn fns[] = { gather_twice, gather_renamed, gather_viewed, gather_frozen,
+        gather_recomputed };
     dt_mesh mesh = dt_mesh_make(ctx, (dt_mesh_desc){ .tp = 2, .cp = 2 });
     brief_case b = { .comm = { mesh.tp, mesh.cp } };
     double dw[3][6];
@@ -426,30 +428,29 @@ static dt_status brief_values_main(dt_ctx *ctx, void *user) {
             dt_clear_grads(ctx);
         }
         CHECK_MSG(memcmp(dw[0], dw[1], sizeof dw[0]) == 0,
-            "brief tensors, function %d: other gradients", f);
+            "freed gathers, function %d: different gradients", f);
         CHECK_MSG(memcmp(dw[0], dw[2], sizeof dw[0]) == 0,
-            "brief tensors, function %d: other ones in halves", f);
+            "freed gathers, function %d: different gradients in halves", f);
     }
     return dt_error(ctx);
 }
 
-static void test_brief(void) {
+static void test_freed_gathers(void) {
     for (int kind = 0; kind < BRIEF_CASES; kind++) {
         brief_case b = { .kind = kind };
         outcome o;
-        run(&o, 2, brief_main, &b);
+        run(&o, 2, freed_gather_main, &b);
         CHECK_MSG(
             o.status == DT_ERR_ARG && strstr(o.report.text, "gathered only inside its dt_block"),
             "kind %d: %s", kind, o.report.text);
     }
-    run_well(4, brief_values_main, NULL);
+    run_well(4, freed_gather_values_main, NULL);
 }
 
-/* ==== 3. Vocabularies
-   ===============================================================================================
+// ==== 3. Vocabularies ===========================================================================
 
-   Logits come as they are, or as x w^T. Columns behind the vocabulary, those by which T does not
-   divide it and those that desc.vocab leaves out, hold 1e4. */
+/* Logits are given, or computed as x w^T. Padding columns after the vocabulary hold 1e4: those that
+   make it divisible by T and those that desc.vocab excludes. */
 
 enum { V_ROWS = 12, V_C = 3, V_MOST = 16 };
 enum { V_LOGITS = 0, V_LINEAR, V_LINEAR_SHARD, V_KINDS };
@@ -476,15 +477,15 @@ static dt_tensor *vocab_labels(dt_ctx *ctx, vocab_case c) {
     return dt_input(ctx, DT_I32, DT_SHAPE(1, V_ROWS), labels);
 }
 
-/* Column v of row r in a table with `columns`, all of which but c.vocab are padding. */
+/* Element (r, v) of a table; columns from c.vocab on are padding. */
 static double vocab_number(vocab_case c, int tensor, int64_t r, int64_t v) {
     double x = noise(tensor, r * V_MOST + v);
     if (v >= c.vocab) return 1e4;
     return c.data == V_HUGE && (r + v) % 3 == 0 ? (v % 2 ? 1e4 : -1e4) : x;
 }
 
-/* (rows, columns) of which this rank has `mine` from `first` on; by_row: columns are the last
-   dimension. */
+/* This rank's columns [first, first + mine) of a (rows, columns) table. by_row: columns are the
+   last dimension. */
 static dt_tensor *vocab_input(
     dt_ctx *ctx, vocab_case c, int64_t rows, int64_t mine, int64_t first, int by_row) {
     char *host = (char *)zeros((size_t)(rows * mine) * 8);
@@ -498,7 +499,7 @@ static dt_tensor *vocab_input(
     return dt_require_grad(t);
 }
 
-/* The same of one rank (comm NULL) and of several. V: columns of all ranks. */
+/* Runs a case on one rank (comm NULL) or on several. V: columns over all ranks. */
 static void vocab_run(dt_ctx *ctx, vocab_case c, dt_comm *comm, vocab_values *got) {
     int n = dt_comm_size(comm), me = dt_comm_rank(comm);
     int64_t all = c.vocab + c.padding, mine = (all + n - 1) / n, first = me * mine;
@@ -531,7 +532,7 @@ static void vocab_run(dt_ctx *ctx, vocab_case c, dt_comm *comm, vocab_values *go
     got->z_loss = c.z ? dt_item(z) : 0;
     dt_backward(loss);
     if (c.kind == V_LOGITS) CHECK(dt_comm_bytes(ctx, DT_AXIS_TP) == before);
-    if (x) leave_part(x, x->grad, x_shape, dim, comm, got->dx);
+    if (x) store_shard(x, x->grad, x_shape, dim, comm, got->dx);
     for (int64_t v = 0; w && w->grad && v < mine; v++)
         for (int64_t r = 0; r < (x ? V_C : V_ROWS); r++) {
             double g = get(w->grad, c.dtype, (size_t)(x ? v * V_C + r : r * mine + v));
@@ -573,7 +574,7 @@ static void vocab_compare(const vocab_world *w, int ranks) {
 static dt_status vocab_main(dt_ctx *ctx, void *user) {
     static const int sizes[][2] = { { 7, 0 }, { 2, 0 }, { 1, 0 }, { 12, 0 }, { 9, 4 } };
     vocab_world *w = (vocab_world *)user;
-    dt_mesh mesh = all_over(ctx, 't');
+    dt_mesh mesh = mesh_of_one_axis(ctx, 't');
     int ranks = dt_comm_size(mesh.tp), me = dt_comm_rank(mesh.tp);
     for (int i = 0; i < 5 * V_KINDS * V_DATA * 8 && dt_error(ctx) == DT_OK; i++) {
         const int *size = sizes[i % 5];
@@ -592,7 +593,8 @@ static dt_status vocab_main(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-/* A parameter (V,C) cut along V as embedding and head; rows behind V hold 1e4. */
+/* A parameter (V,C), sharded along V, that is both embedding and head; padding rows after V hold
+   1e4. */
 enum { E_V = 9, E_N = 12 };
 typedef struct tied_values {
     double y[E_N * E_N * V_C], dw[E_V * V_C], loss;
@@ -617,18 +619,18 @@ static void tied_run(dt_ctx *ctx, dt_tensor *w, dt_comm *tp, int dim, tied_value
     dt_tensor *y = tp ? dt_vocab_embedding(w, id, tp, outside) : dt_embedding(w, id);
     CHECK(dt_comm_bytes(ctx, DT_AXIS_TP) - before == (dim < 0 ? 2 * Y : Y));
     if (!y) return;
-    leave_part(y, y->data, whole, dim, tp, got->y);
+    store_shard(y, y->data, whole, dim, tp, got->y);
     dt_loss_desc d = { .smoothing = 0.1 };
     dt_tensor *loss = tp ? dt_vocab_linear_cross_entropy(y, w, label, 100, d, tp, outside)
                          : dt_linear_cross_entropy(y, w, label, 100, d);
     got->loss = dt_item(loss);
     dt_backward(loss);
-    leave_param(w, got->dw);
+    store_param_grad(w, got->dw);
 }
 
 static dt_status tied_main(dt_ctx *ctx, void *user) {
     tied_world *all = (tied_world *)user;
-    dt_mesh mesh = all_over(ctx, 't');
+    dt_mesh mesh = mesh_of_one_axis(ctx, 't');
     int n = dt_comm_size(mesh.tp), me = dt_comm_rank(mesh.tp);
     char text[200];
     dt_tensor *w = dt_param_at(ctx, "w", DT_SHAPE(E_V, V_C), DT_NORMAL(1),
@@ -679,7 +681,7 @@ static dt_status bad_label_main(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-/* A view of a cut parameter has its padding too. */
+/* A view of a sharded parameter keeps the padding. */
 static dt_status vocab_view_main(dt_ctx *ctx, void *user) {
     static const int32_t labels[2] = { 2, 0 };
     dt_mesh mesh = dt_mesh_make(ctx, (dt_mesh_desc){ .tp = 2 });
@@ -729,10 +731,10 @@ static void test_vocab(void) {
     free(t);
 }
 
-// ==== 4. Heads of keys and values ===============================================================
+// ==== 4. Key and value heads ====================================================================
 
-/* All K that go over these ranks, by counting: rank r holds heads r K/n ..., and those with the
-   same are neighbours. */
+/* Tests every legal K by counting: rank r holds heads from r K/n on, and ranks with the same head
+   are consecutive. */
 static dt_status kv_main(dt_ctx *ctx, void *user) {
     dt_comm *tp = dt_world(ctx);
     int n = dt_comm_size(tp), me = dt_comm_rank(tp);
@@ -741,7 +743,7 @@ static dt_status kv_main(dt_ctx *ctx, void *user) {
         if (K % n != 0 && n % K != 0) continue;
         dt_kv_groups g = dt_kv_split(ctx, tp, K);
         int cuts = K < n ? K : n, copies = n / cuts, right = 1;
-        CHECK_MSG(g.heads == K / cuts, "%d heads over %d: %d here", K, n, g.heads);
+        CHECK_MSG(g.heads == K / cuts, "%d heads over %d ranks: %d on this rank", K, n, g.heads);
         CHECK(dt_comm_size(g.shard_group) == cuts && dt_comm_size(g.replica_group) == copies);
         CHECK((g.shard_group == NULL || n == 1) == (cuts == 1) &&
               (g.replica_group == NULL) == (copies == 1));
@@ -750,7 +752,7 @@ static dt_status kv_main(dt_ctx *ctx, void *user) {
         for (int i = 0; i < copies && copies > 1; i++)
             right &= dt_comm_world_rank(g.replica_group, i) == me / copies * copies + i;
         CHECK_MSG(right && dt_comm_rank(g.shard_group) == (cuts > 1 ? me / copies : 0),
-            "%d heads over %d: other groups", K, n);
+            "%d heads over %d ranks: wrong groups", K, n);
     }
     return dt_error(ctx);
 }
@@ -776,10 +778,9 @@ static void test_kv(void) {
     }
 }
 
-// ==== 5. From one rank to all ===================================================================
+// ==== 5. dt_distribute: from one rank to all ====================================================
 
-/* Which places a rank over 2 x 3 x 2 gives of a tensor (12,6,8): by the definition, axis after
-   axis. */
+/* The placements of a tensor (12,6,8) over 2 x 3 x 2 ranks; applied axis after axis, as defined. */
 typedef struct spread_case {
     int n, at[3];
     dt_dtype dtype;
@@ -829,7 +830,7 @@ static dt_status spread_main(dt_ctx *ctx, void *user) {
         for (int n = i < 6 ? 1 : i < 36 ? 2 : 3; n <= 3; n++)
             spread_run(ctx, &mesh,
                 (spread_case){ n, { i % 6, i / 6 % 6, i / 36 }, i % 2 ? DT_I32 : DT_F64 });
-    /* no group: one rank */
+    /* without groups: one rank */
     dt_tensor *own = dt_distribute(ctx, DT_I32, DT_SHAPE(2), (int32_t[]){ 3, 4 }, NULL, 0);
     CHECK(own && ((int32_t *)own->data)[1] == 4);
     dt_axis_placement axis = { mesh.tp, DT_SHARD(0) };
@@ -877,9 +878,9 @@ static void test_distribute(void) {
     }
 }
 
-// ==== 6. Which tokens a rank of cp has ==========================================================
+// ==== 6. The tokens of a cp rank ================================================================
 
-static dt_status cut_main(dt_ctx *ctx, void *user) {
+static dt_status cp_shard_main(dt_ctx *ctx, void *user) {
     int c = dt_comm_size(dt_world(ctx)), me = dt_comm_rank(dt_world(ctx)), wrong = 0;
     int32_t whole[3 * 48], local[3 * 48];
     (void)user;
@@ -898,7 +899,7 @@ static dt_status cut_main(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-/* The numbers that a refusal offers must be accepted. */
+/* The sizes that an error text proposes must be accepted. */
 static void check_choices(int kind, int64_t T, int c, int64_t heads, int64_t kv_heads) {
     char text[300] = "", small[8], ignored[300];
     long long choice[2];
@@ -917,11 +918,11 @@ static void check_choices(int kind, int64_t T, int c, int64_t heads, int64_t kv_
     if (whole) {
         CHECK(use && strstr(text, "ring") && strstr(text, "zigzag") && strstr(text, "allgather"));
     } else if (CHECK_MSG(use && sscanf(use, "use %lld or %lld", &choice[0], &choice[1]) == 2,
-                   "no choice: %s", text)) {
+                   "no proposal: %s", text)) {
         for (int i = 0; i < 2; i++)
             CHECK_MSG(choice[i] > 0 &&
                           dt_cp_check(kind, choice[i], c, c, c, ignored, sizeof ignored) == DT_OK,
-                "%s: %lld is refused too", text, choice[i]);
+                "%s: the proposed %lld is refused, too", text, choice[i]);
     }
 }
 
@@ -935,11 +936,12 @@ static void test_tokens(void) {
                     for (int i = 0; i < T / c; i++) {
                         int64_t t = dt_cp_token(kind, T, c, r, i);
                         if (t >= 0 && t < T) seen[t]++;
-                        /* ascending on a rank */
+                        /* a rank's tokens are in ascending order */
                         once &= i == 0 || t > dt_cp_token(kind, T, c, r, i - 1);
                     }
                 for (int t = 0; t < T; t++) once &= seen[t] == 1;
-                CHECK_MSG(once, "kind %d: %d tokens over %d are no permutation", kind, T, c);
+                CHECK_MSG(
+                    once, "kind %d: %d tokens over %d ranks are not a permutation", kind, T, c);
             }
             for (int T = -9; T <= 20; T++)
                 for (int h = 1; h <= 8; h++) check_choices(kind, T, c, h, h > 4 ? 2 : h % 3 + 1);
@@ -948,7 +950,7 @@ static void test_tokens(void) {
     CHECK(dt_cp_check(4, 8, 2, 2, 2, text, sizeof text) == DT_ERR_ARG && strstr(text, "kind 4"));
     CHECK(dt_cp_check(DT_CP_ULYSSES, 8, 2, 2, 0, text, sizeof text) == DT_OK ||
           strstr(text, "heads"));
-    for (int c = 1; c <= 8; c += c > 2 ? 5 : 1) run_well(c, cut_main, NULL);
+    for (int c = 1; c <= 8; c += c > 2 ? 5 : 1) run_well(c, cp_shard_main, NULL);
 }
 
 // ==== 7. Attention over the tokens of all ranks =================================================
@@ -956,10 +958,10 @@ static void test_tokens(void) {
 enum { C_KINDS = 4, C_MOST = 3 * 48 * 8 * 4 };
 static const char *const kind_names[C_KINDS] = { "ring", "zigzag", "allgather", "ulysses" };
 
-/* Documents packed into a sequence: none; of some tokens each, positions beginning again; the same
-   but for positions, which go on; one for each rank's tokens in order, so that no rank sees
-   another's; every other token, so that parts see each other but tokens in them do not; one
-   sequence, positions of which are not those of the tokens. */
+/* How documents are packed into a sequence: no packing; documents of a few tokens whose positions
+   restart; the same with continuing positions; one document per rank's tokens, so that no rank
+   attends to another's; two interleaved documents, so that ranks attend to each other but
+   neighbouring tokens do not; one document whose positions differ from the token indices. */
 enum {
     PACKED_NOT = 0,
     PACKED,
@@ -991,7 +993,8 @@ static dt_dtype context_type(const context_case *c) {
     return c->dtype == 0 ? DT_F64 : c->dtype == 1 ? DT_F32 : DT_BF16;
 }
 
-/* Position and document of token t of sequence b; ranks: those whose tokens are documents apart. */
+/* Position and document of token t of sequence b. ranks: number of ranks, for one document per
+   rank. */
 static void place_of(
     context_case c, int ranks, int b, int t, int32_t *position, int32_t *document) {
     int start = 0, number = 0;
@@ -1023,7 +1026,7 @@ static dt_tensor *context_input(dt_ctx *ctx, context_case c, dt_comm *comm, int 
     return dt_require_grad(x);
 }
 
-static void context_leave(
+static void store_context(
     context_case c, dt_comm *comm, const dt_tensor *t, const void *from, double *full) {
     int n = dt_comm_size(comm), own = c.T / n, row = (int)(t->shape.d[2] * t->shape.d[3]);
     for (int i = 0; from && i < c.B * own * row; i++) {
@@ -1032,8 +1035,8 @@ static void context_leave(
     }
 }
 
-/* What dt_cp_make and dt_attention are told. */
-static void context_sight(dt_ctx *ctx, context_case c, dt_comm *comm, context_rank *r, int ranks) {
+/* Sets the positions, documents and options for dt_cp_make and dt_attention. */
+static void context_mask(dt_ctx *ctx, context_case c, dt_comm *comm, context_rank *r, int ranks) {
     int32_t at[2][3 * 48], whole[2][3 * 48];
     int n = dt_comm_size(comm), own = c.T / n;
     for (int i = 0; i < c.B * c.T; i++)
@@ -1051,7 +1054,7 @@ static void context_sight(dt_ctx *ctx, context_case c, dt_comm *comm, context_ra
                 .positions = positions ? at[0] : NULL,
                 .documents = documents ? at[1] : NULL,
                 .full = c.full });
-        memset(at, 0x55, sizeof at); /* it has its own */
+        memset(at, 0x55, sizeof at); /* dt_cp_make has copied the array */
         return;
     }
     r->alone = (dt_attn_desc){ .full = c.full };
@@ -1059,7 +1062,7 @@ static void context_sight(dt_ctx *ctx, context_case c, dt_comm *comm, context_ra
     if (documents) r->alone.documents = dt_input(ctx, DT_I32, DT_SHAPE(c.B, c.T), whole[1]);
 }
 
-/* The table of dt_parallel.h, section 4. */
+/* Bytes sent, by the table of dt_parallel.h, section 4. */
 static void context_bytes(context_case c, size_t ranks, size_t *forward, size_t *backward) {
     size_t size = dt_dtype_size(context_type(&c)), wide = size < 4 ? 4 : size;
     size_t own = (size_t)(c.B * c.D * c.T) / ranks, n = 2 * own * (size_t)c.K;
@@ -1078,7 +1081,7 @@ static void context_run(
     int own = c.T / dt_comm_size(comm);
     int64_t place[C_MOST];
     size_t before, between, forward, backward;
-    context_sight(ctx, c, comm, &r, ranks);
+    context_mask(ctx, c, comm, &r, ranks);
     dt_tensor *q = context_input(ctx, c, comm, c.H, 1);
     r.k = c.same ? q : context_input(ctx, c, comm, c.K, 2);
     r.v = c.same ? q : context_input(ctx, c, comm, c.K, 3);
@@ -1107,15 +1110,16 @@ static void context_run(
             ranks, dt_dtype_name(q->dtype), c.wrap, between - before,
             dt_comm_bytes(ctx, DT_AXIS_CP) - between, forward, backward);
     }
-    context_leave(c, comm, y, y->data, got->v[0]);
-    context_leave(c, comm, q, q->grad, got->v[1]);
-    context_leave(c, comm, r.k, r.k->grad, got->v[2]);
-    context_leave(c, comm, r.v, r.v->grad, got->v[3]);
+    store_context(c, comm, y, y->data, got->v[0]);
+    store_context(c, comm, q, q->grad, got->v[1]);
+    store_context(c, comm, r.k, r.k->grad, got->v[2]);
+    store_context(c, comm, r.v, r.v->grad, got->v[3]);
     dt_reset(ctx);
 }
 
-/* f32: sums in another order, 1e-5. bf16: each result is rounded once (2^-9), gathered and repeated
-   heads' gradients once a rank more: 2^-6 of the largest covers both. */
+/* Tolerances. f32: 1e-5, because the summation order differs. bf16: each result is rounded once
+   (2^-9), and gradients of gathered and repeated heads once more per rank; 2^-6 of the largest
+   value covers both. */
 static void context_compare(const context_world *w, int ranks) {
     static const double tol[] = { 1e-12, 1e-5, 1.0 / 64 };
     static const char *const names[] = { "out", "dq", "dk", "dv" };
@@ -1131,7 +1135,7 @@ static void context_compare(const context_world *w, int ranks) {
     }
 }
 
-/* The i-th case for so many ranks, or none. */
+/* Stores the i-th case for this number of ranks. Returns 0 if there is none. */
 static int context_case_of(int i, int ranks, context_case *c) {
     c->kind = i % 4;
     c->packing = i / 4 % PACKINGS;
@@ -1147,7 +1151,7 @@ static int context_case_of(int i, int ranks, context_case *c) {
     c->D = 1 + i / 96 % 4;
     c->T = 2 * (ranks < 3 ? 4 : ranks) * (1 + (i / 48 % 8 == 1));
     if (c->same) c->K = c->H;
-    /* threads that take turns are slow: some of them */
+    /* many threads on few cores are slow, so 8 ranks run only some cases */
     if (ranks == 8 && 0x7a >> i / 48 & 1) return 0;
     if (c->full && i / 48 % 2) return 0;
     return c->kind != DT_CP_ULYSSES || c->K % ranks == 0 || ranks % c->K == 0;
@@ -1155,7 +1159,7 @@ static int context_case_of(int i, int ranks, context_case *c) {
 
 static dt_status context_main(dt_ctx *ctx, void *user) {
     context_world *w = (context_world *)user;
-    dt_mesh mesh = all_over(ctx, 'c');
+    dt_mesh mesh = mesh_of_one_axis(ctx, 'c');
     int ranks = dt_comm_size(dt_world(ctx)), me = dt_comm_rank(dt_world(ctx));
     for (int i = 0; i < 48 * 8 && dt_error(ctx) == DT_OK; i++) {
         context_case c;
@@ -1183,9 +1187,9 @@ static void test_context(void) {
     free(w);
 }
 
-/* What one layer keeps for the backward: a layer more costs that, to the byte. Sizes are such that
-   arenas hold more than the least they are made with. Under the address sanitizer every tensor is
-   an allocation of its own. */
+/* Bytes that one layer keeps for the backward: one more layer must cost exactly that. The sizes
+   make arenas grow past their minimum. Under the address sanitizer every tensor is a separate
+   allocation. */
 enum { KEEP_T = 16, KEEP_H = 8, KEEP_D = 64 };
 typedef struct keep_case {
     int kind, K, layers;
@@ -1193,13 +1197,13 @@ typedef struct keep_case {
     size_t live;
 } keep_case;
 
-static dt_status keep_main(dt_ctx *ctx, void *user) {
+static dt_status kept_bytes_main(dt_ctx *ctx, void *user) {
     keep_case *c = (keep_case *)user;
-    dt_mesh mesh = all_over(ctx, 'c');
+    dt_mesh mesh = mesh_of_one_axis(ctx, 'c');
     int D = c->dtype == DT_BF16 ? 4 * KEEP_D : KEEP_D;
     dt_shape keys = DT_SHAPE(1, KEEP_T, c->K, D);
     context_rank r = { .plain = 0 };
-    /* the first one's arenas grow */
+    /* arenas grow in the first step */
     for (int step = 0; step < 2 && dt_error(ctx) == DT_OK; step++) {
         r.context = dt_cp_make(ctx, mesh.cp,
             (dt_cp_desc){ .kind = c->kind, .batch = 1, .tokens = KEEP_T * dt_comm_size(mesh.cp) });
@@ -1215,7 +1219,7 @@ static dt_status keep_main(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-static void test_keeps(void) {
+static void test_kept_bytes(void) {
     for (int i = 0; i < 4 * 3 && !DT__ASAN; i++) {
         keep_case less = {
             .kind = i % 4, .K = i < 4 ? KEEP_H : 2, .layers = 2, .dtype = i < 8 ? DT_F64 : DT_BF16
@@ -1232,17 +1236,17 @@ static void test_keeps(void) {
             keeps += 2 * own * c, integers = 2 * KEEP_T * c;
         size_t want =
             (own * KEEP_H + keeps) * size + KEEP_H * KEEP_T * (size == 8 ? 8 : 4) + integers * 4;
-        run_well((int)c, keep_main, &less);
-        run_well((int)c, keep_main, &more);
+        run_well((int)c, kept_bytes_main, &less);
+        run_well((int)c, kept_bytes_main, &more);
         CHECK_MSG(more.live - less.live == want,
-            "%s over %zu, %d key heads, %s: %zu bytes for a layer more, not %zu",
+            "%s over %zu, %d key heads, %s: %zu bytes for one more layer, not %zu",
             kind_names[less.kind], c, less.K, dt_dtype_name(less.dtype), more.live - less.live,
             want);
     }
 }
 
-/* Pairs of parts that the kernels are called for. A rank is a thread, so its count is one of its
-   own. */
+/* Pairs of token blocks that the kernels are called for: forward, backward. Thread-local, because a
+   rank is a thread. */
 static __thread long pairs[2];
 
 static dt_status counted_attention(const dt_attention_args *a, void *stream) {
@@ -1262,7 +1266,7 @@ typedef struct balance_case {
 
 static dt_status balance_main(dt_ctx *ctx, void *user) {
     balance_case *b = (balance_case *)user;
-    dt_mesh mesh = all_over(ctx, 'c');
+    dt_mesh mesh = mesh_of_one_axis(ctx, 'c');
     context_case c = {
         .kind = b->kind, .B = 1, .T = 32, .H = 1, .K = 1, .D = 1, .packing = b->packing
     };
@@ -1287,8 +1291,8 @@ static void test_balance(void) {
             o.desc.kernels = &counted;
             CHECK_MSG(start(&o) == DT_OK, "%s", o.report.text);
             for (int r = 0; r < c; r++) {
-                /* apart: a rank's own tokens; under zigzag one piece is the first half of a
-                   document, one the other */
+                /* separate documents: only a rank's own tokens; with zigzag one chunk is the first
+                   half of a document, the other chunk its second half */
                 long want = i == 0 ? r + 1 : i == 1 ? 2 * c + 1 : i == 2 ? 1 : 3;
                 CHECK_MSG(b.pairs[r][0] == want && b.pairs[r][1] == want,
                     "%s over %d: rank %d has %ld and %ld pairs, "
@@ -1304,12 +1308,12 @@ typedef struct gpt_case {
     gpt_config c;
     int tp, cp, B, recompute, zero;
     size_t live, forward[DT_AXES], backward[DT_AXES], step[DT_AXES];
-    size_t sums; /* all-reduces of gradients, by their formula */
+    size_t sums; /* bytes of gradient all-reduces by the formula */
     double loss;
     int32_t text[40];
 } gpt_case;
 
-/* F and V are not divisible by 2, C and the tokens are by all that is sent. */
+/* F and V are not divisible by 2; C and the number of tokens are divisible by every group size. */
 static gpt_config gpt_of(int arch, int layers, int heads, int kv_heads) {
     return (gpt_config){ .layers = layers,
         .width = 24,
@@ -1331,7 +1335,7 @@ static gpt gpt_make(dt_ctx *ctx, gpt_case *g, dt_mesh *mesh) {
     return gpt_register(ctx, c);
 }
 
-/* Ids (B,seq) and their successors as this rank of cp has them. */
+/* Token ids (B,seq) of this cp rank, shifted by `shift`. */
 static dt_tensor *gpt_ids(dt_ctx *ctx, const gpt_case *g, dt_comm *cp, int shift) {
     int32_t whole[8 * 16], local[8 * 16];
     for (int i = 0; i < g->B * g->c.seq; i++)
@@ -1344,7 +1348,7 @@ static void axis_bytes(dt_ctx *ctx, size_t bytes[DT_AXES]) {
     for (int a = 0; a < DT_AXES; a++) bytes[a] = dt_comm_bytes(ctx, (dt_axis)a);
 }
 
-/* Bytes of activations after some steps, and those that the last step sent. */
+/* Measures activation bytes after two steps, and the bytes that the last step sent. */
 static dt_status gpt_step_main(dt_ctx *ctx, void *user) {
     gpt_case *g = (gpt_case *)user, mine = *g;
     dt_mesh mesh;
@@ -1352,7 +1356,7 @@ static dt_status gpt_step_main(dt_ctx *ctx, void *user) {
     size_t at[4][DT_AXES];
     dt_zero *zero =
         g->zero ? dt_zero_make(ctx, (dt_zero_desc){ .mesh = &mesh, .optimizer = DT_SGD }) : NULL;
-    /* the first one's arenas grow */
+    /* arenas grow in the first step */
     for (int step = 1; step <= 2 && dt_error(ctx) == DT_OK; step++) {
         axis_bytes(ctx, at[0]);
         dt_tensor *loss =
@@ -1385,9 +1389,9 @@ static dt_status gpt_step_main(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-/* A layer more costs what gpt.h says, to the byte. B is such that arenas hold more than the
-   least. */
-static void test_gpt_keeps(void) {
+/* One more layer must cost exactly the bytes that gpt.h states. B makes arenas grow past their
+   minimum. */
+static void test_gpt_kept_bytes(void) {
     for (int i = 0; i < 2 * 2 * 3 && !DT__ASAN; i++) {
         int arch = i % 2, sp = i / 2 % 2, few = i / 4; /* K: 4, 2, 1 over 2 ranks */
         gpt_config c = gpt_of(arch, 2, 4, few ? few == 1 ? 2 : 1 : 4);
@@ -1409,9 +1413,9 @@ static void test_gpt_keeps(void) {
     }
 }
 
-/* A whole step. S: bytes that a tensor (B,T/cp,C) takes on its way over tp, once. Beside the
-   layers, the embedding sums tokens, the loss begins a region and gathers two numbers a row; what
-   it gathers under sp it keeps. */
+/* Bytes of a full step. S: bytes to move a tensor (B,T/cp,C) over tp once. Besides the layers, the
+   embedding sums tokens; the loss enters a tp region and gathers two numbers per row. Under sp it
+   keeps the gathered tensor. */
 static void test_gpt_bytes(void) {
     for (int i = 0; i < 2 * 4 * 4; i++) {
         gpt_config c = gpt_of(i % 2, 3, 4, i / 8 % 2 ? 2 : 4);
@@ -1457,7 +1461,7 @@ static void test_gpt_bytes(void) {
     }
 }
 
-/* Continues a text that outgrows the context; the loss of an evaluation. */
+/* Generates text beyond the context length, and evaluates the loss. */
 static dt_status gpt_text_main(dt_ctx *ctx, void *user) {
     gpt_case *g = (gpt_case *)user, mine = *g;
     dt_mesh mesh;
@@ -1473,7 +1477,7 @@ static dt_status gpt_text_main(dt_ctx *ctx, void *user) {
     dt_sum_doubles(mesh.data, &mine.loss, 1);
     dt_no_grad(ctx, 0);
     dt_reset(ctx);
-    for (int r = 0; r < dt_comm_size(mesh.world); r++) { /* every rank has the same */
+    for (int r = 0; r < dt_comm_size(mesh.world); r++) { /* all ranks must have the same text */
         if (r == dt_ctx_rank(ctx) && r > 0)
             CHECK(memcmp(mine.text, g->text, sizeof mine.text) == 0 && mine.loss == g->loss);
         if (r == dt_ctx_rank(ctx) && r == 0) *g = mine;
@@ -1497,15 +1501,15 @@ static void test_gpt_text(void) {
         g.cp = hows[i / 2].cp;
         run_well(1, gpt_text_main, &one);
         run_well(g.tp * g.cp, gpt_text_main, &g);
-        CHECK_MSG(memcmp(g.text, one.text, sizeof g.text) == 0, "model %d, layout %d: another text",
-            i % 2, i / 2);
+        CHECK_MSG(memcmp(g.text, one.text, sizeof g.text) == 0,
+            "model %d, layout %d: the text differs", i % 2, i / 2);
         CHECK_MSG(fabs(g.loss - one.loss) <= 1e-12 * one.loss,
             "model %d, layout %d: evaluation %.17g, one rank %.17g", i % 2, i / 2, g.loss,
             one.loss);
     }
 }
 
-// ==== 9. What is refused ========================================================================
+// ==== 9. Errors =================================================================================
 
 typedef struct bad_call {
     const char *words;
@@ -1621,25 +1625,25 @@ static dt_status bad_call_main(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-/* No sequences, and rows of none, are no failure. */
-static dt_status nothing_main(dt_ctx *ctx, void *user) {
-    dt_mesh mesh = all_over(ctx, 'c');
+/* Zero sequences and zero rows are valid. */
+static dt_status empty_batch_main(dt_ctx *ctx, void *user) {
+    dt_mesh mesh = mesh_of_one_axis(ctx, 'c');
     (void)user;
     for (int kind = 0; kind < C_KINDS; kind++) {
         context_rank r = { .context = dt_cp_make(
                                ctx, mesh.cp, (dt_cp_desc){ .kind = kind, .tokens = 8 }) };
         dt_tensor *q = dt_require_grad(dt_input(ctx, DT_F32, DT_SHAPE(0, 4, 2, 2), NULL));
         dt_tensor *y = dt_cp_attention(q, q, q, r.context);
-        CHECK_MSG(y && dt_count(y->shape) == 0, "%s of no sequences", kind_names[kind]);
+        CHECK_MSG(y && dt_count(y->shape) == 0, "%s with zero sequences", kind_names[kind]);
         dt_backward(weigh(y, 1, NULL));
         dt_reset(ctx);
     }
     return dt_error(ctx);
 }
 
-/* Memory is refused at each of the allocations in turn: an error, and nothing is left. */
+/* Refuses each allocation in turn: the run must fail and free all memory. */
 static dt_status refused_main(dt_ctx *ctx, void *user) {
-    dt_mesh mesh = all_over(ctx, 'c');
+    dt_mesh mesh = mesh_of_one_axis(ctx, 'c');
     context_case c = { .B = 1, .T = 8, .H = 2, .K = 1, .D = 2 };
     layer_rank k = { .c = { .bias = 1, .x_grad = 1, .outside = 1, .wrap = BLOCK }, .tp = mesh.cp };
     context_values *ignored = (context_values *)zeros(sizeof *ignored);
@@ -1670,13 +1674,13 @@ static void test_refused(void) {
         CHECK_MSG(o.status == bad_calls[i].status && strstr(o.report.text, bad_calls[i].words),
             "bad call %d: %s", i, o.report.text);
     }
-    run_well(2, nothing_main, NULL);
+    run_well(2, empty_batch_main, NULL);
     long calls = 1;
     for (long at = 0; at <= calls; at += at < 20 ? 1 : 3) {
         outcome o;
         prepare(&o, 2, refused_main, NULL);
         o.host.refuse_at = at;
-        start(&o); /* checks that nothing is left */
+        start(&o); /* checks that all memory is freed */
         if (at == 0) calls = o.host.calls;
         CHECK_MSG(o.status == (at ? DT_ERR_MEM : DT_OK), "allocation %ld of %ld refused: %s %s", at,
             calls, dt_status_name(o.status), o.report.text);
@@ -1685,15 +1689,15 @@ static void test_refused(void) {
 
 int main(void) {
     test_layers();
-    test_brief();
+    test_freed_gathers();
     test_vocab();
     test_kv();
     test_distribute();
     test_tokens();
     test_context();
-    test_keeps();
+    test_kept_bytes();
     test_balance();
-    test_gpt_keeps();
+    test_gpt_kept_bytes();
     test_gpt_bytes();
     test_gpt_text();
     test_refused();

@@ -1,11 +1,11 @@
-/* test_moe.c - expert parallelism: router, dispatch, product of experts, combine
+/* test_moe.c - expert parallelism: router, dispatch, expert matrix product, combine
 
    Run:  test_moe [folder of the golden files, default tests/golden]
 
-   One rank is checked against transformers (golden/make_moe.py) and finite differences; every
-   layout against one rank, in f64: outputs and gradients to 1e-12, choices, drops and counts
-   exactly. Ranks are threads and write what they have into one result, at the place that it has in
-   the whole. */
+   One rank is compared with transformers (golden/make_moe.py) and with finite differences. Every
+   layout is compared with one rank, in f64: outputs and gradients to 1e-12; choices, drops and
+   counts exactly. Ranks are threads and write their values into one result, at the indices of the
+   full tensors. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -20,7 +20,7 @@ static const char *golden_folder = "tests/golden";
 
 // ==== Helpers ===================================================================================
 
-static dt_host quiet; /* expected failures must not fill the screen */
+static dt_host quiet; /* logs nothing, because failures here are expected */
 
 static void silent(void *user, int level, int rank, const char *text) {
     (void)user;
@@ -29,8 +29,8 @@ static void silent(void *user, int level, int rank, const char *text) {
     (void)text;
 }
 
-/* Memory that nobody may take for zeros: as a number it is none. */
-static void *unclean(void *user, size_t bytes, dt_mem mem) {
+/* Fills new memory with bytes that are NaNs, because callers must not rely on zeroed memory. */
+static void *alloc_nan_filled(void *user, size_t bytes, dt_mem mem) {
     void *p = dt_host_default()->alloc(user, bytes, mem);
     return p ? memset(p, 0xff, bytes) : NULL;
 }
@@ -42,7 +42,7 @@ static dt_report run(int ranks, dt_status (*rank_main)(dt_ctx *ctx, void *user),
     return report;
 }
 
-/* A number that looks random, a multiple of 1/64 in [-1, 1): bf16 and f16 hold it. */
+/* A pseudo-random multiple of 1/64 in [-1, 1), which bf16 and f16 represent exactly. */
 static double number(uint32_t a, uint32_t b) {
     uint32_t h = a * 2654435761u + b * 2246822519u + 374761393u;
     h = (h ^ (h >> 15)) * 2246822519u;
@@ -50,7 +50,7 @@ static double number(uint32_t a, uint32_t b) {
     return (double)((h ^ (h >> 16)) >> 25) / 64 - 1;
 }
 
-/* A tensor of doubles in any type. */
+/* Makes a tensor of any dtype from doubles. */
 static dt_tensor *tensor_of(dt_ctx *ctx, dt_dtype dtype, dt_shape shape, const double *values) {
     size_t n = (size_t)dt_count(shape);
     char *host = (char *)malloc(n * 8 + 1);
@@ -70,12 +70,12 @@ static double distance(const double *a, const double *b, int64_t n) {
     for (int64_t i = 0; i < n; i++) size += fabs(b[i]) / (double)n;
     for (int64_t i = 0; i < n; i++) {
         double d = fabs(a[i] - b[i]) / fmax(fabs(b[i]), size > 0 ? size : 1);
-        if (!(d <= most)) most = d; /* a NaN stays */
+        if (!(d <= most)) most = d; /* true for a NaN, too */
     }
     return most;
 }
 
-/* A user's op: the sum of x[i] w[i], whose gradient is w. */
+/* A user's op: the sum of x[i] w[i]; its gradient is w. */
 typedef struct dot_saved {
     const double *w;
 } dot_saved;
@@ -119,7 +119,7 @@ enum {
     N_W1 = E * F * C
 };
 
-/* All that a layer makes, whole. */
+/* All results of a layer, as full tensors. */
 typedef struct result {
     double y[N_X], dx[N_X], dw[N_W], dw1[N_W1], db1[E * F], dw2[N_W1], db2[E * C], bias[E],
         counts[E];
@@ -145,7 +145,7 @@ typedef struct layer {
     dt_route_counts *counts;
     dt_placement outside;
     int again;           /* runs of layer_forward */
-    dt_routing *routing; /* of the last one */
+    dt_routing *routing; /* of the last run */
     size_t ep_bytes;
 } layer;
 
@@ -181,7 +181,7 @@ static dt_tensor *param(dt_ctx *ctx, const job *j, const char *name, dt_shape fu
         (dt_param_desc){ .shards = { a, b }, .frozen = frozen, .dtype = dtype });
 }
 
-/* Where element i of a local box lies in the whole. */
+/* Index in the full parameter of element i of a shard. */
 static int64_t global_of(const dt_param_info *p, int64_t i) {
     int64_t at[DT_MAX_DIMS], to = 0;
     for (int d = p->full.nd - 1; d >= 0; d--) {
@@ -192,7 +192,7 @@ static int64_t global_of(const dt_param_info *p, int64_t i) {
     return to;
 }
 
-/* The same short numbers in every type and layout. */
+/* Equal values in every dtype and layout; all dtypes represent them exactly. */
 static void fill_param(dt_tensor *t, uint32_t salt) {
     int64_t n = dt_count(t->shape);
     char *host = (char *)malloc((size_t)n * 8);
@@ -226,21 +226,21 @@ static layer layer_make(dt_ctx *ctx, const job *j) {
     return l;
 }
 
-/* This rank's tokens: sequence and place of each. n: their number. */
+/* A token of this rank: its sequence and its index in the sequence. */
 typedef struct token {
     int s, t;
 } token;
 
 static int tokens_of(const job *j, const dt_mesh *m, token *out, int *B, int *own) {
     int first = m->coord.ep * S / j->ep, end = (m->coord.ep + 1) * S / j->ep, n = 0;
-    if (j->uneven) { /* the last rank of ep has all, the others none */
+    if (j->uneven) { /* the last ep rank has all tokens, the others have none */
         first = m->coord.ep == j->ep - 1 ? 0 : S;
         end = S;
     }
     int inside = T / j->cp, step = j->sp ? inside / j->tp : inside,
         from = j->sp ? m->coord.tp * step : 0;
     for (int s = first; s < end; s++)
-        for (int i = from; i < from + step; i++) /* any order: 5 and 16 are coprime */
+        for (int i = from; i < from + step; i++) /* a permutation: 5 and 16 are coprime */
             out[n++] =
                 (token){ s, j->places ? (i * j->cp + m->coord.cp) * 5 % T
                                       : (int)dt_cp_token(j->kind, T, j->cp, m->coord.cp, i) };
@@ -249,8 +249,8 @@ static int tokens_of(const job *j, const dt_mesh *m, token *out, int *B, int *ow
     return n;
 }
 
-/* A gradient summed over the groups whose ranks saw other tokens, into its place of the whole: by
-   the first of those ranks, unless `copy` says that another one has the same. */
+/* Sums a gradient over the groups whose ranks have different tokens. The first of these ranks
+   stores it in the full gradient, unless `copy` says that another rank stores an equal one. */
 static void keep_grad(
     dt_ctx *ctx, dt_tensor *p, dt_comm *a, dt_comm *b, dt_comm *c, int copy, double *out) {
     int64_t n = dt_count(p->shape);
@@ -281,7 +281,7 @@ static void keep_counts(layer *l, dt_route_counts c, double loss, double *expert
     memcpy(j->out->counts, v + 5, sizeof j->out->counts);
 }
 
-/* What went to other ranks of ep must be what was counted: rows forward, rows back, each C wide. */
+/* The ep traffic must match the counts: rows forward and rows back, each with C elements. */
 static void check_bytes(dt_ctx *ctx, const layer *l, size_t bytes, int passes) {
     const dt_routing *r = l->routing;
     int64_t away = 0, at_home = 0, held = E / l->j->ep, me = dt_comm_rank(l->mesh.ep);
@@ -297,8 +297,8 @@ static void check_bytes(dt_ctx *ctx, const layer *l, size_t bytes, int passes) {
     CHECK(dt_comm_bytes(ctx, DT_AXIS_CP) == 0);
 }
 
-/* Tokens are gathered once, their gradients and gates' are scattered: what tp sends in both
-   directions. */
+/* tp traffic of forward and backward: tokens are gathered once; the gradients of tokens and gates
+   are reduce-scattered. */
 static void check_tp_bytes(dt_ctx *ctx, const layer *l, int B, size_t before) {
     const job *j = l->j;
     if (j->recompute || dt__narrow(j->dtype)) return;
@@ -334,7 +334,7 @@ static void run_step(dt_ctx *ctx, layer *l, double *dy, dt_tensor *x, double *ex
     check_bytes(ctx, l, ep, j->recompute ? 3 : 2);
     check_tp_bytes(ctx, l, (int)x->shape.d[0], tp);
     if (j->dry) return;
-    /* without sequence parallelism the ranks of tp have one loss */
+    /* without sequence parallelism the tp ranks have the same loss */
     keep_counts(l, counts, value, experts);
 }
 
@@ -345,7 +345,7 @@ static dt_status layer_main(dt_ctx *ctx, void *user) {
     int B = 0, own = 0;
     if (j->dry) dt_dry_begin(ctx, &j->dries[dt_ctx_rank(ctx)]);
     layer l = layer_make(ctx, j);
-    /* another rank has the same */
+    /* copy: another rank has equal values */
     int n = tokens_of(j, &l.mesh, at, &B, &own), copy = !j->sp && l.mesh.coord.tp > 0;
     double *x = (double *)calloc(3 * N_X, sizeof *x), *dy = x + N_X, *got = dy + N_X, experts[E];
     int32_t *places = (int32_t *)calloc(S * T, sizeof *places);
@@ -377,7 +377,7 @@ static dt_status layer_main(dt_ctx *ctx, void *user) {
             j->out->dx[(at[i / C].s * T + at[i / C].t) * C + i % C] = got[i];
     }
     const dt_routing *r = dt_error(ctx) == DT_OK && !j->dry ? l.routing : NULL;
-    /* those of this rank, of those inside */
+    /* choices of this rank's tokens, from the routing of all tokens inside the tp region */
     for (int i = 0; r && !copy && i < n * (int)r->k; i++) {
         int t = i / (int)r->k, from = j->sp ? l.mesh.coord.tp * own : 0;
         int inside = t / own * (int)r->tokens + from + t % own;
@@ -397,7 +397,7 @@ static dt_status layer_main(dt_ctx *ctx, void *user) {
         dt_read(l.bias, host);
         values_of(l.bias->dtype, host, E, j->out->bias);
     }
-    if (r && !j->steps) { /* y once more, without gradients */
+    if (r && !j->steps) { /* compute y again under dt_no_grad */
         dt_reset(ctx);
         dt_no_grad(ctx, 1);
         l.counts = NULL;
@@ -412,7 +412,7 @@ static dt_status layer_main(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-/* For the main thread. */
+/* Only for the main thread: returns a static buffer. */
 static const char *job_text(const job *j) {
     static char text[200];
     snprintf(text, sizeof text, "ep %d tp %d%s cp %d kind %d, k %d, capacity %g%s%s%s%s, %s", j->ep,
@@ -443,7 +443,7 @@ static int same_counts(const result *a, const result *b) {
            a->choices == b->choices;
 }
 
-/* The first array that is further than tol, or NULL. */
+/* Names the first array that differs by more than tol; NULL if none. */
 static const char *differs(const result *a, const result *b, double tol) {
     if (!(distance(a->y, b->y, N_X) <= tol)) return "y";
     if (!(distance(a->dx, b->dx, N_X) <= tol)) return "dx";
@@ -463,10 +463,11 @@ static void check_layout(job j, const result *one, double tol) {
     if (!run_job(&j, &out)) return;
     const char *why = differs(&out, one, tol);
     CHECK_MSG(!why, "%s: %s", job_text(&j), why);
-    CHECK_MSG(same_counts(&out, one), "%s: other choices, counts or drops", job_text(&j));
+    CHECK_MSG(same_counts(&out, one), "%s: choices, counts or drops differ", job_text(&j));
 }
 
-/* ep x tp x cp, every kind that orders tokens otherwise, dropless and two capacities, k 1 to 3. */
+/* ep x tp x cp, every cp kind with a different token order, dropless and two capacities, k 1 to
+   3. */
 static void test_layouts(void) {
     static result one;
     static const double capacity[3] = { 0, 1, 0.55 };
@@ -498,9 +499,9 @@ static void test_layouts(void) {
     }
 }
 
-/* Places that are given, ranks without tokens, and the same again by recompute, in halves and
-   outside of a block. */
-static void test_ways(void) {
+/* Given positions, and ranks without tokens; and the same with recomputation, in halves and outside
+   a block. */
+static void test_variants(void) {
     static result one, out;
     job j = { .ep = 1,
         .tp = 1,
@@ -529,20 +530,20 @@ static void test_ways(void) {
             plain.kind = DT_CP_ZIGZAG;
         }
         run_job(&plain, &one);
-        for (int way = 0; way < 4; way++) { /* the same bits */
+        for (int way = 0; way < 4; way++) { /* must give equal bits */
             job other = plain;
             other.recompute = way == 0 || way == 3;
             other.halves = way == 1 || way == 3;
-            /* a root drops nothing, so it sends as much only without sp */
+            /* the root frees no gathered tensor, so its traffic is equal only without sp */
             other.plain = way == 2 && !layout;
             if (!run_job(&other, &out)) continue;
-            CHECK_MSG(!differs(&out, &one, 0) && same_counts(&out, &one), "%s: other bits",
+            CHECK_MSG(!differs(&out, &one, 0) && same_counts(&out, &one), "%s: bits differ",
                 job_text(&other));
         }
     }
 }
 
-/* The same over messages, and over processes, which write into memory that they share. */
+/* The same over messages, and over processes that write to shared memory. */
 static void test_ranks(void) {
     static result one;
     result *shared =
@@ -564,13 +565,13 @@ static void test_ranks(void) {
         other.procs = way == 0;
         if (!run_job(&other, shared)) continue;
         CHECK_MSG(!differs(shared, &one, 1e-12) && same_counts(shared, &one),
-            "way %d: other results", way);
+            "way %d: results differ", way);
     }
     munmap(shared, sizeof one);
 }
 
-/* bf16 and f16 from the same numbers; f32 closer. Outputs are sums of some 10 terms, rounded a few
-   times. */
+/* bf16, f16 and f32 from equal inputs, with tolerances for outputs that are sums of about 10
+   products, rounded a few times. */
 static void test_types(void) {
     static result wide, out;
     static const struct {
@@ -594,12 +595,12 @@ static void test_types(void) {
         if (!run_job(&j, &out)) continue;
         const char *why = differs(&out, &wide, types[i % 3].tol);
         CHECK_MSG(!why, "%s: %s", job_text(&j), why);
-        CHECK_MSG(same_counts(&out, &wide), "%s: other choices", job_text(&j));
+        CHECK_MSG(same_counts(&out, &wide), "%s: choices differ", job_text(&j));
     }
 }
 
-/* Balancing without a loss: the bias after three steps, from the counts of all ranks; equal in
-   every layout. */
+/* Balancing without an auxiliary loss: the bias after three steps follows from the counts of all
+   ranks and is equal in every layout. */
 static void test_balance(void) {
     static result one, out;
     job j = { .ep = 1, .tp = 1, .cp = 1, .k = 2, .dtype = DT_F64, .biased = 1, .steps = 3 };
@@ -613,12 +614,12 @@ static void test_balance(void) {
         other.cp = 1 + i / 4;
         other.kind = other.cp > 1 ? DT_CP_ZIGZAG : 0;
         if (!run_job(&other, &out)) continue;
-        CHECK_MSG(
-            memcmp(out.bias, one.bias, sizeof one.bias) == 0, "%s: other biases", job_text(&other));
+        CHECK_MSG(memcmp(out.bias, one.bias, sizeof one.bias) == 0, "%s: biases differ",
+            job_text(&other));
     }
     j.dtype = DT_BF16;
     run_job(&j, &out);
-    CHECK(fabs(out.bias[0] - one.bias[0]) < 1e-6); /* f32, not bf16 */
+    CHECK(fabs(out.bias[0] - one.bias[0]) < 1e-6); /* the bias is f32, not bf16 */
 }
 
 static dt_status signs_main(dt_ctx *ctx, void *user) {
@@ -662,7 +663,7 @@ static void check_stored(stored s, const char *name, const void *got) {
     dt_shape shape = DT_SCALAR;
     const double *want = array_of(s, name, &shape);
     double d = want && got ? distance((const double *)got, want, dt_count(shape)) : NAN;
-    CHECK_MSG(d <= 1e-12, "case %d: %s is %g away", s.i, name, d);
+    CHECK_MSG(d <= 1e-12, "case %d: %s differs by %g", s.i, name, d);
 }
 
 static dt_status stored_main(dt_ctx *ctx, void *user) {
@@ -689,7 +690,7 @@ static dt_status stored_main(dt_ctx *ctx, void *user) {
     int same = 1;
     for (int64_t i = 0; i < r->batch * r->tokens * r->k; i++)
         same &= r->choices[i] == (int32_t)choices[i];
-    CHECK_MSG(same, "case %d: other choices", s.i);
+    CHECK_MSG(same, "case %d: choices differ", s.i);
     check_stored(s, "gates", r->gates->data);
     check_stored(s, "y", y->data);
     check_stored(s, "dx", x->grad);
@@ -702,7 +703,8 @@ static dt_status stored_main(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-/* All tokens as one sequence: theirs of all, which counts in f32. */
+/* All tokens as one sequence: then the loss equals transformers' balance loss, which is computed in
+   f32. */
 static dt_status balance_main(dt_ctx *ctx, void *user) {
     stored s = *(stored *)user;
     dt_tensor *x = stored_input(ctx, s, "x"), *w = stored_input(ctx, s, "w");
@@ -746,7 +748,7 @@ typedef struct fd {
 
 static dt_shape fd_shape(int part, int i) {
     if (part <= FD_ROUTER_ONE) return i == 0 ? DT_SHAPE(FD_B, FD_T, FD_C) : DT_SHAPE(FD_E, FD_C);
-    if (part == FD_EXPERT) /* rows, w1 of two output dimensions, b1 */
+    if (part == FD_EXPERT) /* rows, w1 with two output dimensions, b1 */
         return i == 0   ? DT_SHAPE(2 * FD_B * FD_T, FD_C)
                : i == 1 ? DT_SHAPE(FD_E, 2, FD_F, FD_C)
                         : DT_SHAPE(FD_E, 2, FD_F);
@@ -755,7 +757,7 @@ static dt_shape fd_shape(int part, int i) {
 
 static int fd_inputs(int part) { return part == FD_EXPERT ? 3 : 2; }
 
-/* The loss of one part, with what leads to it fixed. */
+/* The loss of one part of the layer; the inputs of the part are fixed. */
 static dt_tensor *fd_loss(dt_ctx *ctx, fd *f, dt_tensor **in) {
     double x[FD_B * FD_T * FD_C], w[FD_E * FD_C];
     for (int i = 0; i < FD_B * FD_T * FD_C; i++) x[i] = number(50, (uint32_t)i);
@@ -781,7 +783,7 @@ static dt_tensor *fd_loss(dt_ctx *ctx, fd *f, dt_tensor **in) {
     return dot(dt_combine(in[0], r), f->weight);
 }
 
-/* The value of the whole loss; grad: not NULL: receives the gradients. */
+/* Returns the loss. If grad is not NULL, it receives the gradients. */
 static double fd_value(dt_ctx *ctx, fd *f, double grad[FD_IN][FD_MOST]) {
     dt_tensor *in[FD_IN] = { NULL };
     for (int i = 0; i < fd_inputs(f->part); i++)
@@ -816,8 +818,8 @@ static dt_status fd_main(dt_ctx *ctx, void *user) {
                 f.in[i][e] = at;
                 worst = fmax(worst, fabs(slope - grad[i][e]) / (1 + fabs(slope)));
             }
-            CHECK_MSG(
-                worst < 1e-8, "part %d, input %d: %g from finite differences", f.part, i, worst);
+            CHECK_MSG(worst < 1e-8, "part %d, input %d: differs from finite differences by %g",
+                f.part, i, worst);
         }
     }
     return dt_error(ctx);
@@ -825,7 +827,7 @@ static dt_status fd_main(dt_ctx *ctx, void *user) {
 
 // ==== Extremes ==================================================================================
 
-/* All tokens to one expert: on ranks that hold others nothing comes, and their gradients are
+/* All tokens choose one expert: ranks with other experts receive no rows, and their gradients are
    zero. */
 static void test_one_expert(void) {
     static result one, out;
@@ -844,7 +846,7 @@ static void test_one_expert(void) {
         other.recompute = ep == 4;
         check_layout(other, &one, 1e-12);
     }
-    j.capacity = 1e-6; /* room for one choice of each sequence */
+    j.capacity = 1e-6; /* capacity for one choice per sequence */
     if (!run_job(&j, &one)) return;
     CHECK(one.dropped == S * (T - 1) && one.counts[full] == S * T);
     for (int s = 0; s < S; s++)
@@ -856,7 +858,8 @@ static void test_one_expert(void) {
     if (run_job(&j, &out)) CHECK(same_counts(&out, &one) && !differs(&out, &one, 1e-12));
 }
 
-/* First choices are served before second ones: with room for all first ones these are all there. */
+/* First choices have priority over second choices: if the capacity suffices for all first choices,
+   none of them is dropped. */
 static void test_order(void) {
     static result free_of_drops, out;
     job j = { .ep = 1, .tp = 1, .cp = 1, .k = 3, .dtype = DT_F64 };
@@ -873,11 +876,12 @@ static void test_order(void) {
                     wrong += out.chosen[at] != (left[e]-- > 0 ? e : -1);
                 }
         }
-        CHECK_MSG(wrong == 0, "capacity %g: %d choices", capacity, wrong);
+        CHECK_MSG(wrong == 0, "capacity %g: %d first choices were dropped", capacity, wrong);
     }
 }
 
-/* k = E: every expert, gates are the probabilities; E = 1: gate 1; ties: the lowest experts. */
+/* k = E: every expert is chosen, and the gates are the probabilities. E = 1: the gate is 1. Ties:
+   the lowest experts. */
 static dt_status extremes_main(dt_ctx *ctx, void *user) {
     (void)user;
     double x[6] = { 1, 2, 3, -1, 0, 2 }, w[9] = { 0.3, -0.2, 0.5, 0.1, 0.2, -0.4, 0, 0.7, 0.1 },
@@ -901,7 +905,7 @@ static dt_status extremes_main(dt_ctx *ctx, void *user) {
         CHECK(one->choices[t] == 0 && ((double *)one->gates->data)[t] == 1);
         CHECK(tie->choices[2 * t] == 0 && tie->choices[2 * t + 1] == 1);
     }
-    /* a bias chooses, and does not weigh */
+    /* a bias changes the choice, not the gates */
     double push[3] = { -9, 0, 9 };
     dt_tensor *bias = dt_input(ctx, DT_F64, DT_SHAPE(3), push);
     dt_routing *pushed = dt_route(
@@ -913,8 +917,8 @@ static dt_status extremes_main(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-/* No tokens at all, on any rank: shapes of 0 rows go through, and gradients are there. */
-static dt_status nothing_main(dt_ctx *ctx, void *user) {
+/* No tokens on any rank: tensors with 0 rows work, and gradients exist. */
+static dt_status no_tokens_main(dt_ctx *ctx, void *user) {
     (void)user;
     dt_mesh m = dt_mesh_make(ctx, (dt_mesh_desc){ .ep = 2 });
     dt_tensor *w = dt_param(ctx, "w", DT_SHAPE(2, 3), DT_NORMAL(1));
@@ -934,7 +938,7 @@ static dt_status nothing_main(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-/* What a gradient was a step ago is gone, also where an expert has no rows. */
+/* No gradient of the previous step remains, also for an expert without rows. */
 static dt_status stale_main(dt_ctx *ctx, void *user) {
     (void)user;
     double x[2] = { 1, 2 }, away[2] = { -1, -2 }, ones[2] = { 1, 1 };
@@ -960,7 +964,7 @@ static dt_status stale_main(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-/* A dry run sees an even load and the bytes of one. */
+/* A dry run assumes an even load, and reports the bytes of an even load. */
 static void test_dry(void) {
     static result out;
     for (int i = 0; i < 4; i++) {
@@ -1176,7 +1180,7 @@ static dt_status indivisible_main(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-static dt_status uncut_main(dt_ctx *ctx, void *user) {
+static dt_status unsharded_experts_main(dt_ctx *ctx, void *user) {
     (void)user;
     dt_mesh m = dt_mesh_make(ctx, (dt_mesh_desc){ .cp = 2 });
     dt_tensor *x = shaped(ctx, DT_F32, DT_SHAPE(2, 3, 3));
@@ -1196,7 +1200,7 @@ static void test_refusals(void) {
     CHECK_MSG(report.status == DT_ERR_SHAPE &&
                   strstr(report.text, "3 experts over ep 2; use a multiple of 2"),
         "%s", report.text);
-    report = run(2, uncut_main, NULL);
+    report = run(2, unsharded_experts_main, NULL);
     CHECK_MSG(report.status == DT_ERR_SHAPE && strstr(report.text, "zigzag over cp 2"), "%s",
         report.text);
     CHECK(dt_route_update_bias(NULL, NULL, 1, NULL, 0) == DT_ERR_ARG &&
@@ -1208,18 +1212,18 @@ int main(int argc, char **argv) {
     if (argc > 1) golden_folder = argv[1];
     quiet = *dt_host_default();
     quiet.log = silent;
-    quiet.alloc = unclean;
+    quiet.alloc = alloc_nan_filled;
     test_stored();
     CHECK(run(1, fd_main, NULL).status == DT_OK);
     CHECK(run(1, extremes_main, NULL).status == DT_OK);
-    CHECK(run(2, nothing_main, NULL).status == DT_OK);
+    CHECK(run(2, no_tokens_main, NULL).status == DT_OK);
     CHECK(run(1, signs_main, NULL).status == DT_OK);
     CHECK(run(1, stale_main, NULL).status == DT_OK);
     dry_one dry = { .recompute = 0 };
     CHECK(run(1, dry_main, &dry).status == DT_OK);
     test_one_expert();
     test_order();
-    test_ways();
+    test_variants();
     test_layouts();
     test_ranks();
     test_types();

@@ -1,10 +1,10 @@
 /* test_parallel.c - dt_parallel.h: the mesh, every row of the table of placements, the order of
    data, samplers, texts
 
-   Ranks are threads. Placements are checked by their meaning: what the ranks hold before a move is
-   turned into the one full tensor it stands for, and so is what they hold after it; both must be
-   the same tensor. Gradients likewise, by the dual placements. Numbers there are small multiples of
-   1/4, so that sums are exact in f32 and checks are ==. The sampler's orders are PyTorch's
+   Ranks are threads. Placements are checked by their definition: the test reconstructs the full
+   tensor from the ranks' local tensors before and after a redistribution, and both must be equal.
+   Gradients are checked the same way with the dual placements. Values are small multiples of 1/4,
+   so sums are exact in f32 and checks use ==. The sampler's orders are compared with PyTorch's
    (golden/make_sampler.py).
 
    test_parallel [FOLDER]     the stored orders, tests/golden */
@@ -22,7 +22,7 @@
 
 // ==== Helpers ===================================================================================
 
-/* Expected failures must not fill the screen: this table logs nothing. main fills it. */
+/* A host table that logs nothing, because most failures here are expected. Set by main. */
 static dt_host quiet;
 
 static void silent(void *user, int level, int rank, const char *text) {
@@ -50,7 +50,7 @@ static double quarter(uint32_t a, uint32_t b, uint32_t c) {
     return ((double)(mix(a, b, c) % 33) - 16) / 4;
 }
 
-/* What kills a process must not kill the test: fn runs in a child. */
+/* Runs fn in a child process and returns 1 unless it crashes. */
 static int survives(void (*fn)(void)) {
     int status = -1;
     pid_t child = fork();
@@ -75,8 +75,8 @@ static void sizes_of(dt_mesh_desc s, int out[AXES]) {
     out[AXIS_TP] = s.tp;
 }
 
-/* Coordinates by counting ranks as an odometer does: no formula that could share a mistake with the
-   library's. */
+/* Computes coordinates by counting ranks as an odometer does, so that no formula is shared with the
+   library. */
 static void coordinates(const int sizes[AXES], int rank, int at[AXES]) {
     memset(at, 0, AXES * sizeof *at);
     while (rank-- > 0) {
@@ -86,8 +86,8 @@ static void coordinates(const int sizes[AXES], int rank, int at[AXES]) {
     }
 }
 
-/* The group must hold exactly the ranks whose other coordinates are mine, ascending; one rank alone
-   is NULL. */
+/* The group must hold exactly the ranks whose coordinates on all other axes equal mine, in
+   ascending order. A group of one rank is NULL. */
 static void check_group(
     dt_comm *comm, const int sizes[AXES], int world, int me, unsigned axes, const char *name) {
     int mine[AXES], other[AXES], n = 0, right = 1;
@@ -102,13 +102,13 @@ static void check_group(
                 dt_comm_rank(comm));
         right &= dt_comm_world_rank(comm, n++) == q || n == 1;
     }
-    CHECK_MSG(
-        right && dt_comm_size(comm) == n, "%s: other members of rank %d of %d", name, me, world);
+    CHECK_MSG(right && dt_comm_size(comm) == n, "%s: wrong members in the group of rank %d of %d",
+        name, me, world);
     CHECK_MSG(
         (n == 1) == (comm == NULL), "%s: %d ranks, group %s", name, n, comm ? "made" : "NULL");
 }
 
-/* What a group sends must count under its axis and no other. */
+/* A group's traffic must count under its axis only. */
 static void check_axis(dt_ctx *ctx, dt_comm *comm, dt_axis axis) {
     size_t before[DT_AXES], n = (size_t)dt_comm_size(comm);
     float buffer[64];
@@ -150,7 +150,7 @@ static dt_status mesh_main(dt_ctx *ctx, void *user) {
     check_axis(ctx, m.ep, DT_AXIS_EP);
     check_axis(ctx, m.cp, DT_AXIS_CP);
     check_axis(ctx, m.tp, DT_AXIS_TP);
-    check_axis(ctx, m.data, DT_AXIS_DP); /* gradients count as dp whatever axes their group has */
+    check_axis(ctx, m.data, DT_AXIS_DP); /* gradients count as dp, whichever axes the group spans */
     CHECK(!m.tp || strcmp(dt_comm_name(m.tp), "tp") == 0);
     CHECK(!m.dp || strcmp(dt_comm_name(m.dp), "dp") == 0);
     return dt_error(ctx);
@@ -167,7 +167,7 @@ static void test_mesh(void) {
         mesh_case c = { s, s };
         if (world > 12) continue;
         if (code % 2) c.asked.dp = 0;  /* derived */
-        if (s.cp == 1) c.asked.cp = 0; /* 0 is 1 */
+        if (s.cp == 1) c.asked.cp = 0; /* 0 means 1 */
         if (s.ep == 1) c.asked.ep = 0;
         if (s.tp == 1) c.asked.tp = 0;
         if (s.pp == 1) c.asked.pp = 0;
@@ -185,8 +185,8 @@ static dt_status bad_mesh_main(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-/* NULL if the text of a refusal holds the number of ranks and a choice that is legal, else what is
-   wrong with it. */
+/* Returns NULL if an error text names the number of ranks and proposes legal sizes, else says what
+   is wrong. */
 static const char *wrong_choice(dt_mesh_desc asked, int ranks, const char *text) {
     char number[24], ignored[300];
     int dp = 0;
@@ -195,19 +195,20 @@ static const char *wrong_choice(dt_mesh_desc asked, int ranks, const char *text)
     if (!strstr(text, number)) return "the number of ranks is missing";
     const char *use = strstr(text, "use ");
     if (ranks < 1) return NULL;
-    if (!use) return "no choice";
+    if (!use) return "the text proposes nothing";
     if (sscanf(use, "use dp %d", &dp) == 1)
         asked.dp = dp;
     else if (sscanf(use, "use %lld ranks", &other) == 1)
         ranks = (int)other;
     else
-        return "no choice";
+        return "the text proposes nothing";
     return dt_mesh_resolve(&asked, ranks, ignored, sizeof ignored) == DT_OK
                ? NULL
-               : "the choice is refused too";
+               : "the proposal is refused, too";
 }
 
-/* NULL if dt_mesh_resolve is right about these sizes. text: 300 bytes. */
+/* Returns NULL if dt_mesh_resolve is correct for these sizes, else says what is wrong. text: 300
+   bytes. */
 static const char *wrong_sizes(dt_mesh_desc asked, int ranks, char *text) {
     dt_mesh_desc s = asked;
     int tp = s.tp ? s.tp : 1, cp = s.cp ? s.cp : 1, pp = s.pp ? s.pp : 1, ep = s.ep ? s.ep : 1;
@@ -222,7 +223,7 @@ static const char *wrong_sizes(dt_mesh_desc asked, int ranks, char *text) {
     return status == DT_ERR_ARG ? wrong_choice(asked, ranks, text) : "accepted";
 }
 
-/* All sizes up to 4 on up to 12 ranks; the first that is wrong is printed. */
+/* Tests all sizes up to 4 on up to 12 ranks; prints the first failure. */
 static void test_all_sizes(void) {
     char text[300] = "", first[500] = "";
     int wrong = 0, all = 0;
@@ -238,7 +239,7 @@ static void test_all_sizes(void) {
                 snprintf(first, sizeof first, "%s: dp %d tp %d cp %d pp %d ep %d on %d: %s", why,
                     s.dp, s.tp, s.cp, s.pp, s.ep, ranks, text);
         }
-    CHECK_MSG(wrong == 0, "%d of %d sizes; the first: %s", wrong, all, first);
+    CHECK_MSG(wrong == 0, "%d of %d mesh sizes fail; the first: %s", wrong, all, first);
 }
 
 static void test_mesh_sizes(void) {
@@ -263,10 +264,10 @@ static void test_mesh_sizes(void) {
     CHECK(report.status == DT_ERR_ARG && strstr(report.text, "tp 3"));
 }
 
-// ==== 2. Placements: every row against its meaning ==============================================
+// ==== 2. Placements: every row of the table against its definition ==============================
 
 enum { MAX_N = 4, MAX_COUNT = 512 };
-enum { NOTHING = 0, ALL_REDUCE, SHARES, ALL_TO_ALL }; /* what a row moves */
+enum { NOTHING = 0, ALL_REDUCE, SHARES, ALL_TO_ALL }; /* the collective that a row uses */
 
 typedef struct row {
     int from, to, forward, backward;
@@ -291,8 +292,8 @@ static size_t bytes_moved(int kind, size_t full, size_t n) {
     return kind == ALL_TO_ALL ? full / n / n * (n - 1) : 0;
 }
 
-/* What the ranks hold, as doubles: [rank][element]. Twice used, twice weighed: the gradients of two
-   uses add up. */
+/* The ranks' local values as doubles, [rank][element]. y is used twice with different weights w, so
+   that the gradients of two uses must add up. */
 typedef struct held {
     double x[MAX_N][MAX_COUNT], y[MAX_N][MAX_COUNT], dx[MAX_N][MAX_COUNT], w[2][MAX_N][MAX_COUNT];
 } held;
@@ -309,7 +310,8 @@ static dt_placement dual(dt_placement p) {
     return p.kind == DT_PLACEMENT_PARTIAL ? DT_COPY : p;
 }
 
-/* Which of n parts along dim holds element e of the full tensor, and where in it. */
+/* Finds which of n shards along dim holds element e of the full tensor, and the element's local
+   index. */
 static void locate(dt_shape full, int dim, int n, int e, int *part, int *local) {
     int coordinate[DT_MAX_DIMS] = { 0 }, rest = e, extent;
     for (int i = full.nd - 1; i >= 0; i--) {
@@ -324,7 +326,7 @@ static void locate(dt_shape full, int dim, int n, int e, int *part, int *local) 
                  (i == dim ? coordinate[i] % extent : coordinate[i]);
 }
 
-/* Element e of the full tensor that n ranks stand for, when they hold `at` in that placement. */
+/* Element e of the full tensor that the local tensors `at` of n ranks represent in a placement. */
 static double meaning(dt_shape full, dt_placement place, int n, double at[][MAX_COUNT], int e) {
     int part, local;
     double sum = 0;
@@ -337,7 +339,7 @@ static double meaning(dt_shape full, dt_placement place, int n, double at[][MAX_
     return sum;
 }
 
-/* Where all ranks hold the whole value, all must hold the same. */
+/* 1 unless a replicated value differs between ranks. */
 static int consistent(dt_shape full, dt_placement place, int n, double at[][MAX_COUNT]) {
     if (place.kind != DT_PLACEMENT_REPLICATE && place.kind != DT_PLACEMENT_COPY) return 1;
     for (int r = 1; r < n; r++)
@@ -349,7 +351,7 @@ static void check_move(const move_case *c, int n, held *h) {
     static const char *const names[] = { "REPLICATE", "COPY", "SHARD", "PARTIAL" };
     int forward = consistent(c->full, c->to, n, h->y),
         backward = consistent(c->full, dual(c->from), n, h->dx);
-    int first = 1; /* where only one rank's part is not zero, it is rank 0's */
+    int first = 1; /* if the placement allows one nonzero partial value, rank 0 must hold it */
     for (int e = 0; e < (int)dt_count(c->full); e++) {
         double value = meaning(c->full, c->from, n, h->x, e);
         double up = meaning(c->full, dual(c->to), n, h->w[0], e) +
@@ -360,12 +362,12 @@ static void check_move(const move_case *c, int n, held *h) {
         if (c->from.kind == DT_PLACEMENT_COPY) first &= h->dx[0][e] == up;
     }
     CHECK_MSG(forward && backward && first,
-        "%s %d -> %s %d, %s %s over %d: forward %d, backward %d, rank 0 keeps %d",
+        "%s %d -> %s %d, %s %s over %d: ok: forward %d, backward %d, value on rank 0 %d",
         names[c->from.kind], c->from.dim, names[c->to.kind], c->to.dim, dt_dtype_name(c->dtype),
         dt__shape_text(c->full).s, n, forward, backward, first);
 }
 
-/* A user's op: the sum of x[i] w[i], whose gradient is w. */
+/* A user's op: the sum of x[i] w[i]; its gradient is w. */
 typedef struct dot_saved {
     const double *w;
 } dot_saved;
@@ -415,7 +417,7 @@ static void keep(const dt_tensor *t, const void *from, double *to) {
     for (int64_t i = 0; from && i < dt_count(t->shape); i++) to[i] = element(from, t->dtype, i);
 }
 
-static int whole_and_same(dt_placement p) {
+static int is_replicated(dt_placement p) {
     return p.kind == DT_PLACEMENT_REPLICATE || p.kind == DT_PLACEMENT_COPY;
 }
 
@@ -424,11 +426,11 @@ static void one_move(dt_ctx *ctx, dt_comm *comm, const move_case *c, const row *
     dt_shape in = local_shape(c->full, c->from, n), out = local_shape(c->full, c->to, n);
     uint32_t salt = (uint32_t)c->number * 8;
     for (int e = 0; e < (int)dt_count(in); e++)
-        h->x[me][e] = quarter(salt, whole_and_same(c->from) ? 0 : (uint32_t)me, e);
-    for (int k = 0; k < 2; k++) /* what arrives at y is placed as the dual of y */
+        h->x[me][e] = quarter(salt, is_replicated(c->from) ? 0 : (uint32_t)me, e);
+    for (int k = 0; k < 2; k++) /* the gradient of y has the dual placement of y */
         for (int e = 0; e < (int)dt_count(out); e++)
             h->w[k][me][e] =
-                quarter(salt + 1 + (uint32_t)k, whole_and_same(dual(c->to)) ? 0 : (uint32_t)me, e);
+                quarter(salt + 1 + (uint32_t)k, is_replicated(dual(c->to)) ? 0 : (uint32_t)me, e);
     dt_tensor *x = dt_require_grad(input_of(ctx, c->dtype, in, h->x[me]));
     size_t full = (size_t)dt_count(c->full) * dt_dtype_size(c->dtype), size = (size_t)n;
     size_t before = dt_comm_bytes(ctx, DT_AXIS_TP);
@@ -440,7 +442,7 @@ static void one_move(dt_ctx *ctx, dt_comm *comm, const move_case *c, const row *
     CHECK_MSG(between - before == bytes_moved(r->forward, full, size), "row %d forward sent %zu",
         (int)(r - rows), between - before);
     keep(y, y->data, h->y[me]);
-    keep(x, x->data, h->dx[me]); /* x itself is as it was */
+    keep(x, x->data, h->dx[me]); /* x is unchanged */
     CHECK(memcmp(h->dx[me], h->x[me], (size_t)dt_count(in) * sizeof(double)) == 0);
     between = dt_comm_bytes(ctx, DT_AXIS_TP);
     dt_backward(dt_add(dot(y, h->w[0][me]), dot(again, h->w[1][me])));
@@ -454,7 +456,7 @@ static void one_move(dt_ctx *ctx, dt_comm *comm, const move_case *c, const row *
     dt_reset(ctx);
 }
 
-static int cuttable(dt_shape full, int kind, int dim, int n) {
+static int can_shard(dt_shape full, int kind, int dim, int n) {
     if (kind != DT_PLACEMENT_SHARD) return dim == 0;
     return full.d[dim] % n == 0;
 }
@@ -473,7 +475,7 @@ static dt_status moves_main(dt_ctx *ctx, void *user) {
         c.full = (dt_shape){ s[0], { s[1], s[2], s[3], 2 } };
         for (int a = 0; a < c.full.nd; a++)
             for (int b = 0; b < c.full.nd; b++) {
-                if (!cuttable(c.full, r->from, a, n) || !cuttable(c.full, r->to, b, n)) continue;
+                if (!can_shard(c.full, r->from, a, n) || !can_shard(c.full, r->to, b, n)) continue;
                 if (r->from == r->to && a == b) continue;
                 c.from = (dt_placement){ r->from, a };
                 c.to = (dt_placement){ r->to, b };
@@ -484,7 +486,7 @@ static dt_status moves_main(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-/* Identities take no memory, record nothing and send nothing; also in a real group of one. */
+/* Identities allocate, record and send nothing, also in a real group of one rank. */
 static dt_status free_main(dt_ctx *ctx, void *user) {
     static const dt_placement all[] = { { DT_PLACEMENT_REPLICATE, 0 }, { DT_PLACEMENT_COPY, 0 },
         { DT_PLACEMENT_SHARD, 1 }, { DT_PLACEMENT_PARTIAL, 0 } };
@@ -503,10 +505,10 @@ static dt_status free_main(dt_ctx *ctx, void *user) {
     }
     CHECK(dt_memory_used(ctx).allocations == allocations);
     CHECK(dt_redistribute(NULL, world, DT_REPLICATE, DT_COPY) == NULL && dt_error(ctx) == DT_OK);
-    /* the identity does not copy either */
+    /* REPLICATE -> COPY does not copy in the forward */
     dt_tensor *copy = dt_redistribute(x, world, DT_REPLICATE, DT_COPY);
     CHECK(copy && copy->data == x->data && (copy == x) == (dt_comm_size(world) == 1));
-    CHECK(dt_memory_used(ctx).peak[DT_MEM_TEMP] == 0); /* and needs no scratch */
+    CHECK(dt_memory_used(ctx).peak[DT_MEM_TEMP] == 0); /* and uses no scratch memory */
     dt_tensor *all_ids =
         dt_redistribute(dt_input(ctx, DT_I32, DT_SHAPE(2), ids), world, DT_SHARD(0), DT_REPLICATE);
     CHECK(all_ids && dt_count(all_ids->shape) == 2 * dt_comm_size(world) && !all_ids->needs_grad);
@@ -572,10 +574,9 @@ static void test_moves(void) {
 
 enum { FD_PARAMS = 7, FD_COUNT = 32, TOKENS = 6, WIDTH = 3 };
 
-/* A two-layer net over tp, tensor parallel or sequence parallel, whose input is a parameter like
-   the others. */
+/* A two-layer net over tp, tensor parallel or sequence parallel. Its input is a parameter, too. */
 typedef struct net {
-    int sequence, hidden; /* 1: tokens are sharded outside of the two products */
+    int sequence, hidden; /* sequence 1: tokens are sharded outside the two matrix products */
     double grad[MAX_N][FD_PARAMS][FD_COUNT], slope[FD_PARAMS][FD_COUNT];
 } net;
 
@@ -602,7 +603,7 @@ static void net_make(net_rank *r) {
     r->p[P_DOWN_BIAS] = dt_param_at(r->ctx, "down_bias", DT_SHAPE(WIDTH), DT_UNIFORM(0.5), whole);
 }
 
-/* The loss of the whole net; its tensor in *local. */
+/* Returns the loss of the net over all ranks; *local is this rank's loss tensor. */
 static double net_loss(net_rank *r, dt_tensor **local) {
     dt_comm *tp = r->mesh.tp;
     int sp = r->n->sequence, mine = sp ? TOKENS / dt_comm_size(tp) : TOKENS;
@@ -621,7 +622,7 @@ static double net_loss(net_rank *r, dt_tensor **local) {
     return loss;
 }
 
-/* Where this rank holds element e of a full parameter, or -1. */
+/* Local index of element e of a full parameter, or -1 if this rank does not hold it. */
 static int64_t holds(const dt_tensor *t, int64_t e) {
     dt__slice_walk walk = dt__slice_begin(t->param->full, t->param->slice);
     while (dt__slice_next(&walk))
@@ -660,8 +661,9 @@ static dt_status net_main(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-/* Cut parameters have their gradient where they are held, whole ones everywhere; under sequence
-   parallelism each rank's gradient of a whole one is a part, which dt_zero.h sums. */
+/* A sharded parameter has its gradient on the rank that holds the element; a replicated one on
+   every rank. With sequence parallelism the gradient of a replicated parameter is partial on each
+   rank, and dt_zero.h sums it. */
 static void test_net(int ranks, int sequence, int hidden) {
     static const int whole[FD_PARAMS] = { 1, 1, 1, 0, 0, 0, 1 };
     net *n = (net *)calloc(1, sizeof *n);
@@ -695,10 +697,10 @@ static void test_order(void) {
             .micro_batch = b,
             .replicas = R,
             .consumed = code % 5 * 7 };
-        /* of the row 0, 1, .. S-1, 0, 1, .. */
+        /* in the sequence 0, 1, .. S-1, 0, 1, .. */
         int64_t next = o.consumed % o.sequences, epoch = o.consumed / o.sequences;
         for (int step = 1; step <= 7; step++)
-            for (int j = 0; j < a; j++) /* k = (jR + r)b + i ascends as j, then r, then i do */
+            for (int j = 0; j < a; j++) /* k = (jR + r)b + i, in ascending order */
                 for (int r = 0; r < R; r++)
                     for (int i = 0; i < b; i++) {
                         right &= dt_data_order_sequence(o, step, j, r, i) == next;
@@ -719,7 +721,7 @@ static void test_order(void) {
           (int64_t)((__extension__(unsigned __int128)((((int64_t)1 << 40) - 1)) * 1000003u +
                         1000002u) /
                     4000000007u));
-    far.sequences = 3; /* here step times B does not fit into 64 bits, but the epoch does */
+    far.sequences = 3; /* step * B overflows 64 bits here, but the epoch fits */
     far.batch = (int64_t)1 << 31;
     CHECK(dt_data_order_epoch(far, ((int64_t)1 << 32) + 1, 0, 0, 0) == 3074457345618258602);
     far.consumed = (int64_t)1 << 62;
@@ -727,24 +729,25 @@ static void test_order(void) {
           dt_data_order_epoch(far, 1, 0, 1, 0) == 1537228672809129301);
 }
 
-/* A number of any length: as likely small as large, and often the largest. */
-static int64_t any_count(uint64_t *state, int bits) {
+/* A random number with a uniformly drawn bit length; often the largest. */
+static int64_t random_count(uint64_t *state, int bits) {
     *state = *state * 6364136223846793005u + 1442695040888963407u;
     int shift = 64 - bits + (int)(*state >> 40) % bits;
     return (*state >> 33) % 8 == 0 ? INT64_MAX >> (63 - bits) : (int64_t)(*state >> shift);
 }
 
-/* Against 128 bits: no product overflows, whatever the numbers are; and numbers that count nothing
+/* Compares with 128-bit arithmetic: no product may overflow for any arguments. Counts of 0 or below
    are refused. */
-static void test_order_far(void) {
+static void test_order_overflow(void) {
     uint64_t state = 1;
     int wrong = 0;
     for (int n = 0; n < 100000; n++) {
-        dt_data_order o = { 1 + any_count(&state, 62), any_count(&state, 63),
-            (int)any_count(&state, 31), (int)any_count(&state, 31), any_count(&state, 63) };
-        int64_t step = 1 + any_count(&state, 62);
-        int j = (int)any_count(&state, 31), r = (int)any_count(&state, 31),
-            i = (int)any_count(&state, 31);
+        dt_data_order o = { 1 + random_count(&state, 62), random_count(&state, 63),
+            (int)random_count(&state, 31), (int)random_count(&state, 31),
+            random_count(&state, 63) };
+        int64_t step = 1 + random_count(&state, 62);
+        int j = (int)random_count(&state, 31), r = (int)random_count(&state, 31),
+            i = (int)random_count(&state, 31);
         __extension__ unsigned __int128 k =
             (unsigned __int128)(step - 1) * (uint64_t)o.batch + (uint64_t)o.consumed;
         k += ((unsigned __int128)j * (unsigned)o.replicas + (unsigned)r) * (unsigned)o.micro_batch +
@@ -754,7 +757,7 @@ static void test_order_far(void) {
         wrong += dt_data_order_sequence(o, step, j, r, i) != (int64_t)(k % (uint64_t)o.sequences);
         wrong += dt_data_order_epoch(o, step, j, r, i) != (int64_t)epoch;
     }
-    CHECK_MSG(wrong == 0, "%d of 200000 far places of an order are wrong", wrong);
+    CHECK_MSG(wrong == 0, "%d of 200000 large positions of a data order are wrong", wrong);
     dt_data_order one = { 1, 1, 1, 1, 0 };
     CHECK(dt_data_order_sequence(one, 0, 0, 0, 0) == -1 &&
           dt_data_order_epoch(one, INT64_MIN, 0, 0, 0) == 0);
@@ -762,13 +765,14 @@ static void test_order_far(void) {
           dt_data_order_sequence(one, 1, 0, 0, INT32_MIN) == -1);
 }
 
-/* Megatron-LM's rule, in floating point as there. */
+/* Megatron-LM's rule, in floating point as in Megatron-LM. */
 static int64_t plain_ramp(dt_batch_ramp r, int64_t consumed) {
     double share = (double)r.samples / ((double)(r.batch - r.start) / (double)r.incr);
     return consumed >= r.samples ? r.batch : r.start + (int64_t)((double)consumed / share) * r.incr;
 }
 
-/* BLOOM's: 192 to 2048 by 16 over 9,765,625 samples, a share of which is 84,186.42. */
+/* BLOOM's ramp: from 192 to 2048 in steps of 16 over 9,765,625 samples, 84,186.42 samples per
+   size. */
 static void test_ramp_bloom(void) {
     dt_batch_ramp r = { 192, 16, 9765625, 2048 };
     char why[400];
@@ -786,14 +790,14 @@ static void test_ramp_bloom(void) {
         consumed += dt_batch_ramp_size(r, consumed);
     }
     CHECK_MSG(wrong == 0 && step == 12659 && consumed == 9765808,
-        "BLOOM's ramp is over after %lld steps "
-        "and %lld samples, %lld times it is wrong",
+        "BLOOM's ramp ends after %lld steps "
+        "and %lld samples; %lld sizes are wrong",
         (long long)step - 1, (long long)consumed, (long long)wrong);
     CHECK(dt_batch_ramp_consumed(r, step + 10) == consumed + 10 * 2048);
 }
 
-/* All small ramps: accepted is what has only sizes that divide, and what is proposed instead is
-   such a one. */
+/* All small ramps: a ramp is accepted if every batch size is divisible; otherwise the error must
+   propose a ramp that is. */
 static void test_ramp_small(void) {
     int accepted = 0, proposed = 0;
     for (int code = 0; code < 8 * 5 * 12 * 4; code++) {
@@ -808,7 +812,7 @@ static void test_ramp_small(void) {
             (int)r.start, (int)r.incr, (int)r.batch, (int)unit, why);
         accepted += (int)good;
         for (int64_t c = 0; good && c < 10; c++) {
-            /* shares that are over: k / times of samples <= c */
+            /* increments already made: the largest k with k / times * samples <= c */
             int64_t times = (r.batch - r.start) / r.incr;
             while (times > 0 && times * 7 > c * ((r.batch - r.start) / r.incr)) times--;
             if (c >= 7) times = (r.batch - r.start) / r.incr;
@@ -823,21 +827,21 @@ static void test_ramp_small(void) {
         CHECK_MSG(samples == 7 && dt_batch_ramp_check(other, unit, why, sizeof why) == DT_OK,
             "proposed: %s", why);
     }
-    CHECK_MSG(accepted > 100 && proposed > 100, "%d ramps accepted, %d others proposed", accepted,
-        proposed);
+    CHECK_MSG(
+        accepted > 100 && proposed > 100, "%d ramps accepted, %d proposed", accepted, proposed);
 }
 
-/* Any numbers: what is accepted grows from one size to the next, what is refused has a proposal
-   that is accepted. */
-static void test_ramp_far(void) {
+/* Random ramps: an accepted ramp grows from each size to the next; for a refused one the error
+   proposes a ramp that is accepted. */
+static void test_ramp_random(void) {
     uint64_t state = 7;
     int accepted = 0, wrong = 0;
     char why[400], guard[3] = { 'a', 'b', 'c' };
     for (int n = 0; n < 3000; n++) {
-        int64_t unit = 1 + any_count(&state, n % 2 ? 3 : 40),
-                units = 1 + any_count(&state, 1 + n % 62);
-        dt_batch_ramp r = { any_count(&state, 63), any_count(&state, 63), any_count(&state, 63),
-            0 };
+        int64_t unit = 1 + random_count(&state, n % 2 ? 3 : 40),
+                units = 1 + random_count(&state, 1 + n % 62);
+        dt_batch_ramp r = { random_count(&state, 63), random_count(&state, 63),
+            random_count(&state, 63), 0 };
         r.batch = units > INT64_MAX / unit ? unit : unit * units;
         if (n % 5 == 0) r.start = unit, r.incr = unit;
         if (n % 7 == 0) r.samples = -r.samples;
@@ -851,12 +855,12 @@ static void test_ramp_far(void) {
             r = other;
         } else
             wrong++;
-        int64_t step = 1 + any_count(&state, 62), read = dt_batch_ramp_consumed(r, step);
+        int64_t step = 1 + random_count(&state, 62), read = dt_batch_ramp_consumed(r, step);
         int64_t size = dt_batch_ramp_size(r, read), next = dt_batch_ramp_consumed(r, step + 1);
         wrong += size < 1 || size > r.batch || read < 0 ||
                  next != (read > INT64_MAX - size ? INT64_MAX : read + size);
     }
-    CHECK_MSG(wrong == 0 && accepted > 300, "%d of 3000 far ramps are wrong, %d are accepted",
+    CHECK_MSG(wrong == 0 && accepted > 300, "%d of 3000 random ramps are wrong, %d are accepted",
         wrong, accepted);
     dt_batch_ramp r = { 4, 1000000000000, 100, 64 };
     CHECK(dt_batch_ramp_check(r, 1, guard + 1, 0) == DT_ERR_ARG && guard[0] == 'a' &&
@@ -890,16 +894,16 @@ static void test_ramp(void) {
     dt_batch_ramp none = { 0, 0, 0, 12 };
     CHECK(dt_batch_ramp_check(none, 5, why, sizeof why) == DT_OK);
     CHECK(dt_batch_ramp_size(none, 0) == 12);
-    /* two sizes, 7.5e17 steps: not walked one by one */
+    /* two sizes and 7.5e17 steps: must not loop over the steps */
     dt_batch_ramp long_one = { 4, 4, (int64_t)4e18, 8 };
     CHECK(dt_batch_ramp_consumed(long_one, (int64_t)1e12 + 1) == (int64_t)4e12);
     CHECK(dt_batch_ramp_consumed(none, 1) == 0 && dt_batch_ramp_consumed(none, 9) == 96);
     test_ramp_bloom();
     test_ramp_small();
-    test_ramp_far();
+    test_ramp_random();
 }
 
-/* Three ranks that may have a megabyte each. */
+/* Three ranks with a memory limit of 1 MiB each. */
 static dt_status limited_main(dt_ctx *ctx, void *user) {
     size_t more = dt_ctx_rank(ctx) == *(int *)user;
     dt_barrier(dt_world(ctx));
@@ -928,9 +932,8 @@ static void test_limit(void) {
     }
 }
 
-static void order_of_nothing(
-    void) {                    /* what a text that could not be opened leaves in dt_data_order */
-    volatile int64_t zero = 0; /* or the compiler answers the division itself */
+static void order_without_sequences(void) { /* dt_data_order of a text that could not be opened */
+    volatile int64_t zero = 0;              /* volatile: the compiler must not fold the division */
     dt_data_order none = { .sequences = zero, .batch = 4, .micro_batch = 1, .replicas = 1 };
     zero = dt_data_order_sequence(none, 2, 0, 0, 1) + dt_data_order_epoch(none, 2, 0, 0, 1);
 }
@@ -939,12 +942,12 @@ static dt_status tokens_main(dt_ctx *ctx, void *user) {
     int32_t labels[5] = { -1, 0, 7, -100, 255 };
     dt_mesh mesh = dt_mesh_make(ctx, (dt_mesh_desc){ 0 });
     (void)user;
-    size_t n = (size_t)dt_ctx_rank(ctx) + 1; /* 0, 1 and 2 labels count */
+    size_t n = (size_t)dt_ctx_rank(ctx) + 1; /* ranks count 0, 1 and 2 labels */
     CHECK(dt_count_labels(mesh.dp, labels, n) == 3);
     CHECK(dt_count_labels(NULL, labels, 5) == 3 && dt_count_labels(NULL, labels, 0) == 0 &&
           dt_count_labels(NULL, NULL, 0) == 0);
     CHECK(dt_count_labels(mesh.dp, NULL, 0) == 0);
-    CHECK(dt_comm_bytes(ctx, DT_AXIS_DP) == 0); /* scalars are no traffic */
+    CHECK(dt_comm_bytes(ctx, DT_AXIS_DP) == 0); /* scalars do not count as traffic */
     return dt_error(ctx);
 }
 
@@ -952,7 +955,7 @@ static dt_status tokens_main(dt_ctx *ctx, void *user) {
 
 enum { MOST_READ = 2048 };
 
-/* What the rank of d reads in that epoch, and how many. */
+/* Stores the samples that rank d.rank reads in an epoch, and returns their number. */
 static int read_epoch(dt_ctx *ctx, dt_sampler_desc d, int64_t epoch, int64_t *out) {
     dt_sampler *s = dt_sampler_make(ctx, d);
     int64_t sample;
@@ -961,7 +964,8 @@ static int read_epoch(dt_ctx *ctx, dt_sampler_desc d, int64_t epoch, int64_t *ou
     while (n < MOST_READ && (sample = dt_sampler_next(s)) >= 0) out[n++] = sample;
     CHECK(n == dt_sampler_count(s) && dt_sampler_next(s) == -1);
     dt_sampler_state at = dt_sampler_tell(s);
-    CHECK(at.epoch == epoch && at.position == n); /* having asked once more did not move it */
+    /* the call past the end did not move the sampler */
+    CHECK(at.epoch == epoch && at.position == n);
     dt_sampler_free(s);
     return n;
 }
@@ -998,12 +1002,12 @@ static void test_sampler_torch(const char *stored) {
         sum += (double)k * (last = (double)sample);
     CHECK(sum == order[2] && last == order[3]);
     golden_free(g);
-    dt_ctx_free(ctx); /* and the last sampler with it */
+    dt_ctx_free(ctx); /* frees the last sampler, too */
 }
 
-/* The ranks' samples, dealt back, must be one list: each sample once, then the list's own beginning
-   as often as it takes to be a multiple of the ranks; with drop_last as many different ones as the
-   largest such multiple. */
+/* Interleaving the ranks' samples must give a list of all samples, each once, followed by samples
+   from its beginning until the length is a multiple of the number of ranks. With drop_last the list
+   holds different samples only, as many as the largest multiple of the ranks. */
 static void check_dealt(dt_ctx *ctx, dt_sampler_desc d) {
     int64_t list[MOST_READ], mine[MOST_READ];
     int n = (int)d.samples, R = d.replicas, count = d.drop_last ? n / R : (n + R - 1) / R,
@@ -1021,8 +1025,8 @@ static void check_dealt(dt_ctx *ctx, dt_sampler_desc d) {
         right, "%d samples over %d ranks, shuffle %d, drop_last %d", n, R, d.shuffle, d.drop_last);
 }
 
-/* From every place, a sampler that is sent there reads what one reads that was never stopped; into
-   the next epoch. */
+/* A sampler that seeks to any position reads the same samples as an uninterrupted one, into the
+   next epoch, too. */
 static void test_sampler_resume(dt_ctx *ctx) {
     dt_sampler_desc d = { .samples = 17, .replicas = 3, .rank = 1, .seed = 4, .shuffle = 1 };
     int64_t whole[2][MOST_READ], first[MOST_READ];
@@ -1032,7 +1036,8 @@ static void test_sampler_resume(dt_ctx *ctx) {
     CHECK(same < n);
     for (int stop = 0; stop <= n; stop++) {
         dt_sampler *a = dt_sampler_make(ctx, d), *b = dt_sampler_make(ctx, d);
-        CHECK(dt_sampler_next(b) == first[0]); /* it has an order already, and another place */
+        /* b has computed an order already, and is at another position */
+        CHECK(dt_sampler_next(b) == first[0]);
         dt_sampler_set_epoch(a, 6);
         for (int k = 0; k < stop; k++) dt_sampler_next(a);
         dt_sampler_state at = dt_sampler_tell(a);
@@ -1042,7 +1047,7 @@ static void test_sampler_resume(dt_ctx *ctx) {
         right &= dt_sampler_next(b) == -1;
         dt_sampler_set_epoch(b, 7);
         for (int k = 0; k < n; k++) right &= dt_sampler_next(b) == whole[1][k];
-        dt_sampler_set_epoch(b, 6); /* back, from a later one */
+        dt_sampler_set_epoch(b, 6); /* back from a later epoch */
         for (int k = 0; k < n; k++) right &= dt_sampler_next(b) == whole[0][k];
         CHECK_MSG(right, "stopped after %d of %d samples", stop, n);
         dt_sampler_free(a);
@@ -1089,9 +1094,8 @@ static void test_sampler_refused(void) {
     check_seek_refused((dt_sampler_state){ -1, 0 }, "epoch -1");
 }
 
-/* As many samples as there are numbers, in the order of their numbers: no memory, and nothing
-   overflows. */
-static void test_sampler_endless(dt_ctx *ctx) {
+/* INT64_MAX samples in order: needs no memory, and nothing overflows. */
+static void test_sampler_int64_max(dt_ctx *ctx) {
     for (int r = 0; r < 10; r++) {
         size_t before = dt_memory_used(ctx).live[DT_MEM_HOST];
         dt_sampler *s = dt_sampler_make(
@@ -1105,7 +1109,7 @@ static void test_sampler_endless(dt_ctx *ctx) {
     }
 }
 
-static void sampler_of_nothing(void) {
+static void null_sampler(void) {
     dt_sampler_state start = { 0, 0 };
     dt_sampler_free(NULL);
     if (dt_sampler_count(NULL) != 0 || dt_sampler_next(NULL) != -1 ||
@@ -1125,7 +1129,7 @@ static void test_sampler(const char *stored) {
                              .drop_last = code / 252 });
     check_dealt(ctx, (dt_sampler_desc){ .samples = 3, .replicas = 50, .shuffle = 1 });
     test_sampler_resume(ctx);
-    test_sampler_endless(ctx);
+    test_sampler_int64_max(ctx);
     CHECK(dt_error(ctx) == DT_OK);
     dt_ctx_free(ctx);
     test_sampler_refused();
@@ -1135,34 +1139,34 @@ static void test_sampler(const char *stored) {
 
 static char folder[] = "/tmp/dt_test_parallel_XXXXXX";
 
-/* An io table over the default one that counts what is open, cuts reads short, interrupts and
-   refuses them. */
-typedef struct liar {
+/* An I/O table over the default one that counts open files, shortens reads, interrupts them and
+   makes them fail. */
+typedef struct faulty_io {
     dt_io io;
     int open, opened, most, interrupt, reads, fail;
     int64_t more;
-} liar;
+} faulty_io;
 
-static int liar_open(void *user, const char *path, int mode) {
-    liar *l = (liar *)user;
+static int faulty_open(void *user, const char *path, int mode) {
+    faulty_io *l = (faulty_io *)user;
     int fd = dt_io_default()->open(NULL, path, mode);
     l->open += fd >= 0;
     l->opened += fd >= 0;
     return fd;
 }
 
-static int liar_close(void *user, int fd) {
-    ((liar *)user)->open--;
+static int faulty_close(void *user, int fd) {
+    ((faulty_io *)user)->open--;
     return dt_io_default()->close(NULL, fd);
 }
 
-static int64_t liar_size(void *user, int fd) {
+static int64_t faulty_size(void *user, int fd) {
     int64_t size = dt_io_default()->size(NULL, fd);
-    return size < 0 ? size : size + ((liar *)user)->more;
+    return size < 0 ? size : size + ((faulty_io *)user)->more;
 }
 
-static int64_t liar_pread(void *user, int fd, void *buf, size_t bytes, int64_t offset) {
-    liar *l = (liar *)user;
+static int64_t faulty_pread(void *user, int fd, void *buf, size_t bytes, int64_t offset) {
+    faulty_io *l = (faulty_io *)user;
     l->reads++;
     if (l->fail) {
         errno = EIO;
@@ -1176,14 +1180,14 @@ static int64_t liar_pread(void *user, int fd, void *buf, size_t bytes, int64_t o
     return dt_io_default()->pread(NULL, fd, buf, bytes, offset);
 }
 
-static dt_ctx *liar_ctx(liar *l, const dt_host *host) {
+static dt_ctx *faulty_ctx(faulty_io *l, const dt_host *host) {
     memset(l, 0, sizeof *l);
     l->io = *dt_io_default();
     l->io.user = l;
-    l->io.open = liar_open;
-    l->io.close = liar_close;
-    l->io.size = liar_size;
-    l->io.pread = liar_pread;
+    l->io.open = faulty_open;
+    l->io.close = faulty_close;
+    l->io.size = faulty_size;
+    l->io.pread = faulty_pread;
     return dt_ctx_make((dt_ctx_desc){ .host = host, .io = &l->io });
 }
 
@@ -1191,14 +1195,14 @@ typedef struct path {
     char s[96];
 } path;
 
-static path in_folder(const char *name) {
+static path path_in_folder(const char *name) {
     path p;
     snprintf(p.s, sizeof p.s, "%s/%s", folder, name);
     return p;
 }
 
 static path put(const char *name, const unsigned char *bytes, size_t count) {
-    path p = in_folder(name);
+    path p = path_in_folder(name);
     FILE *f = fopen(p.s, "wb");
     CHECK(f && fwrite(bytes, 1, count, f) == count);
     if (f) fclose(f);
@@ -1216,13 +1220,13 @@ static void check_sequences(dt_text *t, const unsigned char *whole, int seq) {
         CHECK(dt_text_read(t, i, ids, labels) == DT_OK);
         for (int k = 0; k < seq; k++)
             right &= ids[k] == whole[i * seq + k] && labels[k] == whole[i * seq + k + 1];
-        if (seq < TEXT_BYTES) right &= labels[seq] == 0x55555555; /* nothing behind the end */
+        if (seq < TEXT_BYTES) right &= labels[seq] == 0x55555555; /* no write past the end */
     }
     CHECK_MSG(right, "sequences of %d tokens", seq);
 }
 
-/* 61 bytes in six files, one of them empty and one of a single byte, so that sequences cross
-   borders. */
+/* 61 bytes in six files, one of them empty and one with a single byte, so that sequences cross file
+   boundaries. */
 static void test_text_files(void) {
     static const int sizes[6] = { 20, 0, 1, 7, 0, 33 };
     unsigned char whole[TEXT_BYTES];
@@ -1238,16 +1242,16 @@ static void test_text_files(void) {
         at += sizes[i];
     }
     for (int seq = 1; seq < TEXT_BYTES; seq++)
-        /* whole reads; short ones; short and interrupted ones */
+        /* full reads; short reads; short and interrupted reads */
         for (int way = 0; way < 3; way++) {
-            liar l;
-            dt_ctx *ctx = liar_ctx(&l, &quiet);
+            faulty_io l;
+            dt_ctx *ctx = faulty_ctx(&l, &quiet);
             l.most = way ? 1 + seq % 3 : 0;
             l.interrupt = way == 2 ? 2 : 0;
             dt_text *t = dt_text_open(ctx, names, 6, seq);
             if (CHECK(t != NULL)) check_sequences(t, whole, seq);
             CHECK(l.open <= 6 && l.opened >= 4); /* an empty file need not be kept */
-            if (way == 1) dt_text_close(t);      /* else the context closes it */
+            if (way == 1) dt_text_close(t);      /* otherwise the context closes it */
             CHECK(way != 1 || l.open == 0);
             dt_ctx_free(ctx);
             CHECK(l.open == 0);
@@ -1257,8 +1261,8 @@ static void test_text_files(void) {
 /* Opens, expects a failure whose text holds `word`. */
 static void check_refused(
     const char *const *names, int files, int seq, dt_status status, const char *word) {
-    liar l;
-    dt_ctx *ctx = liar_ctx(&l, &quiet);
+    faulty_io l;
+    dt_ctx *ctx = faulty_ctx(&l, &quiet);
     CHECK(dt_text_open(ctx, names, files, seq) == NULL);
     CHECK_MSG(dt_error(ctx) == status && strstr(dt_error_text(ctx), word), "'%s' is not in '%s'",
         word, dt_error_text(ctx));
@@ -1271,8 +1275,8 @@ static void check_refused(
 static void test_text_refused(void) {
     path good = put("good", (const unsigned char *)"0123456789", 10);
     path empty = put("empty", (const unsigned char *)"", 0);
-    path one = put("one", (const unsigned char *)"x", 1), missing = in_folder("missing"),
-         where = in_folder("");
+    path one = put("one", (const unsigned char *)"x", 1), missing = path_in_folder("missing"),
+         where = path_in_folder("");
     const char *a[] = { good.s, missing.s }, *b[] = { empty.s }, *c[] = { good.s },
                *d[] = { good.s, where.s };
     const char *e[] = { one.s, empty.s };
@@ -1285,9 +1289,10 @@ static void test_text_refused(void) {
     check_refused(e, 2, 1, DT_ERR_IO, "1 bytes");
     check_refused(c, 0, 4, DT_ERR_ARG, "0 files");
     check_refused(c, 1, 0, DT_ERR_ARG, "0 tokens");
-    liar l;
-    dt_ctx *ctx = liar_ctx(&l, &quiet);
-    dt_text *t = dt_text_open(ctx, c, 1, 9); /* ten bytes are one sequence of nine and a label */
+    faulty_io l;
+    dt_ctx *ctx = faulty_ctx(&l, &quiet);
+    /* ten bytes hold one sequence of nine tokens and its last label */
+    dt_text *t = dt_text_open(ctx, c, 1, 9);
     CHECK(t && dt_text_sequences(t) == 1);
     dt_text_close(t);
     dt_text_close(NULL);
@@ -1295,12 +1300,13 @@ static void test_text_refused(void) {
     dt_ctx_free(ctx);
 }
 
-/* kind 0: the size was a lie; 1: the file is truncated; 2: reads fail; 3, 4: no such sequence */
+/* kind 0: the reported size is wrong; 1: the file is truncated; 2: reads fail; 3, 4: no such
+   sequence */
 static void check_read_fails(int kind, dt_status status, const char *word) {
     path p = put("shrinks", (const unsigned char *)"0123456789", 10);
     const char *names[] = { p.s };
-    liar l;
-    dt_ctx *ctx = liar_ctx(&l, &quiet);
+    faulty_io l;
+    dt_ctx *ctx = faulty_ctx(&l, &quiet);
     int32_t ids[4], labels[4];
     l.more = kind == 0 ? 5 : 0;
     dt_text *t = dt_text_open(ctx, names, 1, 4);
@@ -1318,21 +1324,21 @@ static void check_read_fails(int kind, dt_status status, const char *word) {
     CHECK(l.open == 0);
 }
 
-/* A host table that refuses the k-th allocation and counts what is not given back. */
-typedef struct miser {
+/* A host table that refuses the k-th allocation and counts blocks that are not freed. */
+typedef struct refusing_host {
     dt_host host;
     int left, live;
-} miser;
+} refusing_host;
 
-static void *miser_alloc(void *user, size_t bytes, dt_mem mem) {
-    miser *m = (miser *)user;
+static void *refusing_alloc(void *user, size_t bytes, dt_mem mem) {
+    refusing_host *m = (refusing_host *)user;
     if (m->left-- == 0) return NULL;
     m->live++;
     return dt_host_default()->alloc(NULL, bytes, mem);
 }
 
-static void miser_free(void *user, void *p, size_t bytes, dt_mem mem) {
-    ((miser *)user)->live--;
+static void refusing_free(void *user, void *p, size_t bytes, dt_mem mem) {
+    ((refusing_host *)user)->live--;
     dt_host_default()->free(NULL, p, bytes, mem);
 }
 
@@ -1341,12 +1347,12 @@ static void test_text_memory(void) {
     const char *names[] = { p.s, p.s };
     int refused = 0;
     for (int k = 1, done = 0; !done && k < 50; k++) {
-        miser m = { quiet, k, 0 };
-        liar l;
+        refusing_host m = { quiet, k, 0 };
+        faulty_io l;
         m.host.user = &m;
-        m.host.alloc = miser_alloc;
-        m.host.free = miser_free;
-        dt_ctx *ctx = liar_ctx(&l, &m.host);
+        m.host.alloc = refusing_alloc;
+        m.host.free = refusing_free;
+        dt_ctx *ctx = faulty_ctx(&l, &m.host);
         dt_text *t = dt_text_open(ctx, names, 2, 3);
         done = t != NULL;
         refused += !done;
@@ -1355,17 +1361,17 @@ static void test_text_memory(void) {
         dt_ctx_free(ctx);
         CHECK(l.open == 0 && m.live == 0);
     }
-    CHECK(refused >= 3); /* the text, its files, its window */
+    CHECK(refused >= 3); /* the text, its files, its read window */
 }
 
-/* Whichever allocation is refused, nothing is left; what is not freed is freed with the context. */
+/* Whichever allocation is refused, no block remains after the context is freed. */
 static void test_sampler_memory(void) {
     int refused = 0;
     for (int k = 1, done = 0; !done && k < 50; k++) {
-        miser m = { quiet, k, 0 };
+        refusing_host m = { quiet, k, 0 };
         m.host.user = &m;
-        m.host.alloc = miser_alloc;
-        m.host.free = miser_free;
+        m.host.alloc = refusing_alloc;
+        m.host.free = refusing_free;
         dt_ctx *ctx = dt_ctx_make((dt_ctx_desc){ .host = &m.host });
         dt_sampler *s =
             dt_sampler_make(ctx, (dt_sampler_desc){ .samples = 1000, .replicas = 2, .shuffle = 1 });
@@ -1376,10 +1382,10 @@ static void test_sampler_memory(void) {
         dt_ctx_free(ctx);
         CHECK(m.live == 0);
     }
-    CHECK(refused == 2); /* the sampler, its order */
+    CHECK(refused == 2); /* the sampler and its order */
 }
 
-static void text_of_nothing(void) { /* a text that could not be opened is asked */
+static void null_text(void) { /* queries a text that could not be opened */
     if (dt_text_tokens(NULL) != 0 || dt_text_sequences(NULL) != 0) _exit(1);
 }
 
@@ -1396,15 +1402,16 @@ static void test_text(void) {
     static const char *const names[] = { "p0", "p1", "p2", "p3", "p4", "p5", "good", "empty", "one",
         "shrinks", "memory" };
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
-        CHECK(unlink(in_folder(names[i]).s) == 0);
+        CHECK(unlink(path_in_folder(names[i]).s) == 0);
     CHECK(rmdir(folder) == 0);
 }
 
 int main(int argc, char **argv) {
     quiet = *dt_host_default();
     quiet.log = silent;
-    CHECK_MSG(survives(text_of_nothing), "dt_text_tokens or dt_text_sequences of NULL");
-    CHECK_MSG(survives(order_of_nothing), "dt_data_order_sequence of no sequences");
+    CHECK_MSG(survives(null_text), "dt_text_tokens or dt_text_sequences crashes on NULL");
+    CHECK_MSG(
+        survives(order_without_sequences), "dt_data_order_sequence crashes without sequences");
     test_mesh();
     test_mesh_sizes();
     test_moves();
@@ -1412,11 +1419,11 @@ int main(int argc, char **argv) {
         for (int sequence = 0; sequence < 2; sequence++) /* 5 does not divide */
             for (int hidden = 5; hidden <= 6; hidden++) test_net(ranks, sequence, hidden);
     test_order();
-    test_order_far();
+    test_order_overflow();
     test_ramp();
     test_limit();
     CHECK(run(3, tokens_main, NULL).status == DT_OK);
-    CHECK_MSG(survives(sampler_of_nothing), "a sampler that could not be made");
+    CHECK_MSG(survives(null_sampler), "a call crashes on a sampler that could not be made");
     test_sampler(argc > 1 ? argv[1] : "tests/golden");
     test_sampler_memory();
     test_text();

@@ -1,14 +1,15 @@
-/* test_pipe.c - dt_pipe_run: schedules that run, on a model that is no GPT
+/* test_pipe.c - dt_pipe_run: running schedules on a model of small random layers
 
-   The model is a list of small layers of a user's own, drawn from a counter: of different widths,
-   some without parameters, some frozen, some recomputed, one that returns its input, so that what
-   goes over the edges between stages differs from edge to edge. It is cut into stages, run by every
-   kind of schedule at every ZeRO stage, and must give the bits that the same data groups give with
-   all layers on one rank and no pipeline at all: losses, norms, every gradient, every parameter.
-   One rank alone must agree but for rounding, and so must tied weights.
+   The model is a list of small user layers drawn at random: of different widths, some without
+   parameters, some frozen, some recomputed, one that returns its input. So the messages between
+   stages differ from edge to edge. The model is split into stages and run with every kind of
+   schedule at every ZeRO stage. Losses, norms, every gradient and every parameter must equal, bit
+   for bit, a run with the same data groups, all layers on one rank and no pipeline. They must equal
+   a run on a single rank up to rounding; models with tied weights, too, are compared up to
+   rounding.
 
-   What goes over the edges, how many micro-batches are alive, and how long a schedule takes are
-   compared with numbers written down here by other means than the library's. */
+   The traffic between stages, the number of live micro-batches and the duration of a schedule are
+   compared with values that this test derives independently of the library. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -41,12 +42,12 @@ typedef struct layer {
     int kind, in, out, again, stage;
 } layer;
 
-/* One run. Zero is a plain choice everywhere but in dp, pp and micros. */
+/* One run. 0 is the default in every field except dp, pp and micros. */
 typedef struct config {
-    uint32_t model; /* draws the layers */
+    uint32_t model; /* seed of the layers */
     int layers, what, rows, dtype;
     int dp, pp, chunks, kind, micros, map, own, group;
-    int plain; /* 1: no pipeline: dt_backward of one micro-batch after the other */
+    int plain; /* 1: no pipeline; dt_backward of one micro-batch after another */
     int zero, shard, kept, no_overlap, tree, folder, adam, poison;
     int recompute, evaluates, steps;
     double clip;
@@ -56,12 +57,12 @@ typedef struct config {
 
 typedef struct result {
     double loss[MAX_STEPS][MAX_MICROS], evaluated[MAX_MICROS], norm[MAX_STEPS], scale[MAX_STEPS];
-    double norms[MAX_RANKS][MAX_STEPS]; /* of each rank: all the same */
+    double norms[MAX_RANKS][MAX_STEPS]; /* equal on all ranks */
     double grad[MAX_VALUES], value[MAX_VALUES];
     size_t pp_bytes[MAX_RANKS], dp_bytes[MAX_RANKS], padded[MAX_RANKS], acts[MAX_RANKS];
     size_t allocations[MAX_RANKS][MAX_STEPS];
     int tapes[MAX_RANKS], slots[MAX_RANKS], live[MAX_RANKS], calls;
-    /* 1: ZeRO-3 knows the order of each stage's gathers, apart from the others' */
+    /* 1: ZeRO-3 has a separate gather order for each stage */
     int planned[MAX_RANKS];
     dt_span spans[4096];
     double makespan;             /* simulated */
@@ -71,7 +72,7 @@ typedef struct result {
 
 typedef struct job {
     config c;
-    result *r; /* memory that forks share */
+    result *r; /* in memory shared by forks */
     layer layer[MAX_LAYERS];
     const char *folder;
 } job;
@@ -99,7 +100,7 @@ static void make_layers(job *j) {
         if (c->what == LAYERS_SAME) l->kind = i % 2 ? SAME : LINEAR;
         if (c->what == LAYERS_EMPTY_ENDS) l->kind = i == 1 ? LINEAR : TANH;
         if (c->what == LAYERS_EQUAL || c->what == LAYERS_WIDE) l->kind = LINEAR;
-        /* something to learn */
+        /* at least one layer has parameters */
         if (c->what == LAYERS_DRAWN && i == c->layers / 2) l->kind = LINEAR;
         l->in = width;
         int changes =
@@ -117,7 +118,7 @@ static void make_layers(job *j) {
     }
 }
 
-/* A layer's parameters: how many, and shapes. */
+/* Stores the shapes of a layer's parameters and returns their number. */
 static int layer_params(const layer *l, dt_shape shape[2]) {
     switch (l->kind) {
     case LINEAR:
@@ -148,8 +149,8 @@ static dt_dtype type_of(const config *c) {
     return c->dtype == 2 ? DT_BF16 : c->dtype == 1 ? DT_F32 : DT_F64;
 }
 
-/* Numbers of the model's type: what f32 and bf16 hold exactly, so that all layouts start from the
-   same. */
+/* Random values of the model's type that f32 and bf16 represent exactly, so that all layouts start
+   from equal values. */
 static dt_tensor *numbers(net *n, dt_shape shape, uint32_t key) {
     const config *c = &n->j->c;
     double wide[MAX_ROWS * MAX_WIDTH];
@@ -212,7 +213,7 @@ static dt_tensor *model_input(net *n, int micro) {
     return numbers(n, DT_SHAPE(n->j->c.rows, n->j->layer[0].in), data_key(n, micro));
 }
 
-/* The whole step's denominator. */
+/* Divides by the number of values in the full step. */
 static dt_tensor *model_loss(net *n, dt_tensor *x, int micro) {
     if (!x) return NULL;
     double all = (double)dt_count(x->shape) * n->j->c.micros * n->j->c.dp;
@@ -225,7 +226,7 @@ static dt_tensor *model_loss(net *n, dt_tensor *x, int micro) {
 
 static dt_tensor *wrong_output(net *n, dt_tensor *x) {
     const config *c = &n->j->c;
-    if (c->fail == FAIL_LOUD) dt_fail(n->ctx, DT_ERR_NUMERIC, "the user's own failure");
+    if (c->fail == FAIL_LOUD) dt_fail(n->ctx, DT_ERR_NUMERIC, "a failure of the user's function");
     if (c->fail == FAIL_NULL || c->fail == FAIL_LOUD) return NULL;
     if (c->fail == FAIL_TYPE) return dt_cast(x, DT_F32);
     return dt_reshape(x, DT_SHAPE(dt_count(x->shape)));
@@ -239,8 +240,8 @@ static dt_tensor *run_stage(dt_tensor *x, int stage, int micro, void *user) {
     for (end = first; end < c->layers && n->j->layer[end].stage == stage; end++) {
     }
     __atomic_fetch_add(&n->j->r->calls, 1, __ATOMIC_RELAXED);
-    CHECK_MSG(
-        (x == NULL) == (stage == 0), "stage %d begins with %s", stage, x ? "a tensor" : "nothing");
+    CHECK_MSG((x == NULL) == (stage == 0), "stage %d gets %s as input", stage,
+        x ? "a tensor" : "nothing");
     if (stage == 0) x = model_input(n, micro);
     x = run_layers(n, x, first, end, micro);
     if (c->fail && stage == c->fail_stage && micro == c->fail_micro && n->step == 1)
@@ -248,7 +249,7 @@ static dt_tensor *run_stage(dt_tensor *x, int stage, int micro, void *user) {
     return stage == stages - 1 ? model_loss(n, x, micro) : x;
 }
 
-/* ---- schedules of a user's own ---- */
+/* ---- user-defined schedules ---- */
 
 static void add_all(dt_schedule *s, int r, dt_phase phase, int chunk) {
     for (int m = 0; m < dt_schedule_micros(s); m++) dt_schedule_add(s, r, phase, m, chunk);
@@ -258,8 +259,8 @@ static void add_chunks(dt_schedule *s, int r, dt_phase phase, int micro, int dow
     for (int k = 0; k < n; k++) dt_schedule_add(s, r, phase, micro, down ? n - 1 - k : k);
 }
 
-/* Two chunks on one rank, next to each other: the gradient of one is still to be read when the next
-   F wants a slot. */
+/* Two consecutive chunks on one rank: the gradient of one chunk is still unread when the next F
+   needs a slot. */
 static void generate_local(dt_schedule *s, int r) {
     int m = dt_schedule_micros(s);
     add_chunks(s, r, DT_FORWARD, 0, 0);
@@ -272,8 +273,8 @@ static void generate_local(dt_schedule *s, int r) {
     dt_schedule_add(s, r, DT_BACKWARD, m - 1, 0);
 }
 
-/* Rank 0 sends all of its first chunk's outputs before the other one uses the second; of 2 ranks
-   with 2 chunks each. */
+/* 2 ranks with 2 chunks each: rank 0 sends all outputs of its first chunk before rank 1 uses the
+   second of them. */
 static void generate_ahead(dt_schedule *s, int r) {
     int m = dt_schedule_micros(s);
     if (r == 0) add_all(s, r, DT_FORWARD, 0), add_all(s, r, DT_FORWARD, 1);
@@ -322,7 +323,7 @@ static dt_schedule *make_schedule(dt_ctx *ctx, config *c) {
                                      .user = c });
 }
 
-/* ---- parameters, steps, what came out ---- */
+/* ---- parameters, steps, results ---- */
 
 static void register_layer(net *n, int i, dt_comm *ends) {
     const layer *l = &n->j->layer[i];
@@ -347,8 +348,8 @@ static void register_layer(net *n, int i, dt_comm *ends) {
     }
 }
 
-/* Place of a parameter in the result. */
-static size_t place_of(const job *j, int layer, int k) {
+/* Offset of a parameter in the result arrays. */
+static size_t offset_of(const job *j, int layer, int k) {
     size_t at = 0;
     for (int i = 0; i <= layer; i++) {
         dt_shape shape[2];
@@ -369,14 +370,14 @@ static void widen(dt_dtype type, const void *from, double *to, size_t n) {
     }
 }
 
-/* Every gradient, or every value, of this rank's parameters; all ranks call it, the first of a data
-   group keeps it. */
+/* Stores every gradient, or every value, of this rank's parameters. All ranks call it; the first
+   rank of a data group stores. */
 static void keep(net *n, dt_zero *zero, int values) {
     double host[MAX_WIDTH * MAX_WIDTH];
     for (int i = 0; i < n->j->c.layers; i++)
         for (int k = 0; k < 2 && n->p[i][k]; k++) {
             dt_tensor *t = n->p[i][k];
-            double *to = (values ? n->j->r->value : n->j->r->grad) + place_of(n->j, i, k);
+            double *to = (values ? n->j->r->value : n->j->r->grad) + offset_of(n->j, i, k);
             if (!values && !t->needs_grad) continue;
             dt_status status = values ? dt_read(t, host) : dt_zero_grad(zero, t, host);
             if (status == DT_OK && dt_comm_rank(n->mesh.data) == 0)
@@ -384,7 +385,7 @@ static void keep(net *n, dt_zero *zero, int values) {
         }
 }
 
-static void backward_plainly(net *n) {
+static void backward_without_pipeline(net *n) {
     const config *c = &n->j->c;
     for (int micro = 0; micro < c->micros; micro++) {
         dt_micro(n->ctx, micro, c->micros);
@@ -442,8 +443,8 @@ static dt_zero *make_zero(net *n) {
                                     .poison = c->poison });
 }
 
-/* Whether the forward of each of this rank's stages has a plan of that stage's units, all of them
-   and no others: what is gathered ahead of time is taken from it. */
+/* 1 if the gather plan of each of this rank's stages holds exactly the units of the stage.
+   Prefetching follows the plan. */
 static int are_planned(const dt_zero *zero) {
     int good = 1;
     for (int stage = 0; stage < zero->n_stages; stage++) {
@@ -457,8 +458,7 @@ static int are_planned(const dt_zero *zero) {
     return good;
 }
 
-/* What the ranks did when, and how long it should have taken. Ranks may be threads that share
-   j->r. */
+/* Stores the measured and the simulated duration. Ranks may be threads that share j->r. */
 static void keep_spans(net *n, const dt_schedule *s, const dt_span *mine) {
     result *r = n->j->r;
     dt_span *all = (dt_span *)calloc(2, sizeof r->spans), *ideal = all + 4096;
@@ -502,7 +502,7 @@ static dt_status train(dt_ctx *ctx, void *user) {
         if (c->evaluates && n.step == 1) evaluate(&n, &run);
         size_t before[2] = { dt_comm_bytes(ctx, DT_AXIS_PP), dt_comm_bytes(ctx, DT_AXIS_DP) };
         if (c->plain)
-            backward_plainly(&n);
+            backward_without_pipeline(&n);
         else
             dt_pipe_run(ctx, run);
         if (n.step == 2) keep(&n, zero, 0);
@@ -539,7 +539,7 @@ static int free_port(void) {
     return ntohs(a.sin_port);
 }
 
-/* Each rank a process that meets the others over sockets; the worst status. */
+/* Runs each rank as a process that connects over sockets. Returns the worst status. */
 static dt_status run_tcp(job *j, int ranks, dt_run_desc d) {
     char at[64];
     pid_t pid[MAX_RANKS];
@@ -627,11 +627,11 @@ static size_t values_of(const config *c, job *j) {
     memset(j, 0, sizeof *j);
     j->c = *c;
     make_layers(j);
-    return place_of(j, c->layers - 1, 2);
+    return offset_of(j, c->layers - 1, 2);
 }
 
-/* |a - b| / max(|b|, share), 2-norms of n numbers. */
-static double apart(const double *a, const double *b, size_t n, double share) {
+/* |a - b| / max(|b|, share), with 2-norms of n numbers. */
+static double relative_difference(const double *a, const double *b, size_t n, double share) {
     double d = 0, size = 0;
     for (size_t i = 0; i < n; i++) {
         d += (a[i] - b[i]) * (a[i] - b[i]);
@@ -640,28 +640,28 @@ static double apart(const double *a, const double *b, size_t n, double share) {
     return sqrt(d) / fmax(sqrt(size), share);
 }
 
-/* The parameter that is furthest from b's, by the rule of test_matrix.c: beside a gradient's share
-   of the whole one, or how far updates could have gone. NaN is further than all. */
-static double furthest(const job *j, const result *a, const result *b, int values) {
-    size_t all = place_of(j, j->c.layers - 1, 2);
+/* The largest difference of a parameter from b's, relative as in test_matrix.c: to the gradient's
+   share of the global norm, or to the largest possible update. NaN counts as the largest. */
+static double largest_difference(const job *j, const result *a, const result *b, int values) {
+    size_t all = offset_of(j, j->c.layers - 1, 2);
     double most = 0, whole = 0;
     for (size_t i = 0; i < all; i++) whole += b->grad[i] * b->grad[i];
     for (int i = 0; i < j->c.layers; i++) {
         dt_shape shape[2];
         int params = layer_params(&j->layer[i], shape);
         for (int k = 0; k < params; k++) {
-            size_t at = place_of(j, i, k), n = (size_t)dt_count(shape[k]);
+            size_t at = offset_of(j, i, k), n = (size_t)dt_count(shape[k]);
             double share = sqrt(whole * (double)n / (double)all);
             if (values) share = LR * (j->c.steps ? j->c.steps : 3) * sqrt((double)n);
             const double *x = values ? a->value : a->grad, *y = values ? b->value : b->grad;
-            double d = apart(x + at, y + at, n, share);
+            double d = relative_difference(x + at, y + at, n, share);
             if (!(d <= most)) most = isfinite(d) ? d : HUGE_VAL;
         }
     }
     return most;
 }
 
-/* tolerance 0: bits. */
+/* tolerance 0: bits must be equal. */
 static int same_result(
     const config *c, const result *a, const result *b, double tolerance, const char *than) {
     job j;
@@ -679,60 +679,60 @@ static int same_result(
                 loss &= fabs(a->loss[s][m] - b->loss[s][m]) <= tolerance * fabs(b->loss[s][m]);
             norm &= fabs(a->norm[s] - b->norm[s]) <= tolerance * b->norm[s];
         }
-        grad = furthest(&j, a, b, 0) <= tolerance;
-        value = furthest(&j, a, b, 1) <= tolerance;
+        grad = largest_difference(&j, a, b, 0) <= tolerance;
+        value = largest_difference(&j, a, b, 1) <= tolerance;
     }
     return CHECK_MSG(loss && norm && grad && value && learns,
-        "%s: other %s%s%s%s%sthan %s (norms %.17g, %.17g)", config_text(c).s, loss ? "" : "losses ",
-        norm ? "" : "norms ", grad ? "" : "gradients ", value ? "" : "values ",
-        learns ? "" : "nothing learnt ", than, a->norm[0], b->norm[0]);
+        "%s: different %s%s%s%s%sthan %s (norms %.17g, %.17g)", config_text(c).s,
+        loss ? "" : "losses ", norm ? "" : "norms ", grad ? "" : "gradients ",
+        value ? "" : "values ", learns ? "" : "nothing learnt ", than, a->norm[0], b->norm[0]);
 }
 
 static result *got, *want, *alone;
 
-static int runs_well(const config *c, result *r, int backend) {
+static int run_succeeds(const config *c, result *r, int backend) {
     dt_report report = run_job(c, r, backend);
     return CHECK_MSG(report.status == DT_OK, "%s: %s", config_text(c).s, report.text);
 }
 
-/* The same with all layers on one rank, each data group as large, and nothing that must not change
-   a bit. */
-static config plain_of(config c) {
+/* The same configuration with all layers on one rank, data groups of the same size, and without the
+   options that must not change a bit. */
+static config without_pipeline(config c) {
     c.plain = 1;
     c.zero = c.zero >= 2 ? 2 : 0;
-    if (c.shard) c.zero = c.zero >= 2 ? 2 : 1; /* shard groups are summed group by group */
+    if (c.shard) c.zero = c.zero >= 2 ? 2 : 1; /* shard groups are reduced group by group */
     c.kept = c.no_overlap = c.folder = c.recompute = c.evaluates = c.poison = 0;
     c.pace = NULL;
     return c;
 }
 
-static config alone_of(config c) {
-    c = plain_of(c);
+static config on_one_rank(config c) {
+    c = without_pipeline(c);
     c.micros *= c.dp;
     c.dp = 1;
     c.shard = c.zero = c.tree = 0;
     return c;
 }
 
-static int folders; /* runs that had everything in one */
+static int folders; /* runs with all training state in a folder */
 
 static void check_config(const config *c, int backend) {
     folders += c->folder;
-    config one = plain_of(*c), single = alone_of(*c);
+    config one = without_pipeline(*c), single = on_one_rank(*c);
     int tied = c->what == LAYERS_TIED;
-    if (!runs_well(&one, want, THREADS) || !runs_well(c, got, backend)) return;
+    if (!run_succeeds(&one, want, THREADS) || !run_succeeds(c, got, backend)) return;
     for (int r = 0; r < c->dp * c->pp; r++)
         CHECK_MSG(memcmp(got->norms[r], got->norm, sizeof got->norm) == 0,
             "%s: rank %d has norm %.17g, rank 0 %.17g", config_text(c).s, r, got->norms[r][0],
             got->norm[0]);
     same_result(c, got, want, tied ? 1e-12 : 0, "on one rank of each data group");
     if (c->dtype != 0 || c->adam || c->micros * c->dp > MAX_MICROS ||
-        !runs_well(&single, alone, THREADS))
+        !run_succeeds(&single, alone, THREADS))
         return;
     same_result(c, got, alone, 1e-12, "on one rank alone");
 }
 
-static config drawn(uint32_t k) {
+static config random_config(uint32_t k) {
     config c;
     memset(&c, 0, sizeof c);
     c.model = mix(k, 1);
@@ -741,7 +741,7 @@ static config drawn(uint32_t k) {
     c.chunks = c.kind == DT_SCHEDULE_INTERLEAVED ? 1 + draw(k, 4, 3) : 1;
     c.micros = 1 + draw(k, 5, 9);
     if (c.kind == DT_SCHEDULE_ZB && c.micros < c.pp) c.micros = c.pp;
-    if (draw(k, 6, 5) == 0) { /* a schedule of a user's own */
+    if (draw(k, 6, 5) == 0) { /* a user-defined schedule */
         c.own = 1 + draw(k, 7, 3);
         c.map = draw(k, 8, 3);
         c.chunks = 1 + draw(k, 9, 3);
@@ -764,15 +764,15 @@ static config drawn(uint32_t k) {
     return c;
 }
 
-static void test_drawn(uint32_t from, uint32_t end) {
+static void test_random(uint32_t from, uint32_t end) {
     for (uint32_t k = from; k < end; k++) {
-        config c = drawn(k);
+        config c = random_config(k);
         check_config(&c, THREADS);
     }
 }
 
-/* A plain case to change. */
-static config basic(int pp, int micros, int kind) {
+/* A simple configuration that tests modify. */
+static config basic_config(int pp, int micros, int kind) {
     config c;
     memset(&c, 0, sizeof c);
     c.model = 12345;
@@ -787,12 +787,12 @@ static config basic(int pp, int micros, int kind) {
     return c;
 }
 
-/* One weight of the first and the last stage: at every ZeRO stage, on disk, over the tree, by every
-   schedule. */
+/* A weight tied between the first and the last stage: at every ZeRO stage, on disk, with the tree,
+   with every schedule. */
 static void test_tied(void) {
     folders = 0;
     for (int k = 0; k < 40; k++) {
-        config c = basic(2 + k % 3, 4 + k % 3, k / 4 % DT_SCHEDULES);
+        config c = basic_config(2 + k % 3, 4 + k % 3, k / 4 % DT_SCHEDULES);
         c.what = LAYERS_TIED;
         c.zero = k % 4;
         c.dp = k % 3 == 2 ? 2 : 1;
@@ -807,11 +807,11 @@ static void test_tied(void) {
     CHECK_MSG(folders > 3, "%d runs in a folder", folders);
 }
 
-/* Stages that return their input, that have no parameters, frozen ones, at the ends and in between;
-   and stages next to each other on one rank. */
+/* Stages that return their input, that have no parameters or frozen ones, at the ends and in
+   between; and consecutive stages on one rank. */
 static void test_odd_stages(void) {
     for (int k = 0; k < 24; k++) {
-        config c = basic(1 + k % 4, 4, k % DT_SCHEDULES);
+        config c = basic_config(1 + k % 4, 4, k % DT_SCHEDULES);
         c.what = k % 3 == 0 ? LAYERS_SAME : k % 3 == 1 ? LAYERS_EMPTY_ENDS : LAYERS_DRAWN;
         c.zero = k / 2 % 4;
         c.recompute = k % 2;
@@ -824,11 +824,11 @@ static void test_odd_stages(void) {
     }
 }
 
-/* More messages under way than a pair of ranks has places for, small ones and large. */
+/* More pending messages than a pair of ranks has slots, small and large. */
 static void test_many_messages(void) {
     for (int wide = 0; wide < 2; wide++)
         for (int k = 0; k < 6; k++) {
-            config c = basic(k < 4 ? 2 : 3, 20,
+            config c = basic_config(k < 4 ? 2 : 3, 20,
                 k == 1   ? DT_SCHEDULE_INTERLEAVED
                 : k == 2 ? DT_SCHEDULE_1F1B
                          : DT_SCHEDULE_AFAB);
@@ -843,17 +843,17 @@ static void test_many_messages(void) {
         }
 }
 
-/* What went over the edges, and over the tied group: all of it, and nothing else. */
+/* The traffic between stages and in the tied group must match the formula exactly. */
 static void test_bytes(void) {
     for (int k = 0; k < 20; k++) {
-        config c = basic(2 + k % 3, 5, k % DT_SCHEDULES);
+        config c = basic_config(2 + k % 3, 5, k % DT_SCHEDULES);
         job j;
         size_t size, sent[MAX_RANKS] = { 0 };
         c.what = k % 2 ? LAYERS_TIED : LAYERS_DRAWN;
         c.zero = k / 2 % 4;
         c.dp = k % 3 == 0 ? 2 : 1;
         c.dtype = k % 4 == 0 ? 2 : 0;
-        c.evaluates = 2; /* not counted into the step */
+        c.evaluates = 2; /* evaluation must not count in the step's traffic */
         values_of(&c, &j);
         if (c.what == LAYERS_DRAWN) j.c.model = c.model += (uint32_t)k;
         values_of(&c, &j);
@@ -868,7 +868,7 @@ static void test_bytes(void) {
         size_t padded = (size_t)1024 * (size_t)c.dp, parts = c.zero > 0 ? (size_t)c.dp : 1;
         if (c.what == LAYERS_TIED) sent[0] += padded / parts * (size == 2 ? 4 : size);
         if (c.what == LAYERS_TIED) sent[c.pp - 1] += padded / parts * (size == 2 ? 4 : size);
-        if (!runs_well(&c, got, THREADS)) continue;
+        if (!run_succeeds(&c, got, THREADS)) continue;
         for (int r = 0; r < c.pp * c.dp; r++)
             CHECK_MSG(got->pp_bytes[r] == sent[r / c.dp],
                 "%s: rank %d sent %zu bytes over pp, not %zu", config_text(&c).s, r,
@@ -881,12 +881,12 @@ static void test_bytes(void) {
     }
 }
 
-/* ZeRO-3 gathers each unit once in a forward and once in a backward, of two halves in each, and
-   nothing it does not need, whatever other tapes and stages do in between: by the account of
-   dt_zero.h, or once a step where it is kept. */
+/* ZeRO-3 gathers each unit once in a forward and once in a backward (in halves: once in each half),
+   and nothing else, whatever other tapes and stages do in between. With keep_gathered it gathers
+   once a step. Compares with the formula of dt_zero.h. */
 static void test_gathers(void) {
     for (int k = 0; k < 24; k++) {
-        config c = basic(1 + k % 3, 5, k % DT_SCHEDULES);
+        config c = basic_config(1 + k % 3, 5, k % DT_SCHEDULES);
         c.what = LAYERS_EQUAL;
         c.layers = 12;
         c.dp = 2;
@@ -896,11 +896,11 @@ static void test_gathers(void) {
         c.steps = 2;
         if (k >= 20) c.own = k % 2 ? OWN_AFAB : OWN_NAIVE, c.chunks = 2, c.map = MAP_BLOCKS;
         int halves = c.kind == DT_SCHEDULE_ZB && !c.own;
-        if (!runs_well(&c, got, THREADS)) continue;
+        if (!run_succeeds(&c, got, THREADS)) continue;
         for (int r = 0; r < c.pp * c.dp; r++) {
             double values = c.kept ? 1 : c.micros * (2.0 + halves), grads = c.micros;
             double want_bytes = (values + grads) * 8 * (double)got->padded[r] / 2;
-            /* the first layer has no I */
+            /* the first layer has no input-gradient half (I) */
             if (halves && !c.kept && r < c.dp) want_bytes -= c.micros * 8 * 2048.0 / 2;
             CHECK_MSG(got->planned[r], "%s: rank %d does not know the order of its gathers",
                 config_text(&c).s, r);
@@ -911,22 +911,22 @@ static void test_gathers(void) {
     }
 }
 
-/* Tapes are the schedule's slots and the caller's own; the steps after the second allocate nothing;
-   1F1B holds on rank r what min(p - r, m) micro-batches take. */
+/* There is one tape per slot of the schedule plus the caller's. Steps after the second allocate
+   nothing. 1F1B on rank r holds the activations of min(p - r, m) micro-batches. */
 static void test_memory(void) {
     if (DT__ASAN) {
-        check_skip(
-            "what pipelines allocate: every tensor is its own allocation under -fsanitize=address");
+        check_skip("allocations of pipelines: every tensor is its own allocation under "
+                   "-fsanitize=address");
         return;
     }
     for (int k = 0; k < 16; k++) {
-        config c = basic(1 + k % 4, 8, k % DT_SCHEDULES);
+        config c = basic_config(1 + k % 4, 8, k % DT_SCHEDULES);
         c.what = k < 10 ? LAYERS_EQUAL : LAYERS_DRAWN;
         c.zero = k % 4;
         c.steps = 6;
         c.recompute = k % 3;
         c.evaluates = k > 12;
-        if (!runs_well(&c, got, THREADS)) continue;
+        if (!run_succeeds(&c, got, THREADS)) continue;
         for (int r = 0; r < c.pp; r++) {
             size_t *a = got->allocations[r];
             CHECK_MSG(c.evaluates || got->tapes[r] == got->slots[r] + 1,
@@ -937,12 +937,13 @@ static void test_memory(void) {
         }
     }
     for (int m = 1; m <= 8; m += 7) {
-        config one = basic(4, m, DT_SCHEDULE_NAIVE), many = basic(4, m, DT_SCHEDULE_1F1B);
+        config one = basic_config(4, m, DT_SCHEDULE_NAIVE),
+               many = basic_config(4, m, DT_SCHEDULE_1F1B);
         one.what = many.what = LAYERS_EQUAL;
         one.layers = many.layers = 12;
         one.rows = many.rows = MAX_ROWS;
-        if (!runs_well(&one, want, THREADS) || !runs_well(&many, got, THREADS)) return;
-        /* gradients that live as long as their block's backward only are there once */
+        if (!run_succeeds(&one, want, THREADS) || !run_succeeds(&many, got, THREADS)) return;
+        /* gradients that live only during their block's backward exist once */
         double each = (double)(got->acts[0] - want->acts[0]) / 3;
         for (int r = 0; r < 4; r++) {
             int live = 4 - r < m ? 4 - r : m;
@@ -952,15 +953,15 @@ static void test_memory(void) {
             CHECK_MSG(more == each * (live - 1),
                 "rank %d holds %g bytes of acts more than one micro-batch", r, more);
             CHECK_MSG(live == 1 || more > 0.6 * (live - 1) * (double)want->acts[r],
-                "rank %d: %g bytes more", r, more);
+                "rank %d: %g bytes more than the formula", r, more);
         }
     }
 }
 
-/* Over forks and sockets. */
+/* Forked ranks and ranks over sockets. */
 static void test_backends(void) {
     for (int k = 0; k < 12; k++) {
-        config c = basic(2 + k % 3, 4 + k % 2 * 8, k % DT_SCHEDULES);
+        config c = basic_config(2 + k % 3, 4 + k % 2 * 8, k % DT_SCHEDULES);
         c.zero = k % 4;
         c.dp = c.pp == 2 ? 2 : 1;
         c.what = k % 3 ? LAYERS_DRAWN : LAYERS_WIDE;
@@ -972,31 +973,31 @@ static void test_backends(void) {
     }
 }
 
-/* A schedule takes as long as the simulation says: a machine that others use can make it slower, so
-   the best of some tries counts. */
-static void test_pace(void) {
+/* A schedule takes as long as simulated. Other load on the machine can make it slower, so the best
+   of several tries counts. */
+static void test_duration(void) {
     enum { TRIES = 20 };
     dt_schedule_costs costs = { .forward = 0.02, .input = 0.02, .weight = 0.02 };
     for (int k = 0; k < DT_SCHEDULES + 1; k++) {
-        config c = basic(4, 8, k % DT_SCHEDULES);
+        config c = basic_config(4, 8, k % DT_SCHEDULES);
         double best = HUGE_VAL, ideal = 0;
-        /* large messages, which wait where they were made until a sleeping rank wakes */
+        /* large messages stay in the sender's memory until the sleeping receiver wakes */
         c.what = LAYERS_WIDE;
         c.rows = MAX_ROWS;
         c.steps = 1;
         c.pace = &costs;
         if (k % DT_SCHEDULES == DT_SCHEDULE_NAIVE) c.micros = 2;
-        config one = plain_of(c);
-        if (!runs_well(&one, want, THREADS)) return;
+        config one = without_pipeline(c);
+        if (!run_succeeds(&one, want, THREADS)) return;
         for (int t = 0; t < TRIES && !(best <= 1.1 * ideal); t++) {
             double end = 0;
-            if (!runs_well(&c, got, k < DT_SCHEDULES ? THREADS : PROCS)) return;
+            if (!run_succeeds(&c, got, k < DT_SCHEDULES ? THREADS : PROCS)) return;
             for (int i = 0; i < 4096; i++) end = got->spans[i].end > end ? got->spans[i].end : end;
             best = fmin(best, end);
             ideal = got->makespan;
             same_result(&c, got, want, 0, "on one rank");
         }
-        printf("schedule %d: %.0f ms, simulated %.0f\n", c.kind, best * 1e3, ideal * 1e3);
+        printf("schedule %d: %.0f ms, simulated %.0f ms\n", c.kind, best * 1e3, ideal * 1e3);
         CHECK_MSG(best <= 1.1 * ideal && best >= ideal, "schedule %d takes %g s, simulated %g",
             c.kind, best, ideal);
     }
@@ -1016,12 +1017,12 @@ static void check_failure(config c, int backend, dt_status status, const char *t
 
 static void test_failures(void) {
     for (int k = 0; k < 48; k++) {
-        config c = basic(2 + k % 3, 4, k % DT_SCHEDULES);
+        config c = basic_config(2 + k % 3, 4, k % DT_SCHEDULES);
         static const struct {
             dt_status status;
             const char *text;
         } ends[] = { { DT_OK, "" }, { DT_ERR_ARG, "its function returned NULL" },
-            { DT_ERR_NUMERIC, "the user's own failure" },
+            { DT_ERR_NUMERIC, "a failure of the user's function" },
             { DT_ERR_SHAPE, "another shape or type before" },
             { DT_ERR_SHAPE, "another shape or type before" } };
         c.fail = 1 + k % 4;
@@ -1039,13 +1040,13 @@ static void test_failures(void) {
     }
 }
 
-static dt_tensor *never(dt_tensor *x, int stage, int micro, void *user) {
+static dt_tensor *never_called(dt_tensor *x, int stage, int micro, void *user) {
     (void)stage, (void)micro, (void)user;
     CHECK(0);
     return x;
 }
 
-/* A backward that comes before its forward, and one that is missing. */
+/* One backward comes before its forward, and one is missing. */
 static void generate_wrong(dt_schedule *s, void *user) {
     (void)user;
     for (int r = 0; r < 2; r++) dt_schedule_add(s, r, DT_FORWARD, 0, 0);
@@ -1062,7 +1063,7 @@ static dt_status refused_rank(dt_ctx *ctx, void *user) {
     dt_schedule *s = what == 2 ? NULL : dt_schedule_make(ctx, d);
     return dt_pipe_run(ctx, (dt_pipe_desc){ .schedule = s,
                                 .comm = mesh.pp,
-                                .run = what == 3 ? NULL : never,
+                                .run = what == 3 ? NULL : never_called,
                                 .forward_micros = what == 4   ? -1
                                                   : what == 5 ? 1 << 30
                                                               : 0 });
@@ -1084,8 +1085,7 @@ static void test_refused(void) {
     CHECK(dt_pipe_run(NULL, (dt_pipe_desc){ .schedule = NULL }) == DT_ERR_ARG);
 }
 
-/* The loss is a stage of its own, which has no parameter: the scale of f16 losses is
-   everybody's. */
+/* The loss is a separate stage without parameters: all stages must use the same f16 loss scale. */
 typedef struct scaled {
     int pp;
     double norm, scale;
@@ -1127,7 +1127,7 @@ static void test_scale(void) {
     CHECK_MSG(two.norm == one.norm, "norm %.9g over two stages, %.9g in one", two.norm, one.norm);
 }
 
-/* Stages that train unlike each other, or share something else than they say. */
+/* Stages with different optimizers, or with tied parameters that do not match. */
 enum { UNLIKE_OPTIMIZER, UNLIKE_NAME, UNLIKE_ORDER, UNLIKE_VALUES, UNLIKE_MISSING, UNLIKES };
 
 static dt_tensor *unlike_stage(dt_tensor *x, int stage, int micro, void *user) {
@@ -1149,7 +1149,7 @@ static dt_status unlike_rank(dt_ctx *ctx, void *user) {
     if (other && what == UNLIKE_ORDER) names[0] = "b", names[1] = "a";
     dt_stage(ctx, mesh.coord.pp);
     for (int i = 0; i < 2; i++) {
-        dt_scope(ctx, NULL); /* units of their own */
+        dt_scope(ctx, NULL); /* separate units */
         if (i == 0 || !other || what != UNLIKE_MISSING)
             dt_param_at(ctx, names[i], DT_SHAPE(4, 4),
                 DT_NORMAL(other && what == UNLIKE_VALUES ? 0.2 : 0.1), tied);
@@ -1202,7 +1202,7 @@ static void test_named(void) {
     timed("memory", test_memory);
     timed("failures", test_failures);
     timed("backends", test_backends);
-    timed("pace", test_pace);
+    timed("pace", test_duration);
     timed("many messages", test_many_messages);
 }
 
@@ -1213,7 +1213,7 @@ int main(int argc, char **argv) {
     uint32_t from = argc > 1 ? (uint32_t)atoi(argv[1]) : 0,
              end = argc > 2 ? (uint32_t)atoi(argv[2]) : 160;
     if (argc <= 1 || argc > 3) test_named();
-    test_drawn(from, end);
+    test_random(from, end);
     rmdir(folder);
     return check_done("test_pipe");
 }

@@ -1,10 +1,8 @@
-/* test_schedule.c - schedules of dt_parallel.h: generators, lowering, checker, simulator, cuts of a
-   model, drawings
-
-   The oracle is a machine that only knows the rules: ranks that look, at each tick of a clock,
-   whether the next thing on their list may begin. It shares no code with the library, finds
-   deadlocks by nobody moving, and its times must be the simulator's. Costs are integers, so all
-   comparisons are ==. */
+/* test_schedule.c - schedules of dt_parallel.h: generators, lowering, checker, simulator,
+   partitioning of a model, drawings The oracle is a machine that knows only the rules: at each
+   clock tick every rank checks if the next action of its list may begin. The machine shares no code
+   with the library. It finds a deadlock when no rank makes progress, and its times must equal the
+   simulator's. Costs are integers, so all comparisons are ==. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -29,7 +27,7 @@ static void silent(void *user, int level, int rank, const char *text) {
 static void *counting_alloc(void *user, size_t bytes, dt_mem mem) {
     if (++calls == refuse_at) return NULL;
     void *p = dt_host_default()->alloc(user, bytes, mem);
-    if (p) memset(p, 0xA5, bytes); /* nobody may rely on zeros */
+    if (p) memset(p, 0xA5, bytes); /* callers must not rely on zeroed memory */
     blocks += p != NULL;
     return p;
 }
@@ -42,7 +40,7 @@ static void counting_free(void *user, void *p, size_t bytes, dt_mem mem) {
 static dt_ctx *new_ctx(void) { return dt_ctx_make((dt_ctx_desc){ .host = &quiet }); }
 
 static uint32_t random_state = 12345;
-static int below(int n) { /* 0 .. n-1 */
+static int random_below(int n) { /* 0 .. n-1 */
     random_state = random_state * 1664525u + 1013904223u;
     return (int)((random_state >> 8) % (uint32_t)n);
 }
@@ -52,8 +50,9 @@ static dt_span spans[MOST];
 
 static const dt_schedule_costs even = { 1, 1, 1, NULL, 0 };
 
-/* "F0.1 B3.0": what a rank does, as text; without chunks if there is one. */
-static void listed(const dt_schedule *s, int rank, char *out, size_t bytes) {
+/* Writes a rank's actions as text, such as "F0.1 B3.0"; without chunk numbers if there is only
+   one. */
+static void list_actions(const dt_schedule *s, int rank, char *out, size_t bytes) {
     size_t used = 0;
     out[0] = 0;
     for (int i = 0; i < dt_schedule_count(s, rank) && used < bytes; i++) {
@@ -67,12 +66,12 @@ static void listed(const dt_schedule *s, int rank, char *out, size_t bytes) {
 
 static void expect_list(const dt_schedule *s, int rank, const char *want) {
     char got[1024];
-    listed(s, rank, got, sizeof got);
+    list_actions(s, rank, got, sizeof got);
     CHECK_MSG(
         strcmp(got, want) == 0, "%s, rank %d: %s, not %s", dt_schedule_name(s), rank, got, want);
 }
 
-/* A generator that reads lists like those: user is one for each rank. */
+/* A generator that reads such lists; user is an array with one list per rank. */
 static void generate_lists(dt_schedule *s, void *user) {
     const char *const *rank = (const char *const *)user;
     for (int r = 0; r < dt_schedule_ranks(s); r++)
@@ -86,8 +85,8 @@ static void generate_lists(dt_schedule *s, void *user) {
         }
 }
 
-/* That checking such a schedule says `want` ("": it is right), made unchecked, and that making it
-   checked fails so. */
+/* Makes a schedule from lists without the check, and expects dt_schedule_check to report `want`
+   ("": correct). With the check, dt_schedule_make must fail with the same text. */
 static void expect_text(
     int ranks, int micros, int chunks, const char *const *rank, int cycle, const char *want) {
     char text[1024], all[1200];
@@ -119,8 +118,8 @@ static void expect_text(
     if (*want)
         CHECK_MSG(strncmp(dt_error_text(ctx), all, strlen(dt_error_text(ctx))) == 0, "%s",
             dt_error_text(ctx));
-    dt_ctx_free(ctx); /* takes s with it */
-    CHECK_MSG(blocks == 0, "%ld blocks are left", blocks);
+    dt_ctx_free(ctx); /* frees s, too */
+    CHECK_MSG(blocks == 0, "%ld blocks were not freed", blocks);
 }
 
 // ==== The machine ===============================================================================
@@ -133,7 +132,8 @@ typedef struct machine {
     int rank_of[STAGES], chunk_of[STAGES];
     int at[RANKS], busy_until[RANKS];
     int begun[STAGES][MICROS][5], ended[STAGES][MICROS][5]; /* by phase; -1: not yet */
-    int slot_stage[RANKS][SLOTS], slot_micro[RANKS][SLOTS]; /* the last tenant; -1: none yet */
+    /* the last user of a slot; -1: none yet */
+    int slot_stage[RANKS][SLOTS], slot_micro[RANKS][SLOTS];
     int held[RANKS], most_held[RANKS], clash, makespan;
 } machine;
 
@@ -147,7 +147,7 @@ static int machine_cost(const machine *m, const dt_action *a, int stage) {
     return 0;
 }
 
-/* When the backward of which the stage before waits has begun or ended: B's or I's. */
+/* Begin or end time of the backward that the previous stage waits for: that of B or I. */
 static int machine_back(int times[STAGES][MICROS][5], int stage, int micro) {
     int b = times[stage][micro][DT_BACKWARD], i = times[stage][micro][DT_BACKWARD_INPUT];
     return b >= 0 ? b : i;
@@ -157,8 +157,8 @@ static int machine_arrived(const machine *m, int time, int sent, int from, int t
     return sent >= 0 && time >= sent + (m->rank_of[from] == m->rank_of[to] ? 0 : m->message);
 }
 
-/* Whether nobody needs what the slot holds: its backward is over and its gradient's receiver has
-   begun. */
+/* 1 if the slot's content is no longer needed: its backward has ended and the receiver of its
+   gradient has begun. */
 static int machine_slot_free(machine *m, int rank, int slot, int time) {
     int stage = m->slot_stage[rank][slot], micro = m->slot_micro[rank][slot];
     if (stage < 0) return 1;
@@ -218,7 +218,7 @@ static void machine_make(
     }
 }
 
-/* 1: everything was done. */
+/* Returns 1 if all actions were executed, 0 on deadlock. */
 static int machine_run(machine *m, const dt_schedule *s, dt_span *out) {
     int left = dt_schedule_offset(s, m->ranks), last = 0;
     memset(m->at, 0, sizeof m->at);
@@ -249,8 +249,8 @@ static int machine_run(machine *m, const dt_schedule *s, dt_span *out) {
     return left == 0;
 }
 
-/* That the simulator's times are the machine's, action by action, and that slots and what is held
-   are as they say. */
+/* The simulator's times must equal the machine's for every action, and the reported numbers of
+   slots and held micro-batches must be correct. */
 static void expect_times(machine *m, const dt_schedule *s) {
     static dt_span want[MOST];
     double stages[STAGES * 3];
@@ -261,7 +261,7 @@ static void expect_times(machine *m, const dt_schedule *s) {
         stages[3 * i + 1] = m->input[i];
         stages[3 * i + 2] = m->weight[i];
     }
-    if (!CHECK_MSG(machine_run(m, s, want), "%s stops", dt_schedule_name(s))) return;
+    if (!CHECK_MSG(machine_run(m, s, want), "%s deadlocks", dt_schedule_name(s))) return;
     if (!CHECK(dt_schedule_simulate(s, costs, spans) == DT_OK)) return;
     for (int i = 0; i < all; i++)
         wrong += spans[i].begin != want[i].begin || spans[i].end != want[i].end;
@@ -278,14 +278,14 @@ static void expect_times(machine *m, const dt_schedule *s) {
         CHECK_MSG(
             m->most_held[r] == dt_schedule_max_in_flight(s, r) && used == dt_schedule_slots(s, r),
             "%s, rank %d of %d: "
-            "holds %d, %d are said; %d slots, %d are said",
+            "holds %d, reported %d; %d slots, reported %d",
             dt_schedule_name(s), r, m->ranks, m->most_held[r], dt_schedule_max_in_flight(s, r),
             used, dt_schedule_slots(s, r));
     }
 }
 
-/* The machine's makespan with a slot for everything, so that nobody waits for one. s has other
-   slots from then on. */
+/* The machine's makespan with a slot per micro-batch and chunk, so that no rank waits for a slot.
+   Changes the slots of s. */
 static int makespan_with_plenty(const machine *m, dt_schedule *s) {
     static machine plenty;
     static dt_span out[MOST];
@@ -298,7 +298,7 @@ static int makespan_with_plenty(const machine *m, dt_schedule *s) {
     return machine_run(&plenty, s, out) ? plenty.makespan : -1;
 }
 
-// ==== 1. What generators write ==================================================================
+// ==== 1. Generators =============================================================================
 
 static void test_orders(void) {
     dt_ctx *ctx = new_ctx();
@@ -338,7 +338,7 @@ static void test_orders(void) {
     expect_list(s, 1, "F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3");
     expect_list(s, 2, "F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3");
     dt_ctx_free(ctx);
-    CHECK_MSG(blocks == 0, "%ld blocks are left", blocks);
+    CHECK_MSG(blocks == 0, "%ld blocks were not freed", blocks);
 }
 
 static void test_lowering(void) {
@@ -390,8 +390,8 @@ static void test_lowering(void) {
 
 // ==== 2. Figures ================================================================================
 
-/* What a rank holds, and the whole's idle time as a fraction top / bottom of the work; bottom 0:
-   not stated. */
+/* The micro-batches that a rank holds, and the idle time of the schedule as a fraction top / bottom
+   of the work; bottom 0: unknown. */
 typedef struct figures {
     int held;
     int64_t top, bottom;
@@ -439,7 +439,7 @@ static void expect_figures(dt_ctx *ctx, int kind, int p, int m, int v) {
             "%s p %d m %d v %d: %g idle of "
             "%g",
             dt_schedule_name(s), p, m, v, b.makespan - b.work, b.work);
-    for (int r = 0; r < p && f.bottom; r++) { /* all have as much to do */
+    for (int r = 0; r < p && f.bottom; r++) { /* all ranks have equal work */
         dt_schedule_bubble own = dt_schedule_bubble_of(s, spans, r);
         CHECK(own.idle_per_work == b.idle_per_work &&
               own.idle_per_makespan == b.idle_per_makespan && own.work == b.work);
@@ -463,7 +463,7 @@ static void test_figures(void) {
             for (int kind = 0; kind < DT_SCHEDULES; kind++)
                 for (int v = 1; v <= (kind == DT_SCHEDULE_INTERLEAVED ? 4 : 1); v++)
                     expect_figures(ctx, kind, p, m, v);
-    for (int p = 1; p <= 6; p++) /* every group that is allowed, and only those */
+    for (int p = 1; p <= 6; p++) /* exactly the legal group sizes are accepted */
         for (int m = 1; m <= 13; m++)
             for (int g = 1; g <= m + 1; g++) {
                 dt_ctx *own = new_ctx();
@@ -478,12 +478,12 @@ static void test_figures(void) {
                 dt_ctx_free(own);
             }
     dt_ctx_free(ctx);
-    CHECK_MSG(blocks == 0, "%ld blocks are left", blocks);
+    CHECK_MSG(blocks == 0, "%ld blocks were not freed", blocks);
 }
 
-/* Spare slots: as many as are asked for, where there are micro-batches for them; with one, messages
-   may take time without anybody waiting for a slot. */
-static void test_spare(void) {
+/* Extra slots: as many as requested, up to the number of micro-batches. With one extra slot,
+   messages may take time and no rank waits for a slot. */
+static void test_extra_slots(void) {
     static machine m;
     for (int kind = 0; kind < DT_SCHEDULES; kind++)
         for (int spare = 0; spare < 4; spare++) {
@@ -510,18 +510,18 @@ static void test_spare(void) {
         }
 }
 
-// ==== 3. Wrong ones =============================================================================
+// ==== 3. Wrong schedules ========================================================================
 
-static void test_planted(void) {
+static void test_wrong_schedules(void) {
     const char *right[] = { "F0 F1 B0 F2 B1 B2", "F0 B0 F1 B1 F2 B2" };
     expect_text(2, 3, 1, right, 0, "");
-    /* rank 0 as on the last stage */
+    /* rank 0's list is that of the last stage */
     const char *swapped[] = { "F0 B0 F1 F2 B1 B2", "F0 F1 B0 B1 F2 B2" };
     expect_text(2, 3, 1, swapped, 2,
         "deadlock: rank 0 waits at B(micro 0) for B(micro 0) of rank 1, which is queued "
         "behind F(micro 1); rank 1 waits at F(micro 1) for F(micro 1) of rank 0, which is queued "
         "behind B(micro 0)");
-    /* rank 0 only waits for the circle */
+    /* rank 0 waits for the cycle but is not part of it */
     const char *ahead[] = { "F0 B0 F1 B1", "F0 B0 F1 B1", "F0 F1 B0 B1" };
     expect_text(3, 2, 1, ahead, 2,
         "deadlock: rank 1 waits at B(micro 0) for B(micro 0) of rank 2, which is queued behind "
@@ -553,7 +553,8 @@ static void test_planted(void) {
     expect_text(1, 2, 1, late_weight, 0,
         "rank 0: W(micro 0) comes after W(micro 1), but gradients are added in "
         "ascending order");
-    const char *inputs[] = { "F0 F1 I1 I0 W0 W1" }; /* only what adds gradients is ordered */
+    /* only actions that add gradients must be in order */
+    const char *inputs[] = { "F0 F1 I1 I0 W0 W1" };
     expect_text(1, 2, 1, inputs, 0, "");
     const char *mixed[] = { "F0 F1 I0 W0 B1" };
     expect_text(1, 2, 1, mixed, 0, "");
@@ -576,8 +577,8 @@ static void test_planted(void) {
     expect_text(2, 1, 1, no_backward, 0, "rank 1: B(micro 0) is missing");
 }
 
-/* As many slots as micro-batches are held, where that is too few. */
-static void test_slots_wait(void) {
+/* A case where slots for the held micro-batches are too few. */
+static void test_too_few_slots(void) {
     char text[1024], brief[24];
     dt_schedule_metrics metrics;
     dt_schedule_desc d = {
@@ -603,7 +604,8 @@ static void test_slots_wait(void) {
     CHECK(dt_schedule_check(NULL, &metrics, text, sizeof text) == DT_ERR_ARG &&
           strcmp(text, "no schedule") == 0);
     CHECK(dt_error(ctx) == DT_OK);
-    for (int kind = 0; kind < DT_SCHEDULES; kind++) { /* the others need no more than they hold */
+    /* the other kinds need no more slots than held micro-batches */
+    for (int kind = 0; kind < DT_SCHEDULES; kind++) {
         if (kind == DT_SCHEDULE_INTERLEAVED) continue;
         d.kind = kind;
         d.ranks = 4;
@@ -630,8 +632,8 @@ static void generate_programs(dt_schedule *s, void *user) {
                 s, r, p->action[r][i].phase, p->action[r][i].micro, p->action[r][i].chunk);
 }
 
-/* A right schedule: again and again some rank does something whose inputs are there. */
-static void random_right(programs *p, int ranks, int chunks, int micros) {
+/* Makes a correct schedule: repeatedly chooses a rank and an action whose inputs are ready. */
+static void random_correct(programs *p, int ranks, int chunks, int micros) {
     static int done[STAGES][MICROS][5];
     int stages = ranks * chunks, left = 0;
     memset(p, 0, sizeof *p);
@@ -639,12 +641,12 @@ static void random_right(programs *p, int ranks, int chunks, int micros) {
     static int split[STAGES][MICROS];
     for (int s = 0; s < stages; s++)
         for (int j = 0; j < micros; j++) {
-            split[s][j] = below(2);
+            split[s][j] = random_below(2);
             left += 2 + split[s][j];
         }
     while (left > 0) {
-        int s = below(stages), j = below(micros), r = s % ranks;
-        dt_phase phase = (dt_phase)(1 + below(4));
+        int s = random_below(stages), j = random_below(micros), r = s % ranks;
+        dt_phase phase = (dt_phase)(1 + random_below(4));
         int back =
             s + 1 == stages || done[s + 1][j][DT_BACKWARD] || done[s + 1][j][DT_BACKWARD_INPUT];
         int added = j == 0 || done[s][j - 1][DT_BACKWARD] || done[s][j - 1][DT_BACKWARD_WEIGHT];
@@ -665,7 +667,7 @@ static void random_right(programs *p, int ranks, int chunks, int micros) {
 
 static void random_swaps(programs *p, int ranks, int swaps) {
     for (int i = 0; i < swaps; i++) {
-        int r = below(ranks), a = below(p->count[r]), b = below(p->count[r]);
+        int r = random_below(ranks), a = random_below(p->count[r]), b = random_below(p->count[r]);
         dt_action keep = p->action[r][a];
         p->action[r][a] = p->action[r][b];
         p->action[r][b] = keep;
@@ -685,15 +687,16 @@ static int ascending(const programs *p, int ranks, int chunks) {
     return 1;
 }
 
-/* Each "rank R waits at X": X is where the machine's rank R stands. */
-static void expect_standing(const machine *m, const dt_schedule *s, const char *text, int cycle) {
+/* For each "rank R waits at X" in the text, X must be the action at which the machine's rank R is
+   blocked. */
+static void expect_blocked(const machine *m, const dt_schedule *s, const char *text, int cycle) {
     int found = 0, seen[RANKS] = { 0 };
     const char *at = strstr(text, "rank ");
     CHECK_MSG(strncmp(text, "deadlock: rank ", 15) == 0, "%s", text);
     for (; at && *at; at = strstr(at + 1, "; rank ") ? strstr(at + 1, "; rank ") + 2 : NULL) {
         int r = atoi(at + 5), stands = r >= 0 && r < m->ranks && m->at[r] < dt_schedule_count(s, r);
         char want[100];
-        if (!CHECK_MSG(stands && !seen[r], "rank %d does not stand: %s", r, text)) return;
+        if (!CHECK_MSG(stands && !seen[r], "rank %d is not blocked: %s", r, text)) return;
         const dt_action *a = &dt_schedule_actions(s, r)[m->at[r]];
         seen[r] = 1;
         found++;
@@ -708,18 +711,18 @@ static void expect_standing(const machine *m, const dt_schedule *s, const char *
     CHECK_MSG(found == cycle && cycle > 0, "%d in the text, a cycle of %d: %s", found, cycle, text);
 }
 
-static void test_any(void) {
+static void test_random(void) {
     static programs p;
     static machine m;
     static dt_span out[MOST];
     char text[2048];
     int right = 0, stopped = 0, disordered = 0, waited = 0;
     for (int round = 0; round < 12000; round++) {
-        int ranks = 1 + below(4), chunks = 1 + below(2), micros = 1 + below(4),
-            tight = below(3) == 0;
+        int ranks = 1 + random_below(4), chunks = 1 + random_below(2), micros = 1 + random_below(4),
+            tight = random_below(3) == 0;
         dt_ctx *ctx = new_ctx();
-        random_right(&p, ranks, chunks, micros);
-        int swaps = below(2) * below(4) * (1 + below(2) * 10);
+        random_correct(&p, ranks, chunks, micros);
+        int swaps = random_below(2) * random_below(4) * (1 + random_below(2) * 10);
         random_swaps(&p, ranks, swaps);
         dt_schedule *s = dt_schedule_make(ctx, (dt_schedule_desc){ .ranks = ranks,
                                                    .micros = micros,
@@ -732,13 +735,14 @@ static void test_any(void) {
         machine_make(&m, ranks, chunks, micros, 1, 1, 1, 0);
         dt_status status = dt_schedule_check(s, &metrics, text, sizeof text);
         int ends = machine_run(&m, s, out), order = ascending(&p, ranks, chunks);
-        CHECK_MSG((status == DT_OK) == (ends && order), "%d, but it %s, ascending %d: %s", status,
-            ends ? "ends" : "stops", order, text);
+        CHECK_MSG((status == DT_OK) == (ends && order),
+            "status %d, but the schedule %s, ascending %d: %s", status, ends ? "ends" : "stops",
+            order, text);
         CHECK((metrics.cycle_length == 0) == ends);
-        /* slots never stop what ends without */
+        /* the default slots never cause a deadlock */
         if (swaps == 0 && !tight) CHECK_MSG(status == DT_OK, "%s", text);
         if (!ends) {
-            expect_standing(&m, s, text, metrics.cycle_length);
+            expect_blocked(&m, s, text, metrics.cycle_length);
             waited += strstr(text, "for its slot") != NULL;
         } else {
             expect_times(&m, s);
@@ -752,9 +756,9 @@ static void test_any(void) {
                                                               .unchecked = 1 });
                 CHECK(makespan_with_plenty(&m, wide) == makespan);
             }
-            int f = 1 + below(3), i = 1 + below(3), w = 1 + below(3);
-            machine_make(&m, ranks, chunks, micros, f, i, w, below(3));
-            for (int k = 0; k < m.stages; k++) m.input[k] += below(3);
+            int f = 1 + random_below(3), i = 1 + random_below(3), w = 1 + random_below(3);
+            machine_make(&m, ranks, chunks, micros, f, i, w, random_below(3));
+            for (int k = 0; k < m.stages; k++) m.input[k] += random_below(3);
             expect_times(&m, s);
         }
         right += status == DT_OK;
@@ -763,13 +767,13 @@ static void test_any(void) {
         dt_ctx_free(ctx);
     }
     CHECK_MSG(right > 3000 && stopped > 1500 && disordered > 50 && waited > 20,
-        "%d right, %d stopped (%d for a slot), "
+        "%d correct, %d deadlocks (%d for a slot), "
         "%d out of order",
         right, stopped, waited, disordered);
-    CHECK_MSG(blocks == 0, "%ld blocks are left", blocks);
+    CHECK_MSG(blocks == 0, "%ld blocks were not freed", blocks);
 }
 
-/* Two actions of a rank swapped in every kind of schedule. */
+/* Swaps two actions of a rank in every kind of schedule. */
 static void test_swapped(void) {
     static programs p;
     static machine m;
@@ -777,8 +781,8 @@ static void test_swapped(void) {
     char text[2048];
     int stopped = 0;
     for (int round = 0; round < 3000; round++) {
-        int kind = below(DT_SCHEDULES), ranks = 2 + below(3), micros = 2 + below(5),
-            r = below(ranks);
+        int kind = random_below(DT_SCHEDULES), ranks = 2 + random_below(3),
+            micros = 2 + random_below(5), r = random_below(ranks);
         dt_ctx *ctx = new_ctx();
         dt_schedule *s = dt_schedule_make(
             ctx, (dt_schedule_desc){ .kind = kind, .ranks = ranks, .micros = micros });
@@ -788,7 +792,7 @@ static void test_swapped(void) {
             p.count[q] = dt_schedule_count(s, q);
             memcpy(p.action[q], dt_schedule_actions(s, q), (size_t)p.count[q] * sizeof(dt_action));
         }
-        int i = below(p.count[r]), j = below(p.count[r]);
+        int i = random_below(p.count[r]), j = random_below(p.count[r]);
         dt_action keep = p.action[r][i];
         p.action[r][i] = p.action[r][j];
         p.action[r][j] = keep;
@@ -803,22 +807,22 @@ static void test_swapped(void) {
         int ends = machine_run(&m, s, out);
         dt_status status = dt_schedule_check(s, &metrics, text, sizeof text);
         CHECK_MSG((status == DT_OK) == (ends && ascending(&p, ranks, chunks)), "%s", text);
-        if (!ends) expect_standing(&m, s, text, metrics.cycle_length);
+        if (!ends) expect_blocked(&m, s, text, metrics.cycle_length);
         stopped += !ends;
         dt_ctx_free(ctx);
     }
-    CHECK_MSG(stopped > 1000 && stopped < 2900, "%d stopped", stopped);
+    CHECK_MSG(stopped > 1000 && stopped < 2900, "%d deadlocks", stopped);
 }
 
-// ==== 5. One's own ==============================================================================
+// ==== 5. User-defined schedules =================================================================
 
 /* Stages 0 .. p-1 down the ranks and p .. 2p-1 up again. */
-static int vee(int rank, int chunk, void *user) {
+static int v_stage(int rank, int chunk, void *user) {
     int p = *(const int *)user;
     return chunk == 0 ? rank : 2 * p - 1 - rank;
 }
 
-static void generate_vee(dt_schedule *s, void *user) {
+static void generate_v(dt_schedule *s, void *user) {
     int p = dt_schedule_ranks(s), m = dt_schedule_micros(s);
     CHECK(p == *(const int *)user && dt_schedule_stages(s) == 2 * p &&
           dt_schedule_stage_of(s, 0, 1) == 2 * p - 1);
@@ -831,7 +835,7 @@ static void generate_vee(dt_schedule *s, void *user) {
         }
 }
 
-static void test_vee(void) {
+static void test_v_schedule(void) {
     static machine m;
     int p = 3;
     dt_schedule_metrics metrics;
@@ -839,14 +843,15 @@ static void test_vee(void) {
     dt_schedule *s = dt_schedule_make(ctx, (dt_schedule_desc){ .ranks = p,
                                                .micros = 4,
                                                .chunks = 2,
-                                               .generate = generate_vee,
-                                               .stage_of = vee,
+                                               .generate = generate_v,
+                                               .stage_of = v_stage,
                                                .user = &p,
                                                .name = "vee" });
     if (!CHECK_MSG(s != NULL, "%s", dt_error_text(ctx))) return;
     CHECK(strcmp(dt_schedule_name(s), "vee") == 0 && dt_schedule_rank_of(s, 5) == 0 &&
           dt_schedule_rank_of(s, 3) == 2);
-    const dt_action *a = dt_schedule_actions(s, 2); /* stages 2 and 3: its own neighbours */
+    /* stages 2 and 3 are neighbours on the same rank */
+    const dt_action *a = dt_schedule_actions(s, 2);
     CHECK(a[0].stage == 2 && a[0].send_to == 2 && a[1].stage == 3 && a[1].recv_from == 2 &&
           a[1].send_to == 1);
     CHECK(a[2].stage == 3 && a[2].recv_from == 1 && a[2].send_to == 2 && a[3].recv_from == 2 &&
@@ -859,15 +864,15 @@ static void test_vee(void) {
         m.rank_of[st] = st < p ? st : 2 * p - 1 - st;
         m.chunk_of[st] = st >= p;
     }
-    expect_times(&m, s); /* a message to itself takes no time */
+    expect_times(&m, s); /* a message to the same rank takes no time */
     dt_ctx_free(ctx);
 }
 
-static int same_stage(int rank, int chunk, void *user) {
+static int stage_used_twice(int rank, int chunk, void *user) {
     (void)user;
     return rank + chunk;
 }
-static int far_stage(int rank, int chunk, void *user) {
+static int stage_out_of_range(int rank, int chunk, void *user) {
     (void)user;
     return rank == 1 ? 9 : chunk;
 }
@@ -887,7 +892,7 @@ static void expect_refused(dt_schedule_desc d, const char *want) {
         "'%s', not '%s'", dt_error_text(ctx), want);
     CHECK(!dt_schedule_make(ctx, (dt_schedule_desc){ .ranks = 1, .micros = 1 })); /* sticky */
     dt_ctx_free(ctx);
-    CHECK_MSG(blocks == 0, "%ld blocks are left", blocks);
+    CHECK_MSG(blocks == 0, "%ld blocks were not freed", blocks);
 }
 
 static void test_refused(void) {
@@ -916,12 +921,12 @@ static void test_refused(void) {
                       "micro-batches for 4 ranks so "
                       "that each fills them; use 6 or 17");
     d = (dt_schedule_desc){
-        .ranks = 2, .micros = 1, .chunks = 2, .generate = generate_vee, .stage_of = same_stage
+        .ranks = 2, .micros = 1, .chunks = 2, .generate = generate_v, .stage_of = stage_used_twice
     };
     expect_refused(d, "rank 0: dt_schedule_make(custom schedule): stage 1 is chunk 1 of "
                       "rank 0 and chunk 0 of "
                       "rank 1");
-    d.stage_of = far_stage;
+    d.stage_of = stage_out_of_range;
     expect_refused(
         d, "rank 0: dt_schedule_make(custom schedule): chunk 0 of rank 1 is stage 9 of 4");
     int bad[5][4] = { { 2, 1, 0, 0 }, { 0, 5, 0, 0 }, { 0, 0, 0, 0 }, { 0, 1, 3, 0 },
@@ -946,10 +951,10 @@ static void test_refused(void) {
     CHECK(dt_schedule_add(NULL, 0, DT_FORWARD, 0, 0) == DT_ERR_ARG);
     dt_schedule_free(NULL);
     dt_ctx_free(ctx);
-    CHECK_MSG(blocks == 0, "%ld blocks are left", blocks);
+    CHECK_MSG(blocks == 0, "%ld blocks were not freed", blocks);
 }
 
-/* Every allocation refused in turn: an error that says so, and nothing is left. */
+/* Refuses every allocation in turn: the error must say so, and all memory must be freed. */
 static void test_memory(void) {
     int refused = 0;
     for (long at = 1; at < 200; at++) {
@@ -966,9 +971,9 @@ static void test_memory(void) {
         refused += reached;
         if (at % 2) dt_schedule_free(s);
         dt_ctx_free(ctx);
-        CHECK_MSG(blocks == 0, "allocation %ld: %ld blocks are left", at, blocks);
+        CHECK_MSG(blocks == 0, "allocation %ld: %ld blocks were not freed", at, blocks);
     }
-    CHECK_MSG(refused >= 10, "%d refused", refused);
+    CHECK_MSG(refused >= 10, "only %d allocations refused", refused);
 }
 
 // ==== 6. The simulator ==========================================================================
@@ -1008,7 +1013,7 @@ static void test_simulate(void) {
     expect_spans(spare, 0, 4, freed);
     expect_spans(spare, 1, 4, sooner);
     CHECK(dt_schedule_simulate(s, costs, spans) == DT_OK);
-    for (int i = 0; i < 8; i++) { /* as measured: from another moment on */
+    for (int i = 0; i < 8; i++) { /* like a measurement: with another start time */
         spans[i].begin += 100;
         spans[i].end += 100;
     }
@@ -1037,7 +1042,8 @@ static void test_simulate(void) {
     dt_schedule *wrong = dt_schedule_make(ctx,
         (dt_schedule_desc){
             .ranks = 2, .micros = 2, .generate = generate_lists, .user = stops, .unchecked = 1 });
-    CHECK(dt_schedule_simulate(wrong, even, spans) == DT_OK); /* only disordered */
+    /* only the order of gradients is wrong */
+    CHECK(dt_schedule_simulate(wrong, even, spans) == DT_OK);
     const char *late[] = { "F0 B0 F1 B1", "F0 F1 B0 B1" };
     wrong = dt_schedule_make(ctx,
         (dt_schedule_desc){
@@ -1050,10 +1056,10 @@ static void test_simulate(void) {
     dt_ctx_free(ctx);
 }
 
-// ==== 7. Cuts of a model ========================================================================
+// ==== 7. Partitioning a model ===================================================================
 
-/* The least maximum by trying every cut. */
-static double best_cut(const double *costs, int n, int stages) {
+/* The smallest possible maximum of the stages' costs, by brute force. */
+static double best_partition(const double *costs, int n, int stages) {
     double best = INFINITY, sum = 0;
     if (stages == 1) {
         for (int i = 0; i < n; i++) sum += costs[i];
@@ -1061,13 +1067,13 @@ static double best_cut(const double *costs, int n, int stages) {
     }
     for (int i = 1; i <= n - stages + 1; i++) {
         sum += costs[i - 1];
-        double rest = best_cut(costs + i, n - i, stages - 1), worst = rest > sum ? rest : sum;
+        double rest = best_partition(costs + i, n - i, stages - 1), worst = rest > sum ? rest : sum;
         if (worst < best) best = worst;
     }
     return best;
 }
 
-static double worst_part(const double *costs, int n, int stages, const int *first) {
+static double max_stage_cost(const double *costs, int n, int stages, const int *first) {
     double worst = 0;
     int ok = first[0] == 0 && first[stages] == n;
     for (int part = 0; part < stages; part++) {
@@ -1079,25 +1085,29 @@ static double worst_part(const double *costs, int n, int stages, const int *firs
     return ok ? worst : -1;
 }
 
-static void test_cut(void) {
+static void test_partition(void) {
     double costs[64], even_costs[64];
     int first[65];
     char text[200];
     for (int i = 0; i < 64; i++) even_costs[i] = 1;
     for (int round = 0; round < 4000; round++) {
-        int n = 1 + below(9), stages = 1 + below(n);
-        for (int i = 0; i < n; i++) costs[i] = below(3) ? below(9) : below(2) * 40;
+        int n = 1 + random_below(9), stages = 1 + random_below(n);
+        for (int i = 0; i < n; i++)
+            costs[i] = random_below(3) ? random_below(9) : random_below(2) * 40;
         CHECK(dt_partition_stages(costs, n, stages, first, text, sizeof text) == DT_OK &&
               text[0] == 0);
-        double worst = worst_part(costs, n, stages, first), best = best_cut(costs, n, stages);
+        double worst = max_stage_cost(costs, n, stages, first),
+               best = best_partition(costs, n, stages);
         CHECK_MSG(worst == best, "%d items, %d stages: %g, not %g", n, stages, worst, best);
-        for (int i = 0; i < n; i++) costs[i] = 0.1 * (1 + below(7)); /* sums that round */
+        /* costs whose sums round */
+        for (int i = 0; i < n; i++) costs[i] = 0.1 * (1 + random_below(7));
         CHECK(dt_partition_stages(costs, n, stages, first, text, sizeof text) == DT_OK);
-        worst = worst_part(costs, n, stages, first);
-        CHECK_MSG(worst >= 0 && worst <= best_cut(costs, n, stages) * (1 + 1e-14),
+        worst = max_stage_cost(costs, n, stages, first);
+        CHECK_MSG(worst >= 0 && worst <= best_partition(costs, n, stages) * (1 + 1e-14),
             "%d items, %d stages: %.17g", n, stages, worst);
     }
-    for (int n = 1; n <= 48; n++) /* equal items: parts that differ by 1, the smaller first */
+    /* equal items: stage sizes differ by at most 1, smaller ones first */
+    for (int n = 1; n <= 48; n++)
         for (int stages = 1; stages <= n; stages++) {
             CHECK(dt_partition_stages(even_costs, n, stages, first, text, sizeof text) == DT_OK);
             for (int part = 0; part < stages; part++)
@@ -1154,7 +1164,7 @@ static void test_text(void) {
     dt_ctx_free(ctx);
 }
 
-/* Whether a text is well-formed XML of the plain kind that drawings are. */
+/* 1 if a text is well-formed XML of the simple kind that drawings use. */
 static int well_formed(const char *s, int *rects, int *texts) {
     char stack[16][16];
     int depth = 0, roots = 0;
@@ -1196,7 +1206,7 @@ static int well_formed(const char *s, int *rects, int *texts) {
     return depth == 0 && roots == 1;
 }
 
-static const char *drawn(memory_fs *fs, const char *name) {
+static const char *read_drawing(memory_fs *fs, const char *name) {
     static char text[1 << 22];
     int i = memory_at(fs, name);
     if (i < 0 || fs->file[i].size >= sizeof text) return "";
@@ -1221,9 +1231,9 @@ static void test_svg(void) {
     dt_schedule_simulate(z, even, other);
     dt_timeline lines[2] = { { "a <b> & \"c\"\x01 \xc3\xa9", s, spans }, { NULL, z, other } };
     CHECK(dt_schedule_svg(ctx, "two.svg", lines, 2) == DT_OK);
-    const char *text = drawn(&fs, "two.svg");
+    const char *text = read_drawing(&fs, "two.svg");
     CHECK(well_formed(text, &rects, &texts));
-    /* boxes, rows, paper, and the legend: 4 phases of 2 shades */
+    /* boxes, rows, background, and the legend: 4 phases with 2 shades */
     CHECK_MSG(rects == 4 * 32 + 4 * 24 + 8 + 1 + 8, "%d boxes", rects);
     CHECK_MSG(texts == 4 * 32 + 4 * 24 + 8 + 2 + 5, "%d texts", texts);
     CHECK(strstr(text, ">a &lt;b&gt; &amp; \"c\"  \xc3\xa9: 28.5 s, bubble 18.8 % of the work, "
@@ -1233,43 +1243,43 @@ static void test_svg(void) {
     CHECK(strstr(
         text, "<title>rank 0: F(micro 0, chunk 0), stage 0: 500 ms from 0.00 us on</title>"));
     CHECK(memory_at(&fs, "two.svg.tmp") < 0 && fs.open == 0);
-    for (int i = 0; i < 4 * 32; i++) { /* measured: the same picture from another moment on */
+    /* measured spans: the same drawing with another start time */
+    for (int i = 0; i < 4 * 32; i++) {
         spans[i].begin += 1000;
         spans[i].end += 1000;
     }
     char *before = (char *)malloc(strlen(text) + 1);
     memcpy(before, text, strlen(text) + 1);
     CHECK(dt_schedule_svg(ctx, "two.svg", lines, 2) == DT_OK &&
-          strcmp(drawn(&fs, "two.svg"), before) == 0);
+          strcmp(read_drawing(&fs, "two.svg"), before) == 0);
     free(before);
     dt_schedule *big = dt_schedule_make(
         ctx, (dt_schedule_desc){ .kind = DT_SCHEDULE_1F1B, .ranks = 16, .micros = 64 });
     dt_schedule_simulate(big, even, spans);
     dt_timeline line = { NULL, big, spans };
     CHECK(dt_schedule_svg(ctx, "big.svg", &line, 1) == DT_OK &&
-          well_formed(drawn(&fs, "big.svg"), &rects, &texts));
+          well_formed(read_drawing(&fs, "big.svg"), &rects, &texts));
     CHECK_MSG(rects == 2 * 16 * 64 + 16 + 1 + 2 && texts == 2 * 16 * 64 + 16 + 1 + 2,
-        "%d boxes, %d texts: all have "
-        "their numbers",
-        rects, texts);
-    const char *late[] = { "F0 B0 F1 B1", "F0 F1 B0 B1" }; /* stops after two actions */
+        "%d boxes, %d texts: numbers are missing or doubled", rects, texts);
+    const char *late[] = { "F0 B0 F1 B1", "F0 F1 B0 B1" }; /* deadlocks after two actions */
     dt_schedule *wrong = dt_schedule_make(ctx,
         (dt_schedule_desc){
             .ranks = 2, .micros = 2, .generate = generate_lists, .user = late, .unchecked = 1 });
     dt_schedule_simulate(wrong, even, spans);
     line.schedule = wrong;
     CHECK(dt_schedule_svg(ctx, "stops.svg", &line, 1) == DT_OK &&
-          well_formed(drawn(&fs, "stops.svg"), &rects, &texts));
+          well_formed(read_drawing(&fs, "stops.svg"), &rects, &texts));
     CHECK_MSG(rects == 2 + 2 + 1 + 2, "%d boxes", rects);
     dt_schedule_simulate(big, (dt_schedule_costs){ 0, 0, 0, NULL, 0 }, spans);
     line.schedule = big;
     CHECK(dt_schedule_svg(ctx, "none.svg", &line, 1) == DT_OK &&
-          well_formed(drawn(&fs, "none.svg"), &rects, &texts));
+          well_formed(read_drawing(&fs, "none.svg"), &rects, &texts));
     dt_ctx_free(ctx);
     memory_clear(&fs);
 }
 
-/* Complete or absent, whichever call of the io table fails; and what cannot be drawn. */
+/* Whichever call of the I/O table fails, the file is complete or absent. Also schedules that cannot
+   be drawn. */
 static void test_svg_fails(void) {
     int failed = 0;
     for (int call = 1; call < 20; call++) {
@@ -1285,16 +1295,16 @@ static void test_svg_fails(void) {
         dt_timeline line = { NULL, s, spans };
         dt_schedule_simulate(s, even, spans);
         dt_status status = dt_schedule_svg(ctx, "a.svg", &line, 1);
-        int old = strcmp(drawn(&fs, "a.svg"), "old") == 0;
-        CHECK_MSG(old || well_formed(drawn(&fs, "a.svg"), &rects, &texts),
-            "call %d leaves half a file", call);
+        int old = strcmp(read_drawing(&fs, "a.svg"), "old") == 0;
+        CHECK_MSG(old || well_formed(read_drawing(&fs, "a.svg"), &rects, &texts),
+            "after a failure of call %d the file is incomplete", call);
         CHECK(status == DT_OK || status == DT_ERR_IO);
         CHECK(status != DT_OK || !old);
         failed += old;
         dt_ctx_free(ctx);
         memory_clear(&fs);
     }
-    CHECK_MSG(failed >= 3, "%d failures", failed);
+    CHECK_MSG(failed >= 3, "only %d calls failed", failed);
     for (int i = 0; i < 5; i++) {
         dt_ctx *ctx = new_ctx();
         dt_schedule *s = dt_schedule_make(ctx, (dt_schedule_desc){ .ranks = 2, .micros = 2 });
@@ -1303,7 +1313,7 @@ static void test_svg_fails(void) {
         CHECK(dt_error(ctx) == DT_ERR_ARG);
         dt_ctx_free(ctx);
     }
-    CHECK_MSG(blocks == 0, "%ld blocks are left", blocks);
+    CHECK_MSG(blocks == 0, "%ld blocks were not freed", blocks);
 }
 
 int main(void) {
@@ -1314,16 +1324,16 @@ int main(void) {
     test_orders();
     test_lowering();
     test_figures();
-    test_spare();
-    test_planted();
-    test_slots_wait();
-    test_any();
+    test_extra_slots();
+    test_wrong_schedules();
+    test_too_few_slots();
+    test_random();
     test_swapped();
-    test_vee();
+    test_v_schedule();
     test_refused();
     test_memory();
     test_simulate();
-    test_cut();
+    test_partition();
     test_text();
     test_svg();
     test_svg_fails();

@@ -1,5 +1,5 @@
-/* disk_sim.h - a disk in memory, for tests: a dt_io table with folders that ranks use at once,
-   whose power can be cut afterwards at any point, and whose calls can be made to fail.
+/* disk_sim.h - a disk in memory, for tests: a dt_io table whose folders several ranks can use at
+   the same time. A test can cut its power afterwards at any point and make its calls fail.
 
        disk      d;
        disk_seat seat = { &d, "", 0, 0, 0 };
@@ -7,21 +7,21 @@
        disk_make(&d);
        ... a job works with io ...
        disk image;
-       disk_cut(&image, &d, 17, seed);     what is left if the power failed after 17 of the d.n_ops
+       disk_cut(&image, &d, 17, seed);     the disk after a power failure after 17 of the d.n_ops
                                            changes
        disk_free(&image);
        disk_free(&d);
 
-   What is sure to be left is less than any real disk leaves, as if each descriptor were the cache
-   of another machine:
+   A power cut keeps less than on any real disk, as if each descriptor were the cache of a different
+   machine. Durable is:
 
-       in a file     writes and changes of its length through a descriptor, once an fsync of that
-                     descriptor has returned. Before that a write is there, or not, or some of its
-                     sectors are; in any order with those of other descriptors. Within the length,
-                     what was not written reads as zeros.
-       in a folder   names that come, change and go, once an fsync of the folder has returned.
-                     Before that each change is there or not; those of one name in their order. A
-                     rename is there as a whole or not at all.
+       in a file     a write or change of length through a descriptor, once an fsync of that
+                     descriptor has returned. Before that all, none or some of the write's sectors
+                     may survive, in any order relative to writes of other descriptors. Bytes
+                     within the length that were not written read as zeros.
+       in a folder   an added, changed or removed name, once an fsync of the folder has returned.
+                     Before that each change may survive or not; changes of one name survive in
+                     their order. A rename is atomic.
 
    Include it after dt_tensor.h. */
 #ifndef DISK_SIM_H
@@ -36,19 +36,20 @@
 enum { DISK_ROOT = 0, DISK_NAME = 64, DISK_FDS = 64, DISK_SECTOR = 512, DISK_FD_BASE = 100 };
 enum { DISK_ENTER = 0, DISK_RENAME, DISK_REMOVE, DISK_WRITE, DISK_RESIZE, DISK_SYNC, DISK_MARK };
 
-/* How calls of seats that count fail. */
+/* How counted calls fail. */
 enum {
     DISK_FAILS = 1,
     DISK_SHORT /* moves one byte */,
     DISK_INTERRUPTED /* moves nothing: EINTR */
 };
 typedef struct disk_fault {
-    int how;    /* 0: none */
-    int rank;   /* whose calls */
-    long at;    /* which of them, from 1 */
-    int sticky; /* and all after it; of interrupted ones every second, as they come again */
+    int how;  /* 0: none */
+    int rank; /* the rank whose calls fail */
+    long at;  /* number of the failing call, from 1 */
+    /* 1: all later calls fail, too (DISK_INTERRUPTED: every second one, because callers retry) */
+    int sticky;
     int reason; /* errno of DISK_FAILS */
-    /* bytes that all seats that count may write before ENOSPC; -1: any number */
+    /* bytes that all counting seats may write before ENOSPC; -1: no limit */
     int64_t room;
 } disk_fault;
 
@@ -56,7 +57,7 @@ typedef struct disk_node {
     int folder;
     unsigned char *data;
     size_t size, room;
-    int lock; /* serial number of the descriptor that has it; 0: none */
+    int lock; /* serial number of the descriptor that holds the lock; 0: none */
 } disk_node;
 
 typedef struct disk_entry {
@@ -72,8 +73,8 @@ typedef struct disk_op {
     /* node: the file, or the folder whose names change; serial: the descriptor's */
     int kind, node, serial;
     int child;
-    /* data: where the bytes are in disk.bytes. DISK_RESIZE: at is the new size, DISK_MARK: what the
-       test noted */
+    /* data: offset of the bytes in disk.bytes. DISK_RESIZE: `at` is the new size; DISK_MARK: `at`
+       is the value that the test noted */
     size_t at, bytes, data;
     char name[DISK_NAME], to[DISK_NAME];
 } disk_op;
@@ -83,26 +84,26 @@ typedef struct disk {
     disk_node *node;      /* (n_nodes) 0: the root */
     disk_entry *entry;    /* (n_entries) */
     disk_op *op;          /* (n_ops) every change since disk_make */
-    unsigned char *bytes; /* (n_bytes) that were written */
+    unsigned char *bytes; /* (n_bytes) the written bytes */
     int n_nodes, node_room, n_entries, entry_room;
     long n_ops, op_room;
     size_t n_bytes, byte_room;
-    /* so many changes are sure to be left: those of before the power came back */
+    /* number of changes that no cut can lose: those made before the last power failure */
     long settled;
     disk_fd fd[DISK_FDS];
-    int open, serials; /* descriptors that are open, that ever were */
+    int open, serials; /* open descriptors; all descriptors ever opened */
     disk_fault fault;
-    int hits;           /* calls that were spoiled */
-    const char *hit;    /* the first one: its function, */
-    char hit_path[192]; /* the path, of a descriptor that it was opened with, */
-    int hit_writable;   /* and whether to write */
-    int64_t written;    /* bytes, by seats that count */
+    int hits;           /* calls that failed by an injected fault */
+    const char *hit;    /* the first such call: its function, */
+    char hit_path[192]; /* its path (of a descriptor: the path it was opened with), */
+    int hit_writable;   /* and 1 if opened for writing */
+    int64_t written;    /* bytes written by counting seats */
 } disk;
 
-/* A place at the disk: what a rank's dt_io.user points to. */
+/* A rank's access to the disk; its dt_io.user points here. */
 typedef struct disk_seat {
     disk *disk;
-    const char *root; /* in front of every path: "" or "m1/", a folder that exists */
+    const char *root; /* prefix of every path: "" or an existing folder such as "m1/" */
     int rank;
     int counting; /* 1: its calls are counted, and fail if disk.fault says so */
     long calls;
@@ -116,7 +117,7 @@ static inline void *disk_grow(void *array, long have, long want, size_t size) {
     return array;
 }
 
-/* ---- changes, and their log: the lock is held, or nobody else is there ---- */
+/* ---- changes, and their log: the caller holds the lock or is the only thread ---- */
 
 static inline disk_op *disk_log(disk *d, int kind, int node, int serial) {
     if (d->n_ops == d->op_room) {
@@ -228,7 +229,8 @@ static inline void disk_free(disk *d) {
 
 /* ---- paths ---- */
 
-/* The folder a path's last name is in, and that name ("" for the root itself); -1 and errno. */
+/* Returns the folder that contains a path's last name, and the name ("" for the root itself); -1
+   with errno on error. */
 static inline int disk_parent(
     const disk *d, const char *root, const char *path, char name[DISK_NAME]) {
     char whole[256];
@@ -257,7 +259,7 @@ static inline int disk_parent(
     return folder;
 }
 
-/* The node a path leads to, -1 and errno. */
+/* Returns the node at a path, or -1 with errno. */
 static inline int disk_find(const disk *d, const char *root, const char *path) {
     char name[DISK_NAME];
     int folder = disk_parent(d, root, path, name);
@@ -274,7 +276,7 @@ static inline int disk_holds(const disk *d, int folder) {
 
 /* ---- calls ---- */
 
-/* Counts a call and takes the lock. Not 0: it is spoiled, in that way. */
+/* Counts a call and takes the lock. Returns 0, or the kind of fault for this call. */
 static inline int disk_call(disk_seat *s, const char *what, const char *path, int fd, int moves) {
     disk *d = s->disk;
     const disk_fault *f = &d->fault;
@@ -307,8 +309,8 @@ static inline int64_t disk_done(disk_seat *s, int64_t result) {
 
 static inline int disk_fails(int reason) { return errno = reason, -1; }
 
-/* Which of disk.fd a descriptor is; the others' numbers are strange ones, so that none is taken for
-   another thing. */
+/* Index in disk.fd of a descriptor. Descriptor numbers start at DISK_FD_BASE, so that no index
+   passes as a descriptor by mistake. */
 static inline int disk_slot(const disk *d, int fd) {
     int i = fd - DISK_FD_BASE;
     return i >= 0 && i < DISK_FDS && d->fd[i].used ? i : -1;
@@ -351,7 +353,7 @@ static inline int disk_close(void *user, int fd) {
     if (i < 0) return (int)disk_done(s, disk_fails(EBADF));
     disk_node *n = &s->disk->node[s->disk->fd[i].node];
     if (n->lock == s->disk->fd[i].serial) n->lock = 0;
-    s->disk->fd[i].used = 0; /* closed even where that fails, as on Linux */
+    s->disk->fd[i].used = 0; /* closed even if close fails, as on Linux */
     s->disk->open--;
     return (int)disk_done(s, spoiled ? -1 : 0);
 }
@@ -498,8 +500,8 @@ static inline int disk_mkdir(void *user, const char *path) {
     return (int)disk_done(s, disk_call(s, "make", path, -1, 0) ? -1 : disk_make_locked(s, path));
 }
 
-/* The names are copied first: whoever is told them may call the table. The newest come first, which
-   nobody may rely on. */
+/* The names are copied first, because `each` may call the table. The newest names come first;
+   callers must not rely on an order. */
 static inline int disk_list(
     void *user, const char *path, void (*each)(void *arg, const char *name), void *arg) {
     disk_seat *s = (disk_seat *)user;
@@ -537,14 +539,14 @@ static inline dt_io disk_io(disk_seat *seat) {
     return io;
 }
 
-/* Notes in the log that something was true from here on. */
+/* Adds a mark to the log: `what` is true from this point. */
 static inline void disk_mark(disk *d, int what) {
     pthread_mutex_lock(&d->lock);
     disk_log(d, DISK_MARK, DISK_ROOT, 0)->at = (size_t)what;
     pthread_mutex_unlock(&d->lock);
 }
 
-/* Whether the first changes up to `end` hold such a note. */
+/* 1 if the log holds the mark `what` within the first `end` changes. */
 static inline int disk_marked(const disk *d, long end, int what) {
     for (long i = 0; i < end; i++)
         if (d->op[i].kind == DISK_MARK && d->op[i].at == (size_t)what) return 1;
@@ -553,8 +555,8 @@ static inline int disk_marked(const disk *d, long end, int what) {
 
 /* ---- the power fails ---- */
 
-/* Seeds: of what is not sure nothing is left, everything, all names and no bytes, all bytes and no
-   names; from DISK_SEEDS on it is random. */
+/* Seeds say which changes that are not durable survive: none, all, all names and no bytes, all
+   bytes and no names; seeds from DISK_SEEDS on choose at random. */
 enum { DISK_NOTHING = 0, DISK_ALL, DISK_NAMES, DISK_DATA, DISK_SEEDS };
 enum { DISK_LOST = 0, DISK_THERE, DISK_TORN };
 
@@ -572,12 +574,12 @@ static inline int disk_shares_name(const disk_op *a, const disk_op *b) {
            (a->kind == DISK_RENAME && b->kind == DISK_RENAME && strcmp(a->to, b->to) == 0);
 }
 
-/* What is left of each of the first `end` changes: fate. */
+/* Sets fate[i] for each of the first `end` changes: lost, kept or torn. */
 static inline void disk_fates(const disk *d, long end, uint64_t seed, unsigned char *fate) {
     unsigned char *synced = (unsigned char *)calloc((size_t)(d->n_nodes + d->serials + 1), 1);
     uint64_t state = seed;
     if (!synced) abort();
-    /* of 4 */
+    /* probabilities in quarters */
     unsigned names = (unsigned)(disk_random(&state) % 5),
              data = (unsigned)(disk_random(&state) % 5);
     for (long i = end - 1; i >= 0; i--) {
@@ -588,7 +590,7 @@ static inline void disk_fates(const disk *d, long end, uint64_t seed, unsigned c
             synced[d->node[op->node].folder ? op->node : d->n_nodes + op->serial] = 1;
         if (op->kind == DISK_SYNC || op->kind == DISK_MARK) continue;
         uint64_t dice = disk_random(&state);
-        if (fate[i]) continue; /* a later change of that name has been kept */
+        if (fate[i]) continue; /* kept already, because a later change of the same name survives */
         fate[i] = dice % 4 < (is_data ? data : names) ? DISK_THERE : DISK_LOST;
         if (is_data && op->kind == DISK_WRITE && dice >> 8 & 1) fate[i] = DISK_TORN;
         if (seed < DISK_SEEDS)
@@ -628,7 +630,7 @@ static inline void disk_redo_data(
     }
 }
 
-/* Makes `out`: what is left of d if the power failed after the first `end` changes. */
+/* Makes `out`: the content of d after a power failure after the first `end` changes. */
 static inline void disk_cut(disk *out, const disk *d, long end, uint64_t seed) {
     unsigned char *fate = (unsigned char *)calloc((size_t)end + 1, 1);
     uint64_t state = ~seed;
@@ -636,7 +638,7 @@ static inline void disk_cut(disk *out, const disk *d, long end, uint64_t seed) {
     disk_make(out);
     for (int i = 1; i < d->n_nodes; i++) disk_node_new(out, d->node[i].folder);
     disk_fates(d, end, seed, fate);
-    /* descriptors whose unsure writes come last */
+    /* bit mask of descriptors whose writes that are not durable are applied last */
     uint64_t late = seed < DISK_SEEDS ? 0 : disk_random(&state);
     for (int last = 0; last < 2; last++)
         for (long i = 0; i < end; i++) {
@@ -650,7 +652,7 @@ static inline void disk_cut(disk *out, const disk *d, long end, uint64_t seed) {
             else if (op->kind <= DISK_RESIZE)
                 disk_redo_data(out, d, op, fate[i], &state);
         }
-    out->n_ops = 0; /* what is there now stays, whatever happens next */
+    out->n_ops = 0; /* later cuts of `out` cannot lose what it holds now */
     for (int i = 1; i < out->n_nodes; i++) {
         disk_log(out, DISK_RESIZE, i, 0)->at = out->node[i].size;
         if (out->node[i].size) disk_log_write(out, i, 0, out->node[i].data, out->node[i].size, 0);
@@ -664,7 +666,7 @@ static inline void disk_cut(disk *out, const disk *d, long end, uint64_t seed) {
     free(fate);
 }
 
-/* The same disk again, with nothing open. */
+/* A copy of the disk with no open descriptor. */
 static inline void disk_copy(disk *out, const disk *d) { disk_cut(out, d, d->n_ops, DISK_ALL); }
 
 #endif

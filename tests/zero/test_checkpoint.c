@@ -1,22 +1,23 @@
-/* test_checkpoint.c - a checkpoint of any layout in any other, and a training that never noticed
-   Public domain or MIT, at your choice; see LICENSE.
+/* test_checkpoint.c - a checkpoint of any layout loads in any other layout, and a resumed training
+   equals an uninterrupted one. Public domain or MIT, at your choice; see LICENSE.
 
    Run:  test_checkpoint                   a sample of the pairs and of the trainings
-         test_checkpoint full              all of them: some 3 minutes
-         test_checkpoint golden FOLDER     writes what tests/golden/checkpoint is, and prints
-                                           checkpoint.h beside it; there is one for each format
-                                           number, and it stays
+         test_checkpoint full              all of them: about 3 minutes
+         test_checkpoint golden FOLDER     writes what tests/golden/checkpoint holds, and prints
+                                           checkpoint.h; there is one such folder for each format
+                                           number, and it never changes
 
-   pairs    Every layout of a list saves after two steps. Each is loaded in every other and saved
-            again: the two files must be the same to the byte, which holds weights and moments, and
-            the next step must be the saver's. One model is a tied mixture, cut along every kind of
-            axis; two are dense, in the names of transformers.
-   same     Two steps, saved, and two more in the same layout: all bits of four steps that nobody
-            interrupted; with dropout, shuffled data, a growing batch, clipping, f32, bf16 and f16
-            with its loss scale, 1-bit Adam.
-   elastic  8 ranks, then 6, 4 and 8, under the tree: the bits of 8 ranks without a stop.
-   forms    What lies in a checkpoint: the tensors of transformers, numbers, and what is refused by
-            name.
+   pairs    Every layout of a list saves after two steps. Each checkpoint is loaded in every other
+             layout and saved again: the two files, which hold weights and moments, must be equal
+             to the byte, and the next step must equal the saver's. One model is a tied mixture of
+             experts, sharded along every axis; two are dense, with the tensor names of
+             transformers.
+   same     Two steps, a save, and two more steps in the same layout give the bits of four
+             uninterrupted steps: with dropout, shuffled data, a growing batch, clipping, f32, bf16
+             and f16 with its loss scale, 1-bit Adam.
+   elastic  8 ranks, then 6, 4 and 8, with the tree: the bits of 8 ranks without a stop.
+   forms    The contents of a checkpoint: tensors as transformers names them, numbers; and which
+             checkpoints are refused, with which text.
    golden   The first checkpoint of this format, which every later version must load. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
@@ -83,7 +84,7 @@ static const layout layouts[] = {
     L(2, 1, 1, 1, 1, 1, 0, .offload_optim = "cpu"),
     L(2, 1, 1, 1, 1, 3, 0, .offload_optim = "cpu", .offload_params = "cpu"),
     L(2, 2, 1, 1, 1, 1, 0, .procs = 1),
-    /* only where there are experts */
+    /* from here on: only for models with experts */
     L(1, 1, 1, 1, 2, 0, 0),
     L(1, 1, 1, 1, 2, 3, 0),
     L(1, 1, 1, 1, 4, 1, 0),
@@ -106,12 +107,12 @@ static void name_of(layout l, char *text, size_t bytes) {
 typedef struct run {
     layout l;
     gpt_config model;
-    train_config config; /* what a test changes of the usual one */
+    train_config config; /* fields that a test changes */
     const char *save, *resume;
     int64_t stop_at;
 } run;
 
-/* Forked ranks tell it through shared memory. */
+/* In shared memory, because forked ranks write it. */
 typedef struct result {
     dt_status status;
     char text[512];
@@ -162,7 +163,7 @@ static gpt_config dense(dt_dtype dtype, int arch) {
         .dtype = dtype };
 }
 
-static result go(run r) {
+static result run_training(run r) {
     layout l = r.l;
     train_config c = r.config;
     dt_report report = { DT_OK, 0, "", 0 };
@@ -242,7 +243,7 @@ static int close_to(double a, double b, double tolerance) {
 
 // ==== pairs =====================================================================================
 
-/* f64: what a layout changes in the next step is its order of sums, and no more. */
+/* In f64, because then a layout changes the next step only by its order of summation. */
 static void pairs(const char *what, gpt_config model, int count, int every) {
     static result from[LAYOUTS];
     int pairs = 0;
@@ -253,10 +254,12 @@ static void pairs(const char *what, gpt_config model, int count, int every) {
         in_scratch(dir, name);
         clear(dir);
         name_of(layouts[i], a, sizeof a);
-        result r = go((run){ .l = layouts[i], .model = model, .save = dir, .stop_at = 2 });
+        result r =
+            run_training((run){ .l = layouts[i], .model = model, .save = dir, .stop_at = 2 });
         CHECK_MSG(r.status == DT_OK && r.last == 2, "%s, %s: %s", what, a, r.text);
         snprintf(at, sizeof at, "%s/step-2", dir);
-        from[i] = go((run){ .l = layouts[i], .model = model, .resume = at, .stop_at = 3 });
+        from[i] =
+            run_training((run){ .l = layouts[i], .model = model, .resume = at, .stop_at = 3 });
         CHECK_MSG(
             from[i].status == DT_OK && from[i].first == 3, "%s, %s: %s", what, a, from[i].text);
     }
@@ -270,11 +273,11 @@ static void pairs(const char *what, gpt_config model, int count, int every) {
             clear(other);
             name_of(layouts[i], a, sizeof a);
             name_of(layouts[k], b, sizeof b);
-            result r = go((run){
+            result r = run_training((run){
                 .l = layouts[k], .model = model, .resume = at, .save = other, .stop_at = 2 });
             CHECK_MSG(r.status == DT_OK && r.first == 0, "%s: %s -> %s: %s", what, a, b, r.text);
-            CHECK_MSG(same_checkpoint(at, copy), "%s: %s -> %s: other bits", what, a, b);
-            r = go((run){ .l = layouts[k], .model = model, .resume = at, .stop_at = 3 });
+            CHECK_MSG(same_checkpoint(at, copy), "%s: %s -> %s: files differ", what, a, b);
+            r = run_training((run){ .l = layouts[k], .model = model, .resume = at, .stop_at = 3 });
             CHECK_MSG(r.status == DT_OK && r.first == 3 &&
                           close_to(r.loss[3], from[i].loss[3], 1e-11) &&
                           close_to(r.norm[3], from[i].norm[3], 1e-9),
@@ -320,13 +323,13 @@ static void same(const kind *k, int i) {
     clear(half);
     r.save = whole;
     r.stop_at = 5;
-    result once = go(r);
+    result once = run_training(r);
     r.save = half;
     r.stop_at = 2;
-    result first = go(r);
+    result first = run_training(r);
     r.resume = half;
     r.stop_at = 5;
-    result second = go(r);
+    result second = run_training(r);
     CHECK_MSG(once.status == DT_OK && first.status == DT_OK && second.status == DT_OK,
         "%s, %s: %s%s%s", k->name, name, once.text, first.text, second.text);
     CHECK_MSG(second.first == 3 && second.last == 5, "%s, %s: steps %lld to %lld", k->name, name,
@@ -336,7 +339,7 @@ static void same(const kind *k, int i) {
             "%s, %s: step %d: %.17g and %.17g", k->name, name, s, second.loss[s], once.loss[s]);
     snprintf(at, sizeof at, "%s/step-5", whole);
     snprintf(end, sizeof end, "%s/step-5", half);
-    CHECK_MSG(same_checkpoint(at, end), "%s, %s: after the last step: other bits", k->name, name);
+    CHECK_MSG(same_checkpoint(at, end), "%s, %s: files differ after the last step", k->name, name);
 }
 
 static void all_same(int full) {
@@ -360,7 +363,7 @@ static void all_same(int full) {
     static const kind onebit = { .name = "1-bit Adam", .dtype = DT_F32, .onebit = 1 };
     for (int i = 0; i < LAYOUTS; i++)
         if (layouts[i].stage == 0 && layouts[i].ep == 1) same(&onebit, i), runs++;
-    printf("same: %d trainings, interrupted\n", runs);
+    printf("same: %d interrupted trainings\n", runs);
 }
 
 // ==== elastic ===================================================================================
@@ -378,7 +381,7 @@ static void elastic(void) {
             r.config.accum = BATCH / 8;
             r.save = one;
             r.stop_at = 8;
-            result once = go(r);
+            result once = run_training(r);
             CHECK_MSG(once.status == DT_OK, "%s", once.text);
             for (int i = 0; i < 4; i++) {
                 r.l.dp = ranks[i];
@@ -386,7 +389,7 @@ static void elastic(void) {
                 r.save = many;
                 r.resume = i ? many : NULL;
                 r.stop_at = 2 * (i + 1);
-                result part = go(r);
+                result part = run_training(r);
                 CHECK_MSG(part.status == DT_OK && part.first == 2 * i + 1, "elastic, %d ranks: %s",
                     ranks[i], part.text);
                 for (int64_t s = part.first; s <= part.last; s++)
@@ -396,13 +399,13 @@ static void elastic(void) {
             }
             snprintf(a, sizeof a, "%s/step-8", one);
             snprintf(b, sizeof b, "%s/step-8", many);
-            CHECK_MSG(same_checkpoint(a, b), "elastic, zero%d: other bits at the end", stage);
+            CHECK_MSG(same_checkpoint(a, b), "elastic, zero%d: files differ at the end", stage);
         }
 }
 
 // ==== forms =====================================================================================
 
-/* One rank reads `from` and writes it again. */
+/* A run of one rank that loads `from` and saves it again. */
 typedef struct again {
     gpt_config model;
     const char *from, *to;
@@ -418,8 +421,9 @@ static dt_status save_again(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-/* Of a model in the names of transformers, the file of a checkpoint is that which gpt_save writes,
-   and gpt_export from any layout; an llm.c model holds the same. */
+/* For a model with transformers' tensor names, a checkpoint's model file equals the file that
+   gpt_save writes and the one that gpt_export writes from any layout. An llm.c model holds the same
+   values. */
 static void names(void) {
     char dir[300], at[320], out[300], exported[300], bin[300];
     in_scratch(out, "again");
@@ -430,13 +434,13 @@ static void names(void) {
             gpt_config model =
                 dense(kind == 3 ? DT_BF16 : DT_F32, kind == 1 ? GPT_LLAMA : GPT_GPT2);
             if (layouts[i].ep > 1) continue;
-            /* as llm.c's are: of 384 rows */
+            /* as llm.c requires: its vocabulary is padded to 384 rows */
             if (kind >= 2) model.ffn = 4 * model.width, model.vocab = 300;
             clear(in_scratch(dir, "forms"));
             clear(exported);
             if (mkdir(exported, 0777) != 0) abort();
             snprintf(at, sizeof at, "%s/step-2", dir);
-            result r = go((run){ .l = layouts[i],
+            result r = run_training((run){ .l = layouts[i],
                 .model = model,
                 .save = dir,
                 .stop_at = 2,
@@ -452,19 +456,19 @@ static void names(void) {
                 CHECK(dt_run((dt_run_desc){ .ranks = 1 }, save_again, &a) == DT_OK);
             }
             CHECK_MSG(same_file(at, exported, "model.safetensors"),
-                "kind %d, layout %d: another export", kind, i);
+                "kind %d, layout %d: the export differs", kind, i);
             CHECK(same_file(at, exported, "config.json"));
         }
 }
 
-static void refused(const char *what, run r, const char *text) {
-    result got = go(r);
+static void expect_load_refused(const char *what, run r, const char *text) {
+    result got = run_training(r);
     CHECK_MSG(got.status != DT_OK && strstr(got.text, text), "%s: status %d, '%s' should say '%s'",
         what, (int)got.status, got.text, text);
 }
 
-/* The last bytes of a manifest after its text was changed. */
-static void seal(const char *path) {
+/* Rewrites the checksum at the end of a manifest after its text was changed. */
+static void write_checksum(const char *path) {
     size_t n;
     char *text = read_all(path, &n), end[DT__MANIFEST_END + 1];
     dt__manifest_end(end, text, n - DT__MANIFEST_END);
@@ -474,7 +478,7 @@ static void seal(const char *path) {
     free(text);
 }
 
-static void change(const char *path, const char *from, const char *to) {
+static void replace_text(const char *path, const char *from, const char *to) {
     size_t n;
     char *text = read_all(path, &n), *at;
     text[n] = 0;
@@ -486,19 +490,18 @@ static void change(const char *path, const char *from, const char *to) {
     free(text);
 }
 
-/* What every part below begins with: a checkpoint of step 2 in `dir`, and the run that goes on from
-   it, `at`. */
+/* Saves a checkpoint of step 2 in `dir` at path `at`, and returns the run that resumes from it. */
 static run saved_run(char *dir, char *at) {
     run r = {
         .l = L(2, 1, 1, 1, 1, 1, 0), .model = dense(DT_F32, GPT_GPT2), .save = dir, .stop_at = 2
     };
     clear(in_scratch(dir, "forms"));
-    CHECK(go(r).status == DT_OK);
+    CHECK(run_training(r).status == DT_OK);
     snprintf(at, 320, "%s/step-2", dir);
     r.save = NULL;
     r.stop_at = 3;
     r.resume = at;
-    CHECK(go(r).status == DT_OK);
+    CHECK(run_training(r).status == DT_OK);
     return r;
 }
 
@@ -506,29 +509,30 @@ static void other_programs(void) {
     char dir[300], other[300], at[320];
     run r = saved_run(dir, at), bad = r;
     bad.model.width = 32;
-    refused("another width", bad, "in this program");
+    expect_load_refused("another width", bad, "in this program");
     bad = r;
     bad.model.layers = 3;
-    refused("another depth", bad, "which this program has");
+    expect_load_refused("another depth", bad, "which this program has");
     bad.model.layers = 1;
-    refused("another depth", bad, "which this program has not");
+    expect_load_refused("another depth", bad, "which this program has not");
     bad = r;
     bad.model.dtype = DT_BF16;
-    refused("another type", bad, "F32");
+    expect_load_refused("another type", bad, "F32");
     bad = r;
     bad.config.zero.optimizer = DT_ADAM;
-    refused("another optimizer", bad, "its optimizer is adamw, and this program's is adam");
+    expect_load_refused(
+        "another optimizer", bad, "its optimizer is adamw, and this program's is adam");
     run signs = { .l = L(2, 1, 1, 1, 1, 0, 0),
         .model = dense(DT_F32, GPT_GPT2),
         .save = in_scratch(other, "signs"),
         .stop_at = 3,
         .config = { .zero = { .optimizer = DT_ONEBIT_ADAM, .freeze_steps = 1 } } };
     clear(other);
-    CHECK(go(signs).status == DT_OK);
-    signs.l.dp = 4; /* its errors begin again */
+    CHECK(run_training(signs).status == DT_OK);
+    signs.l.dp = 4; /* the errors of 1-bit Adam restart at zero */
     signs.resume = other;
     signs.stop_at = 4;
-    CHECK(go(signs).status == DT_OK);
+    CHECK(run_training(signs).status == DT_OK);
 }
 
 static void folders(void) {
@@ -537,59 +541,63 @@ static void folders(void) {
     CHECK(dt_checkpoint_newest(dt_io_default(), dir, name, sizeof name) == 2 &&
           strcmp(name, "step-2") == 0);
     bad.resume = in_scratch(other, "nothing");
-    refused("no folder", bad, "there is no checkpoint");
+    expect_load_refused("no folder", bad, "there is no checkpoint");
     CHECK(dt_checkpoint_newest(dt_io_default(), other, name, sizeof name) == -1 && !name[0]);
     if (mkdir(other, 0777) != 0) abort();
-    refused("no checkpoint", bad, "there is no checkpoint");
+    expect_load_refused("no checkpoint", bad, "there is no checkpoint");
     bad.save = dir;
     bad.resume = NULL;
-    refused("a folder of another training", bad, "which this job has not loaded");
+    expect_load_refused("a folder of another training", bad, "which this job has not loaded");
     bad.save = "/proc/nothing/here";
-    refused("a folder that cannot be made", bad, "/proc/nothing/here");
+    expect_load_refused("a folder that cannot be made", bad, "/proc/nothing/here");
     r.resume = r.save = dir;
-    CHECK(go(r).status == DT_OK);
+    CHECK(run_training(r).status == DT_OK);
     snprintf(copy, sizeof copy, "cp -r '%s' '%s/step-9'; mkdir '%s/step-0010' '%s/step-8.x'", at,
         dir, dir, dir);
-    if (system(copy) != 0) abort(); /* of step 2, whatever its name says; and names that are none */
+    /* step-9 holds step 2 in spite of its name; the two folders are not named like checkpoints */
+    if (system(copy) != 0) abort();
     CHECK(dt_checkpoint_newest(dt_io_default(), dir, name, sizeof name) == 9);
     r.save = NULL;
     r.stop_at = 4;
-    result newest = go(r);
+    result newest = run_training(r);
     CHECK_MSG(newest.status == DT_OK && newest.first == 4,
-        "step 3 is the newest, goes on with %lld: %s", (long long)newest.first, newest.text);
-    /* in another spelling it is no other folder */
+        "step 3 is the newest, but the run resumes with %lld: %s", (long long)newest.first,
+        newest.text);
+    /* another spelling of the same folder */
     snprintf(other, sizeof other, "%s/./forms", scratch);
     r.resume = other;
     r.save = dir;
-    newest = go(r);
+    newest = run_training(r);
     CHECK_MSG(newest.status == DT_OK, "%s", newest.text);
 }
 
-/* Formats of the future, by name; and manifests that only look like one. */
+/* Newer formats are refused by number; files that only look like a manifest are refused. */
 static void manifests(void) {
     char dir[300], at[320], path[360];
     run r = saved_run(dir, at);
     snprintf(path, sizeof path, "%s/manifest.json", at);
-    change(path, "\"version\":1", "\"version\":2");
-    refused(
+    replace_text(path, "\"version\":1", "\"version\":2");
+    expect_load_refused(
         "a newer format, damaged", r, "checkpoint of format 2; this program knows formats up to 1");
-    seal(path);
-    refused("a newer format", r, "checkpoint of format 2; this program knows formats up to 1");
+    write_checksum(path);
+    expect_load_refused(
+        "a newer format", r, "checkpoint of format 2; this program knows formats up to 1");
     r.resume = dir;
-    refused("a newer format in a folder", r, "checkpoint of format 2");
-    change(path, "\"version\":2", "\"version\":0");
-    seal(path);
-    refused("format 0", r, "no manifest of a dt checkpoint");
-    change(path, "\"version\":0", "\"version\":1");
-    seal(path);
-    CHECK(go(r).status == DT_OK);
-    change(path, "\"seed\":\"1\"", "\"seed\":\"2\"");
-    seal(path);
-    refused("another seed", r, "its seed is 2");
-    change(path, "\"seed\":\"2\"", "\"seed\":\"1\"");
-    change(path, "\"samples\"", "\"sampled\"");
-    seal(path);
-    refused("a number is missing", r, "it has 0 numbers 'samples', and this program has 1");
+    expect_load_refused("a newer format in a folder", r, "checkpoint of format 2");
+    replace_text(path, "\"version\":2", "\"version\":0");
+    write_checksum(path);
+    expect_load_refused("format 0", r, "no manifest of a dt checkpoint");
+    replace_text(path, "\"version\":0", "\"version\":1");
+    write_checksum(path);
+    CHECK(run_training(r).status == DT_OK);
+    replace_text(path, "\"seed\":\"1\"", "\"seed\":\"2\"");
+    write_checksum(path);
+    expect_load_refused("another seed", r, "its seed is 2");
+    replace_text(path, "\"seed\":\"2\"", "\"seed\":\"1\"");
+    replace_text(path, "\"samples\"", "\"sampled\"");
+    write_checksum(path);
+    expect_load_refused(
+        "a number is missing", r, "it has 0 numbers 'samples', and this program has 1");
 }
 
 static void forms(void) {
@@ -601,7 +609,7 @@ static void forms(void) {
 
 // ==== golden ====================================================================================
 
-/* Small, but of every kind: a mixture that is tied, bf16 with masters. */
+/* A small model with every kind of tensor: a tied mixture of experts in bf16 with masters. */
 static run golden_run(void) {
     run r = { .l = L(2, 1, 1, 1, 1, 1, 0), .model = mixture(DT_BF16), .stop_at = 2 };
     r.model.width = 4;
@@ -612,7 +620,7 @@ static run golden_run(void) {
     return r;
 }
 
-/* What it held when it was written, as sums over all numbers of a file. */
+/* The sum over all numbers of a file, to compare with the sum at the time of writing. */
 static double sum_of(const char *folder, const char *name) {
     char path[400];
     dt_ctx *ctx = dt_ctx_make((dt_ctx_desc){ .seed = 1 });
@@ -635,18 +643,19 @@ static void golden(void) {
     run r = golden_run();
     r.resume = "tests/golden/checkpoint/step-2";
     r.save = in_scratch(dir, "golden");
-    result got = go(r);
+    result got = run_training(r);
     CHECK_MSG(got.status == DT_OK, "the golden checkpoint: %s", got.text);
     snprintf(copy, sizeof copy, "%s/step-2", dir);
-    CHECK_MSG(same_checkpoint(copy, r.resume), "the golden checkpoint is saved with other bits");
+    CHECK_MSG(
+        same_checkpoint(copy, r.resume), "the golden checkpoint changes when it is saved again");
     double model = sum_of(copy, "model.safetensors"), optim = sum_of(copy, "optim.safetensors");
     CHECK_MSG(close_to(model, GOLDEN_MODEL, 1e-12) && close_to(optim, GOLDEN_OPTIM, 1e-12),
-        "sums %.17g and %.17g", model, optim);
+        "golden sums: %.17g and %.17g", model, optim);
     r.save = NULL;
     r.stop_at = 3;
-    got = go(r);
+    got = run_training(r);
     CHECK_MSG(got.status == DT_OK && close_to(got.loss[3], GOLDEN_LOSS, 1e-6),
-        "its next loss is %.17g", got.loss[3]);
+        "the golden checkpoint's next loss is %.17g", got.loss[3]);
 }
 
 int main(int argc, char **argv) {
@@ -663,11 +672,11 @@ int main(int argc, char **argv) {
     if (strcmp(what, "golden") == 0 && argc > 2) {
         run r = golden_run();
         r.save = argv[2];
-        result got = go(r);
+        result got = run_training(r);
         r.resume = argv[2];
         r.save = NULL;
         r.stop_at = 3;
-        if (got.status == DT_OK) got = go(r);
+        if (got.status == DT_OK) got = run_training(r);
         char at[400];
         snprintf(at, sizeof at, "%s/step-2", argv[2]);
         printf(

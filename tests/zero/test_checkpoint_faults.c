@@ -1,20 +1,20 @@
-/* test_checkpoint_faults.c - dt_zero.h, section 3: what is left of checkpoints when power, disks,
-   bits and people fail
+/* test_checkpoint_faults.c - dt_zero.h, section 3: checkpoints under power failures, failing disks,
+   damaged bits and user errors
 
        test_checkpoint_faults              a sample of each campaign
        test_checkpoint_faults full         all of it: make faults
        test_checkpoint_faults PART [full]  one part: disk power calls room damage jobs
 
    A tiny model is trained on a simulated disk (disk_sim.h), and saved after step 1 (A) and step 2
-   (B). Whatever happens then, a fresh job must find A or B to the bit, nothing else, and no less
-   than what was promised to be there. */
+   (B). After any fault a new job must find A or B with equal bits, and it must find every save that
+   was reported as complete. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
 #include <errno.h>
 #include <pthread.h>
 
-/* A rank that gets no more threads. */
+/* 1 on a rank that cannot start threads. */
 static _Thread_local int no_threads;
 static int some_threads(
     pthread_t *thread, const pthread_attr_t *attr, void *(*run)(void *), void *arg) {
@@ -31,9 +31,9 @@ static int some_threads(
 enum { RANKS = 4, OUT = 3, IN = 5, VALUES = OUT * IN + OUT, LAST = 3 };
 static const char config_text[] = "{\"name\":\"tiny\"}", beside_text[] = "{\"n_layer\":1}\n";
 
-/* ---- the model, and what a checkpoint of it must hold ---- */
+/* ---- the model, and the contents of its checkpoint ---- */
 
-/* Values, first and second moments of w and b; what the program saves beside them. */
+/* Values, first and second moments of w and b; and the extra state that the program saves. */
 typedef struct state {
     float value[3][VALUES];
     double seen[2];
@@ -86,15 +86,15 @@ static void silent(void *user, int level, int rank, const char *text) {
 
 typedef struct job {
     int ranks, stage, keep, background;
-    int first, last;    /* steps after which it saves */
-    int resume;         /* 1: it loads first, and trains on from there */
-    int count;          /* which calls are counted: see below */
-    int without_thread; /* this rank has none to save in; 0: all have */
+    int first, last;    /* the first and last step after which the job saves */
+    int resume;         /* 1: the job resumes from the newest checkpoint */
+    int count;          /* which calls are counted: COUNT_SAVES or COUNT_ALL */
+    int without_thread; /* the rank that cannot start a writer thread; 0: every rank can */
     int zero_first;     /* 1: dt_zero_free before dt_checkpoint_close */
     const char *dir;
     disk_seat seat[RANKS];
     state saved[LAST + 1];   /* after each step */
-    dt_status status[RANKS]; /* what the calls returned, the first that failed */
+    dt_status status[RANKS]; /* the first error that a call returned, or DT_OK */
     dt_status error[RANKS];
     int64_t loaded;
     dt_status result;
@@ -130,11 +130,12 @@ static dt_checkpoint_desc checkpoint_desc(const char *dir, const dt_extra_state 
     return d;
 }
 
-/* In the log: which saves have been promised. Of a save in the background that is when a poll says
-   so. */
+/* Saves, and marks in the log when the save is reported as complete; in the background a poll
+   reports it. */
 static dt_status job_save(dt_ctx *ctx, job *j, dt_checkpoint *c, int step) {
     dt_status status = dt_checkpoint_save(c);
-    if (status == DT_OK && j->zero_first) return status; /* it goes on while the next steps do */
+    /* the save continues during the next steps */
+    if (status == DT_OK && j->zero_first) return status;
     while (status == DT_OK && j->background && !dt_checkpoint_poll(c))
         dt_ctx_host(ctx)->sleep(NULL, 0);
     if (status == DT_OK) status = dt_error(ctx);
@@ -147,7 +148,7 @@ static dt_status job_rank(dt_ctx *ctx, void *user) {
     int r = dt_ctx_rank(ctx);
     double seen[2] = { 0, 0 };
     dt_extra_state saved = { "seen", seen, 2 };
-    /* a rank's own place at the disk, before anything uses it */
+    /* gives the rank its own seat before the first call */
     *(dt_io *)dt_ctx_io(ctx) = disk_io(&j->seat[r]);
     model m = model_make(ctx, j->stage);
     dt_checkpoint_desc d = checkpoint_desc(j->dir, &saved);
@@ -165,7 +166,7 @@ static dt_status job_rank(dt_ctx *ctx, void *user) {
         state_read(&m, seen, &s);
         if (r == 0) j->saved[step] = s;
         if (step < j->first) continue;
-        /* else its thread would read it meanwhile */
+        /* with zero_first the writer thread may be reading it */
         if (!j->zero_first) j->seat[r].counting = 1;
         j->status[r] = job_save(ctx, j, c, step);
         if (!j->zero_first) j->seat[r].counting = j->count == COUNT_ALL;
@@ -196,16 +197,16 @@ static void job_run(job *j) {
     j->took_s = host.now(host.user) - begin;
 }
 
-/* ---- a fresh job that loads ---- */
+/* ---- a new job that loads ---- */
 
 typedef struct found {
-    /* what dt_checkpoint_load returned; -1 too if nothing could be opened */
+    /* what dt_checkpoint_load returned; also -1 if the folder could not be opened */
     int64_t step;
     state s;
     char error[600], notices[1500];
     char path[1024];
-    int changed; /* a failed load had changed values or moments */
-    int resaved; /* of found_at(.., 1): DT_OK: it trained on and saved */
+    int changed; /* 1: a failed load changed values or moments */
+    int resaved; /* set by found_at(.., 1): DT_OK if the job trained a step and saved */
 } found;
 
 static void found_log(void *user, int level, int rank, const char *text) {
@@ -215,7 +216,7 @@ static void found_log(void *user, int level, int rank, const char *text) {
     if (level == DT_LOG_NOTICE) snprintf(f->notices + n, sizeof f->notices - n, "%s\n", text);
 }
 
-/* All values and state of a rank, as they are in memory. */
+/* Copies all values and state of a rank from memory. */
 static size_t memory_of(const dt_zero *zero, char *out) {
     size_t n = 0;
     for (int u = 0; u < zero->n_buckets; u++) {
@@ -227,8 +228,8 @@ static size_t memory_of(const dt_zero *zero, char *out) {
     return n;
 }
 
-/* Loads on one rank, with its own folder `dir` (NULL: it only loads) and from `from`; `again`:
-   trains and saves. */
+/* Loads checkpoint `from` on one rank whose folder is `dir` (NULL: load only). If `again`, trains a
+   step and saves. */
 static void found_at(found *f, disk *d, const char *dir, const char *from, int again) {
     disk_seat seat = { d, "", 0, 0, 0 };
     dt_io io = disk_io(&seat);
@@ -268,18 +269,18 @@ static void found_at(found *f, disk *d, const char *dir, const char *from, int a
 
 static int same_state(const state *a, const state *b) { return memcmp(a, b, sizeof *a) == 0; }
 
-/* What is wrong with a load that must give a step from `least` to `most` of the job's; NULL:
-   nothing. */
+/* Says what is wrong with a load that must find a step in [least, most]; returns NULL if it is
+   correct. */
 static const char *found_wrong(const found *f, const job *j, int least, int most) {
-    if (f->step < 0) return "it failed";
-    if (f->step < least) return "what was saved is lost";
-    if (f->step > most) return "a later step than any";
+    if (f->step < 0) return "the load failed";
+    if (f->step < least) return "a completed save is lost";
+    if (f->step > most) return "a step that was never saved";
     if (f->step > 0 && !same_state(&f->s, &j->saved[f->step]))
-        return "other values than were saved";
-    return f->changed ? "another config than was saved" : NULL;
+        return "the values are not the saved ones";
+    return f->changed ? "the config is not the saved one" : NULL;
 }
 
-/* Whether a folder holds a name that ends in .tmp. */
+/* 1 if a folder holds a name that ends in .tmp. */
 static int leftovers(const disk *d) {
     int n = 0;
     for (int i = 0; i < d->n_entries; i++) {
@@ -289,7 +290,7 @@ static int leftovers(const disk *d) {
     return n;
 }
 
-/* Campaigns stop after that many failures: what follows says the same. */
+/* A campaign stops after this many failures, because further ones say the same. */
 enum { ENOUGH = 12 };
 static int check_enough(int before) { return check_failed - before >= ENOUGH; }
 
@@ -297,8 +298,8 @@ static int check_enough(int before) { return check_failed - before >= ENOUGH; }
 
 enum { UNSYNCED, UNSYNCED_FOLDER, IN_PLACE, PROPERLY, WAYS };
 
-/* Writes a new text over an old one, well or badly, and says how often over all cuts the file was
-   neither. */
+/* Replaces an old text by a new one, safely or unsafely. Returns in how many cuts the file holds
+   neither of them. */
 static int disk_way(int way, int *old_text, int *new_text) {
     disk d;
     disk_seat seat = { &d, "", 0, 0, 0 };
@@ -344,7 +345,7 @@ static int disk_way(int way, int *old_text, int *new_text) {
 
 static void each_name(void *arg, const char *name) { strcat((char *)arg, name); }
 
-/* The table refuses what a file system refuses. */
+/* The simulated disk refuses the calls that a file system refuses. */
 static void disk_refuses(void) {
     disk d;
     disk_seat seat = { &d, "", 0, 0, 0 };
@@ -383,13 +384,13 @@ static void part_disk(int full) {
     int n[WAYS][2] = { { 0 } }, bad[WAYS];
     (void)full;
     for (int way = 0; way < WAYS; way++) bad[way] = disk_way(way, &n[way][0], &n[way][1]);
-    CHECK_MSG(bad[UNSYNCED] > 0, "a file that nobody synced was always whole");
-    CHECK_MSG(bad[IN_PLACE] > 0, "a file that was written over was always whole");
+    CHECK_MSG(bad[UNSYNCED] > 0, "a file without fsync survived every cut");
+    CHECK_MSG(bad[IN_PLACE] > 0, "a file overwritten in place survived every cut");
     CHECK_MSG(bad[UNSYNCED_FOLDER] == 0 && n[UNSYNCED_FOLDER][0] > 0 && n[UNSYNCED_FOLDER][1] > 0,
-        "a rename in a folder that nobody synced: %d bad, %d old, %d new", bad[UNSYNCED_FOLDER],
+        "a rename in a folder without fsync: %d bad, %d old, %d new", bad[UNSYNCED_FOLDER],
         n[UNSYNCED_FOLDER][0], n[UNSYNCED_FOLDER][1]);
     CHECK_MSG(bad[PROPERLY] == 0 && n[PROPERLY][0] > 0 && n[PROPERLY][1] > 0,
-        "synced and renamed: %d bad", bad[PROPERLY]);
+        "fsync, rename and fsync of the folder: %d bad", bad[PROPERLY]);
     disk_refuses();
 }
 
@@ -399,8 +400,8 @@ typedef struct cuts {
     int n, nothing, a, b, twice, again;
 } cuts;
 
-/* One cut, and sometimes: the job that comes back trains on and saves, or the power fails again
-   while it does. */
+/* One power cut. In some cases the resumed job then trains and saves, or the power fails a second
+   time while the resumed job runs. */
 static void power_cut(const job *j, const disk *d, long end, uint64_t seed, cuts *sum) {
     disk image, second;
     found f;
@@ -429,7 +430,7 @@ static void power_cut(const job *j, const disk *d, long end, uint64_t seed, cuts
         found_at(&f, &second, j->dir, NULL, 0);
         if (f.step != before + 1) wrong = found_wrong(&f, j, (int)before, (int)before);
         CHECK_MSG(!wrong,
-            "cut after %ld, seed %llu, and after %ld of the job that came back: %lld instead of "
+            "cut after %ld, seed %llu, and after %ld of the resumed job: %lld instead of "
             "%lld: %s: %s",
             end, (unsigned long long)seed, at, (long long)f.step, (long long)before, wrong,
             f.error);
@@ -478,14 +479,14 @@ static void part_power(int full) {
         for (int i = 0;
              i < (full ? 240000 : 6000) / n_cases && j.result == DT_OK && !check_enough(before);
              i++) {
-            /* a third of them near the end */
+            /* a third of the cuts are near the end */
             long changes = d.n_ops - d.settled, last = i % 3 ? changes : changes / 4;
             long end = d.n_ops - (long)(disk_random(&state) % (uint64_t)(last + 1));
             power_cut(&j, &d, end, disk_random(&state) | DISK_SEEDS, &sum);
         }
         disk_free(&d);
     }
-    printf("power: %d cuts: nothing %d, A %d, B %d; %d went on, %d of these were cut again\n",
+    printf("power: %d cuts: nothing %d, A %d, B %d; %d resumed, %d of these were cut again\n",
         sum.n, sum.nothing, sum.a, sum.b, sum.again, sum.twice);
     CHECK(sum.n >= (full ? 200000 : 6000) || check_failed > before);
     CHECK(sum.nothing > 0 && sum.a > 0 && sum.b > 0);
@@ -493,7 +494,7 @@ static void part_power(int full) {
 
 /* ---- 2. calls fail ---- */
 
-/* A disk with A, and the job that saves B on it. */
+/* Makes a disk that holds A, and a job that will save B on it. */
 static void prepare(disk *d, job *j, int ranks, int background) {
     disk_make(d);
     *j = job_make(d, ranks, 1, 1);
@@ -505,7 +506,7 @@ static void prepare(disk *d, job *j, int ranks, int background) {
     j->background = background;
 }
 
-/* The job on a copy of the disk, under a fault. */
+/* Runs the job on a copy of the disk with a fault. */
 static void faulty_run(job *j, disk *d, const disk *before, const disk_fault *fault) {
     disk_copy(d, before);
     d->fault = *fault;
@@ -517,9 +518,9 @@ static void faulty_run(job *j, disk *d, const disk *before, const disk_fault *fa
 
 enum { EITHER = 0, MUST_FAIL, MUST_SUCCEED };
 
-/* Either all ranks saved B, so that it is there whatever happens; or all failed, and A is there,
-   and B or not. */
-static void outcome(job *j, disk *d, const char *what, int want) {
+/* Either all ranks saved B, and B survives any power cut; or all ranks failed, A is intact, and B
+   may exist or not. */
+static void check_outcome(job *j, disk *d, const char *what, int want) {
     int ok = 0, failed = 0;
     disk image;
     found f;
@@ -528,25 +529,27 @@ static void outcome(job *j, disk *d, const char *what, int want) {
         failed += j->status[r] != DT_OK && j->error[r] != DT_OK;
     }
     int good = ok == j->ranks;
-    CHECK_MSG(good || failed == j->ranks, "%s: %d ranks went on and %d failed: %s", what, ok,
+    CHECK_MSG(good || failed == j->ranks, "%s: %d ranks succeeded and %d failed: %s", what, ok,
         failed, j->report.text);
     CHECK_MSG(j->result == (good ? DT_OK : DT_ERR_IO), "%s: %s: %s", what,
         dt_status_name(j->result), j->report.text);
     CHECK_MSG(j->took_s < 4.5, "%s: ended after %.1f s: %s", what, j->took_s, j->report.text);
     CHECK_MSG(d->open == 0, "%s: %d descriptors left open", what, d->open);
-    CHECK_MSG(want != MUST_FAIL || !good, "%s: the save went on", what);
+    CHECK_MSG(want != MUST_FAIL || !good, "%s: the save succeeded", what);
     CHECK_MSG(want != MUST_SUCCEED || good, "%s: the save failed: %s", what, j->report.text);
     for (uint64_t seed = DISK_NOTHING; seed <= DISK_ALL; seed++) {
         disk_cut(&image, d, d->n_ops, seed);
         found_at(&f, &image, NULL, "ck", 0);
         const char *wrong = found_wrong(&f, j, good ? 2 : 1, 2);
-        CHECK_MSG(!wrong, "%s: %s, but then, with %s of what was not synced, step %lld: %s: %s",
-            what, good ? "it saved" : "it failed", seed ? "all" : "nothing", (long long)f.step,
-            wrong, f.error);
+        CHECK_MSG(!wrong,
+            "%s: %s, but after a cut that keeps %s of the unsynced data, step %lld: %s: %s", what,
+            good ? "it saved" : "it failed", seed ? "all" : "nothing", (long long)f.step, wrong,
+            f.error);
         if (!good) {
             found_at(&f, &image, NULL, "ck/step-1", 0);
             wrong = found_wrong(&f, j, 1, 1);
-            CHECK_MSG(!wrong, "%s: the one before is not as it was: %s: %s", what, wrong, f.error);
+            CHECK_MSG(
+                !wrong, "%s: the previous checkpoint has changed: %s: %s", what, wrong, f.error);
         }
         if (seed == DISK_ALL) {
             found_at(&f, &image, "ck", NULL, 1);
@@ -563,36 +566,38 @@ typedef struct call_case {
 } call_case;
 static const call_case call_cases[] = {
     { "ENOSPC once", DISK_FAILS, 0, ENOSPC },
-    { "ENOSPC from then on", DISK_FAILS, 1, ENOSPC },
+    { "ENOSPC from that call on", DISK_FAILS, 1, ENOSPC },
     { "EIO once", DISK_FAILS, 0, EIO },
-    { "EIO from then on", DISK_FAILS, 1, EIO },
+    { "EIO from that call on", DISK_FAILS, 1, EIO },
     { "EINTR once", DISK_INTERRUPTED, 0, EINTR },
-    { "EINTR now and then", DISK_INTERRUPTED, 1, EINTR },
-    { "one byte once", DISK_SHORT, 0, 0 },
-    { "one byte from then on", DISK_SHORT, 1, 0 },
+    { "EINTR every second call", DISK_INTERRUPTED, 1, EINTR },
+    { "one byte moved once", DISK_SHORT, 0, 0 },
+    { "one byte moved from that call on", DISK_SHORT, 1, 0 },
 };
 enum { CALL_CASES = (int)(sizeof call_cases / sizeof call_cases[0]) };
 
-/* What the save must do about it. A failure that harms no new checkpoint ends nothing: of removing
-   old ones and what a broken save left, of closing what was only read. (Where all calls of a job
-   fail that is not for sure: after a removal there may be others. Nor in opening, where a folder
-   without locks is a notice.) */
-static int wanted(const job *j, const disk *d, const call_case *c) {
+/* The expected outcome of the save. It must succeed if the failed call cannot harm the new
+   checkpoint: removing old checkpoints, removing leftovers of a broken save, closing files that
+   were only read. Either outcome is allowed if all later calls fail too, because other calls may
+   follow a removal; and for calls that open the folder, because a folder without locks gives only a
+   notice. */
+static int expected_outcome(const job *j, const disk *d, const call_case *c) {
     const char *p = d->hit_path;
     int of_old = strncmp(p, "ck/step-1", 9) == 0 || strstr(p, ".tmp") != NULL, harmless = 0;
     if (c->how != DISK_FAILS || !d->hits) return MUST_SUCCEED;
     if (strncmp(d->hit, "remove", 6) == 0) harmless = of_old;
     if (strcmp(d->hit, "close") == 0) harmless = !d->hit_writable;
     if (harmless) return c->sticky || j->count == COUNT_ALL ? EITHER : MUST_SUCCEED;
-    if (strcmp(d->hit, "list") == 0) return EITHER; /* for a name, or to remove */
+    /* lists the folder to find a name or to remove leftovers */
+    if (strcmp(d->hit, "list") == 0) return EITHER;
     if (j->count == COUNT_SAVES) return MUST_FAIL;
-    /* the lock's text is for people */
+    /* the text in the lock file only informs people */
     if (strstr(p, "ck/lock") || strncmp(p, "/proc/", 6) == 0) return EITHER;
     return MUST_FAIL;
 }
 
-/* Every call of a rank, or every `stride`-th: positions until the job makes fewer calls than
-   that. */
+/* Fails every call of a rank, or every `stride`-th, until the number exceeds the calls that the job
+   makes. */
 static void calls_of(
     const disk *before, const job *first, int rank, const call_case *c, int stride, int *runs) {
     int start = check_failed;
@@ -605,8 +610,8 @@ static void calls_of(
         long calls = j.seat[rank].calls;
         snprintf(what, sizeof what, "%s%s, rank %d, call %ld of %ld, %s(%s)", c->name,
             j.background ? ", background" : "", rank, at, calls, d.hit ? d.hit : "", d.hit_path);
-        int want = wanted(&j, &d, c);
-        outcome(&j, &d, what, want);
+        int want = expected_outcome(&j, &d, c);
+        check_outcome(&j, &d, what, want);
         if (want == MUST_FAIL)
             CHECK_MSG(strstr(j.report.text, strerror(c->reason)) != NULL, "%s: the text is '%s'",
                 what, j.report.text);
@@ -619,7 +624,7 @@ static void calls_of(
 
 static void part_calls(int full) {
     int runs = 0;
-    /* the saves; these in the background; all of a job */
+    /* variants: the saves; saves in the background; all calls of a job */
     for (int variant = 0; variant < 3; variant++) {
         disk before;
         job j;
@@ -634,7 +639,7 @@ static void part_calls(int full) {
                     &runs);
         disk_free(&before);
     }
-    printf("calls: %d saves with a call that fails\n", runs);
+    printf("calls: %d saves with a failing call\n", runs);
 }
 
 /* ---- 3. the disk is full ---- */
@@ -649,25 +654,25 @@ static void part_room(int full) {
         job j = first;
         char what[64];
         disk_fault fault = { 0, 0, 0, 0, 0, room };
-        if (room == 0) { /* how many bytes a save writes */
+        if (room == 0) { /* measures how many bytes a save writes */
             disk_fault none = { 0, 0, 0, 0, 0, -1 };
             faulty_run(&j, &d, &before, &none);
             total = d.written;
-            outcome(&j, &d, "no fault", MUST_SUCCEED);
+            check_outcome(&j, &d, "no fault", MUST_SUCCEED);
             disk_free(&d);
         }
         if (!full && room % 7 != 0 && room != total - 1 && room != total) continue;
         faulty_run(&j, &d, &before, &fault);
         snprintf(
             what, sizeof what, "room for %lld of %lld bytes", (long long)room, (long long)total);
-        outcome(&j, &d, what, room < total ? MUST_FAIL : MUST_SUCCEED);
+        check_outcome(&j, &d, what, room < total ? MUST_FAIL : MUST_SUCCEED);
         if (room < total)
             CHECK_MSG(
                 strstr(j.report.text, strerror(ENOSPC)) != NULL, "%s: %s", what, j.report.text);
         runs++;
         disk_free(&d);
     }
-    printf("room: %d saves on a disk that is full\n", runs);
+    printf("room: %d saves on a full disk\n", runs);
     disk_free(&before);
 }
 
@@ -677,8 +682,8 @@ static const char *const files[] = { "model.safetensors", "optim.safetensors", "
     "manifest.json" };
 enum { FILES = 4 };
 
-/* The tensor that a byte of a safetensors file belongs to, "" for the header and other files. By
-   the format alone: 8 bytes of length, JSON, data. */
+/* Finds the name of the tensor that a byte of a safetensors file belongs to, "" for the header and
+   other files. Parses the format independently: 8 bytes of length, JSON, data. */
 static void tensor_at(const disk_node *n, int file, size_t byte, char *name, size_t room) {
     uint64_t head = 0;
     name[0] = 0;
@@ -702,20 +707,22 @@ static void tensor_at(const disk_node *n, int file, size_t byte, char *name, siz
     dt_ctx_free(ctx);
 }
 
-/* B is damaged: it must not load by name, and its folder must give A and a notice. */
-static void damaged(
+/* B is damaged: loading B by its path must fail, and loading the newest of the folder must give A
+   and a notice. */
+static void check_damaged(
     disk *d, const job *j, const char *what, const char *file, const char *tensor, int folder_too) {
     found f;
     found_at(&f, d, NULL, "ck/step-2", 0);
-    CHECK_MSG(f.step == -1, "%s: it loads as step %lld", what, (long long)f.step);
+    CHECK_MSG(
+        f.step == -1, "%s: the damaged checkpoint loads as step %lld", what, (long long)f.step);
     CHECK_MSG(strstr(f.error, file) && strstr(f.error, "ck/step-2") && strstr(f.error, tensor),
         "%s: the text does not name %s %s: '%s'", what, file, tensor, f.error);
-    CHECK_MSG(!f.changed, "%s: something was changed before it failed", what);
+    CHECK_MSG(!f.changed, "%s: values or moments were changed before the load failed", what);
     if (!folder_too) return;
     found_at(&f, d, NULL, "ck", 0);
     const char *wrong = found_wrong(&f, j, 1, 1);
-    CHECK_MSG(!wrong && strcmp(f.path, "ck/step-1") == 0, "%s: the one before: %s: %s", what, wrong,
-        f.error);
+    CHECK_MSG(!wrong && strcmp(f.path, "ck/step-1") == 0, "%s: the previous checkpoint: %s: %s",
+        what, wrong, f.error);
     CHECK_MSG(strstr(f.notices, file) && strstr(f.notices, "ck/step-2"), "%s: notices are '%s'",
         what, f.notices);
 }
@@ -736,7 +743,8 @@ static int damage_bits(disk *d, const job *j, int file) {
         for (int bit = 0; bit < 8; bit++, loads++) {
             snprintf(what, sizeof what, "%s: bit %d of byte %zu", files[file], bit, byte);
             n->data[byte] ^= (unsigned char)(1 << bit);
-            damaged(d, j, what, files[file], tensor, byte % 13 == 0 && bit == (int)(byte % 8));
+            check_damaged(
+                d, j, what, files[file], tensor, byte % 13 == 0 && bit == (int)(byte % 8));
             n->data[byte] ^= (unsigned char)(1 << bit);
         }
     }
@@ -752,9 +760,9 @@ static int damage_lengths(disk *d, const job *j, int file) {
     for (size_t bytes = 0; n && bytes < size + 9 && !check_enough(start); bytes++, loads++) {
         char what[100];
         if (bytes == size) continue;
-        snprintf(what, sizeof what, "%s: %zu of its %zu bytes", files[file], bytes, size);
+        snprintf(what, sizeof what, "%s cut to %zu of %zu bytes", files[file], bytes, size);
         n->size = bytes;
-        damaged(d, j, what, files[file], "", bytes % 29 == 0);
+        check_damaged(d, j, what, files[file], "", bytes % 29 == 0);
     }
     n->size = size;
     return loads;
@@ -768,30 +776,30 @@ static void damage_missing(disk *d, const job *j, int file) {
     snprintf(path, sizeof path, "ck/step-2/%s", files[file]);
     snprintf(what, sizeof what, "%s is missing", files[file]);
     CHECK(disk_remove(&seat, path) == 0);
-    damaged(&image, j, what, files[file], "", 1);
+    check_damaged(&image, j, what, files[file], "", 1);
     disk_free(&image);
 }
 
-/* Several ranks share the reading, and agree on what is damaged. */
+/* Several ranks share the reading and must agree that the file is damaged. */
 static void damage_for_all(const disk *before, int ranks, int file) {
     disk d;
     disk_copy(&d, before);
     disk_node *n = file_of(&d, file);
     for (size_t byte = 0; n && byte < n->size; byte += 31) {
-        job j = job_make(&d, ranks, LAST, 0); /* it only loads */
+        job j = job_make(&d, ranks, LAST, 0); /* the job only loads */
         j.resume = 1;
         n->data[byte] ^= 16;
         job_run(&j);
         n->data[byte] ^= 16;
         CHECK_MSG(j.result == DT_OK && j.loaded == 1, "%s, byte %zu: %d ranks load step %lld: %s",
             files[file], byte, ranks, (long long)j.loaded, j.report.text);
-        CHECK_MSG(j.took_s < 4.5, "it took %.1f s", j.took_s);
+        CHECK_MSG(j.took_s < 4.5, "the load took %.1f s", j.took_s);
     }
     disk_free(&d);
 }
 
-/* The newest one is damaged and the one before is loaded. What is saved then, at an earlier step
-   than the damaged one, must be there afterwards, whatever is kept. */
+/* The newest checkpoint is damaged, so the previous one is loaded. A checkpoint saved next, at an
+   earlier step than the damaged one, must remain, whatever the limit on kept checkpoints. */
 static void damage_then_saves(void) {
     disk d;
     found f;
@@ -811,7 +819,7 @@ static void damage_then_saves(void) {
     found_at(&f, &d, "ck", NULL, 0);
     const char *wrong = found_wrong(&f, &next, 2, 2);
     CHECK_MSG(!wrong,
-        "after a damaged step 3 step 2 is saved, and of it is left: step %lld: %s: %s",
+        "step 2 is saved after a damaged step 3, and then the folder gives step %lld: %s: %s",
         (long long)f.step, wrong, f.error);
     disk_free(&d);
 }
@@ -840,7 +848,7 @@ static void part_damage(int full) {
     found_at(&f, &d, NULL, "ck/step-2", 0);
     CHECK_MSG(!found_wrong(&f, &j, 2, 2), "without damage: %s", f.error);
     damage_then_saves();
-    printf("damage: a checkpoint of %zu bytes, damaged in %d ways\n", total, loads);
+    printf("damage: a checkpoint of %zu bytes with %d different damages\n", total, loads);
     disk_free(&d);
 }
 
@@ -891,14 +899,14 @@ static void two_jobs(void) {
     close_one(&second);
     close_one(&first);
     second = open_one(&io, "ck");
-    CHECK_MSG(second.c != NULL, "after the first has gone: %s", dt_error_text(second.ctx));
+    CHECK_MSG(second.c != NULL, "after the first job closed: %s", dt_error_text(second.ctx));
     close_one(&second);
     close_one(&other);
     CHECK(d.open == 0);
     disk_free(&d);
 }
 
-/* The same with real processes: the first is killed, and the folder is free again. */
+/* The same with real processes: after the first is killed, the folder is unlocked. */
 static void two_processes(void) {
     char root[] = "/tmp/test_checkpoint.XXXXXX", dir[64], word = 0;
     int tell[2];
@@ -923,7 +931,7 @@ static void two_processes(void) {
         kill(child, SIGKILL);
         waitpid(child, NULL, 0);
         opened o = open_one(NULL, dir);
-        CHECK_MSG(o.c != NULL, "after the first was killed: %s", dt_error_text(o.ctx));
+        CHECK_MSG(o.c != NULL, "after the first job was killed: %s", dt_error_text(o.ctx));
         close_one(&o);
     }
     close(tell[0]);
@@ -933,7 +941,7 @@ static void two_processes(void) {
     CHECK(remove(path) == 0 && remove(dir) == 0 && remove(root) == 0);
 }
 
-/* Ranks whose machines have a disk each. stale: what another job left in rank 1's makes it look
+/* Ranks on machines with different disks. stale: leftovers of another job make rank 1's folder look
    like rank 0's. */
 static void two_folders(int ranks, int stale, int background) {
     disk d;
@@ -960,8 +968,8 @@ static void two_folders(int ranks, int stale, int background) {
     disk_free(&d);
 }
 
-/* In the background, where one rank must write in its own thread, or the optimizer has gone before
-   the end. */
+/* Saves in the background when one rank must write in its main thread, or when the optimizer is
+   freed before the save is complete. */
 static void in_background(int without_thread, int zero_first) {
     disk d;
     disk_make(&d);
@@ -979,7 +987,7 @@ static void in_background(int without_thread, int zero_first) {
     disk_free(&d);
 }
 
-/* What is no checkpoint's name, and what has no name. */
+/* Names that no checkpoint can have, and empty paths. */
 static void odd_names(void) {
     disk d;
     disk_seat seat = { &d, "", 0, 0, 0 };
@@ -990,7 +998,7 @@ static void odd_names(void) {
     job_run(&j);
     CHECK(disk_mkdir(&seat, "ck/step-999999999999999999") == 0 &&
           disk_mkdir(&seat, "ck/step-02") == 0);
-    /* a number that no double holds would be looked for without end */
+    /* a step number that a double cannot represent must not cause an endless search */
     found_at(&f, &d, "ck", NULL, 1);
     CHECK_MSG(f.step == 1 && f.resaved == DT_OK, "step %lld: %s%s", (long long)f.step, f.error,
         f.notices);
@@ -1000,7 +1008,7 @@ static void odd_names(void) {
     j.dir = "\nck";
     job_run(&j);
     CHECK(j.result == DT_OK && io.remove(&seat, "\nck/step-1/manifest.json") == 0);
-    /* the line that ranks agree on ends where theirs does */
+    /* a path with a newline must not end the line that the ranks compare */
     found_at(&f, &d, NULL, "\nck/step-1", 0);
     CHECK_MSG(f.step == -1 && strstr(f.error, "manifest.json"), "step %lld: %s", (long long)f.step,
         f.error);
@@ -1015,16 +1023,16 @@ static void odd_names(void) {
     disk_free(&d);
 }
 
-/* ---- a disk that gives no answer ---- */
+/* ---- a disk that does not answer ---- */
 
 static struct {
     pthread_mutex_t lock;
-    void *block[4096]; /* what the run holds */
+    void *block[4096]; /* the blocks that the run has allocated */
     int blocks;
-    int stuck, release; /* the fsync of rank 1's thread */
+    int stuck, release; /* stuck: the fsync of rank 1's thread is blocked; release ends it */
 } mute = { .lock = PTHREAD_MUTEX_INITIALIZER };
 
-static void *mute_alloc(void *user, size_t bytes, dt_mem mem) {
+static void *tracking_alloc(void *user, size_t bytes, dt_mem mem) {
     void *p = dt_host_default()->alloc(user, bytes, mem);
     pthread_mutex_lock(&mute.lock);
     if (mute.blocks == 4096) abort();
@@ -1033,7 +1041,7 @@ static void *mute_alloc(void *user, size_t bytes, dt_mem mem) {
     return p;
 }
 
-static void mute_free(void *user, void *p, size_t bytes, dt_mem mem) {
+static void tracking_free(void *user, void *p, size_t bytes, dt_mem mem) {
     pthread_mutex_lock(&mute.lock);
     for (int i = 0; p && i < mute.blocks; i++)
         if (mute.block[i] == p) mute.block[i] = mute.block[--mute.blocks], i = mute.blocks;
@@ -1041,20 +1049,20 @@ static void mute_free(void *user, void *p, size_t bytes, dt_mem mem) {
     dt_host_default()->free(user, p, bytes, mem);
 }
 
-static int mute_fsync(void *user, int fd) {
+static int blocking_fsync(void *user, int fd) {
     __atomic_store_n(&mute.stuck, 1, __ATOMIC_RELEASE);
     while (!__atomic_load_n(&mute.release, __ATOMIC_ACQUIRE)) usleep(1000);
     return disk_fsync(user, fd);
 }
 
-static dt_status mute_rank(dt_ctx *ctx, void *user) {
+static dt_status no_answer_rank(dt_ctx *ctx, void *user) {
     job *j = (job *)user;
     int r = dt_ctx_rank(ctx);
     double seen[2] = { 0, 0 };
     dt_extra_state saved = { "seen", seen, 2 };
     dt_io *io = (dt_io *)dt_ctx_io(ctx);
     *io = disk_io(&j->seat[r]);
-    if (r == 1) io->fsync = mute_fsync;
+    if (r == 1) io->fsync = blocking_fsync;
     model m = model_make(ctx, j->stage);
     dt_checkpoint_desc d = checkpoint_desc(j->dir, &saved);
     d.background = 1;
@@ -1066,8 +1074,8 @@ static dt_status mute_rank(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-/* All ranks fail in time, and name the rank and its disk. Its thread goes on when the disk lets it,
-   with memory that nobody has given back. */
+/* All ranks fail in time and name the rank and its disk. When the disk answers later, the thread
+   continues and its memory must not have been freed. */
 static void no_answer(void) {
     disk d;
     dt_run_desc desc;
@@ -1075,31 +1083,32 @@ static void no_answer(void) {
     disk_make(&d);
     job j = job_make(&d, 3, 1, 1);
     host.log = silent;
-    host.alloc = mute_alloc;
-    host.free = mute_free;
+    host.alloc = tracking_alloc;
+    host.free = tracking_free;
     memset(&desc, 0, sizeof desc);
     desc.ranks = 3;
     desc.timeout_s = 1;
     desc.host = &host;
     desc.report = &j.report;
     double begin = host.now(host.user);
-    dt_status status = dt_run(desc, mute_rank, &j);
+    dt_status status = dt_run(desc, no_answer_rank, &j);
     double took = host.now(host.user) - begin;
-    CHECK_MSG(took < 4, "over after %.1f s", took);
+    CHECK_MSG(took < 4, "the job ended only after %.1f s", took);
     CHECK_MSG(status == DT_ERR_TIMEOUT &&
                   strstr(j.report.text, "rank 1: dt_checkpoint_save: ck/step-1: no answer from "
                                         "the disk within 0.8 s"),
         "%s", j.report.text);
-    for (int r = 0; r < 3; r++) CHECK_MSG(j.error[r] != DT_OK, "rank %d went on", r);
+    for (int r = 0; r < 3; r++) CHECK_MSG(j.error[r] != DT_OK, "rank %d did not fail", r);
     CHECK(mute.stuck && mute.blocks > 0);
     __atomic_store_n(&mute.release, 1, __ATOMIC_RELEASE);
-    for (int k = 0, open = 1; open && CHECK_MSG(k < 2000, "%d descriptors are left", open); k++) {
+    for (int k = 0, open = 1; open && CHECK_MSG(k < 2000, "%d descriptors were not closed", open);
+         k++) {
         usleep(1000);
         pthread_mutex_lock(&d.lock);
         open = d.open;
         pthread_mutex_unlock(&d.lock);
     }
-    usleep(50000); /* the thread's last call is a close */
+    usleep(50000); /* the thread's last call is close */
     for (int i = 0; i < mute.blocks; i++)
         dt_host_default()->free(NULL, mute.block[i], 0, DT_MEM_HOST);
     disk_free(&d);
@@ -1119,7 +1128,7 @@ static void part_jobs(int full) {
             for (int stale = 0; stale < 2; stale++) two_folders(ranks, stale, background);
 }
 
-/* ------------------------------------------------------------------------------------------------------------------ */
+// ==== The parts =================================================================================
 
 int main(int argc, char **argv) {
     static const struct {

@@ -1,16 +1,16 @@
 /* test_checkpoint_kills.c - dt_zero.h, section 3: a rank is killed at each of the system calls that
-   a save makes Public domain or MIT, at your choice; see LICENSE.
+   a save makes. Public domain or MIT, at your choice; see LICENSE.
 
-       test_checkpoint_kills          every third call, of each rank others: seconds
-       test_checkpoint_kills full     all calls, some rounds of them: make faults
+       test_checkpoint_kills          every third call, at a different offset on each rank: seconds
+       test_checkpoint_kills full     all calls, in several rounds: make faults
 
    Four forked ranks load checkpoint A from a real folder, make a step, and save B. This program
-   follows one of them with ptrace from the moment it enters the save, and kills it as it enters its
-   n-th system call: those of its writer thread, futexes and sleeps count too. Waits differ from run
-   to run, so n grows until the save returns without it. Then the job must end with an error that
-   names the rank, and a fresh job in that folder must find A or B to the bit: B if the save had
-   returned on any rank. In the foreground and in the background, and where A is removed once B is
-   there. */
+   traces one rank with ptrace from the start of the save, and kills the rank as it enters its n-th
+   system call; calls of its writer thread, futexes and sleeps count too. Waits differ from run to
+   run, so n grows until the save returns before call n. After a kill the job must end with an error
+   that names the rank, and a new job in that folder must find A or B with equal bits; it must find
+   B if the save had returned on any rank. Saves run in the foreground and in the background, and
+   also with a limit that removes A after B is committed. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -29,15 +29,15 @@ enum { RANKS = 4, OUT = 64, IN = 72, VALUES = OUT * IN + OUT, HANG_S = 20 };
 
 // ==== A job =====================================================================================
 
-/* Values, first and second moments of w and b: some runs of each rank. */
+/* Values, first and second moments of w and b. */
 typedef struct state {
     float value[3][VALUES];
     double seen;
 } state;
 
-/* Shared by the job's ranks and this program, which follows one. */
+/* Memory shared by the job's ranks and this program, which traces one of them. */
 typedef struct page {
-    state saved[3]; /* after steps 1 and 2 of a job that nobody disturbed */
+    state saved[3]; /* after steps 1 and 2 of a job without a kill */
     pid_t pid[RANKS];
     int ready[RANKS], saving[RANKS], returned[RANKS], go; /* atomic */
     dt_status status;
@@ -51,7 +51,7 @@ static char scratch[] = "/tmp/test_kills.XXXXXX";
 typedef struct job {
     char dir[64];
     int background, keep;
-    int first; /* 1: it makes A, and says what steps 1 and 2 give */
+    int first; /* 1: this job saves A and stores the states after steps 1 and 2 */
 } job;
 
 typedef struct model {
@@ -148,7 +148,7 @@ static void silent(void *user, int level, int rank, const char *text) {
     (void)user, (void)level, (void)rank, (void)text;
 }
 
-/* In a process of its own, for this one waits for what it follows. */
+/* Starts the job in a separate process, because this process waits for the ranks it traces. */
 static pid_t job_start(const job *j) {
     memset(shared->ready, 0, sizeof *shared - offsetof(page, ready));
     fflush(NULL);
@@ -169,9 +169,9 @@ static pid_t job_start(const job *j) {
     _exit(0);
 }
 
-// ==== Its killer ================================================================================
+// ==== The tracer ================================================================================
 
-/* Of a stop in a system call: whether it is the beginning of the call. */
+/* 1 if a system-call stop is at the entry of the call, 0 at its exit. */
 static int at_entry(pid_t thread) {
     enum { GET_SYSCALL_INFO = 0x420e, ENTRY = 1 };
     unsigned char info[128] = { 0 };
@@ -181,7 +181,7 @@ static int at_entry(pid_t thread) {
 
 static void on_alarm(int number) { (void)number; }
 
-/* Waits until all ranks are where they will save; 0: the job ended before. */
+/* Waits until all ranks are about to save. Returns 0 if the job ended before. */
 static int all_ready(pid_t job) {
     for (int r = 0; r < RANKS; r++)
         while (!told(&shared->ready[r])) {
@@ -191,13 +191,13 @@ static int all_ready(pid_t job) {
     return 1;
 }
 
-typedef struct hunt {
+typedef struct traced {
     int calls, killed, hung;
-} hunt;
+} traced;
 
-/* Follows the rank, kills it at its n-th call, and waits for the end of the job. */
-static hunt follow(pid_t job, int rank, int n) {
-    hunt h = { 0, 0, 0 };
+/* Traces the rank, kills it at its n-th call, and waits for the end of the job. */
+static traced trace_rank(pid_t job, int rank, int n) {
+    traced h = { 0, 0, 0 };
     pid_t victim = shared->pid[rank], one;
     int status;
     alarm(HANG_S);
@@ -215,7 +215,7 @@ static hunt follow(pid_t job, int rank, int n) {
             h.calls += !over && told(&shared->saving[rank]) && at_entry(one);
             if (h.calls == n && !h.killed) h.killed = kill(victim, SIGKILL) == 0;
         } else if (status >> 16 == 0) {
-            signal = WSTOPSIG(status); /* it has one to deliver */
+            signal = WSTOPSIG(status); /* a signal to pass on to the thread */
         }
         ptrace(
             over || h.killed ? PTRACE_CONT : PTRACE_SYSCALL, one, NULL, (void *)(intptr_t)signal);
@@ -224,14 +224,14 @@ static hunt follow(pid_t job, int rank, int n) {
     return h;
 }
 
-/* 0: this machine does not let a program follow another. */
+/* Returns 0 if this machine does not permit ptrace. */
 static int seize(pid_t victim) {
     long how = PTRACE_O_TRACESYSGOOD | PTRACE_O_TRACECLONE | PTRACE_O_EXITKILL;
     if (ptrace(PTRACE_SEIZE, victim, NULL, (void *)(intptr_t)how) != 0) return 0;
     return ptrace(PTRACE_INTERRUPT, victim, NULL, NULL) == 0;
 }
 
-// ==== What is left ==============================================================================
+// ==== The state after a kill ====================================================================
 
 static int leftovers(const char *dir) {
     DIR *d = opendir(dir);
@@ -241,9 +241,9 @@ static int leftovers(const char *dir) {
     return n;
 }
 
-/* A fresh job of one rank: it can open the folder, tidies it up, finds A or B, trains on and
-   saves. */
-static int found(const job *j, const char *what, int least) {
+/* A new job of one rank: opens the folder, cleans it up, finds A or B, trains a step and saves.
+   Returns the step that it found. */
+static int check_next_job(const job *j, const char *what, int least) {
     dt_host host = *dt_host_default();
     dt_ctx_desc desc;
     model m;
@@ -257,11 +257,11 @@ static int found(const job *j, const char *what, int least) {
     int left = leftovers(j->dir);
     int64_t step = c ? dt_checkpoint_load(c, NULL) : -1;
     state_read(&m, &s);
-    CHECK_MSG(step >= least && step <= 2, "%s: it finds step %lld, not %s: %s", what,
+    CHECK_MSG(step >= least && step <= 2, "%s: the next job finds step %lld, not %s: %s", what,
         (long long)step, least == 1 ? "1 or 2" : "2", dt_error_text(ctx));
-    CHECK_MSG(left == 0, "%s: %d folders of the save that was killed stay", what, left);
+    CHECK_MSG(left == 0, "%s: %d folders of the killed save remain", what, left);
     if (step == 1 || step == 2)
-        CHECK_MSG(memcmp(&s, &shared->saved[step], sizeof s) == 0, "%s: step %lld has other bits",
+        CHECK_MSG(memcmp(&s, &shared->saved[step], sizeof s) == 0, "%s: step %lld differs in bits",
             what, (long long)step);
     model_step(&m, ctx, (int)step + 1);
     CHECK_MSG(save(c, j) == DT_OK, "%s: the next job cannot save: %s", what, dt_error_text(ctx));
@@ -287,8 +287,8 @@ static void name_of(const job *j, int r, char *text, size_t bytes) {
         j->keep, r);
 }
 
-/* One save of B, in which rank r dies at its n-th call. 1: it did, 0: the save made fewer, -1: the
-   campaign is over. */
+/* Runs one save of B and kills rank r at its n-th call. Returns 1 if the rank was killed, 0 if the
+   save made fewer calls, -1 to end the campaign. */
 static int one_kill(const job *j, const char *first, int r, int n, sums *sum) {
     char what[100], who[64];
     int some = 0, all = 1;
@@ -298,10 +298,10 @@ static int one_kill(const job *j, const char *first, int r, int n, sums *sum) {
     if (!CHECK_MSG(all_ready(pid), "the job that saves B: %s", shared->text)) return -1;
     int seized = seize(shared->pid[r]);
     tell(&shared->go);
-    hunt h = follow(pid, r, seized ? n : 0);
+    traced h = trace_rank(pid, r, seized ? n : 0);
     if (!seized) {
         check_skip(
-            "test_checkpoint_kills: ptrace is not permitted here, so that no call can be counted");
+            "test_checkpoint_kills: ptrace is not permitted here, so no call can be counted");
         return -1;
     }
     name_of(j, r, what, sizeof what);
@@ -314,21 +314,22 @@ static int one_kill(const job *j, const char *first, int r, int n, sums *sum) {
     if (!CHECK_MSG(!h.hung, "%s: the job does not end", what)) return -1;
     sum->calls = h.calls > sum->calls ? h.calls : sum->calls;
     if (!h.killed) {
-        CHECK_MSG(shared->status == DT_OK && all, "%s: there was none: %s", what, shared->text);
-        found(j, what, 2);
+        CHECK_MSG(shared->status == DT_OK && all, "%s: no rank was killed, but the job failed: %s",
+            what, shared->text);
+        check_next_job(j, what, 2);
         return 0;
     }
     CHECK_MSG(shared->status == DT_ERR_PEER && strstr(shared->text, who), "%s: %s: %s", what,
         dt_status_name(shared->status), shared->text);
-    CHECK_MSG(shared->took_s < 5, "%s: the job ends after %.1f s", what, shared->took_s);
-    int step = found(j, what, some ? 2 : 1);
+    CHECK_MSG(shared->took_s < 5, "%s: the job ends only after %.1f s", what, shared->took_s);
+    int step = check_next_job(j, what, some ? 2 : 1);
     if (step == 1 || step == 2) sum->found[step]++;
     sum->kills++;
     return check_failed < 10 ? 1 : -1;
 }
 
-/* One rank, at every so many of its calls. */
-static int hunted(job *j, const char *first, int r, int begin, int every, sums *sum) {
+/* Kills one rank at calls begin, begin + every, begin + 2 every, ... */
+static int kill_at_calls(job *j, const char *first, int r, int begin, int every, sums *sum) {
     int went = 1, without = 0;
     for (int n = begin; without < 1 + (every == 1) && went >= 0; n += every) {
         went = one_kill(j, first, r, n, sum);
@@ -350,7 +351,8 @@ static void campaign(int full) {
                 sums sum = { 0 };
                 char name[100];
                 snprintf(j.dir, sizeof j.dir, "%s/b", scratch);
-                if (!hunted(&j, first.dir, r, full ? 1 : 1 + (r + way) % 3, full ? 1 : 3, &sum))
+                if (!kill_at_calls(
+                        &j, first.dir, r, full ? 1 : 1 + (r + way) % 3, full ? 1 : 3, &sum))
                     return;
                 name_of(&j, r, name, sizeof name);
                 printf("%s: killed at %d of some %d calls; found A %d times, B %d times\n", name,
@@ -365,7 +367,7 @@ static void campaign(int full) {
 int main(int argc, char **argv) {
     struct sigaction act;
     memset(&act, 0, sizeof act);
-    act.sa_handler = on_alarm; /* and no SA_RESTART: a wait ends */
+    act.sa_handler = on_alarm; /* no SA_RESTART, so that the signal interrupts a wait */
     sigaction(SIGALRM, &act, NULL);
     shared = (page *)mmap(
         NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);

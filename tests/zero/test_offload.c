@@ -1,10 +1,10 @@
 /* test_offload.c - dt_zero.h, section 11: state, values and gradients in a file or in host memory
 
-   A GPT with frozen, unevenly cut and scaled parameters beside it is trained for some steps. Where
-   its state lies must not change a bit, whatever the stage, the types and the chunks; and a disk
-   that fails, is short, is slow or never answers must leave what was good. The disk of these tests
-   is a table over memory that counts and spoils calls; the calls come from each rank's I/O
-   thread. */
+   A GPT and some frozen, unevenly sharded and scaled parameters are trained for a few steps. The
+   place of the training state (device, host memory or disk) must not change a bit of the results,
+   at any stage, dtype and chunk size. After a failed, short or missing answer of the disk the last
+   good state must remain. The disk of these tests is a dt_io table over memory that counts calls
+   and makes chosen ones fail; each rank's I/O thread makes the calls. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -18,9 +18,9 @@ enum { RANKS = 6, STEPS = 3, T = 8, SIDE = 12, TALL = 70 };
 
 static char folder[64], wrong_folder[80];
 
-// ==== Tables that count and spoil ===============================================================
+// ==== Tables that count calls and inject faults =================================================
 
-/* The host's allocator, which knows what was not given back. */
+/* An allocator that knows which blocks were not freed. */
 enum { KEPT = 4096 };
 typedef struct counting {
     dt_host host;
@@ -33,7 +33,7 @@ typedef struct counting {
 static void *counting_alloc(void *user, size_t bytes, dt_mem mem) {
     counting *c = (counting *)user;
     void *p = dt_host_default()->alloc(NULL, bytes, mem);
-    /* nobody may rely on zeros */
+    /* callers must not rely on zeroed memory */
     if (p && mem != DT_MEM_COMM) memset(p, 0xA5, bytes < 65536 ? bytes : 65536);
     pthread_mutex_lock(&c->lock);
     for (int i = 0; p && i < KEPT; i++)
@@ -52,7 +52,8 @@ static void counting_free(void *user, void *p, size_t bytes, dt_mem mem) {
     pthread_mutex_lock(&c->lock);
     for (int i = 0; p && i < KEPT; i++)
         if (c->block[i] == p) {
-            CHECK_MSG(c->bytes[i] == bytes, "%zu bytes given back of %zu", bytes, c->bytes[i]);
+            CHECK_MSG(
+                c->bytes[i] == bytes, "%zu bytes freed of a block of %zu", bytes, c->bytes[i]);
             c->block[i] = NULL;
             c->live--;
         }
@@ -83,7 +84,7 @@ static const char *const op_names[OPS] = { "open", "remove", "resize", "pread", 
 typedef struct fake_file {
     unsigned char *data;
     size_t size;
-    int open, named, half; /* half: the next transfer fails */
+    int open, named, half; /* half: half of a transfer was done, so the next one fails */
     long calls[OPS];
 } fake_file;
 
@@ -92,21 +93,21 @@ typedef struct fake {
     pthread_mutex_t lock;
     pthread_cond_t released;
     fake_file file[RANKS];
-    int rank, op, how;    /* whose call, of what kind, is spoiled in which way */
-    long at;              /* which one, from 1; 0: none */
-    int blocked, release; /* the spoiled one does not return before release */
+    int rank, op, how;    /* the fault: on which rank, in which operation, of which kind */
+    long at;              /* number of the faulty call, from 1; 0: no fault */
+    int blocked, release; /* the faulty call blocks while release is 0 */
     int blocks;
-    double nap_s; /* a transfer takes that long */
+    double nap_s; /* duration of a transfer */
 } fake;
 
-/* Counts a call; 1: it is the one to spoil. */
+/* Counts a call. Returns 1 if it is the faulty one. */
 static int fake_counts(fake *f, int rank, int op) {
     pthread_mutex_lock(&f->lock);
     long call = ++f->file[rank].calls[op];
-    int spoil = f->at == call && f->rank == rank && f->op == op;
+    int faulty = f->at == call && f->rank == rank && f->op == op;
     pthread_mutex_unlock(&f->lock);
     errno = EIO;
-    return spoil;
+    return faulty;
 }
 
 static int fake_rank(const char *path) {
@@ -126,11 +127,11 @@ static int fake_open(void *user, const char *path, int mode) {
 
 static int fake_close(void *user, int fd) {
     fake *f = (fake *)user;
-    int spoil = fake_counts(f, fd, CLOSE);
+    int faulty = fake_counts(f, fd, CLOSE);
     pthread_mutex_lock(&f->lock);
     f->file[fd].open--;
     pthread_mutex_unlock(&f->lock);
-    return spoil ? -1 : 0;
+    return faulty ? -1 : 0;
 }
 
 static int fake_remove(void *user, const char *path) {
@@ -153,21 +154,21 @@ static int fake_resize(void *user, int fd, int64_t bytes) {
     return 0;
 }
 
-/* How many bytes go, -1: none, with an error. */
+/* Returns the number of bytes to transfer, or -1 on error. */
 static int64_t fake_moves(fake *f, int rank, int op, size_t bytes, int64_t offset) {
     fake_file *file = &f->file[rank];
-    int spoil = fake_counts(f, rank, op);
+    int faulty = fake_counts(f, rank, op);
     if (!CHECK_MSG(offset >= 0 && (size_t)offset + bytes <= file->size,
             "%s of %zu bytes at %lld of %zu", op_names[op], bytes, (long long)offset, file->size))
         return -1;
     if (f->nap_s > 0) dt_host_default()->sleep(NULL, f->nap_s);
     if (file->half) return file->half = 0, errno = ENOSPC, -1;
-    if (spoil && f->blocks) {
+    if (faulty && f->blocks) {
         pthread_mutex_lock(&f->lock);
         f->blocked++;
         while (!f->release) pthread_cond_wait(&f->released, &f->lock);
         pthread_mutex_unlock(&f->lock);
-    } else if (spoil) {
+    } else if (faulty) {
         file->half = f->how == HALF_THEN_FAILS;
         return f->how == FAILS ? (errno = EIO, -1) : f->how == NOTHING ? 0 : (int64_t)(bytes / 2);
     }
@@ -217,16 +218,16 @@ static void fake_drop(fake *f) {
 
 // ==== The run ===================================================================================
 
-/* What a rank saw: digests of what each step had and left. */
+/* What a rank observed: digests of each step's inputs and results. */
 enum { NORM = 0, GRADS, VALUES, STATE_0, STATE_1, KINDS };
 static const char *const kind_names[KINDS] = { "norm", "gradients", "values", "state 0",
     "state 1" };
 
 typedef struct seen {
-    /* kept: of what memory holds of values, before step k + 1 */
+    /* kept: digest of the values in memory before step k + 1 */
     uint64_t digest[STEPS][KINDS], kept[STEPS + 1];
     uint64_t kept_at_end;
-    int done; /* steps that went well */
+    int done; /* completed steps */
     int64_t slot_bytes;
     dt_memory memory;
     dt_status status;
@@ -234,13 +235,13 @@ typedef struct seen {
 } seen;
 
 typedef struct job {
-    /* unseen: gradients and state are not asked for */
+    /* unseen: gradients and state are not read */
     int ranks, steps, accum, recompute, unseen;
     dt_mesh_desc mesh;
     dt_zero_desc zero;
     dt_dtype dtype;
     const char *load; /* a file of weights for side.big */
-    fake *disk;       /* slots are kept after each step in `good` */
+    fake *disk;       /* `good` stores the slots after each step */
     unsigned char *good[STEPS + 1][RANKS];
     seen rank[RANKS];
 } job;
@@ -258,7 +259,7 @@ static uint64_t kept_digest(dt_ctx *ctx) {
     return h;
 }
 
-/* An update that is nobody else's: element by element, of both states. */
+/* A user update of both states, element by element. */
 static dt_status own_update(const dt_update_args *f, void *user) {
     (void)user;
     for (size_t i = 0; i < f->count; i++) {
@@ -273,9 +274,9 @@ static dt_status own_update(const dt_update_args *f, void *user) {
     return DT_OK;
 }
 
-/* A frozen weight, a bias without the others' scale, a weight that is larger than a unit of 4
+/* A frozen weight, a bias with its own learning-rate scale, and a weight larger than a unit of 4
    KiB. */
-static void side_params(dt_ctx *ctx, dt_dtype dtype) {
+static void register_extra_params(dt_ctx *ctx, dt_dtype dtype) {
     dt_scope(ctx, "side.");
     dt_param_at(ctx, "ice", DT_SHAPE(SIDE, 16), DT_NORMAL(0.3),
         (dt_param_desc){ .frozen = 1, .dtype = dtype });
@@ -285,7 +286,7 @@ static void side_params(dt_ctx *ctx, dt_dtype dtype) {
         (dt_param_desc){ .no_decay = 1, .dtype = dtype });
 }
 
-static dt_tensor *side_loss(dt_ctx *ctx, dt_dtype dtype, int seed) {
+static dt_tensor *extra_loss(dt_ctx *ctx, dt_dtype dtype, int seed) {
     double x[4 * 16], y[4 * TALL];
     char xs[sizeof x], ys[sizeof y];
     dt_tensor *ice = dt_param_find(ctx, "side.ice"), *lone = dt_param_find(ctx, "side.lone");
@@ -309,11 +310,11 @@ static void micro_batch(gpt *model, const job *j, int step, int micro, int repli
     dt_micro(ctx, micro, j->accum);
     dt_tensor *loss = gpt_loss(model, dt_input(ctx, DT_I32, DT_SHAPE(1, T), ids),
         dt_input(ctx, DT_I32, DT_SHAPE(1, T), labels), T * 4);
-    dt_backward(dt_add(loss, side_loss(ctx, j->dtype, seed)));
+    dt_backward(dt_add(loss, extra_loss(ctx, j->dtype, seed)));
     dt_reset(ctx);
 }
 
-/* Digests of whole parameters, their gradients before the step, their state. */
+/* Digest of full parameters, of their gradients before the step, or of their state. */
 static uint64_t digest_of(dt_ctx *ctx, dt_zero *zero, int kind) {
     static __thread double host[2048];
     uint64_t h = 1;
@@ -336,7 +337,7 @@ static int states_of(const job *j) {
     return j->zero.optimizer == DT_SGD ? j->zero.momentum > 0 : 2;
 }
 
-/* The slot that holds what counts, after so many steps. */
+/* Stores the slot that holds the current state after `done` steps. */
 static void keep_slot(job *j, int rank, int done) {
     fake_file *file = &j->disk->file[rank];
     size_t bytes = (size_t)j->rank[rank].slot_bytes;
@@ -382,7 +383,7 @@ static dt_status offload_main(dt_ctx *ctx, void *user) {
                                       .dtype = j->dtype,
                                       .recompute = j->recompute,
                                       .tp = mesh.sizes.tp > 1 ? mesh.tp : NULL });
-    side_params(ctx, j->dtype);
+    register_extra_params(ctx, j->dtype);
     d.mesh = &mesh;
     d.poison = 1;
     if (j->dtype == DT_F16) d.loss_scale = 64;
@@ -397,13 +398,14 @@ static dt_status offload_main(dt_ctx *ctx, void *user) {
     if (zero && j->disk) keep_slot(j, dt_ctx_rank(ctx), 0);
     if (zero) run_steps(j, &model, zero, &mesh);
     s->memory = dt_memory_used(ctx);
-    dt_barrier(dt_world(ctx)); /* who has not heard of a failure yet does here */
+    dt_barrier(dt_world(ctx)); /* ranks that do not know of a failure yet learn of it here */
     s->status = dt_error(ctx);
     snprintf(s->text, sizeof s->text, "%s", dt_error_text(ctx));
     return dt_error(ctx);
 }
 
-/* Runs a job over threads, with its disk if it has one; nothing may be left. */
+/* Runs a job over threads, with its disk if it has one. No block, open file or named file may
+   remain. */
 static dt_report run_job(job *j, double timeout_s) {
     counting *c = (counting *)malloc(sizeof *c);
     dt_report report;
@@ -417,10 +419,11 @@ static dt_report run_job(job *j, double timeout_s) {
         offload_main, j);
     double took = dt_host_default()->now(NULL) - begin;
     CHECK_MSG(took < 0.6 * timeout_s, "%.1f s", took);
-    CHECK_MSG(c->live == 0, "%d blocks are left", c->live);
+    CHECK_MSG(c->live == 0, "%d blocks were not freed", c->live);
     for (int r = 0; j->disk && r < j->ranks; r++) {
         CHECK_MSG(j->disk->file[r].open == 0, "rank %d has not closed its file", r);
-        CHECK_MSG(!j->disk->file[r].named || j->disk->op == REMOVE, "rank %d left its file", r);
+        CHECK_MSG(
+            !j->disk->file[r].named || j->disk->op == REMOVE, "rank %d's file still has a name", r);
     }
     pthread_mutex_destroy(&c->lock);
     free(c);
@@ -432,7 +435,7 @@ static void drop_good(job *j) {
         for (int r = 0; r < RANKS; r++) free(j->good[i][r]), j->good[i][r] = NULL;
 }
 
-// ==== (a) The bits of no offload ================================================================
+// ==== (a) Offload does not change a bit =========================================================
 
 static const char *place(int code) { return code == 0 ? NULL : code == 1 ? "cpu" : folder; }
 
@@ -442,7 +445,7 @@ static int same_seen(const job *a, const job *b, const char *name) {
         for (int s = 0; s < a->steps; s++)
             for (int k = 0; k < KINDS; k++)
                 same &= CHECK_MSG(a->rank[r].digest[s][k] == b->rank[r].digest[s][k],
-                    "%s: other %s in step %d on rank "
+                    "%s: different %s in step %d on rank "
                     "%d",
                     name, kind_names[k], s + 1, r);
     return same;
@@ -495,7 +498,7 @@ static void run_way(
     free(j);
 }
 
-/* One drawing of settings. */
+/* Random settings. */
 static void draw(uint32_t code, job *j) {
     static const dt_dtype types[] = { DT_F32, DT_F64, DT_BF16, DT_F16 };
     static const dt_zero_desc optimizers[] = {
@@ -539,7 +542,7 @@ static void test_same_bits(void) {
             run_way(&base, name, way % 3, way / 3, chunks[(code + (uint32_t)way) % 5],
                 (code + (uint32_t)way) % 5 == 1 ? DT_BACKEND_PROCS : DT_BACKEND_THREADS);
     }
-    /* every element a chunk of its own: 3 files' transfers each */
+    /* chunks of one element: 3 transfers per element */
     for (uint32_t code = 48; code < 64; code += 5) {
         job base;
         draw(code, &base);
@@ -557,7 +560,7 @@ static void test_same_bits(void) {
     run_way(&base, "chunks of 1, one rank", 2, 2, 1, DT_BACKEND_THREADS);
 }
 
-/* Values that a file gives reach the disk, and none other. */
+/* Values loaded from a file reach the disk; parameters outside the file stay unchanged. */
 static void test_load(void) {
     char path[120], head[120] = "", names[2][16] = { "memory", "disk" };
     float big[TALL * SIDE];
@@ -592,7 +595,7 @@ static void test_load(void) {
     CHECK(remove(path) == 0);
 }
 
-// ==== (b) Every call spoiled ====================================================================
+// ==== (b) A fault in every call =================================================================
 
 typedef struct way {
     const char *name;
@@ -608,7 +611,7 @@ static const way ways[] = {
     { "stage 3, bf16, all on disk", 3, 1, DT_SGD, 1, DT_BF16 },
 };
 
-static job spoiled_job(const way *w, fake *disk) {
+static job faulty_job(const way *w, fake *disk) {
     job j;
     memset(&j, 0, sizeof j);
     fake_make(disk);
@@ -627,7 +630,7 @@ static job spoiled_job(const way *w, fake *disk) {
     return j;
 }
 
-/* What the failing rank's text must name. */
+/* The failing rank's text must name the file, the array and the operation. */
 static void check_text(const char *text, const fake *f) {
     char path[64];
     int named = strstr(text, "optimizer state") || strstr(text, "values") ||
@@ -648,33 +651,33 @@ static void check_text(const char *text, const fake *f) {
             (strstr(text, ", byte 0 of ") == NULL) == (f->how == HALF_THEN_FAILS), "%s", text);
 }
 
-/* All ranks have made the same steps; memory and the slot that counts hold what a good run had
-   after those. */
+/* All ranks have completed the same steps; memory and the current slot equal those of a good run
+   after these steps. */
 static void check_unchanged(const way *w, const job *good, const job *j) {
     const fake *f = j->disk;
     int done = j->rank[0].done;
     for (int r = 0; r < j->ranks; r++) {
         const seen *s = &j->rank[r];
         size_t bytes = (size_t)s->slot_bytes;
-        CHECK_MSG(s->status != DT_OK, "%s: rank %d has not heard of it", w->name, r);
+        CHECK_MSG(s->status != DT_OK, "%s: rank %d does not know of the failure", w->name, r);
         CHECK_MSG(
             s->done == done, "%s: rank %d made %d steps, rank 0 %d", w->name, r, s->done, done);
-        if (s->kept_at_end == 0) continue; /* not even made */
+        if (s->kept_at_end == 0) continue; /* dt_zero_make failed */
         CHECK_MSG(s->kept_at_end == good->rank[r].kept[done],
             "%s: %s %ld of rank %d, way %d: after %d steps rank %d "
-            "holds other values",
+            "has wrong values in memory",
             w->name, op_names[f->op], f->at, f->rank, f->how, done, r);
         CHECK_MSG(
             bytes && memcmp(f->file[r].data + (done % 2) * bytes, good->good[done][r], bytes) == 0,
             "%s: %s %ld "
-            "of rank %d, way %d: after %d steps the file of rank %d holds other state",
+            "of rank %d, way %d: after %d steps the file of rank %d holds wrong state",
             w->name, op_names[f->op], f->at, f->rank, f->how, done, r);
     }
 }
 
-static void spoil(const way *w, const job *good, int rank, int op, long at, int how) {
+static void run_with_fault(const way *w, const job *good, int rank, int op, long at, int how) {
     fake *disk = (fake *)malloc(sizeof *disk);
-    job j = spoiled_job(w, disk);
+    job j = faulty_job(w, disk);
     disk->rank = rank;
     disk->op = op;
     disk->at = at;
@@ -698,10 +701,10 @@ static void spoil(const way *w, const job *good, int rank, int op, long at, int 
     free(disk);
 }
 
-static void test_spoiled(void) {
+static void test_faulty_calls(void) {
     for (size_t i = 0; i < sizeof ways / sizeof *ways; i++) {
         fake *disk = (fake *)malloc(sizeof *disk);
-        job good = spoiled_job(&ways[i], disk);
+        job good = faulty_job(&ways[i], disk);
         long runs = 0;
         CHECK(run_job(&good, 30).status == DT_OK);
         for (int rank = 0; rank < 2; rank++)
@@ -709,8 +712,8 @@ static void test_spoiled(void) {
                 for (long at = 1; at <= disk->file[rank].calls[op]; at += rank ? 1 : 9)
                     for (int how = 0; how < (op == PREAD || op == PWRITE ? (int)HOWS : 1);
                          how++, runs++)
-                        spoil(&ways[i], &good, rank, op, at, how);
-        printf("%s: %ld reads, %ld writes, %ld runs with one of them spoiled\n", ways[i].name,
+                        run_with_fault(&ways[i], &good, rank, op, at, how);
+        printf("%s: %ld reads, %ld writes, %ld runs with a fault in one call\n", ways[i].name,
             disk->file[1].calls[PREAD], disk->file[1].calls[PWRITE], runs);
         CHECK(disk->file[1].calls[PREAD] > 10 && disk->file[1].calls[PWRITE] > 10);
         drop_good(&good);
@@ -719,7 +722,7 @@ static void test_spoiled(void) {
     }
 }
 
-/* A folder that is not there, and a path that is too long. */
+/* A folder that does not exist, and a path that is too long. */
 static void test_no_folder(void) {
     static char long_folder[2000];
     memset(long_folder, 'x', sizeof long_folder - 1);
@@ -734,16 +737,15 @@ static void test_no_folder(void) {
     }
 }
 
-// ==== (c) No answer =============================================================================
+// ==== (c) A disk that does not answer ===========================================================
 
-/* Rank 1 fails for a reason of its own while a read of its values is under way that does not
-   return. */
-static dt_status leaving_main(dt_ctx *ctx, void *user) {
+/* Rank 1 fails for another reason while a read of its values is pending and never returns. */
+static dt_status failing_main(dt_ctx *ctx, void *user) {
     job *j = (job *)user;
     fake *disk = j->disk;
     seen *s = &j->rank[dt_ctx_rank(ctx)];
     dt_zero_desc d = j->zero;
-    side_params(ctx, j->dtype);
+    register_extra_params(ctx, j->dtype);
     dt_zero *zero = dt_zero_make(ctx, d);
     if (dt_ctx_rank(ctx) == 1 && zero) {
         pthread_mutex_lock(&disk->lock);
@@ -764,13 +766,13 @@ static dt_status leaving_main(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-/* A transfer that does not return ends the run in time, whether its rank waits for it or leaves (at
-   0). Its thread goes on when the disk lets it, and touches nothing: all that the run had has been
-   given back by then, but the thread's own block. */
+/* If a transfer never returns, the run still ends in time, whether the rank waits for the transfer
+   or leaves (at = 0). When the disk answers later, the I/O thread continues and must touch no freed
+   memory: by then the run has freed everything except the thread's own block. */
 static void test_no_answer(int op, long at) {
     fake *disk = (fake *)malloc(sizeof *disk);
     counting *c = (counting *)malloc(sizeof *c);
-    job j = spoiled_job(&ways[4], disk);
+    job j = faulty_job(&ways[4], disk);
     dt_report report;
     counting_make(c);
     disk->rank = 1;
@@ -781,7 +783,7 @@ static void test_no_answer(int op, long at) {
     dt_run(
         (dt_run_desc){
             .ranks = 2, .timeout_s = 1, .host = &c->host, .io = &disk->io, .report = &report },
-        at ? offload_main : leaving_main, &j);
+        at ? offload_main : failing_main, &j);
     double took = dt_host_default()->now(NULL) - begin;
     CHECK_MSG(took < 10, "%.1f s", took);
     CHECK_MSG(
@@ -791,13 +793,13 @@ static void test_no_answer(int op, long at) {
                   strstr(j.rank[1].text, "no answer from the disk") &&
                   j.rank[1].status == DT_ERR_TIMEOUT,
         "%s", j.rank[1].text);
-    CHECK_MSG(disk->blocked == 1 && c->live == 1, "%d blocked, %d blocks are left", disk->blocked,
+    CHECK_MSG(disk->blocked == 1 && c->live == 1, "%d blocked, %d blocks not freed", disk->blocked,
         c->live);
     pthread_mutex_lock(&disk->lock);
     disk->release = 1;
     pthread_cond_broadcast(&disk->released);
     pthread_mutex_unlock(&disk->lock);
-    /* the thread's last call is the file's close */
+    /* the I/O thread's last call closes the file */
     for (int open = 1, k = 0; open && k < 1000; k++) {
         dt_host_default()->sleep(NULL, 0.005);
         pthread_mutex_lock(&disk->lock);
@@ -815,15 +817,16 @@ static void test_no_answer(int op, long at) {
     free(disk);
 }
 
-// ==== (d) Reads run ahead, writes behind ========================================================
+// ==== (d) Overlap: reads are prefetched, writes are asynchronous ================================
 
 enum { LAYERS = 12, WIDE = 32 };
 static const double slow_s = 0.004;
 
 typedef struct timing {
-    int all;                  /* values and gradients too; else state alone */
-    double disk_s, compute_s; /* of one transfer; of one chunk's update or one layer */
-    double step_s;            /* the fastest step */
+    int all; /* 1: values, gradients and state on disk; 0: state alone */
+    /* durations of one transfer, and of one chunk's update or one layer */
+    double disk_s, compute_s;
+    double step_s; /* the fastest step */
 } timing;
 
 static void nap(double seconds) {
@@ -880,11 +883,11 @@ static dt_status slow_main(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-static double slow_step(int all, double disk_s, double compute_s) {
+static double fastest_step(int all, double disk_s, double compute_s) {
     fake disk;
     timing t = { all, disk_s, compute_s, 0 };
     fake_make(&disk);
-    disk.io.sync_and_evict = NULL; /* a table need not have it */
+    disk.io.sync_and_evict = NULL; /* an optional entry */
     disk.nap_s = disk_s;
     CHECK(dt_run((dt_run_desc){ .ranks = 1, .io = &disk.io, .timeout_s = 30 }, slow_main, &t) ==
           DT_OK);
@@ -892,23 +895,23 @@ static double slow_step(int all, double disk_s, double compute_s) {
     return t.step_s;
 }
 
-/* A machine that others use can make any run slower, none faster: the fastest of some rounds
-   counts. */
-static void test_runs_ahead(int all) {
+/* Other load on the machine can only make a run slower, so the fastest of several rounds counts. */
+static void test_overlap(int all) {
     enum { ROUNDS = 10 };
     double compute_s = all ? 3 * slow_s : 2 * slow_s, compute = 1e9, io = 1e9, both = 1e9;
     int round = 0, hidden = 0;
     while (round++ < ROUNDS && !hidden) {
-        compute = fmin(compute, slow_step(all, 0, compute_s));
-        io = fmin(io, slow_step(all, slow_s, 0));
-        both = fmin(both, slow_step(all, slow_s, compute_s));
+        compute = fmin(compute, fastest_step(all, 0, compute_s));
+        io = fmin(io, fastest_step(all, slow_s, 0));
+        both = fmin(both, fastest_step(all, slow_s, compute_s));
         hidden = both <= fmax(compute, io) + 0.3 * fmin(compute, io);
     }
-    printf("%s: %.1f ms of computing, %.1f of the disk, %.1f together\n",
+    printf("%s: %.1f ms of computation, %.1f ms of disk time, %.1f ms together\n",
         all ? "forward and backward, all on disk" : "update, state on disk", 1e3 * compute,
         1e3 * io, 1e3 * both);
     CHECK(io > 1.8 * LAYERS * slow_s && compute > (1 + all) * LAYERS * compute_s);
-    CHECK_MSG(hidden, "computing %g s, disk %g s, together %g s", compute, io, both);
+    CHECK_MSG(
+        hidden, "not overlapped: computation %g s, disk %g s, together %g s", compute, io, both);
 }
 
 // ==== (e) A device ==============================================================================
@@ -933,14 +936,14 @@ static void device_free(void *user, void *p, size_t bytes) {
     dt_host_default()->free(NULL, p, bytes, DT_MEM_PARAMS);
 }
 
-static device *moving; /* a table's move has no user */
+static device *moving; /* because d.table.move has no user argument */
 
 static dt_status device_move(void *dst, const void *src, size_t bytes, void *stream) {
     __atomic_add_fetch(&moving->moves, 1, __ATOMIC_SEQ_CST);
     return dt_kernels_cpu()->move(dst, src, bytes, stream);
 }
 
-static dt_status device_no_update(const dt_adamw_args *a, void *stream) {
+static dt_status device_update_forbidden(const dt_adamw_args *a, void *stream) {
     (void)a, (void)stream;
     return DT_ERR_UNSUPPORTED;
 }
@@ -963,7 +966,7 @@ static void test_device(void) {
         d.table.alloc = device_alloc;
         d.table.free = device_free;
         d.table.move = device_move;
-        d.table.adamw = device_no_update; /* who updates on the device is found */
+        d.table.adamw = device_update_forbidden; /* an update on the device is reported */
         dt_report report;
         dt_host quiet = *dt_host_default();
         quiet.log = silent;
@@ -976,7 +979,7 @@ static void test_device(void) {
         CHECK_MSG(report.status == DT_OK, "%s", report.text);
         same_seen(&base, j, "a device's state in host memory");
         CHECK_MSG(
-            d.live == 0 && d.moves > 0 && d.bytes > 0, "%d blocks of the device are left", d.live);
+            d.live == 0 && d.moves > 0 && d.bytes > 0, "%d device blocks were not freed", d.live);
         for (int r = 0; r < 2; r++) {
             const dt_memory *m = &j->rank[r].memory;
             CHECK(m->peak[DT_MEM_OPTIM] == 0 &&
@@ -992,13 +995,13 @@ int main(void) {
     snprintf(wrong_folder, sizeof wrong_folder, "%s/nothing", folder);
     test_same_bits();
     test_load();
-    test_spoiled();
+    test_faulty_calls();
     test_no_folder();
     for (int k = 0; k < 4; k++) test_no_answer(k % 2 ? PREAD : PWRITE, k < 2 ? 3 : 12);
     test_no_answer(PREAD, 0);
-    test_runs_ahead(0);
-    test_runs_ahead(1);
+    test_overlap(0);
+    test_overlap(1);
     test_device();
-    CHECK(rmdir(folder) == 0); /* nothing was left in it, also by runs that failed */
+    CHECK(rmdir(folder) == 0); /* the folder is empty, even after failed runs */
     return check_done("test_offload");
 }

@@ -2,8 +2,8 @@
    with PyTorch
 
    An op whose gradient is a known function of step, rank, parameter and element makes any set of
-   parameters trainable without a model. What must come out of twelve steps, five of them before the
-   freeze, is stored.
+   parameters trainable without a model. The file holds the expected results of twelve steps, five
+   of them before the freeze.
 
        test_onebit [FOLDER]      FOLDER holds onebit.bin; default tests/golden */
 #ifndef _GNU_SOURCE
@@ -17,7 +17,7 @@
 enum { STEPS = 12, FREEZE = 5, PARAMS = 4, ELEMENTS = 1100, RANKS = 4 };
 static const double BETA1 = 0.9, BETA2 = 0.99, EPS = 1e-8, DECAY = 0.1, CLIP = 40;
 
-/* How a parameter lies over tp. */
+/* How a parameter is placed over tp: replicated, sharded, or replicated with partial gradients. */
 enum { SAME = 0, CUT, PART };
 typedef struct made {
     const char *scope, *name;
@@ -26,20 +26,21 @@ typedef struct made {
     int over_tp, frozen;
 } made;
 
-/* As the script has them, and one that is frozen. cut's 21 rows over 2 leave a row past the end. */
+/* The script's parameters and a frozen one. The 21 rows of `cut` over 2 ranks leave one row past
+   the end. */
 static const made over_dp[] = { { "a.", "w", 33, 32, 1, SAME, 0 },
     { "a.", "b", 44, 0, 0.5, SAME, 0 }, { "b.", "g", 100, 0, 1, SAME, 0 },
     { "b.", "ice", 4, 4, 1, SAME, 1 } };
 static const made over_tp[] = { { "a.", "cut", 21, 10, 1, CUT, 0 },
     { "a.", "part", 60, 0, 1, PART, 0 }, { "a.", "same", 10, 9, 1, SAME, 0 } };
 
-/* What one rank leaves; forks share it. */
+/* The results of one rank, in shared memory for forked ranks. */
 typedef struct left {
     double norm[STEPS], scale[STEPS];
     size_t dp_bytes[STEPS], tp_bytes[STEPS], state_bytes, optim, formula, warm_bytes, frozen_bytes,
         part_bytes;
     size_t local[PARAMS];
-    int strays;      /* elements of padding that are not 0 */
+    int strays;      /* padding elements that are not 0 */
     uint64_t errors; /* a digest of both errors at the end */
     dt_status status;
     char text[512];
@@ -49,14 +50,14 @@ typedef struct left {
 typedef struct job {
     const made *set;
     int params, dp, tp, accum, steps, procs, no_overlap;
-    int bad_step, bad_rank; /* the last element of g is not a number; 0: in no step */
+    int bad_step, bad_rank; /* where the last element of g's gradient is NaN; step 0: never */
     dt_dtype dtype;
     left *out; /* (dp * tp) */
 } job;
 
 static int64_t made_count(const made *p) { return (int64_t)p->rows * (p->cols ? p->cols : 1); }
 
-// ==== 1. Gradients as the script has them =======================================================
+// ==== 1. The script's gradients =================================================================
 
 static double mixed(uint32_t p, uint32_t e) {
     uint32_t h = p * 2654435761u + e * 2246822519u + 374761393u;
@@ -66,18 +67,18 @@ static double mixed(uint32_t p, uint32_t e) {
     return (double)(h >> 12) / 1048576.0;
 }
 
-static double short_number(uint32_t key, int64_t e) {
+static double value_of_few_bits(uint32_t key, int64_t e) {
     return trunc(mixed(key, (uint32_t)e) * 256 - 128) / 128 / (1 << e % 4);
 }
 
 static double gradient(const job *j, int p, int64_t e, int step, int data, int tp) {
     if (strcmp(j->set[p].name, "w") == 0 && e % 53 == 7 && step <= FREEZE) return 0;
     int part = j->set[p].over_tp == PART ? tp : 0;
-    return short_number((uint32_t)(((step * 8 + data) * 4 + part) * 8 + p), e) *
+    return value_of_few_bits((uint32_t)(((step * 8 + data) * 4 + part) * 8 + p), e) *
            (step % 3 == 0 ? 2 : 1);
 }
 
-/* Global index of a local element; -1 where the box reaches past the end. */
+/* Global index of a local element; -1 where the shard reaches past the end. */
 static int64_t global_of(const dt_tensor *t, const made *p, int64_t local) {
     int64_t e = t->param->slice.lo[0] * (p->cols ? p->cols : 1) + local;
     return e < made_count(p) ? e : -1;
@@ -88,8 +89,8 @@ typedef struct pulled {
     int step, micro, data, tp;
 } pulled;
 
-/* The first of two micro-batches has three quarters of the gradient. Past the end of a box it is 7:
-   nobody may see it. */
+/* The first of two micro-batches has three quarters of the gradient. Past the end of a shard the
+   gradient is 7, which must never reach a result. */
 static dt_status pull_back(dt_node *n) {
     const pulled *s = (const pulled *)n->saved;
     const job *j = s->j;
@@ -146,13 +147,14 @@ static void write_start(dt_ctx *ctx, const job *j) {
         dt_tensor *t = dt_param_get(ctx, i);
         for (size_t k = 0; t->data && k < t->param->count; k++) {
             int64_t e = global_of(t, &j->set[i], (int64_t)k);
-            if (e >= 0) dt__set_number(t->dtype, t->data, k, short_number(900 + (uint32_t)i, e));
+            if (e >= 0)
+                dt__set_number(t->dtype, t->data, k, value_of_few_bits(900 + (uint32_t)i, e));
         }
     }
 }
 
-/* Memory and traffic by hand: units are padded to N x 1,024 elements; a message has a bit an
-   element and 8 bytes. */
+/* Computes the expected memory and traffic: units are padded to N x 1,024 elements; a message has
+   one bit per element plus 8 bytes. */
 static void expect_bytes(dt_ctx *ctx, const job *j, left *l) {
     size_t N = (size_t)j->dp, tp = (size_t)j->tp;
     for (int u = 0; u < dt_bucket_count(ctx); u++) {
@@ -168,15 +170,15 @@ static void expect_bytes(dt_ctx *ctx, const job *j, left *l) {
     }
 }
 
-/* Padding of a unit, behind its parameters and in boxes that reach past the end, stays zero in all
-   that has it. */
+/* Counts padding elements that are not zero, in every array of a unit: after the unit's parameters,
+   and in shards that reach past the end. */
 static void count_strays(dt_ctx *ctx, const job *j, const dt_zero *zero, left *l) {
     for (int u = 0; u < zero->n_buckets; u++) {
         const dt__zero_bucket *z = &zero->buckets[u];
         const dt_bucket *unit = z->bucket;
         size_t run = unit->padded / (size_t)j->dp,
                first = (size_t)dt_comm_rank(z->data_group) * run;
-        /* none, where memory was refused */
+        /* the arrays are NULL if their allocation was refused */
         for (size_t i = 0; i < unit->padded && !unit->frozen && unit->grad; i++) {
             int padding = i >= unit->count;
             for (int p = unit->first_param; p < unit->first_param + unit->n_params; p++) {
@@ -197,7 +199,7 @@ static void count_strays(dt_ctx *ctx, const job *j, const dt_zero *zero, left *l
     }
 }
 
-static void leave(dt_ctx *ctx, const job *j, dt_zero *zero, left *l) {
+static void store_results(dt_ctx *ctx, const job *j, dt_zero *zero, left *l) {
     char *host = (char *)malloc(ELEMENTS * 8);
     for (int u = 0; u < zero->n_buckets; u++) {
         const dt__zero_bucket *z = &zero->buckets[u];
@@ -211,7 +213,7 @@ static void leave(dt_ctx *ctx, const job *j, dt_zero *zero, left *l) {
         for (size_t k = 0; k < n; k++) l->x[0][i][k] = dt__number(t->dtype, t->data, k);
         const dt__zero_bucket *z = &zero->buckets[t->param->bucket->index];
         for (int s = 0; s < 2 && !z->bucket->frozen; s++) {
-            /* after a failure: as it lies there */
+            /* after a failure: read the memory directly */
             if (dt_error(ctx) != DT_OK || dt_zero_state(zero, s, t, host) != DT_OK)
                 memcpy(host, (char *)z->state[s] + t->param->offset * size, n * size);
             for (size_t k = 0; k < n; k++)
@@ -234,7 +236,7 @@ static dt_status train(dt_ctx *ctx, void *user) {
                                           .weight_decay = DECAY,
                                           .clip = CLIP,
                                           .freeze_steps = FREEZE,
-                                          /* the op knows no scale */
+                                          /* a scale of 1: the op does not multiply by it */
                                           .loss_scale = j->dtype == DT_F16,
                                           .no_overlap = j->no_overlap });
     if (!zero) return dt_error(ctx);
@@ -253,10 +255,10 @@ static dt_status train(dt_ctx *ctx, void *user) {
         l->dp_bytes[step - 1] = dt_comm_bytes(ctx, DT_AXIS_DP) - before[0];
         l->tp_bytes[step - 1] = dt_comm_bytes(ctx, DT_AXIS_TP) - before[1];
     }
-    dt_barrier(dt_world(ctx)); /* who has not heard of a failure yet does here */
+    dt_barrier(dt_world(ctx)); /* ranks that do not know of a failure yet learn of it here */
     l->state_bytes = dt_zero_state_bytes(zero);
     l->optim = dt_memory_used(ctx).live[DT_MEM_OPTIM];
-    leave(ctx, j, zero, l);
+    store_results(ctx, j, zero, l);
     count_strays(ctx, j, zero, l);
     l->status = dt_error(ctx);
     snprintf(l->text, sizeof l->text, "%s", dt_error_text(ctx));
@@ -286,9 +288,9 @@ static const double *stored(
     return golden_get(g, text, n);
 }
 
-/* A stored number is met to 1e-12 in f64; f32 rounds each step, some 1e-7 of the largest numbers,
-   which in the first moments are the scales. A sign that came out otherwise would be off by two
-   scales. 16 bits: the parameter is rounded besides, its state is f32. */
+/* f64 must match the stored values to 1e-12. f32 rounds in each step, by about 1e-7 of the largest
+   values, which in the first moments are the scales; a wrong sign would be off by two scales. In 16
+   bits the parameter is rounded, too; its state is f32. */
 static void check_golden(const golden *g, const char *name, const job *j) {
     static const char *const what[3] = { "p", "m", "v" };
     double tol = j->dtype == DT_F64 ? 1e-12 : 4e-6, round = j->dtype == DT_BF16  ? 0.004
@@ -319,32 +321,33 @@ static void check_golden(const golden *g, const char *name, const job *j) {
                     worst = fmax(worst, off);
                     wrong += !(off <= tol * fmax(1, fabs(y)));
                 }
-                CHECK_MSG(wrong == 0, "%s, %s, rank %d: %lld of %s.%s differ, at most by %.2e",
-                    name, dt_dtype_name(j->dtype), r, (long long)wrong, j->set[p].name, what[w],
-                    worst);
+                CHECK_MSG(wrong == 0,
+                    "%s, %s, rank %d: %lld elements of %s.%s differ, by at most %.2e", name,
+                    dt_dtype_name(j->dtype), r, (long long)wrong, j->set[p].name, what[w], worst);
             }
             for (int64_t k = 0; j->set[p].frozen && k < made_count(&j->set[p]); k++)
-                CHECK(l->x[0][p][k] == short_number(900 + (uint32_t)p, k));
+                CHECK(l->x[0][p][k] == value_of_few_bits(900 + (uint32_t)p, k));
         }
     }
 }
 
-/* Equal bits on all ranks that hold copies, zeros where padding is, bytes and memory to the
+/* Replicas have equal bits, padding is zero, and memory and traffic match the formulas to the
    byte. */
 static void check_ranks(const char *name, const job *j) {
     for (int r = 0; r < j->dp * j->tp; r++) {
         const left *l = &j->out[r];
-        CHECK_MSG(
-            memcmp(l->norm, j->out[0].norm, sizeof l->norm) == 0, "%s: norms of rank %d", name, r);
+        CHECK_MSG(memcmp(l->norm, j->out[0].norm, sizeof l->norm) == 0,
+            "%s: norms of rank %d differ from rank 0's", name, r);
         for (int w = 0; w < 3; w++)
             for (int p = 0; p < j->params; p++) {
                 const left *copy = &j->out[j->set[p].over_tp == CUT ? r % j->tp : 0];
                 CHECK_MSG(memcmp(l->x[w][p], copy->x[w][p], sizeof l->x[w][p]) == 0,
-                    "%s: array %d of %s on rank %d", name, w, j->set[p].name, r);
+                    "%s: array %d of %s on rank %d differs from its replica", name, w,
+                    j->set[p].name, r);
             }
         CHECK_MSG(l->strays == 0, "%s: %d elements of padding are not 0", name, l->strays);
         CHECK_MSG(l->state_bytes == l->formula && l->optim == l->formula,
-            "%s: %zu and %zu bytes, by hand %zu", name, l->state_bytes, l->optim, l->formula);
+            "%s: %zu and %zu bytes, formula %zu", name, l->state_bytes, l->optim, l->formula);
         for (int n = 0; n < j->steps; n++) {
             size_t right = (n < FREEZE ? l->warm_bytes : l->frozen_bytes) + l->part_bytes;
             CHECK_MSG(l->dp_bytes[n] == right && l->tp_bytes[n] == 0,
@@ -363,8 +366,8 @@ static int same(const job *a, const job *b) {
     return alike;
 }
 
-/* One case on threads, on forks, without overlap; and in two micro-batches, where the type holds
-   their gradients. */
+/* Runs one case on threads, on forks, without overlap, and in two micro-batches where the type
+   represents their gradients exactly. */
 static void test_case(const golden *g, const char *name, job like) {
     for (int k = 0; k < 4; k++) {
         job j = job_of(like.set, like.params, like.dp, like.tp, like.dtype);
@@ -378,7 +381,7 @@ static void test_case(const golden *g, const char *name, job like) {
             if (k == 0)
                 memcpy(like.out, j.out, RANKS * sizeof *j.out);
             else
-                CHECK_MSG(same(&j, &like), "%s: run %d has other bits than run 0", name, k);
+                CHECK_MSG(same(&j, &like), "%s: run %d and run 0 differ in bits", name, k);
         }
         job_free(&j);
     }
@@ -404,11 +407,11 @@ static void test_golden(const char *folder) {
     golden_free(g);
 }
 
-// ==== 4. What must fail =========================================================================
+// ==== 4. Errors =================================================================================
 
-/* One rank's gradient is not a number, before the freeze and after: all ranks fail, and hold what
-   they held. After the freeze only that rank has seen it: the others must leave it to that one to
-   say where. */
+/* One rank's gradient contains a NaN, before the freeze or after it: all ranks fail, and their
+   training state does not change. After the freeze only that rank has seen the NaN, so its report
+   must be the one that names the element. */
 static void test_not_finite(void) {
     for (int code = 0; code < 3 * 4; code++) {
         int step = FREEZE + code % 3, rank = code / 3;
@@ -423,14 +426,14 @@ static void test_not_finite(void) {
             step, o.report.text);
         for (int r = 0; r < 4; r++) {
             CHECK_MSG(bad.out[r].status != DT_OK && isnan(bad.out[r].norm[step - 1]),
-                "step %d, rank %d", step, r);
+                "wrong status at step %d on rank %d", step, r);
             CHECK_MSG(memcmp(bad.out[r].x, good.out[r].x, sizeof good.out[r].x) == 0 &&
                           bad.out[r].errors == good.out[r].errors,
-                "step %d, rank %d: something has changed", step, r);
+                "step %d, rank %d: the training state has changed", step, r);
         }
         if (step > FREEZE)
-            CHECK_MSG(o.report.text[5] == '0' + rank, "step %d, not of rank %d: %s", step, rank,
-                o.report.text);
+            CHECK_MSG(o.report.text[5] == '0' + rank, "step %d: the report is not rank %d's: %s",
+                step, rank, o.report.text);
         job_free(&good);
         job_free(&bad);
     }
@@ -470,7 +473,7 @@ static void test_refusals(void) {
     }
 }
 
-/* Any allocation that is refused fails every rank and leaves nothing behind. */
+/* Whichever allocation is refused, every rank fails and frees all memory. */
 static void test_memory_refused(void) {
     for (long at = 1, done = 0; !done && at < 400; at++) {
         job j = job_of(OVER_DP, 2, 1, DT_F32);
@@ -480,7 +483,7 @@ static void test_memory_refused(void) {
         o.host.refuse_at = at;
         start(&o);
         done = o.status == DT_OK && o.host.calls < at;
-        CHECK_MSG(done || o.status != DT_OK, "allocation %ld of %ld was refused and nobody failed",
+        CHECK_MSG(done || o.status != DT_OK, "allocation %ld of %ld was refused and no rank failed",
             at, o.host.calls);
         job_free(&j);
     }

@@ -1,15 +1,15 @@
-/* test_overlap.c - sums of gradients: under way while the backward goes on, and over the tree of
+/* test_overlap.c - gradient reduction: overlap with the backward, and the tree of
    micro-batches
 
-   Overlap is measured without a core: the backward of each layer sleeps, and the link of
-   dt_run_desc makes each operation take a given time, for which nobody computes either. So the
-   figures hold on a busy machine. The sum of the last layer has nothing left to hide behind: it is
-   one of LAYERS.
+   Overlap is measured without computation: the backward of each layer sleeps, and the simulated
+   link of dt_run_desc gives each operation a fixed duration without using a core. So the
+   measurements hold on a busy machine. The reduction of the last of LAYERS layers has no backward
+   left to overlap with.
 
-   The tree must give the same bits for every split of the batch over ranks and accumulation, over
-   threads and forks, at every stage and in shard groups; without it at least one split must give
-   others, or the comparison could not fail. And it must be the plain sum but for rounding, or a
-   wrong tree could be wrong everywhere alike. */
+   The tree must give the same bits for every split of the batch over ranks and accumulation, on
+   threads and forks, at every stage and in shard groups. Without the tree at least one split must
+   give other bits, or the comparison could never fail. And the tree's result must equal the plain
+   sum up to rounding, because a tree that is wrong in every split would pass the comparison. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -27,7 +27,7 @@ static const double nap_s = 0.01, link_s = 0.004; /* LAYERS * link_s is 0.4 of t
 typedef struct timing {
     int no_overlap, stage;
     double step_s, backward_s; /* the fastest of STEPS */
-    double weight;             /* one of the parameters after them */
+    double weight;             /* one parameter after the steps */
 } timing;
 
 static dt_status slow_back(dt_node *node) {
@@ -39,7 +39,7 @@ static dt_status slow_back(dt_node *node) {
     return DT_OK;
 }
 
-/* The identity, whose backward takes its time. */
+/* The identity; its backward sleeps. */
 static dt_tensor *slow(dt_tensor *x) {
     dt_tensor *out = x ? dt_new(x->ctx, DT_F32, x->shape) : NULL;
     if (!out) return NULL;
@@ -97,17 +97,17 @@ static timing overlap_run(dt_backend backend, int stage, int no_overlap, double 
     return t;
 }
 
-/* The fastest of both. */
+/* The smaller time of each kind. */
 static timing fastest(timing a, timing b) {
     b.step_s = fmin(a.step_s, b.step_s);
     b.backward_s = fmin(a.backward_s, b.backward_s);
     return b;
 }
 
-/* What the three runs must show. Values are exchanged by stages 1 and 2 after the update and by
-   stage 3 in the forward, which takes no time here: there is nothing to hide behind. Stage 3
-   gathers them in the backward too, and with overlap only those of the last layer, its first, are
-   waited for. */
+/* The expected times of the three runs. Stages 1 and 2 gather values after the update, and stage 3
+   in the forward, which takes no time here: no computation overlaps with them. Stage 3 also gathers
+   values in the backward; with overlap it waits only for those of the last layer, which the
+   backward needs first. */
 static double values_s(const timing *t) { return t->stage > 0 ? LAYERS * link_s : 0; }
 static int is_hidden(timing none, timing on, double slack_s) {
     return on.step_s <= 1.05 * (none.step_s + values_s(&on)) + slack_s;
@@ -118,8 +118,7 @@ static int is_added(timing none, timing off, double slack_s) {
     return fabs(off.step_s - none.step_s - all) <= 0.2 * traffic + slack_s;
 }
 
-/* A machine that others use can make any run slower, none faster: the fastest of some rounds
-   counts. */
+/* Other load on the machine can only make a run slower, so the fastest of several rounds counts. */
 static void test_overlap(void) {
     enum { ROUNDS = 8 };
     static const int cases[][2] = { { 0, 0 }, { 0, 1 }, { 1, 0 }, { 1, 1 }, { 2, 0 }, { 3, 1 } };
@@ -134,17 +133,19 @@ static void test_overlap(void) {
             none = round ? fastest(none, a) : a, on = round ? fastest(on, b) : b,
             off = round ? fastest(off, c) : c;
         } while (++round < ROUNDS && !(is_hidden(none, on, 0) && is_added(none, off, 0)));
-        printf("overlap, stage %d, %s: step %.1f ms without a link, %.1f with, %.1f one after the "
-               "other, %d rounds\n",
+        printf(
+            "overlap, stage %d, %s: step %.1f ms without a link, %.1f with overlap, %.1f without, "
+            "%d rounds\n",
             stage, cases[k][1] ? "procs" : "threads", 1e3 * none.step_s, 1e3 * on.step_s,
             1e3 * off.step_s, round);
-        /* under load a step is longer by some such gaps */
+        /* under load a step takes a few scheduling gaps longer */
         double slack_s = round < ROUNDS ? 0 : 8 * jitter_s();
         CHECK_MSG(none.backward_s > LAYERS * nap_s, "%g s", none.backward_s);
-        CHECK_MSG(
-            is_hidden(none, on, slack_s), "%g s, %g s without a link", on.step_s, none.step_s);
-        CHECK_MSG(is_added(none, off, slack_s), "%g s, %g s without a link, %d times %g s",
-            off.step_s, none.step_s, (int)LAYERS, link_s);
+        CHECK_MSG(is_hidden(none, on, slack_s), "not overlapped: %g s with the link, %g s without",
+            on.step_s, none.step_s);
+        CHECK_MSG(is_added(none, off, slack_s),
+            "unexpected time without overlap: %g s, %g s without a link, %d times %g s", off.step_s,
+            none.step_s, (int)LAYERS, link_s);
         CHECK(none.weight == on.weight && none.weight == off.weight && isfinite(on.weight));
     }
 }
@@ -223,24 +224,23 @@ static int same(const tree_run *a, const tree_run *b) {
            memcmp(a->left, b->left, (size_t)a->count * sizeof(float)) == 0;
 }
 
-/* Norms and parameters, but for the rounding of f32. */
+/* Norms and parameters must be equal up to f32 rounding. */
 static void check_near(const tree_run *a, const tree_run *b) {
     double apart = 0, size = 0;
     for (int i = 0; i < TREE_STEPS; i++)
         CHECK_MSG(fabs(a->norm[i] - b->norm[i]) <= 1e-4 * b->norm[i],
-            "%d micro-batches, step %d: norm %g, %g by the "
-            "plain sum",
-            a->micros, i + 1, a->norm[i], b->norm[i]);
+            "%d micro-batches, step %d: norm %g, plain sum %g", a->micros, i + 1, a->norm[i],
+            b->norm[i]);
     for (int i = 0; i < a->count; i++) {
         apart += (a->left[i] - b->left[i]) * (a->left[i] - b->left[i]);
         size += b->left[i] * b->left[i];
     }
-    CHECK_MSG(sqrt(apart) <= 1e-3 * sqrt(size), "%d micro-batches: %g apart of %g", a->micros,
-        sqrt(apart), sqrt(size));
+    CHECK_MSG(sqrt(apart) <= 1e-3 * sqrt(size),
+        "%d micro-batches: parameters differ by %g, size %g", a->micros, sqrt(apart), sqrt(size));
 }
 
-/* The tree on `ranks` ranks in every stage, whole and in shard groups of each size; stage 3 keeps
-   in every other. */
+/* Runs the tree on `ranks` ranks at every stage, in shard groups of each size; every other run has
+   keep_gathered. */
 static void check_split(const tree_run *one, int micros, int ranks) {
     int code = 0;
     for (int stage = 0; stage < 4; stage++)
@@ -250,7 +250,8 @@ static void check_split(const tree_run *one, int micros, int ranks) {
                 .micros = micros, .stage = stage, .tree = 1, .shard = shard, .keep = code++ % 2
             };
             tree_run t = tree_of(like, ranks, code % 3 ? DT_BACKEND_THREADS : DT_BACKEND_PROCS);
-            CHECK_MSG(same(&t, one), "%d micro-batches, %d ranks in groups of %d, stage %d", micros,
+            CHECK_MSG(same(&t, one),
+                "other bits with %d micro-batches, %d ranks in groups of %d, stage %d", micros,
                 ranks, shard, stage);
         }
 }
@@ -269,7 +270,7 @@ static void test_tree(void) {
             others += !same(&fixed, &plain);
         }
         CHECK_MSG(others > 0 || micros == 1,
-            "%d micro-batches: no split gives other bits without the tree", micros);
+            "%d micro-batches: without the tree, every split gives the same bits", micros);
     }
 }
 

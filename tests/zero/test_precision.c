@@ -1,11 +1,11 @@
 /* test_precision.c - 16-bit training: loss scales, skipped steps, and losses that follow f32's
 
-   A model of two linear layers in bf16 or f16, data parallel and tensor parallel, at every stage of
-   ZeRO. Beside its loss stands a user's op whose value is zero and whose backward plants a NaN or
+   The model has two linear layers in bf16 or f16, data parallel and tensor parallel, at every ZeRO
+   stage. A user's op with value zero is added to the loss. The backward of the op plants a NaN or
    an infinity in one element of one parameter's gradient, on one rank in one micro-batch. Then
-   every rank must report the same skipped step and the same culprit, no byte of parameters, masters
-   and state may change, and the run must go on like one without the fault whose scale fell at the
-   same place. */
+   every rank must report the same skipped step and the same non-finite element; no byte of
+   parameters, masters and state may change; and the run must continue like a run without the fault
+   whose loss scale is halved at the same step. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -15,7 +15,7 @@
 #include "examples/train.h"
 #include "tests/support/check.h"
 
-// ==== 1. The model and the plant ================================================================
+// ==== 1. The model and the op that plants a fault ===============================================
 
 enum {
     WIDTH = 24,
@@ -29,23 +29,23 @@ enum {
 };
 enum { ROOM = 512 << 10 }; /* bytes that a rank keeps */
 
-/* A run: what it is, and what its ranks leave. */
+/* A run: its configuration, and the results that its ranks store. */
 typedef struct run {
-    /* skips: attempts of step BAD_STEP that are spoilt; -1: every one */
+    /* skips: attempts of step BAD_STEP that get the fault; -1: all attempts */
     int dp, tp, accum, skips;
     dt_dtype dtype;
     dt_zero_desc zero;
-    int again;              /* the same of the step after it */
+    int again;              /* attempts of the following step that get the fault */
     int rank, micro, param; /* where the fault is planted */
-    size_t element;         /* of that rank's part */
+    size_t element;         /* index in that rank's shard of the parameter */
     double value;
-    /* not 0: no fault, but the scale is set to this before BAD_STEP */
+    /* if not 0: no fault; the loss scale is set to this value before BAD_STEP */
     double lower;
-    int heard[MAX_RANKS];         /* skipped steps that each rank was told of */
-    dt_step_info info[MAX_RANKS]; /* of the last of them, parameters by their index */
+    int heard[MAX_RANKS];         /* skipped steps that each rank was notified of */
+    dt_step_info info[MAX_RANKS]; /* the last skipped step, parameters by index */
     int bad_param[MAX_RANKS], changed[MAX_RANKS];
-    double after[MAX_RANKS]; /* the scale after it */
-    double scale[STEPS];     /* of each step that was made, rank 0 */
+    double after[MAX_RANKS]; /* the scale after the skipped step */
+    double scale[STEPS];     /* of each step that was not skipped, on rank 0 */
     double norm[STEPS];
     unsigned char kept[MAX_RANKS][ROOM]; /* all bytes of the training state at the end */
     size_t bytes[MAX_RANKS];
@@ -66,8 +66,8 @@ static dt_status plant_back(dt_node *n) {
     return dt_error(t->ctx);
 }
 
-/* 0, and here a gradient with one wrong element. It reads the parameter, so at ZeRO-3 all ranks run
-   it. */
+/* Returns 0 as a tensor; if `here`, its backward makes one gradient element non-finite. The op
+   reads the parameter, so at ZeRO-3 all ranks run it. */
 static dt_tensor *plant(dt_ctx *ctx, const run *r, int here) {
     dt_tensor *out = dt_new(ctx, DT_F64, DT_SCALAR);
     if (!out) return NULL;
@@ -111,7 +111,7 @@ static dt_tensor *model_loss(
     return dt_mse(dt_row_linear(h, w, b, NULL, mesh->tp, DT_REPLICATE), y, denominator);
 }
 
-/* All bytes that training keeps: values, masters, state. */
+/* Copies the training state: values, masters, optimizer state. */
 static size_t keep(const dt_zero *zero, unsigned char *to) {
     size_t at = 0;
     for (int u = 0; u < zero->n_buckets; u++) {
@@ -189,8 +189,8 @@ static dt_status rank_main(dt_ctx *ctx, void *user) {
 
 static char last_notice[512];
 
-/* Errors and notices are looked at, not printed. */
-static void listening(void *user, int level, int rank, const char *text) {
+/* Stores notices for the checks and prints nothing. */
+static void log_notice(void *user, int level, int rank, const char *text) {
     (void)user, (void)rank;
     if (level == DT_LOG_NOTICE) snprintf(last_notice, sizeof last_notice, "%s", text);
 }
@@ -198,7 +198,7 @@ static void listening(void *user, int level, int rank, const char *text) {
 static dt_status start(run *r) {
     dt_report report;
     dt_host host = *dt_host_default();
-    host.log = listening;
+    host.log = log_notice;
     dt_run(
         (dt_run_desc){ .ranks = r->dp * r->tp, .timeout_s = 30, .host = &host, .report = &report },
         rank_main, r);
@@ -214,23 +214,23 @@ static uint32_t draw(uint32_t number, uint32_t most) {
     return out[0] % most;
 }
 
-/* Elements of a rank's part of each parameter. */
-static size_t part_of(const run *r, int param) {
+/* Elements in a rank's shard of a parameter. */
+static size_t shard_elements(const run *r, int param) {
     static const size_t whole[PARAMS] = { HIDDEN * WIDTH, HIDDEN, OUT * HIDDEN, OUT };
     return param < 3 ? whole[param] / (size_t)r->tp : whole[param];
 }
 
-/* The first rank that has the planted element in what it sums: at stage 0 the first of all that
-   share the data, else the one of the first shard group, whose n consecutive ranks have a run each.
-   Units are a scope's parameters that are cut alike, padded to a multiple of n (of the tree: of all
-   ranks') x 1,024; in.b is cut as in.w is, out.b is not. */
+/* The first rank whose reduced gradients contain the planted element: rank 0 of the data group at
+   stage 0, else the rank of the first shard group that owns the element's shard. A unit holds the
+   parameters of a scope with equal sharding, padded to a multiple of n x 1,024 (with the tree: of
+   all ranks x 1,024). in.b is sharded as in.w is, out.b is not. */
 static int owner(const run *r) {
     size_t n = (size_t)(r->zero.shard_group ? r->zero.shard_group : r->dp);
     size_t pad = 1024 * (r->zero.tree ? (size_t)r->dp : n), at = r->element,
-           count = part_of(r, r->param);
+           count = shard_elements(r, r->param);
     if (r->param < 2 || r->tp == 1) { /* two parameters share the unit */
-        at += r->param % 2 ? part_of(r, r->param - 1) : 0;
-        count = part_of(r, r->param) + part_of(r, r->param ^ 1);
+        at += r->param % 2 ? shard_elements(r, r->param - 1) : 0;
+        count = shard_elements(r, r->param) + shard_elements(r, r->param ^ 1);
     }
     size_t run_of = (count + pad - 1) / pad * pad / n;
     return (r->zero.stage == 0 ? 0 : (int)(at / run_of)) * r->tp + r->rank % r->tp;
@@ -255,7 +255,7 @@ static void random_run(run *r, uint32_t number) {
     r->rank = (int)draw(at + 8, (uint32_t)(r->dp * r->tp));
     r->micro = (int)draw(at + 9, (uint32_t)r->accum);
     r->param = (int)draw(at + 10, PARAMS);
-    r->element = draw(at + 11, (uint32_t)part_of(r, r->param));
+    r->element = draw(at + 11, (uint32_t)shard_elements(r, r->param));
     r->value = values[draw(at + 12, 3)];
 }
 
@@ -264,13 +264,12 @@ static void check_verdicts(const run *r, uint32_t number) {
     for (int k = 0; k < ranks; k++) {
         const dt_step_info *i = &r->info[k];
         CHECK_MSG(r->heard[k] == 1 && i->skipped && i->step == BAD_STEP - 1 && isnan(i->grad_norm),
-            "case %u, rank %d: "
-            "%d skipped, step %d",
-            number, k, r->heard[k], (int)i->step);
+            "case %u, rank %d: %d skipped, step %d", number, k, r->heard[k], (int)i->step);
         CHECK_MSG(
             i->bad_rank == owner(r) && r->bad_param[k] == r->param && i->bad_element == r->element,
-            "case %u, rank %d: rank %d, parameter %d, element %zu; planted %d, %d, %zu", number, k,
-            i->bad_rank, r->bad_param[k], i->bad_element, owner(r), r->param, r->element);
+            "case %u, rank %d reports rank %d, parameter %d, element %zu; planted %d, %d, %zu",
+            number, k, i->bad_rank, r->bad_param[k], i->bad_element, owner(r), r->param,
+            r->element);
         CHECK_MSG(i->loss_scale == 1024 && r->after[k] == 512, "case %u: scale %g, then %g", number,
             i->loss_scale, r->after[k]);
         CHECK_MSG(r->changed[k] == 0, "case %u: rank %d's parameters or state changed", number, k);
@@ -292,11 +291,11 @@ static void test_faults(void) {
         CHECK(
             strstr(last_notice, "step 2 skipped") && strstr(last_notice, "loss scale 1024 -> 512"));
         CHECK_MSG(memcmp(r.norm, clean.norm, sizeof r.norm) == 0,
-            "case %u: other norms than without the fault", number);
+            "case %u: norms differ from the run without the fault", number);
         for (int k = 0; k < r.dp * r.tp; k++)
             CHECK_MSG(
                 r.bytes[k] == clean.bytes[k] && memcmp(r.kept[k], clean.kept[k], r.bytes[k]) == 0,
-                "case %u: rank %d ends elsewhere than without the fault", number, k);
+                "case %u: rank %d ends with another state than without the fault", number, k);
     }
 }
 
@@ -315,15 +314,16 @@ static run steady(int stage) {
 static void test_scales(void) {
     static run r;
     for (int stage = 0; stage < 4; stage++) {
-        r = steady(stage); /* grows after every second good step */
+        r = steady(stage); /* the scale doubles after every second good step */
         r.zero.scale.interval = 2;
         CHECK(start(&r) == DT_OK && r.scale[0] == 64 && r.scale[1] == 64 && r.scale[2] == 128 &&
               r.scale[3] == 128);
-        r = steady(stage); /* a skipped step begins the count again */
+        r = steady(stage); /* a skipped step restarts the count of good steps */
         r.zero.scale.interval = 2;
         r.skips = 1;
         CHECK(start(&r) == DT_OK && r.scale[1] == 32 && r.scale[2] == 32 && r.scale[3] == 64);
-        r = steady(stage); /* the second skipped step makes it smaller, and the third */
+        /* hysteresis: only the second skipped step halves the scale, and the third */
+        r = steady(stage);
         r.zero.scale =
             (dt_scale_desc){ .init = 64, .backoff = 0.25, .hysteresis = 2, .min_scale = 8 };
         r.skips = 2;
@@ -331,23 +331,24 @@ static void test_scales(void) {
         r.skips = 4;
         memset(r.heard, 0, sizeof r.heard);
         CHECK(start(&r) == DT_OK && r.heard[0] == 4 && r.scale[1] == 8 && r.scale[3] == 8);
-        r = steady(stage); /* growing, it has patience again */
+        r = steady(stage); /* growth restores the hysteresis */
         r.zero.scale = (dt_scale_desc){ .init = 64, .interval = 1, .hysteresis = 2 };
         r.skips = r.again = 1;
         CHECK(start(&r) == DT_OK && r.scale[1] == 128 && r.scale[2] == 256);
-        /* a skipped step that leaves the scale begins the count again, too */
+        /* a skipped step that does not halve the scale restarts the count, too */
         r = steady(stage);
         r.zero.scale = (dt_scale_desc){ .init = 64, .interval = 2, .hysteresis = 3 };
         r.skips = 1;
         CHECK(start(&r) == DT_OK && r.scale[1] == 64 && r.scale[2] == 64 && r.scale[3] == 128);
-        r = steady(stage); /* a fixed one stays */
+        r = steady(stage); /* a fixed scale does not change */
         r.zero.loss_scale = 256;
         r.skips = 3;
         CHECK(start(&r) == DT_OK && r.heard[1] == 3 && r.scale[1] == 256 && r.scale[3] == 256);
     }
 }
 
-/* Twenty in a row: an error with all scales, and nothing has changed. */
+/* Twenty skipped steps in a row are an error that lists all scales; the training state has not
+   changed. */
 static void test_no_scale_helps(void) {
     static run r;
     for (int code = 0; code < 8; code++) {
@@ -366,19 +367,19 @@ static void test_no_scale_helps(void) {
             CHECK_MSG(r.heard[k] == 20 && r.changed[k] == 0, "rank %d: %d, %d", k, r.heard[k],
                 r.changed[k]);
     }
-    r = steady(1); /* a good step begins the count again */
+    r = steady(1); /* a good step restarts the count of skipped steps */
     r.skips = r.again = DT_MAX_SKIPS - 1;
     r.zero.loss_scale = 8;
     CHECK_MSG(
         start(&r) == DT_OK && r.heard[0] == 2 * (DT_MAX_SKIPS - 1), "%d: %s", r.heard[0], r.text);
-    r = steady(2); /* without a scale the first one is an error */
+    r = steady(2); /* without a loss scale the first non-finite gradient is an error */
     r.dtype = DT_BF16;
     r.zero.loss_scale = 0;
     r.skips = -1;
     CHECK(start(&r) == DT_ERR_NUMERIC && strstr(r.text, "step 2: the gradient norm is"));
 }
 
-// ==== 5. What the scale is for ==================================================================
+// ==== 5. Loss scaling prevents underflow ========================================================
 
 typedef struct tiny_run {
     dt_dtype dtype;
@@ -417,8 +418,8 @@ static void test_underflow(void) {
     for (int stage = 0; stage < 4; stage++) {
         tiny_run right = tiny(DT_F32, 0, stage), lost = tiny(DT_F16, 1, stage);
         CHECK_MSG(right.norm > 1e-10 && right.norm < 1e-6, "norm %g", right.norm);
-        CHECK_MSG(lost.norm == 0 && lost.moved == 0, "norm %g, moved %g: nothing is lost",
-            lost.norm, lost.moved);
+        CHECK_MSG(lost.norm == 0 && lost.moved == 0,
+            "norm %g, moved %g: no underflow without a loss scale", lost.norm, lost.moved);
         for (int k = 0; k < 3; k++) {
             tiny_run t = tiny(DT_F16, k == 0 ? 0 : k == 1 ? DT_SCALE_DYNAMIC : 1 << 20, stage);
             CHECK_MSG(fabs(t.norm - right.norm) <= 0.01 * right.norm, "norm %g, f32's %g", t.norm,
@@ -464,24 +465,25 @@ static curve gpt_curve(dt_dtype dtype, int stage, double scale, train_files data
         .user = &c };
     dt_host host = *dt_host_default();
     memset(&c, 0, sizeof c);
-    host.log = listening;
+    host.log = log_notice;
     CHECK(dt_run((dt_run_desc){ .ranks = 2, .timeout_s = 30, .host = &host }, train, &t) == DT_OK);
     return c;
 }
 
 static void test_gpt(void) {
     train_files data = { .count = 0 };
-    /* a text that does not change with the sources */
+    /* a text that stays the same when the sources change */
     if (!CHECK(train_files_add(&data, "LICENSE", 0) == 0)) return;
     curve right = gpt_curve(DT_F32, 0, 0, data);
-    CHECK_MSG(right.loss[GPT_STEPS] < 0.8 * right.loss[1], "%g to %g", right.loss[1],
-        right.loss[GPT_STEPS]);
+    CHECK_MSG(right.loss[GPT_STEPS] < 0.8 * right.loss[1], "the f32 loss falls only from %g to %g",
+        right.loss[1], right.loss[GPT_STEPS]);
     for (int k = 0; k < 4; k++) {
         dt_dtype dtype = k % 2 ? DT_F16 : DT_BF16;
         curve c = gpt_curve(dtype, k + (k < 2), k == 3 ? 4096 : 0, data);
         double most = 0;
         for (int i = 1; i <= GPT_STEPS; i++) most = fmax(most, fabs(c.loss[i] / right.loss[i] - 1));
-        CHECK_MSG(most <= 0.01, "%s is %.2g%% from f32's losses", dt_dtype_name(dtype), 100 * most);
+        CHECK_MSG(most <= 0.01, "losses of %s differ by %.2g%% from f32's", dt_dtype_name(dtype),
+            100 * most);
         printf("precision: %s at stage %d, %d steps: losses within %.2g%% of f32's\n",
             dt_dtype_name(dtype), k + (k < 2), (int)GPT_STEPS, 100 * most);
     }

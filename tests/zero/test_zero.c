@@ -1,9 +1,9 @@
 /* test_zero.c - dt_zero.h: learning rate, optimizers, the reducer, ZeRO-1, the norm, faults
 
-   Two oracles. The GPT of examples/gpt.h is trained as PyTorch trained it (tests/golden) and as the
-   serial model of serial_gpt.h does. And an op whose gradient is a known function of step,
-   micro-batch, rank, parameter and element makes any set of parameters trainable without a model;
-   what must come out of a step is then written down by hand, on full tensors, in plain loops.
+   There are two oracles. Training the GPT of examples/gpt.h must give PyTorch's results
+   (tests/golden) and those of the serial model in serial_gpt.h. And an op whose gradient is a known
+   function of step, micro-batch, rank, parameter and element makes any set of parameters trainable
+   without a model; plain loops over full tensors compute the expected result of each step.
 
        test_zero [FOLDER]      FOLDER holds the golden files; default tests/golden */
 #ifndef _GNU_SOURCE
@@ -19,12 +19,12 @@
 
 // ==== A host table that counts by class and rank, and refuses on demand =========================
 
-/* A rank is a thread: what this thread holds, by class. spy_rank is -1 until the rank function
-   begins. */
+/* Bytes that this thread, which is one rank, has allocated, by memory class. spy_rank is -1 until
+   the rank function begins. */
 static __thread size_t spy_bytes[DT_MEM_CLASSES];
 static __thread int spy_rank = -1;
 
-/* refuses when left reaches 0; below: never */
+/* refuses the allocation that brings `left` to 0; a `left` below 0 never refuses */
 typedef struct spy {
     dt_host host;
     int live, refuse_rank, left;
@@ -36,7 +36,7 @@ static void *spy_alloc(void *user, size_t bytes, dt_mem mem) {
     if (mine && __atomic_sub_fetch(&s->left, 1, __ATOMIC_SEQ_CST) == 0) return NULL;
     void *p = dt_host_default()->alloc(NULL, bytes, mem);
     if (!p) return NULL;
-    if (mem != DT_MEM_COMM) memset(p, 0xA5, bytes); /* nobody may rely on zeros */
+    if (mem != DT_MEM_COMM) memset(p, 0xA5, bytes); /* callers must not rely on zeroed memory */
     spy_bytes[mem] += bytes;
     __atomic_add_fetch(&s->live, 1, __ATOMIC_SEQ_CST);
     return p;
@@ -48,15 +48,15 @@ static void spy_free(void *user, void *p, size_t bytes, dt_mem mem) {
     dt_host_default()->free(NULL, p, bytes, mem);
 }
 
-static void silent(void *user, int level, int rank, const char *text) {
+static void log_nothing(void *user, int level, int rank, const char *text) {
     (void)user;
     (void)level;
     (void)rank;
     (void)text;
 }
 
-/* Runs quietly; every block must have come back. Refuses allocation `left` of refuse_rank, if left
-   > 0. */
+/* Runs without log output and checks that every block was freed. If *left > 0, refuses allocation
+   number *left of rank refuse_rank. */
 static dt_report run_refusing(int ranks, dt_status (*rank_main)(dt_ctx *ctx, void *user),
     void *user, int refuse_rank, int *left) {
     dt_report report;
@@ -64,10 +64,10 @@ static dt_report run_refusing(int ranks, dt_status (*rank_main)(dt_ctx *ctx, voi
     s.host.user = &s;
     s.host.alloc = spy_alloc;
     s.host.free = spy_free;
-    s.host.log = silent;
+    s.host.log = log_nothing;
     dt_run((dt_run_desc){ .ranks = ranks, .timeout_s = 30, .host = &s.host, .report = &report },
         rank_main, user);
-    CHECK_MSG(s.live == 0, "%d blocks were not given back", s.live);
+    CHECK_MSG(s.live == 0, "%d blocks were not freed", s.live);
     if (left) *left = s.left;
     return report;
 }
@@ -89,7 +89,8 @@ static void check_lr(dt_lr_desc d, int64_t step, double expected) {
         "lr of kind %d at step %d: %.17g, not %.17g", d.kind, (int)step, dt_lr(d, step), expected);
 }
 
-/* Up, along, and down by a root: 0.8 - 0.6 sqrt(done). */
+/* Warmup-stable-decay: a linear warmup, a constant rate, then a decay by 0.8 - 0.6 sqrt(x), where x
+   is the fraction of the decay that is done. */
 static void test_lr_stable(void) {
     dt_lr_desc d = { .peak = 0.8, .kind = DT_LR_WSD, .warmup = 4, .steps = 20, .min_ratio = 0.25 };
     check_lr(d, 3, 0.6);
@@ -104,18 +105,19 @@ static void test_lr_stable(void) {
     check_lr(d, 12, 0.6);
     check_lr(d, 15, 0.4);
     check_lr(d, 20, 0.2);
-    d.decay = 100; /* more than there are after the warmup: all of those */
+    d.decay = 100; /* longer than the steps after the warmup: the decay takes all of them */
     check_lr(d, 4, 0.8);
     check_lr(d, 5, 0.65);
     check_lr(d, 8, 0.5);
-    d = (dt_lr_desc){ .peak = 1, .kind = DT_LR_WSD, .steps = 7 }; /* 20% of 7 steps are 2 */
+    /* the default decay: 20% of 7 steps, rounded up to 2 */
+    d = (dt_lr_desc){ .peak = 1, .kind = DT_LR_WSD, .steps = 7 };
     check_lr(d, 1, 1);
     check_lr(d, 5, 1);
     check_lr(d, 6, 1 - 0.70710678118654752);
     check_lr(d, 7, 0);
 }
 
-/* The same in other words. */
+/* The reference: an independent formulation of dt_lr. */
 static double plain_lr(dt_lr_desc d, int64_t step) {
     double low = d.peak * d.min_ratio;
     int64_t falling = d.kind != DT_LR_WSD ? d.steps
@@ -132,8 +134,8 @@ static double plain_lr(dt_lr_desc d, int64_t step) {
     return d.kind == DT_LR_LINEAR ? low * x + d.peak * (1 - x) : d.peak - (d.peak - low) * sqrt(x);
 }
 
-/* Warmups of 0 and 1 step, as long as the schedule, and longer; decays of 1 step, of all and of
-   more. */
+/* Warmups of 0 steps, of 1 step, as long as the schedule, and longer; decays of 1 step, of all
+   steps and of more than all. */
 static void test_lr_edges(void) {
     int wrong = 0;
     for (int code = 0; code < 4 * 13 * 12 * 6 * 2; code++) {
@@ -157,7 +159,7 @@ static void test_lr(void) {
     dt_lr_desc d = {
         .peak = 0.8, .kind = DT_LR_COSINE, .warmup = 4, .steps = 12, .min_ratio = 0.25
     };
-    /* a straight line to the peak */
+    /* the warmup is linear */
     for (int kind = DT_LR_COSINE; kind <= DT_LR_CONSTANT; kind++) {
         d.kind = kind;
         check_lr(d, 1, 0.2);
@@ -189,7 +191,7 @@ static void test_lr(void) {
     d.steps = 4;
     check_lr(d, 1, 0.75);
     check_lr(d, 3, 0.25);
-    /* only a warmup */
+    /* the warmup takes all steps */
     d = (dt_lr_desc){ .peak = 1, .kind = DT_LR_COSINE, .warmup = 8, .steps = 8, .min_ratio = 0.5 };
     check_lr(d, 7, 0.875);
     check_lr(d, 8, 1);
@@ -202,22 +204,22 @@ static void test_lr(void) {
 
 enum { G_STEPS = 8, G_PARAMS = 64, G_SEQUENCES = 4, G_TOKENS = 8 };
 
-/* A training run and what must come out of it. Arrays of parameters are in the order of
+/* A training run and its expected results. Arrays of parameters are in the order of
    registration. */
 typedef struct expected {
     gpt_config config;
     dt_zero_desc optimizer;
-    int steps, tokens; /* tokens of a sequence */
+    int steps, tokens; /* tokens: per sequence */
     int32_t ids[G_STEPS][G_SEQUENCES * G_TOKENS], labels[G_STEPS][G_SEQUENCES * G_TOKENS];
     double lr[G_STEPS], denom[G_STEPS], loss[G_STEPS], norm[G_STEPS];
     const sg_model *start;
     const double *grad[G_PARAMS]; /* of the first step, or NULL */
-    /* after the last; moments may be NULL */
+    /* after the last step; moments may be NULL */
     const double *value[G_PARAMS], *m[G_PARAMS], *v[G_PARAMS];
     const char *name;
 } expected;
 
-/* One way to run it: dp replicas, b sequences in a micro-batch; accum = 4 / (dp b). */
+/* One layout of the training run: dp replicas, b sequences in a micro-batch; accum = 4 / (dp b). */
 typedef struct gpt_run {
     const expected *e;
     int dp, b, stage;
@@ -241,7 +243,7 @@ static dt_step_info gpt_step(const gpt_run *r, gpt *g, dt_zero *zero, int step, 
     double counted = 0;
     *loss = 0;
     for (int j = 0; j < accum; j++) {
-        for (int i = 0; i < r->b; i++) { /* each step's data are sequences 0 .. 3 */
+        for (int i = 0; i < r->b; i++) { /* each step reads sequences 0 .. 3 */
             int64_t q = dt_data_order_sequence(order, 1, j, dt_ctx_rank(ctx), i);
             memcpy(ids + i * T, e->ids[step] + q * T, (size_t)T * 4);
             memcpy(labels + i * T, e->labels[step] + q * T, (size_t)T * 4);
@@ -256,7 +258,7 @@ static dt_step_info gpt_step(const gpt_run *r, gpt *g, dt_zero *zero, int step, 
     }
     CHECK(counted == e->denom[step]);
     for (int i = 0; i < dt_param_count(ctx) && step == 0 && r->stage == 0 && e->grad[0]; i++) {
-        const dt_tensor *t = dt_param_get(ctx, i); /* whole at stage 0 */
+        const dt_tensor *t = dt_param_get(ctx, i); /* the full gradient at stage 0 */
         double difference = 0, size = 0, all = (double)gpt_param_count(e->config);
         for (size_t k = 0; k < t->param->count; k++) {
             difference += pow(((double *)t->grad)[k] - e->grad[i][k], 2);
@@ -270,9 +272,9 @@ static dt_step_info gpt_step(const gpt_run *r, gpt *g, dt_zero *zero, int step, 
     return dt_zero_step(zero, e->lr[step]);
 }
 
-/* |a-b| <= 1e-12 max(|b|, lr steps sqrt(n)), 2-norms. AdamW with eps 1e-8 divides the key bias's
-   rounding noise, some 1e-18 around a true gradient of zero, by eps: it alone is held to 1e-9 of lr
-   * steps, element by element. */
+/* Checks |a-b| <= 1e-12 max(|b|, lr steps sqrt(n)) in 2-norms. The key bias is the exception: its
+   true gradient is zero, and AdamW divides its rounding noise of about 1e-18 by eps = 1e-8. Each of
+   its elements must be within 1e-9 lr steps. */
 static void check_values(const gpt_run *r, const char *what, const char *name, const double *got,
     const double *right, size_t n, double scale, int noisy) {
     double difference = 0, size = 0, worst = 0;
@@ -335,7 +337,7 @@ static dt_status gpt_main(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-static void run_all_ways(const expected *e) {
+static void run_all_layouts(const expected *e) {
     static const int ways[][3] = { { 1, 2, 0 }, { 1, 4, 0 }, { 1, 1, 1 }, { 2, 2, 0 }, { 2, 2, 1 },
         { 2, 1, 0 }, { 2, 1, 1 }, { 4, 1, 0 }, { 4, 1, 1 }, { 2, 2, 2 }, { 4, 1, 2 }, { 2, 2, 3 },
         { 4, 1, 3 } };
@@ -352,7 +354,8 @@ static const double *golden_number(const golden *g, const char *fmt, int step) {
     return golden_get(g, name, NULL);
 }
 
-/* Sizes, data, hyperparameters, results; 0 when the file is not what it should be. */
+/* Reads sizes, data, hyperparameters and results. Returns 0 if the file does not hold what this
+   test needs. */
 static int read_golden(const golden *g, expected *e) {
     const double *s = golden_get(g, "sizes", NULL), *b = golden_get(g, "batch", NULL);
     const double *o = golden_get(g, "optimizer", NULL);
@@ -417,16 +420,17 @@ static void test_golden(const char *folder, const char *file) {
         snprintf(name, sizeof name, "param.%s", start->p[i].name);
         e->value[i] = golden_get(g, name, NULL);
         snprintf(name, sizeof name, "grad.%s", start->p[i].name);
-        e->grad[i] = golden_get(g, name, NULL); /* gpt2_sgd.bin has none */
+        e->grad[i] = golden_get(g, name, NULL); /* gpt2_sgd.bin holds no gradients */
         CHECK(e->value[i] != NULL);
     }
-    run_all_ways(e);
+    run_all_layouts(e);
     sg_free(start);
     golden_free(g);
     free(e);
 }
 
-/* The serial model on other data, sizes and hyperparameters than PyTorch's, and its moments. */
+/* Compares with the serial model, moments included, on data, sizes and hyperparameters that the
+   PyTorch files do not have. */
 static void test_serial(const char *name, gpt_config c, dt_zero_desc d, int steps) {
     expected *e = (expected *)calloc(1, sizeof *e);
     sg_model *start = serial_start(c), *m = serial_start(c);
@@ -457,7 +461,7 @@ static void test_serial(const char *name, gpt_config c, dt_zero_desc d, int step
         if (d.optimizer != DT_SGD || d.momentum > 0) e->m[i] = m->p[i].m;
         if (d.optimizer != DT_SGD) e->v[i] = m->p[i].v;
     }
-    run_all_ways(e);
+    run_all_layouts(e);
     sg_free(start);
     sg_free(m);
     free(e);
@@ -496,12 +500,12 @@ static void test_serial_all(void) {
         6);
 }
 
-// ==== 3. Parameters with known gradients, and steps by hand =====================================
+// ==== 3. Parameters with known gradients, and reference steps ===================================
 
 enum { MAX_PARAMS = 12, MAX_RANKS = 8, MAX_ELEMENTS = 4096, MAX_STEPS = 4 };
 
-/* How a parameter lies over tp: whole with equal gradients, cut along a dimension, or whole with
-   gradients in parts. */
+/* How a parameter is placed over tp: replicated with equal gradients, sharded along dimension 0 or
+   1, or replicated with partial gradients. */
 enum { SAME = 0, CUT_0, CUT_1, PART };
 typedef struct made {
     const char *scope, *name;
@@ -510,8 +514,8 @@ typedef struct made {
     double lr_scale;
 } made;
 
-/* A set that meets every border of a unit: scopes, freezing, decay, a parameter larger than a
-   bucket of 8 KiB (f64) or 4 KiB (f32), runs that end inside a parameter, d1 = 0 for one
+/* A parameter set with every reason for a new unit: scopes, freezing, decay, a parameter larger
+   than a bucket of 8 KiB (f64) or 4 KiB (f32), shards that end inside a parameter. d1 = 0 means one
    dimension. */
 static const made mixed[] = {
     { "a.", "first", 2, 3, SAME, 0, 0, 0 },
@@ -524,7 +528,7 @@ static const made mixed[] = {
     { "b.", "run", 1025, 0, SAME, 0, 0, 2 },
     { "c.", "last", 33, 31, SAME, 0, 0, 0 },
 };
-/* And over tp; 5 and 7 leave boxes that reach past the end. */
+/* A set sharded over tp; sizes 5 and 7 leave shards that reach past the end. */
 static const made over_tp[] = {
     { "a.", "whole", 4, 5, SAME, 0, 0, 0 },
     { "a.", "rows", 5, 3, CUT_0, 0, 0, 0 },
@@ -535,28 +539,29 @@ static const made over_tp[] = {
     { "b.", "end", 9, 0, SAME, 0, 0, 0 },
 };
 
-/* One unit of twelve runs: the order in which a norm is summed shows. */
+/* One unit of twelve 1,024-element runs: a different summation order of the norm changes its
+   bits. */
 static const made many_runs[] = {
     { "a.", "one", 64, 64, SAME, 0, 0, 0 },
     { "a.", "two", 64, 64, SAME, 0, 0, 0 },
     { "a.", "three", 64, 64, SAME, 0, 0, 0 },
 };
 
-/* A run: what it is, and what the ranks leave. */
+/* A run: its configuration, and the results that the ranks store. */
 typedef struct world_run {
     const made *set;
-    /* reversed: units become complete in the other order */
+    /* reversed: units become complete in reverse order */
     int params, ranks, steps, accum, reversed;
     dt_mesh_desc mesh;
     dt_zero_desc zero;
     dt_dtype dtype;
-    int nan_step, nan_rank; /* from 1; -1: none */
-    /* not NULL: the state at the end is looked at */
+    int nan_step, nan_rank; /* nan_step counts from 1; nan_rank -1: no NaN */
+    /* if not NULL, the optimizer state at the end is compared with it */
     const struct by_hand *states;
-    /* its last element; NULL: that of each */
+    /* the parameter whose last gradient element becomes nan_value; NULL: every parameter */
     const char *nan_param;
-    int only_kept; /* of leave_bits */
-    /* not NaN: a number whose square is too large */
+    int only_kept; /* leave_bits stores only this rank's shards */
+    /* NaN, or a number whose square overflows */
     double nan_value;
     double norm[MAX_RANKS][MAX_STEPS], scale[MAX_RANKS][MAX_STEPS];
     /* all parameters, each in MAX_ELEMENTS * 8 bytes */
@@ -570,17 +575,17 @@ static const double LR = 0.03;
 static int64_t made_count(const made *p) { return (int64_t)p->d0 * (p->d1 ? p->d1 : 1); }
 static double start_value(int p, int64_t e) { return unit_noise(500 + (uint32_t)p, (uint32_t)e); }
 
-/* The gradient of element e of parameter p: of one micro-batch on one rank of the data group (and
-   of tp where it is a part). A scale of its own for each makes a wrong rank or micro-batch
-   visible. */
-static double pulled(
+/* The gradient of element e of parameter p from one micro-batch on one rank of the data group (and
+   on one tp rank if gradients are partial). Every rank and micro-batch has a different scale, so
+   that a wrong one is visible. */
+static double gradient_value(
     const made *set, int p, int64_t e, int step, int micro, int data_rank, int tp_rank) {
     uint32_t key = (uint32_t)(((step * 8 + micro) * 32 + data_rank) * 8 +
                               (set[p].over_tp == PART ? tp_rank + 1 : 0));
     return unit_noise(key * 16 + (uint32_t)p, (uint32_t)e) * (1 + data_rank + 0.5 * micro);
 }
 
-/* Global index of a local element; -1 where the box reaches past the end. */
+/* Global index of a local element; -1 where the shard reaches past the end. */
 static int64_t global_of(const dt_tensor *t, int64_t local) {
     const dt_param_info *p = t->param;
     int64_t at[DT_MAX_DIMS], global = 0;
@@ -593,15 +598,15 @@ static int64_t global_of(const dt_tensor *t, int64_t local) {
     return global;
 }
 
-static double at_of(const void *array, dt_dtype dtype, int64_t i) {
+static double element_at(const void *array, dt_dtype dtype, int64_t i) {
     return dt__number(dtype, array, (size_t)i);
 }
-static void put_at(void *array, dt_dtype dtype, int64_t i, double value) {
+static void set_element(void *array, dt_dtype dtype, int64_t i, double value) {
     dt__set_number(dtype, array, (size_t)i, value);
 }
 
-/* x as a type holds it, by arithmetic on doubles: to nearest, ties to even. The numbers here are
-   normal ones. */
+/* Rounds x to a dtype with double arithmetic: to nearest, ties to even. All values here are normal,
+   never subnormal. */
 static double stored(dt_dtype dtype, double x) {
     int exponent, digits = dtype == DT_BF16 ? 8 : dtype == DT_F16 ? 11 : 24;
     double part = frexp(x, &exponent);
@@ -613,8 +618,8 @@ static double stored(dt_dtype dtype, double x) {
 static int narrow(dt_dtype dtype) { return dtype == DT_BF16 || dtype == DT_F16; }
 static dt_dtype grad_type(const world_run *w) { return narrow(w->dtype) ? DT_F32 : w->dtype; }
 
-/* The op: its value is 0 and its gradient is `pulled`. Past the end of a box it is 7, which nobody
-   may ever see. */
+/* The op: its value is 0 and its gradient is gradient_value. Past the end of a shard the gradient
+   is 7, which must never reach a result. */
 typedef struct pull_saved {
     const world_run *w;
     int step, micro, data_rank, tp_rank;
@@ -628,13 +633,13 @@ static dt_status pull_back(dt_node *n) {
         for (int64_t k = 0; g && k < (int64_t)t->param->count; k++) {
             int64_t e = global_of(t, k);
             double add = e < 0 ? 7
-                               : pulled(s->w->set, t->param->index, e, s->step, s->micro,
+                               : gradient_value(s->w->set, t->param->index, e, s->step, s->micro,
                                      s->data_rank, s->tp_rank);
             if (s->w->nan_step == s->step && s->w->nan_rank == dt_ctx_rank(t->ctx) &&
                 k == (int64_t)t->param->count - 1 && s->micro == 0 &&
                 (!s->w->nan_param || strcmp(t->name, s->w->nan_param) == 0))
                 add = s->w->nan_value;
-            put_at(g, t->dtype, k, at_of(g, t->dtype, k) + add);
+            set_element(g, t->dtype, k, element_at(g, t->dtype, k) + add);
         }
     }
     return DT_OK;
@@ -659,7 +664,7 @@ static dt_tensor *pull(dt_ctx *ctx, const world_run *w, const dt_mesh *mesh, int
     return sum;
 }
 
-/* Registers the set. Scopes begin where the name changes. */
+/* Registers the set. A new scope begins where the scope's name changes. */
 static void register_set(dt_ctx *ctx, const world_run *w, const dt_mesh *mesh) {
     for (int i = 0; i < w->params; i++) {
         const made *p = &w->set[i];
@@ -683,15 +688,15 @@ static void write_start(dt_ctx *ctx) {
         memcpy(host, zeros, sizeof host);
         for (int64_t k = 0; k < (int64_t)t->param->count; k++) {
             int64_t e = global_of(t, k);
-            if (e >= 0) put_at(host, t->dtype, k, start_value(i, e));
+            if (e >= 0) set_element(host, t->dtype, k, start_value(i, e));
         }
         dt_write(t, host);
     }
 }
 
-/* Whole parameters; of a cut one after a failure, and where only those are compared, what this rank
-   keeps. */
-static void leave_bits(dt_ctx *ctx, world_run *w) {
+/* Stores full parameters in w->bits. After a failure, or if w->only_kept, stores only this rank's
+   shard of each sharded parameter. */
+static void store_bits(dt_ctx *ctx, world_run *w) {
     int me = dt_ctx_rank(ctx);
     for (int i = 0; w->bits[me] && i < dt_param_count(ctx); i++) {
         const dt_tensor *t = dt_param_get(ctx, i);
@@ -709,7 +714,7 @@ static void leave_bits(dt_ctx *ctx, world_run *w) {
     }
 }
 
-/* One step with its micro-batches; the context's error state afterwards. */
+/* One step with its micro-batches. Returns the context's error state. */
 static dt_status world_step(
     dt_ctx *ctx, world_run *w, const dt_mesh *mesh, dt_zero *zero, int step) {
     int me = dt_ctx_rank(ctx);
@@ -726,7 +731,6 @@ static dt_status world_step(
     return dt_error(ctx);
 }
 
-/* Parameters are left as they were when the last step that went well was over. */
 static void check_states(dt_ctx *ctx, const world_run *w, dt_zero *zero);
 
 static dt_status world_main(dt_ctx *ctx, void *user) {
@@ -743,9 +747,9 @@ static dt_status world_main(dt_ctx *ctx, void *user) {
     write_start(ctx);
     for (int step = 1; step <= w->steps && dt_error(ctx) == DT_OK; step++)
         world_step(ctx, w, &mesh, zero, step);
-    dt_barrier(dt_world(ctx)); /* who has not heard of a failure yet does here */
+    dt_barrier(dt_world(ctx)); /* ranks that do not know of a failure yet learn of it here */
     if (w->states) check_states(ctx, w, zero);
-    leave_bits(ctx, w);
+    store_bits(ctx, w);
     w->status[me] = dt_error(ctx);
     snprintf(w->text[me], sizeof w->text[me], "%s", dt_error_text(ctx));
     return dt_error(ctx);
@@ -781,7 +785,7 @@ static void world_free(world_run *w) {
 #define MANY_RUNS many_runs, (int)(sizeof many_runs / sizeof *many_runs)
 #define OVER_TP over_tp, (int)(sizeof over_tp / sizeof *over_tp)
 
-/* The run by hand, on full tensors of one rank. */
+/* The reference run, on the full tensors of one tp rank. */
 typedef struct by_hand {
     double value[MAX_PARAMS][MAX_ELEMENTS], s[2][MAX_PARAMS][MAX_ELEMENTS], norm[MAX_STEPS];
 } by_hand;
@@ -794,7 +798,7 @@ static double hand_gradient(const world_run *w, int p, int64_t e, int step) {
         for (int r = 0; r < data; r++)
             /* an op's gradient has the parameter's type; sums are wider */
             for (int t = 0; t < tp; t++) {
-                double g = pulled(w->set, p, e, step, micro, r, t);
+                double g = gradient_value(w->set, p, e, step, micro, r, t);
                 sum += narrow(w->dtype) ? stored(w->dtype, g) : g;
             }
     return sum;
@@ -815,7 +819,7 @@ static double hand_update(const dt_zero_desc *d, double x, double g, double lr, 
     return x - lr * (m / (sqrt(v) + eps) + (d->optimizer == DT_ADAMW ? decay * x : 0));
 }
 
-static void do_by_hand(const world_run *w, by_hand *h) {
+static void reference_run(const world_run *w, by_hand *h) {
     memset(h, 0, sizeof *h);
     for (int p = 0; p < w->params; p++)
         for (int64_t e = 0; e < made_count(&w->set[p]); e++)
@@ -838,8 +842,8 @@ static void do_by_hand(const world_run *w, by_hand *h) {
     }
 }
 
-/* Element e of parameter p as rank r left it; NAN where r does not hold it. */
-static double left_by(const world_run *w, int r, int p, int64_t e) {
+/* Element e of parameter p as rank r stored it; NAN where r does not hold it. */
+static double value_stored_by(const world_run *w, int r, int p, int64_t e) {
     const made *m = &w->set[p];
     const unsigned char *bits = w->bits[r] + (size_t)p * MAX_ELEMENTS * 8;
     int64_t cols = m->d1 ? m->d1 : 1, row = e / cols, col = e % cols, tp = w->mesh.tp,
@@ -853,23 +857,23 @@ static double left_by(const world_run *w, int r, int p, int64_t e) {
         if (col / each != mine) return NAN;
         e = row * each + col % each;
     }
-    return at_of(bits, w->dtype, e);
+    return element_at(bits, w->dtype, e);
 }
 
-/* How far what was rounded to x lies from y at least: 16 bits hold their master's rounding and no
-   more error. */
-static double far_from(dt_dtype dtype, double x, double y) {
+/* The smallest distance from y of a master value that rounds to x: a 16-bit parameter is its
+   master's rounding and must have no further error. */
+static double distance_to_master(dt_dtype dtype, double x, double y) {
     if (!narrow(dtype)) return fabs(x - y);
     for (double off = 0; off < 1e-3; off = off == 0 ? 1e-8 : 1.3 * off)
         if (stored(dtype, y - off) <= x && x <= stored(dtype, y + off)) return off;
     return fabs(x - y);
 }
 
-/* Every rank's norms and parameters against the run by hand. */
+/* Compares every rank's norms and parameters with the reference run. */
 static void check_by_hand(const world_run *w, const char *name) {
     by_hand *h = (by_hand *)malloc(sizeof *h);
     if (!CHECK(h != NULL)) return;
-    do_by_hand(w, h);
+    reference_run(w, h);
     double tol = w->dtype == DT_F64 ? 1e-12 : 2e-5, scale = LR * w->steps * w->steps;
     for (int r = 0; r < w->ranks; r++) {
         for (int n = 0; n < w->steps; n++) {
@@ -884,9 +888,9 @@ static void check_by_hand(const world_run *w, const char *name) {
             double worst = 0;
             int held = 0;
             for (int64_t e = 0; e < made_count(&w->set[p]); e++) {
-                double x = left_by(w, r, p, e);
+                double x = value_stored_by(w, r, p, e);
                 held += !isnan(x);
-                if (!isnan(x)) worst = fmax(worst, far_from(w->dtype, x, h->value[p][e]));
+                if (!isnan(x)) worst = fmax(worst, distance_to_master(w->dtype, x, h->value[p][e]));
                 if (w->set[p].frozen) CHECK(x == stored(w->dtype, start_value(p, e)));
             }
             CHECK_MSG(held && worst <= tol * fmax(1, scale), "%s: %s on rank %d differs by %.2e",
@@ -896,7 +900,8 @@ static void check_by_hand(const world_run *w, const char *name) {
     free(h);
 }
 
-/* The state of every whole parameter, in f32 or f64, against the run by hand. */
+/* Compares the optimizer state of every unsharded parameter, in f32 or f64, with the reference
+   run. */
 static void check_states(dt_ctx *ctx, const world_run *w, dt_zero *zero) {
     dt_dtype type = grad_type(w);
     double *host = (double *)malloc(MAX_ELEMENTS * 8), tol = type == DT_F64 ? 1e-12 : 2e-5;
@@ -909,7 +914,7 @@ static void check_states(dt_ctx *ctx, const world_run *w, dt_zero *zero) {
             memset(host, 0xff, MAX_ELEMENTS * 8);
             CHECK(dt_grad_dtype(t) == type && dt_zero_state(zero, s, t, host) == DT_OK);
             for (int64_t e = 0; e < made_count(&w->set[p]); e++) {
-                double right = w->states->s[s][p][e], far = fabs(at_of(host, type, e) - right);
+                double right = w->states->s[s][p][e], far = fabs(element_at(host, type, e) - right);
                 worst = fmax(worst, isnan(far) ? INFINITY : far / fmax(1, fabs(right)));
             }
             CHECK_MSG(
@@ -929,19 +934,20 @@ static int same_bits(const world_run *a, const world_run *b) {
     return same;
 }
 
-static char folder[64]; /* of offload */
+static char folder[64]; /* for offload */
 
-/* Runs a case at all stages, forwards and backwards, whole and in shard groups: by hand, and with
-   the same bits where these are promised: stages 0 and 1, 2 and 3, and all of them with one
+/* Runs a case at all stages, with units complete in forward and reverse order, sharded over all
+   ranks and in shard groups. Compares each run with the reference, and bit for bit where equal bits
+   are promised: between stages 0 and 1, between 2 and 3, and between all stages with one
    micro-batch or the tree. */
 static void run_world(const char *name, world_run like) {
     enum { STAGES = 4, WAYS = 6 };
     world_run a[WAYS][STAGES];
     int data = like.mesh.dp * like.mesh.ep * like.mesh.cp;
     by_hand *h = like.mesh.tp == 1 && like.mesh.pp == 1 ? (by_hand *)malloc(sizeof *h) : NULL;
-    if (h) do_by_hand(&like, h);
-    /* 0, 1: forwards, backwards; 2: shard groups of half the ranks; 3: a tree; 4, 5: offload to
-       memory, to disk */
+    if (h) reference_run(&like, h);
+    /* ways 0, 1: units in forward, in reverse order; 2: shard groups of half the ranks; 3: a tree;
+       4, 5: offload to memory, to disk */
     for (int way = 0; way < WAYS; way++)
         for (int stage = 0; stage < STAGES; stage++) {
             world_run *w = &a[way][stage];
@@ -967,14 +973,14 @@ static void run_world(const char *name, world_run like) {
             const world_run *like0 =
                 &a[way == 1 || way > 3 ? 0 : way][w->accum == 1 || way == 3 ? 0 : stage / 2 * 2];
             if (way == 2) like0 = &a[2][stage < 2 ? stage : 2]; /* stage 0 has no shard groups */
-            CHECK_MSG(same_bits(like0, w), "%s, way %d: stage %d has other bits than stage %d",
-                name, way, stage, like0->zero.stage);
+            CHECK_MSG(same_bits(like0, w), "%s, way %d: stage %d and stage %d differ in bits", name,
+                way, stage, like0->zero.stage);
         }
     world_run again = world_make(like.set, like.params, like.mesh, like.zero);
     again.dtype = like.dtype;
     again.accum = like.accum;
     CHECK(run(again.ranks, world_main, &again).status == DT_OK);
-    CHECK_MSG(same_bits(&a[0][0], &again), "%s: the same run again has other bits", name);
+    CHECK_MSG(same_bits(&a[0][0], &again), "%s: the same run repeated gives other bits", name);
     world_free(&again);
     for (int i = 0; i < WAYS * STAGES; i++) world_free(&a[i / STAGES][i % STAGES]);
     world_free(&like);
@@ -1018,7 +1024,7 @@ static void test_by_hand(void) {
             snprintf(name, sizeof name, "over tp, optimizer %d, mesh %d", o, m);
             run_world(name, w);
         }
-    /* 16 bits: data parallel over 1 to 4; and over tp */
+    /* 16-bit types: data parallel over 1 to 4 ranks, and over tp */
     for (int code = 0; code < 2 * 4 * 4; code++) {
         int o = code % 4, dp = 1 + code / 4 % 4, along_tp = o == 1 && dp > 2;
         world_run w = along_tp ? world_make(OVER_TP, cut[dp - 2], optimizers[o])
@@ -1036,8 +1042,8 @@ static void test_by_hand(void) {
 
 // ==== 4. Units, memory and bytes ================================================================
 
-/* The units by the rule of dt_tensor.h, section 6, planned here a second time; padded to N x 1,024
-   elements. */
+/* The units by the rule of dt_tensor.h, section 6, planned independently here; each is padded to N
+   x 1,024 elements. */
 typedef struct plan {
     int units;
     size_t padded[MAX_PARAMS], trained, all;
@@ -1064,21 +1070,22 @@ static plan plan_of(const world_run *w) {
     }
     for (int k = 0; k < u.units; k++) u.all += u.padded[k];
     u.trained = u.all;
-    for (int i = 0; i < w->params; i++) /* frozen parameters of the sets are alone in their unit */
+    /* in these sets every frozen parameter is alone in its unit */
+    for (int i = 0; i < w->params; i++)
         if (w->set[i].frozen) u.trained -= ((size_t)made_count(&w->set[i]) + n - 1) / n * n;
     return u;
 }
 
-/* Bytes of optimizer state of one element, which 16 bits have a master in. */
+/* Bytes of optimizer state per element, including the master of a 16-bit type. */
 static size_t state_of(const world_run *w) {
     size_t size = w->dtype == DT_F64 ? 8 : 4, master = narrow(w->dtype) ? 4 : 0;
     if (w->zero.optimizer == DT_OPTIMIZER_CUSTOM) return size * (size_t)w->zero.states + master;
     return (w->zero.optimizer == DT_SGD ? (w->zero.momentum > 0 ? size : 0) : 2 * size) + master;
 }
 
-/* The formulas, with n ranks in a shard group and a micro-batches. The op that makes these
-   gradients reads no values in its forward, so that stage 3 gathers once in each backward, or once
-   a step where it keeps what it has gathered. */
+/* The formulas for memory and traffic, with n ranks in a shard group and `a` micro-batches. The op
+   that makes these gradients reads no values in its forward, so stage 3 gathers once in each
+   backward, or once a step with keep_gathered. */
 static dt_status memory_main(dt_ctx *ctx, void *user) {
     world_run *w = (world_run *)user;
     dt_mesh mesh = dt_mesh_make(ctx, w->mesh);
@@ -1090,7 +1097,7 @@ static dt_status memory_main(dt_ctx *ctx, void *user) {
                                      : N,
            copies = N / n;
     size_t parts = stage ? n : 1, kept = stage == 3 ? n : 1, summed = stage >= 2 ? n : 1;
-    /* of a gradient, which is reduced so; values are gathered as such */
+    /* bytes of a gradient element in the reduction; values are gathered in their own type */
     size_t wide = narrow(w->dtype) ? 4 : size;
     size_t optim = state_of(w) * u.trained / parts, G = u.trained * wide, V = u.trained * size,
            E = u.all * size;
@@ -1100,18 +1107,18 @@ static dt_status memory_main(dt_ctx *ctx, void *user) {
                     : stage < 3 ? (V / n) * (n - 1)
                                 : (keep ? 1 : a) * (V / n) * (n - 1);
     register_set(ctx, w, &mesh);
-    CHECK(spy_bytes[DT_MEM_PARAMS] == 0); /* registering takes no memory */
+    CHECK(spy_bytes[DT_MEM_PARAMS] == 0); /* registering allocates nothing */
     dt_zero_desc d = w->zero;
     d.mesh = w->ranks == 1 || d.stage == 0 ? &mesh : NULL; /* NULL: the world is data parallel */
     if (w->dtype == DT_F16) d.loss_scale = 1;
     dt_zero *zero = dt_zero_make(ctx, d);
     if (!zero) return dt_error(ctx);
-    /* not even the initial values were whole */
+    /* no rank ever held full parameters, not even for the initial values */
     CHECK(dt_memory_used(ctx).peak[DT_MEM_PARAMS] == E / kept);
     write_start(ctx);
     dt_reset(ctx);
-    CHECK_MSG(
-        dt_bucket_count(ctx) == u.units, "%d units, by the rule %d", dt_bucket_count(ctx), u.units);
+    CHECK_MSG(dt_bucket_count(ctx) == u.units, "%d units, the rule gives %d", dt_bucket_count(ctx),
+        u.units);
     CHECK(spy_bytes[DT_MEM_GRADS] == 0);
     for (int step = 1; step <= 3; step++) {
         size_t before[DT_AXES];
@@ -1120,8 +1127,8 @@ static dt_status memory_main(dt_ctx *ctx, void *user) {
         for (int i = 0; i < DT_AXES; i++)
             CHECK_MSG(dt_comm_bytes(ctx, (dt_axis)i) - before[i] ==
                           (i == DT_AXIS_DP ? grads + values : 0),
-                "stage %d, dp %zu in groups of %zu, %zu micro-batches, axis %d: %zu bytes, by the "
-                "formula %zu",
+                "stage %d, dp %zu in groups of %zu, %zu micro-batches, axis %d: %zu bytes, formula "
+                "%zu",
                 stage, N, n, a, i, dt_comm_bytes(ctx, (dt_axis)i) - before[i],
                 i == DT_AXIS_DP ? grads + values : 0);
         dt_memory m = dt_memory_used(ctx);
@@ -1164,7 +1171,8 @@ static void test_memory(void) {
     }
 }
 
-/* Sums of parts over tp are gradients too: they count as dp, whatever axes their group has. */
+/* All-reduces of partial gradients over tp are gradient traffic too: their bytes count as dp,
+   whichever axes their group spans. */
 static dt_status part_bytes_main(dt_ctx *ctx, void *user) {
     world_run *w = (world_run *)user;
     dt_mesh mesh = dt_mesh_make(ctx, w->mesh);
@@ -1181,7 +1189,8 @@ static dt_status part_bytes_main(dt_ctx *ctx, void *user) {
         all += bytes;
         if (w->set[unit->first_param].over_tp == PART) parts += stage ? bytes / N : bytes;
     }
-    /* values: gathered by the backward, or after the update, or gradients again */
+    /* stage 3: values gathered in the backward; stages 1, 2: gathered after the update; stage 0:
+       the second half of the all-reduce */
     padded += stage == 3 ? all : padded;
     for (int step = 1; step <= 2; step++) {
         size_t dp = dt_comm_bytes(ctx, DT_AXIS_DP), tp = dt_comm_bytes(ctx, DT_AXIS_TP);
@@ -1210,7 +1219,7 @@ typedef struct own_run {
     int hits[MAX_RANKS][MAX_PARAMS][MAX_ELEMENTS], refuse_rank;
 } own_run;
 
-/* Counts its elements, checks all it is told, and takes a plain step. */
+/* Counts its elements, checks every argument, and takes a plain SGD step. */
 static dt_status own_update(const dt_update_args *f, void *user) {
     own_run *o = (own_run *)user;
     const dt_param_info *p = f->tensor->param;
@@ -1219,7 +1228,7 @@ static dt_status own_update(const dt_update_args *f, void *user) {
     size_t size = dt_dtype_size(type);
     int me = dt_ctx_rank(f->ctx), right = 1;
     if (me == o->refuse_rank && f->step == 2) return DT_ERR_DEVICE;
-    CHECK(f->count > 0 && f->offset + f->count <= p->count); /* none of the padding */
+    CHECK(f->count > 0 && f->offset + f->count <= p->count); /* never padding */
     const dt_bucket *u = p->bucket;
     size_t narrow_size = dt_dtype_size(o->w.dtype), at = p->offset + f->offset;
     const char *kept = (const char *)u->shard + (at - u->shard_offset) * narrow_size;
@@ -1233,24 +1242,28 @@ static dt_status own_update(const dt_update_args *f, void *user) {
     CHECK((f->state[0] != NULL) == (o->w.zero.states >= 1) &&
           (f->state[1] != NULL) == (o->w.zero.states >= 2));
     for (size_t i = 0; i < f->count; i++) {
-        double g = at_of(f->grad, type, (int64_t)i), x = at_of(f->param, type, (int64_t)i);
+        double g = element_at(f->grad, type, (int64_t)i),
+               x = element_at(f->param, type, (int64_t)i);
         double off =
             fabs(g - hand_gradient(&o->w, p->index, (int64_t)(f->offset + i), (int)f->step));
         right &= off <= (type == DT_F64 ? 1e-12 : 4e-6);
-        if (narrow(o->w.dtype)) /* the parameter is its master, rounded, and nothing more */
-            right &= stored(o->w.dtype, x) == at_of(kept, o->w.dtype, (int64_t)i);
-        for (int s = 0; s < o->w.zero.states; s++) { /* zero at first, and kept */
-            right &= at_of(f->state[s], type, (int64_t)i) == (double)(f->step - 1) * (s + 1);
-            put_at(f->state[s], type, (int64_t)i, (double)f->step * (s + 1));
+        if (narrow(o->w.dtype)) /* the parameter is exactly its rounded master */
+            right &= stored(o->w.dtype, x) == element_at(kept, o->w.dtype, (int64_t)i);
+        /* starts at zero and keeps its values between steps */
+        for (int s = 0; s < o->w.zero.states; s++) {
+            right &= element_at(f->state[s], type, (int64_t)i) == (double)(f->step - 1) * (s + 1);
+            set_element(f->state[s], type, (int64_t)i, (double)f->step * (s + 1));
         }
-        put_at(f->param, type, (int64_t)i, x - f->lr * (g * f->grad_scale + f->weight_decay * x));
+        set_element(
+            f->param, type, (int64_t)i, x - f->lr * (g * f->grad_scale + f->weight_decay * x));
         __atomic_add_fetch(&o->hits[me][p->index][f->offset + i], 1, __ATOMIC_RELAXED);
     }
-    CHECK_MSG(right, "gradient or state of %s", f->tensor->name);
+    CHECK_MSG(right, "wrong gradient or state of %s", f->tensor->name);
     return DT_OK;
 }
 
-/* Once a step for each element: on every rank at stage 0, else on one of them. */
+/* Each element must be updated once a step: on every rank at stage 0, on exactly one rank at other
+   stages. */
 static void check_hits(const own_run *o) {
     int right = 1;
     for (int p = 0; p < o->w.params; p++)
@@ -1288,7 +1301,7 @@ static void test_own_update(void) {
         dt_report report = run(3, world_main, &o->w);
         CHECK_MSG(report.status == DT_OK, "own update: %s", report.text);
         check_hits(o);
-        o->w.zero.optimizer = DT_SGD; /* which does the same by hand */
+        o->w.zero.optimizer = DT_SGD; /* the reference run then takes the same steps */
         check_by_hand(&o->w, "own update");
         o->w.zero.optimizer = DT_OPTIMIZER_CUSTOM;
         world_free(&o->w);
@@ -1314,7 +1327,7 @@ static void test_own_update(void) {
 
 // ==== 6. Faults =================================================================================
 
-/* Parameters of a failed run are those of a run that ended before the failing step. */
+/* A failed run's parameters must equal those of a run that ended before the failing step. */
 static void check_unchanged(const world_run *w, int steps, const char *name) {
     world_run before = world_make(w->set, w->params, w->mesh, w->zero);
     before.steps = steps;
@@ -1355,8 +1368,8 @@ static void check_nan(const made *set, int params, dt_mesh_desc mesh, int stage,
     world_free(&w);
 }
 
-/* Numbers that are finite and whose sum of squares is not: of one element, or only of all
-   together. */
+/* Finite gradients whose sum of squares overflows: the square of one element, or only the sum over
+   all elements. */
 static void check_overflow(
     const made *set, int params, int ranks, int stage, const char *param, double value) {
     world_run w = world_make(
@@ -1379,19 +1392,19 @@ static void test_nan(void) {
     for (int code = 0; code < 8; code++) {
         check_overflow(MIXED, 1 + code / 4, code % 4, "a.big", 1e200);
         check_overflow(MIXED, 1 + code / 4, code % 4, "b.run", INFINITY);
-        /* each in a run of its own */
+        /* the 3 large elements are in different 1,024-element runs */
         check_overflow(MANY_RUNS, 1 + code / 4, code % 4, NULL, 1.2e154);
     }
     for (int stage = 0; stage < 4; stage++) {
         check_nan(MIXED, (dt_mesh_desc){ .dp = 1 }, stage, 2, 0, "a.after");
-        /* first and bias share a unit and a run */
+        /* first and bias share a unit and a 1,024-element run */
         check_nan(MIXED, (dt_mesh_desc){ .dp = 2 }, stage, 2, 1, "a.first");
         check_nan(MIXED, (dt_mesh_desc){ .dp = 2 }, stage, 1, 0, "a.bias");
-        /* in the third run of its unit */
+        /* in the third 1,024-element run of its unit */
         check_nan(MIXED, (dt_mesh_desc){ .dp = 3 }, stage, 3, 2, "a.big");
         check_nan(MIXED, (dt_mesh_desc){ .dp = 2 }, stage, 2, 1, "b.run");
         check_nan(MIXED, (dt_mesh_desc){ .dp = 2 }, stage, 2, 0, "c.last");
-        /* only tp rank 1 sees it */
+        /* only tp rank 1 has the NaN */
         check_nan(OVER_TP, (dt_mesh_desc){ .dp = 2, .tp = 2 }, stage, 2, 1, "a.whole");
         check_nan(OVER_TP, (dt_mesh_desc){ .dp = 2, .tp = 2 }, stage, 2, 2, "a.rows");
         check_nan(OVER_TP, (dt_mesh_desc){ .dp = 1, .tp = 2 }, stage, 2, 0, "b.norm");
@@ -1491,7 +1504,7 @@ static void bad_after(dt_ctx *ctx, int kind, world_run *w, dt_mesh *mesh, dt_zer
         dt_micro(ctx, 0, 2);
         dt_backward(pull(ctx, w, mesh, 1, 0));
     }
-    if (kind == BAD_SECOND_BACKWARD) /* two micro-batches that nobody was told of */
+    if (kind == BAD_SECOND_BACKWARD) /* a second micro-batch without dt_micro */
         for (int j = 0; j < 2; j++) {
             dt_backward(pull(ctx, w, mesh, 1, j));
             dt_reset(ctx);
@@ -1535,7 +1548,7 @@ static dt_status bad_main(dt_ctx *ctx, void *user) {
     else
         CHECK(zero == NULL);
     if (zero) bad_after(ctx, b->kind, &w, &mesh, zero);
-    dt_barrier(dt_world(ctx)); /* here at the latest each rank has heard of it */
+    dt_barrier(dt_world(ctx)); /* ranks that do not know of the error yet learn of it here */
     CHECK_MSG(dt_error(ctx) == b->status || dt_error(ctx) == DT_ERR_PEER, "bad use %d: %s", b->kind,
         dt_error_text(ctx));
     CHECK(isnan(dt_zero_step(zero, 0.1).grad_norm));
@@ -1558,7 +1571,8 @@ static void test_bad_uses(void) {
         isnan(dt_zero_step(NULL, 1).grad_norm) && dt_zero_state(NULL, 0, NULL, NULL) == DT_ERR_ARG);
 }
 
-/* One rank registers something else, or starts from other values: without a check all train on. */
+/* One rank registers other parameters or starts from other values; without a check, training would
+   continue with mixed parameters. */
 enum {
     UNLIKE_ORDER = 0,
     UNLIKE_NAME,
@@ -1630,7 +1644,7 @@ static void test_unlike(void) {
         if (code % 3 == 1) u.rank = 3;
         int ranks = u.tp == 2 ? 2 : 4;
         char rank[32];
-        if (u.kind == UNLIKE_CUT && u.tp == 1) continue; /* nothing is cut */
+        if (u.kind == UNLIKE_CUT && u.tp == 1) continue; /* nothing is sharded */
         dt_report report = run(ranks, unlike_main, &u);
         snprintf(
             rank, sizeof rank, u.kind >= UNLIKE_VALUE ? "rank %d starts" : "rank %d has", u.rank);
@@ -1644,9 +1658,9 @@ static void test_unlike(void) {
 }
 
 /* A context that dt_run did not make: there is no world, every group is a group of one. */
-static void test_alone(void) {
+static void test_without_dt_run(void) {
     dt_host quiet = *dt_host_default();
-    quiet.log = silent;
+    quiet.log = log_nothing;
     for (int stage = 0; stage < 4; stage++) {
         dt_ctx *ctx = dt_ctx_make((dt_ctx_desc){ .host = &quiet });
         float x[3] = { 1, 2, -1 }, y = 3, state[3];
@@ -1664,7 +1678,7 @@ static void test_alone(void) {
         CHECK(dt_zero_state(zero, 0, w, state) == DT_OK && state[0] == -2 && state[1] == -4 &&
               state[2] == 2);
         float before[3] = { 1.5f, 2, 0.5f };
-        /* a learning rate like that would destroy the parameters */
+        /* a learning rate that would destroy the parameters */
         double wrong = stage ? -0.1 : INFINITY;
         dt_reset(ctx);
         dt_backward(dt_mse(dt_linear(dt_input(ctx, DT_F32, DT_SHAPE(1, 3), x), w, NULL),
@@ -1677,7 +1691,7 @@ static void test_alone(void) {
         ctx = dt_ctx_make((dt_ctx_desc){ .host = &quiet });
         dt_param(ctx, "w", DT_SHAPE(1, 3), DT_ONES);
         CHECK(dt_zero_make(ctx, (dt_zero_desc){ 0 }) != NULL);
-        /* twice */
+        /* a second dt_zero_make on the same context */
         CHECK(dt_zero_make(ctx, (dt_zero_desc){ 0 }) == NULL && dt_error(ctx) == DT_ERR_ARG);
         dt_ctx_free(ctx);
     }
@@ -1697,16 +1711,16 @@ static dt_status late_main(dt_ctx *ctx, void *user) {
     world_run w = { .set = mixed, .params = 9, .dtype = DT_F32, .nan_step = -1 };
     dt_mesh mesh = dt_mesh_make(ctx, (dt_mesh_desc){ 0 });
     register_set(ctx, &w, &mesh);
-    if (me == 1 && l->at_make) dt_fail(ctx, DT_ERR_DEVICE, "pulled the plug");
+    if (me == 1 && l->at_make) dt_fail(ctx, DT_ERR_DEVICE, "simulated device failure");
     dt_zero *zero = dt_zero_make(ctx, (dt_zero_desc){ .stage = l->stage, .mesh = &mesh });
     if (l->at_make) {
-        CHECK_MSG(zero == NULL, "dt_zero_make went well on rank %d, not on rank 1", me);
+        CHECK_MSG(zero == NULL, "dt_zero_make succeeded on rank %d and failed on rank 1", me);
     } else if (CHECK(zero != NULL)) {
         write_start(ctx);
         dt_backward(pull(ctx, &w, &mesh, 1, 0));
         dt_barrier(mesh.dp);
         memcpy(l->before[me], dt_bucket_get(ctx, 0)->shard, sizeof l->before[me]);
-        if (me == 1) dt_fail(ctx, DT_ERR_DEVICE, "pulled the plug");
+        if (me == 1) dt_fail(ctx, DT_ERR_DEVICE, "simulated device failure");
         dt_step_info info = dt_zero_step(zero, 0.1);
         CHECK_MSG(isnan(info.grad_norm) && info.step == 0,
             "stage %d: rank %d took a step that rank 1 did not", l->stage, me);
@@ -1730,7 +1744,7 @@ static void test_late_failure(void) {
     }
 }
 
-/* Everything that allocates, with gradients that pass, and the state read back. */
+/* Makes every call that allocates: a step with finite gradients, and reading the state. */
 static dt_status memory_fault_main(dt_ctx *ctx, void *user) {
     world_run *w = (world_run *)user;
     int me = dt_ctx_rank(ctx);
@@ -1759,7 +1773,7 @@ static void test_refused_memory(void) {
             w.dtype = DT_F32;
             w.accum = 2;
             dt_report report = run_refusing(2, memory_fault_main, &w, rank, &left);
-            done = left > 0; /* nothing was refused any more */
+            done = left > 0; /* the run made fewer allocations */
             refused += !done;
             CHECK_MSG(report.status == (done ? DT_OK : DT_ERR_MEM) && (done || report.rank == rank),
                 "allocation %d of rank %d: rank %d: %s", k, rank, report.rank, report.text);
@@ -1772,7 +1786,7 @@ static void test_refused_memory(void) {
     }
 }
 
-static void state_of_nothing(void) { /* dt_zero_make failed, and its result is asked */
+static void state_of_null(void) { /* the caller passes on the NULL of a failed dt_zero_make */
     if (dt_zero_state_bytes(NULL) != 0) _exit(1);
 }
 
@@ -1788,7 +1802,7 @@ static int survives(void (*fn)(void)) {
            WEXITSTATUS(status) == 0;
 }
 
-// ==== 7. Use that is rare =======================================================================
+// ==== 7. Rare uses ==============================================================================
 
 typedef struct rare_run {
     int what, stage;
@@ -1819,7 +1833,7 @@ static dt_status rare_update(const dt_update_args *f, void *user) {
     return DT_OK;
 }
 
-/* Of one layer (8,8) on its own sample. */
+/* The loss of one layer (8,8) on this rank's own sample. */
 static dt_tensor *rare_loss(dt_ctx *ctx, dt_tensor *w, double scale) {
     float x[8], y[8];
     for (int i = 0; i < 8; i++) x[i] = (float)((i * 3 + dt_ctx_rank(ctx)) % 5 * scale), y[i] = 1;
@@ -1841,7 +1855,8 @@ static dt_zero_desc rare_desc(rare_run *r, int rank) {
 
 static void rare_use(dt_ctx *ctx, rare_run *r, dt_zero *zero, dt_tensor *w, double *seen) {
     float h[64], back[64];
-    if (r->what == RARE_VIEW) { /* a view of what is cut is read and written like the whole */
+    /* a view of a sharded tensor is read and written like the full tensor */
+    if (r->what == RARE_VIEW) {
         dt_tensor *view = dt_reshape(w, DT_SHAPE(64));
         dt_backward(rare_loss(ctx, w, 1));
         CHECK(dt_read(view, h) == DT_OK && dt_read(w, back) == DT_OK &&
@@ -1850,7 +1865,7 @@ static void rare_use(dt_ctx *ctx, rare_run *r, dt_zero *zero, dt_tensor *w, doub
         CHECK(dt_write(view, h) == DT_OK);
         dt_reset(ctx);
         CHECK(dt_read(w, back) == DT_OK && memcmp(h, back, sizeof h) == 0);
-        /* values that are gathered when the step comes are those of before */
+        /* values gathered before the step must not be used after it */
     } else if (r->what == RARE_BETWEEN) {
         dt_backward(rare_loss(ctx, w, 1));
         dt_no_grad(ctx, 1);
@@ -1869,7 +1884,7 @@ static void rare_use(dt_ctx *ctx, rare_run *r, dt_zero *zero, dt_tensor *w, doub
             dt_zero_step(zero, 0.01);
             dt_reset(ctx);
         }
-    } else if (r->what == RARE_MASTER) { /* the parameter is its master, rounded */
+    } else if (r->what == RARE_MASTER) { /* the parameter equals its rounded master */
         uint16_t narrowed[64];
         for (int step = 0; step < 3; step++) {
             dt_backward(rare_loss(ctx, w, 1));
@@ -1879,12 +1894,12 @@ static void rare_use(dt_ctx *ctx, rare_run *r, dt_zero *zero, dt_tensor *w, doub
         CHECK(dt_zero_state(zero, DT_STATE_MASTER, w, h) == DT_OK && dt_read(w, narrowed) == DT_OK);
         int between = 0, right = 1;
         for (int i = 0; i < 64; i++) {
-            double x = at_of(narrowed, DT_BF16, i);
+            double x = element_at(narrowed, DT_BF16, i);
             right &= stored(DT_BF16, h[i]) == x;
             between += (double)h[i] != x;
         }
         CHECK(right && between > 32);
-    } else { /* frozen, or a dry run: a step is made */
+    } else { /* frozen parameters, or a dry run: the step is counted */
         if (r->what == RARE_DRY) dt_backward(rare_loss(ctx, w, 1));
         dt_step_info info = dt_zero_step(zero, 0.1);
         CHECK_MSG(
@@ -1892,8 +1907,8 @@ static void rare_use(dt_ctx *ctx, rare_run *r, dt_zero *zero, dt_tensor *w, doub
     }
 }
 
-/* The last forward is shorter than the one before, and nothing is reset: what was started for it is
-   no failure. */
+/* The second forward is shorter than the first and dt_reset is not called: the prefetch that
+   remains unused must not be an error. */
 static void rare_prefetch(dt_ctx *ctx, dt_tensor *const *w) {
     float x[8] = { 1 };
     for (int pass = 0; pass < 2; pass++) {
@@ -1940,14 +1955,13 @@ static void test_rare(void) {
         if (r.what != RARE_BETWEEN) continue;
         run(2, rare_main, &whole);
         CHECK_MSG(memcmp(r.seen, whole.seen, sizeof r.seen) == 0 && r.seen[0][0] != 0,
-            "stage %d reads %g after the "
-            "step, stage 0 %g",
-            r.stage, r.seen[0][0], whole.seen[0][0]);
+            "stage %d reads %g after the step, stage 0 reads %g", r.stage, r.seen[0][0],
+            whole.seen[0][0]);
     }
 }
 
-/* Many parameters in one unit, each with a learning rate of its own: decay alone moves all but the
-   last, which has a gradient. */
+/* Many parameters in one unit, each with its own learning rate. Only the last has a gradient;
+   weight decay alone changes the others. */
 static dt_status many_main(dt_ctx *ctx, void *user) {
     enum { MANY = 70 };
     dt_tensor *w[MANY];
@@ -1967,13 +1981,13 @@ static dt_status many_main(dt_ctx *ctx, void *user) {
         float h[64], want = (float)(1 - 0.01 * (1 + i % 9) * 0.5);
         CHECK(dt_read(w[i], h) == DT_OK);
         for (int k = 0; k < 2 * (1 + i % 5); k++)
-            CHECK_MSG((h[k] == want) == (i < MANY - 1), "parameter %d of many: %g, not %g", i, h[k],
-                want);
+            CHECK_MSG((h[k] == want) == (i < MANY - 1),
+                "parameter %d in a unit of many: %g, not %g", i, h[k], want);
     }
     return dt_error(ctx);
 }
 
-/* Files of others in the folder stay, and links are not followed. */
+/* Offload keeps other programs' files in the folder and follows no links. */
 static void test_folder(void) {
     char path[3][100];
     snprintf(path[0], sizeof path[0], "%s/dt-rank-0.offload", folder);
@@ -2004,7 +2018,7 @@ int main(int argc, char **argv) {
     const char *vectors = argc > 1 ? argv[1] : "tests/golden";
     snprintf(folder, sizeof folder, "/tmp/dt_test_zero.XXXXXX");
     if (!CHECK(mkdtemp(folder) != NULL)) return check_done("test_zero");
-    CHECK_MSG(survives(state_of_nothing), "dt_zero_state_bytes of NULL");
+    CHECK_MSG(survives(state_of_null), "dt_zero_state_bytes(NULL) crashes");
     test_lr();
     test_golden(vectors, "gpt2_tied.bin");
     test_golden(vectors, "gpt2_untied.bin");
@@ -2017,12 +2031,12 @@ int main(int argc, char **argv) {
     test_nan();
     test_bad_uses();
     test_unlike();
-    test_alone();
+    test_without_dt_run();
     test_late_failure();
     test_refused_memory();
     test_rare();
     for (int stage = 0; stage < 4; stage++) CHECK(run(2, many_main, &stage).status == DT_OK);
     test_folder();
-    CHECK(rmdir(folder) == 0); /* nothing was left in it */
+    CHECK(rmdir(folder) == 0); /* the folder is empty */
     return check_done("test_zero");
 }
