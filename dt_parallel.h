@@ -2,12 +2,13 @@
    schedules, data order - public domain or MIT, see the end of the file
 
    The third of four single-header libraries; dt_tensor.h lists them all. It arranges ranks along
-   the axes of a layout (data, tensor, context, pipeline, expert), moves a tensor from one placement
-   over a group to another with the right backward, provides the layers of tensor, sequence, context
-   and expert parallelism, generates, checks, simulates, draws and runs pipeline schedules, and
-   decides which rank reads which sequence.
+   the axes of a layout (data, tensor, context, pipeline, expert), converts a tensor from one
+   placement over a group to another with the matching backward, provides the layers of tensor,
+   sequence, context and expert parallelism, generates, checks, simulates, draws and runs pipeline
+   schedules, and decides which rank reads which sequence.
 
-   DOES NOT: reduce gradients of parameters (dt_zero.h does, for all axes at once), know any model.
+   DOES NOT: reduce gradients of parameters (dt_zero.h does, for all axes at once), or know any
+   model.
    Not built yet: a parameter server (push and pull of gradients), a planner that chooses a layout
    (a dry run, section 10, shows what one layout costs).
 
@@ -28,9 +29,9 @@
            float one[4] = { 1, 2, 3, 4 };
            dt_tensor *x = dt_input(ctx, DT_F32, DT_SHAPE(1, 4), one);
            dt_linear_desc gelu = { .activation = DT_ACT_GELU };
-           // (1,4) of (1,8)
+           // (1,4): this rank's 4 of the 8 columns
            dt_tensor *h = dt_column_linear(x, w1, NULL, gelu, mesh.tp, DT_REPLICATE);
-           // summed over tp: (1,1)
+           // (1,1): the sum over tp, on every rank
            dt_tensor *y = dt_row_linear(h, w2, NULL, NULL, mesh.tp, DT_REPLICATE);
            double value = dt_item(y);
            if (dt_ctx_rank(ctx) == 0) printf("%g\n", value);
@@ -73,11 +74,11 @@
     19. Dry runs: code
 
    CONTRACT
-     Memory     A mesh is a value; its groups belong to the world. Tensors live until dt_reset, like
+     Memory     A dt_mesh is a plain struct that needs no freeing. Tensors live until dt_reset, like
                 the results of ops. Free a dt_text with dt_text_close, a dt_sampler with
-                dt_sampler_free and a dt_schedule with dt_schedule_free; when the context ends it
-                frees any that are left.
-     Errors     As in dt_tensor.h: sticky; NULL in gives NULL out.
+                dt_sampler_free and a dt_schedule with dt_schedule_free. Objects that the program
+                has not freed are freed when the context ends.
+     Errors     As in dt_tensor.h: errors are sticky, and an op on a NULL tensor returns NULL.
      Threads    As in dt_comm.h.
      Order      Sums over a group run in rank order.
      Groups     A group of one rank is NULL; a collective over it is the identity and costs nothing.
@@ -99,17 +100,17 @@ extern "C" {
 
 // ==== 1. Process mesh ===========================================================================
 
-/* Number of ranks along each axis. The product of the axes is the number of all ranks. */
+/* Number of ranks along each axis. The product of all axes is the total number of ranks. */
 typedef struct dt_mesh_desc {
-    int dp; /* data; 0 -> the number of ranks divided by the product of the other axes */
-    int tp; /* tensor; 0 -> 1; the same holds for the axes below */
+    int dp; /* data; 0 means the total number of ranks divided by the product of the other axes */
+    int tp; /* tensor; here and in the fields below 0 means 1 */
     int cp; /* context */
     int pp; /* pipeline */
     int ep; /* expert */
 } dt_mesh_desc;
 
-/* Process mesh (device mesh): this rank's process group along every axis; NULL where the group has
-   one rank. For example 8 ranks as pp 2 x dp 2 x tp 2:
+/* Process mesh (device mesh): this rank's process group along every axis. A group of one rank is
+   NULL. For example 8 ranks as pp 2 x dp 2 x tp 2:
 
                 tp 0   tp 1            tp 0   tp 1
         dp 0   rank 0 rank 1   dp 0   rank 4 rank 5     rank 6 has the groups
@@ -121,28 +122,33 @@ typedef struct dt_mesh_desc {
        rank = (((pp*DP + dp)*EP + ep)*CP + cp)*TP + tp */
 typedef struct dt_mesh {
     dt_comm *world, *dp, *tp, *cp, *pp, *ep;
-    /* dp x ep x cp: the replicas of a dense parameter; each replica reads a part of the data */
+    /* group along dp, ep and cp: the ranks that hold replicas of the same dense parameter and
+       process different parts of the data */
     dt_comm *data;
-    /* dp x cp: the replicas of an expert, a parameter that is sharded over ep */
+    /* group along dp and cp: the ranks that hold replicas of the same expert, a parameter that is
+       sharded over ep */
     dt_comm *expert_data;
-    dt_mesh_desc sizes; /* resolved: no zeros */
-    dt_mesh_desc coord; /* this rank's coordinates */
-    /* replica = dp_rank*EP + ep_rank, replicas = DP*EP; each replica reads its own part of the
-       batch */
+    dt_mesh_desc sizes; /* number of ranks along each axis, at least 1 */
+    dt_mesh_desc coord; /* this rank's coordinate along each axis, from 0 */
+    /* Each replica reads its own part of the batch. This rank belongs to replica number
+       coord.dp * EP + coord.ep; there are DP * EP replicas. */
     int replica, replicas;
 } dt_mesh;
 
-/* [local] Resolves zeros and checks the product. On failure returns DT_ERR_ARG and writes a text
-   with the sizes and a legal choice. The function needs no context, so a program can refuse a
-   layout before any rank starts. */
+/* [local] Replaces the zeros in *sizes by the values that they mean, and checks that the product of
+   the axes is `ranks`. On failure returns DT_ERR_ARG and writes to `text` a message with the sizes
+   and a valid choice. The function needs no context, so a program can refuse a layout before any
+   rank starts. */
 DT_API dt_status dt_mesh_resolve(dt_mesh_desc *sizes, int ranks, char *text, size_t text_bytes);
-/* [collective: world] Creates the process groups of every axis, named "dp", "tp", ..., each with
-   its own byte counters. After a failure all groups are NULL and the number of replicas is 1. */
+/* [collective: world] Creates the process groups of every axis. They are named "dp", "tp" and so
+   on, and each group has its own byte counters. After a failure all groups are NULL and `replicas`
+   is 1. */
 DT_API dt_mesh dt_mesh_make(dt_ctx *ctx, dt_mesh_desc desc);
 
 // ==== 2. Placements =============================================================================
 
-/* How a tensor is placed over a group of N ranks.
+/* How a tensor is placed over a group of N ranks. In code the placements are DT_REPLICATE, DT_COPY,
+   DT_SHARD(dim) and DT_PARTIAL:
 
        REPLICATE   every rank has the whole value and the whole gradient
        COPY        every rank has the whole value; each rank's gradient is a partial sum, and the
@@ -152,7 +158,7 @@ DT_API dt_mesh dt_mesh_make(dt_ctx *ctx, dt_mesh_desc desc);
                    the ranks; every rank has the whole gradient
 
    The gradient of a COPY tensor is PARTIAL, and the gradient of a PARTIAL tensor is COPY. The
-   gradient of a REPLICATE or SHARD tensor has the tensor's placement. */
+   gradient of a REPLICATE or SHARD tensor has the same placement as the tensor. */
 enum { DT_PLACEMENT_REPLICATE = 0, DT_PLACEMENT_COPY, DT_PLACEMENT_SHARD, DT_PLACEMENT_PARTIAL };
 typedef struct dt_placement {
     int kind, dim;
@@ -163,7 +169,8 @@ typedef struct dt_placement {
 #define DT_SHARD(dim) (DT__LITERAL(dt_placement){ DT_PLACEMENT_SHARD, (dim) })
 
 /* [collective: comm] Redistributes x from one placement to another; Megatron-LM's f and g operators
-   are rows of the table below. Returns x itself if the group has one rank or from equals to:
+   are rows of the table below. Returns x itself if the group has one rank or if `from` and `to` are
+   equal.
 
        from -> to              forward            backward            known as
        PARTIAL -> REPLICATE    all-reduce         identity            Megatron's g
@@ -179,15 +186,16 @@ typedef struct dt_placement {
 
    "rank 0 only": rank 0 keeps the tensor and all other ranks get zeros.
 
-   The backward of a -> b is the row dual(b) -> dual(a) of the same table, where dual(p) is the
-   placement of the gradient of a tensor placed as p. Fails with DT_ERR_SHAPE where N does not
-   divide a dimension, and with DT_ERR_UNSUPPORTED where the table has no row. Megatron:
-   arXiv:1909.08053, arXiv:2205.05198; Ulysses: arXiv:2309.14509. */
+   Let dual(p) be the placement of the gradient of a tensor with placement p. The backward of the
+   row p -> q is then the row dual(q) -> dual(p) of the same table. The function fails with
+   DT_ERR_SHAPE if the number of ranks does not divide a sharded dimension, and with
+   DT_ERR_UNSUPPORTED if the table has no row for `from` and `to`. Megatron: arXiv:1909.08053 and
+   arXiv:2205.05198. Ulysses: arXiv:2309.14509. */
 DT_API dt_tensor *dt_redistribute(dt_tensor *x, dt_comm *comm, dt_placement from, dt_placement to);
 
 // ==== 3. Tensor and sequence parallelism ========================================================
 
-/* Tensor parallelism: each of T ranks holds a shard of every weight matrix. M. Shoeybi et al.,
+/* Tensor parallelism: each of N ranks holds a shard of every weight matrix. M. Shoeybi et al.,
    "Megatron-LM", arXiv:1909.08053. An MLP needs one communication at its entry (f) and one at its
    exit (g), because the second matrix is sharded along the dimension along which the first matrix's
    output is sharded:
@@ -206,18 +214,18 @@ DT_API dt_tensor *dt_redistribute(dt_tensor *x, dt_comm *comm, dt_placement from
        DT_SHARD(1)     sequence parallelism: (B,T,C) is sharded along the tokens; V. Korthikanti et
                        al., arXiv:2205.05198. A region begins with an all-gather of tokens and ends
                        with a reduce-scatter of partial sums. The traffic equals that of
-                       DT_REPLICATE, and norms, dropout and residuals hold only 1/T of the tokens.
-                       Inside a dt_block the gathered tensor is not kept; the backward gathers it
-                       again, and a backward in two halves gathers it in each half
+                       DT_REPLICATE, but norms, dropout and residuals hold only 1/N of the tokens.
+                       Inside a dt_block the gathered tensor is not kept; the backward gathers the
+                       tensor again, and a backward in two halves gathers it in each half
 
-   dt_param_desc.shards places the weights. A column-parallel layer shards (O,I) and its bias along
-   the outputs, dimension 0; a row-parallel layer shards (O,I) along the inputs, dimension 1, and
-   does not shard its bias. Where T does not divide a hidden size, the local slices of the last
-   ranks are padded with zeros, which stay zero through functions with f(0) = 0. Under DT_SHARD(1),
-   parameters that are used outside and are not sharded (norms, row biases, position embeddings) see
-   only a part of the tokens. Give these parameters the gradient placement { tp, DT_GRAD_PARTIAL }.
-   All functions below are [collective: comm]. Over a group of one rank each function is the plain
-   layer. */
+   dt_param_desc.shards places the weights. A column-parallel layer shards its weight (O,I) and its
+   bias (O) along the outputs, dimension 0. A row-parallel layer shards its weight (O,I) along the
+   inputs, dimension 1, and does not shard its bias. If N does not divide a hidden size, the local
+   slices of the last ranks are padded with zeros, which stay zero through functions with f(0) = 0.
+   Under DT_SHARD(1), parameters that are used outside of regions and are not sharded (of norms, row
+   biases, position embeddings) process only a part of the tokens on each rank. Give these
+   parameters the gradient placement { tp, DT_GRAD_PARTIAL }. All functions below are [collective:
+   comm]. Over a group of one rank each function does the same as the ordinary layer. */
 
 /* [collective: comm] Megatron's f (and g under sequence parallelism). Takes x with the placement
    `outside` and returns the whole x on every rank, as the input of one or more products with
@@ -225,7 +233,7 @@ DT_API dt_tensor *dt_redistribute(dt_tensor *x, dt_comm *comm, dt_placement from
 DT_API dt_tensor *dt_tp_enter(dt_tensor *x, dt_comm *comm, dt_placement outside);
 /* [collective: comm] Column-parallel linear. Returns act(x w^T + b), where w (O..,I) and b are
    sharded along O: each rank computes its shard of the outputs. Calls dt_tp_enter, then
-   dt_linear_at. residual and the result are also sharded along O. */
+   dt_linear_at. desc.residual and the result are also sharded along O. */
 DT_API dt_tensor *dt_column_linear(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_linear_desc desc,
     dt_comm *comm, dt_placement outside);
 /* [collective: comm] Row-parallel linear. Returns x w^T summed over the group (Megatron's g), plus
@@ -235,33 +243,34 @@ DT_API dt_tensor *dt_row_linear(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_ten
     dt_comm *comm, dt_placement outside);
 /* [collective: comm] Vocabulary-parallel embedding. The table (V,C) is sharded along V; every rank
    passes all ids (B,T). A rank looks up the ids that are in its rows and uses zeros for all other
-   ids. The sum over the group has the placement `outside`. */
+   ids. Returns the sum of these results over the group, (B,T,C) with the placement `outside`. */
 DT_API dt_tensor *dt_vocab_embedding(
     dt_tensor *table, dt_tensor *ids, dt_comm *comm, dt_placement outside);
-/* [collective: comm] Vocabulary-parallel cross-entropy: dt_cross_entropy_at where each of T ranks
-   has V' columns of the logits (..,V'), in rank order. The ranks gather only two values per row,
-   never logits, and send 16 (T-1) bytes per row. desc.vocab is the number of real columns (the rest
-   is padding); 0 -> T V'. Every rank passes the labels and gets the same loss. */
+/* [collective: comm] Vocabulary-parallel cross-entropy: dt_cross_entropy_at for logits whose
+   columns are sharded over N ranks in rank order; each rank passes V' columns (..,V'). The ranks
+   gather only two values per row, never logits, and send 16 (N-1) bytes per row. desc.vocab is the
+   number of real columns of all ranks, and the rest is padding; 0 means N V'. Every rank passes all
+   labels and gets the same loss. */
 DT_API dt_tensor *dt_vocab_cross_entropy(
     dt_tensor *logits, dt_tensor *labels, double denominator, dt_loss_desc desc, dt_comm *comm);
 /* [collective: comm] The loss of dt_vocab_cross_entropy for the logits x w^T, which are computed a
-   few rows at a time. x has the placement `outside`; w (V,C) is sharded along V. desc.vocab: 0 -> V
-   of the full parameter. */
+   few rows at a time. x has the placement `outside`; w (V,C) is sharded along V. desc.vocab 0 means
+   the V of the full parameter. */
 DT_API dt_tensor *dt_vocab_linear_cross_entropy(dt_tensor *x, dt_tensor *w, dt_tensor *labels,
     double denominator, dt_loss_desc desc, dt_comm *comm, dt_placement outside);
 
-/* Grouped-query attention over tp: K heads of keys and values over T ranks, where T divides K or K
-   divides T. With more ranks than heads, each head is replicated on T/K neighbouring ranks, which
-   use the head for different queries. Shard such a parameter over { shard_group, dim }, and give it
-   the gradient placement { replica_group, DT_GRAD_PARTIAL }, because each replica's gradient is a
-   partial sum. */
+/* Grouped-query attention over tp: K heads of keys and values over N ranks, where N divides K or K
+   divides N. If there are more ranks than heads, each head is replicated on N/K neighbouring ranks,
+   which use the head for different query heads. Give a parameter of keys or values the shard
+   { shard_group, dim } and the gradient placement { replica_group, DT_GRAD_PARTIAL }, because each
+   replica's gradient is a partial sum. */
 typedef struct dt_kv_groups {
     dt_comm *shard_group;   /* ranks with different heads; NULL: all ranks have the same heads */
     dt_comm *replica_group; /* ranks with the same heads; NULL: only this rank has them */
     int heads;              /* number of heads of keys and values on this rank */
 } dt_kv_groups;
-/* [collective: tp] Splits kv_heads over tp. DT_ERR_ARG where neither the number of heads divides
-   the number of ranks nor the reverse. */
+/* [collective: tp] Splits kv_heads over tp. Fails with DT_ERR_ARG if the number of heads neither
+   divides the number of ranks nor is a multiple of it. */
 DT_API dt_kv_groups dt_kv_split(dt_ctx *ctx, dt_comm *tp, int kv_heads);
 
 /* One axis of a layout: the placement of a tensor over a group. */
@@ -272,9 +281,10 @@ typedef struct dt_axis_placement {
 /* [collective: all ranks of the n groups] Distributes a tensor from the host memory of the rank
    that is rank 0 of every group; host is NULL on all other ranks. Returns this rank's part, which
    lives until dt_reset. The groups are axes of a mesh: any two of them share exactly one rank.
-   Several axes may shard the same dimension; they shard it in the order of `axes`. Under PARTIAL
-   rank 0 of the group gets the value and all other ranks get zeros. DT_ERR_SHAPE where a dimension
-   is not divisible. */
+   Several axes may shard the same dimension: the first of them in `axes` divides the dimension, the
+   next divides each shard, and so on. Under DT_PARTIAL rank 0 of the group gets the value and all
+   other ranks get zeros. Fails with DT_ERR_SHAPE if the number of ranks does not divide a sharded
+   dimension. */
 DT_API dt_tensor *dt_distribute(dt_ctx *ctx, dt_dtype dtype, dt_shape full, const void *host,
     const dt_axis_placement *axes, int n);
 
@@ -283,8 +293,9 @@ DT_API dt_tensor *dt_distribute(dt_ctx *ctx, dt_dtype dtype, dt_shape full, cons
 /* Context parallelism shards a sequence of T tokens over c ranks. Each rank holds T/c tokens
    through the whole model; only attention needs the keys and values of other ranks. Per layer and
    rank, with B sequences, H heads, K heads of keys and values, D elements per head and n = 2 B K D
-   T/c, the table gives the elements sent, and the elements kept for the backward in addition to the
-   rank's own q, k, v, the result and the log-sum-exp:
+   T/c, the table gives for each kind (DT_CP_RING, ..) the number of elements that are sent. It also
+   gives the number of elements that are kept for the backward, in addition to the rank's own q, k,
+   v, the result and the log-sum-exp:
 
        kind         forward                      backward                  kept
        RING         (c-1) n                      2 (c-1) n *               0
@@ -297,20 +308,23 @@ DT_API dt_tensor *dt_distribute(dt_ctx *ctx, dt_dtype dtype, dt_shape full, cons
    RING: ring attention, H. Liu et al., arXiv:2310.01889. Keys and values travel around the ring
    while each rank computes with the keys and values that it holds; the log-sum-exp merge combines
    the partial results. ZIGZAG: ring attention with a balanced order of tokens, see dt_cp_token.
-   Both kinds skip pairs of chunks in which no query sees a key.
+   Both kinds skip a chunk of queries with a chunk of keys if none of the queries attends to any of
+   the keys.
 
    ALLGATHER: all-gather context parallelism, H. Touvron et al., arXiv:2407.21783. Every rank
    gathers all keys and values.
 
    ULYSSES: S. Jacobs et al., arXiv:2309.14509. An all-to-all exchanges tokens for heads before the
-   attention and back after it; q, k, v and the result are kept in both placements. c must divide H,
-   and must divide K or be a multiple of K. If c is a larger multiple of K, the heads of keys and
-   values are repeated until there are c heads. The table then holds with K = c, and the repeated
-   heads are also kept before the exchange, which needs 2 B D T elements more, and 2 B T i32. */
+   attention and heads for tokens after it; q, k, v and the result are kept in both placements,
+   sharded by tokens and sharded by heads. c must divide H, and must divide K or be a multiple of K.
+   If c > K, the heads of keys and values are repeated until there are c heads, and the table holds
+   with K = c. In that case each rank also keeps the repeated heads as they were before the
+   exchange, 2 B D T elements, and 2 B T indices of type i32. */
 enum { DT_CP_RING = 0, DT_CP_ZIGZAG, DT_CP_ALLGATHER, DT_CP_ULYSSES };
 
-/* [local] Zig-zag and other orders: returns the position that the i-th token of rank r has in its
-   sequence. RING, ALLGATHER and ULYSSES give each rank T/c consecutive tokens. Under a causal mask
+/* [local] Zig-zag and other orders of tokens. Returns the position that the i-th token of rank r
+   has in its sequence. RING, ALLGATHER and ULYSSES give each rank T/c consecutive tokens. With them
+   and a causal mask
    the last rank then has 2 - 1/c times the mean work. The zig-zag order divides the sequence into
    2c chunks and gives rank r the chunks r and 2c-1-r, so that all ranks have the same work. With c
    = 2:
@@ -321,37 +335,39 @@ enum { DT_CP_RING = 0, DT_CP_ZIGZAG, DT_CP_ALLGATHER, DT_CP_ULYSSES };
                                                2  x x x
                                                3  x x x x
 
-   Permute tokens, labels (shift the labels first), positions and documents in the same way. Returns
-   -1 if rank r or token i does not exist. */
+   Permute the tokens, labels, positions and documents of a sequence in the same way; shift the
+   labels before you permute them. Returns -1 if rank r or token i does not exist. */
 DT_API int64_t dt_cp_token(int kind, int64_t T, int c, int r, int64_t i);
-/* [local] Checks that c divides T, heads and kv_heads as the kind requires. On failure returns
-   DT_ERR_ARG and writes the reason with legal choices. */
+/* [local] Checks that c divides T, `heads` and kv_heads as the kind requires. On failure returns
+   DT_ERR_ARG and writes the reason, with valid choices, to `text`. */
 DT_API dt_status dt_cp_check(
     int kind, int64_t T, int c, int64_t heads, int64_t kv_heads, char *text, size_t text_bytes);
 
 typedef struct dt_cp_desc {
     int kind;       /* DT_CP_* */
-    int64_t batch;  /* B sequences */
-    int64_t tokens; /* T of each sequence, over all ranks */
-    /* host (B,T), first the tokens of rank 0, then of rank 1, ..: the position of each token in its
-       document, for the causal mask; NULL: the positions of dt_cp_token */
+    int64_t batch;  /* B: number of sequences */
+    int64_t tokens; /* T: number of tokens of a sequence, over all ranks */
+    /* (B,T) in host memory: the position of each token in its document, for the causal mask. Each
+       row lists first the tokens of rank 0, then the tokens of rank 1, and so on. NULL: the
+       positions of dt_cp_token */
     const int32_t *positions;
-    /* host (B,T), in the same order: the document of each token, if a sequence holds several; NULL:
-       one document */
+    /* (B,T) in host memory, in the order of `positions`: the number of each token's document, for
+       sequences that hold several documents. NULL: each sequence is one document */
     const int32_t *documents;
-    int full; /* 1: no causal mask */
+    int full; /* 1: no causal mask; 0: causal mask */
 } dt_cp_desc;
 /* State that all attention layers of one forward share; lives until dt_reset. */
 typedef struct dt_cp dt_cp;
-/* [local] Creates the state. Call dt_cp_make outside of recomputed blocks. comm NULL: plain
-   attention. The ring's messages use the tags 1020 to 1023 on comm. Returns NULL after a
-   failure. */
+/* [local] Creates the state of context-parallel attention. Call dt_cp_make outside of recomputed
+   blocks. If comm is NULL, dt_cp_attention is ordinary attention on one rank. The messages of ring
+   attention use the tags 1020 to 1023 on comm. Returns NULL after a failure. */
 DT_API dt_cp *dt_cp_make(dt_ctx *ctx, dt_comm *comm, dt_cp_desc desc);
-/* [collective: comm] Attention of this rank's queries over the keys and values of all ranks: q
-   (B,T/c,H,D), k and v (B,T/c,K,D) of this rank's tokens -> (B,T/c,H,D). */
+/* [collective: comm of dt_cp_make] Attention of this rank's queries over the keys and values of all
+   ranks. q (B,T/c,H,D), k (B,T/c,K,D) and v (B,T/c,K,D) belong to this rank's tokens. Returns
+   (B,T/c,H,D). */
 DT_API dt_tensor *dt_cp_attention(dt_tensor *q, dt_tensor *k, dt_tensor *v, dt_cp *cp);
-/* [local] Copies this rank's columns of a host array (B,T), which is in the order of the sequence,
-   to local (B,T/c). */
+/* [local] Copies this rank's tokens of `full` to `local` (B,T/c). `full` (B,T) lists the tokens of
+   each sequence in order. Both arrays are in host memory. */
 DT_API void dt_cp_shard(
     int kind, int64_t B, int64_t T, dt_comm *comm, const int32_t *full, int32_t *local);
 
@@ -375,116 +391,127 @@ DT_API void dt_cp_shard(
        h = dt_combine(h, r);                               // back, weighted and summed
        dt_tensor *y = dt_redistribute(h, tp, DT_PARTIAL, outside);
 
-   Rank q of ep has the experts q E/ep .. : parameters are (E,..) with the shard { ep, 0 }. Their
-   hidden size may be sharded over tp as in section 3: w1 (E,F,C) and b1 (E,F) along 1, w2 (E,C,F)
-   along 2. The sum over tp is then taken once per token instead of once per row; a token has k
-   rows. Only rank 0 of tp adds b2 (E,C), so the gradient of b2 is zero on the other ranks of tp;
-   give b2 the gradient placement { tp, DT_GRAD_PARTIAL }. Under DT_SHARD(1) give the router's
-   weight this placement too. dt_dispatch sends each row that goes to another rank of ep once, in
-   the tensor's dtype. dt_combine sends as many rows, and so does the backward of each of the two.
+   Rank q of ep has the experts q E/ep to (q+1) E/ep - 1: the experts' parameters have shapes (E,..)
+   and the shard { ep, 0 }. Their hidden size may also be sharded over tp as in section 3: w1
+   (E,F,C) and b1 (E,F) along dimension 1, w2 (E,C,F) along dimension 2. The last line of the layer
+   then sums over tp once per token, not once for each of the token's k rows. Only rank 0 of tp adds
+   b2 (E,C), so the gradient of b2 is zero on the other ranks of tp; give b2 the gradient placement
+   { tp, DT_GRAD_PARTIAL }. If `outside` is DT_SHARD(1), give the router's weight this placement
+   too. dt_dispatch sends each row that goes to another rank of ep once, in the tensor's dtype.
+   dt_combine, the backward of dt_dispatch and the backward of dt_combine each send the same number
+   of rows.
 
    Decisions about a whole sequence (expert capacity, load balance) use the choices of all tokens of
-   the sequence, even if several ranks hold them, so that every layout drops the same tokens and has
-   the same counts. Choices and counts are exchanged in host memory and are not counted as traffic.
+   the sequence, even if several ranks hold these tokens. So every layout drops the same tokens and
+   has the same counts. The ranks exchange choices and counts in host memory; dt_comm_bytes does not
+   count this exchange.
    Each layer waits once for the device, because the program branches on the choices. */
 
 /* Statistics of a router. dt_route adds to every field, except while a block is recomputed. The
-   statistics cover the tokens that this rank's router saw. Sum the fields over the mesh's data
-   group, and under DT_SHARD(1) also over tp, because the routers of those ranks saw other
-   tokens. */
+   statistics cover only the tokens that this rank passed to dt_route. For the totals, sum the
+   fields over the mesh's data group, and also over tp if `outside` is DT_SHARD(1). */
 typedef struct dt_route_counts {
-    /* (E), the caller's array: number of choices of each expert, dropped choices included; or
-       NULL */
+    /* (E), the caller's array, or NULL: how often each expert was chosen, with dropped choices */
     double *experts;
-    double choices, dropped; /* k per token; choices beyond an expert's capacity */
-    double balance, z;       /* the side losses that desc enables, without their weights */
+    /* choices: number of choices, k per token; dropped: number of choices that were dropped because
+       they were beyond an expert's capacity */
+    double choices, dropped;
+    /* this rank's parts of the load-balancing loss and of the router z-loss, not multiplied by
+       their weights; 0 for a loss whose weight in dt_route_desc is 0 */
+    double balance, z;
 } dt_route_counts;
 
 typedef struct dt_route_desc {
-    int k; /* experts per token: 0 -> 1; at most E */
-    /* Expert capacity, as a factor. 0: dropless. Else each expert takes at most ceil(capacity k T /
-       E) choices of a sequence of T tokens: all first choices are served before all second choices,
-       and so on; within the first, second, .. choices the tokens are served in the order of the
-       sequence. A choice beyond the capacity is dropped: the token gets nothing from that expert,
-       and the weights of its other experts do not change */
+    int k; /* number of experts per token, at most E; 0 means 1 */
+    /* Expert capacity, as a factor; 0 means no limit (dropless). With capacity > 0 each expert
+       takes at most ceil(capacity k T / E) choices of a sequence of T tokens. All tokens' first
+       choices are served before all second choices, and so on; among the first (second, ..)
+       choices, tokens are served in the order of the sequence. A choice beyond the capacity is
+       dropped: the token gets nothing from that expert, and the weights of its other experts do not
+       change */
     double capacity;
-    /* weight of the load-balancing loss: the mean over sequences of E sum over e of f_e P_e, where
-       f_e is the fraction of choices of expert e, dropped choices included, and P_e is the mean
-       probability of expert e; arXiv:2101.03961 */
+    /* weight of the load-balancing loss. The loss is the mean over sequences of E times the sum
+       over experts e of f_e P_e. f_e is the fraction of the choices that fell on expert e, with
+       dropped choices; P_e is the mean probability of expert e; arXiv:2101.03961 */
     double balance;
-    /* weight of the router z-loss: the mean over tokens of log(sum of e^logits)^2;
+    /* weight of the router z-loss. The loss is the mean over tokens of log(sum of e^logits)^2;
        arXiv:2202.08906 */
     double z;
-    /* number of sequences in the whole step over all ranks, the divisor of both means; required if
-       balance or z is not 0 */
+    /* number of sequences in the whole step over all ranks, from which both means are computed;
+       required if balance or z is not 0 */
     int64_t sequences;
-    /* (E), f32 (f64 in an f64 model), no gradient: added to the probabilities when experts are
-       chosen, but not when their outputs are weighted; arXiv:2408.15664, see dt_route_update_bias.
-       NULL: none */
+    /* (E), f32 (f64 in an f64 model), without a gradient. The bias is added to the probabilities
+       when experts are chosen, but not when their outputs are weighted; arXiv:2408.15664, see
+       dt_route_update_bias. NULL: no bias */
     dt_tensor *bias;
-    dt_comm *tp; /* x is placed over tp as `outside` says: DT_REPLICATE or DT_SHARD(1) */
+    dt_comm *tp; /* x has the placement `outside` over tp: DT_REPLICATE or DT_SHARD(1) */
     dt_placement outside;
     /* group over which each sequence is sharded, in the order of dt_cp_token for `kind`; NULL: not
        sharded */
     dt_comm *cp;
-    int kind;
-    /* host (B,T'): the position 0 .. T-1 of each token of x in its sequence of T tokens; overrides
-       the order of dt_cp_token. NULL: that order */
+    int kind; /* DT_CP_* */
+    /* (B,T') in host memory: the position, 0 to T-1, of each token of x in its sequence of T
+       tokens. NULL: the positions of dt_cp_token */
     const int32_t *positions;
     dt_route_counts *counts; /* NULL: count nothing */
 } dt_route_desc;
 
 /* Routing: which token goes to which expert. Read-only for the caller; lives until dt_reset. */
 typedef struct dt_routing {
-    /* batch: B sequences; tokens: T tokens per sequence in this rank's tensor-parallel region,
-       which has the tokens of all ranks of tp */
+    /* batch is B, the number of sequences. tokens is T, the number of tokens per sequence in this
+       rank's tensor-parallel region, which has the tokens of all ranks of tp. */
     int64_t batch, tokens;
-    int64_t experts, k;
+    int64_t experts, k; /* E and k */
     /* (B,T,k) f32 (f64 in an f64 model): the weights of the chosen experts. Placement DT_COPY over
        tp: every rank has all the weights, and each rank's gradient is a partial sum */
     dt_tensor *gates;
-    int32_t *choices;      /* (B,T,k) host: chosen experts, best first; -1: dropped */
-    int64_t rows;          /* set by dt_dispatch: number of rows that this rank's experts got */
-    int64_t local_experts; /* set by dt_dispatch: number of experts on this rank */
-    int64_t *expert_rows;  /* set by dt_dispatch: host (local_experts), number of rows of each */
+    /* (B,T,k) in host memory: each token's experts, best first; -1 for a dropped choice */
+    int32_t *choices;
+    /* dt_dispatch sets the three fields below. */
+    int64_t rows;          /* number of rows that this rank's experts received */
+    int64_t local_experts; /* number of experts on this rank */
+    int64_t *expert_rows;  /* (local_experts) in host memory: number of rows of each local expert */
     struct dt__exchange *exchange;
 } dt_routing;
 
-/* [collective: desc.tp, desc.cp] Router. x (B,T',C), w (E,C); the router computes in f32 (f64).
-   Chooses the k largest of softmax(x w^T), ties to the lowest expert. A token's weight is the
-   probability itself for k = 1 (arXiv:2101.03961), and for k > 1 the probability divided by the sum
-   of the k chosen probabilities (arXiv:2401.04088). The gradient of the weight reaches x and w. The
-   side losses are attached with dt_loss: each rank attaches the part of its own tokens. Returns
-   NULL after DT_ERR_SHAPE or DT_ERR_ARG; the error text names what does not match. In a dry run,
-   choice j of token t of a sequence is expert (k t + j) mod E. */
+/* [collective: desc.tp, desc.cp] Router of a mixture-of-experts layer for x (B,T',C), with the
+   router's weight w (E,C). The router computes in f32 (f64 in an f64 model). For each token it
+   chooses the k experts with the largest probabilities softmax(x w^T); of equal probabilities the
+   lower expert wins. The output of a chosen expert is weighted with its probability if k = 1
+   (arXiv:2101.03961), and with its probability divided by the sum of the k chosen probabilities if
+   k > 1 (arXiv:2401.04088). The gradients of these weights flow to x and w. The two losses of desc
+   are attached with dt_loss: each rank attaches its own tokens' part. Returns NULL after
+   DT_ERR_SHAPE or DT_ERR_ARG; the error text names what does not match. In a dry run, choice j of
+   token t of a sequence is expert (k t + j) mod E. */
 DT_API dt_routing *dt_route(dt_tensor *x, dt_tensor *w, dt_route_desc desc);
 /* [collective: ep] Token dispatch. Sends the tokens of x (B,T,C) to the ranks of their experts. x
    has all tokens of the tensor-parallel region, as dt_tp_enter returns them. Returns rows (R,C) for
-   this rank's experts, ordered by expert, then source rank, then token. R may be 0. DT_ERR_SHAPE
-   where ep does not divide E or x does not match the routing. */
+   this rank's experts, ordered by expert, then source rank, then token. R may be 0. Fails with
+   DT_ERR_SHAPE if the number of ranks of ep does not divide E, or if x does not match the
+   routing. */
 DT_API dt_tensor *dt_dispatch(dt_tensor *x, dt_routing *routing, dt_comm *ep);
 
 typedef struct dt_expert_desc {
-    int activation; /* DT_ACT_*, except AFFINE; 0: none */
-    /* group over which w is sharded along its inputs (row-parallel); only rank 0 of the group adds
-       b. NULL: w is not row-parallel */
+    int activation; /* DT_ACT_*, except DT_ACT_AFFINE; 0: none */
+    /* group over which w is sharded along its inputs (row-parallel), or NULL. Only rank 0 of the
+       group adds b */
     dt_comm *row_parallel;
 } dt_expert_desc;
-/* [local] x (R,I), w (local_experts,O..,I), b (local_experts,O..) or NULL -> (R,O..): act(x w^T +
-   b), each row with its expert's matrix. An expert's gradient is a sum over the expert's rows in
-   row order. Gated experts use w (local_experts,2,F,I) and dt_swiglu. An expert without rows has a
-   gradient of zero. */
+/* [local] Returns act(x w^T + b), (R,O..): each row of x (R,I) is multiplied by the matrix of its
+   expert. w is (local_experts,O..,I); b is (local_experts,O..) or NULL. An expert's gradient is a
+   sum over the expert's rows in row order; the gradient of an expert without rows is zero. Gated
+   experts use w (local_experts,2,F,I) and dt_swiglu. */
 DT_API dt_tensor *dt_expert_linear(
     dt_tensor *x, const dt_routing *routing, dt_tensor *w, dt_tensor *b, dt_expert_desc desc);
 /* [collective: ep] Token combine. Sends rows (R,O) back to the ranks of their tokens. Returns
-   (B,T,O): for each token the sum of its rows times their gates, best choice first, summed in f32
-   (f64) and rounded once. A token whose choices are all dropped gets 0. */
+   (B,T,O): for each token the sum of its rows times their gates, summed from its best choice on in
+   f32 (f64 in an f64 model) and rounded once. A token whose choices are all dropped gets 0. */
 DT_API dt_tensor *dt_combine(dt_tensor *rows, dt_routing *routing);
 /* [collective: the n groups; for a parameter at ZeRO-3 also its data group] Load balancing without
-   an auxiliary loss, called after a step. Sums counts (E), the step's choices of each expert, over
-   the groups in place, then sets bias_e += rate sign(mean - counts_e). The groups are axes of a
-   mesh: any two of them share exactly one rank. bias (E): a frozen parameter of f32 or f64, or any
-   tensor of these dtypes. */
+   an auxiliary loss, called after a step. `counts` (E) says how often each expert was chosen in the
+   step; the function sums `counts` over the groups in place. It then adds rate sign(mean(counts) -
+   counts_e) to bias_e for each expert e. The groups are axes of a mesh: any two of them share
+   exactly one rank. `bias` (E) is a frozen parameter or any other tensor, of f32 or f64. */
 DT_API dt_status dt_route_update_bias(
     dt_tensor *bias, double *counts, double rate, dt_comm *const *groups, int n);
 
@@ -492,18 +519,18 @@ DT_API dt_status dt_route_update_bias(
 
 /* A pipeline partitions the layers of a model into S stages. Each of p ranks holds v stages, its
    chunks, and a step has m micro-batches. A schedule says what each rank computes in which order:
-   for each stage and micro-batch one forward (F) and one backward. The backward runs at once (B) or
-   in two halves. The first half computes the gradient of the stage's input (I), for which the
-   preceding stage waits; the second half computes the gradients of the stage's parameters (W)
-   later.
+   for each stage and micro-batch one forward (F) and one backward. The backward runs in one piece
+   (B) or in two halves. The first half (I) computes the gradient of the stage's input, for which
+   the preceding stage waits. The second half (W) runs later and computes the gradients of the
+   stage's parameters.
 
-   A schedule is data. A generator lists computations; the lowering adds messages and slots; one
-   checker, one simulator, one drawing and one executor (section 7) serve all schedules. Bubble
-   fraction = idle time / computing time. The table is for rank r, if a backward takes as long as
-   two forwards (I and W as long as one each) and messages take no time:
+   A schedule is data. A generator lists the computations, and the lowering adds messages and slots.
+   All schedules share one checker, one simulator, one drawing and one executor (section 7). Bubble
+   fraction = idle time / computing time. The table is for rank r. It assumes that a backward takes
+   as long as two forwards, I and W take as long as one forward each, and messages take no time:
 
        kind          bubble fraction   micro-batches held   source
-       NAIVE         p - 1             1                    one at a time, all stages and back
+       NAIVE         p - 1             1                    one micro-batch at a time
        AFAB          (p - 1) / m       m                    GPipe: Y. Huang et al., arXiv:1811.06965
        1F1B          (p - 1) / m       min(p - r, m)        PipeDream-Flush: D. Narayanan et al.,
                                                             arXiv:2006.09503
@@ -512,18 +539,19 @@ DT_API dt_status dt_route_update_bias(
        ZB            (p - 1) / (3 m)   min(p, m)            zero bubble, ZB-H1: P. Qi et al.,
                                                             arXiv:2401.10241
 
-   Section 16 draws the schedules. INTERLEAVED: the table holds where p divides m, with w = 2 (p - r
-   - 1) + (v - 1) G + 1 and G = p. Micro-batches pass a chunk in groups of G (A. Grattafiori et al.,
-   arXiv:2407.21783), so that every m is possible. If m >= p, G is any number from p to m for which
-   m % G is 0 or at least p; if m < p, G = m. ZB: the table holds for p <= m.
+   Section 16 draws the schedules. The row ZB holds if p <= m. The row INTERLEAVED holds if p
+   divides m; in it w = 2 (p - r - 1) + (v - 1) G + 1 with G = p. In general each chunk processes
+   the micro-batches in groups of G (A. Grattafiori et al., arXiv:2407.21783), so every m is
+   possible. If m >= p, G is any number from p to m for which m % G is 0 or at least p. If m < p, G
+   is m.
 
-   A slot holds one micro-batch of one chunk: everything that the backward needs, from F to B or W,
-   and from I to W also the gradients of activations and the recomputed tensors. A gradient that is
-   sent stays in its slot until the receiver begins to use the gradient, so an F that reuses the
-   slot may have to wait for the receiver. A rank has enough slots for no rank to wait for a slot if
-   all stages take the same time. This number equals the micro-batches that the rank holds, except
-   for INTERLEAVED, whose chunks wait for each other: if p divides m the first ranks have one slot
-   more, else several more. */
+   A slot holds one micro-batch of one chunk: from F to B or W it holds everything that the backward
+   needs, and from I to W also the gradients of activations and the recomputed tensors. A gradient
+   that is sent stays in its slot until the receiver begins to use the gradient, so an F that reuses
+   the slot may have to wait for the receiver. A rank has so many slots that no rank waits for a
+   slot if all stages take the same time. The number of slots equals the number of micro-batches
+   that the rank holds, except for INTERLEAVED, whose chunks wait for each other: the first ranks
+   have one more slot if p divides m, and several more slots if p does not divide m. */
 enum {
     DT_SCHEDULE_NAIVE = 0,
     DT_SCHEDULE_AFAB,
@@ -535,21 +563,22 @@ enum {
 
 /* One computation of one rank, with the message it waits for and the message it sends. */
 typedef struct dt_action {
-    /* DT_FORWARD, DT_BACKWARD, or DT_BACKWARD_INPUT and later DT_BACKWARD_WEIGHT */
+    /* DT_FORWARD (F), DT_BACKWARD (B), DT_BACKWARD_INPUT (I) or DT_BACKWARD_WEIGHT (W) */
     dt_phase phase;
     int micro, chunk;
     /* index of the chunk's stage; the lowering sets this field and all fields below */
     int stage;
-    /* slot on this rank, acquired by F and released after B or W; -1: a backward without its F */
+    /* slot on this rank, acquired by F and released after B or W; -1 for a backward whose F is
+       missing */
     int slot;
-    /* rank that sends the input and rank that receives the result, either of which may be this
-       rank; -1: none (first and last stage, and W) */
+    /* recv_from is the rank that sends the input, send_to the rank that receives the result. Either
+       may be this rank. -1: no message, which is so at the ends of the pipeline and in W */
     int recv_from, send_to;
 } dt_action;
 
 typedef struct dt_schedule dt_schedule;
-/* A generator: calls dt_schedule_add for every computation, for each rank in the order in which the
-   rank computes. */
+/* A generator: calls dt_schedule_add for every computation. It adds the computations of each rank
+   in the order in which the rank runs them. */
 typedef void (*dt_schedule_fn)(dt_schedule *schedule, void *user);
 /* Returns the stage index of the rank's chunk. Each of ranks x chunks stages must occur once. */
 typedef int (*dt_stage_map_fn)(int rank, int chunk, void *user);
@@ -558,85 +587,91 @@ typedef struct dt_schedule_desc {
     int kind;   /* DT_SCHEDULE_* */
     int ranks;  /* p: at least 1 */
     int micros; /* m: at least 1 */
-    /* v: chunks of each rank; 0 -> 2 for INTERLEAVED, else 1; only INTERLEAVED and generators may
-       have more than 1 */
+    /* v: chunks of each rank; 0 means 2 for INTERLEAVED and 1 for all others. Only INTERLEAVED and
+       generators of your own may have more than 1 */
     int chunks;
-    int micro_group;          /* G of INTERLEAVED: 0 -> the smallest that is allowed */
-    dt_schedule_fn generate;  /* not NULL: a generator of your own, in place of kind */
-    dt_stage_map_fn stage_of; /* NULL: chunk * ranks + rank */
+    int micro_group;          /* G of INTERLEAVED; 0 means the smallest G that is allowed */
+    dt_schedule_fn generate;  /* NULL: the generator of `kind`; else your own generator */
+    dt_stage_map_fn stage_of; /* NULL: the stage is chunk * ranks + rank */
     void *user;               /* passed to both functions */
     const char *name;         /* copied; NULL: the kind's name */
-    /* 1: each rank has exactly as many slots as it holds micro-batches, and may wait for a slot.
-       DT_ERR_ARG for an INTERLEAVED schedule that would deadlock with this number */
+    /* 1: each rank has exactly as many slots as it holds micro-batches, and may wait for a slot. An
+       INTERLEAVED schedule that would then deadlock fails with DT_ERR_ARG */
     int min_slots;
-    /* additional slots on each rank, which let messages take time; 0: none */
+    /* number of additional slots on each rank, so that fewer forwards wait for a slot when messages
+       take time */
     int extra_slots;
-    /* 1: create the schedule even if it is wrong; the simulator and the drawing show where it
-       stops */
+    /* 1: create the schedule even if it is wrong; the simulator and the drawing show where the
+       schedule stops */
     int unchecked;
 } dt_schedule_desc;
 
-/* [local] Generates, lowers and checks a schedule. Returns NULL after DT_ERR_ARG or DT_ERR_MEM.
-   DT_ERR_ARG: a field of desc is out of range, or dt_schedule_check finds an error, which the error
-   text repeats. */
+/* [local] Generates, lowers and checks a schedule. Returns NULL after DT_ERR_MEM or DT_ERR_ARG. The
+   error is DT_ERR_ARG if a field of desc is out of range or dt_schedule_check finds an error; the
+   error text then contains the text of dt_schedule_check. */
 DT_API dt_schedule *dt_schedule_make(dt_ctx *ctx, dt_schedule_desc desc);
-/* [local] NULL is allowed. When the context ends it frees the schedules that the program has not
-   freed. */
+/* [local] Frees a schedule; NULL is allowed. Schedules that the program has not freed are freed
+   when the context ends. */
 DT_API void dt_schedule_free(dt_schedule *schedule);
 /* [local] For generators: appends the rank's next computation. Fails the context with DT_ERR_ARG if
    the phase, rank, micro-batch or chunk does not exist, or if no generator is running. */
 DT_API dt_status dt_schedule_add(
     dt_schedule *schedule, int rank, dt_phase phase, int micro, int chunk);
 
-/* [local] The schedule's sizes; 0 for NULL. Generators may call these too. */
+/* [local] Return the schedule's sizes, or 0 if schedule is NULL. Generators may call these
+   functions too. */
 DT_API int dt_schedule_ranks(const dt_schedule *schedule);
 DT_API int dt_schedule_chunks(const dt_schedule *schedule); /* per rank */
 DT_API int dt_schedule_stages(const dt_schedule *schedule); /* ranks x chunks */
 DT_API int dt_schedule_micros(const dt_schedule *schedule);
 DT_API int dt_schedule_micro_group(const dt_schedule *schedule); /* G; 0 if not INTERLEAVED */
 DT_API const char *dt_schedule_name(const dt_schedule *schedule);
-/* [local] The stage of the rank's chunk, and the rank that holds a stage. Both return -1 if an
-   argument is out of range. */
+/* [local] dt_schedule_stage_of returns the stage of the rank's chunk, dt_schedule_rank_of the rank
+   that holds the stage. Both return -1 if an argument is out of range. */
 DT_API int dt_schedule_stage_of(const dt_schedule *schedule, int rank, int chunk);
 DT_API int dt_schedule_rank_of(const dt_schedule *schedule, int stage);
-/* [local] The rank's actions in the order in which the rank runs them, and the number of these
-   actions; NULL and 0 if the rank is out of range. */
+/* [local] dt_schedule_actions returns the rank's actions in the order in which the rank runs them,
+   dt_schedule_count the number of these actions. They return NULL and 0 if the rank is out of
+   range. */
 DT_API const dt_action *dt_schedule_actions(const dt_schedule *schedule, int rank);
 DT_API int dt_schedule_count(const dt_schedule *schedule, int rank);
-/* [local] Index of the rank's first action in the list of all ranks' actions, which starts with
-   rank 0. For rank p: the number of all actions. */
+/* [local] Returns the number of actions of all ranks below `rank`. This is the index of the rank's
+   first action in an array that holds first the actions of rank 0, then those of rank 1, and so on.
+   Rank p, the number of ranks, is allowed: the result is then the number of all actions. */
 DT_API int dt_schedule_offset(const dt_schedule *schedule, int rank);
-/* [local] The largest number of micro-batches in flight on the rank, over all its chunks, and the
-   rank's number of slots; 0 if the rank is out of range. */
+/* [local] dt_schedule_max_in_flight returns the largest number of micro-batches that the rank holds
+   at the same time, summed over its chunks. dt_schedule_slots returns the rank's number of slots.
+   Both return 0 if the rank is out of range. */
 DT_API int dt_schedule_max_in_flight(const dt_schedule *schedule, int rank);
 DT_API int dt_schedule_slots(const dt_schedule *schedule, int rank);
 
 typedef struct dt_schedule_metrics {
-    int actions;       /* of all ranks */
-    int messages;      /* between different ranks */
-    int max_in_flight; /* largest over the ranks */
-    int max_slots;     /* largest over the ranks */
+    int actions;       /* number of actions of all ranks */
+    int messages;      /* number of messages between different ranks */
+    int max_in_flight; /* the largest dt_schedule_max_in_flight of a rank */
+    int max_slots;     /* the largest dt_schedule_slots of a rank */
     int cycle_length;  /* number of ranks that wait for each other in a cycle; 0: no deadlock */
 } dt_schedule_metrics;
-/* [local] Checks the schedule. Returns DT_OK, or DT_ERR_ARG with the first error in text; the
-   context does not fail. Checks that each computation occurs once; that no rank waits for ever
-   (deadlock); and that each chunk accumulates gradients, in B and W, in ascending order of
-   micro-batches. For the deadlock check every rank runs its actions in order, F waits for the F of
-   the preceding stage and for a slot, and B and I wait for the B or I of the following stage.
-   metrics may be NULL. */
+/* [local] Checks the schedule. Returns DT_OK, or DT_ERR_ARG with the first error in `text`; the
+   context does not fail. Checks that each computation occurs once, that no rank waits for ever
+   (deadlock), and that each chunk accumulates gradients, in B and W, in ascending order of
+   micro-batches. The deadlock check assumes that every rank runs its actions in order, that F waits
+   for the F of the preceding stage and for a slot, and that B and I wait for the B or I of the
+   following stage. metrics may be NULL. */
 DT_API dt_status dt_schedule_check(
     const dt_schedule *schedule, dt_schedule_metrics *metrics, char *text, size_t text_bytes);
 
 /* Seconds that one micro-batch takes in one stage. B takes input + weight. */
 typedef struct dt_schedule_costs {
-    double forward, input, weight; /* F, I, W; the same in all stages */
-    /* (stages,3) forward, input, weight of each stage; NULL: the three fields above */
+    double forward, input, weight; /* seconds of F, I and W, the same in all stages */
+    /* (stages,3): forward, input and weight of each stage; NULL: the three fields above hold for
+       all stages */
     const double *stages;
     /* seconds from the end of an action until another rank can begin an action that uses the
        result */
     double message;
 } dt_schedule_costs;
-/* Begin and end of an action in seconds. begin > end: the action did not run. */
+/* Begin and end of an action in seconds. If begin > end, the action did not run. */
 typedef struct dt_span {
     double begin, end;
 } dt_span;
