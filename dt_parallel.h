@@ -323,11 +323,10 @@ DT_API dt_tensor *dt_distribute(dt_ctx *ctx, dt_dtype dtype, dt_shape full, cons
 enum { DT_CP_RING = 0, DT_CP_ZIGZAG, DT_CP_ALLGATHER, DT_CP_ULYSSES };
 
 /* [local] Zig-zag and other orders of tokens. Returns the position that the i-th token of rank r
-   has in its sequence. RING, ALLGATHER and ULYSSES give each rank T/c consecutive tokens. With them
-   and a causal mask
-   the last rank then has 2 - 1/c times the mean work. The zig-zag order divides the sequence into
-   2c chunks and gives rank r the chunks r and 2c-1-r, so that all ranks have the same work. With c
-   = 2:
+   has in its sequence. RING, ALLGATHER and ULYSSES give each rank T/c consecutive tokens; under a
+   causal mask the last rank then has 2 - 1/c times the mean work. The zig-zag order divides the
+   sequence into 2c chunks and gives rank r the chunks r and 2c-1-r, so that all ranks have the same
+   work. With c = 2, where x marks a chunk of queries that attends to a chunk of keys:
 
        chunk          0  1  2  3         keys:    0 1 2 3      pairs of rank 0: 1 + 4 = 5
        rank, RING     0  0  1  1         query 0  x                      rank 1: 2 + 3 = 5
@@ -411,7 +410,7 @@ DT_API void dt_cp_shard(
    statistics cover only the tokens that this rank passed to dt_route. For the totals, sum the
    fields over the mesh's data group, and also over tp if `outside` is DT_SHARD(1). */
 typedef struct dt_route_counts {
-    /* (E), the caller's array, or NULL: how often each expert was chosen, with dropped choices */
+    /* (E), the caller's array, or NULL: number of choices of each expert, including dropped ones */
     double *experts;
     /* choices: number of choices, k per token; dropped: number of choices that were dropped because
        they were beyond an expert's capacity */
@@ -431,8 +430,8 @@ typedef struct dt_route_desc {
        change */
     double capacity;
     /* weight of the load-balancing loss. The loss is the mean over sequences of E times the sum
-       over experts e of f_e P_e. f_e is the fraction of the choices that fell on expert e, with
-       dropped choices; P_e is the mean probability of expert e; arXiv:2101.03961 */
+       over experts e of f_e P_e. f_e is the fraction of all choices, including dropped ones, that
+       fell on expert e. P_e is the mean probability of expert e; arXiv:2101.03961 */
     double balance;
     /* weight of the router z-loss. The loss is the mean over tokens of log(sum of e^logits)^2;
        arXiv:2202.08906 */
@@ -675,29 +674,30 @@ typedef struct dt_schedule_costs {
 typedef struct dt_span {
     double begin, end;
 } dt_span;
-/* [local] Simulates the schedule. Writes when each action begins and ends, from time 0, to spans,
-   which has dt_schedule_offset(schedule, p) elements. Fails the context with DT_ERR_ARG if a cost
-   is negative or not finite. If an unchecked schedule deadlocks, returns DT_ERR_ARG but does not
-   fail the context; an action that never begins has the span { 0, -1 }. */
+/* [local] Simulates the schedule from time 0 and writes the begin and the end of each action to
+   `spans`, which has dt_schedule_offset(schedule, p) elements. Fails the context with DT_ERR_ARG if
+   a cost is negative or not finite. If an unchecked schedule deadlocks, returns DT_ERR_ARG but does
+   not fail the context; an action that never begins has the span { 0, -1 }. */
 DT_API dt_status dt_schedule_simulate(
     const dt_schedule *schedule, dt_schedule_costs costs, dt_span *spans);
 
 typedef struct dt_schedule_bubble {
     double makespan;          /* time from the first begin to the last end over all ranks */
-    double work;              /* computing time of the rank, or of the busiest rank */
+    double work;              /* computing time of the rank; for rank -1, of the busiest rank */
     double idle_per_work;     /* (makespan - work) / work: the bubble fraction of the papers */
-    double idle_per_makespan; /* (makespan - work) / makespan: the fraction of time that is lost */
+    double idle_per_makespan; /* (makespan - work) / makespan: the idle fraction of the time */
 } dt_schedule_bubble;
-/* [local] Bubble fraction of one rank, or of the whole pipeline for rank -1, from simulated or
-   measured spans. All fields are 0 if the rank does not exist or has no work. */
+/* [local] Bubble fraction of one rank (for rank -1, of the whole pipeline), computed from simulated
+   or measured spans. All fields are 0 if the rank does not exist or has no work. */
 DT_API dt_schedule_bubble dt_schedule_bubble_of(
     const dt_schedule *schedule, const dt_span *spans, int rank);
 
 /* [local] Partitions n consecutive items (layers) with costs >= 0 into `stages` non-empty parts so
-   that the most expensive part is as cheap as possible: part i is items first[i] to first[i+1] - 1;
-   first (stages + 1). Among several best partitions the function takes an even one, with cheaper
-   first parts, because the first stages hold the most micro-batches. Returns DT_ERR_ARG with the
-   reason in text if there are fewer items than stages, or a cost is negative or not finite. */
+   that the most expensive part is as cheap as possible. Part i consists of the items first[i] to
+   first[i+1] - 1; `first` has stages + 1 elements. Among several best partitions the function takes
+   an even one in which the first parts are cheaper, because the first stages hold the most
+   micro-batches. Returns DT_ERR_ARG, with the reason in `text`, if there are fewer items than
+   stages or if a cost is negative or not finite. */
 DT_API dt_status dt_partition_stages(
     const double *costs, int n, int stages, int *first, char *text, size_t text_bytes);
 
@@ -707,15 +707,16 @@ typedef struct dt_timeline {
     const dt_schedule *schedule;
     const dt_span *spans; /* dt_schedule_offset(schedule, p) elements */
 } dt_timeline;
-/* [local] Draws n timelines as SVG, one below the other, to the same scale. Each rank is a row, and
-   each action is a box with the number of its micro-batch; the phase gives the colour, and later
-   chunks are lighter. The title shows the bubble fraction. The file is written as by
-   dt_file_write. */
+/* [local] Draws n timelines into an SVG file, one below the other, to the same scale. Each rank is
+   a row, and each action is a box with the number of its micro-batch. The colour of the box shows
+   the phase; later chunks are lighter. The title shows the bubble fraction. The file is written as
+   by dt_file_write. */
 DT_API dt_status dt_schedule_svg(dt_ctx *ctx, const char *path, const dt_timeline *lines, int n);
 /* [local] Draws a schedule for a terminal, one line per rank: "rank  0 |0123....abcd|". F is a
    digit, B and I are a lower-case letter and W is an upper-case letter; micro-batch 0 is 0, a or A,
-   and so is micro-batch 10. columns: width of the time axis; 0 means 72. DT_ERR_ARG if text is too
-   small; p (columns + 12) + 1 bytes are enough for p < 1000. */
+   and so is micro-batch 10. `columns` is the width of the time axis in characters; 0 means 72.
+   Fails with DT_ERR_ARG if `text` is too small; p (columns + 12) + 1 bytes are enough if p <
+   1000. */
 DT_API dt_status dt_schedule_text(
     const dt_schedule *schedule, const dt_span *spans, int columns, char *text, size_t text_bytes);
 
@@ -730,7 +731,8 @@ DT_API dt_status dt_schedule_text(
        static dt_tensor *run(dt_tensor *x, int stage, int micro, void *user) {
            if (stage == 0) x = dt_input(...micro-batch `micro`...);
            x = ...the layers of this stage...;
-           return stage < last ? x : dt_mse(x, ..., B);  // B of the whole step: losses add up
+           // B counts the whole step, so that the losses of the micro-batches add up
+           return stage < last ? x : dt_mse(x, ..., B);
        }
 
    Register the parameters of a stage after dt_stage(ctx, stage), on the rank that holds the stage.
@@ -748,16 +750,17 @@ typedef dt_tensor *(*dt_stage_run_fn)(dt_tensor *x, int stage, int micro, void *
 
 typedef struct dt_pipe_desc {
     const dt_schedule *schedule;
-    dt_comm *comm; /* the pipeline group, with the schedule's rank numbers; NULL: one rank */
+    dt_comm *comm; /* the pipeline group: its rank r is the schedule's rank r; NULL: one rank */
     dt_stage_run_fn run;
     void *user; /* passed to run */
-    /* not 0: run only the forwards of this many micro-batches, for example for evaluation */
+    /* If not 0, only forwards run, for example for evaluation, and this is the number of
+       micro-batches. 0: the whole schedule runs */
     int forward_micros;
     /* minimum duration of each action, which makes a schedule visible on a small model; NULL: run
        at full speed */
     const dt_schedule_costs *min_durations;
-    /* output, dt_schedule_count elements: begin and end of each action of this rank, by this rank's
-       clock; or NULL */
+    /* Output, or NULL: begin and end of each action of this rank by this rank's clock;
+       dt_schedule_count elements */
     dt_span *spans;
 } dt_pipe_desc;
 
@@ -795,22 +798,22 @@ typedef struct dt_data_order {
    (n-1) B + (j R + r) b + i) mod S; -1 if S < 1, n < 1, or a field or argument is negative. */
 DT_API int64_t dt_data_order_sequence(
     dt_data_order order, int64_t step, int micro_step, int replica, int i);
-/* [local] Returns how many times the whole data set was read before that sequence is read:
-   floor((consumed + (n-1) B + (j R + r) b + i) / S), at most INT64_MAX. Returns 0 if
-   dt_data_order_sequence returns -1. */
+/* [local] Returns how many times the whole data set has been read before the sequence that
+   dt_data_order_sequence returns: floor((consumed + (n-1) B + (j R + r) b + i) / S), at most
+   INT64_MAX. Returns 0 if dt_data_order_sequence returns -1. */
 DT_API int64_t dt_data_order_epoch(
     dt_data_order order, int64_t step, int micro_step, int replica, int i);
 
 /* Batch size ramp-up over the first `samples` sequences of a run, because small batches learn more
    from each sequence while the gradient signal is strong (S. McCandlish et al., arXiv:1812.06162;
-   T. Brown et al., arXiv:2005.14165). The batch grows from `start` by `incr`, K = (batch - start) /
-   incr times, after equal parts of `samples`, up to `batch`. */
+   T. Brown et al., arXiv:2005.14165). The batch size begins with `start` and grows K = (batch -
+   start) / incr times by `incr`, each time after samples / K sequences, until it is `batch`. */
 typedef struct dt_batch_ramp {
-    int64_t start, incr; /* sequences */
-    /* number of sequences after which all steps have size `batch`; 0: all steps have size
-       `batch` */
+    int64_t start, incr; /* first batch size, and increment, in sequences */
+    /* length of the ramp in sequences, after which all steps have size `batch`; 0: no ramp, so all
+       steps have size `batch` */
     int64_t samples;
-    int64_t batch;
+    int64_t batch; /* final batch size in sequences */
 } dt_batch_ramp;
 
 /* [local] Checks the ramp: every size must be a multiple of unit = micro-batch x replicas. On
@@ -826,23 +829,23 @@ DT_API int64_t dt_batch_ramp_size(dt_batch_ramp ramp, int64_t consumed);
    Use this value as `consumed` of dt_data_order for step n. */
 DT_API int64_t dt_batch_ramp_consumed(dt_batch_ramp ramp, int64_t step);
 
-/* Distributed sampler: which of n samples each of R ranks reads, as PyTorch's DistributedSampler.
-   An epoch has an order of all samples: 0, 1, .. n-1, or shuffled. The order's length is made a
-   multiple of R: the order is padded with its own beginning, repeatedly if needed; with drop_last
-   the remainder is left out instead. Rank r reads entries r, r + R, r + 2R, .., so that every rank
-   reads the same number of samples.
+/* Distributed sampler: decides which of n samples each of R ranks reads, like PyTorch's
+   DistributedSampler. Each epoch has an order of all samples: 0, 1, .. n-1, or a shuffled order.
+   The length of this order is made a multiple of R: the order is padded with its own beginning,
+   repeatedly if needed, or, with drop_last, the last n mod R entries are left out. Rank r reads the
+   entries r, r + R, r + 2R, .., so that every rank reads the same number of samples.
 
    The shuffled order is torch.randperm(n) of a CPU generator with seed + epoch, reduced to 32 bits.
    For each index in order, a 32-bit number of the Mersenne twister modulo the number of remaining
-   samples selects the sample (Fisher-Yates). For n >= 2^32 / 20 torch uses another algorithm, and
-   dt refuses to shuffle so large an n. */
+   samples selects the sample (Fisher-Yates). For n >= 2^32 / 20 torch uses another algorithm, so dt
+   refuses to shuffle that many samples. */
 typedef struct dt_sampler dt_sampler;
 #define DT_SAMPLER_MAX_SHUFFLED 214748363 /* largest number of samples that can be shuffled */
 typedef struct dt_sampler_desc {
     int64_t samples;    /* n: at least 1 */
     int replicas, rank; /* R: at least 1; 0 <= r < R */
-    uint64_t seed;      /* same on every rank */
-    int shuffle;        /* 1: a different order in each epoch */
+    uint64_t seed;      /* must be the same on every rank */
+    int shuffle;        /* 1: a different order in each epoch; 0: always 0, 1, .. n-1 */
     /* 1: each epoch leaves out up to R-1 samples; 0: each epoch repeats up to R-1 samples */
     int drop_last;
 } dt_sampler_desc;
@@ -853,58 +856,62 @@ typedef struct dt_sampler_state {
     int64_t position; /* number of samples of this epoch that the rank has read */
 } dt_sampler_state;
 
-/* [local] Creates a sampler at the start of epoch 0. With shuffle the sampler holds 4 bytes per
-   sample (class host), else none. Returns NULL after DT_ERR_ARG (a field of desc is out of range)
-   or DT_ERR_MEM. */
+/* [local] Creates a sampler at the start of epoch 0. A sampler that shuffles holds 4 bytes of host
+   memory per sample. Returns NULL after DT_ERR_ARG (a field of desc is out of range) or
+   DT_ERR_MEM. */
 DT_API dt_sampler *dt_sampler_make(dt_ctx *ctx, dt_sampler_desc desc);
-/* [local] NULL is allowed. When the context ends it frees the samplers that the program has not
-   freed. */
+/* [local] Frees a sampler; NULL is allowed. Samplers that the program has not freed are freed when
+   the context ends. */
 DT_API void dt_sampler_free(dt_sampler *sampler);
-/* [local] Number of samples that the rank reads in an epoch: n / R rounded up, or rounded down with
-   drop_last. 0 for NULL. */
+/* [local] Returns the number of samples that the rank reads in an epoch: n / R rounded up, or
+   rounded down with drop_last. Returns 0 for NULL. */
 DT_API int64_t dt_sampler_count(const dt_sampler *sampler);
 /* [local] Returns the rank's next sample, 0 .. n-1. Returns -1 for NULL, and after the end of the
    epoch until the program calls dt_sampler_set_epoch or dt_sampler_seek. */
 DT_API int64_t dt_sampler_next(dt_sampler *sampler);
-/* [local] Goes to the start of an epoch. The order of an epoch does not depend on earlier epochs.
-   DT_ERR_ARG: epoch below 0. */
+/* [local] Moves the sampler to the start of an epoch. The order of an epoch does not depend on
+   earlier epochs. Fails with DT_ERR_ARG if epoch < 0. */
 DT_API dt_status dt_sampler_set_epoch(dt_sampler *sampler, int64_t epoch);
-/* [local] dt_sampler_tell returns the sampler's position; { 0, 0 } for NULL. dt_sampler_seek
-   returns to a position, so that the sampler repeats the samples that followed this position. The
-   order of a new epoch is computed when its first sample is read. DT_ERR_ARG: an epoch below 0, a
-   position outside 0 .. dt_sampler_count. */
+/* [local] dt_sampler_tell returns the sampler's position; { 0, 0 } for NULL. dt_sampler_seek moves
+   the sampler to a position, so that dt_sampler_next returns the samples that followed it. The
+   order of a new epoch is computed when its first sample is read. dt_sampler_seek fails with
+   DT_ERR_ARG if the epoch is below 0 or the position is outside 0 .. dt_sampler_count. */
 DT_API dt_sampler_state dt_sampler_tell(const dt_sampler *sampler);
 DT_API dt_status dt_sampler_seek(dt_sampler *sampler, dt_sampler_state state);
 
-/* [collective: comm] Number of labels >= 0 over the ranks of comm: the denominator that makes a
-   loss the mean over the whole step in every layout. labels (n) is in host memory and has the
-   labels of all micro-batches. Not counted as traffic. After a failure returns this rank's own
-   number. */
+/* [collective: comm] Returns the number of labels >= 0 over all ranks of comm. As the denominator
+   of a loss this number makes the loss the mean over the whole step in every layout. `labels` (n)
+   is in host memory and has this rank's labels of all micro-batches. dt_comm_bytes does not count
+   this communication. After a failure returns this rank's own number. */
 DT_API double dt_count_labels(dt_comm *comm, const int32_t *labels, size_t n);
 
 // ==== 9. Text datasets ==========================================================================
 
-/* Text dataset: files read as one sequence of tokens. A file is either bytes, each byte a token
-   0..255, or an llm.c token shard, recognised by its magic number (20240520 with 16 bits per token,
-   20240801 with 32). All files must be of the same kind. N tokens hold S = floor((N-1)/T)
-   sequences; sequence i is tokens iT .. iT+T, so that its labels are its inputs shifted by one. */
+/* Text dataset: files that are read as one long sequence of N tokens. A file is either a byte file,
+   in which each byte is a token 0..255, or an llm.c token shard, recognised by its magic number
+   (20240520 with 16 bits per token, 20240801 with 32). All files must be of the same kind. The
+   dataset has S = floor((N-1)/T) sequences of T tokens. Sequence i uses the tokens iT .. iT+T: its
+   ids are the first T of these T+1 tokens, and its labels are the last T. */
 typedef struct dt_text dt_text;
 
-/* [local] Opens `files` files through the context's io table, as sequences of seq tokens. Returns
-   NULL after DT_ERR_IO: a file is missing, unreadable, not a regular file or a broken shard, the
-   files are of different kinds, or all files together are shorter than one sequence. */
+/* [local] Opens the files paths[0] to paths[files-1] through the context's io table, as sequences
+   of `seq` tokens. Returns NULL after DT_ERR_IO if a file is missing, unreadable, not a regular
+   file or a broken shard, if the files are of different kinds, or if all files together are shorter
+   than one sequence. */
 DT_API dt_text *dt_text_open(dt_ctx *ctx, const char *const *paths, int files, int seq);
-/* [local] NULL is allowed. When the context ends it closes the datasets that are still open. */
+/* [local] Closes a dataset; NULL is allowed. Datasets that are still open are closed when the
+   context ends. */
 DT_API void dt_text_close(dt_text *text);
-/* [local] Number of tokens and of sequences; 0 for NULL. */
+/* [local] Return the number of tokens (N) and of sequences (S); 0 for NULL. */
 DT_API int64_t dt_text_tokens(const dt_text *text);
 DT_API int64_t dt_text_sequences(const dt_text *text);
-/* [local] Exclusive upper bound of token ids: 256 for bytes, 65,536 or 2^31 for shards.
-   dt_embedding refuses ids outside its table, so a model may have a smaller vocabulary if all
-   tokens fit. 0 for NULL. */
+/* [local] Returns the exclusive upper bound of token ids: 256 for byte files; for shards 65,536 (16
+   bits per token) or 2^31 (32 bits); 0 for NULL. A model may have a smaller vocabulary if all ids
+   in the files are inside it; dt_embedding refuses ids outside its table. */
 DT_API int64_t dt_text_token_limit(const dt_text *text);
-/* [local] Reads ids (seq) and labels (seq) of one sequence. DT_ERR_ARG outside the dataset;
-   DT_ERR_IO names the file and the token. */
+/* [local] Reads the ids (seq) and the labels (seq) of one sequence. Fails with DT_ERR_ARG if the
+   dataset has no sequence of this number, and with DT_ERR_IO if it cannot be read; the error text
+   then names the file and the token. */
 DT_API dt_status dt_text_read(dt_text *text, int64_t sequence, int32_t *ids, int32_t *labels);
 
 // ==== 10. Dry runs ==============================================================================
@@ -914,15 +921,15 @@ DT_API dt_status dt_text_read(dt_text *text, int64_t sequence, int32_t *ids, int
    of ranks (as threads), so that no separate formula is needed. dt_memory_used and dt_comm_bytes
    count as always; every element read from a tensor is 0. */
 typedef struct dt_dry {
-    /* 2 m n k for each product; attention counts as without a mask, but pairs of chunks that dt_cp
-       skips count 0 */
+    /* number of FLOPs: 2 m n k for each matrix product. Attention counts as if it had no mask, but
+       pairs of chunks that dt_cp_attention skips count 0 */
     double flops;
     size_t kernel_calls;
-    uintptr_t next_address; /* next address to give out; never dereferenced */
+    uintptr_t next_address; /* address of the next allocation; never dereferenced */
 } dt_dry;
 /* [local] Makes the context a dry-run context. Must be the first call on the context, before it has
    tensors. The caller owns *dry, zeroes it before the call and may read it at any time; *dry must
-   outlive the context. Not for forked ranks, nor over MPI. */
+   outlive the context. Dry runs do not work in forked ranks or over MPI. */
 DT_API dt_status dt_dry_begin(dt_ctx *ctx, dt_dry *dry);
 
 #ifdef __cplusplus
@@ -1013,8 +1020,9 @@ dt_status dt_mesh_resolve(dt_mesh_desc *sizes, int ranks, char *text, size_t tex
     return DT_OK;
 }
 
-/* The group of the ranks whose coordinates differ from this rank's only along one axis. offset:
-   this rank's coordinate along that axis times the axis's stride. */
+/* Returns the group of the ranks whose coordinates differ from this rank's only along one axis (or
+   several axes together), or NULL if it has one rank. `offset` is this rank's coordinate along the
+   axis times the axis's stride, summed over the axes. */
 static dt_comm *dt__mesh_axis(
     dt_comm *world, int size, int offset, int key, const char *name, dt_axis axis) {
     if (size == 1) return NULL;
@@ -1073,7 +1081,8 @@ dt_mesh dt_mesh_make(dt_ctx *ctx, dt_mesh_desc desc) {
 
 /* dt_redistribute is a table of nine rows. A row is a function that redistributes one dense array
    over a group, so a new redistribution is a new row. The backward looks up the row of the dual
-   placements in the same table; dual swaps COPY and PARTIAL:
+   placements in the same table. The dual of COPY is PARTIAL and the reverse; REPLICATE and SHARD
+   are their own duals. For example:
 
        forward          x:  SHARD(1) --------- all-gather -------> COPY       :y
        backward        dx:  SHARD(1) <------ reduce-scatter ------ PARTIAL    :dy
@@ -1087,14 +1096,15 @@ typedef struct dt__redist {
     dt_comm *comm;
     dt_dtype dtype;
     const void *in;
-    /* scratch has `buffers` buffers of the row, each as large as the larger of in and out */
+    /* scratch holds as many buffers as dt__redist_row.buffers says, each as large as the larger of
+       `in` and `out` */
     void *out, *scratch;
     dt_shape in_shape, out_shape;
     int from_dim, to_dim; /* dimensions of SHARD placements */
 } dt__redist;
 
-/* A dense shape viewed as (outer, n, inner) around dimension n, which has `parts` shards.
-   shard_bytes is the size of one shard of an outer row, row_bytes the size of all its shards. */
+/* A dense array viewed as `outer` rows, each of which has all dimensions from the sharded one on. A
+   row has row_bytes bytes; shard_bytes of them belong to one shard. */
 typedef struct dt__shard_view {
     size_t outer, shard_bytes, row_bytes;
 } dt__shard_view;
@@ -1173,7 +1183,7 @@ static dt_status dt__redist_reduce_scatter(const dt__redist *m) {
 }
 
 /* in is full along to_dim and sharded along from_dim; out is full along from_dim and sharded along
-   to_dim. An all-to-all is not in place, so the scratch holds the sent data followed by the
+   to_dim. An all-to-all cannot run in place, so the scratch holds the sent data followed by the
    received data. */
 static dt_status dt__redist_all_to_all(const dt__redist *m) {
     int n = dt_comm_size(m->comm);
@@ -1240,7 +1250,7 @@ static const dt__redist_row *dt__redist_find(dt_placement from, dt_placement to)
     return NULL;
 }
 
-/* The placement of the gradient of a tensor placed as p. */
+/* Returns the placement of the gradient of a tensor with placement p. */
 static dt_placement dt__placement_dual(dt_placement p) {
     if (p.kind == DT_PLACEMENT_COPY) return DT_PARTIAL;
     if (p.kind == DT_PLACEMENT_PARTIAL) return DT_COPY;
@@ -1252,7 +1262,8 @@ static const char *dt__placement_name(dt_placement p) {
     return p.kind >= 0 && p.kind < 4 ? names[p.kind] : "no placement";
 }
 
-/* Runs one row of the table. accumulate: adds the result to out. */
+/* Runs the row from -> to of the table. The result is added to m.out if accumulate is 1, and
+   replaces it if accumulate is 0. */
 static dt_status dt__redist_run(dt__redist m, dt_placement from, dt_placement to, int accumulate) {
     const dt__redist_row *row = dt__redist_find(from, to);
     size_t in = (size_t)dt_count(m.in_shape), out = (size_t)dt_count(m.out_shape),
@@ -1295,7 +1306,7 @@ static dt__redist dt__redist_of(const dt_tensor *x, dt_tensor *y, dt_comm *comm)
     return m;
 }
 
-/* The backward of a -> b redistributes the gradient from dual(b) to dual(a). */
+/* The backward of a redistribution p -> q redistributes the gradient from dual(q) to dual(p). */
 static dt_status dt__redistribute_back(dt_node *n) {
     const dt__redist_saved *saved = (const dt__redist_saved *)n->saved;
     int accumulate = 0;
@@ -1312,7 +1323,8 @@ static dt_status dt__redistribute_recompute(dt_node *n) {
     return dt__redist_run(dt__redist_of(n->in[0], n->out, saved->comm), saved->from, saved->to, 0);
 }
 
-/* The local shape after the redistribution; nd is -1 if a dimension is missing or not divisible. */
+/* Returns the local shape after the redistribution over n ranks. Its nd is -1 if a sharded
+   dimension does not exist or n does not divide it. */
 static dt_shape dt__redist_shape(dt_shape shape, int n, dt_placement from, dt_placement to) {
     int bad = (from.kind == DT_PLACEMENT_SHARD && (from.dim < 0 || from.dim >= shape.nd)) ||
               (to.kind == DT_PLACEMENT_SHARD && (to.dim < 0 || to.dim >= shape.nd));
@@ -1325,8 +1337,8 @@ static dt_shape dt__redist_shape(dt_shape shape, int n, dt_placement from, dt_pl
     return shape;
 }
 
-/* Redistributes x to a new tensor y. transient: y's data are freed at the end of its block, and the
-   backward redistributes again. */
+/* Redistributes x to a new tensor y. If transient is 1, y's data are freed at the end of y's block,
+   and the backward redistributes x again. */
 static dt_tensor *dt__redist_new(
     dt_tensor *x, dt_comm *comm, dt_placement from, dt_placement to, int transient) {
     dt_ctx *ctx = x->ctx;
@@ -1360,7 +1372,7 @@ static dt_tensor *dt__redist_new(
     return NULL;
 }
 
-/* Records the op. d reserves space for a dt__redist_saved. */
+/* Records the op that made y. d must reserve space for a dt__redist_saved. */
 static dt_tensor *dt__redist_record(
     dt_tensor *y, dt_record_desc d, dt_comm *comm, dt_placement from, dt_placement to) {
     dt__redist_saved *saved = (dt__redist_saved *)dt_record_saved(y, d);
@@ -1394,8 +1406,9 @@ dt_tensor *dt_redistribute(dt_tensor *x, dt_comm *comm, dt_placement from, dt_pl
 /* Each layer is an ordinary op with a redistribution before it (f) or after it (g), as drawn in
    section 3. The bias and the residual of a row-parallel layer are added after g, so that they are
    added once. The vocabulary-parallel cross-entropy gathers two values per row: lse_r, the
-   log-sum-exp over rank r's columns, and target_r, the part of the target in rank r's columns (0 if
-   the label is in another rank's columns):
+   log-sum-exp over rank r's columns, and target_r, the sum over rank r's columns of target
+   probability times logit. Without label smoothing target_r is the label's logit, or 0 if the label
+   is in another rank's columns:
 
        lse = log(sum over r of e^(lse_r)),    loss = lse - (sum over r of target_r) */
 
@@ -1424,7 +1437,8 @@ static dt_status dt__row_add_bias(dt_tensor *y, const dt_tensor *b, const dt_ten
     return DT__KERNEL(y->ctx, "dt_row_linear", binary, &a);
 }
 
-/* Inputs: the partial sum, the bias, the residual. */
+/* The backward of dt_row_linear. The node's inputs are the partial sum, the bias and the
+   residual. */
 static dt_status dt__row_back(dt_node *n) {
     dt_tensor *y = n->out;
     size_t bytes = (dt__bytes(y) + 63) / 64 * 64;
@@ -1474,8 +1488,8 @@ static dt_status dt__vocab_gather(void *user, const double *mine, double *each, 
     return dt_all_gather((dt_comm *)user, mine, each, count, DT_F64);
 }
 
-/* Restricts d to this rank's `columns` of the `all` real columns (without padding), in rank
-   order. */
+/* Returns d restricted to this rank's columns. Each rank has `columns` columns, in rank order.
+   `all` is the number of real columns (without padding) of all ranks together. */
 static dt_loss_desc dt__vocab_desc(dt_loss_desc d, dt_comm *comm, int64_t columns, int64_t all) {
     d.shard.count = dt_comm_size(comm);
     d.shard.offset = dt_comm_rank(comm) * columns;
@@ -1539,7 +1553,8 @@ dt_kv_groups dt_kv_split(dt_ctx *ctx, dt_comm *tp, int kv_heads) {
 
 /* ---- distribution from one rank to all ---- */
 
-/* Distributes along one axis: rank 0 of m.comm has m.in; each rank gets its part in m.out. */
+/* Distributes a tensor along one axis: rank 0 of m.comm has the tensor in m.in, and each rank gets
+   its part in m.out. */
 static dt_status dt__distribute_axis(dt__redist m, dt_placement to) {
     int me = dt_comm_rank(m.comm), n = dt_comm_size(m.comm);
     size_t out = (size_t)dt_count(m.out_shape), bytes = out * dt_dtype_size(m.dtype);
@@ -1557,7 +1572,7 @@ static dt_status dt__distribute_axis(dt__redist m, dt_placement to) {
     return dt_scatter(m.comm, m.scratch, m.out, out, m.dtype, 0);
 }
 
-/* 1 if this rank is rank 0 of axis `axis` and of all axes after it. */
+/* Returns 1 if this rank is rank 0 of axes[axis] and of all axes after it, else 0. */
 static int dt__is_first_along(const dt_axis_placement *axes, int axis, int n) {
     for (; axis < n; axis++)
         if (dt_comm_rank(axes[axis].comm) != 0) return 0;
@@ -1674,25 +1689,25 @@ dt_status dt_cp_check(
 /* Minimum and maximum of the positions and documents of the tokens in one chunk of a sequence. */
 typedef struct dt__chunk_range {
     int32_t min_position, max_position, min_document, max_document;
-    int contiguous;
+    int contiguous; /* 1 if each token's position is the previous token's position plus 1 */
 } dt__chunk_range;
 
-/* A sequence consists of c * chunks_per_rank chunks, stored in the order of the ranks. Rank r has
-   chunk r * chunks_per_rank and, under ZIGZAG, the following chunk. */
+/* A sequence consists of c * chunks_per_rank chunks, numbered in the order of the ranks: rank r has
+   chunk r * chunks_per_rank and, if the kind is ZIGZAG, the next chunk. */
 struct dt_cp {
     dt_ctx *ctx;
     dt_comm *comm;
     dt_cp_desc desc;
     int explicit_positions; /* 1 if the caller passed positions */
-    int chunks_per_rank;    /* 1, or 2 under ZIGZAG */
+    int chunks_per_rank;    /* 2 if the kind is ZIGZAG, else 1 */
     int64_t chunk_tokens;
     dt_tensor *positions;    /* (B,T) on the device, in the order of the ranks */
     dt_tensor *documents;    /* same shape and order; or NULL */
     dt_tensor *local[2];     /* (B,T/c): this rank's positions and documents, for ALLGATHER */
-    dt__chunk_range *ranges; /* (B, c * chunks_per_rank) */
+    dt__chunk_range *ranges; /* (B, c * chunks_per_rank): the range of each chunk */
 };
 
-/* This rank's columns of (B,T). */
+/* Returns this rank's columns of `full` (B,T). */
 static dt_tensor *dt__cp_local(const dt_cp *cp, dt_tensor *full) {
     int64_t own = cp->desc.tokens / dt_comm_size(cp->comm);
     return full ? dt_slice(full, 1, dt_comm_rank(cp->comm) * own, own) : NULL;
@@ -1770,8 +1785,8 @@ dt_cp *dt_cp_make(dt_ctx *ctx, dt_comm *comm, dt_cp_desc d) {
 
 /* ---- ring attention ---- */
 
-/* The keys of one chunk that the queries of a chunk see: none, some, all, or the causal
-   triangle. */
+/* The mask between a chunk of queries and a chunk of keys: the queries attend to none of the keys,
+   to some, to all, or to those that the causal mask allows. */
 enum {
     DT__MASK_EMPTY,
     DT__MASK_MIXED,
@@ -1808,7 +1823,8 @@ typedef struct dt__ring {
     size_t work_bytes;
 } dt__ring;
 
-/* Offset of a chunk in an array with `width` elements of `size` bytes for each token. */
+/* Returns the offset in bytes of this rank's chunk number `part` of a sequence, in an array with
+   `width` elements of `size` bytes for each token. */
 static size_t dt__ring_offset(
     const dt__ring *r, int64_t sequence, int64_t part, int64_t width, size_t size) {
     return (size_t)((sequence * r->cp->chunks_per_rank + part) * r->cp->chunk_tokens * width) *
@@ -1830,10 +1846,10 @@ static dt_attention_mask dt__ring_mask(
     return s;
 }
 
-/* One step of the ring, with online softmax: this rank's queries over the keys and values of rank
-   `from`. The kernel performs the log-sum-exp merge with the earlier steps in result and lse. dk
-   and dv (backward only) are the gradients of these keys and values, of the accumulation type; the
-   step adds to them. */
+/* One step of the ring, with online softmax: computes the attention, or its backward, of this
+   rank's queries over the keys and values of rank `from`. In the forward the kernel performs the
+   log-sum-exp merge with the earlier steps, which are in result and lse. dk and dv (backward only)
+   are the gradients of these keys and values in the accumulation type; the step adds to them. */
 static dt_status dt__ring_step(
     const dt__ring *r, int from, const char *keys, const char *values, char *dk, char *dv) {
     const dt_cp *cp = r->cp;
@@ -1903,8 +1919,9 @@ static dt_status dt__ring_step(
     return DT_OK;
 }
 
-/* Sends two arrays to the right neighbour and receives two from the left. */
-enum { DT__RING_TAG = 1020 }; /* below the largest tag that every MPI allows */
+/* A hop around the ring: the four messages with which a rank sends two arrays to its right
+   neighbour and receives two arrays from its left neighbour. */
+enum { DT__RING_TAG = 1020 }; /* small enough for every MPI library */
 typedef struct dt__ring_hop {
     dt_work *work[4];
 } dt__ring_hop;
@@ -1927,7 +1944,7 @@ static dt_status dt__ring_wait(dt_ctx *ctx, dt__ring_hop *hop) {
     return dt_error(ctx);
 }
 
-/* Allocates n arrays of `bytes` each from one arena. Returns 0 on failure. */
+/* Allocates n arrays of `bytes` bytes each from a new arena. Returns 1, or 0 on failure. */
 static int dt__ring_buffers(dt_ctx *ctx, dt__arena **arena, size_t bytes, int n, char **arrays) {
     *arena = dt__arena_acquire(ctx, &ctx->transient_pool);
     bytes = (bytes + 63) / 64 * 64;
@@ -1953,8 +1970,8 @@ static dt__ring dt__ring_make(
     return r;
 }
 
-/* Ring attention, forward. Step s computes with the keys and values of rank me - s while they are
-   sent to the right neighbour. */
+/* Ring attention, forward. Step s computes with the keys and values of rank me - s while these keys
+   and values are sent to the right neighbour. */
 static dt_status dt__ring_forward(dt__ring *r, const dt_tensor *keys, const dt_tensor *values) {
     dt_ctx *ctx = r->cp->ctx;
     int c = dt_comm_size(r->cp->comm), me = dt_comm_rank(r->cp->comm);
@@ -1979,10 +1996,10 @@ static dt_status dt__ring_forward(dt__ring *r, const dt_tensor *keys, const dt_t
 }
 
 /* Ring attention, backward. Keys and values go around the ring once more, followed by their
-   gradients. The right neighbour of the owner starts a gradient and each rank adds its part. After
-   c - 1 hops the gradient arrives at the owner, which adds its own part last. A rank computes its
-   own part before it waits for the received gradient, so that this transfer overlaps with
-   computation too. */
+   gradients. The gradient of a rank's keys and values starts at the rank's right neighbour, and
+   each rank on the way adds its part. After c - 1 hops the gradient arrives at the rank that owns
+   the keys and values, which adds its own part last. A rank computes its own part before it waits
+   for the received gradient, so that this transfer overlaps with computation too. */
 static dt_status dt__ring_backward(
     dt__ring *r, const dt_tensor *keys, const dt_tensor *values, char *dk, char *dv) {
     dt_ctx *ctx = r->cp->ctx;
@@ -2027,8 +2044,8 @@ typedef struct dt__ring_saved {
     dt_tensor *lse;
 } dt__ring_saved;
 
-/* An array of the accumulation type for tensor t: `own` if t has this type, else a new array from
-   an arena. */
+/* Returns an array of the accumulation type for tensor t: `own` if t has this type, else a new
+   array from an arena. */
 static char *dt__ring_wide(const dt_tensor *t, void *own, dt__arena **arena) {
     char *wide_copy = NULL;
     if (!dt__narrow(t->dtype)) return (char *)own;
@@ -2110,7 +2127,8 @@ static dt_tensor *dt__cp_ring_attention(
 
 /* ---- all-gather and Ulysses, by dt_redistribute ---- */
 
-/* All-gather context parallelism: this rank's queries over the gathered keys and values. */
+/* All-gather context parallelism: attention of this rank's queries over the gathered keys and
+   values. */
 static dt_tensor *dt__cp_allgather_attention(
     dt_tensor *q, dt_tensor *keys, dt_tensor *values, dt_cp *cp) {
     keys = dt_redistribute(keys, cp->comm, DT_SHARD(1), DT_COPY);
@@ -2123,7 +2141,7 @@ static dt_tensor *dt__cp_allgather_attention(
     return dt_attention(q, keys, values, d);
 }
 
-/* (B,T,K,D) -> (B,T,n,D): repeats each head n/K times. */
+/* Returns x (B,T,K,D) with each head repeated n/K times: (B,T,n,D). */
 static dt_tensor *dt__repeat_heads(dt_tensor *x, int64_t n) {
     int64_t K = x->shape.d[2], D = x->shape.d[3], tokens = x->shape.d[0] * x->shape.d[1];
     size_t bytes = (size_t)(tokens * n) * sizeof(int32_t);
@@ -2137,8 +2155,9 @@ static dt_tensor *dt__repeat_heads(dt_tensor *x, int64_t n) {
     return x ? dt_reshape(x, shape) : NULL;
 }
 
-/* Ulysses: all-to-alls turn (B,T/c,H,D) into (B,T,H/c,D), so that each rank has all tokens of some
-   heads, and back. */
+/* Ulysses. All-to-alls turn q, keys and values from (B,T/c,H,D) into (B,T,H/c,D), so that each rank
+   computes the attention of some heads over all tokens. Another all-to-all turns the result back
+   into (B,T/c,H,D). */
 static dt_tensor *dt__cp_ulysses_attention(
     dt_tensor *q, dt_tensor *keys, dt_tensor *values, dt_cp *cp) {
     int c = dt_comm_size(cp->comm);
@@ -2191,21 +2210,22 @@ dt_tensor *dt_cp_attention(dt_tensor *q, dt_tensor *keys, dt_tensor *values, dt_
 
 // ==== 15. Expert parallelism: code ==============================================================
 
-/* A mixture layer routes, dispatches, multiplies and combines. From the router's choices every rank
-   makes a plan (dt__exchange): which rows the rank sends to which rank, and in which order the rank
-   stores the rows that it receives. For example, rank 0 has experts e0 and e1 and receives all four
-   tokens:
+/* A mixture-of-experts layer routes tokens, dispatches them to experts, multiplies and combines.
+   From the router's choices every rank makes a plan (dt__exchange): which rows the rank sends to
+   which rank, and in which order the rank stores the rows that it receives. For example, rank 0 has
+   experts e0 and e1 and receives all four tokens:
 
        rank 0 sends   e0: t0   e1: t1  -->  rank 0 receives    from 0: t0 t1   from 1: t2 t3
        rank 1 sends   e0: t2   e1: t3  -->  ordered by expert  e0: t0 t2       e1: t1 t3
 
-   Token dispatch = gather rows, all-to-all, order by expert. Token combine is the inverse, and ends
-   with a weighted sum over each token's rows. The backwards run the same steps in reverse. */
+   Token dispatch gathers rows, sends them with an all-to-all and orders them by expert. Token
+   combine is the inverse, and ends with a weighted sum over each token's rows. The backward of each
+   runs the same steps in reverse. */
 
 static int dt__is_dry(const void *p);
 
-/* Gathers n integers of each rank in host memory, for control flow. Not counted as traffic, as in
-   dt_agree. */
+/* Gathers n integers of each rank in host memory, for control flow. Like those of dt_agree, these
+   messages are not counted as traffic. */
 static dt_status dt__gather_ints(dt_comm *comm, const int32_t *mine, int32_t *all, size_t n) {
     dt__call call = dt__call_make(DT__AGREE, mine, all, n, DT_I32);
     call.host_memory = 1;
@@ -2223,12 +2243,13 @@ typedef struct dt__router {
     int64_t B, local_tokens, region_tokens, full_tokens, E, k;
     dt_comm *sp;           /* tp if tokens are sharded over tp, else NULL */
     int32_t *topk;         /* chosen experts of x's tokens */
-    int32_t *kept_choices; /* chosen experts of the region's tokens; -1 beyond capacity */
+    int32_t *kept_choices; /* chosen experts of the region's tokens; -1 for a dropped choice */
     /* (B,E): number of choices of each expert in each whole sequence */
     int64_t *load;
 } dt__router;
 
-/* All-gathers (B,t,width) along the tokens, in rank order: (B,N t,width). NULL after a failure. */
+/* All-gathers `mine` (B,t,width) along the tokens. Returns (B,N t,width), in rank order of the N
+   ranks of comm, or NULL after a failure. */
 static int32_t *dt__gather_tokens(
     const dt__router *r, dt_comm *comm, int32_t *mine, int64_t t, int64_t width) {
     int64_t N = dt_comm_size(comm), slice = t * width, count = r->B * slice;
@@ -2250,8 +2271,8 @@ static int64_t dt__local_position(const dt__router *r, int64_t i) {
     return dt_cp_token(r->d.kind, r->full_tokens, dt_comm_size(r->d.cp), dt_comm_rank(r->d.cp), at);
 }
 
-/* Fills token_at (B,full_tokens), the inverse of the positions: entry p of a sequence is the token
-   at position p. */
+/* Fills token_at (B,full_tokens), the inverse of the positions: entry p of a sequence is the index
+   of the token at position p. */
 static dt_status dt__route_positions(const dt__router *r, int32_t *token_at) {
     int32_t *positions = NULL;
     int64_t T = r->full_tokens;
@@ -2279,8 +2300,8 @@ static dt_status dt__route_positions(const dt__router *r, int32_t *token_at) {
     return DT_OK;
 }
 
-/* Expert capacity: how many choices of one sequence an expert takes. The small constant keeps
-   rounding errors from increasing the capacity by one. */
+/* Expert capacity: returns the largest number of choices of one sequence that an expert takes. The
+   small constant keeps rounding errors from increasing the capacity by one. */
 static int64_t dt__expert_capacity(const dt__router *r) {
     double capacity = ceil(r->d.capacity * (double)(r->k * r->full_tokens) / (double)r->E - 1e-9);
     return capacity < 1                        ? 1
@@ -2288,9 +2309,9 @@ static int64_t dt__expert_capacity(const dt__router *r) {
                                                : r->full_tokens;
 }
 
-/* Drops the choices of one sequence beyond the expert capacity. First choices are served before
-   second choices, and so on; within each the tokens are served in order of positions. free_slots
-   (E): work array, the remaining capacity of each expert. */
+/* Drops the choices of one sequence beyond the expert capacity. All first choices are served before
+   all second choices, and so on; among the first (second, ..) choices, tokens are served in order
+   of their positions. free_slots (E) is a work array: the remaining capacity of each expert. */
 static void dt__drop_beyond_capacity(
     const dt__router *r, int32_t *choices, const int32_t *token_at, int64_t *free_slots) {
     int64_t capacity = dt__expert_capacity(r);
@@ -2304,8 +2325,9 @@ static void dt__drop_beyond_capacity(
     }
 }
 
-/* Gathers the choices of whole sequences if the capacity or the load-balancing loss needs them,
-   counts the load, then drops choices beyond the capacity. */
+/* Gathers the choices of the region's tokens into kept_choices. If the capacity or the
+   load-balancing loss needs the choices of whole sequences, also gathers these, counts the load and
+   drops choices beyond the capacity. */
 static dt_status dt__route_sequences(dt__router *r) {
     dt_ctx *ctx = r->ctx;
     int32_t *region_choices = dt__gather_tokens(r, r->sp, r->topk, r->local_tokens, r->k),
@@ -2328,7 +2350,7 @@ static dt_status dt__route_sequences(dt__router *r) {
     for (int64_t b = 0; b < r->B && r->d.capacity > 0; b++)
         dt__drop_beyond_capacity(r, r->kept_choices + b * r->full_tokens * r->k,
             token_at + b * r->full_tokens, free_slots);
-    /* Keep only the tokens of this rank of cp in each sequence. */
+    /* Keep only the tokens of each sequence that this rank of cp holds. */
     int64_t slice = r->region_tokens * r->k, first = dt_comm_rank(r->d.cp) * slice;
     for (int64_t b = 0; b < r->B && slice > 0; b++)
         memmove(r->kept_choices + b * slice, r->kept_choices + b * r->full_tokens * r->k + first,
@@ -2348,8 +2370,8 @@ static dt_status dt__cast_recompute(dt_node *n) {
     return DT__KERNEL(x->ctx, n->name, cast, &a);
 }
 
-/* Casts x to the type in which the router computes. transient: x is an activation; the copy is
-   freed at the end of its block, and the backward casts x again. */
+/* Casts x to the type in which the router computes. transient is 1 if x is an activation: the cast
+   copy is then freed at the end of its block, and the backward casts x again. */
 static dt_tensor *dt__to_wide(dt_tensor *x, int transient) {
     dt_ctx *ctx = x->ctx;
     if (!dt__narrow(x->dtype)) return x;
@@ -2362,8 +2384,8 @@ static dt_tensor *dt__to_wide(dt_tensor *x, int transient) {
     return y;
 }
 
-/* Top-k: the k best experts of each token. A dry run reads only zeros, so it spreads the choices
-   evenly. */
+/* Top-k: chooses the k experts with the largest probabilities for each token. In a dry run all
+   probabilities read as 0, so the function spreads the choices evenly. */
 static dt_status dt__route_topk(dt__router *r, dt_tensor *probability) {
     dt_ctx *ctx = r->ctx;
     dt_tensor *index = NULL;
@@ -2390,8 +2412,8 @@ static dt_status dt__route_topk(dt__router *r, dt_tensor *probability) {
     return DT_OK;
 }
 
-/* (B,T',k): the probabilities of the chosen experts, for k > 1 divided by their sum. With a bias
-   the sum may be 0, so a small constant is added to it. */
+/* Returns (B,T',k): the probabilities of each token's chosen experts, divided by their sum if k >
+   1. With a bias the sum may be 0, so a small constant is added to the sum. */
 static dt_tensor *dt__route_gates(const dt__router *r, dt_tensor *probability) {
     int64_t n = r->B * r->local_tokens;
     int32_t *index = (int32_t *)dt__meta(r->ctx, (size_t)(n * r->k) * sizeof *index);
@@ -2409,8 +2431,9 @@ static dt_tensor *dt__route_gates(const dt__router *r, dt_tensor *probability) {
 
 /* ---- the router: side losses, statistics ---- */
 
-/* Load-balancing loss: this rank's part of the mean over sequences of E sum over e of f_e P_e. The
-   part is the sum of the rank's probabilities, each times E f_e / (T sequences). */
+/* Load-balancing loss: returns this rank's part of the loss that dt_route_desc.balance describes.
+   The part is the sum over this rank's tokens and all experts e of the token's probability of
+   expert e times E f_e / (T * number of sequences). */
 static dt_tensor *dt__balance_loss(const dt__router *r, dt_tensor *probability) {
     dt_dtype dtype = probability->dtype;
     void *factor = dt__meta(r->ctx, (size_t)(r->B * r->E) * dt_dtype_size(dtype));
@@ -2423,7 +2446,7 @@ static dt_tensor *dt__balance_loss(const dt__router *r, dt_tensor *probability) 
     return sum ? dt_sum_over(dt_mul(sum, factors), DT_ALL) : NULL;
 }
 
-/* Router z-loss: this rank's part of the mean over tokens of log(sum of e^logits)^2. */
+/* Router z-loss: returns this rank's part of the mean over tokens of log(sum of e^logits)^2. */
 static dt_tensor *dt__z_loss(const dt__router *r, dt_tensor *logits) {
     dt_shape rows = DT_SHAPE(r->B, r->local_tokens, 1);
     dt_tensor *row_max = dt_max_over(logits, 2), *rest = NULL, *lse = NULL;
@@ -2435,7 +2458,7 @@ static dt_tensor *dt__z_loss(const dt__router *r, dt_tensor *logits) {
                : NULL;
 }
 
-/* Attaches a side loss to x and adds its value to *sum. */
+/* Attaches a side loss to x and, unless sum is NULL, adds the value of the loss to *sum. */
 static dt_status dt__attach_loss(
     const dt__router *r, dt_tensor *x, dt_tensor *loss, double weight, double *sum) {
     if (loss && dt_loss(x, loss, weight) && sum) *sum += dt_item(loss);
@@ -2452,8 +2475,9 @@ static dt_status dt__route_losses(
     return dt_error(r->ctx);
 }
 
-/* Adds the statistics of x's tokens. In the region's arrays, x's tokens are the slice of this rank
-   of sp. */
+/* Adds the statistics of x's tokens to the counts. kept_choices covers all tokens of the
+   tensor-parallel region. If tokens are sharded over the group sp, x holds only the slice of those
+   tokens that belongs to this rank's position in sp. */
 static void dt__route_count(const dt__router *r) {
     dt_route_counts *counts = r->d.counts;
     int64_t slice = r->local_tokens * r->k, first = (r->sp ? dt_comm_rank(r->sp) : 0) * slice;
@@ -2510,7 +2534,8 @@ static dt__router dt__router_make(const dt_tensor *x, const dt_tensor *w, dt_rou
     memset(&r, 0, sizeof r);
     r.ctx = x->ctx;
     r.d = d;
-    if (dt_comm_size(d.cp) == 1) r.d.kind = DT_CP_RING; /* whole sequences are in order */
+    /* on one rank of cp the tokens of a sequence are in order, as with RING */
+    if (dt_comm_size(d.cp) == 1) r.d.kind = DT_CP_RING;
     r.sp = d.outside.kind == DT_PLACEMENT_SHARD && dt_comm_size(d.tp) > 1 ? d.tp : NULL;
     r.B = x->shape.d[0];
     r.local_tokens = x->shape.nd > 1 ? x->shape.d[1] : 0;
@@ -2574,7 +2599,7 @@ dt_status dt_route_update_bias(
     void *host = dt_alloc(ctx, DT_MEM_HOST, bytes, "the bias of a router");
     for (size_t e = 0; e < E; e++) total += counts[e];
     if (host && dt_read(bias, host) == DT_OK) {
-        /* Use the sign of total - E count: it equals the sign of mean - count and is exact. */
+        /* total - E count has the same sign as mean - count, and is computed exactly. */
         for (size_t e = 0; e < E; e++) {
             double more = total - (double)E * counts[e], sign = (double)((more > 0) - (more < 0));
             dt__set_number(bias->dtype, host, e, dt__number(bias->dtype, host, e) + rate * sign);
@@ -2587,16 +2612,17 @@ dt_status dt_route_update_bias(
 
 /* ---- token dispatch and token combine: one exchange in both directions ---- */
 
-/* Plan of an exchange. Rows are the choices that are not dropped. A sender orders its rows by
-   expert, then token, so that the rows for one rank are contiguous. The rows arrive ordered by
-   source rank, then expert, then token. */
+/* Plan of an exchange. There is one row for each choice that is not dropped. A sender orders its
+   rows by expert, then token, so that the rows for one rank are contiguous. The rows arrive ordered
+   by source rank, then expert, then token. */
 typedef struct dt__exchange {
     dt_comm *ep;
     int ranks;
     int64_t tokens, k, sent, received;
     size_t *rows_to, *rows_from;       /* (ranks) number of rows to and from each rank */
     size_t *send_counts, *recv_counts; /* (ranks) in elements, set for each call */
-    /* (sent) i32: the token of row i, and token * k + j where row i is the token's j-th choice */
+    /* (sent) i32: token_of_row[i] is the token of row i; choice_of_row[i] is token * k + j if row i
+       is the token's j-th choice */
     dt_tensor *token_of_row, *choice_of_row;
     /* (k,tokens) i32: the sent row of the j-th choice of a token, or -1 */
     dt_tensor *row_of_choice;
@@ -2605,7 +2631,8 @@ typedef struct dt__exchange {
     dt_tensor *arrival_of_row, *row_of_arrival;
 } dt__exchange;
 
-/* Row i of out = row at[first + i] of in (table_rows,width), or zeros if at[first + i] is -1. */
+/* Sets row i of `out` to row at[first + i] of `in` (table_rows,width), or to zeros if at[first + i]
+   is -1. */
 static dt_status dt__gather_rows(const char *op, dt_dtype dtype, void *out, const void *in,
     int64_t table_rows, const dt_tensor *at, int64_t first, int64_t rows, int64_t width) {
     dt_embedding_args a = { .dtype = dtype,
@@ -2620,8 +2647,9 @@ static dt_status dt__gather_rows(const char *op, dt_dtype dtype, void *out, cons
     return rows * width > 0 ? DT__KERNEL(at->ctx, op, embedding, &a) : DT_OK;
 }
 
-/* Row at[i] of out (table_rows,width) (+)= row i of in, in ascending order of i. work: 4 table_rows
-   width bytes where dtype is bf16 or f16. */
+/* Adds row i of `in` to row at[i] of `out` (table_rows,width), in ascending order of i. If
+   accumulate is 0, `out` is zeroed first. `work` has 4 * table_rows * width bytes if dtype is bf16
+   or f16; it is unused for other types. */
 static dt_status dt__scatter_add_rows(const char *op, dt_dtype dtype, void *out, int64_t table_rows,
     const void *in, const dt_tensor *at, int64_t width, int accumulate, void *work) {
     size_t work_bytes = dt__narrow(dtype) ? (size_t)(table_rows * width) * sizeof(float) : 0;
@@ -2639,8 +2667,9 @@ static dt_status dt__scatter_add_rows(const char *op, dt_dtype dtype, void *out,
     return table_rows * width > 0 ? DT__KERNEL(at->ctx, op, embedding_back, &a) : DT_OK;
 }
 
-/* out (rows,width) (+)= in times one factor per row; the factors are `step` elements apart. step 0:
-   factor has the shape of in, and the product is elementwise. */
+/* Multiplies each row of `in` (rows,width) by a factor; the factors of consecutive rows are `step`
+   elements apart. If step is 0, `factor` has the shape of `in` instead and the product is
+   elementwise. The result is added to `out` if accumulate is 1, and replaces it otherwise. */
 static dt_status dt__scale_rows(dt_ctx *ctx, const char *op, dt_dtype dtype, void *out,
     const void *in, const void *factor, int64_t step, int64_t rows, int64_t width, int accumulate) {
     dt_binary_args a;
@@ -2670,7 +2699,8 @@ static const void *dt__widen_rows(
     return buffer;
 }
 
-/* All-to-all of rows: to the ranks of their experts, or in reverse to the ranks of their tokens. */
+/* All-to-all of rows: sends each row to the rank of its expert or, if `reverse` is 1, back to the
+   rank of its token. */
 static dt_status dt__exchange_rows(
     const dt__exchange *e, int reverse, const void *in, void *out, int64_t width, dt_dtype dtype) {
     for (int r = 0; r < e->ranks; r++) {
@@ -2680,8 +2710,8 @@ static dt_status dt__exchange_rows(
     return dt_all_to_all_v(e->ep, in, e->send_counts, out, e->recv_counts, dtype);
 }
 
-/* Splits one scratch allocation into n buffers, each a multiple of 64 bytes. Returns 0 on
-   failure. */
+/* Splits one scratch allocation into n buffers; buffer i has bytes[i] bytes, rounded up to a
+   multiple of 64. Returns 1, or 0 on failure. */
 static int dt__split_scratch(dt_ctx *ctx, const size_t *bytes, char **buffers, int n) {
     size_t all = 64, at = 0;
     for (int i = 0; i < n; i++) all += (bytes[i] + 63) / 64 * 64;
@@ -2693,12 +2723,12 @@ static int dt__split_scratch(dt_ctx *ctx, const size_t *bytes, char **buffers, i
     return p != NULL;
 }
 
-/* Copies an index to the device. */
+/* Copies an array of n indices to the device. */
 static dt_tensor *dt__exchange_index(dt_ctx *ctx, const int32_t *host, int64_t n) {
     return dt_input(ctx, DT_I32, DT_SHAPE(n), host);
 }
 
-/* Plans which rows this rank sends. count (E): receives the number of rows for each expert. */
+/* Plans which rows this rank sends, and adds the number of rows for each expert to `count` (E). */
 static dt_status dt__exchange_send(
     dt__exchange *e, const dt_routing *r, int32_t *count, dt_ctx *ctx) {
     int64_t choices = e->tokens * e->k;
@@ -2726,7 +2756,8 @@ static dt_status dt__exchange_send(
     return dt_error(ctx);
 }
 
-/* Plans which rows this rank receives. all (ranks,E): the counts of all ranks. */
+/* Plans which rows this rank receives. `all` (ranks,E) has for each rank the numbers of rows that
+   it sends to each expert. */
 static dt_status dt__exchange_receive(
     dt__exchange *e, dt_routing *r, const int32_t *all, dt_ctx *ctx) {
     int64_t first = dt_comm_rank(e->ep) * r->local_experts, at = 0;
@@ -2760,7 +2791,7 @@ static dt_status dt__exchange_receive(
     return dt_error(ctx);
 }
 
-/* [collective: ep] Makes r->exchange. */
+/* [collective: ep] Makes the plan r->exchange. */
 static dt_status dt__exchange_make(dt_ctx *ctx, dt_routing *r, dt_comm *ep) {
     size_t N = (size_t)dt_comm_size(ep), E = (size_t)r->experts;
     dt__exchange *e = (dt__exchange *)dt__meta(ctx, sizeof *e);
@@ -2788,8 +2819,8 @@ typedef struct dt__exchange_saved {
     dt_tensor *returned;
 } dt__exchange_saved;
 
-/* The gradient of a token is the sum of the gradients of its rows, which the all-to-all sends
-   back. */
+/* The backward of dt_dispatch. The gradient of a token is the sum of the gradients of its rows,
+   which the all-to-all sends back. */
 static dt_status dt__dispatch_back(dt_node *n) {
     const dt__exchange *e = ((const dt__exchange_saved *)n->saved)->e;
     dt_tensor *x = n->in[0], *y = n->out;
@@ -2871,8 +2902,8 @@ dt_tensor *dt_dispatch(dt_tensor *x, dt_routing *r, dt_comm *ep) {
     return dt_error(ctx) == DT_OK ? y : NULL;
 }
 
-/* Row i is the j-th choice of token t. The row's gradient is gate (t,j) times dy_t, and the
-   gradient of gate (t,j) is the dot product of dy_t and the row. */
+/* The backward of dt_combine. Let a row be the j-th choice of token t. The row's gradient is gate
+   (t,j) times dy_t, and the gradient of gate (t,j) is the dot product of dy_t and the row. */
 static dt_status dt__combine_back(dt_node *n) {
     const dt__exchange_saved *saved = (const dt__exchange_saved *)n->saved;
     const dt__exchange *e = saved->e;
@@ -2930,7 +2961,8 @@ static dt_status dt__combine_back(dt_node *n) {
     return dt__accumulate(ctx, dtype, drows, out, sent, accumulate);
 }
 
-/* Sends rows (received,O) back to the ranks of their tokens, which get `returned` (sent,O). */
+/* Sends `rows` (received,O) back to the ranks of their tokens. `returned` (sent,O) receives the rows
+   of this rank's tokens. */
 static dt_status dt__combine_return(
     const dt__exchange *e, const dt_tensor *rows, dt_tensor *returned) {
     const char *op = "dt_combine";
@@ -2942,8 +2974,8 @@ static dt_status dt__combine_return(
     return status == DT_OK ? dt__exchange_rows(e, 1, work, returned->data, O, rows->dtype) : status;
 }
 
-/* Sets each token of y to the sum over j of gate j times the row of choice j. returned (sent,O) has
-   the rows. */
+/* Sets each token of y to the sum over j of gate j times the row of choice j. `returned` (sent,O)
+   holds these rows. */
 static dt_status dt__combine_sum(
     const dt__exchange *e, const void *returned, const dt_tensor *gates, dt_tensor *y) {
     const char *op = "dt_combine";
@@ -3009,10 +3041,10 @@ typedef struct dt__expert_saved {
     int adds; /* 1 if this rank adds the bias */
 } dt__expert_saved;
 
-/* Sizes of one expert's product: w (local_experts,out,in). */
+/* Sizes of one expert's product, where w has the shape (local_experts,out,in). */
 typedef struct dt__expert_sizes {
     int64_t in, out;
-    size_t size, w_bytes;
+    size_t size, w_bytes; /* bytes of an element, and of one expert's matrix */
 } dt__expert_sizes;
 
 static dt__expert_sizes dt__expert_sizes_of(const dt_tensor *w) {
@@ -3022,8 +3054,9 @@ static dt__expert_sizes dt__expert_sizes_of(const dt_tensor *w) {
     return s;
 }
 
-/* Gradients of one expert's matrix and bias, from its rows d (rows,out) and x (rows,in). The
-   gradients are zero if the expert has no rows. */
+/* Computes the gradients of one expert's matrix and bias from the expert's rows of the output
+   gradient, d (rows,out), and of the input, x (rows,in). The gradients are zero if the expert has
+   no rows. */
 static dt_status dt__expert_weight_back(dt_node *n, int64_t expert, int64_t rows, const char *d,
     const char *x, dt_matmul_args dw, dt_sum_args db) {
     dt_ctx *ctx = n->out->ctx;
@@ -3171,9 +3204,10 @@ dt_tensor *dt_expert_linear(
 // ==== 16. Pipeline schedules: code ==============================================================
 
 /* Five schedules of p = 4 ranks with their bubble fractions, drawn by dt_schedule_text from their
-   generators. There are m = 4 micro-batches, except in the naive schedule. F takes 1 time unit, B
-   takes 2, I and W take 1 each. Digits are F, small letters are B and I, capitals are W, dots are
-   the bubble. 1F1B has the bubble of GPipe, but rank r holds only p - r micro-batches in memory:
+   generators. The naive schedule has m = 2 micro-batches, all others have m = 4. F takes 1 time
+   unit, B takes 2, I and W take 1 each. Digits are F, small letters are B and I, capitals are W,
+   dots are the bubble. 1F1B has the same bubble as GPipe, but rank r holds at most p - r
+   micro-batches in memory at a time:
 
        naive, m = 2: p - 1 = 3                       GPipe (AFAB): (p - 1) / m = 3/4
        rank 0 |0.........aa1.........bb|             rank 0 |0123.........aabbccdd|
@@ -3196,33 +3230,37 @@ dt_tensor *dt_expert_linear(
 /* The computations of one rank, in the order in which the rank runs them. */
 typedef struct dt__program {
     dt_action *action;
-    int count, capacity;
-    int offset; /* index of the first action in the list of all ranks' actions */
+    int count, capacity; /* number of actions, and number for which `action` has memory */
+    int offset;          /* index of the first action in the list of all ranks' actions */
     int max_in_flight, slots;
 } dt__program;
 
 struct dt_schedule {
     dt_ctx *ctx;
-    dt_listener listener;  /* frees the schedule with the context */
-    dt_schedule_desc desc; /* resolved; name is NULL */
+    dt_listener listener;  /* frees the schedule when the context ends */
+    dt_schedule_desc desc; /* with defaults filled in; desc.name is NULL */
     char name[48];
-    int generating; /* 1 while a generator runs */
-    int stages, total;
+    int generating;       /* 1 while a generator runs */
+    int stages, total;    /* number of stages, and of actions of all ranks */
     dt__program *program; /* (ranks) */
-    int *stage_of_chunk;  /* (ranks,chunks) the stage of a chunk */
-    int *chunk_of_stage;  /* (stages) rank * chunks + chunk of a stage */
-    /* (stages,micros,3) index in the rank's program of F, of B or I, and of W; -1: missing */
+    int *stage_of_chunk;  /* (ranks,chunks): the stage of each chunk */
+    int *chunk_of_stage;  /* (stages): for each stage its rank * chunks + its chunk */
+    /* (stages,micros,3): the indices of F, of B or I, and of W in the program of the stage's rank;
+       -1 if missing */
     int *action_index;
-    /* (total) entry of an F: the rank's F that used the slot before; -1: none */
+    /* (total): for each F the index of the F of the same rank that used the slot before; -1 if
+       there is none */
     int *previous_tenant;
-    dt_span *spans;        /* (total) work array */
-    int *cursor, *visited; /* (ranks) work arrays */
-    /* slots and edges of dt_pipe_run, allocated with the schedule so that no step allocates */
+    dt_span *spans;        /* (total): work array */
+    int *cursor, *visited; /* (ranks): work arrays */
+    /* memory for the slots and edges of dt_pipe_run, allocated with the schedule so that no step
+       allocates memory */
     void *pipe_memory;
     size_t pipe_bytes;
 };
 
-enum { DT__ROLE_F = 0, DT__ROLE_B, DT__ROLE_W, DT__ROLES }; /* DT__ROLE_B is B or I */
+/* The three entries of action_index; DT__ROLE_B is B or I. */
+enum { DT__ROLE_F = 0, DT__ROLE_B, DT__ROLE_W, DT__ROLES };
 
 static int dt__role(dt_phase phase) {
     return phase == DT_FORWARD ? DT__ROLE_F : phase == DT_BACKWARD_WEIGHT ? DT__ROLE_W : DT__ROLE_B;
@@ -3286,7 +3324,7 @@ dt_status dt_schedule_add(dt_schedule *s, int rank, dt_phase phase, int micro, i
             "rank %d of %d",
             s->name, (int)phase, micro, s->desc.micros, chunk, s->desc.chunks, rank, s->desc.ranks);
     dt__program *p = &s->program[rank];
-    int limit = 4 * s->desc.chunks * s->desc.micros; /* more than any correct schedule has */
+    int limit = 4 * s->desc.chunks * s->desc.micros; /* a correct schedule has fewer actions */
     if (p->count >= limit)
         return dt_fail(s->ctx, DT_ERR_ARG, "dt_schedule_add(%s): rank %d has %d actions already",
             s->name, rank, limit);
@@ -3301,7 +3339,7 @@ dt_status dt_schedule_add(dt_schedule *s, int rank, dt_phase phase, int micro, i
     return DT_OK;
 }
 
-/* Naive schedule: one micro-batch at a time, through all stages and back. */
+/* Naive schedule: runs one micro-batch at a time, forward through all stages and then backward. */
 static void dt__generate_naive(dt_schedule *s, void *user) {
     (void)user;
     for (int r = 0; r < s->desc.ranks; r++)
@@ -3311,7 +3349,7 @@ static void dt__generate_naive(dt_schedule *s, void *user) {
         }
 }
 
-/* GPipe (AFAB): all forwards, then all backwards. Every rank holds all m micro-batches. */
+/* GPipe (AFAB): all forwards, then all backwards, so every rank holds all m micro-batches. */
 static void dt__generate_afab(dt_schedule *s, void *user) {
     (void)user;
     for (int r = 0; r < s->desc.ranks; r++) {
@@ -3336,9 +3374,9 @@ static void dt__generate_1f1b(dt_schedule *s, void *user) {
     }
 }
 
-/* Adds rank r's k-th forward or backward. A group of G micro-batches passes the rank's first chunk,
-   then the second chunk, and so on; then the next group follows. Backwards pass the chunks in
-   reverse. */
+/* Adds rank r's k-th forward or backward. The rank runs the forwards of a group of G micro-batches
+   in its first chunk, then in its second chunk, and so on; then the next group follows. The
+   backwards of a group begin with the last chunk. */
 static void dt__interleaved_add(dt_schedule *s, int r, int k, dt_phase phase) {
     int v = s->desc.chunks, start = k / (s->desc.micro_group * v) * s->desc.micro_group,
         left = s->desc.micros - start;
@@ -3349,7 +3387,8 @@ static void dt__interleaved_add(dt_schedule *s, int r, int k, dt_phase phase) {
 }
 
 /* Interleaved 1F1B: a rank has v chunks, each with 1/v of the rank's layers, so that the pipeline
-   fills and drains v times as fast. The cost is v times as many messages and a longer warm-up. */
+   fills and drains v times as fast. In return there are v times as many messages, and the warm-up
+   has more forwards. */
 static void dt__generate_interleaved(dt_schedule *s, void *user) {
     int p = s->desc.ranks, all = s->desc.micros * s->desc.chunks;
     (void)user;
@@ -3394,8 +3433,8 @@ static const struct {
 /* ---- dependencies of an action ---- */
 
 enum { DT__DEPEND_LOCAL = 0, DT__DEPEND_MESSAGE, DT__DEPEND_SLOT };
-/* A dependency: the action that must run first, with index `at` in the rank's program; -1: the
-   action does not exist. */
+/* A dependency: the action that must run first. `at` is the action's index in the program of
+   `rank`, or -1 if the schedule lacks the action. */
 typedef struct dt__dependency {
     int rank, at, kind;
 } dt__dependency;
@@ -3407,9 +3446,10 @@ static dt__dependency dt__dependency_on(
     return dependency;
 }
 
-/* Lists the dependencies of an action, apart from the order of its rank's program. For a slot the
-   action waits until the receiver of the old gradient begins; for any other dependency it waits
-   until the other action ends. */
+/* Writes the dependencies of an action to `out`, except for the order of its rank's program, and
+   returns their number. DT__DEPEND_SLOT: the action's slot still holds a gradient that was sent, so
+   the action waits until the receiver's action begins. For the other kinds the action waits until
+   the action that it depends on has ended. */
 static int dt__dependencies(const dt_schedule *s, int rank, int at, dt__dependency out[2]) {
     const dt_action *a = &s->program[rank].action[at];
     int n = 0, role = dt__role(a->phase), before = s->previous_tenant[s->program[rank].offset + at];
@@ -3437,7 +3477,8 @@ static double dt__action_cost(const dt_schedule_costs *c, const dt_action *a) {
                                            : weight;
 }
 
-/* Returns the earliest time at which the action can begin; -1 if a dependency has not run yet. */
+/* Returns the earliest time at which the action can begin, or -1 if an action that it depends on
+   has not run yet. */
 static double dt__earliest_begin(
     const dt_schedule *s, const dt_schedule_costs *c, const dt_span *spans, int rank, int at) {
     dt__dependency dependency[2];
@@ -3456,8 +3497,8 @@ static double dt__earliest_begin(
 }
 
 /* The simulator. Repeatedly runs every rank as far as its dependencies allow, until no rank
-   advances. Returns 1 if all actions ran, 0 if the ranks are deadlocked. s->cursor is the next
-   action of each rank. */
+   advances. Returns 1 if all actions ran, 0 if the ranks are deadlocked. s->cursor has the index of
+   each rank's next action. */
 static int dt__simulate(const dt_schedule *s, const dt_schedule_costs *c, dt_span *spans) {
     dt_span never = { 0, -1 };
     int done = 0, moved = 1;
@@ -3481,7 +3522,7 @@ static int dt__simulate(const dt_schedule *s, const dt_schedule_costs *c, dt_spa
 
 /* ---- the lowering: messages and slots ---- */
 
-/* Fills in stage, sender and receiver of every action. */
+/* Fills in the stage, the sender and the receiver of every action, and s->action_index. */
 static void dt__lower_messages(dt_schedule *s) {
     size_t computations = (size_t)s->stages * (size_t)s->desc.micros * DT__ROLES;
     for (size_t i = 0; i < computations; i++) s->action_index[i] = -1;
@@ -3499,15 +3540,17 @@ static void dt__lower_messages(dt_schedule *s) {
         }
 }
 
-/* State of a slot: the time from which the slot is free, and the last F that took the slot. */
+/* State of a slot: the time at which the slot is free again, and the index of the last F that took
+   the slot (-1: none). */
 typedef struct dt__slot {
     double free_at;
     int tenant;
 } dt__slot;
 
 /* Returns the time at which the slot of the F at index `at` is free again: after B or W has ended
-   and the receiver of the gradient has begun. The times come from s->spans. If timed is 0, they are
-   only positions in each rank's program, which cannot be compared between ranks. */
+   and the receiver of the gradient has begun. The times come from s->spans. If timed is 0, these
+   times are only positions in each rank's program, which cannot be compared between ranks, so the
+   function leaves out a receiver on another rank. */
 static double dt__slot_free_time(const dt_schedule *s, int rank, int at, int timed) {
     const dt_action *a = &s->program[rank].action[at];
     int weight = *dt__action_index(s, a->stage, a->micro, DT__ROLE_W), last = weight;
@@ -3521,9 +3564,9 @@ static double dt__slot_free_time(const dt_schedule *s, int rank, int at, int tim
     return begins > time ? begins : time;
 }
 
-/* Greedy allocation: an F takes the slot that has been free longest, or a new slot if none is free
-   when the F begins. Greedy allocation of time intervals needs no more slots than the largest
-   number in use at once. */
+/* Greedy allocation: an F takes the slot that has been free longest, or a new slot if no slot is
+   free when the F begins. Greedy allocation of time intervals is optimal: it needs no more slots
+   than the largest number of intervals that overlap. */
 static void dt__allocate_slots(dt_schedule *s, int rank, int timed, dt__slot *slot) {
     dt__program *p = &s->program[rank];
     for (int k = 0; k < p->slots; k++) {
@@ -3552,7 +3595,8 @@ static void dt__lower_slots(dt_schedule *s, int rank, int timed, dt__slot *slot)
     dt__program *p = &s->program[rank];
     int live = 0, forwards = 0;
     for (int i = 0; i < p->count; i++) forwards += p->action[i].phase == DT_FORWARD;
-    dt__allocate_slots(s, rank, timed, slot); /* p->slots is 0: as few slots as possible */
+    /* p->slots is 0 here, so this call finds the smallest number of slots */
+    dt__allocate_slots(s, rank, timed, slot);
     if (s->desc.extra_slots > 0) {
         p->slots =
             s->desc.extra_slots < forwards - p->slots ? p->slots + s->desc.extra_slots : forwards;
@@ -3568,9 +3612,9 @@ static void dt__lower_slots(dt_schedule *s, int rank, int timed, dt__slot *slot)
     }
 }
 
-/* Lowers the schedule. Slots are allocated by the times of a simulated run in which all stages take
-   the same time and no rank waits for slots. If that run deadlocks, or with min_slots, slots are
-   allocated by the order of each rank's program. */
+/* Lowers the schedule: adds messages and slots. Slots are allocated by the times of a simulated run
+   in which all stages take the same time and no rank waits for slots. If that run deadlocks, or if
+   desc.min_slots is 1, slots are allocated by the order of each rank's program instead. */
 static dt_status dt__schedule_lower(dt_schedule *s) {
     dt_schedule_costs even = { .forward = 1, .input = 1, .weight = 1 };
     int max_count = 0, timed;
@@ -3652,7 +3696,7 @@ static dt_status dt__check_complete(const dt_schedule *s, dt__strbuf *t) {
     return DT_OK;
 }
 
-/* Returns one unmet dependency of a stopped rank. */
+/* Returns a dependency for which a stopped rank still waits. */
 static dt__dependency dt__unmet_dependency(const dt_schedule *s, int rank) {
     dt__dependency dependency[2], none = { -1, -1, DT__DEPEND_LOCAL };
     int n = dt__dependencies(s, rank, s->cursor[rank], dependency);
@@ -3663,9 +3707,9 @@ static dt__dependency dt__unmet_dependency(const dt_schedule *s, int rank) {
     return none;
 }
 
-/* Deadlock detection after the simulation has stopped. Every stopped rank waits for a stopped rank,
-   so following each rank to the rank for which it waits ends in a cycle. Writes the cycle and
-   returns its length. */
+/* Deadlock detection after the simulation has stopped. Every stopped rank waits for another stopped
+   rank, so the path from each rank to the rank for which it waits ends in a cycle. Writes the cycle
+   and returns its number of ranks. */
 static int dt__check_cycle(const dt_schedule *s, dt__strbuf *t) {
     int r = 0, first, n = 0;
     memset(s->visited, 0, (size_t)s->desc.ranks * sizeof *s->visited);
