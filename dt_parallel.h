@@ -816,9 +816,10 @@ typedef struct dt_batch_ramp {
     int64_t batch; /* final batch size in sequences */
 } dt_batch_ramp;
 
-/* [local] Checks the ramp: every size must be a multiple of unit = micro-batch x replicas. On
-   failure returns DT_ERR_ARG and writes a text with the sizes and a legal choice. A ramp with
-   samples 0 is valid. */
+/* [local] Checks the ramp: every batch size must be a multiple of `unit`, the micro-batch size
+   times the number of replicas, and the increments must lead exactly to `batch`. On failure returns
+   DT_ERR_ARG and writes to `text` a message with the sizes and a valid choice. A ramp with samples
+   0 is valid. */
 DT_API dt_status dt_batch_ramp_check(
     dt_batch_ramp ramp, int64_t unit, char *text, size_t text_bytes);
 /* [local] Returns the batch size of the step that follows after `consumed` sequences: start +
@@ -925,7 +926,7 @@ typedef struct dt_dry {
        pairs of chunks that dt_cp_attention skips count 0 */
     double flops;
     size_t kernel_calls;
-    uintptr_t next_address; /* address of the next allocation; never dereferenced */
+    uintptr_t next_address; /* internal: offset of the next allocation's imaginary address */
 } dt_dry;
 /* [local] Makes the context a dry-run context. Must be the first call on the context, before it has
    tensors. The caller owns *dry, zeroes it before the call and may read it at any time; *dry must
@@ -2961,8 +2962,8 @@ static dt_status dt__combine_back(dt_node *n) {
     return dt__accumulate(ctx, dtype, drows, out, sent, accumulate);
 }
 
-/* Sends `rows` (received,O) back to the ranks of their tokens. `returned` (sent,O) receives the rows
-   of this rank's tokens. */
+/* Sends `rows` (received,O) back to the ranks of their tokens. `returned` (sent,O) receives the
+   rows of this rank's tokens. */
 static dt_status dt__combine_return(
     const dt__exchange *e, const dt_tensor *rows, dt_tensor *returned) {
     const char *op = "dt_combine";
@@ -3822,17 +3823,18 @@ void dt_schedule_free(dt_schedule *s) {
     dt__schedule_release(s->ctx, s);
 }
 
-/* 1 if m micro-batches can be split into groups of G: the last, smaller group must also fill all
-   ranks. */
+/* Returns 1 if m micro-batches for p ranks can be split into groups of g. A last, smaller group
+   must also have at least p micro-batches, so that it fills all ranks; with m < p the only group is
+   m. */
 static int dt__group_fits(int p, int m, int g) {
     if (m < p) return g == m;
     return g >= p && g <= m && (m % g == 0 || m % g >= p);
 }
 
-/* Checks *d and replaces zeros by defaults. */
+/* Checks *d and replaces zeros in *d by the defaults that they mean. */
 static dt_status dt__schedule_resolve(dt_ctx *ctx, dt_schedule_desc *d) {
     int interleaved = d->kind == DT_SCHEDULE_INTERLEAVED && !d->generate;
-    int64_t limit = 1 << 26; /* largest number of computations */
+    int64_t limit = 1 << 26; /* largest number of forwards of all ranks */
     if (!d->generate && (d->kind < 0 || d->kind >= DT_SCHEDULES))
         return dt_fail(
             ctx, DT_ERR_ARG, "dt_schedule_make: there is no kind %d of schedule", d->kind);
@@ -3863,7 +3865,7 @@ static dt_status dt__schedule_resolve(dt_ctx *ctx, dt_schedule_desc *d) {
     return DT_OK;
 }
 
-/* Maps chunks to stages and stages to chunks. */
+/* Fills the maps from chunks to stages and from stages to chunks. */
 static dt_status dt__map_stages(dt_schedule *s) {
     for (int i = 0; i < s->stages; i++) s->chunk_of_stage[i] = -1;
     for (int i = 0; i < s->stages; i++) {
@@ -3981,9 +3983,9 @@ dt_schedule_bubble dt_schedule_bubble_of(const dt_schedule *s, const dt_span *sp
 
 /* ---- partitioning a model into stages ---- */
 
-/* Returns how many parts of cost at most `limit` a greedy partition of the items needs. No item may
-   exceed the limit. *next is lowered to the smallest larger limit at which some part could take one
-   more item. */
+/* Returns the number of parts of a greedy partition of the items in which each part costs at most
+   `limit`. No item may cost more than `limit`. Lowers *next to the smallest limit above `limit` at
+   which some part could take one more item. */
 static int dt__count_parts(const double *costs, int n, double limit, double *next) {
     int parts = 1;
     double sum = 0;
@@ -3999,8 +4001,9 @@ static int dt__count_parts(const double *costs, int n, double limit, double *nex
     return parts;
 }
 
-/* 1 if the items can be partitioned into `parts` non-empty parts of cost at most `limit`. A
-   partition into fewer parts can always be split further. */
+/* Returns 1 if the items can be partitioned into `parts` non-empty parts that each cost at most
+   `limit`. It is enough that the greedy partition has at most `parts` parts, because some of them
+   can be split further. */
 static int dt__partition_fits(const double *costs, int n, int parts, double limit) {
     double next = INFINITY;
     return n >= parts && dt__count_parts(costs, n, limit, &next) <= parts;
@@ -4028,7 +4031,8 @@ dt_status dt_partition_stages(
             &t, "item %d costs %g; costs are 0 or more, and their sum is finite", i, costs[i]);
         return DT_ERR_ARG;
     }
-    /* Start at the lower bound of all partitions; the factor covers rounding of sums. */
+    /* Start at a lower bound on the most expensive part: the mean cost of a part. The factor allows
+       for rounding errors of sums. */
     double mean = left / stages * (1 - 1e-9);
     if (mean > limit) limit = mean;
     /* All limits between `limit` and `next` give the same parts. */
@@ -4041,7 +4045,7 @@ dt_status dt_partition_stages(
         int rest = stages - part - 1;
         double share = left / (rest + 1), sum = 0;
         first[part] = i;
-        do { /* add items up to an even share, or more if the rest would not fit */
+        do { /* add items up to an even share, or more if the later stages cannot take the rest */
             sum += costs[i];
             left -= costs[i++];
         } while (
@@ -4081,10 +4085,10 @@ dt_status dt_schedule_text(
     return t.used + 1 < t.bytes ? DT_OK : DT_ERR_ARG;
 }
 
-/* State of an SVG writer. Lengths are in pixels, scale is in pixels per second. */
+/* State of an SVG writer. Lengths in the file are in pixels. */
 typedef struct dt__svg {
     dt_json_out out;
-    double scale, begin;
+    double scale, begin; /* pixels per second; time of the left edge in seconds */
 } dt__svg;
 enum {
     DT__SVG_LEFT = 64,
@@ -4125,7 +4129,7 @@ static dt__text dt__seconds_text(double x) {
     return t;
 }
 
-/* Writes any text as XML text. */
+/* Writes a text with its special characters escaped for XML. */
 static void dt__svg_escaped(dt__svg *g, const char *s) {
     for (; *s; s++) {
         unsigned char c = (unsigned char)*s;
@@ -4140,7 +4144,7 @@ static void dt__svg_escaped(dt__svg *g, const char *s) {
     }
 }
 
-/* The colour of a phase, lighter for later chunks. */
+/* Returns the colour of a phase, which is lighter for later chunks. */
 static unsigned dt__svg_colour(const dt_schedule *s, dt_phase phase, int chunk) {
     static const unsigned char base[5][3] = { { 0, 0, 0 }, { 88, 148, 222 }, { 96, 176, 104 },
         { 72, 186, 178 }, { 232, 164, 72 } };
@@ -4224,8 +4228,9 @@ static void dt__svg_legend(dt__svg *g, const dt_timeline *lines, int n, int y) {
             g, "<text x=\"%d\" y=\"%d\">lighter: a later chunk of the rank</text>\n", x, y + 11);
 }
 
-/* Returns the scale in pixels per second at which a forward is wide enough for its number, limited
-   so that the drawing is less than 6,000 pixels wide. */
+/* Returns the scale in pixels per second. A mean forward gets 16 pixels, so that its number fits
+   into its box, but the time axis has at least 900 and at most 6,000 pixels. Sets *longest to the
+   longest makespan of the timelines. */
 static double dt__svg_scale(const dt_timeline *lines, int n, double *longest) {
     double shortest_mean = INFINITY;
     *longest = 0;
@@ -4294,28 +4299,30 @@ dt_status dt_schedule_svg(dt_ctx *ctx, const char *path, const dt_timeline *line
 
 // ==== 17. Pipeline parallelism: code ============================================================
 
-/* The executor. A slot holds one micro-batch of a stage on its own tape. One action runs:
+/* The executor. A slot holds one micro-batch of a stage on its own tape. One action runs in these
+   steps:
 
        post recv --> prefetch next recv --> wait --> compute on the slot's tape --> post send
 
-       rank r    | F(0) | F(1)        | B(0) |          sends are started and not waited for: a slot
-                 |  `--send y-->      |  `--send dx-->  waits for its own sends when it is reused
+       rank r    | F(0) | F(1)        | B(0) |          an action does not wait for its sends: a
+                 |  `--send y-->      |  `--send dx-->  slot waits for them when it is reused
        rank r+1  |      | F(0) | B(0) |
 
-   The first micro-batch announces the dtype and shape of each edge between stages; all later
-   micro-batches have the same dtype and shape. */
+   With the first micro-batch, each stage announces the dtype and shape of its output to the next
+   stage. The outputs of all later micro-batches must have the same dtype and shape. */
 
 /* A micro-batch of a stage, on the tape of its slot. */
 typedef struct dt__pipe_slot {
-    dt_tensor *x, *y, *dy; /* the stage's input and output; gradient of the output */
+    dt_tensor *x, *y, *dy; /* the stage's input, its output, and the gradient of the output */
     dt_work *receiving;    /* pending receive of x or dy */
     dt_work *sending[3];   /* pending sends of y, of the gradient of x, and of the shape of y */
     int stage;             /* stage whose ops are on the tape */
-    int backward_pending;  /* 1 between F and B or W */
-    int recv_posted;       /* 1 if the next action's receive is posted */
+    int backward_pending;  /* 1 from F until B or W has run */
+    int recv_posted;       /* 1 if the receive of the slot's next action is posted */
 } dt__pipe_slot;
 
-/* Dtype and shape of the messages between two stages, as the first micro-batch announces them. */
+/* Dtype and shape of the messages between a stage and the next stage. `known` is 1 once the first
+   micro-batch has announced them. */
 typedef struct dt__pipe_edge {
     int32_t known, dtype, nd, d[DT_MAX_DIMS];
 } dt__pipe_edge;
@@ -4325,11 +4332,11 @@ typedef struct dt__pipe {
     dt_pipe_desc desc;
     int rank, micros, stages, n_slots;
     dt__pipe_slot *slots;
-    dt__pipe_edge *edges; /* (stages) edge of each stage's output */
+    dt__pipe_edge *edges; /* (stages): the edge from each stage to the next stage */
 } dt__pipe;
 
-/* Bytes for the slots of the rank with the most slots, and for all edges. A run of forwards alone
-   needs one slot for each chunk. */
+/* Returns the bytes that dt_pipe_run needs for all edges and for the slots of the rank with the
+   most slots. With desc.forward_micros a rank needs one slot for each chunk. */
 static size_t dt__pipe_bytes(const dt_schedule *s) {
     size_t slots = (size_t)s->desc.chunks;
     for (int r = 0; r < s->desc.ranks; r++) {
@@ -4339,14 +4346,16 @@ static size_t dt__pipe_bytes(const dt_schedule *s) {
     return slots * sizeof(dt__pipe_slot) + (size_t)s->stages * sizeof(dt__pipe_edge);
 }
 
-/* Each message between two ranks has its own tag. */
+/* Returns the tag of a message between two stages: the output of `stage` if backward is 0, its
+   gradient if backward is 1. Each message has its own tag. */
 static int dt__pipe_tag(const dt__pipe *p, int stage, int micro, int backward) {
     return 2 * (stage * p->micros + micro) + backward;
 }
 
-/* If sending is NULL, receives a shape from another rank; else starts to send a shape. The send
-   does not wait, because the receiver may have to receive other messages first. Shapes are in host
-   memory and are not counted as traffic. */
+/* If `sending` is NULL, receives an edge (dtype and shape) from another rank; else starts to send
+   the edge and sets *sending. The function does not wait for the send, because the receiver may
+   have to receive other messages first. Edges are in host memory, and their messages are not
+   counted as traffic. */
 static dt_status dt__pipe_exchange_shape(
     const dt__pipe *p, dt__pipe_edge *edge, int stage, int peer, dt_work **sending) {
     int tag = 2 * p->stages * p->micros + stage;
@@ -4359,7 +4368,7 @@ static dt_status dt__pipe_exchange_shape(
     return dt_error(p->ctx);
 }
 
-/* Creates a tensor on the current tape for a message of this edge. */
+/* Creates a tensor on the current tape with the dtype and shape of an edge. */
 static dt_tensor *dt__pipe_buffer(const dt__pipe *p, const dt__pipe_edge *edge) {
     dt_shape shape = DT_SCALAR;
     shape.nd = edge->nd;
@@ -4367,13 +4376,13 @@ static dt_tensor *dt__pipe_buffer(const dt__pipe *p, const dt__pipe_edge *edge) 
     return dt__new_named(p->ctx, (dt_dtype)edge->dtype, shape, "dt_pipe_run");
 }
 
-/* Returns the stage's chunk index on its rank, which is also its slot in a run of forwards
-   alone. */
+/* Returns the index of the stage's chunk on its rank. With desc.forward_micros this is also the
+   stage's slot. */
 static int dt__pipe_chunk(const dt__pipe *p, int stage) {
     return p->desc.schedule->chunk_of_stage[stage] % p->desc.schedule->desc.chunks;
 }
 
-/* Returns the slot in which this rank holds a micro-batch of one of its own stages. */
+/* Returns the slot in which this rank holds a micro-batch of a stage of its own. */
 static dt__pipe_slot *dt__pipe_find(const dt__pipe *p, int stage, int micro) {
     const dt_action *a = dt_schedule_actions(p->desc.schedule, p->rank);
     int n = dt_schedule_count(p->desc.schedule, p->rank), i = 0;
@@ -4396,7 +4405,8 @@ static dt_status dt__pipe_release_slot(dt__pipe *p, int s) {
     return dt_error(p->ctx);
 }
 
-/* Starts to receive the input of a stage, or the gradient of its output. */
+/* Starts to receive the message that an action needs: the stage's input in F, else the gradient of
+   the stage's output. */
 static dt_status dt__pipe_post_recv(dt__pipe *p, const dt_action *a) {
     dt_ctx *ctx = p->ctx;
     dt__pipe_slot *slot = &p->slots[a->slot];
@@ -4417,7 +4427,7 @@ static dt_status dt__pipe_post_recv(dt__pipe *p, const dt_action *a) {
         slot->x = p->desc.forward_micros ? t : dt_require_grad(t);
     else
         slot->dy = t;
-    if (a->recv_from == p->rank) { /* copy: this rank also has the neighbouring stage */
+    if (a->recv_from == p->rank) { /* this rank also has the neighbouring stage, so copy its data */
         const dt__pipe_slot *other =
             dt__pipe_find(p, forward ? a->stage - 1 : a->stage + 1, a->micro);
         const void *data = forward ? other->y->data : other->x->grad;
@@ -4429,8 +4439,8 @@ static dt_status dt__pipe_post_recv(dt__pipe *p, const dt_action *a) {
     return dt_error(ctx);
 }
 
-/* Before action a computes, starts to receive the message of the next action, if the next action's
-   slot is free to receive. */
+/* Called before action `a` computes: starts to receive the message of the next action if the next
+   action's slot can receive it now. */
 static dt_status dt__pipe_prefetch(dt__pipe *p, const dt_action *a, const dt_action *next) {
     dt__pipe_slot *slot = &p->slots[next->slot];
     int forward = next->phase == DT_FORWARD;
@@ -4439,12 +4449,13 @@ static dt_status dt__pipe_prefetch(dt__pipe *p, const dt_action *a, const dt_act
         return DT_OK;
     for (int i = 0; i < 3 && forward; i++)
         if (slot->sending[i] && !dt_test(p->ctx, slot->sending[i])) return dt_error(p->ctx);
-    /* posting the receive now would wait for the shape */
+    /* the shape is not known yet, and dt__pipe_post_recv would wait for it */
     if (forward && !p->edges[next->stage - 1].known) return DT_OK;
     return dt__pipe_post_recv(p, next);
 }
 
-/* Starts to send a result. */
+/* Starts to send the result of an action, unless the receiver is this rank. The result is at `data`
+   and has the dtype and shape of `like`. */
 static dt_work *dt__pipe_post_send(
     dt__pipe *p, const dt_action *a, const void *data, const dt_tensor *like) {
     int forward = a->phase == DT_FORWARD, stage = forward ? a->stage : a->stage - 1;
@@ -4463,8 +4474,8 @@ static dt_tensor *dt__pipe_stage(dt_tensor *x, void *user) {
     return c->pipe->desc.run(x, c->action->stage, c->action->micro, c->pipe->desc.user);
 }
 
-/* Checks a stage's output. The first micro-batch announces dtype and shape; every later micro-batch
-   must have the same. */
+/* Checks a stage's output. For the first micro-batch, stores the dtype and shape of the output and
+   announces them to the next stage. Every later output must have the same dtype and shape. */
 static dt_status dt__pipe_check_output(dt__pipe *p, const dt_action *a, const dt_tensor *y) {
     dt__pipe_edge *edge = &p->edges[a->stage], found;
     memset(&found, 0, sizeof found);
@@ -4497,7 +4508,8 @@ static dt_status dt__pipe_forward(dt__pipe *p, const dt_action *a, dt__pipe_slot
     return slot->y ? dt__pipe_check_output(p, a, slot->y) : dt_error(p->ctx);
 }
 
-/* The gradient of a stage's input; zeros if the loss does not depend on the input. */
+/* Returns the gradient of a stage's input; the gradient is zeros if the loss does not depend on the
+   input. */
 static void *dt__pipe_input_grad(dt__pipe *p, dt__pipe_slot *slot) {
     if (slot->x->grad) return slot->x->grad;
     dt_tensor *zeros = dt_new(p->ctx, slot->x->dtype, slot->x->shape);
@@ -4505,7 +4517,8 @@ static void *dt__pipe_input_grad(dt__pipe *p, dt__pipe_slot *slot) {
     return zeros ? zeros->data : NULL;
 }
 
-/* Waits until an action has lasted its minimum duration (desc.min_durations). */
+/* Waits until an action that began at time `begin` has lasted its minimum duration
+   (desc.min_durations). */
 static void dt__pipe_wait_min_duration(const dt__pipe *p, const dt_action *a, double begin) {
     const dt_host *host = dt_ctx_host(p->ctx);
     const dt_schedule_costs *c = p->desc.min_durations;
@@ -4520,7 +4533,7 @@ static void dt__pipe_wait_min_duration(const dt__pipe *p, const dt_action *a, do
     if (left > 0) host->sleep(host->user, left);
 }
 
-/* Executes one action: receive, compute, send. */
+/* Executes one action: receives its message, computes, and starts to send the result. */
 static dt_status dt__pipe_execute(
     dt__pipe *p, const dt_action *a, const dt_action *next, dt_span *span) {
     dt_ctx *ctx = p->ctx;
@@ -4560,8 +4573,8 @@ static void dt__pipe_run_schedule(dt__pipe *p) {
             return;
 }
 
-/* Runs forwards only. Each micro-batch passes all of this rank's stages before the next micro-batch
-   begins. */
+/* Runs forwards only. Each micro-batch runs through all of this rank's stages before the next
+   micro-batch begins. */
 static void dt__pipe_run_forwards(dt__pipe *p) {
     const dt_schedule *s = p->desc.schedule;
     for (int micro = 0; micro < p->micros; micro++)
@@ -4650,21 +4663,23 @@ dt_status dt_pipe_gather_spans(
 
 // ==== 18. Data order and text datasets: code ====================================================
 
-/* A run reads the data repeatedly: its k-th sequence is sequence k mod S of the data. Sequence i of
-   replica r in micro-step j of step n is the run's sequence k = consumed + (n-1) B + (j R + r) b +
-   i, so the data of a step do not depend on the layout. The distributed sampler permutes the
-   samples of each epoch, and rank r takes entries r, r + R, .. For n = 5, R = 2:
+/* A training run reads the data again and again: its k-th sequence is sequence k mod S of the data.
+   Sequence i of replica r in micro-step j of step n is the run's sequence k = consumed + (n-1) B +
+   (j R + r) b + i, so the data of a step do not depend on the layout. The distributed sampler
+   permutes the samples of each epoch, and rank r reads the entries r, r + R, .. For n = 5, R = 2:
 
-       shuffled       3 0 4 1 2 | 3     padded with its own beginning; drop_last: 3 0 4 1
+       shuffled       3 0 4 1 2 | 3     padded with its own beginning; with drop_last 3 0 4 1
        rank 0         3   4   2
        rank 1           0   1     3 */
 
-/* floor(a b / m), at most INT64_MAX, and *rest = a b mod m. a, b >= 0, m >= 1. */
+/* Returns floor(a b / m), at most INT64_MAX, and sets *rest to a b mod m. Requires a, b >= 0 and
+   m >= 1. */
 static int64_t dt__mul_div(int64_t a, int64_t b, int64_t m, uint64_t *rest) {
     uint64_t by = (uint64_t)(b % m), left = 0;
     int64_t quotient = 0, more = 0;
     if (!dt__mul_ok(a, b / m, &more)) more = INT64_MAX;
-    for (int bit = 62; bit >= 0; bit--) { /* a (b mod m) by double-and-add: left < 2 m */
+    /* multiply a by b mod m by double-and-add; `left` stays below 2 m */
+    for (int bit = 62; bit >= 0; bit--) {
         left *= 2;
         quotient *= 2;
         if (left >= (uint64_t)m) left -= (uint64_t)m, quotient++;
@@ -4675,8 +4690,8 @@ static int64_t dt__mul_div(int64_t a, int64_t b, int64_t m, uint64_t *rest) {
     return dt__add_saturating(quotient, more);
 }
 
-/* Returns dt_data_order_sequence, and dt_data_order_epoch in *epoch. The intermediate products need
-   up to 128 bits. */
+/* Returns the result of dt_data_order_sequence and sets *epoch to the result of
+   dt_data_order_epoch. Uses dt__mul_div, because the products need up to 128 bits. */
 static int64_t dt__data_order_at(
     dt_data_order o, int64_t step, int micro_step, int replica, int i, int64_t *epoch) {
     uint64_t at = (uint64_t)o.consumed + (uint64_t)i, rest[2], S = (uint64_t)o.sequences;
@@ -4710,7 +4725,7 @@ int64_t dt_data_order_epoch(dt_data_order order, int64_t step, int micro_step, i
     return epoch;
 }
 
-/* Returns why r is not a valid ramp for any micro-batch size; NULL if r is valid. */
+/* Returns why r is an invalid ramp for every micro-batch size, or NULL if r is not. */
 static const char *dt__ramp_problem(dt_batch_ramp r) {
     if (r.start < 1 || r.incr < 1 || r.samples < 1 || r.batch < r.start)
         return "start, increment and samples are at least 1, and start is at most the batch";
@@ -4720,9 +4735,9 @@ static const char *dt__ramp_problem(dt_batch_ramp r) {
                : NULL;
 }
 
-/* A valid ramp near r, for an error text: start and increment are multiples of unit, and the ramp
-   ends at the batch. If none of 10,000 tried increments divides batch - start, the increment is
-   batch - start. */
+/* Returns a valid ramp near r, for an error text: its start and its increment are multiples of
+   `unit`, and its increments lead exactly to r.batch. If none of 10,000 tried increments divides
+   batch - start, the increment is batch - start. */
 static dt_batch_ramp dt__ramp_suggest(dt_batch_ramp r, int64_t unit) {
     int64_t start = r.start < 1 ? 1 : r.start > r.batch ? r.batch : r.start;
     /* rounding up does not exceed the batch, because the batch is a multiple of unit */
@@ -4776,20 +4791,20 @@ int64_t dt_batch_ramp_size(dt_batch_ramp r, int64_t consumed) {
     return consumed < 0 ? r.start : r.start + consumed * increments / r.samples * r.incr;
 }
 
-/* The loop has few iterations. Because `samples` times K is at most INT64_MAX, fewer than 2^21
-   sizes can last more than one step. After these sizes each step skips sizes, and later steps skip
-   more. */
+/* Each iteration of the loop counts all steps of one batch size. There are few iterations: because
+   `samples` times K is at most INT64_MAX, fewer than 2^21 sizes can last more than one step, and
+   the steps after these skip more and more sizes. */
 int64_t dt_batch_ramp_consumed(dt_batch_ramp r, int64_t step) {
     int64_t consumed = 0, left = step > 1 ? step - 1 : 0;
     if (dt__ramp_problem(r)) r.samples = 0;
     int64_t increments = r.samples ? (r.batch - r.start) / r.incr : 0;
-    while (left > 0 && consumed < r.samples) { /* one iteration counts all steps of one size */
+    while (left > 0 && consumed < r.samples) {
         int64_t grown = consumed * increments / r.samples, size = r.start + grown * r.incr;
         /* number of consumed sequences at which the next size begins */
         int64_t end = increments ? ((grown + 1) * r.samples - 1) / increments + 1 : r.samples;
         int64_t max_steps = (end - consumed - 1) / size + 1,
                 steps = max_steps < left ? max_steps : left;
-        /* only the last of these steps may end after `samples` */
+        /* only the last of these steps may end after `samples`, so only its sum may overflow */
         consumed = dt__add_saturating(consumed + (steps - 1) * size, size);
         left -= steps;
     }
@@ -4831,10 +4846,10 @@ static uint32_t dt__twister_next(dt__twister *t) {
 
 struct dt_sampler {
     dt_ctx *ctx;
-    dt_listener listener; /* frees the sampler with the context */
+    dt_listener listener; /* frees the sampler when the context ends */
     dt_sampler_desc desc;
     dt_sampler_state state;
-    int32_t *order;      /* (samples) order of epoch order_epoch; NULL without shuffle */
+    int32_t *order;      /* (samples): the order of epoch order_epoch; NULL if desc.shuffle is 0 */
     int64_t order_epoch; /* -1: no order yet */
 };
 
@@ -4906,7 +4921,8 @@ dt_status dt_sampler_set_epoch(dt_sampler *s, int64_t epoch) {
     return dt_sampler_seek(s, start);
 }
 
-/* torch.randperm (Fisher-Yates): each index in order takes one of the remaining samples. */
+/* Fills s->order as torch.randperm does (Fisher-Yates): each index in order takes one of the
+   remaining samples. */
 static void dt__sampler_shuffle(dt_sampler *s) {
     dt__twister twister;
     int64_t n = s->desc.samples;
@@ -4952,16 +4968,19 @@ typedef struct dt__text_file {
 
 struct dt_text {
     dt_ctx *ctx;
-    dt_listener listener; /* closes the dataset with the context */
+    dt_listener listener; /* closes the dataset when the context ends */
     int seq, files;
     int64_t tokens;
     dt__text_file *file; /* (files) */
     int token_bytes;     /* 1 in byte files, 2 or 4 in shards */
     char *paths;         /* copies of the paths, one after the other */
     size_t path_bytes;
-    /* (seq + 1) tokens of one sequence in the file's format; has space for the widest tokens */
+    /* the seq + 1 tokens of one sequence in the format of the files; has space for 4 bytes per
+       token */
     unsigned char *buffer;
-    int fd, current; /* only one file is open at a time: many ranks may read many files */
+    /* descriptor and index of the open file; -1 if no file is open. At most one file is open at a
+       time, because many ranks may read many files. */
+    int fd, current;
 };
 
 static void dt__text_close_file(dt_text *t) {
@@ -4996,7 +5015,8 @@ void dt_text_close(dt_text *text) {
     dt__text_free(text->ctx, text);
 }
 
-/* Reads `bytes` bytes of file i, which must be open. Fails if it cannot read all of them. */
+/* Reads `bytes` bytes from offset `at` of file i, which must be open, to `out`. Fails if it cannot
+   read all these bytes. */
 static dt_status dt__text_read_bytes(
     dt_text *t, int i, int64_t at, size_t bytes, unsigned char *out) {
     const dt_io *io = dt_ctx_io(t->ctx);
@@ -5015,8 +5035,8 @@ static dt_status dt__text_read_bytes(
     return DT_OK;
 }
 
-/* Finds the kind of the open file and its number of tokens. llm.c shards begin with 256 words:
-   magic, version, number of tokens, zeros. */
+/* Reads the kind and the number of tokens of file i, which is open and has `bytes` bytes. llm.c
+   shards begin with 256 words of 4 bytes: magic number, version, number of tokens, zeros. */
 static dt_status dt__text_read_header(dt_text *t, int i, int64_t bytes) {
     dt__text_file *f = &t->file[i];
     uint32_t header[3] = { 0, 0, 0 };
@@ -5046,7 +5066,7 @@ static dt_status dt__text_read_header(dt_text *t, int i, int64_t bytes) {
     return DT_OK;
 }
 
-/* Copies the paths and measures every file. */
+/* Copies the paths and counts the tokens of every file. */
 static dt_status dt__text_measure(dt_text *t, const char *const *paths) {
     const dt_io *io = dt_ctx_io(t->ctx);
     for (int i = 0; i < t->files; i++) t->path_bytes += strlen(paths[i]) + 1;
@@ -5181,7 +5201,8 @@ static dt_status dt__dry_move(void *dst, const void *src, size_t bytes, void *st
     return DT_OK;
 }
 
-/* Reduces arrays that are in real memory, such as the counts that ranks exchange. */
+/* Reduces arrays that are all in real memory, such as the counts that ranks exchange. Does nothing
+   for arrays with dry-run addresses. */
 static dt_status dt__dry_reduce_real(const dt_reduce_args *a) {
     int dry = dt__is_dry(a->out);
     for (int i = 0; i < a->n; i++) dry |= dt__is_dry(a->in[i]);
@@ -5201,8 +5222,8 @@ enum {
         DT__DRY_KERNELS
 };
 
-/* Counts a call. Attention counts as two matrix products in the forward and five in the
-   backward. */
+/* Counts a kernel call and its FLOPs. Attention counts as two matrix products in the forward and
+   five in the backward. */
 static dt_status dt__dry_call(dt_dry *dry, int kernel, const void *args) {
     const dt_matmul_args *m = (const dt_matmul_args *)args;
     const dt_attention_args *a = (const dt_attention_args *)args;
