@@ -222,9 +222,9 @@ DT_API dt_tensor *dt_redistribute(dt_tensor *x, dt_comm *comm, dt_placement from
    bias (O) along the outputs, dimension 0. A row-parallel layer shards its weight (O,I) along the
    inputs, dimension 1, and does not shard its bias. If N does not divide a hidden size, the local
    slices of the last ranks are padded with zeros, which stay zero through functions with f(0) = 0.
-   Under DT_SHARD(1), parameters that are used outside of regions and are not sharded (of norms, row
-   biases, position embeddings) process only a part of the tokens on each rank. Give these
-   parameters the gradient placement { tp, DT_GRAD_PARTIAL }. All functions below are [collective:
+   Under DT_SHARD(1), a parameter that is used outside of regions and is not sharded (of a norm, a
+   row bias, a position embedding) is applied to only a part of the tokens on each rank. Give such a
+   parameter the gradient placement { tp, DT_GRAD_PARTIAL }. All functions below are [collective:
    comm]. Over a group of one rank each function does the same as the ordinary layer. */
 
 /* [collective: comm] Megatron's f (and g under sequence parallelism). Takes x with the placement
@@ -308,8 +308,8 @@ DT_API dt_tensor *dt_distribute(dt_ctx *ctx, dt_dtype dtype, dt_shape full, cons
    RING: ring attention, H. Liu et al., arXiv:2310.01889. Keys and values travel around the ring
    while each rank computes with the keys and values that it holds; the log-sum-exp merge combines
    the partial results. ZIGZAG: ring attention with a balanced order of tokens, see dt_cp_token.
-   Both kinds skip a chunk of queries with a chunk of keys if none of the queries attends to any of
-   the keys.
+   Both kinds skip a pair of a query chunk and a key chunk if no query of the pair attends to a key
+   of the pair.
 
    ALLGATHER: all-gather context parallelism, H. Touvron et al., arXiv:2407.21783. Every rank
    gathers all keys and values.
@@ -403,8 +403,8 @@ DT_API void dt_cp_shard(
    Decisions about a whole sequence (expert capacity, load balance) use the choices of all tokens of
    the sequence, even if several ranks hold these tokens. So every layout drops the same tokens and
    has the same counts. The ranks exchange choices and counts in host memory; dt_comm_bytes does not
-   count this exchange.
-   Each layer waits once for the device, because the program branches on the choices. */
+   count this exchange. Each layer waits once for the device, because the program branches on the
+   choices. */
 
 /* Statistics of a router. dt_route adds to every field, except while a block is recomputed. The
    statistics cover only the tokens that this rank passed to dt_route. For the totals, sum the
@@ -415,8 +415,8 @@ typedef struct dt_route_counts {
     /* choices: number of choices, k per token; dropped: number of choices that were dropped because
        they were beyond an expert's capacity */
     double choices, dropped;
-    /* this rank's parts of the load-balancing loss and of the router z-loss, not multiplied by
-       their weights; 0 for a loss whose weight in dt_route_desc is 0 */
+    /* this rank's parts of the load-balancing loss and of the router z-loss, without their weights;
+       a loss is added only if its weight in dt_route_desc is not 0 */
     double balance, z;
 } dt_route_counts;
 
@@ -436,8 +436,8 @@ typedef struct dt_route_desc {
     /* weight of the router z-loss. The loss is the mean over tokens of log(sum of e^logits)^2;
        arXiv:2202.08906 */
     double z;
-    /* number of sequences in the whole step over all ranks, from which both means are computed;
-       required if balance or z is not 0 */
+    /* number of sequences in the whole step over all ranks, needed to compute both means; required
+       if balance or z is not 0 */
     int64_t sequences;
     /* (E), f32 (f64 in an f64 model), without a gradient. The bias is added to the probabilities
        when experts are chosen, but not when their outputs are weighted; arXiv:2408.15664, see
@@ -475,13 +475,13 @@ typedef struct dt_routing {
 
 /* [collective: desc.tp, desc.cp] Router of a mixture-of-experts layer for x (B,T',C), with the
    router's weight w (E,C). The router computes in f32 (f64 in an f64 model). For each token it
-   chooses the k experts with the largest probabilities softmax(x w^T); of equal probabilities the
-   lower expert wins. The output of a chosen expert is weighted with its probability if k = 1
-   (arXiv:2101.03961), and with its probability divided by the sum of the k chosen probabilities if
-   k > 1 (arXiv:2401.04088). The gradients of these weights flow to x and w. The two losses of desc
-   are attached with dt_loss: each rank attaches its own tokens' part. Returns NULL after
-   DT_ERR_SHAPE or DT_ERR_ARG; the error text names what does not match. In a dry run, choice j of
-   token t of a sequence is expert (k t + j) mod E. */
+   chooses the k experts with the largest probabilities softmax(x w^T); if probabilities are equal,
+   it prefers the expert with the lower number. The output of a chosen expert is weighted with its
+   probability if k = 1 (arXiv:2101.03961), and with its probability divided by the sum of the k
+   chosen probabilities if k > 1 (arXiv:2401.04088). The gradients of these weights flow to x and w.
+   The load-balancing loss and the z-loss are attached with dt_loss: each rank attaches its own
+   tokens' part. Returns NULL after DT_ERR_SHAPE or DT_ERR_ARG; the error text names what does not
+   match. In a dry run, choice j of token t of a sequence is expert (k t + j) mod E. */
 DT_API dt_routing *dt_route(dt_tensor *x, dt_tensor *w, dt_route_desc desc);
 /* [collective: ep] Token dispatch. Sends the tokens of x (B,T,C) to the ranks of their experts. x
    has all tokens of the tensor-parallel region, as dt_tp_enter returns them. Returns rows (R,C) for
@@ -539,18 +539,18 @@ DT_API dt_status dt_route_update_bias(
                                                             arXiv:2401.10241
 
    Section 16 draws the schedules. The row ZB holds if p <= m. The row INTERLEAVED holds if p
-   divides m; in it w = 2 (p - r - 1) + (v - 1) G + 1 with G = p. In general each chunk processes
-   the micro-batches in groups of G (A. Grattafiori et al., arXiv:2407.21783), so every m is
-   possible. If m >= p, G is any number from p to m for which m % G is 0 or at least p. If m < p, G
-   is m.
+   divides m; its third column counts each micro-batch once per chunk that holds it, and w = 2 (p -
+   r - 1) + (v - 1) G + 1 with G = p. In general each chunk processes the micro-batches in groups of
+   G (A. Grattafiori et al., arXiv:2407.21783), so every m is possible. If m >= p, G is any number
+   from p to m for which m % G is 0 or at least p. If m < p, G is m.
 
    A slot holds one micro-batch of one chunk: from F to B or W it holds everything that the backward
    needs, and from I to W also the gradients of activations and the recomputed tensors. A gradient
    that is sent stays in its slot until the receiver begins to use the gradient, so an F that reuses
-   the slot may have to wait for the receiver. A rank has so many slots that no rank waits for a
-   slot if all stages take the same time. The number of slots equals the number of micro-batches
-   that the rank holds, except for INTERLEAVED, whose chunks wait for each other: the first ranks
-   have one more slot if p divides m, and several more slots if p does not divide m. */
+   the slot may have to wait for the receiver. A rank has enough slots that no rank waits for a slot
+   if all stages take the same time. The number of slots equals the number of micro-batches that the
+   rank holds, except for INTERLEAVED, whose chunks wait for each other: the first ranks have one
+   more slot if p divides m, and several more slots if p does not divide m. */
 enum {
     DT_SCHEDULE_NAIVE = 0,
     DT_SCHEDULE_AFAB,
@@ -571,7 +571,7 @@ typedef struct dt_action {
        missing */
     int slot;
     /* recv_from is the rank that sends the input, send_to the rank that receives the result. Either
-       may be this rank. -1: no message, which is so at the ends of the pipeline and in W */
+       may be this rank. -1: no message (at the ends of the pipeline, and in W) */
     int recv_from, send_to;
 } dt_action;
 
@@ -579,7 +579,8 @@ typedef struct dt_schedule dt_schedule;
 /* A generator: calls dt_schedule_add for every computation. It adds the computations of each rank
    in the order in which the rank runs them. */
 typedef void (*dt_schedule_fn)(dt_schedule *schedule, void *user);
-/* Returns the stage index of the rank's chunk. Each of ranks x chunks stages must occur once. */
+/* A stage map: returns the index of the stage that is chunk number `chunk` of rank `rank`. Each of
+   the ranks * chunks stages must be returned for exactly one chunk of one rank. */
 typedef int (*dt_stage_map_fn)(int rank, int chunk, void *user);
 
 typedef struct dt_schedule_desc {
@@ -780,8 +781,8 @@ DT_API dt_status dt_pipe_gather_spans(
 
 // ==== 8. Data order =============================================================================
 
-/* Data order: which sequences each replica reads. A step has micro-steps j = 0 .. a-1 and reads
-   B = b * a * R sequences, the same sequences in the same order in every layout:
+/* Data order: which sequences each replica reads. A step has `a` micro-steps, j = 0 .. a-1. It
+   reads B = b * a * R sequences, which are the same, in the same order, in every layout:
 
        micro-step j    replica 0     replica 1     ..  replica R-1
             0          0 .. b-1      b .. 2b-1          (R-1)b .. Rb-1
@@ -836,10 +837,10 @@ DT_API int64_t dt_batch_ramp_consumed(dt_batch_ramp ramp, int64_t step);
    repeatedly if needed, or, with drop_last, the last n mod R entries are left out. Rank r reads the
    entries r, r + R, r + 2R, .., so that every rank reads the same number of samples.
 
-   The shuffled order is torch.randperm(n) of a CPU generator with seed + epoch, reduced to 32 bits.
-   For each index in order, a 32-bit number of the Mersenne twister modulo the number of remaining
-   samples selects the sample (Fisher-Yates). For n >= 2^32 / 20 torch uses another algorithm, so dt
-   refuses to shuffle that many samples. */
+   The shuffled order is torch.randperm(n) of a CPU generator, whose seed is `seed` plus the epoch,
+   reduced to 32 bits. For each index in order, a 32-bit number of the Mersenne twister modulo the
+   number of remaining samples selects the sample (Fisher-Yates). For n >= 2^32 / 20 torch uses
+   another algorithm, so dt refuses to shuffle that many samples. */
 typedef struct dt_sampler dt_sampler;
 #define DT_SAMPLER_MAX_SHUFFLED 214748363 /* largest number of samples that can be shuffled */
 typedef struct dt_sampler_desc {
@@ -911,8 +912,8 @@ DT_API int64_t dt_text_sequences(const dt_text *text);
    in the files are inside it; dt_embedding refuses ids outside its table. */
 DT_API int64_t dt_text_token_limit(const dt_text *text);
 /* [local] Reads the ids (seq) and the labels (seq) of one sequence. Fails with DT_ERR_ARG if the
-   dataset has no sequence of this number, and with DT_ERR_IO if it cannot be read; the error text
-   then names the file and the token. */
+   dataset has no such sequence, and with DT_ERR_IO if a file cannot be read or a token is invalid;
+   the error text then names the file and the byte or the token. */
 DT_API dt_status dt_text_read(dt_text *text, int64_t sequence, int32_t *ids, int32_t *labels);
 
 // ==== 10. Dry runs ==============================================================================
@@ -1091,7 +1092,7 @@ dt_mesh dt_mesh_make(dt_ctx *ctx, dt_mesh_desc desc) {
    A shard along any dimension but the first is strided in memory, while collectives send contiguous
    arrays. dt__extract_shard and dt__insert_shard pack and unpack the shard. */
 
-/* Arguments of a row's function, which redistributes a dense array over a group. */
+/* Arguments of the function of a table row, which redistributes a dense array over a group. */
 typedef struct dt__redist {
     dt_ctx *ctx;
     dt_comm *comm;
@@ -1101,7 +1102,7 @@ typedef struct dt__redist {
        `in` and `out` */
     void *out, *scratch;
     dt_shape in_shape, out_shape;
-    int from_dim, to_dim; /* dimensions of SHARD placements */
+    int from_dim, to_dim; /* sharded dimension before and after; used if the placement is SHARD */
 } dt__redist;
 
 /* A dense array viewed as `outer` rows, each of which has all dimensions from the sharded one on. A
@@ -1703,7 +1704,7 @@ struct dt_cp {
     int chunks_per_rank;    /* 2 if the kind is ZIGZAG, else 1 */
     int64_t chunk_tokens;
     dt_tensor *positions;    /* (B,T) on the device, in the order of the ranks */
-    dt_tensor *documents;    /* same shape and order; or NULL */
+    dt_tensor *documents;    /* (B,T) in the same order; NULL if the caller passed none */
     dt_tensor *local[2];     /* (B,T/c): this rank's positions and documents, for ALLGATHER */
     dt__chunk_range *ranges; /* (B, c * chunks_per_rank): the range of each chunk */
 };
@@ -1767,7 +1768,7 @@ dt_cp *dt_cp_make(dt_ctx *ctx, dt_comm *comm, dt_cp_desc d) {
             (long long)d.tokens);
         return NULL;
     }
-    if (c == 1) d.kind = DT_CP_RING; /* one rank: plain attention */
+    if (c == 1) d.kind = DT_CP_RING; /* on one rank the kind has no effect */
     if (dt_cp_check(d.kind, d.tokens, c, c, c, why, sizeof why) != DT_OK) {
         dt_fail(ctx, DT_ERR_SHAPE, "dt_cp_make: %s", why);
         return NULL;
@@ -1792,7 +1793,7 @@ enum {
     DT__MASK_EMPTY,
     DT__MASK_MIXED,
     DT__MASK_FULL,
-    DT__MASK_CAUSAL /* query chunk = key chunk, with consecutive positions */
+    DT__MASK_CAUSAL /* the two chunks are the same tokens, with consecutive positions */
 };
 
 static int dt__chunk_mask(const dt_cp *cp, int64_t sequence, int64_t query, int64_t key) {
@@ -1945,7 +1946,8 @@ static dt_status dt__ring_wait(dt_ctx *ctx, dt__ring_hop *hop) {
     return dt_error(ctx);
 }
 
-/* Allocates n arrays of `bytes` bytes each from a new arena. Returns 1, or 0 on failure. */
+/* Acquires an arena and allocates n arrays of `bytes` bytes each in it. Returns 1, or 0 on
+   failure. */
 static int dt__ring_buffers(dt_ctx *ctx, dt__arena **arena, size_t bytes, int n, char **arrays) {
     *arena = dt__arena_acquire(ctx, &ctx->transient_pool);
     bytes = (bytes + 63) / 64 * 64;
@@ -2235,9 +2237,9 @@ static dt_status dt__gather_ints(dt_comm *comm, const int32_t *mine, int32_t *al
 
 /* ---- the router: choices of whole sequences ---- */
 
-/* State of a router. Arrays of choices are (B,tokens,k). tokens is the number of tokens per
-   sequence: in x (local_tokens), in the tensor-parallel region (region_tokens), or in the whole
-   sequences, in rank order of cp (full_tokens). */
+/* State of a router. An array of choices has the shape (B,tokens,k), where `tokens` is the number
+   of tokens per sequence in x (local_tokens), in the tensor-parallel region (region_tokens) or in
+   the whole sequence, in rank order of cp (full_tokens). */
 typedef struct dt__router {
     dt_ctx *ctx;
     dt_route_desc d;
@@ -2491,7 +2493,7 @@ static void dt__route_count(const dt__router *r) {
     }
 }
 
-/* Returns the first problem of the arguments, or NULL. One rule per line. */
+/* Returns the text of the first rule that the arguments violate, or NULL. One rule per line. */
 static const char *dt__route_problem(const dt__router *r, const dt_tensor *x, const dt_tensor *w) {
     const dt_route_desc *d = &r->d;
     const dt_tensor *bias = d->bias;
@@ -2613,22 +2615,22 @@ dt_status dt_route_update_bias(
 
 /* ---- token dispatch and token combine: one exchange in both directions ---- */
 
-/* Plan of an exchange. There is one row for each choice that is not dropped. A sender orders its
-   rows by expert, then token, so that the rows for one rank are contiguous. The rows arrive ordered
-   by source rank, then expert, then token. */
+/* Plan of a token dispatch and its token combine. There is one row for each choice that is not
+   dropped. A sender orders its rows by expert, then token, so that the rows for one rank are
+   contiguous. The rows arrive ordered by source rank, then expert, then token. */
 typedef struct dt__exchange {
     dt_comm *ep;
     int ranks;
     int64_t tokens, k, sent, received;
-    size_t *rows_to, *rows_from;       /* (ranks) number of rows to and from each rank */
-    size_t *send_counts, *recv_counts; /* (ranks) in elements, set for each call */
+    size_t *rows_to, *rows_from;       /* (ranks): number of rows to and from each rank */
+    size_t *send_counts, *recv_counts; /* (ranks): counts in elements, set for each all-to-all */
     /* (sent) i32: token_of_row[i] is the token of row i; choice_of_row[i] is token * k + j if row i
        is the token's j-th choice */
     dt_tensor *token_of_row, *choice_of_row;
-    /* (k,tokens) i32: the sent row of the j-th choice of a token, or -1 */
+    /* (k,tokens) i32: the index of the sent row of each token's j-th choice; -1 if dropped */
     dt_tensor *row_of_choice;
-    /* (received) i32: arrival_of_row[i] is the arrival index of row i in expert order;
-       row_of_arrival is the inverse */
+    /* (received) i32: arrival_of_row[i] is the index, in order of arrival, of row i in expert
+       order; row_of_arrival is the inverse */
     dt_tensor *arrival_of_row, *row_of_arrival;
 } dt__exchange;
 
@@ -2689,7 +2691,7 @@ static dt_status dt__scale_rows(dt_ctx *ctx, const char *op, dt_dtype dtype, voi
     return rows * width > 0 ? DT__KERNEL(ctx, op, binary, &a) : DT_OK;
 }
 
-/* Returns `in` in the accumulation type: `in` itself, or a converted copy in buffer. */
+/* Returns `in` itself if it has the accumulation type, else a converted copy in `buffer`. */
 static const void *dt__widen_rows(
     dt_ctx *ctx, const char *op, dt_dtype dtype, const void *in, void *buffer, int64_t count) {
     dt_cast_args a = {
@@ -3222,7 +3224,7 @@ dt_tensor *dt_expert_linear(
        rank 2 |..01..aa2bb3cc.dd....|                rank 2 |..01.a2b3cAdBCD|
        rank 3 |...0aa1bb2cc3dd......|                rank 3 |...0a1b2c3dABCD|
 
-       interleaved 1F1B, v = 2 chunks per rank: (p - 1) / (v m) = 3/8 (a time unit is half as long)
+       interleaved 1F1B, v = 2 chunks per rank: (p - 1) / (v m) = 3/8 (a column is half a time unit)
        rank 0 |01230123......aa.bb.cc.ddaabbccdd|
        rank 1 |.01230123...aa.bb.cc.ddaabbccdd..|
        rank 2 |..0123012.aa3bb.cc.ddaabbccdd....|
@@ -3708,9 +3710,9 @@ static dt__dependency dt__unmet_dependency(const dt_schedule *s, int rank) {
     return none;
 }
 
-/* Deadlock detection after the simulation has stopped. Every stopped rank waits for another stopped
-   rank, so the path from each rank to the rank for which it waits ends in a cycle. Writes the cycle
-   and returns its number of ranks. */
+/* Deadlock detection after the simulation has stopped. Every stopped rank waits for a stopped rank,
+   which may be itself, so the path from each rank to the rank for which it waits ends in a cycle.
+   Writes the cycle and returns its number of ranks. */
 static int dt__check_cycle(const dt_schedule *s, dt__strbuf *t) {
     int r = 0, first, n = 0;
     memset(s->visited, 0, (size_t)s->desc.ranks * sizeof *s->visited);
@@ -4228,9 +4230,9 @@ static void dt__svg_legend(dt__svg *g, const dt_timeline *lines, int n, int y) {
             g, "<text x=\"%d\" y=\"%d\">lighter: a later chunk of the rank</text>\n", x, y + 11);
 }
 
-/* Returns the scale in pixels per second. A mean forward gets 16 pixels, so that its number fits
-   into its box, but the time axis has at least 900 and at most 6,000 pixels. Sets *longest to the
-   longest makespan of the timelines. */
+/* Returns the scale in pixels per second. In the timeline whose forwards are shortest, a mean
+   forward gets 16 pixels, so that its number fits into its box; but the time axis has at least 900
+   and at most 6,000 pixels. Sets *longest to the longest makespan of the timelines. */
 static double dt__svg_scale(const dt_timeline *lines, int n, double *longest) {
     double shortest_mean = INFINITY;
     *longest = 0;
@@ -4299,8 +4301,8 @@ dt_status dt_schedule_svg(dt_ctx *ctx, const char *path, const dt_timeline *line
 
 // ==== 17. Pipeline parallelism: code ============================================================
 
-/* The executor. A slot holds one micro-batch of a stage on its own tape. One action runs in these
-   steps:
+/* The executor. Each slot has its own tape and holds one micro-batch of a stage. An action runs in
+   these steps:
 
        post recv --> prefetch next recv --> wait --> compute on the slot's tape --> post send
 
@@ -4725,7 +4727,7 @@ int64_t dt_data_order_epoch(dt_data_order order, int64_t step, int micro_step, i
     return epoch;
 }
 
-/* Returns why r is an invalid ramp for every micro-batch size, or NULL if r is not. */
+/* Returns a reason why r is invalid whatever the micro-batch size is, or NULL if there is none. */
 static const char *dt__ramp_problem(dt_batch_ramp r) {
     if (r.start < 1 || r.incr < 1 || r.samples < 1 || r.batch < r.start)
         return "start, increment and samples are at least 1, and start is at most the batch";
@@ -4792,8 +4794,8 @@ int64_t dt_batch_ramp_size(dt_batch_ramp r, int64_t consumed) {
 }
 
 /* Each iteration of the loop counts all steps of one batch size. There are few iterations: because
-   `samples` times K is at most INT64_MAX, fewer than 2^21 sizes can last more than one step, and
-   the steps after these skip more and more sizes. */
+   `samples` times K is at most INT64_MAX, fewer than 2^21 sizes can last more than one step. Each
+   step after these sizes skips sizes, and later steps skip more. */
 int64_t dt_batch_ramp_consumed(dt_batch_ramp r, int64_t step) {
     int64_t consumed = 0, left = step > 1 ? step - 1 : 0;
     if (dt__ramp_problem(r)) r.samples = 0;
