@@ -2,12 +2,13 @@
    schedules, data order - public domain or MIT, see the end of the file
 
    The third of four single-header libraries; dt_tensor.h lists them all. It arranges ranks along
-   the axes of a layout (data, tensor, context, pipeline, expert), moves a tensor from one placement
-   over a group to another with the right backward, provides the layers of tensor, sequence, context
-   and expert parallelism, generates, checks, simulates, draws and runs pipeline schedules, and
-   decides which rank reads which sequence.
+   the axes of a layout (data, tensor, context, pipeline, expert), converts a tensor from one
+   placement over a group to another with the matching backward, provides the layers of tensor,
+   sequence, context and expert parallelism, generates, checks, simulates, draws and runs pipeline
+   schedules, and decides which rank reads which sequence.
 
-   DOES NOT: reduce gradients of parameters (dt_zero.h does, for all axes at once), know any model.
+   DOES NOT: reduce gradients of parameters (dt_zero.h does, for all axes at once), or know any
+   model.
    Not built yet: a parameter server (push and pull of gradients), a planner that chooses a layout
    (a dry run, section 10, shows what one layout costs).
 
@@ -28,9 +29,9 @@
            float one[4] = { 1, 2, 3, 4 };
            dt_tensor *x = dt_input(ctx, DT_F32, DT_SHAPE(1, 4), one);
            dt_linear_desc gelu = { .activation = DT_ACT_GELU };
-           // (1,4) of (1,8)
+           // (1,4): this rank's 4 of the 8 columns
            dt_tensor *h = dt_column_linear(x, w1, NULL, gelu, mesh.tp, DT_REPLICATE);
-           // summed over tp: (1,1)
+           // (1,1): the sum over tp, on every rank
            dt_tensor *y = dt_row_linear(h, w2, NULL, NULL, mesh.tp, DT_REPLICATE);
            double value = dt_item(y);
            if (dt_ctx_rank(ctx) == 0) printf("%g\n", value);
@@ -73,11 +74,11 @@
     19. Dry runs: code
 
    CONTRACT
-     Memory     A mesh is a value; its groups belong to the world. Tensors live until dt_reset, like
+     Memory     A dt_mesh is a plain struct that needs no freeing. Tensors live until dt_reset, like
                 the results of ops. Free a dt_text with dt_text_close, a dt_sampler with
-                dt_sampler_free and a dt_schedule with dt_schedule_free; when the context ends it
-                frees any that are left.
-     Errors     As in dt_tensor.h: sticky; NULL in gives NULL out.
+                dt_sampler_free and a dt_schedule with dt_schedule_free. Objects that the program
+                has not freed are freed when the context ends.
+     Errors     As in dt_tensor.h: errors are sticky, and an op on a NULL tensor returns NULL.
      Threads    As in dt_comm.h.
      Order      Sums over a group run in rank order.
      Groups     A group of one rank is NULL; a collective over it is the identity and costs nothing.
@@ -99,17 +100,17 @@ extern "C" {
 
 // ==== 1. Process mesh ===========================================================================
 
-/* Number of ranks along each axis. The product of the axes is the number of all ranks. */
+/* Number of ranks along each axis. The product of all axes is the total number of ranks. */
 typedef struct dt_mesh_desc {
-    int dp; /* data; 0 -> the number of ranks divided by the product of the other axes */
-    int tp; /* tensor; 0 -> 1; the same holds for the axes below */
+    int dp; /* data; 0 means the total number of ranks divided by the product of the other axes */
+    int tp; /* tensor; here and in the fields below 0 means 1 */
     int cp; /* context */
     int pp; /* pipeline */
     int ep; /* expert */
 } dt_mesh_desc;
 
-/* Process mesh (device mesh): this rank's process group along every axis; NULL where the group has
-   one rank. For example 8 ranks as pp 2 x dp 2 x tp 2:
+/* Process mesh (device mesh): this rank's process group along every axis. A group of one rank is
+   NULL. For example 8 ranks as pp 2 x dp 2 x tp 2:
 
                 tp 0   tp 1            tp 0   tp 1
         dp 0   rank 0 rank 1   dp 0   rank 4 rank 5     rank 6 has the groups
@@ -121,28 +122,33 @@ typedef struct dt_mesh_desc {
        rank = (((pp*DP + dp)*EP + ep)*CP + cp)*TP + tp */
 typedef struct dt_mesh {
     dt_comm *world, *dp, *tp, *cp, *pp, *ep;
-    /* dp x ep x cp: the replicas of a dense parameter; each replica reads a part of the data */
+    /* group along dp, ep and cp: the ranks that hold replicas of the same dense parameter and
+       process different parts of the data */
     dt_comm *data;
-    /* dp x cp: the replicas of an expert, a parameter that is sharded over ep */
+    /* group along dp and cp: the ranks that hold replicas of the same expert, a parameter that is
+       sharded over ep */
     dt_comm *expert_data;
-    dt_mesh_desc sizes; /* resolved: no zeros */
-    dt_mesh_desc coord; /* this rank's coordinates */
-    /* replica = dp_rank*EP + ep_rank, replicas = DP*EP; each replica reads its own part of the
-       batch */
+    dt_mesh_desc sizes; /* number of ranks along each axis, at least 1 */
+    dt_mesh_desc coord; /* this rank's coordinate along each axis, from 0 */
+    /* Each replica reads its own part of the batch. This rank belongs to replica number
+       coord.dp * EP + coord.ep; there are DP * EP replicas. */
     int replica, replicas;
 } dt_mesh;
 
-/* [local] Resolves zeros and checks the product. On failure returns DT_ERR_ARG and writes a text
-   with the sizes and a legal choice. The function needs no context, so a program can refuse a
-   layout before any rank starts. */
+/* [local] Replaces the zeros in *sizes by the values that they mean, and checks that the product of
+   the axes is `ranks`. On failure returns DT_ERR_ARG and writes to `text` a message with the sizes
+   and a valid choice. The function needs no context, so a program can refuse a layout before any
+   rank starts. */
 DT_API dt_status dt_mesh_resolve(dt_mesh_desc *sizes, int ranks, char *text, size_t text_bytes);
-/* [collective: world] Creates the process groups of every axis, named "dp", "tp", ..., each with
-   its own byte counters. After a failure all groups are NULL and the number of replicas is 1. */
+/* [collective: world] Creates the process groups of every axis. They are named "dp", "tp" and so
+   on, and each group has its own byte counters. After a failure all groups are NULL and `replicas`
+   is 1. */
 DT_API dt_mesh dt_mesh_make(dt_ctx *ctx, dt_mesh_desc desc);
 
 // ==== 2. Placements =============================================================================
 
-/* How a tensor is placed over a group of N ranks.
+/* How a tensor is placed over a group of N ranks. In code the placements are DT_REPLICATE, DT_COPY,
+   DT_SHARD(dim) and DT_PARTIAL:
 
        REPLICATE   every rank has the whole value and the whole gradient
        COPY        every rank has the whole value; each rank's gradient is a partial sum, and the
@@ -152,7 +158,7 @@ DT_API dt_mesh dt_mesh_make(dt_ctx *ctx, dt_mesh_desc desc);
                    the ranks; every rank has the whole gradient
 
    The gradient of a COPY tensor is PARTIAL, and the gradient of a PARTIAL tensor is COPY. The
-   gradient of a REPLICATE or SHARD tensor has the tensor's placement. */
+   gradient of a REPLICATE or SHARD tensor has the same placement as the tensor. */
 enum { DT_PLACEMENT_REPLICATE = 0, DT_PLACEMENT_COPY, DT_PLACEMENT_SHARD, DT_PLACEMENT_PARTIAL };
 typedef struct dt_placement {
     int kind, dim;
@@ -163,7 +169,8 @@ typedef struct dt_placement {
 #define DT_SHARD(dim) (DT__LITERAL(dt_placement){ DT_PLACEMENT_SHARD, (dim) })
 
 /* [collective: comm] Redistributes x from one placement to another; Megatron-LM's f and g operators
-   are rows of the table below. Returns x itself if the group has one rank or from equals to:
+   are rows of the table below. Returns x itself if the group has one rank or if `from` and `to` are
+   equal.
 
        from -> to              forward            backward            known as
        PARTIAL -> REPLICATE    all-reduce         identity            Megatron's g
@@ -179,15 +186,16 @@ typedef struct dt_placement {
 
    "rank 0 only": rank 0 keeps the tensor and all other ranks get zeros.
 
-   The backward of a -> b is the row dual(b) -> dual(a) of the same table, where dual(p) is the
-   placement of the gradient of a tensor placed as p. Fails with DT_ERR_SHAPE where N does not
-   divide a dimension, and with DT_ERR_UNSUPPORTED where the table has no row. Megatron:
-   arXiv:1909.08053, arXiv:2205.05198; Ulysses: arXiv:2309.14509. */
+   Let dual(p) be the placement of the gradient of a tensor with placement p. The backward of the
+   row p -> q is then the row dual(q) -> dual(p) of the same table. The function fails with
+   DT_ERR_SHAPE if the number of ranks does not divide a sharded dimension, and with
+   DT_ERR_UNSUPPORTED if the table has no row for `from` and `to`. Megatron: arXiv:1909.08053 and
+   arXiv:2205.05198. Ulysses: arXiv:2309.14509. */
 DT_API dt_tensor *dt_redistribute(dt_tensor *x, dt_comm *comm, dt_placement from, dt_placement to);
 
 // ==== 3. Tensor and sequence parallelism ========================================================
 
-/* Tensor parallelism: each of T ranks holds a shard of every weight matrix. M. Shoeybi et al.,
+/* Tensor parallelism: each of N ranks holds a shard of every weight matrix. M. Shoeybi et al.,
    "Megatron-LM", arXiv:1909.08053. An MLP needs one communication at its entry (f) and one at its
    exit (g), because the second matrix is sharded along the dimension along which the first matrix's
    output is sharded:
@@ -206,18 +214,18 @@ DT_API dt_tensor *dt_redistribute(dt_tensor *x, dt_comm *comm, dt_placement from
        DT_SHARD(1)     sequence parallelism: (B,T,C) is sharded along the tokens; V. Korthikanti et
                        al., arXiv:2205.05198. A region begins with an all-gather of tokens and ends
                        with a reduce-scatter of partial sums. The traffic equals that of
-                       DT_REPLICATE, and norms, dropout and residuals hold only 1/T of the tokens.
-                       Inside a dt_block the gathered tensor is not kept; the backward gathers it
-                       again, and a backward in two halves gathers it in each half
+                       DT_REPLICATE, but norms, dropout and residuals hold only 1/N of the tokens.
+                       Inside a dt_block the gathered tensor is not kept; the backward gathers the
+                       tensor again, and a backward in two halves gathers it in each half
 
-   dt_param_desc.shards places the weights. A column-parallel layer shards (O,I) and its bias along
-   the outputs, dimension 0; a row-parallel layer shards (O,I) along the inputs, dimension 1, and
-   does not shard its bias. Where T does not divide a hidden size, the local slices of the last
-   ranks are padded with zeros, which stay zero through functions with f(0) = 0. Under DT_SHARD(1),
-   parameters that are used outside and are not sharded (norms, row biases, position embeddings) see
-   only a part of the tokens. Give these parameters the gradient placement { tp, DT_GRAD_PARTIAL }.
-   All functions below are [collective: comm]. Over a group of one rank each function is the plain
-   layer. */
+   dt_param_desc.shards places the weights. A column-parallel layer shards its weight (O,I) and its
+   bias (O) along the outputs, dimension 0. A row-parallel layer shards its weight (O,I) along the
+   inputs, dimension 1, and does not shard its bias. If N does not divide a hidden size, the local
+   slices of the last ranks are padded with zeros, which stay zero through functions with f(0) = 0.
+   Under DT_SHARD(1), a parameter that is used outside of regions and is not sharded (of a norm, a
+   row bias, a position embedding) is applied to only a part of the tokens on each rank. Give such a
+   parameter the gradient placement { tp, DT_GRAD_PARTIAL }. All functions below are [collective:
+   comm]. Over a group of one rank each function does the same as the ordinary layer. */
 
 /* [collective: comm] Megatron's f (and g under sequence parallelism). Takes x with the placement
    `outside` and returns the whole x on every rank, as the input of one or more products with
@@ -225,7 +233,7 @@ DT_API dt_tensor *dt_redistribute(dt_tensor *x, dt_comm *comm, dt_placement from
 DT_API dt_tensor *dt_tp_enter(dt_tensor *x, dt_comm *comm, dt_placement outside);
 /* [collective: comm] Column-parallel linear. Returns act(x w^T + b), where w (O..,I) and b are
    sharded along O: each rank computes its shard of the outputs. Calls dt_tp_enter, then
-   dt_linear_at. residual and the result are also sharded along O. */
+   dt_linear_at. desc.residual and the result are also sharded along O. */
 DT_API dt_tensor *dt_column_linear(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_linear_desc desc,
     dt_comm *comm, dt_placement outside);
 /* [collective: comm] Row-parallel linear. Returns x w^T summed over the group (Megatron's g), plus
@@ -235,33 +243,34 @@ DT_API dt_tensor *dt_row_linear(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_ten
     dt_comm *comm, dt_placement outside);
 /* [collective: comm] Vocabulary-parallel embedding. The table (V,C) is sharded along V; every rank
    passes all ids (B,T). A rank looks up the ids that are in its rows and uses zeros for all other
-   ids. The sum over the group has the placement `outside`. */
+   ids. Returns the sum of these results over the group, (B,T,C) with the placement `outside`. */
 DT_API dt_tensor *dt_vocab_embedding(
     dt_tensor *table, dt_tensor *ids, dt_comm *comm, dt_placement outside);
-/* [collective: comm] Vocabulary-parallel cross-entropy: dt_cross_entropy_at where each of T ranks
-   has V' columns of the logits (..,V'), in rank order. The ranks gather only two values per row,
-   never logits, and send 16 (T-1) bytes per row. desc.vocab is the number of real columns (the rest
-   is padding); 0 -> T V'. Every rank passes the labels and gets the same loss. */
+/* [collective: comm] Vocabulary-parallel cross-entropy: dt_cross_entropy_at for logits whose
+   columns are sharded over N ranks in rank order; each rank passes V' columns (..,V'). The ranks
+   gather only two values per row, never logits, and send 16 (N-1) bytes per row. desc.vocab is the
+   number of real columns of all ranks, and the rest is padding; 0 means N V'. Every rank passes all
+   labels and gets the same loss. */
 DT_API dt_tensor *dt_vocab_cross_entropy(
     dt_tensor *logits, dt_tensor *labels, double denominator, dt_loss_desc desc, dt_comm *comm);
 /* [collective: comm] The loss of dt_vocab_cross_entropy for the logits x w^T, which are computed a
-   few rows at a time. x has the placement `outside`; w (V,C) is sharded along V. desc.vocab: 0 -> V
-   of the full parameter. */
+   few rows at a time. x has the placement `outside`; w (V,C) is sharded along V. desc.vocab 0 means
+   the V of the full parameter. */
 DT_API dt_tensor *dt_vocab_linear_cross_entropy(dt_tensor *x, dt_tensor *w, dt_tensor *labels,
     double denominator, dt_loss_desc desc, dt_comm *comm, dt_placement outside);
 
-/* Grouped-query attention over tp: K heads of keys and values over T ranks, where T divides K or K
-   divides T. With more ranks than heads, each head is replicated on T/K neighbouring ranks, which
-   use the head for different queries. Shard such a parameter over { shard_group, dim }, and give it
-   the gradient placement { replica_group, DT_GRAD_PARTIAL }, because each replica's gradient is a
-   partial sum. */
+/* Grouped-query attention over tp: K heads of keys and values over N ranks, where N divides K or K
+   divides N. If there are more ranks than heads, each head is replicated on N/K neighbouring ranks,
+   which use the head for different query heads. Give a parameter of keys or values the shard
+   { shard_group, dim } and the gradient placement { replica_group, DT_GRAD_PARTIAL }, because each
+   replica's gradient is a partial sum. */
 typedef struct dt_kv_groups {
     dt_comm *shard_group;   /* ranks with different heads; NULL: all ranks have the same heads */
     dt_comm *replica_group; /* ranks with the same heads; NULL: only this rank has them */
     int heads;              /* number of heads of keys and values on this rank */
 } dt_kv_groups;
-/* [collective: tp] Splits kv_heads over tp. DT_ERR_ARG where neither the number of heads divides
-   the number of ranks nor the reverse. */
+/* [collective: tp] Splits kv_heads over tp. Fails with DT_ERR_ARG if the number of heads neither
+   divides the number of ranks nor is a multiple of it. */
 DT_API dt_kv_groups dt_kv_split(dt_ctx *ctx, dt_comm *tp, int kv_heads);
 
 /* One axis of a layout: the placement of a tensor over a group. */
@@ -272,9 +281,10 @@ typedef struct dt_axis_placement {
 /* [collective: all ranks of the n groups] Distributes a tensor from the host memory of the rank
    that is rank 0 of every group; host is NULL on all other ranks. Returns this rank's part, which
    lives until dt_reset. The groups are axes of a mesh: any two of them share exactly one rank.
-   Several axes may shard the same dimension; they shard it in the order of `axes`. Under PARTIAL
-   rank 0 of the group gets the value and all other ranks get zeros. DT_ERR_SHAPE where a dimension
-   is not divisible. */
+   Several axes may shard the same dimension: the first of them in `axes` divides the dimension, the
+   next divides each shard, and so on. Under DT_PARTIAL rank 0 of the group gets the value and all
+   other ranks get zeros. Fails with DT_ERR_SHAPE if the number of ranks does not divide a sharded
+   dimension. */
 DT_API dt_tensor *dt_distribute(dt_ctx *ctx, dt_dtype dtype, dt_shape full, const void *host,
     const dt_axis_placement *axes, int n);
 
@@ -283,8 +293,9 @@ DT_API dt_tensor *dt_distribute(dt_ctx *ctx, dt_dtype dtype, dt_shape full, cons
 /* Context parallelism shards a sequence of T tokens over c ranks. Each rank holds T/c tokens
    through the whole model; only attention needs the keys and values of other ranks. Per layer and
    rank, with B sequences, H heads, K heads of keys and values, D elements per head and n = 2 B K D
-   T/c, the table gives the elements sent, and the elements kept for the backward in addition to the
-   rank's own q, k, v, the result and the log-sum-exp:
+   T/c, the table gives for each kind (DT_CP_RING, ..) the number of elements that are sent. It also
+   gives the number of elements that are kept for the backward, in addition to the rank's own q, k,
+   v, the result and the log-sum-exp:
 
        kind         forward                      backward                  kept
        RING         (c-1) n                      2 (c-1) n *               0
@@ -297,23 +308,25 @@ DT_API dt_tensor *dt_distribute(dt_ctx *ctx, dt_dtype dtype, dt_shape full, cons
    RING: ring attention, H. Liu et al., arXiv:2310.01889. Keys and values travel around the ring
    while each rank computes with the keys and values that it holds; the log-sum-exp merge combines
    the partial results. ZIGZAG: ring attention with a balanced order of tokens, see dt_cp_token.
-   Both kinds skip pairs of chunks in which no query sees a key.
+   Both kinds skip a pair of a query chunk and a key chunk if no query of the pair attends to a key
+   of the pair.
 
    ALLGATHER: all-gather context parallelism, H. Touvron et al., arXiv:2407.21783. Every rank
    gathers all keys and values.
 
    ULYSSES: S. Jacobs et al., arXiv:2309.14509. An all-to-all exchanges tokens for heads before the
-   attention and back after it; q, k, v and the result are kept in both placements. c must divide H,
-   and must divide K or be a multiple of K. If c is a larger multiple of K, the heads of keys and
-   values are repeated until there are c heads. The table then holds with K = c, and the repeated
-   heads are also kept before the exchange, which needs 2 B D T elements more, and 2 B T i32. */
+   attention and heads for tokens after it; q, k, v and the result are kept in both placements,
+   sharded by tokens and sharded by heads. c must divide H, and must divide K or be a multiple of K.
+   If c > K, the heads of keys and values are repeated until there are c heads, and the table holds
+   with K = c. In that case each rank also keeps the repeated heads as they were before the
+   exchange, 2 B D T elements, and 2 B T indices of type i32. */
 enum { DT_CP_RING = 0, DT_CP_ZIGZAG, DT_CP_ALLGATHER, DT_CP_ULYSSES };
 
-/* [local] Zig-zag and other orders: returns the position that the i-th token of rank r has in its
-   sequence. RING, ALLGATHER and ULYSSES give each rank T/c consecutive tokens. Under a causal mask
-   the last rank then has 2 - 1/c times the mean work. The zig-zag order divides the sequence into
-   2c chunks and gives rank r the chunks r and 2c-1-r, so that all ranks have the same work. With c
-   = 2:
+/* [local] Zig-zag and other orders of tokens. Returns the position that the i-th token of rank r
+   has in its sequence. RING, ALLGATHER and ULYSSES give each rank T/c consecutive tokens; under a
+   causal mask the last rank then has 2 - 1/c times the mean work. The zig-zag order divides the
+   sequence into 2c chunks and gives rank r the chunks r and 2c-1-r, so that all ranks have the same
+   work. With c = 2, where x marks a chunk of queries that attends to a chunk of keys:
 
        chunk          0  1  2  3         keys:    0 1 2 3      pairs of rank 0: 1 + 4 = 5
        rank, RING     0  0  1  1         query 0  x                      rank 1: 2 + 3 = 5
@@ -321,37 +334,39 @@ enum { DT_CP_RING = 0, DT_CP_ZIGZAG, DT_CP_ALLGATHER, DT_CP_ULYSSES };
                                                2  x x x
                                                3  x x x x
 
-   Permute tokens, labels (shift the labels first), positions and documents in the same way. Returns
-   -1 if rank r or token i does not exist. */
+   Permute the tokens, labels, positions and documents of a sequence in the same way; shift the
+   labels before you permute them. Returns -1 if rank r or token i does not exist. */
 DT_API int64_t dt_cp_token(int kind, int64_t T, int c, int r, int64_t i);
-/* [local] Checks that c divides T, heads and kv_heads as the kind requires. On failure returns
-   DT_ERR_ARG and writes the reason with legal choices. */
+/* [local] Checks that c divides T, `heads` and kv_heads as the kind requires. On failure returns
+   DT_ERR_ARG and writes the reason, with valid choices, to `text`. */
 DT_API dt_status dt_cp_check(
     int kind, int64_t T, int c, int64_t heads, int64_t kv_heads, char *text, size_t text_bytes);
 
 typedef struct dt_cp_desc {
     int kind;       /* DT_CP_* */
-    int64_t batch;  /* B sequences */
-    int64_t tokens; /* T of each sequence, over all ranks */
-    /* host (B,T), first the tokens of rank 0, then of rank 1, ..: the position of each token in its
-       document, for the causal mask; NULL: the positions of dt_cp_token */
+    int64_t batch;  /* B: number of sequences */
+    int64_t tokens; /* T: number of tokens of a sequence, over all ranks */
+    /* (B,T) in host memory: the position of each token in its document, for the causal mask. Each
+       row lists first the tokens of rank 0, then the tokens of rank 1, and so on. NULL: the
+       positions of dt_cp_token */
     const int32_t *positions;
-    /* host (B,T), in the same order: the document of each token, if a sequence holds several; NULL:
-       one document */
+    /* (B,T) in host memory, in the order of `positions`: the number of each token's document, for
+       sequences that hold several documents. NULL: each sequence is one document */
     const int32_t *documents;
-    int full; /* 1: no causal mask */
+    int full; /* 1: no causal mask; 0: causal mask */
 } dt_cp_desc;
 /* State that all attention layers of one forward share; lives until dt_reset. */
 typedef struct dt_cp dt_cp;
-/* [local] Creates the state. Call dt_cp_make outside of recomputed blocks. comm NULL: plain
-   attention. The ring's messages use the tags 1020 to 1023 on comm. Returns NULL after a
-   failure. */
+/* [local] Creates the state of context-parallel attention. Call dt_cp_make outside of recomputed
+   blocks. If comm is NULL, dt_cp_attention is ordinary attention on one rank. The messages of ring
+   attention use the tags 1020 to 1023 on comm. Returns NULL after a failure. */
 DT_API dt_cp *dt_cp_make(dt_ctx *ctx, dt_comm *comm, dt_cp_desc desc);
-/* [collective: comm] Attention of this rank's queries over the keys and values of all ranks: q
-   (B,T/c,H,D), k and v (B,T/c,K,D) of this rank's tokens -> (B,T/c,H,D). */
+/* [collective: comm of dt_cp_make] Attention of this rank's queries over the keys and values of all
+   ranks. q (B,T/c,H,D), k (B,T/c,K,D) and v (B,T/c,K,D) belong to this rank's tokens. Returns
+   (B,T/c,H,D). */
 DT_API dt_tensor *dt_cp_attention(dt_tensor *q, dt_tensor *k, dt_tensor *v, dt_cp *cp);
-/* [local] Copies this rank's columns of a host array (B,T), which is in the order of the sequence,
-   to local (B,T/c). */
+/* [local] Copies this rank's tokens of `full` to `local` (B,T/c). `full` (B,T) lists the tokens of
+   each sequence in order. Both arrays are in host memory. */
 DT_API void dt_cp_shard(
     int kind, int64_t B, int64_t T, dt_comm *comm, const int32_t *full, int32_t *local);
 
@@ -375,116 +390,127 @@ DT_API void dt_cp_shard(
        h = dt_combine(h, r);                               // back, weighted and summed
        dt_tensor *y = dt_redistribute(h, tp, DT_PARTIAL, outside);
 
-   Rank q of ep has the experts q E/ep .. : parameters are (E,..) with the shard { ep, 0 }. Their
-   hidden size may be sharded over tp as in section 3: w1 (E,F,C) and b1 (E,F) along 1, w2 (E,C,F)
-   along 2. The sum over tp is then taken once per token instead of once per row; a token has k
-   rows. Only rank 0 of tp adds b2 (E,C), so the gradient of b2 is zero on the other ranks of tp;
-   give b2 the gradient placement { tp, DT_GRAD_PARTIAL }. Under DT_SHARD(1) give the router's
-   weight this placement too. dt_dispatch sends each row that goes to another rank of ep once, in
-   the tensor's dtype. dt_combine sends as many rows, and so does the backward of each of the two.
+   Rank q of ep has the experts q E/ep to (q+1) E/ep - 1: the experts' parameters have shapes (E,..)
+   and the shard { ep, 0 }. Their hidden size may also be sharded over tp as in section 3: w1
+   (E,F,C) and b1 (E,F) along dimension 1, w2 (E,C,F) along dimension 2. The last line of the layer
+   then sums over tp once per token, not once for each of the token's k rows. Only rank 0 of tp adds
+   b2 (E,C), so the gradient of b2 is zero on the other ranks of tp; give b2 the gradient placement
+   { tp, DT_GRAD_PARTIAL }. If `outside` is DT_SHARD(1), give the router's weight this placement
+   too. dt_dispatch sends each row that goes to another rank of ep once, in the tensor's dtype.
+   dt_combine, the backward of dt_dispatch and the backward of dt_combine each send the same number
+   of rows.
 
    Decisions about a whole sequence (expert capacity, load balance) use the choices of all tokens of
-   the sequence, even if several ranks hold them, so that every layout drops the same tokens and has
-   the same counts. Choices and counts are exchanged in host memory and are not counted as traffic.
-   Each layer waits once for the device, because the program branches on the choices. */
+   the sequence, even if several ranks hold these tokens. So every layout drops the same tokens and
+   has the same counts. The ranks exchange choices and counts in host memory; dt_comm_bytes does not
+   count this exchange. Each layer waits once for the device, because the program branches on the
+   choices. */
 
 /* Statistics of a router. dt_route adds to every field, except while a block is recomputed. The
-   statistics cover the tokens that this rank's router saw. Sum the fields over the mesh's data
-   group, and under DT_SHARD(1) also over tp, because the routers of those ranks saw other
-   tokens. */
+   statistics cover only the tokens that this rank passed to dt_route. For the totals, sum the
+   fields over the mesh's data group, and also over tp if `outside` is DT_SHARD(1). */
 typedef struct dt_route_counts {
-    /* (E), the caller's array: number of choices of each expert, dropped choices included; or
-       NULL */
+    /* (E), the caller's array, or NULL: number of choices of each expert, including dropped ones */
     double *experts;
-    double choices, dropped; /* k per token; choices beyond an expert's capacity */
-    double balance, z;       /* the side losses that desc enables, without their weights */
+    /* choices: number of choices, k per token; dropped: number of choices that were dropped because
+       they were beyond an expert's capacity */
+    double choices, dropped;
+    /* this rank's parts of the load-balancing loss and of the router z-loss, without their weights;
+       a loss is added only if its weight in dt_route_desc is not 0 */
+    double balance, z;
 } dt_route_counts;
 
 typedef struct dt_route_desc {
-    int k; /* experts per token: 0 -> 1; at most E */
-    /* Expert capacity, as a factor. 0: dropless. Else each expert takes at most ceil(capacity k T /
-       E) choices of a sequence of T tokens: all first choices are served before all second choices,
-       and so on; within the first, second, .. choices the tokens are served in the order of the
-       sequence. A choice beyond the capacity is dropped: the token gets nothing from that expert,
-       and the weights of its other experts do not change */
+    int k; /* number of experts per token, at most E; 0 means 1 */
+    /* Expert capacity, as a factor; 0 means no limit (dropless). With capacity > 0 each expert
+       takes at most ceil(capacity k T / E) choices of a sequence of T tokens. All tokens' first
+       choices are served before all second choices, and so on; among the first (second, ..)
+       choices, tokens are served in the order of the sequence. A choice beyond the capacity is
+       dropped: the token gets nothing from that expert, and the weights of its other experts do not
+       change */
     double capacity;
-    /* weight of the load-balancing loss: the mean over sequences of E sum over e of f_e P_e, where
-       f_e is the fraction of choices of expert e, dropped choices included, and P_e is the mean
-       probability of expert e; arXiv:2101.03961 */
+    /* weight of the load-balancing loss. The loss is the mean over sequences of E times the sum
+       over experts e of f_e P_e. f_e is the fraction of all choices, including dropped ones, that
+       fell on expert e. P_e is the mean probability of expert e; arXiv:2101.03961 */
     double balance;
-    /* weight of the router z-loss: the mean over tokens of log(sum of e^logits)^2;
+    /* weight of the router z-loss. The loss is the mean over tokens of log(sum of e^logits)^2;
        arXiv:2202.08906 */
     double z;
-    /* number of sequences in the whole step over all ranks, the divisor of both means; required if
-       balance or z is not 0 */
+    /* number of sequences in the whole step over all ranks, needed to compute both means; required
+       if balance or z is not 0 */
     int64_t sequences;
-    /* (E), f32 (f64 in an f64 model), no gradient: added to the probabilities when experts are
-       chosen, but not when their outputs are weighted; arXiv:2408.15664, see dt_route_update_bias.
-       NULL: none */
+    /* (E), f32 (f64 in an f64 model), without a gradient. The bias is added to the probabilities
+       when experts are chosen, but not when their outputs are weighted; arXiv:2408.15664, see
+       dt_route_update_bias. NULL: no bias */
     dt_tensor *bias;
-    dt_comm *tp; /* x is placed over tp as `outside` says: DT_REPLICATE or DT_SHARD(1) */
+    dt_comm *tp; /* x has the placement `outside` over tp: DT_REPLICATE or DT_SHARD(1) */
     dt_placement outside;
     /* group over which each sequence is sharded, in the order of dt_cp_token for `kind`; NULL: not
        sharded */
     dt_comm *cp;
-    int kind;
-    /* host (B,T'): the position 0 .. T-1 of each token of x in its sequence of T tokens; overrides
-       the order of dt_cp_token. NULL: that order */
+    int kind; /* DT_CP_* */
+    /* (B,T') in host memory: the position, 0 to T-1, of each token of x in its sequence of T
+       tokens. NULL: the positions of dt_cp_token */
     const int32_t *positions;
     dt_route_counts *counts; /* NULL: count nothing */
 } dt_route_desc;
 
 /* Routing: which token goes to which expert. Read-only for the caller; lives until dt_reset. */
 typedef struct dt_routing {
-    /* batch: B sequences; tokens: T tokens per sequence in this rank's tensor-parallel region,
-       which has the tokens of all ranks of tp */
+    /* batch is B, the number of sequences. tokens is T, the number of tokens per sequence in this
+       rank's tensor-parallel region, which has the tokens of all ranks of tp. */
     int64_t batch, tokens;
-    int64_t experts, k;
+    int64_t experts, k; /* E and k */
     /* (B,T,k) f32 (f64 in an f64 model): the weights of the chosen experts. Placement DT_COPY over
        tp: every rank has all the weights, and each rank's gradient is a partial sum */
     dt_tensor *gates;
-    int32_t *choices;      /* (B,T,k) host: chosen experts, best first; -1: dropped */
-    int64_t rows;          /* set by dt_dispatch: number of rows that this rank's experts got */
-    int64_t local_experts; /* set by dt_dispatch: number of experts on this rank */
-    int64_t *expert_rows;  /* set by dt_dispatch: host (local_experts), number of rows of each */
+    /* (B,T,k) in host memory: each token's experts, best first; -1 for a dropped choice */
+    int32_t *choices;
+    /* dt_dispatch sets the three fields below. */
+    int64_t rows;          /* number of rows that this rank's experts received */
+    int64_t local_experts; /* number of experts on this rank */
+    int64_t *expert_rows;  /* (local_experts) in host memory: number of rows of each local expert */
     struct dt__exchange *exchange;
 } dt_routing;
 
-/* [collective: desc.tp, desc.cp] Router. x (B,T',C), w (E,C); the router computes in f32 (f64).
-   Chooses the k largest of softmax(x w^T), ties to the lowest expert. A token's weight is the
-   probability itself for k = 1 (arXiv:2101.03961), and for k > 1 the probability divided by the sum
-   of the k chosen probabilities (arXiv:2401.04088). The gradient of the weight reaches x and w. The
-   side losses are attached with dt_loss: each rank attaches the part of its own tokens. Returns
-   NULL after DT_ERR_SHAPE or DT_ERR_ARG; the error text names what does not match. In a dry run,
-   choice j of token t of a sequence is expert (k t + j) mod E. */
+/* [collective: desc.tp, desc.cp] Router of a mixture-of-experts layer for x (B,T',C), with the
+   router's weight w (E,C). The router computes in f32 (f64 in an f64 model). For each token it
+   chooses the k experts with the largest probabilities softmax(x w^T); if probabilities are equal,
+   it prefers the expert with the lower number. The output of a chosen expert is weighted with its
+   probability if k = 1 (arXiv:2101.03961), and with its probability divided by the sum of the k
+   chosen probabilities if k > 1 (arXiv:2401.04088). The gradients of these weights flow to x and w.
+   The load-balancing loss and the z-loss are attached with dt_loss: each rank attaches its own
+   tokens' part. Returns NULL after DT_ERR_SHAPE or DT_ERR_ARG; the error text names what does not
+   match. In a dry run, choice j of token t of a sequence is expert (k t + j) mod E. */
 DT_API dt_routing *dt_route(dt_tensor *x, dt_tensor *w, dt_route_desc desc);
 /* [collective: ep] Token dispatch. Sends the tokens of x (B,T,C) to the ranks of their experts. x
    has all tokens of the tensor-parallel region, as dt_tp_enter returns them. Returns rows (R,C) for
-   this rank's experts, ordered by expert, then source rank, then token. R may be 0. DT_ERR_SHAPE
-   where ep does not divide E or x does not match the routing. */
+   this rank's experts, ordered by expert, then source rank, then token. R may be 0. Fails with
+   DT_ERR_SHAPE if the number of ranks of ep does not divide E, or if x does not match the
+   routing. */
 DT_API dt_tensor *dt_dispatch(dt_tensor *x, dt_routing *routing, dt_comm *ep);
 
 typedef struct dt_expert_desc {
-    int activation; /* DT_ACT_*, except AFFINE; 0: none */
-    /* group over which w is sharded along its inputs (row-parallel); only rank 0 of the group adds
-       b. NULL: w is not row-parallel */
+    int activation; /* DT_ACT_*, except DT_ACT_AFFINE; 0: none */
+    /* group over which w is sharded along its inputs (row-parallel), or NULL. Only rank 0 of the
+       group adds b */
     dt_comm *row_parallel;
 } dt_expert_desc;
-/* [local] x (R,I), w (local_experts,O..,I), b (local_experts,O..) or NULL -> (R,O..): act(x w^T +
-   b), each row with its expert's matrix. An expert's gradient is a sum over the expert's rows in
-   row order. Gated experts use w (local_experts,2,F,I) and dt_swiglu. An expert without rows has a
-   gradient of zero. */
+/* [local] Returns act(x w^T + b), (R,O..): each row of x (R,I) is multiplied by the matrix of its
+   expert. w is (local_experts,O..,I); b is (local_experts,O..) or NULL. An expert's gradient is a
+   sum over the expert's rows in row order; the gradient of an expert without rows is zero. Gated
+   experts use w (local_experts,2,F,I) and dt_swiglu. */
 DT_API dt_tensor *dt_expert_linear(
     dt_tensor *x, const dt_routing *routing, dt_tensor *w, dt_tensor *b, dt_expert_desc desc);
 /* [collective: ep] Token combine. Sends rows (R,O) back to the ranks of their tokens. Returns
-   (B,T,O): for each token the sum of its rows times their gates, best choice first, summed in f32
-   (f64) and rounded once. A token whose choices are all dropped gets 0. */
+   (B,T,O): for each token the sum of its rows times their gates, summed from its best choice on in
+   f32 (f64 in an f64 model) and rounded once. A token whose choices are all dropped gets 0. */
 DT_API dt_tensor *dt_combine(dt_tensor *rows, dt_routing *routing);
 /* [collective: the n groups; for a parameter at ZeRO-3 also its data group] Load balancing without
-   an auxiliary loss, called after a step. Sums counts (E), the step's choices of each expert, over
-   the groups in place, then sets bias_e += rate sign(mean - counts_e). The groups are axes of a
-   mesh: any two of them share exactly one rank. bias (E): a frozen parameter of f32 or f64, or any
-   tensor of these dtypes. */
+   an auxiliary loss, called after a step. `counts` (E) says how often each expert was chosen in the
+   step; the function sums `counts` over the groups in place. It then adds rate sign(mean(counts) -
+   counts_e) to bias_e for each expert e. The groups are axes of a mesh: any two of them share
+   exactly one rank. `bias` (E) is a frozen parameter or any other tensor, of f32 or f64. */
 DT_API dt_status dt_route_update_bias(
     dt_tensor *bias, double *counts, double rate, dt_comm *const *groups, int n);
 
@@ -492,18 +518,18 @@ DT_API dt_status dt_route_update_bias(
 
 /* A pipeline partitions the layers of a model into S stages. Each of p ranks holds v stages, its
    chunks, and a step has m micro-batches. A schedule says what each rank computes in which order:
-   for each stage and micro-batch one forward (F) and one backward. The backward runs at once (B) or
-   in two halves. The first half computes the gradient of the stage's input (I), for which the
-   preceding stage waits; the second half computes the gradients of the stage's parameters (W)
-   later.
+   for each stage and micro-batch one forward (F) and one backward. The backward runs in one piece
+   (B) or in two halves. The first half (I) computes the gradient of the stage's input, for which
+   the preceding stage waits. The second half (W) runs later and computes the gradients of the
+   stage's parameters.
 
-   A schedule is data. A generator lists computations; the lowering adds messages and slots; one
-   checker, one simulator, one drawing and one executor (section 7) serve all schedules. Bubble
-   fraction = idle time / computing time. The table is for rank r, if a backward takes as long as
-   two forwards (I and W as long as one each) and messages take no time:
+   A schedule is data. A generator lists the computations, and the lowering adds messages and slots.
+   All schedules share one checker, one simulator, one drawing and one executor (section 7). Bubble
+   fraction = idle time / computing time. The table is for rank r. It assumes that a backward takes
+   as long as two forwards, I and W take as long as one forward each, and messages take no time:
 
        kind          bubble fraction   micro-batches held   source
-       NAIVE         p - 1             1                    one at a time, all stages and back
+       NAIVE         p - 1             1                    one micro-batch at a time
        AFAB          (p - 1) / m       m                    GPipe: Y. Huang et al., arXiv:1811.06965
        1F1B          (p - 1) / m       min(p - r, m)        PipeDream-Flush: D. Narayanan et al.,
                                                             arXiv:2006.09503
@@ -512,18 +538,19 @@ DT_API dt_status dt_route_update_bias(
        ZB            (p - 1) / (3 m)   min(p, m)            zero bubble, ZB-H1: P. Qi et al.,
                                                             arXiv:2401.10241
 
-   Section 16 draws the schedules. INTERLEAVED: the table holds where p divides m, with w = 2 (p - r
-   - 1) + (v - 1) G + 1 and G = p. Micro-batches pass a chunk in groups of G (A. Grattafiori et al.,
-   arXiv:2407.21783), so that every m is possible. If m >= p, G is any number from p to m for which
-   m % G is 0 or at least p; if m < p, G = m. ZB: the table holds for p <= m.
+   Section 16 draws the schedules. The row ZB holds if p <= m. The row INTERLEAVED holds if p
+   divides m; its third column counts each micro-batch once per chunk that holds it, and w = 2 (p -
+   r - 1) + (v - 1) G + 1 with G = p. In general each chunk processes the micro-batches in groups of
+   G (A. Grattafiori et al., arXiv:2407.21783), so every m is possible. If m >= p, G is any number
+   from p to m for which m % G is 0 or at least p. If m < p, G is m.
 
-   A slot holds one micro-batch of one chunk: everything that the backward needs, from F to B or W,
-   and from I to W also the gradients of activations and the recomputed tensors. A gradient that is
-   sent stays in its slot until the receiver begins to use the gradient, so an F that reuses the
-   slot may have to wait for the receiver. A rank has enough slots for no rank to wait for a slot if
-   all stages take the same time. This number equals the micro-batches that the rank holds, except
-   for INTERLEAVED, whose chunks wait for each other: if p divides m the first ranks have one slot
-   more, else several more. */
+   A slot holds one micro-batch of one chunk: from F to B or W it holds everything that the backward
+   needs, and from I to W also the gradients of activations and the recomputed tensors. A gradient
+   that is sent stays in its slot until the receiver begins to use the gradient, so an F that reuses
+   the slot may have to wait for the receiver. A rank has enough slots that no rank waits for a slot
+   if all stages take the same time. The number of slots equals the number of micro-batches that the
+   rank holds, except for INTERLEAVED, whose chunks wait for each other: the first ranks have one
+   more slot if p divides m, and several more slots if p does not divide m. */
 enum {
     DT_SCHEDULE_NAIVE = 0,
     DT_SCHEDULE_AFAB,
@@ -535,134 +562,143 @@ enum {
 
 /* One computation of one rank, with the message it waits for and the message it sends. */
 typedef struct dt_action {
-    /* DT_FORWARD, DT_BACKWARD, or DT_BACKWARD_INPUT and later DT_BACKWARD_WEIGHT */
+    /* DT_FORWARD (F), DT_BACKWARD (B), DT_BACKWARD_INPUT (I) or DT_BACKWARD_WEIGHT (W) */
     dt_phase phase;
     int micro, chunk;
     /* index of the chunk's stage; the lowering sets this field and all fields below */
     int stage;
-    /* slot on this rank, acquired by F and released after B or W; -1: a backward without its F */
+    /* slot on this rank, acquired by F and released after B or W; -1 for a backward whose F is
+       missing */
     int slot;
-    /* rank that sends the input and rank that receives the result, either of which may be this
-       rank; -1: none (first and last stage, and W) */
+    /* recv_from is the rank that sends the input, send_to the rank that receives the result. Either
+       may be this rank. -1: no message (at the ends of the pipeline, and in W) */
     int recv_from, send_to;
 } dt_action;
 
 typedef struct dt_schedule dt_schedule;
-/* A generator: calls dt_schedule_add for every computation, for each rank in the order in which the
-   rank computes. */
+/* A generator: calls dt_schedule_add for every computation. It adds the computations of each rank
+   in the order in which the rank runs them. */
 typedef void (*dt_schedule_fn)(dt_schedule *schedule, void *user);
-/* Returns the stage index of the rank's chunk. Each of ranks x chunks stages must occur once. */
+/* A stage map: returns the index of the stage that is chunk number `chunk` of rank `rank`. Each of
+   the ranks * chunks stages must be returned for exactly one chunk of one rank. */
 typedef int (*dt_stage_map_fn)(int rank, int chunk, void *user);
 
 typedef struct dt_schedule_desc {
     int kind;   /* DT_SCHEDULE_* */
     int ranks;  /* p: at least 1 */
     int micros; /* m: at least 1 */
-    /* v: chunks of each rank; 0 -> 2 for INTERLEAVED, else 1; only INTERLEAVED and generators may
-       have more than 1 */
+    /* v: chunks of each rank; 0 means 2 for INTERLEAVED and 1 for all others. Only INTERLEAVED and
+       generators of your own may have more than 1 */
     int chunks;
-    int micro_group;          /* G of INTERLEAVED: 0 -> the smallest that is allowed */
-    dt_schedule_fn generate;  /* not NULL: a generator of your own, in place of kind */
-    dt_stage_map_fn stage_of; /* NULL: chunk * ranks + rank */
+    int micro_group;          /* G of INTERLEAVED; 0 means the smallest G that is allowed */
+    dt_schedule_fn generate;  /* NULL: the generator of `kind`; else your own generator */
+    dt_stage_map_fn stage_of; /* NULL: the stage is chunk * ranks + rank */
     void *user;               /* passed to both functions */
     const char *name;         /* copied; NULL: the kind's name */
-    /* 1: each rank has exactly as many slots as it holds micro-batches, and may wait for a slot.
-       DT_ERR_ARG for an INTERLEAVED schedule that would deadlock with this number */
+    /* 1: each rank has exactly as many slots as it holds micro-batches, and may wait for a slot. An
+       INTERLEAVED schedule that would then deadlock fails with DT_ERR_ARG */
     int min_slots;
-    /* additional slots on each rank, which let messages take time; 0: none */
+    /* number of additional slots on each rank, so that fewer forwards wait for a slot when messages
+       take time */
     int extra_slots;
-    /* 1: create the schedule even if it is wrong; the simulator and the drawing show where it
-       stops */
+    /* 1: create the schedule even if it is wrong; the simulator and the drawing show where the
+       schedule stops */
     int unchecked;
 } dt_schedule_desc;
 
-/* [local] Generates, lowers and checks a schedule. Returns NULL after DT_ERR_ARG or DT_ERR_MEM.
-   DT_ERR_ARG: a field of desc is out of range, or dt_schedule_check finds an error, which the error
-   text repeats. */
+/* [local] Generates, lowers and checks a schedule. Returns NULL after DT_ERR_MEM or DT_ERR_ARG. The
+   error is DT_ERR_ARG if a field of desc is out of range or dt_schedule_check finds an error; the
+   error text then contains the text of dt_schedule_check. */
 DT_API dt_schedule *dt_schedule_make(dt_ctx *ctx, dt_schedule_desc desc);
-/* [local] NULL is allowed. When the context ends it frees the schedules that the program has not
-   freed. */
+/* [local] Frees a schedule; NULL is allowed. Schedules that the program has not freed are freed
+   when the context ends. */
 DT_API void dt_schedule_free(dt_schedule *schedule);
 /* [local] For generators: appends the rank's next computation. Fails the context with DT_ERR_ARG if
    the phase, rank, micro-batch or chunk does not exist, or if no generator is running. */
 DT_API dt_status dt_schedule_add(
     dt_schedule *schedule, int rank, dt_phase phase, int micro, int chunk);
 
-/* [local] The schedule's sizes; 0 for NULL. Generators may call these too. */
+/* [local] Return the schedule's sizes, or 0 if schedule is NULL. Generators may call these
+   functions too. */
 DT_API int dt_schedule_ranks(const dt_schedule *schedule);
 DT_API int dt_schedule_chunks(const dt_schedule *schedule); /* per rank */
 DT_API int dt_schedule_stages(const dt_schedule *schedule); /* ranks x chunks */
 DT_API int dt_schedule_micros(const dt_schedule *schedule);
 DT_API int dt_schedule_micro_group(const dt_schedule *schedule); /* G; 0 if not INTERLEAVED */
 DT_API const char *dt_schedule_name(const dt_schedule *schedule);
-/* [local] The stage of the rank's chunk, and the rank that holds a stage. Both return -1 if an
-   argument is out of range. */
+/* [local] dt_schedule_stage_of returns the stage of the rank's chunk, dt_schedule_rank_of the rank
+   that holds the stage. Both return -1 if an argument is out of range. */
 DT_API int dt_schedule_stage_of(const dt_schedule *schedule, int rank, int chunk);
 DT_API int dt_schedule_rank_of(const dt_schedule *schedule, int stage);
-/* [local] The rank's actions in the order in which the rank runs them, and the number of these
-   actions; NULL and 0 if the rank is out of range. */
+/* [local] dt_schedule_actions returns the rank's actions in the order in which the rank runs them,
+   dt_schedule_count the number of these actions. They return NULL and 0 if the rank is out of
+   range. */
 DT_API const dt_action *dt_schedule_actions(const dt_schedule *schedule, int rank);
 DT_API int dt_schedule_count(const dt_schedule *schedule, int rank);
-/* [local] Index of the rank's first action in the list of all ranks' actions, which starts with
-   rank 0. For rank p: the number of all actions. */
+/* [local] Returns the number of actions of all ranks below `rank`. This is the index of the rank's
+   first action in an array that holds first the actions of rank 0, then those of rank 1, and so on.
+   Rank p, the number of ranks, is allowed: the result is then the number of all actions. */
 DT_API int dt_schedule_offset(const dt_schedule *schedule, int rank);
-/* [local] The largest number of micro-batches in flight on the rank, over all its chunks, and the
-   rank's number of slots; 0 if the rank is out of range. */
+/* [local] dt_schedule_max_in_flight returns the largest number of micro-batches that the rank holds
+   at the same time, summed over its chunks. dt_schedule_slots returns the rank's number of slots.
+   Both return 0 if the rank is out of range. */
 DT_API int dt_schedule_max_in_flight(const dt_schedule *schedule, int rank);
 DT_API int dt_schedule_slots(const dt_schedule *schedule, int rank);
 
 typedef struct dt_schedule_metrics {
-    int actions;       /* of all ranks */
-    int messages;      /* between different ranks */
-    int max_in_flight; /* largest over the ranks */
-    int max_slots;     /* largest over the ranks */
+    int actions;       /* number of actions of all ranks */
+    int messages;      /* number of messages between different ranks */
+    int max_in_flight; /* the largest dt_schedule_max_in_flight of a rank */
+    int max_slots;     /* the largest dt_schedule_slots of a rank */
     int cycle_length;  /* number of ranks that wait for each other in a cycle; 0: no deadlock */
 } dt_schedule_metrics;
-/* [local] Checks the schedule. Returns DT_OK, or DT_ERR_ARG with the first error in text; the
-   context does not fail. Checks that each computation occurs once; that no rank waits for ever
-   (deadlock); and that each chunk accumulates gradients, in B and W, in ascending order of
-   micro-batches. For the deadlock check every rank runs its actions in order, F waits for the F of
-   the preceding stage and for a slot, and B and I wait for the B or I of the following stage.
-   metrics may be NULL. */
+/* [local] Checks the schedule. Returns DT_OK, or DT_ERR_ARG with the first error in `text`; the
+   context does not fail. Checks that each computation occurs once, that no rank waits for ever
+   (deadlock), and that each chunk accumulates gradients, in B and W, in ascending order of
+   micro-batches. The deadlock check assumes that every rank runs its actions in order, that F waits
+   for the F of the preceding stage and for a slot, and that B and I wait for the B or I of the
+   following stage. metrics may be NULL. */
 DT_API dt_status dt_schedule_check(
     const dt_schedule *schedule, dt_schedule_metrics *metrics, char *text, size_t text_bytes);
 
 /* Seconds that one micro-batch takes in one stage. B takes input + weight. */
 typedef struct dt_schedule_costs {
-    double forward, input, weight; /* F, I, W; the same in all stages */
-    /* (stages,3) forward, input, weight of each stage; NULL: the three fields above */
+    double forward, input, weight; /* seconds of F, I and W, the same in all stages */
+    /* (stages,3): forward, input and weight of each stage; NULL: the three fields above hold for
+       all stages */
     const double *stages;
     /* seconds from the end of an action until another rank can begin an action that uses the
        result */
     double message;
 } dt_schedule_costs;
-/* Begin and end of an action in seconds. begin > end: the action did not run. */
+/* Begin and end of an action in seconds. If begin > end, the action did not run. */
 typedef struct dt_span {
     double begin, end;
 } dt_span;
-/* [local] Simulates the schedule. Writes when each action begins and ends, from time 0, to spans,
-   which has dt_schedule_offset(schedule, p) elements. Fails the context with DT_ERR_ARG if a cost
-   is negative or not finite. If an unchecked schedule deadlocks, returns DT_ERR_ARG but does not
-   fail the context; an action that never begins has the span { 0, -1 }. */
+/* [local] Simulates the schedule from time 0 and writes the begin and the end of each action to
+   `spans`, which has dt_schedule_offset(schedule, p) elements. Fails the context with DT_ERR_ARG if
+   a cost is negative or not finite. If an unchecked schedule deadlocks, returns DT_ERR_ARG but does
+   not fail the context; an action that never begins has the span { 0, -1 }. */
 DT_API dt_status dt_schedule_simulate(
     const dt_schedule *schedule, dt_schedule_costs costs, dt_span *spans);
 
 typedef struct dt_schedule_bubble {
     double makespan;          /* time from the first begin to the last end over all ranks */
-    double work;              /* computing time of the rank, or of the busiest rank */
+    double work;              /* computing time of the rank; for rank -1, of the busiest rank */
     double idle_per_work;     /* (makespan - work) / work: the bubble fraction of the papers */
-    double idle_per_makespan; /* (makespan - work) / makespan: the fraction of time that is lost */
+    double idle_per_makespan; /* (makespan - work) / makespan: the idle fraction of the time */
 } dt_schedule_bubble;
-/* [local] Bubble fraction of one rank, or of the whole pipeline for rank -1, from simulated or
-   measured spans. All fields are 0 if the rank does not exist or has no work. */
+/* [local] Bubble fraction of one rank (for rank -1, of the whole pipeline), computed from simulated
+   or measured spans. All fields are 0 if the rank does not exist or has no work. */
 DT_API dt_schedule_bubble dt_schedule_bubble_of(
     const dt_schedule *schedule, const dt_span *spans, int rank);
 
 /* [local] Partitions n consecutive items (layers) with costs >= 0 into `stages` non-empty parts so
-   that the most expensive part is as cheap as possible: part i is items first[i] to first[i+1] - 1;
-   first (stages + 1). Among several best partitions the function takes an even one, with cheaper
-   first parts, because the first stages hold the most micro-batches. Returns DT_ERR_ARG with the
-   reason in text if there are fewer items than stages, or a cost is negative or not finite. */
+   that the most expensive part is as cheap as possible. Part i consists of the items first[i] to
+   first[i+1] - 1; `first` has stages + 1 elements. Among several best partitions the function takes
+   an even one in which the first parts are cheaper, because the first stages hold the most
+   micro-batches. Returns DT_ERR_ARG, with the reason in `text`, if there are fewer items than
+   stages or if a cost is negative or not finite. */
 DT_API dt_status dt_partition_stages(
     const double *costs, int n, int stages, int *first, char *text, size_t text_bytes);
 
@@ -672,15 +708,16 @@ typedef struct dt_timeline {
     const dt_schedule *schedule;
     const dt_span *spans; /* dt_schedule_offset(schedule, p) elements */
 } dt_timeline;
-/* [local] Draws n timelines as SVG, one below the other, to the same scale. Each rank is a row, and
-   each action is a box with the number of its micro-batch; the phase gives the colour, and later
-   chunks are lighter. The title shows the bubble fraction. The file is written as by
-   dt_file_write. */
+/* [local] Draws n timelines into an SVG file, one below the other, to the same scale. Each rank is
+   a row, and each action is a box with the number of its micro-batch. The colour of the box shows
+   the phase; later chunks are lighter. The title shows the bubble fraction. The file is written as
+   by dt_file_write. */
 DT_API dt_status dt_schedule_svg(dt_ctx *ctx, const char *path, const dt_timeline *lines, int n);
 /* [local] Draws a schedule for a terminal, one line per rank: "rank  0 |0123....abcd|". F is a
    digit, B and I are a lower-case letter and W is an upper-case letter; micro-batch 0 is 0, a or A,
-   and so is micro-batch 10. columns: width of the time axis; 0 means 72. DT_ERR_ARG if text is too
-   small; p (columns + 12) + 1 bytes are enough for p < 1000. */
+   and so is micro-batch 10. `columns` is the width of the time axis in characters; 0 means 72.
+   Fails with DT_ERR_ARG if `text` is too small; p (columns + 12) + 1 bytes are enough if p <
+   1000. */
 DT_API dt_status dt_schedule_text(
     const dt_schedule *schedule, const dt_span *spans, int columns, char *text, size_t text_bytes);
 
@@ -695,7 +732,8 @@ DT_API dt_status dt_schedule_text(
        static dt_tensor *run(dt_tensor *x, int stage, int micro, void *user) {
            if (stage == 0) x = dt_input(...micro-batch `micro`...);
            x = ...the layers of this stage...;
-           return stage < last ? x : dt_mse(x, ..., B);  // B of the whole step: losses add up
+           // B counts the whole step, so that the losses of the micro-batches add up
+           return stage < last ? x : dt_mse(x, ..., B);
        }
 
    Register the parameters of a stage after dt_stage(ctx, stage), on the rank that holds the stage.
@@ -713,16 +751,17 @@ typedef dt_tensor *(*dt_stage_run_fn)(dt_tensor *x, int stage, int micro, void *
 
 typedef struct dt_pipe_desc {
     const dt_schedule *schedule;
-    dt_comm *comm; /* the pipeline group, with the schedule's rank numbers; NULL: one rank */
+    dt_comm *comm; /* the pipeline group: its rank r is the schedule's rank r; NULL: one rank */
     dt_stage_run_fn run;
     void *user; /* passed to run */
-    /* not 0: run only the forwards of this many micro-batches, for example for evaluation */
+    /* If not 0, only forwards run, for example for evaluation, and this is the number of
+       micro-batches. 0: the whole schedule runs */
     int forward_micros;
     /* minimum duration of each action, which makes a schedule visible on a small model; NULL: run
        at full speed */
     const dt_schedule_costs *min_durations;
-    /* output, dt_schedule_count elements: begin and end of each action of this rank, by this rank's
-       clock; or NULL */
+    /* Output, or NULL: begin and end of each action of this rank by this rank's clock;
+       dt_schedule_count elements */
     dt_span *spans;
 } dt_pipe_desc;
 
@@ -742,8 +781,8 @@ DT_API dt_status dt_pipe_gather_spans(
 
 // ==== 8. Data order =============================================================================
 
-/* Data order: which sequences each replica reads. A step has micro-steps j = 0 .. a-1 and reads
-   B = b * a * R sequences, the same sequences in the same order in every layout:
+/* Data order: which sequences each replica reads. A step has `a` micro-steps, j = 0 .. a-1. It
+   reads B = b * a * R sequences, which are the same, in the same order, in every layout:
 
        micro-step j    replica 0     replica 1     ..  replica R-1
             0          0 .. b-1      b .. 2b-1          (R-1)b .. Rb-1
@@ -760,27 +799,28 @@ typedef struct dt_data_order {
    (n-1) B + (j R + r) b + i) mod S; -1 if S < 1, n < 1, or a field or argument is negative. */
 DT_API int64_t dt_data_order_sequence(
     dt_data_order order, int64_t step, int micro_step, int replica, int i);
-/* [local] Returns how many times the whole data set was read before that sequence is read:
-   floor((consumed + (n-1) B + (j R + r) b + i) / S), at most INT64_MAX. Returns 0 if
-   dt_data_order_sequence returns -1. */
+/* [local] Returns how many times the whole data set has been read before the sequence that
+   dt_data_order_sequence returns: floor((consumed + (n-1) B + (j R + r) b + i) / S), at most
+   INT64_MAX. Returns 0 if dt_data_order_sequence returns -1. */
 DT_API int64_t dt_data_order_epoch(
     dt_data_order order, int64_t step, int micro_step, int replica, int i);
 
 /* Batch size ramp-up over the first `samples` sequences of a run, because small batches learn more
    from each sequence while the gradient signal is strong (S. McCandlish et al., arXiv:1812.06162;
-   T. Brown et al., arXiv:2005.14165). The batch grows from `start` by `incr`, K = (batch - start) /
-   incr times, after equal parts of `samples`, up to `batch`. */
+   T. Brown et al., arXiv:2005.14165). The batch size begins with `start` and grows K = (batch -
+   start) / incr times by `incr`, each time after samples / K sequences, until it is `batch`. */
 typedef struct dt_batch_ramp {
-    int64_t start, incr; /* sequences */
-    /* number of sequences after which all steps have size `batch`; 0: all steps have size
-       `batch` */
+    int64_t start, incr; /* first batch size, and increment, in sequences */
+    /* length of the ramp in sequences, after which all steps have size `batch`; 0: no ramp, so all
+       steps have size `batch` */
     int64_t samples;
-    int64_t batch;
+    int64_t batch; /* final batch size in sequences */
 } dt_batch_ramp;
 
-/* [local] Checks the ramp: every size must be a multiple of unit = micro-batch x replicas. On
-   failure returns DT_ERR_ARG and writes a text with the sizes and a legal choice. A ramp with
-   samples 0 is valid. */
+/* [local] Checks the ramp: every batch size must be a multiple of `unit`, the micro-batch size
+   times the number of replicas, and the increments must lead exactly to `batch`. On failure returns
+   DT_ERR_ARG and writes to `text` a message with the sizes and a valid choice. A ramp with samples
+   0 is valid. */
 DT_API dt_status dt_batch_ramp_check(
     dt_batch_ramp ramp, int64_t unit, char *text, size_t text_bytes);
 /* [local] Returns the batch size of the step that follows after `consumed` sequences: start +
@@ -791,23 +831,23 @@ DT_API int64_t dt_batch_ramp_size(dt_batch_ramp ramp, int64_t consumed);
    Use this value as `consumed` of dt_data_order for step n. */
 DT_API int64_t dt_batch_ramp_consumed(dt_batch_ramp ramp, int64_t step);
 
-/* Distributed sampler: which of n samples each of R ranks reads, as PyTorch's DistributedSampler.
-   An epoch has an order of all samples: 0, 1, .. n-1, or shuffled. The order's length is made a
-   multiple of R: the order is padded with its own beginning, repeatedly if needed; with drop_last
-   the remainder is left out instead. Rank r reads entries r, r + R, r + 2R, .., so that every rank
-   reads the same number of samples.
+/* Distributed sampler: decides which of n samples each of R ranks reads, like PyTorch's
+   DistributedSampler. Each epoch has an order of all samples: 0, 1, .. n-1, or a shuffled order.
+   The length of this order is made a multiple of R: the order is padded with its own beginning,
+   repeatedly if needed, or, with drop_last, the last n mod R entries are left out. Rank r reads the
+   entries r, r + R, r + 2R, .., so that every rank reads the same number of samples.
 
-   The shuffled order is torch.randperm(n) of a CPU generator with seed + epoch, reduced to 32 bits.
-   For each index in order, a 32-bit number of the Mersenne twister modulo the number of remaining
-   samples selects the sample (Fisher-Yates). For n >= 2^32 / 20 torch uses another algorithm, and
-   dt refuses to shuffle so large an n. */
+   The shuffled order is torch.randperm(n) of a CPU generator, whose seed is `seed` plus the epoch,
+   reduced to 32 bits. For each index in order, a 32-bit number of the Mersenne twister modulo the
+   number of remaining samples selects the sample (Fisher-Yates). For n >= 2^32 / 20 torch uses
+   another algorithm, so dt refuses to shuffle that many samples. */
 typedef struct dt_sampler dt_sampler;
 #define DT_SAMPLER_MAX_SHUFFLED 214748363 /* largest number of samples that can be shuffled */
 typedef struct dt_sampler_desc {
     int64_t samples;    /* n: at least 1 */
     int replicas, rank; /* R: at least 1; 0 <= r < R */
-    uint64_t seed;      /* same on every rank */
-    int shuffle;        /* 1: a different order in each epoch */
+    uint64_t seed;      /* must be the same on every rank */
+    int shuffle;        /* 1: a different order in each epoch; 0: always 0, 1, .. n-1 */
     /* 1: each epoch leaves out up to R-1 samples; 0: each epoch repeats up to R-1 samples */
     int drop_last;
 } dt_sampler_desc;
@@ -818,58 +858,62 @@ typedef struct dt_sampler_state {
     int64_t position; /* number of samples of this epoch that the rank has read */
 } dt_sampler_state;
 
-/* [local] Creates a sampler at the start of epoch 0. With shuffle the sampler holds 4 bytes per
-   sample (class host), else none. Returns NULL after DT_ERR_ARG (a field of desc is out of range)
-   or DT_ERR_MEM. */
+/* [local] Creates a sampler at the start of epoch 0. A sampler that shuffles holds 4 bytes of host
+   memory per sample. Returns NULL after DT_ERR_ARG (a field of desc is out of range) or
+   DT_ERR_MEM. */
 DT_API dt_sampler *dt_sampler_make(dt_ctx *ctx, dt_sampler_desc desc);
-/* [local] NULL is allowed. When the context ends it frees the samplers that the program has not
-   freed. */
+/* [local] Frees a sampler; NULL is allowed. Samplers that the program has not freed are freed when
+   the context ends. */
 DT_API void dt_sampler_free(dt_sampler *sampler);
-/* [local] Number of samples that the rank reads in an epoch: n / R rounded up, or rounded down with
-   drop_last. 0 for NULL. */
+/* [local] Returns the number of samples that the rank reads in an epoch: n / R rounded up, or
+   rounded down with drop_last. Returns 0 for NULL. */
 DT_API int64_t dt_sampler_count(const dt_sampler *sampler);
 /* [local] Returns the rank's next sample, 0 .. n-1. Returns -1 for NULL, and after the end of the
    epoch until the program calls dt_sampler_set_epoch or dt_sampler_seek. */
 DT_API int64_t dt_sampler_next(dt_sampler *sampler);
-/* [local] Goes to the start of an epoch. The order of an epoch does not depend on earlier epochs.
-   DT_ERR_ARG: epoch below 0. */
+/* [local] Moves the sampler to the start of an epoch. The order of an epoch does not depend on
+   earlier epochs. Fails with DT_ERR_ARG if epoch < 0. */
 DT_API dt_status dt_sampler_set_epoch(dt_sampler *sampler, int64_t epoch);
-/* [local] dt_sampler_tell returns the sampler's position; { 0, 0 } for NULL. dt_sampler_seek
-   returns to a position, so that the sampler repeats the samples that followed this position. The
-   order of a new epoch is computed when its first sample is read. DT_ERR_ARG: an epoch below 0, a
-   position outside 0 .. dt_sampler_count. */
+/* [local] dt_sampler_tell returns the sampler's position; { 0, 0 } for NULL. dt_sampler_seek moves
+   the sampler to a position, so that dt_sampler_next returns the samples that followed it. The
+   order of a new epoch is computed when its first sample is read. dt_sampler_seek fails with
+   DT_ERR_ARG if the epoch is below 0 or the position is outside 0 .. dt_sampler_count. */
 DT_API dt_sampler_state dt_sampler_tell(const dt_sampler *sampler);
 DT_API dt_status dt_sampler_seek(dt_sampler *sampler, dt_sampler_state state);
 
-/* [collective: comm] Number of labels >= 0 over the ranks of comm: the denominator that makes a
-   loss the mean over the whole step in every layout. labels (n) is in host memory and has the
-   labels of all micro-batches. Not counted as traffic. After a failure returns this rank's own
-   number. */
+/* [collective: comm] Returns the number of labels >= 0 over all ranks of comm. As the denominator
+   of a loss this number makes the loss the mean over the whole step in every layout. `labels` (n)
+   is in host memory and has this rank's labels of all micro-batches. dt_comm_bytes does not count
+   this communication. After a failure returns this rank's own number. */
 DT_API double dt_count_labels(dt_comm *comm, const int32_t *labels, size_t n);
 
 // ==== 9. Text datasets ==========================================================================
 
-/* Text dataset: files read as one sequence of tokens. A file is either bytes, each byte a token
-   0..255, or an llm.c token shard, recognised by its magic number (20240520 with 16 bits per token,
-   20240801 with 32). All files must be of the same kind. N tokens hold S = floor((N-1)/T)
-   sequences; sequence i is tokens iT .. iT+T, so that its labels are its inputs shifted by one. */
+/* Text dataset: files that are read as one long sequence of N tokens. A file is either a byte file,
+   in which each byte is a token 0..255, or an llm.c token shard, recognised by its magic number
+   (20240520 with 16 bits per token, 20240801 with 32). All files must be of the same kind. The
+   dataset has S = floor((N-1)/T) sequences of T tokens. Sequence i uses the tokens iT .. iT+T: its
+   ids are the first T of these T+1 tokens, and its labels are the last T. */
 typedef struct dt_text dt_text;
 
-/* [local] Opens `files` files through the context's io table, as sequences of seq tokens. Returns
-   NULL after DT_ERR_IO: a file is missing, unreadable, not a regular file or a broken shard, the
-   files are of different kinds, or all files together are shorter than one sequence. */
+/* [local] Opens the files paths[0] to paths[files-1] through the context's io table, as sequences
+   of `seq` tokens. Returns NULL after DT_ERR_IO if a file is missing, unreadable, not a regular
+   file or a broken shard, if the files are of different kinds, or if all files together are shorter
+   than one sequence. */
 DT_API dt_text *dt_text_open(dt_ctx *ctx, const char *const *paths, int files, int seq);
-/* [local] NULL is allowed. When the context ends it closes the datasets that are still open. */
+/* [local] Closes a dataset; NULL is allowed. Datasets that are still open are closed when the
+   context ends. */
 DT_API void dt_text_close(dt_text *text);
-/* [local] Number of tokens and of sequences; 0 for NULL. */
+/* [local] Return the number of tokens (N) and of sequences (S); 0 for NULL. */
 DT_API int64_t dt_text_tokens(const dt_text *text);
 DT_API int64_t dt_text_sequences(const dt_text *text);
-/* [local] Exclusive upper bound of token ids: 256 for bytes, 65,536 or 2^31 for shards.
-   dt_embedding refuses ids outside its table, so a model may have a smaller vocabulary if all
-   tokens fit. 0 for NULL. */
+/* [local] Returns the exclusive upper bound of token ids: 256 for byte files; for shards 65,536 (16
+   bits per token) or 2^31 (32 bits); 0 for NULL. A model may have a smaller vocabulary if all ids
+   in the files are inside it; dt_embedding refuses ids outside its table. */
 DT_API int64_t dt_text_token_limit(const dt_text *text);
-/* [local] Reads ids (seq) and labels (seq) of one sequence. DT_ERR_ARG outside the dataset;
-   DT_ERR_IO names the file and the token. */
+/* [local] Reads the ids (seq) and the labels (seq) of one sequence. Fails with DT_ERR_ARG if the
+   dataset has no such sequence, and with DT_ERR_IO if a file cannot be read or a token is invalid;
+   the error text then names the file and the byte or the token. */
 DT_API dt_status dt_text_read(dt_text *text, int64_t sequence, int32_t *ids, int32_t *labels);
 
 // ==== 10. Dry runs ==============================================================================
@@ -879,15 +923,15 @@ DT_API dt_status dt_text_read(dt_text *text, int64_t sequence, int32_t *ids, int
    of ranks (as threads), so that no separate formula is needed. dt_memory_used and dt_comm_bytes
    count as always; every element read from a tensor is 0. */
 typedef struct dt_dry {
-    /* 2 m n k for each product; attention counts as without a mask, but pairs of chunks that dt_cp
-       skips count 0 */
+    /* number of FLOPs: 2 m n k for each matrix product. Attention counts as if it had no mask, but
+       pairs of chunks that dt_cp_attention skips count 0 */
     double flops;
     size_t kernel_calls;
-    uintptr_t next_address; /* next address to give out; never dereferenced */
+    uintptr_t next_address; /* internal: offset of the next allocation's imaginary address */
 } dt_dry;
 /* [local] Makes the context a dry-run context. Must be the first call on the context, before it has
    tensors. The caller owns *dry, zeroes it before the call and may read it at any time; *dry must
-   outlive the context. Not for forked ranks, nor over MPI. */
+   outlive the context. Dry runs do not work in forked ranks or over MPI. */
 DT_API dt_status dt_dry_begin(dt_ctx *ctx, dt_dry *dry);
 
 #ifdef __cplusplus
@@ -978,8 +1022,9 @@ dt_status dt_mesh_resolve(dt_mesh_desc *sizes, int ranks, char *text, size_t tex
     return DT_OK;
 }
 
-/* The group of the ranks whose coordinates differ from this rank's only along one axis. offset:
-   this rank's coordinate along that axis times the axis's stride. */
+/* Returns the group of the ranks whose coordinates differ from this rank's only along one axis (or
+   several axes together), or NULL if it has one rank. `offset` is this rank's coordinate along the
+   axis times the axis's stride, summed over the axes. */
 static dt_comm *dt__mesh_axis(
     dt_comm *world, int size, int offset, int key, const char *name, dt_axis axis) {
     if (size == 1) return NULL;
@@ -1038,7 +1083,8 @@ dt_mesh dt_mesh_make(dt_ctx *ctx, dt_mesh_desc desc) {
 
 /* dt_redistribute is a table of nine rows. A row is a function that redistributes one dense array
    over a group, so a new redistribution is a new row. The backward looks up the row of the dual
-   placements in the same table; dual swaps COPY and PARTIAL:
+   placements in the same table. The dual of COPY is PARTIAL and the reverse; REPLICATE and SHARD
+   are their own duals. For example:
 
        forward          x:  SHARD(1) --------- all-gather -------> COPY       :y
        backward        dx:  SHARD(1) <------ reduce-scatter ------ PARTIAL    :dy
@@ -1046,20 +1092,21 @@ dt_mesh dt_mesh_make(dt_ctx *ctx, dt_mesh_desc desc) {
    A shard along any dimension but the first is strided in memory, while collectives send contiguous
    arrays. dt__extract_shard and dt__insert_shard pack and unpack the shard. */
 
-/* Arguments of a row's function, which redistributes a dense array over a group. */
+/* Arguments of the function of a table row, which redistributes a dense array over a group. */
 typedef struct dt__redist {
     dt_ctx *ctx;
     dt_comm *comm;
     dt_dtype dtype;
     const void *in;
-    /* scratch has `buffers` buffers of the row, each as large as the larger of in and out */
+    /* scratch holds as many buffers as dt__redist_row.buffers says, each as large as the larger of
+       `in` and `out` */
     void *out, *scratch;
     dt_shape in_shape, out_shape;
-    int from_dim, to_dim; /* dimensions of SHARD placements */
+    int from_dim, to_dim; /* sharded dimension before and after; used if the placement is SHARD */
 } dt__redist;
 
-/* A dense shape viewed as (outer, n, inner) around dimension n, which has `parts` shards.
-   shard_bytes is the size of one shard of an outer row, row_bytes the size of all its shards. */
+/* A dense array viewed as `outer` rows, each of which has all dimensions from the sharded one on. A
+   row has row_bytes bytes; shard_bytes of them belong to one shard. */
 typedef struct dt__shard_view {
     size_t outer, shard_bytes, row_bytes;
 } dt__shard_view;
@@ -1138,7 +1185,7 @@ static dt_status dt__redist_reduce_scatter(const dt__redist *m) {
 }
 
 /* in is full along to_dim and sharded along from_dim; out is full along from_dim and sharded along
-   to_dim. An all-to-all is not in place, so the scratch holds the sent data followed by the
+   to_dim. An all-to-all cannot run in place, so the scratch holds the sent data followed by the
    received data. */
 static dt_status dt__redist_all_to_all(const dt__redist *m) {
     int n = dt_comm_size(m->comm);
@@ -1205,7 +1252,7 @@ static const dt__redist_row *dt__redist_find(dt_placement from, dt_placement to)
     return NULL;
 }
 
-/* The placement of the gradient of a tensor placed as p. */
+/* Returns the placement of the gradient of a tensor with placement p. */
 static dt_placement dt__placement_dual(dt_placement p) {
     if (p.kind == DT_PLACEMENT_COPY) return DT_PARTIAL;
     if (p.kind == DT_PLACEMENT_PARTIAL) return DT_COPY;
@@ -1217,7 +1264,8 @@ static const char *dt__placement_name(dt_placement p) {
     return p.kind >= 0 && p.kind < 4 ? names[p.kind] : "no placement";
 }
 
-/* Runs one row of the table. accumulate: adds the result to out. */
+/* Runs the row from -> to of the table. The result is added to m.out if accumulate is 1, and
+   replaces it if accumulate is 0. */
 static dt_status dt__redist_run(dt__redist m, dt_placement from, dt_placement to, int accumulate) {
     const dt__redist_row *row = dt__redist_find(from, to);
     size_t in = (size_t)dt_count(m.in_shape), out = (size_t)dt_count(m.out_shape),
@@ -1260,7 +1308,7 @@ static dt__redist dt__redist_of(const dt_tensor *x, dt_tensor *y, dt_comm *comm)
     return m;
 }
 
-/* The backward of a -> b redistributes the gradient from dual(b) to dual(a). */
+/* The backward of a redistribution p -> q redistributes the gradient from dual(q) to dual(p). */
 static dt_status dt__redistribute_back(dt_node *n) {
     const dt__redist_saved *saved = (const dt__redist_saved *)n->saved;
     int accumulate = 0;
@@ -1277,7 +1325,8 @@ static dt_status dt__redistribute_recompute(dt_node *n) {
     return dt__redist_run(dt__redist_of(n->in[0], n->out, saved->comm), saved->from, saved->to, 0);
 }
 
-/* The local shape after the redistribution; nd is -1 if a dimension is missing or not divisible. */
+/* Returns the local shape after the redistribution over n ranks. Its nd is -1 if a sharded
+   dimension does not exist or n does not divide it. */
 static dt_shape dt__redist_shape(dt_shape shape, int n, dt_placement from, dt_placement to) {
     int bad = (from.kind == DT_PLACEMENT_SHARD && (from.dim < 0 || from.dim >= shape.nd)) ||
               (to.kind == DT_PLACEMENT_SHARD && (to.dim < 0 || to.dim >= shape.nd));
@@ -1290,8 +1339,8 @@ static dt_shape dt__redist_shape(dt_shape shape, int n, dt_placement from, dt_pl
     return shape;
 }
 
-/* Redistributes x to a new tensor y. transient: y's data are freed at the end of its block, and the
-   backward redistributes again. */
+/* Redistributes x to a new tensor y. If transient is 1, y's data are freed at the end of y's block,
+   and the backward redistributes x again. */
 static dt_tensor *dt__redist_new(
     dt_tensor *x, dt_comm *comm, dt_placement from, dt_placement to, int transient) {
     dt_ctx *ctx = x->ctx;
@@ -1325,7 +1374,7 @@ static dt_tensor *dt__redist_new(
     return NULL;
 }
 
-/* Records the op. d reserves space for a dt__redist_saved. */
+/* Records the op that made y. d must reserve space for a dt__redist_saved. */
 static dt_tensor *dt__redist_record(
     dt_tensor *y, dt_record_desc d, dt_comm *comm, dt_placement from, dt_placement to) {
     dt__redist_saved *saved = (dt__redist_saved *)dt_record_saved(y, d);
@@ -1359,8 +1408,9 @@ dt_tensor *dt_redistribute(dt_tensor *x, dt_comm *comm, dt_placement from, dt_pl
 /* Each layer is an ordinary op with a redistribution before it (f) or after it (g), as drawn in
    section 3. The bias and the residual of a row-parallel layer are added after g, so that they are
    added once. The vocabulary-parallel cross-entropy gathers two values per row: lse_r, the
-   log-sum-exp over rank r's columns, and target_r, the part of the target in rank r's columns (0 if
-   the label is in another rank's columns):
+   log-sum-exp over rank r's columns, and target_r, the sum over rank r's columns of target
+   probability times logit. Without label smoothing target_r is the label's logit, or 0 if the label
+   is in another rank's columns:
 
        lse = log(sum over r of e^(lse_r)),    loss = lse - (sum over r of target_r) */
 
@@ -1389,7 +1439,8 @@ static dt_status dt__row_add_bias(dt_tensor *y, const dt_tensor *b, const dt_ten
     return DT__KERNEL(y->ctx, "dt_row_linear", binary, &a);
 }
 
-/* Inputs: the partial sum, the bias, the residual. */
+/* The backward of dt_row_linear. The node's inputs are the partial sum, the bias and the
+   residual. */
 static dt_status dt__row_back(dt_node *n) {
     dt_tensor *y = n->out;
     size_t bytes = (dt__bytes(y) + 63) / 64 * 64;
@@ -1439,8 +1490,8 @@ static dt_status dt__vocab_gather(void *user, const double *mine, double *each, 
     return dt_all_gather((dt_comm *)user, mine, each, count, DT_F64);
 }
 
-/* Restricts d to this rank's `columns` of the `all` real columns (without padding), in rank
-   order. */
+/* Returns d restricted to this rank's columns. Each rank has `columns` columns, in rank order.
+   `all` is the number of real columns (without padding) of all ranks together. */
 static dt_loss_desc dt__vocab_desc(dt_loss_desc d, dt_comm *comm, int64_t columns, int64_t all) {
     d.shard.count = dt_comm_size(comm);
     d.shard.offset = dt_comm_rank(comm) * columns;
@@ -1504,7 +1555,8 @@ dt_kv_groups dt_kv_split(dt_ctx *ctx, dt_comm *tp, int kv_heads) {
 
 /* ---- distribution from one rank to all ---- */
 
-/* Distributes along one axis: rank 0 of m.comm has m.in; each rank gets its part in m.out. */
+/* Distributes a tensor along one axis: rank 0 of m.comm has the tensor in m.in, and each rank gets
+   its part in m.out. */
 static dt_status dt__distribute_axis(dt__redist m, dt_placement to) {
     int me = dt_comm_rank(m.comm), n = dt_comm_size(m.comm);
     size_t out = (size_t)dt_count(m.out_shape), bytes = out * dt_dtype_size(m.dtype);
@@ -1522,7 +1574,7 @@ static dt_status dt__distribute_axis(dt__redist m, dt_placement to) {
     return dt_scatter(m.comm, m.scratch, m.out, out, m.dtype, 0);
 }
 
-/* 1 if this rank is rank 0 of axis `axis` and of all axes after it. */
+/* Returns 1 if this rank is rank 0 of axes[axis] and of all axes after it, else 0. */
 static int dt__is_first_along(const dt_axis_placement *axes, int axis, int n) {
     for (; axis < n; axis++)
         if (dt_comm_rank(axes[axis].comm) != 0) return 0;
@@ -1639,25 +1691,25 @@ dt_status dt_cp_check(
 /* Minimum and maximum of the positions and documents of the tokens in one chunk of a sequence. */
 typedef struct dt__chunk_range {
     int32_t min_position, max_position, min_document, max_document;
-    int contiguous;
+    int contiguous; /* 1 if each token's position is the previous token's position plus 1 */
 } dt__chunk_range;
 
-/* A sequence consists of c * chunks_per_rank chunks, stored in the order of the ranks. Rank r has
-   chunk r * chunks_per_rank and, under ZIGZAG, the following chunk. */
+/* A sequence consists of c * chunks_per_rank chunks, numbered in the order of the ranks: rank r has
+   chunk r * chunks_per_rank and, if the kind is ZIGZAG, the next chunk. */
 struct dt_cp {
     dt_ctx *ctx;
     dt_comm *comm;
     dt_cp_desc desc;
     int explicit_positions; /* 1 if the caller passed positions */
-    int chunks_per_rank;    /* 1, or 2 under ZIGZAG */
+    int chunks_per_rank;    /* 2 if the kind is ZIGZAG, else 1 */
     int64_t chunk_tokens;
     dt_tensor *positions;    /* (B,T) on the device, in the order of the ranks */
-    dt_tensor *documents;    /* same shape and order; or NULL */
+    dt_tensor *documents;    /* (B,T) in the same order; NULL if the caller passed none */
     dt_tensor *local[2];     /* (B,T/c): this rank's positions and documents, for ALLGATHER */
-    dt__chunk_range *ranges; /* (B, c * chunks_per_rank) */
+    dt__chunk_range *ranges; /* (B, c * chunks_per_rank): the range of each chunk */
 };
 
-/* This rank's columns of (B,T). */
+/* Returns this rank's columns of `full` (B,T). */
 static dt_tensor *dt__cp_local(const dt_cp *cp, dt_tensor *full) {
     int64_t own = cp->desc.tokens / dt_comm_size(cp->comm);
     return full ? dt_slice(full, 1, dt_comm_rank(cp->comm) * own, own) : NULL;
@@ -1716,7 +1768,7 @@ dt_cp *dt_cp_make(dt_ctx *ctx, dt_comm *comm, dt_cp_desc d) {
             (long long)d.tokens);
         return NULL;
     }
-    if (c == 1) d.kind = DT_CP_RING; /* one rank: plain attention */
+    if (c == 1) d.kind = DT_CP_RING; /* on one rank the kind has no effect */
     if (dt_cp_check(d.kind, d.tokens, c, c, c, why, sizeof why) != DT_OK) {
         dt_fail(ctx, DT_ERR_SHAPE, "dt_cp_make: %s", why);
         return NULL;
@@ -1735,13 +1787,13 @@ dt_cp *dt_cp_make(dt_ctx *ctx, dt_comm *comm, dt_cp_desc d) {
 
 /* ---- ring attention ---- */
 
-/* The keys of one chunk that the queries of a chunk see: none, some, all, or the causal
-   triangle. */
+/* The mask between a chunk of queries and a chunk of keys: the queries attend to none of the keys,
+   to some, to all, or to those that the causal mask allows. */
 enum {
     DT__MASK_EMPTY,
     DT__MASK_MIXED,
     DT__MASK_FULL,
-    DT__MASK_CAUSAL /* query chunk = key chunk, with consecutive positions */
+    DT__MASK_CAUSAL /* the two chunks are the same tokens, with consecutive positions */
 };
 
 static int dt__chunk_mask(const dt_cp *cp, int64_t sequence, int64_t query, int64_t key) {
@@ -1773,7 +1825,8 @@ typedef struct dt__ring {
     size_t work_bytes;
 } dt__ring;
 
-/* Offset of a chunk in an array with `width` elements of `size` bytes for each token. */
+/* Returns the offset in bytes of this rank's chunk number `part` of a sequence, in an array with
+   `width` elements of `size` bytes for each token. */
 static size_t dt__ring_offset(
     const dt__ring *r, int64_t sequence, int64_t part, int64_t width, size_t size) {
     return (size_t)((sequence * r->cp->chunks_per_rank + part) * r->cp->chunk_tokens * width) *
@@ -1795,10 +1848,10 @@ static dt_attention_mask dt__ring_mask(
     return s;
 }
 
-/* One step of the ring, with online softmax: this rank's queries over the keys and values of rank
-   `from`. The kernel performs the log-sum-exp merge with the earlier steps in result and lse. dk
-   and dv (backward only) are the gradients of these keys and values, of the accumulation type; the
-   step adds to them. */
+/* One step of the ring, with online softmax: computes the attention, or its backward, of this
+   rank's queries over the keys and values of rank `from`. In the forward the kernel performs the
+   log-sum-exp merge with the earlier steps, which are in result and lse. dk and dv (backward only)
+   are the gradients of these keys and values in the accumulation type; the step adds to them. */
 static dt_status dt__ring_step(
     const dt__ring *r, int from, const char *keys, const char *values, char *dk, char *dv) {
     const dt_cp *cp = r->cp;
@@ -1868,8 +1921,9 @@ static dt_status dt__ring_step(
     return DT_OK;
 }
 
-/* Sends two arrays to the right neighbour and receives two from the left. */
-enum { DT__RING_TAG = 1020 }; /* below the largest tag that every MPI allows */
+/* A hop around the ring: the four messages with which a rank sends two arrays to its right
+   neighbour and receives two arrays from its left neighbour. */
+enum { DT__RING_TAG = 1020 }; /* small enough for every MPI library */
 typedef struct dt__ring_hop {
     dt_work *work[4];
 } dt__ring_hop;
@@ -1892,7 +1946,8 @@ static dt_status dt__ring_wait(dt_ctx *ctx, dt__ring_hop *hop) {
     return dt_error(ctx);
 }
 
-/* Allocates n arrays of `bytes` each from one arena. Returns 0 on failure. */
+/* Acquires an arena and allocates n arrays of `bytes` bytes each in it. Returns 1, or 0 on
+   failure. */
 static int dt__ring_buffers(dt_ctx *ctx, dt__arena **arena, size_t bytes, int n, char **arrays) {
     *arena = dt__arena_acquire(ctx, &ctx->transient_pool);
     bytes = (bytes + 63) / 64 * 64;
@@ -1918,8 +1973,8 @@ static dt__ring dt__ring_make(
     return r;
 }
 
-/* Ring attention, forward. Step s computes with the keys and values of rank me - s while they are
-   sent to the right neighbour. */
+/* Ring attention, forward. Step s computes with the keys and values of rank me - s while these keys
+   and values are sent to the right neighbour. */
 static dt_status dt__ring_forward(dt__ring *r, const dt_tensor *keys, const dt_tensor *values) {
     dt_ctx *ctx = r->cp->ctx;
     int c = dt_comm_size(r->cp->comm), me = dt_comm_rank(r->cp->comm);
@@ -1944,10 +1999,10 @@ static dt_status dt__ring_forward(dt__ring *r, const dt_tensor *keys, const dt_t
 }
 
 /* Ring attention, backward. Keys and values go around the ring once more, followed by their
-   gradients. The right neighbour of the owner starts a gradient and each rank adds its part. After
-   c - 1 hops the gradient arrives at the owner, which adds its own part last. A rank computes its
-   own part before it waits for the received gradient, so that this transfer overlaps with
-   computation too. */
+   gradients. The gradient of a rank's keys and values starts at the rank's right neighbour, and
+   each rank on the way adds its part. After c - 1 hops the gradient arrives at the rank that owns
+   the keys and values, which adds its own part last. A rank computes its own part before it waits
+   for the received gradient, so that this transfer overlaps with computation too. */
 static dt_status dt__ring_backward(
     dt__ring *r, const dt_tensor *keys, const dt_tensor *values, char *dk, char *dv) {
     dt_ctx *ctx = r->cp->ctx;
@@ -1992,8 +2047,8 @@ typedef struct dt__ring_saved {
     dt_tensor *lse;
 } dt__ring_saved;
 
-/* An array of the accumulation type for tensor t: `own` if t has this type, else a new array from
-   an arena. */
+/* Returns an array of the accumulation type for tensor t: `own` if t has this type, else a new
+   array from an arena. */
 static char *dt__ring_wide(const dt_tensor *t, void *own, dt__arena **arena) {
     char *wide_copy = NULL;
     if (!dt__narrow(t->dtype)) return (char *)own;
@@ -2075,7 +2130,8 @@ static dt_tensor *dt__cp_ring_attention(
 
 /* ---- all-gather and Ulysses, by dt_redistribute ---- */
 
-/* All-gather context parallelism: this rank's queries over the gathered keys and values. */
+/* All-gather context parallelism: attention of this rank's queries over the gathered keys and
+   values. */
 static dt_tensor *dt__cp_allgather_attention(
     dt_tensor *q, dt_tensor *keys, dt_tensor *values, dt_cp *cp) {
     keys = dt_redistribute(keys, cp->comm, DT_SHARD(1), DT_COPY);
@@ -2088,7 +2144,7 @@ static dt_tensor *dt__cp_allgather_attention(
     return dt_attention(q, keys, values, d);
 }
 
-/* (B,T,K,D) -> (B,T,n,D): repeats each head n/K times. */
+/* Returns x (B,T,K,D) with each head repeated n/K times: (B,T,n,D). */
 static dt_tensor *dt__repeat_heads(dt_tensor *x, int64_t n) {
     int64_t K = x->shape.d[2], D = x->shape.d[3], tokens = x->shape.d[0] * x->shape.d[1];
     size_t bytes = (size_t)(tokens * n) * sizeof(int32_t);
@@ -2102,8 +2158,9 @@ static dt_tensor *dt__repeat_heads(dt_tensor *x, int64_t n) {
     return x ? dt_reshape(x, shape) : NULL;
 }
 
-/* Ulysses: all-to-alls turn (B,T/c,H,D) into (B,T,H/c,D), so that each rank has all tokens of some
-   heads, and back. */
+/* Ulysses. All-to-alls turn q, keys and values from (B,T/c,H,D) into (B,T,H/c,D), so that each rank
+   computes the attention of some heads over all tokens. Another all-to-all turns the result back
+   into (B,T/c,H,D). */
 static dt_tensor *dt__cp_ulysses_attention(
     dt_tensor *q, dt_tensor *keys, dt_tensor *values, dt_cp *cp) {
     int c = dt_comm_size(cp->comm);
@@ -2156,21 +2213,22 @@ dt_tensor *dt_cp_attention(dt_tensor *q, dt_tensor *keys, dt_tensor *values, dt_
 
 // ==== 15. Expert parallelism: code ==============================================================
 
-/* A mixture layer routes, dispatches, multiplies and combines. From the router's choices every rank
-   makes a plan (dt__exchange): which rows the rank sends to which rank, and in which order the rank
-   stores the rows that it receives. For example, rank 0 has experts e0 and e1 and receives all four
-   tokens:
+/* A mixture-of-experts layer routes tokens, dispatches them to experts, multiplies and combines.
+   From the router's choices every rank makes a plan (dt__exchange): which rows the rank sends to
+   which rank, and in which order the rank stores the rows that it receives. For example, rank 0 has
+   experts e0 and e1 and receives all four tokens:
 
        rank 0 sends   e0: t0   e1: t1  -->  rank 0 receives    from 0: t0 t1   from 1: t2 t3
        rank 1 sends   e0: t2   e1: t3  -->  ordered by expert  e0: t0 t2       e1: t1 t3
 
-   Token dispatch = gather rows, all-to-all, order by expert. Token combine is the inverse, and ends
-   with a weighted sum over each token's rows. The backwards run the same steps in reverse. */
+   Token dispatch gathers rows, sends them with an all-to-all and orders them by expert. Token
+   combine is the inverse, and ends with a weighted sum over each token's rows. The backward of each
+   runs the same steps in reverse. */
 
 static int dt__is_dry(const void *p);
 
-/* Gathers n integers of each rank in host memory, for control flow. Not counted as traffic, as in
-   dt_agree. */
+/* Gathers n integers of each rank in host memory, for control flow. Like those of dt_agree, these
+   messages are not counted as traffic. */
 static dt_status dt__gather_ints(dt_comm *comm, const int32_t *mine, int32_t *all, size_t n) {
     dt__call call = dt__call_make(DT__AGREE, mine, all, n, DT_I32);
     call.host_memory = 1;
@@ -2179,21 +2237,22 @@ static dt_status dt__gather_ints(dt_comm *comm, const int32_t *mine, int32_t *al
 
 /* ---- the router: choices of whole sequences ---- */
 
-/* State of a router. Arrays of choices are (B,tokens,k). tokens is the number of tokens per
-   sequence: in x (local_tokens), in the tensor-parallel region (region_tokens), or in the whole
-   sequences, in rank order of cp (full_tokens). */
+/* State of a router. An array of choices has the shape (B,tokens,k), where `tokens` is the number
+   of tokens per sequence in x (local_tokens), in the tensor-parallel region (region_tokens) or in
+   the whole sequence, in rank order of cp (full_tokens). */
 typedef struct dt__router {
     dt_ctx *ctx;
     dt_route_desc d;
     int64_t B, local_tokens, region_tokens, full_tokens, E, k;
     dt_comm *sp;           /* tp if tokens are sharded over tp, else NULL */
     int32_t *topk;         /* chosen experts of x's tokens */
-    int32_t *kept_choices; /* chosen experts of the region's tokens; -1 beyond capacity */
+    int32_t *kept_choices; /* chosen experts of the region's tokens; -1 for a dropped choice */
     /* (B,E): number of choices of each expert in each whole sequence */
     int64_t *load;
 } dt__router;
 
-/* All-gathers (B,t,width) along the tokens, in rank order: (B,N t,width). NULL after a failure. */
+/* All-gathers `mine` (B,t,width) along the tokens. Returns (B,N t,width), in rank order of the N
+   ranks of comm, or NULL after a failure. */
 static int32_t *dt__gather_tokens(
     const dt__router *r, dt_comm *comm, int32_t *mine, int64_t t, int64_t width) {
     int64_t N = dt_comm_size(comm), slice = t * width, count = r->B * slice;
@@ -2215,8 +2274,8 @@ static int64_t dt__local_position(const dt__router *r, int64_t i) {
     return dt_cp_token(r->d.kind, r->full_tokens, dt_comm_size(r->d.cp), dt_comm_rank(r->d.cp), at);
 }
 
-/* Fills token_at (B,full_tokens), the inverse of the positions: entry p of a sequence is the token
-   at position p. */
+/* Fills token_at (B,full_tokens), the inverse of the positions: entry p of a sequence is the index
+   of the token at position p. */
 static dt_status dt__route_positions(const dt__router *r, int32_t *token_at) {
     int32_t *positions = NULL;
     int64_t T = r->full_tokens;
@@ -2244,8 +2303,8 @@ static dt_status dt__route_positions(const dt__router *r, int32_t *token_at) {
     return DT_OK;
 }
 
-/* Expert capacity: how many choices of one sequence an expert takes. The small constant keeps
-   rounding errors from increasing the capacity by one. */
+/* Expert capacity: returns the largest number of choices of one sequence that an expert takes. The
+   small constant keeps rounding errors from increasing the capacity by one. */
 static int64_t dt__expert_capacity(const dt__router *r) {
     double capacity = ceil(r->d.capacity * (double)(r->k * r->full_tokens) / (double)r->E - 1e-9);
     return capacity < 1                        ? 1
@@ -2253,9 +2312,9 @@ static int64_t dt__expert_capacity(const dt__router *r) {
                                                : r->full_tokens;
 }
 
-/* Drops the choices of one sequence beyond the expert capacity. First choices are served before
-   second choices, and so on; within each the tokens are served in order of positions. free_slots
-   (E): work array, the remaining capacity of each expert. */
+/* Drops the choices of one sequence beyond the expert capacity. All first choices are served before
+   all second choices, and so on; among the first (second, ..) choices, tokens are served in order
+   of their positions. free_slots (E) is a work array: the remaining capacity of each expert. */
 static void dt__drop_beyond_capacity(
     const dt__router *r, int32_t *choices, const int32_t *token_at, int64_t *free_slots) {
     int64_t capacity = dt__expert_capacity(r);
@@ -2269,8 +2328,9 @@ static void dt__drop_beyond_capacity(
     }
 }
 
-/* Gathers the choices of whole sequences if the capacity or the load-balancing loss needs them,
-   counts the load, then drops choices beyond the capacity. */
+/* Gathers the choices of the region's tokens into kept_choices. If the capacity or the
+   load-balancing loss needs the choices of whole sequences, also gathers these, counts the load and
+   drops choices beyond the capacity. */
 static dt_status dt__route_sequences(dt__router *r) {
     dt_ctx *ctx = r->ctx;
     int32_t *region_choices = dt__gather_tokens(r, r->sp, r->topk, r->local_tokens, r->k),
@@ -2293,7 +2353,7 @@ static dt_status dt__route_sequences(dt__router *r) {
     for (int64_t b = 0; b < r->B && r->d.capacity > 0; b++)
         dt__drop_beyond_capacity(r, r->kept_choices + b * r->full_tokens * r->k,
             token_at + b * r->full_tokens, free_slots);
-    /* Keep only the tokens of this rank of cp in each sequence. */
+    /* Keep only the tokens of each sequence that this rank of cp holds. */
     int64_t slice = r->region_tokens * r->k, first = dt_comm_rank(r->d.cp) * slice;
     for (int64_t b = 0; b < r->B && slice > 0; b++)
         memmove(r->kept_choices + b * slice, r->kept_choices + b * r->full_tokens * r->k + first,
@@ -2313,8 +2373,8 @@ static dt_status dt__cast_recompute(dt_node *n) {
     return DT__KERNEL(x->ctx, n->name, cast, &a);
 }
 
-/* Casts x to the type in which the router computes. transient: x is an activation; the copy is
-   freed at the end of its block, and the backward casts x again. */
+/* Casts x to the type in which the router computes. transient is 1 if x is an activation: the cast
+   copy is then freed at the end of its block, and the backward casts x again. */
 static dt_tensor *dt__to_wide(dt_tensor *x, int transient) {
     dt_ctx *ctx = x->ctx;
     if (!dt__narrow(x->dtype)) return x;
@@ -2327,8 +2387,8 @@ static dt_tensor *dt__to_wide(dt_tensor *x, int transient) {
     return y;
 }
 
-/* Top-k: the k best experts of each token. A dry run reads only zeros, so it spreads the choices
-   evenly. */
+/* Top-k: chooses the k experts with the largest probabilities for each token. In a dry run all
+   probabilities read as 0, so the function spreads the choices evenly. */
 static dt_status dt__route_topk(dt__router *r, dt_tensor *probability) {
     dt_ctx *ctx = r->ctx;
     dt_tensor *index = NULL;
@@ -2355,8 +2415,8 @@ static dt_status dt__route_topk(dt__router *r, dt_tensor *probability) {
     return DT_OK;
 }
 
-/* (B,T',k): the probabilities of the chosen experts, for k > 1 divided by their sum. With a bias
-   the sum may be 0, so a small constant is added to it. */
+/* Returns (B,T',k): the probabilities of each token's chosen experts, divided by their sum if k >
+   1. With a bias the sum may be 0, so a small constant is added to the sum. */
 static dt_tensor *dt__route_gates(const dt__router *r, dt_tensor *probability) {
     int64_t n = r->B * r->local_tokens;
     int32_t *index = (int32_t *)dt__meta(r->ctx, (size_t)(n * r->k) * sizeof *index);
@@ -2374,8 +2434,9 @@ static dt_tensor *dt__route_gates(const dt__router *r, dt_tensor *probability) {
 
 /* ---- the router: side losses, statistics ---- */
 
-/* Load-balancing loss: this rank's part of the mean over sequences of E sum over e of f_e P_e. The
-   part is the sum of the rank's probabilities, each times E f_e / (T sequences). */
+/* Load-balancing loss: returns this rank's part of the loss that dt_route_desc.balance describes.
+   The part is the sum over this rank's tokens and all experts e of the token's probability of
+   expert e times E f_e / (T * number of sequences). */
 static dt_tensor *dt__balance_loss(const dt__router *r, dt_tensor *probability) {
     dt_dtype dtype = probability->dtype;
     void *factor = dt__meta(r->ctx, (size_t)(r->B * r->E) * dt_dtype_size(dtype));
@@ -2388,7 +2449,7 @@ static dt_tensor *dt__balance_loss(const dt__router *r, dt_tensor *probability) 
     return sum ? dt_sum_over(dt_mul(sum, factors), DT_ALL) : NULL;
 }
 
-/* Router z-loss: this rank's part of the mean over tokens of log(sum of e^logits)^2. */
+/* Router z-loss: returns this rank's part of the mean over tokens of log(sum of e^logits)^2. */
 static dt_tensor *dt__z_loss(const dt__router *r, dt_tensor *logits) {
     dt_shape rows = DT_SHAPE(r->B, r->local_tokens, 1);
     dt_tensor *row_max = dt_max_over(logits, 2), *rest = NULL, *lse = NULL;
@@ -2400,7 +2461,7 @@ static dt_tensor *dt__z_loss(const dt__router *r, dt_tensor *logits) {
                : NULL;
 }
 
-/* Attaches a side loss to x and adds its value to *sum. */
+/* Attaches a side loss to x and, unless sum is NULL, adds the value of the loss to *sum. */
 static dt_status dt__attach_loss(
     const dt__router *r, dt_tensor *x, dt_tensor *loss, double weight, double *sum) {
     if (loss && dt_loss(x, loss, weight) && sum) *sum += dt_item(loss);
@@ -2417,8 +2478,9 @@ static dt_status dt__route_losses(
     return dt_error(r->ctx);
 }
 
-/* Adds the statistics of x's tokens. In the region's arrays, x's tokens are the slice of this rank
-   of sp. */
+/* Adds the statistics of x's tokens to the counts. kept_choices covers all tokens of the
+   tensor-parallel region. If tokens are sharded over the group sp, x holds only the slice of those
+   tokens that belongs to this rank's position in sp. */
 static void dt__route_count(const dt__router *r) {
     dt_route_counts *counts = r->d.counts;
     int64_t slice = r->local_tokens * r->k, first = (r->sp ? dt_comm_rank(r->sp) : 0) * slice;
@@ -2431,7 +2493,7 @@ static void dt__route_count(const dt__router *r) {
     }
 }
 
-/* Returns the first problem of the arguments, or NULL. One rule per line. */
+/* Returns the text of the first rule that the arguments violate, or NULL. One rule per line. */
 static const char *dt__route_problem(const dt__router *r, const dt_tensor *x, const dt_tensor *w) {
     const dt_route_desc *d = &r->d;
     const dt_tensor *bias = d->bias;
@@ -2475,7 +2537,8 @@ static dt__router dt__router_make(const dt_tensor *x, const dt_tensor *w, dt_rou
     memset(&r, 0, sizeof r);
     r.ctx = x->ctx;
     r.d = d;
-    if (dt_comm_size(d.cp) == 1) r.d.kind = DT_CP_RING; /* whole sequences are in order */
+    /* on one rank of cp the tokens of a sequence are in order, as with RING */
+    if (dt_comm_size(d.cp) == 1) r.d.kind = DT_CP_RING;
     r.sp = d.outside.kind == DT_PLACEMENT_SHARD && dt_comm_size(d.tp) > 1 ? d.tp : NULL;
     r.B = x->shape.d[0];
     r.local_tokens = x->shape.nd > 1 ? x->shape.d[1] : 0;
@@ -2539,7 +2602,7 @@ dt_status dt_route_update_bias(
     void *host = dt_alloc(ctx, DT_MEM_HOST, bytes, "the bias of a router");
     for (size_t e = 0; e < E; e++) total += counts[e];
     if (host && dt_read(bias, host) == DT_OK) {
-        /* Use the sign of total - E count: it equals the sign of mean - count and is exact. */
+        /* total - E count has the same sign as mean - count, and is computed exactly. */
         for (size_t e = 0; e < E; e++) {
             double more = total - (double)E * counts[e], sign = (double)((more > 0) - (more < 0));
             dt__set_number(bias->dtype, host, e, dt__number(bias->dtype, host, e) + rate * sign);
@@ -2552,25 +2615,27 @@ dt_status dt_route_update_bias(
 
 /* ---- token dispatch and token combine: one exchange in both directions ---- */
 
-/* Plan of an exchange. Rows are the choices that are not dropped. A sender orders its rows by
-   expert, then token, so that the rows for one rank are contiguous. The rows arrive ordered by
-   source rank, then expert, then token. */
+/* Plan of a token dispatch and its token combine. There is one row for each choice that is not
+   dropped. A sender orders its rows by expert, then token, so that the rows for one rank are
+   contiguous. The rows arrive ordered by source rank, then expert, then token. */
 typedef struct dt__exchange {
     dt_comm *ep;
     int ranks;
     int64_t tokens, k, sent, received;
-    size_t *rows_to, *rows_from;       /* (ranks) number of rows to and from each rank */
-    size_t *send_counts, *recv_counts; /* (ranks) in elements, set for each call */
-    /* (sent) i32: the token of row i, and token * k + j where row i is the token's j-th choice */
+    size_t *rows_to, *rows_from;       /* (ranks): number of rows to and from each rank */
+    size_t *send_counts, *recv_counts; /* (ranks): counts in elements, set for each all-to-all */
+    /* (sent) i32: token_of_row[i] is the token of row i; choice_of_row[i] is token * k + j if row i
+       is the token's j-th choice */
     dt_tensor *token_of_row, *choice_of_row;
-    /* (k,tokens) i32: the sent row of the j-th choice of a token, or -1 */
+    /* (k,tokens) i32: the index of the sent row of each token's j-th choice; -1 if dropped */
     dt_tensor *row_of_choice;
-    /* (received) i32: arrival_of_row[i] is the arrival index of row i in expert order;
-       row_of_arrival is the inverse */
+    /* (received) i32: arrival_of_row[i] is the index, in order of arrival, of row i in expert
+       order; row_of_arrival is the inverse */
     dt_tensor *arrival_of_row, *row_of_arrival;
 } dt__exchange;
 
-/* Row i of out = row at[first + i] of in (table_rows,width), or zeros if at[first + i] is -1. */
+/* Sets row i of `out` to row at[first + i] of `in` (table_rows,width), or to zeros if at[first + i]
+   is -1. */
 static dt_status dt__gather_rows(const char *op, dt_dtype dtype, void *out, const void *in,
     int64_t table_rows, const dt_tensor *at, int64_t first, int64_t rows, int64_t width) {
     dt_embedding_args a = { .dtype = dtype,
@@ -2585,8 +2650,9 @@ static dt_status dt__gather_rows(const char *op, dt_dtype dtype, void *out, cons
     return rows * width > 0 ? DT__KERNEL(at->ctx, op, embedding, &a) : DT_OK;
 }
 
-/* Row at[i] of out (table_rows,width) (+)= row i of in, in ascending order of i. work: 4 table_rows
-   width bytes where dtype is bf16 or f16. */
+/* Adds row i of `in` to row at[i] of `out` (table_rows,width), in ascending order of i. If
+   accumulate is 0, `out` is zeroed first. `work` has 4 * table_rows * width bytes if dtype is bf16
+   or f16; it is unused for other types. */
 static dt_status dt__scatter_add_rows(const char *op, dt_dtype dtype, void *out, int64_t table_rows,
     const void *in, const dt_tensor *at, int64_t width, int accumulate, void *work) {
     size_t work_bytes = dt__narrow(dtype) ? (size_t)(table_rows * width) * sizeof(float) : 0;
@@ -2604,8 +2670,9 @@ static dt_status dt__scatter_add_rows(const char *op, dt_dtype dtype, void *out,
     return table_rows * width > 0 ? DT__KERNEL(at->ctx, op, embedding_back, &a) : DT_OK;
 }
 
-/* out (rows,width) (+)= in times one factor per row; the factors are `step` elements apart. step 0:
-   factor has the shape of in, and the product is elementwise. */
+/* Multiplies each row of `in` (rows,width) by a factor; the factors of consecutive rows are `step`
+   elements apart. If step is 0, `factor` has the shape of `in` instead and the product is
+   elementwise. The result is added to `out` if accumulate is 1, and replaces it otherwise. */
 static dt_status dt__scale_rows(dt_ctx *ctx, const char *op, dt_dtype dtype, void *out,
     const void *in, const void *factor, int64_t step, int64_t rows, int64_t width, int accumulate) {
     dt_binary_args a;
@@ -2624,7 +2691,7 @@ static dt_status dt__scale_rows(dt_ctx *ctx, const char *op, dt_dtype dtype, voi
     return rows * width > 0 ? DT__KERNEL(ctx, op, binary, &a) : DT_OK;
 }
 
-/* Returns `in` in the accumulation type: `in` itself, or a converted copy in buffer. */
+/* Returns `in` itself if it has the accumulation type, else a converted copy in `buffer`. */
 static const void *dt__widen_rows(
     dt_ctx *ctx, const char *op, dt_dtype dtype, const void *in, void *buffer, int64_t count) {
     dt_cast_args a = {
@@ -2635,7 +2702,8 @@ static const void *dt__widen_rows(
     return buffer;
 }
 
-/* All-to-all of rows: to the ranks of their experts, or in reverse to the ranks of their tokens. */
+/* All-to-all of rows: sends each row to the rank of its expert or, if `reverse` is 1, back to the
+   rank of its token. */
 static dt_status dt__exchange_rows(
     const dt__exchange *e, int reverse, const void *in, void *out, int64_t width, dt_dtype dtype) {
     for (int r = 0; r < e->ranks; r++) {
@@ -2645,8 +2713,8 @@ static dt_status dt__exchange_rows(
     return dt_all_to_all_v(e->ep, in, e->send_counts, out, e->recv_counts, dtype);
 }
 
-/* Splits one scratch allocation into n buffers, each a multiple of 64 bytes. Returns 0 on
-   failure. */
+/* Splits one scratch allocation into n buffers; buffer i has bytes[i] bytes, rounded up to a
+   multiple of 64. Returns 1, or 0 on failure. */
 static int dt__split_scratch(dt_ctx *ctx, const size_t *bytes, char **buffers, int n) {
     size_t all = 64, at = 0;
     for (int i = 0; i < n; i++) all += (bytes[i] + 63) / 64 * 64;
@@ -2658,12 +2726,12 @@ static int dt__split_scratch(dt_ctx *ctx, const size_t *bytes, char **buffers, i
     return p != NULL;
 }
 
-/* Copies an index to the device. */
+/* Copies an array of n indices to the device. */
 static dt_tensor *dt__exchange_index(dt_ctx *ctx, const int32_t *host, int64_t n) {
     return dt_input(ctx, DT_I32, DT_SHAPE(n), host);
 }
 
-/* Plans which rows this rank sends. count (E): receives the number of rows for each expert. */
+/* Plans which rows this rank sends, and adds the number of rows for each expert to `count` (E). */
 static dt_status dt__exchange_send(
     dt__exchange *e, const dt_routing *r, int32_t *count, dt_ctx *ctx) {
     int64_t choices = e->tokens * e->k;
@@ -2691,7 +2759,8 @@ static dt_status dt__exchange_send(
     return dt_error(ctx);
 }
 
-/* Plans which rows this rank receives. all (ranks,E): the counts of all ranks. */
+/* Plans which rows this rank receives. `all` (ranks,E) has for each rank the numbers of rows that
+   it sends to each expert. */
 static dt_status dt__exchange_receive(
     dt__exchange *e, dt_routing *r, const int32_t *all, dt_ctx *ctx) {
     int64_t first = dt_comm_rank(e->ep) * r->local_experts, at = 0;
@@ -2725,7 +2794,7 @@ static dt_status dt__exchange_receive(
     return dt_error(ctx);
 }
 
-/* [collective: ep] Makes r->exchange. */
+/* [collective: ep] Makes the plan r->exchange. */
 static dt_status dt__exchange_make(dt_ctx *ctx, dt_routing *r, dt_comm *ep) {
     size_t N = (size_t)dt_comm_size(ep), E = (size_t)r->experts;
     dt__exchange *e = (dt__exchange *)dt__meta(ctx, sizeof *e);
@@ -2753,8 +2822,8 @@ typedef struct dt__exchange_saved {
     dt_tensor *returned;
 } dt__exchange_saved;
 
-/* The gradient of a token is the sum of the gradients of its rows, which the all-to-all sends
-   back. */
+/* The backward of dt_dispatch. The gradient of a token is the sum of the gradients of its rows,
+   which the all-to-all sends back. */
 static dt_status dt__dispatch_back(dt_node *n) {
     const dt__exchange *e = ((const dt__exchange_saved *)n->saved)->e;
     dt_tensor *x = n->in[0], *y = n->out;
@@ -2836,8 +2905,8 @@ dt_tensor *dt_dispatch(dt_tensor *x, dt_routing *r, dt_comm *ep) {
     return dt_error(ctx) == DT_OK ? y : NULL;
 }
 
-/* Row i is the j-th choice of token t. The row's gradient is gate (t,j) times dy_t, and the
-   gradient of gate (t,j) is the dot product of dy_t and the row. */
+/* The backward of dt_combine. Let a row be the j-th choice of token t. The row's gradient is gate
+   (t,j) times dy_t, and the gradient of gate (t,j) is the dot product of dy_t and the row. */
 static dt_status dt__combine_back(dt_node *n) {
     const dt__exchange_saved *saved = (const dt__exchange_saved *)n->saved;
     const dt__exchange *e = saved->e;
@@ -2895,7 +2964,8 @@ static dt_status dt__combine_back(dt_node *n) {
     return dt__accumulate(ctx, dtype, drows, out, sent, accumulate);
 }
 
-/* Sends rows (received,O) back to the ranks of their tokens, which get `returned` (sent,O). */
+/* Sends `rows` (received,O) back to the ranks of their tokens. `returned` (sent,O) receives the
+   rows of this rank's tokens. */
 static dt_status dt__combine_return(
     const dt__exchange *e, const dt_tensor *rows, dt_tensor *returned) {
     const char *op = "dt_combine";
@@ -2907,8 +2977,8 @@ static dt_status dt__combine_return(
     return status == DT_OK ? dt__exchange_rows(e, 1, work, returned->data, O, rows->dtype) : status;
 }
 
-/* Sets each token of y to the sum over j of gate j times the row of choice j. returned (sent,O) has
-   the rows. */
+/* Sets each token of y to the sum over j of gate j times the row of choice j. `returned` (sent,O)
+   holds these rows. */
 static dt_status dt__combine_sum(
     const dt__exchange *e, const void *returned, const dt_tensor *gates, dt_tensor *y) {
     const char *op = "dt_combine";
@@ -2974,10 +3044,10 @@ typedef struct dt__expert_saved {
     int adds; /* 1 if this rank adds the bias */
 } dt__expert_saved;
 
-/* Sizes of one expert's product: w (local_experts,out,in). */
+/* Sizes of one expert's product, where w has the shape (local_experts,out,in). */
 typedef struct dt__expert_sizes {
     int64_t in, out;
-    size_t size, w_bytes;
+    size_t size, w_bytes; /* bytes of an element, and of one expert's matrix */
 } dt__expert_sizes;
 
 static dt__expert_sizes dt__expert_sizes_of(const dt_tensor *w) {
@@ -2987,8 +3057,9 @@ static dt__expert_sizes dt__expert_sizes_of(const dt_tensor *w) {
     return s;
 }
 
-/* Gradients of one expert's matrix and bias, from its rows d (rows,out) and x (rows,in). The
-   gradients are zero if the expert has no rows. */
+/* Computes the gradients of one expert's matrix and bias from the expert's rows of the output
+   gradient, d (rows,out), and of the input, x (rows,in). The gradients are zero if the expert has
+   no rows. */
 static dt_status dt__expert_weight_back(dt_node *n, int64_t expert, int64_t rows, const char *d,
     const char *x, dt_matmul_args dw, dt_sum_args db) {
     dt_ctx *ctx = n->out->ctx;
@@ -3136,9 +3207,10 @@ dt_tensor *dt_expert_linear(
 // ==== 16. Pipeline schedules: code ==============================================================
 
 /* Five schedules of p = 4 ranks with their bubble fractions, drawn by dt_schedule_text from their
-   generators. There are m = 4 micro-batches, except in the naive schedule. F takes 1 time unit, B
-   takes 2, I and W take 1 each. Digits are F, small letters are B and I, capitals are W, dots are
-   the bubble. 1F1B has the bubble of GPipe, but rank r holds only p - r micro-batches in memory:
+   generators. The naive schedule has m = 2 micro-batches, all others have m = 4. F takes 1 time
+   unit, B takes 2, I and W take 1 each. Digits are F, small letters are B and I, capitals are W,
+   dots are the bubble. 1F1B has the same bubble as GPipe, but rank r holds at most p - r
+   micro-batches in memory at a time:
 
        naive, m = 2: p - 1 = 3                       GPipe (AFAB): (p - 1) / m = 3/4
        rank 0 |0.........aa1.........bb|             rank 0 |0123.........aabbccdd|
@@ -3152,7 +3224,7 @@ dt_tensor *dt_expert_linear(
        rank 2 |..01..aa2bb3cc.dd....|                rank 2 |..01.a2b3cAdBCD|
        rank 3 |...0aa1bb2cc3dd......|                rank 3 |...0a1b2c3dABCD|
 
-       interleaved 1F1B, v = 2 chunks per rank: (p - 1) / (v m) = 3/8 (a time unit is half as long)
+       interleaved 1F1B, v = 2 chunks per rank: (p - 1) / (v m) = 3/8 (a column is half a time unit)
        rank 0 |01230123......aa.bb.cc.ddaabbccdd|
        rank 1 |.01230123...aa.bb.cc.ddaabbccdd..|
        rank 2 |..0123012.aa3bb.cc.ddaabbccdd....|
@@ -3161,33 +3233,37 @@ dt_tensor *dt_expert_linear(
 /* The computations of one rank, in the order in which the rank runs them. */
 typedef struct dt__program {
     dt_action *action;
-    int count, capacity;
-    int offset; /* index of the first action in the list of all ranks' actions */
+    int count, capacity; /* number of actions, and number for which `action` has memory */
+    int offset;          /* index of the first action in the list of all ranks' actions */
     int max_in_flight, slots;
 } dt__program;
 
 struct dt_schedule {
     dt_ctx *ctx;
-    dt_listener listener;  /* frees the schedule with the context */
-    dt_schedule_desc desc; /* resolved; name is NULL */
+    dt_listener listener;  /* frees the schedule when the context ends */
+    dt_schedule_desc desc; /* with defaults filled in; desc.name is NULL */
     char name[48];
-    int generating; /* 1 while a generator runs */
-    int stages, total;
+    int generating;       /* 1 while a generator runs */
+    int stages, total;    /* number of stages, and of actions of all ranks */
     dt__program *program; /* (ranks) */
-    int *stage_of_chunk;  /* (ranks,chunks) the stage of a chunk */
-    int *chunk_of_stage;  /* (stages) rank * chunks + chunk of a stage */
-    /* (stages,micros,3) index in the rank's program of F, of B or I, and of W; -1: missing */
+    int *stage_of_chunk;  /* (ranks,chunks): the stage of each chunk */
+    int *chunk_of_stage;  /* (stages): for each stage its rank * chunks + its chunk */
+    /* (stages,micros,3): the indices of F, of B or I, and of W in the program of the stage's rank;
+       -1 if missing */
     int *action_index;
-    /* (total) entry of an F: the rank's F that used the slot before; -1: none */
+    /* (total): for each F the index of the F of the same rank that used the slot before; -1 if
+       there is none */
     int *previous_tenant;
-    dt_span *spans;        /* (total) work array */
-    int *cursor, *visited; /* (ranks) work arrays */
-    /* slots and edges of dt_pipe_run, allocated with the schedule so that no step allocates */
+    dt_span *spans;        /* (total): work array */
+    int *cursor, *visited; /* (ranks): work arrays */
+    /* memory for the slots and edges of dt_pipe_run, allocated with the schedule so that no step
+       allocates memory */
     void *pipe_memory;
     size_t pipe_bytes;
 };
 
-enum { DT__ROLE_F = 0, DT__ROLE_B, DT__ROLE_W, DT__ROLES }; /* DT__ROLE_B is B or I */
+/* The three entries of action_index; DT__ROLE_B is B or I. */
+enum { DT__ROLE_F = 0, DT__ROLE_B, DT__ROLE_W, DT__ROLES };
 
 static int dt__role(dt_phase phase) {
     return phase == DT_FORWARD ? DT__ROLE_F : phase == DT_BACKWARD_WEIGHT ? DT__ROLE_W : DT__ROLE_B;
@@ -3251,7 +3327,7 @@ dt_status dt_schedule_add(dt_schedule *s, int rank, dt_phase phase, int micro, i
             "rank %d of %d",
             s->name, (int)phase, micro, s->desc.micros, chunk, s->desc.chunks, rank, s->desc.ranks);
     dt__program *p = &s->program[rank];
-    int limit = 4 * s->desc.chunks * s->desc.micros; /* more than any correct schedule has */
+    int limit = 4 * s->desc.chunks * s->desc.micros; /* a correct schedule has fewer actions */
     if (p->count >= limit)
         return dt_fail(s->ctx, DT_ERR_ARG, "dt_schedule_add(%s): rank %d has %d actions already",
             s->name, rank, limit);
@@ -3266,7 +3342,7 @@ dt_status dt_schedule_add(dt_schedule *s, int rank, dt_phase phase, int micro, i
     return DT_OK;
 }
 
-/* Naive schedule: one micro-batch at a time, through all stages and back. */
+/* Naive schedule: runs one micro-batch at a time, forward through all stages and then backward. */
 static void dt__generate_naive(dt_schedule *s, void *user) {
     (void)user;
     for (int r = 0; r < s->desc.ranks; r++)
@@ -3276,7 +3352,7 @@ static void dt__generate_naive(dt_schedule *s, void *user) {
         }
 }
 
-/* GPipe (AFAB): all forwards, then all backwards. Every rank holds all m micro-batches. */
+/* GPipe (AFAB): all forwards, then all backwards, so every rank holds all m micro-batches. */
 static void dt__generate_afab(dt_schedule *s, void *user) {
     (void)user;
     for (int r = 0; r < s->desc.ranks; r++) {
@@ -3301,9 +3377,9 @@ static void dt__generate_1f1b(dt_schedule *s, void *user) {
     }
 }
 
-/* Adds rank r's k-th forward or backward. A group of G micro-batches passes the rank's first chunk,
-   then the second chunk, and so on; then the next group follows. Backwards pass the chunks in
-   reverse. */
+/* Adds rank r's k-th forward or backward. The rank runs the forwards of a group of G micro-batches
+   in its first chunk, then in its second chunk, and so on; then the next group follows. The
+   backwards of a group begin with the last chunk. */
 static void dt__interleaved_add(dt_schedule *s, int r, int k, dt_phase phase) {
     int v = s->desc.chunks, start = k / (s->desc.micro_group * v) * s->desc.micro_group,
         left = s->desc.micros - start;
@@ -3314,7 +3390,8 @@ static void dt__interleaved_add(dt_schedule *s, int r, int k, dt_phase phase) {
 }
 
 /* Interleaved 1F1B: a rank has v chunks, each with 1/v of the rank's layers, so that the pipeline
-   fills and drains v times as fast. The cost is v times as many messages and a longer warm-up. */
+   fills and drains v times as fast. In return there are v times as many messages, and the warm-up
+   has more forwards. */
 static void dt__generate_interleaved(dt_schedule *s, void *user) {
     int p = s->desc.ranks, all = s->desc.micros * s->desc.chunks;
     (void)user;
@@ -3359,8 +3436,8 @@ static const struct {
 /* ---- dependencies of an action ---- */
 
 enum { DT__DEPEND_LOCAL = 0, DT__DEPEND_MESSAGE, DT__DEPEND_SLOT };
-/* A dependency: the action that must run first, with index `at` in the rank's program; -1: the
-   action does not exist. */
+/* A dependency: the action that must run first. `at` is the action's index in the program of
+   `rank`, or -1 if the schedule lacks the action. */
 typedef struct dt__dependency {
     int rank, at, kind;
 } dt__dependency;
@@ -3372,9 +3449,10 @@ static dt__dependency dt__dependency_on(
     return dependency;
 }
 
-/* Lists the dependencies of an action, apart from the order of its rank's program. For a slot the
-   action waits until the receiver of the old gradient begins; for any other dependency it waits
-   until the other action ends. */
+/* Writes the dependencies of an action to `out`, except for the order of its rank's program, and
+   returns their number. DT__DEPEND_SLOT: the action's slot still holds a gradient that was sent, so
+   the action waits until the receiver's action begins. For the other kinds the action waits until
+   the action that it depends on has ended. */
 static int dt__dependencies(const dt_schedule *s, int rank, int at, dt__dependency out[2]) {
     const dt_action *a = &s->program[rank].action[at];
     int n = 0, role = dt__role(a->phase), before = s->previous_tenant[s->program[rank].offset + at];
@@ -3402,7 +3480,8 @@ static double dt__action_cost(const dt_schedule_costs *c, const dt_action *a) {
                                            : weight;
 }
 
-/* Returns the earliest time at which the action can begin; -1 if a dependency has not run yet. */
+/* Returns the earliest time at which the action can begin, or -1 if an action that it depends on
+   has not run yet. */
 static double dt__earliest_begin(
     const dt_schedule *s, const dt_schedule_costs *c, const dt_span *spans, int rank, int at) {
     dt__dependency dependency[2];
@@ -3421,8 +3500,8 @@ static double dt__earliest_begin(
 }
 
 /* The simulator. Repeatedly runs every rank as far as its dependencies allow, until no rank
-   advances. Returns 1 if all actions ran, 0 if the ranks are deadlocked. s->cursor is the next
-   action of each rank. */
+   advances. Returns 1 if all actions ran, 0 if the ranks are deadlocked. s->cursor has the index of
+   each rank's next action. */
 static int dt__simulate(const dt_schedule *s, const dt_schedule_costs *c, dt_span *spans) {
     dt_span never = { 0, -1 };
     int done = 0, moved = 1;
@@ -3446,7 +3525,7 @@ static int dt__simulate(const dt_schedule *s, const dt_schedule_costs *c, dt_spa
 
 /* ---- the lowering: messages and slots ---- */
 
-/* Fills in stage, sender and receiver of every action. */
+/* Fills in the stage, the sender and the receiver of every action, and s->action_index. */
 static void dt__lower_messages(dt_schedule *s) {
     size_t computations = (size_t)s->stages * (size_t)s->desc.micros * DT__ROLES;
     for (size_t i = 0; i < computations; i++) s->action_index[i] = -1;
@@ -3464,15 +3543,17 @@ static void dt__lower_messages(dt_schedule *s) {
         }
 }
 
-/* State of a slot: the time from which the slot is free, and the last F that took the slot. */
+/* State of a slot: the time at which the slot is free again, and the index of the last F that took
+   the slot (-1: none). */
 typedef struct dt__slot {
     double free_at;
     int tenant;
 } dt__slot;
 
 /* Returns the time at which the slot of the F at index `at` is free again: after B or W has ended
-   and the receiver of the gradient has begun. The times come from s->spans. If timed is 0, they are
-   only positions in each rank's program, which cannot be compared between ranks. */
+   and the receiver of the gradient has begun. The times come from s->spans. If timed is 0, these
+   times are only positions in each rank's program, which cannot be compared between ranks, so the
+   function leaves out a receiver on another rank. */
 static double dt__slot_free_time(const dt_schedule *s, int rank, int at, int timed) {
     const dt_action *a = &s->program[rank].action[at];
     int weight = *dt__action_index(s, a->stage, a->micro, DT__ROLE_W), last = weight;
@@ -3486,9 +3567,9 @@ static double dt__slot_free_time(const dt_schedule *s, int rank, int at, int tim
     return begins > time ? begins : time;
 }
 
-/* Greedy allocation: an F takes the slot that has been free longest, or a new slot if none is free
-   when the F begins. Greedy allocation of time intervals needs no more slots than the largest
-   number in use at once. */
+/* Greedy allocation: an F takes the slot that has been free longest, or a new slot if no slot is
+   free when the F begins. Greedy allocation of time intervals is optimal: it needs no more slots
+   than the largest number of intervals that overlap. */
 static void dt__allocate_slots(dt_schedule *s, int rank, int timed, dt__slot *slot) {
     dt__program *p = &s->program[rank];
     for (int k = 0; k < p->slots; k++) {
@@ -3517,7 +3598,8 @@ static void dt__lower_slots(dt_schedule *s, int rank, int timed, dt__slot *slot)
     dt__program *p = &s->program[rank];
     int live = 0, forwards = 0;
     for (int i = 0; i < p->count; i++) forwards += p->action[i].phase == DT_FORWARD;
-    dt__allocate_slots(s, rank, timed, slot); /* p->slots is 0: as few slots as possible */
+    /* p->slots is 0 here, so this call finds the smallest number of slots */
+    dt__allocate_slots(s, rank, timed, slot);
     if (s->desc.extra_slots > 0) {
         p->slots =
             s->desc.extra_slots < forwards - p->slots ? p->slots + s->desc.extra_slots : forwards;
@@ -3533,9 +3615,9 @@ static void dt__lower_slots(dt_schedule *s, int rank, int timed, dt__slot *slot)
     }
 }
 
-/* Lowers the schedule. Slots are allocated by the times of a simulated run in which all stages take
-   the same time and no rank waits for slots. If that run deadlocks, or with min_slots, slots are
-   allocated by the order of each rank's program. */
+/* Lowers the schedule: adds messages and slots. Slots are allocated by the times of a simulated run
+   in which all stages take the same time and no rank waits for slots. If that run deadlocks, or if
+   desc.min_slots is 1, slots are allocated by the order of each rank's program instead. */
 static dt_status dt__schedule_lower(dt_schedule *s) {
     dt_schedule_costs even = { .forward = 1, .input = 1, .weight = 1 };
     int max_count = 0, timed;
@@ -3617,7 +3699,7 @@ static dt_status dt__check_complete(const dt_schedule *s, dt__strbuf *t) {
     return DT_OK;
 }
 
-/* Returns one unmet dependency of a stopped rank. */
+/* Returns a dependency for which a stopped rank still waits. */
 static dt__dependency dt__unmet_dependency(const dt_schedule *s, int rank) {
     dt__dependency dependency[2], none = { -1, -1, DT__DEPEND_LOCAL };
     int n = dt__dependencies(s, rank, s->cursor[rank], dependency);
@@ -3629,8 +3711,8 @@ static dt__dependency dt__unmet_dependency(const dt_schedule *s, int rank) {
 }
 
 /* Deadlock detection after the simulation has stopped. Every stopped rank waits for a stopped rank,
-   so following each rank to the rank for which it waits ends in a cycle. Writes the cycle and
-   returns its length. */
+   which may be itself, so the path from each rank to the rank for which it waits ends in a cycle.
+   Writes the cycle and returns its number of ranks. */
 static int dt__check_cycle(const dt_schedule *s, dt__strbuf *t) {
     int r = 0, first, n = 0;
     memset(s->visited, 0, (size_t)s->desc.ranks * sizeof *s->visited);
@@ -3743,17 +3825,18 @@ void dt_schedule_free(dt_schedule *s) {
     dt__schedule_release(s->ctx, s);
 }
 
-/* 1 if m micro-batches can be split into groups of G: the last, smaller group must also fill all
-   ranks. */
+/* Returns 1 if m micro-batches for p ranks can be split into groups of g. A last, smaller group
+   must also have at least p micro-batches, so that it fills all ranks; with m < p the only group is
+   m. */
 static int dt__group_fits(int p, int m, int g) {
     if (m < p) return g == m;
     return g >= p && g <= m && (m % g == 0 || m % g >= p);
 }
 
-/* Checks *d and replaces zeros by defaults. */
+/* Checks *d and replaces zeros in *d by the defaults that they mean. */
 static dt_status dt__schedule_resolve(dt_ctx *ctx, dt_schedule_desc *d) {
     int interleaved = d->kind == DT_SCHEDULE_INTERLEAVED && !d->generate;
-    int64_t limit = 1 << 26; /* largest number of computations */
+    int64_t limit = 1 << 26; /* largest number of forwards of all ranks */
     if (!d->generate && (d->kind < 0 || d->kind >= DT_SCHEDULES))
         return dt_fail(
             ctx, DT_ERR_ARG, "dt_schedule_make: there is no kind %d of schedule", d->kind);
@@ -3784,7 +3867,7 @@ static dt_status dt__schedule_resolve(dt_ctx *ctx, dt_schedule_desc *d) {
     return DT_OK;
 }
 
-/* Maps chunks to stages and stages to chunks. */
+/* Fills the maps from chunks to stages and from stages to chunks. */
 static dt_status dt__map_stages(dt_schedule *s) {
     for (int i = 0; i < s->stages; i++) s->chunk_of_stage[i] = -1;
     for (int i = 0; i < s->stages; i++) {
@@ -3902,9 +3985,9 @@ dt_schedule_bubble dt_schedule_bubble_of(const dt_schedule *s, const dt_span *sp
 
 /* ---- partitioning a model into stages ---- */
 
-/* Returns how many parts of cost at most `limit` a greedy partition of the items needs. No item may
-   exceed the limit. *next is lowered to the smallest larger limit at which some part could take one
-   more item. */
+/* Returns the number of parts of a greedy partition of the items in which each part costs at most
+   `limit`. No item may cost more than `limit`. Lowers *next to the smallest limit above `limit` at
+   which some part could take one more item. */
 static int dt__count_parts(const double *costs, int n, double limit, double *next) {
     int parts = 1;
     double sum = 0;
@@ -3920,8 +4003,9 @@ static int dt__count_parts(const double *costs, int n, double limit, double *nex
     return parts;
 }
 
-/* 1 if the items can be partitioned into `parts` non-empty parts of cost at most `limit`. A
-   partition into fewer parts can always be split further. */
+/* Returns 1 if the items can be partitioned into `parts` non-empty parts that each cost at most
+   `limit`. It is enough that the greedy partition has at most `parts` parts, because some of them
+   can be split further. */
 static int dt__partition_fits(const double *costs, int n, int parts, double limit) {
     double next = INFINITY;
     return n >= parts && dt__count_parts(costs, n, limit, &next) <= parts;
@@ -3949,7 +4033,8 @@ dt_status dt_partition_stages(
             &t, "item %d costs %g; costs are 0 or more, and their sum is finite", i, costs[i]);
         return DT_ERR_ARG;
     }
-    /* Start at the lower bound of all partitions; the factor covers rounding of sums. */
+    /* Start at a lower bound on the most expensive part: the mean cost of a part. The factor allows
+       for rounding errors of sums. */
     double mean = left / stages * (1 - 1e-9);
     if (mean > limit) limit = mean;
     /* All limits between `limit` and `next` give the same parts. */
@@ -3962,7 +4047,7 @@ dt_status dt_partition_stages(
         int rest = stages - part - 1;
         double share = left / (rest + 1), sum = 0;
         first[part] = i;
-        do { /* add items up to an even share, or more if the rest would not fit */
+        do { /* add items up to an even share, or more if the later stages cannot take the rest */
             sum += costs[i];
             left -= costs[i++];
         } while (
@@ -4002,10 +4087,10 @@ dt_status dt_schedule_text(
     return t.used + 1 < t.bytes ? DT_OK : DT_ERR_ARG;
 }
 
-/* State of an SVG writer. Lengths are in pixels, scale is in pixels per second. */
+/* State of an SVG writer. Lengths in the file are in pixels. */
 typedef struct dt__svg {
     dt_json_out out;
-    double scale, begin;
+    double scale, begin; /* pixels per second; time of the left edge in seconds */
 } dt__svg;
 enum {
     DT__SVG_LEFT = 64,
@@ -4046,7 +4131,7 @@ static dt__text dt__seconds_text(double x) {
     return t;
 }
 
-/* Writes any text as XML text. */
+/* Writes a text with its special characters escaped for XML. */
 static void dt__svg_escaped(dt__svg *g, const char *s) {
     for (; *s; s++) {
         unsigned char c = (unsigned char)*s;
@@ -4061,7 +4146,7 @@ static void dt__svg_escaped(dt__svg *g, const char *s) {
     }
 }
 
-/* The colour of a phase, lighter for later chunks. */
+/* Returns the colour of a phase, which is lighter for later chunks. */
 static unsigned dt__svg_colour(const dt_schedule *s, dt_phase phase, int chunk) {
     static const unsigned char base[5][3] = { { 0, 0, 0 }, { 88, 148, 222 }, { 96, 176, 104 },
         { 72, 186, 178 }, { 232, 164, 72 } };
@@ -4145,8 +4230,9 @@ static void dt__svg_legend(dt__svg *g, const dt_timeline *lines, int n, int y) {
             g, "<text x=\"%d\" y=\"%d\">lighter: a later chunk of the rank</text>\n", x, y + 11);
 }
 
-/* Returns the scale in pixels per second at which a forward is wide enough for its number, limited
-   so that the drawing is less than 6,000 pixels wide. */
+/* Returns the scale in pixels per second. In the timeline whose forwards are shortest, a mean
+   forward gets 16 pixels, so that its number fits into its box; but the time axis has at least 900
+   and at most 6,000 pixels. Sets *longest to the longest makespan of the timelines. */
 static double dt__svg_scale(const dt_timeline *lines, int n, double *longest) {
     double shortest_mean = INFINITY;
     *longest = 0;
@@ -4215,28 +4301,30 @@ dt_status dt_schedule_svg(dt_ctx *ctx, const char *path, const dt_timeline *line
 
 // ==== 17. Pipeline parallelism: code ============================================================
 
-/* The executor. A slot holds one micro-batch of a stage on its own tape. One action runs:
+/* The executor. Each slot has its own tape and holds one micro-batch of a stage. An action runs in
+   these steps:
 
        post recv --> prefetch next recv --> wait --> compute on the slot's tape --> post send
 
-       rank r    | F(0) | F(1)        | B(0) |          sends are started and not waited for: a slot
-                 |  `--send y-->      |  `--send dx-->  waits for its own sends when it is reused
+       rank r    | F(0) | F(1)        | B(0) |          an action does not wait for its sends: a
+                 |  `--send y-->      |  `--send dx-->  slot waits for them when it is reused
        rank r+1  |      | F(0) | B(0) |
 
-   The first micro-batch announces the dtype and shape of each edge between stages; all later
-   micro-batches have the same dtype and shape. */
+   With the first micro-batch, each stage announces the dtype and shape of its output to the next
+   stage. The outputs of all later micro-batches must have the same dtype and shape. */
 
 /* A micro-batch of a stage, on the tape of its slot. */
 typedef struct dt__pipe_slot {
-    dt_tensor *x, *y, *dy; /* the stage's input and output; gradient of the output */
+    dt_tensor *x, *y, *dy; /* the stage's input, its output, and the gradient of the output */
     dt_work *receiving;    /* pending receive of x or dy */
     dt_work *sending[3];   /* pending sends of y, of the gradient of x, and of the shape of y */
     int stage;             /* stage whose ops are on the tape */
-    int backward_pending;  /* 1 between F and B or W */
-    int recv_posted;       /* 1 if the next action's receive is posted */
+    int backward_pending;  /* 1 from F until B or W has run */
+    int recv_posted;       /* 1 if the receive of the slot's next action is posted */
 } dt__pipe_slot;
 
-/* Dtype and shape of the messages between two stages, as the first micro-batch announces them. */
+/* Dtype and shape of the messages between a stage and the next stage. `known` is 1 once the first
+   micro-batch has announced them. */
 typedef struct dt__pipe_edge {
     int32_t known, dtype, nd, d[DT_MAX_DIMS];
 } dt__pipe_edge;
@@ -4246,11 +4334,11 @@ typedef struct dt__pipe {
     dt_pipe_desc desc;
     int rank, micros, stages, n_slots;
     dt__pipe_slot *slots;
-    dt__pipe_edge *edges; /* (stages) edge of each stage's output */
+    dt__pipe_edge *edges; /* (stages): the edge from each stage to the next stage */
 } dt__pipe;
 
-/* Bytes for the slots of the rank with the most slots, and for all edges. A run of forwards alone
-   needs one slot for each chunk. */
+/* Returns the bytes that dt_pipe_run needs for all edges and for the slots of the rank with the
+   most slots. With desc.forward_micros a rank needs one slot for each chunk. */
 static size_t dt__pipe_bytes(const dt_schedule *s) {
     size_t slots = (size_t)s->desc.chunks;
     for (int r = 0; r < s->desc.ranks; r++) {
@@ -4260,14 +4348,16 @@ static size_t dt__pipe_bytes(const dt_schedule *s) {
     return slots * sizeof(dt__pipe_slot) + (size_t)s->stages * sizeof(dt__pipe_edge);
 }
 
-/* Each message between two ranks has its own tag. */
+/* Returns the tag of a message between two stages: the output of `stage` if backward is 0, its
+   gradient if backward is 1. Each message has its own tag. */
 static int dt__pipe_tag(const dt__pipe *p, int stage, int micro, int backward) {
     return 2 * (stage * p->micros + micro) + backward;
 }
 
-/* If sending is NULL, receives a shape from another rank; else starts to send a shape. The send
-   does not wait, because the receiver may have to receive other messages first. Shapes are in host
-   memory and are not counted as traffic. */
+/* If `sending` is NULL, receives an edge (dtype and shape) from another rank; else starts to send
+   the edge and sets *sending. The function does not wait for the send, because the receiver may
+   have to receive other messages first. Edges are in host memory, and their messages are not
+   counted as traffic. */
 static dt_status dt__pipe_exchange_shape(
     const dt__pipe *p, dt__pipe_edge *edge, int stage, int peer, dt_work **sending) {
     int tag = 2 * p->stages * p->micros + stage;
@@ -4280,7 +4370,7 @@ static dt_status dt__pipe_exchange_shape(
     return dt_error(p->ctx);
 }
 
-/* Creates a tensor on the current tape for a message of this edge. */
+/* Creates a tensor on the current tape with the dtype and shape of an edge. */
 static dt_tensor *dt__pipe_buffer(const dt__pipe *p, const dt__pipe_edge *edge) {
     dt_shape shape = DT_SCALAR;
     shape.nd = edge->nd;
@@ -4288,13 +4378,13 @@ static dt_tensor *dt__pipe_buffer(const dt__pipe *p, const dt__pipe_edge *edge) 
     return dt__new_named(p->ctx, (dt_dtype)edge->dtype, shape, "dt_pipe_run");
 }
 
-/* Returns the stage's chunk index on its rank, which is also its slot in a run of forwards
-   alone. */
+/* Returns the index of the stage's chunk on its rank. With desc.forward_micros this is also the
+   stage's slot. */
 static int dt__pipe_chunk(const dt__pipe *p, int stage) {
     return p->desc.schedule->chunk_of_stage[stage] % p->desc.schedule->desc.chunks;
 }
 
-/* Returns the slot in which this rank holds a micro-batch of one of its own stages. */
+/* Returns the slot in which this rank holds a micro-batch of a stage of its own. */
 static dt__pipe_slot *dt__pipe_find(const dt__pipe *p, int stage, int micro) {
     const dt_action *a = dt_schedule_actions(p->desc.schedule, p->rank);
     int n = dt_schedule_count(p->desc.schedule, p->rank), i = 0;
@@ -4317,7 +4407,8 @@ static dt_status dt__pipe_release_slot(dt__pipe *p, int s) {
     return dt_error(p->ctx);
 }
 
-/* Starts to receive the input of a stage, or the gradient of its output. */
+/* Starts to receive the message that an action needs: the stage's input in F, else the gradient of
+   the stage's output. */
 static dt_status dt__pipe_post_recv(dt__pipe *p, const dt_action *a) {
     dt_ctx *ctx = p->ctx;
     dt__pipe_slot *slot = &p->slots[a->slot];
@@ -4338,7 +4429,7 @@ static dt_status dt__pipe_post_recv(dt__pipe *p, const dt_action *a) {
         slot->x = p->desc.forward_micros ? t : dt_require_grad(t);
     else
         slot->dy = t;
-    if (a->recv_from == p->rank) { /* copy: this rank also has the neighbouring stage */
+    if (a->recv_from == p->rank) { /* this rank also has the neighbouring stage, so copy its data */
         const dt__pipe_slot *other =
             dt__pipe_find(p, forward ? a->stage - 1 : a->stage + 1, a->micro);
         const void *data = forward ? other->y->data : other->x->grad;
@@ -4350,8 +4441,8 @@ static dt_status dt__pipe_post_recv(dt__pipe *p, const dt_action *a) {
     return dt_error(ctx);
 }
 
-/* Before action a computes, starts to receive the message of the next action, if the next action's
-   slot is free to receive. */
+/* Called before action `a` computes: starts to receive the message of the next action if the next
+   action's slot can receive it now. */
 static dt_status dt__pipe_prefetch(dt__pipe *p, const dt_action *a, const dt_action *next) {
     dt__pipe_slot *slot = &p->slots[next->slot];
     int forward = next->phase == DT_FORWARD;
@@ -4360,12 +4451,13 @@ static dt_status dt__pipe_prefetch(dt__pipe *p, const dt_action *a, const dt_act
         return DT_OK;
     for (int i = 0; i < 3 && forward; i++)
         if (slot->sending[i] && !dt_test(p->ctx, slot->sending[i])) return dt_error(p->ctx);
-    /* posting the receive now would wait for the shape */
+    /* the shape is not known yet, and dt__pipe_post_recv would wait for it */
     if (forward && !p->edges[next->stage - 1].known) return DT_OK;
     return dt__pipe_post_recv(p, next);
 }
 
-/* Starts to send a result. */
+/* Starts to send the result of an action, unless the receiver is this rank. The result is at `data`
+   and has the dtype and shape of `like`. */
 static dt_work *dt__pipe_post_send(
     dt__pipe *p, const dt_action *a, const void *data, const dt_tensor *like) {
     int forward = a->phase == DT_FORWARD, stage = forward ? a->stage : a->stage - 1;
@@ -4384,8 +4476,8 @@ static dt_tensor *dt__pipe_stage(dt_tensor *x, void *user) {
     return c->pipe->desc.run(x, c->action->stage, c->action->micro, c->pipe->desc.user);
 }
 
-/* Checks a stage's output. The first micro-batch announces dtype and shape; every later micro-batch
-   must have the same. */
+/* Checks a stage's output. For the first micro-batch, stores the dtype and shape of the output and
+   announces them to the next stage. Every later output must have the same dtype and shape. */
 static dt_status dt__pipe_check_output(dt__pipe *p, const dt_action *a, const dt_tensor *y) {
     dt__pipe_edge *edge = &p->edges[a->stage], found;
     memset(&found, 0, sizeof found);
@@ -4418,7 +4510,8 @@ static dt_status dt__pipe_forward(dt__pipe *p, const dt_action *a, dt__pipe_slot
     return slot->y ? dt__pipe_check_output(p, a, slot->y) : dt_error(p->ctx);
 }
 
-/* The gradient of a stage's input; zeros if the loss does not depend on the input. */
+/* Returns the gradient of a stage's input; the gradient is zeros if the loss does not depend on the
+   input. */
 static void *dt__pipe_input_grad(dt__pipe *p, dt__pipe_slot *slot) {
     if (slot->x->grad) return slot->x->grad;
     dt_tensor *zeros = dt_new(p->ctx, slot->x->dtype, slot->x->shape);
@@ -4426,7 +4519,8 @@ static void *dt__pipe_input_grad(dt__pipe *p, dt__pipe_slot *slot) {
     return zeros ? zeros->data : NULL;
 }
 
-/* Waits until an action has lasted its minimum duration (desc.min_durations). */
+/* Waits until an action that began at time `begin` has lasted its minimum duration
+   (desc.min_durations). */
 static void dt__pipe_wait_min_duration(const dt__pipe *p, const dt_action *a, double begin) {
     const dt_host *host = dt_ctx_host(p->ctx);
     const dt_schedule_costs *c = p->desc.min_durations;
@@ -4441,7 +4535,7 @@ static void dt__pipe_wait_min_duration(const dt__pipe *p, const dt_action *a, do
     if (left > 0) host->sleep(host->user, left);
 }
 
-/* Executes one action: receive, compute, send. */
+/* Executes one action: receives its message, computes, and starts to send the result. */
 static dt_status dt__pipe_execute(
     dt__pipe *p, const dt_action *a, const dt_action *next, dt_span *span) {
     dt_ctx *ctx = p->ctx;
@@ -4481,8 +4575,8 @@ static void dt__pipe_run_schedule(dt__pipe *p) {
             return;
 }
 
-/* Runs forwards only. Each micro-batch passes all of this rank's stages before the next micro-batch
-   begins. */
+/* Runs forwards only. Each micro-batch runs through all of this rank's stages before the next
+   micro-batch begins. */
 static void dt__pipe_run_forwards(dt__pipe *p) {
     const dt_schedule *s = p->desc.schedule;
     for (int micro = 0; micro < p->micros; micro++)
@@ -4571,21 +4665,23 @@ dt_status dt_pipe_gather_spans(
 
 // ==== 18. Data order and text datasets: code ====================================================
 
-/* A run reads the data repeatedly: its k-th sequence is sequence k mod S of the data. Sequence i of
-   replica r in micro-step j of step n is the run's sequence k = consumed + (n-1) B + (j R + r) b +
-   i, so the data of a step do not depend on the layout. The distributed sampler permutes the
-   samples of each epoch, and rank r takes entries r, r + R, .. For n = 5, R = 2:
+/* A training run reads the data again and again: its k-th sequence is sequence k mod S of the data.
+   Sequence i of replica r in micro-step j of step n is the run's sequence k = consumed + (n-1) B +
+   (j R + r) b + i, so the data of a step do not depend on the layout. The distributed sampler
+   permutes the samples of each epoch, and rank r reads the entries r, r + R, .. For n = 5, R = 2:
 
-       shuffled       3 0 4 1 2 | 3     padded with its own beginning; drop_last: 3 0 4 1
+       shuffled       3 0 4 1 2 | 3     padded with its own beginning; with drop_last 3 0 4 1
        rank 0         3   4   2
        rank 1           0   1     3 */
 
-/* floor(a b / m), at most INT64_MAX, and *rest = a b mod m. a, b >= 0, m >= 1. */
+/* Returns floor(a b / m), at most INT64_MAX, and sets *rest to a b mod m. Requires a, b >= 0 and
+   m >= 1. */
 static int64_t dt__mul_div(int64_t a, int64_t b, int64_t m, uint64_t *rest) {
     uint64_t by = (uint64_t)(b % m), left = 0;
     int64_t quotient = 0, more = 0;
     if (!dt__mul_ok(a, b / m, &more)) more = INT64_MAX;
-    for (int bit = 62; bit >= 0; bit--) { /* a (b mod m) by double-and-add: left < 2 m */
+    /* multiply a by b mod m by double-and-add; `left` stays below 2 m */
+    for (int bit = 62; bit >= 0; bit--) {
         left *= 2;
         quotient *= 2;
         if (left >= (uint64_t)m) left -= (uint64_t)m, quotient++;
@@ -4596,8 +4692,8 @@ static int64_t dt__mul_div(int64_t a, int64_t b, int64_t m, uint64_t *rest) {
     return dt__add_saturating(quotient, more);
 }
 
-/* Returns dt_data_order_sequence, and dt_data_order_epoch in *epoch. The intermediate products need
-   up to 128 bits. */
+/* Returns the result of dt_data_order_sequence and sets *epoch to the result of
+   dt_data_order_epoch. Uses dt__mul_div, because the products need up to 128 bits. */
 static int64_t dt__data_order_at(
     dt_data_order o, int64_t step, int micro_step, int replica, int i, int64_t *epoch) {
     uint64_t at = (uint64_t)o.consumed + (uint64_t)i, rest[2], S = (uint64_t)o.sequences;
@@ -4631,7 +4727,7 @@ int64_t dt_data_order_epoch(dt_data_order order, int64_t step, int micro_step, i
     return epoch;
 }
 
-/* Returns why r is not a valid ramp for any micro-batch size; NULL if r is valid. */
+/* Returns a reason why r is invalid whatever the micro-batch size is, or NULL if there is none. */
 static const char *dt__ramp_problem(dt_batch_ramp r) {
     if (r.start < 1 || r.incr < 1 || r.samples < 1 || r.batch < r.start)
         return "start, increment and samples are at least 1, and start is at most the batch";
@@ -4641,9 +4737,9 @@ static const char *dt__ramp_problem(dt_batch_ramp r) {
                : NULL;
 }
 
-/* A valid ramp near r, for an error text: start and increment are multiples of unit, and the ramp
-   ends at the batch. If none of 10,000 tried increments divides batch - start, the increment is
-   batch - start. */
+/* Returns a valid ramp near r, for an error text: its start and its increment are multiples of
+   `unit`, and its increments lead exactly to r.batch. If none of 10,000 tried increments divides
+   batch - start, the increment is batch - start. */
 static dt_batch_ramp dt__ramp_suggest(dt_batch_ramp r, int64_t unit) {
     int64_t start = r.start < 1 ? 1 : r.start > r.batch ? r.batch : r.start;
     /* rounding up does not exceed the batch, because the batch is a multiple of unit */
@@ -4697,20 +4793,20 @@ int64_t dt_batch_ramp_size(dt_batch_ramp r, int64_t consumed) {
     return consumed < 0 ? r.start : r.start + consumed * increments / r.samples * r.incr;
 }
 
-/* The loop has few iterations. Because `samples` times K is at most INT64_MAX, fewer than 2^21
-   sizes can last more than one step. After these sizes each step skips sizes, and later steps skip
-   more. */
+/* Each iteration of the loop counts all steps of one batch size. There are few iterations: because
+   `samples` times K is at most INT64_MAX, fewer than 2^21 sizes can last more than one step. Each
+   step after these sizes skips sizes, and later steps skip more. */
 int64_t dt_batch_ramp_consumed(dt_batch_ramp r, int64_t step) {
     int64_t consumed = 0, left = step > 1 ? step - 1 : 0;
     if (dt__ramp_problem(r)) r.samples = 0;
     int64_t increments = r.samples ? (r.batch - r.start) / r.incr : 0;
-    while (left > 0 && consumed < r.samples) { /* one iteration counts all steps of one size */
+    while (left > 0 && consumed < r.samples) {
         int64_t grown = consumed * increments / r.samples, size = r.start + grown * r.incr;
         /* number of consumed sequences at which the next size begins */
         int64_t end = increments ? ((grown + 1) * r.samples - 1) / increments + 1 : r.samples;
         int64_t max_steps = (end - consumed - 1) / size + 1,
                 steps = max_steps < left ? max_steps : left;
-        /* only the last of these steps may end after `samples` */
+        /* only the last of these steps may end after `samples`, so only its sum may overflow */
         consumed = dt__add_saturating(consumed + (steps - 1) * size, size);
         left -= steps;
     }
@@ -4752,10 +4848,10 @@ static uint32_t dt__twister_next(dt__twister *t) {
 
 struct dt_sampler {
     dt_ctx *ctx;
-    dt_listener listener; /* frees the sampler with the context */
+    dt_listener listener; /* frees the sampler when the context ends */
     dt_sampler_desc desc;
     dt_sampler_state state;
-    int32_t *order;      /* (samples) order of epoch order_epoch; NULL without shuffle */
+    int32_t *order;      /* (samples): the order of epoch order_epoch; NULL if desc.shuffle is 0 */
     int64_t order_epoch; /* -1: no order yet */
 };
 
@@ -4827,7 +4923,8 @@ dt_status dt_sampler_set_epoch(dt_sampler *s, int64_t epoch) {
     return dt_sampler_seek(s, start);
 }
 
-/* torch.randperm (Fisher-Yates): each index in order takes one of the remaining samples. */
+/* Fills s->order as torch.randperm does (Fisher-Yates): each index in order takes one of the
+   remaining samples. */
 static void dt__sampler_shuffle(dt_sampler *s) {
     dt__twister twister;
     int64_t n = s->desc.samples;
@@ -4873,16 +4970,19 @@ typedef struct dt__text_file {
 
 struct dt_text {
     dt_ctx *ctx;
-    dt_listener listener; /* closes the dataset with the context */
+    dt_listener listener; /* closes the dataset when the context ends */
     int seq, files;
     int64_t tokens;
     dt__text_file *file; /* (files) */
     int token_bytes;     /* 1 in byte files, 2 or 4 in shards */
     char *paths;         /* copies of the paths, one after the other */
     size_t path_bytes;
-    /* (seq + 1) tokens of one sequence in the file's format; has space for the widest tokens */
+    /* the seq + 1 tokens of one sequence in the format of the files; has space for 4 bytes per
+       token */
     unsigned char *buffer;
-    int fd, current; /* only one file is open at a time: many ranks may read many files */
+    /* descriptor and index of the open file; -1 if no file is open. At most one file is open at a
+       time, because many ranks may read many files. */
+    int fd, current;
 };
 
 static void dt__text_close_file(dt_text *t) {
@@ -4917,7 +5017,8 @@ void dt_text_close(dt_text *text) {
     dt__text_free(text->ctx, text);
 }
 
-/* Reads `bytes` bytes of file i, which must be open. Fails if it cannot read all of them. */
+/* Reads `bytes` bytes from offset `at` of file i, which must be open, to `out`. Fails if it cannot
+   read all these bytes. */
 static dt_status dt__text_read_bytes(
     dt_text *t, int i, int64_t at, size_t bytes, unsigned char *out) {
     const dt_io *io = dt_ctx_io(t->ctx);
@@ -4936,8 +5037,8 @@ static dt_status dt__text_read_bytes(
     return DT_OK;
 }
 
-/* Finds the kind of the open file and its number of tokens. llm.c shards begin with 256 words:
-   magic, version, number of tokens, zeros. */
+/* Reads the kind and the number of tokens of file i, which is open and has `bytes` bytes. llm.c
+   shards begin with 256 words of 4 bytes: magic number, version, number of tokens, zeros. */
 static dt_status dt__text_read_header(dt_text *t, int i, int64_t bytes) {
     dt__text_file *f = &t->file[i];
     uint32_t header[3] = { 0, 0, 0 };
@@ -4967,7 +5068,7 @@ static dt_status dt__text_read_header(dt_text *t, int i, int64_t bytes) {
     return DT_OK;
 }
 
-/* Copies the paths and measures every file. */
+/* Copies the paths and counts the tokens of every file. */
 static dt_status dt__text_measure(dt_text *t, const char *const *paths) {
     const dt_io *io = dt_ctx_io(t->ctx);
     for (int i = 0; i < t->files; i++) t->path_bytes += strlen(paths[i]) + 1;
@@ -5102,7 +5203,8 @@ static dt_status dt__dry_move(void *dst, const void *src, size_t bytes, void *st
     return DT_OK;
 }
 
-/* Reduces arrays that are in real memory, such as the counts that ranks exchange. */
+/* Reduces arrays that are all in real memory, such as the counts that ranks exchange. Does nothing
+   for arrays with dry-run addresses. */
 static dt_status dt__dry_reduce_real(const dt_reduce_args *a) {
     int dry = dt__is_dry(a->out);
     for (int i = 0; i < a->n; i++) dry |= dt__is_dry(a->in[i]);
@@ -5122,8 +5224,8 @@ enum {
         DT__DRY_KERNELS
 };
 
-/* Counts a call. Attention counts as two matrix products in the forward and five in the
-   backward. */
+/* Counts a kernel call and its FLOPs. Attention counts as two matrix products in the forward and
+   five in the backward. */
 static dt_status dt__dry_call(dt_dry *dry, int kernel, const void *args) {
     const dt_matmul_args *m = (const dt_matmul_args *)args;
     const dt_attention_args *a = (const dt_attention_args *)args;
