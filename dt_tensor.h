@@ -13,8 +13,9 @@
    are slices of a full logical tensor, memory in which every byte has an owner and a class, CPU
    kernels, and weight files (safetensors, llm.c).
 
-   DOES NOT: start threads (OpenMP does, if DT_USE_OMP asks for it), install signal handlers, call
-   exit or abort, keep global state, print except through the log hook, read the environment.
+   dt_tensor.h does not start threads (with DT_USE_OMP, OpenMP starts threads), install signal
+   handlers, call exit or abort, keep global state, or read the environment. It prints only through
+   the log hook.
 
    QUICK EXAMPLE
 
@@ -50,15 +51,18 @@
        nvcc -O3 train.c dt_kernels.cu -lcublasLt -lnccl     CUDA; nvcc defines __NVCC__, which
                                                             turns DT_USE_CUDA on
 
-   OPTIONS (define before including)
-       DT_IMPLEMENTATION   in exactly one file: the code, not only the declarations
-       DT_STATIC           everything static: several files may each have their own copy. Then
-                           define DT_IMPLEMENTATION in each, or gcc warns              (everywhere)
-       DT_USE_CUDA         CUDA runtime calls and dt_kernels.cu (set by nvcc): in the
-                           implementation, and in files that call dt_cuda_* or dt_kernels_cuda
-       DT_NO_CUDA          no CUDA, even under nvcc                                (implementation)
-       DT_USE_CBLAS        f32 and f64 products by <cblas.h>; link e.g. -lopenblas (implementation)
-       DT_USE_OMP          threads inside a rank, with -fopenmp; the same bits     (implementation)
+   OPTIONS (define before including; "in that file" is the file that defines DT_IMPLEMENTATION)
+       DT_IMPLEMENTATION   compiles the code, not only the declarations: in exactly one file
+       DT_STATIC           makes all functions static, so that several files may each have their
+                           own copy of the code: in every file, each with DT_IMPLEMENTATION (gcc
+                           warns about a file without it)
+       DT_USE_CUDA         uses the CUDA runtime and dt_kernels.cu (nvcc sets this option): in that
+                           file, and in files that call dt_cuda_* or dt_kernels_cuda
+       DT_NO_CUDA          does not use CUDA, even under nvcc: in that file
+       DT_USE_CBLAS        computes f32 and f64 matrix products with <cblas.h>; link for example
+                           with -lopenblas: in that file
+       DT_USE_OMP          runs several threads inside a rank; compile with -fopenmp. The results
+                           have the same bits: in that file
 
    CONTENTS
      1. Status, element types, shapes (mixed precision: bf16 and f16 storage)
@@ -92,27 +96,27 @@
    CONTRACT
      Memory     The context owns everything it hands out. Parameters live until dt_ctx_free; other
                 tensors live until dt_reset. Data made inside a recomputed dt_block live only while
-                the block runs. Host buffers that you pass are copied. After the first steps a
-                steady program allocates nothing; growth is logged.
+                the block runs. Host buffers that you pass are copied. A program whose steps are all
+                alike allocates memory in its first steps only; later growth is logged.
      Errors     The context records the first failure with its text (dt_error, dt_error_text).
-                Later ops do nothing and return NULL. An op with a NULL input returns NULL too, and
-                dt_item returns NaN. So a loop needs no checks: check once at the end.
+                After a failure ops do nothing and return NULL, and dt_item returns NaN. An op with
+                a NULL input returns NULL too. So a loop needs no checks: check once at the end.
      Threads    A context belongs to one thread at a time. Contexts share nothing.
      Order      Every sum has a stated order that does not depend on tiling or threads: the same
                 program gives the same bits on processors of one kind. An element of a product
                 depends on its row, its column and K only, unless CBLAS computes it. A
                 micro-batch's weight gradient is complete before it is added to anything.
-     Tags       [local] any rank by itself; [pairwise] two ranks; [collective: group] every rank of
-                the group. */
+     Tags       A tag says which ranks must make a call. [local]: any rank may make the call by
+                itself. [pairwise]: two ranks. [collective: group]: every rank of the group. */
 
 #ifndef DT_TENSOR_H
 #define DT_TENSOR_H
 
-#define DT_VERSION 200 /* 0.2.0; every dt header checks that it includes the same version */
+#define DT_VERSION 200 /* 0.2.0; the dt headers check that their versions agree */
 
 #if defined(DT_IMPLEMENTATION) && !defined(_GNU_SOURCE)
-/* With -std=c11 libc declares clock_gettime and others only under this macro. It has no effect if a
-   libc header was included before. */
+/* With -std=c11 libc declares clock_gettime and some other functions only under this macro. The
+   macro has no effect if a libc header was included before it. */
 #define _GNU_SOURCE
 #endif
 #include <stddef.h>
@@ -133,13 +137,14 @@
 #endif
 #define DT_PRINTF(fmt, args) __attribute__((format(printf, fmt, args)))
 
-/* The implementations are C: between these two, C++ compilers do not warn about compound literals,
-   designated initialisers, and the fields that those leave zero. */
+/* The implementations are written in C. Between DT__CPP_WARNINGS_OFF and DT__CPP_WARNINGS_ON, C++
+   compilers do not warn about compound literals, designated initialisers, and fields without an
+   initialiser. */
 #if defined(__cplusplus) && defined(__GNUC__)
 #define DT__CPP_WARNINGS_OFF \
     _Pragma("GCC diagnostic push") _Pragma("GCC diagnostic ignored \"-Wpedantic\"") \
         _Pragma("GCC diagnostic ignored \"-Wmissing-field-initializers\"") \
-            _Pragma("GCC diagnostic ignored \"-Wpragmas\"") /* g++ < 12 lacks the next */ \
+            _Pragma("GCC diagnostic ignored \"-Wpragmas\"") /* g++ < 12 lacks the next warning */ \
         _Pragma("GCC diagnostic ignored \"-Wc++20-extensions\"")
 #define DT__CPP_WARNINGS_ON _Pragma("GCC diagnostic pop")
 #else
@@ -153,32 +158,32 @@ extern "C" {
 
 // ==== 1. Status, element types, shapes ==========================================================
 
-/* The result of a call. dt_error_text has the detail: rank, shapes, reason. */
+/* The result of a call. dt_error_text returns the details: rank, shapes, reason. */
 typedef enum dt_status {
     DT_OK = 0,
-    DT_ERR_ARG,        /* an invalid value, such as a negative count or an id outside the table */
+    DT_ERR_ARG,        /* an invalid value, for example a negative count */
     DT_ERR_SHAPE,      /* shapes or element types that do not match */
-    DT_ERR_MEM,        /* the host or device table refused memory */
+    DT_ERR_MEM,        /* an allocation failed, or would exceed mem_limit */
     DT_ERR_IO,         /* a file operation failed, or a file is damaged */
     DT_ERR_DEVICE,     /* the accelerator reported an error */
     DT_ERR_COMM,       /* ranks called different operations, or a rank left the job too early */
     DT_ERR_TIMEOUT,    /* a wait reached its time limit */
-    DT_ERR_PEER,       /* another rank failed first; the text names it */
-    DT_ERR_NUMERIC,    /* NaN or infinity where training cannot continue */
+    DT_ERR_PEER,       /* another rank failed first; the error text names that rank */
+    DT_ERR_NUMERIC,    /* a NaN or infinity with which training cannot continue */
     DT_ERR_UNSUPPORTED /* not available in this version or for these arguments */
 } dt_status;
 
-/* Element types. Mixed precision: BF16 and F16 are storage types only; kernels compute in f32. F64
-   is for tests on the CPU. */
+/* Element types. Mixed precision: BF16 and F16 are storage types only, because kernels widen their
+   elements to f32 to compute. F64 is for tests on the CPU. */
 typedef enum dt_dtype { DT_F32 = 0, DT_BF16, DT_F16, DT_F64, DT_I32 } dt_dtype;
 
-/* Reduction operators. Values are combined in rank order. */
+/* Reduction operators. The values of the ranks are combined in rank order. */
 typedef enum dt_op { DT_SUM = 0, DT_AVG, DT_MAX, DT_MIN, DT_PROD } dt_op;
 
 #define DT_MAX_DIMS 6
 typedef struct dt_shape {
-    int nd;                 /* 0 is a scalar */
-    int64_t d[DT_MAX_DIMS]; /* row-major: d[nd-1] varies fastest */
+    int nd;                 /* number of dimensions; 0 for a scalar */
+    int64_t d[DT_MAX_DIMS]; /* sizes; row-major: the last index varies fastest */
 } dt_shape;
 
 /* DT__LITERAL(T){ ... } is a value of type T: a compound literal in C, T{ ... } in C++. */
@@ -189,7 +194,7 @@ typedef struct dt_shape {
 #endif
 
 /* DT_SHAPE(B, T, C) takes integers of any type. DT_SCALAR has no dimensions. */
-#ifdef __cplusplus /* C++ does not narrow size_t to int64_t inside braces */
+#ifdef __cplusplus /* C++ forbids to narrow size_t to int64_t inside braces */
 extern "C++" {
 template <class... sizes> static inline constexpr dt_shape dt__shape_of(sizes... n) {
     return dt_shape{ (int)sizeof...(n), { (int64_t)n... } };
@@ -202,14 +207,15 @@ template <class... sizes> static inline constexpr dt_shape dt__shape_of(sizes...
 #endif
 #define DT_SCALAR (DT__LITERAL(dt_shape){ 0, { 0 } })
 
-/* [local] Size of one element in bytes; 0 for an unknown type. */
+/* [local] Returns the size of one element in bytes; 0 for an unknown type. */
 DT_API size_t dt_dtype_size(dt_dtype dtype);
-/* [local] "f32", "i32", ... */
+/* [local] Returns the name of the type: "f32", "i32", ... */
 DT_API const char *dt_dtype_name(dt_dtype dtype);
-/* [local] "DT_ERR_SHAPE", ... */
+/* [local] Returns the name of the status: "DT_ERR_SHAPE", ... */
 DT_API const char *dt_status_name(dt_status status);
-/* [local] Number of elements; 1 for a scalar; -1 if the shape is invalid: it has more than
-   DT_MAX_DIMS dimensions, a negative dimension, or more elements than int64_t can count. */
+/* [local] Returns the number of elements; 1 for a scalar; -1 if the shape is invalid, that is, if
+   it has more than DT_MAX_DIMS dimensions, a negative dimension, or more elements than int64_t can
+   count. */
 DT_API int64_t dt_count(dt_shape shape);
 
 // ==== 2. Kernel table ===========================================================================
@@ -219,23 +225,24 @@ DT_API int64_t dt_count(dt_shape shape);
 
        op (section 17) --> dt_kernels { alloc, move, ..., matmul, attention, ... } --> CPU or CUDA
 
-   The naive table of a course, a counting table for dry runs and the CUDA table replace some or all
-   entries. */
+   A table may replace all entries of the CPU's table or some of them: the CUDA table, a table for
+   dry runs that only counts, or a table of naive kernels that you write in a course. */
 
-/* The kernel list: DT_KERNELS(X) names every kernel once. One argument struct per kernel follows;
-   its optional fields are the fusions.
+/* The kernel list: DT_KERNELS(X) names every kernel once. One argument struct per kernel follows.
+   The optional fields of a struct fuse further operations into the kernel.
 
    A kernel gets one argument struct and a stream. It returns DT_OK, DT_ERR_UNSUPPORTED (the table
    does not support a type or field that the arguments use) or DT_ERR_ARG. A kernel allocates no
    memory: the caller provides scratch memory as `work`. Arrays are dense and row-major unless a
    stride says otherwise.
 
-   T is the struct's dtype. bf16 and f16 are storage types: a kernel widens each element to f32,
-   computes in f32, and rounds once, to nearest even, when it stores the result. The values saved
-   for the backward (mean, rstd, lse) are then f32. `wide` says that an output is f32 although T is
-   bf16 or f16, as gradients of parameters are. `accumulate` 1 adds the finished result to the
-   output; `accumulate` 0 overwrites the output. (+)= stands for either. The order of each sum
-   depends only on the sizes that the kernel's comment names. */
+   T is the element type that the field dtype names. bf16 and f16 are storage types: a kernel widens
+   each element to f32, computes in f32, and rounds once, to nearest even, when it stores the
+   result. If T is bf16 or f16, the values saved for the backward (mean, rstd, lse) are f32. If
+   `wide` is 1 and T is bf16 or f16, an output is f32, as the gradient of a parameter must be. If
+   `accumulate` is 1, the kernel adds the finished result to the output; if `accumulate` is 0, the
+   kernel overwrites the output. In the formulas (+)= stands for both. The order of each sum depends
+   only on the array sizes that the kernel's comment names. */
 #define DT__FLOAT_KERNELS(X) \
     X(init) \
     X(sum) \
@@ -270,7 +277,7 @@ DT_API int64_t dt_count(dt_shape shape);
     X(frozen_adam) \
     X(sign_pack) \
     X(sign_unpack)
-/* Kernels that exist once for each compute type and instruction set of the CPU. */
+/* Kernels that the CPU has once for each compute type and instruction set. */
 #define DT__VARIANT_KERNELS(X) X(fill) X(reduce) X(permute) DT__FLOAT_KERNELS(X)
 #define DT_KERNELS(X) X(copy) X(cast) DT__VARIANT_KERNELS(X)
 
@@ -281,36 +288,37 @@ typedef struct dt_fill_args { /* out[i] = value */
     double value;
 } dt_fill_args;
 
-/* out[i] = f(key, offset + i) of the counter-based RNG of section 13 */
+/* out[i] = f(key, offset + i), where f is the counter-based RNG of section 13 */
 typedef struct dt_init_args {
     dt_dtype dtype;
     void *out;
     size_t count;
-    /* 0: uniform in [-scale, scale); 1: normal with standard deviation scale */
+    /* 0: values are uniform in [-scale, scale); 1: normal, with standard deviation `scale` */
     int normal;
     double scale;
     uint64_t key, offset; /* offset: global index of out[0] */
 } dt_init_args;
 
-/* copies rows of bytes between two strided arrays; strides in bytes */
+/* Copies `rows` rows of row_bytes bytes each between two strided arrays. Strides are in bytes. */
 typedef struct dt_copy_args {
     void *out;
     const void *in;
     size_t rows, row_bytes, out_stride, in_stride;
 } dt_copy_args;
 
-/* out[..] (+)= in[..] over all indices of shape: slice, concat, transpose, repeat */
+/* out[..] (+)= in[..] for all indices within `shape`; does slice, concat, transpose and repeat */
 typedef struct dt_permute_args {
     dt_dtype dtype;
     void *out;
     const void *in;
     dt_shape shape;
-    /* strides in elements; an in_stride of 0 repeats an element */
+    /* strides are in elements; an in_stride of 0 repeats an element */
     int64_t out_stride[DT_MAX_DIMS], in_stride[DT_MAX_DIMS];
     int accumulate;
 } dt_permute_args;
 
-/* out[i] (+)= in[i], rounded to nearest even for a narrower type, towards zero for i32 */
+/* out[i] (+)= in[i], rounded to nearest even if dtype is narrower, towards zero if dtype is
+   DT_I32 */
 typedef struct dt_cast_args {
     dt_dtype dtype, from;
     void *out;
@@ -319,7 +327,8 @@ typedef struct dt_cast_args {
     int accumulate;
 } dt_cast_args;
 
-/* out[i] = in[0][i] op in[1][i] op ..., in that order; out may be one of the inputs */
+/* out[i] = in[0][i] op in[1][i] op ..., combined in that order; `out` may also be one of the
+   inputs */
 typedef struct dt_reduce_args {
     dt_dtype dtype;
     void *out;
@@ -327,15 +336,15 @@ typedef struct dt_reduce_args {
     int n;
     size_t count;
     dt_op op;
+    /* n_copies further outputs, which receive the same result; each may also be an input */
     void *const *copies;
-    /* `copies` are further outputs that get the same result; a copy may be an input too */
     int n_copies;
-    /* hint: the outputs are not inputs and not in a nearby cache, so non-temporal stores are
+    /* 1 is a hint: the outputs are not inputs and not in a nearby cache, so non-temporal stores are
        faster */
     int non_temporal;
 } dt_reduce_args;
 
-/* out[o,i] (+)= scale * sum over j of in[o,j,i], j ascending; in (outer,n,inner) */
+/* out[o,i] (+)= scale * sum over j of in[o,j,i], in ascending j; `in` has shape (outer,n,inner) */
 typedef struct dt_sum_args {
     dt_dtype dtype;
     void *out;
@@ -343,13 +352,13 @@ typedef struct dt_sum_args {
     size_t outer, n, inner;
     double scale;
     int accumulate, wide;
-    /* optional scratch of any size, with which a GPU sums several segments in parallel */
+    /* optional scratch memory of any size: with it, a GPU sums several segments in parallel */
     void *work;
     size_t work_bytes;
 } dt_sum_args;
 
-/* out[o,i] = max over j of in[o,j,i]; index[o,i] = the first j with that value. Backward:
-   scatter */
+/* out[o,i] = max over j of in[o,j,i]; index[o,i] = the first j with that value. The scatter kernel
+   is the backward of max. */
 typedef struct dt_max_args {
     dt_dtype dtype;
     void *out;
@@ -359,7 +368,8 @@ typedef struct dt_max_args {
 } dt_max_args;
 
 enum { DT_ADD = 0, DT_SUB, DT_MUL, DT_DIV };
-/* out (+)= a op b; out is dense and of `shape`; a stride of 0 repeats an element (broadcasting) */
+/* out (+)= a op b; `out` is dense and has shape `shape`; a stride of 0 repeats an element of `a` or
+   `b` (broadcasting) */
 typedef struct dt_binary_args {
     dt_dtype dtype;
     int op;
@@ -370,9 +380,9 @@ typedef struct dt_binary_args {
     int accumulate;
 } dt_binary_args;
 
-/* Activation functions. GELU is the tanh form 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))),
-   GELU_ERF is x times the normal distribution function (both arXiv:1606.08415), SILU is x / (1 +
-   e^-x). AFFINE is scale x + shift. */
+/* Activation functions. GELU is the tanh form 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), and
+   GELU_ERF is x times the normal distribution function (both arXiv:1606.08415). SILU is x / (1 +
+   e^-x). AFFINE is scale * x + shift. */
 enum {
     DT_ACT_NONE = 0,
     DT_ACT_GELU,
@@ -391,7 +401,7 @@ typedef struct dt_unary_args { /* out[i] = f(in[i]) */
     void *out;
     const void *in;
     size_t count;
-    double scale, shift; /* scale and shift of AFFINE */
+    double scale, shift; /* of AFFINE */
 } dt_unary_args;
 
 typedef struct dt_unary_back_args { /* dx[i] (+)= dout[i] f'(in[i]) */
@@ -404,8 +414,8 @@ typedef struct dt_unary_back_args { /* dx[i] (+)= dout[i] f'(in[i]) */
     int accumulate;
 } dt_unary_back_args;
 
-/* Gated linear unit: out[r,c] = f(gate) up with gate = in[r,0,c] and up = in[r,1,c]; in
-   (rows,2,cols), out (rows,cols) */
+/* Gated linear unit: out[r,c] = f(gate) * up, where f is `act`, gate = in[r,0,c] and up =
+   in[r,1,c]. `in` has shape (rows,2,cols), `out` has shape (rows,cols). */
 typedef struct dt_glu_args {
     dt_dtype dtype;
     int act;
@@ -414,7 +424,7 @@ typedef struct dt_glu_args {
     size_t rows, cols;
 } dt_glu_args;
 
-typedef struct dt_glu_back_args { /* dx (rows,2,cols) */
+typedef struct dt_glu_back_args { /* dx has shape (rows,2,cols) */
     dt_dtype dtype;
     int act;
     void *dx;
@@ -423,16 +433,18 @@ typedef struct dt_glu_back_args { /* dx (rows,2,cols) */
     int accumulate;
 } dt_glu_back_args;
 
-typedef struct dt_softmax_args { /* each row of `cols` elements: out = e^(in - max) / sum */
+/* For each row of `cols` elements: out = e^(in - max) / sum of e^(in - max). */
+typedef struct dt_softmax_args {
     dt_dtype dtype;
     void *out;
     const void *in;
     size_t rows, cols;
     void *work;
-    size_t work_bytes; /* dt_row_work bytes */
+    size_t work_bytes; /* at least dt_row_work(cols, dtype) */
 } dt_softmax_args;
 
-typedef struct dt_softmax_back_args { /* dx (+)= out (dout - sum of dout out) */
+/* For each row: dx (+)= out * (dout - sum of dout * out). */
+typedef struct dt_softmax_back_args {
     dt_dtype dtype;
     void *dx;
     const void *dout, *out;
@@ -442,9 +454,10 @@ typedef struct dt_softmax_back_args { /* dx (+)= out (dout - sum of dout out) */
     size_t work_bytes;
 } dt_softmax_back_args;
 
-typedef struct dt_norm_args { /* out = (in - mean) * rstd * gain + bias over each row of cols */
+/* For each row of `cols` elements: out = (in - mean) * rstd * gain + bias. */
+typedef struct dt_norm_args {
     dt_dtype dtype;
-    /* mean, rstd: (rows), f32 or f64, saved for the backward */
+    /* mean and rstd have shape (rows), f32 or f64, and are saved for the backward */
     void *out, *mean, *rstd;
     const void *in, *gain, *bias;
     size_t rows, cols;
@@ -452,10 +465,10 @@ typedef struct dt_norm_args { /* out = (in - mean) * rstd * gain + bias over eac
     /* 1: RMSNorm, which subtracts no mean and adds no bias; mean and bias are NULL */
     int rms;
     void *work;
-    size_t work_bytes; /* dt_row_work bytes */
+    size_t work_bytes; /* at least dt_row_work(cols, dtype) */
 } dt_norm_args;
 
-/* each of dx, dgain, dbias may be NULL; sums over rows add the rows in ascending order */
+/* Each of dx, dgain and dbias may be NULL. Sums over rows add the rows in ascending order. */
 typedef struct dt_norm_back_args {
     dt_dtype dtype;
     void *dx, *dgain, *dbias;
@@ -463,52 +476,58 @@ typedef struct dt_norm_back_args {
     size_t rows, cols;
     int accumulate_x, accumulate_gain, accumulate_bias, rms;
     int wide_gain, wide_bias;
-    /* dt_row_work bytes; with a larger buffer, a GPU sums several segments in parallel */
+    /* at least dt_row_work(cols, dtype) bytes; with a larger buffer, a GPU sums several segments in
+       parallel */
     void *work;
     size_t work_bytes;
 } dt_norm_back_args;
 
-/* Rotary embedding: rotates pair i of each head of a token by the angle position *
-   theta^(-2i/rotary) */
+/* Rotary embedding: rotates pair i of each head of each token by the angle position *
+   theta^(-2i/rotary), where `position` is the token's position. */
 typedef struct dt_rope_args {
     dt_dtype dtype;
     void *out;
     const void *in;
     const int32_t *positions; /* (tokens) */
-    /* in (tokens,heads,dim): the first `rotary` elements of dim are rotated, the rest is copied */
+    /* `in` has shape (tokens,heads,dim); in each head the first `rotary` of the dim elements are
+       rotated, and the other elements are copied */
     size_t tokens, heads, dim, rotary;
     double theta;
-    int interleaved;         /* 1: pair i is (2i, 2i+1); 0: (i, i + rotary/2) */
-    int inverse, accumulate; /* inverse: rotate by the negative angle (the backward) */
+    /* 1: pair i is elements 2i and 2i + 1; 0: pair i is elements i and i + rotary/2 */
+    int interleaved;
+    int inverse, accumulate; /* inverse 1: rotate by the negative angle, as the backward does */
 } dt_rope_args;
 
-/* out[r,c] (+)= in[r,c] / (1 - p), or 0 if the counter-based RNG drops (key, tokens[r], c) */
+/* out[r,c] (+)= in[r,c] / (1 - p), or 0 if the counter-based RNG drops the element (key, tokens[r],
+   offset + c) */
 typedef struct dt_dropout_args {
     dt_dtype dtype;
     void *out;
     const void *in;
-    const int32_t *tokens; /* (rows); NULL: row r is token r */
+    const int32_t *tokens; /* (rows); NULL means that row r is token r */
     size_t rows, cols;
-    int64_t offset; /* column 0 is column `offset` of the full tensor */
+    int64_t offset; /* column 0 of `in` is this column of the full tensor */
     double p;
     uint64_t key;
     int accumulate;
 } dt_dropout_args;
 
-/* out[r] = table[ids[r] - offset]; zeros if another rank holds the id */
+/* out[r] = table[ids[r] - offset], a row of `cols` elements; zeros if another rank holds the id's
+   row */
 typedef struct dt_embedding_args {
     dt_dtype dtype;
     void *out;
     const void *table;
     const int32_t *ids;
     size_t rows, cols;
-    /* this table holds ids offset .. offset + table_rows - 1 of vocab; an id outside vocab is
-       DT_ERR_ARG */
+    /* `table` holds the ids offset .. offset + table_rows - 1 of the vocabulary 0 .. vocab - 1; an
+       id outside the vocabulary fails with DT_ERR_ARG */
     int64_t offset, table_rows, vocab;
-    int allow_empty; /* 1: an id of -1 gives zeros */
+    int allow_empty; /* 1: an id of -1 gives zeros; 0: it fails */
 } dt_embedding_args;
 
-typedef struct dt_embedding_back_args { /* dtable[ids[r] - offset] += dout[r], r ascending */
+/* dtable[ids[r] - offset] += dout[r], in ascending r; if accumulate is 0, dtable begins at zero. */
+typedef struct dt_embedding_back_args {
     dt_dtype dtype;
     void *dtable;
     const void *dout;
@@ -517,12 +536,14 @@ typedef struct dt_embedding_back_args { /* dtable[ids[r] - offset] += dout[r], r
     int64_t offset, table_rows;
     int accumulate, wide;
     void *work;
-    size_t work_bytes; /* 4 table_rows cols bytes; NULL unless dtable is bf16 or f16 */
-    /* 1: an id that is neither in the table nor -1 is DT_ERR_ARG; offset must be 0 */
+    size_t work_bytes; /* 4 * table_rows * cols; work is NULL unless dtable is bf16 or f16 */
+    /* 1: an id that is neither in the table nor -1 fails with DT_ERR_ARG, and offset must be 0; 0:
+       these ids are skipped */
     int check_ids;
 } dt_embedding_back_args;
 
-/* the k largest of each row, in descending order; ties to the lower column */
+/* The k largest elements of each row in descending order. Of equal elements the one in the lowest
+   column comes first. */
 typedef struct dt_topk_args {
     dt_dtype dtype;
     void *values;
@@ -531,45 +552,47 @@ typedef struct dt_topk_args {
     size_t rows, cols, k;
 } dt_topk_args;
 
-/* out[o,index[o,j,i],i] (+)= in[o,j,i], zero elsewhere: the backward of topk and max */
+/* out[o,index[o,j,i],i] (+)= in[o,j,i]; if accumulate is 0, the other elements of `out` become 0.
+   This is the backward of topk and max. */
 typedef struct dt_scatter_args {
     dt_dtype dtype;
     void *out;
     const void *in;
-    const int32_t *index; /* (outer,k,inner), each < n */
+    const int32_t *index; /* (outer,k,inner), each index in 0 .. n - 1 */
     size_t outer, n, k, inner;
     int accumulate;
 } dt_scatter_args;
 
-/* GEMM: c (+)= act(A B + bias) + residual; A (m,k), B (k,n), for each of `batch` matrices */
+/* GEMM: c (+)= act(A B + bias) + residual, for each of `batch` pairs of matrices A (m,k) and B
+   (k,n). */
 typedef struct dt_matmul_args {
     dt_dtype dtype;
     void *c;
     const void *a, *b;
     int64_t m, n, k, batch;               /* batch 0 means 1 */
-    int trans_a, trans_b;                 /* 1: a is stored (k,m), b is stored (n,k) */
-    int64_t lda, ldb, ldc;                /* elements between rows as stored; 0: dense */
-    int64_t stride_a, stride_b, stride_c; /* elements between batches */
+    int trans_a, trans_b;                 /* 1: `a` is stored as (k,m), `b` as (n,k) */
+    int64_t lda, ldb, ldc;                /* elements from one stored row to the next; 0: dense */
+    int64_t stride_a, stride_b, stride_c; /* elements from one matrix to the next */
     const void *bias;                     /* (n) of T, or NULL */
     const void *residual;                 /* shaped as c but always of T, or NULL */
-    int activation;                       /* DT_ACT_* except AFFINE */
-    /* receives the value before the activation; shaped as c but always of T, or NULL */
+    int activation;                       /* act: a DT_ACT_* except DT_ACT_AFFINE */
+    /* receives A B + bias, the value before the activation; shaped as c but always of T, or NULL */
     void *pre_activation;
-    /* 1: c = (A B) * act'(pre_activation), the backward of an activation, instead */
+    /* 1: computes the backward of the activation instead: c = (A B) * act'(pre_activation) */
     int activation_backward;
     int accumulate, wide;
     void *work;
-    size_t work_bytes; /* dt_matmul_work bytes; NULL: the naive product */
+    size_t work_bytes; /* dt_matmul_work bytes; if work is NULL, the CPU computes without packing */
 } dt_matmul_args;
 
-/* Attention: softmax(scale q k^T) v. q, out (B,TQ,H,D), k, v (B,TK,K,D), lse (B,H,TQ) f32 or f64
-   (grouped-query attention: H is a multiple of K). A causal query attends to the keys whose
-   position is not after the query's. By default key j has position j and query i has position i +
-   tk - tq. With document numbers (B,TQ) and (B,TK), a query attends to keys of the same document
-   only. A query without keys gets out 0 and lse -infinity. */
-typedef struct dt_attention_mask { /* attention mask: which keys a query attends to */
+/* Attention: out = softmax(scale q k^T) v. The shapes are q and out (B,TQ,H,D), k and v (B,TK,K,D),
+   and lse (B,H,TQ) in f32 or f64. H is a multiple of K (grouped-query attention). A causal query
+   attends to the keys whose position is not after the query's. By default key j has position j and
+   query i has position i + TK - TQ. With document numbers (B,TQ) and (B,TK), a query attends only
+   to keys of its own document. A query without keys gets out 0 and lse -infinity. */
+typedef struct dt_attention_mask { /* attention mask: says which keys a query attends to */
     int causal;
-    /* each may be NULL */
+    /* positions and document numbers of queries (B,TQ) and keys (B,TK); each may be NULL */
     const int32_t *q_position, *k_position, *q_document, *k_document;
 } dt_attention_mask;
 
@@ -580,17 +603,17 @@ typedef struct dt_attention_args {
     int64_t batch, tq, tk, heads, kv_heads, dim;
     double scale;
     dt_attention_mask mask;
-    /* Log-sum-exp merge. 1: out and lse hold the result over other keys, and receive the result
-       over all keys */
+    /* Log-sum-exp merge. If merge_lse is 1, `out` and lse hold the result over other keys, and the
+       kernel replaces it by the result over those keys and these. */
     int merge_lse;
     int wide;
     void *work;
     size_t work_bytes; /* dt_attention_work bytes */
 } dt_attention_args;
 
-/* Recomputes the scores from lse. k and v may be one block of the keys: if out and lse come from
-   all keys, the gradients of the blocks add up to the gradient over all keys. Each of dq, dk, dv
-   may be NULL. */
+/* Backward of attention. Recomputes the scores from lse. k and v may be one block of the keys: if
+   `out` and lse come from all keys, the gradients of the blocks add up to the gradient over all
+   keys. Each of dq, dk and dv may be NULL. */
 typedef struct dt_attention_back_args {
     dt_dtype dtype;
     void *dq, *dk, *dv;
@@ -599,38 +622,40 @@ typedef struct dt_attention_back_args {
     double scale;
     dt_attention_mask mask;
     int accumulate_q, accumulate_k, accumulate_v;
-    int wide; /* applies to dq, dk, dv and out, not to dout */
+    int wide; /* applies to dq, dk, dv and out, but not to dout */
     void *work;
     size_t work_bytes;
 } dt_attention_back_args;
 
-/* *loss = (sum over rows with label >= 0 of lse - x[label]) / denominator, where lse = log(sum of
-   e^x). Columns from `vocab` on are padding: padding columns enter no sum and get no gradient. With
-   label smoothing s the target is 1 - s at the label plus s / vocab everywhere
-   (arXiv:1512.00567). */
+/* *loss = (sum over the rows with label >= 0 of lse - x[label]) / denominator, where x is the row
+   of logits and lse = log(sum of e^x). Columns from `vocab` on are padding: they enter no sum and
+   get no gradient. With label smoothing s the target probability is s / vocab in every column, plus
+   1 - s at the label (arXiv:1512.00567). */
 typedef struct dt_cross_entropy_args {
     dt_dtype dtype;
-    /* row_loss (rows) double, lse (rows) f32 or f64 */
+    /* row_loss is (rows) in double; lse is (rows) in f32 or f64 */
     double *loss, *row_loss;
     void *lse;
     const void *logits;
     const int32_t *labels;
     size_t rows, cols, vocab;
     double denominator, smoothing;
-    /* NULL, or receives the sum of lse^2 / denominator (arXiv:2204.02311) */
+    /* if not NULL, receives sum of lse^2 / denominator (arXiv:2204.02311) */
     double *z_loss;
-    int accumulate; /* 1: add to loss and z_loss, because the rows come in chunks */
+    /* 1: adds to loss and z_loss, for a caller that passes the rows in several chunks */
+    int accumulate;
     void *work;
     size_t work_bytes; /* dt_row_work bytes */
-    /* Vocabulary-parallel cross-entropy: if not NULL, column 0 is column `offset` of full_vocab.
-       The first `vocab` columns (vocab may be 0) are real, the rest is padding. The kernel writes
-       partial (rows,2) only: for each row the lse of these columns, and the part of the target in
-       these columns; 0 and 0 for a label < 0. */
+    /* Vocabulary-parallel cross-entropy. If partial is not NULL, column 0 is column `offset` of
+       full_vocab columns; the first `vocab` columns (vocab may be 0) are real, the rest is padding.
+       The kernel then writes only partial (rows,2): for each row the lse of these columns, and the
+       sum over these columns of target probability times logit; 0 and 0 for a label < 0. */
     double *partial;
     int64_t offset, full_vocab;
 } dt_cross_entropy_args;
 
-/* the loss from n ranks' results: partials (n,rows,2), combined in rank order */
+/* Computes the loss from the `partial` arrays of n ranks: partials (n,rows,2), combined in rank
+   order. */
 typedef struct dt_cross_entropy_merge_args {
     dt_dtype dtype;
     double *loss;
@@ -638,26 +663,27 @@ typedef struct dt_cross_entropy_merge_args {
     const double *partials;
     const int32_t *labels;
     size_t n, rows;
-    double denominator, *z_loss; /* lse, loss and z_loss as in cross_entropy */
+    double denominator, *z_loss; /* lse, loss and z_loss: as in dt_cross_entropy_args */
 } dt_cross_entropy_merge_args;
 
-/* dlogits (+)= factor (softmax (1 + 2 z lse) - target); 0 for label < 0 */
+/* dlogits (+)= factor * (softmax * (1 + 2 z lse) - target), where factor = *upstream * scale; 0 in
+   rows with label < 0. dlogits may be the same array as logits. */
 typedef struct dt_cross_entropy_back_args {
     dt_dtype dtype;
     void *dlogits;
     const void *logits, *lse;
     const int32_t *labels;
     size_t rows, cols, vocab;
-    /* factor = *upstream times scale */
     const double *upstream;
     double scale, smoothing, z;
     int accumulate;
     void *work;
-    size_t work_bytes;          /* dt_row_work bytes; dlogits may be logits */
-    int64_t offset, full_vocab; /* full_vocab > 0: a slice of the columns, as in cross_entropy */
+    size_t work_bytes;          /* dt_row_work bytes */
+    int64_t offset, full_vocab; /* if full_vocab > 0: as in dt_cross_entropy_args */
 } dt_cross_entropy_back_args;
 
-/* *loss = sum of (a - b)^2 / denominator, summed in pieces of 1,024 elements, in ascending order */
+/* *loss = sum of (a - b)^2 / denominator. The sums of pieces of 1,024 elements are added in
+   ascending order. */
 typedef struct dt_mse_args {
     dt_dtype dtype;
     double *loss;
@@ -676,11 +702,10 @@ typedef struct dt_mse_back_args { /* da[i] (+)= *upstream * scale * (a - b) */
     int accumulate;
 } dt_mse_back_args;
 
-/* Elements of one piece of a gradient norm: kernels compute, and ranks exchange, one sum of squares
-   per piece */
+/* Number of elements in one piece of a gradient norm: kernels compute one sum of squares per piece,
+   and ranks exchange these sums. */
 #define DT_PIECE 1024
-/* Gradient norm: out[i] = sum of in[j]^2 over piece i of DT_PIECE elements, j ascending, in
-   double */
+/* Gradient norm: out[i] = sum of in[j]^2, in double, over the DT_PIECE elements j of piece i. */
 typedef struct dt_square_sums_args {
     dt_dtype dtype;
     double *out;
@@ -698,22 +723,24 @@ typedef struct dt_adamw_args {
     void *m, *v;
     size_t count;
     double lr, beta1, beta2, eps, weight_decay, grad_scale; /* the gradient is grad * grad_scale */
-    /* number of this step, from 1, for the bias correction 1 - beta^step; INT64_MAX: no
-       correction */
+    /* number of this step, counted from 1, for the bias correction 1 - beta^step; INT64_MAX means
+       no correction */
     int64_t step;
-    /* 0: weight decay decoupled from the moments (AdamW); 1: decay is added to the gradient
-       (Adam) */
+    /* 0: weight decay is decoupled from the moments (AdamW); 1: weight decay is added to the
+       gradient (Adam) */
     int coupled;
-    /* Mixed precision: if not NULL, receives param rounded to bf16 or f16, and param is the master
-       weight */
+    /* Mixed precision: if model_param is not NULL, it receives `param` rounded to model_dtype, bf16
+       or f16, and `param` is the master weight */
     dt_dtype model_dtype;
     void *model_param;
-    /* A list of further arrays to update in the same call, NULL at the end: a GPU updates many
-       small arrays in one launch. All arrays have the same types and do not overlap. */
+    /* Linked list of further arrays to update in the same call; the last has next = NULL. A GPU
+       updates many small arrays in one launch. All arrays have the same types and do not
+       overlap. */
     const struct dt_adamw_args *next;
 } dt_adamw_args;
 
-/* b = momentum b + g; p -= lr b. g includes weight_decay p. The first step sets b = g. */
+/* SGD with momentum: b = momentum * b + g, then p -= lr * b, where p is param, b is momentum_buffer
+   and g = grad * grad_scale + weight_decay * p. The first step sets b = g. */
 typedef struct dt_sgd_args {
     dt_dtype dtype;
     void *param;
@@ -726,13 +753,13 @@ typedef struct dt_sgd_args {
     void *model_param; /* as in adamw */
 } dt_sgd_args;
 
-/* 1-bit Adam, arXiv:2102.02888. Once v is frozen, a step runs three kernels: update the rank's
-   momentum, pack the momentum as signs for the exchange, update the parameters. A message is
-   `count` signs and then the scale of the signs, a double. Bit i % 8 of byte i / 8 is 1 if element
-   i is not negative. An element with v = 0 never had a gradient, or is padding. Such an element
-   enters no sum, and its sign, error and mean are 0. */
-typedef struct dt_momentum_args { /* m = beta1 m + (1 - beta1) grad grad_scale */
-    /* T is f32 or f64, as in the kernels below */
+/* 1-bit Adam, arXiv:2102.02888. Once v is frozen, a step updates the rank's momentum, packs the
+   momentum as signs for the exchange (sign_pack, sign_unpack), and updates the parameters. A
+   message is `count` signs and then the scale of the signs, a double. Bit i % 8 of byte i / 8 is 1
+   if element i is not negative. An element with v = 0 never had a gradient, or is padding: the
+   element enters no sum, and its error and mean are 0. */
+typedef struct dt_momentum_args { /* m = beta1 * m + (1 - beta1) * grad * grad_scale */
+    /* DT_F32 or DT_F64, as in the three kernels below */
     dt_dtype dtype;
     void *m;
     const void *grad;
@@ -740,7 +767,7 @@ typedef struct dt_momentum_args { /* m = beta1 m + (1 - beta1) grad grad_scale *
     double beta1, grad_scale;
 } dt_momentum_args;
 
-/* p -= lr (m / (sqrt(v) + eps) + weight_decay p); m and v do not change */
+/* p -= lr * (m / (sqrt(v) + eps) + weight_decay * p), where p is param; m and v do not change */
 typedef struct dt_frozen_adam_args {
     dt_dtype dtype;
     void *param;
@@ -751,23 +778,23 @@ typedef struct dt_frozen_adam_args {
     void *model_param; /* as in adamw */
 } dt_frozen_adam_args;
 
-/* out: `parts` messages, each of count / parts signs of x + error; count / parts is a multiple
-   of 8 */
+/* Writes `parts` messages to `out`, each with count / parts signs of x + error. count / parts is a
+   multiple of 8. All messages have one scale, |x + error| / sqrt(number of elements), where |.| is
+   the Euclidean norm. */
 typedef struct dt_sign_pack_args {
     dt_dtype dtype;
     void *out;
     const void *x;
-    void *error;
+    void *error; /* receives the quantization error of the messages */
     const void *v;
     size_t count, parts;
-    /* two doubles for each DT_PIECE of count, plus one double; the CPU needs no scratch */
+    /* two doubles for each DT_PIECE elements of count, plus one double; the CPU needs no scratch
+       memory */
     void *work;
     size_t work_bytes;
-    /* One scale for all messages: |x + error| / sqrt(number of elements). error receives the
-       quantization error of the messages. */
 } dt_sign_pack_args;
 
-/* out[i] = mean of element i of n messages of `count` signs, added in order */
+/* out[i] = mean of element i over n messages of `count` signs, which are added in order */
 typedef struct dt_sign_unpack_args {
     dt_dtype dtype;
     void *out;
@@ -775,71 +802,77 @@ typedef struct dt_sign_unpack_args {
     size_t count, n;
 } dt_sign_unpack_args;
 
-/* A device: where tensor memory comes from, and its kernels. Copy a table and change an entry to
-   replace a kernel. A call of a NULL kernel fails with DT_ERR_UNSUPPORTED and the kernel's name. */
+/* The kernel table of a device: how to allocate tensor memory, and the kernels. To replace a
+   kernel, copy a table and change an entry. A call of a kernel whose entry is NULL fails with
+   DT_ERR_UNSUPPORTED and the kernel's name. */
 typedef struct dt_kernels {
     const char *name;                         /* "cpu", "cuda" */
-    void *(*alloc)(void *user, size_t bytes); /* NULL: use the host table */
+    void *(*alloc)(void *user, size_t bytes); /* NULL: the host table allocates */
     void (*free)(void *user, void *p, size_t bytes);
-    /* memcpy between host and device, in any direction */
+    /* copies bytes between host and device memory, in any direction */
     dt_status (*move)(void *dst, const void *src, size_t bytes, void *stream);
-    /* Waits until the stream is empty; NULL if kernels are synchronous. Returns DT_ERR_ARG if since
-       the last sync a kernel skipped an index outside its table: an asynchronous kernel returns
-       before the device has checked the indices. */
+    /* Waits until the stream is empty. Returns DT_ERR_ARG if since the last sync a kernel has
+       skipped an index outside its table, because a kernel on a device returns before the device
+       has checked the indices. NULL if kernels are synchronous. */
     dt_status (*sync)(void *stream);
     void *user;
-    /* Opens a stream, which kernels get as `stream`. local_rank is the rank's number on its
-       machine. On failure returns NULL with the reason in text. The entry is NULL for the CPU,
-       whose kernels are synchronous. */
+    /* Opens a stream, which kernels receive as `stream`. local_rank is the rank's number on its
+       machine. Returns NULL on failure, with the reason in `text`. The CPU's entry is NULL, because
+       its kernels are synchronous. */
     void *(*open)(int local_rank, char *text, size_t text_bytes);
     void (*close)(void *stream);
     /* Allocates pinned host memory: `move` copies pinned memory at full speed and may return before
-       the copy is complete. NULL: the host table's memory is used. */
+       the copy is complete. If the entry is NULL, the host table allocates the memory. */
     void *(*pin)(size_t bytes);
     void (*unpin)(void *p, size_t bytes);
-    /* 1 if kernels can read and write p; NULL: kernels can access all memory */
+    /* Returns 1 if kernels can read and write p. If the entry is NULL, kernels can access all
+       memory. */
     int (*can_access)(const void *p);
     /* Lets kernels of this stream access the memory of devices 0 .. max_devices - 1, because ranks
-       that are threads read and write each other's memory. Returns DT_ERR_DEVICE with the reason in
-       text. NULL: access is always possible. */
+       that are threads read and write each other's memory. On failure returns DT_ERR_DEVICE with
+       the reason in `text`. If the entry is NULL, access is always possible. */
     dt_status (*enable_peer_access)(void *stream, int max_devices, char *text, size_t text_bytes);
-    /* Device events. event_record marks the end of all work now in the stream. event_record records
+    /* Device events. event_record marks the end of all work that is in the stream now. It records
        `event` again, or creates an event if `event` is NULL. If the device refuses, event_record
        returns NULL; the caller then still owns `event`, which stays valid. event_query returns 1 if
-       the device has passed the event, 0 if not yet, -1 if the event failed. event_wait makes later
-       work of this stream wait for an event of another stream. */
+       the device has passed the event, 0 if it has not yet, and -1 if the event failed. event_wait
+       makes later work of this stream wait for an event of another stream. */
     void *(*event_record)(void *stream, void *event);
     int (*event_query)(void *event);
     dt_status (*event_wait)(void *stream, void *event);
     void (*event_destroy)(void *event);
-    size_t work_bytes; /* smallest useful scratch for products, attention and sums */
-    /* dt_linear_cross_entropy saves at most max_saved_logits logits for the backward; 0: saves no
-       logits */
+    size_t work_bytes; /* smallest useful scratch size for products, attention and sums */
+    /* dt_linear_cross_entropy saves its logits for the backward if there are at most
+       max_saved_logits of them; 0: it saves none */
     size_t max_saved_logits;
 #define DT_KERNEL_ENTRY(k) dt_status (*k)(const dt_##k##_args *args, void *stream);
     DT_KERNELS(DT_KERNEL_ENTRY)
 #undef DT_KERNEL_ENTRY
 } dt_kernels;
 
-/* [local] The CPU's table. Constant, shared by all contexts. */
+/* [local] Returns the kernel table of the CPU, which is constant and shared by all contexts. */
 DT_API const dt_kernels *dt_kernels_cpu(void);
-/* [local] Scratch bytes of the CPU kernels matmul, softmax/norm/cross-entropy (row) and attention.
-   Return 0 for a negative size, SIZE_MAX on overflow. */
+/* [local] Return how many bytes of scratch memory CPU kernels need: matmul (dt_matmul_work),
+   softmax, norm and cross-entropy (dt_row_work), and attention (dt_attention_work). They return 0
+   for a negative size and SIZE_MAX on overflow. */
 DT_API size_t dt_matmul_work(int64_t n, int64_t k, dt_dtype dtype);
 DT_API size_t dt_row_work(int64_t cols, dt_dtype dtype);
 DT_API size_t dt_attention_work(int64_t tk, int64_t dim, dt_dtype dtype);
 #ifdef DT_USE_CUDA
-/* [local] The table in dt_kernels.cu. Never NULL; dt_cuda_ready says whether a GPU can be used. */
+/* [local] Returns the kernel table of dt_kernels.cu, never NULL. dt_cuda_ready says whether a GPU
+   can be used. */
 extern const dt_kernels *dt_kernels_cuda(void);
-/* [local] DT_OK, or DT_ERR_DEVICE with the reason in text ("no NVIDIA driver found"). With DT_OK,
-   text is "" or advises the -arch that the device needs but dt_kernels.cu was not compiled for. */
+/* [local] Returns DT_OK if a GPU can be used, else DT_ERR_DEVICE with the reason in `text` ("no
+   NVIDIA driver found"). With DT_OK, `text` is "", or advises a value of nvcc's -arch if
+   dt_kernels.cu was not compiled for the device. */
 extern dt_status dt_cuda_ready(char *text, size_t text_bytes);
-/* [local] Opens a stream on a device of your choice, or wraps your own stream, for
-   dt_ctx_desc.stream. The device becomes the calling thread's current device. On failure returns
-   NULL with the reason in text. If dt_ctx_desc.stream is NULL, the context opens a stream on device
-   local_rank % devices and closes that stream itself. dt_cuda_close waits for the stream's work; a
-   wrapped stream stays open. Calls on a context, and dt_cuda_close, must come from a thread whose
-   current device is the stream's: another thread calls cudaSetDevice first. */
+/* [local] dt_cuda_open opens a stream on a device of your choice, or wraps your own stream, for use
+   as dt_ctx_desc.stream. The device becomes the calling thread's current device. Returns NULL on
+   failure, with the reason in `text`. If dt_ctx_desc.stream is NULL, the context itself opens a
+   stream, on device local_rank modulo the number of devices, and closes it. dt_cuda_close waits for
+   the stream's work; a wrapped stream stays open. Calls on a context, and dt_cuda_close, must come
+   from a thread whose current device is the stream's device: another thread calls cudaSetDevice
+   first. */
 typedef struct dt_cuda_desc {
     int device;
     void *stream;      /* a cudaStream_t of that device; NULL: dt_cuda_open creates a stream */
@@ -847,26 +880,27 @@ typedef struct dt_cuda_desc {
 } dt_cuda_desc;
 extern void *dt_cuda_open(dt_cuda_desc desc, char *text, size_t text_bytes);
 extern void dt_cuda_close(void *queue);
-/* [local] dt_cuda_stream returns the cudaStream_t in which the context's kernels run, and in which
-   yours may run; dt_cuda_device returns its device. Pass queue = dt_ctx_stream(ctx). If queue is
-   NULL, the functions return the default stream and the thread's current device. */
+/* [local] dt_cuda_stream returns the cudaStream_t in which the context's kernels run, and your own
+   kernels may run in it too. dt_cuda_device returns the stream's device. Pass queue =
+   dt_ctx_stream(ctx). If `queue` is NULL, the functions return the default stream and the thread's
+   current device. */
 extern void *dt_cuda_stream(void *queue);
 extern int dt_cuda_device(void *queue);
 #endif
 
 // ==== 3. Host and io tables =====================================================================
 
-/* The library reaches the outside world only through two tables: dt_host (memory, clock, sleep,
+/* The library uses the operating system only through two tables: dt_host (memory, clock, sleep,
    log) and dt_io (files). Tests wrap these tables to inject faults, run a virtual clock or limit
    memory. */
 
-/* Memory classes: the uses of a byte. dt_memory counts each class separately. */
+/* Memory classes: what memory is used for. dt_memory counts the bytes of each class separately. */
 typedef enum dt_mem {
     DT_MEM_PARAMS = 0, /* parameter values in buckets */
     DT_MEM_GRADS,      /* gradients accumulated until the update */
     DT_MEM_OPTIM,      /* optimizer state */
     DT_MEM_ACTS,       /* arenas of blocks: activations and their gradients */
-    DT_MEM_COMM,       /* communication buffers; gathered buckets and micro-batch gradients */
+    DT_MEM_COMM,       /* communication buffers, gathered buckets, micro-batch gradients */
     DT_MEM_HOST,       /* bookkeeping: contexts, names, tape nodes */
     DT_MEM_TEMP,       /* scratch memory of kernels */
     DT_MEM_CLASSES
@@ -878,18 +912,18 @@ enum { DT_LOG_ERROR = 0, DT_LOG_NOTICE, DT_LOG_DETAIL };
 /* The library allocates, waits, reads the clock and prints only through this table. */
 typedef struct dt_host {
     void *user;
-    /* returns 64-byte aligned memory, or NULL if the host refuses */
+    /* returns memory aligned to 64 bytes, or NULL if the host refuses */
     void *(*alloc)(void *user, size_t bytes, dt_mem mem);
     void (*free)(void *user, void *p, size_t bytes, dt_mem mem);
-    double (*now)(void *user);                 /* seconds, monotonic */
-    void (*sleep)(void *user, double seconds); /* 0: yield to another thread */
+    double (*now)(void *user);                 /* monotonic clock, in seconds */
+    void (*sleep)(void *user, double seconds); /* 0 s: yields to another thread */
     void (*log)(void *user, int level, int rank, const char *text);
-    /* Returns zeroed memory that is shared with forks of this process, and whose pages are
-       allocated when first touched. NULL: the host refused. If map, unmap and discard are all NULL,
-       ranks cannot be forked. */
+    /* Returns zeroed memory that is shared with forks of this process and whose pages are allocated
+       when first touched; NULL if the host refuses. If the entries map, unmap and discard are all
+       NULL, ranks cannot be forked. */
     void *(*map)(void *user, size_t bytes);
     void (*unmap)(void *user, void *p, size_t bytes);
-    /* frees full pages of mapped memory, which then read as zero */
+    /* frees the whole pages within [p, p + bytes) of mapped memory, which then read as zero */
     void (*discard)(void *user, void *p, size_t bytes);
 } dt_host;
 
@@ -897,17 +931,17 @@ typedef struct dt_host {
    Every mode refuses a FIFO, a device or a socket, without blocking. */
 typedef enum dt_io_mode {
     DT_IO_READ = 0, /* an existing file, or a folder to fsync */
-    DT_IO_WRITE,    /* an existing file; opened for reading and writing, as in all modes below */
+    DT_IO_WRITE,    /* an existing file, for reading and writing, as in all modes below */
     DT_IO_CREATE,   /* a new file; errno EEXIST if it exists */
     DT_IO_PRIVATE,  /* a new file that other users cannot read */
     DT_IO_LOCK      /* an existing file without other hard links, or a new one */
 } dt_io_mode;
 
-/* Files. On failure every call returns -1 and sets errno, to ENOENT or ENOTDIR if the file does not
-   exist. */
+/* Files. On failure every call returns -1 and sets errno; errno is ENOENT or ENOTDIR if the file
+   does not exist. */
 typedef struct dt_io {
     void *user;
-    /* returns a descriptor; mode: a dt_io_mode */
+    /* returns a file descriptor; `mode` is a dt_io_mode */
     int (*open)(void *user, const char *path, int mode);
     int (*close)(void *user, int fd);
     int64_t (*size)(void *user, int fd);
@@ -919,8 +953,9 @@ typedef struct dt_io {
     int (*remove)(void *user, const char *path); /* removes a file, or the symbolic link itself */
     /* writes this byte range to disk and evicts it from the page cache; may be NULL */
     int (*sync_and_evict)(void *user, int fd, int64_t bytes, int64_t offset);
-    /* Needed by checkpoints only; a table without the entries below cannot write checkpoints. */
-    int (*make_folder)(void *user, const char *path); /* a new folder */
+    /* The entries below are needed only by checkpoints; a table without them cannot write
+       checkpoints. */
+    int (*make_folder)(void *user, const char *path); /* creates a folder */
     /* Calls each() for every entry of a folder except . and ..; each() may remove that entry. */
     int (*list_folder)(
         void *user, const char *path, void (*each)(void *arg, const char *name), void *arg);
@@ -932,13 +967,14 @@ typedef struct dt_io {
     int (*remove_folder)(void *user, const char *path, const char *const *names, int n);
 } dt_io;
 
-/* [local] The tables that use libc; constant. */
+/* [local] Return the tables that use libc; both are constant. */
 DT_API const dt_host *dt_host_default(void);
 DT_API const dt_io *dt_io_default(void);
 
 // ==== 4. Context, errors, memory account ========================================================
 
-/* A context is one rank. It holds all state: a rank may be a thread, so the library has no globals.
+/* A context is one rank. All state is in the context, because a rank may be a thread: the library
+   has no global variables.
 
        dt_ctx --+-- kernel, host and io tables
                 +-- first error (sticky) and its text
@@ -947,101 +983,105 @@ DT_API const dt_io *dt_io_default(void);
                 +-- tapes: trees of blocks with their arenas
                 +-- listeners: how dt_comm.h and dt_zero.h attach */
 
-typedef struct dt_ctx dt_ctx; /* one rank: its memory, tape, parameters, first error */
+typedef struct dt_ctx dt_ctx; /* one rank: its memory, tapes, parameters, first error */
 typedef struct dt_tensor dt_tensor;
-/* This rank's handle of a process group, see dt_comm.h. The struct begins with a dt_group. */
+/* This rank's handle of a process group (dt_comm.h). The struct begins with a dt_group. */
 typedef struct dt_comm dt_comm;
 
-/* The part of a dt_comm that this header uses: this rank's number in the group, and the group's
-   size. */
+/* The part of a dt_comm that this header uses: this rank's number in the group, and the size of the
+   group. */
 typedef struct dt_group {
     int rank, size;
 } dt_group;
 
 typedef struct dt_ctx_desc {
-    uint64_t seed; /* 0 -> 1; initial values are f(seed, name, global index) */
-    int rank;      /* for messages */
-    /* NULL: dt_kernels_cpu(); with DT_USE_CUDA dt_kernels_cuda(), if dt_cuda_ready returns DT_OK */
+    uint64_t seed; /* of the initial values, see section 5; 0 means 1 */
+    int rank;      /* number of this rank, for messages */
+    /* NULL means dt_kernels_cpu(), or, with DT_USE_CUDA and if dt_cuda_ready returns DT_OK,
+       dt_kernels_cuda() */
     const dt_kernels *kernels;
-    const dt_host *host; /* NULL -> dt_host_default() */
-    const dt_io *io;     /* NULL -> dt_io_default() */
-    void *stream;        /* passed to every kernel; NULL: the kernel table opens a stream */
-    /* This rank's number among the ranks of its machine (torchrun's LOCAL_RANK): a device table
-       uses device local_rank modulo the number of devices. Calls on a context with a device must
-       come from a thread whose current device is the context's. dt_ctx_make sets the current device
-       of its caller's thread, and dt_run sets the current device of each rank's thread. */
+    const dt_host *host; /* NULL means dt_host_default() */
+    const dt_io *io;     /* NULL means dt_io_default() */
+    void *stream;        /* passed to every kernel; NULL: the kernel table opens one */
+    /* This rank's number among the ranks of its machine (torchrun's LOCAL_RANK). The rank uses
+       device local_rank modulo the number of devices. Calls on a context with a device must come
+       from a thread whose current device is the context's device. dt_ctx_make sets the current
+       device of the calling thread, and dt_run sets the current device of each rank's thread. */
     int local_rank;
-    size_t mem_limit; /* limit on live bytes, over all classes; 0: none */
+    size_t mem_limit; /* most bytes that may be live in all classes together; 0: no limit */
 } dt_ctx_desc;
 
-/* [local] Makes a context; returns NULL if the host table refuses the memory. dt_run makes a
-   context for each rank; without dt_run, call dt_ctx_make yourself. */
+/* [local] Makes a context. Returns NULL if the host table refuses the memory. dt_run makes a
+   context for each rank; a program without dt_run calls dt_ctx_make itself. */
 DT_API dt_ctx *dt_ctx_make(dt_ctx_desc desc);
 /* [local] Frees everything the context owns. NULL is allowed. */
 DT_API void dt_ctx_free(dt_ctx *ctx);
 
-/* [local] The tables, stream, rank and seed of the context; NULL or 0 if ctx is NULL. */
+/* [local] Return the tables, stream, rank and seed of the context; NULL or 0 if ctx is NULL. */
 DT_API const dt_kernels *dt_ctx_kernels(const dt_ctx *ctx);
 DT_API const dt_host *dt_ctx_host(const dt_ctx *ctx);
 DT_API const dt_io *dt_ctx_io(const dt_ctx *ctx);
 DT_API void *dt_ctx_stream(const dt_ctx *ctx);
 DT_API int dt_ctx_rank(const dt_ctx *ctx);
 DT_API uint64_t dt_ctx_seed(const dt_ctx *ctx);
-/* [local] A pointer for the layer above: dt_comm.h stores this rank's world here. This header does
-   not use the pointer. */
+/* [local] dt_ctx_attach stores a pointer in the context and dt_ctx_attached returns the pointer.
+   dt_comm.h stores this rank's world there; this header does not use the pointer. */
 DT_API void *dt_ctx_attached(const dt_ctx *ctx);
 DT_API void dt_ctx_attach(dt_ctx *ctx, void *upper);
 
-/* [local] Records the first failure with its reason, logs the failure and tells the listeners, so
-   that peers learn of it. Later calls change nothing. Returns status. Call dt_fail from your own
-   ops too. */
+/* [local] Fails the context: records the first failure with its reason, logs the failure and tells
+   the listeners, so that the other ranks learn of it. Later failures are not recorded. Returns
+   status. Call dt_fail from your own ops too. */
 DT_API dt_status dt_fail(dt_ctx *ctx, dt_status status, const char *fmt, ...) DT_PRINTF(3, 4);
-/* [local] The first failure, DT_OK if there was none. Sticky. DT_ERR_MEM if ctx is NULL. */
+/* [local] Returns the status of the first failure, for the rest of the context's life; DT_OK if
+   there was no failure; DT_ERR_MEM if ctx is NULL. */
 DT_API dt_status dt_error(const dt_ctx *ctx);
-/* [local] "rank 3: dt_linear(w1): x (8,128) and w (64,256): 128 != 256"; "" if there was no
-   failure. */
+/* [local] Returns the text of the first failure, for example "rank 3: dt_linear(w1): x (8,128) and
+   w (64,256): 128 != 256"; "" if there was no failure. */
 DT_API const char *dt_error_text(const dt_ctx *ctx);
 /* [local] Sends one line to the log hook. Control characters and bytes that are not UTF-8 become
    \xNN, as in dt_error_text. */
 DT_API void dt_log(dt_ctx *ctx, int level, const char *fmt, ...) DT_PRINTF(3, 4);
-/* [local] The length in bytes of the printable UTF-8 character at s (which ends with NUL); 0 for a
-   control character (C0, DEL, C1) or an invalid byte. dt's messages show an unprintable byte as
-   \xNN. */
+/* [local] Returns the length in bytes of the printable UTF-8 character at s (s ends with NUL); 0
+   for a control character (C0, DEL, C1) or an invalid byte, which dt's messages show as \xNN. */
 DT_API size_t dt_printable(const char *s);
 
 typedef struct dt_memory {
-    size_t live[DT_MEM_CLASSES], peak[DT_MEM_CLASSES]; /* bytes */
-    /* peak_total: peak of the sum, not the sum of the peaks */
+    size_t live[DT_MEM_CLASSES], peak[DT_MEM_CLASSES]; /* bytes of each class */
+    /* bytes of all classes; peak_total is the peak of the sum, not the sum of the peaks */
     size_t live_total, peak_total;
     size_t allocations; /* calls of the allocator so far */
 } dt_memory;
 
-/* [local] Bytes by class. Only dt_alloc, dt_free, dt_pin and dt_unpin change these counters. */
+/* [local] Returns the bytes of each class. Only dt_alloc, dt_free, dt_pin and dt_unpin change these
+   counters. */
 DT_API dt_memory dt_memory_used(const dt_ctx *ctx);
-/* [local] Sets each peak to the live bytes. */
+/* [local] Sets each peak to the bytes that are live now. */
 DT_API void dt_memory_reset_peak(dt_ctx *ctx);
 
-/* [local] Allocates bytes of class mem: tensor classes from the device table, DT_MEM_HOST from the
-   host table. bytes 0 returns NULL without an error. If a table refuses, or mem_limit would be
-   exceeded, the context fails with DT_ERR_MEM, whose text has `what` and the bytes, and the log
-   hook gets a notice with the live bytes and the peak of each class. */
+/* [local] Allocates memory of class `mem`: from the host table for DT_MEM_HOST, from the kernel
+   table for all other classes. Returns NULL without an error if bytes is 0. If the table refuses,
+   or the allocation would exceed mem_limit, fails the context with DT_ERR_MEM; the error text has
+   `what` and the bytes, and the log hook gets a notice with the live bytes and the peak of each
+   class. */
 DT_API void *dt_alloc(dt_ctx *ctx, dt_mem mem, size_t bytes, const char *what);
-/* [local] Frees p from dt_alloc with the same mem and bytes; NULL is allowed. */
+/* [local] Frees memory from dt_alloc. Pass the `mem` and `bytes` of the allocation. p may be
+   NULL. */
 DT_API void dt_free(dt_ctx *ctx, dt_mem mem, void *p, size_t bytes);
-/* [local] Allocates pinned host memory of class DT_MEM_HOST: a device copies to and from this
-   memory without the CPU. Wait for the copies in flight before dt_unpin, because dt_unpin does not
-   wait. */
+/* [local] dt_pin allocates pinned host memory of class DT_MEM_HOST: a device copies to and from
+   this memory without the CPU. Before dt_unpin, wait for the copies in flight, because dt_unpin
+   does not wait. */
 DT_API void *dt_pin(dt_ctx *ctx, size_t bytes, const char *what);
 DT_API void dt_unpin(dt_ctx *ctx, void *p, size_t bytes);
-/* [local] Scratch of at least `bytes`, valid until the next dt_scratch call. The context keeps one
-   buffer, which grows to the largest request. */
+/* [local] Returns scratch memory of at least `bytes`, valid until the next dt_scratch call. The
+   context keeps one buffer, which grows to the largest request. */
 DT_API void *dt_scratch(dt_ctx *ctx, size_t bytes);
 
 // ==== 5. Tensors and parameters =================================================================
 
-/* A parameter is a slice of a full logical tensor. Up to three {group, dim} pairs say how the
-   tensor is sharded (DTensor's Shard). A rank stores its local slice only. With w (4,6), dim 1
-   sharded over a group of 4 ranks:
+/* A parameter is a slice of a full logical tensor. Up to three pairs {group, dim} say how the
+   tensor is sharded (DTensor's Shard). A rank stores only its local slice. For example, if w has
+   shape (4,6) and dimension 1 is sharded over a group of 4 ranks:
 
        column     0 1 | 2 3 | 4 5 | - -       local shape (4,2) on every rank, ceil(6 / 4) columns;
        rank        0     1     2     3        rank 3's slice lies past the end: padding, all zero
@@ -1053,28 +1093,29 @@ typedef struct dt_param_info dt_param_info;
 typedef struct dt_block_state dt_block_state;
 
 struct dt_tensor { /* your code may read and print a tensor; only ops write it */
-    /* device memory, dense, row-major; NULL for a parameter that has no storage or is not
+    /* device memory, dense, row-major; NULL for a parameter that has no storage yet or is not
        gathered */
     void *data;
-    /* The gradient: as data, but f32 for a bf16 or f16 parameter. dt_backward sets the gradient of
-       parameters and dt_require_grad tensors, except of parameters at ZeRO-2 and ZeRO-3, where a
-       rank keeps a gradient shard (dt_zero_grad). The gradient of any other tensor is valid inside
-       its block's backward only. */
+    /* The gradient: memory like `data`, but in f32 for a bf16 or f16 parameter. dt_backward sets
+       the gradient of parameters and dt_require_grad tensors, except of parameters at ZeRO-2 and
+       ZeRO-3, where a rank keeps only a shard of the gradient (dt_zero_grad). The gradient of any
+       other tensor is valid only during its block's backward. */
     void *grad;
-    dt_shape shape; /* local shape: shape of this rank's slice */
+    dt_shape shape; /* local shape, that of this rank's slice */
     dt_dtype dtype;
     const char *name; /* the name of the parameter, or of the op that made the tensor */
     dt_ctx *ctx;
     int needs_grad;
-    dt_tensor *base;          /* a view uses its base's data and gradient */
+    dt_tensor *base;          /* in a view: the tensor whose data and gradient the view uses */
     dt_param_info *param;     /* NULL if not a parameter */
     dt_block_state *block;    /* the block whose arena holds the tensor */
-    struct dt_node *producer; /* the recorded op that made this tensor; may be NULL */
-    /* number of op inputs that use this tensor; dt_no_grad ops do not count */
+    struct dt_node *producer; /* the recorded op that made this tensor, or NULL */
+    /* how many inputs of recorded ops this tensor is; ops under dt_no_grad do not count */
     int readers;
-    /* arena of this tensor's data; NULL unless it is transient (section 16) and has data */
+    /* arena of this tensor's data, if the tensor is transient (section 16) and has data; else
+       NULL */
     struct dt__arena *arena;
-    dt_tensor *next_transient; /* list of the block's transient tensors */
+    dt_tensor *next_transient; /* in the list of the block's transient tensors */
     int transient;
 };
 
@@ -1087,40 +1128,42 @@ typedef struct dt_init {
 #define DT_NORMAL(std) ((dt_init){ 2, (std) })
 #define DT_UNIFORM(a) ((dt_init){ 3, (a) }) /* in [-a, a) */
 
-/* Shard over a group: rank r of the n ranks of comm holds slice r of n along dim. comm NULL: not
-   sharded. */
+/* Shard over a group: rank r of the n ranks of comm holds slice r of n equal slices along dimension
+   dim. comm NULL means not sharded. */
 typedef struct dt_shard_spec {
     dt_comm *comm;
     int dim;
 } dt_shard_spec;
 enum { DT_GRAD_REPLICATED = 0, DT_GRAD_PARTIAL };
-/* DT_GRAD_PARTIAL: the ranks' gradients are partial sums, to be added over comm */
+/* DT_GRAD_PARTIAL: each rank's gradient is a partial sum; the gradients must be added over comm.
+   DT_GRAD_REPLICATED: all ranks have the same gradient. */
 typedef struct dt_grad_placement {
     dt_comm *comm;
     int kind;
 } dt_grad_placement;
 
-/* How a parameter is sharded and trained. For LoRA freeze the base weight (frozen = 1) and add the
+/* How a parameter is sharded and trained. For LoRA, freeze the base weight (frozen = 1) and add the
    product of two small trainable parameters to its layer. */
 typedef struct dt_param_desc {
     dt_shard_spec shards[3]; /* the groups that shard the full tensor, and along which dimensions */
-    /* groups over which the gradient is not placed as by default. The default (dt_zero.h): summed
-       over the data group, sharded over the groups in `shards`, replicated over all other groups */
+    /* Groups over which the gradient is not placed as usual. Usually (dt_zero.h) the gradient is
+       summed over the data group, sharded over the groups in `shards`, and replicated over all
+       other groups. */
     dt_grad_placement grad_placements[2];
-    int frozen; /* no gradient, no update */
-    /* no weight decay; parameters with fewer than 2 dimensions never decay */
+    int frozen; /* 1: no gradient, no update */
+    /* 1: no weight decay; parameters with fewer than 2 dimensions have none in any case */
     int no_decay;
     double lr_scale; /* 0 means 1 */
     dt_dtype dtype;  /* 0 means DT_F32 */
 } dt_param_desc;
 
 /* Local slice: the part of a full logical tensor that a rank holds. If the group's size does not
-   divide a dimension, the last slices reach past its end: the part outside is zero, gets no
-   gradient, is not counted and not saved. */
+   divide a dimension, the last slices reach past the dimension's end. The part of a slice past the
+   end is padding: zero, without a gradient, not counted and not saved. */
 typedef struct dt_local_slice {
-    int64_t lo[DT_MAX_DIMS]; /* first index, in the full tensor */
-    int64_t n[DT_MAX_DIMS];  /* local extent = ceil(full / group size) */
-    /* how many of these n indices are inside the full tensor; the rest is padding */
+    int64_t lo[DT_MAX_DIMS]; /* index in the full tensor where the slice begins */
+    int64_t n[DT_MAX_DIMS];  /* size of the slice = ceil(full size / group size) */
+    /* how many of the n indices lie inside the full tensor; the others are padding */
     int64_t inside[DT_MAX_DIMS];
 } dt_local_slice;
 
@@ -1132,67 +1175,71 @@ struct dt_param_info { /* the data of a parameter besides its tensor; read-only 
     dt_local_slice slice;
     dt_init init;
     dt_param_desc desc;
-    int scope;            /* number of dt_scope and dt_stage calls before it */
+    int scope;            /* number of dt_scope and dt_stage calls before its registration */
     int stage;            /* from dt_stage */
-    dt_bucket *bucket;    /* NULL until storage is made */
-    size_t offset, count; /* elements: offset in the bucket, local size */
-    int grad_started;     /* an op has written this micro-batch's gradient */
+    dt_bucket *bucket;    /* NULL until dt_buckets_make */
+    size_t offset, count; /* offset in the bucket and local size, in elements */
+    int grad_started;     /* 1: an op has written this micro-batch's gradient */
 };
 
-/* [local] Registers a parameter of dtype f32 that is not sharded. The parameter has no memory and
-   no values yet. Fails if the name is taken or dt_buckets_make has already run. */
+/* [local] Registers a parameter of type f32 that is not sharded. The parameter has no memory and no
+   values until dt_buckets_make. Fails if the name is taken or dt_buckets_make has already run. */
 DT_API dt_tensor *dt_param(dt_ctx *ctx, const char *name, dt_shape full, dt_init init);
-/* [local] dt_param with shardings, gradient placements and flags. Every rank passes the same full
-   shape. */
+/* [local] Registers a parameter as dt_param does, with shardings, gradient placements and flags.
+   Every rank passes the same full shape. */
 DT_API dt_tensor *dt_param_at(
     dt_ctx *ctx, const char *name, dt_shape full, dt_init init, dt_param_desc desc);
-/* [local] Names of parameters registered from here on begin with prefix ("h.0."), and a new bucket
-   begins here. NULL ends the prefix. The text is copied. */
+/* [local] Sets the prefix ("h.0.") of the names of all parameters registered after this call, and
+   begins a new bucket. NULL means no prefix. The text is copied. */
 DT_API void dt_scope(dt_ctx *ctx, const char *prefix);
-/* [local] Pipeline parallelism: parameters registered from here on belong to stage `stage` >= 0,
-   and a new bucket begins here. A rank may hold several stages; each stage has a separate tape
-   (section 8). Default 0. After this call dt_zero_make accepts a rank without parameters. */
+/* [local] Pipeline parallelism: all parameters registered after this call belong to stage `stage`
+   >= 0, and a new bucket begins. A rank may hold several stages; each stage has a separate tape
+   (section 8). Without this call the stage is 0. After this call dt_zero_make accepts a rank
+   without parameters. */
 DT_API void dt_stage(dt_ctx *ctx, int stage);
-/* [local] Parameters in registration order. Return NULL if index is out of range or name is not
-   found. */
+/* [local] Return the number of parameters, parameter `index` in registration order, and the
+   parameter with a name. The last two return NULL if there is no parameter with this index or
+   name. */
 DT_API int dt_param_count(const dt_ctx *ctx);
 DT_API dt_tensor *dt_param_get(const dt_ctx *ctx, int index);
 DT_API dt_tensor *dt_param_find(const dt_ctx *ctx, const char *name);
-/* [local] The local slice of `full` that `shards` (NULL: not sharded) give this rank; all 0 if full
-   is invalid. A sharding along a dimension that full lacks is ignored. */
+/* [local] Returns this rank's local slice of a tensor of shape `full` that is sharded as `shards`
+   say (NULL: not sharded); all 0 if `full` is invalid. A sharding along a dimension that `full`
+   does not have is ignored. */
 DT_API dt_local_slice dt_local_slice_of(dt_shape full, const dt_shard_spec shards[3]);
 
-/* [local] Copies host data to a tensor without gradient, valid until dt_reset. host NULL: undefined
-   contents. */
+/* [local] Returns a new tensor with a copy of the data at `host`, without a gradient, valid until
+   dt_reset. If `host` is NULL, the contents are undefined. */
 DT_API dt_tensor *dt_input(dt_ctx *ctx, dt_dtype dtype, dt_shape shape, const void *host);
-/* [local]; for a parameter at ZeRO-3 [collective: its data group]. Copies elements between a tensor
-   and host memory. Waits for the stream. */
+/* [local]; for a parameter at ZeRO-3 [collective: its data group]. dt_read copies all elements of a
+   tensor to host memory, dt_write copies them from host memory. Both wait for the stream. */
 DT_API dt_status dt_read(const dt_tensor *t, void *host);
 DT_API dt_status dt_write(dt_tensor *t, const void *host);
-/* [local] The device address of t's values. Use dt_data in your own op in place of t->data if t may
-   be a parameter: at ZeRO-3 dt_data gathers the values ([collective: the parameter's data group]),
-   which are freed when the block ends. dt_read and dt_write of a parameter gather in the same way.
-   NULL after a failure. */
+/* [local] Returns the device address of t's values; NULL after a failure. In your own op use
+   dt_data instead of t->data if t may be a parameter: at ZeRO-3 dt_data gathers the values
+   ([collective: the parameter's data group]), which are freed when the block ends. dt_read and
+   dt_write gather a parameter in the same way. */
 DT_API void *dt_data(dt_tensor *t);
-/* [local] A scalar's value. NaN if t is NULL or its context has failed. Waits for the stream. */
+/* [local] Returns the value of a scalar; NaN if t is NULL or its context has failed. Waits for the
+   stream. */
 DT_API double dt_item(const dt_tensor *t);
 
 // ==== 6. Buckets and listeners ==================================================================
 
 /* A bucket stores consecutive parameters in one flat array: the gradient bucket of DDP and
-   ZeRO-1/2, the flat parameter of FSDP/ZeRO-3. Padding makes a bucket's size a multiple of group
-   size x 1,024 elements, so N ranks hold N equal shards:
+   ZeRO-1/2, the flat parameter of FSDP/ZeRO-3. Padding makes the number of elements a multiple
+   of 1,024 x the group's size, so N ranks hold N equal shards:
 
        | wq        | wk  | wv  | bias | padding |      params, in registration order
        | shard 0     | shard 1     | shard 2    |      rank r keeps shard r
 
-   Bucketing follows DDP (arXiv:2006.15704), and sharding follows ZeRO (arXiv:1910.02054). The upper
-   layers attach as listeners: they start a bucket's gradient reduction in grad_ready, while the
-   backward of earlier layers still runs (overlap of communication and computation), and gather a
-   sharded bucket's values when an op first reads them. */
+   Buckets follow DDP (arXiv:2006.15704), and shards follow ZeRO (arXiv:1910.02054). The upper
+   layers attach as listeners. Overlap of communication and computation: a listener starts the
+   reduction of a bucket's gradient in grad_ready, while the backward of earlier layers still runs.
+   A listener gathers a sharded bucket's values when an op first reads them. */
 
-/* Gradient bucket. Consecutive parameters of one scope with equal dtype, shardings, gradient
-   placements and trainability, stored together and split at bucket_bytes. Padding is zero.
+/* Gradient bucket. Stores consecutive parameters of one scope that have the same dtype, shardings,
+   gradient placements and `frozen` flag. After bucket_bytes a new bucket begins. Padding is zero.
 
        param 0 | param 1 | param 2 | padding      data: (padded)
        shard 0    | shard 1    | shard 2          one rank keeps [shard_offset, +shard_count) */
@@ -1202,44 +1249,45 @@ struct dt_bucket {
     int frozen;
     int stage;            /* from dt_stage */
     size_t count, padded; /* elements */
-    /* (padded) values. In a sharded bucket data has class comm, and is NULL unless gathered */
+    /* (padded) the values. In a sharded bucket `data` has memory class DT_MEM_COMM, and is NULL
+       unless gathered */
     void *data;
-    /* (shard_count) the values that this rank keeps, class params: its shard of a sharded bucket,
-       otherwise all of data. NULL while the values are offloaded */
+    /* (shard_count) the values that this rank keeps, of class DT_MEM_PARAMS: its shard of a sharded
+       bucket, all of `data` of any other bucket. NULL while the values are offloaded */
     void *shard;
-    size_t shard_offset, shard_count; /* elements of data */
-    /* (padded) gradient accumulation: sum over the finished micro-batches, class grads; allocated
-       when first needed */
+    size_t shard_offset, shard_count; /* in elements of data */
+    /* (padded) gradient accumulation: the sum over the finished micro-batches, of class
+       DT_MEM_GRADS; allocated when first needed */
     void *grad;
-    /* accumulates this micro-batch's gradient; may be the same buffer as grad */
+    /* (padded) the gradient of the current micro-batch; may be the same buffer as grad */
     void *micro_grad;
-    int accumulated; /* grad holds the gradient of at least one micro-batch */
-    /* parameters whose gradient is not complete yet in the current backward */
+    int accumulated; /* 1: grad holds the gradient of at least one micro-batch */
+    /* number of parameters whose gradient is not complete yet in the current backward */
     int pending_params;
 };
 
 typedef struct dt_buckets_desc {
     size_t bucket_bytes; /* 0 means 25 MiB */
-    size_t pad;          /* buckets are padded to a multiple of `pad` elements; 0 means 1 */
-    /* 1: the values are offloaded: a listener's release stores the values, and its gather loads the
-       values again */
+    size_t pad;          /* a bucket is padded to a multiple of `pad` elements; 0 means 1 */
+    /* 1: the values are offloaded: a listener's release() stores them, and its gather() loads them
+       again */
     int offloaded;
-    /* 1: buckets have no grad: grad_ready gets each micro-batch's gradient separately */
+    /* 1: buckets have no `grad`; grad_ready receives each micro-batch's gradient separately */
     int reduce_each_micro;
-    /* NULL, or sets *pad, the padding of the bucket, and says that this rank keeps shard
-       *shard_index of *shards equal shards. On entry *pad is desc.pad, *shard_index is 0 and
-       *shards is 1. */
+    /* NULL, or a function that says how `bucket` is sharded: it sets *shards to the number of equal
+       shards, *shard_index to the shard that this rank keeps, and *pad to the bucket's value of
+       `pad`. At the call *pad is the desc's pad, *shard_index is 0 and *shards is 1. */
     void (*shard)(const dt_bucket *bucket, size_t *pad, int *shards, int *shard_index, void *user);
     void *user;
 } dt_buckets_desc;
 
-/* [local] Allocates storage for every registered parameter and writes the initial values.
-   dt_zero_make calls dt_buckets_make. Without dt_zero_make, the first use of a parameter calls
+/* [local] Allocates storage for all registered parameters and writes the initial values.
+   dt_zero_make calls this function. Without dt_zero_make, the first use of a parameter calls
    dt_buckets_make with a zeroed desc. */
 DT_API dt_status dt_buckets_make(dt_ctx *ctx, dt_buckets_desc desc);
 DT_API int dt_bucket_count(const dt_ctx *ctx);
 DT_API dt_bucket *dt_bucket_get(const dt_ctx *ctx, int index);
-/* [local] The next backward starts the gradient sums from zero. */
+/* [local] Clears the gradients: the next backward starts the gradient sums from zero. */
 DT_API void dt_clear_grads(dt_ctx *ctx);
 
 typedef enum dt_phase {
@@ -1250,80 +1298,85 @@ typedef enum dt_phase {
 } dt_phase;
 typedef struct dt_event {
     dt_phase phase;
-    /* 0: the micro-batch; n > 0: dt_block call n of the micro-batch, counted from 1 */
+    /* 0 if the event is about the whole micro-batch; n > 0 if it is about the micro-batch's
+       dt_block call n, counted from 1 */
     int block;
     int micro, last; /* from dt_micro */
     int stage;       /* from dt_tape */
 } dt_event;
 
-/* Callbacks with which an upper layer attaches to this one. Each entry may be NULL. The caller owns
-   the struct, which must stay valid until dt_unlisten or `closing`. */
+/* Callbacks with which an upper layer attaches to this header. Each entry may be NULL. The caller
+   owns the struct, which must stay valid until dt_unlisten or until `closing` is called. */
 typedef struct dt_listener {
     void (*enter)(dt_ctx *ctx, const dt_event *event, void *user);
     void (*leave)(dt_ctx *ctx, const dt_event *event, void *user);
-    /* The bucket's gradient of this micro-batch is complete: either added to bucket->grad, or in
-       bucket->micro_grad. A listener that takes over the micro_grad buffer sets micro_grad to
-       NULL. */
+    /* Called when a bucket's gradient of this micro-batch is complete: it has been added to
+       bucket->grad, or it is in bucket->micro_grad. A listener that takes over the micro_grad
+       buffer sets micro_grad to NULL. */
     void (*grad_ready)(dt_ctx *ctx, dt_bucket *bucket, int last, void *user);
-    /* returns 1 if another rank has logged the failure */
+    /* called by the first dt_fail; returns 1 if another rank has logged the failure */
     int (*failed)(dt_ctx *ctx, dt_status status, const char *text, void *user);
-    /* dt_ctx_free begins: free the memory that you allocated from the context */
+    /* called at the start of dt_ctx_free; frees the memory that the listener allocated from the
+       context */
     void (*closing)(dt_ctx *ctx, void *user);
     void *user;
     /* called after each kernel of an op, so that pending operations make progress */
     void (*kernel_done)(dt_ctx *ctx, void *user);
-    /* a sharded bucket is about to be read: gather its data */
+    /* called before a sharded bucket is read; gathers its data */
     void (*gather)(dt_ctx *ctx, dt_bucket *bucket, void *user);
-    /* A read or write of the gathered values is done. written: the values changed, so save this
-       rank's shard. unused: the gather was for this access only, so free the gathered data. */
+    /* Called when a read or write of the gathered values is done. If `written` is 1, the values
+       changed: the listener saves this rank's shard. If `unused` is 1, the gather was for this
+       access only: the listener frees the gathered data. */
     void (*release)(dt_ctx *ctx, dt_bucket *bucket, int written, int unused, void *user);
-    void (*reset)(dt_ctx *ctx, void *user); /* dt_reset has freed the tensors */
-    /* The host is about to wait for the device without a timeout, and pending operations may depend
-       on other ranks: finish the operations in flight. all: also finish operations that were
-       started and not waited for. Returns 1 if no pending operation still runs on the device. */
+    void (*reset)(dt_ctx *ctx, void *user); /* called after dt_reset has freed the tensors */
+    /* Called before the host waits for the device without a timeout, because pending operations may
+       depend on other ranks. Finishes the operations in flight; if `all` is 1, also operations that
+       the program has started but not waited for. Returns 1 if no pending operation still runs on
+       the device. */
     int (*drain)(dt_ctx *ctx, int all, void *user);
     struct dt_listener *next; /* set by dt_listen */
 } dt_listener;
-/* [local] dt_listen appends a listener to the chain, dt_unlisten removes a listener. */
+/* [local] dt_listen appends a listener to the context's list, dt_unlisten removes a listener. */
 DT_API void dt_listen(dt_ctx *ctx, dt_listener *listener);
 DT_API void dt_unlisten(dt_ctx *ctx, dt_listener *listener);
-/* [local] Gradient accumulation: the following forward and backward are micro-batch `index` of the
-   `count` of this step. Default 0 of 1. */
+/* [local] Gradient accumulation: says that the next forward and backward are those of micro-batch
+   `index` of the `count` micro-batches of this step. Without this call, index is 0 and count is
+   1. */
 DT_API void dt_micro(dt_ctx *ctx, int index, int count);
 
 // ==== 7. Ops ====================================================================================
 
-/* An op checks shapes, makes its output in the current block's arena, runs one or more kernels and
-   records itself on the tape (section 8). The op's backward adds to the gradients of the op's
+/* An op checks shapes, allocates its output in the current block's arena, runs one or more kernels
+   and records itself on the tape (section 8). The op's backward adds to the gradients of the op's
    inputs. */
 
-/* All [local]. Each returns a tensor that lives until dt_reset, or NULL after a failure. Shapes:
-   (..,X) means any leading dimensions. The types of floating-point inputs must agree. Mixed
-   precision: bf16 and f16 ops compute in f32 and round once. */
+/* All ops are [local]. An op returns a tensor that lives until dt_reset, or NULL after a failure.
+   In shapes, (..,X) means any leading dimensions. The types of floating-point inputs must agree.
+   Mixed precision: bf16 and f16 ops compute in f32 and round once. */
 
 typedef struct dt_linear_desc {
-    int activation;      /* DT_ACT_* except AFFINE, applied to x w^T + b; 0: none */
-    dt_tensor *residual; /* shaped as the result, added last; NULL: none */
+    int activation;      /* DT_ACT_* except DT_ACT_AFFINE, applied to x w^T + b; 0: none */
+    dt_tensor *residual; /* of the result's shape, added last; NULL: none */
 } dt_linear_desc;
 /* x (..,I), w (O..,I), b (O..) or NULL -> (..,O..): x w^T + b. w may have several output
-   dimensions. dt_linear_at fuses activation and residual into the GEMM: less memory is read, and
-   the residual is not saved. */
+   dimensions. dt_linear_at fuses the activation and the residual into the GEMM; so less memory is
+   read, and the residual is not saved. */
 DT_API dt_tensor *dt_linear(dt_tensor *x, dt_tensor *w, dt_tensor *b);
 DT_API dt_tensor *dt_linear_at(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_linear_desc desc);
-/* table (V,C), ids (..) i32 -> (..,C). An id outside the full table fails. If the table is sharded
-   along V, the ids of other ranks give zero rows, so the result is PARTIAL over the sharding's
-   group. */
+/* table (V,C), ids (..) i32 -> (..,C): row ids[i] of the table for each id. An id outside the full
+   table fails. If the table is sharded along V, ids whose rows other ranks hold give zeros, so the
+   results of the group's ranks are partial sums (DT_PARTIAL in dt_parallel.h). */
 DT_API dt_tensor *dt_embedding(dt_tensor *table, dt_tensor *ids);
 
 /* x (..,C), gain (C), bias (C); eps 0 means 1e-5. arXiv:1607.06450. */
 DT_API dt_tensor *dt_layernorm(dt_tensor *x, dt_tensor *gain, dt_tensor *bias, double eps);
 /* x / sqrt(mean(x^2) + eps) * gain; eps 0 means 1e-5. arXiv:1910.07467. */
 DT_API dt_tensor *dt_rmsnorm(dt_tensor *x, dt_tensor *gain, double eps);
-/* e^x / sum of e^x over the last dimension. */
+/* x (..,C): e^x / sum of e^x, over the last dimension. */
 DT_API dt_tensor *dt_softmax(dt_tensor *x);
 
-/* Element-wise functions: gelu in the tanh form and exact (gelu_erf), arXiv:1606.08415; silu(x) = x
-   / (1 + e^-x). */
+/* Element-wise functions. dt_gelu is the tanh form and dt_gelu_erf the exact form
+   (arXiv:1606.08415); dt_silu is x / (1 + e^-x). */
 DT_API dt_tensor *dt_gelu(dt_tensor *x);
 DT_API dt_tensor *dt_gelu_erf(dt_tensor *x);
 DT_API dt_tensor *dt_silu(dt_tensor *x);
@@ -1331,117 +1384,122 @@ DT_API dt_tensor *dt_relu(dt_tensor *x);
 DT_API dt_tensor *dt_tanh(dt_tensor *x);
 DT_API dt_tensor *dt_exp(dt_tensor *x);
 DT_API dt_tensor *dt_ln(dt_tensor *x);
-/* scale x + shift */
+/* scale * x + shift */
 DT_API dt_tensor *dt_affine(dt_tensor *x, double scale, double shift);
-/* x (..,2,F), gate and up -> (..,F): silu(gate) up. arXiv:2002.05202. */
+/* x (..,2,F) -> (..,F): silu(gate) * up, where gate is x[..,0,:] and up is x[..,1,:].
+   arXiv:2002.05202. */
 DT_API dt_tensor *dt_swiglu(dt_tensor *x);
 
-/* a op b, element by element, with broadcasting: shapes are aligned at their ends; a dimension that
-   is 1 or missing repeats. */
+/* a + b, a - b, a * b, a / b, element by element, with broadcasting: shapes are aligned at their
+   ends, and a dimension that is 1 or missing repeats. */
 DT_API dt_tensor *dt_add(dt_tensor *a, dt_tensor *b);
 DT_API dt_tensor *dt_sub(dt_tensor *a, dt_tensor *b);
 DT_API dt_tensor *dt_mul(dt_tensor *a, dt_tensor *b);
 DT_API dt_tensor *dt_div(dt_tensor *a, dt_tensor *b);
 
-enum { DT_ALL = -100 }; /* as `dim`: reduces all dimensions, to a scalar */
-/* Reduces dimension dim (from 0) and removes it from the shape. max: the gradient goes to the first
-   of equal elements. */
+enum { DT_ALL = -100 }; /* passed as `dim`: reduces all dimensions to a scalar */
+/* Sum, mean or maximum over dimension `dim` (counted from 0), which the result does not have. The
+   gradient of dt_max_over goes to the first of equal elements. */
 DT_API dt_tensor *dt_sum_over(dt_tensor *x, int dim);
 DT_API dt_tensor *dt_mean_over(dt_tensor *x, int dim);
 DT_API dt_tensor *dt_max_over(dt_tensor *x, int dim);
 
-/* Another shape with the same element count; a view, no copy. */
+/* x with another shape that has as many elements. The result is a view; nothing is copied. */
 DT_API dt_tensor *dt_reshape(dt_tensor *x, dt_shape shape);
-/* slice: count indices of one dimension, from `first`. concat: n tensors, at most 8, along one
-   dimension; if all tensors are NULL there is no context to fail, so concat just returns NULL.
-   transpose: exchanges two dimensions. */
+/* dt_slice returns indices first .. first + count - 1 of dimension `dim`. dt_concat joins n
+   tensors, at most 8, along dimension `dim`; if all of them are NULL, it returns NULL without a
+   failure, because there is no context. dt_transpose exchanges two dimensions. */
 DT_API dt_tensor *dt_slice(dt_tensor *x, int dim, int64_t first, int64_t count);
 DT_API dt_tensor *dt_concat(dt_tensor *const *x, int n, int dim);
 DT_API dt_tensor *dt_transpose(dt_tensor *x, int dim_a, int dim_b);
-/* Another element type. A gradient does not pass through i32. */
+/* x with another element type. A gradient does not pass through i32. */
 DT_API dt_tensor *dt_cast(dt_tensor *x, dt_dtype dtype);
 
-/* x (R,C), rows (..) i32 -> (..,C): copies of rows of x; row -1 gives zeros. */
+/* x (R,C), rows (..) i32 -> (..,C): copies row rows[i] of x for each i; -1 gives a row of zeros. */
 DT_API dt_tensor *dt_gather_rows(dt_tensor *x, dt_tensor *rows);
-/* x (..,C), rows (..) i32 -> (count,C): adds row i of x to row rows[i], in ascending i. Row -1 is
-   skipped; any other row outside 0 .. count - 1 fails. */
+/* x (..,C), rows (..) i32 -> (count,C): adds row i of x to row rows[i] of the result, in ascending
+   i. Skips row i if rows[i] is -1; any other value outside 0 .. count - 1 fails. */
 DT_API dt_tensor *dt_scatter_rows(dt_tensor *x, dt_tensor *rows, int64_t count);
-/* x (..,N) -> (..,k): the k largest elements of each row, in descending order, ties to the lower
-   index. *index receives their indices, i32. */
+/* x (..,N) -> (..,k): the k largest elements of each row, in descending order; of equal elements,
+   the one with the lowest index comes first. *index receives the indices (..,k), i32. */
 DT_API dt_tensor *dt_topk(dt_tensor *x, int k, dt_tensor **index);
 
 typedef struct dt_rope_desc {
     double theta; /* 0 means 10000 */
-    int rotary;   /* number of the D elements that are rotated; 0 means all */
-    /* 1: a pair is (2i, 2i+1), as Meta stores weights; 0: a pair is (i, i + rotary/2) */
+    int rotary;   /* how many of a head's D elements are rotated; 0 means all */
+    /* 1: pair i is elements 2i and 2i + 1, as Meta stores weights; 0: i and i + rotary/2 */
     int interleaved;
 } dt_rope_desc;
 /* Rotary embedding. x (B,T,H,D), positions (B,T) i32: rotates pair i of each head by the angle
    position * theta^(-2i/rotary). arXiv:2104.09864. */
 DT_API dt_tensor *dt_rope(dt_tensor *x, dt_tensor *positions, dt_rope_desc desc);
 
-/* x (..,C): zeroes each element with probability p and divides the other elements by 1 - p. Which
-   elements are zeroed is a function of (key, tokens (..) i32, column) alone (counter-based RNG): if
-   you pass each token's global index, and a different key for each step and each dropout of the
-   model, every layout and every recomputation drops the same elements. tokens NULL: row r is token
-   r. */
+/* Dropout of x (..,C): zeroes each element with probability p and divides the other elements by 1 -
+   p. Which elements are zeroed depends only on (key, tokens (..) i32, column) (counter-based RNG).
+   If you pass the global index of each token, and another key for each step and each dropout of the
+   model, then every layout and every recomputation drops the same elements. tokens NULL means that
+   row r is token r. */
 DT_API dt_tensor *dt_dropout(dt_tensor *x, double p, uint64_t key, dt_tensor *tokens);
 
 typedef struct dt_attn_desc {
-    int kv_heads; /* 0 means K of k; any other value must equal K */
+    int kv_heads; /* number of heads K of k and v; 0 means as many as k has */
     int full;     /* 1: every query attends to every key; 0: causal */
-    /* (B,TQ), (B,TK) i32; both NULL: key j has position j, query i has i + TK - TQ */
+    /* positions of queries (B,TQ) and keys (B,TK), i32; if both are NULL, key j has position j and
+       query i has position i + TK - TQ */
     dt_tensor *positions, *key_positions;
-    /* (B,TQ), (B,TK) i32: document numbers, for documents packed into one sequence. If TQ = TK and
-       key_documents is NULL, the keys have the queries' document numbers. */
+    /* document numbers of queries (B,TQ) and keys (B,TK), i32, for documents packed into one
+       sequence. If TQ = TK and key_documents is NULL, the keys have the queries' document
+       numbers. */
     dt_tensor *documents, *key_documents;
     dt_tensor **lse; /* if not NULL, receives the log-sum-exp (B,H,TQ) */
 } dt_attn_desc;
-/* Flash attention, with grouped-query attention. q (B,TQ,H,D), k and v (B,TK,K,D), H a multiple of
-   K -> (B,TQ,H,D), scale 1/sqrt(D). A causal query attends to the keys of its own document whose
-   position is not after the query's. No TQ x TK matrix is stored: the backward recomputes the
-   scores from lse. arXiv:2205.14135. */
+/* Flash attention, with grouped-query attention. q (B,TQ,H,D), k and v (B,TK,K,D), where H is a
+   multiple of K -> (B,TQ,H,D). The scores are scaled by 1/sqrt(D). A causal query attends to the
+   keys of its own document whose position is not after the query's. No TQ x TK matrix is stored:
+   the backward recomputes the scores from lse. arXiv:2205.14135. */
 DT_API dt_tensor *dt_attention(dt_tensor *q, dt_tensor *k, dt_tensor *v, dt_attn_desc desc);
 
-/* Vocabulary-parallel cross-entropy: this rank's columns are one shard of the vocabulary; the other
-   shards are on other ranks. dt_parallel.h fills this in. */
+/* Vocabulary-parallel cross-entropy: this rank's columns are one shard of the vocabulary, and other
+   ranks have the other shards. dt_parallel.h fills in this struct. */
 typedef struct dt_vocab_shard {
     int count;          /* number of shards; 0: not sharded */
     int64_t offset;     /* vocabulary index of this rank's column 0 */
     int64_t full_vocab; /* number of columns of all shards without padding */
-    /* sets each (shards,count) to every rank's `mine`, in rank order */
+    /* gathers the `count` values at `mine` of every rank into `each`, in rank order */
     dt_status (*gather)(void *user, const double *mine, double *each, size_t count);
     void *user;
 } dt_vocab_shard;
 
 typedef struct dt_loss_desc {
-    /* columns from `vocab` on are padding: not in the sum, no gradient; 0: no padding */
+    /* columns from `vocab` on are padding: they enter no sum and get no gradient; 0: no padding */
     int64_t vocab;
     double smoothing; /* label smoothing, arXiv:1512.00567 */
-    /* adds the gradient of z_weight * sum of lse^2 / denominator (arXiv:2204.02311) */
+    /* weight of the z-loss: the backward adds the gradient of z_weight * sum of lse^2 / denominator
+       (arXiv:2204.02311) */
     double z_weight;
-    /* if not NULL, receives sum of lse^2 / denominator, f64; the loss does not include it */
+    /* if not NULL, receives the f64 scalar sum of lse^2 / denominator; the loss does not include
+       it */
     dt_tensor **z_loss;
-    /* if shard.count > 0, vocab counts this rank's columns, and vocab 0 means that all are
-       padding */
+    /* if shard.count > 0, vocab is the number of this rank's columns without padding, and 0 means
+       that all of them are padding */
     dt_vocab_shard shard;
 } dt_loss_desc;
-/* logits (..,V), labels (..) i32 -> f64 scalar in nats: the sum over labels >= 0, divided by
-   denominator. Pass as denominator the number of labels of the step on all ranks (dt_count_labels);
-   then the loss needs no further scaling in any layout. */
+/* logits (..,V), labels (..) i32 -> f64 scalar in nats: the sum over all rows with label >= 0,
+   divided by denominator. Pass as denominator the number of labels of the step on all ranks
+   (dt_count_labels); then the loss needs no further scaling in any layout. */
 DT_API dt_tensor *dt_cross_entropy(dt_tensor *logits, dt_tensor *labels, double denominator);
 DT_API dt_tensor *dt_cross_entropy_at(
     dt_tensor *logits, dt_tensor *labels, double denominator, dt_loss_desc desc);
-/* Cross-entropy of the logits x w^T, x (..,C), w (V,C), computed a few rows at a time. On a CPU the
-   full logits are never in memory, and the backward recomputes the logits. A GPU saves the logits
-   if their number is at most max_saved_logits of its kernel table (2^30, 2 GiB in bf16); otherwise
-   the GPU recomputes them as the CPU does. */
+/* Cross-entropy of the logits x w^T, where x is (..,C) and w is (V,C), computed a few rows at a
+   time. On a CPU the full logits are never in memory, and the backward recomputes them. A GPU saves
+   the logits if there are at most max_saved_logits of them (a field of its kernel table: 2^30,
+   which is 2 GiB in bf16); otherwise it recomputes them as the CPU does. */
 DT_API dt_tensor *dt_linear_cross_entropy(
     dt_tensor *x, dt_tensor *w, dt_tensor *labels, double denominator, dt_loss_desc desc);
-/* Sum of (a - b)^2 over all elements, divided by denominator -> f64 scalar. */
+/* The sum of (a - b)^2 over all elements, divided by denominator, as an f64 scalar. */
 DT_API dt_tensor *dt_mse(dt_tensor *a, dt_tensor *b, double denominator);
-/* Attaches an auxiliary loss: returns x, and adds the gradient of weight * scalar to the backward,
-   even if the main loss is on another rank. */
+/* Attaches an auxiliary loss to x: returns x; the backward also adds the gradient of weight *
+   scalar, even if the main loss is on another rank. */
 DT_API dt_tensor *dt_loss(dt_tensor *x, dt_tensor *scalar, double weight);
 
 // ==== 8. Tape and blocks ========================================================================
