@@ -1301,7 +1301,7 @@ typedef struct dt_event {
     /* 0 if the event is about the whole micro-batch; n > 0 if it is about the micro-batch's
        dt_block call n, counted from 1 */
     int block;
-    int micro, last; /* from dt_micro */
+    int micro, last; /* from dt_micro; last is 1 in the step's last micro-batch */
     int stage;       /* from dt_tape */
 } dt_event;
 
@@ -1508,14 +1508,14 @@ DT_API dt_tensor *dt_loss(dt_tensor *x, dt_tensor *scalar, double weight);
    naive version saves all outputs.
 
        forward    x --linear--> h --gelu--> g --linear--> y --> loss     saves x, h, g
-       backward   dx <--------- dh <------- dg <--------- dy <-- 1       reads them
+       backward   dx <--------- dh <------- dg <--------- dy <-- 1       reads x, h, g
 
-   A block groups the ops of a layer: dt_block(ctx, fn, x, user) is the unit of memory, of ZeRO-3
-   gathers, of pipeline stages. Activation checkpointing (recompute, arXiv:1604.06174): with
-   .recompute a block saves only its input and output, and its backward first runs fn again. So L
-   blocks need the memory of L outputs + 1 block's activations, at the cost of one more forward.
-   Zero bubble schedules need the backward in two halves: input gradients now, weight gradients
-   later (arXiv:2401.10241). */
+   A block groups the ops of a layer. dt_block(ctx, fn, x, user) is the unit of memory, of ZeRO-3
+   gathers and of pipeline stages. Activation checkpointing (recompute, arXiv:1604.06174): with
+   .recompute = 1 a block saves only its input and output, and its backward first runs fn again. So
+   L blocks need memory for L outputs and for the activations of one block, and the step costs one
+   more forward. Zero bubble schedules run the backward in two halves: first the input gradients,
+   later the weight gradients (arXiv:2401.10241). */
 
 enum { DT_MAX_INPUTS = 8 };
 typedef struct dt_node dt_node;
@@ -1525,9 +1525,10 @@ struct dt_node { /* one recorded op */
     dt_tensor *out;
     dt_tensor *in[DT_MAX_INPUTS];
     int n_in;
-    unsigned want;          /* bit i: the backward must compute the gradient of in[i] */
-    unsigned unread_inputs; /* bit i: the backward does not read the data of in[i] */
-    /* 16-bit gradients of bf16 and f16 parameters, not yet added to the f32 gradients */
+    unsigned want;          /* bit i is 1: the backward must compute the gradient of in[i] */
+    unsigned unread_inputs; /* bit i is 1: the backward does not read the data of in[i] */
+    /* narrow[i]: the 16-bit gradient of in[i], a bf16 or f16 parameter, that is not yet added to
+       the f32 gradient */
     void *narrow[DT_MAX_INPUTS];
     dt_backward_fn backward;
     /* recomputes the data of a transient output; NULL if no backward reads these data */
@@ -1537,114 +1538,122 @@ struct dt_node { /* one recorded op */
     dt_node *prev;
 };
 
-/* YOUR OWN OP. Make the output, compute it, then record its backward:
+/* YOUR OWN OP. Make the output tensor, compute its data, then record the op with its backward:
 
        dt_tensor *out = dt_new(x->ctx, x->dtype, x->shape);
        ... fill out->data from dt_data(x): for a parameter at ZeRO-3, x->data may be NULL ...
        return dt_record(out, (dt_record_desc){ .name = "square", .in = { x },
                                                .backward = square_back });
 
-   and in square_back, where all inputs have their data, add to each gradient that is wanted:
+   In square_back all inputs have their data. Add to each gradient that is wanted:
 
        if (dt_wants(node, 0)) {
            float *dx = dt_grad(node, 0), *dy = node->out->grad; ... dx[i] += ...
        } */
 typedef struct dt_record_desc {
-    const char *name; /* not copied: the string must stay valid until dt_reset */
-    /* the inputs; with n_in 0 the list ends at the first NULL, otherwise an input may be NULL */
+    const char *name; /* not copied; it must stay valid until dt_reset */
+    /* the inputs; if n_in is 0, the list ends at the first NULL; if n_in > 0, an input may be
+       NULL */
     dt_tensor *in[DT_MAX_INPUTS];
     int n_in;
     dt_backward_fn backward;
-    /* size of zeroed host memory at node->saved, valid until dt_reset */
+    /* number of bytes of zeroed host memory that node->saved points to until dt_reset; 0: none */
     size_t saved_bytes;
 } dt_record_desc;
-/* [local] A tensor with undefined contents in the current block's arena. */
+/* [local] Returns a new tensor with undefined contents in the current block's arena. */
 DT_API dt_tensor *dt_new(dt_ctx *ctx, dt_dtype dtype, dt_shape shape);
-/* [local] A tensor with the data of x and a separate gradient: the output of an op that is the
-   identity in the forward. dt_alias copies no data, unless x is a gathered tensor of dt_tp_enter,
-   which is freed before its alias. */
+/* [local] Returns a tensor that has the data of x and a gradient of its own: the output of an op
+   that is the identity in the forward. dt_alias copies the data only if they may be freed before
+   the result: those of a gathered tensor of dt_tp_enter, or of a gathered parameter. */
 DT_API dt_tensor *dt_alias(dt_tensor *x);
-/* [local] Records an op with inputs desc.in and output out; records nothing if no input needs a
-   gradient. Returns out. */
+/* [local] Records an op with inputs desc.in and output `out` on the tape, or nothing if no input
+   needs a gradient. Returns `out`. */
 DT_API dt_tensor *dt_record(dt_tensor *out, dt_record_desc desc);
-/* [local] dt_record, but returns node->saved for you to fill; NULL if no node was recorded. */
+/* [local] Records as dt_record does, and returns node->saved for you to fill; NULL if nothing was
+   recorded. */
 DT_API void *dt_record_saved(dt_tensor *out, dt_record_desc desc);
-/* [local] For your backward. dt_wants returns 1 if the gradient of in[i] is wanted. dt_grad returns
-   the array to add that gradient to, zeroed if new. They return 0 and NULL if the node has no input
-   i. */
+/* [local] For your own backward. dt_wants returns 1 if the gradient of in[i] is wanted, else 0.
+   dt_grad returns the array to which the backward adds that gradient; a new array is zeroed. If the
+   node has no input i, dt_wants returns 0 and dt_grad returns NULL. */
 DT_API int dt_wants(const dt_node *node, int i);
 DT_API void *dt_grad(dt_node *node, int i);
-/* [local] The type of t->grad: f32 for a bf16 or f16 parameter or if t is NULL, otherwise t->dtype.
-   The array that dt_grad returns in a backward always has type t->dtype. */
+/* [local] Returns the type of t->grad: f32 if t is a bf16 or f16 parameter or NULL, otherwise
+   t->dtype. The array that dt_grad returns in a backward always has type t->dtype. */
 DT_API dt_dtype dt_grad_dtype(const dt_tensor *t);
-/* [local] dt_grad without zeroing: *accumulate says whether to add or to overwrite. */
+/* [local] Returns the same array as dt_grad, but does not zero a new array. Sets *accumulate to 1
+   if the backward must add to the array, to 0 if it must overwrite the array. */
 DT_API void *dt_grad_raw(dt_node *node, int i, int *accumulate);
 
-/* [local] Runs fn as one block: the unit of memory, of recompute, of ZeRO-3 gathers, of pipeline
-   stages and of the trace. fn may use tensors made before the block. fn must return a tensor, such
-   as x; NULL fails. Blocks may nest. */
+/* [local] Runs fn(x, user) as one block and returns its result. A block is the unit of memory, of
+   recompute, of ZeRO-3 gathers, of pipeline stages and of the trace. fn may use tensors made before
+   the block. fn must return a tensor, which may be x; if fn returns NULL, the context fails. Blocks
+   may nest. */
 typedef dt_tensor *(*dt_block_fn)(dt_tensor *x, void *user);
 DT_API dt_tensor *dt_block(dt_ctx *ctx, dt_block_fn fn, dt_tensor *x, void *user);
 
 typedef struct dt_block_desc {
-    /* 1: activation checkpointing: save only the output, run fn again in the backward */
+    /* 1: activation checkpointing: the block saves only its output and runs fn again in the
+       backward */
     int recompute;
-    /* if not 0, fn gets a copy of the user_bytes bytes at user, so user may be a local variable */
+    /* if not 0, fn receives a copy of the user_bytes bytes at `user`, so `user` may point to a
+       local variable */
     size_t user_bytes;
 } dt_block_desc;
-/* [local] Activation checkpointing (recompute) of a layer, or selective recompute of a few ops, if
-   desc.recompute is 1. A recomputed block gives the same bits as a plain block and costs one more
-   run of fn.
+/* [local] Runs a block as dt_block does. If desc.recompute is 1, the block is recomputed in the
+   backward: this is activation checkpointing (recompute) of a layer, or selective recompute of a
+   few ops. A recomputed block gives the same bits as a plain block and costs one more run of fn.
 
-   After the forward, the data of all tensors that fn made are freed. The output is first copied to
-   memory that outlives the block, unless fn returns x or another tensor made outside. The backward
-   runs fn again on the same x and user, which must stay valid until then, runs the backward of the
-   ops of this second run, and frees their data. With a backward in two halves, the input half runs
-   fn and the weight half frees the data. Auxiliary losses count once; gradients of dt_require_grad
-   tensors stay valid until dt_reset. Blocks inside, recomputed or not, are freed and run again with
-   the outer block. Selective recompute (arXiv:2205.05198) is a block around a few ops with large
-   outputs that are cheap to compute, such as attention.
+   After the forward, the data of all tensors that fn made are freed. Before that the output is
+   copied to memory that outlives the block, unless fn returns x or another tensor made outside the
+   block. The backward runs fn again on the same x and `user`, which must stay valid until then. It
+   then runs the backward of the ops of this second run, and frees their data. With a backward in
+   two halves, the input half runs fn and the weight half frees the data. Auxiliary losses count
+   once. Gradients of dt_require_grad tensors stay valid until dt_reset. Blocks inside this block,
+   recomputed or not, are freed and run again with it. Selective recompute (arXiv:2205.05198) is a
+   block around a few ops that have large outputs and are cheap to compute, for example attention.
 
-   fn must repeat itself: if the second run has other ops, other parameters or another output shape,
-   the backward fails. Using a tensor whose data were freed fails too. While fn runs, the data of
-   its tensors are valid. */
+   Both runs of fn must be the same: if the second run has other ops, other parameters or another
+   output shape, the backward fails. While fn runs, the data of its tensors are valid; a later use
+   of a tensor whose data were freed fails. */
 DT_API dt_tensor *dt_block_at(
     dt_ctx *ctx, dt_block_fn fn, dt_tensor *x, void *user, dt_block_desc desc);
-/* [local] 1 while a recomputed block runs for the second time. Counters in fn or a listener should
-   count only while dt_recomputing returns 0. */
+/* [local] Returns 1 while a recomputed block runs for the second time, else 0. Counters in fn or in
+   a listener should count only while dt_recomputing returns 0. */
 DT_API int dt_recomputing(const dt_ctx *ctx);
 
-/* [local] Runs the backward from loss (a scalar) to every parameter and tensor that needs a
-   gradient. Adds to the buckets' gradients. */
+/* [local] Runs the backward from `loss`, a scalar, to every parameter and tensor that needs a
+   gradient. Adds the parameters' gradients to the gradients in the buckets. */
 DT_API dt_status dt_backward(dt_tensor *loss);
-/* [local] dt_backward in two halves, for zero bubble schedules: dt_backward_input computes the
-   gradients of activations, dt_backward_weight later the gradients of parameters. The result has
-   the same bits as dt_backward's. */
+/* [local] Run dt_backward in two halves, for zero bubble schedules. dt_backward_input computes the
+   gradients of activations; dt_backward_weight, called later, computes the gradients of parameters.
+   The result has the same bits as that of dt_backward. */
 DT_API dt_status dt_backward_input(dt_tensor *loss);
 DT_API dt_status dt_backward_weight(dt_tensor *loss);
-/* [local] The backward, or one of its halves, from any tensor y. phase is DT_BACKWARD,
-   DT_BACKWARD_INPUT or DT_BACKWARD_WEIGHT. grad, of y's shape and type, is the gradient of the loss
-   (including the loss scale) with respect to y; the backward may overwrite grad. If y is a scalar,
-   grad may be NULL, which means 1 times the loss scale. If y needs no gradient, all parameters of
+/* [local] Runs the backward, or one of its halves, from any tensor y. phase is DT_BACKWARD,
+   DT_BACKWARD_INPUT or DT_BACKWARD_WEIGHT. `grad`, of y's shape and type, is the gradient of the
+   loss (times the loss scale) with respect to y; the backward may overwrite it. If y is a scalar,
+   `grad` may be NULL, which means 1 times the loss scale. If y needs no gradient, all parameters of
    this tape get a gradient of zero. */
 DT_API dt_status dt_backward_at(dt_tensor *y, dt_tensor *grad, dt_phase phase);
-/* [local] Loss scaling: the gradient with which dt_backward starts, 1 at first. All gradients are
-   `scale` times larger, which keeps f16 gradients in range (arXiv:1710.03740). dt_zero.h sets the
-   scale, and divides the gradients by it. */
+/* [local] Loss scaling: sets the gradient of the loss with which dt_backward starts; it is 1 at
+   first. All gradients become `scale` times larger, which keeps f16 gradients in range
+   (arXiv:1710.03740). dt_zero.h sets the scale and divides the gradients by it. */
 DT_API void dt_loss_scale(dt_ctx *ctx, double scale);
-/* [local] Frees every tensor of the current tape except parameters. Call dt_reset after each
+/* [local] Frees all tensors of the current tape except parameters. Call dt_reset after each
    micro-batch. */
 DT_API void dt_reset(dt_ctx *ctx);
-/* [local] Selects a tape. A pipeline has several micro-batches alive at once, each on its own tape:
-   ops, the backward and dt_reset work on the tape selected last. A tape keeps its memory for reuse.
-   A backward gives gradients to the buckets of `stage` only. Tapes are numbered from 0; keep the
-   numbers small. Default tape 0, stage 0. Fails inside a block. Fails if the tape holds ops of
-   another stage; call dt_reset first. */
+/* [local] Selects tape number `tape`, for a micro-batch of pipeline stage `stage`. A pipeline has
+   several micro-batches alive at once, each on its own tape: ops, the backward and dt_reset work on
+   the tape selected last. A backward gives gradients only to the buckets of `stage`. A tape keeps
+   its memory for reuse. Tapes are numbered from 0; keep the numbers small, because the table of
+   tapes has an entry for each. At first tape 0 and stage 0 are selected. Fails inside a block.
+   Fails if the tape holds ops of another stage: call dt_reset first. */
 DT_API void dt_tape(dt_ctx *ctx, int tape, int stage);
-/* [local] Gives an input a gradient: t->grad is valid from the backward to dt_reset. Call
-   dt_require_grad before the first use of t. */
+/* [local] Lets the backward compute the gradient of t, for example of an input: t->grad is valid
+   from the backward to dt_reset. Call dt_require_grad before the first use of t. Returns t. */
 DT_API dt_tensor *dt_require_grad(dt_tensor *t);
-/* [local] on 1: ops record nothing (evaluation, generation); 0: ops record again. */
+/* [local] If `on` is 1, ops record nothing from now on (for evaluation and generation); if `on` is
+   0, they record again. */
 DT_API void dt_no_grad(dt_ctx *ctx, int on);
 
 // ==== 9. Weight files ===========================================================================
@@ -1653,28 +1662,27 @@ DT_API void dt_no_grad(dt_ctx *ctx, int on);
 
        | N: 8 bytes | {"wte": {"dtype":"F32", "shape":[257,64], "data_offsets":[0,65792]}} | data |
 
-   A rank reads only its own slice of each tensor, and every layout reads and writes the same
-   files. */
+   A rank reads only its own slice of each tensor. The files do not depend on the layout. */
 
 /* Files are not trusted: dt checks sizes before it multiplies them, and names before it uses them
-   as paths. An inconsistent file fails with DT_ERR_IO, its name and the reason. All file access
-   uses pread and pwrite of the io table. */
+   as paths. An inconsistent file fails with DT_ERR_IO; the error text has the file's name and the
+   reason. All file access uses pread and pwrite of the io table. */
 
-/* [local] Reads a complete file of at most `limit` bytes and appends a NUL that *bytes does not
-   count. Free the result with dt_free(ctx, DT_MEM_HOST, text, *bytes + 1). */
+/* [local] Reads a complete file of at most `limit` bytes. Returns its text with an appended NUL,
+   which *bytes does not count. Free the text with dt_free(ctx, DT_MEM_HOST, text, *bytes + 1). */
 DT_API char *dt_file_read(dt_ctx *ctx, const char *path, size_t limit, size_t *bytes);
-/* [local] Writes a file atomically: writes a temporary file in the same folder, then fsync and
-   rename. On failure the old file stays. */
+/* [local] Writes a file atomically: writes a temporary file in the same folder, calls fsync and
+   renames the temporary file. After a failure the old file is unchanged. */
 DT_API dt_status dt_file_write(dt_ctx *ctx, const char *path, const void *data, size_t bytes);
 
 /* A JSON text as an array of nodes; node 0 is the root. The syntax is RFC 8259, but stricter where
-   two readers could disagree. Errors are: a duplicate key, -0, an integer beyond 2^53, a number
-   that a double cannot hold, and more than 64 levels, 4,194,304 values or 100,000,000 bytes.
-   Messages name the position: "config.json:3:17: ...".
+   two readers could disagree. These are errors: a duplicate key, -0, an integer beyond 2^53, a
+   number that a double cannot hold, and more than 64 levels, 4,194,304 values or 100,000,000 bytes.
+   Error texts name the position: "config.json:3:17: ...".
 
-   The text is UTF-8, but a string may hold any bytes, as paths do: an invalid byte is written as
-   \udc80 .. \udcff, and reading converts that escape back to the byte (PEP 383, Python's
-   surrogateescape). Every other lone surrogate is an error. */
+   The text is UTF-8, but a string may hold any bytes, because a path may: a byte that is not valid
+   UTF-8 is written as \udc80 .. \udcff, and reading converts that escape back to the byte (PEP 383,
+   Python's surrogateescape). Every other lone surrogate is an error. */
 typedef struct dt_json dt_json;
 typedef enum dt_json_kind {
     DT_JSON_NULL = 0,
@@ -1684,62 +1692,66 @@ typedef enum dt_json_kind {
     DT_JSON_ARRAY,
     DT_JSON_OBJECT
 } dt_json_kind;
-/* [local] name is for messages. Keeps pointers to name and text until dt_json_free. */
+/* [local] Parses `bytes` bytes of text. `name` appears in error texts. The result points to `name`
+   and `text`, which must stay valid until dt_json_free. Returns NULL after a failure. */
 DT_API dt_json *dt_json_parse(dt_ctx *ctx, const char *name, const char *text, size_t bytes);
 DT_API void dt_json_free(dt_json *json);
-/* [local] These functions return 0, NULL or -1 if the node does not exist or is of another kind.
-   Members of an object come in the order of their keys. A string is NUL-terminated and may contain
-   NULs: *bytes (bytes may be NULL) receives its length. */
+/* [local] Read a node. If the node does not exist or is of another kind, the functions below return
+   0, NULL or -1. Members of an object are in the order of their keys. A string is NUL-terminated
+   and may contain NULs; *bytes receives its length, and `bytes` may be NULL. */
 DT_API dt_json_kind dt_json_kind_of(const dt_json *json, int node);
-/* [local] Number of elements or members. */
+/* [local] Returns the number of elements of an array or of members of an object. */
 DT_API int dt_json_count(const dt_json *json, int node);
-/* [local] The node of element i of an array, or of the value of member i of an object. */
+/* [local] Returns the node of element i of an array, or of the value of member i of an object. */
 DT_API int dt_json_at(const dt_json *json, int node, int i);
-/* [local] The key of a member, given its value's node. */
+/* [local] Returns the key of the object member whose value is this node. */
 DT_API const char *dt_json_key(const dt_json *json, int node, size_t *bytes);
 DT_API int dt_json_find(const dt_json *json, int node, const char *key);
 DT_API const char *dt_json_string(const dt_json *json, int node, size_t *bytes);
 DT_API int dt_json_number(const dt_json *json, int node, double *out);
-/* [local] Sets *out to a number that has no fraction. */
+/* [local] Sets *out to the node's number and returns 1; returns 0 if the number has a fraction. */
 DT_API int dt_json_int(const dt_json *json, int node, int64_t *out);
 DT_API int dt_json_bool(const dt_json *json, int node, int *out);
-/* [local] Fails the context; the text begins with the node's position: "config.json:3:17: heads: a
-   number is needed". */
+/* [local] Fails the context. The error text begins with the node's position: "config.json:3:17:
+   heads: a number is needed". */
 DT_API dt_status dt_json_fail(const dt_json *json, int node, const char *fmt, ...) DT_PRINTF(3, 4);
 
-/* A JSON writer: set ctx and zero the other fields. To write an element of an array, pass NULL as
-   the `key` of the functions below. Numbers read back as the same double in every locale. Until
-   dt_json_out_free, `text` holds the JSON: `used` bytes and a terminating NUL. */
+/* A JSON writer. Set ctx and zero the other fields. To write an element of an array, pass NULL as
+   the `key` of the functions below. A number is written so that it reads back as the same double,
+   in every locale. Until dt_json_out_free, `text` holds the JSON: `used` bytes and a terminating
+   NUL. */
 typedef struct dt_json_out {
     dt_ctx *ctx;
     char *text;
     size_t used, capacity;
 } dt_json_out;
-/* [local] Begin an object or array with bracket '{' or '[', end it with '}' or ']'. */
+/* [local] dt_json_open begins an object (bracket '{') or an array ('['). dt_json_close ends it ('}'
+   or ']'). */
 DT_API void dt_json_open(dt_json_out *out, const char *key, char bracket);
 DT_API void dt_json_close(dt_json_out *out, char bracket);
-/* [local] NULL is written as null. */
+/* [local] Writes a string; value NULL is written as null. */
 DT_API void dt_json_put_string(dt_json_out *out, const char *key, const char *value);
-/* [local] Fails with DT_ERR_ARG if value is not finite. */
+/* [local] Writes a number; fails with DT_ERR_ARG if value is not finite. */
 DT_API void dt_json_put_number(dt_json_out *out, const char *key, double value);
 DT_API void dt_json_put_int(dt_json_out *out, const char *key, int64_t value);
 DT_API void dt_json_put_bool(dt_json_out *out, const char *key, int value);
 DT_API void dt_json_out_free(dt_json_out *out);
 
-/* Named tensors in files: safetensors (one file, or model.safetensors.index.json and its shards)
-   and llm.c's model .bin (version 3 f32, 5 bf16; tensors wte wpe ln1w ln1b qkvw qkvb attprojw
-   attprojb ln2w ln2b fcw fcb fcprojw fcprojb lnfw lnfb; a per-layer tensor holds all layers). */
+/* An open file of named tensors, in one of two formats. safetensors: one file, or
+   model.safetensors.index.json and the shards that it names. llm.c: its model .bin, of version 3
+   (f32) or 5 (bf16), with the tensors wte wpe ln1w ln1b qkvw qkvb attprojw attprojb ln2w ln2b fcw
+   fcb fcprojw fcprojb lnfw lnfb; a tensor that each layer has is one tensor for all layers. */
 typedef struct dt_weights dt_weights;
 
 typedef struct dt_weight {
     const char *name;
     const char *type; /* the type's name in safetensors: "F32", "BF16", "U8", ... */
-    /* 1: the tensor's type is a dt_dtype and it has at most DT_MAX_DIMS dimensions. Other tensors
-       can only be listed; a tensor with more dimensions has shape (count) */
+    /* 1 if the tensor's type is a dt_dtype and the tensor has at most DT_MAX_DIMS dimensions; 0 if
+       the tensor can only be listed. A tensor with more dimensions has shape (count) */
     int readable;
     dt_dtype dtype;
     dt_shape shape;
-    int64_t count; /* elements */
+    int64_t count; /* number of elements */
 } dt_weight;
 
 typedef struct dt_llmc { /* the header of an llm.c model; all 0 for other files */
@@ -1747,69 +1759,73 @@ typedef struct dt_llmc { /* the header of an llm.c model; all 0 for other files 
     int version, seq, vocab, layers, heads, width, padded_vocab;
 } dt_llmc;
 
-/* [local] Opens a file, or a folder with model.safetensors or model.safetensors.index.json. NULL
-   after DT_ERR_IO. */
+/* [local] Opens a file, or a folder that contains model.safetensors or
+   model.safetensors.index.json. Returns NULL after a failure (DT_ERR_IO). */
 DT_API dt_weights *dt_weights_open(dt_ctx *ctx, const char *path);
 DT_API int dt_weights_count(const dt_weights *w);
-/* [local] NULL if out of range. */
+/* [local] Returns the description of tensor `index`; NULL if index is out of range. */
 DT_API const dt_weight *dt_weights_get(const dt_weights *w, int index);
 /* [local] Returns the tensor's index, or -1 if no tensor has this name. */
 DT_API int dt_weights_find(const dt_weights *w, const char *name);
 DT_API dt_llmc dt_weights_llmc(const dt_weights *w);
-/* [local] The value of key in "__metadata__" of the (first) file, or NULL. */
+/* [local] Returns the value of `key` in "__metadata__" of the file (of the first file, if there are
+   several), or NULL. */
 DT_API const char *dt_weights_metadata(const dt_weights *w, const char *key);
-/* [local] Reads count elements in row-major order, from element first, as type `as`. An i32 tensor
-   can be read as i32 only. Each other type converts to any other, rounded to nearest even. */
+/* [local] Reads `count` elements of a tensor in row-major order, beginning with element `first`,
+   and converts them to type `as`. An i32 tensor can be read only as i32. All other types convert to
+   each other, rounded to nearest even. */
 DT_API dt_status dt_weights_read(
     dt_weights *w, int index, int64_t first, int64_t count, dt_dtype as, void *host);
 
-/* Maps rows of a parameter to a tensor of a file. The parameter counts as a matrix with `columns`
-   columns, and the file's tensor as a matrix whose columns are the tensor's last dimension. */
+/* Maps rows of a parameter to a part of a tensor in a file. The parameter is seen as a matrix with
+   `columns` columns, and the file's tensor as a matrix whose rows are as long as the tensor's last
+   dimension. */
 typedef struct dt_weight_part {
-    const char *name; /* the file's tensor */
-    /* number of the parameter's rows in this part; 0: all remaining rows */
+    const char *name; /* of the file's tensor */
+    /* number of the parameter's rows in this part; 0 means all remaining rows */
     int64_t rows;
-    /* size that the file's matrix must have; 0: exactly the rows (columns) of this part */
+    /* size that the file's matrix must have; 0 means exactly the rows (columns) of this part */
     int64_t file_rows, file_columns;
     int64_t row, column; /* first row and column of this part in the file's matrix */
     int transposed;      /* 1: the file stores the parameter's columns as rows */
 } dt_weight_part;
-/* [local] Fills this rank's slice of a parameter, however it is sharded, from one or more
-   consecutive parts; reads only that slice. columns 0: the parameter's last dimension. GPT-2's v
-   (H,D,C) from c_attn, (C,3C):
+/* [local] Fills this rank's slice of a parameter, however the parameter is sharded, and reads only
+   that slice from the file. The n parts cover consecutive rows of the parameter. columns 0 means
+   the parameter's last dimension. Example: GPT-2's v (H,D,C) is a part of c_attn (C,3C):
 
        dt_weight_part part = { .name = "h.0.attn.c_attn.weight", .file_columns = 3 * C,
                                .column = 2 * C, .transposed = 1 };
        dt_weights_load(w, v, 0, &part, 1);
 
-   For v's bias (H,D) from (3C): columns = C, file_columns = 3 * C, column = 2 * C. Call
-   dt_weights_load after dt_zero_make. */
+   The bias of v (H,D) is a part of a tensor (3C): pass columns = C, file_columns = 3 * C and
+   column = 2 * C. Call dt_weights_load after dt_zero_make. */
 DT_API dt_status dt_weights_load(
     dt_weights *w, dt_tensor *param, int64_t columns, const dt_weight_part *parts, int n);
 
 typedef struct dt_weights_desc {
-    /* more than shard_bytes of data becomes model-00001-of-0000N.safetensors and an index; 0: one
-       file */
+    /* if the tensors have more than shard_bytes bytes, writes model-00001-of-0000N.safetensors and
+       so on with an index; 0 means one file */
     int64_t shard_bytes;
-    /* version 3 or 5: an llm.c model, whose tensors need no declaration; 0: safetensors */
+    /* llmc.version 3 or 5: writes an llm.c model, whose tensors need no declaration; 0:
+       safetensors */
     dt_llmc llmc;
 } dt_weights_desc;
-/* [local] Begins a file: declare all tensors, then write all their elements, in any order.
-   dt_weights_close gives the complete files their names; a failure before dt_weights_close leaves
-   the old files unchanged. A set of shards is replaced file by file, its index last. A safetensors
-   file begins with the metadata {"format":"pt"}. */
+/* [local] Begins a file. Declare all tensors, then write all their elements, in any order.
+   dt_weights_close gives the complete files their final names; after a failure before that, the old
+   files are unchanged. If there are shards, they are replaced one after the other, and their index
+   last. A safetensors file begins with the metadata {"format":"pt"}. */
 DT_API dt_weights *dt_weights_create(dt_ctx *ctx, const char *path, dt_weights_desc desc);
-/* [local] Returns the tensor's index, or -1. */
+/* [local] Declares a tensor. Returns its index, or -1 after a failure. */
 DT_API int dt_weights_declare(dt_weights *w, const char *name, dt_dtype dtype, dt_shape shape);
-/* [local] Writes a range of elements; write each element once. You may leave out the rows of
-   llm.c's unused vocabulary, which become 0. */
+/* [local] Writes elements first .. first + count - 1 of a tensor. Write each element once. You may
+   leave out the rows of llm.c's unused vocabulary, which become 0. */
 DT_API dt_status dt_weights_write(
     dt_weights *w, int index, int64_t first, int64_t count, dt_dtype from, const void *host);
-/* [local] The inverse of dt_weights_load, for a parameter that is not sharded. */
+/* [local] Writes a parameter that is not sharded, as the inverse of dt_weights_load. */
 DT_API dt_status dt_weights_save(
     dt_weights *w, dt_tensor *param, int64_t columns, const dt_weight_part *parts, int n);
-/* [local] Ends reading or writing. NULL is allowed. dt_ctx_free closes files that are still open,
-   and discards files that are being written. */
+/* [local] Ends reading or writing, and frees w; w may be NULL. dt_ctx_free closes files that are
+   still open, and discards files that are still being written. */
 DT_API dt_status dt_weights_close(dt_weights *w);
 
 #ifdef __cplusplus
@@ -1884,7 +1900,8 @@ const char *dt_status_name(dt_status status) {
     return i >= 0 && i <= (int)DT_ERR_UNSUPPORTED ? names[i] : "unknown status";
 }
 
-/* Checked product and sum of counts; 0 if an operand is negative or the result overflows. */
+/* Checked product and sum of counts. Return 0 if an operand is negative or the result overflows,
+   else 1. */
 static int dt__mul_ok(int64_t a, int64_t b, int64_t *out) {
     return a >= 0 && b >= 0 && !__builtin_mul_overflow(a, b, out);
 }
@@ -1901,8 +1918,8 @@ int64_t dt_count(dt_shape shape) {
     return n;
 }
 
-/* Returns the problem with a shape, or NULL. A valid shape has at most 6 dimensions, none below
-   `least`, and a size in bytes far below SIZE_MAX. */
+/* Returns what is wrong with a shape, or NULL if it is valid. A valid shape has at most 6
+   dimensions, no dimension below `least`, and a size in bytes far below SIZE_MAX. */
 static const char *dt__shape_problem(dt_shape shape, int64_t least) {
     int64_t limit = INT64_MAX / 16;
     if (shape.nd < 0) return "a negative number of dimensions";
@@ -1940,8 +1957,8 @@ static dt__text dt__shape_text(dt_shape shape) {
     return t;
 }
 
-/* The tensor that owns t's data and gradient. Views share the owner's data and gradient, and all
-   bookkeeping is on the owner. */
+/* Returns the tensor that owns t's data and gradient. A view shares the data and gradient of its
+   owner, and all bookkeeping is on the owner. */
 static dt_tensor *dt__owner(dt_tensor *t) {
     while (t->base) t = t->base;
     return t;
@@ -1951,8 +1968,8 @@ static size_t dt__bytes(const dt_tensor *t) {
     return (size_t)dt_count(t->shape) * dt_dtype_size(t->dtype);
 }
 
-/* Kernels have their own target options, so gcc inlines a function into them only with
-   always_inline. */
+/* A function that kernels call. Kernels have their own target options, so gcc inlines a function
+   into them only with always_inline. */
 #define DT__INLINE static inline __attribute__((always_inline))
 
 DT__INLINE uint32_t dt__float_bits(float f) {
@@ -1967,8 +1984,8 @@ DT__INLINE float dt__bits_float(uint32_t u) {
     return f;
 }
 
-/* Mixed precision: bf16 and f16 to and from f32, rounded to nearest even; a NaN stays a NaN. The
-   code selects values instead of branching, so that loops vectorise. */
+/* Mixed precision: convert bf16 and f16 to f32, and f32 to them, rounded to nearest even; a NaN
+   stays a NaN. The code selects values instead of branching, so that loops vectorise. */
 DT__INLINE float dt__bf16_to_f32(uint16_t h) { return dt__bits_float((uint32_t)h << 16); }
 
 DT__INLINE uint16_t dt__f32_to_bf16(float f) {
@@ -1979,16 +1996,17 @@ DT__INLINE uint16_t dt__f32_to_bf16(float f) {
 
 DT__INLINE float dt__f16_to_f32(uint16_t h) {
     uint32_t mag = h & 0x7fff, sign = (uint32_t)(h & 0x8000) << 16;
-    /* values below 2^-14: mag times the smallest subnormal */
+    /* the result for values below 2^-14: mag times the smallest subnormal, 2^-24 */
     uint32_t tiny = dt__float_bits((float)(int32_t)mag * 0x1p-24f);
-    /* changes the exponent's bias from 15 to 127 */
+    /* the result for all other values: changes the exponent's bias from 15 to 127 */
     uint32_t rest = (mag << 13) + (mag >= 0x7c00 ? 0x70000000 : 0x38000000);
     return dt__bits_float((mag < 0x400 ? tiny : rest) | sign);
 }
 
 DT__INLINE uint16_t dt__f32_to_f16(float f) {
     uint32_t u = dt__float_bits(f), mag = u & 0x7fffffff;
-    /* the last bit of 0.5 + x is 2^-24 */
+    /* for results below 2^-14: the last bit of the f32 number 0.5 + x is 2^-24, so the addition
+       rounds */
     uint32_t tiny = dt__float_bits(dt__bits_float(mag) + 0.5f) - 0x3f000000;
     uint32_t rest = (mag - 0x38000000 + 0xfff + (mag >> 13 & 1)) >> 13;
     uint32_t huge = mag > 0x7f800000 ? 0x7e00 | (mag >> 13 & 0x3ff) : 0x7c00;
@@ -1999,8 +2017,8 @@ DT__INLINE uint16_t dt__f32_to_f16(float f) {
 }
 
 /* Round to odd. Converts a double to a float that will be rounded again, to 16 bits. If the
-   conversion loses bits, sets the float's last bit. The second rounding then sees that the value
-   was not exact and gives the result of a single rounding. */
+   conversion to float is not exact, sets the float's last bit. The second rounding then gives the
+   result of a single rounding, because it sees that the value was not exact. */
 static float dt__f64_to_odd(double x) {
     float f = (float)x;
     uint32_t u = dt__float_bits(f);
@@ -2008,7 +2026,7 @@ static float dt__f64_to_odd(double x) {
     return dt__bits_float((fabs((double)f) > fabs(x) ? u - 1 : u) | 1);
 }
 
-/* Reads and writes one element of any type. */
+/* Read and write element i of an array of any type. */
 static inline double dt__number(dt_dtype dtype, const void *array, size_t i) {
     switch (dtype) {
     case DT_F32: return (double)((const float *)array)[i];
@@ -2038,7 +2056,7 @@ DT__INLINE dt_dtype dt__wide(dt_dtype dtype, int wide) {
     return wide && dt__narrow(dtype) ? DT_F32 : dtype;
 }
 
-/* size of the type in which the CPU computes for this dtype */
+/* size of the type in which the CPU computes on elements of this dtype */
 static size_t dt__real_size(dt_dtype dtype) { return dtype == DT_F64 ? 8 : 4; }
 
 // ==== 11. Default host and io tables ============================================================
@@ -2076,8 +2094,8 @@ static void dt__host_sleep(void *user, double seconds) {
     nanosleep(&t, NULL);
 }
 
-/* 1 if RLIMIT_FSIZE allows a file of `bytes` bytes; else 0 with errno EFBIG. Check first, because a
-   write beyond the limit raises SIGXFSZ, which ends the program. */
+/* Returns 1 if RLIMIT_FSIZE allows a file of `bytes` bytes, else 0 with errno EFBIG. Writes are
+   checked first, because a write beyond the limit raises SIGXFSZ, which ends the program. */
 static int dt__io_allowed(uint64_t bytes) {
     struct rlimit limit;
     if (getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return 1;
@@ -2086,9 +2104,9 @@ static int dt__io_allowed(uint64_t bytes) {
     return 0;
 }
 
-/* Makes one write call per line, so that the lines of several ranks do not mix. Drops the line if
-   the reader of standard error accepts no data for a second: a rank that waited longer would hang
-   the job. */
+/* Writes one line to standard error, with one write call, so that the lines of several ranks do not
+   mix. Drops the line if the reader of standard error accepts no data for a second: a rank that
+   waited longer would hang the job. */
 static void dt__host_log(void *user, int level, int rank, const char *text) {
     char line[700];
     struct stat st;
@@ -2101,7 +2119,7 @@ static void dt__host_log(void *user, int level, int rank, const char *text) {
     if ((size_t)n >= sizeof line) n = (int)sizeof line - 1;
     if (fstat(2, &st) == 0 && S_ISREG(st.st_mode) && !dt__io_allowed((uint64_t)st.st_size + 1))
         return;
-    /* a failure here cannot be reported, because there is no other log */
+    /* a failure of this write cannot be reported, because there is no other log */
     if (poll(&to, 1, 1000) <= 0 || write(2, line, (size_t)n) < 0) return;
 }
 
@@ -2126,13 +2144,14 @@ static void dt__host_discard(void *user, void *p, size_t bytes) {
 #endif
 }
 
-/* Opens /dev/null on each closed descriptor of 0 to 2, as SQLite does; returns -1 on failure. Call
-   this function before every call that opens a descriptor: if a job starts with descriptor 2
-   closed, the next file or socket would become descriptor 2, and log lines would go to it. */
+/* Opens /dev/null on each of the descriptors 0 to 2 that is closed, as SQLite does. Returns -1 on
+   failure. Call this function before every call that opens a descriptor: if a job starts with
+   descriptor 2 closed, the next file or socket would become descriptor 2, and log lines would be
+   written to it. */
 static int dt__io_guard_std_fds(void) {
     for (int fd = 0; fd <= 2; fd++) {
         int null = fcntl(fd, F_GETFD) >= 0 ? fd : open("/dev/null", O_RDWR);
-        /* not ENOENT, which callers read as an absent file */
+        /* not ENOENT, with which callers would conclude that their file is absent */
         if (null < 0) return errno = EBADF, -1;
         if (null > 2) close(null); /* another thread has opened descriptor fd first */
     }
@@ -2140,10 +2159,10 @@ static int dt__io_guard_std_fds(void) {
 }
 
 static int dt__io_open(void *user, const char *path, int mode) {
-    static const int flags[] = { O_RDONLY, O_RDWR | O_NOFOLLOW, /* DT_IO_READ, _WRITE, */
-        O_RDWR | O_NOFOLLOW | O_CREAT | O_EXCL,                 /* _CREATE, */
-        O_RDWR | O_NOFOLLOW | O_CREAT | O_EXCL,                 /* _PRIVATE, */
-        O_RDWR | O_NOFOLLOW | O_CREAT };                        /* _LOCK */
+    static const int flags[] = { O_RDONLY, O_RDWR | O_NOFOLLOW, /* DT_IO_READ, DT_IO_WRITE */
+        O_RDWR | O_NOFOLLOW | O_CREAT | O_EXCL,                 /* DT_IO_CREATE */
+        O_RDWR | O_NOFOLLOW | O_CREAT | O_EXCL,                 /* DT_IO_PRIVATE */
+        O_RDWR | O_NOFOLLOW | O_CREAT };                        /* DT_IO_LOCK */
     struct stat st;
     (void)user;
     if (mode < DT_IO_READ || mode > DT_IO_LOCK) return errno = EINVAL, -1;
@@ -2187,7 +2206,8 @@ static int64_t dt__io_pread(void *user, int fd, void *buf, size_t bytes, int64_t
     return (int64_t)pread(fd, buf, bytes, (off_t)offset);
 }
 
-/* At the limit RLIMIT_FSIZE, pwrite writes fewer bytes and returns a short count. */
+/* Only the first byte is checked against RLIMIT_FSIZE: a write that crosses the limit writes up to
+   the limit and returns a short count. */
 static int64_t dt__io_pwrite(void *user, int fd, const void *buf, size_t bytes, int64_t offset) {
     (void)user;
     if (bytes > 0 && !dt__io_allowed((uint64_t)offset + 1)) return -1;
@@ -2230,7 +2250,7 @@ static int dt__io_list_folder(
     errno = 0;
     for (struct dirent *e; (e = readdir(d)) != NULL; errno = 0)
         if (strcmp(e->d_name, ".") != 0 && strcmp(e->d_name, "..") != 0) each(arg, e->d_name);
-    int reason = errno; /* closedir may change it */
+    int reason = errno; /* closedir may change errno */
     closedir(d);
     errno = reason;
     return reason ? -1 : 0;
@@ -2241,7 +2261,8 @@ static int dt__io_lock(void *user, int fd) {
     return flock(fd, LOCK_EX | LOCK_NB);
 }
 
-/* Uses a directory descriptor, because a link could replace the path between two calls. */
+/* Removes files through a directory descriptor, because a link could replace the path between two
+   calls. */
 static int dt__io_remove_folder(void *user, const char *path, const char *const *names, int n) {
     struct stat st;
     int failed = 0;
@@ -2253,7 +2274,7 @@ static int dt__io_remove_folder(void *user, const char *path, const char *const 
     if (fd < 0) return -1;
     for (int i = 0; i < n && !failed; i++)
         failed = unlinkat(fd, names[i], 0) != 0 && errno != ENOENT;
-    int reason = errno; /* close may change it */
+    int reason = errno; /* close may change errno */
     close(fd);
     errno = reason;
     return failed ? -1 : rmdir(path);
@@ -2263,14 +2284,14 @@ static int dt__io_sync_and_evict(void *user, int fd, int64_t bytes, int64_t offs
     (void)user;
 #if defined(__linux__) && defined(POSIX_FADV_DONTNEED)
     int how = SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER;
-    /* The kernel reports a disk error only once, so call fsync only if the file system does not
-       support sync_file_range */
+    /* The kernel reports a disk error only once: if sync_file_range reports one, fsync might
+       succeed. So call fsync only if the file system does not support sync_file_range. */
     if (sync_file_range(fd, (off_t)offset, (off_t)bytes, how) != 0) {
         if (errno != ENOSYS && errno != EINVAL && errno != ESPIPE) return -1;
         if (fsync(fd) != 0) return -1;
     }
     posix_fadvise(fd, (off_t)offset, (off_t)bytes, POSIX_FADV_DONTNEED);
-    posix_fadvise(fd, 0, 0, POSIX_FADV_RANDOM); /* read-ahead pages would stay in the cache */
+    posix_fadvise(fd, 0, 0, POSIX_FADV_RANDOM); /* no read-ahead: its pages would stay cached */
     return 0;
 #else
     (void)bytes;
@@ -2307,15 +2328,15 @@ const dt_io *dt_io_default(void) { return &dt__io_table; }
 
 // ==== 12. Context, errors, memory account: code =================================================
 
-/* Memory accounting: every byte has one class, and the counters change in one function only:
+/* Memory accounting: every byte has one class, and only dt__account changes the counters:
 
        dt_alloc(ctx, class, n)      live[class] += n, peak[class] = max(peak[class], live[class])
        dt_free(ctx, class, p, n)    live[class] -= n
 
    Errors are sticky: dt_fail records the first error, later ops return NULL, and a listener
-   (dt_comm.h) tells the peers. */
+   (dt_comm.h) tells the other ranks. */
 
-/* A bump allocator, which frees all its allocations at once: section 15. */
+/* Arena: a bump allocator, which frees all its allocations at once (section 15). */
 typedef struct dt__chunk {
     struct dt__chunk *next;
     char *data;
@@ -2324,13 +2345,13 @@ typedef struct dt__chunk {
 
 typedef struct dt__arena {
     dt_mem mem;
-    size_t min_chunk;       /* size of the next chunk, unless the request is larger */
-    dt__chunk *chunks;      /* the current chunk first */
-    struct dt__arena *next; /* next arena of a pool of free arenas */
+    size_t min_chunk;       /* size of the next chunk, unless a request is larger */
+    dt__chunk *chunks;      /* list; the current chunk comes first */
+    struct dt__arena *next; /* if this arena is free: the next one of its pool */
 } dt__arena;
 
-/* Device memory that was freed while device operations were in flight; cached for the next request
-   of the same size. */
+/* Device memory or pinned memory that was freed while device operations were in flight, and is
+   cached for the next request of the same size. */
 typedef struct dt__cached_memory {
     void *p;
     size_t bytes;
@@ -2354,7 +2375,7 @@ struct dt_ctx {
     int rank;
     void *attached;
     dt_status status;
-    /* 1: the failure was in reading a file; the file itself may be intact */
+    /* 1: the context failed because a read of a file failed; the file itself may be intact */
     int read_failed;
     char text[512];
     dt_memory memory;
@@ -2369,33 +2390,34 @@ struct dt_ctx {
     int n_params, param_capacity;
     char *scope_prefix;
     size_t scope_bytes;
-    int scope, stage, has_stages; /* has_stages: dt_stage was called */
+    int scope, stage, has_stages; /* has_stages 1: dt_stage was called */
     dt_bucket *buckets;
     int n_buckets;
     int reduce_each_micro; /* from dt_buckets_desc */
     dt__bucket_buffer *bucket_buffers;
     int n_bucket_buffers, bucket_buffer_capacity;
 
-    dt_block_state **tapes; /* (tape_capacity) roots, NULL for unused numbers */
+    dt_block_state **tapes; /* (tape_capacity) root blocks; NULL for unused numbers */
     int tape_capacity;
-    dt_block_state *root, *current; /* root: of the selected tape */
-    dt_block_state *entered_block;  /* the innermost block that listeners have entered */
-    /* 1 during a gather for a single access outside of any op */
+    dt_block_state *root, *current; /* of the selected tape */
+    dt_block_state *entered_block;  /* innermost block whose `enter` was called */
+    /* 1 during a gather for one access that is outside of any op */
     int outside_op;
     dt__arena *grad_pool;
-    /* arenas for the data of recomputed blocks, reused from block to block */
+    /* free arenas for the data of recomputed blocks */
     dt__arena *recompute_pool;
     dt__arena *transient_pool; /* arenas of transient tensors, one arena per tensor */
-    int make_transient;        /* > 0: ops make transient tensors (nesting depth) */
-    /* fingerprint of the ops that the current block has recorded; 0: none */
+    int make_transient;        /* nesting depth; if > 0, ops make transient tensors */
+    /* fingerprint of the ops that the current block has recorded; 0 if there are none */
     uint64_t fingerprint;
-    int recomputing; /* depth of second runs of recomputed blocks */
+    int recomputing; /* nesting depth of second runs of recomputed blocks */
     int micro, micro_count;
     int no_grad;
     double loss_scale;
 };
 
-/* Updates the memory counters; no other function changes the counters. */
+/* Updates the memory counters: sign is +1 for an allocation, -1 for a free. No other function
+   changes them. */
 static void dt__account(dt_ctx *ctx, dt_mem mem, size_t bytes, int sign) {
     dt_memory *m = &ctx->memory;
     if (sign < 0) {
@@ -2420,8 +2442,8 @@ static void *dt__host_zeroed(dt_ctx *ctx, size_t bytes, const char *what) {
     return p;
 }
 
-/* Returns an array with capacity for one more element. If the array must grow, copies it and frees
-   the old array. */
+/* Returns `array` if it has capacity for one more element, else a larger copy; the old array is
+   then freed. Returns NULL after a failure. */
 static void *dt__grow(
     dt_ctx *ctx, void *array, int used, int *capacity, size_t element, const char *what) {
     if (used < *capacity) return array;
@@ -2434,10 +2456,10 @@ static void *dt__grow(
     return p;
 }
 
-/* cudaFree waits until the device is idle, but an operation in flight may wait for this rank's next
-   call, which is a deadlock. So memory that is freed while operations are in flight is cached for
-   the next request of the same size; the rank's stream orders the old and new uses. Returns 1 if
-   the memory was cached. */
+/* Caches freed device memory for the next request of the same size. cudaFree waits until the device
+   is idle. If an operation in flight waits for this rank's next call, this would be a deadlock, so
+   memory freed while operations are in flight goes to the cache. The rank's stream orders the old
+   and the new use. Returns 1 if the memory was cached, else 0. */
 static int dt__device_cache_put(dt_ctx *ctx, void *p, size_t bytes, int pinned) {
     dt__cached_memory *grown = (dt__cached_memory *)dt__grow(ctx, ctx->cached, ctx->n_cached,
         &ctx->cached_capacity, sizeof *grown, "cached device memory");
@@ -2469,8 +2491,9 @@ static void dt__device_cache_free(dt_ctx *ctx) {
     }
 }
 
-/* Call this before a device wait without a timeout: pending operations may depend on other ranks.
-   Returns 1 if no pending operation still runs on the device. */
+/* Calls the listeners' drain. Call dt__drain before a device wait without a timeout, because
+   pending operations may depend on other ranks. Returns 1 if no pending operation still runs on the
+   device, else 0. */
 static int dt__drain(dt_ctx *ctx, int all) {
     int idle = 1;
     for (dt_listener *l = ctx->listeners; l; l = l->next)
@@ -2484,8 +2507,8 @@ static void *dt__alloc_uncounted(dt_ctx *ctx, dt_mem mem, size_t bytes, int pinn
         return ctx->host.alloc(ctx->host.user, bytes, mem);
     void *p = dt__device_cache_get(ctx, bytes, pinned);
     for (int attempt = 0; !p && attempt < 2; attempt++) {
-        /* Do not drain for pinned memory: pending operations allocate pinned memory as they make
-           progress, and must not wait for themselves */
+        /* no drain for pinned memory: pending operations themselves allocate pinned memory when
+           they make progress, and must not wait for their own end */
         if (attempt > 0 && (pinned || ctx->n_cached == 0 || !dt__drain(ctx, 1))) break;
         p = pinned ? ctx->kernels.pin(bytes) : ctx->kernels.alloc(ctx->kernels.user, bytes);
     }
