@@ -1110,7 +1110,7 @@ struct dt_tensor { /* your code may read and print a tensor; only ops write it *
     dt_param_info *param;     /* NULL if not a parameter */
     dt_block_state *block;    /* the block whose arena holds the tensor */
     struct dt_node *producer; /* the recorded op that made this tensor, or NULL */
-    /* how many inputs of recorded ops this tensor is; ops under dt_no_grad do not count */
+    /* number of times that an op took this tensor as an input; ops under dt_no_grad do not count */
     int readers;
     /* arena of this tensor's data, if the tensor is transient (section 16) and has data; else
        NULL */
@@ -1259,7 +1259,7 @@ struct dt_bucket {
     /* (padded) gradient accumulation: the sum over the finished micro-batches, of class
        DT_MEM_GRADS; allocated when first needed */
     void *grad;
-    /* (padded) the gradient of the current micro-batch; may be the same buffer as grad */
+    /* the gradient of the current micro-batch; may be the same buffer as grad */
     void *micro_grad;
     int accumulated; /* 1: grad holds the gradient of at least one micro-batch */
     /* number of parameters whose gradient is not complete yet in the current backward */
@@ -1599,9 +1599,9 @@ typedef struct dt_block_desc {
        local variable */
     size_t user_bytes;
 } dt_block_desc;
-/* [local] Runs a block as dt_block does. If desc.recompute is 1, the block is recomputed in the
-   backward: this is activation checkpointing (recompute) of a layer, or selective recompute of a
-   few ops. A recomputed block gives the same bits as a plain block and costs one more run of fn.
+/* [local] Activation checkpointing (recompute) of a layer, or selective recompute of a few ops, if
+   desc.recompute is 1; otherwise runs a block as dt_block does. A recomputed block gives the same
+   bits as a plain block and costs one more run of fn.
 
    After the forward, the data of all tensors that fn made are freed. Before that the output is
    copied to memory that outlives the block, unless fn returns x or another tensor made outside the
@@ -2593,8 +2593,8 @@ void dt_memory_reset_peak(dt_ctx *ctx) {
     ctx->memory.peak_total = ctx->memory.live_total;
 }
 
-/* With CUDA the default is the GPU, if dt_cuda_ready returns DT_OK. Rank 0 logs why the GPU is not
-   used, or dt_cuda_ready's advice. */
+/* Returns the default kernel table: with CUDA the GPU's, if dt_cuda_ready returns DT_OK, else the
+   CPU's. Rank 0 logs why the GPU is not used, or the advice of dt_cuda_ready. */
 static const dt_kernels *dt__kernels_default(dt_ctx *ctx) {
 #ifdef DT_USE_CUDA
     char text[160] = "";
@@ -2639,7 +2639,7 @@ static void dt__params_free(dt_ctx *ctx);
 void dt_ctx_free(dt_ctx *ctx) {
     if (!ctx) return;
     while (ctx->listeners) {
-        /* remove l from the chain first, because l->closing may free l */
+        /* remove l from the list first, because l->closing may free l */
         dt_listener *l = ctx->listeners;
         ctx->listeners = l->next;
         if (l->closing) l->closing(ctx, l->user);
@@ -2666,7 +2666,7 @@ void dt_ctx_attach(dt_ctx *ctx, void *upper) {
 }
 
 size_t dt_printable(const char *s) {
-    /* smallest code point of n bytes */
+    /* least[n]: smallest printable code point whose encoding has n bytes */
     static const uint32_t least[] = { 0, 0x20, 0xa0, 0x800, 0x10000 };
     unsigned char first = (unsigned char)(s ? *s : 0);
     size_t n = first < 0x80   ? 1
@@ -2685,9 +2685,9 @@ size_t dt_printable(const char *s) {
                : n;
 }
 
-/* Makes a message one printable line: each unprintable byte becomes \xNN, and the result is
-   truncated to `bytes`. Every message passes through dt__escape, because a message may quote paths,
-   names in files and texts from other ranks. */
+/* Turns a message into one printable line: each unprintable byte becomes \xNN, and the result is
+   truncated to `bytes` bytes. Every message passes through dt__escape, because a message may quote
+   paths, names in files and texts from other ranks. */
 static void dt__escape(char *text, size_t bytes) {
     char raw[700] = "";
     size_t at = 0, n = strlen(text) < sizeof raw ? strlen(text) : sizeof raw - 1;
@@ -2723,11 +2723,11 @@ dt_status dt_fail(dt_ctx *ctx, dt_status status, const char *fmt, ...) {
     va_start(args, fmt);
     vsnprintf(ctx->text + n, sizeof ctx->text - (size_t)n, fmt ? fmt : "no reason was given", args);
     va_end(args);
-    /* the sign of a NaN is unspecified, so remove it */
+    /* printf may print a NaN as nan or -nan, because its sign is unspecified: remove the sign */
     for (char *s = strstr(ctx->text, " -nan"); s; s = strstr(s + 1, " -nan"))
         if (strchr(" ,:;)", s[5])) memmove(s + 1, s + 2, strlen(s + 2) + 1);
     dt__escape(ctx->text, sizeof ctx->text);
-    int logged = status == DT_ERR_PEER; /* only the rank that failed first logs an error */
+    int logged = status == DT_ERR_PEER; /* if another rank failed first, it logs the error */
     for (dt_listener *l = ctx->listeners; l; l = l->next)
         if (l->failed) logged |= l->failed(ctx, status, ctx->text, l->user);
     dt_log(ctx, logged ? DT_LOG_DETAIL : DT_LOG_ERROR, "%s", ctx->text);
@@ -2739,8 +2739,8 @@ const char *dt_error_text(const dt_ctx *ctx) {
     return ctx ? ctx->text : "no context: out of memory";
 }
 
-/* Runs kernel k of the context's table. If the kernel fails, fails the context with the op's
-   name. */
+/* DT__CALL runs kernel k of the context's table. DT__KERNEL and DT__OP also fail the context if the
+   kernel fails; the error text then begins with `what` or with the op's name. */
 #define DT__CALL(ctx, k, args) \
     ((ctx)->kernels.k ? (ctx)->kernels.k((args), (ctx)->stream) : DT_ERR_UNSUPPORTED)
 #define DT__KERNEL(ctx, what, k, args) \
@@ -2768,11 +2768,12 @@ static dt_status dt__move(dt_ctx *ctx, void *dst, const void *src, size_t bytes)
         memcpy(dst, src, bytes);
         return DT_OK;
     }
-    /* CUDA copies at most STAGED bytes of pageable memory through a staging buffer without
-       waiting */
+    /* CUDA copies up to STAGED bytes from pageable memory through a staging buffer, without waiting
+       for the device */
     enum { STAGED = 64 << 10 };
     int (*reaches)(const void *) = ctx->kernels.can_access;
-    /* a copy to pageable memory, or a larger copy from it, blocks: drain first */
+    /* a copy to pageable memory, or a larger copy from pageable memory, waits for the device: drain
+       before it */
     if (reaches && (!reaches(dst) || (bytes > STAGED && !reaches(src)))) dt__drain(ctx, 0);
     dt_status status = ctx->kernels.move(dst, src, bytes, ctx->stream);
     return status == DT_OK
@@ -2783,7 +2784,7 @@ static dt_status dt__move(dt_ctx *ctx, void *dst, const void *src, size_t bytes)
 static dt_status dt__sync(dt_ctx *ctx) {
     dt__drain(ctx, 0);
     dt_status status = ctx->kernels.sync ? ctx->kernels.sync(ctx->stream) : DT_OK;
-    /* CUDA kernels report a bad index only here */
+    /* CUDA kernels report a bad index only when the host waits for the stream */
     if (status == DT_ERR_ARG)
         return dt_fail(ctx, status,
             "on %s since the last wait: an id, a label or a row outside of its table; "
@@ -2798,7 +2799,7 @@ static dt_status dt__fill(dt_ctx *ctx, dt_dtype dtype, void *out, size_t count, 
     return DT__KERNEL(ctx, "filling", fill, &a);
 }
 
-/* out = in, or out += in */
+/* If accumulate is 1: out += in, else out = in. */
 static dt_status dt__accumulate(
     dt_ctx *ctx, dt_dtype dtype, void *out, const void *in, size_t count, int accumulate) {
     if (!accumulate) return dt__move(ctx, out, in, count * dt_dtype_size(dtype));
@@ -2828,16 +2829,17 @@ void dt_unlisten(dt_ctx *ctx, dt_listener *listener) {
 
 // ==== 13. Counter-based RNG =====================================================================
 
-/* Counter-based RNG: random numbers as a pure function of (key, counter) instead of a sequence with
-   state. The naive version, one generator per process, gives different values in every layout.
+/* Counter-based RNG: each random number is a pure function of (key, counter), not the next number
+   of a sequence with state. With the naive version, one generator per process, every layout would
+   get different values.
 
        key = hash(seed, "h.0.attn.wq")      value i of the full tensor = philox(key, i / 4)[i % 4]
 
-   Any rank can compute any element of any tensor, so every layout starts from the same model and
-   drops the same activations. */
+   Any rank can compute any element of any tensor. So every layout starts from the same model, and
+   dropout drops the same activations. */
 
 /* Counter-based RNG. Philox4x32-10 (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as
-   1, 2, 3; SC11): four random words as a pure function of (key, counter). */
+   1, 2, 3; SC11). Sets out to four random words, a pure function of (key, counter). */
 static void dt__philox(uint64_t key, uint64_t counter, uint32_t out[4]) {
     uint32_t k0 = (uint32_t)key, k1 = (uint32_t)(key >> 32);
     uint32_t c0 = (uint32_t)counter, c1 = (uint32_t)(counter >> 32), c2 = 0, c3 = 0;
@@ -2856,8 +2858,8 @@ static void dt__philox(uint64_t key, uint64_t counter, uint32_t out[4]) {
     out[3] = c3;
 }
 
-/* The key of a named stream: FNV-1a of the name, mixed with the seed so that streams of
-   neighbouring seeds are independent. */
+/* Returns the RNG key for a name: the FNV-1a hash of the name, mixed with the seed so that the keys
+   of neighbouring seeds give independent numbers. */
 static uint64_t dt__stream_key(uint64_t seed, const char *name) {
     uint64_t h = 0xcbf29ce484222325u;
     for (; *name; name++) h = (h ^ (unsigned char)*name) * 0x100000001b3u;
@@ -2869,28 +2871,28 @@ static uint64_t dt__stream_key(uint64_t seed, const char *name) {
 // ==== 14. Parameters, slices and buckets: code ==================================================
 
 /* Gradient accumulation: a step runs several micro-batches, and a bucket adds up their gradients.
-   In the naive version every op adds its gradient directly to the sum. Here each micro-batch's
-   gradient is complete before it is added to the sum, so the sum has a fixed order of additions,
+   In the naive version every op adds its gradient directly to the sum. In dt each micro-batch's
+   gradient is complete before it is added to the sum. So the additions have a fixed order,
    micro-batch by micro-batch:
 
        micro-batch 0:  ops write -> grad                           then grad_ready
        micro-batch j:  ops write -> buffer, grad += buffer         then grad_ready
 
-   A bucket is complete when the backward of every recorded use of its parameters has run. Then
-   listeners may reduce the bucket's gradient over ranks while the backward of earlier layers still
-   runs. With reduce_each_micro (ZeRO-2, ZeRO-3) a listener gets each micro-batch's buffer, and
-   there is no local sum. */
+   A bucket's gradient is complete when the backward of every recorded use of its parameters has
+   run. Then listeners may reduce the gradient over ranks while the backward of earlier layers still
+   runs. With reduce_each_micro (ZeRO-2, ZeRO-3) a listener receives each micro-batch's buffer, and
+   the bucket has no sum. */
 
 dt_local_slice dt_local_slice_of(dt_shape full, const dt_shard_spec shards[3]) {
     dt_local_slice slice;
-    int64_t end[DT_MAX_DIMS]; /* end of this rank's slice, in the full tensor */
+    int64_t end[DT_MAX_DIMS]; /* where this rank's slice ends in the full tensor */
     memset(&slice, 0, sizeof slice);
     if (dt__shape_problem(full, 0)) return slice;
     for (int i = 0; i < full.nd; i++) slice.n[i] = end[i] = full.d[i];
     for (int c = 0; shards && c < 3; c++) {
         const dt_group *group = (const dt_group *)shards[c].comm;
         if (!group || shards[c].dim < 0 || shards[c].dim >= full.nd) continue;
-        /* a second sharding of the same dimension divides the slice left by the first */
+        /* a second sharding of the same dimension divides the slice that the first one left */
         int dim = shards[c].dim;
         slice.n[dim] = (slice.n[dim] + group->size - 1) / group->size;
         slice.lo[dim] += group->rank * slice.n[dim];
@@ -2901,16 +2903,16 @@ dt_local_slice dt_local_slice_of(dt_shape full, const dt_shard_spec shards[3]) {
     return slice;
 }
 
-/* Walks the real part of a local slice (without padding) in runs that are contiguous both locally
-   and globally. */
+/* Iterates over a local slice without its padding, in runs of elements that are contiguous both in
+   the local slice and in the full tensor. */
 typedef struct dt__slice_walk {
     dt_shape full;
     dt_local_slice slice;
     int64_t at[DT_MAX_DIMS];
-    int outer;     /* `at` walks dimensions 0 .. outer - 1; a run covers the other dimensions */
-    int64_t count; /* elements of a run */
+    int outer;     /* a run covers dimensions outer and above; `at` counts through the others */
+    int64_t count; /* number of elements of a run */
     int done;
-    int64_t local, global; /* index of the current run's first element */
+    int64_t local, global; /* index of the run's first element in the slice, in the full tensor */
 } dt__slice_walk;
 
 static dt__slice_walk dt__slice_begin(dt_shape full, dt_local_slice slice) {
@@ -2920,7 +2922,7 @@ static dt__slice_walk dt__slice_begin(dt_shape full, dt_local_slice slice) {
     w.slice = slice;
     w.count = 1;
     w.outer = full.nd;
-    /* the inner dimensions are not sharded, so the next outer dimension extends the run */
+    /* as long as no inner dimension is sharded, the next outer dimension extends the run */
     int contiguous = 1;
     while (w.outer > 0 && contiguous) {
         w.outer--;
@@ -2944,15 +2946,15 @@ static int dt__slice_next(dt__slice_walk *w) {
     return 1;
 }
 
-/* 1 if the local slice has padding, because a group's size does not divide a dimension. */
+/* Returns 1 if the local slice has padding, because a group's size does not divide a dimension. */
 static int dt__slice_has_padding(dt_shape full, dt_local_slice slice) {
     for (int i = 0; i < full.nd; i++)
         if (slice.inside[i] != slice.n[i]) return 1;
     return 0;
 }
 
-/* Zeroes the elements of a local array that are outside the full tensor, which are the gaps between
-   the runs of a slice walk. */
+/* Zeroes the padding of a local array: the elements outside the full tensor, which lie between the
+   runs of a slice walk. */
 static void dt__zero_padding(dt_ctx *ctx, const dt_param_info *p, dt_dtype dtype, void *array) {
     if (!dt__slice_has_padding(p->full, p->slice)) return;
     size_t size = dt_dtype_size(dtype);
@@ -2967,7 +2969,7 @@ static void dt__zero_padding(dt_ctx *ctx, const dt_param_info *p, dt_dtype dtype
 
 static dt__text dt__printable_name(const char *name);
 
-/* Names go into files and messages, so they must be printable. */
+/* Checks that a name is printable, because names are written to files and messages. */
 static dt_status dt__name_check(dt_ctx *ctx, const char *op, const char *name) {
     size_t length = 1;
     for (const char *s = name; *s && length; s += length) length = dt_printable(s);
@@ -3004,7 +3006,7 @@ void dt_stage(dt_ctx *ctx, int stage) {
     ctx->scope++;
 }
 
-/* A tensor, its info and its name in one allocation. */
+/* A parameter's tensor and info; the name follows in the same allocation. */
 typedef struct dt__param_memory {
     dt_tensor tensor;
     dt_param_info info;
@@ -3111,7 +3113,8 @@ dt_tensor *dt_param_find(const dt_ctx *ctx, const char *name) {
     return NULL;
 }
 
-/* 1 if two parameters can share a bucket: every bucket operation treats both in the same way. */
+/* Returns 1 if two parameters can share a bucket, because every bucket operation treats both in the
+   same way. */
 static int dt__same_bucket(const dt_tensor *a, const dt_tensor *b) {
     const dt_param_desc *x = &a->param->desc, *y = &b->param->desc;
     if (a->dtype != b->dtype || a->param->scope != b->param->scope || !x->frozen != !y->frozen)
@@ -3125,7 +3128,8 @@ static int dt__same_bucket(const dt_tensor *a, const dt_tensor *b) {
     return 1;
 }
 
-/* 1 if parameter i begins a new bucket. open: number of elements in the current bucket. */
+/* Returns 1 if parameter i begins a new bucket. open: number of elements that the current bucket
+   has so far. */
 static int dt__begins_bucket(const dt_ctx *ctx, int i, size_t open, size_t bucket_bytes) {
     const dt_tensor *t = ctx->params[i];
     return i == 0 || !dt__same_bucket(ctx->params[i - 1], t) ||
@@ -3181,7 +3185,8 @@ static dt_status dt__param_init(dt_ctx *ctx, const dt_tensor *t) {
     return ctx->status;
 }
 
-/* Points the tensors of a bucket's parameters at data; NULL: the parameters have no values. */
+/* Sets the data of a bucket, and of its parameters' tensors. data NULL: the parameters have no
+   values. */
 static void dt__bucket_set_data(dt_ctx *ctx, dt_bucket *bucket, void *data) {
     bucket->data = data;
     for (int i = bucket->first_param; i < bucket->first_param + bucket->n_params; i++) {
@@ -3195,7 +3200,8 @@ static void dt__bucket_release(dt_ctx *ctx, dt_bucket *bucket, int written, int 
         if (l->release) l->release(ctx, bucket, written, unused, l->user);
 }
 
-/* Allocates and initializes this rank's shard; the rank never allocates the full bucket here. */
+/* Allocates this rank's shard of a bucket and writes its initial values. The full bucket is not
+   allocated, so a sharded model need not fit in one rank's memory. */
 static dt_status dt__bucket_alloc(dt_ctx *ctx, dt_bucket *bucket, const dt_buckets_desc *desc) {
     size_t bytes = bucket->shard_count * dt_dtype_size(bucket->dtype);
     bucket->shard = dt_alloc(ctx, DT_MEM_PARAMS, bytes, "parameters");
@@ -3213,7 +3219,7 @@ static dt_status dt__bucket_alloc(dt_ctx *ctx, dt_bucket *bucket, const dt_bucke
     return ctx->status;
 }
 
-/* Sets a bucket's padding and the shard of the bucket that this rank holds. */
+/* Sets the padded size of a bucket, and which shard of it this rank holds. */
 static dt_status dt__bucket_shard(dt_ctx *ctx, dt_bucket *bucket, const dt_buckets_desc *desc) {
     size_t pad = desc->pad ? desc->pad : 1;
     int parts = 1, part = 0;
@@ -3307,8 +3313,8 @@ static dt_status dt__bucket_grad_alloc(dt_ctx *ctx, dt_bucket *bucket) {
     return dt__fill(ctx, bucket->grad_dtype, bucket->grad, bucket->padded, 0);
 }
 
-/* Starts a bucket's gradient of this micro-batch. With reduce_each_micro the listener also gets the
-   padding, so the padding is zeroed. */
+/* Provides memory for a bucket's gradient of this micro-batch. With reduce_each_micro the listener
+   also reads the padding, so the padding is zeroed. */
 static void *dt__bucket_open_grad(dt_ctx *ctx, dt_bucket *bucket) {
     size_t size = dt_dtype_size(bucket->grad_dtype), padding = bucket->padded - bucket->count;
     if (dt__bucket_grad_alloc(ctx, bucket) != DT_OK) return NULL;
@@ -3342,8 +3348,9 @@ static void dt__bucket_close_grad(dt_ctx *ctx, dt_bucket *bucket) {
 
 enum { DT__COMPLETE = -1 };
 
-/* Gradient accumulation. Called when the bucket has all gradients of this micro-batch: zeroes the
-   gradients that no op wrote, adds the buffer to the sum, and calls the listeners. */
+/* Gradient accumulation. Completes a bucket's gradient of this micro-batch, after the last op that
+   writes to it: zeroes the gradients that no op wrote, adds the buffer to the sum, and calls the
+   listeners. */
 static void dt__bucket_complete(dt_ctx *ctx, dt_bucket *bucket) {
     size_t size = dt_dtype_size(bucket->grad_dtype);
     bucket->pending_params = DT__COMPLETE;
@@ -3406,8 +3413,8 @@ static void dt__params_free(dt_ctx *ctx) {
 #endif
 #endif
 #ifndef DT__ASAN
-/* 1: every tensor is a separate allocation, so the sanitizer sees reads past the tensor's end and
-   after a reset */
+/* 1 with AddressSanitizer: every tensor is then a separate allocation, so the sanitizer sees reads
+   past a tensor's end and reads after a reset. */
 #define DT__ASAN 0
 #endif
 
@@ -3415,7 +3422,8 @@ enum { DT__MIN_CHUNK_ACTS = 64 << 10, DT__MIN_CHUNK_META = 8 << 10 };
 
 static void *dt__arena_alloc(dt_ctx *ctx, dt__arena *a, size_t bytes) {
     if (bytes == 0) bytes = 1;
-    /* exact size, so that the sanitizer sees the first byte past the end */
+    /* with AddressSanitizer keep the exact size, so that it sees a read of the first byte past the
+       end */
     if (!DT__ASAN) bytes = (bytes + 63) / 64 * 64;
     dt__chunk *c = a->chunks;
     if (!c || c->size - c->used < bytes) {
@@ -3446,8 +3454,8 @@ static void dt__arena_free(dt_ctx *ctx, dt__arena *a) {
     }
 }
 
-/* Empties the arena. If it has several chunks, frees them; the next use allocates one chunk of the
-   total size. */
+/* Empties the arena. If the arena has several chunks, frees them; the next allocation makes one
+   chunk of the total size. */
 static void dt__arena_reset(dt_ctx *ctx, dt__arena *a) {
     size_t total = 0;
     if (!a->chunks) return;
@@ -3460,8 +3468,8 @@ static void dt__arena_reset(dt_ctx *ctx, dt__arena *a) {
     }
 }
 
-/* Takes an arena from a pool (last in, first out), or makes an arena: of class DT_MEM_COMM for
-   transient tensors, otherwise of class DT_MEM_ACTS. */
+/* Takes the arena that was released last from a pool. If the pool is empty, makes an arena: of
+   class DT_MEM_COMM for transient tensors, otherwise of class DT_MEM_ACTS. */
 static dt__arena *dt__arena_acquire(dt_ctx *ctx, dt__arena **pool) {
     dt__arena *a = *pool;
     if (a) {
@@ -3475,7 +3483,7 @@ static dt__arena *dt__arena_acquire(dt_ctx *ctx, dt__arena **pool) {
     return a;
 }
 
-/* Empties *a, if it is not NULL, and returns it to a pool. */
+/* Empties arena *a, returns it to a pool, and sets *a to NULL. *a may be NULL. */
 static void dt__arena_release(dt_ctx *ctx, dt__arena **pool, dt__arena **a) {
     if (!*a) return;
     dt__arena_reset(ctx, *a);
@@ -3495,61 +3503,64 @@ static void dt__arenas_free(dt_ctx *ctx, dt__arena **pool) {
 
 // ==== 16. Tape and blocks: code =================================================================
 
-/* Blocks form a tree per tape; the root is the micro-batch. A node is an op or a child block:
+/* Each tape is a tree of blocks, whose root is the micro-batch. A node is an op or a child block:
 
        root:  [embedding] [block 1] [block 2] [norm] [loss]          newest <- prev <- prev ...
                               |         `-- [linear] [gelu] [linear]
                               `------------ [linear] [gelu] [linear]
 
-   Backward walks the nodes from newest to oldest, and enters a child block when it reaches the
+   The backward walks the nodes from newest to oldest, and enters a child block when it reaches the
    block's node. Recompute (arXiv:1604.06174): the backward of a recomputed block first runs fn
    again as a new block, `rerun`, and then walks the nodes of `rerun`. The data of `rerun` are in
-   arenas that one recomputed block frees and the next block reuses, so peak memory is one block,
-   not L. */
+   arenas that one recomputed block frees and the next one reuses. So the peak memory of L blocks
+   is that of one block. */
 
 enum { DT__FORWARD_ONLY = 0, DT__INPUT_HALF_DONE, DT__BACKWARD_DONE };
 
-/* A block: its recorded ops, newest first, and the memory of the ops' outputs. Block 0, the root,
-   is the micro-batch (a tape); dt_block makes children. A reset returns blocks to the tape's pool
-   with their arenas, so the k-th block of every step gets an arena of the right size.
+/* A block: its recorded ops, newest first, and the memory of the ops' outputs. Block 0, the root of
+   a tape, is the micro-batch; dt_block makes the other blocks. A reset returns the blocks with
+   their arenas to the tape's pool, so the k-th block of every step gets an arena of the right size.
 
    A recomputed block, and every block inside it, borrows an arena for its data from
-   ctx->recompute_pool. Recomputed blocks have a separate block pool, because a plain block keeps
-   its arena. Tensors and nodes (meta) stay until the reset, so that dt can report a use of freed
-   data. The parent's arena holds the data of `out`, but the block holds the gradient of `out`: in
-   the parent, the gradients of all outputs would be alive at once. */
+   ctx->recompute_pool. A plain block keeps its arena, so the two kinds of blocks have separate
+   pools. The structs of tensors and nodes (meta) stay until the reset, so that dt can report a use
+   of freed data. The data of `out` are in the parent's arena, but the gradient of `out` is in the
+   block's: in the parent's, the gradients of all outputs would be alive at once. */
 struct dt_block_state {
     dt_ctx *ctx;
     dt_block_state *parent;
-    dt_block_state *children, *sibling; /* newest child first */
+    dt_block_state *children, *sibling; /* lists, newest child first */
     int index;
     dt_node *newest;
-    /* data of the block's tensors: own_acts, or an arena borrowed for recompute; NULL: freed */
+    /* arena of the data of the block's tensors: &own_acts, or an arena borrowed from
+       recompute_pool; NULL after these data were freed */
     dt__arena *acts;
     dt__arena own_acts;
-    dt__arena meta; /* tensors and nodes: host memory */
-    /* gradients of the block's tensors, from the first use to the end of the block's backward */
+    dt__arena meta; /* structs of tensors and nodes, in host memory */
+    /* arena of the gradients of the block's tensors, from their first use to the end of the block's
+       backward; else NULL */
     dt__arena *grads;
-    /* root only, like stage: (n_params) recorded uses of each parameter whose backward has not run
-       yet */
+    /* The fields from pending_uses to stage are used in the root only. pending_uses: (n_params) for
+       each parameter, number of its recorded uses whose backward has not run yet */
     int *pending_uses;
     int backward_done; /* DT__FORWARD_ONLY .. DT__BACKWARD_DONE */
-    int n_blocks;      /* dt_block calls of this micro-batch */
+    int n_blocks;      /* number of dt_block calls of this micro-batch */
     /* free blocks with their arenas: [0] plain, [1] recomputed */
     dt_block_state *pool[2];
     int stage;
-    /* fingerprint of the recorded ops, including blocks inside; 0: none */
+    /* fingerprint of the recorded ops, including those of blocks inside; 0 if there are none */
     uint64_t fingerprint;
-    /* the function to run again, and its arguments; fn is NULL unless the block is recomputed */
+    /* in a recomputed block: the function to run again, and its arguments; in a plain block fn is
+       NULL */
     dt_block_fn fn;
     dt_tensor *x;
     void *user;
     int no_grad;
-    /* y: the tensor that fn returned; out: the copy of y for the parent, NULL if y was made outside
-       the block */
+    /* y: the tensor that fn returned. out: the copy of y in the parent's memory; NULL if y was made
+       outside the block */
     dt_tensor *y, *out;
-    dt_block_state *rerun; /* the second run */
-    dt_tensor *transients; /* newest first */
+    dt_block_state *rerun; /* the block of the second run */
+    dt_tensor *transients; /* list, newest first */
 };
 
 static dt_block_state *dt__block_acquire(dt_ctx *ctx, int recomputed) {
@@ -3573,12 +3584,12 @@ static dt_block_state *dt__block_acquire(dt_ctx *ctx, int recomputed) {
     return b;
 }
 
-/* Transient tensors. A layout needs a transient tensor only briefly: a partial sum before the
+/* Transient tensors. A transient tensor is needed only for a short time: a partial sum before the
    reduction over ranks, or a gathered tensor of which this rank keeps a shard. Each transient
-   tensor has a separate arena, which is released when the forward of the block ends. If the
-   backward reads the tensor, the op that made the tensor recomputes it (node->recompute), and the
-   tensor is freed again when the backward of that op is done. Transient tensors of the root are not
-   freed at the end of a forward, because the forward of the root has no marked end. */
+   tensor has an arena of its own, which is released when the forward of the block ends. If the
+   backward reads the tensor, the op that made the tensor recomputes its data (node->recompute). The
+   data are freed again when the backward of that op is done. Transient tensors of the root are not
+   freed at the end of a forward, because no call marks the end of the root's forward. */
 static void dt__transient_free(dt_ctx *ctx, dt_tensor *t) {
     dt__arena_release(ctx, &ctx->transient_pool, &t->arena);
     t->data = NULL;
@@ -3594,20 +3605,20 @@ static void *dt__transient_alloc(dt_ctx *ctx, dt_tensor *t) {
     return t->data;
 }
 
-/* The root of the selected tape; selects tape 0 if none was selected. */
+/* Returns the root block of the selected tape. Selects tape 0 if none was selected. */
 static dt_block_state *dt__root(dt_ctx *ctx) {
     if (!ctx->root) dt_tape(ctx, 0, 0);
     return ctx->root;
 }
 
-/* Makes storage for parameters if dt_zero_make did not. */
+/* Allocates storage for the parameters if dt_zero_make did not. */
 static dt_status dt__ensure_storage(dt_ctx *ctx) {
     dt_buckets_desc defaults = { 0 };
     return ctx->buckets ? DT_OK : dt_buckets_make(ctx, defaults);
 }
 
-/* Makes the values of a parameter readable: allocates storage and gathers a sharded bucket. x may
-   be a view; its data pointer is updated too. */
+/* Makes the values of x readable if x is a parameter: allocates storage and gathers a sharded
+   bucket. x may be a view of a parameter, whose data pointer is then updated too. */
 static dt_status dt__ensure_values(dt_tensor *x) {
     dt_tensor *t = dt__owner(x);
     dt_ctx *ctx = t->ctx;
@@ -3631,8 +3642,8 @@ static dt_status dt__gather_outside_op(dt_tensor *t) {
     return status;
 }
 
-/* Reads or writes a tensor outside of any op. If this access gathered a sharded parameter, the
-   gathered values are released at once. */
+/* Copies a tensor outside of any op: writes the tensor if `from` is not NULL, else reads it to
+   `host`. If this access gathered a sharded parameter, the gathered values are released at once. */
 static dt_status dt__read_or_write(dt_tensor *t, void *host, const void *from) {
     dt_ctx *ctx = t->ctx;
     dt_param_info *param = dt__owner(t)->param; /* t may be a view */
@@ -3645,9 +3656,9 @@ static dt_status dt__read_or_write(dt_tensor *t, void *host, const void *from) {
     return ctx->status;
 }
 
-/* Returns a block and all blocks below it to the pools. Children are released newest first, so the
-   first child ends on top of the pool, and the next micro-batch gets the blocks in the same
-   order. */
+/* Returns a block and all blocks inside it to the pools. Children are released newest first, so
+   that the first child is on top of the pool at the end, and the next micro-batch gets the blocks
+   in the same order. */
 static void dt__block_release(dt_ctx *ctx, dt_block_state *b) {
     while (b->children) {
         dt_block_state *child = b->children;
@@ -3672,7 +3683,8 @@ static void dt__block_free(dt_ctx *ctx, dt_block_state *b) {
     dt_free(ctx, DT_MEM_HOST, b, sizeof *b);
 }
 
-/* Lets listeners cancel prefetches and drop their pointers to tensors that a reset freed. */
+/* Calls the listeners' reset, in which they cancel prefetches and drop pointers to freed
+   tensors. */
 static void dt__notify_reset(dt_ctx *ctx) {
     for (dt_listener *l = ctx->listeners; l; l = l->next)
         if (l->reset) l->reset(ctx, l->user);
@@ -3686,7 +3698,7 @@ void dt_reset(dt_ctx *ctx) {
     }
     dt_block_state *root = ctx->root;
     dt__block_release(ctx, root);
-    root->pool[0] = root->sibling; /* the root itself stays in use */
+    root->pool[0] = root->sibling; /* the root stays in use, so take it from the pool */
     root->sibling = NULL;
     root->backward_done = root->n_blocks = 0;
     if (root->pending_uses)
@@ -3733,7 +3745,7 @@ void dt_tape(dt_ctx *ctx, int tape, int stage) {
     root->stage = stage;
     ctx->root = ctx->current = root;
     ctx->entered_block = NULL;
-    if (!same) dt__notify_reset(ctx); /* listeners' prefetches belong to the other tape */
+    if (!same) dt__notify_reset(ctx); /* prefetches were for the other tape */
 }
 
 static void dt__tape_free(dt_ctx *ctx) {
@@ -3803,8 +3815,9 @@ dt_tensor *dt_new(dt_ctx *ctx, dt_dtype dtype, dt_shape shape) {
     return dt__new_named(ctx, dtype, shape, "tensor");
 }
 
-/* Fails the context if the tensor's data were freed, as transient or with a recomputed block. The
-   parent's arena holds the data of a recomputed block's output. */
+/* If the tensor's data were freed, because the tensor is transient or was made in a recomputed
+   block, fails the context and returns 1. The data of a recomputed block's output are in the
+   parent's arena. */
 static int dt__fail_if_freed(const char *op, const dt_tensor *t) {
     const dt_tensor *owner = t;
     while (owner->base) owner = owner->base;
@@ -3823,7 +3836,8 @@ static int dt__fail_if_freed(const char *op, const dt_tensor *t) {
     return 1;
 }
 
-/* Adds the name and the parameters of a recorded op to the fingerprint, which is then never 0. */
+/* Adds the name and the parameters of a recorded op to the fingerprint. After that the fingerprint
+   is never 0. */
 static void dt__add_fingerprint(dt_ctx *ctx, const char *name, dt_tensor *const *in, int n) {
     uint64_t h = ctx->fingerprint;
     for (; name && *name; name++) h = (h ^ (unsigned char)*name) * 0x100000001B3u;
@@ -3834,8 +3848,8 @@ static void dt__add_fingerprint(dt_ctx *ctx, const char *name, dt_tensor *const 
     ctx->fingerprint = h | 1;
 }
 
-/* Counts one use of a parameter in this micro-batch; returns 0 on failure. The parameters' storage
-   exists, so n_params is final. */
+/* Counts one use of a parameter in this micro-batch. Returns 0 on failure. No parameter can be
+   added any more, because the parameters have their storage, so n_params is final. */
 static int dt__count_use(dt_ctx *ctx, const dt_tensor *t) {
     const dt_param_info *p = t->param;
     int **pending_uses = &ctx->root->pending_uses;
@@ -3851,8 +3865,8 @@ static int dt__count_use(dt_ctx *ctx, const dt_tensor *t) {
     return *pending_uses != NULL;
 }
 
-/* Autograd tape. Appends a node to the current block's list; returns NULL if no input needs a
-   gradient. dt__node_backward runs the node's backward. */
+/* Autograd tape. Appends a node for an op to the current block's list and returns it; NULL if no
+   input needs a gradient, or after a failure. dt__node_backward runs the node's backward. */
 static dt_node *dt__record(dt_tensor *out, dt_ctx *ctx, const dt_record_desc *d) {
     int n = d->n_in, needed = 0;
     if (ctx->status != DT_OK || ctx->no_grad || !dt__root(ctx)) return NULL;
@@ -3892,7 +3906,7 @@ static dt_node *dt__record(dt_tensor *out, dt_ctx *ctx, const dt_record_desc *d)
     for (int i = 0; i < n; i++) {
         node->in[i] = d->in[i];
         dt_tensor *owner = d->in[i] ? dt__owner(d->in[i]) : NULL;
-        /* the first run of a recomputed block has already counted its uses */
+        /* in a recomputed block the first run has already counted the uses */
         int counts = owner && owner->param && owner->needs_grad && !ctx->recomputing;
         if (counts && !dt__count_use(ctx, owner)) return NULL;
     }
@@ -3919,15 +3933,16 @@ dt_tensor *dt_record(dt_tensor *out, dt_record_desc desc) {
     return out && out->ctx->status == DT_OK ? out : NULL;
 }
 
-/* 1 if the node has an input i. A user's backward may pass any i. */
+/* Returns 1 if the node has an input i. i may have any value, because a user's backward may pass
+   any. */
 static int dt__has_input(const dt_node *node, int i) {
     return node && i >= 0 && i < node->n_in && node->in[i];
 }
 
 int dt_wants(const dt_node *node, int i) { return dt__has_input(node, i) && (node->want >> i & 1); }
 
-/* value of needs_grad: the user reads the gradient, so the gradient stays valid after the backward
-   of its block */
+/* value of needs_grad: dt_require_grad was called, so the gradient stays valid after the backward
+   of the tensor's block */
 enum { DT__KEEP_GRAD = 2 };
 
 /* Allocates memory that is valid until the end of the backward of block `home`. */
@@ -3940,8 +3955,8 @@ dt_dtype dt_grad_dtype(const dt_tensor *t) {
     return t ? dt__wide(t->dtype, t->param != NULL) : DT_F32;
 }
 
-/* dt_grad_raw for ops that can add directly to the f32 gradient of a bf16 or f16 parameter. Sets
-   *wide to 1 if in[i] is a bf16 or f16 parameter. */
+/* Returns the gradient array as dt_grad_raw does, for ops that can write the f32 gradient of a bf16
+   or f16 parameter themselves. Sets *wide to 1 if in[i] is a bf16 or f16 parameter, else to 0. */
 static void *dt__grad_wide(dt_node *node, int i, int *accumulate, int *wide) {
     dt_tensor *t = dt__owner(node->in[i]);
     *wide = t->param && dt__narrow(t->dtype);
@@ -3953,8 +3968,8 @@ static void *dt__grad_wide(dt_node *node, int i, int *accumulate, int *wide) {
     return t->grad;
 }
 
-/* Ops that do not use dt__grad_wide write a gradient in the tensor's own type; dt__widen_grads then
-   adds the gradient to the f32 gradient of a parameter. */
+/* An op that does not use dt__grad_wide writes a gradient in the tensor's own type. After its
+   backward dt__widen_grads adds that gradient to the f32 gradient of the parameter. */
 void *dt_grad_raw(dt_node *node, int i, int *accumulate) {
     if (!dt__has_input(node, i) || !accumulate) return NULL;
     dt_tensor *t = dt__owner(node->in[i]);
@@ -4016,7 +4031,7 @@ static dt_block_state *dt__block_open(
     return b->acts ? b : NULL;
 }
 
-/* Runs fn with b as the current block. */
+/* Runs fn with b as the current block. Returns the result of fn; NULL after a failure. */
 static dt_tensor *dt__block_run(dt_block_state *b, dt_block_fn fn, dt_tensor *x, void *user) {
     dt_ctx *ctx = b->ctx;
     dt_block_state *outer = ctx->current;
@@ -4026,7 +4041,7 @@ static dt_tensor *dt__block_run(dt_block_state *b, dt_block_fn fn, dt_tensor *x,
     dt__notify_phase(ctx, b, DT_FORWARD, 1);
     dt_tensor *y = fn(x, user);
     dt__notify_phase(ctx, b, DT_FORWARD, 0);
-    /* a second run keeps its transient tensors, because the backward follows at once */
+    /* a second run keeps its transient tensors, because its backward follows immediately */
     if (!ctx->recomputing) dt__transients_free(ctx, b);
     ctx->current = outer;
     b->fingerprint = ctx->fingerprint;
@@ -4044,7 +4059,7 @@ static int dt__made_in(const dt_block_state *b, const dt_tensor *t) {
 }
 
 /* Frees the data of a recomputed block and of all blocks inside it. Children are released first,
-   newest first, so the next block of the same structure gets the same arenas for the same
+   newest first, so that the next block with the same structure gets the same arenas for the same
    children. */
 static void dt__block_free_data(dt_ctx *ctx, dt_block_state *b) {
     for (dt_block_state *child = b->children; child; child = child->sibling)
@@ -4066,7 +4081,8 @@ static dt_tensor *dt__block_output(dt_ctx *ctx, dt_block_state *b, dt_tensor *y)
     return out;
 }
 
-/* Saves the function, its arguments and no_grad for the second run. Returns 0 on failure. */
+/* Saves the function, its arguments and no_grad for the second run. Returns 0 if the data of x were
+   freed, else 1. */
 static int dt__block_remember(dt_block_state *b, dt_block_fn fn, dt_tensor *x, void *user) {
     b->fn = fn;
     b->x = x;
@@ -4146,8 +4162,8 @@ dt_tensor *dt_require_grad(dt_tensor *t) {
     return t;
 }
 
-/* Called when the backward of a node is done: counts down the pending uses of the node's
-   parameters. A bucket is complete when it has no pending parameters. */
+/* Counts down the pending uses of a node's parameters; called after the backward of the node. When
+   a bucket has no parameter with pending uses left, its gradient is complete. */
 static void dt__node_uses_done(dt_ctx *ctx, const dt_node *n) {
     for (int i = 0; i < n->n_in; i++) {
         const dt_tensor *t = n->in[i] ? dt__owner(n->in[i]) : NULL;
@@ -4158,7 +4174,8 @@ static void dt__node_uses_done(dt_ctx *ctx, const dt_node *n) {
     }
 }
 
-/* Recomputes the data of x if x is transient and freed. Recomputes the inputs of x first. */
+/* Recomputes the data of x if x is transient and its data were freed; before that, recomputes the
+   inputs of the op that made x. */
 static dt_status dt__recompute_transient(dt_ctx *ctx, dt_tensor *x) {
     dt_tensor *t = x ? dt__owner(x) : NULL;
     dt_node *n = t && t->transient ? t->producer : NULL;
@@ -4171,8 +4188,8 @@ static dt_status dt__recompute_transient(dt_ctx *ctx, dt_tensor *x) {
     return DT_OK;
 }
 
-/* Makes the inputs that a node's backward reads readable: recomputes transient tensors and gathers
-   parameters. */
+/* Makes the inputs of a node readable for its backward: recomputes transient tensors that the
+   backward reads, and gathers parameters. */
 static dt_status dt__recompute_inputs(dt_ctx *ctx, dt_node *n) {
     for (int i = 0; i < n->n_in; i++) {
         if (!(n->unread_inputs >> i & 1) && dt__recompute_transient(ctx, n->in[i]) != DT_OK)
@@ -4191,7 +4208,7 @@ static void dt__node_backward(dt_ctx *ctx, dt_node *n, dt_phase phase) {
         return;
     }
     n->want = 0;
-    /* a node without output is an auxiliary loss, which needs no gradient from above */
+    /* without an output the node is an auxiliary loss, whose backward needs no output gradient */
     int reached = !n->out || dt__owner(n->out)->grad;
     for (int i = 0; reached && i < n->n_in; i++) {
         const dt_tensor *t = n->in[i];
@@ -4209,7 +4226,7 @@ static void dt__node_backward(dt_ctx *ctx, dt_node *n, dt_phase phase) {
     if (phase != DT_BACKWARD_INPUT) dt__node_uses_done(ctx, n);
 }
 
-/* "dt_add f32 (2,3)" */
+/* Returns a description of a tensor: "dt_add f32 (2,3)". */
 static dt__text dt__tensor_text(const dt_tensor *t) {
     dt__text text = { "nothing" };
     if (t)
@@ -4218,8 +4235,8 @@ static dt__text dt__tensor_text(const dt_tensor *t) {
     return text;
 }
 
-/* 1 if the second run of b recorded the same ops and returned a matching tensor; else fails the
-   context. */
+/* Returns 1 if the second run of b recorded the same ops as the first and returned a matching
+   tensor; otherwise fails the context and returns 0. */
 static int dt__block_check_rerun(const dt_block_state *b, dt_tensor *y) {
     dt_ctx *ctx = b->ctx;
     int alike = !y == !b->y && b->rerun->fingerprint == b->fingerprint;
@@ -4238,8 +4255,9 @@ static int dt__block_check_rerun(const dt_block_state *b, dt_tensor *y) {
 }
 
 /* Activation checkpointing (recompute). Runs the function of a recomputed block again and records
-   its ops. The first run has already counted parameter uses and block numbers. The gradient of the
-   output moves to the tensor that the second run returns. */
+   its ops. Parameter uses and block numbers were counted in the first run and are not counted
+   again. The gradient of the block's output becomes the gradient of the tensor that the second run
+   returns. */
 static void dt__block_rerun(dt_block_state *b) {
     dt_ctx *ctx = b->ctx;
     int blocks = ctx->root->n_blocks, no_grad = ctx->no_grad;
@@ -4258,7 +4276,7 @@ static void dt__block_rerun(dt_block_state *b) {
     ctx->root->n_blocks = blocks;
     if (ctx->status != DT_OK || !dt__block_check_rerun(b, y) || !b->out) return;
     dt__owner(y)->grad = b->out->grad;
-    /* the user reads this gradient, so keep it after the backward */
+    /* after dt_require_grad the gradient stays valid after the backward */
     if (b->out->needs_grad == DT__KEEP_GRAD) dt__owner(y)->needs_grad = DT__KEEP_GRAD;
 }
 
@@ -4278,8 +4296,8 @@ static void dt__block_backward(dt_block_state *b, dt_phase phase) {
         dt__arena_release(ctx, &ctx->grad_pool, &b->grads);
 }
 
-/* Sets y's gradient, with which the backward begins, to grad, or to the loss scale if grad is
-   NULL. */
+/* Sets the gradient of y, with which the backward begins: to `grad`, or to the loss scale if `grad`
+   is NULL. */
 static dt_status dt__backward_seed(dt_tensor *y, dt_tensor *grad) {
     dt_ctx *ctx = y->ctx;
     dt_tensor *t = dt__owner(y);
@@ -4296,8 +4314,8 @@ void dt_loss_scale(dt_ctx *ctx, double scale) {
     if (ctx) ctx->loss_scale = scale;
 }
 
-/* Checks that the loss is not a parameter, that no block is open, and that the halves of the
-   backward run once and in order. */
+/* Checks that the loss is not a parameter, that no block is open, and that a micro-batch runs its
+   backward once, or both halves once and in order. */
 static dt_status dt__backward_begin(dt_tensor *loss, dt_phase phase) {
     dt_ctx *ctx = loss->ctx;
     if (dt__owner(loss)->param)
@@ -4348,7 +4366,7 @@ dt_status dt_backward_at(dt_tensor *y, dt_tensor *grad, dt_phase phase) {
     for (int i = 0; i < ctx->n_params && ctx->root->pending_uses; i++)
         if (ctx->root->pending_uses[i] > 0) ctx->params[i]->param->bucket->pending_params++;
     dt__block_backward(ctx->root, phase);
-    /* the gradient of this stage's other buckets is zero, so these buckets are complete too */
+    /* the other buckets of this stage have a gradient of zero, which is complete too */
     for (int u = ctx->n_buckets - 1; u >= 0 && ctx->status == DT_OK; u--) {
         dt_bucket *bucket = &ctx->buckets[u];
         if (bucket->stage == ctx->root->stage && bucket->pending_params != DT__COMPLETE &&
