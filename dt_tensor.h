@@ -51,18 +51,20 @@
        nvcc -O3 train.c dt_kernels.cu -lcublasLt -lnccl     CUDA; nvcc defines __NVCC__, which
                                                             turns DT_USE_CUDA on
 
-   OPTIONS (define before including; "in that file" is the file that defines DT_IMPLEMENTATION)
-       DT_IMPLEMENTATION   compiles the code, not only the declarations: in exactly one file
+   OPTIONS (define before including: everywhere, that is, in every file that includes dt headers, or
+   only in the implementation, that is, the file that defines DT_IMPLEMENTATION)
+       DT_IMPLEMENTATION   compiles the code, not only the declarations. Define it in exactly one
+                           file.
        DT_STATIC           makes all functions static, so that several files may each have their
-                           own copy of the code: in every file, each with DT_IMPLEMENTATION (gcc
-                           warns about a file without it)
-       DT_USE_CUDA         uses the CUDA runtime and dt_kernels.cu (nvcc sets this option): in that
-                           file, and in files that call dt_cuda_* or dt_kernels_cuda
-       DT_NO_CUDA          does not use CUDA, even under nvcc: in that file
-       DT_USE_CBLAS        computes f32 and f64 matrix products with <cblas.h>; link for example
-                           with -lopenblas: in that file
-       DT_USE_OMP          runs several threads inside a rank; compile with -fopenmp. The results
-                           have the same bits: in that file
+                           own copy of the code. Each file then needs DT_IMPLEMENTATION, or gcc
+                           warns.                                                      (everywhere)
+       DT_USE_CUDA         uses the CUDA runtime and dt_kernels.cu. nvcc sets this option.
+                       (implementation, and files that call dt_cuda_* functions or dt_kernels_cuda)
+       DT_NO_CUDA          does not use CUDA, even under nvcc.                     (implementation)
+       DT_USE_CBLAS        computes f32 and f64 matrix products with <cblas.h>. Link a BLAS, for
+                           example with -lopenblas.                                (implementation)
+       DT_USE_OMP          runs several threads inside a rank; the results have the same bits.
+                           Compile with -fopenmp.                                  (implementation)
 
    CONTENTS
      1. Status, element types, shapes (mixed precision: bf16 and f16 storage)
@@ -103,11 +105,13 @@
                 a NULL input returns NULL too. So a loop needs no checks: check once at the end.
      Threads    A context belongs to one thread at a time. Contexts share nothing.
      Order      Every sum has a stated order that does not depend on tiling or threads: the same
-                program gives the same bits on processors of one kind. An element of a product
-                depends on its row, its column and K only, unless CBLAS computes it. A
-                micro-batch's weight gradient is complete before it is added to anything.
+                program gives the same bits on processors of one kind. An element of a
+                matrix product depends only on its row of A, its column of B and the length of the
+                sum, unless CBLAS computes the product. A micro-batch's weight gradient is complete
+                before it is added to anything.
      Tags       A tag says which ranks must make a call. [local]: any rank may make the call by
-                itself. [pairwise]: two ranks. [collective: group]: every rank of the group. */
+                itself. [pairwise]: two ranks make the call. [collective: group]: every rank of the
+                group makes the call. */
 
 #ifndef DT_TENSOR_H
 #define DT_TENSOR_H
@@ -173,8 +177,8 @@ typedef enum dt_status {
     DT_ERR_UNSUPPORTED /* not available in this version or for these arguments */
 } dt_status;
 
-/* Element types. Mixed precision: BF16 and F16 are storage types only, because kernels widen their
-   elements to f32 to compute. F64 is for tests on the CPU. */
+/* Element types. Mixed precision: BF16 and F16 are storage types only; kernels widen BF16 and F16
+   elements to f32 and compute in f32. F64 is for tests on the CPU. */
 typedef enum dt_dtype { DT_F32 = 0, DT_BF16, DT_F16, DT_F64, DT_I32 } dt_dtype;
 
 /* Reduction operators. The values of the ranks are combined in rank order. */
@@ -194,7 +198,7 @@ typedef struct dt_shape {
 #endif
 
 /* DT_SHAPE(B, T, C) takes integers of any type. DT_SCALAR has no dimensions. */
-#ifdef __cplusplus /* C++ forbids to narrow size_t to int64_t inside braces */
+#ifdef __cplusplus /* C++ forbids narrowing size_t to int64_t inside braces */
 extern "C++" {
 template <class... sizes> static inline constexpr dt_shape dt__shape_of(sizes... n) {
     return dt_shape{ (int)sizeof...(n), { (int64_t)n... } };
@@ -225,8 +229,8 @@ DT_API int64_t dt_count(dt_shape shape);
 
        op (section 17) --> dt_kernels { alloc, move, ..., matmul, attention, ... } --> CPU or CUDA
 
-   A table may replace all entries of the CPU's table or some of them: the CUDA table, a table for
-   dry runs that only counts, or a table of naive kernels that you write in a course. */
+   Another table may replace some or all entries of the CPU's table, for example the CUDA table, a
+   table for dry runs that only counts, or a table of naive kernels written in a course. */
 
 /* The kernel list: DT_KERNELS(X) names every kernel once. One argument struct per kernel follows.
    The optional fields of a struct fuse further operations into the kernel.
@@ -239,7 +243,7 @@ DT_API int64_t dt_count(dt_shape shape);
    T is the element type that the field dtype names. bf16 and f16 are storage types: a kernel widens
    each element to f32, computes in f32, and rounds once, to nearest even, when it stores the
    result. If T is bf16 or f16, the values saved for the backward (mean, rstd, lse) are f32. If
-   `wide` is 1 and T is bf16 or f16, an output is f32, as the gradient of a parameter must be. If
+   `wide` is 1 and T is bf16 or f16, an output is f32, for example the gradient of a parameter. If
    `accumulate` is 1, the kernel adds the finished result to the output; if `accumulate` is 0, the
    kernel overwrites the output. In the formulas (+)= stands for both. The order of each sum depends
    only on the array sizes that the kernel's comment names. */
@@ -277,7 +281,7 @@ DT_API int64_t dt_count(dt_shape shape);
     X(frozen_adam) \
     X(sign_pack) \
     X(sign_unpack)
-/* Kernels that the CPU has once for each compute type and instruction set. */
+/* Kernels that exist on the CPU once for each compute type and instruction set. */
 #define DT__VARIANT_KERNELS(X) X(fill) X(reduce) X(permute) DT__FLOAT_KERNELS(X)
 #define DT_KERNELS(X) X(copy) X(cast) DT__VARIANT_KERNELS(X)
 
@@ -339,8 +343,8 @@ typedef struct dt_reduce_args {
     /* n_copies further outputs, which receive the same result; each may also be an input */
     void *const *copies;
     int n_copies;
-    /* 1 is a hint: the outputs are not inputs and not in a nearby cache, so non-temporal stores are
-       faster */
+    /* 1 is a hint that the outputs are not inputs and not in a nearby cache, so that non-temporal
+       stores are faster */
     int non_temporal;
 } dt_reduce_args;
 
@@ -395,16 +399,16 @@ enum {
     DT_ACT_AFFINE,
     DT_ACTS
 };
-typedef struct dt_unary_args { /* out[i] = f(in[i]) */
+typedef struct dt_unary_args { /* out[i] = f(in[i]), where f is `act` */
     dt_dtype dtype;
     int act;
     void *out;
     const void *in;
     size_t count;
-    double scale, shift; /* of AFFINE */
+    double scale, shift; /* of DT_ACT_AFFINE */
 } dt_unary_args;
 
-typedef struct dt_unary_back_args { /* dx[i] (+)= dout[i] f'(in[i]) */
+typedef struct dt_unary_back_args { /* dx[i] (+)= dout[i] * f'(in[i]), where f is `act` */
     dt_dtype dtype;
     int act;
     void *dx;
@@ -424,7 +428,7 @@ typedef struct dt_glu_args {
     size_t rows, cols;
 } dt_glu_args;
 
-typedef struct dt_glu_back_args { /* dx has shape (rows,2,cols) */
+typedef struct dt_glu_back_args { /* backward of glu; dx has shape (rows,2,cols) */
     dt_dtype dtype;
     int act;
     void *dx;
@@ -468,7 +472,8 @@ typedef struct dt_norm_args {
     size_t work_bytes; /* at least dt_row_work(cols, dtype) */
 } dt_norm_args;
 
-/* Each of dx, dgain and dbias may be NULL. Sums over rows add the rows in ascending order. */
+/* Backward of norm. Each of dx, dgain and dbias may be NULL. Sums over rows add the rows in
+   ascending order. */
 typedef struct dt_norm_back_args {
     dt_dtype dtype;
     void *dx, *dgain, *dbias;
@@ -523,7 +528,7 @@ typedef struct dt_embedding_args {
     /* `table` holds the ids offset .. offset + table_rows - 1 of the vocabulary 0 .. vocab - 1; an
        id outside the vocabulary fails with DT_ERR_ARG */
     int64_t offset, table_rows, vocab;
-    int allow_empty; /* 1: an id of -1 gives zeros; 0: it fails */
+    int allow_empty; /* 1: an id of -1 gives zeros; 0: an id of -1 fails */
 } dt_embedding_args;
 
 /* dtable[ids[r] - offset] += dout[r], in ascending r; if accumulate is 0, dtable begins at zero. */
@@ -538,7 +543,7 @@ typedef struct dt_embedding_back_args {
     void *work;
     size_t work_bytes; /* 4 * table_rows * cols; work is NULL unless dtable is bf16 or f16 */
     /* 1: an id that is neither in the table nor -1 fails with DT_ERR_ARG, and offset must be 0; 0:
-       these ids are skipped */
+       an id that is not in the table is skipped */
     int check_ids;
 } dt_embedding_back_args;
 
@@ -574,9 +579,10 @@ typedef struct dt_matmul_args {
     int64_t lda, ldb, ldc;                /* elements from one stored row to the next; 0: dense */
     int64_t stride_a, stride_b, stride_c; /* elements from one matrix to the next */
     const void *bias;                     /* (n) of T, or NULL */
-    const void *residual;                 /* shaped as c but always of T, or NULL */
-    int activation;                       /* act: a DT_ACT_* except DT_ACT_AFFINE */
-    /* receives A B + bias, the value before the activation; shaped as c but always of T, or NULL */
+    const void *residual;                 /* of c's shape, but always of T; or NULL */
+    int activation;                       /* the DT_ACT_* that is act; not DT_ACT_AFFINE */
+    /* receives A B + bias, the value before the activation; of c's shape, but always of T; or
+       NULL */
     void *pre_activation;
     /* 1: computes the backward of the activation instead: c = (A B) * act'(pre_activation) */
     int activation_backward;
@@ -603,8 +609,8 @@ typedef struct dt_attention_args {
     int64_t batch, tq, tk, heads, kv_heads, dim;
     double scale;
     dt_attention_mask mask;
-    /* Log-sum-exp merge. If merge_lse is 1, `out` and lse hold the result over other keys, and the
-       kernel replaces it by the result over those keys and these. */
+    /* Log-sum-exp merge. If merge_lse is 1, `out` and lse hold the result over other keys at the
+       call, and the result over all keys after the call. */
     int merge_lse;
     int wide;
     void *work;
@@ -649,7 +655,7 @@ typedef struct dt_cross_entropy_args {
     /* Vocabulary-parallel cross-entropy. If partial is not NULL, column 0 is column `offset` of
        full_vocab columns; the first `vocab` columns (vocab may be 0) are real, the rest is padding.
        The kernel then writes only partial (rows,2): for each row the lse of these columns, and the
-       sum over these columns of target probability times logit; 0 and 0 for a label < 0. */
+       sum over these columns of target probability times logit; both are 0 for a label < 0. */
     double *partial;
     int64_t offset, full_vocab;
 } dt_cross_entropy_args;
@@ -750,7 +756,7 @@ typedef struct dt_sgd_args {
     double lr, momentum, weight_decay, grad_scale;
     int64_t step;
     dt_dtype model_dtype;
-    void *model_param; /* as in adamw */
+    void *model_param; /* as in dt_adamw_args */
 } dt_sgd_args;
 
 /* 1-bit Adam, arXiv:2102.02888. Once v is frozen, a step updates the rank's momentum, packs the
@@ -775,7 +781,7 @@ typedef struct dt_frozen_adam_args {
     size_t count;
     double lr, eps, weight_decay;
     dt_dtype model_dtype;
-    void *model_param; /* as in adamw */
+    void *model_param; /* as in dt_adamw_args */
 } dt_frozen_adam_args;
 
 /* Writes `parts` messages to `out`, each with count / parts signs of x + error. count / parts is a
@@ -785,7 +791,7 @@ typedef struct dt_sign_pack_args {
     dt_dtype dtype;
     void *out;
     const void *x;
-    void *error; /* receives the quantization error of the messages */
+    void *error; /* before the call the error of the last messages, then of these */
     const void *v;
     size_t count, parts;
     /* two doubles for each DT_PIECE elements of count, plus one double; the CPU needs no scratch
@@ -794,7 +800,8 @@ typedef struct dt_sign_pack_args {
     size_t work_bytes;
 } dt_sign_pack_args;
 
-/* out[i] = mean of element i over n messages of `count` signs, which are added in order */
+/* out[i] = mean of element i over n messages of `count` signs, added in the order of the
+   messages */
 typedef struct dt_sign_unpack_args {
     dt_dtype dtype;
     void *out;
@@ -811,9 +818,9 @@ typedef struct dt_kernels {
     void (*free)(void *user, void *p, size_t bytes);
     /* copies bytes between host and device memory, in any direction */
     dt_status (*move)(void *dst, const void *src, size_t bytes, void *stream);
-    /* Waits until the stream is empty. Returns DT_ERR_ARG if since the last sync a kernel has
-       skipped an index outside its table, because a kernel on a device returns before the device
-       has checked the indices. NULL if kernels are synchronous. */
+    /* Waits until the stream is empty. Returns DT_ERR_ARG if a kernel has skipped an index outside
+       its table since the last sync: a device checks indices only after the kernel's call has
+       returned. If the entry is NULL, kernels are synchronous. */
     dt_status (*sync)(void *stream);
     void *user;
     /* Opens a stream, which kernels receive as `stream`. local_rank is the rank's number on its
@@ -832,11 +839,11 @@ typedef struct dt_kernels {
        that are threads read and write each other's memory. On failure returns DT_ERR_DEVICE with
        the reason in `text`. If the entry is NULL, access is always possible. */
     dt_status (*enable_peer_access)(void *stream, int max_devices, char *text, size_t text_bytes);
-    /* Device events. event_record marks the end of all work that is in the stream now. It records
-       `event` again, or creates an event if `event` is NULL. If the device refuses, event_record
-       returns NULL; the caller then still owns `event`, which stays valid. event_query returns 1 if
-       the device has passed the event, 0 if it has not yet, and -1 if the event failed. event_wait
-       makes later work of this stream wait for an event of another stream. */
+    /* Device events. event_record marks the end of all work that is in the stream now. The mark is
+       `event`, which is reused, or a new event if `event` is NULL. If the device refuses,
+       event_record returns NULL; the caller then still owns `event`, which stays valid. event_query
+       returns 1 if the device has passed the event, 0 if it has not yet, and -1 if the event
+       failed. event_wait makes later work of this stream wait for an event of another stream. */
     void *(*event_record)(void *stream, void *event);
     int (*event_query)(void *event);
     dt_status (*event_wait)(void *stream, void *event);
@@ -951,7 +958,8 @@ typedef struct dt_io {
     int (*rename)(void *user, const char *from, const char *to);
     int (*resize)(void *user, int fd, int64_t bytes); /* new bytes are zero */
     int (*remove)(void *user, const char *path); /* removes a file, or the symbolic link itself */
-    /* writes this byte range to disk and evicts it from the page cache; may be NULL */
+    /* writes bytes offset .. offset + bytes - 1 of the file to disk and evicts them from the page
+       cache; may be NULL */
     int (*sync_and_evict)(void *user, int fd, int64_t bytes, int64_t offset);
     /* The entries below are needed only by checkpoints; a table without them cannot write
        checkpoints. */
@@ -997,12 +1005,12 @@ typedef struct dt_group {
 typedef struct dt_ctx_desc {
     uint64_t seed; /* of the initial values, see section 5; 0 means 1 */
     int rank;      /* number of this rank, for messages */
-    /* NULL means dt_kernels_cpu(), or, with DT_USE_CUDA and if dt_cuda_ready returns DT_OK,
-       dt_kernels_cuda() */
+    /* NULL means dt_kernels_cuda() if DT_USE_CUDA is defined and dt_cuda_ready returns DT_OK, else
+       dt_kernels_cpu() */
     const dt_kernels *kernels;
     const dt_host *host; /* NULL means dt_host_default() */
     const dt_io *io;     /* NULL means dt_io_default() */
-    void *stream;        /* passed to every kernel; NULL: the kernel table opens one */
+    void *stream;        /* passed to every kernel; NULL: the context opens a stream */
     /* This rank's number among the ranks of its machine (torchrun's LOCAL_RANK). The rank uses
        device local_rank modulo the number of devices. Calls on a context with a device must come
        from a thread whose current device is the context's device. dt_ctx_make sets the current
@@ -1189,8 +1197,8 @@ DT_API dt_tensor *dt_param(dt_ctx *ctx, const char *name, dt_shape full, dt_init
    Every rank passes the same full shape. */
 DT_API dt_tensor *dt_param_at(
     dt_ctx *ctx, const char *name, dt_shape full, dt_init init, dt_param_desc desc);
-/* [local] Sets the prefix ("h.0.") of the names of all parameters registered after this call, and
-   begins a new bucket. NULL means no prefix. The text is copied. */
+/* [local] Sets a prefix, for example "h.0.", for the names of all parameters registered after this
+   call, and begins a new bucket. NULL means no prefix. The text is copied. */
 DT_API void dt_scope(dt_ctx *ctx, const char *prefix);
 /* [local] Pipeline parallelism: all parameters registered after this call belong to stage `stage`
    >= 0, and a new bucket begins. A rank may hold several stages; each stage has a separate tape
@@ -1239,10 +1247,12 @@ DT_API double dt_item(const dt_tensor *t);
    A listener gathers a sharded bucket's values when an op first reads them. */
 
 /* Gradient bucket. Stores consecutive parameters of one scope that have the same dtype, shardings,
-   gradient placements and `frozen` flag. After bucket_bytes a new bucket begins. Padding is zero.
+   gradient placements and `frozen` flag. A new bucket begins where a bucket would exceed
+   bucket_bytes. Padding is zero.
 
-       param 0 | param 1 | param 2 | padding      data: (padded)
-       shard 0    | shard 1    | shard 2          one rank keeps [shard_offset, +shard_count) */
+       param 0 | param 1 | param 2 | padding      `padded` elements of data
+       shard 0    | shard 1    | shard 2          one rank keeps shard_count elements, from
+                                                  shard_offset on */
 struct dt_bucket {
     int index, first_param, n_params;
     dt_dtype dtype, grad_dtype; /* the gradients of bf16 and f16 parameters are f32 */
@@ -1368,9 +1378,11 @@ DT_API dt_tensor *dt_linear_at(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_line
    results of the group's ranks are partial sums (DT_PARTIAL in dt_parallel.h). */
 DT_API dt_tensor *dt_embedding(dt_tensor *table, dt_tensor *ids);
 
-/* x (..,C), gain (C), bias (C); eps 0 means 1e-5. arXiv:1607.06450. */
+/* Layer normalization of x (..,C) with gain (C) and bias (C); eps 0 means 1e-5.
+   arXiv:1607.06450. */
 DT_API dt_tensor *dt_layernorm(dt_tensor *x, dt_tensor *gain, dt_tensor *bias, double eps);
-/* x / sqrt(mean(x^2) + eps) * gain; eps 0 means 1e-5. arXiv:1910.07467. */
+/* RMSNorm of x (..,C) with gain (C): x / sqrt(mean(x^2) + eps) * gain; eps 0 means 1e-5.
+   arXiv:1910.07467. */
 DT_API dt_tensor *dt_rmsnorm(dt_tensor *x, dt_tensor *gain, double eps);
 /* x (..,C): e^x / sum of e^x, over the last dimension. */
 DT_API dt_tensor *dt_softmax(dt_tensor *x);
@@ -1404,7 +1416,8 @@ DT_API dt_tensor *dt_sum_over(dt_tensor *x, int dim);
 DT_API dt_tensor *dt_mean_over(dt_tensor *x, int dim);
 DT_API dt_tensor *dt_max_over(dt_tensor *x, int dim);
 
-/* x with another shape that has as many elements. The result is a view; nothing is copied. */
+/* Returns x with another shape that has the same number of elements. The result is a view; nothing
+   is copied. */
 DT_API dt_tensor *dt_reshape(dt_tensor *x, dt_shape shape);
 /* dt_slice returns indices first .. first + count - 1 of dimension `dim`. dt_concat joins n
    tensors, at most 8, along dimension `dim`; if all of them are NULL, it returns NULL without a
@@ -1412,7 +1425,7 @@ DT_API dt_tensor *dt_reshape(dt_tensor *x, dt_shape shape);
 DT_API dt_tensor *dt_slice(dt_tensor *x, int dim, int64_t first, int64_t count);
 DT_API dt_tensor *dt_concat(dt_tensor *const *x, int n, int dim);
 DT_API dt_tensor *dt_transpose(dt_tensor *x, int dim_a, int dim_b);
-/* x with another element type. A gradient does not pass through i32. */
+/* Converts x to another element type. No gradient passes through a cast to or from i32. */
 DT_API dt_tensor *dt_cast(dt_tensor *x, dt_dtype dtype);
 
 /* x (R,C), rows (..) i32 -> (..,C): copies row rows[i] of x for each i; -1 gives a row of zeros. */
@@ -1434,15 +1447,15 @@ typedef struct dt_rope_desc {
    position * theta^(-2i/rotary). arXiv:2104.09864. */
 DT_API dt_tensor *dt_rope(dt_tensor *x, dt_tensor *positions, dt_rope_desc desc);
 
-/* Dropout of x (..,C): zeroes each element with probability p and divides the other elements by 1 -
-   p. Which elements are zeroed depends only on (key, tokens (..) i32, column) (counter-based RNG).
-   If you pass the global index of each token, and another key for each step and each dropout of the
+/* Dropout of x (..,C): zeroes each element with probability p and divides the others by 1 - p.
+   Which elements are zeroed depends only on (key, tokens (..) i32, column) (counter-based RNG). If
+   you pass the global index of each token, and another key for each step and each dropout of the
    model, then every layout and every recomputation drops the same elements. tokens NULL means that
    row r is token r. */
 DT_API dt_tensor *dt_dropout(dt_tensor *x, double p, uint64_t key, dt_tensor *tokens);
 
 typedef struct dt_attn_desc {
-    int kv_heads; /* number of heads K of k and v; 0 means as many as k has */
+    int kv_heads; /* 0, or the number of heads K of k and v */
     int full;     /* 1: every query attends to every key; 0: causal */
     /* positions of queries (B,TQ) and keys (B,TK), i32; if both are NULL, key j has position j and
        query i has position i + TK - TQ */
@@ -1491,9 +1504,9 @@ DT_API dt_tensor *dt_cross_entropy(dt_tensor *logits, dt_tensor *labels, double 
 DT_API dt_tensor *dt_cross_entropy_at(
     dt_tensor *logits, dt_tensor *labels, double denominator, dt_loss_desc desc);
 /* Cross-entropy of the logits x w^T, where x is (..,C) and w is (V,C), computed a few rows at a
-   time. On a CPU the full logits are never in memory, and the backward recomputes them. A GPU saves
-   the logits if there are at most max_saved_logits of them (a field of its kernel table: 2^30,
-   which is 2 GiB in bf16); otherwise it recomputes them as the CPU does. */
+   time. On a CPU the full logits are never in memory, and the backward recomputes the logits. A GPU
+   saves the logits if their number is at most max_saved_logits of its kernel table (2^30, which is
+   2 GiB in bf16); otherwise the GPU recomputes the logits as the CPU does. */
 DT_API dt_tensor *dt_linear_cross_entropy(
     dt_tensor *x, dt_tensor *w, dt_tensor *labels, double denominator, dt_loss_desc desc);
 /* The sum of (a - b)^2 over all elements, divided by denominator, as an f64 scalar. */
@@ -1504,8 +1517,8 @@ DT_API dt_tensor *dt_loss(dt_tensor *x, dt_tensor *scalar, double weight);
 
 // ==== 8. Tape and blocks ========================================================================
 
-/* Autograd tape: each op appends a node, and the backward walks the nodes from last to first. The
-   naive version saves all outputs.
+/* Autograd tape: each op appends a node, and the backward walks the nodes from last to first. In
+   the naive version all outputs are saved:
 
        forward    x --linear--> h --gelu--> g --linear--> y --> loss     saves x, h, g
        backward   dx <--------- dh <------- dg <--------- dy <-- 1       reads x, h, g
@@ -1563,8 +1576,8 @@ typedef struct dt_record_desc {
 /* [local] Returns a new tensor with undefined contents in the current block's arena. */
 DT_API dt_tensor *dt_new(dt_ctx *ctx, dt_dtype dtype, dt_shape shape);
 /* [local] Returns a tensor that has the data of x and a gradient of its own: the output of an op
-   that is the identity in the forward. dt_alias copies the data only if they may be freed before
-   the result: those of a gathered tensor of dt_tp_enter, or of a gathered parameter. */
+   that is the identity in the forward. dt_alias copies the data only if they may be freed while the
+   result still lives: those of a gathered tensor of dt_tp_enter, or of a gathered parameter. */
 DT_API dt_tensor *dt_alias(dt_tensor *x);
 /* [local] Records an op with inputs desc.in and output `out` on the tape, or nothing if no input
    needs a gradient. Returns `out`. */
@@ -1607,10 +1620,11 @@ typedef struct dt_block_desc {
    copied to memory that outlives the block, unless fn returns x or another tensor made outside the
    block. The backward runs fn again on the same x and `user`, which must stay valid until then. It
    then runs the backward of the ops of this second run, and frees their data. With a backward in
-   two halves, the input half runs fn and the weight half frees the data. Auxiliary losses count
-   once. Gradients of dt_require_grad tensors stay valid until dt_reset. Blocks inside this block,
-   recomputed or not, are freed and run again with it. Selective recompute (arXiv:2205.05198) is a
-   block around a few ops that have large outputs and are cheap to compute, for example attention.
+   two halves, the input half runs fn and the weight half frees the data. Auxiliary losses (dt_loss)
+   count once. Gradients of dt_require_grad tensors stay valid until dt_reset. Blocks inside this
+   block, recomputed or not, are freed and run again with it. Selective recompute (arXiv:2205.05198)
+   is a block around a few ops that have large outputs and are cheap to compute, for example
+   attention.
 
    Both runs of fn must be the same: if the second run has other ops, other parameters or another
    output shape, the backward fails. While fn runs, the data of its tensors are valid; a later use
@@ -1646,8 +1660,8 @@ DT_API void dt_reset(dt_ctx *ctx);
    several micro-batches alive at once, each on its own tape: ops, the backward and dt_reset work on
    the tape selected last. A backward gives gradients only to the buckets of `stage`. A tape keeps
    its memory for reuse. Tapes are numbered from 0; keep the numbers small, because the table of
-   tapes has an entry for each. At first tape 0 and stage 0 are selected. Fails inside a block.
-   Fails if the tape holds ops of another stage: call dt_reset first. */
+   tapes has an entry for each number. At first tape 0 and stage 0 are selected. Fails inside a
+   block. Fails if the tape holds ops of another stage: call dt_reset first. */
 DT_API void dt_tape(dt_ctx *ctx, int tape, int stage);
 /* [local] Lets the backward compute the gradient of t, for example of an input: t->grad is valid
    from the backward to dt_reset. Call dt_require_grad before the first use of t. Returns t. */
@@ -1675,10 +1689,10 @@ DT_API char *dt_file_read(dt_ctx *ctx, const char *path, size_t limit, size_t *b
    renames the temporary file. After a failure the old file is unchanged. */
 DT_API dt_status dt_file_write(dt_ctx *ctx, const char *path, const void *data, size_t bytes);
 
-/* A JSON text as an array of nodes; node 0 is the root. The syntax is RFC 8259, but stricter where
-   two readers could disagree. These are errors: a duplicate key, -0, an integer beyond 2^53, a
-   number that a double cannot hold, and more than 64 levels, 4,194,304 values or 100,000,000 bytes.
-   Error texts name the position: "config.json:3:17: ...".
+/* A parsed JSON text: an array of nodes; node 0 is the root. The syntax is RFC 8259, but stricter
+   where two readers could disagree. These are errors: a duplicate key, -0, an integer beyond 2^53,
+   a number that a double cannot hold, and more than 64 levels, 4,194,304 values or 100,000,000
+   bytes. Error texts name the position: "config.json:3:17: ...".
 
    The text is UTF-8, but a string may hold any bytes, because a path may: a byte that is not valid
    UTF-8 is written as \udc80 .. \udcff, and reading converts that escape back to the byte (PEP 383,
@@ -1746,8 +1760,9 @@ typedef struct dt_weights dt_weights;
 typedef struct dt_weight {
     const char *name;
     const char *type; /* the type's name in safetensors: "F32", "BF16", "U8", ... */
-    /* 1 if the tensor's type is a dt_dtype and the tensor has at most DT_MAX_DIMS dimensions; 0 if
-       the tensor can only be listed. A tensor with more dimensions has shape (count) */
+    /* 1 if the tensor can be read: its type is a dt_dtype and it has at most DT_MAX_DIMS
+       dimensions. 0 if the tensor can only be listed; `shape` is (count) if there are more
+       dimensions. */
     int readable;
     dt_dtype dtype;
     dt_shape shape;
@@ -1811,9 +1826,9 @@ typedef struct dt_weights_desc {
     dt_llmc llmc;
 } dt_weights_desc;
 /* [local] Begins a file. Declare all tensors, then write all their elements, in any order.
-   dt_weights_close gives the complete files their final names; after a failure before that, the old
-   files are unchanged. If there are shards, they are replaced one after the other, and their index
-   last. A safetensors file begins with the metadata {"format":"pt"}. */
+   dt_weights_close gives the complete files their final names; after a failure before
+   dt_weights_close the old files are unchanged. Shards are replaced one after the other, and their
+   index last. A safetensors file begins with the metadata {"format":"pt"}. */
 DT_API dt_weights *dt_weights_create(dt_ctx *ctx, const char *path, dt_weights_desc desc);
 /* [local] Declares a tensor. Returns its index, or -1 after a failure. */
 DT_API int dt_weights_declare(dt_weights *w, const char *name, dt_dtype dtype, dt_shape shape);
@@ -2400,7 +2415,7 @@ struct dt_ctx {
     dt_block_state **tapes; /* (tape_capacity) root blocks; NULL for unused numbers */
     int tape_capacity;
     dt_block_state *root, *current; /* of the selected tape */
-    dt_block_state *entered_block;  /* innermost block whose `enter` was called */
+    dt_block_state *entered_block;  /* innermost entered block that was not left yet */
     /* 1 during a gather for one access that is outside of any op */
     int outside_op;
     dt__arena *grad_pool;
@@ -2417,7 +2432,7 @@ struct dt_ctx {
 };
 
 /* Updates the memory counters: sign is +1 for an allocation, -1 for a free. No other function
-   changes them. */
+   changes the counters. */
 static void dt__account(dt_ctx *ctx, dt_mem mem, size_t bytes, int sign) {
     dt_memory *m = &ctx->memory;
     if (sign < 0) {
@@ -2442,8 +2457,8 @@ static void *dt__host_zeroed(dt_ctx *ctx, size_t bytes, const char *what) {
     return p;
 }
 
-/* Returns `array` if it has capacity for one more element, else a larger copy; the old array is
-   then freed. Returns NULL after a failure. */
+/* Returns `array` if it has capacity for one more element. Otherwise copies it to a larger array,
+   frees the old array and returns the new array. Returns NULL after a failure. */
 static void *dt__grow(
     dt_ctx *ctx, void *array, int used, int *capacity, size_t element, const char *what) {
     if (used < *capacity) return array;
@@ -2457,9 +2472,9 @@ static void *dt__grow(
 }
 
 /* Caches freed device memory for the next request of the same size. cudaFree waits until the device
-   is idle. If an operation in flight waits for this rank's next call, this would be a deadlock, so
-   memory freed while operations are in flight goes to the cache. The rank's stream orders the old
-   and the new use. Returns 1 if the memory was cached, else 0. */
+   is idle; while an operation in flight waits for this rank's next call, that is a deadlock. So
+   memory that is freed while operations are in flight goes to the cache. The rank's stream orders
+   the old and the new use. Returns 1 if the memory was cached, else 0. */
 static int dt__device_cache_put(dt_ctx *ctx, void *p, size_t bytes, int pinned) {
     dt__cached_memory *grown = (dt__cached_memory *)dt__grow(ctx, ctx->cached, ctx->n_cached,
         &ctx->cached_capacity, sizeof *grown, "cached device memory");
@@ -2723,7 +2738,7 @@ dt_status dt_fail(dt_ctx *ctx, dt_status status, const char *fmt, ...) {
     va_start(args, fmt);
     vsnprintf(ctx->text + n, sizeof ctx->text - (size_t)n, fmt ? fmt : "no reason was given", args);
     va_end(args);
-    /* printf may print a NaN as nan or -nan, because its sign is unspecified: remove the sign */
+    /* the sign of a NaN is unspecified, so printf may print nan or -nan: remove the sign */
     for (char *s = strstr(ctx->text, " -nan"); s; s = strstr(s + 1, " -nan"))
         if (strchr(" ,:;)", s[5])) memmove(s + 1, s + 2, strlen(s + 2) + 1);
     dt__escape(ctx->text, sizeof ctx->text);
@@ -3200,8 +3215,8 @@ static void dt__bucket_release(dt_ctx *ctx, dt_bucket *bucket, int written, int 
         if (l->release) l->release(ctx, bucket, written, unused, l->user);
 }
 
-/* Allocates this rank's shard of a bucket and writes its initial values. The full bucket is not
-   allocated, so a sharded model need not fit in one rank's memory. */
+/* Allocates this rank's shard of a bucket, never the other shards, and writes the shard's initial
+   values. */
 static dt_status dt__bucket_alloc(dt_ctx *ctx, dt_bucket *bucket, const dt_buckets_desc *desc) {
     size_t bytes = bucket->shard_count * dt_dtype_size(bucket->dtype);
     bucket->shard = dt_alloc(ctx, DT_MEM_PARAMS, bytes, "parameters");
@@ -3422,8 +3437,8 @@ enum { DT__MIN_CHUNK_ACTS = 64 << 10, DT__MIN_CHUNK_META = 8 << 10 };
 
 static void *dt__arena_alloc(dt_ctx *ctx, dt__arena *a, size_t bytes) {
     if (bytes == 0) bytes = 1;
-    /* with AddressSanitizer keep the exact size, so that it sees a read of the first byte past the
-       end */
+    /* with AddressSanitizer keep the exact size, so that the sanitizer sees a read of the first
+       byte past the end */
     if (!DT__ASAN) bytes = (bytes + 63) / 64 * 64;
     dt__chunk *c = a->chunks;
     if (!c || c->size - c->used < bytes) {
@@ -4366,7 +4381,8 @@ dt_status dt_backward_at(dt_tensor *y, dt_tensor *grad, dt_phase phase) {
     for (int i = 0; i < ctx->n_params && ctx->root->pending_uses; i++)
         if (ctx->root->pending_uses[i] > 0) ctx->params[i]->param->bucket->pending_params++;
     dt__block_backward(ctx->root, phase);
-    /* the other buckets of this stage have a gradient of zero, which is complete too */
+    /* complete the other buckets of this stage too: no op used their parameters, so their gradient
+       is zero */
     for (int u = ctx->n_buckets - 1; u >= 0 && ctx->status == DT_OK; u--) {
         dt_bucket *bucket = &ctx->buckets[u];
         if (bucket->stage == ctx->root->stage && bucket->pending_params != DT__COMPLETE &&
