@@ -13,8 +13,9 @@
    are slices of a full logical tensor, memory in which every byte has an owner and a class, CPU
    kernels, and weight files (safetensors, llm.c).
 
-   DOES NOT: start threads (OpenMP does, if DT_USE_OMP asks for it), install signal handlers, call
-   exit or abort, keep global state, print except through the log hook, read the environment.
+   dt_tensor.h does not start threads (with DT_USE_OMP, OpenMP starts threads), install signal
+   handlers, call exit or abort, keep global state, or read the environment. It prints only through
+   the log hook.
 
    QUICK EXAMPLE
 
@@ -50,15 +51,20 @@
        nvcc -O3 train.c dt_kernels.cu -lcublasLt -lnccl     CUDA; nvcc defines __NVCC__, which
                                                             turns DT_USE_CUDA on
 
-   OPTIONS (define before including)
-       DT_IMPLEMENTATION   in exactly one file: the code, not only the declarations
-       DT_STATIC           everything static: several files may each have their own copy. Then
-                           define DT_IMPLEMENTATION in each, or gcc warns              (everywhere)
-       DT_USE_CUDA         CUDA runtime calls and dt_kernels.cu (set by nvcc): in the
-                           implementation, and in files that call dt_cuda_* or dt_kernels_cuda
-       DT_NO_CUDA          no CUDA, even under nvcc                                (implementation)
-       DT_USE_CBLAS        f32 and f64 products by <cblas.h>; link e.g. -lopenblas (implementation)
-       DT_USE_OMP          threads inside a rank, with -fopenmp; the same bits     (implementation)
+   OPTIONS (define before including: everywhere, that is, in every file that includes dt headers, or
+   only in the implementation, that is, the file that defines DT_IMPLEMENTATION)
+       DT_IMPLEMENTATION   compiles the code, not only the declarations. Define it in exactly one
+                           file.
+       DT_STATIC           makes all functions static, so that several files may each have their
+                           own copy of the code. Each file then needs DT_IMPLEMENTATION, or gcc
+                           warns.                                                      (everywhere)
+       DT_USE_CUDA         uses the CUDA runtime and dt_kernels.cu. nvcc sets this option.
+                       (implementation, and files that call dt_cuda_* functions or dt_kernels_cuda)
+       DT_NO_CUDA          does not use CUDA, even under nvcc.                     (implementation)
+       DT_USE_CBLAS        computes f32 and f64 matrix products with <cblas.h>. Link a BLAS, for
+                           example with -lopenblas.                                (implementation)
+       DT_USE_OMP          runs several threads inside a rank; the results have the same bits.
+                           Compile with -fopenmp.                                  (implementation)
 
    CONTENTS
      1. Status, element types, shapes (mixed precision: bf16 and f16 storage)
@@ -92,27 +98,29 @@
    CONTRACT
      Memory     The context owns everything it hands out. Parameters live until dt_ctx_free; other
                 tensors live until dt_reset. Data made inside a recomputed dt_block live only while
-                the block runs. Host buffers that you pass are copied. After the first steps a
-                steady program allocates nothing; growth is logged.
+                the block runs. Host buffers that you pass are copied. A program whose steps are all
+                alike allocates memory in its first steps only; later growth is logged.
      Errors     The context records the first failure with its text (dt_error, dt_error_text).
-                Later ops do nothing and return NULL. An op with a NULL input returns NULL too, and
-                dt_item returns NaN. So a loop needs no checks: check once at the end.
+                After a failure ops do nothing and return NULL, and dt_item returns NaN. An op with
+                a NULL input returns NULL too. So a loop needs no checks: check once at the end.
      Threads    A context belongs to one thread at a time. Contexts share nothing.
      Order      Every sum has a stated order that does not depend on tiling or threads: the same
-                program gives the same bits on processors of one kind. An element of a product
-                depends on its row, its column and K only, unless CBLAS computes it. A
-                micro-batch's weight gradient is complete before it is added to anything.
-     Tags       [local] any rank by itself; [pairwise] two ranks; [collective: group] every rank of
-                the group. */
+                program gives the same bits on processors of one kind. An element of a
+                matrix product depends only on its row of A, its column of B and the length of the
+                sum, unless CBLAS computes the product. A micro-batch's weight gradient is complete
+                before it is added to anything.
+     Tags       A tag says which ranks must make a call. [local]: any rank may make the call by
+                itself. [pairwise]: two ranks make the call. [collective: group]: every rank of the
+                group makes the call. */
 
 #ifndef DT_TENSOR_H
 #define DT_TENSOR_H
 
-#define DT_VERSION 200 /* 0.2.0; every dt header checks that it includes the same version */
+#define DT_VERSION 200 /* 0.2.0; the dt headers check that their versions agree */
 
 #if defined(DT_IMPLEMENTATION) && !defined(_GNU_SOURCE)
-/* With -std=c11 libc declares clock_gettime and others only under this macro. It has no effect if a
-   libc header was included before. */
+/* With -std=c11 libc declares clock_gettime and some other functions only under this macro. The
+   macro has no effect if a libc header was included before it. */
 #define _GNU_SOURCE
 #endif
 #include <stddef.h>
@@ -133,13 +141,14 @@
 #endif
 #define DT_PRINTF(fmt, args) __attribute__((format(printf, fmt, args)))
 
-/* The implementations are C: between these two, C++ compilers do not warn about compound literals,
-   designated initialisers, and the fields that those leave zero. */
+/* The implementations are written in C. Between DT__CPP_WARNINGS_OFF and DT__CPP_WARNINGS_ON, C++
+   compilers do not warn about compound literals, designated initialisers, and fields without an
+   initialiser. */
 #if defined(__cplusplus) && defined(__GNUC__)
 #define DT__CPP_WARNINGS_OFF \
     _Pragma("GCC diagnostic push") _Pragma("GCC diagnostic ignored \"-Wpedantic\"") \
         _Pragma("GCC diagnostic ignored \"-Wmissing-field-initializers\"") \
-            _Pragma("GCC diagnostic ignored \"-Wpragmas\"") /* g++ < 12 lacks the next */ \
+            _Pragma("GCC diagnostic ignored \"-Wpragmas\"") /* g++ < 12 lacks the next warning */ \
         _Pragma("GCC diagnostic ignored \"-Wc++20-extensions\"")
 #define DT__CPP_WARNINGS_ON _Pragma("GCC diagnostic pop")
 #else
@@ -153,32 +162,32 @@ extern "C" {
 
 // ==== 1. Status, element types, shapes ==========================================================
 
-/* The result of a call. dt_error_text has the detail: rank, shapes, reason. */
+/* The result of a call. dt_error_text returns the details: rank, shapes, reason. */
 typedef enum dt_status {
     DT_OK = 0,
-    DT_ERR_ARG,        /* an invalid value, such as a negative count or an id outside the table */
+    DT_ERR_ARG,        /* an invalid value, for example a negative count */
     DT_ERR_SHAPE,      /* shapes or element types that do not match */
-    DT_ERR_MEM,        /* the host or device table refused memory */
+    DT_ERR_MEM,        /* an allocation failed, or would exceed mem_limit */
     DT_ERR_IO,         /* a file operation failed, or a file is damaged */
     DT_ERR_DEVICE,     /* the accelerator reported an error */
     DT_ERR_COMM,       /* ranks called different operations, or a rank left the job too early */
     DT_ERR_TIMEOUT,    /* a wait reached its time limit */
-    DT_ERR_PEER,       /* another rank failed first; the text names it */
-    DT_ERR_NUMERIC,    /* NaN or infinity where training cannot continue */
+    DT_ERR_PEER,       /* another rank failed first; the error text names that rank */
+    DT_ERR_NUMERIC,    /* a NaN or infinity with which training cannot continue */
     DT_ERR_UNSUPPORTED /* not available in this version or for these arguments */
 } dt_status;
 
-/* Element types. Mixed precision: BF16 and F16 are storage types only; kernels compute in f32. F64
-   is for tests on the CPU. */
+/* Element types. Mixed precision: BF16 and F16 are storage types only; kernels widen BF16 and F16
+   elements to f32 and compute in f32. F64 is for tests on the CPU. */
 typedef enum dt_dtype { DT_F32 = 0, DT_BF16, DT_F16, DT_F64, DT_I32 } dt_dtype;
 
-/* Reduction operators. Values are combined in rank order. */
+/* Reduction operators. The values of the ranks are combined in rank order. */
 typedef enum dt_op { DT_SUM = 0, DT_AVG, DT_MAX, DT_MIN, DT_PROD } dt_op;
 
 #define DT_MAX_DIMS 6
 typedef struct dt_shape {
-    int nd;                 /* 0 is a scalar */
-    int64_t d[DT_MAX_DIMS]; /* row-major: d[nd-1] varies fastest */
+    int nd;                 /* number of dimensions; 0 for a scalar */
+    int64_t d[DT_MAX_DIMS]; /* sizes; row-major: the last index varies fastest */
 } dt_shape;
 
 /* DT__LITERAL(T){ ... } is a value of type T: a compound literal in C, T{ ... } in C++. */
@@ -189,7 +198,7 @@ typedef struct dt_shape {
 #endif
 
 /* DT_SHAPE(B, T, C) takes integers of any type. DT_SCALAR has no dimensions. */
-#ifdef __cplusplus /* C++ does not narrow size_t to int64_t inside braces */
+#ifdef __cplusplus /* C++ forbids narrowing size_t to int64_t inside braces */
 extern "C++" {
 template <class... sizes> static inline constexpr dt_shape dt__shape_of(sizes... n) {
     return dt_shape{ (int)sizeof...(n), { (int64_t)n... } };
@@ -202,14 +211,15 @@ template <class... sizes> static inline constexpr dt_shape dt__shape_of(sizes...
 #endif
 #define DT_SCALAR (DT__LITERAL(dt_shape){ 0, { 0 } })
 
-/* [local] Size of one element in bytes; 0 for an unknown type. */
+/* [local] Returns the size of one element in bytes; 0 for an unknown type. */
 DT_API size_t dt_dtype_size(dt_dtype dtype);
-/* [local] "f32", "i32", ... */
+/* [local] Returns the name of the type: "f32", "i32", ... */
 DT_API const char *dt_dtype_name(dt_dtype dtype);
-/* [local] "DT_ERR_SHAPE", ... */
+/* [local] Returns the name of the status: "DT_ERR_SHAPE", ... */
 DT_API const char *dt_status_name(dt_status status);
-/* [local] Number of elements; 1 for a scalar; -1 if the shape is invalid: it has more than
-   DT_MAX_DIMS dimensions, a negative dimension, or more elements than int64_t can count. */
+/* [local] Returns the number of elements; 1 for a scalar; -1 if the shape is invalid, that is, if
+   it has more than DT_MAX_DIMS dimensions, a negative dimension, or more elements than int64_t can
+   count. */
 DT_API int64_t dt_count(dt_shape shape);
 
 // ==== 2. Kernel table ===========================================================================
@@ -219,23 +229,24 @@ DT_API int64_t dt_count(dt_shape shape);
 
        op (section 17) --> dt_kernels { alloc, move, ..., matmul, attention, ... } --> CPU or CUDA
 
-   The naive table of a course, a counting table for dry runs and the CUDA table replace some or all
-   entries. */
+   Another table may replace some or all entries of the CPU's table, for example the CUDA table, a
+   table for dry runs that only counts, or a table of naive kernels written in a course. */
 
-/* The kernel list: DT_KERNELS(X) names every kernel once. One argument struct per kernel follows;
-   its optional fields are the fusions.
+/* The kernel list: DT_KERNELS(X) names every kernel once. One argument struct per kernel follows.
+   The optional fields of a struct fuse further operations into the kernel.
 
    A kernel gets one argument struct and a stream. It returns DT_OK, DT_ERR_UNSUPPORTED (the table
    does not support a type or field that the arguments use) or DT_ERR_ARG. A kernel allocates no
    memory: the caller provides scratch memory as `work`. Arrays are dense and row-major unless a
    stride says otherwise.
 
-   T is the struct's dtype. bf16 and f16 are storage types: a kernel widens each element to f32,
-   computes in f32, and rounds once, to nearest even, when it stores the result. The values saved
-   for the backward (mean, rstd, lse) are then f32. `wide` says that an output is f32 although T is
-   bf16 or f16, as gradients of parameters are. `accumulate` 1 adds the finished result to the
-   output; `accumulate` 0 overwrites the output. (+)= stands for either. The order of each sum
-   depends only on the sizes that the kernel's comment names. */
+   T is the element type that the field dtype names. bf16 and f16 are storage types: a kernel widens
+   each element to f32, computes in f32, and rounds once, to nearest even, when it stores the
+   result. If T is bf16 or f16, the values saved for the backward (mean, rstd, lse) are f32. If
+   `wide` is 1 and T is bf16 or f16, an output is f32, for example the gradient of a parameter. If
+   `accumulate` is 1, the kernel adds the finished result to the output; if `accumulate` is 0, the
+   kernel overwrites the output. In the formulas (+)= stands for both. The order of each sum depends
+   only on the array sizes that the kernel's comment names. */
 #define DT__FLOAT_KERNELS(X) \
     X(init) \
     X(sum) \
@@ -270,7 +281,7 @@ DT_API int64_t dt_count(dt_shape shape);
     X(frozen_adam) \
     X(sign_pack) \
     X(sign_unpack)
-/* Kernels that exist once for each compute type and instruction set of the CPU. */
+/* Kernels that exist on the CPU once for each compute type and instruction set. */
 #define DT__VARIANT_KERNELS(X) X(fill) X(reduce) X(permute) DT__FLOAT_KERNELS(X)
 #define DT_KERNELS(X) X(copy) X(cast) DT__VARIANT_KERNELS(X)
 
@@ -281,36 +292,37 @@ typedef struct dt_fill_args { /* out[i] = value */
     double value;
 } dt_fill_args;
 
-/* out[i] = f(key, offset + i) of the counter-based RNG of section 13 */
+/* out[i] = f(key, offset + i), where f is the counter-based RNG of section 13 */
 typedef struct dt_init_args {
     dt_dtype dtype;
     void *out;
     size_t count;
-    /* 0: uniform in [-scale, scale); 1: normal with standard deviation scale */
+    /* 0: values are uniform in [-scale, scale); 1: normal, with standard deviation `scale` */
     int normal;
     double scale;
     uint64_t key, offset; /* offset: global index of out[0] */
 } dt_init_args;
 
-/* copies rows of bytes between two strided arrays; strides in bytes */
+/* Copies `rows` rows of row_bytes bytes each between two strided arrays. Strides are in bytes. */
 typedef struct dt_copy_args {
     void *out;
     const void *in;
     size_t rows, row_bytes, out_stride, in_stride;
 } dt_copy_args;
 
-/* out[..] (+)= in[..] over all indices of shape: slice, concat, transpose, repeat */
+/* out[..] (+)= in[..] for all indices within `shape`; does slice, concat, transpose and repeat */
 typedef struct dt_permute_args {
     dt_dtype dtype;
     void *out;
     const void *in;
     dt_shape shape;
-    /* strides in elements; an in_stride of 0 repeats an element */
+    /* strides are in elements; an in_stride of 0 repeats an element */
     int64_t out_stride[DT_MAX_DIMS], in_stride[DT_MAX_DIMS];
     int accumulate;
 } dt_permute_args;
 
-/* out[i] (+)= in[i], rounded to nearest even for a narrower type, towards zero for i32 */
+/* out[i] (+)= in[i], rounded to nearest even if dtype is narrower, towards zero if dtype is
+   DT_I32 */
 typedef struct dt_cast_args {
     dt_dtype dtype, from;
     void *out;
@@ -319,7 +331,8 @@ typedef struct dt_cast_args {
     int accumulate;
 } dt_cast_args;
 
-/* out[i] = in[0][i] op in[1][i] op ..., in that order; out may be one of the inputs */
+/* out[i] = in[0][i] op in[1][i] op ..., combined in that order; `out` may also be one of the
+   inputs */
 typedef struct dt_reduce_args {
     dt_dtype dtype;
     void *out;
@@ -327,15 +340,15 @@ typedef struct dt_reduce_args {
     int n;
     size_t count;
     dt_op op;
+    /* n_copies further outputs, which receive the same result; each may also be an input */
     void *const *copies;
-    /* `copies` are further outputs that get the same result; a copy may be an input too */
     int n_copies;
-    /* hint: the outputs are not inputs and not in a nearby cache, so non-temporal stores are
-       faster */
+    /* 1 is a hint that the outputs are not inputs and not in a nearby cache, so that non-temporal
+       stores are faster */
     int non_temporal;
 } dt_reduce_args;
 
-/* out[o,i] (+)= scale * sum over j of in[o,j,i], j ascending; in (outer,n,inner) */
+/* out[o,i] (+)= scale * sum over j of in[o,j,i], in ascending j; `in` has shape (outer,n,inner) */
 typedef struct dt_sum_args {
     dt_dtype dtype;
     void *out;
@@ -343,13 +356,13 @@ typedef struct dt_sum_args {
     size_t outer, n, inner;
     double scale;
     int accumulate, wide;
-    /* optional scratch of any size, with which a GPU sums several segments in parallel */
+    /* optional scratch memory of any size: with it, a GPU sums several segments in parallel */
     void *work;
     size_t work_bytes;
 } dt_sum_args;
 
-/* out[o,i] = max over j of in[o,j,i]; index[o,i] = the first j with that value. Backward:
-   scatter */
+/* out[o,i] = max over j of in[o,j,i]; index[o,i] = the first j with that value. The scatter kernel
+   is the backward of max. */
 typedef struct dt_max_args {
     dt_dtype dtype;
     void *out;
@@ -359,7 +372,8 @@ typedef struct dt_max_args {
 } dt_max_args;
 
 enum { DT_ADD = 0, DT_SUB, DT_MUL, DT_DIV };
-/* out (+)= a op b; out is dense and of `shape`; a stride of 0 repeats an element (broadcasting) */
+/* out (+)= a op b; `out` is dense and has shape `shape`; a stride of 0 repeats an element of `a` or
+   `b` (broadcasting) */
 typedef struct dt_binary_args {
     dt_dtype dtype;
     int op;
@@ -370,9 +384,9 @@ typedef struct dt_binary_args {
     int accumulate;
 } dt_binary_args;
 
-/* Activation functions. GELU is the tanh form 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))),
-   GELU_ERF is x times the normal distribution function (both arXiv:1606.08415), SILU is x / (1 +
-   e^-x). AFFINE is scale x + shift. */
+/* Activation functions. GELU is the tanh form 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), and
+   GELU_ERF is x times the normal distribution function (both arXiv:1606.08415). SILU is x / (1 +
+   e^-x). AFFINE is scale * x + shift. */
 enum {
     DT_ACT_NONE = 0,
     DT_ACT_GELU,
@@ -385,16 +399,16 @@ enum {
     DT_ACT_AFFINE,
     DT_ACTS
 };
-typedef struct dt_unary_args { /* out[i] = f(in[i]) */
+typedef struct dt_unary_args { /* out[i] = f(in[i]), where f is `act` */
     dt_dtype dtype;
     int act;
     void *out;
     const void *in;
     size_t count;
-    double scale, shift; /* scale and shift of AFFINE */
+    double scale, shift; /* of DT_ACT_AFFINE */
 } dt_unary_args;
 
-typedef struct dt_unary_back_args { /* dx[i] (+)= dout[i] f'(in[i]) */
+typedef struct dt_unary_back_args { /* dx[i] (+)= dout[i] * f'(in[i]), where f is `act` */
     dt_dtype dtype;
     int act;
     void *dx;
@@ -404,8 +418,8 @@ typedef struct dt_unary_back_args { /* dx[i] (+)= dout[i] f'(in[i]) */
     int accumulate;
 } dt_unary_back_args;
 
-/* Gated linear unit: out[r,c] = f(gate) up with gate = in[r,0,c] and up = in[r,1,c]; in
-   (rows,2,cols), out (rows,cols) */
+/* Gated linear unit: out[r,c] = f(gate) * up, where f is `act`, gate = in[r,0,c] and up =
+   in[r,1,c]. `in` has shape (rows,2,cols), `out` has shape (rows,cols). */
 typedef struct dt_glu_args {
     dt_dtype dtype;
     int act;
@@ -414,7 +428,7 @@ typedef struct dt_glu_args {
     size_t rows, cols;
 } dt_glu_args;
 
-typedef struct dt_glu_back_args { /* dx (rows,2,cols) */
+typedef struct dt_glu_back_args { /* backward of glu; dx has shape (rows,2,cols) */
     dt_dtype dtype;
     int act;
     void *dx;
@@ -423,16 +437,18 @@ typedef struct dt_glu_back_args { /* dx (rows,2,cols) */
     int accumulate;
 } dt_glu_back_args;
 
-typedef struct dt_softmax_args { /* each row of `cols` elements: out = e^(in - max) / sum */
+/* For each row of `cols` elements: out = e^(in - max) / sum of e^(in - max). */
+typedef struct dt_softmax_args {
     dt_dtype dtype;
     void *out;
     const void *in;
     size_t rows, cols;
     void *work;
-    size_t work_bytes; /* dt_row_work bytes */
+    size_t work_bytes; /* at least dt_row_work(cols, dtype) */
 } dt_softmax_args;
 
-typedef struct dt_softmax_back_args { /* dx (+)= out (dout - sum of dout out) */
+/* For each row: dx (+)= out * (dout - sum of dout * out). */
+typedef struct dt_softmax_back_args {
     dt_dtype dtype;
     void *dx;
     const void *dout, *out;
@@ -442,9 +458,10 @@ typedef struct dt_softmax_back_args { /* dx (+)= out (dout - sum of dout out) */
     size_t work_bytes;
 } dt_softmax_back_args;
 
-typedef struct dt_norm_args { /* out = (in - mean) * rstd * gain + bias over each row of cols */
+/* For each row of `cols` elements: out = (in - mean) * rstd * gain + bias. */
+typedef struct dt_norm_args {
     dt_dtype dtype;
-    /* mean, rstd: (rows), f32 or f64, saved for the backward */
+    /* mean and rstd have shape (rows), f32 or f64, and are saved for the backward */
     void *out, *mean, *rstd;
     const void *in, *gain, *bias;
     size_t rows, cols;
@@ -452,10 +469,11 @@ typedef struct dt_norm_args { /* out = (in - mean) * rstd * gain + bias over eac
     /* 1: RMSNorm, which subtracts no mean and adds no bias; mean and bias are NULL */
     int rms;
     void *work;
-    size_t work_bytes; /* dt_row_work bytes */
+    size_t work_bytes; /* at least dt_row_work(cols, dtype) */
 } dt_norm_args;
 
-/* each of dx, dgain, dbias may be NULL; sums over rows add the rows in ascending order */
+/* Backward of norm. Each of dx, dgain and dbias may be NULL. Sums over rows add the rows in
+   ascending order. */
 typedef struct dt_norm_back_args {
     dt_dtype dtype;
     void *dx, *dgain, *dbias;
@@ -463,52 +481,58 @@ typedef struct dt_norm_back_args {
     size_t rows, cols;
     int accumulate_x, accumulate_gain, accumulate_bias, rms;
     int wide_gain, wide_bias;
-    /* dt_row_work bytes; with a larger buffer, a GPU sums several segments in parallel */
+    /* at least dt_row_work(cols, dtype) bytes; with a larger buffer, a GPU sums several segments in
+       parallel */
     void *work;
     size_t work_bytes;
 } dt_norm_back_args;
 
-/* Rotary embedding: rotates pair i of each head of a token by the angle position *
-   theta^(-2i/rotary) */
+/* Rotary embedding: rotates pair i of each head of each token by the angle position *
+   theta^(-2i/rotary), where `position` is the token's position. */
 typedef struct dt_rope_args {
     dt_dtype dtype;
     void *out;
     const void *in;
     const int32_t *positions; /* (tokens) */
-    /* in (tokens,heads,dim): the first `rotary` elements of dim are rotated, the rest is copied */
+    /* `in` has shape (tokens,heads,dim); in each head the first `rotary` of the dim elements are
+       rotated, and the other elements are copied */
     size_t tokens, heads, dim, rotary;
     double theta;
-    int interleaved;         /* 1: pair i is (2i, 2i+1); 0: (i, i + rotary/2) */
-    int inverse, accumulate; /* inverse: rotate by the negative angle (the backward) */
+    /* 1: pair i is elements 2i and 2i + 1; 0: pair i is elements i and i + rotary/2 */
+    int interleaved;
+    int inverse, accumulate; /* inverse 1: rotate by the negative angle, as the backward does */
 } dt_rope_args;
 
-/* out[r,c] (+)= in[r,c] / (1 - p), or 0 if the counter-based RNG drops (key, tokens[r], c) */
+/* out[r,c] (+)= in[r,c] / (1 - p), or 0 if the counter-based RNG drops the element (key, tokens[r],
+   offset + c) */
 typedef struct dt_dropout_args {
     dt_dtype dtype;
     void *out;
     const void *in;
-    const int32_t *tokens; /* (rows); NULL: row r is token r */
+    const int32_t *tokens; /* (rows); NULL means that row r is token r */
     size_t rows, cols;
-    int64_t offset; /* column 0 is column `offset` of the full tensor */
+    int64_t offset; /* column 0 of `in` is this column of the full tensor */
     double p;
     uint64_t key;
     int accumulate;
 } dt_dropout_args;
 
-/* out[r] = table[ids[r] - offset]; zeros if another rank holds the id */
+/* out[r] = table[ids[r] - offset], a row of `cols` elements; zeros if another rank holds the id's
+   row */
 typedef struct dt_embedding_args {
     dt_dtype dtype;
     void *out;
     const void *table;
     const int32_t *ids;
     size_t rows, cols;
-    /* this table holds ids offset .. offset + table_rows - 1 of vocab; an id outside vocab is
-       DT_ERR_ARG */
+    /* `table` holds the ids offset .. offset + table_rows - 1 of the vocabulary 0 .. vocab - 1; an
+       id outside the vocabulary fails with DT_ERR_ARG */
     int64_t offset, table_rows, vocab;
-    int allow_empty; /* 1: an id of -1 gives zeros */
+    int allow_empty; /* 1: an id of -1 gives zeros; 0: an id of -1 fails */
 } dt_embedding_args;
 
-typedef struct dt_embedding_back_args { /* dtable[ids[r] - offset] += dout[r], r ascending */
+/* dtable[ids[r] - offset] += dout[r], in ascending r; if accumulate is 0, dtable begins at zero. */
+typedef struct dt_embedding_back_args {
     dt_dtype dtype;
     void *dtable;
     const void *dout;
@@ -517,12 +541,14 @@ typedef struct dt_embedding_back_args { /* dtable[ids[r] - offset] += dout[r], r
     int64_t offset, table_rows;
     int accumulate, wide;
     void *work;
-    size_t work_bytes; /* 4 table_rows cols bytes; NULL unless dtable is bf16 or f16 */
-    /* 1: an id that is neither in the table nor -1 is DT_ERR_ARG; offset must be 0 */
+    size_t work_bytes; /* 4 * table_rows * cols; work is NULL unless dtable is bf16 or f16 */
+    /* 1: an id that is neither in the table nor -1 fails with DT_ERR_ARG, and offset must be 0; 0:
+       an id that is not in the table is skipped */
     int check_ids;
 } dt_embedding_back_args;
 
-/* the k largest of each row, in descending order; ties to the lower column */
+/* The k largest elements of each row in descending order. Of equal elements the one in the lowest
+   column comes first. */
 typedef struct dt_topk_args {
     dt_dtype dtype;
     void *values;
@@ -531,45 +557,48 @@ typedef struct dt_topk_args {
     size_t rows, cols, k;
 } dt_topk_args;
 
-/* out[o,index[o,j,i],i] (+)= in[o,j,i], zero elsewhere: the backward of topk and max */
+/* out[o,index[o,j,i],i] (+)= in[o,j,i]; if accumulate is 0, the other elements of `out` become 0.
+   This is the backward of topk and max. */
 typedef struct dt_scatter_args {
     dt_dtype dtype;
     void *out;
     const void *in;
-    const int32_t *index; /* (outer,k,inner), each < n */
+    const int32_t *index; /* (outer,k,inner), each index in 0 .. n - 1 */
     size_t outer, n, k, inner;
     int accumulate;
 } dt_scatter_args;
 
-/* GEMM: c (+)= act(A B + bias) + residual; A (m,k), B (k,n), for each of `batch` matrices */
+/* GEMM: c (+)= act(A B + bias) + residual, for each of `batch` pairs of matrices A (m,k) and B
+   (k,n). */
 typedef struct dt_matmul_args {
     dt_dtype dtype;
     void *c;
     const void *a, *b;
     int64_t m, n, k, batch;               /* batch 0 means 1 */
-    int trans_a, trans_b;                 /* 1: a is stored (k,m), b is stored (n,k) */
-    int64_t lda, ldb, ldc;                /* elements between rows as stored; 0: dense */
-    int64_t stride_a, stride_b, stride_c; /* elements between batches */
+    int trans_a, trans_b;                 /* 1: `a` is stored as (k,m), `b` as (n,k) */
+    int64_t lda, ldb, ldc;                /* elements from one stored row to the next; 0: dense */
+    int64_t stride_a, stride_b, stride_c; /* elements from one matrix to the next */
     const void *bias;                     /* (n) of T, or NULL */
-    const void *residual;                 /* shaped as c but always of T, or NULL */
-    int activation;                       /* DT_ACT_* except AFFINE */
-    /* receives the value before the activation; shaped as c but always of T, or NULL */
+    const void *residual;                 /* of c's shape, but always of T; or NULL */
+    int activation;                       /* the DT_ACT_* that is act; not DT_ACT_AFFINE */
+    /* receives A B + bias, the value before the activation; of c's shape, but always of T; or
+       NULL */
     void *pre_activation;
-    /* 1: c = (A B) * act'(pre_activation), the backward of an activation, instead */
+    /* 1: computes the backward of the activation instead: c = (A B) * act'(pre_activation) */
     int activation_backward;
     int accumulate, wide;
     void *work;
-    size_t work_bytes; /* dt_matmul_work bytes; NULL: the naive product */
+    size_t work_bytes; /* dt_matmul_work bytes; if work is NULL, the CPU computes without packing */
 } dt_matmul_args;
 
-/* Attention: softmax(scale q k^T) v. q, out (B,TQ,H,D), k, v (B,TK,K,D), lse (B,H,TQ) f32 or f64
-   (grouped-query attention: H is a multiple of K). A causal query attends to the keys whose
-   position is not after the query's. By default key j has position j and query i has position i +
-   tk - tq. With document numbers (B,TQ) and (B,TK), a query attends to keys of the same document
-   only. A query without keys gets out 0 and lse -infinity. */
-typedef struct dt_attention_mask { /* attention mask: which keys a query attends to */
+/* Attention: out = softmax(scale q k^T) v. The shapes are q and out (B,TQ,H,D), k and v (B,TK,K,D),
+   and lse (B,H,TQ) in f32 or f64. H is a multiple of K (grouped-query attention). A causal query
+   attends to the keys whose position is not after the query's. By default key j has position j and
+   query i has position i + TK - TQ. With document numbers (B,TQ) and (B,TK), a query attends only
+   to keys of its own document. A query without keys gets out 0 and lse -infinity. */
+typedef struct dt_attention_mask { /* attention mask: says which keys a query attends to */
     int causal;
-    /* each may be NULL */
+    /* positions and document numbers of queries (B,TQ) and keys (B,TK); each may be NULL */
     const int32_t *q_position, *k_position, *q_document, *k_document;
 } dt_attention_mask;
 
@@ -580,17 +609,17 @@ typedef struct dt_attention_args {
     int64_t batch, tq, tk, heads, kv_heads, dim;
     double scale;
     dt_attention_mask mask;
-    /* Log-sum-exp merge. 1: out and lse hold the result over other keys, and receive the result
-       over all keys */
+    /* Log-sum-exp merge. If merge_lse is 1, `out` and lse hold the result over other keys at the
+       call, and the result over all keys after the call. */
     int merge_lse;
     int wide;
     void *work;
     size_t work_bytes; /* dt_attention_work bytes */
 } dt_attention_args;
 
-/* Recomputes the scores from lse. k and v may be one block of the keys: if out and lse come from
-   all keys, the gradients of the blocks add up to the gradient over all keys. Each of dq, dk, dv
-   may be NULL. */
+/* Backward of attention. Recomputes the scores from lse. k and v may be one block of the keys: if
+   `out` and lse come from all keys, the gradients of the blocks add up to the gradient over all
+   keys. Each of dq, dk and dv may be NULL. */
 typedef struct dt_attention_back_args {
     dt_dtype dtype;
     void *dq, *dk, *dv;
@@ -599,38 +628,40 @@ typedef struct dt_attention_back_args {
     double scale;
     dt_attention_mask mask;
     int accumulate_q, accumulate_k, accumulate_v;
-    int wide; /* applies to dq, dk, dv and out, not to dout */
+    int wide; /* applies to dq, dk, dv and out, but not to dout */
     void *work;
     size_t work_bytes;
 } dt_attention_back_args;
 
-/* *loss = (sum over rows with label >= 0 of lse - x[label]) / denominator, where lse = log(sum of
-   e^x). Columns from `vocab` on are padding: padding columns enter no sum and get no gradient. With
-   label smoothing s the target is 1 - s at the label plus s / vocab everywhere
-   (arXiv:1512.00567). */
+/* *loss = (sum over the rows with label >= 0 of lse - x[label]) / denominator, where x is the row
+   of logits and lse = log(sum of e^x). Columns from `vocab` on are padding: they enter no sum and
+   get no gradient. With label smoothing s the target probability is s / vocab in every column, plus
+   1 - s at the label (arXiv:1512.00567). */
 typedef struct dt_cross_entropy_args {
     dt_dtype dtype;
-    /* row_loss (rows) double, lse (rows) f32 or f64 */
+    /* row_loss is (rows) in double; lse is (rows) in f32 or f64 */
     double *loss, *row_loss;
     void *lse;
     const void *logits;
     const int32_t *labels;
     size_t rows, cols, vocab;
     double denominator, smoothing;
-    /* NULL, or receives the sum of lse^2 / denominator (arXiv:2204.02311) */
+    /* if not NULL, receives sum of lse^2 / denominator (arXiv:2204.02311) */
     double *z_loss;
-    int accumulate; /* 1: add to loss and z_loss, because the rows come in chunks */
+    /* 1: adds to loss and z_loss, for a caller that passes the rows in several chunks */
+    int accumulate;
     void *work;
     size_t work_bytes; /* dt_row_work bytes */
-    /* Vocabulary-parallel cross-entropy: if not NULL, column 0 is column `offset` of full_vocab.
-       The first `vocab` columns (vocab may be 0) are real, the rest is padding. The kernel writes
-       partial (rows,2) only: for each row the lse of these columns, and the part of the target in
-       these columns; 0 and 0 for a label < 0. */
+    /* Vocabulary-parallel cross-entropy. If partial is not NULL, column 0 is column `offset` of
+       full_vocab columns; the first `vocab` columns (vocab may be 0) are real, the rest is padding.
+       The kernel then writes only partial (rows,2): for each row the lse of these columns, and the
+       sum over these columns of target probability times logit; both are 0 for a label < 0. */
     double *partial;
     int64_t offset, full_vocab;
 } dt_cross_entropy_args;
 
-/* the loss from n ranks' results: partials (n,rows,2), combined in rank order */
+/* Computes the loss from the `partial` arrays of n ranks: partials (n,rows,2), combined in rank
+   order. */
 typedef struct dt_cross_entropy_merge_args {
     dt_dtype dtype;
     double *loss;
@@ -638,26 +669,27 @@ typedef struct dt_cross_entropy_merge_args {
     const double *partials;
     const int32_t *labels;
     size_t n, rows;
-    double denominator, *z_loss; /* lse, loss and z_loss as in cross_entropy */
+    double denominator, *z_loss; /* lse, loss and z_loss: as in dt_cross_entropy_args */
 } dt_cross_entropy_merge_args;
 
-/* dlogits (+)= factor (softmax (1 + 2 z lse) - target); 0 for label < 0 */
+/* dlogits (+)= factor * (softmax * (1 + 2 z lse) - target), where factor = *upstream * scale; 0 in
+   rows with label < 0. dlogits may be the same array as logits. */
 typedef struct dt_cross_entropy_back_args {
     dt_dtype dtype;
     void *dlogits;
     const void *logits, *lse;
     const int32_t *labels;
     size_t rows, cols, vocab;
-    /* factor = *upstream times scale */
     const double *upstream;
     double scale, smoothing, z;
     int accumulate;
     void *work;
-    size_t work_bytes;          /* dt_row_work bytes; dlogits may be logits */
-    int64_t offset, full_vocab; /* full_vocab > 0: a slice of the columns, as in cross_entropy */
+    size_t work_bytes;          /* dt_row_work bytes */
+    int64_t offset, full_vocab; /* if full_vocab > 0: as in dt_cross_entropy_args */
 } dt_cross_entropy_back_args;
 
-/* *loss = sum of (a - b)^2 / denominator, summed in pieces of 1,024 elements, in ascending order */
+/* *loss = sum of (a - b)^2 / denominator. The sums of pieces of 1,024 elements are added in
+   ascending order. */
 typedef struct dt_mse_args {
     dt_dtype dtype;
     double *loss;
@@ -676,11 +708,10 @@ typedef struct dt_mse_back_args { /* da[i] (+)= *upstream * scale * (a - b) */
     int accumulate;
 } dt_mse_back_args;
 
-/* Elements of one piece of a gradient norm: kernels compute, and ranks exchange, one sum of squares
-   per piece */
+/* Number of elements in one piece of a gradient norm: kernels compute one sum of squares per piece,
+   and ranks exchange these sums. */
 #define DT_PIECE 1024
-/* Gradient norm: out[i] = sum of in[j]^2 over piece i of DT_PIECE elements, j ascending, in
-   double */
+/* Gradient norm: out[i] = sum of in[j]^2, in double, over the DT_PIECE elements j of piece i. */
 typedef struct dt_square_sums_args {
     dt_dtype dtype;
     double *out;
@@ -698,22 +729,24 @@ typedef struct dt_adamw_args {
     void *m, *v;
     size_t count;
     double lr, beta1, beta2, eps, weight_decay, grad_scale; /* the gradient is grad * grad_scale */
-    /* number of this step, from 1, for the bias correction 1 - beta^step; INT64_MAX: no
-       correction */
+    /* number of this step, counted from 1, for the bias correction 1 - beta^step; INT64_MAX means
+       no correction */
     int64_t step;
-    /* 0: weight decay decoupled from the moments (AdamW); 1: decay is added to the gradient
-       (Adam) */
+    /* 0: weight decay is decoupled from the moments (AdamW); 1: weight decay is added to the
+       gradient (Adam) */
     int coupled;
-    /* Mixed precision: if not NULL, receives param rounded to bf16 or f16, and param is the master
-       weight */
+    /* Mixed precision: if model_param is not NULL, it receives `param` rounded to model_dtype, bf16
+       or f16, and `param` is the master weight */
     dt_dtype model_dtype;
     void *model_param;
-    /* A list of further arrays to update in the same call, NULL at the end: a GPU updates many
-       small arrays in one launch. All arrays have the same types and do not overlap. */
+    /* Linked list of further arrays to update in the same call; the last has next = NULL. A GPU
+       updates many small arrays in one launch. All arrays have the same types and do not
+       overlap. */
     const struct dt_adamw_args *next;
 } dt_adamw_args;
 
-/* b = momentum b + g; p -= lr b. g includes weight_decay p. The first step sets b = g. */
+/* SGD with momentum: b = momentum * b + g, then p -= lr * b, where p is param, b is momentum_buffer
+   and g = grad * grad_scale + weight_decay * p. The first step sets b = g. */
 typedef struct dt_sgd_args {
     dt_dtype dtype;
     void *param;
@@ -723,16 +756,16 @@ typedef struct dt_sgd_args {
     double lr, momentum, weight_decay, grad_scale;
     int64_t step;
     dt_dtype model_dtype;
-    void *model_param; /* as in adamw */
+    void *model_param; /* as in dt_adamw_args */
 } dt_sgd_args;
 
-/* 1-bit Adam, arXiv:2102.02888. Once v is frozen, a step runs three kernels: update the rank's
-   momentum, pack the momentum as signs for the exchange, update the parameters. A message is
-   `count` signs and then the scale of the signs, a double. Bit i % 8 of byte i / 8 is 1 if element
-   i is not negative. An element with v = 0 never had a gradient, or is padding. Such an element
-   enters no sum, and its sign, error and mean are 0. */
-typedef struct dt_momentum_args { /* m = beta1 m + (1 - beta1) grad grad_scale */
-    /* T is f32 or f64, as in the kernels below */
+/* 1-bit Adam, arXiv:2102.02888. Once v is frozen, a step updates the rank's momentum, packs the
+   momentum as signs for the exchange (sign_pack, sign_unpack), and updates the parameters. A
+   message is `count` signs and then the scale of the signs, a double. Bit i % 8 of byte i / 8 is 1
+   if element i is not negative. An element with v = 0 never had a gradient, or is padding: the
+   element enters no sum, and its error and mean are 0. */
+typedef struct dt_momentum_args { /* m = beta1 * m + (1 - beta1) * grad * grad_scale */
+    /* DT_F32 or DT_F64, as in the three kernels below */
     dt_dtype dtype;
     void *m;
     const void *grad;
@@ -740,7 +773,7 @@ typedef struct dt_momentum_args { /* m = beta1 m + (1 - beta1) grad grad_scale *
     double beta1, grad_scale;
 } dt_momentum_args;
 
-/* p -= lr (m / (sqrt(v) + eps) + weight_decay p); m and v do not change */
+/* p -= lr * (m / (sqrt(v) + eps) + weight_decay * p), where p is param; m and v do not change */
 typedef struct dt_frozen_adam_args {
     dt_dtype dtype;
     void *param;
@@ -748,26 +781,27 @@ typedef struct dt_frozen_adam_args {
     size_t count;
     double lr, eps, weight_decay;
     dt_dtype model_dtype;
-    void *model_param; /* as in adamw */
+    void *model_param; /* as in dt_adamw_args */
 } dt_frozen_adam_args;
 
-/* out: `parts` messages, each of count / parts signs of x + error; count / parts is a multiple
-   of 8 */
+/* Writes `parts` messages to `out`, each with count / parts signs of x + error. count / parts is a
+   multiple of 8. All messages have one scale, |x + error| / sqrt(number of elements), where |.| is
+   the Euclidean norm. */
 typedef struct dt_sign_pack_args {
     dt_dtype dtype;
     void *out;
     const void *x;
-    void *error;
+    void *error; /* before the call the error of the last messages, then of these */
     const void *v;
     size_t count, parts;
-    /* two doubles for each DT_PIECE of count, plus one double; the CPU needs no scratch */
+    /* two doubles for each DT_PIECE elements of count, plus one double; the CPU needs no scratch
+       memory */
     void *work;
     size_t work_bytes;
-    /* One scale for all messages: |x + error| / sqrt(number of elements). error receives the
-       quantization error of the messages. */
 } dt_sign_pack_args;
 
-/* out[i] = mean of element i of n messages of `count` signs, added in order */
+/* out[i] = mean of element i over n messages of `count` signs, added in the order of the
+   messages */
 typedef struct dt_sign_unpack_args {
     dt_dtype dtype;
     void *out;
@@ -775,71 +809,77 @@ typedef struct dt_sign_unpack_args {
     size_t count, n;
 } dt_sign_unpack_args;
 
-/* A device: where tensor memory comes from, and its kernels. Copy a table and change an entry to
-   replace a kernel. A call of a NULL kernel fails with DT_ERR_UNSUPPORTED and the kernel's name. */
+/* The kernel table of a device: how to allocate tensor memory, and the kernels. To replace a
+   kernel, copy a table and change an entry. A call of a kernel whose entry is NULL fails with
+   DT_ERR_UNSUPPORTED and the kernel's name. */
 typedef struct dt_kernels {
     const char *name;                         /* "cpu", "cuda" */
-    void *(*alloc)(void *user, size_t bytes); /* NULL: use the host table */
+    void *(*alloc)(void *user, size_t bytes); /* NULL: the host table allocates */
     void (*free)(void *user, void *p, size_t bytes);
-    /* memcpy between host and device, in any direction */
+    /* copies bytes between host and device memory, in any direction */
     dt_status (*move)(void *dst, const void *src, size_t bytes, void *stream);
-    /* Waits until the stream is empty; NULL if kernels are synchronous. Returns DT_ERR_ARG if since
-       the last sync a kernel skipped an index outside its table: an asynchronous kernel returns
-       before the device has checked the indices. */
+    /* Waits until the stream is empty. Returns DT_ERR_ARG if a kernel has skipped an index outside
+       its table since the last sync: a device checks indices only after the kernel's call has
+       returned. If the entry is NULL, kernels are synchronous. */
     dt_status (*sync)(void *stream);
     void *user;
-    /* Opens a stream, which kernels get as `stream`. local_rank is the rank's number on its
-       machine. On failure returns NULL with the reason in text. The entry is NULL for the CPU,
-       whose kernels are synchronous. */
+    /* Opens a stream, which kernels receive as `stream`. local_rank is the rank's number on its
+       machine. Returns NULL on failure, with the reason in `text`. The CPU's entry is NULL, because
+       its kernels are synchronous. */
     void *(*open)(int local_rank, char *text, size_t text_bytes);
     void (*close)(void *stream);
     /* Allocates pinned host memory: `move` copies pinned memory at full speed and may return before
-       the copy is complete. NULL: the host table's memory is used. */
+       the copy is complete. If the entry is NULL, the host table allocates the memory. */
     void *(*pin)(size_t bytes);
     void (*unpin)(void *p, size_t bytes);
-    /* 1 if kernels can read and write p; NULL: kernels can access all memory */
+    /* Returns 1 if kernels can read and write p. If the entry is NULL, kernels can access all
+       memory. */
     int (*can_access)(const void *p);
     /* Lets kernels of this stream access the memory of devices 0 .. max_devices - 1, because ranks
-       that are threads read and write each other's memory. Returns DT_ERR_DEVICE with the reason in
-       text. NULL: access is always possible. */
+       that are threads read and write each other's memory. On failure returns DT_ERR_DEVICE with
+       the reason in `text`. If the entry is NULL, access is always possible. */
     dt_status (*enable_peer_access)(void *stream, int max_devices, char *text, size_t text_bytes);
-    /* Device events. event_record marks the end of all work now in the stream. event_record records
-       `event` again, or creates an event if `event` is NULL. If the device refuses, event_record
-       returns NULL; the caller then still owns `event`, which stays valid. event_query returns 1 if
-       the device has passed the event, 0 if not yet, -1 if the event failed. event_wait makes later
-       work of this stream wait for an event of another stream. */
+    /* Device events. event_record marks the end of all work that is in the stream now. The mark is
+       `event`, which is reused, or a new event if `event` is NULL. If the device refuses,
+       event_record returns NULL; the caller then still owns `event`, which stays valid. event_query
+       returns 1 if the device has passed the event, 0 if it has not yet, and -1 if the event
+       failed. event_wait makes later work of this stream wait for an event of another stream. */
     void *(*event_record)(void *stream, void *event);
     int (*event_query)(void *event);
     dt_status (*event_wait)(void *stream, void *event);
     void (*event_destroy)(void *event);
-    size_t work_bytes; /* smallest useful scratch for products, attention and sums */
-    /* dt_linear_cross_entropy saves at most max_saved_logits logits for the backward; 0: saves no
-       logits */
+    size_t work_bytes; /* smallest useful scratch size for products, attention and sums */
+    /* dt_linear_cross_entropy saves its logits for the backward if there are at most
+       max_saved_logits of them; 0: it saves none */
     size_t max_saved_logits;
 #define DT_KERNEL_ENTRY(k) dt_status (*k)(const dt_##k##_args *args, void *stream);
     DT_KERNELS(DT_KERNEL_ENTRY)
 #undef DT_KERNEL_ENTRY
 } dt_kernels;
 
-/* [local] The CPU's table. Constant, shared by all contexts. */
+/* [local] Returns the kernel table of the CPU, which is constant and shared by all contexts. */
 DT_API const dt_kernels *dt_kernels_cpu(void);
-/* [local] Scratch bytes of the CPU kernels matmul, softmax/norm/cross-entropy (row) and attention.
-   Return 0 for a negative size, SIZE_MAX on overflow. */
+/* [local] Return how many bytes of scratch memory CPU kernels need: matmul (dt_matmul_work),
+   softmax, norm and cross-entropy (dt_row_work), and attention (dt_attention_work). They return 0
+   for a negative size and SIZE_MAX on overflow. */
 DT_API size_t dt_matmul_work(int64_t n, int64_t k, dt_dtype dtype);
 DT_API size_t dt_row_work(int64_t cols, dt_dtype dtype);
 DT_API size_t dt_attention_work(int64_t tk, int64_t dim, dt_dtype dtype);
 #ifdef DT_USE_CUDA
-/* [local] The table in dt_kernels.cu. Never NULL; dt_cuda_ready says whether a GPU can be used. */
+/* [local] Returns the kernel table of dt_kernels.cu, never NULL. dt_cuda_ready says whether a GPU
+   can be used. */
 extern const dt_kernels *dt_kernels_cuda(void);
-/* [local] DT_OK, or DT_ERR_DEVICE with the reason in text ("no NVIDIA driver found"). With DT_OK,
-   text is "" or advises the -arch that the device needs but dt_kernels.cu was not compiled for. */
+/* [local] Returns DT_OK if a GPU can be used, else DT_ERR_DEVICE with the reason in `text` ("no
+   NVIDIA driver found"). With DT_OK, `text` is "", or advises a value of nvcc's -arch if
+   dt_kernels.cu was not compiled for the device. */
 extern dt_status dt_cuda_ready(char *text, size_t text_bytes);
-/* [local] Opens a stream on a device of your choice, or wraps your own stream, for
-   dt_ctx_desc.stream. The device becomes the calling thread's current device. On failure returns
-   NULL with the reason in text. If dt_ctx_desc.stream is NULL, the context opens a stream on device
-   local_rank % devices and closes that stream itself. dt_cuda_close waits for the stream's work; a
-   wrapped stream stays open. Calls on a context, and dt_cuda_close, must come from a thread whose
-   current device is the stream's: another thread calls cudaSetDevice first. */
+/* [local] dt_cuda_open opens a stream on a device of your choice, or wraps your own stream, for use
+   as dt_ctx_desc.stream. The device becomes the calling thread's current device. Returns NULL on
+   failure, with the reason in `text`. If dt_ctx_desc.stream is NULL, the context itself opens a
+   stream, on device local_rank modulo the number of devices, and closes it. dt_cuda_close waits for
+   the stream's work; a wrapped stream stays open. Calls on a context, and dt_cuda_close, must come
+   from a thread whose current device is the stream's device: another thread calls cudaSetDevice
+   first. */
 typedef struct dt_cuda_desc {
     int device;
     void *stream;      /* a cudaStream_t of that device; NULL: dt_cuda_open creates a stream */
@@ -847,26 +887,27 @@ typedef struct dt_cuda_desc {
 } dt_cuda_desc;
 extern void *dt_cuda_open(dt_cuda_desc desc, char *text, size_t text_bytes);
 extern void dt_cuda_close(void *queue);
-/* [local] dt_cuda_stream returns the cudaStream_t in which the context's kernels run, and in which
-   yours may run; dt_cuda_device returns its device. Pass queue = dt_ctx_stream(ctx). If queue is
-   NULL, the functions return the default stream and the thread's current device. */
+/* [local] dt_cuda_stream returns the cudaStream_t in which the context's kernels run, and your own
+   kernels may run in it too. dt_cuda_device returns the stream's device. Pass queue =
+   dt_ctx_stream(ctx). If `queue` is NULL, the functions return the default stream and the thread's
+   current device. */
 extern void *dt_cuda_stream(void *queue);
 extern int dt_cuda_device(void *queue);
 #endif
 
 // ==== 3. Host and io tables =====================================================================
 
-/* The library reaches the outside world only through two tables: dt_host (memory, clock, sleep,
+/* The library uses the operating system only through two tables: dt_host (memory, clock, sleep,
    log) and dt_io (files). Tests wrap these tables to inject faults, run a virtual clock or limit
    memory. */
 
-/* Memory classes: the uses of a byte. dt_memory counts each class separately. */
+/* Memory classes: what memory is used for. dt_memory counts the bytes of each class separately. */
 typedef enum dt_mem {
     DT_MEM_PARAMS = 0, /* parameter values in buckets */
     DT_MEM_GRADS,      /* gradients accumulated until the update */
     DT_MEM_OPTIM,      /* optimizer state */
     DT_MEM_ACTS,       /* arenas of blocks: activations and their gradients */
-    DT_MEM_COMM,       /* communication buffers; gathered buckets and micro-batch gradients */
+    DT_MEM_COMM,       /* communication buffers, gathered buckets, micro-batch gradients */
     DT_MEM_HOST,       /* bookkeeping: contexts, names, tape nodes */
     DT_MEM_TEMP,       /* scratch memory of kernels */
     DT_MEM_CLASSES
@@ -878,18 +919,18 @@ enum { DT_LOG_ERROR = 0, DT_LOG_NOTICE, DT_LOG_DETAIL };
 /* The library allocates, waits, reads the clock and prints only through this table. */
 typedef struct dt_host {
     void *user;
-    /* returns 64-byte aligned memory, or NULL if the host refuses */
+    /* returns memory aligned to 64 bytes, or NULL if the host refuses */
     void *(*alloc)(void *user, size_t bytes, dt_mem mem);
     void (*free)(void *user, void *p, size_t bytes, dt_mem mem);
-    double (*now)(void *user);                 /* seconds, monotonic */
-    void (*sleep)(void *user, double seconds); /* 0: yield to another thread */
+    double (*now)(void *user);                 /* monotonic clock, in seconds */
+    void (*sleep)(void *user, double seconds); /* 0 s: yields to another thread */
     void (*log)(void *user, int level, int rank, const char *text);
-    /* Returns zeroed memory that is shared with forks of this process, and whose pages are
-       allocated when first touched. NULL: the host refused. If map, unmap and discard are all NULL,
-       ranks cannot be forked. */
+    /* Returns zeroed memory that is shared with forks of this process and whose pages are allocated
+       when first touched; NULL if the host refuses. If the entries map, unmap and discard are all
+       NULL, ranks cannot be forked. */
     void *(*map)(void *user, size_t bytes);
     void (*unmap)(void *user, void *p, size_t bytes);
-    /* frees full pages of mapped memory, which then read as zero */
+    /* frees the whole pages within [p, p + bytes) of mapped memory, which then read as zero */
     void (*discard)(void *user, void *p, size_t bytes);
 } dt_host;
 
@@ -897,17 +938,17 @@ typedef struct dt_host {
    Every mode refuses a FIFO, a device or a socket, without blocking. */
 typedef enum dt_io_mode {
     DT_IO_READ = 0, /* an existing file, or a folder to fsync */
-    DT_IO_WRITE,    /* an existing file; opened for reading and writing, as in all modes below */
+    DT_IO_WRITE,    /* an existing file, for reading and writing, as in all modes below */
     DT_IO_CREATE,   /* a new file; errno EEXIST if it exists */
     DT_IO_PRIVATE,  /* a new file that other users cannot read */
     DT_IO_LOCK      /* an existing file without other hard links, or a new one */
 } dt_io_mode;
 
-/* Files. On failure every call returns -1 and sets errno, to ENOENT or ENOTDIR if the file does not
-   exist. */
+/* Files. On failure every call returns -1 and sets errno; errno is ENOENT or ENOTDIR if the file
+   does not exist. */
 typedef struct dt_io {
     void *user;
-    /* returns a descriptor; mode: a dt_io_mode */
+    /* returns a file descriptor; `mode` is a dt_io_mode */
     int (*open)(void *user, const char *path, int mode);
     int (*close)(void *user, int fd);
     int64_t (*size)(void *user, int fd);
@@ -917,10 +958,12 @@ typedef struct dt_io {
     int (*rename)(void *user, const char *from, const char *to);
     int (*resize)(void *user, int fd, int64_t bytes); /* new bytes are zero */
     int (*remove)(void *user, const char *path); /* removes a file, or the symbolic link itself */
-    /* writes this byte range to disk and evicts it from the page cache; may be NULL */
+    /* writes bytes offset .. offset + bytes - 1 of the file to disk and evicts them from the page
+       cache; may be NULL */
     int (*sync_and_evict)(void *user, int fd, int64_t bytes, int64_t offset);
-    /* Needed by checkpoints only; a table without the entries below cannot write checkpoints. */
-    int (*make_folder)(void *user, const char *path); /* a new folder */
+    /* The entries below are needed only by checkpoints; a table without them cannot write
+       checkpoints. */
+    int (*make_folder)(void *user, const char *path); /* creates a folder */
     /* Calls each() for every entry of a folder except . and ..; each() may remove that entry. */
     int (*list_folder)(
         void *user, const char *path, void (*each)(void *arg, const char *name), void *arg);
@@ -932,13 +975,14 @@ typedef struct dt_io {
     int (*remove_folder)(void *user, const char *path, const char *const *names, int n);
 } dt_io;
 
-/* [local] The tables that use libc; constant. */
+/* [local] Return the tables that use libc; both are constant. */
 DT_API const dt_host *dt_host_default(void);
 DT_API const dt_io *dt_io_default(void);
 
 // ==== 4. Context, errors, memory account ========================================================
 
-/* A context is one rank. It holds all state: a rank may be a thread, so the library has no globals.
+/* A context is one rank. All state is in the context, because a rank may be a thread: the library
+   has no global variables.
 
        dt_ctx --+-- kernel, host and io tables
                 +-- first error (sticky) and its text
@@ -947,101 +991,105 @@ DT_API const dt_io *dt_io_default(void);
                 +-- tapes: trees of blocks with their arenas
                 +-- listeners: how dt_comm.h and dt_zero.h attach */
 
-typedef struct dt_ctx dt_ctx; /* one rank: its memory, tape, parameters, first error */
+typedef struct dt_ctx dt_ctx; /* one rank: its memory, tapes, parameters, first error */
 typedef struct dt_tensor dt_tensor;
-/* This rank's handle of a process group, see dt_comm.h. The struct begins with a dt_group. */
+/* This rank's handle of a process group (dt_comm.h). The struct begins with a dt_group. */
 typedef struct dt_comm dt_comm;
 
-/* The part of a dt_comm that this header uses: this rank's number in the group, and the group's
-   size. */
+/* The part of a dt_comm that this header uses: this rank's number in the group, and the size of the
+   group. */
 typedef struct dt_group {
     int rank, size;
 } dt_group;
 
 typedef struct dt_ctx_desc {
-    uint64_t seed; /* 0 -> 1; initial values are f(seed, name, global index) */
-    int rank;      /* for messages */
-    /* NULL: dt_kernels_cpu(); with DT_USE_CUDA dt_kernels_cuda(), if dt_cuda_ready returns DT_OK */
+    uint64_t seed; /* of the initial values, see section 5; 0 means 1 */
+    int rank;      /* number of this rank, for messages */
+    /* NULL means dt_kernels_cuda() if DT_USE_CUDA is defined and dt_cuda_ready returns DT_OK, else
+       dt_kernels_cpu() */
     const dt_kernels *kernels;
-    const dt_host *host; /* NULL -> dt_host_default() */
-    const dt_io *io;     /* NULL -> dt_io_default() */
-    void *stream;        /* passed to every kernel; NULL: the kernel table opens a stream */
-    /* This rank's number among the ranks of its machine (torchrun's LOCAL_RANK): a device table
-       uses device local_rank modulo the number of devices. Calls on a context with a device must
-       come from a thread whose current device is the context's. dt_ctx_make sets the current device
-       of its caller's thread, and dt_run sets the current device of each rank's thread. */
+    const dt_host *host; /* NULL means dt_host_default() */
+    const dt_io *io;     /* NULL means dt_io_default() */
+    void *stream;        /* passed to every kernel; NULL: the context opens a stream */
+    /* This rank's number among the ranks of its machine (torchrun's LOCAL_RANK). The rank uses
+       device local_rank modulo the number of devices. Calls on a context with a device must come
+       from a thread whose current device is the context's device. dt_ctx_make sets the current
+       device of the calling thread, and dt_run sets the current device of each rank's thread. */
     int local_rank;
-    size_t mem_limit; /* limit on live bytes, over all classes; 0: none */
+    size_t mem_limit; /* most bytes that may be live in all classes together; 0: no limit */
 } dt_ctx_desc;
 
-/* [local] Makes a context; returns NULL if the host table refuses the memory. dt_run makes a
-   context for each rank; without dt_run, call dt_ctx_make yourself. */
+/* [local] Makes a context. Returns NULL if the host table refuses the memory. dt_run makes a
+   context for each rank; a program without dt_run calls dt_ctx_make itself. */
 DT_API dt_ctx *dt_ctx_make(dt_ctx_desc desc);
 /* [local] Frees everything the context owns. NULL is allowed. */
 DT_API void dt_ctx_free(dt_ctx *ctx);
 
-/* [local] The tables, stream, rank and seed of the context; NULL or 0 if ctx is NULL. */
+/* [local] Return the tables, stream, rank and seed of the context; NULL or 0 if ctx is NULL. */
 DT_API const dt_kernels *dt_ctx_kernels(const dt_ctx *ctx);
 DT_API const dt_host *dt_ctx_host(const dt_ctx *ctx);
 DT_API const dt_io *dt_ctx_io(const dt_ctx *ctx);
 DT_API void *dt_ctx_stream(const dt_ctx *ctx);
 DT_API int dt_ctx_rank(const dt_ctx *ctx);
 DT_API uint64_t dt_ctx_seed(const dt_ctx *ctx);
-/* [local] A pointer for the layer above: dt_comm.h stores this rank's world here. This header does
-   not use the pointer. */
+/* [local] dt_ctx_attach stores a pointer in the context and dt_ctx_attached returns the pointer.
+   dt_comm.h stores this rank's world there; this header does not use the pointer. */
 DT_API void *dt_ctx_attached(const dt_ctx *ctx);
 DT_API void dt_ctx_attach(dt_ctx *ctx, void *upper);
 
-/* [local] Records the first failure with its reason, logs the failure and tells the listeners, so
-   that peers learn of it. Later calls change nothing. Returns status. Call dt_fail from your own
-   ops too. */
+/* [local] Fails the context: records the first failure with its reason, logs the failure and tells
+   the listeners, so that the other ranks learn of it. Later failures are not recorded. Returns
+   status. Call dt_fail from your own ops too. */
 DT_API dt_status dt_fail(dt_ctx *ctx, dt_status status, const char *fmt, ...) DT_PRINTF(3, 4);
-/* [local] The first failure, DT_OK if there was none. Sticky. DT_ERR_MEM if ctx is NULL. */
+/* [local] Returns the status of the first failure, for the rest of the context's life; DT_OK if
+   there was no failure; DT_ERR_MEM if ctx is NULL. */
 DT_API dt_status dt_error(const dt_ctx *ctx);
-/* [local] "rank 3: dt_linear(w1): x (8,128) and w (64,256): 128 != 256"; "" if there was no
-   failure. */
+/* [local] Returns the text of the first failure, for example "rank 3: dt_linear(w1): x (8,128) and
+   w (64,256): 128 != 256"; "" if there was no failure. */
 DT_API const char *dt_error_text(const dt_ctx *ctx);
 /* [local] Sends one line to the log hook. Control characters and bytes that are not UTF-8 become
    \xNN, as in dt_error_text. */
 DT_API void dt_log(dt_ctx *ctx, int level, const char *fmt, ...) DT_PRINTF(3, 4);
-/* [local] The length in bytes of the printable UTF-8 character at s (which ends with NUL); 0 for a
-   control character (C0, DEL, C1) or an invalid byte. dt's messages show an unprintable byte as
-   \xNN. */
+/* [local] Returns the length in bytes of the printable UTF-8 character at s (s ends with NUL); 0
+   for a control character (C0, DEL, C1) or an invalid byte, which dt's messages show as \xNN. */
 DT_API size_t dt_printable(const char *s);
 
 typedef struct dt_memory {
-    size_t live[DT_MEM_CLASSES], peak[DT_MEM_CLASSES]; /* bytes */
-    /* peak_total: peak of the sum, not the sum of the peaks */
+    size_t live[DT_MEM_CLASSES], peak[DT_MEM_CLASSES]; /* bytes of each class */
+    /* bytes of all classes; peak_total is the peak of the sum, not the sum of the peaks */
     size_t live_total, peak_total;
     size_t allocations; /* calls of the allocator so far */
 } dt_memory;
 
-/* [local] Bytes by class. Only dt_alloc, dt_free, dt_pin and dt_unpin change these counters. */
+/* [local] Returns the bytes of each class. Only dt_alloc, dt_free, dt_pin and dt_unpin change these
+   counters. */
 DT_API dt_memory dt_memory_used(const dt_ctx *ctx);
-/* [local] Sets each peak to the live bytes. */
+/* [local] Sets each peak to the bytes that are live now. */
 DT_API void dt_memory_reset_peak(dt_ctx *ctx);
 
-/* [local] Allocates bytes of class mem: tensor classes from the device table, DT_MEM_HOST from the
-   host table. bytes 0 returns NULL without an error. If a table refuses, or mem_limit would be
-   exceeded, the context fails with DT_ERR_MEM, whose text has `what` and the bytes, and the log
-   hook gets a notice with the live bytes and the peak of each class. */
+/* [local] Allocates memory of class `mem`: from the host table for DT_MEM_HOST, from the kernel
+   table for all other classes. Returns NULL without an error if bytes is 0. If the table refuses,
+   or the allocation would exceed mem_limit, fails the context with DT_ERR_MEM; the error text has
+   `what` and the bytes, and the log hook gets a notice with the live bytes and the peak of each
+   class. */
 DT_API void *dt_alloc(dt_ctx *ctx, dt_mem mem, size_t bytes, const char *what);
-/* [local] Frees p from dt_alloc with the same mem and bytes; NULL is allowed. */
+/* [local] Frees memory from dt_alloc. Pass the `mem` and `bytes` of the allocation. p may be
+   NULL. */
 DT_API void dt_free(dt_ctx *ctx, dt_mem mem, void *p, size_t bytes);
-/* [local] Allocates pinned host memory of class DT_MEM_HOST: a device copies to and from this
-   memory without the CPU. Wait for the copies in flight before dt_unpin, because dt_unpin does not
-   wait. */
+/* [local] dt_pin allocates pinned host memory of class DT_MEM_HOST: a device copies to and from
+   this memory without the CPU. Before dt_unpin, wait for the copies in flight, because dt_unpin
+   does not wait. */
 DT_API void *dt_pin(dt_ctx *ctx, size_t bytes, const char *what);
 DT_API void dt_unpin(dt_ctx *ctx, void *p, size_t bytes);
-/* [local] Scratch of at least `bytes`, valid until the next dt_scratch call. The context keeps one
-   buffer, which grows to the largest request. */
+/* [local] Returns scratch memory of at least `bytes`, valid until the next dt_scratch call. The
+   context keeps one buffer, which grows to the largest request. */
 DT_API void *dt_scratch(dt_ctx *ctx, size_t bytes);
 
 // ==== 5. Tensors and parameters =================================================================
 
-/* A parameter is a slice of a full logical tensor. Up to three {group, dim} pairs say how the
-   tensor is sharded (DTensor's Shard). A rank stores its local slice only. With w (4,6), dim 1
-   sharded over a group of 4 ranks:
+/* A parameter is a slice of a full logical tensor. Up to three pairs {group, dim} say how the
+   tensor is sharded (DTensor's Shard). A rank stores only its local slice. For example, if w has
+   shape (4,6) and dimension 1 is sharded over a group of 4 ranks:
 
        column     0 1 | 2 3 | 4 5 | - -       local shape (4,2) on every rank, ceil(6 / 4) columns;
        rank        0     1     2     3        rank 3's slice lies past the end: padding, all zero
@@ -1053,28 +1101,29 @@ typedef struct dt_param_info dt_param_info;
 typedef struct dt_block_state dt_block_state;
 
 struct dt_tensor { /* your code may read and print a tensor; only ops write it */
-    /* device memory, dense, row-major; NULL for a parameter that has no storage or is not
+    /* device memory, dense, row-major; NULL for a parameter that has no storage yet or is not
        gathered */
     void *data;
-    /* The gradient: as data, but f32 for a bf16 or f16 parameter. dt_backward sets the gradient of
-       parameters and dt_require_grad tensors, except of parameters at ZeRO-2 and ZeRO-3, where a
-       rank keeps a gradient shard (dt_zero_grad). The gradient of any other tensor is valid inside
-       its block's backward only. */
+    /* The gradient: memory like `data`, but in f32 for a bf16 or f16 parameter. dt_backward sets
+       the gradient of parameters and dt_require_grad tensors, except of parameters at ZeRO-2 and
+       ZeRO-3, where a rank keeps only a shard of the gradient (dt_zero_grad). The gradient of any
+       other tensor is valid only during its block's backward. */
     void *grad;
-    dt_shape shape; /* local shape: shape of this rank's slice */
+    dt_shape shape; /* local shape, that of this rank's slice */
     dt_dtype dtype;
     const char *name; /* the name of the parameter, or of the op that made the tensor */
     dt_ctx *ctx;
     int needs_grad;
-    dt_tensor *base;          /* a view uses its base's data and gradient */
+    dt_tensor *base;          /* in a view: the tensor whose data and gradient the view uses */
     dt_param_info *param;     /* NULL if not a parameter */
     dt_block_state *block;    /* the block whose arena holds the tensor */
-    struct dt_node *producer; /* the recorded op that made this tensor; may be NULL */
-    /* number of op inputs that use this tensor; dt_no_grad ops do not count */
+    struct dt_node *producer; /* the recorded op that made this tensor, or NULL */
+    /* number of times that an op took this tensor as an input; ops under dt_no_grad do not count */
     int readers;
-    /* arena of this tensor's data; NULL unless it is transient (section 16) and has data */
+    /* arena of this tensor's data, if the tensor is transient (section 16) and has data; else
+       NULL */
     struct dt__arena *arena;
-    dt_tensor *next_transient; /* list of the block's transient tensors */
+    dt_tensor *next_transient; /* in the list of the block's transient tensors */
     int transient;
 };
 
@@ -1087,40 +1136,42 @@ typedef struct dt_init {
 #define DT_NORMAL(std) ((dt_init){ 2, (std) })
 #define DT_UNIFORM(a) ((dt_init){ 3, (a) }) /* in [-a, a) */
 
-/* Shard over a group: rank r of the n ranks of comm holds slice r of n along dim. comm NULL: not
-   sharded. */
+/* Shard over a group: rank r of the n ranks of comm holds slice r of n equal slices along dimension
+   dim. comm NULL means not sharded. */
 typedef struct dt_shard_spec {
     dt_comm *comm;
     int dim;
 } dt_shard_spec;
 enum { DT_GRAD_REPLICATED = 0, DT_GRAD_PARTIAL };
-/* DT_GRAD_PARTIAL: the ranks' gradients are partial sums, to be added over comm */
+/* DT_GRAD_PARTIAL: each rank's gradient is a partial sum; the gradients must be added over comm.
+   DT_GRAD_REPLICATED: all ranks have the same gradient. */
 typedef struct dt_grad_placement {
     dt_comm *comm;
     int kind;
 } dt_grad_placement;
 
-/* How a parameter is sharded and trained. For LoRA freeze the base weight (frozen = 1) and add the
+/* How a parameter is sharded and trained. For LoRA, freeze the base weight (frozen = 1) and add the
    product of two small trainable parameters to its layer. */
 typedef struct dt_param_desc {
     dt_shard_spec shards[3]; /* the groups that shard the full tensor, and along which dimensions */
-    /* groups over which the gradient is not placed as by default. The default (dt_zero.h): summed
-       over the data group, sharded over the groups in `shards`, replicated over all other groups */
+    /* Groups over which the gradient is not placed as usual. Usually (dt_zero.h) the gradient is
+       summed over the data group, sharded over the groups in `shards`, and replicated over all
+       other groups. */
     dt_grad_placement grad_placements[2];
-    int frozen; /* no gradient, no update */
-    /* no weight decay; parameters with fewer than 2 dimensions never decay */
+    int frozen; /* 1: no gradient, no update */
+    /* 1: no weight decay; parameters with fewer than 2 dimensions have none in any case */
     int no_decay;
     double lr_scale; /* 0 means 1 */
     dt_dtype dtype;  /* 0 means DT_F32 */
 } dt_param_desc;
 
 /* Local slice: the part of a full logical tensor that a rank holds. If the group's size does not
-   divide a dimension, the last slices reach past its end: the part outside is zero, gets no
-   gradient, is not counted and not saved. */
+   divide a dimension, the last slices reach past the dimension's end. The part of a slice past the
+   end is padding: zero, without a gradient, not counted and not saved. */
 typedef struct dt_local_slice {
-    int64_t lo[DT_MAX_DIMS]; /* first index, in the full tensor */
-    int64_t n[DT_MAX_DIMS];  /* local extent = ceil(full / group size) */
-    /* how many of these n indices are inside the full tensor; the rest is padding */
+    int64_t lo[DT_MAX_DIMS]; /* index in the full tensor where the slice begins */
+    int64_t n[DT_MAX_DIMS];  /* size of the slice = ceil(full size / group size) */
+    /* how many of the n indices lie inside the full tensor; the others are padding */
     int64_t inside[DT_MAX_DIMS];
 } dt_local_slice;
 
@@ -1132,114 +1183,121 @@ struct dt_param_info { /* the data of a parameter besides its tensor; read-only 
     dt_local_slice slice;
     dt_init init;
     dt_param_desc desc;
-    int scope;            /* number of dt_scope and dt_stage calls before it */
+    int scope;            /* number of dt_scope and dt_stage calls before its registration */
     int stage;            /* from dt_stage */
-    dt_bucket *bucket;    /* NULL until storage is made */
-    size_t offset, count; /* elements: offset in the bucket, local size */
-    int grad_started;     /* an op has written this micro-batch's gradient */
+    dt_bucket *bucket;    /* NULL until dt_buckets_make */
+    size_t offset, count; /* offset in the bucket and local size, in elements */
+    int grad_started;     /* 1: an op has written this micro-batch's gradient */
 };
 
-/* [local] Registers a parameter of dtype f32 that is not sharded. The parameter has no memory and
-   no values yet. Fails if the name is taken or dt_buckets_make has already run. */
+/* [local] Registers a parameter of type f32 that is not sharded. The parameter has no memory and no
+   values until dt_buckets_make. Fails if the name is taken or dt_buckets_make has already run. */
 DT_API dt_tensor *dt_param(dt_ctx *ctx, const char *name, dt_shape full, dt_init init);
-/* [local] dt_param with shardings, gradient placements and flags. Every rank passes the same full
-   shape. */
+/* [local] Registers a parameter as dt_param does, with shardings, gradient placements and flags.
+   Every rank passes the same full shape. */
 DT_API dt_tensor *dt_param_at(
     dt_ctx *ctx, const char *name, dt_shape full, dt_init init, dt_param_desc desc);
-/* [local] Names of parameters registered from here on begin with prefix ("h.0."), and a new bucket
-   begins here. NULL ends the prefix. The text is copied. */
+/* [local] Sets a prefix, for example "h.0.", for the names of all parameters registered after this
+   call, and begins a new bucket. NULL means no prefix. The text is copied. */
 DT_API void dt_scope(dt_ctx *ctx, const char *prefix);
-/* [local] Pipeline parallelism: parameters registered from here on belong to stage `stage` >= 0,
-   and a new bucket begins here. A rank may hold several stages; each stage has a separate tape
-   (section 8). Default 0. After this call dt_zero_make accepts a rank without parameters. */
+/* [local] Pipeline parallelism: all parameters registered after this call belong to stage `stage`
+   >= 0, and a new bucket begins. A rank may hold several stages; each stage has a separate tape
+   (section 8). Without this call the stage is 0. After this call dt_zero_make accepts a rank
+   without parameters. */
 DT_API void dt_stage(dt_ctx *ctx, int stage);
-/* [local] Parameters in registration order. Return NULL if index is out of range or name is not
-   found. */
+/* [local] Return the number of parameters, parameter `index` in registration order, and the
+   parameter with a name. The last two return NULL if there is no parameter with this index or
+   name. */
 DT_API int dt_param_count(const dt_ctx *ctx);
 DT_API dt_tensor *dt_param_get(const dt_ctx *ctx, int index);
 DT_API dt_tensor *dt_param_find(const dt_ctx *ctx, const char *name);
-/* [local] The local slice of `full` that `shards` (NULL: not sharded) give this rank; all 0 if full
-   is invalid. A sharding along a dimension that full lacks is ignored. */
+/* [local] Returns this rank's local slice of a tensor of shape `full` that is sharded as `shards`
+   say (NULL: not sharded); all 0 if `full` is invalid. A sharding along a dimension that `full`
+   does not have is ignored. */
 DT_API dt_local_slice dt_local_slice_of(dt_shape full, const dt_shard_spec shards[3]);
 
-/* [local] Copies host data to a tensor without gradient, valid until dt_reset. host NULL: undefined
-   contents. */
+/* [local] Returns a new tensor with a copy of the data at `host`, without a gradient, valid until
+   dt_reset. If `host` is NULL, the contents are undefined. */
 DT_API dt_tensor *dt_input(dt_ctx *ctx, dt_dtype dtype, dt_shape shape, const void *host);
-/* [local]; for a parameter at ZeRO-3 [collective: its data group]. Copies elements between a tensor
-   and host memory. Waits for the stream. */
+/* [local]; for a parameter at ZeRO-3 [collective: its data group]. dt_read copies all elements of a
+   tensor to host memory, dt_write copies them from host memory. Both wait for the stream. */
 DT_API dt_status dt_read(const dt_tensor *t, void *host);
 DT_API dt_status dt_write(dt_tensor *t, const void *host);
-/* [local] The device address of t's values. Use dt_data in your own op in place of t->data if t may
-   be a parameter: at ZeRO-3 dt_data gathers the values ([collective: the parameter's data group]),
-   which are freed when the block ends. dt_read and dt_write of a parameter gather in the same way.
-   NULL after a failure. */
+/* [local] Returns the device address of t's values; NULL after a failure. In your own op use
+   dt_data instead of t->data if t may be a parameter: at ZeRO-3 dt_data gathers the values
+   ([collective: the parameter's data group]), which are freed when the block ends. dt_read and
+   dt_write gather a parameter in the same way. */
 DT_API void *dt_data(dt_tensor *t);
-/* [local] A scalar's value. NaN if t is NULL or its context has failed. Waits for the stream. */
+/* [local] Returns the value of a scalar; NaN if t is NULL or its context has failed. Waits for the
+   stream. */
 DT_API double dt_item(const dt_tensor *t);
 
 // ==== 6. Buckets and listeners ==================================================================
 
 /* A bucket stores consecutive parameters in one flat array: the gradient bucket of DDP and
-   ZeRO-1/2, the flat parameter of FSDP/ZeRO-3. Padding makes a bucket's size a multiple of group
-   size x 1,024 elements, so N ranks hold N equal shards:
+   ZeRO-1/2, the flat parameter of FSDP/ZeRO-3. Padding makes the number of elements a multiple
+   of 1,024 x the group's size, so N ranks hold N equal shards:
 
        | wq        | wk  | wv  | bias | padding |      params, in registration order
        | shard 0     | shard 1     | shard 2    |      rank r keeps shard r
 
-   Bucketing follows DDP (arXiv:2006.15704), and sharding follows ZeRO (arXiv:1910.02054). The upper
-   layers attach as listeners: they start a bucket's gradient reduction in grad_ready, while the
-   backward of earlier layers still runs (overlap of communication and computation), and gather a
-   sharded bucket's values when an op first reads them. */
+   Buckets follow DDP (arXiv:2006.15704), and shards follow ZeRO (arXiv:1910.02054). The upper
+   layers attach as listeners. Overlap of communication and computation: a listener starts the
+   reduction of a bucket's gradient in grad_ready, while the backward of earlier layers still runs.
+   A listener gathers a sharded bucket's values when an op first reads them. */
 
-/* Gradient bucket. Consecutive parameters of one scope with equal dtype, shardings, gradient
-   placements and trainability, stored together and split at bucket_bytes. Padding is zero.
+/* Gradient bucket. Stores consecutive parameters of one scope that have the same dtype, shardings,
+   gradient placements and `frozen` flag. A new bucket begins where a bucket would exceed
+   bucket_bytes. Padding is zero.
 
-       param 0 | param 1 | param 2 | padding      data: (padded)
-       shard 0    | shard 1    | shard 2          one rank keeps [shard_offset, +shard_count) */
+       param 0 | param 1 | param 2 | padding      `padded` elements of data
+       shard 0    | shard 1    | shard 2          one rank keeps shard_count elements, from
+                                                  shard_offset on */
 struct dt_bucket {
     int index, first_param, n_params;
     dt_dtype dtype, grad_dtype; /* the gradients of bf16 and f16 parameters are f32 */
     int frozen;
     int stage;            /* from dt_stage */
     size_t count, padded; /* elements */
-    /* (padded) values. In a sharded bucket data has class comm, and is NULL unless gathered */
+    /* (padded) the values. In a sharded bucket `data` has memory class DT_MEM_COMM, and is NULL
+       unless gathered */
     void *data;
-    /* (shard_count) the values that this rank keeps, class params: its shard of a sharded bucket,
-       otherwise all of data. NULL while the values are offloaded */
+    /* (shard_count) the values that this rank keeps, of class DT_MEM_PARAMS: its shard of a sharded
+       bucket, all of `data` of any other bucket. NULL while the values are offloaded */
     void *shard;
-    size_t shard_offset, shard_count; /* elements of data */
-    /* (padded) gradient accumulation: sum over the finished micro-batches, class grads; allocated
-       when first needed */
+    size_t shard_offset, shard_count; /* in elements of data */
+    /* (padded) gradient accumulation: the sum over the finished micro-batches, of class
+       DT_MEM_GRADS; allocated when first needed */
     void *grad;
-    /* accumulates this micro-batch's gradient; may be the same buffer as grad */
+    /* the gradient of the current micro-batch; may be the same buffer as grad */
     void *micro_grad;
-    int accumulated; /* grad holds the gradient of at least one micro-batch */
-    /* parameters whose gradient is not complete yet in the current backward */
+    int accumulated; /* 1: grad holds the gradient of at least one micro-batch */
+    /* number of parameters whose gradient is not complete yet in the current backward */
     int pending_params;
 };
 
 typedef struct dt_buckets_desc {
     size_t bucket_bytes; /* 0 means 25 MiB */
-    size_t pad;          /* buckets are padded to a multiple of `pad` elements; 0 means 1 */
-    /* 1: the values are offloaded: a listener's release stores the values, and its gather loads the
-       values again */
+    size_t pad;          /* a bucket is padded to a multiple of `pad` elements; 0 means 1 */
+    /* 1: the values are offloaded: a listener's release() stores them, and its gather() loads them
+       again */
     int offloaded;
-    /* 1: buckets have no grad: grad_ready gets each micro-batch's gradient separately */
+    /* 1: buckets have no `grad`; grad_ready receives each micro-batch's gradient separately */
     int reduce_each_micro;
-    /* NULL, or sets *pad, the padding of the bucket, and says that this rank keeps shard
-       *shard_index of *shards equal shards. On entry *pad is desc.pad, *shard_index is 0 and
-       *shards is 1. */
+    /* NULL, or a function that says how `bucket` is sharded: it sets *shards to the number of equal
+       shards, *shard_index to the shard that this rank keeps, and *pad to the bucket's value of
+       `pad`. At the call *pad is the desc's pad, *shard_index is 0 and *shards is 1. */
     void (*shard)(const dt_bucket *bucket, size_t *pad, int *shards, int *shard_index, void *user);
     void *user;
 } dt_buckets_desc;
 
-/* [local] Allocates storage for every registered parameter and writes the initial values.
-   dt_zero_make calls dt_buckets_make. Without dt_zero_make, the first use of a parameter calls
+/* [local] Allocates storage for all registered parameters and writes the initial values.
+   dt_zero_make calls this function. Without dt_zero_make, the first use of a parameter calls
    dt_buckets_make with a zeroed desc. */
 DT_API dt_status dt_buckets_make(dt_ctx *ctx, dt_buckets_desc desc);
 DT_API int dt_bucket_count(const dt_ctx *ctx);
 DT_API dt_bucket *dt_bucket_get(const dt_ctx *ctx, int index);
-/* [local] The next backward starts the gradient sums from zero. */
+/* [local] Clears the gradients: the next backward starts the gradient sums from zero. */
 DT_API void dt_clear_grads(dt_ctx *ctx);
 
 typedef enum dt_phase {
@@ -1250,80 +1308,87 @@ typedef enum dt_phase {
 } dt_phase;
 typedef struct dt_event {
     dt_phase phase;
-    /* 0: the micro-batch; n > 0: dt_block call n of the micro-batch, counted from 1 */
+    /* 0 if the event is about the whole micro-batch; n > 0 if it is about the micro-batch's
+       dt_block call n, counted from 1 */
     int block;
-    int micro, last; /* from dt_micro */
+    int micro, last; /* from dt_micro; last is 1 in the step's last micro-batch */
     int stage;       /* from dt_tape */
 } dt_event;
 
-/* Callbacks with which an upper layer attaches to this one. Each entry may be NULL. The caller owns
-   the struct, which must stay valid until dt_unlisten or `closing`. */
+/* Callbacks with which an upper layer attaches to this header. Each entry may be NULL. The caller
+   owns the struct, which must stay valid until dt_unlisten or until `closing` is called. */
 typedef struct dt_listener {
     void (*enter)(dt_ctx *ctx, const dt_event *event, void *user);
     void (*leave)(dt_ctx *ctx, const dt_event *event, void *user);
-    /* The bucket's gradient of this micro-batch is complete: either added to bucket->grad, or in
-       bucket->micro_grad. A listener that takes over the micro_grad buffer sets micro_grad to
-       NULL. */
+    /* Called when a bucket's gradient of this micro-batch is complete: it has been added to
+       bucket->grad, or it is in bucket->micro_grad. A listener that takes over the micro_grad
+       buffer sets micro_grad to NULL. */
     void (*grad_ready)(dt_ctx *ctx, dt_bucket *bucket, int last, void *user);
-    /* returns 1 if another rank has logged the failure */
+    /* called by the first dt_fail; returns 1 if another rank has logged the failure */
     int (*failed)(dt_ctx *ctx, dt_status status, const char *text, void *user);
-    /* dt_ctx_free begins: free the memory that you allocated from the context */
+    /* called at the start of dt_ctx_free; frees the memory that the listener allocated from the
+       context */
     void (*closing)(dt_ctx *ctx, void *user);
     void *user;
     /* called after each kernel of an op, so that pending operations make progress */
     void (*kernel_done)(dt_ctx *ctx, void *user);
-    /* a sharded bucket is about to be read: gather its data */
+    /* called before a sharded bucket is read; gathers its data */
     void (*gather)(dt_ctx *ctx, dt_bucket *bucket, void *user);
-    /* A read or write of the gathered values is done. written: the values changed, so save this
-       rank's shard. unused: the gather was for this access only, so free the gathered data. */
+    /* Called when a read or write of the gathered values is done. If `written` is 1, the values
+       changed: the listener saves this rank's shard. If `unused` is 1, the gather was for this
+       access only: the listener frees the gathered data. */
     void (*release)(dt_ctx *ctx, dt_bucket *bucket, int written, int unused, void *user);
-    void (*reset)(dt_ctx *ctx, void *user); /* dt_reset has freed the tensors */
-    /* The host is about to wait for the device without a timeout, and pending operations may depend
-       on other ranks: finish the operations in flight. all: also finish operations that were
-       started and not waited for. Returns 1 if no pending operation still runs on the device. */
+    void (*reset)(dt_ctx *ctx, void *user); /* called after dt_reset has freed the tensors */
+    /* Called before the host waits for the device without a timeout, because pending operations may
+       depend on other ranks. Finishes the operations in flight; if `all` is 1, also operations that
+       the program has started but not waited for. Returns 1 if no pending operation still runs on
+       the device. */
     int (*drain)(dt_ctx *ctx, int all, void *user);
     struct dt_listener *next; /* set by dt_listen */
 } dt_listener;
-/* [local] dt_listen appends a listener to the chain, dt_unlisten removes a listener. */
+/* [local] dt_listen appends a listener to the context's list, dt_unlisten removes a listener. */
 DT_API void dt_listen(dt_ctx *ctx, dt_listener *listener);
 DT_API void dt_unlisten(dt_ctx *ctx, dt_listener *listener);
-/* [local] Gradient accumulation: the following forward and backward are micro-batch `index` of the
-   `count` of this step. Default 0 of 1. */
+/* [local] Gradient accumulation: says that the next forward and backward are those of micro-batch
+   `index` of the `count` micro-batches of this step. Without this call, index is 0 and count is
+   1. */
 DT_API void dt_micro(dt_ctx *ctx, int index, int count);
 
 // ==== 7. Ops ====================================================================================
 
-/* An op checks shapes, makes its output in the current block's arena, runs one or more kernels and
-   records itself on the tape (section 8). The op's backward adds to the gradients of the op's
+/* An op checks shapes, allocates its output in the current block's arena, runs one or more kernels
+   and records itself on the tape (section 8). The op's backward adds to the gradients of the op's
    inputs. */
 
-/* All [local]. Each returns a tensor that lives until dt_reset, or NULL after a failure. Shapes:
-   (..,X) means any leading dimensions. The types of floating-point inputs must agree. Mixed
-   precision: bf16 and f16 ops compute in f32 and round once. */
+/* All ops are [local]. An op returns a tensor that lives until dt_reset, or NULL after a failure.
+   In shapes, (..,X) means any leading dimensions. The types of floating-point inputs must agree.
+   Mixed precision: bf16 and f16 ops compute in f32 and round once. */
 
 typedef struct dt_linear_desc {
-    int activation;      /* DT_ACT_* except AFFINE, applied to x w^T + b; 0: none */
-    dt_tensor *residual; /* shaped as the result, added last; NULL: none */
+    int activation;      /* DT_ACT_* except DT_ACT_AFFINE, applied to x w^T + b; 0: none */
+    dt_tensor *residual; /* of the result's shape, added last; NULL: none */
 } dt_linear_desc;
 /* x (..,I), w (O..,I), b (O..) or NULL -> (..,O..): x w^T + b. w may have several output
-   dimensions. dt_linear_at fuses activation and residual into the GEMM: less memory is read, and
-   the residual is not saved. */
+   dimensions. dt_linear_at fuses the activation and the residual into the GEMM; so less memory is
+   read, and the residual is not saved. */
 DT_API dt_tensor *dt_linear(dt_tensor *x, dt_tensor *w, dt_tensor *b);
 DT_API dt_tensor *dt_linear_at(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_linear_desc desc);
-/* table (V,C), ids (..) i32 -> (..,C). An id outside the full table fails. If the table is sharded
-   along V, the ids of other ranks give zero rows, so the result is PARTIAL over the sharding's
-   group. */
+/* table (V,C), ids (..) i32 -> (..,C): row ids[i] of the table for each id. An id outside the full
+   table fails. If the table is sharded along V, ids whose rows other ranks hold give zeros, so the
+   results of the group's ranks are partial sums (DT_PARTIAL in dt_parallel.h). */
 DT_API dt_tensor *dt_embedding(dt_tensor *table, dt_tensor *ids);
 
-/* x (..,C), gain (C), bias (C); eps 0 means 1e-5. arXiv:1607.06450. */
+/* Layer normalization of x (..,C) with gain (C) and bias (C); eps 0 means 1e-5.
+   arXiv:1607.06450. */
 DT_API dt_tensor *dt_layernorm(dt_tensor *x, dt_tensor *gain, dt_tensor *bias, double eps);
-/* x / sqrt(mean(x^2) + eps) * gain; eps 0 means 1e-5. arXiv:1910.07467. */
+/* RMSNorm of x (..,C) with gain (C): x / sqrt(mean(x^2) + eps) * gain; eps 0 means 1e-5.
+   arXiv:1910.07467. */
 DT_API dt_tensor *dt_rmsnorm(dt_tensor *x, dt_tensor *gain, double eps);
-/* e^x / sum of e^x over the last dimension. */
+/* x (..,C): e^x / sum of e^x, over the last dimension. */
 DT_API dt_tensor *dt_softmax(dt_tensor *x);
 
-/* Element-wise functions: gelu in the tanh form and exact (gelu_erf), arXiv:1606.08415; silu(x) = x
-   / (1 + e^-x). */
+/* Element-wise functions. dt_gelu is the tanh form and dt_gelu_erf the exact form
+   (arXiv:1606.08415); dt_silu is x / (1 + e^-x). */
 DT_API dt_tensor *dt_gelu(dt_tensor *x);
 DT_API dt_tensor *dt_gelu_erf(dt_tensor *x);
 DT_API dt_tensor *dt_silu(dt_tensor *x);
@@ -1331,133 +1396,139 @@ DT_API dt_tensor *dt_relu(dt_tensor *x);
 DT_API dt_tensor *dt_tanh(dt_tensor *x);
 DT_API dt_tensor *dt_exp(dt_tensor *x);
 DT_API dt_tensor *dt_ln(dt_tensor *x);
-/* scale x + shift */
+/* scale * x + shift */
 DT_API dt_tensor *dt_affine(dt_tensor *x, double scale, double shift);
-/* x (..,2,F), gate and up -> (..,F): silu(gate) up. arXiv:2002.05202. */
+/* x (..,2,F) -> (..,F): silu(gate) * up, where gate is x[..,0,:] and up is x[..,1,:].
+   arXiv:2002.05202. */
 DT_API dt_tensor *dt_swiglu(dt_tensor *x);
 
-/* a op b, element by element, with broadcasting: shapes are aligned at their ends; a dimension that
-   is 1 or missing repeats. */
+/* a + b, a - b, a * b, a / b, element by element, with broadcasting: shapes are aligned at their
+   ends, and a dimension that is 1 or missing repeats. */
 DT_API dt_tensor *dt_add(dt_tensor *a, dt_tensor *b);
 DT_API dt_tensor *dt_sub(dt_tensor *a, dt_tensor *b);
 DT_API dt_tensor *dt_mul(dt_tensor *a, dt_tensor *b);
 DT_API dt_tensor *dt_div(dt_tensor *a, dt_tensor *b);
 
-enum { DT_ALL = -100 }; /* as `dim`: reduces all dimensions, to a scalar */
-/* Reduces dimension dim (from 0) and removes it from the shape. max: the gradient goes to the first
-   of equal elements. */
+enum { DT_ALL = -100 }; /* passed as `dim`: reduces all dimensions to a scalar */
+/* Sum, mean or maximum over dimension `dim` (counted from 0), which the result does not have. The
+   gradient of dt_max_over goes to the first of equal elements. */
 DT_API dt_tensor *dt_sum_over(dt_tensor *x, int dim);
 DT_API dt_tensor *dt_mean_over(dt_tensor *x, int dim);
 DT_API dt_tensor *dt_max_over(dt_tensor *x, int dim);
 
-/* Another shape with the same element count; a view, no copy. */
+/* Returns x with another shape that has the same number of elements. The result is a view; nothing
+   is copied. */
 DT_API dt_tensor *dt_reshape(dt_tensor *x, dt_shape shape);
-/* slice: count indices of one dimension, from `first`. concat: n tensors, at most 8, along one
-   dimension; if all tensors are NULL there is no context to fail, so concat just returns NULL.
-   transpose: exchanges two dimensions. */
+/* dt_slice returns indices first .. first + count - 1 of dimension `dim`. dt_concat joins n
+   tensors, at most 8, along dimension `dim`; if all of them are NULL, it returns NULL without a
+   failure, because there is no context. dt_transpose exchanges two dimensions. */
 DT_API dt_tensor *dt_slice(dt_tensor *x, int dim, int64_t first, int64_t count);
 DT_API dt_tensor *dt_concat(dt_tensor *const *x, int n, int dim);
 DT_API dt_tensor *dt_transpose(dt_tensor *x, int dim_a, int dim_b);
-/* Another element type. A gradient does not pass through i32. */
+/* Converts x to another element type. No gradient passes through a cast to or from i32. */
 DT_API dt_tensor *dt_cast(dt_tensor *x, dt_dtype dtype);
 
-/* x (R,C), rows (..) i32 -> (..,C): copies of rows of x; row -1 gives zeros. */
+/* x (R,C), rows (..) i32 -> (..,C): copies row rows[i] of x for each i; -1 gives a row of zeros. */
 DT_API dt_tensor *dt_gather_rows(dt_tensor *x, dt_tensor *rows);
-/* x (..,C), rows (..) i32 -> (count,C): adds row i of x to row rows[i], in ascending i. Row -1 is
-   skipped; any other row outside 0 .. count - 1 fails. */
+/* x (..,C), rows (..) i32 -> (count,C): adds row i of x to row rows[i] of the result, in ascending
+   i. Skips row i if rows[i] is -1; any other value outside 0 .. count - 1 fails. */
 DT_API dt_tensor *dt_scatter_rows(dt_tensor *x, dt_tensor *rows, int64_t count);
-/* x (..,N) -> (..,k): the k largest elements of each row, in descending order, ties to the lower
-   index. *index receives their indices, i32. */
+/* x (..,N) -> (..,k): the k largest elements of each row, in descending order; of equal elements,
+   the one with the lowest index comes first. *index receives the indices (..,k), i32. */
 DT_API dt_tensor *dt_topk(dt_tensor *x, int k, dt_tensor **index);
 
 typedef struct dt_rope_desc {
     double theta; /* 0 means 10000 */
-    int rotary;   /* number of the D elements that are rotated; 0 means all */
-    /* 1: a pair is (2i, 2i+1), as Meta stores weights; 0: a pair is (i, i + rotary/2) */
+    int rotary;   /* how many of a head's D elements are rotated; 0 means all */
+    /* 1: pair i is elements 2i and 2i + 1, as Meta stores weights; 0: i and i + rotary/2 */
     int interleaved;
 } dt_rope_desc;
 /* Rotary embedding. x (B,T,H,D), positions (B,T) i32: rotates pair i of each head by the angle
    position * theta^(-2i/rotary). arXiv:2104.09864. */
 DT_API dt_tensor *dt_rope(dt_tensor *x, dt_tensor *positions, dt_rope_desc desc);
 
-/* x (..,C): zeroes each element with probability p and divides the other elements by 1 - p. Which
-   elements are zeroed is a function of (key, tokens (..) i32, column) alone (counter-based RNG): if
-   you pass each token's global index, and a different key for each step and each dropout of the
-   model, every layout and every recomputation drops the same elements. tokens NULL: row r is token
-   r. */
+/* Dropout of x (..,C): zeroes each element with probability p and divides the others by 1 - p.
+   Which elements are zeroed depends only on (key, tokens (..) i32, column) (counter-based RNG). If
+   you pass the global index of each token, and another key for each step and each dropout of the
+   model, then every layout and every recomputation drops the same elements. tokens NULL means that
+   row r is token r. */
 DT_API dt_tensor *dt_dropout(dt_tensor *x, double p, uint64_t key, dt_tensor *tokens);
 
 typedef struct dt_attn_desc {
-    int kv_heads; /* 0 means K of k; any other value must equal K */
+    int kv_heads; /* 0, or the number of heads K of k and v */
     int full;     /* 1: every query attends to every key; 0: causal */
-    /* (B,TQ), (B,TK) i32; both NULL: key j has position j, query i has i + TK - TQ */
+    /* positions of queries (B,TQ) and keys (B,TK), i32; if both are NULL, key j has position j and
+       query i has position i + TK - TQ */
     dt_tensor *positions, *key_positions;
-    /* (B,TQ), (B,TK) i32: document numbers, for documents packed into one sequence. If TQ = TK and
-       key_documents is NULL, the keys have the queries' document numbers. */
+    /* document numbers of queries (B,TQ) and keys (B,TK), i32, for documents packed into one
+       sequence. If TQ = TK and key_documents is NULL, the keys have the queries' document
+       numbers. */
     dt_tensor *documents, *key_documents;
     dt_tensor **lse; /* if not NULL, receives the log-sum-exp (B,H,TQ) */
 } dt_attn_desc;
-/* Flash attention, with grouped-query attention. q (B,TQ,H,D), k and v (B,TK,K,D), H a multiple of
-   K -> (B,TQ,H,D), scale 1/sqrt(D). A causal query attends to the keys of its own document whose
-   position is not after the query's. No TQ x TK matrix is stored: the backward recomputes the
-   scores from lse. arXiv:2205.14135. */
+/* Flash attention, with grouped-query attention. q (B,TQ,H,D), k and v (B,TK,K,D), where H is a
+   multiple of K -> (B,TQ,H,D). The scores are scaled by 1/sqrt(D). A causal query attends to the
+   keys of its own document whose position is not after the query's. No TQ x TK matrix is stored:
+   the backward recomputes the scores from lse. arXiv:2205.14135. */
 DT_API dt_tensor *dt_attention(dt_tensor *q, dt_tensor *k, dt_tensor *v, dt_attn_desc desc);
 
-/* Vocabulary-parallel cross-entropy: this rank's columns are one shard of the vocabulary; the other
-   shards are on other ranks. dt_parallel.h fills this in. */
+/* Vocabulary-parallel cross-entropy: this rank's columns are one shard of the vocabulary, and other
+   ranks have the other shards. dt_parallel.h fills in this struct. */
 typedef struct dt_vocab_shard {
     int count;          /* number of shards; 0: not sharded */
     int64_t offset;     /* vocabulary index of this rank's column 0 */
     int64_t full_vocab; /* number of columns of all shards without padding */
-    /* sets each (shards,count) to every rank's `mine`, in rank order */
+    /* gathers the `count` values at `mine` of every rank into `each`, in rank order */
     dt_status (*gather)(void *user, const double *mine, double *each, size_t count);
     void *user;
 } dt_vocab_shard;
 
 typedef struct dt_loss_desc {
-    /* columns from `vocab` on are padding: not in the sum, no gradient; 0: no padding */
+    /* columns from `vocab` on are padding: they enter no sum and get no gradient; 0: no padding */
     int64_t vocab;
     double smoothing; /* label smoothing, arXiv:1512.00567 */
-    /* adds the gradient of z_weight * sum of lse^2 / denominator (arXiv:2204.02311) */
+    /* weight of the z-loss: the backward adds the gradient of z_weight * sum of lse^2 / denominator
+       (arXiv:2204.02311) */
     double z_weight;
-    /* if not NULL, receives sum of lse^2 / denominator, f64; the loss does not include it */
+    /* if not NULL, receives the f64 scalar sum of lse^2 / denominator; the loss does not include
+       it */
     dt_tensor **z_loss;
-    /* if shard.count > 0, vocab counts this rank's columns, and vocab 0 means that all are
-       padding */
+    /* if shard.count > 0, vocab is the number of this rank's columns without padding, and 0 means
+       that all of them are padding */
     dt_vocab_shard shard;
 } dt_loss_desc;
-/* logits (..,V), labels (..) i32 -> f64 scalar in nats: the sum over labels >= 0, divided by
-   denominator. Pass as denominator the number of labels of the step on all ranks (dt_count_labels);
-   then the loss needs no further scaling in any layout. */
+/* logits (..,V), labels (..) i32 -> f64 scalar in nats: the sum over all rows with label >= 0,
+   divided by denominator. Pass as denominator the number of labels of the step on all ranks
+   (dt_count_labels); then the loss needs no further scaling in any layout. */
 DT_API dt_tensor *dt_cross_entropy(dt_tensor *logits, dt_tensor *labels, double denominator);
 DT_API dt_tensor *dt_cross_entropy_at(
     dt_tensor *logits, dt_tensor *labels, double denominator, dt_loss_desc desc);
-/* Cross-entropy of the logits x w^T, x (..,C), w (V,C), computed a few rows at a time. On a CPU the
-   full logits are never in memory, and the backward recomputes the logits. A GPU saves the logits
-   if their number is at most max_saved_logits of its kernel table (2^30, 2 GiB in bf16); otherwise
-   the GPU recomputes them as the CPU does. */
+/* Cross-entropy of the logits x w^T, where x is (..,C) and w is (V,C), computed a few rows at a
+   time. On a CPU the full logits are never in memory, and the backward recomputes the logits. A GPU
+   saves the logits if their number is at most max_saved_logits of its kernel table (2^30, which is
+   2 GiB in bf16); otherwise the GPU recomputes the logits as the CPU does. */
 DT_API dt_tensor *dt_linear_cross_entropy(
     dt_tensor *x, dt_tensor *w, dt_tensor *labels, double denominator, dt_loss_desc desc);
-/* Sum of (a - b)^2 over all elements, divided by denominator -> f64 scalar. */
+/* The sum of (a - b)^2 over all elements, divided by denominator, as an f64 scalar. */
 DT_API dt_tensor *dt_mse(dt_tensor *a, dt_tensor *b, double denominator);
-/* Attaches an auxiliary loss: returns x, and adds the gradient of weight * scalar to the backward,
-   even if the main loss is on another rank. */
+/* Attaches an auxiliary loss to x: returns x; the backward also adds the gradient of weight *
+   scalar, even if the main loss is on another rank. */
 DT_API dt_tensor *dt_loss(dt_tensor *x, dt_tensor *scalar, double weight);
 
 // ==== 8. Tape and blocks ========================================================================
 
-/* Autograd tape: each op appends a node, and the backward walks the nodes from last to first. The
-   naive version saves all outputs.
+/* Autograd tape: each op appends a node, and the backward walks the nodes from last to first. In
+   the naive version all outputs are saved:
 
        forward    x --linear--> h --gelu--> g --linear--> y --> loss     saves x, h, g
-       backward   dx <--------- dh <------- dg <--------- dy <-- 1       reads them
+       backward   dx <--------- dh <------- dg <--------- dy <-- 1       reads x, h, g
 
-   A block groups the ops of a layer: dt_block(ctx, fn, x, user) is the unit of memory, of ZeRO-3
-   gathers, of pipeline stages. Activation checkpointing (recompute, arXiv:1604.06174): with
-   .recompute a block saves only its input and output, and its backward first runs fn again. So L
-   blocks need the memory of L outputs + 1 block's activations, at the cost of one more forward.
-   Zero bubble schedules need the backward in two halves: input gradients now, weight gradients
-   later (arXiv:2401.10241). */
+   A block groups the ops of a layer. dt_block(ctx, fn, x, user) is the unit of memory, of ZeRO-3
+   gathers and of pipeline stages. Activation checkpointing (recompute, arXiv:1604.06174): with
+   .recompute = 1 a block saves only its input and output, and its backward first runs fn again. So
+   L blocks need memory for L outputs and for the activations of one block, and the step costs one
+   more forward. Zero bubble schedules run the backward in two halves: first the input gradients,
+   later the weight gradients (arXiv:2401.10241). */
 
 enum { DT_MAX_INPUTS = 8 };
 typedef struct dt_node dt_node;
@@ -1467,9 +1538,10 @@ struct dt_node { /* one recorded op */
     dt_tensor *out;
     dt_tensor *in[DT_MAX_INPUTS];
     int n_in;
-    unsigned want;          /* bit i: the backward must compute the gradient of in[i] */
-    unsigned unread_inputs; /* bit i: the backward does not read the data of in[i] */
-    /* 16-bit gradients of bf16 and f16 parameters, not yet added to the f32 gradients */
+    unsigned want;          /* bit i is 1: the backward must compute the gradient of in[i] */
+    unsigned unread_inputs; /* bit i is 1: the backward does not read the data of in[i] */
+    /* narrow[i]: the 16-bit gradient of in[i], a bf16 or f16 parameter, that is not yet added to
+       the f32 gradient */
     void *narrow[DT_MAX_INPUTS];
     dt_backward_fn backward;
     /* recomputes the data of a transient output; NULL if no backward reads these data */
@@ -1479,114 +1551,123 @@ struct dt_node { /* one recorded op */
     dt_node *prev;
 };
 
-/* YOUR OWN OP. Make the output, compute it, then record its backward:
+/* YOUR OWN OP. Make the output tensor, compute its data, then record the op with its backward:
 
        dt_tensor *out = dt_new(x->ctx, x->dtype, x->shape);
        ... fill out->data from dt_data(x): for a parameter at ZeRO-3, x->data may be NULL ...
        return dt_record(out, (dt_record_desc){ .name = "square", .in = { x },
                                                .backward = square_back });
 
-   and in square_back, where all inputs have their data, add to each gradient that is wanted:
+   In square_back all inputs have their data. Add to each gradient that is wanted:
 
        if (dt_wants(node, 0)) {
            float *dx = dt_grad(node, 0), *dy = node->out->grad; ... dx[i] += ...
        } */
 typedef struct dt_record_desc {
-    const char *name; /* not copied: the string must stay valid until dt_reset */
-    /* the inputs; with n_in 0 the list ends at the first NULL, otherwise an input may be NULL */
+    const char *name; /* not copied; it must stay valid until dt_reset */
+    /* the inputs; if n_in is 0, the list ends at the first NULL; if n_in > 0, an input may be
+       NULL */
     dt_tensor *in[DT_MAX_INPUTS];
     int n_in;
     dt_backward_fn backward;
-    /* size of zeroed host memory at node->saved, valid until dt_reset */
+    /* number of bytes of zeroed host memory that node->saved points to until dt_reset; 0: none */
     size_t saved_bytes;
 } dt_record_desc;
-/* [local] A tensor with undefined contents in the current block's arena. */
+/* [local] Returns a new tensor with undefined contents in the current block's arena. */
 DT_API dt_tensor *dt_new(dt_ctx *ctx, dt_dtype dtype, dt_shape shape);
-/* [local] A tensor with the data of x and a separate gradient: the output of an op that is the
-   identity in the forward. dt_alias copies no data, unless x is a gathered tensor of dt_tp_enter,
-   which is freed before its alias. */
+/* [local] Returns a tensor that has the data of x and a gradient of its own: the output of an op
+   that is the identity in the forward. dt_alias copies the data only if they may be freed while the
+   result still lives: those of a gathered tensor of dt_tp_enter, or of a gathered parameter. */
 DT_API dt_tensor *dt_alias(dt_tensor *x);
-/* [local] Records an op with inputs desc.in and output out; records nothing if no input needs a
-   gradient. Returns out. */
+/* [local] Records an op with inputs desc.in and output `out` on the tape, or nothing if no input
+   needs a gradient. Returns `out`. */
 DT_API dt_tensor *dt_record(dt_tensor *out, dt_record_desc desc);
-/* [local] dt_record, but returns node->saved for you to fill; NULL if no node was recorded. */
+/* [local] Records as dt_record does, and returns node->saved for you to fill; NULL if nothing was
+   recorded. */
 DT_API void *dt_record_saved(dt_tensor *out, dt_record_desc desc);
-/* [local] For your backward. dt_wants returns 1 if the gradient of in[i] is wanted. dt_grad returns
-   the array to add that gradient to, zeroed if new. They return 0 and NULL if the node has no input
-   i. */
+/* [local] For your own backward. dt_wants returns 1 if the gradient of in[i] is wanted, else 0.
+   dt_grad returns the array to which the backward adds that gradient; a new array is zeroed. If the
+   node has no input i, dt_wants returns 0 and dt_grad returns NULL. */
 DT_API int dt_wants(const dt_node *node, int i);
 DT_API void *dt_grad(dt_node *node, int i);
-/* [local] The type of t->grad: f32 for a bf16 or f16 parameter or if t is NULL, otherwise t->dtype.
-   The array that dt_grad returns in a backward always has type t->dtype. */
+/* [local] Returns the type of t->grad: f32 if t is a bf16 or f16 parameter or NULL, otherwise
+   t->dtype. The array that dt_grad returns in a backward always has type t->dtype. */
 DT_API dt_dtype dt_grad_dtype(const dt_tensor *t);
-/* [local] dt_grad without zeroing: *accumulate says whether to add or to overwrite. */
+/* [local] Returns the same array as dt_grad, but does not zero a new array. Sets *accumulate to 1
+   if the backward must add to the array, to 0 if it must overwrite the array. */
 DT_API void *dt_grad_raw(dt_node *node, int i, int *accumulate);
 
-/* [local] Runs fn as one block: the unit of memory, of recompute, of ZeRO-3 gathers, of pipeline
-   stages and of the trace. fn may use tensors made before the block. fn must return a tensor, such
-   as x; NULL fails. Blocks may nest. */
+/* [local] Runs fn(x, user) as one block and returns its result. A block is the unit of memory, of
+   recompute, of ZeRO-3 gathers, of pipeline stages and of the trace. fn may use tensors made before
+   the block. fn must return a tensor, which may be x; if fn returns NULL, the context fails. Blocks
+   may nest. */
 typedef dt_tensor *(*dt_block_fn)(dt_tensor *x, void *user);
 DT_API dt_tensor *dt_block(dt_ctx *ctx, dt_block_fn fn, dt_tensor *x, void *user);
 
 typedef struct dt_block_desc {
-    /* 1: activation checkpointing: save only the output, run fn again in the backward */
+    /* 1: activation checkpointing: the block saves only its output and runs fn again in the
+       backward */
     int recompute;
-    /* if not 0, fn gets a copy of the user_bytes bytes at user, so user may be a local variable */
+    /* if not 0, fn receives a copy of the user_bytes bytes at `user`, so `user` may point to a
+       local variable */
     size_t user_bytes;
 } dt_block_desc;
 /* [local] Activation checkpointing (recompute) of a layer, or selective recompute of a few ops, if
-   desc.recompute is 1. A recomputed block gives the same bits as a plain block and costs one more
-   run of fn.
+   desc.recompute is 1; otherwise runs a block as dt_block does. A recomputed block gives the same
+   bits as a plain block and costs one more run of fn.
 
-   After the forward, the data of all tensors that fn made are freed. The output is first copied to
-   memory that outlives the block, unless fn returns x or another tensor made outside. The backward
-   runs fn again on the same x and user, which must stay valid until then, runs the backward of the
-   ops of this second run, and frees their data. With a backward in two halves, the input half runs
-   fn and the weight half frees the data. Auxiliary losses count once; gradients of dt_require_grad
-   tensors stay valid until dt_reset. Blocks inside, recomputed or not, are freed and run again with
-   the outer block. Selective recompute (arXiv:2205.05198) is a block around a few ops with large
-   outputs that are cheap to compute, such as attention.
+   After the forward, the data of all tensors that fn made are freed. Before that the output is
+   copied to memory that outlives the block, unless fn returns x or another tensor made outside the
+   block. The backward runs fn again on the same x and `user`, which must stay valid until then. It
+   then runs the backward of the ops of this second run, and frees their data. With a backward in
+   two halves, the input half runs fn and the weight half frees the data. Auxiliary losses (dt_loss)
+   count once. Gradients of dt_require_grad tensors stay valid until dt_reset. Blocks inside this
+   block, recomputed or not, are freed and run again with it. Selective recompute (arXiv:2205.05198)
+   is a block around a few ops that have large outputs and are cheap to compute, for example
+   attention.
 
-   fn must repeat itself: if the second run has other ops, other parameters or another output shape,
-   the backward fails. Using a tensor whose data were freed fails too. While fn runs, the data of
-   its tensors are valid. */
+   Both runs of fn must be the same: if the second run has other ops, other parameters or another
+   output shape, the backward fails. While fn runs, the data of its tensors are valid; a later use
+   of a tensor whose data were freed fails. */
 DT_API dt_tensor *dt_block_at(
     dt_ctx *ctx, dt_block_fn fn, dt_tensor *x, void *user, dt_block_desc desc);
-/* [local] 1 while a recomputed block runs for the second time. Counters in fn or a listener should
-   count only while dt_recomputing returns 0. */
+/* [local] Returns 1 while a recomputed block runs for the second time, else 0. Counters in fn or in
+   a listener should count only while dt_recomputing returns 0. */
 DT_API int dt_recomputing(const dt_ctx *ctx);
 
-/* [local] Runs the backward from loss (a scalar) to every parameter and tensor that needs a
-   gradient. Adds to the buckets' gradients. */
+/* [local] Runs the backward from `loss`, a scalar, to every parameter and tensor that needs a
+   gradient. Adds the parameters' gradients to the gradients in the buckets. */
 DT_API dt_status dt_backward(dt_tensor *loss);
-/* [local] dt_backward in two halves, for zero bubble schedules: dt_backward_input computes the
-   gradients of activations, dt_backward_weight later the gradients of parameters. The result has
-   the same bits as dt_backward's. */
+/* [local] Run dt_backward in two halves, for zero bubble schedules. dt_backward_input computes the
+   gradients of activations; dt_backward_weight, called later, computes the gradients of parameters.
+   The result has the same bits as that of dt_backward. */
 DT_API dt_status dt_backward_input(dt_tensor *loss);
 DT_API dt_status dt_backward_weight(dt_tensor *loss);
-/* [local] The backward, or one of its halves, from any tensor y. phase is DT_BACKWARD,
-   DT_BACKWARD_INPUT or DT_BACKWARD_WEIGHT. grad, of y's shape and type, is the gradient of the loss
-   (including the loss scale) with respect to y; the backward may overwrite grad. If y is a scalar,
-   grad may be NULL, which means 1 times the loss scale. If y needs no gradient, all parameters of
+/* [local] Runs the backward, or one of its halves, from any tensor y. phase is DT_BACKWARD,
+   DT_BACKWARD_INPUT or DT_BACKWARD_WEIGHT. `grad`, of y's shape and type, is the gradient of the
+   loss (times the loss scale) with respect to y; the backward may overwrite it. If y is a scalar,
+   `grad` may be NULL, which means 1 times the loss scale. If y needs no gradient, all parameters of
    this tape get a gradient of zero. */
 DT_API dt_status dt_backward_at(dt_tensor *y, dt_tensor *grad, dt_phase phase);
-/* [local] Loss scaling: the gradient with which dt_backward starts, 1 at first. All gradients are
-   `scale` times larger, which keeps f16 gradients in range (arXiv:1710.03740). dt_zero.h sets the
-   scale, and divides the gradients by it. */
+/* [local] Loss scaling: sets the gradient of the loss with which dt_backward starts; it is 1 at
+   first. All gradients become `scale` times larger, which keeps f16 gradients in range
+   (arXiv:1710.03740). dt_zero.h sets the scale and divides the gradients by it. */
 DT_API void dt_loss_scale(dt_ctx *ctx, double scale);
-/* [local] Frees every tensor of the current tape except parameters. Call dt_reset after each
+/* [local] Frees all tensors of the current tape except parameters. Call dt_reset after each
    micro-batch. */
 DT_API void dt_reset(dt_ctx *ctx);
-/* [local] Selects a tape. A pipeline has several micro-batches alive at once, each on its own tape:
-   ops, the backward and dt_reset work on the tape selected last. A tape keeps its memory for reuse.
-   A backward gives gradients to the buckets of `stage` only. Tapes are numbered from 0; keep the
-   numbers small. Default tape 0, stage 0. Fails inside a block. Fails if the tape holds ops of
-   another stage; call dt_reset first. */
+/* [local] Selects tape number `tape`, for a micro-batch of pipeline stage `stage`. A pipeline has
+   several micro-batches alive at once, each on its own tape: ops, the backward and dt_reset work on
+   the tape selected last. A backward gives gradients only to the buckets of `stage`. A tape keeps
+   its memory for reuse. Tapes are numbered from 0; keep the numbers small, because the table of
+   tapes has an entry for each number. At first tape 0 and stage 0 are selected. Fails inside a
+   block. Fails if the tape holds ops of another stage: call dt_reset first. */
 DT_API void dt_tape(dt_ctx *ctx, int tape, int stage);
-/* [local] Gives an input a gradient: t->grad is valid from the backward to dt_reset. Call
-   dt_require_grad before the first use of t. */
+/* [local] Lets the backward compute the gradient of t, for example of an input: t->grad is valid
+   from the backward to dt_reset. Call dt_require_grad before the first use of t. Returns t. */
 DT_API dt_tensor *dt_require_grad(dt_tensor *t);
-/* [local] on 1: ops record nothing (evaluation, generation); 0: ops record again. */
+/* [local] If `on` is 1, ops record nothing from now on (for evaluation and generation); if `on` is
+   0, they record again. */
 DT_API void dt_no_grad(dt_ctx *ctx, int on);
 
 // ==== 9. Weight files ===========================================================================
@@ -1595,28 +1676,27 @@ DT_API void dt_no_grad(dt_ctx *ctx, int on);
 
        | N: 8 bytes | {"wte": {"dtype":"F32", "shape":[257,64], "data_offsets":[0,65792]}} | data |
 
-   A rank reads only its own slice of each tensor, and every layout reads and writes the same
-   files. */
+   A rank reads only its own slice of each tensor. The files do not depend on the layout. */
 
 /* Files are not trusted: dt checks sizes before it multiplies them, and names before it uses them
-   as paths. An inconsistent file fails with DT_ERR_IO, its name and the reason. All file access
-   uses pread and pwrite of the io table. */
+   as paths. An inconsistent file fails with DT_ERR_IO; the error text has the file's name and the
+   reason. All file access uses pread and pwrite of the io table. */
 
-/* [local] Reads a complete file of at most `limit` bytes and appends a NUL that *bytes does not
-   count. Free the result with dt_free(ctx, DT_MEM_HOST, text, *bytes + 1). */
+/* [local] Reads a complete file of at most `limit` bytes. Returns its text with an appended NUL,
+   which *bytes does not count. Free the text with dt_free(ctx, DT_MEM_HOST, text, *bytes + 1). */
 DT_API char *dt_file_read(dt_ctx *ctx, const char *path, size_t limit, size_t *bytes);
-/* [local] Writes a file atomically: writes a temporary file in the same folder, then fsync and
-   rename. On failure the old file stays. */
+/* [local] Writes a file atomically: writes a temporary file in the same folder, calls fsync and
+   renames the temporary file. After a failure the old file is unchanged. */
 DT_API dt_status dt_file_write(dt_ctx *ctx, const char *path, const void *data, size_t bytes);
 
-/* A JSON text as an array of nodes; node 0 is the root. The syntax is RFC 8259, but stricter where
-   two readers could disagree. Errors are: a duplicate key, -0, an integer beyond 2^53, a number
-   that a double cannot hold, and more than 64 levels, 4,194,304 values or 100,000,000 bytes.
-   Messages name the position: "config.json:3:17: ...".
+/* A parsed JSON text: an array of nodes; node 0 is the root. The syntax is RFC 8259, but stricter
+   where two readers could disagree. These are errors: a duplicate key, -0, an integer beyond 2^53,
+   a number that a double cannot hold, and more than 64 levels, 4,194,304 values or 100,000,000
+   bytes. Error texts name the position: "config.json:3:17: ...".
 
-   The text is UTF-8, but a string may hold any bytes, as paths do: an invalid byte is written as
-   \udc80 .. \udcff, and reading converts that escape back to the byte (PEP 383, Python's
-   surrogateescape). Every other lone surrogate is an error. */
+   The text is UTF-8, but a string may hold any bytes, because a path may: a byte that is not valid
+   UTF-8 is written as \udc80 .. \udcff, and reading converts that escape back to the byte (PEP 383,
+   Python's surrogateescape). Every other lone surrogate is an error. */
 typedef struct dt_json dt_json;
 typedef enum dt_json_kind {
     DT_JSON_NULL = 0,
@@ -1626,62 +1706,67 @@ typedef enum dt_json_kind {
     DT_JSON_ARRAY,
     DT_JSON_OBJECT
 } dt_json_kind;
-/* [local] name is for messages. Keeps pointers to name and text until dt_json_free. */
+/* [local] Parses `bytes` bytes of text. `name` appears in error texts. The result points to `name`
+   and `text`, which must stay valid until dt_json_free. Returns NULL after a failure. */
 DT_API dt_json *dt_json_parse(dt_ctx *ctx, const char *name, const char *text, size_t bytes);
 DT_API void dt_json_free(dt_json *json);
-/* [local] These functions return 0, NULL or -1 if the node does not exist or is of another kind.
-   Members of an object come in the order of their keys. A string is NUL-terminated and may contain
-   NULs: *bytes (bytes may be NULL) receives its length. */
+/* [local] Read a node. If the node does not exist or is of another kind, the functions below return
+   0, NULL or -1. Members of an object are in the order of their keys. A string is NUL-terminated
+   and may contain NULs; *bytes receives its length, and `bytes` may be NULL. */
 DT_API dt_json_kind dt_json_kind_of(const dt_json *json, int node);
-/* [local] Number of elements or members. */
+/* [local] Returns the number of elements of an array or of members of an object. */
 DT_API int dt_json_count(const dt_json *json, int node);
-/* [local] The node of element i of an array, or of the value of member i of an object. */
+/* [local] Returns the node of element i of an array, or of the value of member i of an object. */
 DT_API int dt_json_at(const dt_json *json, int node, int i);
-/* [local] The key of a member, given its value's node. */
+/* [local] Returns the key of the object member whose value is this node. */
 DT_API const char *dt_json_key(const dt_json *json, int node, size_t *bytes);
 DT_API int dt_json_find(const dt_json *json, int node, const char *key);
 DT_API const char *dt_json_string(const dt_json *json, int node, size_t *bytes);
 DT_API int dt_json_number(const dt_json *json, int node, double *out);
-/* [local] Sets *out to a number that has no fraction. */
+/* [local] Sets *out to the node's number and returns 1; returns 0 if the number has a fraction. */
 DT_API int dt_json_int(const dt_json *json, int node, int64_t *out);
 DT_API int dt_json_bool(const dt_json *json, int node, int *out);
-/* [local] Fails the context; the text begins with the node's position: "config.json:3:17: heads: a
-   number is needed". */
+/* [local] Fails the context. The error text begins with the node's position: "config.json:3:17:
+   heads: a number is needed". */
 DT_API dt_status dt_json_fail(const dt_json *json, int node, const char *fmt, ...) DT_PRINTF(3, 4);
 
-/* A JSON writer: set ctx and zero the other fields. To write an element of an array, pass NULL as
-   the `key` of the functions below. Numbers read back as the same double in every locale. Until
-   dt_json_out_free, `text` holds the JSON: `used` bytes and a terminating NUL. */
+/* A JSON writer. Set ctx and zero the other fields. To write an element of an array, pass NULL as
+   the `key` of the functions below. A number is written so that it reads back as the same double,
+   in every locale. Until dt_json_out_free, `text` holds the JSON: `used` bytes and a terminating
+   NUL. */
 typedef struct dt_json_out {
     dt_ctx *ctx;
     char *text;
     size_t used, capacity;
 } dt_json_out;
-/* [local] Begin an object or array with bracket '{' or '[', end it with '}' or ']'. */
+/* [local] dt_json_open begins an object (bracket '{') or an array ('['). dt_json_close ends it ('}'
+   or ']'). */
 DT_API void dt_json_open(dt_json_out *out, const char *key, char bracket);
 DT_API void dt_json_close(dt_json_out *out, char bracket);
-/* [local] NULL is written as null. */
+/* [local] Writes a string; value NULL is written as null. */
 DT_API void dt_json_put_string(dt_json_out *out, const char *key, const char *value);
-/* [local] Fails with DT_ERR_ARG if value is not finite. */
+/* [local] Writes a number; fails with DT_ERR_ARG if value is not finite. */
 DT_API void dt_json_put_number(dt_json_out *out, const char *key, double value);
 DT_API void dt_json_put_int(dt_json_out *out, const char *key, int64_t value);
 DT_API void dt_json_put_bool(dt_json_out *out, const char *key, int value);
 DT_API void dt_json_out_free(dt_json_out *out);
 
-/* Named tensors in files: safetensors (one file, or model.safetensors.index.json and its shards)
-   and llm.c's model .bin (version 3 f32, 5 bf16; tensors wte wpe ln1w ln1b qkvw qkvb attprojw
-   attprojb ln2w ln2b fcw fcb fcprojw fcprojb lnfw lnfb; a per-layer tensor holds all layers). */
+/* An open file of named tensors, in one of two formats. safetensors: one file, or
+   model.safetensors.index.json and the shards that it names. llm.c: its model .bin, of version 3
+   (f32) or 5 (bf16), with the tensors wte wpe ln1w ln1b qkvw qkvb attprojw attprojb ln2w ln2b fcw
+   fcb fcprojw fcprojb lnfw lnfb; a tensor that each layer has is one tensor for all layers. */
 typedef struct dt_weights dt_weights;
 
 typedef struct dt_weight {
     const char *name;
     const char *type; /* the type's name in safetensors: "F32", "BF16", "U8", ... */
-    /* 1: the tensor's type is a dt_dtype and it has at most DT_MAX_DIMS dimensions. Other tensors
-       can only be listed; a tensor with more dimensions has shape (count) */
+    /* 1 if the tensor can be read: its type is a dt_dtype and it has at most DT_MAX_DIMS
+       dimensions. 0 if the tensor can only be listed; `shape` is (count) if there are more
+       dimensions. */
     int readable;
     dt_dtype dtype;
     dt_shape shape;
-    int64_t count; /* elements */
+    int64_t count; /* number of elements */
 } dt_weight;
 
 typedef struct dt_llmc { /* the header of an llm.c model; all 0 for other files */
@@ -1689,69 +1774,73 @@ typedef struct dt_llmc { /* the header of an llm.c model; all 0 for other files 
     int version, seq, vocab, layers, heads, width, padded_vocab;
 } dt_llmc;
 
-/* [local] Opens a file, or a folder with model.safetensors or model.safetensors.index.json. NULL
-   after DT_ERR_IO. */
+/* [local] Opens a file, or a folder that contains model.safetensors or
+   model.safetensors.index.json. Returns NULL after a failure (DT_ERR_IO). */
 DT_API dt_weights *dt_weights_open(dt_ctx *ctx, const char *path);
 DT_API int dt_weights_count(const dt_weights *w);
-/* [local] NULL if out of range. */
+/* [local] Returns the description of tensor `index`; NULL if index is out of range. */
 DT_API const dt_weight *dt_weights_get(const dt_weights *w, int index);
 /* [local] Returns the tensor's index, or -1 if no tensor has this name. */
 DT_API int dt_weights_find(const dt_weights *w, const char *name);
 DT_API dt_llmc dt_weights_llmc(const dt_weights *w);
-/* [local] The value of key in "__metadata__" of the (first) file, or NULL. */
+/* [local] Returns the value of `key` in "__metadata__" of the file (of the first file, if there are
+   several), or NULL. */
 DT_API const char *dt_weights_metadata(const dt_weights *w, const char *key);
-/* [local] Reads count elements in row-major order, from element first, as type `as`. An i32 tensor
-   can be read as i32 only. Each other type converts to any other, rounded to nearest even. */
+/* [local] Reads `count` elements of a tensor in row-major order, beginning with element `first`,
+   and converts them to type `as`. An i32 tensor can be read only as i32. All other types convert to
+   each other, rounded to nearest even. */
 DT_API dt_status dt_weights_read(
     dt_weights *w, int index, int64_t first, int64_t count, dt_dtype as, void *host);
 
-/* Maps rows of a parameter to a tensor of a file. The parameter counts as a matrix with `columns`
-   columns, and the file's tensor as a matrix whose columns are the tensor's last dimension. */
+/* Maps rows of a parameter to a part of a tensor in a file. The parameter is seen as a matrix with
+   `columns` columns, and the file's tensor as a matrix whose rows are as long as the tensor's last
+   dimension. */
 typedef struct dt_weight_part {
-    const char *name; /* the file's tensor */
-    /* number of the parameter's rows in this part; 0: all remaining rows */
+    const char *name; /* of the file's tensor */
+    /* number of the parameter's rows in this part; 0 means all remaining rows */
     int64_t rows;
-    /* size that the file's matrix must have; 0: exactly the rows (columns) of this part */
+    /* size that the file's matrix must have; 0 means exactly the rows (columns) of this part */
     int64_t file_rows, file_columns;
     int64_t row, column; /* first row and column of this part in the file's matrix */
     int transposed;      /* 1: the file stores the parameter's columns as rows */
 } dt_weight_part;
-/* [local] Fills this rank's slice of a parameter, however it is sharded, from one or more
-   consecutive parts; reads only that slice. columns 0: the parameter's last dimension. GPT-2's v
-   (H,D,C) from c_attn, (C,3C):
+/* [local] Fills this rank's slice of a parameter, however the parameter is sharded, and reads only
+   that slice from the file. The n parts cover consecutive rows of the parameter. columns 0 means
+   the parameter's last dimension. Example: GPT-2's v (H,D,C) is a part of c_attn (C,3C):
 
        dt_weight_part part = { .name = "h.0.attn.c_attn.weight", .file_columns = 3 * C,
                                .column = 2 * C, .transposed = 1 };
        dt_weights_load(w, v, 0, &part, 1);
 
-   For v's bias (H,D) from (3C): columns = C, file_columns = 3 * C, column = 2 * C. Call
-   dt_weights_load after dt_zero_make. */
+   The bias of v (H,D) is a part of a tensor (3C): pass columns = C, file_columns = 3 * C and
+   column = 2 * C. Call dt_weights_load after dt_zero_make. */
 DT_API dt_status dt_weights_load(
     dt_weights *w, dt_tensor *param, int64_t columns, const dt_weight_part *parts, int n);
 
 typedef struct dt_weights_desc {
-    /* more than shard_bytes of data becomes model-00001-of-0000N.safetensors and an index; 0: one
-       file */
+    /* if the tensors have more than shard_bytes bytes, writes model-00001-of-0000N.safetensors and
+       so on with an index; 0 means one file */
     int64_t shard_bytes;
-    /* version 3 or 5: an llm.c model, whose tensors need no declaration; 0: safetensors */
+    /* llmc.version 3 or 5: writes an llm.c model, whose tensors need no declaration; 0:
+       safetensors */
     dt_llmc llmc;
 } dt_weights_desc;
-/* [local] Begins a file: declare all tensors, then write all their elements, in any order.
-   dt_weights_close gives the complete files their names; a failure before dt_weights_close leaves
-   the old files unchanged. A set of shards is replaced file by file, its index last. A safetensors
-   file begins with the metadata {"format":"pt"}. */
+/* [local] Begins a file. Declare all tensors, then write all their elements, in any order.
+   dt_weights_close gives the complete files their final names; after a failure before
+   dt_weights_close the old files are unchanged. Shards are replaced one after the other, and their
+   index last. A safetensors file begins with the metadata {"format":"pt"}. */
 DT_API dt_weights *dt_weights_create(dt_ctx *ctx, const char *path, dt_weights_desc desc);
-/* [local] Returns the tensor's index, or -1. */
+/* [local] Declares a tensor. Returns its index, or -1 after a failure. */
 DT_API int dt_weights_declare(dt_weights *w, const char *name, dt_dtype dtype, dt_shape shape);
-/* [local] Writes a range of elements; write each element once. You may leave out the rows of
-   llm.c's unused vocabulary, which become 0. */
+/* [local] Writes elements first .. first + count - 1 of a tensor. Write each element once. You may
+   leave out the rows of llm.c's unused vocabulary, which become 0. */
 DT_API dt_status dt_weights_write(
     dt_weights *w, int index, int64_t first, int64_t count, dt_dtype from, const void *host);
-/* [local] The inverse of dt_weights_load, for a parameter that is not sharded. */
+/* [local] Writes a parameter that is not sharded, as the inverse of dt_weights_load. */
 DT_API dt_status dt_weights_save(
     dt_weights *w, dt_tensor *param, int64_t columns, const dt_weight_part *parts, int n);
-/* [local] Ends reading or writing. NULL is allowed. dt_ctx_free closes files that are still open,
-   and discards files that are being written. */
+/* [local] Ends reading or writing, and frees w; w may be NULL. dt_ctx_free closes files that are
+   still open, and discards files that are still being written. */
 DT_API dt_status dt_weights_close(dt_weights *w);
 
 #ifdef __cplusplus
@@ -1826,7 +1915,8 @@ const char *dt_status_name(dt_status status) {
     return i >= 0 && i <= (int)DT_ERR_UNSUPPORTED ? names[i] : "unknown status";
 }
 
-/* Checked product and sum of counts; 0 if an operand is negative or the result overflows. */
+/* Checked product and sum of counts. Return 0 if an operand is negative or the result overflows,
+   else 1. */
 static int dt__mul_ok(int64_t a, int64_t b, int64_t *out) {
     return a >= 0 && b >= 0 && !__builtin_mul_overflow(a, b, out);
 }
@@ -1843,8 +1933,8 @@ int64_t dt_count(dt_shape shape) {
     return n;
 }
 
-/* Returns the problem with a shape, or NULL. A valid shape has at most 6 dimensions, none below
-   `least`, and a size in bytes far below SIZE_MAX. */
+/* Returns what is wrong with a shape, or NULL if it is valid. A valid shape has at most 6
+   dimensions, no dimension below `least`, and a size in bytes far below SIZE_MAX. */
 static const char *dt__shape_problem(dt_shape shape, int64_t least) {
     int64_t limit = INT64_MAX / 16;
     if (shape.nd < 0) return "a negative number of dimensions";
@@ -1882,8 +1972,8 @@ static dt__text dt__shape_text(dt_shape shape) {
     return t;
 }
 
-/* The tensor that owns t's data and gradient. Views share the owner's data and gradient, and all
-   bookkeeping is on the owner. */
+/* Returns the tensor that owns t's data and gradient. A view shares the data and gradient of its
+   owner, and all bookkeeping is on the owner. */
 static dt_tensor *dt__owner(dt_tensor *t) {
     while (t->base) t = t->base;
     return t;
@@ -1893,8 +1983,8 @@ static size_t dt__bytes(const dt_tensor *t) {
     return (size_t)dt_count(t->shape) * dt_dtype_size(t->dtype);
 }
 
-/* Kernels have their own target options, so gcc inlines a function into them only with
-   always_inline. */
+/* A function that kernels call. Kernels have their own target options, so gcc inlines a function
+   into them only with always_inline. */
 #define DT__INLINE static inline __attribute__((always_inline))
 
 DT__INLINE uint32_t dt__float_bits(float f) {
@@ -1909,8 +1999,8 @@ DT__INLINE float dt__bits_float(uint32_t u) {
     return f;
 }
 
-/* Mixed precision: bf16 and f16 to and from f32, rounded to nearest even; a NaN stays a NaN. The
-   code selects values instead of branching, so that loops vectorise. */
+/* Mixed precision: convert bf16 and f16 to f32, and f32 to them, rounded to nearest even; a NaN
+   stays a NaN. The code selects values instead of branching, so that loops vectorise. */
 DT__INLINE float dt__bf16_to_f32(uint16_t h) { return dt__bits_float((uint32_t)h << 16); }
 
 DT__INLINE uint16_t dt__f32_to_bf16(float f) {
@@ -1921,16 +2011,17 @@ DT__INLINE uint16_t dt__f32_to_bf16(float f) {
 
 DT__INLINE float dt__f16_to_f32(uint16_t h) {
     uint32_t mag = h & 0x7fff, sign = (uint32_t)(h & 0x8000) << 16;
-    /* values below 2^-14: mag times the smallest subnormal */
+    /* the result for values below 2^-14: mag times the smallest subnormal, 2^-24 */
     uint32_t tiny = dt__float_bits((float)(int32_t)mag * 0x1p-24f);
-    /* changes the exponent's bias from 15 to 127 */
+    /* the result for all other values: changes the exponent's bias from 15 to 127 */
     uint32_t rest = (mag << 13) + (mag >= 0x7c00 ? 0x70000000 : 0x38000000);
     return dt__bits_float((mag < 0x400 ? tiny : rest) | sign);
 }
 
 DT__INLINE uint16_t dt__f32_to_f16(float f) {
     uint32_t u = dt__float_bits(f), mag = u & 0x7fffffff;
-    /* the last bit of 0.5 + x is 2^-24 */
+    /* for results below 2^-14: the last bit of the f32 number 0.5 + x is 2^-24, so the addition
+       rounds */
     uint32_t tiny = dt__float_bits(dt__bits_float(mag) + 0.5f) - 0x3f000000;
     uint32_t rest = (mag - 0x38000000 + 0xfff + (mag >> 13 & 1)) >> 13;
     uint32_t huge = mag > 0x7f800000 ? 0x7e00 | (mag >> 13 & 0x3ff) : 0x7c00;
@@ -1941,8 +2032,8 @@ DT__INLINE uint16_t dt__f32_to_f16(float f) {
 }
 
 /* Round to odd. Converts a double to a float that will be rounded again, to 16 bits. If the
-   conversion loses bits, sets the float's last bit. The second rounding then sees that the value
-   was not exact and gives the result of a single rounding. */
+   conversion to float is not exact, sets the float's last bit. The second rounding then gives the
+   result of a single rounding, because it sees that the value was not exact. */
 static float dt__f64_to_odd(double x) {
     float f = (float)x;
     uint32_t u = dt__float_bits(f);
@@ -1950,7 +2041,7 @@ static float dt__f64_to_odd(double x) {
     return dt__bits_float((fabs((double)f) > fabs(x) ? u - 1 : u) | 1);
 }
 
-/* Reads and writes one element of any type. */
+/* Read and write element i of an array of any type. */
 static inline double dt__number(dt_dtype dtype, const void *array, size_t i) {
     switch (dtype) {
     case DT_F32: return (double)((const float *)array)[i];
@@ -1980,7 +2071,7 @@ DT__INLINE dt_dtype dt__wide(dt_dtype dtype, int wide) {
     return wide && dt__narrow(dtype) ? DT_F32 : dtype;
 }
 
-/* size of the type in which the CPU computes for this dtype */
+/* size of the type in which the CPU computes on elements of this dtype */
 static size_t dt__real_size(dt_dtype dtype) { return dtype == DT_F64 ? 8 : 4; }
 
 // ==== 11. Default host and io tables ============================================================
@@ -2018,8 +2109,8 @@ static void dt__host_sleep(void *user, double seconds) {
     nanosleep(&t, NULL);
 }
 
-/* 1 if RLIMIT_FSIZE allows a file of `bytes` bytes; else 0 with errno EFBIG. Check first, because a
-   write beyond the limit raises SIGXFSZ, which ends the program. */
+/* Returns 1 if RLIMIT_FSIZE allows a file of `bytes` bytes, else 0 with errno EFBIG. Writes are
+   checked first, because a write beyond the limit raises SIGXFSZ, which ends the program. */
 static int dt__io_allowed(uint64_t bytes) {
     struct rlimit limit;
     if (getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return 1;
@@ -2028,9 +2119,9 @@ static int dt__io_allowed(uint64_t bytes) {
     return 0;
 }
 
-/* Makes one write call per line, so that the lines of several ranks do not mix. Drops the line if
-   the reader of standard error accepts no data for a second: a rank that waited longer would hang
-   the job. */
+/* Writes one line to standard error, with one write call, so that the lines of several ranks do not
+   mix. Drops the line if the reader of standard error accepts no data for a second: a rank that
+   waited longer would hang the job. */
 static void dt__host_log(void *user, int level, int rank, const char *text) {
     char line[700];
     struct stat st;
@@ -2043,7 +2134,7 @@ static void dt__host_log(void *user, int level, int rank, const char *text) {
     if ((size_t)n >= sizeof line) n = (int)sizeof line - 1;
     if (fstat(2, &st) == 0 && S_ISREG(st.st_mode) && !dt__io_allowed((uint64_t)st.st_size + 1))
         return;
-    /* a failure here cannot be reported, because there is no other log */
+    /* a failure of this write cannot be reported, because there is no other log */
     if (poll(&to, 1, 1000) <= 0 || write(2, line, (size_t)n) < 0) return;
 }
 
@@ -2068,13 +2159,14 @@ static void dt__host_discard(void *user, void *p, size_t bytes) {
 #endif
 }
 
-/* Opens /dev/null on each closed descriptor of 0 to 2, as SQLite does; returns -1 on failure. Call
-   this function before every call that opens a descriptor: if a job starts with descriptor 2
-   closed, the next file or socket would become descriptor 2, and log lines would go to it. */
+/* Opens /dev/null on each of the descriptors 0 to 2 that is closed, as SQLite does. Returns -1 on
+   failure. Call this function before every call that opens a descriptor: if a job starts with
+   descriptor 2 closed, the next file or socket would become descriptor 2, and log lines would be
+   written to it. */
 static int dt__io_guard_std_fds(void) {
     for (int fd = 0; fd <= 2; fd++) {
         int null = fcntl(fd, F_GETFD) >= 0 ? fd : open("/dev/null", O_RDWR);
-        /* not ENOENT, which callers read as an absent file */
+        /* not ENOENT, with which callers would conclude that their file is absent */
         if (null < 0) return errno = EBADF, -1;
         if (null > 2) close(null); /* another thread has opened descriptor fd first */
     }
@@ -2082,10 +2174,10 @@ static int dt__io_guard_std_fds(void) {
 }
 
 static int dt__io_open(void *user, const char *path, int mode) {
-    static const int flags[] = { O_RDONLY, O_RDWR | O_NOFOLLOW, /* DT_IO_READ, _WRITE, */
-        O_RDWR | O_NOFOLLOW | O_CREAT | O_EXCL,                 /* _CREATE, */
-        O_RDWR | O_NOFOLLOW | O_CREAT | O_EXCL,                 /* _PRIVATE, */
-        O_RDWR | O_NOFOLLOW | O_CREAT };                        /* _LOCK */
+    static const int flags[] = { O_RDONLY, O_RDWR | O_NOFOLLOW, /* DT_IO_READ, DT_IO_WRITE */
+        O_RDWR | O_NOFOLLOW | O_CREAT | O_EXCL,                 /* DT_IO_CREATE */
+        O_RDWR | O_NOFOLLOW | O_CREAT | O_EXCL,                 /* DT_IO_PRIVATE */
+        O_RDWR | O_NOFOLLOW | O_CREAT };                        /* DT_IO_LOCK */
     struct stat st;
     (void)user;
     if (mode < DT_IO_READ || mode > DT_IO_LOCK) return errno = EINVAL, -1;
@@ -2129,7 +2221,8 @@ static int64_t dt__io_pread(void *user, int fd, void *buf, size_t bytes, int64_t
     return (int64_t)pread(fd, buf, bytes, (off_t)offset);
 }
 
-/* At the limit RLIMIT_FSIZE, pwrite writes fewer bytes and returns a short count. */
+/* Only the first byte is checked against RLIMIT_FSIZE: a write that crosses the limit writes up to
+   the limit and returns a short count. */
 static int64_t dt__io_pwrite(void *user, int fd, const void *buf, size_t bytes, int64_t offset) {
     (void)user;
     if (bytes > 0 && !dt__io_allowed((uint64_t)offset + 1)) return -1;
@@ -2172,7 +2265,7 @@ static int dt__io_list_folder(
     errno = 0;
     for (struct dirent *e; (e = readdir(d)) != NULL; errno = 0)
         if (strcmp(e->d_name, ".") != 0 && strcmp(e->d_name, "..") != 0) each(arg, e->d_name);
-    int reason = errno; /* closedir may change it */
+    int reason = errno; /* closedir may change errno */
     closedir(d);
     errno = reason;
     return reason ? -1 : 0;
@@ -2183,7 +2276,8 @@ static int dt__io_lock(void *user, int fd) {
     return flock(fd, LOCK_EX | LOCK_NB);
 }
 
-/* Uses a directory descriptor, because a link could replace the path between two calls. */
+/* Removes files through a directory descriptor, because a link could replace the path between two
+   calls. */
 static int dt__io_remove_folder(void *user, const char *path, const char *const *names, int n) {
     struct stat st;
     int failed = 0;
@@ -2195,7 +2289,7 @@ static int dt__io_remove_folder(void *user, const char *path, const char *const 
     if (fd < 0) return -1;
     for (int i = 0; i < n && !failed; i++)
         failed = unlinkat(fd, names[i], 0) != 0 && errno != ENOENT;
-    int reason = errno; /* close may change it */
+    int reason = errno; /* close may change errno */
     close(fd);
     errno = reason;
     return failed ? -1 : rmdir(path);
@@ -2205,14 +2299,14 @@ static int dt__io_sync_and_evict(void *user, int fd, int64_t bytes, int64_t offs
     (void)user;
 #if defined(__linux__) && defined(POSIX_FADV_DONTNEED)
     int how = SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER;
-    /* The kernel reports a disk error only once, so call fsync only if the file system does not
-       support sync_file_range */
+    /* The kernel reports a disk error only once: if sync_file_range reports one, fsync might
+       succeed. So call fsync only if the file system does not support sync_file_range. */
     if (sync_file_range(fd, (off_t)offset, (off_t)bytes, how) != 0) {
         if (errno != ENOSYS && errno != EINVAL && errno != ESPIPE) return -1;
         if (fsync(fd) != 0) return -1;
     }
     posix_fadvise(fd, (off_t)offset, (off_t)bytes, POSIX_FADV_DONTNEED);
-    posix_fadvise(fd, 0, 0, POSIX_FADV_RANDOM); /* read-ahead pages would stay in the cache */
+    posix_fadvise(fd, 0, 0, POSIX_FADV_RANDOM); /* no read-ahead: its pages would stay cached */
     return 0;
 #else
     (void)bytes;
@@ -2249,15 +2343,15 @@ const dt_io *dt_io_default(void) { return &dt__io_table; }
 
 // ==== 12. Context, errors, memory account: code =================================================
 
-/* Memory accounting: every byte has one class, and the counters change in one function only:
+/* Memory accounting: every byte has one class, and only dt__account changes the counters:
 
        dt_alloc(ctx, class, n)      live[class] += n, peak[class] = max(peak[class], live[class])
        dt_free(ctx, class, p, n)    live[class] -= n
 
    Errors are sticky: dt_fail records the first error, later ops return NULL, and a listener
-   (dt_comm.h) tells the peers. */
+   (dt_comm.h) tells the other ranks. */
 
-/* A bump allocator, which frees all its allocations at once: section 15. */
+/* Arena: a bump allocator, which frees all its allocations at once (section 15). */
 typedef struct dt__chunk {
     struct dt__chunk *next;
     char *data;
@@ -2266,13 +2360,13 @@ typedef struct dt__chunk {
 
 typedef struct dt__arena {
     dt_mem mem;
-    size_t min_chunk;       /* size of the next chunk, unless the request is larger */
-    dt__chunk *chunks;      /* the current chunk first */
-    struct dt__arena *next; /* next arena of a pool of free arenas */
+    size_t min_chunk;       /* size of the next chunk, unless a request is larger */
+    dt__chunk *chunks;      /* list; the current chunk comes first */
+    struct dt__arena *next; /* if this arena is free: the next one of its pool */
 } dt__arena;
 
-/* Device memory that was freed while device operations were in flight; cached for the next request
-   of the same size. */
+/* Device memory or pinned memory that was freed while device operations were in flight, and is
+   cached for the next request of the same size. */
 typedef struct dt__cached_memory {
     void *p;
     size_t bytes;
@@ -2296,7 +2390,7 @@ struct dt_ctx {
     int rank;
     void *attached;
     dt_status status;
-    /* 1: the failure was in reading a file; the file itself may be intact */
+    /* 1: the context failed because a read of a file failed; the file itself may be intact */
     int read_failed;
     char text[512];
     dt_memory memory;
@@ -2311,33 +2405,34 @@ struct dt_ctx {
     int n_params, param_capacity;
     char *scope_prefix;
     size_t scope_bytes;
-    int scope, stage, has_stages; /* has_stages: dt_stage was called */
+    int scope, stage, has_stages; /* has_stages 1: dt_stage was called */
     dt_bucket *buckets;
     int n_buckets;
     int reduce_each_micro; /* from dt_buckets_desc */
     dt__bucket_buffer *bucket_buffers;
     int n_bucket_buffers, bucket_buffer_capacity;
 
-    dt_block_state **tapes; /* (tape_capacity) roots, NULL for unused numbers */
+    dt_block_state **tapes; /* (tape_capacity) root blocks; NULL for unused numbers */
     int tape_capacity;
-    dt_block_state *root, *current; /* root: of the selected tape */
-    dt_block_state *entered_block;  /* the innermost block that listeners have entered */
-    /* 1 during a gather for a single access outside of any op */
+    dt_block_state *root, *current; /* of the selected tape */
+    dt_block_state *entered_block;  /* innermost entered block that was not left yet */
+    /* 1 during a gather for one access that is outside of any op */
     int outside_op;
     dt__arena *grad_pool;
-    /* arenas for the data of recomputed blocks, reused from block to block */
+    /* free arenas for the data of recomputed blocks */
     dt__arena *recompute_pool;
     dt__arena *transient_pool; /* arenas of transient tensors, one arena per tensor */
-    int make_transient;        /* > 0: ops make transient tensors (nesting depth) */
-    /* fingerprint of the ops that the current block has recorded; 0: none */
+    int make_transient;        /* nesting depth; if > 0, ops make transient tensors */
+    /* fingerprint of the ops that the current block has recorded; 0 if there are none */
     uint64_t fingerprint;
-    int recomputing; /* depth of second runs of recomputed blocks */
+    int recomputing; /* nesting depth of second runs of recomputed blocks */
     int micro, micro_count;
     int no_grad;
     double loss_scale;
 };
 
-/* Updates the memory counters; no other function changes the counters. */
+/* Updates the memory counters: sign is +1 for an allocation, -1 for a free. No other function
+   changes the counters. */
 static void dt__account(dt_ctx *ctx, dt_mem mem, size_t bytes, int sign) {
     dt_memory *m = &ctx->memory;
     if (sign < 0) {
@@ -2362,8 +2457,8 @@ static void *dt__host_zeroed(dt_ctx *ctx, size_t bytes, const char *what) {
     return p;
 }
 
-/* Returns an array with capacity for one more element. If the array must grow, copies it and frees
-   the old array. */
+/* Returns `array` if it has capacity for one more element. Otherwise copies it to a larger array,
+   frees the old array and returns the new array. Returns NULL after a failure. */
 static void *dt__grow(
     dt_ctx *ctx, void *array, int used, int *capacity, size_t element, const char *what) {
     if (used < *capacity) return array;
@@ -2376,10 +2471,10 @@ static void *dt__grow(
     return p;
 }
 
-/* cudaFree waits until the device is idle, but an operation in flight may wait for this rank's next
-   call, which is a deadlock. So memory that is freed while operations are in flight is cached for
-   the next request of the same size; the rank's stream orders the old and new uses. Returns 1 if
-   the memory was cached. */
+/* Caches freed device memory for the next request of the same size. cudaFree waits until the device
+   is idle; while an operation in flight waits for this rank's next call, that is a deadlock. So
+   memory that is freed while operations are in flight goes to the cache. The rank's stream orders
+   the old and the new use. Returns 1 if the memory was cached, else 0. */
 static int dt__device_cache_put(dt_ctx *ctx, void *p, size_t bytes, int pinned) {
     dt__cached_memory *grown = (dt__cached_memory *)dt__grow(ctx, ctx->cached, ctx->n_cached,
         &ctx->cached_capacity, sizeof *grown, "cached device memory");
@@ -2411,8 +2506,9 @@ static void dt__device_cache_free(dt_ctx *ctx) {
     }
 }
 
-/* Call this before a device wait without a timeout: pending operations may depend on other ranks.
-   Returns 1 if no pending operation still runs on the device. */
+/* Calls the listeners' drain. Call dt__drain before a device wait without a timeout, because
+   pending operations may depend on other ranks. Returns 1 if no pending operation still runs on the
+   device, else 0. */
 static int dt__drain(dt_ctx *ctx, int all) {
     int idle = 1;
     for (dt_listener *l = ctx->listeners; l; l = l->next)
@@ -2426,8 +2522,8 @@ static void *dt__alloc_uncounted(dt_ctx *ctx, dt_mem mem, size_t bytes, int pinn
         return ctx->host.alloc(ctx->host.user, bytes, mem);
     void *p = dt__device_cache_get(ctx, bytes, pinned);
     for (int attempt = 0; !p && attempt < 2; attempt++) {
-        /* Do not drain for pinned memory: pending operations allocate pinned memory as they make
-           progress, and must not wait for themselves */
+        /* no drain for pinned memory: pending operations themselves allocate pinned memory when
+           they make progress, and must not wait for their own end */
         if (attempt > 0 && (pinned || ctx->n_cached == 0 || !dt__drain(ctx, 1))) break;
         p = pinned ? ctx->kernels.pin(bytes) : ctx->kernels.alloc(ctx->kernels.user, bytes);
     }
@@ -2512,8 +2608,8 @@ void dt_memory_reset_peak(dt_ctx *ctx) {
     ctx->memory.peak_total = ctx->memory.live_total;
 }
 
-/* With CUDA the default is the GPU, if dt_cuda_ready returns DT_OK. Rank 0 logs why the GPU is not
-   used, or dt_cuda_ready's advice. */
+/* Returns the default kernel table: with CUDA the GPU's, if dt_cuda_ready returns DT_OK, else the
+   CPU's. Rank 0 logs why the GPU is not used, or the advice of dt_cuda_ready. */
 static const dt_kernels *dt__kernels_default(dt_ctx *ctx) {
 #ifdef DT_USE_CUDA
     char text[160] = "";
@@ -2558,7 +2654,7 @@ static void dt__params_free(dt_ctx *ctx);
 void dt_ctx_free(dt_ctx *ctx) {
     if (!ctx) return;
     while (ctx->listeners) {
-        /* remove l from the chain first, because l->closing may free l */
+        /* remove l from the list first, because l->closing may free l */
         dt_listener *l = ctx->listeners;
         ctx->listeners = l->next;
         if (l->closing) l->closing(ctx, l->user);
@@ -2585,7 +2681,7 @@ void dt_ctx_attach(dt_ctx *ctx, void *upper) {
 }
 
 size_t dt_printable(const char *s) {
-    /* smallest code point of n bytes */
+    /* least[n]: smallest printable code point whose encoding has n bytes */
     static const uint32_t least[] = { 0, 0x20, 0xa0, 0x800, 0x10000 };
     unsigned char first = (unsigned char)(s ? *s : 0);
     size_t n = first < 0x80   ? 1
@@ -2604,9 +2700,9 @@ size_t dt_printable(const char *s) {
                : n;
 }
 
-/* Makes a message one printable line: each unprintable byte becomes \xNN, and the result is
-   truncated to `bytes`. Every message passes through dt__escape, because a message may quote paths,
-   names in files and texts from other ranks. */
+/* Turns a message into one printable line: each unprintable byte becomes \xNN, and the result is
+   truncated to `bytes` bytes. Every message passes through dt__escape, because a message may quote
+   paths, names in files and texts from other ranks. */
 static void dt__escape(char *text, size_t bytes) {
     char raw[700] = "";
     size_t at = 0, n = strlen(text) < sizeof raw ? strlen(text) : sizeof raw - 1;
@@ -2642,11 +2738,11 @@ dt_status dt_fail(dt_ctx *ctx, dt_status status, const char *fmt, ...) {
     va_start(args, fmt);
     vsnprintf(ctx->text + n, sizeof ctx->text - (size_t)n, fmt ? fmt : "no reason was given", args);
     va_end(args);
-    /* the sign of a NaN is unspecified, so remove it */
+    /* the sign of a NaN is unspecified, so printf may print nan or -nan: remove the sign */
     for (char *s = strstr(ctx->text, " -nan"); s; s = strstr(s + 1, " -nan"))
         if (strchr(" ,:;)", s[5])) memmove(s + 1, s + 2, strlen(s + 2) + 1);
     dt__escape(ctx->text, sizeof ctx->text);
-    int logged = status == DT_ERR_PEER; /* only the rank that failed first logs an error */
+    int logged = status == DT_ERR_PEER; /* if another rank failed first, it logs the error */
     for (dt_listener *l = ctx->listeners; l; l = l->next)
         if (l->failed) logged |= l->failed(ctx, status, ctx->text, l->user);
     dt_log(ctx, logged ? DT_LOG_DETAIL : DT_LOG_ERROR, "%s", ctx->text);
@@ -2658,8 +2754,8 @@ const char *dt_error_text(const dt_ctx *ctx) {
     return ctx ? ctx->text : "no context: out of memory";
 }
 
-/* Runs kernel k of the context's table. If the kernel fails, fails the context with the op's
-   name. */
+/* DT__CALL runs kernel k of the context's table. DT__KERNEL and DT__OP also fail the context if the
+   kernel fails; the error text then begins with `what` or with the op's name. */
 #define DT__CALL(ctx, k, args) \
     ((ctx)->kernels.k ? (ctx)->kernels.k((args), (ctx)->stream) : DT_ERR_UNSUPPORTED)
 #define DT__KERNEL(ctx, what, k, args) \
@@ -2687,11 +2783,12 @@ static dt_status dt__move(dt_ctx *ctx, void *dst, const void *src, size_t bytes)
         memcpy(dst, src, bytes);
         return DT_OK;
     }
-    /* CUDA copies at most STAGED bytes of pageable memory through a staging buffer without
-       waiting */
+    /* CUDA copies up to STAGED bytes from pageable memory through a staging buffer, without waiting
+       for the device */
     enum { STAGED = 64 << 10 };
     int (*reaches)(const void *) = ctx->kernels.can_access;
-    /* a copy to pageable memory, or a larger copy from it, blocks: drain first */
+    /* a copy to pageable memory, or a larger copy from pageable memory, waits for the device: drain
+       before it */
     if (reaches && (!reaches(dst) || (bytes > STAGED && !reaches(src)))) dt__drain(ctx, 0);
     dt_status status = ctx->kernels.move(dst, src, bytes, ctx->stream);
     return status == DT_OK
@@ -2702,7 +2799,7 @@ static dt_status dt__move(dt_ctx *ctx, void *dst, const void *src, size_t bytes)
 static dt_status dt__sync(dt_ctx *ctx) {
     dt__drain(ctx, 0);
     dt_status status = ctx->kernels.sync ? ctx->kernels.sync(ctx->stream) : DT_OK;
-    /* CUDA kernels report a bad index only here */
+    /* CUDA kernels report a bad index only when the host waits for the stream */
     if (status == DT_ERR_ARG)
         return dt_fail(ctx, status,
             "on %s since the last wait: an id, a label or a row outside of its table; "
@@ -2717,7 +2814,7 @@ static dt_status dt__fill(dt_ctx *ctx, dt_dtype dtype, void *out, size_t count, 
     return DT__KERNEL(ctx, "filling", fill, &a);
 }
 
-/* out = in, or out += in */
+/* If accumulate is 1: out += in, else out = in. */
 static dt_status dt__accumulate(
     dt_ctx *ctx, dt_dtype dtype, void *out, const void *in, size_t count, int accumulate) {
     if (!accumulate) return dt__move(ctx, out, in, count * dt_dtype_size(dtype));
@@ -2747,16 +2844,17 @@ void dt_unlisten(dt_ctx *ctx, dt_listener *listener) {
 
 // ==== 13. Counter-based RNG =====================================================================
 
-/* Counter-based RNG: random numbers as a pure function of (key, counter) instead of a sequence with
-   state. The naive version, one generator per process, gives different values in every layout.
+/* Counter-based RNG: each random number is a pure function of (key, counter), not the next number
+   of a sequence with state. With the naive version, one generator per process, every layout would
+   get different values.
 
        key = hash(seed, "h.0.attn.wq")      value i of the full tensor = philox(key, i / 4)[i % 4]
 
-   Any rank can compute any element of any tensor, so every layout starts from the same model and
-   drops the same activations. */
+   Any rank can compute any element of any tensor. So every layout starts from the same model, and
+   dropout drops the same activations. */
 
 /* Counter-based RNG. Philox4x32-10 (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as
-   1, 2, 3; SC11): four random words as a pure function of (key, counter). */
+   1, 2, 3; SC11). Sets out to four random words, a pure function of (key, counter). */
 static void dt__philox(uint64_t key, uint64_t counter, uint32_t out[4]) {
     uint32_t k0 = (uint32_t)key, k1 = (uint32_t)(key >> 32);
     uint32_t c0 = (uint32_t)counter, c1 = (uint32_t)(counter >> 32), c2 = 0, c3 = 0;
@@ -2775,8 +2873,8 @@ static void dt__philox(uint64_t key, uint64_t counter, uint32_t out[4]) {
     out[3] = c3;
 }
 
-/* The key of a named stream: FNV-1a of the name, mixed with the seed so that streams of
-   neighbouring seeds are independent. */
+/* Returns the RNG key for a name: the FNV-1a hash of the name, mixed with the seed so that the keys
+   of neighbouring seeds give independent numbers. */
 static uint64_t dt__stream_key(uint64_t seed, const char *name) {
     uint64_t h = 0xcbf29ce484222325u;
     for (; *name; name++) h = (h ^ (unsigned char)*name) * 0x100000001b3u;
@@ -2788,28 +2886,28 @@ static uint64_t dt__stream_key(uint64_t seed, const char *name) {
 // ==== 14. Parameters, slices and buckets: code ==================================================
 
 /* Gradient accumulation: a step runs several micro-batches, and a bucket adds up their gradients.
-   In the naive version every op adds its gradient directly to the sum. Here each micro-batch's
-   gradient is complete before it is added to the sum, so the sum has a fixed order of additions,
+   In the naive version every op adds its gradient directly to the sum. In dt each micro-batch's
+   gradient is complete before it is added to the sum. So the additions have a fixed order,
    micro-batch by micro-batch:
 
        micro-batch 0:  ops write -> grad                           then grad_ready
        micro-batch j:  ops write -> buffer, grad += buffer         then grad_ready
 
-   A bucket is complete when the backward of every recorded use of its parameters has run. Then
-   listeners may reduce the bucket's gradient over ranks while the backward of earlier layers still
-   runs. With reduce_each_micro (ZeRO-2, ZeRO-3) a listener gets each micro-batch's buffer, and
-   there is no local sum. */
+   A bucket's gradient is complete when the backward of every recorded use of its parameters has
+   run. Then listeners may reduce the gradient over ranks while the backward of earlier layers still
+   runs. With reduce_each_micro (ZeRO-2, ZeRO-3) a listener receives each micro-batch's buffer, and
+   the bucket has no sum. */
 
 dt_local_slice dt_local_slice_of(dt_shape full, const dt_shard_spec shards[3]) {
     dt_local_slice slice;
-    int64_t end[DT_MAX_DIMS]; /* end of this rank's slice, in the full tensor */
+    int64_t end[DT_MAX_DIMS]; /* where this rank's slice ends in the full tensor */
     memset(&slice, 0, sizeof slice);
     if (dt__shape_problem(full, 0)) return slice;
     for (int i = 0; i < full.nd; i++) slice.n[i] = end[i] = full.d[i];
     for (int c = 0; shards && c < 3; c++) {
         const dt_group *group = (const dt_group *)shards[c].comm;
         if (!group || shards[c].dim < 0 || shards[c].dim >= full.nd) continue;
-        /* a second sharding of the same dimension divides the slice left by the first */
+        /* a second sharding of the same dimension divides the slice that the first one left */
         int dim = shards[c].dim;
         slice.n[dim] = (slice.n[dim] + group->size - 1) / group->size;
         slice.lo[dim] += group->rank * slice.n[dim];
@@ -2820,16 +2918,16 @@ dt_local_slice dt_local_slice_of(dt_shape full, const dt_shard_spec shards[3]) {
     return slice;
 }
 
-/* Walks the real part of a local slice (without padding) in runs that are contiguous both locally
-   and globally. */
+/* Iterates over a local slice without its padding, in runs of elements that are contiguous both in
+   the local slice and in the full tensor. */
 typedef struct dt__slice_walk {
     dt_shape full;
     dt_local_slice slice;
     int64_t at[DT_MAX_DIMS];
-    int outer;     /* `at` walks dimensions 0 .. outer - 1; a run covers the other dimensions */
-    int64_t count; /* elements of a run */
+    int outer;     /* a run covers dimensions outer and above; `at` counts through the others */
+    int64_t count; /* number of elements of a run */
     int done;
-    int64_t local, global; /* index of the current run's first element */
+    int64_t local, global; /* index of the run's first element in the slice, in the full tensor */
 } dt__slice_walk;
 
 static dt__slice_walk dt__slice_begin(dt_shape full, dt_local_slice slice) {
@@ -2839,7 +2937,7 @@ static dt__slice_walk dt__slice_begin(dt_shape full, dt_local_slice slice) {
     w.slice = slice;
     w.count = 1;
     w.outer = full.nd;
-    /* the inner dimensions are not sharded, so the next outer dimension extends the run */
+    /* as long as no inner dimension is sharded, the next outer dimension extends the run */
     int contiguous = 1;
     while (w.outer > 0 && contiguous) {
         w.outer--;
@@ -2863,15 +2961,15 @@ static int dt__slice_next(dt__slice_walk *w) {
     return 1;
 }
 
-/* 1 if the local slice has padding, because a group's size does not divide a dimension. */
+/* Returns 1 if the local slice has padding, because a group's size does not divide a dimension. */
 static int dt__slice_has_padding(dt_shape full, dt_local_slice slice) {
     for (int i = 0; i < full.nd; i++)
         if (slice.inside[i] != slice.n[i]) return 1;
     return 0;
 }
 
-/* Zeroes the elements of a local array that are outside the full tensor, which are the gaps between
-   the runs of a slice walk. */
+/* Zeroes the padding of a local array: the elements outside the full tensor, which lie between the
+   runs of a slice walk. */
 static void dt__zero_padding(dt_ctx *ctx, const dt_param_info *p, dt_dtype dtype, void *array) {
     if (!dt__slice_has_padding(p->full, p->slice)) return;
     size_t size = dt_dtype_size(dtype);
@@ -2886,7 +2984,7 @@ static void dt__zero_padding(dt_ctx *ctx, const dt_param_info *p, dt_dtype dtype
 
 static dt__text dt__printable_name(const char *name);
 
-/* Names go into files and messages, so they must be printable. */
+/* Checks that a name is printable, because names are written to files and messages. */
 static dt_status dt__name_check(dt_ctx *ctx, const char *op, const char *name) {
     size_t length = 1;
     for (const char *s = name; *s && length; s += length) length = dt_printable(s);
@@ -2923,7 +3021,7 @@ void dt_stage(dt_ctx *ctx, int stage) {
     ctx->scope++;
 }
 
-/* A tensor, its info and its name in one allocation. */
+/* A parameter's tensor and info; the name follows in the same allocation. */
 typedef struct dt__param_memory {
     dt_tensor tensor;
     dt_param_info info;
@@ -3030,7 +3128,8 @@ dt_tensor *dt_param_find(const dt_ctx *ctx, const char *name) {
     return NULL;
 }
 
-/* 1 if two parameters can share a bucket: every bucket operation treats both in the same way. */
+/* Returns 1 if two parameters can share a bucket, because every bucket operation treats both in the
+   same way. */
 static int dt__same_bucket(const dt_tensor *a, const dt_tensor *b) {
     const dt_param_desc *x = &a->param->desc, *y = &b->param->desc;
     if (a->dtype != b->dtype || a->param->scope != b->param->scope || !x->frozen != !y->frozen)
@@ -3044,7 +3143,8 @@ static int dt__same_bucket(const dt_tensor *a, const dt_tensor *b) {
     return 1;
 }
 
-/* 1 if parameter i begins a new bucket. open: number of elements in the current bucket. */
+/* Returns 1 if parameter i begins a new bucket. open: number of elements that the current bucket
+   has so far. */
 static int dt__begins_bucket(const dt_ctx *ctx, int i, size_t open, size_t bucket_bytes) {
     const dt_tensor *t = ctx->params[i];
     return i == 0 || !dt__same_bucket(ctx->params[i - 1], t) ||
@@ -3100,7 +3200,8 @@ static dt_status dt__param_init(dt_ctx *ctx, const dt_tensor *t) {
     return ctx->status;
 }
 
-/* Points the tensors of a bucket's parameters at data; NULL: the parameters have no values. */
+/* Sets the data of a bucket, and of its parameters' tensors. data NULL: the parameters have no
+   values. */
 static void dt__bucket_set_data(dt_ctx *ctx, dt_bucket *bucket, void *data) {
     bucket->data = data;
     for (int i = bucket->first_param; i < bucket->first_param + bucket->n_params; i++) {
@@ -3114,7 +3215,8 @@ static void dt__bucket_release(dt_ctx *ctx, dt_bucket *bucket, int written, int 
         if (l->release) l->release(ctx, bucket, written, unused, l->user);
 }
 
-/* Allocates and initializes this rank's shard; the rank never allocates the full bucket here. */
+/* Allocates this rank's shard of a bucket, never the other shards, and writes the shard's initial
+   values. */
 static dt_status dt__bucket_alloc(dt_ctx *ctx, dt_bucket *bucket, const dt_buckets_desc *desc) {
     size_t bytes = bucket->shard_count * dt_dtype_size(bucket->dtype);
     bucket->shard = dt_alloc(ctx, DT_MEM_PARAMS, bytes, "parameters");
@@ -3132,7 +3234,7 @@ static dt_status dt__bucket_alloc(dt_ctx *ctx, dt_bucket *bucket, const dt_bucke
     return ctx->status;
 }
 
-/* Sets a bucket's padding and the shard of the bucket that this rank holds. */
+/* Sets the padded size of a bucket, and which shard of it this rank holds. */
 static dt_status dt__bucket_shard(dt_ctx *ctx, dt_bucket *bucket, const dt_buckets_desc *desc) {
     size_t pad = desc->pad ? desc->pad : 1;
     int parts = 1, part = 0;
@@ -3226,8 +3328,8 @@ static dt_status dt__bucket_grad_alloc(dt_ctx *ctx, dt_bucket *bucket) {
     return dt__fill(ctx, bucket->grad_dtype, bucket->grad, bucket->padded, 0);
 }
 
-/* Starts a bucket's gradient of this micro-batch. With reduce_each_micro the listener also gets the
-   padding, so the padding is zeroed. */
+/* Provides memory for a bucket's gradient of this micro-batch. With reduce_each_micro the listener
+   also reads the padding, so the padding is zeroed. */
 static void *dt__bucket_open_grad(dt_ctx *ctx, dt_bucket *bucket) {
     size_t size = dt_dtype_size(bucket->grad_dtype), padding = bucket->padded - bucket->count;
     if (dt__bucket_grad_alloc(ctx, bucket) != DT_OK) return NULL;
@@ -3261,8 +3363,9 @@ static void dt__bucket_close_grad(dt_ctx *ctx, dt_bucket *bucket) {
 
 enum { DT__COMPLETE = -1 };
 
-/* Gradient accumulation. Called when the bucket has all gradients of this micro-batch: zeroes the
-   gradients that no op wrote, adds the buffer to the sum, and calls the listeners. */
+/* Gradient accumulation. Completes a bucket's gradient of this micro-batch, after the last op that
+   writes to it: zeroes the gradients that no op wrote, adds the buffer to the sum, and calls the
+   listeners. */
 static void dt__bucket_complete(dt_ctx *ctx, dt_bucket *bucket) {
     size_t size = dt_dtype_size(bucket->grad_dtype);
     bucket->pending_params = DT__COMPLETE;
@@ -3325,8 +3428,8 @@ static void dt__params_free(dt_ctx *ctx) {
 #endif
 #endif
 #ifndef DT__ASAN
-/* 1: every tensor is a separate allocation, so the sanitizer sees reads past the tensor's end and
-   after a reset */
+/* 1 with AddressSanitizer: every tensor is then a separate allocation, so the sanitizer sees reads
+   past a tensor's end and reads after a reset. */
 #define DT__ASAN 0
 #endif
 
@@ -3334,7 +3437,8 @@ enum { DT__MIN_CHUNK_ACTS = 64 << 10, DT__MIN_CHUNK_META = 8 << 10 };
 
 static void *dt__arena_alloc(dt_ctx *ctx, dt__arena *a, size_t bytes) {
     if (bytes == 0) bytes = 1;
-    /* exact size, so that the sanitizer sees the first byte past the end */
+    /* with AddressSanitizer keep the exact size, so that the sanitizer sees a read of the first
+       byte past the end */
     if (!DT__ASAN) bytes = (bytes + 63) / 64 * 64;
     dt__chunk *c = a->chunks;
     if (!c || c->size - c->used < bytes) {
@@ -3365,8 +3469,8 @@ static void dt__arena_free(dt_ctx *ctx, dt__arena *a) {
     }
 }
 
-/* Empties the arena. If it has several chunks, frees them; the next use allocates one chunk of the
-   total size. */
+/* Empties the arena. If the arena has several chunks, frees them; the next allocation makes one
+   chunk of the total size. */
 static void dt__arena_reset(dt_ctx *ctx, dt__arena *a) {
     size_t total = 0;
     if (!a->chunks) return;
@@ -3379,8 +3483,8 @@ static void dt__arena_reset(dt_ctx *ctx, dt__arena *a) {
     }
 }
 
-/* Takes an arena from a pool (last in, first out), or makes an arena: of class DT_MEM_COMM for
-   transient tensors, otherwise of class DT_MEM_ACTS. */
+/* Takes the arena that was released last from a pool. If the pool is empty, makes an arena: of
+   class DT_MEM_COMM for transient tensors, otherwise of class DT_MEM_ACTS. */
 static dt__arena *dt__arena_acquire(dt_ctx *ctx, dt__arena **pool) {
     dt__arena *a = *pool;
     if (a) {
@@ -3394,7 +3498,7 @@ static dt__arena *dt__arena_acquire(dt_ctx *ctx, dt__arena **pool) {
     return a;
 }
 
-/* Empties *a, if it is not NULL, and returns it to a pool. */
+/* Empties arena *a, returns it to a pool, and sets *a to NULL. *a may be NULL. */
 static void dt__arena_release(dt_ctx *ctx, dt__arena **pool, dt__arena **a) {
     if (!*a) return;
     dt__arena_reset(ctx, *a);
@@ -3414,61 +3518,64 @@ static void dt__arenas_free(dt_ctx *ctx, dt__arena **pool) {
 
 // ==== 16. Tape and blocks: code =================================================================
 
-/* Blocks form a tree per tape; the root is the micro-batch. A node is an op or a child block:
+/* Each tape is a tree of blocks, whose root is the micro-batch. A node is an op or a child block:
 
        root:  [embedding] [block 1] [block 2] [norm] [loss]          newest <- prev <- prev ...
                               |         `-- [linear] [gelu] [linear]
                               `------------ [linear] [gelu] [linear]
 
-   Backward walks the nodes from newest to oldest, and enters a child block when it reaches the
+   The backward walks the nodes from newest to oldest, and enters a child block when it reaches the
    block's node. Recompute (arXiv:1604.06174): the backward of a recomputed block first runs fn
    again as a new block, `rerun`, and then walks the nodes of `rerun`. The data of `rerun` are in
-   arenas that one recomputed block frees and the next block reuses, so peak memory is one block,
-   not L. */
+   arenas that one recomputed block frees and the next one reuses. So the peak memory of L blocks
+   is that of one block. */
 
 enum { DT__FORWARD_ONLY = 0, DT__INPUT_HALF_DONE, DT__BACKWARD_DONE };
 
-/* A block: its recorded ops, newest first, and the memory of the ops' outputs. Block 0, the root,
-   is the micro-batch (a tape); dt_block makes children. A reset returns blocks to the tape's pool
-   with their arenas, so the k-th block of every step gets an arena of the right size.
+/* A block: its recorded ops, newest first, and the memory of the ops' outputs. Block 0, the root of
+   a tape, is the micro-batch; dt_block makes the other blocks. A reset returns the blocks with
+   their arenas to the tape's pool, so the k-th block of every step gets an arena of the right size.
 
    A recomputed block, and every block inside it, borrows an arena for its data from
-   ctx->recompute_pool. Recomputed blocks have a separate block pool, because a plain block keeps
-   its arena. Tensors and nodes (meta) stay until the reset, so that dt can report a use of freed
-   data. The parent's arena holds the data of `out`, but the block holds the gradient of `out`: in
-   the parent, the gradients of all outputs would be alive at once. */
+   ctx->recompute_pool. A plain block keeps its arena, so the two kinds of blocks have separate
+   pools. The structs of tensors and nodes (meta) stay until the reset, so that dt can report a use
+   of freed data. The data of `out` are in the parent's arena, but the gradient of `out` is in the
+   block's: in the parent's, the gradients of all outputs would be alive at once. */
 struct dt_block_state {
     dt_ctx *ctx;
     dt_block_state *parent;
-    dt_block_state *children, *sibling; /* newest child first */
+    dt_block_state *children, *sibling; /* lists, newest child first */
     int index;
     dt_node *newest;
-    /* data of the block's tensors: own_acts, or an arena borrowed for recompute; NULL: freed */
+    /* arena of the data of the block's tensors: &own_acts, or an arena borrowed from
+       recompute_pool; NULL after these data were freed */
     dt__arena *acts;
     dt__arena own_acts;
-    dt__arena meta; /* tensors and nodes: host memory */
-    /* gradients of the block's tensors, from the first use to the end of the block's backward */
+    dt__arena meta; /* structs of tensors and nodes, in host memory */
+    /* arena of the gradients of the block's tensors, from their first use to the end of the block's
+       backward; else NULL */
     dt__arena *grads;
-    /* root only, like stage: (n_params) recorded uses of each parameter whose backward has not run
-       yet */
+    /* The fields from pending_uses to stage are used in the root only. pending_uses: (n_params) for
+       each parameter, number of its recorded uses whose backward has not run yet */
     int *pending_uses;
     int backward_done; /* DT__FORWARD_ONLY .. DT__BACKWARD_DONE */
-    int n_blocks;      /* dt_block calls of this micro-batch */
+    int n_blocks;      /* number of dt_block calls of this micro-batch */
     /* free blocks with their arenas: [0] plain, [1] recomputed */
     dt_block_state *pool[2];
     int stage;
-    /* fingerprint of the recorded ops, including blocks inside; 0: none */
+    /* fingerprint of the recorded ops, including those of blocks inside; 0 if there are none */
     uint64_t fingerprint;
-    /* the function to run again, and its arguments; fn is NULL unless the block is recomputed */
+    /* in a recomputed block: the function to run again, and its arguments; in a plain block fn is
+       NULL */
     dt_block_fn fn;
     dt_tensor *x;
     void *user;
     int no_grad;
-    /* y: the tensor that fn returned; out: the copy of y for the parent, NULL if y was made outside
-       the block */
+    /* y: the tensor that fn returned. out: the copy of y in the parent's memory; NULL if y was made
+       outside the block */
     dt_tensor *y, *out;
-    dt_block_state *rerun; /* the second run */
-    dt_tensor *transients; /* newest first */
+    dt_block_state *rerun; /* the block of the second run */
+    dt_tensor *transients; /* list, newest first */
 };
 
 static dt_block_state *dt__block_acquire(dt_ctx *ctx, int recomputed) {
@@ -3492,12 +3599,12 @@ static dt_block_state *dt__block_acquire(dt_ctx *ctx, int recomputed) {
     return b;
 }
 
-/* Transient tensors. A layout needs a transient tensor only briefly: a partial sum before the
+/* Transient tensors. A transient tensor is needed only for a short time: a partial sum before the
    reduction over ranks, or a gathered tensor of which this rank keeps a shard. Each transient
-   tensor has a separate arena, which is released when the forward of the block ends. If the
-   backward reads the tensor, the op that made the tensor recomputes it (node->recompute), and the
-   tensor is freed again when the backward of that op is done. Transient tensors of the root are not
-   freed at the end of a forward, because the forward of the root has no marked end. */
+   tensor has an arena of its own, which is released when the forward of the block ends. If the
+   backward reads the tensor, the op that made the tensor recomputes its data (node->recompute). The
+   data are freed again when the backward of that op is done. Transient tensors of the root are not
+   freed at the end of a forward, because no call marks the end of the root's forward. */
 static void dt__transient_free(dt_ctx *ctx, dt_tensor *t) {
     dt__arena_release(ctx, &ctx->transient_pool, &t->arena);
     t->data = NULL;
@@ -3513,20 +3620,20 @@ static void *dt__transient_alloc(dt_ctx *ctx, dt_tensor *t) {
     return t->data;
 }
 
-/* The root of the selected tape; selects tape 0 if none was selected. */
+/* Returns the root block of the selected tape. Selects tape 0 if none was selected. */
 static dt_block_state *dt__root(dt_ctx *ctx) {
     if (!ctx->root) dt_tape(ctx, 0, 0);
     return ctx->root;
 }
 
-/* Makes storage for parameters if dt_zero_make did not. */
+/* Allocates storage for the parameters if dt_zero_make did not. */
 static dt_status dt__ensure_storage(dt_ctx *ctx) {
     dt_buckets_desc defaults = { 0 };
     return ctx->buckets ? DT_OK : dt_buckets_make(ctx, defaults);
 }
 
-/* Makes the values of a parameter readable: allocates storage and gathers a sharded bucket. x may
-   be a view; its data pointer is updated too. */
+/* Makes the values of x readable if x is a parameter: allocates storage and gathers a sharded
+   bucket. x may be a view of a parameter, whose data pointer is then updated too. */
 static dt_status dt__ensure_values(dt_tensor *x) {
     dt_tensor *t = dt__owner(x);
     dt_ctx *ctx = t->ctx;
@@ -3550,8 +3657,8 @@ static dt_status dt__gather_outside_op(dt_tensor *t) {
     return status;
 }
 
-/* Reads or writes a tensor outside of any op. If this access gathered a sharded parameter, the
-   gathered values are released at once. */
+/* Copies a tensor outside of any op: writes the tensor if `from` is not NULL, else reads it to
+   `host`. If this access gathered a sharded parameter, the gathered values are released at once. */
 static dt_status dt__read_or_write(dt_tensor *t, void *host, const void *from) {
     dt_ctx *ctx = t->ctx;
     dt_param_info *param = dt__owner(t)->param; /* t may be a view */
@@ -3564,9 +3671,9 @@ static dt_status dt__read_or_write(dt_tensor *t, void *host, const void *from) {
     return ctx->status;
 }
 
-/* Returns a block and all blocks below it to the pools. Children are released newest first, so the
-   first child ends on top of the pool, and the next micro-batch gets the blocks in the same
-   order. */
+/* Returns a block and all blocks inside it to the pools. Children are released newest first, so
+   that the first child is on top of the pool at the end, and the next micro-batch gets the blocks
+   in the same order. */
 static void dt__block_release(dt_ctx *ctx, dt_block_state *b) {
     while (b->children) {
         dt_block_state *child = b->children;
@@ -3591,7 +3698,8 @@ static void dt__block_free(dt_ctx *ctx, dt_block_state *b) {
     dt_free(ctx, DT_MEM_HOST, b, sizeof *b);
 }
 
-/* Lets listeners cancel prefetches and drop their pointers to tensors that a reset freed. */
+/* Calls the listeners' reset, in which they cancel prefetches and drop pointers to freed
+   tensors. */
 static void dt__notify_reset(dt_ctx *ctx) {
     for (dt_listener *l = ctx->listeners; l; l = l->next)
         if (l->reset) l->reset(ctx, l->user);
@@ -3605,7 +3713,7 @@ void dt_reset(dt_ctx *ctx) {
     }
     dt_block_state *root = ctx->root;
     dt__block_release(ctx, root);
-    root->pool[0] = root->sibling; /* the root itself stays in use */
+    root->pool[0] = root->sibling; /* the root stays in use, so take it from the pool */
     root->sibling = NULL;
     root->backward_done = root->n_blocks = 0;
     if (root->pending_uses)
@@ -3652,7 +3760,7 @@ void dt_tape(dt_ctx *ctx, int tape, int stage) {
     root->stage = stage;
     ctx->root = ctx->current = root;
     ctx->entered_block = NULL;
-    if (!same) dt__notify_reset(ctx); /* listeners' prefetches belong to the other tape */
+    if (!same) dt__notify_reset(ctx); /* prefetches were for the other tape */
 }
 
 static void dt__tape_free(dt_ctx *ctx) {
@@ -3722,8 +3830,9 @@ dt_tensor *dt_new(dt_ctx *ctx, dt_dtype dtype, dt_shape shape) {
     return dt__new_named(ctx, dtype, shape, "tensor");
 }
 
-/* Fails the context if the tensor's data were freed, as transient or with a recomputed block. The
-   parent's arena holds the data of a recomputed block's output. */
+/* If the tensor's data were freed, because the tensor is transient or was made in a recomputed
+   block, fails the context and returns 1. The data of a recomputed block's output are in the
+   parent's arena. */
 static int dt__fail_if_freed(const char *op, const dt_tensor *t) {
     const dt_tensor *owner = t;
     while (owner->base) owner = owner->base;
@@ -3742,7 +3851,8 @@ static int dt__fail_if_freed(const char *op, const dt_tensor *t) {
     return 1;
 }
 
-/* Adds the name and the parameters of a recorded op to the fingerprint, which is then never 0. */
+/* Adds the name and the parameters of a recorded op to the fingerprint. After that the fingerprint
+   is never 0. */
 static void dt__add_fingerprint(dt_ctx *ctx, const char *name, dt_tensor *const *in, int n) {
     uint64_t h = ctx->fingerprint;
     for (; name && *name; name++) h = (h ^ (unsigned char)*name) * 0x100000001B3u;
@@ -3753,8 +3863,8 @@ static void dt__add_fingerprint(dt_ctx *ctx, const char *name, dt_tensor *const 
     ctx->fingerprint = h | 1;
 }
 
-/* Counts one use of a parameter in this micro-batch; returns 0 on failure. The parameters' storage
-   exists, so n_params is final. */
+/* Counts one use of a parameter in this micro-batch. Returns 0 on failure. No parameter can be
+   added any more, because the parameters have their storage, so n_params is final. */
 static int dt__count_use(dt_ctx *ctx, const dt_tensor *t) {
     const dt_param_info *p = t->param;
     int **pending_uses = &ctx->root->pending_uses;
@@ -3770,8 +3880,8 @@ static int dt__count_use(dt_ctx *ctx, const dt_tensor *t) {
     return *pending_uses != NULL;
 }
 
-/* Autograd tape. Appends a node to the current block's list; returns NULL if no input needs a
-   gradient. dt__node_backward runs the node's backward. */
+/* Autograd tape. Appends a node for an op to the current block's list and returns it; NULL if no
+   input needs a gradient, or after a failure. dt__node_backward runs the node's backward. */
 static dt_node *dt__record(dt_tensor *out, dt_ctx *ctx, const dt_record_desc *d) {
     int n = d->n_in, needed = 0;
     if (ctx->status != DT_OK || ctx->no_grad || !dt__root(ctx)) return NULL;
@@ -3811,7 +3921,7 @@ static dt_node *dt__record(dt_tensor *out, dt_ctx *ctx, const dt_record_desc *d)
     for (int i = 0; i < n; i++) {
         node->in[i] = d->in[i];
         dt_tensor *owner = d->in[i] ? dt__owner(d->in[i]) : NULL;
-        /* the first run of a recomputed block has already counted its uses */
+        /* in a recomputed block the first run has already counted the uses */
         int counts = owner && owner->param && owner->needs_grad && !ctx->recomputing;
         if (counts && !dt__count_use(ctx, owner)) return NULL;
     }
@@ -3838,15 +3948,16 @@ dt_tensor *dt_record(dt_tensor *out, dt_record_desc desc) {
     return out && out->ctx->status == DT_OK ? out : NULL;
 }
 
-/* 1 if the node has an input i. A user's backward may pass any i. */
+/* Returns 1 if the node has an input i. i may have any value, because a user's backward may pass
+   any. */
 static int dt__has_input(const dt_node *node, int i) {
     return node && i >= 0 && i < node->n_in && node->in[i];
 }
 
 int dt_wants(const dt_node *node, int i) { return dt__has_input(node, i) && (node->want >> i & 1); }
 
-/* value of needs_grad: the user reads the gradient, so the gradient stays valid after the backward
-   of its block */
+/* value of needs_grad: dt_require_grad was called, so the gradient stays valid after the backward
+   of the tensor's block */
 enum { DT__KEEP_GRAD = 2 };
 
 /* Allocates memory that is valid until the end of the backward of block `home`. */
@@ -3859,8 +3970,8 @@ dt_dtype dt_grad_dtype(const dt_tensor *t) {
     return t ? dt__wide(t->dtype, t->param != NULL) : DT_F32;
 }
 
-/* dt_grad_raw for ops that can add directly to the f32 gradient of a bf16 or f16 parameter. Sets
-   *wide to 1 if in[i] is a bf16 or f16 parameter. */
+/* Returns the gradient array as dt_grad_raw does, for ops that can write the f32 gradient of a bf16
+   or f16 parameter themselves. Sets *wide to 1 if in[i] is a bf16 or f16 parameter, else to 0. */
 static void *dt__grad_wide(dt_node *node, int i, int *accumulate, int *wide) {
     dt_tensor *t = dt__owner(node->in[i]);
     *wide = t->param && dt__narrow(t->dtype);
@@ -3872,8 +3983,8 @@ static void *dt__grad_wide(dt_node *node, int i, int *accumulate, int *wide) {
     return t->grad;
 }
 
-/* Ops that do not use dt__grad_wide write a gradient in the tensor's own type; dt__widen_grads then
-   adds the gradient to the f32 gradient of a parameter. */
+/* An op that does not use dt__grad_wide writes a gradient in the tensor's own type. After its
+   backward dt__widen_grads adds that gradient to the f32 gradient of the parameter. */
 void *dt_grad_raw(dt_node *node, int i, int *accumulate) {
     if (!dt__has_input(node, i) || !accumulate) return NULL;
     dt_tensor *t = dt__owner(node->in[i]);
@@ -3935,7 +4046,7 @@ static dt_block_state *dt__block_open(
     return b->acts ? b : NULL;
 }
 
-/* Runs fn with b as the current block. */
+/* Runs fn with b as the current block. Returns the result of fn; NULL after a failure. */
 static dt_tensor *dt__block_run(dt_block_state *b, dt_block_fn fn, dt_tensor *x, void *user) {
     dt_ctx *ctx = b->ctx;
     dt_block_state *outer = ctx->current;
@@ -3945,7 +4056,7 @@ static dt_tensor *dt__block_run(dt_block_state *b, dt_block_fn fn, dt_tensor *x,
     dt__notify_phase(ctx, b, DT_FORWARD, 1);
     dt_tensor *y = fn(x, user);
     dt__notify_phase(ctx, b, DT_FORWARD, 0);
-    /* a second run keeps its transient tensors, because the backward follows at once */
+    /* a second run keeps its transient tensors, because its backward follows immediately */
     if (!ctx->recomputing) dt__transients_free(ctx, b);
     ctx->current = outer;
     b->fingerprint = ctx->fingerprint;
@@ -3963,7 +4074,7 @@ static int dt__made_in(const dt_block_state *b, const dt_tensor *t) {
 }
 
 /* Frees the data of a recomputed block and of all blocks inside it. Children are released first,
-   newest first, so the next block of the same structure gets the same arenas for the same
+   newest first, so that the next block with the same structure gets the same arenas for the same
    children. */
 static void dt__block_free_data(dt_ctx *ctx, dt_block_state *b) {
     for (dt_block_state *child = b->children; child; child = child->sibling)
@@ -3985,7 +4096,8 @@ static dt_tensor *dt__block_output(dt_ctx *ctx, dt_block_state *b, dt_tensor *y)
     return out;
 }
 
-/* Saves the function, its arguments and no_grad for the second run. Returns 0 on failure. */
+/* Saves the function, its arguments and no_grad for the second run. Returns 0 if the data of x were
+   freed, else 1. */
 static int dt__block_remember(dt_block_state *b, dt_block_fn fn, dt_tensor *x, void *user) {
     b->fn = fn;
     b->x = x;
@@ -4065,8 +4177,8 @@ dt_tensor *dt_require_grad(dt_tensor *t) {
     return t;
 }
 
-/* Called when the backward of a node is done: counts down the pending uses of the node's
-   parameters. A bucket is complete when it has no pending parameters. */
+/* Counts down the pending uses of a node's parameters; called after the backward of the node. When
+   a bucket has no parameter with pending uses left, its gradient is complete. */
 static void dt__node_uses_done(dt_ctx *ctx, const dt_node *n) {
     for (int i = 0; i < n->n_in; i++) {
         const dt_tensor *t = n->in[i] ? dt__owner(n->in[i]) : NULL;
@@ -4077,7 +4189,8 @@ static void dt__node_uses_done(dt_ctx *ctx, const dt_node *n) {
     }
 }
 
-/* Recomputes the data of x if x is transient and freed. Recomputes the inputs of x first. */
+/* Recomputes the data of x if x is transient and its data were freed; before that, recomputes the
+   inputs of the op that made x. */
 static dt_status dt__recompute_transient(dt_ctx *ctx, dt_tensor *x) {
     dt_tensor *t = x ? dt__owner(x) : NULL;
     dt_node *n = t && t->transient ? t->producer : NULL;
@@ -4090,8 +4203,8 @@ static dt_status dt__recompute_transient(dt_ctx *ctx, dt_tensor *x) {
     return DT_OK;
 }
 
-/* Makes the inputs that a node's backward reads readable: recomputes transient tensors and gathers
-   parameters. */
+/* Makes the inputs of a node readable for its backward: recomputes transient tensors that the
+   backward reads, and gathers parameters. */
 static dt_status dt__recompute_inputs(dt_ctx *ctx, dt_node *n) {
     for (int i = 0; i < n->n_in; i++) {
         if (!(n->unread_inputs >> i & 1) && dt__recompute_transient(ctx, n->in[i]) != DT_OK)
@@ -4110,7 +4223,7 @@ static void dt__node_backward(dt_ctx *ctx, dt_node *n, dt_phase phase) {
         return;
     }
     n->want = 0;
-    /* a node without output is an auxiliary loss, which needs no gradient from above */
+    /* without an output the node is an auxiliary loss, whose backward needs no output gradient */
     int reached = !n->out || dt__owner(n->out)->grad;
     for (int i = 0; reached && i < n->n_in; i++) {
         const dt_tensor *t = n->in[i];
@@ -4128,7 +4241,7 @@ static void dt__node_backward(dt_ctx *ctx, dt_node *n, dt_phase phase) {
     if (phase != DT_BACKWARD_INPUT) dt__node_uses_done(ctx, n);
 }
 
-/* "dt_add f32 (2,3)" */
+/* Returns a description of a tensor: "dt_add f32 (2,3)". */
 static dt__text dt__tensor_text(const dt_tensor *t) {
     dt__text text = { "nothing" };
     if (t)
@@ -4137,8 +4250,8 @@ static dt__text dt__tensor_text(const dt_tensor *t) {
     return text;
 }
 
-/* 1 if the second run of b recorded the same ops and returned a matching tensor; else fails the
-   context. */
+/* Returns 1 if the second run of b recorded the same ops as the first and returned a matching
+   tensor; otherwise fails the context and returns 0. */
 static int dt__block_check_rerun(const dt_block_state *b, dt_tensor *y) {
     dt_ctx *ctx = b->ctx;
     int alike = !y == !b->y && b->rerun->fingerprint == b->fingerprint;
@@ -4157,8 +4270,9 @@ static int dt__block_check_rerun(const dt_block_state *b, dt_tensor *y) {
 }
 
 /* Activation checkpointing (recompute). Runs the function of a recomputed block again and records
-   its ops. The first run has already counted parameter uses and block numbers. The gradient of the
-   output moves to the tensor that the second run returns. */
+   its ops. Parameter uses and block numbers were counted in the first run and are not counted
+   again. The gradient of the block's output becomes the gradient of the tensor that the second run
+   returns. */
 static void dt__block_rerun(dt_block_state *b) {
     dt_ctx *ctx = b->ctx;
     int blocks = ctx->root->n_blocks, no_grad = ctx->no_grad;
@@ -4177,7 +4291,7 @@ static void dt__block_rerun(dt_block_state *b) {
     ctx->root->n_blocks = blocks;
     if (ctx->status != DT_OK || !dt__block_check_rerun(b, y) || !b->out) return;
     dt__owner(y)->grad = b->out->grad;
-    /* the user reads this gradient, so keep it after the backward */
+    /* after dt_require_grad the gradient stays valid after the backward */
     if (b->out->needs_grad == DT__KEEP_GRAD) dt__owner(y)->needs_grad = DT__KEEP_GRAD;
 }
 
@@ -4197,8 +4311,8 @@ static void dt__block_backward(dt_block_state *b, dt_phase phase) {
         dt__arena_release(ctx, &ctx->grad_pool, &b->grads);
 }
 
-/* Sets y's gradient, with which the backward begins, to grad, or to the loss scale if grad is
-   NULL. */
+/* Sets the gradient of y, with which the backward begins: to `grad`, or to the loss scale if `grad`
+   is NULL. */
 static dt_status dt__backward_seed(dt_tensor *y, dt_tensor *grad) {
     dt_ctx *ctx = y->ctx;
     dt_tensor *t = dt__owner(y);
@@ -4215,8 +4329,8 @@ void dt_loss_scale(dt_ctx *ctx, double scale) {
     if (ctx) ctx->loss_scale = scale;
 }
 
-/* Checks that the loss is not a parameter, that no block is open, and that the halves of the
-   backward run once and in order. */
+/* Checks that the loss is not a parameter, that no block is open, and that a micro-batch runs its
+   backward once, or both halves once and in order. */
 static dt_status dt__backward_begin(dt_tensor *loss, dt_phase phase) {
     dt_ctx *ctx = loss->ctx;
     if (dt__owner(loss)->param)
@@ -4267,7 +4381,8 @@ dt_status dt_backward_at(dt_tensor *y, dt_tensor *grad, dt_phase phase) {
     for (int i = 0; i < ctx->n_params && ctx->root->pending_uses; i++)
         if (ctx->root->pending_uses[i] > 0) ctx->params[i]->param->bucket->pending_params++;
     dt__block_backward(ctx->root, phase);
-    /* the gradient of this stage's other buckets is zero, so these buckets are complete too */
+    /* complete the other buckets of this stage too: no op used their parameters, so their gradient
+       is zero */
     for (int u = ctx->n_buckets - 1; u >= 0 && ctx->status == DT_OK; u--) {
         dt_bucket *bucket = &ctx->buckets[u];
         if (bucket->stage == ctx->root->stage && bucket->pending_params != DT__COMPLETE &&
