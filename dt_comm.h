@@ -2541,24 +2541,27 @@ static int dt__shared_message(dt_work *work, dt__p2p *p2p) {
 
        post    each rank publishes its call, with the addresses of its buffers, or with the data
                themselves if they are small (inline)
-       open    each rank waits until all have posted, and compares all calls with rank 0's
+       open    each rank waits until all ranks have posted, and compares all calls with rank 0's
        move    each rank copies its data from the other ranks (dt__pull), or writes its part of
                a sum to all of them (dt__push)
-       close   each rank publishes that it is done and waits for all; then the buffers may change
+       close   each rank publishes that it is done and waits until all ranks are; only then may
+               the buffers change
 
    Cost: two waits for the slowest rank, and each byte moves once. If all ranks post inline data,
-   one wait is enough: a rank reuses the oldest of its posts, and only after `closed` shows that all
-   ranks have finished with that post. Every flag has one writer and many readers: J. Mellor-Crummey
-   and M. Scott, "Algorithms for scalable synchronization", 1991. Comparing the calls costs about 10
-   ns a rank; without the comparison, ranks whose calls differ would sum garbage or hang.
+   the second wait is left out, because nobody reads another rank's buffers. A rank reuses its
+   oldest post only after dt__member.closed shows that all ranks have finished reading that post.
+   Every flag has one writer and many readers (J. Mellor-Crummey and M. Scott, "Algorithms for
+   scalable synchronization", 1991). Comparing the calls costs about 10 ns a rank; without the
+   comparison, ranks whose calls differ would sum garbage or hang.
 
-   If other ranks cannot access a large buffer of any rank, all ranks move their data in windows.
-   The owner of the buffer copies one window at a time into its staging buffer, which has two halves
-   that alternate, and the other ranks read the window there. An all-reduce in windows is a
-   reduce-scatter followed by an all-gather. */
+   If any rank has a large buffer that other ranks cannot access, all ranks move their data in
+   windows. The owner of the buffer copies one window at a time into its staging buffer, which has
+   two halves that alternate, and the other ranks read the window there. An all-reduce in windows is
+   a reduce-scatter followed by an all-gather. */
 
-/* State of a work. It waits for a free post; then for all ranks' posts; for a free half of its
-   staging buffer; for the other ranks' windows; and until all ranks have closed. */
+/* State of a collective (dt_work.state): what the rank waits for. In this order: a free post, the
+   posts of all ranks, a free half of its staging buffer, the current window of every other rank,
+   and the close of all ranks. */
 enum { DT__AWAIT_SLOT = 0, DT__AWAIT_POSTS, DT__AWAIT_STAGING, DT__AWAIT_WINDOW, DT__AWAIT_CLOSE };
 
 static dt__member *dt__member_of(const dt_comm *comm, int rank) {
@@ -2572,21 +2575,22 @@ static int dt__rank_reached(const dt_work *work, int rank) {
         return __atomic_load_n(&dt__post_of(comm, rank, work->call.seq)->seq, __ATOMIC_ACQUIRE) ==
                work->call.seq;
     const dt__member *member = dt__member_of(comm, rank);
-    if (work->state == DT__AWAIT_WINDOW) { /* memory without staging is always open */
+    if (work->state == DT__AWAIT_WINDOW) { /* a buffer without staging can always be read */
         if (!dt__post_of(comm, rank, work->call.seq)->staging) return 1;
         return __atomic_load_n(&member->opened, __ATOMIC_ACQUIRE) >= work->window;
     }
     uint64_t need = work->window;
     if (work->state == DT__AWAIT_SLOT) need = comm->last_window[work->call.seq % DT_MAX_STARTED];
-    /* window - 2 used the same half of the staging buffer */
+    /* window - 2 used the same half of the staging buffer: all ranks must have finished it */
     if (work->state == DT__AWAIT_STAGING) need = work->window < 2 ? 0 : work->window - 2;
-    /* phase 1 begins when all ranks have finished the sums */
+    /* phase 1 (dt__is_two_phase) begins when all ranks have finished the sums of phase 0 */
     if (work->state == DT__AWAIT_STAGING && work->stage == 1 && work->at == 0)
         need = work->window - 1;
     return __atomic_load_n(&member->closed, __ATOMIC_ACQUIRE) >= need;
 }
 
-/* "ranks 0,1 arrived, 3 did not", in world ranks; lists at most 8 of each. */
+/* Returns a text like "ranks 0,1 arrived, 3 did not". It lists at most 8 world ranks that have
+   reached the point, and at most 8 that have not. */
 static dt__phrase dt__arrivals_text(const dt_work *work) {
     dt__phrase text;
     size_t at = 0;
@@ -2612,8 +2616,8 @@ static dt__phrase dt__arrivals_text(const dt_work *work) {
     return text;
 }
 
-/* Returns 1 if all ranks have reached the point that the work's state waits for, 0 if not yet, -1
-   if one rank never will and the context has failed. */
+/* Returns 1 if all ranks have reached the point that the work's state waits for, 0 if not yet.
+   Returns -1 after failing the context if a rank has failed, or has ended before that point. */
 static int dt__all_reached(dt_work *work) {
     dt_comm *comm = work->comm;
     const dt__shared *shared = comm->world->shared;
@@ -2629,14 +2633,15 @@ static int dt__all_reached(dt_work *work) {
         if (!dt__has_ended(shared, dt__local_rank_of(comm->world, of_world)) ||
             dt__rank_reached(work, rank))
             continue;
-        /* a rank that failed has ended too */
+        /* a failed rank has ended too, but its failure is what must be reported */
         if (dt__aborted(shared)) return dt__peer_failed(comm->world), -1;
         return dt__ended_without(work, of_world), -1;
     }
     return 0;
 }
 
-/* Every rank compares the same posts and so finds the same pair of calls that differ. */
+/* Compares the posted call of every rank with rank 0's. Every rank reads the same posts, so if
+   calls differ, every rank reports the same two. */
 static dt_status dt__compare_posts(dt_work *work) {
     dt_comm *comm = work->comm;
     const dt__post *first = dt__post_of(comm, 0, work->call.seq);
@@ -2652,18 +2657,21 @@ static dt_status dt__compare_posts(dt_work *work) {
     return DT_OK;
 }
 
-/* Returns 1 if all ranks, or the root, receive the complete sum: dt__push writes it to them. */
+/* Returns 1 for a reduction whose complete sum all ranks or the root receive (all-reduce, reduce).
+   dt__push can write the sum to them. */
 static int dt__pushes(const dt__call *call) {
     return dt__pattern_of(call->op)->reduces && !dt__pattern_of(call->op)->send_blocks;
 }
 
-/* Sends up to this size are always posted inline. A larger send buffer is read in place if each
-   rank has a core: the second wait then costs less than a copy into the post that other ranks fetch
-   from this core's cache. If ranks share cores, a wait costs more than a copy of 4 KiB. */
+/* A send buffer of up to this many bytes is posted inline whatever the number of cores. If each
+   rank has a core, other ranks read a larger send buffer in place: the second wait then costs less
+   than a copy into the post, which other ranks would have to fetch from this core's cache. If ranks
+   share cores, a wait costs more than a copy of 4 KiB. */
 #define DT__POST_BYTES 128
 
-/* Returns 1 if this rank posts its data inline. Host data of up to DT_EAGER_BYTES are posted inline
-   too if the other ranks cannot access their buffer. */
+/* Returns 1 if this rank posts its data inline. Only host data of up to DT_EAGER_BYTES are posted
+   inline: if they have up to DT__POST_BYTES, if ranks share cores, or if the other ranks cannot
+   access the buffer. */
 static int dt__sends_inline(const dt_work *work) {
     const dt_comm *comm = work->comm;
     const dt__call *call = &work->call;
@@ -2680,10 +2688,11 @@ static int dt__sends_inline(const dt_work *work) {
            (dt__pushes(call) && dt__receives(comm, call) && !dt__reachable(shared, call->recv));
 }
 
-/* Returns 1 if this rank's sum must first go into its post. If other ranks post inline and this
-   rank does not, no rank pushes, and other ranks read this rank's send buffer until all have
-   closed. Its recv may be the same buffer. So the sum goes into the post, which has unused space,
-   and is copied into recv after the close. The post is not reused until then. */
+/* Returns 1 if this rank must write its sum into its post first. If another rank posts inline and
+   this rank does not, all ranks pull (dt__pull), and the other ranks read this rank's send buffer
+   until all have closed. recv may be the same buffer. So the sum goes into the data space of this
+   rank's post, which is unused, and is copied into recv after the close. Until then the post is not
+   reused. */
 static int dt__must_sum_in_post(const dt_work *work) {
     const dt_comm *comm = work->comm;
     return work->inline_ranks && dt__pushes(&work->call) && dt__receives(comm, &work->call) &&
@@ -2692,8 +2701,8 @@ static int dt__must_sum_in_post(const dt_work *work) {
 
 /* ---- where data lie: blocks, and windows of them ---- */
 
-/* An all-reduce in windows: phase 0 is a reduce-scatter of chunks, phase 1 an all-gather of the
-   chunks. */
+/* Returns 1 for an all-reduce in windows. Its phase 0 is a reduce-scatter of chunks, its phase 1 an
+   all-gather of the chunks; work->stage is the phase. */
 static int dt__is_two_phase(const dt_work *work) {
     const dt__pattern *pattern = dt__pattern_of(work->call.op);
     return work->uses_windows && pattern->reduces && !pattern->send_blocks && pattern->all_recv;
@@ -2710,8 +2719,8 @@ static const size_t *dt__counts_of(const dt_work *work, int rank) {
         dt__post_of(work->comm, rank, work->call.seq));
 }
 
-/* Number of elements that rank `from` has for rank `to`. dt__offset_from_to returns their offset in
-   the send buffer of `from`. */
+/* Returns the number of elements that rank `from` has for rank `to`. dt__offset_from_to returns
+   their offset, in elements, in the buffer of rank `from`. */
 static size_t dt__count_from_to(const dt_work *work, int from, int to) {
     if (work->call.op == DT__ALL_TO_ALL_V) return dt__counts_of(work, from)[to];
     if (!dt__is_two_phase(work)) return work->call.count;
@@ -2728,7 +2737,7 @@ static size_t dt__offset_from_to(const dt_work *work, int from, int to) {
     return dt__sends_blocks(work) ? (size_t)to * work->call.count : 0;
 }
 
-/* Offset of the data from rank `from` in this rank's recv, in elements. */
+/* Returns the offset in this rank's recv, in elements, of the data from rank `from`. */
 static size_t dt__recv_offset(const dt_work *work, int from) {
     if (work->call.op == DT__ALL_TO_ALL_V) return dt__sum_counts(work->call.recv_counts, from);
     if (dt__is_two_phase(work)) return dt__offset_from_to(work, from, work->comm->base.rank);
@@ -2737,13 +2746,14 @@ static size_t dt__recv_offset(const dt_work *work, int from) {
                : (size_t)from * work->call.count;
 }
 
-/* Number of elements of a block of `count` elements that lie in the window. */
+/* Returns how many elements of a block of `count` elements lie in the current window. */
 static size_t dt__in_window(const dt_work *work, size_t count) {
     if (count <= work->at) return 0;
     return count - work->at < work->window_count ? count - work->at : work->window_count;
 }
 
-/* Address of the current window of the data that rank `from` has for this rank. */
+/* Returns the address where this rank reads the current window of the data that rank `from` has for
+   it. */
 static const char *dt__source(const dt_work *work, int from) {
     dt__post *post = dt__post_of(work->comm, from, work->call.seq);
     size_t size = dt_dtype_size(work->call.dtype), me = (size_t)work->comm->base.rank;
@@ -2754,7 +2764,8 @@ static const char *dt__source(const dt_work *work, int from) {
     return base + (dt__offset_from_to(work, from, (int)me) + work->at) * size;
 }
 
-/* Copies the work's window into this rank's staging buffer, for the other ranks to read. */
+/* Copies the current window of this rank's data into its staging buffer, if it needs one, and
+   publishes in `opened` that the other ranks may read it. */
 static dt_status dt__stage_window(dt_work *work) {
     dt_comm *comm = work->comm;
     if (!dt__post_of(comm, comm->base.rank, work->call.seq)->staging) return DT_OK;
@@ -2775,7 +2786,7 @@ static dt_status dt__stage_window(dt_work *work) {
     return DT_OK;
 }
 
-/* Sets the size of a window. */
+/* Sets work->window_count, the number of elements of each block that one window holds. */
 static void dt__set_window(dt_work *work) {
     size_t blocks = dt__sends_blocks(work) ? (size_t)work->comm->base.size : 1,
            size = dt_dtype_size(work->call.dtype);
@@ -2785,7 +2796,7 @@ static void dt__set_window(dt_work *work) {
 
 /* ---- moving data ---- */
 
-/* Copies or reduces the other ranks' data into recv. Each rank begins with its own block and
+/* Copies or reduces the data of all ranks into recv. A copy begins with this rank's own block and
    continues with the next rank's, so that the ranks do not all read the same memory at the same
    time. */
 static dt_status dt__pull(dt_work *work) {
@@ -2813,9 +2824,10 @@ static dt_status dt__pull(dt_work *work) {
     return status;
 }
 
-/* Streaming (non-temporal) stores are up to twice as fast if all ranks' buffers together exceed
-   every cache near a core and no sum is in place. Otherwise they are up to four times as slow: a
-   sum in place, for example, writes lines that are already cached. */
+/* Smallest size, in bytes, of all ranks' send and recv buffers together for which dt__push uses
+   streaming (non-temporal) stores. They are up to twice as fast if the buffers exceed all caches
+   near a core and no rank sums in place. Otherwise they are up to four times as slow: for example,
+   a sum in place writes lines that are already cached. */
 enum { DT__STREAMING_BYTES = 8 << 20 };
 
 static int dt__use_streaming_stores(const dt_work *work) {
@@ -2828,11 +2840,12 @@ static int dt__use_streaming_stores(const dt_work *work) {
     return 1;
 }
 
-/* Direct all-reduce in shared memory: rank r sums chunk r of all send buffers and writes it to all
-   recv buffers. Each buffer is read once and written once: 2 (N-1)/N S bytes a rank, the least
-   possible. DeepSpeed does the same: github.com/deepspeedai/DeepSpeed, csrc/cpu/comm/shm.cpp; the
-   bound: P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
-   workstations", 2009. */
+/* Direct all-reduce in shared memory: rank r sums chunk r of all send buffers and writes the sum to
+   all recv buffers. Each buffer is read once and written once. A rank transfers 2 (N-1)/N S bytes,
+   where N is the number of ranks and S the bytes of one buffer. No algorithm can transfer less (P.
+   Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
+   2009). DeepSpeed does the same (github.com/deepspeedai/DeepSpeed, csrc/cpu/comm/shm.cpp). A
+   reduce writes to the recv buffer of the root only. */
 static dt_status dt__push(dt_work *work) {
     dt_comm *comm = work->comm;
     int n = comm->base.size, me = comm->base.rank, to_all = dt__pattern_of(work->call.op)->all_recv;
@@ -2841,7 +2854,7 @@ static dt_status dt__push(dt_work *work) {
     size_t count = dt__chunk_offset(work->call.count, n, me + 1) - first;
     for (int rank = 0; rank < n; rank++)
         comm->inputs[rank] = (const char *)dt__post_of(comm, rank, work->call.seq)->send + at;
-    /* each rank writes to itself first, so that not all write to the same rank */
+    /* each rank writes to its own recv first, so that the ranks do not all write to one buffer */
     int home = to_all ? me : work->call.peer;
     for (int step = 0; step < (to_all ? n : 1); step++)
         comm->outputs[step] =
@@ -2852,8 +2865,9 @@ static dt_status dt__push(dt_work *work) {
 
 /* ---- states ---- */
 
-/* Compares the expected counts of an all-to-all-v with the sent counts. Also finds the longest
-   block; all ranks find the same length. */
+/* Compares the counts that this rank expects in an all-to-all-v with the counts that the other
+   ranks send to it. Also sets work->longest_block to the longest block between any two ranks, so
+   the value is the same on all ranks. */
 static dt_status dt__compare_posted_counts(dt_work *work) {
     dt_comm *comm = work->comm;
     int n = comm->base.size, me = comm->base.rank;
@@ -2902,7 +2916,8 @@ static int dt__post_call(dt_work *work) {
     return 1;
 }
 
-/* Decides how the data move, after all ranks have posted. */
+/* Decides how the data move. Called once all ranks have posted. Returns 1, or -1 if the context has
+   failed. */
 static int dt__plan_collective(dt_work *work) {
     dt_comm *comm = work->comm;
     work->longest_block = work->call.count;
@@ -2921,7 +2936,7 @@ static int dt__plan_collective(dt_work *work) {
     return 1;
 }
 
-/* Moves this window's data. Returns 1, or -1 if the context has failed. */
+/* Moves the data of the current window. Returns 1, or -1 if the context has failed. */
 static int dt__move_window(dt_work *work) {
     dt_comm *comm = work->comm;
     int in_post = work->inline_ranks == comm->base.size,
@@ -2935,8 +2950,8 @@ static int dt__move_window(dt_work *work) {
     return 1;
 }
 
-/* Copies a sum that lies in the post into recv, after all ranks have closed. Returns 1, or -1 if
-   the context has failed. */
+/* If the sum lies in this rank's post (dt__must_sum_in_post), copies it into recv. Called after all
+   ranks have closed. Returns 1, or -1 if the context has failed. */
 static int dt__copy_back_sum(dt_work *work) {
     dt_comm *comm = work->comm;
     if (!work->sum_in_post) return 1;
@@ -2947,7 +2962,7 @@ static int dt__copy_back_sum(dt_work *work) {
     return status ? dt__data_failed(comm, &work->call, status), -1 : 1;
 }
 
-/* Advances to the next window. Returns 0 if there is none. */
+/* Advances to the next window and returns 1. Returns 0 if the current window is the last. */
 static int dt__next_window(dt_work *work) {
     if (work->at + work->window_count < work->longest_block) {
         work->at += work->window_count;
@@ -2962,9 +2977,9 @@ static int dt__next_window(dt_work *work) {
     return 1;
 }
 
-/* Returns 1 if this rank may use its next post, 0 if not yet, -1 if the context has failed. The
-   operation that used the post before must have moved its data, and all ranks must have finished
-   with the post. */
+/* Returns 1 if this rank may post its call, 0 if not yet, -1 if the context has failed. Calls are
+   posted in order. The operation that used the same post before must have moved its data, and all
+   ranks must have finished with that post. */
 static int dt__may_post(dt_work *work) {
     dt_comm *comm = work->comm;
     if (comm->last_posted + 1 != work->call.seq ||
@@ -2974,7 +2989,8 @@ static int dt__may_post(dt_work *work) {
     if (comm->closed_by_all >= comm->last_window[work->call.seq % DT_MAX_STARTED]) return 1;
     int there = dt__all_reached(work);
     if (there <= 0) return there;
-    /* refreshed only when closed_by_all is too low, because other ranks write these cache lines */
+    /* Computed anew only when the old value is too low, because other ranks write the cache lines
+       that this loop reads. */
     comm->closed_by_all = comm->windows_done;
     for (int rank = 0; rank < comm->base.size; rank++) {
         uint64_t closed = __atomic_load_n(&dt__member_of(comm, rank)->closed, __ATOMIC_ACQUIRE);
@@ -2983,7 +2999,8 @@ static int dt__may_post(dt_work *work) {
     return 1;
 }
 
-/* Advances a collective through its states. */
+/* Advances a collective through its states. Returns 1 if it is complete, 0 if it must wait, -1 if
+   the context has failed. */
 static int dt__shared_collective(dt_work *work) {
     dt_comm *comm = work->comm;
     for (int moved = 0;; moved = 1) {
@@ -2991,7 +3008,7 @@ static int dt__shared_collective(dt_work *work) {
         if (work->state != DT__AWAIT_SLOT && work->state != DT__AWAIT_CLOSE &&
             comm->last_moved + 1 != work->call.seq)
             return 0;
-        /* memory without staging is always open */
+        /* buffers without staging can always be read */
         int open = work->state == DT__AWAIT_WINDOW && !work->uses_windows;
         int there = work->state == DT__AWAIT_SLOT ? dt__may_post(work)
                     : open                        ? 1
@@ -3027,18 +3044,19 @@ static int dt__shared_collective(dt_work *work) {
 
 // ==== 15. Messages over a transport =============================================================
 
-/* Five functions (dt_transport), which the caller or a backend provides, carry the bytes. A group
-   has two channels, one for the messages of section 4 and one for the messages of collectives, so
-   that a message of one kind never matches a receive of the other kind. Between ranks of one node
-   the messages of collectives go through shared memory, as in section 13. Device memory is copied
-   through host memory. */
+/* Five functions (dt_transport), which the caller or a backend provides, carry the bytes. Each
+   group has two channels, one for the messages of section 4 and one for the messages of
+   collectives, so that a message of one kind never matches a receive of the other kind. The
+   messages of collectives between ranks of one machine go through shared memory, as in section 13.
+   Device memory is copied through pinned host memory. */
 
 static int dt__on_device(const dt_work *work) {
     return !work->call.host_memory && dt_ctx_kernels(work->comm->world->ctx)->open != NULL;
 }
 
-/* Copies to or from pinned memory without making the host wait for the device: an event recorded
-   after the copy tells when the copy is complete. */
+/* Starts a copy to or from pinned memory. The host does not wait for the copy: p2p->device_event,
+   which is recorded after the copy, tells when it is complete. Returns 1, or -1 if the context has
+   failed. */
 static int dt__pinned_copy_start(
     dt_work *work, dt__p2p *p2p, void *to, const void *from, size_t bytes) {
     const dt_kernels *kernels = dt_ctx_kernels(work->comm->world->ctx);
@@ -3049,7 +3067,8 @@ static int dt__pinned_copy_start(
     return dt__data_failed(work->comm, &work->call, status ? status : DT_ERR_DEVICE), -1;
 }
 
-/* Returns 1 if the copy is complete or there was no copy. */
+/* Returns 1 if the copy is complete or there was no copy, 0 if not yet, -1 if the context has
+   failed. */
 static int dt__pinned_copy_done(dt_work *work, const dt__p2p *p2p) {
     int passed = p2p->device_event
                      ? dt_ctx_kernels(work->comm->world->ctx)->event_query(p2p->device_event)
@@ -3058,7 +3077,8 @@ static int dt__pinned_copy_done(dt_work *work, const dt__p2p *p2p) {
     return passed;
 }
 
-/* Frees the transfer's device resources. After a failure the device may still be copying. */
+/* Frees the transfer's event and pinned copy. After a failure the device may still be copying; then
+   this function waits for the device first. */
 static void dt__p2p_release_device(dt_work *work, dt__p2p *p2p) {
     dt_ctx *ctx = work->comm->world->ctx;
     if (p2p->pinned_copy && p2p->device_event &&
@@ -3069,7 +3089,7 @@ static void dt__p2p_release_device(dt_work *work, dt__p2p *p2p) {
     p2p->pinned_copy = p2p->device_event = NULL;
 }
 
-/* The transport's address of a message. */
+/* Where a transport sends a message to, or receives it from. */
 typedef struct dt__address {
     uint32_t channel;
     int other, tag;
@@ -3101,8 +3121,8 @@ static int dt__transport_post(
     return -1;
 }
 
-/* Numbers a send from a device. The send may have to wait for its copy, and no later send to the
-   same rank may overtake it. */
+/* Gives a send from a device its number among the sends to the same rank. The send may have to wait
+   for its copy to host memory; the number keeps later sends from overtaking it. */
 static void dt__device_send_enqueue(dt_work *work, dt__p2p *p2p) {
     uint64_t *device_sends = work->comm->world->device_sends;
     if (device_sends && p2p->op == DT__SEND)
@@ -3110,8 +3130,8 @@ static void dt__device_send_enqueue(dt_work *work, dt__p2p *p2p) {
     p2p->is_enqueued = 1;
 }
 
-/* Returns 1 if all earlier sends from a device to the same rank have begun; this send then
-   begins. */
+/* Returns 1 if all earlier sends from a device to the same rank have begun, and then counts this
+   send as begun; 0 if not yet. Returns 1 for every receive. */
 static int dt__device_send_dequeue(dt_work *work, const dt__p2p *p2p) {
     uint64_t *device_sends = work->comm->world->device_sends;
     uint64_t *begun = device_sends && p2p->op == DT__SEND
@@ -3122,7 +3142,8 @@ static int dt__device_send_dequeue(dt_work *work, const dt__p2p *p2p) {
     return 1;
 }
 
-/* Begins the transfer. A device's send is first copied to pinned host memory. */
+/* Begins the transfer. A send from a device is first copied to pinned host memory. Returns 1 if the
+   transfer has begun, 0 if not yet, -1 if the context has failed. */
 static int dt__transport_begin(dt_work *work, dt__p2p *p2p) {
     dt_ctx *ctx = work->comm->world->ctx;
     size_t bytes = p2p->count * dt_dtype_size(work->call.dtype);
@@ -3142,7 +3163,7 @@ static int dt__transport_begin(dt_work *work, dt__p2p *p2p) {
         p2p->pinned_copy ? p2p->pinned_copy : buf, bytes);
 }
 
-/* Returns the group's rank of a world rank, or -1 if it is not a member. */
+/* Returns the rank in the group that a world rank has, or -1 if it is not a member. */
 static int dt__rank_in(const dt__group *group, int world_rank) {
     for (int rank = 0; rank < group->size; rank++) {
         if (group->ranks[rank] == world_rank) return rank;
@@ -3150,7 +3171,7 @@ static int dt__rank_in(const dt__group *group, int world_rank) {
     return -1;
 }
 
-/* Fails with the error that dt_transport's test returned. Returns -1. */
+/* Fails the context with the error that the transport's test function returned. Returns -1. */
 static int dt__transport_failed(dt_work *work, const dt__p2p *p2p, int answer, const char *why) {
     dt__world *world = work->comm->world;
     dt__phrase text = dt__p2p_text(work, p2p);
@@ -3186,7 +3207,8 @@ static int dt__transport_test(dt_work *work, dt__p2p *p2p, dt__arrival *arrival)
     return 1;
 }
 
-/* Checks that the message matches the receive, and stores the sender's rank. */
+/* Checks that the message matches the receive, and stores the sender's rank. Returns 1, or -1 if
+   the context has failed. */
 static int dt__transport_received(dt_work *work, dt__p2p *p2p, const dt__arrival *arrival) {
     dt__world *world = work->comm->world;
     int from = p2p->peer == DT_ANY ? dt__rank_in(work->comm->group, arrival->from) : p2p->peer;
@@ -3197,8 +3219,9 @@ static int dt__transport_received(dt_work *work, dt__p2p *p2p, const dt__arrival
     return 1;
 }
 
-/* States of a transfer: 0 not begun, 1 begun, 2 the received data are being copied to the
-   device. */
+/* Advances a transfer. Returns 1 if it is complete, 0 if not yet, -1 if the context has failed.
+   p2p->state: 0 not begun; 1 begun; 2 the message has been sent or received, and received data may
+   still be in a copy to the device. */
 static int dt__transport_message(dt_work *work, dt__p2p *p2p) {
     dt__world *world = work->comm->world;
     dt__arrival arrival = { DT_ANY, 0, p2p->count * dt_dtype_size(work->call.dtype) };
@@ -3229,8 +3252,11 @@ static int dt__transport_message(dt_work *work, dt__p2p *p2p) {
 /* A collective that runs as messages is a function that is called once for each round. The function
    lists the round's messages (dt__send_to, dt__recv_from) and returns 1, or returns 0 if there are
    no more rounds. A round begins when the previous round is complete, so it may use the data that
-   the previous round received. With N ranks, S bytes of the full buffer and L = log2 N rounded up,
-   the table shows "messages; bytes" that the busiest rank sends (N/2 holds if N is a power of two):
+   the previous round received.
+
+   The table shows what the busiest rank sends: the number of messages, then the number of bytes. N
+   is the number of ranks, S the bytes of the full buffer, and L is log2 N rounded up. (The entries
+   with N/2 and S/2 hold if N is a power of two.)
 
                         direct               ring                 doubling       tree
        all-reduce       2(N-1); 2(N-1)/N S   2(N-1); 2(N-1)/N S   L; (N-1) S     L; (L-1+N/2) S
@@ -3244,10 +3270,10 @@ static int dt__transport_message(dt_work *work, dt__p2p *p2p) {
        barrier                                                    L; 0
 
    A sum in rank order needs the inputs of all ranks on one rank, so the inputs are sent unreduced
-   and added there. Of the algorithms in the table, only the ring sends partial sums, and it begins
-   each chunk at another rank. The comment of each function gives the picture and the cost of its
-   algorithm. R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication
-   operations in MPICH", 2005, compares the algorithms. */
+   and added on that rank. Of the algorithms in the table, only the ring sends partial sums, and
+   each of its chunks begins at a different rank. The comment of each function gives the picture and
+   the cost of its algorithm. R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective
+   communication operations in MPICH", 2005, compares the algorithms. */
 
 static dt__p2p *dt__add_p2p(dt_work *work, dt__op_code op, int peer, size_t count) {
     dt__p2p *p2p = &work->p2p_ops[work->p2p_count++];
@@ -3278,7 +3304,7 @@ static void dt__copy_local(dt_work *work, void *dst, const void *src, size_t cou
     if (status) dt__data_failed(work->comm, &work->call, status);
 }
 
-/* out = the reduction of the n inputs listed in comm->inputs. */
+/* Reduces the n inputs listed in comm->inputs into `out`, which has `count` elements. */
 static void dt__sum_inputs(dt_work *work, void *out, int n, size_t count) {
     work->comm->outputs[0] = out;
     dt_status status = dt__reduce_inputs(work->comm, &work->call, 1, n, count, 0);
@@ -3288,7 +3314,8 @@ static void dt__sum_inputs(dt_work *work, void *out, int n, size_t count) {
 
 typedef int (*dt__round_fn)(dt_work *work);
 
-/* Runs all rounds of algorithm `one`, then all rounds of algorithm `other`. */
+/* Runs all rounds of the algorithm `one`, then all rounds of the algorithm `other`. Returns 1 if a
+   round was begun, 0 if there are no more rounds. */
 static int dt__two_phases(dt_work *work, dt__round_fn one, dt__round_fn other) {
     if (work->stage == 0) {
         if (one(work)) return 1;
@@ -3299,7 +3326,9 @@ static int dt__two_phases(dt_work *work, dt__round_fn one, dt__round_fn other) {
     return other(work);
 }
 
-/* Offset of block i in the full buffer. The buffer has N blocks, or is divided into N chunks. */
+/* Returns the offset of block i in the full buffer, in elements. For an all-reduce, a reduce and a
+   broadcast, block i is chunk i of the buffer; for other operations the buffer has N blocks of
+   `count` elements. */
 static size_t dt__block_offset(const dt_work *work, int i) {
     dt__op_code op = work->call.op;
     if (op == DT__ALL_REDUCE || op == DT__SUM_DOUBLES || op == DT__REDUCE || op == DT__BROADCAST)
@@ -3311,7 +3340,7 @@ static size_t dt__block_count(const dt_work *work, int i) {
     return dt__block_offset(work, i + 1) - dt__block_offset(work, i);
 }
 
-/* Address of element i of p. */
+/* Returns the address of element i of the buffer p. */
 static char *dt__element(const dt_work *work, const void *p, size_t i) {
     return (char *)p + i * dt_dtype_size(work->call.dtype);
 }
@@ -3325,8 +3354,9 @@ static char *dt__send_block(const dt_work *work, int i) {
 
 /* ---- all-gather ---- */
 
-/* Direct all-gather: every rank sends its block to all other ranks at once. N-1 messages, (N-1)/N
-   S. The functions named _phase expect this rank's own block in recv. */
+/* Direct all-gather: every rank sends its block to all other ranks at once. Each rank sends N-1
+   messages, (N-1)/N S bytes. The functions whose names end in _all_gather_phase expect this rank's
+   own block in recv. */
 static int dt__direct_all_gather_phase(dt_work *work) {
     int n = work->comm->base.size, me = work->comm->base.rank;
     if (work->round > 0) return 0;
@@ -3339,11 +3369,12 @@ static int dt__direct_all_gather_phase(dt_work *work) {
 }
 
 /* Ring all-gather: in each round every rank sends to its right neighbour the block that it received
-   in the previous round, so that all links are always busy. N-1 messages, (N-1)/N S.
+   in the previous round, so that all links are always busy. Each rank sends N-1 messages, (N-1)/N S
+   bytes.
 
-       rank:      0      1      2      3            block 0 on its way, N = 4; the other blocks
-       round 0    0 ---> 0                          do the same at the same time, each
-       round 1           0 ---> 0                   beginning at its own rank
+       rank:      0      1      2      3            The path of block 0 with N = 4. The other
+       round 0    0 ---> 0                          blocks move at the same time, and each
+       round 1           0 ---> 0                   block begins at its own rank.
        round 2                  0 ---> 0 */
 static int dt__ring_all_gather_phase(dt_work *work) {
     int n = work->comm->base.size, me = work->comm->base.rank;
@@ -3369,11 +3400,12 @@ static int dt__ring_all_gather(dt_work *work) {
 }
 
 /* Recursive doubling, in the form of J. Bruck et al., "Efficient algorithms for all-to-all
-   communications", 1997, which works for any N. The scratch collects the send buffers of ranks me,
-   me+1, me+2, ...; each round doubles the number of buffers. L messages.
+   communications", 1997, which works for any N. The scratch buffer collects the send buffers of
+   ranks me, me+1, me+2, ...; each round doubles how many of them this rank has. Each rank sends L
+   messages. With N = 4, where "0 <- 1" means that rank 0 receives from rank 1:
 
-       round 0    0 <- 1    1 <- 2    2 <- 3    3 <- 0      has 2 buffers: me, me+1
-       round 1    0 <- 2    1 <- 3    2 <- 0    3 <- 1      has 4 buffers: me .. me+3 */
+       round 0    0 <- 1    1 <- 2    2 <- 3    3 <- 0      then has 2 buffers: me, me+1
+       round 1    0 <- 2    1 <- 3    2 <- 0    3 <- 1      then has 4 buffers: me .. me+3 */
 static int dt__doubling_gather_phase(dt_work *work) {
     int n = work->comm->base.size, me = work->comm->base.rank, have = 1 << work->round;
     size_t count = work->call.count;
@@ -3397,8 +3429,8 @@ static int dt__doubling_all_gather(dt_work *work) {
 }
 
 /* All-reduce by recursive doubling: gathers all send buffers on every rank
-   (dt__doubling_gather_phase), then every rank sums them in rank order. L messages, (N-1) S: for
-   small buffers. */
+   (dt__doubling_gather_phase), then every rank sums them in rank order. Each rank sends L messages,
+   (N-1) S bytes, so it is used for small buffers. */
 static int dt__doubling_all_reduce(dt_work *work) {
     int n = work->comm->base.size, me = work->comm->base.rank;
     if (dt__doubling_gather_phase(work)) return 1;
@@ -3443,8 +3475,8 @@ static int dt__direct_all_to_all_v(dt_work *work) {
 
 /* ---- reductions ---- */
 
-/* Destination of this rank's block of the sum: its recv, or the end of the scratch in a reduce on a
-   rank that is not the root. */
+/* Returns the address for this rank's block of the sum: in recv or, in a reduce on a rank that is
+   not the root, at the end of the scratch buffer. */
 static char *dt__sum_destination(const dt_work *work) {
     int n = work->comm->base.size, me = work->comm->base.rank;
     if (work->call.op == DT__REDUCE_SCATTER) return (char *)work->call.recv;
@@ -3453,8 +3485,8 @@ static char *dt__sum_destination(const dt_work *work) {
     return dt__recv_block(work, me);
 }
 
-/* Direct reduce-scatter: an all-to-all into the scratch, then one sum in rank order. N-1 messages,
-   (N-1)/N S. */
+/* Direct reduce-scatter: an all-to-all into the scratch buffer, then one sum in rank order. Each
+   rank sends N-1 messages, (N-1)/N S bytes. */
 static int dt__direct_reduce_scatter(dt_work *work) {
     int n = work->comm->base.size, me = work->comm->base.rank;
     size_t mine = dt__block_count(work, me);
@@ -3477,8 +3509,9 @@ static int dt__direct_reduce_scatter(dt_work *work) {
 }
 
 /* Ring reduce-scatter: in round s this rank adds its own input to the partial sum of block me-1-s,
-   which came from its left neighbour, and sends the new partial sum to its right neighbour. Block r
-   begins at rank r+1 and ends at rank r, its owner. N-1 messages, (N-1)/N S. The scratch holds the
+   which its left neighbour sent in the previous round, and sends the new partial sum to its right
+   neighbour. (In round 0 it only sends its own input.) Block r begins at rank r+1 and ends at rank
+   r, its owner. Each rank sends N-1 messages, (N-1)/N S bytes. The scratch buffer holds the
    incoming and the outgoing partial sum. In the picture t1 is rank 1's input.
 
        block 0, N = 4:    rank 1 ------> rank 2 ------> rank 3 ------> rank 0
@@ -3503,27 +3536,29 @@ static int dt__ring_reduce_scatter(dt_work *work) {
     return 1;
 }
 
-/* Direct all-reduce: a reduce-scatter and an all-gather in which every rank sends to all other
-   ranks at once. Two rounds; 2(N-1) messages, 2(N-1)/N S, summed in rank order. */
+/* Direct all-reduce: a reduce-scatter and an all-gather, in each of which every rank sends to all
+   other ranks at once. There are two rounds. Each rank sends 2(N-1) messages, 2(N-1)/N S bytes, and
+   sums in rank order. */
 static int dt__direct_all_reduce(dt_work *work) {
     return dt__two_phases(work, dt__direct_reduce_scatter, dt__direct_all_gather_phase);
 }
 
-/* Ring all-reduce: a ring reduce-scatter, then a ring all-gather. 2(N-1) rounds; 2(N-1) messages,
-   2(N-1)/N S: the fewest bytes possible, whatever N (P. Patarasuk and X. Yuan, "Bandwidth optimal
-   all-reduce algorithms for clusters of workstations", 2009). One of the N chunks, N = 4:
+/* Ring all-reduce: a ring reduce-scatter, then a ring all-gather. In 2(N-1) rounds each rank sends
+   2(N-1) messages, 2(N-1)/N S bytes. That is the minimum for any N (P. Patarasuk and X. Yuan,
+   "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009). The path of one of
+   the N chunks, with N = 4:
 
        partial sums    rank 1 ---> rank 2 ---> rank 3 ---> rank 0        dt__ring_reduce_scatter
        the sum         rank 0 ---> rank 1 ---> rank 2 ---> rank 3        dt__ring_all_gather_phase
 
-   The other chunks go round at the same time, and each chunk begins one rank further, so every link
-   is always busy. Each chunk is summed in a different order, so the last bits of the result differ
-   from the results of other algorithms. */
+   The other chunks move at the same time, and each chunk begins one rank further to the right, so
+   every link is always busy. Each chunk is summed in a different order, so the last bits of the
+   result differ from the results of other algorithms. */
 static int dt__ring_all_reduce(dt_work *work) {
     return dt__two_phases(work, dt__ring_reduce_scatter, dt__ring_all_gather_phase);
 }
 
-/* Collects the blocks of the sum on the root. The root's own block is already in its recv. */
+/* Sends every rank's block of the sum to the root. The root's own block is already in its recv. */
 static int dt__gather_sums(dt_work *work) {
     int n = work->comm->base.size, me = work->comm->base.rank, root = work->call.peer;
     if (work->round > 0) return 0;
@@ -3577,7 +3612,8 @@ static int dt__direct_broadcast(dt_work *work) {
     return 1;
 }
 
-/* The scatter phase of a ring broadcast (van de Geijn): each rank gets one chunk from the root. */
+/* The scatter phase of a ring broadcast (van de Geijn): each rank receives its chunk from the
+   root. */
 static int dt__scatter_phase(dt_work *work) {
     int n = work->comm->base.size, me = work->comm->base.rank, root = work->call.peer;
     if (work->round > 0) return 0;
@@ -3595,13 +3631,13 @@ static int dt__ring_broadcast(dt_work *work) {
 /* ---- rails: M machines of k ranks, which are neighbours in the group ---- */
 
 /* Hierarchical all-reduce of large buffers. Between ranks of one machine messages go through shared
-   memory (section 15), so the messages that leave a machine are the bottleneck. A ring crosses each
-   machine border once, so (N-1)/N S leave a machine in a ring all-gather. In a direct all-reduce
-   2k(N-k)/N S would leave each machine. With rails 2 S leave a machine, but only S leave the first
-   and the last machine.
+   memory (section 15), so the messages that leave a machine are the bottleneck. S is the bytes of
+   the buffer and N = kM. In a ring all-gather (N-1)/N S bytes leave each machine, because the ring
+   leaves each machine once. In a direct all-reduce 2k(N-k)/N S would leave each machine. With rails
+   2 S leave a machine, but only S leave the first and the last machine.
 
-   The buffer is divided into k chunks. The j-th ranks of all machines form rail j, which sums chunk
-   j from machine to machine upwards and sends the sum down again, in P pieces:
+   The buffer is divided into k chunks. The j-th ranks of all machines form rail j. Rail j sums
+   chunk j from machine 0 up to machine M-1, and sends the sum down again. It does so in P pieces:
 
        machine M-1    | ^  the complete sum turns round here
           ...         v |
@@ -3611,19 +3647,19 @@ static int dt__ring_broadcast(dt_work *work) {
 
    In round t a rank of machine m, with d = 2(M-1-m),
 
-       receives its machine's inputs of piece t, and from below the sum of piece t over machines
-       0 .. m-1;
+       receives piece t of its machine's inputs, and from the machine below the sum of piece t
+       over machines 0 .. m-1;
        sends up the sum of piece t-1 over machines 0 .. m, which it has just added in rank order
        (on the last machine this is the complete sum);
-       receives from above the complete sum of piece t-d;
+       receives from the machine above the complete sum of piece t-d;
        sends the complete sum of piece t-d-1 to the other ranks of its machine, and down.
 
    Round t of machine m runs at the same time as round t-1 of the machine above. All links are busy
-   in both directions, and the all-reduce takes about P + 2 M rounds. A rank sends 2kP messages, 2
-   S. A piece in transit is kept in recv, where its sum will be. */
+   in both directions, and the all-reduce takes about P + 2 M rounds. A rank sends 2kP messages, 2 S
+   bytes. A piece on its way is kept at the place in recv where its sum will be. */
 
-/* Size of the largest piece. It fits in a cache, and the fixed cost of a round is less than the
-   cost of moving the bytes. */
+/* Size of the largest piece, in bytes. The piece fits in a cache, but is so large that the fixed
+   cost of a round is less than the cost of moving the bytes. */
 #ifndef DT__RAIL_BYTES
 #define DT__RAIL_BYTES DT_WINDOW_BYTES
 #endif
@@ -3634,14 +3670,15 @@ static size_t dt__rail_pieces(const dt_work *work) {
     return (longest + DT__RAIL_BYTES - 1) / DT__RAIL_BYTES;
 }
 
-/* First element of piece p of chunk i. */
+/* Returns the index of the first element of piece p of chunk i. */
 static size_t dt__rail_offset(const dt_work *work, int i, int p) {
     size_t first = dt__chunk_offset(work->call.count, work->comm->ranks_per_node, i);
     size_t count = dt__chunk_offset(work->call.count, work->comm->ranks_per_node, i + 1) - first;
     return first + dt__chunk_offset(count, (int)dt__rail_pieces(work), p);
 }
 
-/* Adds a transfer of piece p of chunk i of buf, if that piece exists. */
+/* Adds the send or receive of piece p of chunk i of the buffer buf to the round, if that piece
+   exists. */
 static void dt__rail_add_p2p(
     dt_work *work, dt__op_code op, int peer, const void *buf, int i, int p) {
     if (p < 0 || p >= (int)dt__rail_pieces(work)) return;
@@ -3653,8 +3690,8 @@ static void dt__rail_add_p2p(
         p2p->recv = dt__element(work, buf, first);
 }
 
-/* Address in the scratch of the input of this machine's j-th rank. At this rank's own index the
-   scratch holds the partial sum from the machine below. */
+/* Returns the address in the scratch buffer of the input of this machine's j-th rank. If j is this
+   rank itself, the partial sum from the machine below is kept at that address instead. */
 static void *dt__rail_input(const dt_work *work, int j) {
     return dt__element(work, work->scratch,
         (size_t)j * (work->scratch_count / (size_t)work->comm->ranks_per_node));
@@ -3703,9 +3740,10 @@ static int dt__rails_all_reduce(dt_work *work) {
 
 /* ---- binomial trees ---- */
 
-/* v is a rank's number counted from the root, which has v = 0. The subtree of v is v, v+1, ..., up
-   to but without v + b, where b is the lowest set bit of v; the subtree of 0 is all ranks. A gather
-   climbs the tree, nearest children first. A broadcast descends the tree. Each takes L rounds:
+/* v is a rank's number counted from the root, which has v = 0. The subtree of v consists of v, v+1,
+   ..., v+b-1, as far as these ranks exist, where b is the lowest set bit of v. The subtree of 0 is
+   all ranks. In a gather the data climb the tree, from the nearest children first. In a broadcast
+   the data descend the tree. Each takes L rounds. The rounds of a gather with N = 8:
 
        v:   0 <- 1    2 <- 3    4 <- 5    6 <- 7      round 0
             0 <------ 2         4 <------ 6           round 1
@@ -3720,15 +3758,15 @@ static int dt__real_rank(const dt_work *work, int v) {
     return (v + work->call.peer) % work->comm->base.size;
 }
 
-/* Number of ranks in the subtree of v, with v itself. */
+/* Returns the number of ranks in the subtree of v, v included. */
 static int dt__subtree_size(int v, int n) {
     int all = 1;
     while (all < n && !(v & all)) all *= 2;
     return all < n - v ? all : n - v;
 }
 
-/* The scratch collects the send buffers of v's subtree: v receives from its children, nearest
-   first, and then sends to its parent. */
+/* Collects the send buffers of v's subtree in the scratch buffer: v receives from its children,
+   nearest first, and then sends all it has to its parent. */
 static int dt__tree_gather_phase(dt_work *work) {
     int n = work->comm->base.size, v = dt__virtual_rank(work), mask = 1 << work->round;
     size_t count = work->call.count;
@@ -3765,8 +3803,9 @@ static int dt__tree_reduce(dt_work *work) {
     return 0;
 }
 
-/* Distance of this round when the data descend the tree. It halves in each round, and every rank
-   that has the data sends them to the rank at that distance. */
+/* Returns the distance of this round when data descend the tree; 0 if there are no more rounds. The
+   distance halves in each round, and every rank that has the data sends them to the rank at that
+   distance. */
 static int dt__tree_mask(const dt_work *work) {
     int mask = 1;
     while (mask < work->comm->base.size) mask *= 2;
@@ -3783,8 +3822,9 @@ static int dt__tree_broadcast(dt_work *work) {
     return 1;
 }
 
-/* Tree all-reduce: a reduce to the root up a binomial tree, then a broadcast down. L messages,
-   (L-1+N/2) S, because the inputs climb the tree unreduced and the root sums them in rank order. */
+/* Tree all-reduce: a reduce to the root up a binomial tree, then a broadcast down. The busiest rank
+   sends L messages, (L-1+N/2) S bytes, because the inputs climb the tree unreduced and the root
+   sums them in rank order. */
 static int dt__tree_all_reduce(dt_work *work) {
     return dt__two_phases(work, dt__tree_reduce, dt__tree_broadcast);
 }
@@ -3812,12 +3852,12 @@ static int dt__tree_scatter(dt_work *work) {
 
 /* ---- choosing an algorithm ---- */
 
-/* Which algorithms exist for an operation. */
+/* The algorithms that exist for one operation. */
 typedef struct dt__algorithm_row {
-    dt__round_fn direct, ring, doubling, tree; /* NULL: there is none */
+    dt__round_fn direct, ring, doubling, tree; /* NULL: does not exist */
 } dt__algorithm_row;
 
-/* Returns NULL if the algorithm does not exist for this operation. */
+/* Returns the function that runs `algorithm` for this call, or NULL if there is none. */
 static dt__round_fn dt__algorithm_of(const dt__call *call, dt_algorithm algorithm) {
     static const dt__algorithm_row rows[] = {
         /* In the order of dt__op_code. DT__CHECK, which compares the ranks' calls, has no row:
@@ -3854,17 +3894,18 @@ static dt__round_fn dt__algorithm_of(const dt__call *call, dt_algorithm algorith
     }
 }
 
-/* Returns 1 for large all-reduces of a group with rails. Partial sums travel in the type of the
-   buffer. So bf16 and f16, which are rounded once at the end, and averages, which are divided once
-   at the end, do not use rails. */
+/* Returns 1 if the call is a large all-reduce of a group with rails. Rails send partial sums in the
+   type of the buffer. So bf16 and f16, which are rounded only at the end, and averages, which are
+   divided only at the end, do not use rails. */
 static int dt__use_rails(const dt_comm *comm, const dt__call *call) {
     return comm->ranks_per_node > 0 && call->op == DT__ALL_REDUCE && call->redop != DT_AVG &&
            !dt__narrow(call->dtype) &&
            dt__call_bytes(call) >= (size_t)comm->ranks_per_node * DT__RAIL_BYTES;
 }
 
-/* Chooses an algorithm when there is no shared memory: few messages for small buffers, few bytes
-   for large buffers. Reductions never use a ring, because its order of summation differs. */
+/* Chooses an algorithm when there is no shared memory: one with few messages for small buffers, one
+   with few bytes for large buffers. Never chooses a ring for a reduction, because the ring sums in
+   another order. */
 static dt__round_fn dt__algorithm_by_size(const dt_comm *comm, const dt__call *call) {
     size_t all = dt__call_bytes(call) * (size_t)comm->base.size;
     if (dt__use_rails(comm, call)) return dt__rails_all_reduce;
@@ -3876,7 +3917,8 @@ static dt__round_fn dt__algorithm_by_size(const dt_comm *comm, const dt__call *c
     return dt__algorithm_of(call, dt__algorithm_of(call, DT_DIRECT) ? DT_DIRECT : DT_DOUBLING);
 }
 
-/* Allocates space for the transfers of the largest round. */
+/* Allocates space for `count` transfers, the number in the largest round. Returns 0 if the context
+   has failed. */
 static int dt__p2p_reserve(dt_work *work, int count) {
     dt_ctx *ctx = work->comm->world->ctx;
     if (work->p2p_capacity >= count) return 1;
@@ -3887,12 +3929,13 @@ static int dt__p2p_reserve(dt_work *work, int count) {
     return work->p2p_ops != NULL;
 }
 
-/* An algorithm returns this instead of 1 (another round) or 0 (no more rounds) to be called again
-   later. */
+/* An algorithm returns this value to be called again later. (It returns 1 if it has begun another
+   round, and 0 if there are no more rounds.) */
 enum { DT__POLL_AGAIN = -1 };
 
-/* Advances the transfers of the round. When all are complete, advances the algorithm to the next
-   round. */
+/* Advances the transfers of the round. When all are complete, lets the algorithm begin the next
+   round. Returns 1 if there are no more rounds, 0 if a transfer is incomplete, -1 if the context
+   has failed. */
 static int dt__algorithm_advance(dt_work *work) {
     for (;;) {
         int waiting = 0;
