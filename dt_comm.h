@@ -3961,13 +3961,13 @@ static int dt__algorithm_advance(dt_work *work) {
 
 /* The life of an operation:
 
-       dt__op_begin        validates the call, chooses its route, records it
-       dt__advance         (section 12) moves its data as far as possible without waiting; called
-                           repeatedly by waits, by dt_test and between kernels
-       dt__op_end          counts its bytes and recycles it
+       dt__op_begin        validates the call, chooses how it runs, records it
+       dt__advance         (section 12) moves its data as far as possible without waiting; waits
+                           and dt_test call it repeatedly, and so does dt between kernels
+       dt__op_end          counts its bytes and recycles its work object
 
-   dt__op_run does all of this for a blocking call, dt__op_start and dt_wait for a nonblocking
-   operation. The public functions at the end of the section only fill in a dt__call. */
+   A blocking call does all three in dt__op_run. A nonblocking operation begins in dt__op_start and
+   ends in dt_wait. The public functions at the end of the section only fill in a dt__call. */
 
 static const dt__comm_ops dt__threads_ops = {
     .name = "threads", .message = dt__shared_message, .collective = dt__shared_collective
@@ -3990,8 +3990,8 @@ static const char *dt__backend_name(dt_backend backend) {
     return "unknown";
 }
 
-/* Says why dt_run or dt_team_make refuses the backend: this build does not contain it, or its ranks
-   are not threads or forks of one process. */
+/* Returns the reason for which dt_run or dt_team_make refuses the backend: either this build does
+   not contain the backend, or the ranks of the backend are not threads or forks of one process. */
 static const char *dt__backend_missing(dt_backend backend) {
 #ifndef DT_USE_NCCL
     if (backend == DT_BACKEND_NCCL)
@@ -4004,14 +4004,14 @@ static const char *dt__backend_missing(dt_backend backend) {
                                      : "a team is threads or forks of one process";
 }
 
-/* Returns 1 if this rank's kernels cannot access p, for example a local variable when tensors lie
-   on a device. Data there are transferred as scalars are, from host memory. */
+/* Returns 1 if this rank's kernels cannot access p, for example because p is a local variable and
+   tensors lie on a device. The CPU then transfers the data, as it does for scalars. */
 static int dt__beyond_kernels(const dt_comm *comm, const void *p) {
     const dt_kernels *kernels = dt_ctx_kernels(comm->world->ctx);
     return p && kernels->can_access && !kernels->can_access(p);
 }
 
-/* Elements in the recv buffer. */
+/* Returns the number of elements in the recv buffer. */
 static size_t dt__recv_count(const dt_comm *comm, const dt__call *call) {
     int shares = call->op == DT__ALL_GATHER || call->op == DT__GATHER || call->op == DT__ALL_TO_ALL;
     if (call->op == DT__ALL_TO_ALL_V) return dt__sum_counts(call->recv_counts, comm->base.size);
@@ -4023,9 +4023,9 @@ static int dt__overlap(const void *a, size_t a_bytes, const void *b, size_t b_by
     return x < y ? y - x < a_bytes : x - y < b_bytes;
 }
 
-/* Returns NULL, or an error text if send and recv of this rank overlap so that the operation would
-   overwrite data before it reads them. The only legal overlap is an operation in place: this rank's
-   block lies at its own offset in the larger buffer. */
+/* Returns an error text if send and recv of this rank overlap and the operation could overwrite
+   data before it reads them; else NULL. The only legal overlap is an operation in place: this
+   rank's block lies at its own offset in the larger buffer. */
 static const char *dt__overlap_error(const dt_comm *comm, const dt__call *call) {
     size_t size = dt_dtype_size(call->dtype), mine = (size_t)comm->base.rank * call->count * size;
     size_t sent = dt__send_count(comm, call) * size, got = dt__recv_count(comm, call) * size;
@@ -4053,7 +4053,8 @@ static const char *dt__overlap_error(const dt_comm *comm, const dt__call *call) 
     }
 }
 
-/* Returns NULL, or a text that names the wrong argument. It does not depend on the other ranks. */
+/* Returns a text that names a wrong argument of this rank's call, or NULL if there is none. Does
+   not compare the call with the calls of other ranks. */
 static const char *dt__argument_error(const dt_comm *comm, const dt__call *call) {
     size_t max_count = (size_t)-1 / 2 / dt_dtype_size(call->dtype) / (size_t)comm->base.size;
     int is_p2p = dt__is_p2p(call->op);
@@ -4081,8 +4082,8 @@ static const char *dt__argument_error(const dt_comm *comm, const dt__call *call)
     return dt__overlap_error(comm, call);
 }
 
-/* Runs a call with comm NULL. There is no context that could fail, and no kernel table to copy
-   with. */
+/* Runs a call with comm NULL, a group of one. There is no context that could fail, so an error is
+   only returned; there is no kernel table, so memcpy copies the data. */
 static dt_status dt__call_without_comm(const dt__call *call) {
     const void *send = call->send;
     size_t bytes = dt__call_bytes(call);
@@ -4102,7 +4103,8 @@ static dt_status dt__call_without_comm(const dt__call *call) {
     return DT_OK;
 }
 
-/* With one rank every collective is a copy from send to recv, or nothing. */
+/* Completes a collective of a group of one. A broadcast and a barrier do nothing; every other
+   collective copies send to recv. */
 static void dt__single_rank_collective(dt_work *work) {
     const dt__call *call = &work->call;
     if (call->op != DT__BROADCAST && call->op != DT__BARRIER)
@@ -4132,7 +4134,7 @@ static dt_work *dt__work_acquire(dt_comm *comm, const dt__call *call) {
     return work;
 }
 
-/* Returns a work to the free list, and releases its requests, buffers and scratch. */
+/* Puts a work on the free list, and releases its requests, buffers and scratch buffer. */
 static void dt__work_release(dt__world *world, dt_work *work) {
     for (int i = 0; i < work->p2p_count; i++) {
         dt__p2p *p2p = &work->p2p_ops[i];
@@ -4150,7 +4152,7 @@ static void dt__work_release(dt__world *world, dt_work *work) {
     world->free_works = work;
 }
 
-/* Reserves time on the simulated link. */
+/* Reserves time on the simulated link, and stores in work->link_until when that time ends. */
 static void dt__link_begin(dt__world *world, dt_work *work) {
     double bytes = (double)dt__sent_bytes(work->comm, &work->call),
            now = world->host->now(world->host->user);
@@ -4163,15 +4165,17 @@ static void dt__link_begin(dt__world *world, dt_work *work) {
 
 /* ---- comparing calls over a transport ---- */
 
-/* In shared memory the posts of a collective are compared (section 14). Over a transport each
-   message carries a signature of its call. In the first steps, where programs go wrong, all ranks
-   also exchange a notice of each call before the call runs, in a separate all-gather. */
+/* In shared memory the ranks compare the posts of a collective (section 14). Over a transport the
+   receiver compares the signature that each message carries with its own call (dt__signature_of).
+   In the first steps, in which most programming errors show, the ranks also compare each collective
+   before it runs: they exchange descriptions of their calls (notices) in a separate all-gather, the
+   operation DT__CHECK. */
 enum {
     DT__CHECK_STEPS = 100,
-    DT__CHECK_CALLS = 10000, /* the same limit for programs without steps: calls of a group */
+    DT__CHECK_CALLS = 10000, /* the limit for programs without steps: calls on a group */
     DT__CHECK_RANKS = 16     /* larger groups do not compare the counts of an all-to-all-v */
 };
-typedef struct dt__call_notice { /* in small groups the counts of an all-to-all-v follow */
+typedef struct dt__call_notice { /* in small groups followed by counts (all-to-all-v) */
     uint64_t packed_call, count;
     int32_t line;
     char file[28];
@@ -4183,7 +4187,8 @@ static int dt__is_compared(const dt_comm *comm) {
     return world->state->step < DT__CHECK_STEPS && comm->message_seq < DT__CHECK_CALLS;
 }
 
-/* Bytes of one notice with the counts of an all-to-all-v, sent and expected. */
+/* Returns the bytes of one notice and the counts that follow it: the N counts that the rank sends
+   in an all-to-all-v, then the N counts that it expects. */
 static size_t dt__call_notice_bytes(const dt_comm *comm) {
     size_t n = (size_t)comm->base.size;
     return sizeof(dt__call_notice) + (n <= DT__CHECK_RANKS ? 2 * n * sizeof(uint64_t) : 0);
@@ -4199,9 +4204,10 @@ static size_t dt__check_bytes(const dt_comm *comm) {
     return (size_t)(comm->base.size + 1) * dt__call_notice_bytes(comm);
 }
 
-/* Makes the comparison that runs before the work. If memory runs out, the context fails and there
-   is no comparison. In small groups every rank sends its notice directly to every other rank, so
-   that a rank waits for exactly the ranks that have not arrived. */
+/* Makes work->check_work, the operation that compares the calls of all ranks before `work` runs. If
+   memory runs out, the context fails and check_work stays NULL. In small groups every rank sends
+   its notice directly to every other rank, so that a rank waits for exactly the ranks that have not
+   arrived. */
 static void dt__check_make(dt_work *work) {
     dt_comm *comm = work->comm;
     dt__world *world = comm->world;
@@ -4243,7 +4249,8 @@ static void dt__check_free(dt_work *work) {
 }
 
 /* Checks that in an all-to-all-v each rank sends the counts that the receivers expect. All ranks
-   search in the same order, so they report the same pair. */
+   search in the same order, so they report the same two ranks. Returns 1, or -1 if the context has
+   failed. */
 static int dt__check_counts(dt_work *work) {
     const dt_comm *comm = work->comm;
     int n = comm->base.size;
@@ -4266,7 +4273,8 @@ static int dt__check_counts(dt_work *work) {
     return 1;
 }
 
-/* Advances the comparison. Returns 1 if all ranks make the same call. */
+/* Advances work->check_work. Returns 1 if all ranks make the same call, 0 if a notice is still
+   missing, -1 if the context has failed. */
 static int dt__check_advance(dt_work *work) {
     int done = dt__algorithm_advance(work->check_work);
     if (done <= 0) return done;
@@ -4286,8 +4294,8 @@ static int dt__check_advance(dt_work *work) {
     return 1;
 }
 
-/* Chooses how the operation runs: as messages (by an algorithm, or to one peer), or by the
-   backend's own code. */
+/* Chooses how the operation runs: as messages of an algorithm, as one message, or by the backend's
+   own code. Also numbers a collective. Returns 0 if the context has failed. */
 static int dt__work_route(dt_work *work) {
     dt_comm *comm = work->comm;
     const dt__call *call = &work->call;
@@ -4301,7 +4309,7 @@ static int dt__work_route(dt_work *work) {
         work->algorithm = dt__algorithm_by_size(comm, call);
     if (work->algorithm) {
         work->call.seq = ++comm->message_seq;
-        /* FNV-1a, one word at a time */
+        /* FNV-1a hash, one word at a time */
         comm->call_hash = (comm->call_hash ^ dt__pack_call(call)) * 1099511628211u;
         comm->call_hash = (comm->call_hash ^ call->count) * 1099511628211u;
     } else if (!is_p2p) {
@@ -4312,12 +4320,12 @@ static int dt__work_route(dt_work *work) {
 
 /* ---- operations that a device completes ---- */
 
-/* A backend may leave an operation to a device and record an event of the kernel table after it.
-   The operation is then complete for the host: dt_wait makes the rank's stream wait for the event,
-   and the host continues. A second work tracks the device's part, which is complete when the device
-   has passed the event. A wait for a device has no timeout. So before the host waits for the
-   device, it waits for all device operations through the progress engine (section 12), which has a
-   timeout. */
+/* A backend may enqueue an operation on a device and record an event after it
+   (dt_kernels.event_record). For the host the operation is then complete: dt_wait makes the rank's
+   stream wait for the event and returns. A second work, called a device operation, tracks the
+   operation on the device; it is complete when the device has reached the event. A wait for a
+   device has no timeout. So before the host waits for the device, it waits for all device
+   operations through the progress engine (section 12), which has a timeout. */
 
 static int dt__device_op_poll(dt_work *work) {
     int passed = dt_ctx_kernels(work->comm->world->ctx)->event_query(work->device_event);
@@ -4354,7 +4362,7 @@ static void dt__device_op_release(dt__world *world) {
     dt__work_release(world, device_op);
 }
 
-/* Releases device operations that are complete by now. */
+/* Releases the oldest device operations, as far as they are complete. */
 static void dt__device_ops_reap(dt__world *world) {
     while (world->first_device_op &&
            dt_ctx_kernels(world->ctx)->event_query(world->first_device_op->device_event) > 0)
@@ -4386,7 +4394,8 @@ static int dt__on_settle(dt_ctx *ctx, int all, void *user) {
     return 1;
 }
 
-/* Every operation begins here. Returns NULL if the context has failed. */
+/* Begins any operation, blocking or nonblocking. Returns its work, or NULL if the context has
+   failed. */
 static dt_work *dt__op_begin(dt_comm *comm, dt__call call) {
     dt__world *world = comm->world;
     if (dt_error(world->ctx)) return NULL;
@@ -4405,7 +4414,8 @@ static dt_work *dt__op_begin(dt_comm *comm, dt__call call) {
     if (!work) return NULL;
     if (dt__beyond_kernels(comm, call.send) || dt__beyond_kernels(comm, call.recv))
         work->call.host_memory = 1;
-    /* buffers are not accessed, but NULL + 0 is undefined in C */
+    /* Empty buffers are not accessed, but they get a valid address, because NULL + 0 is undefined
+       in C. */
     if (call.op != DT__ALL_TO_ALL_V && call.count == 0)
         work->call.send = work->call.recv = comm->words;
     int is_p2p = dt__is_p2p(call.op), is_single = !is_p2p && comm->base.size == 1;
@@ -4436,7 +4446,8 @@ static dt_work *dt__op_begin(dt_comm *comm, dt__call call) {
     return work;
 }
 
-/* Ends an operation; its bytes count if it succeeded. */
+/* Ends an operation: counts its bytes if it succeeded, and recycles its work. Returns the context's
+   status. */
 static dt_status dt__op_end(dt__world *world, dt_work *work) {
     dt_status status = dt_error(world->ctx);
     if (work->fault && status == DT_OK) dt__fault_after(work);
@@ -4449,16 +4460,16 @@ static dt_status dt__op_end(dt__world *world, dt_work *work) {
     return dt_error(world->ctx);
 }
 
-/* Blocking operation. */
+/* Runs a blocking operation. Returns its status. */
 static dt_status dt__op_run(dt_comm *comm, dt__call call) {
     if (!comm) return dt__call_without_comm(&call);
     dt__world *world = comm->world;
-    /* reading the clock costs half a wait */
+    /* small calls are not timed, because reading the clock takes half as long as their wait */
     int timed = world->trace || dt__call_bytes(&call) > DT_EAGER_BYTES;
     double begin = timed ? world->host->now(world->host->user) : -1;
     dt_work *work = dt__op_begin(comm, call);
     if (!work) return dt_error(world->ctx);
-    world->blocking = work; /* pthread_cancel may end the thread during the wait */
+    world->blocking = work; /* dt__works_recycle needs it after pthread_cancel */
     dt__wait_work(world, work, &begin);
     world->blocking = NULL;
     double end = begin >= 0 ? world->host->now(world->host->user) : begin;
@@ -4466,11 +4477,12 @@ static dt_status dt__op_run(dt_comm *comm, dt__call call) {
     if (begin >= 0)
         __atomic_store_n(&world->state->last_op_end_us, (int64_t)(end * 1e6), __ATOMIC_RELAXED);
     if (world->trace) dt__trace_op(work, begin, end);
-    world->file = NULL; /* if the next call uses no macro, it has no call site */
+    world->file = NULL; /* the next call has no call site unless its macro sets one */
     return dt__op_end(world, work);
 }
 
-/* Nonblocking operation. */
+/* Starts a nonblocking operation. Returns its work; NULL if comm is NULL or the context has
+   failed. */
 static dt_work *dt__op_start(dt_comm *comm, dt__call call) {
     if (!comm) {
         dt__call_without_comm(&call);
@@ -4496,7 +4508,7 @@ static dt_work *dt__op_start(dt_comm *comm, dt__call call) {
     world->last_unfinished = work;
     world->unfinished_count++;
     work->start_time = begin;
-    /* messages leave in the order of the starts */
+    /* advance it at once, so that messages leave in the order of the starts */
     if (!dt__advance_some(world)) dt__advance(work);
     world->seconds += world->host->now(world->host->user) - begin;
     world->file = NULL;
@@ -4730,23 +4742,24 @@ dt_status(dt_exchange)(dt_comm *comm, const dt_transfer *transfers, int n) {
 
 // ==== 18. Hang diagnosis and deadlock detection ==================================================
 
-/* Deadlock detection and hang diagnosis work on the wait-for graph: one edge from each waiting rank
-   to the rank it waits for.
+/* Deadlock detection and hang diagnosis work on the wait-for graph, which has one edge from each
+   waiting rank to the rank it waits for.
 
        rank 0 --recv--> rank 1 --recv--> rank 2           A cycle is a deadlock. It is proved and
          ^                                  |             reported at once, without a timeout.
          +--------------recv----------------+
 
        rank 0 --all-reduce--> rank 2 --recv--> rank 3     A path ends at the culprit: rank 3 does
-                                               (state T)  not wait, its process is stopped.
+                                               (state T)  not wait; its process is stopped.
 
-   Every rank publishes its state (section 11): in shared memory, or over a transport by wait
-   reports. The deadlock proof reads the states. So does the text of a timeout, which follows the
-   path to its last rank and reads from /proc what the process of that rank does. So does the table
-   of dt_ranks_text. Read dt__detect_deadlock first. */
+   Every rank publishes its state (section 11), in shared memory or, over a transport, by wait
+   reports. The states are read by the deadlock proof, by the table of dt_ranks_text and by the
+   error text of a timeout. That text follows the path to its last rank and takes the state of that
+   rank's process from /proc. Read dt__detect_deadlock first. */
 
-/* The oldest unfinished collective of this operation's group, which must finish first: a group's
-   collectives finish in order. */
+/* Returns the operation that must finish before `work` can. Collectives in shared memory finish in
+   their order on the group, so this is the group's oldest unfinished one. Returns `work` itself if
+   it runs as messages or is the oldest. */
 static dt_work *dt__group_queue_head(dt_work *work) {
     for (dt_work *w = work->comm->world->first_unfinished; w && work->p2p_count == 0;
          w = w->next_unfinished) {
@@ -4759,8 +4772,8 @@ static dt_work *dt__group_queue_head(dt_work *work) {
 
 static uint32_t dt__counter_of(const dt_comm *comm, int posts);
 
-/* The first rank of the group that has not reported the begin of the collective for which this
-   rank's device waits; DT_ANY if all ranks have reported it. */
+/* Returns the world rank of the first member that has not reported that it has begun the collective
+   for which this rank's device waits; DT_ANY if all members have, or if there are no reports. */
 static int dt__first_not_begun(const dt_work *work) {
     const dt__world *world = work->comm->world;
     for (int i = 0; world->peers && i < work->comm->base.size && !dt__is_p2p(work->call.op); i++) {
@@ -4774,8 +4787,8 @@ static int dt__first_not_begun(const dt_work *work) {
     return DT_ANY;
 }
 
-/* The world rank that this operation waits for; DT_ANY if the operation does not wait for one
-   certain rank. */
+/* Returns the world rank that this operation waits for; DT_ANY if it does not wait for one
+   particular rank. */
 static int dt__find_awaited_rank(const dt_work *work) {
     const dt_comm *comm = work->comm;
     if (work->is_device_op) return dt__first_not_begun(work);
@@ -4799,8 +4812,8 @@ static int64_t dt__read_text(const dt_io *io, const char *path, char *text, size
     return got;
 }
 
-/* The process state in /proc: 'R' running, 'S' sleeping, 'T' stopped, 'D' waiting for a device, 'Z'
-   gone; 0 if unknown. */
+/* Returns the state of a rank's process as /proc shows it: 'R' running, 'S' sleeping, 'T' stopped,
+   'D' waiting for a device, 'Z' gone; 0 if it is unknown. */
 static char dt__process_state(const dt_io *io, const dt__rank_state *state) {
     char path[64], text[256];
     int pid = __atomic_load_n(&state->pid, __ATOMIC_RELAXED),
@@ -4830,7 +4843,7 @@ static const char *dt__process_word(char state) {
     }
 }
 
-/* Appends ", its last operation: ...". */
+/* Appends ", its last operation: ..." or a text that the rank has begun no operation. */
 static void dt__append_last_operation(dt__rank_view seen, char *text, size_t bytes, size_t *at) {
     dt__op_record r;
     int64_t last = __atomic_load_n(&seen.state->op_count, __ATOMIC_ACQUIRE);
@@ -4840,8 +4853,9 @@ static void dt__append_last_operation(dt__rank_view seen, char *text, size_t byt
         dt__append(text, bytes, at, ", its last operation: %s", dt__record_text(&r).s);
 }
 
-/* Returns 1 and the record of the operation if the rank of `seen` is in a long wait and its process
-   is neither stopped nor gone. */
+/* Returns 1 if the rank of `seen` is in a long wait and its process is neither stopped nor gone; *r
+   is then the record of the operation in which it waits. Else returns 0. Stores the state of the
+   process in *process in both cases. */
 static int dt__is_waiting(const dt_io *io, dt__rank_view seen, char *process, dt__op_record *r) {
     uint64_t waiting = __atomic_load_n(&seen.state->waiting_op, __ATOMIC_SEQ_CST);
     *process = dt__process_state(io, seen.state);
@@ -4849,8 +4863,9 @@ static int dt__is_waiting(const dt_io *io, dt__rank_view seen, char *process, dt
     return dt__record_get(seen.ring, waiting, r);
 }
 
-/* Follows the wait-for graph from `rank` to the last rank and appends why that rank does not come:
-   "; rank 3 (process 4711) is stopped (state T), its last operation: ...". */
+/* Follows the wait-for graph from `rank` for at most 4 edges. Appends the waits on the path, and
+   why the last rank does not come: "; rank 3 (process 4711) is stopped (state T), its last
+   operation: ...". */
 static void dt__append_diagnosis(
     const dt__world *world, int rank, char *text, size_t bytes, size_t *at) {
     const dt_io *io = dt_ctx_io(world->ctx);
@@ -4870,7 +4885,8 @@ static void dt__append_diagnosis(
         int pid = __atomic_load_n(&state->pid, __ATOMIC_RELAXED),
             tid = __atomic_load_n(&state->tid, __ATOMIC_RELAXED);
         int thread = pid == (int)getpid() && tid != 0;
-        /* look three times, because a rank that only polls and naps also shows state R sometimes */
+        /* look up to three times more, because a rank that only polls and naps is also in state R
+           sometimes */
         for (int tries = 0; tries < 3 && process == 'R'; tries++) {
             world->host->sleep(world->host->user, DT__NAP_MAX);
             process = dt__process_state(io, state);
@@ -4928,12 +4944,13 @@ static dt_status dt__report_timeout(dt_work *work) {
 
 /* ---- deadlock detection ---- */
 
-/* Appends "rank 0 waits in ... for rank 1". */
+/* Appends "rank 0 waits in ... for rank 1" or "rank 0 has ended". */
 static void dt__append_wait(
     const dt__world *world, int rank, char *text, size_t bytes, size_t *at) {
     dt__rank_view seen = dt__view_of_rank(world, rank);
     dt__op_record r;
-    /* another rank has found the same deadlock and reported it, and all ranks leave the run */
+    /* no state: another rank has found and reported the same deadlock, and all ranks leave the
+       run */
     if (!seen.state) return;
     int other = __atomic_load_n(&seen.state->waits_for, __ATOMIC_RELAXED);
     dt__append(text, bytes, at, "rank %d ", rank);
@@ -4944,17 +4961,17 @@ static void dt__append_wait(
     if (other != DT_ANY) dt__append(text, bytes, at, " for rank %d", other);
 }
 
-/* The wait-for edge of a rank: the world rank that `rank` waits for; DT_ANY if `rank` waits for
-   none or the edge is unknown. */
+/* Returns the wait-for edge of a rank: the world rank that `rank` waits for; DT_ANY if `rank` waits
+   for no particular rank or the edge is unknown. */
 static int dt__wait_edge(const dt__world *world, int rank) {
     dt__rank_view seen = dt__view_of_rank(world, rank);
     if (!seen.state || !__atomic_load_n(&seen.state->waiting_op, __ATOMIC_SEQ_CST)) return DT_ANY;
     return __atomic_load_n(&seen.state->waits_for, __ATOMIC_RELAXED);
 }
 
-/* Fails the context with a text about the deadlock. The text lists the cycle to which this rank's
-   path leads, starting at the lowest rank of the cycle. If the path leads to no cycle, the text
-   lists the waits of the first ranks. */
+/* Fails the context with a text that describes the deadlock. If this rank's path in the wait-for
+   graph leads to a cycle, the text lists the waits of that cycle, starting at its lowest rank. Else
+   the text lists the waits of the first ranks of the world. */
 static void dt__report_deadlock(dt__world *world) {
     enum { NAMED = 4 };
     int n = world->comm->base.size, rank = world->rank, first, length = 1;
@@ -4986,7 +5003,8 @@ static void dt__report_deadlock(dt__world *world) {
     dt__comm_fail(world, DT_ERR_COMM, "%s", text);
 }
 
-/* 1 if an operation waits only for the simulated link's time. */
+/* Returns 1 if `work` or another unfinished operation has moved its data and waits only for the
+   simulated link. */
 static int dt__link_busy(const dt__world *world, const dt_work *work) {
     int busy = work->completion == DT__TRANSFERRED;
     for (const dt_work *w = world->first_unfinished; w; w = w->next_unfinished)
@@ -4994,8 +5012,8 @@ static int dt__link_busy(const dt__world *world, const dt_work *work) {
     return busy;
 }
 
-/* 1 if the progress counters of all ranks can be summed: all ranks share memory, and no message is
-   in flight on a transport. */
+/* Returns 1 if the sum of all ranks' progress counters can prove a deadlock: all ranks share
+   memory, and no message is in flight on a transport. */
 static int dt__can_sum_progress(const dt__world *world) {
     int64_t in_transit = 0;
     if (!world->shared->state || world->comm->base.size != world->shared->ranks) return 0;
@@ -5008,22 +5026,24 @@ static int dt__can_sum_progress(const dt__world *world) {
 /* Deadlock detection over a transport. Ranks cannot sum each other's progress counters, but each
    rank has the last wait report of every other rank. Either of two conditions proves a deadlock.
 
-   1. A cycle: every rank of the cycle waits in a collective for the next rank, and the next rank
-   waits too and has not begun that collective. Suppose one rank leaves the cycle first. To leave,
-   it needs the next rank to begin the collective, so the next rank has left the cycle earlier: a
-   contradiction.
+   1. A cycle. Every rank of the cycle waits in a collective for the next rank, and the next rank
+   also waits and has not begun that collective. Proof: suppose that one rank leaves the cycle
+   first. It can leave only after the next rank has begun the collective, so the next rank has left
+   the cycle earlier: a contradiction.
 
-   2. Quiescence. All ranks wait, no rank waits for a post that has been made, no rank has an
-   unfinished send, and on every channel as many messages have arrived as were sent (channel
-   counting: F. Mattern, "Algorithms for distributed termination detection", 1987). The reports need
-   not be taken at the same time. After its report, a rank is woken only by a message. The first
-   message that wakes any rank was sent before its sender's report, so that report counts the
-   message as sent, but the report of the woken rank does not count the message as received.
+   2. Quiescence. All ranks wait, no rank waits for a rank that has already posted its call in
+   shared memory (section 14), no rank has an unfinished send, and on every channel as many messages
+   have arrived as were sent (channel counting: F. Mattern, "Algorithms for distributed termination
+   detection", 1987). The reports need not be taken at the same time. Proof: after its report, a
+   rank is woken only by a message. Take the first message that wakes any rank. Its sender has not
+   been woken, so it sent the message before its own report, and that report counts the message as
+   sent. The report of the woken rank does not count the message as received. So the two counts
+   differ: a contradiction.
 
-   A rank with an unfinished send proves nothing, because the receiver may learn of a message's end
-   before the sender does. The cycle proof needs this restriction only on transports that deliver a
-   message before its receive is posted (control->arrived). On other transports a send needs the
-   receiver to take part in the collective.
+   The reports prove nothing while a rank has an unfinished send, because the receiver may learn of
+   a message's end before the sender does. For a cycle, unfinished sends matter only on transports
+   that deliver a message before its receive is posted (control->arrived). On other transports a
+   send needs the receiver to take part in the collective.
 
    dt__is_behind returns 1 if rank `other` has not begun the collective in which `rank` waits. */
 static int dt__is_behind(const dt__world *world, int rank, int other) {
@@ -5037,7 +5057,8 @@ static int dt__is_behind(const dt__world *world, int rank, int other) {
         /* reports carry the low 32 bits of seq */
         int32_t ahead = (int32_t)(theirs->begun[i] - (uint32_t)its->wait_record.seq);
         if (theirs->channels[i] == its->wait_channel) return ahead < 0;
-        /* `other` has used this group only for collectives through posts */
+        /* `other` reports no collective of this group that runs as messages, so it has begun
+           none */
         if (theirs->channels[i] == its->wait_channel + 1 && its->wait_channel % 2 == 0) return 1;
     }
     return 0;
@@ -5073,7 +5094,7 @@ static int dt__is_quiescent(const dt__world *world) {
     return 1;
 }
 
-/* The number of unfinished sends of a work. */
+/* Returns the number of unfinished sends of a work and of its check_work. */
 static uint32_t dt__count_pending_sends(const dt_work *work) {
     uint32_t n = work->check_work ? dt__count_pending_sends(work->check_work) : 0;
     for (int i = 0; i < work->p2p_count; i++)
@@ -5081,8 +5102,8 @@ static uint32_t dt__count_pending_sends(const dt_work *work) {
     return n;
 }
 
-/* The id of a group's counter of collectives. A group has two counters: one for collectives through
-   posts and one for collectives through messages. */
+/* Returns the id of one of a group's two counters of collectives. With `posts` 1 it counts the
+   collectives that run through posts (section 14), with `posts` 0 those that run as messages. */
 static uint32_t dt__counter_of(const dt_comm *comm, int posts) {
     return 2 * comm->group->channel + (uint32_t)(posts != 0);
 }
@@ -5093,8 +5114,8 @@ static void dt__report_counter(dt__wait_report *own, uint32_t channel, uint64_t 
     own->begun[own->group_count++] = (uint32_t)begun;
 }
 
-/* Tells all other ranks what this rank waits in, that this rank waits no longer, or that this rank
-   has ended. */
+/* Sends a wait report to all other ranks. The report says that this rank waits in `work`. If work
+   is NULL, it says that this rank has ended (`ended` is 1) or no longer waits (`ended` is 0). */
 static void dt__send_wait_report(dt__world *world, const dt_work *work, int ended) {
     dt__wait_report *own = &world->peers[world->rank].last_report;
     memset(own, 0, sizeof *own);
@@ -5119,7 +5140,8 @@ static void dt__send_wait_report(dt__world *world, const dt_work *work, int ende
     }
     for (const dt_work *w = world->first_unfinished; work && w; w = w->next_unfinished)
         own->pending_sends += w == work ? 0 : dt__count_pending_sends(w);
-    /* not a deadlock: a library or the device may still finish this work */
+    /* A library or the device may still finish this work. Counting it as a pending send keeps the
+       other ranks from reporting a deadlock. */
     if (work)
         own->pending_sends +=
             dt__count_pending_sends(work) + (uint32_t)(work->is_device_op || work->in_library);
@@ -5129,8 +5151,8 @@ static void dt__send_wait_report(dt__world *world, const dt_work *work, int ende
     world->control->send_report(world->control->user, own, sizeof *own);
 }
 
-/* Stores a wait report that has arrived from another rank. The report's fields are checked although
-   the sender belongs to the job, because they index arrays. */
+/* Stores a wait report that has arrived from another rank. Corrects fields out of range although
+   the sender belongs to the job, because the fields index arrays. */
 static void dt__receive_wait_report(dt__world *world, int rank, const void *report) {
     if (!world || !world->peers || !world->comm) return;
     int64_t now = (int64_t)(world->host->now(world->host->user) * 1e6);
@@ -5157,8 +5179,8 @@ static void dt__receive_wait_report(dt__world *world, int rank, const void *repo
         other->state.wait_since_us = other->state.last_op_end_us = now;
 }
 
-/* A rank reports its wait to the others after this many seconds, and then reports changes at this
-   interval. */
+/* A rank reports its wait to the other ranks once it has waited for this many seconds. After that
+   it sends changed reports no more often than this. */
 #define DT__REPORT_AFTER_S 0.02
 
 static int dt__detect_deadlock_remote(dt_work *work, double since) {
@@ -5190,10 +5212,12 @@ static int dt__detect_deadlock_remote(dt_work *work, double since) {
     return 1;
 }
 
-/* Deadlock detection. Called in a long wait, after this rank read the sum `progress_sum` of all
-   progress counters, tried to advance every pending operation, and nothing moved. The rank
-   publishes the operation for which it has waited since `since`. If all ranks have published the
-   same sum, no rank will ever advance: fails the context and returns 1. */
+/* Deadlock detection. Called in a long wait, after this rank has read `progress_sum`, the sum of
+   all progress counters, and has then tried in vain to advance every pending operation. Publishes
+   that this rank has been waiting in `work` since the time `since`, and publishes progress_sum. If
+   all ranks have published the same sum and it is still current, no rank will ever advance: then
+   fails the context and returns 1. Else returns 0. Over a transport, dt__detect_deadlock_remote
+   decides. */
 static int dt__detect_deadlock(dt_work *work, uint64_t progress_sum, double since) {
     dt__world *world = work->comm->world;
     dt__rank_state *own = world->state;
@@ -5210,7 +5234,8 @@ static int dt__detect_deadlock(dt_work *work, uint64_t progress_sum, double sinc
     __atomic_store_n(&own->waiting_op, work->record_number, __ATOMIC_SEQ_CST);
     if (world->status_request && __atomic_load_n(world->status_request, __ATOMIC_RELAXED))
         dt__log_all_ranks(world);
-    /* without records, begun operations do not count as progress */
+    /* Without operation records (DT_NO_CHECKS) a begun operation does not count as progress, so the
+       sum proves nothing. */
     if (DT__UNCHECKED || dt__link_busy(world, work)) return 0;
     if (!dt__can_sum_progress(world)) return dt__detect_deadlock_remote(work, since);
     __atomic_store_n(&own->idle_at_progress, progress_sum, __ATOMIC_SEQ_CST);
@@ -5232,7 +5257,7 @@ static dt__phrase dt__duration_text(double seconds) {
     return text;
 }
 
-/* Appends one line of the table, without a newline. */
+/* Appends one rank's line of the table of dt_ranks_text, without a newline. */
 static void dt__append_rank_line(const dt_io *io, double now, int rank, dt__rank_view seen,
     char *text, size_t bytes, size_t *at) {
     const dt__rank_state *state = seen.state;
@@ -5299,8 +5324,8 @@ size_t dt_records_text(const dt_ctx *ctx, int rank, char *text, size_t bytes) {
     return all;
 }
 
-/* Logs one line of the table. logging_rank: the rank that writes to the log; -1 for the
-   supervisor. */
+/* Logs one rank's line of the table of dt_ranks_text. logging_rank: the rank that writes to the
+   log; -1 for the supervisor. */
 static void dt__log_rank_line(
     const dt_host *host, const dt_io *io, int logging_rank, int rank, dt__rank_view seen) {
     char line[512] = "";
@@ -5309,7 +5334,8 @@ static void dt__log_rank_line(
     host->log(host->user, DT_LOG_NOTICE, logging_rank, line);
 }
 
-/* Answers a status request on a rank without a supervisor: logs the table of all ranks. */
+/* Answers a request by dt_run_desc.status_request on a rank without a supervisor: logs the table of
+   all ranks and clears the request. */
 static void dt__log_all_ranks(dt__world *world) {
     const dt_host *host = world->host;
     __atomic_store_n(world->status_request, 0, __ATOMIC_RELAXED);
@@ -5321,8 +5347,8 @@ static void dt__log_all_ranks(dt__world *world) {
 // ==== 19. Fault injection ========================================================================
 
 /* Fault injection: a planted fault kills, stops, delays or corrupts one rank at a chosen operation.
-   On a cluster such a fault strikes at an unknown operation. The text is parsed before the run
-   begins, so all ranks refuse a wrong text alike.
+   A real fault strikes at an unknown operation. The list of faults (dt_run_desc.fault or DT_FAULT)
+   is parsed before the run begins, so every rank refuses a wrong list.
 
        DT_FAULT=kill:rank=2:seq=40,delay:rank=0:seq=7:s=0.5
 
@@ -5333,8 +5359,8 @@ static void dt__log_all_ranks(dt__world *world) {
 static const char *const dt__fault_names[] = { "", "kill", "stop", "exit", "spin", "delay", "drop",
     "flip", "nan" };
 
-/* Parses a number of at most 15 digits, with a fraction if `real`. Returns the position after the
-   number, or NULL. */
+/* Parses a number of at most 15 digits, which may have a fraction if `real` is set. Returns the
+   position after the number, or NULL if there is no number. */
 static const char *dt__fault_parse_number(const char *at, int real, double *value) {
     double scale = 1;
     int digits = 0, point = 0;
@@ -5378,9 +5404,9 @@ static const char *dt__fault_parse(const char *at, dt__fault *fault) {
     return fault->rank >= 0 && fault->seq > 0 && (*at == 0 || *at == ',') ? at : NULL;
 }
 
-/* Parses the list and stores the faults of one rank. With rank -1 the function only checks the list
-   for a job of `ranks` ranks (0: unknown). Returns the number of faults, or -1 if the text is
-   wrong. */
+/* Parses the list and stores the faults of `rank`. With rank -1 it only checks the list for a job
+   of `ranks` ranks (0: the number is unknown). Returns the number of stored faults, or -1 if the
+   text is wrong. */
 static int dt__faults_parse(const char *text, int rank, int ranks, dt__fault *faults) {
     int n = 0;
     dt__fault fault;
@@ -5393,8 +5419,8 @@ static int dt__faults_parse(const char *text, int rank, int ranks, dt__fault *fa
     return n;
 }
 
-/* Hangs this rank outside of any operation: a process for ever, a thread until another rank has
-   failed. */
+/* Hangs this rank outside of any operation. A process hangs for ever, a thread until another rank
+   has failed. The rank spins if `spin` is 1 and sleeps if it is 0. */
 static void dt__fault_hang(const dt__world *world, int spin) {
     while (!world->is_thread || !dt__aborted(world->shared))
         if (!spin) world->host->sleep(world->host->user, DT__NAP_MAX);
@@ -5403,8 +5429,8 @@ static void dt__fault_hang(const dt__world *world, int spin) {
 static void dt__fault_inject(dt_work *work, const dt__fault *fault) {
     dt__world *world = work->comm->world;
     int lost = fault->kind == DT__KILL || fault->kind == DT__EXIT;
-    /* report it here: a context does not log DT_ERR_PEER, and no other rank reports a lost
-       thread */
+    /* log the loss of the rank now: a context does not log DT_ERR_PEER, and no other rank reports a
+       lost thread */
     if (lost && world->is_thread) {
         dt_fail(
             world->ctx, DT_ERR_PEER, "is lost: a planted fault, %s", dt__fault_names[fault->kind]);
@@ -5424,7 +5450,8 @@ static void dt__fault_inject(dt_work *work, const dt__fault *fault) {
     if (work->fault == DT__DROP) work->completion = DT__COMPLETED;
 }
 
-/* Injects the faults that fire before this operation. */
+/* Injects the faults that are planted at this operation. Flips and NaNs are only noted in
+   work->fault, for dt__fault_after. */
 static void dt__fault_before(dt_work *work) {
     dt__world *world = work->comm->world;
     for (int i = 0; i < world->fault_count; i++) {
@@ -5435,8 +5462,8 @@ static void dt__fault_before(dt_work *work) {
     }
 }
 
-/* Corrupts the middle element of the received data. In every floating-point type an element with
-   all bits set is a NaN. */
+/* Corrupts the middle element of the received data: flips one bit (DT__FLIP) or sets all bits,
+   which is a NaN in every floating-point type (DT__NAN). */
 static void dt__fault_after(dt_work *work) {
     const dt__call *call = &work->call;
     size_t size = dt_dtype_size(call->dtype);
@@ -5455,9 +5482,9 @@ static void dt__fault_after(dt_work *work) {
 
 // ==== 20. Scalars and agreement: code ============================================================
 
-/* The collectives of section 17 on host memory: they do not use the device's kernel table and do
-   not count as traffic. Straggler detection is in this section too, because dt_comm_step gathers
-   the time that each rank spends on its own work. */
+/* These functions run collectives (section 17) on host memory. They do not use the device's kernel
+   table, and dt_comm_bytes does not count them. Straggler detection is in this section too, because
+   dt_comm_step gathers the time that each rank spends on its own work. */
 
 dt_status(dt_sum_doubles)(dt_comm *comm, double *values, size_t n) {
     dt__call call = dt__call_make(DT__SUM_DOUBLES, values, values, n, DT_F64);
@@ -5470,8 +5497,8 @@ double(dt_mean)(dt_comm *comm, double mine) {
     return mine / dt_comm_size(comm);
 }
 
-/* Gathers two words of each rank into comm->words. The call site is the caller's, because
-   dt_comm_split gathers twice. */
+/* Gathers two words of each rank into comm->words. Keeps the call site of the public function,
+   because dt_comm_split gathers twice. */
 static dt_status dt__gather_words(dt_comm *comm, dt__op_code op, const int32_t mine[2]) {
     dt__call call = dt__call_make(op, mine, comm->words, 2, DT_I32);
     const char *file = comm->world->file;
@@ -5490,27 +5517,27 @@ dt_status(dt_agree)(dt_comm *comm, dt_status mine) {
     return status;
 }
 
-/* A rank is a straggler if its own work exceeds the median rank's by this factor and by this many
-   seconds, in this many of the last 8 steps. After a notice about a rank, the next notice about it
-   follows at the earliest this many steps later. */
+/* A rank is a straggler if its own work took longer than DT__STRAGGLER_RATIO times the median of
+   all ranks plus DT__STRAGGLER_EXCESS_S seconds, in at least DT__STRAGGLER_STEPS of the last 8
+   steps. After a notice, at least DT__STRAGGLER_NOTICE_STEPS steps pass before the next one. */
 #define DT__STRAGGLER_RATIO 1.5
 #define DT__STRAGGLER_EXCESS_S 1e-3
 enum { DT__STRAGGLER_STEPS = 5, DT__STRAGGLER_NOTICE_STEPS = 10 };
 
-/* The seconds of a rank's own work in a step: the time since the last step minus the time in
-   operations. */
+/* Returns the seconds of a rank's own work in the step: the time since the last step minus the time
+   in operations. */
 static double dt__own_step_seconds(const dt_comm *comm, int rank) {
     double own;
     memcpy(&own, comm->words + 2 * rank, sizeof own);
     return own;
 }
 
-/* Straggler detection, on rank 0. The notice needs several slow steps of the same rank, because one
-   slow step may have a harmless cause. */
+/* Straggler detection, on rank 0: logs a notice if the slowest rank is a straggler. The same rank
+   must be slow in several steps, because one slow step may have a harmless cause. */
 static void dt__find_straggler(dt__world *world, const dt_comm *comm) {
     int slowest = 0, n = comm->base.size;
     double slowest_s = 0, median = 0;
-    for (int rank = 0; rank < n; rank++) { /* the median; the lower one if n is even */
+    for (int rank = 0; rank < n; rank++) { /* the median is the lower one if n is even */
         double own = dt__own_step_seconds(comm, rank);
         int below = 0, equal = 0;
         for (int other = 0; other < n; other++) {
@@ -5538,9 +5565,9 @@ static void dt__find_straggler(dt__world *world, const dt_comm *comm) {
         slowest, slowest_s * 1e3, median * 1e3);
 }
 
-/* Compares the calls of all ranks so far, group by group: the number of collectives and the
-   fingerprint of their arguments. Every rank visits its groups in the order of their channels,
-   which is the same on all ranks. */
+/* Checks that all ranks have made the same calls so far. For each group it compares the number of
+   collectives and a hash of their arguments. Every rank visits its groups in the order of their
+   channels, which is the same on all ranks. Returns the context's status. */
 static dt_status dt__compare_step_calls(dt__world *world) {
     for (uint32_t channel = 0; channel < world->channel_count; channel++) {
         dt_comm *comm = world->comms;
@@ -5582,8 +5609,8 @@ dt_status(dt_comm_step)(dt_comm *world_comm) {
 
 // ==== 21. Process groups: code ===================================================================
 
-/* Splitting a process group. All ranks gather (color, key). Each rank then counts the ranks of its
-   color that precede it.
+/* Splitting a process group. All ranks gather (color, key). The new rank of a rank is the number of
+   ranks with the same color that come before it, by key and then by old rank.
 
        6 ranks, color = rank / 3, key = -rank
 
@@ -5592,10 +5619,10 @@ dt_status(dt_comm_step)(dt_comm *world_comm) {
        group     a a a   b b b
        new rank  2 1 0   2 1 0
 
-   In shared memory, rank 0 of each new group creates the group in the run's shared memory, and a
-   second gather tells the other ranks its position. Over a transport every rank has a private copy
-   of the member list. If all members are on one node, rank 0 also creates the group's state in that
-   node's shared memory. Cost: two gathers of 8 bytes per rank. */
+   In shared memory, rank 0 of each new group creates the group in the run's shared memory segment,
+   and a second gather tells the other ranks where it is. Over a transport every rank has a private
+   copy of the member list. If all members are on one machine, rank 0 also creates the group's state
+   in that machine's shared memory. Cost: two gathers of 8 bytes per rank. */
 
 dt_comm *dt_world(dt_ctx *ctx) {
     dt__world *world = dt__world_of(ctx);
@@ -5636,14 +5663,16 @@ double dt_comm_seconds(const dt_ctx *ctx) {
     return world ? world->seconds : 0;
 }
 
-/* The bytes of a group's private copy. Each rank has its own copy over a transport. */
+/* Returns the bytes of a private dt__group. Over a transport each rank has its own copy of a
+   group. */
 static size_t dt__private_group_bytes(int size) {
     return sizeof(dt__group) + (size_t)size * sizeof(int);
 }
 
-/* Rails: members with the same index on their machines (section 16). Returns the number of members
-   per machine if members of a machine have consecutive ranks and every machine has the same number
-   of members, at least two; else 0. */
+/* Rails connect the members that have the same index on their machines (section 16). Returns the
+   number of members per machine if the members of a machine have consecutive ranks and every
+   machine has the same number of members, at least two. Else returns 0; also if there is one
+   machine. */
 static int dt__find_ranks_per_node(const dt__world *world, const dt__group *group) {
     int k = 0, n = group->size;
     if (!world->node) return 0;
@@ -5655,8 +5684,8 @@ static int dt__find_ranks_per_node(const dt__world *world, const dt__group *grou
     return k;
 }
 
-/* Makes this rank's handle of a group. On failure it frees a private `group`, fails the context and
-   returns NULL. */
+/* Makes this rank's handle of a group. If memory runs out, frees `group` if it is private, fails
+   the context and returns NULL. */
 static dt_comm *dt__comm_make(
     dt__world *world, const dt__comm_ops *ops, dt__group *group, int rank) {
     size_t size = (size_t)group->size;
@@ -5707,7 +5736,7 @@ static void dt__comms_free(dt__world *world) {
     world->comm = NULL;
 }
 
-/* The new rank of `rank` within its color, computed from comm->words. */
+/* Returns the rank that `rank` gets in its new group, computed from comm->words. */
 static int dt__split_rank(const dt_comm *comm, int rank) {
     const int32_t *mine = &comm->words[2 * rank];
     int new_rank = 0;
@@ -5734,7 +5763,8 @@ static dt__group *dt__split_group(const dt_comm *comm, int color, const char *na
     return group;
 }
 
-/* Converts a group's address in shared memory to an index in cache lines, and back. */
+/* Converts a group's address in shared memory to an index in units of cache lines.
+   dt__group_from_index converts the index back. */
 static int32_t dt__group_to_index(const dt__shared *shared, const dt__group *group) {
     return (int32_t)((size_t)((const char *)group - shared->group_arena) / DT__CACHE_LINE);
 }
@@ -5743,24 +5773,25 @@ static dt__group *dt__group_from_index(const dt__shared *shared, int32_t line) {
     return (dt__group *)(void *)(shared->group_arena + (size_t)line * DT__CACHE_LINE);
 }
 
-/* 1 if all ranks of a private group share memory with this rank. */
+/* Returns 1 if all ranks of a private group share memory with this rank. */
 static int dt__is_on_node(const dt__world *world, const dt__group *group) {
     for (int rank = 0; rank < group->size; rank++)
         if (!world->node || dt__local_rank_of(world, group->ranks[rank]) < 0) return 0;
     return 1;
 }
 
-/* Makes a private group use the state that its ranks share. */
+/* Makes a private group use the posts and member states of its counterpart in shared memory. */
 static void dt__group_use_shared(dt__group *group, const dt__group *shared) {
     group->members = shared->members;
     group->posts = shared->posts;
     group->post_bytes = shared->post_bytes;
 }
 
-/* dt_comm_split over a transport. The second gather carries two words of each rank. The first is
-   the rank's next free channel: the maximum over the ranks becomes the new group's channel. The
-   second is the position of the shared state, which rank 0 of a new group creates if the group is
-   on one node. If there is no capacity for shared state, the group's collectives use messages. */
+/* dt_comm_split over a transport. `first` is the rank in comm that becomes rank 0 of this rank's
+   new group. The second gather carries two words of each rank. Word 0 is the rank's next free
+   channel; the maximum over all ranks becomes the channel of the new groups. Word 1 is the index of
+   the shared state, which rank 0 of a new group creates if all its members are on one machine;
+   otherwise it is -1. Without shared state the group's collectives run as messages. */
 static dt_comm *dt__split_over_transport(dt_comm *comm, int color, const char *name, int first) {
     dt__world *world = comm->world;
     int new_rank = dt__split_rank(comm, comm->base.rank);
@@ -5797,7 +5828,8 @@ dt_comm *(dt_comm_split)(dt_comm *comm, int color, int key, const char *name) {
         if (comm->words[2 * rank] == words[0] && dt__split_rank(comm, rank) == 0) first = rank;
     }
     if (comm->world->transport.send) return dt__split_over_transport(comm, color, name, first);
-    /* the new group's index from its rank 0; -1 if there is no capacity; the other ranks send 0 */
+    /* word 0 for the second gather: on rank 0 of a new group, the index of the group, or -1 if
+       there is no capacity; on the other ranks, 0 */
     words[0] = words[1] = 0;
     if (color >= 0 && new_rank == 0) {
         dt__group *group = dt__split_group(comm, color, name);
@@ -5819,29 +5851,30 @@ dt_comm *(dt_comm_split)(dt_comm *comm, int color, int key, const char *name) {
 // ==== 22. Shared-memory heap of forked ranks =====================================================
 
 /* Each forked rank has a heap in the run's shared memory. Memory of the classes that ranks
-   communicate is allocated from this heap, so other ranks can read and write it.
+   communicate (dt__is_heap_class) is allocated from this heap, so other ranks can read and write
+   it.
 
        | heap of rank 0                                  | heap of rank 1 ...
        | dt__heap | used | free | used | free | used | ~ never used ~ |
                            |             ^             ^
                            +-- next -----+             top
 
-   First fit on a list of free blocks in address order. The list nodes are stored in the free
-   blocks. A freed block is joined with its neighbours, and the pages that are entirely free go back
-   to the system. */
+   Allocation takes the first block that is large enough (first fit) from a list of free blocks in
+   address order. The list nodes are stored in the free blocks. A freed block is joined with its
+   neighbours, and the pages that are entirely free go back to the system. */
 
 typedef struct dt__free_block { /* the header of a free block */
     size_t bytes;
     struct dt__free_block *next;
 } dt__free_block;
 
-/* One rank's heap. Its host table forwards to the caller's, except alloc and free, which use the
-   heap. */
+/* One rank's heap. Its host table forwards calls to the host table of dt_run's caller, but alloc
+   and free use the heap for the memory classes of dt__is_heap_class. */
 typedef struct dt__heap {
     dt_host host;
     const dt_host *caller_host;
     char *start;
-    size_t bytes, top; /* memory from offset top on is unused */
+    size_t bytes, top; /* memory at offset `top` and above is unused */
     dt__free_block *free_list;
 } dt__heap;
 
@@ -5926,7 +5959,8 @@ static void dt__heap_log(void *user, int level, int rank, const char *text) {
     base->log(base->user, level, rank, text);
 }
 
-/* Makes the heap at the beginning of this rank's part of the shared memory. */
+/* Makes the heap at the beginning of this rank's part of the shared memory. Returns the heap's host
+   table. */
 static const dt_host *dt__heap_make(dt__shared *shared, const dt_host *base, int rank) {
     dt__heap *heap = (dt__heap *)(void *)(shared->heaps + (size_t)rank * shared->heap_bytes);
     memset(heap, 0, sizeof *heap);
@@ -5945,13 +5979,14 @@ static const dt_host *dt__heap_make(dt__shared *shared, const dt_host *base, int
 // ==== 23. Launcher discovery =====================================================================
 
 /* Launcher discovery: which rank is this process? A launcher (torchrun, mpirun, srun) sets the rank
-   of each process in environment variables. The launchers differ only in the rows of the table
-   below, and one function reads all rows. The first row whose variables name a rank wins. Later
-   rows that name the same rank supply the values that the first row lacks.
+   of each process in environment variables. Each launcher is one row of the table below, and one
+   function reads all rows. The first row whose variables name a rank wins. Later rows that name the
+   same rank supply the values that the first row lacks.
 
        environment --> dt__launchers[] --> rank, size --> local rank --> rendezvous address
 
-   In a row, NULL means that the launcher has no such variable. */
+   A row holds the names of environment variables. NULL means that the launcher has no variable for
+   the field. */
 
 static const char *dt__launch_env(const char *name) { return getenv(name); }
 
@@ -5961,17 +5996,17 @@ typedef struct dt__launcher {
     const char *rank, *size, *alt_size;
     int size_alone; /* 1: the size may be set without the rank (in a batch script) */
     const char *local_rank, *local_size;
-    /* used instead of local_size: the number of ranks on each machine, "2(x3),1", and this
-       machine's index in that list */
+    /* used instead of local_size: the list of the numbers of ranks on all machines, for example
+       "2(x3),1", and this machine's index in that list */
     const char *ranks_per_node, *node_index;
-    /* rank 0's machine and port */
+    /* the machine of rank 0, and the port at which rank 0 listens */
     const char *master_host, *master_port;
-    /* if this variable is "True", the launcher itself listens at that port and dt takes another
+    /* if this variable is "True", the launcher itself listens at master_port, so dt takes another
        port */
     const char *port_taken;
     /* used instead of master_host: a list of machines, of which the first has rank 0 */
     const char *node_list, *alt_node_list;
-    const char *job_id, *step_id; /* names of the job: two jobs on one machine need two ports */
+    const char *job_id, *step_id; /* parts of the job's name, for dt__launch_port */
 } dt__launcher;
 
 static const dt__launcher dt__launchers[] = {
@@ -6020,13 +6055,13 @@ static const dt__launcher dt__launchers[] = {
 enum {
     DT__LAUNCHERS = (int)(sizeof dt__launchers / sizeof dt__launchers[0]),
     DT__LAUNCH_PORT = 29500,      /* dt_run's default port */
-    DT__LAUNCH_JOB_PORTS = 20000, /* jobs without a port get one of the 10,000 from this port on */
-    /* first port of the usual ephemeral port range: from here on the system may have given the next
-       port to any socket */
+    DT__LAUNCH_JOB_PORTS = 20000, /* first of 10,000 ports for jobs that name no port */
+    /* start of the ephemeral port range: the system gives these ports to any socket, so the port
+       after MASTER_PORT may be in use if it lies in this range */
     DT__LAUNCH_EPHEMERAL_PORTS = 32768
 };
 
-/* A variable's value, shortened for a message. */
+/* A variable's value, shortened for an error text. */
 typedef struct dt__launch_short_text {
     char s[40];
 } dt__launch_short_text;
@@ -6044,7 +6079,7 @@ static dt_status dt__launch_refuse(
     return DT_ERR_ARG;
 }
 
-/* Parses at most 9 digits at `at`. Returns -1 if there are no digits or more than 9. *end points to
+/* Parses the whole number at `at`. Returns -1 if it has no digits or more than 9. *end points to
    the first character after the digits. */
 static int dt__launch_digits(const char *at, const char **end) {
     int value = 0, digits = 0;
@@ -6054,7 +6089,8 @@ static int dt__launch_digits(const char *at, const char **end) {
     return digits > 0 && digits < 10 ? value : -1;
 }
 
-/* Reads the number in a variable. *number keeps its value if the variable is not set. */
+/* Reads the variable `name` into *number; leaves *number unchanged if the variable is not set.
+   Returns DT_ERR_ARG if the value is not a number from min to max. */
 static dt_status dt__launch_number(
     dt_launch *out, const char *name, int min, int max, int *number) {
     const char *value = name ? dt__launch_env(name) : NULL, *end;
@@ -6067,8 +6103,9 @@ static dt_status dt__launch_number(
     return DT_OK;
 }
 
-/* The number of ranks on machine `node` (from 0) of a list such as "2(x3),1"; 0 if the list is
-   shorter or malformed. */
+/* Returns the number of ranks on machine `node` (from 0), read from a list like "2(x3),1": three
+   machines with 2 ranks each, then one machine with 1 rank. Returns 0 if the list is shorter or
+   malformed. */
 static int dt__launch_node_ranks(const char *list, int node) {
     for (;;) {
         int count = dt__launch_digits(list, &list), times = 1;
@@ -6088,8 +6125,8 @@ static int dt__launch_is_host_char(char c) {
            (c && strchr(".-_", c));
 }
 
-/* Stores the first machine of a SLURM node list: "rack1n03" for "rack[1-2,7]n[03-12],login".
-   Returns 0 if the text is not a node list. */
+/* Stores the first machine of a SLURM node list, for example "rack1n03" for the list
+   "rack[1-2,7]n[03-12],login". Returns 1, or 0 if the text is not a node list. */
 static int dt__launch_first_host(const char *list, char *host, size_t capacity) {
     size_t used = 0, inside;
     for (; *list && *list != ','; list++) {
@@ -6109,8 +6146,8 @@ static int dt__launch_first_host(const char *list, char *host, size_t capacity) 
     return used > 0;
 }
 
-/* A port derived from the job's name. It is the same for all ranks of a job and most likely
-   different for two jobs. */
+/* Returns a port derived from the job's name. The port is the same for all ranks of a job and most
+   likely different for two jobs. */
 static int dt__launch_port(const dt__launcher *row) {
     const char *names[2] = { dt__launch_env(row->job_id),
         row->step_id ? dt__launch_env(row->step_id) : NULL };
@@ -6122,7 +6159,7 @@ static int dt__launch_port(const dt__launcher *row) {
 }
 
 /* Sets the rendezvous to host:port. The host may be a name or an address: the connecting rank
-   resolves it. */
+   resolves it. `name` is the variable that held the host. */
 static dt_status dt__launch_set_rendezvous(
     dt_launch *out, const char *name, const char *host, int port) {
     size_t length = strlen(host), capacity = sizeof out->rendezvous - sizeof ":65535";
@@ -6134,8 +6171,9 @@ static dt_status dt__launch_set_rendezvous(
     return DT_OK;
 }
 
-/* Finds rank 0's address in the n rows that name the same rank. On one machine the loopback address
-   suffices; on several machines a variable must name rank 0's address. */
+/* Finds rank 0's address in the n rows of `same`, which name the same rank. If all ranks are on one
+   machine, the loopback address suffices. On several machines a variable must name rank 0's
+   address; if there is none, the rendezvous stays empty. */
 static dt_status dt__launch_find_rendezvous(
     dt_launch *out, const dt__launcher *const *same, int n) {
     const char *list = NULL, *list_name = NULL, *host, *port_text, *taken;
@@ -6168,7 +6206,7 @@ static dt_status dt__launch_find_rendezvous(
     return dt__launch_set_rendezvous(out, list_name, first, port);
 }
 
-/* Reads one launcher's variables. Leaves size 0 if the variables are not set. */
+/* Reads one launcher's variables into `out`. If they are not set, out->size is 0. */
 static dt_status dt__launch_read_row(const dt__launcher *row, dt_launch *out) {
     const int max_ranks = DT__MAX_RANKS;
     const char *size = row->alt_size && !dt__launch_env(row->size) ? row->alt_size : row->size;
@@ -6204,7 +6242,8 @@ static dt_status dt__launch_read_row(const dt__launcher *row, dt_launch *out) {
     return DT_OK;
 }
 
-/* DT_RENDEZVOUS, "HOST" or "HOST:PORT", overrides every launcher. */
+/* Sets the rendezvous from DT_RENDEZVOUS ("HOST" or "HOST:PORT"), which overrides every launcher,
+   if it is set. */
 static dt_status dt__launch_override(dt_launch *out) {
     const char *value = dt__launch_env("DT_RENDEZVOUS"), *colon = value ? strchr(value, ':') : NULL,
                *end = NULL;
@@ -6220,8 +6259,8 @@ static dt_status dt__launch_override(dt_launch *out) {
     return dt__launch_set_rendezvous(out, "DT_RENDEZVOUS", host, port);
 }
 
-/* Writes the one-line summary. names: the variables that were used; others: the launchers that name
-   a different rank. */
+/* Writes the one-line summary to out->text. names: the variables that were used; others: the
+   launchers that name a different rank or size. */
 static void dt__launch_describe(dt_launch *out, const char *names, const char *others) {
     char local[48] = "";
     if (out->local_rank >= 0 && out->local_size)
@@ -6234,7 +6273,8 @@ static void dt__launch_describe(dt_launch *out, const char *names, const char *o
         out->rendezvous, others[0] ? "; also set, but ignored: " : "", others);
 }
 
-/* No launcher is found. A SLURM batch script has some of SLURM's variables but is not a rank. */
+/* Describes a process without a launcher as rank 0 of 1. (A SLURM batch script has some of SLURM's
+   variables but is not a rank.) */
 static dt_status dt__launch_without_launcher(dt_launch *out) {
     int batch = dt__launch_env("SLURM_PROCID") && !dt__launch_env("SLURM_STEP_ID");
     out->size = 1;
@@ -6244,8 +6284,8 @@ static dt_status dt__launch_without_launcher(dt_launch *out) {
     return dt__launch_override(out);
 }
 
-/* Launcher discovery: takes the first row of the table whose variables are set, supplies its
-   missing values from rows that name the same rank, then finds the rendezvous. */
+/* Launcher discovery: takes the first row of the table whose variables are set, takes missing
+   values from other rows that name the same rank, then finds the rendezvous. */
 static dt_status dt__launch_search(dt_launch *out) {
     const dt__launcher *same[DT__LAUNCHERS];
     dt_launch found;
@@ -6279,7 +6319,7 @@ DT_API dt_status dt_launch_find(dt_launch *out) {
     dt_status status = dt__launch_search(out);
     dt__escape(out->text, sizeof out->text);
     if (status == DT_OK) return DT_OK;
-    out->rank = 0; /* discovery failed: describe one process */
+    out->rank = 0; /* discovery failed: describe a process without a launcher */
     out->size = 1;
     out->local_rank = -1;
     out->local_size = 0;
