@@ -2548,7 +2548,7 @@ static int dt__shared_message(dt_work *work, dt__p2p *p2p) {
                the buffers change
 
    Cost: two waits for the slowest rank, and each byte moves once. If all ranks post inline data,
-   the second wait is left out, because nobody reads another rank's buffers. A rank reuses its
+   the second wait is left out, because no rank reads another rank's buffers. A rank reuses its
    oldest post only after dt__member.closed shows that all ranks have finished reading that post.
    Every flag has one writer and many readers (J. Mellor-Crummey and M. Scott, "Algorithms for
    scalable synchronization", 1991). Comparing the calls costs about 10 ns a rank; without the
@@ -2559,9 +2559,9 @@ static int dt__shared_message(dt_work *work, dt__p2p *p2p) {
    two halves that alternate, and the other ranks read the window there. An all-reduce in windows is
    a reduce-scatter followed by an all-gather. */
 
-/* State of a collective (dt_work.state): what the rank waits for. In this order: a free post, the
-   posts of all ranks, a free half of its staging buffer, the current window of every other rank,
-   and the close of all ranks. */
+/* State of a collective (dt_work.state), which says what the rank waits for. In the order of the
+   values: a free post, the posts of all ranks, a free half of its staging buffer, the current
+   window of every other rank, and the close of all ranks. */
 enum { DT__AWAIT_SLOT = 0, DT__AWAIT_POSTS, DT__AWAIT_STAGING, DT__AWAIT_WINDOW, DT__AWAIT_CLOSE };
 
 static dt__member *dt__member_of(const dt_comm *comm, int rank) {
@@ -2657,8 +2657,8 @@ static dt_status dt__compare_posts(dt_work *work) {
     return DT_OK;
 }
 
-/* Returns 1 for a reduction whose complete sum all ranks or the root receive (all-reduce, reduce).
-   dt__push can write the sum to them. */
+/* Returns 1 if the call is a reduction whose complete sum all ranks or the root receive
+   (all-reduce, reduce). dt__push can write the sum to them. */
 static int dt__pushes(const dt__call *call) {
     return dt__pattern_of(call->op)->reduces && !dt__pattern_of(call->op)->send_blocks;
 }
@@ -2669,9 +2669,9 @@ static int dt__pushes(const dt__call *call) {
    share cores, a wait costs more than a copy of 4 KiB. */
 #define DT__POST_BYTES 128
 
-/* Returns 1 if this rank posts its data inline. Only host data of up to DT_EAGER_BYTES are posted
-   inline: if they have up to DT__POST_BYTES, if ranks share cores, or if the other ranks cannot
-   access the buffer. */
+/* Returns 1 if this rank posts its data inline. Only host data of at most DT_EAGER_BYTES are posted
+   inline. They are posted inline if they have at most DT__POST_BYTES bytes, if ranks share cores,
+   or if the other ranks cannot access the buffer. */
 static int dt__sends_inline(const dt_work *work) {
     const dt_comm *comm = work->comm;
     const dt__call *call = &work->call;
@@ -3089,7 +3089,8 @@ static void dt__p2p_release_device(dt_work *work, dt__p2p *p2p) {
     p2p->pinned_copy = p2p->device_event = NULL;
 }
 
-/* Where a transport sends a message to, or receives it from. */
+/* The channel, the peer (a world rank, or DT_ANY) and the tag that a transport needs to send or
+   receive a message. */
 typedef struct dt__address {
     uint32_t channel;
     int other, tag;
@@ -3544,9 +3545,9 @@ static int dt__direct_all_reduce(dt_work *work) {
 }
 
 /* Ring all-reduce: a ring reduce-scatter, then a ring all-gather. In 2(N-1) rounds each rank sends
-   2(N-1) messages, 2(N-1)/N S bytes. That is the minimum for any N (P. Patarasuk and X. Yuan,
-   "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009). The path of one of
-   the N chunks, with N = 4:
+   2(N-1) messages, 2(N-1)/N S bytes. No algorithm sends fewer bytes, whatever N is (P. Patarasuk
+   and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009). The
+   path of one of the N chunks, with N = 4:
 
        partial sums    rank 1 ---> rank 2 ---> rank 3 ---> rank 0        dt__ring_reduce_scatter
        the sum         rank 0 ---> rank 1 ---> rank 2 ---> rank 3        dt__ring_all_gather_phase
@@ -3631,10 +3632,10 @@ static int dt__ring_broadcast(dt_work *work) {
 /* ---- rails: M machines of k ranks, which are neighbours in the group ---- */
 
 /* Hierarchical all-reduce of large buffers. Between ranks of one machine messages go through shared
-   memory (section 15), so the messages that leave a machine are the bottleneck. S is the bytes of
-   the buffer and N = kM. In a ring all-gather (N-1)/N S bytes leave each machine, because the ring
-   leaves each machine once. In a direct all-reduce 2k(N-k)/N S would leave each machine. With rails
-   2 S leave a machine, but only S leave the first and the last machine.
+   memory (section 15), so the messages that leave a machine are the bottleneck. S is the size of
+   the buffer in bytes, and N = kM. In a ring all-gather (N-1)/N S bytes leave each machine, because
+   the ring leaves each machine once. In a direct all-reduce 2k(N-k)/N S would leave each machine.
+   With rails 2 S leave a machine, but only S leave the first and the last machine.
 
    The buffer is divided into k chunks. The j-th ranks of all machines form rail j. Rail j sums
    chunk j from machine 0 up to machine M-1, and sends the sum down again. It does so in P pieces:
@@ -3854,7 +3855,7 @@ static int dt__tree_scatter(dt_work *work) {
 
 /* The algorithms that exist for one operation. */
 typedef struct dt__algorithm_row {
-    dt__round_fn direct, ring, doubling, tree; /* NULL: does not exist */
+    dt__round_fn direct, ring, doubling, tree; /* NULL: the algorithm does not exist */
 } dt__algorithm_row;
 
 /* Returns the function that runs `algorithm` for this call, or NULL if there is none. */
@@ -4156,7 +4157,7 @@ static void dt__work_release(dt__world *world, dt_work *work) {
 static void dt__link_begin(dt__world *world, dt_work *work) {
     double bytes = (double)dt__sent_bytes(work->comm, &work->call),
            now = world->host->now(world->host->user);
-    if (work->call.host_memory) return; /* scalars */
+    if (work->call.host_memory) return; /* scalars use no link time */
     world->link_free_at =
         (world->link_free_at > now ? world->link_free_at : now) + world->link.latency_s;
     if (world->link.bytes_per_s > 0) world->link_free_at += bytes / world->link.bytes_per_s;
@@ -4175,7 +4176,7 @@ enum {
     DT__CHECK_CALLS = 10000, /* the limit for programs without steps: calls on a group */
     DT__CHECK_RANKS = 16     /* larger groups do not compare the counts of an all-to-all-v */
 };
-typedef struct dt__call_notice { /* in small groups followed by counts (all-to-all-v) */
+typedef struct dt__call_notice { /* in groups of up to DT__CHECK_RANKS ranks, counts follow */
     uint64_t packed_call, count;
     int32_t line;
     char file[28];
@@ -4369,11 +4370,12 @@ static void dt__device_ops_reap(dt__world *world) {
         dt__device_op_release(world);
 }
 
-/* The drain function of dt's listener, called when the host is about to wait for the device without
-   a timeout. Waits until all device operations are complete, or until the context has failed and
-   the backend has ended them. Nonblocking operations that have no dt_wait yet may stay pending,
-   because other ranks may not have called them yet; if `all` is set, this function waits for them
-   too. Returns 0 if a pending NCCL operation may still make the device wait. */
+/* The drain function of this rank's dt_listener, called when the host is about to wait for the
+   device without a timeout. Waits until all device operations are complete, or until the context
+   has failed and the backend has ended them. Nonblocking operations that have no dt_wait yet may
+   stay pending, because other ranks may not have called them yet; if `all` is set, this function
+   waits for them too. Returns 0 if a pending NCCL operation may still make the device wait, else
+   1. */
 static int dt__on_settle(dt_ctx *ctx, int all, void *user) {
     dt__world *world = (dt__world *)user;
     for (dt_work *w = all ? world->first_started : NULL; w && dt_error(ctx) == DT_OK; w = w->next) {
@@ -4469,7 +4471,7 @@ static dt_status dt__op_run(dt_comm *comm, dt__call call) {
     double begin = timed ? world->host->now(world->host->user) : -1;
     dt_work *work = dt__op_begin(comm, call);
     if (!work) return dt_error(world->ctx);
-    world->blocking = work; /* dt__works_recycle needs it after pthread_cancel */
+    world->blocking = work; /* dt__works_recycle releases it if pthread_cancel ends the thread */
     dt__wait_work(world, work, &begin);
     world->blocking = NULL;
     double end = begin >= 0 ? world->host->now(world->host->user) : begin;
@@ -4758,8 +4760,8 @@ dt_status(dt_exchange)(dt_comm *comm, const dt_transfer *transfers, int n) {
    rank's process from /proc. Read dt__detect_deadlock first. */
 
 /* Returns the operation that must finish before `work` can. Collectives in shared memory finish in
-   their order on the group, so this is the group's oldest unfinished one. Returns `work` itself if
-   it runs as messages or is the oldest. */
+   the order in which they began on the group, so this is the group's oldest unfinished one. Returns
+   `work` itself if it runs as messages or is the oldest. */
 static dt_work *dt__group_queue_head(dt_work *work) {
     for (dt_work *w = work->comm->world->first_unfinished; w && work->p2p_count == 0;
          w = w->next_unfinished) {
@@ -5151,8 +5153,8 @@ static void dt__send_wait_report(dt__world *world, const dt_work *work, int ende
     world->control->send_report(world->control->user, own, sizeof *own);
 }
 
-/* Stores a wait report that has arrived from another rank. Corrects fields out of range although
-   the sender belongs to the job, because the fields index arrays. */
+/* Stores a wait report that has arrived from another rank. Corrects fields that are out of range,
+   although the sender belongs to the job, because these fields index arrays. */
 static void dt__receive_wait_report(dt__world *world, int rank, const void *report) {
     if (!world || !world->peers || !world->comm) return;
     int64_t now = (int64_t)(world->host->now(world->host->user) * 1e6);
@@ -5187,7 +5189,7 @@ static int dt__detect_deadlock_remote(dt_work *work, double since) {
     dt__world *world = work->comm->world;
     double now = world->host->now(world->host->user);
     if (!world->peers || now - since < DT__REPORT_AFTER_S) return 0;
-    uint32_t arrived = 0; /* a message that arrived since the last look may wake this rank */
+    uint32_t arrived = 0; /* a message that arrived since the last check may wake this rank */
     for (int rank = 0; world->control->arrived && rank < world->comm_size; rank++)
         arrived += world->control->arrived(world->control->user, rank);
     if (arrived != world->arrived_messages) {
@@ -5537,7 +5539,7 @@ static double dt__own_step_seconds(const dt_comm *comm, int rank) {
 static void dt__find_straggler(dt__world *world, const dt_comm *comm) {
     int slowest = 0, n = comm->base.size;
     double slowest_s = 0, median = 0;
-    for (int rank = 0; rank < n; rank++) { /* the median is the lower one if n is even */
+    for (int rank = 0; rank < n; rank++) { /* if n is even, the lower median */
         double own = dt__own_step_seconds(comm, rank);
         int below = 0, equal = 0;
         for (int other = 0; other < n; other++) {
@@ -5671,8 +5673,8 @@ static size_t dt__private_group_bytes(int size) {
 
 /* Rails connect the members that have the same index on their machines (section 16). Returns the
    number of members per machine if the members of a machine have consecutive ranks and every
-   machine has the same number of members, at least two. Else returns 0; also if there is one
-   machine. */
+   machine has the same number of members, at least two. Returns 0 otherwise, and also if all
+   members are on one machine. */
 static int dt__find_ranks_per_node(const dt__world *world, const dt__group *group) {
     int k = 0, n = group->size;
     if (!world->node) return 0;
@@ -5996,8 +5998,8 @@ typedef struct dt__launcher {
     const char *rank, *size, *alt_size;
     int size_alone; /* 1: the size may be set without the rank (in a batch script) */
     const char *local_rank, *local_size;
-    /* used instead of local_size: the list of the numbers of ranks on all machines, for example
-       "2(x3),1", and this machine's index in that list */
+    /* used instead of local_size: a list of how many ranks each machine has, for example "2(x3),1",
+       and this machine's index in that list */
     const char *ranks_per_node, *node_index;
     /* the machine of rank 0, and the port at which rank 0 listens */
     const char *master_host, *master_port;
