@@ -2541,24 +2541,27 @@ static int dt__shared_message(dt_work *work, dt__p2p *p2p) {
 
        post    each rank publishes its call, with the addresses of its buffers, or with the data
                themselves if they are small (inline)
-       open    each rank waits until all have posted, and compares all calls with rank 0's
+       open    each rank waits until all ranks have posted, and compares all calls with rank 0's
        move    each rank copies its data from the other ranks (dt__pull), or writes its part of
                a sum to all of them (dt__push)
-       close   each rank publishes that it is done and waits for all; then the buffers may change
+       close   each rank publishes that it is done and waits until all ranks are; only then may
+               the buffers change
 
    Cost: two waits for the slowest rank, and each byte moves once. If all ranks post inline data,
-   one wait is enough: a rank reuses the oldest of its posts, and only after `closed` shows that all
-   ranks have finished with that post. Every flag has one writer and many readers: J. Mellor-Crummey
-   and M. Scott, "Algorithms for scalable synchronization", 1991. Comparing the calls costs about 10
-   ns a rank; without the comparison, ranks whose calls differ would sum garbage or hang.
+   the second wait is left out, because no rank reads another rank's buffers. A rank reuses its
+   oldest post only after dt__member.closed shows that all ranks have finished reading that post.
+   Every flag has one writer and many readers (J. Mellor-Crummey and M. Scott, "Algorithms for
+   scalable synchronization", 1991). Comparing the calls costs about 10 ns a rank; without the
+   comparison, ranks whose calls differ would sum garbage or hang.
 
-   If other ranks cannot access a large buffer of any rank, all ranks move their data in windows.
-   The owner of the buffer copies one window at a time into its staging buffer, which has two halves
-   that alternate, and the other ranks read the window there. An all-reduce in windows is a
-   reduce-scatter followed by an all-gather. */
+   If any rank has a large buffer that other ranks cannot access, all ranks move their data in
+   windows. The owner of the buffer copies one window at a time into its staging buffer, which has
+   two halves that alternate, and the other ranks read the window there. An all-reduce in windows is
+   a reduce-scatter followed by an all-gather. */
 
-/* State of a work. It waits for a free post; then for all ranks' posts; for a free half of its
-   staging buffer; for the other ranks' windows; and until all ranks have closed. */
+/* State of a collective (dt_work.state), which says what the rank waits for. In the order of the
+   values: a free post, the posts of all ranks, a free half of its staging buffer, the current
+   window of every other rank, and the close of all ranks. */
 enum { DT__AWAIT_SLOT = 0, DT__AWAIT_POSTS, DT__AWAIT_STAGING, DT__AWAIT_WINDOW, DT__AWAIT_CLOSE };
 
 static dt__member *dt__member_of(const dt_comm *comm, int rank) {
@@ -2572,21 +2575,22 @@ static int dt__rank_reached(const dt_work *work, int rank) {
         return __atomic_load_n(&dt__post_of(comm, rank, work->call.seq)->seq, __ATOMIC_ACQUIRE) ==
                work->call.seq;
     const dt__member *member = dt__member_of(comm, rank);
-    if (work->state == DT__AWAIT_WINDOW) { /* memory without staging is always open */
+    if (work->state == DT__AWAIT_WINDOW) { /* a buffer without staging can always be read */
         if (!dt__post_of(comm, rank, work->call.seq)->staging) return 1;
         return __atomic_load_n(&member->opened, __ATOMIC_ACQUIRE) >= work->window;
     }
     uint64_t need = work->window;
     if (work->state == DT__AWAIT_SLOT) need = comm->last_window[work->call.seq % DT_MAX_STARTED];
-    /* window - 2 used the same half of the staging buffer */
+    /* window - 2 used the same half of the staging buffer: all ranks must have finished it */
     if (work->state == DT__AWAIT_STAGING) need = work->window < 2 ? 0 : work->window - 2;
-    /* phase 1 begins when all ranks have finished the sums */
+    /* phase 1 (dt__is_two_phase) begins when all ranks have finished the sums of phase 0 */
     if (work->state == DT__AWAIT_STAGING && work->stage == 1 && work->at == 0)
         need = work->window - 1;
     return __atomic_load_n(&member->closed, __ATOMIC_ACQUIRE) >= need;
 }
 
-/* "ranks 0,1 arrived, 3 did not", in world ranks; lists at most 8 of each. */
+/* Returns a text like "ranks 0,1 arrived, 3 did not". It lists at most 8 world ranks that have
+   reached the point, and at most 8 that have not. */
 static dt__phrase dt__arrivals_text(const dt_work *work) {
     dt__phrase text;
     size_t at = 0;
@@ -2612,8 +2616,8 @@ static dt__phrase dt__arrivals_text(const dt_work *work) {
     return text;
 }
 
-/* Returns 1 if all ranks have reached the point that the work's state waits for, 0 if not yet, -1
-   if one rank never will and the context has failed. */
+/* Returns 1 if all ranks have reached the point that the work's state waits for, 0 if not yet.
+   Returns -1 after failing the context if a rank has failed, or has ended before that point. */
 static int dt__all_reached(dt_work *work) {
     dt_comm *comm = work->comm;
     const dt__shared *shared = comm->world->shared;
@@ -2629,14 +2633,15 @@ static int dt__all_reached(dt_work *work) {
         if (!dt__has_ended(shared, dt__local_rank_of(comm->world, of_world)) ||
             dt__rank_reached(work, rank))
             continue;
-        /* a rank that failed has ended too */
+        /* a failed rank has ended too, but its failure is what must be reported */
         if (dt__aborted(shared)) return dt__peer_failed(comm->world), -1;
         return dt__ended_without(work, of_world), -1;
     }
     return 0;
 }
 
-/* Every rank compares the same posts and so finds the same pair of calls that differ. */
+/* Compares the posted call of every rank with rank 0's. Every rank reads the same posts, so if
+   calls differ, every rank reports the same two. */
 static dt_status dt__compare_posts(dt_work *work) {
     dt_comm *comm = work->comm;
     const dt__post *first = dt__post_of(comm, 0, work->call.seq);
@@ -2652,18 +2657,21 @@ static dt_status dt__compare_posts(dt_work *work) {
     return DT_OK;
 }
 
-/* Returns 1 if all ranks, or the root, receive the complete sum: dt__push writes it to them. */
+/* Returns 1 if the call is a reduction whose complete sum all ranks or the root receive
+   (all-reduce, reduce). dt__push can write the sum to them. */
 static int dt__pushes(const dt__call *call) {
     return dt__pattern_of(call->op)->reduces && !dt__pattern_of(call->op)->send_blocks;
 }
 
-/* Sends up to this size are always posted inline. A larger send buffer is read in place if each
-   rank has a core: the second wait then costs less than a copy into the post that other ranks fetch
-   from this core's cache. If ranks share cores, a wait costs more than a copy of 4 KiB. */
+/* A send buffer of up to this many bytes is posted inline whatever the number of cores. If each
+   rank has a core, other ranks read a larger send buffer in place: the second wait then costs less
+   than a copy into the post, which other ranks would have to fetch from this core's cache. If ranks
+   share cores, a wait costs more than a copy of 4 KiB. */
 #define DT__POST_BYTES 128
 
-/* Returns 1 if this rank posts its data inline. Host data of up to DT_EAGER_BYTES are posted inline
-   too if the other ranks cannot access their buffer. */
+/* Returns 1 if this rank posts its data inline. Only host data of at most DT_EAGER_BYTES are posted
+   inline. They are posted inline if they have at most DT__POST_BYTES bytes, if ranks share cores,
+   or if the other ranks cannot access the buffer. */
 static int dt__sends_inline(const dt_work *work) {
     const dt_comm *comm = work->comm;
     const dt__call *call = &work->call;
@@ -2680,10 +2688,11 @@ static int dt__sends_inline(const dt_work *work) {
            (dt__pushes(call) && dt__receives(comm, call) && !dt__reachable(shared, call->recv));
 }
 
-/* Returns 1 if this rank's sum must first go into its post. If other ranks post inline and this
-   rank does not, no rank pushes, and other ranks read this rank's send buffer until all have
-   closed. Its recv may be the same buffer. So the sum goes into the post, which has unused space,
-   and is copied into recv after the close. The post is not reused until then. */
+/* Returns 1 if this rank must write its sum into its post first. If another rank posts inline and
+   this rank does not, all ranks pull (dt__pull), and the other ranks read this rank's send buffer
+   until all have closed. recv may be the same buffer. So the sum goes into the data space of this
+   rank's post, which is unused, and is copied into recv after the close. Until then the post is not
+   reused. */
 static int dt__must_sum_in_post(const dt_work *work) {
     const dt_comm *comm = work->comm;
     return work->inline_ranks && dt__pushes(&work->call) && dt__receives(comm, &work->call) &&
@@ -2692,8 +2701,8 @@ static int dt__must_sum_in_post(const dt_work *work) {
 
 /* ---- where data lie: blocks, and windows of them ---- */
 
-/* An all-reduce in windows: phase 0 is a reduce-scatter of chunks, phase 1 an all-gather of the
-   chunks. */
+/* Returns 1 for an all-reduce in windows. Its phase 0 is a reduce-scatter of chunks, its phase 1 an
+   all-gather of the chunks; work->stage is the phase. */
 static int dt__is_two_phase(const dt_work *work) {
     const dt__pattern *pattern = dt__pattern_of(work->call.op);
     return work->uses_windows && pattern->reduces && !pattern->send_blocks && pattern->all_recv;
@@ -2710,8 +2719,8 @@ static const size_t *dt__counts_of(const dt_work *work, int rank) {
         dt__post_of(work->comm, rank, work->call.seq));
 }
 
-/* Number of elements that rank `from` has for rank `to`. dt__offset_from_to returns their offset in
-   the send buffer of `from`. */
+/* Returns the number of elements that rank `from` has for rank `to`. dt__offset_from_to returns
+   their offset, in elements, in the buffer of rank `from`. */
 static size_t dt__count_from_to(const dt_work *work, int from, int to) {
     if (work->call.op == DT__ALL_TO_ALL_V) return dt__counts_of(work, from)[to];
     if (!dt__is_two_phase(work)) return work->call.count;
@@ -2728,7 +2737,7 @@ static size_t dt__offset_from_to(const dt_work *work, int from, int to) {
     return dt__sends_blocks(work) ? (size_t)to * work->call.count : 0;
 }
 
-/* Offset of the data from rank `from` in this rank's recv, in elements. */
+/* Returns the offset in this rank's recv, in elements, of the data from rank `from`. */
 static size_t dt__recv_offset(const dt_work *work, int from) {
     if (work->call.op == DT__ALL_TO_ALL_V) return dt__sum_counts(work->call.recv_counts, from);
     if (dt__is_two_phase(work)) return dt__offset_from_to(work, from, work->comm->base.rank);
@@ -2737,13 +2746,14 @@ static size_t dt__recv_offset(const dt_work *work, int from) {
                : (size_t)from * work->call.count;
 }
 
-/* Number of elements of a block of `count` elements that lie in the window. */
+/* Returns how many elements of a block of `count` elements lie in the current window. */
 static size_t dt__in_window(const dt_work *work, size_t count) {
     if (count <= work->at) return 0;
     return count - work->at < work->window_count ? count - work->at : work->window_count;
 }
 
-/* Address of the current window of the data that rank `from` has for this rank. */
+/* Returns the address where this rank reads the current window of the data that rank `from` has for
+   it. */
 static const char *dt__source(const dt_work *work, int from) {
     dt__post *post = dt__post_of(work->comm, from, work->call.seq);
     size_t size = dt_dtype_size(work->call.dtype), me = (size_t)work->comm->base.rank;
@@ -2754,7 +2764,8 @@ static const char *dt__source(const dt_work *work, int from) {
     return base + (dt__offset_from_to(work, from, (int)me) + work->at) * size;
 }
 
-/* Copies the work's window into this rank's staging buffer, for the other ranks to read. */
+/* Copies the current window of this rank's data into its staging buffer, if it needs one, and
+   publishes in `opened` that the other ranks may read it. */
 static dt_status dt__stage_window(dt_work *work) {
     dt_comm *comm = work->comm;
     if (!dt__post_of(comm, comm->base.rank, work->call.seq)->staging) return DT_OK;
@@ -2775,7 +2786,7 @@ static dt_status dt__stage_window(dt_work *work) {
     return DT_OK;
 }
 
-/* Sets the size of a window. */
+/* Sets work->window_count, the number of elements of each block that one window holds. */
 static void dt__set_window(dt_work *work) {
     size_t blocks = dt__sends_blocks(work) ? (size_t)work->comm->base.size : 1,
            size = dt_dtype_size(work->call.dtype);
@@ -2785,7 +2796,7 @@ static void dt__set_window(dt_work *work) {
 
 /* ---- moving data ---- */
 
-/* Copies or reduces the other ranks' data into recv. Each rank begins with its own block and
+/* Copies or reduces the data of all ranks into recv. A copy begins with this rank's own block and
    continues with the next rank's, so that the ranks do not all read the same memory at the same
    time. */
 static dt_status dt__pull(dt_work *work) {
@@ -2813,9 +2824,10 @@ static dt_status dt__pull(dt_work *work) {
     return status;
 }
 
-/* Streaming (non-temporal) stores are up to twice as fast if all ranks' buffers together exceed
-   every cache near a core and no sum is in place. Otherwise they are up to four times as slow: a
-   sum in place, for example, writes lines that are already cached. */
+/* Smallest size, in bytes, of all ranks' send and recv buffers together for which dt__push uses
+   streaming (non-temporal) stores. They are up to twice as fast if the buffers exceed all caches
+   near a core and no rank sums in place. Otherwise they are up to four times as slow: for example,
+   a sum in place writes lines that are already cached. */
 enum { DT__STREAMING_BYTES = 8 << 20 };
 
 static int dt__use_streaming_stores(const dt_work *work) {
@@ -2828,11 +2840,12 @@ static int dt__use_streaming_stores(const dt_work *work) {
     return 1;
 }
 
-/* Direct all-reduce in shared memory: rank r sums chunk r of all send buffers and writes it to all
-   recv buffers. Each buffer is read once and written once: 2 (N-1)/N S bytes a rank, the least
-   possible. DeepSpeed does the same: github.com/deepspeedai/DeepSpeed, csrc/cpu/comm/shm.cpp; the
-   bound: P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
-   workstations", 2009. */
+/* Direct all-reduce in shared memory: rank r sums chunk r of all send buffers and writes the sum to
+   all recv buffers. Each buffer is read once and written once. A rank transfers 2 (N-1)/N S bytes,
+   where N is the number of ranks and S the bytes of one buffer. No algorithm can transfer less (P.
+   Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
+   2009). DeepSpeed does the same (github.com/deepspeedai/DeepSpeed, csrc/cpu/comm/shm.cpp). A
+   reduce writes to the recv buffer of the root only. */
 static dt_status dt__push(dt_work *work) {
     dt_comm *comm = work->comm;
     int n = comm->base.size, me = comm->base.rank, to_all = dt__pattern_of(work->call.op)->all_recv;
@@ -2841,7 +2854,7 @@ static dt_status dt__push(dt_work *work) {
     size_t count = dt__chunk_offset(work->call.count, n, me + 1) - first;
     for (int rank = 0; rank < n; rank++)
         comm->inputs[rank] = (const char *)dt__post_of(comm, rank, work->call.seq)->send + at;
-    /* each rank writes to itself first, so that not all write to the same rank */
+    /* each rank writes to its own recv first, so that the ranks do not all write to one buffer */
     int home = to_all ? me : work->call.peer;
     for (int step = 0; step < (to_all ? n : 1); step++)
         comm->outputs[step] =
@@ -2852,8 +2865,9 @@ static dt_status dt__push(dt_work *work) {
 
 /* ---- states ---- */
 
-/* Compares the expected counts of an all-to-all-v with the sent counts. Also finds the longest
-   block; all ranks find the same length. */
+/* Compares the counts that this rank expects in an all-to-all-v with the counts that the other
+   ranks send to it. Also sets work->longest_block to the longest block between any two ranks, so
+   the value is the same on all ranks. */
 static dt_status dt__compare_posted_counts(dt_work *work) {
     dt_comm *comm = work->comm;
     int n = comm->base.size, me = comm->base.rank;
@@ -2902,7 +2916,8 @@ static int dt__post_call(dt_work *work) {
     return 1;
 }
 
-/* Decides how the data move, after all ranks have posted. */
+/* Decides how the data move. Called once all ranks have posted. Returns 1, or -1 if the context has
+   failed. */
 static int dt__plan_collective(dt_work *work) {
     dt_comm *comm = work->comm;
     work->longest_block = work->call.count;
@@ -2921,7 +2936,7 @@ static int dt__plan_collective(dt_work *work) {
     return 1;
 }
 
-/* Moves this window's data. Returns 1, or -1 if the context has failed. */
+/* Moves the data of the current window. Returns 1, or -1 if the context has failed. */
 static int dt__move_window(dt_work *work) {
     dt_comm *comm = work->comm;
     int in_post = work->inline_ranks == comm->base.size,
@@ -2935,8 +2950,8 @@ static int dt__move_window(dt_work *work) {
     return 1;
 }
 
-/* Copies a sum that lies in the post into recv, after all ranks have closed. Returns 1, or -1 if
-   the context has failed. */
+/* If the sum lies in this rank's post (dt__must_sum_in_post), copies it into recv. Called after all
+   ranks have closed. Returns 1, or -1 if the context has failed. */
 static int dt__copy_back_sum(dt_work *work) {
     dt_comm *comm = work->comm;
     if (!work->sum_in_post) return 1;
@@ -2947,7 +2962,7 @@ static int dt__copy_back_sum(dt_work *work) {
     return status ? dt__data_failed(comm, &work->call, status), -1 : 1;
 }
 
-/* Advances to the next window. Returns 0 if there is none. */
+/* Advances to the next window and returns 1. Returns 0 if the current window is the last. */
 static int dt__next_window(dt_work *work) {
     if (work->at + work->window_count < work->longest_block) {
         work->at += work->window_count;
@@ -2962,9 +2977,9 @@ static int dt__next_window(dt_work *work) {
     return 1;
 }
 
-/* Returns 1 if this rank may use its next post, 0 if not yet, -1 if the context has failed. The
-   operation that used the post before must have moved its data, and all ranks must have finished
-   with the post. */
+/* Returns 1 if this rank may post its call, 0 if not yet, -1 if the context has failed. Calls are
+   posted in order. The operation that used the same post before must have moved its data, and all
+   ranks must have finished with that post. */
 static int dt__may_post(dt_work *work) {
     dt_comm *comm = work->comm;
     if (comm->last_posted + 1 != work->call.seq ||
@@ -2974,7 +2989,8 @@ static int dt__may_post(dt_work *work) {
     if (comm->closed_by_all >= comm->last_window[work->call.seq % DT_MAX_STARTED]) return 1;
     int there = dt__all_reached(work);
     if (there <= 0) return there;
-    /* refreshed only when closed_by_all is too low, because other ranks write these cache lines */
+    /* Computed anew only when the old value is too low, because other ranks write the cache lines
+       that this loop reads. */
     comm->closed_by_all = comm->windows_done;
     for (int rank = 0; rank < comm->base.size; rank++) {
         uint64_t closed = __atomic_load_n(&dt__member_of(comm, rank)->closed, __ATOMIC_ACQUIRE);
@@ -2983,7 +2999,8 @@ static int dt__may_post(dt_work *work) {
     return 1;
 }
 
-/* Advances a collective through its states. */
+/* Advances a collective through its states. Returns 1 if it is complete, 0 if it must wait, -1 if
+   the context has failed. */
 static int dt__shared_collective(dt_work *work) {
     dt_comm *comm = work->comm;
     for (int moved = 0;; moved = 1) {
@@ -2991,7 +3008,7 @@ static int dt__shared_collective(dt_work *work) {
         if (work->state != DT__AWAIT_SLOT && work->state != DT__AWAIT_CLOSE &&
             comm->last_moved + 1 != work->call.seq)
             return 0;
-        /* memory without staging is always open */
+        /* buffers without staging can always be read */
         int open = work->state == DT__AWAIT_WINDOW && !work->uses_windows;
         int there = work->state == DT__AWAIT_SLOT ? dt__may_post(work)
                     : open                        ? 1
@@ -3027,18 +3044,19 @@ static int dt__shared_collective(dt_work *work) {
 
 // ==== 15. Messages over a transport =============================================================
 
-/* Five functions (dt_transport), which the caller or a backend provides, carry the bytes. A group
-   has two channels, one for the messages of section 4 and one for the messages of collectives, so
-   that a message of one kind never matches a receive of the other kind. Between ranks of one node
-   the messages of collectives go through shared memory, as in section 13. Device memory is copied
-   through host memory. */
+/* Five functions (dt_transport), which the caller or a backend provides, carry the bytes. Each
+   group has two channels, one for the messages of section 4 and one for the messages of
+   collectives, so that a message of one kind never matches a receive of the other kind. The
+   messages of collectives between ranks of one machine go through shared memory, as in section 13.
+   Device memory is copied through pinned host memory. */
 
 static int dt__on_device(const dt_work *work) {
     return !work->call.host_memory && dt_ctx_kernels(work->comm->world->ctx)->open != NULL;
 }
 
-/* Copies to or from pinned memory without making the host wait for the device: an event recorded
-   after the copy tells when the copy is complete. */
+/* Starts a copy to or from pinned memory. The host does not wait for the copy: p2p->device_event,
+   which is recorded after the copy, tells when it is complete. Returns 1, or -1 if the context has
+   failed. */
 static int dt__pinned_copy_start(
     dt_work *work, dt__p2p *p2p, void *to, const void *from, size_t bytes) {
     const dt_kernels *kernels = dt_ctx_kernels(work->comm->world->ctx);
@@ -3049,7 +3067,8 @@ static int dt__pinned_copy_start(
     return dt__data_failed(work->comm, &work->call, status ? status : DT_ERR_DEVICE), -1;
 }
 
-/* Returns 1 if the copy is complete or there was no copy. */
+/* Returns 1 if the copy is complete or there was no copy, 0 if not yet, -1 if the context has
+   failed. */
 static int dt__pinned_copy_done(dt_work *work, const dt__p2p *p2p) {
     int passed = p2p->device_event
                      ? dt_ctx_kernels(work->comm->world->ctx)->event_query(p2p->device_event)
@@ -3058,7 +3077,8 @@ static int dt__pinned_copy_done(dt_work *work, const dt__p2p *p2p) {
     return passed;
 }
 
-/* Frees the transfer's device resources. After a failure the device may still be copying. */
+/* Frees the transfer's event and pinned copy. After a failure the device may still be copying; then
+   this function waits for the device first. */
 static void dt__p2p_release_device(dt_work *work, dt__p2p *p2p) {
     dt_ctx *ctx = work->comm->world->ctx;
     if (p2p->pinned_copy && p2p->device_event &&
@@ -3069,7 +3089,8 @@ static void dt__p2p_release_device(dt_work *work, dt__p2p *p2p) {
     p2p->pinned_copy = p2p->device_event = NULL;
 }
 
-/* The transport's address of a message. */
+/* The channel, the peer (a world rank, or DT_ANY) and the tag that a transport needs to send or
+   receive a message. */
 typedef struct dt__address {
     uint32_t channel;
     int other, tag;
@@ -3101,8 +3122,8 @@ static int dt__transport_post(
     return -1;
 }
 
-/* Numbers a send from a device. The send may have to wait for its copy, and no later send to the
-   same rank may overtake it. */
+/* Gives a send from a device its number among the sends to the same rank. The send may have to wait
+   for its copy to host memory; the number keeps later sends from overtaking it. */
 static void dt__device_send_enqueue(dt_work *work, dt__p2p *p2p) {
     uint64_t *device_sends = work->comm->world->device_sends;
     if (device_sends && p2p->op == DT__SEND)
@@ -3110,8 +3131,8 @@ static void dt__device_send_enqueue(dt_work *work, dt__p2p *p2p) {
     p2p->is_enqueued = 1;
 }
 
-/* Returns 1 if all earlier sends from a device to the same rank have begun; this send then
-   begins. */
+/* Returns 1 if all earlier sends from a device to the same rank have begun, and then counts this
+   send as begun; 0 if not yet. Returns 1 for every receive. */
 static int dt__device_send_dequeue(dt_work *work, const dt__p2p *p2p) {
     uint64_t *device_sends = work->comm->world->device_sends;
     uint64_t *begun = device_sends && p2p->op == DT__SEND
@@ -3122,7 +3143,8 @@ static int dt__device_send_dequeue(dt_work *work, const dt__p2p *p2p) {
     return 1;
 }
 
-/* Begins the transfer. A device's send is first copied to pinned host memory. */
+/* Begins the transfer. A send from a device is first copied to pinned host memory. Returns 1 if the
+   transfer has begun, 0 if not yet, -1 if the context has failed. */
 static int dt__transport_begin(dt_work *work, dt__p2p *p2p) {
     dt_ctx *ctx = work->comm->world->ctx;
     size_t bytes = p2p->count * dt_dtype_size(work->call.dtype);
@@ -3142,7 +3164,7 @@ static int dt__transport_begin(dt_work *work, dt__p2p *p2p) {
         p2p->pinned_copy ? p2p->pinned_copy : buf, bytes);
 }
 
-/* Returns the group's rank of a world rank, or -1 if it is not a member. */
+/* Returns the rank in the group that a world rank has, or -1 if it is not a member. */
 static int dt__rank_in(const dt__group *group, int world_rank) {
     for (int rank = 0; rank < group->size; rank++) {
         if (group->ranks[rank] == world_rank) return rank;
@@ -3150,7 +3172,7 @@ static int dt__rank_in(const dt__group *group, int world_rank) {
     return -1;
 }
 
-/* Fails with the error that dt_transport's test returned. Returns -1. */
+/* Fails the context with the error that the transport's test function returned. Returns -1. */
 static int dt__transport_failed(dt_work *work, const dt__p2p *p2p, int answer, const char *why) {
     dt__world *world = work->comm->world;
     dt__phrase text = dt__p2p_text(work, p2p);
@@ -3186,7 +3208,8 @@ static int dt__transport_test(dt_work *work, dt__p2p *p2p, dt__arrival *arrival)
     return 1;
 }
 
-/* Checks that the message matches the receive, and stores the sender's rank. */
+/* Checks that the message matches the receive, and stores the sender's rank. Returns 1, or -1 if
+   the context has failed. */
 static int dt__transport_received(dt_work *work, dt__p2p *p2p, const dt__arrival *arrival) {
     dt__world *world = work->comm->world;
     int from = p2p->peer == DT_ANY ? dt__rank_in(work->comm->group, arrival->from) : p2p->peer;
@@ -3197,8 +3220,9 @@ static int dt__transport_received(dt_work *work, dt__p2p *p2p, const dt__arrival
     return 1;
 }
 
-/* States of a transfer: 0 not begun, 1 begun, 2 the received data are being copied to the
-   device. */
+/* Advances a transfer. Returns 1 if it is complete, 0 if not yet, -1 if the context has failed.
+   p2p->state: 0 not begun; 1 begun; 2 the message has been sent or received, and received data may
+   still be in a copy to the device. */
 static int dt__transport_message(dt_work *work, dt__p2p *p2p) {
     dt__world *world = work->comm->world;
     dt__arrival arrival = { DT_ANY, 0, p2p->count * dt_dtype_size(work->call.dtype) };
@@ -3229,8 +3253,11 @@ static int dt__transport_message(dt_work *work, dt__p2p *p2p) {
 /* A collective that runs as messages is a function that is called once for each round. The function
    lists the round's messages (dt__send_to, dt__recv_from) and returns 1, or returns 0 if there are
    no more rounds. A round begins when the previous round is complete, so it may use the data that
-   the previous round received. With N ranks, S bytes of the full buffer and L = log2 N rounded up,
-   the table shows "messages; bytes" that the busiest rank sends (N/2 holds if N is a power of two):
+   the previous round received.
+
+   The table shows what the busiest rank sends: the number of messages, then the number of bytes. N
+   is the number of ranks, S the bytes of the full buffer, and L is log2 N rounded up. (The entries
+   with N/2 and S/2 hold if N is a power of two.)
 
                         direct               ring                 doubling       tree
        all-reduce       2(N-1); 2(N-1)/N S   2(N-1); 2(N-1)/N S   L; (N-1) S     L; (L-1+N/2) S
@@ -3244,10 +3271,10 @@ static int dt__transport_message(dt_work *work, dt__p2p *p2p) {
        barrier                                                    L; 0
 
    A sum in rank order needs the inputs of all ranks on one rank, so the inputs are sent unreduced
-   and added there. Of the algorithms in the table, only the ring sends partial sums, and it begins
-   each chunk at another rank. The comment of each function gives the picture and the cost of its
-   algorithm. R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication
-   operations in MPICH", 2005, compares the algorithms. */
+   and added on that rank. Of the algorithms in the table, only the ring sends partial sums, and
+   each of its chunks begins at a different rank. The comment of each function gives the picture and
+   the cost of its algorithm. R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective
+   communication operations in MPICH", 2005, compares the algorithms. */
 
 static dt__p2p *dt__add_p2p(dt_work *work, dt__op_code op, int peer, size_t count) {
     dt__p2p *p2p = &work->p2p_ops[work->p2p_count++];
@@ -3278,7 +3305,7 @@ static void dt__copy_local(dt_work *work, void *dst, const void *src, size_t cou
     if (status) dt__data_failed(work->comm, &work->call, status);
 }
 
-/* out = the reduction of the n inputs listed in comm->inputs. */
+/* Reduces the n inputs listed in comm->inputs into `out`, which has `count` elements. */
 static void dt__sum_inputs(dt_work *work, void *out, int n, size_t count) {
     work->comm->outputs[0] = out;
     dt_status status = dt__reduce_inputs(work->comm, &work->call, 1, n, count, 0);
@@ -3288,7 +3315,8 @@ static void dt__sum_inputs(dt_work *work, void *out, int n, size_t count) {
 
 typedef int (*dt__round_fn)(dt_work *work);
 
-/* Runs all rounds of algorithm `one`, then all rounds of algorithm `other`. */
+/* Runs all rounds of the algorithm `one`, then all rounds of the algorithm `other`. Returns 1 if a
+   round was begun, 0 if there are no more rounds. */
 static int dt__two_phases(dt_work *work, dt__round_fn one, dt__round_fn other) {
     if (work->stage == 0) {
         if (one(work)) return 1;
@@ -3299,7 +3327,9 @@ static int dt__two_phases(dt_work *work, dt__round_fn one, dt__round_fn other) {
     return other(work);
 }
 
-/* Offset of block i in the full buffer. The buffer has N blocks, or is divided into N chunks. */
+/* Returns the offset of block i in the full buffer, in elements. For an all-reduce, a reduce and a
+   broadcast, block i is chunk i of the buffer; for other operations the buffer has N blocks of
+   `count` elements. */
 static size_t dt__block_offset(const dt_work *work, int i) {
     dt__op_code op = work->call.op;
     if (op == DT__ALL_REDUCE || op == DT__SUM_DOUBLES || op == DT__REDUCE || op == DT__BROADCAST)
@@ -3311,7 +3341,7 @@ static size_t dt__block_count(const dt_work *work, int i) {
     return dt__block_offset(work, i + 1) - dt__block_offset(work, i);
 }
 
-/* Address of element i of p. */
+/* Returns the address of element i of the buffer p. */
 static char *dt__element(const dt_work *work, const void *p, size_t i) {
     return (char *)p + i * dt_dtype_size(work->call.dtype);
 }
@@ -3325,8 +3355,9 @@ static char *dt__send_block(const dt_work *work, int i) {
 
 /* ---- all-gather ---- */
 
-/* Direct all-gather: every rank sends its block to all other ranks at once. N-1 messages, (N-1)/N
-   S. The functions named _phase expect this rank's own block in recv. */
+/* Direct all-gather: every rank sends its block to all other ranks at once. Each rank sends N-1
+   messages, (N-1)/N S bytes. The functions whose names end in _all_gather_phase expect this rank's
+   own block in recv. */
 static int dt__direct_all_gather_phase(dt_work *work) {
     int n = work->comm->base.size, me = work->comm->base.rank;
     if (work->round > 0) return 0;
@@ -3339,11 +3370,12 @@ static int dt__direct_all_gather_phase(dt_work *work) {
 }
 
 /* Ring all-gather: in each round every rank sends to its right neighbour the block that it received
-   in the previous round, so that all links are always busy. N-1 messages, (N-1)/N S.
+   in the previous round, so that all links are always busy. Each rank sends N-1 messages, (N-1)/N S
+   bytes.
 
-       rank:      0      1      2      3            block 0 on its way, N = 4; the other blocks
-       round 0    0 ---> 0                          do the same at the same time, each
-       round 1           0 ---> 0                   beginning at its own rank
+       rank:      0      1      2      3            The path of block 0 with N = 4. The other
+       round 0    0 ---> 0                          blocks move at the same time, and each
+       round 1           0 ---> 0                   block begins at its own rank.
        round 2                  0 ---> 0 */
 static int dt__ring_all_gather_phase(dt_work *work) {
     int n = work->comm->base.size, me = work->comm->base.rank;
@@ -3369,11 +3401,12 @@ static int dt__ring_all_gather(dt_work *work) {
 }
 
 /* Recursive doubling, in the form of J. Bruck et al., "Efficient algorithms for all-to-all
-   communications", 1997, which works for any N. The scratch collects the send buffers of ranks me,
-   me+1, me+2, ...; each round doubles the number of buffers. L messages.
+   communications", 1997, which works for any N. The scratch buffer collects the send buffers of
+   ranks me, me+1, me+2, ...; each round doubles how many of them this rank has. Each rank sends L
+   messages. With N = 4, where "0 <- 1" means that rank 0 receives from rank 1:
 
-       round 0    0 <- 1    1 <- 2    2 <- 3    3 <- 0      has 2 buffers: me, me+1
-       round 1    0 <- 2    1 <- 3    2 <- 0    3 <- 1      has 4 buffers: me .. me+3 */
+       round 0    0 <- 1    1 <- 2    2 <- 3    3 <- 0      then has 2 buffers: me, me+1
+       round 1    0 <- 2    1 <- 3    2 <- 0    3 <- 1      then has 4 buffers: me .. me+3 */
 static int dt__doubling_gather_phase(dt_work *work) {
     int n = work->comm->base.size, me = work->comm->base.rank, have = 1 << work->round;
     size_t count = work->call.count;
@@ -3397,8 +3430,8 @@ static int dt__doubling_all_gather(dt_work *work) {
 }
 
 /* All-reduce by recursive doubling: gathers all send buffers on every rank
-   (dt__doubling_gather_phase), then every rank sums them in rank order. L messages, (N-1) S: for
-   small buffers. */
+   (dt__doubling_gather_phase), then every rank sums them in rank order. Each rank sends L messages,
+   (N-1) S bytes, so it is used for small buffers. */
 static int dt__doubling_all_reduce(dt_work *work) {
     int n = work->comm->base.size, me = work->comm->base.rank;
     if (dt__doubling_gather_phase(work)) return 1;
@@ -3443,8 +3476,8 @@ static int dt__direct_all_to_all_v(dt_work *work) {
 
 /* ---- reductions ---- */
 
-/* Destination of this rank's block of the sum: its recv, or the end of the scratch in a reduce on a
-   rank that is not the root. */
+/* Returns the address for this rank's block of the sum: in recv or, in a reduce on a rank that is
+   not the root, at the end of the scratch buffer. */
 static char *dt__sum_destination(const dt_work *work) {
     int n = work->comm->base.size, me = work->comm->base.rank;
     if (work->call.op == DT__REDUCE_SCATTER) return (char *)work->call.recv;
@@ -3453,8 +3486,8 @@ static char *dt__sum_destination(const dt_work *work) {
     return dt__recv_block(work, me);
 }
 
-/* Direct reduce-scatter: an all-to-all into the scratch, then one sum in rank order. N-1 messages,
-   (N-1)/N S. */
+/* Direct reduce-scatter: an all-to-all into the scratch buffer, then one sum in rank order. Each
+   rank sends N-1 messages, (N-1)/N S bytes. */
 static int dt__direct_reduce_scatter(dt_work *work) {
     int n = work->comm->base.size, me = work->comm->base.rank;
     size_t mine = dt__block_count(work, me);
@@ -3477,8 +3510,9 @@ static int dt__direct_reduce_scatter(dt_work *work) {
 }
 
 /* Ring reduce-scatter: in round s this rank adds its own input to the partial sum of block me-1-s,
-   which came from its left neighbour, and sends the new partial sum to its right neighbour. Block r
-   begins at rank r+1 and ends at rank r, its owner. N-1 messages, (N-1)/N S. The scratch holds the
+   which its left neighbour sent in the previous round, and sends the new partial sum to its right
+   neighbour. (In round 0 it only sends its own input.) Block r begins at rank r+1 and ends at rank
+   r, its owner. Each rank sends N-1 messages, (N-1)/N S bytes. The scratch buffer holds the
    incoming and the outgoing partial sum. In the picture t1 is rank 1's input.
 
        block 0, N = 4:    rank 1 ------> rank 2 ------> rank 3 ------> rank 0
@@ -3503,27 +3537,29 @@ static int dt__ring_reduce_scatter(dt_work *work) {
     return 1;
 }
 
-/* Direct all-reduce: a reduce-scatter and an all-gather in which every rank sends to all other
-   ranks at once. Two rounds; 2(N-1) messages, 2(N-1)/N S, summed in rank order. */
+/* Direct all-reduce: a reduce-scatter and an all-gather, in each of which every rank sends to all
+   other ranks at once. There are two rounds. Each rank sends 2(N-1) messages, 2(N-1)/N S bytes, and
+   sums in rank order. */
 static int dt__direct_all_reduce(dt_work *work) {
     return dt__two_phases(work, dt__direct_reduce_scatter, dt__direct_all_gather_phase);
 }
 
-/* Ring all-reduce: a ring reduce-scatter, then a ring all-gather. 2(N-1) rounds; 2(N-1) messages,
-   2(N-1)/N S: the fewest bytes possible, whatever N (P. Patarasuk and X. Yuan, "Bandwidth optimal
-   all-reduce algorithms for clusters of workstations", 2009). One of the N chunks, N = 4:
+/* Ring all-reduce: a ring reduce-scatter, then a ring all-gather. In 2(N-1) rounds each rank sends
+   2(N-1) messages, 2(N-1)/N S bytes. No algorithm sends fewer bytes, whatever N is (P. Patarasuk
+   and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009). The
+   path of one of the N chunks, with N = 4:
 
        partial sums    rank 1 ---> rank 2 ---> rank 3 ---> rank 0        dt__ring_reduce_scatter
        the sum         rank 0 ---> rank 1 ---> rank 2 ---> rank 3        dt__ring_all_gather_phase
 
-   The other chunks go round at the same time, and each chunk begins one rank further, so every link
-   is always busy. Each chunk is summed in a different order, so the last bits of the result differ
-   from the results of other algorithms. */
+   The other chunks move at the same time, and each chunk begins one rank further to the right, so
+   every link is always busy. Each chunk is summed in a different order, so the last bits of the
+   result differ from the results of other algorithms. */
 static int dt__ring_all_reduce(dt_work *work) {
     return dt__two_phases(work, dt__ring_reduce_scatter, dt__ring_all_gather_phase);
 }
 
-/* Collects the blocks of the sum on the root. The root's own block is already in its recv. */
+/* Sends every rank's block of the sum to the root. The root's own block is already in its recv. */
 static int dt__gather_sums(dt_work *work) {
     int n = work->comm->base.size, me = work->comm->base.rank, root = work->call.peer;
     if (work->round > 0) return 0;
@@ -3577,7 +3613,8 @@ static int dt__direct_broadcast(dt_work *work) {
     return 1;
 }
 
-/* The scatter phase of a ring broadcast (van de Geijn): each rank gets one chunk from the root. */
+/* The scatter phase of a ring broadcast (van de Geijn): each rank receives its chunk from the
+   root. */
 static int dt__scatter_phase(dt_work *work) {
     int n = work->comm->base.size, me = work->comm->base.rank, root = work->call.peer;
     if (work->round > 0) return 0;
@@ -3595,13 +3632,13 @@ static int dt__ring_broadcast(dt_work *work) {
 /* ---- rails: M machines of k ranks, which are neighbours in the group ---- */
 
 /* Hierarchical all-reduce of large buffers. Between ranks of one machine messages go through shared
-   memory (section 15), so the messages that leave a machine are the bottleneck. A ring crosses each
-   machine border once, so (N-1)/N S leave a machine in a ring all-gather. In a direct all-reduce
-   2k(N-k)/N S would leave each machine. With rails 2 S leave a machine, but only S leave the first
-   and the last machine.
+   memory (section 15), so the messages that leave a machine are the bottleneck. S is the size of
+   the buffer in bytes, and N = kM. In a ring all-gather (N-1)/N S bytes leave each machine, because
+   the ring leaves each machine once. In a direct all-reduce 2k(N-k)/N S would leave each machine.
+   With rails 2 S leave a machine, but only S leave the first and the last machine.
 
-   The buffer is divided into k chunks. The j-th ranks of all machines form rail j, which sums chunk
-   j from machine to machine upwards and sends the sum down again, in P pieces:
+   The buffer is divided into k chunks. The j-th ranks of all machines form rail j. Rail j sums
+   chunk j from machine 0 up to machine M-1, and sends the sum down again. It does so in P pieces:
 
        machine M-1    | ^  the complete sum turns round here
           ...         v |
@@ -3611,19 +3648,19 @@ static int dt__ring_broadcast(dt_work *work) {
 
    In round t a rank of machine m, with d = 2(M-1-m),
 
-       receives its machine's inputs of piece t, and from below the sum of piece t over machines
-       0 .. m-1;
+       receives piece t of its machine's inputs, and from the machine below the sum of piece t
+       over machines 0 .. m-1;
        sends up the sum of piece t-1 over machines 0 .. m, which it has just added in rank order
        (on the last machine this is the complete sum);
-       receives from above the complete sum of piece t-d;
+       receives from the machine above the complete sum of piece t-d;
        sends the complete sum of piece t-d-1 to the other ranks of its machine, and down.
 
    Round t of machine m runs at the same time as round t-1 of the machine above. All links are busy
-   in both directions, and the all-reduce takes about P + 2 M rounds. A rank sends 2kP messages, 2
-   S. A piece in transit is kept in recv, where its sum will be. */
+   in both directions, and the all-reduce takes about P + 2 M rounds. A rank sends 2kP messages, 2 S
+   bytes. A piece on its way is kept at the place in recv where its sum will be. */
 
-/* Size of the largest piece. It fits in a cache, and the fixed cost of a round is less than the
-   cost of moving the bytes. */
+/* Size of the largest piece, in bytes. The piece fits in a cache, but is so large that the fixed
+   cost of a round is less than the cost of moving the bytes. */
 #ifndef DT__RAIL_BYTES
 #define DT__RAIL_BYTES DT_WINDOW_BYTES
 #endif
@@ -3634,14 +3671,15 @@ static size_t dt__rail_pieces(const dt_work *work) {
     return (longest + DT__RAIL_BYTES - 1) / DT__RAIL_BYTES;
 }
 
-/* First element of piece p of chunk i. */
+/* Returns the index of the first element of piece p of chunk i. */
 static size_t dt__rail_offset(const dt_work *work, int i, int p) {
     size_t first = dt__chunk_offset(work->call.count, work->comm->ranks_per_node, i);
     size_t count = dt__chunk_offset(work->call.count, work->comm->ranks_per_node, i + 1) - first;
     return first + dt__chunk_offset(count, (int)dt__rail_pieces(work), p);
 }
 
-/* Adds a transfer of piece p of chunk i of buf, if that piece exists. */
+/* Adds the send or receive of piece p of chunk i of the buffer buf to the round, if that piece
+   exists. */
 static void dt__rail_add_p2p(
     dt_work *work, dt__op_code op, int peer, const void *buf, int i, int p) {
     if (p < 0 || p >= (int)dt__rail_pieces(work)) return;
@@ -3653,8 +3691,8 @@ static void dt__rail_add_p2p(
         p2p->recv = dt__element(work, buf, first);
 }
 
-/* Address in the scratch of the input of this machine's j-th rank. At this rank's own index the
-   scratch holds the partial sum from the machine below. */
+/* Returns the address in the scratch buffer of the input of this machine's j-th rank. If j is this
+   rank itself, the partial sum from the machine below is kept at that address instead. */
 static void *dt__rail_input(const dt_work *work, int j) {
     return dt__element(work, work->scratch,
         (size_t)j * (work->scratch_count / (size_t)work->comm->ranks_per_node));
@@ -3703,9 +3741,10 @@ static int dt__rails_all_reduce(dt_work *work) {
 
 /* ---- binomial trees ---- */
 
-/* v is a rank's number counted from the root, which has v = 0. The subtree of v is v, v+1, ..., up
-   to but without v + b, where b is the lowest set bit of v; the subtree of 0 is all ranks. A gather
-   climbs the tree, nearest children first. A broadcast descends the tree. Each takes L rounds:
+/* v is a rank's number counted from the root, which has v = 0. The subtree of v consists of v, v+1,
+   ..., v+b-1, as far as these ranks exist, where b is the lowest set bit of v. The subtree of 0 is
+   all ranks. In a gather the data climb the tree, from the nearest children first. In a broadcast
+   the data descend the tree. Each takes L rounds. The rounds of a gather with N = 8:
 
        v:   0 <- 1    2 <- 3    4 <- 5    6 <- 7      round 0
             0 <------ 2         4 <------ 6           round 1
@@ -3720,15 +3759,15 @@ static int dt__real_rank(const dt_work *work, int v) {
     return (v + work->call.peer) % work->comm->base.size;
 }
 
-/* Number of ranks in the subtree of v, with v itself. */
+/* Returns the number of ranks in the subtree of v, v included. */
 static int dt__subtree_size(int v, int n) {
     int all = 1;
     while (all < n && !(v & all)) all *= 2;
     return all < n - v ? all : n - v;
 }
 
-/* The scratch collects the send buffers of v's subtree: v receives from its children, nearest
-   first, and then sends to its parent. */
+/* Collects the send buffers of v's subtree in the scratch buffer: v receives from its children,
+   nearest first, and then sends all it has to its parent. */
 static int dt__tree_gather_phase(dt_work *work) {
     int n = work->comm->base.size, v = dt__virtual_rank(work), mask = 1 << work->round;
     size_t count = work->call.count;
@@ -3765,8 +3804,9 @@ static int dt__tree_reduce(dt_work *work) {
     return 0;
 }
 
-/* Distance of this round when the data descend the tree. It halves in each round, and every rank
-   that has the data sends them to the rank at that distance. */
+/* Returns the distance of this round when data descend the tree; 0 if there are no more rounds. The
+   distance halves in each round, and every rank that has the data sends them to the rank at that
+   distance. */
 static int dt__tree_mask(const dt_work *work) {
     int mask = 1;
     while (mask < work->comm->base.size) mask *= 2;
@@ -3783,8 +3823,9 @@ static int dt__tree_broadcast(dt_work *work) {
     return 1;
 }
 
-/* Tree all-reduce: a reduce to the root up a binomial tree, then a broadcast down. L messages,
-   (L-1+N/2) S, because the inputs climb the tree unreduced and the root sums them in rank order. */
+/* Tree all-reduce: a reduce to the root up a binomial tree, then a broadcast down. The busiest rank
+   sends L messages, (L-1+N/2) S bytes, because the inputs climb the tree unreduced and the root
+   sums them in rank order. */
 static int dt__tree_all_reduce(dt_work *work) {
     return dt__two_phases(work, dt__tree_reduce, dt__tree_broadcast);
 }
@@ -3812,12 +3853,12 @@ static int dt__tree_scatter(dt_work *work) {
 
 /* ---- choosing an algorithm ---- */
 
-/* Which algorithms exist for an operation. */
+/* The algorithms that exist for one operation. */
 typedef struct dt__algorithm_row {
-    dt__round_fn direct, ring, doubling, tree; /* NULL: there is none */
+    dt__round_fn direct, ring, doubling, tree; /* NULL: the algorithm does not exist */
 } dt__algorithm_row;
 
-/* Returns NULL if the algorithm does not exist for this operation. */
+/* Returns the function that runs `algorithm` for this call, or NULL if there is none. */
 static dt__round_fn dt__algorithm_of(const dt__call *call, dt_algorithm algorithm) {
     static const dt__algorithm_row rows[] = {
         /* In the order of dt__op_code. DT__CHECK, which compares the ranks' calls, has no row:
@@ -3854,17 +3895,18 @@ static dt__round_fn dt__algorithm_of(const dt__call *call, dt_algorithm algorith
     }
 }
 
-/* Returns 1 for large all-reduces of a group with rails. Partial sums travel in the type of the
-   buffer. So bf16 and f16, which are rounded once at the end, and averages, which are divided once
-   at the end, do not use rails. */
+/* Returns 1 if the call is a large all-reduce of a group with rails. Rails send partial sums in the
+   type of the buffer. So bf16 and f16, which are rounded only at the end, and averages, which are
+   divided only at the end, do not use rails. */
 static int dt__use_rails(const dt_comm *comm, const dt__call *call) {
     return comm->ranks_per_node > 0 && call->op == DT__ALL_REDUCE && call->redop != DT_AVG &&
            !dt__narrow(call->dtype) &&
            dt__call_bytes(call) >= (size_t)comm->ranks_per_node * DT__RAIL_BYTES;
 }
 
-/* Chooses an algorithm when there is no shared memory: few messages for small buffers, few bytes
-   for large buffers. Reductions never use a ring, because its order of summation differs. */
+/* Chooses an algorithm when there is no shared memory: one with few messages for small buffers, one
+   with few bytes for large buffers. Never chooses a ring for a reduction, because the ring sums in
+   another order. */
 static dt__round_fn dt__algorithm_by_size(const dt_comm *comm, const dt__call *call) {
     size_t all = dt__call_bytes(call) * (size_t)comm->base.size;
     if (dt__use_rails(comm, call)) return dt__rails_all_reduce;
@@ -3876,7 +3918,8 @@ static dt__round_fn dt__algorithm_by_size(const dt_comm *comm, const dt__call *c
     return dt__algorithm_of(call, dt__algorithm_of(call, DT_DIRECT) ? DT_DIRECT : DT_DOUBLING);
 }
 
-/* Allocates space for the transfers of the largest round. */
+/* Allocates space for `count` transfers, the number in the largest round. Returns 0 if the context
+   has failed. */
 static int dt__p2p_reserve(dt_work *work, int count) {
     dt_ctx *ctx = work->comm->world->ctx;
     if (work->p2p_capacity >= count) return 1;
@@ -3887,12 +3930,13 @@ static int dt__p2p_reserve(dt_work *work, int count) {
     return work->p2p_ops != NULL;
 }
 
-/* An algorithm returns this instead of 1 (another round) or 0 (no more rounds) to be called again
-   later. */
+/* An algorithm returns this value to be called again later. (It returns 1 if it has begun another
+   round, and 0 if there are no more rounds.) */
 enum { DT__POLL_AGAIN = -1 };
 
-/* Advances the transfers of the round. When all are complete, advances the algorithm to the next
-   round. */
+/* Advances the transfers of the round. When all are complete, lets the algorithm begin the next
+   round. Returns 1 if there are no more rounds, 0 if a transfer is incomplete, -1 if the context
+   has failed. */
 static int dt__algorithm_advance(dt_work *work) {
     for (;;) {
         int waiting = 0;
@@ -3918,13 +3962,13 @@ static int dt__algorithm_advance(dt_work *work) {
 
 /* The life of an operation:
 
-       dt__op_begin        validates the call, chooses its route, records it
-       dt__advance         (section 12) moves its data as far as possible without waiting; called
-                           repeatedly by waits, by dt_test and between kernels
-       dt__op_end          counts its bytes and recycles it
+       dt__op_begin        validates the call, chooses how it runs, records it
+       dt__advance         (section 12) moves its data as far as possible without waiting; waits
+                           and dt_test call it repeatedly, and so does dt between kernels
+       dt__op_end          counts its bytes and recycles its work object
 
-   dt__op_run does all of this for a blocking call, dt__op_start and dt_wait for a nonblocking
-   operation. The public functions at the end of the section only fill in a dt__call. */
+   A blocking call does all three in dt__op_run. A nonblocking operation begins in dt__op_start and
+   ends in dt_wait. The public functions at the end of the section only fill in a dt__call. */
 
 static const dt__comm_ops dt__threads_ops = {
     .name = "threads", .message = dt__shared_message, .collective = dt__shared_collective
@@ -3947,8 +3991,8 @@ static const char *dt__backend_name(dt_backend backend) {
     return "unknown";
 }
 
-/* Says why dt_run or dt_team_make refuses the backend: this build does not contain it, or its ranks
-   are not threads or forks of one process. */
+/* Returns the reason for which dt_run or dt_team_make refuses the backend: either this build does
+   not contain the backend, or the ranks of the backend are not threads or forks of one process. */
 static const char *dt__backend_missing(dt_backend backend) {
 #ifndef DT_USE_NCCL
     if (backend == DT_BACKEND_NCCL)
@@ -3961,14 +4005,14 @@ static const char *dt__backend_missing(dt_backend backend) {
                                      : "a team is threads or forks of one process";
 }
 
-/* Returns 1 if this rank's kernels cannot access p, for example a local variable when tensors lie
-   on a device. Data there are transferred as scalars are, from host memory. */
+/* Returns 1 if this rank's kernels cannot access p, for example because p is a local variable and
+   tensors lie on a device. The CPU then transfers the data, as it does for scalars. */
 static int dt__beyond_kernels(const dt_comm *comm, const void *p) {
     const dt_kernels *kernels = dt_ctx_kernels(comm->world->ctx);
     return p && kernels->can_access && !kernels->can_access(p);
 }
 
-/* Elements in the recv buffer. */
+/* Returns the number of elements in the recv buffer. */
 static size_t dt__recv_count(const dt_comm *comm, const dt__call *call) {
     int shares = call->op == DT__ALL_GATHER || call->op == DT__GATHER || call->op == DT__ALL_TO_ALL;
     if (call->op == DT__ALL_TO_ALL_V) return dt__sum_counts(call->recv_counts, comm->base.size);
@@ -3980,9 +4024,9 @@ static int dt__overlap(const void *a, size_t a_bytes, const void *b, size_t b_by
     return x < y ? y - x < a_bytes : x - y < b_bytes;
 }
 
-/* Returns NULL, or an error text if send and recv of this rank overlap so that the operation would
-   overwrite data before it reads them. The only legal overlap is an operation in place: this rank's
-   block lies at its own offset in the larger buffer. */
+/* Returns an error text if send and recv of this rank overlap and the operation could overwrite
+   data before it reads them; else NULL. The only legal overlap is an operation in place: this
+   rank's block lies at its own offset in the larger buffer. */
 static const char *dt__overlap_error(const dt_comm *comm, const dt__call *call) {
     size_t size = dt_dtype_size(call->dtype), mine = (size_t)comm->base.rank * call->count * size;
     size_t sent = dt__send_count(comm, call) * size, got = dt__recv_count(comm, call) * size;
@@ -4010,7 +4054,8 @@ static const char *dt__overlap_error(const dt_comm *comm, const dt__call *call) 
     }
 }
 
-/* Returns NULL, or a text that names the wrong argument. It does not depend on the other ranks. */
+/* Returns a text that names a wrong argument of this rank's call, or NULL if there is none. Does
+   not compare the call with the calls of other ranks. */
 static const char *dt__argument_error(const dt_comm *comm, const dt__call *call) {
     size_t max_count = (size_t)-1 / 2 / dt_dtype_size(call->dtype) / (size_t)comm->base.size;
     int is_p2p = dt__is_p2p(call->op);
@@ -4038,8 +4083,8 @@ static const char *dt__argument_error(const dt_comm *comm, const dt__call *call)
     return dt__overlap_error(comm, call);
 }
 
-/* Runs a call with comm NULL. There is no context that could fail, and no kernel table to copy
-   with. */
+/* Runs a call with comm NULL, a group of one. There is no context that could fail, so an error is
+   only returned; there is no kernel table, so memcpy copies the data. */
 static dt_status dt__call_without_comm(const dt__call *call) {
     const void *send = call->send;
     size_t bytes = dt__call_bytes(call);
@@ -4059,7 +4104,8 @@ static dt_status dt__call_without_comm(const dt__call *call) {
     return DT_OK;
 }
 
-/* With one rank every collective is a copy from send to recv, or nothing. */
+/* Completes a collective of a group of one. A broadcast and a barrier do nothing; every other
+   collective copies send to recv. */
 static void dt__single_rank_collective(dt_work *work) {
     const dt__call *call = &work->call;
     if (call->op != DT__BROADCAST && call->op != DT__BARRIER)
@@ -4089,7 +4135,7 @@ static dt_work *dt__work_acquire(dt_comm *comm, const dt__call *call) {
     return work;
 }
 
-/* Returns a work to the free list, and releases its requests, buffers and scratch. */
+/* Puts a work on the free list, and releases its requests, buffers and scratch buffer. */
 static void dt__work_release(dt__world *world, dt_work *work) {
     for (int i = 0; i < work->p2p_count; i++) {
         dt__p2p *p2p = &work->p2p_ops[i];
@@ -4107,11 +4153,11 @@ static void dt__work_release(dt__world *world, dt_work *work) {
     world->free_works = work;
 }
 
-/* Reserves time on the simulated link. */
+/* Reserves time on the simulated link, and stores in work->link_until when that time ends. */
 static void dt__link_begin(dt__world *world, dt_work *work) {
     double bytes = (double)dt__sent_bytes(work->comm, &work->call),
            now = world->host->now(world->host->user);
-    if (work->call.host_memory) return; /* scalars */
+    if (work->call.host_memory) return; /* scalars use no link time */
     world->link_free_at =
         (world->link_free_at > now ? world->link_free_at : now) + world->link.latency_s;
     if (world->link.bytes_per_s > 0) world->link_free_at += bytes / world->link.bytes_per_s;
@@ -4120,15 +4166,17 @@ static void dt__link_begin(dt__world *world, dt_work *work) {
 
 /* ---- comparing calls over a transport ---- */
 
-/* In shared memory the posts of a collective are compared (section 14). Over a transport each
-   message carries a signature of its call. In the first steps, where programs go wrong, all ranks
-   also exchange a notice of each call before the call runs, in a separate all-gather. */
+/* In shared memory the ranks compare the posts of a collective (section 14). Over a transport the
+   receiver compares the signature that each message carries with its own call (dt__signature_of).
+   In the first steps, in which most programming errors show, the ranks also compare each collective
+   before it runs: they exchange descriptions of their calls (notices) in a separate all-gather, the
+   operation DT__CHECK. */
 enum {
     DT__CHECK_STEPS = 100,
-    DT__CHECK_CALLS = 10000, /* the same limit for programs without steps: calls of a group */
+    DT__CHECK_CALLS = 10000, /* the limit for programs without steps: calls on a group */
     DT__CHECK_RANKS = 16     /* larger groups do not compare the counts of an all-to-all-v */
 };
-typedef struct dt__call_notice { /* in small groups the counts of an all-to-all-v follow */
+typedef struct dt__call_notice { /* in groups of up to DT__CHECK_RANKS ranks, counts follow */
     uint64_t packed_call, count;
     int32_t line;
     char file[28];
@@ -4140,7 +4188,8 @@ static int dt__is_compared(const dt_comm *comm) {
     return world->state->step < DT__CHECK_STEPS && comm->message_seq < DT__CHECK_CALLS;
 }
 
-/* Bytes of one notice with the counts of an all-to-all-v, sent and expected. */
+/* Returns the bytes of one notice and the counts that follow it: the N counts that the rank sends
+   in an all-to-all-v, then the N counts that it expects. */
 static size_t dt__call_notice_bytes(const dt_comm *comm) {
     size_t n = (size_t)comm->base.size;
     return sizeof(dt__call_notice) + (n <= DT__CHECK_RANKS ? 2 * n * sizeof(uint64_t) : 0);
@@ -4156,9 +4205,10 @@ static size_t dt__check_bytes(const dt_comm *comm) {
     return (size_t)(comm->base.size + 1) * dt__call_notice_bytes(comm);
 }
 
-/* Makes the comparison that runs before the work. If memory runs out, the context fails and there
-   is no comparison. In small groups every rank sends its notice directly to every other rank, so
-   that a rank waits for exactly the ranks that have not arrived. */
+/* Makes work->check_work, the operation that compares the calls of all ranks before `work` runs. If
+   memory runs out, the context fails and check_work stays NULL. In small groups every rank sends
+   its notice directly to every other rank, so that a rank waits for exactly the ranks that have not
+   arrived. */
 static void dt__check_make(dt_work *work) {
     dt_comm *comm = work->comm;
     dt__world *world = comm->world;
@@ -4200,7 +4250,8 @@ static void dt__check_free(dt_work *work) {
 }
 
 /* Checks that in an all-to-all-v each rank sends the counts that the receivers expect. All ranks
-   search in the same order, so they report the same pair. */
+   search in the same order, so they report the same two ranks. Returns 1, or -1 if the context has
+   failed. */
 static int dt__check_counts(dt_work *work) {
     const dt_comm *comm = work->comm;
     int n = comm->base.size;
@@ -4223,7 +4274,8 @@ static int dt__check_counts(dt_work *work) {
     return 1;
 }
 
-/* Advances the comparison. Returns 1 if all ranks make the same call. */
+/* Advances work->check_work. Returns 1 if all ranks make the same call, 0 if a notice is still
+   missing, -1 if the context has failed. */
 static int dt__check_advance(dt_work *work) {
     int done = dt__algorithm_advance(work->check_work);
     if (done <= 0) return done;
@@ -4243,8 +4295,8 @@ static int dt__check_advance(dt_work *work) {
     return 1;
 }
 
-/* Chooses how the operation runs: as messages (by an algorithm, or to one peer), or by the
-   backend's own code. */
+/* Chooses how the operation runs: as messages of an algorithm, as one message, or by the backend's
+   own code. Also numbers a collective. Returns 0 if the context has failed. */
 static int dt__work_route(dt_work *work) {
     dt_comm *comm = work->comm;
     const dt__call *call = &work->call;
@@ -4258,7 +4310,7 @@ static int dt__work_route(dt_work *work) {
         work->algorithm = dt__algorithm_by_size(comm, call);
     if (work->algorithm) {
         work->call.seq = ++comm->message_seq;
-        /* FNV-1a, one word at a time */
+        /* FNV-1a hash, one word at a time */
         comm->call_hash = (comm->call_hash ^ dt__pack_call(call)) * 1099511628211u;
         comm->call_hash = (comm->call_hash ^ call->count) * 1099511628211u;
     } else if (!is_p2p) {
@@ -4269,12 +4321,12 @@ static int dt__work_route(dt_work *work) {
 
 /* ---- operations that a device completes ---- */
 
-/* A backend may leave an operation to a device and record an event of the kernel table after it.
-   The operation is then complete for the host: dt_wait makes the rank's stream wait for the event,
-   and the host continues. A second work tracks the device's part, which is complete when the device
-   has passed the event. A wait for a device has no timeout. So before the host waits for the
-   device, it waits for all device operations through the progress engine (section 12), which has a
-   timeout. */
+/* A backend may enqueue an operation on a device and record an event after it
+   (dt_kernels.event_record). For the host the operation is then complete: dt_wait makes the rank's
+   stream wait for the event and returns. A second work, called a device operation, tracks the
+   operation on the device; it is complete when the device has reached the event. A wait for a
+   device has no timeout. So before the host waits for the device, it waits for all device
+   operations through the progress engine (section 12), which has a timeout. */
 
 static int dt__device_op_poll(dt_work *work) {
     int passed = dt_ctx_kernels(work->comm->world->ctx)->event_query(work->device_event);
@@ -4311,18 +4363,19 @@ static void dt__device_op_release(dt__world *world) {
     dt__work_release(world, device_op);
 }
 
-/* Releases device operations that are complete by now. */
+/* Releases the oldest device operations, as far as they are complete. */
 static void dt__device_ops_reap(dt__world *world) {
     while (world->first_device_op &&
            dt_ctx_kernels(world->ctx)->event_query(world->first_device_op->device_event) > 0)
         dt__device_op_release(world);
 }
 
-/* The drain function of dt's listener, called when the host is about to wait for the device without
-   a timeout. Waits until all device operations are complete, or until the context has failed and
-   the backend has ended them. Nonblocking operations that have no dt_wait yet may stay pending,
-   because other ranks may not have called them yet; if `all` is set, this function waits for them
-   too. Returns 0 if a pending NCCL operation may still make the device wait. */
+/* The drain function of this rank's dt_listener, called when the host is about to wait for the
+   device without a timeout. Waits until all device operations are complete, or until the context
+   has failed and the backend has ended them. Nonblocking operations that have no dt_wait yet may
+   stay pending, because other ranks may not have called them yet; if `all` is set, this function
+   waits for them too. Returns 0 if a pending NCCL operation may still make the device wait, else
+   1. */
 static int dt__on_settle(dt_ctx *ctx, int all, void *user) {
     dt__world *world = (dt__world *)user;
     for (dt_work *w = all ? world->first_started : NULL; w && dt_error(ctx) == DT_OK; w = w->next) {
@@ -4343,7 +4396,8 @@ static int dt__on_settle(dt_ctx *ctx, int all, void *user) {
     return 1;
 }
 
-/* Every operation begins here. Returns NULL if the context has failed. */
+/* Begins any operation, blocking or nonblocking. Returns its work, or NULL if the context has
+   failed. */
 static dt_work *dt__op_begin(dt_comm *comm, dt__call call) {
     dt__world *world = comm->world;
     if (dt_error(world->ctx)) return NULL;
@@ -4362,7 +4416,8 @@ static dt_work *dt__op_begin(dt_comm *comm, dt__call call) {
     if (!work) return NULL;
     if (dt__beyond_kernels(comm, call.send) || dt__beyond_kernels(comm, call.recv))
         work->call.host_memory = 1;
-    /* buffers are not accessed, but NULL + 0 is undefined in C */
+    /* Empty buffers are not accessed, but they get a valid address, because NULL + 0 is undefined
+       in C. */
     if (call.op != DT__ALL_TO_ALL_V && call.count == 0)
         work->call.send = work->call.recv = comm->words;
     int is_p2p = dt__is_p2p(call.op), is_single = !is_p2p && comm->base.size == 1;
@@ -4393,7 +4448,8 @@ static dt_work *dt__op_begin(dt_comm *comm, dt__call call) {
     return work;
 }
 
-/* Ends an operation; its bytes count if it succeeded. */
+/* Ends an operation: counts its bytes if it succeeded, and recycles its work. Returns the context's
+   status. */
 static dt_status dt__op_end(dt__world *world, dt_work *work) {
     dt_status status = dt_error(world->ctx);
     if (work->fault && status == DT_OK) dt__fault_after(work);
@@ -4406,16 +4462,16 @@ static dt_status dt__op_end(dt__world *world, dt_work *work) {
     return dt_error(world->ctx);
 }
 
-/* Blocking operation. */
+/* Runs a blocking operation. Returns its status. */
 static dt_status dt__op_run(dt_comm *comm, dt__call call) {
     if (!comm) return dt__call_without_comm(&call);
     dt__world *world = comm->world;
-    /* reading the clock costs half a wait */
+    /* small calls are not timed, because reading the clock takes half as long as their wait */
     int timed = world->trace || dt__call_bytes(&call) > DT_EAGER_BYTES;
     double begin = timed ? world->host->now(world->host->user) : -1;
     dt_work *work = dt__op_begin(comm, call);
     if (!work) return dt_error(world->ctx);
-    world->blocking = work; /* pthread_cancel may end the thread during the wait */
+    world->blocking = work; /* dt__works_recycle releases it if pthread_cancel ends the thread */
     dt__wait_work(world, work, &begin);
     world->blocking = NULL;
     double end = begin >= 0 ? world->host->now(world->host->user) : begin;
@@ -4423,11 +4479,12 @@ static dt_status dt__op_run(dt_comm *comm, dt__call call) {
     if (begin >= 0)
         __atomic_store_n(&world->state->last_op_end_us, (int64_t)(end * 1e6), __ATOMIC_RELAXED);
     if (world->trace) dt__trace_op(work, begin, end);
-    world->file = NULL; /* if the next call uses no macro, it has no call site */
+    world->file = NULL; /* the next call has no call site unless its macro sets one */
     return dt__op_end(world, work);
 }
 
-/* Nonblocking operation. */
+/* Starts a nonblocking operation. Returns its work; NULL if comm is NULL or the context has
+   failed. */
 static dt_work *dt__op_start(dt_comm *comm, dt__call call) {
     if (!comm) {
         dt__call_without_comm(&call);
@@ -4453,7 +4510,7 @@ static dt_work *dt__op_start(dt_comm *comm, dt__call call) {
     world->last_unfinished = work;
     world->unfinished_count++;
     work->start_time = begin;
-    /* messages leave in the order of the starts */
+    /* advance it at once, so that messages leave in the order of the starts */
     if (!dt__advance_some(world)) dt__advance(work);
     world->seconds += world->host->now(world->host->user) - begin;
     world->file = NULL;
@@ -4687,23 +4744,24 @@ dt_status(dt_exchange)(dt_comm *comm, const dt_transfer *transfers, int n) {
 
 // ==== 18. Hang diagnosis and deadlock detection ==================================================
 
-/* Deadlock detection and hang diagnosis work on the wait-for graph: one edge from each waiting rank
-   to the rank it waits for.
+/* Deadlock detection and hang diagnosis work on the wait-for graph, which has one edge from each
+   waiting rank to the rank it waits for.
 
        rank 0 --recv--> rank 1 --recv--> rank 2           A cycle is a deadlock. It is proved and
          ^                                  |             reported at once, without a timeout.
          +--------------recv----------------+
 
        rank 0 --all-reduce--> rank 2 --recv--> rank 3     A path ends at the culprit: rank 3 does
-                                               (state T)  not wait, its process is stopped.
+                                               (state T)  not wait; its process is stopped.
 
-   Every rank publishes its state (section 11): in shared memory, or over a transport by wait
-   reports. The deadlock proof reads the states. So does the text of a timeout, which follows the
-   path to its last rank and reads from /proc what the process of that rank does. So does the table
-   of dt_ranks_text. Read dt__detect_deadlock first. */
+   Every rank publishes its state (section 11), in shared memory or, over a transport, by wait
+   reports. The states are read by the deadlock proof, by the table of dt_ranks_text and by the
+   error text of a timeout. That text follows the path to its last rank and takes the state of that
+   rank's process from /proc. Read dt__detect_deadlock first. */
 
-/* The oldest unfinished collective of this operation's group, which must finish first: a group's
-   collectives finish in order. */
+/* Returns the operation that must finish before `work` can. Collectives in shared memory finish in
+   the order in which they began on the group, so this is the group's oldest unfinished one. Returns
+   `work` itself if it runs as messages or is the oldest. */
 static dt_work *dt__group_queue_head(dt_work *work) {
     for (dt_work *w = work->comm->world->first_unfinished; w && work->p2p_count == 0;
          w = w->next_unfinished) {
@@ -4716,8 +4774,8 @@ static dt_work *dt__group_queue_head(dt_work *work) {
 
 static uint32_t dt__counter_of(const dt_comm *comm, int posts);
 
-/* The first rank of the group that has not reported the begin of the collective for which this
-   rank's device waits; DT_ANY if all ranks have reported it. */
+/* Returns the world rank of the first member that has not reported that it has begun the collective
+   for which this rank's device waits; DT_ANY if all members have, or if there are no reports. */
 static int dt__first_not_begun(const dt_work *work) {
     const dt__world *world = work->comm->world;
     for (int i = 0; world->peers && i < work->comm->base.size && !dt__is_p2p(work->call.op); i++) {
@@ -4731,8 +4789,8 @@ static int dt__first_not_begun(const dt_work *work) {
     return DT_ANY;
 }
 
-/* The world rank that this operation waits for; DT_ANY if the operation does not wait for one
-   certain rank. */
+/* Returns the world rank that this operation waits for; DT_ANY if it does not wait for one
+   particular rank. */
 static int dt__find_awaited_rank(const dt_work *work) {
     const dt_comm *comm = work->comm;
     if (work->is_device_op) return dt__first_not_begun(work);
@@ -4756,8 +4814,8 @@ static int64_t dt__read_text(const dt_io *io, const char *path, char *text, size
     return got;
 }
 
-/* The process state in /proc: 'R' running, 'S' sleeping, 'T' stopped, 'D' waiting for a device, 'Z'
-   gone; 0 if unknown. */
+/* Returns the state of a rank's process as /proc shows it: 'R' running, 'S' sleeping, 'T' stopped,
+   'D' waiting for a device, 'Z' gone; 0 if it is unknown. */
 static char dt__process_state(const dt_io *io, const dt__rank_state *state) {
     char path[64], text[256];
     int pid = __atomic_load_n(&state->pid, __ATOMIC_RELAXED),
@@ -4787,7 +4845,7 @@ static const char *dt__process_word(char state) {
     }
 }
 
-/* Appends ", its last operation: ...". */
+/* Appends ", its last operation: ..." or a text that the rank has begun no operation. */
 static void dt__append_last_operation(dt__rank_view seen, char *text, size_t bytes, size_t *at) {
     dt__op_record r;
     int64_t last = __atomic_load_n(&seen.state->op_count, __ATOMIC_ACQUIRE);
@@ -4797,8 +4855,9 @@ static void dt__append_last_operation(dt__rank_view seen, char *text, size_t byt
         dt__append(text, bytes, at, ", its last operation: %s", dt__record_text(&r).s);
 }
 
-/* Returns 1 and the record of the operation if the rank of `seen` is in a long wait and its process
-   is neither stopped nor gone. */
+/* Returns 1 if the rank of `seen` is in a long wait and its process is neither stopped nor gone; *r
+   is then the record of the operation in which it waits. Else returns 0. Stores the state of the
+   process in *process in both cases. */
 static int dt__is_waiting(const dt_io *io, dt__rank_view seen, char *process, dt__op_record *r) {
     uint64_t waiting = __atomic_load_n(&seen.state->waiting_op, __ATOMIC_SEQ_CST);
     *process = dt__process_state(io, seen.state);
@@ -4806,8 +4865,9 @@ static int dt__is_waiting(const dt_io *io, dt__rank_view seen, char *process, dt
     return dt__record_get(seen.ring, waiting, r);
 }
 
-/* Follows the wait-for graph from `rank` to the last rank and appends why that rank does not come:
-   "; rank 3 (process 4711) is stopped (state T), its last operation: ...". */
+/* Follows the wait-for graph from `rank` for at most 4 edges. Appends the waits on the path, and
+   why the last rank does not come: "; rank 3 (process 4711) is stopped (state T), its last
+   operation: ...". */
 static void dt__append_diagnosis(
     const dt__world *world, int rank, char *text, size_t bytes, size_t *at) {
     const dt_io *io = dt_ctx_io(world->ctx);
@@ -4827,7 +4887,8 @@ static void dt__append_diagnosis(
         int pid = __atomic_load_n(&state->pid, __ATOMIC_RELAXED),
             tid = __atomic_load_n(&state->tid, __ATOMIC_RELAXED);
         int thread = pid == (int)getpid() && tid != 0;
-        /* look three times, because a rank that only polls and naps also shows state R sometimes */
+        /* look up to three times more, because a rank that only polls and naps is also in state R
+           sometimes */
         for (int tries = 0; tries < 3 && process == 'R'; tries++) {
             world->host->sleep(world->host->user, DT__NAP_MAX);
             process = dt__process_state(io, state);
@@ -4885,12 +4946,13 @@ static dt_status dt__report_timeout(dt_work *work) {
 
 /* ---- deadlock detection ---- */
 
-/* Appends "rank 0 waits in ... for rank 1". */
+/* Appends "rank 0 waits in ... for rank 1" or "rank 0 has ended". */
 static void dt__append_wait(
     const dt__world *world, int rank, char *text, size_t bytes, size_t *at) {
     dt__rank_view seen = dt__view_of_rank(world, rank);
     dt__op_record r;
-    /* another rank has found the same deadlock and reported it, and all ranks leave the run */
+    /* no state: another rank has found and reported the same deadlock, and all ranks leave the
+       run */
     if (!seen.state) return;
     int other = __atomic_load_n(&seen.state->waits_for, __ATOMIC_RELAXED);
     dt__append(text, bytes, at, "rank %d ", rank);
@@ -4901,17 +4963,17 @@ static void dt__append_wait(
     if (other != DT_ANY) dt__append(text, bytes, at, " for rank %d", other);
 }
 
-/* The wait-for edge of a rank: the world rank that `rank` waits for; DT_ANY if `rank` waits for
-   none or the edge is unknown. */
+/* Returns the wait-for edge of a rank: the world rank that `rank` waits for; DT_ANY if `rank` waits
+   for no particular rank or the edge is unknown. */
 static int dt__wait_edge(const dt__world *world, int rank) {
     dt__rank_view seen = dt__view_of_rank(world, rank);
     if (!seen.state || !__atomic_load_n(&seen.state->waiting_op, __ATOMIC_SEQ_CST)) return DT_ANY;
     return __atomic_load_n(&seen.state->waits_for, __ATOMIC_RELAXED);
 }
 
-/* Fails the context with a text about the deadlock. The text lists the cycle to which this rank's
-   path leads, starting at the lowest rank of the cycle. If the path leads to no cycle, the text
-   lists the waits of the first ranks. */
+/* Fails the context with a text that describes the deadlock. If this rank's path in the wait-for
+   graph leads to a cycle, the text lists the waits of that cycle, starting at its lowest rank. Else
+   the text lists the waits of the first ranks of the world. */
 static void dt__report_deadlock(dt__world *world) {
     enum { NAMED = 4 };
     int n = world->comm->base.size, rank = world->rank, first, length = 1;
@@ -4943,7 +5005,8 @@ static void dt__report_deadlock(dt__world *world) {
     dt__comm_fail(world, DT_ERR_COMM, "%s", text);
 }
 
-/* 1 if an operation waits only for the simulated link's time. */
+/* Returns 1 if `work` or another unfinished operation has moved its data and waits only for the
+   simulated link. */
 static int dt__link_busy(const dt__world *world, const dt_work *work) {
     int busy = work->completion == DT__TRANSFERRED;
     for (const dt_work *w = world->first_unfinished; w; w = w->next_unfinished)
@@ -4951,8 +5014,8 @@ static int dt__link_busy(const dt__world *world, const dt_work *work) {
     return busy;
 }
 
-/* 1 if the progress counters of all ranks can be summed: all ranks share memory, and no message is
-   in flight on a transport. */
+/* Returns 1 if the sum of all ranks' progress counters can prove a deadlock: all ranks share
+   memory, and no message is in flight on a transport. */
 static int dt__can_sum_progress(const dt__world *world) {
     int64_t in_transit = 0;
     if (!world->shared->state || world->comm->base.size != world->shared->ranks) return 0;
@@ -4965,22 +5028,24 @@ static int dt__can_sum_progress(const dt__world *world) {
 /* Deadlock detection over a transport. Ranks cannot sum each other's progress counters, but each
    rank has the last wait report of every other rank. Either of two conditions proves a deadlock.
 
-   1. A cycle: every rank of the cycle waits in a collective for the next rank, and the next rank
-   waits too and has not begun that collective. Suppose one rank leaves the cycle first. To leave,
-   it needs the next rank to begin the collective, so the next rank has left the cycle earlier: a
-   contradiction.
+   1. A cycle. Every rank of the cycle waits in a collective for the next rank, and the next rank
+   also waits and has not begun that collective. Proof: suppose that one rank leaves the cycle
+   first. It can leave only after the next rank has begun the collective, so the next rank has left
+   the cycle earlier: a contradiction.
 
-   2. Quiescence. All ranks wait, no rank waits for a post that has been made, no rank has an
-   unfinished send, and on every channel as many messages have arrived as were sent (channel
-   counting: F. Mattern, "Algorithms for distributed termination detection", 1987). The reports need
-   not be taken at the same time. After its report, a rank is woken only by a message. The first
-   message that wakes any rank was sent before its sender's report, so that report counts the
-   message as sent, but the report of the woken rank does not count the message as received.
+   2. Quiescence. All ranks wait, no rank waits for a rank that has already posted its call in
+   shared memory (section 14), no rank has an unfinished send, and on every channel as many messages
+   have arrived as were sent (channel counting: F. Mattern, "Algorithms for distributed termination
+   detection", 1987). The reports need not be taken at the same time. Proof: after its report, a
+   rank is woken only by a message. Take the first message that wakes any rank. Its sender has not
+   been woken, so it sent the message before its own report, and that report counts the message as
+   sent. The report of the woken rank does not count the message as received. So the two counts
+   differ: a contradiction.
 
-   A rank with an unfinished send proves nothing, because the receiver may learn of a message's end
-   before the sender does. The cycle proof needs this restriction only on transports that deliver a
-   message before its receive is posted (control->arrived). On other transports a send needs the
-   receiver to take part in the collective.
+   The reports prove nothing while a rank has an unfinished send, because the receiver may learn of
+   a message's end before the sender does. For a cycle, unfinished sends matter only on transports
+   that deliver a message before its receive is posted (control->arrived). On other transports a
+   send needs the receiver to take part in the collective.
 
    dt__is_behind returns 1 if rank `other` has not begun the collective in which `rank` waits. */
 static int dt__is_behind(const dt__world *world, int rank, int other) {
@@ -4994,7 +5059,8 @@ static int dt__is_behind(const dt__world *world, int rank, int other) {
         /* reports carry the low 32 bits of seq */
         int32_t ahead = (int32_t)(theirs->begun[i] - (uint32_t)its->wait_record.seq);
         if (theirs->channels[i] == its->wait_channel) return ahead < 0;
-        /* `other` has used this group only for collectives through posts */
+        /* `other` reports no collective of this group that runs as messages, so it has begun
+           none */
         if (theirs->channels[i] == its->wait_channel + 1 && its->wait_channel % 2 == 0) return 1;
     }
     return 0;
@@ -5030,7 +5096,7 @@ static int dt__is_quiescent(const dt__world *world) {
     return 1;
 }
 
-/* The number of unfinished sends of a work. */
+/* Returns the number of unfinished sends of a work and of its check_work. */
 static uint32_t dt__count_pending_sends(const dt_work *work) {
     uint32_t n = work->check_work ? dt__count_pending_sends(work->check_work) : 0;
     for (int i = 0; i < work->p2p_count; i++)
@@ -5038,8 +5104,8 @@ static uint32_t dt__count_pending_sends(const dt_work *work) {
     return n;
 }
 
-/* The id of a group's counter of collectives. A group has two counters: one for collectives through
-   posts and one for collectives through messages. */
+/* Returns the id of one of a group's two counters of collectives. With `posts` 1 it counts the
+   collectives that run through posts (section 14), with `posts` 0 those that run as messages. */
 static uint32_t dt__counter_of(const dt_comm *comm, int posts) {
     return 2 * comm->group->channel + (uint32_t)(posts != 0);
 }
@@ -5050,8 +5116,8 @@ static void dt__report_counter(dt__wait_report *own, uint32_t channel, uint64_t 
     own->begun[own->group_count++] = (uint32_t)begun;
 }
 
-/* Tells all other ranks what this rank waits in, that this rank waits no longer, or that this rank
-   has ended. */
+/* Sends a wait report to all other ranks. The report says that this rank waits in `work`. If work
+   is NULL, it says that this rank has ended (`ended` is 1) or no longer waits (`ended` is 0). */
 static void dt__send_wait_report(dt__world *world, const dt_work *work, int ended) {
     dt__wait_report *own = &world->peers[world->rank].last_report;
     memset(own, 0, sizeof *own);
@@ -5076,7 +5142,8 @@ static void dt__send_wait_report(dt__world *world, const dt_work *work, int ende
     }
     for (const dt_work *w = world->first_unfinished; work && w; w = w->next_unfinished)
         own->pending_sends += w == work ? 0 : dt__count_pending_sends(w);
-    /* not a deadlock: a library or the device may still finish this work */
+    /* A library or the device may still finish this work. Counting it as a pending send keeps the
+       other ranks from reporting a deadlock. */
     if (work)
         own->pending_sends +=
             dt__count_pending_sends(work) + (uint32_t)(work->is_device_op || work->in_library);
@@ -5086,8 +5153,8 @@ static void dt__send_wait_report(dt__world *world, const dt_work *work, int ende
     world->control->send_report(world->control->user, own, sizeof *own);
 }
 
-/* Stores a wait report that has arrived from another rank. The report's fields are checked although
-   the sender belongs to the job, because they index arrays. */
+/* Stores a wait report that has arrived from another rank. Corrects fields that are out of range,
+   although the sender belongs to the job, because these fields index arrays. */
 static void dt__receive_wait_report(dt__world *world, int rank, const void *report) {
     if (!world || !world->peers || !world->comm) return;
     int64_t now = (int64_t)(world->host->now(world->host->user) * 1e6);
@@ -5114,15 +5181,15 @@ static void dt__receive_wait_report(dt__world *world, int rank, const void *repo
         other->state.wait_since_us = other->state.last_op_end_us = now;
 }
 
-/* A rank reports its wait to the others after this many seconds, and then reports changes at this
-   interval. */
+/* A rank reports its wait to the other ranks once it has waited for this many seconds. After that
+   it sends changed reports no more often than this. */
 #define DT__REPORT_AFTER_S 0.02
 
 static int dt__detect_deadlock_remote(dt_work *work, double since) {
     dt__world *world = work->comm->world;
     double now = world->host->now(world->host->user);
     if (!world->peers || now - since < DT__REPORT_AFTER_S) return 0;
-    uint32_t arrived = 0; /* a message that arrived since the last look may wake this rank */
+    uint32_t arrived = 0; /* a message that arrived since the last check may wake this rank */
     for (int rank = 0; world->control->arrived && rank < world->comm_size; rank++)
         arrived += world->control->arrived(world->control->user, rank);
     if (arrived != world->arrived_messages) {
@@ -5147,10 +5214,12 @@ static int dt__detect_deadlock_remote(dt_work *work, double since) {
     return 1;
 }
 
-/* Deadlock detection. Called in a long wait, after this rank read the sum `progress_sum` of all
-   progress counters, tried to advance every pending operation, and nothing moved. The rank
-   publishes the operation for which it has waited since `since`. If all ranks have published the
-   same sum, no rank will ever advance: fails the context and returns 1. */
+/* Deadlock detection. Called in a long wait, after this rank has read `progress_sum`, the sum of
+   all progress counters, and has then tried in vain to advance every pending operation. Publishes
+   that this rank has been waiting in `work` since the time `since`, and publishes progress_sum. If
+   all ranks have published the same sum and it is still current, no rank will ever advance: then
+   fails the context and returns 1. Else returns 0. Over a transport, dt__detect_deadlock_remote
+   decides. */
 static int dt__detect_deadlock(dt_work *work, uint64_t progress_sum, double since) {
     dt__world *world = work->comm->world;
     dt__rank_state *own = world->state;
@@ -5167,7 +5236,8 @@ static int dt__detect_deadlock(dt_work *work, uint64_t progress_sum, double sinc
     __atomic_store_n(&own->waiting_op, work->record_number, __ATOMIC_SEQ_CST);
     if (world->status_request && __atomic_load_n(world->status_request, __ATOMIC_RELAXED))
         dt__log_all_ranks(world);
-    /* without records, begun operations do not count as progress */
+    /* Without operation records (DT_NO_CHECKS) a begun operation does not count as progress, so the
+       sum proves nothing. */
     if (DT__UNCHECKED || dt__link_busy(world, work)) return 0;
     if (!dt__can_sum_progress(world)) return dt__detect_deadlock_remote(work, since);
     __atomic_store_n(&own->idle_at_progress, progress_sum, __ATOMIC_SEQ_CST);
@@ -5189,7 +5259,7 @@ static dt__phrase dt__duration_text(double seconds) {
     return text;
 }
 
-/* Appends one line of the table, without a newline. */
+/* Appends one rank's line of the table of dt_ranks_text, without a newline. */
 static void dt__append_rank_line(const dt_io *io, double now, int rank, dt__rank_view seen,
     char *text, size_t bytes, size_t *at) {
     const dt__rank_state *state = seen.state;
@@ -5256,8 +5326,8 @@ size_t dt_records_text(const dt_ctx *ctx, int rank, char *text, size_t bytes) {
     return all;
 }
 
-/* Logs one line of the table. logging_rank: the rank that writes to the log; -1 for the
-   supervisor. */
+/* Logs one rank's line of the table of dt_ranks_text. logging_rank: the rank that writes to the
+   log; -1 for the supervisor. */
 static void dt__log_rank_line(
     const dt_host *host, const dt_io *io, int logging_rank, int rank, dt__rank_view seen) {
     char line[512] = "";
@@ -5266,7 +5336,8 @@ static void dt__log_rank_line(
     host->log(host->user, DT_LOG_NOTICE, logging_rank, line);
 }
 
-/* Answers a status request on a rank without a supervisor: logs the table of all ranks. */
+/* Answers a request by dt_run_desc.status_request on a rank without a supervisor: logs the table of
+   all ranks and clears the request. */
 static void dt__log_all_ranks(dt__world *world) {
     const dt_host *host = world->host;
     __atomic_store_n(world->status_request, 0, __ATOMIC_RELAXED);
@@ -5278,8 +5349,8 @@ static void dt__log_all_ranks(dt__world *world) {
 // ==== 19. Fault injection ========================================================================
 
 /* Fault injection: a planted fault kills, stops, delays or corrupts one rank at a chosen operation.
-   On a cluster such a fault strikes at an unknown operation. The text is parsed before the run
-   begins, so all ranks refuse a wrong text alike.
+   A real fault strikes at an unknown operation. The list of faults (dt_run_desc.fault or DT_FAULT)
+   is parsed before the run begins, so every rank refuses a wrong list.
 
        DT_FAULT=kill:rank=2:seq=40,delay:rank=0:seq=7:s=0.5
 
@@ -5290,8 +5361,8 @@ static void dt__log_all_ranks(dt__world *world) {
 static const char *const dt__fault_names[] = { "", "kill", "stop", "exit", "spin", "delay", "drop",
     "flip", "nan" };
 
-/* Parses a number of at most 15 digits, with a fraction if `real`. Returns the position after the
-   number, or NULL. */
+/* Parses a number of at most 15 digits, which may have a fraction if `real` is set. Returns the
+   position after the number, or NULL if there is no number. */
 static const char *dt__fault_parse_number(const char *at, int real, double *value) {
     double scale = 1;
     int digits = 0, point = 0;
@@ -5335,9 +5406,9 @@ static const char *dt__fault_parse(const char *at, dt__fault *fault) {
     return fault->rank >= 0 && fault->seq > 0 && (*at == 0 || *at == ',') ? at : NULL;
 }
 
-/* Parses the list and stores the faults of one rank. With rank -1 the function only checks the list
-   for a job of `ranks` ranks (0: unknown). Returns the number of faults, or -1 if the text is
-   wrong. */
+/* Parses the list and stores the faults of `rank`. With rank -1 it only checks the list for a job
+   of `ranks` ranks (0: the number is unknown). Returns the number of stored faults, or -1 if the
+   text is wrong. */
 static int dt__faults_parse(const char *text, int rank, int ranks, dt__fault *faults) {
     int n = 0;
     dt__fault fault;
@@ -5350,8 +5421,8 @@ static int dt__faults_parse(const char *text, int rank, int ranks, dt__fault *fa
     return n;
 }
 
-/* Hangs this rank outside of any operation: a process for ever, a thread until another rank has
-   failed. */
+/* Hangs this rank outside of any operation. A process hangs for ever, a thread until another rank
+   has failed. The rank spins if `spin` is 1 and sleeps if it is 0. */
 static void dt__fault_hang(const dt__world *world, int spin) {
     while (!world->is_thread || !dt__aborted(world->shared))
         if (!spin) world->host->sleep(world->host->user, DT__NAP_MAX);
@@ -5360,8 +5431,8 @@ static void dt__fault_hang(const dt__world *world, int spin) {
 static void dt__fault_inject(dt_work *work, const dt__fault *fault) {
     dt__world *world = work->comm->world;
     int lost = fault->kind == DT__KILL || fault->kind == DT__EXIT;
-    /* report it here: a context does not log DT_ERR_PEER, and no other rank reports a lost
-       thread */
+    /* log the loss of the rank now: a context does not log DT_ERR_PEER, and no other rank reports a
+       lost thread */
     if (lost && world->is_thread) {
         dt_fail(
             world->ctx, DT_ERR_PEER, "is lost: a planted fault, %s", dt__fault_names[fault->kind]);
@@ -5381,7 +5452,8 @@ static void dt__fault_inject(dt_work *work, const dt__fault *fault) {
     if (work->fault == DT__DROP) work->completion = DT__COMPLETED;
 }
 
-/* Injects the faults that fire before this operation. */
+/* Injects the faults that are planted at this operation. Flips and NaNs are only noted in
+   work->fault, for dt__fault_after. */
 static void dt__fault_before(dt_work *work) {
     dt__world *world = work->comm->world;
     for (int i = 0; i < world->fault_count; i++) {
@@ -5392,8 +5464,8 @@ static void dt__fault_before(dt_work *work) {
     }
 }
 
-/* Corrupts the middle element of the received data. In every floating-point type an element with
-   all bits set is a NaN. */
+/* Corrupts the middle element of the received data: flips one bit (DT__FLIP) or sets all bits,
+   which is a NaN in every floating-point type (DT__NAN). */
 static void dt__fault_after(dt_work *work) {
     const dt__call *call = &work->call;
     size_t size = dt_dtype_size(call->dtype);
@@ -5412,9 +5484,9 @@ static void dt__fault_after(dt_work *work) {
 
 // ==== 20. Scalars and agreement: code ============================================================
 
-/* The collectives of section 17 on host memory: they do not use the device's kernel table and do
-   not count as traffic. Straggler detection is in this section too, because dt_comm_step gathers
-   the time that each rank spends on its own work. */
+/* These functions run collectives (section 17) on host memory. They do not use the device's kernel
+   table, and dt_comm_bytes does not count them. Straggler detection is in this section too, because
+   dt_comm_step gathers the time that each rank spends on its own work. */
 
 dt_status(dt_sum_doubles)(dt_comm *comm, double *values, size_t n) {
     dt__call call = dt__call_make(DT__SUM_DOUBLES, values, values, n, DT_F64);
@@ -5427,8 +5499,8 @@ double(dt_mean)(dt_comm *comm, double mine) {
     return mine / dt_comm_size(comm);
 }
 
-/* Gathers two words of each rank into comm->words. The call site is the caller's, because
-   dt_comm_split gathers twice. */
+/* Gathers two words of each rank into comm->words. Keeps the call site of the public function,
+   because dt_comm_split gathers twice. */
 static dt_status dt__gather_words(dt_comm *comm, dt__op_code op, const int32_t mine[2]) {
     dt__call call = dt__call_make(op, mine, comm->words, 2, DT_I32);
     const char *file = comm->world->file;
@@ -5447,27 +5519,27 @@ dt_status(dt_agree)(dt_comm *comm, dt_status mine) {
     return status;
 }
 
-/* A rank is a straggler if its own work exceeds the median rank's by this factor and by this many
-   seconds, in this many of the last 8 steps. After a notice about a rank, the next notice about it
-   follows at the earliest this many steps later. */
+/* A rank is a straggler if its own work took longer than DT__STRAGGLER_RATIO times the median of
+   all ranks plus DT__STRAGGLER_EXCESS_S seconds, in at least DT__STRAGGLER_STEPS of the last 8
+   steps. After a notice, at least DT__STRAGGLER_NOTICE_STEPS steps pass before the next one. */
 #define DT__STRAGGLER_RATIO 1.5
 #define DT__STRAGGLER_EXCESS_S 1e-3
 enum { DT__STRAGGLER_STEPS = 5, DT__STRAGGLER_NOTICE_STEPS = 10 };
 
-/* The seconds of a rank's own work in a step: the time since the last step minus the time in
-   operations. */
+/* Returns the seconds of a rank's own work in the step: the time since the last step minus the time
+   in operations. */
 static double dt__own_step_seconds(const dt_comm *comm, int rank) {
     double own;
     memcpy(&own, comm->words + 2 * rank, sizeof own);
     return own;
 }
 
-/* Straggler detection, on rank 0. The notice needs several slow steps of the same rank, because one
-   slow step may have a harmless cause. */
+/* Straggler detection, on rank 0: logs a notice if the slowest rank is a straggler. The same rank
+   must be slow in several steps, because one slow step may have a harmless cause. */
 static void dt__find_straggler(dt__world *world, const dt_comm *comm) {
     int slowest = 0, n = comm->base.size;
     double slowest_s = 0, median = 0;
-    for (int rank = 0; rank < n; rank++) { /* the median; the lower one if n is even */
+    for (int rank = 0; rank < n; rank++) { /* if n is even, the lower median */
         double own = dt__own_step_seconds(comm, rank);
         int below = 0, equal = 0;
         for (int other = 0; other < n; other++) {
@@ -5495,9 +5567,9 @@ static void dt__find_straggler(dt__world *world, const dt_comm *comm) {
         slowest, slowest_s * 1e3, median * 1e3);
 }
 
-/* Compares the calls of all ranks so far, group by group: the number of collectives and the
-   fingerprint of their arguments. Every rank visits its groups in the order of their channels,
-   which is the same on all ranks. */
+/* Checks that all ranks have made the same calls so far. For each group it compares the number of
+   collectives and a hash of their arguments. Every rank visits its groups in the order of their
+   channels, which is the same on all ranks. Returns the context's status. */
 static dt_status dt__compare_step_calls(dt__world *world) {
     for (uint32_t channel = 0; channel < world->channel_count; channel++) {
         dt_comm *comm = world->comms;
@@ -5539,8 +5611,8 @@ dt_status(dt_comm_step)(dt_comm *world_comm) {
 
 // ==== 21. Process groups: code ===================================================================
 
-/* Splitting a process group. All ranks gather (color, key). Each rank then counts the ranks of its
-   color that precede it.
+/* Splitting a process group. All ranks gather (color, key). The new rank of a rank is the number of
+   ranks with the same color that come before it, by key and then by old rank.
 
        6 ranks, color = rank / 3, key = -rank
 
@@ -5549,10 +5621,10 @@ dt_status(dt_comm_step)(dt_comm *world_comm) {
        group     a a a   b b b
        new rank  2 1 0   2 1 0
 
-   In shared memory, rank 0 of each new group creates the group in the run's shared memory, and a
-   second gather tells the other ranks its position. Over a transport every rank has a private copy
-   of the member list. If all members are on one node, rank 0 also creates the group's state in that
-   node's shared memory. Cost: two gathers of 8 bytes per rank. */
+   In shared memory, rank 0 of each new group creates the group in the run's shared memory segment,
+   and a second gather tells the other ranks where it is. Over a transport every rank has a private
+   copy of the member list. If all members are on one machine, rank 0 also creates the group's state
+   in that machine's shared memory. Cost: two gathers of 8 bytes per rank. */
 
 dt_comm *dt_world(dt_ctx *ctx) {
     dt__world *world = dt__world_of(ctx);
@@ -5593,14 +5665,16 @@ double dt_comm_seconds(const dt_ctx *ctx) {
     return world ? world->seconds : 0;
 }
 
-/* The bytes of a group's private copy. Each rank has its own copy over a transport. */
+/* Returns the bytes of a private dt__group. Over a transport each rank has its own copy of a
+   group. */
 static size_t dt__private_group_bytes(int size) {
     return sizeof(dt__group) + (size_t)size * sizeof(int);
 }
 
-/* Rails: members with the same index on their machines (section 16). Returns the number of members
-   per machine if members of a machine have consecutive ranks and every machine has the same number
-   of members, at least two; else 0. */
+/* Rails connect the members that have the same index on their machines (section 16). Returns the
+   number of members per machine if the members of a machine have consecutive ranks and every
+   machine has the same number of members, at least two. Returns 0 otherwise, and also if all
+   members are on one machine. */
 static int dt__find_ranks_per_node(const dt__world *world, const dt__group *group) {
     int k = 0, n = group->size;
     if (!world->node) return 0;
@@ -5612,8 +5686,8 @@ static int dt__find_ranks_per_node(const dt__world *world, const dt__group *grou
     return k;
 }
 
-/* Makes this rank's handle of a group. On failure it frees a private `group`, fails the context and
-   returns NULL. */
+/* Makes this rank's handle of a group. If memory runs out, frees `group` if it is private, fails
+   the context and returns NULL. */
 static dt_comm *dt__comm_make(
     dt__world *world, const dt__comm_ops *ops, dt__group *group, int rank) {
     size_t size = (size_t)group->size;
@@ -5664,7 +5738,7 @@ static void dt__comms_free(dt__world *world) {
     world->comm = NULL;
 }
 
-/* The new rank of `rank` within its color, computed from comm->words. */
+/* Returns the rank that `rank` gets in its new group, computed from comm->words. */
 static int dt__split_rank(const dt_comm *comm, int rank) {
     const int32_t *mine = &comm->words[2 * rank];
     int new_rank = 0;
@@ -5691,7 +5765,8 @@ static dt__group *dt__split_group(const dt_comm *comm, int color, const char *na
     return group;
 }
 
-/* Converts a group's address in shared memory to an index in cache lines, and back. */
+/* Converts a group's address in shared memory to an index in units of cache lines.
+   dt__group_from_index converts the index back. */
 static int32_t dt__group_to_index(const dt__shared *shared, const dt__group *group) {
     return (int32_t)((size_t)((const char *)group - shared->group_arena) / DT__CACHE_LINE);
 }
@@ -5700,24 +5775,25 @@ static dt__group *dt__group_from_index(const dt__shared *shared, int32_t line) {
     return (dt__group *)(void *)(shared->group_arena + (size_t)line * DT__CACHE_LINE);
 }
 
-/* 1 if all ranks of a private group share memory with this rank. */
+/* Returns 1 if all ranks of a private group share memory with this rank. */
 static int dt__is_on_node(const dt__world *world, const dt__group *group) {
     for (int rank = 0; rank < group->size; rank++)
         if (!world->node || dt__local_rank_of(world, group->ranks[rank]) < 0) return 0;
     return 1;
 }
 
-/* Makes a private group use the state that its ranks share. */
+/* Makes a private group use the posts and member states of its counterpart in shared memory. */
 static void dt__group_use_shared(dt__group *group, const dt__group *shared) {
     group->members = shared->members;
     group->posts = shared->posts;
     group->post_bytes = shared->post_bytes;
 }
 
-/* dt_comm_split over a transport. The second gather carries two words of each rank. The first is
-   the rank's next free channel: the maximum over the ranks becomes the new group's channel. The
-   second is the position of the shared state, which rank 0 of a new group creates if the group is
-   on one node. If there is no capacity for shared state, the group's collectives use messages. */
+/* dt_comm_split over a transport. `first` is the rank in comm that becomes rank 0 of this rank's
+   new group. The second gather carries two words of each rank. Word 0 is the rank's next free
+   channel; the maximum over all ranks becomes the channel of the new groups. Word 1 is the index of
+   the shared state, which rank 0 of a new group creates if all its members are on one machine;
+   otherwise it is -1. Without shared state the group's collectives run as messages. */
 static dt_comm *dt__split_over_transport(dt_comm *comm, int color, const char *name, int first) {
     dt__world *world = comm->world;
     int new_rank = dt__split_rank(comm, comm->base.rank);
@@ -5754,7 +5830,8 @@ dt_comm *(dt_comm_split)(dt_comm *comm, int color, int key, const char *name) {
         if (comm->words[2 * rank] == words[0] && dt__split_rank(comm, rank) == 0) first = rank;
     }
     if (comm->world->transport.send) return dt__split_over_transport(comm, color, name, first);
-    /* the new group's index from its rank 0; -1 if there is no capacity; the other ranks send 0 */
+    /* word 0 for the second gather: on rank 0 of a new group, the index of the group, or -1 if
+       there is no capacity; on the other ranks, 0 */
     words[0] = words[1] = 0;
     if (color >= 0 && new_rank == 0) {
         dt__group *group = dt__split_group(comm, color, name);
@@ -5776,29 +5853,30 @@ dt_comm *(dt_comm_split)(dt_comm *comm, int color, int key, const char *name) {
 // ==== 22. Shared-memory heap of forked ranks =====================================================
 
 /* Each forked rank has a heap in the run's shared memory. Memory of the classes that ranks
-   communicate is allocated from this heap, so other ranks can read and write it.
+   communicate (dt__is_heap_class) is allocated from this heap, so other ranks can read and write
+   it.
 
        | heap of rank 0                                  | heap of rank 1 ...
        | dt__heap | used | free | used | free | used | ~ never used ~ |
                            |             ^             ^
                            +-- next -----+             top
 
-   First fit on a list of free blocks in address order. The list nodes are stored in the free
-   blocks. A freed block is joined with its neighbours, and the pages that are entirely free go back
-   to the system. */
+   Allocation takes the first block that is large enough (first fit) from a list of free blocks in
+   address order. The list nodes are stored in the free blocks. A freed block is joined with its
+   neighbours, and the pages that are entirely free go back to the system. */
 
 typedef struct dt__free_block { /* the header of a free block */
     size_t bytes;
     struct dt__free_block *next;
 } dt__free_block;
 
-/* One rank's heap. Its host table forwards to the caller's, except alloc and free, which use the
-   heap. */
+/* One rank's heap. Its host table forwards calls to the host table of dt_run's caller, but alloc
+   and free use the heap for the memory classes of dt__is_heap_class. */
 typedef struct dt__heap {
     dt_host host;
     const dt_host *caller_host;
     char *start;
-    size_t bytes, top; /* memory from offset top on is unused */
+    size_t bytes, top; /* memory at offset `top` and above is unused */
     dt__free_block *free_list;
 } dt__heap;
 
@@ -5883,7 +5961,8 @@ static void dt__heap_log(void *user, int level, int rank, const char *text) {
     base->log(base->user, level, rank, text);
 }
 
-/* Makes the heap at the beginning of this rank's part of the shared memory. */
+/* Makes the heap at the beginning of this rank's part of the shared memory. Returns the heap's host
+   table. */
 static const dt_host *dt__heap_make(dt__shared *shared, const dt_host *base, int rank) {
     dt__heap *heap = (dt__heap *)(void *)(shared->heaps + (size_t)rank * shared->heap_bytes);
     memset(heap, 0, sizeof *heap);
@@ -5902,13 +5981,14 @@ static const dt_host *dt__heap_make(dt__shared *shared, const dt_host *base, int
 // ==== 23. Launcher discovery =====================================================================
 
 /* Launcher discovery: which rank is this process? A launcher (torchrun, mpirun, srun) sets the rank
-   of each process in environment variables. The launchers differ only in the rows of the table
-   below, and one function reads all rows. The first row whose variables name a rank wins. Later
-   rows that name the same rank supply the values that the first row lacks.
+   of each process in environment variables. Each launcher is one row of the table below, and one
+   function reads all rows. The first row whose variables name a rank wins. Later rows that name the
+   same rank supply the values that the first row lacks.
 
        environment --> dt__launchers[] --> rank, size --> local rank --> rendezvous address
 
-   In a row, NULL means that the launcher has no such variable. */
+   A row holds the names of environment variables. NULL means that the launcher has no variable for
+   the field. */
 
 static const char *dt__launch_env(const char *name) { return getenv(name); }
 
@@ -5918,17 +5998,17 @@ typedef struct dt__launcher {
     const char *rank, *size, *alt_size;
     int size_alone; /* 1: the size may be set without the rank (in a batch script) */
     const char *local_rank, *local_size;
-    /* used instead of local_size: the number of ranks on each machine, "2(x3),1", and this
-       machine's index in that list */
+    /* used instead of local_size: a list of how many ranks each machine has, for example "2(x3),1",
+       and this machine's index in that list */
     const char *ranks_per_node, *node_index;
-    /* rank 0's machine and port */
+    /* the machine of rank 0, and the port at which rank 0 listens */
     const char *master_host, *master_port;
-    /* if this variable is "True", the launcher itself listens at that port and dt takes another
+    /* if this variable is "True", the launcher itself listens at master_port, so dt takes another
        port */
     const char *port_taken;
     /* used instead of master_host: a list of machines, of which the first has rank 0 */
     const char *node_list, *alt_node_list;
-    const char *job_id, *step_id; /* names of the job: two jobs on one machine need two ports */
+    const char *job_id, *step_id; /* parts of the job's name, for dt__launch_port */
 } dt__launcher;
 
 static const dt__launcher dt__launchers[] = {
@@ -5977,13 +6057,13 @@ static const dt__launcher dt__launchers[] = {
 enum {
     DT__LAUNCHERS = (int)(sizeof dt__launchers / sizeof dt__launchers[0]),
     DT__LAUNCH_PORT = 29500,      /* dt_run's default port */
-    DT__LAUNCH_JOB_PORTS = 20000, /* jobs without a port get one of the 10,000 from this port on */
-    /* first port of the usual ephemeral port range: from here on the system may have given the next
-       port to any socket */
+    DT__LAUNCH_JOB_PORTS = 20000, /* first of 10,000 ports for jobs that name no port */
+    /* start of the ephemeral port range: the system gives these ports to any socket, so the port
+       after MASTER_PORT may be in use if it lies in this range */
     DT__LAUNCH_EPHEMERAL_PORTS = 32768
 };
 
-/* A variable's value, shortened for a message. */
+/* A variable's value, shortened for an error text. */
 typedef struct dt__launch_short_text {
     char s[40];
 } dt__launch_short_text;
@@ -6001,7 +6081,7 @@ static dt_status dt__launch_refuse(
     return DT_ERR_ARG;
 }
 
-/* Parses at most 9 digits at `at`. Returns -1 if there are no digits or more than 9. *end points to
+/* Parses the whole number at `at`. Returns -1 if it has no digits or more than 9. *end points to
    the first character after the digits. */
 static int dt__launch_digits(const char *at, const char **end) {
     int value = 0, digits = 0;
@@ -6011,7 +6091,8 @@ static int dt__launch_digits(const char *at, const char **end) {
     return digits > 0 && digits < 10 ? value : -1;
 }
 
-/* Reads the number in a variable. *number keeps its value if the variable is not set. */
+/* Reads the variable `name` into *number; leaves *number unchanged if the variable is not set.
+   Returns DT_ERR_ARG if the value is not a number from min to max. */
 static dt_status dt__launch_number(
     dt_launch *out, const char *name, int min, int max, int *number) {
     const char *value = name ? dt__launch_env(name) : NULL, *end;
@@ -6024,8 +6105,9 @@ static dt_status dt__launch_number(
     return DT_OK;
 }
 
-/* The number of ranks on machine `node` (from 0) of a list such as "2(x3),1"; 0 if the list is
-   shorter or malformed. */
+/* Returns the number of ranks on machine `node` (from 0), read from a list like "2(x3),1": three
+   machines with 2 ranks each, then one machine with 1 rank. Returns 0 if the list is shorter or
+   malformed. */
 static int dt__launch_node_ranks(const char *list, int node) {
     for (;;) {
         int count = dt__launch_digits(list, &list), times = 1;
@@ -6045,8 +6127,8 @@ static int dt__launch_is_host_char(char c) {
            (c && strchr(".-_", c));
 }
 
-/* Stores the first machine of a SLURM node list: "rack1n03" for "rack[1-2,7]n[03-12],login".
-   Returns 0 if the text is not a node list. */
+/* Stores the first machine of a SLURM node list, for example "rack1n03" for the list
+   "rack[1-2,7]n[03-12],login". Returns 1, or 0 if the text is not a node list. */
 static int dt__launch_first_host(const char *list, char *host, size_t capacity) {
     size_t used = 0, inside;
     for (; *list && *list != ','; list++) {
@@ -6066,8 +6148,8 @@ static int dt__launch_first_host(const char *list, char *host, size_t capacity) 
     return used > 0;
 }
 
-/* A port derived from the job's name. It is the same for all ranks of a job and most likely
-   different for two jobs. */
+/* Returns a port derived from the job's name. The port is the same for all ranks of a job and most
+   likely different for two jobs. */
 static int dt__launch_port(const dt__launcher *row) {
     const char *names[2] = { dt__launch_env(row->job_id),
         row->step_id ? dt__launch_env(row->step_id) : NULL };
@@ -6079,7 +6161,7 @@ static int dt__launch_port(const dt__launcher *row) {
 }
 
 /* Sets the rendezvous to host:port. The host may be a name or an address: the connecting rank
-   resolves it. */
+   resolves it. `name` is the variable that held the host. */
 static dt_status dt__launch_set_rendezvous(
     dt_launch *out, const char *name, const char *host, int port) {
     size_t length = strlen(host), capacity = sizeof out->rendezvous - sizeof ":65535";
@@ -6091,8 +6173,9 @@ static dt_status dt__launch_set_rendezvous(
     return DT_OK;
 }
 
-/* Finds rank 0's address in the n rows that name the same rank. On one machine the loopback address
-   suffices; on several machines a variable must name rank 0's address. */
+/* Finds rank 0's address in the n rows of `same`, which name the same rank. If all ranks are on one
+   machine, the loopback address suffices. On several machines a variable must name rank 0's
+   address; if there is none, the rendezvous stays empty. */
 static dt_status dt__launch_find_rendezvous(
     dt_launch *out, const dt__launcher *const *same, int n) {
     const char *list = NULL, *list_name = NULL, *host, *port_text, *taken;
@@ -6125,7 +6208,7 @@ static dt_status dt__launch_find_rendezvous(
     return dt__launch_set_rendezvous(out, list_name, first, port);
 }
 
-/* Reads one launcher's variables. Leaves size 0 if the variables are not set. */
+/* Reads one launcher's variables into `out`. If they are not set, out->size is 0. */
 static dt_status dt__launch_read_row(const dt__launcher *row, dt_launch *out) {
     const int max_ranks = DT__MAX_RANKS;
     const char *size = row->alt_size && !dt__launch_env(row->size) ? row->alt_size : row->size;
@@ -6161,7 +6244,8 @@ static dt_status dt__launch_read_row(const dt__launcher *row, dt_launch *out) {
     return DT_OK;
 }
 
-/* DT_RENDEZVOUS, "HOST" or "HOST:PORT", overrides every launcher. */
+/* Sets the rendezvous from DT_RENDEZVOUS ("HOST" or "HOST:PORT"), which overrides every launcher,
+   if it is set. */
 static dt_status dt__launch_override(dt_launch *out) {
     const char *value = dt__launch_env("DT_RENDEZVOUS"), *colon = value ? strchr(value, ':') : NULL,
                *end = NULL;
@@ -6177,8 +6261,8 @@ static dt_status dt__launch_override(dt_launch *out) {
     return dt__launch_set_rendezvous(out, "DT_RENDEZVOUS", host, port);
 }
 
-/* Writes the one-line summary. names: the variables that were used; others: the launchers that name
-   a different rank. */
+/* Writes the one-line summary to out->text. names: the variables that were used; others: the
+   launchers that name a different rank or size. */
 static void dt__launch_describe(dt_launch *out, const char *names, const char *others) {
     char local[48] = "";
     if (out->local_rank >= 0 && out->local_size)
@@ -6191,7 +6275,8 @@ static void dt__launch_describe(dt_launch *out, const char *names, const char *o
         out->rendezvous, others[0] ? "; also set, but ignored: " : "", others);
 }
 
-/* No launcher is found. A SLURM batch script has some of SLURM's variables but is not a rank. */
+/* Describes a process without a launcher as rank 0 of 1. (A SLURM batch script has some of SLURM's
+   variables but is not a rank.) */
 static dt_status dt__launch_without_launcher(dt_launch *out) {
     int batch = dt__launch_env("SLURM_PROCID") && !dt__launch_env("SLURM_STEP_ID");
     out->size = 1;
@@ -6201,8 +6286,8 @@ static dt_status dt__launch_without_launcher(dt_launch *out) {
     return dt__launch_override(out);
 }
 
-/* Launcher discovery: takes the first row of the table whose variables are set, supplies its
-   missing values from rows that name the same rank, then finds the rendezvous. */
+/* Launcher discovery: takes the first row of the table whose variables are set, takes missing
+   values from other rows that name the same rank, then finds the rendezvous. */
 static dt_status dt__launch_search(dt_launch *out) {
     const dt__launcher *same[DT__LAUNCHERS];
     dt_launch found;
@@ -6236,7 +6321,7 @@ DT_API dt_status dt_launch_find(dt_launch *out) {
     dt_status status = dt__launch_search(out);
     dt__escape(out->text, sizeof out->text);
     if (status == DT_OK) return DT_OK;
-    out->rank = 0; /* discovery failed: describe one process */
+    out->rank = 0; /* discovery failed: describe a process without a launcher */
     out->size = 1;
     out->local_rank = -1;
     out->local_size = 0;
