@@ -6254,33 +6254,34 @@ DT_API dt_status dt_launch_find(dt_launch *out) {
                                        <- hello: rank, address, nonce
        hello: nonce                    ->
                                        <- proof
-       welcome: a proof of its own     ->
-       all are there: address table    -> connects to each j, same handshake  -> ...
+       welcome: rank 0's own proof     ->
+       all have connected: addresses   -> connects to each j, same handshake  -> ...
 
-   Failed attempts are counted and do not block other connections. All data move inside test(). Only
-   the rendezvous and the end of a run wait, at most timeout_s. Numbers are sent in the machine's
-   byte order, and the version number refuses a rank with the other byte order. Failure detection: a
-   closed connection means a lost rank, and keepalive probes notice a vanished machine within about
-   timeout_s. */
+   Failed attempts are counted and do not block other connections. Data move only while the
+   transport's function `test` runs (dt__tcp_test). Only the rendezvous and the end of a run wait,
+   at most timeout_s. Numbers are sent in the machine's byte order. A rank with the other byte order
+   is refused, because its version number does not match. Failure detection: a closed connection
+   means a lost rank, and keepalive probes notice a vanished machine within about timeout_s. */
 
 enum {
     DT__TCP_PORT = 29500,
     DT__TCP_VERSION = 2,
-    DT__TCP_FRAME_MAGIC = 0x64744631, /* begins each frame */
-    DT__TCP_INPUT_BYTES = 65536,      /* the input buffer for short frames */
+    DT__TCP_FRAME_MAGIC = 0x64744631, /* the first field of each frame */
+    DT__TCP_INPUT_BYTES = 65536,      /* size of the input buffer for short frames */
     DT__TCP_READS_PER_POLL = 16,      /* reads from one peer before the next peer's turn */
-    /* slots for pending connections; a listener has 4 more per rank, up to the maximum */
+    /* A listener has PENDING_SLOTS slots for pending connections and 4 more for each rank of the
+       job, but at most MAX_PENDING_SLOTS. */
     DT__TCP_PENDING_SLOTS = 256,
     DT__TCP_MAX_PENDING_SLOTS = 1024,
     DT__TCP_BACKLOG = 4096,       /* a rank that finds this queue full retries after a second */
-    DT__TCP_MIN_TOKEN_BYTES = 16, /* the least length of a token */
+    DT__TCP_MIN_TOKEN_BYTES = 16, /* minimum length of a token */
     DT__TCP_NAME_BYTES = 64,
     DT__TCP_TEXT_BYTES = 512
 };
-#define DT__TCP_MAX_MESSAGE_BYTES ((uint64_t)1 << 40) /* a longer message is a malformed frame */
+#define DT__TCP_MAX_MESSAGE_BYTES ((uint64_t)1 << 40) /* a frame with more bytes is malformed */
 /* a pending connection without a valid proof is closed after this many seconds */
 #define DT__TCP_PENDING_S 2.0
-#define DT__TCP_SKEW_S 0.5 /* another rank's timeout may begin this many seconds later */
+#define DT__TCP_SKEW_S 0.5 /* the ranks' timeouts may begin up to this many seconds apart */
 /* a pending connection may be evicted only after it has sent no data for this many seconds */
 #define DT__TCP_EVICT_SILENCE_S 0.03
 /* seconds for which a failed rank tries to send its abort to peers whose sockets are full */
@@ -6296,8 +6297,8 @@ typedef struct dt__tcp_address {
 } dt__tcp_address;
 
 enum { DT__TCP_HELLO = 1, DT__TCP_PROOF, DT__TCP_WELCOME, DT__TCP_REFUSED };
-/* Why a rank is refused. The first two reasons are sent to any caller, the others only after the
-   caller's proof. */
+/* Why a rank is refused. The first two reasons are sent to every connecting rank, the others only
+   to a rank whose proof is valid. */
 enum {
     DT__TCP_WRONG_VERSION = 1,
     DT__TCP_WRONG_TOKEN,
@@ -6307,14 +6308,14 @@ enum {
     DT__TCP_RANK_PRESENT
 };
 
-/* The handshake record: the only data that are sent until both proofs have been checked. */
+/* The handshake record. Until both proofs have been checked, no other data are sent. */
 typedef struct dt__tcp_handshake {
     char magic[8];
     uint32_t version, kind;
     int32_t rank, size; /* the sender's rank and its job's size */
     int32_t pid, reason;
     dt__tcp_address address; /* the address where the sender listens */
-    uint64_t job;            /* 0: the caller at the rendezvous does not know the job yet */
+    uint64_t job;            /* 0 if the sender connects to rank 0 and does not know the job yet */
     uint8_t nonce[32], proof[32];
     char host[DT__TCP_NAME_BYTES];
 } dt__tcp_handshake;
@@ -6323,21 +6324,21 @@ typedef struct dt__tcp_handshake {
    ranks follow. */
 typedef struct dt__tcp_table {
     uint32_t magic, failed;
-    int32_t check, spare;          /* rank 0's dt_run_desc.check is valid for all ranks */
+    int32_t check, spare;          /* check: rank 0's dt_run_desc.check, which all ranks use */
     char text[DT__TCP_TEXT_BYTES]; /* why the rendezvous failed */
 } dt__tcp_table;
 
 typedef char dt__wait_report_fits[sizeof(dt__wait_report) <= DT__TCP_TEXT_BYTES ? 1 : -1];
 
-/* After the rendezvous the connection carries frames. A frame is a header and its bytes:
+/* After the rendezvous a connection carries frames. A frame is a header and a body:
 
        data    received into the buffer of a posted receive, or stored until a receive is posted
-       abort   the sender has failed; every later test() returns the abort's text
+       abort   the sender has failed; dt__tcp_test then returns the abort's text
        bye     the sender has ended without a failure and will send nothing more
        report  a wait report (section 18) */
 enum { DT__TCP_DATA = 1, DT__TCP_ABORT, DT__TCP_BYE, DT__TCP_REPORT };
 typedef struct dt__tcp_frame {
-    /* in an abort, channel is the failed rank and tag its status */
+    /* in an abort, `channel` is the rank that failed and `tag` is its status */
     uint32_t magic, kind, channel;
     int32_t tag;
     uint64_t bytes, word;
@@ -6345,16 +6346,19 @@ typedef struct dt__tcp_frame {
 
 typedef struct dt__tcp_request {
     int is_receive, finished;
-    int peer; /* a receive: DT_ANY until the sender is known */
-    /* a cancelled send whose frame is partly written; data then belong to the transport */
+    int peer; /* the other rank; in a receive DT_ANY until the sender is known */
+    /* 1 if no caller has a pointer to this send any more: a wait report, or a send that was
+       cancelled while its frame was partly written; `data` then belongs to the transport */
     int is_orphan;
-    /* of a receive: the channel and tag it asks for, then the bytes and word of the message */
+    /* in a receive: channel and tag of the message to receive, and after a match also the
+       message's bytes and word */
     dt__tcp_frame frame;
     const char *data;
     char *buf;
-    size_t capacity;              /* of buf */
-    size_t written;               /* of a send: bytes of frame and data that are written */
-    struct dt__tcp_request *next; /* in a list: sends, posted receives, unused requests */
+    size_t capacity; /* of a receive: size of buf in bytes */
+    size_t written;  /* of a send: number of bytes of frame and data that have been written */
+    /* next element of the list of sends, of posted receives or of unused requests */
+    struct dt__tcp_request *next;
 } dt__tcp_request;
 
 /* An unexpected message: the message arrived before its receive was posted. The message's bytes
@@ -6366,8 +6370,12 @@ typedef struct dt__tcp_message {
     struct dt__tcp_message *next;
 } dt__tcp_message;
 
-/* OPEN: connected; ENDED: the peer said bye; LOST: the connection closed without a bye; BROKEN: the
-   peer sent a malformed frame. */
+/* A peer's state:
+
+       OPEN    the peer has sent neither an abort nor a bye
+       ENDED   the peer has sent an abort or a bye
+       LOST    the connection closed before an abort or a bye
+       BROKEN  the peer sent a malformed frame */
 typedef enum dt__tcp_state {
     DT__TCP_OPEN = 0,
     DT__TCP_ENDED,
@@ -6377,22 +6385,22 @@ typedef enum dt__tcp_state {
 
 typedef struct dt__tcp_peer {
     int fd;                 /* -1: not connected */
-    int rank, write_closed; /* write_closed: the peer accepts no more data */
-    int pid, error;         /* error: the errno of the loss */
-    uint32_t received;      /* complete messages received */
+    int rank, write_closed; /* write_closed: 1 if no more data can be sent to the peer */
+    int pid, error;         /* error: errno of the call that found the connection lost */
+    uint32_t received;      /* number of complete messages received from the peer */
     char host[DT__TCP_NAME_BYTES];
     dt__tcp_state state;
     dt__tcp_address address;
-    /* the frame that is arriving, and the number of bytes of its header that have been received */
-    dt__tcp_frame frame;
-    size_t header_read, body_left; /* bytes of the frame's body that are outstanding */
-    /* the target of the frame's body: a posted receive or an unexpected message; both NULL: drop
-       the body */
+    dt__tcp_frame frame; /* header of the frame that is arriving */
+    /* number of bytes of the header that have been received, and of the body that have not */
+    size_t header_read, body_left;
+    /* The body goes into a posted receive (target) or into an unexpected message. If both are NULL,
+       a message's body is dropped. */
     dt__tcp_request *target;
     dt__tcp_message *message;
-    char text[DT__TCP_TEXT_BYTES];           /* the text of an abort or a wait report */
+    char text[DT__TCP_TEXT_BYTES];           /* the body of an abort or of a wait report */
     dt__tcp_request *first_send, *last_send; /* queued sends, the oldest first */
-    /* an abort or a bye, sent after the queued sends */
+    /* an abort or a bye, which is sent after the queued sends */
     char last_frame[sizeof(dt__tcp_frame) + DT__TCP_TEXT_BYTES];
     size_t last_frame_sent, last_frame_bytes;
 } dt__tcp_peer;
@@ -6400,13 +6408,13 @@ typedef struct dt__tcp_peer {
 typedef struct dt__tcp_pending {
     int fd;                      /* -1: a free slot */
     int hello_done;              /* both hellos have been exchanged */
-    size_t received;             /* bytes of the next record that have been received */
-    double last_heard, deadline; /* time of the connection or its hello; time to close it */
+    size_t received;             /* number of bytes of `record` that have been received */
+    double last_heard, deadline; /* time of accept or of the last record; time to close */
     dt__tcp_address from;
-    dt__tcp_handshake record, their_hello, our_hello; /* the record that is arriving; both hellos */
+    dt__tcp_handshake record, their_hello, our_hello; /* record: the one that is arriving */
 } dt__tcp_pending;
 
-typedef struct dt__tcp_listener { /* accepts the ranks first_rank and higher */
+typedef struct dt__tcp_listener { /* accepts connections of the ranks first_rank and higher */
     int fd, first_rank, slots;
     long rejected;
     dt__phrase last_rejection; /* why the last pending connection was rejected */
@@ -6429,27 +6437,32 @@ typedef struct dt__tcp {
     struct pollfd *polls;                    /* (size) */
     char *input;                             /* (DT__TCP_INPUT_BYTES) */
     dt__tcp_request *posted, *free_requests; /* posted: receives, the oldest first */
-    dt__tcp_request **posted_end;            /* the list's end; unset if empty */
-    dt__tcp_message *unexpected;             /* no receive is posted; oldest first */
-    dt__tcp_message **unexpected_end;        /* the list's end; unset if empty */
-    int busy, closing;
-    /* requests in flight; tests since the last poll */
+    /* address of the last `next` pointer of the list above; unset if the list is empty */
+    dt__tcp_request **posted_end;
+    dt__tcp_message *unexpected; /* messages without a posted receive, the oldest first */
+    /* address of the last `next` pointer of the list above; unset if the list is empty */
+    dt__tcp_message **unexpected_end;
+    int busy; /* more than 0 while dt__tcp_progress must not read or write */
+    int closing;
+    /* number of requests in flight; number of tests since the last poll */
     int active_requests, skipped_tests;
-    dt__tcp_request *last_poller; /* the request whose test last polled in vain */
-    int failed;                   /* this rank or another rank has failed */
-    /* another rank's failure, with its rank; after this rank's own failure only the text */
+    /* the request whose test made the last poll, if that poll found no socket ready; else NULL */
+    dt__tcp_request *last_poller;
+    int failed; /* 1 if this rank or another rank has failed */
+    /* another rank's failure: its status, rank and text; this rank's own failure: rank and text */
     dt_report first_failure;
-    char unreceived[160]; /* a message that arrived and was never received */
+    char unreceived[160]; /* description of a message that arrived and was never received */
 } dt__tcp;
 
 /* ---- proofs: SHA-256 and HMAC ---- */
 
-/* A proof is an HMAC-SHA256 over both hellos and the side of the speaker, keyed with the job's
-   token. No one can make a proof without the token. A recorded proof is invalid in any other
-   connection, and for the other side of the same connection. (NIST, FIPS 180-4, 2015; H. Krawczyk
-   et al., RFC 2104, 1997; the mutual scheme of ISO/IEC 9798-4.) On the loopback a job may have no
-   token; then the key is empty and the rest is the same. Traffic after the handshake is neither
-   encrypted nor signed, so this does not stop an attacker who can change packets in flight. */
+/* A proof is an HMAC-SHA256 over both hellos and the name of the side that proves its identity,
+   keyed with the job's token. No one can make a proof without the token. A recorded proof is
+   invalid in any other connection, and for the other side of the same connection. (NIST, FIPS
+   180-4, 2015; H. Krawczyk et al., RFC 2104, 1997; the mutual scheme of ISO/IEC 9798-4.) A job
+   whose rendezvous is a loopback address needs no token; the handshake then uses an empty token.
+   Traffic after the handshake is neither encrypted nor signed, so proofs do not stop an attacker
+   who can change packets in flight. */
 
 /* Zeroes a secret that is no longer needed: the token, its key, or data that reveal them. The
    pointer is volatile, because a compiler drops a memset of memory that is not read again. */
@@ -6506,7 +6519,7 @@ static void dt__sha256_block(uint32_t h[8], const uint8_t block[64]) {
 }
 
 static void dt__sha256_begin(dt__sha256 *s) {
-    static const uint32_t start[8] = { /* the same bits of the square roots of the first 8 primes */
+    static const uint32_t start[8] = { /* as k, but of the square roots of the first 8 primes */
         0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a, 0x510e527f, 0x9b05688c, 0x1f83d9ab,
         0x5be0cd19
     };
@@ -6549,7 +6562,7 @@ static void dt__hmac_begin(dt__sha256 *s, const uint8_t *key, size_t bytes, int 
 
 static void dt__hmac(
     const void *key, size_t key_bytes, const void *data, size_t bytes, uint8_t digest[32]) {
-    uint8_t short_key[32], inner[32]; /* not in digest, because digest may be the key */
+    uint8_t short_key[32], inner[32]; /* digest cannot hold inner, because digest may be the key */
     dt__sha256 s;
     if (key_bytes > 64) {
         dt__sha256_of(key, key_bytes, short_key);
@@ -6566,7 +6579,8 @@ static void dt__hmac(
     dt__wipe(inner, sizeof inner);
 }
 
-/* Compares in constant time, so that the time does not reveal the first difference. */
+/* Returns 1 if the secrets are equal. The time of the comparison does not reveal where they first
+   differ. */
 static int dt__equal_secrets(const uint8_t *a, const uint8_t *b, size_t bytes) {
     volatile uint8_t differ = 0;
     for (size_t i = 0; i < bytes; i++) differ = (uint8_t)(differ | (a[i] ^ b[i]));
@@ -6575,7 +6589,7 @@ static int dt__equal_secrets(const uint8_t *a, const uint8_t *b, size_t bytes) {
 
 /* ---- incoming frames ---- */
 
-/* Records another rank's failure as the first failure. */
+/* Records the failure in a peer's abort, unless a failure is already recorded. */
 static void dt__tcp_record_abort(dt__tcp *t, const dt__tcp_peer *peer) {
     if (t->failed) return;
     t->failed = 1;
@@ -6618,11 +6632,11 @@ static size_t dt__tcp_message_bytes(uint64_t bytes) {
     return sizeof(dt__tcp_message) + (size_t)bytes;
 }
 
-/* Appends an unexpected message. Returns NULL if there is no memory; the context has then
+/* Appends an unexpected message. Returns NULL if the allocation fails; the context has then
    failed. */
 static dt__tcp_message *dt__tcp_unexpected_add(dt__tcp *t, int from, const dt__tcp_frame *frame) {
     size_t bytes = dt__tcp_message_bytes(frame->bytes);
-    t->busy++; /* needed because a refused allocation fails the context, which calls dt__tcp_fail */
+    t->busy++; /* if the allocation fails, dt__tcp_fail is called and must not read or write */
     dt__tcp_message *m =
         (dt__tcp_message *)dt_alloc(t->ctx, DT_MEM_HOST, bytes, "a message that came early");
     t->busy--;
@@ -6652,7 +6666,7 @@ static void dt__tcp_deliver(dt__tcp *t, dt__tcp_message *m, dt__tcp_request *r) 
     dt__tcp_unexpected_remove(t, m);
 }
 
-/* Begins a frame whose header is complete. Returns 0 if the header is malformed. */
+/* Begins the body of a frame whose header is complete. Returns 0 if the header is malformed. */
 static int dt__tcp_begin_frame(dt__tcp *t, dt__tcp_peer *peer) {
     const dt__tcp_frame *f = &peer->frame;
     uint64_t max_bytes = f->kind == DT__TCP_DATA    ? DT__TCP_MAX_MESSAGE_BYTES
@@ -6697,8 +6711,8 @@ static void dt__tcp_finish_frame(dt__tcp *t, dt__tcp_peer *peer) {
     peer->header_read = 0;
 }
 
-/* Returns the address for the next bytes of the frame's body, and the capacity there; NULL if the
-   bytes are dropped. */
+/* Returns the address to which the next bytes of the frame's body are written and sets *capacity to
+   the number of bytes that fit there. Returns NULL if the next *capacity bytes are dropped. */
 static char *dt__tcp_body_target(dt__tcp_peer *peer, size_t *capacity) {
     size_t done = (size_t)peer->frame.bytes - peer->body_left;
     *capacity = peer->body_left;
@@ -6710,7 +6724,7 @@ static char *dt__tcp_body_target(dt__tcp_peer *peer, size_t *capacity) {
     return peer->target->buf + done;
 }
 
-/* Distributes n bytes that were read to the frames. Returns 0 if a frame is malformed. */
+/* Parses n bytes that were read from the peer. Returns 0 if a frame is malformed. */
 static int dt__tcp_parse(dt__tcp *t, dt__tcp_peer *peer, const char *bytes, size_t n) {
     while (n > 0) {
         size_t capacity = sizeof peer->frame - peer->header_read, count;
@@ -6738,7 +6752,7 @@ static void dt__tcp_read(dt__tcp *t, dt__tcp_peer *peer) {
         size_t capacity = 0;
         char *dst =
             peer->header_read == sizeof peer->frame ? dt__tcp_body_target(peer, &capacity) : NULL;
-        int direct = dst && capacity >= DT__TCP_INPUT_BYTES; /* read without a copy */
+        int direct = dst && capacity >= DT__TCP_INPUT_BYTES; /* 1: read into dst, without a copy */
         if (!direct) capacity = DT__TCP_INPUT_BYTES;
         ssize_t n = recv(peer->fd, direct ? dst : t->input, capacity, 0);
         if (n < 0 && errno == EINTR) continue;
@@ -6777,9 +6791,9 @@ static void dt__tcp_unqueue(dt__tcp_peer *peer, const dt__tcp_request *r) {
     if (peer->last_send == r) peer->last_send = before;
 }
 
-/* Writes as much of the header and the body as the socket takes. Returns less than 0 if the socket
-   takes nothing now or the connection is lost. On a lost connection the peer becomes write_closed,
-   but data that the peer sent earlier may still be read. */
+/* Writes as many bytes of the header and the body as fit into the socket's buffer, and returns
+   their number. Returns a negative number if no byte fits now or the connection is lost. A loss
+   sets peer->write_closed, but data that the peer sent earlier may still be read. */
 static ssize_t dt__tcp_write_pieces(
     dt__tcp_peer *peer, const void *head, size_t head_bytes, const void *body, size_t bytes) {
     struct iovec pieces[2];
@@ -6801,7 +6815,7 @@ static ssize_t dt__tcp_write_pieces(
     return n;
 }
 
-/* Writes as much as the socket takes: the queued sends in order, then the last frame. */
+/* Writes the queued sends in order, then the last frame, until the socket's buffer is full. */
 static void dt__tcp_write(dt__tcp *t, dt__tcp_peer *peer) {
     const size_t head = sizeof(dt__tcp_frame);
     while (!peer->write_closed && peer->first_send) {
@@ -6829,7 +6843,7 @@ static int dt__tcp_has_output(const dt__tcp_peer *peer) {
            (peer->first_send || peer->last_frame_sent < peer->last_frame_bytes);
 }
 
-/* Polls all sockets once, reads and writes. Returns 1 if any socket was ready. */
+/* Polls all sockets once, and reads and writes those that are ready. Returns 1 if any was ready. */
 static int dt__tcp_progress(dt__tcp *t) {
     if (t->busy) return 0;
     for (int rank = 0; rank < t->size; rank++) {
@@ -6846,7 +6860,8 @@ static int dt__tcp_progress(dt__tcp *t) {
     return 1;
 }
 
-/* Queues the last frame to a peer, an abort or a bye. Drops sends that have not begun. */
+/* Queues an abort or a bye as the last frame to a peer. Drops sends whose frame is not yet partly
+   written. */
 static void dt__tcp_queue_last_frame(
     dt__tcp *t, dt__tcp_peer *peer, uint32_t kind, dt_status status, const char *text) {
     dt__tcp_frame frame;
@@ -6867,14 +6882,14 @@ static void dt__tcp_queue_last_frame(
                                  : &peer->first_send;
     for (dt__tcp_request *r = *rest, *next; r; r = next) {
         next = r->next;
-        if (r->is_orphan) dt__tcp_release(t, r); /* no caller has a pointer to it */
+        if (r->is_orphan) dt__tcp_release(t, r); /* no caller has a pointer to this send */
     }
     *rest = NULL;
     peer->last_send = peer->first_send;
     dt__tcp_write(t, peer);
 }
 
-/* ---- the five functions of the transport ---- */
+/* ---- the functions of the transport ---- */
 
 static dt__tcp_request *dt__tcp_request_make(
     dt__tcp *t, int peer, uint32_t channel, int tag, size_t bytes) {
@@ -6895,7 +6910,7 @@ static dt__tcp_request *dt__tcp_request_make(
     return r;
 }
 
-/* Copies a message that a rank sends to itself, at once. */
+/* Delivers a message that the rank sends to itself. */
 static void dt__tcp_send_self(dt__tcp *t, dt__tcp_request *r) {
     dt__tcp_request *receive = dt__tcp_match_posted(t, t->rank, &r->frame);
     dt__tcp_message *m = receive ? NULL : dt__tcp_unexpected_add(t, t->rank, &r->frame);
@@ -6922,7 +6937,7 @@ static void *dt__tcp_send(
     r->data = (const char *)buf;
     r->frame.word = word;
     dt__tcp_peer *peer = &t->peers[to];
-    if (t->failed || peer->state != DT__TCP_OPEN) return r; /* test() returns the failure */
+    if (t->failed || peer->state != DT__TCP_OPEN) return r; /* dt__tcp_test returns the failure */
     if (to == t->rank) {
         dt__tcp_send_self(t, r);
         return r;
@@ -6960,8 +6975,8 @@ static void *dt__tcp_recv(
     return r;
 }
 
-/* Sends a wait report to all ranks. Each peer gets a copy. A new report replaces a queued report
-   whose write has not begun. */
+/* Sends a wait report to all other ranks; the transport owns the copies. If the last queued send to
+   a peer is an older report that has not been written yet, the new report replaces it. */
 static void dt__tcp_send_report(void *user, const void *report, size_t bytes) {
     dt__tcp *t = (dt__tcp *)user;
     for (int rank = 0; rank < t->size && !t->failed; rank++) {
@@ -7005,9 +7020,8 @@ static int dt__tcp_pid(void *user, int rank) {
     return strncmp(name, t->peers[rank].host, sizeof name - 1) == 0 ? t->peers[rank].pid : 0;
 }
 
-/* Handles a send that is cancelled while its frame is partly written. The rest of the frame must
-   follow, or the peer could not read the next frame. The caller may reuse its buffer, so the rest
-   is copied. */
+/* Cancels a send whose frame is partly written. The rest of the frame must still be sent, else the
+   peer could not read the next frame. The caller may reuse its buffer, so the rest is copied. */
 static void dt__tcp_orphan(dt__tcp *t, dt__tcp_peer *peer, dt__tcp_request *r) {
     size_t bytes = (size_t)r->frame.bytes, head = sizeof r->frame,
            gone = r->written > head ? r->written - head : 0;
@@ -7075,10 +7089,9 @@ static dt__phrase dt__tcp_loss_text(const dt__tcp *t, int rank) {
     return text;
 }
 
-/* Failure detection. Returns the reason why a request can no longer finish, with the values of
-   dt_transport's test; 0 if the request may still finish. Any lost rank ends the waits of all
-   ranks, even the wait of a rank that waits for a different rank: some rank waits for the lost
-   rank, and other ranks wait for that rank. */
+/* Failure detection. Returns 0 if the request can still finish, else the negative value that
+   dt_transport's function `test` returns. Once any rank is lost, no request can finish, even if its
+   peer is another rank: that peer may itself be waiting for the lost rank. */
 static int dt__tcp_cannot_finish(const dt__tcp *t, const dt__tcp_request *r, char *why) {
     int ended = 0, any = r->is_receive && r->peer == DT_ANY;
     if (t->failed) return snprintf(why, DT__TCP_TEXT_BYTES, "%s", t->first_failure.text), -3;
@@ -7097,7 +7110,8 @@ static int dt__tcp_test(
     void *user, void *request, int *from, uint64_t *word, size_t *bytes, char *why) {
     dt__tcp *t = (dt__tcp *)user;
     dt__tcp_request *r = (dt__tcp_request *)request;
-    /* one poll of the sockets serves every request that is tested before the next poll */
+    /* One poll serves all requests. Poll again only if the last poll found a ready socket, if this
+       request made the last poll, or after as many tests as there are requests in flight. */
     if (!r->finished &&
         (!t->last_poller || t->last_poller == r || t->skipped_tests++ >= t->active_requests)) {
         t->skipped_tests = 0;
@@ -7133,7 +7147,7 @@ static void dt__tcp_nap(const dt__tcp *t, double seconds) {
 /* Tells all other ranks, once, that this rank has failed. */
 static void dt__tcp_abort(dt__tcp *t, dt_status status, const char *text) {
     int left = 1;
-    if (t->failed) return; /* the others know already */
+    if (t->failed) return; /* the other ranks know of this or an earlier failure */
     t->failed = 1;
     t->first_failure.rank = t->rank;
     snprintf(t->first_failure.text, sizeof t->first_failure.text, "%s", text);
@@ -7171,8 +7185,8 @@ static int dt__tcp_is_loopback(dt__tcp_address address) {
     return octet[0] == 127;
 }
 
-/* The address of this machine's first running interface other than the loopback; 0 if there is
-   none. */
+/* Returns the address of this machine's first running interface that is not a loopback interface; 0
+   if there is none. */
 static uint32_t dt__tcp_interface_address(void) {
     struct ifaddrs *all = NULL;
     dt__tcp_address address = { 0, 0 };
@@ -7190,15 +7204,16 @@ static uint32_t dt__tcp_interface_address(void) {
     return address.ip;
 }
 
-/* Resolves a name. Returns 0 on failure. Many systems resolve their own name to a loopback address,
-   which no other machine can reach; the function then returns an interface's address. */
+/* Returns the address of a host name; 0 on failure. Many machines resolve their own name to a
+   loopback address, which no other machine can reach. The function then returns the address of an
+   interface of this machine, if there is one. */
 static uint32_t dt__tcp_resolve(const char *name) {
     struct addrinfo hints, *found = NULL;
     dt__tcp_address address = { 0, 0 };
     memset(&hints, 0, sizeof hints);
     hints.ai_family = AF_INET;
     hints.ai_socktype = SOCK_STREAM;
-    /* without this check "1.2" would mean 1.0.0.2 */
+    /* getaddrinfo would resolve "1.2" to 1.0.0.2 */
     if (strspn(name, "0123456789.") == strlen(name)) return 0;
     if (getaddrinfo(name, NULL, &hints, &found) != 0) return 0;
     struct sockaddr_in at;
@@ -7210,7 +7225,8 @@ static uint32_t dt__tcp_resolve(const char *name) {
     return interface ? interface : address.ip;
 }
 
-/* Parses "127.0.0.1:29500", "localhost:29500", "node17:29500", or the same without a port. */
+/* Parses "127.0.0.1:29500", "localhost:29500", "node17:29500", or the same without a port. Returns
+   0 on failure. */
 static int dt__tcp_address_parse(const char *text, dt__tcp_address *address) {
     char host[256] = "127.0.0.1";
     const char *colon = text ? strchr(text, ':') : NULL;
@@ -7235,8 +7251,8 @@ static int dt__tcp_address_parse(const char *text, dt__tcp_address *address) {
 
 /* ---- the token ---- */
 
-/* Reads the token from a file, without trailing white space. On failure `why` says what is wrong.
-   The function refuses a file that other users may read, because those users could join the job. */
+/* Reads the token from a file, without trailing white space. On failure writes the reason to `why`.
+   Refuses a file that other users may read, because those users could join the job. */
 static void dt__tcp_token_file(
     const char *path, char *token, size_t capacity, size_t *bytes, char *why) {
     struct stat info;
@@ -7298,8 +7314,8 @@ static struct sockaddr_in dt__tcp_sockaddr(dt__tcp_address address) {
     return at;
 }
 
-/* Sets a socket up: it never blocks, sends small messages at once, and is not inherited by programs
-   that this program starts (close-on-exec). Returns 0 on failure. */
+/* Makes a socket nonblocking and close-on-exec, and lets it send small messages without delay
+   (TCP_NODELAY). Returns 0 on failure. */
 static int dt__tcp_set_up(int fd) {
     int one = 1;
     setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
@@ -7308,17 +7324,19 @@ static int dt__tcp_set_up(int fd) {
 }
 
 #if defined(__linux__) && !defined(TCP_RTO_MAX_MS)
-#define TCP_RTO_MAX_MS 44 /* Linux 6.15: older headers lack it, older kernels refuse it */
+#define TCP_RTO_MAX_MS 44 /* since Linux 6.15; older headers lack the name, older kernels fail */
 #endif
 
-/* Heartbeat. TCP keepalive probes notice within timeout_s + 1 s that a peer's machine has vanished.
-   Up to 8 probes are sent, because a probe may be lost. (TCP_USER_TIMEOUT would also close a
-   connection to a rank that computes for a long time without reading. For data in flight, the rank
-   that waits for the data has its own timeout.)
+/* Heartbeat. With TCP keepalive probes the kernel notices within timeout_s + 1 s that a peer's
+   machine has vanished. It sends up to 8 probes, because a probe may be lost. (TCP_USER_TIMEOUT is
+   not used: it would also close a connection to a rank that computes for a long time without
+   reading. For data in flight it is not needed either, because the rank that waits for the data has
+   its own timeout.)
 
    TCP retransmits after 0.2 s, 0.4 s, 0.8 s, ..., so a network partition of 3.1 s may interrupt a
-   connection for 6.2 s. If the kernel can cap this backoff, the cap is max(timeout_s / 8, 1 s).
-   (The cap is not lower, because the kernel closes a connection after 15 retransmissions.) */
+   connection for 6.2 s. Where the kernel allows it, the function caps the time between two
+   retransmissions at timeout_s / 8, but at least 1 s. (A lower cap would be too short, because the
+   kernel closes a connection after 15 retransmissions.) */
 static void dt__tcp_set_keepalive(int fd, double timeout_s) {
     int one = 1, total_s = 1 + (timeout_s < 32000 ? (int)timeout_s : 32000);
     int interval_s = 1 + total_s / 16, max_probes = (total_s - 1) / interval_s,
@@ -7340,7 +7358,7 @@ static void dt__tcp_set_keepalive(int fd, double timeout_s) {
 #endif
 }
 
-/* The local address of a connection or of a listening socket. */
+/* Returns the local address of a connection or of a listening socket; zeros on failure. */
 static dt__tcp_address dt__tcp_own_address(int fd) {
     struct sockaddr_in at;
     socklen_t length = sizeof at;
@@ -7352,12 +7370,13 @@ static dt__tcp_address dt__tcp_own_address(int fd) {
     return address;
 }
 
-/* Listens at the address; with port 0 at any free port. Returns -1 with errno set on failure. */
+/* Returns a socket that listens at the address; if its port is 0, at any free port. Returns -1 with
+   errno set on failure. */
 static int dt__tcp_listen(dt__tcp_address address, int backlog) {
     struct sockaddr_in at = dt__tcp_sockaddr(address);
     int one = 1, fd = dt__io_guard_std_fds() == 0 ? socket(AF_INET, SOCK_STREAM, 0) : -1;
     if (fd < 0) return -1;
-    /* the last job's connections to this port may still be closing */
+    /* connections of an earlier job to this port may still be in state TIME_WAIT */
     setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
     if (dt__tcp_set_up(fd) && bind(fd, (struct sockaddr *)&at, sizeof at) == 0 &&
         listen(fd, backlog) == 0)
@@ -7370,7 +7389,7 @@ static int dt__tcp_listen(dt__tcp_address address, int backlog) {
 
 /* ---- handshake records ---- */
 
-/* Makes unpredictable random numbers from the seed. */
+/* Derives the next nonce, 32 unpredictable bytes, from the seed. */
 static void dt__tcp_nonce(dt__tcp *t, uint8_t nonce[32]) {
     t->nonce_count++;
     dt__hmac(t->seed, sizeof t->seed, &t->nonce_count, sizeof t->nonce_count, nonce);
@@ -7392,7 +7411,8 @@ static dt__tcp_handshake dt__tcp_handshake_make(dt__tcp *t, uint32_t kind) {
     return record;
 }
 
-/* Computes the proof of one side, which is "caller" or "host". */
+/* Computes the proof of one side: "caller" is the rank that connects, "host" the rank that accepts
+   the connection. */
 static void dt__tcp_prove(const dt__tcp *t, const char *side, const dt__tcp_handshake *caller,
     const dt__tcp_handshake *host, uint8_t proof[32]) {
     struct {
@@ -7421,7 +7441,7 @@ static void dt__tcp_host_name(char name[DT__TCP_NAME_BYTES], const char sent[DT_
     dt__escape(name, DT__TCP_NAME_BYTES);
 }
 
-/* Says in words why `host` refuses `caller`. */
+/* Returns the text that says why `host` refuses `caller`. */
 static dt__phrase dt__tcp_reason(const dt__tcp_handshake *caller, const dt__tcp_handshake *host) {
     dt__phrase text;
     char name[DT__TCP_NAME_BYTES];
@@ -7445,7 +7465,7 @@ static dt__phrase dt__tcp_reason(const dt__tcp_handshake *caller, const dt__tcp_
     return text;
 }
 
-/* Makes a connection the peer's: the rank at its other end has proved its identity. */
+/* Stores a connection in the peer, after the rank at its other end has proved its identity. */
 static void dt__tcp_peer_connected(dt__tcp *t, int rank, int fd, const dt__tcp_handshake *record) {
     dt__tcp_peer *peer = &t->peers[rank];
     peer->fd = fd;
@@ -7455,17 +7475,18 @@ static void dt__tcp_peer_connected(dt__tcp *t, int rank, int fd, const dt__tcp_h
     dt__tcp_set_keepalive(fd, t->timeout_s);
 }
 
-/* Sends a few bytes on a new connection. An empty socket buffer takes all of them. */
+/* Sends a few bytes on a new connection, whose empty socket buffer has space for all of them.
+   Returns 0 on failure. */
 static int dt__tcp_send_small(int fd, const void *p, size_t bytes) {
     return send(fd, p, bytes, MSG_NOSIGNAL) == (ssize_t)bytes;
 }
 
 /* ---- pending connections ---- */
 
-/* A connection is pending until its proof is checked. On a pending connection dt trusts no data and
-   reads only handshake records of one size. When all slots are taken, dt evicts the unauthenticated
-   connection that has been silent longest. If the evicted connection was a rank, that rank connects
-   again. */
+/* An accepted connection is pending until its proof has been checked. From a pending connection the
+   listener reads only handshake records, which have a fixed size, and trusts none of their values.
+   When all slots are taken, it evicts the pending connection that has been silent longest. If a
+   rank of the job is evicted, it connects again. */
 
 static void dt__tcp_reject(dt__tcp *t, dt__tcp_pending *pending, const char *why) {
     dt__tcp_listener *listener = t->listener;
@@ -7479,8 +7500,8 @@ static void dt__tcp_reject(dt__tcp *t, dt__tcp_pending *pending, const char *why
             listener->last_rejection.s);
 }
 
-/* The pending connection that has been silent longest; NULL if all connections have sent data
-   recently. */
+/* Returns the pending connection that has been silent longest; NULL if all of them have sent a
+   record, or connected, in the last DT__TCP_EVICT_SILENCE_S seconds. */
 static dt__tcp_pending *dt__tcp_longest_silent(dt__tcp_listener *listener, double now) {
     dt__tcp_pending *oldest = NULL;
     for (int i = 0; i < listener->slots; i++) {
@@ -7491,7 +7512,8 @@ static dt__tcp_pending *dt__tcp_longest_silent(dt__tcp_listener *listener, doubl
     return oldest;
 }
 
-/* Accepts new connections as long as there are free slots and file descriptors. */
+/* Accepts the connections that are waiting. If all slots are taken, each new connection evicts a
+   silent one. Stops if none can be evicted or no file descriptor is free. */
 static void dt__tcp_accept_new(dt__tcp *t, dt__tcp_listener *listener, double now) {
     for (int next = 0, come = 0; come < listener->slots; come++) {
         while (next < listener->slots && listener->pending[next].fd >= 0) next++;
@@ -7534,8 +7556,8 @@ static void dt__tcp_refuse(dt__tcp *t, dt__tcp_pending *pending, int reason) {
     dt__tcp_reject(t, pending, dt__tcp_reason(caller, &record).s);
 }
 
-/* Checks whether the authenticated caller is a rank that is missing here. Returns 0 if so, else the
-   reason for the refusal. */
+/* Returns 0 if this rank accepts the connecting rank, whose proof is valid; else the reason of the
+   refusal (DT__TCP_WRONG_JOB, ...). */
 static int dt__tcp_check_caller(const dt__tcp *t, const dt__tcp_handshake *theirs) {
     if (theirs->job != t->job && (theirs->job || t->rank > 0)) return DT__TCP_WRONG_JOB;
     if (theirs->size != t->size) return DT__TCP_WRONG_SIZE;
@@ -7544,7 +7566,7 @@ static int dt__tcp_check_caller(const dt__tcp *t, const dt__tcp_handshake *their
     return t->peers[theirs->rank].fd >= 0 ? DT__TCP_RANK_PRESENT : 0;
 }
 
-/* Answers a pending connection's record, which is complete. */
+/* Answers the complete record of a pending connection. */
 static void dt__tcp_answer(dt__tcp *t, dt__tcp_pending *pending) {
     pending->received = 0;
     pending->last_heard = dt__tcp_now(t);
