@@ -6442,8 +6442,7 @@ typedef struct dt__tcp {
     dt__tcp_message *unexpected; /* messages without a posted receive, the oldest first */
     /* address of the last `next` pointer of the list above; unset if the list is empty */
     dt__tcp_message **unexpected_end;
-    int busy; /* more than 0 while dt__tcp_progress must not read or write */
-    int closing;
+    int busy, closing; /* busy: more than 0 while dt__tcp_progress must not read or write */
     /* number of requests in flight; number of tests since the last poll */
     int active_requests, skipped_tests;
     /* the request whose test made the last poll, if that poll found no socket ready; else NULL */
@@ -7600,8 +7599,8 @@ static void dt__tcp_answer(dt__tcp *t, dt__tcp_pending *pending) {
     pending->fd = -1;
 }
 
-/* Reads from a pending connection, and rejects the connection as soon as its data cannot come from
-   a rank. */
+/* Reads from a pending connection. Rejects the connection as soon as its data cannot be from a
+   rank. */
 static void dt__tcp_read_pending(dt__tcp *t, dt__tcp_pending *pending, double now) {
     const size_t named = offsetof(dt__tcp_handshake, version),
                  versioned = offsetof(dt__tcp_handshake, kind);
@@ -7643,7 +7642,8 @@ static void dt__tcp_close_listener(dt__tcp *t) {
 
 /* ---- the rendezvous ---- */
 
-/* Sleeps briefly. A rank that knows its job first serves its pending connections. */
+/* Sleeps for the given seconds. If this rank already knows its job (t->job), it serves its pending
+   connections first. */
 static void dt__tcp_pause(dt__tcp *t, double seconds) {
     if (t->listener && t->listener->fd >= 0 && t->job) dt__tcp_serve_pending(t);
     dt__tcp_nap(t, seconds);
@@ -7666,8 +7666,8 @@ static int dt__tcp_connect(dt__tcp *t, dt__tcp_address address, double deadline)
         else if (getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &length) != 0)
             error = errno;
     }
-    /* TCP self-connect: if no process listens at the port and the port is in the range for outgoing
-       connections, the socket may get this same port and connect to itself */
+    /* TCP self-connect: if no process listens at the port and the port is in the ephemeral port
+       range, the system may give this port to the new socket, which then connects to itself */
     if (error == 0 && dt__tcp_own_address(fd).port == address.port &&
         dt__tcp_own_address(fd).ip == address.ip)
         error = ECONNREFUSED;
@@ -7677,8 +7677,8 @@ static int dt__tcp_connect(dt__tcp *t, dt__tcp_address address, double deadline)
     return -1;
 }
 
-/* Returns 1 if all bytes were received, 0 if the connection is closed, -1 if the deadline
-   passed. */
+/* Receives `bytes` bytes. Returns 1 on success, 0 if the connection is closed, -1 if the deadline
+   has passed. */
 static int dt__tcp_recv_all(dt__tcp *t, int fd, void *p, size_t bytes, double deadline) {
     for (size_t at = 0; at < bytes;) {
         ssize_t n = recv(fd, (char *)p + at, bytes - at, 0);
@@ -7694,8 +7694,8 @@ static int dt__tcp_recv_all(dt__tcp *t, int fd, void *p, size_t bytes, double de
     return 1;
 }
 
-/* Sends data that may exceed the socket's buffer. Returns 0 if the connection is closed or the
-   deadline passed. */
+/* Sends `bytes` bytes, which may be more than fit into the socket's buffer. Returns 1 on success, 0
+   if the connection is closed or the deadline has passed. */
 static int dt__tcp_send_all(dt__tcp *t, int fd, const void *p, size_t bytes, double deadline) {
     for (size_t at = 0; at < bytes;) {
         ssize_t n = send(fd, (const char *)p + at, bytes - at, MSG_NOSIGNAL);
@@ -7710,9 +7710,9 @@ static int dt__tcp_send_all(dt__tcp *t, int fd, const void *p, size_t bytes, dou
     return 1;
 }
 
-/* Drops the connections of ranks that closed them before all ranks had connected; such a rank may
-   connect again. At this time a rank has no reason to send data, so any event on its socket means
-   that the connection is closed. */
+/* Rank 0 calls this function until all ranks have connected. It drops the connections that their
+   ranks have closed; these ranks may connect again. A rank sends no data at this time, so any event
+   on its socket means that the connection is closed. */
 static void dt__tcp_drop_closed_peers(dt__tcp *t) {
     for (int rank = 1; rank < t->size; rank++) {
         struct pollfd event = { t->peers[rank].fd, POLLIN, 0 };
@@ -7722,7 +7722,8 @@ static void dt__tcp_drop_closed_peers(dt__tcp *t) {
     }
 }
 
-/* Lists the ranks from `first` on that are not connected, as "2, 5". */
+/* Returns a list, such as "2, 5", of the ranks >= `first` that are not connected. *n is their
+   number. */
 static dt__phrase dt__tcp_missing(const dt__tcp *t, int first, int *n) {
     dt__phrase text;
     size_t at = 0;
@@ -7735,7 +7736,7 @@ static dt__phrase dt__tcp_missing(const dt__tcp *t, int first, int *n) {
     return text;
 }
 
-/* Accepts connections until all ranks from first_rank on are connected. */
+/* Accepts connections until all ranks >= listener->first_rank are connected. */
 static dt_status dt__tcp_accept_ranks(dt__tcp *t, double deadline) {
     char also[320] = "";
     dt__tcp_listener *listener = t->listener;
@@ -7770,7 +7771,8 @@ static dt_status dt__tcp_listen_failed(dt__tcp *t, dt__tcp_address address) {
         reason);
 }
 
-/* The rendezvous on rank 0: accepts all ranks and sends each the addresses of all. */
+/* The rendezvous on rank 0: accepts a connection from each rank, then sends the addresses of all
+   ranks to each of them. */
 static dt_status dt__tcp_host_rendezvous(dt__tcp *t, dt__tcp_address *addresses) {
     uint8_t random[32];
     dt__tcp_table table;
@@ -7802,8 +7804,8 @@ static dt_status dt__tcp_host_rendezvous(dt__tcp *t, dt__tcp_address *addresses)
     return dt_error(t->ctx);
 }
 
-/* Checks the answer of the rank that was called. Returns 1 if the answer is the expected record,
-   else 0 with the context failed. */
+/* Checks the record with which `rank` has answered this rank. Returns 1 if it is the expected
+   record; else fails the context and returns 0. */
 static int dt__tcp_is_answer(dt__tcp *t, int rank, dt__tcp_address address, uint32_t kind,
     const dt__tcp_handshake *ours, const dt__tcp_handshake *record) {
     int known = memcmp(record->magic, dt__tcp_magic, sizeof record->magic) == 0;
@@ -7821,8 +7823,9 @@ static int dt__tcp_is_answer(dt__tcp *t, int rank, dt__tcp_address address, uint
     return 0;
 }
 
-/* The caller's side of the handshake. Returns 1 if the caller is accepted; 0 if there was no answer
-   or the connection was closed, with the text in *reason; -1 if the context has failed. */
+/* The connecting rank's side of the handshake; the proofs name that side "caller". Returns 1 if the
+   other rank has accepted this rank; 0 if there was no answer or the connection was closed, with
+   the text in *reason; -1 if the context has failed. */
 static int dt__tcp_shake_hands(
     dt__tcp *t, int fd, int rank, dt__tcp_address address, double deadline, const char **reason) {
     dt__tcp_handshake ours = dt__tcp_handshake_make(t, DT__TCP_HELLO), theirs,
@@ -7852,8 +7855,8 @@ static int dt__tcp_shake_hands(
 }
 
 /* Tries once to connect and shake hands. After its first connection to rank 0, this rank starts to
-   listen on the interface of that connection. Returns as dt__tcp_shake_hands does. *gone: 1 if no
-   connection could be made. */
+   listen on the interface of that connection. Returns the same values as dt__tcp_shake_hands. Sets
+   *gone to 1 if it could not connect, else to 0. */
 static int dt__tcp_dial(dt__tcp *t, int rank, dt__tcp_address address, double deadline,
     const char **reason, int *gone) {
     int fd = dt__tcp_connect(t, address, deadline), done = -1;
@@ -7872,9 +7875,10 @@ static int dt__tcp_dial(dt__tcp *t, int rank, dt__tcp_address address, double de
     return done;
 }
 
-/* Connects to a rank, with retries. Rank 0 may start later than this rank. All other ranks listen
-   before any rank learns their addresses, but one attempt may fail while many foreign connections
-   fill their slots. */
+/* Connects to a rank, with retries. Rank 0 may start later than this rank, so every failed attempt
+   is repeated. The other ranks listen before any rank learns their addresses, so an attempt is
+   repeated only if the handshake failed: the rank may have evicted this connection because foreign
+   connections fill its slots. */
 static dt_status dt__tcp_dial_until(dt__tcp *t, int rank, dt__tcp_address address) {
     double deadline = dt__tcp_now(t) + t->timeout_s;
     for (;;) {
@@ -7892,8 +7896,8 @@ static dt_status dt__tcp_dial_until(dt__tcp *t, int rank, dt__tcp_address addres
     }
 }
 
-/* Receives the addresses of all ranks. This rank waits longer than rank 0 does, because rank 0 can
-   name the missing ranks in its error text and rank 0's timeout may have begun later. */
+/* Receives the addresses of all ranks. Rank 0's timeout may have begun later than this rank's, but
+   this rank waits longer than rank 0: only rank 0's error text can name the missing ranks. */
 static dt_status dt__tcp_recv_table(dt__tcp *t, dt__tcp_address *addresses) {
     dt__tcp_table table;
     int fd = t->peers[0].fd;
@@ -7948,7 +7952,8 @@ static void dt__tcp_free(dt__tcp *t) {
 }
 
 /* Rendezvous: all ranks connect to each other. The head of this section draws the protocol. Rank 0
-   runs dt__tcp_host_rendezvous, the others run dt__tcp_join_rendezvous. */
+   runs dt__tcp_host_rendezvous, and the other ranks run dt__tcp_join_rendezvous. listening: see
+   dt__tcp_make. */
 static void dt__tcp_rendezvous(dt__tcp *t, int listening) {
     int slots = 4 * t->size + DT__TCP_PENDING_SLOTS < DT__TCP_MAX_PENDING_SLOTS
                     ? 4 * t->size + DT__TCP_PENDING_SLOTS
@@ -7981,8 +7986,8 @@ static void dt__tcp_rendezvous(dt__tcp *t, int listening) {
     dt_free(t->ctx, DT_MEM_HOST, table, table_bytes);
 }
 
-/* Makes this rank's end of all connections. Returns NULL with the context failed on failure.
-   listening: rank 0's listening socket if the socket is already open, else -1. */
+/* Connects this rank to all other ranks. On failure fails the context and returns NULL. listening:
+   a listening socket if rank 0 has already opened one, else -1. */
 static dt__tcp *dt__tcp_make(dt_ctx *ctx, const dt_run_desc *desc, dt__tcp_address rendezvous,
     const uint8_t key[32], int listening) {
     dt__tcp *t = (dt__tcp *)dt_alloc(ctx, DT_MEM_HOST, dt__tcp_bytes(desc->ranks), "connections");
@@ -7996,7 +8001,7 @@ static dt__tcp *dt__tcp_make(dt_ctx *ctx, const dt_run_desc *desc, dt__tcp_addre
         t->timeout_s = desc->timeout_s;
         t->watch = dt__stopwatch_start(t->host, t->timeout_s);
         t->rendezvous = rendezvous;
-        /* byte by byte, because memcpy could leave the key in a vector register */
+        /* copied byte by byte, because memcpy could leave the key in a vector register */
         for (size_t i = 0; i < sizeof t->key; i++) ((volatile uint8_t *)t->key)[i] = key[i];
         t->peers = (dt__tcp_peer *)(void *)(t + 1);
         t->polls = (struct pollfd *)(void *)(t->peers + t->size);
@@ -8009,13 +8014,14 @@ static dt__tcp *dt__tcp_make(dt_ctx *ctx, const dt_run_desc *desc, dt__tcp_addre
     else if (listening >= 0)
         close(listening);
     if (!t || dt_error(ctx) == DT_OK) return t;
-    dt__tcp_abort(t, dt_error(ctx), dt_error_text(ctx)); /* connected ranks may be waiting */
+    dt__tcp_abort(t, dt_error(ctx), dt_error_text(ctx)); /* ends waits of connected ranks */
     dt__tcp_free(t);
     return NULL;
 }
 
-/* The number of peers that still owe this rank their last frame or have not received this rank's;
-   *rank is the lowest of them. */
+/* Returns the number of connected peers whose last frame (an abort or a bye) has not arrived, or to
+   which this rank has not yet written all frames. Sets *rank to the lowest of these peers, if there
+   is one. */
 static int dt__tcp_count_unfinished(const dt__tcp *t, int *rank) {
     int left = 0;
     for (int i = t->size - 1; i >= 0; i--) {
@@ -8029,8 +8035,9 @@ static int dt__tcp_count_unfinished(const dt__tcp *t, int *rank) {
     return left;
 }
 
-/* Says bye to all ranks and waits for their byes. While it waits, this rank notices a rank that
-   fails later, and no peer loses bytes that it has not read. After a failure the wait is short. */
+/* Sends a bye to all ranks and waits for their byes, at most timeout_s, or DT__TCP_GRACE_S after a
+   failure. During the wait this rank notices later failures of other ranks. Its connections stay
+   open, so that its peers can read all data that it has sent. */
 static void dt__tcp_goodbye(dt__tcp *t) {
     double begin = dt__tcp_now(t), nap = 2e-5, until = begin + t->timeout_s;
     int rank = 0, is_shortened = 0;
@@ -8054,8 +8061,8 @@ static void dt__tcp_goodbye(dt__tcp *t) {
             t->rank, dt__tcp_now(t) - begin, rank);
 }
 
-/* Fills the report after the rank function has returned, while the context still exists. The
-   failure in the report is this rank's or another rank's. */
+/* Fills the report with the failure of this rank or of another rank, if there is one. Called after
+   rank_main has returned, while the context still exists. */
 static void dt__tcp_report(dt__tcp *t, dt_report *report) {
     const dt_host *host = t->host;
     dt_report own;
@@ -8063,7 +8070,7 @@ static void dt__tcp_report(dt__tcp *t, dt_report *report) {
     own.status = dt_error(t->ctx);
     own.rank = t->rank;
     snprintf(own.text, sizeof own.text, "%s", dt_error_text(t->ctx));
-    /* another rank's failure, which that rank has logged itself */
+    /* another rank's failure; that rank has logged it */
     if (t->failed && t->first_failure.status) {
         *report = t->first_failure;
         return;
@@ -8098,64 +8105,69 @@ static void dt__tcp_report(dt__tcp *t, dt_report *report) {
        everything else                              messages over MPI (section 15)
        failures                                     the TCP connections of section 24 (no data)
 
-   Sums keep dt's rank order, because dt runs its own algorithms over MPI messages; MPI_Allreduce
-   does not guarantee an order. Each of the first groups has a communicator of its own. Later groups
-   share these communicators, and the tag tells the groups apart. dt makes the communicators when
-   the run begins, because making a communicator later would wait inside MPI for ranks that may have
-   failed.
+   dt does not call MPI_Allreduce, which guarantees no order of its sums. It runs its own algorithms
+   over MPI messages and so sums in the order of the ranks. Each of the first 8 groups has its own
+   communicator. Later groups share these communicators and have different tags. dt creates the
+   communicators when the run begins, because creating one later would wait inside MPI for ranks
+   that may have failed. With class = 0 for point-to-point messages, 1 for messages of collectives
+   and 2 for contents (see dt__mpi_envelope):
 
-       group g, class (messages, collectives, contents), tag  ->
-           communicator g % 8, tag (g / 8 * 3 + class) * span + tag
+       group g, class, tag  ->  communicator g % 8, tag (g / 8 * 3 + class) * tag_span + tag
 
-   dt never blocks inside MPI before the end. It starts every operation and tests for its
-   completion, in the progress engine (section 12) or in dt__mpi_wait_for, which watch the clock.
-   MPI does not report failed ranks, so all ranks also connect over TCP: a failed rank sends an
-   abort, and a dead rank is noticed by its lost connection. Rank 0 listens, and MPI carries its
-   address and the key to the others. At the end all ranks synchronize once more, so that no rank
-   still sends when MPI ends. MPI Forum, "MPI: A Message-Passing Interface Standard", version 3.1,
-   2015. */
+   During the run dt never blocks inside MPI. It starts each operation and tests for its completion
+   in the progress engine (section 12) or in dt__mpi_wait_for, which both watch the clock. MPI does
+   not report failed ranks, so all ranks also connect over TCP: a failed rank sends an abort, and
+   the others notice a dead rank by its lost connection. Rank 0 listens, and broadcasts its address
+   and the key of the proofs over MPI. At the end all ranks synchronize once more, so that no rank
+   still sends when MPI is finalized. MPI Forum, "MPI: A Message-Passing Interface Standard",
+   version 3.1, 2015. */
 
 #ifdef DT_USE_MPI
 
 enum {
-    DT__MPI_COMMS = 8,            /* groups with a communicator of their own */
-    DT__MPI_GROUPS_PER_COMM = 16, /* groups that share one communicator */
-    /* after a failure: how many times dt asks whether all messages have arrived */
+    DT__MPI_COMMS = 8,            /* number of communicators for groups */
+    DT__MPI_GROUPS_PER_COMM = 16, /* maximum number of groups that share one communicator */
+    /* after a failure: maximum number of checks whether all messages have arrived */
     DT__MPI_DRAIN_ROUNDS = 200,
-    /* a waiting rank reads the clock, and may poll for failures, once in this many tests */
+    /* a waiting rank reads the clock, and may poll for failures, in one of every 4 tests */
     DT__MPI_POLL_TESTS = 4
 };
-#define DT__MPI_POLL_S 1e-3          /* a rank polls the connections at this interval plus */
-#define DT__MPI_POLL_PER_RANK_S 2e-5 /* this much per rank, because polling itself takes time */
-/* seconds that a send in flight may take after a rank died; the launcher soon ends all ranks */
+/* A rank polls the TCP connections every POLL_S + ranks * POLL_PER_RANK_S seconds: a poll takes
+   longer with more ranks. */
+#define DT__MPI_POLL_S 1e-3
+#define DT__MPI_POLL_PER_RANK_S 2e-5
+/* time limit in seconds for cancelled requests after a rank died; the launcher soon ends all
+   ranks */
 #define DT__MPI_CANCEL_AFTER_LOSS_S 0.2
-/* a longer message needs its own MPI datatype, because MPI counts elements in an int */
+/* A message with more bytes needs its own MPI datatype, because MPI's counts are of type int. */
 #ifndef DT__MPI_MAX_BYTES
 #define DT__MPI_MAX_BYTES ((size_t)1 << 30)
 #endif
 
-/* A message is an envelope: the word of its send, its length, and its content if the content is
-   small. A longer content follows as a message of the third class, and the envelope names its tag.
-   The receiver posts the content's receive when the envelope has arrived, for the envelope's
-   sender. So MPI never has to truncate a message that is longer than its receive buffer. */
+/* Each message begins with an envelope: the message's word, the length of its content, and the
+   content itself if it is small. A longer content is sent in a second MPI message, of class 2, and
+   the envelope contains that message's tag. The receiver posts the receive of the content when the
+   envelope has arrived, and only if the content fits into the buffer. So MPI never truncates a
+   message. */
 typedef struct dt__mpi_envelope {
     uint64_t word, bytes;
-    int64_t tag; /* the tag of the content */
-    /* the content, if it is small; only the used part of the envelope is sent */
+    int64_t tag; /* the MPI tag of the second message, which carries a longer content */
+    /* the content if it is small; only the bytes in use are sent */
     char small[DT_EAGER_BYTES];
 } dt__mpi_envelope;
 
 typedef struct dt__mpi_request {
     MPI_Request envelope, content;
-    MPI_Datatype type; /* of the content: MPI_BYTE, or made for this message */
+    MPI_Datatype type; /* the content's MPI datatype: MPI_BYTE, or a type made for this message */
     MPI_Comm *comm;
-    int peer;  /* a send's receiver; -1 in a receive */
-    int from;  /* a receive's sender; -1 until the envelope arrives */
-    void *buf; /* a receive's buffer */
+    int peer;  /* in a send: the receiver's rank; -1 in a receive */
+    int from;  /* in a receive: the sender's rank, -1 until the envelope has arrived */
+    void *buf; /* in a receive: the buffer */
     size_t bytes;
     int error;           /* MPI's error code */
-    const char *refusal; /* why dt refuses the request, if not for an MPI error */
-    /* the envelope contains the content, so the send completes for its caller at once */
+    const char *refusal; /* if dt itself refuses the request: the reason; else NULL */
+    /* 1 if the send's envelope contains the content, so that the send completes for its caller at
+       once */
     int is_buffered;
     struct dt__mpi_request *next;
     dt__mpi_envelope e;
@@ -8165,35 +8177,35 @@ typedef struct dt__mpi {
     const dt_host *host;
     dt_ctx *ctx;
     int rank, size, tag_span, test_count;
-    unsigned content_count; /* contents sent so far */
-    int initialized;        /* dt called MPI_Init_thread, and not the program */
-    /* the program's handler of MPI_COMM_WORLD, which dt replaces during the run: MPI returns
-       errors */
+    unsigned content_count; /* number of messages of class 2 sent so far */
+    int initialized;        /* 1 if dt called MPI_Init_thread, 0 if the program did */
+    /* the program's error handler of MPI_COMM_WORLD; during the run dt replaces it by one that
+       makes MPI's functions return errors */
     MPI_Errhandler saved_handler;
     MPI_Comm comms[DT__MPI_COMMS], control_comm;
-    int comm_count; /* communicators made so far, control last */
+    int comm_count; /* number of communicators created so far; control_comm is the last */
     dt__mpi_request *free_requests, *buffered_sends;
     dt__stopwatch watch; /* runs since dt_run began; all deadlines use this clock */
-    /* the deadline of cancelled requests; 0: nothing was cancelled */
+    /* cancel_deadline: the deadline of cancelled requests; 0 if no request was cancelled */
     double timeout_s, cancel_deadline;
-    int64_t message_balance;          /* messages sent minus messages received */
-    MPI_Status last_status;           /* of dt__mpi_wait_for's last request */
-    int64_t sync_own[2], sync_sum[2]; /* of the final synchronization */
-    int abandoned;                    /* requests that did not end in time */
+    int64_t message_balance;          /* MPI messages sent minus MPI messages received */
+    MPI_Status last_status;           /* status of dt__mpi_wait_for's last request */
+    int64_t sync_own[2], sync_sum[2]; /* buffers of the final synchronization */
+    int abandoned;                    /* number of requests that did not end in time */
     MPI_Request drain_request;        /* receives an unwanted message into drain_buffer */
     void *drain_buffer;
     size_t drain_bytes;
     dt_report first_failure;
-    /* the context of the TCP connections; it logs nothing, because its callers report the
-       failures */
+    /* the context of the TCP connections; it logs nothing, because the functions that use it report
+       its failures */
     dt_ctx *tcp_ctx;
     dt_listener listener;
     dt__tcp *tcp; /* NULL until all ranks are connected */
     double next_poll;
-    int failure_noticed, rank_lost; /* another rank has failed; another rank was lost */
-    int other_loopbacks;            /* ranks whose loopback is not this rank's */
-    int *buffered_count;            /* (size) buffered sends to each rank */
-    dt__node node;                  /* shared is NULL if this rank shares memory with no other */
+    int failure_noticed, rank_lost; /* 1 if another rank has failed; 1 if another rank was lost */
+    int other_loopbacks;            /* number of ranks that cannot use this rank's loopback */
+    int *buffered_count;            /* (size) number of buffered sends to each rank */
+    dt__node node; /* its `shared` is NULL if this rank shares memory with no other rank */
     void *range;
     size_t range_bytes;
 } dt__mpi;
@@ -8210,7 +8222,8 @@ static void dt__mpi_why(int error, char *why, size_t bytes) {
 
 /* ---- one message ---- */
 
-/* Describes `bytes` by an MPI datatype and an int count, as blocks of DT__MPI_MAX_BYTES and a tail.
+/* Sets *type and *count to an MPI datatype and a count that together have `bytes` bytes. If `bytes`
+   exceeds DT__MPI_MAX_BYTES, the new type consists of blocks of DT__MPI_MAX_BYTES and a tail.
    Returns MPI's error code. */
 static int dt__mpi_type(size_t bytes, MPI_Datatype *type, int *count) {
     MPI_Datatype block = MPI_BYTE, parts[2] = { MPI_BYTE, MPI_BYTE };
@@ -8249,7 +8262,7 @@ static void dt__mpi_request_release(dt__mpi *mpi, dt__mpi_request *r) {
     mpi->free_requests = r;
 }
 
-/* Releases buffered sends that MPI has delivered or copied. */
+/* Releases the buffered sends that MPI has completed. */
 static void dt__mpi_reap_buffered(dt__mpi *mpi) {
     for (dt__mpi_request **at = &mpi->buffered_sends; *at;) {
         dt__mpi_request *r = *at;
@@ -8264,12 +8277,13 @@ static void dt__mpi_reap_buffered(dt__mpi *mpi) {
     }
 }
 
-/* Chooses a message's communicator, its tag and its content's tag. Returns 0 if that is impossible,
-   with the reason in the request. */
+/* Chooses a message's communicator and MPI tag (*tag) and the tag of its content. If the group or
+   the tag is too large, sets r->refusal and returns 0. */
 static int dt__mpi_choose_tag(dt__mpi *mpi, dt__mpi_request *r, uint32_t channel, int *tag) {
     uint32_t group = channel / 2;
     int first_tag_range = (int)(group / DT__MPI_COMMS) * 3;
-    /* a collective's number: collectives in flight together have close numbers */
+    /* Here the tag is a collective's number. Collectives that are in flight at the same time have
+       close numbers, so the remainders differ. */
     if (channel % 2) *tag %= mpi->tag_span;
     if (group >= DT__MPI_COMMS * DT__MPI_GROUPS_PER_COMM)
         r->refusal = "there are more groups than MPI's tags can tell apart";
@@ -8283,8 +8297,8 @@ static int dt__mpi_choose_tag(dt__mpi *mpi, dt__mpi_request *r, uint32_t channel
     return 1;
 }
 
-/* Sends a message. A small send is buffered, so its caller need not wait for it. Each receiver may
-   have up to 8 buffered sends, as in shared memory. */
+/* Sends a message. A small message is buffered, so the caller need not wait for the receiver. At
+   most DT__PAIR_SLOTS messages to each rank are buffered, as in shared memory. */
 static void *dt__mpi_send(
     void *user, int to, uint32_t channel, int tag, uint64_t word, const void *buf, size_t bytes) {
     dt__mpi *mpi = (dt__mpi *)user;
@@ -8324,8 +8338,8 @@ static void *dt__mpi_recv(
     return r;
 }
 
-/* Handles a receive's envelope that has arrived. If the message is longer than the buffer, the
-   content is not received, because the caller fails. */
+/* Continues a receive whose envelope has arrived. If the message is longer than the buffer, its
+   content is not received: the caller fails. */
 static void dt__mpi_envelope_arrived(dt__mpi *mpi, dt__mpi_request *r, int from) {
     int count = 0;
     r->from = from;
@@ -8365,8 +8379,8 @@ static void dt__mpi_fail(void *user, const char *text) {
         text);
 }
 
-/* Handles a lost rank. Publishes the loss, clears the rank's busy flag in the machine's shared
-   memory, and completes the failure record if the rank died while writing the record. */
+/* Fills *report with the loss of a rank. If that rank is on this machine, clears its busy flag in
+   shared memory, and publishes its loss if the rank died while it wrote the failure record. */
 static void dt__mpi_rank_lost(dt__mpi *mpi, int rank, dt_report *report) {
     dt__shared *shared = mpi->node.shared;
     int lower = 0;
@@ -8385,8 +8399,9 @@ static void dt__mpi_rank_lost(dt__mpi *mpi, int rank, dt_report *report) {
         dt__publish_failure(shared, rank, DT_ERR_PEER, text);
 }
 
-/* Failure detection: polls the connections. Another rank's failure becomes this rank's first
-   failure, and every wait of this rank checks for a first failure. */
+/* Failure detection: polls the TCP connections. If another rank has failed, stores its failure in
+   first_failure, unless a failure is already stored, and publishes it. Every wait of this rank
+   checks for a published failure. */
 static void dt__mpi_poll_failures(dt__mpi *mpi) {
     dt__world *world = dt__world_of(mpi->ctx);
     dt__tcp *t = mpi->tcp;
@@ -8416,8 +8431,8 @@ static void dt__mpi_node_poll(void *user) { dt__mpi_poll_failures((dt__mpi *)use
 
 /* ---- test and cancel ---- */
 
-/* Reports a request that could not begin or that MPI gave up. Always returns -2, because MPI does
-   not say that another rank has failed. */
+/* Writes to `why` the reason why a request could not begin or why MPI failed it. Always returns -2,
+   because MPI does not tell whether another rank has failed. */
 static int dt__mpi_request_failed(dt__mpi *mpi, dt__mpi_request *r, char *why) {
     if (r->refusal)
         snprintf(why, 512, "%s", r->refusal);
@@ -8427,7 +8442,7 @@ static int dt__mpi_request_failed(dt__mpi *mpi, dt__mpi_request *r, char *why) {
     if (r->envelope == MPI_REQUEST_NULL && r->content == MPI_REQUEST_NULL)
         dt__mpi_request_release(mpi, r);
     else
-        mpi->abandoned++; /* MPI still holds a part of the request */
+        mpi->abandoned++; /* MPI still uses the request's memory */
     return -2;
 }
 
@@ -8463,9 +8478,10 @@ static int dt__mpi_test(
     return 1;
 }
 
-/* Receives unwanted messages, one at a time, because their senders wait. Each message is received
-   in full, because MPICH aborts the program when a message is truncated. Returns 1, with the
-   message's status and length, if a message has begun to arrive. */
+/* Receives messages that no receive wants, one at a time, because their senders wait. Receives each
+   message in full, because MPICH aborts the program when a message is truncated. Returns 1 if it
+   has started to receive a message, with the message's status in *status and its length in
+   *bytes. */
 static int dt__mpi_drain(dt__mpi *mpi, MPI_Status *status, MPI_Count *bytes) {
     const dt_host *host = mpi->host;
     int done = 1, there = 0, count = 0;
@@ -8494,10 +8510,10 @@ static int dt__mpi_drain(dt__mpi *mpi, MPI_Status *status, MPI_Count *bytes) {
     return there;
 }
 
-/* Waits for *request. Returns 1 when the request is complete, 0 when the deadline `until` has
-   passed. An `until` of 0 means no deadline, but then the function returns 0 at once when a rank is
-   lost, and timeout_s after any other failure. With `drain` the function also receives unwanted
-   messages during the wait. */
+/* Waits for *request. Returns 1 once the request is complete, 0 if the deadline `until` has passed.
+   If `until` is 0, there is no deadline before a failure, but the function returns 0 as soon as a
+   rank is lost, and timeout_s after it has noticed any other failure. If `drain` is 1, it also
+   receives unwanted messages during the wait (dt__mpi_drain). */
 static int dt__mpi_wait_for(dt__mpi *mpi, MPI_Request *request, double until, int drain) {
     double nap = DT__NAP_MIN;
     for (int attempt = 0;; attempt++) {
@@ -8508,7 +8524,7 @@ static int dt__mpi_wait_for(dt__mpi *mpi, MPI_Request *request, double until, in
         dt__mpi_poll_failures(mpi);
         if (drain && dt__mpi_drain(mpi, &status, &bytes)) continue;
         double now = dt__mpi_now(mpi);
-        if (until == 0 && mpi->rank_lost) return 0; /* the lost rank will not come */
+        if (until == 0 && mpi->rank_lost) return 0; /* the lost rank cannot take part */
         if (until == 0 && mpi->first_failure.status) until = now + mpi->timeout_s;
         if (until > 0 && now > until) return 0;
         mpi->host->sleep(mpi->host->user, attempt < DT__YIELDS ? 0 : nap);
@@ -8516,10 +8532,10 @@ static int dt__mpi_wait_for(dt__mpi *mpi, MPI_Request *request, double until, in
     }
 }
 
-/* Cancels a request after this rank has failed, because MPI must stop using the rank's buffers. A
-   receive that has not matched a message can be cancelled. Any other request ends when the other
-   rank has learned of the failure and receives what this rank sends. If a request takes longer than
-   timeout_s, it is abandoned. */
+/* Cancels a request after this rank has failed, so that MPI no longer uses the rank's buffers. MPI
+   can cancel a receive that has not matched a message. The function waits for any other request: it
+   completes once the other rank has learned of the failure and receives all messages. A request
+   that is not complete at cancel_deadline is abandoned. */
 static void dt__mpi_cancel(void *user, void *request) {
     dt__mpi *mpi = (dt__mpi *)user;
     dt__mpi_request *r = (dt__mpi_request *)request;
