@@ -8203,7 +8203,7 @@ typedef struct dt__mpi {
     dt__tcp *tcp; /* NULL until all ranks are connected */
     double next_poll;
     int failure_noticed, rank_lost; /* 1 if another rank has failed; 1 if another rank was lost */
-    int other_loopbacks;            /* number of ranks that cannot use this rank's loopback */
+    int other_loopbacks;            /* number of ranks in other network namespaces */
     int *buffered_count;            /* (size) number of buffered sends to each rank */
     dt__node node; /* its `shared` is NULL if this rank shares memory with no other rank */
     void *range;
@@ -8574,8 +8574,9 @@ static void dt__mpi_free(dt__mpi *mpi) {
     host->free(host->user, mpi, sizeof *mpi, DT_MEM_HOST);
 }
 
-/* Allocates memory and duplicates the communicators: the first from MPI_COMM_WORLD, each later one
-   from its predecessor. Returns NULL, or the text of an error. */
+/* Allocates memory and creates the communicators. The first is a duplicate of MPI_COMM_WORLD, and
+   each other communicator is a duplicate of the one before it. Returns NULL, or the text of an
+   error. */
 static const char *dt__mpi_make(dt__mpi *mpi) {
     const dt_host *host = mpi->host;
     size_t size = (size_t)mpi->size;
@@ -8584,7 +8585,7 @@ static const char *dt__mpi_make(dt__mpi *mpi) {
     if (!mpi->buffered_count) return "no memory for it";
     memset(mpi->buffered_count, 0, size * sizeof(int));
     MPI_Comm_get_errhandler(MPI_COMM_WORLD, &mpi->saved_handler);
-    /* MPICH uses the handler of MPI_COMM_WORLD for dt's requests too */
+    /* MPICH calls the error handler of MPI_COMM_WORLD also for errors of dt's requests */
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
     double until = dt__mpi_now(mpi) + mpi->timeout_s;
     for (; mpi->comm_count <= DT__MPI_COMMS; mpi->comm_count++) {
@@ -8605,21 +8606,21 @@ static const char *dt__mpi_make(dt__mpi *mpi) {
 
 /* ---- ranks of one machine ---- */
 
-/* The ranks of a machine share a memory segment as forked ranks do, and run their collectives as in
-   section 14. They are not forks of one process, so the first rank of a machine makes the segment
-   at an address that is free in every process, and the other ranks map it through the first rank's
-   /proc/PID/fd. If one rank cannot map the segment, no rank uses it. Sends and receives use MPI. */
+/* The ranks of a machine share a memory segment, as forked ranks do, and run their collectives in
+   it (section 14). Every rank must map the segment at the same address. So the first rank of the
+   machine creates it at an address that is probably free in every process, and the other ranks map
+   it through the first rank's /proc/PID/fd. If one of these ranks cannot map the segment, none of
+   them uses it. Sends and receives use MPI. */
 
-typedef struct dt__mpi_rank_info { /* what each rank tells all other ranks, in four exchanges */
-    /* the machine and its process namespace; 0: this rank shares no memory */
-    uint64_t machine;
-    uint64_t network; /* the network namespace; ranks in the same namespace share the loopback */
-    /* the part of the machine, by dt_run_desc.node_ranks: ranks of one part share memory */
-    int64_t node_part;
+typedef struct dt__mpi_rank_info { /* each rank sends these values to all ranks, four times */
+    uint64_t machine;  /* hash of the machine and the PID namespace; 0: shares no memory */
+    uint64_t network;  /* hash of the network namespace; ranks with equal values share a loopback */
+    int64_t node_part; /* rank / dt_run_desc.node_ranks; only ranks of one part share memory */
     int64_t pid, fd, device, inode;
-    uint64_t range, shared, bytes; /* of the shared memory segment; 0: no segment was made */
+    /* address of the shared memory segment, of its dt__shared, and its size; 0 if there is none */
+    uint64_t range, shared, bytes;
     int64_t mapped;
-    int64_t node_leader; /* the first rank that shares memory with this rank */
+    int64_t node_leader; /* the lowest rank that shares memory with this rank */
 } dt__mpi_rank_info;
 
 static int dt__mpi_exchange_info(
@@ -8633,8 +8634,8 @@ static int dt__mpi_exchange_info(
     return dt__mpi_wait_for(mpi, &request, until, 0);
 }
 
-/* Identifies this machine, its boot, and this process's "pid" or "net" namespace. Never returns
-   0. */
+/* Returns a hash of the machine's name, its boot id and this process's "pid" or "net" namespace; 1
+   on failure, never 0. */
 static uint64_t dt__mpi_machine_id(const char *names) {
     char text[512] = "", path[32];
     uint64_t hash = 1469598103934665603u; /* FNV-1a */
@@ -8662,14 +8663,14 @@ static void *dt__mpi_map(int fd, uint64_t address, size_t bytes) {
     return NULL;
 }
 
-/* Makes the shared memory segment of n ranks; called on the first of them. `neighbours` is the
-   number of ranks on the machine. If it exceeds the number of cores of the machine, waits do not
-   spin. (All cores count, because each rank may be bound to one core.) */
+/* Creates the shared memory segment of n ranks. Called on the first of them. `neighbours` is the
+   number of all ranks on the machine. If it exceeds the machine's number of cores, waits do not
+   spin. (The cores that this rank may use do not matter: each rank may be bound to one core.) */
 static void dt__mpi_make_range(
     dt__mpi *mpi, const dt_run_desc *desc, int n, int neighbours, dt__mpi_rank_info *info) {
 #ifdef MFD_CLOEXEC
     static const uint64_t addresses[] = {
-#ifdef __SANITIZE_THREAD__ /* its mmap maps reserved addresses at 0, which succeeds for root */
+#ifdef __SANITIZE_THREAD__ /* if root asks for a reserved address, TSan's mmap maps at 0 */
         0x2000000000,
 #endif
         0x200000000000, 0x300000000000, 0x100000000000, 0x2000000000
@@ -8707,14 +8708,14 @@ static void dt__mpi_make_range(
 #endif
 }
 
-/* Maps the segment that the first rank has made, on every other rank. */
+/* Maps the shared memory segment that rank `first` has created. Called on the other ranks. */
 static void dt__mpi_map_range(dt__mpi *mpi, const dt__mpi_rank_info *first) {
     char path[64];
     struct stat file;
     if (!first->range) return;
     snprintf(path, sizeof path, "/proc/%lld/fd/%lld", (long long)first->pid, (long long)first->fd);
     if (dt__io_guard_std_fds() != 0) return;
-    int fd = open(path, O_RDWR | O_CLOEXEC); /* opens the memfd to which the /proc link points */
+    int fd = open(path, O_RDWR | O_CLOEXEC); /* opens the memfd itself, through the link in /proc */
     if (fd < 0) return;
     if (fstat(fd, &file) == 0 && (int64_t)file.st_dev == first->device &&
         (int64_t)file.st_ino == first->inode)
@@ -8725,8 +8726,9 @@ static void dt__mpi_map_range(dt__mpi *mpi, const dt__mpi_rank_info *first) {
     mpi->node.shared = (dt__shared *)(uintptr_t)first->shared;
 }
 
-/* Shares memory with the other ranks of this machine. `all` has size + 1 entries; the last entry is
-   this rank's own. Returns NULL, or an error text if other ranks did not come. */
+/* Shares memory with the other ranks of this machine. all: size + 1 entries, of which the last is
+   this rank's own entry. Returns NULL, or an error text if an exchange with the other ranks does
+   not complete within timeout_s. */
 static const char *dt__mpi_share_with(
     dt__mpi *mpi, const dt_run_desc *desc, dt__mpi_rank_info *all) {
     const char *timeout_text = "not all its processes came to dt_run within timeout_s";
@@ -8788,19 +8790,19 @@ static const char *dt__mpi_share(dt__mpi *mpi, const dt_run_desc *desc) {
 
 /* ---- the connections ---- */
 
-typedef struct dt__mpi_rendezvous { /* what rank 0 tells all other ranks */
+typedef struct dt__mpi_rendezvous { /* the values that rank 0 broadcasts */
     dt__tcp_address address;
     uint8_t key[32];
-    char why[DT__TCP_TEXT_BYTES]; /* why rank 0 does not listen */
+    char why[DT__TCP_TEXT_BYTES]; /* if rank 0 does not listen: the reason; else empty */
 } dt__mpi_rendezvous;
 
-/* Opens rank 0's listening socket: at desc.rendezvous, or at a free port of the loopback, or at a
-   free port of the first interface if some rank cannot reach the loopback. Returns -1 with
-   info->why set on failure. */
+/* Opens rank 0's listening socket at desc.rendezvous. If desc.rendezvous is NULL, opens it at a
+   free port: of the loopback address, or of the first interface if some rank is in another network
+   namespace. Returns -1 with info->why set on failure. */
 static int dt__mpi_listen(dt__mpi *mpi, const dt_run_desc *desc, dt__mpi_rendezvous *info) {
     dt__tcp_address *address = &info->address;
     dt_run_desc single_rank_desc = *desc;
-    single_rank_desc.ranks = 1; /* one rank needs no token, and the key below is random */
+    single_rank_desc.ranks = 1; /* so that dt__tcp_key needs no token: the key below is random */
     memset(info, 0, sizeof *info);
     if (desc->rendezvous && !dt__tcp_address_parse(desc->rendezvous, address))
         snprintf(info->why, sizeof info->why, "rendezvous '%.200s' is no address and port",
@@ -8811,7 +8813,7 @@ static int dt__mpi_listen(dt__mpi *mpi, const dt_run_desc *desc, dt__mpi_rendezv
         snprintf(info->why, sizeof info->why,
             "rank 0 finds no address of its machine: give it as rendezvous");
     if (info->why[0] || !dt__tcp_key(&single_rank_desc, *address, info->key, info->why)) return -1;
-    uint8_t random[32]; /* send a one-time key: MPI may keep messages */
+    uint8_t random[32]; /* makes the key valid for this run only, because MPI may store messages */
     ssize_t got = getrandom(random, sizeof random, 0);
     dt__hmac(info->key, sizeof info->key, random, sizeof random, info->key);
     dt__wipe(random, sizeof random);
@@ -8843,8 +8845,8 @@ static const char *dt__mpi_connect(dt__mpi *mpi, const dt_run_desc *desc) {
     memset(&quiet, 0, sizeof quiet);
     quiet.rank = mpi->rank;
     quiet.host = host;
-    /* this context computes nothing: with the device's kernel table it would open a stream on
-       device 0 */
+    /* This context computes nothing. With the GPU's kernel table it would open a stream on device
+       0. */
     quiet.kernels = dt_kernels_cpu();
     mpi->tcp_ctx = dt_ctx_make(quiet);
     dt__mpi_rendezvous got,
@@ -8872,7 +8874,7 @@ static const char *dt__mpi_connect(dt__mpi *mpi, const dt_run_desc *desc) {
     return mpi->tcp ? NULL : dt_error_text(mpi->tcp_ctx);
 }
 
-/* Called after the final synchronization. */
+/* Closes the TCP connections. Called after the final synchronization. */
 static void dt__mpi_disconnect(dt__mpi *mpi) {
     if (mpi->tcp) {
         dt__tcp_goodbye(mpi->tcp);
@@ -8884,8 +8886,8 @@ static void dt__mpi_disconnect(dt__mpi *mpi) {
     mpi->tcp_ctx = NULL;
 }
 
-/* Makes a rank of each process that the launcher started. Returns NULL on failure, with *why
-   set. */
+/* Initializes MPI if necessary and makes this process a rank. On failure returns NULL and sets
+   *why. */
 static dt__mpi *dt__mpi_open(const dt_host *host, const dt_run_desc *desc, const char **why) {
     int running = 0, finalized = 0, provided = 0;
     dt__mpi *mpi = (dt__mpi *)host->alloc(host->user, sizeof *mpi, DT_MEM_HOST);
@@ -8913,13 +8915,14 @@ static dt__mpi *dt__mpi_open(const dt_host *host, const dt_run_desc *desc, const
         if (!*why) *why = dt__mpi_connect(mpi, desc);
         if (!*why) return mpi;
     }
-    /* if the size is set, MPI may still write into *mpi */
+    /* once the size is set, *mpi is not freed, because MPI may still write into it */
     if (!mpi->size) host->free(host->user, mpi, sizeof *mpi, DT_MEM_HOST);
     return NULL;
 }
 
-/* Waits until this rank knows the failure. If the failure is a message that no rank received, the
-   rank to which the message was sent finds the message here and tells the others. */
+/* Waits until this rank has learned of the run's failure or the deadline has passed. If `lost` is
+   1, no rank has failed, but some message was never received. The rank to which it was sent then
+   finds it (dt__mpi_drain) and tells the other ranks. */
 static void dt__mpi_await_failure(dt__mpi *mpi, double until, int lost) {
     const dt_host *host = mpi->host;
     char text[512];
@@ -8945,9 +8948,10 @@ static void dt__mpi_await_failure(dt__mpi *mpi, double until, int lost) {
         dt__mpi_set_report(&mpi->first_failure, DT_ERR_COMM, -1, "a message was never received");
 }
 
-/* The final synchronization: all ranks learn whether a rank failed and whether every message was
-   received. As with threads, a rank that ends early waits for the other ranks as long as they run,
-   but after a failure at most timeout_s. Returns 0 if not all ranks came. */
+/* The final synchronization tells all ranks whether a rank failed and whether every message was
+   received. A rank whose rank_main has returned waits without a timeout for the other ranks, as
+   with threads; after a failure it waits at most timeout_s. Returns 0 if not all ranks took
+   part. */
 static int dt__mpi_final_sync(dt__mpi *mpi) {
     MPI_Request request = MPI_REQUEST_NULL;
     int failed = mpi->first_failure.status != DT_OK;
@@ -8960,7 +8964,7 @@ static int dt__mpi_final_sync(dt__mpi *mpi) {
     if (mpi->sync_sum[0] == 0 && mpi->sync_sum[1] == 0) return 1;
     double until = dt__mpi_now(mpi) + mpi->timeout_s;
     dt__mpi_await_failure(mpi, until, mpi->sync_sum[0] == 0);
-    /* wait for messages in flight, which must not reach the next run */
+    /* wait for messages in flight, because they must not arrive in the next run */
     for (int round = 0; round < DT__MPI_DRAIN_ROUNDS; round++) {
         mpi->sync_own[1] = mpi->message_balance;
         MPI_Iallreduce(&mpi->sync_own[1], &mpi->sync_sum[1], 1, MPI_INT64_T, MPI_SUM,
@@ -8972,7 +8976,7 @@ static int dt__mpi_final_sync(dt__mpi *mpi) {
     return 1;
 }
 
-/* Finishes the requests in flight. Returns 1 if no request is left. */
+/* Waits at most timeout_s for the requests in flight. Returns 1 if all requests are complete. */
 static int dt__mpi_finish_requests(dt__mpi *mpi) {
     double until = dt__mpi_now(mpi) + mpi->timeout_s;
     int settled = mpi->abandoned == 0;
@@ -8985,10 +8989,10 @@ static int dt__mpi_finish_requests(dt__mpi *mpi) {
     return settled;
 }
 
-/* Ends MPI after the rank has detached. If another rank did not reach the end of the run, dt does
-   not finalize MPI: MPI_Finalize would wait for that rank for ever, and the launcher ends the other
-   processes once this process exits with an error. Returns 1 if MPI no longer holds any of this
-   rank's memory. */
+/* Ends the rank's use of MPI after the rank has detached, and finalizes MPI if dt initialized it.
+   If another rank did not reach the end of the run, MPI is not finalized, because MPI_Finalize
+   would wait for that rank for ever; the launcher ends the other processes once this process exits
+   with an error. Returns 1 if MPI no longer uses this rank's memory. */
 static int dt__mpi_close(dt__mpi *mpi, dt_report *report) {
     int met = dt__mpi_final_sync(mpi), settled = met && dt__mpi_finish_requests(mpi);
     dt__mpi_disconnect(mpi);
@@ -9021,33 +9025,34 @@ static int dt__mpi_close(dt__mpi *mpi, dt_report *report) {
 #ifdef DT_USE_NCCL
 
 /* Each rank has a GPU. Large data in device memory go through NCCL. Everything else goes over TCP
-   as in section 24: scalars, comparisons, wait reports, failures, and messages of up to
-   DT_NCCL_MIN_BYTES.
+   as in section 24: scalars, the messages with which ranks compare their calls (DT__CHECK), wait
+   reports, failures, and messages of up to DT_NCCL_MIN_BYTES.
 
-   An nccl channel is an ncclComm with its own stream. Each group has an nccl channel, split from
-   its parent group's. Each direction between two ranks that exchange messages gets an nccl channel
-   with the first message. (A channel without "nccl" is the number that separates a group's messages
-   from the messages of other groups.)
+   An nccl channel is an ncclComm with its own stream. Each group has one, made by ncclCommSplit
+   from that of its parent group. For messages, each ordered pair of ranks (sender, receiver) gets
+   an nccl channel with its first message. (A channel without "nccl" is the number that separates a
+   group's messages from the messages of other groups.)
 
        rank 0: ncclGetUniqueId --broadcast--> all ranks: ncclCommInitRankConfig    (the world)
        parent group: ncclCommSplit                                                 (each group)
 
-   Each collective is enqueued on its nccl channel's stream. The stream first waits for an event in
-   the rank's own stream, after which the collective's inputs are ready. Collectives are enqueued in
-   the order of the group's calls, which is the same on all ranks. For the host a collective is done
-   as soon as it is enqueued; section 17 says how it completes on the device.
+   Each collective is enqueued on the stream of its group's nccl channel. That stream first waits
+   for an event in the rank's own stream, which marks that the collective's inputs are ready.
+   Collectives are enqueued in the order of the group's calls, which is the same on all ranks. The
+   host regards a collective as done as soon as it is enqueued; section 17 says how it completes on
+   the device.
 
    KNOWN LIMIT. An NCCL kernel occupies the device until the other ranks' kernels of the same
    operation run. If ranks start operations of different groups in different orders, the kernels of
-   these operations would have to run concurrently. NCCL does not guarantee this: with several
+   these operations must run concurrently, and NCCL does not guarantee that they do: with several
    communicators it requires one order on all ranks. So start overlapping operations in the same
-   order on all ranks. NCCL 2.26 and later can enforce this order on the device:
-   NCCL_LAUNCH_ORDER_IMPLICIT=1.
+   order on all ranks. NCCL 2.26 and later can enforce this order on the device, if the environment
+   variable NCCL_LAUNCH_ORDER_IMPLICIT is 1.
 
    docs.nvidia.com/deeplearning/nccl, "Communicators", "Fault tolerance", "Group calls". */
 
-/* NCCL's functions: linked, or looked up in libnccl.so.2 when a run begins (with
-   DT_NCCL_DLOPEN). */
+/* The functions of NCCL that dt calls. With DT_NCCL_DLOPEN they are loaded from libnccl.so.2 when a
+   run begins; otherwise the program is linked with NCCL. */
 #define DT__NCCL_FUNCTIONS(X) \
     X(GetUniqueId) \
     X(CommInitRankConfig) \
@@ -9077,26 +9082,27 @@ typedef struct dt__nccl_functions {
 typedef struct dt__nccl_channel {
     ncclComm_t comm;
     void *queue;
-    int call_in_progress; /* a call on comm is in progress */
-    int is_borrowed;      /* comm is the caller's */
-    uint64_t enqueued;    /* operations enqueued on the stream so far */
-    uint64_t accepted;    /* for messages: the announcements that this receiver has accepted */
-    ncclUniqueId id;      /* for messages: the id from which both ranks make comm */
+    int call_in_progress; /* 1 if the last call on comm may be in progress */
+    int is_borrowed;      /* 1 if comm belongs to the program, and dt does not free it */
+    uint64_t enqueued;    /* number of operations enqueued on the stream so far */
+    uint64_t accepted;    /* on the receiver of messages: number of accepted announcements */
+    ncclUniqueId id;      /* for messages: sender and receiver initialize comm with this id */
     int has_id;
-    float *f32_window; /* (DT_NCCL_F32_WINDOW) for sums of 16-bit types */
+    float *f32_window; /* (DT_NCCL_F32_WINDOW) memory for sums of 16-bit types in f32 */
 } dt__nccl_channel;
 
 #ifndef DT_NCCL_F32_WINDOW
-#define DT_NCCL_F32_WINDOW (4 << 20) /* elements of the window */
+#define DT_NCCL_F32_WINDOW (4 << 20) /* number of elements of dt__nccl_channel.f32_window */
 #endif
 #ifndef DT_NCCL_MIN_BYTES
-#define DT_NCCL_MIN_BYTES DT_EAGER_BYTES /* larger messages go through NCCL */
+#define DT_NCCL_MIN_BYTES DT_EAGER_BYTES /* messages with more bytes go through NCCL */
 #endif
 
 typedef struct dt__nccl {
     dt__nccl_functions call;
     dt__nccl_channel world_channel; /* the world's nccl channel */
-    dt__nccl_channel *p2p_channels; /* (2 * ranks): to each rank, from each rank */
+    /* (2 * ranks): element 2 r is for sends to rank r, element 2 r + 1 for receives from rank r */
+    dt__nccl_channel *p2p_channels;
 } dt__nccl;
 
 static size_t dt__nccl_bytes(const dt__world *world) {
@@ -9119,8 +9125,8 @@ static int dt__nccl_fail(
     return 0;
 }
 
-/* Checks the result of a call on the communicator. Returns 1 if the call is done or in progress, 0
-   with the context failed. */
+/* Checks the result of a call on the communicator. Returns 1 if the call is done or in progress. If
+   the call failed, fails the context and returns 0. */
 static int dt__nccl_channel_result(
     dt__world *world, dt__nccl_channel *channel, const char *what, ncclResult_t result) {
     channel->call_in_progress = result == ncclInProgress;
@@ -9140,7 +9146,8 @@ static int dt__nccl_channel_is_idle(dt__world *world, dt__nccl_channel *channel)
     return dt__nccl_channel_result(world, channel, "a communicator", state);
 }
 
-/* Opens the nccl channel's stream on the rank's device. */
+/* Opens the nccl channel's stream on the rank's device. Returns 0 with the context failed on
+   failure. */
 static int dt__nccl_channel_open(dt__world *world, dt__nccl_channel *channel) {
     char why[160] = "";
     dt_cuda_desc desc = { dt_cuda_device(dt_ctx_stream(world->ctx)), NULL, 1 };
@@ -9155,8 +9162,8 @@ static ncclConfig_t dt__nccl_config(void) {
     return config;
 }
 
-/* Starts to make the communicator. The communicator can be used once dt__nccl_channel_is_idle
-   returns 1. */
+/* Starts ncclCommInitRankConfig. The communicator can be used once dt__nccl_channel_is_idle returns
+   1. Returns 0 with the context failed on failure. */
 static int dt__nccl_channel_connect(
     dt__world *world, dt__nccl_channel *channel, ncclUniqueId id, int rank, int size) {
     ncclConfig_t config = dt__nccl_config();
@@ -9172,8 +9179,8 @@ static void dt__nccl_channel_close(dt__world *world, dt__nccl_channel *channel) 
     memset(channel, 0, sizeof *channel);
 }
 
-/* Finalizes the communicator with dt's timeout. ncclCommDestroy alone would wait for the other
-   ranks without a timeout. */
+/* Finalizes the communicator. A step for dt__nccl_channel_wait, which watches the timeout;
+   ncclCommDestroy alone would wait for the other ranks without a timeout. */
 static int dt__nccl_channel_finalized(dt_work *work) {
     dt__world *world = work->comm->world;
     dt__nccl_channel *channel = work->nccl_channel;
@@ -9184,8 +9191,8 @@ static int dt__nccl_channel_finalized(dt_work *work) {
     return channel->call_in_progress ? DT__POLL_AGAIN : 0;
 }
 
-/* Waits in the progress engine (section 12) until `step` says that no call is in progress on the
-   nccl channel. */
+/* Calls `step` in the progress engine (section 12) until it returns 0, which means that no call is
+   in progress on the nccl channel. */
 static void dt__nccl_channel_wait(
     dt_comm *comm, dt__nccl_channel *channel, int (*step)(dt_work *work)) {
     dt__world *world = comm->world;
@@ -9204,7 +9211,7 @@ static void dt__nccl_channel_wait(
 }
 
 /* Failure detection during an NCCL call. NCCL does not report failures of other ranks, so dt polls
-   its own connections. */
+   its TCP connections to them. */
 static void dt__poll_peer_failures(dt__world *world) {
     char why[512] = "";
     int answer = world->control && world->control->poll
@@ -9243,17 +9250,19 @@ static ncclRedOp_t dt__nccl_op(dt_op op) {
     }
 }
 
-/* 1 if a sum must be accumulated in f32. NCCL rounds to the element type at every hop, so dt
-   computes bf16 and f16 sums of more than two ranks in f32 and rounds once, as on every backend.
-   The f32 values pass through windows in the nccl channel's memory. A sum of only two values is
-   rounded once anyway. NCCL chooses the order of a sum. */
+/* Returns 1 if the call's sum must be accumulated in f32. NCCL rounds to the element type at every
+   hop. So dt casts bf16 and f16 data of more than two ranks to f32, lets NCCL sum them in f32, and
+   rounds once, as on every backend. The data are cast in windows of DT_NCCL_F32_WINDOW elements
+   (f32_window). A sum of two values is rounded only once anyway. NCCL chooses the order of a
+   sum. */
 static int dt__needs_f32_window(const dt_comm *comm, const dt__call *call) {
     return dt__pattern_of(call->op)->reduces && dt__narrow(call->dtype) && comm->base.size > 2 &&
            call->redop != DT_MAX && call->redop != DT_MIN;
 }
 
-/* Casts the window's elements of each block between the call's buffer and the f32 window, on the
-   nccl channel's stream. back: cast from the window to recv. */
+/* Casts the elements of the current window, on the nccl channel's stream. With back = 0, casts them
+   from call->send to f32_window, for every block of call->send. With back = 1, casts the result
+   from f32_window to call->recv. */
 static void dt__nccl_cast(dt_work *work, int back) {
     const dt__call *call = &work->call;
     const dt_kernels *kernels = dt_ctx_kernels(work->comm->world->ctx);
@@ -9277,8 +9286,7 @@ static void dt__nccl_cast(dt_work *work, int back) {
     }
 }
 
-/* Enqueues a gather, scatter or all-to-all: all sends and receives of the pattern in one NCCL group
-   call. */
+/* Enqueues a gather, scatter or all-to-all as sends and receives, all in one NCCL group call. */
 static ncclResult_t dt__nccl_enqueue_p2p(dt_work *work, void *stream) {
     const dt_comm *comm = work->comm;
     const dt__call *c = &work->call;
@@ -9313,7 +9321,8 @@ static ncclResult_t dt__nccl_enqueue_p2p(dt_work *work, void *stream) {
     return result == ncclSuccess ? end : result;
 }
 
-/* Enqueues one window of a collective on the nccl channel's stream. */
+/* Enqueues the current window of a collective on the nccl channel's stream. wide: 1 if its data are
+   in f32_window. */
 static ncclResult_t dt__nccl_enqueue_window(dt_work *work, int wide) {
     const dt__call *c = &work->call;
     const dt__nccl_functions *call = &work->comm->world->nccl->call;
@@ -9336,10 +9345,10 @@ static ncclResult_t dt__nccl_enqueue_window(dt_work *work, int wide) {
     }
 }
 
-/* Records an event in the rank's own stream when the operation is called. After the event the
-   operation's inputs are ready and no earlier kernel reads its outputs. An event recorded later
-   would be too late, because the stream may by then wait for data that other ranks send after this
-   operation. Fails the context if the device refuses the event. */
+/* Records the event `mark` in the rank's own stream, and returns it. Called when the operation is
+   called: once the stream reaches the event, the operation's inputs are ready and no earlier kernel
+   uses its outputs. A later event could deadlock, because by then the stream may be waiting for
+   data that other ranks send only after this operation. On failure fails the context. */
 static void *dt__nccl_record_inputs(dt_work *work, void *mark) {
     dt_ctx *ctx = work->comm->world->ctx;
     void *made = dt_ctx_kernels(ctx)->event_record(dt_ctx_stream(ctx), mark);
@@ -9347,14 +9356,16 @@ static void *dt__nccl_record_inputs(dt_work *work, void *mark) {
     return made ? made : mark;
 }
 
-/* Makes the nccl channel's stream wait for the event `mark`. Returns 0 with the context failed. */
+/* Makes the nccl channel's stream wait for the event `mark`. Returns 0 with the context failed on
+   failure. */
 static int dt__nccl_channel_wait_event(dt_work *work, dt__nccl_channel *channel, void *mark) {
     dt_status status = dt_ctx_kernels(work->comm->world->ctx)->event_wait(channel->queue, mark);
     if (status) dt__data_failed(work->comm, &work->call, status);
     return !status;
 }
 
-/* Records the work's event after all operations that are enqueued on the nccl channel's stream. */
+/* Records the operation's event after everything that is enqueued on the nccl channel's stream.
+   Returns 0 with the context failed on failure. */
 static int dt__nccl_channel_record_event(dt_work *work, dt__nccl_channel *channel) {
     void *mark =
         dt_ctx_kernels(work->comm->world->ctx)->event_record(channel->queue, work->device_event);
@@ -9366,8 +9377,8 @@ static int dt__nccl_channel_record_event(dt_work *work, dt__nccl_channel *channe
     return mark != NULL;
 }
 
-/* Stages. 0: wait for the collective's number, then begin. 1: a window is enqueued; enqueue the
-   next window. */
+/* Stages. 0: wait until all earlier collectives of the nccl channel are enqueued, then enqueue the
+   first window. 1: a window is enqueued; enqueue the next window. */
 static int dt__nccl_collective(dt_work *work) {
     dt_comm *comm = work->comm;
     dt__nccl_channel *channel = work->nccl_channel;
@@ -9395,8 +9406,8 @@ static int dt__nccl_collective(dt_work *work) {
     return DT__POLL_AGAIN;
 }
 
-/* Returns the algorithm of a collective that goes through NCCL: every collective that moves device
-   data. Returns NULL for the other collectives. */
+/* Returns dt__nccl_collective if the collective moves data in device memory, and so goes through
+   NCCL; else NULL. */
 static int (*dt__nccl_algorithm(const dt_comm *comm, const dt__call *call))(dt_work *work) {
     dt__nccl_channel *channel = comm->nccl_channel;
     if (call->host_memory || !channel || dt__is_p2p(call->op) || !dt__pattern_of(call->op)->counted)
@@ -9416,29 +9427,29 @@ static void dt__nccl_begin_collective(dt_work *work) {
 
 /* ---- messages ---- */
 
-/* NCCL has no tags: messages between two ranks arrive in the order of the sends. So the receiver
-   numbers the messages:
+/* NCCL's messages have no tags: ncclSend and ncclRecv match in the order of their calls. So the
+   receiver numbers the messages of an nccl channel:
 
        sender      announces the message and the nccl channel's id   (matched by group and tag)
-       receiver    replies "it is number 5 of the nccl channel"
-       both        ncclSend and ncclRecv in the order of the numbers
+       receiver    replies with the message's number
+       both        call ncclSend and ncclRecv in the order of the numbers
 
-   The numbers follow the order in which the receiver asked for the messages, so no message waits
-   for an earlier message that the receiver has not asked for. */
+   A message gets its number only once the receiver has asked for it, so no message waits for an
+   earlier message that the receiver has not asked for. */
 
 static dt__nccl_channel *dt__nccl_channel_of(dt_work *work, const dt__p2p *p2p) {
     dt__nccl *nccl = work->comm->world->nccl;
     return &nccl->p2p_channels[2 * work->comm->group->ranks[p2p->peer] + (p2p->op == DT__RECV)];
 }
 
-/* The address of the receiver's reply. */
+/* Returns the group, peer and tag with which the receiver's reply is sent. */
 static dt__address dt__nccl_reply_address(const dt_work *work, const dt__p2p *p2p) {
     dt__address a = dt__address_of(work, p2p);
     a.channel |= 0x80000000u;
     return a;
 }
 
-/* Announces a message to its receiver. */
+/* Sends the announcement of a message to its receiver. Returns -1 on failure. */
 static int dt__nccl_announce(dt_work *work, dt__p2p *p2p) {
     dt__world *world = work->comm->world;
     dt__nccl_channel *channel = dt__nccl_channel_of(work, p2p);
@@ -9450,8 +9461,8 @@ static int dt__nccl_announce(dt_work *work, dt__p2p *p2p) {
         work, p2p, dt__address_of(work, p2p), 1, &channel->id, sizeof channel->id);
 }
 
-/* Accepts an announcement that has arrived: the receiver gives the message its number and learns
-   the nccl channel's id. */
+/* Accepts an announcement that has arrived at the receiver: stores the nccl channel's id, gives the
+   message its number and sends the number to the sender. Returns -1 on failure. */
 static int dt__nccl_accept(dt_work *work, dt__p2p *p2p, dt__arrival *arrival) {
     if (arrival->bytes == sizeof(ncclUniqueId))
         arrival->bytes = p2p->count * dt_dtype_size(work->call.dtype);
@@ -9464,8 +9475,8 @@ static int dt__nccl_accept(dt_work *work, dt__p2p *p2p, dt__arrival *arrival) {
         sizeof p2p->nccl_sequence);
 }
 
-/* Enqueues the message on the nccl channel's stream when the message's number is next. Returns 1 if
-   the message is enqueued. */
+/* Enqueues the message on the nccl channel's stream if all messages with lower numbers are
+   enqueued. Returns 1 if the message is enqueued, 0 if it must wait, -1 on failure. */
 static int dt__nccl_enqueue_message(dt_work *work, dt__p2p *p2p) {
     dt__world *world = work->comm->world;
     const dt__nccl_functions *call = &world->nccl->call;
@@ -9484,8 +9495,10 @@ static int dt__nccl_enqueue_message(dt_work *work, dt__p2p *p2p) {
                                                                                             : -1;
 }
 
-/* Handles a message that is enqueued. The rank's own stream waits for the message if it is part of
-   an algorithm, because the algorithm's next round uses the received data. */
+/* Records the operation's event after the message that has been enqueued. If the message is part of
+   a collective's algorithm, also makes the rank's own stream wait for it, because the algorithm's
+   next round uses the received data. Returns 1 on success, 0 if the call is still in progress, -1
+   on failure. */
 static int dt__nccl_message_enqueued(dt_work *work, dt__p2p *p2p) {
     dt__world *world = work->comm->world;
     dt__nccl_channel *channel = dt__nccl_channel_of(work, p2p);
@@ -9516,8 +9529,9 @@ static int dt__nccl_begin_message(dt_work *work, dt__p2p *p2p) {
                                      p2p->nccl_announcement, DT__ANNOUNCEMENT_BYTES);
 }
 
-/* States of a part: 0 not begun, 1 announcement in flight, 2 reply in flight, 3 ready to be
-   enqueued, 4 enqueued. */
+/* Advances a message. Its states: 0 not begun, 1 announcement in flight, 2 reply in flight, 3 ready
+   to be enqueued, 4 enqueued. Returns 1 once the message is done for the host, 0 before, -1 on
+   failure. */
 static int dt__nccl_message(dt_work *work, dt__p2p *p2p) {
     dt__world *world = work->comm->world;
     size_t bytes = p2p->count * dt_dtype_size(work->call.dtype);
@@ -9557,14 +9571,14 @@ static int dt__nccl_message(dt_work *work, dt__p2p *p2p) {
 
 /* ---- groups ---- */
 
-/* Splits a group's nccl channel. All ranks of the group must call this function. A color with more
-   than one rank gets an nccl channel. */
+/* Splits the nccl channel of `comm`. All ranks of `comm` must call this function. `made` is this
+   rank's new group; it gets an nccl channel if it has more than one rank. */
 static void dt__nccl_split(dt_comm *comm, dt_comm *made, int color) {
     dt__world *world = comm->world;
     ncclConfig_t config = dt__nccl_config();
     int several = made && made->base.size > 1;
     if (!comm->nccl_channel || dt_error(world->ctx)) return;
-    /* no other operation may be in flight on a communicator during its split */
+    /* NCCL allows no other operation in flight on a communicator during its split */
     dt__on_settle(world->ctx, 0, world);
     dt__nccl_channel *channel = several ? (dt__nccl_channel *)dt_alloc(world->ctx, DT_MEM_HOST,
                                               sizeof *channel, "an nccl channel")
@@ -9594,7 +9608,8 @@ static void dt__nccl_free(dt__world *world) {
     dt_free(world->ctx, DT_MEM_HOST, nccl, dt__nccl_bytes(world));
 }
 
-/* Ends a group's nccl channel. The world's nccl channel ends last. */
+/* Closes a group's nccl channel. If the group is the world, which is closed last, also frees the
+   other NCCL state. */
 static void dt__nccl_close(dt_comm *comm) {
     dt__world *world = comm->world;
     if (comm->nccl_channel) {
@@ -9608,9 +9623,10 @@ static void dt__nccl_close(dt_comm *comm) {
 }
 
 /* Aborts all communicators after the context has failed, because an abort ends kernels that hang on
-   the device. An abort frees memory, for which the entire device must be idle, so all aborts are in
-   one NCCL group call. NCCL 2.22 and later can group aborts; in earlier versions the first abort
-   may wait for the second. */
+   the device. Each abort also frees memory, and so waits until the entire device is idle. All
+   aborts are therefore in one NCCL group call, so that none of them waits for kernels of another
+   communicator. NCCL 2.22 and later can group aborts; in earlier versions the first abort may wait
+   for the second. */
 static void dt__nccl_abort(dt__world *world) {
     dt__nccl *nccl = world->nccl;
     nccl->call.GroupStart();
@@ -9627,7 +9643,7 @@ static void dt__nccl_abort(dt__world *world) {
 }
 
 /* Compares this collective with the other ranks' wait reports. Fails the context if a rank of the
-   group waits in a different collective at the same position. */
+   group waits in a different call that has the same sequence number. */
 static void dt__nccl_compare_reports(dt_work *work) {
     dt_comm *comm = work->comm;
     const dt__world *world = comm->world;
@@ -9647,8 +9663,8 @@ static void dt__nccl_compare_reports(dt_work *work) {
     }
 }
 
-/* Checks an operation that the device has not finished: is the communicator healthy, are the other
-   ranks alive, and have all ranks called the same operation? */
+/* Checks an operation that the device has not finished. Fails the context if the communicator has
+   an error, another rank has failed or ended, or the ranks have called different operations. */
 static void dt__nccl_check_device(dt_work *work) {
     dt__world *world = work->comm->world;
     ncclResult_t state = ncclSuccess;
@@ -9673,10 +9689,10 @@ static const dt__comm_ops dt__nccl_ops = { .name = "nccl",
     .close = dt__nccl_close,
     .check_device = dt__nccl_check_device };
 
-/* Loads NCCL's functions. Returns 0 with the context failed. The library is never closed, because
-   it has its own threads, for example a thread that ncclGetUniqueId starts. dt cannot wait for the
-   end of these threads, and after a close they would execute unmapped code. The dlopen of a later
-   run finds the library loaded. */
+/* Loads NCCL's functions. Returns 0 with the context failed on failure. The library is never
+   closed, because it has its own threads, for example a thread that ncclGetUniqueId starts. dt
+   cannot wait for the end of these threads, and after a dlclose they would execute unmapped code.
+   In a later run dlopen returns the library that is still loaded. */
 static int dt__nccl_load(dt__world *world, dt__nccl *nccl) {
 #ifdef DT_NCCL_DLOPEN
     void *library = dlopen("libnccl.so.2", RTLD_NOW | RTLD_LOCAL);
@@ -9694,9 +9710,10 @@ static int dt__nccl_load(dt__world *world, dt__nccl *nccl) {
     return 1;
 }
 
-/* Warns of lazy kernel loading. CUDA may load a kernel only when the device is idle, which is after
-   NCCL's kernels have ended, and NCCL's kernels wait for the other ranks. If another rank waits for
-   an operation that follows the unloaded kernel, the ranks deadlock. */
+/* Warns of lazy kernel loading, which can deadlock the ranks: before CUDA loads a kernel lazily, it
+   may wait until the device is idle and so until NCCL's kernels have ended. NCCL's kernels wait for
+   the other ranks. One of those may wait for an operation that this rank starts only after the
+   kernel is loaded. */
 static void dt__nccl_warn_lazy_loading(const dt__world *world) {
     const char *loading = dt__launch_env("CUDA_MODULE_LOADING");
     if (world->rank != 0 || (loading && strcmp(loading, "EAGER") == 0)) return;
@@ -9705,8 +9722,8 @@ static void dt__nccl_warn_lazy_loading(const dt__world *world) {
         "that CUDA loads late can wait for one of NCCL's, and that for another rank");
 }
 
-/* Makes the world's nccl channel from the caller's communicator `given`, or from a new id that rank
-   0 broadcasts. */
+/* Makes the world's nccl channel from the program's communicator `given`. If `given` is NULL, makes
+   a communicator from an id that rank 0 broadcasts. */
 static void dt__nccl_begin(dt__world *world, void *given) {
     dt_comm *comm = world->comm;
     dt__nccl *nccl = NULL;
@@ -9752,11 +9769,11 @@ static void dt__nccl_begin(dt__world *world, void *given) {
 
 // ==== 27. Attach and launch: code ===============================================================
 
-/* The life of a run. dt_run makes these calls, with a thread or a forked process for each rank:
+/* The life of a run. With a thread or a forked process for each rank, dt_run calls:
 
-       dt_team_make    checks the description, makes the run's shared memory
-       each rank       dt_team_ctx, dt_comm_attach, the rank function, dt_comm_detach
-       dt_team_free    looks for unreceived messages, fills the report
+       dt_team_make    checks the description and creates the run's shared memory
+       each rank       calls dt_team_ctx, dt_comm_attach, rank_main and dt_comm_detach
+       dt_team_free    looks for unreceived messages and fills the report
 
    The supervisor exchanges no messages with ranks: every failure is reported through the failure
    record (section 9). */
@@ -9767,10 +9784,12 @@ struct dt_team {
     size_t range_bytes;
     const dt_host *host;
     dt_run_desc desc;
-    int64_t oom_kills;         /* the OOM killer's count before the ranks began */
-    dt_host host_copy;         /* a copy of the caller's; `host` points to it */
-    int references;            /* the maker and each rank thread; the last frees the team */
-    struct dt__rank_job *jobs; /* (ranks) the jobs of dt_run; NULL in other teams */
+    int64_t oom_kills; /* number of kills by the OOM killer before the ranks began */
+    dt_host host_copy; /* copy of the caller's dt_host; `host` points to it */
+    /* one for the caller of dt_team_make and one for each rank's thread; the team is freed when
+       none is left */
+    int references;
+    struct dt__rank_job *jobs; /* (ranks) in the team of a dt_run; NULL in other teams */
 };
 
 /* Records and logs a failure outside of any context. */
@@ -9792,19 +9811,20 @@ static void dt__set_ended(dt__shared *shared, int local_rank) {
     __atomic_store_n(&shared->state[local_rank].ended, 1, __ATOMIC_RELEASE);
     __atomic_fetch_add(&shared->ended, 1, __ATOMIC_RELEASE);
     __atomic_fetch_add(&shared->state[local_rank].progress, 1, __ATOMIC_SEQ_CST);
-    /* set after the rank's last progress */
+    /* stored last, because the rank makes no progress after the increment above */
     __atomic_store_n(
         &shared->state[local_rank].idle_at_progress, DT__IDLE_FOREVER, __ATOMIC_SEQ_CST);
 }
 
-/* Called between two kernels of a tensor op: advances started operations. */
+/* Advances the pending operations. The tensor library calls this function between two kernels. */
 static void dt__on_kernel_done(dt_ctx *ctx, void *user) {
     dt__world *world = (dt__world *)user;
     if (world->first_unfinished && dt_error(ctx) == DT_OK) dt__advance_some(world);
 }
 
-/* Makes a rank's world. Three kinds: over a team's shared memory, over a transport with a node's
-   shared memory, or over a transport with private state. */
+/* Makes a rank's world. Its ranks communicate in a team's shared memory, or over a transport. With
+   a transport its state is in the shared memory of the machine's ranks if `node` is given, else in
+   private memory. */
 static dt__world *dt__world_make(dt_ctx *ctx, const dt_attach_desc *desc, const dt__node *node) {
     dt__world *world = (dt__world *)dt_alloc(ctx, DT_MEM_HOST, sizeof *world, "the world");
     dt__private_range *lone = NULL;
@@ -9869,8 +9889,8 @@ static void dt__peer_views_make(dt__world *world, const dt__control *control, in
     }
 }
 
-/* Tells the other ranks that the context failed before its world listened for failures. Always
-   returns NULL. */
+/* Tells the other ranks that this rank's context failed before its world could do so (before
+   dt_listen). Always returns NULL. */
 static dt_comm *dt__attach_failed(dt_ctx *ctx, const dt_attach_desc *desc, dt__shared *shared) {
     if (shared && dt__claim(shared, desc->rank))
         dt__publish_failure(shared, desc->rank, dt_error(ctx), dt_error_text(ctx));
@@ -9879,8 +9899,9 @@ static dt_comm *dt__attach_failed(dt_ctx *ctx, const dt_attach_desc *desc, dt__s
     return NULL;
 }
 
-/* Attaches a rank. node: the ranks of a transport that share memory, or NULL. control: the
-   functions that carry wait reports, or NULL. run: dt_run's description, for a transport. */
+/* Attaches a rank. node: the ranks on this machine, if ranks of a transport share memory, else
+   NULL. control: the functions that carry wait reports, or NULL. run: the description passed to
+   dt_run, if dt_run attaches a rank of a transport, else NULL (a team has its own description). */
 static dt_comm *dt__attach(dt_ctx *ctx, dt_attach_desc desc, const dt__node *node,
     const dt__control *control, const dt_run_desc *run) {
     int size = desc.team ? desc.team->desc.ranks : desc.size;
