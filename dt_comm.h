@@ -8835,7 +8835,7 @@ static int dt__mpi_ignore_failure(dt_ctx *ctx, dt_status status, const char *tex
     return 1;
 }
 
-/* Connects all ranks. Returns NULL, or the text of an error. */
+/* Connects all ranks over TCP. Returns NULL, or the text of an error. */
 static const char *dt__mpi_connect(dt__mpi *mpi, const dt_run_desc *desc) {
     const dt_host *host = mpi->host;
     MPI_Request request;
@@ -9784,7 +9784,7 @@ struct dt_team {
     size_t range_bytes;
     const dt_host *host;
     dt_run_desc desc;
-    int64_t oom_kills; /* number of kills by the OOM killer before the ranks began */
+    int64_t oom_kills; /* result of dt__run_oom_kills before the ranks began */
     dt_host host_copy; /* copy of the caller's dt_host; `host` points to it */
     /* one for the caller of dt_team_make and one for each rank's thread; the team is freed when
        none is left */
@@ -9955,7 +9955,7 @@ dt_comm *dt_comm_attach(dt_ctx *ctx, dt_attach_desc desc) {
     return dt__attach(ctx, desc, NULL, NULL, NULL);
 }
 
-/* Recycles work objects that a failure abandoned. */
+/* Releases the work objects of operations that a failure has left unfinished. */
 static void dt__works_recycle(dt__world *world) {
     dt__on_settle(world->ctx, 0, world);
     if (world->blocking) dt__work_release(world, world->blocking);
@@ -9999,7 +9999,7 @@ void dt_comm_detach(dt_ctx *ctx, dt_status status) {
     dt__works_recycle(world);
     dt_free(ctx, DT_MEM_HOST, world->device_sends,
         world->comm ? 2 * (size_t)world->comm->base.size * sizeof *world->device_sends : 0);
-    dt__comms_free(world); /* uses works, so free the works after it */
+    dt__comms_free(world); /* uses the work objects, which are freed next */
     dt__works_free(world);
     dt_ctx_attach(ctx, NULL);
     dt_unlisten(ctx, &world->listener);
@@ -10009,7 +10009,7 @@ void dt_comm_detach(dt_ctx *ctx, dt_status status) {
 
 /* ---- the team ---- */
 
-/* Logs and reports why a run cannot begin. */
+/* Logs the reason why a run cannot begin, and writes it to *desc->report. */
 DT_PRINTF(3, 4)
 static void dt__refuse(const dt_run_desc *desc, dt_status status, const char *fmt, ...) {
     const dt_host *host = desc->host ? desc->host : dt_host_default();
@@ -10026,9 +10026,10 @@ static void dt__refuse(const dt_run_desc *desc, dt_status status, const char *fm
     if (desc->report) *desc->report = report;
 }
 
-/* Makes the run's shared memory. For forked processes the mapping must be shared, and each rank's
-   heap may grow to the machine's memory, because a page takes memory only once it is touched. If
-   the system refuses a mapping of this size, the function asks for less. */
+/* Allocates the run's shared memory. If the ranks are forked processes, it contains a heap for each
+   rank. The function first tries heaps as large as the machine's memory, because a page takes
+   physical memory only once it is touched. If the system refuses a mapping of this size, the
+   function tries smaller heaps. */
 static void *dt__range_make(dt__shared *sizes, const dt_host *host, size_t user_bytes) {
     size_t machine_bytes = (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);
     for (size_t heap = sizes->separate_memory ? dt__align_page(machine_bytes) : 0;;
@@ -10048,15 +10049,16 @@ static void dt__range_free(const dt_host *host, void *range, size_t bytes) {
         host->free(host->user, range, bytes, DT_MEM_COMM);
 }
 
-/* Takes values that the description leaves unset from environment variables. */
+/* Reads the environment variables DT_CHECK and DT_FAULT into fields that the description leaves
+   unset. */
 static void dt__run_env(dt_run_desc *desc) {
     const char *check = getenv("DT_CHECK");
     if (!desc->fault && desc->read_fault_env) desc->fault = getenv("DT_FAULT");
     if (desc->check == 0 && check && strcmp(check, "1") == 0) desc->check = 1;
 }
 
-/* Checks the fields of a description that all backends use. Returns 1 if the fields are valid, else
-   reports the error. */
+/* Checks the fields of a description that all backends use. Returns 1 if they are valid; else
+   reports the error (dt__refuse) and returns 0. */
 static int dt__run_valid(dt_run_desc *desc) {
     dt__run_env(desc);
     if (dt__faults_parse(desc->fault, -1, desc->ranks, NULL) < 0)
@@ -10078,7 +10080,8 @@ static int dt__run_valid(dt_run_desc *desc) {
     return 0;
 }
 
-/* Checks that the description's ranks can share memory, then its other fields. */
+/* Checks that the description's backend has a team and can share memory, then its other fields.
+   Returns 1 if they are valid; else reports the error and returns 0. */
 static int dt__team_valid(dt_run_desc *desc) {
     int procs = desc->backend == DT_BACKEND_PROCS;
     if (!procs && desc->backend != DT_BACKEND_AUTO && desc->backend != DT_BACKEND_THREADS)
@@ -10119,7 +10122,7 @@ dt_team *dt_team_make(dt_run_desc desc) {
     team->range = range;
     team->range_bytes = sizes.bytes;
     team->desc = desc;
-    team->host_copy = *host; /* a thread left behind may outlive the caller's table */
+    team->host_copy = *host; /* a thread may use it after the caller has freed *desc.host */
     team->host = &team->host_copy;
     if (desc.host) team->desc.host = team->host;
     team->references = 1;
@@ -10131,8 +10134,8 @@ dt_team *dt_team_make(dt_run_desc desc) {
     return team;
 }
 
-/* A rank's number among the ranks of its machine. The launcher sets it; without a launcher all
-   ranks are on one machine. */
+/* Returns a rank's number among the ranks of its machine, as the launcher has set it. Without a
+   launcher returns the rank, because all ranks are on one machine. */
 static int dt__find_local_rank(const dt_run_desc *desc, int rank) {
     dt_launch launch;
     if (desc->backend <= DT_BACKEND_PROCS || dt_launch_find(&launch) != DT_OK) return rank;
@@ -10146,7 +10149,7 @@ static dt_ctx *dt__rank_ctx(const dt_run_desc *desc, int rank, const dt_host *ho
     of.rank = rank;
     of.local_rank = dt__find_local_rank(desc, rank);
     of.kernels = desc->kernels;
-    /* forked processes cannot use the device */
+    /* forked processes cannot use a GPU */
     if (!of.kernels && desc->backend == DT_BACKEND_PROCS) of.kernels = dt_kernels_cpu();
     of.host = host;
     of.io = desc->io;
@@ -10154,7 +10157,8 @@ static dt_ctx *dt__rank_ctx(const dt_run_desc *desc, int rank, const dt_host *ho
     return dt_ctx_make(of);
 }
 
-/* Enables peer access, because ranks that are threads read and write each other's device memory. */
+/* Enables peer access between the ranks' GPUs, because ranks that are threads read and write each
+   other's device memory. */
 static void dt__share_devices(dt_ctx *ctx, int ranks) {
     const dt_kernels *kernels = dt_ctx_kernels(ctx);
     char why[160] = "";
@@ -10172,7 +10176,8 @@ dt_ctx *dt_team_ctx(dt_team *team, int rank) {
         return NULL;
     }
     const dt_host *host = team->desc.host;
-    /* with any kernel table staging windows and message copies must be in shared memory */
+    /* Whatever the kernel table is, host memory for staging windows and for copies of messages must
+       be in shared memory. */
     if (team->shared->separate_memory) host = dt__heap_make(team->shared, team->host, rank);
     dt_ctx *ctx = dt__rank_ctx(&team->desc, rank, host);
     if (!ctx)
@@ -10183,8 +10188,8 @@ dt_ctx *dt_team_ctx(dt_team *team, int rank) {
     return ctx;
 }
 
-/* Reports a message that no rank received. Such a message exists because an eager send completes
-   without its receiver. */
+/* Reports one message that was never received, if there is one. An eager send completes without
+   its receiver, so its message may remain. */
 static void dt__find_unreceived(dt__shared *shared, const dt_host *host) {
     for (int from = 0; from < shared->ranks; from++) {
         for (int to = 0; to < shared->ranks; to++) {
@@ -10210,12 +10215,12 @@ typedef struct dt__rank_job {
     dt_status (*rank_main)(dt_ctx *ctx, void *user);
     void *user;
     pthread_t thread;
-    pid_t pid;       /* 0: no process, or the process has been reaped */
-    int pidfd;       /* -1: no pidfd */
-    int thread_done; /* the thread has finished */
+    pid_t pid;       /* 0 if there is no process or the process has been reaped */
+    int pidfd;       /* -1 if there is no pidfd */
+    int thread_done; /* 1 if the rank's thread no longer uses this job */
 } dt__rank_job;
 
-/* Drops a reference; the last one frees the team. */
+/* Drops one reference to the team, and frees the team if no reference is left. */
 static void dt__team_release(dt_team *team) {
     if (__atomic_sub_fetch(&team->references, 1, __ATOMIC_ACQ_REL) > 0) return;
     dt_host host = team->host_copy;
@@ -10236,9 +10241,10 @@ dt_status dt_team_free(dt_team *team) {
 
 /* ---- dt_run ---- */
 
-#define DT__STOPPED_S 1.0 /* after a failure a stopped process is killed within this many seconds */
+#define DT__STOPPED_S 1.0 /* seconds after a failure until a stopped process is killed */
 
-/* Fails a rank whose rank_main ended its own thread. Called in that thread's cleanup handler. */
+/* Fails the context of a rank whose rank_main has ended its own thread. Called in that thread's
+   cleanup handler. */
 static void dt__rank_cut_short(dt_ctx *ctx) {
     dt__world *world = dt__world_of(ctx);
     if (world && world->shared->state) __atomic_store_n(&world->state->busy, 0, __ATOMIC_SEQ_CST);
@@ -10247,7 +10253,8 @@ static void dt__rank_cut_short(dt_ctx *ctx) {
         "pthread_cancel");
 }
 
-/* Ends a rank after rank_main has returned or has ended its thread. A cleanup handler. */
+/* Detaches the rank and frees its context. A cleanup handler of the rank's thread: it runs after
+   rank_main has returned or has ended the thread. */
 static void dt__rank_end(void *arg) {
     dt__rank_job *job = (dt__rank_job *)arg;
     dt_team *team = job->team;
@@ -10277,7 +10284,8 @@ static void *dt__run_rank(void *arg) {
     return NULL;
 }
 
-/* Answers a status request: the supervisor logs the table of all ranks. */
+/* Logs the table of all ranks if there is a status request (dt_run_desc.status_request). Called by
+   the supervisor. */
 static void dt__run_log_ranks(dt_team *team) {
     if (!team->desc.status_request ||
         !__atomic_exchange_n(team->desc.status_request, 0, __ATOMIC_RELAXED))
@@ -10287,7 +10295,7 @@ static void dt__run_log_ranks(dt_team *team) {
             team->host, dt_io_default(), -1, rank, dt__view_of_local_rank(team->shared, rank));
 }
 
-/* Logs and counts a rank that dt_run leaves behind. */
+/* Logs that dt_run returns without waiting for this rank, and counts the rank in left_behind. */
 static void dt__run_leave_behind(
     dt_team *team, const dt__rank_job *job, const char *what, double seconds) {
     char text[192];
@@ -10314,8 +10322,8 @@ static int dt__run_await_thread(dt_team *team, const dt__rank_job *job, dt__stop
     return 1;
 }
 
-/* Starts the ranks and waits for them. If a thread cannot be started, the ranks that have started
-   learn of it as of any other failure. */
+/* Starts the ranks' threads and waits for them. If a thread cannot be started, records the failure,
+   and the ranks that have started notice it like any other failure. */
 static void dt__run_threads(dt_team *team, dt__rank_job *jobs) {
     dt__stopwatch failed = { NULL, 0, 0, 0 };
     int started = 0;
@@ -10354,9 +10362,10 @@ static const char *dt__run_signal_text(int number) {
     }
 }
 
-/* The number of processes of this memory cgroup that the kernel's OOM killer has killed; -1 if
-   unknown. /proc/self/cgroup names the cgroup ("4:memory:/jobs/7" in version 1, "0::/jobs/7" in
-   version 2). Inside a container the cgroup may be the root of the mounted tree. */
+/* Returns the number of processes of this process's memory cgroup that the kernel's OOM killer has
+   killed; -1 if unknown. /proc/self/cgroup names the cgroup ("4:memory:/jobs/7" in version 1,
+   "0::/jobs/7" in version 2). In a container this name may not exist under /sys/fs/cgroup, and the
+   cgroup may be mounted as the root there. */
 static int64_t dt__run_oom_kills(const dt_io *io) {
     static const char *const files[4] = { "/sys/fs/cgroup/memory%s/memory.oom_control",
         "/sys/fs/cgroup%s/memory.events", "/sys/fs/cgroup/memory/memory.oom_control",
@@ -10377,9 +10386,9 @@ static int64_t dt__run_oom_kills(const dt_io *io) {
     return -1;
 }
 
-/* Records how a rank's process ended, even if the process died while it wrote the failure record.
-   The exit status is unknown if this process ignores SIGCHLD or reaps children elsewhere; then
-   state.ended == 2 means success. */
+/* Records a failure if a rank's process has ended without success, even if the process died while
+   it wrote the failure record. known: 0 if the exit status is unknown, because this process ignores
+   SIGCHLD or another part of it has reaped the child; then state.ended == 2 means success. */
 static void dt__process_gone(dt_team *team, const dt__rank_job *job, int known, int status) {
     dt__shared *shared = team->shared;
     int rank = job->rank, pid = (int)job->pid;
@@ -10412,7 +10421,8 @@ static void dt__process_gone(dt_team *team, const dt__rank_job *job, int known, 
     if (!dt__has_ended(shared, rank)) dt__set_ended(shared, rank);
 }
 
-/* Waits until a rank's process ends (its pidfd becomes readable) or a short time has passed. */
+/* Waits until a rank's process has ended (its pidfd is then readable), at most 20 ms. Without
+   pidfds sleeps for 1 ms. */
 static void dt__run_await_exit(
     dt_team *team, const dt__rank_job *jobs, int started, struct pollfd *ends) {
     int n = 0, has_pidfds = ends != NULL;
@@ -10428,9 +10438,9 @@ static void dt__run_await_exit(
         team->host->sleep(team->host->user, 1e-3);
 }
 
-/* Returns 1 if the supervisor must kill this process after a failure. A process that computes may
-   never check for the failure, so the supervisor kills it after timeout_s. A stopped process cannot
-   check, so the supervisor kills it earlier. */
+/* Returns 1 if the supervisor must kill this process: timeout_s after the first failure, because a
+   process that computes may never check for failures, or DT__STOPPED_S after the failure if the
+   process is stopped and so cannot check. seconds: the time since the first failure. */
 static int dt__run_overdue(const dt__rank_job *job, double seconds) {
     const dt_team *team = job->team;
     if (!job->pid || seconds < fmin(DT__STOPPED_S, team->desc.timeout_s)) return 0;
@@ -10438,7 +10448,7 @@ static int dt__run_overdue(const dt__rank_job *job, double seconds) {
            dt__process_state(dt_io_default(), &team->shared->state[job->rank]) == 'T';
 }
 
-/* Kills a process by its pidfd if it has one, because its pid may be reused. */
+/* Kills a process: by its pidfd if there is one, because a pid may be reused, else by its pid. */
 static void dt__run_kill(const dt__rank_job *job) {
 #ifdef SYS_pidfd_send_signal
     if (job->pidfd >= 0 && syscall(SYS_pidfd_send_signal, job->pidfd, SIGKILL, NULL, 0) == 0)
@@ -10448,7 +10458,7 @@ static void dt__run_kill(const dt__rank_job *job) {
     kill(job->pid, SIGKILL);
 }
 
-/* Reaps processes that have ended. Returns the number of processes left. */
+/* Reaps the processes that have ended. Returns the number of processes that have not. */
 static int dt__run_reap(dt_team *team, dt__rank_job *jobs, int started) {
     int left = 0;
     for (int rank = 0; rank < started; rank++) {
@@ -10463,8 +10473,8 @@ static int dt__run_reap(dt_team *team, dt__rank_job *jobs, int started) {
     return left;
 }
 
-/* Waits for the processes, kills overdue processes, and leaves behind a process that does not
-   die. */
+/* Waits for the processes and kills those that are overdue. If a killed process does not die, logs
+   it, counts it in left_behind and returns. */
 static void dt__run_wait(dt_team *team, dt__rank_job *jobs, int started, struct pollfd *ends) {
     dt__stopwatch failed = { NULL, 0, 0, 0 };
     double seconds = 0, patience = team->desc.timeout_s;
@@ -10484,8 +10494,8 @@ static void dt__run_wait(dt_team *team, dt__rank_job *jobs, int started, struct 
     }
 }
 
-/* Returns a file descriptor that becomes readable when the process has ended; -1 if the kernel has
-   no pidfd. */
+/* Returns a pidfd, a file descriptor that becomes readable when the process has ended; -1 if that
+   fails, for example because the kernel has no pidfds. */
 static int dt__run_open_pidfd(pid_t pid) {
 #ifdef SYS_pidfd_open
     return dt__io_guard_std_fds() == 0 ? (int)syscall(SYS_pidfd_open, pid, 0) : -1;
@@ -10495,8 +10505,8 @@ static int dt__run_open_pidfd(pid_t pid) {
 #endif
 }
 
-/* Runs a rank in the new process. The kernel kills the process when its supervisor ends; the
-   supervisor may have ended already. */
+/* Runs a rank in the new process. PR_SET_PDEATHSIG makes the kernel kill the process when its
+   supervisor ends; if the supervisor ended before that call, the process exits. */
 static void dt__run_child(dt__rank_job *job, pid_t supervisor) {
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     if (getppid() != supervisor) _exit(1);
@@ -10513,7 +10523,7 @@ static void dt__run_processes(dt_team *team, dt__rank_job *jobs) {
     size_t bytes = (size_t)team->desc.ranks * sizeof(struct pollfd);
     struct pollfd *ends = (struct pollfd *)host->alloc(host->user, bytes, DT_MEM_HOST);
     team->oom_kills = dt__run_oom_kills(dt_io_default());
-    fflush(NULL); /* flush first, because every fork would print the buffered text again */
+    fflush(NULL); /* otherwise every child would write a copy of the text in stdio's buffers */
     while (started < team->desc.ranks) {
         pid_t pid = fork();
         if (pid == 0) dt__run_child(&jobs[started], supervisor);
@@ -10533,8 +10543,8 @@ static void dt__run_processes(dt_team *team, dt__rank_job *jobs) {
     if (ends) host->free(host->user, ends, bytes, DT_MEM_HOST);
 }
 
-/* A rank over a transport, as its cleanup handler sees it. If rank_main ends its thread, the
-   connections stay open until the process ends. */
+/* The argument of dt__transport_rank_end. returned: 1 if rank_main has returned. If rank_main ends
+   its thread instead, the connections stay open until the process ends. */
 typedef struct dt__transport_rank {
     dt_ctx *ctx;
     dt_status status;
@@ -10567,7 +10577,7 @@ static dt_status dt__run_transport_rank(dt_ctx *ctx, const dt_run_desc *desc, in
     return dt_error(ctx);
 }
 
-/* Runs this process as a TCP rank, and wipes the key. */
+/* Runs this process as one rank of a job over TCP. Wipes the key. */
 static void dt__tcp_rank(const dt_run_desc *desc, dt__tcp_address rendezvous, uint8_t key[32],
     dt_status (*rank_main)(dt_ctx *ctx, void *user), void *user) {
     dt_ctx *ctx = dt__rank_ctx(desc, desc->rank, desc->host);
@@ -10590,7 +10600,7 @@ static void dt__tcp_rank(const dt_run_desc *desc, dt__tcp_address rendezvous, ui
     if (t) {
         if (dt__run_transport_rank(
                 ctx, desc, desc->rank, desc->ranks, &transport, NULL, &control, rank_main, user))
-            dt__tcp_fail(t, dt_error_text(ctx)); /* it may have failed before its world listened */
+            dt__tcp_fail(t, dt_error_text(ctx)); /* in case the world has not sent the abort */
         dt__tcp_goodbye(t);
         dt__tcp_report(t, desc->report);
         dt__tcp_free(t);
@@ -10628,7 +10638,7 @@ static dt_status dt__run_tcp(
     return desc.report->status;
 }
 
-/* ---- ranks that a launcher started: the caller is one of them, without a supervisor ---- */
+/* ---- MPI: dt_run's caller is a rank that a launcher started; there is no supervisor ---- */
 
 #ifdef DT_USE_MPI
 
@@ -10727,18 +10737,20 @@ dt_status dt_run(dt_run_desc desc, dt_status (*rank_main)(dt_ctx *ctx, void *use
 
 // ==== 28. Trace: code ===========================================================================
 
-/* Recording must not disturb the run that it records. An event is 88 bytes in a preallocated ring.
-   The rank's own thread writes the event, without a lock and without formatting; dt_trace_write
-   makes all text. Measured (tests/comm/test_trace.c, build/test_trace cost, gcc -O2, a shared
-   Xeon): tracing adds 110 ns to an operation and 330 ns to a mark or a block. Of the 330 ns two
-   reads of the clock take 100. Without a trace a mark costs 3 ns. Writing takes about 6 us per
-   event.
+/* The trace of a rank is a preallocated ring of events of 88 bytes. To disturb the run as little as
+   possible, the rank's own thread writes its events, without a lock and without formatting text;
+   dt_trace_write formats the text later. Measured (tests/comm/test_trace.c, build/test_trace cost,
+   gcc -O2, a shared Xeon): tracing adds 110 ns to an operation and 330 ns to a mark or a block, of
+   which two reads of the clock take 100 ns. Without a trace a mark costs 3 ns. dt_trace_write takes
+   about 6 us per event.
 
        open slices (a stack)             ring of closed slices
        block F 3 > mark > ...   --end--> [event][event][event] ... --dt_trace_write--> one JSON file
 
-   Open slices of the compute track are kept on a stack, and a slice is recorded as one event when
-   it ends. So a ring that overflows loses complete slices, and the remaining slices still nest. */
+   A slice is a bar in the trace viewer. A block is a slice of a pipeline phase such as F 3, and a
+   mark is a slice between dt_trace_begin and dt_trace_end. Open slices of the compute track are
+   kept on a stack, and each slice is recorded as one event when it ends. So if the ring overflows,
+   complete slices are lost, and the remaining slices still nest. */
 
 enum { DT__TRACE_DEPTH = 32, DT__TRACE_KEYS = 128 };
 
@@ -10755,14 +10767,16 @@ enum { DT__TRACED_RECOMPUTED = 1, DT__TRACED_STARTED = 2, DT__TRACED_ARROW = 4 }
 typedef struct dt__trace_event {
     /* times on this rank's clock; dt_trace_write converts them to seconds since the first event */
     double begin, end;
-    /* of a block: number, micro-batch; of a message: the other rank's world rank, tag */
+    /* In a block, `a` is the block's number and `b` the micro-batch. In a message, `a` is the other
+       rank's world rank and `b` the tag. */
     int32_t a, b;
     int16_t depth;      /* nesting depth on the compute track */
-    int16_t track;      /* index of the comm track */
-    uint8_t kind, what; /* what: a dt_phase or a dt__op_code */
+    int16_t track;      /* of an operation: index of its comm track */
+    uint8_t kind, what; /* what: a dt_phase in a block, a dt__op_code in an operation or a wait */
     uint8_t algorithm, flags;
     union {
-        /* seq of a message: the message's number within its pair of ranks; 0: unknown */
+        /* seq: in a collective its sequence number; in a message a number that is the same on
+           sender and receiver, 0 if unknown */
         struct {
             uint64_t bytes, seq;
             char name[40];
@@ -10771,8 +10785,8 @@ typedef struct dt__trace_event {
     } u;
 } dt__trace_event;
 
-/* A counter of messages. Messages over a transport have no number, so sender and receiver both
-   count the messages with the same op, other rank, channel and tag. */
+/* A counter of messages. Messages over a transport carry no number, so the sender and the receiver
+   each count the messages with the same channel, tag and other rank. */
 typedef struct dt__trace_key {
     uint64_t count;
     uint32_t channel;
@@ -10780,18 +10794,20 @@ typedef struct dt__trace_key {
 } dt__trace_key;
 
 typedef struct dt__trace {
-    size_t capacity, used, at; /* at: index of the next event */
+    size_t capacity, used, at; /* at: index in the ring of the next event */
     size_t lost;
-    /* depth: open slices; too_deep: open slices beyond DT__TRACE_DEPTH, which are not recorded */
+    /* depth: number of open slices on the stack; too_deep: number of further open slices, which are
+       not recorded */
     int depth, too_deep;
-    /* the largest number of started operations in flight at once, an upper bound of comm tracks */
+    /* largest number of started operations in flight at once; at most one comm track more is
+       used */
     int max_started;
-    /* 1 after a receive from any rank over a transport: later receives cannot be numbered */
+    /* 1 after a receive with DT_ANY over a transport: the numbers of later receives are unknown */
     int any_source_seen;
     size_t live[DT_MEM_CLASSES]; /* bytes in use, as last recorded */
     dt__trace_key keys[DT__TRACE_KEYS];
     dt__trace_event open[DT__TRACE_DEPTH];
-    dt__trace_event *ring; /* (capacity) stored after this struct */
+    dt__trace_event *ring; /* (capacity) in memory just after this struct */
 } dt__trace;
 
 static size_t dt__trace_bytes(size_t events) {
@@ -10800,7 +10816,8 @@ static size_t dt__trace_bytes(size_t events) {
 
 static double dt__trace_now(const dt__world *world) { return world->host->now(world->host->user); }
 
-/* The slot of the next event in the ring. */
+/* Returns the ring's element for the next event; overwrites the oldest event if the ring is
+   full. */
 static dt__trace_event *dt__trace_next_event(dt__trace *trace) {
     dt__trace_event *event = &trace->ring[trace->at];
     trace->at = trace->at + 1 < trace->capacity ? trace->at + 1 : 0;
@@ -10839,7 +10856,7 @@ static void dt__trace_push(
     event->begin = dt__trace_now(world);
 }
 
-/* Ends the innermost open slice, and records memory if it has changed. */
+/* Ends the innermost open slice. Also records the bytes of memory in use if they have changed. */
 static void dt__trace_pop(dt__world *world) {
     dt__trace *trace = world->trace;
     dt__trace_event *open = &trace->open[--trace->depth];
@@ -10862,8 +10879,8 @@ static void dt__trace_enter(dt_ctx *ctx, const dt_event *event, void *user) {
         dt__trace_push(world, DT__TRACED_BLOCK, (int)event->phase, event->block, event->micro, "");
 }
 
-/* Ends the innermost block and the marks that are open inside it. A block that was open when the
-   trace began is not on the stack. */
+/* Ends the innermost open block and the marks that are open inside it. Does nothing if the block
+   began before the trace, because it is then not on the stack. */
 static void dt__trace_leave(dt_ctx *ctx, const dt_event *event, void *user) {
     dt__world *world = (dt__world *)user;
     dt__trace *trace = world->trace;
@@ -10896,7 +10913,7 @@ void dt_trace_end(dt_ctx *ctx) {
 
 /* ---- operations ---- */
 
-/* The message's number, which is the same on both sides; 0 if unknown. */
+/* Returns a message's number, which is the same on the sender and the receiver; 0 if unknown. */
 static uint64_t dt__trace_number(dt__world *world, const dt_work *work) {
     dt__trace *trace = world->trace;
     const dt__call *call = &work->call;
@@ -10917,14 +10934,14 @@ static uint64_t dt__trace_number(dt__world *world, const dt_work *work) {
                    key->tag != call->tag) {
             continue;
         }
-        /* both sides know channel, tag and count, so these three values number the message */
+        /* sender and receiver compute the same number, because both know channel, tag and count */
         return (++key->count & 0xffff) | (uint64_t)((uint32_t)call->tag & 0xffff) << 16 |
                (uint64_t)channel << 32;
     }
     return 0;
 }
 
-/* The public name of the algorithm that a work runs. */
+/* Returns the algorithm that an operation runs, as a dt_algorithm. */
 static dt_algorithm dt__trace_algorithm(const dt_work *work) {
     for (int i = DT_RING; i < DT_ALGORITHMS && work->algorithm; i++) {
         if (dt__algorithm_of(&work->call, (dt_algorithm)i) == work->algorithm)
@@ -10954,7 +10971,7 @@ static void dt__trace_add(
     memcpy(event->u.op.name, comm->group->name, DT__NAME_BYTES);
     event->u.op.name[DT__NAME_BYTES] = 0;
     if (!dt__is_p2p(call->op)) return;
-    const dt__p2p *p2p = &work->p2p_ops[0]; /* p2p_ops[0] is still valid although p2p_count is 0 */
+    const dt__p2p *p2p = &work->p2p_ops[0]; /* still valid, although p2p_count is already 0 */
     event->a = p2p->peer >= 0 ? comm->group->ranks[p2p->peer] : -1;
     event->b = call->tag;
     event->u.op.seq = p2p->order + (world->transport.send ? 0 : 1);
@@ -10964,7 +10981,8 @@ static void dt__trace_op(dt_work *work, double begin, double end) {
     dt__trace_add(work, DT__TRACED_OP, begin, end, 0);
 }
 
-/* Records a started operation after its wait. */
+/* Records a started operation and its wait. Called when the wait has ended; begin, end: the times
+   of the wait. */
 static void dt__trace_wait(dt_work *work, double begin, double end) {
     double finished_at = work->end_time > work->start_time ? work->end_time : work->start_time;
     dt__trace *trace = work->comm->world->trace;
@@ -10989,7 +11007,7 @@ dt_status dt_trace_start(dt_ctx *ctx, size_t events) {
     dt__trace *trace =
         (dt__trace *)dt_alloc(ctx, DT_MEM_HOST, dt__trace_bytes(events), "the trace");
     if (!trace) return dt_error(ctx);
-    /* clear the ring too, so that its pages exist before the first event */
+    /* also clears the ring, so that the system has mapped its pages before the first event */
     memset(trace, 0, dt__trace_bytes(events));
     trace->capacity = events;
     trace->ring = (dt__trace_event *)(void *)(trace + 1);
@@ -11012,15 +11030,15 @@ static void dt__trace_free(dt__world *world) {
 
 /* ---- order and tracks ---- */
 
-/* The order of slices in the file: an enclosing slice precedes the slices inside it, even if the
-   clock gives both the same time. */
+/* Returns 1 if slice x precedes slice y in the file. An enclosing slice precedes the slices inside
+   it, even if both have the same times. */
 static int dt__trace_precedes(const dt__trace_event *x, const dt__trace_event *y) {
     if (x->begin != y->begin) return x->begin < y->begin;
     if (x->end != y->end) return x->end > y->end;
     return x->depth < y->depth;
 }
 
-/* Heap sort: in place, O(n log n) in every case. */
+/* Sorts the events with heap sort, which works in place and takes O(n log n) in every case. */
 static void dt__trace_sort(dt__trace_event *v, size_t n) {
     for (size_t start = n / 2, end = n; end > 1;) {
         if (start > 0) {
@@ -11041,12 +11059,12 @@ static void dt__trace_sort(dt__trace_event *v, size_t n) {
     }
 }
 
-/* Assigns comm tracks. Slices of one track must nest, but operations in flight at the same time
-   overlap. Blocking operations follow one another on track 0. A started operation goes to the first
-   track that is free from its start to its end. ends: the time until which each track is in use.
-   Returns the number of tracks used. */
+/* Assigns operations to comm tracks, so that slices of one track do not overlap. Blocking
+   operations never overlap each other and are on track 0. A started operation is on the lowest
+   track that is free from its start to its end. ends: (tracks) the time at which each track's last
+   slice ends. Returns the number of tracks used. */
 static int dt__trace_assign_tracks(dt__trace_event *v, size_t n, double *ends, int tracks) {
-    size_t blocking = 0; /* the first blocking operation after the event */
+    size_t blocking = 0; /* index of the first blocking operation after event i */
     int used = 1;
     for (int track = 0; track < tracks; track++) ends[track] = v[0].begin;
     for (size_t i = 0; i < n; i++) {
@@ -11069,7 +11087,8 @@ static int dt__trace_assign_tracks(dt__trace_event *v, size_t n, double *ends, i
 
 /* ---- all ranks' traces in one file ---- */
 
-/* The fields of the summary that each rank sends before its events. */
+/* The fields of the summary that each rank sends before its events: the number of its events, the
+   number of lost events, the time of the first event on rank 0's clock, the number of tracks. */
 enum {
     DT__SUMMARY_EVENTS = 0,
     DT__SUMMARY_LOST,
@@ -11084,15 +11103,15 @@ typedef struct dt__trace_out {
     dt_comm *comm;
     dt_ctx *ctx;
     dt__trace *trace;   /* this rank's trace; NULL if the rank has none */
-    double offset;      /* rank 0's clock minus this rank's */
+    double offset;      /* rank 0's clock minus this rank's clock, in seconds */
     double *summaries;  /* (ranks, DT__SUMMARY_FIELDS) */
     double *track_ends; /* (tracks) */
     int track_count;
-    double origin;                            /* the first event of all ranks, on rank 0's clock */
-    size_t chunk;                             /* events that a rank sends per gather */
+    double origin; /* time of the earliest event of all ranks, on rank 0's clock */
+    size_t chunk;  /* number of events that each rank sends in one gather */
     dt__trace_event *own_events, *all_events; /* (chunk); on rank 0 (ranks, chunk) */
     const char *path;
-    char *temp, *text; /* on rank 0: the temporary file's name, and the text to write next */
+    char *temp, *text; /* on rank 0: the temporary file's name, and the text not yet written */
     size_t used;
     int64_t at;
     int fd, is_first_event;
@@ -11104,10 +11123,11 @@ static dt_status dt__trace_collective(const dt__trace_out *out, dt__call call) {
     return dt__op_run(out->comm, call);
 }
 
-/* Clock synchronization: rank 0's clock minus this rank's clock. The asking rank assumes that rank
-   0 read its clock halfway between question and answer. The error is at most half of the round
-   trip, so of 8 round trips the fastest is used (F. Cristian, 1989; D. Mills, RFC 5905). Forked
-   processes and threads share one clock. */
+/* Clock synchronization. Returns rank 0's clock minus this rank's clock, in seconds. A rank sends
+   rank 0 a request and assumes that rank 0 reads its clock halfway between the request and the
+   arrival of the reply. The error is at most half of the round trip, so of 8 round trips the
+   fastest is used (F. Cristian, 1989; D. Mills, RFC 5905). Forked processes and threads share one
+   clock; for them the function returns 0. */
 static double dt__trace_offset(const dt__trace_out *out) {
     dt__world *world = out->comm->world;
     double best = 0, offset = 0, at = 0;
@@ -11139,7 +11159,7 @@ static int dt__trace_is_message(const dt__trace_event *event, int rank) {
            event->u.op.seq && event->a == rank;
 }
 
-/* Twice the message's number, plus 1 if the event is the receive. */
+/* Returns twice the message's number, plus 1 if the event is the receive. */
 static uint64_t dt__trace_message(const dt__trace_event *event) {
     return event->u.op.seq * 2 + (event->what == DT__RECV);
 }
@@ -11153,7 +11173,7 @@ static int dt__trace_contains(const uint64_t *v, size_t n, uint64_t number) {
         else
             n = mid;
     }
-    return v[low] == number; /* v has capacity for one more element */
+    return v[low] == number; /* low may be n: the caller provides a sentinel v[n] */
 }
 
 static void dt__trace_sort_numbers(uint64_t *v, size_t n) {
@@ -11167,9 +11187,9 @@ static void dt__trace_sort_numbers(uint64_t *v, size_t n) {
     }
 }
 
-/* Exchanges message numbers with each rank, and gives an arrow to each message that both sides have
-   recorded. counts: (ranks) numbers sent to each rank, then (ranks) numbers received from each
-   rank. */
+/* Exchanges with each rank the numbers of the recorded messages, and gives an arrow to each message
+   that sender and receiver have both recorded. counts: (ranks) how many numbers this rank sends to
+   each rank, then (ranks) how many it receives from each rank. */
 static void dt__trace_match(
     const dt__trace_out *out, size_t *counts, uint64_t *sent, uint64_t *received) {
     dt__trace *trace = out->trace;
@@ -11185,7 +11205,7 @@ static void dt__trace_match(
         return;
     at = 0;
     for (int rank = 0; rank < n; at += received_counts[rank++]) {
-        /* the element after the received numbers serves as a sentinel */
+        /* the element after the numbers of this rank serves as a sentinel, and is restored below */
         uint64_t next = received[at + received_counts[rank]];
         dt__trace_sort_numbers(received + at, received_counts[rank]);
         received[at + received_counts[rank]] = 0;
@@ -11213,7 +11233,7 @@ static void dt__trace_arrows(const dt__trace_out *out) {
         if (event->a >= 0 && event->a < n && dt__trace_is_message(event, event->a))
             counts[event->a]++;
     }
-    /* counts are sent as 8-byte elements, for which any 8-byte type will do */
+    /* a count has 8 bytes, so it can be sent as an element of any 8-byte type */
     dt__trace_collective(out, dt__call_make(DT__ALL_TO_ALL, counts, counts + n, 1, DT_F64));
     size_t sent = dt__sum_counts(counts, n), received = dt__sum_counts(counts + n, n),
            numbers_bytes = (sent + received + 2) * sizeof(uint64_t);
@@ -11234,7 +11254,7 @@ static void dt__trace_flush(dt__trace_out *out) {
     out->used = 0;
 }
 
-/* Appends at most 1,000 bytes per call. */
+/* Appends formatted text, of which at most 1,023 bytes are kept. */
 DT_PRINTF(2, 3) static void dt__trace_put(dt__trace_out *out, const char *fmt, ...) {
     va_list args;
     if (out->used + 1024 > DT__TRACE_TEXT) dt__trace_flush(out);
@@ -11264,8 +11284,8 @@ static void dt__trace_json_text(dt__trace_out *out, const char *s) {
     }
 }
 
-/* Nanoseconds as an integer, so that the locale's decimal point does not matter. Invalid times give
-   0. */
+/* Converts seconds to nanoseconds; returns 0 for an invalid time. Times are formatted as integers,
+   so that the locale's decimal point does not matter. */
 static int64_t dt__trace_ns(double seconds) {
     return seconds > 0 && seconds < 4e6 ? (int64_t)(seconds * 1e9 + 0.5) : 0;
 }
@@ -11274,7 +11294,8 @@ static void dt__trace_time(dt__trace_out *out, const char *key, int64_t ns) {
     dt__trace_put(out, ",\"%s\":%lld.%03d", key, (long long)(ns / 1000), (int)(ns % 1000));
 }
 
-/* Comm track 0 has tid 1; tids 2 and 3 are reserved for offload and loaders. */
+/* Returns the thread id of a comm track in the file. The compute track has tid 0; tids 2 and 3 are
+   reserved for offload and data loaders. */
 static int dt__trace_tid(int track) { return track == 0 ? 1 : track + 3; }
 
 static void dt__trace_begin_json(dt__trace_out *out, const char *phase, int rank, int track) {
@@ -11359,7 +11380,7 @@ static void dt__trace_arrow(dt__trace_out *out, const dt__trace_event *event, in
     int sent = event->what == DT__SEND, from = sent ? rank : event->a, to = sent ? event->a : rank;
     uint64_t pair = (uint64_t)from * (uint64_t)out->comm->base.size + (uint64_t)to,
              n = event->u.op.seq;
-    /* a JSON number holds 53 bits, of which 21 are for n */
+    /* a JSON number holds integers of up to 53 bits; 21 of these bits are for n */
     uint64_t id = pair << 21 | ((n ^ n >> 21 ^ n >> 42) & 0x1fffff);
     dt__trace_begin_json(out, sent ? "s" : "f", rank, track);
     dt__trace_put(out, ",\"cat\":\"message\",\"name\":\"message\",\"id\":%llu%s",
@@ -11429,7 +11450,7 @@ static void dt__trace_prepare(dt__trace_out *out) {
         out->ctx, DT_MEM_HOST, out->chunk * sizeof *out->own_events, "the trace");
 }
 
-/* Rank 0 opens the file and writes the names of all tracks. */
+/* Opens the temporary file and writes the names of all tracks. Called on rank 0. */
 static void dt__trace_open(dt__trace_out *out) {
     int n = out->comm->base.size;
     out->temp = dt__concat_text(out->ctx, out->path, strlen(out->path), ".tmp");
@@ -11454,8 +11475,8 @@ static void dt__trace_open(dt__trace_out *out) {
     }
 }
 
-/* In each round every rank sends a chunk of events and rank 0 writes all chunks, until the longest
-   trace is written. */
+/* Writes the events of all ranks. In each round every rank sends a chunk of its events to rank 0,
+   which writes them to the file, until the longest trace has been written. */
 static void dt__trace_merge(dt__trace_out *out) {
     int n = out->comm->base.size, is_root = out->comm->base.rank == 0;
     double longest = 0;
@@ -11484,7 +11505,7 @@ static void dt__trace_merge(dt__trace_out *out) {
     }
 }
 
-/* Rank 0 completes the temporary file and renames it to `path`. */
+/* Completes the temporary file and renames it to `path`. Called on rank 0. */
 static void dt__trace_publish(dt__trace_out *out) {
     if (out->fd >= 0) {
         dt__trace_put(out, "\n]}\n");
@@ -11515,15 +11536,15 @@ dt_status dt_trace_write(dt_comm *comm, const char *path) {
     out.path = path;
     out.fd = -1;
     out.is_first_event = 1;
-    world->trace = NULL; /* the collectives below are not recorded */
-    world->link = none;  /* and take no time on a simulated link */
+    world->trace = NULL; /* so that the collectives below are not recorded, */
+    world->link = none;  /* and so that a simulated link does not delay them */
     out.offset = dt__trace_offset(&out);
     dt__trace_prepare(&out);
     if (dt_error(out.ctx) == DT_OK) dt__trace_arrows(&out);
     if (dt_error(out.ctx) == DT_OK && comm->base.rank == 0) dt__trace_open(&out);
     if (dt_error(out.ctx) == DT_OK) dt__trace_merge(&out);
     if (comm->base.rank == 0) dt__trace_publish(&out);
-    /* no rank continues before the file exists, and a failure to write it fails all ranks */
+    /* after the barrier the file exists; if rank 0 failed to write it, all ranks fail */
     (dt_barrier)(comm);
     dt_free(out.ctx, DT_MEM_HOST, out.own_events, out.chunk * sizeof *out.own_events);
     dt_free(out.ctx, DT_MEM_HOST, out.summaries,
@@ -11541,8 +11562,8 @@ DT__CPP_WARNINGS_ON
 #endif /* DT_COMM_IMPL */
 
 /* HISTORY
-     0.2.0   the field's names, old -> new: dt_run_desc: ask -> status_request, faults ->
-             read_fault_env; dt_launch.by -> launcher; DT_NCCL_WIDE -> DT_NCCL_F32_WINDOW,
+     0.2.0   new names (old -> new): dt_run_desc.ask -> status_request, dt_run_desc.faults ->
+             read_fault_env, dt_launch.by -> launcher, DT_NCCL_WIDE -> DT_NCCL_F32_WINDOW,
              DT_NCCL_LEAST -> DT_NCCL_MIN_BYTES
              dt_report.left_behind; every overlap of buffers in an all-to-all is an error
      0.1.0   threads, processes, tcp, MPI, transports; collectives blocking and started, groups,
