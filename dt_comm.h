@@ -6268,12 +6268,14 @@ enum {
     DT__TCP_VERSION = 2,
     DT__TCP_FRAME_MAGIC = 0x64744631, /* the first field of each frame */
     DT__TCP_INPUT_BYTES = 65536,      /* size of the input buffer for short frames */
-    DT__TCP_READS_PER_POLL = 16,      /* reads from one peer before the next peer's turn */
-    /* A listener has PENDING_SLOTS slots for pending connections and 4 more for each rank of the
-       job, but at most MAX_PENDING_SLOTS. */
+    DT__TCP_READS_PER_POLL = 16,      /* maximum number of reads from one peer in one poll */
+    /* A listener has DT__TCP_PENDING_SLOTS + 4 * ranks slots for pending connections, but at most
+       DT__TCP_MAX_PENDING_SLOTS. */
     DT__TCP_PENDING_SLOTS = 256,
     DT__TCP_MAX_PENDING_SLOTS = 1024,
-    DT__TCP_BACKLOG = 4096,       /* a rank that finds this queue full retries after a second */
+    /* maximum length of the queue for accept; if it is full, a connecting rank retries after a
+       second */
+    DT__TCP_BACKLOG = 4096,
     DT__TCP_MIN_TOKEN_BYTES = 16, /* minimum length of a token */
     DT__TCP_NAME_BYTES = 64,
     DT__TCP_TEXT_BYTES = 512
@@ -6320,12 +6322,12 @@ typedef struct dt__tcp_handshake {
     char host[DT__TCP_NAME_BYTES];
 } dt__tcp_handshake;
 
-/* Rank 0's answer when all ranks have connected or the rendezvous has failed. The addresses of all
-   ranks follow. */
+/* Rank 0 sends this struct to every connected rank when all ranks have connected or the rendezvous
+   has failed. Unless it has failed, the addresses of all ranks follow. */
 typedef struct dt__tcp_table {
     uint32_t magic, failed;
     int32_t check, spare;          /* check: rank 0's dt_run_desc.check, which all ranks use */
-    char text[DT__TCP_TEXT_BYTES]; /* why the rendezvous failed */
+    char text[DT__TCP_TEXT_BYTES]; /* if `failed` is set: why the rendezvous failed */
 } dt__tcp_table;
 
 typedef char dt__wait_report_fits[sizeof(dt__wait_report) <= DT__TCP_TEXT_BYTES ? 1 : -1];
@@ -6347,8 +6349,8 @@ typedef struct dt__tcp_frame {
 typedef struct dt__tcp_request {
     int is_receive, finished;
     int peer; /* the other rank; in a receive DT_ANY until the sender is known */
-    /* 1 if no caller has a pointer to this send any more: a wait report, or a send that was
-       cancelled while its frame was partly written; `data` then belongs to the transport */
+    /* 1 if the transport owns this send and its `data`: the send is a wait report, or was cancelled
+       while its frame was partly written */
     int is_orphan;
     /* in a receive: channel and tag of the message to receive, and after a match also the
        message's bytes and word */
@@ -6361,12 +6363,12 @@ typedef struct dt__tcp_request {
     struct dt__tcp_request *next;
 } dt__tcp_request;
 
-/* An unexpected message: the message arrived before its receive was posted. The message's bytes
-   follow the struct. */
+/* An unexpected message, which means that it arrived before its receive was posted. The message's
+   bytes follow the struct. */
 typedef struct dt__tcp_message {
     int from, is_complete;
     dt__tcp_frame frame;
-    dt__tcp_request *request; /* the receive that claimed the incomplete message */
+    dt__tcp_request *request; /* the receive that matched the message while it was incomplete */
     struct dt__tcp_message *next;
 } dt__tcp_message;
 
@@ -6407,7 +6409,7 @@ typedef struct dt__tcp_peer {
 
 typedef struct dt__tcp_pending {
     int fd;                      /* -1: a free slot */
-    int hello_done;              /* both hellos have been exchanged */
+    int hello_done;              /* 1 if both hellos have been exchanged */
     size_t received;             /* number of bytes of `record` that have been received */
     double last_heard, deadline; /* time of accept or of the last record; time to close */
     dt__tcp_address from;
@@ -6429,10 +6431,10 @@ typedef struct dt__tcp {
     double timeout_s;
     dt__stopwatch watch; /* runs since dt__tcp_make; all deadlines use this clock */
     dt__tcp_address rendezvous;
-    uint64_t job;              /* 0: not known yet */
+    uint64_t job; /* the job's random number, made by rank 0; 0 if this rank does not know it yet */
     uint8_t key[32], seed[32]; /* the HMAC key; the seed of the nonces */
     uint64_t nonce_count;
-    dt__tcp_listener *listener;              /* until all ranks are connected */
+    dt__tcp_listener *listener;              /* NULL once all ranks are connected */
     dt__tcp_peer *peers;                     /* (size) */
     struct pollfd *polls;                    /* (size) */
     char *input;                             /* (DT__TCP_INPUT_BYTES) */
@@ -6611,8 +6613,8 @@ static int dt__tcp_matches(const dt__tcp_request *r, int from, const dt__tcp_fra
            r->frame.tag == frame->tag;
 }
 
-/* Removes the oldest posted receive that matches the message from the list and returns it; NULL if
-   no receive matches. */
+/* Removes and returns the oldest receive of the list `posted` that matches the message; NULL if no
+   receive matches. */
 static dt__tcp_request *dt__tcp_match_posted(dt__tcp *t, int from, const dt__tcp_frame *frame) {
     for (dt__tcp_request **link = &t->posted; *link; link = &(*link)->next) {
         dt__tcp_request *r = *link;
@@ -6665,7 +6667,8 @@ static void dt__tcp_deliver(dt__tcp *t, dt__tcp_message *m, dt__tcp_request *r) 
     dt__tcp_unexpected_remove(t, m);
 }
 
-/* Begins the body of a frame whose header is complete. Returns 0 if the header is malformed. */
+/* Checks the complete header of a frame and chooses where its body goes. Returns 0 if the header is
+   malformed. */
 static int dt__tcp_begin_frame(dt__tcp *t, dt__tcp_peer *peer) {
     const dt__tcp_frame *f = &peer->frame;
     uint64_t max_bytes = f->kind == DT__TCP_DATA    ? DT__TCP_MAX_MESSAGE_BYTES
@@ -6693,7 +6696,7 @@ static int dt__tcp_begin_frame(dt__tcp *t, dt__tcp_peer *peer) {
     return 1;
 }
 
-/* Finishes a frame whose header and body are complete. */
+/* Processes a complete frame: finishes its receive, records an abort, or delivers a wait report. */
 static void dt__tcp_finish_frame(dt__tcp *t, dt__tcp_peer *peer) {
     dt__tcp_message *m = peer->message;
     if (peer->target) peer->target->finished = 1;
@@ -6859,8 +6862,8 @@ static int dt__tcp_progress(dt__tcp *t) {
     return 1;
 }
 
-/* Queues an abort or a bye as the last frame to a peer. Drops sends whose frame is not yet partly
-   written. */
+/* Queues an abort or a bye as the last frame to a peer. Drops the queued sends of which no byte has
+   been written. */
 static void dt__tcp_queue_last_frame(
     dt__tcp *t, dt__tcp_peer *peer, uint32_t kind, dt_status status, const char *text) {
     dt__tcp_frame frame;
@@ -7063,7 +7066,7 @@ static void dt__tcp_cancel(void *user, void *request) {
     dt__tcp_release(t, r);
 }
 
-/* "rank 3 (process 4711 on node7)" */
+/* Returns a text such as "rank 3 (process 4711 on node7)". */
 static dt__phrase dt__tcp_peer_text(const dt__tcp *t, int rank) {
     dt__phrase text;
     const dt__tcp_peer *peer = &t->peers[rank];
@@ -7074,7 +7077,8 @@ static dt__phrase dt__tcp_peer_text(const dt__tcp *t, int rank) {
     return text;
 }
 
-/* "connection to rank 3 (process 4711 on node7) was lost: its machine does not answer" */
+/* Returns a text such as "connection to rank 3 (process 4711 on node7) was lost: its machine does
+   not answer". */
 static dt__phrase dt__tcp_loss_text(const dt__tcp *t, int rank) {
     dt__phrase text;
     size_t at = 0;
@@ -7143,7 +7147,7 @@ static void dt__tcp_nap(const dt__tcp *t, double seconds) {
     t->host->sleep(t->host->user, seconds);
 }
 
-/* Tells all other ranks, once, that this rank has failed. */
+/* Sends an abort to all other ranks, unless this rank or another rank has failed before. */
 static void dt__tcp_abort(dt__tcp *t, dt_status status, const char *text) {
     int left = 1;
     if (t->failed) return; /* the other ranks know of this or an earlier failure */
@@ -8132,8 +8136,8 @@ enum {
     /* a waiting rank reads the clock, and may poll for failures, in one of every 4 tests */
     DT__MPI_POLL_TESTS = 4
 };
-/* A rank polls the TCP connections every POLL_S + ranks * POLL_PER_RANK_S seconds: a poll takes
-   longer with more ranks. */
+/* The interval in seconds between two polls of the TCP connections is DT__MPI_POLL_S + ranks *
+   DT__MPI_POLL_PER_RANK_S, because a poll takes longer with more ranks. */
 #define DT__MPI_POLL_S 1e-3
 #define DT__MPI_POLL_PER_RANK_S 2e-5
 /* time limit in seconds for cancelled requests after a rank died; the launcher soon ends all
@@ -8363,7 +8367,7 @@ static void dt__mpi_set_report(dt_report *note, dt_status status, int rank, cons
     snprintf(note->text, sizeof note->text, "%s", text);
 }
 
-/* Tells all other ranks, once, that this rank has failed. */
+/* Records this rank's failure, and tells the other ranks, unless there was a failure before. */
 static void dt__mpi_tell_failure(dt__mpi *mpi, dt_status status, const char *text) {
     if (!mpi->first_failure.status)
         dt__mpi_set_report(&mpi->first_failure, status, mpi->rank, text);
@@ -8613,7 +8617,7 @@ static const char *dt__mpi_make(dt__mpi *mpi) {
    them uses it. Sends and receives use MPI. */
 
 typedef struct dt__mpi_rank_info { /* each rank sends these values to all ranks, four times */
-    uint64_t machine;  /* hash of the machine and the PID namespace; 0: shares no memory */
+    uint64_t machine;  /* hash of machine and PID namespace; 0 if the rank shares no memory */
     uint64_t network;  /* hash of the network namespace; ranks with equal values share a loopback */
     int64_t node_part; /* rank / dt_run_desc.node_ranks; only ranks of one part share memory */
     int64_t pid, fd, device, inode;
@@ -8783,7 +8787,7 @@ static const char *dt__mpi_share(dt__mpi *mpi, const dt_run_desc *desc) {
     mpi->node.node_leaders = mpi->node.local_ranks + mpi->size;
     memset(all, 0, bytes);
     const char *wrong = dt__mpi_share_with(mpi, desc, all);
-    /* after an error MPI may still write into `all` */
+    /* after an error `all` is not freed, because MPI may still write into it */
     if (!wrong) host->free(host->user, all, bytes, DT_MEM_HOST);
     return wrong;
 }
@@ -8858,7 +8862,7 @@ static const char *dt__mpi_connect(dt__mpi *mpi, const dt_run_desc *desc) {
     int error = MPI_Ibcast(info, (int)sizeof *info, MPI_BYTE, 0, mpi->control_comm, &request);
     if (error || !dt__mpi_wait_for(mpi, &request, dt__mpi_now(mpi) + mpi->timeout_s, 0)) {
         if (fd >= 0) close(fd);
-        /* MPI may still write into `info` */
+        /* `info` is not freed, because MPI may still write into it */
         return "not all its processes came to dt_run within timeout_s";
     }
     got = *info;
@@ -9115,7 +9119,7 @@ static size_t dt__nccl_bytes(const dt__world *world) {
    the communicator until ncclCommGetAsyncError says that the call is done. After a failure all
    communicators are aborted, because an abort also ends kernels that hang on the device. */
 
-/* Fails the context. Always returns 0. */
+/* Fails the context with NCCL's error texts. Always returns 0. */
 static int dt__nccl_fail(
     dt__world *world, const dt__nccl_channel *channel, const char *what, ncclResult_t result) {
     const dt__nccl *nccl = world->nccl;
@@ -9179,8 +9183,8 @@ static void dt__nccl_channel_close(dt__world *world, dt__nccl_channel *channel) 
     memset(channel, 0, sizeof *channel);
 }
 
-/* Finalizes the communicator. A step for dt__nccl_channel_wait, which watches the timeout;
-   ncclCommDestroy alone would wait for the other ranks without a timeout. */
+/* Finalizes the communicator. Called as the `step` of dt__nccl_channel_wait, which watches the
+   timeout; ncclCommDestroy alone would wait for the other ranks without a timeout. */
 static int dt__nccl_channel_finalized(dt_work *work) {
     dt__world *world = work->comm->world;
     dt__nccl_channel *channel = work->nccl_channel;
@@ -10049,8 +10053,8 @@ static void dt__range_free(const dt_host *host, void *range, size_t bytes) {
         host->free(host->user, range, bytes, DT_MEM_COMM);
 }
 
-/* Reads the environment variables DT_CHECK and DT_FAULT into fields that the description leaves
-   unset. */
+/* Sets desc->check and desc->fault, if they are unset, from the environment variables DT_CHECK and
+   DT_FAULT (the latter only if desc->read_fault_env is set). */
 static void dt__run_env(dt_run_desc *desc) {
     const char *check = getenv("DT_CHECK");
     if (!desc->fault && desc->read_fault_env) desc->fault = getenv("DT_FAULT");
@@ -10747,10 +10751,11 @@ dt_status dt_run(dt_run_desc desc, dt_status (*rank_main)(dt_ctx *ctx, void *use
        open slices (a stack)             ring of closed slices
        block F 3 > mark > ...   --end--> [event][event][event] ... --dt_trace_write--> one JSON file
 
-   A slice is a bar in the trace viewer. A block is a slice of a pipeline phase such as F 3, and a
-   mark is a slice between dt_trace_begin and dt_trace_end. Open slices of the compute track are
-   kept on a stack, and each slice is recorded as one event when it ends. So if the ring overflows,
-   complete slices are lost, and the remaining slices still nest. */
+   A slice is a bar in the trace viewer. A block is the slice of one forward or backward, such as
+   "F 3", the forward of micro-batch 3. A mark is the slice between a dt_trace_begin and its
+   dt_trace_end. Open slices of the compute track are kept on a stack, and each slice is recorded as
+   one event when it ends. So if the ring overflows, complete slices are lost, and the remaining
+   slices still nest. */
 
 enum { DT__TRACE_DEPTH = 32, DT__TRACE_KEYS = 128 };
 
@@ -10799,8 +10804,8 @@ typedef struct dt__trace {
     /* depth: number of open slices on the stack; too_deep: number of further open slices, which are
        not recorded */
     int depth, too_deep;
-    /* largest number of started operations in flight at once; at most one comm track more is
-       used */
+    /* largest number of started operations in flight at once; the number of comm tracks is at most
+       max_started + 1 */
     int max_started;
     /* 1 after a receive with DT_ANY over a transport: the numbers of later receives are unknown */
     int any_source_seen;
@@ -11176,8 +11181,9 @@ static int dt__trace_contains(const uint64_t *v, size_t n, uint64_t number) {
     return v[low] == number; /* low may be n: the caller provides a sentinel v[n] */
 }
 
+/* Sorts the numbers with Shell sort (D. Shell, 1959). */
 static void dt__trace_sort_numbers(uint64_t *v, size_t n) {
-    for (size_t gap = n / 2; gap > 0; gap = gap == 2 ? 1 : gap * 5 / 11) { /* D. Shell, 1959 */
+    for (size_t gap = n / 2; gap > 0; gap = gap == 2 ? 1 : gap * 5 / 11) {
         for (size_t i = gap; i < n; i++) {
             uint64_t number = v[i];
             size_t at = i;
@@ -11428,7 +11434,8 @@ static void dt__trace_prepare(dt__trace_out *out) {
     if (dt_error(out->ctx)) return;
     if (trace && trace->used > 0) {
         dt__trace_sort(trace->ring, trace->used);
-        /* after the sort the oldest event is the first */
+        /* after the sort the oldest event is at index 0; if the ring is full, the next event
+           overwrites it */
         trace->at = trace->used % trace->capacity;
         summary[DT__SUMMARY_TRACKS] =
             dt__trace_assign_tracks(trace->ring, trace->used, out->track_ends, out->track_count);
