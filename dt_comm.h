@@ -6339,33 +6339,36 @@ DT_API dt_status dt_launch_find(dt_launch *out) {
                                        <- hello: rank, address, nonce
        hello: nonce                    ->
                                        <- proof
-       welcome: a proof of its own     ->
-       all are there: address table    -> connects to each j, same handshake  -> ...
+       welcome: rank 0's own proof     ->
+       all have connected: addresses   -> connects to each j, same handshake  -> ...
 
-   Failed attempts are counted and do not block other connections. All data move inside test(). Only
-   the rendezvous and the end of a run wait, at most timeout_s. Numbers are sent in the machine's
-   byte order, and the version number refuses a rank with the other byte order. Failure detection: a
-   closed connection means a lost rank, and keepalive probes notice a vanished machine within about
-   timeout_s. */
+   Failed attempts are counted and do not block other connections. Data move only while the
+   transport's function `test` runs (dt__tcp_test). Only the rendezvous and the end of a run wait,
+   at most timeout_s. Numbers are sent in the machine's byte order. A rank with the other byte order
+   is refused, because its version number does not match. Failure detection: a closed connection
+   means a lost rank, and keepalive probes notice a vanished machine within about timeout_s. */
 
 enum {
     DT__TCP_PORT = 29500,
     DT__TCP_VERSION = 2,
-    DT__TCP_FRAME_MAGIC = 0x64744631, /* begins each frame */
-    DT__TCP_INPUT_BYTES = 65536,      /* the input buffer for short frames */
-    DT__TCP_READS_PER_POLL = 16,      /* reads from one peer before the next peer's turn */
-    /* slots for pending connections; a listener has 4 more per rank, up to the maximum */
+    DT__TCP_FRAME_MAGIC = 0x64744631, /* the first field of each frame */
+    DT__TCP_INPUT_BYTES = 65536,      /* size of the input buffer for short frames */
+    DT__TCP_READS_PER_POLL = 16,      /* maximum number of reads from one peer in one poll */
+    /* A listener has DT__TCP_PENDING_SLOTS + 4 * ranks slots for pending connections, but at most
+       DT__TCP_MAX_PENDING_SLOTS. */
     DT__TCP_PENDING_SLOTS = 256,
     DT__TCP_MAX_PENDING_SLOTS = 1024,
-    DT__TCP_BACKLOG = 4096,       /* a rank that finds this queue full retries after a second */
-    DT__TCP_MIN_TOKEN_BYTES = 16, /* the least length of a token */
+    /* maximum length of the queue for accept; if it is full, a connecting rank retries after a
+       second */
+    DT__TCP_BACKLOG = 4096,
+    DT__TCP_MIN_TOKEN_BYTES = 16, /* minimum length of a token */
     DT__TCP_NAME_BYTES = 64,
     DT__TCP_TEXT_BYTES = 512
 };
-#define DT__TCP_MAX_MESSAGE_BYTES ((uint64_t)1 << 40) /* a longer message is a malformed frame */
+#define DT__TCP_MAX_MESSAGE_BYTES ((uint64_t)1 << 40) /* a frame with more bytes is malformed */
 /* a pending connection without a valid proof is closed after this many seconds */
 #define DT__TCP_PENDING_S 2.0
-#define DT__TCP_SKEW_S 0.5 /* another rank's timeout may begin this many seconds later */
+#define DT__TCP_SKEW_S 0.5 /* the ranks' timeouts may begin up to this many seconds apart */
 /* a pending connection may be evicted only after it has sent no data for this many seconds */
 #define DT__TCP_EVICT_SILENCE_S 0.03
 /* seconds for which a failed rank tries to send its abort to peers whose sockets are full */
@@ -6381,8 +6384,8 @@ typedef struct dt__tcp_address {
 } dt__tcp_address;
 
 enum { DT__TCP_HELLO = 1, DT__TCP_PROOF, DT__TCP_WELCOME, DT__TCP_REFUSED };
-/* Why a rank is refused. The first two reasons are sent to any caller, the others only after the
-   caller's proof. */
+/* Why a rank is refused. The first two reasons are sent to every connecting rank, the others only
+   to a rank whose proof is valid. */
 enum {
     DT__TCP_WRONG_VERSION = 1,
     DT__TCP_WRONG_TOKEN,
@@ -6392,37 +6395,37 @@ enum {
     DT__TCP_RANK_PRESENT
 };
 
-/* The handshake record: the only data that are sent until both proofs have been checked. */
+/* The handshake record. Until both proofs have been checked, no other data are sent. */
 typedef struct dt__tcp_handshake {
     char magic[8];
     uint32_t version, kind;
     int32_t rank, size; /* the sender's rank and its job's size */
     int32_t pid, reason;
     dt__tcp_address address; /* the address where the sender listens */
-    uint64_t job;            /* 0: the caller at the rendezvous does not know the job yet */
+    uint64_t job;            /* 0 if the sender connects to rank 0 and does not know the job yet */
     uint8_t nonce[32], proof[32];
     char host[DT__TCP_NAME_BYTES];
 } dt__tcp_handshake;
 
-/* Rank 0's answer when all ranks have connected or the rendezvous has failed. The addresses of all
-   ranks follow. */
+/* Rank 0 sends this struct to every connected rank when all ranks have connected or the rendezvous
+   has failed. Unless it has failed, the addresses of all ranks follow. */
 typedef struct dt__tcp_table {
     uint32_t magic, failed;
-    int32_t check, spare;          /* rank 0's dt_run_desc.check is valid for all ranks */
-    char text[DT__TCP_TEXT_BYTES]; /* why the rendezvous failed */
+    int32_t check, spare;          /* check: rank 0's dt_run_desc.check, which all ranks use */
+    char text[DT__TCP_TEXT_BYTES]; /* if `failed` is set: why the rendezvous failed */
 } dt__tcp_table;
 
 typedef char dt__wait_report_fits[sizeof(dt__wait_report) <= DT__TCP_TEXT_BYTES ? 1 : -1];
 
-/* After the rendezvous the connection carries frames. A frame is a header and its bytes:
+/* After the rendezvous a connection carries frames. A frame is a header and a body:
 
        data    received into the buffer of a posted receive, or stored until a receive is posted
-       abort   the sender has failed; every later test() returns the abort's text
+       abort   the sender has failed; dt__tcp_test then returns the abort's text
        bye     the sender has ended without a failure and will send nothing more
        report  a wait report (section 18) */
 enum { DT__TCP_DATA = 1, DT__TCP_ABORT, DT__TCP_BYE, DT__TCP_REPORT };
 typedef struct dt__tcp_frame {
-    /* in an abort, channel is the failed rank and tag its status */
+    /* in an abort, `channel` is the rank that failed and `tag` is its status */
     uint32_t magic, kind, channel;
     int32_t tag;
     uint64_t bytes, word;
@@ -6430,29 +6433,36 @@ typedef struct dt__tcp_frame {
 
 typedef struct dt__tcp_request {
     int is_receive, finished;
-    int peer; /* a receive: DT_ANY until the sender is known */
-    /* a cancelled send whose frame is partly written; data then belong to the transport */
+    int peer; /* the other rank; in a receive DT_ANY until the sender is known */
+    /* 1 if the transport owns this send and its `data`: the send is a wait report, or was cancelled
+       while its frame was partly written */
     int is_orphan;
-    /* of a receive: the channel and tag it asks for, then the bytes and word of the message */
+    /* in a receive: channel and tag of the message to receive, and after a match also the
+       message's bytes and word */
     dt__tcp_frame frame;
     const char *data;
     char *buf;
-    size_t capacity;              /* of buf */
-    size_t written;               /* of a send: bytes of frame and data that are written */
-    struct dt__tcp_request *next; /* in a list: sends, posted receives, unused requests */
+    size_t capacity; /* of a receive: size of buf in bytes */
+    size_t written;  /* of a send: number of bytes of frame and data that have been written */
+    /* next element of the list of sends, of posted receives or of unused requests */
+    struct dt__tcp_request *next;
 } dt__tcp_request;
 
-/* An unexpected message: the message arrived before its receive was posted. The message's bytes
-   follow the struct. */
+/* An unexpected message, which means that it arrived before its receive was posted. The message's
+   bytes follow the struct. */
 typedef struct dt__tcp_message {
     int from, is_complete;
     dt__tcp_frame frame;
-    dt__tcp_request *request; /* the receive that claimed the incomplete message */
+    dt__tcp_request *request; /* the receive that matched the message while it was incomplete */
     struct dt__tcp_message *next;
 } dt__tcp_message;
 
-/* OPEN: connected; ENDED: the peer said bye; LOST: the connection closed without a bye; BROKEN: the
-   peer sent a malformed frame. */
+/* A peer's state:
+
+       OPEN    the peer has sent neither an abort nor a bye
+       ENDED   the peer has sent an abort or a bye
+       LOST    the connection closed before an abort or a bye
+       BROKEN  the peer sent a malformed frame */
 typedef enum dt__tcp_state {
     DT__TCP_OPEN = 0,
     DT__TCP_ENDED,
@@ -6462,36 +6472,36 @@ typedef enum dt__tcp_state {
 
 typedef struct dt__tcp_peer {
     int fd;                 /* -1: not connected */
-    int rank, write_closed; /* write_closed: the peer accepts no more data */
-    int pid, error;         /* error: the errno of the loss */
-    uint32_t received;      /* complete messages received */
+    int rank, write_closed; /* write_closed: 1 if no more data can be sent to the peer */
+    int pid, error;         /* error: errno of the call that found the connection lost */
+    uint32_t received;      /* number of complete messages received from the peer */
     char host[DT__TCP_NAME_BYTES];
     dt__tcp_state state;
     dt__tcp_address address;
-    /* the frame that is arriving, and the number of bytes of its header that have been received */
-    dt__tcp_frame frame;
-    size_t header_read, body_left; /* bytes of the frame's body that are outstanding */
-    /* the target of the frame's body: a posted receive or an unexpected message; both NULL: drop
-       the body */
+    dt__tcp_frame frame; /* header of the frame that is arriving */
+    /* number of bytes of the header that have been received, and of the body that have not */
+    size_t header_read, body_left;
+    /* The body goes into a posted receive (target) or into an unexpected message. If both are NULL,
+       a message's body is dropped. */
     dt__tcp_request *target;
     dt__tcp_message *message;
-    char text[DT__TCP_TEXT_BYTES];           /* the text of an abort or a wait report */
+    char text[DT__TCP_TEXT_BYTES];           /* the body of an abort or of a wait report */
     dt__tcp_request *first_send, *last_send; /* queued sends, the oldest first */
-    /* an abort or a bye, sent after the queued sends */
+    /* an abort or a bye, which is sent after the queued sends */
     char last_frame[sizeof(dt__tcp_frame) + DT__TCP_TEXT_BYTES];
     size_t last_frame_sent, last_frame_bytes;
 } dt__tcp_peer;
 
 typedef struct dt__tcp_pending {
     int fd;                      /* -1: a free slot */
-    int hello_done;              /* both hellos have been exchanged */
-    size_t received;             /* bytes of the next record that have been received */
-    double last_heard, deadline; /* time of the connection or its hello; time to close it */
+    int hello_done;              /* 1 if both hellos have been exchanged */
+    size_t received;             /* number of bytes of `record` that have been received */
+    double last_heard, deadline; /* time of accept or of the last record; time to close */
     dt__tcp_address from;
-    dt__tcp_handshake record, their_hello, our_hello; /* the record that is arriving; both hellos */
+    dt__tcp_handshake record, their_hello, our_hello; /* record: the one that is arriving */
 } dt__tcp_pending;
 
-typedef struct dt__tcp_listener { /* accepts the ranks first_rank and higher */
+typedef struct dt__tcp_listener { /* accepts connections of the ranks first_rank and higher */
     int fd, first_rank, slots;
     long rejected;
     dt__phrase last_rejection; /* why the last pending connection was rejected */
@@ -6506,35 +6516,39 @@ typedef struct dt__tcp {
     double timeout_s;
     dt__stopwatch watch; /* runs since dt__tcp_make; all deadlines use this clock */
     dt__tcp_address rendezvous;
-    uint64_t job;              /* 0: not known yet */
+    uint64_t job; /* the job's random number, made by rank 0; 0 if this rank does not know it yet */
     uint8_t key[32], seed[32]; /* the HMAC key; the seed of the nonces */
     uint64_t nonce_count;
-    dt__tcp_listener *listener;              /* until all ranks are connected */
+    dt__tcp_listener *listener;              /* NULL once all ranks are connected */
     dt__tcp_peer *peers;                     /* (size) */
     struct pollfd *polls;                    /* (size) */
     char *input;                             /* (DT__TCP_INPUT_BYTES) */
     dt__tcp_request *posted, *free_requests; /* posted: receives, the oldest first */
-    dt__tcp_request **posted_end;            /* the list's end; unset if empty */
-    dt__tcp_message *unexpected;             /* no receive is posted; oldest first */
-    dt__tcp_message **unexpected_end;        /* the list's end; unset if empty */
-    int busy, closing;
-    /* requests in flight; tests since the last poll */
+    /* address of the last `next` pointer of the list above; unset if the list is empty */
+    dt__tcp_request **posted_end;
+    dt__tcp_message *unexpected; /* messages without a posted receive, the oldest first */
+    /* address of the last `next` pointer of the list above; unset if the list is empty */
+    dt__tcp_message **unexpected_end;
+    int busy, closing; /* busy: more than 0 while dt__tcp_progress must not read or write */
+    /* number of requests in flight; number of tests since the last poll */
     int active_requests, skipped_tests;
-    dt__tcp_request *last_poller; /* the request whose test last polled in vain */
-    int failed;                   /* this rank or another rank has failed */
-    /* another rank's failure, with its rank; after this rank's own failure only the text */
+    /* the request whose test made the last poll, if that poll found no socket ready; else NULL */
+    dt__tcp_request *last_poller;
+    int failed; /* 1 if this rank or another rank has failed */
+    /* another rank's failure: its status, rank and text; this rank's own failure: rank and text */
     dt_report first_failure;
-    char unreceived[160]; /* a message that arrived and was never received */
+    char unreceived[160]; /* description of a message that arrived and was never received */
 } dt__tcp;
 
 /* ---- proofs: SHA-256 and HMAC ---- */
 
-/* A proof is an HMAC-SHA256 over both hellos and the side of the speaker, keyed with the job's
-   token. No one can make a proof without the token. A recorded proof is invalid in any other
-   connection, and for the other side of the same connection. (NIST, FIPS 180-4, 2015; H. Krawczyk
-   et al., RFC 2104, 1997; the mutual scheme of ISO/IEC 9798-4.) On the loopback a job may have no
-   token; then the key is empty and the rest is the same. Traffic after the handshake is neither
-   encrypted nor signed, so this does not stop an attacker who can change packets in flight. */
+/* A proof is an HMAC-SHA256 over both hellos and the name of the side that proves its identity,
+   keyed with the job's token. No one can make a proof without the token. A recorded proof is
+   invalid in any other connection, and for the other side of the same connection. (NIST, FIPS
+   180-4, 2015; H. Krawczyk et al., RFC 2104, 1997; the mutual scheme of ISO/IEC 9798-4.) A job
+   whose rendezvous is a loopback address needs no token; the handshake then uses an empty token.
+   Traffic after the handshake is neither encrypted nor signed, so proofs do not stop an attacker
+   who can change packets in flight. */
 
 /* Zeroes a secret that is no longer needed: the token, its key, or data that reveal them. The
    pointer is volatile, because a compiler drops a memset of memory that is not read again. */
@@ -6591,7 +6605,7 @@ static void dt__sha256_block(uint32_t h[8], const uint8_t block[64]) {
 }
 
 static void dt__sha256_begin(dt__sha256 *s) {
-    static const uint32_t start[8] = { /* the same bits of the square roots of the first 8 primes */
+    static const uint32_t start[8] = { /* as k, but of the square roots of the first 8 primes */
         0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a, 0x510e527f, 0x9b05688c, 0x1f83d9ab,
         0x5be0cd19
     };
@@ -6634,7 +6648,7 @@ static void dt__hmac_begin(dt__sha256 *s, const uint8_t *key, size_t bytes, int 
 
 static void dt__hmac(
     const void *key, size_t key_bytes, const void *data, size_t bytes, uint8_t digest[32]) {
-    uint8_t short_key[32], inner[32]; /* not in digest, because digest may be the key */
+    uint8_t short_key[32], inner[32]; /* digest cannot hold inner, because digest may be the key */
     dt__sha256 s;
     if (key_bytes > 64) {
         dt__sha256_of(key, key_bytes, short_key);
@@ -6651,7 +6665,8 @@ static void dt__hmac(
     dt__wipe(inner, sizeof inner);
 }
 
-/* Compares in constant time, so that the time does not reveal the first difference. */
+/* Returns 1 if the secrets are equal. The time of the comparison does not reveal where they first
+   differ. */
 static int dt__equal_secrets(const uint8_t *a, const uint8_t *b, size_t bytes) {
     volatile uint8_t differ = 0;
     for (size_t i = 0; i < bytes; i++) differ = (uint8_t)(differ | (a[i] ^ b[i]));
@@ -6660,7 +6675,7 @@ static int dt__equal_secrets(const uint8_t *a, const uint8_t *b, size_t bytes) {
 
 /* ---- incoming frames ---- */
 
-/* Records another rank's failure as the first failure. */
+/* Records the failure in a peer's abort, unless a failure is already recorded. */
 static void dt__tcp_record_abort(dt__tcp *t, const dt__tcp_peer *peer) {
     if (t->failed) return;
     t->failed = 1;
@@ -6683,8 +6698,8 @@ static int dt__tcp_matches(const dt__tcp_request *r, int from, const dt__tcp_fra
            r->frame.tag == frame->tag;
 }
 
-/* Removes the oldest posted receive that matches the message from the list and returns it; NULL if
-   no receive matches. */
+/* Removes and returns the oldest receive of the list `posted` that matches the message; NULL if no
+   receive matches. */
 static dt__tcp_request *dt__tcp_match_posted(dt__tcp *t, int from, const dt__tcp_frame *frame) {
     for (dt__tcp_request **link = &t->posted; *link; link = &(*link)->next) {
         dt__tcp_request *r = *link;
@@ -6703,11 +6718,11 @@ static size_t dt__tcp_message_bytes(uint64_t bytes) {
     return sizeof(dt__tcp_message) + (size_t)bytes;
 }
 
-/* Appends an unexpected message. Returns NULL if there is no memory; the context has then
+/* Appends an unexpected message. Returns NULL if the allocation fails; the context has then
    failed. */
 static dt__tcp_message *dt__tcp_unexpected_add(dt__tcp *t, int from, const dt__tcp_frame *frame) {
     size_t bytes = dt__tcp_message_bytes(frame->bytes);
-    t->busy++; /* needed because a refused allocation fails the context, which calls dt__tcp_fail */
+    t->busy++; /* if the allocation fails, dt__tcp_fail is called and must not read or write */
     dt__tcp_message *m =
         (dt__tcp_message *)dt_alloc(t->ctx, DT_MEM_HOST, bytes, "a message that came early");
     t->busy--;
@@ -6737,7 +6752,8 @@ static void dt__tcp_deliver(dt__tcp *t, dt__tcp_message *m, dt__tcp_request *r) 
     dt__tcp_unexpected_remove(t, m);
 }
 
-/* Begins a frame whose header is complete. Returns 0 if the header is malformed. */
+/* Checks the complete header of a frame and chooses where its body goes. Returns 0 if the header is
+   malformed. */
 static int dt__tcp_begin_frame(dt__tcp *t, dt__tcp_peer *peer) {
     const dt__tcp_frame *f = &peer->frame;
     uint64_t max_bytes = f->kind == DT__TCP_DATA    ? DT__TCP_MAX_MESSAGE_BYTES
@@ -6765,7 +6781,7 @@ static int dt__tcp_begin_frame(dt__tcp *t, dt__tcp_peer *peer) {
     return 1;
 }
 
-/* Finishes a frame whose header and body are complete. */
+/* Processes a complete frame: finishes its receive, records an abort, or delivers a wait report. */
 static void dt__tcp_finish_frame(dt__tcp *t, dt__tcp_peer *peer) {
     dt__tcp_message *m = peer->message;
     if (peer->target) peer->target->finished = 1;
@@ -6782,8 +6798,8 @@ static void dt__tcp_finish_frame(dt__tcp *t, dt__tcp_peer *peer) {
     peer->header_read = 0;
 }
 
-/* Returns the address for the next bytes of the frame's body, and the capacity there; NULL if the
-   bytes are dropped. */
+/* Returns the address to which the next bytes of the frame's body are written and sets *capacity to
+   the number of bytes that fit there. Returns NULL if the next *capacity bytes are dropped. */
 static char *dt__tcp_body_target(dt__tcp_peer *peer, size_t *capacity) {
     size_t done = (size_t)peer->frame.bytes - peer->body_left;
     *capacity = peer->body_left;
@@ -6795,7 +6811,7 @@ static char *dt__tcp_body_target(dt__tcp_peer *peer, size_t *capacity) {
     return peer->target->buf + done;
 }
 
-/* Distributes n bytes that were read to the frames. Returns 0 if a frame is malformed. */
+/* Parses n bytes that were read from the peer. Returns 0 if a frame is malformed. */
 static int dt__tcp_parse(dt__tcp *t, dt__tcp_peer *peer, const char *bytes, size_t n) {
     while (n > 0) {
         size_t capacity = sizeof peer->frame - peer->header_read, count;
@@ -6823,7 +6839,7 @@ static void dt__tcp_read(dt__tcp *t, dt__tcp_peer *peer) {
         size_t capacity = 0;
         char *dst =
             peer->header_read == sizeof peer->frame ? dt__tcp_body_target(peer, &capacity) : NULL;
-        int direct = dst && capacity >= DT__TCP_INPUT_BYTES; /* read without a copy */
+        int direct = dst && capacity >= DT__TCP_INPUT_BYTES; /* 1: read into dst, without a copy */
         if (!direct) capacity = DT__TCP_INPUT_BYTES;
         ssize_t n = recv(peer->fd, direct ? dst : t->input, capacity, 0);
         if (n < 0 && errno == EINTR) continue;
@@ -6862,9 +6878,9 @@ static void dt__tcp_unqueue(dt__tcp_peer *peer, const dt__tcp_request *r) {
     if (peer->last_send == r) peer->last_send = before;
 }
 
-/* Writes as much of the header and the body as the socket takes. Returns less than 0 if the socket
-   takes nothing now or the connection is lost. On a lost connection the peer becomes write_closed,
-   but data that the peer sent earlier may still be read. */
+/* Writes as many bytes of the header and the body as fit into the socket's buffer, and returns
+   their number. Returns a negative number if no byte fits now or the connection is lost. A loss
+   sets peer->write_closed, but data that the peer sent earlier may still be read. */
 static ssize_t dt__tcp_write_pieces(
     dt__tcp_peer *peer, const void *head, size_t head_bytes, const void *body, size_t bytes) {
     struct iovec pieces[2];
@@ -6886,7 +6902,7 @@ static ssize_t dt__tcp_write_pieces(
     return n;
 }
 
-/* Writes as much as the socket takes: the queued sends in order, then the last frame. */
+/* Writes the queued sends in order, then the last frame, until the socket's buffer is full. */
 static void dt__tcp_write(dt__tcp *t, dt__tcp_peer *peer) {
     const size_t head = sizeof(dt__tcp_frame);
     while (!peer->write_closed && peer->first_send) {
@@ -6914,7 +6930,7 @@ static int dt__tcp_has_output(const dt__tcp_peer *peer) {
            (peer->first_send || peer->last_frame_sent < peer->last_frame_bytes);
 }
 
-/* Polls all sockets once, reads and writes. Returns 1 if any socket was ready. */
+/* Polls all sockets once, and reads and writes those that are ready. Returns 1 if any was ready. */
 static int dt__tcp_progress(dt__tcp *t) {
     if (t->busy) return 0;
     for (int rank = 0; rank < t->size; rank++) {
@@ -6931,7 +6947,8 @@ static int dt__tcp_progress(dt__tcp *t) {
     return 1;
 }
 
-/* Queues the last frame to a peer, an abort or a bye. Drops sends that have not begun. */
+/* Queues an abort or a bye as the last frame to a peer. Drops the queued sends of which no byte has
+   been written. */
 static void dt__tcp_queue_last_frame(
     dt__tcp *t, dt__tcp_peer *peer, uint32_t kind, dt_status status, const char *text) {
     dt__tcp_frame frame;
@@ -6952,14 +6969,14 @@ static void dt__tcp_queue_last_frame(
                                  : &peer->first_send;
     for (dt__tcp_request *r = *rest, *next; r; r = next) {
         next = r->next;
-        if (r->is_orphan) dt__tcp_release(t, r); /* no caller has a pointer to it */
+        if (r->is_orphan) dt__tcp_release(t, r); /* no caller has a pointer to this send */
     }
     *rest = NULL;
     peer->last_send = peer->first_send;
     dt__tcp_write(t, peer);
 }
 
-/* ---- the five functions of the transport ---- */
+/* ---- the functions of the transport ---- */
 
 static dt__tcp_request *dt__tcp_request_make(
     dt__tcp *t, int peer, uint32_t channel, int tag, size_t bytes) {
@@ -6980,7 +6997,7 @@ static dt__tcp_request *dt__tcp_request_make(
     return r;
 }
 
-/* Copies a message that a rank sends to itself, at once. */
+/* Delivers a message that the rank sends to itself. */
 static void dt__tcp_send_self(dt__tcp *t, dt__tcp_request *r) {
     dt__tcp_request *receive = dt__tcp_match_posted(t, t->rank, &r->frame);
     dt__tcp_message *m = receive ? NULL : dt__tcp_unexpected_add(t, t->rank, &r->frame);
@@ -7007,7 +7024,7 @@ static void *dt__tcp_send(
     r->data = (const char *)buf;
     r->frame.word = word;
     dt__tcp_peer *peer = &t->peers[to];
-    if (t->failed || peer->state != DT__TCP_OPEN) return r; /* test() returns the failure */
+    if (t->failed || peer->state != DT__TCP_OPEN) return r; /* dt__tcp_test returns the failure */
     if (to == t->rank) {
         dt__tcp_send_self(t, r);
         return r;
@@ -7045,8 +7062,8 @@ static void *dt__tcp_recv(
     return r;
 }
 
-/* Sends a wait report to all ranks. Each peer gets a copy. A new report replaces a queued report
-   whose write has not begun. */
+/* Sends a wait report to all other ranks; the transport owns the copies. If the last queued send to
+   a peer is an older report that has not been written yet, the new report replaces it. */
 static void dt__tcp_send_report(void *user, const void *report, size_t bytes) {
     dt__tcp *t = (dt__tcp *)user;
     for (int rank = 0; rank < t->size && !t->failed; rank++) {
@@ -7090,9 +7107,8 @@ static int dt__tcp_pid(void *user, int rank) {
     return strncmp(name, t->peers[rank].host, sizeof name - 1) == 0 ? t->peers[rank].pid : 0;
 }
 
-/* Handles a send that is cancelled while its frame is partly written. The rest of the frame must
-   follow, or the peer could not read the next frame. The caller may reuse its buffer, so the rest
-   is copied. */
+/* Cancels a send whose frame is partly written. The rest of the frame must still be sent, else the
+   peer could not read the next frame. The caller may reuse its buffer, so the rest is copied. */
 static void dt__tcp_orphan(dt__tcp *t, dt__tcp_peer *peer, dt__tcp_request *r) {
     size_t bytes = (size_t)r->frame.bytes, head = sizeof r->frame,
            gone = r->written > head ? r->written - head : 0;
@@ -7135,7 +7151,7 @@ static void dt__tcp_cancel(void *user, void *request) {
     dt__tcp_release(t, r);
 }
 
-/* "rank 3 (process 4711 on node7)" */
+/* Returns a text such as "rank 3 (process 4711 on node7)". */
 static dt__phrase dt__tcp_peer_text(const dt__tcp *t, int rank) {
     dt__phrase text;
     const dt__tcp_peer *peer = &t->peers[rank];
@@ -7146,7 +7162,8 @@ static dt__phrase dt__tcp_peer_text(const dt__tcp *t, int rank) {
     return text;
 }
 
-/* "connection to rank 3 (process 4711 on node7) was lost: its machine does not answer" */
+/* Returns a text such as "connection to rank 3 (process 4711 on node7) was lost: its machine does
+   not answer". */
 static dt__phrase dt__tcp_loss_text(const dt__tcp *t, int rank) {
     dt__phrase text;
     size_t at = 0;
@@ -7160,10 +7177,9 @@ static dt__phrase dt__tcp_loss_text(const dt__tcp *t, int rank) {
     return text;
 }
 
-/* Failure detection. Returns the reason why a request can no longer finish, with the values of
-   dt_transport's test; 0 if the request may still finish. Any lost rank ends the waits of all
-   ranks, even the wait of a rank that waits for a different rank: some rank waits for the lost
-   rank, and other ranks wait for that rank. */
+/* Failure detection. Returns 0 if the request can still finish, else the negative value that
+   dt_transport's function `test` returns. Once any rank is lost, no request can finish, even if its
+   peer is another rank: that peer may itself be waiting for the lost rank. */
 static int dt__tcp_cannot_finish(const dt__tcp *t, const dt__tcp_request *r, char *why) {
     int ended = 0, any = r->is_receive && r->peer == DT_ANY;
     if (t->failed) return snprintf(why, DT__TCP_TEXT_BYTES, "%s", t->first_failure.text), -3;
@@ -7182,7 +7198,8 @@ static int dt__tcp_test(
     void *user, void *request, int *from, uint64_t *word, size_t *bytes, char *why) {
     dt__tcp *t = (dt__tcp *)user;
     dt__tcp_request *r = (dt__tcp_request *)request;
-    /* one poll of the sockets serves every request that is tested before the next poll */
+    /* One poll serves all requests. Poll again only if the last poll found a ready socket, if this
+       request made the last poll, or after as many tests as there are requests in flight. */
     if (!r->finished &&
         (!t->last_poller || t->last_poller == r || t->skipped_tests++ >= t->active_requests)) {
         t->skipped_tests = 0;
@@ -7215,10 +7232,10 @@ static void dt__tcp_nap(const dt__tcp *t, double seconds) {
     t->host->sleep(t->host->user, seconds);
 }
 
-/* Tells all other ranks, once, that this rank has failed. */
+/* Sends an abort to all other ranks, unless this rank or another rank has failed before. */
 static void dt__tcp_abort(dt__tcp *t, dt_status status, const char *text) {
     int left = 1;
-    if (t->failed) return; /* the others know already */
+    if (t->failed) return; /* the other ranks know of this or an earlier failure */
     t->failed = 1;
     t->first_failure.rank = t->rank;
     snprintf(t->first_failure.text, sizeof t->first_failure.text, "%s", text);
@@ -7256,8 +7273,8 @@ static int dt__tcp_is_loopback(dt__tcp_address address) {
     return octet[0] == 127;
 }
 
-/* The address of this machine's first running interface other than the loopback; 0 if there is
-   none. */
+/* Returns the address of this machine's first running interface that is not a loopback interface; 0
+   if there is none. */
 static uint32_t dt__tcp_interface_address(void) {
     struct ifaddrs *all = NULL;
     dt__tcp_address address = { 0, 0 };
@@ -7275,15 +7292,16 @@ static uint32_t dt__tcp_interface_address(void) {
     return address.ip;
 }
 
-/* Resolves a name. Returns 0 on failure. Many systems resolve their own name to a loopback address,
-   which no other machine can reach; the function then returns an interface's address. */
+/* Returns the address of a host name; 0 on failure. Many machines resolve their own name to a
+   loopback address, which no other machine can reach. The function then returns the address of an
+   interface of this machine, if there is one. */
 static uint32_t dt__tcp_resolve(const char *name) {
     struct addrinfo hints, *found = NULL;
     dt__tcp_address address = { 0, 0 };
     memset(&hints, 0, sizeof hints);
     hints.ai_family = AF_INET;
     hints.ai_socktype = SOCK_STREAM;
-    /* without this check "1.2" would mean 1.0.0.2 */
+    /* getaddrinfo would resolve "1.2" to 1.0.0.2 */
     if (strspn(name, "0123456789.") == strlen(name)) return 0;
     if (getaddrinfo(name, NULL, &hints, &found) != 0) return 0;
     struct sockaddr_in at;
@@ -7295,7 +7313,8 @@ static uint32_t dt__tcp_resolve(const char *name) {
     return interface ? interface : address.ip;
 }
 
-/* Parses "127.0.0.1:29500", "localhost:29500", "node17:29500", or the same without a port. */
+/* Parses "127.0.0.1:29500", "localhost:29500", "node17:29500", or the same without a port. Returns
+   0 on failure. */
 static int dt__tcp_address_parse(const char *text, dt__tcp_address *address) {
     char host[256] = "127.0.0.1";
     const char *colon = text ? strchr(text, ':') : NULL;
@@ -7320,8 +7339,8 @@ static int dt__tcp_address_parse(const char *text, dt__tcp_address *address) {
 
 /* ---- the token ---- */
 
-/* Reads the token from a file, without trailing white space. On failure `why` says what is wrong.
-   The function refuses a file that other users may read, because those users could join the job. */
+/* Reads the token from a file, without trailing white space. On failure writes the reason to `why`.
+   Refuses a file that other users may read, because those users could join the job. */
 static void dt__tcp_token_file(
     const char *path, char *token, size_t capacity, size_t *bytes, char *why) {
     struct stat info;
@@ -7383,8 +7402,8 @@ static struct sockaddr_in dt__tcp_sockaddr(dt__tcp_address address) {
     return at;
 }
 
-/* Sets a socket up: it never blocks, sends small messages at once, and is not inherited by programs
-   that this program starts (close-on-exec). Returns 0 on failure. */
+/* Makes a socket nonblocking and close-on-exec, and lets it send small messages without delay
+   (TCP_NODELAY). Returns 0 on failure. */
 static int dt__tcp_set_up(int fd) {
     int one = 1;
     setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
@@ -7393,17 +7412,19 @@ static int dt__tcp_set_up(int fd) {
 }
 
 #if defined(__linux__) && !defined(TCP_RTO_MAX_MS)
-#define TCP_RTO_MAX_MS 44 /* Linux 6.15: older headers lack it, older kernels refuse it */
+#define TCP_RTO_MAX_MS 44 /* since Linux 6.15; older headers lack the name, older kernels fail */
 #endif
 
-/* Heartbeat. TCP keepalive probes notice within timeout_s + 1 s that a peer's machine has vanished.
-   Up to 8 probes are sent, because a probe may be lost. (TCP_USER_TIMEOUT would also close a
-   connection to a rank that computes for a long time without reading. For data in flight, the rank
-   that waits for the data has its own timeout.)
+/* Heartbeat. With TCP keepalive probes the kernel notices within timeout_s + 1 s that a peer's
+   machine has vanished. It sends up to 8 probes, because a probe may be lost. (TCP_USER_TIMEOUT is
+   not used: it would also close a connection to a rank that computes for a long time without
+   reading. For data in flight it is not needed either, because the rank that waits for the data has
+   its own timeout.)
 
    TCP retransmits after 0.2 s, 0.4 s, 0.8 s, ..., so a network partition of 3.1 s may interrupt a
-   connection for 6.2 s. If the kernel can cap this backoff, the cap is max(timeout_s / 8, 1 s).
-   (The cap is not lower, because the kernel closes a connection after 15 retransmissions.) */
+   connection for 6.2 s. Where the kernel allows it, the function caps the time between two
+   retransmissions at timeout_s / 8, but at least 1 s. (A lower cap would be too short, because the
+   kernel closes a connection after 15 retransmissions.) */
 static void dt__tcp_set_keepalive(int fd, double timeout_s) {
     int one = 1, total_s = 1 + (timeout_s < 32000 ? (int)timeout_s : 32000);
     int interval_s = 1 + total_s / 16, max_probes = (total_s - 1) / interval_s,
@@ -7425,7 +7446,7 @@ static void dt__tcp_set_keepalive(int fd, double timeout_s) {
 #endif
 }
 
-/* The local address of a connection or of a listening socket. */
+/* Returns the local address of a connection or of a listening socket; zeros on failure. */
 static dt__tcp_address dt__tcp_own_address(int fd) {
     struct sockaddr_in at;
     socklen_t length = sizeof at;
@@ -7437,12 +7458,13 @@ static dt__tcp_address dt__tcp_own_address(int fd) {
     return address;
 }
 
-/* Listens at the address; with port 0 at any free port. Returns -1 with errno set on failure. */
+/* Returns a socket that listens at the address; if its port is 0, at any free port. Returns -1 with
+   errno set on failure. */
 static int dt__tcp_listen(dt__tcp_address address, int backlog) {
     struct sockaddr_in at = dt__tcp_sockaddr(address);
     int one = 1, fd = dt__io_guard_std_fds() == 0 ? socket(AF_INET, SOCK_STREAM, 0) : -1;
     if (fd < 0) return -1;
-    /* the last job's connections to this port may still be closing */
+    /* connections of an earlier job to this port may still be in state TIME_WAIT */
     setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
     if (dt__tcp_set_up(fd) && bind(fd, (struct sockaddr *)&at, sizeof at) == 0 &&
         listen(fd, backlog) == 0)
@@ -7455,7 +7477,7 @@ static int dt__tcp_listen(dt__tcp_address address, int backlog) {
 
 /* ---- handshake records ---- */
 
-/* Makes unpredictable random numbers from the seed. */
+/* Derives the next nonce, 32 unpredictable bytes, from the seed. */
 static void dt__tcp_nonce(dt__tcp *t, uint8_t nonce[32]) {
     t->nonce_count++;
     dt__hmac(t->seed, sizeof t->seed, &t->nonce_count, sizeof t->nonce_count, nonce);
@@ -7477,7 +7499,8 @@ static dt__tcp_handshake dt__tcp_handshake_make(dt__tcp *t, uint32_t kind) {
     return record;
 }
 
-/* Computes the proof of one side, which is "caller" or "host". */
+/* Computes the proof of one side: "caller" is the rank that connects, "host" the rank that accepts
+   the connection. */
 static void dt__tcp_prove(const dt__tcp *t, const char *side, const dt__tcp_handshake *caller,
     const dt__tcp_handshake *host, uint8_t proof[32]) {
     struct {
@@ -7506,7 +7529,7 @@ static void dt__tcp_host_name(char name[DT__TCP_NAME_BYTES], const char sent[DT_
     dt__escape(name, DT__TCP_NAME_BYTES);
 }
 
-/* Says in words why `host` refuses `caller`. */
+/* Returns the text that says why `host` refuses `caller`. */
 static dt__phrase dt__tcp_reason(const dt__tcp_handshake *caller, const dt__tcp_handshake *host) {
     dt__phrase text;
     char name[DT__TCP_NAME_BYTES];
@@ -7530,7 +7553,7 @@ static dt__phrase dt__tcp_reason(const dt__tcp_handshake *caller, const dt__tcp_
     return text;
 }
 
-/* Makes a connection the peer's: the rank at its other end has proved its identity. */
+/* Stores a connection in the peer, after the rank at its other end has proved its identity. */
 static void dt__tcp_peer_connected(dt__tcp *t, int rank, int fd, const dt__tcp_handshake *record) {
     dt__tcp_peer *peer = &t->peers[rank];
     peer->fd = fd;
@@ -7540,17 +7563,18 @@ static void dt__tcp_peer_connected(dt__tcp *t, int rank, int fd, const dt__tcp_h
     dt__tcp_set_keepalive(fd, t->timeout_s);
 }
 
-/* Sends a few bytes on a new connection. An empty socket buffer takes all of them. */
+/* Sends a few bytes on a new connection, whose empty socket buffer has space for all of them.
+   Returns 0 on failure. */
 static int dt__tcp_send_small(int fd, const void *p, size_t bytes) {
     return send(fd, p, bytes, MSG_NOSIGNAL) == (ssize_t)bytes;
 }
 
 /* ---- pending connections ---- */
 
-/* A connection is pending until its proof is checked. On a pending connection dt trusts no data and
-   reads only handshake records of one size. When all slots are taken, dt evicts the unauthenticated
-   connection that has been silent longest. If the evicted connection was a rank, that rank connects
-   again. */
+/* An accepted connection is pending until its proof has been checked. From a pending connection the
+   listener reads only handshake records, which have a fixed size, and trusts none of their values.
+   When all slots are taken, it evicts the pending connection that has been silent longest. If a
+   rank of the job is evicted, it connects again. */
 
 static void dt__tcp_reject(dt__tcp *t, dt__tcp_pending *pending, const char *why) {
     dt__tcp_listener *listener = t->listener;
@@ -7564,8 +7588,8 @@ static void dt__tcp_reject(dt__tcp *t, dt__tcp_pending *pending, const char *why
             listener->last_rejection.s);
 }
 
-/* The pending connection that has been silent longest; NULL if all connections have sent data
-   recently. */
+/* Returns the pending connection that has been silent longest; NULL if all of them have sent a
+   record, or connected, in the last DT__TCP_EVICT_SILENCE_S seconds. */
 static dt__tcp_pending *dt__tcp_longest_silent(dt__tcp_listener *listener, double now) {
     dt__tcp_pending *oldest = NULL;
     for (int i = 0; i < listener->slots; i++) {
@@ -7576,7 +7600,8 @@ static dt__tcp_pending *dt__tcp_longest_silent(dt__tcp_listener *listener, doubl
     return oldest;
 }
 
-/* Accepts new connections as long as there are free slots and file descriptors. */
+/* Accepts the connections that are waiting. If all slots are taken, each new connection evicts a
+   silent one. Stops if none can be evicted or no file descriptor is free. */
 static void dt__tcp_accept_new(dt__tcp *t, dt__tcp_listener *listener, double now) {
     for (int next = 0, come = 0; come < listener->slots; come++) {
         while (next < listener->slots && listener->pending[next].fd >= 0) next++;
@@ -7619,8 +7644,8 @@ static void dt__tcp_refuse(dt__tcp *t, dt__tcp_pending *pending, int reason) {
     dt__tcp_reject(t, pending, dt__tcp_reason(caller, &record).s);
 }
 
-/* Checks whether the authenticated caller is a rank that is missing here. Returns 0 if so, else the
-   reason for the refusal. */
+/* Returns 0 if this rank accepts the connecting rank, whose proof is valid; else the reason of the
+   refusal (DT__TCP_WRONG_JOB, ...). */
 static int dt__tcp_check_caller(const dt__tcp *t, const dt__tcp_handshake *theirs) {
     if (theirs->job != t->job && (theirs->job || t->rank > 0)) return DT__TCP_WRONG_JOB;
     if (theirs->size != t->size) return DT__TCP_WRONG_SIZE;
@@ -7629,7 +7654,7 @@ static int dt__tcp_check_caller(const dt__tcp *t, const dt__tcp_handshake *their
     return t->peers[theirs->rank].fd >= 0 ? DT__TCP_RANK_PRESENT : 0;
 }
 
-/* Answers a pending connection's record, which is complete. */
+/* Answers the complete record of a pending connection. */
 static void dt__tcp_answer(dt__tcp *t, dt__tcp_pending *pending) {
     pending->received = 0;
     pending->last_heard = dt__tcp_now(t);
@@ -7663,8 +7688,8 @@ static void dt__tcp_answer(dt__tcp *t, dt__tcp_pending *pending) {
     pending->fd = -1;
 }
 
-/* Reads from a pending connection, and rejects the connection as soon as its data cannot come from
-   a rank. */
+/* Reads from a pending connection. Rejects the connection as soon as its data cannot be from a
+   rank. */
 static void dt__tcp_read_pending(dt__tcp *t, dt__tcp_pending *pending, double now) {
     const size_t named = offsetof(dt__tcp_handshake, version),
                  versioned = offsetof(dt__tcp_handshake, kind);
@@ -7706,7 +7731,8 @@ static void dt__tcp_close_listener(dt__tcp *t) {
 
 /* ---- the rendezvous ---- */
 
-/* Sleeps briefly. A rank that knows its job first serves its pending connections. */
+/* Sleeps for the given seconds. If this rank already knows its job (t->job), it serves its pending
+   connections first. */
 static void dt__tcp_pause(dt__tcp *t, double seconds) {
     if (t->listener && t->listener->fd >= 0 && t->job) dt__tcp_serve_pending(t);
     dt__tcp_nap(t, seconds);
@@ -7729,8 +7755,8 @@ static int dt__tcp_connect(dt__tcp *t, dt__tcp_address address, double deadline)
         else if (getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &length) != 0)
             error = errno;
     }
-    /* TCP self-connect: if no process listens at the port and the port is in the range for outgoing
-       connections, the socket may get this same port and connect to itself */
+    /* TCP self-connect: if no process listens at the port and the port is in the ephemeral port
+       range, the system may give this port to the new socket, which then connects to itself */
     if (error == 0 && dt__tcp_own_address(fd).port == address.port &&
         dt__tcp_own_address(fd).ip == address.ip)
         error = ECONNREFUSED;
@@ -7740,8 +7766,8 @@ static int dt__tcp_connect(dt__tcp *t, dt__tcp_address address, double deadline)
     return -1;
 }
 
-/* Returns 1 if all bytes were received, 0 if the connection is closed, -1 if the deadline
-   passed. */
+/* Receives `bytes` bytes. Returns 1 on success, 0 if the connection is closed, -1 if the deadline
+   has passed. */
 static int dt__tcp_recv_all(dt__tcp *t, int fd, void *p, size_t bytes, double deadline) {
     for (size_t at = 0; at < bytes;) {
         ssize_t n = recv(fd, (char *)p + at, bytes - at, 0);
@@ -7757,8 +7783,8 @@ static int dt__tcp_recv_all(dt__tcp *t, int fd, void *p, size_t bytes, double de
     return 1;
 }
 
-/* Sends data that may exceed the socket's buffer. Returns 0 if the connection is closed or the
-   deadline passed. */
+/* Sends `bytes` bytes, which may be more than fit into the socket's buffer. Returns 1 on success, 0
+   if the connection is closed or the deadline has passed. */
 static int dt__tcp_send_all(dt__tcp *t, int fd, const void *p, size_t bytes, double deadline) {
     for (size_t at = 0; at < bytes;) {
         ssize_t n = send(fd, (const char *)p + at, bytes - at, MSG_NOSIGNAL);
@@ -7773,9 +7799,9 @@ static int dt__tcp_send_all(dt__tcp *t, int fd, const void *p, size_t bytes, dou
     return 1;
 }
 
-/* Drops the connections of ranks that closed them before all ranks had connected; such a rank may
-   connect again. At this time a rank has no reason to send data, so any event on its socket means
-   that the connection is closed. */
+/* Rank 0 calls this function until all ranks have connected. It drops the connections that their
+   ranks have closed; these ranks may connect again. A rank sends no data at this time, so any event
+   on its socket means that the connection is closed. */
 static void dt__tcp_drop_closed_peers(dt__tcp *t) {
     for (int rank = 1; rank < t->size; rank++) {
         struct pollfd event = { t->peers[rank].fd, POLLIN, 0 };
@@ -7785,7 +7811,8 @@ static void dt__tcp_drop_closed_peers(dt__tcp *t) {
     }
 }
 
-/* Lists the ranks from `first` on that are not connected, as "2, 5". */
+/* Returns a list, such as "2, 5", of the ranks >= `first` that are not connected. *n is their
+   number. */
 static dt__phrase dt__tcp_missing(const dt__tcp *t, int first, int *n) {
     dt__phrase text;
     size_t at = 0;
@@ -7798,7 +7825,7 @@ static dt__phrase dt__tcp_missing(const dt__tcp *t, int first, int *n) {
     return text;
 }
 
-/* Accepts connections until all ranks from first_rank on are connected. */
+/* Accepts connections until all ranks >= listener->first_rank are connected. */
 static dt_status dt__tcp_accept_ranks(dt__tcp *t, double deadline) {
     char also[320] = "";
     dt__tcp_listener *listener = t->listener;
@@ -7833,7 +7860,8 @@ static dt_status dt__tcp_listen_failed(dt__tcp *t, dt__tcp_address address) {
         reason);
 }
 
-/* The rendezvous on rank 0: accepts all ranks and sends each the addresses of all. */
+/* The rendezvous on rank 0: accepts a connection from each rank, then sends the addresses of all
+   ranks to each of them. */
 static dt_status dt__tcp_host_rendezvous(dt__tcp *t, dt__tcp_address *addresses) {
     uint8_t random[32];
     dt__tcp_table table;
@@ -7865,8 +7893,8 @@ static dt_status dt__tcp_host_rendezvous(dt__tcp *t, dt__tcp_address *addresses)
     return dt_error(t->ctx);
 }
 
-/* Checks the answer of the rank that was called. Returns 1 if the answer is the expected record,
-   else 0 with the context failed. */
+/* Checks the record with which `rank` has answered this rank. Returns 1 if it is the expected
+   record; else fails the context and returns 0. */
 static int dt__tcp_is_answer(dt__tcp *t, int rank, dt__tcp_address address, uint32_t kind,
     const dt__tcp_handshake *ours, const dt__tcp_handshake *record) {
     int known = memcmp(record->magic, dt__tcp_magic, sizeof record->magic) == 0;
@@ -7884,8 +7912,9 @@ static int dt__tcp_is_answer(dt__tcp *t, int rank, dt__tcp_address address, uint
     return 0;
 }
 
-/* The caller's side of the handshake. Returns 1 if the caller is accepted; 0 if there was no answer
-   or the connection was closed, with the text in *reason; -1 if the context has failed. */
+/* The connecting rank's side of the handshake; the proofs name that side "caller". Returns 1 if the
+   other rank has accepted this rank; 0 if there was no answer or the connection was closed, with
+   the text in *reason; -1 if the context has failed. */
 static int dt__tcp_shake_hands(
     dt__tcp *t, int fd, int rank, dt__tcp_address address, double deadline, const char **reason) {
     dt__tcp_handshake ours = dt__tcp_handshake_make(t, DT__TCP_HELLO), theirs,
@@ -7915,8 +7944,8 @@ static int dt__tcp_shake_hands(
 }
 
 /* Tries once to connect and shake hands. After its first connection to rank 0, this rank starts to
-   listen on the interface of that connection. Returns as dt__tcp_shake_hands does. *gone: 1 if no
-   connection could be made. */
+   listen on the interface of that connection. Returns the same values as dt__tcp_shake_hands. Sets
+   *gone to 1 if it could not connect, else to 0. */
 static int dt__tcp_dial(dt__tcp *t, int rank, dt__tcp_address address, double deadline,
     const char **reason, int *gone) {
     int fd = dt__tcp_connect(t, address, deadline), done = -1;
@@ -7935,9 +7964,10 @@ static int dt__tcp_dial(dt__tcp *t, int rank, dt__tcp_address address, double de
     return done;
 }
 
-/* Connects to a rank, with retries. Rank 0 may start later than this rank. All other ranks listen
-   before any rank learns their addresses, but one attempt may fail while many foreign connections
-   fill their slots. */
+/* Connects to a rank, with retries. Rank 0 may start later than this rank, so every failed attempt
+   is repeated. The other ranks listen before any rank learns their addresses, so an attempt is
+   repeated only if the handshake failed: the rank may have evicted this connection because foreign
+   connections fill its slots. */
 static dt_status dt__tcp_dial_until(dt__tcp *t, int rank, dt__tcp_address address) {
     double deadline = dt__tcp_now(t) + t->timeout_s;
     for (;;) {
@@ -7955,8 +7985,8 @@ static dt_status dt__tcp_dial_until(dt__tcp *t, int rank, dt__tcp_address addres
     }
 }
 
-/* Receives the addresses of all ranks. This rank waits longer than rank 0 does, because rank 0 can
-   name the missing ranks in its error text and rank 0's timeout may have begun later. */
+/* Receives the addresses of all ranks. Rank 0's timeout may have begun later than this rank's, but
+   this rank waits longer than rank 0: only rank 0's error text can name the missing ranks. */
 static dt_status dt__tcp_recv_table(dt__tcp *t, dt__tcp_address *addresses) {
     dt__tcp_table table;
     int fd = t->peers[0].fd;
@@ -8011,7 +8041,8 @@ static void dt__tcp_free(dt__tcp *t) {
 }
 
 /* Rendezvous: all ranks connect to each other. The head of this section draws the protocol. Rank 0
-   runs dt__tcp_host_rendezvous, the others run dt__tcp_join_rendezvous. */
+   runs dt__tcp_host_rendezvous, and the other ranks run dt__tcp_join_rendezvous. listening: see
+   dt__tcp_make. */
 static void dt__tcp_rendezvous(dt__tcp *t, int listening) {
     int slots = 4 * t->size + DT__TCP_PENDING_SLOTS < DT__TCP_MAX_PENDING_SLOTS
                     ? 4 * t->size + DT__TCP_PENDING_SLOTS
@@ -8044,8 +8075,8 @@ static void dt__tcp_rendezvous(dt__tcp *t, int listening) {
     dt_free(t->ctx, DT_MEM_HOST, table, table_bytes);
 }
 
-/* Makes this rank's end of all connections. Returns NULL with the context failed on failure.
-   listening: rank 0's listening socket if the socket is already open, else -1. */
+/* Connects this rank to all other ranks. On failure fails the context and returns NULL. listening:
+   a listening socket if rank 0 has already opened one, else -1. */
 static dt__tcp *dt__tcp_make(dt_ctx *ctx, const dt_run_desc *desc, dt__tcp_address rendezvous,
     const uint8_t key[32], int listening) {
     dt__tcp *t = (dt__tcp *)dt_alloc(ctx, DT_MEM_HOST, dt__tcp_bytes(desc->ranks), "connections");
@@ -8059,7 +8090,7 @@ static dt__tcp *dt__tcp_make(dt_ctx *ctx, const dt_run_desc *desc, dt__tcp_addre
         t->timeout_s = desc->timeout_s;
         t->watch = dt__stopwatch_start(t->host, t->timeout_s);
         t->rendezvous = rendezvous;
-        /* byte by byte, because memcpy could leave the key in a vector register */
+        /* copied byte by byte, because memcpy could leave the key in a vector register */
         for (size_t i = 0; i < sizeof t->key; i++) ((volatile uint8_t *)t->key)[i] = key[i];
         t->peers = (dt__tcp_peer *)(void *)(t + 1);
         t->polls = (struct pollfd *)(void *)(t->peers + t->size);
@@ -8072,13 +8103,14 @@ static dt__tcp *dt__tcp_make(dt_ctx *ctx, const dt_run_desc *desc, dt__tcp_addre
     else if (listening >= 0)
         close(listening);
     if (!t || dt_error(ctx) == DT_OK) return t;
-    dt__tcp_abort(t, dt_error(ctx), dt_error_text(ctx)); /* connected ranks may be waiting */
+    dt__tcp_abort(t, dt_error(ctx), dt_error_text(ctx)); /* ends waits of connected ranks */
     dt__tcp_free(t);
     return NULL;
 }
 
-/* The number of peers that still owe this rank their last frame or have not received this rank's;
-   *rank is the lowest of them. */
+/* Returns the number of connected peers whose last frame (an abort or a bye) has not arrived, or to
+   which this rank has not yet written all frames. Sets *rank to the lowest of these peers, if there
+   is one. */
 static int dt__tcp_count_unfinished(const dt__tcp *t, int *rank) {
     int left = 0;
     for (int i = t->size - 1; i >= 0; i--) {
@@ -8092,8 +8124,9 @@ static int dt__tcp_count_unfinished(const dt__tcp *t, int *rank) {
     return left;
 }
 
-/* Says bye to all ranks and waits for their byes. While it waits, this rank notices a rank that
-   fails later, and no peer loses bytes that it has not read. After a failure the wait is short. */
+/* Sends a bye to all ranks and waits for their byes, at most timeout_s, or DT__TCP_GRACE_S after a
+   failure. During the wait this rank notices later failures of other ranks. Its connections stay
+   open, so that its peers can read all data that it has sent. */
 static void dt__tcp_goodbye(dt__tcp *t) {
     double begin = dt__tcp_now(t), nap = 2e-5, until = begin + t->timeout_s;
     int rank = 0, is_shortened = 0;
@@ -8117,8 +8150,8 @@ static void dt__tcp_goodbye(dt__tcp *t) {
             t->rank, dt__tcp_now(t) - begin, rank);
 }
 
-/* Fills the report after the rank function has returned, while the context still exists. The
-   failure in the report is this rank's or another rank's. */
+/* Fills the report with the failure of this rank or of another rank, if there is one. Called after
+   rank_main has returned, while the context still exists. */
 static void dt__tcp_report(dt__tcp *t, dt_report *report) {
     const dt_host *host = t->host;
     dt_report own;
@@ -8126,7 +8159,7 @@ static void dt__tcp_report(dt__tcp *t, dt_report *report) {
     own.status = dt_error(t->ctx);
     own.rank = t->rank;
     snprintf(own.text, sizeof own.text, "%s", dt_error_text(t->ctx));
-    /* another rank's failure, which that rank has logged itself */
+    /* another rank's failure; that rank has logged it */
     if (t->failed && t->first_failure.status) {
         *report = t->first_failure;
         return;
@@ -8161,64 +8194,69 @@ static void dt__tcp_report(dt__tcp *t, dt_report *report) {
        everything else                              messages over MPI (section 15)
        failures                                     the TCP connections of section 24 (no data)
 
-   Sums keep dt's rank order, because dt runs its own algorithms over MPI messages; MPI_Allreduce
-   does not guarantee an order. Each of the first groups has a communicator of its own. Later groups
-   share these communicators, and the tag tells the groups apart. dt makes the communicators when
-   the run begins, because making a communicator later would wait inside MPI for ranks that may have
-   failed.
+   dt does not call MPI_Allreduce, which guarantees no order of its sums. It runs its own algorithms
+   over MPI messages and so sums in the order of the ranks. Each of the first 8 groups has its own
+   communicator. Later groups share these communicators and have different tags. dt creates the
+   communicators when the run begins, because creating one later would wait inside MPI for ranks
+   that may have failed. With class = 0 for point-to-point messages, 1 for messages of collectives
+   and 2 for contents (see dt__mpi_envelope):
 
-       group g, class (messages, collectives, contents), tag  ->
-           communicator g % 8, tag (g / 8 * 3 + class) * span + tag
+       group g, class, tag  ->  communicator g % 8, tag (g / 8 * 3 + class) * tag_span + tag
 
-   dt never blocks inside MPI before the end. It starts every operation and tests for its
-   completion, in the progress engine (section 12) or in dt__mpi_wait_for, which watch the clock.
-   MPI does not report failed ranks, so all ranks also connect over TCP: a failed rank sends an
-   abort, and a dead rank is noticed by its lost connection. Rank 0 listens, and MPI carries its
-   address and the key to the others. At the end all ranks synchronize once more, so that no rank
-   still sends when MPI ends. MPI Forum, "MPI: A Message-Passing Interface Standard", version 3.1,
-   2015. */
+   During the run dt never blocks inside MPI. It starts each operation and tests for its completion
+   in the progress engine (section 12) or in dt__mpi_wait_for, which both watch the clock. MPI does
+   not report failed ranks, so all ranks also connect over TCP: a failed rank sends an abort, and
+   the others notice a dead rank by its lost connection. Rank 0 listens, and broadcasts its address
+   and the key of the proofs over MPI. At the end all ranks synchronize once more, so that no rank
+   still sends when MPI is finalized. MPI Forum, "MPI: A Message-Passing Interface Standard",
+   version 3.1, 2015. */
 
 #ifdef DT_USE_MPI
 
 enum {
-    DT__MPI_COMMS = 8,            /* groups with a communicator of their own */
-    DT__MPI_GROUPS_PER_COMM = 16, /* groups that share one communicator */
-    /* after a failure: how many times dt asks whether all messages have arrived */
+    DT__MPI_COMMS = 8,            /* number of communicators for groups */
+    DT__MPI_GROUPS_PER_COMM = 16, /* maximum number of groups that share one communicator */
+    /* after a failure: maximum number of checks whether all messages have arrived */
     DT__MPI_DRAIN_ROUNDS = 200,
-    /* a waiting rank reads the clock, and may poll for failures, once in this many tests */
+    /* a waiting rank reads the clock, and may poll for failures, in one of every 4 tests */
     DT__MPI_POLL_TESTS = 4
 };
-#define DT__MPI_POLL_S 1e-3          /* a rank polls the connections at this interval plus */
-#define DT__MPI_POLL_PER_RANK_S 2e-5 /* this much per rank, because polling itself takes time */
-/* seconds that a send in flight may take after a rank died; the launcher soon ends all ranks */
+/* The interval in seconds between two polls of the TCP connections is DT__MPI_POLL_S + ranks *
+   DT__MPI_POLL_PER_RANK_S, because a poll takes longer with more ranks. */
+#define DT__MPI_POLL_S 1e-3
+#define DT__MPI_POLL_PER_RANK_S 2e-5
+/* time limit in seconds for cancelled requests after a rank died; the launcher soon ends all
+   ranks */
 #define DT__MPI_CANCEL_AFTER_LOSS_S 0.2
-/* a longer message needs its own MPI datatype, because MPI counts elements in an int */
+/* A message with more bytes needs its own MPI datatype, because MPI's counts are of type int. */
 #ifndef DT__MPI_MAX_BYTES
 #define DT__MPI_MAX_BYTES ((size_t)1 << 30)
 #endif
 
-/* A message is an envelope: the word of its send, its length, and its content if the content is
-   small. A longer content follows as a message of the third class, and the envelope names its tag.
-   The receiver posts the content's receive when the envelope has arrived, for the envelope's
-   sender. So MPI never has to truncate a message that is longer than its receive buffer. */
+/* Each message begins with an envelope: the message's word, the length of its content, and the
+   content itself if it is small. A longer content is sent in a second MPI message, of class 2, and
+   the envelope contains that message's tag. The receiver posts the receive of the content when the
+   envelope has arrived, and only if the content fits into the buffer. So MPI never truncates a
+   message. */
 typedef struct dt__mpi_envelope {
     uint64_t word, bytes;
-    int64_t tag; /* the tag of the content */
-    /* the content, if it is small; only the used part of the envelope is sent */
+    int64_t tag; /* the MPI tag of the second message, which carries a longer content */
+    /* the content if it is small; only the bytes in use are sent */
     char small[DT_EAGER_BYTES];
 } dt__mpi_envelope;
 
 typedef struct dt__mpi_request {
     MPI_Request envelope, content;
-    MPI_Datatype type; /* of the content: MPI_BYTE, or made for this message */
+    MPI_Datatype type; /* the content's MPI datatype: MPI_BYTE, or a type made for this message */
     MPI_Comm *comm;
-    int peer;  /* a send's receiver; -1 in a receive */
-    int from;  /* a receive's sender; -1 until the envelope arrives */
-    void *buf; /* a receive's buffer */
+    int peer;  /* in a send: the receiver's rank; -1 in a receive */
+    int from;  /* in a receive: the sender's rank, -1 until the envelope has arrived */
+    void *buf; /* in a receive: the buffer */
     size_t bytes;
     int error;           /* MPI's error code */
-    const char *refusal; /* why dt refuses the request, if not for an MPI error */
-    /* the envelope contains the content, so the send completes for its caller at once */
+    const char *refusal; /* if dt itself refuses the request: the reason; else NULL */
+    /* 1 if the send's envelope contains the content, so that the send completes for its caller at
+       once */
     int is_buffered;
     struct dt__mpi_request *next;
     dt__mpi_envelope e;
@@ -8228,35 +8266,35 @@ typedef struct dt__mpi {
     const dt_host *host;
     dt_ctx *ctx;
     int rank, size, tag_span, test_count;
-    unsigned content_count; /* contents sent so far */
-    int initialized;        /* dt called MPI_Init_thread, and not the program */
-    /* the program's handler of MPI_COMM_WORLD, which dt replaces during the run: MPI returns
-       errors */
+    unsigned content_count; /* number of messages of class 2 sent so far */
+    int initialized;        /* 1 if dt called MPI_Init_thread, 0 if the program did */
+    /* the program's error handler of MPI_COMM_WORLD; during the run dt replaces it by one that
+       makes MPI's functions return errors */
     MPI_Errhandler saved_handler;
     MPI_Comm comms[DT__MPI_COMMS], control_comm;
-    int comm_count; /* communicators made so far, control last */
+    int comm_count; /* number of communicators created so far; control_comm is the last */
     dt__mpi_request *free_requests, *buffered_sends;
     dt__stopwatch watch; /* runs since dt_run began; all deadlines use this clock */
-    /* the deadline of cancelled requests; 0: nothing was cancelled */
+    /* cancel_deadline: the deadline of cancelled requests; 0 if no request was cancelled */
     double timeout_s, cancel_deadline;
-    int64_t message_balance;          /* messages sent minus messages received */
-    MPI_Status last_status;           /* of dt__mpi_wait_for's last request */
-    int64_t sync_own[2], sync_sum[2]; /* of the final synchronization */
-    int abandoned;                    /* requests that did not end in time */
+    int64_t message_balance;          /* MPI messages sent minus MPI messages received */
+    MPI_Status last_status;           /* status of dt__mpi_wait_for's last request */
+    int64_t sync_own[2], sync_sum[2]; /* buffers of the final synchronization */
+    int abandoned;                    /* number of requests that did not end in time */
     MPI_Request drain_request;        /* receives an unwanted message into drain_buffer */
     void *drain_buffer;
     size_t drain_bytes;
     dt_report first_failure;
-    /* the context of the TCP connections; it logs nothing, because its callers report the
-       failures */
+    /* the context of the TCP connections; it logs nothing, because the functions that use it report
+       its failures */
     dt_ctx *tcp_ctx;
     dt_listener listener;
     dt__tcp *tcp; /* NULL until all ranks are connected */
     double next_poll;
-    int failure_noticed, rank_lost; /* another rank has failed; another rank was lost */
-    int other_loopbacks;            /* ranks whose loopback is not this rank's */
-    int *buffered_count;            /* (size) buffered sends to each rank */
-    dt__node node;                  /* shared is NULL if this rank shares memory with no other */
+    int failure_noticed, rank_lost; /* 1 if another rank has failed; 1 if another rank was lost */
+    int other_loopbacks;            /* number of ranks in other network namespaces */
+    int *buffered_count;            /* (size) number of buffered sends to each rank */
+    dt__node node; /* its `shared` is NULL if this rank shares memory with no other rank */
     void *range;
     size_t range_bytes;
 } dt__mpi;
@@ -8273,7 +8311,8 @@ static void dt__mpi_why(int error, char *why, size_t bytes) {
 
 /* ---- one message ---- */
 
-/* Describes `bytes` by an MPI datatype and an int count, as blocks of DT__MPI_MAX_BYTES and a tail.
+/* Sets *type and *count to an MPI datatype and a count that together have `bytes` bytes. If `bytes`
+   exceeds DT__MPI_MAX_BYTES, the new type consists of blocks of DT__MPI_MAX_BYTES and a tail.
    Returns MPI's error code. */
 static int dt__mpi_type(size_t bytes, MPI_Datatype *type, int *count) {
     MPI_Datatype block = MPI_BYTE, parts[2] = { MPI_BYTE, MPI_BYTE };
@@ -8312,7 +8351,7 @@ static void dt__mpi_request_release(dt__mpi *mpi, dt__mpi_request *r) {
     mpi->free_requests = r;
 }
 
-/* Releases buffered sends that MPI has delivered or copied. */
+/* Releases the buffered sends that MPI has completed. */
 static void dt__mpi_reap_buffered(dt__mpi *mpi) {
     for (dt__mpi_request **at = &mpi->buffered_sends; *at;) {
         dt__mpi_request *r = *at;
@@ -8327,12 +8366,13 @@ static void dt__mpi_reap_buffered(dt__mpi *mpi) {
     }
 }
 
-/* Chooses a message's communicator, its tag and its content's tag. Returns 0 if that is impossible,
-   with the reason in the request. */
+/* Chooses a message's communicator and MPI tag (*tag) and the tag of its content. If the group or
+   the tag is too large, sets r->refusal and returns 0. */
 static int dt__mpi_choose_tag(dt__mpi *mpi, dt__mpi_request *r, uint32_t channel, int *tag) {
     uint32_t group = channel / 2;
     int first_tag_range = (int)(group / DT__MPI_COMMS) * 3;
-    /* a collective's number: collectives in flight together have close numbers */
+    /* Here the tag is a collective's number. Collectives that are in flight at the same time have
+       close numbers, so the remainders differ. */
     if (channel % 2) *tag %= mpi->tag_span;
     if (group >= DT__MPI_COMMS * DT__MPI_GROUPS_PER_COMM)
         r->refusal = "there are more groups than MPI's tags can tell apart";
@@ -8346,8 +8386,8 @@ static int dt__mpi_choose_tag(dt__mpi *mpi, dt__mpi_request *r, uint32_t channel
     return 1;
 }
 
-/* Sends a message. A small send is buffered, so its caller need not wait for it. Each receiver may
-   have up to 8 buffered sends, as in shared memory. */
+/* Sends a message. A small message is buffered, so the caller need not wait for the receiver. At
+   most DT__PAIR_SLOTS messages to each rank are buffered, as in shared memory. */
 static void *dt__mpi_send(
     void *user, int to, uint32_t channel, int tag, uint64_t word, const void *buf, size_t bytes) {
     dt__mpi *mpi = (dt__mpi *)user;
@@ -8387,8 +8427,8 @@ static void *dt__mpi_recv(
     return r;
 }
 
-/* Handles a receive's envelope that has arrived. If the message is longer than the buffer, the
-   content is not received, because the caller fails. */
+/* Continues a receive whose envelope has arrived. If the message is longer than the buffer, its
+   content is not received: the caller fails. */
 static void dt__mpi_envelope_arrived(dt__mpi *mpi, dt__mpi_request *r, int from) {
     int count = 0;
     r->from = from;
@@ -8412,7 +8452,7 @@ static void dt__mpi_set_report(dt_report *note, dt_status status, int rank, cons
     snprintf(note->text, sizeof note->text, "%s", text);
 }
 
-/* Tells all other ranks, once, that this rank has failed. */
+/* Records this rank's failure, and tells the other ranks, unless there was a failure before. */
 static void dt__mpi_tell_failure(dt__mpi *mpi, dt_status status, const char *text) {
     if (!mpi->first_failure.status)
         dt__mpi_set_report(&mpi->first_failure, status, mpi->rank, text);
@@ -8428,8 +8468,8 @@ static void dt__mpi_fail(void *user, const char *text) {
         text);
 }
 
-/* Handles a lost rank. Publishes the loss, clears the rank's busy flag in the machine's shared
-   memory, and completes the failure record if the rank died while writing the record. */
+/* Fills *report with the loss of a rank. If that rank is on this machine, clears its busy flag in
+   shared memory, and publishes its loss if the rank died while it wrote the failure record. */
 static void dt__mpi_rank_lost(dt__mpi *mpi, int rank, dt_report *report) {
     dt__shared *shared = mpi->node.shared;
     int lower = 0;
@@ -8448,8 +8488,9 @@ static void dt__mpi_rank_lost(dt__mpi *mpi, int rank, dt_report *report) {
         dt__publish_failure(shared, rank, DT_ERR_PEER, text);
 }
 
-/* Failure detection: polls the connections. Another rank's failure becomes this rank's first
-   failure, and every wait of this rank checks for a first failure. */
+/* Failure detection: polls the TCP connections. If another rank has failed, stores its failure in
+   first_failure, unless a failure is already stored, and publishes it. Every wait of this rank
+   checks for a published failure. */
 static void dt__mpi_poll_failures(dt__mpi *mpi) {
     dt__world *world = dt__world_of(mpi->ctx);
     dt__tcp *t = mpi->tcp;
@@ -8479,8 +8520,8 @@ static void dt__mpi_node_poll(void *user) { dt__mpi_poll_failures((dt__mpi *)use
 
 /* ---- test and cancel ---- */
 
-/* Reports a request that could not begin or that MPI gave up. Always returns -2, because MPI does
-   not say that another rank has failed. */
+/* Writes to `why` the reason why a request could not begin or why MPI failed it. Always returns -2,
+   because MPI does not tell whether another rank has failed. */
 static int dt__mpi_request_failed(dt__mpi *mpi, dt__mpi_request *r, char *why) {
     if (r->refusal)
         snprintf(why, 512, "%s", r->refusal);
@@ -8490,7 +8531,7 @@ static int dt__mpi_request_failed(dt__mpi *mpi, dt__mpi_request *r, char *why) {
     if (r->envelope == MPI_REQUEST_NULL && r->content == MPI_REQUEST_NULL)
         dt__mpi_request_release(mpi, r);
     else
-        mpi->abandoned++; /* MPI still holds a part of the request */
+        mpi->abandoned++; /* MPI still uses the request's memory */
     return -2;
 }
 
@@ -8526,9 +8567,10 @@ static int dt__mpi_test(
     return 1;
 }
 
-/* Receives unwanted messages, one at a time, because their senders wait. Each message is received
-   in full, because MPICH aborts the program when a message is truncated. Returns 1, with the
-   message's status and length, if a message has begun to arrive. */
+/* Receives messages that no receive wants, one at a time, because their senders wait. Receives each
+   message in full, because MPICH aborts the program when a message is truncated. Returns 1 if it
+   has started to receive a message, with the message's status in *status and its length in
+   *bytes. */
 static int dt__mpi_drain(dt__mpi *mpi, MPI_Status *status, MPI_Count *bytes) {
     const dt_host *host = mpi->host;
     int done = 1, there = 0, count = 0;
@@ -8557,10 +8599,10 @@ static int dt__mpi_drain(dt__mpi *mpi, MPI_Status *status, MPI_Count *bytes) {
     return there;
 }
 
-/* Waits for *request. Returns 1 when the request is complete, 0 when the deadline `until` has
-   passed. An `until` of 0 means no deadline, but then the function returns 0 at once when a rank is
-   lost, and timeout_s after any other failure. With `drain` the function also receives unwanted
-   messages during the wait. */
+/* Waits for *request. Returns 1 once the request is complete, 0 if the deadline `until` has passed.
+   If `until` is 0, there is no deadline before a failure, but the function returns 0 as soon as a
+   rank is lost, and timeout_s after it has noticed any other failure. If `drain` is 1, it also
+   receives unwanted messages during the wait (dt__mpi_drain). */
 static int dt__mpi_wait_for(dt__mpi *mpi, MPI_Request *request, double until, int drain) {
     double nap = DT__NAP_MIN;
     for (int attempt = 0;; attempt++) {
@@ -8571,7 +8613,7 @@ static int dt__mpi_wait_for(dt__mpi *mpi, MPI_Request *request, double until, in
         dt__mpi_poll_failures(mpi);
         if (drain && dt__mpi_drain(mpi, &status, &bytes)) continue;
         double now = dt__mpi_now(mpi);
-        if (until == 0 && mpi->rank_lost) return 0; /* the lost rank will not come */
+        if (until == 0 && mpi->rank_lost) return 0; /* the lost rank cannot take part */
         if (until == 0 && mpi->first_failure.status) until = now + mpi->timeout_s;
         if (until > 0 && now > until) return 0;
         mpi->host->sleep(mpi->host->user, attempt < DT__YIELDS ? 0 : nap);
@@ -8579,10 +8621,10 @@ static int dt__mpi_wait_for(dt__mpi *mpi, MPI_Request *request, double until, in
     }
 }
 
-/* Cancels a request after this rank has failed, because MPI must stop using the rank's buffers. A
-   receive that has not matched a message can be cancelled. Any other request ends when the other
-   rank has learned of the failure and receives what this rank sends. If a request takes longer than
-   timeout_s, it is abandoned. */
+/* Cancels a request after this rank has failed, so that MPI no longer uses the rank's buffers. MPI
+   can cancel a receive that has not matched a message. The function waits for any other request: it
+   completes once the other rank has learned of the failure and receives all messages. A request
+   that is not complete at cancel_deadline is abandoned. */
 static void dt__mpi_cancel(void *user, void *request) {
     dt__mpi *mpi = (dt__mpi *)user;
     dt__mpi_request *r = (dt__mpi_request *)request;
@@ -8621,8 +8663,9 @@ static void dt__mpi_free(dt__mpi *mpi) {
     host->free(host->user, mpi, sizeof *mpi, DT_MEM_HOST);
 }
 
-/* Allocates memory and duplicates the communicators: the first from MPI_COMM_WORLD, each later one
-   from its predecessor. Returns NULL, or the text of an error. */
+/* Allocates memory and creates the communicators. The first is a duplicate of MPI_COMM_WORLD, and
+   each other communicator is a duplicate of the one before it. Returns NULL, or the text of an
+   error. */
 static const char *dt__mpi_make(dt__mpi *mpi) {
     const dt_host *host = mpi->host;
     size_t size = (size_t)mpi->size;
@@ -8631,7 +8674,7 @@ static const char *dt__mpi_make(dt__mpi *mpi) {
     if (!mpi->buffered_count) return "no memory for it";
     memset(mpi->buffered_count, 0, size * sizeof(int));
     MPI_Comm_get_errhandler(MPI_COMM_WORLD, &mpi->saved_handler);
-    /* MPICH uses the handler of MPI_COMM_WORLD for dt's requests too */
+    /* MPICH calls the error handler of MPI_COMM_WORLD also for errors of dt's requests */
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
     double until = dt__mpi_now(mpi) + mpi->timeout_s;
     for (; mpi->comm_count <= DT__MPI_COMMS; mpi->comm_count++) {
@@ -8652,21 +8695,21 @@ static const char *dt__mpi_make(dt__mpi *mpi) {
 
 /* ---- ranks of one machine ---- */
 
-/* The ranks of a machine share a memory segment as forked ranks do, and run their collectives as in
-   section 14. They are not forks of one process, so the first rank of a machine makes the segment
-   at an address that is free in every process, and the other ranks map it through the first rank's
-   /proc/PID/fd. If one rank cannot map the segment, no rank uses it. Sends and receives use MPI. */
+/* The ranks of a machine share a memory segment, as forked ranks do, and run their collectives in
+   it (section 14). Every rank must map the segment at the same address. So the first rank of the
+   machine creates it at an address that is probably free in every process, and the other ranks map
+   it through the first rank's /proc/PID/fd. If one of these ranks cannot map the segment, none of
+   them uses it. Sends and receives use MPI. */
 
-typedef struct dt__mpi_rank_info { /* what each rank tells all other ranks, in four exchanges */
-    /* the machine and its process namespace; 0: this rank shares no memory */
-    uint64_t machine;
-    uint64_t network; /* the network namespace; ranks in the same namespace share the loopback */
-    /* the part of the machine, by dt_run_desc.node_ranks: ranks of one part share memory */
-    int64_t node_part;
+typedef struct dt__mpi_rank_info { /* each rank sends these values to all ranks, four times */
+    uint64_t machine;  /* hash of machine and PID namespace; 0 if the rank shares no memory */
+    uint64_t network;  /* hash of the network namespace; ranks with equal values share a loopback */
+    int64_t node_part; /* rank / dt_run_desc.node_ranks; only ranks of one part share memory */
     int64_t pid, fd, device, inode;
-    uint64_t range, shared, bytes; /* of the shared memory segment; 0: no segment was made */
+    /* address of the shared memory segment, of its dt__shared, and its size; 0 if there is none */
+    uint64_t range, shared, bytes;
     int64_t mapped;
-    int64_t node_leader; /* the first rank that shares memory with this rank */
+    int64_t node_leader; /* the lowest rank that shares memory with this rank */
 } dt__mpi_rank_info;
 
 static int dt__mpi_exchange_info(
@@ -8680,8 +8723,8 @@ static int dt__mpi_exchange_info(
     return dt__mpi_wait_for(mpi, &request, until, 0);
 }
 
-/* Identifies this machine, its boot, and this process's "pid" or "net" namespace. Never returns
-   0. */
+/* Returns a hash of the machine's name, its boot id and this process's "pid" or "net" namespace; 1
+   on failure, never 0. */
 static uint64_t dt__mpi_machine_id(const char *names) {
     char text[512] = "", path[32];
     uint64_t hash = 1469598103934665603u; /* FNV-1a */
@@ -8709,14 +8752,14 @@ static void *dt__mpi_map(int fd, uint64_t address, size_t bytes) {
     return NULL;
 }
 
-/* Makes the shared memory segment of n ranks; called on the first of them. `neighbours` is the
-   number of ranks on the machine. If it exceeds the number of cores of the machine, waits do not
-   spin. (All cores count, because each rank may be bound to one core.) */
+/* Creates the shared memory segment of n ranks. Called on the first of them. `neighbours` is the
+   number of all ranks on the machine. If it exceeds the machine's number of cores, waits do not
+   spin. (The cores that this rank may use do not matter: each rank may be bound to one core.) */
 static void dt__mpi_make_range(
     dt__mpi *mpi, const dt_run_desc *desc, int n, int neighbours, dt__mpi_rank_info *info) {
 #ifdef MFD_CLOEXEC
     static const uint64_t addresses[] = {
-#ifdef __SANITIZE_THREAD__ /* its mmap maps reserved addresses at 0, which succeeds for root */
+#ifdef __SANITIZE_THREAD__ /* if root asks for a reserved address, TSan's mmap maps at 0 */
         0x2000000000,
 #endif
         0x200000000000, 0x300000000000, 0x100000000000, 0x2000000000
@@ -8754,14 +8797,14 @@ static void dt__mpi_make_range(
 #endif
 }
 
-/* Maps the segment that the first rank has made, on every other rank. */
+/* Maps the shared memory segment that rank `first` has created. Called on the other ranks. */
 static void dt__mpi_map_range(dt__mpi *mpi, const dt__mpi_rank_info *first) {
     char path[64];
     struct stat file;
     if (!first->range) return;
     snprintf(path, sizeof path, "/proc/%lld/fd/%lld", (long long)first->pid, (long long)first->fd);
     if (dt__io_guard_std_fds() != 0) return;
-    int fd = open(path, O_RDWR | O_CLOEXEC); /* opens the memfd to which the /proc link points */
+    int fd = open(path, O_RDWR | O_CLOEXEC); /* opens the memfd itself, through the link in /proc */
     if (fd < 0) return;
     if (fstat(fd, &file) == 0 && (int64_t)file.st_dev == first->device &&
         (int64_t)file.st_ino == first->inode)
@@ -8772,8 +8815,9 @@ static void dt__mpi_map_range(dt__mpi *mpi, const dt__mpi_rank_info *first) {
     mpi->node.shared = (dt__shared *)(uintptr_t)first->shared;
 }
 
-/* Shares memory with the other ranks of this machine. `all` has size + 1 entries; the last entry is
-   this rank's own. Returns NULL, or an error text if other ranks did not come. */
+/* Shares memory with the other ranks of this machine. all: size + 1 entries, of which the last is
+   this rank's own entry. Returns NULL, or an error text if an exchange with the other ranks does
+   not complete within timeout_s. */
 static const char *dt__mpi_share_with(
     dt__mpi *mpi, const dt_run_desc *desc, dt__mpi_rank_info *all) {
     const char *timeout_text = "not all its processes came to dt_run within timeout_s";
@@ -8828,26 +8872,26 @@ static const char *dt__mpi_share(dt__mpi *mpi, const dt_run_desc *desc) {
     mpi->node.node_leaders = mpi->node.local_ranks + mpi->size;
     memset(all, 0, bytes);
     const char *wrong = dt__mpi_share_with(mpi, desc, all);
-    /* after an error MPI may still write into `all` */
+    /* after an error `all` is not freed, because MPI may still write into it */
     if (!wrong) host->free(host->user, all, bytes, DT_MEM_HOST);
     return wrong;
 }
 
 /* ---- the connections ---- */
 
-typedef struct dt__mpi_rendezvous { /* what rank 0 tells all other ranks */
+typedef struct dt__mpi_rendezvous { /* the values that rank 0 broadcasts */
     dt__tcp_address address;
     uint8_t key[32];
-    char why[DT__TCP_TEXT_BYTES]; /* why rank 0 does not listen */
+    char why[DT__TCP_TEXT_BYTES]; /* if rank 0 does not listen: the reason; else empty */
 } dt__mpi_rendezvous;
 
-/* Opens rank 0's listening socket: at desc.rendezvous, or at a free port of the loopback, or at a
-   free port of the first interface if some rank cannot reach the loopback. Returns -1 with
-   info->why set on failure. */
+/* Opens rank 0's listening socket at desc.rendezvous. If desc.rendezvous is NULL, opens it at a
+   free port: of the loopback address, or of the first interface if some rank is in another network
+   namespace. Returns -1 with info->why set on failure. */
 static int dt__mpi_listen(dt__mpi *mpi, const dt_run_desc *desc, dt__mpi_rendezvous *info) {
     dt__tcp_address *address = &info->address;
     dt_run_desc single_rank_desc = *desc;
-    single_rank_desc.ranks = 1; /* one rank needs no token, and the key below is random */
+    single_rank_desc.ranks = 1; /* so that dt__tcp_key needs no token: the key below is random */
     memset(info, 0, sizeof *info);
     if (desc->rendezvous && !dt__tcp_address_parse(desc->rendezvous, address))
         snprintf(info->why, sizeof info->why, "rendezvous '%.200s' is no address and port",
@@ -8858,7 +8902,7 @@ static int dt__mpi_listen(dt__mpi *mpi, const dt_run_desc *desc, dt__mpi_rendezv
         snprintf(info->why, sizeof info->why,
             "rank 0 finds no address of its machine: give it as rendezvous");
     if (info->why[0] || !dt__tcp_key(&single_rank_desc, *address, info->key, info->why)) return -1;
-    uint8_t random[32]; /* send a one-time key: MPI may keep messages */
+    uint8_t random[32]; /* makes the key valid for this run only, because MPI may store messages */
     ssize_t got = getrandom(random, sizeof random, 0);
     dt__hmac(info->key, sizeof info->key, random, sizeof random, info->key);
     dt__wipe(random, sizeof random);
@@ -8880,7 +8924,7 @@ static int dt__mpi_ignore_failure(dt_ctx *ctx, dt_status status, const char *tex
     return 1;
 }
 
-/* Connects all ranks. Returns NULL, or the text of an error. */
+/* Connects all ranks over TCP. Returns NULL, or the text of an error. */
 static const char *dt__mpi_connect(dt__mpi *mpi, const dt_run_desc *desc) {
     const dt_host *host = mpi->host;
     MPI_Request request;
@@ -8890,8 +8934,8 @@ static const char *dt__mpi_connect(dt__mpi *mpi, const dt_run_desc *desc) {
     memset(&quiet, 0, sizeof quiet);
     quiet.rank = mpi->rank;
     quiet.host = host;
-    /* this context computes nothing: with the device's kernel table it would open a stream on
-       device 0 */
+    /* This context computes nothing. With the GPU's kernel table it would open a stream on device
+       0. */
     quiet.kernels = dt_kernels_cpu();
     mpi->tcp_ctx = dt_ctx_make(quiet);
     dt__mpi_rendezvous got,
@@ -8903,7 +8947,7 @@ static const char *dt__mpi_connect(dt__mpi *mpi, const dt_run_desc *desc) {
     int error = MPI_Ibcast(info, (int)sizeof *info, MPI_BYTE, 0, mpi->control_comm, &request);
     if (error || !dt__mpi_wait_for(mpi, &request, dt__mpi_now(mpi) + mpi->timeout_s, 0)) {
         if (fd >= 0) close(fd);
-        /* MPI may still write into `info` */
+        /* `info` is not freed, because MPI may still write into it */
         return "not all its processes came to dt_run within timeout_s";
     }
     got = *info;
@@ -8919,7 +8963,7 @@ static const char *dt__mpi_connect(dt__mpi *mpi, const dt_run_desc *desc) {
     return mpi->tcp ? NULL : dt_error_text(mpi->tcp_ctx);
 }
 
-/* Called after the final synchronization. */
+/* Closes the TCP connections. Called after the final synchronization. */
 static void dt__mpi_disconnect(dt__mpi *mpi) {
     if (mpi->tcp) {
         dt__tcp_goodbye(mpi->tcp);
@@ -8931,8 +8975,8 @@ static void dt__mpi_disconnect(dt__mpi *mpi) {
     mpi->tcp_ctx = NULL;
 }
 
-/* Makes a rank of each process that the launcher started. Returns NULL on failure, with *why
-   set. */
+/* Initializes MPI if necessary and makes this process a rank. On failure returns NULL and sets
+   *why. */
 static dt__mpi *dt__mpi_open(const dt_host *host, const dt_run_desc *desc, const char **why) {
     int running = 0, finalized = 0, provided = 0;
     dt__mpi *mpi = (dt__mpi *)host->alloc(host->user, sizeof *mpi, DT_MEM_HOST);
@@ -8960,13 +9004,14 @@ static dt__mpi *dt__mpi_open(const dt_host *host, const dt_run_desc *desc, const
         if (!*why) *why = dt__mpi_connect(mpi, desc);
         if (!*why) return mpi;
     }
-    /* if the size is set, MPI may still write into *mpi */
+    /* once the size is set, *mpi is not freed, because MPI may still write into it */
     if (!mpi->size) host->free(host->user, mpi, sizeof *mpi, DT_MEM_HOST);
     return NULL;
 }
 
-/* Waits until this rank knows the failure. If the failure is a message that no rank received, the
-   rank to which the message was sent finds the message here and tells the others. */
+/* Waits until this rank has learned of the run's failure or the deadline has passed. If `lost` is
+   1, no rank has failed, but some message was never received. The rank to which it was sent then
+   finds it (dt__mpi_drain) and tells the other ranks. */
 static void dt__mpi_await_failure(dt__mpi *mpi, double until, int lost) {
     const dt_host *host = mpi->host;
     char text[512];
@@ -8992,9 +9037,10 @@ static void dt__mpi_await_failure(dt__mpi *mpi, double until, int lost) {
         dt__mpi_set_report(&mpi->first_failure, DT_ERR_COMM, -1, "a message was never received");
 }
 
-/* The final synchronization: all ranks learn whether a rank failed and whether every message was
-   received. As with threads, a rank that ends early waits for the other ranks as long as they run,
-   but after a failure at most timeout_s. Returns 0 if not all ranks came. */
+/* The final synchronization tells all ranks whether a rank failed and whether every message was
+   received. A rank whose rank_main has returned waits without a timeout for the other ranks, as
+   with threads; after a failure it waits at most timeout_s. Returns 0 if not all ranks took
+   part. */
 static int dt__mpi_final_sync(dt__mpi *mpi) {
     MPI_Request request = MPI_REQUEST_NULL;
     int failed = mpi->first_failure.status != DT_OK;
@@ -9007,7 +9053,7 @@ static int dt__mpi_final_sync(dt__mpi *mpi) {
     if (mpi->sync_sum[0] == 0 && mpi->sync_sum[1] == 0) return 1;
     double until = dt__mpi_now(mpi) + mpi->timeout_s;
     dt__mpi_await_failure(mpi, until, mpi->sync_sum[0] == 0);
-    /* wait for messages in flight, which must not reach the next run */
+    /* wait for messages in flight, because they must not arrive in the next run */
     for (int round = 0; round < DT__MPI_DRAIN_ROUNDS; round++) {
         mpi->sync_own[1] = mpi->message_balance;
         MPI_Iallreduce(&mpi->sync_own[1], &mpi->sync_sum[1], 1, MPI_INT64_T, MPI_SUM,
@@ -9019,7 +9065,7 @@ static int dt__mpi_final_sync(dt__mpi *mpi) {
     return 1;
 }
 
-/* Finishes the requests in flight. Returns 1 if no request is left. */
+/* Waits at most timeout_s for the requests in flight. Returns 1 if all requests are complete. */
 static int dt__mpi_finish_requests(dt__mpi *mpi) {
     double until = dt__mpi_now(mpi) + mpi->timeout_s;
     int settled = mpi->abandoned == 0;
@@ -9032,10 +9078,10 @@ static int dt__mpi_finish_requests(dt__mpi *mpi) {
     return settled;
 }
 
-/* Ends MPI after the rank has detached. If another rank did not reach the end of the run, dt does
-   not finalize MPI: MPI_Finalize would wait for that rank for ever, and the launcher ends the other
-   processes once this process exits with an error. Returns 1 if MPI no longer holds any of this
-   rank's memory. */
+/* Ends the rank's use of MPI after the rank has detached, and finalizes MPI if dt initialized it.
+   If another rank did not reach the end of the run, MPI is not finalized, because MPI_Finalize
+   would wait for that rank for ever; the launcher ends the other processes once this process exits
+   with an error. Returns 1 if MPI no longer uses this rank's memory. */
 static int dt__mpi_close(dt__mpi *mpi, dt_report *report) {
     int met = dt__mpi_final_sync(mpi), settled = met && dt__mpi_finish_requests(mpi);
     dt__mpi_disconnect(mpi);
@@ -9068,33 +9114,34 @@ static int dt__mpi_close(dt__mpi *mpi, dt_report *report) {
 #ifdef DT_USE_NCCL
 
 /* Each rank has a GPU. Large data in device memory go through NCCL. Everything else goes over TCP
-   as in section 24: scalars, comparisons, wait reports, failures, and messages of up to
-   DT_NCCL_MIN_BYTES.
+   as in section 24: scalars, the messages with which ranks compare their calls (DT__CHECK), wait
+   reports, failures, and messages of up to DT_NCCL_MIN_BYTES.
 
-   An nccl channel is an ncclComm with its own stream. Each group has an nccl channel, split from
-   its parent group's. Each direction between two ranks that exchange messages gets an nccl channel
-   with the first message. (A channel without "nccl" is the number that separates a group's messages
-   from the messages of other groups.)
+   An nccl channel is an ncclComm with its own stream. Each group has one, made by ncclCommSplit
+   from that of its parent group. For messages, each ordered pair of ranks (sender, receiver) gets
+   an nccl channel with its first message. (A channel without "nccl" is the number that separates a
+   group's messages from the messages of other groups.)
 
        rank 0: ncclGetUniqueId --broadcast--> all ranks: ncclCommInitRankConfig    (the world)
        parent group: ncclCommSplit                                                 (each group)
 
-   Each collective is enqueued on its nccl channel's stream. The stream first waits for an event in
-   the rank's own stream, after which the collective's inputs are ready. Collectives are enqueued in
-   the order of the group's calls, which is the same on all ranks. For the host a collective is done
-   as soon as it is enqueued; section 17 says how it completes on the device.
+   Each collective is enqueued on the stream of its group's nccl channel. That stream first waits
+   for an event in the rank's own stream, which marks that the collective's inputs are ready.
+   Collectives are enqueued in the order of the group's calls, which is the same on all ranks. The
+   host regards a collective as done as soon as it is enqueued; section 17 says how it completes on
+   the device.
 
    KNOWN LIMIT. An NCCL kernel occupies the device until the other ranks' kernels of the same
    operation run. If ranks start operations of different groups in different orders, the kernels of
-   these operations would have to run concurrently. NCCL does not guarantee this: with several
+   these operations must run concurrently, and NCCL does not guarantee that they do: with several
    communicators it requires one order on all ranks. So start overlapping operations in the same
-   order on all ranks. NCCL 2.26 and later can enforce this order on the device:
-   NCCL_LAUNCH_ORDER_IMPLICIT=1.
+   order on all ranks. NCCL 2.26 and later can enforce this order on the device, if the environment
+   variable NCCL_LAUNCH_ORDER_IMPLICIT is 1.
 
    docs.nvidia.com/deeplearning/nccl, "Communicators", "Fault tolerance", "Group calls". */
 
-/* NCCL's functions: linked, or looked up in libnccl.so.2 when a run begins (with
-   DT_NCCL_DLOPEN). */
+/* The functions of NCCL that dt calls. With DT_NCCL_DLOPEN they are loaded from libnccl.so.2 when a
+   run begins; otherwise the program is linked with NCCL. */
 #define DT__NCCL_FUNCTIONS(X) \
     X(GetUniqueId) \
     X(CommInitRankConfig) \
@@ -9124,26 +9171,27 @@ typedef struct dt__nccl_functions {
 typedef struct dt__nccl_channel {
     ncclComm_t comm;
     void *queue;
-    int call_in_progress; /* a call on comm is in progress */
-    int is_borrowed;      /* comm is the caller's */
-    uint64_t enqueued;    /* operations enqueued on the stream so far */
-    uint64_t accepted;    /* for messages: the announcements that this receiver has accepted */
-    ncclUniqueId id;      /* for messages: the id from which both ranks make comm */
+    int call_in_progress; /* 1 if the last call on comm may be in progress */
+    int is_borrowed;      /* 1 if comm belongs to the program, and dt does not free it */
+    uint64_t enqueued;    /* number of operations enqueued on the stream so far */
+    uint64_t accepted;    /* on the receiver of messages: number of accepted announcements */
+    ncclUniqueId id;      /* for messages: sender and receiver initialize comm with this id */
     int has_id;
-    float *f32_window; /* (DT_NCCL_F32_WINDOW) for sums of 16-bit types */
+    float *f32_window; /* (DT_NCCL_F32_WINDOW) memory for sums of 16-bit types in f32 */
 } dt__nccl_channel;
 
 #ifndef DT_NCCL_F32_WINDOW
-#define DT_NCCL_F32_WINDOW (4 << 20) /* elements of the window */
+#define DT_NCCL_F32_WINDOW (4 << 20) /* number of elements of dt__nccl_channel.f32_window */
 #endif
 #ifndef DT_NCCL_MIN_BYTES
-#define DT_NCCL_MIN_BYTES DT_EAGER_BYTES /* larger messages go through NCCL */
+#define DT_NCCL_MIN_BYTES DT_EAGER_BYTES /* messages with more bytes go through NCCL */
 #endif
 
 typedef struct dt__nccl {
     dt__nccl_functions call;
     dt__nccl_channel world_channel; /* the world's nccl channel */
-    dt__nccl_channel *p2p_channels; /* (2 * ranks): to each rank, from each rank */
+    /* (2 * ranks): element 2 r is for sends to rank r, element 2 r + 1 for receives from rank r */
+    dt__nccl_channel *p2p_channels;
 } dt__nccl;
 
 static size_t dt__nccl_bytes(const dt__world *world) {
@@ -9156,7 +9204,7 @@ static size_t dt__nccl_bytes(const dt__world *world) {
    the communicator until ncclCommGetAsyncError says that the call is done. After a failure all
    communicators are aborted, because an abort also ends kernels that hang on the device. */
 
-/* Fails the context. Always returns 0. */
+/* Fails the context with NCCL's error texts. Always returns 0. */
 static int dt__nccl_fail(
     dt__world *world, const dt__nccl_channel *channel, const char *what, ncclResult_t result) {
     const dt__nccl *nccl = world->nccl;
@@ -9166,8 +9214,8 @@ static int dt__nccl_fail(
     return 0;
 }
 
-/* Checks the result of a call on the communicator. Returns 1 if the call is done or in progress, 0
-   with the context failed. */
+/* Checks the result of a call on the communicator. Returns 1 if the call is done or in progress. If
+   the call failed, fails the context and returns 0. */
 static int dt__nccl_channel_result(
     dt__world *world, dt__nccl_channel *channel, const char *what, ncclResult_t result) {
     channel->call_in_progress = result == ncclInProgress;
@@ -9187,7 +9235,8 @@ static int dt__nccl_channel_is_idle(dt__world *world, dt__nccl_channel *channel)
     return dt__nccl_channel_result(world, channel, "a communicator", state);
 }
 
-/* Opens the nccl channel's stream on the rank's device. */
+/* Opens the nccl channel's stream on the rank's device. Returns 0 with the context failed on
+   failure. */
 static int dt__nccl_channel_open(dt__world *world, dt__nccl_channel *channel) {
     char why[160] = "";
     dt_cuda_desc desc = { dt_cuda_device(dt_ctx_stream(world->ctx)), NULL, 1 };
@@ -9202,8 +9251,8 @@ static ncclConfig_t dt__nccl_config(void) {
     return config;
 }
 
-/* Starts to make the communicator. The communicator can be used once dt__nccl_channel_is_idle
-   returns 1. */
+/* Starts ncclCommInitRankConfig. The communicator can be used once dt__nccl_channel_is_idle returns
+   1. Returns 0 with the context failed on failure. */
 static int dt__nccl_channel_connect(
     dt__world *world, dt__nccl_channel *channel, ncclUniqueId id, int rank, int size) {
     ncclConfig_t config = dt__nccl_config();
@@ -9219,8 +9268,8 @@ static void dt__nccl_channel_close(dt__world *world, dt__nccl_channel *channel) 
     memset(channel, 0, sizeof *channel);
 }
 
-/* Finalizes the communicator with dt's timeout. ncclCommDestroy alone would wait for the other
-   ranks without a timeout. */
+/* Finalizes the communicator. Called as the `step` of dt__nccl_channel_wait, which watches the
+   timeout; ncclCommDestroy alone would wait for the other ranks without a timeout. */
 static int dt__nccl_channel_finalized(dt_work *work) {
     dt__world *world = work->comm->world;
     dt__nccl_channel *channel = work->nccl_channel;
@@ -9231,8 +9280,8 @@ static int dt__nccl_channel_finalized(dt_work *work) {
     return channel->call_in_progress ? DT__POLL_AGAIN : 0;
 }
 
-/* Waits in the progress engine (section 12) until `step` says that no call is in progress on the
-   nccl channel. */
+/* Calls `step` in the progress engine (section 12) until it returns 0, which means that no call is
+   in progress on the nccl channel. */
 static void dt__nccl_channel_wait(
     dt_comm *comm, dt__nccl_channel *channel, int (*step)(dt_work *work)) {
     dt__world *world = comm->world;
@@ -9251,7 +9300,7 @@ static void dt__nccl_channel_wait(
 }
 
 /* Failure detection during an NCCL call. NCCL does not report failures of other ranks, so dt polls
-   its own connections. */
+   its TCP connections to them. */
 static void dt__poll_peer_failures(dt__world *world) {
     char why[512] = "";
     int answer = world->control && world->control->poll
@@ -9290,17 +9339,19 @@ static ncclRedOp_t dt__nccl_op(dt_op op) {
     }
 }
 
-/* 1 if a sum must be accumulated in f32. NCCL rounds to the element type at every hop, so dt
-   computes bf16 and f16 sums of more than two ranks in f32 and rounds once, as on every backend.
-   The f32 values pass through windows in the nccl channel's memory. A sum of only two values is
-   rounded once anyway. NCCL chooses the order of a sum. */
+/* Returns 1 if the call's sum must be accumulated in f32. NCCL rounds to the element type at every
+   hop. So dt casts bf16 and f16 data of more than two ranks to f32, lets NCCL sum them in f32, and
+   rounds once, as on every backend. The data are cast in windows of DT_NCCL_F32_WINDOW elements
+   (f32_window). A sum of two values is rounded only once anyway. NCCL chooses the order of a
+   sum. */
 static int dt__needs_f32_window(const dt_comm *comm, const dt__call *call) {
     return dt__pattern_of(call->op)->reduces && dt__narrow(call->dtype) && comm->base.size > 2 &&
            call->redop != DT_MAX && call->redop != DT_MIN;
 }
 
-/* Casts the window's elements of each block between the call's buffer and the f32 window, on the
-   nccl channel's stream. back: cast from the window to recv. */
+/* Casts the elements of the current window, on the nccl channel's stream. With back = 0, casts them
+   from call->send to f32_window, for every block of call->send. With back = 1, casts the result
+   from f32_window to call->recv. */
 static void dt__nccl_cast(dt_work *work, int back) {
     const dt__call *call = &work->call;
     const dt_kernels *kernels = dt_ctx_kernels(work->comm->world->ctx);
@@ -9324,8 +9375,7 @@ static void dt__nccl_cast(dt_work *work, int back) {
     }
 }
 
-/* Enqueues a gather, scatter or all-to-all: all sends and receives of the pattern in one NCCL group
-   call. */
+/* Enqueues a gather, scatter or all-to-all as sends and receives, all in one NCCL group call. */
 static ncclResult_t dt__nccl_enqueue_p2p(dt_work *work, void *stream) {
     const dt_comm *comm = work->comm;
     const dt__call *c = &work->call;
@@ -9360,7 +9410,8 @@ static ncclResult_t dt__nccl_enqueue_p2p(dt_work *work, void *stream) {
     return result == ncclSuccess ? end : result;
 }
 
-/* Enqueues one window of a collective on the nccl channel's stream. */
+/* Enqueues the current window of a collective on the nccl channel's stream. wide: 1 if its data are
+   in f32_window. */
 static ncclResult_t dt__nccl_enqueue_window(dt_work *work, int wide) {
     const dt__call *c = &work->call;
     const dt__nccl_functions *call = &work->comm->world->nccl->call;
@@ -9383,10 +9434,10 @@ static ncclResult_t dt__nccl_enqueue_window(dt_work *work, int wide) {
     }
 }
 
-/* Records an event in the rank's own stream when the operation is called. After the event the
-   operation's inputs are ready and no earlier kernel reads its outputs. An event recorded later
-   would be too late, because the stream may by then wait for data that other ranks send after this
-   operation. Fails the context if the device refuses the event. */
+/* Records the event `mark` in the rank's own stream, and returns it. Called when the operation is
+   called: once the stream reaches the event, the operation's inputs are ready and no earlier kernel
+   uses its outputs. A later event could deadlock, because by then the stream may be waiting for
+   data that other ranks send only after this operation. On failure fails the context. */
 static void *dt__nccl_record_inputs(dt_work *work, void *mark) {
     dt_ctx *ctx = work->comm->world->ctx;
     void *made = dt_ctx_kernels(ctx)->event_record(dt_ctx_stream(ctx), mark);
@@ -9394,14 +9445,16 @@ static void *dt__nccl_record_inputs(dt_work *work, void *mark) {
     return made ? made : mark;
 }
 
-/* Makes the nccl channel's stream wait for the event `mark`. Returns 0 with the context failed. */
+/* Makes the nccl channel's stream wait for the event `mark`. Returns 0 with the context failed on
+   failure. */
 static int dt__nccl_channel_wait_event(dt_work *work, dt__nccl_channel *channel, void *mark) {
     dt_status status = dt_ctx_kernels(work->comm->world->ctx)->event_wait(channel->queue, mark);
     if (status) dt__data_failed(work->comm, &work->call, status);
     return !status;
 }
 
-/* Records the work's event after all operations that are enqueued on the nccl channel's stream. */
+/* Records the operation's event after everything that is enqueued on the nccl channel's stream.
+   Returns 0 with the context failed on failure. */
 static int dt__nccl_channel_record_event(dt_work *work, dt__nccl_channel *channel) {
     void *mark =
         dt_ctx_kernels(work->comm->world->ctx)->event_record(channel->queue, work->device_event);
@@ -9413,8 +9466,8 @@ static int dt__nccl_channel_record_event(dt_work *work, dt__nccl_channel *channe
     return mark != NULL;
 }
 
-/* Stages. 0: wait for the collective's number, then begin. 1: a window is enqueued; enqueue the
-   next window. */
+/* Stages. 0: wait until all earlier collectives of the nccl channel are enqueued, then enqueue the
+   first window. 1: a window is enqueued; enqueue the next window. */
 static int dt__nccl_collective(dt_work *work) {
     dt_comm *comm = work->comm;
     dt__nccl_channel *channel = work->nccl_channel;
@@ -9442,8 +9495,8 @@ static int dt__nccl_collective(dt_work *work) {
     return DT__POLL_AGAIN;
 }
 
-/* Returns the algorithm of a collective that goes through NCCL: every collective that moves device
-   data. Returns NULL for the other collectives. */
+/* Returns dt__nccl_collective if the collective moves data in device memory, and so goes through
+   NCCL; else NULL. */
 static int (*dt__nccl_algorithm(const dt_comm *comm, const dt__call *call))(dt_work *work) {
     dt__nccl_channel *channel = comm->nccl_channel;
     if (call->host_memory || !channel || dt__is_p2p(call->op) || !dt__pattern_of(call->op)->counted)
@@ -9463,29 +9516,29 @@ static void dt__nccl_begin_collective(dt_work *work) {
 
 /* ---- messages ---- */
 
-/* NCCL has no tags: messages between two ranks arrive in the order of the sends. So the receiver
-   numbers the messages:
+/* NCCL's messages have no tags: ncclSend and ncclRecv match in the order of their calls. So the
+   receiver numbers the messages of an nccl channel:
 
        sender      announces the message and the nccl channel's id   (matched by group and tag)
-       receiver    replies "it is number 5 of the nccl channel"
-       both        ncclSend and ncclRecv in the order of the numbers
+       receiver    replies with the message's number
+       both        call ncclSend and ncclRecv in the order of the numbers
 
-   The numbers follow the order in which the receiver asked for the messages, so no message waits
-   for an earlier message that the receiver has not asked for. */
+   A message gets its number only once the receiver has asked for it, so no message waits for an
+   earlier message that the receiver has not asked for. */
 
 static dt__nccl_channel *dt__nccl_channel_of(dt_work *work, const dt__p2p *p2p) {
     dt__nccl *nccl = work->comm->world->nccl;
     return &nccl->p2p_channels[2 * work->comm->group->ranks[p2p->peer] + (p2p->op == DT__RECV)];
 }
 
-/* The address of the receiver's reply. */
+/* Returns the group, peer and tag with which the receiver's reply is sent. */
 static dt__address dt__nccl_reply_address(const dt_work *work, const dt__p2p *p2p) {
     dt__address a = dt__address_of(work, p2p);
     a.channel |= 0x80000000u;
     return a;
 }
 
-/* Announces a message to its receiver. */
+/* Sends the announcement of a message to its receiver. Returns -1 on failure. */
 static int dt__nccl_announce(dt_work *work, dt__p2p *p2p) {
     dt__world *world = work->comm->world;
     dt__nccl_channel *channel = dt__nccl_channel_of(work, p2p);
@@ -9497,8 +9550,8 @@ static int dt__nccl_announce(dt_work *work, dt__p2p *p2p) {
         work, p2p, dt__address_of(work, p2p), 1, &channel->id, sizeof channel->id);
 }
 
-/* Accepts an announcement that has arrived: the receiver gives the message its number and learns
-   the nccl channel's id. */
+/* Accepts an announcement that has arrived at the receiver: stores the nccl channel's id, gives the
+   message its number and sends the number to the sender. Returns -1 on failure. */
 static int dt__nccl_accept(dt_work *work, dt__p2p *p2p, dt__arrival *arrival) {
     if (arrival->bytes == sizeof(ncclUniqueId))
         arrival->bytes = p2p->count * dt_dtype_size(work->call.dtype);
@@ -9511,8 +9564,8 @@ static int dt__nccl_accept(dt_work *work, dt__p2p *p2p, dt__arrival *arrival) {
         sizeof p2p->nccl_sequence);
 }
 
-/* Enqueues the message on the nccl channel's stream when the message's number is next. Returns 1 if
-   the message is enqueued. */
+/* Enqueues the message on the nccl channel's stream if all messages with lower numbers are
+   enqueued. Returns 1 if the message is enqueued, 0 if it must wait, -1 on failure. */
 static int dt__nccl_enqueue_message(dt_work *work, dt__p2p *p2p) {
     dt__world *world = work->comm->world;
     const dt__nccl_functions *call = &world->nccl->call;
@@ -9531,8 +9584,10 @@ static int dt__nccl_enqueue_message(dt_work *work, dt__p2p *p2p) {
                                                                                             : -1;
 }
 
-/* Handles a message that is enqueued. The rank's own stream waits for the message if it is part of
-   an algorithm, because the algorithm's next round uses the received data. */
+/* Records the operation's event after the message that has been enqueued. If the message is part of
+   a collective's algorithm, also makes the rank's own stream wait for it, because the algorithm's
+   next round uses the received data. Returns 1 on success, 0 if the call is still in progress, -1
+   on failure. */
 static int dt__nccl_message_enqueued(dt_work *work, dt__p2p *p2p) {
     dt__world *world = work->comm->world;
     dt__nccl_channel *channel = dt__nccl_channel_of(work, p2p);
@@ -9563,8 +9618,9 @@ static int dt__nccl_begin_message(dt_work *work, dt__p2p *p2p) {
                                      p2p->nccl_announcement, DT__ANNOUNCEMENT_BYTES);
 }
 
-/* States of a part: 0 not begun, 1 announcement in flight, 2 reply in flight, 3 ready to be
-   enqueued, 4 enqueued. */
+/* Advances a message. Its states: 0 not begun, 1 announcement in flight, 2 reply in flight, 3 ready
+   to be enqueued, 4 enqueued. Returns 1 once the message is done for the host, 0 before, -1 on
+   failure. */
 static int dt__nccl_message(dt_work *work, dt__p2p *p2p) {
     dt__world *world = work->comm->world;
     size_t bytes = p2p->count * dt_dtype_size(work->call.dtype);
@@ -9604,14 +9660,14 @@ static int dt__nccl_message(dt_work *work, dt__p2p *p2p) {
 
 /* ---- groups ---- */
 
-/* Splits a group's nccl channel. All ranks of the group must call this function. A color with more
-   than one rank gets an nccl channel. */
+/* Splits the nccl channel of `comm`. All ranks of `comm` must call this function. `made` is this
+   rank's new group; it gets an nccl channel if it has more than one rank. */
 static void dt__nccl_split(dt_comm *comm, dt_comm *made, int color) {
     dt__world *world = comm->world;
     ncclConfig_t config = dt__nccl_config();
     int several = made && made->base.size > 1;
     if (!comm->nccl_channel || dt_error(world->ctx)) return;
-    /* no other operation may be in flight on a communicator during its split */
+    /* NCCL allows no other operation in flight on a communicator during its split */
     dt__on_settle(world->ctx, 0, world);
     dt__nccl_channel *channel = several ? (dt__nccl_channel *)dt_alloc(world->ctx, DT_MEM_HOST,
                                               sizeof *channel, "an nccl channel")
@@ -9641,7 +9697,8 @@ static void dt__nccl_free(dt__world *world) {
     dt_free(world->ctx, DT_MEM_HOST, nccl, dt__nccl_bytes(world));
 }
 
-/* Ends a group's nccl channel. The world's nccl channel ends last. */
+/* Closes a group's nccl channel. If the group is the world, which is closed last, also frees the
+   other NCCL state. */
 static void dt__nccl_close(dt_comm *comm) {
     dt__world *world = comm->world;
     if (comm->nccl_channel) {
@@ -9655,9 +9712,10 @@ static void dt__nccl_close(dt_comm *comm) {
 }
 
 /* Aborts all communicators after the context has failed, because an abort ends kernels that hang on
-   the device. An abort frees memory, for which the entire device must be idle, so all aborts are in
-   one NCCL group call. NCCL 2.22 and later can group aborts; in earlier versions the first abort
-   may wait for the second. */
+   the device. Each abort also frees memory, and so waits until the entire device is idle. All
+   aborts are therefore in one NCCL group call, so that none of them waits for kernels of another
+   communicator. NCCL 2.22 and later can group aborts; in earlier versions the first abort may wait
+   for the second. */
 static void dt__nccl_abort(dt__world *world) {
     dt__nccl *nccl = world->nccl;
     nccl->call.GroupStart();
@@ -9674,7 +9732,7 @@ static void dt__nccl_abort(dt__world *world) {
 }
 
 /* Compares this collective with the other ranks' wait reports. Fails the context if a rank of the
-   group waits in a different collective at the same position. */
+   group waits in a different call that has the same sequence number. */
 static void dt__nccl_compare_reports(dt_work *work) {
     dt_comm *comm = work->comm;
     const dt__world *world = comm->world;
@@ -9694,8 +9752,8 @@ static void dt__nccl_compare_reports(dt_work *work) {
     }
 }
 
-/* Checks an operation that the device has not finished: is the communicator healthy, are the other
-   ranks alive, and have all ranks called the same operation? */
+/* Checks an operation that the device has not finished. Fails the context if the communicator has
+   an error, another rank has failed or ended, or the ranks have called different operations. */
 static void dt__nccl_check_device(dt_work *work) {
     dt__world *world = work->comm->world;
     ncclResult_t state = ncclSuccess;
@@ -9720,10 +9778,10 @@ static const dt__comm_ops dt__nccl_ops = { .name = "nccl",
     .close = dt__nccl_close,
     .check_device = dt__nccl_check_device };
 
-/* Loads NCCL's functions. Returns 0 with the context failed. The library is never closed, because
-   it has its own threads, for example a thread that ncclGetUniqueId starts. dt cannot wait for the
-   end of these threads, and after a close they would execute unmapped code. The dlopen of a later
-   run finds the library loaded. */
+/* Loads NCCL's functions. Returns 0 with the context failed on failure. The library is never
+   closed, because it has its own threads, for example a thread that ncclGetUniqueId starts. dt
+   cannot wait for the end of these threads, and after a dlclose they would execute unmapped code.
+   In a later run dlopen returns the library that is still loaded. */
 static int dt__nccl_load(dt__world *world, dt__nccl *nccl) {
 #ifdef DT_NCCL_DLOPEN
     void *library = dlopen("libnccl.so.2", RTLD_NOW | RTLD_LOCAL);
@@ -9741,9 +9799,10 @@ static int dt__nccl_load(dt__world *world, dt__nccl *nccl) {
     return 1;
 }
 
-/* Warns of lazy kernel loading. CUDA may load a kernel only when the device is idle, which is after
-   NCCL's kernels have ended, and NCCL's kernels wait for the other ranks. If another rank waits for
-   an operation that follows the unloaded kernel, the ranks deadlock. */
+/* Warns of lazy kernel loading, which can deadlock the ranks: before CUDA loads a kernel lazily, it
+   may wait until the device is idle and so until NCCL's kernels have ended. NCCL's kernels wait for
+   the other ranks. One of those may wait for an operation that this rank starts only after the
+   kernel is loaded. */
 static void dt__nccl_warn_lazy_loading(const dt__world *world) {
     const char *loading = dt__launch_env("CUDA_MODULE_LOADING");
     if (world->rank != 0 || (loading && strcmp(loading, "EAGER") == 0)) return;
@@ -9752,8 +9811,8 @@ static void dt__nccl_warn_lazy_loading(const dt__world *world) {
         "that CUDA loads late can wait for one of NCCL's, and that for another rank");
 }
 
-/* Makes the world's nccl channel from the caller's communicator `given`, or from a new id that rank
-   0 broadcasts. */
+/* Makes the world's nccl channel from the program's communicator `given`. If `given` is NULL, makes
+   a communicator from an id that rank 0 broadcasts. */
 static void dt__nccl_begin(dt__world *world, void *given) {
     dt_comm *comm = world->comm;
     dt__nccl *nccl = NULL;
@@ -9799,11 +9858,11 @@ static void dt__nccl_begin(dt__world *world, void *given) {
 
 // ==== 27. Attach and launch: code ===============================================================
 
-/* The life of a run. dt_run makes these calls, with a thread or a forked process for each rank:
+/* The life of a run. With a thread or a forked process for each rank, dt_run calls:
 
-       dt_team_make    checks the description, makes the run's shared memory
-       each rank       dt_team_ctx, dt_comm_attach, the rank function, dt_comm_detach
-       dt_team_free    looks for unreceived messages, fills the report
+       dt_team_make    checks the description and creates the run's shared memory
+       each rank       calls dt_team_ctx, dt_comm_attach, rank_main and dt_comm_detach
+       dt_team_free    looks for unreceived messages and fills the report
 
    The supervisor exchanges no messages with ranks: every failure is reported through the failure
    record (section 9). */
@@ -9814,10 +9873,12 @@ struct dt_team {
     size_t range_bytes;
     const dt_host *host;
     dt_run_desc desc;
-    int64_t oom_kills;         /* the OOM killer's count before the ranks began */
-    dt_host host_copy;         /* a copy of the caller's; `host` points to it */
-    int references;            /* the maker and each rank thread; the last frees the team */
-    struct dt__rank_job *jobs; /* (ranks) the jobs of dt_run; NULL in other teams */
+    int64_t oom_kills; /* result of dt__run_oom_kills before the ranks began */
+    dt_host host_copy; /* copy of the caller's dt_host; `host` points to it */
+    /* one for the caller of dt_team_make and one for each rank's thread; the team is freed when
+       none is left */
+    int references;
+    struct dt__rank_job *jobs; /* (ranks) in the team of a dt_run; NULL in other teams */
 };
 
 /* Records and logs a failure outside of any context. */
@@ -9839,19 +9900,20 @@ static void dt__set_ended(dt__shared *shared, int local_rank) {
     __atomic_store_n(&shared->state[local_rank].ended, 1, __ATOMIC_RELEASE);
     __atomic_fetch_add(&shared->ended, 1, __ATOMIC_RELEASE);
     __atomic_fetch_add(&shared->state[local_rank].progress, 1, __ATOMIC_SEQ_CST);
-    /* set after the rank's last progress */
+    /* stored last, because the rank makes no progress after the increment above */
     __atomic_store_n(
         &shared->state[local_rank].idle_at_progress, DT__IDLE_FOREVER, __ATOMIC_SEQ_CST);
 }
 
-/* Called between two kernels of a tensor op: advances started operations. */
+/* Advances the pending operations. The tensor library calls this function between two kernels. */
 static void dt__on_kernel_done(dt_ctx *ctx, void *user) {
     dt__world *world = (dt__world *)user;
     if (world->first_unfinished && dt_error(ctx) == DT_OK) dt__advance_some(world);
 }
 
-/* Makes a rank's world. Three kinds: over a team's shared memory, over a transport with a node's
-   shared memory, or over a transport with private state. */
+/* Makes a rank's world. Its ranks communicate in a team's shared memory, or over a transport. With
+   a transport its state is in the shared memory of the machine's ranks if `node` is given, else in
+   private memory. */
 static dt__world *dt__world_make(dt_ctx *ctx, const dt_attach_desc *desc, const dt__node *node) {
     dt__world *world = (dt__world *)dt_alloc(ctx, DT_MEM_HOST, sizeof *world, "the world");
     dt__private_range *lone = NULL;
@@ -9916,8 +9978,8 @@ static void dt__peer_views_make(dt__world *world, const dt__control *control, in
     }
 }
 
-/* Tells the other ranks that the context failed before its world listened for failures. Always
-   returns NULL. */
+/* Tells the other ranks that this rank's context failed before its world could do so (before
+   dt_listen). Always returns NULL. */
 static dt_comm *dt__attach_failed(dt_ctx *ctx, const dt_attach_desc *desc, dt__shared *shared) {
     if (shared && dt__claim(shared, desc->rank))
         dt__publish_failure(shared, desc->rank, dt_error(ctx), dt_error_text(ctx));
@@ -9926,8 +9988,9 @@ static dt_comm *dt__attach_failed(dt_ctx *ctx, const dt_attach_desc *desc, dt__s
     return NULL;
 }
 
-/* Attaches a rank. node: the ranks of a transport that share memory, or NULL. control: the
-   functions that carry wait reports, or NULL. run: dt_run's description, for a transport. */
+/* Attaches a rank. node: the ranks on this machine, if ranks of a transport share memory, else
+   NULL. control: the functions that carry wait reports, or NULL. run: the description passed to
+   dt_run, if dt_run attaches a rank of a transport, else NULL (a team has its own description). */
 static dt_comm *dt__attach(dt_ctx *ctx, dt_attach_desc desc, const dt__node *node,
     const dt__control *control, const dt_run_desc *run) {
     int size = desc.team ? desc.team->desc.ranks : desc.size;
@@ -9981,7 +10044,7 @@ dt_comm *dt_comm_attach(dt_ctx *ctx, dt_attach_desc desc) {
     return dt__attach(ctx, desc, NULL, NULL, NULL);
 }
 
-/* Recycles work objects that a failure abandoned. */
+/* Releases the work objects of operations that a failure has left unfinished. */
 static void dt__works_recycle(dt__world *world) {
     dt__on_settle(world->ctx, 0, world);
     if (world->blocking) dt__work_release(world, world->blocking);
@@ -10025,7 +10088,7 @@ void dt_comm_detach(dt_ctx *ctx, dt_status status) {
     dt__works_recycle(world);
     dt_free(ctx, DT_MEM_HOST, world->device_sends,
         world->comm ? 2 * (size_t)world->comm->base.size * sizeof *world->device_sends : 0);
-    dt__comms_free(world); /* uses works, so free the works after it */
+    dt__comms_free(world); /* uses the work objects, which are freed next */
     dt__works_free(world);
     dt_ctx_attach(ctx, NULL);
     dt_unlisten(ctx, &world->listener);
@@ -10035,7 +10098,7 @@ void dt_comm_detach(dt_ctx *ctx, dt_status status) {
 
 /* ---- the team ---- */
 
-/* Logs and reports why a run cannot begin. */
+/* Logs the reason why a run cannot begin, and writes it to *desc->report. */
 DT_PRINTF(3, 4)
 static void dt__refuse(const dt_run_desc *desc, dt_status status, const char *fmt, ...) {
     const dt_host *host = desc->host ? desc->host : dt_host_default();
@@ -10052,9 +10115,10 @@ static void dt__refuse(const dt_run_desc *desc, dt_status status, const char *fm
     if (desc->report) *desc->report = report;
 }
 
-/* Makes the run's shared memory. For forked processes the mapping must be shared, and each rank's
-   heap may grow to the machine's memory, because a page takes memory only once it is touched. If
-   the system refuses a mapping of this size, the function asks for less. */
+/* Allocates the run's shared memory. If the ranks are forked processes, it contains a heap for each
+   rank. The function first tries heaps as large as the machine's memory, because a page takes
+   physical memory only once it is touched. If the system refuses a mapping of this size, the
+   function tries smaller heaps. */
 static void *dt__range_make(dt__shared *sizes, const dt_host *host, size_t user_bytes) {
     size_t machine_bytes = (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);
     for (size_t heap = sizes->separate_memory ? dt__align_page(machine_bytes) : 0;;
@@ -10074,15 +10138,16 @@ static void dt__range_free(const dt_host *host, void *range, size_t bytes) {
         host->free(host->user, range, bytes, DT_MEM_COMM);
 }
 
-/* Takes values that the description leaves unset from environment variables. */
+/* Sets desc->check and desc->fault, if they are unset, from the environment variables DT_CHECK and
+   DT_FAULT (the latter only if desc->read_fault_env is set). */
 static void dt__run_env(dt_run_desc *desc) {
     const char *check = getenv("DT_CHECK");
     if (!desc->fault && desc->read_fault_env) desc->fault = getenv("DT_FAULT");
     if (desc->check == 0 && check && strcmp(check, "1") == 0) desc->check = 1;
 }
 
-/* Checks the fields of a description that all backends use. Returns 1 if the fields are valid, else
-   reports the error. */
+/* Checks the fields of a description that all backends use. Returns 1 if they are valid; else
+   reports the error (dt__refuse) and returns 0. */
 static int dt__run_valid(dt_run_desc *desc) {
     dt__run_env(desc);
     if (dt__faults_parse(desc->fault, -1, desc->ranks, NULL) < 0)
@@ -10104,7 +10169,8 @@ static int dt__run_valid(dt_run_desc *desc) {
     return 0;
 }
 
-/* Checks that the description's ranks can share memory, then its other fields. */
+/* Checks that the description's backend has a team and can share memory, then its other fields.
+   Returns 1 if they are valid; else reports the error and returns 0. */
 static int dt__team_valid(dt_run_desc *desc) {
     int procs = desc->backend == DT_BACKEND_PROCS;
     if (!procs && desc->backend != DT_BACKEND_AUTO && desc->backend != DT_BACKEND_THREADS)
@@ -10145,7 +10211,7 @@ dt_team *dt_team_make(dt_run_desc desc) {
     team->range = range;
     team->range_bytes = sizes.bytes;
     team->desc = desc;
-    team->host_copy = *host; /* a thread left behind may outlive the caller's table */
+    team->host_copy = *host; /* a thread may use it after the caller has freed *desc.host */
     team->host = &team->host_copy;
     if (desc.host) team->desc.host = team->host;
     team->references = 1;
@@ -10157,8 +10223,8 @@ dt_team *dt_team_make(dt_run_desc desc) {
     return team;
 }
 
-/* A rank's number among the ranks of its machine. The launcher sets it; without a launcher all
-   ranks are on one machine. */
+/* Returns a rank's number among the ranks of its machine, as the launcher has set it. Without a
+   launcher returns the rank, because all ranks are on one machine. */
 static int dt__find_local_rank(const dt_run_desc *desc, int rank) {
     dt_launch launch;
     if (desc->backend <= DT_BACKEND_PROCS || dt_launch_find(&launch) != DT_OK) return rank;
@@ -10172,7 +10238,7 @@ static dt_ctx *dt__rank_ctx(const dt_run_desc *desc, int rank, const dt_host *ho
     of.rank = rank;
     of.local_rank = dt__find_local_rank(desc, rank);
     of.kernels = desc->kernels;
-    /* forked processes cannot use the device */
+    /* forked processes cannot use a GPU */
     if (!of.kernels && desc->backend == DT_BACKEND_PROCS) of.kernels = dt_kernels_cpu();
     of.host = host;
     of.io = desc->io;
@@ -10180,7 +10246,8 @@ static dt_ctx *dt__rank_ctx(const dt_run_desc *desc, int rank, const dt_host *ho
     return dt_ctx_make(of);
 }
 
-/* Enables peer access, because ranks that are threads read and write each other's device memory. */
+/* Enables peer access between the ranks' GPUs, because ranks that are threads read and write each
+   other's device memory. */
 static void dt__share_devices(dt_ctx *ctx, int ranks) {
     const dt_kernels *kernels = dt_ctx_kernels(ctx);
     char why[160] = "";
@@ -10198,7 +10265,8 @@ dt_ctx *dt_team_ctx(dt_team *team, int rank) {
         return NULL;
     }
     const dt_host *host = team->desc.host;
-    /* with any kernel table staging windows and message copies must be in shared memory */
+    /* Whatever the kernel table is, host memory for staging windows and for copies of messages must
+       be in shared memory. */
     if (team->shared->separate_memory) host = dt__heap_make(team->shared, team->host, rank);
     dt_ctx *ctx = dt__rank_ctx(&team->desc, rank, host);
     if (!ctx)
@@ -10209,8 +10277,8 @@ dt_ctx *dt_team_ctx(dt_team *team, int rank) {
     return ctx;
 }
 
-/* Reports a message that no rank received. Such a message exists because an eager send completes
-   without its receiver. */
+/* Reports one message that was never received, if there is one. An eager send completes without
+   its receiver, so its message may remain. */
 static void dt__find_unreceived(dt__shared *shared, const dt_host *host) {
     for (int from = 0; from < shared->ranks; from++) {
         for (int to = 0; to < shared->ranks; to++) {
@@ -10236,12 +10304,12 @@ typedef struct dt__rank_job {
     dt_status (*rank_main)(dt_ctx *ctx, void *user);
     void *user;
     pthread_t thread;
-    pid_t pid;       /* 0: no process, or the process has been reaped */
-    int pidfd;       /* -1: no pidfd */
-    int thread_done; /* the thread has finished */
+    pid_t pid;       /* 0 if there is no process or the process has been reaped */
+    int pidfd;       /* -1 if there is no pidfd */
+    int thread_done; /* 1 if the rank's thread no longer uses this job */
 } dt__rank_job;
 
-/* Drops a reference; the last one frees the team. */
+/* Drops one reference to the team, and frees the team if no reference is left. */
 static void dt__team_release(dt_team *team) {
     if (__atomic_sub_fetch(&team->references, 1, __ATOMIC_ACQ_REL) > 0) return;
     dt_host host = team->host_copy;
@@ -10262,9 +10330,10 @@ dt_status dt_team_free(dt_team *team) {
 
 /* ---- dt_run ---- */
 
-#define DT__STOPPED_S 1.0 /* after a failure a stopped process is killed within this many seconds */
+#define DT__STOPPED_S 1.0 /* seconds after a failure until a stopped process is killed */
 
-/* Fails a rank whose rank_main ended its own thread. Called in that thread's cleanup handler. */
+/* Fails the context of a rank whose rank_main has ended its own thread. Called in that thread's
+   cleanup handler. */
 static void dt__rank_cut_short(dt_ctx *ctx) {
     dt__world *world = dt__world_of(ctx);
     if (world && world->shared->state) __atomic_store_n(&world->state->busy, 0, __ATOMIC_SEQ_CST);
@@ -10273,7 +10342,8 @@ static void dt__rank_cut_short(dt_ctx *ctx) {
         "pthread_cancel");
 }
 
-/* Ends a rank after rank_main has returned or has ended its thread. A cleanup handler. */
+/* Detaches the rank and frees its context. A cleanup handler of the rank's thread: it runs after
+   rank_main has returned or has ended the thread. */
 static void dt__rank_end(void *arg) {
     dt__rank_job *job = (dt__rank_job *)arg;
     dt_team *team = job->team;
@@ -10303,7 +10373,8 @@ static void *dt__run_rank(void *arg) {
     return NULL;
 }
 
-/* Answers a status request: the supervisor logs the table of all ranks. */
+/* Logs the table of all ranks if there is a status request (dt_run_desc.status_request). Called by
+   the supervisor. */
 static void dt__run_log_ranks(dt_team *team) {
     if (!team->desc.status_request ||
         !__atomic_exchange_n(team->desc.status_request, 0, __ATOMIC_RELAXED))
@@ -10313,7 +10384,7 @@ static void dt__run_log_ranks(dt_team *team) {
             team->host, dt_io_default(), -1, rank, dt__view_of_local_rank(team->shared, rank));
 }
 
-/* Logs and counts a rank that dt_run leaves behind. */
+/* Logs that dt_run returns without waiting for this rank, and counts the rank in left_behind. */
 static void dt__run_leave_behind(
     dt_team *team, const dt__rank_job *job, const char *what, double seconds) {
     char text[192];
@@ -10340,8 +10411,8 @@ static int dt__run_await_thread(dt_team *team, const dt__rank_job *job, dt__stop
     return 1;
 }
 
-/* Starts the ranks and waits for them. If a thread cannot be started, the ranks that have started
-   learn of it as of any other failure. */
+/* Starts the ranks' threads and waits for them. If a thread cannot be started, records the failure,
+   and the ranks that have started notice it like any other failure. */
 static void dt__run_threads(dt_team *team, dt__rank_job *jobs) {
     dt__stopwatch failed = { NULL, 0, 0, 0 };
     int started = 0;
@@ -10380,9 +10451,10 @@ static const char *dt__run_signal_text(int number) {
     }
 }
 
-/* The number of processes of this memory cgroup that the kernel's OOM killer has killed; -1 if
-   unknown. /proc/self/cgroup names the cgroup ("4:memory:/jobs/7" in version 1, "0::/jobs/7" in
-   version 2). Inside a container the cgroup may be the root of the mounted tree. */
+/* Returns the number of processes of this process's memory cgroup that the kernel's OOM killer has
+   killed; -1 if unknown. /proc/self/cgroup names the cgroup ("4:memory:/jobs/7" in version 1,
+   "0::/jobs/7" in version 2). In a container this name may not exist under /sys/fs/cgroup, and the
+   cgroup may be mounted as the root there. */
 static int64_t dt__run_oom_kills(const dt_io *io) {
     static const char *const files[4] = { "/sys/fs/cgroup/memory%s/memory.oom_control",
         "/sys/fs/cgroup%s/memory.events", "/sys/fs/cgroup/memory/memory.oom_control",
@@ -10403,9 +10475,9 @@ static int64_t dt__run_oom_kills(const dt_io *io) {
     return -1;
 }
 
-/* Records how a rank's process ended, even if the process died while it wrote the failure record.
-   The exit status is unknown if this process ignores SIGCHLD or reaps children elsewhere; then
-   state.ended == 2 means success. */
+/* Records a failure if a rank's process has ended without success, even if the process died while
+   it wrote the failure record. known: 0 if the exit status is unknown, because this process ignores
+   SIGCHLD or another part of it has reaped the child; then state.ended == 2 means success. */
 static void dt__process_gone(dt_team *team, const dt__rank_job *job, int known, int status) {
     dt__shared *shared = team->shared;
     int rank = job->rank, pid = (int)job->pid;
@@ -10438,7 +10510,8 @@ static void dt__process_gone(dt_team *team, const dt__rank_job *job, int known, 
     if (!dt__has_ended(shared, rank)) dt__set_ended(shared, rank);
 }
 
-/* Waits until a rank's process ends (its pidfd becomes readable) or a short time has passed. */
+/* Waits until a rank's process has ended (its pidfd is then readable), at most 20 ms. Without
+   pidfds sleeps for 1 ms. */
 static void dt__run_await_exit(
     dt_team *team, const dt__rank_job *jobs, int started, struct pollfd *ends) {
     int n = 0, has_pidfds = ends != NULL;
@@ -10454,9 +10527,9 @@ static void dt__run_await_exit(
         team->host->sleep(team->host->user, 1e-3);
 }
 
-/* Returns 1 if the supervisor must kill this process after a failure. A process that computes may
-   never check for the failure, so the supervisor kills it after timeout_s. A stopped process cannot
-   check, so the supervisor kills it earlier. */
+/* Returns 1 if the supervisor must kill this process: timeout_s after the first failure, because a
+   process that computes may never check for failures, or DT__STOPPED_S after the failure if the
+   process is stopped and so cannot check. seconds: the time since the first failure. */
 static int dt__run_overdue(const dt__rank_job *job, double seconds) {
     const dt_team *team = job->team;
     if (!job->pid || seconds < fmin(DT__STOPPED_S, team->desc.timeout_s)) return 0;
@@ -10464,7 +10537,7 @@ static int dt__run_overdue(const dt__rank_job *job, double seconds) {
            dt__process_state(dt_io_default(), &team->shared->state[job->rank]) == 'T';
 }
 
-/* Kills a process by its pidfd if it has one, because its pid may be reused. */
+/* Kills a process: by its pidfd if there is one, because a pid may be reused, else by its pid. */
 static void dt__run_kill(const dt__rank_job *job) {
 #ifdef SYS_pidfd_send_signal
     if (job->pidfd >= 0 && syscall(SYS_pidfd_send_signal, job->pidfd, SIGKILL, NULL, 0) == 0)
@@ -10474,7 +10547,7 @@ static void dt__run_kill(const dt__rank_job *job) {
     kill(job->pid, SIGKILL);
 }
 
-/* Reaps processes that have ended. Returns the number of processes left. */
+/* Reaps the processes that have ended. Returns the number of processes that have not. */
 static int dt__run_reap(dt_team *team, dt__rank_job *jobs, int started) {
     int left = 0;
     for (int rank = 0; rank < started; rank++) {
@@ -10489,8 +10562,8 @@ static int dt__run_reap(dt_team *team, dt__rank_job *jobs, int started) {
     return left;
 }
 
-/* Waits for the processes, kills overdue processes, and leaves behind a process that does not
-   die. */
+/* Waits for the processes and kills those that are overdue. If a killed process does not die, logs
+   it, counts it in left_behind and returns. */
 static void dt__run_wait(dt_team *team, dt__rank_job *jobs, int started, struct pollfd *ends) {
     dt__stopwatch failed = { NULL, 0, 0, 0 };
     double seconds = 0, patience = team->desc.timeout_s;
@@ -10510,8 +10583,8 @@ static void dt__run_wait(dt_team *team, dt__rank_job *jobs, int started, struct 
     }
 }
 
-/* Returns a file descriptor that becomes readable when the process has ended; -1 if the kernel has
-   no pidfd. */
+/* Returns a pidfd, a file descriptor that becomes readable when the process has ended; -1 if that
+   fails, for example because the kernel has no pidfds. */
 static int dt__run_open_pidfd(pid_t pid) {
 #ifdef SYS_pidfd_open
     return dt__io_guard_std_fds() == 0 ? (int)syscall(SYS_pidfd_open, pid, 0) : -1;
@@ -10521,8 +10594,8 @@ static int dt__run_open_pidfd(pid_t pid) {
 #endif
 }
 
-/* Runs a rank in the new process. The kernel kills the process when its supervisor ends; the
-   supervisor may have ended already. */
+/* Runs a rank in the new process. PR_SET_PDEATHSIG makes the kernel kill the process when its
+   supervisor ends; if the supervisor ended before that call, the process exits. */
 static void dt__run_child(dt__rank_job *job, pid_t supervisor) {
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     if (getppid() != supervisor) _exit(1);
@@ -10539,7 +10612,7 @@ static void dt__run_processes(dt_team *team, dt__rank_job *jobs) {
     size_t bytes = (size_t)team->desc.ranks * sizeof(struct pollfd);
     struct pollfd *ends = (struct pollfd *)host->alloc(host->user, bytes, DT_MEM_HOST);
     team->oom_kills = dt__run_oom_kills(dt_io_default());
-    fflush(NULL); /* flush first, because every fork would print the buffered text again */
+    fflush(NULL); /* otherwise every child would write a copy of the text in stdio's buffers */
     while (started < team->desc.ranks) {
         pid_t pid = fork();
         if (pid == 0) dt__run_child(&jobs[started], supervisor);
@@ -10559,8 +10632,8 @@ static void dt__run_processes(dt_team *team, dt__rank_job *jobs) {
     if (ends) host->free(host->user, ends, bytes, DT_MEM_HOST);
 }
 
-/* A rank over a transport, as its cleanup handler sees it. If rank_main ends its thread, the
-   connections stay open until the process ends. */
+/* The argument of dt__transport_rank_end. returned: 1 if rank_main has returned. If rank_main ends
+   its thread instead, the connections stay open until the process ends. */
 typedef struct dt__transport_rank {
     dt_ctx *ctx;
     dt_status status;
@@ -10593,7 +10666,7 @@ static dt_status dt__run_transport_rank(dt_ctx *ctx, const dt_run_desc *desc, in
     return dt_error(ctx);
 }
 
-/* Runs this process as a TCP rank, and wipes the key. */
+/* Runs this process as one rank of a job over TCP. Wipes the key. */
 static void dt__tcp_rank(const dt_run_desc *desc, dt__tcp_address rendezvous, uint8_t key[32],
     dt_status (*rank_main)(dt_ctx *ctx, void *user), void *user) {
     dt_ctx *ctx = dt__rank_ctx(desc, desc->rank, desc->host);
@@ -10616,7 +10689,7 @@ static void dt__tcp_rank(const dt_run_desc *desc, dt__tcp_address rendezvous, ui
     if (t) {
         if (dt__run_transport_rank(
                 ctx, desc, desc->rank, desc->ranks, &transport, NULL, &control, rank_main, user))
-            dt__tcp_fail(t, dt_error_text(ctx)); /* it may have failed before its world listened */
+            dt__tcp_fail(t, dt_error_text(ctx)); /* in case the world has not sent the abort */
         dt__tcp_goodbye(t);
         dt__tcp_report(t, desc->report);
         dt__tcp_free(t);
@@ -10654,7 +10727,7 @@ static dt_status dt__run_tcp(
     return desc.report->status;
 }
 
-/* ---- ranks that a launcher started: the caller is one of them, without a supervisor ---- */
+/* ---- MPI: dt_run's caller is a rank that a launcher started; there is no supervisor ---- */
 
 #ifdef DT_USE_MPI
 
@@ -10753,18 +10826,21 @@ dt_status dt_run(dt_run_desc desc, dt_status (*rank_main)(dt_ctx *ctx, void *use
 
 // ==== 28. Trace: code ===========================================================================
 
-/* Recording must not disturb the run that it records. An event is 88 bytes in a preallocated ring.
-   The rank's own thread writes the event, without a lock and without formatting; dt_trace_write
-   makes all text. Measured (tests/comm/test_trace.c, build/test_trace cost, gcc -O2, a shared
-   Xeon): tracing adds 110 ns to an operation and 330 ns to a mark or a block. Of the 330 ns two
-   reads of the clock take 100. Without a trace a mark costs 3 ns. Writing takes about 6 us per
-   event.
+/* The trace of a rank is a preallocated ring of events of 88 bytes. To disturb the run as little as
+   possible, the rank's own thread writes its events, without a lock and without formatting text;
+   dt_trace_write formats the text later. Measured (tests/comm/test_trace.c, build/test_trace cost,
+   gcc -O2, a shared Xeon): tracing adds 110 ns to an operation and 330 ns to a mark or a block, of
+   which two reads of the clock take 100 ns. Without a trace a mark costs 3 ns. dt_trace_write takes
+   about 6 us per event.
 
        open slices (a stack)             ring of closed slices
        block F 3 > mark > ...   --end--> [event][event][event] ... --dt_trace_write--> one JSON file
 
-   Open slices of the compute track are kept on a stack, and a slice is recorded as one event when
-   it ends. So a ring that overflows loses complete slices, and the remaining slices still nest. */
+   A slice is a bar in the trace viewer. A block is the slice of one forward or backward, such as
+   "F 3", the forward of micro-batch 3. A mark is the slice between a dt_trace_begin and its
+   dt_trace_end. Open slices of the compute track are kept on a stack, and each slice is recorded as
+   one event when it ends. So if the ring overflows, complete slices are lost, and the remaining
+   slices still nest. */
 
 enum { DT__TRACE_DEPTH = 32, DT__TRACE_KEYS = 128 };
 
@@ -10781,14 +10857,16 @@ enum { DT__TRACED_RECOMPUTED = 1, DT__TRACED_STARTED = 2, DT__TRACED_ARROW = 4 }
 typedef struct dt__trace_event {
     /* times on this rank's clock; dt_trace_write converts them to seconds since the first event */
     double begin, end;
-    /* of a block: number, micro-batch; of a message: the other rank's world rank, tag */
+    /* In a block, `a` is the block's number and `b` the micro-batch. In a message, `a` is the other
+       rank's world rank and `b` the tag. */
     int32_t a, b;
     int16_t depth;      /* nesting depth on the compute track */
-    int16_t track;      /* index of the comm track */
-    uint8_t kind, what; /* what: a dt_phase or a dt__op_code */
+    int16_t track;      /* of an operation: index of its comm track */
+    uint8_t kind, what; /* what: a dt_phase in a block, a dt__op_code in an operation or a wait */
     uint8_t algorithm, flags;
     union {
-        /* seq of a message: the message's number within its pair of ranks; 0: unknown */
+        /* seq: in a collective its sequence number; in a message a number that is the same on
+           sender and receiver, 0 if unknown */
         struct {
             uint64_t bytes, seq;
             char name[40];
@@ -10797,8 +10875,8 @@ typedef struct dt__trace_event {
     } u;
 } dt__trace_event;
 
-/* A counter of messages. Messages over a transport have no number, so sender and receiver both
-   count the messages with the same op, other rank, channel and tag. */
+/* A counter of messages. Messages over a transport carry no number, so the sender and the receiver
+   each count the messages with the same channel, tag and other rank. */
 typedef struct dt__trace_key {
     uint64_t count;
     uint32_t channel;
@@ -10806,18 +10884,20 @@ typedef struct dt__trace_key {
 } dt__trace_key;
 
 typedef struct dt__trace {
-    size_t capacity, used, at; /* at: index of the next event */
+    size_t capacity, used, at; /* at: index in the ring of the next event */
     size_t lost;
-    /* depth: open slices; too_deep: open slices beyond DT__TRACE_DEPTH, which are not recorded */
+    /* depth: number of open slices on the stack; too_deep: number of further open slices, which are
+       not recorded */
     int depth, too_deep;
-    /* the largest number of started operations in flight at once, an upper bound of comm tracks */
+    /* largest number of started operations in flight at once; the number of comm tracks is at most
+       max_started + 1 */
     int max_started;
-    /* 1 after a receive from any rank over a transport: later receives cannot be numbered */
+    /* 1 after a receive with DT_ANY over a transport: the numbers of later receives are unknown */
     int any_source_seen;
     size_t live[DT_MEM_CLASSES]; /* bytes in use, as last recorded */
     dt__trace_key keys[DT__TRACE_KEYS];
     dt__trace_event open[DT__TRACE_DEPTH];
-    dt__trace_event *ring; /* (capacity) stored after this struct */
+    dt__trace_event *ring; /* (capacity) in memory just after this struct */
 } dt__trace;
 
 static size_t dt__trace_bytes(size_t events) {
@@ -10826,7 +10906,8 @@ static size_t dt__trace_bytes(size_t events) {
 
 static double dt__trace_now(const dt__world *world) { return world->host->now(world->host->user); }
 
-/* The slot of the next event in the ring. */
+/* Returns the ring's element for the next event; overwrites the oldest event if the ring is
+   full. */
 static dt__trace_event *dt__trace_next_event(dt__trace *trace) {
     dt__trace_event *event = &trace->ring[trace->at];
     trace->at = trace->at + 1 < trace->capacity ? trace->at + 1 : 0;
@@ -10865,7 +10946,7 @@ static void dt__trace_push(
     event->begin = dt__trace_now(world);
 }
 
-/* Ends the innermost open slice, and records memory if it has changed. */
+/* Ends the innermost open slice. Also records the bytes of memory in use if they have changed. */
 static void dt__trace_pop(dt__world *world) {
     dt__trace *trace = world->trace;
     dt__trace_event *open = &trace->open[--trace->depth];
@@ -10888,8 +10969,8 @@ static void dt__trace_enter(dt_ctx *ctx, const dt_event *event, void *user) {
         dt__trace_push(world, DT__TRACED_BLOCK, (int)event->phase, event->block, event->micro, "");
 }
 
-/* Ends the innermost block and the marks that are open inside it. A block that was open when the
-   trace began is not on the stack. */
+/* Ends the innermost open block and the marks that are open inside it. Does nothing if the block
+   began before the trace, because it is then not on the stack. */
 static void dt__trace_leave(dt_ctx *ctx, const dt_event *event, void *user) {
     dt__world *world = (dt__world *)user;
     dt__trace *trace = world->trace;
@@ -10922,7 +11003,7 @@ void dt_trace_end(dt_ctx *ctx) {
 
 /* ---- operations ---- */
 
-/* The message's number, which is the same on both sides; 0 if unknown. */
+/* Returns a message's number, which is the same on the sender and the receiver; 0 if unknown. */
 static uint64_t dt__trace_number(dt__world *world, const dt_work *work) {
     dt__trace *trace = world->trace;
     const dt__call *call = &work->call;
@@ -10943,14 +11024,14 @@ static uint64_t dt__trace_number(dt__world *world, const dt_work *work) {
                    key->tag != call->tag) {
             continue;
         }
-        /* both sides know channel, tag and count, so these three values number the message */
+        /* sender and receiver compute the same number, because both know channel, tag and count */
         return (++key->count & 0xffff) | (uint64_t)((uint32_t)call->tag & 0xffff) << 16 |
                (uint64_t)channel << 32;
     }
     return 0;
 }
 
-/* The public name of the algorithm that a work runs. */
+/* Returns the algorithm that an operation runs, as a dt_algorithm. */
 static dt_algorithm dt__trace_algorithm(const dt_work *work) {
     for (int i = DT_RING; i < DT_ALGORITHMS && work->algorithm; i++) {
         if (dt__algorithm_of(&work->call, (dt_algorithm)i) == work->algorithm)
@@ -10980,7 +11061,7 @@ static void dt__trace_add(
     memcpy(event->u.op.name, comm->group->name, DT__NAME_BYTES);
     event->u.op.name[DT__NAME_BYTES] = 0;
     if (!dt__is_p2p(call->op)) return;
-    const dt__p2p *p2p = &work->p2p_ops[0]; /* p2p_ops[0] is still valid although p2p_count is 0 */
+    const dt__p2p *p2p = &work->p2p_ops[0]; /* still valid, although p2p_count is already 0 */
     event->a = p2p->peer >= 0 ? comm->group->ranks[p2p->peer] : -1;
     event->b = call->tag;
     event->u.op.seq = p2p->order + (world->transport.send ? 0 : 1);
@@ -10990,7 +11071,8 @@ static void dt__trace_op(dt_work *work, double begin, double end) {
     dt__trace_add(work, DT__TRACED_OP, begin, end, 0);
 }
 
-/* Records a started operation after its wait. */
+/* Records a started operation and its wait. Called when the wait has ended; begin, end: the times
+   of the wait. */
 static void dt__trace_wait(dt_work *work, double begin, double end) {
     double finished_at = work->end_time > work->start_time ? work->end_time : work->start_time;
     dt__trace *trace = work->comm->world->trace;
@@ -11015,7 +11097,7 @@ dt_status dt_trace_start(dt_ctx *ctx, size_t events) {
     dt__trace *trace =
         (dt__trace *)dt_alloc(ctx, DT_MEM_HOST, dt__trace_bytes(events), "the trace");
     if (!trace) return dt_error(ctx);
-    /* clear the ring too, so that its pages exist before the first event */
+    /* also clears the ring, so that the system has mapped its pages before the first event */
     memset(trace, 0, dt__trace_bytes(events));
     trace->capacity = events;
     trace->ring = (dt__trace_event *)(void *)(trace + 1);
@@ -11038,15 +11120,15 @@ static void dt__trace_free(dt__world *world) {
 
 /* ---- order and tracks ---- */
 
-/* The order of slices in the file: an enclosing slice precedes the slices inside it, even if the
-   clock gives both the same time. */
+/* Returns 1 if slice x precedes slice y in the file. An enclosing slice precedes the slices inside
+   it, even if both have the same times. */
 static int dt__trace_precedes(const dt__trace_event *x, const dt__trace_event *y) {
     if (x->begin != y->begin) return x->begin < y->begin;
     if (x->end != y->end) return x->end > y->end;
     return x->depth < y->depth;
 }
 
-/* Heap sort: in place, O(n log n) in every case. */
+/* Sorts the events with heap sort, which works in place and takes O(n log n) in every case. */
 static void dt__trace_sort(dt__trace_event *v, size_t n) {
     for (size_t start = n / 2, end = n; end > 1;) {
         if (start > 0) {
@@ -11067,12 +11149,12 @@ static void dt__trace_sort(dt__trace_event *v, size_t n) {
     }
 }
 
-/* Assigns comm tracks. Slices of one track must nest, but operations in flight at the same time
-   overlap. Blocking operations follow one another on track 0. A started operation goes to the first
-   track that is free from its start to its end. ends: the time until which each track is in use.
-   Returns the number of tracks used. */
+/* Assigns operations to comm tracks, so that slices of one track do not overlap. Blocking
+   operations never overlap each other and are on track 0. A started operation is on the lowest
+   track that is free from its start to its end. ends: (tracks) the time at which each track's last
+   slice ends. Returns the number of tracks used. */
 static int dt__trace_assign_tracks(dt__trace_event *v, size_t n, double *ends, int tracks) {
-    size_t blocking = 0; /* the first blocking operation after the event */
+    size_t blocking = 0; /* index of the first blocking operation after event i */
     int used = 1;
     for (int track = 0; track < tracks; track++) ends[track] = v[0].begin;
     for (size_t i = 0; i < n; i++) {
@@ -11095,7 +11177,8 @@ static int dt__trace_assign_tracks(dt__trace_event *v, size_t n, double *ends, i
 
 /* ---- all ranks' traces in one file ---- */
 
-/* The fields of the summary that each rank sends before its events. */
+/* The fields of the summary that each rank sends before its events: the number of its events, the
+   number of lost events, the time of the first event on rank 0's clock, the number of tracks. */
 enum {
     DT__SUMMARY_EVENTS = 0,
     DT__SUMMARY_LOST,
@@ -11110,15 +11193,15 @@ typedef struct dt__trace_out {
     dt_comm *comm;
     dt_ctx *ctx;
     dt__trace *trace;   /* this rank's trace; NULL if the rank has none */
-    double offset;      /* rank 0's clock minus this rank's */
+    double offset;      /* rank 0's clock minus this rank's clock, in seconds */
     double *summaries;  /* (ranks, DT__SUMMARY_FIELDS) */
     double *track_ends; /* (tracks) */
     int track_count;
-    double origin;                            /* the first event of all ranks, on rank 0's clock */
-    size_t chunk;                             /* events that a rank sends per gather */
+    double origin; /* time of the earliest event of all ranks, on rank 0's clock */
+    size_t chunk;  /* number of events that each rank sends in one gather */
     dt__trace_event *own_events, *all_events; /* (chunk); on rank 0 (ranks, chunk) */
     const char *path;
-    char *temp, *text; /* on rank 0: the temporary file's name, and the text to write next */
+    char *temp, *text; /* on rank 0: the temporary file's name, and the text not yet written */
     size_t used;
     int64_t at;
     int fd, is_first_event;
@@ -11130,10 +11213,11 @@ static dt_status dt__trace_collective(const dt__trace_out *out, dt__call call) {
     return dt__op_run(out->comm, call);
 }
 
-/* Clock synchronization: rank 0's clock minus this rank's clock. The asking rank assumes that rank
-   0 read its clock halfway between question and answer. The error is at most half of the round
-   trip, so of 8 round trips the fastest is used (F. Cristian, 1989; D. Mills, RFC 5905). Forked
-   processes and threads share one clock. */
+/* Clock synchronization. Returns rank 0's clock minus this rank's clock, in seconds. A rank sends
+   rank 0 a request and assumes that rank 0 reads its clock halfway between the request and the
+   arrival of the reply. The error is at most half of the round trip, so of 8 round trips the
+   fastest is used (F. Cristian, 1989; D. Mills, RFC 5905). Forked processes and threads share one
+   clock; for them the function returns 0. */
 static double dt__trace_offset(const dt__trace_out *out) {
     dt__world *world = out->comm->world;
     double best = 0, offset = 0, at = 0;
@@ -11165,7 +11249,7 @@ static int dt__trace_is_message(const dt__trace_event *event, int rank) {
            event->u.op.seq && event->a == rank;
 }
 
-/* Twice the message's number, plus 1 if the event is the receive. */
+/* Returns twice the message's number, plus 1 if the event is the receive. */
 static uint64_t dt__trace_message(const dt__trace_event *event) {
     return event->u.op.seq * 2 + (event->what == DT__RECV);
 }
@@ -11179,11 +11263,12 @@ static int dt__trace_contains(const uint64_t *v, size_t n, uint64_t number) {
         else
             n = mid;
     }
-    return v[low] == number; /* v has capacity for one more element */
+    return v[low] == number; /* low may be n: the caller provides a sentinel v[n] */
 }
 
+/* Sorts the numbers with Shell sort (D. Shell, 1959). */
 static void dt__trace_sort_numbers(uint64_t *v, size_t n) {
-    for (size_t gap = n / 2; gap > 0; gap = gap == 2 ? 1 : gap * 5 / 11) { /* D. Shell, 1959 */
+    for (size_t gap = n / 2; gap > 0; gap = gap == 2 ? 1 : gap * 5 / 11) {
         for (size_t i = gap; i < n; i++) {
             uint64_t number = v[i];
             size_t at = i;
@@ -11193,9 +11278,9 @@ static void dt__trace_sort_numbers(uint64_t *v, size_t n) {
     }
 }
 
-/* Exchanges message numbers with each rank, and gives an arrow to each message that both sides have
-   recorded. counts: (ranks) numbers sent to each rank, then (ranks) numbers received from each
-   rank. */
+/* Exchanges with each rank the numbers of the recorded messages, and gives an arrow to each message
+   that sender and receiver have both recorded. counts: (ranks) how many numbers this rank sends to
+   each rank, then (ranks) how many it receives from each rank. */
 static void dt__trace_match(
     const dt__trace_out *out, size_t *counts, uint64_t *sent, uint64_t *received) {
     dt__trace *trace = out->trace;
@@ -11211,7 +11296,7 @@ static void dt__trace_match(
         return;
     at = 0;
     for (int rank = 0; rank < n; at += received_counts[rank++]) {
-        /* the element after the received numbers serves as a sentinel */
+        /* the element after the numbers of this rank serves as a sentinel, and is restored below */
         uint64_t next = received[at + received_counts[rank]];
         dt__trace_sort_numbers(received + at, received_counts[rank]);
         received[at + received_counts[rank]] = 0;
@@ -11239,7 +11324,7 @@ static void dt__trace_arrows(const dt__trace_out *out) {
         if (event->a >= 0 && event->a < n && dt__trace_is_message(event, event->a))
             counts[event->a]++;
     }
-    /* counts are sent as 8-byte elements, for which any 8-byte type will do */
+    /* a count has 8 bytes, so it can be sent as an element of any 8-byte type */
     dt__trace_collective(out, dt__call_make(DT__ALL_TO_ALL, counts, counts + n, 1, DT_F64));
     size_t sent = dt__sum_counts(counts, n), received = dt__sum_counts(counts + n, n),
            numbers_bytes = (sent + received + 2) * sizeof(uint64_t);
@@ -11260,7 +11345,7 @@ static void dt__trace_flush(dt__trace_out *out) {
     out->used = 0;
 }
 
-/* Appends at most 1,000 bytes per call. */
+/* Appends formatted text, of which at most 1,023 bytes are kept. */
 DT_PRINTF(2, 3) static void dt__trace_put(dt__trace_out *out, const char *fmt, ...) {
     va_list args;
     if (out->used + 1024 > DT__TRACE_TEXT) dt__trace_flush(out);
@@ -11290,8 +11375,8 @@ static void dt__trace_json_text(dt__trace_out *out, const char *s) {
     }
 }
 
-/* Nanoseconds as an integer, so that the locale's decimal point does not matter. Invalid times give
-   0. */
+/* Converts seconds to nanoseconds; returns 0 for an invalid time. Times are formatted as integers,
+   so that the locale's decimal point does not matter. */
 static int64_t dt__trace_ns(double seconds) {
     return seconds > 0 && seconds < 4e6 ? (int64_t)(seconds * 1e9 + 0.5) : 0;
 }
@@ -11300,7 +11385,8 @@ static void dt__trace_time(dt__trace_out *out, const char *key, int64_t ns) {
     dt__trace_put(out, ",\"%s\":%lld.%03d", key, (long long)(ns / 1000), (int)(ns % 1000));
 }
 
-/* Comm track 0 has tid 1; tids 2 and 3 are reserved for offload and loaders. */
+/* Returns the thread id of a comm track in the file. The compute track has tid 0; tids 2 and 3 are
+   reserved for offload and data loaders. */
 static int dt__trace_tid(int track) { return track == 0 ? 1 : track + 3; }
 
 static void dt__trace_begin_json(dt__trace_out *out, const char *phase, int rank, int track) {
@@ -11385,7 +11471,7 @@ static void dt__trace_arrow(dt__trace_out *out, const dt__trace_event *event, in
     int sent = event->what == DT__SEND, from = sent ? rank : event->a, to = sent ? event->a : rank;
     uint64_t pair = (uint64_t)from * (uint64_t)out->comm->base.size + (uint64_t)to,
              n = event->u.op.seq;
-    /* a JSON number holds 53 bits, of which 21 are for n */
+    /* a JSON number holds integers of up to 53 bits; 21 of these bits are for n */
     uint64_t id = pair << 21 | ((n ^ n >> 21 ^ n >> 42) & 0x1fffff);
     dt__trace_begin_json(out, sent ? "s" : "f", rank, track);
     dt__trace_put(out, ",\"cat\":\"message\",\"name\":\"message\",\"id\":%llu%s",
@@ -11433,7 +11519,8 @@ static void dt__trace_prepare(dt__trace_out *out) {
     if (dt_error(out->ctx)) return;
     if (trace && trace->used > 0) {
         dt__trace_sort(trace->ring, trace->used);
-        /* after the sort the oldest event is the first */
+        /* after the sort the oldest event is at index 0; if the ring is full, the next event
+           overwrites it */
         trace->at = trace->used % trace->capacity;
         summary[DT__SUMMARY_TRACKS] =
             dt__trace_assign_tracks(trace->ring, trace->used, out->track_ends, out->track_count);
@@ -11455,7 +11542,7 @@ static void dt__trace_prepare(dt__trace_out *out) {
         out->ctx, DT_MEM_HOST, out->chunk * sizeof *out->own_events, "the trace");
 }
 
-/* Rank 0 opens the file and writes the names of all tracks. */
+/* Opens the temporary file and writes the names of all tracks. Called on rank 0. */
 static void dt__trace_open(dt__trace_out *out) {
     int n = out->comm->base.size;
     out->temp = dt__concat_text(out->ctx, out->path, strlen(out->path), ".tmp");
@@ -11480,8 +11567,8 @@ static void dt__trace_open(dt__trace_out *out) {
     }
 }
 
-/* In each round every rank sends a chunk of events and rank 0 writes all chunks, until the longest
-   trace is written. */
+/* Writes the events of all ranks. In each round every rank sends a chunk of its events to rank 0,
+   which writes them to the file, until the longest trace has been written. */
 static void dt__trace_merge(dt__trace_out *out) {
     int n = out->comm->base.size, is_root = out->comm->base.rank == 0;
     double longest = 0;
@@ -11510,7 +11597,7 @@ static void dt__trace_merge(dt__trace_out *out) {
     }
 }
 
-/* Rank 0 completes the temporary file and renames it to `path`. */
+/* Completes the temporary file and renames it to `path`. Called on rank 0. */
 static void dt__trace_publish(dt__trace_out *out) {
     if (out->fd >= 0) {
         dt__trace_put(out, "\n]}\n");
@@ -11541,15 +11628,15 @@ dt_status dt_trace_write(dt_comm *comm, const char *path) {
     out.path = path;
     out.fd = -1;
     out.is_first_event = 1;
-    world->trace = NULL; /* the collectives below are not recorded */
-    world->link = none;  /* and take no time on a simulated link */
+    world->trace = NULL; /* so that the collectives below are not recorded, */
+    world->link = none;  /* and so that a simulated link does not delay them */
     out.offset = dt__trace_offset(&out);
     dt__trace_prepare(&out);
     if (dt_error(out.ctx) == DT_OK) dt__trace_arrows(&out);
     if (dt_error(out.ctx) == DT_OK && comm->base.rank == 0) dt__trace_open(&out);
     if (dt_error(out.ctx) == DT_OK) dt__trace_merge(&out);
     if (comm->base.rank == 0) dt__trace_publish(&out);
-    /* no rank continues before the file exists, and a failure to write it fails all ranks */
+    /* after the barrier the file exists; if rank 0 failed to write it, all ranks fail */
     (dt_barrier)(comm);
     dt_free(out.ctx, DT_MEM_HOST, out.own_events, out.chunk * sizeof *out.own_events);
     dt_free(out.ctx, DT_MEM_HOST, out.summaries,
@@ -11567,8 +11654,8 @@ DT__CPP_WARNINGS_ON
 #endif /* DT_COMM_IMPL */
 
 /* HISTORY
-     0.2.0   the field's names, old -> new: dt_run_desc: ask -> status_request, faults ->
-             read_fault_env; dt_launch.by -> launcher; DT_NCCL_WIDE -> DT_NCCL_F32_WINDOW,
+     0.2.0   new names (old -> new): dt_run_desc.ask -> status_request, dt_run_desc.faults ->
+             read_fault_env, dt_launch.by -> launcher, DT_NCCL_WIDE -> DT_NCCL_F32_WINDOW,
              DT_NCCL_LEAST -> DT_NCCL_MIN_BYTES
              dt_report.left_behind; every overlap of buffers in an all-to-all is an error
      0.1.0   threads, processes, tcp, MPI, transports; collectives blocking and started, groups,
