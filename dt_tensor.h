@@ -4292,10 +4292,10 @@ dt_status dt_backward_weight(dt_tensor *loss) {
        forward    y = f(x, w)         dt_linear, ...          records { inputs, backward, saved }
        backward   dx (+)= dy df/dx    dt__linear_back, ...    reads saved, writes the inputs' grads
 
-   An op computes only the gradients that dt_wants asks for: a pipeline schedule may ask for the
-   input gradients first and for the weight gradients later. `accumulate` is 0 for a tensor's first
-   gradient, which overwrites the buffer, and 1 for every later gradient, which is added. The code
-   of an op is the same on every device. */
+   A backward computes only the gradients for which dt_wants returns 1: a pipeline schedule may run
+   it in two halves, first for the input gradients and later for the weight gradients. A kernel's
+   `accumulate` is 0 for a tensor's first gradient, which overwrites the buffer, and 1 for every
+   later gradient, which is added. The code of an op is the same on every device. */
 
 dt_tensor *dt_input(dt_ctx *ctx, dt_dtype dtype, dt_shape shape, const void *host) {
     dt_tensor *t = dt__new_named(ctx, dtype, shape, "dt_input");
@@ -4336,7 +4336,8 @@ double dt_item(const dt_tensor *t) {
 }
 
 /* Returns the inputs' context, or NULL if the op cannot run: `a` is NULL, the context has failed,
-   an input belongs to another context, or an input has no data. b and c may be NULL. */
+   an input belongs to another context, or an input's data was freed. Allocates and gathers the
+   values of an input that is a parameter. b and c may be NULL. */
 static dt_ctx *dt__op_context(const char *op, dt_tensor *a, dt_tensor *b, dt_tensor *c) {
     dt_tensor *all[3] = { a, b, c };
     if (!a || a->ctx->status != DT_OK) return NULL;
@@ -4353,16 +4354,16 @@ static dt_ctx *dt__op_context(const char *op, dt_tensor *a, dt_tensor *b, dt_ten
     return ctx;
 }
 
-/* Called when an input of an op is NULL. After an earlier failure a NULL input is normal. Otherwise
-   a NULL input is an error, for example the result of dt_param_find with a misspelt name. The
-   context to fail comes from any input that is not NULL. */
+/* Fails the context of the first input that is not NULL and returns NULL. An op calls this function
+   if one of its inputs is NULL, for example the result of dt_param_find for a misspelt name. After
+   an earlier failure a NULL input is normal, and the context keeps the text of that failure. */
 static dt_ctx *dt__null_input(const char *op, dt_tensor *a, dt_tensor *b, dt_tensor *c) {
     dt_tensor *t = a ? a : b ? b : c;
     if (t) dt_fail(t->ctx, DT_ERR_ARG, "%s(%s): another input is NULL", op, t->name);
     return NULL;
 }
 
-/* Fails with the shapes and types of both tensors. */
+/* Fails the context with a text that gives the shapes and types of both tensors. Returns NULL. */
 static dt_tensor *dt__mismatch(
     const char *op, const dt_tensor *a, const dt_tensor *b, const char *why) {
     dt_fail(a->ctx, DT_ERR_SHAPE, "%s(%s, %s): %s %s and %s %s: %s", op, a->name, b->name,
@@ -4386,7 +4387,7 @@ static dt_tensor *dt__shape_error(const char *op, const dt_tensor *x, const char
     return NULL;
 }
 
-/* dt__op_context for an op that does not take integers. */
+/* Like dt__op_context, but it also fails the context and returns NULL if x holds integers. */
 static dt_ctx *dt__float_op_context(const char *op, dt_tensor *x, dt_tensor *b, dt_tensor *c) {
     dt_ctx *ctx = dt__op_context(op, x, b, c);
     if (!ctx || x->dtype != DT_I32) return ctx;
@@ -4394,8 +4395,8 @@ static dt_ctx *dt__float_op_context(const char *op, dt_tensor *x, dt_tensor *b, 
     return NULL;
 }
 
-/* Reports a bad index. The kernel returned DT_ERR_ARG, which does not say which index is bad, so
-   this function finds the first index outside [min, n) and fails with its value and position. */
+/* Finds the first index outside [min, n) and fails the context with the value and the position of
+   that index. The kernel's DT_ERR_ARG does not say which index is bad. */
 static void dt__index_error(const char *op, const dt_tensor *x, const char *index_name,
     const dt_tensor *index, int64_t min, int64_t n, const char *table, const char *items) {
     int32_t chunk[256];
@@ -4433,13 +4434,14 @@ static dt_record_desc dt__make_record(const char *name, dt_tensor *a, dt_tensor 
     return d;
 }
 
-/* Scratch bytes for a product, attention or sums over rows: the larger of `bytes`, which the CPU
-   kernel needs, and the kernel table's work_bytes, which the device needs. */
+/* Returns the bytes of scratch memory for a matrix product, an attention or sums over rows: the
+   larger of `bytes`, which the CPU kernel needs, and the kernel table's work_bytes, which the
+   device needs. */
 static size_t dt__scratch_bytes(const dt_ctx *ctx, size_t bytes) {
     return bytes > ctx->kernels.work_bytes ? bytes : ctx->kernels.work_bytes;
 }
 
-/* Runs one matrix product, with scratch from the context. */
+/* Runs one matrix product, with scratch memory from the context. */
 static dt_status dt__matmul(dt_ctx *ctx, const char *op, const char *operand, dt_matmul_args a) {
     if (a.m == 0 || a.n == 0) return DT_OK;
     a.work_bytes = dt__scratch_bytes(ctx, dt_matmul_work(a.n, a.k, a.dtype));
@@ -4448,9 +4450,10 @@ static dt_status dt__matmul(dt_ctx *ctx, const char *op, const char *operand, dt
                   : ctx->status;
 }
 
-/* in[i]'s gradient (+)= the output's gradient. can_move 1 means that nothing reads the output's
-   gradient after this call. Then in[i] takes over the output's gradient buffer without a copy, if
-   in[i] is not a parameter and has no gradient yet, and both gradients have the same lifetime. */
+/* Adds the output's gradient to the gradient of in[i], or stores it if it is the first gradient of
+   in[i]. can_move is 1 if nothing reads the output's gradient after this call. In this case in[i]
+   takes over the output's gradient buffer without a copy, provided that in[i] is not a parameter
+   and has no gradient yet, and that both gradients have the same lifetime. */
 static dt_status dt__pass_grad(dt_node *n, int i, int can_move) {
     dt_tensor *t = dt__owner(n->in[i]), *out = dt__owner(n->out);
     int accumulate = 0;
@@ -4473,9 +4476,9 @@ typedef struct dt__linear_saved {
 static dt_status dt__linear_back(dt_node *n);
 
 /* Returns the gradient of the pre-activation, d = dy act'(pre_activation). Usually d overwrites dy,
-   because nothing else reads dy. In two cases d gets a separate buffer: the user reads dy after the
-   backward, or the residual is a parameter, whose gradient (dy) is computed in the other half of a
-   split backward. */
+   because nothing else reads dy. In two cases d gets a separate buffer: if the user reads dy after
+   the backward, or if the residual is a parameter and the other half of a split backward will still
+   read dy as the residual's gradient. */
 static void *dt__linear_activation_grad(dt_node *n) {
     dt__linear_saved *saved = (dt__linear_saved *)n->saved;
     dt_tensor *y = n->out;
@@ -4498,15 +4501,15 @@ static void *dt__linear_activation_grad(dt_node *n) {
     return a.dx;
 }
 
-/* Fuses the backward of the previous layer's activation into the product that computes dx. If x is
-   the output of a linear layer with an activation, and this op is the only reader of x, the product
-   directly stores the gradient of that layer's pre-activation. */
+/* Fuses the backward of the previous layer's activation into the matrix product that computes dx.
+   If x is the output of a linear layer with an activation, and this op is the only reader of x, the
+   matrix product directly stores the gradient of the pre-activation of the previous layer. */
 static void dt__linear_fuse_input_grad(dt_node *n, dt_matmul_args *a) {
     dt_tensor *x = dt__owner(n->in[0]);
     dt_node *maker = x->producer;
     if (x->readers != 1 || x->needs_grad == DT__KEEP_GRAD || a->accumulate || !maker ||
         maker->backward != dt__linear_back ||
-        /* do not fuse across blocks: the output of a recomputed block has no producer */
+        /* not fused if x belongs to another block: a recomputed block's output has no producer */
         x->block != n->out->block)
         return;
     dt__linear_saved *saved = (dt__linear_saved *)maker->saved;
@@ -4518,8 +4521,8 @@ static void dt__linear_fuse_input_grad(dt_node *n, dt_matmul_args *a) {
     saved->activation_grad_done = 1;
 }
 
-/* y = act(x w^T + b) + residual. Let d be the gradient of x w^T + b. Then dx = d w, dw = d^T x, db
-   is the column sums of d, and the residual's gradient is dy. */
+/* The backward of y = act(x w^T + b) + residual. Let d be the gradient of x w^T + b. Then dx = d w,
+   dw = d^T x, each element of db is the sum of a column of d, and the residual's gradient is dy. */
 static dt_status dt__linear_back(dt_node *n) {
     dt_tensor *x = n->in[0], *w = n->in[1], *b = n->in[2];
     dt_ctx *ctx = x->ctx;
@@ -4563,7 +4566,8 @@ static dt_status dt__linear_back(dt_node *n) {
     return DT_OK;
 }
 
-/* Checks the inputs of a linear layer; *shape receives the result's shape. */
+/* Returns 1 if the inputs of a linear layer fit together, else fails the context and returns 0.
+   *shape receives the shape of the layer's result. */
 static int dt__linear_fits(
     dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_tensor *residual, dt_shape *shape) {
     const char *why = NULL;
@@ -4665,7 +4669,7 @@ static dt_status dt__norm_back(dt_node *n) {
     return a.work ? DT__KERNEL(ctx, n->name, norm_back, &a) : dt_error(ctx);
 }
 
-/* Layer normalization, or RMSNorm if bias is NULL. */
+/* Computes layer normalization, or RMSNorm if bias is NULL. */
 static dt_tensor *dt__norm(
     const char *op, dt_tensor *x, dt_tensor *gain, dt_tensor *bias, double eps) {
     dt_ctx *ctx = dt__float_op_context(op, x, gain, bias);
@@ -4830,9 +4834,10 @@ dt_tensor *dt_swiglu(dt_tensor *x) {
 
 /* ---- arithmetic with broadcasting ---- */
 
-/* Broadcasting. *out receives the shape of a op b. stride_a and stride_b receive the strides of a
-   and b along the dimensions of *out; the stride of a dimension that is 1 or missing is 0, so that
-   its elements repeat. Returns 0 if the shapes do not fit. */
+/* Broadcasting. *out receives the shape of the result of an elementwise op on tensors of shapes `a`
+   and b. stride_a and stride_b receive the strides of these tensors along the dimensions of *out.
+   If a tensor lacks a dimension or has size 1 in it, its stride is 0, so that its elements repeat.
+   Returns 1, or 0 if the shapes do not fit. */
 static int dt__broadcast(
     dt_shape a, dt_shape b, dt_shape *out, int64_t *stride_a, int64_t *stride_b) {
     int64_t step_a = 1, step_b = 1;
@@ -4849,10 +4854,10 @@ static int dt__broadcast(
     return 1;
 }
 
-/* The backward of broadcasting: in[i]'s gradient (+)= scale * g, summed over the dimensions along
-   which in[i] repeats. g has the output's shape. One kernel call sums a group of adjacent repeated
-   dimensions; the last group is summed first. Intermediate results alternate between two buffers.
-   */
+/* The backward of broadcasting. Adds scale * g to the gradient of in[i], summed over the dimensions
+   along which the forward repeated in[i]. g has the output's shape. Each kernel call sums over one
+   group of adjacent repeated dimensions, beginning with the last group. The intermediate results
+   alternate between the two buffers. */
 static dt_status dt__sum_to(
     dt_node *n, int i, const void *g, double scale, void *const buffers[2]) {
     dt_tensor *t = n->in[i];
@@ -4878,10 +4883,10 @@ static dt_status dt__sum_to(
         for (; end > 0 && !repeats[end - 1]; end--) a.inner *= (size_t)at.d[end - 1];
         for (; end > 0 && repeats[end - 1]; end--, left--) a.n *= (size_t)at.d[end - 1];
         for (int d = 0; d < end; d++) a.outer *= (size_t)at.d[d];
-        a.wide = dt_grad_dtype(t) != t->dtype; /* f32 gradient: the intermediate sums are f32 too */
+        a.wide = dt_grad_dtype(t) != t->dtype; /* intermediate sums have the gradient's type */
         if (left == 0) {
             a.scale = scale;
-            a.work = buffers[which]; /* unused, because the last sum goes to the gradient */
+            a.work = buffers[which]; /* free, because this last sum is stored in the gradient */
             a.work_bytes = dt__bytes(n->out);
             a.out = dt__grad_wide(n, i, &a.accumulate, &a.wide);
         }
@@ -4902,7 +4907,7 @@ typedef struct dt__binary_saved {
     int op;
 } dt__binary_saved;
 
-/* d(a+b) = da + db; d(ab) = b da + a db; d(a/b) = da / b - (a/b) db / b. */
+/* Uses d(a+b) = da + db, d(ab) = b da + a db and d(a/b) = da / b - (a/b) db / b. */
 static dt_status dt__binary_back(dt_node *n) {
     dt_tensor *out = n->out, *b = n->in[1];
     dt_ctx *ctx = out->ctx;
@@ -4963,11 +4968,11 @@ dt_tensor *dt_div(dt_tensor *a, dt_tensor *b) { return dt__binary("dt_div", DT_D
 
 /* ---- sums and maxima ---- */
 
-/* x as a tensor of shape (outer,n,inner). n is the size of dimension dim; for DT_ALL, n is the
-   element count. */
+/* x seen as a tensor of shape (outer,n,inner). n is the size of dimension `dim`, or the number of
+   all elements if `dim` is DT_ALL. */
 typedef struct dt__dim_split {
     size_t outer, n, inner;
-    dt_shape reduced; /* x's shape without dim */
+    dt_shape reduced; /* x's shape without dimension `dim` */
 } dt__dim_split;
 
 static int dt__split_at_dim(const char *op, dt_tensor *x, int dim, dt__dim_split *a) {
@@ -4992,7 +4997,7 @@ typedef struct dt__sum_saved {
     dt_tensor *index;
 } dt__sum_saved;
 
-/* dx (+)= scale * the output's gradient, repeated along the summed dimension. */
+/* Adds scale times the output's gradient to dx, repeated along the summed dimension. */
 static dt_status dt__sum_back(dt_node *n) {
     const dt__sum_saved *saved = (const dt__sum_saved *)n->saved;
     dt_tensor *x = n->in[0], *y = n->out;
@@ -5045,7 +5050,7 @@ static dt_tensor *dt__sum(const char *op, dt_tensor *x, int dim, int mean) {
 dt_tensor *dt_sum_over(dt_tensor *x, int dim) { return dt__sum("dt_sum_over", x, dim, 0); }
 dt_tensor *dt_mean_over(dt_tensor *x, int dim) { return dt__sum("dt_mean_over", x, dim, 1); }
 
-/* The backward of max and topk scatters each gradient to the element that was selected. */
+/* The backward of dt_max_over and dt_topk. Adds each gradient to that of the selected element. */
 static dt_status dt__select_back(dt_node *n) {
     const dt__sum_saved *saved = (const dt__sum_saved *)n->saved;
     dt_tensor *x = n->in[0];
@@ -5117,8 +5122,8 @@ dt_tensor *dt_topk(dt_tensor *x, int k, dt_tensor **index) {
 
 /* ---- other shapes ---- */
 
-/* Makes a view: a second tensor over x's data. The view shares x's gradient, so nothing is recorded
-   on the tape. */
+/* Makes a view: a second tensor that shares x's data and gradient. Because the gradient is shared,
+   nothing is recorded on the tape. */
 static dt_tensor *dt__view(dt_tensor *x, dt_shape shape, const char *name) {
     dt_ctx *ctx = dt__op_context(name, x, NULL, NULL);
     dt_tensor *y = ctx ? dt__tensor(ctx, x->dtype, shape, name) : NULL;
@@ -5131,8 +5136,8 @@ static dt_tensor *dt__view(dt_tensor *x, dt_shape shape, const char *name) {
 
 dt_tensor *dt_alias(dt_tensor *x) {
     dt_ctx *ctx = dt__op_context("dt_alias", x, NULL, NULL);
-    /* copy the data if they may be freed before the alias: x is transient, or a parameter whose
-       values are gathered */
+    /* copies the data if they may be freed before the alias, that is, if x is transient or is a
+       parameter whose values are gathered */
     dt_tensor *owner = ctx ? dt__owner(x) : NULL;
     int copied = ctx && (owner->transient || (owner->param && owner->param->bucket->data !=
                                                                   owner->param->bucket->shard));
@@ -5160,9 +5165,9 @@ static void dt__dense_strides(dt_shape shape, int64_t *stride) {
     }
 }
 
-/* Slice, concatenation and transposition make one strided copy for each input. Their backward makes
-   the same copies in the other direction. For concat, input i is a region of the output; for slice
-   and transposition, the output is a region of the input. */
+/* dt_slice, dt_concat and dt_transpose make one strided copy for each input. Their backward makes
+   the same copies in the other direction. In dt_concat, input i fills a region of the output. In
+   dt_slice the output is a region of the input, and in dt_transpose the region is all of it. */
 typedef struct dt__strided_saved {
     dt_shape region[DT_MAX_INPUTS];
     int64_t out_offset[DT_MAX_INPUTS], in_offset[DT_MAX_INPUTS]; /* in elements */
@@ -5310,8 +5315,9 @@ dt_tensor *dt_cast(dt_tensor *x, dt_dtype dtype) {
 
 /* ---- rows by index ---- */
 
-/* Sets *offset and *rows to the rows of the full table that this rank holds: all rows, or the local
-   slice along dimension 0. *vocab receives the number of rows of the full table. */
+/* *offset and *rows receive the first row and the number of rows of the full table that this rank
+   holds: all rows, or the local slice along dimension 0. *vocab receives the number of rows of the
+   full table. */
 static void dt__table_slice(
     const dt_tensor *table, int64_t *offset, int64_t *rows, int64_t *vocab) {
     const dt_param_info *p = table->param;
@@ -5372,7 +5378,7 @@ dt_tensor *dt_gather_rows(dt_tensor *x, dt_tensor *rows) {
     return dt__lookup_rows("dt_gather_rows", x, rows, 1);
 }
 
-/* The backward of a scatter is a gather. */
+/* The backward of dt_scatter_rows: gathers the gradient's rows. */
 static dt_status dt__scatter_back(dt_node *n) {
     dt_tensor *x = n->in[0], *rows = n->in[1], *y = n->out;
     int accumulate = 0;
@@ -5439,7 +5445,7 @@ static dt_rope_args dt__rope_args(const dt_tensor *x, const dt_tensor *positions
     return a;
 }
 
-/* The transpose of a rotation is the inverse rotation. */
+/* Applies the inverse rotation, because the transpose of a rotation is its inverse. */
 static dt_status dt__rope_back(dt_node *n) {
     dt_tensor *x = n->in[0];
     dt_rope_args a = dt__rope_args(x, n->in[1], ((dt__rope_saved *)n->saved)->desc);
@@ -5581,8 +5587,8 @@ static int dt__attention_fits(
     return q->ctx->status == DT_OK;
 }
 
-/* Returns the data of ints, which holds a position or a document number for each token of x
-   (B,T,H,D). Returns NULL if ints is NULL, which is not an error. Sets *bad to 1 on an error. */
+/* Returns the data of `ints`, which holds a position or a document number for each token of x
+   (B,T,H,D). Returns NULL if `ints` is NULL, which is not an error. Sets *bad to 1 on an error. */
 static const int32_t *dt__token_ints(dt_tensor *x, dt_tensor *ints, int *bad) {
     if (!ints) return NULL;
     if (!dt__op_context("dt_attention", x, ints, NULL))
@@ -5595,7 +5601,8 @@ static const int32_t *dt__token_ints(dt_tensor *x, dt_tensor *ints, int *bad) {
     return (const int32_t *)ints->data;
 }
 
-/* Fills in the attention mask. Returns 0 if positions or documents do not fit q and k. */
+/* Fills in the attention mask. Returns 1, or 0 if the tensors of positions or of document numbers
+   do not fit q and k. */
 static int dt__mask_make(dt_tensor *q, dt_tensor *k, dt_attn_desc d, dt_attention_mask *s) {
     int bad = 0, same = q->shape.d[1] == k->shape.d[1];
     s->causal = !d.full;
@@ -5659,8 +5666,8 @@ dt_tensor *dt_attention(dt_tensor *q, dt_tensor *k, dt_tensor *v, dt_attn_desc d
 
 typedef struct dt__loss_saved {
     dt_tensor *lse;
-    dt_tensor *logits;   /* saved for the backward; NULL: the backward recomputes them */
-    int logits_are_grad; /* 1: the backward has overwritten the saved logits with their gradient */
+    dt_tensor *logits;   /* the saved logits, or NULL if the backward recomputes the logits */
+    int logits_are_grad; /* 1 if the backward has overwritten the saved logits with dlogits */
     double scale;
     dt_loss_desc desc;
 } dt__loss_saved;
@@ -5690,7 +5697,8 @@ static int dt__loss_desc_ok(
     return 0;
 }
 
-/* The outputs of a cross-entropy. z and logits may be NULL. */
+/* The outputs of a cross-entropy. `z`, the z loss, is NULL if it is not asked for; `logits` is NULL
+   if the logits are not saved. */
 typedef struct dt__loss_outputs {
     dt_tensor *loss, *lse, *z, *logits;
 } dt__loss_outputs;
@@ -5728,15 +5736,17 @@ static dt_status dt__loss_kernel(
     return dt__kernel_done(x->ctx, op, x->name, "cross_entropy", status);
 }
 
-/* Number of doubles of scratch that a vocabulary-parallel loss needs, for this rank's partial
-   results followed by the partial results of all ranks. 0 if the vocabulary is not sharded. */
+/* Returns the number of doubles of scratch memory that a vocabulary-parallel loss needs: this
+   rank's partial results, followed by the partial results of all ranks. Returns 0 if the vocabulary
+   is not sharded. */
 static size_t dt__loss_partial_count(dt_vocab_shard shard, size_t rows) {
     return shard.count ? 2 * rows * (size_t)(shard.count + 1) : 0;
 }
 
 /* Vocabulary-parallel cross-entropy, the exchange. Gathers every rank's partial results,
-   {log-sum-exp, target} of each row, and merges them into the loss. partial holds this rank's
-   results (rows,2), followed by space for all ranks' results (parts,rows,2). */
+   {log-sum-exp, target} of each row, and merges them into the loss. `partial` holds this rank's
+   results, of shape (rows,2), followed by space for the results of all ranks, of shape
+   (shard.count,rows,2). */
 static dt_status dt__loss_merge(const char *op, dt_tensor *x, dt_tensor *labels,
     const dt__loss_outputs *p, dt_vocab_shard shard, double denominator, double *partial) {
     size_t rows = dt__row_count(x);
@@ -5828,18 +5838,19 @@ dt_tensor *dt_cross_entropy_at(
     return dt__loss_end(op, logits, NULL, labels, p, denominator, desc, dt__cross_entropy_back);
 }
 
-/* dt_linear_cross_entropy does not hold all logits (rows,V) in memory. The forward computes the
-   logits of one chunk of rows after another and reduces each chunk to the loss. The backward
-   recomputes the logits of a chunk and overwrites them with their gradient, dlogits.
+/* Returns the number of rows of a chunk. dt_linear_cross_entropy does not hold all logits (rows,V)
+   in memory. The forward computes the logits of one chunk of rows after another and reduces each
+   chunk to the loss. The backward recomputes the logits of a chunk and overwrites them with their
+   gradient, dlogits.
 
        forward, each chunk of rows     logits = x w^T  ->  loss, lse
        backward, each chunk of rows    logits = x w^T  ->  dlogits  ->  dx, dw += dlogits^T x
 
    A chunk has about 2^20 logits (more on a GPU), but at least 64 and at most 4,096 rows, so that
-   the product is efficient. The number of rows of a chunk depends on V alone, so that the bits of
-   w's gradient do not depend on the number of rows of x. Exception: if the kernel table's
-   max_saved_logits is at least the number of all logits, the forward saves all logits, and w's
-   gradient is one product over all rows. */
+   the matrix products are efficient. The number of rows of a chunk depends on V alone, so that the
+   chunks do not depend on the number of rows of x. There is one exception. If the number of all
+   logits is at most the kernel table's max_saved_logits, the forward saves all logits, and w's
+   gradient is one matrix product over all rows. */
 static int64_t dt__loss_chunk_rows(const dt_ctx *ctx, int64_t vocab) {
     int64_t max_logits =
         ctx->kernels.max_saved_logits ? (int64_t)ctx->kernels.max_saved_logits : (int64_t)1 << 20;
@@ -5853,9 +5864,10 @@ static int dt__loss_keeps_logits(const dt_ctx *ctx, const dt_tensor *x, const dt
            (x->needs_grad || w->needs_grad);
 }
 
-/* Scratch for one chunk of `rows` rows: logits, the partial results of a vocabulary-parallel loss
-   (for all rows of x), the loss of each row, the cross-entropy kernel's scratch for one row, and
-   the scratch of the products. */
+/* Scratch memory for one chunk of `rows` rows. It holds, in this order: the logits, the partial
+   results of a vocabulary-parallel loss (for all rows of x), the loss of each row, the
+   cross-entropy kernel's scratch memory for one row (`row`), and the scratch memory of the matrix
+   products (`product`). */
 typedef struct dt__loss_chunk {
     int64_t rows;
     char *logits;
@@ -5885,7 +5897,7 @@ static int dt__loss_chunk_make(dt_ctx *ctx, const dt_tensor *x, const dt_tensor 
     return k->logits != NULL;
 }
 
-/* Computes the logits of rows [r, r + rows) of x. */
+/* Computes the logits of rows [r, r + rows) of x into k->logits. */
 static dt_status dt__loss_logits(const char *op, const dt_tensor *x, const dt_tensor *w,
     const dt__loss_chunk *k, int64_t r, int64_t rows) {
     int64_t C = (int64_t)dt__last_dim(w);
@@ -5940,7 +5952,7 @@ static dt_status dt__linear_cross_entropy_back(dt_node *n) {
             .full_vocab = saved->desc.shard.full_vocab };
         if (!saved->logits_are_grad && DT__KERNEL(ctx, n->name, cross_entropy_back, &a) != DT_OK)
             return dt_error(ctx);
-        /* the other half of a split backward must use this gradient as it is */
+        /* saved logits are overwritten once: the other half of a split backward reads dlogits */
         saved->logits_are_grad = kept_logits != NULL;
         dt_matmul_args p = dx;
         p.m = rows;
@@ -6012,7 +6024,7 @@ dt_tensor *dt_linear_cross_entropy(
 
 static dt_status dt__mse_back(dt_node *n) {
     const dt__loss_saved *saved = (const dt__loss_saved *)n->saved;
-    for (int i = 0; i < 2; i++) { /* i 1 computes db, which is da with a and b exchanged */
+    for (int i = 0; i < 2; i++) { /* if i is 1, computes db: the formula of da with a, b swapped */
         if (!dt_wants(n, i)) continue;
         dt_tensor *a = n->in[i], *b = n->in[1 - i];
         dt_mse_back_args args = { .dtype = a->dtype,
