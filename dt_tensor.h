@@ -5846,11 +5846,12 @@ dt_tensor *dt_cross_entropy_at(
        forward, each chunk of rows     logits = x w^T  ->  loss, lse
        backward, each chunk of rows    logits = x w^T  ->  dlogits  ->  dx, dw += dlogits^T x
 
-   A chunk has about 2^20 logits (more on a GPU), but at least 64 and at most 4,096 rows, so that
-   the matrix products are efficient. The number of rows of a chunk depends on V alone, so that the
-   chunks do not depend on the number of rows of x. There is one exception. If the number of all
-   logits is at most the kernel table's max_saved_logits, the forward saves all logits, and w's
-   gradient is one matrix product over all rows. */
+   A chunk has about 2^20 logits, or about max_saved_logits if the kernel table sets that field. It
+   has at least 64 and at most 4,096 rows, so that the matrix products are efficient. On one device
+   the number of rows of a chunk depends on V alone, so that the bits of w's gradient do not depend
+   on the number of rows of x. There is one exception. If the number of all logits is at most
+   max_saved_logits, the forward saves all logits, and w's gradient is one matrix product over all
+   rows. */
 static int64_t dt__loss_chunk_rows(const dt_ctx *ctx, int64_t vocab) {
     int64_t max_logits =
         ctx->kernels.max_saved_logits ? (int64_t)ctx->kernels.max_saved_logits : (int64_t)1 << 20;
@@ -6110,11 +6111,11 @@ enum {
 
 typedef struct dt__json_node {
     uint32_t at;   /* the value's byte offset in the text */
-    uint32_t key;  /* offset in chars of a member's key; 0 if the node is not a member */
+    uint32_t key;  /* offset of an object member's key in chars; 0 if the node is no member */
     uint32_t next; /* index of the next node that is not a descendant of this node */
-    uint32_t kind : 3, count : 29;
-    /* first: a string's offset in chars; the index in `order` of a container's first child; 1 for
-       true */
+    uint32_t kind : 3, count : 29; /* a dt_json_kind; the number of children */
+    /* `first` of a string is its offset in chars. `first` of a container is the index in `order` of
+       its first child. `first` of a bool is 1 for true, 0 for false */
     union {
         double number;
         uint32_t first;
@@ -6124,14 +6125,16 @@ typedef struct dt__json_node {
 struct dt_json {
     dt_ctx *ctx;
     const char *name, *text;
-    size_t bytes, memory; /* length of the text; size of this struct with the arrays that follow */
+    /* `bytes` is the length of the text. `memory` is the size in bytes of this struct together with
+       the arrays that lie behind it */
+    size_t bytes, memory;
     uint32_t nodes;
-    dt__json_node *node; /* (nodes): a node precedes its descendants */
-    /* (nodes): node indices. The children of a container are consecutive; members are sorted by
-       key */
+    dt__json_node *node; /* `nodes` elements; a node precedes its descendants */
+    /* `nodes` elements: the indices of all nodes. The children of a container are consecutive; the
+       members of an object are sorted by key */
     uint32_t *order;
-    uint32_t *scratch; /* (nodes): for sorting */
-    char *chars;       /* all strings; a string is 4 bytes of length, the bytes and a NUL */
+    uint32_t *scratch; /* `nodes` elements of scratch memory for sorting */
+    char *chars;       /* all strings: each is 4 bytes of length, its bytes and a NUL */
 };
 
 /* The state of one pass over the text. The first pass stores no nodes and no strings. */
@@ -6142,8 +6145,8 @@ typedef struct dt__json_parser {
     int depth;
 } dt__json_parser;
 
-/* Returns a name that was read from a file for use in an error text: printable, and truncated to 80
-   bytes. */
+/* Returns a printable form of `name`, truncated to 80 bytes, for an error text. The name was read
+   from a file, so it may contain any bytes. */
 static dt__text dt__printable_name(const char *name) {
     dt__text t;
     if (snprintf(t.s, 81, "%s", name) > 80) memcpy(t.s + 80, "..", 3);
@@ -6159,7 +6162,7 @@ static dt_status dt__json_error_at(const dt_json *d, size_t at, const char *fmt,
         if (d->text[i] == '\n')
             line++, column = 1;
         else
-            column += ((unsigned char)d->text[i] & 0xc0) != 0x80; /* characters, not bytes */
+            column += ((unsigned char)d->text[i] & 0xc0) != 0x80; /* counts UTF-8 characters */
     }
     vsnprintf(reason, sizeof reason, fmt ? fmt : "no reason was given", args);
     return dt_fail(d->ctx, DT_ERR_IO, "%s:%zu:%zu: %s", d->name, line, column, reason);
@@ -6173,8 +6176,8 @@ static int dt__json_error(const dt_json *d, size_t at, const char *fmt, ...) {
     return 0;
 }
 
-/* Bottom-up merge sort of v (n elements): stable, O(n log n). Skips a merge if the two runs are
-   already in order. scratch has space for n elements. */
+/* Sorts the n elements of v with a bottom-up merge sort, which is stable and takes O(n log n) time.
+   Skips a merge if the two runs are already in order. `scratch` has space for n elements. */
 typedef int (*dt__less_fn)(const void *user, uint32_t a, uint32_t b);
 static void dt__sort(uint32_t *v, uint32_t *scratch, size_t n, dt__less_fn less, const void *user) {
     for (size_t width = 1; width < n; width *= 2)
@@ -6280,11 +6283,11 @@ static int dt__big_subtract(dt__big *a, const dt__big *b) {
     return 1;
 }
 
-/* *out = digits * 10^exponent as the nearest double, ties to even; returns 0 if that double is
-   infinite or 0. s contains the digits; other characters of s (the point) are skipped. This
-   function replaces libc's strtod, which depends on the locale. The algorithm is a long division of
-   big integers. 64 bits of the quotient, and whether the remainder is 0, decide the rounding in
-   every case. */
+/* Stores in *out the double that is nearest to digits * 10^exponent; ties go to the even double.
+   Returns 1, or 0 if that double is infinite or 0. The digits are those among the n characters of
+   s; other characters, such as the decimal point, are skipped. This function replaces libc's
+   strtod, which depends on the locale. The algorithm is a long division of big integers. In every
+   case, 64 bits of the quotient and the fact whether the remainder is 0 decide the rounding. */
 static int dt__decimal_to_double(const char *s, size_t n, int64_t exponent, double *out) {
     dt__big a = { 0, { 0 } }, b = { 1, { 1 } };
     int64_t digits = 0;
@@ -6310,7 +6313,8 @@ static int dt__decimal_to_double(const char *s, size_t n, int64_t exponent, doub
     /* 10^exponent = 5^exponent * 2^exponent, and a / b contains only 5^exponent. Adding `exponent`
        supplies the other factor: top is then the exponent of q's highest bit. */
     top += (int)exponent;
-    int drop = top < -1022 ? 11 - 1022 - top : 11; /* denormals have a shorter mantissa */
+    /* number of low bits of q that are rounded away; more for a denormal, whose mantissa is short */
+    int drop = top < -1022 ? 11 - 1022 - top : 11;
     if (drop > 64) return 0;
     uint64_t mantissa = drop < 64 ? q >> drop : 0, remainder = drop < 64 ? q << (64 - drop) : q,
              half = (uint64_t)1 << 63;
@@ -6326,7 +6330,7 @@ static int dt__json_skip_digits(dt__json_parser *in) {
     return in->at > begin ? 1 : dt__json_error(d, in->at, "a digit is needed");
 }
 
-/* Consumes the next byte if it is c. */
+/* If the next byte is c, consumes it and returns 1. Otherwise returns 0. */
 static int dt__json_accept(dt__json_parser *in, char c) {
     int yes = in->at < in->doc->bytes && in->doc->text[in->at] == c;
     in->at += (size_t)yes;
@@ -6391,8 +6395,9 @@ static int dt__json_parse_hex(dt__json_parser *in, uint32_t *out) {
     return 1;
 }
 
-/* Decodes the escape after a backslash into out, as UTF-8. An escape from \udc80 to \udcff becomes
-   one raw byte, as in Python's surrogateescape. Returns the number of bytes, or 0 on an error. */
+/* Decodes the escape after a backslash and stores its UTF-8 bytes in `out`. An escape from \udc80
+   to \udcff becomes one raw byte, as in Python's surrogateescape. Returns the number of bytes
+   stored, or 0 on an error. */
 static int dt__json_parse_escape(dt__json_parser *in, char out[4]) {
     static const char from[] = "\"\\/bfnrt", to[] = "\"\\/\b\f\n\r\t";
     size_t begin = in->at - 1;
@@ -6422,8 +6427,8 @@ static int dt__json_parse_escape(dt__json_parser *in, char out[4]) {
     return n;
 }
 
-/* Parses a string; the next byte is its opening quote. Appends the string to chars (the first pass
-   only counts the bytes); *offset receives the string's offset in chars. */
+/* Parses a string, whose opening quote is the next byte, and appends it to chars. The first pass
+   only counts the bytes. *offset receives the string's offset in chars. */
 static int dt__json_parse_string(dt__json_parser *in, uint32_t *offset) {
     const dt_json *d = in->doc;
     size_t begin = in->at++;
@@ -6691,7 +6696,7 @@ static void dt__json_quote(dt_json_out *o, const char *s) {
     static const char from[] = "\"\\\b\f\n\r\t", to[] = "\"\\bfnrt";
     const char *end = s + strlen(s);
     const char *bad =
-        s + dt__utf8_first_invalid(s, strlen(s)); /* the next byte that is not UTF-8 */
+        s + dt__utf8_first_invalid(s, strlen(s)); /* the next byte that is not valid UTF-8 */
     dt__json_write(o, "\"", 1);
     for (; *s; s++) {
         char code[8] = { '\\', 0 };
@@ -6711,7 +6716,8 @@ static void dt__json_quote(dt_json_out *o, const char *s) {
     dt__json_write(o, "\"", 1);
 }
 
-/* Writes a comma, unless the next value is the first in its container, and then the key, if any. */
+/* Writes what precedes a value: a comma, unless the value is the first in its container, and then
+   the key, unless `key` is NULL. */
 static void dt__json_separator(dt_json_out *o, const char *key) {
     char last = o && o->used ? o->text[o->used - 1] : '{';
     if (last != '{' && last != '[') dt__json_write(o, ",", 1);
@@ -6735,9 +6741,9 @@ void dt_json_put_string(dt_json_out *o, const char *key, const char *value) {
         dt__json_write(o, "null", 4);
 }
 
-/* Writes 15, 16 or 17 significant digits: the fewest that parse back to the same value.
-   The decimal point of snprintf depends on the locale and may have several bytes, so this function
-   replaces the decimal point by '.'. */
+/* Writes 15, 16 or 17 significant digits, the fewest that parse back to the same value. The decimal
+   point of snprintf depends on the locale and may have several bytes, so this function replaces the
+   decimal point by '.'. */
 void dt_json_put_number(dt_json_out *o, const char *key, double value) {
     char raw[48], text[48] = "0";
     double parsed = 0;
@@ -6797,11 +6803,11 @@ void dt_json_out_free(dt_json_out *o) {
    A file is written under a temporary name. dt_weights_close syncs the file and renames it to its
    final name, so the final name never refers to a half-written file. Input files are untrusted:
    sizes are checked for overflow, and the tensors must cover the data exactly. A parameter's local
-   slice is a set of contiguous ranges of the file's tensor. A transposed slice is copied in tiles
-   that fit the staging buffer. */
+   slice is a set of contiguous ranges of the tensor in the file. A transposed slice is copied in
+   tiles, each of which fits the staging buffer. */
 
-/* Sizes of two buffers: convert_buffer holds file data during a type conversion, and staging holds
-   elements on their way between a file and a parameter. */
+/* Bytes of two buffers of dt_weights: convert_buffer holds file data during a type conversion, and
+   staging holds elements on their way between a file and a parameter. */
 enum { DT__CONVERT_BYTES = 256 << 10, DT__STAGING_BYTES = 1 << 20 };
 
 typedef struct dt__type {
@@ -6809,8 +6815,8 @@ typedef struct dt__type {
     int bits, readable;
     dt_dtype dtype;
 } dt__type;
-/* The element types in the order of the safetensors library. A writer sorts the tensors of a file
-   by type, from the end of this list to its beginning. */
+/* The element types, in the order of the enum of the safetensors library. A writer sorts the
+   tensors of a file by type, from the last type of this list to the first. */
 static const dt__type dt__types[] = {
     { .name = "BOOL", .bits = 8 },
     { .name = "F4", .bits = 4 },
@@ -6837,8 +6843,9 @@ static const dt__type dt__types[] = {
 };
 enum { DT__TYPES = sizeof dt__types / sizeof *dt__types };
 
-/* The tensors of an llm.c model, in file order. In `dims`, P is the padded vocabulary, T positions,
-   L layers, C the width, 3 means 3 C and 4 means 4 C. */
+/* The tensors of an llm.c model, in file order. Each character of `dims` gives a dimension: P is
+   the padded vocabulary, T the number of positions, L the number of layers, C the width, 3 is three
+   times the width, 4 is four times the width. */
 static const struct {
     const char *name, *dims;
 } dt__llmc_tensors[16] = {
@@ -6864,27 +6871,26 @@ enum { DT__LLMC_MAGIC = 20240326, DT__LLMC_HEADER_BYTES = 1024 };
 typedef struct dt__weight {
     dt_weight t;
     int file, type;            /* indices into dt_weights.file and dt__types */
-    int64_t bytes, offset;     /* offset: position of the tensor's first byte in the file */
-    int64_t written, expected; /* elements written so far; elements that must be written */
-    /* The name of a declared tensor, freed with the handle. NULL for other tensors: their names
-       point into the JSON header or are constants. */
+    int64_t bytes, offset;     /* the tensor's size; the position of its first byte in the file */
+    int64_t written, expected; /* numbers of elements: written so far; to be written in all */
+    /* The name of a tensor of dt_weights_declare, freed with the handle. NULL for other tensors,
+       whose names lie in the JSON header or are constants. */
     char *own_name;
 } dt__weight;
 
 typedef struct dt__weight_file {
-    char *path, *temp; /* temp: the file's name while the file is being written */
+    char *path, *temp; /* final name; temporary name while the file is being written */
     char *header;      /* the bytes of the file before the data */
     dt_json *json;     /* the parsed header; owns the tensors' names */
     size_t path_bytes, temp_bytes, header_bytes;
     int64_t bytes;
-    int temp_exists; /* temp may exist and must be removed on failure */
+    int temp_exists; /* 1 if `temp` may exist, so that a failure must remove it */
 } dt__weight_file;
 
-/* A function that receives elements in place of the file of a handle that is open for writing. A
+/* A function that receives the elements written to a handle, so that no file is created. A
    checkpoint uses a sink: every rank has a handle with the complete layout, and the rank's sink
    receives the elements that this rank writes. `data` holds elements [first, first + count) of
-   tensor `index`, converted to the file's type; the elements belong at byte `offset` of the file.
-   */
+   tensor `index`, converted to the file's type. Their position in the file is byte `offset`. */
 typedef struct dt__sink {
     void (*put)(
         void *user, int index, int64_t first, int64_t count, const void *data, int64_t offset);
@@ -6895,21 +6901,23 @@ struct dt_weights {
     dt_ctx *ctx;
     dt_listener listener; /* closes the handle when the context is freed */
     int writing;
-    int layout_done;      /* the list of tensors is final; files and offsets are assigned */
-    dt_weights_desc desc; /* desc.llmc is also set for a file that is read */
+    int layout_done;      /* 1 if the list of tensors is final and files and offsets are assigned */
+    dt_weights_desc desc; /* desc.llmc is set even if the handle is open for reading */
     char *path;
     dt__weight_file *file;
     dt__weight *weight;
     int files, file_capacity, weights, weight_capacity;
-    uint32_t *order; /* (2 order_capacity): sorted indices into weight, then scratch for sorting */
+    /* 2 * order_capacity elements: sorted indices into `weight`, then scratch memory for sorting */
+    uint32_t *order;
     int order_capacity;
-    /* The open file, an index into `file` or -1. A handle keeps only one file open at a time,
-       because many ranks may read many files. */
+    /* The open file's descriptor and index in `file`; both are -1 if no file is open. A handle keeps
+       only one file open at a time, because many ranks may read many files. */
     int fd, open_file;
     char *convert_buffer, *staging;
-    dt__sink sink; /* if put is not NULL, put receives all elements, and no file is created */
-    /* dt_weights_save divides the rank's elements among `writers` ranks, and this rank writes share
-       `writer`. writers 0: this rank writes all its elements */
+    dt__sink sink; /* if sink.put is not NULL, it receives all elements, and no file is created */
+    /* If `writers` is not 0, `writers` ranks hold the same elements, dt_weights_save divides these
+       elements among the ranks, and this rank writes share `writer`. If `writers` is 0, this rank
+       writes all its elements. */
     int writer, writers;
 };
 
@@ -6921,9 +6929,9 @@ static char *dt__concat_text(dt_ctx *ctx, const char *a, size_t a_bytes, const c
     return s;
 }
 
-/* Returns the temporary name: path.tmp on rank 0 and path.<rank>.tmp on other ranks, so that ranks
-   that write the same path do not overwrite each other's temporary file. The rank that renames its
-   file last replaces the others' files. */
+/* Returns the temporary name: path.tmp on rank 0 and path.<rank>.tmp on other ranks. So ranks that
+   write the same path do not overwrite each other's temporary file. The last rank that renames its
+   temporary file to `path` replaces the files of the other ranks. */
 static char *dt__temp_name(dt_ctx *ctx, const char *path) {
     char end[32];
     snprintf(end, sizeof end, ".%d.tmp", ctx->rank);
@@ -6934,7 +6942,7 @@ static void dt__string_free(dt_ctx *ctx, char *s) {
     if (s) dt_free(ctx, DT_MEM_HOST, s, strlen(s) + 1);
 }
 
-/* Describes an errno that the io table set. */
+/* Returns a description of `reason`, the errno that the io table has set. */
 static const char *dt__io_error_text(int reason) {
     switch (reason) {
     case 0: return "the io table refused";
@@ -6951,9 +6959,10 @@ static const char *dt__io_reason(void) { return dt__io_error_text(errno); }
 
 static int dt__io_absent(void) { return errno == ENOENT || errno == ENOTDIR; }
 
-/* Fails the context after a failed io call, with the formatted text and errno's description. If
-   this is the context's first failure, sets ctx->read_failed: to 0 if errno says that the path is
-   absent, a directory or a FIFO, else to 1, which means that the file itself may be intact. */
+/* Fails the context after a failed io call, with the formatted text and the description of errno.
+   If this is the context's first failure, also sets ctx->read_failed. The value is 0 if errno says
+   that the path is absent, a directory or a FIFO. It is 1 for every other errno: then the file
+   itself may be intact. */
 static dt_status dt__io_fail(dt_ctx *ctx, const char *fmt, ...) DT_PRINTF(2, 3);
 static dt_status dt__io_fail(dt_ctx *ctx, const char *fmt, ...) {
     char text[sizeof ctx->text];
@@ -6967,8 +6976,8 @@ static dt_status dt__io_fail(dt_ctx *ctx, const char *fmt, ...) {
     return dt_fail(ctx, DT_ERR_IO, "%s: %s", text, reason);
 }
 
-/* Creates a file; path is a temporary name. If a killed job left a file or link of this name,
-   removes that file or link first. */
+/* Creates a file of the temporary name `path` and returns its descriptor. If a killed job has left
+   a file or a link of the same name, removes that file or link first. */
 static int dt__io_create(const dt_io *io, const char *path) {
     errno = 0;
     int fd = io->open(io->user, path, DT_IO_CREATE);
@@ -6977,10 +6986,10 @@ static int dt__io_create(const dt_io *io, const char *path) {
     return io->open(io->user, path, DT_IO_CREATE);
 }
 
-/* Reads or writes `bytes` bytes and returns the number of bytes transferred. Loops, because one
-   call of the io table may transfer fewer bytes. If the transfer stops early, *end is 1 at the end
-   of the file (or when a write accepts no bytes); otherwise *end is 0, and errno holds the reason
-   if the io table sets errno. */
+/* Reads or writes `bytes` bytes at offset `at`. Calls the io table repeatedly, because one call may
+   transfer fewer bytes. Returns the number of bytes transferred. If that number is less than
+   `bytes`, *end says why: it is 1 if a read reached the end of the file or a write accepted no
+   bytes, 0 if the io table reported an error (in errno, if the io table sets errno). */
 static int64_t dt__io_transfer(
     const dt_io *io, int fd, int writing, void *data, int64_t bytes, int64_t at, int *end) {
     int64_t done = 0, n = 1;
@@ -7018,8 +7027,8 @@ static dt_status dt__file_write_at(
                          : dt__io_fail(ctx, "%s: writing byte %lld", path, (long long)(at + done));
 }
 
-/* Returns a descriptor, or -1 after failing the context. If writing is 1, path is a temporary name,
-   and the new file contains `bytes` zero bytes. */
+/* Opens a file and returns its descriptor, or fails the context and returns -1. If `writing` is 1,
+   `path` is a temporary name, and the function creates a file of `bytes` zero bytes. */
 static int dt__file_open(dt_ctx *ctx, const char *path, int writing, int64_t bytes) {
     const dt_io *io = &ctx->io;
     if (ctx->status != DT_OK) return -1;
@@ -7045,8 +7054,9 @@ static dt_status dt__file_sync_close(dt_ctx *ctx, const char *path, int fd) {
     return ctx->status;
 }
 
-/* Commits a file: renames temp to path, then syncs the directory, so that the new name survives a
-   power failure. Skips the sync if the io table or the file system cannot open directories. */
+/* Commits a file: renames `temp` to `path`, then syncs the directory, so that the new name survives
+   a power failure. If the io table or the file system cannot open directories, the directory is not
+   synced. */
 static dt_status dt__file_commit(dt_ctx *ctx, const char *temp, const char *path) {
     const char *slash = strrchr(path, '/');
     errno = 0;
@@ -7158,7 +7168,7 @@ static dt_weights *dt__weights_new(dt_ctx *ctx, const char *path, int writing) {
     if (!path)
         dt_fail(ctx, DT_ERR_ARG, "%s: the path is NULL",
             writing ? "dt_weights_create" : "dt_weights_open");
-    /* two handles that write the same path would share a temporary file */
+    /* fails if another handle writes the same path: both would use the same temporary file */
     for (dt_listener *l = ctx->listeners; l && writing && path; l = l->next) {
         const dt_weights *other =
             l->closing == dt__weights_free ? (const dt_weights *)l->user : NULL;
@@ -7183,7 +7193,7 @@ static void dt__weights_destroy(dt_weights *w) {
     dt__weights_free(w->ctx, w);
 }
 
-/* Appends a file to the handle's list. Takes ownership of path, also on failure. */
+/* Appends a file to the handle's list. Takes ownership of `path`, even on failure. */
 static dt__weight_file *dt__weights_add_file(dt_weights *w, char *path) {
     dt__weight_file *grown = (dt__weight_file *)dt__grow(
         w->ctx, w->file, w->files, &w->file_capacity, sizeof *grown, "files");
@@ -7211,7 +7221,7 @@ static int dt__by_name(const void *user, uint32_t a, uint32_t b) {
     return strcmp(t[a].t.name, t[b].t.name) < 0;
 }
 
-/* Orders tensors by offset. At equal offsets, empty tensors come first. */
+/* Orders tensors by offset. Of tensors with the same offset, empty tensors come first. */
 static int dt__by_offset(const void *user, uint32_t a, uint32_t b) {
     const dt__weight *t = (const dt__weight *)user;
     return t[a].offset != t[b].offset ? t[a].offset < t[b].offset : t[a].bytes < t[b].bytes;
@@ -7222,7 +7232,8 @@ static int dt__by_type(const void *user, uint32_t a, uint32_t b) {
     return t[a].type != t[b].type ? t[a].type > t[b].type : dt__by_name(user, a, b);
 }
 
-/* Fills w->order with the indices of tensors first .. w->weights - 1, sorted by `less`. */
+/* Stores the indices `first` .. w->weights - 1 in w->order, sorted by the order of their tensors
+   under `less`. */
 static dt_status dt__weights_sort(dt_weights *w, int first, dt__less_fn less) {
     int n = w->weights - first;
     if (w->weights > w->order_capacity) {
@@ -7288,7 +7299,7 @@ static dt_status dt__safetensors_entry(dt_weights *w, int f, int node) {
                 j, node, "tensor '%s': dimension %d: more elements than can be counted", name.s, i);
         if (i < DT_MAX_DIMS) t.t.shape.d[t.t.shape.nd++] = d;
     }
-    if (dt_json_count(j, shape) > DT_MAX_DIMS) { /* can be listed, but not read */
+    if (dt_json_count(j, shape) > DT_MAX_DIMS) { /* the tensor can be listed, but not read */
         t.t.readable = 0;
         t.t.shape = DT_SHAPE(size);
     }
@@ -7314,9 +7325,9 @@ static dt_status dt__safetensors_metadata(const dt_json *j, int node) {
     return DT_OK;
 }
 
-/* Fails unless the tensors of file f, whose indices begin with `first`, cover the file's data
-   exactly: no gap, no overlap, and no bytes after the last tensor. Otherwise two readers could see
-   different contents in the same file. */
+/* Fails unless the tensors of file f, those with index >= `first`, cover the file's data exactly:
+   no gap, no overlap, and no bytes after the last tensor. With a gap or an overlap, two programs
+   that read the same file could find different contents. */
 static dt_status dt__safetensors_check_cover(dt_weights *w, int f, int first) {
     const dt__weight_file *file = &w->file[f];
     int64_t at = (int64_t)file->header_bytes;
@@ -7361,8 +7372,8 @@ static dt_status dt__safetensors_open(dt_weights *w, int f, uint64_t json_bytes)
     return ctx->status == DT_OK ? dt__safetensors_check_cover(w, f, first) : ctx->status;
 }
 
-/* Describes tensor i of an llm.c model. The caller has checked the sizes in m. Returns 0 if the
-   tensor's size overflows. */
+/* Fills in *t for tensor i of an llm.c model. The caller has checked the sizes in m. Returns 1, or
+   0 if the tensor's size overflows. */
 static int dt__llmc_tensor(const dt_llmc *m, int i, dt__weight *t) {
     const char *dims = dt__llmc_tensors[i].dims;
     int64_t C = m->width;
@@ -7385,7 +7396,8 @@ static int dt__llmc_tensor(const dt_llmc *m, int i, dt__weight *t) {
     return dt__mul_ok(t->t.count, (int64_t)dt_dtype_size(t->t.dtype), &t->bytes);
 }
 
-/* Adds all 16 tensors of an llm.c model; *end receives the size of the file. */
+/* Adds all 16 tensors of an llm.c model to the handle's list. *end receives the size of the file in
+   bytes. */
 static dt_status dt__llmc_list_tensors(dt_weights *w, int f, int64_t *end) {
     const dt_llmc *m = &w->desc.llmc;
     *end = DT__LLMC_HEADER_BYTES;
@@ -7429,7 +7441,7 @@ static dt_status dt__llmc_open(dt_weights *w, int f) {
                      file->path, (long long)file->bytes, (long long)end);
 }
 
-/* Opens one file, recognizes its format and reads its header. Takes ownership of path. */
+/* Opens one file, recognizes its format and reads its header. Takes ownership of `path`. */
 static dt_status dt__weights_read_header(dt_weights *w, char *path) {
     dt_ctx *ctx = w->ctx;
     dt__weight_file *file = dt__weights_add_file(w, path);
@@ -7453,7 +7465,7 @@ static dt_status dt__weights_read_header(dt_weights *w, char *path) {
     return dt__safetensors_open(w, f, first_bytes);
 }
 
-/* Opens the shards that an index names, in the index's directory. */
+/* Reads the headers of the shards that an index names, which lie in the directory of the index. */
 static dt_status dt__index_shards(dt_weights *w, const dt_json *j, int map, const char *path) {
     const char *slash = strrchr(path, '/');
     size_t folder = slash ? (size_t)(slash - path) + 1 : 0, bytes = 0;
@@ -7499,8 +7511,8 @@ static dt_status dt__index_open(dt_weights *w, const char *path) {
     return w->ctx->status;
 }
 
-/* Returns w->path + name if that file exists, else NULL. Fails the context if the file cannot be
-   opened for another reason than absence. */
+/* Returns the path w->path followed by `name` if a file of this path exists, else NULL. Fails the
+   context if the file exists but cannot be opened. */
 static char *dt__weights_find_file(dt_weights *w, const char *name) {
     dt_ctx *ctx = w->ctx;
     char *path = ctx->status == DT_OK ? dt__concat_text(ctx, w->path, strlen(w->path), name) : NULL;
@@ -7573,9 +7585,9 @@ const char *dt_weights_metadata(const dt_weights *w, const char *key) {
     return dt_json_string(j, dt_json_find(j, dt_json_find(j, 0, "__metadata__"), key), NULL);
 }
 
-/* Converts count elements in host memory. Each value is converted to f32 first. From f64 to a
-   16-bit type, this first conversion rounds to odd, so that the two roundings give the same result
-   as a single rounding. */
+/* Converts `count` elements in host memory. Converts each value to f32 first. If f64 is converted
+   to a 16-bit type, the conversion to f32 rounds to odd, so that both roundings together give the
+   same result as a single rounding. */
 static void dt__convert(dt_dtype to, void *out, dt_dtype from, const void *in, int64_t count) {
     float f[512];
     if (to == from) memcpy(out, in, (size_t)count * dt_dtype_size(to));
@@ -7601,7 +7613,8 @@ static void dt__convert(dt_dtype to, void *out, dt_dtype from, const void *in, i
     }
 }
 
-/* Fails unless elements [first, first + count) of a tensor can be transferred as `dtype`. */
+/* Fails the context unless elements [first, first + count) of a tensor can be transferred, with
+   type `dtype` in memory. */
 static dt_status dt__weights_check_range(const dt_weights *w, const char *func, int writing,
     int index, int64_t first, int64_t count, dt_dtype dtype) {
     const dt_weight *t = dt_weights_get(w, index);
@@ -7657,16 +7670,17 @@ dt_status dt_weights_read(
 // ---- Loading and saving parameters
 
 /* A dt_weight_part with its defaults filled in: a rectangle of the parameter, seen as a matrix, and
-   the position of the same elements in the matrix of the file. */
+   the position of the same elements in the file's tensor, also seen as a matrix. */
 typedef struct dt__weight_rect {
     dt_tensor *param;
-    int index; /* index of the file's tensor */
-    /* rows [at, at + rows) of the parameter, seen as a matrix with `columns` columns */
+    int index; /* index of the file's tensor in dt_weights.weight */
+    /* The rectangle is rows [at, at + rows) of the parameter, seen as a matrix with `columns`
+       columns. */
     int64_t at, rows, columns;
-    /* row, column: the rectangle's first row and column in the file's matrix; stride: number of
-       columns of the file's matrix */
+    /* `row` and `column` are the rectangle's first row and column in the file's matrix; `stride` is
+       the number of columns of the file's matrix */
     int64_t row, column, stride;
-    int transposed;
+    int transposed; /* 1 if the file's matrix holds the rectangle's transpose */
 } dt__weight_rect;
 
 static dt_status dt__rect_make(dt_weights *w, const dt_weight_part *part, dt__weight_rect *r) {
@@ -7703,8 +7717,8 @@ static dt_status dt__rect_make(dt_weights *w, const dt_weight_part *part, dt__we
     return DT_OK;
 }
 
-/* Reads elements [first, first + count) of the file's tensor to host memory, or writes these
-   elements from host memory. */
+/* Reads elements [first, first + count) of the file's tensor to host memory if the handle is open
+   for reading, or writes these elements from host memory if it is open for writing. */
 static dt_status dt__rect_access_file(
     dt_weights *w, const dt__weight_rect *r, int64_t first, int64_t count, void *host) {
     dt_dtype dtype = r->param->dtype;
@@ -7720,11 +7734,11 @@ static dt_status dt__rect_access_param(
     void *at = (char *)r->param->data + (size_t)first * size;
     if (dt__move(w->ctx, w->writing ? host : at, w->writing ? at : host, bytes) != DT_OK)
         return w->ctx->status;
-    return dt__sync(w->ctx); /* the caller reuses host memory at once */
+    return dt__sync(w->ctx); /* because the caller reads or reuses `host` after the call */
 }
 
-/* Narrows the range [*begin, *end) to the share that this rank writes, if w->writers ranks hold the
-   same elements and divide the writing. */
+/* Narrows the range [*begin, *end) to the share that this rank writes, if several ranks hold the
+   same elements and divide the writing among them (w->writers is not 0). */
 static void dt__weights_writer_share(const dt_weights *w, int64_t *begin, int64_t *end) {
     int64_t from = *begin, n = *end - *begin;
     if (!w->writers) return;
@@ -7732,11 +7746,12 @@ static void dt__weights_writer_share(const dt_weights *w, int64_t *begin, int64_
     *end = from + n / w->writers * (w->writer + 1) + n % w->writers * (w->writer + 1) / w->writers;
 }
 
-/* Copies a rectangle that is not transposed. A contiguous range of the local slice is contiguous in
-   the file too, up to the end of a row of the file's matrix. */
+/* Copies a rectangle that is not transposed. A contiguous range of the local slice is also
+   contiguous in the file, except that it ends at the end of the rectangle's row if the rows of the
+   file's matrix are longer. */
 static dt_status dt__rect_copy_rows(dt_weights *w, const dt__weight_rect *r) {
     const dt_param_info *p = r->param->param;
-    /* elements [begin, end) of the full tensor include all elements of the slice */
+    /* the smallest range of elements of the full tensor that contains the whole slice */
     int64_t begin = 0, end = 0;
     int64_t max_elements = DT__STAGING_BYTES / (int64_t)dt_dtype_size(r->param->dtype);
     for (int i = 0; i < p->full.nd; i++) {
@@ -7774,7 +7789,7 @@ static void dt__copy_strided(
     const char *i = (const char *)in;
     for (; n > 0; n--, o += out_step * (int64_t)size, i += in_step * (int64_t)size) {
         if (size == 2)
-            memcpy(o, i, 2); /* constant sizes compile to single moves */
+            memcpy(o, i, 2); /* a memcpy of constant size compiles to one move instruction */
         else if (size == 4)
             memcpy(o, i, 4);
         else
@@ -7783,15 +7798,15 @@ static void dt__copy_strided(
 }
 
 /* Copies one tile of a transposed parameter: rows [row, row + rows) and columns [column, column +
-   columns) of the parameter, which are columns and rows of the file's matrix. The tile passes
-   through the staging buffer, so that both the file and the parameter are accessed in contiguous
-   ranges. `local` is the index of the tile's first element in the local slice, whose rows are
-   `pitch` elements apart. */
+   columns) of the parameter. Rows of the parameter are columns of the file's matrix. The tile is
+   copied through the staging buffer, so that both the file and the parameter are accessed in
+   contiguous ranges. `local` is the index of the tile's first element in the local slice. `pitch`
+   is the distance in elements between two rows of the local slice. */
 static dt_status dt__rect_copy_tile(dt_weights *w, const dt__weight_rect *r, int64_t row,
     int64_t rows, int64_t column, int64_t columns, int64_t local, int64_t pitch) {
     size_t size = dt_dtype_size(r->param->dtype);
     char *tile = w->staging, *file_row = w->staging + (size_t)rows * (size_t)columns * size;
-    int64_t rows_per_move = columns == pitch ? rows : 1; /* rows that one dt__move copies */
+    int64_t rows_per_move = columns == pitch ? rows : 1; /* rows that each dt__move copies */
     for (int64_t i = 0; i < rows && w->writing; i += rows_per_move)
         if (dt__rect_access_param(w, r, local + i * pitch, rows_per_move * columns,
                 tile + (size_t)(i * columns) * size) != DT_OK)
@@ -7810,16 +7825,17 @@ static dt_status dt__rect_copy_tile(dt_weights *w, const dt__weight_rect *r, int
     return DT_OK;
 }
 
-/* Copies a transposed rectangle. The leading dimensions of the local slice select ranges of the
-   parameter's rows. These ranges are divided into tiles; one tile and one row of the file together
-   fit in the staging buffer. */
+/* Copies a transposed rectangle. All dimensions of the local slice except the last select ranges of
+   the parameter's rows. These ranges are divided into tiles so that the staging buffer can hold a
+   tile and a row of the file's matrix. */
 static dt_status dt__rect_copy_transposed(dt_weights *w, const dt__weight_rect *r) {
     const dt_param_info *p = r->param->param;
     dt_shape lead = p->full;
     int last = --lead.nd;
     int64_t pitch = p->slice.n[last], width = p->slice.inside[last];
     int64_t wide = width < 1024 ? width : 1024;
-    /* wide + 1, because the buffer also holds one row of the file (tall elements) */
+    /* wide + 1, because the buffer holds a tile of tall * wide elements and `tall` elements of a
+       row of the file */
     int64_t tall = DT__STAGING_BYTES / ((wide + 1) * (int64_t)dt_dtype_size(r->param->dtype));
     int64_t first_column = 0, end_column = width;
     dt__slice_walk walk = dt__slice_begin(lead, p->slice);
@@ -7950,7 +7966,7 @@ int dt_weights_declare(dt_weights *w, const char *name, dt_dtype dtype, dt_shape
     return -1;
 }
 
-/* Assigns the tensors to files, in order of declaration, and names the files. */
+/* Assigns the tensors to files, in the order in which they were declared, and names the files. */
 static dt_status dt__safetensors_assign_files(dt_weights *w) {
     int64_t total = 0, size = 0, max_bytes = w->desc.shard_bytes;
     int f = 0;
@@ -7974,8 +7990,8 @@ static dt_status dt__safetensors_assign_files(dt_weights *w) {
     return w->ctx->status;
 }
 
-/* Creates file f under its temporary name and writes its header. The tensors' elements are zero
-   until dt_weights_write sets them. */
+/* Creates file f under its temporary name and writes the file's header, of head_bytes bytes. The
+   tensors' elements are zero until dt_weights_write sets them. */
 static dt_status dt__weights_create_file(dt_weights *w, int f, int64_t head_bytes) {
     dt__weight_file *file = &w->file[f];
     dt__weights_close_file(w);
@@ -7987,14 +8003,14 @@ static dt_status dt__weights_create_file(dt_weights *w, int f, int64_t head_byte
     return dt__file_write_at(w->ctx, file->temp, w->fd, file->header, head_bytes, 0);
 }
 
-/* Makes the header of file f, which lists the file's tensors in the order of w->order, and sets the
-   tensors' offsets. */
+/* Makes the header of file f, which lists the file's tensors in the order of w->order. Sets the
+   tensors' offsets. Creates the file unless the handle has a sink. */
 static dt_status dt__safetensors_write_header(dt_weights *w, int f) {
     dt__weight_file *file = &w->file[f];
     dt_json_out out = { w->ctx, NULL, 0, 0 };
     int64_t at = 0;
     uint64_t n = 0;
-    dt__json_write(&out, (const char *)&n, sizeof n); /* the header's length, set below */
+    dt__json_write(&out, (const char *)&n, sizeof n); /* space for the header's length, set below */
     dt__json_write(&out, "{\"__metadata__\":{\"format\":\"pt\"}", 31);
     for (int i = 0; i < w->weights; i++) {
         dt__weight *t = &w->weight[w->order[i]];
@@ -8043,8 +8059,8 @@ static dt_status dt__llmc_write_header(dt_weights *w) {
     return w->sink.put ? w->ctx->status : dt__weights_create_file(w, 0, DT__LLMC_HEADER_BYTES);
 }
 
-/* Fixes the layout, when all tensors are declared: assigns the tensors to files, sets their offsets
-   and writes the headers. */
+/* Fixes the layout at the first write, after which no tensor can be declared: assigns the tensors
+   to files, sets their offsets and writes the headers. Later calls do nothing. */
 static dt_status dt__weights_layout(dt_weights *w) {
     if (w->layout_done || w->ctx->status != DT_OK || dt__weights_sort_names(w) != DT_OK)
         return w->ctx->status;
@@ -8108,7 +8124,8 @@ static dt_status dt__index_write(dt_weights *w) {
     dt_json_close(&out, '}');
     dt_json_close(&out, '}');
     if (path && dt_file_write(w->ctx, path, out.text, out.used) == DT_OK) {
-        errno = 0; /* remove an older single file: dt_weights_open would open it, not the shards */
+        /* removes an older single file, which dt_weights_open would open instead of the shards */
+        errno = 0;
         if (w->ctx->io.remove(w->ctx->io.user, w->path) != 0 && errno != 0 && errno != ENOENT)
             dt__io_fail(w->ctx, "%s: removing this file, which is older than its shards", w->path);
     }
@@ -8149,21 +8166,23 @@ dt_status dt_weights_close(dt_weights *w) {
 /* Code that sections 21 to 23 share: elementary functions, block sizes and scratch sizes, and loops
    over strided arrays.
 
-   Summation order. A result must not depend on the number of threads, nor, outside the micro-kernel
-   of section 21, on the instruction set. Therefore, from here on, the compiler must not contract a
-   product and a sum to a fused multiply-add (fp-contract=off), every sum has a fixed number of
-   lanes, and threads divide the results among them, but never the terms of one sum. */
+   Summation order. A result must not depend on the number of threads. Outside the micro-kernel of
+   section 21 it must not depend on the instruction set either. Therefore, in the rest of this file,
+   the compiler must not contract a product and a sum to a fused multiply-add (fp-contract=off), and
+   every sum has a fixed number of lanes. Each result is computed by one thread: the terms of a sum
+   are never divided among threads. */
 
-/* clang knows the standard pragma; gcc ignores that pragma and takes an option instead. The other
-   options change no value. no-trapping-math lets gcc vectorize loops with a ? b : c; it is safe,
-   because no code reads the exception flags. The rest turn off -O3's copies of loops and functions,
-   because this file already writes such copies out. Without -O3's copies, the build time and the
-   code are a quarter smaller. */
+/* Turns off contraction and some optimizations. clang obeys the standard pragma; gcc ignores that
+   pragma and has the option fp-contract instead. The other options change no value.
+   no-trapping-math lets gcc vectorize loops that contain a ? b : c. This is safe, because no code
+   reads the exception flags. The remaining options turn off optimizations of -O3 that duplicate
+   loops and functions; this file writes the useful duplicates out itself. Without these
+   optimizations, the build time and the code are a quarter smaller. */
 #if defined(__clang__)
 #pragma STDC FP_CONTRACT OFF
 #elif defined(__GNUC__)
 #ifdef __CUDACC__
-#pragma nv_diag_suppress 1675 /* nvcc does not know the next pragma and passes it to gcc */
+#pragma nv_diag_suppress 1675 /* nvcc does not know the next pragma, but passes it on to gcc */
 #endif
 #pragma GCC push_options
 #pragma GCC optimize( \
