@@ -6313,7 +6313,7 @@ static int dt__decimal_to_double(const char *s, size_t n, int64_t exponent, doub
     /* 10^exponent = 5^exponent * 2^exponent, and a / b contains only 5^exponent. Adding `exponent`
        supplies the other factor: top is then the exponent of q's highest bit. */
     top += (int)exponent;
-    /* number of low bits of q that are rounded away; more for a denormal, whose mantissa is short */
+    /* number of low bits of q that are rounded away; greater for a denormal */
     int drop = top < -1022 ? 11 - 1022 - top : 11;
     if (drop > 64) return 0;
     uint64_t mantissa = drop < 64 ? q >> drop : 0, remainder = drop < 64 ? q << (64 - drop) : q,
@@ -6910,7 +6910,7 @@ struct dt_weights {
     /* 2 * order_capacity elements: sorted indices into `weight`, then scratch memory for sorting */
     uint32_t *order;
     int order_capacity;
-    /* The open file's descriptor and index in `file`; both are -1 if no file is open. A handle keeps
+    /* The open file's descriptor and index in `file`; both are -1 if no file is open. A handle has
        only one file open at a time, because many ranks may read many files. */
     int fd, open_file;
     char *convert_buffer, *staging;
@@ -8190,15 +8190,15 @@ dt_status dt_weights_close(dt_weights *w) {
 #pragma GCC optimize("no-ipa-cp-clone", "no-tree-loop-distribution")
 #endif
 
-/* Instruction sets, slowest first. The plain set is always compiled. dt__best_isa chooses one set
-   at run time. */
+/* Instruction sets of the CPU, slowest first. The plain set, which has no special instructions, is
+   always compiled. dt__best_isa chooses one set at run time. */
 enum { DT__PLAIN = 0, DT__SIMD = 1 /* AVX2 with FMA, or NEON */, DT__AVX512 = 2, DT__ISAS = 3 };
-/* Vectors with the alignment of one element, because a tile of C may start at any element. */
+/* Vectors with the alignment of one element, because a vector may be loaded from any element. */
 typedef float dt__float4 __attribute__((vector_size(16), may_alias, aligned(4)));
 typedef double dt__double2 __attribute__((vector_size(16), may_alias, aligned(8)));
 
-/* Square roots for the plain set. The compiler does not vectorize a loop over sqrtf, because sqrtf
-   may set errno. */
+/* Square roots of vectors for the plain instruction set. The compiler does not vectorize a loop
+   over sqrtf, because sqrtf may set errno. */
 static inline dt__float4 dt__sqrt4(dt__float4 v) {
 #if defined(__SSE2__)
     return (dt__float4)_mm_sqrt_ps((__m128)v);
@@ -8213,17 +8213,19 @@ static inline dt__double2 dt__sqrt2(dt__double2 v) {
     return v;
 }
 
-/* e^x in float, within 1.1 ulp, without branches, so that loops over dt__expf vectorize; the
-   coefficients are those of Cephes. x = n ln 2 + r with |r| <= ln 2 / 2. Adding 1.5 * 2^23 rounds
-   x / ln 2 to the integer n and leaves n in the low bits. The result is multiplied by 2^n in two
-   halves, so that results below 2^-126 become denormal and large results infinite. */
+/* Returns e^x in float, within 1.1 ulp. The code has no branches, so that loops over dt__expf are
+   vectorized. The coefficients are those of Cephes. Write x = n ln 2 + r with |r| <= ln 2 / 2; then
+   e^x = 2^n e^r. Adding 1.5 * 2^23 to x / ln 2 rounds it to the integer n and leaves n in the low
+   bits. The polynomial of r is multiplied by 2^n in two steps, so that results below 2^-126 become
+   denormal and results that are too large become infinite. */
 DT__INLINE float dt__expf(float x) {
     const float magic = 12582912.0f;
-    /* e^-105 rounds to 0, e^89 to infinity; a NaN stays, because both comparisons are false */
+    /* e^-105 rounds to 0 and e^89 to infinity. A NaN stays a NaN, because both comparisons are
+       false */
     x = x < -105.0f ? -105.0f : x;
     x = x > 89.0f ? 89.0f : x;
     float shifted = x * 1.44269504f + magic, n = shifted - magic;
-    /* ln 2 is split in two parts; n times the first part is exact */
+    /* ln 2 is the sum of two constants, and the product of n and the first constant is exact */
     float r = x - n * 0.693359375f + n * 2.12194440e-4f;
     float p = 1.9875691500e-4f;
     p = p * r + 1.3981999507e-3f;
@@ -8235,15 +8237,16 @@ DT__INLINE float dt__expf(float x) {
     uint32_t bits, low_bits, high_bits;
     float low, high;
     memcpy(&bits, &shifted, 4);
-    bits = bits - 0x4b400000u + 256; /* n + 256, positive */
-    low_bits = (bits / 2 - 1) << 23; /* 2^(half of n) */
+    bits = bits - 0x4b400000u + 256; /* n + 256, which is positive */
+    low_bits = (bits / 2 - 1) << 23; /* the bits of 2^(n / 2) */
     high_bits = (bits - bits / 2 - 1) << 23;
     memcpy(&low, &low_bits, 4);
     memcpy(&high, &high_bits, 4);
     return p * low * high;
 }
 
-/* ln x in float, within 1 ulp, without branches. x = 2^e m with m in [sqrt(1/2), sqrt 2). */
+/* Returns ln x in float, within 1 ulp, without branches: ln x = e ln 2 + ln m, where x = 2^e m and
+   m is in [sqrt(1/2), sqrt 2). */
 DT__INLINE float dt__logf(float x) {
     float normal = x < 1.17549435e-38f ? x * 8388608.0f : x, m;
     uint32_t bits, m_bits;
@@ -8268,8 +8271,8 @@ DT__INLINE float dt__logf(float x) {
     return x < 0.0f ? NAN : p;
 }
 
-/* tanh x in float: 1 - 2 / (e^2x + 1), but near 0 a polynomial, because there the difference
-   cancels. */
+/* Returns tanh x in float: 1 - 2 / (e^(2x) + 1), or a polynomial if x is near 0, where the
+   difference would cancel. */
 DT__INLINE float dt__tanhf(float x) {
     float z = x * x, large = 1.0f - 2.0f / (dt__expf(2.0f * x) + 1.0f);
     float p = -5.997020093e-3f;
@@ -8280,8 +8283,9 @@ DT__INLINE float dt__tanhf(float x) {
     return z < 0.39f ? x + x * z * p : large;
 }
 
-/* The standard normal distribution function in float. The lower tail times e^(x^2/2) is a
-   polynomial in 1 / (1 + |x| / sqrt 8), fitted to a relative error of 5e-8. */
+/* Returns the standard normal distribution function of x in float. The lower tail, multiplied by
+   e^(x^2/2), is a polynomial in 1 / (1 + |x| / sqrt 8), which is fitted to a relative error of
+   5e-8. */
 DT__INLINE float dt__phif(float x) {
     float z = (x < 0 ? -x : x) * 0.70710678f, t = 1.0f / (1.0f + 0.5f * z);
     float p = 1.617393085e-2f;
@@ -8298,7 +8302,7 @@ DT__INLINE float dt__phif(float x) {
     return x < 0 ? tail : 1.0f - tail;
 }
 
-/* Converts two words of the counter RNG to a value in [0, 1) with 53 bits. */
+/* Converts two words of the counter-based RNG to a value in [0, 1) with 53 random bits. */
 static double dt__uniform53(uint32_t high, uint32_t low) {
     return (double)(((uint64_t)high << 32 | low) >> 11) * (1.0 / 9007199254740992.0);
 }
@@ -8310,9 +8314,9 @@ static void *dt__align64(void *p) { return (char *)p + (64 - ((uintptr_t)p & 63)
 #include <limits.h>
 #endif
 
-/* With DT_USE_OMP, products, attention and elementwise kernels divide their results among OpenMP
-   threads. Each result is computed by one thread, in the same order as without OpenMP, so the bits
-   do not change. */
+/* With DT_USE_OMP, matrix products, attention and elementwise kernels divide their results among
+   OpenMP threads. Each result is computed by one thread, in the same order as without OpenMP, so
+   the bits do not change. */
 #ifdef DT_USE_OMP
 #include <omp.h>
 #define DT__PARALLEL _Pragma("omp parallel for schedule(static) num_threads(dt__omp_threads())")
@@ -8324,23 +8328,23 @@ static int dt__omp_threads(void) { return 1; }
 static int dt__omp_thread(void) { return 0; }
 #endif
 
-/* 1 if the processor multiplies pairs of bf16 (vdpbf16ps) faster than floats. AMD processors do.
-   Intel processors have the instruction, but run it at half the rate of float: 86 against
-   172 GFLOP/s, measured on one core of the fifth Xeon generation. There packing widens bf16 to
-   float. */
+/* Returns 1 if the processor multiplies pairs of bf16 (instruction vdpbf16ps) faster than floats,
+   as AMD processors do. Intel processors have the instruction, but reach only half the rate of
+   float: 86 against 172 GFLOP/s, measured on one core of the fifth Xeon generation. On Intel
+   processors, packing widens bf16 to float instead. */
 #if defined(__x86_64__)
 static int dt__bf16_pairs_are_fast(void) {
     return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_is("amd");
 }
 #endif
 
-/* Block sizes of the matrix product, see section 21. They decide which data stays in which cache
-   and change no bit of the result. */
+/* Block sizes of the matrix product (section 21). The block sizes decide which data stays in which
+   cache and change no bit of the result. */
 enum {
-    DT__MAX_KC = 512,               /* steps of K per block; a panel of 14 x 512 floats is 28 KB */
-    DT__B_BLOCK_BYTES = 1152 << 10, /* size of a packed block of B */
-    DT__A_PANELS = 8,               /* panels of A packed at a time */
-    DT__C_PANELS = 20               /* row panels of C per block if K has several blocks */
+    DT__MAX_KC = 512, /* most steps of K in a block; a panel of A of 14 x 512 floats has 28 KB */
+    DT__B_BLOCK_BYTES = 1152 << 10, /* size of a packed block of B in bytes */
+    DT__A_PANELS = 8,               /* number of panels of A that are packed together */
+    DT__C_PANELS = 20 /* most panels of rows in a block of C if K has several blocks */
 };
 typedef struct dt__gemm_blocks {
     int64_t kc, nc;  /* steps of K and columns of B in a packed block */
@@ -8359,34 +8363,35 @@ static dt__gemm_blocks dt__gemm_blocks_make(int64_t n, int64_t steps, size_t siz
     return p;
 }
 
-/* Scratch for more than DT__MAX_WORK elements does not fit in any memory: dt_row_work and
-   dt_attention_work then return SIZE_MAX. */
+/* Scratch memory for more elements than DT__MAX_WORK fits in no memory. For such sizes dt_row_work
+   and dt_attention_work return SIZE_MAX. */
 #define DT__MAX_WORK ((int64_t)1 << 48)
 
-/* Scratch for panels of A of at most 14 rows, a block of B, and tiles of C. Packing writes up to
-   two elements past a panel. The size grows with n and k, so scratch for the largest of several
-   products serves all of them. */
+/* The scratch memory holds panels of A of at most 14 rows, a block of B, and tiles of C. Packing
+   writes up to two elements past a panel. The size grows with n and k, so scratch memory for the
+   largest of several matrix products is enough for each of them. */
 size_t dt_matmul_work(int64_t n, int64_t k, dt_dtype dtype) {
     size_t size = dt__real_size(dtype), nc, kc, block = DT__B_BLOCK_BYTES / size, elements;
     if (n < 0 || k < 0) return 0;
     nc = ((size_t)n + 31) / 32 * 32 + 32;
     kc = k < 1 ? 1 : k < DT__MAX_KC ? (size_t)k : (size_t)DT__MAX_KC;
     elements = (nc < block / kc ? nc * kc : block) + kc * DT__A_PANELS * 14 + 14 * 32 + 2;
-    if (k > DT__MAX_KC) /* then kc >= DT__MAX_KC / 2, which limits nc */
+    if (k > DT__MAX_KC) /* blocks of K then have at least DT__MAX_KC / 2 steps, so nc is limited */
         elements += DT__C_PANELS * 14 * (nc < 2 * block / DT__MAX_KC ? nc : 2 * block / DT__MAX_KC);
     return (elements * size + 127) / 64 * 64 * (size_t)dt__omp_threads();
 }
 
-/* Scratch for six rows in the compute type: widened rows, and sums over rows. */
+/* The scratch memory holds six rows in the compute type: widened rows and sums over rows. */
 size_t dt_row_work(int64_t cols, dt_dtype dtype) {
     if (cols < 0 || cols > DT__MAX_WORK) return cols < 0 ? 0 : (size_t)-1;
     return 6 * (size_t)cols * dt__real_size(dtype) + 64;
 }
 
-/* The maximum number of columns of a tile. A tile of attention has at most 8 rows. */
+/* The maximum number of columns of a tile. */
 enum { DT__LANES = 32 };
 
-/* Scratch for the arrays of DT__K(attention_work) in section 22, which have the compute type. */
+/* The scratch memory holds the arrays of the struct attention_work of section 22, whose elements
+   have the compute type. */
 size_t dt_attention_work(int64_t tk, int64_t dim, dt_dtype dtype) {
     if (tk < 0 || dim < 0) return 0;
     if (tk > DT__MAX_WORK || dim > DT__MAX_WORK || tk + 16 > DT__MAX_WORK / (dim + DT__LANES))
@@ -8406,7 +8411,8 @@ size_t dt_attention_work(int64_t tk, int64_t dim, dt_dtype dtype) {
    dimension. */
 typedef struct dt__strips {
     dt_shape shape;
-    /* the current strip: indices of its first element, dense offset of that element, length */
+    /* the indices of the current strip's first element, the offset of this element in a dense
+       array, and the number of elements in the strip */
     int64_t at[DT_MAX_DIMS], out, n;
     int done;
 } dt__strips;
@@ -8420,8 +8426,8 @@ static dt__strips dt__strips_begin(dt_shape shape) {
     return r;
 }
 
-/* Advances to the next strip. *a and *b receive the strip's offsets in arrays with strides stride_a
-   and stride_b. Returns 0 after the last strip. */
+/* Advances to the next strip and returns 1, or returns 0 after the last strip. *a and *b receive
+   the strip's offsets in two arrays, whose strides are stride_a and stride_b. */
 static int dt__strips_next(
     dt__strips *r, const int64_t *stride_a, const int64_t *stride_b, int64_t *a, int64_t *b) {
     int last = r->shape.nd - 1, i = last;
@@ -8457,13 +8463,13 @@ DT__CPP_WARNINGS_ON
 #endif /* DT_TENSOR_IMPL */
 
 #ifdef DT__BITS
-/* Section 23 includes this part of the file once for every compute type and instruction set, with
-   DT__BITS (32 float, 64 double, 1 int32_t) and DT__ISA set. DT__K(name) appends the type and the
-   instruction set to a name; DT__FN begins every function. The loops are plain C that the compiler
-   vectorizes (-O3); intrinsics serve only the micro-kernel of the matrix product, transpositions,
-   square roots and non-temporal stores. Outside the micro-kernel, no operation is contracted to a
-   fused multiply-add and sums have a fixed number of lanes, so there every instruction set gives
-   the same bits. */
+/* Section 23 includes this part of the file once for every compute type and instruction set.
+   DT__BITS selects the compute type (32 for float, 64 for double, 1 for int32_t) and DT__ISA the
+   instruction set. DT__K(name) appends the type and the instruction set to a name. DT__FN begins
+   every function. The loops are plain C that the compiler vectorizes (-O3). Intrinsics are used
+   only in the micro-kernel of the matrix product, transpositions, square roots and non-temporal
+   stores. Outside the micro-kernel, no operation is contracted to a fused multiply-add and sums
+   have a fixed number of lanes, so every instruction set gives the same bits. */
 #define DT__JOIN2(name, suffix) dt__##name##suffix
 #define DT__JOIN(name, suffix) DT__JOIN2(name, suffix)
 #define DT__K(name) DT__JOIN(name, DT__SUFFIX)
@@ -8489,10 +8495,10 @@ DT__CPP_WARNINGS_ON
 #define DT__WIDE int64_t
 #endif
 
-/* A tile of the product has DT__MR rows of two vectors each (DT__NR columns); a tile of attention
-   has DT__ATTENTION_MR rows. The sums of a tile must fit in the vector registers: 14 rows x 2
-   vectors in 32 registers with AVX-512, 6 x 2 in 16 with AVX2, 8 x 2 in 32 with NEON, 4 x 2 in 16
-   with the plain set's 16-byte vectors. */
+/* A tile of the matrix product has DT__MR rows of two vectors each (DT__NR columns). A tile of
+   attention has DT__ATTENTION_MR rows. The sums of a tile must fit in the vector registers: 14 rows
+   x 2 vectors in 32 registers with AVX-512, 6 x 2 in 16 with AVX2, 8 x 2 in 32 with NEON, 4 x 2 in
+   16 with the 16-byte vectors of the plain instruction set. */
 #if DT__BITS == 1
 #define DT__FN static
 #define DT__SUFFIX _i32
@@ -8565,7 +8571,7 @@ DT__CPP_WARNINGS_ON
 #define DT__FMADD(x, v, sum) vfmaq_n_f64(sum, v, x)
 #define DT__SQRT(v) vsqrtq_f64(v)
 #endif
-#else /* plain: the compiler's 16-byte vectors; a product and a sum instead of FMA */
+#else /* plain: vectors of 16 bytes; DT__FMADD is a product and a sum instead of an FMA */
 #define DT__FN static
 #define DT__MR 4
 #define DT__MATMUL_ROWS(X) X(0) X(1) X(2) X(3)
@@ -8587,10 +8593,10 @@ DT__CPP_WARNINGS_ON
 #define DT__FMADD(x, v, sum) ((sum) + (x) * (v))
 #endif
 
-#if DT__BITS != 1 /* the product is for floating types only */
+#if DT__BITS != 1 /* the matrix product exists only for floating-point types */
 #define DT__NV ((int64_t)(sizeof(DT__V) / sizeof(DT__REAL))) /* elements per vector */
 #define DT__NR (2 * DT__NV)                                  /* columns per tile */
-/* DT__MR rounded up to a multiple of DT__NV: at most two more */
+/* DT__MR rounded up to a multiple of DT__NV; this adds at most two */
 #define DT__MR_ROUNDED ((DT__MR + DT__NV - 1) / DT__NV * DT__NV)
 #endif
 
@@ -8612,8 +8618,8 @@ DT__FN void DT__K(narrow)(dt_dtype dtype, uint16_t *out, int64_t n, const DT__RE
 }
 #endif
 
-/* Returns n elements from element `at` on in the compute type: a pointer into the array itself, or
-   buf filled with the widened elements. */
+/* Returns the n elements at `at` in the compute type: a pointer into the array if its elements have
+   this type, otherwise `buf`, filled with the widened elements. */
 DT__FN const DT__REAL *DT__K(load)(
     dt_dtype dtype, const void *array, int64_t at, int64_t n, DT__REAL *buf) {
 #if DT__BITS == 32
@@ -8637,8 +8643,9 @@ DT__FN const DT__REAL *DT__K(load_strided)(
     return buf;
 }
 
-/* Stores n finished results from `row` to array[at..], or adds them if accumulate is set; rounds
-   once. Does nothing if array is NULL. */
+/* Stores the n finished results of `row` in the array, beginning at element `at`, or adds them to
+   these elements if `accumulate` is set. Rounds each element once. Does nothing if `array` is
+   NULL. */
 DT__FN void DT__K(store)(
     dt_dtype dtype, void *array, int64_t at, int64_t n, const DT__REAL *row, int accumulate) {
     if (!array) return;
@@ -8656,7 +8663,7 @@ DT__FN void DT__K(store)(
         return;
     }
 #elif DT__BITS == 64
-    if (dt__narrow(dtype)) { /* the 16-bit copy of a double parameter */
+    if (dt__narrow(dtype)) { /* used for the 16-bit copy of a parameter of type double */
         for (int64_t i = 0; i < n; i++) dt__set_number(dtype, array, (size_t)(at + i), row[i]);
         return;
     }
@@ -8673,13 +8680,14 @@ DT__FN void DT__K(store)(
 
 /* ---- activations ---- */
 
-/* GELU, tanh form: 0.5 x (1 + tanh u) with u = sqrt(2/pi) (x + 0.044715 x^3), computed as
-   x / (1 + e^(-2u)), which takes one exponential and does not cancel where tanh u is near -1. */
+/* The tanh form of GELU is 0.5 x (1 + tanh u) with u = sqrt(2/pi) (x + 0.044715 x^3). The code
+   computes it as x / (1 + e^(-2u)), which takes one exponential and does not cancel where tanh u is
+   near -1. */
 #define DT__GELU_A ((DT__REAL)0.7978845608028654) /* sqrt(2/pi) */
 #define DT__GELU_B ((DT__REAL)0.044715)
 #define DT__LOGISTIC(x) (1 / (1 + DT__EXP(-(x))))
 
-/* y = f(x), in place if y is x. */
+/* Computes y = f(x), where f is the activation `act`. y may be x. */
 DT__FN void DT__K(act)(
     int act, const DT__REAL *x, int64_t n, DT__REAL *y, DT__REAL scale, DT__REAL shift) {
     switch (act) {
@@ -8714,10 +8722,10 @@ DT__FN void DT__K(act)(
     }
 }
 
-/* gelu'(x) = s + x s (1 - s) 2 u' with s = 1 / (1 + e) and e = e^(-2u). The code computes 1 - s as
-   e s: where s is close to 1 and x^3 is large, the difference 1 - s would have too few digits.
-   Beyond +-30 the second term is zero, and the clamps keep the product from being infinity times
-   zero. */
+/* Returns gelu'(x) = s + x s (1 - s) 2 u' with s = 1 / (1 + e) and e = e^(-2u). The code computes
+   1 - s as the product e s: where s is close to 1 and x^3 is large, the difference 1 - s would have
+   too few digits. For |x| > 30 the second term is zero; the clamps prevent that it is computed as
+   infinity times zero. */
 DT__FN inline DT__REAL DT__K(gelu_derivative)(DT__REAL x) {
     x = x < -30 ? -30 : x;
     x = x > 30 ? 30 : x;
@@ -8729,7 +8737,8 @@ DT__FN inline DT__REAL DT__K(gelu_derivative)(DT__REAL x) {
     return s + 2 * x * s * (e * s) * du;
 }
 
-/* gelu'(x) in the erf form: the normal distribution function plus x times the normal density. */
+/* Returns the derivative of the erf form of GELU: the normal distribution function of x plus x
+   times the normal density. */
 DT__FN inline DT__REAL DT__K(gelu_erf_derivative)(DT__REAL x) {
     x = x < -30 ? -30 : x;
     x = x > 30 ? 30 : x;
@@ -8748,7 +8757,7 @@ DT__FN inline DT__REAL DT__K(tanh_derivative)(DT__REAL x) {
     return 1 - t * t;
 }
 
-/* dx = d f'(x), in place if dx is d. */
+/* Computes dx = d f'(x), where f is the activation `act`. dx may be d. */
 DT__FN void DT__K(act_back)(
     int act, const DT__REAL *x, const DT__REAL *d, int64_t n, DT__REAL *dx, DT__REAL scale) {
     switch (act) {
@@ -8786,10 +8795,10 @@ DT__FN void DT__K(act_back)(
 
 // ==== 21. Matrix product on the CPU =============================================================
 
-/* GEMM: C = A B. By definition (matmul_naive) each element is a dot product over K, which reads all
-   of B from memory for every row of A. The fast product (matmul_packed) follows Goto and van de
-   Geijn, doi:10.1145/1356052.1356053: it packs blocks so that each stays in one cache level, and a
-   micro-kernel computes a tile of C in registers.
+/* GEMM: C = A B. The naive product (matmul_naive) computes each element as a dot product over K, as
+   in the definition, and reads all of B from memory for every row of A. The fast product
+   (matmul_packed) follows Goto and van de Geijn, doi:10.1145/1356052.1356053: it packs blocks so
+   that each stays in one cache level, and a micro-kernel computes a tile of C in registers.
 
                                  nc columns
                                +----+----+----+
@@ -8801,18 +8810,19 @@ DT__FN void DT__K(act_back)(
             +---------+        +----+----+----+
        A: panels of MR rows; the current panel stays in L1
 
-       packing       panel[p] = the MR (or NR) elements of step p, contiguous in memory
+       packing       panel[p] = the MR elements of A (or NR of B) of step p, contiguous in memory
        micro-kernel  for p < kc:  tile(MR,NR) += A panel[p]^T B panel[p]
        epilogue      bias, activation, residual, accumulate: once, while the tile is in cache
 
-   Every element of C is one chain of K multiply-adds, k ascending, for all block
-   sizes, so the block sizes change no bit. */
+   Every element of C is one chain of K multiply-adds in ascending order of k, whatever the block
+   sizes are, so the block sizes change no bit. */
 
 /* Epilogue. Applies bias, activation (or its backward), residual and accumulation to rows x cols
-   finished sums and stores them to C at element `at`, whose column is j0. All products use this
-   epilogue. The activation runs once over all rows of the tile, including the padding between rows:
-   rows are NR apart unless there is only one. The function is inlined twice: with the constant
-   width of a full tile, and with a variable width. Overwrites the tile. */
+   finished sums, and stores the results in C from element `at`, which lies in column j0. Overwrites
+   the tile. All matrix products use this epilogue. The activation runs once over all rows of the
+   tile, including the padding between rows: if there are several rows, they are DT__NR elements
+   apart. The function is inlined twice: with the constant width of a full tile, and with a variable
+   width. */
 DT__FN inline __attribute__((always_inline)) void DT__K(epilogue_rows)(const dt_matmul_args *a,
     int64_t at, int64_t j0, int64_t rows, int64_t cols, DT__REAL *tile, int64_t ld) {
     DT__REAL buf[DT__LANES], pre_activation[14 * DT__LANES];
@@ -8855,8 +8865,8 @@ DT__FN inline __attribute__((always_inline)) void DT__K(epilogue_rows)(const dt_
     }
 }
 
-/* Runs the epilogue for the tile at (i0, j0) of one batch. Does nothing if the tile is C itself and
-   no fusion is set. */
+/* Runs the epilogue for the tile at row i0, column j0 of one matrix of the batch. Does nothing if
+   the tile lies in C itself and no fusion is set. */
 DT__FN void DT__K(matmul_epilogue)(const dt_matmul_args *a, int64_t batch, int64_t i0, int64_t j0,
     int64_t rows, int64_t cols, DT__REAL *tile, int64_t ld) {
     int64_t at = batch * a->stride_c + i0 * a->ldc + j0;
@@ -8869,8 +8879,8 @@ DT__FN void DT__K(matmul_epilogue)(const dt_matmul_args *a, int64_t batch, int64
         DT__K(epilogue_rows)(a, at, j0, rows, cols, tile, ld);
 }
 
-/* Prefetches the pre-activations or residuals that a tile's epilogue reads, before the tile is
-   computed. */
+/* Prefetches the pre-activations or residuals that a tile's epilogue will read. Called before the
+   tile is computed. */
 DT__FN void DT__K(prefetch_epilogue)(
     const dt_matmul_args *a, int64_t batch, int64_t i0, int64_t j0, int64_t rows, int64_t cols) {
     const char *from = (const char *)(a->activation_backward ? a->pre_activation : a->residual);
@@ -8880,7 +8890,7 @@ DT__FN void DT__K(prefetch_epilogue)(
             __builtin_prefetch(from + (at + i * a->ldc) * size + j);
 }
 
-/* The naive product: every element is a dot product over K, k ascending. */
+/* The naive product: computes every element as a dot product over K, in ascending order of k. */
 DT__FN void DT__K(matmul_naive)(const dt_matmul_args *a, int64_t batch) {
     for (int64_t i = 0; i < a->m; i++) {
         for (int64_t j = 0; j < a->n; j++) {
@@ -8896,12 +8906,13 @@ DT__FN void DT__K(matmul_naive)(const dt_matmul_args *a, int64_t batch) {
     }
 }
 
-/* Micro-kernel. tile(R,NR) += panel_a(k,R)^T panel_b(k,NR): each of k steps adds an outer product.
-   R is MR for the product and ATTENTION_MR for attention. Rows of panel_a are `step` apart, rows of
-   the tile are ld apart. The 2 x R vectors of sums stay in registers; they start at zero if `fresh`
-   is set, else at the tile's values. Every element is one chain of multiply-adds, k ascending.
-   Unless prefetch_stride is 0, the micro-kernel also prefetches the data that will be packed next:
-   one cache line every 8 steps, starting at `prefetch`. */
+/* Micro-kernel. Computes tile(R,NR) += panel_a(k,R)^T panel_b(k,NR): each of the k steps adds an
+   outer product. R is DT__MR for the matrix product and DT__ATTENTION_MR for attention. Rows of
+   panel_a (parameter `a`) are `step` elements apart, rows of the tile are `ld` elements apart. The
+   2 x R vectors of sums stay in registers; the sums start at zero if `fresh` is set, else at the
+   tile's values. Every element is one chain of multiply-adds, in the order of the steps. Unless
+   prefetch_stride is 0, the micro-kernel also prefetches the data that will be packed next: one
+   cache line every 8 steps, starting at `prefetch`, and prefetch_stride bytes apart. */
 #define DT__MICRO_ZERO(i) DT__V c##i##_0 = DT__ZERO, c##i##_1 = DT__ZERO;
 #define DT__MICRO_LOAD(i) \
     c##i##_0 = DT__LOAD(tile + i * ld); \
@@ -8932,9 +8943,9 @@ DT__FN void DT__K(matmul_naive)(const dt_matmul_args *a, int64_t batch) {
 DT__MICRO_KERNEL(matmul_micro_kernel, DT__MATMUL_ROWS, DT__MICRO_STEP)
 DT__MICRO_KERNEL(attention_micro_kernel, DT__ATTENTION_ROWS, DT__MICRO_STEP)
 
-/* The micro-kernel for bf16, with the processor's dot product of pairs. A 32-bit word holds the
-   elements of k indices 2p and 2p + 1; a panel of words is read like a panel of floats. Each step
-   adds both products of a pair to the sum. */
+/* The micro-kernel for bf16, which uses the processor's dot product of pairs (vdpbf16ps). A 32-bit
+   word holds the elements of k indices 2p and 2p + 1. A panel of words is read like a panel of
+   floats. Each step adds both products of a pair to the sum. */
 #if DT__BITS == 32 && DT__ISA == 2
 #define DT__PAIR_STEP(i) \
     c##i##_0 = _mm512_dpbf16_ps(c##i##_0, (__m512bh)_mm512_set1_ps(a[i]), (__m512bh)b0); \
@@ -8952,30 +8963,31 @@ DT__MICRO_KERNEL(matmul_pair_micro_kernel, DT__MATMUL_ROWS, DT__PAIR_STEP)
 #undef DT__MICRO_STEP
 #undef DT__MICRO_STORE
 
-/* The parameters and arrays of one fast product. A step is one k index, or a pair of k indices if
-   `pairs` is set. The arrays are parts of the caller's scratch. */
+/* The parameters and arrays of one fast matrix product. A step is one k index, or a pair of k
+   indices if `pairs` is set. The arrays lie in the caller's scratch memory. */
 typedef struct DT__K(gemm_plan) {
     const dt_matmul_args *args;
     dt__gemm_blocks blocks;
     DT__REAL *a_panels; /* DT__A_PANELS panels of A, each (kc,MR); the current panel stays in L1 */
-    DT__REAL *b_block;  /* a block of B, (kc,nc) in panels of NR columns; stays in L2 */
-    /* Unfinished tiles of one block of C; a single tile if K is one block or if C itself holds the
-       unfinished sums. */
+    DT__REAL *b_block;  /* a block of B, (kc,nc), in panels of NR columns; the block stays in L2 */
+    /* The unfinished tiles of one block of C. There is only one tile if all of K is one block or if
+       C itself holds the unfinished sums. */
     DT__REAL *c_tiles;
-    int single_k_block;
-    int c_in_place; /* C has the compute type and is overwritten, so sums accumulate in C itself */
-    int pairs;      /* a step is a pair of bf16 elements */
+    int single_k_block; /* 1 if all of K is one block */
+    int c_in_place;     /* 1 if C itself holds unfinished sums, because it has the compute type */
+    int pairs;          /* 1 if a step is a pair of bf16 elements */
     void (*micro_kernel)(int64_t k, const DT__REAL *a, int64_t step, const DT__REAL *b,
         DT__REAL *to, int64_t ld, int fresh, const char *prefetch, int64_t prefetch_stride);
 } DT__K(gemm_plan);
 
-/* Packing of one panel (steps,width) whose source has the same orientation: row p of the source,
-   from element `at` on, becomes row p of the panel. The panel's columns from `have` on are set to
-   zero; the micro-kernel multiplies them like the others. */
+/* Packs one panel (steps,width) from a source of the same orientation: row p of the source, which
+   begins at element `at` + p * ld, becomes row p of the panel. If `pairs` is set, rows 2p and
+   2p + 1 become row p. The source has `have` columns; if that is less than `width`, the other
+   columns of the panel are set to zero. */
 DT__FN void DT__K(pack_rows)(dt_dtype dtype, int pairs, DT__REAL *panel, int64_t width,
     const void *from, int64_t at, int64_t ld, int64_t have, int64_t terms) {
-    /* 1 if copying DT__MR_ROUNDED elements per row stays inside the source row. The copy then
-       overruns the panel's row, and the copy of the next row overwrites the excess. */
+    /* 1 if DT__MR_ROUNDED elements of each row can be copied without leaving the source row. This
+       copy overruns the panel's row, and the copy of the next row overwrites the excess. */
     int can_overrun = have >= DT__MR_ROUNDED;
     if (have > width) have = width;
 #if DT__BITS == 32 && DT__ISA == 2
@@ -8993,7 +9005,7 @@ DT__FN void DT__K(pack_rows)(dt_dtype dtype, int pairs, DT__REAL *panel, int64_t
     }
 #endif
     (void)pairs;
-    /* 1 if memcpy can have a constant size */
+    /* 1 if a memcpy of constant size can copy a row */
     int fixed_size = !dt__narrow(dtype) && have == width && (width == DT__NR || width == DT__MR);
     for (int64_t p = 0; p < terms; p++, panel += width, at += ld) {
         const DT__REAL *row = DT__K(load)(dtype, from, at, have, panel);
@@ -9010,11 +9022,11 @@ DT__FN void DT__K(pack_rows)(dt_dtype dtype, int pairs, DT__REAL *panel, int64_t
     }
 }
 
-/* Transposes DT__TRANSPOSE rows of n words at a time into columns of a panel. A row of the panel
-   may be written past the panel's width; the excess is overwritten with the next row. */
+/* `transpose` copies DT__TRANSPOSE rows of n words to columns of a panel. It may write a row of the
+   panel past the panel's width; the next row overwrites the excess. */
 #if DT__BITS == 32 && DT__ISA == 2
 #define DT__TRANSPOSE 16
-/* gcc 12 warns about the unmasked forms in C++ */
+/* masked forms, because gcc 12 warns about the unmasked forms in C++ */
 #define DT__LOW(x, y) _mm512_maskz_unpacklo_ps(0xffff, x, y)
 #define DT__HIGH(x, y) _mm512_maskz_unpackhi_ps(0xffff, x, y)
 #define DT__LOW2(x, y) \
@@ -9023,8 +9035,8 @@ DT__FN void DT__K(pack_rows)(dt_dtype dtype, int pairs, DT__REAL *panel, int64_t
     _mm512_castpd_ps(_mm512_maskz_unpackhi_pd(0xff, _mm512_castps_pd(x), _mm512_castps_pd(y)))
 #define DT__EVEN(x, y) _mm512_maskz_shuffle_f32x4(0xffff, x, y, 0x88)
 #define DT__ODD(x, y) _mm512_maskz_shuffle_f32x4(0xffff, x, y, 0xdd)
-/* Transposes 16 x 16 words: interleaves pairs of rows, then groups of four words within each
-   quarter of a vector, then the quarters. */
+/* Transposes 16 x 16 words in three steps: interleaves the words of pairs of rows, then groups of
+   words within each quarter of a vector, then whole quarters. */
 DT__FN void DT__K(transpose_block)(
     DT__REAL *panel, int64_t width, const DT__REAL *const *row, int64_t p) {
     __m512 r[16], t[16];
@@ -9083,8 +9095,8 @@ DT__FN void DT__K(transpose)(
         for (int l = 0; l < DT__TRANSPOSE; l++) panel[p * width + l] = row[l][p];
 }
 
-/* Returns at most 64 elements of one row as words: a pointer to the source, or buf filled with
-   converted words. */
+/* Returns `terms` elements of one row, at most 64, as words that hold one step each: a pointer into
+   the source, or `buf`, filled with the converted words. */
 DT__FN const DT__REAL *DT__K(load_words)(
     dt_dtype dtype, int pairs, const void *from, int64_t at, int64_t terms, DT__REAL *buf) {
 #if DT__BITS == 32 && DT__ISA == 2
@@ -9098,16 +9110,16 @@ DT__FN const DT__REAL *DT__K(load_words)(
     return DT__K(load)(dtype, from, at, terms, buf);
 }
 
-/* Packing of one panel (steps,width) from a source whose row i is column i of the panel. Transposes
-   64 k indices at a time, so that these elements stay in L1. */
+/* Packs one panel (steps,width) from a source whose row i becomes column i of the panel. Transposes
+   the elements of 64 k indices at a time, so that these elements stay in L1. */
 DT__FN void DT__K(pack_columns)(dt_dtype dtype, int pairs, DT__REAL *panel, int64_t width,
     const void *from, int64_t at, int64_t ld, int64_t have, int64_t terms) {
     static const DT__REAL none[64] = { 0 };
     DT__REAL buf[DT__TRANSPOSE][64];
     for (int64_t p = 0; p < terms; p += 64) {
         int64_t n = terms - p < 64 ? terms - p : 64, steps = pairs ? (n + 1) / 2 : n;
-        /* the last columns come first: their block may write past the panel's width, into the
-           first columns of the next row, which are written later */
+        /* begins with the last columns: their transposition may write past the panel's width, into
+           the first columns of the next row, which a later iteration writes */
         for (int64_t i = (width - 1) / DT__TRANSPOSE * DT__TRANSPOSE; i >= 0; i -= DT__TRANSPOSE) {
             const DT__REAL *row[DT__TRANSPOSE];
             for (int l = 0; l < DT__TRANSPOSE; l++)
@@ -9121,13 +9133,14 @@ DT__FN void DT__K(pack_columns)(dt_dtype dtype, int pairs, DT__REAL *panel, int6
 }
 
 /* Packing. Copies `count` rows of A or columns of B to panels, in the order in which the
-   micro-kernel reads them. If `transpose` is set, each row of A or column of B is one row of the
-   source. Otherwise each k index is one row of the source, and every panel receives 16 source rows
-   before the next 16 rows are read, so that the elements of a source row are read together. */
+   micro-kernel reads them. If `transpose` is 1, each row of the source is a row of A or a column of
+   B. If `transpose` is 0, each row of the source belongs to one k index. In this case 16 source
+   rows are copied to all panels before the next 16 rows, so that all elements of a source row are
+   read at about the same time. */
 DT__FN void DT__K(pack)(const DT__K(gemm_plan) * w, DT__REAL *to, int64_t width, const void *from,
     int64_t at, int64_t ld, int transpose, int64_t count, int64_t terms) {
     dt_dtype dtype = w->args->dtype;
-    /* step is even, so that it divides no pair */
+    /* a step of 16 source rows is even, so that it does not separate the two elements of a pair */
     int64_t kc = w->pairs ? (terms + 1) / 2 : terms, step = transpose ? terms : 16;
     for (int64_t p = 0; p < terms; p += step) {
         DT__REAL *panel = to + (w->pairs ? p / 2 : p) * width;
@@ -9141,12 +9154,13 @@ DT__FN void DT__K(pack)(const DT__K(gemm_plan) * w, DT__REAL *to, int64_t width,
     }
 }
 
-/* Returns the address from which tile number `tile` of a group of panels prefetches its part of the
-   next group of A, whose first row is i: one cache line every 8 steps, *stride bytes apart. Each
-   tile prefetches only a part, because prefetching the whole group at once would stall one tile for
-   as long as packing does. If A is stored transposed and its rows are a multiple of 4096 bytes
-   apart, nothing is prefetched: the rows share few cache sets and would evict each other. Returns
-   NULL and sets *stride to 0 if there is nothing to prefetch. */
+/* Returns the address from which the micro-kernel prefetches, while it computes tile number `tile`
+   of the current group of panels of A. It prefetches a part of the next group, whose first row is
+   row i of A: one cache line every 8 steps, *stride bytes apart. Each tile prefetches only a part,
+   because prefetching the whole group at once would delay one tile by as much time as packing
+   takes. If there is nothing to prefetch, returns NULL and sets *stride to 0. Nothing is prefetched
+   if A is stored transposed and its rows are a multiple of 4096 bytes apart: the rows would share
+   few cache sets and evict each other. */
 DT__FN const char *DT__K(prefetch_next_a)(const DT__K(gemm_plan) * w, int64_t at, int64_t i,
     int64_t i1, int64_t terms, int64_t tile, int64_t *stride) {
     const dt_matmul_args *a = w->args;
@@ -9161,24 +9175,25 @@ DT__FN const char *DT__K(prefetch_next_a)(const DT__K(gemm_plan) * w, int64_t at
     return from + tile % 8 * (terms / 8) * row + (line < last * size ? line : last * size);
 }
 
-/* Copies rows x cols elements of a tile to or from C. */
+/* Copies rows x cols elements of a tile at the edge of C from C to the tile, or from the tile to
+   C. */
 DT__FN void DT__K(copy_edge)(DT__REAL *to, int64_t to_ld, const DT__REAL *from, int64_t from_ld,
     int64_t rows, int64_t cols) {
     for (int64_t i = 0; i < rows; i++)
         memcpy(to + i * to_ld, from + i * from_ld, (size_t)cols * sizeof *to);
 }
 
-/* Computes one block: rows [i0, i1), columns [j0, j1), k indices [p0, p1). Packs the block of B,
-   then multiplies each panel of A by every panel of this block. */
+/* Adds the products of k indices [p0, p1) to rows [i0, i1) and columns [j0, j1) of C. Packs the
+   block of B, then multiplies each panel of A by every panel of the block. */
 DT__FN void DT__K(matmul_block)(const DT__K(gemm_plan) * w, int64_t batch, int64_t i0, int64_t i1,
     int64_t j0, int64_t j1, int64_t p0, int64_t p1) {
     const dt_matmul_args *a = w->args;
     int64_t from_a = batch * a->stride_a + p0 * (a->trans_a ? a->lda : 1), terms = p1 - p0;
     int64_t from_b = batch * a->stride_b + p0 * (a->trans_b ? 1 : a->ldb),
             kc = w->pairs ? (terms + 1) / 2 : terms;
-    /* offset of the tile in c_tiles; stays 0 if c_tiles is a single tile */
+    /* `at` is the offset of the current tile in c_tiles; it stays 0 if c_tiles is a single tile */
     int64_t at = 0, next = w->single_k_block || w->c_in_place ? 0 : DT__MR * DT__NR;
-    int64_t tile_number = 0; /* counts the tiles of the group of panels */
+    int64_t tile_number = 0; /* number of the tile within the current group of panels */
     int64_t prefetch_stride;
     DT__K(pack)
     (w, w->b_block, DT__NR, a->b, from_b + j0 * (a->trans_b ? a->ldb : 1), a->ldb, a->trans_b,
@@ -9193,7 +9208,7 @@ DT__FN void DT__K(matmul_block)(const DT__K(gemm_plan) * w, int64_t batch, int64
             int64_t cols = j1 - j < DT__NR ? j1 - j : DT__NR, ld = DT__NR;
             DT__REAL *tile = w->c_tiles + at,
                      *c = (DT__REAL *)a->c + batch * a->stride_c + i * a->ldc + j;
-            /* the activation runs over the tile as one dense array */
+            /* `dense` is 1 if the tile must be one dense array, over which the activation runs */
             int last = p1 == a->k, dense = last && a->activation;
             int full = rows == DT__MR && cols == DT__NR && w->c_in_place && !dense,
                 edge = w->c_in_place && !full;
@@ -9212,9 +9227,9 @@ DT__FN void DT__K(matmul_block)(const DT__K(gemm_plan) * w, int64_t batch, int64
     }
 }
 
-/* GEMM, the fast product: loops over blocks of C and K. Between two blocks of K, the partial sums
-   of a block of C are kept in memory in the compute type. The next block of K continues from the
-   same values, so dividing K into blocks changes no bit. */
+/* GEMM, the fast product. Loops over blocks of C and blocks of K. Between two blocks of K, the
+   partial sums of a block of C are kept in memory in the compute type. The next block of K
+   continues from the same values, so the division of K into blocks changes no bit. */
 DT__FN void DT__K(matmul_packed)(const DT__K(gemm_plan) * w, int64_t batch, int64_t i_first,
     int64_t i_end, int64_t j_first, int64_t j_end) {
     const dt_matmul_args *a = w->args;
@@ -9236,9 +9251,10 @@ DT__FN void DT__K(matmul_packed)(const DT__K(gemm_plan) * w, int64_t batch, int6
 }
 
 #ifdef DT_USE_CBLAS
-/* The product by CBLAS, which chooses its own summation order. If a fusion is set, CBLAS writes a
-   block of rows to `work`, and the epilogue stores these rows to C. If `work` holds fewer than 16
-   rows, this would be slow, and the caller uses the packed product instead. */
+/* The matrix product by CBLAS, which chooses its own summation order. If a fusion is set, CBLAS
+   writes blocks of rows to `work`, and the epilogue stores the rows of each block in C. If `work`
+   can hold fewer than 16 rows, the blocks would be too small to be fast, and the caller uses
+   matmul_packed instead. */
 DT__FN void DT__K(matmul_cblas)(const dt_matmul_args *a, int64_t batch) {
     CBLAS_TRANSPOSE ta = a->trans_a ? CblasTrans : CblasNoTrans,
                     tb = a->trans_b ? CblasTrans : CblasNoTrans;
@@ -9260,8 +9276,8 @@ DT__FN void DT__K(matmul_cblas)(const dt_matmul_args *a, int64_t batch) {
 }
 #endif
 
-/* The matrix product. If `pairs` is 1, the micro-kernel uses the dot product of bf16 pairs, which
-   the processor must support. */
+/* Computes the matrix product. If `pairs` is 1, the micro-kernel uses the dot product of bf16
+   pairs, which the processor must support. */
 DT__FN dt_status DT__K(matmul_with)(const dt_matmul_args *args, int pairs) {
     dt_matmul_args a = *args;
     if (a.m < 0 || a.n < 0 || a.k < 0 || a.batch < 0 || a.activation < 0 ||
@@ -9304,7 +9320,8 @@ DT__FN dt_status DT__K(matmul_with)(const dt_matmul_args *args, int pairs) {
     int64_t stride = (int64_t)(a.work_bytes / (size_t)dt__omp_threads());
     DT__PARALLEL
     for (int64_t share = 0; share < a.batch * shares; share++) {
-        /* the scratch of this thread, and share number `share` of the longer side of C */
+        /* this iteration uses the thread's own scratch memory and computes rows or columns [first,
+           end) of C, whichever C has more of */
         DT__K(gemm_plan) own = w;
         int64_t first = share % shares * each, end = first + each < side ? first + each : side;
         own.c_tiles = (DT__REAL *)dt__align64((char *)a.work + dt__omp_thread() * stride);
@@ -9348,8 +9365,8 @@ DT__FN dt_status DT__K(fill)(const dt_fill_args *a) {
 }
 
 /* Copies with non-temporal stores, which do not read the destination into the cache and evict
-   nothing. They are faster only if each store fills a cache line. The caller must execute a fence
-   before it tells other threads about the data. */
+   nothing from it. Non-temporal stores are faster only if each store fills a cache line. The caller
+   must execute a fence before it tells other threads about the data. */
 DT__FN void DT__K(stream_copy)(char *dst, const char *src, size_t bytes) {
     size_t at = 0;
 #if DT__ISA == 2
@@ -9362,7 +9379,8 @@ DT__FN void DT__K(stream_copy)(char *dst, const char *src, size_t bytes) {
     memcpy(dst + at, src + at, bytes - at);
 }
 
-/* Stores elements [first, first + n) of a reduction to all outputs. */
+/* Stores elements [first, first + n) of a reduction's result, given in `sums`, in all copies of the
+   output. With non-temporal stores, also stores them in the output itself. */
 DT__FN void DT__K(store_copies)(const dt_reduce_args *a, const char *sums, size_t first, size_t n) {
     size_t size = dt_dtype_size(a->dtype), at = first * size;
     if (a->non_temporal) DT__K(stream_copy)((char *)a->out + at, sums, n * size);
@@ -9375,16 +9393,16 @@ DT__FN void DT__K(store_copies)(const dt_reduce_args *a, const char *sums, size_
     }
 }
 
-/* Reduces one strip of all inputs, in order, before the next strip, so an output may also be an
-   input. Each addition, product or comparison is rounded to the compute type (int32_t wraps);
-   DT_AVG divides the finished sum. */
+/* Reduces one strip of all inputs, in the order of the inputs, before the next strip, so an output
+   may also be an input. The result of each operation is rounded to the compute type (int32_t wraps
+   around). DT_AVG divides the finished sum by the number of inputs. */
 DT__FN dt_status DT__K(reduce)(const dt_reduce_args *a) {
     DT__REAL strip[DT__STRIP], left[DT__STRIP], right[DT__STRIP];
     int narrow = dt__narrow(a->dtype);
     if (a->n < 1) return DT_ERR_ARG;
     for (size_t at = 0; at < a->count; at += DT__STRIP) {
         int64_t n = a->count - at < DT__STRIP ? (int64_t)(a->count - at) : DT__STRIP;
-        /* the output may also be an input, so only the last input's step writes the output */
+        /* the output may also be an input, so it is written only when the last input is combined */
         DT__REAL *out = narrow || a->non_temporal ? strip : (DT__REAL *)a->out + at;
         const DT__REAL *x = DT__K(load)(a->dtype, a->in[0], (int64_t)at, n, left);
         for (int r = 1; r < a->n; r++) {
@@ -9436,10 +9454,10 @@ DT__FN dt_status DT__K(permute)(const dt_permute_args *a) {
     return DT_OK;
 }
 
-#if DT__BITS != 1 /* the rest is for floating types only */
+#if DT__BITS != 1 /* the other kernels exist only for floating-point types */
 
-/* total = sum over j < n of TERM, an expression in j. The sum is computed in 16 lanes, in the order
-   described at the head of this section. */
+/* Sets `total` to the sum of TERM, an expression in j, over 0 <= j < n. The sum is computed in 16
+   lanes, in the order described at the head of this section. */
 #define DT__SUM(T, total, n, TERM) \
     do { \
         T lane_[16] = { 0 }; \
@@ -9470,8 +9488,8 @@ DT__FN DT__REAL DT__K(dot)(const DT__REAL *x, const DT__REAL *y, int64_t n) {
     return total;
 }
 
-/* Returns the maximum of n >= 1 elements. The comparisons may skip a NaN; the exponentials that
-   callers compute next propagate the NaN. */
+/* Returns the maximum of n >= 1 elements. The comparisons may skip a NaN. This does not hide the
+   NaN, because the callers then compute the exponentials of all elements. */
 DT__FN DT__REAL DT__K(largest)(const DT__REAL *x, int64_t n) {
     DT__REAL lane[16];
     int64_t at = 0;
@@ -9483,9 +9501,10 @@ DT__FN DT__REAL DT__K(largest)(const DT__REAL *x, int64_t n) {
     return lane[0];
 }
 
-/* Initial values from the counter-based RNG. Elements 2c and 2c + 1 (global index) come from the
-   four words of counter c: two uniform values, or one Box-Muller pair z = sqrt(-2 ln u) (cos,
-   sin)(2 pi v). So a rank can compute any range of a parameter without the other ranks. */
+/* Initial values from the counter-based RNG. The four words of counter c give the elements with
+   global indices 2c and 2c + 1: two uniform values, or the Box-Muller pair sqrt(-2 ln u) cos(2 pi
+   v), sqrt(-2 ln u) sin(2 pi v). So a rank can compute any range of a parameter without the other
+   ranks. */
 DT__FN dt_status DT__K(init)(const dt_init_args *a) {
     DT__REAL out[DT__STRIP];
     for (uint64_t at = 0; at < a->count; at += DT__STRIP) {
@@ -9572,7 +9591,8 @@ DT__FN dt_status DT__K(unary_back)(const dt_unary_back_args *a) {
     return DT_OK;
 }
 
-/* Gated linear unit, arXiv:2002.05202. */
+/* Gated linear unit, arXiv:2002.05202: act(gate) * up, where a row of the input holds gate and
+   up. */
 DT__FN dt_status DT__K(glu)(const dt_glu_args *a) {
     DT__REAL out[DT__STRIP], buf[DT__STRIP];
     int64_t cols = (int64_t)a->cols;
@@ -9612,7 +9632,8 @@ DT__FN dt_status DT__K(glu_back)(const dt_glu_back_args *a) {
     return DT_OK;
 }
 
-/* Sums along the last dimension, with 16 lanes per strip. */
+/* Sums along the last dimension. Each strip is summed in 16 lanes, and the sums of the strips are
+   added in order. */
 DT__FN dt_status DT__K(sum_rows)(const dt_sum_args *a) {
     DT__REAL buf[DT__STRIP];
     int64_t n = (int64_t)a->n;
@@ -9630,7 +9651,7 @@ DT__FN dt_status DT__K(sum_rows)(const dt_sum_args *a) {
     return DT_OK;
 }
 
-/* Sums a strip of columns over all n rows. The sum is complete before it is added to the output. */
+/* Sums strips of columns over all n rows. Each sum is complete before it is added to the output. */
 DT__FN dt_status DT__K(sum)(const dt_sum_args *a) {
     DT__REAL sum[DT__STRIP], buf[DT__STRIP], scale = (DT__REAL)a->scale;
     int64_t inner = (int64_t)a->inner, n = (int64_t)a->n;
@@ -9653,7 +9674,7 @@ DT__FN dt_status DT__K(sum)(const dt_sum_args *a) {
     return DT_OK;
 }
 
-/* Maximum and its index. A NaN is the maximum only if it is the first element. */
+/* Finds the maximum and its index. A NaN is returned only if it is the first element. */
 DT__FN dt_status DT__K(max)(const dt_max_args *a) {
     DT__REAL best[DT__STRIP], buf[DT__STRIP];
     int64_t inner = (int64_t)a->inner, n = (int64_t)a->n;
@@ -9694,8 +9715,8 @@ DT__FN dt_status DT__K(scatter)(const dt_scatter_args *a) {
     return DT_OK;
 }
 
-/* Inserts each column into a sorted list of k columns; this is fast enough because k is small.
-   Equal values keep their order. */
+/* Inserts each column of a row into a sorted list of at most k columns, which is fast enough
+   because k is small. Columns with equal values keep their order. */
 DT__FN dt_status DT__K(topk)(const dt_topk_args *a) {
     int64_t cols = (int64_t)a->cols, k = (int64_t)a->k;
     DT__REAL value, other;
@@ -9704,7 +9725,7 @@ DT__FN dt_status DT__K(topk)(const dt_topk_args *a) {
         int32_t *index = a->index + r * k;
         for (int64_t c = 0; c < cols; c++) {
             const DT__REAL *x = DT__K(load)(a->dtype, a->in, r * cols + c, 1, &value);
-            int64_t at = c < k ? c : k; /* length of the list, then insertion point */
+            int64_t at = c < k ? c : k; /* first the length of the list, then the insertion point */
             while (
                 at > 0 && *x > *DT__K(load)(a->dtype, a->in, r * cols + index[at - 1], 1, &other)) {
                 if (at < k) index[at] = index[at - 1];
@@ -9744,10 +9765,11 @@ DT__FN dt_status DT__K(norm)(const dt_norm_args *a) {
     return DT_OK;
 }
 
-/* With y = (x - mean) rstd and g = dout gain: dx = rstd (g - mean(g) - y mean(g y)), dgain = sum
-   over rows of dout y, dbias = sum over rows of dout. The term mean(g) is the derivative of the
-   mean, so RMSNorm does not have this term. `work` holds y, g, widened rows, and the sums dgain and
-   dbias, which are stored only when they are complete. */
+/* The backward of norm. Let y = (x - mean) rstd and g = dout gain. Then dx = rstd (g - mean(g) - y
+   mean(g y)), dgain is the sum over rows of dout y, and dbias is the sum over rows of dout. The
+   term mean(g) comes from the derivative of the mean, so RMSNorm does not have this term. `work`
+   holds y, g, widened rows, and the sums dgain and dbias, which are stored only when they are
+   complete. */
 DT__FN dt_status DT__K(norm_back)(const dt_norm_back_args *a) {
     int64_t cols = (int64_t)a->cols;
     if (!a->work || a->work_bytes < dt_row_work(cols, a->dtype)) return DT_ERR_ARG;
@@ -9807,10 +9829,10 @@ DT__FN dt_status DT__K(softmax_back)(const dt_softmax_back_args *a) {
     return DT_OK;
 }
 
-/* Rotary embedding (RoPE), arXiv:2104.09864. Rotates pair i of a head by position *
-   theta^(-2i/rotary): (x0, x1) -> (x0 cos - x1 sin, x1 cos + x0 sin). All heads of a token share
-   the token's angles. Angles, sines and cosines are computed in double, because in float the cosine
-   of a position in the thousands loses its last digits. */
+/* Rotary embedding (RoPE), arXiv:2104.09864. Rotates pair i of a head's elements, (x0, x1), by the
+   angle position * theta^(-2i/rotary). The rotated pair is (x0 cos - x1 sin, x1 cos + x0 sin). All
+   heads of a token have the same angles. Angles, sines and cosines are computed in double, because
+   in float the cosine loses its last digits at positions in the thousands. */
 DT__FN dt_status DT__K(rope)(const dt_rope_args *a) {
     enum { MAX_PAIRS = 256 };
     int64_t dim = (int64_t)a->dim, rotary = (int64_t)a->rotary, half = rotary / 2,
@@ -9841,9 +9863,9 @@ DT__FN dt_status DT__K(rope)(const dt_rope_args *a) {
     return DT_OK;
 }
 
-/* Columns 4c to 4c + 3 use the four words of the RNG's counter (token, c). Whether an element is
-   dropped depends on key, token and column alone, so every rank and every recomputation drops the
-   same elements. */
+/* Dropout. Columns 4c to 4c + 3 of a token use the four random words of counter (token, c). Whether
+   an element is dropped depends on `key`, token and column alone, so every rank and every
+   recomputation drops the same elements. */
 DT__FN dt_status DT__K(dropout)(const dt_dropout_args *a) {
     DT__REAL out[DT__STRIP], buf[DT__STRIP], scale = (DT__REAL)(1 / (1 - a->p));
     int64_t cols = (int64_t)a->cols;
@@ -9880,8 +9902,8 @@ DT__FN dt_status DT__K(embedding)(const dt_embedding_args *a) {
     return DT_OK;
 }
 
-/* Adds each row of dout, in order, to the table row of its id. A bf16 or f16 table needs `work` for
-   the sums in the compute type. */
+/* Adds the rows of dout, in order, to the rows of the table's gradient that their ids select. If
+   the gradient is bf16 or f16, `work` holds the sums in the compute type. */
 DT__FN dt_status DT__K(embedding_back)(const dt_embedding_back_args *a) {
     dt_dtype type = dt__wide(a->dtype, a->wide);
     int64_t cols = (int64_t)a->cols, all = a->table_rows * cols;
@@ -9907,22 +9929,23 @@ DT__FN dt_status DT__K(embedding_back)(const dt_embedding_back_args *a) {
 /* ---- attention ----
 
    Flash attention, arXiv:2205.14135: softmax(scale q k^T) v without a TQ x TK matrix in memory. The
-   naive version stores scores (TQ,TK), applies softmax to each row and multiplies by v. Online
-   softmax instead keeps a maximum m, a sum l and a result o for each row, and updates m, l and o
-   for further keys with scores s:
+   naive version stores the scores (TQ,TK), applies softmax to each row and multiplies by v. Online
+   softmax instead keeps a maximum m, a sum l and a result o for each row. For further keys with
+   scores s it updates them to m', l' and o':
 
        m' = max(m, max s)    l' = e^(m - m') l + sum e^(s - m')    o' = e^(m - m') o + e^(s - m') v
 
-   and finally out = o / l, lse = m + log l. The GPU kernels make this update for every tile of
-   keys. On the CPU, a block of NR queries visits all keys of a call at once, and the update is the
-   log-sum-exp merge of two calls (merge_lse). The backward recomputes p = e^(s - lse).
+   At the end out = o / l and lse = m + log l. The GPU kernels make this update for every tile of
+   keys. On the CPU, a block of NR queries reads all keys of a call at once; the update is made only
+   if the call merges its result with that of an earlier call (log-sum-exp merge, merge_lse). The
+   backward recomputes p = e^(s - lse).
 
                  keys 0 ........ tk           Each of the NR queries of a block is one vector lane:
        queries   +---------+----+             scores^T is (keys,queries), out^T is (dim,queries).
         block    |unmasked |mask|  skipped    Maxima and sums over keys stay within a lane.
-                 +---------+----+             Keys that no query of the block sees are skipped.
+                 +---------+----+             Keys that no query attends to are skipped.
 
-   All products use the micro-kernel, on tiles of ATTENTION_MR x NR:
+   All matrix products use the micro-kernel, on tiles of ATTENTION_MR x NR:
 
                                                        panel a                 panel b
        scores^T (keys,queries)  = k q^T                k in panels of keys     q^T
@@ -9931,31 +9954,32 @@ DT__FN dt_status DT__K(embedding_back)(const dt_embedding_back_args *a) {
        dq^T     (dim,queries)  += k^T ds^T             k^T in panels of dims   ds^T itself
        dv, dk   (keys,dim)     += p^T dout, ds^T q     p, ds transposed        dout, q in rows of NR
 
-   Every sum is one chain in ascending order. If only some queries of a block see a key, p is 0 for
-   the other queries; 0 times a v that is not finite is NaN, so this v reaches the other queries
-   too. */
+   Every sum is one chain in ascending order. If only some queries of a block attend to a key, p is
+   0 for the other queries of the block. If this key's v is not finite, 0 times v is NaN, so the
+   results of the other queries become NaN too. */
 
-/* The scratch arrays for one key/value head and one block of queries. D is dim; `keys` is tk
-   rounded up to 16, `dims` is D rounded up to ATTENTION_MR, `wide` is D rounded up to NR. */
+/* The scratch arrays for one key/value head and one block of queries. D is the dimension of a head,
+   NR is DT__NR. `keys` is tk rounded up to a multiple of 16, `dims` is D rounded up to a multiple
+   of DT__ATTENTION_MR, `wide` is D rounded up to a multiple of NR. */
 typedef struct DT__K(attention_work) {
     int64_t keys, dims, wide;
-    /* *_rows: panels of MR = ATTENTION_MR keys, (keys/MR,D,MR). *_dims: panels of MR dims,
-       (dims/MR,tk,MR) */
+    /* With MR = DT__ATTENTION_MR: k_rows and v_rows hold panels of MR keys, (keys/MR,D,MR). k_dims
+       and v_dims hold panels of MR dimensions, (dims/MR,tk,MR). */
     DT__REAL *k_rows, *k_dims, *v_rows, *v_dims;
-    DT__REAL *dk, *dv;              /* (wide/NR,keys,NR) */
-    DT__REAL *q_lanes, *dout_lanes; /* (D,NR): q^T, dout^T */
-    DT__REAL *q_rows, *dout_rows;   /* (wide/NR,NR,NR): q, dout */
-    DT__REAL *out;                  /* (dims,NR): out^T, dq^T */
-    DT__REAL *p, *ds;               /* (keys,NR) */
-    DT__REAL *transposed;           /* (NR,keys): p or ds transposed */
-    /* (tk) positions and documents of the sequence's keys; k_document is NULL if all keys belong to
-       one document */
+    DT__REAL *dk, *dv;              /* (wide/NR,keys,NR) each: the head's gradients dk and dv */
+    DT__REAL *q_lanes, *dout_lanes; /* (D,NR) each: q^T and dout^T */
+    DT__REAL *q_rows, *dout_rows;   /* (wide/NR,NR,NR) each: q and dout */
+    DT__REAL *out;                  /* (dims,NR): out^T in the forward, dq^T in the backward */
+    DT__REAL *p, *ds;               /* (keys,NR) each: p^T and ds^T */
+    DT__REAL *transposed;           /* (NR,keys): p or ds */
+    /* (tk) each: positions and documents of the sequence's keys. k_document is NULL if all keys
+       belong to one document. */
     int32_t *k_position, *k_document;
 } DT__K(attention_work);
 
 DT__FN DT__K(attention_work) DT__K(attention_work_at)(void *work, int64_t tk, int64_t dim) {
     DT__K(attention_work) w;
-    w.keys = (tk + 15) / 16 * 16; /* a multiple of the tile and of the transposition block */
+    w.keys = (tk + 15) / 16 * 16; /* a multiple of DT__ATTENTION_MR and of DT__TRANSPOSE */
     w.dims = (dim + DT__ATTENTION_MR - 1) / DT__ATTENTION_MR * DT__ATTENTION_MR;
     w.wide = (dim + DT__NR - 1) / DT__NR * DT__NR;
     w.k_rows = (DT__REAL *)dt__align64(work);
@@ -9977,8 +10001,9 @@ DT__FN DT__K(attention_work) DT__K(attention_work_at)(void *work, int64_t tk, in
     return w;
 }
 
-/* Packs n rows of dim elements, ld apart, into panels of `width` rows: (ceil(n/width),dim,width).
-   Rows past n are set to zero. */
+/* Packs n rows of `dim` elements each into panels of `width` rows: (ceil(n/width),dim,width). The
+   rows are `ld` elements apart. If the last panel has more rows than are left, its other rows are
+   zero. */
 DT__FN void DT__K(pack_row_panels)(DT__REAL *panels, int64_t width, dt_dtype dtype,
     const void *from, int64_t at, int64_t ld, int64_t n, int64_t dim) {
     for (int64_t i = 0; i < n; i += width) {
@@ -9987,22 +10012,25 @@ DT__FN void DT__K(pack_row_panels)(DT__REAL *panels, int64_t width, dt_dtype dty
     }
 }
 
-/* Packs n rows of dim elements, ld apart, into panels of `width` columns:
-   (ceil(dim/width),n,width). Panels are `step` elements apart. */
+/* Packs n rows of `dim` elements each into panels of `width` columns: (ceil(dim/width),n,width).
+   The rows are `ld` elements apart, the panels `step` elements. */
 DT__FN void DT__K(pack_column_panels)(DT__REAL *panels, int64_t step, int64_t width, dt_dtype dtype,
     const void *from, int64_t at, int64_t ld, int64_t n, int64_t dim) {
     for (int64_t c = 0; c < dim; c += width, panels += step) DT__K(pack_rows)
     (dtype, 0, panels, width, from, at + c, ld, dim - c < width ? dim - c : width, n);
 }
 
-/* A block of at most NR queries of one head, and the range of keys that these queries see. */
+/* A block of at most DT__NR queries of one head, and the range of keys to which these queries
+   attend. */
 typedef struct DT__K(query_block) {
     int64_t queries;
-    int64_t q_offset;     /* first query in q and out; queries are heads * dim apart */
-    int64_t lse_offset;   /* first query in lse */
-    int64_t visible_end;  /* no query sees later keys; a multiple of ATTENTION_MR */
-    int64_t unmasked_end; /* all queries see keys [0, unmasked_end) */
-    /* of each query; lanes past the last query repeat the last query */
+    int64_t q_offset;   /* index of the first query's first element in q and out. The queries of
+                           the block are heads * dim elements apart. */
+    int64_t lse_offset; /* index of the first query in lse */
+    /* No query attends to keys from visible_end on; a multiple of DT__ATTENTION_MR. */
+    int64_t visible_end;
+    int64_t unmasked_end; /* every query attends to all keys [0, unmasked_end) */
+    /* position and document of each query; lanes after the last query repeat the last query's */
     int32_t position[DT__LANES], document[DT__LANES];
 } DT__K(query_block);
 
@@ -10028,7 +10056,7 @@ DT__FN void DT__K(query_block_make)(DT__K(query_block) * b, const dt_attention_m
     b->visible_end = (b->visible_end + DT__ATTENTION_MR - 1) / DT__ATTENTION_MR * DT__ATTENTION_MR;
 }
 
-/* Masks key j: sets row[l] = -infinity for every query l that does not see the key. */
+/* Masks key j: sets row[l] to -infinity for every query l that does not attend to the key. */
 DT__FN void DT__K(mask_row)(DT__REAL *row, const DT__K(query_block) * b,
     const DT__K(attention_work) * w, int causal, int64_t j, int64_t tk) {
     int32_t position = causal ? (j < tk ? w->k_position[j] : INT32_MAX) : INT32_MIN;
@@ -10041,14 +10069,16 @@ DT__FN void DT__K(mask_row)(DT__REAL *row, const DT__K(query_block) * b,
         row[l] = w->k_document[j] != b->document[l] ? (DT__REAL)-INFINITY : row[l];
 }
 
-/* to(keys,NR) = rows (panels of keys) times lanes (queries, transposed), for keys [0, end). */
+/* Computes to(keys,NR) for keys [0, end): the product of `rows`, which holds k or v in panels of
+   keys, and `lanes`, which holds q^T or dout^T. */
 DT__FN void DT__K(scores)(
     DT__REAL *to, const DT__REAL *rows, const DT__REAL *lanes, int64_t end, int64_t dim) {
     for (int64_t j = 0; j < end; j += DT__ATTENTION_MR) DT__K(attention_micro_kernel)
     (dim, rows + j * dim, DT__ATTENTION_MR, lanes, to + j * DT__NR, DT__NR, 1, NULL, 0);
 }
 
-/* to(dims,NR) = sum over keys of scores times k or v; `dims` holds k or v in panels of dims. */
+/* Computes to(dims,NR), the sum over keys [0, end) of `scores` (p or ds) times v or k. `dims` holds
+   v or k in panels of dimensions. */
 DT__FN void DT__K(weighted_sums)(DT__REAL *to, const DT__K(attention_work) * w,
     const DT__REAL *dims, const DT__REAL *scores, int64_t end, int64_t tk) {
     int64_t keys = end < tk ? end : tk;
@@ -10056,8 +10086,8 @@ DT__FN void DT__K(weighted_sums)(DT__REAL *to, const DT__K(attention_work) * w,
     (keys, dims + d * tk, DT__ATTENTION_MR, scores, to + d * DT__NR, DT__NR, 1, NULL, 0);
 }
 
-/* Transposes a block's result w->out, (dims,NR), into one row per query, rows `wide` apart, in
-   w->q_rows. */
+/* Transposes a block's result w->out, (dims,NR), into w->q_rows, which receives one row for each
+   query. The rows are w->wide elements apart. */
 DT__FN void DT__K(transpose_out)(const DT__K(attention_work) * w) {
     for (int64_t d = 0; d < w->wide; d += DT__TRANSPOSE) {
         const DT__REAL *row[DT__TRANSPOSE];
@@ -10067,7 +10097,8 @@ DT__FN void DT__K(transpose_out)(const DT__K(attention_work) * w) {
     }
 }
 
-/* Softmax of a block of scores in w->p, in place: p = e^(s - max). The caller divides by `sum`. */
+/* Replaces the scores s of a block, in w->p, by p = e^(s - max). max[l] and sum[l] receive the
+   maximum of s and the sum of p of query l. The caller divides the block's result by `sum`. */
 DT__FN void DT__K(softmax_block)(const dt_attention_args *a, const DT__K(query_block) * b,
     const DT__K(attention_work) * w, DT__REAL *max, DT__REAL *sum) {
     for (int l = 0; l < DT__NR; l++) max[l] = (DT__REAL)-INFINITY;
@@ -10078,7 +10109,7 @@ DT__FN void DT__K(softmax_block)(const dt_attention_args *a, const DT__K(query_b
     }
     for (int l = 0; l < DT__NR; l++) {
         sum[l] = 0;
-        /* if the query sees no key, max 0 gives p = e^(-infinity - 0) = 0 */
+        /* if the query attends to no key, a max of 0 gives p = e^(-infinity - 0) = 0 */
         max[l] = max[l] == (DT__REAL)-INFINITY ? 0 : max[l];
     }
     for (int64_t j = 0; j < b->visible_end; j++) {
@@ -10088,8 +10119,9 @@ DT__FN void DT__K(softmax_block)(const dt_attention_args *a, const DT__K(query_b
     }
 }
 
-/* Flash attention of one block of queries. Log-sum-exp merge: with merge_lse, out and lse hold the
-   result over other keys on entry, and the result over both sets of keys on return:
+/* Flash attention of one block of queries. Log-sum-exp merge: if merge_lse is set, out and lse hold
+   the result for other keys on entry, and the result for both sets of keys on return. With out_here
+   and lse_here, the result for this call's keys, the merged result is
 
        lse' = log(e^lse + e^lse_here)    out' = e^(lse - lse') out + e^(lse_here - lse') out_here */
 DT__FN void DT__K(attention_block)(
@@ -10128,7 +10160,7 @@ DT__FN void DT__K(attention_block)(
     }
 }
 
-/* Fills in the positions and documents of a sequence's keys. */
+/* Sets the positions and documents of the keys of a sequence in *w. */
 DT__FN void DT__K(mask_of_keys)(
     DT__K(attention_work) * w, const dt_attention_mask *s, int64_t sequence, int64_t tk) {
     for (int64_t j = 0; j < tk; j++) {
@@ -10138,10 +10170,10 @@ DT__FN void DT__K(mask_of_keys)(
     if (!s->k_document) w->k_document = NULL;
 }
 
-/* Grouped-query attention, arXiv:2305.13245. K key/value heads serve H query heads: query head h
-   reads key/value head h K / H. This function computes key/value head g % K of sequence g / K; the
-   query heads that read this head share its packed panels. K = H is multi-head attention, K = 1
-   multi-query attention. */
+/* Grouped-query attention, arXiv:2305.13245. H query heads share K key/value heads: query head h
+   reads key/value head h K / H. K = H is multi-head attention, K = 1 is multi-query attention. This
+   function computes the attention of all query heads that read key/value head g % K of sequence
+   g / K; these query heads share the packed panels of that head. */
 DT__FN void DT__K(attention_kv_head)(const dt_attention_args *a, void *work, int64_t g) {
     int64_t H = a->heads, K = a->kv_heads, D = a->dim, s = g / K, kv = (s * a->tk * K + g % K) * D;
     DT__K(attention_work) w = DT__K(attention_work_at)(work, a->tk, D);
@@ -10171,15 +10203,16 @@ DT__FN dt_status DT__K(attention)(const dt_attention_args *a) {
     return DT_OK;
 }
 
-/* With p = e^(scale q k - lse) and dp = dout v: ds = scale p (dp - sum over keys of p dp), where
-   the sum equals dot(dout, out). On entry w->p holds the scores and w->ds holds dp; p and ds
-   overwrite them. */
+/* The backward of softmax for one block. With p = e^(scale q k - lse) and dp = dout v, computes
+   ds = scale p (dp - sum over keys of p dp), where the sum equals dot(dout, out). On entry w->p
+   holds the scores and w->ds holds dp. On return w->p holds p and w->ds holds ds. */
 DT__FN void DT__K(softmax_back_block)(const dt_attention_back_args *a, const DT__K(query_block) * b,
     const DT__K(attention_work) * w) {
     DT__REAL scale = (DT__REAL)a->scale, lse[DT__LANES], mean[DT__LANES], buf_o[DT__STRIP],
              buf_d[DT__STRIP], partial;
     for (int64_t l = 0; l < DT__NR; l++) {
-        lse[l] = (DT__REAL)INFINITY; /* p = 0 if the lane has no query or the query sees no key */
+        /* makes p = 0 if the lane has no query, or if the query attends to no key */
+        lse[l] = (DT__REAL)INFINITY;
         mean[l] = 0;
         if (l >= b->queries) continue;
         DT__REAL row_lse = ((const DT__REAL *)a->lse)[b->lse_offset + l];
@@ -10202,9 +10235,10 @@ DT__FN void DT__K(softmax_back_block)(const dt_attention_back_args *a, const DT_
     }
 }
 
-/* Adds a query block's part to the gradients of keys or values: sum(keys,dim) += scores^T
-   (keys,queries) x rows (queries,dim). Transposes the scores, then multiplies
-   ATTENTION_MR keys at a time. */
+/* Adds the part of a block of queries to the gradients of keys or values. `scores`, (keys,queries),
+   is ds or p; `rows`, (queries,dim), is q or dout; their product is added to `sum`, (keys,dim).
+   Transposes `scores`, because the micro-kernel reads the values of one query after another, then
+   multiplies DT__ATTENTION_MR keys at a time. */
 DT__FN void DT__K(add_key_grads)(DT__REAL *sum, const DT__K(attention_work) * w,
     const DT__REAL *scores, const DT__REAL *rows, int64_t end) {
     for (int64_t j = 0; j < end; j += DT__TRANSPOSE) {
@@ -10229,7 +10263,7 @@ DT__FN void DT__K(attention_back_block)(const dt_attention_back_args *a,
     DT__K(scores)(w->p, w->k_rows, w->q_lanes, b->visible_end, D);
     DT__K(scores)(w->ds, w->v_rows, w->dout_lanes, b->visible_end, D);
     DT__K(softmax_back_block)(a, b, w);
-    /* clears q_rows and dout_rows: rows past the last query must be zero */
+    /* clears q_rows and dout_rows, because their rows after the last query must be zero */
     memset(w->q_rows, 0, (size_t)(2 * w->wide * DT__NR) * sizeof *w->q_rows);
     DT__K(pack_column_panels)
     (w->q_rows, DT__NR * DT__NR, DT__NR, a->dtype, a->q, b->q_offset, ld, b->queries, D);
@@ -10245,8 +10279,8 @@ DT__FN void DT__K(attention_back_block)(const dt_attention_back_args *a,
         a->accumulate_q);
 }
 
-/* Stores the gradient of one head's keys or values. `sum` is (wide/NR,keys,NR); `to` has one row
-   per key. */
+/* Stores the gradient of one head's keys or values. `sum` has shape (wide/NR,keys,NR); `to` has one
+   row for each key. Does nothing if `to` is NULL. */
 DT__FN void DT__K(store_key_grads)(const dt_attention_back_args *a, const DT__K(attention_work) * w,
     void *to, int64_t kv, const DT__REAL *sum, int accumulate) {
     for (int64_t d = 0; d < a->dim && to; d += DT__NR) {
@@ -10258,7 +10292,7 @@ DT__FN void DT__K(store_key_grads)(const dt_attention_back_args *a, const DT__K(
 }
 
 /* The backward of one key/value head. The head's gradient is a sum over the query heads that read
-   it and over each query head's queries, both in ascending order. */
+   the head and over the queries of each query head, both in ascending order. */
 DT__FN void DT__K(attention_back_kv_head)(const dt_attention_back_args *a, void *work, int64_t g) {
     int64_t H = a->heads, K = a->kv_heads, D = a->dim, tk = a->tk, s = g / K,
             kv = (s * tk * K + g % K) * D;
@@ -10293,8 +10327,8 @@ DT__FN dt_status DT__K(attention_back)(const dt_attention_back_args *a) {
     return DT_OK;
 }
 
-/* Log-sum-exp: max + log(sum of e^(x - max)). The largest term is 1, so nothing overflows.
-   Exponentials are computed in the compute type, their sum and the logarithm in double. */
+/* Log-sum-exp: returns max + log(sum of e^(x - max)). The largest term is 1, so nothing overflows.
+   The exponentials are computed in the compute type, their sum and its logarithm in double. */
 DT__FN double DT__K(log_sum_exp)(const DT__REAL *x, int64_t n) {
     DT__REAL term[DT__STRIP], max = DT__K(largest)(x, n);
     double sum = 0;
@@ -10314,9 +10348,9 @@ DT__FN double DT__K(mean_of)(const DT__REAL *x, int64_t n) {
     return total / (double)n;
 }
 
-/* Vocabulary-parallel cross-entropy, the part of one rank. Computes for each row the log-sum-exp
-   over this rank's columns and the target's contribution. cross_entropy_merge combines the parts of
-   all ranks. */
+/* Vocabulary-parallel cross-entropy, the part of one rank. Computes two values for each row: the
+   log-sum-exp over this rank's columns, and the sum over this rank's columns of target probability
+   times logit. cross_entropy_merge combines the values of all ranks. */
 DT__FN dt_status DT__K(cross_entropy_partial)(const dt_cross_entropy_args *a) {
     int64_t cols = (int64_t)a->cols, vocab = (int64_t)a->vocab;
     for (size_t r = 0; r < a->rows; r++) {
@@ -10336,8 +10370,9 @@ DT__FN dt_status DT__K(cross_entropy_partial)(const dt_cross_entropy_args *a) {
     return DT_OK;
 }
 
-/* Combines the parts of all ranks: lse = max + log(sum over ranks of e^(the rank's lse - max)), and
-   the target's contributions add up. */
+/* Combines the partial results of all ranks into the loss. For each row, with max, the largest lse
+   of any rank, lse = max + log(sum over ranks of e^(the rank's lse - max)). The target values of
+   all ranks are added. */
 DT__FN dt_status DT__K(cross_entropy_merge)(const dt_cross_entropy_merge_args *a) {
     double total = 0, squares = 0;
     for (size_t r = 0; r < a->rows; r++) {
@@ -10446,7 +10481,7 @@ DT__FN dt_status DT__K(square_sums)(const dt_square_sums_args *a) {
     return DT_OK;
 }
 
-/* Square roots of one strip, in place, with the vectors of the micro-kernel. */
+/* Replaces the elements of one strip by their square roots, with vector instructions. */
 DT__FN void DT__K(square_roots)(DT__REAL *strip) {
     for (int64_t i = 0; i < DT__STRIP; i += DT__NV)
         DT__STORE(strip + i, DT__SQRT(DT__LOAD(strip + i)));
@@ -10454,7 +10489,8 @@ DT__FN void DT__K(square_roots)(DT__REAL *strip) {
 
 /* Adam and AdamW. m and v are running means of g and g^2. Both start at zero and are therefore
    biased toward zero; dividing by 1 - beta^step corrects the bias. Decoupled weight decay (AdamW)
-   shrinks the parameter; coupled decay (Adam) is added to the gradient. */
+   multiplies the parameter by 1 - lr * weight_decay. Coupled weight decay (Adam) adds weight_decay
+   * param to the gradient. */
 DT__FN void DT__K(adamw_update)(const dt_adamw_args *a) {
     DT__REAL *__restrict__ param = (DT__REAL *)a->param;
     DT__REAL *__restrict__ m = (DT__REAL *)a->m, *__restrict__ v = (DT__REAL *)a->v;
@@ -10485,7 +10521,7 @@ DT__FN void DT__K(adamw_update)(const dt_adamw_args *a) {
 }
 
 DT__FN dt_status DT__K(adamw)(const dt_adamw_args *a) {
-    for (const dt_adamw_args *n = a; n; n = n->next) /* check all, then update */
+    for (const dt_adamw_args *n = a; n; n = n->next) /* checks all arguments before any update */
         if (n->step < 1 || n->dtype != a->dtype || n->model_dtype != a->model_dtype)
             return DT_ERR_ARG;
     for (; a; a = a->next) DT__K(adamw_update)(a);
@@ -10534,8 +10570,9 @@ DT__FN dt_status DT__K(frozen_adam)(const dt_frozen_adam_args *a) {
     return DT_OK;
 }
 
-/* 1-bit Adam: packs signs with error feedback. The first pass sets error = x + error. The second
-   pass packs the signs of error and subtracts the value sent, sign times scale, from error. */
+/* 1-bit Adam: packs signs with error feedback. The first pass adds x to `error` and computes the
+   scale, the root mean square of `error`. The second pass packs the signs of `error` and subtracts
+   the value that is sent, sign times scale, from `error`. Where v is 0, `error` stays 0. */
 DT__FN dt_status DT__K(sign_pack)(const dt_sign_pack_args *a) {
     DT__REAL *error = (DT__REAL *)a->error;
     const DT__REAL *x = (const DT__REAL *)a->x, *v = (const DT__REAL *)a->v;
@@ -10552,7 +10589,7 @@ DT__FN dt_status DT__K(sign_pack)(const dt_sign_pack_args *a) {
     }
     DT__REAL scale = (DT__REAL)(numbers > 0 ? sqrt(squares / numbers) : 0);
     double sent = (double)scale;
-    size_t sign_bytes = a->count / a->parts / 8; /* bytes of signs per message */
+    size_t sign_bytes = a->count / a->parts / 8; /* bytes of signs in one of the `parts` messages */
     for (size_t byte = 0; byte < a->count / 8; byte++) {
         unsigned bits = 0;
         for (size_t i = 8 * byte; i < 8 * byte + 8; i++) {
@@ -10585,7 +10622,8 @@ DT__FN dt_status DT__K(sign_unpack)(const dt_sign_unpack_args *a) {
 #undef DT__SUM
 #endif /* floating types */
 
-/* The kernels of this compute type and instruction set; section 23 chooses among these tables. */
+/* The kernels of this compute type and instruction set. dt__variant_of (section 23) chooses among
+   these tables. */
 #if DT__BITS == 1
 #define DT__VARIANT_ENTRY(k) NULL,
 #else
@@ -10640,8 +10678,8 @@ extern "C" {
 
        i32 plain | f32, f64 plain | f32, f64 AVX2 or NEON | f32, f64 AVX-512
 
-   At run time dt__best_isa chooses the best set that the machine supports. bf16 and f16 use the f32
-   kernels. */
+   At run time dt__best_isa chooses the best instruction set that the machine supports. bf16 and f16
+   use the f32 kernels. */
 #define DT__BITS 1
 #define DT__ISA 0
 #include "dt_tensor.h"
@@ -10682,7 +10720,7 @@ static int dt__best_isa(void) {
 }
 
 /* Returns the kernels of a type and instruction set, or NULL if this build has none. Tests use this
-   function to run every set up to the best one. */
+   function to run every instruction set up to the one that dt__best_isa returns. */
 static const dt__variant *dt__variant_of(dt_dtype dtype, int isa) {
 #if defined(__x86_64__)
     static const dt__variant *const f32[DT__ISAS] = { &dt__variant_f32_plain, &dt__variant_f32_avx2,
@@ -10698,7 +10736,7 @@ static const dt__variant *dt__variant_of(dt_dtype dtype, int isa) {
     static const dt__variant *const f32[DT__ISAS] = { &dt__variant_f32_plain, NULL, NULL };
     static const dt__variant *const f64[DT__ISAS] = { &dt__variant_f64_plain, NULL, NULL };
 #endif
-    /* 16-bit types are computed in float */
+    /* the kernels of the 16-bit types compute in float */
     if (dtype == DT_F32 || dt__narrow(dtype)) return f32[isa];
     if (dtype == DT_F64) return f64[isa];
     if (dtype == DT_I32) return &dt__variant_i32;
@@ -10714,7 +10752,8 @@ static const dt__variant *dt__variant_of(dt_dtype dtype, int isa) {
 DT__VARIANT_KERNELS(DT__DISPATCH)
 #undef DT__DISPATCH
 
-/* Converts through double, which represents every value of the other types. */
+/* Converts each element to double, which represents every value of the other types, and then to the
+   output's type. */
 static dt_status dt__cpu_cast(const dt_cast_args *a, void *stream) {
     double x[DT__STRIP];
     (void)stream;
@@ -10775,7 +10814,7 @@ DT__CPP_WARNINGS_ON
 #endif /* DT__TENSOR_TABLE */
 
 /* HISTORY
-     0.2.0   the field's names, old -> new:
+     0.2.0   names replaced by the usual terms, old -> new:
              dt_unit* -> dt_bucket* (kept -> shard, first -> shard_offset, run -> shard_count,
              passing -> micro_grad), dt_units_desc.elsewhere -> .offloaded, .hand_over ->
              .reduce_each_micro; dt_box -> dt_local_slice; dt_cut -> dt_shard_spec, cuts -> shards;
@@ -10785,8 +10824,8 @@ DT__CPP_WARNINGS_ON
              recompute; dt_param_info: box, unit -> slice, bucket; dt_json_shut -> dt_json_close,
              dt_json_drop -> dt_json_out_free; kernels spread -> scatter, cross_entropy_join ->
              cross_entropy_merge; dt_ctx_desc.place -> local_rank; dt_listener.settle -> drain;
-             dt_loss_part -> dt_vocab_shard (parts, first, all -> count, offset, full_vocab)
-             dt_io: open takes a dt_io_mode in place of 0, 1 and DT_IO_NEW; remove_folder;
+             dt_loss_part -> dt_vocab_shard (parts, first, all -> count, offset, full_vocab).
+             dt_io.open takes a dt_io_mode in place of 0, 1 and DT_IO_NEW. New: dt_io.remove_folder,
              dt_printable
      0.1.0   one rank: tensors, tape, blocks, units, memory account, CPU kernels, JSON, weight files
 
