@@ -4469,8 +4469,8 @@ static dt_status dt__pass_grad(dt_node *n, int i, int can_move) {
 
 typedef struct dt__linear_saved {
     int activation;
-    dt_tensor *pre_activation; /* x w^T + b; NULL without an activation */
-    int activation_grad_done;  /* 1: pre_activation->grad has been computed */
+    dt_tensor *pre_activation; /* the values x w^T + b; NULL if there is no activation */
+    int activation_grad_done;  /* 1 if pre_activation->grad has been computed */
 } dt__linear_saved;
 
 static dt_status dt__linear_back(dt_node *n);
@@ -4513,7 +4513,8 @@ static void dt__linear_fuse_input_grad(dt_node *n, dt_matmul_args *a) {
         x->block != n->out->block)
         return;
     dt__linear_saved *saved = (dt__linear_saved *)maker->saved;
-    if (!saved->pre_activation || maker->in[3]) return; /* maker's residual needs x's gradient */
+    /* not fused if the previous layer has a residual, because its backward needs x's gradient */
+    if (!saved->pre_activation || maker->in[3]) return;
     a->activation_backward = 1;
     a->activation = saved->activation;
     a->pre_activation = saved->pre_activation->data;
@@ -4530,7 +4531,7 @@ static dt_status dt__linear_back(dt_node *n) {
             out = (int64_t)dt__row_count(w);
     int complete =
         (!w->needs_grad || dt_wants(n, 1)) && (!b || !b->needs_grad || dt_wants(n, 2)) &&
-        (!x->needs_grad || dt_wants(n, 0)); /* 1: the backward is not split into two halves */
+        (!x->needs_grad || dt_wants(n, 0)); /* 1 if the backward is not split in two halves */
     int no_activation = !((dt__linear_saved *)n->saved)->pre_activation;
     if (dt_wants(n, 3) && !no_activation && dt__pass_grad(n, 3, 0) != DT_OK) return dt_error(ctx);
     void *d = dt__linear_activation_grad(n);
@@ -4907,7 +4908,8 @@ typedef struct dt__binary_saved {
     int op;
 } dt__binary_saved;
 
-/* Uses d(a+b) = da + db, d(ab) = b da + a db and d(a/b) = da / b - (a/b) db / b. */
+/* The backward of dt_add, dt_sub, dt_mul and dt_div. Uses d(a+b) = da + db, d(ab) = b da + a db and
+   d(a/b) = da / b - (a/b) db / b. */
 static dt_status dt__binary_back(dt_node *n) {
     dt_tensor *out = n->out, *b = n->in[1];
     dt_ctx *ctx = out->ctx;
@@ -6111,11 +6113,11 @@ enum {
 
 typedef struct dt__json_node {
     uint32_t at;   /* the value's byte offset in the text */
-    uint32_t key;  /* offset of an object member's key in chars; 0 if the node is no member */
+    uint32_t key;  /* offset of an object member's key in `chars`; 0 if the node is no member */
     uint32_t next; /* index of the next node that is not a descendant of this node */
     uint32_t kind : 3, count : 29; /* a dt_json_kind; the number of children */
-    /* `first` of a string is its offset in chars. `first` of a container is the index in `order` of
-       its first child. `first` of a bool is 1 for true, 0 for false */
+    /* `first` of a string is its offset in `chars`. `first` of a container is the index in `order`
+       of its first child. `first` of a bool is 1 for true, 0 for false. */
     union {
         double number;
         uint32_t first;
@@ -6236,8 +6238,8 @@ static size_t dt__utf8_first_invalid(const char *text, size_t n) {
     return n;
 }
 
-/* An unsigned big integer in base 2^32, lowest digit first. w is large enough for every number that
-   the parser accepts. */
+/* An unsigned big integer of n digits in base 2^32, lowest digit first. `w` has enough digits for
+   every number that the parser accepts. */
 typedef struct dt__big {
     int n;
     uint32_t w[96];
@@ -6427,8 +6429,8 @@ static int dt__json_parse_escape(dt__json_parser *in, char out[4]) {
     return n;
 }
 
-/* Parses a string, whose opening quote is the next byte, and appends it to chars. The first pass
-   only counts the bytes. *offset receives the string's offset in chars. */
+/* Parses a string, whose opening quote is the next byte, and appends it to `chars`. The first pass
+   only counts the bytes. *offset receives the string's offset in `chars`. */
 static int dt__json_parse_string(dt__json_parser *in, uint32_t *offset) {
     const dt_json *d = in->doc;
     size_t begin = in->at++;
@@ -8193,7 +8195,7 @@ dt_status dt_weights_close(dt_weights *w) {
 /* Instruction sets of the CPU, slowest first. The plain set, which has no special instructions, is
    always compiled. dt__best_isa chooses one set at run time. */
 enum { DT__PLAIN = 0, DT__SIMD = 1 /* AVX2 with FMA, or NEON */, DT__AVX512 = 2, DT__ISAS = 3 };
-/* Vectors with the alignment of one element, because a vector may be loaded from any element. */
+/* Vectors with the alignment of one element, because a vector may begin at any element. */
 typedef float dt__float4 __attribute__((vector_size(16), may_alias, aligned(4)));
 typedef double dt__double2 __attribute__((vector_size(16), may_alias, aligned(8)));
 
@@ -9320,8 +9322,8 @@ DT__FN dt_status DT__K(matmul_with)(const dt_matmul_args *args, int pairs) {
     int64_t stride = (int64_t)(a.work_bytes / (size_t)dt__omp_threads());
     DT__PARALLEL
     for (int64_t share = 0; share < a.batch * shares; share++) {
-        /* this iteration uses the thread's own scratch memory and computes rows or columns [first,
-           end) of C, whichever C has more of */
+        /* each iteration uses the thread's own scratch memory. It computes rows [first, end) of C
+           if C has more rows than columns, else columns [first, end). */
         DT__K(gemm_plan) own = w;
         int64_t first = share % shares * each, end = first + each < side ? first + each : side;
         own.c_tiles = (DT__REAL *)dt__align64((char *)a.work + dt__omp_thread() * stride);
@@ -9447,7 +9449,7 @@ DT__FN dt_status DT__K(permute)(const dt_permute_args *a) {
     dt__strips r = dt__strips_begin(a->shape);
     while (dt__strips_next(&r, a->in_stride, a->out_stride, &in, &out)) {
         const DT__REAL *x = DT__K(load_strided)(a->dtype, a->in, in, in_step, r.n, buf);
-        int64_t n = out_step == 1 ? r.n : 1; /* number of elements stored per call */
+        int64_t n = out_step == 1 ? r.n : 1; /* number of elements that each call stores */
         for (int64_t i = 0; i < r.n; i += n)
             DT__K(store)(a->dtype, a->out, out + i * out_step, n, x + i, a->accumulate);
     }
@@ -9516,7 +9518,7 @@ DT__FN dt_status DT__K(init)(const dt_init_args *a) {
             dt__philox(a->key, index / 2, word);
             double u = dt__uniform53(word[0], word[1]), v = dt__uniform53(word[2], word[3]);
             if (a->normal) {
-                /* log is finite, because 1 - u is in (0, 1] */
+                /* log(1 - u) is finite, because 1 - u is in (0, 1] */
                 double radius = a->scale * sqrt(-2 * log(1 - u)), angle = 6.283185307179586 * v;
                 pair[0] = radius * cos(angle);
                 pair[1] = radius * sin(angle);
