@@ -4407,10 +4407,10 @@ dt_status dt_backward_weight(dt_tensor *loss) {
        forward    y = f(x, w)         dt_linear, ...          records { inputs, backward, saved }
        backward   dx (+)= dy df/dx    dt__linear_back, ...    reads saved, writes the inputs' grads
 
-   An op computes only the gradients that dt_wants asks for: a pipeline schedule may ask for the
-   input gradients first and for the weight gradients later. `accumulate` is 0 for a tensor's first
-   gradient, which overwrites the buffer, and 1 for every later gradient, which is added. The code
-   of an op is the same on every device. */
+   A backward computes only the gradients for which dt_wants returns 1: a pipeline schedule may run
+   it in two halves, first for the input gradients and later for the weight gradients. A kernel's
+   `accumulate` is 0 for a tensor's first gradient, which overwrites the buffer, and 1 for every
+   later gradient, which is added. The code of an op is the same on every device. */
 
 dt_tensor *dt_input(dt_ctx *ctx, dt_dtype dtype, dt_shape shape, const void *host) {
     dt_tensor *t = dt__new_named(ctx, dtype, shape, "dt_input");
@@ -4451,7 +4451,8 @@ double dt_item(const dt_tensor *t) {
 }
 
 /* Returns the inputs' context, or NULL if the op cannot run: `a` is NULL, the context has failed,
-   an input belongs to another context, or an input has no data. b and c may be NULL. */
+   an input belongs to another context, or an input's data was freed. Allocates and gathers the
+   values of an input that is a parameter. b and c may be NULL. */
 static dt_ctx *dt__op_context(const char *op, dt_tensor *a, dt_tensor *b, dt_tensor *c) {
     dt_tensor *all[3] = { a, b, c };
     if (!a || a->ctx->status != DT_OK) return NULL;
@@ -4468,16 +4469,16 @@ static dt_ctx *dt__op_context(const char *op, dt_tensor *a, dt_tensor *b, dt_ten
     return ctx;
 }
 
-/* Called when an input of an op is NULL. After an earlier failure a NULL input is normal. Otherwise
-   a NULL input is an error, for example the result of dt_param_find with a misspelt name. The
-   context to fail comes from any input that is not NULL. */
+/* Fails the context of the first input that is not NULL and returns NULL. An op calls this function
+   if one of its inputs is NULL, for example the result of dt_param_find for a misspelt name. After
+   an earlier failure a NULL input is normal, and the context keeps the text of that failure. */
 static dt_ctx *dt__null_input(const char *op, dt_tensor *a, dt_tensor *b, dt_tensor *c) {
     dt_tensor *t = a ? a : b ? b : c;
     if (t) dt_fail(t->ctx, DT_ERR_ARG, "%s(%s): another input is NULL", op, t->name);
     return NULL;
 }
 
-/* Fails with the shapes and types of both tensors. */
+/* Fails the context with a text that gives the shapes and types of both tensors. Returns NULL. */
 static dt_tensor *dt__mismatch(
     const char *op, const dt_tensor *a, const dt_tensor *b, const char *why) {
     dt_fail(a->ctx, DT_ERR_SHAPE, "%s(%s, %s): %s %s and %s %s: %s", op, a->name, b->name,
@@ -4501,7 +4502,7 @@ static dt_tensor *dt__shape_error(const char *op, const dt_tensor *x, const char
     return NULL;
 }
 
-/* dt__op_context for an op that does not take integers. */
+/* Like dt__op_context, but it also fails the context and returns NULL if x holds integers. */
 static dt_ctx *dt__float_op_context(const char *op, dt_tensor *x, dt_tensor *b, dt_tensor *c) {
     dt_ctx *ctx = dt__op_context(op, x, b, c);
     if (!ctx || x->dtype != DT_I32) return ctx;
@@ -4509,8 +4510,8 @@ static dt_ctx *dt__float_op_context(const char *op, dt_tensor *x, dt_tensor *b, 
     return NULL;
 }
 
-/* Reports a bad index. The kernel returned DT_ERR_ARG, which does not say which index is bad, so
-   this function finds the first index outside [min, n) and fails with its value and position. */
+/* Finds the first index outside [min, n) and fails the context with the value and the position of
+   that index. The kernel's DT_ERR_ARG does not say which index is bad. */
 static void dt__index_error(const char *op, const dt_tensor *x, const char *index_name,
     const dt_tensor *index, int64_t min, int64_t n, const char *table, const char *items) {
     int32_t chunk[256];
@@ -4548,13 +4549,14 @@ static dt_record_desc dt__make_record(const char *name, dt_tensor *a, dt_tensor 
     return d;
 }
 
-/* Scratch bytes for a product, attention or sums over rows: the larger of `bytes`, which the CPU
-   kernel needs, and the kernel table's work_bytes, which the device needs. */
+/* Returns the bytes of scratch memory for a matrix product, an attention or sums over rows: the
+   larger of `bytes`, which the CPU kernel needs, and the kernel table's work_bytes, which the
+   device needs. */
 static size_t dt__scratch_bytes(const dt_ctx *ctx, size_t bytes) {
     return bytes > ctx->kernels.work_bytes ? bytes : ctx->kernels.work_bytes;
 }
 
-/* Runs one matrix product, with scratch from the context. */
+/* Runs one matrix product, with scratch memory from the context. */
 static dt_status dt__matmul(dt_ctx *ctx, const char *op, const char *operand, dt_matmul_args a) {
     if (a.m == 0 || a.n == 0) return DT_OK;
     a.work_bytes = dt__scratch_bytes(ctx, dt_matmul_work(a.n, a.k, a.dtype));
@@ -4563,9 +4565,10 @@ static dt_status dt__matmul(dt_ctx *ctx, const char *op, const char *operand, dt
                   : ctx->status;
 }
 
-/* in[i]'s gradient (+)= the output's gradient. can_move 1 means that nothing reads the output's
-   gradient after this call. Then in[i] takes over the output's gradient buffer without a copy, if
-   in[i] is not a parameter and has no gradient yet, and both gradients have the same lifetime. */
+/* Adds the output's gradient to the gradient of in[i], or stores it if it is the first gradient of
+   in[i]. can_move is 1 if nothing reads the output's gradient after this call. In this case in[i]
+   takes over the output's gradient buffer without a copy, provided that in[i] is not a parameter
+   and has no gradient yet, and that both gradients have the same lifetime. */
 static dt_status dt__pass_grad(dt_node *n, int i, int can_move) {
     dt_tensor *t = dt__owner(n->in[i]), *out = dt__owner(n->out);
     int accumulate = 0;
@@ -4581,16 +4584,16 @@ static dt_status dt__pass_grad(dt_node *n, int i, int can_move) {
 
 typedef struct dt__linear_saved {
     int activation;
-    dt_tensor *pre_activation; /* x w^T + b; NULL without an activation */
-    int activation_grad_done;  /* 1: pre_activation->grad has been computed */
+    dt_tensor *pre_activation; /* the values x w^T + b; NULL if there is no activation */
+    int activation_grad_done;  /* 1 if pre_activation->grad has been computed */
 } dt__linear_saved;
 
 static dt_status dt__linear_back(dt_node *n);
 
 /* Returns the gradient of the pre-activation, d = dy act'(pre_activation). Usually d overwrites dy,
-   because nothing else reads dy. In two cases d gets a separate buffer: the user reads dy after the
-   backward, or the residual is a parameter, whose gradient (dy) is computed in the other half of a
-   split backward. */
+   because nothing else reads dy. In two cases d gets a separate buffer: if the user reads dy after
+   the backward, or if the residual is a parameter and the other half of a split backward will still
+   read dy as the residual's gradient. */
 static void *dt__linear_activation_grad(dt_node *n) {
     dt__linear_saved *saved = (dt__linear_saved *)n->saved;
     dt_tensor *y = n->out;
@@ -4613,19 +4616,20 @@ static void *dt__linear_activation_grad(dt_node *n) {
     return a.dx;
 }
 
-/* Fuses the backward of the previous layer's activation into the product that computes dx. If x is
-   the output of a linear layer with an activation, and this op is the only reader of x, the product
-   directly stores the gradient of that layer's pre-activation. */
+/* Fuses the backward of the previous layer's activation into the matrix product that computes dx.
+   If x is the output of a linear layer with an activation, and this op is the only reader of x, the
+   matrix product directly stores the gradient of the pre-activation of the previous layer. */
 static void dt__linear_fuse_input_grad(dt_node *n, dt_matmul_args *a) {
     dt_tensor *x = dt__owner(n->in[0]);
     dt_node *maker = x->producer;
     if (x->readers != 1 || x->needs_grad == DT__KEEP_GRAD || a->accumulate || !maker ||
         maker->backward != dt__linear_back ||
-        /* do not fuse across blocks: the output of a recomputed block has no producer */
+        /* not fused if x belongs to another block: a recomputed block's output has no producer */
         x->block != n->out->block)
         return;
     dt__linear_saved *saved = (dt__linear_saved *)maker->saved;
-    if (!saved->pre_activation || maker->in[3]) return; /* maker's residual needs x's gradient */
+    /* not fused if the previous layer has a residual, because its backward needs x's gradient */
+    if (!saved->pre_activation || maker->in[3]) return;
     a->activation_backward = 1;
     a->activation = saved->activation;
     a->pre_activation = saved->pre_activation->data;
@@ -4633,8 +4637,8 @@ static void dt__linear_fuse_input_grad(dt_node *n, dt_matmul_args *a) {
     saved->activation_grad_done = 1;
 }
 
-/* y = act(x w^T + b) + residual. Let d be the gradient of x w^T + b. Then dx = d w, dw = d^T x, db
-   is the column sums of d, and the residual's gradient is dy. */
+/* The backward of y = act(x w^T + b) + residual. Let d be the gradient of x w^T + b. Then dx = d w,
+   dw = d^T x, each element of db is the sum of a column of d, and the residual's gradient is dy. */
 static dt_status dt__linear_back(dt_node *n) {
     dt_tensor *x = n->in[0], *w = n->in[1], *b = n->in[2];
     dt_ctx *ctx = x->ctx;
@@ -4642,7 +4646,7 @@ static dt_status dt__linear_back(dt_node *n) {
             out = (int64_t)dt__row_count(w);
     int complete =
         (!w->needs_grad || dt_wants(n, 1)) && (!b || !b->needs_grad || dt_wants(n, 2)) &&
-        (!x->needs_grad || dt_wants(n, 0)); /* 1: the backward is not split into two halves */
+        (!x->needs_grad || dt_wants(n, 0)); /* 1 if the backward is not split in two halves */
     int no_activation = !((dt__linear_saved *)n->saved)->pre_activation;
     if (dt_wants(n, 3) && !no_activation && dt__pass_grad(n, 3, 0) != DT_OK) return dt_error(ctx);
     void *d = dt__linear_activation_grad(n);
@@ -4678,7 +4682,8 @@ static dt_status dt__linear_back(dt_node *n) {
     return DT_OK;
 }
 
-/* Checks the inputs of a linear layer; *shape receives the result's shape. */
+/* Returns 1 if the inputs of a linear layer fit together, else fails the context and returns 0.
+   *shape receives the shape of the layer's result. */
 static int dt__linear_fits(
     dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_tensor *residual, dt_shape *shape) {
     const char *why = NULL;
@@ -4780,7 +4785,7 @@ static dt_status dt__norm_back(dt_node *n) {
     return a.work ? DT__KERNEL(ctx, n->name, norm_back, &a) : dt_error(ctx);
 }
 
-/* Layer normalization, or RMSNorm if bias is NULL. */
+/* Computes layer normalization, or RMSNorm if bias is NULL. */
 static dt_tensor *dt__norm(
     const char *op, dt_tensor *x, dt_tensor *gain, dt_tensor *bias, double eps) {
     dt_ctx *ctx = dt__float_op_context(op, x, gain, bias);
@@ -4945,9 +4950,10 @@ dt_tensor *dt_swiglu(dt_tensor *x) {
 
 /* ---- arithmetic with broadcasting ---- */
 
-/* Broadcasting. *out receives the shape of a op b. stride_a and stride_b receive the strides of a
-   and b along the dimensions of *out; the stride of a dimension that is 1 or missing is 0, so that
-   its elements repeat. Returns 0 if the shapes do not fit. */
+/* Broadcasting. *out receives the shape of the result of an elementwise op on tensors of shapes `a`
+   and b. stride_a and stride_b receive the strides of these tensors along the dimensions of *out.
+   If a tensor lacks a dimension or has size 1 in it, its stride is 0, so that its elements repeat.
+   Returns 1, or 0 if the shapes do not fit. */
 static int dt__broadcast(
     dt_shape a, dt_shape b, dt_shape *out, int64_t *stride_a, int64_t *stride_b) {
     int64_t step_a = 1, step_b = 1;
@@ -4964,10 +4970,10 @@ static int dt__broadcast(
     return 1;
 }
 
-/* The backward of broadcasting: in[i]'s gradient (+)= scale * g, summed over the dimensions along
-   which in[i] repeats. g has the output's shape. One kernel call sums a group of adjacent repeated
-   dimensions; the last group is summed first. Intermediate results alternate between two buffers.
-   */
+/* The backward of broadcasting. Adds scale * g to the gradient of in[i], summed over the dimensions
+   along which the forward repeated in[i]. g has the output's shape. Each kernel call sums over one
+   group of adjacent repeated dimensions, beginning with the last group. The intermediate results
+   alternate between the two buffers. */
 static dt_status dt__sum_to(
     dt_node *n, int i, const void *g, double scale, void *const buffers[2]) {
     dt_tensor *t = n->in[i];
@@ -4993,10 +4999,10 @@ static dt_status dt__sum_to(
         for (; end > 0 && !repeats[end - 1]; end--) a.inner *= (size_t)at.d[end - 1];
         for (; end > 0 && repeats[end - 1]; end--, left--) a.n *= (size_t)at.d[end - 1];
         for (int d = 0; d < end; d++) a.outer *= (size_t)at.d[d];
-        a.wide = dt_grad_dtype(t) != t->dtype; /* f32 gradient: the intermediate sums are f32 too */
+        a.wide = dt_grad_dtype(t) != t->dtype; /* intermediate sums have the gradient's type */
         if (left == 0) {
             a.scale = scale;
-            a.work = buffers[which]; /* unused, because the last sum goes to the gradient */
+            a.work = buffers[which]; /* free, because this last sum is stored in the gradient */
             a.work_bytes = dt__bytes(n->out);
             a.out = dt__grad_wide(n, i, &a.accumulate, &a.wide);
         }
@@ -5017,7 +5023,8 @@ typedef struct dt__binary_saved {
     int op;
 } dt__binary_saved;
 
-/* d(a+b) = da + db; d(ab) = b da + a db; d(a/b) = da / b - (a/b) db / b. */
+/* The backward of dt_add, dt_sub, dt_mul and dt_div. Uses d(a+b) = da + db, d(ab) = b da + a db and
+   d(a/b) = da / b - (a/b) db / b. */
 static dt_status dt__binary_back(dt_node *n) {
     dt_tensor *out = n->out, *b = n->in[1];
     dt_ctx *ctx = out->ctx;
@@ -5078,11 +5085,11 @@ dt_tensor *dt_div(dt_tensor *a, dt_tensor *b) { return dt__binary("dt_div", DT_D
 
 /* ---- sums and maxima ---- */
 
-/* x as a tensor of shape (outer,n,inner). n is the size of dimension dim; for DT_ALL, n is the
-   element count. */
+/* x seen as a tensor of shape (outer,n,inner). n is the size of dimension `dim`, or the number of
+   all elements if `dim` is DT_ALL. */
 typedef struct dt__dim_split {
     size_t outer, n, inner;
-    dt_shape reduced; /* x's shape without dim */
+    dt_shape reduced; /* x's shape without dimension `dim` */
 } dt__dim_split;
 
 static int dt__split_at_dim(const char *op, dt_tensor *x, int dim, dt__dim_split *a) {
@@ -5107,7 +5114,7 @@ typedef struct dt__sum_saved {
     dt_tensor *index;
 } dt__sum_saved;
 
-/* dx (+)= scale * the output's gradient, repeated along the summed dimension. */
+/* Adds scale times the output's gradient to dx, repeated along the summed dimension. */
 static dt_status dt__sum_back(dt_node *n) {
     const dt__sum_saved *saved = (const dt__sum_saved *)n->saved;
     dt_tensor *x = n->in[0], *y = n->out;
@@ -5160,7 +5167,7 @@ static dt_tensor *dt__sum(const char *op, dt_tensor *x, int dim, int mean) {
 dt_tensor *dt_sum_over(dt_tensor *x, int dim) { return dt__sum("dt_sum_over", x, dim, 0); }
 dt_tensor *dt_mean_over(dt_tensor *x, int dim) { return dt__sum("dt_mean_over", x, dim, 1); }
 
-/* The backward of max and topk scatters each gradient to the element that was selected. */
+/* The backward of dt_max_over and dt_topk. Adds each gradient to that of the selected element. */
 static dt_status dt__select_back(dt_node *n) {
     const dt__sum_saved *saved = (const dt__sum_saved *)n->saved;
     dt_tensor *x = n->in[0];
@@ -5232,8 +5239,8 @@ dt_tensor *dt_topk(dt_tensor *x, int k, dt_tensor **index) {
 
 /* ---- other shapes ---- */
 
-/* Makes a view: a second tensor over x's data. The view shares x's gradient, so nothing is recorded
-   on the tape. */
+/* Makes a view: a second tensor that shares x's data and gradient. Because the gradient is shared,
+   nothing is recorded on the tape. */
 static dt_tensor *dt__view(dt_tensor *x, dt_shape shape, const char *name) {
     dt_ctx *ctx = dt__op_context(name, x, NULL, NULL);
     dt_tensor *y = ctx ? dt__tensor(ctx, x->dtype, shape, name) : NULL;
@@ -5246,8 +5253,8 @@ static dt_tensor *dt__view(dt_tensor *x, dt_shape shape, const char *name) {
 
 dt_tensor *dt_alias(dt_tensor *x) {
     dt_ctx *ctx = dt__op_context("dt_alias", x, NULL, NULL);
-    /* copy the data if they may be freed before the alias: x is transient, or a parameter whose
-       values are gathered */
+    /* copies the data if they may be freed before the alias, that is, if x is transient or is a
+       parameter whose values are gathered */
     dt_tensor *owner = ctx ? dt__owner(x) : NULL;
     int copied = ctx && (owner->transient || (owner->param && owner->param->bucket->data !=
                                                                   owner->param->bucket->shard));
@@ -5275,9 +5282,9 @@ static void dt__dense_strides(dt_shape shape, int64_t *stride) {
     }
 }
 
-/* Slice, concatenation and transposition make one strided copy for each input. Their backward makes
-   the same copies in the other direction. For concat, input i is a region of the output; for slice
-   and transposition, the output is a region of the input. */
+/* dt_slice, dt_concat and dt_transpose make one strided copy for each input. Their backward makes
+   the same copies in the other direction. In dt_concat, input i fills a region of the output. In
+   dt_slice the output is a region of the input, and in dt_transpose the region is all of it. */
 typedef struct dt__strided_saved {
     dt_shape region[DT_MAX_INPUTS];
     int64_t out_offset[DT_MAX_INPUTS], in_offset[DT_MAX_INPUTS]; /* in elements */
@@ -5425,8 +5432,9 @@ dt_tensor *dt_cast(dt_tensor *x, dt_dtype dtype) {
 
 /* ---- rows by index ---- */
 
-/* Sets *offset and *rows to the rows of the full table that this rank holds: all rows, or the local
-   slice along dimension 0. *vocab receives the number of rows of the full table. */
+/* *offset and *rows receive the first row and the number of rows of the full table that this rank
+   holds: all rows, or the local slice along dimension 0. *vocab receives the number of rows of the
+   full table. */
 static void dt__table_slice(
     const dt_tensor *table, int64_t *offset, int64_t *rows, int64_t *vocab) {
     const dt_param_info *p = table->param;
@@ -5487,7 +5495,7 @@ dt_tensor *dt_gather_rows(dt_tensor *x, dt_tensor *rows) {
     return dt__lookup_rows("dt_gather_rows", x, rows, 1);
 }
 
-/* The backward of a scatter is a gather. */
+/* The backward of dt_scatter_rows: gathers the gradient's rows. */
 static dt_status dt__scatter_back(dt_node *n) {
     dt_tensor *x = n->in[0], *rows = n->in[1], *y = n->out;
     int accumulate = 0;
@@ -5554,7 +5562,7 @@ static dt_rope_args dt__rope_args(const dt_tensor *x, const dt_tensor *positions
     return a;
 }
 
-/* The transpose of a rotation is the inverse rotation. */
+/* Applies the inverse rotation, because the transpose of a rotation is its inverse. */
 static dt_status dt__rope_back(dt_node *n) {
     dt_tensor *x = n->in[0];
     dt_rope_args a = dt__rope_args(x, n->in[1], ((dt__rope_saved *)n->saved)->desc);
@@ -5696,8 +5704,8 @@ static int dt__attention_fits(
     return q->ctx->status == DT_OK;
 }
 
-/* Returns the data of ints, which holds a position or a document number for each token of x
-   (B,T,H,D). Returns NULL if ints is NULL, which is not an error. Sets *bad to 1 on an error. */
+/* Returns the data of `ints`, which holds a position or a document number for each token of x
+   (B,T,H,D). Returns NULL if `ints` is NULL, which is not an error. Sets *bad to 1 on an error. */
 static const int32_t *dt__token_ints(dt_tensor *x, dt_tensor *ints, int *bad) {
     if (!ints) return NULL;
     if (!dt__op_context("dt_attention", x, ints, NULL))
@@ -5710,7 +5718,8 @@ static const int32_t *dt__token_ints(dt_tensor *x, dt_tensor *ints, int *bad) {
     return (const int32_t *)ints->data;
 }
 
-/* Fills in the attention mask. Returns 0 if positions or documents do not fit q and k. */
+/* Fills in the attention mask. Returns 1, or 0 if the tensors of positions or of document numbers
+   do not fit q and k. */
 static int dt__mask_make(dt_tensor *q, dt_tensor *k, dt_attn_desc d, dt_attention_mask *s) {
     int bad = 0, same = q->shape.d[1] == k->shape.d[1];
     s->causal = !d.full;
@@ -5774,8 +5783,8 @@ dt_tensor *dt_attention(dt_tensor *q, dt_tensor *k, dt_tensor *v, dt_attn_desc d
 
 typedef struct dt__loss_saved {
     dt_tensor *lse;
-    dt_tensor *logits;   /* saved for the backward; NULL: the backward recomputes them */
-    int logits_are_grad; /* 1: the backward has overwritten the saved logits with their gradient */
+    dt_tensor *logits;   /* the saved logits, or NULL if the backward recomputes the logits */
+    int logits_are_grad; /* 1 if the backward has overwritten the saved logits with dlogits */
     double scale;
     dt_loss_desc desc;
 } dt__loss_saved;
@@ -5805,7 +5814,8 @@ static int dt__loss_desc_ok(
     return 0;
 }
 
-/* The outputs of a cross-entropy. z and logits may be NULL. */
+/* The outputs of a cross-entropy. `z`, the z loss, is NULL if it is not asked for; `logits` is NULL
+   if the logits are not saved. */
 typedef struct dt__loss_outputs {
     dt_tensor *loss, *lse, *z, *logits;
 } dt__loss_outputs;
@@ -5843,15 +5853,17 @@ static dt_status dt__loss_kernel(
     return dt__kernel_done(x->ctx, op, x->name, "cross_entropy", status);
 }
 
-/* Number of doubles of scratch that a vocabulary-parallel loss needs, for this rank's partial
-   results followed by the partial results of all ranks. 0 if the vocabulary is not sharded. */
+/* Returns the number of doubles of scratch memory that a vocabulary-parallel loss needs: this
+   rank's partial results, followed by the partial results of all ranks. Returns 0 if the vocabulary
+   is not sharded. */
 static size_t dt__loss_partial_count(dt_vocab_shard shard, size_t rows) {
     return shard.count ? 2 * rows * (size_t)(shard.count + 1) : 0;
 }
 
 /* Vocabulary-parallel cross-entropy, the exchange. Gathers every rank's partial results,
-   {log-sum-exp, target} of each row, and merges them into the loss. partial holds this rank's
-   results (rows,2), followed by space for all ranks' results (parts,rows,2). */
+   {log-sum-exp, target} of each row, and merges them into the loss. `partial` holds this rank's
+   results, of shape (rows,2), followed by space for the results of all ranks, of shape
+   (shard.count,rows,2). */
 static dt_status dt__loss_merge(const char *op, dt_tensor *x, dt_tensor *labels,
     const dt__loss_outputs *p, dt_vocab_shard shard, double denominator, double *partial) {
     size_t rows = dt__row_count(x);
@@ -5943,18 +5955,20 @@ dt_tensor *dt_cross_entropy_at(
     return dt__loss_end(op, logits, NULL, labels, p, denominator, desc, dt__cross_entropy_back);
 }
 
-/* dt_linear_cross_entropy does not hold all logits (rows,V) in memory. The forward computes the
-   logits of one chunk of rows after another and reduces each chunk to the loss. The backward
-   recomputes the logits of a chunk and overwrites them with their gradient, dlogits.
+/* Returns the number of rows of a chunk. dt_linear_cross_entropy does not hold all logits (rows,V)
+   in memory. The forward computes the logits of one chunk of rows after another and reduces each
+   chunk to the loss. The backward recomputes the logits of a chunk and overwrites them with their
+   gradient, dlogits.
 
        forward, each chunk of rows     logits = x w^T  ->  loss, lse
        backward, each chunk of rows    logits = x w^T  ->  dlogits  ->  dx, dw += dlogits^T x
 
-   A chunk has about 2^20 logits (more on a GPU), but at least 64 and at most 4,096 rows, so that
-   the product is efficient. The number of rows of a chunk depends on V alone, so that the bits of
-   w's gradient do not depend on the number of rows of x. Exception: if the kernel table's
-   max_saved_logits is at least the number of all logits, the forward saves all logits, and w's
-   gradient is one product over all rows. */
+   A chunk has about 2^20 logits, or about max_saved_logits if the kernel table sets that field. It
+   has at least 64 and at most 4,096 rows, so that the matrix products are efficient. On one device
+   the number of rows of a chunk depends on V alone, so that the bits of w's gradient do not depend
+   on the number of rows of x. There is one exception. If the number of all logits is at most
+   max_saved_logits, the forward saves all logits, and w's gradient is one matrix product over all
+   rows. */
 static int64_t dt__loss_chunk_rows(const dt_ctx *ctx, int64_t vocab) {
     int64_t max_logits =
         ctx->kernels.max_saved_logits ? (int64_t)ctx->kernels.max_saved_logits : (int64_t)1 << 20;
@@ -5968,9 +5982,10 @@ static int dt__loss_keeps_logits(const dt_ctx *ctx, const dt_tensor *x, const dt
            (x->needs_grad || w->needs_grad);
 }
 
-/* Scratch for one chunk of `rows` rows: logits, the partial results of a vocabulary-parallel loss
-   (for all rows of x), the loss of each row, the cross-entropy kernel's scratch for one row, and
-   the scratch of the products. */
+/* Scratch memory for one chunk of `rows` rows. It holds, in this order: the logits, the partial
+   results of a vocabulary-parallel loss (for all rows of x), the loss of each row, the
+   cross-entropy kernel's scratch memory for one row (`row`), and the scratch memory of the matrix
+   products (`product`). */
 typedef struct dt__loss_chunk {
     int64_t rows;
     char *logits;
@@ -6000,7 +6015,7 @@ static int dt__loss_chunk_make(dt_ctx *ctx, const dt_tensor *x, const dt_tensor 
     return k->logits != NULL;
 }
 
-/* Computes the logits of rows [r, r + rows) of x. */
+/* Computes the logits of rows [r, r + rows) of x into k->logits. */
 static dt_status dt__loss_logits(const char *op, const dt_tensor *x, const dt_tensor *w,
     const dt__loss_chunk *k, int64_t r, int64_t rows) {
     int64_t C = (int64_t)dt__last_dim(w);
@@ -6055,7 +6070,7 @@ static dt_status dt__linear_cross_entropy_back(dt_node *n) {
             .full_vocab = saved->desc.shard.full_vocab };
         if (!saved->logits_are_grad && DT__KERNEL(ctx, n->name, cross_entropy_back, &a) != DT_OK)
             return dt_error(ctx);
-        /* the other half of a split backward must use this gradient as it is */
+        /* saved logits are overwritten once: the other half of a split backward reads dlogits */
         saved->logits_are_grad = kept_logits != NULL;
         dt_matmul_args p = dx;
         p.m = rows;
@@ -6127,7 +6142,7 @@ dt_tensor *dt_linear_cross_entropy(
 
 static dt_status dt__mse_back(dt_node *n) {
     const dt__loss_saved *saved = (const dt__loss_saved *)n->saved;
-    for (int i = 0; i < 2; i++) { /* i 1 computes db, which is da with a and b exchanged */
+    for (int i = 0; i < 2; i++) { /* if i is 1, computes db: the formula of da with a, b swapped */
         if (!dt_wants(n, i)) continue;
         dt_tensor *a = n->in[i], *b = n->in[1 - i];
         dt_mse_back_args args = { .dtype = a->dtype,
@@ -6213,11 +6228,11 @@ enum {
 
 typedef struct dt__json_node {
     uint32_t at;   /* the value's byte offset in the text */
-    uint32_t key;  /* offset in chars of a member's key; 0 if the node is not a member */
+    uint32_t key;  /* offset of an object member's key in `chars`; 0 if the node is no member */
     uint32_t next; /* index of the next node that is not a descendant of this node */
-    uint32_t kind : 3, count : 29;
-    /* first: a string's offset in chars; the index in `order` of a container's first child; 1 for
-       true */
+    uint32_t kind : 3, count : 29; /* a dt_json_kind; the number of children */
+    /* `first` of a string is its offset in `chars`. `first` of a container is the index in `order`
+       of its first child. `first` of a bool is 1 for true, 0 for false. */
     union {
         double number;
         uint32_t first;
@@ -6227,14 +6242,16 @@ typedef struct dt__json_node {
 struct dt_json {
     dt_ctx *ctx;
     const char *name, *text;
-    size_t bytes, memory; /* length of the text; size of this struct with the arrays that follow */
+    /* `bytes` is the length of the text. `memory` is the size in bytes of this struct together with
+       the arrays that lie behind it */
+    size_t bytes, memory;
     uint32_t nodes;
-    dt__json_node *node; /* (nodes): a node precedes its descendants */
-    /* (nodes): node indices. The children of a container are consecutive; members are sorted by
-       key */
+    dt__json_node *node; /* `nodes` elements; a node precedes its descendants */
+    /* `nodes` elements: the indices of all nodes. The children of a container are consecutive; the
+       members of an object are sorted by key */
     uint32_t *order;
-    uint32_t *scratch; /* (nodes): for sorting */
-    char *chars;       /* all strings; a string is 4 bytes of length, the bytes and a NUL */
+    uint32_t *scratch; /* `nodes` elements of scratch memory for sorting */
+    char *chars;       /* all strings: each is 4 bytes of length, its bytes and a NUL */
 };
 
 /* The state of one pass over the text. The first pass stores no nodes and no strings. */
@@ -6245,8 +6262,8 @@ typedef struct dt__json_parser {
     int depth;
 } dt__json_parser;
 
-/* Returns a name that was read from a file for use in an error text: printable, and truncated to 80
-   bytes. */
+/* Returns a printable form of `name`, truncated to 80 bytes, for an error text. The name was read
+   from a file, so it may contain any bytes. */
 static dt__text dt__printable_name(const char *name) {
     dt__text t;
     if (snprintf(t.s, 81, "%s", name) > 80) memcpy(t.s + 80, "..", 3);
@@ -6262,7 +6279,7 @@ static dt_status dt__json_error_at(const dt_json *d, size_t at, const char *fmt,
         if (d->text[i] == '\n')
             line++, column = 1;
         else
-            column += ((unsigned char)d->text[i] & 0xc0) != 0x80; /* characters, not bytes */
+            column += ((unsigned char)d->text[i] & 0xc0) != 0x80; /* counts UTF-8 characters */
     }
     vsnprintf(reason, sizeof reason, fmt ? fmt : "no reason was given", args);
     return dt_fail(d->ctx, DT_ERR_IO, "%s:%zu:%zu: %s", d->name, line, column, reason);
@@ -6276,8 +6293,8 @@ static int dt__json_error(const dt_json *d, size_t at, const char *fmt, ...) {
     return 0;
 }
 
-/* Bottom-up merge sort of v (n elements): stable, O(n log n). Skips a merge if the two runs are
-   already in order. scratch has space for n elements. */
+/* Sorts the n elements of v with a bottom-up merge sort, which is stable and takes O(n log n) time.
+   Skips a merge if the two runs are already in order. `scratch` has space for n elements. */
 typedef int (*dt__less_fn)(const void *user, uint32_t a, uint32_t b);
 static void dt__sort(uint32_t *v, uint32_t *scratch, size_t n, dt__less_fn less, const void *user) {
     for (size_t width = 1; width < n; width *= 2)
@@ -6336,8 +6353,8 @@ static size_t dt__utf8_first_invalid(const char *text, size_t n) {
     return n;
 }
 
-/* An unsigned big integer in base 2^32, lowest digit first. w is large enough for every number that
-   the parser accepts. */
+/* An unsigned big integer of n digits in base 2^32, lowest digit first. `w` has enough digits for
+   every number that the parser accepts. */
 typedef struct dt__big {
     int n;
     uint32_t w[96];
@@ -6383,11 +6400,11 @@ static int dt__big_subtract(dt__big *a, const dt__big *b) {
     return 1;
 }
 
-/* *out = digits * 10^exponent as the nearest double, ties to even; returns 0 if that double is
-   infinite or 0. s contains the digits; other characters of s (the point) are skipped. This
-   function replaces libc's strtod, which depends on the locale. The algorithm is a long division of
-   big integers. 64 bits of the quotient, and whether the remainder is 0, decide the rounding in
-   every case. */
+/* Stores in *out the double that is nearest to digits * 10^exponent; ties go to the even double.
+   Returns 1, or 0 if that double is infinite or 0. The digits are those among the n characters of
+   s; other characters, such as the decimal point, are skipped. This function replaces libc's
+   strtod, which depends on the locale. The algorithm is a long division of big integers. In every
+   case, 64 bits of the quotient and the fact whether the remainder is 0 decide the rounding. */
 static int dt__decimal_to_double(const char *s, size_t n, int64_t exponent, double *out) {
     dt__big a = { 0, { 0 } }, b = { 1, { 1 } };
     int64_t digits = 0;
@@ -6413,7 +6430,8 @@ static int dt__decimal_to_double(const char *s, size_t n, int64_t exponent, doub
     /* 10^exponent = 5^exponent * 2^exponent, and a / b contains only 5^exponent. Adding `exponent`
        supplies the other factor: top is then the exponent of q's highest bit. */
     top += (int)exponent;
-    int drop = top < -1022 ? 11 - 1022 - top : 11; /* denormals have a shorter mantissa */
+    /* number of low bits of q that are rounded away; greater for a denormal */
+    int drop = top < -1022 ? 11 - 1022 - top : 11;
     if (drop > 64) return 0;
     uint64_t mantissa = drop < 64 ? q >> drop : 0, remainder = drop < 64 ? q << (64 - drop) : q,
              half = (uint64_t)1 << 63;
@@ -6429,7 +6447,7 @@ static int dt__json_skip_digits(dt__json_parser *in) {
     return in->at > begin ? 1 : dt__json_error(d, in->at, "a digit is needed");
 }
 
-/* Consumes the next byte if it is c. */
+/* If the next byte is c, consumes it and returns 1. Otherwise returns 0. */
 static int dt__json_accept(dt__json_parser *in, char c) {
     int yes = in->at < in->doc->bytes && in->doc->text[in->at] == c;
     in->at += (size_t)yes;
@@ -6494,8 +6512,9 @@ static int dt__json_parse_hex(dt__json_parser *in, uint32_t *out) {
     return 1;
 }
 
-/* Decodes the escape after a backslash into out, as UTF-8. An escape from \udc80 to \udcff becomes
-   one raw byte, as in Python's surrogateescape. Returns the number of bytes, or 0 on an error. */
+/* Decodes the escape after a backslash and stores its UTF-8 bytes in `out`. An escape from \udc80
+   to \udcff becomes one raw byte, as in Python's surrogateescape. Returns the number of bytes
+   stored, or 0 on an error. */
 static int dt__json_parse_escape(dt__json_parser *in, char out[4]) {
     static const char from[] = "\"\\/bfnrt", to[] = "\"\\/\b\f\n\r\t";
     size_t begin = in->at - 1;
@@ -6525,8 +6544,8 @@ static int dt__json_parse_escape(dt__json_parser *in, char out[4]) {
     return n;
 }
 
-/* Parses a string; the next byte is its opening quote. Appends the string to chars (the first pass
-   only counts the bytes); *offset receives the string's offset in chars. */
+/* Parses a string, whose opening quote is the next byte, and appends it to `chars`. The first pass
+   only counts the bytes. *offset receives the string's offset in `chars`. */
 static int dt__json_parse_string(dt__json_parser *in, uint32_t *offset) {
     const dt_json *d = in->doc;
     size_t begin = in->at++;
@@ -6794,7 +6813,7 @@ static void dt__json_quote(dt_json_out *o, const char *s) {
     static const char from[] = "\"\\\b\f\n\r\t", to[] = "\"\\bfnrt";
     const char *end = s + strlen(s);
     const char *bad =
-        s + dt__utf8_first_invalid(s, strlen(s)); /* the next byte that is not UTF-8 */
+        s + dt__utf8_first_invalid(s, strlen(s)); /* the next byte that is not valid UTF-8 */
     dt__json_write(o, "\"", 1);
     for (; *s; s++) {
         char code[8] = { '\\', 0 };
@@ -6814,7 +6833,8 @@ static void dt__json_quote(dt_json_out *o, const char *s) {
     dt__json_write(o, "\"", 1);
 }
 
-/* Writes a comma, unless the next value is the first in its container, and then the key, if any. */
+/* Writes what precedes a value: a comma, unless the value is the first in its container, and then
+   the key, unless `key` is NULL. */
 static void dt__json_separator(dt_json_out *o, const char *key) {
     char last = o && o->used ? o->text[o->used - 1] : '{';
     if (last != '{' && last != '[') dt__json_write(o, ",", 1);
@@ -6838,9 +6858,9 @@ void dt_json_put_string(dt_json_out *o, const char *key, const char *value) {
         dt__json_write(o, "null", 4);
 }
 
-/* Writes 15, 16 or 17 significant digits: the fewest that parse back to the same value.
-   The decimal point of snprintf depends on the locale and may have several bytes, so this function
-   replaces the decimal point by '.'. */
+/* Writes 15, 16 or 17 significant digits, the fewest that parse back to the same value. The decimal
+   point of snprintf depends on the locale and may have several bytes, so this function replaces the
+   decimal point by '.'. */
 void dt_json_put_number(dt_json_out *o, const char *key, double value) {
     char raw[48], text[48] = "0";
     double parsed = 0;
@@ -6900,11 +6920,11 @@ void dt_json_out_free(dt_json_out *o) {
    A file is written under a temporary name. dt_weights_close syncs the file and renames it to its
    final name, so the final name never refers to a half-written file. Input files are untrusted:
    sizes are checked for overflow, and the tensors must cover the data exactly. A parameter's local
-   slice is a set of contiguous ranges of the file's tensor. A transposed slice is copied in tiles
-   that fit the staging buffer. */
+   slice is a set of contiguous ranges of the tensor in the file. A transposed slice is copied in
+   tiles, each of which fits the staging buffer. */
 
-/* Sizes of two buffers: convert_buffer holds file data during a type conversion, and staging holds
-   elements on their way between a file and a parameter. */
+/* Bytes of two buffers of dt_weights: convert_buffer holds file data during a type conversion, and
+   staging holds elements on their way between a file and a parameter. */
 enum { DT__CONVERT_BYTES = 256 << 10, DT__STAGING_BYTES = 1 << 20 };
 
 typedef struct dt__type {
@@ -6912,8 +6932,8 @@ typedef struct dt__type {
     int bits, readable;
     dt_dtype dtype;
 } dt__type;
-/* The element types in the order of the safetensors library. A writer sorts the tensors of a file
-   by type, from the end of this list to its beginning. */
+/* The element types, in the order of the enum of the safetensors library. A writer sorts the
+   tensors of a file by type, from the last type of this list to the first. */
 static const dt__type dt__types[] = {
     { .name = "BOOL", .bits = 8 },
     { .name = "F4", .bits = 4 },
@@ -6940,8 +6960,9 @@ static const dt__type dt__types[] = {
 };
 enum { DT__TYPES = sizeof dt__types / sizeof *dt__types };
 
-/* The tensors of an llm.c model, in file order. In `dims`, P is the padded vocabulary, T positions,
-   L layers, C the width, 3 means 3 C and 4 means 4 C. */
+/* The tensors of an llm.c model, in file order. Each character of `dims` gives a dimension: P is
+   the padded vocabulary, T the number of positions, L the number of layers, C the width, 3 is three
+   times the width, 4 is four times the width. */
 static const struct {
     const char *name, *dims;
 } dt__llmc_tensors[16] = {
@@ -6967,27 +6988,26 @@ enum { DT__LLMC_MAGIC = 20240326, DT__LLMC_HEADER_BYTES = 1024 };
 typedef struct dt__weight {
     dt_weight t;
     int file, type;            /* indices into dt_weights.file and dt__types */
-    int64_t bytes, offset;     /* offset: position of the tensor's first byte in the file */
-    int64_t written, expected; /* elements written so far; elements that must be written */
-    /* The name of a declared tensor, freed with the handle. NULL for other tensors: their names
-       point into the JSON header or are constants. */
+    int64_t bytes, offset;     /* the tensor's size; the position of its first byte in the file */
+    int64_t written, expected; /* numbers of elements: written so far; to be written in all */
+    /* The name of a tensor of dt_weights_declare, freed with the handle. NULL for other tensors,
+       whose names lie in the JSON header or are constants. */
     char *own_name;
 } dt__weight;
 
 typedef struct dt__weight_file {
-    char *path, *temp; /* temp: the file's name while the file is being written */
+    char *path, *temp; /* final name; temporary name while the file is being written */
     char *header;      /* the bytes of the file before the data */
     dt_json *json;     /* the parsed header; owns the tensors' names */
     size_t path_bytes, temp_bytes, header_bytes;
     int64_t bytes;
-    int temp_exists; /* temp may exist and must be removed on failure */
+    int temp_exists; /* 1 if `temp` may exist, so that a failure must remove it */
 } dt__weight_file;
 
-/* A function that receives elements in place of the file of a handle that is open for writing. A
+/* A function that receives the elements written to a handle, so that no file is created. A
    checkpoint uses a sink: every rank has a handle with the complete layout, and the rank's sink
    receives the elements that this rank writes. `data` holds elements [first, first + count) of
-   tensor `index`, converted to the file's type; the elements belong at byte `offset` of the file.
-   */
+   tensor `index`, converted to the file's type. Their position in the file is byte `offset`. */
 typedef struct dt__sink {
     void (*put)(
         void *user, int index, int64_t first, int64_t count, const void *data, int64_t offset);
@@ -6998,21 +7018,23 @@ struct dt_weights {
     dt_ctx *ctx;
     dt_listener listener; /* closes the handle when the context is freed */
     int writing;
-    int layout_done;      /* the list of tensors is final; files and offsets are assigned */
-    dt_weights_desc desc; /* desc.llmc is also set for a file that is read */
+    int layout_done;      /* 1 if the list of tensors is final and files and offsets are assigned */
+    dt_weights_desc desc; /* desc.llmc is set even if the handle is open for reading */
     char *path;
     dt__weight_file *file;
     dt__weight *weight;
     int files, file_capacity, weights, weight_capacity;
-    uint32_t *order; /* (2 order_capacity): sorted indices into weight, then scratch for sorting */
+    /* 2 * order_capacity elements: sorted indices into `weight`, then scratch memory for sorting */
+    uint32_t *order;
     int order_capacity;
-    /* The open file, an index into `file` or -1. A handle keeps only one file open at a time,
-       because many ranks may read many files. */
+    /* The open file's descriptor and index in `file`; both are -1 if no file is open. A handle has
+       only one file open at a time, because many ranks may read many files. */
     int fd, open_file;
     char *convert_buffer, *staging;
-    dt__sink sink; /* if put is not NULL, put receives all elements, and no file is created */
-    /* dt_weights_save divides the rank's elements among `writers` ranks, and this rank writes share
-       `writer`. writers 0: this rank writes all its elements */
+    dt__sink sink; /* if sink.put is not NULL, it receives all elements, and no file is created */
+    /* If `writers` is not 0, `writers` ranks hold the same elements, dt_weights_save divides these
+       elements among the ranks, and this rank writes share `writer`. If `writers` is 0, this rank
+       writes all its elements. */
     int writer, writers;
 };
 
@@ -7024,9 +7046,9 @@ static char *dt__concat_text(dt_ctx *ctx, const char *a, size_t a_bytes, const c
     return s;
 }
 
-/* Returns the temporary name: path.tmp on rank 0 and path.<rank>.tmp on other ranks, so that ranks
-   that write the same path do not overwrite each other's temporary file. The rank that renames its
-   file last replaces the others' files. */
+/* Returns the temporary name: path.tmp on rank 0 and path.<rank>.tmp on other ranks. So ranks that
+   write the same path do not overwrite each other's temporary file. The last rank that renames its
+   temporary file to `path` replaces the files of the other ranks. */
 static char *dt__temp_name(dt_ctx *ctx, const char *path) {
     char end[32];
     snprintf(end, sizeof end, ".%d.tmp", ctx->rank);
@@ -7037,7 +7059,7 @@ static void dt__string_free(dt_ctx *ctx, char *s) {
     if (s) dt_free(ctx, DT_MEM_HOST, s, strlen(s) + 1);
 }
 
-/* Describes an errno that the io table set. */
+/* Returns a description of `reason`, the errno that the io table has set. */
 static const char *dt__io_error_text(int reason) {
     switch (reason) {
     case 0: return "the io table refused";
@@ -7054,9 +7076,10 @@ static const char *dt__io_reason(void) { return dt__io_error_text(errno); }
 
 static int dt__io_absent(void) { return errno == ENOENT || errno == ENOTDIR; }
 
-/* Fails the context after a failed io call, with the formatted text and errno's description. If
-   this is the context's first failure, sets ctx->read_failed: to 0 if errno says that the path is
-   absent, a directory or a FIFO, else to 1, which means that the file itself may be intact. */
+/* Fails the context after a failed io call, with the formatted text and the description of errno.
+   If this is the context's first failure, also sets ctx->read_failed. The value is 0 if errno says
+   that the path is absent, a directory or a FIFO. It is 1 for every other errno: then the file
+   itself may be intact. */
 static dt_status dt__io_fail(dt_ctx *ctx, const char *fmt, ...) DT_PRINTF(2, 3);
 static dt_status dt__io_fail(dt_ctx *ctx, const char *fmt, ...) {
     char text[sizeof ctx->text];
@@ -7070,8 +7093,8 @@ static dt_status dt__io_fail(dt_ctx *ctx, const char *fmt, ...) {
     return dt_fail(ctx, DT_ERR_IO, "%s: %s", text, reason);
 }
 
-/* Creates a file; path is a temporary name. If a killed job left a file or link of this name,
-   removes that file or link first. */
+/* Creates a file of the temporary name `path` and returns its descriptor. If a killed job has left
+   a file or a link of the same name, removes that file or link first. */
 static int dt__io_create(const dt_io *io, const char *path) {
     errno = 0;
     int fd = io->open(io->user, path, DT_IO_CREATE);
@@ -7080,10 +7103,10 @@ static int dt__io_create(const dt_io *io, const char *path) {
     return io->open(io->user, path, DT_IO_CREATE);
 }
 
-/* Reads or writes `bytes` bytes and returns the number of bytes transferred. Loops, because one
-   call of the io table may transfer fewer bytes. If the transfer stops early, *end is 1 at the end
-   of the file (or when a write accepts no bytes); otherwise *end is 0, and errno holds the reason
-   if the io table sets errno. */
+/* Reads or writes `bytes` bytes at offset `at`. Calls the io table repeatedly, because one call may
+   transfer fewer bytes. Returns the number of bytes transferred. If that number is less than
+   `bytes`, *end says why: it is 1 if a read reached the end of the file or a write accepted no
+   bytes, 0 if the io table reported an error (in errno, if the io table sets errno). */
 static int64_t dt__io_transfer(
     const dt_io *io, int fd, int writing, void *data, int64_t bytes, int64_t at, int *end) {
     int64_t done = 0, n = 1;
@@ -7121,8 +7144,8 @@ static dt_status dt__file_write_at(
                          : dt__io_fail(ctx, "%s: writing byte %lld", path, (long long)(at + done));
 }
 
-/* Returns a descriptor, or -1 after failing the context. If writing is 1, path is a temporary name,
-   and the new file contains `bytes` zero bytes. */
+/* Opens a file and returns its descriptor, or fails the context and returns -1. If `writing` is 1,
+   `path` is a temporary name, and the function creates a file of `bytes` zero bytes. */
 static int dt__file_open(dt_ctx *ctx, const char *path, int writing, int64_t bytes) {
     const dt_io *io = &ctx->io;
     if (ctx->status != DT_OK) return -1;
@@ -7148,8 +7171,9 @@ static dt_status dt__file_sync_close(dt_ctx *ctx, const char *path, int fd) {
     return ctx->status;
 }
 
-/* Commits a file: renames temp to path, then syncs the directory, so that the new name survives a
-   power failure. Skips the sync if the io table or the file system cannot open directories. */
+/* Commits a file: renames `temp` to `path`, then syncs the directory, so that the new name survives
+   a power failure. If the io table or the file system cannot open directories, the directory is not
+   synced. */
 static dt_status dt__file_commit(dt_ctx *ctx, const char *temp, const char *path) {
     const char *slash = strrchr(path, '/');
     errno = 0;
@@ -7261,7 +7285,7 @@ static dt_weights *dt__weights_new(dt_ctx *ctx, const char *path, int writing) {
     if (!path)
         dt_fail(ctx, DT_ERR_ARG, "%s: the path is NULL",
             writing ? "dt_weights_create" : "dt_weights_open");
-    /* two handles that write the same path would share a temporary file */
+    /* fails if another handle writes the same path: both would use the same temporary file */
     for (dt_listener *l = ctx->listeners; l && writing && path; l = l->next) {
         const dt_weights *other =
             l->closing == dt__weights_free ? (const dt_weights *)l->user : NULL;
@@ -7286,7 +7310,7 @@ static void dt__weights_destroy(dt_weights *w) {
     dt__weights_free(w->ctx, w);
 }
 
-/* Appends a file to the handle's list. Takes ownership of path, also on failure. */
+/* Appends a file to the handle's list. Takes ownership of `path`, even on failure. */
 static dt__weight_file *dt__weights_add_file(dt_weights *w, char *path) {
     dt__weight_file *grown = (dt__weight_file *)dt__grow(
         w->ctx, w->file, w->files, &w->file_capacity, sizeof *grown, "files");
@@ -7314,7 +7338,7 @@ static int dt__by_name(const void *user, uint32_t a, uint32_t b) {
     return strcmp(t[a].t.name, t[b].t.name) < 0;
 }
 
-/* Orders tensors by offset. At equal offsets, empty tensors come first. */
+/* Orders tensors by offset. Of tensors with the same offset, empty tensors come first. */
 static int dt__by_offset(const void *user, uint32_t a, uint32_t b) {
     const dt__weight *t = (const dt__weight *)user;
     return t[a].offset != t[b].offset ? t[a].offset < t[b].offset : t[a].bytes < t[b].bytes;
@@ -7325,7 +7349,8 @@ static int dt__by_type(const void *user, uint32_t a, uint32_t b) {
     return t[a].type != t[b].type ? t[a].type > t[b].type : dt__by_name(user, a, b);
 }
 
-/* Fills w->order with the indices of tensors first .. w->weights - 1, sorted by `less`. */
+/* Stores the indices `first` .. w->weights - 1 in w->order, sorted by the order of their tensors
+   under `less`. */
 static dt_status dt__weights_sort(dt_weights *w, int first, dt__less_fn less) {
     int n = w->weights - first;
     if (w->weights > w->order_capacity) {
@@ -7391,7 +7416,7 @@ static dt_status dt__safetensors_entry(dt_weights *w, int f, int node) {
                 j, node, "tensor '%s': dimension %d: more elements than can be counted", name.s, i);
         if (i < DT_MAX_DIMS) t.t.shape.d[t.t.shape.nd++] = d;
     }
-    if (dt_json_count(j, shape) > DT_MAX_DIMS) { /* can be listed, but not read */
+    if (dt_json_count(j, shape) > DT_MAX_DIMS) { /* the tensor can be listed, but not read */
         t.t.readable = 0;
         t.t.shape = DT_SHAPE(size);
     }
@@ -7417,9 +7442,9 @@ static dt_status dt__safetensors_metadata(const dt_json *j, int node) {
     return DT_OK;
 }
 
-/* Fails unless the tensors of file f, whose indices begin with `first`, cover the file's data
-   exactly: no gap, no overlap, and no bytes after the last tensor. Otherwise two readers could see
-   different contents in the same file. */
+/* Fails unless the tensors of file f, those with index >= `first`, cover the file's data exactly:
+   no gap, no overlap, and no bytes after the last tensor. With a gap or an overlap, two programs
+   that read the same file could find different contents. */
 static dt_status dt__safetensors_check_cover(dt_weights *w, int f, int first) {
     const dt__weight_file *file = &w->file[f];
     int64_t at = (int64_t)file->header_bytes;
@@ -7464,8 +7489,8 @@ static dt_status dt__safetensors_open(dt_weights *w, int f, uint64_t json_bytes)
     return ctx->status == DT_OK ? dt__safetensors_check_cover(w, f, first) : ctx->status;
 }
 
-/* Describes tensor i of an llm.c model. The caller has checked the sizes in m. Returns 0 if the
-   tensor's size overflows. */
+/* Fills in *t for tensor i of an llm.c model. The caller has checked the sizes in m. Returns 1, or
+   0 if the tensor's size overflows. */
 static int dt__llmc_tensor(const dt_llmc *m, int i, dt__weight *t) {
     const char *dims = dt__llmc_tensors[i].dims;
     int64_t C = m->width;
@@ -7488,7 +7513,8 @@ static int dt__llmc_tensor(const dt_llmc *m, int i, dt__weight *t) {
     return dt__mul_ok(t->t.count, (int64_t)dt_dtype_size(t->t.dtype), &t->bytes);
 }
 
-/* Adds all 16 tensors of an llm.c model; *end receives the size of the file. */
+/* Adds all 16 tensors of an llm.c model to the handle's list. *end receives the size of the file in
+   bytes. */
 static dt_status dt__llmc_list_tensors(dt_weights *w, int f, int64_t *end) {
     const dt_llmc *m = &w->desc.llmc;
     *end = DT__LLMC_HEADER_BYTES;
@@ -7532,7 +7558,7 @@ static dt_status dt__llmc_open(dt_weights *w, int f) {
                      file->path, (long long)file->bytes, (long long)end);
 }
 
-/* Opens one file, recognizes its format and reads its header. Takes ownership of path. */
+/* Opens one file, recognizes its format and reads its header. Takes ownership of `path`. */
 static dt_status dt__weights_read_header(dt_weights *w, char *path) {
     dt_ctx *ctx = w->ctx;
     dt__weight_file *file = dt__weights_add_file(w, path);
@@ -7556,7 +7582,7 @@ static dt_status dt__weights_read_header(dt_weights *w, char *path) {
     return dt__safetensors_open(w, f, first_bytes);
 }
 
-/* Opens the shards that an index names, in the index's directory. */
+/* Reads the headers of the shards that an index names, which lie in the directory of the index. */
 static dt_status dt__index_shards(dt_weights *w, const dt_json *j, int map, const char *path) {
     const char *slash = strrchr(path, '/');
     size_t folder = slash ? (size_t)(slash - path) + 1 : 0, bytes = 0;
@@ -7602,8 +7628,8 @@ static dt_status dt__index_open(dt_weights *w, const char *path) {
     return w->ctx->status;
 }
 
-/* Returns w->path + name if that file exists, else NULL. Fails the context if the file cannot be
-   opened for another reason than absence. */
+/* Returns the path w->path followed by `name` if a file of this path exists, else NULL. Fails the
+   context if the file exists but cannot be opened. */
 static char *dt__weights_find_file(dt_weights *w, const char *name) {
     dt_ctx *ctx = w->ctx;
     char *path = ctx->status == DT_OK ? dt__concat_text(ctx, w->path, strlen(w->path), name) : NULL;
@@ -7676,9 +7702,9 @@ const char *dt_weights_metadata(const dt_weights *w, const char *key) {
     return dt_json_string(j, dt_json_find(j, dt_json_find(j, 0, "__metadata__"), key), NULL);
 }
 
-/* Converts count elements in host memory. Each value is converted to f32 first. From f64 to a
-   16-bit type, this first conversion rounds to odd, so that the two roundings give the same result
-   as a single rounding. */
+/* Converts `count` elements in host memory. Converts each value to f32 first. If f64 is converted
+   to a 16-bit type, the conversion to f32 rounds to odd, so that both roundings together give the
+   same result as a single rounding. */
 static void dt__convert(dt_dtype to, void *out, dt_dtype from, const void *in, int64_t count) {
     float f[512];
     if (to == from) memcpy(out, in, (size_t)count * dt_dtype_size(to));
@@ -7704,7 +7730,8 @@ static void dt__convert(dt_dtype to, void *out, dt_dtype from, const void *in, i
     }
 }
 
-/* Fails unless elements [first, first + count) of a tensor can be transferred as `dtype`. */
+/* Fails the context unless elements [first, first + count) of a tensor can be transferred, with
+   type `dtype` in memory. */
 static dt_status dt__weights_check_range(const dt_weights *w, const char *func, int writing,
     int index, int64_t first, int64_t count, dt_dtype dtype) {
     const dt_weight *t = dt_weights_get(w, index);
@@ -7760,16 +7787,17 @@ dt_status dt_weights_read(
 // ---- Loading and saving parameters
 
 /* A dt_weight_part with its defaults filled in: a rectangle of the parameter, seen as a matrix, and
-   the position of the same elements in the matrix of the file. */
+   the position of the same elements in the file's tensor, also seen as a matrix. */
 typedef struct dt__weight_rect {
     dt_tensor *param;
-    int index; /* index of the file's tensor */
-    /* rows [at, at + rows) of the parameter, seen as a matrix with `columns` columns */
+    int index; /* index of the file's tensor in dt_weights.weight */
+    /* The rectangle is rows [at, at + rows) of the parameter, seen as a matrix with `columns`
+       columns. */
     int64_t at, rows, columns;
-    /* row, column: the rectangle's first row and column in the file's matrix; stride: number of
-       columns of the file's matrix */
+    /* `row` and `column` are the rectangle's first row and column in the file's matrix; `stride` is
+       the number of columns of the file's matrix */
     int64_t row, column, stride;
-    int transposed;
+    int transposed; /* 1 if the file's matrix holds the rectangle's transpose */
 } dt__weight_rect;
 
 static dt_status dt__rect_make(dt_weights *w, const dt_weight_part *part, dt__weight_rect *r) {
@@ -7806,8 +7834,8 @@ static dt_status dt__rect_make(dt_weights *w, const dt_weight_part *part, dt__we
     return DT_OK;
 }
 
-/* Reads elements [first, first + count) of the file's tensor to host memory, or writes these
-   elements from host memory. */
+/* Reads elements [first, first + count) of the file's tensor to host memory if the handle is open
+   for reading, or writes these elements from host memory if it is open for writing. */
 static dt_status dt__rect_access_file(
     dt_weights *w, const dt__weight_rect *r, int64_t first, int64_t count, void *host) {
     dt_dtype dtype = r->param->dtype;
@@ -7823,11 +7851,11 @@ static dt_status dt__rect_access_param(
     void *at = (char *)r->param->data + (size_t)first * size;
     if (dt__move(w->ctx, w->writing ? host : at, w->writing ? at : host, bytes) != DT_OK)
         return w->ctx->status;
-    return dt__sync(w->ctx); /* the caller reuses host memory at once */
+    return dt__sync(w->ctx); /* because the caller reads or reuses `host` after the call */
 }
 
-/* Narrows the range [*begin, *end) to the share that this rank writes, if w->writers ranks hold the
-   same elements and divide the writing. */
+/* Narrows the range [*begin, *end) to the share that this rank writes, if several ranks hold the
+   same elements and divide the writing among them (w->writers is not 0). */
 static void dt__weights_writer_share(const dt_weights *w, int64_t *begin, int64_t *end) {
     int64_t from = *begin, n = *end - *begin;
     if (!w->writers) return;
@@ -7835,11 +7863,12 @@ static void dt__weights_writer_share(const dt_weights *w, int64_t *begin, int64_
     *end = from + n / w->writers * (w->writer + 1) + n % w->writers * (w->writer + 1) / w->writers;
 }
 
-/* Copies a rectangle that is not transposed. A contiguous range of the local slice is contiguous in
-   the file too, up to the end of a row of the file's matrix. */
+/* Copies a rectangle that is not transposed. A contiguous range of the local slice is also
+   contiguous in the file, except that it ends at the end of the rectangle's row if the rows of the
+   file's matrix are longer. */
 static dt_status dt__rect_copy_rows(dt_weights *w, const dt__weight_rect *r) {
     const dt_param_info *p = r->param->param;
-    /* elements [begin, end) of the full tensor include all elements of the slice */
+    /* the smallest range of elements of the full tensor that contains the whole slice */
     int64_t begin = 0, end = 0;
     int64_t max_elements = DT__STAGING_BYTES / (int64_t)dt_dtype_size(r->param->dtype);
     for (int i = 0; i < p->full.nd; i++) {
@@ -7877,7 +7906,7 @@ static void dt__copy_strided(
     const char *i = (const char *)in;
     for (; n > 0; n--, o += out_step * (int64_t)size, i += in_step * (int64_t)size) {
         if (size == 2)
-            memcpy(o, i, 2); /* constant sizes compile to single moves */
+            memcpy(o, i, 2); /* a memcpy of constant size compiles to one move instruction */
         else if (size == 4)
             memcpy(o, i, 4);
         else
@@ -7886,15 +7915,15 @@ static void dt__copy_strided(
 }
 
 /* Copies one tile of a transposed parameter: rows [row, row + rows) and columns [column, column +
-   columns) of the parameter, which are columns and rows of the file's matrix. The tile passes
-   through the staging buffer, so that both the file and the parameter are accessed in contiguous
-   ranges. `local` is the index of the tile's first element in the local slice, whose rows are
-   `pitch` elements apart. */
+   columns) of the parameter. Rows of the parameter are columns of the file's matrix. The tile is
+   copied through the staging buffer, so that both the file and the parameter are accessed in
+   contiguous ranges. `local` is the index of the tile's first element in the local slice. `pitch`
+   is the distance in elements between two rows of the local slice. */
 static dt_status dt__rect_copy_tile(dt_weights *w, const dt__weight_rect *r, int64_t row,
     int64_t rows, int64_t column, int64_t columns, int64_t local, int64_t pitch) {
     size_t size = dt_dtype_size(r->param->dtype);
     char *tile = w->staging, *file_row = w->staging + (size_t)rows * (size_t)columns * size;
-    int64_t rows_per_move = columns == pitch ? rows : 1; /* rows that one dt__move copies */
+    int64_t rows_per_move = columns == pitch ? rows : 1; /* rows that each dt__move copies */
     for (int64_t i = 0; i < rows && w->writing; i += rows_per_move)
         if (dt__rect_access_param(w, r, local + i * pitch, rows_per_move * columns,
                 tile + (size_t)(i * columns) * size) != DT_OK)
@@ -7913,16 +7942,17 @@ static dt_status dt__rect_copy_tile(dt_weights *w, const dt__weight_rect *r, int
     return DT_OK;
 }
 
-/* Copies a transposed rectangle. The leading dimensions of the local slice select ranges of the
-   parameter's rows. These ranges are divided into tiles; one tile and one row of the file together
-   fit in the staging buffer. */
+/* Copies a transposed rectangle. All dimensions of the local slice except the last select ranges of
+   the parameter's rows. These ranges are divided into tiles so that the staging buffer can hold a
+   tile and a row of the file's matrix. */
 static dt_status dt__rect_copy_transposed(dt_weights *w, const dt__weight_rect *r) {
     const dt_param_info *p = r->param->param;
     dt_shape lead = p->full;
     int last = --lead.nd;
     int64_t pitch = p->slice.n[last], width = p->slice.inside[last];
     int64_t wide = width < 1024 ? width : 1024;
-    /* wide + 1, because the buffer also holds one row of the file (tall elements) */
+    /* wide + 1, because the buffer holds a tile of tall * wide elements and `tall` elements of a
+       row of the file */
     int64_t tall = DT__STAGING_BYTES / ((wide + 1) * (int64_t)dt_dtype_size(r->param->dtype));
     int64_t first_column = 0, end_column = width;
     dt__slice_walk walk = dt__slice_begin(lead, p->slice);
@@ -8053,7 +8083,7 @@ int dt_weights_declare(dt_weights *w, const char *name, dt_dtype dtype, dt_shape
     return -1;
 }
 
-/* Assigns the tensors to files, in order of declaration, and names the files. */
+/* Assigns the tensors to files, in the order in which they were declared, and names the files. */
 static dt_status dt__safetensors_assign_files(dt_weights *w) {
     int64_t total = 0, size = 0, max_bytes = w->desc.shard_bytes;
     int f = 0;
@@ -8077,8 +8107,8 @@ static dt_status dt__safetensors_assign_files(dt_weights *w) {
     return w->ctx->status;
 }
 
-/* Creates file f under its temporary name and writes its header. The tensors' elements are zero
-   until dt_weights_write sets them. */
+/* Creates file f under its temporary name and writes the file's header, of head_bytes bytes. The
+   tensors' elements are zero until dt_weights_write sets them. */
 static dt_status dt__weights_create_file(dt_weights *w, int f, int64_t head_bytes) {
     dt__weight_file *file = &w->file[f];
     dt__weights_close_file(w);
@@ -8090,14 +8120,14 @@ static dt_status dt__weights_create_file(dt_weights *w, int f, int64_t head_byte
     return dt__file_write_at(w->ctx, file->temp, w->fd, file->header, head_bytes, 0);
 }
 
-/* Makes the header of file f, which lists the file's tensors in the order of w->order, and sets the
-   tensors' offsets. */
+/* Makes the header of file f, which lists the file's tensors in the order of w->order. Sets the
+   tensors' offsets. Creates the file unless the handle has a sink. */
 static dt_status dt__safetensors_write_header(dt_weights *w, int f) {
     dt__weight_file *file = &w->file[f];
     dt_json_out out = { w->ctx, NULL, 0, 0 };
     int64_t at = 0;
     uint64_t n = 0;
-    dt__json_write(&out, (const char *)&n, sizeof n); /* the header's length, set below */
+    dt__json_write(&out, (const char *)&n, sizeof n); /* space for the header's length, set below */
     dt__json_write(&out, "{\"__metadata__\":{\"format\":\"pt\"}", 31);
     for (int i = 0; i < w->weights; i++) {
         dt__weight *t = &w->weight[w->order[i]];
@@ -8146,8 +8176,8 @@ static dt_status dt__llmc_write_header(dt_weights *w) {
     return w->sink.put ? w->ctx->status : dt__weights_create_file(w, 0, DT__LLMC_HEADER_BYTES);
 }
 
-/* Fixes the layout, when all tensors are declared: assigns the tensors to files, sets their offsets
-   and writes the headers. */
+/* Fixes the layout at the first write, after which no tensor can be declared: assigns the tensors
+   to files, sets their offsets and writes the headers. Later calls do nothing. */
 static dt_status dt__weights_layout(dt_weights *w) {
     if (w->layout_done || w->ctx->status != DT_OK || dt__weights_sort_names(w) != DT_OK)
         return w->ctx->status;
@@ -8211,7 +8241,8 @@ static dt_status dt__index_write(dt_weights *w) {
     dt_json_close(&out, '}');
     dt_json_close(&out, '}');
     if (path && dt_file_write(w->ctx, path, out.text, out.used) == DT_OK) {
-        errno = 0; /* remove an older single file: dt_weights_open would open it, not the shards */
+        /* removes an older single file, which dt_weights_open would open instead of the shards */
+        errno = 0;
         if (w->ctx->io.remove(w->ctx->io.user, w->path) != 0 && errno != 0 && errno != ENOENT)
             dt__io_fail(w->ctx, "%s: removing this file, which is older than its shards", w->path);
     }
@@ -8252,21 +8283,23 @@ dt_status dt_weights_close(dt_weights *w) {
 /* Code that sections 21 to 23 share: elementary functions, block sizes and scratch sizes, and loops
    over strided arrays.
 
-   Summation order. A result must not depend on the number of threads, nor, outside the micro-kernel
-   of section 21, on the instruction set. Therefore, from here on, the compiler must not contract a
-   product and a sum to a fused multiply-add (fp-contract=off), every sum has a fixed number of
-   lanes, and threads divide the results among them, but never the terms of one sum. */
+   Summation order. A result must not depend on the number of threads. Outside the micro-kernel of
+   section 21 it must not depend on the instruction set either. Therefore, in the rest of this file,
+   the compiler must not contract a product and a sum to a fused multiply-add (fp-contract=off), and
+   every sum has a fixed number of lanes. Each result is computed by one thread: the terms of a sum
+   are never divided among threads. */
 
-/* clang knows the standard pragma; gcc ignores that pragma and takes an option instead. The other
-   options change no value. no-trapping-math lets gcc vectorize loops with a ? b : c; it is safe,
-   because no code reads the exception flags. The rest turn off -O3's copies of loops and functions,
-   because this file already writes such copies out. Without -O3's copies, the build time and the
-   code are a quarter smaller. */
+/* Turns off contraction and some optimizations. clang obeys the standard pragma; gcc ignores that
+   pragma and has the option fp-contract instead. The other options change no value.
+   no-trapping-math lets gcc vectorize loops that contain a ? b : c. This is safe, because no code
+   reads the exception flags. The remaining options turn off optimizations of -O3 that duplicate
+   loops and functions; this file writes the useful duplicates out itself. Without these
+   optimizations, the build time and the code are a quarter smaller. */
 #if defined(__clang__)
 #pragma STDC FP_CONTRACT OFF
 #elif defined(__GNUC__)
 #ifdef __CUDACC__
-#pragma nv_diag_suppress 1675 /* nvcc does not know the next pragma and passes it to gcc */
+#pragma nv_diag_suppress 1675 /* nvcc does not know the next pragma, but passes it on to gcc */
 #endif
 #pragma GCC push_options
 #pragma GCC optimize( \
@@ -8274,15 +8307,15 @@ dt_status dt_weights_close(dt_weights *w) {
 #pragma GCC optimize("no-ipa-cp-clone", "no-tree-loop-distribution")
 #endif
 
-/* Instruction sets, slowest first. The plain set is always compiled. dt__best_isa chooses one set
-   at run time. */
+/* Instruction sets of the CPU, slowest first. The plain set, which has no special instructions, is
+   always compiled. dt__best_isa chooses one set at run time. */
 enum { DT__PLAIN = 0, DT__SIMD = 1 /* AVX2 with FMA, or NEON */, DT__AVX512 = 2, DT__ISAS = 3 };
-/* Vectors with the alignment of one element, because a tile of C may start at any element. */
+/* Vectors with the alignment of one element, because a vector may begin at any element. */
 typedef float dt__float4 __attribute__((vector_size(16), may_alias, aligned(4)));
 typedef double dt__double2 __attribute__((vector_size(16), may_alias, aligned(8)));
 
-/* Square roots for the plain set. The compiler does not vectorize a loop over sqrtf, because sqrtf
-   may set errno. */
+/* Square roots of vectors for the plain instruction set. The compiler does not vectorize a loop
+   over sqrtf, because sqrtf may set errno. */
 static inline dt__float4 dt__sqrt4(dt__float4 v) {
 #if defined(__SSE2__)
     return (dt__float4)_mm_sqrt_ps((__m128)v);
@@ -8297,17 +8330,19 @@ static inline dt__double2 dt__sqrt2(dt__double2 v) {
     return v;
 }
 
-/* e^x in float, within 1.1 ulp, without branches, so that loops over dt__expf vectorize; the
-   coefficients are those of Cephes. x = n ln 2 + r with |r| <= ln 2 / 2. Adding 1.5 * 2^23 rounds
-   x / ln 2 to the integer n and leaves n in the low bits. The result is multiplied by 2^n in two
-   halves, so that results below 2^-126 become denormal and large results infinite. */
+/* Returns e^x in float, within 1.1 ulp. The code has no branches, so that loops over dt__expf are
+   vectorized. The coefficients are those of Cephes. Write x = n ln 2 + r with |r| <= ln 2 / 2; then
+   e^x = 2^n e^r. Adding 1.5 * 2^23 to x / ln 2 rounds it to the integer n and leaves n in the low
+   bits. The polynomial of r is multiplied by 2^n in two steps, so that results below 2^-126 become
+   denormal and results that are too large become infinite. */
 DT__INLINE float dt__expf(float x) {
     const float magic = 12582912.0f;
-    /* e^-105 rounds to 0, e^89 to infinity; a NaN stays, because both comparisons are false */
+    /* e^-105 rounds to 0 and e^89 to infinity. A NaN stays a NaN, because both comparisons are
+       false */
     x = x < -105.0f ? -105.0f : x;
     x = x > 89.0f ? 89.0f : x;
     float shifted = x * 1.44269504f + magic, n = shifted - magic;
-    /* ln 2 is split in two parts; n times the first part is exact */
+    /* ln 2 is the sum of two constants, and the product of n and the first constant is exact */
     float r = x - n * 0.693359375f + n * 2.12194440e-4f;
     float p = 1.9875691500e-4f;
     p = p * r + 1.3981999507e-3f;
@@ -8319,15 +8354,16 @@ DT__INLINE float dt__expf(float x) {
     uint32_t bits, low_bits, high_bits;
     float low, high;
     memcpy(&bits, &shifted, 4);
-    bits = bits - 0x4b400000u + 256; /* n + 256, positive */
-    low_bits = (bits / 2 - 1) << 23; /* 2^(half of n) */
+    bits = bits - 0x4b400000u + 256; /* n + 256, which is positive */
+    low_bits = (bits / 2 - 1) << 23; /* the bits of 2^(n / 2) */
     high_bits = (bits - bits / 2 - 1) << 23;
     memcpy(&low, &low_bits, 4);
     memcpy(&high, &high_bits, 4);
     return p * low * high;
 }
 
-/* ln x in float, within 1 ulp, without branches. x = 2^e m with m in [sqrt(1/2), sqrt 2). */
+/* Returns ln x in float, within 1 ulp, without branches: ln x = e ln 2 + ln m, where x = 2^e m and
+   m is in [sqrt(1/2), sqrt 2). */
 DT__INLINE float dt__logf(float x) {
     float normal = x < 1.17549435e-38f ? x * 8388608.0f : x, m;
     uint32_t bits, m_bits;
@@ -8352,8 +8388,8 @@ DT__INLINE float dt__logf(float x) {
     return x < 0.0f ? NAN : p;
 }
 
-/* tanh x in float: 1 - 2 / (e^2x + 1), but near 0 a polynomial, because there the difference
-   cancels. */
+/* Returns tanh x in float: 1 - 2 / (e^(2x) + 1), or a polynomial if x is near 0, where the
+   difference would cancel. */
 DT__INLINE float dt__tanhf(float x) {
     float z = x * x, large = 1.0f - 2.0f / (dt__expf(2.0f * x) + 1.0f);
     float p = -5.997020093e-3f;
@@ -8364,8 +8400,9 @@ DT__INLINE float dt__tanhf(float x) {
     return z < 0.39f ? x + x * z * p : large;
 }
 
-/* The standard normal distribution function in float. The lower tail times e^(x^2/2) is a
-   polynomial in 1 / (1 + |x| / sqrt 8), fitted to a relative error of 5e-8. */
+/* Returns the standard normal distribution function of x in float. The lower tail, multiplied by
+   e^(x^2/2), is a polynomial in 1 / (1 + |x| / sqrt 8), which is fitted to a relative error of
+   5e-8. */
 DT__INLINE float dt__phif(float x) {
     float z = (x < 0 ? -x : x) * 0.70710678f, t = 1.0f / (1.0f + 0.5f * z);
     float p = 1.617393085e-2f;
@@ -8382,7 +8419,7 @@ DT__INLINE float dt__phif(float x) {
     return x < 0 ? tail : 1.0f - tail;
 }
 
-/* Converts two words of the counter RNG to a value in [0, 1) with 53 bits. */
+/* Converts two words of the counter-based RNG to a value in [0, 1) with 53 random bits. */
 static double dt__uniform53(uint32_t high, uint32_t low) {
     return (double)(((uint64_t)high << 32 | low) >> 11) * (1.0 / 9007199254740992.0);
 }
@@ -8394,9 +8431,9 @@ static void *dt__align64(void *p) { return (char *)p + (64 - ((uintptr_t)p & 63)
 #include <limits.h>
 #endif
 
-/* With DT_USE_OMP, products, attention and elementwise kernels divide their results among OpenMP
-   threads. Each result is computed by one thread, in the same order as without OpenMP, so the bits
-   do not change. */
+/* With DT_USE_OMP, matrix products, attention and elementwise kernels divide their results among
+   OpenMP threads. Each result is computed by one thread, in the same order as without OpenMP, so
+   the bits do not change. */
 #ifdef DT_USE_OMP
 #include <omp.h>
 #define DT__PARALLEL _Pragma("omp parallel for schedule(static) num_threads(dt__omp_threads())")
@@ -8408,23 +8445,23 @@ static int dt__omp_threads(void) { return 1; }
 static int dt__omp_thread(void) { return 0; }
 #endif
 
-/* 1 if the processor multiplies pairs of bf16 (vdpbf16ps) faster than floats. AMD processors do.
-   Intel processors have the instruction, but run it at half the rate of float: 86 against
-   172 GFLOP/s, measured on one core of the fifth Xeon generation. There packing widens bf16 to
-   float. */
+/* Returns 1 if the processor multiplies pairs of bf16 (instruction vdpbf16ps) faster than floats,
+   as AMD processors do. Intel processors have the instruction, but reach only half the rate of
+   float: 86 against 172 GFLOP/s, measured on one core of the fifth Xeon generation. On Intel
+   processors, packing widens bf16 to float instead. */
 #if defined(__x86_64__)
 static int dt__bf16_pairs_are_fast(void) {
     return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_is("amd");
 }
 #endif
 
-/* Block sizes of the matrix product, see section 21. They decide which data stays in which cache
-   and change no bit of the result. */
+/* Block sizes of the matrix product (section 21). The block sizes decide which data stays in which
+   cache and change no bit of the result. */
 enum {
-    DT__MAX_KC = 512,               /* steps of K per block; a panel of 14 x 512 floats is 28 KB */
-    DT__B_BLOCK_BYTES = 1152 << 10, /* size of a packed block of B */
-    DT__A_PANELS = 8,               /* panels of A packed at a time */
-    DT__C_PANELS = 20               /* row panels of C per block if K has several blocks */
+    DT__MAX_KC = 512, /* most steps of K in a block; a panel of A of 14 x 512 floats has 28 KB */
+    DT__B_BLOCK_BYTES = 1152 << 10, /* size of a packed block of B in bytes */
+    DT__A_PANELS = 8,               /* number of panels of A that are packed together */
+    DT__C_PANELS = 20 /* most panels of rows in a block of C if K has several blocks */
 };
 typedef struct dt__gemm_blocks {
     int64_t kc, nc;  /* steps of K and columns of B in a packed block */
@@ -8443,34 +8480,35 @@ static dt__gemm_blocks dt__gemm_blocks_make(int64_t n, int64_t steps, size_t siz
     return p;
 }
 
-/* Scratch for more than DT__MAX_WORK elements does not fit in any memory: dt_row_work and
-   dt_attention_work then return SIZE_MAX. */
+/* Scratch memory for more elements than DT__MAX_WORK fits in no memory. For such sizes dt_row_work
+   and dt_attention_work return SIZE_MAX. */
 #define DT__MAX_WORK ((int64_t)1 << 48)
 
-/* Scratch for panels of A of at most 14 rows, a block of B, and tiles of C. Packing writes up to
-   two elements past a panel. The size grows with n and k, so scratch for the largest of several
-   products serves all of them. */
+/* The scratch memory holds panels of A of at most 14 rows, a block of B, and tiles of C. Packing
+   writes up to two elements past a panel. The size grows with n and k, so scratch memory for the
+   largest of several matrix products is enough for each of them. */
 size_t dt_matmul_work(int64_t n, int64_t k, dt_dtype dtype) {
     size_t size = dt__real_size(dtype), nc, kc, block = DT__B_BLOCK_BYTES / size, elements;
     if (n < 0 || k < 0) return 0;
     nc = ((size_t)n + 31) / 32 * 32 + 32;
     kc = k < 1 ? 1 : k < DT__MAX_KC ? (size_t)k : (size_t)DT__MAX_KC;
     elements = (nc < block / kc ? nc * kc : block) + kc * DT__A_PANELS * 14 + 14 * 32 + 2;
-    if (k > DT__MAX_KC) /* then kc >= DT__MAX_KC / 2, which limits nc */
+    if (k > DT__MAX_KC) /* blocks of K then have at least DT__MAX_KC / 2 steps, so nc is limited */
         elements += DT__C_PANELS * 14 * (nc < 2 * block / DT__MAX_KC ? nc : 2 * block / DT__MAX_KC);
     return (elements * size + 127) / 64 * 64 * (size_t)dt__omp_threads();
 }
 
-/* Scratch for six rows in the compute type: widened rows, and sums over rows. */
+/* The scratch memory holds six rows in the compute type: widened rows and sums over rows. */
 size_t dt_row_work(int64_t cols, dt_dtype dtype) {
     if (cols < 0 || cols > DT__MAX_WORK) return cols < 0 ? 0 : (size_t)-1;
     return 6 * (size_t)cols * dt__real_size(dtype) + 64;
 }
 
-/* The maximum number of columns of a tile. A tile of attention has at most 8 rows. */
+/* The maximum number of columns of a tile. */
 enum { DT__LANES = 32 };
 
-/* Scratch for the arrays of DT__K(attention_work) in section 22, which have the compute type. */
+/* The scratch memory holds the arrays of the struct attention_work of section 22, whose elements
+   have the compute type. */
 size_t dt_attention_work(int64_t tk, int64_t dim, dt_dtype dtype) {
     if (tk < 0 || dim < 0) return 0;
     if (tk > DT__MAX_WORK || dim > DT__MAX_WORK || tk + 16 > DT__MAX_WORK / (dim + DT__LANES))
@@ -8490,7 +8528,8 @@ size_t dt_attention_work(int64_t tk, int64_t dim, dt_dtype dtype) {
    dimension. */
 typedef struct dt__strips {
     dt_shape shape;
-    /* the current strip: indices of its first element, dense offset of that element, length */
+    /* the indices of the current strip's first element, the offset of this element in a dense
+       array, and the number of elements in the strip */
     int64_t at[DT_MAX_DIMS], out, n;
     int done;
 } dt__strips;
@@ -8504,8 +8543,8 @@ static dt__strips dt__strips_begin(dt_shape shape) {
     return r;
 }
 
-/* Advances to the next strip. *a and *b receive the strip's offsets in arrays with strides stride_a
-   and stride_b. Returns 0 after the last strip. */
+/* Advances to the next strip and returns 1, or returns 0 after the last strip. *a and *b receive
+   the strip's offsets in two arrays, whose strides are stride_a and stride_b. */
 static int dt__strips_next(
     dt__strips *r, const int64_t *stride_a, const int64_t *stride_b, int64_t *a, int64_t *b) {
     int last = r->shape.nd - 1, i = last;
@@ -8541,13 +8580,13 @@ DT__CPP_WARNINGS_ON
 #endif /* DT_TENSOR_IMPL */
 
 #ifdef DT__BITS
-/* Section 23 includes this part of the file once for every compute type and instruction set, with
-   DT__BITS (32 float, 64 double, 1 int32_t) and DT__ISA set. DT__K(name) appends the type and the
-   instruction set to a name; DT__FN begins every function. The loops are plain C that the compiler
-   vectorizes (-O3); intrinsics serve only the micro-kernel of the matrix product, transpositions,
-   square roots and non-temporal stores. Outside the micro-kernel, no operation is contracted to a
-   fused multiply-add and sums have a fixed number of lanes, so there every instruction set gives
-   the same bits. */
+/* Section 23 includes this part of the file once for every compute type and instruction set.
+   DT__BITS selects the compute type (32 for float, 64 for double, 1 for int32_t) and DT__ISA the
+   instruction set. DT__K(name) appends the type and the instruction set to a name. DT__FN begins
+   every function. The loops are plain C that the compiler vectorizes (-O3). Intrinsics are used
+   only in the micro-kernel of the matrix product, transpositions, square roots and non-temporal
+   stores. Outside the micro-kernel, no operation is contracted to a fused multiply-add and sums
+   have a fixed number of lanes, so every instruction set gives the same bits. */
 #define DT__JOIN2(name, suffix) dt__##name##suffix
 #define DT__JOIN(name, suffix) DT__JOIN2(name, suffix)
 #define DT__K(name) DT__JOIN(name, DT__SUFFIX)
@@ -8573,10 +8612,10 @@ DT__CPP_WARNINGS_ON
 #define DT__WIDE int64_t
 #endif
 
-/* A tile of the product has DT__MR rows of two vectors each (DT__NR columns); a tile of attention
-   has DT__ATTENTION_MR rows. The sums of a tile must fit in the vector registers: 14 rows x 2
-   vectors in 32 registers with AVX-512, 6 x 2 in 16 with AVX2, 8 x 2 in 32 with NEON, 4 x 2 in 16
-   with the plain set's 16-byte vectors. */
+/* A tile of the matrix product has DT__MR rows of two vectors each (DT__NR columns). A tile of
+   attention has DT__ATTENTION_MR rows. The sums of a tile must fit in the vector registers: 14 rows
+   x 2 vectors in 32 registers with AVX-512, 6 x 2 in 16 with AVX2, 8 x 2 in 32 with NEON, 4 x 2 in
+   16 with the 16-byte vectors of the plain instruction set. */
 #if DT__BITS == 1
 #define DT__FN static
 #define DT__SUFFIX _i32
@@ -8649,7 +8688,7 @@ DT__CPP_WARNINGS_ON
 #define DT__FMADD(x, v, sum) vfmaq_n_f64(sum, v, x)
 #define DT__SQRT(v) vsqrtq_f64(v)
 #endif
-#else /* plain: the compiler's 16-byte vectors; a product and a sum instead of FMA */
+#else /* plain: vectors of 16 bytes; DT__FMADD is a product and a sum instead of an FMA */
 #define DT__FN static
 #define DT__MR 4
 #define DT__MATMUL_ROWS(X) X(0) X(1) X(2) X(3)
@@ -8671,10 +8710,10 @@ DT__CPP_WARNINGS_ON
 #define DT__FMADD(x, v, sum) ((sum) + (x) * (v))
 #endif
 
-#if DT__BITS != 1 /* the product is for floating types only */
+#if DT__BITS != 1 /* the matrix product exists only for floating-point types */
 #define DT__NV ((int64_t)(sizeof(DT__V) / sizeof(DT__REAL))) /* elements per vector */
 #define DT__NR (2 * DT__NV)                                  /* columns per tile */
-/* DT__MR rounded up to a multiple of DT__NV: at most two more */
+/* DT__MR rounded up to a multiple of DT__NV; this adds at most two */
 #define DT__MR_ROUNDED ((DT__MR + DT__NV - 1) / DT__NV * DT__NV)
 #endif
 
@@ -8696,8 +8735,8 @@ DT__FN void DT__K(narrow)(dt_dtype dtype, uint16_t *out, int64_t n, const DT__RE
 }
 #endif
 
-/* Returns n elements from element `at` on in the compute type: a pointer into the array itself, or
-   buf filled with the widened elements. */
+/* Returns the n elements at `at` in the compute type: a pointer into the array if its elements have
+   this type, otherwise `buf`, filled with the widened elements. */
 DT__FN const DT__REAL *DT__K(load)(
     dt_dtype dtype, const void *array, int64_t at, int64_t n, DT__REAL *buf) {
 #if DT__BITS == 32
@@ -8721,8 +8760,9 @@ DT__FN const DT__REAL *DT__K(load_strided)(
     return buf;
 }
 
-/* Stores n finished results from `row` to array[at..], or adds them if accumulate is set; rounds
-   once. Does nothing if array is NULL. */
+/* Stores the n finished results of `row` in the array, beginning at element `at`, or adds them to
+   these elements if `accumulate` is set. Rounds each element once. Does nothing if `array` is
+   NULL. */
 DT__FN void DT__K(store)(
     dt_dtype dtype, void *array, int64_t at, int64_t n, const DT__REAL *row, int accumulate) {
     if (!array) return;
@@ -8740,7 +8780,7 @@ DT__FN void DT__K(store)(
         return;
     }
 #elif DT__BITS == 64
-    if (dt__narrow(dtype)) { /* the 16-bit copy of a double parameter */
+    if (dt__narrow(dtype)) { /* used for the 16-bit copy of a parameter of type double */
         for (int64_t i = 0; i < n; i++) dt__set_number(dtype, array, (size_t)(at + i), row[i]);
         return;
     }
@@ -8757,13 +8797,14 @@ DT__FN void DT__K(store)(
 
 /* ---- activations ---- */
 
-/* GELU, tanh form: 0.5 x (1 + tanh u) with u = sqrt(2/pi) (x + 0.044715 x^3), computed as
-   x / (1 + e^(-2u)), which takes one exponential and does not cancel where tanh u is near -1. */
+/* The tanh form of GELU is 0.5 x (1 + tanh u) with u = sqrt(2/pi) (x + 0.044715 x^3). The code
+   computes it as x / (1 + e^(-2u)), which takes one exponential and does not cancel where tanh u is
+   near -1. */
 #define DT__GELU_A ((DT__REAL)0.7978845608028654) /* sqrt(2/pi) */
 #define DT__GELU_B ((DT__REAL)0.044715)
 #define DT__LOGISTIC(x) (1 / (1 + DT__EXP(-(x))))
 
-/* y = f(x), in place if y is x. */
+/* Computes y = f(x), where f is the activation `act`. y may be x. */
 DT__FN void DT__K(act)(
     int act, const DT__REAL *x, int64_t n, DT__REAL *y, DT__REAL scale, DT__REAL shift) {
     switch (act) {
@@ -8798,10 +8839,10 @@ DT__FN void DT__K(act)(
     }
 }
 
-/* gelu'(x) = s + x s (1 - s) 2 u' with s = 1 / (1 + e) and e = e^(-2u). The code computes 1 - s as
-   e s: where s is close to 1 and x^3 is large, the difference 1 - s would have too few digits.
-   Beyond +-30 the second term is zero, and the clamps keep the product from being infinity times
-   zero. */
+/* Returns gelu'(x) = s + x s (1 - s) 2 u' with s = 1 / (1 + e) and e = e^(-2u). The code computes
+   1 - s as the product e s: where s is close to 1 and x^3 is large, the difference 1 - s would have
+   too few digits. For |x| > 30 the second term is zero; the clamps prevent that it is computed as
+   infinity times zero. */
 DT__FN inline DT__REAL DT__K(gelu_derivative)(DT__REAL x) {
     x = x < -30 ? -30 : x;
     x = x > 30 ? 30 : x;
@@ -8813,7 +8854,8 @@ DT__FN inline DT__REAL DT__K(gelu_derivative)(DT__REAL x) {
     return s + 2 * x * s * (e * s) * du;
 }
 
-/* gelu'(x) in the erf form: the normal distribution function plus x times the normal density. */
+/* Returns the derivative of the erf form of GELU: the normal distribution function of x plus x
+   times the normal density. */
 DT__FN inline DT__REAL DT__K(gelu_erf_derivative)(DT__REAL x) {
     x = x < -30 ? -30 : x;
     x = x > 30 ? 30 : x;
@@ -8832,7 +8874,7 @@ DT__FN inline DT__REAL DT__K(tanh_derivative)(DT__REAL x) {
     return 1 - t * t;
 }
 
-/* dx = d f'(x), in place if dx is d. */
+/* Computes dx = d f'(x), where f is the activation `act`. dx may be d. */
 DT__FN void DT__K(act_back)(
     int act, const DT__REAL *x, const DT__REAL *d, int64_t n, DT__REAL *dx, DT__REAL scale) {
     switch (act) {
@@ -8870,10 +8912,10 @@ DT__FN void DT__K(act_back)(
 
 // ==== 21. Matrix product on the CPU =============================================================
 
-/* GEMM: C = A B. By definition (matmul_naive) each element is a dot product over K, which reads all
-   of B from memory for every row of A. The fast product (matmul_packed) follows Goto and van de
-   Geijn, doi:10.1145/1356052.1356053: it packs blocks so that each stays in one cache level, and a
-   micro-kernel computes a tile of C in registers.
+/* GEMM: C = A B. The naive product (matmul_naive) computes each element as a dot product over K, as
+   in the definition, and reads all of B from memory for every row of A. The fast product
+   (matmul_packed) follows Goto and van de Geijn, doi:10.1145/1356052.1356053: it packs blocks so
+   that each stays in one cache level, and a micro-kernel computes a tile of C in registers.
 
                                  nc columns
                                +----+----+----+
@@ -8885,18 +8927,19 @@ DT__FN void DT__K(act_back)(
             +---------+        +----+----+----+
        A: panels of MR rows; the current panel stays in L1
 
-       packing       panel[p] = the MR (or NR) elements of step p, contiguous in memory
+       packing       panel[p] = the MR elements of A (or NR of B) of step p, contiguous in memory
        micro-kernel  for p < kc:  tile(MR,NR) += A panel[p]^T B panel[p]
        epilogue      bias, activation, residual, accumulate: once, while the tile is in cache
 
-   Every element of C is one chain of K multiply-adds, k ascending, for all block
-   sizes, so the block sizes change no bit. */
+   Every element of C is one chain of K multiply-adds in ascending order of k, whatever the block
+   sizes are, so the block sizes change no bit. */
 
 /* Epilogue. Applies bias, activation (or its backward), residual and accumulation to rows x cols
-   finished sums and stores them to C at element `at`, whose column is j0. All products use this
-   epilogue. The activation runs once over all rows of the tile, including the padding between rows:
-   rows are NR apart unless there is only one. The function is inlined twice: with the constant
-   width of a full tile, and with a variable width. Overwrites the tile. */
+   finished sums, and stores the results in C from element `at`, which lies in column j0. Overwrites
+   the tile. All matrix products use this epilogue. The activation runs once over all rows of the
+   tile, including the padding between rows: if there are several rows, they are DT__NR elements
+   apart. The function is inlined twice: with the constant width of a full tile, and with a variable
+   width. */
 DT__FN inline __attribute__((always_inline)) void DT__K(epilogue_rows)(const dt_matmul_args *a,
     int64_t at, int64_t j0, int64_t rows, int64_t cols, DT__REAL *tile, int64_t ld) {
     DT__REAL buf[DT__LANES], pre_activation[14 * DT__LANES];
@@ -8939,8 +8982,8 @@ DT__FN inline __attribute__((always_inline)) void DT__K(epilogue_rows)(const dt_
     }
 }
 
-/* Runs the epilogue for the tile at (i0, j0) of one batch. Does nothing if the tile is C itself and
-   no fusion is set. */
+/* Runs the epilogue for the tile at row i0, column j0 of one matrix of the batch. Does nothing if
+   the tile lies in C itself and no fusion is set. */
 DT__FN void DT__K(matmul_epilogue)(const dt_matmul_args *a, int64_t batch, int64_t i0, int64_t j0,
     int64_t rows, int64_t cols, DT__REAL *tile, int64_t ld) {
     int64_t at = batch * a->stride_c + i0 * a->ldc + j0;
@@ -8953,8 +8996,8 @@ DT__FN void DT__K(matmul_epilogue)(const dt_matmul_args *a, int64_t batch, int64
         DT__K(epilogue_rows)(a, at, j0, rows, cols, tile, ld);
 }
 
-/* Prefetches the pre-activations or residuals that a tile's epilogue reads, before the tile is
-   computed. */
+/* Prefetches the pre-activations or residuals that a tile's epilogue will read. Called before the
+   tile is computed. */
 DT__FN void DT__K(prefetch_epilogue)(
     const dt_matmul_args *a, int64_t batch, int64_t i0, int64_t j0, int64_t rows, int64_t cols) {
     const char *from = (const char *)(a->activation_backward ? a->pre_activation : a->residual);
@@ -8964,7 +9007,7 @@ DT__FN void DT__K(prefetch_epilogue)(
             __builtin_prefetch(from + (at + i * a->ldc) * size + j);
 }
 
-/* The naive product: every element is a dot product over K, k ascending. */
+/* The naive product: computes every element as a dot product over K, in ascending order of k. */
 DT__FN void DT__K(matmul_naive)(const dt_matmul_args *a, int64_t batch) {
     for (int64_t i = 0; i < a->m; i++) {
         for (int64_t j = 0; j < a->n; j++) {
@@ -8980,12 +9023,13 @@ DT__FN void DT__K(matmul_naive)(const dt_matmul_args *a, int64_t batch) {
     }
 }
 
-/* Micro-kernel. tile(R,NR) += panel_a(k,R)^T panel_b(k,NR): each of k steps adds an outer product.
-   R is MR for the product and ATTENTION_MR for attention. Rows of panel_a are `step` apart, rows of
-   the tile are ld apart. The 2 x R vectors of sums stay in registers; they start at zero if `fresh`
-   is set, else at the tile's values. Every element is one chain of multiply-adds, k ascending.
-   Unless prefetch_stride is 0, the micro-kernel also prefetches the data that will be packed next:
-   one cache line every 8 steps, starting at `prefetch`. */
+/* Micro-kernel. Computes tile(R,NR) += panel_a(k,R)^T panel_b(k,NR): each of the k steps adds an
+   outer product. R is DT__MR for the matrix product and DT__ATTENTION_MR for attention. Rows of
+   panel_a (parameter `a`) are `step` elements apart, rows of the tile are `ld` elements apart. The
+   2 x R vectors of sums stay in registers; the sums start at zero if `fresh` is set, else at the
+   tile's values. Every element is one chain of multiply-adds, in the order of the steps. Unless
+   prefetch_stride is 0, the micro-kernel also prefetches the data that will be packed next: one
+   cache line every 8 steps, starting at `prefetch`, and prefetch_stride bytes apart. */
 #define DT__MICRO_ZERO(i) DT__V c##i##_0 = DT__ZERO, c##i##_1 = DT__ZERO;
 #define DT__MICRO_LOAD(i) \
     c##i##_0 = DT__LOAD(tile + i * ld); \
@@ -9016,9 +9060,9 @@ DT__FN void DT__K(matmul_naive)(const dt_matmul_args *a, int64_t batch) {
 DT__MICRO_KERNEL(matmul_micro_kernel, DT__MATMUL_ROWS, DT__MICRO_STEP)
 DT__MICRO_KERNEL(attention_micro_kernel, DT__ATTENTION_ROWS, DT__MICRO_STEP)
 
-/* The micro-kernel for bf16, with the processor's dot product of pairs. A 32-bit word holds the
-   elements of k indices 2p and 2p + 1; a panel of words is read like a panel of floats. Each step
-   adds both products of a pair to the sum. */
+/* The micro-kernel for bf16, which uses the processor's dot product of pairs (vdpbf16ps). A 32-bit
+   word holds the elements of k indices 2p and 2p + 1. A panel of words is read like a panel of
+   floats. Each step adds both products of a pair to the sum. */
 #if DT__BITS == 32 && DT__ISA == 2
 #define DT__PAIR_STEP(i) \
     c##i##_0 = _mm512_dpbf16_ps(c##i##_0, (__m512bh)_mm512_set1_ps(a[i]), (__m512bh)b0); \
@@ -9036,30 +9080,31 @@ DT__MICRO_KERNEL(matmul_pair_micro_kernel, DT__MATMUL_ROWS, DT__PAIR_STEP)
 #undef DT__MICRO_STEP
 #undef DT__MICRO_STORE
 
-/* The parameters and arrays of one fast product. A step is one k index, or a pair of k indices if
-   `pairs` is set. The arrays are parts of the caller's scratch. */
+/* The parameters and arrays of one fast matrix product. A step is one k index, or a pair of k
+   indices if `pairs` is set. The arrays lie in the caller's scratch memory. */
 typedef struct DT__K(gemm_plan) {
     const dt_matmul_args *args;
     dt__gemm_blocks blocks;
     DT__REAL *a_panels; /* DT__A_PANELS panels of A, each (kc,MR); the current panel stays in L1 */
-    DT__REAL *b_block;  /* a block of B, (kc,nc) in panels of NR columns; stays in L2 */
-    /* Unfinished tiles of one block of C; a single tile if K is one block or if C itself holds the
-       unfinished sums. */
+    DT__REAL *b_block;  /* a block of B, (kc,nc), in panels of NR columns; the block stays in L2 */
+    /* The unfinished tiles of one block of C. There is only one tile if all of K is one block or if
+       C itself holds the unfinished sums. */
     DT__REAL *c_tiles;
-    int single_k_block;
-    int c_in_place; /* C has the compute type and is overwritten, so sums accumulate in C itself */
-    int pairs;      /* a step is a pair of bf16 elements */
+    int single_k_block; /* 1 if all of K is one block */
+    int c_in_place;     /* 1 if C itself holds unfinished sums, because it has the compute type */
+    int pairs;          /* 1 if a step is a pair of bf16 elements */
     void (*micro_kernel)(int64_t k, const DT__REAL *a, int64_t step, const DT__REAL *b,
         DT__REAL *to, int64_t ld, int fresh, const char *prefetch, int64_t prefetch_stride);
 } DT__K(gemm_plan);
 
-/* Packing of one panel (steps,width) whose source has the same orientation: row p of the source,
-   from element `at` on, becomes row p of the panel. The panel's columns from `have` on are set to
-   zero; the micro-kernel multiplies them like the others. */
+/* Packs one panel (steps,width) from a source of the same orientation: row p of the source, which
+   begins at element `at` + p * ld, becomes row p of the panel. If `pairs` is set, rows 2p and
+   2p + 1 become row p. The source has `have` columns; if that is less than `width`, the other
+   columns of the panel are set to zero. */
 DT__FN void DT__K(pack_rows)(dt_dtype dtype, int pairs, DT__REAL *panel, int64_t width,
     const void *from, int64_t at, int64_t ld, int64_t have, int64_t terms) {
-    /* 1 if copying DT__MR_ROUNDED elements per row stays inside the source row. The copy then
-       overruns the panel's row, and the copy of the next row overwrites the excess. */
+    /* 1 if DT__MR_ROUNDED elements of each row can be copied without leaving the source row. This
+       copy overruns the panel's row, and the copy of the next row overwrites the excess. */
     int can_overrun = have >= DT__MR_ROUNDED;
     if (have > width) have = width;
 #if DT__BITS == 32 && DT__ISA == 2
@@ -9077,7 +9122,7 @@ DT__FN void DT__K(pack_rows)(dt_dtype dtype, int pairs, DT__REAL *panel, int64_t
     }
 #endif
     (void)pairs;
-    /* 1 if memcpy can have a constant size */
+    /* 1 if a memcpy of constant size can copy a row */
     int fixed_size = !dt__narrow(dtype) && have == width && (width == DT__NR || width == DT__MR);
     for (int64_t p = 0; p < terms; p++, panel += width, at += ld) {
         const DT__REAL *row = DT__K(load)(dtype, from, at, have, panel);
@@ -9094,11 +9139,11 @@ DT__FN void DT__K(pack_rows)(dt_dtype dtype, int pairs, DT__REAL *panel, int64_t
     }
 }
 
-/* Transposes DT__TRANSPOSE rows of n words at a time into columns of a panel. A row of the panel
-   may be written past the panel's width; the excess is overwritten with the next row. */
+/* `transpose` copies DT__TRANSPOSE rows of n words to columns of a panel. It may write a row of the
+   panel past the panel's width; the next row overwrites the excess. */
 #if DT__BITS == 32 && DT__ISA == 2
 #define DT__TRANSPOSE 16
-/* gcc 12 warns about the unmasked forms in C++ */
+/* masked forms, because gcc 12 warns about the unmasked forms in C++ */
 #define DT__LOW(x, y) _mm512_maskz_unpacklo_ps(0xffff, x, y)
 #define DT__HIGH(x, y) _mm512_maskz_unpackhi_ps(0xffff, x, y)
 #define DT__LOW2(x, y) \
@@ -9107,8 +9152,8 @@ DT__FN void DT__K(pack_rows)(dt_dtype dtype, int pairs, DT__REAL *panel, int64_t
     _mm512_castpd_ps(_mm512_maskz_unpackhi_pd(0xff, _mm512_castps_pd(x), _mm512_castps_pd(y)))
 #define DT__EVEN(x, y) _mm512_maskz_shuffle_f32x4(0xffff, x, y, 0x88)
 #define DT__ODD(x, y) _mm512_maskz_shuffle_f32x4(0xffff, x, y, 0xdd)
-/* Transposes 16 x 16 words: interleaves pairs of rows, then groups of four words within each
-   quarter of a vector, then the quarters. */
+/* Transposes 16 x 16 words in three steps: interleaves the words of pairs of rows, then groups of
+   words within each quarter of a vector, then whole quarters. */
 DT__FN void DT__K(transpose_block)(
     DT__REAL *panel, int64_t width, const DT__REAL *const *row, int64_t p) {
     __m512 r[16], t[16];
@@ -9167,8 +9212,8 @@ DT__FN void DT__K(transpose)(
         for (int l = 0; l < DT__TRANSPOSE; l++) panel[p * width + l] = row[l][p];
 }
 
-/* Returns at most 64 elements of one row as words: a pointer to the source, or buf filled with
-   converted words. */
+/* Returns `terms` elements of one row, at most 64, as words that hold one step each: a pointer into
+   the source, or `buf`, filled with the converted words. */
 DT__FN const DT__REAL *DT__K(load_words)(
     dt_dtype dtype, int pairs, const void *from, int64_t at, int64_t terms, DT__REAL *buf) {
 #if DT__BITS == 32 && DT__ISA == 2
@@ -9182,16 +9227,16 @@ DT__FN const DT__REAL *DT__K(load_words)(
     return DT__K(load)(dtype, from, at, terms, buf);
 }
 
-/* Packing of one panel (steps,width) from a source whose row i is column i of the panel. Transposes
-   64 k indices at a time, so that these elements stay in L1. */
+/* Packs one panel (steps,width) from a source whose row i becomes column i of the panel. Transposes
+   the elements of 64 k indices at a time, so that these elements stay in L1. */
 DT__FN void DT__K(pack_columns)(dt_dtype dtype, int pairs, DT__REAL *panel, int64_t width,
     const void *from, int64_t at, int64_t ld, int64_t have, int64_t terms) {
     static const DT__REAL none[64] = { 0 };
     DT__REAL buf[DT__TRANSPOSE][64];
     for (int64_t p = 0; p < terms; p += 64) {
         int64_t n = terms - p < 64 ? terms - p : 64, steps = pairs ? (n + 1) / 2 : n;
-        /* the last columns come first: their block may write past the panel's width, into the
-           first columns of the next row, which are written later */
+        /* begins with the last columns: their transposition may write past the panel's width, into
+           the first columns of the next row, which a later iteration writes */
         for (int64_t i = (width - 1) / DT__TRANSPOSE * DT__TRANSPOSE; i >= 0; i -= DT__TRANSPOSE) {
             const DT__REAL *row[DT__TRANSPOSE];
             for (int l = 0; l < DT__TRANSPOSE; l++)
@@ -9205,13 +9250,14 @@ DT__FN void DT__K(pack_columns)(dt_dtype dtype, int pairs, DT__REAL *panel, int6
 }
 
 /* Packing. Copies `count` rows of A or columns of B to panels, in the order in which the
-   micro-kernel reads them. If `transpose` is set, each row of A or column of B is one row of the
-   source. Otherwise each k index is one row of the source, and every panel receives 16 source rows
-   before the next 16 rows are read, so that the elements of a source row are read together. */
+   micro-kernel reads them. If `transpose` is 1, each row of the source is a row of A or a column of
+   B. If `transpose` is 0, each row of the source belongs to one k index. In this case 16 source
+   rows are copied to all panels before the next 16 rows, so that all elements of a source row are
+   read at about the same time. */
 DT__FN void DT__K(pack)(const DT__K(gemm_plan) * w, DT__REAL *to, int64_t width, const void *from,
     int64_t at, int64_t ld, int transpose, int64_t count, int64_t terms) {
     dt_dtype dtype = w->args->dtype;
-    /* step is even, so that it divides no pair */
+    /* a step of 16 source rows is even, so that it does not separate the two elements of a pair */
     int64_t kc = w->pairs ? (terms + 1) / 2 : terms, step = transpose ? terms : 16;
     for (int64_t p = 0; p < terms; p += step) {
         DT__REAL *panel = to + (w->pairs ? p / 2 : p) * width;
@@ -9225,12 +9271,13 @@ DT__FN void DT__K(pack)(const DT__K(gemm_plan) * w, DT__REAL *to, int64_t width,
     }
 }
 
-/* Returns the address from which tile number `tile` of a group of panels prefetches its part of the
-   next group of A, whose first row is i: one cache line every 8 steps, *stride bytes apart. Each
-   tile prefetches only a part, because prefetching the whole group at once would stall one tile for
-   as long as packing does. If A is stored transposed and its rows are a multiple of 4096 bytes
-   apart, nothing is prefetched: the rows share few cache sets and would evict each other. Returns
-   NULL and sets *stride to 0 if there is nothing to prefetch. */
+/* Returns the address from which the micro-kernel prefetches, while it computes tile number `tile`
+   of the current group of panels of A. It prefetches a part of the next group, whose first row is
+   row i of A: one cache line every 8 steps, *stride bytes apart. Each tile prefetches only a part,
+   because prefetching the whole group at once would delay one tile by as much time as packing
+   takes. If there is nothing to prefetch, returns NULL and sets *stride to 0. Nothing is prefetched
+   if A is stored transposed and its rows are a multiple of 4096 bytes apart: the rows would share
+   few cache sets and evict each other. */
 DT__FN const char *DT__K(prefetch_next_a)(const DT__K(gemm_plan) * w, int64_t at, int64_t i,
     int64_t i1, int64_t terms, int64_t tile, int64_t *stride) {
     const dt_matmul_args *a = w->args;
@@ -9245,24 +9292,25 @@ DT__FN const char *DT__K(prefetch_next_a)(const DT__K(gemm_plan) * w, int64_t at
     return from + tile % 8 * (terms / 8) * row + (line < last * size ? line : last * size);
 }
 
-/* Copies rows x cols elements of a tile to or from C. */
+/* Copies rows x cols elements of a tile at the edge of C from C to the tile, or from the tile to
+   C. */
 DT__FN void DT__K(copy_edge)(DT__REAL *to, int64_t to_ld, const DT__REAL *from, int64_t from_ld,
     int64_t rows, int64_t cols) {
     for (int64_t i = 0; i < rows; i++)
         memcpy(to + i * to_ld, from + i * from_ld, (size_t)cols * sizeof *to);
 }
 
-/* Computes one block: rows [i0, i1), columns [j0, j1), k indices [p0, p1). Packs the block of B,
-   then multiplies each panel of A by every panel of this block. */
+/* Adds the products of k indices [p0, p1) to rows [i0, i1) and columns [j0, j1) of C. Packs the
+   block of B, then multiplies each panel of A by every panel of the block. */
 DT__FN void DT__K(matmul_block)(const DT__K(gemm_plan) * w, int64_t batch, int64_t i0, int64_t i1,
     int64_t j0, int64_t j1, int64_t p0, int64_t p1) {
     const dt_matmul_args *a = w->args;
     int64_t from_a = batch * a->stride_a + p0 * (a->trans_a ? a->lda : 1), terms = p1 - p0;
     int64_t from_b = batch * a->stride_b + p0 * (a->trans_b ? 1 : a->ldb),
             kc = w->pairs ? (terms + 1) / 2 : terms;
-    /* offset of the tile in c_tiles; stays 0 if c_tiles is a single tile */
+    /* `at` is the offset of the current tile in c_tiles; it stays 0 if c_tiles is a single tile */
     int64_t at = 0, next = w->single_k_block || w->c_in_place ? 0 : DT__MR * DT__NR;
-    int64_t tile_number = 0; /* counts the tiles of the group of panels */
+    int64_t tile_number = 0; /* number of the tile within the current group of panels */
     int64_t prefetch_stride;
     DT__K(pack)
     (w, w->b_block, DT__NR, a->b, from_b + j0 * (a->trans_b ? a->ldb : 1), a->ldb, a->trans_b,
@@ -9277,7 +9325,7 @@ DT__FN void DT__K(matmul_block)(const DT__K(gemm_plan) * w, int64_t batch, int64
             int64_t cols = j1 - j < DT__NR ? j1 - j : DT__NR, ld = DT__NR;
             DT__REAL *tile = w->c_tiles + at,
                      *c = (DT__REAL *)a->c + batch * a->stride_c + i * a->ldc + j;
-            /* the activation runs over the tile as one dense array */
+            /* `dense` is 1 if the tile must be one dense array, over which the activation runs */
             int last = p1 == a->k, dense = last && a->activation;
             int full = rows == DT__MR && cols == DT__NR && w->c_in_place && !dense,
                 edge = w->c_in_place && !full;
@@ -9296,9 +9344,9 @@ DT__FN void DT__K(matmul_block)(const DT__K(gemm_plan) * w, int64_t batch, int64
     }
 }
 
-/* GEMM, the fast product: loops over blocks of C and K. Between two blocks of K, the partial sums
-   of a block of C are kept in memory in the compute type. The next block of K continues from the
-   same values, so dividing K into blocks changes no bit. */
+/* GEMM, the fast product. Loops over blocks of C and blocks of K. Between two blocks of K, the
+   partial sums of a block of C are kept in memory in the compute type. The next block of K
+   continues from the same values, so the division of K into blocks changes no bit. */
 DT__FN void DT__K(matmul_packed)(const DT__K(gemm_plan) * w, int64_t batch, int64_t i_first,
     int64_t i_end, int64_t j_first, int64_t j_end) {
     const dt_matmul_args *a = w->args;
@@ -9320,9 +9368,10 @@ DT__FN void DT__K(matmul_packed)(const DT__K(gemm_plan) * w, int64_t batch, int6
 }
 
 #ifdef DT_USE_CBLAS
-/* The product by CBLAS, which chooses its own summation order. If a fusion is set, CBLAS writes a
-   block of rows to `work`, and the epilogue stores these rows to C. If `work` holds fewer than 16
-   rows, this would be slow, and the caller uses the packed product instead. */
+/* The matrix product by CBLAS, which chooses its own summation order. If a fusion is set, CBLAS
+   writes blocks of rows to `work`, and the epilogue stores the rows of each block in C. If `work`
+   can hold fewer than 16 rows, the blocks would be too small to be fast, and the caller uses
+   matmul_packed instead. */
 DT__FN void DT__K(matmul_cblas)(const dt_matmul_args *a, int64_t batch) {
     CBLAS_TRANSPOSE ta = a->trans_a ? CblasTrans : CblasNoTrans,
                     tb = a->trans_b ? CblasTrans : CblasNoTrans;
@@ -9344,8 +9393,8 @@ DT__FN void DT__K(matmul_cblas)(const dt_matmul_args *a, int64_t batch) {
 }
 #endif
 
-/* The matrix product. If `pairs` is 1, the micro-kernel uses the dot product of bf16 pairs, which
-   the processor must support. */
+/* Computes the matrix product. If `pairs` is 1, the micro-kernel uses the dot product of bf16
+   pairs, which the processor must support. */
 DT__FN dt_status DT__K(matmul_with)(const dt_matmul_args *args, int pairs) {
     dt_matmul_args a = *args;
     if (a.m < 0 || a.n < 0 || a.k < 0 || a.batch < 0 || a.activation < 0 ||
@@ -9388,7 +9437,8 @@ DT__FN dt_status DT__K(matmul_with)(const dt_matmul_args *args, int pairs) {
     int64_t stride = (int64_t)(a.work_bytes / (size_t)dt__omp_threads());
     DT__PARALLEL
     for (int64_t share = 0; share < a.batch * shares; share++) {
-        /* the scratch of this thread, and share number `share` of the longer side of C */
+        /* each iteration uses the thread's own scratch memory. It computes rows [first, end) of C
+           if C has more rows than columns, else columns [first, end). */
         DT__K(gemm_plan) own = w;
         int64_t first = share % shares * each, end = first + each < side ? first + each : side;
         own.c_tiles = (DT__REAL *)dt__align64((char *)a.work + dt__omp_thread() * stride);
@@ -9432,8 +9482,8 @@ DT__FN dt_status DT__K(fill)(const dt_fill_args *a) {
 }
 
 /* Copies with non-temporal stores, which do not read the destination into the cache and evict
-   nothing. They are faster only if each store fills a cache line. The caller must execute a fence
-   before it tells other threads about the data. */
+   nothing from it. Non-temporal stores are faster only if each store fills a cache line. The caller
+   must execute a fence before it tells other threads about the data. */
 DT__FN void DT__K(stream_copy)(char *dst, const char *src, size_t bytes) {
     size_t at = 0;
 #if DT__ISA == 2
@@ -9446,7 +9496,8 @@ DT__FN void DT__K(stream_copy)(char *dst, const char *src, size_t bytes) {
     memcpy(dst + at, src + at, bytes - at);
 }
 
-/* Stores elements [first, first + n) of a reduction to all outputs. */
+/* Stores elements [first, first + n) of a reduction's result, given in `sums`, in all copies of the
+   output. With non-temporal stores, also stores them in the output itself. */
 DT__FN void DT__K(store_copies)(const dt_reduce_args *a, const char *sums, size_t first, size_t n) {
     size_t size = dt_dtype_size(a->dtype), at = first * size;
     if (a->non_temporal) DT__K(stream_copy)((char *)a->out + at, sums, n * size);
@@ -9459,16 +9510,16 @@ DT__FN void DT__K(store_copies)(const dt_reduce_args *a, const char *sums, size_
     }
 }
 
-/* Reduces one strip of all inputs, in order, before the next strip, so an output may also be an
-   input. Each addition, product or comparison is rounded to the compute type (int32_t wraps);
-   DT_AVG divides the finished sum. */
+/* Reduces one strip of all inputs, in the order of the inputs, before the next strip, so an output
+   may also be an input. The result of each operation is rounded to the compute type (int32_t wraps
+   around). DT_AVG divides the finished sum by the number of inputs. */
 DT__FN dt_status DT__K(reduce)(const dt_reduce_args *a) {
     DT__REAL strip[DT__STRIP], left[DT__STRIP], right[DT__STRIP];
     int narrow = dt__narrow(a->dtype);
     if (a->n < 1) return DT_ERR_ARG;
     for (size_t at = 0; at < a->count; at += DT__STRIP) {
         int64_t n = a->count - at < DT__STRIP ? (int64_t)(a->count - at) : DT__STRIP;
-        /* the output may also be an input, so only the last input's step writes the output */
+        /* the output may also be an input, so it is written only when the last input is combined */
         DT__REAL *out = narrow || a->non_temporal ? strip : (DT__REAL *)a->out + at;
         const DT__REAL *x = DT__K(load)(a->dtype, a->in[0], (int64_t)at, n, left);
         for (int r = 1; r < a->n; r++) {
@@ -9513,17 +9564,17 @@ DT__FN dt_status DT__K(permute)(const dt_permute_args *a) {
     dt__strips r = dt__strips_begin(a->shape);
     while (dt__strips_next(&r, a->in_stride, a->out_stride, &in, &out)) {
         const DT__REAL *x = DT__K(load_strided)(a->dtype, a->in, in, in_step, r.n, buf);
-        int64_t n = out_step == 1 ? r.n : 1; /* number of elements stored per call */
+        int64_t n = out_step == 1 ? r.n : 1; /* number of elements that each call stores */
         for (int64_t i = 0; i < r.n; i += n)
             DT__K(store)(a->dtype, a->out, out + i * out_step, n, x + i, a->accumulate);
     }
     return DT_OK;
 }
 
-#if DT__BITS != 1 /* the rest is for floating types only */
+#if DT__BITS != 1 /* the other kernels exist only for floating-point types */
 
-/* total = sum over j < n of TERM, an expression in j. The sum is computed in 16 lanes, in the order
-   described at the head of this section. */
+/* Sets `total` to the sum of TERM, an expression in j, over 0 <= j < n. The sum is computed in 16
+   lanes, in the order described at the head of this section. */
 #define DT__SUM(T, total, n, TERM) \
     do { \
         T lane_[16] = { 0 }; \
@@ -9554,8 +9605,8 @@ DT__FN DT__REAL DT__K(dot)(const DT__REAL *x, const DT__REAL *y, int64_t n) {
     return total;
 }
 
-/* Returns the maximum of n >= 1 elements. The comparisons may skip a NaN; the exponentials that
-   callers compute next propagate the NaN. */
+/* Returns the maximum of n >= 1 elements. The comparisons may skip a NaN. This does not hide the
+   NaN, because the callers then compute the exponentials of all elements. */
 DT__FN DT__REAL DT__K(largest)(const DT__REAL *x, int64_t n) {
     DT__REAL lane[16];
     int64_t at = 0;
@@ -9567,9 +9618,10 @@ DT__FN DT__REAL DT__K(largest)(const DT__REAL *x, int64_t n) {
     return lane[0];
 }
 
-/* Initial values from the counter-based RNG. Elements 2c and 2c + 1 (global index) come from the
-   four words of counter c: two uniform values, or one Box-Muller pair z = sqrt(-2 ln u) (cos,
-   sin)(2 pi v). So a rank can compute any range of a parameter without the other ranks. */
+/* Initial values from the counter-based RNG. The four words of counter c give the elements with
+   global indices 2c and 2c + 1: two uniform values, or the Box-Muller pair sqrt(-2 ln u) cos(2 pi
+   v), sqrt(-2 ln u) sin(2 pi v). So a rank can compute any range of a parameter without the other
+   ranks. */
 DT__FN dt_status DT__K(init)(const dt_init_args *a) {
     DT__REAL out[DT__STRIP];
     for (uint64_t at = 0; at < a->count; at += DT__STRIP) {
@@ -9581,7 +9633,7 @@ DT__FN dt_status DT__K(init)(const dt_init_args *a) {
             dt__philox(a->key, index / 2, word);
             double u = dt__uniform53(word[0], word[1]), v = dt__uniform53(word[2], word[3]);
             if (a->normal) {
-                /* log is finite, because 1 - u is in (0, 1] */
+                /* log(1 - u) is finite, because 1 - u is in (0, 1] */
                 double radius = a->scale * sqrt(-2 * log(1 - u)), angle = 6.283185307179586 * v;
                 pair[0] = radius * cos(angle);
                 pair[1] = radius * sin(angle);
@@ -9656,7 +9708,8 @@ DT__FN dt_status DT__K(unary_back)(const dt_unary_back_args *a) {
     return DT_OK;
 }
 
-/* Gated linear unit, arXiv:2002.05202. */
+/* Gated linear unit, arXiv:2002.05202: act(gate) * up, where a row of the input holds gate and
+   up. */
 DT__FN dt_status DT__K(glu)(const dt_glu_args *a) {
     DT__REAL out[DT__STRIP], buf[DT__STRIP];
     int64_t cols = (int64_t)a->cols;
@@ -9696,7 +9749,8 @@ DT__FN dt_status DT__K(glu_back)(const dt_glu_back_args *a) {
     return DT_OK;
 }
 
-/* Sums along the last dimension, with 16 lanes per strip. */
+/* Sums along the last dimension. Each strip is summed in 16 lanes, and the sums of the strips are
+   added in order. */
 DT__FN dt_status DT__K(sum_rows)(const dt_sum_args *a) {
     DT__REAL buf[DT__STRIP];
     int64_t n = (int64_t)a->n;
@@ -9714,7 +9768,7 @@ DT__FN dt_status DT__K(sum_rows)(const dt_sum_args *a) {
     return DT_OK;
 }
 
-/* Sums a strip of columns over all n rows. The sum is complete before it is added to the output. */
+/* Sums strips of columns over all n rows. Each sum is complete before it is added to the output. */
 DT__FN dt_status DT__K(sum)(const dt_sum_args *a) {
     DT__REAL sum[DT__STRIP], buf[DT__STRIP], scale = (DT__REAL)a->scale;
     int64_t inner = (int64_t)a->inner, n = (int64_t)a->n;
@@ -9737,7 +9791,7 @@ DT__FN dt_status DT__K(sum)(const dt_sum_args *a) {
     return DT_OK;
 }
 
-/* Maximum and its index. A NaN is the maximum only if it is the first element. */
+/* Finds the maximum and its index. A NaN is returned only if it is the first element. */
 DT__FN dt_status DT__K(max)(const dt_max_args *a) {
     DT__REAL best[DT__STRIP], buf[DT__STRIP];
     int64_t inner = (int64_t)a->inner, n = (int64_t)a->n;
@@ -9778,8 +9832,8 @@ DT__FN dt_status DT__K(scatter)(const dt_scatter_args *a) {
     return DT_OK;
 }
 
-/* Inserts each column into a sorted list of k columns; this is fast enough because k is small.
-   Equal values keep their order. */
+/* Inserts each column of a row into a sorted list of at most k columns, which is fast enough
+   because k is small. Columns with equal values keep their order. */
 DT__FN dt_status DT__K(topk)(const dt_topk_args *a) {
     int64_t cols = (int64_t)a->cols, k = (int64_t)a->k;
     DT__REAL value, other;
@@ -9788,7 +9842,7 @@ DT__FN dt_status DT__K(topk)(const dt_topk_args *a) {
         int32_t *index = a->index + r * k;
         for (int64_t c = 0; c < cols; c++) {
             const DT__REAL *x = DT__K(load)(a->dtype, a->in, r * cols + c, 1, &value);
-            int64_t at = c < k ? c : k; /* length of the list, then insertion point */
+            int64_t at = c < k ? c : k; /* first the length of the list, then the insertion point */
             while (
                 at > 0 && *x > *DT__K(load)(a->dtype, a->in, r * cols + index[at - 1], 1, &other)) {
                 if (at < k) index[at] = index[at - 1];
@@ -9828,10 +9882,11 @@ DT__FN dt_status DT__K(norm)(const dt_norm_args *a) {
     return DT_OK;
 }
 
-/* With y = (x - mean) rstd and g = dout gain: dx = rstd (g - mean(g) - y mean(g y)), dgain = sum
-   over rows of dout y, dbias = sum over rows of dout. The term mean(g) is the derivative of the
-   mean, so RMSNorm does not have this term. `work` holds y, g, widened rows, and the sums dgain and
-   dbias, which are stored only when they are complete. */
+/* The backward of norm. Let y = (x - mean) rstd and g = dout gain. Then dx = rstd (g - mean(g) - y
+   mean(g y)), dgain is the sum over rows of dout y, and dbias is the sum over rows of dout. The
+   term mean(g) comes from the derivative of the mean, so RMSNorm does not have this term. `work`
+   holds y, g, widened rows, and the sums dgain and dbias, which are stored only when they are
+   complete. */
 DT__FN dt_status DT__K(norm_back)(const dt_norm_back_args *a) {
     int64_t cols = (int64_t)a->cols;
     if (!a->work || a->work_bytes < dt_row_work(cols, a->dtype)) return DT_ERR_ARG;
@@ -9891,10 +9946,10 @@ DT__FN dt_status DT__K(softmax_back)(const dt_softmax_back_args *a) {
     return DT_OK;
 }
 
-/* Rotary embedding (RoPE), arXiv:2104.09864. Rotates pair i of a head by position *
-   theta^(-2i/rotary): (x0, x1) -> (x0 cos - x1 sin, x1 cos + x0 sin). All heads of a token share
-   the token's angles. Angles, sines and cosines are computed in double, because in float the cosine
-   of a position in the thousands loses its last digits. */
+/* Rotary embedding (RoPE), arXiv:2104.09864. Rotates pair i of a head's elements, (x0, x1), by the
+   angle position * theta^(-2i/rotary). The rotated pair is (x0 cos - x1 sin, x1 cos + x0 sin). All
+   heads of a token have the same angles. Angles, sines and cosines are computed in double, because
+   in float the cosine loses its last digits at positions in the thousands. */
 DT__FN dt_status DT__K(rope)(const dt_rope_args *a) {
     enum { MAX_PAIRS = 256 };
     int64_t dim = (int64_t)a->dim, rotary = (int64_t)a->rotary, half = rotary / 2,
@@ -9925,9 +9980,9 @@ DT__FN dt_status DT__K(rope)(const dt_rope_args *a) {
     return DT_OK;
 }
 
-/* Columns 4c to 4c + 3 use the four words of the RNG's counter (token, c). Whether an element is
-   dropped depends on key, token and column alone, so every rank and every recomputation drops the
-   same elements. */
+/* Dropout. Columns 4c to 4c + 3 of a token use the four random words of counter (token, c). Whether
+   an element is dropped depends on `key`, token and column alone, so every rank and every
+   recomputation drops the same elements. */
 DT__FN dt_status DT__K(dropout)(const dt_dropout_args *a) {
     DT__REAL out[DT__STRIP], buf[DT__STRIP], scale = (DT__REAL)(1 / (1 - a->p));
     int64_t cols = (int64_t)a->cols;
@@ -9964,8 +10019,8 @@ DT__FN dt_status DT__K(embedding)(const dt_embedding_args *a) {
     return DT_OK;
 }
 
-/* Adds each row of dout, in order, to the table row of its id. A bf16 or f16 table needs `work` for
-   the sums in the compute type. */
+/* Adds the rows of dout, in order, to the rows of the table's gradient that their ids select. If
+   the gradient is bf16 or f16, `work` holds the sums in the compute type. */
 DT__FN dt_status DT__K(embedding_back)(const dt_embedding_back_args *a) {
     dt_dtype type = dt__wide(a->dtype, a->wide);
     int64_t cols = (int64_t)a->cols, all = a->table_rows * cols;
@@ -9991,22 +10046,23 @@ DT__FN dt_status DT__K(embedding_back)(const dt_embedding_back_args *a) {
 /* ---- attention ----
 
    Flash attention, arXiv:2205.14135: softmax(scale q k^T) v without a TQ x TK matrix in memory. The
-   naive version stores scores (TQ,TK), applies softmax to each row and multiplies by v. Online
-   softmax instead keeps a maximum m, a sum l and a result o for each row, and updates m, l and o
-   for further keys with scores s:
+   naive version stores the scores (TQ,TK), applies softmax to each row and multiplies by v. Online
+   softmax instead keeps a maximum m, a sum l and a result o for each row. For further keys with
+   scores s it updates them to m', l' and o':
 
        m' = max(m, max s)    l' = e^(m - m') l + sum e^(s - m')    o' = e^(m - m') o + e^(s - m') v
 
-   and finally out = o / l, lse = m + log l. The GPU kernels make this update for every tile of
-   keys. On the CPU, a block of NR queries visits all keys of a call at once, and the update is the
-   log-sum-exp merge of two calls (merge_lse). The backward recomputes p = e^(s - lse).
+   At the end out = o / l and lse = m + log l. The GPU kernels make this update for every tile of
+   keys. On the CPU, a block of NR queries reads all keys of a call at once; the update is made only
+   if the call merges its result with that of an earlier call (log-sum-exp merge, merge_lse). The
+   backward recomputes p = e^(s - lse).
 
                  keys 0 ........ tk           Each of the NR queries of a block is one vector lane:
        queries   +---------+----+             scores^T is (keys,queries), out^T is (dim,queries).
         block    |unmasked |mask|  skipped    Maxima and sums over keys stay within a lane.
-                 +---------+----+             Keys that no query of the block sees are skipped.
+                 +---------+----+             Keys that no query attends to are skipped.
 
-   All products use the micro-kernel, on tiles of ATTENTION_MR x NR:
+   All matrix products use the micro-kernel, on tiles of ATTENTION_MR x NR:
 
                                                        panel a                 panel b
        scores^T (keys,queries)  = k q^T                k in panels of keys     q^T
@@ -10015,31 +10071,32 @@ DT__FN dt_status DT__K(embedding_back)(const dt_embedding_back_args *a) {
        dq^T     (dim,queries)  += k^T ds^T             k^T in panels of dims   ds^T itself
        dv, dk   (keys,dim)     += p^T dout, ds^T q     p, ds transposed        dout, q in rows of NR
 
-   Every sum is one chain in ascending order. If only some queries of a block see a key, p is 0 for
-   the other queries; 0 times a v that is not finite is NaN, so this v reaches the other queries
-   too. */
+   Every sum is one chain in ascending order. If only some queries of a block attend to a key, p is
+   0 for the other queries of the block. If this key's v is not finite, 0 times v is NaN, so the
+   results of the other queries become NaN too. */
 
-/* The scratch arrays for one key/value head and one block of queries. D is dim; `keys` is tk
-   rounded up to 16, `dims` is D rounded up to ATTENTION_MR, `wide` is D rounded up to NR. */
+/* The scratch arrays for one key/value head and one block of queries. D is the dimension of a head,
+   NR is DT__NR. `keys` is tk rounded up to a multiple of 16, `dims` is D rounded up to a multiple
+   of DT__ATTENTION_MR, `wide` is D rounded up to a multiple of NR. */
 typedef struct DT__K(attention_work) {
     int64_t keys, dims, wide;
-    /* *_rows: panels of MR = ATTENTION_MR keys, (keys/MR,D,MR). *_dims: panels of MR dims,
-       (dims/MR,tk,MR) */
+    /* With MR = DT__ATTENTION_MR: k_rows and v_rows hold panels of MR keys, (keys/MR,D,MR). k_dims
+       and v_dims hold panels of MR dimensions, (dims/MR,tk,MR). */
     DT__REAL *k_rows, *k_dims, *v_rows, *v_dims;
-    DT__REAL *dk, *dv;              /* (wide/NR,keys,NR) */
-    DT__REAL *q_lanes, *dout_lanes; /* (D,NR): q^T, dout^T */
-    DT__REAL *q_rows, *dout_rows;   /* (wide/NR,NR,NR): q, dout */
-    DT__REAL *out;                  /* (dims,NR): out^T, dq^T */
-    DT__REAL *p, *ds;               /* (keys,NR) */
-    DT__REAL *transposed;           /* (NR,keys): p or ds transposed */
-    /* (tk) positions and documents of the sequence's keys; k_document is NULL if all keys belong to
-       one document */
+    DT__REAL *dk, *dv;              /* (wide/NR,keys,NR) each: the head's gradients dk and dv */
+    DT__REAL *q_lanes, *dout_lanes; /* (D,NR) each: q^T and dout^T */
+    DT__REAL *q_rows, *dout_rows;   /* (wide/NR,NR,NR) each: q and dout */
+    DT__REAL *out;                  /* (dims,NR): out^T in the forward, dq^T in the backward */
+    DT__REAL *p, *ds;               /* (keys,NR) each: p^T and ds^T */
+    DT__REAL *transposed;           /* (NR,keys): p or ds */
+    /* (tk) each: positions and documents of the sequence's keys. k_document is NULL if all keys
+       belong to one document. */
     int32_t *k_position, *k_document;
 } DT__K(attention_work);
 
 DT__FN DT__K(attention_work) DT__K(attention_work_at)(void *work, int64_t tk, int64_t dim) {
     DT__K(attention_work) w;
-    w.keys = (tk + 15) / 16 * 16; /* a multiple of the tile and of the transposition block */
+    w.keys = (tk + 15) / 16 * 16; /* a multiple of DT__ATTENTION_MR and of DT__TRANSPOSE */
     w.dims = (dim + DT__ATTENTION_MR - 1) / DT__ATTENTION_MR * DT__ATTENTION_MR;
     w.wide = (dim + DT__NR - 1) / DT__NR * DT__NR;
     w.k_rows = (DT__REAL *)dt__align64(work);
@@ -10061,8 +10118,9 @@ DT__FN DT__K(attention_work) DT__K(attention_work_at)(void *work, int64_t tk, in
     return w;
 }
 
-/* Packs n rows of dim elements, ld apart, into panels of `width` rows: (ceil(n/width),dim,width).
-   Rows past n are set to zero. */
+/* Packs n rows of `dim` elements each into panels of `width` rows: (ceil(n/width),dim,width). The
+   rows are `ld` elements apart. If the last panel has more rows than are left, its other rows are
+   zero. */
 DT__FN void DT__K(pack_row_panels)(DT__REAL *panels, int64_t width, dt_dtype dtype,
     const void *from, int64_t at, int64_t ld, int64_t n, int64_t dim) {
     for (int64_t i = 0; i < n; i += width) {
@@ -10071,22 +10129,25 @@ DT__FN void DT__K(pack_row_panels)(DT__REAL *panels, int64_t width, dt_dtype dty
     }
 }
 
-/* Packs n rows of dim elements, ld apart, into panels of `width` columns:
-   (ceil(dim/width),n,width). Panels are `step` elements apart. */
+/* Packs n rows of `dim` elements each into panels of `width` columns: (ceil(dim/width),n,width).
+   The rows are `ld` elements apart, the panels `step` elements. */
 DT__FN void DT__K(pack_column_panels)(DT__REAL *panels, int64_t step, int64_t width, dt_dtype dtype,
     const void *from, int64_t at, int64_t ld, int64_t n, int64_t dim) {
     for (int64_t c = 0; c < dim; c += width, panels += step) DT__K(pack_rows)
     (dtype, 0, panels, width, from, at + c, ld, dim - c < width ? dim - c : width, n);
 }
 
-/* A block of at most NR queries of one head, and the range of keys that these queries see. */
+/* A block of at most DT__NR queries of one head, and the range of keys to which these queries
+   attend. */
 typedef struct DT__K(query_block) {
     int64_t queries;
-    int64_t q_offset;     /* first query in q and out; queries are heads * dim apart */
-    int64_t lse_offset;   /* first query in lse */
-    int64_t visible_end;  /* no query sees later keys; a multiple of ATTENTION_MR */
-    int64_t unmasked_end; /* all queries see keys [0, unmasked_end) */
-    /* of each query; lanes past the last query repeat the last query */
+    int64_t q_offset;   /* index of the first query's first element in q and out. The queries of
+                           the block are heads * dim elements apart. */
+    int64_t lse_offset; /* index of the first query in lse */
+    /* No query attends to keys from visible_end on; a multiple of DT__ATTENTION_MR. */
+    int64_t visible_end;
+    int64_t unmasked_end; /* every query attends to all keys [0, unmasked_end) */
+    /* position and document of each query; lanes after the last query repeat the last query's */
     int32_t position[DT__LANES], document[DT__LANES];
 } DT__K(query_block);
 
@@ -10112,7 +10173,7 @@ DT__FN void DT__K(query_block_make)(DT__K(query_block) * b, const dt_attention_m
     b->visible_end = (b->visible_end + DT__ATTENTION_MR - 1) / DT__ATTENTION_MR * DT__ATTENTION_MR;
 }
 
-/* Masks key j: sets row[l] = -infinity for every query l that does not see the key. */
+/* Masks key j: sets row[l] to -infinity for every query l that does not attend to the key. */
 DT__FN void DT__K(mask_row)(DT__REAL *row, const DT__K(query_block) * b,
     const DT__K(attention_work) * w, int causal, int64_t j, int64_t tk) {
     int32_t position = causal ? (j < tk ? w->k_position[j] : INT32_MAX) : INT32_MIN;
@@ -10125,14 +10186,16 @@ DT__FN void DT__K(mask_row)(DT__REAL *row, const DT__K(query_block) * b,
         row[l] = w->k_document[j] != b->document[l] ? (DT__REAL)-INFINITY : row[l];
 }
 
-/* to(keys,NR) = rows (panels of keys) times lanes (queries, transposed), for keys [0, end). */
+/* Computes to(keys,NR) for keys [0, end): the product of `rows`, which holds k or v in panels of
+   keys, and `lanes`, which holds q^T or dout^T. */
 DT__FN void DT__K(scores)(
     DT__REAL *to, const DT__REAL *rows, const DT__REAL *lanes, int64_t end, int64_t dim) {
     for (int64_t j = 0; j < end; j += DT__ATTENTION_MR) DT__K(attention_micro_kernel)
     (dim, rows + j * dim, DT__ATTENTION_MR, lanes, to + j * DT__NR, DT__NR, 1, NULL, 0);
 }
 
-/* to(dims,NR) = sum over keys of scores times k or v; `dims` holds k or v in panels of dims. */
+/* Computes to(dims,NR), the sum over keys [0, end) of `scores` (p or ds) times v or k. `dims` holds
+   v or k in panels of dimensions. */
 DT__FN void DT__K(weighted_sums)(DT__REAL *to, const DT__K(attention_work) * w,
     const DT__REAL *dims, const DT__REAL *scores, int64_t end, int64_t tk) {
     int64_t keys = end < tk ? end : tk;
@@ -10140,8 +10203,8 @@ DT__FN void DT__K(weighted_sums)(DT__REAL *to, const DT__K(attention_work) * w,
     (keys, dims + d * tk, DT__ATTENTION_MR, scores, to + d * DT__NR, DT__NR, 1, NULL, 0);
 }
 
-/* Transposes a block's result w->out, (dims,NR), into one row per query, rows `wide` apart, in
-   w->q_rows. */
+/* Transposes a block's result w->out, (dims,NR), into w->q_rows, which receives one row for each
+   query. The rows are w->wide elements apart. */
 DT__FN void DT__K(transpose_out)(const DT__K(attention_work) * w) {
     for (int64_t d = 0; d < w->wide; d += DT__TRANSPOSE) {
         const DT__REAL *row[DT__TRANSPOSE];
@@ -10151,7 +10214,8 @@ DT__FN void DT__K(transpose_out)(const DT__K(attention_work) * w) {
     }
 }
 
-/* Softmax of a block of scores in w->p, in place: p = e^(s - max). The caller divides by `sum`. */
+/* Replaces the scores s of a block, in w->p, by p = e^(s - max). max[l] and sum[l] receive the
+   maximum of s and the sum of p of query l. The caller divides the block's result by `sum`. */
 DT__FN void DT__K(softmax_block)(const dt_attention_args *a, const DT__K(query_block) * b,
     const DT__K(attention_work) * w, DT__REAL *max, DT__REAL *sum) {
     for (int l = 0; l < DT__NR; l++) max[l] = (DT__REAL)-INFINITY;
@@ -10162,7 +10226,7 @@ DT__FN void DT__K(softmax_block)(const dt_attention_args *a, const DT__K(query_b
     }
     for (int l = 0; l < DT__NR; l++) {
         sum[l] = 0;
-        /* if the query sees no key, max 0 gives p = e^(-infinity - 0) = 0 */
+        /* if the query attends to no key, a max of 0 gives p = e^(-infinity - 0) = 0 */
         max[l] = max[l] == (DT__REAL)-INFINITY ? 0 : max[l];
     }
     for (int64_t j = 0; j < b->visible_end; j++) {
@@ -10172,8 +10236,9 @@ DT__FN void DT__K(softmax_block)(const dt_attention_args *a, const DT__K(query_b
     }
 }
 
-/* Flash attention of one block of queries. Log-sum-exp merge: with merge_lse, out and lse hold the
-   result over other keys on entry, and the result over both sets of keys on return:
+/* Flash attention of one block of queries. Log-sum-exp merge: if merge_lse is set, out and lse hold
+   the result for other keys on entry, and the result for both sets of keys on return. With out_here
+   and lse_here, the result for this call's keys, the merged result is
 
        lse' = log(e^lse + e^lse_here)    out' = e^(lse - lse') out + e^(lse_here - lse') out_here */
 DT__FN void DT__K(attention_block)(
@@ -10212,7 +10277,7 @@ DT__FN void DT__K(attention_block)(
     }
 }
 
-/* Fills in the positions and documents of a sequence's keys. */
+/* Sets the positions and documents of the keys of a sequence in *w. */
 DT__FN void DT__K(mask_of_keys)(
     DT__K(attention_work) * w, const dt_attention_mask *s, int64_t sequence, int64_t tk) {
     for (int64_t j = 0; j < tk; j++) {
@@ -10222,10 +10287,10 @@ DT__FN void DT__K(mask_of_keys)(
     if (!s->k_document) w->k_document = NULL;
 }
 
-/* Grouped-query attention, arXiv:2305.13245. K key/value heads serve H query heads: query head h
-   reads key/value head h K / H. This function computes key/value head g % K of sequence g / K; the
-   query heads that read this head share its packed panels. K = H is multi-head attention, K = 1
-   multi-query attention. */
+/* Grouped-query attention, arXiv:2305.13245. H query heads share K key/value heads: query head h
+   reads key/value head h K / H. K = H is multi-head attention, K = 1 is multi-query attention. This
+   function computes the attention of all query heads that read key/value head g % K of sequence
+   g / K; these query heads share the packed panels of that head. */
 DT__FN void DT__K(attention_kv_head)(const dt_attention_args *a, void *work, int64_t g) {
     int64_t H = a->heads, K = a->kv_heads, D = a->dim, s = g / K, kv = (s * a->tk * K + g % K) * D;
     DT__K(attention_work) w = DT__K(attention_work_at)(work, a->tk, D);
@@ -10255,15 +10320,16 @@ DT__FN dt_status DT__K(attention)(const dt_attention_args *a) {
     return DT_OK;
 }
 
-/* With p = e^(scale q k - lse) and dp = dout v: ds = scale p (dp - sum over keys of p dp), where
-   the sum equals dot(dout, out). On entry w->p holds the scores and w->ds holds dp; p and ds
-   overwrite them. */
+/* The backward of softmax for one block. With p = e^(scale q k - lse) and dp = dout v, computes
+   ds = scale p (dp - sum over keys of p dp), where the sum equals dot(dout, out). On entry w->p
+   holds the scores and w->ds holds dp. On return w->p holds p and w->ds holds ds. */
 DT__FN void DT__K(softmax_back_block)(const dt_attention_back_args *a, const DT__K(query_block) * b,
     const DT__K(attention_work) * w) {
     DT__REAL scale = (DT__REAL)a->scale, lse[DT__LANES], mean[DT__LANES], buf_o[DT__STRIP],
              buf_d[DT__STRIP], partial;
     for (int64_t l = 0; l < DT__NR; l++) {
-        lse[l] = (DT__REAL)INFINITY; /* p = 0 if the lane has no query or the query sees no key */
+        /* makes p = 0 if the lane has no query, or if the query attends to no key */
+        lse[l] = (DT__REAL)INFINITY;
         mean[l] = 0;
         if (l >= b->queries) continue;
         DT__REAL row_lse = ((const DT__REAL *)a->lse)[b->lse_offset + l];
@@ -10286,9 +10352,10 @@ DT__FN void DT__K(softmax_back_block)(const dt_attention_back_args *a, const DT_
     }
 }
 
-/* Adds a query block's part to the gradients of keys or values: sum(keys,dim) += scores^T
-   (keys,queries) x rows (queries,dim). Transposes the scores, then multiplies
-   ATTENTION_MR keys at a time. */
+/* Adds the part of a block of queries to the gradients of keys or values. `scores`, (keys,queries),
+   is ds or p; `rows`, (queries,dim), is q or dout; their product is added to `sum`, (keys,dim).
+   Transposes `scores`, because the micro-kernel reads the values of one query after another, then
+   multiplies DT__ATTENTION_MR keys at a time. */
 DT__FN void DT__K(add_key_grads)(DT__REAL *sum, const DT__K(attention_work) * w,
     const DT__REAL *scores, const DT__REAL *rows, int64_t end) {
     for (int64_t j = 0; j < end; j += DT__TRANSPOSE) {
@@ -10313,7 +10380,7 @@ DT__FN void DT__K(attention_back_block)(const dt_attention_back_args *a,
     DT__K(scores)(w->p, w->k_rows, w->q_lanes, b->visible_end, D);
     DT__K(scores)(w->ds, w->v_rows, w->dout_lanes, b->visible_end, D);
     DT__K(softmax_back_block)(a, b, w);
-    /* clears q_rows and dout_rows: rows past the last query must be zero */
+    /* clears q_rows and dout_rows, because their rows after the last query must be zero */
     memset(w->q_rows, 0, (size_t)(2 * w->wide * DT__NR) * sizeof *w->q_rows);
     DT__K(pack_column_panels)
     (w->q_rows, DT__NR * DT__NR, DT__NR, a->dtype, a->q, b->q_offset, ld, b->queries, D);
@@ -10329,8 +10396,8 @@ DT__FN void DT__K(attention_back_block)(const dt_attention_back_args *a,
         a->accumulate_q);
 }
 
-/* Stores the gradient of one head's keys or values. `sum` is (wide/NR,keys,NR); `to` has one row
-   per key. */
+/* Stores the gradient of one head's keys or values. `sum` has shape (wide/NR,keys,NR); `to` has one
+   row for each key. Does nothing if `to` is NULL. */
 DT__FN void DT__K(store_key_grads)(const dt_attention_back_args *a, const DT__K(attention_work) * w,
     void *to, int64_t kv, const DT__REAL *sum, int accumulate) {
     for (int64_t d = 0; d < a->dim && to; d += DT__NR) {
@@ -10342,7 +10409,7 @@ DT__FN void DT__K(store_key_grads)(const dt_attention_back_args *a, const DT__K(
 }
 
 /* The backward of one key/value head. The head's gradient is a sum over the query heads that read
-   it and over each query head's queries, both in ascending order. */
+   the head and over the queries of each query head, both in ascending order. */
 DT__FN void DT__K(attention_back_kv_head)(const dt_attention_back_args *a, void *work, int64_t g) {
     int64_t H = a->heads, K = a->kv_heads, D = a->dim, tk = a->tk, s = g / K,
             kv = (s * tk * K + g % K) * D;
@@ -10377,8 +10444,8 @@ DT__FN dt_status DT__K(attention_back)(const dt_attention_back_args *a) {
     return DT_OK;
 }
 
-/* Log-sum-exp: max + log(sum of e^(x - max)). The largest term is 1, so nothing overflows.
-   Exponentials are computed in the compute type, their sum and the logarithm in double. */
+/* Log-sum-exp: returns max + log(sum of e^(x - max)). The largest term is 1, so nothing overflows.
+   The exponentials are computed in the compute type, their sum and its logarithm in double. */
 DT__FN double DT__K(log_sum_exp)(const DT__REAL *x, int64_t n) {
     DT__REAL term[DT__STRIP], max = DT__K(largest)(x, n);
     double sum = 0;
@@ -10398,9 +10465,9 @@ DT__FN double DT__K(mean_of)(const DT__REAL *x, int64_t n) {
     return total / (double)n;
 }
 
-/* Vocabulary-parallel cross-entropy, the part of one rank. Computes for each row the log-sum-exp
-   over this rank's columns and the target's contribution. cross_entropy_merge combines the parts of
-   all ranks. */
+/* Vocabulary-parallel cross-entropy, the part of one rank. Computes two values for each row: the
+   log-sum-exp over this rank's columns, and the sum over this rank's columns of target probability
+   times logit. cross_entropy_merge combines the values of all ranks. */
 DT__FN dt_status DT__K(cross_entropy_partial)(const dt_cross_entropy_args *a) {
     int64_t cols = (int64_t)a->cols, vocab = (int64_t)a->vocab;
     for (size_t r = 0; r < a->rows; r++) {
@@ -10420,8 +10487,9 @@ DT__FN dt_status DT__K(cross_entropy_partial)(const dt_cross_entropy_args *a) {
     return DT_OK;
 }
 
-/* Combines the parts of all ranks: lse = max + log(sum over ranks of e^(the rank's lse - max)), and
-   the target's contributions add up. */
+/* Combines the partial results of all ranks into the loss. For each row, with max, the largest lse
+   of any rank, lse = max + log(sum over ranks of e^(the rank's lse - max)). The target values of
+   all ranks are added. */
 DT__FN dt_status DT__K(cross_entropy_merge)(const dt_cross_entropy_merge_args *a) {
     double total = 0, squares = 0;
     for (size_t r = 0; r < a->rows; r++) {
@@ -10530,7 +10598,7 @@ DT__FN dt_status DT__K(square_sums)(const dt_square_sums_args *a) {
     return DT_OK;
 }
 
-/* Square roots of one strip, in place, with the vectors of the micro-kernel. */
+/* Replaces the elements of one strip by their square roots, with vector instructions. */
 DT__FN void DT__K(square_roots)(DT__REAL *strip) {
     for (int64_t i = 0; i < DT__STRIP; i += DT__NV)
         DT__STORE(strip + i, DT__SQRT(DT__LOAD(strip + i)));
@@ -10538,7 +10606,8 @@ DT__FN void DT__K(square_roots)(DT__REAL *strip) {
 
 /* Adam and AdamW. m and v are running means of g and g^2. Both start at zero and are therefore
    biased toward zero; dividing by 1 - beta^step corrects the bias. Decoupled weight decay (AdamW)
-   shrinks the parameter; coupled decay (Adam) is added to the gradient. */
+   multiplies the parameter by 1 - lr * weight_decay. Coupled weight decay (Adam) adds weight_decay
+   * param to the gradient. */
 DT__FN void DT__K(adamw_update)(const dt_adamw_args *a) {
     DT__REAL *__restrict__ param = (DT__REAL *)a->param;
     DT__REAL *__restrict__ m = (DT__REAL *)a->m, *__restrict__ v = (DT__REAL *)a->v;
@@ -10569,7 +10638,7 @@ DT__FN void DT__K(adamw_update)(const dt_adamw_args *a) {
 }
 
 DT__FN dt_status DT__K(adamw)(const dt_adamw_args *a) {
-    for (const dt_adamw_args *n = a; n; n = n->next) /* check all, then update */
+    for (const dt_adamw_args *n = a; n; n = n->next) /* checks all arguments before any update */
         if (n->step < 1 || n->dtype != a->dtype || n->model_dtype != a->model_dtype)
             return DT_ERR_ARG;
     for (; a; a = a->next) DT__K(adamw_update)(a);
@@ -10618,8 +10687,9 @@ DT__FN dt_status DT__K(frozen_adam)(const dt_frozen_adam_args *a) {
     return DT_OK;
 }
 
-/* 1-bit Adam: packs signs with error feedback. The first pass sets error = x + error. The second
-   pass packs the signs of error and subtracts the value sent, sign times scale, from error. */
+/* 1-bit Adam: packs signs with error feedback. The first pass adds x to `error` and computes the
+   scale, the root mean square of `error`. The second pass packs the signs of `error` and subtracts
+   the value that is sent, sign times scale, from `error`. Where v is 0, `error` stays 0. */
 DT__FN dt_status DT__K(sign_pack)(const dt_sign_pack_args *a) {
     DT__REAL *error = (DT__REAL *)a->error;
     const DT__REAL *x = (const DT__REAL *)a->x, *v = (const DT__REAL *)a->v;
@@ -10636,7 +10706,7 @@ DT__FN dt_status DT__K(sign_pack)(const dt_sign_pack_args *a) {
     }
     DT__REAL scale = (DT__REAL)(numbers > 0 ? sqrt(squares / numbers) : 0);
     double sent = (double)scale;
-    size_t sign_bytes = a->count / a->parts / 8; /* bytes of signs per message */
+    size_t sign_bytes = a->count / a->parts / 8; /* bytes of signs in one of the `parts` messages */
     for (size_t byte = 0; byte < a->count / 8; byte++) {
         unsigned bits = 0;
         for (size_t i = 8 * byte; i < 8 * byte + 8; i++) {
@@ -10669,7 +10739,8 @@ DT__FN dt_status DT__K(sign_unpack)(const dt_sign_unpack_args *a) {
 #undef DT__SUM
 #endif /* floating types */
 
-/* The kernels of this compute type and instruction set; section 23 chooses among these tables. */
+/* The kernels of this compute type and instruction set. dt__variant_of (section 23) chooses among
+   these tables. */
 #if DT__BITS == 1
 #define DT__VARIANT_ENTRY(k) NULL,
 #else
@@ -10724,8 +10795,8 @@ extern "C" {
 
        i32 plain | f32, f64 plain | f32, f64 AVX2 or NEON | f32, f64 AVX-512
 
-   At run time dt__best_isa chooses the best set that the machine supports. bf16 and f16 use the f32
-   kernels. */
+   At run time dt__best_isa chooses the best instruction set that the machine supports. bf16 and f16
+   use the f32 kernels. */
 #define DT__BITS 1
 #define DT__ISA 0
 #include "dt_tensor.h"
@@ -10766,7 +10837,7 @@ static int dt__best_isa(void) {
 }
 
 /* Returns the kernels of a type and instruction set, or NULL if this build has none. Tests use this
-   function to run every set up to the best one. */
+   function to run every instruction set up to the one that dt__best_isa returns. */
 static const dt__variant *dt__variant_of(dt_dtype dtype, int isa) {
 #if defined(__x86_64__)
     static const dt__variant *const f32[DT__ISAS] = { &dt__variant_f32_plain, &dt__variant_f32_avx2,
@@ -10782,7 +10853,7 @@ static const dt__variant *dt__variant_of(dt_dtype dtype, int isa) {
     static const dt__variant *const f32[DT__ISAS] = { &dt__variant_f32_plain, NULL, NULL };
     static const dt__variant *const f64[DT__ISAS] = { &dt__variant_f64_plain, NULL, NULL };
 #endif
-    /* 16-bit types are computed in float */
+    /* the kernels of the 16-bit types compute in float */
     if (dtype == DT_F32 || dt__narrow(dtype)) return f32[isa];
     if (dtype == DT_F64) return f64[isa];
     if (dtype == DT_I32) return &dt__variant_i32;
@@ -10798,7 +10869,8 @@ static const dt__variant *dt__variant_of(dt_dtype dtype, int isa) {
 DT__VARIANT_KERNELS(DT__DISPATCH)
 #undef DT__DISPATCH
 
-/* Converts through double, which represents every value of the other types. */
+/* Converts each element to double, which represents every value of the other types, and then to the
+   output's type. */
 static dt_status dt__cpu_cast(const dt_cast_args *a, void *stream) {
     double x[DT__STRIP];
     (void)stream;
@@ -10859,7 +10931,7 @@ DT__CPP_WARNINGS_ON
 #endif /* DT__TENSOR_TABLE */
 
 /* HISTORY
-     0.2.0   the field's names, old -> new:
+     0.2.0   names replaced by the usual terms, old -> new:
              dt_unit* -> dt_bucket* (kept -> shard, first -> shard_offset, run -> shard_count,
              passing -> micro_grad), dt_units_desc.elsewhere -> .offloaded, .hand_over ->
              .reduce_each_micro; dt_box -> dt_local_slice; dt_cut -> dt_shard_spec, cuts -> shards;
@@ -10869,8 +10941,8 @@ DT__CPP_WARNINGS_ON
              recompute; dt_param_info: box, unit -> slice, bucket; dt_json_shut -> dt_json_close,
              dt_json_drop -> dt_json_out_free; kernels spread -> scatter, cross_entropy_join ->
              cross_entropy_merge; dt_ctx_desc.place -> local_rank; dt_listener.settle -> drain;
-             dt_loss_part -> dt_vocab_shard (parts, first, all -> count, offset, full_vocab)
-             dt_io: open takes a dt_io_mode in place of 0, 1 and DT_IO_NEW; remove_folder;
+             dt_loss_part -> dt_vocab_shard (parts, first, all -> count, offset, full_vocab).
+             dt_io.open takes a dt_io_mode in place of 0, 1 and DT_IO_NEW. New: dt_io.remove_folder,
              dt_printable
      0.1.0   one rank: tensors, tape, blocks, units, memory account, CPU kernels, JSON, weight files
 
