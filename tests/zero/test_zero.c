@@ -1738,7 +1738,8 @@ static void test_late_failure(void) {
     for (int code = 0; code < 8; code++) {
         late_run l = { .stage = code & 3, .at_make = code >> 2 };
         dt_report report = run(2, late_main, &l);
-        CHECK_MSG(report.status == DT_ERR_DEVICE && report.rank == 1 && strstr(report.text, "plug"),
+        CHECK_MSG(report.status == DT_ERR_DEVICE && report.rank == 1 &&
+                      strstr(report.text, "simulated device failure"),
             "%s", report.text);
         CHECK(l.status[0] == DT_ERR_PEER && l.status[1] == DT_ERR_DEVICE);
     }
