@@ -125,8 +125,8 @@ typedef struct dt_mesh {
     /* group along dp, ep and cp: the ranks that hold replicas of the same dense parameter and
        process different parts of the data */
     dt_comm *data;
-    /* group along dp and cp: the ranks that hold replicas of the same expert, a parameter that is
-       sharded over ep */
+    /* group along dp and cp: the ranks that hold replicas of the parameters of the same experts,
+       which are sharded over ep */
     dt_comm *expert_data;
     dt_mesh_desc sizes; /* number of ranks along each axis, at least 1 */
     dt_mesh_desc coord; /* this rank's coordinate along each axis, from 0 */
@@ -732,7 +732,7 @@ DT_API dt_status dt_schedule_text(
        static dt_tensor *run(dt_tensor *x, int stage, int micro, void *user) {
            if (stage == 0) x = dt_input(...micro-batch `micro`...);
            x = ...the layers of this stage...;
-           // B counts the whole step, so that the losses of the micro-batches add up
+           // the denominator B is that of the whole step, so the micro-batches' losses add up
            return stage < last ? x : dt_mse(x, ..., B);
        }
 
@@ -2235,7 +2235,10 @@ static dt_status dt__gather_ints(dt_comm *comm, const int32_t *mine, int32_t *al
     return dt__op_run(comm, call);
 }
 
-/* ---- the router: choices of whole sequences ---- */
+/* State of a router. An array of choices has the shape (B,tokens,k), where `tokens` is the number
+   of tokens per sequence in x (local_tokens), in the tensor-parallel region (region_tokens) or in
+   the whole sequence (full_tokens). An array for whole sequences has the tokens of cp's ranks one
+   after another, in rank order. */
 
 /* State of a router. An array of choices has the shape (B,tokens,k), where `tokens` is the number
    of tokens per sequence in x (local_tokens), in the tensor-parallel region (region_tokens) or in
@@ -3248,8 +3251,8 @@ struct dt_schedule {
     dt__program *program; /* (ranks) */
     int *stage_of_chunk;  /* (ranks,chunks): the stage of each chunk */
     int *chunk_of_stage;  /* (stages): for each stage its rank * chunks + its chunk */
-    /* (stages,micros,3): the indices of F, of B or I, and of W in the program of the stage's rank;
-       -1 if missing */
+    /* (total): for each F the index of the rank's last earlier F that used the same slot; -1 if
+       there is none */
     int *action_index;
     /* (total): for each F the index of the F of the same rank that used the slot before; -1 if
        there is none */

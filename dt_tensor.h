@@ -503,8 +503,8 @@ typedef struct dt_rope_args {
     int inverse, accumulate; /* inverse 1: rotate by the negative angle, as the backward does */
 } dt_rope_args;
 
-/* out[r,c] (+)= in[r,c] / (1 - p), or 0 if the counter-based RNG drops the element (key, tokens[r],
-   offset + c) */
+/* out[r,c] (+)= in[r,c] / (1 - p), or 0 if the element is dropped. Whether it is dropped is decided
+   by the counter-based RNG from `key`, tokens[r] and the column offset + c. */
 typedef struct dt_dropout_args {
     dt_dtype dtype;
     void *out;
@@ -9212,8 +9212,9 @@ DT__FN void DT__K(transpose)(
         for (int l = 0; l < DT__TRANSPOSE; l++) panel[p * width + l] = row[l][p];
 }
 
-/* Returns `terms` elements of one row, at most 64, as words that hold one step each: a pointer into
-   the source, or `buf`, filled with the converted words. */
+/* Returns `terms` elements of one row, at most 64, as an array of words, one word for each step of
+   the micro-kernel: one element, or two 16-bit elements if `pairs` is 1. The result is a pointer
+   into the source if no conversion is needed, otherwise `buf`, filled with the words. */
 DT__FN const DT__REAL *DT__K(load_words)(
     dt_dtype dtype, int pairs, const void *from, int64_t at, int64_t terms, DT__REAL *buf) {
 #if DT__BITS == 32 && DT__ISA == 2
@@ -10487,9 +10488,9 @@ DT__FN dt_status DT__K(cross_entropy_partial)(const dt_cross_entropy_args *a) {
     return DT_OK;
 }
 
-/* Combines the partial results of all ranks into the loss. For each row, with max, the largest lse
-   of any rank, lse = max + log(sum over ranks of e^(the rank's lse - max)). The target values of
-   all ranks are added. */
+/* Combines the partial results of all ranks into the loss. For each row, lse = max + log(sum over
+   ranks of e^(the rank's lse - max)), where max is the largest lse of any rank, and the target
+   values of all ranks are added. */
 DT__FN dt_status DT__K(cross_entropy_merge)(const dt_cross_entropy_merge_args *a) {
     double total = 0, squares = 0;
     for (size_t r = 0; r < a->rows; r++) {

@@ -57,7 +57,7 @@ static dt_tensor *mlp_loss(const mlp *m, dt_tensor *x, dt_tensor *y) {
     return dt_mse(dt_linear(h, m->w2, m->b2), y, B);    /* (..,H) -> (..,1) -> scalar */
 }
 
-/* Gradient descent: subtracts lr times its gradient from every parameter. */
+/* Gradient descent: for every parameter, subtracts lr times the parameter's gradient. */
 static void update(dt_ctx *ctx, float lr) {
     for (int i = 0; i < dt_param_count(ctx); i++) {
         dt_tensor *p = dt_param_get(ctx, i);

@@ -27,7 +27,8 @@
 #include <stdio.h>
 
 /* steps; sequences per step and tokens per sequence; inputs per token, width, feed-forward width;
-   layers, and layers of the smaller model that each run is compared with; most ranks */
+   layers, and layers of the smaller model that each run is compared with; largest number of
+   ranks */
 enum { STEPS = 31, B = 4, T = 32, IN = 4, C = 64, F = 128, L = 4, FEWER = 2, MAX_RANKS = 4 };
 
 typedef struct model {

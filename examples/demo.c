@@ -132,9 +132,10 @@ static int64_t offset_of(const table *t, const char *name) {
     return t->first[i];
 }
 
-/* Returns 1 on the first of all ranks that hold the same local slice of a parameter. These ranks
-   are along dp and cp, along ep and tp if these axes do not shard the parameter, the ranks with
-   copies of the same kv head, and the stages with copies of a tied embedding. */
+/* Returns 1 on the first of all ranks that hold the same local slice of a parameter. The same slice
+   is on all ranks of dp and of cp, on all ranks of ep if ep does not shard the parameter, on all
+   ranks of tp if tp does not shard it, on the ranks of tp that hold copies of the same kv head, and
+   on the two stages that hold copies of a tied embedding. */
 static int is_first(dt_ctx *ctx, const gpt *model, const dt_mesh_desc *m, const dt_param_desc *d) {
     const gpt_config *c = &model->config;
     int rank = dt_ctx_rank(ctx), cp = rank / m->tp % m->cp;

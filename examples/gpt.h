@@ -107,7 +107,7 @@ typedef struct gpt_config {
     int shared_experts; /* n: each MoE layer also has an MLP of width n F for every token */
     double capacity;    /* expert capacity, dt_route_desc.capacity; generation drops no token */
     double balance, z;  /* weights of the load-balancing loss and the router z-loss */
-    /* > 0: the router has a bias per expert, and gpt_balance changes it by this rate */
+    /* > 0: the router has a bias per expert, and gpt_balance changes a bias by this amount */
     double router_bias;
     dt_comm *ep; /* group that shards the experts */
     dt_comm *pp; /* group of the pipeline's p ranks; rank s % p has stage s */
@@ -167,9 +167,9 @@ enum { GPT_GAIN, GPT_BIAS, GPT_POSITION, GPT_MATRIX, GPT_BRANCH, GPT_ROUTER_BIAS
 /* One row of the table of parameters. */
 typedef struct gpt_param_row {
     int section, models;
-    /* shape has one letter per dimension. tp shards the dimension that follows '/', ep shards the
-       dimension that follows '|'. A shape that begins with '+' has a gradient that is partial over
-       tp. */
+    /* shape has one letter (see gpt_size) or digit per dimension. A '/' precedes the dimension that
+       tp shards, and a '|' precedes the dimension that ep shards. If shape begins with '+', the
+       parameter's gradient is partial over tp. */
     const char *name, *shape;
     int kind;
     size_t at; /* offset of the dt_tensor * in gpt or gpt_layer */
@@ -229,7 +229,8 @@ static inline int gpt_is_in_layer(const gpt_param_row *r) {
     return gpt_section(r) == GPT_ATTENTION || gpt_section(r) == GPT_MLP;
 }
 
-/* Returns 1 if the model has this parameter (in this layer). A tied head has none, it uses wte. */
+/* Returns 1 if the model has this parameter. For a parameter of a layer, returns 1 if this layer
+   has it. A tied head has no parameter of its own, because it uses wte. */
 static inline int gpt_has_param(gpt_config c, const gpt_param_row *r, int layer) {
     int mixture = gpt_is_moe(c, layer);
     if (!(r->models >> c.arch & 1) ||
@@ -275,8 +276,8 @@ static inline int gpt_dim(const gpt_param_row *r, char mark) {
 
 /* Sets the parameter's shardings and gradient placements over ep and tp. The gradient is partial
    over tp in three cases. (1) kv heads are copied, and each copy serves some of the query heads.
-   (2) Under sequence parallelism each rank sees some of the tokens. (3) The shape begins with '+',
-   because only rank 0 of tp uses its copy. */
+   (2) Under sequence parallelism each rank sees some of the tokens. (3) Only rank 0 of tp uses its
+   copy of the parameter. The shape of such a parameter begins with '+'. */
 static inline void gpt_shard(const gpt *m, const gpt_param_row *r, dt_param_desc *d) {
     int dim = gpt_dim(r, '/'), experts = gpt_dim(r, '|');
     char letter = dim < 0 ? 0 : strchr(r->shape, '/')[1];
@@ -482,7 +483,7 @@ typedef struct gpt_cache {
     gpt *model;
     dt_schedule *schedule; /* of the pipeline; NULL: one stage */
     int length;            /* tokens in the cache, at most config.seq */
-    /* each (1,length,K,D), in memory for (1,seq,K,D) */
+    /* each is (1,length,K,D) and has memory for seq tokens, (1,seq,K,D) */
     dt_tensor k[GPT_MAX_LAYERS], v[GPT_MAX_LAYERS];
     void *data;
     size_t bytes;
@@ -688,8 +689,8 @@ static inline dt_tensor *gpt_token_positions(const gpt *m, int64_t B, int64_t T,
     return positions;
 }
 
-/* Token embedding, (B,T) -> (B,T,C). Runs as a block, so that the partial rows are freed after they
-   have been summed over tp. */
+/* Token embedding, for GPT-2 plus the position embedding, and dropout: (B,T) -> (B,T,C). Under tp
+   it runs as a block, so that the partial rows are freed after they have been summed over tp. */
 static inline dt_tensor *gpt_embed(dt_tensor *x, void *user) {
     const gpt_pass *r = (const gpt_pass *)user;
     gpt *m = r->model;
@@ -730,11 +731,12 @@ static inline gpt_pass gpt_pass_make(gpt *m, gpt_tokens t, gpt_cache *cache) {
     return r;
 }
 
-/* Runs items [item, end): x (NULL at item 0) -> (B,T,C), with T sharded under sp. Of the head, runs
-   the final norm but not the product. The embedding runs as a block if the end of the block can
-   free memory: partial rows under tp, or at ZeRO-3 an embedding table that the head does not need.
-   With full:k, layers ik .. ik + k - 1 are recomputed together; if the stage has only some of these
-   layers, those are recomputed together. */
+/* Runs items [r.item, r.end) (see gpt_config.stage_begin): x (NULL at item 0) -> (B,T,C), with T
+   sharded under sp. Of the head, runs the final norm but not the matrix product. The embedding runs
+   as a block if memory can be freed when the block ends: the partial rows under tp, or at ZeRO-3 an
+   embedding table that this stage does not also use as its head. With --recompute full:k, layers
+   i * k to i * k + k - 1 are recomputed together. If the stage has only some of these layers, those
+   are recomputed together. */
 static inline dt_tensor *gpt_layers_and_norm(gpt_pass r, dt_tensor *x) {
     gpt *m = r.model;
     int block = dt_comm_size(m->config.tp) > 1 || !m->config.tied || gpt_stages(m->config) > 1;
@@ -819,15 +821,15 @@ static inline dt_tensor *gpt_loss(gpt *m, dt_tensor *ids, dt_tensor *labels, dou
 // ==== Generation =================================================================================
 
 /* [collective: tp, pp] KV cache. A token's keys and values do not depend on later tokens. So the
-   cache keeps the keys and values of all earlier tokens, 2 L seq K D elements, and a new token
-   costs one row of every product and one query:
+   cache keeps the keys and values of all earlier tokens, 2 L seq K D elements. For a new token,
+   every matrix product then computes only one row, and attention computes only one query:
 
        keys   [k0 k1 k2 .. k(length-1) | free ..  seq]      the new token's key goes to row `length`
 
    New rows are written in place into memory that is allocated once. Concatenating tensors would
    copy all rows for every token. Every rank of tp and pp caches the keys and values of its own
    heads and layers, and every rank gets the sampled token. The ranks of cp do not share the work:
-   each computes all tokens, so it is enough to call this on one of them. Between gpt_cache_open and
+   each computes all tokens, so it is enough to generate on one of them. Between gpt_cache_open and
    gpt_cache_close the tape records nothing. */
 static inline void gpt_cache_close(gpt_cache *c) {
     dt_ctx *ctx = c->model->ctx;

@@ -263,8 +263,8 @@ static inline void gpt_config_read(dt_json *j, gpt_config *c, int head) {
             c->heads, c->kv_heads);
 }
 
-/* Sets out to folder/name, where path is the folder or a file in the folder. If the name is too
-   long, reports an error and returns -1. */
+/* Writes the path folder/name into `out`, where the folder is `path` or, if `path` is a file, the
+   folder of that file. If the name is too long, reports an error and returns -1. */
 static inline int gpt_path_beside(
     dt_ctx *ctx, char *out, size_t bytes, const char *path, const char *name) {
     const char *dot = strrchr(path, '.'), *slash = strrchr(path, '/');

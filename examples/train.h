@@ -51,9 +51,9 @@ typedef struct train_row {
 typedef struct train_footprint {
     /* live bytes at the end of the run or at its first failure, peaks up to that time */
     dt_memory memory;
-    /* [0] is for dense parameters, [1] for parameters sharded over ep. params is the number of
-       elements on this rank, padded the number when each bucket is padded to a multiple of
-       N * DT_PIECE, and shard_ranks is N. */
+    /* [0] is for dense parameters, [1] for parameters sharded over ep. shard_ranks is N. params is
+       the number of elements on this rank. padded is the number of elements on this rank after each
+       bucket is padded to a multiple of N * DT_PIECE. */
     struct {
         int64_t params, padded;
         int shard_ranks;
@@ -244,9 +244,9 @@ static inline int64_t train_sequence(const train_batch *b, int micro, int replic
     return dt_sampler_next(b->sampler);
 }
 
-/* Reads sequence number `sequence` of a text, which is the k-th sequence of the step, and stores
-   this rank's tokens at offset `at`. The labels are shifted before the sequence is sharded over cp,
-   so that also the last token of a shard has the right label. */
+/* Reads sequence number `sequence` of a text and stores this rank's tokens at offset `at`. In the
+   step this is the k-th sequence. The labels are shifted before the sequence is sharded over cp, so
+   that the last token of a shard also has the right label. */
 static inline dt_status train_sequence_read(
     train_batch *b, dt_text *text, const gpt *model, int64_t sequence, int64_t k, int64_t at) {
     int32_t *from[3] = { b->sequence, b->sequence + b->T, b->sequence + 2 * b->T };
@@ -363,9 +363,10 @@ static inline double train_eval(gpt *model, const dt_mesh *mesh, dt_text *text, 
     return pass.loss;
 }
 
-/* Sums the router counts of the step over all ranks into *row, and clears the counts. A layer
-   routes each token on one rank of dp, ep and cp (and of tp under sp), and one rank of pp has the
-   layer, so the sum over these groups counts every token once. */
+/* Sums the router counts of the step over all ranks into *row, and clears the counts. In each MoE
+   layer a token is routed by one rank of the data group (dp, ep and cp). Under sp the ranks of tp
+   route different tokens; otherwise they all route the same tokens, and tp is not summed over. Each
+   layer is on one rank of pp. So the sum counts every token once per layer. */
 static inline void train_router_metrics(gpt *model, const dt_mesh *mesh, train_row *row) {
     const gpt_config *c = &model->config;
     dt_comm *const groups[3] = { mesh->data, c->sp ? mesh->tp : NULL, mesh->pp };

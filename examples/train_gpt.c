@@ -264,7 +264,10 @@ typedef struct value {
     char buffer[32]; /* holds the text of a computed number */
 } value;
 
-// ==== 2. Writing text ===========================================================================
+/* How this process was launched, and the state of its output. rank is the rank of this process with
+   --backend mpi, tcp or nccl, and otherwise 0. size is the number of ranks with --backend mpi, and
+   otherwise 0. launcher_status is the error in the launcher's variables, if any. summary and
+   device_note are the texts of the lines `launch` and `device` in the printed settings. */
 
 /* How this process was launched, and the state of its output. With --backend mpi, rank and size are
    this rank and the number of ranks. With tcp, rank is this rank and size is 0. Else both are 0.
@@ -280,7 +283,8 @@ static struct {
     int *stop_requested; /* 1: SIGTERM arrived or standard output is lost; finish the step, save */
     int *made_step;      /* 1: this attempt has completed a step */
     int *stdout_error;   /* errno of a failed write to standard output; 0: none */
-    /* errno of a failed write to standard error; later lines do not wait for a stalled reader */
+    /* errno of a failed write to standard error; 0: none. After a failure, later lines are dropped,
+       so that they do not wait for a stalled reader. */
     int *stderr_error;
 } launched = { .write_timeout_s = 60 };
 
@@ -489,9 +493,9 @@ static __attribute__((noreturn)) void refuse_unknown(const char *name) {
     refuse("unknown option --%s; the nearest is --%s (--help lists all)", name, table[best].name);
 }
 
-/* Parses the decimal number at the start of text. Returns its length, or 0 without a number. A real
-   number may have a point and an exponent. Unlike strtod, does not accept a blank, a sign, a
-   hexadecimal number, inf or nan. */
+/* Parses the decimal number at the start of text. Returns its length, or 0 if text does not start
+   with a number. If `real` is 1, the number may have a decimal point and an exponent. Unlike
+   strtod, does not accept a blank, a sign, a hexadecimal number, inf or nan. */
 static size_t decimal(const char *text, int real, double *number) {
     static const char digits[] = "0123456789";
     size_t n = strspn(text, digits), point = real && text[n] == '.';
@@ -558,7 +562,9 @@ static void parse_word(int id, value *v, const char *text) {
     v->number = index;
 }
 
-/* Sets an option's value after checking its kind and whether the option is built. */
+/* Sets an option to text. Refuses text that is not a legal value for the option's kind. If the
+   option is not available in this build, also refuses a value given by the user that differs from
+   the default. */
 static void set(value *v, int id, const char *text, int from) {
     const option *o = &table[id];
     value default_value = { 0 };
@@ -885,8 +891,8 @@ static __attribute__((noreturn)) void refuse_key(const char *path) {
     refuse("unknown key%s%s", *nearest ? "; the nearest is " : "", nearest);
 }
 
-/* Sets config.node and config.path to `node`, so that errors name its key. Returns the key. A long
-   key is shortened in config.path. */
+/* Sets config.node to `node` and config.path to prefix and the node's key, so that errors name the
+   key. Returns the key. In config.path a long key is shortened. */
 static const char *config_enter(int node, const char *prefix) {
     size_t bytes = 0, shown = 0;
     const char *key = dt_json_key(config.json, node, &bytes);
@@ -1330,9 +1336,9 @@ static const dt_kernels *kernels_of(const value *v) {
     return dt_kernels_cpu();
 }
 
-/* Launcher discovery. The command line overrides the environment. If a launcher started several
-   processes, the default backend is nccl on GPUs, mpi under an MPI launcher if the program is built
-   with MPI, and else tcp. */
+/* Finds the launcher. The command line overrides the environment. If a launcher started several
+   processes, the default backend is nccl on GPUs if the program is built with NCCL. Otherwise it is
+   mpi under an MPI launcher if the program is built with MPI, and tcp in all other cases. */
 static void find_launch(value *v) {
     const dt_launch *launcher = &launched.launcher;
     const char *backend = "tcp";
@@ -1374,8 +1380,8 @@ static void check_token(const char *path) {
     setenv("DT_TOKEN_FILE", path, 1);
 }
 
-/* Finds rank, ranks and rendezvous for tcp and nccl, on the command line or else from the
-   launcher. */
+/* Determines --rank, --ranks and --rendezvous for the backends tcp and nccl. A value that is not on
+   the command line comes from the launcher. */
 static void resolve_tcp(value *v) {
     const dt_launch *launcher = &launched.launcher;
     int told = launcher->launcher[0] && !v[O_RANK].text;
@@ -1415,8 +1421,9 @@ static void resolve_tcp(value *v) {
             v[O_RENDEZVOUS].text ? v[O_RENDEZVOUS].text : "127.0.0.1:29500");
 }
 
-/* Refuses a launcher or launcher options together with a one-process backend. Each process would
-   train alone, and all processes would write the same log. */
+/* Refuses a launcher, and the options for ranks that are started separately, if the backend is
+   threads or procs, because such a backend starts all ranks from one process. Otherwise each
+   process of the launcher would train alone, and all processes would write the same log. */
 static void refuse_launcher(const value *v) {
     const dt_launch *launcher = &launched.launcher;
     if (launcher->size > 1)
@@ -1656,8 +1663,9 @@ static void resolve_sharding(const value *v, dt_mesh_desc mesh, gpt_config *m) {
                "with --experts");
 }
 
-/* Reads a list of numbers of half layers, one number per stage. The first stage also has the
-   embedding, and the last stage also has the head. */
+/* Reads --partition as a list that gives for each stage its number of half layers. A half layer is
+   the attention or the MLP of a layer. The first stage also has the embedding, and the last stage
+   also has the head. */
 static void parse_partition(const value *v, train_config *c, int stages) {
     const char *at = v[O_PARTITION].text, *list = at;
     int64_t sum = 0, halves = 2 * c->model.layers;
@@ -1804,7 +1812,7 @@ static void check_tokens(const value *v, int id, train_files *files, int64_t mos
         dt_text_close(text);
         text = dt_text_open(ctx, (const char *const *)files->path, files->count, T);
         int64_t S = dt_text_sequences(text);
-        /* find_text refuses larger S */
+        /* no shuffling above the limit, because find_text then refuses the run after this check */
         int shuffle = id == O_DATA && v[O_SHUFFLE].number && S <= DT_SAMPLER_MAX_SHUFFLED;
         dt_sampler *order = dt_sampler_make(ctx, (dt_sampler_desc){ .samples = S,
                                                      .replicas = 1,
@@ -2006,8 +2014,9 @@ static void check_outputs(const value *v, const train_config *c) {
 
 // ==== 8. Settings block =========================================================================
 
-/* Prints the number of layers of each stage, for example "0.5 + 3.5", without embedding and head,
-   and the bubble of a simulation. */
+/* Prints the number of layers of each stage, for example "embedding, 0.5 + 3.5, head", where the
+   numbers do not count the embedding and the head. Then prints the bubble of a simulation of the
+   schedule. */
 static void print_stages(const train_config *c) {
     int stages = c->mesh.pp * c->chunks, items = 2 * c->model.layers + 2;
     line out = { .fd = 1 };
@@ -2303,7 +2312,8 @@ static const int changeable_options[] = { O_DROPOUT, O_BALANCE_LOSS, O_Z_LOSS, O
     O_BETA1, O_BETA2, O_EPS, O_MOMENTUM, O_LABEL_SMOOTHING, O_FREEZE_STEPS, O_LOSS_SCALE,
     O_REDUCE };
 
-/* Returns 1 if an option differs from a checkpoint's settings. Sets text to the value there. */
+/* Returns 1 if an option differs from a checkpoint's settings. Sets `text` to the option's value in
+   the checkpoint. */
 static int differs(const dt_json *then, const value *v, int id, char *text, size_t bytes) {
     int node = dt_json_find(then, 0, table[id].name), on = 0;
     double number = 0;
@@ -2319,8 +2329,8 @@ static int differs(const dt_json *then, const value *v, int id, char *text, size
     return number != v[id].number;
 }
 
-/* Returns the first of fixed_options that differs from a checkpoint's settings, or -1. Sets was to
-   the value in the checkpoint. */
+/* Returns the first of fixed_options that differs from a checkpoint's settings, or -1. Sets `was`
+   to that option's value in the checkpoint. */
 static int changed_option(const dt_json *then, const value *v, char *was, size_t bytes) {
     for (size_t i = 0; i < sizeof fixed_options / sizeof *fixed_options; i++)
         if (differs(then, v, fixed_options[i], was, bytes)) return fixed_options[i];
@@ -2459,7 +2469,8 @@ static dt_status rank_main(dt_ctx *ctx, void *user) {
     return train(ctx, &j->config);
 }
 
-/* kill -USR1 prints the wait report, which says where each rank is. */
+/* SIGUSR1 (kill -USR1) requests the table of dt_ranks_text: for each rank, the operation in which
+   the rank waits or that it finished last. */
 static int report_requested;
 static void on_sigusr1(int number) {
     (void)number;
@@ -2617,7 +2628,8 @@ static int run(job *j) {
 
 // ==== 10. Dry run ===============================================================================
 
-/* Prints the n ranks of this rank's group along one axis. Their ranks are `stride` apart. */
+/* Prints the n members of the group to which `rank` belongs along one axis. The ranks of two
+   consecutive members differ by `stride`. */
 static void print_group(line *out, int rank, int n, int stride) {
     char text[64] = "";
     int first = rank - rank / stride % n * stride, used = 0;
