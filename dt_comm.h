@@ -4083,8 +4083,9 @@ static const char *dt__argument_error(const dt_comm *comm, const dt__call *call)
     return dt__overlap_error(comm, call);
 }
 
-/* Runs a call with comm NULL, a group of one. There is no context that could fail, so an error is
-   only returned; there is no kernel table, so memcpy copies the data. */
+/* Runs a call whose comm is NULL, which means a group of one rank. There is no context in which to
+   record an error, so errors are only returned. There is no kernel table either, so memcpy copies
+   the data. */
 static dt_status dt__call_without_comm(const dt__call *call) {
     const void *send = call->send;
     size_t bytes = dt__call_bytes(call);
@@ -4323,10 +4324,10 @@ static int dt__work_route(dt_work *work) {
 
 /* A backend may enqueue an operation on a device and record an event after it
    (dt_kernels.event_record). For the host the operation is then complete: dt_wait makes the rank's
-   stream wait for the event and returns. A second work, called a device operation, tracks the
-   operation on the device; it is complete when the device has reached the event. A wait for a
-   device has no timeout. So before the host waits for the device, it waits for all device
-   operations through the progress engine (section 12), which has a timeout. */
+   stream wait for the event and returns. A second dt_work object, called a device operation, stands
+   for the part that the device still has to do; it is complete when the device has reached the
+   event. A wait for a device has no timeout. So before the host waits for the device, it waits for
+   all device operations through the progress engine (section 12), which has a timeout. */
 
 static int dt__device_op_poll(dt_work *work) {
     int passed = dt_ctx_kernels(work->comm->world->ctx)->event_query(work->device_event);
@@ -6371,9 +6372,10 @@ enum {
 #define DT__TCP_SKEW_S 0.5 /* the ranks' timeouts may begin up to this many seconds apart */
 /* a pending connection may be evicted only after it has sent no data for this many seconds */
 #define DT__TCP_EVICT_SILENCE_S 0.03
-/* seconds for which a failed rank tries to send its abort to peers whose sockets are full */
+/* a failed rank tries for at most this many seconds to send its abort to peers whose sockets are
+   full */
 #define DT__TCP_FLUSH_S 0.25
-/* seconds for which a failed rank waits until the others have read its abort */
+/* a failed rank waits at most this many seconds for the other ranks to read its abort */
 #define DT__TCP_GRACE_S 0.75
 
 static const char dt__tcp_magic[8] = { 'd', 't', ' ', 't', 'c', 'p', '\r', '\n' };
@@ -9523,8 +9525,8 @@ static void dt__nccl_begin_collective(dt_work *work) {
        receiver    replies with the message's number
        both        call ncclSend and ncclRecv in the order of the numbers
 
-   A message gets its number only once the receiver has asked for it, so no message waits for an
-   earlier message that the receiver has not asked for. */
+   The receiver gives a message its number when it has posted a receive for the message. So no
+   message waits for an earlier one whose receive is not posted yet. */
 
 static dt__nccl_channel *dt__nccl_channel_of(dt_work *work, const dt__p2p *p2p) {
     dt__nccl *nccl = work->comm->world->nccl;

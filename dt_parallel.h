@@ -3989,8 +3989,9 @@ dt_schedule_bubble dt_schedule_bubble_of(const dt_schedule *s, const dt_span *sp
 /* ---- partitioning a model into stages ---- */
 
 /* Returns the number of parts of a greedy partition of the items in which each part costs at most
-   `limit`. No item may cost more than `limit`. Lowers *next to the smallest limit above `limit` at
-   which some part could take one more item. */
+   `limit`. No item may cost more than `limit`. Also computes the smallest limit above `limit` at
+   which some part could take one more item, and stores it in `next` if it is below the value
+   there. */
 static int dt__count_parts(const double *costs, int n, double limit, double *next) {
     int parts = 1;
     double sum = 0;
@@ -5264,7 +5265,7 @@ dt_status dt_dry_begin(dt_ctx *ctx, dt_dry *dry) {
         return dt_fail(ctx, DT_ERR_ARG, "dt_dry_begin: %s",
             dry ? "the context has tensors already" : "no dt_dry");
     table.user = dry;
-    /* scratch and saved logits must count as on the real device */
+    /* so that the dry run counts the scratch and the saved logits of the real device */
     table.work_bytes = ctx->kernels.work_bytes;
     table.max_saved_logits = ctx->kernels.max_saved_logits;
     if (ctx->owns_stream) ctx->kernels.close(ctx->stream);

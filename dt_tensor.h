@@ -100,7 +100,8 @@
                 tensors live until dt_reset. Data made inside a recomputed dt_block live only while
                 the block runs. Host buffers that you pass are copied. A program whose steps are all
                 alike allocates memory in its first steps only; later growth is logged.
-     Errors     The context records the first failure with its text (dt_error, dt_error_text).
+     Errors     The context records the first failure with its text (dt_error, dt_error_text); a
+                function that records one is said to fail the context (dt_fail).
                 After a failure ops do nothing and return NULL, and dt_item returns NaN. An op with
                 a NULL input returns NULL too. So a loop needs no checks: check once at the end.
      Threads    A context belongs to one thread at a time. Contexts share nothing.
@@ -1068,10 +1069,10 @@ DT_API dt_memory dt_memory_used(const dt_ctx *ctx);
 DT_API void dt_memory_reset_peak(dt_ctx *ctx);
 
 /* [local] Allocates memory of class `mem`: from the host table for DT_MEM_HOST, from the kernel
-   table for all other classes. Returns NULL without an error if bytes is 0. If the table refuses,
-   or the allocation would exceed mem_limit, fails the context with DT_ERR_MEM; the error text has
-   `what` and the bytes, and the log hook gets a notice with the live bytes and the peak of each
-   class. */
+   table for all other classes. Returns NULL without an error if bytes is 0. If the table returns
+   NULL, or if the allocation would exceed mem_limit, the function fails the context with DT_ERR_MEM.
+   The error text has `what` and the bytes, and the log hook gets a notice with the live bytes and
+   the peak of each class. */
 DT_API void *dt_alloc(dt_ctx *ctx, dt_mem mem, size_t bytes, const char *what);
 /* [local] Frees memory from dt_alloc. Pass the `mem` and `bytes` of the allocation. p may be
    NULL. */
@@ -1420,8 +1421,9 @@ DT_API dt_tensor *dt_max_over(dt_tensor *x, int dim);
    is copied. */
 DT_API dt_tensor *dt_reshape(dt_tensor *x, dt_shape shape);
 /* dt_slice returns indices first .. first + count - 1 of dimension `dim`. dt_concat joins n
-   tensors, at most 8, along dimension `dim`; if all of them are NULL, it returns NULL without a
-   failure, because there is no context. dt_transpose exchanges two dimensions. */
+   tensors, at most 8, along dimension `dim`. If all n tensors are NULL, dt_concat only returns
+   NULL: without a tensor it has no context in which to record an error. dt_transpose exchanges two
+   dimensions. */
 DT_API dt_tensor *dt_slice(dt_tensor *x, int dim, int64_t first, int64_t count);
 DT_API dt_tensor *dt_concat(dt_tensor *const *x, int n, int dim);
 DT_API dt_tensor *dt_transpose(dt_tensor *x, int dim_a, int dim_b);
@@ -9212,9 +9214,9 @@ DT__FN void DT__K(transpose)(
         for (int l = 0; l < DT__TRANSPOSE; l++) panel[p * width + l] = row[l][p];
 }
 
-/* Returns `terms` elements of one row, at most 64, as an array of words, one word for each step of
-   the micro-kernel: one element, or two 16-bit elements if `pairs` is 1. The result is a pointer
-   into the source if no conversion is needed, otherwise `buf`, filled with the words. */
+/* Loads `terms` elements of one row, at most 64, in the form that the micro-kernel reads: an array
+   with one word per step. A word is one element; if `pairs` is 1, it is two 16-bit elements. Returns
+   a pointer into the source if no conversion is needed. Otherwise fills and returns `buf`. */
 DT__FN const DT__REAL *DT__K(load_words)(
     dt_dtype dtype, int pairs, const void *from, int64_t at, int64_t terms, DT__REAL *buf) {
 #if DT__BITS == 32 && DT__ISA == 2
