@@ -2,12 +2,13 @@
    end of the file
 
    The second of four single-header libraries; dt_tensor.h, which it includes, lists them all. It
-   runs one function on many ranks and lets groups of ranks sum, gather and exchange arrays. The
-   first failure on any rank ends every other rank's wait, with a text that names it. A rank is a
-   thread, a forked process, or a process behind a transport: five functions that carry messages.
+   runs one function on many ranks and lets groups of ranks sum, gather and exchange arrays. When a
+   rank fails, the waits of all other ranks end, and the error text names the rank that failed
+   first. A rank is a thread, a forked process, or a process that exchanges messages with the other
+   ranks through a transport (five functions).
 
    DOES NOT: install signal handlers, call exit or abort, keep global state, wait for a message
-   without a timeout, start threads other than the ranks that dt_run was asked for.
+   without a timeout, start threads other than the ranks that the caller of dt_run asked for.
 
    QUICK EXAMPLE
 
@@ -34,18 +35,20 @@
        mpicc -O3 -DDT_USE_MPI train.c -lm -lpthread     MPI; mpirun -np 4 ./a.out
 
    OPTIONS (define before including)
-       DT_IMPLEMENTATION   in exactly one file: the code, not only the declarations
-       DT_USE_MPI          the MPI backend: needs mpi.h of MPI 3.1 or later
-       DT_USE_NCCL         the NCCL backend: needs nccl.h of NCCL 2.18.1 or later. nvcc sets it
-                           where it finds nccl.h, unless DT_NO_NCCL is defined. With DT_NCCL_DLOPEN
-                           the program looks for libnccl.so.2 at run time, and then keeps it loaded
-       DT_NCCL_MIN_BYTES   4096: larger messages (in bytes) between devices go through NCCL; equal
-                           on every rank
-       DT_NCCL_F32_WINDOW  4194304: elements of a group's f32 window, through which NCCL sums bf16
-                           and f16; equal on every rank, and not less than the number of ranks
-       DT_STATIC           everything static; define it in every file
-       DT_NO_CHECKS        no operation records, no comparison of calls in shared memory, no
-                           deadlock detection: to measure what they cost
+       DT_IMPLEMENTATION   adds the code to the declarations; define it in exactly one file
+       DT_USE_MPI          adds the MPI backend, which needs mpi.h of MPI 3.1 or later
+       DT_USE_NCCL         adds the NCCL backend, which needs nccl.h of NCCL 2.18.1 or later. Under
+                           nvcc this header defines DT_USE_NCCL itself if nccl.h is found and
+                           DT_NO_NCCL is not defined. With DT_NCCL_DLOPEN the program does not link
+                           NCCL: it loads libnccl.so.2 at run time and keeps the library loaded
+       DT_NCCL_MIN_BYTES   size in bytes, 4096 by default. Messages between devices that are larger
+                           go through NCCL. The value must be equal on every rank
+       DT_NCCL_F32_WINDOW  number of elements, 4194304 by default, of each group's f32 window,
+                           through which NCCL sums bf16 and f16. The value must be equal on every
+                           rank and at least the number of ranks
+       DT_STATIC           makes everything static; define it in every file that includes dt_comm.h
+       DT_NO_CHECKS        leaves out the operation records, the comparison of the ranks' calls in
+                           shared memory and the deadlock detection, to measure what they cost
 
    CONTENTS
      1. Launch (dt_run, backends, rendezvous, launcher, fault injection)
@@ -81,47 +84,52 @@
    CONTRACT
      Memory     dt_run allocates one shared memory segment for all ranks: about 130 KiB for each
                 pair of ranks and 34 KiB for each rank of each group. Most of its pages stay
-                untouched until messages use them. Groups belong to the context's world and end with
-                it. Your buffers are read and written only between the call and its return, or
-                between a start and its dt_wait. After that no other rank touches them, even after
-                an error. A forked rank's memory of the classes params, grads, acts and comm
-                (dt_alloc) lies in the segment too; the rank's other memory is copied through the
-                segment in windows of DT_WINDOW_BYTES. MPI ranks have one segment for each machine,
-                if the machine's system allows shared memory. Ranks that are threads on several GPUs
-                access each other's memory: if a GPU cannot access another (peer access), dt_run
-                fails with DT_ERR_DEVICE; use backend nccl then.
-     Errors     A collective that cannot be done fails the context (dt_error, dt_error_text) and
-                returns its status. Any failure of any context (dt_fail from an op or from your
-                code, a refused allocation) poisons the world: every rank that waits, and every
-                later call, returns DT_ERR_PEER and a text that names the first rank and its reason.
-                If ranks call different operations, or the same operation with another count, type,
-                reduction or root, every rank gets an error that names both calls and their call
-                sites, once all ranks have called (over tcp and mpi: dt_run_desc.check). If all
-                ranks wait and no message is in flight, every rank gets an error that names the
-                cycle of waits, without waiting for the timeout. A rank that ended or died is named,
-                a killed rank with its signal. A rank that does not arrive within timeout_s is named
-                with its state: stopped, spinning, asleep, late. Error texts give world ranks. Only
-                the first failure is logged as an error. Timeouts count only time in which a rank's
-                process runs: a job that is suspended as a whole (Ctrl-Z, scontrol suspend)
-                continues when resumed.
-     Threads    dt_run's caller is the supervisor and never a rank. A dt_comm belongs to its rank's
-                thread. All ranks use the tables of dt_run_desc at the same time. Several dt_run may
-                run at the same time.
-     Order      A reduction is ((r0 op r1) op r2) ... in rank order for every element, whatever the
-                count, the backend and the algorithm (except DT_RING, see dt_comm_set_algorithm),
-                and gives the same bits on every rank. bf16 and f16 are reduced in f32 and rounded
-                once at the end. So an all-reduce equals a reduce and a broadcast, and a
-                reduce-scatter and an all-gather, bit for bit. The exception is NCCL, which reduces
-                device memory in its own order (section 26). The last bits of floating-point sums
-                and products may then differ from a reduction in rank order, and between an
-                all-reduce and a reduce with a broadcast.
-     In place   as in NCCL: all-reduce and reduce send == recv; reduce-scatter and scatter recv ==
-                send + rank * count; all-gather and gather send == recv + rank * count. Any other
-                overlap of a rank's send and recv, and any overlap in an all-to-all, is DT_ERR_ARG
-                before data move.
-     Groups     comm NULL is a group of one everywhere, and a group of one is a local copy.
-     Tags       [local] a rank calls it on its own; [pairwise] two ranks call it; [collective: comm]
-                every rank of the group calls it, in the same order. */
+                untouched until messages use them. Groups belong to the context's world and are
+                freed with the world. dt accesses the buffers of a call only until the call returns,
+                or for a nonblocking operation until its dt_wait returns. After that no other rank
+                touches the buffers, even after an error. A forked rank's memory of the classes
+                params, grads, acts and comm (dt_alloc) lies in the segment too; the rank's other
+                memory is copied through the segment in windows of DT_WINDOW_BYTES. MPI ranks have
+                one segment for each machine, if the machine's system allows shared memory. Ranks
+                that are threads on several GPUs access each other's memory directly. If one of the
+                GPUs cannot access another one (peer access), dt_run fails with DT_ERR_DEVICE; use
+                backend nccl in this case.
+     Errors     If a collective cannot be done, its context fails (dt_error, dt_error_text) and the
+                call returns the error's status. The failure of one context, also by dt_fail in an
+                op or in your code or by a refused allocation, makes all ranks fail: the waiting
+                call and every later call of the other ranks return DT_ERR_PEER, and their error
+                text names the rank that failed first and its reason. If ranks call different
+                operations, or the same operation with different counts, types, reductions or roots,
+                every rank gets an error that names two differing calls and their call sites, once
+                all ranks have called (for tcp and mpi see dt_run_desc.check). If all ranks wait and
+                no message is in flight, every rank gets an error that names the cycle of waits,
+                without waiting for the timeout. The error text names a rank that has ended or died,
+                and the signal that killed it. For a rank that does not arrive within timeout_s the
+                text also gives its state: stopped, spinning, asleep or late. Error texts give world
+                ranks. Only the first failure is logged as an error. Timeouts count only time in
+                which a rank's process runs, so a job that is suspended as a whole (Ctrl-Z, scontrol
+                suspend) continues when resumed.
+     Threads    With threads and procs the caller of dt_run is the supervisor and not a rank. A
+                dt_comm belongs to its rank's thread. All ranks use the tables of dt_run_desc at the
+                same time. Several calls of dt_run can run at the same time.
+     Order      A reduction computes ((x0 op x1) op x2) ... for every element, where xr is rank r's
+                element. The order does not depend on the count, the backend or the algorithm
+                (except DT_RING, see dt_comm_set_algorithm), and every rank gets the same bits. bf16
+                and f16 are reduced in f32 and rounded once at the end. So an all-reduce equals, bit
+                for bit, a reduce followed by a broadcast, and a reduce-scatter followed by an
+                all-gather. The exception is NCCL, which reduces device memory in its own order
+                (section 26). With NCCL the last bits of floating-point sums and products may differ
+                from a reduction in rank order, and an all-reduce may differ from a reduce followed
+                by a broadcast.
+     In place   Three overlaps of a rank's buffers are allowed, as in NCCL. All-reduce and reduce:
+                send == recv. Reduce-scatter and scatter: recv == send + rank * count. All-gather
+                and gather: send == recv + rank * count. With any other overlap, and with any
+                overlap in an all-to-all, the call returns DT_ERR_ARG before it moves data.
+     Groups     In every function, comm NULL means a group that consists of the calling rank alone.
+                A collective on a group of one rank is a local copy.
+     Tags       [local]: a rank calls the function on its own. [pairwise]: two ranks call it.
+                [collective: comm]: every rank of the group calls it, and all ranks make their
+                collective calls in the same order. */
 
 #ifndef DT_COMM_H
 #define DT_COMM_H
@@ -157,134 +165,148 @@ typedef enum dt_backend {
     DT_BACKEND_NCCL
 } dt_backend;
 
-/* The first failure of a run. */
+/* The first failure of a run; dt_run fills it (dt_run_desc.report). */
 typedef struct dt_report {
-    dt_status status; /* DT_OK: no failure */
-    int rank;         /* the rank that recorded the failure; -1: the run could not start */
+    dt_status status; /* DT_OK if there was no failure */
+    int rank;         /* the rank that recorded the failure, or -1 if the run could not start */
     char text[512];   /* "rank 3: dt_linear(w1): ..." */
-    int left_behind;  /* ranks whose thread or process was still running when dt_run returned */
+    int left_behind;  /* number of ranks whose thread or process still ran when dt_run returned */
 } dt_report;
 
-/* A simulated slow network, for learning. An operation completes no earlier than latency_s plus its
-   bytes (as dt_comm_bytes counts them) / bytes_per_s after its start, or after the end of the
-   rank's previous operation if that is later. A rank that waits for the operation sleeps. Scalars
-   (section 6) cost nothing. If both fields are 0, no link is simulated. */
+/* A simulated slow network, for learning. An operation takes at least latency_s + bytes /
+   bytes_per_s seconds, where `bytes` is its number of bytes as dt_comm_bytes counts them. This time
+   runs from the start of the operation, or from the end of the rank's previous operation if that is
+   later. A rank that waits for the operation sleeps. Scalars (section 6) cost nothing. If both
+   fields are 0, no link is simulated. */
 typedef struct dt_link {
     double latency_s, bytes_per_s;
 } dt_link;
 
 typedef struct dt_run_desc {
-    int ranks;          /* 0 -> 1; under MPI, the launcher's count */
-    dt_backend backend; /* AUTO -> threads */
-    /* Longest time that a rank waits for another, in seconds, at most 1e9; 0 -> 120. A tcp run
+    int ranks;          /* number of ranks; 0 means 1, or for mpi the launcher's count */
+    dt_backend backend; /* DT_BACKEND_AUTO means threads */
+    /* Longest time that a rank waits for another, in seconds, at most 1e9; 0 means 120. A tcp run
        survives a network partition that ends at least max(timeout_s / 8, 1 s) before the timeout.
        On Linux before 6.15 it survives a partition of up to timeout_s / 2. */
     double timeout_s;
     uint64_t seed; /* 0 -> 1 */
-    /* NULL -> dt_host_default(). All ranks use the table at the same time. For procs the table must
-       have map, and its alloc is not called for the memory classes that lie in the shared memory
-       segment. Under mpi, ranks share no memory if the table has no map. */
+    /* The host table; NULL means dt_host_default(). All ranks use the table at the same time. For
+       procs the table must have the function `map`. Its `alloc` is not called for the memory
+       classes that lie in the shared memory segment. For mpi, ranks share no memory if the table
+       has no `map`. */
     const dt_host *host;
-    const dt_kernels *kernels; /* NULL -> as in dt_ctx_desc; for procs dt_kernels_cpu() */
-    const dt_io *io;           /* NULL -> dt_io_default() */
-    dt_report *report;         /* if not NULL, receives the first failure */
-    /* procs: size of the object that `user` points to. All ranks share one copy of the object,
-       which is copied back when dt_run returns. With 0, each rank has the fork's private copy. */
+    /* NULL means the default of dt_ctx_desc, or for procs dt_kernels_cpu() */
+    const dt_kernels *kernels;
+    const dt_io *io;   /* NULL -> dt_io_default() */
+    dt_report *report; /* if not NULL, dt_run writes the first failure to it */
+    /* For procs: size in bytes of the object that dt_run's `user` points to. All ranks share one
+       copy of the object, and dt_run copies it back before it returns. If user_bytes is 0, each
+       rank has its own private copy, made by fork. */
     size_t user_bytes;
     dt_link link;
-    /* mpi: how many consecutive ranks share memory; 1: no ranks share memory; 0: all ranks of one
-       machine share memory */
+    /* For mpi: the number of consecutive ranks that share memory. 1 means that no ranks share
+       memory, 0 that all ranks of one machine do. */
     int node_ranks;
-    int rank; /* tcp, nccl: the rank of this process */
-    /* tcp, nccl: the rendezvous, where rank 0 listens until all ranks have connected:
-       "10.0.0.1:29500" or "node17:29500"; NULL -> "127.0.0.1:29500". A name is resolved to an IPv4
-       address; this takes as long as the system's resolver takes, timeout_s does not limit it. The
-       other ranks listen at free ports of the interface through which they reach rank 0. Beyond the
-       loopback (127.0.0.0/8) every rank must prove that it knows the job's token. Nothing is
-       encrypted. */
+    int rank; /* for tcp and nccl: the rank of this process */
+    /* For tcp and nccl: the rendezvous, which is the address where rank 0 listens until all ranks
+       have connected, such as "10.0.0.1:29500" or "node17:29500". NULL means "127.0.0.1:29500". A
+       name is resolved to an IPv4 address; timeout_s does not limit the time that the system's
+       resolver takes. Each other rank listens at a free port of the interface through which it
+       reaches rank 0. If the address is not a loopback address (127.0.0.0/8), every rank must prove
+       that it knows the job's token. Nothing is encrypted. */
     const char *rendezvous;
     /* Limit on the live bytes of one rank, summed over all classes of dt_memory; 0: no limit. */
     size_t mem_limit;
-    /* tcp, nccl, mpi: the job's secret, at least 16 bytes; ranks prove to each other that they know
-       it. If NULL, the token is the contents of the file that DT_TOKEN_FILE names (no other user
-       may have read permission), else DT_TOKEN from the environment. On the loopback the token may
-       be missing. Under mpi rank 0's token counts, and rank 0 makes one if it has none. After the
-       rendezvous dt has erased its copy and all keys derived from it. `token` and DT_TOKEN
-       themselves stay in memory, so prefer the file. */
+    /* For tcp, nccl and mpi: the job's secret, at least 16 bytes. Ranks prove to each other that
+       they know it. If `token` is NULL, the secret is the contents of the file that the environment
+       variable DT_TOKEN_FILE names (no other user may have read permission), else the value of
+       DT_TOKEN. On the loopback no token is needed. For mpi all ranks use rank 0's token, and rank
+       0 makes one if it has none. After the rendezvous dt has erased its copy and all keys derived
+       from it. `token` and DT_TOKEN themselves stay in memory, so prefer the file. */
     const char *token;
-    int read_fault_env; /* 1: read planted faults from DT_FAULT in the environment */
-    const char *fault;  /* planted faults, instead of those in DT_FAULT; see below */
-    /* tcp, nccl, mpi: compare the ranks' calls before each operation. 0 -> in the first 100 steps,
-       or always with DT_CHECK=1 in the environment; 1 -> always; -1 -> never. */
+    int read_fault_env; /* 1: read faults from DT_FAULT in the environment, if `fault` is NULL */
+    const char *fault;  /* faults to inject, in the syntax described below; NULL: none */
+    /* For tcp, nccl and mpi: whether the ranks compare their calls before each operation. 1 means
+       always, -1 never, and 0 in the first 100 steps, or always if DT_CHECK=1 is in the
+       environment. */
     int check;
     /* A flag that a signal handler or another thread sets to 1 to ask for the ranks' status; may be
        NULL. dt then logs the table of dt_ranks_text as a notice and sets the flag to 0 again. For
-       procs the supervisor reads its own copy of the flag; over tcp, nccl and mpi a rank reads the
+       procs the supervisor reads its own copy of the flag. For tcp, nccl and mpi a rank reads its
        flag while it waits. */
     int *status_request;
 } dt_run_desc;
 
-/* Fault injection, for tests and for learning. A fault is KIND:rank=R:seq=N[:s=SECONDS]; commas
-   separate several. N counts the operations of sections 3 to 6 that rank R begins, from 1.
+/* Fault injection, for tests and for learning. A fault is written KIND:rank=R:seq=N[:s=SECONDS];
+   commas separate several faults. N counts, from 1, the operations of sections 3 to 6 that rank R
+   begins.
 
-   Before operation N: "kill" and "stop" (the signals), "exit" (with status 7), "spin" (for ever),
-   "delay" (by SECONDS, default 1), "drop" (the call is skipped and not counted). After operation N,
-   in the middle of the received data: "flip" a bit, or write a "nan".
+   Six kinds take effect before operation N. "kill" and "stop" send the rank SIGKILL or SIGSTOP,
+   "exit" ends its process with status 7, and "spin" loops for ever. "delay" sleeps for SECONDS
+   (default 1). "drop" skips the call, which then does not count as an operation. Two kinds take
+   effect after operation N and change the middle element of the received data: "flip" inverts one
+   bit, and "nan" writes a NaN.
 
-   Each rank obeys its first 8 faults. A rank that is a thread cannot be killed or stopped: it fails
-   instead, or begins no operation until another rank has failed. */
+   Of the faults for one rank, the first 8 take effect. A rank that is a thread cannot be killed or
+   stopped. Instead of a kill it fails; instead of a stop it begins no operation until another rank
+   has failed. */
 
-/* [the caller is the supervisor, never a rank] Runs rank_main on every rank, each with its own
-   context and its own handle of the world. Waits for all ranks and frees the contexts and handles.
-   Returns the status of the first failure, which has been logged. Returns DT_OK only if every
-   rank_main returned DT_OK, no context failed and every message was received. A rank_main that
-   returns an error without a failed context is a failure too.
+/* [threads, procs: the caller is the supervisor, not a rank; tcp, nccl, mpi: the caller is one
+   rank] Runs rank_main on every rank, each with its own context and its own handle of the world.
+   Waits for all ranks and frees the contexts and handles. Returns the status of the first failure,
+   which has been logged. Returns DT_OK only if every rank_main returned DT_OK, no context failed
+   and every message was received. A rank_main that returns an error counts as a failure even if its
+   context has not failed.
 
-   While no rank has failed, dt_run waits for every rank_main to return: it cannot tell a long
-   computation from an endless one. Ranks that have not ended timeout_s after the first failure are
-   killed; a stopped rank is killed after one second.
+   While no rank has failed, dt_run waits for every rank_main to return, because it cannot tell a
+   long computation from an endless one. Ranks that have not ended timeout_s after the first failure
+   are killed. A stopped rank is killed after one second.
 
    procs: call dt_run from a process with one thread. Forked ranks flush stdio and end with _exit,
-   so atexit handlers do not run in them. Memory that a rank writes is private to it, except `user`
-   (user_bytes).
+   so atexit handlers do not run in them. Memory that a rank writes is private to the rank, except
+   the object `user` if user_bytes is set.
 
-   threads: exit() in a rank ends the whole process. A thread cannot be killed: if a rank's thread
+   threads: exit() in a rank ends the whole process. A thread cannot be killed. If a rank's thread
    has not ended in time, dt_run returns without waiting for the thread, logs a notice and counts
-   the rank in dt_report.left_behind (likewise a process that the kernel does not let die). Memory
-   of the run that this thread may touch is freed when the thread ends. While the thread's rank_main
-   continues, its operations fail, but it still uses `user` and the objects that desc points to.
-   Keep them valid, or end the process with _exit. A rank_main that ends its thread (pthread_exit,
-   pthread_cancel) is a failure of that rank.
+   the rank in dt_report.left_behind. (It does the same for a process that the kernel does not let
+   die.) Memory of the run that this thread may touch is freed when the thread ends. While the
+   thread's rank_main continues, its operations fail, but it still uses `user` and the objects that
+   desc points to. Keep these objects valid, or end the process with _exit. A rank_main that ends
+   its thread (pthread_exit, pthread_cancel) is a failure of that rank.
 
-   tcp, nccl: rank_main runs in the calling thread, as rank `rank`; if rank_main ends that thread,
-   dt_run cannot return. All ranks must arrive within timeout_s. A rank that has ended waits up to
-   timeout_s for the others to end. The status and the report describe the first failure that this
-   rank noticed or was told of. DT_OK means that this rank succeeded and learned of no other rank's
-   failure.
+   tcp, nccl: rank_main runs in the calling thread, as rank desc.rank. If rank_main ends that
+   thread, dt_run cannot return. All ranks must arrive within timeout_s. A rank that has ended waits
+   up to timeout_s for the others to end. The status and the report describe the first failure that
+   this rank noticed or was told of. DT_OK means that this rank succeeded and learned of no other
+   rank's failure.
 
-   mpi: the caller is one rank, which MPI's launcher started, and it runs rank_main itself. `ranks`
-   is 0 or the launcher's number of processes, and all processes call dt_run. dt_run initializes and
-   finalizes MPI unless the program has initialized it. MPI can be initialized once in a process, so
-   a program that calls dt_run twice initializes MPI itself, and calls dt_run from the same thread.
-   During dt_run, errors of MPI_COMM_WORLD are returned. Every rank's dt_run returns the first
-   failure. If a rank does not learn of a failure within timeout_s, MPI is not finalized: the
-   launcher ends that rank once this process has exited with an error. Groups within one machine run
+   mpi: the caller is one rank, which MPI's launcher started, and it runs rank_main itself.
+   desc.ranks is 0 or the launcher's number of processes, and all processes call dt_run. dt_run
+   initializes and finalizes MPI unless the program has initialized it. MPI can be initialized only
+   once in a process, so a program that calls dt_run twice must initialize MPI itself and call
+   dt_run from the same thread. During dt_run, errors on MPI_COMM_WORLD return an error code instead
+   of ending the job. dt_run returns the first failure on every rank. If a rank does not learn of a
+   failure within timeout_s, dt_run does not finalize MPI on the failed rank; the launcher ends the
+   other rank when the failed rank's process has exited with an error. Groups within one machine run
    their collectives in shared memory (see dt_run_desc.node_ranks).
 
-   Device memory travels through host memory over tcp and MPI; NCCL transfers it directly. */
+   tcp and mpi copy device memory through host memory; NCCL transfers it directly. */
 DT_API dt_status dt_run(
     dt_run_desc desc, dt_status (*rank_main)(dt_ctx *ctx, void *user), void *user);
 
 /* This process's rank, as its launcher set it. */
 typedef struct dt_launch {
-    int rank, size; /* 0 of 1: not distributed */
-    /* rank and size within this machine; -1 and 0 if the launcher does not set them */
+    int rank, size; /* this process's rank, and the number of ranks; 0 and 1 if not distributed */
+    /* this process's rank among the ranks of its machine, and their number; -1 and 0 if the
+       launcher does not set them */
     int local_rank, local_size;
-    /* where rank 0 listens, "127.0.0.1:29501" or "node3:24711"; "": not known */
+    /* the address where rank 0 listens, such as "127.0.0.1:29501" or "node3:24711"; "" if it is not
+       known */
     char rendezvous[80];
-    /* "DT", "torchrun", "Open MPI", "PMI", "SLURM"; "": no launcher */
+    /* the launcher's name: "DT", "torchrun", "Open MPI", "PMI" or "SLURM"; "" if there is no
+       launcher */
     char launcher[16];
-    char text[384]; /* one line: what was found, or what is wrong */
+    char text[384]; /* one line that says what was found, or what is wrong */
 } dt_launch;
 
 /* [local] Launcher discovery: reads the environment. The first launcher below whose variables are
