@@ -189,7 +189,7 @@ typedef struct dt_run_desc {
        survives a network partition that ends at least max(timeout_s / 8, 1 s) before the timeout.
        On Linux before 6.15 it survives a partition of up to timeout_s / 2. */
     double timeout_s;
-    uint64_t seed; /* 0 -> 1 */
+    uint64_t seed; /* seed of every rank's context (dt_ctx_desc); 0 means 1 */
     /* The host table; NULL means dt_host_default(). All ranks use the table at the same time. For
        procs the table must have the function `map`. Its `alloc` is not called for the memory
        classes that lie in the shared memory segment. For mpi, ranks share no memory if the table
@@ -197,7 +197,7 @@ typedef struct dt_run_desc {
     const dt_host *host;
     /* NULL means the default of dt_ctx_desc, or for procs dt_kernels_cpu() */
     const dt_kernels *kernels;
-    const dt_io *io;   /* NULL -> dt_io_default() */
+    const dt_io *io;   /* NULL means dt_io_default() */
     dt_report *report; /* if not NULL, dt_run writes the first failure to it */
     /* For procs: size in bytes of the object that dt_run's `user` points to. All ranks share one
        copy of the object, and dt_run copies it back before it returns. If user_bytes is 0, each
@@ -225,7 +225,7 @@ typedef struct dt_run_desc {
        from it. `token` and DT_TOKEN themselves stay in memory, so prefer the file. */
     const char *token;
     int read_fault_env; /* 1: read faults from DT_FAULT in the environment, if `fault` is NULL */
-    const char *fault;  /* faults to inject, in the syntax described below; NULL: none */
+    const char *fault;  /* faults to inject, written as described below; NULL: none here */
     /* For tcp, nccl and mpi: whether the ranks compare their calls before each operation. 1 means
        always, -1 never, and 0 in the first 100 steps, or always if DT_CHECK=1 is in the
        environment. */
@@ -248,8 +248,8 @@ typedef struct dt_run_desc {
    bit, and "nan" writes a NaN.
 
    Of the faults for one rank, the first 8 take effect. A rank that is a thread cannot be killed or
-   stopped. Instead of a kill it fails; instead of a stop it begins no operation until another rank
-   has failed. */
+   stopped. Instead of a kill or an exit it fails; after a stop or a spin it begins no operation
+   until another rank has failed. */
 
 /* [threads, procs: the caller is the supervisor, not a rank; tcp, nccl, mpi: the caller is one
    rank] Runs rank_main on every rank, each with its own context and its own handle of the world.
@@ -285,9 +285,9 @@ typedef struct dt_run_desc {
    initializes and finalizes MPI unless the program has initialized it. MPI can be initialized only
    once in a process, so a program that calls dt_run twice must initialize MPI itself and call
    dt_run from the same thread. During dt_run, errors on MPI_COMM_WORLD return an error code instead
-   of ending the job. dt_run returns the first failure on every rank. If a rank does not learn of a
-   failure within timeout_s, dt_run does not finalize MPI on the failed rank; the launcher ends the
-   other rank when the failed rank's process has exited with an error. Groups within one machine run
+   of ending the job. dt_run returns the first failure on every rank. If another rank does not
+   learn of a failure within timeout_s, this rank's dt_run does not finalize MPI; the launcher ends
+   the other rank once this process has exited with an error. Groups within one machine run
    their collectives in shared memory (see dt_run_desc.node_ranks).
 
    tcp and mpi copy device memory through host memory; NCCL transfers it directly. */
@@ -311,23 +311,23 @@ typedef struct dt_launch {
 
 /* [local] Launcher discovery: reads the environment. The first launcher below whose variables are
    set wins. A value that this launcher does not set comes from a later launcher in the list, if
-   that one gives the same rank and size:
+   the later launcher gives the same rank and size:
        DT          DT_RANK, DT_WORLD_SIZE, DT_LOCAL_RANK, DT_LOCAL_SIZE: for scripts that start
                    ranks
        torchrun    RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT. With
-                   TORCHELASTIC_USE_AGENT_STORE=True torchrun's own agent listens at that port, so
-                   dt takes the next port, or 20000 + port % 10000 if the next port is 32768 or
-                   above, where a system gives out ports itself
+                   TORCHELASTIC_USE_AGENT_STORE=True torchrun's own agent listens at MASTER_PORT,
+                   so dt takes the next port, or 20000 + MASTER_PORT % 10000 if the next port is
+                   32768 or above (the system's ephemeral ports)
        Open MPI    OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE
        PMI         PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS: MPICH, and srun --mpi=pmi2
        SLURM       SLURM_PROCID, SLURM_STEP_NUM_TASKS or SLURM_NTASKS, SLURM_LOCALID, and the first
-                   machine of SLURM_STEP_NODELIST or SLURM_JOB_NODELIST. Only within job steps,
-                   because a batch script is not a rank
-   DT_RENDEZVOUS overrides the address of every launcher. Without any address, ranks of one machine
-   meet at 127.0.0.1, at a port from 20000 to 29999 derived from the job's name, or 29500. Returns
-   DT_OK with rank 0 of 1 if no variable is set. Returns DT_ERR_ARG, with the variable in text, if a
-   launcher's variables are incomplete or not valid numbers. PMIX_RANK alone is DT_ERR_ARG too,
-   because it comes without a size. */
+                   machine of SLURM_STEP_NODELIST or SLURM_JOB_NODELIST. Used only within job
+                   steps, because a batch script is not a rank
+   DT_RENDEZVOUS overrides the address of every launcher. If no variable gives an address, ranks of
+   one machine meet at 127.0.0.1. The port is then derived from the job's name (20000 to 29999), or
+   29500 without a job's name. Returns DT_OK with rank 0 and size 1 if no variable is set. Returns
+   DT_ERR_ARG, with the variable's name in out->text, if a launcher's variables are incomplete or
+   not valid numbers, and also if PMIX_RANK alone is set, because it comes without a size. */
 DT_API dt_status dt_launch_find(dt_launch *out);
 
 // ==== 2. Groups =================================================================================
@@ -350,56 +350,64 @@ typedef enum dt_axis {
 /* [local] Returns the group of all ranks, or NULL (a group of one) if the context is not
    attached. */
 DT_API dt_comm *dt_world(dt_ctx *ctx);
-/* [local] This rank's number in the group, and the group's size; 0 and 1 for NULL. */
+/* [local] Return this rank's number in the group, and the number of ranks in the group. If comm is
+   NULL, they return 0 and 1. */
 DT_API int dt_comm_rank(const dt_comm *comm);
 DT_API int dt_comm_size(const dt_comm *comm);
-/* [local] The name given to dt_comm_split, such as "tp"; "world" for the world; "one" for NULL. */
+/* [local] Returns the name given to dt_comm_split, such as "tp". The world's name is "world"; for
+   NULL the name is "one". */
 DT_API const char *dt_comm_name(const dt_comm *comm);
-/* [local] The world rank of a group's member; -1 if `rank` is outside the group; 0 for NULL. */
+/* [local] Returns the world rank of the group's rank `rank`, or -1 if `rank` is outside the group.
+   Returns 0 if comm is NULL. */
 DT_API int dt_comm_world_rank(const dt_comm *comm, int rank);
-/* [collective: comm] Process group: makes one new group for each color, with the ranks ordered by
-   key, and by their rank in comm where keys are equal. color < 0: this rank joins no group and gets
-   NULL without a failure. name (may be NULL) is for messages; its first 31 bytes are copied. The
-   group lives as long as the world. Returns NULL after a failure; DT_ERR_MEM when DT_MAX_SPLITS is
-   used up. Under MPI, a group that does not fit into its machine's shared memory segment works over
-   messages, with the same results. */
+/* [collective: comm] Process group: makes one new group for each color. The ranks of a group are
+   ordered by `key`, and ranks with equal keys by their rank in comm. A rank with color < 0 joins no
+   group and gets NULL, which is not a failure. `name` (may be NULL) appears in error texts and
+   tables; its first 31 bytes are copied. The group lives as long as the world. After a failure the
+   function returns NULL; the error is DT_ERR_MEM if more than DT_MAX_SPLITS splits were made. Under
+   MPI, a group that does not fit into its machine's shared memory segment exchanges messages
+   instead, with the same results. */
 DT_API dt_comm *dt_comm_split(dt_comm *comm, int color, int key, const char *name);
-/* [local] Counts the bytes of operations that begin after this call under `axis`. NULL comm: does
-   nothing. */
+/* [local] From this call on, dt_comm_bytes counts the bytes of comm's operations under `axis`. Does
+   nothing if comm is NULL. */
 DT_API void dt_comm_set_axis(dt_comm *comm, dt_axis axis);
 /* [local] Bytes that this rank has sent so far over groups of `axis`. The bytes are logical: a
-   property of the operation, not of the algorithm that ran. With N ranks, and S the bytes of the
-   full buffer (all blocks together):
-       all-reduce                              2 S (N-1)/N, rounded down where N does not divide it
+   property of the operation, not of the algorithm that ran. N is the number of ranks, S the
+   number of bytes of the full buffer (all blocks together). This rank sends:
+       all-reduce                              2 S (N-1)/N, rounded down
        reduce-scatter, all-gather, all-to-all  S (N-1)/N, which is N-1 blocks
        all-to-all-v                            the blocks for other ranks
-       broadcast                               S from the root if N > 1, nothing from the others
-       scatter                                 N-1 blocks from the root, nothing from the others
-       reduce, gather                          S, or one block, from every rank but the root
-       send                                    the message's bytes; receive and barrier nothing
+       broadcast                               S if it is the root and N > 1, else 0
+       scatter                                 N-1 blocks if it is the root, else 0
+       reduce                                  S, or 0 if it is the root
+       gather                                  one block, or 0 if it is the root
+       send                                    the message's bytes
+       receive, barrier                        0
    Scalars (section 6), dt_comm_split and failed operations are not counted. */
 DT_API size_t dt_comm_bytes(const dt_ctx *ctx, dt_axis axis);
-/* [local] Seconds that this rank has spent inside operations of sections 3 to 6, waiting included.
-   For operations of at most DT_EAGER_BYTES only the time beyond about 2 us counts, unless a trace
-   is recorded. */
+/* [local] Returns the number of seconds that this rank has spent inside operations of sections 3 to
+   6, including waits. Of an operation of at most DT_EAGER_BYTES only the time beyond about 2 us is
+   counted, unless a trace is recorded. */
 DT_API double dt_comm_seconds(const dt_ctx *ctx);
 
 /* Algorithm of a collective that runs as messages. Section 16 gives the cost of each algorithm. */
 typedef enum dt_algorithm {
-    DT_ALGORITHM_AUTO = 0, /* in shared memory where possible, else by size and ranks */
+    DT_ALGORITHM_AUTO = 0, /* in shared memory if possible, else chosen by bytes and ranks */
     DT_DIRECT,             /* every rank sends to every other rank at once */
-    /* N-1 steps to the right neighbour; sums in ring order, which differs between chunks */
+    /* N-1 steps; in each, every rank sends to its right neighbour. Sums are in ring order, which
+       differs between the chunks of a buffer. */
     DT_RING,
     DT_DOUBLING, /* recursive doubling: distances 1, 2, 4, ... */
     DT_TREE,     /* binomial tree */
     DT_ALGORITHMS
 } dt_algorithm;
-/* [collective: comm] From this call on, operations of this group run as messages with this
-   algorithm, if it exists for the operation. For learning and tests: all algorithms give the same
-   result, and the same bits except DT_RING's sums. */
+/* [collective: comm] From this call on, the group's operations run as messages with this algorithm,
+   if the algorithm exists for the operation. For learning and tests. All algorithms give the same
+   bits, except that DT_RING's sums may differ in rounding. */
 DT_API void dt_comm_set_algorithm(dt_comm *comm, dt_algorithm algorithm);
-/* [local] Messages and bytes that this rank has really sent: what the algorithms cost. Messages
-   through shared memory count too; comparisons of calls (dt_run_desc.check) do not. */
+/* [local] The messages and bytes that this rank has really sent, which is what the algorithms cost.
+   Messages through shared memory count too. The messages in which ranks compare their calls
+   (dt_run_desc.check) do not count. */
 typedef struct dt_traffic {
     size_t messages, bytes;
 } dt_traffic;
@@ -407,66 +415,71 @@ DT_API dt_traffic dt_comm_traffic(const dt_ctx *ctx);
 
 // ==== 3. Collectives ============================================================================
 
-/* All [collective: comm]. Counts are in elements. Types are the values of dt_dtype; other types,
-   and reductions of a type that the context's kernel table does not reduce, fail with
-   DT_ERR_UNSUPPORTED. Buffers are memory of the context's device. With comm NULL they are host
-   memory; device memory is allowed only in place, where nothing is copied. A buffer may be NULL if
-   count is 0 or if the operation does not use it on this rank. If the device is a GPU, both buffers
-   of a call may be in host memory instead, if they are on all ranks; the CPU then does the work.
-   This is for small data, and dt_comm_bytes does not count it. N is the size of the group. A call
-   returns the errors listed under CONTRACT at the top of this file, and also DT_ERR_ARG for a value
-   outside its range or a missing buffer, DT_ERR_COMM if the ranks' calls differ, DT_ERR_TIMEOUT,
-   and the errors of the kernel table. */
+/* All functions of this section are [collective: comm]. N is the number of ranks in comm. Counts
+   are in elements. Types are the values of dt_dtype. Another type, or a reduction of a type that
+   the context's kernel table does not reduce, fails with DT_ERR_UNSUPPORTED.
 
-/* All-reduce: recv[i] = send of rank 0 [i] op send of rank 1 [i] op ..., on every rank. send, recv:
-   count. */
+   Buffers are memory of the context's device. If the device is a GPU, both buffers of a call may be
+   in host memory instead, if they are in host memory on all ranks; the CPU then does the work. This
+   is for small data, and dt_comm_bytes does not count it. If comm is NULL, buffers are host memory;
+   device memory is allowed only in place, where nothing is copied. A buffer may be NULL if count is
+   0 or if the operation does not use the buffer on this rank.
+
+   A call returns the errors listed under CONTRACT at the top of this file, and also DT_ERR_ARG for
+   a value outside its range or a missing buffer, DT_ERR_COMM if the ranks' calls differ,
+   DT_ERR_TIMEOUT, and the errors of the kernel table. */
+
+/* All-reduce: recv[i] = send_0[i] op send_1[i] op ... on every rank, where send_r is rank r's send.
+   send, recv: count elements. */
 DT_API dt_status dt_all_reduce(
     dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, dt_op op);
-/* Reduce: the same sum, on the root only. send: count; recv: count on the root, unused on the
-   others. */
+/* Reduce: like an all-reduce, but only the root gets the result. send: count; recv: count on the
+   root, unused on the other ranks. */
 DT_API dt_status dt_reduce(
     dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, dt_op op, int root);
-/* Reduce-scatter: the same sum; rank r receives block r of it. send: N * count; recv: count. */
+/* Reduce-scatter: reduces like an all-reduce; rank r gets block r of the result. send: N * count;
+   recv: count. */
 DT_API dt_status dt_reduce_scatter(
     dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, dt_op op);
-/* All-gather: the send buffers of all ranks, in rank order, on every rank. send: count; recv: N *
+/* All-gather: every rank gets the send buffers of all ranks, in rank order. send: count; recv: N *
    count. */
 DT_API dt_status dt_all_gather(
     dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype);
-/* Gather: the send buffers of all ranks, in rank order, on the root only. send: count; recv: N *
-   count on the root, unused on the others. */
+/* Gather: the root gets the send buffers of all ranks, in rank order. send: count; recv: N * count
+   on the root, unused on the other ranks. */
 DT_API dt_status dt_gather(
     dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, int root);
-/* Scatter: rank r receives block r of the root's send. send: N * count on the root, unused on the
-   others; recv: count. */
+/* Scatter: rank r gets block r of the root's send. send: N * count on the root, unused on the other
+   ranks; recv: count. */
 DT_API dt_status dt_scatter(
     dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, int root);
-/* All-to-all: block j of rank i's send becomes block i of rank j's recv. send, recv: N * count; not
-   in place. */
+/* All-to-all: block j of rank i's send becomes block i of rank j's recv. send, recv: N * count.
+   send and recv must not overlap. */
 DT_API dt_status dt_all_to_all(
     dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype);
-/* All-to-all-v: an all-to-all with blocks of any length, not in place. Blocks lie in rank order
-   without gaps on both sides: rank j receives send_counts[j] elements, and recv_counts[i] elements
-   come from rank i. Both arrays have N entries and are read until the operation ends. If a rank
-   expects another count than it is sent, DT_ERR_COMM names both. */
+/* All-to-all-v: an all-to-all with blocks of any length; send and recv must not overlap. This rank
+   sends send_counts[j] elements to rank j and receives recv_counts[i] elements from rank i. In both
+   buffers the blocks lie in rank order without gaps. Both arrays of counts have N entries and are
+   read until the operation ends. If a rank expects another count than the count sent to it, the
+   call returns DT_ERR_COMM and the error text names both counts. */
 DT_API dt_status dt_all_to_all_v(dt_comm *comm, const void *send, const size_t *send_counts,
     void *recv, const size_t *recv_counts, dt_dtype dtype);
-/* Broadcast: rank `root`'s buf, on every rank. buf: count. */
+/* Broadcast: copies rank `root`'s buf to buf on every rank. buf: count. */
 DT_API dt_status dt_broadcast(dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int root);
 /* Barrier: no rank returns before every rank has called it. */
 DT_API dt_status dt_barrier(dt_comm *comm);
 
 // ==== 4. Send and receive =======================================================================
 
-/* [pairwise] buf: count. `to` and `from` are ranks of comm; tag >= 0. A receive takes the oldest
-   message with its sender, group and tag. Count and type must equal the send's, else DT_ERR_COMM
-   names both calls.
+/* [pairwise] buf: count elements. `to` and `from` are ranks of comm; tag >= 0. A receive takes the
+   oldest message from rank `from` of this group with this tag. The receive's count and type must
+   equal the send's, else the receive returns DT_ERR_COMM and the error text names both calls.
 
-   A send of up to DT_EAGER_BYTES is eager: it leaves a copy of the message and returns. From one
-   rank to another, 8 messages can be pending in this way. A larger send, or the 9th eager message,
-   waits for the receiver, so two ranks must not both send large messages first: use the nonblocking
-   calls (section 5). A rank can send up to DT_EAGER_BYTES to itself, or more with a nonblocking
-   call. A NULL comm is DT_ERR_ARG, because it has no peer. */
+   A send of up to DT_EAGER_BYTES is eager: dt copies the message and the send returns. From one
+   rank to another rank, 8 eager messages can be pending. A larger send, or the 9th eager message,
+   waits for the receiver. So two ranks must not both begin with a large send to each other: use the
+   nonblocking calls (section 5). A rank can send up to DT_EAGER_BYTES to itself, or more with a
+   nonblocking call. If comm is NULL, the call returns DT_ERR_ARG, because there is no peer. */
 #define DT_EAGER_BYTES 4096
 DT_API dt_status dt_send(
     dt_comm *comm, const void *buf, size_t count, dt_dtype dtype, int to, int tag);
@@ -479,20 +492,20 @@ DT_API dt_status dt_recv_any(
 // ==== 5. Nonblocking operations =================================================================
 
 /* Overlap of communication and computation. Each function begins an operation and returns a handle
-   (MPI's request, PyTorch's Work). [collective: comm] and [pairwise] as above, in the same order on
-   all ranks.
+   (like MPI's request and PyTorch's Work). The functions are [collective: comm] or [pairwise] like
+   the blocking ones, and all ranks must begin their collectives in the same order.
 
        w = dt_all_reduce_start(...)        communication:     |===== all-reduce =====|
        compute()                           computation:    |==== compute ====|
        dt_wait(ctx, w)                     waiting:                          |=======|
 
-   The arguments are the same as in the blocking call, and the buffers belong to the operation until
-   dt_wait. There is no hidden thread: operations advance while this rank waits in any other
-   operation, and between the kernels of its tensor ops. Any number of operations may be pending;
-   the other ranks see the first DT_MAX_STARTED of each group. A NULL handle means that the
-   operation is already complete (comm NULL) or that the context has failed; dt_wait accepts NULL
-   and returns the context's status. Every other handle must be waited for exactly once, in any
-   order. A handle that is never waited for is a failure when rank_main returns. */
+   The arguments are the same as in the blocking call. The caller must not use the buffers until
+   dt_wait has returned. There is no hidden thread: operations advance while this rank waits in any
+   other operation, and between the kernels of its tensor ops. Any number of operations may be
+   pending; the other ranks see the first DT_MAX_STARTED of each group. A NULL handle means that the
+   operation is already complete (if comm is NULL) or that the context has failed; dt_wait accepts
+   NULL and returns the context's status. Call dt_wait exactly once for every other handle, in any
+   order. A handle without a dt_wait counts as a failure when rank_main returns. */
 #define DT_MAX_STARTED 8
 typedef struct dt_work dt_work;
 DT_API dt_work *dt_all_reduce_start(
@@ -518,16 +531,16 @@ DT_API dt_work *dt_send_start(
     dt_comm *comm, const void *buf, size_t count, dt_dtype dtype, int to, int tag);
 DT_API dt_work *dt_recv_start(
     dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int from, int tag);
-/* [pairwise] dt_wait sets *from. */
+/* [pairwise] Starts dt_recv_any. dt_wait then stores the sender's rank in *from. */
 DT_API dt_work *dt_recv_any_start(
     dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int tag, int *from);
 
-/* [local] Waits until the operation is complete. The buffers are the caller's again and `work` is
-   freed. Returns dt_error of ctx. */
+/* [local] Waits until the operation is complete, then frees `work`. After that the caller may use
+   the buffers again. Returns dt_error(ctx). */
 DT_API dt_status dt_wait(dt_ctx *ctx, dt_work *work);
 /* [local] Advances pending operations as far as possible without waiting. If many are pending, each
-   call advances only some of them. Returns 1 when `work` is complete (dt_wait then returns at
-   once). */
+   call advances only some of them. Returns 1 if `work` is complete (dt_wait(ctx, work) then returns
+   at once), else 0. */
 DT_API int dt_test(dt_ctx *ctx, dt_work *work);
 
 /* One send or receive of dt_exchange. All transfers of one dt_exchange run at once, in any order,
@@ -539,56 +552,60 @@ typedef struct dt_transfer {
     dt_dtype dtype;
     int peer, tag;
 } dt_transfer;
-/* [pairwise] Returns when all n transfers are complete. */
+/* [pairwise] Begins the n transfers and returns when all of them are complete. */
 DT_API dt_status dt_exchange(dt_comm *comm, const dt_transfer *transfers, int n);
 
 // ==== 6. Scalars and agreement ==================================================================
 
-/* Host values that control a program. They are not counted as traffic. */
+/* Small values in host memory, such as a loss or a flag. dt_comm_bytes does not count them. */
 
-/* [collective: comm] values[i] = the sum over ranks, in rank order, in place. values: n. */
+/* [collective: comm] Replaces values[i] by the sum of values[i] over the ranks, in rank order.
+   values: n elements. */
 DT_API dt_status dt_sum_doubles(dt_comm *comm, double *values, size_t n);
-/* [collective: comm] The mean over ranks. NaN after a failure. */
+/* [collective: comm] Returns the mean of `mine` over the ranks, or NaN after a failure. */
 DT_API double dt_mean(dt_comm *comm, double mine);
-/* [collective: comm] Agreement: every rank gets the first status in rank order that is not DT_OK.
-   Fails no context. Use it for conditions that only one rank may notice, such as a missing file. */
+/* [collective: comm] Agreement: returns on every rank the first of the ranks' `mine`, in rank
+   order, that is not DT_OK, or DT_OK if all are. The context does not fail because of this status.
+   Use it for conditions that only one rank may notice, such as a missing file. */
 DT_API dt_status dt_agree(dt_comm *comm, dt_status mine);
 
 // ==== 7. Attach, records, trace =================================================================
 
-/* For programs that start their own threads or bring their own transport. dt_run makes these calls
-   for each rank. */
+/* The functions dt_team_make to dt_comm_detach are for programs that start their own threads or
+   bring their own transport. dt_run itself calls them for each rank. */
 
 /* The shared state of one run whose ranks are threads or forks that the caller starts. */
 typedef struct dt_team dt_team;
-/* [the caller is the supervisor] desc as for dt_run, with backend threads or procs. Returns NULL
-   after a failure, which has been logged. */
+/* [the caller is the supervisor] Makes a team. desc is as for dt_run, with backend threads or
+   procs. Returns NULL after a failure, which has been logged. */
 DT_API dt_team *dt_team_make(dt_run_desc desc);
-/* [local] The context of a rank, with the team's tables; a forked rank's heap lies in the shared
-   memory segment. Free the context with dt_ctx_free, after dt_comm_detach. Returns NULL after a
-   failure, which the other ranks learn of. */
+/* [local] Makes the context of a rank, with the team's tables. The heap of a forked rank lies in
+   the shared memory segment. Free the context with dt_ctx_free, after dt_comm_detach. Returns NULL
+   after a failure, which the other ranks learn of. */
 DT_API dt_ctx *dt_team_ctx(dt_team *team, int rank);
-/* [the caller is the supervisor] Call it after all ranks have detached or if they will never
-   attach. Returns the status of the first failure and fills the report. */
+/* [the caller is the supervisor] Frees the team. Call dt_team_free after all ranks have detached,
+   or if they will never attach. Returns the status of the first failure and fills desc.report. */
 DT_API dt_status dt_team_free(dt_team *team);
 
-#define DT_ANY (-1) /* from any rank */
+#define DT_ANY (-1) /* as `from` of a transport's recv: receive from any rank */
 /* A transport: five functions that carry messages between ranks 0 .. size-1.
 
-   Messages of one (sender, channel, tag) arrive in the order of their sends. A message carries a
-   signature of the call that sent it; a transport may deliver 0 instead, and dt then does not
-   compare it.
-       send, recv   begin a transfer and return a request, or NULL on failure. recv's `from` may be
-                    DT_ANY. Many sends and receives can be pending. A send whose receive has not
+   Messages with the same sender, channel and tag arrive in the order of their sends. A message
+   carries a signature of the call that sent it. A transport may deliver the signature 0 instead; dt
+   then does not compare the signatures.
+
+       send, recv   begin a transfer and return a request, or NULL on failure. The `from` of recv
+                    may be DT_ANY. Many sends and receives can be pending. A send whose receive has not
                     begun must not keep other transfers from making progress
-       test         1: the transfer is complete and the request freed; for a receive *from and
-                    *bytes describe the message (bytes beyond the buffer are dropped). 0: the
-                    transfer is not complete yet. Below 0: the transfer can never complete, the
-                    request is freed and `why` (512 bytes) holds the reason: -1 the peer is lost, -2
-                    the call was wrong, -3 another rank has called fail (`why` holds its text), -4
-                    the peer has ended normally
-       cancel       frees the request; its buffer is the caller's again
-       fail         tells the other ranks that this rank has failed, with its text */
+       test         returns 1 if the transfer is complete; the request is then freed. For a receive,
+                    *from and *bytes then describe the message (a message's bytes beyond the
+                    buffer's size are dropped). Returns 0 if the transfer is not complete yet.
+                    Returns a negative number if the transfer can never complete; the request is
+                    then freed, and `why` (512 bytes) holds the reason. -1: the peer is lost. -2:
+                    the call was wrong. -3: another rank has called fail (`why` holds that rank's
+                    text). -4: the peer has ended normally
+       cancel       frees the request; the caller may then use the request's buffer again
+       fail         tells the other ranks that this rank has failed, and sends them the text */
 typedef struct dt_transport {
     const char *name;
     void *user;
@@ -606,37 +623,39 @@ typedef struct dt_attach_desc {
     dt_team *team;                 /* exactly one of team and transport is set */
     const dt_transport *transport; /* copied */
     int size;                      /* number of ranks of the transport */
-    double timeout_s;              /* for a transport: 0 -> 120 */
-    dt_link link;                  /* for a transport */
-    /* An ncclComm_t of the transport's ranks, in the same order, which carries large messages;
-       NULL: no NCCL. It needs CUDA's kernel table in the context. The caller owns the communicator.
-       But if the context fails, dt has aborted the communicator: do not destroy it then. */
+    double timeout_s;              /* for a transport: as in dt_run_desc, in seconds; 0 means 120 */
+    dt_link link;                  /* for a transport: as in dt_run_desc */
+    /* An ncclComm_t whose ranks are the transport's, in the same order. NCCL then carries large
+       messages, and the context must have CUDA's kernel table. NULL means no NCCL. The caller owns
+       the communicator. But if the context fails, dt has aborted the communicator: do not destroy
+       it then. */
     void *nccl;
 } dt_attach_desc;
-/* [collective: the ranks to be] Makes ctx (from dt_ctx_make) a rank and returns its world. Returns
-   NULL after a failure. For a team make the context with dt_team_ctx, which gives it the team's
-   tables. */
+/* [collective: all ranks of the team or transport] Makes the context ctx a rank and returns its
+   world. Returns NULL after a failure. For a team, make ctx with dt_team_ctx, which gives it the
+   team's tables; for a transport with dt_ctx_make. */
 DT_API dt_comm *dt_comm_attach(dt_ctx *ctx, dt_attach_desc desc);
-/* [local] Ends this rank: frees its groups, and ranks that wait for it learn that it has ended.
-   status: the return value of the rank's function. */
+/* [local] Ends this rank: frees its groups and tells ranks that wait for it that it has ended.
+   `status` is the return value of the rank's function. */
 DT_API void dt_comm_detach(dt_ctx *ctx, dt_status status);
 
 /* FLIGHT RECORDER. Each rank keeps a record of its last DT_RECORDS operations, with the call site
    of each. */
 #define DT_RECORDS 128
-/* [local] One line for each rank: rank, process, step, seconds, and the operation that it waits in
-   or finished last. For tcp ranks and ranks on other machines the line shows what the rank last
-   reported. Returns the size of the complete text in bytes; if text is NULL it only returns the
-   size. */
+/* [local] Writes one line for each rank to `text`: rank, process, step, seconds, and the operation
+   in which the rank waits or which it finished last. For tcp ranks and ranks on other machines the
+   line shows what the rank last reported. Returns the size of the complete text in bytes. If `text`
+   is NULL it only returns the size. */
 DT_API size_t dt_ranks_text(const dt_ctx *ctx, char *text, size_t bytes);
-/* [local] The last operations of this rank, or of a world rank that shares memory with it: one line
-   each, newest first. Returns the size as dt_ranks_text does. */
+/* [local] Writes the last operations of this rank, or of a world rank that shares memory with it,
+   to `text`: one line for each operation, newest first. Returns the size as dt_ranks_text does. */
 DT_API size_t dt_records_text(const dt_ctx *ctx, int rank, char *text, size_t bytes);
-/* [collective: the world] Ends a training step: counts it, for the table above and for
+/* [collective: the world] Ends a training step and counts it, for dt_ranks_text and
    dt_run_desc.check. Over tcp and mpi the ranks of each group compare the operations that they
-   called in the step; DT_ERR_COMM names two ranks that differ. Straggler detection: a notice names
-   a rank whose own work, without its waits, took more than 1.5 times the median rank's in 5 of 8
-   steps, at most once in 10 steps. */
+   called in the step; if two ranks differ, the call returns DT_ERR_COMM and the error text names
+   them. Straggler detection: logs a notice that names a rank if, in 5 of the last 8 steps, the
+   rank's own work without its waits took more than 1.5 times that of the median rank. It logs at
+   most one such notice in 10 steps. */
 DT_API dt_status dt_comm_step(dt_comm *world);
 
 /* A TRACE records what each rank did and when: blocks (dt_block), operations of sections 3 to 6,
@@ -655,18 +674,20 @@ DT_API dt_status dt_comm_step(dt_comm *world);
 
    Without a trace, each place that could record an event costs one test of a pointer. */
 
-/* [local] Begins recording into a ring buffer of `events` events (0 -> 65536) of 88 bytes each. The
-   ring is allocated now, in memory class host; nothing is allocated later. When the ring is full,
-   new events overwrite the oldest. Call it on all ranks, between the same operations and while no
-   messages are pending. A second call fails (DT_ERR_ARG). The ring is freed when the rank ends. */
+/* [local] Begins recording into a ring buffer of `events` events of 88 bytes each; 0 means 65536
+   events. The ring buffer is allocated in this call, in memory class host; nothing is allocated
+   later. When it is full, new events overwrite the oldest. Call dt_trace_start on all ranks,
+   between the same two operations and while no messages are pending. A second call fails
+   (DT_ERR_ARG). The ring buffer is freed when the rank ends. */
 DT_API dt_status dt_trace_start(dt_ctx *ctx, size_t events);
-/* [local] Begin and end your own range on the compute track; the first 39 bytes of the name are
-   copied. Ranges nest with blocks: a range that begins in a block ends with it at the latest.
-   dt_trace_end ends the innermost open range of the current block. Without a trace both do
-   nothing. */
+/* [local] dt_trace_begin and dt_trace_end begin and end your own range on the compute track. The
+   first 39 bytes of the name are copied. Ranges nest with blocks: a range that begins in a block
+   ends with the block at the latest. dt_trace_end ends the innermost open range of the current
+   block. Without a trace both functions do nothing. */
 DT_API void dt_trace_begin(dt_ctx *ctx, const char *name);
 DT_API void dt_trace_end(dt_ctx *ctx);
-/* [local] Events that are lost: overwritten, or in blocks and ranges nested more than 32 deep. */
+/* [local] Returns the number of lost events: events that were overwritten, and events in blocks and
+   ranges nested more than 32 deep. */
 DT_API size_t dt_trace_lost(const dt_ctx *ctx);
 /* [collective: the world] Rank 0 writes the events that all ranks have recorded as one JSON file
    (Trace Event Format), through its io table, as dt_file_write does. The file holds completed
@@ -676,9 +697,9 @@ DT_API size_t dt_trace_lost(const dt_ctx *ctx);
    of 8 round trips. Messages of this call are neither recorded nor counted. */
 DT_API dt_status dt_trace_write(dt_comm *world, const char *path);
 
-/* CALL SITES. Each of these functions is also a macro that passes the source line of the call, for
-   records and messages. To name the function itself, take its address or put its name in
-   parentheses. */
+/* CALL SITES. The functions listed below are also macros, which pass the source line of the call
+   for records and error texts. To name the function itself, for example to take its address, put its
+   name in parentheses or write no argument list after it. */
 
 /* [local] Sets the call site of the next operation on comm, or on another group of this rank.
    Returns comm. */
@@ -774,21 +795,23 @@ DT__CPP_WARNINGS_OFF
 #endif
 
 /* Threads and forks of one process use the same implementation. All shared state lies in one shared
-   memory segment, called the range below. It is allocated before the first rank starts, so an
-   address in it is valid on all ranks:
+   memory segment, called "the range" below. The range is allocated before the first rank starts, so
+   an address in it is valid on all ranks:
 
        dt__shared | dt__rank_state x N | dt__pair x N x N | groups, in order of creation |
        eager copies | overflow messages | records | user | heaps
 
-   Ranks that MPI started have one range for each machine. Collectives of a group within one machine
-   use the range. So do the messages within a machine of a collective that spans several machines.
-   Sends and receives of the program do not (section 25).
+   Ranks that MPI started have one range for each machine. A group within one machine runs its
+   collectives in the range. A collective that spans several machines sends its messages within a
+   machine through the range. The program's sends and receives do not use the range under MPI
+   (section 25).
 
-   The range holds no lock. Each word has one writer at a time; other ranks read it with atomic
-   loads. A word that publishes data is stored with release and loaded with acquire. */
+   The range holds no lock. Each word has one writer at a time; other ranks read the word with
+   atomic loads. A word that publishes data is stored with release order and loaded with acquire
+   order. */
 
 enum {
-    DT__CACHE_LINE = 128, /* two cache lines, because processors fetch them in pairs */
+    DT__CACHE_LINE = 128, /* two cache lines of 64 bytes, because processors fetch them in pairs */
     /* eager (copied) messages that can be in flight from one rank to another */
     DT__PAIR_SLOTS = 8,
     DT__OVERFLOW_SLOTS = 1024, /* overflow messages of one rank */
@@ -827,39 +850,41 @@ typedef enum dt__op_code {
 typedef struct dt__call {
     dt__op_code op;
     dt_dtype dtype;
-    dt_op redop;     /* reductions; else DT_SUM */
-    int peer;        /* the root, or the peer of a send or receive, or DT_ANY; else 0 */
-    int tag;         /* of a send or receive; below 0: a message of a collective */
-    int host_memory; /* scalars: the data lie in host memory on every device */
+    dt_op redop;     /* the reduction's op; DT_SUM in other calls */
+    int peer;        /* the root; in a send or receive the peer, or DT_ANY; 0 in other calls */
+    int tag;         /* tag of a send or receive; below 0 in a message of a collective */
+    int host_memory; /* 1 for scalars, whose data lie in host memory on every device */
     size_t count;
     const void *send;
     void *recv;
     const size_t *send_counts, *recv_counts; /* all-to-all-v */
-    int any_source, *from;                   /* receive from any rank; where to store the sender */
-    uint64_t seq;                            /* number of this collective on its group, from 1 */
+    /* any_source is 1 in a receive from any rank; *from then gets the sender's rank (from may be
+       NULL) */
+    int any_source, *from;
+    uint64_t seq; /* number of this collective on its group, from 1 */
 } dt__call;
 
-/* A posted call: one rank's arguments of one collective, for the other ranks of the group to read.
-   A rank has DT_MAX_STARTED posts in each group and reuses the oldest. */
+/* A posted call, or post: one rank's arguments of one collective, which the other ranks of the
+   group read. A rank has DT_MAX_STARTED posts in each group and reuses the oldest. */
 typedef struct __attribute__((aligned(128))) dt__post {
     uint64_t seq;         /* equals call.seq once the other fields are written */
     uint64_t packed_call; /* from dt__pack_call; must be equal on all ranks, like count */
     size_t count;
     const void *send;
     void *recv;
-    /* Not NULL if other ranks cannot access send or recv: they read windows of these buffers
-       here. */
+    /* If other ranks cannot access send or recv: the address of this rank's staging buffer, in
+       which they access these buffers window by window. Else NULL. */
     char *staging;
-    int is_inline; /* the send data lie in `data` */
+    int is_inline; /* 1 if the send data lie in `data` */
     /* A small send buffer, or the counts of an all-to-all-v. It extends to the end of the post. */
     uint64_t data[8];
 } dt__post;
 
 /* Progress of one rank in its group. Operations move their data in order of seq, each in one or
-   several windows. Both fields are window numbers, which count the windows of all operations; they
-   only grow. */
+   several windows. Both fields are window numbers. The windows of all operations of the group are
+   numbered consecutively, so both fields only grow. */
 typedef struct __attribute__((aligned(128))) dt__member {
-    uint64_t opened; /* last window that this rank's staging buffer shows */
+    uint64_t opened; /* last window that other ranks can read in this rank's staging buffer */
     char padding[DT__CACHE_LINE - sizeof(uint64_t)];
     /* last window in which this rank has finished its access to other ranks' memory */
     uint64_t closed;
@@ -868,50 +893,57 @@ typedef struct __attribute__((aligned(128))) dt__member {
 typedef struct dt__group {
     char name[DT__NAME_BYTES];
     int size;
-    uint32_t channel;    /* tells the group's messages from those of other groups */
-    int *ranks;          /* (size) world ranks */
-    dt__member *members; /* (size); NULL if not all ranks share memory */
+    /* number that distinguishes the group's messages from those of other groups */
+    uint32_t channel;
+    int *ranks;          /* (size) the members' world ranks */
+    dt__member *members; /* (size); NULL if the group's ranks do not all share memory */
     char *posts;         /* (size, DT_MAX_STARTED, post_bytes) */
     size_t post_bytes;
 } dt__group;
 
-/* Message slot. The sender fills a free slot. The receiver frees the slot, or marks it DT__RECEIVED
-   if the sender waits for that. */
+/* Message slot. The sender fills a free slot. The receiver frees the slot, or sets its state to
+   DT__RECEIVED if the sender waits for the receive. */
 enum { DT__FREE = 0, DT__POSTED, DT__RECEIVED };
 typedef struct __attribute__((aligned(64))) dt__message {
     int state;
     int tag, eager;
-    uint64_t signature; /* of the sender's call: dt__signature_of */
+    uint64_t signature; /* signature of the sender's call, from dt__signature_of */
     size_t bytes;
     const void *data; /* the eager copy, or the sender's own buffer */
-    /* number among the pair's sends; of several matching messages the lowest is received first */
+    /* number of the message among all messages of this dt__pair; of several messages that match a
+       receive, the one with the lowest number is received first */
     uint64_t order;
-    uint32_t channel;         /* of the group */
-    dt__group *group;         /* the sender's struct of that group */
+    uint32_t channel;         /* channel of the group */
+    dt__group *group;         /* the sender's pointer to the group */
     struct dt__message *next; /* next in dt__pair.overflow */
 } dt__message;
 
-typedef struct __attribute__((aligned(64))) dt__pair { /* from one rank to one other */
-    uint64_t sent, sends_begun;                        /* sender's: messages posted; sends begun */
-    dt__message *overflow;                             /* list of further messages; it only grows */
+/* the messages from one rank to one other rank */
+typedef struct __attribute__((aligned(64))) dt__pair {
+    /* number of messages posted, and of sends begun; written by the sender */
+    uint64_t sent, sends_begun;
+    /* list of messages for which no slot in `message` was free; it only grows */
+    dt__message *overflow;
     /* The fields from `posted` to `oldest_order` are used only once there is an overflow list. With
        these fields, messages that are received in order need no search of the list. */
-    uint64_t posted; /* sender's: `sent`, stored after the message is visible */
-    /* sender's: end of the list; where to look first for a free slot */
+    uint64_t posted; /* written by the sender: `sent`, stored after the message is visible */
+    /* written by the sender: the end of the list; where it looks first for a free slot */
     dt__message *overflow_tail, *free_hint;
     __attribute__((aligned(64)))
-    dt__message *recv_hint; /* receiver's: where to look first in the list */
-    uint64_t oldest_order;  /* receiver's: the oldest message not received, if known */
+    dt__message *recv_hint; /* written by the receiver: where it looks first in the list */
+    /* written by the receiver: the `order` of the oldest message not received, if known */
+    uint64_t oldest_order;
     dt__message message[DT__PAIR_SLOTS];
 } dt__pair;
 
 /* Flight recorder entry: one operation, as its rank began it. Other ranks may read a record while
    its rank writes it, so they copy it word by word and check `number` before and after. */
 typedef struct dt__op_record {
-    uint64_t number;           /* of the rank's operations, from 1; 0 while it is written */
+    /* number of the operation among the rank's operations, from 1; 0 while the record is written */
+    uint64_t number;
     uint64_t packed_call, seq; /* as in dt__post */
     uint64_t count;
-    int32_t tag, line; /* of a message; source line, 0: not known */
+    int32_t tag, line; /* tag of a message; source line of the call, or 0 if not known */
     char group[DT__NAME_BYTES];
     char file[DT__FILE_BYTES];
 } dt__op_record;
@@ -920,38 +952,42 @@ typedef struct dt__op_record {
    host memory, because some of these structs lie in host memory. */
 typedef struct __attribute__((aligned(64))) dt__rank_state {
     int busy; /* this rank accesses other ranks' memory now */
-    /* 1: rank_main has returned, or the process is gone; 2: the process only has to exit with 0 */
+    /* 1 if rank_main has returned or the process is gone; 2 if the process has nothing left to do
+       but exit with status 0; else 0 */
     int ended;
     int pid, tid;
     /* Progress counter: incremented after every change that another rank, or this rank, may wait
        for (section 11). */
     uint64_t progress;
-    /* Sum of all ranks' progress counters, read before this rank last checked its operations and
-       found nothing to do; DT__IDLE_FOREVER for a rank that has ended. */
+    /* The sum of all ranks' progress counters. This rank reads it before it checks its operations,
+       and stores it if the check found nothing to do. DT__IDLE_FOREVER if the rank has ended. */
     uint64_t idle_at_progress;
-    /* Messages over a transport: sends begun minus messages received, plus sends that this rank
-       does not know to be complete. */
+    /* Only for messages over a transport: number of sends begun, minus number of messages received,
+       plus number of sends that this rank does not know to be complete. */
     int64_t in_transit;
-    /* Number of the operation in which this rank has been waiting for long; 0 if there is none. */
+    /* Number of the operation in which this rank waits, once the wait has reached its nap phase
+       (section 12); 0 if there is none. */
     uint64_t waiting_op;
-    int waits_for;    /* the world rank it waits for, or DT_ANY */
-    int64_t op_count; /* operations begun; the last DT_RECORDS have records */
-    int64_t step;     /* counted by dt_comm_step */
-    /* start of the wait in waiting_op, in microseconds of the host's clock */
+    int waits_for;    /* the world rank that this rank waits for, or DT_ANY */
+    int64_t op_count; /* number of operations begun; the last DT_RECORDS of them have records */
+    int64_t step;     /* number of training steps, counted by dt_comm_step */
+    /* when the wait in operation waiting_op began, in microseconds of the host's clock */
     int64_t wait_since_us;
-    int64_t last_op_end_us; /* end of its last timed operation */
+    int64_t last_op_end_us; /* when this rank's last timed operation ended, in the same unit */
 } dt__rank_state;
 
 typedef struct dt__shared {
     int ranks, spins, claimed, aborted, ended;
-    /* 1 if ranks are processes: then they can access only this range of each other's memory. */
+    /* 1 if ranks are processes, which can access only this range of each other's memory; else 0 */
     int separate_memory;
     double timeout_s;
     dt_report first_failure; /* valid once `aborted` is set */
-    dt__rank_state *state;   /* (ranks); NULL, like all below, if no memory is shared */
-    dt__op_record *records;  /* (ranks, DT_RECORDS) */
-    dt__pair *pairs;         /* (ranks, ranks, 2) by sender and receiver: dt__pair_of */
-    char *group_arena;       /* groups are allocated from it */
+    /* (ranks); state and all pointers below are NULL if no memory is shared */
+    dt__rank_state *state;
+    dt__op_record *records; /* (ranks, DT_RECORDS) */
+    /* (ranks, ranks, 2): sender, receiver, and the index described at dt__pair_of */
+    dt__pair *pairs;
+    char *group_arena; /* groups are allocated from it */
     size_t group_arena_bytes, group_arena_used;
     char *eager_buffers;  /* (ranks, ranks, 2, DT__PAIR_SLOTS, DT_EAGER_BYTES) */
     char *overflow_arena; /* overflow messages are allocated from it */
@@ -965,9 +1001,10 @@ typedef struct dt__shared {
 /* The ranks of a transport that share memory on one machine. */
 typedef struct dt__node {
     dt__shared *shared;
-    int local_rank;           /* this rank's index in the shared range */
-    int *local_ranks;         /* (world size) index in the range; -1: on another machine */
-    int *node_leaders;        /* (world size) first rank on the same machine */
+    int local_rank; /* this rank's index in the shared range */
+    /* (world size) each rank's index in the range; -1 if it is on another machine */
+    int *local_ranks;
+    int *node_leaders;        /* (world size) for each rank, the first rank on its machine */
     void (*poll)(void *user); /* checks for failures on other machines and advances the transport */
     void *user;
 } dt__node;
@@ -993,22 +1030,22 @@ typedef struct dt__fault {
     double s;
 } dt__fault;
 
-/* Wait report. A rank over a transport sends it to all other ranks when the rank has been waiting
-   for long, when that wait ends, and when the rank ends. MPI debuggers and NCCL RAS use such
-   reports to diagnose hangs. */
+/* Wait report. A rank of a transport sends it to all other ranks when the rank's wait has reached
+   its nap phase (section 12), when that wait ends, and when the rank ends. MPI debuggers and NCCL
+   RAS use similar reports to diagnose hangs. */
 enum { DT__REPORT_GROUPS = 16, DT__REPORT_RANKS = 24 };
-#define DT__REPORT_ENDED (~(uint64_t)0) /* instead of an operation: the rank has ended */
+#define DT__REPORT_ENDED (~(uint64_t)0) /* value of waiting_op if the rank has ended */
 typedef struct dt__wait_report {
     uint64_t waiting_op; /* as in dt__rank_state, or DT__REPORT_ENDED */
     int64_t op_count, step;
     int32_t waits_for;
-    uint32_t group_count;      /* entries of channels and begun */
-    uint32_t pending_sends;    /* incomplete sends, as far as the rank knows */
-    dt__op_record wait_record; /* the operation it waits in; else its last */
+    uint32_t group_count;      /* number of entries in `channels` and `begun` */
+    uint32_t pending_sends;    /* number of sends that the rank does not know to be complete */
+    dt__op_record wait_record; /* the operation in which the rank waits, else its last operation */
     uint32_t wait_channel;     /* dt__counter_of the group of that operation */
-    /* collectives begun on each of its groups */
+    /* for each group of the rank, the group's channel and the number of collectives begun */
     uint32_t channels[DT__REPORT_GROUPS], begun[DT__REPORT_GROUPS];
-    /* messages to and from each of the first ranks of the world */
+    /* number of messages to and from each of the first DT__REPORT_RANKS ranks of the world */
     uint32_t sent[DT__REPORT_RANKS], received[DT__REPORT_RANKS];
 } dt__wait_report;
 
@@ -1016,20 +1053,23 @@ typedef struct dt__wait_report {
 typedef struct dt__peer_view {
     dt__rank_state state; /* from the last report */
     dt__wait_report last_report;
-    uint32_t sent, received; /* messages to and from that rank */
+    /* number of messages from this rank to that rank, and from that rank to this rank */
+    uint32_t sent, received;
 } dt__peer_view;
 
-/* Control channel: sends wait reports to all other ranks without waiting, separately from the
-   messages. */
+/* Control channel: sends wait reports to all other ranks, separately from the messages. A send of a
+   report does not wait. */
 typedef struct dt__control {
     void *user;
     void (*send_report)(void *user, const void *report, size_t bytes);
-    int (*pid)(void *user, int rank); /* pid of a rank on this machine; else 0 */
-    /* messages that have arrived from that rank, received or not; NULL: not known */
+    /* returns the pid of a rank on this machine, or 0 for other ranks */
+    int (*pid)(void *user, int rank);
+    /* returns the number of messages that have arrived from that rank, whether received or not;
+       NULL if this is not known */
     uint32_t (*arrived)(void *user, int rank);
     int check; /* rank 0's dt_run_desc.check */
-    /* Advances the channel. Returns 0, or an error as dt_transport's test does for a lost or failed
-       rank. NULL: only messages reveal lost and failed ranks. */
+    /* Advances the channel. Returns 0, or for a lost or failed rank an error like dt_transport's
+       test. If poll is NULL, only messages reveal lost and failed ranks. */
     int (*poll)(void *user, char *why);
 } dt__control;
 
@@ -1040,67 +1080,72 @@ typedef struct dt__private_range {
     dt__op_record records[DT_RECORDS];
 } dt__private_range;
 
-/* One rank's private state of a run; the context holds it as "attached". */
+/* One rank's private state of a run; dt_ctx_attached returns it. */
 typedef struct dt__world {
     dt__shared *shared;
     dt_ctx *ctx;
     const dt_host *host;
     int rank;
     int local_rank;        /* index in the shared range */
-    const dt__node *node;  /* NULL: all ranks share memory, and local_rank == rank */
+    const dt__node *node;  /* NULL if all ranks share memory; local_rank == rank then */
     dt__rank_state *state; /* this rank's own state and records */
     dt__op_record *records;
     const char *file; /* call site of the current operation */
     int line;
-    int fault_count; /* faults planted on this rank */
+    int fault_count; /* number of entries in `faults`, the faults planted on this rank */
     dt__fault faults[DT__FAULTS];
-    /* end of the last step, and dt_comm_seconds at that time */
+    /* time at the end of the last step, and dt_comm_seconds at that time */
     double last_step_end, last_step_comm_seconds;
-    /* Rank 0 only. One bit for each of the last 8 steps: was straggler_rank a straggler in it? */
+    /* Rank 0 only: one bit for each of the last 8 steps, 1 if straggler_rank was a straggler in the
+       step. */
     unsigned straggler_steps;
     int straggler_rank, steps_since_notice;
-    /* In a long wait: the world rank waited for, and its progress counter when the wait began. */
+    /* Valid in a wait that has reached its nap phase: the world rank that this rank waits for, and
+       that rank's progress counter when the wait began. */
     int awaited_rank;
     uint64_t awaited_progress;
-    int is_thread;          /* this rank is a thread of this process */
-    int poll_count;         /* waits and begun operations, for dt__poll_node */
-    int owns_first_failure; /* this rank recorded the first failure: only it fills the record */
+    int is_thread;  /* 1 if this rank is a thread of this process */
+    int poll_count; /* number of waits and begun operations, for dt__poll_node */
+    /* 1 if this rank claimed the first failure; only this rank fills the record */
+    int owns_first_failure;
     dt_listener listener;
     dt_comm *comms;         /* all groups of this rank, newest first */
     dt_comm *comm;          /* the world */
     dt_transport transport; /* used if a transport carries the messages */
-    uint32_t channel_count; /* channels given to groups so far */
+    uint32_t channel_count; /* number of channels given to groups so far */
     /* nonblocking operations not waited for, in order of their starts */
     dt_work *first_started, *last_started;
     /* the nonblocking operations that are incomplete, in the same order */
     dt_work *first_unfinished, *last_unfinished;
-    /* lengths of both lists; see dt__advance_some */
+    /* lengths of both lists; dt__advance_some explains advance_credit */
     size_t started_count, unfinished_count, advance_credit;
     dt_work *blocking;   /* the operation that a blocking call waits for, or NULL */
     dt_work *free_works; /* works for reuse */
     /* Operations that the device has not completed, in the order of their waits. */
     dt_work *first_device_op, *last_device_op;
     struct dt__nccl *nccl; /* section 26; NULL without NCCL */
-    /* (ranks, 2) messages from a device over a transport: enqueued, and begun. NULL: none. */
+    /* (ranks, 2): number of messages in device memory that this rank has enqueued for each rank
+       over a transport, and number that it has begun. NULL if there are none. */
     uint64_t *device_sends;
-    /* Copy of a large message whose buffer the receiver cannot reach; cached for the next one. */
+    /* Buffer for a copy of a large message that the receiver cannot reach; cached for the next
+       message. */
     void *send_copy;
     size_t send_copy_bytes;
     int send_copy_in_use;
     dt_link link;
-    double link_free_at; /* time at which dt_run_desc.link is free again */
+    double link_free_at; /* time at which the simulated link is free again */
     size_t bytes[1 + DT_AXES];
     dt_traffic traffic;
     double seconds;             /* spent inside operations */
     const dt__control *control; /* NULL: none */
-    dt__peer_view *peers;       /* (comm_size) if control is set */
-    int comm_size, check;       /* size of the world; dt_run_desc.check */
-    int wait_reported;          /* 1: the other ranks know that this rank waits */
+    dt__peer_view *peers; /* (comm_size) the other ranks' states, if control is set; else NULL */
+    int comm_size, check; /* size of the world; dt_run_desc.check */
+    int wait_reported;    /* 1 if the other ranks know that this rank waits */
     double wait_reported_at;
-    uint32_t arrived_messages;       /* at the last check */
+    uint32_t arrived_messages;       /* number of messages that had arrived at the last check */
     uint64_t wait_reported_progress; /* progress counter at the last report */
     struct dt__trace *trace;         /* section 28; NULL without a trace */
-    int *status_request;             /* dt_run_desc's, if no supervisor reads it */
+    int *status_request; /* dt_run_desc.status_request, if no supervisor reads it; else NULL */
 } dt__world;
 
 struct dt_comm {
@@ -1108,25 +1153,26 @@ struct dt_comm {
     dt__world *world;
     const dt__comm_ops *ops;
     dt__group *group;
-    uint64_t seq; /* collectives called so far that run by the backend's own code */
-    /* Of the collectives that seq counts: the last one posted to the group; the last one that has
-       finished its access to other ranks' memory. */
+    /* number of collectives called so far, without those of backend_seq and message_seq */
+    uint64_t seq;
+    /* Two of the collectives that seq counts: the last one posted to the group, and the last one in
+       which this rank has finished its access to other ranks' memory. */
     uint64_t last_posted, last_moved;
-    uint64_t backend_seq; /* collectives that run by an algorithm of the backend (NCCL) */
-    /* collectives called so far that run as messages; hash of these calls */
+    uint64_t backend_seq; /* number of collectives called so far that NCCL executes */
+    /* number of collectives called so far that run as messages, and a hash of their calls */
     uint64_t message_seq;
     uint64_t call_hash;
-    uint64_t windows_done;  /* windows that this rank has finished */
-    uint64_t closed_by_all; /* lower bound of the windows that all ranks have finished */
-    /* last window of the operation that used this post last */
+    uint64_t windows_done;  /* number of windows that this rank has finished */
+    uint64_t closed_by_all; /* lower bound of the number of windows that all ranks have finished */
+    /* for each post: last window of the operation that used the post last */
     uint64_t last_window[DT_MAX_STARTED];
-    /* 1: the sum of the operation that used this post last is still in the post */
+    /* for each post: 1 if the sum of the operation that used the post last is still in it */
     int sum_in_post[DT_MAX_STARTED];
-    char *staging; /* two windows in the range; NULL until needed */
+    char *staging; /* this rank's staging buffer: two windows in the range; NULL until needed */
     dt_algorithm algorithm;
     struct dt__nccl_channel *nccl_channel; /* NULL without NCCL */
-    /* Ranks on each machine if the ranks of a machine are neighbours in the group (section 16);
-       else 0. */
+    /* Number of ranks on each machine, if the group's rank order keeps the ranks of each machine
+       together (section 16); else 0. */
     int ranks_per_node;
     dt_axis axis;
     dt_comm *next;
@@ -1136,10 +1182,12 @@ struct dt_comm {
     int32_t *words;      /* (size, 2) values that dt_agree and dt_comm_split gather */
 };
 
-/* Size of the windows through which a rank shows memory that other ranks cannot reach. */
+/* Size in bytes of the windows through which other ranks access memory that they cannot reach
+   directly. */
 #define DT_WINDOW_BYTES 262144
 
-/* Index of a world rank in this rank's shared range; -1: it is on another machine. */
+/* Returns the index of a world rank in this rank's shared range, or -1 if that rank is on another
+   machine. */
 static int dt__local_rank_of(const dt__world *world, int rank) {
     return world->node ? world->node->local_ranks[rank] : rank;
 }
@@ -1152,7 +1200,7 @@ static size_t dt__align_up(size_t bytes) {
     return (bytes + DT__CACHE_LINE - 1) / DT__CACHE_LINE * DT__CACHE_LINE;
 }
 
-/* A post holds a small send buffer or the counts of an all-to-all-v. */
+/* The size of a post, which has space for a small send buffer or the counts of an all-to-all-v. */
 static size_t dt__post_bytes(int size) {
     size_t counts = (size_t)size * sizeof(size_t);
     return dt__align_up(sizeof(dt__post) + (counts > DT_EAGER_BYTES ? counts : DT_EAGER_BYTES));
@@ -1163,16 +1211,16 @@ static size_t dt__group_bytes(int size) {
            (size_t)size * (sizeof(dt__member) + (size_t)DT_MAX_STARTED * dt__post_bytes(size));
 }
 
-/* The worst case of a split of n ranks: each rank becomes a group of one. */
+/* The size in the worst case, in which every split makes one group of one rank for each rank. */
 static size_t dt__group_arena_bytes(int ranks) {
     return dt__group_bytes(ranks) + (size_t)DT_MAX_SPLITS * (size_t)ranks * dt__group_bytes(1);
 }
 
 static size_t dt__align_page(size_t bytes) { return (bytes + 65535) / 65536 * 65536; }
 
-/* Lays out the range at `memory` and copies `shared`, which holds the sizes, to its beginning. With
-   memory NULL it only computes the size. Zeroes only the parts that hold flags; all other pages
-   stay untouched until they are used. */
+/* Lays out the range at `memory` and copies `shared`, which holds the sizes, to the range's
+   beginning. If `memory` is NULL, it only computes the size (shared->bytes). It zeroes only the
+   parts that hold flags; all other pages stay untouched until they are used. */
 static dt__shared *dt__shared_layout(dt__shared *shared, char *memory, size_t user_bytes) {
     size_t n = (size_t)shared->ranks,
            at = (DT__CACHE_LINE - (uintptr_t)memory % DT__CACHE_LINE) % DT__CACHE_LINE;
@@ -1208,8 +1256,9 @@ static int dt__reachable(const dt__shared *shared, const void *p) {
            ((const char *)p >= base && (const char *)p < base + shared->bytes - DT__CACHE_LINE);
 }
 
-/* Messages of collectives (tag < 0) have their own pair, because they must not wait for slots until
-   this rank calls its receives. */
+/* Returns the dt__pair for a message. Messages of collectives (tag < 0) have their own dt__pair:
+   if they shared the slots, a collective could wait until this rank receives the program's
+   messages. */
 static dt__pair *dt__pair_of(dt__shared *shared, int from, int to, int tag) {
     return &shared->pairs[2 * ((size_t)from * (size_t)shared->ranks + (size_t)to) + (tag < 0)];
 }
@@ -1231,15 +1280,16 @@ static void dt__group_name(dt__group *group, const char *name) {
     memcpy(group->name, name, length < DT__NAME_BYTES ? length : DT__NAME_BYTES - 1);
 }
 
-/* Allocates from an arena in the range; NULL when it is full. Any rank may call it at any time. */
+/* Allocates from an arena in the range. Returns NULL if the arena is full. Any rank may call it at
+   any time. */
 static char *dt__range_alloc(char *arena, size_t arena_bytes, size_t *used, size_t bytes) {
     if (__atomic_load_n(used, __ATOMIC_RELAXED) > arena_bytes) return NULL;
     size_t at = __atomic_fetch_add(used, bytes, __ATOMIC_RELAXED);
     return at > arena_bytes || bytes > arena_bytes - at ? NULL : arena + at;
 }
 
-/* Makes a group of `size` ranks in the range; the caller fills `ranks`. NULL when the arena is
-   full. Any rank may call it at any time. */
+/* Makes a group of `size` ranks in the range; the caller fills `ranks`. Returns NULL if the arena
+   is full. Any rank may call it at any time. */
 static dt__group *dt__group_make(dt__shared *shared, int size, const char *name) {
     size_t bytes = dt__group_bytes(size), n = (size_t)size;
     char *p = dt__range_alloc(
@@ -1263,11 +1313,12 @@ static dt__group *dt__group_make(dt__shared *shared, int size, const char *name)
 }
 
 /* A timeout clock that leaves out the time during which the process is suspended. Between two reads
-   it advances by at most an eighth of the timeout, and at most 1 s. A process that was stopped
-   during a wait (Ctrl-Z, scontrol suspend, a debugger, a suspended machine) therefore does not time
-   out, and a job that is suspended as a whole continues when resumed. If one rank alone is stopped,
-   the other ranks' stopwatches advance and report that rank as late. Each suspension still counts
-   up to that maximum, so a wait ends even in a job that is suspended repeatedly. */
+   the clock advances by at most max_gap, which is an eighth of the timeout but at most 1 s. A
+   process that was stopped during a wait (Ctrl-Z, scontrol suspend, a debugger, a suspended
+   machine) therefore does not time out, and a job that is suspended as a whole continues when
+   resumed. If one rank alone is stopped, the other ranks' clocks advance, and those ranks report
+   the stopped rank as late. Each suspension still counts up to max_gap, so a wait ends even in a
+   job that is suspended repeatedly. */
 #define DT__MAX_CLOCK_GAP_S 1.0
 typedef struct dt__stopwatch {
     const dt_host *host;
@@ -1279,7 +1330,7 @@ static dt__stopwatch dt__stopwatch_start(const dt_host *host, double limit) {
     return watch;
 }
 
-/* Seconds counted so far. Wait loops call this every few milliseconds. */
+/* Returns the seconds counted so far. Wait loops call it every few milliseconds. */
 static double dt__waited(dt__stopwatch *watch) {
     double now = watch->host->now(watch->host->user);
     watch->seconds += fmin(now - watch->last, watch->max_gap);
