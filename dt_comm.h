@@ -595,8 +595,8 @@ DT_API dt_status dt_team_free(dt_team *team);
    then does not compare the signatures.
 
        send, recv   begin a transfer and return a request, or NULL on failure. The `from` of recv
-                    may be DT_ANY. Many sends and receives can be pending. A send whose receive has not
-                    begun must not keep other transfers from making progress
+                    may be DT_ANY. Many sends and receives can be pending. A send whose receive has
+                    not begun must not keep other transfers from making progress
        test         returns 1 if the transfer is complete; the request is then freed. For a receive,
                     *from and *bytes then describe the message (a message's bytes beyond the
                     buffer's size are dropped). Returns 0 if the transfer is not complete yet.
@@ -698,8 +698,8 @@ DT_API size_t dt_trace_lost(const dt_ctx *ctx);
 DT_API dt_status dt_trace_write(dt_comm *world, const char *path);
 
 /* CALL SITES. The functions listed below are also macros, which pass the source line of the call
-   for records and error texts. To name the function itself, for example to take its address, put its
-   name in parentheses or write no argument list after it. */
+   for records and error texts. To name the function itself, for example to take its address, put
+   its name in parentheses or write no argument list after it. */
 
 /* [local] Sets the call site of the next operation on comm, or on another group of this rank.
    Returns comm. */
@@ -1030,9 +1030,9 @@ typedef struct dt__fault {
     double s;
 } dt__fault;
 
-/* Wait report. A rank of a transport sends it to all other ranks when the rank's wait has reached
-   its nap phase (section 12), when that wait ends, and when the rank ends. MPI debuggers and NCCL
-   RAS use similar reports to diagnose hangs. */
+/* Wait report. A rank of a transport sends it to all other ranks when the rank has waited for
+   DT__REPORT_AFTER_S seconds (section 18), when that wait ends, and when the rank ends. MPI
+   debuggers and NCCL RAS use similar reports to diagnose hangs. */
 enum { DT__REPORT_GROUPS = 16, DT__REPORT_RANKS = 24 };
 #define DT__REPORT_ENDED (~(uint64_t)0) /* value of waiting_op if the rank has ended */
 typedef struct dt__wait_report {
@@ -1153,13 +1153,14 @@ struct dt_comm {
     dt__world *world;
     const dt__comm_ops *ops;
     dt__group *group;
-    /* number of collectives called so far, without those of backend_seq and message_seq */
+    /* number of collectives called so far that dt__comm_ops.collective runs */
     uint64_t seq;
     /* Two of the collectives that seq counts: the last one posted to the group, and the last one in
        which this rank has finished its access to other ranks' memory. */
     uint64_t last_posted, last_moved;
     uint64_t backend_seq; /* number of collectives called so far that NCCL executes */
-    /* number of collectives called so far that run as messages, and a hash of their calls */
+    /* number of collectives called so far that an algorithm runs (dt_work.algorithm), and a hash of
+       these calls */
     uint64_t message_seq;
     uint64_t call_hash;
     uint64_t windows_done;  /* number of windows that this rank has finished */
@@ -1340,43 +1341,47 @@ static double dt__waited(dt__stopwatch *watch) {
 
 // ==== 9. The first failure ======================================================================
 
-/* Failure detection and propagation. One record holds the first failure of the run. The rank that
-   claims the record (compare and exchange) fills it and sets the abort word, which is never
-   cleared. Wait loops read the abort word in every iteration, and calls read it when they begin.
+/* Failure detection and propagation. One record (first_failure of dt__shared) holds the first
+   failure of the run. The rank that claims the record (compare and exchange) fills it and sets the
+   abort word `aborted`, which is never cleared. Wait loops read the abort word in every iteration,
+   and calls read it when they begin.
 
    A rank that leaves a collective with an error returns the buffers to its caller, who may free
    them. So the rank must not leave while another rank still copies from or to the buffers, and no
-   rank may start a copy after that. Each rank therefore raises its busy flag around every access to
+   rank may start a copy after that. Each rank therefore sets its `busy` flag around every access to
    other ranks' memory. This is Dekker's handshake (E. W. Dijkstra, EWD123, 1965):
 
        copier:  busy = 1;  if (aborted) { busy = 0; leave; }  copy;  busy = 0
        leaver:  set or read aborted = 1;  wait until no rank is busy;  leave
 
    All four accesses are sequentially consistent, so either the copier sees the abort word or the
-   leaver sees the flag. The wait for the busy flags is the only wait without a timeout: nothing
-   between busy = 1 and busy = 0 waits for another rank, and the supervisor clears the flag of a
-   process that died. MPI ranks on one machine have no supervisor: they wait at most timeout_s for
-   the flags and for the record. */
+   leaver sees the busy flag. The wait for the busy flags is the only wait without a timeout. It
+   ends, because a rank with busy = 1 waits for no other rank, and the supervisor clears the flag of
+   a process that died. MPI ranks on one machine have no supervisor, so they wait at most timeout_s
+   for the flags and for the record. */
 
 static int dt__aborted(const dt__shared *shared) {
     return __atomic_load_n(&shared->aborted, __ATOMIC_SEQ_CST);
 }
 
-/* Returns 1 if `rank` (-1: the supervisor) is the first to claim the failure record. */
+/* Claims the failure record for `rank` (-1 for the supervisor). Returns 1 if no other rank has
+   claimed it, else 0. */
 static int dt__claim(dt__shared *shared, int rank) {
     int expected = 0;
     return __atomic_compare_exchange_n(
         &shared->claimed, &expected, rank + 2, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
 }
 
-/* Call it only after a successful dt__claim. */
+/* Fills the failure record and sets the abort word. Only the rank whose dt__claim returned 1 calls
+   this function. */
 static void dt__publish_failure(dt__shared *shared, int rank, dt_status status, const char *text) {
     size_t length = strlen(text), max_length = sizeof shared->first_failure.text - 1;
     if (length > max_length) length = max_length;
     shared->first_failure.status = status;
     shared->first_failure.rank = rank;
     memcpy(shared->first_failure.text, text, length);
-    shared->first_failure.text[length] = 0; /* a rank that died may have begun a longer text */
+    /* needed because a rank that died may have begun to write a longer text */
+    shared->first_failure.text[length] = 0;
     __atomic_store_n(&shared->aborted, 1, __ATOMIC_SEQ_CST);
 }
 
@@ -1386,9 +1391,9 @@ static void dt__nccl_abort(dt__world *world);
 #define dt__nccl_abort(world) (void)0
 #endif
 
-/* Listener: dt_tensor.h calls it for the first failure of a context. Several ranks may notice the
-   same failure, such as a norm that is not finite; only the rank that claims the record logs it, by
-   returning 0. */
+/* A function of dt's listener, which dt_tensor.h calls at the first failure of a context. Several
+   ranks may notice the same failure, for example a norm that is not finite. Only the rank that
+   claims the record logs the failure: dt__on_failure returns 0 on that rank and 1 on the others. */
 static int dt__on_failure(dt_ctx *ctx, dt_status status, const char *text, void *user) {
     dt__world *world = (dt__world *)user;
     (void)ctx;
@@ -1399,8 +1404,9 @@ static int dt__on_failure(dt_ctx *ctx, dt_status status, const char *text, void 
     return !first;
 }
 
-/* One iteration of the wait loops below. Returns 0 after the timeout on a node without a
-   supervisor: the rank waited for must have died. */
+/* Sleeps between two checks of the wait loops below. Returns 1 if the loop should continue. Returns
+   0 after the timeout if ranks of a transport share memory, because they have no supervisor and the
+   awaited rank must have died. */
 static int dt__abort_wait_turn(const dt__world *world, dt__stopwatch *watch) {
     if (!watch->host) *watch = dt__stopwatch_start(world->host, world->shared->timeout_s);
     world->host->sleep(world->host->user, 0);
@@ -1423,8 +1429,8 @@ static void dt__await_record(const dt__world *world) {
     }
 }
 
-/* Returns 1 if this rank may access other ranks' memory until dt__access_end, 0 if the run is
-   aborted. */
+/* Sets this rank's busy flag and returns 1: the rank may access other ranks' memory until
+   dt__access_end. Returns 0, with the flag cleared, if the run is aborted. */
 static int dt__access_begin(const dt__world *world) {
     int *busy = &world->shared->state[world->local_rank].busy;
     __atomic_store_n(busy, 1, __ATOMIC_SEQ_CST);
@@ -1440,22 +1446,22 @@ static dt_status dt__comm_sync(const dt__world *world) {
     return kernels->sync ? kernels->sync(dt_ctx_stream(world->ctx)) : DT_OK;
 }
 
-/* status: result of the copies. Returns the first error of the copies and of the device. */
+/* Waits for the device and clears this rank's busy flag. `status` is the result of the copies.
+   Returns the first error of the copies and of the device, else DT_OK. */
 static dt_status dt__access_end(const dt__world *world, dt_status status) {
     dt_status synced = dt__comm_sync(world);
     __atomic_store_n(&world->shared->state[world->local_rank].busy, 0, __ATOMIC_SEQ_CST);
     return status ? status : synced;
 }
 
-/* Called after this context has failed. Returns when no rank accesses other ranks' memory any
-   more. */
+/* Waits, after this context has failed, until no rank accesses other ranks' memory any more. */
 static void dt__await_quiescence(dt__world *world) {
     dt__await_record(world);
     dt__quiesce(world);
 }
 
-/* Another rank failed first: fails this context with that rank's text. Returns when no rank
-   accesses other ranks' memory any more. */
+/* Fails this context with the text of the rank that failed first. Waits until no rank accesses
+   other ranks' memory any more, then returns the context's status. */
 static dt_status dt__peer_failed(dt__world *world) {
     dt__await_record(world);
     dt_status status = dt_fail(
@@ -1464,9 +1470,9 @@ static dt_status dt__peer_failed(dt__world *world) {
     return status;
 }
 
-/* Fails the context for a reason that this layer found, often on several ranks at once: the first
-   rank records it, the other ranks report that a peer failed first. Returns the context's status
-   when no rank accesses other ranks' memory any more. */
+/* Fails the context for a reason that this header's code found, often on several ranks at once. The
+   first rank records its reason; the other ranks report that a peer failed first. Waits until no
+   rank accesses other ranks' memory any more, then returns the context's status. */
 DT_PRINTF(3, 4)
 static dt_status dt__comm_fail(dt__world *world, dt_status status, const char *fmt, ...) {
     char text[512];
@@ -1485,10 +1491,10 @@ static dt_status dt__comm_fail(dt__world *world, dt_status status, const char *f
 
 // ==== 10. Collective calls: validation and description ==========================================
 
-/* All collectives have one form. Some ranks send and some receive; a send buffer may hold one block
-   for each rank; the received data may be reduced. A call (dt__call) and its row of one table
-   (dt__pattern) therefore suffice to validate an operation, to describe it in texts and records, to
-   compare it between ranks and to count its bytes. */
+/* All collectives have one form. Some ranks send and some receive, a send buffer may hold one block
+   for each rank, and the received data may be reduced. So a call (dt__call) and the operation's row
+   in one table (dt__pattern) suffice to validate an operation, to describe it in texts and records,
+   to compare it between ranks and to count its bytes. */
 
 /* How far an operation has come. The simulated link may hold an operation back after its data have
    been transferred. */
@@ -1503,66 +1509,73 @@ typedef enum dt__completion {
 struct dt_work {
     dt_comm *comm;
     dt__call call;
-    dt_axis axis; /* the group's axis when it began */
+    dt_axis axis; /* the group's axis when the operation began */
     dt__completion completion;
-    int state; /* of the function that advances the operation */
-    /* nonblocking: the rank continues meanwhile, and may send to itself */
+    int state; /* state of the function that advances the operation */
+    /* 1 if the operation is nonblocking: the rank continues meanwhile, and may send to itself */
     int is_started;
-    /* while the operation waits for all ranks: the ranks below next_rank have arrived */
+    /* While the operation waits until all ranks have called it: ranks 0 .. next_rank - 1 have
+       called it. */
     int next_rank;
     int (*algorithm)(dt_work *work); /* a function of section 16, or NULL */
     int stage, round;                /* phase and round of the algorithm */
     /* The current window: elements at .. at + window_count of each block. longest_block is in
        elements. */
     size_t at, window_count, longest_block;
-    uint64_t window;  /* number of the window on the group */
-    int inline_ranks; /* how many ranks posted their data inline */
-    int sum_in_post;  /* set by dt__must_sum_in_post */
-    /* some rank's memory cannot be reached, so data pass through windows */
+    uint64_t window;  /* number of the current window, counted over all operations of the group */
+    int inline_ranks; /* number of ranks whose posts hold their send data (dt__post.is_inline) */
+    int sum_in_post;  /* 1 if the sum is stored in the post first: see dt__must_sum_in_post */
+    /* 1 if some rank's buffer cannot be accessed by the others, so that data pass through staging
+       buffers */
     int uses_windows;
-    struct dt__p2p *p2p_ops; /* sends and receives of this round */
+    struct dt__p2p *p2p_ops; /* (p2p_count) sends and receives of this round */
     int p2p_count, p2p_capacity;
     void *scratch;
     size_t scratch_count;
-    double start_time, link_until; /* start; time at which the simulated link lets it end */
-    uint64_t record_number;        /* number of its flight recorder entry */
-    dt_work *check_work;           /* comparison of all ranks' calls; runs before this work */
-    const dt_work *checked_work;   /* if this work is a comparison: the work that it checks */
-    dt__fault_kind fault;          /* planted in the received data when the operation ends */
-    double end_time;               /* if nonblocking and traced: when it completed */
+    /* start of the operation; earliest end that the simulated link allows */
+    double start_time, link_until;
+    uint64_t record_number; /* number of its flight recorder entry */
+    /* the DT__CHECK work that compares all ranks' calls before this work runs; or NULL */
+    dt_work *check_work;
+    /* in a DT__CHECK work: the work whose calls it compares; else NULL */
+    const dt_work *checked_work;
+    dt__fault_kind fault; /* injected fault, applied when the operation ends */
+    double end_time;      /* time of completion, if the operation is nonblocking and traced */
     /* Event in the device's stream, recorded after the operation; cached for the next use of this
        work. */
     void *device_event;
-    /* on_device: the operation is complete for the host but not for the device. is_device_op: this
-       work tracks the device's part of an operation. */
+    /* on_device is 1 if the operation is complete for the host but not for the device. is_device_op
+       is 1 if this work tracks the device's part of another operation. */
     int on_device, is_device_op;
-    int in_library; /* a library runs the operation; this rank cannot see which rank it waits for */
-    /* If NCCL runs the operation: its channel, and its number on the channel, from 1. */
+    /* 1 if a library runs the operation; this rank then cannot tell which rank it waits for */
+    int in_library;
+    /* If NCCL runs the operation: its nccl channel, and its number on this channel, from 1. */
     struct dt__nccl_channel *nccl_channel;
     uint64_t nccl_sequence;
-    dt_work *next, *prev;                       /* among the nonblocking works */
-    dt_work *next_unfinished, *prev_unfinished; /* among the incomplete works */
-    int is_unfinished;                          /* 1: in the list of incomplete works */
+    dt_work *next, *prev;                       /* neighbours in the list of nonblocking works */
+    dt_work *next_unfinished, *prev_unfinished; /* neighbours in the list of incomplete works */
+    int is_unfinished; /* 1 if the work is in the list of incomplete works */
 };
 
-/* Returns the work that texts name; for a comparison this is the work that it checks. */
+/* Returns the work that error texts name. For a DT__CHECK work, this is the work whose calls it
+   compares; for any other, the work itself. */
 static const dt_work *dt__reported_work(const dt_work *work) {
     return work->checked_work ? work->checked_work : work;
 }
 
-/* A backend. message transfers one message. collective runs a collective by the backend's own code,
-   if that is better than the algorithms of section 16, which are built on messages. message and
-   collective advance as far as they can without waiting. They return 1 complete, 0 not yet, -1 the
-   context has failed. */
+/* The functions of a backend. `message` transfers one message. `collective` runs a collective by
+   the backend's own code, if that is better than the algorithms of section 16, which are built on
+   messages. Both functions advance as far as they can without waiting. They return 1 if the
+   transfer is complete, 0 if it is not complete yet, and -1 if the context has failed. */
 struct dt__comm_ops {
     const char *name;
     int (*message)(dt_work *work, struct dt__p2p *p2p);
     int (*collective)(dt_work *work);
-    /* All functions below may be NULL. algorithm returns an algorithm of the backend, or NULL for
-       an algorithm of section 16. begin is called when an operation with a backend algorithm
-       begins. split is called when a group has been split; `made` (or NULL) is this rank's new
-       group. close is called when a group ends. check_device fails the context if an operation that
-       the device has not completed is in error. */
+    /* All functions below may be NULL. `algorithm` returns an algorithm of the backend, or NULL if
+       an algorithm of section 16 is to be used. `begin` is called when an operation with a backend
+       algorithm begins. `split` is called when a group has been split; `made` is this rank's new
+       group, or NULL. `close` is called when a group ends. `check_device` fails the context if an
+       operation that the device has not completed is in error. */
     int (*(*algorithm)(const dt_comm *comm, const dt__call *call))(dt_work *work);
     void (*begin)(dt_work *work);
     void (*split)(dt_comm *comm, dt_comm *made, int color);
@@ -1574,10 +1587,10 @@ struct dt__comm_ops {
    holds one block for each rank, and whether the received data are reduced. */
 typedef struct dt__pattern {
     const char *name;
-    char all_send, all_recv; /* if 0, only the root */
-    char send_blocks;        /* send holds N blocks, block r for rank r */
+    char all_send, all_recv; /* 1 if every rank sends (receives), 0 if only the root does */
+    char send_blocks;        /* 1 if send holds N blocks, block r for rank r */
     char reduces;
-    char counted; /* dt_comm_bytes counts it */
+    char counted; /* 1 if dt_comm_bytes counts the operation's bytes */
 } dt__pattern;
 
 static const dt__pattern *dt__pattern_of(dt__op_code op) {
@@ -1631,7 +1644,7 @@ static size_t dt__sum_counts(const size_t *counts, int n) {
     return sum;
 }
 
-/* Elements in the send buffer. */
+/* Returns the number of elements in the send buffer. */
 static size_t dt__send_count(const dt_comm *comm, const dt__call *call) {
     if (call->op == DT__ALL_TO_ALL_V) return dt__sum_counts(call->send_counts, comm->base.size);
     return dt__pattern_of(call->op)->send_blocks ? call->count * (size_t)comm->base.size
@@ -1661,7 +1674,8 @@ static const char *dt__redop_name(dt_op op) {
     return "?";
 }
 
-/* Appends to `text`, which has `bytes` bytes of which *at are used; truncates what does not fit. */
+/* Appends to the string `text`, a buffer of `bytes` bytes of which *at are used. Truncates what
+   does not fit. */
 DT_PRINTF(4, 5) static void dt__append(char *text, size_t bytes, size_t *at, const char *fmt, ...) {
     va_list args;
     va_start(args, fmt);
@@ -1674,7 +1688,7 @@ typedef struct dt__phrase {
     char s[192];
 } dt__phrase; /* returned by value, so that the text needs no owner */
 
-/* "all-reduce f32 x 10 sum", "barrier" */
+/* Describes a call in an error text, for example "all-reduce f32 x 10 sum" or "barrier". */
 static dt__phrase dt__call_text(const dt__call *call) {
     dt__phrase text;
     size_t at = 0;
@@ -1691,8 +1705,8 @@ static dt__phrase dt__call_text(const dt__call *call) {
     return text;
 }
 
-/* Packs the arguments that must be equal on all ranks of a collective, except the count, into one
-   word. dt__unpack_call restores the arguments for texts. */
+/* Packs the arguments of a collective that must be equal on all ranks, except the count, into one
+   word. dt__unpack_call restores the arguments for error texts. */
 static uint64_t dt__pack_call(const dt__call *call) {
     return (uint64_t)call->op | (uint64_t)call->dtype << 8 | (uint64_t)call->redop << 16 |
            (uint64_t)(call->host_memory != 0) << 24 | (uint64_t)(uint32_t)call->peer << 32;
@@ -1711,7 +1725,8 @@ static size_t dt__call_bytes(const dt__call *call) {
     return call->count * dt_dtype_size(call->dtype);
 }
 
-/* Copies through the kernel table, because data may lie on a device; scalars lie in host memory. */
+/* Copies by the kernel table, because data may lie on a device. Scalars, which lie in host memory,
+   are copied by memcpy. */
 static dt_status dt__comm_copy(
     dt_comm *comm, const dt__call *call, void *dst, const void *src, size_t bytes) {
     const dt_kernels *kernels = dt_ctx_kernels(comm->world->ctx);
@@ -1722,8 +1737,8 @@ static dt_status dt__comm_copy(
     return DT_OK;
 }
 
-/* outputs[k] = inputs[0] op inputs[1] op ..., always in rank order, for all k. An output may be one
-   of the inputs unless `streaming` is set: see dt_reduce_args. */
+/* Computes outputs[k] = inputs[0] op inputs[1] op ..., always in rank order, for all k. An output
+   may be one of the inputs, unless `streaming` is 1 (see non_temporal of dt_reduce_args). */
 static dt_status dt__reduce_inputs(dt_comm *comm, const dt__call *call, int output_count,
     int input_count, size_t count, int streaming) {
     const dt_kernels *kernels = dt_ctx_kernels(comm->world->ctx);
@@ -1751,8 +1766,8 @@ static dt_status dt__reduce_inputs(dt_comm *comm, const dt__call *call, int outp
     return DT_OK;
 }
 
-/* Fails with the error that a copy or a kernel of this call returned. A device may return the error
-   of an earlier operation. */
+/* Fails the context with the error `status` of a copy or a kernel of this call. A device may report
+   the error of an earlier operation late. */
 static dt_status dt__data_failed(dt_comm *comm, const dt__call *call, dt_status status) {
     return dt__comm_fail(comm->world, status, "%s #%llu on %s: the kernel table '%s' answers %s%s",
         dt__call_text(call).s, (unsigned long long)call->seq, comm->group->name,
@@ -1762,7 +1777,7 @@ static dt_status dt__data_failed(dt_comm *comm, const dt__call *call, dt_status 
                              : "");
 }
 
-/* The bytes that dt_comm_bytes counts. */
+/* Returns the number of bytes that dt_comm_bytes counts for this call on this rank. */
 static size_t dt__sent_bytes(const dt_comm *comm, const dt__call *call) {
     size_t n = (size_t)comm->base.size, bytes = dt__call_bytes(call), twice = 2 * (n - 1);
     int root = comm->base.rank == call->peer;
@@ -1782,18 +1797,18 @@ static size_t dt__sent_bytes(const dt_comm *comm, const dt__call *call) {
     }
 }
 
-/* First element of chunk i when count elements are divided into chunks whose sizes differ by at
-   most one. */
+/* Divides count elements into chunks whose sizes differ by at most one, and returns the index of
+   chunk i's first element. */
 static size_t dt__chunk_offset(size_t count, int chunks, int i) {
     size_t each = count / (size_t)chunks, extra = count % (size_t)chunks, before = (size_t)i;
     return before * each + (before < extra ? before : extra);
 }
 
-/* Allocates the work's scratch, of count elements of the call's type. Returns NULL if the context
-   has failed. */
+/* Allocates the work's scratch buffer, which has count elements of the call's type. Returns NULL if
+   the context has failed. */
 static void *dt__scratch(dt_work *work, size_t count) {
     work->scratch_count = count;
-    work->scratch = work->comm->words; /* with count 0 any address will do */
+    work->scratch = work->comm->words; /* if count is 0, any address that is not NULL suffices */
     if (count == 0) return work->scratch;
     work->scratch =
         dt_alloc(work->comm->world->ctx, work->call.host_memory ? DT_MEM_HOST : DT_MEM_COMM,
@@ -1817,14 +1832,14 @@ static void dt__scratch_free(dt_work *work) {
    Deadlock detection. A rank that waits
 
        1. computes P, the sum of all ranks' progress counters
-       2. tries to advance every operation that it has pending
+       2. tries to advance all of its pending operations
        3. if nothing could advance, publishes P as its idle_at_progress
 
    Once all ranks have published the same P and the sum is still P, each rank has tried to advance
-   after the last change that any rank made, and could not. So no rank will ever make progress: this
-   proves a deadlock at once, without a timeout. The proof needs a rule: a rank makes a change that
-   another rank may wait for first, and increments its progress counter second. A rank whose sum
-   includes the increment then also sees the change. */
+   after the last change that any rank made, and could not. So no rank will ever make progress. This
+   proves a deadlock at once, without a timeout. The proof needs a rule: a rank first makes a change
+   that another rank may wait for, and then increments its progress counter. So a rank whose sum
+   includes the increment also sees the change. */
 
 static void dt__count_progress(dt__world *world) {
     __atomic_store_n(&world->state->progress, world->state->progress + 1, __ATOMIC_RELEASE);
@@ -1839,7 +1854,7 @@ static uint64_t dt__total_progress(const dt__shared *shared) {
     return sum;
 }
 
-/* Copies whole words with atomic accesses. A reader may see a mixture of old and new words. */
+/* Stores whole 64-bit words atomically. A reader may still see some old and some new words. */
 static void dt__atomic_store_words(void *to, const void *from, size_t bytes) {
     for (size_t at = 0; at < bytes; at += sizeof(uint64_t)) {
         uint64_t word;
@@ -1856,7 +1871,7 @@ static void dt__atomic_load_words(void *to, const void *from, size_t bytes) {
     }
 }
 
-/* Gives the operation a number and a flight recorder entry. */
+/* Assigns the operation its number and writes its flight recorder entry. */
 static void dt__record_make(dt_work *work) {
     dt__world *world = work->comm->world;
     uint64_t number = (uint64_t)world->state->op_count + 1;
@@ -1879,8 +1894,8 @@ static void dt__record_make(dt_work *work) {
     dt__count_progress(world);
 }
 
-/* This rank's view of another rank: its state and records if the two share memory, else its last
-   wait report. */
+/* What this rank knows of another rank. If the two ranks share memory: the other rank's state and
+   records. Else: the state and record in the other rank's last wait report. */
 typedef struct dt__op_ring {
     const dt__op_record *records;
     int n;
@@ -1912,7 +1927,8 @@ static dt__rank_view dt__view_of_rank(const dt__world *world, int rank) {
     return view;
 }
 
-/* Copies record `number`. Returns 0 if the record does not exist or has been overwritten. */
+/* Copies record `number` and returns 1. Returns 0 if the record does not exist or has been
+   overwritten. */
 static int dt__record_get(dt__op_ring ring, uint64_t number, dt__op_record *copy) {
     if (!ring.records || number == 0) return 0;
     const dt__op_record *slot = &ring.records[number % (uint64_t)ring.n];
@@ -1921,13 +1937,13 @@ static int dt__record_get(dt__op_ring ring, uint64_t number, dt__op_record *copy
     return __atomic_load_n(&slot->number, __ATOMIC_RELAXED) == number && copy->number == number;
 }
 
-/* The file name without its directories. */
+/* Returns the file name without its directories. */
 static const char *dt__file_name(const char *file) {
     const char *slash = strrchr(file, '/');
     return slash ? slash + 1 : file;
 }
 
-/* " at train.c:88", or "" if the call site is not known. */
+/* Returns " at train.c:88", or "" if the call site is not known. */
 static dt__phrase dt__site_text(const char *file, int line) {
     dt__phrase text;
     text.s[0] = 0;
@@ -1935,8 +1951,8 @@ static dt__phrase dt__site_text(const char *file, int line) {
     return text;
 }
 
-/* "all-reduce f32 x 10 sum #4 on world at train.c:88", "receive f32 x 10 from its rank 2 with tag 1
-   on world at ...": roots and peers are ranks of the group. */
+/* Describes a record, for example "all-reduce f32 x 10 sum #4 on world at train.c:88" or "receive
+   f32 x 10 from its rank 2 with tag 1 on world at ...". Roots and peers are ranks of the group. */
 static dt__phrase dt__record_text(const dt__op_record *r) {
     dt__call call = dt__unpack_call(r->packed_call, (size_t)r->count);
     dt__phrase text = dt__call_text(&call);
@@ -1960,7 +1976,8 @@ dt_comm *dt_here(dt_comm *comm, const char *file, int line) {
     return comm;
 }
 
-/* Call site of collective `seq` of the group on that rank, if its record still exists. */
+/* Returns the call site of the group's collective number `seq` on rank world_rank, or "" if its
+   record no longer exists. */
 static dt__phrase dt__site_of(const dt_comm *comm, int world_rank, uint64_t seq) {
     dt__rank_view view = dt__view_of_rank(comm->world, world_rank);
     int64_t last = view.state ? __atomic_load_n(&view.state->op_count, __ATOMIC_ACQUIRE) : 0;
@@ -1974,7 +1991,7 @@ static dt__phrase dt__site_of(const dt_comm *comm, int world_rank, uint64_t seq)
     return dt__site_text(NULL, 0);
 }
 
-/* Call site of this rank's operation. */
+/* Returns the call site of the operation of this work. */
 static dt__phrase dt__own_site(const dt_work *work) {
     const dt__world *world = work->comm->world;
     dt__op_record r;
@@ -1983,9 +2000,10 @@ static dt__phrase dt__own_site(const dt_work *work) {
     return dt__site_text(there ? r.file : NULL, there ? r.line : 0);
 }
 
-/* Fails because a rank has ended and will never call the collective that this rank waits in. Over a
-   transport several ranks may notice this at the same time. The text then names the first other
-   rank of the group, so that all ranks report the same text. */
+/* Fails the context, because rank world_rank has ended and will never call the collective in which
+   this rank waits. Over a transport several ranks may notice this at the same time. In that case
+   the text does not name this rank, but the first rank of the group that is not world_rank, so that
+   all ranks report the same text. */
 static dt_status dt__ended_without(dt_work *work, int world_rank) {
     const dt_comm *comm = work->comm;
     int first = comm->group->ranks[comm->group->ranks[0] == world_rank ? 1 : 0];
@@ -2003,7 +2021,7 @@ static dt_status dt__ended_without(dt_work *work, int world_rank) {
         dt__own_site(work).s);
 }
 
-/* One rank's call, for a comparison. */
+/* One rank's call, for the error text about two calls that differ. */
 typedef struct dt__call_view {
     uint64_t packed_call, count;
     dt__phrase site; /* " at train.c:88", or "" */
@@ -2015,7 +2033,7 @@ static void dt__own_call_view(const dt_work *work, dt__call_view *own) {
     own->site = dt__own_site(work);
 }
 
-/* Fails because two ranks of the group make different calls. */
+/* Fails the context because two ranks of the group make different calls. */
 static dt_status dt__calls_differ(
     dt_work *work, int rank, const dt__call_view *its, int other, const dt__call_view *theirs) {
     const dt_comm *comm = work->comm;
@@ -2032,21 +2050,22 @@ static dt_status dt__calls_differ(
 /* All waits for other ranks go through dt__wait_until_finished. Each iteration of a wait advances
    every operation that this rank has pending. Then the waiting thread backs off:
 
-       spin     about 2 us: the other rank is about to arrive, and a system call costs more than
-                the wait
-       yield    about 100 us: lets other threads run
-       nap      for 1/16 of the time waited so far, 20 us to 1 ms, so that the rank wakes up
-                only a little too late
+       spin     for about 2 us, because the other rank may be about to arrive, and a system call
+                would take longer than the wait
+       yield    for about 100 us, so that other threads run
+       nap      for 1/16 of the time waited so far, but at least 20 us and at most 1 ms, so that
+                the rank wakes up only a little too late
 
-   If ranks outnumber the cores there is no spinning, because a spinning rank keeps the awaited rank
-   from running. When data have moved, the back-off starts again, because each step of a long
-   operation is a separate wait. */
+   If there are more ranks than cores, waits do not spin, because a spinning rank could keep the
+   awaited rank from running. When data have moved, the back-off starts again from its first phase,
+   because each step of a long operation is a separate wait. */
 
-enum { DT__SPINS = 50, DT__YIELDS = 200 }; /* about 2 us; about 100 us */
+/* iterations of the first two phases: about 2 us and about 100 us */
+enum { DT__SPINS = 50, DT__YIELDS = 200 };
 #define DT__NAP_MIN 20e-6
 #define DT__NAP_MAX 1e-3
 
-/* Cores that this process may use. */
+/* Returns the number of cores that this process may use. */
 static int dt__cores(void) {
 #ifdef CPU_COUNT /* needs _GNU_SOURCE */
     cpu_set_t set;
@@ -2068,9 +2087,10 @@ static int dt__has_ended(const dt__shared *shared, int local_rank) {
     return shared->state && __atomic_load_n(&shared->state[local_rank].ended, __ATOMIC_ACQUIRE);
 }
 
-/* Ranks that share memory on one node of a transport check for failures on other nodes once in
-   DT__POLL_INTERVAL wait iterations and begun operations. Begun operations count because an
-   operation that completes at once does not wait. */
+/* Called in each wait iteration and for each operation that begins. If ranks of a transport share
+   memory on this node, every DT__POLL_INTERVAL-th call checks for failures on other nodes.
+   Operations that begin must count, because a rank whose operations all complete at once never
+   waits. */
 enum { DT__POLL_INTERVAL = 16 };
 static void dt__poll_node(dt__world *world) {
     if (world->node && ++world->poll_count % DT__POLL_INTERVAL == 0)
@@ -2088,14 +2108,14 @@ static void dt__check_free(dt_work *work);
 static void dt__fault_before(dt_work *work);
 static void dt__fault_after(dt_work *work);
 
-/* Trace, section 28. Called only if there is a trace. */
+/* The functions of the trace (section 28), which are called only if there is a trace. */
 static void dt__trace_op(dt_work *work, double begin, double end);
 static void dt__trace_wait(dt_work *work, double begin, double end);
 static uint64_t dt__trace_number(dt__world *world, const dt_work *work);
 static void dt__trace_free(dt__world *world);
 
-/* Advances one work without waiting. Returns 1 if it is complete, 0 if not yet, -1 if the context
-   has failed. */
+/* Advances one work without waiting. Returns 1 if it is complete, 0 if it is not complete yet, -1
+   if the context has failed. */
 static int dt__advance(dt_work *work) {
     const dt_host *host = work->comm->world->host;
     if (work->completion == DT__COMPLETED) return 1;
@@ -2136,14 +2156,14 @@ static void dt__advance_all(dt__world *world) {
     for (dt_work *work = world->first_unfinished; work; work = work->next_unfinished) {
         if (dt__advance(work) < 0) return;
         if (work->completion == DT__COMPLETED)
-            dt__unfinished_remove(world, work); /* keeps work->next_unfinished */
+            dt__unfinished_remove(world, work); /* does not change work->next_unfinished */
     }
 }
 
-/* dt__advance_all for callers that do not wait and may call it at every nonblocking start. Every
-   call adds DT__ADVANCE_CREDIT to a credit, and all works advance once the credit reaches the
-   number of works, so n nonblocking operations cost O(n), not O(n^2). Returns 1 if all have
-   advanced. */
+/* Calls dt__advance_all in some of its calls, for callers that do not wait and may call it at every
+   nonblocking start. Every call adds DT__ADVANCE_CREDIT to a credit, and all works advance once the
+   credit has reached the number of works. So n nonblocking operations cost O(n), not O(n^2).
+   Returns 1 if all works have advanced, else 0. */
 enum { DT__ADVANCE_CREDIT = 16 };
 static int dt__advance_some(dt__world *world) {
     world->advance_credit += DT__ADVANCE_CREDIT;
@@ -2153,8 +2173,8 @@ static int dt__advance_some(dt__world *world) {
     return 1;
 }
 
-/* Waits until `work` is complete. If *begin is below 0, *begin is set to the time at which the wait
-   left its spinning phase. */
+/* Waits until `work` is complete. Returns the context's status. If *begin is negative when the wait
+   leaves its spinning phase, *begin is set to the time of that moment. */
 static dt_status dt__wait_until_finished(dt__world *world, dt_work *work, double *begin) {
     const dt_host *host = world->host;
     double since = 0, timeout = world->shared->timeout_s;
@@ -2211,23 +2231,23 @@ static dt_status dt__wait_work(dt__world *world, dt_work *work, double *begin) {
 
 // ==== 13. Messages in shared memory =============================================================
 
-/* Point-to-point messages: the eager and the rendezvous protocol, as in every MPI.
+/* Point-to-point messages, by the eager and the rendezvous protocol of every MPI.
 
-       eager        sender copies into a free message and returns
-       (small)                                receiver copies out and frees the message
+       eager        sender copies the data into a free message slot and returns
+       (small)                     receiver copies the data from the slot and frees the slot
 
-       rendezvous   sender publishes its buffer and waits
-       (large)                                receiver copies from it and marks it received
-                    sender frees the message
+       rendezvous   sender publishes the address of its buffer and waits
+       (large)                     receiver copies from the buffer and sets DT__RECEIVED
+                    sender frees the slot
 
-   The eager protocol copies the bytes twice. The rendezvous protocol copies them once, but the
+   The eager protocol copies the data twice. The rendezvous protocol copies them once, but the
    sender waits for the receiver. A buffer that the receiver cannot access is first copied into the
-   run's shared memory (the range of section 8). */
+   shared memory segment (section 8). */
 
 /* One send or receive of a point-to-point operation or of one round of a collective. */
 typedef struct dt__p2p {
     dt__op_code op; /* DT__SEND or DT__RECV */
-    int peer, tag;  /* rank of the group, or DT_ANY */
+    int peer, tag;  /* peer: rank of the group, or DT_ANY */
     size_t count;
     const void *send;
     void *recv;
@@ -2236,18 +2256,22 @@ typedef struct dt__p2p {
        a receive it is valid once the message has arrived. */
     uint64_t order;
     dt__message *message;
-    uint64_t last_searched; /* of a receive: see dt__find_message */
-    /* copy, in the shared range, of a buffer that the receiver cannot access */
+    uint64_t last_searched; /* used by a receive: see dt__find_message */
+    /* copy in the shared memory segment, if the receiver cannot access the send buffer; else
+       NULL */
     void *copy;
-    /* Copy of a device buffer in pinned host memory; event recorded after the copy from or to
-       it. */
+    /* Copy of a device buffer in pinned host memory, and an event that is recorded after the copy
+       from or to the device. */
     void *pinned_copy, *device_event;
-    /* number of a send from a device among the device's sends to that rank, from 0 */
+    /* in a send from device memory: its number among this rank's sends from device memory to the
+       same rank, from 0 */
     uint64_t device_send_seq;
-    uint64_t nccl_sequence;  /* over NCCL: number of the message on the channel, from 0 */
-    int is_enqueued;         /* 1: the transfer has its number and an event */
-    void *nccl_announcement; /* the sender's announcement */
-    void *request;           /* the transport's request */
+    /* if NCCL transfers the message: its number on the nccl channel, from 0 */
+    uint64_t nccl_sequence;
+    int is_enqueued; /* 1 if the transfer has its number and an event */
+    /* if NCCL transfers the message: the sender's announcement (section 26) */
+    void *nccl_announcement;
+    void *request; /* the transport's request */
 } dt__p2p;
 
 enum { DT__ANNOUNCEMENT_BYTES = 128 };
@@ -2271,8 +2295,8 @@ static dt__phrase dt__p2p_text(const dt_work *work, const dt__p2p *p2p) {
     return text;
 }
 
-/* Fails because no rank will ever call the matching send or receive: the peer has ended. Returns
-   -1. */
+/* Fails the context because the peer has ended and no rank will ever call the matching send or
+   receive. Returns -1. */
 static int dt__p2p_never_matched(dt_work *work, const dt__p2p *p2p) {
     dt__phrase text = dt__p2p_text(work, p2p);
     int other = p2p->peer == DT_ANY ? -1 : work->comm->group->ranks[p2p->peer];
@@ -2298,7 +2322,8 @@ static dt_status dt__counts_differ(dt_work *work, int from, size_t sent, size_t 
         dt__own_site(work).s);
 }
 
-/* Fails because the message has another type or count than the receive. Returns -1. */
+/* Fails the context because the type or count of the message differs from the receive's. Returns
+   -1. */
 static int dt__p2p_mismatch(
     dt_work *work, const dt__p2p *p2p, int from, dt_dtype dtype, size_t count) {
     const dt_comm *comm = work->comm;
@@ -2310,8 +2335,9 @@ static int dt__p2p_mismatch(
     return -1;
 }
 
-/* Signature of the call that a message belongs to: bit 63 is set, the lowest 36 bits are the low
-   bits of the count. A comparison has signature 0. */
+/* Returns the signature of the call that a message belongs to. Bit 63 is set, and the lowest 36
+   bits are the low bits of the count. The messages with which ranks compare their calls (DT__CHECK)
+   have signature 0. */
 static uint64_t dt__signature_of(const dt__call *call, size_t message_count) {
     uint64_t count = dt__is_p2p(call->op) ? (uint64_t)message_count : (uint64_t)call->count;
     uint64_t op = call->op == DT__RECV ? (uint64_t)DT__SEND : (uint64_t)call->op;
@@ -2323,7 +2349,8 @@ static uint64_t dt__signature_of(const dt__call *call, size_t message_count) {
 
 static dt_dtype dt__signature_dtype(uint64_t signature) { return (dt_dtype)(signature >> 55 & 15); }
 
-/* Fails because a message belongs to a call that differs from this rank's call. Returns -1. */
+/* Fails the context because a message belongs to a call that differs from this rank's call. Returns
+   -1. */
 static int dt__signature_mismatch(dt_work *work, const dt__p2p *p2p, int from, uint64_t signature) {
     dt__call_view its, own;
     dt_dtype dtype = dt__signature_dtype(signature);
@@ -2338,7 +2365,7 @@ static int dt__signature_mismatch(dt_work *work, const dt__p2p *p2p, int from, u
 }
 
 /* Returns 1 if the message matches this transfer; else fails the context and returns -1. A
-   signature of 0 is not compared. */
+   signature of 0 matches every call. */
 static int dt__p2p_check(
     dt_work *work, const dt__p2p *p2p, int from, uint64_t signature, size_t bytes) {
     size_t size = dt_dtype_size(work->call.dtype);
@@ -2357,7 +2384,7 @@ static dt__message *dt__next_message(dt__pair *pair, dt__message *message) {
     return __atomic_load_n(message == last ? &pair->overflow : &message->next, __ATOMIC_ACQUIRE);
 }
 
-/* The next overflow message, cyclically. */
+/* Returns the overflow message after `message`; after the last it returns the first. */
 static dt__message *dt__overflow_after(dt__pair *pair, dt__message *message) {
     dt__message *next = __atomic_load_n(&message->next, __ATOMIC_ACQUIRE);
     return next ? next : __atomic_load_n(&pair->overflow, __ATOMIC_ACQUIRE);
@@ -2380,11 +2407,11 @@ static dt__message *dt__free_overflow_message(dt__pair *pair) {
     return NULL;
 }
 
-/* Returns a free message slot of the pair, or NULL. If there is none, two kinds of messages get a
-   new (overflow) slot. For a nonblocking send, because any number of nonblocking sends may be
-   pending. For a collective on a node, because the receiver may not take the earlier messages
-   before it has this message. If the arena is full, a send waits until a slot is free; a collective
-   fails, because it would wait for ever. */
+/* Returns a free message slot, or NULL if there is none. If no slot is free, two kinds of messages
+   get a new slot in the overflow list. A nonblocking send gets one because any number of
+   nonblocking sends may be pending. A message of a collective on a node of a transport gets one
+   because the receiver may need it before it receives the earlier messages. If the arena is full, a
+   send waits until a slot is free; a collective fails, because it would wait for ever. */
 static dt__message *dt__free_message(dt__world *world, dt__pair *pair, int tag, int started) {
     dt__message *message = NULL;
     dt__shared *shared = world->shared;
@@ -2410,8 +2437,8 @@ static dt__message *dt__free_message(dt__world *world, dt__pair *pair, int tag, 
     return message;
 }
 
-/* Allocates a copy of a large message in the shared range. The largest copy so far is cached for
-   the next one. */
+/* Returns a buffer in the shared memory segment for a copy of a large message. The largest buffer
+   so far is cached for the next message; while it is in use, a separate buffer is allocated. */
 static void *dt__send_copy_acquire(dt__world *world, size_t bytes) {
     if (world->send_copy_in_use)
         return dt_alloc(world->ctx, DT_MEM_COMM, bytes, "send copy in shared memory");
@@ -2469,7 +2496,7 @@ static int dt__shared_send(dt_work *work, dt__p2p *p2p) {
     dt__world *world = work->comm->world;
     int receiver = dt__local_rank_of(world, work->comm->group->ranks[p2p->peer]);
     int to_self = receiver == world->local_rank && !work->is_started;
-    /* read before the messages: see dt__find_message */
+    /* the flag is read before the messages: see dt__find_message */
     int ended = to_self || dt__has_ended(world->shared, receiver);
     dt__pair *pair = dt__pair_of(world->shared, world->local_rank, receiver, p2p->tag);
     size_t bytes = p2p->count * dt_dtype_size(work->call.dtype);
@@ -2477,7 +2504,8 @@ static int dt__shared_send(dt_work *work, dt__p2p *p2p) {
         p2p->order = pair->sends_begun++;
         p2p->state = 1;
     }
-    if (p2p->state == 1) { /* waits for its turn and a free message */
+    /* the send waits until all earlier sends are posted and a slot is free */
+    if (p2p->state == 1) {
         if (to_self && bytes > DT_EAGER_BYTES) return dt__p2p_never_matched(work, p2p);
         dt__message *message = NULL;
         if (pair->sent == p2p->order)
@@ -2496,8 +2524,8 @@ static int dt__shared_send(dt_work *work, dt__p2p *p2p) {
     return 1;
 }
 
-/* Returns the oldest posted message of this group and tag, or NULL. If group is NULL, returns the
-   oldest posted message of any group and tag. */
+/* Returns the oldest posted message with this group and tag, or NULL. If `group` is NULL, the
+   message may have any group and tag. */
 static dt__message *dt__oldest_posted(dt__pair *pair, const dt__group *group, int tag) {
     dt__message *oldest = NULL, *message = NULL;
     while ((message = dt__next_message(pair, message))) {
@@ -2508,8 +2536,8 @@ static dt__message *dt__oldest_posted(dt__pair *pair, const dt__group *group, in
     return oldest;
 }
 
-/* Returns the oldest message not received, if it is in one of the first slots or at recv_hint and
-   has this group and tag; else NULL. */
+/* Looks for the oldest message not received (pair->oldest_order) in the first DT__PAIR_SLOTS slots
+   and at recv_hint. Returns the message if it is there and has this group and tag, else NULL. */
 static dt__message *dt__oldest_if_hinted(dt__pair *pair, const dt__group *group, int tag) {
     for (int i = 0; i <= DT__PAIR_SLOTS; i++) {
         dt__message *message = i < DT__PAIR_SLOTS ? &pair->message[i] : pair->recv_hint;
@@ -2521,14 +2549,16 @@ static dt__message *dt__oldest_if_hinted(dt__pair *pair, const dt__group *group,
     return NULL;
 }
 
-/* Finds the oldest message of this group and tag. Two races matter. First, a rank may send and then
-   end. Its `ended` flag is read before its messages: if the flag is set and the message is missing,
-   the message will never come. Second, the sender may post two messages during the search, the
-   older into a slot that the search has passed, the newer into a slot ahead. When the search finds
+/* Returns the oldest message with this group and tag, or NULL if there is none yet. Two races
+   matter. First, a rank may send a message and then end. So its `ended` flag is read before its
+   messages: if the flag is set and the message is missing, the message will never come. Second, the
+   sender may post two messages during the search, the older one into a slot that the search has
+   already passed, the newer one into a slot that the search has not reached. When the search finds
    the newer message, the older message is visible too, so a second search finds the older message.
 
-   *ended is set to 1 if no rank will send this message any more. *last_searched is pair->posted + 1
-   at this receive's last search; the receive searches again only after a new post. */
+   Sets *ended to 1 if the sender will not send another message, else to 0. *last_searched holds
+   pair->posted + 1 as it was at this receive's last search without a result; the receive searches
+   again only after a new post. */
 static dt__message *dt__find_message(const dt__shared *shared, dt__pair *pair,
     const dt__group *group, int tag, int from, int to_self, int *ended, uint64_t *last_searched) {
     *ended = to_self || dt__has_ended(shared, from);
@@ -2545,8 +2575,8 @@ static dt__message *dt__find_message(const dt__shared *shared, dt__pair *pair,
     return dt__oldest_posted(pair, group, tag);
 }
 
-/* Returns 1 if an earlier receive of this rank waits for a message from rank `from` with this tag.
-   The earlier receive must get the message first. */
+/* Returns 1 if an earlier receive of this rank waits for a message from rank `from` with this tag,
+   else 0. If it returns 1, the caller must leave the message to the earlier receive. */
 static int dt__earlier_recv_waits(const dt_work *work, const dt__p2p *p2p, int from) {
     for (const dt_work *w = work->comm->world->first_unfinished; w && w != work;
          w = w->next_unfinished) {
@@ -2587,12 +2617,12 @@ static int dt__shared_recv(dt_work *work, dt__p2p *p2p) {
     const dt_comm *comm = work->comm;
     dt__shared *shared = comm->world->shared;
     int me = comm->world->local_rank, n = comm->base.size, none_left = 1;
-    /* DT_ANY: the search starts at the right neighbour, so that no sender starves */
+    /* for DT_ANY the search starts at the right neighbour, so that no sender starves */
     for (int step = 0; step < n; step++) {
         int from = p2p->peer == DT_ANY ? (comm->base.rank + 1 + step) % n : p2p->peer, ended;
         int sender = dt__local_rank_of(comm->world, comm->group->ranks[from]);
         dt__pair *pair = dt__pair_of(shared, sender, me, p2p->tag);
-        uint64_t never = 0; /* DT_ANY: search every time */
+        uint64_t never = 0; /* for DT_ANY, so that each call searches */
         dt__message *message = dt__find_message(shared, pair, comm->group, p2p->tag, sender,
             me == sender && !work->is_started, &ended,
             p2p->peer == DT_ANY ? &never : &p2p->last_searched);
