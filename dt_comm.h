@@ -872,8 +872,8 @@ typedef struct __attribute__((aligned(128))) dt__post {
     size_t count;
     const void *send;
     void *recv;
-    /* If other ranks cannot access send or recv: the address of this rank's staging buffer, in
-       which they access these buffers window by window. Else NULL. */
+    /* If other ranks cannot access `send` or `recv`: the address of this rank's staging buffer, in
+       which they read these buffers window by window. Else NULL. */
     char *staging;
     int is_inline; /* 1 if the send data lie in `data` */
     /* A small send buffer, or the counts of an all-to-all-v. It extends to the end of the post. */
@@ -918,7 +918,7 @@ typedef struct __attribute__((aligned(64))) dt__message {
     struct dt__message *next; /* next in dt__pair.overflow */
 } dt__message;
 
-/* the messages from one rank to one other rank */
+/* The messages from one rank to one other rank. */
 typedef struct __attribute__((aligned(64))) dt__pair {
     /* number of messages posted, and of sends begun; written by the sender */
     uint64_t sent, sends_begun;
@@ -951,7 +951,7 @@ typedef struct dt__op_record {
 /* State that one rank publishes. The struct has DT__CACHE_LINE bytes, but only the alignment of
    host memory, because some of these structs lie in host memory. */
 typedef struct __attribute__((aligned(64))) dt__rank_state {
-    int busy; /* this rank accesses other ranks' memory now */
+    int busy; /* 1 while this rank accesses other ranks' memory, else 0 */
     /* 1 if rank_main has returned or the process is gone; 2 if the process has nothing left to do
        but exit with status 0; else 0 */
     int ended;
@@ -973,7 +973,7 @@ typedef struct __attribute__((aligned(64))) dt__rank_state {
     int64_t step;     /* number of training steps, counted by dt_comm_step */
     /* when the wait in operation waiting_op began, in microseconds of the host's clock */
     int64_t wait_since_us;
-    int64_t last_op_end_us; /* when this rank's last timed operation ended, in the same unit */
+    int64_t last_op_end_us; /* when this rank's last timed operation ended, in microseconds */
 } dt__rank_state;
 
 typedef struct dt__shared {
@@ -2500,7 +2500,7 @@ static int dt__shared_send(dt_work *work, dt__p2p *p2p) {
     int ended = to_self || dt__has_ended(world->shared, receiver);
     dt__pair *pair = dt__pair_of(world->shared, world->local_rank, receiver, p2p->tag);
     size_t bytes = p2p->count * dt_dtype_size(work->call.dtype);
-    if (p2p->state == 0) { /* begins */
+    if (p2p->state == 0) { /* the send begins */
         p2p->order = pair->sends_begun++;
         p2p->state = 1;
     }
