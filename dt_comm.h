@@ -2,12 +2,13 @@
    end of the file
 
    The second of four single-header libraries; dt_tensor.h, which it includes, lists them all. It
-   runs one function on many ranks and lets groups of ranks sum, gather and exchange arrays. The
-   first failure on any rank ends every other rank's wait, with a text that names it. A rank is a
-   thread, a forked process, or a process behind a transport: five functions that carry messages.
+   runs one function on many ranks and lets groups of ranks sum, gather and exchange arrays. When a
+   rank fails, the waits of all other ranks end, and the error text names the rank that failed
+   first. A rank is a thread, a forked process, or a process that exchanges messages with the other
+   ranks through a transport (five functions).
 
    DOES NOT: install signal handlers, call exit or abort, keep global state, wait for a message
-   without a timeout, start threads other than the ranks that dt_run was asked for.
+   without a timeout, start threads other than the ranks that the caller of dt_run asked for.
 
    QUICK EXAMPLE
 
@@ -34,18 +35,20 @@
        mpicc -O3 -DDT_USE_MPI train.c -lm -lpthread     MPI; mpirun -np 4 ./a.out
 
    OPTIONS (define before including)
-       DT_IMPLEMENTATION   in exactly one file: the code, not only the declarations
-       DT_USE_MPI          the MPI backend: needs mpi.h of MPI 3.1 or later
-       DT_USE_NCCL         the NCCL backend: needs nccl.h of NCCL 2.18.1 or later. nvcc sets it
-                           where it finds nccl.h, unless DT_NO_NCCL is defined. With DT_NCCL_DLOPEN
-                           the program looks for libnccl.so.2 at run time, and then keeps it loaded
-       DT_NCCL_MIN_BYTES   4096: larger messages (in bytes) between devices go through NCCL; equal
-                           on every rank
-       DT_NCCL_F32_WINDOW  4194304: elements of a group's f32 window, through which NCCL sums bf16
-                           and f16; equal on every rank, and not less than the number of ranks
-       DT_STATIC           everything static; define it in every file
-       DT_NO_CHECKS        no operation records, no comparison of calls in shared memory, no
-                           deadlock detection: to measure what they cost
+       DT_IMPLEMENTATION   adds the code to the declarations; define it in exactly one file
+       DT_USE_MPI          adds the MPI backend, which needs mpi.h of MPI 3.1 or later
+       DT_USE_NCCL         adds the NCCL backend, which needs nccl.h of NCCL 2.18.1 or later. Under
+                           nvcc this header defines DT_USE_NCCL itself if nccl.h is found and
+                           DT_NO_NCCL is not defined. With DT_NCCL_DLOPEN the program does not link
+                           NCCL: it loads libnccl.so.2 at run time and keeps the library loaded
+       DT_NCCL_MIN_BYTES   size in bytes, 4096 by default. Messages between devices that are larger
+                           go through NCCL. The value must be equal on every rank
+       DT_NCCL_F32_WINDOW  number of elements, 4194304 by default, of each group's f32 window,
+                           through which NCCL sums bf16 and f16. The value must be equal on every
+                           rank and at least the number of ranks
+       DT_STATIC           makes everything static; define it in every file that includes dt_comm.h
+       DT_NO_CHECKS        leaves out the operation records, the comparison of the ranks' calls in
+                           shared memory and the deadlock detection, to measure what they cost
 
    CONTENTS
      1. Launch (dt_run, backends, rendezvous, launcher, fault injection)
@@ -81,47 +84,52 @@
    CONTRACT
      Memory     dt_run allocates one shared memory segment for all ranks: about 130 KiB for each
                 pair of ranks and 34 KiB for each rank of each group. Most of its pages stay
-                untouched until messages use them. Groups belong to the context's world and end with
-                it. Your buffers are read and written only between the call and its return, or
-                between a start and its dt_wait. After that no other rank touches them, even after
-                an error. A forked rank's memory of the classes params, grads, acts and comm
-                (dt_alloc) lies in the segment too; the rank's other memory is copied through the
-                segment in windows of DT_WINDOW_BYTES. MPI ranks have one segment for each machine,
-                if the machine's system allows shared memory. Ranks that are threads on several GPUs
-                access each other's memory: if a GPU cannot access another (peer access), dt_run
-                fails with DT_ERR_DEVICE; use backend nccl then.
-     Errors     A collective that cannot be done fails the context (dt_error, dt_error_text) and
-                returns its status. Any failure of any context (dt_fail from an op or from your
-                code, a refused allocation) poisons the world: every rank that waits, and every
-                later call, returns DT_ERR_PEER and a text that names the first rank and its reason.
-                If ranks call different operations, or the same operation with another count, type,
-                reduction or root, every rank gets an error that names both calls and their call
-                sites, once all ranks have called (over tcp and mpi: dt_run_desc.check). If all
-                ranks wait and no message is in flight, every rank gets an error that names the
-                cycle of waits, without waiting for the timeout. A rank that ended or died is named,
-                a killed rank with its signal. A rank that does not arrive within timeout_s is named
-                with its state: stopped, spinning, asleep, late. Error texts give world ranks. Only
-                the first failure is logged as an error. Timeouts count only time in which a rank's
-                process runs: a job that is suspended as a whole (Ctrl-Z, scontrol suspend)
-                continues when resumed.
-     Threads    dt_run's caller is the supervisor and never a rank. A dt_comm belongs to its rank's
-                thread. All ranks use the tables of dt_run_desc at the same time. Several dt_run may
-                run at the same time.
-     Order      A reduction is ((r0 op r1) op r2) ... in rank order for every element, whatever the
-                count, the backend and the algorithm (except DT_RING, see dt_comm_set_algorithm),
-                and gives the same bits on every rank. bf16 and f16 are reduced in f32 and rounded
-                once at the end. So an all-reduce equals a reduce and a broadcast, and a
-                reduce-scatter and an all-gather, bit for bit. The exception is NCCL, which reduces
-                device memory in its own order (section 26). The last bits of floating-point sums
-                and products may then differ from a reduction in rank order, and between an
-                all-reduce and a reduce with a broadcast.
-     In place   as in NCCL: all-reduce and reduce send == recv; reduce-scatter and scatter recv ==
-                send + rank * count; all-gather and gather send == recv + rank * count. Any other
-                overlap of a rank's send and recv, and any overlap in an all-to-all, is DT_ERR_ARG
-                before data move.
-     Groups     comm NULL is a group of one everywhere, and a group of one is a local copy.
-     Tags       [local] a rank calls it on its own; [pairwise] two ranks call it; [collective: comm]
-                every rank of the group calls it, in the same order. */
+                untouched until messages use them. Groups belong to the context's world and are
+                freed with the world. dt accesses the buffers of a call only until the call returns,
+                or for a nonblocking operation until its dt_wait returns. After that no other rank
+                touches the buffers, even after an error. A forked rank's memory of the classes
+                params, grads, acts and comm (dt_alloc) lies in the segment too; the rank's other
+                memory is copied through the segment in windows of DT_WINDOW_BYTES. MPI ranks have
+                one segment for each machine, if the machine's system allows shared memory. Ranks
+                that are threads on several GPUs access each other's memory directly. If one of the
+                GPUs cannot access another one (peer access), dt_run fails with DT_ERR_DEVICE; use
+                backend nccl in this case.
+     Errors     If a collective cannot be done, its context fails (dt_error, dt_error_text) and the
+                call returns the error's status. The failure of one context, also by dt_fail in an
+                op or in your code or by a refused allocation, makes all ranks fail: the waiting
+                call and every later call of the other ranks return DT_ERR_PEER, and their error
+                text names the rank that failed first and its reason. If ranks call different
+                operations, or the same operation with different counts, types, reductions or roots,
+                every rank gets an error that names two differing calls and their call sites, once
+                all ranks have called (for tcp and mpi see dt_run_desc.check). If all ranks wait and
+                no message is in flight, every rank gets an error that names the cycle of waits,
+                without waiting for the timeout. The error text names a rank that has ended or died,
+                and the signal that killed it. For a rank that does not arrive within timeout_s the
+                text also gives its state: stopped, spinning, asleep or late. Error texts give world
+                ranks. Only the first failure is logged as an error. Timeouts count only time in
+                which a rank's process runs, so a job that is suspended as a whole (Ctrl-Z, scontrol
+                suspend) continues when resumed.
+     Threads    With threads and procs the caller of dt_run is the supervisor and not a rank. A
+                dt_comm belongs to its rank's thread. All ranks use the tables of dt_run_desc at the
+                same time. Several calls of dt_run can run at the same time.
+     Order      A reduction computes ((x0 op x1) op x2) ... for every element, where xr is rank r's
+                element. The order does not depend on the count, the backend or the algorithm
+                (except DT_RING, see dt_comm_set_algorithm), and every rank gets the same bits. bf16
+                and f16 are reduced in f32 and rounded once at the end. So an all-reduce equals, bit
+                for bit, a reduce followed by a broadcast, and a reduce-scatter followed by an
+                all-gather. The exception is NCCL, which reduces device memory in its own order
+                (section 26). With NCCL the last bits of floating-point sums and products may differ
+                from a reduction in rank order, and an all-reduce may differ from a reduce followed
+                by a broadcast.
+     In place   Three overlaps of a rank's buffers are allowed, as in NCCL. All-reduce and reduce:
+                send == recv. Reduce-scatter and scatter: recv == send + rank * count. All-gather
+                and gather: send == recv + rank * count. With any other overlap, and with any
+                overlap in an all-to-all, the call returns DT_ERR_ARG before it moves data.
+     Groups     In every function, comm NULL means a group that consists of the calling rank alone.
+                A collective on a group of one rank is a local copy.
+     Tags       [local]: a rank calls the function on its own. [pairwise]: two ranks call it.
+                [collective: comm]: every rank of the group calls it, and all ranks make their
+                collective calls in the same order. */
 
 #ifndef DT_COMM_H
 #define DT_COMM_H
@@ -157,155 +165,169 @@ typedef enum dt_backend {
     DT_BACKEND_NCCL
 } dt_backend;
 
-/* The first failure of a run. */
+/* The first failure of a run; dt_run fills it (dt_run_desc.report). */
 typedef struct dt_report {
-    dt_status status; /* DT_OK: no failure */
-    int rank;         /* the rank that recorded the failure; -1: the run could not start */
+    dt_status status; /* DT_OK if there was no failure */
+    int rank;         /* the rank that recorded the failure, or -1 if the run could not start */
     char text[512];   /* "rank 3: dt_linear(w1): ..." */
-    int left_behind;  /* ranks whose thread or process was still running when dt_run returned */
+    int left_behind;  /* number of ranks whose thread or process still ran when dt_run returned */
 } dt_report;
 
-/* A simulated slow network, for learning. An operation completes no earlier than latency_s plus its
-   bytes (as dt_comm_bytes counts them) / bytes_per_s after its start, or after the end of the
-   rank's previous operation if that is later. A rank that waits for the operation sleeps. Scalars
-   (section 6) cost nothing. If both fields are 0, no link is simulated. */
+/* A simulated slow network, for learning. An operation takes at least latency_s + bytes /
+   bytes_per_s seconds, where `bytes` is its number of bytes as dt_comm_bytes counts them. This time
+   runs from the start of the operation, or from the end of the rank's previous operation if that is
+   later. A rank that waits for the operation sleeps. Scalars (section 6) cost nothing. If both
+   fields are 0, no link is simulated. */
 typedef struct dt_link {
     double latency_s, bytes_per_s;
 } dt_link;
 
 typedef struct dt_run_desc {
-    int ranks;          /* 0 -> 1; under MPI, the launcher's count */
-    dt_backend backend; /* AUTO -> threads */
-    /* Longest time that a rank waits for another, in seconds, at most 1e9; 0 -> 120. A tcp run
+    int ranks;          /* number of ranks; 0 means 1, or for mpi the launcher's count */
+    dt_backend backend; /* DT_BACKEND_AUTO means threads */
+    /* Longest time that a rank waits for another, in seconds, at most 1e9; 0 means 120. A tcp run
        survives a network partition that ends at least max(timeout_s / 8, 1 s) before the timeout.
        On Linux before 6.15 it survives a partition of up to timeout_s / 2. */
     double timeout_s;
-    uint64_t seed; /* 0 -> 1 */
-    /* NULL -> dt_host_default(). All ranks use the table at the same time. For procs the table must
-       have map, and its alloc is not called for the memory classes that lie in the shared memory
-       segment. Under mpi, ranks share no memory if the table has no map. */
+    uint64_t seed; /* seed of every rank's context (dt_ctx_desc); 0 means 1 */
+    /* The host table; NULL means dt_host_default(). All ranks use the table at the same time. For
+       procs the table must have the function `map`. Its `alloc` is not called for the memory
+       classes that lie in the shared memory segment. For mpi, ranks share no memory if the table
+       has no `map`. */
     const dt_host *host;
-    const dt_kernels *kernels; /* NULL -> as in dt_ctx_desc; for procs dt_kernels_cpu() */
-    const dt_io *io;           /* NULL -> dt_io_default() */
-    dt_report *report;         /* if not NULL, receives the first failure */
-    /* procs: size of the object that `user` points to. All ranks share one copy of the object,
-       which is copied back when dt_run returns. With 0, each rank has the fork's private copy. */
+    /* NULL means the default of dt_ctx_desc, or for procs dt_kernels_cpu() */
+    const dt_kernels *kernels;
+    const dt_io *io;   /* NULL means dt_io_default() */
+    dt_report *report; /* if not NULL, dt_run writes the first failure to it */
+    /* For procs: size in bytes of the object that dt_run's `user` points to. All ranks share one
+       copy of the object, and dt_run copies it back before it returns. If user_bytes is 0, each
+       rank has its own private copy, made by fork. */
     size_t user_bytes;
     dt_link link;
-    /* mpi: how many consecutive ranks share memory; 1: no ranks share memory; 0: all ranks of one
-       machine share memory */
+    /* For mpi: the number of consecutive ranks that share memory. 1 means that no ranks share
+       memory, 0 that all ranks of one machine do. */
     int node_ranks;
-    int rank; /* tcp, nccl: the rank of this process */
-    /* tcp, nccl: the rendezvous, where rank 0 listens until all ranks have connected:
-       "10.0.0.1:29500" or "node17:29500"; NULL -> "127.0.0.1:29500". A name is resolved to an IPv4
-       address; this takes as long as the system's resolver takes, timeout_s does not limit it. The
-       other ranks listen at free ports of the interface through which they reach rank 0. Beyond the
-       loopback (127.0.0.0/8) every rank must prove that it knows the job's token. Nothing is
-       encrypted. */
+    int rank; /* for tcp and nccl: the rank of this process */
+    /* For tcp and nccl: the rendezvous, which is the address where rank 0 listens until all ranks
+       have connected, such as "10.0.0.1:29500" or "node17:29500". NULL means "127.0.0.1:29500". A
+       name is resolved to an IPv4 address; timeout_s does not limit the time that the system's
+       resolver takes. Each other rank listens at a free port of the interface through which it
+       reaches rank 0. If the address is not a loopback address (127.0.0.0/8), every rank must prove
+       that it knows the job's token. Nothing is encrypted. */
     const char *rendezvous;
     /* Limit on the live bytes of one rank, summed over all classes of dt_memory; 0: no limit. */
     size_t mem_limit;
-    /* tcp, nccl, mpi: the job's secret, at least 16 bytes; ranks prove to each other that they know
-       it. If NULL, the token is the contents of the file that DT_TOKEN_FILE names (no other user
-       may have read permission), else DT_TOKEN from the environment. On the loopback the token may
-       be missing. Under mpi rank 0's token counts, and rank 0 makes one if it has none. After the
-       rendezvous dt has erased its copy and all keys derived from it. `token` and DT_TOKEN
-       themselves stay in memory, so prefer the file. */
+    /* For tcp, nccl and mpi: the job's secret, at least 16 bytes. Ranks prove to each other that
+       they know it. If `token` is NULL, the secret is the contents of the file that the environment
+       variable DT_TOKEN_FILE names (no other user may have read permission), else the value of
+       DT_TOKEN. On the loopback no token is needed. For mpi all ranks use rank 0's token, and rank
+       0 makes one if it has none. After the rendezvous dt has erased its copy and all keys derived
+       from it. `token` and DT_TOKEN themselves stay in memory, so prefer the file. */
     const char *token;
-    int read_fault_env; /* 1: read planted faults from DT_FAULT in the environment */
-    const char *fault;  /* planted faults, instead of those in DT_FAULT; see below */
-    /* tcp, nccl, mpi: compare the ranks' calls before each operation. 0 -> in the first 100 steps,
-       or always with DT_CHECK=1 in the environment; 1 -> always; -1 -> never. */
+    int read_fault_env; /* 1: read faults from DT_FAULT in the environment, if `fault` is NULL */
+    const char *fault;  /* faults to inject, written as described below; NULL: none here */
+    /* For tcp, nccl and mpi: whether the ranks compare their calls before each operation. 1 means
+       always, -1 never, and 0 in the first 100 steps, or always if DT_CHECK=1 is in the
+       environment. */
     int check;
     /* A flag that a signal handler or another thread sets to 1 to ask for the ranks' status; may be
        NULL. dt then logs the table of dt_ranks_text as a notice and sets the flag to 0 again. For
-       procs the supervisor reads its own copy of the flag; over tcp, nccl and mpi a rank reads the
+       procs the supervisor reads its own copy of the flag. For tcp, nccl and mpi a rank reads its
        flag while it waits. */
     int *status_request;
 } dt_run_desc;
 
-/* Fault injection, for tests and for learning. A fault is KIND:rank=R:seq=N[:s=SECONDS]; commas
-   separate several. N counts the operations of sections 3 to 6 that rank R begins, from 1.
+/* Fault injection, for tests and for learning. A fault is written KIND:rank=R:seq=N[:s=SECONDS];
+   commas separate several faults. N counts, from 1, the operations of sections 3 to 6 that rank R
+   begins.
 
-   Before operation N: "kill" and "stop" (the signals), "exit" (with status 7), "spin" (for ever),
-   "delay" (by SECONDS, default 1), "drop" (the call is skipped and not counted). After operation N,
-   in the middle of the received data: "flip" a bit, or write a "nan".
+   Six kinds take effect before operation N. "kill" and "stop" send the rank SIGKILL or SIGSTOP,
+   "exit" ends its process with status 7, and "spin" loops for ever. "delay" sleeps for SECONDS
+   (default 1). "drop" skips the call, which then does not count as an operation. Two kinds take
+   effect after operation N and change the middle element of the received data: "flip" inverts one
+   bit, and "nan" writes a NaN.
 
-   Each rank obeys its first 8 faults. A rank that is a thread cannot be killed or stopped: it fails
-   instead, or begins no operation until another rank has failed. */
+   Of the faults for one rank, the first 8 take effect. A rank that is a thread cannot be killed or
+   stopped. Instead of a kill or an exit it fails; after a stop or a spin it begins no operation
+   until another rank has failed. */
 
-/* [the caller is the supervisor, never a rank] Runs rank_main on every rank, each with its own
-   context and its own handle of the world. Waits for all ranks and frees the contexts and handles.
-   Returns the status of the first failure, which has been logged. Returns DT_OK only if every
-   rank_main returned DT_OK, no context failed and every message was received. A rank_main that
-   returns an error without a failed context is a failure too.
+/* [threads, procs: the caller is the supervisor, not a rank; tcp, nccl, mpi: the caller is one
+   rank] Runs rank_main on every rank, each with its own context and its own handle of the world.
+   Waits for all ranks and frees the contexts and handles. Returns the status of the first failure,
+   which has been logged. Returns DT_OK only if every rank_main returned DT_OK, no context failed
+   and every message was received. A rank_main that returns an error counts as a failure even if its
+   context has not failed.
 
-   While no rank has failed, dt_run waits for every rank_main to return: it cannot tell a long
-   computation from an endless one. Ranks that have not ended timeout_s after the first failure are
-   killed; a stopped rank is killed after one second.
+   While no rank has failed, dt_run waits for every rank_main to return, because it cannot tell a
+   long computation from an endless one. Ranks that have not ended timeout_s after the first failure
+   are killed. A stopped rank is killed after one second.
 
    procs: call dt_run from a process with one thread. Forked ranks flush stdio and end with _exit,
-   so atexit handlers do not run in them. Memory that a rank writes is private to it, except `user`
-   (user_bytes).
+   so atexit handlers do not run in them. Memory that a rank writes is private to the rank, except
+   the object `user` if user_bytes is set.
 
-   threads: exit() in a rank ends the whole process. A thread cannot be killed: if a rank's thread
+   threads: exit() in a rank ends the whole process. A thread cannot be killed. If a rank's thread
    has not ended in time, dt_run returns without waiting for the thread, logs a notice and counts
-   the rank in dt_report.left_behind (likewise a process that the kernel does not let die). Memory
-   of the run that this thread may touch is freed when the thread ends. While the thread's rank_main
-   continues, its operations fail, but it still uses `user` and the objects that desc points to.
-   Keep them valid, or end the process with _exit. A rank_main that ends its thread (pthread_exit,
-   pthread_cancel) is a failure of that rank.
+   the rank in dt_report.left_behind. (It does the same for a process that the kernel does not let
+   die.) Memory of the run that this thread may touch is freed when the thread ends. While the
+   thread's rank_main continues, its operations fail, but it still uses `user` and the objects that
+   desc points to. Keep these objects valid, or end the process with _exit. A rank_main that ends
+   its thread (pthread_exit, pthread_cancel) is a failure of that rank.
 
-   tcp, nccl: rank_main runs in the calling thread, as rank `rank`; if rank_main ends that thread,
-   dt_run cannot return. All ranks must arrive within timeout_s. A rank that has ended waits up to
-   timeout_s for the others to end. The status and the report describe the first failure that this
-   rank noticed or was told of. DT_OK means that this rank succeeded and learned of no other rank's
-   failure.
+   tcp, nccl: rank_main runs in the calling thread, as rank desc.rank. If rank_main ends that
+   thread, dt_run cannot return. All ranks must arrive within timeout_s. A rank that has ended waits
+   up to timeout_s for the others to end. The status and the report describe the first failure that
+   this rank noticed or was told of. DT_OK means that this rank succeeded and learned of no other
+   rank's failure.
 
-   mpi: the caller is one rank, which MPI's launcher started, and it runs rank_main itself. `ranks`
-   is 0 or the launcher's number of processes, and all processes call dt_run. dt_run initializes and
-   finalizes MPI unless the program has initialized it. MPI can be initialized once in a process, so
-   a program that calls dt_run twice initializes MPI itself, and calls dt_run from the same thread.
-   During dt_run, errors of MPI_COMM_WORLD are returned. Every rank's dt_run returns the first
-   failure. If a rank does not learn of a failure within timeout_s, MPI is not finalized: the
-   launcher ends that rank once this process has exited with an error. Groups within one machine run
+   mpi: the caller is one rank, which MPI's launcher started, and it runs rank_main itself.
+   desc.ranks is 0 or the launcher's number of processes, and all processes call dt_run. dt_run
+   initializes and finalizes MPI unless the program has initialized it. MPI can be initialized only
+   once in a process, so a program that calls dt_run twice must initialize MPI itself and call
+   dt_run from the same thread. During dt_run, errors on MPI_COMM_WORLD return an error code instead
+   of ending the job. dt_run returns the first failure on every rank. If another rank does not
+   learn of a failure within timeout_s, this rank's dt_run does not finalize MPI; the launcher ends
+   the other rank once this process has exited with an error. Groups within one machine run
    their collectives in shared memory (see dt_run_desc.node_ranks).
 
-   Device memory travels through host memory over tcp and MPI; NCCL transfers it directly. */
+   tcp and mpi copy device memory through host memory; NCCL transfers it directly. */
 DT_API dt_status dt_run(
     dt_run_desc desc, dt_status (*rank_main)(dt_ctx *ctx, void *user), void *user);
 
 /* This process's rank, as its launcher set it. */
 typedef struct dt_launch {
-    int rank, size; /* 0 of 1: not distributed */
-    /* rank and size within this machine; -1 and 0 if the launcher does not set them */
+    int rank, size; /* this process's rank, and the number of ranks; 0 and 1 if not distributed */
+    /* this process's rank among the ranks of its machine, and their number; -1 and 0 if the
+       launcher does not set them */
     int local_rank, local_size;
-    /* where rank 0 listens, "127.0.0.1:29501" or "node3:24711"; "": not known */
+    /* the address where rank 0 listens, such as "127.0.0.1:29501" or "node3:24711"; "" if it is not
+       known */
     char rendezvous[80];
-    /* "DT", "torchrun", "Open MPI", "PMI", "SLURM"; "": no launcher */
+    /* the launcher's name: "DT", "torchrun", "Open MPI", "PMI" or "SLURM"; "" if there is no
+       launcher */
     char launcher[16];
-    char text[384]; /* one line: what was found, or what is wrong */
+    char text[384]; /* one line that says what was found, or what is wrong */
 } dt_launch;
 
 /* [local] Launcher discovery: reads the environment. The first launcher below whose variables are
    set wins. A value that this launcher does not set comes from a later launcher in the list, if
-   that one gives the same rank and size:
+   the later launcher gives the same rank and size:
        DT          DT_RANK, DT_WORLD_SIZE, DT_LOCAL_RANK, DT_LOCAL_SIZE: for scripts that start
                    ranks
        torchrun    RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT. With
-                   TORCHELASTIC_USE_AGENT_STORE=True torchrun's own agent listens at that port, so
-                   dt takes the next port, or 20000 + port % 10000 if the next port is 32768 or
-                   above, where a system gives out ports itself
+                   TORCHELASTIC_USE_AGENT_STORE=True torchrun's own agent listens at MASTER_PORT,
+                   so dt takes the next port, or 20000 + MASTER_PORT % 10000 if the next port is
+                   32768 or above (the system's ephemeral ports)
        Open MPI    OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE
        PMI         PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS: MPICH, and srun --mpi=pmi2
        SLURM       SLURM_PROCID, SLURM_STEP_NUM_TASKS or SLURM_NTASKS, SLURM_LOCALID, and the first
-                   machine of SLURM_STEP_NODELIST or SLURM_JOB_NODELIST. Only within job steps,
-                   because a batch script is not a rank
-   DT_RENDEZVOUS overrides the address of every launcher. Without any address, ranks of one machine
-   meet at 127.0.0.1, at a port from 20000 to 29999 derived from the job's name, or 29500. Returns
-   DT_OK with rank 0 of 1 if no variable is set. Returns DT_ERR_ARG, with the variable in text, if a
-   launcher's variables are incomplete or not valid numbers. PMIX_RANK alone is DT_ERR_ARG too,
-   because it comes without a size. */
+                   machine of SLURM_STEP_NODELIST or SLURM_JOB_NODELIST. Used only within job
+                   steps, because a batch script is not a rank
+   DT_RENDEZVOUS overrides the address of every launcher. If no variable gives an address, ranks of
+   one machine meet at 127.0.0.1. The port is then derived from the job's name (20000 to 29999), or
+   29500 without a job's name. Returns DT_OK with rank 0 and size 1 if no variable is set. Returns
+   DT_ERR_ARG, with the variable's name in out->text, if a launcher's variables are incomplete or
+   not valid numbers, and also if PMIX_RANK alone is set, because it comes without a size. */
 DT_API dt_status dt_launch_find(dt_launch *out);
 
 // ==== 2. Groups =================================================================================
@@ -328,56 +350,64 @@ typedef enum dt_axis {
 /* [local] Returns the group of all ranks, or NULL (a group of one) if the context is not
    attached. */
 DT_API dt_comm *dt_world(dt_ctx *ctx);
-/* [local] This rank's number in the group, and the group's size; 0 and 1 for NULL. */
+/* [local] Return this rank's number in the group, and the number of ranks in the group. If comm is
+   NULL, they return 0 and 1. */
 DT_API int dt_comm_rank(const dt_comm *comm);
 DT_API int dt_comm_size(const dt_comm *comm);
-/* [local] The name given to dt_comm_split, such as "tp"; "world" for the world; "one" for NULL. */
+/* [local] Returns the name given to dt_comm_split, such as "tp". The world's name is "world"; for
+   NULL the name is "one". */
 DT_API const char *dt_comm_name(const dt_comm *comm);
-/* [local] The world rank of a group's member; -1 if `rank` is outside the group; 0 for NULL. */
+/* [local] Returns the world rank of the group's rank `rank`, or -1 if `rank` is outside the group.
+   Returns 0 if comm is NULL. */
 DT_API int dt_comm_world_rank(const dt_comm *comm, int rank);
-/* [collective: comm] Process group: makes one new group for each color, with the ranks ordered by
-   key, and by their rank in comm where keys are equal. color < 0: this rank joins no group and gets
-   NULL without a failure. name (may be NULL) is for messages; its first 31 bytes are copied. The
-   group lives as long as the world. Returns NULL after a failure; DT_ERR_MEM when DT_MAX_SPLITS is
-   used up. Under MPI, a group that does not fit into its machine's shared memory segment works over
-   messages, with the same results. */
+/* [collective: comm] Process group: makes one new group for each color. The ranks of a group are
+   ordered by `key`, and ranks with equal keys by their rank in comm. A rank with color < 0 joins no
+   group and gets NULL, which is not a failure. `name` (may be NULL) appears in error texts and
+   tables; its first 31 bytes are copied. The group lives as long as the world. After a failure the
+   function returns NULL; the error is DT_ERR_MEM if more than DT_MAX_SPLITS splits were made. Under
+   MPI, a group that does not fit into its machine's shared memory segment exchanges messages
+   instead, with the same results. */
 DT_API dt_comm *dt_comm_split(dt_comm *comm, int color, int key, const char *name);
-/* [local] Counts the bytes of operations that begin after this call under `axis`. NULL comm: does
-   nothing. */
+/* [local] From this call on, dt_comm_bytes counts the bytes of comm's operations under `axis`. Does
+   nothing if comm is NULL. */
 DT_API void dt_comm_set_axis(dt_comm *comm, dt_axis axis);
 /* [local] Bytes that this rank has sent so far over groups of `axis`. The bytes are logical: a
-   property of the operation, not of the algorithm that ran. With N ranks, and S the bytes of the
-   full buffer (all blocks together):
-       all-reduce                              2 S (N-1)/N, rounded down where N does not divide it
+   property of the operation, not of the algorithm that ran. N is the number of ranks, S the
+   number of bytes of the full buffer (all blocks together). This rank sends:
+       all-reduce                              2 S (N-1)/N, rounded down
        reduce-scatter, all-gather, all-to-all  S (N-1)/N, which is N-1 blocks
        all-to-all-v                            the blocks for other ranks
-       broadcast                               S from the root if N > 1, nothing from the others
-       scatter                                 N-1 blocks from the root, nothing from the others
-       reduce, gather                          S, or one block, from every rank but the root
-       send                                    the message's bytes; receive and barrier nothing
+       broadcast                               S if it is the root and N > 1, else 0
+       scatter                                 N-1 blocks if it is the root, else 0
+       reduce                                  S, or 0 if it is the root
+       gather                                  one block, or 0 if it is the root
+       send                                    the message's bytes
+       receive, barrier                        0
    Scalars (section 6), dt_comm_split and failed operations are not counted. */
 DT_API size_t dt_comm_bytes(const dt_ctx *ctx, dt_axis axis);
-/* [local] Seconds that this rank has spent inside operations of sections 3 to 6, waiting included.
-   For operations of at most DT_EAGER_BYTES only the time beyond about 2 us counts, unless a trace
-   is recorded. */
+/* [local] Returns the number of seconds that this rank has spent inside operations of sections 3 to
+   6, including waits. Of an operation of at most DT_EAGER_BYTES only the time beyond about 2 us is
+   counted, unless a trace is recorded. */
 DT_API double dt_comm_seconds(const dt_ctx *ctx);
 
 /* Algorithm of a collective that runs as messages. Section 16 gives the cost of each algorithm. */
 typedef enum dt_algorithm {
-    DT_ALGORITHM_AUTO = 0, /* in shared memory where possible, else by size and ranks */
+    DT_ALGORITHM_AUTO = 0, /* in shared memory if possible, else chosen by bytes and ranks */
     DT_DIRECT,             /* every rank sends to every other rank at once */
-    /* N-1 steps to the right neighbour; sums in ring order, which differs between chunks */
+    /* N-1 steps; in each, every rank sends to its right neighbour. Sums are in ring order, which
+       differs between the chunks of a buffer. */
     DT_RING,
     DT_DOUBLING, /* recursive doubling: distances 1, 2, 4, ... */
     DT_TREE,     /* binomial tree */
     DT_ALGORITHMS
 } dt_algorithm;
-/* [collective: comm] From this call on, operations of this group run as messages with this
-   algorithm, if it exists for the operation. For learning and tests: all algorithms give the same
-   result, and the same bits except DT_RING's sums. */
+/* [collective: comm] From this call on, the group's operations run as messages with this algorithm,
+   if the algorithm exists for the operation. For learning and tests. All algorithms give the same
+   bits, except that DT_RING's sums may differ in rounding. */
 DT_API void dt_comm_set_algorithm(dt_comm *comm, dt_algorithm algorithm);
-/* [local] Messages and bytes that this rank has really sent: what the algorithms cost. Messages
-   through shared memory count too; comparisons of calls (dt_run_desc.check) do not. */
+/* [local] The messages and bytes that this rank has really sent, which is what the algorithms cost.
+   Messages through shared memory count too. The messages in which ranks compare their calls
+   (dt_run_desc.check) do not count. */
 typedef struct dt_traffic {
     size_t messages, bytes;
 } dt_traffic;
@@ -385,66 +415,71 @@ DT_API dt_traffic dt_comm_traffic(const dt_ctx *ctx);
 
 // ==== 3. Collectives ============================================================================
 
-/* All [collective: comm]. Counts are in elements. Types are the values of dt_dtype; other types,
-   and reductions of a type that the context's kernel table does not reduce, fail with
-   DT_ERR_UNSUPPORTED. Buffers are memory of the context's device. With comm NULL they are host
-   memory; device memory is allowed only in place, where nothing is copied. A buffer may be NULL if
-   count is 0 or if the operation does not use it on this rank. If the device is a GPU, both buffers
-   of a call may be in host memory instead, if they are on all ranks; the CPU then does the work.
-   This is for small data, and dt_comm_bytes does not count it. N is the size of the group. A call
-   returns the errors listed under CONTRACT at the top of this file, and also DT_ERR_ARG for a value
-   outside its range or a missing buffer, DT_ERR_COMM if the ranks' calls differ, DT_ERR_TIMEOUT,
-   and the errors of the kernel table. */
+/* All functions of this section are [collective: comm]. N is the number of ranks in comm. Counts
+   are in elements. Types are the values of dt_dtype. Another type, or a reduction of a type that
+   the context's kernel table does not reduce, fails with DT_ERR_UNSUPPORTED.
 
-/* All-reduce: recv[i] = send of rank 0 [i] op send of rank 1 [i] op ..., on every rank. send, recv:
-   count. */
+   Buffers are memory of the context's device. If the device is a GPU, both buffers of a call may be
+   in host memory instead, if they are in host memory on all ranks; the CPU then does the work. This
+   is for small data, and dt_comm_bytes does not count it. If comm is NULL, buffers are host memory;
+   device memory is allowed only in place, where nothing is copied. A buffer may be NULL if count is
+   0 or if the operation does not use the buffer on this rank.
+
+   A call returns the errors listed under CONTRACT at the top of this file, and also DT_ERR_ARG for
+   a value outside its range or a missing buffer, DT_ERR_COMM if the ranks' calls differ,
+   DT_ERR_TIMEOUT, and the errors of the kernel table. */
+
+/* All-reduce: recv[i] = send_0[i] op send_1[i] op ... on every rank, where send_r is rank r's send.
+   send, recv: count elements. */
 DT_API dt_status dt_all_reduce(
     dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, dt_op op);
-/* Reduce: the same sum, on the root only. send: count; recv: count on the root, unused on the
-   others. */
+/* Reduce: like an all-reduce, but only the root gets the result. send: count; recv: count on the
+   root, unused on the other ranks. */
 DT_API dt_status dt_reduce(
     dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, dt_op op, int root);
-/* Reduce-scatter: the same sum; rank r receives block r of it. send: N * count; recv: count. */
+/* Reduce-scatter: reduces like an all-reduce; rank r gets block r of the result. send: N * count;
+   recv: count. */
 DT_API dt_status dt_reduce_scatter(
     dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, dt_op op);
-/* All-gather: the send buffers of all ranks, in rank order, on every rank. send: count; recv: N *
+/* All-gather: every rank gets the send buffers of all ranks, in rank order. send: count; recv: N *
    count. */
 DT_API dt_status dt_all_gather(
     dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype);
-/* Gather: the send buffers of all ranks, in rank order, on the root only. send: count; recv: N *
-   count on the root, unused on the others. */
+/* Gather: the root gets the send buffers of all ranks, in rank order. send: count; recv: N * count
+   on the root, unused on the other ranks. */
 DT_API dt_status dt_gather(
     dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, int root);
-/* Scatter: rank r receives block r of the root's send. send: N * count on the root, unused on the
-   others; recv: count. */
+/* Scatter: rank r gets block r of the root's send. send: N * count on the root, unused on the other
+   ranks; recv: count. */
 DT_API dt_status dt_scatter(
     dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, int root);
-/* All-to-all: block j of rank i's send becomes block i of rank j's recv. send, recv: N * count; not
-   in place. */
+/* All-to-all: block j of rank i's send becomes block i of rank j's recv. send, recv: N * count.
+   send and recv must not overlap. */
 DT_API dt_status dt_all_to_all(
     dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype);
-/* All-to-all-v: an all-to-all with blocks of any length, not in place. Blocks lie in rank order
-   without gaps on both sides: rank j receives send_counts[j] elements, and recv_counts[i] elements
-   come from rank i. Both arrays have N entries and are read until the operation ends. If a rank
-   expects another count than it is sent, DT_ERR_COMM names both. */
+/* All-to-all-v: an all-to-all with blocks of any length; send and recv must not overlap. This rank
+   sends send_counts[j] elements to rank j and receives recv_counts[i] elements from rank i. In both
+   buffers the blocks lie in rank order without gaps. Both arrays of counts have N entries and are
+   read until the operation ends. If a rank expects another count than the count sent to it, the
+   call returns DT_ERR_COMM and the error text names both counts. */
 DT_API dt_status dt_all_to_all_v(dt_comm *comm, const void *send, const size_t *send_counts,
     void *recv, const size_t *recv_counts, dt_dtype dtype);
-/* Broadcast: rank `root`'s buf, on every rank. buf: count. */
+/* Broadcast: copies rank `root`'s buf to buf on every rank. buf: count. */
 DT_API dt_status dt_broadcast(dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int root);
 /* Barrier: no rank returns before every rank has called it. */
 DT_API dt_status dt_barrier(dt_comm *comm);
 
 // ==== 4. Send and receive =======================================================================
 
-/* [pairwise] buf: count. `to` and `from` are ranks of comm; tag >= 0. A receive takes the oldest
-   message with its sender, group and tag. Count and type must equal the send's, else DT_ERR_COMM
-   names both calls.
+/* [pairwise] buf: count elements. `to` and `from` are ranks of comm; tag >= 0. A receive takes the
+   oldest message from rank `from` of this group with this tag. The receive's count and type must
+   equal the send's, else the receive returns DT_ERR_COMM and the error text names both calls.
 
-   A send of up to DT_EAGER_BYTES is eager: it leaves a copy of the message and returns. From one
-   rank to another, 8 messages can be pending in this way. A larger send, or the 9th eager message,
-   waits for the receiver, so two ranks must not both send large messages first: use the nonblocking
-   calls (section 5). A rank can send up to DT_EAGER_BYTES to itself, or more with a nonblocking
-   call. A NULL comm is DT_ERR_ARG, because it has no peer. */
+   A send of up to DT_EAGER_BYTES is eager: dt copies the message and the send returns. From one
+   rank to another rank, 8 eager messages can be pending. A larger send, or the 9th eager message,
+   waits for the receiver. So two ranks must not both begin with a large send to each other: use the
+   nonblocking calls (section 5). A rank can send up to DT_EAGER_BYTES to itself, or more with a
+   nonblocking call. If comm is NULL, the call returns DT_ERR_ARG, because there is no peer. */
 #define DT_EAGER_BYTES 4096
 DT_API dt_status dt_send(
     dt_comm *comm, const void *buf, size_t count, dt_dtype dtype, int to, int tag);
@@ -457,20 +492,20 @@ DT_API dt_status dt_recv_any(
 // ==== 5. Nonblocking operations =================================================================
 
 /* Overlap of communication and computation. Each function begins an operation and returns a handle
-   (MPI's request, PyTorch's Work). [collective: comm] and [pairwise] as above, in the same order on
-   all ranks.
+   (like MPI's request and PyTorch's Work). The functions are [collective: comm] or [pairwise] like
+   the blocking ones, and all ranks must begin their collectives in the same order.
 
        w = dt_all_reduce_start(...)        communication:     |===== all-reduce =====|
        compute()                           computation:    |==== compute ====|
        dt_wait(ctx, w)                     waiting:                          |=======|
 
-   The arguments are the same as in the blocking call, and the buffers belong to the operation until
-   dt_wait. There is no hidden thread: operations advance while this rank waits in any other
-   operation, and between the kernels of its tensor ops. Any number of operations may be pending;
-   the other ranks see the first DT_MAX_STARTED of each group. A NULL handle means that the
-   operation is already complete (comm NULL) or that the context has failed; dt_wait accepts NULL
-   and returns the context's status. Every other handle must be waited for exactly once, in any
-   order. A handle that is never waited for is a failure when rank_main returns. */
+   The arguments are the same as in the blocking call. The caller must not use the buffers until
+   dt_wait has returned. There is no hidden thread: operations advance while this rank waits in any
+   other operation, and between the kernels of its tensor ops. Any number of operations may be
+   pending; the other ranks see the first DT_MAX_STARTED of each group. A NULL handle means that the
+   operation is already complete (if comm is NULL) or that the context has failed; dt_wait accepts
+   NULL and returns the context's status. Call dt_wait exactly once for every other handle, in any
+   order. A handle without a dt_wait counts as a failure when rank_main returns. */
 #define DT_MAX_STARTED 8
 typedef struct dt_work dt_work;
 DT_API dt_work *dt_all_reduce_start(
@@ -496,16 +531,16 @@ DT_API dt_work *dt_send_start(
     dt_comm *comm, const void *buf, size_t count, dt_dtype dtype, int to, int tag);
 DT_API dt_work *dt_recv_start(
     dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int from, int tag);
-/* [pairwise] dt_wait sets *from. */
+/* [pairwise] Starts dt_recv_any. dt_wait then stores the sender's rank in *from. */
 DT_API dt_work *dt_recv_any_start(
     dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int tag, int *from);
 
-/* [local] Waits until the operation is complete. The buffers are the caller's again and `work` is
-   freed. Returns dt_error of ctx. */
+/* [local] Waits until the operation is complete, then frees `work`. After that the caller may use
+   the buffers again. Returns dt_error(ctx). */
 DT_API dt_status dt_wait(dt_ctx *ctx, dt_work *work);
 /* [local] Advances pending operations as far as possible without waiting. If many are pending, each
-   call advances only some of them. Returns 1 when `work` is complete (dt_wait then returns at
-   once). */
+   call advances only some of them. Returns 1 if `work` is complete (dt_wait(ctx, work) then returns
+   at once), else 0. */
 DT_API int dt_test(dt_ctx *ctx, dt_work *work);
 
 /* One send or receive of dt_exchange. All transfers of one dt_exchange run at once, in any order,
@@ -517,56 +552,60 @@ typedef struct dt_transfer {
     dt_dtype dtype;
     int peer, tag;
 } dt_transfer;
-/* [pairwise] Returns when all n transfers are complete. */
+/* [pairwise] Begins the n transfers and returns when all of them are complete. */
 DT_API dt_status dt_exchange(dt_comm *comm, const dt_transfer *transfers, int n);
 
 // ==== 6. Scalars and agreement ==================================================================
 
-/* Host values that control a program. They are not counted as traffic. */
+/* Small values in host memory, such as a loss or a flag. dt_comm_bytes does not count them. */
 
-/* [collective: comm] values[i] = the sum over ranks, in rank order, in place. values: n. */
+/* [collective: comm] Replaces values[i] by the sum of values[i] over the ranks, in rank order.
+   values: n elements. */
 DT_API dt_status dt_sum_doubles(dt_comm *comm, double *values, size_t n);
-/* [collective: comm] The mean over ranks. NaN after a failure. */
+/* [collective: comm] Returns the mean of `mine` over the ranks, or NaN after a failure. */
 DT_API double dt_mean(dt_comm *comm, double mine);
-/* [collective: comm] Agreement: every rank gets the first status in rank order that is not DT_OK.
-   Fails no context. Use it for conditions that only one rank may notice, such as a missing file. */
+/* [collective: comm] Agreement: returns on every rank the first of the ranks' `mine`, in rank
+   order, that is not DT_OK, or DT_OK if all are. The context does not fail because of this status.
+   Use it for conditions that only one rank may notice, such as a missing file. */
 DT_API dt_status dt_agree(dt_comm *comm, dt_status mine);
 
 // ==== 7. Attach, records, trace =================================================================
 
-/* For programs that start their own threads or bring their own transport. dt_run makes these calls
-   for each rank. */
+/* The functions dt_team_make to dt_comm_detach are for programs that start their own threads or
+   bring their own transport. dt_run itself calls them for each rank. */
 
 /* The shared state of one run whose ranks are threads or forks that the caller starts. */
 typedef struct dt_team dt_team;
-/* [the caller is the supervisor] desc as for dt_run, with backend threads or procs. Returns NULL
-   after a failure, which has been logged. */
+/* [the caller is the supervisor] Makes a team. desc is as for dt_run, with backend threads or
+   procs. Returns NULL after a failure, which has been logged. */
 DT_API dt_team *dt_team_make(dt_run_desc desc);
-/* [local] The context of a rank, with the team's tables; a forked rank's heap lies in the shared
-   memory segment. Free the context with dt_ctx_free, after dt_comm_detach. Returns NULL after a
-   failure, which the other ranks learn of. */
+/* [local] Makes the context of a rank, with the team's tables. The heap of a forked rank lies in
+   the shared memory segment. Free the context with dt_ctx_free, after dt_comm_detach. Returns NULL
+   after a failure, which the other ranks learn of. */
 DT_API dt_ctx *dt_team_ctx(dt_team *team, int rank);
-/* [the caller is the supervisor] Call it after all ranks have detached or if they will never
-   attach. Returns the status of the first failure and fills the report. */
+/* [the caller is the supervisor] Frees the team. Call dt_team_free after all ranks have detached,
+   or if they will never attach. Returns the status of the first failure and fills desc.report. */
 DT_API dt_status dt_team_free(dt_team *team);
 
-#define DT_ANY (-1) /* from any rank */
+#define DT_ANY (-1) /* as `from` of a transport's recv: receive from any rank */
 /* A transport: five functions that carry messages between ranks 0 .. size-1.
 
-   Messages of one (sender, channel, tag) arrive in the order of their sends. A message carries a
-   signature of the call that sent it; a transport may deliver 0 instead, and dt then does not
-   compare it.
-       send, recv   begin a transfer and return a request, or NULL on failure. recv's `from` may be
-                    DT_ANY. Many sends and receives can be pending. A send whose receive has not
-                    begun must not keep other transfers from making progress
-       test         1: the transfer is complete and the request freed; for a receive *from and
-                    *bytes describe the message (bytes beyond the buffer are dropped). 0: the
-                    transfer is not complete yet. Below 0: the transfer can never complete, the
-                    request is freed and `why` (512 bytes) holds the reason: -1 the peer is lost, -2
-                    the call was wrong, -3 another rank has called fail (`why` holds its text), -4
-                    the peer has ended normally
-       cancel       frees the request; its buffer is the caller's again
-       fail         tells the other ranks that this rank has failed, with its text */
+   Messages with the same sender, channel and tag arrive in the order of their sends. A message
+   carries a signature of the call that sent it. A transport may deliver the signature 0 instead; dt
+   then does not compare the signatures.
+
+       send, recv   begin a transfer and return a request, or NULL on failure. The `from` of recv
+                    may be DT_ANY. Many sends and receives can be pending. A send whose receive has
+                    not begun must not keep other transfers from making progress
+       test         returns 1 if the transfer is complete; the request is then freed. For a receive,
+                    *from and *bytes then describe the message (a message's bytes beyond the
+                    buffer's size are dropped). Returns 0 if the transfer is not complete yet.
+                    Returns a negative number if the transfer can never complete; the request is
+                    then freed, and `why` (512 bytes) holds the reason. -1: the peer is lost. -2:
+                    the call was wrong. -3: another rank has called fail (`why` holds that rank's
+                    text). -4: the peer has ended normally
+       cancel       frees the request; the caller may then use the request's buffer again
+       fail         tells the other ranks that this rank has failed, and sends them the text */
 typedef struct dt_transport {
     const char *name;
     void *user;
@@ -584,37 +623,39 @@ typedef struct dt_attach_desc {
     dt_team *team;                 /* exactly one of team and transport is set */
     const dt_transport *transport; /* copied */
     int size;                      /* number of ranks of the transport */
-    double timeout_s;              /* for a transport: 0 -> 120 */
-    dt_link link;                  /* for a transport */
-    /* An ncclComm_t of the transport's ranks, in the same order, which carries large messages;
-       NULL: no NCCL. It needs CUDA's kernel table in the context. The caller owns the communicator.
-       But if the context fails, dt has aborted the communicator: do not destroy it then. */
+    double timeout_s;              /* for a transport: as in dt_run_desc, in seconds; 0 means 120 */
+    dt_link link;                  /* for a transport: as in dt_run_desc */
+    /* An ncclComm_t whose ranks are the transport's, in the same order. NCCL then carries large
+       messages, and the context must have CUDA's kernel table. NULL means no NCCL. The caller owns
+       the communicator. But if the context fails, dt has aborted the communicator: do not destroy
+       it then. */
     void *nccl;
 } dt_attach_desc;
-/* [collective: the ranks to be] Makes ctx (from dt_ctx_make) a rank and returns its world. Returns
-   NULL after a failure. For a team make the context with dt_team_ctx, which gives it the team's
-   tables. */
+/* [collective: all ranks of the team or transport] Makes the context ctx a rank and returns its
+   world. Returns NULL after a failure. For a team, make ctx with dt_team_ctx, which gives it the
+   team's tables; for a transport with dt_ctx_make. */
 DT_API dt_comm *dt_comm_attach(dt_ctx *ctx, dt_attach_desc desc);
-/* [local] Ends this rank: frees its groups, and ranks that wait for it learn that it has ended.
-   status: the return value of the rank's function. */
+/* [local] Ends this rank: frees its groups and tells ranks that wait for it that it has ended.
+   `status` is the return value of the rank's function. */
 DT_API void dt_comm_detach(dt_ctx *ctx, dt_status status);
 
 /* FLIGHT RECORDER. Each rank keeps a record of its last DT_RECORDS operations, with the call site
    of each. */
 #define DT_RECORDS 128
-/* [local] One line for each rank: rank, process, step, seconds, and the operation that it waits in
-   or finished last. For tcp ranks and ranks on other machines the line shows what the rank last
-   reported. Returns the size of the complete text in bytes; if text is NULL it only returns the
-   size. */
+/* [local] Writes one line for each rank to `text`: rank, process, step, seconds, and the operation
+   in which the rank waits or which it finished last. For tcp ranks and ranks on other machines the
+   line shows what the rank last reported. Returns the size of the complete text in bytes. If `text`
+   is NULL it only returns the size. */
 DT_API size_t dt_ranks_text(const dt_ctx *ctx, char *text, size_t bytes);
-/* [local] The last operations of this rank, or of a world rank that shares memory with it: one line
-   each, newest first. Returns the size as dt_ranks_text does. */
+/* [local] Writes the last operations of this rank, or of a world rank that shares memory with it,
+   to `text`: one line for each operation, newest first. Returns the size as dt_ranks_text does. */
 DT_API size_t dt_records_text(const dt_ctx *ctx, int rank, char *text, size_t bytes);
-/* [collective: the world] Ends a training step: counts it, for the table above and for
+/* [collective: the world] Ends a training step and counts it, for dt_ranks_text and
    dt_run_desc.check. Over tcp and mpi the ranks of each group compare the operations that they
-   called in the step; DT_ERR_COMM names two ranks that differ. Straggler detection: a notice names
-   a rank whose own work, without its waits, took more than 1.5 times the median rank's in 5 of 8
-   steps, at most once in 10 steps. */
+   called in the step; if two ranks differ, the call returns DT_ERR_COMM and the error text names
+   them. Straggler detection: logs a notice that names a rank if, in 5 of the last 8 steps, the
+   rank's own work without its waits took more than 1.5 times that of the median rank. It logs at
+   most one such notice in 10 steps. */
 DT_API dt_status dt_comm_step(dt_comm *world);
 
 /* A TRACE records what each rank did and when: blocks (dt_block), operations of sections 3 to 6,
@@ -633,18 +674,20 @@ DT_API dt_status dt_comm_step(dt_comm *world);
 
    Without a trace, each place that could record an event costs one test of a pointer. */
 
-/* [local] Begins recording into a ring buffer of `events` events (0 -> 65536) of 88 bytes each. The
-   ring is allocated now, in memory class host; nothing is allocated later. When the ring is full,
-   new events overwrite the oldest. Call it on all ranks, between the same operations and while no
-   messages are pending. A second call fails (DT_ERR_ARG). The ring is freed when the rank ends. */
+/* [local] Begins recording into a ring buffer of `events` events of 88 bytes each; 0 means 65536
+   events. The ring buffer is allocated in this call, in memory class host; nothing is allocated
+   later. When it is full, new events overwrite the oldest. Call dt_trace_start on all ranks,
+   between the same two operations and while no messages are pending. A second call fails
+   (DT_ERR_ARG). The ring buffer is freed when the rank ends. */
 DT_API dt_status dt_trace_start(dt_ctx *ctx, size_t events);
-/* [local] Begin and end your own range on the compute track; the first 39 bytes of the name are
-   copied. Ranges nest with blocks: a range that begins in a block ends with it at the latest.
-   dt_trace_end ends the innermost open range of the current block. Without a trace both do
-   nothing. */
+/* [local] dt_trace_begin and dt_trace_end begin and end your own range on the compute track. The
+   first 39 bytes of the name are copied. Ranges nest with blocks: a range that begins in a block
+   ends with the block at the latest. dt_trace_end ends the innermost open range of the current
+   block. Without a trace both functions do nothing. */
 DT_API void dt_trace_begin(dt_ctx *ctx, const char *name);
 DT_API void dt_trace_end(dt_ctx *ctx);
-/* [local] Events that are lost: overwritten, or in blocks and ranges nested more than 32 deep. */
+/* [local] Returns the number of lost events: events that were overwritten, and events in blocks and
+   ranges nested more than 32 deep. */
 DT_API size_t dt_trace_lost(const dt_ctx *ctx);
 /* [collective: the world] Rank 0 writes the events that all ranks have recorded as one JSON file
    (Trace Event Format), through its io table, as dt_file_write does. The file holds completed
@@ -654,9 +697,9 @@ DT_API size_t dt_trace_lost(const dt_ctx *ctx);
    of 8 round trips. Messages of this call are neither recorded nor counted. */
 DT_API dt_status dt_trace_write(dt_comm *world, const char *path);
 
-/* CALL SITES. Each of these functions is also a macro that passes the source line of the call, for
-   records and messages. To name the function itself, take its address or put its name in
-   parentheses. */
+/* CALL SITES. The functions listed below are also macros, which pass the source line of the call
+   for records and error texts. To name the function itself, for example to take its address, put
+   its name in parentheses or write no argument list after it. */
 
 /* [local] Sets the call site of the next operation on comm, or on another group of this rank.
    Returns comm. */
@@ -752,21 +795,23 @@ DT__CPP_WARNINGS_OFF
 #endif
 
 /* Threads and forks of one process use the same implementation. All shared state lies in one shared
-   memory segment, called the range below. It is allocated before the first rank starts, so an
-   address in it is valid on all ranks:
+   memory segment, called "the range" below. The range is allocated before the first rank starts, so
+   an address in it is valid on all ranks:
 
        dt__shared | dt__rank_state x N | dt__pair x N x N | groups, in order of creation |
        eager copies | overflow messages | records | user | heaps
 
-   Ranks that MPI started have one range for each machine. Collectives of a group within one machine
-   use the range. So do the messages within a machine of a collective that spans several machines.
-   Sends and receives of the program do not (section 25).
+   Ranks that MPI started have one range for each machine. A group within one machine runs its
+   collectives in the range. A collective that spans several machines sends its messages within a
+   machine through the range. The program's sends and receives do not use the range under MPI
+   (section 25).
 
-   The range holds no lock. Each word has one writer at a time; other ranks read it with atomic
-   loads. A word that publishes data is stored with release and loaded with acquire. */
+   The range holds no lock. Each word has one writer at a time; other ranks read the word with
+   atomic loads. A word that publishes data is stored with release order and loaded with acquire
+   order. */
 
 enum {
-    DT__CACHE_LINE = 128, /* two cache lines, because processors fetch them in pairs */
+    DT__CACHE_LINE = 128, /* two cache lines of 64 bytes, because processors fetch them in pairs */
     /* eager (copied) messages that can be in flight from one rank to another */
     DT__PAIR_SLOTS = 8,
     DT__OVERFLOW_SLOTS = 1024, /* overflow messages of one rank */
@@ -805,39 +850,41 @@ typedef enum dt__op_code {
 typedef struct dt__call {
     dt__op_code op;
     dt_dtype dtype;
-    dt_op redop;     /* reductions; else DT_SUM */
-    int peer;        /* the root, or the peer of a send or receive, or DT_ANY; else 0 */
-    int tag;         /* of a send or receive; below 0: a message of a collective */
-    int host_memory; /* scalars: the data lie in host memory on every device */
+    dt_op redop;     /* the reduction's op; DT_SUM in other calls */
+    int peer;        /* the root; in a send or receive the peer, or DT_ANY; 0 in other calls */
+    int tag;         /* tag of a send or receive; below 0 in a message of a collective */
+    int host_memory; /* 1 for scalars, whose data lie in host memory on every device */
     size_t count;
     const void *send;
     void *recv;
     const size_t *send_counts, *recv_counts; /* all-to-all-v */
-    int any_source, *from;                   /* receive from any rank; where to store the sender */
-    uint64_t seq;                            /* number of this collective on its group, from 1 */
+    /* any_source is 1 in a receive from any rank; *from then gets the sender's rank (from may be
+       NULL) */
+    int any_source, *from;
+    uint64_t seq; /* number of this collective on its group, from 1 */
 } dt__call;
 
-/* A posted call: one rank's arguments of one collective, for the other ranks of the group to read.
-   A rank has DT_MAX_STARTED posts in each group and reuses the oldest. */
+/* A posted call, or post: one rank's arguments of one collective, which the other ranks of the
+   group read. A rank has DT_MAX_STARTED posts in each group and reuses the oldest. */
 typedef struct __attribute__((aligned(128))) dt__post {
     uint64_t seq;         /* equals call.seq once the other fields are written */
     uint64_t packed_call; /* from dt__pack_call; must be equal on all ranks, like count */
     size_t count;
     const void *send;
     void *recv;
-    /* Not NULL if other ranks cannot access send or recv: they read windows of these buffers
-       here. */
+    /* If other ranks cannot access `send` or `recv`: the address of this rank's staging buffer, in
+       which they read these buffers window by window. Else NULL. */
     char *staging;
-    int is_inline; /* the send data lie in `data` */
+    int is_inline; /* 1 if the send data lie in `data` */
     /* A small send buffer, or the counts of an all-to-all-v. It extends to the end of the post. */
     uint64_t data[8];
 } dt__post;
 
 /* Progress of one rank in its group. Operations move their data in order of seq, each in one or
-   several windows. Both fields are window numbers, which count the windows of all operations; they
-   only grow. */
+   several windows. Both fields are window numbers. The windows of all operations of the group are
+   numbered consecutively, so both fields only grow. */
 typedef struct __attribute__((aligned(128))) dt__member {
-    uint64_t opened; /* last window that this rank's staging buffer shows */
+    uint64_t opened; /* last window that other ranks can read in this rank's staging buffer */
     char padding[DT__CACHE_LINE - sizeof(uint64_t)];
     /* last window in which this rank has finished its access to other ranks' memory */
     uint64_t closed;
@@ -846,50 +893,57 @@ typedef struct __attribute__((aligned(128))) dt__member {
 typedef struct dt__group {
     char name[DT__NAME_BYTES];
     int size;
-    uint32_t channel;    /* tells the group's messages from those of other groups */
-    int *ranks;          /* (size) world ranks */
-    dt__member *members; /* (size); NULL if not all ranks share memory */
+    /* number that distinguishes the group's messages from those of other groups */
+    uint32_t channel;
+    int *ranks;          /* (size) the members' world ranks */
+    dt__member *members; /* (size); NULL if the group's ranks do not all share memory */
     char *posts;         /* (size, DT_MAX_STARTED, post_bytes) */
     size_t post_bytes;
 } dt__group;
 
-/* Message slot. The sender fills a free slot. The receiver frees the slot, or marks it DT__RECEIVED
-   if the sender waits for that. */
+/* Message slot. The sender fills a free slot. The receiver frees the slot, or sets its state to
+   DT__RECEIVED if the sender waits for the receive. */
 enum { DT__FREE = 0, DT__POSTED, DT__RECEIVED };
 typedef struct __attribute__((aligned(64))) dt__message {
     int state;
     int tag, eager;
-    uint64_t signature; /* of the sender's call: dt__signature_of */
+    uint64_t signature; /* signature of the sender's call, from dt__signature_of */
     size_t bytes;
     const void *data; /* the eager copy, or the sender's own buffer */
-    /* number among the pair's sends; of several matching messages the lowest is received first */
+    /* number of the message among all messages of this dt__pair; of several messages that match a
+       receive, the one with the lowest number is received first */
     uint64_t order;
-    uint32_t channel;         /* of the group */
-    dt__group *group;         /* the sender's struct of that group */
+    uint32_t channel;         /* channel of the group */
+    dt__group *group;         /* the sender's pointer to the group */
     struct dt__message *next; /* next in dt__pair.overflow */
 } dt__message;
 
-typedef struct __attribute__((aligned(64))) dt__pair { /* from one rank to one other */
-    uint64_t sent, sends_begun;                        /* sender's: messages posted; sends begun */
-    dt__message *overflow;                             /* list of further messages; it only grows */
+/* The messages from one rank to one other rank. */
+typedef struct __attribute__((aligned(64))) dt__pair {
+    /* number of messages posted, and of sends begun; written by the sender */
+    uint64_t sent, sends_begun;
+    /* list of messages for which no slot in `message` was free; it only grows */
+    dt__message *overflow;
     /* The fields from `posted` to `oldest_order` are used only once there is an overflow list. With
        these fields, messages that are received in order need no search of the list. */
-    uint64_t posted; /* sender's: `sent`, stored after the message is visible */
-    /* sender's: end of the list; where to look first for a free slot */
+    uint64_t posted; /* written by the sender: `sent`, stored after the message is visible */
+    /* written by the sender: the end of the list; where it looks first for a free slot */
     dt__message *overflow_tail, *free_hint;
     __attribute__((aligned(64)))
-    dt__message *recv_hint; /* receiver's: where to look first in the list */
-    uint64_t oldest_order;  /* receiver's: the oldest message not received, if known */
+    dt__message *recv_hint; /* written by the receiver: where it looks first in the list */
+    /* written by the receiver: the `order` of the oldest message not received, if known */
+    uint64_t oldest_order;
     dt__message message[DT__PAIR_SLOTS];
 } dt__pair;
 
 /* Flight recorder entry: one operation, as its rank began it. Other ranks may read a record while
    its rank writes it, so they copy it word by word and check `number` before and after. */
 typedef struct dt__op_record {
-    uint64_t number;           /* of the rank's operations, from 1; 0 while it is written */
+    /* number of the operation among the rank's operations, from 1; 0 while the record is written */
+    uint64_t number;
     uint64_t packed_call, seq; /* as in dt__post */
     uint64_t count;
-    int32_t tag, line; /* of a message; source line, 0: not known */
+    int32_t tag, line; /* tag of a message; source line of the call, or 0 if not known */
     char group[DT__NAME_BYTES];
     char file[DT__FILE_BYTES];
 } dt__op_record;
@@ -897,39 +951,43 @@ typedef struct dt__op_record {
 /* State that one rank publishes. The struct has DT__CACHE_LINE bytes, but only the alignment of
    host memory, because some of these structs lie in host memory. */
 typedef struct __attribute__((aligned(64))) dt__rank_state {
-    int busy; /* this rank accesses other ranks' memory now */
-    /* 1: rank_main has returned, or the process is gone; 2: the process only has to exit with 0 */
+    int busy; /* 1 while this rank accesses other ranks' memory, else 0 */
+    /* 1 if rank_main has returned or the process is gone; 2 if the process has nothing left to do
+       but exit with status 0; else 0 */
     int ended;
     int pid, tid;
     /* Progress counter: incremented after every change that another rank, or this rank, may wait
        for (section 11). */
     uint64_t progress;
-    /* Sum of all ranks' progress counters, read before this rank last checked its operations and
-       found nothing to do; DT__IDLE_FOREVER for a rank that has ended. */
+    /* The sum of all ranks' progress counters. This rank reads it before it checks its operations,
+       and stores it if the check found nothing to do. DT__IDLE_FOREVER if the rank has ended. */
     uint64_t idle_at_progress;
-    /* Messages over a transport: sends begun minus messages received, plus sends that this rank
-       does not know to be complete. */
+    /* Only for messages over a transport: number of sends begun, minus number of messages received,
+       plus number of sends that this rank does not know to be complete. */
     int64_t in_transit;
-    /* Number of the operation in which this rank has been waiting for long; 0 if there is none. */
+    /* Number of the operation in which this rank waits, once the wait has reached its nap phase
+       (section 12); 0 if there is none. */
     uint64_t waiting_op;
-    int waits_for;    /* the world rank it waits for, or DT_ANY */
-    int64_t op_count; /* operations begun; the last DT_RECORDS have records */
-    int64_t step;     /* counted by dt_comm_step */
-    /* start of the wait in waiting_op, in microseconds of the host's clock */
+    int waits_for;    /* the world rank that this rank waits for, or DT_ANY */
+    int64_t op_count; /* number of operations begun; the last DT_RECORDS of them have records */
+    int64_t step;     /* number of training steps, counted by dt_comm_step */
+    /* when the wait in operation waiting_op began, in microseconds of the host's clock */
     int64_t wait_since_us;
-    int64_t last_op_end_us; /* end of its last timed operation */
+    int64_t last_op_end_us; /* when this rank's last timed operation ended, in microseconds */
 } dt__rank_state;
 
 typedef struct dt__shared {
     int ranks, spins, claimed, aborted, ended;
-    /* 1 if ranks are processes: then they can access only this range of each other's memory. */
+    /* 1 if ranks are processes, which can access only this range of each other's memory; else 0 */
     int separate_memory;
     double timeout_s;
     dt_report first_failure; /* valid once `aborted` is set */
-    dt__rank_state *state;   /* (ranks); NULL, like all below, if no memory is shared */
-    dt__op_record *records;  /* (ranks, DT_RECORDS) */
-    dt__pair *pairs;         /* (ranks, ranks, 2) by sender and receiver: dt__pair_of */
-    char *group_arena;       /* groups are allocated from it */
+    /* (ranks); state and all pointers below are NULL if no memory is shared */
+    dt__rank_state *state;
+    dt__op_record *records; /* (ranks, DT_RECORDS) */
+    /* (ranks, ranks, 2): sender, receiver, and the index described at dt__pair_of */
+    dt__pair *pairs;
+    char *group_arena; /* groups are allocated from it */
     size_t group_arena_bytes, group_arena_used;
     char *eager_buffers;  /* (ranks, ranks, 2, DT__PAIR_SLOTS, DT_EAGER_BYTES) */
     char *overflow_arena; /* overflow messages are allocated from it */
@@ -943,9 +1001,10 @@ typedef struct dt__shared {
 /* The ranks of a transport that share memory on one machine. */
 typedef struct dt__node {
     dt__shared *shared;
-    int local_rank;           /* this rank's index in the shared range */
-    int *local_ranks;         /* (world size) index in the range; -1: on another machine */
-    int *node_leaders;        /* (world size) first rank on the same machine */
+    int local_rank; /* this rank's index in the shared range */
+    /* (world size) each rank's index in the range; -1 if it is on another machine */
+    int *local_ranks;
+    int *node_leaders;        /* (world size) for each rank, the first rank on its machine */
     void (*poll)(void *user); /* checks for failures on other machines and advances the transport */
     void *user;
 } dt__node;
@@ -971,22 +1030,22 @@ typedef struct dt__fault {
     double s;
 } dt__fault;
 
-/* Wait report. A rank over a transport sends it to all other ranks when the rank has been waiting
-   for long, when that wait ends, and when the rank ends. MPI debuggers and NCCL RAS use such
-   reports to diagnose hangs. */
+/* Wait report. A rank of a transport sends it to all other ranks when the rank has waited for
+   DT__REPORT_AFTER_S seconds (section 18), when that wait ends, and when the rank ends. MPI
+   debuggers and NCCL RAS use similar reports to diagnose hangs. */
 enum { DT__REPORT_GROUPS = 16, DT__REPORT_RANKS = 24 };
-#define DT__REPORT_ENDED (~(uint64_t)0) /* instead of an operation: the rank has ended */
+#define DT__REPORT_ENDED (~(uint64_t)0) /* value of waiting_op if the rank has ended */
 typedef struct dt__wait_report {
     uint64_t waiting_op; /* as in dt__rank_state, or DT__REPORT_ENDED */
     int64_t op_count, step;
     int32_t waits_for;
-    uint32_t group_count;      /* entries of channels and begun */
-    uint32_t pending_sends;    /* incomplete sends, as far as the rank knows */
-    dt__op_record wait_record; /* the operation it waits in; else its last */
+    uint32_t group_count;      /* number of entries in `channels` and `begun` */
+    uint32_t pending_sends;    /* number of sends that the rank does not know to be complete */
+    dt__op_record wait_record; /* the operation in which the rank waits, else its last operation */
     uint32_t wait_channel;     /* dt__counter_of the group of that operation */
-    /* collectives begun on each of its groups */
+    /* for each group of the rank, the group's channel and the number of collectives begun */
     uint32_t channels[DT__REPORT_GROUPS], begun[DT__REPORT_GROUPS];
-    /* messages to and from each of the first ranks of the world */
+    /* number of messages to and from each of the first DT__REPORT_RANKS ranks of the world */
     uint32_t sent[DT__REPORT_RANKS], received[DT__REPORT_RANKS];
 } dt__wait_report;
 
@@ -994,20 +1053,23 @@ typedef struct dt__wait_report {
 typedef struct dt__peer_view {
     dt__rank_state state; /* from the last report */
     dt__wait_report last_report;
-    uint32_t sent, received; /* messages to and from that rank */
+    /* number of messages from this rank to that rank, and from that rank to this rank */
+    uint32_t sent, received;
 } dt__peer_view;
 
-/* Control channel: sends wait reports to all other ranks without waiting, separately from the
-   messages. */
+/* Control channel: sends wait reports to all other ranks, separately from the messages. A send of a
+   report does not wait. */
 typedef struct dt__control {
     void *user;
     void (*send_report)(void *user, const void *report, size_t bytes);
-    int (*pid)(void *user, int rank); /* pid of a rank on this machine; else 0 */
-    /* messages that have arrived from that rank, received or not; NULL: not known */
+    /* returns the pid of a rank on this machine, or 0 for other ranks */
+    int (*pid)(void *user, int rank);
+    /* returns the number of messages that have arrived from that rank, whether received or not;
+       NULL if this is not known */
     uint32_t (*arrived)(void *user, int rank);
     int check; /* rank 0's dt_run_desc.check */
-    /* Advances the channel. Returns 0, or an error as dt_transport's test does for a lost or failed
-       rank. NULL: only messages reveal lost and failed ranks. */
+    /* Advances the channel. Returns 0, or for a lost or failed rank an error like dt_transport's
+       test. If poll is NULL, only messages reveal lost and failed ranks. */
     int (*poll)(void *user, char *why);
 } dt__control;
 
@@ -1018,67 +1080,72 @@ typedef struct dt__private_range {
     dt__op_record records[DT_RECORDS];
 } dt__private_range;
 
-/* One rank's private state of a run; the context holds it as "attached". */
+/* One rank's private state of a run; dt_ctx_attached returns it. */
 typedef struct dt__world {
     dt__shared *shared;
     dt_ctx *ctx;
     const dt_host *host;
     int rank;
     int local_rank;        /* index in the shared range */
-    const dt__node *node;  /* NULL: all ranks share memory, and local_rank == rank */
+    const dt__node *node;  /* NULL if all ranks share memory; local_rank == rank then */
     dt__rank_state *state; /* this rank's own state and records */
     dt__op_record *records;
     const char *file; /* call site of the current operation */
     int line;
-    int fault_count; /* faults planted on this rank */
+    int fault_count; /* number of entries in `faults`, the faults planted on this rank */
     dt__fault faults[DT__FAULTS];
-    /* end of the last step, and dt_comm_seconds at that time */
+    /* time at the end of the last step, and dt_comm_seconds at that time */
     double last_step_end, last_step_comm_seconds;
-    /* Rank 0 only. One bit for each of the last 8 steps: was straggler_rank a straggler in it? */
+    /* Rank 0 only: one bit for each of the last 8 steps, 1 if straggler_rank was a straggler in the
+       step. */
     unsigned straggler_steps;
     int straggler_rank, steps_since_notice;
-    /* In a long wait: the world rank waited for, and its progress counter when the wait began. */
+    /* Valid in a wait that has reached its nap phase: the world rank that this rank waits for, and
+       that rank's progress counter when the wait began. */
     int awaited_rank;
     uint64_t awaited_progress;
-    int is_thread;          /* this rank is a thread of this process */
-    int poll_count;         /* waits and begun operations, for dt__poll_node */
-    int owns_first_failure; /* this rank recorded the first failure: only it fills the record */
+    int is_thread;  /* 1 if this rank is a thread of this process */
+    int poll_count; /* number of waits and begun operations, for dt__poll_node */
+    /* 1 if this rank claimed the first failure; only this rank fills the record */
+    int owns_first_failure;
     dt_listener listener;
     dt_comm *comms;         /* all groups of this rank, newest first */
     dt_comm *comm;          /* the world */
     dt_transport transport; /* used if a transport carries the messages */
-    uint32_t channel_count; /* channels given to groups so far */
+    uint32_t channel_count; /* number of channels given to groups so far */
     /* nonblocking operations not waited for, in order of their starts */
     dt_work *first_started, *last_started;
     /* the nonblocking operations that are incomplete, in the same order */
     dt_work *first_unfinished, *last_unfinished;
-    /* lengths of both lists; see dt__advance_some */
+    /* lengths of both lists; dt__advance_some explains advance_credit */
     size_t started_count, unfinished_count, advance_credit;
     dt_work *blocking;   /* the operation that a blocking call waits for, or NULL */
     dt_work *free_works; /* works for reuse */
     /* Operations that the device has not completed, in the order of their waits. */
     dt_work *first_device_op, *last_device_op;
     struct dt__nccl *nccl; /* section 26; NULL without NCCL */
-    /* (ranks, 2) messages from a device over a transport: enqueued, and begun. NULL: none. */
+    /* (ranks, 2): number of messages in device memory that this rank has enqueued for each rank
+       over a transport, and number that it has begun. NULL if there are none. */
     uint64_t *device_sends;
-    /* Copy of a large message whose buffer the receiver cannot reach; cached for the next one. */
+    /* Buffer for a copy of a large message that the receiver cannot reach; cached for the next
+       message. */
     void *send_copy;
     size_t send_copy_bytes;
     int send_copy_in_use;
     dt_link link;
-    double link_free_at; /* time at which dt_run_desc.link is free again */
+    double link_free_at; /* time at which the simulated link is free again */
     size_t bytes[1 + DT_AXES];
     dt_traffic traffic;
     double seconds;             /* spent inside operations */
     const dt__control *control; /* NULL: none */
-    dt__peer_view *peers;       /* (comm_size) if control is set */
-    int comm_size, check;       /* size of the world; dt_run_desc.check */
-    int wait_reported;          /* 1: the other ranks know that this rank waits */
+    dt__peer_view *peers; /* (comm_size) the other ranks' states, if control is set; else NULL */
+    int comm_size, check; /* size of the world; dt_run_desc.check */
+    int wait_reported;    /* 1 if the other ranks know that this rank waits */
     double wait_reported_at;
-    uint32_t arrived_messages;       /* at the last check */
+    uint32_t arrived_messages;       /* number of messages that had arrived at the last check */
     uint64_t wait_reported_progress; /* progress counter at the last report */
     struct dt__trace *trace;         /* section 28; NULL without a trace */
-    int *status_request;             /* dt_run_desc's, if no supervisor reads it */
+    int *status_request; /* dt_run_desc.status_request, if no supervisor reads it; else NULL */
 } dt__world;
 
 struct dt_comm {
@@ -1086,25 +1153,27 @@ struct dt_comm {
     dt__world *world;
     const dt__comm_ops *ops;
     dt__group *group;
-    uint64_t seq; /* collectives called so far that run by the backend's own code */
-    /* Of the collectives that seq counts: the last one posted to the group; the last one that has
-       finished its access to other ranks' memory. */
+    /* number of collectives called so far that dt__comm_ops.collective runs */
+    uint64_t seq;
+    /* Two of the collectives that seq counts: the last one posted to the group, and the last one in
+       which this rank has finished its access to other ranks' memory. */
     uint64_t last_posted, last_moved;
-    uint64_t backend_seq; /* collectives that run by an algorithm of the backend (NCCL) */
-    /* collectives called so far that run as messages; hash of these calls */
+    uint64_t backend_seq; /* number of collectives called so far that NCCL executes */
+    /* number of collectives called so far that an algorithm runs (dt_work.algorithm), and a hash of
+       these calls */
     uint64_t message_seq;
     uint64_t call_hash;
-    uint64_t windows_done;  /* windows that this rank has finished */
-    uint64_t closed_by_all; /* lower bound of the windows that all ranks have finished */
-    /* last window of the operation that used this post last */
+    uint64_t windows_done;  /* number of windows that this rank has finished */
+    uint64_t closed_by_all; /* lower bound of the number of windows that all ranks have finished */
+    /* for each post: last window of the operation that used the post last */
     uint64_t last_window[DT_MAX_STARTED];
-    /* 1: the sum of the operation that used this post last is still in the post */
+    /* for each post: 1 if the sum of the operation that used the post last is still in it */
     int sum_in_post[DT_MAX_STARTED];
-    char *staging; /* two windows in the range; NULL until needed */
+    char *staging; /* this rank's staging buffer: two windows in the range; NULL until needed */
     dt_algorithm algorithm;
     struct dt__nccl_channel *nccl_channel; /* NULL without NCCL */
-    /* Ranks on each machine if the ranks of a machine are neighbours in the group (section 16);
-       else 0. */
+    /* Number of ranks on each machine, if the group's rank order keeps the ranks of each machine
+       together (section 16); else 0. */
     int ranks_per_node;
     dt_axis axis;
     dt_comm *next;
@@ -1114,10 +1183,12 @@ struct dt_comm {
     int32_t *words;      /* (size, 2) values that dt_agree and dt_comm_split gather */
 };
 
-/* Size of the windows through which a rank shows memory that other ranks cannot reach. */
+/* Size in bytes of the windows through which other ranks access memory that they cannot reach
+   directly. */
 #define DT_WINDOW_BYTES 262144
 
-/* Index of a world rank in this rank's shared range; -1: it is on another machine. */
+/* Returns the index of a world rank in this rank's shared range, or -1 if that rank is on another
+   machine. */
 static int dt__local_rank_of(const dt__world *world, int rank) {
     return world->node ? world->node->local_ranks[rank] : rank;
 }
@@ -1130,7 +1201,7 @@ static size_t dt__align_up(size_t bytes) {
     return (bytes + DT__CACHE_LINE - 1) / DT__CACHE_LINE * DT__CACHE_LINE;
 }
 
-/* A post holds a small send buffer or the counts of an all-to-all-v. */
+/* The size of a post, which has space for a small send buffer or the counts of an all-to-all-v. */
 static size_t dt__post_bytes(int size) {
     size_t counts = (size_t)size * sizeof(size_t);
     return dt__align_up(sizeof(dt__post) + (counts > DT_EAGER_BYTES ? counts : DT_EAGER_BYTES));
@@ -1141,16 +1212,16 @@ static size_t dt__group_bytes(int size) {
            (size_t)size * (sizeof(dt__member) + (size_t)DT_MAX_STARTED * dt__post_bytes(size));
 }
 
-/* The worst case of a split of n ranks: each rank becomes a group of one. */
+/* The size in the worst case, in which every split makes one group of one rank for each rank. */
 static size_t dt__group_arena_bytes(int ranks) {
     return dt__group_bytes(ranks) + (size_t)DT_MAX_SPLITS * (size_t)ranks * dt__group_bytes(1);
 }
 
 static size_t dt__align_page(size_t bytes) { return (bytes + 65535) / 65536 * 65536; }
 
-/* Lays out the range at `memory` and copies `shared`, which holds the sizes, to its beginning. With
-   memory NULL it only computes the size. Zeroes only the parts that hold flags; all other pages
-   stay untouched until they are used. */
+/* Lays out the range at `memory` and copies `shared`, which holds the sizes, to the range's
+   beginning. If `memory` is NULL, it only computes the size (shared->bytes). It zeroes only the
+   parts that hold flags; all other pages stay untouched until they are used. */
 static dt__shared *dt__shared_layout(dt__shared *shared, char *memory, size_t user_bytes) {
     size_t n = (size_t)shared->ranks,
            at = (DT__CACHE_LINE - (uintptr_t)memory % DT__CACHE_LINE) % DT__CACHE_LINE;
@@ -1186,8 +1257,9 @@ static int dt__reachable(const dt__shared *shared, const void *p) {
            ((const char *)p >= base && (const char *)p < base + shared->bytes - DT__CACHE_LINE);
 }
 
-/* Messages of collectives (tag < 0) have their own pair, because they must not wait for slots until
-   this rank calls its receives. */
+/* Returns the dt__pair for a message. Messages of collectives (tag < 0) have their own dt__pair:
+   if they shared the slots, a collective could wait until this rank receives the program's
+   messages. */
 static dt__pair *dt__pair_of(dt__shared *shared, int from, int to, int tag) {
     return &shared->pairs[2 * ((size_t)from * (size_t)shared->ranks + (size_t)to) + (tag < 0)];
 }
@@ -1209,15 +1281,16 @@ static void dt__group_name(dt__group *group, const char *name) {
     memcpy(group->name, name, length < DT__NAME_BYTES ? length : DT__NAME_BYTES - 1);
 }
 
-/* Allocates from an arena in the range; NULL when it is full. Any rank may call it at any time. */
+/* Allocates from an arena in the range. Returns NULL if the arena is full. Any rank may call it at
+   any time. */
 static char *dt__range_alloc(char *arena, size_t arena_bytes, size_t *used, size_t bytes) {
     if (__atomic_load_n(used, __ATOMIC_RELAXED) > arena_bytes) return NULL;
     size_t at = __atomic_fetch_add(used, bytes, __ATOMIC_RELAXED);
     return at > arena_bytes || bytes > arena_bytes - at ? NULL : arena + at;
 }
 
-/* Makes a group of `size` ranks in the range; the caller fills `ranks`. NULL when the arena is
-   full. Any rank may call it at any time. */
+/* Makes a group of `size` ranks in the range; the caller fills `ranks`. Returns NULL if the arena
+   is full. Any rank may call it at any time. */
 static dt__group *dt__group_make(dt__shared *shared, int size, const char *name) {
     size_t bytes = dt__group_bytes(size), n = (size_t)size;
     char *p = dt__range_alloc(
@@ -1241,11 +1314,12 @@ static dt__group *dt__group_make(dt__shared *shared, int size, const char *name)
 }
 
 /* A timeout clock that leaves out the time during which the process is suspended. Between two reads
-   it advances by at most an eighth of the timeout, and at most 1 s. A process that was stopped
-   during a wait (Ctrl-Z, scontrol suspend, a debugger, a suspended machine) therefore does not time
-   out, and a job that is suspended as a whole continues when resumed. If one rank alone is stopped,
-   the other ranks' stopwatches advance and report that rank as late. Each suspension still counts
-   up to that maximum, so a wait ends even in a job that is suspended repeatedly. */
+   the clock advances by at most max_gap, which is an eighth of the timeout but at most 1 s. A
+   process that was stopped during a wait (Ctrl-Z, scontrol suspend, a debugger, a suspended
+   machine) therefore does not time out, and a job that is suspended as a whole continues when
+   resumed. If one rank alone is stopped, the other ranks' clocks advance, and those ranks report
+   the stopped rank as late. Each suspension still counts up to max_gap, so a wait ends even in a
+   job that is suspended repeatedly. */
 #define DT__MAX_CLOCK_GAP_S 1.0
 typedef struct dt__stopwatch {
     const dt_host *host;
@@ -1257,7 +1331,7 @@ static dt__stopwatch dt__stopwatch_start(const dt_host *host, double limit) {
     return watch;
 }
 
-/* Seconds counted so far. Wait loops call this every few milliseconds. */
+/* Returns the seconds counted so far. Wait loops call it every few milliseconds. */
 static double dt__waited(dt__stopwatch *watch) {
     double now = watch->host->now(watch->host->user);
     watch->seconds += fmin(now - watch->last, watch->max_gap);
@@ -1267,43 +1341,47 @@ static double dt__waited(dt__stopwatch *watch) {
 
 // ==== 9. The first failure ======================================================================
 
-/* Failure detection and propagation. One record holds the first failure of the run. The rank that
-   claims the record (compare and exchange) fills it and sets the abort word, which is never
-   cleared. Wait loops read the abort word in every iteration, and calls read it when they begin.
+/* Failure detection and propagation. One record (first_failure of dt__shared) holds the first
+   failure of the run. The rank that claims the record (compare and exchange) fills it and sets the
+   abort word `aborted`, which is never cleared. Wait loops read the abort word in every iteration,
+   and calls read it when they begin.
 
    A rank that leaves a collective with an error returns the buffers to its caller, who may free
    them. So the rank must not leave while another rank still copies from or to the buffers, and no
-   rank may start a copy after that. Each rank therefore raises its busy flag around every access to
+   rank may start a copy after that. Each rank therefore sets its `busy` flag around every access to
    other ranks' memory. This is Dekker's handshake (E. W. Dijkstra, EWD123, 1965):
 
        copier:  busy = 1;  if (aborted) { busy = 0; leave; }  copy;  busy = 0
        leaver:  set or read aborted = 1;  wait until no rank is busy;  leave
 
    All four accesses are sequentially consistent, so either the copier sees the abort word or the
-   leaver sees the flag. The wait for the busy flags is the only wait without a timeout: nothing
-   between busy = 1 and busy = 0 waits for another rank, and the supervisor clears the flag of a
-   process that died. MPI ranks on one machine have no supervisor: they wait at most timeout_s for
-   the flags and for the record. */
+   leaver sees the busy flag. The wait for the busy flags is the only wait without a timeout. It
+   ends, because a rank with busy = 1 waits for no other rank, and the supervisor clears the flag of
+   a process that died. MPI ranks on one machine have no supervisor, so they wait at most timeout_s
+   for the flags and for the record. */
 
 static int dt__aborted(const dt__shared *shared) {
     return __atomic_load_n(&shared->aborted, __ATOMIC_SEQ_CST);
 }
 
-/* Returns 1 if `rank` (-1: the supervisor) is the first to claim the failure record. */
+/* Claims the failure record for `rank` (-1 for the supervisor). Returns 1 if no other rank has
+   claimed it, else 0. */
 static int dt__claim(dt__shared *shared, int rank) {
     int expected = 0;
     return __atomic_compare_exchange_n(
         &shared->claimed, &expected, rank + 2, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
 }
 
-/* Call it only after a successful dt__claim. */
+/* Fills the failure record and sets the abort word. Only the rank whose dt__claim returned 1 calls
+   this function. */
 static void dt__publish_failure(dt__shared *shared, int rank, dt_status status, const char *text) {
     size_t length = strlen(text), max_length = sizeof shared->first_failure.text - 1;
     if (length > max_length) length = max_length;
     shared->first_failure.status = status;
     shared->first_failure.rank = rank;
     memcpy(shared->first_failure.text, text, length);
-    shared->first_failure.text[length] = 0; /* a rank that died may have begun a longer text */
+    /* needed because a rank that died may have begun to write a longer text */
+    shared->first_failure.text[length] = 0;
     __atomic_store_n(&shared->aborted, 1, __ATOMIC_SEQ_CST);
 }
 
@@ -1313,9 +1391,9 @@ static void dt__nccl_abort(dt__world *world);
 #define dt__nccl_abort(world) (void)0
 #endif
 
-/* Listener: dt_tensor.h calls it for the first failure of a context. Several ranks may notice the
-   same failure, such as a norm that is not finite; only the rank that claims the record logs it, by
-   returning 0. */
+/* A function of dt's listener, which dt_tensor.h calls at the first failure of a context. Several
+   ranks may notice the same failure, for example a norm that is not finite. Only the rank that
+   claims the record logs the failure: dt__on_failure returns 0 on that rank and 1 on the others. */
 static int dt__on_failure(dt_ctx *ctx, dt_status status, const char *text, void *user) {
     dt__world *world = (dt__world *)user;
     (void)ctx;
@@ -1326,8 +1404,9 @@ static int dt__on_failure(dt_ctx *ctx, dt_status status, const char *text, void 
     return !first;
 }
 
-/* One iteration of the wait loops below. Returns 0 after the timeout on a node without a
-   supervisor: the rank waited for must have died. */
+/* Sleeps between two checks of the wait loops below. Returns 1 if the loop should continue. Returns
+   0 after the timeout if ranks of a transport share memory, because they have no supervisor and the
+   awaited rank must have died. */
 static int dt__abort_wait_turn(const dt__world *world, dt__stopwatch *watch) {
     if (!watch->host) *watch = dt__stopwatch_start(world->host, world->shared->timeout_s);
     world->host->sleep(world->host->user, 0);
@@ -1350,8 +1429,8 @@ static void dt__await_record(const dt__world *world) {
     }
 }
 
-/* Returns 1 if this rank may access other ranks' memory until dt__access_end, 0 if the run is
-   aborted. */
+/* Sets this rank's busy flag and returns 1: the rank may access other ranks' memory until
+   dt__access_end. Returns 0, with the flag cleared, if the run is aborted. */
 static int dt__access_begin(const dt__world *world) {
     int *busy = &world->shared->state[world->local_rank].busy;
     __atomic_store_n(busy, 1, __ATOMIC_SEQ_CST);
@@ -1367,22 +1446,22 @@ static dt_status dt__comm_sync(const dt__world *world) {
     return kernels->sync ? kernels->sync(dt_ctx_stream(world->ctx)) : DT_OK;
 }
 
-/* status: result of the copies. Returns the first error of the copies and of the device. */
+/* Waits for the device and clears this rank's busy flag. `status` is the result of the copies.
+   Returns the first error of the copies and of the device, else DT_OK. */
 static dt_status dt__access_end(const dt__world *world, dt_status status) {
     dt_status synced = dt__comm_sync(world);
     __atomic_store_n(&world->shared->state[world->local_rank].busy, 0, __ATOMIC_SEQ_CST);
     return status ? status : synced;
 }
 
-/* Called after this context has failed. Returns when no rank accesses other ranks' memory any
-   more. */
+/* Waits, after this context has failed, until no rank accesses other ranks' memory any more. */
 static void dt__await_quiescence(dt__world *world) {
     dt__await_record(world);
     dt__quiesce(world);
 }
 
-/* Another rank failed first: fails this context with that rank's text. Returns when no rank
-   accesses other ranks' memory any more. */
+/* Fails this context with the text of the rank that failed first. Waits until no rank accesses
+   other ranks' memory any more, then returns the context's status. */
 static dt_status dt__peer_failed(dt__world *world) {
     dt__await_record(world);
     dt_status status = dt_fail(
@@ -1391,9 +1470,9 @@ static dt_status dt__peer_failed(dt__world *world) {
     return status;
 }
 
-/* Fails the context for a reason that this layer found, often on several ranks at once: the first
-   rank records it, the other ranks report that a peer failed first. Returns the context's status
-   when no rank accesses other ranks' memory any more. */
+/* Fails the context for a reason that this header's code found, often on several ranks at once. The
+   first rank records its reason; the other ranks report that a peer failed first. Waits until no
+   rank accesses other ranks' memory any more, then returns the context's status. */
 DT_PRINTF(3, 4)
 static dt_status dt__comm_fail(dt__world *world, dt_status status, const char *fmt, ...) {
     char text[512];
@@ -1412,10 +1491,10 @@ static dt_status dt__comm_fail(dt__world *world, dt_status status, const char *f
 
 // ==== 10. Collective calls: validation and description ==========================================
 
-/* All collectives have one form. Some ranks send and some receive; a send buffer may hold one block
-   for each rank; the received data may be reduced. A call (dt__call) and its row of one table
-   (dt__pattern) therefore suffice to validate an operation, to describe it in texts and records, to
-   compare it between ranks and to count its bytes. */
+/* All collectives have one form. Some ranks send and some receive, a send buffer may hold one block
+   for each rank, and the received data may be reduced. So a call (dt__call) and the operation's row
+   in one table (dt__pattern) suffice to validate an operation, to describe it in texts and records,
+   to compare it between ranks and to count its bytes. */
 
 /* How far an operation has come. The simulated link may hold an operation back after its data have
    been transferred. */
@@ -1430,66 +1509,73 @@ typedef enum dt__completion {
 struct dt_work {
     dt_comm *comm;
     dt__call call;
-    dt_axis axis; /* the group's axis when it began */
+    dt_axis axis; /* the group's axis when the operation began */
     dt__completion completion;
-    int state; /* of the function that advances the operation */
-    /* nonblocking: the rank continues meanwhile, and may send to itself */
+    int state; /* state of the function that advances the operation */
+    /* 1 if the operation is nonblocking: the rank continues meanwhile, and may send to itself */
     int is_started;
-    /* while the operation waits for all ranks: the ranks below next_rank have arrived */
+    /* While the operation waits until all ranks have called it: ranks 0 .. next_rank - 1 have
+       called it. */
     int next_rank;
     int (*algorithm)(dt_work *work); /* a function of section 16, or NULL */
     int stage, round;                /* phase and round of the algorithm */
     /* The current window: elements at .. at + window_count of each block. longest_block is in
        elements. */
     size_t at, window_count, longest_block;
-    uint64_t window;  /* number of the window on the group */
-    int inline_ranks; /* how many ranks posted their data inline */
-    int sum_in_post;  /* set by dt__must_sum_in_post */
-    /* some rank's memory cannot be reached, so data pass through windows */
+    uint64_t window;  /* number of the current window, counted over all operations of the group */
+    int inline_ranks; /* number of ranks whose posts hold their send data (dt__post.is_inline) */
+    int sum_in_post;  /* 1 if the sum is stored in the post first: see dt__must_sum_in_post */
+    /* 1 if some rank's buffer cannot be accessed by the others, so that data pass through staging
+       buffers */
     int uses_windows;
-    struct dt__p2p *p2p_ops; /* sends and receives of this round */
+    struct dt__p2p *p2p_ops; /* (p2p_count) sends and receives of this round */
     int p2p_count, p2p_capacity;
     void *scratch;
     size_t scratch_count;
-    double start_time, link_until; /* start; time at which the simulated link lets it end */
-    uint64_t record_number;        /* number of its flight recorder entry */
-    dt_work *check_work;           /* comparison of all ranks' calls; runs before this work */
-    const dt_work *checked_work;   /* if this work is a comparison: the work that it checks */
-    dt__fault_kind fault;          /* planted in the received data when the operation ends */
-    double end_time;               /* if nonblocking and traced: when it completed */
+    /* start of the operation; earliest end that the simulated link allows */
+    double start_time, link_until;
+    uint64_t record_number; /* number of its flight recorder entry */
+    /* the DT__CHECK work that compares all ranks' calls before this work runs; or NULL */
+    dt_work *check_work;
+    /* in a DT__CHECK work: the work whose calls it compares; else NULL */
+    const dt_work *checked_work;
+    dt__fault_kind fault; /* injected fault, applied when the operation ends */
+    double end_time;      /* time of completion, if the operation is nonblocking and traced */
     /* Event in the device's stream, recorded after the operation; cached for the next use of this
        work. */
     void *device_event;
-    /* on_device: the operation is complete for the host but not for the device. is_device_op: this
-       work tracks the device's part of an operation. */
+    /* on_device is 1 if the operation is complete for the host but not for the device. is_device_op
+       is 1 if this work tracks the device's part of another operation. */
     int on_device, is_device_op;
-    int in_library; /* a library runs the operation; this rank cannot see which rank it waits for */
-    /* If NCCL runs the operation: its channel, and its number on the channel, from 1. */
+    /* 1 if a library runs the operation; this rank then cannot tell which rank it waits for */
+    int in_library;
+    /* If NCCL runs the operation: its nccl channel, and its number on this channel, from 1. */
     struct dt__nccl_channel *nccl_channel;
     uint64_t nccl_sequence;
-    dt_work *next, *prev;                       /* among the nonblocking works */
-    dt_work *next_unfinished, *prev_unfinished; /* among the incomplete works */
-    int is_unfinished;                          /* 1: in the list of incomplete works */
+    dt_work *next, *prev;                       /* neighbours in the list of nonblocking works */
+    dt_work *next_unfinished, *prev_unfinished; /* neighbours in the list of incomplete works */
+    int is_unfinished; /* 1 if the work is in the list of incomplete works */
 };
 
-/* Returns the work that texts name; for a comparison this is the work that it checks. */
+/* Returns the work that error texts name. For a DT__CHECK work, this is the work whose calls it
+   compares; for any other, the work itself. */
 static const dt_work *dt__reported_work(const dt_work *work) {
     return work->checked_work ? work->checked_work : work;
 }
 
-/* A backend. message transfers one message. collective runs a collective by the backend's own code,
-   if that is better than the algorithms of section 16, which are built on messages. message and
-   collective advance as far as they can without waiting. They return 1 complete, 0 not yet, -1 the
-   context has failed. */
+/* The functions of a backend. `message` transfers one message. `collective` runs a collective by
+   the backend's own code, if that is better than the algorithms of section 16, which are built on
+   messages. Both functions advance as far as they can without waiting. They return 1 if the
+   transfer is complete, 0 if it is not complete yet, and -1 if the context has failed. */
 struct dt__comm_ops {
     const char *name;
     int (*message)(dt_work *work, struct dt__p2p *p2p);
     int (*collective)(dt_work *work);
-    /* All functions below may be NULL. algorithm returns an algorithm of the backend, or NULL for
-       an algorithm of section 16. begin is called when an operation with a backend algorithm
-       begins. split is called when a group has been split; `made` (or NULL) is this rank's new
-       group. close is called when a group ends. check_device fails the context if an operation that
-       the device has not completed is in error. */
+    /* All functions below may be NULL. `algorithm` returns an algorithm of the backend, or NULL if
+       an algorithm of section 16 is to be used. `begin` is called when an operation with a backend
+       algorithm begins. `split` is called when a group has been split; `made` is this rank's new
+       group, or NULL. `close` is called when a group ends. `check_device` fails the context if an
+       operation that the device has not completed is in error. */
     int (*(*algorithm)(const dt_comm *comm, const dt__call *call))(dt_work *work);
     void (*begin)(dt_work *work);
     void (*split)(dt_comm *comm, dt_comm *made, int color);
@@ -1501,10 +1587,10 @@ struct dt__comm_ops {
    holds one block for each rank, and whether the received data are reduced. */
 typedef struct dt__pattern {
     const char *name;
-    char all_send, all_recv; /* if 0, only the root */
-    char send_blocks;        /* send holds N blocks, block r for rank r */
+    char all_send, all_recv; /* 1 if every rank sends (receives), 0 if only the root does */
+    char send_blocks;        /* 1 if send holds N blocks, block r for rank r */
     char reduces;
-    char counted; /* dt_comm_bytes counts it */
+    char counted; /* 1 if dt_comm_bytes counts the operation's bytes */
 } dt__pattern;
 
 static const dt__pattern *dt__pattern_of(dt__op_code op) {
@@ -1558,7 +1644,7 @@ static size_t dt__sum_counts(const size_t *counts, int n) {
     return sum;
 }
 
-/* Elements in the send buffer. */
+/* Returns the number of elements in the send buffer. */
 static size_t dt__send_count(const dt_comm *comm, const dt__call *call) {
     if (call->op == DT__ALL_TO_ALL_V) return dt__sum_counts(call->send_counts, comm->base.size);
     return dt__pattern_of(call->op)->send_blocks ? call->count * (size_t)comm->base.size
@@ -1588,7 +1674,8 @@ static const char *dt__redop_name(dt_op op) {
     return "?";
 }
 
-/* Appends to `text`, which has `bytes` bytes of which *at are used; truncates what does not fit. */
+/* Appends to the string `text`, a buffer of `bytes` bytes of which *at are used. Truncates what
+   does not fit. */
 DT_PRINTF(4, 5) static void dt__append(char *text, size_t bytes, size_t *at, const char *fmt, ...) {
     va_list args;
     va_start(args, fmt);
@@ -1601,7 +1688,7 @@ typedef struct dt__phrase {
     char s[192];
 } dt__phrase; /* returned by value, so that the text needs no owner */
 
-/* "all-reduce f32 x 10 sum", "barrier" */
+/* Describes a call in an error text, for example "all-reduce f32 x 10 sum" or "barrier". */
 static dt__phrase dt__call_text(const dt__call *call) {
     dt__phrase text;
     size_t at = 0;
@@ -1618,8 +1705,8 @@ static dt__phrase dt__call_text(const dt__call *call) {
     return text;
 }
 
-/* Packs the arguments that must be equal on all ranks of a collective, except the count, into one
-   word. dt__unpack_call restores the arguments for texts. */
+/* Packs the arguments of a collective that must be equal on all ranks, except the count, into one
+   word. dt__unpack_call restores the arguments for error texts. */
 static uint64_t dt__pack_call(const dt__call *call) {
     return (uint64_t)call->op | (uint64_t)call->dtype << 8 | (uint64_t)call->redop << 16 |
            (uint64_t)(call->host_memory != 0) << 24 | (uint64_t)(uint32_t)call->peer << 32;
@@ -1638,7 +1725,8 @@ static size_t dt__call_bytes(const dt__call *call) {
     return call->count * dt_dtype_size(call->dtype);
 }
 
-/* Copies through the kernel table, because data may lie on a device; scalars lie in host memory. */
+/* Copies by the kernel table, because data may lie on a device. Scalars, which lie in host memory,
+   are copied by memcpy. */
 static dt_status dt__comm_copy(
     dt_comm *comm, const dt__call *call, void *dst, const void *src, size_t bytes) {
     const dt_kernels *kernels = dt_ctx_kernels(comm->world->ctx);
@@ -1649,8 +1737,8 @@ static dt_status dt__comm_copy(
     return DT_OK;
 }
 
-/* outputs[k] = inputs[0] op inputs[1] op ..., always in rank order, for all k. An output may be one
-   of the inputs unless `streaming` is set: see dt_reduce_args. */
+/* Computes outputs[k] = inputs[0] op inputs[1] op ..., always in rank order, for all k. An output
+   may be one of the inputs, unless `streaming` is 1 (see non_temporal of dt_reduce_args). */
 static dt_status dt__reduce_inputs(dt_comm *comm, const dt__call *call, int output_count,
     int input_count, size_t count, int streaming) {
     const dt_kernels *kernels = dt_ctx_kernels(comm->world->ctx);
@@ -1678,8 +1766,8 @@ static dt_status dt__reduce_inputs(dt_comm *comm, const dt__call *call, int outp
     return DT_OK;
 }
 
-/* Fails with the error that a copy or a kernel of this call returned. A device may return the error
-   of an earlier operation. */
+/* Fails the context with the error `status` of a copy or a kernel of this call. A device may report
+   the error of an earlier operation late. */
 static dt_status dt__data_failed(dt_comm *comm, const dt__call *call, dt_status status) {
     return dt__comm_fail(comm->world, status, "%s #%llu on %s: the kernel table '%s' answers %s%s",
         dt__call_text(call).s, (unsigned long long)call->seq, comm->group->name,
@@ -1689,7 +1777,7 @@ static dt_status dt__data_failed(dt_comm *comm, const dt__call *call, dt_status 
                              : "");
 }
 
-/* The bytes that dt_comm_bytes counts. */
+/* Returns the number of bytes that dt_comm_bytes counts for this call on this rank. */
 static size_t dt__sent_bytes(const dt_comm *comm, const dt__call *call) {
     size_t n = (size_t)comm->base.size, bytes = dt__call_bytes(call), twice = 2 * (n - 1);
     int root = comm->base.rank == call->peer;
@@ -1709,18 +1797,18 @@ static size_t dt__sent_bytes(const dt_comm *comm, const dt__call *call) {
     }
 }
 
-/* First element of chunk i when count elements are divided into chunks whose sizes differ by at
-   most one. */
+/* Divides count elements into chunks whose sizes differ by at most one, and returns the index of
+   chunk i's first element. */
 static size_t dt__chunk_offset(size_t count, int chunks, int i) {
     size_t each = count / (size_t)chunks, extra = count % (size_t)chunks, before = (size_t)i;
     return before * each + (before < extra ? before : extra);
 }
 
-/* Allocates the work's scratch, of count elements of the call's type. Returns NULL if the context
-   has failed. */
+/* Allocates the work's scratch buffer, which has count elements of the call's type. Returns NULL if
+   the context has failed. */
 static void *dt__scratch(dt_work *work, size_t count) {
     work->scratch_count = count;
-    work->scratch = work->comm->words; /* with count 0 any address will do */
+    work->scratch = work->comm->words; /* if count is 0, any address that is not NULL suffices */
     if (count == 0) return work->scratch;
     work->scratch =
         dt_alloc(work->comm->world->ctx, work->call.host_memory ? DT_MEM_HOST : DT_MEM_COMM,
@@ -1744,14 +1832,14 @@ static void dt__scratch_free(dt_work *work) {
    Deadlock detection. A rank that waits
 
        1. computes P, the sum of all ranks' progress counters
-       2. tries to advance every operation that it has pending
+       2. tries to advance all of its pending operations
        3. if nothing could advance, publishes P as its idle_at_progress
 
    Once all ranks have published the same P and the sum is still P, each rank has tried to advance
-   after the last change that any rank made, and could not. So no rank will ever make progress: this
-   proves a deadlock at once, without a timeout. The proof needs a rule: a rank makes a change that
-   another rank may wait for first, and increments its progress counter second. A rank whose sum
-   includes the increment then also sees the change. */
+   after the last change that any rank made, and could not. So no rank will ever make progress. This
+   proves a deadlock at once, without a timeout. The proof needs a rule: a rank first makes a change
+   that another rank may wait for, and then increments its progress counter. So a rank whose sum
+   includes the increment also sees the change. */
 
 static void dt__count_progress(dt__world *world) {
     __atomic_store_n(&world->state->progress, world->state->progress + 1, __ATOMIC_RELEASE);
@@ -1766,7 +1854,7 @@ static uint64_t dt__total_progress(const dt__shared *shared) {
     return sum;
 }
 
-/* Copies whole words with atomic accesses. A reader may see a mixture of old and new words. */
+/* Stores whole 64-bit words atomically. A reader may still see some old and some new words. */
 static void dt__atomic_store_words(void *to, const void *from, size_t bytes) {
     for (size_t at = 0; at < bytes; at += sizeof(uint64_t)) {
         uint64_t word;
@@ -1783,7 +1871,7 @@ static void dt__atomic_load_words(void *to, const void *from, size_t bytes) {
     }
 }
 
-/* Gives the operation a number and a flight recorder entry. */
+/* Assigns the operation its number and writes its flight recorder entry. */
 static void dt__record_make(dt_work *work) {
     dt__world *world = work->comm->world;
     uint64_t number = (uint64_t)world->state->op_count + 1;
@@ -1806,8 +1894,8 @@ static void dt__record_make(dt_work *work) {
     dt__count_progress(world);
 }
 
-/* This rank's view of another rank: its state and records if the two share memory, else its last
-   wait report. */
+/* What this rank knows of another rank. If the two ranks share memory: the other rank's state and
+   records. Else: the state and record in the other rank's last wait report. */
 typedef struct dt__op_ring {
     const dt__op_record *records;
     int n;
@@ -1839,7 +1927,8 @@ static dt__rank_view dt__view_of_rank(const dt__world *world, int rank) {
     return view;
 }
 
-/* Copies record `number`. Returns 0 if the record does not exist or has been overwritten. */
+/* Copies record `number` and returns 1. Returns 0 if the record does not exist or has been
+   overwritten. */
 static int dt__record_get(dt__op_ring ring, uint64_t number, dt__op_record *copy) {
     if (!ring.records || number == 0) return 0;
     const dt__op_record *slot = &ring.records[number % (uint64_t)ring.n];
@@ -1848,13 +1937,13 @@ static int dt__record_get(dt__op_ring ring, uint64_t number, dt__op_record *copy
     return __atomic_load_n(&slot->number, __ATOMIC_RELAXED) == number && copy->number == number;
 }
 
-/* The file name without its directories. */
+/* Returns the file name without its directories. */
 static const char *dt__file_name(const char *file) {
     const char *slash = strrchr(file, '/');
     return slash ? slash + 1 : file;
 }
 
-/* " at train.c:88", or "" if the call site is not known. */
+/* Returns " at train.c:88", or "" if the call site is not known. */
 static dt__phrase dt__site_text(const char *file, int line) {
     dt__phrase text;
     text.s[0] = 0;
@@ -1862,8 +1951,8 @@ static dt__phrase dt__site_text(const char *file, int line) {
     return text;
 }
 
-/* "all-reduce f32 x 10 sum #4 on world at train.c:88", "receive f32 x 10 from its rank 2 with tag 1
-   on world at ...": roots and peers are ranks of the group. */
+/* Describes a record, for example "all-reduce f32 x 10 sum #4 on world at train.c:88" or "receive
+   f32 x 10 from its rank 2 with tag 1 on world at ...". Roots and peers are ranks of the group. */
 static dt__phrase dt__record_text(const dt__op_record *r) {
     dt__call call = dt__unpack_call(r->packed_call, (size_t)r->count);
     dt__phrase text = dt__call_text(&call);
@@ -1887,7 +1976,8 @@ dt_comm *dt_here(dt_comm *comm, const char *file, int line) {
     return comm;
 }
 
-/* Call site of collective `seq` of the group on that rank, if its record still exists. */
+/* Returns the call site of the group's collective number `seq` on rank world_rank, or "" if its
+   record no longer exists. */
 static dt__phrase dt__site_of(const dt_comm *comm, int world_rank, uint64_t seq) {
     dt__rank_view view = dt__view_of_rank(comm->world, world_rank);
     int64_t last = view.state ? __atomic_load_n(&view.state->op_count, __ATOMIC_ACQUIRE) : 0;
@@ -1901,7 +1991,7 @@ static dt__phrase dt__site_of(const dt_comm *comm, int world_rank, uint64_t seq)
     return dt__site_text(NULL, 0);
 }
 
-/* Call site of this rank's operation. */
+/* Returns the call site of the operation of this work. */
 static dt__phrase dt__own_site(const dt_work *work) {
     const dt__world *world = work->comm->world;
     dt__op_record r;
@@ -1910,9 +2000,10 @@ static dt__phrase dt__own_site(const dt_work *work) {
     return dt__site_text(there ? r.file : NULL, there ? r.line : 0);
 }
 
-/* Fails because a rank has ended and will never call the collective that this rank waits in. Over a
-   transport several ranks may notice this at the same time. The text then names the first other
-   rank of the group, so that all ranks report the same text. */
+/* Fails the context, because rank world_rank has ended and will never call the collective in which
+   this rank waits. Over a transport several ranks may notice this at the same time. In that case
+   the text does not name this rank, but the first rank of the group that is not world_rank, so that
+   all ranks report the same text. */
 static dt_status dt__ended_without(dt_work *work, int world_rank) {
     const dt_comm *comm = work->comm;
     int first = comm->group->ranks[comm->group->ranks[0] == world_rank ? 1 : 0];
@@ -1930,7 +2021,7 @@ static dt_status dt__ended_without(dt_work *work, int world_rank) {
         dt__own_site(work).s);
 }
 
-/* One rank's call, for a comparison. */
+/* One rank's call, for the error text about two calls that differ. */
 typedef struct dt__call_view {
     uint64_t packed_call, count;
     dt__phrase site; /* " at train.c:88", or "" */
@@ -1942,7 +2033,7 @@ static void dt__own_call_view(const dt_work *work, dt__call_view *own) {
     own->site = dt__own_site(work);
 }
 
-/* Fails because two ranks of the group make different calls. */
+/* Fails the context because two ranks of the group make different calls. */
 static dt_status dt__calls_differ(
     dt_work *work, int rank, const dt__call_view *its, int other, const dt__call_view *theirs) {
     const dt_comm *comm = work->comm;
@@ -1959,21 +2050,22 @@ static dt_status dt__calls_differ(
 /* All waits for other ranks go through dt__wait_until_finished. Each iteration of a wait advances
    every operation that this rank has pending. Then the waiting thread backs off:
 
-       spin     about 2 us: the other rank is about to arrive, and a system call costs more than
-                the wait
-       yield    about 100 us: lets other threads run
-       nap      for 1/16 of the time waited so far, 20 us to 1 ms, so that the rank wakes up
-                only a little too late
+       spin     for about 2 us, because the other rank may be about to arrive, and a system call
+                would take longer than the wait
+       yield    for about 100 us, so that other threads run
+       nap      for 1/16 of the time waited so far, but at least 20 us and at most 1 ms, so that
+                the rank wakes up only a little too late
 
-   If ranks outnumber the cores there is no spinning, because a spinning rank keeps the awaited rank
-   from running. When data have moved, the back-off starts again, because each step of a long
-   operation is a separate wait. */
+   If there are more ranks than cores, waits do not spin, because a spinning rank could keep the
+   awaited rank from running. When data have moved, the back-off starts again from its first phase,
+   because each step of a long operation is a separate wait. */
 
-enum { DT__SPINS = 50, DT__YIELDS = 200 }; /* about 2 us; about 100 us */
+/* iterations of the first two phases: about 2 us and about 100 us */
+enum { DT__SPINS = 50, DT__YIELDS = 200 };
 #define DT__NAP_MIN 20e-6
 #define DT__NAP_MAX 1e-3
 
-/* Cores that this process may use. */
+/* Returns the number of cores that this process may use. */
 static int dt__cores(void) {
 #ifdef CPU_COUNT /* needs _GNU_SOURCE */
     cpu_set_t set;
@@ -1995,9 +2087,10 @@ static int dt__has_ended(const dt__shared *shared, int local_rank) {
     return shared->state && __atomic_load_n(&shared->state[local_rank].ended, __ATOMIC_ACQUIRE);
 }
 
-/* Ranks that share memory on one node of a transport check for failures on other nodes once in
-   DT__POLL_INTERVAL wait iterations and begun operations. Begun operations count because an
-   operation that completes at once does not wait. */
+/* Called in each wait iteration and for each operation that begins. If ranks of a transport share
+   memory on this node, every DT__POLL_INTERVAL-th call checks for failures on other nodes.
+   Operations that begin must count, because a rank whose operations all complete at once never
+   waits. */
 enum { DT__POLL_INTERVAL = 16 };
 static void dt__poll_node(dt__world *world) {
     if (world->node && ++world->poll_count % DT__POLL_INTERVAL == 0)
@@ -2015,14 +2108,14 @@ static void dt__check_free(dt_work *work);
 static void dt__fault_before(dt_work *work);
 static void dt__fault_after(dt_work *work);
 
-/* Trace, section 28. Called only if there is a trace. */
+/* The functions of the trace (section 28), which are called only if there is a trace. */
 static void dt__trace_op(dt_work *work, double begin, double end);
 static void dt__trace_wait(dt_work *work, double begin, double end);
 static uint64_t dt__trace_number(dt__world *world, const dt_work *work);
 static void dt__trace_free(dt__world *world);
 
-/* Advances one work without waiting. Returns 1 if it is complete, 0 if not yet, -1 if the context
-   has failed. */
+/* Advances one work without waiting. Returns 1 if it is complete, 0 if it is not complete yet, -1
+   if the context has failed. */
 static int dt__advance(dt_work *work) {
     const dt_host *host = work->comm->world->host;
     if (work->completion == DT__COMPLETED) return 1;
@@ -2063,14 +2156,14 @@ static void dt__advance_all(dt__world *world) {
     for (dt_work *work = world->first_unfinished; work; work = work->next_unfinished) {
         if (dt__advance(work) < 0) return;
         if (work->completion == DT__COMPLETED)
-            dt__unfinished_remove(world, work); /* keeps work->next_unfinished */
+            dt__unfinished_remove(world, work); /* does not change work->next_unfinished */
     }
 }
 
-/* dt__advance_all for callers that do not wait and may call it at every nonblocking start. Every
-   call adds DT__ADVANCE_CREDIT to a credit, and all works advance once the credit reaches the
-   number of works, so n nonblocking operations cost O(n), not O(n^2). Returns 1 if all have
-   advanced. */
+/* Calls dt__advance_all in some of its calls, for callers that do not wait and may call it at every
+   nonblocking start. Every call adds DT__ADVANCE_CREDIT to a credit, and all works advance once the
+   credit has reached the number of works. So n nonblocking operations cost O(n), not O(n^2).
+   Returns 1 if all works have advanced, else 0. */
 enum { DT__ADVANCE_CREDIT = 16 };
 static int dt__advance_some(dt__world *world) {
     world->advance_credit += DT__ADVANCE_CREDIT;
@@ -2080,8 +2173,8 @@ static int dt__advance_some(dt__world *world) {
     return 1;
 }
 
-/* Waits until `work` is complete. If *begin is below 0, *begin is set to the time at which the wait
-   left its spinning phase. */
+/* Waits until `work` is complete. Returns the context's status. If *begin is negative when the wait
+   leaves its spinning phase, *begin is set to the time of that moment. */
 static dt_status dt__wait_until_finished(dt__world *world, dt_work *work, double *begin) {
     const dt_host *host = world->host;
     double since = 0, timeout = world->shared->timeout_s;
@@ -2138,23 +2231,23 @@ static dt_status dt__wait_work(dt__world *world, dt_work *work, double *begin) {
 
 // ==== 13. Messages in shared memory =============================================================
 
-/* Point-to-point messages: the eager and the rendezvous protocol, as in every MPI.
+/* Point-to-point messages, by the eager and the rendezvous protocol of every MPI.
 
-       eager        sender copies into a free message and returns
-       (small)                                receiver copies out and frees the message
+       eager        sender copies the data into a free message slot and returns
+       (small)                     receiver copies the data from the slot and frees the slot
 
-       rendezvous   sender publishes its buffer and waits
-       (large)                                receiver copies from it and marks it received
-                    sender frees the message
+       rendezvous   sender publishes the address of its buffer and waits
+       (large)                     receiver copies from the buffer and sets DT__RECEIVED
+                    sender frees the slot
 
-   The eager protocol copies the bytes twice. The rendezvous protocol copies them once, but the
+   The eager protocol copies the data twice. The rendezvous protocol copies them once, but the
    sender waits for the receiver. A buffer that the receiver cannot access is first copied into the
-   run's shared memory (the range of section 8). */
+   shared memory segment (section 8). */
 
 /* One send or receive of a point-to-point operation or of one round of a collective. */
 typedef struct dt__p2p {
     dt__op_code op; /* DT__SEND or DT__RECV */
-    int peer, tag;  /* rank of the group, or DT_ANY */
+    int peer, tag;  /* peer: rank of the group, or DT_ANY */
     size_t count;
     const void *send;
     void *recv;
@@ -2163,18 +2256,22 @@ typedef struct dt__p2p {
        a receive it is valid once the message has arrived. */
     uint64_t order;
     dt__message *message;
-    uint64_t last_searched; /* of a receive: see dt__find_message */
-    /* copy, in the shared range, of a buffer that the receiver cannot access */
+    uint64_t last_searched; /* used by a receive: see dt__find_message */
+    /* copy in the shared memory segment, if the receiver cannot access the send buffer; else
+       NULL */
     void *copy;
-    /* Copy of a device buffer in pinned host memory; event recorded after the copy from or to
-       it. */
+    /* Copy of a device buffer in pinned host memory, and an event that is recorded after the copy
+       from or to the device. */
     void *pinned_copy, *device_event;
-    /* number of a send from a device among the device's sends to that rank, from 0 */
+    /* in a send from device memory: its number among this rank's sends from device memory to the
+       same rank, from 0 */
     uint64_t device_send_seq;
-    uint64_t nccl_sequence;  /* over NCCL: number of the message on the channel, from 0 */
-    int is_enqueued;         /* 1: the transfer has its number and an event */
-    void *nccl_announcement; /* the sender's announcement */
-    void *request;           /* the transport's request */
+    /* if NCCL transfers the message: its number on the nccl channel, from 0 */
+    uint64_t nccl_sequence;
+    int is_enqueued; /* 1 if the transfer has its number and an event */
+    /* if NCCL transfers the message: the sender's announcement (section 26) */
+    void *nccl_announcement;
+    void *request; /* the transport's request */
 } dt__p2p;
 
 enum { DT__ANNOUNCEMENT_BYTES = 128 };
@@ -2198,8 +2295,8 @@ static dt__phrase dt__p2p_text(const dt_work *work, const dt__p2p *p2p) {
     return text;
 }
 
-/* Fails because no rank will ever call the matching send or receive: the peer has ended. Returns
-   -1. */
+/* Fails the context because the peer has ended and no rank will ever call the matching send or
+   receive. Returns -1. */
 static int dt__p2p_never_matched(dt_work *work, const dt__p2p *p2p) {
     dt__phrase text = dt__p2p_text(work, p2p);
     int other = p2p->peer == DT_ANY ? -1 : work->comm->group->ranks[p2p->peer];
@@ -2225,7 +2322,8 @@ static dt_status dt__counts_differ(dt_work *work, int from, size_t sent, size_t 
         dt__own_site(work).s);
 }
 
-/* Fails because the message has another type or count than the receive. Returns -1. */
+/* Fails the context because the type or count of the message differs from the receive's. Returns
+   -1. */
 static int dt__p2p_mismatch(
     dt_work *work, const dt__p2p *p2p, int from, dt_dtype dtype, size_t count) {
     const dt_comm *comm = work->comm;
@@ -2237,8 +2335,9 @@ static int dt__p2p_mismatch(
     return -1;
 }
 
-/* Signature of the call that a message belongs to: bit 63 is set, the lowest 36 bits are the low
-   bits of the count. A comparison has signature 0. */
+/* Returns the signature of the call that a message belongs to. Bit 63 is set, and the lowest 36
+   bits are the low bits of the count. The messages with which ranks compare their calls (DT__CHECK)
+   have signature 0. */
 static uint64_t dt__signature_of(const dt__call *call, size_t message_count) {
     uint64_t count = dt__is_p2p(call->op) ? (uint64_t)message_count : (uint64_t)call->count;
     uint64_t op = call->op == DT__RECV ? (uint64_t)DT__SEND : (uint64_t)call->op;
@@ -2250,7 +2349,8 @@ static uint64_t dt__signature_of(const dt__call *call, size_t message_count) {
 
 static dt_dtype dt__signature_dtype(uint64_t signature) { return (dt_dtype)(signature >> 55 & 15); }
 
-/* Fails because a message belongs to a call that differs from this rank's call. Returns -1. */
+/* Fails the context because a message belongs to a call that differs from this rank's call. Returns
+   -1. */
 static int dt__signature_mismatch(dt_work *work, const dt__p2p *p2p, int from, uint64_t signature) {
     dt__call_view its, own;
     dt_dtype dtype = dt__signature_dtype(signature);
@@ -2265,7 +2365,7 @@ static int dt__signature_mismatch(dt_work *work, const dt__p2p *p2p, int from, u
 }
 
 /* Returns 1 if the message matches this transfer; else fails the context and returns -1. A
-   signature of 0 is not compared. */
+   signature of 0 matches every call. */
 static int dt__p2p_check(
     dt_work *work, const dt__p2p *p2p, int from, uint64_t signature, size_t bytes) {
     size_t size = dt_dtype_size(work->call.dtype);
@@ -2284,7 +2384,7 @@ static dt__message *dt__next_message(dt__pair *pair, dt__message *message) {
     return __atomic_load_n(message == last ? &pair->overflow : &message->next, __ATOMIC_ACQUIRE);
 }
 
-/* The next overflow message, cyclically. */
+/* Returns the overflow message after `message`; after the last it returns the first. */
 static dt__message *dt__overflow_after(dt__pair *pair, dt__message *message) {
     dt__message *next = __atomic_load_n(&message->next, __ATOMIC_ACQUIRE);
     return next ? next : __atomic_load_n(&pair->overflow, __ATOMIC_ACQUIRE);
@@ -2307,11 +2407,11 @@ static dt__message *dt__free_overflow_message(dt__pair *pair) {
     return NULL;
 }
 
-/* Returns a free message slot of the pair, or NULL. If there is none, two kinds of messages get a
-   new (overflow) slot. For a nonblocking send, because any number of nonblocking sends may be
-   pending. For a collective on a node, because the receiver may not take the earlier messages
-   before it has this message. If the arena is full, a send waits until a slot is free; a collective
-   fails, because it would wait for ever. */
+/* Returns a free message slot, or NULL if there is none. If no slot is free, two kinds of messages
+   get a new slot in the overflow list. A nonblocking send gets one because any number of
+   nonblocking sends may be pending. A message of a collective on a node of a transport gets one
+   because the receiver may need it before it receives the earlier messages. If the arena is full, a
+   send waits until a slot is free; a collective fails, because it would wait for ever. */
 static dt__message *dt__free_message(dt__world *world, dt__pair *pair, int tag, int started) {
     dt__message *message = NULL;
     dt__shared *shared = world->shared;
@@ -2337,8 +2437,8 @@ static dt__message *dt__free_message(dt__world *world, dt__pair *pair, int tag, 
     return message;
 }
 
-/* Allocates a copy of a large message in the shared range. The largest copy so far is cached for
-   the next one. */
+/* Returns a buffer in the shared memory segment for a copy of a large message. The largest buffer
+   so far is cached for the next message; while it is in use, a separate buffer is allocated. */
 static void *dt__send_copy_acquire(dt__world *world, size_t bytes) {
     if (world->send_copy_in_use)
         return dt_alloc(world->ctx, DT_MEM_COMM, bytes, "send copy in shared memory");
@@ -2396,15 +2496,16 @@ static int dt__shared_send(dt_work *work, dt__p2p *p2p) {
     dt__world *world = work->comm->world;
     int receiver = dt__local_rank_of(world, work->comm->group->ranks[p2p->peer]);
     int to_self = receiver == world->local_rank && !work->is_started;
-    /* read before the messages: see dt__find_message */
+    /* the flag is read before the messages: see dt__find_message */
     int ended = to_self || dt__has_ended(world->shared, receiver);
     dt__pair *pair = dt__pair_of(world->shared, world->local_rank, receiver, p2p->tag);
     size_t bytes = p2p->count * dt_dtype_size(work->call.dtype);
-    if (p2p->state == 0) { /* begins */
+    if (p2p->state == 0) { /* the send begins */
         p2p->order = pair->sends_begun++;
         p2p->state = 1;
     }
-    if (p2p->state == 1) { /* waits for its turn and a free message */
+    /* the send waits until all earlier sends are posted and a slot is free */
+    if (p2p->state == 1) {
         if (to_self && bytes > DT_EAGER_BYTES) return dt__p2p_never_matched(work, p2p);
         dt__message *message = NULL;
         if (pair->sent == p2p->order)
@@ -2423,8 +2524,8 @@ static int dt__shared_send(dt_work *work, dt__p2p *p2p) {
     return 1;
 }
 
-/* Returns the oldest posted message of this group and tag, or NULL. If group is NULL, returns the
-   oldest posted message of any group and tag. */
+/* Returns the oldest posted message with this group and tag, or NULL. If `group` is NULL, the
+   message may have any group and tag. */
 static dt__message *dt__oldest_posted(dt__pair *pair, const dt__group *group, int tag) {
     dt__message *oldest = NULL, *message = NULL;
     while ((message = dt__next_message(pair, message))) {
@@ -2435,8 +2536,8 @@ static dt__message *dt__oldest_posted(dt__pair *pair, const dt__group *group, in
     return oldest;
 }
 
-/* Returns the oldest message not received, if it is in one of the first slots or at recv_hint and
-   has this group and tag; else NULL. */
+/* Looks for the oldest message not received (pair->oldest_order) in the first DT__PAIR_SLOTS slots
+   and at recv_hint. Returns the message if it is there and has this group and tag, else NULL. */
 static dt__message *dt__oldest_if_hinted(dt__pair *pair, const dt__group *group, int tag) {
     for (int i = 0; i <= DT__PAIR_SLOTS; i++) {
         dt__message *message = i < DT__PAIR_SLOTS ? &pair->message[i] : pair->recv_hint;
@@ -2448,14 +2549,16 @@ static dt__message *dt__oldest_if_hinted(dt__pair *pair, const dt__group *group,
     return NULL;
 }
 
-/* Finds the oldest message of this group and tag. Two races matter. First, a rank may send and then
-   end. Its `ended` flag is read before its messages: if the flag is set and the message is missing,
-   the message will never come. Second, the sender may post two messages during the search, the
-   older into a slot that the search has passed, the newer into a slot ahead. When the search finds
+/* Returns the oldest message with this group and tag, or NULL if there is none yet. Two races
+   matter. First, a rank may send a message and then end. So its `ended` flag is read before its
+   messages: if the flag is set and the message is missing, the message will never come. Second, the
+   sender may post two messages during the search, the older one into a slot that the search has
+   already passed, the newer one into a slot that the search has not reached. When the search finds
    the newer message, the older message is visible too, so a second search finds the older message.
 
-   *ended is set to 1 if no rank will send this message any more. *last_searched is pair->posted + 1
-   at this receive's last search; the receive searches again only after a new post. */
+   Sets *ended to 1 if the sender will not send another message, else to 0. *last_searched holds
+   pair->posted + 1 as it was at this receive's last search without a result; the receive searches
+   again only after a new post. */
 static dt__message *dt__find_message(const dt__shared *shared, dt__pair *pair,
     const dt__group *group, int tag, int from, int to_self, int *ended, uint64_t *last_searched) {
     *ended = to_self || dt__has_ended(shared, from);
@@ -2472,8 +2575,8 @@ static dt__message *dt__find_message(const dt__shared *shared, dt__pair *pair,
     return dt__oldest_posted(pair, group, tag);
 }
 
-/* Returns 1 if an earlier receive of this rank waits for a message from rank `from` with this tag.
-   The earlier receive must get the message first. */
+/* Returns 1 if an earlier receive of this rank waits for a message from rank `from` with this tag,
+   else 0. If it returns 1, the caller must leave the message to the earlier receive. */
 static int dt__earlier_recv_waits(const dt_work *work, const dt__p2p *p2p, int from) {
     for (const dt_work *w = work->comm->world->first_unfinished; w && w != work;
          w = w->next_unfinished) {
@@ -2514,12 +2617,12 @@ static int dt__shared_recv(dt_work *work, dt__p2p *p2p) {
     const dt_comm *comm = work->comm;
     dt__shared *shared = comm->world->shared;
     int me = comm->world->local_rank, n = comm->base.size, none_left = 1;
-    /* DT_ANY: the search starts at the right neighbour, so that no sender starves */
+    /* for DT_ANY the search starts at the right neighbour, so that no sender starves */
     for (int step = 0; step < n; step++) {
         int from = p2p->peer == DT_ANY ? (comm->base.rank + 1 + step) % n : p2p->peer, ended;
         int sender = dt__local_rank_of(comm->world, comm->group->ranks[from]);
         dt__pair *pair = dt__pair_of(shared, sender, me, p2p->tag);
-        uint64_t never = 0; /* DT_ANY: search every time */
+        uint64_t never = 0; /* for DT_ANY, so that each call searches */
         dt__message *message = dt__find_message(shared, pair, comm->group, p2p->tag, sender,
             me == sender && !work->is_started, &ended,
             p2p->peer == DT_ANY ? &never : &p2p->last_searched);
