@@ -574,7 +574,8 @@ DT_API dt_status dt_agree(dt_comm *comm, dt_status mine);
 /* The functions dt_team_make to dt_comm_detach are for programs that start their own threads or
    bring their own transport. dt_run itself calls them for each rank. */
 
-/* The shared state of one run whose ranks are threads or forks that the caller starts. */
+/* The shared state of one run whose ranks are threads or forked processes that the caller
+   starts. */
 typedef struct dt_team dt_team;
 /* [the caller is the supervisor] Makes a team. desc is as for dt_run, with backend threads or
    procs. Returns NULL after a failure, which has been logged. */
@@ -1049,7 +1050,8 @@ typedef struct dt__wait_report {
     uint32_t sent[DT__REPORT_RANKS], received[DT__REPORT_RANKS];
 } dt__wait_report;
 
-/* State of another rank, as far as a rank over a transport knows it. */
+/* What this rank knows about the state of another rank when the ranks communicate over a
+   transport. */
 typedef struct dt__peer_view {
     dt__rank_state state; /* from the last report */
     dt__wait_report last_report;
@@ -3092,8 +3094,8 @@ static int dt__may_post(dt_work *work) {
     if (comm->closed_by_all >= comm->last_window[work->call.seq % DT_MAX_STARTED]) return 1;
     int there = dt__all_reached(work);
     if (there <= 0) return there;
-    /* Computed anew only when the old value is too low, because other ranks write the cache lines
-       that this loop reads. */
+    /* The loop reads cache lines that other ranks write, which is slow. So closed_by_all is
+       recomputed only when its old value is too low. */
     comm->closed_by_all = comm->windows_done;
     for (int rank = 0; rank < comm->base.size; rank++) {
         uint64_t closed = __atomic_load_n(&dt__member_of(comm, rank)->closed, __ATOMIC_ACQUIRE);
@@ -4400,7 +4402,8 @@ static int dt__check_advance(dt_work *work) {
 }
 
 /* Chooses how the operation runs: as messages of an algorithm, as one message, or by the backend's
-   own code. Also numbers a collective. Returns 0 if the context has failed. */
+   own code. Also assigns the sequence number of a collective. Returns 0 if the context has
+   failed. */
 static int dt__work_route(dt_work *work) {
     dt_comm *comm = work->comm;
     const dt__call *call = &work->call;
@@ -5956,9 +5959,9 @@ dt_comm *(dt_comm_split)(dt_comm *comm, int color, int key, const char *name) {
 
 // ==== 22. Shared-memory heap of forked ranks =====================================================
 
-/* Each forked rank has a heap in the run's shared memory. Memory of the classes that ranks
-   communicate (dt__is_heap_class) is allocated from this heap, so other ranks can read and write
-   it.
+/* Each forked rank has a heap in the run's shared memory. The memory classes whose buffers are used
+   for communication (dt__is_heap_class) are allocated from this heap, so other ranks can read and
+   write these buffers.
 
        | heap of rank 0                                  | heap of rank 1 ...
        | dt__heap | used | free | used | free | used | ~ never used ~ |
@@ -5966,8 +5969,9 @@ dt_comm *(dt_comm_split)(dt_comm *comm, int color, int key, const char *name) {
                            +-- next -----+             top
 
    Allocation takes the first block that is large enough (first fit) from a list of free blocks in
-   address order. The list nodes are stored in the free blocks. A freed block is joined with its
-   neighbours, and the pages that are entirely free go back to the system. */
+   address order. The list nodes are stored in the free blocks. A freed block is coalesced with its
+   free neighbours, and the pages that lie entirely in the freed block are returned to the
+   system. */
 
 typedef struct dt__free_block { /* the header of a free block */
     size_t bytes;
@@ -8303,18 +8307,19 @@ static void dt__tcp_report(dt__tcp *t, dt_report *report) {
    over MPI messages and so sums in the order of the ranks. Each of the first 8 groups has its own
    communicator. Later groups share these communicators and have different tags. dt creates the
    communicators when the run begins, because creating one later would wait inside MPI for ranks
-   that may have failed. With class = 0 for point-to-point messages, 1 for messages of collectives
-   and 2 for contents (see dt__mpi_envelope):
+   that may have failed. The class of an MPI message is 0 for point-to-point messages, 1 for
+   messages of collectives and 2 for the payload of a large message, which follows its envelope
+   separately (see dt__mpi_envelope). The group and the class determine the communicator and tag:
 
        group g, class, tag  ->  communicator g % 8, tag (g / 8 * 3 + class) * tag_span + tag
 
    During the run dt never blocks inside MPI. It starts each operation and tests for its completion
    in the progress engine (section 12) or in dt__mpi_wait_for, which both watch the clock. MPI does
    not report failed ranks, so all ranks also connect over TCP: a failed rank sends an abort, and
-   the others notice a dead rank by its lost connection. Rank 0 listens, and broadcasts its address
-   and the key of the proofs over MPI. At the end all ranks synchronize once more, so that no rank
-   still sends when MPI is finalized. MPI Forum, "MPI: A Message-Passing Interface Standard",
-   version 3.1, 2015. */
+   the others notice a dead rank by its lost connection. Rank 0 listens, and broadcasts over MPI its
+   address and the key with which ranks authenticate each other in the TCP handshake. At the end all
+   ranks synchronize once more, so that no rank still sends when MPI is finalized. MPI Forum, "MPI:
+   A Message-Passing Interface Standard", version 3.1, 2015. */
 
 #ifdef DT_USE_MPI
 
@@ -8811,7 +8816,8 @@ typedef struct dt__mpi_rank_info { /* each rank sends these values to all ranks,
     uint64_t network;  /* hash of the network namespace; ranks with equal values share a loopback */
     int64_t node_part; /* rank / dt_run_desc.node_ranks; only ranks of one part share memory */
     int64_t pid, fd, device, inode;
-    /* address of the shared memory segment, of its dt__shared, and its size; 0 if there is none */
+    /* address of the shared memory segment, address of its dt__shared, and size of the segment; all
+       0 if there is no segment */
     uint64_t range, shared, bytes;
     int64_t mapped;
     int64_t node_leader; /* the lowest rank that shares memory with this rank */
@@ -9357,7 +9363,7 @@ static ncclConfig_t dt__nccl_config(void) {
 }
 
 /* Starts ncclCommInitRankConfig. The communicator can be used once dt__nccl_channel_is_idle returns
-   1. Returns 0 with the context failed on failure. */
+   1. Returns 1, or 0 if the context has failed. */
 static int dt__nccl_channel_connect(
     dt__world *world, dt__nccl_channel *channel, ncclUniqueId id, int rank, int size) {
     ncclConfig_t config = dt__nccl_config();
@@ -10997,7 +11003,8 @@ typedef struct dt__trace {
     /* largest number of started operations in flight at once; the number of comm tracks is at most
        max_started + 1 */
     int max_started;
-    /* 1 after a receive with DT_ANY over a transport: the numbers of later receives are unknown */
+    /* 1 after a receive with DT_ANY over a transport: from then on dt__trace_number does not know
+       which message a receive gets */
     int any_source_seen;
     size_t live[DT_MEM_CLASSES]; /* bytes in use, as last recorded */
     dt__trace_key keys[DT__TRACE_KEYS];
