@@ -1,14 +1,15 @@
 /* dt_zero.h - v0.2.0 - training state: optimizers, ZeRO 0 to 3, mixed precision, offload,
    checkpoints - public domain or MIT, see the end of the file
 
-   The top of four single-header libraries; include this one and you have all. It owns what a
-   training step needs beside the model: the reduction of gradients over every axis that divides the
-   data; optimizer state, gradients and parameters replicated or sharded over the ranks (ZeRO, FSDP,
-   HSDP); the optimizer update, with f32 master weights for 16-bit parameters; loss scaling; the
-   learning rate; CPU and NVMe offload; checkpoints that can be loaded in any layout.
+   The topmost of dt's four single-header libraries: it includes the other three. It contains what a
+   training step needs besides the model: the reduction of gradients over every axis of the mesh
+   that divides the data; optimizer state, gradients and parameters, replicated or sharded over the
+   ranks (ZeRO, FSDP, HSDP); the optimizer update, with f32 master weights for 16-bit parameters;
+   loss scaling; the learning rate; CPU and NVMe offload; checkpoints that can be loaded in any
+   layout.
 
-   DOES NOT: know the model, divide the loss (dt_count_labels gives the denominator), or reset the
-   tape.
+   DOES NOT: know the model, divide the loss (dt_count_labels returns the denominator), or reset the
+   tape (dt_reset does).
 
    QUICK EXAMPLE (data parallel over 4 ranks; ZeRO-2 shards optimizer state and gradients)
 
@@ -77,11 +78,11 @@
 
    CONTRACT
      Memory     The context owns the training state and frees it. dt_zero_make allocates parameters
-                and optimizer state; the first backward allocates gradients (class grads). Every
+                and optimizer state; the first backward allocates gradients. Every
                 bucket is padded to a multiple of n * 1,024 elements, where n is the number of ranks
                 in a shard group. Bytes per element of parameters + gradients + Adam state: f32
                 4 + 4 + 8, bf16 and f16 2 + 4 + 12. Section 4 shows which of these each ZeRO stage
-                divides by n. Class comm holds gathered parameters and gradients that are being
+                divides by n. DT_MEM_COMM counts gathered parameters and gradients that are being
                 reduced: at stage 2 the gradients of three buckets, at stage 3 also the parameters
                 of the current block and of the next block. 1-bit Adam on N ranks adds error arrays:
                 4 + 4/N bytes per element. At stage 3 a parameter's `data` is NULL outside of the
@@ -89,23 +90,24 @@
      Types      f32, f64, bf16 and f16. Mixed precision: bf16 and f16 parameters have f32 gradients,
                 and an f32 master weight in the optimizer state. The update changes the master
                 weight and rounds it to the parameter. The first step copies the master weight from
-                the parameter. A bf16 or f16 value written after the first step lasts only until the
-                next step. Losses are scaled if any parameter is f16, because f16 holds only values
-                from 6e-8 to 65,504; bf16 has the range of f32.
+                the parameter. If the program writes a bf16 or f16 parameter after the first step,
+                the next step overwrites the written value. Losses are scaled if any parameter is
+                f16, because f16 holds only values from 6e-8 to 65,504; bf16 has the range of f32.
      Errors     Errors are sticky, as in dt_tensor.h. A step whose gradient norm is not finite
                 changes nothing: with a loss scale every rank skips the step, without a loss scale
                 every rank fails (DT_ERR_NUMERIC). Ranks that hold replicas must register the same
                 parameters in the same order with the same flags and the same optimizer
                 (dt_zero_make compares them) and start from the same values (the first dt_zero_step
-                compares digests, which count as no traffic). Otherwise every rank fails
-                (DT_ERR_COMM).
+                compares digests; dt_comm_bytes does not count this traffic). Otherwise every rank
+                fails (DT_ERR_COMM).
      Threads    As in dt_comm.h. Offload to a folder starts one thread, which reads and writes;
                 saving a checkpoint in the background starts another thread, which writes.
-     Order      Gradients are summed over ranks in rank order, and the norm over pieces of 1,024
-                elements in ascending order. Stages 0 and 1 give the same bits, and stages 2 and 3
+     Order      Gradients are summed over ranks in rank order. The squares of the gradient norm are
+                summed for each piece of 1,024 elements, then over the pieces in ascending order.
+                Stages 0 and 1 give the same bits, and stages 2 and 3
                 give the same bits. All four stages give the same bits with one micro-batch or with
-                `tree`. Offload, overlap and keep_gathered change no bit. With HSDP, gradients are
-                summed within each shard group first, then over the groups.
+                dt_zero_desc.tree. Offload, overlap and keep_gathered change no bit. With HSDP,
+                gradients are summed within each shard group first, then over the groups.
      Tags       [local], [collective: group]. */
 
 #ifndef DT_ZERO_H
@@ -128,56 +130,60 @@ enum { DT_LR_COSINE = 0, DT_LR_LINEAR, DT_LR_CONSTANT, DT_LR_WSD };
 typedef struct dt_lr_desc {
     double peak;
     int kind;       /* schedule after the warmup: DT_LR_* */
-    int64_t warmup; /* steps; step n <= warmup has lr peak * n / warmup */
-    int64_t steps;  /* from this step on, the lr is min_ratio * peak (not DT_LR_CONSTANT) */
+    int64_t warmup; /* number of warmup steps; step n <= warmup has lr peak * n / warmup */
+    int64_t steps;  /* from step `steps` on, the lr is min_ratio * peak (not DT_LR_CONSTANT) */
     double min_ratio;
-    /* DT_LR_WSD: steps of the final decay; 0 -> 20% of steps, rounded up */
+    /* DT_LR_WSD: number of steps of the final decay; 0 means 20% of `steps`, rounded up */
     int64_t decay;
 } dt_lr_desc;
 
-/* [local] The learning rate of step n, counted from 1; 0 for n < 1. DT_LR_COSINE: arXiv:1608.03983.
-   DT_LR_WSD (warmup, stable, decay) stays at the peak and then falls as 1 - sqrt(done), where done
-   goes from 0 to 1 (arXiv:2404.06395; arXiv:2405.18392 for the square root). */
+/* [local] Returns the learning rate (lr) of a step. Steps are counted from 1; the result is 0 if
+   step < 1. DT_LR_COSINE: arXiv:1608.03983. DT_LR_WSD (warmup, stable, decay) stays at the peak and
+   then falls as 1 - sqrt(x), where x goes from 0 to 1 during the decay (arXiv:2404.06395;
+   arXiv:2405.18392 for the square root). */
 DT_API double dt_lr(dt_lr_desc desc, int64_t step);
 
 // ==== 2. Training state =========================================================================
 
-/* Arguments of a custom optimizer: consecutive elements of one parameter with their gradient and
-   state. */
+/* Arguments of a custom optimizer's update: consecutive elements of one parameter with their
+   gradient and state. */
 typedef struct dt_update_args {
     dt_ctx *ctx;
     const dt_tensor *tensor; /* the parameter */
-    size_t offset, count;    /* elements of the tensor's local slice, row-major */
+    size_t offset, count;    /* range of elements of the tensor's local slice, row-major */
     /* param, grad and the state arrays: (count) elements of type dt_grad_dtype(tensor). For a bf16
        or f16 parameter, param is the f32 master weight */
     void *param;
     const void *grad;
-    /* state arrays, zero before the first step; dt_zero_desc.states arrays, then NULL */
+    /* dt_zero_desc.states arrays, which are zero before the first step; the other pointers are
+       NULL */
     void *state[2];
     double lr;           /* includes the parameter's lr_scale */
-    double grad_scale;   /* clipping: use grad * grad_scale as the gradient */
+    double grad_scale;   /* use grad * grad_scale as the gradient (gradient clipping) */
     double weight_decay; /* 0 for parameters without decay */
     int64_t step;        /* counted from 1 */
 } dt_update_args;
 
-/* A custom optimizer's update, called for each run of consecutive elements that this rank owns. The
-   update of element i may read only element i of each array. On a device the arrays are device
-   memory: launch your kernels on the context's stream. If optimizer state is offloaded, the arrays
-   are host memory, and the update must be complete when the function returns. */
+/* The update of a custom optimizer. It is called for each range of consecutive elements that this
+   rank updates. The update of element i may read only element i of each array. On a device the
+   arrays are device memory: launch your kernels on the context's stream. If the optimizer state is
+   offloaded, the arrays are host memory, and the update must be complete when the function
+   returns. */
 typedef dt_status (*dt_update_fn)(const dt_update_args *args, void *user);
 
 /* Loss scaling: a dynamic loss scale (P. Micikevicius et al., "Mixed Precision Training",
    arXiv:1710.03740). If a gradient is not finite, the step is skipped and only the scale
    changes. */
 typedef struct dt_scale_desc {
-    double init; /* 0 -> 65,536 */
-    /* the scale is multiplied by growth (0 -> 2) after `interval` good steps in a row, and by
-       backoff (0 -> 0.5) after a skipped step */
+    double init; /* the first scale; 0 means 65,536 */
+    /* The scale is multiplied by `growth` after `interval` steps in a row that were not skipped,
+       and by `backoff` after a skipped step. growth: 0 means 2; backoff: 0 means 0.5 */
     double growth, backoff;
-    int interval; /* 0 -> 2,000 */
-    /* the first hysteresis - 1 skipped steps after a growth do not lower the scale; 0 -> 1 */
+    int interval; /* 0 means 2,000 */
+    /* after each growth of the scale, the first (hysteresis - 1) skipped steps do not lower the
+       scale; 0 means 1 */
     int hysteresis;
-    double min_scale; /* 0 -> 1 */
+    double min_scale; /* the scale never falls below this value; 0 means 1 */
 } dt_scale_desc;
 #define DT_SCALE_DYNAMIC (-1.0)
 enum { DT_MAX_SKIPS = 20 }; /* skipped steps in a row after which dt_zero_step fails */
@@ -188,22 +194,22 @@ typedef struct dt_zero_desc {
        stage 3 also the parameters (FSDP) */
     int stage;
     /* HSDP: number of ranks in a shard group. A shard group has consecutive ranks of the data
-       group. Different shard groups hold replicas. 0 -> all ranks of the data group */
+       group. Different shard groups hold replicas. 0 means all ranks of the data group */
     int shard_group;
     /* 1: stage 3 keeps gathered parameters until the update (section 8) */
     int keep_gathered;
-    const dt_mesh *mesh; /* dt_zero_make copies it. NULL -> all ranks are data parallel */
+    const dt_mesh *mesh; /* dt_zero_make copies the mesh. NULL: all ranks are data parallel */
     /* DT_ADAMW (arXiv:1711.05101), DT_ADAM (L2 added to the gradient), DT_SGD, DT_ONEBIT_ADAM
        (arXiv:2102.02888; section 13), DT_OPTIMIZER_CUSTOM */
     int optimizer;
-    double beta1, beta2; /* 0 -> 0.9, 0.999 */
-    double eps;          /* 0 -> 1e-8 */
-    double momentum;     /* SGD; 0: no momentum, and no state */
+    double beta1, beta2; /* beta1: 0 means 0.9; beta2: 0 means 0.999 */
+    double eps;          /* 0 means 1e-8 */
+    double momentum;     /* DT_SGD: momentum; 0: no momentum and no optimizer state */
     /* 1-bit Adam: number of steps of plain Adam before the second moment is frozen. Choose at least
-       the number of warmup steps, and about 1/(1 - beta2) or more. 1-bit Adam needs stage 0, no
-       tree and no offload */
+       the number of warmup steps of the learning rate, and about 1/(1 - beta2) or more. 1-bit Adam
+       works only at stage 0, without `tree` and without offload */
     int freeze_steps;
-    /* applies to parameters with 2 or more dimensions that are not marked no_decay */
+    /* applies to every parameter that has 2 or more dimensions and is not marked no_decay */
     double weight_decay;
     /* gradient clipping: scales gradients by min(1, clip / (norm + 1e-6)); 0: no clipping */
     double clip;
@@ -211,27 +217,27 @@ typedef struct dt_zero_desc {
        parameters. "cpu" (CPU offload): in host memory, and the update runs on the CPU. Any other
        text names a folder (NVMe offload): the state is in a file in this folder */
     const char *offload_optim;
-    /* Placement of this rank's shard of the parameters at stage 3; takes the same texts as
-       offload_optim. If both name one folder, this rank's shard of the gradients is in that folder
-       too, unless `tree` is set */
+    /* Placement of this rank's shard of the parameters at stage 3, with the same values as
+       offload_optim. If both fields name the same folder, this rank's shard of the gradients is in
+       that folder too, unless `tree` is set */
     const char *offload_params;
-    /* number of elements that offload reads, updates and writes at a time; 0 -> 131,072 */
+    /* number of elements that offload reads, updates and writes at a time; 0 means 131,072 */
     size_t offload_chunk;
     /* 0: a dynamic loss scale if any rank has an f16 parameter, else no loss scale.
        DT_SCALE_DYNAMIC: a dynamic loss scale. Other values: a fixed loss scale */
     double loss_scale;
     dt_scale_desc scale; /* parameters of a dynamic loss scale */
-    /* largest bucket, unless one parameter is larger; 0 -> 25 MiB */
+    /* maximum size of a bucket in bytes, unless one parameter is larger; 0 means 25 MiB */
     size_t bucket_bytes;
-    /* 1: sum gradients in a binary tree over micro-batches (section 7) */
+    /* 1: gradients are summed in a binary tree over micro-batches (section 7) */
     int tree;
     /* 1: no overlap of communication and computation: the backward waits for each bucket's
        reduction, and parameters are gathered when needed, not prefetched */
     int no_overlap;
     /* 1: stage 3 fills gathered parameters with NaN before it frees them, to expose later reads */
     int poison;
-    dt_update_fn update; /* DT_OPTIMIZER_CUSTOM */
-    void *user;          /* passed to update */
+    dt_update_fn update; /* DT_OPTIMIZER_CUSTOM: the update */
+    void *user;          /* passed to `update` */
     int states;          /* DT_OPTIMIZER_CUSTOM: number of state arrays, 0 to 2 */
 } dt_zero_desc;
 
@@ -239,51 +245,54 @@ typedef struct dt_zero dt_zero;
 
 typedef struct dt_step_info {
     int64_t step; /* the last completed step, counted from 1 */
-    /* Gradient norm: the 2-norm of the unscaled gradients before clipping. Each logical element
-       counts once. NaN after a failure. After 1-bit Adam has frozen v, gradients are not summed and
-       grad_norm is an upper bound: the root of the mean over the N data ranks of |N g|^2, where g
-       is a rank's own gradient */
+    /* Gradient norm: the 2-norm of the gradients, divided by the loss scale, before clipping. An
+       element that several ranks hold counts once. NaN after a failure. After 1-bit Adam has frozen
+       the second moment, gradients are not summed, and grad_norm is an upper bound: the square root
+       of the mean over the N data-parallel ranks of |N g|^2, where g is a rank's own gradient */
     double grad_norm;
     double clip_scale; /* gradient clipping: the factor applied to the gradients */
-    /* 1: with loss scaling, a gradient was not finite, and no parameter, state or step count
-       changed on any rank. Repeat the same micro-batches, or continue with new micro-batches */
+    /* 1 if a gradient was not finite and loss scaling is in use: the step has changed no parameter,
+       no state and no step count on any rank. Repeat the same micro-batches, or continue with new
+       micro-batches */
     int skipped;
     double loss_scale; /* loss scale of the gradients in this step; 1 without loss scaling */
-    /* world rank that holds the first gradient that is not finite in a skipped or failed step; -1
-       if all gradients are finite */
+    /* after a skipped or failed step: the world rank that holds the first element of the gradients
+       that is not finite; -1 if all gradients are finite */
     int bad_rank;
-    /* parameter of the first bad gradient (NULL on other pipeline stages), and the index of the bad
-       element in the local slice of bad_rank */
+    /* bad_param: the parameter of this element; NULL on ranks of other pipeline stages.
+       bad_element: the element's index in the local slice of rank bad_rank */
     const dt_tensor *bad_param;
     size_t bad_element;
 } dt_step_info;
 
-/* [collective: world] Makes the training state: ZeRO-1, ZeRO-2, ZeRO-3 (FSDP), HSDP with
-   desc.shard_group. Call it after the last dt_param: dt_zero_make allocates and initializes the
-   parameters and the optimizer state. Returns NULL on failure. */
+/* [collective: world] Makes the training state for desc.stage: ZeRO-1, ZeRO-2 or ZeRO-3 (FSDP);
+   with desc.shard_group, HSDP. Call it after the last dt_param: dt_zero_make allocates and
+   initializes the parameters and the optimizer state. Returns NULL on failure. */
 DT_API dt_zero *dt_zero_make(dt_ctx *ctx, dt_zero_desc desc);
-/* [collective: world] One optimizer step. Call it after the backward of the step's last
-   micro-batch. The step computes the gradient norm, clips the gradients, updates the parameters,
-   and makes the new parameters available on every rank. The next backward starts new gradient
-   sums. */
+/* [collective: world] Takes one optimizer step with learning rate lr. Call dt_zero_step after the
+   backward of the step's last micro-batch. It computes the gradient norm, clips the gradients,
+   updates the parameters, and makes the new parameters available on every rank. The next backward
+   starts new gradient sums. */
 DT_API dt_step_info dt_zero_step(dt_zero *zero, double lr);
 enum { DT_STATE_MASTER = 2 };
 /* [collective: the parameter's data group] Copies a state array of a parameter's full local slice
-   to host memory, as elements of type dt_grad_dtype(param). `which` is 0 or 1 or, after the first
-   step, DT_STATE_MASTER: the f32 master weights of a 16-bit parameter. DT_ERR_ARG for a frozen
-   parameter or a missing state. */
+   to host memory, as elements of type dt_grad_dtype(param). `which` is the array's index, 0 or 1.
+   After the first step it may also be DT_STATE_MASTER: the f32 master weights of a 16-bit
+   parameter. Returns DT_ERR_ARG if the parameter is frozen or has no such array. */
 DT_API dt_status dt_zero_state(dt_zero *zero, int which, const dt_tensor *param, void *host);
-/* [collective: the parameter's data group, the first call of a step also the groups of tied
+/* [collective: the parameter's data group; in the first call of a step also the groups of tied
    parameters over pipeline stages] Copies the step's gradient of a parameter's full local slice to
    host memory, as elements of type dt_grad_dtype(param). The gradient is summed over all ranks and
-   divided by the loss scale. Call it between the last backward of a step and dt_zero_step.
-   DT_ERR_UNSUPPORTED after 1-bit Adam has frozen its second moment, because gradients are then not
-   summed. */
+   divided by the loss scale. Call dt_zero_grad between the last backward of a step and
+   dt_zero_step. Returns DT_ERR_UNSUPPORTED after 1-bit Adam has frozen its second moment, because
+   gradients are then not summed. */
 DT_API dt_status dt_zero_grad(dt_zero *zero, const dt_tensor *param, void *host);
-/* [local] Number of completed steps, including the steps of a loaded checkpoint. */
+/* [local] Returns the number of completed steps, including the steps before the loaded
+   checkpoint. */
 DT_API int64_t dt_zero_steps(const dt_zero *zero);
-/* [local] Bytes of optimizer state on this rank by the formula; DT_MEM_OPTIM must show the same
-   number. 0 with offload, because host memory counts as DT_MEM_HOST and a file is not counted. */
+/* [local] Returns the bytes of optimizer state on this rank, computed from the sizes of the shards.
+   The allocator's count for DT_MEM_OPTIM must be the same. Returns 0 if the optimizer state is
+   offloaded: host memory counts as DT_MEM_HOST, and a file does not count. */
 DT_API size_t dt_zero_state_bytes(const dt_zero *zero);
 /* [local], at stage 3 [collective: world]. Frees the training state before the context ends. At
    stage 3 the parameters cannot be read after this call. NULL is allowed. */
@@ -301,18 +310,18 @@ DT_API void dt_zero_free(dt_zero *zero);
            optim.safetensors       m.NAME, v.NAME, master.NAME: state of each trained parameter
            config.json             the program's own text
            manifest.json           format number, step, loss scale, the program's numbers; the size
-                                   of each file, a digest of its header and of each tensor; its own
-                                   digest at the end
-       DIR/step-400.1a2b3c.tmp/    being written, or left by a killed job; the next job removes it.
-                                   Each save has another number, so ranks that do not share the
-                                   folder cannot find it
+                                   of each file, a digest of each file's header and of each tensor;
+                                   last, the manifest's own digest
+       DIR/step-400.1a2b3c.tmp/    a checkpoint that is being written or that a killed job has left;
+                                   the next job removes it. Each save has a new number (1a2b3c), so
+                                   a rank that does not share the folder DIR cannot find it
 
-   Removing a checkpoint removes its four files, then the folder if it is empty. A symbolic link in
-   place of the folder or of a file is removed itself, not its target; nothing is written through a
-   link.
+   Removing a checkpoint removes its four files, then the folder if it is empty. If the folder or a
+   file is a symbolic link, the link is removed, not its target. No file is written through a
+   symbolic link.
 
-   All ranks write the two weight files in parallel. Each rank writes its own shards, and a fraction
-   of the data that several ranks hold. Then rank 0 commits:
+   All ranks write the two safetensors files in parallel. Each rank writes its own shards, and its
+   fraction of the data that several ranks hold. Then rank 0 commits the checkpoint:
 
        write files -> fsync files -> write + fsync manifest.json -> fsync folder
                    -> rename step-200.1a2b3c.tmp to step-200     <- the instant of the commit
@@ -324,70 +333,75 @@ DT_API void dt_zero_free(dt_zero *zero);
    checkpoint. */
 enum { DT_CHECKPOINT_FORMAT = 1 };
 
-/* Numbers of the program that belong to a checkpoint, for example how many samples it has seen.
-   Names are unique; the numbers are finite, and the same on all ranks. dt_checkpoint_save stores
-   their current values, and dt_checkpoint_load fills them in. */
+/* An array of the program's own numbers to store in checkpoints, for example how many samples the
+   model has seen. Names are unique; the numbers are finite, and the same on all ranks.
+   dt_checkpoint_save stores the current values, and dt_checkpoint_load overwrites them with the
+   stored values. */
 typedef struct dt_extra_state {
     const char *name;
     double *values;
     int count;
 } dt_extra_state;
 
-/* Position of a parameter in model.safetensors: n consecutive parts, as in dt_weights_load. */
+/* Position of a parameter in model.safetensors: n parts, each of consecutive rows of the parameter,
+   as in dt_weights_load. */
 typedef struct dt_weight_map {
     char name[2][96];
     dt_weight_part part[2]; /* .name is not used */
     int n;                  /* 1 or 2 */
-    int64_t columns;        /* 0 -> the parameter's last dimension */
-    dt_shape shape;         /* full shape of each named tensor */
+    int64_t columns;        /* 0 means the parameter's last dimension */
+    dt_shape shape;         /* full shape of each of the file's tensors */
 } dt_weight_map;
 
 typedef struct dt_checkpoint_desc {
     /* folder for checkpoints, created if missing. NULL: this job only loads */
     const char *dir;
-    int keep; /* number of newest checkpoints to keep; 0: all */
+    int keep; /* number of newest checkpoints to keep; 0 keeps all */
     /* 1: dt_checkpoint_save copies this rank's fraction of the state to host memory and returns; a
-       thread on each rank writes the copy. A rank then holds its fraction of the state twice */
+       thread on each rank writes the copy. Each rank then holds its fraction of the state twice */
     int background;
     const dt_extra_state *extra_state; /* (n_extra_state) */
     int n_extra_state;
     const char *config;      /* text to save, any bytes, at most 16 MiB; may be NULL */
-    const char *config_json; /* content of config.json, at most 100,000,000 bytes, or NULL */
-    /* sets the name and position of a parameter in the file; NULL -> each parameter has its own
-       name */
+    const char *config_json; /* content of config.json, at most 100,000,000 bytes; may be NULL */
+    /* sets a parameter's name and position in model.safetensors; NULL: each parameter is stored
+       whole under its own name */
     void (*map_weight)(const dt_tensor *param, dt_weight_map *map, void *user);
-    /* rank 0 calls this function during a save; done goes from 0 to 1. May be NULL */
+    /* rank 0 calls this function during a save; `done` is the fraction that is written, 0 to 1. May
+       be NULL */
     void (*progress)(double done, void *user);
     void *user;
 } dt_checkpoint_desc;
 
 typedef struct dt_checkpoint dt_checkpoint;
 /* [collective: world] Opens a checkpoint folder, after dt_zero_make. desc's pointers must stay
-   valid until dt_checkpoint_close. NULL after a failure. DT_ERR_IO: another process saves in this
-   folder; the error text names the process. DT_ERR_ARG: the data could be saved but not loaded,
-   because two arrays of extra_state have the same name, or because there are more values (4
-   million) or more text than a manifest holds. DT_ERR_UNSUPPORTED: an io table without folders. */
+   valid until dt_checkpoint_close. Returns NULL after a failure. DT_ERR_IO: another process saves
+   in this folder; the error text names the process. DT_ERR_ARG: a checkpoint could be saved but not
+   loaded, because two arrays of extra_state have the same name, or because extra_state and `config`
+   have more values (4 million) or more text than a manifest can hold. DT_ERR_UNSUPPORTED: the
+   context's io table has no functions for folders. */
 DT_API dt_checkpoint *dt_checkpoint_open(dt_zero *zero, dt_checkpoint_desc desc);
 /* [collective: world] Saves the state after a step; call it between dt_zero_step and the next
-   forward. On failure every rank fails, with DT_ERR_IO where a file is the reason, and earlier
+   forward. On failure every rank fails, with DT_ERR_IO if a file operation failed, and earlier
    checkpoints are untouched. The save also fails if the ranks do not see the same folder, or if the
    folder has a newer checkpoint than this job has loaded or saved. A background save waits only for
-   the previous save; the next dt_checkpoint_poll, _save or _close reports its failure. Without
-   desc.background the ranks wait for the slowest rank's disk, at most the run's timeout_s. */
+   the previous save; if it fails, the next dt_checkpoint_poll, dt_checkpoint_save or
+   dt_checkpoint_close returns the failure. Without desc.background the ranks wait for the slowest
+   rank's disk, at most dt_run_desc.timeout_s. */
 DT_API dt_status dt_checkpoint_save(dt_checkpoint *checkpoint);
 /* [collective: world] Advances a background save. Call it once a step. Returns 1 if no save is in
-   progress. */
+   progress, else 0. */
 DT_API int dt_checkpoint_poll(dt_checkpoint *checkpoint);
 /* [collective: world] Loads a checkpoint before the first step. `from` is a checkpoint, or a folder
-   of checkpoints, whose newest intact checkpoint is loaded; NULL -> desc.dir. The function reads
-   everything and compares every digest before it changes any state. It skips a damaged checkpoint
-   with a notice that names it, and tries the previous checkpoint. A checkpoint that cannot be read
-   (permissions, descriptors, memory, the disk) is a failure, because it may be intact. Returns the
-   step. Returns 0 if there is no checkpoint, or if the loaded checkpoint is of step 0;
-   dt_checkpoint_path then names the loaded checkpoint. Returns -1 on failure, if no checkpoint is
-   intact, or if the checkpoint has a newer format or another model, optimizer, type or seed. The
-   error arrays of 1-bit Adam can be loaded only in the layout that saved them; in another layout
-   they start at zero, with a notice. */
+   of checkpoints, whose newest intact checkpoint is loaded; NULL means desc.dir. The function reads
+   the whole checkpoint and compares every digest before it changes any state. If a checkpoint is
+   damaged, the function logs a notice that names it, and tries the previous checkpoint. A
+   checkpoint that cannot be read (permissions, descriptors, memory, the disk) is a failure, because
+   it may be intact. Returns the step. Returns 0 if there is no checkpoint, or if the loaded
+   checkpoint is of step 0; in the second case dt_checkpoint_path returns its path, in the first "".
+   Returns -1 on failure, if no checkpoint is intact, or if the checkpoint has a newer format or
+   another model, optimizer, type or seed. The error arrays of 1-bit Adam can be loaded only in the
+   layout that saved them; in another layout they start at zero, with a notice. */
 DT_API int64_t dt_checkpoint_load(dt_checkpoint *checkpoint, const char *from);
 /* [local] Writes the name of a folder's newest checkpoint, for example "step-200", to `name`, or ""
    if the folder has no checkpoint. Only dt_checkpoint_load finds out whether the checkpoint is
@@ -406,11 +420,11 @@ typedef struct dt_export_desc {
     /* as in dt_checkpoint_desc */
     void (*map_weight)(const dt_tensor *param, dt_weight_map *map, void *user);
     void *user;
-    /* version 0: a safetensors file. Version 3 or 5: an llm.c model file; map_weight then gives the
-       parts of each llm.c tensor */
+    /* llmc.version 0: a safetensors file. 3 or 5: an llm.c model file; map_weight must then set the
+       name and position of each parameter in the tensors of llm.c */
     dt_llmc llmc;
 } dt_export_desc;
-/* [collective: world] Exports the parameters alone as one file for other programs, from any layout.
+/* [collective: world] Exports only the parameters, as one file for other programs, in any layout.
    All ranks write path.tmp in parallel and call fsync; then rank 0 renames path.tmp to path.
    DT_ERR_IO if a file operation fails. */
 DT_API dt_status dt_zero_export(dt_zero *zero, const char *path, dt_export_desc desc);
@@ -419,9 +433,9 @@ DT_API dt_status dt_zero_export(dt_zero *zero, const char *path, dt_export_desc 
 
 /* Memory and traffic of the ZeRO stages, computed without a program by the formulas of S.
    Rajbhandari et al., "ZeRO", arXiv:1910.02054, sections 5 and 7. E is the number of elements, N
-   the number of data-parallel ranks, a the number of micro-batches in a step. P, G and O are the
-   bytes of one element's parameter, gradient and optimizer state. Multiply the column "sends" by
-   (N-1)/N:
+   the number of data-parallel ranks, `a` the number of micro-batches in a step. P, G and O are the
+   bytes per element of parameters, gradients and optimizer state. The bytes that a rank sends in a
+   step are the column "sends" times (N-1)/N:
 
                rank 0   rank 1   rank 2   rank 3       holds                     sends
        ZeRO-0  P G O    P G O    P G O    P G O        (P + G + O) E             2 G E
@@ -430,31 +444,34 @@ DT_API dt_status dt_zero_export(dt_zero *zero, const char *path, dt_export_desc 
        ZeRO-3  p g o     p g o    p g o    p g o       (P + G + O)/N E           (a G + 2 a P) E
          with keep_gathered                            the same                  (a G + P) E
 
-   Capital letters are full copies, small letters shards. ZeRO-0 (plain data parallelism)
+   A capital letter is a full copy, a small letter a shard. ZeRO-0 (plain data parallelism)
    all-reduces gradients. ZeRO-1 reduce-scatters gradients and all-gathers parameters after the
    update. ZeRO-2 does the same, but reduce-scatters in each micro-batch. ZeRO-3 (FSDP) also gathers
    parameters in each forward and each backward, or with keep_gathered once a step.
 
-   The formulas leave out: the levels and the traffic of `tree`; sums over replicas of shard groups;
-   the second gather of a backward in two halves; offload; buffers of parameters being gathered and
-   of gradients being reduced; activations; frozen parameters; the padding of buckets to a multiple
-   of N * 1,024 elements (the bytes are exact if E is the sum of dt_bucket.padded). A dry run
-   (dt_parallel.h) counts all of these. */
+   The formulas leave out: the memory and traffic of dt_zero_desc.tree; HSDP's sums over replicas;
+   the second gather if the backward is split into an input half and a weight half (zero bubble);
+   offload; buffers of parameters that are being gathered and of gradients that are being reduced;
+   activations; frozen parameters; the padding of buckets to a multiple of N * 1,024 elements (if E
+   is the sum of dt_bucket.padded, the bytes are exact). A dry run (dt_parallel.h) counts all of
+   these. */
 typedef struct dt_zero_formula_desc {
-    double elements;   /* E, of one rank's local slices if other axes shard parameters */
+    double elements;   /* E; one rank's share, if other axes (such as tp) shard parameters */
     int stage;         /* 0 to 3 */
-    int ranks;         /* N; 0 -> 1 */
-    int micros;        /* a; 0 -> 1 */
-    int keep_gathered; /* stage 3: 1: parameters are gathered once a step */
-    /* P, G, O. With Adam: f32 4, 4, 8; f64 8, 8, 16; bf16 and f16 with f32 master weights 2, 4, 12.
-       The paper has 16-bit gradients: 2, 2, 12. All 0 -> 4, 4, 8 */
+    int ranks;         /* N; 0 means 1 */
+    int micros;        /* `a`; 0 means 1 */
+    int keep_gathered; /* 1: stage 3 gathers parameters once a step */
+    /* P, G and O. With Adam they are 4, 4, 8 for f32, 8, 8, 16 for f64, and 2, 4, 12 for bf16 and
+       f16 with f32 master weights (2, 2, 12 in the paper, which has 16-bit gradients). If all three
+       are 0, they mean 4, 4, 8 */
     double values, grads, state;
 } dt_zero_formula_desc;
-/* bytes of one rank; `sent` is bytes sent in one step */
+/* Bytes in the memory of one rank; `sent` is the bytes that the rank sends in one step. */
 typedef struct dt_zero_bytes {
     double params, grads, optim, total, sent;
 } dt_zero_bytes;
-/* [local] Bytes by these formulas; all are NaN for an unknown stage or a negative argument. */
+/* [local] Returns the bytes by the formulas above. All are NaN if the stage is unknown or an
+   argument is negative. */
 DT_API dt_zero_bytes dt_zero_formula(dt_zero_formula_desc desc);
 
 #ifdef __cplusplus
@@ -500,8 +517,8 @@ double dt_lr(dt_lr_desc d, int64_t step) {
 
 // ==== 6. Buckets, groups and shards =============================================================
 
-/* Offload (section 12): one transfer to or from the disk. While `busy` is set, the disk thread owns
-   this record. */
+/* Offload (section 12): one transfer to or from the disk. While `busy` is set, only the disk thread
+   may use this record. */
 typedef struct dt__disk_job {
     int write, busy;
     void *at;
@@ -511,7 +528,7 @@ typedef struct dt__disk_job {
     int64_t done; /* bytes transferred, fewer than `bytes` after a failure */
     int error;    /* errno of a failure */
     struct dt__disk_job *next;
-    void *device; /* the device memory of which `at` is a host copy; NULL if there is no copy */
+    void *device; /* device memory, if `at` is a host copy of device memory; else NULL */
 } dt__disk_job;
 
 enum {
@@ -527,16 +544,16 @@ enum {
 /* Buffers and transfers of one chunk of the offloaded update. */
 typedef struct dt__offload_chunk {
     int bucket;
-    size_t offset, count; /* elements of the bucket */
+    size_t offset, count; /* range of elements of the bucket */
     void *buf[DT__ARRAYS];
     dt__disk_job job[DT__ARRAYS];
 } dt__offload_chunk;
 
 typedef struct dt__disk dt__disk;
 
-/* HSDP: shard groups with replicas (PyTorch's HYBRID_SHARD). The ranks of `data` saw different
-   samples of the same parameters. Each shard group of n ranks divides the padded bucket into n
-   equal shards; the ranks of a replica group hold the same shard:
+/* HSDP: shard groups with replicas (PyTorch's HYBRID_SHARD). The ranks of the group `data` train
+   the same parameters on different samples. Each shard group of n ranks divides the padded bucket
+   into n equal shards; the ranks of a replica group hold the same shard:
 
                       shard 0   shard 1
        shard group    rank 0    rank 1      data group: ranks 0 to 5, shard_group = 2
@@ -551,7 +568,7 @@ typedef struct dt__zero_groups {
     dt_comm *data, *shard, *replicas;
 } dt__zero_groups;
 enum { DT__DENSE = 0, DT__EXPERTS, DT__KINDS };
-enum { DT__COMPARE_TP = DT__KINDS, DT__COMPARE_PP }; /* more kinds, for dt__compare_ranks */
+enum { DT__COMPARE_TP = DT__KINDS, DT__COMPARE_PP }; /* further kinds for dt__compare_ranks */
 
 /* Training state of one bucket. The gradient of a bucket goes through these states in each step:
 
@@ -564,30 +581,32 @@ enum { DT__COMPARE_TP = DT__KINDS, DT__COMPARE_PP }; /* more kinds, for dt__comp
            READY  ---- its turn: buckets are reduced from last to first ->  REDUCING -> REDUCED -+
 
        EMPTY         accumulated = 0
-       ACCUMULATING  accumulated = 1: dt_bucket.grad or grad_shard holds at least one micro-batch;
-                     the backward writes the next one to dt_bucket.micro_grad (dt_tensor.h)
+       ACCUMULATING  accumulated = 1: dt_bucket.grad or grad_shard holds the gradient of at least
+                     one micro-batch; the backward writes the next micro-batch's gradient to
+                     dt_bucket.micro_grad (dt_tensor.h)
        READY         ready = 1: the gradient is complete (dt__zero_on_grad_ready)
-       REDUCING      work is set: the reduction runs while the backward continues
-                     (dt__zero_reduce_start). The tree skips this state, because
+       REDUCING      `work` is set: the reduction runs while the backward continues
+                     (dt__zero_reduce_start). With `tree` a bucket skips this state, because
                      dt__grad_tree_reduce completes the reduction before it returns
-       REDUCED       reduced = 1: summed over all ranks (dt__zero_reduce_finish) */
+       REDUCED       reduced = 1: the gradient is summed over all ranks (dt__zero_reduce_finish) */
 typedef struct dt__zero_bucket {
     dt_bucket *bucket;
     dt_comm *data_group, *shard_group, *replica_group;
     size_t offset, count; /* the shard that this rank reduces and updates */
-    void *state[2];       /* (count) each, of the gradient's type */
-    /* Master weights: (count) f32 copy of a bf16 or f16 parameter; NULL for other types */
+    void *state[2];       /* optimizer state: (count) each, of the gradient's type */
+    /* Master weights: (count) f32 copy of bf16 or f16 parameters; NULL for other types */
     void *master;
-    /* stages 2, 3: (count) this rank's shard of the step's gradient, made by the first backward */
+    /* stages 2, 3: (count) this rank's shard of the step's gradient; the first backward allocates
+       it */
     void *grad_shard;
     size_t grad_bytes; /* bytes of grad_shard; 0 if grad_shard is a transient buffer for the disk */
     /* ready: this micro-batch's gradient is complete;
        accumulated: grad_shard holds the sum of earlier micro-batches */
     int ready, accumulated;
     int reduced;      /* this step's gradient is summed over all ranks */
-    void *micro_grad; /* stages 2, 3: this micro-batch's gradient, being reduced */
+    void *micro_grad; /* stages 2, 3: this micro-batch's gradient, which is being reduced */
     dt_work *work;    /* pending collective: a reduction, or an all-gather after the update */
-    /* stage 3: (padded) the gathered parameters, or the buffer that gather_work fills */
+    /* stage 3: (padded) the gathered parameters; while gather_work is pending, its buffer */
     void *gathered;
     dt_work *gather_work;  /* pending all-gather */
     void *host_shard;      /* (count) this rank's shard of the parameters in host memory, or NULL */
@@ -600,12 +619,14 @@ typedef struct dt__zero_bucket {
     size_t sums_at; /* index of the bucket's sums of squares in zero->sums */
     /* index that this bucket would have on a single rank with all pipeline stages */
     size_t pipeline_index;
-    /* 1-bit Adam: [0] error of this rank as a worker, [1] error as the server of its shard */
+    /* 1-bit Adam: [0] compression error of this rank as a worker, [1] its compression error as the
+       server of its shard */
     void *errors[2];
     size_t error_bytes[2];
 } dt__zero_bucket;
 
-/* One all-gather of the previous micro-batch. The next micro-batch prefetches in the same order. */
+/* One all-gather of the previous micro-batch: which bucket was gathered, and in which block. The
+   next micro-batch prefetches in the same order. */
 typedef struct dt__gather_entry {
     int bucket, block;
 } dt__gather_entry;
@@ -632,10 +653,11 @@ struct dt_zero {
     void *update_stream;
     /* 1: the step's gradients have been summed over pipeline stages too */
     int tied_summed;
-    /* (n_stages,3) plans: forward, backward, weight half of a split backward */
+    /* (n_stages,3) plans of each pipeline stage: for the forward, for the backward, and for the
+       weight half of a split backward */
     dt__gather_plan *gather_plans;
     int n_stages;     /* this rank's last pipeline stage + 1 */
-    int current_plan; /* the plan in use: 0, 1 or 2 */
+    int current_plan; /* the plan in use: 0, 1 or 2 (see gather_plans) */
     void *leaves;     /* tree: (ranks, piece) each rank's gradient of this rank's piece */
     size_t leaves_bytes;
     /* (n_sums) sums of squares, one for each DT_PIECE elements; sums of experts come last */
@@ -643,7 +665,7 @@ struct dt_zero {
     size_t n_sums, n_dense;
     double *bucket_sums;       /* (n_pipeline_buckets) each bucket's sum of squares */
     size_t n_pipeline_buckets; /* buckets of all pipeline stages */
-    /* 1-bit Adam: the signs to send, followed by the received signs */
+    /* 1-bit Adam: the signs to send, then the received signs */
     void *messages;
     size_t messages_bytes;
     int64_t step;
@@ -653,13 +675,13 @@ struct dt_zero {
     size_t chunk_elements, chunk_bytes;
     double loss_scale; /* the current scale; 1 without loss scaling */
     /* good_steps: steps in a row that were not skipped, since the last change of the scale;
-       hysteresis_left: number of skipped steps until the scale falls */
+       hysteresis_left: the scale falls in the skipped step with this number, counted from now */
     int good_steps, hysteresis_left;
     int consecutive_skips;               /* skipped steps in a row */
     double skipped_scales[DT_MAX_SKIPS]; /* loss scales of the skipped steps */
 };
 
-/* Section 13, 1-bit Adam. */
+/* 1-bit Adam (section 13). */
 static int dt__onebit_frozen(const dt_zero *zero);
 static dt_status dt__onebit_check(dt_ctx *ctx, const dt_zero_desc *d);
 static dt_status dt__onebit_make(dt_zero *zero);
@@ -669,18 +691,18 @@ static dt_status dt__onebit_square_sums(dt_zero *zero);
 static int dt__onebit_at_fault(dt_zero *zero, const dt_bucket *bucket, size_t piece_index);
 static dt_status dt__onebit_momentum(dt_zero *zero, dt__zero_bucket *z, double grad_scale);
 
-/* Bytes of an element of gradients and state. */
+/* Returns the size in bytes of one element of the gradients and of the optimizer state. */
 static size_t dt__zero_element_size(const dt__zero_bucket *z) {
     return dt_dtype_size(z->bucket->grad_dtype);
 }
 
-/* Address of an element of gradients or state. */
+/* Returns the address of an element of a gradient or of a state array. */
 static void *dt__zero_element(const dt__zero_bucket *z, void *array, size_t element) {
     return (char *)array + element * dt__zero_element_size(z);
 }
 
-/* Addresses of this rank's shard of the parameters, which must not be on disk, and of the
-   gradient. */
+/* dt__zero_param_shard returns the address of this rank's shard of the parameters, which must not
+   be on disk; dt__zero_grad_shard that of this rank's shard of the gradient. */
 static void *dt__zero_param_shard(const dt__zero_bucket *z) {
     if (z->host_shard) return z->host_shard;
     return (char *)z->bucket->shard +
@@ -694,15 +716,15 @@ static int dt__zero_has_master(const dt_bucket *bucket) {
     return bucket->dtype != bucket->grad_dtype && !bucket->frozen;
 }
 
-/* The pipeline stage of a world rank. */
+/* Returns the coordinate of a world rank along pp. */
 static int dt__zero_pp_rank(const dt_zero *zero, int rank) {
     const dt_mesh_desc *n = &zero->mesh.sizes;
     return rank / (n->tp * n->cp * n->ep * n->dp);
 }
 
 /* Returns 1 if a group joins ranks that hold replicas of this rank's parameters, that is, ranks
-   that differ only in dp, ep or cp. Compares coordinates, because the caller may not have made the
-   group with dt_mesh_make. */
+   that differ only in dp, ep or cp. The function compares coordinates, because the group need not
+   come from dt_mesh_make. */
 static int dt__zero_has_replicas(const dt_zero *zero, const dt_comm *comm) {
     const dt_mesh *m = &zero->mesh;
     int found = 0;
@@ -730,14 +752,14 @@ static const dt__zero_groups *dt__bucket_groups(const dt_zero *zero, const dt_bu
                                                                             : DT__DENSE];
 }
 
-/* Number of shards of a bucket. */
+/* Returns the number of shards of a bucket's optimizer state; 1 at stage 0. */
 static int dt__zero_shards(const dt_zero *zero, const dt_bucket *bucket) {
     return zero->desc.stage >= 1 ? dt_comm_size(dt__bucket_groups(zero, bucket)->shard) : 1;
 }
 
-/* Tied embeddings: the group of pipeline stages that share this bucket's parameters, for example an
-   embedding that is also the output head; NULL if the bucket is not tied. The stages' gradients are
-   partial sums, which dt__reduce_tied adds. */
+/* Tied embeddings. Returns the group of pipeline stages that share this bucket's parameters, for
+   example an embedding that is also the output head; NULL if the bucket is not tied. The stages'
+   gradients are partial sums, which dt__reduce_tied adds. */
 static dt_comm *dt__tied_group(const dt_zero *zero, const dt_bucket *bucket) {
     const dt_grad_placement *grad_placements = dt__bucket_desc(zero, bucket)->grad_placements;
     for (int k = 0; k < 2; k++)
@@ -765,7 +787,7 @@ static dt_status dt__zero_groups_make(dt_zero *zero) {
     for (int k = 0; k < DT__KINDS; k++) {
         dt__zero_groups *g = &zero->groups[k];
         int n = dt_comm_size(data[k]), rank = dt_comm_rank(data[k]);
-        if (k > 0 && data[k] == data[0]) { /* without ep both kinds are the same */
+        if (k > 0 && data[k] == data[0]) { /* without ep both kinds have the same groups */
             *g = zero->groups[0];
             continue;
         }
@@ -780,7 +802,7 @@ static dt_status dt__zero_groups_make(dt_zero *zero) {
     return dt_error(zero->ctx);
 }
 
-/* Offload (section 12), and dry runs. */
+/* Dry runs and offload (section 12). */
 static int dt__is_dry_run(const dt_zero *zero) { return zero->ctx->kernels.alloc == dt__dry_alloc; }
 static int dt__on_disk(const char *target);
 static int dt__in_host(const char *target);
@@ -839,7 +861,8 @@ static dt_status dt__zero_buckets_alloc(dt_zero *zero) {
 
 static dt_status dt__gather_doubles(dt_comm *comm, double *all, double mine);
 
-/* Numbers the buckets of all pipeline stages: by stage, then by order of registration. */
+/* Sets each bucket's pipeline_index: numbers the buckets of all pipeline stages, by stage, then by
+   order of registration. */
 static dt_status dt__pipeline_indices(dt_zero *zero) {
     dt_comm *pp = zero->mesh.pp;
     size_t ranks = (size_t)dt_comm_size(pp), stages = 1;
@@ -866,7 +889,7 @@ static dt_status dt__pipeline_indices(dt_zero *zero) {
     return dt_error(zero->ctx);
 }
 
-/* Allocates the sums of squares of the norm, and sets each bucket's sums_at. */
+/* Allocates the sums of squares for the gradient norm, and sets each bucket's sums_at. */
 static dt_status dt__norm_sums_make(dt_zero *zero) {
     dt_ctx *ctx = zero->ctx;
     for (int kind = 0; kind < DT__KINDS; kind++) {
@@ -885,7 +908,8 @@ static dt_status dt__norm_sums_make(dt_zero *zero) {
     return dt_error(ctx);
 }
 
-/* Sums zero->sums over ranks: dense buckets' sums over `dense`, experts' sums over `experts`. */
+/* Adds up zero->sums over ranks: the sums of dense buckets over the group `dense`, the sums of
+   experts over the group `experts`. */
 static dt_status dt__norm_sum_kinds(dt_zero *zero, dt_comm *dense, dt_comm *experts) {
     if (dt_sum_doubles(dense, zero->sums, zero->n_dense) != DT_OK) return dt_error(zero->ctx);
     if (zero->n_sums == zero->n_dense) return DT_OK;
@@ -901,8 +925,8 @@ static dt_status dt__zero_buckets_make(dt_zero *zero) {
     return dt__norm_sums_make(zero) == DT_OK ? dt__chunks_make(zero) : dt_error(ctx);
 }
 
-/* Rejects a parameter that is sharded over data-parallel ranks along an axis other than ep, and a
-   gradient placement over data-parallel ranks, which would sum the gradient twice. */
+/* Fails if a parameter is sharded over data-parallel ranks along an axis other than ep, or if it
+   has a gradient placement over data-parallel ranks, which would sum the gradient twice. */
 static dt_status dt__zero_check_params(dt_zero *zero) {
     for (int i = 0; i < dt_param_count(zero->ctx); i++) {
         const dt_tensor *t = dt_param_get(zero->ctx, i);
@@ -926,8 +950,9 @@ static dt_status dt__zero_check_params(dt_zero *zero) {
     return DT_OK;
 }
 
-/* Text that describes an item. Items must be equal on every rank: item 0 is the optimizer, item i
-   is parameter i - 1. If with_rank is set, dt__item_describe adds which shard this rank holds. */
+/* Text that describes an item, that is, something that ranks must have in common: item 0 is the
+   optimizer, item i is parameter i - 1. dt__item_describe makes the text; if with_rank is set, the
+   text also says which shard this rank holds. */
 typedef struct dt__item_text {
     char s[208];
 } dt__item_text;
@@ -953,7 +978,7 @@ static dt__item_text dt__item_describe(const dt_zero *zero, int item, int with_r
         c->min_scale, (double)z->keep_gathered, (double)z->no_overlap, (double)z->states,
         (double)dt__zero_offloads(zero),
         (double)(dt__on_disk(z->offload_params) || dt__in_host(z->offload_params)) };
-    uint64_t others = dt__zero_digest(1, more, sizeof more) & 0xffffff; /* too many to print */
+    uint64_t others = dt__zero_digest(1, more, sizeof more) & 0xffffff; /* printed as a digest */
     if (item == 0)
         snprintf(text.s, capacity,
             "optimizer %d of stage %d/%d%s, scale %g, betas %g %g, eps %g, momentum %g, "
@@ -981,11 +1006,13 @@ static dt__item_text dt__item_describe(const dt_zero *zero, int item, int with_r
     return text;
 }
 
-/* Returns the digest of an item's description or, if `values`, of a parameter's values. Returns 1
-   for an item that ranks need not have in common. `kind` says which items are compared:
+/* Returns the digest of an item: of its description if `values` is 0, of the parameter's values if
+   `values` is 1. Returns 1 if the ranks need not have the item in common. `kind` says over which
+   group the ranks are compared, and which items:
 
-       DT__DENSE, DT__EXPERTS   over the data group of this kind: parameters of this kind
-       DT__COMPARE_TP           over tp: descriptions; values only of parameters without shards
+       DT__DENSE, DT__EXPERTS   over the data group of this kind: the parameters of this kind
+                                (DT__DENSE: also the optimizer)
+       DT__COMPARE_TP           over tp: all items, but not the values of sharded parameters
        DT__COMPARE_PP           over pp: only the optimizer */
 static uint64_t dt__item_digest(dt_zero *zero, int item, int values, int kind) {
     const dt_tensor *t = dt_param_get(zero->ctx, item - 1);
@@ -1008,7 +1035,7 @@ static uint64_t dt__item_digest(dt_zero *zero, int item, int values, int kind) {
                      ? p->offset + p->count
                      : bucket->shard_offset + bucket->shard_count;
     size_t bytes = begin < end ? (end - begin) * size : 0;
-    size_t first = (begin - bucket->shard_offset) * size; /* bytes into the shard */
+    size_t first = (begin - bucket->shard_offset) * size; /* offset in the shard, in bytes */
     for (int c = 0; c < 3; c++)
         if (p->desc.shards[c].comm && kind == DT__COMPARE_TP) bytes = 0;
     if (zero->ctx->kernels.alloc == dt__dry_alloc) bytes = 0; /* dry run: all values are 0 */
@@ -1020,17 +1047,19 @@ static uint64_t dt__item_digest(dt_zero *zero, int item, int values, int kind) {
     return h;
 }
 
-/* Sets all[r] to the value that rank r of the group passes in `mine`. */
+/* Gathers one number of each rank: sets all[r] to the value that rank r of the group passes as
+   `mine`. */
 static dt_status dt__gather_doubles(dt_comm *comm, double *all, double mine) {
     memset(all, 0, (size_t)dt_comm_size(comm) * sizeof *all);
     all[dt_comm_rank(comm)] = mine;
     return dt_sum_doubles(comm, all, (size_t)dt_comm_size(comm));
 }
 
-/* Compares all items with the items of the group's rank 0. Rank 0 broadcasts its digests as a sum
-   of doubles to which the other ranks add 0. A digest travels as two halves of 32 bits, which
-   doubles hold exactly; the sum counts as no traffic. Returns 0 if any item differs: *item is then
-   the first item that differs, *rank the first rank on which this item differs. */
+/* Compares all items with the items of the group's rank 0. Returns 1 if all are equal. Returns 0 if
+   any item differs: *item is then the first item that differs, *rank the first rank on which this
+   item differs. Rank 0 sends its digests as a sum of doubles (dt_sum_doubles) to which the other
+   ranks add 0, because dt_comm_bytes does not count such a sum. A digest is sent as two halves of
+   32 bits, which doubles hold exactly. */
 static int dt__ranks_agree(
     dt_zero *zero, dt_comm *comm, int values, int kind, int *item, int *rank) {
     dt_ctx *ctx = zero->ctx;
@@ -1064,7 +1093,8 @@ static int dt__ranks_agree(
     return *item == (int)max_count;
 }
 
-/* Digests of a tied bucket: of the group that shares the bucket, and of the bucket's contents. */
+/* Digests of a tied bucket. `group` is the digest of the ranks that share the bucket, `digest` the
+   digest of the bucket's description and, on request, of its values. */
 typedef struct dt__tied_bucket {
     double group, digest;
 } dt__tied_bucket;
@@ -1083,12 +1113,13 @@ static dt__tied_bucket dt__tied_bucket_of(dt_zero *zero, const dt_bucket *bucket
         h = dt__zero_digest(dt__zero_digest(h, t->name, strlen(t->name)), more, sizeof more);
         if (values) h ^= dt__item_digest(zero, i + 1, 1, DT__DENSE) * 3;
     }
-    /* 52 bits are exact in a double; group is odd, because group 0 means no bucket */
+    /* a double holds 52 bits exactly; `group` is made odd, because group 0 means no bucket */
     dt__tied_bucket u = { (double)(group >> 12 | 1), (double)(h >> 12) };
     return u;
 }
 
-/* Returns the k-th bucket that a group shares, or NULL if the group shares fewer buckets. */
+/* Returns the k-th bucket (from 0) that a group shares, or NULL if there is none. `group` is the
+   digest of the group's ranks. */
 static const dt__tied_bucket *dt__tied_find(
     const dt__tied_bucket *buckets, size_t n, double group, int k) {
     for (size_t i = 0; i < n; i++)
@@ -1096,8 +1127,8 @@ static const dt__tied_bucket *dt__tied_find(
     return NULL;
 }
 
-/* Checks that the tied buckets that rank r of pp shares with this rank are equal and in the same
-   order on both ranks. */
+/* Compares this rank with rank r of pp: fails unless the tied buckets that the two ranks share are
+   equal and in the same order. */
 static dt_status dt__tied_agree(
     dt_zero *zero, const dt__tied_bucket *mine, const dt__tied_bucket *theirs, size_t n, int r) {
     int world_rank = dt_comm_world_rank(zero->mesh.pp, r);
@@ -1122,8 +1153,8 @@ static dt_status dt__tied_agree(
     return DT_OK;
 }
 
-/* Compares tied buckets between pipeline stages. The order must be equal, because each stage sums
-   tied gradients in its own order of buckets. */
+/* Compares tied buckets between pipeline stages. The order of the buckets must be the same on all
+   stages, because each stage calls the sums of tied gradients in its own order of buckets. */
 static dt_status dt__compare_tied(dt_zero *zero, int values) {
     dt_comm *pp = zero->mesh.pp;
     size_t ranks = (size_t)dt_comm_size(pp), me = (size_t)dt_comm_rank(pp),
@@ -1161,10 +1192,11 @@ static dt_comm *dt__replica_group(const dt_zero *zero, int kind) {
     return zero->desc.stage == 3 && dt_comm_size(g->shard) > 1 ? g->replicas : g->data;
 }
 
-/* Compares ranks: descriptions of items in dt_zero_make, values before the first step and after a
-   checkpoint is loaded. Without this check, ranks that registered different parameters or start
-   from different values would train on unnoticed. These must be equal: replicas over the data
-   groups, unsharded parameters over tp, tied parameters over pp, and the optimizer on all ranks. */
+/* Fails unless the ranks agree. dt_zero_make compares descriptions (`values` is 0); values are
+   compared before the first step and after a checkpoint is loaded. Without this check, ranks with
+   different parameters or different initial values would train, and nobody would notice. These must
+   be equal: replicas over the data groups, unsharded parameters over tp, tied parameters over pp,
+   and the optimizer on all ranks. */
 static dt_status dt__compare_ranks(dt_zero *zero, int values) {
     enum { TEXT_BYTES = sizeof(dt__item_text) };
     dt_ctx *ctx = zero->ctx;
@@ -1202,8 +1234,9 @@ static dt_status dt__compare_ranks(dt_zero *zero, int values) {
 
 // ==== 7. Gradient reduction =====================================================================
 
-/* Starts the sum over a gradient placement's group. Gradient traffic counts as dp, whatever axis
-   the group belongs to; traffic for tied parameters counts as pp. */
+/* Starts the sum of a bucket's gradient over `comm`, the group of a gradient placement. The traffic
+   counts for the axis `counted`: dp, whatever axis the group belongs to, or pp for tied
+   parameters. */
 static void dt__reduce_partial_start(dt__zero_bucket *z, dt_comm *comm, dt_axis counted) {
     dt_axis axis = comm->axis;
     void *shard = dt__zero_grad_shard(z);
@@ -1212,8 +1245,8 @@ static void dt__reduce_partial_start(dt__zero_bucket *z, dt_comm *comm, dt_axis 
     dt_comm_set_axis(comm, axis);
 }
 
-/* Stages 2 and 3 and the tree reduce the gradient of every micro-batch. Stages 0 and 1 without the
-   tree reduce the sum over micro-batches once a step. */
+/* Stages 2 and 3, and all stages with `tree`, reduce the gradient of every micro-batch. Stages 0
+   and 1 without `tree` reduce the sum over micro-batches once a step. */
 static int dt__zero_shards_grads(const dt_zero *zero) { return zero->desc.stage >= 2; }
 static int dt__zero_reduces_each_micro(const dt_zero *zero) {
     return dt__zero_shards_grads(zero) || zero->desc.tree;
@@ -1229,16 +1262,16 @@ static int dt__zero_reduces_each_micro(const dt_zero *zero) {
        over the groups of its gradient placements, once a step
 
    All sums are in rank order: stages 0 and 1 give the same bits, and stages 2 and 3 give the same
-   bits. Section 4 has the bytes. Overlap of communication and computation: a reduction starts when
-   the bucket's gradient is complete and proceeds while the backward computes the other buckets
-   (S. Li et al., "PyTorch Distributed", VLDB 2020). Stages 0 and 1 wait for all reductions at the
-   end of the backward. Stages 2 and 3 allow only two pending reductions, because each pending
-   reduction holds the gradient of a full bucket. */
+   bits. Section 4 says how many bytes each stage sends. Overlap of communication and computation: a
+   reduction starts when the bucket's gradient is complete and proceeds while the backward computes
+   the other buckets (S. Li et al., "PyTorch Distributed", VLDB 2020). Stages 0 and 1 wait for all
+   reductions at the end of the backward. Stages 2 and 3 allow only two pending reductions, because
+   each pending reduction holds the gradient of a full bucket. */
 static dt_status dt__zero_reduce_start(dt_zero *zero, dt__zero_bucket *z) {
     dt_bucket *u = z->bucket;
     dt_dtype type = u->grad_dtype;
     void *full = z->micro_grad ? z->micro_grad : u->grad;
-    /* 1-bit Adam exchanges the momentum instead */
+    /* once 1-bit Adam has frozen its second moment, ranks exchange the momentum, not gradients */
     if (dt__onebit_frozen(zero)) return dt_error(zero->ctx);
     z->work = zero->desc.stage == 0
                   ? dt_all_reduce_start(z->data_group, full, full, u->padded, type, DT_SUM)
@@ -1250,7 +1283,7 @@ static dt_status dt__zero_reduce_start(dt_zero *zero, dt__zero_bucket *z) {
 /* Stages 2 and 3: allocates this rank's shard of a bucket's gradient. */
 static dt_status dt__zero_grad_shard_alloc(dt_zero *zero, dt__zero_bucket *z) {
     if (z->grad_shard) return dt_error(zero->ctx);
-    /* stored, because the groups may be freed before grad_shard */
+    /* stored for dt_free, because the groups may be freed before grad_shard */
     z->grad_bytes = z->count * dt__zero_element_size(z);
     z->grad_shard = dt_alloc(zero->ctx, DT_MEM_GRADS, z->grad_bytes, "gradients");
     return dt_error(zero->ctx);
@@ -1322,10 +1355,10 @@ static dt_status dt__reduce_replicas_end(dt_zero *zero, dt__zero_bucket *z) {
     return DT_OK;
 }
 
-/* Tied embeddings: adds the gradients of tied parameters over pipeline stages, once every stage has
-   summed its own micro-batches. A sum in the middle of the step could deadlock two stages that
-   wait for each other. All tied buckets start together, because stages may have them in different
-   orders. */
+/* Tied embeddings: adds the gradients of tied parameters over pipeline stages. Called after the
+   last micro-batch, because a sum in the middle of the step could deadlock two stages that wait for
+   each other. The sums of all tied buckets are started before the first wait, because stages may
+   have the buckets in different orders. */
 static dt_status dt__reduce_tied(dt_zero *zero) {
     for (int u = 0; u < zero->n_buckets && !zero->tied_summed; u++) {
         dt__zero_bucket *z = &zero->buckets[u];
@@ -1338,10 +1371,10 @@ static dt_status dt__reduce_tied(dt_zero *zero) {
     return dt_error(zero->ctx);
 }
 
-/* Sums gradients over replicas and gradient placements, after the step's last micro-batch. Skips a
-   gradient on disk, which was summed before it was written. */
+/* Sums gradients over replicas and over the groups of gradient placements, after the step's last
+   micro-batch. Gradients on disk are skipped, because they were summed before they were written. */
 static dt_status dt__zero_reduce_finish(dt_zero *zero) {
-    /* the tree has already summed the replicas */
+    /* with `tree`, the gradients are already summed over replicas */
     for (int u = zero->n_buckets - 1; u >= 0 && !zero->desc.tree; u--)
         if (dt__zero_is_reducing(zero, u) && !dt__grad_on_disk(zero, zero->buckets[u].bucket))
             dt__reduce_replicas_start(&zero->buckets[u]);
@@ -1355,25 +1388,28 @@ static dt_status dt__zero_reduce_finish(dt_zero *zero) {
     return dt_error(zero->ctx);
 }
 
-/* Binary tree over micro-batches. Leaf m is the gradient of micro-batch m of the step. Leaf
-   j * N + r belongs to the j-th micro-batch of rank r, where N is the number of ranks in the data
-   group. Leaves are added as a binary counter increments: two sums of 2^k leaves are added to one
-   sum of 2^(k+1) leaves, so level k holds a sum of 2^k leaves.
+/* Binary tree over micro-batches (dt_zero_desc.tree). Leaf m is the gradient of micro-batch m of
+   the step, counted over all ranks: leaf j * N + r is the gradient of the j-th micro-batch of rank
+   r, where N is the number of ranks in the data group. Leaves are added in the way in which a
+   binary counter counts: level k holds the sum of 2^k leaves, and when a second sum of 2^k leaves
+   is complete, the two are added and move to level k + 1.
 
        leaf       0   1   2   3   4   5
        level 0     \ /     \ /     \ /
-       level 1     0+1     2+3     4+5     after leaf 5: held in level 1
+       level 1     0+1     2+3     4+5     after leaf 5: level 1 holds 4+5
        level 2        \   /         |
-                     0+1+2+3        |      after leaf 5: held in level 2
+                     0+1+2+3        |      after leaf 5: level 2 holds 0+1+2+3
                             \      /
-       the sum            level 1 + level 2
+       total sum          level 1 + level 2
 
-   The order of additions depends on m alone, so the bits are the same however the batch is split
-   over ranks and gradient accumulation. All leaves of an element must therefore reach one rank
-   before any of these leaves are added: a bucket is divided into N pieces, one for each rank, and
-   each micro-batch's gradient goes through an all-to-all. For M leaves a rank has floor(log2 M) + 1
-   buffers of one piece each. The pieces of a shard belong to the ranks that hold replicas of this
-   shard. */
+   The order of additions depends only on the number of the leaves, so the bits are the same however
+   the batch is split over ranks and gradient accumulation. For this, one rank must receive all
+   leaves of an element before it adds them: a bucket is divided into N pieces, one for each rank,
+   and each micro-batch's gradient goes through an all-to-all. For M leaves a rank has
+   floor(log2 M) + 1 buffers, each the size of one piece. The pieces of a shard belong to the ranks
+   that hold replicas of this shard.
+
+   dt__grad_tree_segment returns the index of the piece that belongs to a rank of the data group. */
 static size_t dt__grad_tree_segment(const dt__zero_bucket *z, int rank) {
     int n = dt_comm_size(z->shard_group), replicas = dt_comm_size(z->replica_group);
     return replicas > 1 ? (size_t)(rank % n * replicas + rank / n) : (size_t)rank;
@@ -1388,7 +1424,7 @@ static dt_status dt__grad_tree_add(
     const void *sum = leaf;
     int level = 0;
     for (; before >> level & 1; level++) {
-        /* write the sum to a level that holds none */
+        /* write to level + 1 if that level is free, else to `level`, whose sum is being used up */
         void *out = dt__grad_tree_level(z, segment, before >> (level + 1) & 1 ? level : level + 1);
         const void *terms[2] = { dt__grad_tree_level(z, segment, level), sum };
         dt_reduce_args a = { .dtype = z->bucket->grad_dtype,
@@ -1406,8 +1442,8 @@ static dt_status dt__grad_tree_add(
                            segment * dt__zero_element_size(z));
 }
 
-/* Ends the tree: adds the levels of this rank's piece that still hold a sum, lowest level first,
-   then all-gathers the pieces of a shard. */
+/* Completes the tree of a bucket: adds the sums that are left in the levels of this rank's piece,
+   lowest level first, then all-gathers the pieces of each shard. */
 static dt_status dt__grad_tree_sum(
     dt_zero *zero, dt__zero_bucket *z, size_t segment, size_t leaves) {
     if (dt__zero_shards_grads(zero) && dt__zero_grad_shard_alloc(zero, z) != DT_OK)
@@ -1438,7 +1474,8 @@ static dt_status dt__grad_tree_sum(
         segment, z->bucket->grad_dtype);
 }
 
-/* Allocates, in the first step, the levels of this bucket and leaves for the largest bucket. */
+/* Allocates the levels of this bucket, and zero->leaves with the size of the largest bucket, unless
+   they exist. `leaves` is the number of leaves in a step. */
 static dt_status dt__grad_tree_alloc(
     dt_zero *zero, dt__zero_bucket *z, size_t segment, size_t leaves) {
     size_t n_levels = 0, max_bytes = 0;
@@ -1459,7 +1496,8 @@ static dt_status dt__grad_tree_alloc(
     return dt_error(zero->ctx);
 }
 
-/* All-to-all: fills zero->leaves with every rank's gradient of this rank's piece. */
+/* All-to-all: sends each rank its piece of `full`, this rank's gradient of the bucket. Fills
+   zero->leaves with every rank's gradient of this rank's piece. */
 static dt_status dt__grad_tree_exchange(
     dt_zero *zero, dt__zero_bucket *z, const char *full, size_t segment) {
     size_t bytes = segment * dt__zero_element_size(z);
@@ -1477,8 +1515,9 @@ static dt_status dt__grad_tree_exchange(
     return dt_error(zero->ctx);
 }
 
-/* Adds all ranks' gradients of a bucket, for one micro-batch, to the tree. The next micro-batch's
-   gradient starts from zero. */
+/* Adds all ranks' gradients of a bucket in one micro-batch to the tree. last: 1 if this is the last
+   micro-batch of the step; the tree is then completed. Otherwise the bucket's gradient starts from
+   zero in the next micro-batch. */
 static dt_status dt__grad_tree_reduce(dt_zero *zero, dt__zero_bucket *z, int last) {
     char *full = (char *)(z->micro_grad ? z->micro_grad : z->bucket->grad);
     size_t ranks = (size_t)dt_comm_size(z->data_group), segment = z->bucket->padded / ranks,
@@ -1500,7 +1539,7 @@ static dt_status dt__grad_tree_reduce(dt_zero *zero, dt__zero_bucket *z, int las
     return DT_OK;
 }
 
-/* Starts reducing a micro-batch of a pipeline stage. */
+/* Prepares the reductions of a pipeline stage's gradients of one micro-batch. */
 static void dt__zero_reduce_begin(dt_zero *zero, int stage) {
     zero->reducing_stage = stage;
     zero->next_bucket = zero->n_buckets - 1;
@@ -1514,9 +1553,9 @@ static void dt__zero_reduce_begin(dt_zero *zero, int stage) {
 static void dt__zero_free_gathered(dt_zero *zero, dt__zero_bucket *z);
 
 /* Gradient accumulation and overlap: called when a bucket's gradient of a micro-batch is complete.
-   Reduces buckets in descending order, because a backward usually completes them in this order. The
-   order is fixed, so that all ranks start the same reductions in the same order whatever their
-   data. */
+   last: 1 in the step's last micro-batch. Reduces buckets in descending order, because a backward
+   usually completes them in this order. The order is fixed, so that all ranks start the same
+   reductions in the same order, whatever their data. */
 static void dt__zero_on_grad_ready(dt_ctx *ctx, dt_bucket *bucket, int last, void *user) {
     enum { MAX_PENDING = 2 };
     dt_zero *zero = (dt_zero *)user;
@@ -1566,17 +1605,18 @@ static void dt__zero_on_grad_ready(dt_ctx *ctx, dt_bucket *bucket, int last, voi
        |  gather 2 ....> |  gather 3 .............> ...      prefetch: overlaps the compute
                   end of 1: free       end of 2: free
 
-   A micro-batch gathers each bucket once in the forward and once in the backward. A recomputed
-   block and its backward share one gather. With S bytes of parameters on N ranks, a step of m
-   micro-batches sends 2 m S (N-1)/N bytes. A backward in two halves gathers in each half.
-   Parameters read outside of blocks stay gathered until the end of the forward, and in the backward
-   until their gradient is complete. keep_gathered keeps every bucket until the update: a step then
-   sends S (N-1)/N bytes, and gathered parameters take S bytes of memory.
+   A micro-batch gathers each bucket once in the forward and once in the backward. The recomputation
+   of a block and its backward share one gather. With S bytes of parameters on N ranks, the gathers
+   of a step of m micro-batches send 2 m S (N-1)/N bytes per rank. A backward that is split into an
+   input half and a weight half gathers in each half. Parameters that are read outside of blocks
+   stay gathered until the end of the forward, and in the backward until their gradient is complete.
+   keep_gathered keeps every bucket gathered until the update: the gathers of a step then send
+   S (N-1)/N bytes per rank, and gathered parameters take S bytes of memory.
 
    Prefetch: each micro-batch records the order of its gathers, and the next micro-batch prefetches
-   in this order. Gathers of dt_read and similar calls are not recorded. Ranks that run the same ops
-   start the same gathers in the same order; dt_comm.h compares collective calls and so detects a
-   rank that runs other ops. */
+   in this order. Gathers of dt_read and other calls outside of ops are not recorded. Ranks that run
+   the same ops start the same gathers in the same order. A rank that runs other ops is detected,
+   because dt_comm.h compares the ranks' collective calls. */
 static dt_status dt__zero_gather_start(dt_zero *zero, dt__zero_bucket *z) {
     const dt_bucket *u = z->bucket;
     if ((!z->gathered && dt__params_read_start(zero, z) != DT_OK) ||
@@ -1609,7 +1649,8 @@ static void dt__zero_free_held(dt_zero *zero, int block) {
             dt__zero_free_gathered(zero, &zero->buckets[u]);
 }
 
-/* Rewinds the plans, and frees prefetched buckets that nothing read. */
+/* Sets every gather plan back to its first entry, and frees prefetched buckets that no op has
+   read. */
 static void dt__gather_plans_rewind(dt_zero *zero) {
     for (int i = 0; i < 3 * zero->n_stages; i++) zero->gather_plans[i].position = 0;
     for (int u = 0; u < zero->n_buckets; u++)
@@ -1617,9 +1658,10 @@ static void dt__gather_plans_rewind(dt_zero *zero) {
             dt__zero_free_gathered(zero, &zero->buckets[u]);
 }
 
-/* Records that a block reads a bucket, and advances the plan. Returns 0 if out of memory. */
+/* Records in the plan that a block reads a bucket, and advances the plan by one entry. Returns 1;
+   0 if out of memory. */
 static int dt__gather_plan_record(dt_zero *zero, dt__gather_plan *plan, int bucket, int block) {
-    /* the order differs from the previous micro-batch: forget the rest of that order */
+    /* if the order differs from the order of the previous micro-batch, drop the rest of the plan */
     if (plan->position < plan->n && plan->items[plan->position].bucket != bucket)
         plan->n = plan->position;
     if (plan->position == plan->n) {
@@ -1634,8 +1676,8 @@ static int dt__gather_plan_record(dt_zero *zero, dt__gather_plan *plan, int buck
     return 1;
 }
 
-/* Prefetch: starts the remaining gathers of this block and the gathers of the next block. Shards on
-   disk are read one block earlier. */
+/* Prefetch: starts the remaining gathers of `block` and the gathers of the next block. If shards
+   are on disk, also starts to read the shards of the block after the next. */
 static dt_status dt__zero_prefetch(dt_zero *zero, const dt__gather_plan *plan, int block) {
     int others = 0;
     for (int i = plan->position; i < plan->n; i++) {
@@ -1689,7 +1731,8 @@ static void dt__zero_on_enter(dt_ctx *ctx, const dt_event *event, void *user) {
 static void dt__zero_on_leave(dt_ctx *ctx, const dt_event *event, void *user) {
     dt_zero *zero = (dt_zero *)user;
     if (dt_error(ctx) != DT_OK) return;
-    /* keep the bucket: the backward of the recomputed block reads it next */
+    /* after a recomputation keep the block's buckets, because the block's backward reads them
+       next */
     int goes_back = event->phase == DT_FORWARD && dt_recomputing(ctx);
     if (!zero->desc.keep_gathered && !goes_back) dt__zero_free_held(zero, event->block);
     if (event->phase == DT_FORWARD || event->block != 0) return;
@@ -1706,15 +1749,15 @@ static void dt__zero_on_reset(dt_ctx *ctx, void *user) {
 
 // ==== 9. Gradient norm ==========================================================================
 
-/* Returns 1 if dt__norm_local_sums with this `on_disk` sums a bucket. One call sums the gradients
-   in memory, another call the gradients on disk. */
+/* Returns 1 if a call of dt__norm_local_sums with this value of on_disk includes the bucket: calls
+   with 0 sum the squares of gradients in memory, calls with 1 those of gradients on disk. */
 static int dt__norm_includes(const dt_zero *zero, const dt__zero_bucket *z, int on_disk) {
     return !z->bucket->frozen && dt__grad_on_disk(zero, z->bucket) == on_disk;
 }
 
-/* Sets zero->sums for buckets [first, end): the sum of squares of each 1,024 elements of this
+/* Sets zero->sums of the buckets [first, end): one sum of squares for each 1,024 elements of this
    rank's shards, and 0 for elements outside of these shards. The kernels write the sums to device
-   memory; one copy to the host moves all sums that are adjacent there. */
+   memory. Sums whose places in zero->sums are adjacent are copied to the host together. */
 static dt_status dt__norm_local_sums(dt_zero *zero, int first, int end, int on_disk) {
     dt_ctx *ctx = zero->ctx;
     size_t runs = 0, n = 0;
@@ -1739,7 +1782,7 @@ static dt_status dt__norm_local_sums(dt_zero *zero, int first, int end, int on_d
         const dt__zero_bucket *z = &zero->buckets[u];
         double *dest = zero->sums + z->sums_at + z->offset / DT_PIECE;
         if (!dt__norm_includes(zero, z, on_disk)) continue;
-        if (dest != to + n) { /* not adjacent: start another copy */
+        if (dest != to + n) { /* not adjacent to the previous sums: start a new copy */
             dt__move(ctx, to, from, n * sizeof *from);
             from += n;
             to = dest;
@@ -1748,15 +1791,15 @@ static dt_status dt__norm_local_sums(dt_zero *zero, int first, int end, int on_d
         n += z->count / DT_PIECE;
     }
     if (runs > 0) dt__move(ctx, to, from, n * sizeof *from);
-    /* sync after a failure too, so that no pending copy writes to the sums later */
+    /* sync after a failure too, so that no pending copy writes to zero->sums later */
     dt_status status = runs > 0 ? dt__sync(ctx) : DT_OK;
     return status == DT_OK ? dt_error(ctx) : status;
 }
 
-/* Sets zero->sums of all buckets on all ranks of the shard group. At stage 0 every rank computes
-   all sums. At other stages one rank computes each sum and the other ranks add 0, which changes no
-   bit, so every stage gets the same bits. The squares of gradients on disk were summed before these
-   gradients were written. */
+/* Sets zero->sums of all buckets to the same values on all ranks of the shard group. At stage 0
+   every rank computes all sums. At other stages one rank computes each sum and the other ranks add
+   0, which changes no bit, so the bits are the same at every stage. For gradients on disk,
+   zero->sums was set before the gradients were written. */
 static dt_status dt__norm_square_sums(dt_zero *zero) {
     if (dt__norm_local_sums(zero, 0, zero->n_buckets, 0) != DT_OK) return dt_error(zero->ctx);
     if (dt__onebit_frozen(zero)) return dt__onebit_square_sums(zero);
@@ -1764,9 +1807,10 @@ static dt_status dt__norm_square_sums(dt_zero *zero) {
     return dt__norm_sum_kinds(zero, zero->groups[DT__DENSE].shard, zero->groups[DT__EXPERTS].shard);
 }
 
-/* Adds each bucket's sum over the groups that shard its parameters, so that each logical element
-   counts once: shards are summed over tp, replicas are not summed, and of tied copies only the
-   first counts. Each bucket and group takes one collective, in the same order on every rank. */
+/* Sums each entry of zero->bucket_sums over the groups that shard the bucket's parameters, for
+   example tp. Each element of the full model must count once: so replicas are not summed, and of
+   several tied copies only the first counts. There is one collective for each bucket and group, in
+   the same order on every rank. */
 static dt_status dt__norm_sum_shards(dt_zero *zero) {
     for (int u = 0; u < zero->n_buckets; u++) {
         const dt__zero_bucket *z = &zero->buckets[u];
@@ -1780,9 +1824,10 @@ static dt_status dt__norm_sum_shards(dt_zero *zero) {
     return DT_OK;
 }
 
-/* Sets zero->bucket_sums: each bucket's sums, added in ascending order. An addition depends on the
-   previous addition of the same bucket, so four lanes add four buckets at once to hide the latency.
-   A lane without a bucket repeats another lane's additions and discards the result. */
+/* Sets zero->bucket_sums: adds the entries of zero->sums of each bucket in ascending order. Each
+   addition needs the result of the previous addition for the same bucket. To hide the latency, four
+   buckets are added at once, each in one lane. A lane without a bucket repeats another lane's
+   additions and discards the result. */
 static void dt__norm_bucket_sums(dt_zero *zero) {
     enum { LANES = 4 };
     const double *next_sum[LANES];
@@ -1813,10 +1858,10 @@ static void dt__norm_bucket_sums(dt_zero *zero) {
     }
 }
 
-/* Gradient norm: the 2-norm of the (scaled) gradients; infinite or NaN if an element is infinite or
-   NaN. Each bucket's sum comes from the pipeline stage that holds the bucket. The sums are added in
-   the order in which a single rank would hold the buckets, so the bits do not depend on the number
-   of pipeline stages. */
+/* Gradient norm. Sets *norm to the 2-norm of the gradients, which still contain the loss scale. The
+   norm is infinite or NaN if an element is infinite or NaN. Each bucket's sum comes from the
+   pipeline stage that holds the bucket. The sums are added in the order of pipeline_index, so the
+   bits do not depend on the number of pipeline stages. */
 static dt_status dt__grad_norm(dt_zero *zero, double *norm) {
     double total = 0;
     if (dt__norm_square_sums(zero) != DT_OK) return dt_error(zero->ctx);
@@ -1830,14 +1875,15 @@ static dt_status dt__grad_norm(dt_zero *zero, double *norm) {
     return DT_OK;
 }
 
-/* The first gradient that is not finite, or whose square is not finite. */
+/* The first element of the gradients that is not finite, or whose square is not finite. */
 typedef struct dt__bad_grad {
     int rank;              /* world rank; -1 if only the sum of all squares overflows */
     int param;             /* index of the parameter */
-    double element, value; /* element: index in the local slice of `rank` */
+    double element, value; /* element: its index in the parameter's local slice on rank `rank` */
 } dt__bad_grad;
 
-/* Finds the bad element in one piece of this rank's shard. */
+/* Sets *fault to the first bad element of a piece, in this rank's shard. A piece has 1,024
+   elements; `piece` counts pieces from the start of the bucket. */
 static dt_status dt__bad_grad_locate(
     dt_zero *zero, dt__zero_bucket *z, size_t piece, dt__bad_grad *fault) {
     double copy[DT_PIECE]; /* f32 or f64 */
@@ -1846,7 +1892,7 @@ static dt_status dt__bad_grad_locate(
         return dt_error(zero->ctx);
     while (bad < DT_PIECE && isfinite(dt__number(z->bucket->grad_dtype, copy, bad))) bad++;
     for (size_t i = 0, largest = 0; bad == DT_PIECE && i <= DT_PIECE;
-         i++) { /* all are finite: find the largest, whose square is not */
+         i++) { /* if all are finite, find the largest: its square is not finite */
         if (i == DT_PIECE)
             bad = largest;
         else if (fabs(dt__number(z->bucket->grad_dtype, copy, i)) >
@@ -1865,7 +1911,8 @@ static dt_status dt__bad_grad_locate(
     return DT_OK;
 }
 
-/* Finds the first rank that has a bad gradient, and tells every rank. */
+/* Sets *fault on every rank to the bad element of the first rank that has one. `rank` is -1 if no
+   rank has one. */
 static dt_status dt__bad_grad_find(dt_zero *zero, dt__bad_grad *fault) {
     enum { EACH = 4 };
     dt_comm *world = zero->mesh.world;
@@ -1886,7 +1933,7 @@ static dt_status dt__bad_grad_find(dt_zero *zero, dt__bad_grad *fault) {
     double *all = (double *)dt_alloc(zero->ctx, DT_MEM_HOST, bytes, "the first bad gradient");
     if (!all) return dt_error(zero->ctx);
     memset(all, 0, bytes);
-    /* send a code for the value: doubles are summed, and a sum with a NaN would be a NaN */
+    /* send a code, not the value: the ranks' arrays are summed, and a NaN would spoil the sum */
     double code = isnan(fault->value) ? 1 : isfinite(fault->value) ? 4 : fault->value > 0 ? 2 : 3;
     double mine[EACH] = { fault->rank + 1.0, (double)fault->param, fault->element, code };
     memcpy(all + EACH * rank, mine, sizeof mine);
@@ -1925,8 +1972,9 @@ static dt__bad_grad_line dt__bad_grad_text(const dt_zero *zero, const dt__bad_gr
     return line;
 }
 
-/* Fails because the norm is not finite and there is no loss scale. The rank that holds the bad
-   element fails; the other ranks learn of the failure from that rank. */
+/* Fails the run, because the gradient norm is not finite and there is no loss scale. The rank that
+   holds the bad element fails; the other ranks wait in a barrier until they learn of that rank's
+   failure. */
 static dt_status dt__bad_grad_fail(dt_zero *zero, const dt__bad_grad *fault, double norm) {
     if (fault->rank >= 0 && fault->rank != dt_ctx_rank(zero->ctx))
         return dt_barrier(zero->mesh.world);
@@ -1953,7 +2001,8 @@ static void dt__scale_begin(dt_zero *zero) {
         const dt_tensor *t = dt_param_get(zero->ctx, i);
         f16 += t->dtype == DT_F16 && t->needs_grad;
     }
-    /* the last pipeline stage scales the loss, even if only other stages have f16 parameters */
+    /* summed over all ranks, because the last pipeline stage must scale the loss even if only other
+       stages have f16 parameters */
     dt_sum_doubles(zero->mesh.world, &f16, 1);
     if (zero->desc.loss_scale == 0 && f16 > 0) zero->desc.loss_scale = DT_SCALE_DYNAMIC;
     if (d->init == 0) d->init = 65536;
@@ -1977,10 +2026,12 @@ static void dt__scale_good(dt_zero *zero) {
 }
 
 /* Loss scaling: skips a step whose gradients are not finite, and lowers the scale. Every rank calls
-   dt__scale_skip and dt__scale_good with the same values, so all scales stay equal:
+   dt__scale_skip and dt__scale_good with the same values, so the scales of all ranks stay equal:
 
-       skip:   if hysteresis_left > 1, decrement it; else scale = max(scale * backoff, min_scale)
-       good:   after `interval` good steps in a row, scale *= growth and hysteresis_left is reset */
+       dt__scale_skip   if hysteresis_left > 1, decrements hysteresis_left;
+                        else scale = max(scale * backoff, min_scale)
+       dt__scale_good   after `interval` steps in a row that were not skipped: scale *= growth,
+                        hysteresis_left = hysteresis */
 static dt_status dt__scale_skip(dt_zero *zero, const dt__bad_grad *fault) {
     const dt_scale_desc *d = &zero->desc.scale;
     double before = zero->loss_scale, lower = zero->loss_scale * d->backoff;
@@ -2008,23 +2059,23 @@ static dt_status dt__scale_skip(dt_zero *zero, const dt__bad_grad *fault) {
 
 // ==== 11. Optimizer update ======================================================================
 
-/* Consecutive elements of this rank's shard of a bucket. The arrays begin with the first of these
+/* Consecutive elements of this rank's shard of a bucket. Each array begins at the first of these
    elements. */
 typedef struct dt__update_span {
-    size_t offset, count; /* elements of the bucket */
+    size_t offset, count; /* range of elements of the bucket */
     void *grad, *state[2];
     void *master; /* NULL without master weights: the update then changes `values` directly */
     void *values;
 } dt__update_span;
 
-/* Runs an update kernel where the state is: on the device, or on the CPU where the state is
-   offloaded. */
+/* Runs an update kernel on the device, or on the CPU if the optimizer state is offloaded. `what` is
+   a text for messages, `k` the name of the kernel in dt_kernels. */
 #define DT__UPDATE(zero, what, k, args) \
     dt__kernel_done((zero)->ctx, (what), NULL, #k, \
         (zero)->update_kernels->k ? (zero)->update_kernels->k((args), (zero)->update_stream) \
                                   : DT_ERR_UNSUPPORTED)
 
-/* Updates of a bucket's parameters that are launched together. */
+/* Batch of updates: adamw updates of a bucket's parameters that are launched together. */
 enum { DT__UPDATE_BATCH = 32 };
 typedef struct dt__update_batch {
     int n;
@@ -2039,8 +2090,9 @@ static dt_status dt__update_batch_flush(dt_zero *zero, dt__update_batch *updates
     return waited ? DT__UPDATE(zero, updates->name, adamw, updates->adamw) : dt_error(zero->ctx);
 }
 
-/* Updates one parameter; AdamW and Adam updates are added to the batch. `narrow` receives the
-   result rounded to the parameter's type; NULL if f->param has the parameter's type. */
+/* Updates one parameter. An update by AdamW or Adam is only added to the batch, which
+   dt__update_batch_flush launches. `narrow` receives the result rounded to the parameter's type;
+   NULL if f->param already has the parameter's type. */
 static dt_status dt__zero_update_param(
     dt_zero *zero, dt__update_batch *batch, const dt_update_args *f, void *narrow) {
     const dt_zero_desc *d = &zero->desc;
