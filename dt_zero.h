@@ -2136,7 +2136,7 @@ static dt_status dt__zero_update_param(
             .model_param = narrow };
         return DT__UPDATE(zero, f->tensor->name, frozen_adam, &a);
     }
-    /* 1-bit Adam has no bias correction: INT64_MAX turns it off */
+    /* INT64_MAX turns the bias correction off, because 1-bit Adam has none */
     int64_t step = d->optimizer == DT_ONEBIT_ADAM ? INT64_MAX : f->step;
     dt_adamw_args a = { .dtype = type,
         .param = f->param,
@@ -2159,7 +2159,7 @@ static dt_status dt__zero_update_param(
     return batch->n == DT__UPDATE_BATCH ? dt__update_batch_flush(zero, batch) : dt_error(zero->ctx);
 }
 
-/* Updates each parameter's elements within the span. */
+/* Updates the elements of the span, parameter by parameter. */
 static dt_status dt__zero_update_span(
     dt_zero *zero, dt__zero_bucket *z, const dt__update_span *s, double lr, double grad_scale) {
     const dt_bucket *u = z->bucket;
@@ -2174,7 +2174,7 @@ static dt_status dt__zero_update_span(
         size_t to = p->offset + p->count < end ? p->offset + p->count : end, at = from - s->offset;
         if (from >= to) continue;
         int decays = p->full.nd >= 2 && !p->desc.no_decay;
-        /* NULL: only the master is updated */
+        /* NULL if only the master weights are updated */
         char *value = s->values ? (char *)s->values + at * narrow_size : NULL;
         void *updated = s->master ? (char *)s->master + at * size : value;
         dt_update_args f = { .ctx = zero->ctx,
@@ -2196,7 +2196,7 @@ static dt_status dt__zero_update_span(
 }
 
 /* Mixed precision with master weights (arXiv:1710.03740): updates this rank's shard of a bucket.
-   The update changes the f32 master, and rounds it to the 16-bit parameter:
+   The update changes the f32 master weight, and rounds the result to the 16-bit parameter:
 
        grad f32 --> master f32, m, v --> round --> parameter bf16 or f16 */
 static dt_status dt__zero_update_bucket(
@@ -2213,7 +2213,8 @@ static dt_status dt__zero_update_bucket(
         .out = z->master,
         .in = shard.values,
         .count = z->count };
-    /* master weights are copied at the first step, so that parameters may be loaded until then */
+    /* the first step copies the parameters to the master weights, so the program can load
+       parameters before the first step */
     if (z->master && zero->step == 0 &&
         DT__KERNEL(zero->ctx, "master parameters", cast, &widen) != DT_OK)
         return dt_error(zero->ctx);
@@ -2222,8 +2223,8 @@ static dt_status dt__zero_update_bucket(
 
 static dt_status dt__offload_update(dt_zero *zero, double lr, double grad_scale);
 
-/* Updates all buckets; ZeRO-1 and ZeRO-2 then all-gather a bucket's parameters while the next
-   bucket is updated. */
+/* Updates all buckets. ZeRO-1 and ZeRO-2 all-gather each bucket's parameters while the next bucket
+   is updated. */
 static dt_status dt__zero_update_all(dt_zero *zero, double lr, double grad_scale) {
     int streams = dt__zero_offloads(zero);
     if (streams && dt__offload_update(zero, lr, grad_scale) != DT_OK) return dt_error(zero->ctx);
@@ -2248,29 +2249,32 @@ static dt_status dt__zero_update_all(dt_zero *zero, double lr, double grad_scale
 
 /* CPU offload and NVMe offload ("ZeRO-Infinity", S. Rajbhandari et al., arXiv:2104.07857):
    optimizer state, and at stage 3 the parameters, are in host memory or in a file. The update runs
-   on the CPU, one chunk of a rank's shard at a time, as a pipeline over three sets of buffers:
+   on the CPU, one chunk of a rank's shard at a time. Three sets of buffers let one chunk be read,
+   one be updated and one be written at the same time:
 
        time ->
        read      chunk 0   chunk 1   chunk 2   chunk 3
        update              chunk 0   chunk 1   chunk 2   chunk 3
        write                         chunk 0   chunk 1   chunk 2   chunk 3
 
-   One thread reads and writes the file. The thread calls only the io table, and copies through a
-   private buffer, so that a thread that hangs in a disk access touches no freed memory.
+   One thread per rank reads and writes the file. It calls only functions of the io table, and
+   copies through a buffer of its own, so that a thread that hangs in a disk access touches no freed
+   memory.
 
    The file has two slots. A step reads one slot and writes the other slot. The slots swap only
    after every rank has written all of its chunks, so a step that fails on one rank changes no
    rank's data. For the same reason parameters in memory change last: the updated parameters of a
-   chunk overwrite the chunk's gradient, which is no longer needed, and are copied from there after
-   every rank has succeeded. State in host memory is updated in place: if the parameters are on
-   disk, a failed step leaves the parameters unchanged, but the state is lost.
+   chunk overwrite the chunk's gradient, which is no longer needed; after every rank has succeeded,
+   the gradient's memory is copied to the parameters. Optimizer state in host memory is updated in
+   place: after a failed step such state is lost, although parameters on disk are unchanged.
 
-   If both state and parameters are in the file, the gradients are there too, after the two slots.
-   A shard of a bucket's gradient is written after a micro-batch has been reduced, read to add the
-   next micro-batch, and read chunk by chunk in the update.
+   If both the optimizer state and the parameters are in the file, the gradients are in the file
+   too, after the two slots. This rank's shard of a bucket's gradient is written when the gradient
+   of a micro-batch has been reduced. It is read to add the next micro-batch's gradient, and read
+   chunk by chunk in the update.
 
-   Written data is dropped from the page cache. The file is unlinked as soon as it is open, so it
-   disappears when the process ends, even if the process is killed. */
+   Written data is dropped from the page cache. The file is unlinked directly after it is opened, so
+   it disappears when the process ends, even if the process is killed. */
 
 enum { DT__DISK_BUFFER = 1 << 18, DT__DISK_PATH = 1024, DT__DISK_NAMES = 1000 };
 
@@ -2278,11 +2282,11 @@ struct dt__disk {
     dt_io io;
     int fd, slot;
     int64_t slot_bytes;
-    /* longest wait for a transfer; slightly below the ranks' timeout */
+    /* longest wait for a transfer, in seconds; slightly less than dt_run_desc.timeout_s */
     double timeout_s;
     pthread_t thread;
-    /* abandoned and ended are guarded by the lock: if `abandoned` is set before `ended`, the thread
-       closes the file; else dt__disk_close does */
+    /* `lock` guards abandoned and ended. If `abandoned` is set before `ended`, the thread closes
+       the file; otherwise dt__disk_close closes it */
     int has_thread, stop, abandoned, ended;
     pthread_mutex_t lock;
     pthread_cond_t wake;
@@ -2291,8 +2295,8 @@ struct dt__disk {
     char buffer[DT__DISK_BUFFER];
 };
 
-/* Transfers at most one buffer from or to d->buffer. Returns the number of bytes, or -1 on failure;
-   *error is then the errno, or 0 if the io table set no errno. */
+/* Transfers at most `bytes` bytes between d->buffer and the file. Returns the number of bytes
+   transferred, or -1 on failure; *error is then errno, or 0 if the io table set no errno. */
 static int64_t dt__disk_transfer_once(
     dt__disk *d, int write, size_t bytes, int64_t offset, int *error) {
     const dt_io *io = &d->io;
@@ -2306,8 +2310,8 @@ static int64_t dt__disk_transfer_once(
     }
 }
 
-/* Runs one job. The caller holds the lock, which is released during each transfer. Once the disk is
-   abandoned, the job and its memory must not be touched. */
+/* Runs one job. The caller holds the lock, and the function releases the lock during each transfer.
+   After the disk has been abandoned, the function touches neither the job nor the job's memory. */
 static void dt__disk_transfer(dt__disk *d, dt__disk_job *job) {
     const dt__disk_job mine = *job;
     int64_t done = 0, n = 0, total = (int64_t)mine.bytes;
@@ -2367,7 +2371,7 @@ static void dt__disk_start(dt__disk *d, dt__disk_job *job, int write, void *at, 
         .offset = offset,
         .what = what,
         .device = job->device };
-    if (!d->has_thread) return; /* a dry run */
+    if (!d->has_thread) return; /* in a dry run */
     *job = fresh;
     pthread_mutex_lock(&d->lock);
     if (d->last)
@@ -2379,8 +2383,8 @@ static void dt__disk_start(dt__disk *d, dt__disk_job *job, int write, void *at, 
     pthread_mutex_unlock(&d->lock);
 }
 
-/* Starts a transfer to or from a bucket's memory. Device memory is transferred through a host copy,
-   which dt__disk_end frees. */
+/* Starts a transfer to or from a bucket's memory. Device memory is transferred through a copy in
+   host memory, which dt__disk_end frees. */
 static dt_status dt__disk_begin(dt_zero *zero, dt__disk_job *job, int write, void *at, size_t bytes,
     int64_t offset, const char *what) {
     dt_ctx *ctx = zero->ctx;
@@ -2403,15 +2407,15 @@ static void dt__disk_end(dt_zero *zero, dt__disk_job *job, int arrived) {
     job->device = NULL;
 }
 
-/* Abandons the disk. If its thread has not ended, the thread owns *d from now on. */
+/* Abandons the disk: if its thread has not ended, only the thread may use *d from now on. */
 static void dt__disk_abandon(dt__disk *d) {
     pthread_mutex_lock(&d->lock);
     d->abandoned = !d->ended;
     pthread_mutex_unlock(&d->lock);
 }
 
-/* Waits for a transfer, if one was started. If the disk does not answer, this wait fails slightly
-   before other ranks time out, so that the error text names the disk. */
+/* Waits for the job's transfer, if one was started. If the disk does not answer, this wait fails
+   slightly before other ranks' waits time out, so that the error text names the disk. */
 static dt_status dt__disk_wait(dt_zero *zero, dt__disk_job *job) {
     dt__disk *d = zero->disk;
     const dt_host *host = dt_ctx_host(zero->ctx);
@@ -2439,7 +2443,7 @@ static dt_status dt__disk_wait(dt_zero *zero, dt__disk_job *job) {
                      : "the file has become shorter");
 }
 
-/* Waits for the job's previous transfer, then starts a transfer and waits for it. */
+/* Waits for the job's previous transfer, then starts a new transfer and waits for its end. */
 static dt_status dt__disk_transfer_now(dt_zero *zero, dt__disk_job *job, int write, void *at,
     size_t bytes, int64_t offset, const char *what) {
     if (dt__disk_wait(zero, job) != DT_OK) return dt_error(zero->ctx);
@@ -2447,8 +2451,8 @@ static dt_status dt__disk_transfer_now(dt_zero *zero, dt__disk_job *job, int wri
     return dt__disk_wait(zero, job);
 }
 
-/* Seconds that a disk may take to answer: less than the ranks' timeout, because otherwise the other
-   ranks would end the run before this rank can name the disk. */
+/* Returns how many seconds a transfer may take. The result is less than the ranks' timeout, because
+   otherwise the other ranks would end the run before this rank can name the disk. */
 static double dt__disk_timeout(const dt_ctx *ctx) {
     return 0.8 * (dt__world_of(ctx) ? dt__world_of(ctx)->shared->timeout_s : 120);
 }
@@ -2465,13 +2469,14 @@ static int dt__grads_on_disk(const dt_zero *zero) {
     return dt__on_disk(zero->desc.offload_optim) && dt__on_disk(zero->desc.offload_params) &&
            !zero->desc.tree;
 }
-/* Tied gradients stay in memory, because another pipeline stage adds to them at the end of the
-   step. */
+/* Returns 1 if a bucket's gradient is on disk. Tied gradients stay in memory, because another
+   pipeline stage adds to them at the end of the step. */
 static int dt__grad_on_disk(const dt_zero *zero, const dt_bucket *bucket) {
     return dt__grads_on_disk(zero) && !bucket->frozen && !dt__tied_group(zero, bucket);
 }
 
-/* Bytes of a bucket's array in the file; 0 if the array is not in the file. */
+/* Returns the bytes of one array of a bucket in the file; 0 if the array is not in the file.
+   `array` is an index from DT__STATE_0 to DT__GRAD. */
 static size_t dt__disk_array_bytes(const dt_zero *zero, const dt_bucket *bucket, int array) {
     size_t count = bucket->padded / (size_t)dt__zero_shards(zero, bucket);
     int state = dt__on_disk(zero->desc.offload_optim) && !bucket->frozen;
@@ -2484,8 +2489,8 @@ static size_t dt__disk_array_bytes(const dt_zero *zero, const dt_bucket *bucket,
     return state && array < zero->states ? count * dt_dtype_size(bucket->grad_dtype) : 0;
 }
 
-/* Offset in a slot of an array of bucket u. With u = n_buckets and array 0, this is the size of a
-   slot. */
+/* Returns the offset of an array of bucket u from the start of a slot. With u = n_buckets and
+   array = 0, the result is the size of a slot. */
 static int64_t dt__disk_slot_offset(const dt_zero *zero, int u, int array) {
     size_t at = 0;
     for (int i = 0; i <= u && i < dt_bucket_count(zero->ctx); i++)
@@ -2494,8 +2499,8 @@ static int64_t dt__disk_slot_offset(const dt_zero *zero, int u, int array) {
     return (int64_t)at;
 }
 
-/* Offset in the file of an array of bucket u in a slot. Frozen parameters stay in the first slot;
-   gradients come after both slots. */
+/* Returns the offset in the file of an array of bucket u, in the given slot. Frozen parameters are
+   always in slot 0; gradients are after both slots. */
 static int64_t dt__disk_offset(const dt_zero *zero, int u, int array, int slot) {
     const dt_bucket *bucket = dt_bucket_get(zero->ctx, u);
     int64_t at = 2 * zero->disk->slot_bytes;
@@ -2532,7 +2537,7 @@ static dt_status dt__disk_open(dt_zero *zero) {
                 "dt_zero_make: offload to %.60s...: a path of at "
                 "most %zu bytes is needed",
                 folder, sizeof d->path - 1);
-        if (dt__is_dry_run(zero)) return DT_OK; /* allocates the same memory, opens no file */
+        if (dt__is_dry_run(zero)) return DT_OK; /* the memory is allocated; no file is needed */
         errno = 0;
         d->fd = d->io.open(d->io.user, d->path, DT_IO_PRIVATE);
         if (d->fd < 0 && errno != EEXIST) break;
@@ -2544,7 +2549,7 @@ static dt_status dt__disk_open(dt_zero *zero) {
     if (d->io.remove(d->io.user, d->path) != 0)
         return dt_fail(
             ctx, DT_ERR_IO, "dt_zero_make: offload to %s: remove: %s", d->path, dt__io_reason());
-    errno = 0; /* resize fills the file with zeros, the initial state */
+    errno = 0; /* resize fills the file with zeros: optimizer state starts at zero */
     if (d->io.resize(d->io.user, d->fd, bytes) != 0)
         return dt_fail(ctx, DT_ERR_IO, "%s: making room for %lld bytes: %s", d->path,
             (long long)bytes, dt__io_reason());
@@ -2555,7 +2560,8 @@ static dt_status dt__disk_open(dt_zero *zero) {
                          : dt_fail(ctx, DT_ERR_MEM, "%s: no thread to read and write it", d->path);
 }
 
-/* Asks the thread to end, and waits for at most timeout_s. Returns 1 if the thread has ended. */
+/* Asks the thread to end, and waits at most timeout_s seconds. Returns 1 if the thread has ended;
+   otherwise abandons the disk and returns 0. */
 static int dt__disk_stop(dt_zero *zero) {
     dt__disk *d = zero->disk;
     const dt_host *host = dt_ctx_host(zero->ctx);
@@ -2579,8 +2585,8 @@ static int dt__disk_stop(dt_zero *zero) {
     return !d->abandoned;
 }
 
-/* Frees the disk. A thread that hangs in a disk access is abandoned: *d is then not freed, because
-   the thread still uses it, and the thread closes the file. */
+/* Frees the disk. If the thread hangs in a disk access, the thread is abandoned: *d is not freed,
+   because the thread still uses *d, and the thread closes the file itself. */
 static void dt__disk_close(dt_zero *zero) {
     dt_ctx *ctx = zero->ctx;
     dt__disk *d = zero->disk;
@@ -2629,7 +2635,8 @@ static dt_status dt__chunks_make(dt_zero *zero) {
 
 /* ---- offloaded parameters ---- */
 
-/* Stores this rank's shard of the parameters from the memory at `shard`. */
+/* Stores the values at `shard` as this rank's shard of the bucket's parameters: on disk, in host
+   memory or on the device. */
 static dt_status dt__params_store(
     dt_zero *zero, dt__zero_bucket *z, dt_bucket *bucket, void *shard) {
     size_t bytes = bucket->shard_count * dt_dtype_size(bucket->dtype);
@@ -2648,8 +2655,8 @@ static dt_status dt__params_store(
     return z->host_shard ? dt__move(zero->ctx, z->host_shard, shard, bytes) : dt_error(zero->ctx);
 }
 
-/* Acquires a buffer for a bucket's gathered parameters, and starts to read this rank's shard into
-   the buffer. */
+/* Acquires a buffer for a bucket's gathered parameters. If the parameters are offloaded, also
+   starts to read this rank's shard into the buffer. */
 static dt_status dt__params_read_start(dt_zero *zero, dt__zero_bucket *z) {
     const dt_bucket *u = z->bucket;
     size_t size = dt_dtype_size(u->dtype);
@@ -2663,7 +2670,8 @@ static dt_status dt__params_read_start(dt_zero *zero, dt__zero_bucket *z) {
     return dt_error(zero->ctx);
 }
 
-/* Copies some bytes of this rank's shard to host memory. */
+/* Copies `bytes` bytes of this rank's shard of the parameters, from byte `at` on, to host
+   memory. */
 static dt_status dt__params_copy_out(
     dt_zero *zero, const dt_bucket *bucket, size_t at, void *host, size_t bytes) {
     dt__zero_bucket *z = &zero->buckets[bucket->index];
@@ -2677,8 +2685,8 @@ static dt_status dt__params_copy_out(
 
 /* ---- gradients on disk ---- */
 
-/* Acquires a buffer for a bucket's gradient shard, and starts to read the sum of earlier
-   micro-batches into the buffer. */
+/* Acquires a buffer for this rank's shard of a bucket's gradient. If there were earlier
+   micro-batches, also starts to read their sum into the buffer. */
 static dt_status dt__grads_read_start(dt_zero *zero, dt__zero_bucket *z) {
     size_t bytes = z->count * dt__zero_element_size(z);
     z->grad_shard = dt__bucket_buffer_acquire(zero->ctx, bytes);
@@ -2688,7 +2696,8 @@ static dt_status dt__grads_read_start(dt_zero *zero, dt__zero_bucket *z) {
     return dt_error(zero->ctx);
 }
 
-/* Waits for the pending write of a gradient, if any, and releases the gradient's buffer. */
+/* If a gradient is being written to disk, waits for this write and releases the gradient's
+   buffer. */
 static dt_status dt__grads_write_end(dt_zero *zero) {
     if (!dt__grads_on_disk(zero) || zero->storing_bucket < 0) return dt_error(zero->ctx);
     dt__zero_bucket *z = &zero->buckets[zero->storing_bucket];
@@ -2699,9 +2708,10 @@ static dt_status dt__grads_write_end(dt_zero *zero) {
     return DT_OK;
 }
 
-/* Starts to write a gradient shard, after a micro-batch was added to the shard. The write overlaps
-   the reduction of the next bucket. After the last micro-batch the shard is first summed over
-   replicas and gradient placements, and its sums of squares are computed for the norm. */
+/* Starts to write this rank's shard of a bucket's gradient, after a micro-batch was added to the
+   shard. The write overlaps the reduction of the next bucket. After the last micro-batch the shard
+   is first summed over replicas and over the groups of gradient placements, and the sums of squares
+   for the gradient norm are computed. */
 static dt_status dt__grads_write_start(dt_zero *zero, dt__zero_bucket *z) {
     int last = zero->ctx->micro == zero->ctx->micro_count - 1, u = z->bucket->index;
     if (last) dt__reduce_replicas_start(z);
@@ -2715,7 +2725,8 @@ static dt_status dt__grads_write_start(dt_zero *zero, dt__zero_bucket *z) {
     return dt_error(zero->ctx);
 }
 
-/* Copies elements of this rank's shard of the step's gradient to host memory. */
+/* Copies `count` elements of this rank's shard of the step's gradient, from `element` on, to host
+   memory. */
 static dt_status dt__grads_copy_out(
     dt_zero *zero, dt__zero_bucket *z, size_t element, void *host, size_t count) {
     size_t bytes = count * dt__zero_element_size(z), at = element * dt__zero_element_size(z);
@@ -2729,7 +2740,8 @@ static dt_status dt__grads_copy_out(
 
 /* ---- the offloaded update ---- */
 
-/* Sets s to the chunk after `before`. Returns 0 if `before` was the last chunk. */
+/* Sets s to the chunk after `before`, or to the first chunk if `before` is NULL. Returns 1; 0 if
+   there is no further chunk. */
 static int dt__chunk_next(
     const dt_zero *zero, dt__offload_chunk *s, const dt__offload_chunk *before) {
     if (zero->n_buckets == 0) return 0; /* a pipeline stage without parameters */
@@ -2753,8 +2765,9 @@ static dt_status dt__chunk_wait(dt_zero *zero, dt__offload_chunk *s) {
     return DT_OK;
 }
 
-/* Starts to read or to write a chunk's arrays. The first step makes the master weights from the
-   parameters, and so reads the parameters only; later steps read the master weights only. */
+/* Starts to read or to write those arrays of a chunk that are on disk. If the bucket has master
+   weights, the first step makes them from the parameters, so it does not read the master weights;
+   later steps do not read the parameters. */
 static void dt__chunk_transfer(dt_zero *zero, dt__offload_chunk *s, int write) {
     static const char *const names[] = { "optimizer state", "optimizer state", "master parameters",
         "values", "gradients" };
@@ -2772,7 +2785,7 @@ static void dt__chunk_transfer(dt_zero *zero, dt__offload_chunk *s, int write) {
     }
 }
 
-/* Updates one chunk, in host memory. */
+/* Updates one chunk on the CPU. */
 static dt_status dt__chunk_update(
     dt_zero *zero, dt__offload_chunk *s, double lr, double grad_scale) {
     dt_ctx *ctx = zero->ctx;
@@ -2813,10 +2826,11 @@ static dt_status dt__chunk_update(
         return dt_error(ctx);
     if (dt__move(ctx, grad, master ? span.master : s->buf[DT__PARAMS], bytes) != DT_OK)
         return dt_error(ctx);
-    return dt__sync(ctx); /* before the buffers are used for another chunk */
+    return dt__sync(ctx); /* because the buffers may next be used for another chunk */
 }
 
-/* Copies the updated parameters from the gradient's memory to the parameters. */
+/* Copies the updated parameters from the gradient's memory, where dt__chunk_update has put them, to
+   the parameters. */
 static dt_status dt__offload_commit(dt_zero *zero, dt__zero_bucket *z) {
     dt_ctx *ctx = zero->ctx;
     const dt_bucket *u = z->bucket;
@@ -2825,7 +2839,7 @@ static dt_status dt__offload_commit(dt_zero *zero, dt__zero_bucket *z) {
     for (size_t at = 0, n; at < z->count; at += n) {
         char *from = (char *)dt__zero_grad_shard(z) + at * size,
              *to = (char *)dt__zero_param_shard(z) + at * narrow;
-        /* the gradient is in device memory and the shard in host memory: cast on the host */
+        /* if the shard is in host memory and a cast is needed, the CPU casts from a host copy */
         void *host = z->host_shard && size != narrow ? zero->chunks[0].buf[DT__GRAD] : NULL;
         n = z->count - at < zero->chunk_elements ? z->count - at : zero->chunk_elements;
         if (host && (dt__move(ctx, host, from, n * size) != DT_OK || dt__sync(ctx) != DT_OK))
@@ -2850,7 +2864,7 @@ static dt_status dt__offload_update(dt_zero *zero, double lr, double grad_scale)
     if (more) dt__chunk_transfer(zero, now, 0);
     for (int k = 1; more; k++) {
         dt__offload_chunk *next = &zero->chunks[k % DT__OFFLOAD_CHUNKS];
-        /* wait until the chunk that last used these buffers is in the file */
+        /* wait until the chunk that used these buffers before is in the file */
         if (dt__chunk_wait(zero, next) != DT_OK) return dt_error(zero->ctx);
         more = dt__chunk_next(zero, next, now);
         if (more) dt__chunk_transfer(zero, next, 0);
@@ -2862,7 +2876,7 @@ static dt_status dt__offload_update(dt_zero *zero, double lr, double grad_scale)
     }
     for (int s = 0; s < DT__OFFLOAD_CHUNKS; s++)
         if (dt__chunk_wait(zero, &zero->chunks[s]) != DT_OK) return dt_error(zero->ctx);
-    /* all ranks have written all of their chunks */
+    /* after this barrier, all ranks have written all of their chunks */
     if (dt_barrier(zero->mesh.world) != DT_OK) return dt_error(zero->ctx);
     for (int u = 0; u < zero->n_buckets; u++)
         if (dt__offload_commit(zero, &zero->buckets[u]) != DT_OK) return dt_error(zero->ctx);
@@ -2874,24 +2888,26 @@ static dt_status dt__offload_update(dt_zero *zero, double lr, double grad_scale)
 
 /* 1-bit Adam (H. Tang et al., arXiv:2102.02888). The first freeze_steps steps are Adam without bias
    correction. After these steps the second moment v is frozen, and the N ranks exchange the signs
-   of a bucket's first moment m instead of the bucket's gradient. A bucket has n elements:
+   of a bucket's first moment m instead of the bucket's gradient. For a bucket of n elements, a step
+   is:
 
        momentum        rank r: m = beta1 m + (1 - beta1) N g, where g is the rank's own gradient.
                        The paper averages gradients and dt sums them, hence the factor N
-       worker          rank r: x = m + worker error. Sends a sign for each element and one scale
-                       |x| / sqrt(n). The quantization error of x is added in the next step
-                       (error feedback)
+       worker          rank r: x = m + worker error. Rank r sends the sign of each element of x, and
+                       one scale |x| / sqrt(n). The quantization error of x becomes the worker error
+                       of the next step (error feedback)
        all-to-all      rank r receives shard r from all ranks: (N-1)/N of n bits
-       server          rank r: x = mean of the received shards + server error. Sends the signs and
-                       one scale of shard r, and keeps the quantization error
+       server          rank r: x = mean of the received shards + server error. Rank r sends the
+                       signs and one scale of x. The quantization error of x becomes the server
+                       error of the next step
        all-gather      every rank receives all shards: (N-1)/N of n bits. The result is the new m,
                        with equal bits on all ranks
        update          p -= lr (m / (sqrt(v) + eps) + weight_decay p)
 
-   A step sends 2 (N-1)/N n/8 bytes of signs, and 8 bytes for each scale. An all-reduce of f32
-   gradients sends 32 times the bytes of the signs. An element with v = 0 never had a gradient, for
-   example padding. Adam would never have moved this element, but scale / eps would move it far. So
-   an element with v = 0 is not updated, and is not counted in n for the scale. */
+   A rank sends 2 (N-1)/N n/8 bytes of signs in a step, and 8 bytes for each scale. An all-reduce of
+   f32 gradients sends 32 times the bytes of the signs. An element with v = 0 never had a gradient,
+   for example padding. Adam would never have moved this element, but here an update by scale / eps
+   would move it far. So an element with v = 0 is not updated, and does not count in the scale. */
 static int dt__onebit_frozen(const dt_zero *zero) {
     return zero->desc.optimizer == DT_ONEBIT_ADAM && zero->step >= zero->desc.freeze_steps;
 }
@@ -2916,14 +2932,14 @@ static dt_status dt__onebit_check(dt_ctx *ctx, const dt_zero_desc *d) {
             "dt_zero_make: DT_ONEBIT_ADAM with %d freeze_steps; its second moment needs 1 "
             "or more",
             d->freeze_steps);
-    /* fail here, not only after freeze_steps steps */
+    /* check the kernels now, because they are first used after freeze_steps steps */
     if (!k->momentum || !k->frozen_adam || !k->sign_pack || !k->sign_unpack)
         return dt_fail(ctx, DT_ERR_UNSUPPORTED,
             "dt_zero_make: DT_ONEBIT_ADAM needs kernels that %s does not have", k->name);
     return DT_OK;
 }
 
-/* Bytes of the message for one shard of a bucket: signs and one scale. */
+/* Returns the bytes of the message with one shard of a bucket: signs and one scale. */
 static size_t dt__onebit_message_bytes(const dt_zero *zero, const dt_bucket *bucket) {
     return bucket->padded / (size_t)dt_comm_size(dt__bucket_groups(zero, bucket)->data) / 8 +
            sizeof(double);
@@ -2942,7 +2958,7 @@ static dt_status dt__onebit_make(dt_zero *zero) {
         zero->messages_bytes = bytes > zero->messages_bytes ? bytes : zero->messages_bytes;
         for (int e = 0; e < 2 && !z->bucket->frozen; e++) {
             size_t count = e ? z->bucket->padded / N : z->bucket->padded;
-            /* stored, because the groups may be freed before the errors */
+            /* stored for dt_free, because the groups may be freed before the errors */
             z->error_bytes[e] = count * dt__zero_element_size(z);
             z->errors[e] =
                 dt_alloc(zero->ctx, DT_MEM_OPTIM, z->error_bytes[e], "errors of 1-bit Adam");
@@ -2964,8 +2980,9 @@ static void dt__onebit_free(dt_zero *zero) {
     dt_free(zero->ctx, DT_MEM_COMM, zero->messages, zero->messages_bytes);
 }
 
-/* Sets zero->sums to the sums of squares of N g, averaged over the N data ranks. By Cauchy-Schwarz
-   this is an upper bound of the sums of squares of the summed gradient. */
+/* Sets zero->sums to the sums of squares of N g, averaged over the N ranks of the data group, where
+   g is a rank's own gradient. By Cauchy-Schwarz the result is an upper bound of the sums of squares
+   of the summed gradient. */
 static dt_status dt__onebit_square_sums(dt_zero *zero) {
     if (dt__norm_sum_kinds(zero, zero->mesh.data, zero->mesh.expert_data) != DT_OK)
         return dt_error(zero->ctx);
@@ -2974,7 +2991,8 @@ static dt_status dt__onebit_square_sums(dt_zero *zero) {
     return DT_OK;
 }
 
-/* Returns 1 if this rank's own gradient makes the sum of squares of a piece not finite. */
+/* Returns 1 if, over one piece of a bucket, the sum of squares of this rank's own gradient is not
+   finite. */
 static int dt__onebit_at_fault(dt_zero *zero, const dt_bucket *bucket, size_t piece_index) {
     double copy[DT_PIECE], squares = 0; /* f32 or f64 */
     size_t bytes = DT_PIECE * dt_dtype_size(bucket->grad_dtype);
@@ -2988,16 +3006,16 @@ static int dt__onebit_at_fault(dt_zero *zero, const dt_bucket *bucket, size_t pi
     return !isfinite(squares);
 }
 
-/* All-to-all of the ranks' messages. A single rank may have no group: it then copies its message in
-   device memory. */
+/* All-to-all of the ranks' messages. If there is no group, because the rank is alone, the message
+   is only copied. */
 static dt_status dt__onebit_exchange(
     dt_zero *zero, const dt__zero_bucket *z, const char *out, char *in, size_t bytes) {
     if (!z->data_group) return dt__move(zero->ctx, in, out, bytes);
     return dt_all_to_all(z->data_group, out, in, bytes / sizeof(int32_t), DT_I32);
 }
 
-/* Adds this rank's gradient to a bucket's momentum, and exchanges the momentum. The server's mean
-   overwrites the gradient, which is no longer needed. */
+/* Adds this rank's gradient to a bucket's momentum, and exchanges the momentum. The mean of the
+   received shards overwrites the gradient, which is no longer needed. */
 static dt_status dt__onebit_momentum(dt_zero *zero, dt__zero_bucket *z, double grad_scale) {
     dt_ctx *ctx = zero->ctx;
     dt_bucket *u = z->bucket;
@@ -3080,7 +3098,7 @@ static void dt__zero_on_closing(dt_ctx *ctx, void *user) {
         dt_free(ctx, DT_MEM_GRADS, z->levels, z->levels_bytes);
     }
     dt__disk_close(zero);
-    /* end the transfers that a failure abandoned */
+    /* free the host copies of transfers that a failure has left unfinished */
     for (int u = 0; zero->buckets && u < zero->n_buckets; u++) {
         dt__disk_end(zero, &zero->buckets[u].disk_job, 0);
         dt__disk_end(zero, &zero->buckets[u].grad_job, 0);
@@ -3150,8 +3168,9 @@ static int dt__zero_state_arrays(const dt_zero_desc *d) {
     return d->optimizer == DT_SGD ? d->momentum > 0 : 2;
 }
 
-/* Pads a bucket to a multiple of DT_PIECE elements for every rank of the bucket's shard group; with
-   the tree, for every rank of its data group. */
+/* Sets *pad, the number of elements of which a bucket's padded size is a multiple: DT_PIECE times
+   the number of ranks in the bucket's shard group, or with `tree` in its data group. At stage 3
+   also sets the number of shards, *parts, and the index of this rank's shard, *part. */
 static void dt__zero_shard_bucket(
     const dt_bucket *bucket, size_t *pad, int *parts, int *part, void *user) {
     const dt_zero *zero = (const dt_zero *)user;
@@ -3172,7 +3191,7 @@ static dt_buckets_desc dt__zero_buckets_desc(dt_zero *zero) {
     return d;
 }
 
-/* Makes the gather plans of each pipeline stage whose parameters this rank has. */
+/* Makes the gather plans of all pipeline stages up to the last stage of this rank. */
 static dt_status dt__gather_plans_make(dt_zero *zero) {
     for (int i = 0; i < dt_param_count(zero->ctx); i++) {
         int stage = dt_param_get(zero->ctx, i)->param->stage;
@@ -3230,7 +3249,7 @@ dt_zero *dt_zero_make(dt_ctx *ctx, dt_zero_desc desc) {
     if (dt_error(ctx) == DT_OK && desc.optimizer == DT_ONEBIT_ADAM) dt__onebit_make(zero);
     if (dt_error(ctx) == DT_OK) dt__scale_begin(zero);
     if (dt_error(ctx) == DT_OK) dt__compare_ranks(zero, 0);
-    /* the barrier fails on every rank if one rank has failed to make its state */
+    /* if any rank has failed to make its state, this barrier fails on every rank */
     if (dt_error(ctx) == DT_OK) dt_barrier(zero->mesh.world);
     if (dt_error(ctx) == DT_OK) return zero;
     dt_zero_free(zero);
@@ -3245,7 +3264,7 @@ void dt_zero_free(dt_zero *zero) {
     dt__zero_on_closing(zero->ctx, zero);
 }
 
-/* Resets the gradient sums for the next step. */
+/* Clears the gradients and their flags for the next step. */
 static void dt__zero_step_end(dt_zero *zero) {
     for (int u = 0; u < zero->n_buckets; u++)
         zero->buckets[u].reduced = zero->buckets[u].accumulated = 0;
@@ -3261,8 +3280,9 @@ static int dt__zero_grads_reduced(const dt_zero *zero) {
     return 1;
 }
 
-/* Gradient clipping by the global norm: the factor min(1, clip / (norm + 1e-6)), which the update
-   applies to every gradient, so no gradient is scaled in memory. */
+/* Gradient clipping by the global norm. Returns the factor min(1, clip / (norm + 1e-6)). The update
+   applies the factor to every gradient as it reads the gradient, so the gradients in memory are not
+   scaled. */
 static double dt__clip_scale(const dt_zero *zero, double norm) {
     double scale = zero->desc.clip / (norm + 1e-6);
     return zero->desc.clip > 0 && scale < 1 ? scale : 1;
@@ -3290,7 +3310,7 @@ dt_step_info dt_zero_step(dt_zero *zero, double lr) {
     if (zero->step == 0 && zero->consecutive_skips == 0 && dt__compare_ranks(zero, 1) != DT_OK)
         return info;
     if (dt__reduce_tied(zero) != DT_OK || dt__grad_norm(zero, &norm) != DT_OK) return info;
-    double bad = !isfinite(norm); /* if one rank's norm is bad, no rank updates */
+    double bad = !isfinite(norm); /* if the norm is bad on any rank, no rank updates */
     if (dt_sum_doubles(zero->mesh.world, &bad, 1) != DT_OK) return info;
     if (bad > 0) {
         if (dt__bad_grad_find(zero, &fault) != DT_OK) return info;
@@ -3305,7 +3325,7 @@ dt_step_info dt_zero_step(dt_zero *zero, double lr) {
         return info;
     }
     norm /= zero->loss_scale;
-    dt__zero_free_held(zero, -1); /* gathered parameters are out of date after the update */
+    dt__zero_free_held(zero, -1); /* because the update makes the gathered copies stale */
     info.clip_scale = dt__clip_scale(zero, norm);
     if (dt__zero_update_all(zero, lr, info.clip_scale / zero->loss_scale) != DT_OK) return info;
     dt__scale_good(zero);
@@ -3315,7 +3335,8 @@ dt_step_info dt_zero_step(dt_zero *zero, double lr) {
     return info;
 }
 
-/* Returns the bucket of a parameter that has a gradient and state; fails for other parameters. */
+/* Returns the bucket of a parameter. Returns NULL and fails if `param` is frozen or is not a
+   parameter of this context. */
 static dt__zero_bucket *dt__zero_bucket_of(
     dt_zero *zero, const char *what, const dt_tensor *param) {
     dt_bucket *bucket =
@@ -3327,7 +3348,8 @@ static dt__zero_bucket *dt__zero_bucket_of(
     return NULL;
 }
 
-/* Gathers one parameter's part of a sharded array (gradient or state) to host memory. */
+/* All-gathers an array of a bucket (a gradient or a state), of which this rank has `shard`, and
+   copies the elements of `param` to host memory. */
 static dt_status dt__zero_all_gather_param(dt_zero *zero, const dt__zero_bucket *z,
     const void *shard, const dt_tensor *param, void *host) {
     size_t size = dt__zero_element_size(z), bytes = z->bucket->padded * size;
@@ -3439,14 +3461,14 @@ dt_zero_bytes dt_zero_formula(dt_zero_formula_desc d) {
 // ==== 16. Checkpoints: the writer ===============================================================
 
 /* The writer writes a checkpoint's bytes, on the rank's own thread or on a background thread. A
-   background thread must not touch the context, so the writer calls only the io table. It records
-   its first failure as text; the rank's own thread later fails the context with this text. Atomic
-   commit of a checkpoint:
+   background thread must not touch the context, so the writer calls only functions of the io table.
+   The writer records its first failure as text; the rank's own thread later fails the context with
+   this text. Atomic commit of a checkpoint:
 
        all ranks   dt__writer_flush    write their bytes; fsync each file; close
-       (every rank is done)
+       (wait until every rank has done this)
        rank 0      dt__writer_commit   write config.json and manifest.json, fsync, close
-                                       fsync DIR/step-200.1a2b3c.tmp     its file names are durable
+                                       fsync DIR/step-200.1a2b3c.tmp     the file names are durable
                                        rename it to DIR/step-200         <- commit
                                        fsync DIR                         the rename is durable
                                        remove old checkpoints
@@ -3460,10 +3482,11 @@ enum { DT__SAVE_IDLE = 0, DT__SAVE_WRITING, DT__SAVE_COMMITTING };
 static const char *const dt__ckpt_names[DT__CKPT_FILES] = { "model.safetensors",
     "optim.safetensors" };
 
-/* Background save: a buffer for bytes to write later, and the record of one later write. */
+/* Background save. dt__staging_buffer: a buffer of bytes that a thread writes later.
+   dt__staged_write: one of these writes. */
 typedef struct dt__staging_buffer {
     struct dt__staging_buffer *next;
-    size_t capacity, used; /* bytes of the data, which follow this header */
+    size_t capacity, used; /* size and used bytes of the data, which follow this struct */
 } dt__staging_buffer;
 typedef struct dt__staged_write {
     int file;
@@ -3476,7 +3499,8 @@ typedef struct dt__writer {
     int fd[DT__CKPT_FILES];
     char path[DT__CKPT_FILES][DT__CKPT_PATH];
     char why[DT__CKPT_PATH + 200]; /* text of the first failure, or "" */
-    /* background save: all buffers of this rank, the buffer that is being filled, the writes */
+    /* background save. buffers: all buffers of this rank; buffer: the buffer that is being filled;
+       writes: the writes to do later */
     dt__staging_buffer *buffers, *buffer;
     dt__staged_write *writes;
     int n_writes, writes_capacity;
