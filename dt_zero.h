@@ -3517,21 +3517,23 @@ typedef struct dt__writer {
     int background, has_thread, abandoned;
     pthread_t thread;
     int done;         /* atomic; 1 when the thread's work is complete */
-    int64_t progress; /* atomic; counts completed pieces: it grows while the disk answers */
+    int64_t progress; /* atomic; number of completed disk operations */
 } dt__writer;
 
 static void dt__writer_fail(dt__writer *w, const char *path, const char *what) {
     if (!w->why[0]) snprintf(w->why, sizeof w->why, "%s: %s: %s", path, what, dt__io_reason());
 }
 
-/* Returns dir/name; fails if the path is too long. */
+/* Writes the path dir/name to `out` and returns it. If the path is too long, returns "" and records
+   the failure. */
 static const char *dt__writer_path(dt__writer *w, char *out, const char *dir, const char *name) {
     if (snprintf(out, DT__CKPT_PATH, "%s/%s", dir, name) < DT__CKPT_PATH) return out;
     if (!w->why[0]) snprintf(w->why, sizeof w->why, "%.80s...: the path is too long", dir);
     return "";
 }
 
-/* Writes in pieces: each completed piece shows that the disk still answers. */
+/* Writes `bytes` bytes in pieces, and counts each completed piece in w->progress, which shows that
+   the disk still answers. */
 static void dt__writer_put(
     dt__writer *w, const char *path, int fd, const void *data, int64_t bytes, int64_t offset) {
     for (int64_t done = 0; done < bytes && !w->why[0];) {
@@ -3580,9 +3582,9 @@ static void dt__writer_file(dt__writer *w, const char *name, const char *text, s
     dt__writer_sync_close(w, path, fd);
 }
 
-/* Calls fsync on a folder, which makes the names in the folder durable. Some file systems cannot
-   sync a folder (EINVAL) and do not need to. `tolerated` is an errno of open that is not a failure;
-   with 0 every errno is a failure. */
+/* Calls fsync on a folder, which makes the names in the folder durable. EINVAL is ignored: some
+   file systems cannot sync a folder and do not need to. tolerated: an errno of open that is not a
+   failure; 0 if every errno is a failure. */
 static void dt__writer_sync_dir(dt__writer *w, const char *folder, int tolerated) {
     errno = 0;
     int fd = w->why[0] ? -1 : w->io.open(w->io.user, folder, DT_IO_READ);
@@ -3595,8 +3597,9 @@ static void dt__writer_sync_dir(dt__writer *w, const char *folder, int tolerated
     w->io.close(w->io.user, fd);
 }
 
-/* A checkpoint's step, and its number among the checkpoints of this step. Folder step-200 is the
-   first checkpoint of step 200 (repeat 1), folder step-200-2 the second (repeat 2). */
+/* Identifies a checkpoint: its step, and its number among the checkpoints of this step. The folder
+   step-200 is the first checkpoint of step 200 (repeat = 1), step-200-2 is the second
+   (repeat = 2). */
 typedef struct dt__ckpt_id {
     int64_t step;
     int repeat;
@@ -3612,8 +3615,8 @@ static void dt__ckpt_name(dt__ckpt_id id, char *name, size_t bytes) {
         name, bytes, id.repeat > 1 ? "step-%lld-%d" : "step-%lld", (long long)id.step, id.repeat);
 }
 
-/* Parses the first n bytes of a name of the exact form that dt__ckpt_name writes; returns
-   dt__ckpt_none for other names. */
+/* Parses the first n bytes of `name`. Returns dt__ckpt_none unless they have exactly the form that
+   dt__ckpt_name writes. */
 static dt__ckpt_id dt__ckpt_parse_name(const char *name, size_t n) {
     long long step = -1;
     dt__ckpt_id id = { -1, 1 };
@@ -3621,7 +3624,7 @@ static dt__ckpt_id dt__ckpt_parse_name(const char *name, size_t n) {
     snprintf(text, sizeof text, "%.*s", n < sizeof text ? (int)n : 0, name);
     if (sscanf(text, "step-%15lld-%9d", &step, &id.repeat) < 1) return dt__ckpt_none;
     if (step < 0 || id.repeat < 1) return dt__ckpt_none;
-    id.step = step; /* at most 15 digits, so a double holds it exactly */
+    id.step = step; /* at most 15 digits, so that a double holds the step exactly */
     dt__ckpt_name(id, same, sizeof same);
     return strcmp(same, text) == 0 ? id : dt__ckpt_none;
 }
@@ -3635,8 +3638,8 @@ static void dt__newest_add(void *arg, const char *name) {
     if (dt__ckpt_before(n->found, id) && dt__ckpt_before(id, n->below)) n->found = id;
 }
 
-/* Finds a folder's newest checkpoint that is older than `below`, or dt__ckpt_none. Returns -1 if
-   the folder cannot be listed. */
+/* Sets *found to a folder's newest checkpoint that is older than `below`, or to dt__ckpt_none if
+   there is none. Returns 0; not 0 if the folder cannot be listed. */
 static int dt__newest_below(
     const dt_io *io, const char *dir, dt__ckpt_id below, dt__ckpt_id *found) {
     dt__newest_scan n = { below, dt__ckpt_none };
@@ -3655,15 +3658,16 @@ int64_t dt_checkpoint_newest(const dt_io *io, const char *dir, char *name, size_
     return id.step;
 }
 
-/* Removes a checkpoint. The manifest is removed first, so that a partly removed checkpoint is never
-   taken for a complete one. Other files in its folder stay. */
+/* Removes a checkpoint. The manifest is removed first, so that a partly removed checkpoint never
+   looks complete. Other files in the checkpoint's folder stay. */
 static int dt__ckpt_remove(const dt_io *io, const char *folder) {
     static const char *const names[] = { "manifest.json", "config.json", "model.safetensors",
         "optim.safetensors" };
     return io->remove_folder(io->user, folder, names, 4);
 }
 
-/* Removes a killed job's folder, if its name has exactly the form step-200.1a2b3c.tmp. */
+/* dt__tmp_sweep_one removes a folder of DIR if its name has exactly the form step-200.1a2b3c.tmp: a
+   killed job has left this folder. */
 typedef struct dt__tmp_sweep {
     const dt_io *io;
     const char *dir;
@@ -3678,9 +3682,9 @@ static void dt__tmp_sweep_one(void *arg, const char *name) {
     dt__ckpt_remove(sweep->io, path);
 }
 
-/* Keeps the new checkpoint and the keep - 1 checkpoints before it, and removes older checkpoints.
-   Checkpoints of later steps do not count: dt_checkpoint_load has skipped them as damaged. A
-   checkpoint that cannot be removed stays, which is harmless. */
+/* Keeps the new checkpoint and the (keep - 1) checkpoints before the new one, and removes older
+   checkpoints. Checkpoints of later steps are neither counted nor removed: dt_checkpoint_load has
+   skipped them as damaged. A checkpoint that cannot be removed stays, which is harmless. */
 static void dt__writer_remove_old(const dt__writer *w) {
     dt__ckpt_id at = { w->step, w->repeat };
     char name[64], path[DT__CKPT_PATH + 64];
@@ -3694,7 +3698,7 @@ static void dt__writer_remove_old(const dt__writer *w) {
     }
 }
 
-/* Writes this rank's bytes to the disk. */
+/* Does the staged writes of a background save, then syncs and closes this rank's files. */
 static void dt__writer_flush(dt__writer *w) {
     for (int i = 0; i < w->n_writes; i++) {
         const dt__staged_write *p = &w->writes[i];
@@ -3706,8 +3710,8 @@ static void dt__writer_flush(dt__writer *w) {
     }
 }
 
-/* Commits the checkpoint, on rank 0, after all ranks' bytes are on the disk. The rename is the
-   commit. */
+/* Commits the checkpoint. Rank 0 calls this function after all ranks' bytes are on the disk. The
+   rename is the instant of the commit. */
 static void dt__writer_commit(dt__writer *w) {
     if (w->config_json) dt__writer_file(w, "config.json", w->config_json, strlen(w->config_json));
     dt__writer_file(w, "manifest.json", w->manifest, w->manifest_bytes);
@@ -3722,7 +3726,7 @@ static void dt__writer_commit(dt__writer *w) {
 static void *dt__writer_main(void *arg) {
     dt__writer *w = (dt__writer *)arg;
 #ifdef __linux__
-    /* training has priority; on Linux this lowers only the priority of this thread */
+    /* training has priority; on Linux setpriority lowers the priority of the calling thread only */
     if (w->background) setpriority(PRIO_PROCESS, 0, 19);
 #endif
     if (w->committing)
@@ -3733,7 +3737,8 @@ static void *dt__writer_main(void *arg) {
     return NULL;
 }
 
-/* Runs the writer on a background thread, or on this thread if w->background is 0. */
+/* Runs the writer on a background thread, or on this thread if w->background is 0. committing: 1
+   runs dt__writer_commit, 0 runs dt__writer_flush. */
 static void dt__writer_start(dt__writer *w, int committing) {
     w->committing = committing;
     w->done = 0;
@@ -3745,14 +3750,15 @@ static void dt__writer_start(dt__writer *w, int committing) {
 
 // ==== 17. Checkpoints: contents =================================================================
 
-/* One rank's record of what it has written to one of the two weight files. Digests are sums over
+/* Which elements this rank has written to one of the two safetensors files. A digest is a sum over
    elements, so the sum of all ranks' digests does not depend on the sharding. */
 typedef struct dt__ckpt_file {
     struct dt_checkpoint *owner;
     int file;
-    /* (n) digest of each tensor's elements that this rank has written; later of all elements */
+    /* (n) for each tensor, the digest of the elements that this rank has written; later the digest
+       of all elements */
     uint64_t *digest;
-    int64_t *count; /* (n) elements written */
+    int64_t *count; /* (n) for each tensor, the number of elements that this rank has written */
     int n;
 } dt__ckpt_file;
 
@@ -3762,38 +3768,39 @@ struct dt_checkpoint {
     dt_checkpoint_desc desc;
     dt_listener listener;
     const char *what; /* name of the public call, for messages */
-    int lock;         /* descriptor, or -1 */
-    /* content of the lock file: the locking process, and when it took the lock by its own clock */
+    int lock;         /* descriptor of the lock file, or -1 */
+    /* content of the lock file: the process that holds the lock, and the time at which this process
+       took the lock, by its own clock */
     char lock_text[300];
     dt__writer *writer;
-    dt_weights *w[DT__CKPT_FILES]; /* names and offsets of all tensors */
+    dt_weights *w[DT__CKPT_FILES]; /* the safetensors files: names and offsets of all tensors */
     dt__ckpt_file file[DT__CKPT_FILES];
-    int files;                         /* DT__CKPT_FILES; 1 for an export: only the model */
+    int files;                         /* DT__CKPT_FILES, or 1 for an export (no optimizer) */
     const dt_export_desc *export_desc; /* NULL for a checkpoint */
-    int saving;                        /* DT__SAVE_*; all ranks write, rank 0 commits */
+    int saving;                        /* phase of a save: DT__SAVE_* */
     /* newest checkpoint of desc.dir that this job has loaded, skipped as damaged, or saved */
     dt__ckpt_id newest_known;
     int64_t progress_seen; /* the last value of writer->progress that this rank has seen */
-    dt__stopwatch watch;   /* time since writer->progress last changed */
-    double done, total;    /* elements, for desc.progress */
+    dt__stopwatch watch;   /* measures the time since writer->progress last changed */
+    double done, total;    /* elements written, and elements to write, for desc.progress */
     char *config;          /* config text of the loaded checkpoint */
     char path[DT__CKPT_PATH];
 };
 
-/* Returns the weight of an index in the digest, never 0. 2^32 consecutive indices have distinct
-   weights. k is the index times an odd number. */
+/* Returns the weight of a word's index in the digest. The weight is never 0, and 2^32 consecutive
+   indices have distinct weights. k is (index + 1) times an odd number, modulo 2^32. */
 static uint32_t dt__words_weight(uint32_t k) {
     k ^= k >> 15;
     k *= 2246822507u;
     return k ^ k >> 13;
 }
 
-/* Digest: the sum of each word times the weight of its index, modulo 2^64. A change of one word
-   always changes the digest, because the word's difference times its weight is not 0 and is less
-   than 2^64. Swapping two different words changes the digest, because their weights differ. Other
-   damage leaves the digest unchanged only if such products cancel by chance. i is the index of the
-   first word, `size` the bytes of a word. Each size has its own loop, so that compilers vectorize
-   it. */
+/* Returns a digest of words: the sum of word times weight over all words, modulo 2^64, where the
+   weight depends on the word's index. If one word changes, the digest changes by the word's
+   difference times its weight, which is not 0 and is less than 2^64. If two different words are
+   swapped, the digest changes, because their weights differ. Other damage leaves the digest
+   unchanged only if the changes cancel by chance. `i` is the index of the first word, `size` the
+   bytes of a word. Each size has a loop of its own, so that compilers vectorize the loops. */
 static uint64_t dt__words_digest(uint64_t i, const void *data, size_t words, size_t size) {
     const char *p = (const char *)data;
     uint64_t sum = 0;
@@ -3813,8 +3820,8 @@ static uint64_t dt__words_digest(uint64_t i, const void *data, size_t words, siz
     return sum;
 }
 
-/* Splits a digest into 4 doubles of 16 bits each, whose sums over ranks are exact. dt__digest_join
-   makes a digest from the sums. */
+/* dt__digest_split splits a digest into 4 doubles of 16 bits each, so that their sums over ranks
+   are exact. dt__digest_join makes a digest from the four sums. */
 static void dt__digest_split(double *to, uint64_t digest) {
     for (int k = 0; k < 4; k++) to[k] = (double)(digest >> (16 * k) & 0xffff);
 }
@@ -3824,12 +3831,13 @@ static uint64_t dt__digest_join(const double *from) {
     return digest;
 }
 
-/* Digest of elements [first, first + count) of a tensor. */
+/* Returns the digest of the elements [first, first + count) of a tensor; `data` holds these
+   elements. */
 static uint64_t dt__elements_digest(
     dt_dtype dtype, int64_t first, const void *data, int64_t count) {
     size_t size = dt_dtype_size(dtype), word = size < 4 ? size : 4;
     uint64_t per = size / word, sum = 0;
-    for (int64_t at = 0, n; at < count; at += n) { /* dt__words_digest has 32-bit indices */
+    for (int64_t at = 0, n; at < count; at += n) { /* dt__words_digest counts in 32 bits */
         n = count - at < 1 << 28 ? count - at : 1 << 28;
         sum += dt__words_digest((uint64_t)(first + at) * per,
             (const char *)data + (size_t)at * size, (size_t)n * (size_t)per, word);
@@ -3837,10 +3845,10 @@ static uint64_t dt__elements_digest(
     return sum;
 }
 
-/* All-gather of texts: returns the texts of all ranks, in rank order, each padded with blanks to a
-   multiple of 4 bytes; NULL on failure. The texts travel as sums of doubles, 4 bytes a double,
-   because dt_sum_doubles works in host memory on every device. Free with
-   dt_free(.., *bytes + 1). */
+/* All-gather of texts. Returns the texts of all ranks in rank order, each padded with blanks to a
+   multiple of 4 bytes; NULL on failure. *bytes is the length of the result; free the result with
+   dt_free(.., *bytes + 1). The texts are sent by dt_sum_doubles, with 4 bytes of text in each
+   double, because dt_sum_doubles works in host memory on every device. */
 static char *dt__all_gather_texts(dt_ctx *ctx, const char *mine, size_t n, size_t *bytes) {
     dt_comm *world = dt_world(ctx);
     size_t ranks = (size_t)dt_comm_size(world), total = 0, before = 0;
@@ -3872,8 +3880,8 @@ static char *dt__all_gather_texts(dt_ctx *ctx, const char *mine, size_t n, size_
     return NULL;
 }
 
-/* Finds a parameter's position in model.safetensors. p->n = 0 means that the parameter is stored
-   under its own name. */
+/* Sets *p to a parameter's position in model.safetensors. p->n = 0 means that the parameter is
+   stored under its own name. */
 static dt_status dt__ckpt_map_weight(const dt_checkpoint *c, const dt_tensor *t, dt_weight_map *p) {
     memset(p, 0, sizeof *p);
     if (c->desc.map_weight) c->desc.map_weight(t, p, c->desc.user);
@@ -3884,9 +3892,9 @@ static dt_status dt__ckpt_map_weight(const dt_checkpoint *c, const dt_tensor *t,
     return DT_OK;
 }
 
-/* Returns 1 if this rank belongs to the replica that writes a bucket: the first replica along tp
-   and, for tied parameters, the first replica along pp. If a parameter is sharded over a part of
-   the tp ranks, the shard group that contains tp's first rank writes the parameter. */
+/* Returns 1 if this rank takes part in writing a bucket. Of the replicas along tp, and for tied
+   parameters along pp, only the first replica writes. If a parameter is sharded over some of the tp
+   ranks, the shard group that contains the first rank of tp writes the parameter. */
 static int dt__ckpt_is_writer(const dt_zero *zero, const dt_bucket *bucket) {
     const dt_param_desc *d = dt__bucket_desc(zero, bucket);
     int tp = zero->mesh.sizes.tp, lowest = zero->mesh.coord.tp;
@@ -3910,7 +3918,8 @@ static char *dt__state_name(dt_ctx *ctx, int array, const char *name) {
     return dt__concat_text(ctx, dt__state_names[array], strlen(dt__state_names[array]), name);
 }
 
-/* Adds one tensor to the list of tensors, as JSON: [file,name,type,d0,d1,...] */
+/* Adds one tensor to the list of tensors, in JSON: [file,name,type,d0,d1,...] with the dimensions
+   d0, d1, ... */
 static void dt__list_add(
     dt_json_out *o, int file, const char *name, dt_dtype dtype, dt_shape shape) {
     dt_json_open(o, NULL, '[');
@@ -3936,8 +3945,8 @@ static dt_status dt__list_param(const dt_checkpoint *c, dt_json_out *o, const dt
     return dt_error(c->ctx);
 }
 
-/* 1-bit Adam: names the tensor that stores this rank's error e of a bucket. Every rank stores its
-   own errors. */
+/* 1-bit Adam: writes the name of the tensor that stores an error array of this rank to `name`. e: 0
+   for the worker error, 1 for the server error. Every rank stores its own errors. */
 static void dt__onebit_error_name(
     const dt_checkpoint *c, int bucket, int e, char *name, size_t bytes) {
     snprintf(name, bytes, "error%d.%d.%d", e, dt_ctx_rank(c->ctx), bucket);
@@ -4002,15 +4011,15 @@ static void dt__list_free(dt_checkpoint *c) {
 static void dt__ckpt_sink(
     void *user, int index, int64_t first, int64_t count, const void *data, int64_t offset);
 
-/* Bytes of a file's header. */
+/* Returns the size in bytes of a file's header. */
 static int64_t dt__header_bytes(const dt_weights *w) {
     uint64_t n;
     memcpy(&n, w->file[0].header, sizeof n);
     return w->desc.llmc.version ? (int64_t)DT__LLMC_HEADER_BYTES : (int64_t)n + 8;
 }
 
-/* [collective: world] Sets c->w: all tensors of the program, over all pipeline stages, with their
-   offsets in the files of `folder`, or in the exported file. */
+/* [collective: world] Sets c->w: the tensors of all pipeline stages, with their offsets in the
+   files of the checkpoint in `folder`. For an export, `folder` is the path of the exported file. */
 static dt_status dt__list_make(dt_checkpoint *c, const char *folder) {
     dt_ctx *ctx = c->ctx;
     dt_json_out mine = { ctx, NULL, 0, 0 }, all = { ctx, NULL, 0, 0 };
@@ -4028,7 +4037,7 @@ static dt_status dt__list_make(dt_checkpoint *c, const char *folder) {
         c->file[f].file = f;
         if (c->w[f]) c->w[f]->sink = (dt__sink){ dt__ckpt_sink, &c->file[f] };
     }
-    /* start with a blank: each tensor is then preceded by a comma, so the texts can be joined */
+    /* a text that starts with a blank has a comma before each tensor, so the texts can be joined */
     dt__json_write(&mine, " ", 1);
     dt__list_local(c, &mine);
     char *text = dt__all_gather_texts(ctx, mine.text, mine.used, &bytes);
@@ -4057,8 +4066,8 @@ static dt_status dt__list_make(dt_checkpoint *c, const char *folder) {
 
 // ==== 18. Checkpoints: saving ===================================================================
 
-/* Copies bytes that the background thread will write. Bytes that continue the previous write are
-   merged into that write. */
+/* Copies bytes to a buffer, for the background thread to write later. If the bytes continue the
+   previous write, they become part of the previous write. */
 static void dt__staging_add(
     dt_checkpoint *c, int file, const void *data, int64_t bytes, int64_t offset) {
     dt__writer *w = c->writer;
@@ -4095,8 +4104,8 @@ static void dt__staging_add(
     w->writes[w->n_writes++] = write;
 }
 
-/* Empties the buffers but keeps their memory for the next save, because allocating new memory takes
-   longer than copying into it. */
+/* Marks the buffers as empty but does not free them, because allocating memory for the next save
+   takes longer than copying to it. */
 static void dt__staging_reuse(dt__writer *w) {
     for (dt__staging_buffer *copy = w->buffers; copy; copy = copy->next) copy->used = 0;
     w->buffer = w->buffers;
@@ -4112,7 +4121,8 @@ static void dt__staging_free(dt_checkpoint *c) {
     dt_free(c->ctx, DT_MEM_HOST, w->writes, (size_t)w->writes_capacity * sizeof *w->writes);
 }
 
-/* Sink of dt_weights_write: receives the elements of a tensor that this rank writes. */
+/* dt_weights_write calls this function with the bytes to write (dt__sink). Adds the elements'
+   digest to the tensor's digest, and writes the bytes, or stages them for a background save. */
 static void dt__ckpt_sink(
     void *user, int index, int64_t first, int64_t count, const void *data, int64_t offset) {
     dt__ckpt_file *file = (dt__ckpt_file *)user;
@@ -4134,8 +4144,8 @@ static void dt__ckpt_progress(dt_checkpoint *c, double elements) {
         c->desc.progress(c->done < c->total ? c->done / c->total : 1, c->desc.user);
 }
 
-/* Saves the parameters of a bucket. All ranks of its data group hold the parameters (at
-   stage 3 after a gather), and each rank writes a part. */
+/* Saves the parameters of a bucket. All ranks of the bucket's data group hold these parameters (at
+   stage 3 after a gather), and each rank writes a fraction. */
 static dt_status dt__save_params(dt_checkpoint *c, dt__zero_bucket *z) {
     dt_ctx *ctx = c->ctx;
     dt_bucket *bucket = z->bucket;
@@ -4155,9 +4165,9 @@ static dt_status dt__save_params(dt_checkpoint *c, dt__zero_bucket *z) {
     return dt_error(ctx);
 }
 
-/* Returns the address, in host memory, of n elements of this rank's shard of a state array, from
-   the bucket's element `from` on. Copies elements that are not in host memory to `host`. Returns
-   NULL on failure. */
+/* Returns the address, in host memory, of elements [from, from + n) of the bucket's state array;
+   this rank's shard contains these elements. Elements that are on a device or on disk are first
+   copied to `host`. Returns NULL on failure. */
 static const void *dt__state_get(
     dt_zero *zero, dt__zero_bucket *z, int array, size_t from, size_t n, void *host) {
     size_t size = dt__zero_element_size(z), at = (from - z->offset) * size;
@@ -4175,7 +4185,7 @@ static const void *dt__state_get(
                : NULL;
 }
 
-/* Stores elements of a state array: the inverse of dt__state_get. */
+/* The inverse of dt__state_get: stores the elements at `host` in the state array. */
 static dt_status dt__state_set(
     dt_zero *zero, dt__zero_bucket *z, int array, size_t from, size_t n, void *host) {
     size_t size = dt__zero_element_size(z), at = (from - z->offset) * size;
@@ -4186,10 +4196,11 @@ static dt_status dt__state_set(
     return dt__disk_transfer_now(zero, &z->disk_job, 1, host, n * size, offset, "optimizer state");
 }
 
-/* Resharding: transfers elements [from, to) of a bucket between `host` and the file. Walks each
-   parameter's local slice, and maps its contiguous runs to the full logical tensor, so that a file
-   does not depend on the layout. Elements of a slice beyond the end of the full tensor (padding)
-   are skipped. */
+/* Resharding. Transfers elements [from, to) of a bucket's state array between `host` and the file
+   w: writes if w is open for writing, else reads. Each contiguous range of a parameter's local
+   slice is transferred to or from its position in the full tensor, so the file does not depend on
+   the layout. Padding, that is, elements of a slice beyond the end of the full tensor, is
+   skipped. */
 static dt_status dt__state_transfer(dt_checkpoint *c, dt_weights *w, const dt_bucket *bucket,
     int array, size_t from, size_t to, char *host) {
     size_t size = dt_dtype_size(bucket->grad_dtype);
@@ -4219,7 +4230,8 @@ static dt_status dt__state_transfer(dt_checkpoint *c, dt_weights *w, const dt_bu
     return dt_error(c->ctx);
 }
 
-/* Saves the state of a bucket: the ranks that hold replicas of this shard each write a part. */
+/* Saves this rank's shard of a bucket's optimizer state. If several ranks hold this shard, each of
+   them writes a fraction. `host` is scratch memory. */
 static dt_status dt__save_state(dt_checkpoint *c, dt__zero_bucket *z, char *host) {
     dt_zero *zero = c->zero;
     dt_comm *replicas = zero->desc.stage == 0 ? z->data_group : z->replica_group;
@@ -4240,8 +4252,8 @@ static dt_status dt__save_state(dt_checkpoint *c, dt__zero_bucket *z, char *host
     return dt_error(c->ctx);
 }
 
-/* Writes this rank's 1-bit Adam errors of a bucket to the file, or reads them if the file is open
-   for reading. */
+/* Writes this rank's 1-bit Adam errors of bucket u to the file w, or reads them if w is open for
+   reading. `host` is scratch memory. */
 static dt_status dt__errors_transfer(dt_checkpoint *c, dt_weights *w, int u, char *host) {
     dt__zero_bucket *z = &c->zero->buckets[u];
     size_t size = dt__zero_element_size(z), max_count = DT__CKPT_CHUNK / size;
@@ -4263,7 +4275,7 @@ static dt_status dt__errors_transfer(dt_checkpoint *c, dt_weights *w, int u, cha
     return dt_error(c->ctx);
 }
 
-/* Writes this rank's part of the checkpoint. */
+/* Writes all data of the checkpoint that this rank has to write. */
 static dt_status dt__save_write(dt_checkpoint *c) {
     dt_zero *zero = c->zero;
     char *host = (char *)dt_alloc(c->ctx, DT_MEM_HOST, DT__CKPT_CHUNK, "saving");
