@@ -3507,12 +3507,14 @@ typedef struct dt__writer {
     char dir[DT__CKPT_PATH], temp[DT__CKPT_PATH], final[DT__CKPT_PATH];
     char *manifest; /* on rank 0 only */
     size_t manifest_bytes, manifest_capacity;
-    /* a copy, because an abandoned thread may outlive the caller's text */
+    /* a copy of dt_checkpoint_desc.config_json, because an abandoned thread may still read the text
+       after the caller has freed it */
     char *config_json;
-    int keep, committing; /* committing: 1 dt__writer_commit, 0 dt__writer_flush */
-    /* 1: this job created temp or the exported file, and removes it after a failure */
+    int keep, committing; /* committing: 1 runs dt__writer_commit, 0 dt__writer_flush */
+    /* 1: this rank has created the folder `temp` or the file of an export, and removes what it has
+       created after a failure */
     int created;
-    int64_t step; /* step and repeat of the checkpoint being saved, as in dt__ckpt_id */
+    int64_t step; /* step and repeat identify the checkpoint, as in dt__ckpt_id */
     int repeat;
     int background, has_thread, abandoned;
     pthread_t thread;
@@ -3639,7 +3641,7 @@ static void dt__newest_add(void *arg, const char *name) {
 }
 
 /* Sets *found to a folder's newest checkpoint that is older than `below`, or to dt__ckpt_none if
-   there is none. Returns 0; not 0 if the folder cannot be listed. */
+   there is none. Returns 0, or -1 if the folder cannot be listed. */
 static int dt__newest_below(
     const dt_io *io, const char *dir, dt__ckpt_id below, dt__ckpt_id *found) {
     dt__newest_scan n = { below, dt__ckpt_none };
@@ -4300,7 +4302,7 @@ static dt_status dt__save_write(dt_checkpoint *c) {
     return dt_error(c->ctx);
 }
 
-/* Sums the ranks' digests, and checks that every element was written once. */
+/* Sums the ranks' digests. Fails unless the ranks have written every element once. */
 static dt_status dt__save_digests(dt_checkpoint *c) {
     for (int f = 0; f < c->files; f++) {
         dt__ckpt_file *file = &c->file[f];
@@ -4360,7 +4362,7 @@ static void dt__manifest_file(const dt_checkpoint *c, dt_json_out *o, int f) {
     dt_json_close(o, '}');
 }
 
-/* Names of optimizers in manifest.json. */
+/* Names of the optimizers (DT_ADAMW to DT_OPTIMIZER_CUSTOM) in manifest.json. */
 static const char *const dt__optimizers[] = { "adamw", "adam", "sgd", "onebit-adam", "own" };
 
 static void dt__manifest_config_json(dt_json_out *o, const char *text) {
@@ -4374,7 +4376,8 @@ static void dt__manifest_config_json(dt_json_out *o, const char *text) {
     dt_json_close(o, '}');
 }
 
-/* The manifest's last DT__MANIFEST_END bytes hold the digest of all preceding bytes. */
+/* The last DT__MANIFEST_END bytes of the manifest contain the digest of all preceding bytes.
+   dt__manifest_end writes these last bytes, for the preceding bytes `data`, to `text`. */
 enum { DT__MANIFEST_END = 30 };
 static void dt__manifest_end(char *text, const char *data, size_t bytes) {
     uint64_t h = dt__zero_digest(bytes, data, bytes);
@@ -4431,11 +4434,12 @@ static dt_status dt__manifest_make(dt_checkpoint *c) {
 
 /* ---- the steps of a save ---- */
 
-/* Rank 0 finds an unused name for the checkpoint, and broadcasts the name. */
+/* Sets the paths of the new checkpoint on every rank. Rank 0 chooses an unused name and broadcasts
+   its numbers. */
 static dt_status dt__save_name(dt_checkpoint *c) {
     dt_zero *zero = c->zero;
     dt__writer *w = c->writer;
-    /* [0] dt__ckpt_id.repeat of the checkpoint, [1] number of the temporary folder */
+    /* [0]: dt__ckpt_id.repeat of the checkpoint; [1]: number in the name of the .tmp folder */
     double broadcast[2] = { 0, 0 };
     dt__ckpt_id newest = { -1, 0 }, id = { zero->step, 1 };
     char name[64];
@@ -4479,8 +4483,9 @@ static dt_status dt__writer_check(dt_checkpoint *c) {
     return dt_fail(c->ctx, DT_ERR_IO, "%s: %s", c->what, c->writer->why);
 }
 
-/* [collective: world] Rank 0 creates the files with their headers. The other ranks must then find
-   these files; a rank that does not find them sees a different folder. */
+/* [collective: world] Rank 0 creates the files and writes their headers. The other ranks then open
+   these files. If a rank does not find a file, the ranks do not share the folder, and the rank
+   fails. */
 static dt_status dt__save_create_files(dt_checkpoint *c) {
     dt__writer *w = c->writer;
     int first = dt_ctx_rank(c->ctx) == 0;
@@ -4513,8 +4518,8 @@ static dt_status dt__save_create_files(dt_checkpoint *c) {
     return dt__writer_check(c);
 }
 
-/* Ends a save, successful or not. Frees nothing of the writer if its thread was abandoned, because
-   this thread may still use the memory. */
+/* Cleans up after a save, successful or not. If the writer's thread was abandoned, frees no memory
+   of the writer, because the thread may still use it. */
 static void dt__save_end(dt_checkpoint *c) {
     dt__writer *w = c->writer;
     dt__list_free(c);
@@ -4532,8 +4537,8 @@ static void dt__save_end(dt_checkpoint *c) {
     w->created = 0;
 }
 
-/* Starts the writer, on its thread if the save is in the background. Logs a notice if no thread
-   could be started, because this rank then wrote at once and its steps wait for the disk. */
+/* Starts the writer, on a thread of its own if the save is in the background. If no thread can be
+   started, the function writes everything before it returns, and logs a notice. */
 static void dt__save_start(dt_checkpoint *c, int committing) {
     dt__writer *w = c->writer;
     c->progress_seen = -1;
@@ -4564,14 +4569,15 @@ dt_status dt_checkpoint_save(dt_checkpoint *c) {
         (dt_ctx_rank(c->ctx) != 0 || dt__manifest_make(c) == DT_OK)) {
         c->saving = DT__SAVE_WRITING;
         dt__save_start(c, 0);
-        /* tests desc.background, which is equal on all ranks; w->background may differ */
+        /* desc.background is equal on all ranks; w->background may differ between ranks */
         if (!c->desc.background) dt__save_wait(c);
     }
     if (dt_error(c->ctx) != DT_OK) dt__save_end(c);
     return dt_error(c->ctx);
 }
 
-/* Waits for the thread. Abandons a thread that hangs in a disk access. */
+/* Waits for the writer's thread, at most dt__disk_timeout. After that time abandons the thread,
+   which hangs in a disk access. */
 static void dt__writer_join(dt_checkpoint *c) {
     dt__writer *w = c->writer;
     const dt_host *host = dt_ctx_host(c->ctx);
@@ -4588,8 +4594,8 @@ static void dt__writer_join(dt_checkpoint *c) {
     w->has_thread = 0;
 }
 
-/* Abandons the thread and fails if the disk has not answered the thread within dt__disk_timeout.
-   Without this check, polling would never end. */
+/* If the writer's thread has made no progress for dt__disk_timeout, abandons the thread and fails.
+   Without this check, a caller could poll for ever. */
 static void dt__writer_watch(dt_checkpoint *c) {
     dt__writer *w = c->writer;
     const dt_host *host = dt_ctx_host(c->ctx);
@@ -4597,7 +4603,7 @@ static void dt__writer_watch(dt_checkpoint *c) {
     int64_t progress = __atomic_load_n(&w->progress, __ATOMIC_RELAXED);
     if (progress != c->progress_seen) {
         c->watch = dt__stopwatch_start(host, limit);
-        c->watch.max_gap = limit / 8; /* not DT__MAX_CLOCK_GAP_S: polls may be a step apart */
+        c->watch.max_gap = limit / 8; /* polls may be further apart than DT__MAX_CLOCK_GAP_S */
     }
     c->progress_seen = progress;
     if (dt__waited(&c->watch) <= limit) return;
@@ -4609,14 +4615,14 @@ static void dt__writer_watch(dt_checkpoint *c) {
 int dt_checkpoint_poll(dt_checkpoint *c) {
     if (!c || dt_error(c->ctx) != DT_OK || c->saving == DT__SAVE_IDLE) return 1;
     dt__writer *w = c->writer;
-    dt_comm *world = dt_world(c->ctx); /* not zero->mesh.world: zero may already be freed */
+    dt_comm *world = dt_world(c->ctx); /* not zero->mesh.world, because zero may be freed */
     double finished = __atomic_load_n(&w->done, __ATOMIC_ACQUIRE), all[2] = { finished, 0 };
     if (finished > 0 && w->why[0]) all[1] = 1;
     if (finished == 0) dt__writer_watch(c);
     if (dt_sum_doubles(world, all, 2) == DT_OK && all[0] < dt_comm_size(world)) return 0;
     dt__writer_join(c);
     if (dt_error(c->ctx) == DT_OK && all[1] > 0 && dt__writer_check(c) == DT_OK)
-        dt_barrier(world); /* fails here if another rank has failed */
+        dt_barrier(world); /* fails, because another rank has failed */
     if (dt_error(c->ctx) == DT_OK && c->saving == DT__SAVE_WRITING) {
         c->saving = DT__SAVE_COMMITTING;
         if (dt_ctx_rank(c->ctx) == 0) dt__save_start(c, 1);
@@ -4637,9 +4643,9 @@ static dt_status dt__save_wait(dt_checkpoint *c) {
 
 /* ---- opening and closing ---- */
 
-/* Calls fsync on the parent folder, which makes the checkpoint folder's own name durable. Every job
-   calls fsync, because the job that created the folder may have been killed before its fsync. A
-   parent without read permission (EACCES) is skipped: this job did not create the folder then. */
+/* Calls fsync on the parent of the folder DIR, which makes the name DIR durable. Every job does so,
+   because the job that created DIR may have been killed before its fsync. If this job has no
+   permission to read the parent (EACCES), the fsync is skipped. */
 static void dt__dir_sync_parent(dt__writer *w) {
     char above[DT__CKPT_PATH];
     const char *slash = strrchr(w->dir, '/');
@@ -4648,7 +4654,8 @@ static void dt__dir_sync_parent(dt__writer *w) {
     dt__writer_sync_dir(w, above, EACCES);
 }
 
-/* Rank 0: creates the checkpoint folder if it is missing, and locks the folder. */
+/* On rank 0: creates the folder DIR if it is missing, locks it, and removes .tmp folders that
+   killed jobs have left in it. */
 static void dt__dir_lock(dt_checkpoint *c) {
     dt__writer *w = c->writer;
     char path[DT__CKPT_PATH], text[400] = "", host[200] = "";
@@ -4709,8 +4716,8 @@ static dt_status dt__extra_state_check_names(dt_ctx *ctx, const dt_extra_state *
     return dt_error(ctx);
 }
 
-/* Rejects data that could be saved in a manifest but not loaded again. dt_json_parse sets the
-   limits. */
+/* Fails if the description's data could be saved in a manifest but not loaded again. The limits are
+   those of dt_json_parse. */
 static dt_status dt__checkpoint_desc_check(dt_ctx *ctx, const dt_checkpoint_desc *d) {
     dt_json_out config = { ctx, NULL, 0, 0 };
     double numbers = 0, bytes = 0;
@@ -4731,7 +4738,7 @@ static dt_status dt__checkpoint_desc_check(dt_ctx *ctx, const dt_checkpoint_desc
                 "dt_checkpoint_open: extra_state[%d], '%s', has %d numbers at %s", i,
                 dt__printable_name(s->name).s, s->count, s->values ? "values" : "NULL");
         numbers += s->count;
-        bytes += 6.0 * (double)length; /* at worst every byte becomes \u00xx */
+        bytes += 6.0 * (double)length; /* in the worst case each byte becomes \u00xx */
     }
     if (dt__extra_state_check_names(ctx, d->extra_state, (size_t)d->n_extra_state) != DT_OK)
         return dt_error(ctx);
@@ -4743,7 +4750,7 @@ static dt_status dt__checkpoint_desc_check(dt_ctx *ctx, const dt_checkpoint_desc
             "most %d and %d",
             text, beside, DT__JSON_STRING, DT__JSON_BYTES);
     dt_json_put_string(&config, NULL, d->config);
-    bytes += (double)config.used + 25 * numbers; /* 25 bytes: -1.2345678901234567e-300, */
+    bytes += (double)config.used + 25 * numbers; /* the longest: -1.2345678901234567e-300, */
     dt_json_out_free(&config);
     if (bytes > (double)DT__JSON_BYTES)
         return dt_fail(ctx, DT_ERR_ARG,
@@ -4753,7 +4760,7 @@ static dt_status dt__checkpoint_desc_check(dt_ctx *ctx, const dt_checkpoint_desc
     return dt_error(ctx);
 }
 
-/* Frees the checkpoint, at dt_checkpoint_close or when the context ends. */
+/* Frees the checkpoint. Called by dt_checkpoint_close, or when the context is freed. */
 static void dt__ckpt_free(dt_ctx *ctx, void *user) {
     dt_checkpoint *c = (dt_checkpoint *)user;
     dt__writer *w = c->writer;
@@ -4808,7 +4815,7 @@ dt_checkpoint *dt_checkpoint_open(dt_zero *zero, dt_checkpoint_desc desc) {
         c->what = "dt_checkpoint_save";
     }
     for (int i = 0; i < dt_param_count(ctx) && dt_error(ctx) == DT_OK; i++) {
-        dt_weight_map p; /* a bad name fails here, not hours later in the first save */
+        dt_weight_map p; /* check the names now, because the first save may be hours later */
         dt__ckpt_map_weight(c, dt_param_get(ctx, i), &p);
         for (int k = 0; k < p.n && dt_error(ctx) == DT_OK; k++)
             dt__name_check(ctx, c->what, p.name[k]);
@@ -4822,7 +4829,8 @@ dt_checkpoint *dt_checkpoint_open(dt_zero *zero, dt_checkpoint_desc desc) {
     return NULL;
 }
 
-/* Exports the parameters as a checkpoint that has one file and no folder. */
+/* Exports the parameters to the file `path`. `c` is a checkpoint that has one file and no
+   folder. */
 static dt_status dt__export(dt_checkpoint *c, const char *path) {
     dt__writer *w = c->writer;
     const char *slash = strrchr(path, '/');
@@ -4891,14 +4899,14 @@ typedef struct dt__candidate {
     dt_json *json;
     dt_weights *w[DT__CKPT_FILES];
     char path[DT__CKPT_PATH];
-    char name[DT__CKPT_PATH + 32]; /* the manifest's path; json points to this text */
-    int state;
-    char why[700]; /* error text, unless the state is DT__INTACT */
+    char name[DT__CKPT_PATH + 32]; /* the manifest's path; `json` keeps a pointer to this text */
+    int state;                     /* DT__INTACT to DT__UNREADABLE */
+    char why[700];                 /* error text, unless `state` is DT__INTACT */
 } dt__candidate;
 
-/* States of a checkpoint, the worst last. Only a damaged checkpoint is skipped in favour of an
-   older checkpoint. A checkpoint that could not be read (permissions, descriptors, memory, the
-   disk) may be intact. */
+/* States of a checkpoint, from best to worst. If a checkpoint is DT__DAMAGED, an older checkpoint
+   is loaded instead. If a checkpoint is DT__UNREADABLE (permissions, descriptors, memory, the
+   disk), the load fails, because the checkpoint may be intact. */
 enum { DT__INTACT = 0, DT__DAMAGED, DT__NEWER /* intact, but of a newer format */, DT__UNREADABLE };
 
 static void dt__candidate_log(void *user, int level, int rank, const char *text) {
@@ -4922,7 +4930,7 @@ static int dt__candidate_open(const dt_checkpoint *c, dt__candidate *f) {
     memset(f->w, 0, sizeof f->w);
     d.host = &host;
     d.io = dt_ctx_io(c->ctx);
-    d.kernels = dt_kernels_cpu(); /* host memory suffices, so no device is used */
+    d.kernels = dt_kernels_cpu(); /* the checks need host memory only, not the device */
     f->why[0] = 0;
     f->state = DT__INTACT;
     f->probe = dt_ctx_make(d);
@@ -4932,7 +4940,8 @@ static int dt__candidate_open(const dt_checkpoint *c, dt__candidate *f) {
                           0);
 }
 
-/* Copies a failure of the probe context to `state` and `why`. */
+/* If the context `probe` has failed, sets state and why by this failure, unless `why` is set
+   already. */
 static void dt__candidate_note_error(dt__candidate *f) {
     const char *text = dt_error_text(f->probe);
     if (f->why[0] || dt_error(f->probe) == DT_OK) return;
@@ -4941,7 +4950,8 @@ static void dt__candidate_note_error(dt__candidate *f) {
     snprintf(f->why, sizeof f->why, "%s", strncmp(text, "rank 0: ", 8) == 0 ? text + 8 : text);
 }
 
-/* Checks that the manifest is complete and of this format. */
+/* Parses the manifest. Fails unless the manifest is complete, undamaged and not of a newer
+   format. */
 static void dt__candidate_parse(dt__candidate *f) {
     char end[DT__MANIFEST_END + 1];
     int64_t version = 0;
@@ -4977,11 +4987,12 @@ static void dt__candidate_manifest(dt__candidate *f) {
     int fd = io->open(io->user, f->path, DT_IO_READ);
     if (fd >= 0) io->close(io->user, fd);
     if (fd >= 0 || dt__io_absent() || f->probe->read_failed) return;
-    f->state = DT__UNREADABLE; /* not DT__DAMAGED: the folder's files may be intact */
+    f->state = DT__UNREADABLE; /* not DT__DAMAGED, because the folder's files may be intact */
     snprintf(f->why, sizeof f->why, "%.*s: %s", DT__CKPT_PATH / 2, f->path, dt__io_reason());
 }
 
-/* Returns the digest in a JSON member, or 0 and a failure if the member holds no digest. */
+/* Returns the digest that a JSON node contains. Returns 0 and fails if the node contains no
+   digest. */
 static uint64_t dt__candidate_hex(dt__candidate *f, int node) {
     const char *text = dt_json_string(f->json, node, NULL);
     char *end = NULL, again[24];
@@ -4992,8 +5003,8 @@ static uint64_t dt__candidate_hex(dt__candidate *f, int node) {
     return value;
 }
 
-/* Checks a file's size and a digest: the digest of a weight file's header, or of another file's
-   full content. */
+/* Compares a file's size and digest with the manifest. The digest is of the header if the file is a
+   safetensors file, else of the full content. `node` is the file's entry in the manifest. */
 static void dt__candidate_file(dt__candidate *f, int node, const char *name) {
     char path[DT__CKPT_PATH + 264], *text = NULL;
     int64_t bytes = -1, header = -1;
@@ -5037,7 +5048,8 @@ static void dt__candidate_files(dt__candidate *f) {
         if (!f->w[i]) dt_json_fail(f->json, 0, "%s is not among its files", dt__ckpt_names[i]);
 }
 
-/* [collective: world] Sets the state on all ranks to the worst state that any rank has found. */
+/* [collective: world] Sets state and why on all ranks to the worst state that any rank has found,
+   and its error text. */
 static dt_status dt__candidate_agree(dt_checkpoint *c, dt__candidate *f) {
     size_t n = 0;
     char line[sizeof f->why + 4] = "";
@@ -5054,9 +5066,9 @@ static dt_status dt__candidate_agree(dt_checkpoint *c, dt__candidate *f) {
     return dt_error(c->ctx);
 }
 
-/* Reads this rank's part of file k, and stores the digest of each tensor's part in `sums` (4
-   doubles for each tensor). Small tensors are assigned to the ranks round-robin; every rank reads a
-   part of each large tensor. */
+/* Reads this rank's fraction of file k. Each small tensor is read by one rank (round-robin); of
+   each large tensor every rank reads a fraction. For each tensor, stores the digest of the elements
+   that this rank has read in `sums`, as 4 doubles (dt__digest_split). */
 static void dt__candidate_read(
     dt_checkpoint *c, dt__candidate *f, int k, double *sums, char *buffer) {
     dt_comm *world = c->zero->mesh.world;
@@ -5077,7 +5089,7 @@ static void dt__candidate_read(
     }
 }
 
-/* [collective: world] Compares every tensor of file k with its digest. */
+/* [collective: world] Compares the digest of every tensor of file k with the manifest. */
 static dt_status dt__candidate_digests(dt_checkpoint *c, dt__candidate *f, int k) {
     size_t n = 4 * (size_t)dt_weights_count(f->w[k]);
     double *sums = (double *)dt__host_zeroed(c->ctx, (n + 1) * sizeof *sums, "digests");
@@ -5086,7 +5098,7 @@ static dt_status dt__candidate_digests(dt_checkpoint *c, dt__candidate *f, int k
     int file = dt_json_find(f->json, dt_json_find(f->json, 0, "files"), dt__ckpt_names[k]);
     int digests = dt_json_find(f->json, file, "tensors");
     if (sums && buffer) dt__candidate_read(c, f, k, sums, buffer);
-    /* do not compare digests if a rank could not read its part */
+    /* sums[n]: number of ranks that could not read their fraction; if not 0, nothing is compared */
     if (sums) sums[n] = dt_error(f->probe) != DT_OK;
     dt_sum_doubles(c->zero->mesh.world, sums, sums ? n + 1 : 0);
     int readable = dt_error(c->ctx) == DT_OK && sums[n] == 0;
@@ -5112,8 +5124,8 @@ static dt_status dt__candidate_check(dt_checkpoint *c, dt__candidate *f) {
     return DT_OK;
 }
 
-/* [collective: world] Rank 0 looks for the newest checkpoint that is older than *at. Sets *at to
-   this checkpoint and f->path to its folder; f->path is "" if there is no such checkpoint. */
+/* [collective: world] Sets *at to the newest checkpoint that is older than *at, and f->path to this
+   checkpoint's folder. If there is none, sets f->path to "". Only rank 0 lists the folder `dir`. */
 static dt_status dt__candidate_next(
     dt_checkpoint *c, const char *dir, dt__ckpt_id *at, dt__candidate *f) {
     double broadcast[2] = { 0, 0 };
@@ -5137,8 +5149,8 @@ static dt_status dt__candidate_next(
     return DT_OK;
 }
 
-/* Returns 1 if `folder` is the folder that this job saves to, even if the two paths differ in
-   spelling: the folder's lock file then contains this job's text. */
+/* Returns 1 if this job saves to `folder`. The same folder may have two different paths, so the
+   function also returns 1 if the lock file in `folder` contains this job's lock_text. */
 static int dt__is_own_dir(const dt_checkpoint *c, const char *folder) {
     const dt_io *io = &c->writer->io;
     char path[DT__CKPT_PATH + 8], text[sizeof c->lock_text] = "";
@@ -5152,9 +5164,9 @@ static int dt__is_own_dir(const dt_checkpoint *c, const char *folder) {
     return strcmp(text, c->lock_text) == 0;
 }
 
-/* Treats a checkpoint as damaged if its step differs from the step `name` in its folder's name.
-   Otherwise an old folder copied to the name of a later step would pass as the newest
-   checkpoint. */
+/* Marks a checkpoint as damaged if the step in its manifest differs from `name`, the step in its
+   folder's name. Otherwise a copy of an old checkpoint under the name of a later step would be
+   loaded as the newest checkpoint. */
 static void dt__candidate_check_step(dt__candidate *f, int64_t name) {
     int64_t step = -1;
     if (dt_json_int(f->json, dt_json_find(f->json, 0, "step"), &step) && step == name) return;
@@ -5163,8 +5175,8 @@ static void dt__candidate_check_step(dt__candidate *f, int64_t name) {
         f->name, (long long)step);
 }
 
-/* Records on rank 0 that this job has seen a checkpoint of desc.dir. dt__save_name rejects a save
-   if the folder has a newer checkpoint than this job has seen. */
+/* On rank 0: if f is a checkpoint of desc.dir, records in newest_known that this job has seen f.
+   dt__save_name fails if the folder has a newer checkpoint than newest_known. */
 static void dt__candidate_note_newest(dt_checkpoint *c, const dt__candidate *f) {
     const char *slash = strrchr(f->path, '/'), *name = slash ? slash + 1 : f->path;
     dt__newest_scan n = { dt__ckpt_last, dt__ckpt_none };
@@ -5176,7 +5188,8 @@ static void dt__candidate_note_newest(dt_checkpoint *c, const dt__candidate *f) 
     if (dt__ckpt_before(c->newest_known, n.found)) c->newest_known = n.found;
 }
 
-/* Returns 1 if `from` is itself a checkpoint, even if its manifest is missing. */
+/* Returns 1 if the folder `from` is a checkpoint: if it contains manifest.json or
+   optim.safetensors. */
 static int dt__is_checkpoint(dt_checkpoint *c, const char *from) {
     const dt_io *io = &c->writer->io;
     char path[DT__CKPT_PATH + 32];
@@ -5192,8 +5205,8 @@ static int dt__is_checkpoint(dt_checkpoint *c, const char *from) {
     return 0;
 }
 
-/* [collective: world] Sets f to the newest intact checkpoint in the folder `from`, or to `from` if
-   `from` itself is a checkpoint. f->path is "" if there is no checkpoint. */
+/* [collective: world] Sets f to the checkpoint `from` or, if `from` is a folder of checkpoints, to
+   the newest intact checkpoint in this folder. Sets f->path to "" if there is no checkpoint. */
 static dt_status dt__candidate_newest(dt_checkpoint *c, const char *from, dt__candidate *f) {
     dt__ckpt_id at = dt__ckpt_last;
     char first[sizeof f->why] = "";
@@ -5223,9 +5236,9 @@ static dt_status dt__candidate_newest(dt_checkpoint *c, const char *from, dt__ca
     return DT_OK;
 }
 
-/* ---- loading it ---- */
+/* ---- loading a checkpoint ---- */
 
-/* Checks that a checkpoint belongs to this program: the same optimizer, seed and extra state. */
+/* Fails unless a checkpoint has this program's optimizer, seed and extra_state. */
 static dt_status dt__load_fits(dt_checkpoint *c, dt__candidate *f) {
     dt_ctx *ctx = c->ctx;
     dt_json *j = f->json;
@@ -5260,8 +5273,8 @@ static dt_status dt__load_fits(dt_checkpoint *c, dt__candidate *f) {
     return DT_OK;
 }
 
-/* Rank 0 checks, before the manifest is written, that dt_checkpoint_load will accept the
-   manifest. */
+/* Fails unless dt_checkpoint_load will accept the new manifest. Called on rank 0 before the
+   manifest is written. */
 static dt_status dt__manifest_check(dt_checkpoint *c) {
     dt__candidate f;
     memset(&f, 0, sizeof f);
@@ -5280,12 +5293,13 @@ static dt_status dt__manifest_check(dt_checkpoint *c) {
     else if (f.state != DT__INTACT)
         dt_fail(c->ctx, DT_ERR_ARG, "dt_checkpoint_save: it could not be loaded: %s", f.why);
     if (dt_error(c->ctx) == DT_OK) dt__load_fits(c, &f);
-    f.text = NULL; /* the writer frees it */
+    f.text = NULL; /* the writer frees the manifest */
     dt__candidate_close(&f);
     return dt_error(c->ctx);
 }
 
-/* Returns 1 if a tensor is an error array of 1-bit Adam, which belongs to one layout. */
+/* Returns 1 if the tensor `name` of a file is an error array of 1-bit Adam. Such tensors may be
+   missing, because another layout has other error arrays. */
 static int dt__is_onebit_error(int file, const char *name) {
     return file == DT__OPTIM && strncmp(name, "error", 5) == 0 &&
            (name[5] == '0' || name[5] == '1') && name[6] == '.';
@@ -5322,8 +5336,8 @@ static dt_status dt__load_tensors_fit(dt_checkpoint *c, dt__candidate *f) {
     return DT_OK;
 }
 
-/* Resharding: loads the parameters and state of a bucket. Each rank reads its own local slices from
-   the full tensors. */
+/* Resharding: loads the parameters and the optimizer state of a bucket. Each rank reads its own
+   local slices from the full tensors in the files w. `host` is scratch memory. */
 static dt_status dt__load_bucket(
     dt_checkpoint *c, dt_weights *const *w, dt__zero_bucket *z, char *host) {
     dt_ctx *ctx = c->ctx;
@@ -5345,7 +5359,7 @@ static dt_status dt__load_bucket(
              at < z->offset + z->count && dt__ckpt_has_array(c->zero, bucket, a); at += n) {
             n = z->offset + z->count - at < DT__CKPT_CHUNK / size ? z->offset + z->count - at
                                                                   : DT__CKPT_CHUNK / size;
-            memset(host, 0, n * size); /* zeros for padding, which the file does not have */
+            memset(host, 0, n * size); /* padding is 0, and is not in the file */
             if (dt__state_transfer(c, w[DT__OPTIM], bucket, a, at, at + n, host) != DT_OK ||
                 dt__state_set(c->zero, z, a, at, n, host) != DT_OK)
                 return dt_error(ctx);
@@ -5353,8 +5367,8 @@ static dt_status dt__load_bucket(
     return dt_error(ctx);
 }
 
-/* [collective: world] Loads the errors of 1-bit Adam if this job has the layout that saved the
-   errors. */
+/* [collective: world] Loads the error arrays of 1-bit Adam if this job's layout is the layout of
+   the job that saved them. Otherwise leaves them as they are, and logs a notice. */
 static dt_status dt__load_errors(dt_checkpoint *c, dt__candidate *f, dt_weights *w, char *host) {
     dt_zero *zero = c->zero;
     const char *layout = dt_json_string(f->json, dt_json_find(f->json, 0, "layout"), NULL);
@@ -5376,7 +5390,8 @@ static dt_status dt__load_errors(dt_checkpoint *c, dt__candidate *f, dt_weights 
     return dt_error(c->ctx);
 }
 
-/* Loads the loss scale, extra_state and config from the manifest, after all tensors. */
+/* Loads the loss scale, extra_state and config from the manifest. Called after all tensors are
+   loaded. */
 static void dt__load_numbers(dt_checkpoint *c, dt__candidate *f) {
     dt_zero *zero = c->zero;
     dt_json *j = f->json;
@@ -5424,7 +5439,7 @@ static dt_status dt__load_apply(dt_checkpoint *c, dt__candidate *f) {
     dt_free(ctx, DT_MEM_HOST, host, DT__CKPT_CHUNK);
     for (int k = 0; k < DT__CKPT_FILES; k++) dt_weights_close(w[k]);
     if (dt_error(ctx) == DT_OK) dt__load_numbers(c, f);
-    /* checks that all replicas are equal after the load */
+    /* fail unless all replicas are equal after the load */
     return dt_error(ctx) == DT_OK ? dt__compare_ranks(zero, 1) : dt_error(ctx);
 }
 
@@ -5442,7 +5457,7 @@ int64_t dt_checkpoint_load(dt_checkpoint *c, const char *from) {
     if (dt__save_wait(c) == DT_OK && dt__candidate_newest(c, dir, &f) == DT_OK && f.path[0])
         dt__load_apply(c, &f);
     if (f.probe) dt__candidate_close(&f);
-    /* the barrier fails on every rank if one rank could not load */
+    /* if any rank could not load, this barrier fails on every rank */
     if (dt_error(c->ctx) == DT_OK) dt_barrier(c->zero->mesh.world);
     if (dt_error(c->ctx) == DT_OK) return f.path[0] ? c->zero->step : 0;
     dt__list_free(c);
