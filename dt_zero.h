@@ -51,8 +51,8 @@
        nvcc -O3 train.c dt_kernels.cu -lcublasLt -lnccl     CUDA
 
    OPTIONS (define before including)
-       DT_IMPLEMENTATION   in exactly one file: the code, not only the declarations
-       DT_STATIC           everything static; define it in every file
+       DT_IMPLEMENTATION   in exactly one file: compile the code, not only the declarations
+       DT_STATIC           in every file: make all functions static
 
    CONTENTS
      1. Learning rate (warmup, cosine, linear, WSD schedules)
@@ -78,13 +78,13 @@
 
    CONTRACT
      Memory     The context owns the training state and frees it. dt_zero_make allocates parameters
-                and optimizer state; the first backward allocates gradients. Every
-                bucket is padded to a multiple of n * 1,024 elements, where n is the number of ranks
-                in a shard group. Bytes per element of parameters + gradients + Adam state: f32
-                4 + 4 + 8, bf16 and f16 2 + 4 + 12. Section 4 shows which of these each ZeRO stage
-                divides by n. DT_MEM_COMM counts gathered parameters and gradients that are being
-                reduced: at stage 2 the gradients of three buckets, at stage 3 also the parameters
-                of the current block and of the next block. 1-bit Adam on N ranks adds error arrays:
+                and optimizer state; the first backward allocates gradients. Every bucket is padded
+                to a multiple of n * 1,024 elements, where n is the number of ranks in a shard
+                group. Bytes per element of parameters + gradients + Adam state: 4 + 4 + 8 for f32,
+                2 + 4 + 12 for bf16 and f16. Section 4 shows which of these each ZeRO stage divides
+                by n. DT_MEM_COMM counts gathered parameters and gradients that are being reduced:
+                at stage 2 the gradients of three buckets, at stage 3 also the parameters of the
+                current block and of the next block. 1-bit Adam on N ranks adds error arrays:
                 4 + 4/N bytes per element. At stage 3 a parameter's `data` is NULL outside of the
                 block that uses the parameter: read the values with dt_read or dt_data.
      Types      f32, f64, bf16 and f16. Mixed precision: bf16 and f16 parameters have f32 gradients,
@@ -104,10 +104,10 @@
                 saving a checkpoint in the background starts another thread, which writes.
      Order      Gradients are summed over ranks in rank order. The squares of the gradient norm are
                 summed for each piece of 1,024 elements, then over the pieces in ascending order.
-                Stages 0 and 1 give the same bits, and stages 2 and 3
-                give the same bits. All four stages give the same bits with one micro-batch or with
-                dt_zero_desc.tree. Offload, overlap and keep_gathered change no bit. With HSDP,
-                gradients are summed within each shard group first, then over the groups.
+                Stages 0 and 1 give the same bits, and stages 2 and 3 give the same bits. All four
+                stages give the same bits with one micro-batch or with dt_zero_desc.tree. Offload,
+                overlap and keep_gathered change no bit. With HSDP, gradients are summed within each
+                shard group first, then over the groups.
      Tags       [local], [collective: group]. */
 
 #ifndef DT_ZERO_H
@@ -193,8 +193,8 @@ typedef struct dt_zero_desc {
     /* ZeRO stage. Stage 0 shards nothing, stage 1 the optimizer state, stage 2 also the gradients,
        stage 3 also the parameters (FSDP) */
     int stage;
-    /* HSDP: number of ranks in a shard group. A shard group has consecutive ranks of the data
-       group. Different shard groups hold replicas. 0 means all ranks of the data group */
+    /* HSDP: number of ranks in a shard group; 0 means all ranks of the data group. A shard group
+       consists of consecutive ranks of the data group. Different shard groups hold replicas */
     int shard_group;
     /* 1: stage 3 keeps gathered parameters until the update (section 8) */
     int keep_gathered;
@@ -294,21 +294,22 @@ DT_API int64_t dt_zero_steps(const dt_zero *zero);
    The allocator's count for DT_MEM_OPTIM must be the same. Returns 0 if the optimizer state is
    offloaded: host memory counts as DT_MEM_HOST, and a file does not count. */
 DT_API size_t dt_zero_state_bytes(const dt_zero *zero);
-/* [local], at stage 3 [collective: world]. Frees the training state before the context ends. At
-   stage 3 the parameters cannot be read after this call. NULL is allowed. */
+/* [local], at stage 3 [collective: world]. Frees the training state, which otherwise lives as long
+   as the context. At stage 3 the parameters cannot be read after this call. NULL is allowed. */
 DT_API void dt_zero_free(dt_zero *zero);
 
 // ==== 3. Checkpoints ============================================================================
 
 /* Checkpoint: a folder from which training resumes in any layout, at any ZeRO stage, on any number
-   of ranks (resharding). Its files hold full logical tensors, whichever ranks wrote the parts.
+   of ranks (resharding). Its files hold full logical tensors, whichever ranks wrote the parts. DIR
+   is dt_checkpoint_desc.dir:
 
-       DIR/lock                    locked by the process that saves here; contains its name
-       DIR/step-200/               complete, or absent
+       DIR/lock                    locked by the process that saves to DIR; says which process it is
+       DIR/step-200/               a checkpoint, which is complete or absent
            model.safetensors       each parameter, under its name or where
                                    dt_checkpoint_desc.map_weight puts it
            optim.safetensors       m.NAME, v.NAME, master.NAME: state of each trained parameter
-           config.json             the program's own text
+           config.json             the program's own text (dt_checkpoint_desc.config_json)
            manifest.json           format number, step, loss scale, the program's numbers; the size
                                    of each file, a digest of each file's header and of each tensor;
                                    last, the manifest's own digest
@@ -347,7 +348,7 @@ typedef struct dt_extra_state {
    as in dt_weights_load. */
 typedef struct dt_weight_map {
     char name[2][96];
-    dt_weight_part part[2]; /* .name is not used */
+    dt_weight_part part[2]; /* part[i] is in the tensor name[i]; part[i].name is not used */
     int n;                  /* 1 or 2 */
     int64_t columns;        /* 0 means the parameter's last dimension */
     dt_shape shape;         /* full shape of each of the file's tensors */
@@ -395,22 +396,23 @@ DT_API int dt_checkpoint_poll(dt_checkpoint *checkpoint);
 /* [collective: world] Loads a checkpoint before the first step. `from` is a checkpoint, or a folder
    of checkpoints, whose newest intact checkpoint is loaded; NULL means desc.dir. The function reads
    the whole checkpoint and compares every digest before it changes any state. If a checkpoint is
-   damaged, the function logs a notice that names it, and tries the previous checkpoint. A
-   checkpoint that cannot be read (permissions, descriptors, memory, the disk) is a failure, because
-   it may be intact. Returns the step. Returns 0 if there is no checkpoint, or if the loaded
-   checkpoint is of step 0; in the second case dt_checkpoint_path returns its path, in the first "".
-   Returns -1 on failure, if no checkpoint is intact, or if the checkpoint has a newer format or
-   another model, optimizer, type or seed. The error arrays of 1-bit Adam can be loaded only in the
-   layout that saved them; in another layout they start at zero, with a notice. */
+   damaged, the function logs a notice that names it, and tries the next older checkpoint. If
+   a checkpoint cannot be read (permissions, descriptors, memory, the disk), the load fails, because
+   the checkpoint may be intact. Returns the step. Returns 0 if the loaded checkpoint is of step 0
+   (dt_checkpoint_path then returns the checkpoint's folder), or if there is no checkpoint. Returns
+   -1 on failure, if no checkpoint is intact, if the checkpoint has a newer format, or if it was
+   saved with another model, optimizer, type or seed. The error arrays of 1-bit Adam can be loaded
+   only in the layout that saved them; in another layout they start at zero, with a notice. */
 DT_API int64_t dt_checkpoint_load(dt_checkpoint *checkpoint, const char *from);
-/* [local] Writes the name of a folder's newest checkpoint, for example "step-200", to `name`, or ""
-   if the folder has no checkpoint. Only dt_checkpoint_load finds out whether the checkpoint is
-   intact. Returns the checkpoint's step; -1 if there is no checkpoint or no folder; -2 if the
-   folder cannot be listed, with the reason in errno. */
+/* [local] Writes the name of the newest checkpoint in the folder `dir`, for example "step-200", to
+   `name`, or "" if the folder has no checkpoint. `bytes` is the size of `name`. Only
+   dt_checkpoint_load finds out whether the checkpoint is intact. Returns the checkpoint's step; -1
+   if there is no checkpoint or no folder; -2 if the folder cannot be listed, with the reason in
+   errno. */
 DT_API int64_t dt_checkpoint_newest(const dt_io *io, const char *dir, char *name, size_t bytes);
-/* [local] dt_checkpoint_path: the folder of the checkpoint that was loaded or saved last.
-   dt_checkpoint_config: the desc.config of the checkpoint that was loaded last. Both return "" if
-   there is no such checkpoint. */
+/* [local] dt_checkpoint_path returns the folder of the checkpoint that was loaded or saved last, or
+   "" if none was. dt_checkpoint_config returns the dt_checkpoint_desc.config that was saved in the
+   checkpoint that was loaded last, or "" if none was loaded. */
 DT_API const char *dt_checkpoint_path(const dt_checkpoint *checkpoint);
 DT_API const char *dt_checkpoint_config(const dt_checkpoint *checkpoint);
 /* [collective: world] Waits for a background save and unlocks the folder. NULL is allowed. */
@@ -425,13 +427,13 @@ typedef struct dt_export_desc {
     dt_llmc llmc;
 } dt_export_desc;
 /* [collective: world] Exports only the parameters, as one file for other programs, in any layout.
-   All ranks write path.tmp in parallel and call fsync; then rank 0 renames path.tmp to path.
-   DT_ERR_IO if a file operation fails. */
+   All ranks write the file PATH.tmp in parallel and call fsync; then rank 0 renames PATH.tmp to
+   `path`. Returns DT_ERR_IO if a file operation fails. */
 DT_API dt_status dt_zero_export(dt_zero *zero, const char *path, dt_export_desc desc);
 
 // ==== 4. Memory account =========================================================================
 
-/* Memory and traffic of the ZeRO stages, computed without a program by the formulas of S.
+/* Memory and traffic of the ZeRO stages, computed without running a program, by the formulas of S.
    Rajbhandari et al., "ZeRO", arXiv:1910.02054, sections 5 and 7. E is the number of elements, N
    the number of data-parallel ranks, `a` the number of micro-batches in a step. P, G and O are the
    bytes per element of parameters, gradients and optimizer state. The bytes that a rank sends in a
@@ -444,10 +446,11 @@ DT_API dt_status dt_zero_export(dt_zero *zero, const char *path, dt_export_desc 
        ZeRO-3  p g o     p g o    p g o    p g o       (P + G + O)/N E           (a G + 2 a P) E
          with keep_gathered                            the same                  (a G + P) E
 
-   A capital letter is a full copy, a small letter a shard. ZeRO-0 (plain data parallelism)
-   all-reduces gradients. ZeRO-1 reduce-scatters gradients and all-gathers parameters after the
-   update. ZeRO-2 does the same, but reduce-scatters in each micro-batch. ZeRO-3 (FSDP) also gathers
-   parameters in each forward and each backward, or with keep_gathered once a step.
+   In the picture a capital letter is a full copy and a small letter is a shard. ZeRO-0 (plain data
+   parallelism) all-reduces gradients. ZeRO-1 reduce-scatters gradients and all-gathers parameters
+   after the update. ZeRO-2 does the same, but reduce-scatters in each micro-batch. ZeRO-3 (FSDP)
+   also gathers parameters in each forward and in each backward; with keep_gathered, only once a
+   step.
 
    The formulas leave out: the memory and traffic of dt_zero_desc.tree; HSDP's sums over replicas;
    the second gather if the backward is split into an input half and a weight half (zero bubble);
@@ -599,14 +602,14 @@ typedef struct dt__zero_bucket {
     /* stages 2, 3: (count) this rank's shard of the step's gradient; the first backward allocates
        it */
     void *grad_shard;
-    size_t grad_bytes; /* bytes of grad_shard; 0 if grad_shard is a transient buffer for the disk */
+    size_t grad_bytes; /* bytes of grad_shard; 0 if grad_shard is only a buffer for the disk */
     /* ready: this micro-batch's gradient is complete;
        accumulated: grad_shard holds the sum of earlier micro-batches */
     int ready, accumulated;
     int reduced;      /* this step's gradient is summed over all ranks */
     void *micro_grad; /* stages 2, 3: this micro-batch's gradient, which is being reduced */
     dt_work *work;    /* pending collective: a reduction, or an all-gather after the update */
-    /* stage 3: (padded) the gathered parameters; while gather_work is pending, its buffer */
+    /* stage 3: (padded) the gathered parameters; gather_work writes them */
     void *gathered;
     dt_work *gather_work;  /* pending all-gather */
     void *host_shard;      /* (count) this rank's shard of the parameters in host memory, or NULL */
@@ -617,7 +620,7 @@ typedef struct dt__zero_bucket {
     void *levels;     /* tree: (n_levels, piece) partial sums of this rank's shard */
     size_t levels_bytes;
     size_t sums_at; /* index of the bucket's sums of squares in zero->sums */
-    /* index that this bucket would have on a single rank with all pipeline stages */
+    /* index that this bucket would have if a single rank held all pipeline stages */
     size_t pipeline_index;
     /* 1-bit Adam: [0] compression error of this rank as a worker, [1] its compression error as the
        server of its shard */
@@ -675,7 +678,8 @@ struct dt_zero {
     size_t chunk_elements, chunk_bytes;
     double loss_scale; /* the current scale; 1 without loss scaling */
     /* good_steps: steps in a row that were not skipped, since the last change of the scale;
-       hysteresis_left: the scale falls in the skipped step with this number, counted from now */
+       hysteresis_left: number of further skipped steps until the scale falls, 1 if the scale falls
+       in the next skipped step */
     int good_steps, hysteresis_left;
     int consecutive_skips;               /* skipped steps in a row */
     double skipped_scales[DT_MAX_SKIPS]; /* loss scales of the skipped steps */
@@ -701,8 +705,8 @@ static void *dt__zero_element(const dt__zero_bucket *z, void *array, size_t elem
     return (char *)array + element * dt__zero_element_size(z);
 }
 
-/* dt__zero_param_shard returns the address of this rank's shard of the parameters, which must not
-   be on disk; dt__zero_grad_shard that of this rank's shard of the gradient. */
+/* dt__zero_param_shard and dt__zero_grad_shard return the address of this rank's shard of the
+   parameters and of the gradient. The parameters must not be on disk. */
 static void *dt__zero_param_shard(const dt__zero_bucket *z) {
     if (z->host_shard) return z->host_shard;
     return (char *)z->bucket->shard +
@@ -773,8 +777,8 @@ static dt_comm *dt__tied_group(const dt_zero *zero, const dt_bucket *bucket) {
 }
 
 /* Makes shard groups of desc.shard_group ranks, and replica groups. If shard_group does not divide
-   the size of the experts' data group, the experts' shard groups have the largest divisor of this
-   size below shard_group. */
+   the size of the experts' data group, the size of the experts' shard groups is the largest divisor
+   of this size that is less than shard_group. */
 static dt_status dt__zero_groups_make(dt_zero *zero) {
     dt_comm *data[DT__KINDS] = { zero->mesh.data, zero->mesh.expert_data };
     int ranks = dt_comm_size(data[0]),
@@ -849,7 +853,8 @@ static dt_status dt__zero_bucket_make(dt_zero *zero, int u) {
     return dt_error(ctx);
 }
 
-/* Allocates zero->buckets, all zero, once the number of buckets is known. */
+/* Allocates zero->buckets, filled with zeros, unless it exists. Called when the number of buckets
+   is known. */
 static dt_status dt__zero_buckets_alloc(dt_zero *zero) {
     if (zero->buckets) return DT_OK;
     zero->n_buckets = dt_bucket_count(zero->ctx);
@@ -978,7 +983,7 @@ static dt__item_text dt__item_describe(const dt_zero *zero, int item, int with_r
         c->min_scale, (double)z->keep_gathered, (double)z->no_overlap, (double)z->states,
         (double)dt__zero_offloads(zero),
         (double)(dt__on_disk(z->offload_params) || dt__in_host(z->offload_params)) };
-    uint64_t others = dt__zero_digest(1, more, sizeof more) & 0xffffff; /* printed as a digest */
+    uint64_t others = dt__zero_digest(1, more, sizeof more) & 0xffffff; /* digest of the other settings */
     if (item == 0)
         snprintf(text.s, capacity,
             "optimizer %d of stage %d/%d%s, scale %g, betas %g %g, eps %g, momentum %g, "
@@ -1263,10 +1268,10 @@ static int dt__zero_reduces_each_micro(const dt_zero *zero) {
 
    All sums are in rank order: stages 0 and 1 give the same bits, and stages 2 and 3 give the same
    bits. Section 4 says how many bytes each stage sends. Overlap of communication and computation: a
-   reduction starts when the bucket's gradient is complete and proceeds while the backward computes
-   the other buckets (S. Li et al., "PyTorch Distributed", VLDB 2020). Stages 0 and 1 wait for all
-   reductions at the end of the backward. Stages 2 and 3 allow only two pending reductions, because
-   each pending reduction holds the gradient of a full bucket. */
+   reduction starts when the bucket's gradient is complete and runs while the backward computes the
+   gradients of the other buckets (S. Li et al., "PyTorch Distributed", VLDB 2020). Stages 0 and 1
+   wait for all reductions at the end of the backward. Stages 2 and 3 allow only two pending
+   reductions, because each pending reduction holds the gradient of a full bucket. */
 static dt_status dt__zero_reduce_start(dt_zero *zero, dt__zero_bucket *z) {
     dt_bucket *u = z->bucket;
     dt_dtype type = u->grad_dtype;
