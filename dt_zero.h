@@ -603,10 +603,10 @@ typedef struct dt__zero_bucket {
        it */
     void *grad_shard;
     size_t grad_bytes; /* bytes of grad_shard; 0 if grad_shard is only a buffer for the disk */
-    /* ready: this micro-batch's gradient is complete;
-       accumulated: grad_shard holds the sum of earlier micro-batches */
+    /* ready: 1 if this micro-batch's gradient is complete. accumulated: 1 if grad_shard holds the
+       sum of earlier micro-batches */
     int ready, accumulated;
-    int reduced;      /* this step's gradient is summed over all ranks */
+    int reduced;      /* 1 if this step's gradient is summed over all ranks */
     void *micro_grad; /* stages 2, 3: this micro-batch's gradient, which is being reduced */
     dt_work *work;    /* pending collective: a reduction, or an all-gather after the update */
     /* stage 3: (padded) the gathered parameters; gather_work writes them */
@@ -983,7 +983,7 @@ static dt__item_text dt__item_describe(const dt_zero *zero, int item, int with_r
         c->min_scale, (double)z->keep_gathered, (double)z->no_overlap, (double)z->states,
         (double)dt__zero_offloads(zero),
         (double)(dt__on_disk(z->offload_params) || dt__in_host(z->offload_params)) };
-    uint64_t others = dt__zero_digest(1, more, sizeof more) & 0xffffff; /* digest of the other settings */
+    uint64_t others = dt__zero_digest(1, more, sizeof more) & 0xffffff; /* digest of `more` */
     if (item == 0)
         snprintf(text.s, capacity,
             "optimizer %d of stage %d/%d%s, scale %g, betas %g %g, eps %g, momentum %g, "
@@ -1012,8 +1012,8 @@ static dt__item_text dt__item_describe(const dt_zero *zero, int item, int with_r
 }
 
 /* Returns the digest of an item: of its description if `values` is 0, of the parameter's values if
-   `values` is 1. Returns 1 if the ranks need not have the item in common. `kind` says over which
-   group the ranks are compared, and which items:
+   `values` is 1. Returns the constant 1 if the ranks need not have the item in common. `kind` says
+   over which group the ranks are compared, and which items:
 
        DT__DENSE, DT__EXPERTS   over the data group of this kind: the parameters of this kind
                                 (DT__DENSE: also the optimizer)
@@ -1407,8 +1407,8 @@ static dt_status dt__zero_reduce_finish(dt_zero *zero) {
                             \      /
        total sum          level 1 + level 2
 
-   The order of additions depends only on the number of the leaves, so the bits are the same however
-   the batch is split over ranks and gradient accumulation. For this, one rank must receive all
+   The order of additions depends only on the index m of each leaf, so the bits are the same however
+   the batch is split over ranks and micro-batches. For this, one rank must receive all
    leaves of an element before it adds them: a bucket is divided into N pieces, one for each rank,
    and each micro-batch's gradient goes through an all-to-all. For M leaves a rank has
    floor(log2 M) + 1 buffers, each the size of one piece. The pieces of a shard belong to the ranks
@@ -1647,7 +1647,7 @@ static void dt__zero_free_gathered(dt_zero *zero, dt__zero_bucket *z) {
     z->gathered = NULL;
 }
 
-/* Frees the buckets that a block has gathered; block -1 frees all gathered buckets. */
+/* Frees the buckets that a block has gathered. If `block` is -1, frees all gathered buckets. */
 static void dt__zero_free_held(dt_zero *zero, int block) {
     for (int u = 0; u < zero->n_buckets; u++)
         if (block < 0 || (zero->buckets[u].holder_block == block && zero->buckets[u].bucket->data))
@@ -1736,8 +1736,7 @@ static void dt__zero_on_enter(dt_ctx *ctx, const dt_event *event, void *user) {
 static void dt__zero_on_leave(dt_ctx *ctx, const dt_event *event, void *user) {
     dt_zero *zero = (dt_zero *)user;
     if (dt_error(ctx) != DT_OK) return;
-    /* after a recomputation keep the block's buckets, because the block's backward reads them
-       next */
+    /* after the recomputation of a block keep its buckets, because its backward reads them next */
     int goes_back = event->phase == DT_FORWARD && dt_recomputing(ctx);
     if (!zero->desc.keep_gathered && !goes_back) dt__zero_free_held(zero, event->block);
     if (event->phase == DT_FORWARD || event->block != 0) return;
@@ -1813,9 +1812,9 @@ static dt_status dt__norm_square_sums(dt_zero *zero) {
 }
 
 /* Sums each entry of zero->bucket_sums over the groups that shard the bucket's parameters, for
-   example tp. Each element of the full model must count once: so replicas are not summed, and of
-   several tied copies only the first counts. There is one collective for each bucket and group, in
-   the same order on every rank. */
+   example tp. Each element of the full model must count once. Therefore replicas are not summed,
+   and of several tied copies only the first counts. There is one collective for each bucket and
+   group, in the same order on every rank. */
 static dt_status dt__norm_sum_shards(dt_zero *zero) {
     for (int u = 0; u < zero->n_buckets; u++) {
         const dt__zero_bucket *z = &zero->buckets[u];
@@ -1916,8 +1915,8 @@ static dt_status dt__bad_grad_locate(
     return DT_OK;
 }
 
-/* Sets *fault on every rank to the bad element of the first rank that has one. `rank` is -1 if no
-   rank has one. */
+/* Sets *fault on every rank to the bad element of the first rank that has a bad element. Sets
+   fault->rank to -1 if no rank has a bad element. */
 static dt_status dt__bad_grad_find(dt_zero *zero, dt__bad_grad *fault) {
     enum { EACH = 4 };
     dt_comm *world = zero->mesh.world;
@@ -2266,12 +2265,13 @@ static dt_status dt__zero_update_all(dt_zero *zero, double lr, double grad_scale
    copies through a buffer of its own, so that a thread that hangs in a disk access touches no freed
    memory.
 
-   The file has two slots. A step reads one slot and writes the other slot. The slots swap only
-   after every rank has written all of its chunks, so a step that fails on one rank changes no
-   rank's data. For the same reason parameters in memory change last: the updated parameters of a
-   chunk overwrite the chunk's gradient, which is no longer needed; after every rank has succeeded,
-   the gradient's memory is copied to the parameters. Optimizer state in host memory is updated in
-   place: after a failed step such state is lost, although parameters on disk are unchanged.
+   The file has two slots, each for all arrays of this rank that are on disk, except gradients. A
+   step reads one slot and writes the other slot. The slots swap only after every rank has written
+   all of its chunks, so a step that fails on one rank changes no rank's data. For the same reason
+   parameters in memory change last: the updated parameters of a chunk overwrite the chunk's
+   gradient, which is no longer needed; after every rank has succeeded, the gradient's memory is
+   copied to the parameters. Optimizer state in host memory is updated in place: after a failed step
+   such state is lost, although parameters on disk are unchanged.
 
    If both the optimizer state and the parameters are in the file, the gradients are in the file
    too, after the two slots. This rank's shard of a bucket's gradient is written when the gradient
@@ -3516,8 +3516,8 @@ typedef struct dt__writer {
        after the caller has freed it */
     char *config_json;
     int keep, committing; /* committing: 1 runs dt__writer_commit, 0 dt__writer_flush */
-    /* 1: this rank has created the folder `temp` or the file of an export, and removes what it has
-       created after a failure */
+    /* 1 if this rank has created the folder `temp` or the file of an export. After a failure this
+       rank removes the folder or the file */
     int created;
     int64_t step; /* step and repeat identify the checkpoint, as in dt__ckpt_id */
     int repeat;
@@ -4755,7 +4755,7 @@ static dt_status dt__checkpoint_desc_check(dt_ctx *ctx, const dt_checkpoint_desc
             "most %d and %d",
             text, beside, DT__JSON_STRING, DT__JSON_BYTES);
     dt_json_put_string(&config, NULL, d->config);
-    bytes += (double)config.used + 25 * numbers; /* the longest: -1.2345678901234567e-300, */
+    bytes += (double)config.used + 25 * numbers; /* 25 bytes: "-1.2345678901234567e-300," */
     dt_json_out_free(&config);
     if (bytes > (double)DT__JSON_BYTES)
         return dt_fail(ctx, DT_ERR_ARG,
@@ -4945,8 +4945,8 @@ static int dt__candidate_open(const dt_checkpoint *c, dt__candidate *f) {
                           0);
 }
 
-/* If the context `probe` has failed, sets state and why by this failure, unless `why` is set
-   already. */
+/* If the context `probe` has failed, sets `state` and `why` from this failure, unless `why`
+   is already set. */
 static void dt__candidate_note_error(dt__candidate *f) {
     const char *text = dt_error_text(f->probe);
     if (f->why[0] || dt_error(f->probe) == DT_OK) return;
@@ -5053,8 +5053,8 @@ static void dt__candidate_files(dt__candidate *f) {
         if (!f->w[i]) dt_json_fail(f->json, 0, "%s is not among its files", dt__ckpt_names[i]);
 }
 
-/* [collective: world] Sets state and why on all ranks to the worst state that any rank has found,
-   and its error text. */
+/* [collective: world] Sets `state` on all ranks to the worst state that any rank has found, and
+   `why` to the error text of that rank. */
 static dt_status dt__candidate_agree(dt_checkpoint *c, dt__candidate *f) {
     size_t n = 0;
     char line[sizeof f->why + 4] = "";
