@@ -1,14 +1,15 @@
 /* dt_zero.h - v0.2.0 - training state: optimizers, ZeRO 0 to 3, mixed precision, offload,
    checkpoints - public domain or MIT, see the end of the file
 
-   The top of four single-header libraries; include this one and you have all. It owns what a
-   training step needs beside the model: the reduction of gradients over every axis that divides the
-   data; optimizer state, gradients and parameters replicated or sharded over the ranks (ZeRO, FSDP,
-   HSDP); the optimizer update, with f32 master weights for 16-bit parameters; loss scaling; the
-   learning rate; CPU and NVMe offload; checkpoints that can be loaded in any layout.
+   The topmost of dt's four single-header libraries: it includes the other three. It contains what a
+   training step needs besides the model: the reduction of gradients over every axis of the mesh
+   that divides the data; optimizer state, gradients and parameters, replicated or sharded over the
+   ranks (ZeRO, FSDP, HSDP); the optimizer update, with f32 master weights for 16-bit parameters;
+   loss scaling; the learning rate; CPU and NVMe offload; checkpoints that can be loaded in any
+   layout.
 
-   DOES NOT: know the model, divide the loss (dt_count_labels gives the denominator), or reset the
-   tape.
+   DOES NOT: know the model, divide the loss (dt_count_labels returns the denominator), or reset the
+   tape (dt_reset does).
 
    QUICK EXAMPLE (data parallel over 4 ranks; ZeRO-2 shards optimizer state and gradients)
 
@@ -50,8 +51,8 @@
        nvcc -O3 train.c dt_kernels.cu -lcublasLt -lnccl     CUDA
 
    OPTIONS (define before including)
-       DT_IMPLEMENTATION   in exactly one file: the code, not only the declarations
-       DT_STATIC           everything static; define it in every file
+       DT_IMPLEMENTATION   in exactly one file: compile the code, not only the declarations
+       DT_STATIC           in every file: make all functions static
 
    CONTENTS
      1. Learning rate (warmup, cosine, linear, WSD schedules)
@@ -77,35 +78,36 @@
 
    CONTRACT
      Memory     The context owns the training state and frees it. dt_zero_make allocates parameters
-                and optimizer state; the first backward allocates gradients (class grads). Every
-                bucket is padded to a multiple of n * 1,024 elements, where n is the number of ranks
-                in a shard group. Bytes per element of parameters + gradients + Adam state: f32
-                4 + 4 + 8, bf16 and f16 2 + 4 + 12. Section 4 shows which of these each ZeRO stage
-                divides by n. Class comm holds gathered parameters and gradients that are being
-                reduced: at stage 2 the gradients of three buckets, at stage 3 also the parameters
-                of the current block and of the next block. 1-bit Adam on N ranks adds error arrays:
+                and optimizer state; the first backward allocates gradients. Every bucket is padded
+                to a multiple of n * 1,024 elements, where n is the number of ranks in a shard
+                group. Bytes per element of parameters + gradients + Adam state: 4 + 4 + 8 for f32,
+                2 + 4 + 12 for bf16 and f16. Section 4 shows which of these each ZeRO stage divides
+                by n. DT_MEM_COMM counts gathered parameters and gradients that are being reduced:
+                at stage 2 the gradients of three buckets, at stage 3 also the parameters of the
+                current block and of the next block. 1-bit Adam on N ranks adds error arrays:
                 4 + 4/N bytes per element. At stage 3 a parameter's `data` is NULL outside of the
                 block that uses the parameter: read the values with dt_read or dt_data.
      Types      f32, f64, bf16 and f16. Mixed precision: bf16 and f16 parameters have f32 gradients,
                 and an f32 master weight in the optimizer state. The update changes the master
                 weight and rounds it to the parameter. The first step copies the master weight from
-                the parameter. A bf16 or f16 value written after the first step lasts only until the
-                next step. Losses are scaled if any parameter is f16, because f16 holds only values
-                from 6e-8 to 65,504; bf16 has the range of f32.
+                the parameter. If the program writes a bf16 or f16 parameter after the first step,
+                the next step overwrites the written value. Losses are scaled if any parameter is
+                f16, because f16 holds only values from 6e-8 to 65,504; bf16 has the range of f32.
      Errors     Errors are sticky, as in dt_tensor.h. A step whose gradient norm is not finite
                 changes nothing: with a loss scale every rank skips the step, without a loss scale
                 every rank fails (DT_ERR_NUMERIC). Ranks that hold replicas must register the same
                 parameters in the same order with the same flags and the same optimizer
                 (dt_zero_make compares them) and start from the same values (the first dt_zero_step
-                compares digests, which count as no traffic). Otherwise every rank fails
-                (DT_ERR_COMM).
+                compares digests; dt_comm_bytes does not count this traffic). Otherwise every rank
+                fails (DT_ERR_COMM).
      Threads    As in dt_comm.h. Offload to a folder starts one thread, which reads and writes;
                 saving a checkpoint in the background starts another thread, which writes.
-     Order      Gradients are summed over ranks in rank order, and the norm over pieces of 1,024
-                elements in ascending order. Stages 0 and 1 give the same bits, and stages 2 and 3
-                give the same bits. All four stages give the same bits with one micro-batch or with
-                `tree`. Offload, overlap and keep_gathered change no bit. With HSDP, gradients are
-                summed within each shard group first, then over the groups.
+     Order      Gradients are summed over ranks in rank order. The squares of the gradient norm are
+                summed for each piece of 1,024 elements, then over the pieces in ascending order.
+                Stages 0 and 1 give the same bits, and stages 2 and 3 give the same bits. All four
+                stages give the same bits with one micro-batch or with dt_zero_desc.tree. Offload,
+                overlap and keep_gathered change no bit. With HSDP, gradients are summed within each
+                shard group first, then over the groups.
      Tags       [local], [collective: group]. */
 
 #ifndef DT_ZERO_H
@@ -128,56 +130,60 @@ enum { DT_LR_COSINE = 0, DT_LR_LINEAR, DT_LR_CONSTANT, DT_LR_WSD };
 typedef struct dt_lr_desc {
     double peak;
     int kind;       /* schedule after the warmup: DT_LR_* */
-    int64_t warmup; /* steps; step n <= warmup has lr peak * n / warmup */
-    int64_t steps;  /* from this step on, the lr is min_ratio * peak (not DT_LR_CONSTANT) */
+    int64_t warmup; /* number of warmup steps; step n <= warmup has lr peak * n / warmup */
+    int64_t steps;  /* from step `steps` on, the lr is min_ratio * peak (not DT_LR_CONSTANT) */
     double min_ratio;
-    /* DT_LR_WSD: steps of the final decay; 0 -> 20% of steps, rounded up */
+    /* DT_LR_WSD: number of steps of the final decay; 0 means 20% of `steps`, rounded up */
     int64_t decay;
 } dt_lr_desc;
 
-/* [local] The learning rate of step n, counted from 1; 0 for n < 1. DT_LR_COSINE: arXiv:1608.03983.
-   DT_LR_WSD (warmup, stable, decay) stays at the peak and then falls as 1 - sqrt(done), where done
-   goes from 0 to 1 (arXiv:2404.06395; arXiv:2405.18392 for the square root). */
+/* [local] Returns the learning rate (lr) of a step. Steps are counted from 1; the result is 0 if
+   step < 1. DT_LR_COSINE: arXiv:1608.03983. DT_LR_WSD (warmup, stable, decay) stays at the peak and
+   then falls as 1 - sqrt(x), where x goes from 0 to 1 during the decay (arXiv:2404.06395;
+   arXiv:2405.18392 for the square root). */
 DT_API double dt_lr(dt_lr_desc desc, int64_t step);
 
 // ==== 2. Training state =========================================================================
 
-/* Arguments of a custom optimizer: consecutive elements of one parameter with their gradient and
-   state. */
+/* Arguments of a custom optimizer's update: consecutive elements of one parameter with their
+   gradient and state. */
 typedef struct dt_update_args {
     dt_ctx *ctx;
     const dt_tensor *tensor; /* the parameter */
-    size_t offset, count;    /* elements of the tensor's local slice, row-major */
+    size_t offset, count;    /* range of elements of the tensor's local slice, row-major */
     /* param, grad and the state arrays: (count) elements of type dt_grad_dtype(tensor). For a bf16
        or f16 parameter, param is the f32 master weight */
     void *param;
     const void *grad;
-    /* state arrays, zero before the first step; dt_zero_desc.states arrays, then NULL */
+    /* dt_zero_desc.states arrays, which are zero before the first step; the other pointers are
+       NULL */
     void *state[2];
     double lr;           /* includes the parameter's lr_scale */
-    double grad_scale;   /* clipping: use grad * grad_scale as the gradient */
+    double grad_scale;   /* use grad * grad_scale as the gradient (gradient clipping) */
     double weight_decay; /* 0 for parameters without decay */
     int64_t step;        /* counted from 1 */
 } dt_update_args;
 
-/* A custom optimizer's update, called for each run of consecutive elements that this rank owns. The
-   update of element i may read only element i of each array. On a device the arrays are device
-   memory: launch your kernels on the context's stream. If optimizer state is offloaded, the arrays
-   are host memory, and the update must be complete when the function returns. */
+/* The update of a custom optimizer. It is called for each range of consecutive elements that this
+   rank updates. The update of element i may read only element i of each array. On a device the
+   arrays are device memory: launch your kernels on the context's stream. If the optimizer state is
+   offloaded, the arrays are host memory, and the update must be complete when the function
+   returns. */
 typedef dt_status (*dt_update_fn)(const dt_update_args *args, void *user);
 
 /* Loss scaling: a dynamic loss scale (P. Micikevicius et al., "Mixed Precision Training",
    arXiv:1710.03740). If a gradient is not finite, the step is skipped and only the scale
    changes. */
 typedef struct dt_scale_desc {
-    double init; /* 0 -> 65,536 */
-    /* the scale is multiplied by growth (0 -> 2) after `interval` good steps in a row, and by
-       backoff (0 -> 0.5) after a skipped step */
+    double init; /* the first scale; 0 means 65,536 */
+    /* The scale is multiplied by `growth` after `interval` steps in a row that were not skipped,
+       and by `backoff` after a skipped step. growth: 0 means 2; backoff: 0 means 0.5 */
     double growth, backoff;
-    int interval; /* 0 -> 2,000 */
-    /* the first hysteresis - 1 skipped steps after a growth do not lower the scale; 0 -> 1 */
+    int interval; /* 0 means 2,000 */
+    /* after each growth of the scale, the first (hysteresis - 1) skipped steps do not lower the
+       scale; 0 means 1 */
     int hysteresis;
-    double min_scale; /* 0 -> 1 */
+    double min_scale; /* the scale never falls below this value; 0 means 1 */
 } dt_scale_desc;
 #define DT_SCALE_DYNAMIC (-1.0)
 enum { DT_MAX_SKIPS = 20 }; /* skipped steps in a row after which dt_zero_step fails */
@@ -187,23 +193,23 @@ typedef struct dt_zero_desc {
     /* ZeRO stage. Stage 0 shards nothing, stage 1 the optimizer state, stage 2 also the gradients,
        stage 3 also the parameters (FSDP) */
     int stage;
-    /* HSDP: number of ranks in a shard group. A shard group has consecutive ranks of the data
-       group. Different shard groups hold replicas. 0 -> all ranks of the data group */
+    /* HSDP: number of ranks in a shard group; 0 means all ranks of the data group. A shard group
+       consists of consecutive ranks of the data group. Different shard groups hold replicas */
     int shard_group;
     /* 1: stage 3 keeps gathered parameters until the update (section 8) */
     int keep_gathered;
-    const dt_mesh *mesh; /* dt_zero_make copies it. NULL -> all ranks are data parallel */
+    const dt_mesh *mesh; /* dt_zero_make copies the mesh. NULL: all ranks are data parallel */
     /* DT_ADAMW (arXiv:1711.05101), DT_ADAM (L2 added to the gradient), DT_SGD, DT_ONEBIT_ADAM
        (arXiv:2102.02888; section 13), DT_OPTIMIZER_CUSTOM */
     int optimizer;
-    double beta1, beta2; /* 0 -> 0.9, 0.999 */
-    double eps;          /* 0 -> 1e-8 */
-    double momentum;     /* SGD; 0: no momentum, and no state */
+    double beta1, beta2; /* beta1: 0 means 0.9; beta2: 0 means 0.999 */
+    double eps;          /* 0 means 1e-8 */
+    double momentum;     /* DT_SGD: momentum; 0: no momentum and no optimizer state */
     /* 1-bit Adam: number of steps of plain Adam before the second moment is frozen. Choose at least
-       the number of warmup steps, and about 1/(1 - beta2) or more. 1-bit Adam needs stage 0, no
-       tree and no offload */
+       the number of warmup steps of the learning rate, and about 1/(1 - beta2) or more. 1-bit Adam
+       works only at stage 0, without `tree` and without offload */
     int freeze_steps;
-    /* applies to parameters with 2 or more dimensions that are not marked no_decay */
+    /* applies to every parameter that has 2 or more dimensions and is not marked no_decay */
     double weight_decay;
     /* gradient clipping: scales gradients by min(1, clip / (norm + 1e-6)); 0: no clipping */
     double clip;
@@ -211,27 +217,27 @@ typedef struct dt_zero_desc {
        parameters. "cpu" (CPU offload): in host memory, and the update runs on the CPU. Any other
        text names a folder (NVMe offload): the state is in a file in this folder */
     const char *offload_optim;
-    /* Placement of this rank's shard of the parameters at stage 3; takes the same texts as
-       offload_optim. If both name one folder, this rank's shard of the gradients is in that folder
-       too, unless `tree` is set */
+    /* Placement of this rank's shard of the parameters at stage 3, with the same values as
+       offload_optim. If both fields name the same folder, this rank's shard of the gradients is in
+       that folder too, unless `tree` is set */
     const char *offload_params;
-    /* number of elements that offload reads, updates and writes at a time; 0 -> 131,072 */
+    /* number of elements that offload reads, updates and writes at a time; 0 means 131,072 */
     size_t offload_chunk;
     /* 0: a dynamic loss scale if any rank has an f16 parameter, else no loss scale.
        DT_SCALE_DYNAMIC: a dynamic loss scale. Other values: a fixed loss scale */
     double loss_scale;
     dt_scale_desc scale; /* parameters of a dynamic loss scale */
-    /* largest bucket, unless one parameter is larger; 0 -> 25 MiB */
+    /* maximum size of a bucket in bytes, unless one parameter is larger; 0 means 25 MiB */
     size_t bucket_bytes;
-    /* 1: sum gradients in a binary tree over micro-batches (section 7) */
+    /* 1: gradients are summed in a binary tree over micro-batches (section 7) */
     int tree;
     /* 1: no overlap of communication and computation: the backward waits for each bucket's
        reduction, and parameters are gathered when needed, not prefetched */
     int no_overlap;
     /* 1: stage 3 fills gathered parameters with NaN before it frees them, to expose later reads */
     int poison;
-    dt_update_fn update; /* DT_OPTIMIZER_CUSTOM */
-    void *user;          /* passed to update */
+    dt_update_fn update; /* DT_OPTIMIZER_CUSTOM: the update */
+    void *user;          /* passed to `update` */
     int states;          /* DT_OPTIMIZER_CUSTOM: number of state arrays, 0 to 2 */
 } dt_zero_desc;
 
@@ -239,80 +245,84 @@ typedef struct dt_zero dt_zero;
 
 typedef struct dt_step_info {
     int64_t step; /* the last completed step, counted from 1 */
-    /* Gradient norm: the 2-norm of the unscaled gradients before clipping. Each logical element
-       counts once. NaN after a failure. After 1-bit Adam has frozen v, gradients are not summed and
-       grad_norm is an upper bound: the root of the mean over the N data ranks of |N g|^2, where g
-       is a rank's own gradient */
+    /* Gradient norm: the 2-norm of the gradients, divided by the loss scale, before clipping. An
+       element that several ranks hold counts once. NaN after a failure. After 1-bit Adam has frozen
+       the second moment, gradients are not summed, and grad_norm is an upper bound: the square root
+       of the mean over the N data-parallel ranks of |N g|^2, where g is a rank's own gradient */
     double grad_norm;
     double clip_scale; /* gradient clipping: the factor applied to the gradients */
-    /* 1: with loss scaling, a gradient was not finite, and no parameter, state or step count
-       changed on any rank. Repeat the same micro-batches, or continue with new micro-batches */
+    /* 1 if a gradient was not finite and loss scaling is in use: the step has changed no parameter,
+       no state and no step count on any rank. Repeat the same micro-batches, or continue with new
+       micro-batches */
     int skipped;
     double loss_scale; /* loss scale of the gradients in this step; 1 without loss scaling */
-    /* world rank that holds the first gradient that is not finite in a skipped or failed step; -1
-       if all gradients are finite */
+    /* after a skipped or failed step: the world rank that holds the first element of the gradients
+       that is not finite; -1 if all gradients are finite */
     int bad_rank;
-    /* parameter of the first bad gradient (NULL on other pipeline stages), and the index of the bad
-       element in the local slice of bad_rank */
+    /* bad_param: the parameter of this element; NULL on ranks of other pipeline stages.
+       bad_element: the element's index in the local slice of rank bad_rank */
     const dt_tensor *bad_param;
     size_t bad_element;
 } dt_step_info;
 
-/* [collective: world] Makes the training state: ZeRO-1, ZeRO-2, ZeRO-3 (FSDP), HSDP with
-   desc.shard_group. Call it after the last dt_param: dt_zero_make allocates and initializes the
-   parameters and the optimizer state. Returns NULL on failure. */
+/* [collective: world] Makes the training state for desc.stage: ZeRO-1, ZeRO-2 or ZeRO-3 (FSDP);
+   with desc.shard_group, HSDP. Call it after the last dt_param: dt_zero_make allocates and
+   initializes the parameters and the optimizer state. Returns NULL on failure. */
 DT_API dt_zero *dt_zero_make(dt_ctx *ctx, dt_zero_desc desc);
-/* [collective: world] One optimizer step. Call it after the backward of the step's last
-   micro-batch. The step computes the gradient norm, clips the gradients, updates the parameters,
-   and makes the new parameters available on every rank. The next backward starts new gradient
-   sums. */
+/* [collective: world] Takes one optimizer step with learning rate lr. Call dt_zero_step after the
+   backward of the step's last micro-batch. It computes the gradient norm, clips the gradients,
+   updates the parameters, and makes the new parameters available on every rank. The next backward
+   starts new gradient sums. */
 DT_API dt_step_info dt_zero_step(dt_zero *zero, double lr);
 enum { DT_STATE_MASTER = 2 };
 /* [collective: the parameter's data group] Copies a state array of a parameter's full local slice
-   to host memory, as elements of type dt_grad_dtype(param). `which` is 0 or 1 or, after the first
-   step, DT_STATE_MASTER: the f32 master weights of a 16-bit parameter. DT_ERR_ARG for a frozen
-   parameter or a missing state. */
+   to host memory, as elements of type dt_grad_dtype(param). `which` is the array's index, 0 or 1.
+   After the first step it may also be DT_STATE_MASTER: the f32 master weights of a 16-bit
+   parameter. Returns DT_ERR_ARG if the parameter is frozen or has no such array. */
 DT_API dt_status dt_zero_state(dt_zero *zero, int which, const dt_tensor *param, void *host);
-/* [collective: the parameter's data group, the first call of a step also the groups of tied
+/* [collective: the parameter's data group; in the first call of a step also the groups of tied
    parameters over pipeline stages] Copies the step's gradient of a parameter's full local slice to
    host memory, as elements of type dt_grad_dtype(param). The gradient is summed over all ranks and
-   divided by the loss scale. Call it between the last backward of a step and dt_zero_step.
-   DT_ERR_UNSUPPORTED after 1-bit Adam has frozen its second moment, because gradients are then not
-   summed. */
+   divided by the loss scale. Call dt_zero_grad between the last backward of a step and
+   dt_zero_step. Returns DT_ERR_UNSUPPORTED after 1-bit Adam has frozen its second moment, because
+   gradients are then not summed. */
 DT_API dt_status dt_zero_grad(dt_zero *zero, const dt_tensor *param, void *host);
-/* [local] Number of completed steps, including the steps of a loaded checkpoint. */
+/* [local] Returns the number of completed steps, including the steps before the loaded
+   checkpoint. */
 DT_API int64_t dt_zero_steps(const dt_zero *zero);
-/* [local] Bytes of optimizer state on this rank by the formula; DT_MEM_OPTIM must show the same
-   number. 0 with offload, because host memory counts as DT_MEM_HOST and a file is not counted. */
+/* [local] Returns the bytes of optimizer state on this rank, computed from the sizes of the shards.
+   The allocator's count for DT_MEM_OPTIM must be the same. Returns 0 if the optimizer state is
+   offloaded: host memory counts as DT_MEM_HOST, and a file does not count. */
 DT_API size_t dt_zero_state_bytes(const dt_zero *zero);
-/* [local], at stage 3 [collective: world]. Frees the training state before the context ends. At
-   stage 3 the parameters cannot be read after this call. NULL is allowed. */
+/* [local], at stage 3 [collective: world]. Frees the training state, which otherwise lives as long
+   as the context. At stage 3 the parameters cannot be read after this call. NULL is allowed. */
 DT_API void dt_zero_free(dt_zero *zero);
 
 // ==== 3. Checkpoints ============================================================================
 
 /* Checkpoint: a folder from which training resumes in any layout, at any ZeRO stage, on any number
-   of ranks (resharding). Its files hold full logical tensors, whichever ranks wrote the parts.
+   of ranks (resharding). Its files hold full logical tensors, whichever ranks wrote the parts. DIR
+   is dt_checkpoint_desc.dir:
 
-       DIR/lock                    locked by the process that saves here; contains its name
-       DIR/step-200/               complete, or absent
+       DIR/lock                    locked by the process that saves to DIR; says which process it is
+       DIR/step-200/               a checkpoint, which is complete or absent
            model.safetensors       each parameter, under its name or where
                                    dt_checkpoint_desc.map_weight puts it
            optim.safetensors       m.NAME, v.NAME, master.NAME: state of each trained parameter
-           config.json             the program's own text
+           config.json             the program's own text (dt_checkpoint_desc.config_json)
            manifest.json           format number, step, loss scale, the program's numbers; the size
-                                   of each file, a digest of its header and of each tensor; its own
-                                   digest at the end
-       DIR/step-400.1a2b3c.tmp/    being written, or left by a killed job; the next job removes it.
-                                   Each save has another number, so ranks that do not share the
-                                   folder cannot find it
+                                   of each file, a digest of each file's header and of each tensor;
+                                   last, the manifest's own digest
+       DIR/step-400.1a2b3c.tmp/    a checkpoint that is being written or that a killed job has left;
+                                   the next job removes it. Each save has a new number (1a2b3c), so
+                                   a rank that does not share the folder DIR cannot find it
 
-   Removing a checkpoint removes its four files, then the folder if it is empty. A symbolic link in
-   place of the folder or of a file is removed itself, not its target; nothing is written through a
-   link.
+   Removing a checkpoint removes its four files, then the folder if it is empty. If the folder or a
+   file is a symbolic link, the link is removed, not its target. No file is written through a
+   symbolic link.
 
-   All ranks write the two weight files in parallel. Each rank writes its own shards, and a fraction
-   of the data that several ranks hold. Then rank 0 commits:
+   All ranks write the two safetensors files in parallel. Each rank writes its own shards, and its
+   fraction of the data that several ranks hold. Then rank 0 commits the checkpoint:
 
        write files -> fsync files -> write + fsync manifest.json -> fsync folder
                    -> rename step-200.1a2b3c.tmp to step-200     <- the instant of the commit
@@ -324,79 +334,85 @@ DT_API void dt_zero_free(dt_zero *zero);
    checkpoint. */
 enum { DT_CHECKPOINT_FORMAT = 1 };
 
-/* Numbers of the program that belong to a checkpoint, for example how many samples it has seen.
-   Names are unique; the numbers are finite, and the same on all ranks. dt_checkpoint_save stores
-   their current values, and dt_checkpoint_load fills them in. */
+/* An array of the program's own numbers to store in checkpoints, for example how many samples the
+   model has seen. Names are unique; the numbers are finite, and the same on all ranks.
+   dt_checkpoint_save stores the current values, and dt_checkpoint_load overwrites them with the
+   stored values. */
 typedef struct dt_extra_state {
     const char *name;
     double *values;
     int count;
 } dt_extra_state;
 
-/* Position of a parameter in model.safetensors: n consecutive parts, as in dt_weights_load. */
+/* Position of a parameter in model.safetensors: n parts, each of consecutive rows of the parameter,
+   as in dt_weights_load. */
 typedef struct dt_weight_map {
     char name[2][96];
-    dt_weight_part part[2]; /* .name is not used */
+    dt_weight_part part[2]; /* part[i] is in the tensor name[i]; part[i].name is not used */
     int n;                  /* 1 or 2 */
-    int64_t columns;        /* 0 -> the parameter's last dimension */
-    dt_shape shape;         /* full shape of each named tensor */
+    int64_t columns;        /* 0 means the parameter's last dimension */
+    dt_shape shape;         /* full shape of each of the file's tensors */
 } dt_weight_map;
 
 typedef struct dt_checkpoint_desc {
     /* folder for checkpoints, created if missing. NULL: this job only loads */
     const char *dir;
-    int keep; /* number of newest checkpoints to keep; 0: all */
+    int keep; /* number of newest checkpoints to keep; 0 keeps all */
     /* 1: dt_checkpoint_save copies this rank's fraction of the state to host memory and returns; a
-       thread on each rank writes the copy. A rank then holds its fraction of the state twice */
+       thread on each rank writes the copy. Each rank then holds its fraction of the state twice */
     int background;
     const dt_extra_state *extra_state; /* (n_extra_state) */
     int n_extra_state;
     const char *config;      /* text to save, any bytes, at most 16 MiB; may be NULL */
-    const char *config_json; /* content of config.json, at most 100,000,000 bytes, or NULL */
-    /* sets the name and position of a parameter in the file; NULL -> each parameter has its own
-       name */
+    const char *config_json; /* content of config.json, at most 100,000,000 bytes; may be NULL */
+    /* sets a parameter's name and position in model.safetensors; NULL: each parameter is stored
+       whole under its own name */
     void (*map_weight)(const dt_tensor *param, dt_weight_map *map, void *user);
-    /* rank 0 calls this function during a save; done goes from 0 to 1. May be NULL */
+    /* rank 0 calls this function during a save; `done` is the fraction that is written, 0 to 1. May
+       be NULL */
     void (*progress)(double done, void *user);
     void *user;
 } dt_checkpoint_desc;
 
 typedef struct dt_checkpoint dt_checkpoint;
 /* [collective: world] Opens a checkpoint folder, after dt_zero_make. desc's pointers must stay
-   valid until dt_checkpoint_close. NULL after a failure. DT_ERR_IO: another process saves in this
-   folder; the error text names the process. DT_ERR_ARG: the data could be saved but not loaded,
-   because two arrays of extra_state have the same name, or because there are more values (4
-   million) or more text than a manifest holds. DT_ERR_UNSUPPORTED: an io table without folders. */
+   valid until dt_checkpoint_close. Returns NULL after a failure. DT_ERR_IO: another process saves
+   in this folder; the error text names the process. DT_ERR_ARG: a checkpoint could be saved but not
+   loaded, because two arrays of extra_state have the same name, or because extra_state and `config`
+   have more values (4 million) or more text than a manifest can hold. DT_ERR_UNSUPPORTED: the
+   context's io table has no functions for folders. */
 DT_API dt_checkpoint *dt_checkpoint_open(dt_zero *zero, dt_checkpoint_desc desc);
 /* [collective: world] Saves the state after a step; call it between dt_zero_step and the next
-   forward. On failure every rank fails, with DT_ERR_IO where a file is the reason, and earlier
+   forward. On failure every rank fails, with DT_ERR_IO if a file operation failed, and earlier
    checkpoints are untouched. The save also fails if the ranks do not see the same folder, or if the
    folder has a newer checkpoint than this job has loaded or saved. A background save waits only for
-   the previous save; the next dt_checkpoint_poll, _save or _close reports its failure. Without
-   desc.background the ranks wait for the slowest rank's disk, at most the run's timeout_s. */
+   the previous save; if it fails, the next dt_checkpoint_poll, dt_checkpoint_save or
+   dt_checkpoint_close returns the failure. Without desc.background the ranks wait for the slowest
+   rank's disk, at most dt_run_desc.timeout_s. */
 DT_API dt_status dt_checkpoint_save(dt_checkpoint *checkpoint);
 /* [collective: world] Advances a background save. Call it once a step. Returns 1 if no save is in
-   progress. */
+   progress, else 0. */
 DT_API int dt_checkpoint_poll(dt_checkpoint *checkpoint);
 /* [collective: world] Loads a checkpoint before the first step. `from` is a checkpoint, or a folder
-   of checkpoints, whose newest intact checkpoint is loaded; NULL -> desc.dir. The function reads
-   everything and compares every digest before it changes any state. It skips a damaged checkpoint
-   with a notice that names it, and tries the previous checkpoint. A checkpoint that cannot be read
-   (permissions, descriptors, memory, the disk) is a failure, because it may be intact. Returns the
-   step. Returns 0 if there is no checkpoint, or if the loaded checkpoint is of step 0;
-   dt_checkpoint_path then names the loaded checkpoint. Returns -1 on failure, if no checkpoint is
-   intact, or if the checkpoint has a newer format or another model, optimizer, type or seed. The
-   error arrays of 1-bit Adam can be loaded only in the layout that saved them; in another layout
-   they start at zero, with a notice. */
+   of checkpoints, whose newest intact checkpoint is loaded; NULL means desc.dir. The function reads
+   the whole checkpoint and compares every digest before it changes any state. If a checkpoint is
+   damaged, the function logs a notice that names it, and tries the next older checkpoint. If
+   a checkpoint cannot be read (permissions, descriptors, memory, the disk), the load fails, because
+   the checkpoint may be intact. Returns the step. Returns 0 if the loaded checkpoint is of step 0
+   (dt_checkpoint_path then returns the checkpoint's folder), or if there is no checkpoint. Returns
+   -1 on failure, if no checkpoint is intact, if the checkpoint has a newer format, or if it was
+   saved with another model, optimizer, type or seed. The error arrays of 1-bit Adam can be loaded
+   only in the layout that saved them; in another layout they start at zero, with a notice. */
 DT_API int64_t dt_checkpoint_load(dt_checkpoint *checkpoint, const char *from);
-/* [local] Writes the name of a folder's newest checkpoint, for example "step-200", to `name`, or ""
-   if the folder has no checkpoint. Only dt_checkpoint_load finds out whether the checkpoint is
-   intact. Returns the checkpoint's step; -1 if there is no checkpoint or no folder; -2 if the
-   folder cannot be listed, with the reason in errno. */
+/* [local] Writes the name of the newest checkpoint in the folder `dir`, for example "step-200", to
+   `name`, or "" if the folder has no checkpoint. `bytes` is the size of `name`. Only
+   dt_checkpoint_load finds out whether the checkpoint is intact. Returns the checkpoint's step; -1
+   if there is no checkpoint or no folder; -2 if the folder cannot be listed, with the reason in
+   errno. */
 DT_API int64_t dt_checkpoint_newest(const dt_io *io, const char *dir, char *name, size_t bytes);
-/* [local] dt_checkpoint_path: the folder of the checkpoint that was loaded or saved last.
-   dt_checkpoint_config: the desc.config of the checkpoint that was loaded last. Both return "" if
-   there is no such checkpoint. */
+/* [local] dt_checkpoint_path returns the folder of the checkpoint that was loaded or saved last, or
+   "" if none was. dt_checkpoint_config returns the dt_checkpoint_desc.config that was saved in the
+   checkpoint that was loaded last, or "" if none was loaded. */
 DT_API const char *dt_checkpoint_path(const dt_checkpoint *checkpoint);
 DT_API const char *dt_checkpoint_config(const dt_checkpoint *checkpoint);
 /* [collective: world] Waits for a background save and unlocks the folder. NULL is allowed. */
@@ -406,22 +422,22 @@ typedef struct dt_export_desc {
     /* as in dt_checkpoint_desc */
     void (*map_weight)(const dt_tensor *param, dt_weight_map *map, void *user);
     void *user;
-    /* version 0: a safetensors file. Version 3 or 5: an llm.c model file; map_weight then gives the
-       parts of each llm.c tensor */
+    /* llmc.version 0: a safetensors file. 3 or 5: an llm.c model file; map_weight must then set the
+       name and position of each parameter in the tensors of llm.c */
     dt_llmc llmc;
 } dt_export_desc;
-/* [collective: world] Exports the parameters alone as one file for other programs, from any layout.
-   All ranks write path.tmp in parallel and call fsync; then rank 0 renames path.tmp to path.
-   DT_ERR_IO if a file operation fails. */
+/* [collective: world] Exports only the parameters, as one file for other programs, in any layout.
+   All ranks write the file PATH.tmp in parallel and call fsync; then rank 0 renames PATH.tmp to
+   `path`. Returns DT_ERR_IO if a file operation fails. */
 DT_API dt_status dt_zero_export(dt_zero *zero, const char *path, dt_export_desc desc);
 
 // ==== 4. Memory account =========================================================================
 
-/* Memory and traffic of the ZeRO stages, computed without a program by the formulas of S.
+/* Memory and traffic of the ZeRO stages, computed without running a program, by the formulas of S.
    Rajbhandari et al., "ZeRO", arXiv:1910.02054, sections 5 and 7. E is the number of elements, N
-   the number of data-parallel ranks, a the number of micro-batches in a step. P, G and O are the
-   bytes of one element's parameter, gradient and optimizer state. Multiply the column "sends" by
-   (N-1)/N:
+   the number of data-parallel ranks, `a` the number of micro-batches in a step. P, G and O are the
+   bytes per element of parameters, gradients and optimizer state. The bytes that a rank sends in a
+   step are the column "sends" times (N-1)/N:
 
                rank 0   rank 1   rank 2   rank 3       holds                     sends
        ZeRO-0  P G O    P G O    P G O    P G O        (P + G + O) E             2 G E
@@ -430,31 +446,35 @@ DT_API dt_status dt_zero_export(dt_zero *zero, const char *path, dt_export_desc 
        ZeRO-3  p g o     p g o    p g o    p g o       (P + G + O)/N E           (a G + 2 a P) E
          with keep_gathered                            the same                  (a G + P) E
 
-   Capital letters are full copies, small letters shards. ZeRO-0 (plain data parallelism)
-   all-reduces gradients. ZeRO-1 reduce-scatters gradients and all-gathers parameters after the
-   update. ZeRO-2 does the same, but reduce-scatters in each micro-batch. ZeRO-3 (FSDP) also gathers
-   parameters in each forward and each backward, or with keep_gathered once a step.
+   In the picture a capital letter is a full copy and a small letter is a shard. ZeRO-0 (plain data
+   parallelism) all-reduces gradients. ZeRO-1 reduce-scatters gradients and all-gathers parameters
+   after the update. ZeRO-2 does the same, but reduce-scatters in each micro-batch. ZeRO-3 (FSDP)
+   also gathers parameters in each forward and in each backward; with keep_gathered, only once a
+   step.
 
-   The formulas leave out: the levels and the traffic of `tree`; sums over replicas of shard groups;
-   the second gather of a backward in two halves; offload; buffers of parameters being gathered and
-   of gradients being reduced; activations; frozen parameters; the padding of buckets to a multiple
-   of N * 1,024 elements (the bytes are exact if E is the sum of dt_bucket.padded). A dry run
-   (dt_parallel.h) counts all of these. */
+   The formulas leave out: the memory and traffic of dt_zero_desc.tree; HSDP's sums over replicas;
+   the second gather if the backward is split into an input half and a weight half (zero bubble);
+   offload; buffers of parameters that are being gathered and of gradients that are being reduced;
+   activations; frozen parameters; the padding of buckets to a multiple of N * 1,024 elements (if E
+   is the sum of dt_bucket.padded, the bytes are exact). A dry run (dt_parallel.h) counts all of
+   these. */
 typedef struct dt_zero_formula_desc {
-    double elements;   /* E, of one rank's local slices if other axes shard parameters */
+    double elements;   /* E; one rank's share, if other axes (such as tp) shard parameters */
     int stage;         /* 0 to 3 */
-    int ranks;         /* N; 0 -> 1 */
-    int micros;        /* a; 0 -> 1 */
-    int keep_gathered; /* stage 3: 1: parameters are gathered once a step */
-    /* P, G, O. With Adam: f32 4, 4, 8; f64 8, 8, 16; bf16 and f16 with f32 master weights 2, 4, 12.
-       The paper has 16-bit gradients: 2, 2, 12. All 0 -> 4, 4, 8 */
+    int ranks;         /* N; 0 means 1 */
+    int micros;        /* `a`; 0 means 1 */
+    int keep_gathered; /* 1: stage 3 gathers parameters once a step */
+    /* P, G and O. With Adam they are 4, 4, 8 for f32, 8, 8, 16 for f64, and 2, 4, 12 for bf16 and
+       f16 with f32 master weights (2, 2, 12 in the paper, which has 16-bit gradients). If all three
+       are 0, they mean 4, 4, 8 */
     double values, grads, state;
 } dt_zero_formula_desc;
-/* bytes of one rank; `sent` is bytes sent in one step */
+/* Bytes in the memory of one rank; `sent` is the bytes that the rank sends in one step. */
 typedef struct dt_zero_bytes {
     double params, grads, optim, total, sent;
 } dt_zero_bytes;
-/* [local] Bytes by these formulas; all are NaN for an unknown stage or a negative argument. */
+/* [local] Returns the bytes by the formulas above. All are NaN if the stage is unknown or an
+   argument is negative. */
 DT_API dt_zero_bytes dt_zero_formula(dt_zero_formula_desc desc);
 
 #ifdef __cplusplus
@@ -500,8 +520,8 @@ double dt_lr(dt_lr_desc d, int64_t step) {
 
 // ==== 6. Buckets, groups and shards =============================================================
 
-/* Offload (section 12): one transfer to or from the disk. While `busy` is set, the disk thread owns
-   this record. */
+/* Offload (section 12): one transfer to or from the disk. While `busy` is set, only the disk thread
+   may use this record. */
 typedef struct dt__disk_job {
     int write, busy;
     void *at;
@@ -511,7 +531,7 @@ typedef struct dt__disk_job {
     int64_t done; /* bytes transferred, fewer than `bytes` after a failure */
     int error;    /* errno of a failure */
     struct dt__disk_job *next;
-    void *device; /* the device memory of which `at` is a host copy; NULL if there is no copy */
+    void *device; /* device memory, if `at` is a host copy of device memory; else NULL */
 } dt__disk_job;
 
 enum {
@@ -527,16 +547,16 @@ enum {
 /* Buffers and transfers of one chunk of the offloaded update. */
 typedef struct dt__offload_chunk {
     int bucket;
-    size_t offset, count; /* elements of the bucket */
+    size_t offset, count; /* range of elements of the bucket */
     void *buf[DT__ARRAYS];
     dt__disk_job job[DT__ARRAYS];
 } dt__offload_chunk;
 
 typedef struct dt__disk dt__disk;
 
-/* HSDP: shard groups with replicas (PyTorch's HYBRID_SHARD). The ranks of `data` saw different
-   samples of the same parameters. Each shard group of n ranks divides the padded bucket into n
-   equal shards; the ranks of a replica group hold the same shard:
+/* HSDP: shard groups with replicas (PyTorch's HYBRID_SHARD). The ranks of the group `data` train
+   the same parameters on different samples. Each shard group of n ranks divides the padded bucket
+   into n equal shards; the ranks of a replica group hold the same shard:
 
                       shard 0   shard 1
        shard group    rank 0    rank 1      data group: ranks 0 to 5, shard_group = 2
@@ -551,7 +571,7 @@ typedef struct dt__zero_groups {
     dt_comm *data, *shard, *replicas;
 } dt__zero_groups;
 enum { DT__DENSE = 0, DT__EXPERTS, DT__KINDS };
-enum { DT__COMPARE_TP = DT__KINDS, DT__COMPARE_PP }; /* more kinds, for dt__compare_ranks */
+enum { DT__COMPARE_TP = DT__KINDS, DT__COMPARE_PP }; /* further kinds for dt__compare_ranks */
 
 /* Training state of one bucket. The gradient of a bucket goes through these states in each step:
 
@@ -564,30 +584,32 @@ enum { DT__COMPARE_TP = DT__KINDS, DT__COMPARE_PP }; /* more kinds, for dt__comp
            READY  ---- its turn: buckets are reduced from last to first ->  REDUCING -> REDUCED -+
 
        EMPTY         accumulated = 0
-       ACCUMULATING  accumulated = 1: dt_bucket.grad or grad_shard holds at least one micro-batch;
-                     the backward writes the next one to dt_bucket.micro_grad (dt_tensor.h)
+       ACCUMULATING  accumulated = 1: dt_bucket.grad or grad_shard holds the gradient of at least
+                     one micro-batch; the backward writes the next micro-batch's gradient to
+                     dt_bucket.micro_grad (dt_tensor.h)
        READY         ready = 1: the gradient is complete (dt__zero_on_grad_ready)
-       REDUCING      work is set: the reduction runs while the backward continues
-                     (dt__zero_reduce_start). The tree skips this state, because
+       REDUCING      `work` is set: the reduction runs while the backward continues
+                     (dt__zero_reduce_start). With `tree` a bucket skips this state, because
                      dt__grad_tree_reduce completes the reduction before it returns
-       REDUCED       reduced = 1: summed over all ranks (dt__zero_reduce_finish) */
+       REDUCED       reduced = 1: the gradient is summed over all ranks (dt__zero_reduce_finish) */
 typedef struct dt__zero_bucket {
     dt_bucket *bucket;
     dt_comm *data_group, *shard_group, *replica_group;
     size_t offset, count; /* the shard that this rank reduces and updates */
-    void *state[2];       /* (count) each, of the gradient's type */
-    /* Master weights: (count) f32 copy of a bf16 or f16 parameter; NULL for other types */
+    void *state[2];       /* optimizer state: (count) each, of the gradient's type */
+    /* Master weights: (count) f32 copy of bf16 or f16 parameters; NULL for other types */
     void *master;
-    /* stages 2, 3: (count) this rank's shard of the step's gradient, made by the first backward */
+    /* stages 2, 3: (count) this rank's shard of the step's gradient; the first backward allocates
+       it */
     void *grad_shard;
-    size_t grad_bytes; /* bytes of grad_shard; 0 if grad_shard is a transient buffer for the disk */
-    /* ready: this micro-batch's gradient is complete;
-       accumulated: grad_shard holds the sum of earlier micro-batches */
+    size_t grad_bytes; /* bytes of grad_shard; 0 if grad_shard is only a buffer for the disk */
+    /* ready: 1 if this micro-batch's gradient is complete. accumulated: 1 if grad_shard holds the
+       sum of earlier micro-batches */
     int ready, accumulated;
-    int reduced;      /* this step's gradient is summed over all ranks */
-    void *micro_grad; /* stages 2, 3: this micro-batch's gradient, being reduced */
+    int reduced;      /* 1 if this step's gradient is summed over all ranks */
+    void *micro_grad; /* stages 2, 3: this micro-batch's gradient, which is being reduced */
     dt_work *work;    /* pending collective: a reduction, or an all-gather after the update */
-    /* stage 3: (padded) the gathered parameters, or the buffer that gather_work fills */
+    /* stage 3: (padded) the gathered parameters; gather_work writes them */
     void *gathered;
     dt_work *gather_work;  /* pending all-gather */
     void *host_shard;      /* (count) this rank's shard of the parameters in host memory, or NULL */
@@ -598,14 +620,16 @@ typedef struct dt__zero_bucket {
     void *levels;     /* tree: (n_levels, piece) partial sums of this rank's shard */
     size_t levels_bytes;
     size_t sums_at; /* index of the bucket's sums of squares in zero->sums */
-    /* index that this bucket would have on a single rank with all pipeline stages */
+    /* index that this bucket would have if a single rank held all pipeline stages */
     size_t pipeline_index;
-    /* 1-bit Adam: [0] error of this rank as a worker, [1] error as the server of its shard */
+    /* 1-bit Adam: [0] compression error of this rank as a worker, [1] its compression error as the
+       server of its shard */
     void *errors[2];
     size_t error_bytes[2];
 } dt__zero_bucket;
 
-/* One all-gather of the previous micro-batch. The next micro-batch prefetches in the same order. */
+/* One all-gather of the previous micro-batch: which bucket was gathered, and in which block. The
+   next micro-batch prefetches in the same order. */
 typedef struct dt__gather_entry {
     int bucket, block;
 } dt__gather_entry;
@@ -632,10 +656,11 @@ struct dt_zero {
     void *update_stream;
     /* 1: the step's gradients have been summed over pipeline stages too */
     int tied_summed;
-    /* (n_stages,3) plans: forward, backward, weight half of a split backward */
+    /* (n_stages,3) plans of each pipeline stage: for the forward, for the backward, and for the
+       weight half of a split backward */
     dt__gather_plan *gather_plans;
     int n_stages;     /* this rank's last pipeline stage + 1 */
-    int current_plan; /* the plan in use: 0, 1 or 2 */
+    int current_plan; /* the plan in use: 0, 1 or 2 (see gather_plans) */
     void *leaves;     /* tree: (ranks, piece) each rank's gradient of this rank's piece */
     size_t leaves_bytes;
     /* (n_sums) sums of squares, one for each DT_PIECE elements; sums of experts come last */
@@ -643,7 +668,7 @@ struct dt_zero {
     size_t n_sums, n_dense;
     double *bucket_sums;       /* (n_pipeline_buckets) each bucket's sum of squares */
     size_t n_pipeline_buckets; /* buckets of all pipeline stages */
-    /* 1-bit Adam: the signs to send, followed by the received signs */
+    /* 1-bit Adam: the signs to send, then the received signs */
     void *messages;
     size_t messages_bytes;
     int64_t step;
@@ -653,13 +678,14 @@ struct dt_zero {
     size_t chunk_elements, chunk_bytes;
     double loss_scale; /* the current scale; 1 without loss scaling */
     /* good_steps: steps in a row that were not skipped, since the last change of the scale;
-       hysteresis_left: number of skipped steps until the scale falls */
+       hysteresis_left: number of further skipped steps until the scale falls, 1 if the scale falls
+       in the next skipped step */
     int good_steps, hysteresis_left;
     int consecutive_skips;               /* skipped steps in a row */
     double skipped_scales[DT_MAX_SKIPS]; /* loss scales of the skipped steps */
 };
 
-/* Section 13, 1-bit Adam. */
+/* 1-bit Adam (section 13). */
 static int dt__onebit_frozen(const dt_zero *zero);
 static dt_status dt__onebit_check(dt_ctx *ctx, const dt_zero_desc *d);
 static dt_status dt__onebit_make(dt_zero *zero);
@@ -669,18 +695,18 @@ static dt_status dt__onebit_square_sums(dt_zero *zero);
 static int dt__onebit_at_fault(dt_zero *zero, const dt_bucket *bucket, size_t piece_index);
 static dt_status dt__onebit_momentum(dt_zero *zero, dt__zero_bucket *z, double grad_scale);
 
-/* Bytes of an element of gradients and state. */
+/* Returns the size in bytes of one element of the gradients and of the optimizer state. */
 static size_t dt__zero_element_size(const dt__zero_bucket *z) {
     return dt_dtype_size(z->bucket->grad_dtype);
 }
 
-/* Address of an element of gradients or state. */
+/* Returns the address of an element of a gradient or of a state array. */
 static void *dt__zero_element(const dt__zero_bucket *z, void *array, size_t element) {
     return (char *)array + element * dt__zero_element_size(z);
 }
 
-/* Addresses of this rank's shard of the parameters, which must not be on disk, and of the
-   gradient. */
+/* dt__zero_param_shard and dt__zero_grad_shard return the address of this rank's shard of the
+   parameters and of the gradient. The parameters must not be on disk. */
 static void *dt__zero_param_shard(const dt__zero_bucket *z) {
     if (z->host_shard) return z->host_shard;
     return (char *)z->bucket->shard +
@@ -694,15 +720,15 @@ static int dt__zero_has_master(const dt_bucket *bucket) {
     return bucket->dtype != bucket->grad_dtype && !bucket->frozen;
 }
 
-/* The pipeline stage of a world rank. */
+/* Returns the coordinate of a world rank along pp. */
 static int dt__zero_pp_rank(const dt_zero *zero, int rank) {
     const dt_mesh_desc *n = &zero->mesh.sizes;
     return rank / (n->tp * n->cp * n->ep * n->dp);
 }
 
 /* Returns 1 if a group joins ranks that hold replicas of this rank's parameters, that is, ranks
-   that differ only in dp, ep or cp. Compares coordinates, because the caller may not have made the
-   group with dt_mesh_make. */
+   that differ only in dp, ep or cp. The function compares coordinates, because the group need not
+   come from dt_mesh_make. */
 static int dt__zero_has_replicas(const dt_zero *zero, const dt_comm *comm) {
     const dt_mesh *m = &zero->mesh;
     int found = 0;
@@ -730,14 +756,14 @@ static const dt__zero_groups *dt__bucket_groups(const dt_zero *zero, const dt_bu
                                                                             : DT__DENSE];
 }
 
-/* Number of shards of a bucket. */
+/* Returns the number of shards of a bucket's optimizer state; 1 at stage 0. */
 static int dt__zero_shards(const dt_zero *zero, const dt_bucket *bucket) {
     return zero->desc.stage >= 1 ? dt_comm_size(dt__bucket_groups(zero, bucket)->shard) : 1;
 }
 
-/* Tied embeddings: the group of pipeline stages that share this bucket's parameters, for example an
-   embedding that is also the output head; NULL if the bucket is not tied. The stages' gradients are
-   partial sums, which dt__reduce_tied adds. */
+/* Tied embeddings. Returns the group of pipeline stages that share this bucket's parameters, for
+   example an embedding that is also the output head; NULL if the bucket is not tied. The stages'
+   gradients are partial sums, which dt__reduce_tied adds. */
 static dt_comm *dt__tied_group(const dt_zero *zero, const dt_bucket *bucket) {
     const dt_grad_placement *grad_placements = dt__bucket_desc(zero, bucket)->grad_placements;
     for (int k = 0; k < 2; k++)
@@ -751,8 +777,8 @@ static dt_comm *dt__tied_group(const dt_zero *zero, const dt_bucket *bucket) {
 }
 
 /* Makes shard groups of desc.shard_group ranks, and replica groups. If shard_group does not divide
-   the size of the experts' data group, the experts' shard groups have the largest divisor of this
-   size below shard_group. */
+   the size of the experts' data group, the size of the experts' shard groups is the largest divisor
+   of this size that is less than shard_group. */
 static dt_status dt__zero_groups_make(dt_zero *zero) {
     dt_comm *data[DT__KINDS] = { zero->mesh.data, zero->mesh.expert_data };
     int ranks = dt_comm_size(data[0]),
@@ -765,7 +791,7 @@ static dt_status dt__zero_groups_make(dt_zero *zero) {
     for (int k = 0; k < DT__KINDS; k++) {
         dt__zero_groups *g = &zero->groups[k];
         int n = dt_comm_size(data[k]), rank = dt_comm_rank(data[k]);
-        if (k > 0 && data[k] == data[0]) { /* without ep both kinds are the same */
+        if (k > 0 && data[k] == data[0]) { /* without ep both kinds have the same groups */
             *g = zero->groups[0];
             continue;
         }
@@ -780,7 +806,7 @@ static dt_status dt__zero_groups_make(dt_zero *zero) {
     return dt_error(zero->ctx);
 }
 
-/* Offload (section 12), and dry runs. */
+/* Dry runs and offload (section 12). */
 static int dt__is_dry_run(const dt_zero *zero) { return zero->ctx->kernels.alloc == dt__dry_alloc; }
 static int dt__on_disk(const char *target);
 static int dt__in_host(const char *target);
@@ -827,7 +853,8 @@ static dt_status dt__zero_bucket_make(dt_zero *zero, int u) {
     return dt_error(ctx);
 }
 
-/* Allocates zero->buckets, all zero, once the number of buckets is known. */
+/* Allocates zero->buckets, filled with zeros, unless it exists. Called when the number of buckets
+   is known. */
 static dt_status dt__zero_buckets_alloc(dt_zero *zero) {
     if (zero->buckets) return DT_OK;
     zero->n_buckets = dt_bucket_count(zero->ctx);
@@ -839,7 +866,8 @@ static dt_status dt__zero_buckets_alloc(dt_zero *zero) {
 
 static dt_status dt__gather_doubles(dt_comm *comm, double *all, double mine);
 
-/* Numbers the buckets of all pipeline stages: by stage, then by order of registration. */
+/* Sets each bucket's pipeline_index: numbers the buckets of all pipeline stages, by stage, then by
+   order of registration. */
 static dt_status dt__pipeline_indices(dt_zero *zero) {
     dt_comm *pp = zero->mesh.pp;
     size_t ranks = (size_t)dt_comm_size(pp), stages = 1;
@@ -866,7 +894,7 @@ static dt_status dt__pipeline_indices(dt_zero *zero) {
     return dt_error(zero->ctx);
 }
 
-/* Allocates the sums of squares of the norm, and sets each bucket's sums_at. */
+/* Allocates the sums of squares for the gradient norm, and sets each bucket's sums_at. */
 static dt_status dt__norm_sums_make(dt_zero *zero) {
     dt_ctx *ctx = zero->ctx;
     for (int kind = 0; kind < DT__KINDS; kind++) {
@@ -885,7 +913,8 @@ static dt_status dt__norm_sums_make(dt_zero *zero) {
     return dt_error(ctx);
 }
 
-/* Sums zero->sums over ranks: dense buckets' sums over `dense`, experts' sums over `experts`. */
+/* Adds up zero->sums over ranks: the sums of dense buckets over the group `dense`, the sums of
+   experts over the group `experts`. */
 static dt_status dt__norm_sum_kinds(dt_zero *zero, dt_comm *dense, dt_comm *experts) {
     if (dt_sum_doubles(dense, zero->sums, zero->n_dense) != DT_OK) return dt_error(zero->ctx);
     if (zero->n_sums == zero->n_dense) return DT_OK;
@@ -901,8 +930,8 @@ static dt_status dt__zero_buckets_make(dt_zero *zero) {
     return dt__norm_sums_make(zero) == DT_OK ? dt__chunks_make(zero) : dt_error(ctx);
 }
 
-/* Rejects a parameter that is sharded over data-parallel ranks along an axis other than ep, and a
-   gradient placement over data-parallel ranks, which would sum the gradient twice. */
+/* Fails if a parameter is sharded over data-parallel ranks along an axis other than ep, or if it
+   has a gradient placement over data-parallel ranks, which would sum the gradient twice. */
 static dt_status dt__zero_check_params(dt_zero *zero) {
     for (int i = 0; i < dt_param_count(zero->ctx); i++) {
         const dt_tensor *t = dt_param_get(zero->ctx, i);
@@ -926,8 +955,9 @@ static dt_status dt__zero_check_params(dt_zero *zero) {
     return DT_OK;
 }
 
-/* Text that describes an item. Items must be equal on every rank: item 0 is the optimizer, item i
-   is parameter i - 1. If with_rank is set, dt__item_describe adds which shard this rank holds. */
+/* Text that describes an item, that is, something that ranks must have in common: item 0 is the
+   optimizer, item i is parameter i - 1. dt__item_describe makes the text; if with_rank is set, the
+   text also says which shard this rank holds. */
 typedef struct dt__item_text {
     char s[208];
 } dt__item_text;
@@ -953,7 +983,7 @@ static dt__item_text dt__item_describe(const dt_zero *zero, int item, int with_r
         c->min_scale, (double)z->keep_gathered, (double)z->no_overlap, (double)z->states,
         (double)dt__zero_offloads(zero),
         (double)(dt__on_disk(z->offload_params) || dt__in_host(z->offload_params)) };
-    uint64_t others = dt__zero_digest(1, more, sizeof more) & 0xffffff; /* too many to print */
+    uint64_t others = dt__zero_digest(1, more, sizeof more) & 0xffffff; /* digest of `more` */
     if (item == 0)
         snprintf(text.s, capacity,
             "optimizer %d of stage %d/%d%s, scale %g, betas %g %g, eps %g, momentum %g, "
@@ -981,11 +1011,13 @@ static dt__item_text dt__item_describe(const dt_zero *zero, int item, int with_r
     return text;
 }
 
-/* Returns the digest of an item's description or, if `values`, of a parameter's values. Returns 1
-   for an item that ranks need not have in common. `kind` says which items are compared:
+/* Returns the digest of an item: of its description if `values` is 0, of the parameter's values if
+   `values` is 1. Returns the constant 1 if the ranks need not have the item in common. `kind` says
+   over which group the ranks are compared, and which items:
 
-       DT__DENSE, DT__EXPERTS   over the data group of this kind: parameters of this kind
-       DT__COMPARE_TP           over tp: descriptions; values only of parameters without shards
+       DT__DENSE, DT__EXPERTS   over the data group of this kind: the parameters of this kind
+                                (DT__DENSE: also the optimizer)
+       DT__COMPARE_TP           over tp: all items, but not the values of sharded parameters
        DT__COMPARE_PP           over pp: only the optimizer */
 static uint64_t dt__item_digest(dt_zero *zero, int item, int values, int kind) {
     const dt_tensor *t = dt_param_get(zero->ctx, item - 1);
@@ -1008,7 +1040,7 @@ static uint64_t dt__item_digest(dt_zero *zero, int item, int values, int kind) {
                      ? p->offset + p->count
                      : bucket->shard_offset + bucket->shard_count;
     size_t bytes = begin < end ? (end - begin) * size : 0;
-    size_t first = (begin - bucket->shard_offset) * size; /* bytes into the shard */
+    size_t first = (begin - bucket->shard_offset) * size; /* offset in the shard, in bytes */
     for (int c = 0; c < 3; c++)
         if (p->desc.shards[c].comm && kind == DT__COMPARE_TP) bytes = 0;
     if (zero->ctx->kernels.alloc == dt__dry_alloc) bytes = 0; /* dry run: all values are 0 */
@@ -1020,17 +1052,19 @@ static uint64_t dt__item_digest(dt_zero *zero, int item, int values, int kind) {
     return h;
 }
 
-/* Sets all[r] to the value that rank r of the group passes in `mine`. */
+/* Gathers one number of each rank: sets all[r] to the value that rank r of the group passes as
+   `mine`. */
 static dt_status dt__gather_doubles(dt_comm *comm, double *all, double mine) {
     memset(all, 0, (size_t)dt_comm_size(comm) * sizeof *all);
     all[dt_comm_rank(comm)] = mine;
     return dt_sum_doubles(comm, all, (size_t)dt_comm_size(comm));
 }
 
-/* Compares all items with the items of the group's rank 0. Rank 0 broadcasts its digests as a sum
-   of doubles to which the other ranks add 0. A digest travels as two halves of 32 bits, which
-   doubles hold exactly; the sum counts as no traffic. Returns 0 if any item differs: *item is then
-   the first item that differs, *rank the first rank on which this item differs. */
+/* Compares all items with the items of the group's rank 0. Returns 1 if all are equal. Returns 0 if
+   any item differs: *item is then the first item that differs, *rank the first rank on which this
+   item differs. Rank 0 sends its digests as a sum of doubles (dt_sum_doubles) to which the other
+   ranks add 0, because dt_comm_bytes does not count such a sum. A digest is sent as two halves of
+   32 bits, which doubles hold exactly. */
 static int dt__ranks_agree(
     dt_zero *zero, dt_comm *comm, int values, int kind, int *item, int *rank) {
     dt_ctx *ctx = zero->ctx;
@@ -1064,7 +1098,8 @@ static int dt__ranks_agree(
     return *item == (int)max_count;
 }
 
-/* Digests of a tied bucket: of the group that shares the bucket, and of the bucket's contents. */
+/* Digests of a tied bucket. `group` is the digest of the ranks that share the bucket, `digest` the
+   digest of the bucket's description and, on request, of its values. */
 typedef struct dt__tied_bucket {
     double group, digest;
 } dt__tied_bucket;
@@ -1083,12 +1118,13 @@ static dt__tied_bucket dt__tied_bucket_of(dt_zero *zero, const dt_bucket *bucket
         h = dt__zero_digest(dt__zero_digest(h, t->name, strlen(t->name)), more, sizeof more);
         if (values) h ^= dt__item_digest(zero, i + 1, 1, DT__DENSE) * 3;
     }
-    /* 52 bits are exact in a double; group is odd, because group 0 means no bucket */
+    /* a double holds 52 bits exactly; `group` is made odd, because group 0 means no bucket */
     dt__tied_bucket u = { (double)(group >> 12 | 1), (double)(h >> 12) };
     return u;
 }
 
-/* Returns the k-th bucket that a group shares, or NULL if the group shares fewer buckets. */
+/* Returns the k-th bucket (from 0) that a group shares, or NULL if there is none. `group` is the
+   digest of the group's ranks. */
 static const dt__tied_bucket *dt__tied_find(
     const dt__tied_bucket *buckets, size_t n, double group, int k) {
     for (size_t i = 0; i < n; i++)
@@ -1096,8 +1132,8 @@ static const dt__tied_bucket *dt__tied_find(
     return NULL;
 }
 
-/* Checks that the tied buckets that rank r of pp shares with this rank are equal and in the same
-   order on both ranks. */
+/* Compares this rank with rank r of pp: fails unless the tied buckets that the two ranks share are
+   equal and in the same order. */
 static dt_status dt__tied_agree(
     dt_zero *zero, const dt__tied_bucket *mine, const dt__tied_bucket *theirs, size_t n, int r) {
     int world_rank = dt_comm_world_rank(zero->mesh.pp, r);
@@ -1122,8 +1158,8 @@ static dt_status dt__tied_agree(
     return DT_OK;
 }
 
-/* Compares tied buckets between pipeline stages. The order must be equal, because each stage sums
-   tied gradients in its own order of buckets. */
+/* Compares tied buckets between pipeline stages. The order of the buckets must be the same on all
+   stages, because each stage calls the sums of tied gradients in its own order of buckets. */
 static dt_status dt__compare_tied(dt_zero *zero, int values) {
     dt_comm *pp = zero->mesh.pp;
     size_t ranks = (size_t)dt_comm_size(pp), me = (size_t)dt_comm_rank(pp),
@@ -1161,10 +1197,11 @@ static dt_comm *dt__replica_group(const dt_zero *zero, int kind) {
     return zero->desc.stage == 3 && dt_comm_size(g->shard) > 1 ? g->replicas : g->data;
 }
 
-/* Compares ranks: descriptions of items in dt_zero_make, values before the first step and after a
-   checkpoint is loaded. Without this check, ranks that registered different parameters or start
-   from different values would train on unnoticed. These must be equal: replicas over the data
-   groups, unsharded parameters over tp, tied parameters over pp, and the optimizer on all ranks. */
+/* Fails unless the ranks agree. dt_zero_make compares descriptions (`values` is 0); values are
+   compared before the first step and after a checkpoint is loaded. Without this check, ranks with
+   different parameters or different initial values would train, and nobody would notice. These must
+   be equal: replicas over the data groups, unsharded parameters over tp, tied parameters over pp,
+   and the optimizer on all ranks. */
 static dt_status dt__compare_ranks(dt_zero *zero, int values) {
     enum { TEXT_BYTES = sizeof(dt__item_text) };
     dt_ctx *ctx = zero->ctx;
@@ -1202,8 +1239,9 @@ static dt_status dt__compare_ranks(dt_zero *zero, int values) {
 
 // ==== 7. Gradient reduction =====================================================================
 
-/* Starts the sum over a gradient placement's group. Gradient traffic counts as dp, whatever axis
-   the group belongs to; traffic for tied parameters counts as pp. */
+/* Starts the sum of a bucket's gradient over `comm`, the group of a gradient placement. The traffic
+   counts for the axis `counted`: dp, whatever axis the group belongs to, or pp for tied
+   parameters. */
 static void dt__reduce_partial_start(dt__zero_bucket *z, dt_comm *comm, dt_axis counted) {
     dt_axis axis = comm->axis;
     void *shard = dt__zero_grad_shard(z);
@@ -1212,8 +1250,8 @@ static void dt__reduce_partial_start(dt__zero_bucket *z, dt_comm *comm, dt_axis 
     dt_comm_set_axis(comm, axis);
 }
 
-/* Stages 2 and 3 and the tree reduce the gradient of every micro-batch. Stages 0 and 1 without the
-   tree reduce the sum over micro-batches once a step. */
+/* Stages 2 and 3, and all stages with `tree`, reduce the gradient of every micro-batch. Stages 0
+   and 1 without `tree` reduce the sum over micro-batches once a step. */
 static int dt__zero_shards_grads(const dt_zero *zero) { return zero->desc.stage >= 2; }
 static int dt__zero_reduces_each_micro(const dt_zero *zero) {
     return dt__zero_shards_grads(zero) || zero->desc.tree;
@@ -1229,16 +1267,16 @@ static int dt__zero_reduces_each_micro(const dt_zero *zero) {
        over the groups of its gradient placements, once a step
 
    All sums are in rank order: stages 0 and 1 give the same bits, and stages 2 and 3 give the same
-   bits. Section 4 has the bytes. Overlap of communication and computation: a reduction starts when
-   the bucket's gradient is complete and proceeds while the backward computes the other buckets
-   (S. Li et al., "PyTorch Distributed", VLDB 2020). Stages 0 and 1 wait for all reductions at the
-   end of the backward. Stages 2 and 3 allow only two pending reductions, because each pending
-   reduction holds the gradient of a full bucket. */
+   bits. Section 4 says how many bytes each stage sends. Overlap of communication and computation: a
+   reduction starts when the bucket's gradient is complete and runs while the backward computes the
+   gradients of the other buckets (S. Li et al., "PyTorch Distributed", VLDB 2020). Stages 0 and 1
+   wait for all reductions at the end of the backward. Stages 2 and 3 allow only two pending
+   reductions, because each pending reduction holds the gradient of a full bucket. */
 static dt_status dt__zero_reduce_start(dt_zero *zero, dt__zero_bucket *z) {
     dt_bucket *u = z->bucket;
     dt_dtype type = u->grad_dtype;
     void *full = z->micro_grad ? z->micro_grad : u->grad;
-    /* 1-bit Adam exchanges the momentum instead */
+    /* once 1-bit Adam has frozen its second moment, ranks exchange the momentum, not gradients */
     if (dt__onebit_frozen(zero)) return dt_error(zero->ctx);
     z->work = zero->desc.stage == 0
                   ? dt_all_reduce_start(z->data_group, full, full, u->padded, type, DT_SUM)
@@ -1250,7 +1288,7 @@ static dt_status dt__zero_reduce_start(dt_zero *zero, dt__zero_bucket *z) {
 /* Stages 2 and 3: allocates this rank's shard of a bucket's gradient. */
 static dt_status dt__zero_grad_shard_alloc(dt_zero *zero, dt__zero_bucket *z) {
     if (z->grad_shard) return dt_error(zero->ctx);
-    /* stored, because the groups may be freed before grad_shard */
+    /* stored for dt_free, because the groups may be freed before grad_shard */
     z->grad_bytes = z->count * dt__zero_element_size(z);
     z->grad_shard = dt_alloc(zero->ctx, DT_MEM_GRADS, z->grad_bytes, "gradients");
     return dt_error(zero->ctx);
@@ -1322,10 +1360,10 @@ static dt_status dt__reduce_replicas_end(dt_zero *zero, dt__zero_bucket *z) {
     return DT_OK;
 }
 
-/* Tied embeddings: adds the gradients of tied parameters over pipeline stages, once every stage has
-   summed its own micro-batches. A sum in the middle of the step could deadlock two stages that
-   wait for each other. All tied buckets start together, because stages may have them in different
-   orders. */
+/* Tied embeddings: adds the gradients of tied parameters over pipeline stages. Called after the
+   last micro-batch, because a sum in the middle of the step could deadlock two stages that wait for
+   each other. The sums of all tied buckets are started before the first wait, because stages may
+   have the buckets in different orders. */
 static dt_status dt__reduce_tied(dt_zero *zero) {
     for (int u = 0; u < zero->n_buckets && !zero->tied_summed; u++) {
         dt__zero_bucket *z = &zero->buckets[u];
@@ -1338,10 +1376,10 @@ static dt_status dt__reduce_tied(dt_zero *zero) {
     return dt_error(zero->ctx);
 }
 
-/* Sums gradients over replicas and gradient placements, after the step's last micro-batch. Skips a
-   gradient on disk, which was summed before it was written. */
+/* Sums gradients over replicas and over the groups of gradient placements, after the step's last
+   micro-batch. Gradients on disk are skipped, because they were summed before they were written. */
 static dt_status dt__zero_reduce_finish(dt_zero *zero) {
-    /* the tree has already summed the replicas */
+    /* with `tree`, the gradients are already summed over replicas */
     for (int u = zero->n_buckets - 1; u >= 0 && !zero->desc.tree; u--)
         if (dt__zero_is_reducing(zero, u) && !dt__grad_on_disk(zero, zero->buckets[u].bucket))
             dt__reduce_replicas_start(&zero->buckets[u]);
@@ -1355,25 +1393,28 @@ static dt_status dt__zero_reduce_finish(dt_zero *zero) {
     return dt_error(zero->ctx);
 }
 
-/* Binary tree over micro-batches. Leaf m is the gradient of micro-batch m of the step. Leaf
-   j * N + r belongs to the j-th micro-batch of rank r, where N is the number of ranks in the data
-   group. Leaves are added as a binary counter increments: two sums of 2^k leaves are added to one
-   sum of 2^(k+1) leaves, so level k holds a sum of 2^k leaves.
+/* Binary tree over micro-batches (dt_zero_desc.tree). Leaf m is the gradient of micro-batch m of
+   the step, counted over all ranks: leaf j * N + r is the gradient of the j-th micro-batch of rank
+   r, where N is the number of ranks in the data group. Leaves are added in the way in which a
+   binary counter counts: level k holds the sum of 2^k leaves, and when a second sum of 2^k leaves
+   is complete, the two are added and move to level k + 1.
 
        leaf       0   1   2   3   4   5
        level 0     \ /     \ /     \ /
-       level 1     0+1     2+3     4+5     after leaf 5: held in level 1
+       level 1     0+1     2+3     4+5     after leaf 5: level 1 holds 4+5
        level 2        \   /         |
-                     0+1+2+3        |      after leaf 5: held in level 2
+                     0+1+2+3        |      after leaf 5: level 2 holds 0+1+2+3
                             \      /
-       the sum            level 1 + level 2
+       total sum          level 1 + level 2
 
-   The order of additions depends on m alone, so the bits are the same however the batch is split
-   over ranks and gradient accumulation. All leaves of an element must therefore reach one rank
-   before any of these leaves are added: a bucket is divided into N pieces, one for each rank, and
-   each micro-batch's gradient goes through an all-to-all. For M leaves a rank has floor(log2 M) + 1
-   buffers of one piece each. The pieces of a shard belong to the ranks that hold replicas of this
-   shard. */
+   The order of additions depends only on the index m of each leaf, so the bits are the same however
+   the batch is split over ranks and micro-batches. For this, one rank must receive all
+   leaves of an element before it adds them: a bucket is divided into N pieces, one for each rank,
+   and each micro-batch's gradient goes through an all-to-all. For M leaves a rank has
+   floor(log2 M) + 1 buffers, each the size of one piece. The pieces of a shard belong to the ranks
+   that hold replicas of this shard.
+
+   dt__grad_tree_segment returns the index of the piece that belongs to a rank of the data group. */
 static size_t dt__grad_tree_segment(const dt__zero_bucket *z, int rank) {
     int n = dt_comm_size(z->shard_group), replicas = dt_comm_size(z->replica_group);
     return replicas > 1 ? (size_t)(rank % n * replicas + rank / n) : (size_t)rank;
@@ -1388,7 +1429,7 @@ static dt_status dt__grad_tree_add(
     const void *sum = leaf;
     int level = 0;
     for (; before >> level & 1; level++) {
-        /* write the sum to a level that holds none */
+        /* write to level + 1 if that level is free, else to `level`, whose sum is being used up */
         void *out = dt__grad_tree_level(z, segment, before >> (level + 1) & 1 ? level : level + 1);
         const void *terms[2] = { dt__grad_tree_level(z, segment, level), sum };
         dt_reduce_args a = { .dtype = z->bucket->grad_dtype,
@@ -1406,8 +1447,8 @@ static dt_status dt__grad_tree_add(
                            segment * dt__zero_element_size(z));
 }
 
-/* Ends the tree: adds the levels of this rank's piece that still hold a sum, lowest level first,
-   then all-gathers the pieces of a shard. */
+/* Completes the tree of a bucket: adds the sums that are left in the levels of this rank's piece,
+   lowest level first, then all-gathers the pieces of each shard. */
 static dt_status dt__grad_tree_sum(
     dt_zero *zero, dt__zero_bucket *z, size_t segment, size_t leaves) {
     if (dt__zero_shards_grads(zero) && dt__zero_grad_shard_alloc(zero, z) != DT_OK)
@@ -1438,7 +1479,8 @@ static dt_status dt__grad_tree_sum(
         segment, z->bucket->grad_dtype);
 }
 
-/* Allocates, in the first step, the levels of this bucket and leaves for the largest bucket. */
+/* Allocates the levels of this bucket, and zero->leaves with the size of the largest bucket, unless
+   they exist. `leaves` is the number of leaves in a step. */
 static dt_status dt__grad_tree_alloc(
     dt_zero *zero, dt__zero_bucket *z, size_t segment, size_t leaves) {
     size_t n_levels = 0, max_bytes = 0;
@@ -1459,7 +1501,8 @@ static dt_status dt__grad_tree_alloc(
     return dt_error(zero->ctx);
 }
 
-/* All-to-all: fills zero->leaves with every rank's gradient of this rank's piece. */
+/* All-to-all: sends each rank its piece of `full`, this rank's gradient of the bucket. Fills
+   zero->leaves with every rank's gradient of this rank's piece. */
 static dt_status dt__grad_tree_exchange(
     dt_zero *zero, dt__zero_bucket *z, const char *full, size_t segment) {
     size_t bytes = segment * dt__zero_element_size(z);
@@ -1477,8 +1520,9 @@ static dt_status dt__grad_tree_exchange(
     return dt_error(zero->ctx);
 }
 
-/* Adds all ranks' gradients of a bucket, for one micro-batch, to the tree. The next micro-batch's
-   gradient starts from zero. */
+/* Adds all ranks' gradients of a bucket in one micro-batch to the tree. last: 1 if this is the last
+   micro-batch of the step; the tree is then completed. Otherwise the bucket's gradient starts from
+   zero in the next micro-batch. */
 static dt_status dt__grad_tree_reduce(dt_zero *zero, dt__zero_bucket *z, int last) {
     char *full = (char *)(z->micro_grad ? z->micro_grad : z->bucket->grad);
     size_t ranks = (size_t)dt_comm_size(z->data_group), segment = z->bucket->padded / ranks,
@@ -1500,7 +1544,7 @@ static dt_status dt__grad_tree_reduce(dt_zero *zero, dt__zero_bucket *z, int las
     return DT_OK;
 }
 
-/* Starts reducing a micro-batch of a pipeline stage. */
+/* Prepares the reductions of a pipeline stage's gradients of one micro-batch. */
 static void dt__zero_reduce_begin(dt_zero *zero, int stage) {
     zero->reducing_stage = stage;
     zero->next_bucket = zero->n_buckets - 1;
@@ -1514,9 +1558,9 @@ static void dt__zero_reduce_begin(dt_zero *zero, int stage) {
 static void dt__zero_free_gathered(dt_zero *zero, dt__zero_bucket *z);
 
 /* Gradient accumulation and overlap: called when a bucket's gradient of a micro-batch is complete.
-   Reduces buckets in descending order, because a backward usually completes them in this order. The
-   order is fixed, so that all ranks start the same reductions in the same order whatever their
-   data. */
+   last: 1 in the step's last micro-batch. Reduces buckets in descending order, because a backward
+   usually completes them in this order. The order is fixed, so that all ranks start the same
+   reductions in the same order, whatever their data. */
 static void dt__zero_on_grad_ready(dt_ctx *ctx, dt_bucket *bucket, int last, void *user) {
     enum { MAX_PENDING = 2 };
     dt_zero *zero = (dt_zero *)user;
@@ -1566,17 +1610,18 @@ static void dt__zero_on_grad_ready(dt_ctx *ctx, dt_bucket *bucket, int last, voi
        |  gather 2 ....> |  gather 3 .............> ...      prefetch: overlaps the compute
                   end of 1: free       end of 2: free
 
-   A micro-batch gathers each bucket once in the forward and once in the backward. A recomputed
-   block and its backward share one gather. With S bytes of parameters on N ranks, a step of m
-   micro-batches sends 2 m S (N-1)/N bytes. A backward in two halves gathers in each half.
-   Parameters read outside of blocks stay gathered until the end of the forward, and in the backward
-   until their gradient is complete. keep_gathered keeps every bucket until the update: a step then
-   sends S (N-1)/N bytes, and gathered parameters take S bytes of memory.
+   A micro-batch gathers each bucket once in the forward and once in the backward. The recomputation
+   of a block and its backward share one gather. With S bytes of parameters on N ranks, the gathers
+   of a step of m micro-batches send 2 m S (N-1)/N bytes per rank. A backward that is split into an
+   input half and a weight half gathers in each half. Parameters that are read outside of blocks
+   stay gathered until the end of the forward, and in the backward until their gradient is complete.
+   keep_gathered keeps every bucket gathered until the update: the gathers of a step then send
+   S (N-1)/N bytes per rank, and gathered parameters take S bytes of memory.
 
    Prefetch: each micro-batch records the order of its gathers, and the next micro-batch prefetches
-   in this order. Gathers of dt_read and similar calls are not recorded. Ranks that run the same ops
-   start the same gathers in the same order; dt_comm.h compares collective calls and so detects a
-   rank that runs other ops. */
+   in this order. Gathers of dt_read and other calls outside of ops are not recorded. Ranks that run
+   the same ops start the same gathers in the same order. A rank that runs other ops is detected,
+   because dt_comm.h compares the ranks' collective calls. */
 static dt_status dt__zero_gather_start(dt_zero *zero, dt__zero_bucket *z) {
     const dt_bucket *u = z->bucket;
     if ((!z->gathered && dt__params_read_start(zero, z) != DT_OK) ||
@@ -1602,14 +1647,15 @@ static void dt__zero_free_gathered(dt_zero *zero, dt__zero_bucket *z) {
     z->gathered = NULL;
 }
 
-/* Frees the buckets that a block has gathered; block -1 frees all gathered buckets. */
+/* Frees the buckets that a block has gathered. If `block` is -1, frees all gathered buckets. */
 static void dt__zero_free_held(dt_zero *zero, int block) {
     for (int u = 0; u < zero->n_buckets; u++)
         if (block < 0 || (zero->buckets[u].holder_block == block && zero->buckets[u].bucket->data))
             dt__zero_free_gathered(zero, &zero->buckets[u]);
 }
 
-/* Rewinds the plans, and frees prefetched buckets that nothing read. */
+/* Sets every gather plan back to its first entry, and frees prefetched buckets that no op has
+   read. */
 static void dt__gather_plans_rewind(dt_zero *zero) {
     for (int i = 0; i < 3 * zero->n_stages; i++) zero->gather_plans[i].position = 0;
     for (int u = 0; u < zero->n_buckets; u++)
@@ -1617,9 +1663,10 @@ static void dt__gather_plans_rewind(dt_zero *zero) {
             dt__zero_free_gathered(zero, &zero->buckets[u]);
 }
 
-/* Records that a block reads a bucket, and advances the plan. Returns 0 if out of memory. */
+/* Records in the plan that a block reads a bucket, and advances the plan by one entry. Returns 1;
+   0 if out of memory. */
 static int dt__gather_plan_record(dt_zero *zero, dt__gather_plan *plan, int bucket, int block) {
-    /* the order differs from the previous micro-batch: forget the rest of that order */
+    /* if the order differs from the order of the previous micro-batch, drop the rest of the plan */
     if (plan->position < plan->n && plan->items[plan->position].bucket != bucket)
         plan->n = plan->position;
     if (plan->position == plan->n) {
@@ -1634,8 +1681,8 @@ static int dt__gather_plan_record(dt_zero *zero, dt__gather_plan *plan, int buck
     return 1;
 }
 
-/* Prefetch: starts the remaining gathers of this block and the gathers of the next block. Shards on
-   disk are read one block earlier. */
+/* Prefetch: starts the remaining gathers of `block` and the gathers of the next block. If shards
+   are on disk, also starts to read the shards of the block after the next. */
 static dt_status dt__zero_prefetch(dt_zero *zero, const dt__gather_plan *plan, int block) {
     int others = 0;
     for (int i = plan->position; i < plan->n; i++) {
@@ -1689,7 +1736,7 @@ static void dt__zero_on_enter(dt_ctx *ctx, const dt_event *event, void *user) {
 static void dt__zero_on_leave(dt_ctx *ctx, const dt_event *event, void *user) {
     dt_zero *zero = (dt_zero *)user;
     if (dt_error(ctx) != DT_OK) return;
-    /* keep the bucket: the backward of the recomputed block reads it next */
+    /* after the recomputation of a block keep its buckets, because its backward reads them next */
     int goes_back = event->phase == DT_FORWARD && dt_recomputing(ctx);
     if (!zero->desc.keep_gathered && !goes_back) dt__zero_free_held(zero, event->block);
     if (event->phase == DT_FORWARD || event->block != 0) return;
@@ -1706,15 +1753,15 @@ static void dt__zero_on_reset(dt_ctx *ctx, void *user) {
 
 // ==== 9. Gradient norm ==========================================================================
 
-/* Returns 1 if dt__norm_local_sums with this `on_disk` sums a bucket. One call sums the gradients
-   in memory, another call the gradients on disk. */
+/* Returns 1 if a call of dt__norm_local_sums with this value of on_disk includes the bucket: calls
+   with 0 sum the squares of gradients in memory, calls with 1 those of gradients on disk. */
 static int dt__norm_includes(const dt_zero *zero, const dt__zero_bucket *z, int on_disk) {
     return !z->bucket->frozen && dt__grad_on_disk(zero, z->bucket) == on_disk;
 }
 
-/* Sets zero->sums for buckets [first, end): the sum of squares of each 1,024 elements of this
+/* Sets zero->sums of the buckets [first, end): one sum of squares for each 1,024 elements of this
    rank's shards, and 0 for elements outside of these shards. The kernels write the sums to device
-   memory; one copy to the host moves all sums that are adjacent there. */
+   memory. Sums whose places in zero->sums are adjacent are copied to the host together. */
 static dt_status dt__norm_local_sums(dt_zero *zero, int first, int end, int on_disk) {
     dt_ctx *ctx = zero->ctx;
     size_t runs = 0, n = 0;
@@ -1739,7 +1786,7 @@ static dt_status dt__norm_local_sums(dt_zero *zero, int first, int end, int on_d
         const dt__zero_bucket *z = &zero->buckets[u];
         double *dest = zero->sums + z->sums_at + z->offset / DT_PIECE;
         if (!dt__norm_includes(zero, z, on_disk)) continue;
-        if (dest != to + n) { /* not adjacent: start another copy */
+        if (dest != to + n) { /* not adjacent to the previous sums: start a new copy */
             dt__move(ctx, to, from, n * sizeof *from);
             from += n;
             to = dest;
@@ -1748,15 +1795,15 @@ static dt_status dt__norm_local_sums(dt_zero *zero, int first, int end, int on_d
         n += z->count / DT_PIECE;
     }
     if (runs > 0) dt__move(ctx, to, from, n * sizeof *from);
-    /* sync after a failure too, so that no pending copy writes to the sums later */
+    /* sync after a failure too, so that no pending copy writes to zero->sums later */
     dt_status status = runs > 0 ? dt__sync(ctx) : DT_OK;
     return status == DT_OK ? dt_error(ctx) : status;
 }
 
-/* Sets zero->sums of all buckets on all ranks of the shard group. At stage 0 every rank computes
-   all sums. At other stages one rank computes each sum and the other ranks add 0, which changes no
-   bit, so every stage gets the same bits. The squares of gradients on disk were summed before these
-   gradients were written. */
+/* Sets zero->sums of all buckets to the same values on all ranks of the shard group. At stage 0
+   every rank computes all sums. At other stages one rank computes each sum and the other ranks add
+   0, which changes no bit, so the bits are the same at every stage. For gradients on disk,
+   zero->sums was set before the gradients were written. */
 static dt_status dt__norm_square_sums(dt_zero *zero) {
     if (dt__norm_local_sums(zero, 0, zero->n_buckets, 0) != DT_OK) return dt_error(zero->ctx);
     if (dt__onebit_frozen(zero)) return dt__onebit_square_sums(zero);
@@ -1764,9 +1811,10 @@ static dt_status dt__norm_square_sums(dt_zero *zero) {
     return dt__norm_sum_kinds(zero, zero->groups[DT__DENSE].shard, zero->groups[DT__EXPERTS].shard);
 }
 
-/* Adds each bucket's sum over the groups that shard its parameters, so that each logical element
-   counts once: shards are summed over tp, replicas are not summed, and of tied copies only the
-   first counts. Each bucket and group takes one collective, in the same order on every rank. */
+/* Sums each entry of zero->bucket_sums over the groups that shard the bucket's parameters, for
+   example tp. Each element of the full model must count once. Therefore replicas are not summed,
+   and of several tied copies only the first counts. There is one collective for each bucket and
+   group, in the same order on every rank. */
 static dt_status dt__norm_sum_shards(dt_zero *zero) {
     for (int u = 0; u < zero->n_buckets; u++) {
         const dt__zero_bucket *z = &zero->buckets[u];
@@ -1780,9 +1828,10 @@ static dt_status dt__norm_sum_shards(dt_zero *zero) {
     return DT_OK;
 }
 
-/* Sets zero->bucket_sums: each bucket's sums, added in ascending order. An addition depends on the
-   previous addition of the same bucket, so four lanes add four buckets at once to hide the latency.
-   A lane without a bucket repeats another lane's additions and discards the result. */
+/* Sets zero->bucket_sums: adds the entries of zero->sums of each bucket in ascending order. Each
+   addition needs the result of the previous addition for the same bucket. To hide the latency, four
+   buckets are added at once, each in one lane. A lane without a bucket repeats another lane's
+   additions and discards the result. */
 static void dt__norm_bucket_sums(dt_zero *zero) {
     enum { LANES = 4 };
     const double *next_sum[LANES];
@@ -1813,10 +1862,10 @@ static void dt__norm_bucket_sums(dt_zero *zero) {
     }
 }
 
-/* Gradient norm: the 2-norm of the (scaled) gradients; infinite or NaN if an element is infinite or
-   NaN. Each bucket's sum comes from the pipeline stage that holds the bucket. The sums are added in
-   the order in which a single rank would hold the buckets, so the bits do not depend on the number
-   of pipeline stages. */
+/* Gradient norm. Sets *norm to the 2-norm of the gradients, which still contain the loss scale. The
+   norm is infinite or NaN if an element is infinite or NaN. Each bucket's sum comes from the
+   pipeline stage that holds the bucket. The sums are added in the order of pipeline_index, so the
+   bits do not depend on the number of pipeline stages. */
 static dt_status dt__grad_norm(dt_zero *zero, double *norm) {
     double total = 0;
     if (dt__norm_square_sums(zero) != DT_OK) return dt_error(zero->ctx);
@@ -1830,14 +1879,15 @@ static dt_status dt__grad_norm(dt_zero *zero, double *norm) {
     return DT_OK;
 }
 
-/* The first gradient that is not finite, or whose square is not finite. */
+/* The first element of the gradients that is not finite, or whose square is not finite. */
 typedef struct dt__bad_grad {
     int rank;              /* world rank; -1 if only the sum of all squares overflows */
     int param;             /* index of the parameter */
-    double element, value; /* element: index in the local slice of `rank` */
+    double element, value; /* element: its index in the parameter's local slice on rank `rank` */
 } dt__bad_grad;
 
-/* Finds the bad element in one piece of this rank's shard. */
+/* Sets *fault to the first bad element of a piece, in this rank's shard. A piece has 1,024
+   elements; `piece` counts pieces from the start of the bucket. */
 static dt_status dt__bad_grad_locate(
     dt_zero *zero, dt__zero_bucket *z, size_t piece, dt__bad_grad *fault) {
     double copy[DT_PIECE]; /* f32 or f64 */
@@ -1846,7 +1896,7 @@ static dt_status dt__bad_grad_locate(
         return dt_error(zero->ctx);
     while (bad < DT_PIECE && isfinite(dt__number(z->bucket->grad_dtype, copy, bad))) bad++;
     for (size_t i = 0, largest = 0; bad == DT_PIECE && i <= DT_PIECE;
-         i++) { /* all are finite: find the largest, whose square is not */
+         i++) { /* if all are finite, find the largest: its square is not finite */
         if (i == DT_PIECE)
             bad = largest;
         else if (fabs(dt__number(z->bucket->grad_dtype, copy, i)) >
@@ -1865,7 +1915,8 @@ static dt_status dt__bad_grad_locate(
     return DT_OK;
 }
 
-/* Finds the first rank that has a bad gradient, and tells every rank. */
+/* Sets *fault on every rank to the bad element of the first rank that has a bad element. Sets
+   fault->rank to -1 if no rank has a bad element. */
 static dt_status dt__bad_grad_find(dt_zero *zero, dt__bad_grad *fault) {
     enum { EACH = 4 };
     dt_comm *world = zero->mesh.world;
@@ -1886,7 +1937,7 @@ static dt_status dt__bad_grad_find(dt_zero *zero, dt__bad_grad *fault) {
     double *all = (double *)dt_alloc(zero->ctx, DT_MEM_HOST, bytes, "the first bad gradient");
     if (!all) return dt_error(zero->ctx);
     memset(all, 0, bytes);
-    /* send a code for the value: doubles are summed, and a sum with a NaN would be a NaN */
+    /* send a code, not the value: the ranks' arrays are summed, and a NaN would spoil the sum */
     double code = isnan(fault->value) ? 1 : isfinite(fault->value) ? 4 : fault->value > 0 ? 2 : 3;
     double mine[EACH] = { fault->rank + 1.0, (double)fault->param, fault->element, code };
     memcpy(all + EACH * rank, mine, sizeof mine);
@@ -1925,8 +1976,9 @@ static dt__bad_grad_line dt__bad_grad_text(const dt_zero *zero, const dt__bad_gr
     return line;
 }
 
-/* Fails because the norm is not finite and there is no loss scale. The rank that holds the bad
-   element fails; the other ranks learn of the failure from that rank. */
+/* Fails the run, because the gradient norm is not finite and there is no loss scale. The rank that
+   holds the bad element fails; the other ranks wait in a barrier until they learn of that rank's
+   failure. */
 static dt_status dt__bad_grad_fail(dt_zero *zero, const dt__bad_grad *fault, double norm) {
     if (fault->rank >= 0 && fault->rank != dt_ctx_rank(zero->ctx))
         return dt_barrier(zero->mesh.world);
@@ -1953,7 +2005,8 @@ static void dt__scale_begin(dt_zero *zero) {
         const dt_tensor *t = dt_param_get(zero->ctx, i);
         f16 += t->dtype == DT_F16 && t->needs_grad;
     }
-    /* the last pipeline stage scales the loss, even if only other stages have f16 parameters */
+    /* summed over all ranks, because the last pipeline stage must scale the loss even if only other
+       stages have f16 parameters */
     dt_sum_doubles(zero->mesh.world, &f16, 1);
     if (zero->desc.loss_scale == 0 && f16 > 0) zero->desc.loss_scale = DT_SCALE_DYNAMIC;
     if (d->init == 0) d->init = 65536;
@@ -1977,10 +2030,12 @@ static void dt__scale_good(dt_zero *zero) {
 }
 
 /* Loss scaling: skips a step whose gradients are not finite, and lowers the scale. Every rank calls
-   dt__scale_skip and dt__scale_good with the same values, so all scales stay equal:
+   dt__scale_skip and dt__scale_good with the same values, so the scales of all ranks stay equal:
 
-       skip:   if hysteresis_left > 1, decrement it; else scale = max(scale * backoff, min_scale)
-       good:   after `interval` good steps in a row, scale *= growth and hysteresis_left is reset */
+       dt__scale_skip   if hysteresis_left > 1, decrements hysteresis_left;
+                        else scale = max(scale * backoff, min_scale)
+       dt__scale_good   after `interval` steps in a row that were not skipped: scale *= growth,
+                        hysteresis_left = hysteresis */
 static dt_status dt__scale_skip(dt_zero *zero, const dt__bad_grad *fault) {
     const dt_scale_desc *d = &zero->desc.scale;
     double before = zero->loss_scale, lower = zero->loss_scale * d->backoff;
@@ -2008,23 +2063,23 @@ static dt_status dt__scale_skip(dt_zero *zero, const dt__bad_grad *fault) {
 
 // ==== 11. Optimizer update ======================================================================
 
-/* Consecutive elements of this rank's shard of a bucket. The arrays begin with the first of these
+/* Consecutive elements of this rank's shard of a bucket. Each array begins at the first of these
    elements. */
 typedef struct dt__update_span {
-    size_t offset, count; /* elements of the bucket */
+    size_t offset, count; /* range of elements of the bucket */
     void *grad, *state[2];
     void *master; /* NULL without master weights: the update then changes `values` directly */
     void *values;
 } dt__update_span;
 
-/* Runs an update kernel where the state is: on the device, or on the CPU where the state is
-   offloaded. */
+/* Runs an update kernel on the device, or on the CPU if the optimizer state is offloaded. `what` is
+   a text for messages, `k` the name of the kernel in dt_kernels. */
 #define DT__UPDATE(zero, what, k, args) \
     dt__kernel_done((zero)->ctx, (what), NULL, #k, \
         (zero)->update_kernels->k ? (zero)->update_kernels->k((args), (zero)->update_stream) \
                                   : DT_ERR_UNSUPPORTED)
 
-/* Updates of a bucket's parameters that are launched together. */
+/* Batch of updates: adamw updates of a bucket's parameters that are launched together. */
 enum { DT__UPDATE_BATCH = 32 };
 typedef struct dt__update_batch {
     int n;
@@ -2039,8 +2094,9 @@ static dt_status dt__update_batch_flush(dt_zero *zero, dt__update_batch *updates
     return waited ? DT__UPDATE(zero, updates->name, adamw, updates->adamw) : dt_error(zero->ctx);
 }
 
-/* Updates one parameter; AdamW and Adam updates are added to the batch. `narrow` receives the
-   result rounded to the parameter's type; NULL if f->param has the parameter's type. */
+/* Updates one parameter. An update by AdamW or Adam is only added to the batch, which
+   dt__update_batch_flush launches. `narrow` receives the result rounded to the parameter's type;
+   NULL if f->param already has the parameter's type. */
 static dt_status dt__zero_update_param(
     dt_zero *zero, dt__update_batch *batch, const dt_update_args *f, void *narrow) {
     const dt_zero_desc *d = &zero->desc;
@@ -2084,7 +2140,7 @@ static dt_status dt__zero_update_param(
             .model_param = narrow };
         return DT__UPDATE(zero, f->tensor->name, frozen_adam, &a);
     }
-    /* 1-bit Adam has no bias correction: INT64_MAX turns it off */
+    /* INT64_MAX turns the bias correction off, because 1-bit Adam has none */
     int64_t step = d->optimizer == DT_ONEBIT_ADAM ? INT64_MAX : f->step;
     dt_adamw_args a = { .dtype = type,
         .param = f->param,
@@ -2107,7 +2163,7 @@ static dt_status dt__zero_update_param(
     return batch->n == DT__UPDATE_BATCH ? dt__update_batch_flush(zero, batch) : dt_error(zero->ctx);
 }
 
-/* Updates each parameter's elements within the span. */
+/* Updates the elements of the span, parameter by parameter. */
 static dt_status dt__zero_update_span(
     dt_zero *zero, dt__zero_bucket *z, const dt__update_span *s, double lr, double grad_scale) {
     const dt_bucket *u = z->bucket;
@@ -2122,7 +2178,7 @@ static dt_status dt__zero_update_span(
         size_t to = p->offset + p->count < end ? p->offset + p->count : end, at = from - s->offset;
         if (from >= to) continue;
         int decays = p->full.nd >= 2 && !p->desc.no_decay;
-        /* NULL: only the master is updated */
+        /* NULL if only the master weights are updated */
         char *value = s->values ? (char *)s->values + at * narrow_size : NULL;
         void *updated = s->master ? (char *)s->master + at * size : value;
         dt_update_args f = { .ctx = zero->ctx,
@@ -2144,7 +2200,7 @@ static dt_status dt__zero_update_span(
 }
 
 /* Mixed precision with master weights (arXiv:1710.03740): updates this rank's shard of a bucket.
-   The update changes the f32 master, and rounds it to the 16-bit parameter:
+   The update changes the f32 master weight, and rounds the result to the 16-bit parameter:
 
        grad f32 --> master f32, m, v --> round --> parameter bf16 or f16 */
 static dt_status dt__zero_update_bucket(
@@ -2161,7 +2217,8 @@ static dt_status dt__zero_update_bucket(
         .out = z->master,
         .in = shard.values,
         .count = z->count };
-    /* master weights are copied at the first step, so that parameters may be loaded until then */
+    /* the first step copies the parameters to the master weights, so the program can load
+       parameters before the first step */
     if (z->master && zero->step == 0 &&
         DT__KERNEL(zero->ctx, "master parameters", cast, &widen) != DT_OK)
         return dt_error(zero->ctx);
@@ -2170,8 +2227,8 @@ static dt_status dt__zero_update_bucket(
 
 static dt_status dt__offload_update(dt_zero *zero, double lr, double grad_scale);
 
-/* Updates all buckets; ZeRO-1 and ZeRO-2 then all-gather a bucket's parameters while the next
-   bucket is updated. */
+/* Updates all buckets. ZeRO-1 and ZeRO-2 all-gather each bucket's parameters while the next bucket
+   is updated. */
 static dt_status dt__zero_update_all(dt_zero *zero, double lr, double grad_scale) {
     int streams = dt__zero_offloads(zero);
     if (streams && dt__offload_update(zero, lr, grad_scale) != DT_OK) return dt_error(zero->ctx);
@@ -2196,29 +2253,33 @@ static dt_status dt__zero_update_all(dt_zero *zero, double lr, double grad_scale
 
 /* CPU offload and NVMe offload ("ZeRO-Infinity", S. Rajbhandari et al., arXiv:2104.07857):
    optimizer state, and at stage 3 the parameters, are in host memory or in a file. The update runs
-   on the CPU, one chunk of a rank's shard at a time, as a pipeline over three sets of buffers:
+   on the CPU, one chunk of a rank's shard at a time. Three sets of buffers let one chunk be read,
+   one be updated and one be written at the same time:
 
        time ->
        read      chunk 0   chunk 1   chunk 2   chunk 3
        update              chunk 0   chunk 1   chunk 2   chunk 3
        write                         chunk 0   chunk 1   chunk 2   chunk 3
 
-   One thread reads and writes the file. The thread calls only the io table, and copies through a
-   private buffer, so that a thread that hangs in a disk access touches no freed memory.
+   One thread per rank reads and writes the file. It calls only functions of the io table, and
+   copies through a buffer of its own, so that a thread that hangs in a disk access touches no freed
+   memory.
 
-   The file has two slots. A step reads one slot and writes the other slot. The slots swap only
-   after every rank has written all of its chunks, so a step that fails on one rank changes no
-   rank's data. For the same reason parameters in memory change last: the updated parameters of a
-   chunk overwrite the chunk's gradient, which is no longer needed, and are copied from there after
-   every rank has succeeded. State in host memory is updated in place: if the parameters are on
-   disk, a failed step leaves the parameters unchanged, but the state is lost.
+   The file has two slots, each for all arrays of this rank that are on disk, except gradients. A
+   step reads one slot and writes the other slot. The slots swap only after every rank has written
+   all of its chunks, so a step that fails on one rank changes no rank's data. For the same reason
+   parameters in memory change last: the updated parameters of a chunk overwrite the chunk's
+   gradient, which is no longer needed; after every rank has succeeded, the gradient's memory is
+   copied to the parameters. Optimizer state in host memory is updated in place: after a failed step
+   such state is lost, although parameters on disk are unchanged.
 
-   If both state and parameters are in the file, the gradients are there too, after the two slots.
-   A shard of a bucket's gradient is written after a micro-batch has been reduced, read to add the
-   next micro-batch, and read chunk by chunk in the update.
+   If both the optimizer state and the parameters are in the file, the gradients are in the file
+   too, after the two slots. This rank's shard of a bucket's gradient is written when the gradient
+   of a micro-batch has been reduced. It is read to add the next micro-batch's gradient, and read
+   chunk by chunk in the update.
 
-   Written data is dropped from the page cache. The file is unlinked as soon as it is open, so it
-   disappears when the process ends, even if the process is killed. */
+   Written data is dropped from the page cache. The file is unlinked directly after it is opened, so
+   it disappears when the process ends, even if the process is killed. */
 
 enum { DT__DISK_BUFFER = 1 << 18, DT__DISK_PATH = 1024, DT__DISK_NAMES = 1000 };
 
@@ -2226,11 +2287,11 @@ struct dt__disk {
     dt_io io;
     int fd, slot;
     int64_t slot_bytes;
-    /* longest wait for a transfer; slightly below the ranks' timeout */
+    /* longest wait for a transfer, in seconds; slightly less than dt_run_desc.timeout_s */
     double timeout_s;
     pthread_t thread;
-    /* abandoned and ended are guarded by the lock: if `abandoned` is set before `ended`, the thread
-       closes the file; else dt__disk_close does */
+    /* `lock` guards abandoned and ended. If `abandoned` is set before `ended`, the thread closes
+       the file; otherwise dt__disk_close closes it */
     int has_thread, stop, abandoned, ended;
     pthread_mutex_t lock;
     pthread_cond_t wake;
@@ -2239,8 +2300,8 @@ struct dt__disk {
     char buffer[DT__DISK_BUFFER];
 };
 
-/* Transfers at most one buffer from or to d->buffer. Returns the number of bytes, or -1 on failure;
-   *error is then the errno, or 0 if the io table set no errno. */
+/* Transfers at most `bytes` bytes between d->buffer and the file. Returns the number of bytes
+   transferred, or -1 on failure; *error is then errno, or 0 if the io table set no errno. */
 static int64_t dt__disk_transfer_once(
     dt__disk *d, int write, size_t bytes, int64_t offset, int *error) {
     const dt_io *io = &d->io;
@@ -2254,8 +2315,8 @@ static int64_t dt__disk_transfer_once(
     }
 }
 
-/* Runs one job. The caller holds the lock, which is released during each transfer. Once the disk is
-   abandoned, the job and its memory must not be touched. */
+/* Runs one job. The caller holds the lock, and the function releases the lock during each transfer.
+   After the disk has been abandoned, the function touches neither the job nor the job's memory. */
 static void dt__disk_transfer(dt__disk *d, dt__disk_job *job) {
     const dt__disk_job mine = *job;
     int64_t done = 0, n = 0, total = (int64_t)mine.bytes;
@@ -2315,7 +2376,7 @@ static void dt__disk_start(dt__disk *d, dt__disk_job *job, int write, void *at, 
         .offset = offset,
         .what = what,
         .device = job->device };
-    if (!d->has_thread) return; /* a dry run */
+    if (!d->has_thread) return; /* in a dry run */
     *job = fresh;
     pthread_mutex_lock(&d->lock);
     if (d->last)
@@ -2327,8 +2388,8 @@ static void dt__disk_start(dt__disk *d, dt__disk_job *job, int write, void *at, 
     pthread_mutex_unlock(&d->lock);
 }
 
-/* Starts a transfer to or from a bucket's memory. Device memory is transferred through a host copy,
-   which dt__disk_end frees. */
+/* Starts a transfer to or from a bucket's memory. Device memory is transferred through a copy in
+   host memory, which dt__disk_end frees. */
 static dt_status dt__disk_begin(dt_zero *zero, dt__disk_job *job, int write, void *at, size_t bytes,
     int64_t offset, const char *what) {
     dt_ctx *ctx = zero->ctx;
@@ -2351,15 +2412,15 @@ static void dt__disk_end(dt_zero *zero, dt__disk_job *job, int arrived) {
     job->device = NULL;
 }
 
-/* Abandons the disk. If its thread has not ended, the thread owns *d from now on. */
+/* Abandons the disk: if its thread has not ended, only the thread may use *d from now on. */
 static void dt__disk_abandon(dt__disk *d) {
     pthread_mutex_lock(&d->lock);
     d->abandoned = !d->ended;
     pthread_mutex_unlock(&d->lock);
 }
 
-/* Waits for a transfer, if one was started. If the disk does not answer, this wait fails slightly
-   before other ranks time out, so that the error text names the disk. */
+/* Waits for the job's transfer, if one was started. If the disk does not answer, this wait fails
+   slightly before other ranks' waits time out, so that the error text names the disk. */
 static dt_status dt__disk_wait(dt_zero *zero, dt__disk_job *job) {
     dt__disk *d = zero->disk;
     const dt_host *host = dt_ctx_host(zero->ctx);
@@ -2387,7 +2448,7 @@ static dt_status dt__disk_wait(dt_zero *zero, dt__disk_job *job) {
                      : "the file has become shorter");
 }
 
-/* Waits for the job's previous transfer, then starts a transfer and waits for it. */
+/* Waits for the job's previous transfer, then starts a new transfer and waits for its end. */
 static dt_status dt__disk_transfer_now(dt_zero *zero, dt__disk_job *job, int write, void *at,
     size_t bytes, int64_t offset, const char *what) {
     if (dt__disk_wait(zero, job) != DT_OK) return dt_error(zero->ctx);
@@ -2395,8 +2456,8 @@ static dt_status dt__disk_transfer_now(dt_zero *zero, dt__disk_job *job, int wri
     return dt__disk_wait(zero, job);
 }
 
-/* Seconds that a disk may take to answer: less than the ranks' timeout, because otherwise the other
-   ranks would end the run before this rank can name the disk. */
+/* Returns how many seconds a transfer may take. The result is less than the ranks' timeout, because
+   otherwise the other ranks would end the run before this rank can name the disk. */
 static double dt__disk_timeout(const dt_ctx *ctx) {
     return 0.8 * (dt__world_of(ctx) ? dt__world_of(ctx)->shared->timeout_s : 120);
 }
@@ -2413,13 +2474,14 @@ static int dt__grads_on_disk(const dt_zero *zero) {
     return dt__on_disk(zero->desc.offload_optim) && dt__on_disk(zero->desc.offload_params) &&
            !zero->desc.tree;
 }
-/* Tied gradients stay in memory, because another pipeline stage adds to them at the end of the
-   step. */
+/* Returns 1 if a bucket's gradient is on disk. Tied gradients stay in memory, because another
+   pipeline stage adds to them at the end of the step. */
 static int dt__grad_on_disk(const dt_zero *zero, const dt_bucket *bucket) {
     return dt__grads_on_disk(zero) && !bucket->frozen && !dt__tied_group(zero, bucket);
 }
 
-/* Bytes of a bucket's array in the file; 0 if the array is not in the file. */
+/* Returns the bytes of one array of a bucket in the file; 0 if the array is not in the file.
+   `array` is an index from DT__STATE_0 to DT__GRAD. */
 static size_t dt__disk_array_bytes(const dt_zero *zero, const dt_bucket *bucket, int array) {
     size_t count = bucket->padded / (size_t)dt__zero_shards(zero, bucket);
     int state = dt__on_disk(zero->desc.offload_optim) && !bucket->frozen;
@@ -2432,8 +2494,8 @@ static size_t dt__disk_array_bytes(const dt_zero *zero, const dt_bucket *bucket,
     return state && array < zero->states ? count * dt_dtype_size(bucket->grad_dtype) : 0;
 }
 
-/* Offset in a slot of an array of bucket u. With u = n_buckets and array 0, this is the size of a
-   slot. */
+/* Returns the offset of an array of bucket u from the start of a slot. With u = n_buckets and
+   array = 0, the result is the size of a slot. */
 static int64_t dt__disk_slot_offset(const dt_zero *zero, int u, int array) {
     size_t at = 0;
     for (int i = 0; i <= u && i < dt_bucket_count(zero->ctx); i++)
@@ -2442,8 +2504,8 @@ static int64_t dt__disk_slot_offset(const dt_zero *zero, int u, int array) {
     return (int64_t)at;
 }
 
-/* Offset in the file of an array of bucket u in a slot. Frozen parameters stay in the first slot;
-   gradients come after both slots. */
+/* Returns the offset in the file of an array of bucket u, in the given slot. Frozen parameters are
+   always in slot 0; gradients are after both slots. */
 static int64_t dt__disk_offset(const dt_zero *zero, int u, int array, int slot) {
     const dt_bucket *bucket = dt_bucket_get(zero->ctx, u);
     int64_t at = 2 * zero->disk->slot_bytes;
@@ -2480,7 +2542,7 @@ static dt_status dt__disk_open(dt_zero *zero) {
                 "dt_zero_make: offload to %.60s...: a path of at "
                 "most %zu bytes is needed",
                 folder, sizeof d->path - 1);
-        if (dt__is_dry_run(zero)) return DT_OK; /* allocates the same memory, opens no file */
+        if (dt__is_dry_run(zero)) return DT_OK; /* the memory is allocated; no file is needed */
         errno = 0;
         d->fd = d->io.open(d->io.user, d->path, DT_IO_PRIVATE);
         if (d->fd < 0 && errno != EEXIST) break;
@@ -2492,7 +2554,7 @@ static dt_status dt__disk_open(dt_zero *zero) {
     if (d->io.remove(d->io.user, d->path) != 0)
         return dt_fail(
             ctx, DT_ERR_IO, "dt_zero_make: offload to %s: remove: %s", d->path, dt__io_reason());
-    errno = 0; /* resize fills the file with zeros, the initial state */
+    errno = 0; /* resize fills the file with zeros: optimizer state starts at zero */
     if (d->io.resize(d->io.user, d->fd, bytes) != 0)
         return dt_fail(ctx, DT_ERR_IO, "%s: making room for %lld bytes: %s", d->path,
             (long long)bytes, dt__io_reason());
@@ -2503,7 +2565,8 @@ static dt_status dt__disk_open(dt_zero *zero) {
                          : dt_fail(ctx, DT_ERR_MEM, "%s: no thread to read and write it", d->path);
 }
 
-/* Asks the thread to end, and waits for at most timeout_s. Returns 1 if the thread has ended. */
+/* Asks the thread to end, and waits at most timeout_s seconds. Returns 1 if the thread has ended;
+   otherwise abandons the disk and returns 0. */
 static int dt__disk_stop(dt_zero *zero) {
     dt__disk *d = zero->disk;
     const dt_host *host = dt_ctx_host(zero->ctx);
@@ -2527,8 +2590,8 @@ static int dt__disk_stop(dt_zero *zero) {
     return !d->abandoned;
 }
 
-/* Frees the disk. A thread that hangs in a disk access is abandoned: *d is then not freed, because
-   the thread still uses it, and the thread closes the file. */
+/* Frees the disk. If the thread hangs in a disk access, the thread is abandoned: *d is not freed,
+   because the thread still uses *d, and the thread closes the file itself. */
 static void dt__disk_close(dt_zero *zero) {
     dt_ctx *ctx = zero->ctx;
     dt__disk *d = zero->disk;
@@ -2577,7 +2640,8 @@ static dt_status dt__chunks_make(dt_zero *zero) {
 
 /* ---- offloaded parameters ---- */
 
-/* Stores this rank's shard of the parameters from the memory at `shard`. */
+/* Stores the values at `shard` as this rank's shard of the bucket's parameters: on disk, in host
+   memory or on the device. */
 static dt_status dt__params_store(
     dt_zero *zero, dt__zero_bucket *z, dt_bucket *bucket, void *shard) {
     size_t bytes = bucket->shard_count * dt_dtype_size(bucket->dtype);
@@ -2596,8 +2660,8 @@ static dt_status dt__params_store(
     return z->host_shard ? dt__move(zero->ctx, z->host_shard, shard, bytes) : dt_error(zero->ctx);
 }
 
-/* Acquires a buffer for a bucket's gathered parameters, and starts to read this rank's shard into
-   the buffer. */
+/* Acquires a buffer for a bucket's gathered parameters. If the parameters are offloaded, also
+   starts to read this rank's shard into the buffer. */
 static dt_status dt__params_read_start(dt_zero *zero, dt__zero_bucket *z) {
     const dt_bucket *u = z->bucket;
     size_t size = dt_dtype_size(u->dtype);
@@ -2611,7 +2675,8 @@ static dt_status dt__params_read_start(dt_zero *zero, dt__zero_bucket *z) {
     return dt_error(zero->ctx);
 }
 
-/* Copies some bytes of this rank's shard to host memory. */
+/* Copies `bytes` bytes of this rank's shard of the parameters, from byte `at` on, to host
+   memory. */
 static dt_status dt__params_copy_out(
     dt_zero *zero, const dt_bucket *bucket, size_t at, void *host, size_t bytes) {
     dt__zero_bucket *z = &zero->buckets[bucket->index];
@@ -2625,8 +2690,8 @@ static dt_status dt__params_copy_out(
 
 /* ---- gradients on disk ---- */
 
-/* Acquires a buffer for a bucket's gradient shard, and starts to read the sum of earlier
-   micro-batches into the buffer. */
+/* Acquires a buffer for this rank's shard of a bucket's gradient. If there were earlier
+   micro-batches, also starts to read their sum into the buffer. */
 static dt_status dt__grads_read_start(dt_zero *zero, dt__zero_bucket *z) {
     size_t bytes = z->count * dt__zero_element_size(z);
     z->grad_shard = dt__bucket_buffer_acquire(zero->ctx, bytes);
@@ -2636,7 +2701,8 @@ static dt_status dt__grads_read_start(dt_zero *zero, dt__zero_bucket *z) {
     return dt_error(zero->ctx);
 }
 
-/* Waits for the pending write of a gradient, if any, and releases the gradient's buffer. */
+/* If a gradient is being written to disk, waits for this write and releases the gradient's
+   buffer. */
 static dt_status dt__grads_write_end(dt_zero *zero) {
     if (!dt__grads_on_disk(zero) || zero->storing_bucket < 0) return dt_error(zero->ctx);
     dt__zero_bucket *z = &zero->buckets[zero->storing_bucket];
@@ -2647,9 +2713,10 @@ static dt_status dt__grads_write_end(dt_zero *zero) {
     return DT_OK;
 }
 
-/* Starts to write a gradient shard, after a micro-batch was added to the shard. The write overlaps
-   the reduction of the next bucket. After the last micro-batch the shard is first summed over
-   replicas and gradient placements, and its sums of squares are computed for the norm. */
+/* Starts to write this rank's shard of a bucket's gradient, after a micro-batch was added to the
+   shard. The write overlaps the reduction of the next bucket. After the last micro-batch the shard
+   is first summed over replicas and over the groups of gradient placements, and the sums of squares
+   for the gradient norm are computed. */
 static dt_status dt__grads_write_start(dt_zero *zero, dt__zero_bucket *z) {
     int last = zero->ctx->micro == zero->ctx->micro_count - 1, u = z->bucket->index;
     if (last) dt__reduce_replicas_start(z);
@@ -2663,7 +2730,8 @@ static dt_status dt__grads_write_start(dt_zero *zero, dt__zero_bucket *z) {
     return dt_error(zero->ctx);
 }
 
-/* Copies elements of this rank's shard of the step's gradient to host memory. */
+/* Copies `count` elements of this rank's shard of the step's gradient, from `element` on, to host
+   memory. */
 static dt_status dt__grads_copy_out(
     dt_zero *zero, dt__zero_bucket *z, size_t element, void *host, size_t count) {
     size_t bytes = count * dt__zero_element_size(z), at = element * dt__zero_element_size(z);
@@ -2677,7 +2745,8 @@ static dt_status dt__grads_copy_out(
 
 /* ---- the offloaded update ---- */
 
-/* Sets s to the chunk after `before`. Returns 0 if `before` was the last chunk. */
+/* Sets s to the chunk after `before`, or to the first chunk if `before` is NULL. Returns 1; 0 if
+   there is no further chunk. */
 static int dt__chunk_next(
     const dt_zero *zero, dt__offload_chunk *s, const dt__offload_chunk *before) {
     if (zero->n_buckets == 0) return 0; /* a pipeline stage without parameters */
@@ -2701,8 +2770,9 @@ static dt_status dt__chunk_wait(dt_zero *zero, dt__offload_chunk *s) {
     return DT_OK;
 }
 
-/* Starts to read or to write a chunk's arrays. The first step makes the master weights from the
-   parameters, and so reads the parameters only; later steps read the master weights only. */
+/* Starts to read or to write those arrays of a chunk that are on disk. If the bucket has master
+   weights, the first step makes them from the parameters, so it does not read the master weights;
+   later steps do not read the parameters. */
 static void dt__chunk_transfer(dt_zero *zero, dt__offload_chunk *s, int write) {
     static const char *const names[] = { "optimizer state", "optimizer state", "master parameters",
         "values", "gradients" };
@@ -2720,7 +2790,7 @@ static void dt__chunk_transfer(dt_zero *zero, dt__offload_chunk *s, int write) {
     }
 }
 
-/* Updates one chunk, in host memory. */
+/* Updates one chunk on the CPU. */
 static dt_status dt__chunk_update(
     dt_zero *zero, dt__offload_chunk *s, double lr, double grad_scale) {
     dt_ctx *ctx = zero->ctx;
@@ -2761,10 +2831,11 @@ static dt_status dt__chunk_update(
         return dt_error(ctx);
     if (dt__move(ctx, grad, master ? span.master : s->buf[DT__PARAMS], bytes) != DT_OK)
         return dt_error(ctx);
-    return dt__sync(ctx); /* before the buffers are used for another chunk */
+    return dt__sync(ctx); /* because the buffers may next be used for another chunk */
 }
 
-/* Copies the updated parameters from the gradient's memory to the parameters. */
+/* Copies the updated parameters from the gradient's memory, where dt__chunk_update has put them, to
+   the parameters. */
 static dt_status dt__offload_commit(dt_zero *zero, dt__zero_bucket *z) {
     dt_ctx *ctx = zero->ctx;
     const dt_bucket *u = z->bucket;
@@ -2773,7 +2844,7 @@ static dt_status dt__offload_commit(dt_zero *zero, dt__zero_bucket *z) {
     for (size_t at = 0, n; at < z->count; at += n) {
         char *from = (char *)dt__zero_grad_shard(z) + at * size,
              *to = (char *)dt__zero_param_shard(z) + at * narrow;
-        /* the gradient is in device memory and the shard in host memory: cast on the host */
+        /* if the shard is in host memory and a cast is needed, the CPU casts from a host copy */
         void *host = z->host_shard && size != narrow ? zero->chunks[0].buf[DT__GRAD] : NULL;
         n = z->count - at < zero->chunk_elements ? z->count - at : zero->chunk_elements;
         if (host && (dt__move(ctx, host, from, n * size) != DT_OK || dt__sync(ctx) != DT_OK))
@@ -2798,7 +2869,7 @@ static dt_status dt__offload_update(dt_zero *zero, double lr, double grad_scale)
     if (more) dt__chunk_transfer(zero, now, 0);
     for (int k = 1; more; k++) {
         dt__offload_chunk *next = &zero->chunks[k % DT__OFFLOAD_CHUNKS];
-        /* wait until the chunk that last used these buffers is in the file */
+        /* wait until the chunk that used these buffers before is in the file */
         if (dt__chunk_wait(zero, next) != DT_OK) return dt_error(zero->ctx);
         more = dt__chunk_next(zero, next, now);
         if (more) dt__chunk_transfer(zero, next, 0);
@@ -2810,7 +2881,7 @@ static dt_status dt__offload_update(dt_zero *zero, double lr, double grad_scale)
     }
     for (int s = 0; s < DT__OFFLOAD_CHUNKS; s++)
         if (dt__chunk_wait(zero, &zero->chunks[s]) != DT_OK) return dt_error(zero->ctx);
-    /* all ranks have written all of their chunks */
+    /* after this barrier, all ranks have written all of their chunks */
     if (dt_barrier(zero->mesh.world) != DT_OK) return dt_error(zero->ctx);
     for (int u = 0; u < zero->n_buckets; u++)
         if (dt__offload_commit(zero, &zero->buckets[u]) != DT_OK) return dt_error(zero->ctx);
@@ -2822,24 +2893,26 @@ static dt_status dt__offload_update(dt_zero *zero, double lr, double grad_scale)
 
 /* 1-bit Adam (H. Tang et al., arXiv:2102.02888). The first freeze_steps steps are Adam without bias
    correction. After these steps the second moment v is frozen, and the N ranks exchange the signs
-   of a bucket's first moment m instead of the bucket's gradient. A bucket has n elements:
+   of a bucket's first moment m instead of the bucket's gradient. For a bucket of n elements, a step
+   is:
 
        momentum        rank r: m = beta1 m + (1 - beta1) N g, where g is the rank's own gradient.
                        The paper averages gradients and dt sums them, hence the factor N
-       worker          rank r: x = m + worker error. Sends a sign for each element and one scale
-                       |x| / sqrt(n). The quantization error of x is added in the next step
-                       (error feedback)
+       worker          rank r: x = m + worker error. Rank r sends the sign of each element of x, and
+                       one scale |x| / sqrt(n). The quantization error of x becomes the worker error
+                       of the next step (error feedback)
        all-to-all      rank r receives shard r from all ranks: (N-1)/N of n bits
-       server          rank r: x = mean of the received shards + server error. Sends the signs and
-                       one scale of shard r, and keeps the quantization error
+       server          rank r: x = mean of the received shards + server error. Rank r sends the
+                       signs and one scale of x. The quantization error of x becomes the server
+                       error of the next step
        all-gather      every rank receives all shards: (N-1)/N of n bits. The result is the new m,
                        with equal bits on all ranks
        update          p -= lr (m / (sqrt(v) + eps) + weight_decay p)
 
-   A step sends 2 (N-1)/N n/8 bytes of signs, and 8 bytes for each scale. An all-reduce of f32
-   gradients sends 32 times the bytes of the signs. An element with v = 0 never had a gradient, for
-   example padding. Adam would never have moved this element, but scale / eps would move it far. So
-   an element with v = 0 is not updated, and is not counted in n for the scale. */
+   A rank sends 2 (N-1)/N n/8 bytes of signs in a step, and 8 bytes for each scale. An all-reduce of
+   f32 gradients sends 32 times the bytes of the signs. An element with v = 0 never had a gradient,
+   for example padding. Adam would never have moved this element, but here an update by scale / eps
+   would move it far. So an element with v = 0 is not updated, and does not count in the scale. */
 static int dt__onebit_frozen(const dt_zero *zero) {
     return zero->desc.optimizer == DT_ONEBIT_ADAM && zero->step >= zero->desc.freeze_steps;
 }
@@ -2864,14 +2937,14 @@ static dt_status dt__onebit_check(dt_ctx *ctx, const dt_zero_desc *d) {
             "dt_zero_make: DT_ONEBIT_ADAM with %d freeze_steps; its second moment needs 1 "
             "or more",
             d->freeze_steps);
-    /* fail here, not only after freeze_steps steps */
+    /* check the kernels now, because they are first used after freeze_steps steps */
     if (!k->momentum || !k->frozen_adam || !k->sign_pack || !k->sign_unpack)
         return dt_fail(ctx, DT_ERR_UNSUPPORTED,
             "dt_zero_make: DT_ONEBIT_ADAM needs kernels that %s does not have", k->name);
     return DT_OK;
 }
 
-/* Bytes of the message for one shard of a bucket: signs and one scale. */
+/* Returns the bytes of the message with one shard of a bucket: signs and one scale. */
 static size_t dt__onebit_message_bytes(const dt_zero *zero, const dt_bucket *bucket) {
     return bucket->padded / (size_t)dt_comm_size(dt__bucket_groups(zero, bucket)->data) / 8 +
            sizeof(double);
@@ -2890,7 +2963,7 @@ static dt_status dt__onebit_make(dt_zero *zero) {
         zero->messages_bytes = bytes > zero->messages_bytes ? bytes : zero->messages_bytes;
         for (int e = 0; e < 2 && !z->bucket->frozen; e++) {
             size_t count = e ? z->bucket->padded / N : z->bucket->padded;
-            /* stored, because the groups may be freed before the errors */
+            /* stored for dt_free, because the groups may be freed before the errors */
             z->error_bytes[e] = count * dt__zero_element_size(z);
             z->errors[e] =
                 dt_alloc(zero->ctx, DT_MEM_OPTIM, z->error_bytes[e], "errors of 1-bit Adam");
@@ -2912,8 +2985,9 @@ static void dt__onebit_free(dt_zero *zero) {
     dt_free(zero->ctx, DT_MEM_COMM, zero->messages, zero->messages_bytes);
 }
 
-/* Sets zero->sums to the sums of squares of N g, averaged over the N data ranks. By Cauchy-Schwarz
-   this is an upper bound of the sums of squares of the summed gradient. */
+/* Sets zero->sums to the sums of squares of N g, averaged over the N ranks of the data group, where
+   g is a rank's own gradient. By Cauchy-Schwarz the result is an upper bound of the sums of squares
+   of the summed gradient. */
 static dt_status dt__onebit_square_sums(dt_zero *zero) {
     if (dt__norm_sum_kinds(zero, zero->mesh.data, zero->mesh.expert_data) != DT_OK)
         return dt_error(zero->ctx);
@@ -2922,7 +2996,8 @@ static dt_status dt__onebit_square_sums(dt_zero *zero) {
     return DT_OK;
 }
 
-/* Returns 1 if this rank's own gradient makes the sum of squares of a piece not finite. */
+/* Returns 1 if, over one piece of a bucket, the sum of squares of this rank's own gradient is not
+   finite. */
 static int dt__onebit_at_fault(dt_zero *zero, const dt_bucket *bucket, size_t piece_index) {
     double copy[DT_PIECE], squares = 0; /* f32 or f64 */
     size_t bytes = DT_PIECE * dt_dtype_size(bucket->grad_dtype);
@@ -2936,16 +3011,16 @@ static int dt__onebit_at_fault(dt_zero *zero, const dt_bucket *bucket, size_t pi
     return !isfinite(squares);
 }
 
-/* All-to-all of the ranks' messages. A single rank may have no group: it then copies its message in
-   device memory. */
+/* All-to-all of the ranks' messages. If there is no group, because the rank is alone, the message
+   is only copied. */
 static dt_status dt__onebit_exchange(
     dt_zero *zero, const dt__zero_bucket *z, const char *out, char *in, size_t bytes) {
     if (!z->data_group) return dt__move(zero->ctx, in, out, bytes);
     return dt_all_to_all(z->data_group, out, in, bytes / sizeof(int32_t), DT_I32);
 }
 
-/* Adds this rank's gradient to a bucket's momentum, and exchanges the momentum. The server's mean
-   overwrites the gradient, which is no longer needed. */
+/* Adds this rank's gradient to a bucket's momentum, and exchanges the momentum. The mean of the
+   received shards overwrites the gradient, which is no longer needed. */
 static dt_status dt__onebit_momentum(dt_zero *zero, dt__zero_bucket *z, double grad_scale) {
     dt_ctx *ctx = zero->ctx;
     dt_bucket *u = z->bucket;
@@ -3028,7 +3103,7 @@ static void dt__zero_on_closing(dt_ctx *ctx, void *user) {
         dt_free(ctx, DT_MEM_GRADS, z->levels, z->levels_bytes);
     }
     dt__disk_close(zero);
-    /* end the transfers that a failure abandoned */
+    /* free the host copies of transfers that a failure has left unfinished */
     for (int u = 0; zero->buckets && u < zero->n_buckets; u++) {
         dt__disk_end(zero, &zero->buckets[u].disk_job, 0);
         dt__disk_end(zero, &zero->buckets[u].grad_job, 0);
@@ -3098,8 +3173,9 @@ static int dt__zero_state_arrays(const dt_zero_desc *d) {
     return d->optimizer == DT_SGD ? d->momentum > 0 : 2;
 }
 
-/* Pads a bucket to a multiple of DT_PIECE elements for every rank of the bucket's shard group; with
-   the tree, for every rank of its data group. */
+/* Sets *pad, the number of elements of which a bucket's padded size is a multiple: DT_PIECE times
+   the number of ranks in the bucket's shard group, or with `tree` in its data group. At stage 3
+   also sets the number of shards, *parts, and the index of this rank's shard, *part. */
 static void dt__zero_shard_bucket(
     const dt_bucket *bucket, size_t *pad, int *parts, int *part, void *user) {
     const dt_zero *zero = (const dt_zero *)user;
@@ -3120,7 +3196,7 @@ static dt_buckets_desc dt__zero_buckets_desc(dt_zero *zero) {
     return d;
 }
 
-/* Makes the gather plans of each pipeline stage whose parameters this rank has. */
+/* Makes the gather plans of all pipeline stages up to the last stage of this rank. */
 static dt_status dt__gather_plans_make(dt_zero *zero) {
     for (int i = 0; i < dt_param_count(zero->ctx); i++) {
         int stage = dt_param_get(zero->ctx, i)->param->stage;
@@ -3178,7 +3254,7 @@ dt_zero *dt_zero_make(dt_ctx *ctx, dt_zero_desc desc) {
     if (dt_error(ctx) == DT_OK && desc.optimizer == DT_ONEBIT_ADAM) dt__onebit_make(zero);
     if (dt_error(ctx) == DT_OK) dt__scale_begin(zero);
     if (dt_error(ctx) == DT_OK) dt__compare_ranks(zero, 0);
-    /* the barrier fails on every rank if one rank has failed to make its state */
+    /* if any rank has failed to make its state, this barrier fails on every rank */
     if (dt_error(ctx) == DT_OK) dt_barrier(zero->mesh.world);
     if (dt_error(ctx) == DT_OK) return zero;
     dt_zero_free(zero);
@@ -3193,7 +3269,7 @@ void dt_zero_free(dt_zero *zero) {
     dt__zero_on_closing(zero->ctx, zero);
 }
 
-/* Resets the gradient sums for the next step. */
+/* Clears the gradients and their flags for the next step. */
 static void dt__zero_step_end(dt_zero *zero) {
     for (int u = 0; u < zero->n_buckets; u++)
         zero->buckets[u].reduced = zero->buckets[u].accumulated = 0;
@@ -3209,8 +3285,9 @@ static int dt__zero_grads_reduced(const dt_zero *zero) {
     return 1;
 }
 
-/* Gradient clipping by the global norm: the factor min(1, clip / (norm + 1e-6)), which the update
-   applies to every gradient, so no gradient is scaled in memory. */
+/* Gradient clipping by the global norm. Returns the factor min(1, clip / (norm + 1e-6)). The update
+   applies the factor to every gradient as it reads the gradient, so the gradients in memory are not
+   scaled. */
 static double dt__clip_scale(const dt_zero *zero, double norm) {
     double scale = zero->desc.clip / (norm + 1e-6);
     return zero->desc.clip > 0 && scale < 1 ? scale : 1;
@@ -3238,7 +3315,7 @@ dt_step_info dt_zero_step(dt_zero *zero, double lr) {
     if (zero->step == 0 && zero->consecutive_skips == 0 && dt__compare_ranks(zero, 1) != DT_OK)
         return info;
     if (dt__reduce_tied(zero) != DT_OK || dt__grad_norm(zero, &norm) != DT_OK) return info;
-    double bad = !isfinite(norm); /* if one rank's norm is bad, no rank updates */
+    double bad = !isfinite(norm); /* if the norm is bad on any rank, no rank updates */
     if (dt_sum_doubles(zero->mesh.world, &bad, 1) != DT_OK) return info;
     if (bad > 0) {
         if (dt__bad_grad_find(zero, &fault) != DT_OK) return info;
@@ -3253,7 +3330,7 @@ dt_step_info dt_zero_step(dt_zero *zero, double lr) {
         return info;
     }
     norm /= zero->loss_scale;
-    dt__zero_free_held(zero, -1); /* gathered parameters are out of date after the update */
+    dt__zero_free_held(zero, -1); /* because the update makes the gathered copies stale */
     info.clip_scale = dt__clip_scale(zero, norm);
     if (dt__zero_update_all(zero, lr, info.clip_scale / zero->loss_scale) != DT_OK) return info;
     dt__scale_good(zero);
@@ -3263,7 +3340,8 @@ dt_step_info dt_zero_step(dt_zero *zero, double lr) {
     return info;
 }
 
-/* Returns the bucket of a parameter that has a gradient and state; fails for other parameters. */
+/* Returns the bucket of a parameter. Returns NULL and fails if `param` is frozen or is not a
+   parameter of this context. */
 static dt__zero_bucket *dt__zero_bucket_of(
     dt_zero *zero, const char *what, const dt_tensor *param) {
     dt_bucket *bucket =
@@ -3275,7 +3353,8 @@ static dt__zero_bucket *dt__zero_bucket_of(
     return NULL;
 }
 
-/* Gathers one parameter's part of a sharded array (gradient or state) to host memory. */
+/* All-gathers an array of a bucket (a gradient or a state), of which this rank has `shard`, and
+   copies the elements of `param` to host memory. */
 static dt_status dt__zero_all_gather_param(dt_zero *zero, const dt__zero_bucket *z,
     const void *shard, const dt_tensor *param, void *host) {
     size_t size = dt__zero_element_size(z), bytes = z->bucket->padded * size;
@@ -3387,14 +3466,14 @@ dt_zero_bytes dt_zero_formula(dt_zero_formula_desc d) {
 // ==== 16. Checkpoints: the writer ===============================================================
 
 /* The writer writes a checkpoint's bytes, on the rank's own thread or on a background thread. A
-   background thread must not touch the context, so the writer calls only the io table. It records
-   its first failure as text; the rank's own thread later fails the context with this text. Atomic
-   commit of a checkpoint:
+   background thread must not touch the context, so the writer calls only functions of the io table.
+   The writer records its first failure as text; the rank's own thread later fails the context with
+   this text. Atomic commit of a checkpoint:
 
        all ranks   dt__writer_flush    write their bytes; fsync each file; close
-       (every rank is done)
+       (wait until every rank has done this)
        rank 0      dt__writer_commit   write config.json and manifest.json, fsync, close
-                                       fsync DIR/step-200.1a2b3c.tmp     its file names are durable
+                                       fsync DIR/step-200.1a2b3c.tmp     the file names are durable
                                        rename it to DIR/step-200         <- commit
                                        fsync DIR                         the rename is durable
                                        remove old checkpoints
@@ -3408,10 +3487,11 @@ enum { DT__SAVE_IDLE = 0, DT__SAVE_WRITING, DT__SAVE_COMMITTING };
 static const char *const dt__ckpt_names[DT__CKPT_FILES] = { "model.safetensors",
     "optim.safetensors" };
 
-/* Background save: a buffer for bytes to write later, and the record of one later write. */
+/* Background save. dt__staging_buffer: a buffer of bytes that a thread writes later.
+   dt__staged_write: one of these writes. */
 typedef struct dt__staging_buffer {
     struct dt__staging_buffer *next;
-    size_t capacity, used; /* bytes of the data, which follow this header */
+    size_t capacity, used; /* size and used bytes of the data, which follow this struct */
 } dt__staging_buffer;
 typedef struct dt__staged_write {
     int file;
@@ -3424,38 +3504,43 @@ typedef struct dt__writer {
     int fd[DT__CKPT_FILES];
     char path[DT__CKPT_FILES][DT__CKPT_PATH];
     char why[DT__CKPT_PATH + 200]; /* text of the first failure, or "" */
-    /* background save: all buffers of this rank, the buffer that is being filled, the writes */
+    /* background save. buffers: all buffers of this rank; buffer: the buffer that is being filled;
+       writes: the writes to do later */
     dt__staging_buffer *buffers, *buffer;
     dt__staged_write *writes;
     int n_writes, writes_capacity;
     char dir[DT__CKPT_PATH], temp[DT__CKPT_PATH], final[DT__CKPT_PATH];
     char *manifest; /* on rank 0 only */
     size_t manifest_bytes, manifest_capacity;
-    /* a copy, because an abandoned thread may outlive the caller's text */
+    /* a copy of dt_checkpoint_desc.config_json, because an abandoned thread may still read the text
+       after the caller has freed it */
     char *config_json;
-    int keep, committing; /* committing: 1 dt__writer_commit, 0 dt__writer_flush */
-    /* 1: this job created temp or the exported file, and removes it after a failure */
+    int keep, committing; /* committing: 1 runs dt__writer_commit, 0 dt__writer_flush */
+    /* 1 if this rank has created the folder `temp` or the file of an export. After a failure this
+       rank removes the folder or the file */
     int created;
-    int64_t step; /* step and repeat of the checkpoint being saved, as in dt__ckpt_id */
+    int64_t step; /* step and repeat identify the checkpoint, as in dt__ckpt_id */
     int repeat;
     int background, has_thread, abandoned;
     pthread_t thread;
     int done;         /* atomic; 1 when the thread's work is complete */
-    int64_t progress; /* atomic; counts completed pieces: it grows while the disk answers */
+    int64_t progress; /* atomic; number of completed disk operations */
 } dt__writer;
 
 static void dt__writer_fail(dt__writer *w, const char *path, const char *what) {
     if (!w->why[0]) snprintf(w->why, sizeof w->why, "%s: %s: %s", path, what, dt__io_reason());
 }
 
-/* Returns dir/name; fails if the path is too long. */
+/* Writes the path dir/name to `out` and returns it. If the path is too long, returns "" and records
+   the failure. */
 static const char *dt__writer_path(dt__writer *w, char *out, const char *dir, const char *name) {
     if (snprintf(out, DT__CKPT_PATH, "%s/%s", dir, name) < DT__CKPT_PATH) return out;
     if (!w->why[0]) snprintf(w->why, sizeof w->why, "%.80s...: the path is too long", dir);
     return "";
 }
 
-/* Writes in pieces: each completed piece shows that the disk still answers. */
+/* Writes `bytes` bytes in pieces, and counts each completed piece in w->progress, which shows that
+   the disk still answers. */
 static void dt__writer_put(
     dt__writer *w, const char *path, int fd, const void *data, int64_t bytes, int64_t offset) {
     for (int64_t done = 0; done < bytes && !w->why[0];) {
@@ -3504,9 +3589,9 @@ static void dt__writer_file(dt__writer *w, const char *name, const char *text, s
     dt__writer_sync_close(w, path, fd);
 }
 
-/* Calls fsync on a folder, which makes the names in the folder durable. Some file systems cannot
-   sync a folder (EINVAL) and do not need to. `tolerated` is an errno of open that is not a failure;
-   with 0 every errno is a failure. */
+/* Calls fsync on a folder, which makes the names in the folder durable. EINVAL is ignored: some
+   file systems cannot sync a folder and do not need to. tolerated: an errno of open that is not a
+   failure; 0 if every errno is a failure. */
 static void dt__writer_sync_dir(dt__writer *w, const char *folder, int tolerated) {
     errno = 0;
     int fd = w->why[0] ? -1 : w->io.open(w->io.user, folder, DT_IO_READ);
@@ -3519,8 +3604,9 @@ static void dt__writer_sync_dir(dt__writer *w, const char *folder, int tolerated
     w->io.close(w->io.user, fd);
 }
 
-/* A checkpoint's step, and its number among the checkpoints of this step. Folder step-200 is the
-   first checkpoint of step 200 (repeat 1), folder step-200-2 the second (repeat 2). */
+/* Identifies a checkpoint: its step, and its number among the checkpoints of this step. The folder
+   step-200 is the first checkpoint of step 200 (repeat = 1), step-200-2 is the second
+   (repeat = 2). */
 typedef struct dt__ckpt_id {
     int64_t step;
     int repeat;
@@ -3536,8 +3622,8 @@ static void dt__ckpt_name(dt__ckpt_id id, char *name, size_t bytes) {
         name, bytes, id.repeat > 1 ? "step-%lld-%d" : "step-%lld", (long long)id.step, id.repeat);
 }
 
-/* Parses the first n bytes of a name of the exact form that dt__ckpt_name writes; returns
-   dt__ckpt_none for other names. */
+/* Parses the first n bytes of `name`. Returns dt__ckpt_none unless they have exactly the form that
+   dt__ckpt_name writes. */
 static dt__ckpt_id dt__ckpt_parse_name(const char *name, size_t n) {
     long long step = -1;
     dt__ckpt_id id = { -1, 1 };
@@ -3545,7 +3631,7 @@ static dt__ckpt_id dt__ckpt_parse_name(const char *name, size_t n) {
     snprintf(text, sizeof text, "%.*s", n < sizeof text ? (int)n : 0, name);
     if (sscanf(text, "step-%15lld-%9d", &step, &id.repeat) < 1) return dt__ckpt_none;
     if (step < 0 || id.repeat < 1) return dt__ckpt_none;
-    id.step = step; /* at most 15 digits, so a double holds it exactly */
+    id.step = step; /* at most 15 digits, so that a double holds the step exactly */
     dt__ckpt_name(id, same, sizeof same);
     return strcmp(same, text) == 0 ? id : dt__ckpt_none;
 }
@@ -3559,8 +3645,8 @@ static void dt__newest_add(void *arg, const char *name) {
     if (dt__ckpt_before(n->found, id) && dt__ckpt_before(id, n->below)) n->found = id;
 }
 
-/* Finds a folder's newest checkpoint that is older than `below`, or dt__ckpt_none. Returns -1 if
-   the folder cannot be listed. */
+/* Sets *found to a folder's newest checkpoint that is older than `below`, or to dt__ckpt_none if
+   there is none. Returns 0, or -1 if the folder cannot be listed. */
 static int dt__newest_below(
     const dt_io *io, const char *dir, dt__ckpt_id below, dt__ckpt_id *found) {
     dt__newest_scan n = { below, dt__ckpt_none };
@@ -3579,15 +3665,16 @@ int64_t dt_checkpoint_newest(const dt_io *io, const char *dir, char *name, size_
     return id.step;
 }
 
-/* Removes a checkpoint. The manifest is removed first, so that a partly removed checkpoint is never
-   taken for a complete one. Other files in its folder stay. */
+/* Removes a checkpoint. The manifest is removed first, so that a partly removed checkpoint never
+   looks complete. Other files in the checkpoint's folder stay. */
 static int dt__ckpt_remove(const dt_io *io, const char *folder) {
     static const char *const names[] = { "manifest.json", "config.json", "model.safetensors",
         "optim.safetensors" };
     return io->remove_folder(io->user, folder, names, 4);
 }
 
-/* Removes a killed job's folder, if its name has exactly the form step-200.1a2b3c.tmp. */
+/* dt__tmp_sweep_one removes a folder of DIR if its name has exactly the form step-200.1a2b3c.tmp: a
+   killed job has left this folder. */
 typedef struct dt__tmp_sweep {
     const dt_io *io;
     const char *dir;
@@ -3602,9 +3689,9 @@ static void dt__tmp_sweep_one(void *arg, const char *name) {
     dt__ckpt_remove(sweep->io, path);
 }
 
-/* Keeps the new checkpoint and the keep - 1 checkpoints before it, and removes older checkpoints.
-   Checkpoints of later steps do not count: dt_checkpoint_load has skipped them as damaged. A
-   checkpoint that cannot be removed stays, which is harmless. */
+/* Keeps the new checkpoint and the (keep - 1) checkpoints before the new one, and removes older
+   checkpoints. Checkpoints of later steps are neither counted nor removed: dt_checkpoint_load has
+   skipped them as damaged. A checkpoint that cannot be removed stays, which is harmless. */
 static void dt__writer_remove_old(const dt__writer *w) {
     dt__ckpt_id at = { w->step, w->repeat };
     char name[64], path[DT__CKPT_PATH + 64];
@@ -3618,7 +3705,7 @@ static void dt__writer_remove_old(const dt__writer *w) {
     }
 }
 
-/* Writes this rank's bytes to the disk. */
+/* Does the staged writes of a background save, then syncs and closes this rank's files. */
 static void dt__writer_flush(dt__writer *w) {
     for (int i = 0; i < w->n_writes; i++) {
         const dt__staged_write *p = &w->writes[i];
@@ -3630,8 +3717,8 @@ static void dt__writer_flush(dt__writer *w) {
     }
 }
 
-/* Commits the checkpoint, on rank 0, after all ranks' bytes are on the disk. The rename is the
-   commit. */
+/* Commits the checkpoint. Rank 0 calls this function after all ranks' bytes are on the disk. The
+   rename is the instant of the commit. */
 static void dt__writer_commit(dt__writer *w) {
     if (w->config_json) dt__writer_file(w, "config.json", w->config_json, strlen(w->config_json));
     dt__writer_file(w, "manifest.json", w->manifest, w->manifest_bytes);
@@ -3646,7 +3733,7 @@ static void dt__writer_commit(dt__writer *w) {
 static void *dt__writer_main(void *arg) {
     dt__writer *w = (dt__writer *)arg;
 #ifdef __linux__
-    /* training has priority; on Linux this lowers only the priority of this thread */
+    /* training has priority; on Linux setpriority lowers the priority of the calling thread only */
     if (w->background) setpriority(PRIO_PROCESS, 0, 19);
 #endif
     if (w->committing)
@@ -3657,7 +3744,8 @@ static void *dt__writer_main(void *arg) {
     return NULL;
 }
 
-/* Runs the writer on a background thread, or on this thread if w->background is 0. */
+/* Runs the writer on a background thread, or on this thread if w->background is 0. committing: 1
+   runs dt__writer_commit, 0 runs dt__writer_flush. */
 static void dt__writer_start(dt__writer *w, int committing) {
     w->committing = committing;
     w->done = 0;
@@ -3669,14 +3757,15 @@ static void dt__writer_start(dt__writer *w, int committing) {
 
 // ==== 17. Checkpoints: contents =================================================================
 
-/* One rank's record of what it has written to one of the two weight files. Digests are sums over
+/* Which elements this rank has written to one of the two safetensors files. A digest is a sum over
    elements, so the sum of all ranks' digests does not depend on the sharding. */
 typedef struct dt__ckpt_file {
     struct dt_checkpoint *owner;
     int file;
-    /* (n) digest of each tensor's elements that this rank has written; later of all elements */
+    /* (n) for each tensor, the digest of the elements that this rank has written; later the digest
+       of all elements */
     uint64_t *digest;
-    int64_t *count; /* (n) elements written */
+    int64_t *count; /* (n) for each tensor, the number of elements that this rank has written */
     int n;
 } dt__ckpt_file;
 
@@ -3686,38 +3775,39 @@ struct dt_checkpoint {
     dt_checkpoint_desc desc;
     dt_listener listener;
     const char *what; /* name of the public call, for messages */
-    int lock;         /* descriptor, or -1 */
-    /* content of the lock file: the locking process, and when it took the lock by its own clock */
+    int lock;         /* descriptor of the lock file, or -1 */
+    /* content of the lock file: the process that holds the lock, and the time at which this process
+       took the lock, by its own clock */
     char lock_text[300];
     dt__writer *writer;
-    dt_weights *w[DT__CKPT_FILES]; /* names and offsets of all tensors */
+    dt_weights *w[DT__CKPT_FILES]; /* the safetensors files: names and offsets of all tensors */
     dt__ckpt_file file[DT__CKPT_FILES];
-    int files;                         /* DT__CKPT_FILES; 1 for an export: only the model */
+    int files;                         /* DT__CKPT_FILES, or 1 for an export (no optimizer) */
     const dt_export_desc *export_desc; /* NULL for a checkpoint */
-    int saving;                        /* DT__SAVE_*; all ranks write, rank 0 commits */
+    int saving;                        /* phase of a save: DT__SAVE_* */
     /* newest checkpoint of desc.dir that this job has loaded, skipped as damaged, or saved */
     dt__ckpt_id newest_known;
     int64_t progress_seen; /* the last value of writer->progress that this rank has seen */
-    dt__stopwatch watch;   /* time since writer->progress last changed */
-    double done, total;    /* elements, for desc.progress */
+    dt__stopwatch watch;   /* measures the time since writer->progress last changed */
+    double done, total;    /* elements written, and elements to write, for desc.progress */
     char *config;          /* config text of the loaded checkpoint */
     char path[DT__CKPT_PATH];
 };
 
-/* Returns the weight of an index in the digest, never 0. 2^32 consecutive indices have distinct
-   weights. k is the index times an odd number. */
+/* Returns the weight of a word's index in the digest. The weight is never 0, and 2^32 consecutive
+   indices have distinct weights. k is (index + 1) times an odd number, modulo 2^32. */
 static uint32_t dt__words_weight(uint32_t k) {
     k ^= k >> 15;
     k *= 2246822507u;
     return k ^ k >> 13;
 }
 
-/* Digest: the sum of each word times the weight of its index, modulo 2^64. A change of one word
-   always changes the digest, because the word's difference times its weight is not 0 and is less
-   than 2^64. Swapping two different words changes the digest, because their weights differ. Other
-   damage leaves the digest unchanged only if such products cancel by chance. i is the index of the
-   first word, `size` the bytes of a word. Each size has its own loop, so that compilers vectorize
-   it. */
+/* Returns a digest of words: the sum of word times weight over all words, modulo 2^64, where the
+   weight depends on the word's index. If one word changes, the digest changes by the word's
+   difference times its weight, which is not 0 and is less than 2^64. If two different words are
+   swapped, the digest changes, because their weights differ. Other damage leaves the digest
+   unchanged only if the changes cancel by chance. `i` is the index of the first word, `size` the
+   bytes of a word. Each size has a loop of its own, so that compilers vectorize the loops. */
 static uint64_t dt__words_digest(uint64_t i, const void *data, size_t words, size_t size) {
     const char *p = (const char *)data;
     uint64_t sum = 0;
@@ -3737,8 +3827,8 @@ static uint64_t dt__words_digest(uint64_t i, const void *data, size_t words, siz
     return sum;
 }
 
-/* Splits a digest into 4 doubles of 16 bits each, whose sums over ranks are exact. dt__digest_join
-   makes a digest from the sums. */
+/* dt__digest_split splits a digest into 4 doubles of 16 bits each, so that their sums over ranks
+   are exact. dt__digest_join makes a digest from the four sums. */
 static void dt__digest_split(double *to, uint64_t digest) {
     for (int k = 0; k < 4; k++) to[k] = (double)(digest >> (16 * k) & 0xffff);
 }
@@ -3748,12 +3838,13 @@ static uint64_t dt__digest_join(const double *from) {
     return digest;
 }
 
-/* Digest of elements [first, first + count) of a tensor. */
+/* Returns the digest of the elements [first, first + count) of a tensor; `data` holds these
+   elements. */
 static uint64_t dt__elements_digest(
     dt_dtype dtype, int64_t first, const void *data, int64_t count) {
     size_t size = dt_dtype_size(dtype), word = size < 4 ? size : 4;
     uint64_t per = size / word, sum = 0;
-    for (int64_t at = 0, n; at < count; at += n) { /* dt__words_digest has 32-bit indices */
+    for (int64_t at = 0, n; at < count; at += n) { /* dt__words_digest counts in 32 bits */
         n = count - at < 1 << 28 ? count - at : 1 << 28;
         sum += dt__words_digest((uint64_t)(first + at) * per,
             (const char *)data + (size_t)at * size, (size_t)n * (size_t)per, word);
@@ -3761,10 +3852,10 @@ static uint64_t dt__elements_digest(
     return sum;
 }
 
-/* All-gather of texts: returns the texts of all ranks, in rank order, each padded with blanks to a
-   multiple of 4 bytes; NULL on failure. The texts travel as sums of doubles, 4 bytes a double,
-   because dt_sum_doubles works in host memory on every device. Free with
-   dt_free(.., *bytes + 1). */
+/* All-gather of texts. Returns the texts of all ranks in rank order, each padded with blanks to a
+   multiple of 4 bytes; NULL on failure. *bytes is the length of the result; free the result with
+   dt_free(.., *bytes + 1). The texts are sent by dt_sum_doubles, with 4 bytes of text in each
+   double, because dt_sum_doubles works in host memory on every device. */
 static char *dt__all_gather_texts(dt_ctx *ctx, const char *mine, size_t n, size_t *bytes) {
     dt_comm *world = dt_world(ctx);
     size_t ranks = (size_t)dt_comm_size(world), total = 0, before = 0;
@@ -3796,8 +3887,8 @@ static char *dt__all_gather_texts(dt_ctx *ctx, const char *mine, size_t n, size_
     return NULL;
 }
 
-/* Finds a parameter's position in model.safetensors. p->n = 0 means that the parameter is stored
-   under its own name. */
+/* Sets *p to a parameter's position in model.safetensors. p->n = 0 means that the parameter is
+   stored under its own name. */
 static dt_status dt__ckpt_map_weight(const dt_checkpoint *c, const dt_tensor *t, dt_weight_map *p) {
     memset(p, 0, sizeof *p);
     if (c->desc.map_weight) c->desc.map_weight(t, p, c->desc.user);
@@ -3808,9 +3899,9 @@ static dt_status dt__ckpt_map_weight(const dt_checkpoint *c, const dt_tensor *t,
     return DT_OK;
 }
 
-/* Returns 1 if this rank belongs to the replica that writes a bucket: the first replica along tp
-   and, for tied parameters, the first replica along pp. If a parameter is sharded over a part of
-   the tp ranks, the shard group that contains tp's first rank writes the parameter. */
+/* Returns 1 if this rank takes part in writing a bucket. Of the replicas along tp, and for tied
+   parameters along pp, only the first replica writes. If a parameter is sharded over some of the tp
+   ranks, the shard group that contains the first rank of tp writes the parameter. */
 static int dt__ckpt_is_writer(const dt_zero *zero, const dt_bucket *bucket) {
     const dt_param_desc *d = dt__bucket_desc(zero, bucket);
     int tp = zero->mesh.sizes.tp, lowest = zero->mesh.coord.tp;
@@ -3834,7 +3925,8 @@ static char *dt__state_name(dt_ctx *ctx, int array, const char *name) {
     return dt__concat_text(ctx, dt__state_names[array], strlen(dt__state_names[array]), name);
 }
 
-/* Adds one tensor to the list of tensors, as JSON: [file,name,type,d0,d1,...] */
+/* Adds one tensor to the list of tensors, in JSON: [file,name,type,d0,d1,...] with the dimensions
+   d0, d1, ... */
 static void dt__list_add(
     dt_json_out *o, int file, const char *name, dt_dtype dtype, dt_shape shape) {
     dt_json_open(o, NULL, '[');
@@ -3860,8 +3952,8 @@ static dt_status dt__list_param(const dt_checkpoint *c, dt_json_out *o, const dt
     return dt_error(c->ctx);
 }
 
-/* 1-bit Adam: names the tensor that stores this rank's error e of a bucket. Every rank stores its
-   own errors. */
+/* 1-bit Adam: writes the name of the tensor that stores an error array of this rank to `name`. e: 0
+   for the worker error, 1 for the server error. Every rank stores its own errors. */
 static void dt__onebit_error_name(
     const dt_checkpoint *c, int bucket, int e, char *name, size_t bytes) {
     snprintf(name, bytes, "error%d.%d.%d", e, dt_ctx_rank(c->ctx), bucket);
@@ -3926,15 +4018,15 @@ static void dt__list_free(dt_checkpoint *c) {
 static void dt__ckpt_sink(
     void *user, int index, int64_t first, int64_t count, const void *data, int64_t offset);
 
-/* Bytes of a file's header. */
+/* Returns the size in bytes of a file's header. */
 static int64_t dt__header_bytes(const dt_weights *w) {
     uint64_t n;
     memcpy(&n, w->file[0].header, sizeof n);
     return w->desc.llmc.version ? (int64_t)DT__LLMC_HEADER_BYTES : (int64_t)n + 8;
 }
 
-/* [collective: world] Sets c->w: all tensors of the program, over all pipeline stages, with their
-   offsets in the files of `folder`, or in the exported file. */
+/* [collective: world] Sets c->w: the tensors of all pipeline stages, with their offsets in the
+   files of the checkpoint in `folder`. For an export, `folder` is the path of the exported file. */
 static dt_status dt__list_make(dt_checkpoint *c, const char *folder) {
     dt_ctx *ctx = c->ctx;
     dt_json_out mine = { ctx, NULL, 0, 0 }, all = { ctx, NULL, 0, 0 };
@@ -3952,7 +4044,7 @@ static dt_status dt__list_make(dt_checkpoint *c, const char *folder) {
         c->file[f].file = f;
         if (c->w[f]) c->w[f]->sink = (dt__sink){ dt__ckpt_sink, &c->file[f] };
     }
-    /* start with a blank: each tensor is then preceded by a comma, so the texts can be joined */
+    /* a text that starts with a blank has a comma before each tensor, so the texts can be joined */
     dt__json_write(&mine, " ", 1);
     dt__list_local(c, &mine);
     char *text = dt__all_gather_texts(ctx, mine.text, mine.used, &bytes);
@@ -3981,8 +4073,8 @@ static dt_status dt__list_make(dt_checkpoint *c, const char *folder) {
 
 // ==== 18. Checkpoints: saving ===================================================================
 
-/* Copies bytes that the background thread will write. Bytes that continue the previous write are
-   merged into that write. */
+/* Copies bytes to a buffer, for the background thread to write later. If the bytes continue the
+   previous write, they become part of the previous write. */
 static void dt__staging_add(
     dt_checkpoint *c, int file, const void *data, int64_t bytes, int64_t offset) {
     dt__writer *w = c->writer;
@@ -4019,8 +4111,8 @@ static void dt__staging_add(
     w->writes[w->n_writes++] = write;
 }
 
-/* Empties the buffers but keeps their memory for the next save, because allocating new memory takes
-   longer than copying into it. */
+/* Marks the buffers as empty but does not free them, because allocating memory for the next save
+   takes longer than copying to it. */
 static void dt__staging_reuse(dt__writer *w) {
     for (dt__staging_buffer *copy = w->buffers; copy; copy = copy->next) copy->used = 0;
     w->buffer = w->buffers;
@@ -4036,7 +4128,8 @@ static void dt__staging_free(dt_checkpoint *c) {
     dt_free(c->ctx, DT_MEM_HOST, w->writes, (size_t)w->writes_capacity * sizeof *w->writes);
 }
 
-/* Sink of dt_weights_write: receives the elements of a tensor that this rank writes. */
+/* dt_weights_write calls this function with the bytes to write (dt__sink). Adds the elements'
+   digest to the tensor's digest, and writes the bytes, or stages them for a background save. */
 static void dt__ckpt_sink(
     void *user, int index, int64_t first, int64_t count, const void *data, int64_t offset) {
     dt__ckpt_file *file = (dt__ckpt_file *)user;
@@ -4058,8 +4151,8 @@ static void dt__ckpt_progress(dt_checkpoint *c, double elements) {
         c->desc.progress(c->done < c->total ? c->done / c->total : 1, c->desc.user);
 }
 
-/* Saves the parameters of a bucket. All ranks of its data group hold the parameters (at
-   stage 3 after a gather), and each rank writes a part. */
+/* Saves the parameters of a bucket. All ranks of the bucket's data group hold these parameters (at
+   stage 3 after a gather), and each rank writes a fraction. */
 static dt_status dt__save_params(dt_checkpoint *c, dt__zero_bucket *z) {
     dt_ctx *ctx = c->ctx;
     dt_bucket *bucket = z->bucket;
@@ -4079,9 +4172,9 @@ static dt_status dt__save_params(dt_checkpoint *c, dt__zero_bucket *z) {
     return dt_error(ctx);
 }
 
-/* Returns the address, in host memory, of n elements of this rank's shard of a state array, from
-   the bucket's element `from` on. Copies elements that are not in host memory to `host`. Returns
-   NULL on failure. */
+/* Returns the address, in host memory, of elements [from, from + n) of the bucket's state array;
+   this rank's shard contains these elements. Elements that are on a device or on disk are first
+   copied to `host`. Returns NULL on failure. */
 static const void *dt__state_get(
     dt_zero *zero, dt__zero_bucket *z, int array, size_t from, size_t n, void *host) {
     size_t size = dt__zero_element_size(z), at = (from - z->offset) * size;
@@ -4099,7 +4192,7 @@ static const void *dt__state_get(
                : NULL;
 }
 
-/* Stores elements of a state array: the inverse of dt__state_get. */
+/* The inverse of dt__state_get: stores the elements at `host` in the state array. */
 static dt_status dt__state_set(
     dt_zero *zero, dt__zero_bucket *z, int array, size_t from, size_t n, void *host) {
     size_t size = dt__zero_element_size(z), at = (from - z->offset) * size;
@@ -4110,10 +4203,11 @@ static dt_status dt__state_set(
     return dt__disk_transfer_now(zero, &z->disk_job, 1, host, n * size, offset, "optimizer state");
 }
 
-/* Resharding: transfers elements [from, to) of a bucket between `host` and the file. Walks each
-   parameter's local slice, and maps its contiguous runs to the full logical tensor, so that a file
-   does not depend on the layout. Elements of a slice beyond the end of the full tensor (padding)
-   are skipped. */
+/* Resharding. Transfers elements [from, to) of a bucket's state array between `host` and the file
+   w: writes if w is open for writing, else reads. Each contiguous range of a parameter's local
+   slice is transferred to or from its position in the full tensor, so the file does not depend on
+   the layout. Padding, that is, elements of a slice beyond the end of the full tensor, is
+   skipped. */
 static dt_status dt__state_transfer(dt_checkpoint *c, dt_weights *w, const dt_bucket *bucket,
     int array, size_t from, size_t to, char *host) {
     size_t size = dt_dtype_size(bucket->grad_dtype);
@@ -4143,7 +4237,8 @@ static dt_status dt__state_transfer(dt_checkpoint *c, dt_weights *w, const dt_bu
     return dt_error(c->ctx);
 }
 
-/* Saves the state of a bucket: the ranks that hold replicas of this shard each write a part. */
+/* Saves this rank's shard of a bucket's optimizer state. If several ranks hold this shard, each of
+   them writes a fraction. `host` is scratch memory. */
 static dt_status dt__save_state(dt_checkpoint *c, dt__zero_bucket *z, char *host) {
     dt_zero *zero = c->zero;
     dt_comm *replicas = zero->desc.stage == 0 ? z->data_group : z->replica_group;
@@ -4164,8 +4259,8 @@ static dt_status dt__save_state(dt_checkpoint *c, dt__zero_bucket *z, char *host
     return dt_error(c->ctx);
 }
 
-/* Writes this rank's 1-bit Adam errors of a bucket to the file, or reads them if the file is open
-   for reading. */
+/* Writes this rank's 1-bit Adam errors of bucket u to the file w, or reads them if w is open for
+   reading. `host` is scratch memory. */
 static dt_status dt__errors_transfer(dt_checkpoint *c, dt_weights *w, int u, char *host) {
     dt__zero_bucket *z = &c->zero->buckets[u];
     size_t size = dt__zero_element_size(z), max_count = DT__CKPT_CHUNK / size;
@@ -4187,7 +4282,7 @@ static dt_status dt__errors_transfer(dt_checkpoint *c, dt_weights *w, int u, cha
     return dt_error(c->ctx);
 }
 
-/* Writes this rank's part of the checkpoint. */
+/* Writes all data of the checkpoint that this rank has to write. */
 static dt_status dt__save_write(dt_checkpoint *c) {
     dt_zero *zero = c->zero;
     char *host = (char *)dt_alloc(c->ctx, DT_MEM_HOST, DT__CKPT_CHUNK, "saving");
@@ -4212,7 +4307,7 @@ static dt_status dt__save_write(dt_checkpoint *c) {
     return dt_error(c->ctx);
 }
 
-/* Sums the ranks' digests, and checks that every element was written once. */
+/* Sums the ranks' digests. Fails unless the ranks have written every element once. */
 static dt_status dt__save_digests(dt_checkpoint *c) {
     for (int f = 0; f < c->files; f++) {
         dt__ckpt_file *file = &c->file[f];
@@ -4272,7 +4367,7 @@ static void dt__manifest_file(const dt_checkpoint *c, dt_json_out *o, int f) {
     dt_json_close(o, '}');
 }
 
-/* Names of optimizers in manifest.json. */
+/* Names of the optimizers (DT_ADAMW to DT_OPTIMIZER_CUSTOM) in manifest.json. */
 static const char *const dt__optimizers[] = { "adamw", "adam", "sgd", "onebit-adam", "own" };
 
 static void dt__manifest_config_json(dt_json_out *o, const char *text) {
@@ -4286,7 +4381,8 @@ static void dt__manifest_config_json(dt_json_out *o, const char *text) {
     dt_json_close(o, '}');
 }
 
-/* The manifest's last DT__MANIFEST_END bytes hold the digest of all preceding bytes. */
+/* The last DT__MANIFEST_END bytes of the manifest contain the digest of all preceding bytes.
+   dt__manifest_end writes these last bytes, for the preceding bytes `data`, to `text`. */
 enum { DT__MANIFEST_END = 30 };
 static void dt__manifest_end(char *text, const char *data, size_t bytes) {
     uint64_t h = dt__zero_digest(bytes, data, bytes);
@@ -4343,11 +4439,12 @@ static dt_status dt__manifest_make(dt_checkpoint *c) {
 
 /* ---- the steps of a save ---- */
 
-/* Rank 0 finds an unused name for the checkpoint, and broadcasts the name. */
+/* Sets the paths of the new checkpoint on every rank. Rank 0 chooses an unused name and broadcasts
+   its numbers. */
 static dt_status dt__save_name(dt_checkpoint *c) {
     dt_zero *zero = c->zero;
     dt__writer *w = c->writer;
-    /* [0] dt__ckpt_id.repeat of the checkpoint, [1] number of the temporary folder */
+    /* [0]: dt__ckpt_id.repeat of the checkpoint; [1]: number in the name of the .tmp folder */
     double broadcast[2] = { 0, 0 };
     dt__ckpt_id newest = { -1, 0 }, id = { zero->step, 1 };
     char name[64];
@@ -4391,8 +4488,9 @@ static dt_status dt__writer_check(dt_checkpoint *c) {
     return dt_fail(c->ctx, DT_ERR_IO, "%s: %s", c->what, c->writer->why);
 }
 
-/* [collective: world] Rank 0 creates the files with their headers. The other ranks must then find
-   these files; a rank that does not find them sees a different folder. */
+/* [collective: world] Rank 0 creates the files and writes their headers. The other ranks then open
+   these files. If a rank does not find a file, the ranks do not share the folder, and the rank
+   fails. */
 static dt_status dt__save_create_files(dt_checkpoint *c) {
     dt__writer *w = c->writer;
     int first = dt_ctx_rank(c->ctx) == 0;
@@ -4425,8 +4523,8 @@ static dt_status dt__save_create_files(dt_checkpoint *c) {
     return dt__writer_check(c);
 }
 
-/* Ends a save, successful or not. Frees nothing of the writer if its thread was abandoned, because
-   this thread may still use the memory. */
+/* Cleans up after a save, successful or not. If the writer's thread was abandoned, frees no memory
+   of the writer, because the thread may still use it. */
 static void dt__save_end(dt_checkpoint *c) {
     dt__writer *w = c->writer;
     dt__list_free(c);
@@ -4444,8 +4542,8 @@ static void dt__save_end(dt_checkpoint *c) {
     w->created = 0;
 }
 
-/* Starts the writer, on its thread if the save is in the background. Logs a notice if no thread
-   could be started, because this rank then wrote at once and its steps wait for the disk. */
+/* Starts the writer, on a thread of its own if the save is in the background. If no thread can be
+   started, the function writes everything before it returns, and logs a notice. */
 static void dt__save_start(dt_checkpoint *c, int committing) {
     dt__writer *w = c->writer;
     c->progress_seen = -1;
@@ -4476,14 +4574,15 @@ dt_status dt_checkpoint_save(dt_checkpoint *c) {
         (dt_ctx_rank(c->ctx) != 0 || dt__manifest_make(c) == DT_OK)) {
         c->saving = DT__SAVE_WRITING;
         dt__save_start(c, 0);
-        /* tests desc.background, which is equal on all ranks; w->background may differ */
+        /* desc.background is equal on all ranks; w->background may differ between ranks */
         if (!c->desc.background) dt__save_wait(c);
     }
     if (dt_error(c->ctx) != DT_OK) dt__save_end(c);
     return dt_error(c->ctx);
 }
 
-/* Waits for the thread. Abandons a thread that hangs in a disk access. */
+/* Waits for the writer's thread, at most dt__disk_timeout. After that time abandons the thread,
+   which hangs in a disk access. */
 static void dt__writer_join(dt_checkpoint *c) {
     dt__writer *w = c->writer;
     const dt_host *host = dt_ctx_host(c->ctx);
@@ -4500,8 +4599,8 @@ static void dt__writer_join(dt_checkpoint *c) {
     w->has_thread = 0;
 }
 
-/* Abandons the thread and fails if the disk has not answered the thread within dt__disk_timeout.
-   Without this check, polling would never end. */
+/* If the writer's thread has made no progress for dt__disk_timeout, abandons the thread and fails.
+   Without this check, a caller could poll for ever. */
 static void dt__writer_watch(dt_checkpoint *c) {
     dt__writer *w = c->writer;
     const dt_host *host = dt_ctx_host(c->ctx);
@@ -4509,7 +4608,7 @@ static void dt__writer_watch(dt_checkpoint *c) {
     int64_t progress = __atomic_load_n(&w->progress, __ATOMIC_RELAXED);
     if (progress != c->progress_seen) {
         c->watch = dt__stopwatch_start(host, limit);
-        c->watch.max_gap = limit / 8; /* not DT__MAX_CLOCK_GAP_S: polls may be a step apart */
+        c->watch.max_gap = limit / 8; /* polls may be further apart than DT__MAX_CLOCK_GAP_S */
     }
     c->progress_seen = progress;
     if (dt__waited(&c->watch) <= limit) return;
@@ -4521,14 +4620,14 @@ static void dt__writer_watch(dt_checkpoint *c) {
 int dt_checkpoint_poll(dt_checkpoint *c) {
     if (!c || dt_error(c->ctx) != DT_OK || c->saving == DT__SAVE_IDLE) return 1;
     dt__writer *w = c->writer;
-    dt_comm *world = dt_world(c->ctx); /* not zero->mesh.world: zero may already be freed */
+    dt_comm *world = dt_world(c->ctx); /* not zero->mesh.world, because zero may be freed */
     double finished = __atomic_load_n(&w->done, __ATOMIC_ACQUIRE), all[2] = { finished, 0 };
     if (finished > 0 && w->why[0]) all[1] = 1;
     if (finished == 0) dt__writer_watch(c);
     if (dt_sum_doubles(world, all, 2) == DT_OK && all[0] < dt_comm_size(world)) return 0;
     dt__writer_join(c);
     if (dt_error(c->ctx) == DT_OK && all[1] > 0 && dt__writer_check(c) == DT_OK)
-        dt_barrier(world); /* fails here if another rank has failed */
+        dt_barrier(world); /* fails, because another rank has failed */
     if (dt_error(c->ctx) == DT_OK && c->saving == DT__SAVE_WRITING) {
         c->saving = DT__SAVE_COMMITTING;
         if (dt_ctx_rank(c->ctx) == 0) dt__save_start(c, 1);
@@ -4549,9 +4648,9 @@ static dt_status dt__save_wait(dt_checkpoint *c) {
 
 /* ---- opening and closing ---- */
 
-/* Calls fsync on the parent folder, which makes the checkpoint folder's own name durable. Every job
-   calls fsync, because the job that created the folder may have been killed before its fsync. A
-   parent without read permission (EACCES) is skipped: this job did not create the folder then. */
+/* Calls fsync on the parent of the folder DIR, which makes the name DIR durable. Every job does so,
+   because the job that created DIR may have been killed before its fsync. If this job has no
+   permission to read the parent (EACCES), the fsync is skipped. */
 static void dt__dir_sync_parent(dt__writer *w) {
     char above[DT__CKPT_PATH];
     const char *slash = strrchr(w->dir, '/');
@@ -4560,7 +4659,8 @@ static void dt__dir_sync_parent(dt__writer *w) {
     dt__writer_sync_dir(w, above, EACCES);
 }
 
-/* Rank 0: creates the checkpoint folder if it is missing, and locks the folder. */
+/* On rank 0: creates the folder DIR if it is missing, locks it, and removes .tmp folders that
+   killed jobs have left in it. */
 static void dt__dir_lock(dt_checkpoint *c) {
     dt__writer *w = c->writer;
     char path[DT__CKPT_PATH], text[400] = "", host[200] = "";
@@ -4621,8 +4721,8 @@ static dt_status dt__extra_state_check_names(dt_ctx *ctx, const dt_extra_state *
     return dt_error(ctx);
 }
 
-/* Rejects data that could be saved in a manifest but not loaded again. dt_json_parse sets the
-   limits. */
+/* Fails if the description's data could be saved in a manifest but not loaded again. The limits are
+   those of dt_json_parse. */
 static dt_status dt__checkpoint_desc_check(dt_ctx *ctx, const dt_checkpoint_desc *d) {
     dt_json_out config = { ctx, NULL, 0, 0 };
     double numbers = 0, bytes = 0;
@@ -4643,7 +4743,7 @@ static dt_status dt__checkpoint_desc_check(dt_ctx *ctx, const dt_checkpoint_desc
                 "dt_checkpoint_open: extra_state[%d], '%s', has %d numbers at %s", i,
                 dt__printable_name(s->name).s, s->count, s->values ? "values" : "NULL");
         numbers += s->count;
-        bytes += 6.0 * (double)length; /* at worst every byte becomes \u00xx */
+        bytes += 6.0 * (double)length; /* in the worst case each byte becomes \u00xx */
     }
     if (dt__extra_state_check_names(ctx, d->extra_state, (size_t)d->n_extra_state) != DT_OK)
         return dt_error(ctx);
@@ -4655,7 +4755,7 @@ static dt_status dt__checkpoint_desc_check(dt_ctx *ctx, const dt_checkpoint_desc
             "most %d and %d",
             text, beside, DT__JSON_STRING, DT__JSON_BYTES);
     dt_json_put_string(&config, NULL, d->config);
-    bytes += (double)config.used + 25 * numbers; /* 25 bytes: -1.2345678901234567e-300, */
+    bytes += (double)config.used + 25 * numbers; /* 25 bytes: "-1.2345678901234567e-300," */
     dt_json_out_free(&config);
     if (bytes > (double)DT__JSON_BYTES)
         return dt_fail(ctx, DT_ERR_ARG,
@@ -4665,7 +4765,7 @@ static dt_status dt__checkpoint_desc_check(dt_ctx *ctx, const dt_checkpoint_desc
     return dt_error(ctx);
 }
 
-/* Frees the checkpoint, at dt_checkpoint_close or when the context ends. */
+/* Frees the checkpoint. Called by dt_checkpoint_close, or when the context is freed. */
 static void dt__ckpt_free(dt_ctx *ctx, void *user) {
     dt_checkpoint *c = (dt_checkpoint *)user;
     dt__writer *w = c->writer;
@@ -4720,7 +4820,7 @@ dt_checkpoint *dt_checkpoint_open(dt_zero *zero, dt_checkpoint_desc desc) {
         c->what = "dt_checkpoint_save";
     }
     for (int i = 0; i < dt_param_count(ctx) && dt_error(ctx) == DT_OK; i++) {
-        dt_weight_map p; /* a bad name fails here, not hours later in the first save */
+        dt_weight_map p; /* check the names now, because the first save may be hours later */
         dt__ckpt_map_weight(c, dt_param_get(ctx, i), &p);
         for (int k = 0; k < p.n && dt_error(ctx) == DT_OK; k++)
             dt__name_check(ctx, c->what, p.name[k]);
@@ -4734,7 +4834,8 @@ dt_checkpoint *dt_checkpoint_open(dt_zero *zero, dt_checkpoint_desc desc) {
     return NULL;
 }
 
-/* Exports the parameters as a checkpoint that has one file and no folder. */
+/* Exports the parameters to the file `path`. `c` is a checkpoint that has one file and no
+   folder. */
 static dt_status dt__export(dt_checkpoint *c, const char *path) {
     dt__writer *w = c->writer;
     const char *slash = strrchr(path, '/');
@@ -4803,14 +4904,14 @@ typedef struct dt__candidate {
     dt_json *json;
     dt_weights *w[DT__CKPT_FILES];
     char path[DT__CKPT_PATH];
-    char name[DT__CKPT_PATH + 32]; /* the manifest's path; json points to this text */
-    int state;
-    char why[700]; /* error text, unless the state is DT__INTACT */
+    char name[DT__CKPT_PATH + 32]; /* the manifest's path; `json` keeps a pointer to this text */
+    int state;                     /* DT__INTACT to DT__UNREADABLE */
+    char why[700];                 /* error text, unless `state` is DT__INTACT */
 } dt__candidate;
 
-/* States of a checkpoint, the worst last. Only a damaged checkpoint is skipped in favour of an
-   older checkpoint. A checkpoint that could not be read (permissions, descriptors, memory, the
-   disk) may be intact. */
+/* States of a checkpoint, from best to worst. If a checkpoint is DT__DAMAGED, an older checkpoint
+   is loaded instead. If a checkpoint is DT__UNREADABLE (permissions, descriptors, memory, the
+   disk), the load fails, because the checkpoint may be intact. */
 enum { DT__INTACT = 0, DT__DAMAGED, DT__NEWER /* intact, but of a newer format */, DT__UNREADABLE };
 
 static void dt__candidate_log(void *user, int level, int rank, const char *text) {
@@ -4834,7 +4935,7 @@ static int dt__candidate_open(const dt_checkpoint *c, dt__candidate *f) {
     memset(f->w, 0, sizeof f->w);
     d.host = &host;
     d.io = dt_ctx_io(c->ctx);
-    d.kernels = dt_kernels_cpu(); /* host memory suffices, so no device is used */
+    d.kernels = dt_kernels_cpu(); /* the checks need host memory only, not the device */
     f->why[0] = 0;
     f->state = DT__INTACT;
     f->probe = dt_ctx_make(d);
@@ -4844,7 +4945,8 @@ static int dt__candidate_open(const dt_checkpoint *c, dt__candidate *f) {
                           0);
 }
 
-/* Copies a failure of the probe context to `state` and `why`. */
+/* If the context `probe` has failed, sets `state` and `why` from this failure, unless `why`
+   is already set. */
 static void dt__candidate_note_error(dt__candidate *f) {
     const char *text = dt_error_text(f->probe);
     if (f->why[0] || dt_error(f->probe) == DT_OK) return;
@@ -4853,7 +4955,8 @@ static void dt__candidate_note_error(dt__candidate *f) {
     snprintf(f->why, sizeof f->why, "%s", strncmp(text, "rank 0: ", 8) == 0 ? text + 8 : text);
 }
 
-/* Checks that the manifest is complete and of this format. */
+/* Parses the manifest. Fails unless the manifest is complete, undamaged and not of a newer
+   format. */
 static void dt__candidate_parse(dt__candidate *f) {
     char end[DT__MANIFEST_END + 1];
     int64_t version = 0;
@@ -4889,11 +4992,12 @@ static void dt__candidate_manifest(dt__candidate *f) {
     int fd = io->open(io->user, f->path, DT_IO_READ);
     if (fd >= 0) io->close(io->user, fd);
     if (fd >= 0 || dt__io_absent() || f->probe->read_failed) return;
-    f->state = DT__UNREADABLE; /* not DT__DAMAGED: the folder's files may be intact */
+    f->state = DT__UNREADABLE; /* not DT__DAMAGED, because the folder's files may be intact */
     snprintf(f->why, sizeof f->why, "%.*s: %s", DT__CKPT_PATH / 2, f->path, dt__io_reason());
 }
 
-/* Returns the digest in a JSON member, or 0 and a failure if the member holds no digest. */
+/* Returns the digest that a JSON node contains. Returns 0 and fails if the node contains no
+   digest. */
 static uint64_t dt__candidate_hex(dt__candidate *f, int node) {
     const char *text = dt_json_string(f->json, node, NULL);
     char *end = NULL, again[24];
@@ -4904,8 +5008,8 @@ static uint64_t dt__candidate_hex(dt__candidate *f, int node) {
     return value;
 }
 
-/* Checks a file's size and a digest: the digest of a weight file's header, or of another file's
-   full content. */
+/* Compares a file's size and digest with the manifest. The digest is of the header if the file is a
+   safetensors file, else of the full content. `node` is the file's entry in the manifest. */
 static void dt__candidate_file(dt__candidate *f, int node, const char *name) {
     char path[DT__CKPT_PATH + 264], *text = NULL;
     int64_t bytes = -1, header = -1;
@@ -4949,7 +5053,8 @@ static void dt__candidate_files(dt__candidate *f) {
         if (!f->w[i]) dt_json_fail(f->json, 0, "%s is not among its files", dt__ckpt_names[i]);
 }
 
-/* [collective: world] Sets the state on all ranks to the worst state that any rank has found. */
+/* [collective: world] Sets `state` on all ranks to the worst state that any rank has found, and
+   `why` to the error text of that rank. */
 static dt_status dt__candidate_agree(dt_checkpoint *c, dt__candidate *f) {
     size_t n = 0;
     char line[sizeof f->why + 4] = "";
@@ -4966,9 +5071,9 @@ static dt_status dt__candidate_agree(dt_checkpoint *c, dt__candidate *f) {
     return dt_error(c->ctx);
 }
 
-/* Reads this rank's part of file k, and stores the digest of each tensor's part in `sums` (4
-   doubles for each tensor). Small tensors are assigned to the ranks round-robin; every rank reads a
-   part of each large tensor. */
+/* Reads this rank's fraction of file k. Each small tensor is read by one rank (round-robin); of
+   each large tensor every rank reads a fraction. For each tensor, stores the digest of the elements
+   that this rank has read in `sums`, as 4 doubles (dt__digest_split). */
 static void dt__candidate_read(
     dt_checkpoint *c, dt__candidate *f, int k, double *sums, char *buffer) {
     dt_comm *world = c->zero->mesh.world;
@@ -4989,7 +5094,7 @@ static void dt__candidate_read(
     }
 }
 
-/* [collective: world] Compares every tensor of file k with its digest. */
+/* [collective: world] Compares the digest of every tensor of file k with the manifest. */
 static dt_status dt__candidate_digests(dt_checkpoint *c, dt__candidate *f, int k) {
     size_t n = 4 * (size_t)dt_weights_count(f->w[k]);
     double *sums = (double *)dt__host_zeroed(c->ctx, (n + 1) * sizeof *sums, "digests");
@@ -4998,7 +5103,7 @@ static dt_status dt__candidate_digests(dt_checkpoint *c, dt__candidate *f, int k
     int file = dt_json_find(f->json, dt_json_find(f->json, 0, "files"), dt__ckpt_names[k]);
     int digests = dt_json_find(f->json, file, "tensors");
     if (sums && buffer) dt__candidate_read(c, f, k, sums, buffer);
-    /* do not compare digests if a rank could not read its part */
+    /* sums[n]: number of ranks that could not read their fraction; if not 0, nothing is compared */
     if (sums) sums[n] = dt_error(f->probe) != DT_OK;
     dt_sum_doubles(c->zero->mesh.world, sums, sums ? n + 1 : 0);
     int readable = dt_error(c->ctx) == DT_OK && sums[n] == 0;
@@ -5024,8 +5129,8 @@ static dt_status dt__candidate_check(dt_checkpoint *c, dt__candidate *f) {
     return DT_OK;
 }
 
-/* [collective: world] Rank 0 looks for the newest checkpoint that is older than *at. Sets *at to
-   this checkpoint and f->path to its folder; f->path is "" if there is no such checkpoint. */
+/* [collective: world] Sets *at to the newest checkpoint that is older than *at, and f->path to this
+   checkpoint's folder. If there is none, sets f->path to "". Only rank 0 lists the folder `dir`. */
 static dt_status dt__candidate_next(
     dt_checkpoint *c, const char *dir, dt__ckpt_id *at, dt__candidate *f) {
     double broadcast[2] = { 0, 0 };
@@ -5049,8 +5154,8 @@ static dt_status dt__candidate_next(
     return DT_OK;
 }
 
-/* Returns 1 if `folder` is the folder that this job saves to, even if the two paths differ in
-   spelling: the folder's lock file then contains this job's text. */
+/* Returns 1 if this job saves to `folder`. The same folder may have two different paths, so the
+   function also returns 1 if the lock file in `folder` contains this job's lock_text. */
 static int dt__is_own_dir(const dt_checkpoint *c, const char *folder) {
     const dt_io *io = &c->writer->io;
     char path[DT__CKPT_PATH + 8], text[sizeof c->lock_text] = "";
@@ -5064,9 +5169,9 @@ static int dt__is_own_dir(const dt_checkpoint *c, const char *folder) {
     return strcmp(text, c->lock_text) == 0;
 }
 
-/* Treats a checkpoint as damaged if its step differs from the step `name` in its folder's name.
-   Otherwise an old folder copied to the name of a later step would pass as the newest
-   checkpoint. */
+/* Marks a checkpoint as damaged if the step in its manifest differs from `name`, the step in its
+   folder's name. Otherwise a copy of an old checkpoint under the name of a later step would be
+   loaded as the newest checkpoint. */
 static void dt__candidate_check_step(dt__candidate *f, int64_t name) {
     int64_t step = -1;
     if (dt_json_int(f->json, dt_json_find(f->json, 0, "step"), &step) && step == name) return;
@@ -5075,8 +5180,8 @@ static void dt__candidate_check_step(dt__candidate *f, int64_t name) {
         f->name, (long long)step);
 }
 
-/* Records on rank 0 that this job has seen a checkpoint of desc.dir. dt__save_name rejects a save
-   if the folder has a newer checkpoint than this job has seen. */
+/* On rank 0: if f is a checkpoint of desc.dir, records in newest_known that this job has seen f.
+   dt__save_name fails if the folder has a newer checkpoint than newest_known. */
 static void dt__candidate_note_newest(dt_checkpoint *c, const dt__candidate *f) {
     const char *slash = strrchr(f->path, '/'), *name = slash ? slash + 1 : f->path;
     dt__newest_scan n = { dt__ckpt_last, dt__ckpt_none };
@@ -5088,7 +5193,8 @@ static void dt__candidate_note_newest(dt_checkpoint *c, const dt__candidate *f) 
     if (dt__ckpt_before(c->newest_known, n.found)) c->newest_known = n.found;
 }
 
-/* Returns 1 if `from` is itself a checkpoint, even if its manifest is missing. */
+/* Returns 1 if the folder `from` is a checkpoint: if it contains manifest.json or
+   optim.safetensors. */
 static int dt__is_checkpoint(dt_checkpoint *c, const char *from) {
     const dt_io *io = &c->writer->io;
     char path[DT__CKPT_PATH + 32];
@@ -5104,8 +5210,8 @@ static int dt__is_checkpoint(dt_checkpoint *c, const char *from) {
     return 0;
 }
 
-/* [collective: world] Sets f to the newest intact checkpoint in the folder `from`, or to `from` if
-   `from` itself is a checkpoint. f->path is "" if there is no checkpoint. */
+/* [collective: world] Sets f to the checkpoint `from` or, if `from` is a folder of checkpoints, to
+   the newest intact checkpoint in this folder. Sets f->path to "" if there is no checkpoint. */
 static dt_status dt__candidate_newest(dt_checkpoint *c, const char *from, dt__candidate *f) {
     dt__ckpt_id at = dt__ckpt_last;
     char first[sizeof f->why] = "";
@@ -5135,9 +5241,9 @@ static dt_status dt__candidate_newest(dt_checkpoint *c, const char *from, dt__ca
     return DT_OK;
 }
 
-/* ---- loading it ---- */
+/* ---- loading a checkpoint ---- */
 
-/* Checks that a checkpoint belongs to this program: the same optimizer, seed and extra state. */
+/* Fails unless a checkpoint has this program's optimizer, seed and extra_state. */
 static dt_status dt__load_fits(dt_checkpoint *c, dt__candidate *f) {
     dt_ctx *ctx = c->ctx;
     dt_json *j = f->json;
@@ -5172,8 +5278,8 @@ static dt_status dt__load_fits(dt_checkpoint *c, dt__candidate *f) {
     return DT_OK;
 }
 
-/* Rank 0 checks, before the manifest is written, that dt_checkpoint_load will accept the
-   manifest. */
+/* Fails unless dt_checkpoint_load will accept the new manifest. Called on rank 0 before the
+   manifest is written. */
 static dt_status dt__manifest_check(dt_checkpoint *c) {
     dt__candidate f;
     memset(&f, 0, sizeof f);
@@ -5192,12 +5298,13 @@ static dt_status dt__manifest_check(dt_checkpoint *c) {
     else if (f.state != DT__INTACT)
         dt_fail(c->ctx, DT_ERR_ARG, "dt_checkpoint_save: it could not be loaded: %s", f.why);
     if (dt_error(c->ctx) == DT_OK) dt__load_fits(c, &f);
-    f.text = NULL; /* the writer frees it */
+    f.text = NULL; /* the writer frees the manifest */
     dt__candidate_close(&f);
     return dt_error(c->ctx);
 }
 
-/* Returns 1 if a tensor is an error array of 1-bit Adam, which belongs to one layout. */
+/* Returns 1 if the tensor `name` of a file is an error array of 1-bit Adam. Such tensors may be
+   missing, because another layout has other error arrays. */
 static int dt__is_onebit_error(int file, const char *name) {
     return file == DT__OPTIM && strncmp(name, "error", 5) == 0 &&
            (name[5] == '0' || name[5] == '1') && name[6] == '.';
@@ -5234,8 +5341,8 @@ static dt_status dt__load_tensors_fit(dt_checkpoint *c, dt__candidate *f) {
     return DT_OK;
 }
 
-/* Resharding: loads the parameters and state of a bucket. Each rank reads its own local slices from
-   the full tensors. */
+/* Resharding: loads the parameters and the optimizer state of a bucket. Each rank reads its own
+   local slices from the full tensors in the files w. `host` is scratch memory. */
 static dt_status dt__load_bucket(
     dt_checkpoint *c, dt_weights *const *w, dt__zero_bucket *z, char *host) {
     dt_ctx *ctx = c->ctx;
@@ -5257,7 +5364,7 @@ static dt_status dt__load_bucket(
              at < z->offset + z->count && dt__ckpt_has_array(c->zero, bucket, a); at += n) {
             n = z->offset + z->count - at < DT__CKPT_CHUNK / size ? z->offset + z->count - at
                                                                   : DT__CKPT_CHUNK / size;
-            memset(host, 0, n * size); /* zeros for padding, which the file does not have */
+            memset(host, 0, n * size); /* padding is 0, and is not in the file */
             if (dt__state_transfer(c, w[DT__OPTIM], bucket, a, at, at + n, host) != DT_OK ||
                 dt__state_set(c->zero, z, a, at, n, host) != DT_OK)
                 return dt_error(ctx);
@@ -5265,8 +5372,8 @@ static dt_status dt__load_bucket(
     return dt_error(ctx);
 }
 
-/* [collective: world] Loads the errors of 1-bit Adam if this job has the layout that saved the
-   errors. */
+/* [collective: world] Loads the error arrays of 1-bit Adam if this job's layout is the layout of
+   the job that saved them. Otherwise leaves them as they are, and logs a notice. */
 static dt_status dt__load_errors(dt_checkpoint *c, dt__candidate *f, dt_weights *w, char *host) {
     dt_zero *zero = c->zero;
     const char *layout = dt_json_string(f->json, dt_json_find(f->json, 0, "layout"), NULL);
@@ -5288,7 +5395,8 @@ static dt_status dt__load_errors(dt_checkpoint *c, dt__candidate *f, dt_weights 
     return dt_error(c->ctx);
 }
 
-/* Loads the loss scale, extra_state and config from the manifest, after all tensors. */
+/* Loads the loss scale, extra_state and config from the manifest. Called after all tensors are
+   loaded. */
 static void dt__load_numbers(dt_checkpoint *c, dt__candidate *f) {
     dt_zero *zero = c->zero;
     dt_json *j = f->json;
@@ -5336,7 +5444,7 @@ static dt_status dt__load_apply(dt_checkpoint *c, dt__candidate *f) {
     dt_free(ctx, DT_MEM_HOST, host, DT__CKPT_CHUNK);
     for (int k = 0; k < DT__CKPT_FILES; k++) dt_weights_close(w[k]);
     if (dt_error(ctx) == DT_OK) dt__load_numbers(c, f);
-    /* checks that all replicas are equal after the load */
+    /* fail unless all replicas are equal after the load */
     return dt_error(ctx) == DT_OK ? dt__compare_ranks(zero, 1) : dt_error(ctx);
 }
 
@@ -5354,7 +5462,7 @@ int64_t dt_checkpoint_load(dt_checkpoint *c, const char *from) {
     if (dt__save_wait(c) == DT_OK && dt__candidate_newest(c, dir, &f) == DT_OK && f.path[0])
         dt__load_apply(c, &f);
     if (f.probe) dt__candidate_close(&f);
-    /* the barrier fails on every rank if one rank could not load */
+    /* if any rank could not load, this barrier fails on every rank */
     if (dt_error(c->ctx) == DT_OK) dt_barrier(c->zero->mesh.world);
     if (dt_error(c->ctx) == DT_OK) return f.path[0] ? c->zero->step : 0;
     dt__list_free(c);
