@@ -219,10 +219,11 @@ typedef struct dt_run_desc {
     size_t mem_limit;
     /* For tcp, nccl and mpi: the job's secret, at least 16 bytes. Ranks prove to each other that
        they know it. If `token` is NULL, the secret is the contents of the file that the environment
-       variable DT_TOKEN_FILE names (no other user may have read permission), else the value of
+       variable DT_TOKEN_FILE names (only its owner may have permissions for it), else the value of
        DT_TOKEN. On the loopback no token is needed. For mpi all ranks use rank 0's token, and rank
-       0 makes one if it has none. After the rendezvous dt has erased its copy and all keys derived
-       from it. `token` and DT_TOKEN themselves stay in memory, so prefer the file. */
+       0 makes one if it has none. When the rendezvous is complete, dt erases its copy of the token
+       and all keys derived from it. `token` and DT_TOKEN themselves stay in memory, so prefer the
+       file. */
     const char *token;
     int read_fault_env; /* 1: read faults from DT_FAULT in the environment, if `fault` is NULL */
     const char *fault;  /* faults to inject, written as described below; NULL: none here */
