@@ -1412,84 +1412,94 @@ static dt_status dt__comm_fail(dt__world *world, dt_status status, const char *f
 
 // ==== 10. Collective calls: validation and description ==========================================
 
-/* All collectives have one form. Some ranks send and some receive; a send buffer may hold one block
-   for each rank; the received data may be reduced. A call (dt__call) and its row of one table
-   (dt__pattern) therefore suffice to validate an operation, to describe it in texts and records, to
-   compare it between ranks and to count its bytes. */
+/* All collectives have one form. Some ranks send and some ranks receive. A send buffer may hold one
+   block for each rank, and the received data may be reduced. So two things suffice to validate an
+   operation, to describe it in texts and records, to compare it between ranks and to count its
+   bytes: its arguments (dt__call) and its row in the table of dt__pattern_of. */
 
-/* How far an operation has come. The simulated link may hold an operation back after its data have
-   been transferred. */
+/* How far an operation has come. If a slow link is simulated (dt_run_desc.link), an operation
+   completes only some time after its data have been transferred. */
 typedef enum dt__completion {
     DT__TRANSFERRING = 0, /* its data are being transferred */
     DT__TRANSFERRED,      /* its data have been transferred */
     DT__COMPLETED,
-    DT__FAILED /* the context failed during the transfer */
+    DT__FAILED /* the context failed before the data had been transferred */
 } dt__completion;
 
-/* One pending operation: a call and its progress. */
+/* One pending operation: a call and its progress. Comments call it a work, as PyTorch does
+   (c10d::Work). */
 struct dt_work {
     dt_comm *comm;
     dt__call call;
-    dt_axis axis; /* the group's axis when it began */
+    dt_axis axis; /* the group's axis when the operation began */
     dt__completion completion;
-    int state; /* of the function that advances the operation */
-    /* nonblocking: the rank continues meanwhile, and may send to itself */
+    int state; /* of a collective in shared memory: what it waits for (section 14) */
+    /* 1: the operation is nonblocking, so the rank continues and may receive what it sends to
+       itself */
     int is_started;
-    /* while the operation waits for all ranks: the ranks below next_rank have arrived */
+    /* While a collective in shared memory waits for all ranks: all ranks below next_rank have
+       reached the point that it waits for. */
     int next_rank;
-    int (*algorithm)(dt_work *work); /* a function of section 16, or NULL */
-    int stage, round;                /* phase and round of the algorithm */
-    /* The current window: elements at .. at + window_count of each block. longest_block is in
-       elements. */
+    /* Function that advances the operation as messages (section 16 or the backend). NULL for a
+       single message, and if the backend's `collective` function runs the operation. */
+    int (*algorithm)(dt_work *work);
+    int stage, round; /* phase and round of the algorithm */
+    /* The current window consists of elements [at, at + window_count) of each block. longest_block
+       is the number of elements of the longest block. */
     size_t at, window_count, longest_block;
-    uint64_t window;  /* number of the window on the group */
-    int inline_ranks; /* how many ranks posted their data inline */
-    int sum_in_post;  /* set by dt__must_sum_in_post */
-    /* some rank's memory cannot be reached, so data pass through windows */
+    uint64_t window;  /* number of the current window, counted over all operations of the group */
+    int inline_ranks; /* number of ranks that have posted their data inline (dt__post.data) */
+    int sum_in_post;  /* result of dt__must_sum_in_post */
+    /* 1: some rank's buffer cannot be accessed by other ranks, so data pass through windows */
     int uses_windows;
-    struct dt__p2p *p2p_ops; /* sends and receives of this round */
-    int p2p_count, p2p_capacity;
-    void *scratch;
-    size_t scratch_count;
-    double start_time, link_until; /* start; time at which the simulated link lets it end */
-    uint64_t record_number;        /* number of its flight recorder entry */
-    dt_work *check_work;           /* comparison of all ranks' calls; runs before this work */
-    const dt_work *checked_work;   /* if this work is a comparison: the work that it checks */
-    dt__fault_kind fault;          /* planted in the received data when the operation ends */
-    double end_time;               /* if nonblocking and traced: when it completed */
-    /* Event in the device's stream, recorded after the operation; cached for the next use of this
-       work. */
+    struct dt__p2p *p2p_ops;     /* sends and receives of the current round */
+    int p2p_count, p2p_capacity; /* number of p2p_ops; number that the array can hold */
+    void *scratch;               /* temporary buffer of the algorithm */
+    size_t scratch_count;        /* size of `scratch` in elements */
+    /* Times in seconds. start_time: start of a nonblocking operation, else 0. link_until: the
+       simulated link does not let the operation complete before this time. */
+    double start_time, link_until;
+    uint64_t record_number; /* number of the operation's flight recorder entry */
+    dt_work *check_work;    /* DT__CHECK operation that first compares all ranks' calls, or NULL */
+    const dt_work *checked_work; /* in a DT__CHECK operation: the work whose calls it compares */
+    /* Planted fault (section 19): DT__DROP skips the operation, DT__FLIP and DT__NAN corrupt its
+       received data. */
+    dt__fault_kind fault;
+    double end_time; /* if nonblocking and traced: time of completion, in seconds */
+    /* Event that is recorded in a stream of the device after the operation. The event is kept when
+       the work is recycled. */
     void *device_event;
-    /* on_device: the operation is complete for the host but not for the device. is_device_op: this
-       work tracks the device's part of an operation. */
+    /* on_device is 1 if the operation is complete for the host but perhaps not for the device.
+       is_device_op is 1 if this work only tracks the device's part of an operation (section 17). */
     int on_device, is_device_op;
-    int in_library; /* a library runs the operation; this rank cannot see which rank it waits for */
-    /* If NCCL runs the operation: its channel, and its number on the channel, from 1. */
+    int in_library; /* 1: NCCL runs the operation; this rank cannot see which rank it waits for */
+    /* If NCCL runs the operation: its nccl channel, and its number on that channel, from 1. */
     struct dt__nccl_channel *nccl_channel;
     uint64_t nccl_sequence;
-    dt_work *next, *prev;                       /* among the nonblocking works */
-    dt_work *next_unfinished, *prev_unfinished; /* among the incomplete works */
+    dt_work *next, *prev; /* list of nonblocking works without a dt_wait yet */
+    dt_work *next_unfinished, *prev_unfinished; /* list of incomplete nonblocking works */
     int is_unfinished;                          /* 1: in the list of incomplete works */
 };
 
-/* Returns the work that texts name; for a comparison this is the work that it checks. */
+/* Returns the operation that texts name: if `work` is a DT__CHECK operation, the operation whose
+   calls it compares, else `work` itself. */
 static const dt_work *dt__reported_work(const dt_work *work) {
     return work->checked_work ? work->checked_work : work;
 }
 
-/* A backend. message transfers one message. collective runs a collective by the backend's own code,
-   if that is better than the algorithms of section 16, which are built on messages. message and
-   collective advance as far as they can without waiting. They return 1 complete, 0 not yet, -1 the
-   context has failed. */
+/* A backend. `message` transfers one message. `collective` runs a collective with the backend's own
+   code; it is NULL if all collectives use the algorithms of section 16, which are built on
+   messages. Both functions advance the operation as far as they can without waiting. They return 1
+   if the operation is complete, 0 if it is not, -1 if the context has failed. */
 struct dt__comm_ops {
     const char *name;
     int (*message)(dt_work *work, struct dt__p2p *p2p);
     int (*collective)(dt_work *work);
-    /* All functions below may be NULL. algorithm returns an algorithm of the backend, or NULL for
-       an algorithm of section 16. begin is called when an operation with a backend algorithm
-       begins. split is called when a group has been split; `made` (or NULL) is this rank's new
-       group. close is called when a group ends. check_device fails the context if an operation that
-       the device has not completed is in error. */
+    /* All functions below may be NULL. `algorithm` returns the backend's algorithm for a call, or
+       NULL if the backend has none. `begin` is called when an operation with such an algorithm
+       begins. `split` is called when a group has been split; `made` is this rank's new group, or
+       NULL. `close` is called when a group ends. `check_device` fails the context if an operation
+       that the device has not completed has an error. */
     int (*(*algorithm)(const dt_comm *comm, const dt__call *call))(dt_work *work);
     void (*begin)(dt_work *work);
     void (*split)(dt_comm *comm, dt_comm *made, int color);
@@ -1497,14 +1507,13 @@ struct dt__comm_ops {
     void (*check_device)(dt_work *work);
 };
 
-/* Properties that distinguish the collectives: which ranks send, which ranks receive, whether send
-   holds one block for each rank, and whether the received data are reduced. */
+/* Properties of an operation. Each flag is 0 or 1. */
 typedef struct dt__pattern {
     const char *name;
-    char all_send, all_recv; /* if 0, only the root */
-    char send_blocks;        /* send holds N blocks, block r for rank r */
-    char reduces;
-    char counted; /* dt_comm_bytes counts it */
+    char all_send, all_recv; /* 1: all ranks send (receive); 0: only the root does */
+    char send_blocks;        /* the send buffer holds N blocks: block r is for rank r */
+    char reduces;            /* the received data are reduced */
+    char counted;            /* dt_comm_bytes counts the bytes of the operation */
 } dt__pattern;
 
 static const dt__pattern *dt__pattern_of(dt__op_code op) {
@@ -1558,7 +1567,7 @@ static size_t dt__sum_counts(const size_t *counts, int n) {
     return sum;
 }
 
-/* Elements in the send buffer. */
+/* Returns the number of elements in the send buffer. */
 static size_t dt__send_count(const dt_comm *comm, const dt__call *call) {
     if (call->op == DT__ALL_TO_ALL_V) return dt__sum_counts(call->send_counts, comm->base.size);
     return dt__pattern_of(call->op)->send_blocks ? call->count * (size_t)comm->base.size
@@ -1588,7 +1597,8 @@ static const char *dt__redop_name(dt_op op) {
     return "?";
 }
 
-/* Appends to `text`, which has `bytes` bytes of which *at are used; truncates what does not fit. */
+/* Appends formatted text to `text`, an array of `bytes` bytes that holds *at characters, and
+   updates *at. Cuts off what does not fit. */
 DT_PRINTF(4, 5) static void dt__append(char *text, size_t bytes, size_t *at, const char *fmt, ...) {
     va_list args;
     va_start(args, fmt);
@@ -1599,9 +1609,9 @@ DT_PRINTF(4, 5) static void dt__append(char *text, size_t bytes, size_t *at, con
 
 typedef struct dt__phrase {
     char s[192];
-} dt__phrase; /* returned by value, so that the text needs no owner */
+} dt__phrase; /* returned by value, so that no caller has to free it */
 
-/* "all-reduce f32 x 10 sum", "barrier" */
+/* Returns a text such as "all-reduce f32 x 10 sum" or "barrier". */
 static dt__phrase dt__call_text(const dt__call *call) {
     dt__phrase text;
     size_t at = 0;
@@ -1618,8 +1628,8 @@ static dt__phrase dt__call_text(const dt__call *call) {
     return text;
 }
 
-/* Packs the arguments that must be equal on all ranks of a collective, except the count, into one
-   word. dt__unpack_call restores the arguments for texts. */
+/* Packs all arguments that must be equal on all ranks of a collective, except the count, into one
+   64-bit word. dt__unpack_call restores these arguments for error texts. */
 static uint64_t dt__pack_call(const dt__call *call) {
     return (uint64_t)call->op | (uint64_t)call->dtype << 8 | (uint64_t)call->redop << 16 |
            (uint64_t)(call->host_memory != 0) << 24 | (uint64_t)(uint32_t)call->peer << 32;
@@ -1638,7 +1648,8 @@ static size_t dt__call_bytes(const dt__call *call) {
     return call->count * dt_dtype_size(call->dtype);
 }
 
-/* Copies through the kernel table, because data may lie on a device; scalars lie in host memory. */
+/* Copies `bytes` bytes of the call's data: with the kernel table's `move`, because buffers may be
+   on a device, or with memcpy if the call's buffers are in host memory. */
 static dt_status dt__comm_copy(
     dt_comm *comm, const dt__call *call, void *dst, const void *src, size_t bytes) {
     const dt_kernels *kernels = dt_ctx_kernels(comm->world->ctx);
@@ -1649,8 +1660,9 @@ static dt_status dt__comm_copy(
     return DT_OK;
 }
 
-/* outputs[k] = inputs[0] op inputs[1] op ..., always in rank order, for all k. An output may be one
-   of the inputs unless `streaming` is set: see dt_reduce_args. */
+/* Computes comm->inputs[0] op comm->inputs[1] op ..., in rank order, over arrays of `count`
+   elements. Stores the result in each of comm->outputs[0 .. output_count - 1]. An output may also
+   be an input, except if `streaming` is set (dt_reduce_args.non_temporal). */
 static dt_status dt__reduce_inputs(dt_comm *comm, const dt__call *call, int output_count,
     int input_count, size_t count, int streaming) {
     const dt_kernels *kernels = dt_ctx_kernels(comm->world->ctx);
@@ -1678,8 +1690,8 @@ static dt_status dt__reduce_inputs(dt_comm *comm, const dt__call *call, int outp
     return DT_OK;
 }
 
-/* Fails with the error that a copy or a kernel of this call returned. A device may return the error
-   of an earlier operation. */
+/* Fails the context with `status`, which a copy or a kernel returned during this call. On a device
+   `status` may be the error of an earlier operation. */
 static dt_status dt__data_failed(dt_comm *comm, const dt__call *call, dt_status status) {
     return dt__comm_fail(comm->world, status, "%s #%llu on %s: the kernel table '%s' answers %s%s",
         dt__call_text(call).s, (unsigned long long)call->seq, comm->group->name,
@@ -1689,11 +1701,11 @@ static dt_status dt__data_failed(dt_comm *comm, const dt__call *call, dt_status 
                              : "");
 }
 
-/* The bytes that dt_comm_bytes counts. */
+/* Returns how many bytes dt_comm_bytes counts for this call on this rank. */
 static size_t dt__sent_bytes(const dt_comm *comm, const dt__call *call) {
     size_t n = (size_t)comm->base.size, bytes = dt__call_bytes(call), twice = 2 * (n - 1);
     int root = comm->base.rank == call->peer;
-    /* not counted: scalars, and calls whose buffers are in host memory */
+    /* scalars, and calls with buffers in host memory, are not counted */
     if (call->host_memory || !dt__pattern_of(call->op)->counted) return 0;
     switch (call->op) {
     case DT__ALL_REDUCE: return bytes / n * twice + bytes % n * twice / n;
@@ -1709,18 +1721,18 @@ static size_t dt__sent_bytes(const dt_comm *comm, const dt__call *call) {
     }
 }
 
-/* First element of chunk i when count elements are divided into chunks whose sizes differ by at
-   most one. */
+/* Returns the index of the first element of chunk i. The `count` elements are divided into `chunks`
+   chunks whose sizes differ by at most one. */
 static size_t dt__chunk_offset(size_t count, int chunks, int i) {
     size_t each = count / (size_t)chunks, extra = count % (size_t)chunks, before = (size_t)i;
     return before * each + (before < extra ? before : extra);
 }
 
-/* Allocates the work's scratch, of count elements of the call's type. Returns NULL if the context
-   has failed. */
+/* Allocates work->scratch: `count` elements of the call's type. Returns NULL if the context has
+   failed. */
 static void *dt__scratch(dt_work *work, size_t count) {
     work->scratch_count = count;
-    work->scratch = work->comm->words; /* with count 0 any address will do */
+    work->scratch = work->comm->words; /* if count is 0: any address that is not NULL */
     if (count == 0) return work->scratch;
     work->scratch =
         dt_alloc(work->comm->world->ctx, work->call.host_memory ? DT_MEM_HOST : DT_MEM_COMM,
