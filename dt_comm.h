@@ -1434,14 +1434,14 @@ struct dt_work {
     dt_axis axis; /* the group's axis when the operation began */
     dt__completion completion;
     int state; /* of a collective in shared memory: what it waits for (section 14) */
-    /* 1: the operation is nonblocking, so the rank continues and may receive what it sends to
-       itself */
+    /* 1: the operation is nonblocking. The rank continues, so it may also call the other half of a
+       send to itself. */
     int is_started;
     /* While a collective in shared memory waits for all ranks: all ranks below next_rank have
        reached the point that it waits for. */
     int next_rank;
-    /* Function that advances the operation as messages (section 16 or the backend). NULL for a
-       single message, and if the backend's `collective` function runs the operation. */
+    /* Function that advances the operation: an algorithm of section 16 or of the backend. NULL if
+       the operation is one send or receive, or is run by the backend's `collective` function. */
     int (*algorithm)(dt_work *work);
     int stage, round; /* phase and round of the algorithm */
     /* The current window consists of elements [at, at + window_count) of each block. longest_block
@@ -1476,7 +1476,9 @@ struct dt_work {
     /* If NCCL runs the operation: its nccl channel, and its number on that channel, from 1. */
     struct dt__nccl_channel *nccl_channel;
     uint64_t nccl_sequence;
-    dt_work *next, *prev; /* list of nonblocking works without a dt_wait yet */
+    /* List of nonblocking works that dt_wait has not ended yet. `next` also links device operations
+       and free works. */
+    dt_work *next, *prev;
     dt_work *next_unfinished, *prev_unfinished; /* list of incomplete nonblocking works */
     int is_unfinished;                          /* 1: in the list of incomplete works */
 };
@@ -1751,7 +1753,7 @@ static void dt__scratch_free(dt_work *work) {
 
 /* Flight recorder, like PyTorch's for NCCL. Each rank publishes records of the operations that it
    has begun, the rank that it waits for, and a progress counter. Other ranks read this state to
-   explain a long wait (section 18) and to prove that a wait can never end.
+   explain a long wait (section 18) and to prove that a wait will never end.
 
    Deadlock detection. A rank that waits
 
@@ -1759,17 +1761,17 @@ static void dt__scratch_free(dt_work *work) {
        2. tries to advance every operation that it has pending
        3. if nothing could advance, publishes P as its idle_at_progress
 
-   Once all ranks have published the same P and the sum is still P, each rank has tried to advance
-   after the last change that any rank made, and could not. So no rank will ever make progress: this
-   proves a deadlock at once, without a timeout. The proof needs a rule: a rank makes a change that
-   another rank may wait for first, and increments its progress counter second. A rank whose sum
-   includes the increment then also sees the change. */
+   If all ranks have published the same P and the sum is still P, then each rank has tried to
+   advance after the last change that any rank made, and has failed. So no rank will ever make
+   progress: a deadlock is proved at once, without a timeout. The proof needs a rule: a rank first
+   makes a change that another rank may wait for, and then increments its progress counter. A rank
+   whose sum includes the increment therefore also sees the change. */
 
 static void dt__count_progress(dt__world *world) {
     __atomic_store_n(&world->state->progress, world->state->progress + 1, __ATOMIC_RELEASE);
 }
 
-#define DT__IDLE_FOREVER (~(uint64_t)0)
+#define DT__IDLE_FOREVER (~(uint64_t)0) /* idle_at_progress of a rank that has ended */
 
 static uint64_t dt__total_progress(const dt__shared *shared) {
     uint64_t sum = 0;
@@ -1778,7 +1780,9 @@ static uint64_t dt__total_progress(const dt__shared *shared) {
     return sum;
 }
 
-/* Copies whole words with atomic accesses. A reader may see a mixture of old and new words. */
+/* dt__atomic_store_words and dt__atomic_load_words copy `bytes` bytes in 64-bit words. Each word is
+   accessed atomically, but a reader may get some old words and some new words. `bytes` is a
+   multiple of 8. */
 static void dt__atomic_store_words(void *to, const void *from, size_t bytes) {
     for (size_t at = 0; at < bytes; at += sizeof(uint64_t)) {
         uint64_t word;
@@ -1795,7 +1799,7 @@ static void dt__atomic_load_words(void *to, const void *from, size_t bytes) {
     }
 }
 
-/* Gives the operation a number and a flight recorder entry. */
+/* Gives the operation a number, and records the operation in this rank's flight recorder. */
 static void dt__record_make(dt_work *work) {
     dt__world *world = work->comm->world;
     uint64_t number = (uint64_t)world->state->op_count + 1;
@@ -1818,14 +1822,16 @@ static void dt__record_make(dt_work *work) {
     dt__count_progress(world);
 }
 
-/* This rank's view of another rank: its state and records if the two share memory, else its last
-   wait report. */
+/* Ring buffer of n flight recorder entries: operation `number` is recorded in records[number % n].
+   `records` is NULL if no entries are known. */
 typedef struct dt__op_ring {
     const dt__op_record *records;
     int n;
 } dt__op_ring;
+/* What this rank knows about a rank: that rank's state and records if both ranks share memory, else
+   the contents of that rank's last wait report. */
 typedef struct dt__rank_view {
-    const dt__rank_state *state; /* NULL: not known */
+    const dt__rank_state *state; /* NULL if the state is not known */
     dt__op_ring ring;
 } dt__rank_view;
 
@@ -1851,7 +1857,8 @@ static dt__rank_view dt__view_of_rank(const dt__world *world, int rank) {
     return view;
 }
 
-/* Copies record `number`. Returns 0 if the record does not exist or has been overwritten. */
+/* Copies the record of operation `number` to *copy. Returns 1, or 0 if the record does not exist or
+   has been overwritten. */
 static int dt__record_get(dt__op_ring ring, uint64_t number, dt__op_record *copy) {
     if (!ring.records || number == 0) return 0;
     const dt__op_record *slot = &ring.records[number % (uint64_t)ring.n];
@@ -1860,13 +1867,13 @@ static int dt__record_get(dt__op_ring ring, uint64_t number, dt__op_record *copy
     return __atomic_load_n(&slot->number, __ATOMIC_RELAXED) == number && copy->number == number;
 }
 
-/* The file name without its directories. */
+/* Returns the part of the path `file` after the last slash. */
 static const char *dt__file_name(const char *file) {
     const char *slash = strrchr(file, '/');
     return slash ? slash + 1 : file;
 }
 
-/* " at train.c:88", or "" if the call site is not known. */
+/* Returns a text such as " at train.c:88", or "" if the call site is not known. */
 static dt__phrase dt__site_text(const char *file, int line) {
     dt__phrase text;
     text.s[0] = 0;
@@ -1874,8 +1881,9 @@ static dt__phrase dt__site_text(const char *file, int line) {
     return text;
 }
 
-/* "all-reduce f32 x 10 sum #4 on world at train.c:88", "receive f32 x 10 from its rank 2 with tag 1
-   on world at ...": roots and peers are ranks of the group. */
+/* Returns a text such as "all-reduce f32 x 10 sum #4 on world at train.c:88" or "receive f32 x 10
+   from its rank 2 with tag 1 on world at ...". In this text roots and peers are numbered by their
+   ranks in the group, not by their world ranks. */
 static dt__phrase dt__record_text(const dt__op_record *r) {
     dt__call call = dt__unpack_call(r->packed_call, (size_t)r->count);
     dt__phrase text = dt__call_text(&call);
@@ -1899,7 +1907,8 @@ dt_comm *dt_here(dt_comm *comm, const char *file, int line) {
     return comm;
 }
 
-/* Call site of collective `seq` of the group on that rank, if its record still exists. */
+/* Returns the call site, on rank `world_rank`, of collective `seq` of the group. Returns "" if the
+   record of that call no longer exists. */
 static dt__phrase dt__site_of(const dt_comm *comm, int world_rank, uint64_t seq) {
     dt__rank_view view = dt__view_of_rank(comm->world, world_rank);
     int64_t last = view.state ? __atomic_load_n(&view.state->op_count, __ATOMIC_ACQUIRE) : 0;
@@ -1913,7 +1922,7 @@ static dt__phrase dt__site_of(const dt_comm *comm, int world_rank, uint64_t seq)
     return dt__site_text(NULL, 0);
 }
 
-/* Call site of this rank's operation. */
+/* Returns the call site of this rank's operation `work`, or "" if it is not known. */
 static dt__phrase dt__own_site(const dt_work *work) {
     const dt__world *world = work->comm->world;
     dt__op_record r;
@@ -1922,9 +1931,10 @@ static dt__phrase dt__own_site(const dt_work *work) {
     return dt__site_text(there ? r.file : NULL, there ? r.line : 0);
 }
 
-/* Fails because a rank has ended and will never call the collective that this rank waits in. Over a
-   transport several ranks may notice this at the same time. The text then names the first other
-   rank of the group, so that all ranks report the same text. */
+/* Fails the context, because rank `world_rank` has ended without calling the collective in which
+   this rank waits. Over a transport several ranks may notice at the same time that the rank has
+   ended. So that they all report the same text, the text then names the first other rank of the
+   group instead of this rank. */
 static dt_status dt__ended_without(dt_work *work, int world_rank) {
     const dt_comm *comm = work->comm;
     int first = comm->group->ranks[comm->group->ranks[0] == world_rank ? 1 : 0];
@@ -1942,10 +1952,10 @@ static dt_status dt__ended_without(dt_work *work, int world_rank) {
         dt__own_site(work).s);
 }
 
-/* One rank's call, for a comparison. */
+/* One rank's call, for an error text that compares the calls of two ranks. */
 typedef struct dt__call_view {
     uint64_t packed_call, count;
-    dt__phrase site; /* " at train.c:88", or "" */
+    dt__phrase site; /* call site: a text of dt__site_text */
 } dt__call_view;
 
 static void dt__own_call_view(const dt_work *work, dt__call_view *own) {
@@ -1954,7 +1964,8 @@ static void dt__own_call_view(const dt_work *work, dt__call_view *own) {
     own->site = dt__own_site(work);
 }
 
-/* Fails because two ranks of the group make different calls. */
+/* Fails the context, because two ranks of the group make different calls: rank `rank` makes the
+   call `its`, and rank `other` makes the call `theirs`. */
 static dt_status dt__calls_differ(
     dt_work *work, int rank, const dt__call_view *its, int other, const dt__call_view *theirs) {
     const dt_comm *comm = work->comm;
@@ -1971,21 +1982,22 @@ static dt_status dt__calls_differ(
 /* All waits for other ranks go through dt__wait_until_finished. Each iteration of a wait advances
    every operation that this rank has pending. Then the waiting thread backs off:
 
-       spin     about 2 us: the other rank is about to arrive, and a system call costs more than
-                the wait
-       yield    about 100 us: lets other threads run
-       nap      for 1/16 of the time waited so far, 20 us to 1 ms, so that the rank wakes up
-                only a little too late
+       spin     for about 2 us, without a system call. The awaited rank is often about to arrive,
+                and then a system call would take longer than the wait.
+       yield    for about 100 us, to let other threads run
+       nap      again and again, each time for 1/16 of the time waited so far, but at least 20 us
+                and at most 1 ms. So the rank wakes up only a little too late.
 
-   If ranks outnumber the cores there is no spinning, because a spinning rank keeps the awaited rank
-   from running. When data have moved, the back-off starts again, because each step of a long
-   operation is a separate wait. */
+   If ranks outnumber the cores, a wait does not spin, because a spinning rank could keep the
+   awaited rank from running. When this rank's progress counter has changed, the back-off starts
+   again with the spin phase, because each step of a long operation is a separate wait. */
 
-enum { DT__SPINS = 50, DT__YIELDS = 200 }; /* about 2 us; about 100 us */
-#define DT__NAP_MIN 20e-6
+/* Iterations of the spin phase and of the yield phase. */
+enum { DT__SPINS = 50, DT__YIELDS = 200 };
+#define DT__NAP_MIN 20e-6 /* seconds */
 #define DT__NAP_MAX 1e-3
 
-/* Cores that this process may use. */
+/* Returns the number of cores that this process may use. */
 static int dt__cores(void) {
 #ifdef CPU_COUNT /* needs _GNU_SOURCE */
     cpu_set_t set;
@@ -2007,9 +2019,10 @@ static int dt__has_ended(const dt__shared *shared, int local_rank) {
     return shared->state && __atomic_load_n(&shared->state[local_rank].ended, __ATOMIC_ACQUIRE);
 }
 
-/* Ranks that share memory on one node of a transport check for failures on other nodes once in
-   DT__POLL_INTERVAL wait iterations and begun operations. Begun operations count because an
-   operation that completes at once does not wait. */
+/* If ranks of a transport share memory on one node (dt__node), a rank must also check for failures
+   on other nodes. dt__poll_node is called in every wait iteration and at the beginning of every
+   operation, because an operation that completes at once does not wait. Every DT__POLL_INTERVAL-th
+   call makes the check. */
 enum { DT__POLL_INTERVAL = 16 };
 static void dt__poll_node(dt__world *world) {
     if (world->node && ++world->poll_count % DT__POLL_INTERVAL == 0)
@@ -2027,14 +2040,15 @@ static void dt__check_free(dt_work *work);
 static void dt__fault_before(dt_work *work);
 static void dt__fault_after(dt_work *work);
 
-/* Trace, section 28. Called only if there is a trace. */
+/* Trace (section 28). dt__trace_op, dt__trace_wait and dt__trace_number are called only if
+   world->trace is not NULL. */
 static void dt__trace_op(dt_work *work, double begin, double end);
 static void dt__trace_wait(dt_work *work, double begin, double end);
 static uint64_t dt__trace_number(dt__world *world, const dt_work *work);
 static void dt__trace_free(dt__world *world);
 
-/* Advances one work without waiting. Returns 1 if it is complete, 0 if not yet, -1 if the context
-   has failed. */
+/* Advances one operation as far as possible without waiting. Returns 1 if the operation is
+   complete, 0 if it is not, -1 if the context has failed. */
 static int dt__advance(dt_work *work) {
     const dt_host *host = work->comm->world->host;
     if (work->completion == DT__COMPLETED) return 1;
@@ -2070,19 +2084,20 @@ static void dt__unfinished_remove(dt__world *world, dt_work *work) {
         world->last_unfinished = work->prev_unfinished;
 }
 
-/* Advances all incomplete nonblocking works, in the order of their starts. */
+/* Advances all incomplete nonblocking operations, in the order of their starts. */
 static void dt__advance_all(dt__world *world) {
     for (dt_work *work = world->first_unfinished; work; work = work->next_unfinished) {
         if (dt__advance(work) < 0) return;
         if (work->completion == DT__COMPLETED)
-            dt__unfinished_remove(world, work); /* keeps work->next_unfinished */
+            dt__unfinished_remove(world, work); /* does not change work->next_unfinished */
     }
 }
 
-/* dt__advance_all for callers that do not wait and may call it at every nonblocking start. Every
-   call adds DT__ADVANCE_CREDIT to a credit, and all works advance once the credit reaches the
-   number of works, so n nonblocking operations cost O(n), not O(n^2). Returns 1 if all have
-   advanced. */
+/* Calls dt__advance_all, but not every time, so that a caller can call this function at every start
+   of a nonblocking operation. Each call adds DT__ADVANCE_CREDIT to world->advance_credit.
+   dt__advance_all is called when the credit has reached the number of incomplete operations. So the
+   starts of n nonblocking operations cost O(n), not O(n^2). Returns 1 if dt__advance_all has been
+   called, else 0. */
 enum { DT__ADVANCE_CREDIT = 16 };
 static int dt__advance_some(dt__world *world) {
     world->advance_credit += DT__ADVANCE_CREDIT;
@@ -2092,17 +2107,17 @@ static int dt__advance_some(dt__world *world) {
     return 1;
 }
 
-/* Waits until `work` is complete. If *begin is below 0, *begin is set to the time at which the wait
-   left its spinning phase. */
+/* Waits until `work` is complete. If *begin is below 0 and the wait gets beyond its spin phase,
+   sets *begin to the time at which the spin phase ended. Returns the context's status. */
 static dt_status dt__wait_until_finished(dt__world *world, dt_work *work, double *begin) {
     const dt_host *host = world->host;
     double since = 0, timeout = world->shared->timeout_s;
     dt__stopwatch watch = { NULL, 0, 0, 0 };
     uint64_t last_progress = world->state->progress, at = 0;
-    int passes = 0; /* from the second pass on, all works advance */
+    int passes = 0; /* from the second iteration on, all nonblocking operations are advanced */
     for (int attempt = -world->shared->spins;; attempt += attempt < DT__YIELDS) {
         if (attempt >= 0)
-            world->poll_count = DT__POLL_INTERVAL - 1; /* poll now: the wait is already long */
+            world->poll_count = DT__POLL_INTERVAL - 1; /* after the spin phase, poll every time */
         dt__poll_node(world);
         int naps = attempt == DT__YIELDS;
         if (naps && world->shared->state) at = dt__total_progress(world->shared);
@@ -2125,7 +2140,8 @@ static dt_status dt__wait_until_finished(dt__world *world, dt_work *work, double
         if (attempt == 0) {
             watch = dt__stopwatch_start(host, timeout);
             since = fmax(watch.last, work->link_until);
-            watch.seconds = watch.last - since; /* time on the simulated link does not count */
+            /* negative by the remaining time on the simulated link, which must not count */
+            watch.seconds = watch.last - since;
         }
         double waited = dt__waited(&watch), now = watch.last;
         if (*begin < 0) *begin = now;
