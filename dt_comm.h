@@ -2168,47 +2168,52 @@ static dt_status dt__wait_work(dt__world *world, dt_work *work, double *begin) {
 
 /* Point-to-point messages: the eager and the rendezvous protocol, as in every MPI.
 
-       eager        sender copies into a free message and returns
-       (small)                                receiver copies out and frees the message
+       eager        sender copies its data into a free message slot and returns
+       (small)                                receiver copies the data out and frees the slot
 
-       rendezvous   sender publishes its buffer and waits
-       (large)                                receiver copies from it and marks it received
-                    sender frees the message
+       rendezvous   sender publishes the address of its buffer in a free slot and waits
+       (large)                                receiver copies the data and marks the slot received
+                    sender frees the slot and returns
 
    The eager protocol copies the bytes twice. The rendezvous protocol copies them once, but the
-   sender waits for the receiver. A buffer that the receiver cannot access is first copied into the
-   run's shared memory (the range of section 8). */
+   sender waits for the receiver. If the receiver cannot access the sender's buffer, the sender
+   first copies its data into the shared memory segment (section 8). */
 
 /* One send or receive of a point-to-point operation or of one round of a collective. */
 typedef struct dt__p2p {
     dt__op_code op; /* DT__SEND or DT__RECV */
-    int peer, tag;  /* rank of the group, or DT_ANY */
+    int peer, tag;  /* peer: a rank of the group, or DT_ANY. tag < 0: part of a collective */
     size_t count;
     const void *send;
     void *recv;
+    /* state: 0 if the transfer has not begun; later values depend on the backend. finished: 1 once
+       the transfer is complete. */
     int state, finished;
     /* Sequence number of the message among all sends from its sender to its receiver (dt__pair). In
        a receive it is valid once the message has arrived. */
     uint64_t order;
-    dt__message *message;
-    uint64_t last_searched; /* of a receive: see dt__find_message */
-    /* copy, in the shared range, of a buffer that the receiver cannot access */
+    dt__message *message;   /* in a rendezvous send: the slot that holds the message */
+    uint64_t last_searched; /* used by a receive: see dt__find_message */
+    /* In a rendezvous send: the data, copied into the shared memory segment because the receiver
+       cannot access the send buffer; else NULL. */
     void *copy;
-    /* Copy of a device buffer in pinned host memory; event recorded after the copy from or to
-       it. */
+    /* Over a transport, if the buffer is device memory. pinned_copy: copy of the buffer in pinned
+       host memory. device_event: recorded after the copy to or from pinned_copy. Over NCCL there is
+       no pinned copy, and the event is recorded when the transfer is called. */
     void *pinned_copy, *device_event;
-    /* number of a send from a device among the device's sends to that rank, from 0 */
+    /* In a send of device memory over a transport: its number among such sends of this rank to the
+       same rank, from 0. */
     uint64_t device_send_seq;
-    uint64_t nccl_sequence;  /* over NCCL: number of the message on the channel, from 0 */
-    int is_enqueued;         /* 1: the transfer has its number and an event */
-    void *nccl_announcement; /* the sender's announcement */
-    void *request;           /* the transport's request */
+    uint64_t nccl_sequence;  /* over NCCL: number of the message on its nccl channel, from 0 */
+    int is_enqueued;         /* 1: dt__device_send_enqueue has been called */
+    void *nccl_announcement; /* in a receive over NCCL: buffer for the sender's announcement */
+    void *request;           /* the transport's handle of the transfer */
 } dt__p2p;
 
 enum { DT__ANNOUNCEMENT_BYTES = 128 };
 
-/* Describes the transfer in an error text. A transfer within a collective is described as the
-   collective. */
+/* Returns a description of the transfer for an error text. If the transfer is part of a collective,
+   the text describes the collective. */
 static dt__phrase dt__p2p_text(const dt_work *work, const dt__p2p *p2p) {
     const dt_comm *comm = work->comm;
     dt__call call = p2p->tag < 0 ? dt__reported_work(work)->call
@@ -2226,8 +2231,8 @@ static dt__phrase dt__p2p_text(const dt_work *work, const dt__p2p *p2p) {
     return text;
 }
 
-/* Fails because no rank will ever call the matching send or receive: the peer has ended. Returns
-   -1. */
+/* Fails the context, because no rank will call the matching send or receive: the peer has ended, or
+   this rank waits for itself. Returns -1. */
 static int dt__p2p_never_matched(dt_work *work, const dt__p2p *p2p) {
     dt__phrase text = dt__p2p_text(work, p2p);
     int other = p2p->peer == DT_ANY ? -1 : work->comm->group->ranks[p2p->peer];
@@ -2253,7 +2258,8 @@ static dt_status dt__counts_differ(dt_work *work, int from, size_t sent, size_t 
         dt__own_site(work).s);
 }
 
-/* Fails because the message has another type or count than the receive. Returns -1. */
+/* Fails the context, because the message's type or count differs from that of the receive. Returns
+   -1. */
 static int dt__p2p_mismatch(
     dt_work *work, const dt__p2p *p2p, int from, dt_dtype dtype, size_t count) {
     const dt_comm *comm = work->comm;
@@ -2265,8 +2271,10 @@ static int dt__p2p_mismatch(
     return -1;
 }
 
-/* Signature of the call that a message belongs to: bit 63 is set, the lowest 36 bits are the low
-   bits of the count. A comparison has signature 0. */
+/* Returns the signature of the call that a message belongs to: a word of bit fields that the
+   receiver compares with its own call. Bit 63 is set. The lowest 36 bits are the low bits of the
+   count. A receive has the signature of the matching send. The messages with which ranks compare
+   their calls (DT__CHECK) have signature 0. */
 static uint64_t dt__signature_of(const dt__call *call, size_t message_count) {
     uint64_t count = dt__is_p2p(call->op) ? (uint64_t)message_count : (uint64_t)call->count;
     uint64_t op = call->op == DT__RECV ? (uint64_t)DT__SEND : (uint64_t)call->op;
@@ -2278,7 +2286,8 @@ static uint64_t dt__signature_of(const dt__call *call, size_t message_count) {
 
 static dt_dtype dt__signature_dtype(uint64_t signature) { return (dt_dtype)(signature >> 55 & 15); }
 
-/* Fails because a message belongs to a call that differs from this rank's call. Returns -1. */
+/* Fails the context, because a message belongs to a call that differs from this rank's call.
+   Returns -1. */
 static int dt__signature_mismatch(dt_work *work, const dt__p2p *p2p, int from, uint64_t signature) {
     dt__call_view its, own;
     dt_dtype dtype = dt__signature_dtype(signature);
@@ -2292,8 +2301,8 @@ static int dt__signature_mismatch(dt_work *work, const dt__p2p *p2p, int from, u
     return dt__calls_differ(work, from, &its, work->comm->base.rank, &own), -1;
 }
 
-/* Returns 1 if the message matches this transfer; else fails the context and returns -1. A
-   signature of 0 is not compared. */
+/* Returns 1 if a message with this signature and size matches the receive; else fails the context
+   and returns -1. If the signature is 0, only the size is compared. */
 static int dt__p2p_check(
     dt_work *work, const dt__p2p *p2p, int from, uint64_t signature, size_t bytes) {
     size_t size = dt_dtype_size(work->call.dtype);
@@ -2304,7 +2313,8 @@ static int dt__p2p_check(
     return 1;
 }
 
-/* Returns the message slot after `message`, or the first slot if `message` is NULL. */
+/* Returns the message slot after `message`, or the first slot if `message` is NULL. The overflow
+   slots follow the slots of the array. Returns NULL after the last slot. */
 static dt__message *dt__next_message(dt__pair *pair, dt__message *message) {
     dt__message *last = pair->message + DT__PAIR_SLOTS - 1;
     if (!message) return pair->message;
@@ -2312,7 +2322,8 @@ static dt__message *dt__next_message(dt__pair *pair, dt__message *message) {
     return __atomic_load_n(message == last ? &pair->overflow : &message->next, __ATOMIC_ACQUIRE);
 }
 
-/* The next overflow message, cyclically. */
+/* Returns the overflow slot after `message`, or the first overflow slot if `message` is the last
+   one. */
 static dt__message *dt__overflow_after(dt__pair *pair, dt__message *message) {
     dt__message *next = __atomic_load_n(&message->next, __ATOMIC_ACQUIRE);
     return next ? next : __atomic_load_n(&pair->overflow, __ATOMIC_ACQUIRE);
@@ -2335,11 +2346,15 @@ static dt__message *dt__free_overflow_message(dt__pair *pair) {
     return NULL;
 }
 
-/* Returns a free message slot of the pair, or NULL. If there is none, two kinds of messages get a
-   new (overflow) slot. For a nonblocking send, because any number of nonblocking sends may be
-   pending. For a collective on a node, because the receiver may not take the earlier messages
-   before it has this message. If the arena is full, a send waits until a slot is free; a collective
-   fails, because it would wait for ever. */
+/* Returns a free message slot of `pair`, or NULL if the sender must wait for one. If all slots are
+   in use, allocates an overflow slot for two kinds of messages:
+
+     - a nonblocking send (`started` is 1), because any number of nonblocking sends may be pending
+     - a message of a collective (tag < 0) between ranks of a transport that share memory, because
+       the receiver may need this message before it receives the earlier messages
+
+   If the arena of overflow slots is full, a send waits. A collective would wait for ever, so for a
+   collective this function fails the context. */
 static dt__message *dt__free_message(dt__world *world, dt__pair *pair, int tag, int started) {
     dt__message *message = NULL;
     dt__shared *shared = world->shared;
@@ -2365,8 +2380,9 @@ static dt__message *dt__free_message(dt__world *world, dt__pair *pair, int tag, 
     return message;
 }
 
-/* Allocates a copy of a large message in the shared range. The largest copy so far is cached for
-   the next one. */
+/* Returns a buffer in the shared memory segment for a copy of a large message, or NULL if the
+   context has failed. One buffer, the largest so far, is cached for later messages. While it is in
+   use, other messages get buffers of their own. */
 static void *dt__send_copy_acquire(dt__world *world, size_t bytes) {
     if (world->send_copy_in_use)
         return dt_alloc(world->ctx, DT_MEM_COMM, bytes, "send copy in shared memory");
@@ -2386,7 +2402,7 @@ static void dt__send_copy_release(dt__world *world, void *copy, size_t bytes) {
         dt_free(world->ctx, DT_MEM_COMM, copy, bytes);
 }
 
-/* Fills the message and publishes it. */
+/* Writes the send p2p into the free slot `message` and publishes the slot (DT__POSTED). */
 static dt_status dt__message_post(
     dt_work *work, dt__p2p *p2p, dt__pair *pair, dt__message *message) {
     dt_comm *comm = work->comm;
@@ -2424,15 +2440,15 @@ static int dt__shared_send(dt_work *work, dt__p2p *p2p) {
     dt__world *world = work->comm->world;
     int receiver = dt__local_rank_of(world, work->comm->group->ranks[p2p->peer]);
     int to_self = receiver == world->local_rank && !work->is_started;
-    /* read before the messages: see dt__find_message */
+    /* must be read before the state of the message: the receiver may receive it and then end */
     int ended = to_self || dt__has_ended(world->shared, receiver);
     dt__pair *pair = dt__pair_of(world->shared, world->local_rank, receiver, p2p->tag);
     size_t bytes = p2p->count * dt_dtype_size(work->call.dtype);
-    if (p2p->state == 0) { /* begins */
+    if (p2p->state == 0) { /* the send has not begun */
         p2p->order = pair->sends_begun++;
         p2p->state = 1;
     }
-    if (p2p->state == 1) { /* waits for its turn and a free message */
+    if (p2p->state == 1) { /* the send waits for earlier sends and for a free slot */
         if (to_self && bytes > DT_EAGER_BYTES) return dt__p2p_never_matched(work, p2p);
         dt__message *message = NULL;
         if (pair->sent == p2p->order)
@@ -2451,8 +2467,8 @@ static int dt__shared_send(dt_work *work, dt__p2p *p2p) {
     return 1;
 }
 
-/* Returns the oldest posted message of this group and tag, or NULL. If group is NULL, returns the
-   oldest posted message of any group and tag. */
+/* Returns the oldest posted message of `pair` with this group and tag, or with any group and tag if
+   `group` is NULL. Returns NULL if there is none. */
 static dt__message *dt__oldest_posted(dt__pair *pair, const dt__group *group, int tag) {
     dt__message *oldest = NULL, *message = NULL;
     while ((message = dt__next_message(pair, message))) {
@@ -2463,8 +2479,9 @@ static dt__message *dt__oldest_posted(dt__pair *pair, const dt__group *group, in
     return oldest;
 }
 
-/* Returns the oldest message not received, if it is in one of the first slots or at recv_hint and
-   has this group and tag; else NULL. */
+/* Looks for the oldest unreceived message (number pair->oldest_order) only in the slots of the
+   array and at recv_hint. Returns the message if it is in one of these slots and has this group and
+   tag; else NULL. */
 static dt__message *dt__oldest_if_hinted(dt__pair *pair, const dt__group *group, int tag) {
     for (int i = 0; i <= DT__PAIR_SLOTS; i++) {
         dt__message *message = i < DT__PAIR_SLOTS ? &pair->message[i] : pair->recv_hint;
@@ -2476,14 +2493,21 @@ static dt__message *dt__oldest_if_hinted(dt__pair *pair, const dt__group *group,
     return NULL;
 }
 
-/* Finds the oldest message of this group and tag. Two races matter. First, a rank may send and then
-   end. Its `ended` flag is read before its messages: if the flag is set and the message is missing,
-   the message will never come. Second, the sender may post two messages during the search, the
-   older into a slot that the search has passed, the newer into a slot ahead. When the search finds
-   the newer message, the older message is visible too, so a second search finds the older message.
+/* Returns the oldest posted message with this group and tag, or NULL. Two races matter.
 
-   *ended is set to 1 if no rank will send this message any more. *last_searched is pair->posted + 1
-   at this receive's last search; the receive searches again only after a new post. */
+   First, the sender may post a message and then end. So this function reads the sender's `ended`
+   flag before it searches: if the flag is set and the search finds no message, no message will
+   come.
+
+   Second, during the search the sender may post two messages: the older message into a slot that
+   the search has already passed, the newer message into a slot that the search has yet to reach. If
+   the search finds the newer message, the older message is visible by then. So a second search
+   finds the older message.
+
+   Sets *ended to 1 if the sender will post no more messages: it has ended, or this rank itself is
+   the sender and waits in a blocking receive (to_self). If pair->recv_hint is set, a full search
+   that finds nothing stores pair->posted + 1 in *last_searched. The receive makes no other full
+   search until pair->posted has changed. */
 static dt__message *dt__find_message(const dt__shared *shared, dt__pair *pair,
     const dt__group *group, int tag, int from, int to_self, int *ended, uint64_t *last_searched) {
     *ended = to_self || dt__has_ended(shared, from);
@@ -2500,8 +2524,8 @@ static dt__message *dt__find_message(const dt__shared *shared, dt__pair *pair,
     return dt__oldest_posted(pair, group, tag);
 }
 
-/* Returns 1 if an earlier receive of this rank waits for a message from rank `from` with this tag.
-   The earlier receive must get the message first. */
+/* Returns 1 if an earlier receive of this rank in the same group waits for a message with this tag
+   from rank `from` or from any rank; else 0. The earlier receive must get its message first. */
 static int dt__earlier_recv_waits(const dt_work *work, const dt__p2p *p2p, int from) {
     for (const dt_work *w = work->comm->world->first_unfinished; w && w != work;
          w = w->next_unfinished) {
@@ -2542,12 +2566,13 @@ static int dt__shared_recv(dt_work *work, dt__p2p *p2p) {
     const dt_comm *comm = work->comm;
     dt__shared *shared = comm->world->shared;
     int me = comm->world->local_rank, n = comm->base.size, none_left = 1;
-    /* DT_ANY: the search starts at the right neighbour, so that no sender starves */
+    /* If peer is DT_ANY, all ranks are searched, beginning with the next rank: if all ranks began
+       with rank 0, its messages would always be received first. */
     for (int step = 0; step < n; step++) {
         int from = p2p->peer == DT_ANY ? (comm->base.rank + 1 + step) % n : p2p->peer, ended;
         int sender = dt__local_rank_of(comm->world, comm->group->ranks[from]);
         dt__pair *pair = dt__pair_of(shared, sender, me, p2p->tag);
-        uint64_t never = 0; /* DT_ANY: search every time */
+        uint64_t never = 0; /* used with DT_ANY: makes dt__find_message search every time */
         dt__message *message = dt__find_message(shared, pair, comm->group, p2p->tag, sender,
             me == sender && !work->is_started, &ended,
             p2p->peer == DT_ANY ? &never : &p2p->last_searched);
