@@ -1413,9 +1413,9 @@ static dt_status dt__comm_fail(dt__world *world, dt_status status, const char *f
 // ==== 10. Collective calls: validation and description ==========================================
 
 /* All collectives have one form. Some ranks send and some ranks receive. A send buffer may hold one
-   block for each rank, and the received data may be reduced. So two things suffice to validate an
-   operation, to describe it in texts and records, to compare it between ranks and to count its
-   bytes: its arguments (dt__call) and its row in the table of dt__pattern_of. */
+   block for each rank, and the received data may be reduced. So an operation's arguments (dt__call)
+   and its row in the table of dt__pattern_of are enough to validate the operation, to describe it
+   in texts and records, to compare it between ranks and to count its bytes. */
 
 /* How far an operation has come. If a slow link is simulated (dt_run_desc.link), an operation
    completes only some time after its data have been transferred. */
@@ -1433,9 +1433,9 @@ struct dt_work {
     dt__call call;
     dt_axis axis; /* the group's axis when the operation began */
     dt__completion completion;
-    int state; /* of a collective in shared memory: what it waits for (section 14) */
-    /* 1: the operation is nonblocking. The rank continues, so it may also call the other half of a
-       send to itself. */
+    int state; /* what a collective in shared memory waits for: DT__AWAIT_... of section 14 */
+    /* 1: the operation is nonblocking. The rank continues, so after a send to itself it can still
+       call the matching receive. */
     int is_started;
     /* While a collective in shared memory waits for all ranks: all ranks below next_rank have
        reached the point that it waits for. */
@@ -1483,8 +1483,8 @@ struct dt_work {
     int is_unfinished;                          /* 1: in the list of incomplete works */
 };
 
-/* Returns the operation that texts name: if `work` is a DT__CHECK operation, the operation whose
-   calls it compares, else `work` itself. */
+/* Returns the operation that error texts name. If `work` is a DT__CHECK operation, this is the
+   operation whose calls `work` compares; else `work` itself. */
 static const dt_work *dt__reported_work(const dt_work *work) {
     return work->checked_work ? work->checked_work : work;
 }
@@ -1497,11 +1497,11 @@ struct dt__comm_ops {
     const char *name;
     int (*message)(dt_work *work, struct dt__p2p *p2p);
     int (*collective)(dt_work *work);
-    /* All functions below may be NULL. `algorithm` returns the backend's algorithm for a call, or
-       NULL if the backend has none. `begin` is called when an operation with such an algorithm
-       begins. `split` is called when a group has been split; `made` is this rank's new group, or
-       NULL. `close` is called when a group ends. `check_device` fails the context if an operation
-       that the device has not completed has an error. */
+    /* All functions below may be NULL. `algorithm` returns the backend's algorithm for a call; if
+       it returns NULL, section 16 supplies the algorithm. `begin` is called when an operation with
+       an algorithm of the backend begins. `split` is called when a group has been split; `made` is
+       this rank's new group, or NULL. `close` is called when a group ends. `check_device` fails the
+       context if an operation that the device has not completed has an error. */
     int (*(*algorithm)(const dt_comm *comm, const dt__call *call))(dt_work *work);
     void (*begin)(dt_work *work);
     void (*split)(dt_comm *comm, dt_comm *made, int color);
@@ -1828,8 +1828,8 @@ typedef struct dt__op_ring {
     const dt__op_record *records;
     int n;
 } dt__op_ring;
-/* What this rank knows about a rank: that rank's state and records if both ranks share memory, else
-   the contents of that rank's last wait report. */
+/* What this rank knows about one rank of the world. If both ranks share memory, these are that
+   rank's state and records; else they are taken from that rank's last wait report. */
 typedef struct dt__rank_view {
     const dt__rank_state *state; /* NULL if the state is not known */
     dt__op_ring ring;
@@ -2114,7 +2114,7 @@ static dt_status dt__wait_until_finished(dt__world *world, dt_work *work, double
     double since = 0, timeout = world->shared->timeout_s;
     dt__stopwatch watch = { NULL, 0, 0, 0 };
     uint64_t last_progress = world->state->progress, at = 0;
-    int passes = 0; /* from the second iteration on, all nonblocking operations are advanced */
+    int passes = 0; /* iterations so far; the first iteration calls only dt__advance_some */
     for (int attempt = -world->shared->spins;; attempt += attempt < DT__YIELDS) {
         if (attempt >= 0)
             world->poll_count = DT__POLL_INTERVAL - 1; /* after the spin phase, poll every time */
@@ -2140,7 +2140,8 @@ static dt_status dt__wait_until_finished(dt__world *world, dt_work *work, double
         if (attempt == 0) {
             watch = dt__stopwatch_start(host, timeout);
             since = fmax(watch.last, work->link_until);
-            /* negative by the remaining time on the simulated link, which must not count */
+            /* below 0 while the simulated link is busy, so that this time does not count towards
+               the timeout */
             watch.seconds = watch.last - since;
         }
         double waited = dt__waited(&watch), now = watch.last;
