@@ -1499,16 +1499,17 @@ static dt_status dt__comm_fail(dt__world *world, dt_status status, const char *f
    in one table (dt__pattern) suffice to validate an operation, to describe it in texts and records,
    to compare it between ranks and to count its bytes. */
 
-/* How far an operation has come. The simulated link may hold an operation back after its data have
-   been transferred. */
+/* How far an operation has come. If a slow link is simulated (dt_run_desc.link), an operation
+   completes only some time after its data have been transferred. */
 typedef enum dt__completion {
     DT__TRANSFERRING = 0, /* its data are being transferred */
     DT__TRANSFERRED,      /* its data have been transferred */
     DT__COMPLETED,
-    DT__FAILED /* the context failed during the transfer */
+    DT__FAILED /* the context failed before the data had been transferred */
 } dt__completion;
 
-/* One pending operation: a call and its progress. */
+/* One pending operation: a call and its progress. Comments call it a work, as PyTorch does
+   (c10d::Work). */
 struct dt_work {
     dt_comm *comm;
     dt__call call;
@@ -1520,10 +1521,12 @@ struct dt_work {
     /* While the operation waits until all ranks have called it: ranks 0 .. next_rank - 1 have
        called it. */
     int next_rank;
-    int (*algorithm)(dt_work *work); /* a function of section 16, or NULL */
-    int stage, round;                /* phase and round of the algorithm */
-    /* The current window: elements at .. at + window_count of each block. longest_block is in
-       elements. */
+    /* Function that advances the operation: an algorithm of section 16 or of the backend. NULL if
+       the operation is one send or receive, or is run by the backend's `collective` function. */
+    int (*algorithm)(dt_work *work);
+    int stage, round; /* phase and round of the algorithm */
+    /* The current window consists of elements [at, at + window_count) of each block. longest_block
+       is the number of elements of the longest block. */
     size_t at, window_count, longest_block;
     uint64_t window;  /* number of the current window, counted over all operations of the group */
     int inline_ranks; /* number of ranks whose posts hold their send data (dt__post.is_inline) */
@@ -1586,8 +1589,7 @@ struct dt__comm_ops {
     void (*check_device)(dt_work *work);
 };
 
-/* Properties that distinguish the collectives: which ranks send, which ranks receive, whether send
-   holds one block for each rank, and whether the received data are reduced. */
+/* Properties of an operation. Each flag is 0 or 1. */
 typedef struct dt__pattern {
     const char *name;
     char all_send, all_recv; /* 1 if every rank sends (receives), 0 if only the root does */
@@ -1689,7 +1691,7 @@ DT_PRINTF(4, 5) static void dt__append(char *text, size_t bytes, size_t *at, con
 
 typedef struct dt__phrase {
     char s[192];
-} dt__phrase; /* returned by value, so that the text needs no owner */
+} dt__phrase; /* returned by value, so that no caller has to free it */
 
 /* Describes a call in an error text, for example "all-reduce f32 x 10 sum" or "barrier". */
 static dt__phrase dt__call_text(const dt__call *call) {
@@ -1784,7 +1786,7 @@ static dt_status dt__data_failed(dt_comm *comm, const dt__call *call, dt_status 
 static size_t dt__sent_bytes(const dt_comm *comm, const dt__call *call) {
     size_t n = (size_t)comm->base.size, bytes = dt__call_bytes(call), twice = 2 * (n - 1);
     int root = comm->base.rank == call->peer;
-    /* not counted: scalars, and calls whose buffers are in host memory */
+    /* scalars, and calls with buffers in host memory, are not counted */
     if (call->host_memory || !dt__pattern_of(call->op)->counted) return 0;
     switch (call->op) {
     case DT__ALL_REDUCE: return bytes / n * twice + bytes % n * twice / n;
@@ -1830,7 +1832,7 @@ static void dt__scratch_free(dt_work *work) {
 
 /* Flight recorder, like PyTorch's for NCCL. Each rank publishes records of the operations that it
    has begun, the rank that it waits for, and a progress counter. Other ranks read this state to
-   explain a long wait (section 18) and to prove that a wait can never end.
+   explain a long wait (section 18) and to prove that a wait will never end.
 
    Deadlock detection. A rank that waits
 
@@ -1848,7 +1850,7 @@ static void dt__count_progress(dt__world *world) {
     __atomic_store_n(&world->state->progress, world->state->progress + 1, __ATOMIC_RELEASE);
 }
 
-#define DT__IDLE_FOREVER (~(uint64_t)0)
+#define DT__IDLE_FOREVER (~(uint64_t)0) /* idle_at_progress of a rank that has ended */
 
 static uint64_t dt__total_progress(const dt__shared *shared) {
     uint64_t sum = 0;
@@ -1903,8 +1905,10 @@ typedef struct dt__op_ring {
     const dt__op_record *records;
     int n;
 } dt__op_ring;
+/* What this rank knows about one rank of the world. If both ranks share memory, these are that
+   rank's state and records; else they are taken from that rank's last wait report. */
 typedef struct dt__rank_view {
-    const dt__rank_state *state; /* NULL: not known */
+    const dt__rank_state *state; /* NULL if the state is not known */
     dt__op_ring ring;
 } dt__rank_view;
 
@@ -2027,7 +2031,7 @@ static dt_status dt__ended_without(dt_work *work, int world_rank) {
 /* One rank's call, for the error text about two calls that differ. */
 typedef struct dt__call_view {
     uint64_t packed_call, count;
-    dt__phrase site; /* " at train.c:88", or "" */
+    dt__phrase site; /* call site: a text of dt__site_text */
 } dt__call_view;
 
 static void dt__own_call_view(const dt_work *work, dt__call_view *own) {
@@ -2154,7 +2158,7 @@ static void dt__unfinished_remove(dt__world *world, dt_work *work) {
         world->last_unfinished = work->prev_unfinished;
 }
 
-/* Advances all incomplete nonblocking works, in the order of their starts. */
+/* Advances all incomplete nonblocking operations, in the order of their starts. */
 static void dt__advance_all(dt__world *world) {
     for (dt_work *work = world->first_unfinished; work; work = work->next_unfinished) {
         if (dt__advance(work) < 0) return;
@@ -2183,10 +2187,10 @@ static dt_status dt__wait_until_finished(dt__world *world, dt_work *work, double
     double since = 0, timeout = world->shared->timeout_s;
     dt__stopwatch watch = { NULL, 0, 0, 0 };
     uint64_t last_progress = world->state->progress, at = 0;
-    int passes = 0; /* from the second pass on, all works advance */
+    int passes = 0; /* iterations so far; the first iteration calls only dt__advance_some */
     for (int attempt = -world->shared->spins;; attempt += attempt < DT__YIELDS) {
         if (attempt >= 0)
-            world->poll_count = DT__POLL_INTERVAL - 1; /* poll now: the wait is already long */
+            world->poll_count = DT__POLL_INTERVAL - 1; /* after the spin phase, poll every time */
         dt__poll_node(world);
         int naps = attempt == DT__YIELDS;
         if (naps && world->shared->state) at = dt__total_progress(world->shared);
@@ -2209,7 +2213,9 @@ static dt_status dt__wait_until_finished(dt__world *world, dt_work *work, double
         if (attempt == 0) {
             watch = dt__stopwatch_start(host, timeout);
             since = fmax(watch.last, work->link_until);
-            watch.seconds = watch.last - since; /* time on the simulated link does not count */
+            /* below 0 while the simulated link is busy, so that this time does not count towards
+               the timeout */
+            watch.seconds = watch.last - since;
         }
         double waited = dt__waited(&watch), now = watch.last;
         if (*begin < 0) *begin = now;
@@ -2254,6 +2260,8 @@ typedef struct dt__p2p {
     size_t count;
     const void *send;
     void *recv;
+    /* state: 0 if the transfer has not begun; later values depend on the backend. finished: 1 once
+       the transfer is complete. */
     int state, finished;
     /* Sequence number of the message among all sends from its sender to its receiver (dt__pair). In
        a receive it is valid once the message has arrived. */
@@ -2279,8 +2287,8 @@ typedef struct dt__p2p {
 
 enum { DT__ANNOUNCEMENT_BYTES = 128 };
 
-/* Describes the transfer in an error text. A transfer within a collective is described as the
-   collective. */
+/* Returns a description of the transfer for an error text. If the transfer is part of a collective,
+   the text describes the collective. */
 static dt__phrase dt__p2p_text(const dt_work *work, const dt__p2p *p2p) {
     const dt_comm *comm = work->comm;
     dt__call call = p2p->tag < 0 ? dt__reported_work(work)->call
@@ -2379,7 +2387,8 @@ static int dt__p2p_check(
     return 1;
 }
 
-/* Returns the message slot after `message`, or the first slot if `message` is NULL. */
+/* Returns the message slot after `message`, or the first slot if `message` is NULL. The overflow
+   slots follow the slots of the array. Returns NULL after the last slot. */
 static dt__message *dt__next_message(dt__pair *pair, dt__message *message) {
     dt__message *last = pair->message + DT__PAIR_SLOTS - 1;
     if (!message) return pair->message;
@@ -2461,7 +2470,7 @@ static void dt__send_copy_release(dt__world *world, void *copy, size_t bytes) {
         dt_free(world->ctx, DT_MEM_COMM, copy, bytes);
 }
 
-/* Fills the message and publishes it. */
+/* Writes the send p2p into the free slot `message` and publishes the slot (DT__POSTED). */
 static dt_status dt__message_post(
     dt_work *work, dt__p2p *p2p, dt__pair *pair, dt__message *message) {
     dt_comm *comm = work->comm;
