@@ -5,8 +5,9 @@
        ./train_gpt --data input.txt --ranks 8 --zero 1 --steps 200 --log-csv log.csv --generate 200
 
    The training loop is train() in train.h, and the model is gpt.h. This file is the command-line
-   program around them. It has one table of options, from which the parser, --help, --print-config
-   and the settings block are generated, the checks before any rank starts, and the printed output.
+   program around them. One table of options defines what the parser accepts and what --help,
+   --print-config and the settings block print. The program checks the options before any rank
+   starts, runs train() on every rank and prints the results.
 
    CONTENTS
      1. Options: the table
@@ -42,14 +43,17 @@
 
 // ==== 1. Options: the table =====================================================================
 
-/* The columns of a row are: id, name, kind, BUILT or NOT_BUILT (only the default is accepted),
-   default (NULL: none, or computed), lo, hi, notation of the value, help. The kinds are
-     INT, REAL  a number from lo to hi
+/* A row of the table has these columns: id; name; kind; BUILT, or NOT_BUILT if this build accepts
+   only the default; default value, or NULL if the option has none or if it is computed; lo; hi;
+   notation of the value; help. The kinds are
+     HEADING    not an option, but a heading in --help
+     INT        a whole number from lo to hi
+     REAL       a number from lo to hi
      SIZE       an INT with an optional suffix K, M or G for 2^10, 2^20, 2^30
-     WORD       one of the words in the notation; the words after ';' are not in this build
-     TEXT       any text
-     SWITCH     on or off; --no-x is off
-     FLAG       no value */
+     WORD       one of the words in the notation; words after ';' are not available in this build
+     TEXT       any text that is not empty
+     SWITCH     --x on or --x off; --no-x means --x off
+     FLAG       an option without a value */
 enum { HEADING, INT, REAL, SIZE, WORD, TEXT, SWITCH, FLAG };
 enum { BUILT, NOT_BUILT };
 
@@ -257,38 +261,37 @@ static const option table[N_OPTIONS] = {
 
 enum { DEFAULT = 0, COMPUTED, GIVEN };
 typedef struct value {
-    const char *text; /* as given, or the default; NULL: no value */
-    /* the number of an INT, REAL or SIZE; 0 or 1 for a SWITCH or FLAG; the index of a WORD */
+    const char *text; /* the value as text; NULL: no value */
+    /* INT, REAL or SIZE: the number; SWITCH or FLAG: 1 if it is on, 0 if it is off; WORD: the
+       word's index in the notation */
     double number;
-    int from;        /* DEFAULT, COMPUTED, GIVEN */
+    int from;        /* where the value comes from: DEFAULT, COMPUTED or GIVEN (by the user) */
     char buffer[32]; /* holds the text of a computed number */
 } value;
 
 /* How this process was launched, and the state of its output. rank is the rank of this process with
    --backend mpi, tcp or nccl, and otherwise 0. size is the number of ranks with --backend mpi, and
-   otherwise 0. launcher_status is the error in the launcher's variables, if any. summary and
-   device_note are the texts of the lines `launch` and `device` in the printed settings. */
-
-/* How this process was launched, and the state of its output. With --backend mpi, rank and size are
-   this rank and the number of ranks. With tcp, rank is this rank and size is 0. Else both are 0.
-   launcher_status is the error in the launcher's variables, if any. summary and device_note are the
-   settings lines `launch` and `device`. */
+   otherwise 0. launcher_status is DT_OK unless the launcher's environment variables are wrong.
+   summary and device_note are the texts of the lines `launch` and `device` in the printed
+   settings. */
 static struct {
     int rank, size;
     dt_launch launcher;
     dt_status launcher_status;
     char summary[512], device_note[160];
-    double write_timeout_s; /* how long the reader of the output may stall */
+    double write_timeout_s; /* a write fails if the output's reader reads nothing for this time */
     int *failure_printed;   /* 1: the first failure has been printed */
-    int *stop_requested; /* 1: SIGTERM arrived or standard output is lost; finish the step, save */
-    int *made_step;      /* 1: this attempt has completed a step */
-    int *stdout_error;   /* errno of a failed write to standard output; 0: none */
-    /* errno of a failed write to standard error; 0: none. After a failure, later lines are dropped,
-       so that they do not wait for a stalled reader. */
+    /* 1: finish the step, save and end, because SIGTERM arrived or standard output is lost */
+    int *stop_requested;
+    int *made_step;    /* 1: the run has completed a step since it was last started */
+    int *stdout_error; /* errno of a failed write to standard output; 0: no write has failed */
+    /* errno of a failed write to standard error; 0: no write has failed. After a failure, later
+       lines are dropped, so that they do not wait for a stalled reader. */
     int *stderr_error;
 } launched = { .write_timeout_s = 60 };
 
-/* The flags are shared by threads, forked ranks and signal handlers. */
+/* make_flags allocates the flags of `launched`, which threads, forked ranks and signal handlers
+   share. */
 static int get_flag(const int *at) { return __atomic_load_n(at, __ATOMIC_RELAXED); }
 static void set_flag(int *at, int to) { __atomic_store_n(at, to, __ATOMIC_RELAXED); }
 
@@ -303,11 +306,11 @@ static void make_flags(void) {
     launched.stderr_error = flags + 4;
 }
 
-/* Writes all bytes. Returns 0 or an errno: ETIMEDOUT if the reader reads nothing for
-   launched.write_timeout_s seconds. Does not use stdio, because a rank stuck in a write would hold
-   the stdio lock, for which exit() would wait. A pipe that poll reports writable accepts PIPE_BUF
-   bytes without blocking. Each iteration adds at most one second to the waiting time, so the time
-   during which the process is suspended does not count. */
+/* Writes n bytes to fd. Returns 0 on success, else the errno; ETIMEDOUT if the reader reads nothing
+   for launched.write_timeout_s seconds. Does not use stdio, because a rank stuck in a write would
+   hold the stdio lock, and exit() would wait for the lock. A pipe that poll reports writable
+   accepts PIPE_BUF bytes without blocking. Each iteration adds at most one second to the waiting
+   time, so a suspension of the process (SIGSTOP) counts as one second at most. */
 static int write_all(int fd, const char *bytes, size_t n) {
     const dt_host *host = dt_host_default();
     double waited = 0, before = host->now(host->user);
@@ -330,10 +333,10 @@ static const char *write_error_text(int error) {
                               : strerror(error);
 }
 
-/* A line of output, which is written with one write call. */
+/* The buffer of one line of output. A line that fits is written by one call of write_all. */
 typedef struct line {
-    /* error is the errno of a failed write; for fd 1 and 2 it is launched.stdout_error or
-       .stderr_error */
+    /* file descriptor, and the errno of a failed write (0: no write has failed); for fd 1 and 2,
+       launched.stdout_error and launched.stderr_error are used instead of `error` */
     int fd, error;
     size_t used;
     char text[PIPE_BUF];
@@ -348,9 +351,9 @@ static void flush_line(line *l) {
     l->used = 0;
 }
 
-/* Appends untrusted text (n bytes and a NUL), such as a path, the contents of a file or a message
-   of another rank. Writes unprintable bytes as \xNN, except the bytes in `keep`. If keep is NULL,
-   copies all bytes unchanged. */
+/* Appends untrusted text, such as a path, the contents of a file or a message of another rank. text
+   has n bytes and a terminating NUL. Unprintable bytes are written as \xNN, except the bytes in
+   `keep`. If `keep` is NULL, all bytes are copied unchanged. */
 static void line_add_text(line *l, const char *text, size_t n, const char *keep) {
     for (size_t i = 0; i < n;) {
         size_t length = dt_printable(text + i);
@@ -365,8 +368,8 @@ static void line_add_text(line *l, const char *text, size_t n, const char *keep)
     }
 }
 
-/* Appends formatted text to the line. If fmt ends in a newline, writes the line. Other control
-   bytes are written as \xNN. */
+/* Appends formatted text to the line. If fmt ends in a newline, writes the line to its fd. All
+   other unprintable bytes become \xNN. */
 static __attribute__((format(printf, 2, 0))) void line_vprintf(
     line *l, const char *fmt, va_list args) {
     char text[2 * PIPE_BUF];
@@ -397,23 +400,25 @@ static __attribute__((format(printf, 1, 2))) void print_error(const char *fmt, .
 
 // ==== 3. Parser =================================================================================
 
-/* Rank 0 prints errors for all ranks. Other ranks that fail wait one second before they exit,
-   because a launcher kills all remaining ranks when the first rank exits. */
+/* Rank 0 prints errors for all ranks. Every other rank that fails waits one second before it exits,
+   because a launcher kills all remaining ranks when one rank exits: rank 0 might be killed before
+   it has printed the error. */
 static int prints_messages(void) { return launched.rank == 0; }
 static void let_rank_0_print_first(void) {
     if (!prints_messages()) sleep(1);
 }
 
-/* The state of reading --config. path is the path of the key at `node`, ignored lists the keys that
-   have no meaning in this program, and given marks the options that the file sets. */
+/* The state of the reader of --config's JSON file. `path` is the path of the key whose value is
+   `node`. `ignored` lists the file's keys that have no meaning in this program. given[id] is 1 if
+   the file sets option id. */
 static struct {
     dt_ctx *ctx;
     dt_json *json;
-    int node; /* the value that is being read; -1: none */
+    int node; /* the JSON value that is being read; -1: none */
     char path[160], ignored[1024], given[N_OPTIONS];
-    char *values[N_OPTIONS]; /* copies of the values that the file sets */
+    char *values[N_OPTIONS]; /* copies of the texts of the values that the file sets */
 } config = { .node = -1 };
-/* limits on the length of a key and of a text, in bytes */
+/* length in bytes of the longest key and of the longest text that --config's file may contain */
 enum { CONFIG_KEY = 50, CONFIG_TEXT = 4096 };
 static const char *error_without_rank(dt_ctx *ctx);
 static dt_ctx *probe_ctx(void);
@@ -425,7 +430,7 @@ static __attribute__((noreturn, format(printf, 1, 2))) void refuse(const char *f
     line l = { .fd = 2 };
     let_rank_0_print_first();
     line_printf(&l, "error: ");
-    if (config.node >= 0) { /* file:line:column: key: */
+    if (config.node >= 0) { /* print "file:line:column: key: " before the text */
         dt_json_fail(config.json, config.node, "%s", *config.path ? config.path : "the file");
         line_printf(&l, "%s: ", error_without_rank(config.ctx));
     }
@@ -448,9 +453,10 @@ static const char *kind_of(mode_t mode) {
                            : "of an unknown kind";
 }
 
-/* Refuses an option's path if it is not a file of a legal kind. Does not open the file, because
-   opening may block or act on a device. Follows links, because the user chose the path. Returns 0
-   and sets errno if the file does not exist. */
+/* Refuses an option's path if the file exists but is not of a kind in `legal` (A_FILE, A_DIRECTORY
+   or EITHER). Does not open the file, because opening may block or act on a device. Follows links,
+   because the user chose the path. Returns 1 if the file exists; otherwise returns 0 and sets
+   errno. */
 enum { A_FILE = 1, A_DIRECTORY = 2, EITHER = 3 };
 static int check_kind(int id, const char *path, int legal) {
     static const char *const names[] = { "", "a file", "a directory", "a file or a directory" };
@@ -493,9 +499,10 @@ static __attribute__((noreturn)) void refuse_unknown(const char *name) {
     refuse("unknown option --%s; the nearest is --%s (--help lists all)", name, table[best].name);
 }
 
-/* Parses the decimal number at the start of text. Returns its length, or 0 if text does not start
-   with a number. If `real` is 1, the number may have a decimal point and an exponent. Unlike
-   strtod, does not accept a blank, a sign, a hexadecimal number, inf or nan. */
+/* Parses the decimal number at the start of text into *number. Returns the length of the number in
+   bytes; 0 if text does not start with a number, or if the number is too large or too small for a
+   double. If `real` is 1, the number may have a decimal point and an exponent. Unlike strtod, does
+   not accept a blank, a sign, a hexadecimal number, inf or nan. */
 static size_t decimal(const char *text, int real, double *number) {
     static const char digits[] = "0123456789";
     size_t n = strspn(text, digits), point = real && text[n] == '.';
@@ -526,8 +533,9 @@ static void parse_number(int id, value *v, const char *text) {
     v->number = x;
 }
 
-/* Returns the index of text among the words of `arg`, or -1 if it is not among them. Sets *built to
-   the number of words before the ';'. */
+/* Returns the index of text among the words of `arg`, which is the notation of a WORD, for example
+   "threads|procs|tcp;mpi|nccl"; -1 if text is none of these words. Sets *built to the number of
+   words before the ';', or to the number of all words if there is no ';'. */
 static int word_index(const char *arg, const char *text, int *built) {
     int index = -1, n = 0;
     *built = 0;
@@ -542,7 +550,8 @@ static int word_index(const char *arg, const char *text, int *built) {
     return index;
 }
 
-/* Returns the make command that builds support for the word. */
+/* Returns the end of an error text: a colon and the make command that builds support for the word,
+   or "" if no command does. */
 static const char *built_by(const char *word) {
     if (strcmp(word, "mpi") == 0) return ": make MPI=1";
     return strcmp(word, "cuda") == 0 || strcmp(word, "nccl") == 0 ? ": make CUDA=1 NCCL=1" : "";
@@ -562,9 +571,9 @@ static void parse_word(int id, value *v, const char *text) {
     v->number = index;
 }
 
-/* Sets an option to text. Refuses text that is not a legal value for the option's kind. If the
-   option is not available in this build, also refuses a value given by the user that differs from
-   the default. */
+/* Sets the option's value *v to text. Refuses text that is not a legal value for the option's kind.
+   If the option is not available in this build, also refuses a value that the user has given and
+   that differs from the default. */
 static void set(value *v, int id, const char *text, int from) {
     const option *o = &table[id];
     value default_value = { 0 };
@@ -609,7 +618,7 @@ static void parse(value *v, int argc, char **argv) {
     char seen[N_OPTIONS] = { 0 };
     for (int i = 0; i < N_OPTIONS; i++)
         if (table[i].default_text) set(&v[i], i, table[i].default_text, DEFAULT);
-    for (int i = 1; i < argc; i++) { /* --config first, because the command line overrides it */
+    for (int i = 1; i < argc; i++) { /* read --config first: the command line overrides the file */
         int alone = strcmp(argv[i], "--config") == 0 && i + 1 < argc;
         if (alone || strncmp(argv[i], "--config=", 9) == 0)
             read_config(v, alone ? argv[i + 1] : argv[i] + 9);
@@ -652,11 +661,15 @@ static void parse(value *v, int argc, char **argv) {
 // ==== 4. Configuration file =====================================================================
 
 /* --config FILE reads a JSON object whose keys are options of this program, as --print-config
-   prints them, or DeepSpeed's keys, or both. Other options keep their defaults, and the command
-   line overrides the file. A DeepSpeed key sets the option `to`. If `on` is not NULL, the key is a
-   boolean, and true sets the option to `on`. If `to` is IGNORED, the key has no meaning in this
-   program, and the settings block lists it. configure_deepspeed handles the other negative values
-   of `to`. */
+   prints them, or DeepSpeed's keys, or both. Options that the file does not set keep their
+   defaults, and the command line overrides the file.
+
+   Each row of the table `deepspeed` has a DeepSpeed key (`path`), and `to` says what the key does:
+     an option's id   sets the option. If `on` is not NULL, the key's value is a boolean, and `true`
+                      sets the option to the text `on`
+     IGNORED          has no meaning in this program; the printed settings list the key
+     BLOCK            contains an object with other keys
+     other values     are handled by configure_deepspeed */
 enum {
     IGNORED = -1,
     BLOCK = -2,
@@ -766,7 +779,8 @@ static const deepspeed_key deepspeed[] = {
 };
 enum { N_DEEPSPEED_KEYS = sizeof deepspeed / sizeof deepspeed[0] };
 
-/* Sets an option from the key at config.path. Refuses an option that the file sets twice. */
+/* Sets option `id` to text, which the file contains at config.path. Refuses an option that the file
+   sets twice. */
 static void configure(value *v, int id, const char *text) {
     if (config.given[id]) refuse("--%s is given twice in this file", table[id].name);
     config.given[id] = 1;
@@ -775,7 +789,8 @@ static void configure(value *v, int id, const char *text) {
     set(&v[id], id, config.values[id], GIVEN);
 }
 
-/* Returns a JSON value as text, as on the command line, or NULL for an array, an object or null. */
+/* Returns a JSON value as the text that a user would write on the command line; NULL for an array,
+   an object or null. `buffer` receives the text of a number. */
 static const char *config_text(int node, char *buffer, size_t bytes) {
     double x;
     int64_t integer;
@@ -797,7 +812,8 @@ static const char *config_text(int node, char *buffer, size_t bytes) {
     return buffer;
 }
 
-/* Sets an option to a JSON value, which must have the option's kind. */
+/* Sets an option to a JSON value. Refuses a JSON value whose type does not fit the option's kind. A
+   null changes nothing. */
 static void configure_as_is(value *v, int id, int node) {
     dt_json_kind kind = dt_json_kind_of(config.json, node);
     char buffer[40];
@@ -817,7 +833,8 @@ static const char *config_string(int node) {
     return config_text(node, NULL, 0);
 }
 
-/* Finds a JSON string among `words` and returns the element of `values` at the same index. */
+/* Looks up a JSON string in `words` and returns the element of `values` with the same index.
+   Refuses a string that is not in `words`. */
 static const char *config_word(
     int node, const char *const *words, const char *const *values, int n) {
     const char *text = config_string(node);
@@ -830,8 +847,9 @@ static const char *config_word(
     refuse("\"%s\": the legal values are %s", text, legal);
 }
 
-/* Handles the DeepSpeed keys that do not map to one option. DeepSpeed's Adam is AdamW unless
-   adam_w_mode is false. */
+/* Sets options from a DeepSpeed key that does not correspond to one option. `to` is that of the
+   key's row in `deepspeed`, `node` is the key's value and `parent` is the object that contains the
+   key. DeepSpeed's Adam is AdamW unless adam_w_mode is false. */
 static void configure_deepspeed(value *v, int to, int node, int parent) {
     static const char *const optimizers[] = { "Adam", "AdamW", "SGD", "OneBitAdam" };
     static const char *const schedulers[] = { "WarmupLR", "WarmupDecayLR", "WarmupCosineLR" };
@@ -891,13 +909,14 @@ static __attribute__((noreturn)) void refuse_key(const char *path) {
     refuse("unknown key%s%s", *nearest ? "; the nearest is " : "", nearest);
 }
 
-/* Sets config.node to `node` and config.path to prefix and the node's key, so that errors name the
-   key. Returns the key. In config.path a long key is shortened. */
+/* Returns the key of `node`. Sets config.node to `node`, and config.path to `prefix` followed by
+   the key, because error texts contain the path. Refuses a key longer than CONFIG_KEY; that error's
+   path contains only the beginning of the key. */
 static const char *config_enter(int node, const char *prefix) {
     size_t bytes = 0, shown = 0;
     const char *key = dt_json_key(config.json, node, &bytes);
     for (size_t i = 0; i <= bytes && i <= CONFIG_KEY; i++)
-        if ((key[i] & 0xc0) != 0x80) shown = i; /* whole characters */
+        if ((key[i] & 0xc0) != 0x80) shown = i; /* do not split a UTF-8 character */
     snprintf(config.path, sizeof config.path, "%s%.*s%s", prefix, (int)shown, key,
         shown < bytes ? ".." : "");
     config.node = node;
@@ -907,7 +926,8 @@ static const char *config_enter(int node, const char *prefix) {
     return key;
 }
 
-/* Reads the members of an object. prefix is the path of the object with a dot at the end, or "". */
+/* Sets the options given by the members of a JSON object. `prefix` is the path of the object and a
+   dot; it is "" for the file's outermost object. */
 static void configure_block(value *v, int object, const char *prefix) {
     if (dt_json_kind_of(config.json, object) != DT_JSON_OBJECT) refuse("an object is needed");
     for (int i = 0; i < dt_json_count(config.json, object); i++) {
@@ -915,7 +935,8 @@ static void configure_block(value *v, int object, const char *prefix) {
         char path[sizeof config.path];
         const char *key = config_enter(node, prefix);
         strcpy(path, config.path);
-        int block = dt_json_kind_of(config.json, node) == DT_JSON_OBJECT; /* "optimizer" is both */
+        /* "optimizer" with an object is a key of DeepSpeed, with a text it is --optimizer */
+        int block = dt_json_kind_of(config.json, node) == DT_JSON_OBJECT;
         while (at < N_DEEPSPEED_KEYS && strcmp(deepspeed[at].path, path) != 0) at++;
         int id =
             *prefix || (block && at < N_DEEPSPEED_KEYS) ? N_OPTIONS : find_option(key, strlen(key));
@@ -960,7 +981,8 @@ static void read_config(value *v, const char *path) {
 
 // ==== 5. Help and configuration =================================================================
 
-/* Prints the options that are not built, in lines of at most 100 characters. */
+/* Prints the names of the options that are not available in this build, in lines of at most 100
+   characters. */
 static void print_not_built(void) {
     line out = { .fd = 1 };
     line_printf(&out, "\n");
@@ -1023,8 +1045,8 @@ static void print_help(void) {
     PRINT_LINES(foot);
 }
 
-/* Writes a value as JSON with dt's writer. Also escapes DEL and the C1 control characters, which
-   JSON allows but terminals interpret. */
+/* Writes an option's value as JSON to the stream `to`. `json` is dt's JSON writer. Also escapes DEL
+   and the C1 control characters, which JSON allows but terminals interpret. */
 static void print_value(FILE *to, dt_json_out *json, const value *v, int id) {
     const option *o = &table[id];
     json->used = 0;
@@ -1052,7 +1074,8 @@ static void print_value(FILE *to, dt_json_out *json, const value *v, int id) {
     }
 }
 
-/* Returns all options as a JSON object. The caller frees the text. */
+/* Returns the text of a JSON object with the values of all options except the flags; --quiet is the
+   only flag in it. The caller frees the text. */
 static char *config_json(const value *v) {
     char *text = NULL;
     size_t bytes;
