@@ -1158,9 +1158,11 @@ static int64_t smallest_divisor(int64_t n, int64_t min) {
     return min < n ? min : n;
 }
 
-/* Reads --recompute, which is a word, or full:K with the number K of layers recomputed together. */
+/* Reads --recompute: one of three words, or full:K, where K is the number of layers that are
+   recomputed together. */
 static void resolve_recompute(const char *text, gpt_config *c) {
-    static const char *const words[] = { "none", "selective", "full" }; /* as GPT_RECOMPUTE_* */
+    /* in the order of the GPT_RECOMPUTE_* constants */
+    static const char *const words[] = { "none", "selective", "full" };
     int best = 0, min_distance = 99;
     char word[16];
     snprintf(word, sizeof word, "%.*s", (int)strcspn(text, ":"), text);
@@ -1185,15 +1187,16 @@ static void resolve_recompute(const char *text, gpt_config *c) {
         text, words[best]);
 }
 
-/* A log callback that does not print errors. The caller prints the first failure at the end. */
+/* A log callback that prints all messages except errors. The code that uses this callback prints
+   the first failure itself, after the run or after the check of a file. */
 static void log_without_errors(void *user, int level, int rank, const char *text) {
     (void)user;
     if (level != DT_LOG_ERROR) dt_host_default()->log(dt_host_default()->user, level, rank, text);
 }
 
-/* A log callback that prints the first failure immediately, for two reasons: a stuck or stopped
-   rank may delay the end of dt_run, and when a rank dies an MPI launcher may kill the other ranks
-   within milliseconds. */
+/* A log callback that also prints errors, for runs that cannot print the first failure after
+   dt_run: a stuck or stopped rank may delay the end of dt_run, and when a rank dies, an MPI
+   launcher may kill the other ranks within milliseconds. */
 static void log_first_error(void *user, int level, int rank, const char *text) {
     if (level != DT_LOG_ERROR) {
         log_without_errors(user, level, rank, text);
@@ -1212,13 +1215,14 @@ static dt_ctx *probe_ctx(void) {
     return ctx;
 }
 
-/* Returns the error text without "rank 0: ", because no rank has started. */
+/* Returns the context's error text without the prefix "rank 0: ", because no rank has started. */
 static const char *error_without_rank(dt_ctx *ctx) {
     const char *text = dt_error_text(ctx);
     return strncmp(text, "rank 0: ", 8) == 0 ? text + 8 : text;
 }
 
-/* Sets an option to a size from the file of --model. A value on the command line must equal it. */
+/* Sets an option to a size that the file of --model contains. Refuses another value if the user has
+   given one. */
 static void size_from_file(value *v, int id, int64_t size) {
     if (v[id].from == GIVEN && long_of(v, id) != size)
         refuse("--%s %s: the model in %s has %lld; leave --%s out", table[id].name, v[id].text,
@@ -1233,7 +1237,8 @@ static void word_from_file(value *v, int id, const char *word) {
     if (v[id].from != GIVEN) set(&v[id], id, word, COMPUTED);
 }
 
-/* Returns the configuration from the file of --model. --seq may be smaller than in the file. */
+/* Returns the model's configuration from the file of --model, and sets the options of the model to
+   match. Only --seq may differ: it may be smaller than the file's number of positions. */
 static gpt_config model_of_file(value *v) {
     dt_ctx *ctx = probe_ctx();
     check_kind(O_MODEL, v[O_MODEL].text, EITHER);
@@ -1280,7 +1285,8 @@ static gpt_config model_of_options(value *v) {
         .arch = llama ? GPT_LLAMA : GPT_GPT2 };
 }
 
-/* Reads an option that is a number greater than 0 or the given word. Returns 0 for the word. */
+/* Returns the value of an option that is `word` or a number: 0 if it is `word`, else the number.
+   The number must be greater than 0 and at most `max`, and whole if is_integer is 1. */
 static double number_or_word(const value *v, int id, const char *word, double max, int is_integer) {
     double x = 0;
     size_t n = decimal(v[id].text, !is_integer, &x);
@@ -1291,7 +1297,8 @@ static double number_or_word(const value *v, int id, const char *word, double ma
     return x;
 }
 
-/* Reads the MoE options, which have no effect on a dense model. */
+/* Checks the MoE options and copies them to the model's configuration. In a dense model (without
+   --experts) they have no effect. */
 static void resolve_experts(value *v, gpt_config *c) {
     c->experts = (int)number_or_word(v, O_EXPERTS, "dense", MEGA, 1);
     c->capacity = number_or_word(v, O_CAPACITY, "dropless", 1e9, 0);
@@ -1323,10 +1330,12 @@ static gpt_config resolve_model(value *v) {
 static int is_nccl(const value *v) { return strcmp(v[O_BACKEND].text, "nccl") == 0; }
 static int is_cuda(const value *v) { return strcmp(v[O_DEVICE].text, "cuda") == 0; }
 
-/* Returns 1 if each rank is a separate process and the ranks connect by TCP. */
+/* Returns 1 if the backend is tcp or nccl: with both, each rank is started as a separate process,
+   and the ranks connect by TCP. */
 static int is_tcp(const value *v) { return strcmp(v[O_BACKEND].text, "tcp") == 0 || is_nccl(v); }
 
-/* Without a GPU, --device cuda prints a note and uses the CPU, and --backend nccl is refused. */
+/* Checks --device. If --device is cuda and there is no GPU, refuses --backend nccl; with other
+   backends prints a note and sets --device to cpu. */
 static void resolve_device(value *v) {
     if (is_nccl(v) && v[O_DEVICE].from != GIVEN) set(&v[O_DEVICE], O_DEVICE, "cuda", COMPUTED);
     if (is_nccl(v) && !is_cuda(v)) refuse("--backend nccl needs --device cuda");
@@ -1359,9 +1368,10 @@ static const dt_kernels *kernels_of(const value *v) {
     return dt_kernels_cpu();
 }
 
-/* Finds the launcher. The command line overrides the environment. If a launcher started several
-   processes, the default backend is nccl on GPUs if the program is built with NCCL. Otherwise it is
-   mpi under an MPI launcher if the program is built with MPI, and tcp in all other cases. */
+/* Finds the launcher that started this process, and chooses the backend unless the user has given
+   --backend, --rank or --rendezvous. If the launcher started several processes, the backend is nccl
+   if --device is cuda and the program is built with NCCL. Otherwise it is mpi if the launcher is
+   one of MPI's and the program is built with MPI, and tcp in all other cases. */
 static void find_launch(value *v) {
     const dt_launch *launcher = &launched.launcher;
     const char *backend = "tcp";
@@ -1378,9 +1388,10 @@ static void find_launch(value *v) {
     if (launcher->size > 1) set(&v[O_BACKEND], O_BACKEND, backend, COMPUTED);
 }
 
-/* Checks the token file. The job's secret token is in a file, because every user of a machine can
-   see the command lines. dt_run reads the file, and erases the token from memory after all ranks
-   are connected. This check erases its copy of the token too. */
+/* Checks the file of --token-file and passes its path to dt_run, in DT_TOKEN_FILE. The job's secret
+   token is in a file, because every user of a machine can see the command lines of all processes.
+   dt_run reads the file, and erases the token from memory after all ranks are connected. This
+   function erases its copy of the token too. */
 static void check_token(const char *path) {
     char token[257];
     const size_t capacity = sizeof token;
@@ -1399,12 +1410,12 @@ static void check_token(const char *path) {
     if (length < 16 || length == capacity || memchr(token, 0, length))
         refuse("--token-file %s: it must hold 16 to %zu characters", path, capacity - 1);
     for (volatile char *at = token; at < token + capacity; at++)
-        *at = 0; /* volatile, because a compiler may remove a memset */
+        *at = 0; /* volatile, because a compiler may remove a memset of memory read by no one */
     setenv("DT_TOKEN_FILE", path, 1);
 }
 
-/* Determines --rank, --ranks and --rendezvous for the backends tcp and nccl. A value that is not on
-   the command line comes from the launcher. */
+/* Determines --rank, --ranks and --rendezvous for the backends tcp and nccl. The values that the
+   user has not given come from the launcher. */
 static void resolve_tcp(value *v) {
     const dt_launch *launcher = &launched.launcher;
     int told = launcher->launcher[0] && !v[O_RANK].text;
@@ -1444,9 +1455,9 @@ static void resolve_tcp(value *v) {
             v[O_RENDEZVOUS].text ? v[O_RENDEZVOUS].text : "127.0.0.1:29500");
 }
 
-/* Refuses a launcher, and the options for ranks that are started separately, if the backend is
-   threads or procs, because such a backend starts all ranks from one process. Otherwise each
-   process of the launcher would train alone, and all processes would write the same log. */
+/* Called if the backend is threads or procs, which start all ranks from one process. Refuses the
+   run if a launcher has started several processes, because each process would train alone and all
+   would write the same log. Also refuses the options for ranks that are started separately. */
 static void refuse_launcher(const value *v) {
     const dt_launch *launcher = &launched.launcher;
     if (launcher->size > 1)
@@ -1459,8 +1470,9 @@ static void refuse_launcher(const value *v) {
         refuse("--token-file %s needs --backend tcp or mpi", v[O_TOKEN_FILE].text);
 }
 
-/* Takes rank and number of ranks from MPI. If the launcher's variables have other values, launcher
-   and program use different MPI libraries. */
+/* Sets --ranks to the number of processes that MPI has started. Refuses the run if the launcher's
+   environment variables give another number, because the launcher and the program then use
+   different MPI libraries. */
 static void resolve_mpi(value *v) {
     const dt_launch *launcher = &launched.launcher;
     if (launcher->size > 1 && launched.size != launcher->size)
@@ -1498,8 +1510,9 @@ static dt_mesh_desc resolve_mesh(value *v) {
     return sizes;
 }
 
-/* Computes batch B, micro-batch b and accumulation a, where B = b a R with R replicas. If two of B,
-   b and a are given, computes the third. If all three are given, checks them. */
+/* Computes --batch (B), --micro-batch (b) and --accum (a), for which B = b * a * R with R replicas.
+   If two of the three options are given, computes the third. If all three are given, checks
+   them. */
 static void resolve_batch(value *v, int replicas, int pp) {
     int64_t B = long_of(v, O_BATCH), b = long_of(v, O_MICRO_BATCH), a = long_of(v, O_ACCUM),
             R = replicas;
@@ -1521,7 +1534,7 @@ static void resolve_batch(value *v, int replicas, int pp) {
     if (B % divisor != 0)
         refuse("--batch %lld%s does not divide over %lld replicas; use --batch %lld", (long long)B,
             is_default, (long long)R, (long long)(B / divisor + 1) * divisor);
-    /* to keep all ranks of a pipeline busy, it needs at least one micro-batch per rank */
+    /* a pipeline of pp ranks needs at least pp micro-batches to keep all its ranks busy */
     if (!a && !b && pp > 1) a = smallest_divisor(B / R, pp);
     if (a)
         compute(&v[O_ACCUM], a);
@@ -1539,10 +1552,11 @@ static int64_t gcd(int64_t a, int64_t b) {
     return a;
 }
 
-#define RAMP_MAX 1e15 /* integers up to this value are exact as doubles */
+#define RAMP_MAX 1e15 /* every integer up to this value is exact as a double */
 
-/* Reads START:INCR:SAMPLES. Without --micro-batch and --accum, chooses the largest micro-batch that
-   divides START, INCR and the batch. */
+/* Returns the START:INCR:SAMPLES of --batch-ramp. If neither --micro-batch nor --accum is given,
+   sets --micro-batch to the largest b such that b * replicas divides START, INCR and --batch, or to
+   1 if there is no such b. */
 static dt_batch_ramp parse_ramp(value *v, int replicas) {
     const char *text = v[O_BATCH_RAMP].text;
     dt_batch_ramp ramp = { 0, 0, 0, 0 };
@@ -1573,11 +1587,12 @@ static void check_ramp(const value *v, dt_batch_ramp *ramp, int replicas) {
         (long long)ramp->batch, (long long)long_of(v, O_MICRO_BATCH), replicas, why);
 }
 
-/* In dt_zero_desc 0 means the default, so an explicit 0 is passed as a tiny number. */
+/* Returns x, or a tiny number if x is 0. In dt_zero_desc, 0 means the default, so a 0 that the user
+   has given is passed as the tiny number. */
 static double tiny_if_zero(double x) { return x == 0 ? 1e-300 : x; }
 
-/* Checks the options of 1-bit Adam. It exchanges compressed momentum instead of gradients, so it
-   works neither with ZeRO nor with --reduce tree. */
+/* Checks the options of 1-bit Adam. 1-bit Adam exchanges compressed momentum instead of gradients,
+   so it works neither with ZeRO nor with --reduce tree. */
 static void resolve_onebit(value *v) {
     int onebit = strcmp(v[O_OPTIMIZER].text, "onebit-adam") == 0;
     if (!onebit && v[O_FREEZE_STEPS].text)
@@ -1610,7 +1625,8 @@ static dt_zero_desc resolve_optimizer(value *v) {
         .no_overlap = !int_of(v, O_OVERLAP) };
 }
 
-/* Reads loss scale, shard group and offload. */
+/* Checks the options of loss scaling, ZeRO-3's gathering, HSDP and offloading, and copies their
+   values to *z. */
 static void resolve_zero(value *v, dt_mesh_desc mesh, dt_zero_desc *z) {
     int ranks = mesh.dp * mesh.ep * mesh.cp, group = int_of(v, O_SHARD_GROUP);
     size_t n = 0;
@@ -1657,7 +1673,8 @@ static void resolve_zero(value *v, dt_mesh_desc mesh, dt_zero_desc *z) {
             group, ranks, mesh.dp * mesh.ep, mesh.cp, (int)largest_divisor(ranks, group));
 }
 
-/* Checks that heads, tokens and experts divide over the mesh. */
+/* Refuses axis sizes that cannot shard the model's heads, tokens or experts evenly. Also sets the
+   model's sp and cp_kind. */
 static void resolve_sharding(const value *v, dt_mesh_desc mesh, gpt_config *m) {
     char why[300];
     int64_t tokens = int_of(v, O_SEQ) / mesh.cp;
@@ -1686,9 +1703,9 @@ static void resolve_sharding(const value *v, dt_mesh_desc mesh, gpt_config *m) {
                "with --experts");
 }
 
-/* Reads --partition as a list that gives for each stage its number of half layers. A half layer is
-   the attention or the MLP of a layer. The first stage also has the embedding, and the last stage
-   also has the head. */
+/* Reads a --partition that is a list: the number of half layers of each stage. A half layer is the
+   attention or the MLP of a layer. The first stage also has the embedding, and the last stage also
+   has the head. */
 static void parse_partition(const value *v, train_config *c, int stages) {
     const char *at = v[O_PARTITION].text, *list = at;
     int64_t sum = 0, halves = 2 * c->model.layers;
@@ -1715,7 +1732,8 @@ static void parse_partition(const value *v, train_config *c, int stages) {
             (long long)halves);
 }
 
-/* Chooses the pipeline schedule, its stages and the items of each stage. */
+/* Chooses the pipeline schedule, the number of stages and the items of each stage. An item is the
+   embedding, half a layer or the head (see gpt_config.stage_begin). */
 static void resolve_pipeline(value *v, train_config *c) {
     static const int kinds[] = { DT_SCHEDULE_NAIVE, DT_SCHEDULE_AFAB, DT_SCHEDULE_1F1B,
         DT_SCHEDULE_INTERLEAVED, DT_SCHEDULE_ZB };
@@ -1747,7 +1765,7 @@ static void resolve_pipeline(value *v, train_config *c) {
         refuse("%s", why);
 }
 
-/* Reads the options of checkpoints and restarts. */
+/* Checks the options of checkpoints and restarts, and copies their values to *c. */
 static void resolve_checkpoints(const value *v, train_config *c) {
     static const int need[] = { O_SAVE_EVERY, O_KEEP, O_MAX_RESTARTS, O_SAVE_BACKGROUND };
     for (size_t i = 0; i < sizeof need / sizeof *need && !v[O_SAVE].text; i++)
@@ -1810,8 +1828,8 @@ static train_config resolve(value *v) {
 
 // ==== 7. Data ===================================================================================
 
-/* Refuses a file that cannot be read. Returns 1 if the magic number of the file is that of an llm.c
-   token shard. */
+/* Refuses a file that cannot be read. Returns 1 if the file begins with the magic number of llm.c's
+   token shards, else 0. */
 static int check_file(int id, const char *path) {
     unsigned char head[4] = { 0 };
     int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
@@ -1823,8 +1841,8 @@ static int check_file(int id, const char *path) {
     return got == (ssize_t)sizeof head && (magic == 20240520 || magic == 20240801);
 }
 
-/* Reads the first `most` sequences of token shards in the order of training, and refuses an id that
-   is not below the vocabulary size. */
+/* Sets files->tokens to the number of tokens in token shards. Reads the first `most` sequences in
+   the order in which training reads them, and refuses a token id that is not below --vocab. */
 static void check_tokens(const value *v, int id, train_files *files, int64_t most) {
     dt_ctx *ctx = probe_ctx();
     int T = int_of(v, O_SEQ), largest = 0;
@@ -1835,7 +1853,8 @@ static void check_tokens(const value *v, int id, train_files *files, int64_t mos
         dt_text_close(text);
         text = dt_text_open(ctx, (const char *const *)files->path, files->count, T);
         int64_t S = dt_text_sequences(text);
-        /* no shuffling above the limit, because find_text then refuses the run after this check */
+        /* More sequences than the limit cannot be shuffled. They are read in file order, because
+           find_text refuses the run after this check. */
         int shuffle = id == O_DATA && v[O_SHUFFLE].number && S <= DT_SAMPLER_MAX_SHUFFLED;
         dt_sampler *order = dt_sampler_make(ctx, (dt_sampler_desc){ .samples = S,
                                                      .replicas = 1,
@@ -1854,7 +1873,8 @@ static void check_tokens(const value *v, int id, train_files *files, int64_t mos
             v[id].text, largest, int_of(v, O_VOCAB), largest + 1);
 }
 
-/* Finds the files of --data or --val and checks them. The run reads at most `most` sequences. */
+/* Finds the files of --data or --val and checks them. `most` is an upper limit of the number of
+   sequences that the run reads. */
 static void find_text(const value *v, int id, train_files *files, int64_t most) {
     const char *path = v[id].text, *name = table[id].name;
     int64_t seq = int_of(v, O_SEQ);
@@ -1897,7 +1917,8 @@ static void find_text(const value *v, int id, train_files *files, int64_t most) 
             (long long)((files->tokens - 1) / (DT_SAMPLER_MAX_SHUFFLED + 1) + 1));
 }
 
-/* Checks that a file can be written later, after the last step. Creates no file. */
+/* Checks that the run will be able to write a file at `path` after the last step. Creates no
+   file. */
 static void check_writable(int id, const char *path) {
     const char *slash = strrchr(path, '/');
     char folder[4096];
@@ -1906,7 +1927,8 @@ static void check_writable(int id, const char *path) {
     check_kind(id, path, A_FILE);
     if (length >= (int)sizeof folder)
         refuse("--%s %.80s...: the path is too long", table[id].name, path);
-    if (access(folder, W_OK | X_OK) != 0) /* the run writes a new file here and renames it */
+    /* the folder must be writable, because the run writes a new file and then renames it to path */
+    if (access(folder, W_OK | X_OK) != 0)
         refuse("--%s %s: %s", table[id].name, path, strerror(errno));
 }
 
@@ -1952,7 +1974,8 @@ static void refuse_overwrite(
             table[out->option].name, out->path, table[reader].name);
 }
 
-/* Refuses an output file that is also an input or another output. models: files of --model. */
+/* Refuses an output file that is also an input file or another output file. `models` contains the
+   files of --model. */
 static void check_overwrites(const value *v, const train_config *c, const train_files *models) {
     const train_files *in[3] = { &c->data, &c->val, models };
     const int ids[3] = { O_DATA, O_VAL, O_MODEL };
@@ -1973,8 +1996,8 @@ static void check_overwrites(const value *v, const train_config *c, const train_
     }
 }
 
-/* Refuses a --save folder that has checkpoints of another run, because a later --resume would take
-   them for checkpoints of this run. */
+/* Refuses a --save folder that contains checkpoints of another run, because a later --resume would
+   take these checkpoints for checkpoints of this run. */
 static void check_save(const value *v) {
     const char *save = v[O_SAVE].text, *resume = v[O_RESUME].text;
     char path[4096], newest[64];
@@ -1998,7 +2021,7 @@ static void check_save(const value *v) {
         save, newest, save);
 }
 
-/* Checks that every output can be written and that none overwrites an input. */
+/* Checks that every output file can be written and that none overwrites an input file. */
 static void check_outputs(const value *v, const train_config *c) {
     static const char *const endings[] = { ".safetensors", ".json", ".bin", NULL };
     const char *model = v[O_MODEL].text, *folder = v[O_SAVE_MODEL].text;
@@ -2037,9 +2060,9 @@ static void check_outputs(const value *v, const train_config *c) {
 
 // ==== 8. Settings block =========================================================================
 
-/* Prints the number of layers of each stage, for example "embedding, 0.5 + 3.5, head", where the
-   numbers do not count the embedding and the head. Then prints the bubble of a simulation of the
-   schedule. */
+/* Prints the number of layers of each stage, for example "embedding, 0.5 + 3.5, head": the first of
+   two stages has the embedding and half a layer, the second has 3.5 layers and the head. Then
+   simulates the schedule and prints its bubble fraction. */
 static void print_stages(const train_config *c) {
     int stages = c->mesh.pp * c->chunks, items = 2 * c->model.layers + 2;
     line out = { .fd = 1 };
@@ -2127,11 +2150,13 @@ static void print_settings(const value *v, const train_config *c) {
 typedef struct job {
     const value *v;
     train_config config;
-    int csv;           /* file descriptor; -1: none */
-    int csv_is_stream; /* standard output, or not a regular file: never read or truncated */
-    double ms, tokens; /* sums over the steps after the first */
-    int64_t steps;     /* steps completed by this run */
-    int attempt;       /* 0 for the first attempt, then + 1 per restart */
+    int csv; /* file descriptor of --log-csv; -1: none */
+    /* 1 if csv is standard output or not a regular file, so that it is never read or truncated;
+       else 0 */
+    int csv_is_stream;
+    double ms, tokens; /* milliseconds and tokens of all steps after the first */
+    int64_t steps;     /* number of steps that this run has completed */
+    int attempt;       /* number of restarts before this attempt */
 } job;
 
 static const char *const csv_header =
@@ -2140,7 +2165,7 @@ static const char *const csv_header =
     "batch,bubble,balance_loss,z_loss,dropped";
 
 /* Returns the model FLOPs utilization: the model's FLOPs per second, without recompute, divided by
-   the peak of all ranks. Returns 0 if no peak is given. */
+   the sum of all ranks' peaks. Returns 0 if --peak-tflops is not given. */
 static double mfu(const job *j, const train_row *row) {
     gpt_config c = j->config.model;
     double peak = j->v[O_PEAK_TFLOPS].number * 1e12 * j->v[O_RANKS].number;
@@ -2158,7 +2183,7 @@ static void csv_row(dt_ctx *ctx, const job *j, const train_row *row) {
         row->grad_norm, row->lr, row->ms, row->tokens_per_s);
     for (int m = 0; m < TRAIN_MEMS; m++) line_printf(&out, ",%.0f", row->mem[m]);
     for (int a = 0; a < DT_AXES; a++) line_printf(&out, ",%.0f", row->bytes[a]);
-    line_printf(&out, ","); /* a column without a measured value stays empty */
+    line_printf(&out, ","); /* val_loss and mfu stay empty if they were not measured */
     if (isfinite(row->val_loss)) line_printf(&out, "%.17g", row->val_loss);
     line_printf(&out, ",");
     if (mfu(j, row) > 0) line_printf(&out, "%.6g", mfu(j, row));
@@ -2167,7 +2192,7 @@ static void csv_row(dt_ctx *ctx, const job *j, const train_row *row) {
     if (out.error) csv_failed(ctx, j, out.error);
 }
 
-/* Prints seconds as 1:02 or 1:02:03. */
+/* Appends a time in seconds as minutes:seconds or, from one hour on, hours:minutes:seconds. */
 static void line_print_time(line *out, double seconds) {
     long long s = (long long)(seconds + 0.5);
     if (s >= 3600)
@@ -2176,7 +2201,8 @@ static void line_print_time(line *out, double seconds) {
         line_printf(out, "%lld:%02lld", s / 60, s % 60);
 }
 
-/* Ends the run if standard output is lost. With --save the run saves first, as after SIGTERM. */
+/* If a write to standard output has failed, ends the run. With --save the run first saves, as after
+   SIGTERM. */
 static void check_stdout(dt_ctx *ctx, const job *j) {
     if (!get_flag(launched.stdout_error)) return;
     if (j->config.stop)
@@ -2208,9 +2234,10 @@ static void on_step(dt_ctx *ctx, const train_row *row, void *user) {
     check_stdout(ctx, j);
 }
 
-/* Samples n bytes that follow a newline, and prints them. With token shards, samples n ids that
-   follow the last id of the vocabulary (GPT-2's end of text), and prints the ids. Control bytes are
-   printed as \xNN on a terminal and unchanged to a file or a pipe. */
+/* Samples n = --generate bytes from the model, beginning after a newline, and prints them. If the
+   data is token shards, samples n token ids, beginning after the last id of the vocabulary (GPT-2's
+   end of text), and prints the ids. On a terminal, control bytes are printed as \xNN; in a file or
+   a pipe they are unchanged. */
 static void generate(dt_ctx *ctx, gpt *model, const job *j) {
     int quiet = j->v[O_QUIET].number != 0;
     int n = int_of(j->v, O_GENERATE);
@@ -2243,7 +2270,8 @@ static void generate(dt_ctx *ctx, gpt *model, const job *j) {
 
 /* ---- checkpoints ---- */
 
-/* On a terminal, prints a status line, which the next status line overwrites. */
+/* If standard error is a terminal, prints a status line on it. The next status line overwrites this
+   status line. */
 static void show_progress(const job *j, const char *text) {
     char overwrite[64];
     int n = snprintf(overwrite, sizeof overwrite, "\r%-30s\r%s", "", text);
