@@ -1194,9 +1194,9 @@ static void log_without_errors(void *user, int level, int rank, const char *text
     if (level != DT_LOG_ERROR) dt_host_default()->log(dt_host_default()->user, level, rank, text);
 }
 
-/* A log callback that also prints errors, for runs that cannot print the first failure after
-   dt_run: a stuck or stopped rank may delay the end of dt_run, and when a rank dies, an MPI
-   launcher may kill the other ranks within milliseconds. */
+/* A log callback that prints errors at once, and not only after dt_run has returned. A stuck or
+   stopped rank may delay the end of dt_run, and when a rank dies, an MPI launcher may kill the
+   other ranks within milliseconds. */
 static void log_first_error(void *user, int level, int rank, const char *text) {
     if (level != DT_LOG_ERROR) {
         log_without_errors(user, level, rank, text);
@@ -2244,11 +2244,12 @@ static void generate(dt_ctx *ctx, gpt *model, const job *j) {
     int32_t *ids = (int32_t *)calloc((size_t)n + 1, sizeof *ids);
     char *bytes = (char *)calloc((size_t)n + 1, 1);
     if (ids && bytes) {
-        int shards = j->config.data.shards; /* all ranks sample the same tokens */
+        int shards = j->config.data.shards;
         gpt_sampling how = {
             .temperature = 0.8, .limit = shards ? 0 : 256, .seed = (uint64_t)j->v[O_SEED].number
         };
         ids[0] = shards ? model->config.vocab - 1 : '\n';
+        /* all ranks sample the same tokens, and rank 0 prints them */
         int first =
             n > 0 && gpt_generate(model, ids, 1, n + 1, how) == DT_OK && dt_ctx_rank(ctx) == 0;
         line out = { .fd = 1 };
@@ -2292,8 +2293,10 @@ static void on_progress(double done, void *user) {
     show_progress((const job *)user, text);
 }
 
-/* Opens the log, which may be a file, a FIFO with a reader, or a character device. If the log is
-   the file of standard output, duplicates that descriptor, so that both share one file offset. */
+/* Opens the file of --log-csv and returns its descriptor. The log may be a regular file, a FIFO
+   with a reader, or a character device. If the log is the file of standard output, duplicates the
+   descriptor of standard output, so that both share one file offset. If `keep` is 0, removes all
+   old rows; if `keep` is 1, leaves them for csv_rewind. Sets *is_stream (see job.csv_is_stream). */
 static int open_log(const char *path, int keep, int *is_stream) {
     struct stat st, out;
     int there = stat(path, &st) == 0, how = O_CLOEXEC | O_NONBLOCK | O_NOCTTY;
@@ -2325,14 +2328,14 @@ static int open_log(const char *path, int keep, int *is_stream) {
     return fd;
 }
 
-/* Keeps the log's rows up to the step from which the run resumes, and removes the rows of steps
-   that will be repeated. If the rows up to this step are incomplete, removes all rows. A log that
-   cannot be read stays unchanged. */
+/* Keeps the log's rows up to `step`, the step from which the run resumes, and removes the rows of
+   the later steps, which the run will repeat. If the row of any step up to `step` is missing,
+   removes all rows. A log that cannot be read stays unchanged. */
 static void csv_rewind(dt_ctx *ctx, const job *j, int64_t step) {
     char row[1024];
     off_t keep = 0;
     ssize_t got;
-    int64_t last = -1; /* step of the last row to keep; 0: keep only the header */
+    int64_t last = -1; /* step of the last row to keep; 0: only the header; -1: not even that */
     if (j->csv_is_stream) return;
     while ((got = pread(j->csv, row, sizeof row - 1, keep)) > 0) {
         row[got] = 0;
@@ -2354,7 +2357,8 @@ static void csv_rewind(dt_ctx *ctx, const job *j, int64_t step) {
     if (out.error) csv_failed(ctx, j, out.error);
 }
 
-/* Options that a resumed run must not change, and options that it may change, which it reports. */
+/* A resumed run must have the checkpoint's values of fixed_options. It may have other values of
+   changeable_options, and then prints the old and the new value. */
 static const int fixed_options[] = { O_ARCH, O_LAYERS, O_WIDTH, O_HEADS, O_KV_HEADS, O_FFN, O_SEQ,
     O_VOCAB, O_TIE, O_EXPERTS, O_TOP_K, O_MOE_EVERY, O_SHARED_EXPERTS, O_CAPACITY, O_ROUTER_BIAS,
     O_SHUFFLE, O_SEED, O_OPTIMIZER, O_DTYPE };
@@ -2363,8 +2367,9 @@ static const int changeable_options[] = { O_DROPOUT, O_BALANCE_LOSS, O_Z_LOSS, O
     O_BETA1, O_BETA2, O_EPS, O_MOMENTUM, O_LABEL_SMOOTHING, O_FREEZE_STEPS, O_LOSS_SCALE,
     O_REDUCE };
 
-/* Returns 1 if an option differs from a checkpoint's settings. Sets `text` to the option's value in
-   the checkpoint. */
+/* Returns 1 if option `id` has another value in `then`, the settings of a checkpoint; 0 if it has
+   the same value or if the checkpoint does not know the option. Writes the checkpoint's value to
+   `text`, which has room for `bytes` bytes. */
 static int differs(const dt_json *then, const value *v, int id, char *text, size_t bytes) {
     int node = dt_json_find(then, 0, table[id].name), on = 0;
     double number = 0;
@@ -2380,16 +2385,16 @@ static int differs(const dt_json *then, const value *v, int id, char *text, size
     return number != v[id].number;
 }
 
-/* Returns the first of fixed_options that differs from a checkpoint's settings, or -1. Sets `was`
-   to that option's value in the checkpoint. */
+/* Returns the first option in fixed_options that has another value in `then`, the settings of a
+   checkpoint; -1 if there is none. Writes the checkpoint's value to `was`. */
 static int changed_option(const dt_json *then, const value *v, char *was, size_t bytes) {
     for (size_t i = 0; i < sizeof fixed_options / sizeof *fixed_options; i++)
         if (differs(then, v, fixed_options[i], was, bytes)) return fixed_options[i];
     return -1;
 }
 
-/* Checks the options in the checkpoint of --resume before any rank starts. The ranks check later
-   that the checkpoint is complete. */
+/* Refuses the run if one of fixed_options has another value in the checkpoint of --resume. This is
+   checked before any rank starts; the ranks check later that the checkpoint is complete. */
 static void check_resume(const value *v) {
     const char *resume = v[O_RESUME].text;
     char path[4096], was[160], newest[64];
@@ -2452,15 +2457,16 @@ static void at_end(dt_ctx *ctx, gpt *model, void *user) {
     line out = { .fd = 1 };
     generate(ctx, model, j);
     if (dt_ctx_rank(ctx) != 0) return;
-    int64_t later = j->steps - 1; /* counted by rank 0 */
+    int64_t later = j->steps - 1; /* number of steps after the first; only rank 0 counts steps */
     if (!j->v[O_QUIET].number && later > 0)
         line_printf(&out,
             "average %.1f ms per step, %.0f tok/s, over %lld steps (without the first)\n",
             j->ms / (double)later, j->tokens / (j->ms / 1000), (long long)later);
 }
 
-/* Options that may differ between ranks. Then options that all ranks must have or not have, but
-   whose values may differ. */
+/* Each rank may have its own values of per_rank_options. An option in presence_options must be
+   given on all ranks or on none, but its values may differ. All ranks must have the same values of
+   all other options. */
 static const int per_rank_options[] = { O_DATA, O_RANK, O_RENDEZVOUS, O_TOKEN_FILE, O_TIMEOUT,
     O_OFFLOAD_OPTIM, O_OFFLOAD_PARAMS, O_MEM_LIMIT, O_LINK_LATENCY, O_LINK_BANDWIDTH, O_LOG_CSV,
     O_QUIET, O_PEAK_TFLOPS, O_CONFIG };
@@ -2474,7 +2480,8 @@ static int is_among(int id, const int *list, size_t n) {
 }
 
 static uint32_t option_digest(const value *v, int id) {
-    /* FNV-1a of the text, or of the number, so that 1e-2 equals 0.01 */
+    /* FNV-1a hash of a TEXT option's text, but of any other option's number, so that 1e-2 and 0.01
+       have the same hash */
     uint32_t h = v[id].text ? 2166136261u : 1;
     const char *p = table[id].kind == TEXT ? v[id].text : (const char *)&v[id].number;
     if (is_among(id, per_rank_options, sizeof per_rank_options / sizeof per_rank_options[0]))
@@ -2487,8 +2494,9 @@ static uint32_t option_digest(const value *v, int id) {
     return h;
 }
 
-/* [collective: world] Compares options and data between ranks that were started separately. With
-   different options the ranks would train a mixture. */
+/* [collective: world] Called if the ranks were started separately, so that each rank has its own
+   command line. Fails on every rank whose options or whose number of data tokens differ from those
+   of rank 0, because the ranks would not train the same model. */
 static dt_status compare_options(dt_ctx *ctx, const job *j) {
     enum { DIGESTS = N_OPTIONS + 1 };
     int n = dt_comm_size(dt_world(ctx));
@@ -2520,24 +2528,26 @@ static dt_status rank_main(dt_ctx *ctx, void *user) {
     return train(ctx, &j->config);
 }
 
-/* SIGUSR1 (kill -USR1) requests the table of dt_ranks_text: for each rank, the operation in which
-   the rank waits or that it finished last. */
+/* Set by SIGUSR1 (kill -USR1): requests that dt_run print the table of dt_ranks_text. For each rank
+   the table says in which operation the rank waits, or which operation it finished last. */
 static int report_requested;
 static void on_sigusr1(int number) {
     (void)number;
     __atomic_store_n(&report_requested, 1, __ATOMIC_RELAXED);
 }
 
-/* With --save, SIGTERM finishes the step and saves. A second SIGTERM ends the program at once. */
+/* Handles SIGTERM if --save is given: the run finishes the step, saves and ends. A second SIGTERM
+   ends the program at once. */
 static void on_sigterm(int number) {
     static const char text[] =
         "SIGTERM: finishing the step and saving; a second SIGTERM ends the program at once\n";
     struct pollfd to = { 2, POLLOUT, 0 };
     int reason = errno;
     (void)number;
+    /* poll makes sure that the write does not block */
     if (__atomic_exchange_n(launched.stop_requested, 1, __ATOMIC_RELAXED) == 0 &&
         prints_messages() && poll(&to, 1, 0) > 0)
-        number = (int)write(2, text, sizeof text - 1); /* poll: write only if it does not block */
+        number = (int)write(2, text, sizeof text - 1);
     errno = reason;
 }
 
@@ -2576,8 +2586,9 @@ static dt_status run_once(job *j, dt_report *report, const dt_host *host) {
         rank_main, j);
 }
 
-/* Elastic restart. Drops one replica, or more until the batch divides over the replicas. Changes
-   nothing if --min-ranks does not allow it. */
+/* Elastic restart. Reduces dp by 1, or by more until --batch, --batch-ramp and --shard-group divide
+   evenly over the remaining replicas. Changes nothing if --min-ranks is not given, or if fewer
+   ranks than --min-ranks would remain. */
 static void drop_replicas(job *j) {
     train_config *c = &j->config;
     int per = c->mesh.tp * c->mesh.cp * c->mesh.pp * c->mesh.ep, dp = c->mesh.dp - 1;
@@ -2598,9 +2609,9 @@ static void drop_replicas(job *j) {
     }
 }
 
-/* Returns 1 if the ranks should restart after this failure. They restart after a lost rank or a
-   file error. They do not restart if the failure would repeat, for example if a folder cannot be
-   opened before the first step. */
+/* Returns 1 if the ranks should restart after this failure, and prepares the restart; else returns
+   0. The ranks restart after a lost rank or a file error. They do not restart if the failure would
+   happen again, for example if a folder cannot be opened before the first step. */
 static int should_restart(job *j, const dt_report *report) {
     dt_status s = report->status;
     if (j->attempt >= int_of(j->v, O_MAX_RESTARTS) || get_flag(launched.stop_requested)) return 0;
@@ -2630,7 +2641,8 @@ static void print_end(const job *j, int stopped) {
         line_printf(&out, "model   %s\n", j->v[O_SAVE_MODEL].text);
 }
 
-/* Returns the exit status. If standard output has lost text, prints an error and returns 1. */
+/* Returns the exit status: 1 if a write to standard output has failed, and then also prints an
+   error; else `status`. */
 static int exit_status(const job *j, int status) {
     const char *save = j && get_flag(launched.stop_requested) ? j->config.save : NULL;
     if (!get_flag(launched.stdout_error)) return status;
@@ -2644,7 +2656,7 @@ static int run(job *j) {
     dt_report report = { .status = DT_OK };
     dt_host host = *dt_host_default();
     host.log = is_tcp(j->v) ? log_without_errors : log_first_error;
-    /* With restarts, a failure is printed after should_restart has decided. */
+    /* With --max-restarts, no failure is printed before should_restart has decided. */
     if (int_of(j->v, O_MAX_RESTARTS)) host.log = log_without_errors;
     install_signal_handlers(j);
     dt_status status = run_once(j, &report, &host);
@@ -2654,16 +2666,16 @@ static int run(job *j) {
         if (!get_flag(launched.failure_printed)) print_error("error: %s\n", report.text);
         _exit(1);
     }
-    /* under MPI, the rank that detected the failure has printed it */
+    /* with --backend mpi, the rank that detected the failure has printed the error */
     int printed = status != DT_OK && (launched.size || get_flag(launched.failure_printed));
     if (j->csv >= 0 && close(j->csv) != 0 && status == DT_OK) {
         status = DT_ERR_IO;
         snprintf(report.text, sizeof report.text, "rank 0: --log-csv %s: %s", j->v[O_LOG_CSV].text,
             strerror(errno));
     }
-    /* Rank 0 prints the failure. Over tcp the failed rank prints it too, because rank 0 may have
-       ended. Every rank that was started by hand prints it too, because each may have its own
-       terminal. */
+    /* Rank 0 prints the error. With tcp and nccl two kinds of other ranks print the error too: the
+       failed rank, because rank 0 may have ended, and every rank that a user started with --rank,
+       because each of these ranks may have its own terminal. */
     if (status != DT_OK) {
         int by_hand = j->v[O_RANK].from == GIVEN;
         int prints = prints_messages() ||
@@ -2679,8 +2691,8 @@ static int run(job *j) {
 
 // ==== 10. Dry run ===============================================================================
 
-/* Prints the n members of the group to which `rank` belongs along one axis. The ranks of two
-   consecutive members differ by `stride`. */
+/* Prints the n ranks of the group to which `rank` belongs along one axis. Two consecutive ranks of
+   the group differ by `stride`. */
 static void print_group(line *out, int rank, int n, int stride) {
     char text[64] = "";
     int first = rank - rank / stride % n * stride, used = 0;
@@ -2722,12 +2734,12 @@ static void on_dry_step(dt_ctx *ctx, const train_row *row, void *user) {
     *(train_row *)user = *row;
 }
 
-/* The results of a dry run. Each value of row is the largest over the ranks. */
+/* The results of a dry run. */
 typedef struct dry_figures {
-    train_row row;
-    train_footprint footprint; /* of `rank` */
-    int rank;                  /* the rank that failed, or else the rank with the largest peak */
-    double flops;              /* per step, the largest over the ranks */
+    train_row row;             /* each value is the largest of all ranks' values */
+    train_footprint footprint; /* memory of the rank `rank` */
+    int rank;     /* the rank that failed; if none failed, the rank with the largest memory peak */
+    double flops; /* FLOPs per step of the rank that computes the most */
     dt_report report;
 } dry_figures;
 
@@ -2735,8 +2747,9 @@ static void no_log(void *user, int level, int rank, const char *text) {
     (void)user, (void)level, (void)rank, (void)text;
 }
 
-/* Runs a dry run of two steps, because memory reaches its full size after the first step. Each rank
-   is a thread. limit is a memory limit in bytes, or 0. */
+/* Returns the results of a dry run with the settings c. The dry run has two steps, because memory
+   reaches its full size after the first step. Each rank is a thread. `limit` is the memory limit of
+   a rank in bytes; 0 means no limit. */
 static dry_figures run_dry(const job *j, train_config c, double limit) {
     enum { STEPS = 2 };
     int ranks = int_of(j->v, O_RANKS);
@@ -2748,7 +2761,7 @@ static dry_figures run_dry(const job *j, train_config c, double limit) {
     c.footprint = footprint;
     c.weights = c.trace = c.save = c.resume = c.export_to = NULL;
     c.stop_at = STEPS;
-    c.ramp.samples = 0; /* no ramp: the full batch is the largest */
+    c.ramp.samples = 0; /* without the batch ramp, every step has the full (largest) batch */
     memset(&c.val, 0, sizeof c.val);
     c.on_step = on_dry_step;
     c.at_end = NULL;
@@ -2776,7 +2789,8 @@ static dry_figures run_dry(const job *j, train_config c, double limit) {
 static const char *const memory_classes[DT_MEM_CLASSES] = { "params", "grads", "optim", "acts",
     "comm", "host", "temp" };
 
-/* Prints the bytes of each memory class of a rank beside the formula. */
+/* Prints the bytes of each memory class on one rank. Beside them prints, for the classes that have
+   a formula, the bytes that the formula predicts. */
 static void print_memory(int fd, const train_footprint *n) {
     line out = { .fd = fd };
     const dt_memory *m = &n->memory;
@@ -2843,13 +2857,14 @@ static int dry_run(job *j) {
 /* The search for settings that fit into --mem-limit. */
 typedef struct advice {
     const job *j;
-    double limit, min_peak; /* in bytes; min_peak is the smallest peak above the limit */
-    char min_peak_text[256];
-    int tried, fit;
-    int stage; /* the highest ZeRO stage tried so far */
+    double limit, min_peak;  /* in bytes; min_peak is the smallest peak above the limit */
+    char min_peak_text[256]; /* the options of the setting that has this peak */
+    int tried, fit;          /* number of settings tried, and of those that fit into the limit */
+    int stage;               /* the highest ZeRO stage tried so far */
 } advice;
 
-/* Writes the options in which c differs from the job's settings, as on the command line. */
+/* Writes the options in which the settings c differ from the job's settings, in the form that they
+   have on the command line. */
 static void setting_text(const job *j, const train_config *c, char *text, size_t bytes) {
     const train_config *now = &j->config;
     char zero[24] = "", micro[64] = "";
@@ -2862,8 +2877,8 @@ static void setting_text(const job *j, const train_config *c, char *text, size_t
         c->zero.offload_params != now->zero.offload_params ? " --offload-params DIR" : "");
 }
 
-/* Runs a dry run with these settings and prints them if they fit. Skips settings that this build
-   cannot run. */
+/* Does a dry run with the settings c, and prints these settings if they fit into the limit. Does
+   not count settings whose dry run fails, because this build cannot run them. */
 static void try_setting(advice *a, train_config c) {
     char text[256];
     dry_figures f = run_dry(a->j, c, 0);
@@ -2881,8 +2896,8 @@ static void try_setting(advice *a, train_config c) {
     }
 }
 
-/* Tries at most 12 settings, in this order: higher ZeRO stages, recompute, smaller micro-batches,
-   offload to disk. */
+/* Tries at most 12 settings, in this order: higher ZeRO stages, full recompute, smaller
+   micro-batches, offload to disk. */
 static void try_settings(advice *a) {
     const train_config *now = &a->j->config;
     train_config c = *now;
@@ -2906,12 +2921,13 @@ static void try_settings(advice *a) {
     try_setting(a, c);
 }
 
-/* Checks --mem-limit before any rank starts, with a dry run of two steps. */
+/* Checks --mem-limit before any rank starts, by a dry run of two steps. If the run does not fit
+   into the limit, prints settings that would fit, and ends the program. */
 static void check_mem_limit(const job *j) {
     const char *text = j->v[O_MEM_LIMIT].text;
     advice a = { .j = j, .limit = j->v[O_MEM_LIMIT].number, .stage = j->config.zero.stage };
     dry_figures f = run_dry(j, j->config, a.limit);
-    /* it fits, or it fails for another reason, which the run will report */
+    /* the run fits into the limit, or fails for another reason, which the run will report later */
     if (f.report.status != DT_ERR_MEM) return;
     if (!prints_messages()) refuse("--mem-limit %s: %s", text, f.report.text);
     print_error("error: --mem-limit %s: %s\n", text, f.report.text);
@@ -2932,7 +2948,8 @@ static void check_mem_limit(const job *j) {
 
 // ==== 12. main ==================================================================================
 
-/* With --backend mpi, initializes MPI before dt_run, because the checks need the rank. */
+/* With --backend mpi, initializes MPI and sets launched.rank and launched.size. dt_run would
+   initialize MPI too late, because the checks before dt_run need the rank. */
 static void begin_mpi(const value *v, int *argc, char ***argv) {
 #ifdef DT_USE_MPI
     int level;
@@ -2945,7 +2962,8 @@ static void begin_mpi(const value *v, int *argc, char ***argv) {
 #endif
 }
 
-/* Skips MPI_Finalize after a failure, because it would wait for a lost rank. */
+/* Finalizes MPI, except after a failure, because MPI_Finalize would wait for a lost rank. Returns
+   the exit status `failed`. */
 static int end_mpi(int failed) {
 #ifdef DT_USE_MPI
     if (launched.size && !failed) MPI_Finalize();
@@ -2953,15 +2971,15 @@ static int end_mpi(int failed) {
     return failed;
 }
 
-/* Opens /dev/null on descriptors 0 to 2 that are closed. Otherwise a file that is opened later
-   would become standard output or standard error. */
+/* Opens /dev/null on each of the descriptors 0 to 2 that is closed. Otherwise a file that is opened
+   later would become standard output or standard error. */
 static void open_standard(void) {
     for (int fd = 0; fd <= 2; fd++)
         if (fcntl(fd, F_GETFD) < 0 && open("/dev/null", O_RDWR) != fd) _exit(2);
 }
 
-/* Ignores SIGPIPE and SIGXFSZ, so that a write to a closed pipe or beyond the file-size limit fails
-   with an errno. */
+/* Prepares the process. Ignores SIGPIPE and SIGXFSZ, so that a write to a closed pipe or beyond the
+   file-size limit fails with an errno instead of ending the process. */
 static void init_process(void) {
     open_standard();
     signal(SIGPIPE, SIG_IGN);
@@ -2974,13 +2992,14 @@ int main(int argc, char **argv) {
     job j = { .v = v, .csv = -1 };
     init_process();
 #ifdef DT_USE_NCCL
-    /* CUDA reads this variable at its first call. Lazy loading of a kernel synchronizes with the
-       device, which may be waiting in NCCL for another rank: a deadlock. */
+    /* CUDA reads this variable at its first call. Lazy loading is turned off, because it would
+       synchronize with the device when a kernel is loaded. The device may then be waiting in NCCL
+       for another rank: a deadlock. */
     setenv("CUDA_MODULE_LOADING", "EAGER", 0);
 #endif
     memset(v, 0, sizeof v);
     parse(v, argc, argv);
-    /* half of --timeout, so that rank 0 fails before other ranks that wait for it time out */
+    /* half of --timeout, so that rank 0 fails before the ranks that wait for rank 0 time out */
     launched.write_timeout_s = v[O_TIMEOUT].number / 2;
     if (v[O_HELP].number) print_help();
     if (v[O_LIST_REFUSED].number) print_refused();
