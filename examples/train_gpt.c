@@ -44,8 +44,8 @@
 // ==== 1. Options: the table =====================================================================
 
 /* A row of the table has these columns: id; name; kind; BUILT, or NOT_BUILT if this build accepts
-   only the default; default value, or NULL if the option has none or if it is computed; lo; hi;
-   notation of the value; help. The kinds are
+   only the default; default value, or NULL if there is no default or if the program computes it;
+   lo; hi; notation of the value; help. The kinds are
      HEADING    not an option, but a heading in --help
      INT        a whole number from lo to hi
      REAL       a number from lo to hi
@@ -279,19 +279,19 @@ static struct {
     dt_launch launcher;
     dt_status launcher_status;
     char summary[512], device_note[160];
-    double write_timeout_s; /* a write fails if the output's reader reads nothing for this time */
+    double write_timeout_s; /* seconds after which a write to a stalled reader fails */
     int *failure_printed;   /* 1: the first failure has been printed */
     /* 1: finish the step, save and end, because SIGTERM arrived or standard output is lost */
     int *stop_requested;
-    int *made_step;    /* 1: the run has completed a step since it was last started */
+    int *made_step;    /* 1: the run has completed a step since its start or its last restart */
     int *stdout_error; /* errno of a failed write to standard output; 0: no write has failed */
     /* errno of a failed write to standard error; 0: no write has failed. After a failure, later
        lines are dropped, so that they do not wait for a stalled reader. */
     int *stderr_error;
 } launched = { .write_timeout_s = 60 };
 
-/* make_flags allocates the flags of `launched`, which threads, forked ranks and signal handlers
-   share. */
+/* get_flag and set_flag access an integer that threads, forked ranks and signal handlers share.
+   make_flags allocates these integers. */
 static int get_flag(const int *at) { return __atomic_load_n(at, __ATOMIC_RELAXED); }
 static void set_flag(int *at, int to) { __atomic_store_n(at, to, __ATOMIC_RELAXED); }
 
@@ -500,9 +500,9 @@ static __attribute__((noreturn)) void refuse_unknown(const char *name) {
 }
 
 /* Parses the decimal number at the start of text into *number. Returns the length of the number in
-   bytes; 0 if text does not start with a number, or if the number is too large or too small for a
-   double. If `real` is 1, the number may have a decimal point and an exponent. Unlike strtod, does
-   not accept a blank, a sign, a hexadecimal number, inf or nan. */
+   bytes; 0 if text does not start with a number, or if a double would overflow or underflow to 0.
+   If `real` is 1, the number may have a decimal point and an exponent. Unlike strtod, this function
+   does not accept a blank, a sign, a hexadecimal number, inf or nan. */
 static size_t decimal(const char *text, int real, double *number) {
     static const char digits[] = "0123456789";
     size_t n = strspn(text, digits), point = real && text[n] == '.';
@@ -605,7 +605,8 @@ static void compute(value *v, int64_t number) {
     v->from = COMPUTED;
 }
 
-/* Returns the option whose name is the first `length` characters of name, or N_OPTIONS. */
+/* Returns the id of the option whose name is the first `length` characters of `name`; N_OPTIONS if
+   there is no such option. */
 static int find_option(const char *name, size_t length) {
     for (int i = 0; i < N_OPTIONS; i++)
         if (is_option(i) && strlen(table[i].name) == length &&
@@ -667,9 +668,9 @@ static void parse(value *v, int argc, char **argv) {
    Each row of the table `deepspeed` has a DeepSpeed key (`path`), and `to` says what the key does:
      an option's id   sets the option. If `on` is not NULL, the key's value is a boolean, and `true`
                       sets the option to the text `on`
-     IGNORED          has no meaning in this program; the printed settings list the key
-     BLOCK            contains an object with other keys
-     other values     are handled by configure_deepspeed */
+     IGNORED          nothing, but the printed settings list the key
+     BLOCK            the key's value is an object that contains other keys
+     other values     see configure_deepspeed */
 enum {
     IGNORED = -1,
     BLOCK = -2,
@@ -847,9 +848,9 @@ static const char *config_word(
     refuse("\"%s\": the legal values are %s", text, legal);
 }
 
-/* Sets options from a DeepSpeed key that does not correspond to one option. `to` is that of the
-   key's row in `deepspeed`, `node` is the key's value and `parent` is the object that contains the
-   key. DeepSpeed's Adam is AdamW unless adam_w_mode is false. */
+/* Sets options from a DeepSpeed key that does not correspond to one option. `to` is the field of
+   the key's row in `deepspeed`, `node` is the key's value and `parent` is the object that contains
+   the key. DeepSpeed's Adam is AdamW unless adam_w_mode is false. */
 static void configure_deepspeed(value *v, int to, int node, int parent) {
     static const char *const optimizers[] = { "Adam", "AdamW", "SGD", "OneBitAdam" };
     static const char *const schedulers[] = { "WarmupLR", "WarmupDecayLR", "WarmupCosineLR" };
@@ -935,7 +936,7 @@ static void configure_block(value *v, int object, const char *prefix) {
         char path[sizeof config.path];
         const char *key = config_enter(node, prefix);
         strcpy(path, config.path);
-        /* "optimizer" with an object is a key of DeepSpeed, with a text it is --optimizer */
+        /* the key "optimizer" is DeepSpeed's if its value is an object, else --optimizer */
         int block = dt_json_kind_of(config.json, node) == DT_JSON_OBJECT;
         while (at < N_DEEPSPEED_KEYS && strcmp(deepspeed[at].path, path) != 0) at++;
         int id =
@@ -1221,8 +1222,8 @@ static const char *error_without_rank(dt_ctx *ctx) {
     return strncmp(text, "rank 0: ", 8) == 0 ? text + 8 : text;
 }
 
-/* Sets an option to a size that the file of --model contains. Refuses another value if the user has
-   given one. */
+/* Sets an option to a size that the file of --model contains. Refuses the run if the user has given
+   a different size. */
 static void size_from_file(value *v, int id, int64_t size) {
     if (v[id].from == GIVEN && long_of(v, id) != size)
         refuse("--%s %s: the model in %s has %lld; leave --%s out", table[id].name, v[id].text,
@@ -1410,7 +1411,7 @@ static void check_token(const char *path) {
     if (length < 16 || length == capacity || memchr(token, 0, length))
         refuse("--token-file %s: it must hold 16 to %zu characters", path, capacity - 1);
     for (volatile char *at = token; at < token + capacity; at++)
-        *at = 0; /* volatile, because a compiler may remove a memset of memory read by no one */
+        *at = 0; /* volatile, because a compiler may remove a memset of memory that is not read */
     setenv("DT_TOKEN_FILE", path, 1);
 }
 
@@ -1554,9 +1555,9 @@ static int64_t gcd(int64_t a, int64_t b) {
 
 #define RAMP_MAX 1e15 /* every integer up to this value is exact as a double */
 
-/* Returns the START:INCR:SAMPLES of --batch-ramp. If neither --micro-batch nor --accum is given,
-   sets --micro-batch to the largest b such that b * replicas divides START, INCR and --batch, or to
-   1 if there is no such b. */
+/* Returns the three numbers of --batch-ramp, START:INCR:SAMPLES; all are 0 if the option is not
+   given. If it is given without --micro-batch and --accum, sets --micro-batch to the largest b such
+   that b * replicas divides START, INCR and --batch, or to 1 if there is no such b. */
 static dt_batch_ramp parse_ramp(value *v, int replicas) {
     const char *text = v[O_BATCH_RAMP].text;
     dt_batch_ramp ramp = { 0, 0, 0, 0 };
@@ -1712,7 +1713,7 @@ static void parse_partition(const value *v, train_config *c, int stages) {
     int n = 0;
     for (; *at; n++) {
         double count = 0;
-        int ends = n == 0 || n == stages - 1; /* these stages may have 0 half layers */
+        int ends = n == 0 || n == stages - 1; /* the first and last stage may have 0 half layers */
         const char *end = at + decimal(at, 0, &count);
         if (end == at || (*end && *end != ',') || (*end == ',' && !end[1]) || count < !ends ||
             count > (double)halves)
@@ -1841,8 +1842,9 @@ static int check_file(int id, const char *path) {
     return got == (ssize_t)sizeof head && (magic == 20240520 || magic == 20240801);
 }
 
-/* Sets files->tokens to the number of tokens in token shards. Reads the first `most` sequences in
-   the order in which training reads them, and refuses a token id that is not below --vocab. */
+/* Sets files->tokens to the number of tokens in the files, which are token shards. Reads the first
+   `most` sequences in the order in which training reads them, and refuses a token id that is not
+   below --vocab. */
 static void check_tokens(const value *v, int id, train_files *files, int64_t most) {
     dt_ctx *ctx = probe_ctx();
     int T = int_of(v, O_SEQ), largest = 0;
@@ -2146,7 +2148,7 @@ static void print_settings(const value *v, const train_config *c) {
 
 // ==== 9. Output of a run ========================================================================
 
-/* The options of a run, and what rank 0 needs to print. */
+/* The options of a run, and the state that rank 0 needs for its output. */
 typedef struct job {
     const value *v;
     train_config config;
@@ -2335,7 +2337,7 @@ static void csv_rewind(dt_ctx *ctx, const job *j, int64_t step) {
     char row[1024];
     off_t keep = 0;
     ssize_t got;
-    int64_t last = -1; /* step of the last row to keep; 0: only the header; -1: not even that */
+    int64_t last = -1; /* step of the last row to keep; 0: only the header; -1: nothing */
     if (j->csv_is_stream) return;
     while ((got = pread(j->csv, row, sizeof row - 1, keep)) > 0) {
         row[got] = 0;
@@ -2528,8 +2530,9 @@ static dt_status rank_main(dt_ctx *ctx, void *user) {
     return train(ctx, &j->config);
 }
 
-/* Set by SIGUSR1 (kill -USR1): requests that dt_run print the table of dt_ranks_text. For each rank
-   the table says in which operation the rank waits, or which operation it finished last. */
+/* SIGUSR1 (kill -USR1) sets this flag, which asks dt_run to print the table of dt_ranks_text. For
+   each rank the table says in which operation the rank waits, or which operation it finished
+   last. */
 static int report_requested;
 static void on_sigusr1(int number) {
     (void)number;
@@ -2737,7 +2740,7 @@ static void on_dry_step(dt_ctx *ctx, const train_row *row, void *user) {
 /* The results of a dry run. */
 typedef struct dry_figures {
     train_row row;             /* each value is the largest of all ranks' values */
-    train_footprint footprint; /* memory of the rank `rank` */
+    train_footprint footprint; /* the memory of rank number `rank` */
     int rank;     /* the rank that failed; if none failed, the rank with the largest memory peak */
     double flops; /* FLOPs per step of the rank that computes the most */
     dt_report report;
