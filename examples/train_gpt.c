@@ -5,8 +5,9 @@
        ./train_gpt --data input.txt --ranks 8 --zero 1 --steps 200 --log-csv log.csv --generate 200
 
    The training loop is train() in train.h, and the model is gpt.h. This file is the command-line
-   program around them. It has one table of options, from which the parser, --help, --print-config
-   and the settings block are generated, the checks before any rank starts, and the printed output.
+   program around them. One table of options defines what the parser accepts and what --help,
+   --print-config and the settings block print. The program checks the options before any rank
+   starts, runs train() on every rank and prints the results.
 
    CONTENTS
      1. Options: the table
@@ -42,14 +43,17 @@
 
 // ==== 1. Options: the table =====================================================================
 
-/* The columns of a row are: id, name, kind, BUILT or NOT_BUILT (only the default is accepted),
-   default (NULL: none, or computed), lo, hi, notation of the value, help. The kinds are
-     INT, REAL  a number from lo to hi
+/* A row of the table has these columns: id; name; kind; BUILT, or NOT_BUILT if this build accepts
+   only the default; default value, or NULL if there is no default or if the program computes it;
+   lo; hi; notation of the value; help. The kinds are
+     HEADING    not an option, but a heading in --help
+     INT        a whole number from lo to hi
+     REAL       a number from lo to hi
      SIZE       an INT with an optional suffix K, M or G for 2^10, 2^20, 2^30
-     WORD       one of the words in the notation; the words after ';' are not in this build
-     TEXT       any text
-     SWITCH     on or off; --no-x is off
-     FLAG       no value */
+     WORD       one of the words in the notation; words after ';' are not available in this build
+     TEXT       any text that is not empty
+     SWITCH     --x on or --x off; --no-x means --x off
+     FLAG       an option without a value */
 enum { HEADING, INT, REAL, SIZE, WORD, TEXT, SWITCH, FLAG };
 enum { BUILT, NOT_BUILT };
 
@@ -257,38 +261,37 @@ static const option table[N_OPTIONS] = {
 
 enum { DEFAULT = 0, COMPUTED, GIVEN };
 typedef struct value {
-    const char *text; /* as given, or the default; NULL: no value */
-    /* the number of an INT, REAL or SIZE; 0 or 1 for a SWITCH or FLAG; the index of a WORD */
+    const char *text; /* the value as text; NULL: no value */
+    /* INT, REAL or SIZE: the number; SWITCH or FLAG: 1 if it is on, 0 if it is off; WORD: the
+       word's index in the notation */
     double number;
-    int from;        /* DEFAULT, COMPUTED, GIVEN */
+    int from;        /* where the value comes from: DEFAULT, COMPUTED or GIVEN (by the user) */
     char buffer[32]; /* holds the text of a computed number */
 } value;
 
 /* How this process was launched, and the state of its output. rank is the rank of this process with
    --backend mpi, tcp or nccl, and otherwise 0. size is the number of ranks with --backend mpi, and
-   otherwise 0. launcher_status is the error in the launcher's variables, if any. summary and
-   device_note are the texts of the lines `launch` and `device` in the printed settings. */
-
-/* How this process was launched, and the state of its output. With --backend mpi, rank and size are
-   this rank and the number of ranks. With tcp, rank is this rank and size is 0. Else both are 0.
-   launcher_status is the error in the launcher's variables, if any. summary and device_note are the
-   settings lines `launch` and `device`. */
+   otherwise 0. launcher_status is DT_OK unless the launcher's environment variables are wrong.
+   summary and device_note are the texts of the lines `launch` and `device` in the printed
+   settings. */
 static struct {
     int rank, size;
     dt_launch launcher;
     dt_status launcher_status;
     char summary[512], device_note[160];
-    double write_timeout_s; /* how long the reader of the output may stall */
+    double write_timeout_s; /* seconds after which a write to a stalled reader fails */
     int *failure_printed;   /* 1: the first failure has been printed */
-    int *stop_requested; /* 1: SIGTERM arrived or standard output is lost; finish the step, save */
-    int *made_step;      /* 1: this attempt has completed a step */
-    int *stdout_error;   /* errno of a failed write to standard output; 0: none */
-    /* errno of a failed write to standard error; 0: none. After a failure, later lines are dropped,
-       so that they do not wait for a stalled reader. */
+    /* 1: finish the step, save and end, because SIGTERM arrived or standard output is lost */
+    int *stop_requested;
+    int *made_step;    /* 1: the run has completed a step since its start or its last restart */
+    int *stdout_error; /* errno of a failed write to standard output; 0: no write has failed */
+    /* errno of a failed write to standard error; 0: no write has failed. After a failure, later
+       lines are dropped, so that they do not wait for a stalled reader. */
     int *stderr_error;
 } launched = { .write_timeout_s = 60 };
 
-/* The flags are shared by threads, forked ranks and signal handlers. */
+/* get_flag and set_flag access an integer that threads, forked ranks and signal handlers share.
+   make_flags allocates these integers. */
 static int get_flag(const int *at) { return __atomic_load_n(at, __ATOMIC_RELAXED); }
 static void set_flag(int *at, int to) { __atomic_store_n(at, to, __ATOMIC_RELAXED); }
 
@@ -303,11 +306,11 @@ static void make_flags(void) {
     launched.stderr_error = flags + 4;
 }
 
-/* Writes all bytes. Returns 0 or an errno: ETIMEDOUT if the reader reads nothing for
-   launched.write_timeout_s seconds. Does not use stdio, because a rank stuck in a write would hold
-   the stdio lock, for which exit() would wait. A pipe that poll reports writable accepts PIPE_BUF
-   bytes without blocking. Each iteration adds at most one second to the waiting time, so the time
-   during which the process is suspended does not count. */
+/* Writes n bytes to fd. Returns 0 on success, else the errno; ETIMEDOUT if the reader reads nothing
+   for launched.write_timeout_s seconds. Does not use stdio, because a rank stuck in a write would
+   hold the stdio lock, and exit() would wait for the lock. A pipe that poll reports writable
+   accepts PIPE_BUF bytes without blocking. Each iteration adds at most one second to the waiting
+   time, so a suspension of the process (SIGSTOP) counts as one second at most. */
 static int write_all(int fd, const char *bytes, size_t n) {
     const dt_host *host = dt_host_default();
     double waited = 0, before = host->now(host->user);
@@ -330,10 +333,10 @@ static const char *write_error_text(int error) {
                               : strerror(error);
 }
 
-/* A line of output, which is written with one write call. */
+/* The buffer of one line of output. A line that fits is written by one call of write_all. */
 typedef struct line {
-    /* error is the errno of a failed write; for fd 1 and 2 it is launched.stdout_error or
-       .stderr_error */
+    /* file descriptor, and the errno of a failed write (0: no write has failed); for fd 1 and 2,
+       launched.stdout_error and launched.stderr_error are used instead of `error` */
     int fd, error;
     size_t used;
     char text[PIPE_BUF];
@@ -348,9 +351,9 @@ static void flush_line(line *l) {
     l->used = 0;
 }
 
-/* Appends untrusted text (n bytes and a NUL), such as a path, the contents of a file or a message
-   of another rank. Writes unprintable bytes as \xNN, except the bytes in `keep`. If keep is NULL,
-   copies all bytes unchanged. */
+/* Appends untrusted text, such as a path, the contents of a file or a message of another rank. text
+   has n bytes and a terminating NUL. Unprintable bytes are written as \xNN, except the bytes in
+   `keep`. If `keep` is NULL, all bytes are copied unchanged. */
 static void line_add_text(line *l, const char *text, size_t n, const char *keep) {
     for (size_t i = 0; i < n;) {
         size_t length = dt_printable(text + i);
@@ -365,8 +368,8 @@ static void line_add_text(line *l, const char *text, size_t n, const char *keep)
     }
 }
 
-/* Appends formatted text to the line. If fmt ends in a newline, writes the line. Other control
-   bytes are written as \xNN. */
+/* Appends formatted text to the line. If fmt ends in a newline, writes the line to its fd. All
+   other unprintable bytes become \xNN. */
 static __attribute__((format(printf, 2, 0))) void line_vprintf(
     line *l, const char *fmt, va_list args) {
     char text[2 * PIPE_BUF];
@@ -397,23 +400,25 @@ static __attribute__((format(printf, 1, 2))) void print_error(const char *fmt, .
 
 // ==== 3. Parser =================================================================================
 
-/* Rank 0 prints errors for all ranks. Other ranks that fail wait one second before they exit,
-   because a launcher kills all remaining ranks when the first rank exits. */
+/* Rank 0 prints errors for all ranks. Every other rank that fails waits one second before it exits,
+   because a launcher kills all remaining ranks when one rank exits: rank 0 might be killed before
+   it has printed the error. */
 static int prints_messages(void) { return launched.rank == 0; }
 static void let_rank_0_print_first(void) {
     if (!prints_messages()) sleep(1);
 }
 
-/* The state of reading --config. path is the path of the key at `node`, ignored lists the keys that
-   have no meaning in this program, and given marks the options that the file sets. */
+/* The state of the reader of --config's JSON file. `path` is the path of the key whose value is
+   `node`. `ignored` lists the file's keys that have no meaning in this program. given[id] is 1 if
+   the file sets option id. */
 static struct {
     dt_ctx *ctx;
     dt_json *json;
-    int node; /* the value that is being read; -1: none */
+    int node; /* the JSON value that is being read; -1: none */
     char path[160], ignored[1024], given[N_OPTIONS];
-    char *values[N_OPTIONS]; /* copies of the values that the file sets */
+    char *values[N_OPTIONS]; /* copies of the texts of the values that the file sets */
 } config = { .node = -1 };
-/* limits on the length of a key and of a text, in bytes */
+/* length in bytes of the longest key and of the longest text that --config's file may contain */
 enum { CONFIG_KEY = 50, CONFIG_TEXT = 4096 };
 static const char *error_without_rank(dt_ctx *ctx);
 static dt_ctx *probe_ctx(void);
@@ -425,7 +430,7 @@ static __attribute__((noreturn, format(printf, 1, 2))) void refuse(const char *f
     line l = { .fd = 2 };
     let_rank_0_print_first();
     line_printf(&l, "error: ");
-    if (config.node >= 0) { /* file:line:column: key: */
+    if (config.node >= 0) { /* print "file:line:column: key: " before the text */
         dt_json_fail(config.json, config.node, "%s", *config.path ? config.path : "the file");
         line_printf(&l, "%s: ", error_without_rank(config.ctx));
     }
@@ -448,9 +453,10 @@ static const char *kind_of(mode_t mode) {
                            : "of an unknown kind";
 }
 
-/* Refuses an option's path if it is not a file of a legal kind. Does not open the file, because
-   opening may block or act on a device. Follows links, because the user chose the path. Returns 0
-   and sets errno if the file does not exist. */
+/* Refuses an option's path if the file exists but is not of a kind in `legal` (A_FILE, A_DIRECTORY
+   or EITHER). Does not open the file, because opening may block or act on a device. Follows links,
+   because the user chose the path. Returns 1 if the file exists; otherwise returns 0 and sets
+   errno. */
 enum { A_FILE = 1, A_DIRECTORY = 2, EITHER = 3 };
 static int check_kind(int id, const char *path, int legal) {
     static const char *const names[] = { "", "a file", "a directory", "a file or a directory" };
@@ -493,9 +499,10 @@ static __attribute__((noreturn)) void refuse_unknown(const char *name) {
     refuse("unknown option --%s; the nearest is --%s (--help lists all)", name, table[best].name);
 }
 
-/* Parses the decimal number at the start of text. Returns its length, or 0 if text does not start
-   with a number. If `real` is 1, the number may have a decimal point and an exponent. Unlike
-   strtod, does not accept a blank, a sign, a hexadecimal number, inf or nan. */
+/* Parses the decimal number at the start of text into *number. Returns the length of the number in
+   bytes; 0 if text does not start with a number, or if a double would overflow or underflow to 0.
+   If `real` is 1, the number may have a decimal point and an exponent. Unlike strtod, this function
+   does not accept a blank, a sign, a hexadecimal number, inf or nan. */
 static size_t decimal(const char *text, int real, double *number) {
     static const char digits[] = "0123456789";
     size_t n = strspn(text, digits), point = real && text[n] == '.';
@@ -526,8 +533,9 @@ static void parse_number(int id, value *v, const char *text) {
     v->number = x;
 }
 
-/* Returns the index of text among the words of `arg`, or -1 if it is not among them. Sets *built to
-   the number of words before the ';'. */
+/* Returns the index of text among the words of `arg`, which is the notation of a WORD, for example
+   "threads|procs|tcp;mpi|nccl"; -1 if text is none of these words. Sets *built to the number of
+   words before the ';', or to the number of all words if there is no ';'. */
 static int word_index(const char *arg, const char *text, int *built) {
     int index = -1, n = 0;
     *built = 0;
@@ -542,7 +550,8 @@ static int word_index(const char *arg, const char *text, int *built) {
     return index;
 }
 
-/* Returns the make command that builds support for the word. */
+/* Returns the end of an error text: a colon and the make command that builds support for the word,
+   or "" if no command does. */
 static const char *built_by(const char *word) {
     if (strcmp(word, "mpi") == 0) return ": make MPI=1";
     return strcmp(word, "cuda") == 0 || strcmp(word, "nccl") == 0 ? ": make CUDA=1 NCCL=1" : "";
@@ -562,9 +571,9 @@ static void parse_word(int id, value *v, const char *text) {
     v->number = index;
 }
 
-/* Sets an option to text. Refuses text that is not a legal value for the option's kind. If the
-   option is not available in this build, also refuses a value given by the user that differs from
-   the default. */
+/* Sets the option's value *v to text. Refuses text that is not a legal value for the option's kind.
+   If the option is not available in this build, also refuses a value that the user has given and
+   that differs from the default. */
 static void set(value *v, int id, const char *text, int from) {
     const option *o = &table[id];
     value default_value = { 0 };
@@ -596,7 +605,8 @@ static void compute(value *v, int64_t number) {
     v->from = COMPUTED;
 }
 
-/* Returns the option whose name is the first `length` characters of name, or N_OPTIONS. */
+/* Returns the id of the option whose name is the first `length` characters of `name`; N_OPTIONS if
+   there is no such option. */
 static int find_option(const char *name, size_t length) {
     for (int i = 0; i < N_OPTIONS; i++)
         if (is_option(i) && strlen(table[i].name) == length &&
@@ -609,7 +619,7 @@ static void parse(value *v, int argc, char **argv) {
     char seen[N_OPTIONS] = { 0 };
     for (int i = 0; i < N_OPTIONS; i++)
         if (table[i].default_text) set(&v[i], i, table[i].default_text, DEFAULT);
-    for (int i = 1; i < argc; i++) { /* --config first, because the command line overrides it */
+    for (int i = 1; i < argc; i++) { /* read --config first: the command line overrides the file */
         int alone = strcmp(argv[i], "--config") == 0 && i + 1 < argc;
         if (alone || strncmp(argv[i], "--config=", 9) == 0)
             read_config(v, alone ? argv[i + 1] : argv[i] + 9);
@@ -652,11 +662,15 @@ static void parse(value *v, int argc, char **argv) {
 // ==== 4. Configuration file =====================================================================
 
 /* --config FILE reads a JSON object whose keys are options of this program, as --print-config
-   prints them, or DeepSpeed's keys, or both. Other options keep their defaults, and the command
-   line overrides the file. A DeepSpeed key sets the option `to`. If `on` is not NULL, the key is a
-   boolean, and true sets the option to `on`. If `to` is IGNORED, the key has no meaning in this
-   program, and the settings block lists it. configure_deepspeed handles the other negative values
-   of `to`. */
+   prints them, or DeepSpeed's keys, or both. Options that the file does not set keep their
+   defaults, and the command line overrides the file.
+
+   Each row of the table `deepspeed` has a DeepSpeed key (`path`), and `to` says what the key does:
+     an option's id   sets the option. If `on` is not NULL, the key's value is a boolean, and `true`
+                      sets the option to the text `on`
+     IGNORED          nothing, but the printed settings list the key
+     BLOCK            the key's value is an object that contains other keys
+     other values     see configure_deepspeed */
 enum {
     IGNORED = -1,
     BLOCK = -2,
@@ -766,7 +780,8 @@ static const deepspeed_key deepspeed[] = {
 };
 enum { N_DEEPSPEED_KEYS = sizeof deepspeed / sizeof deepspeed[0] };
 
-/* Sets an option from the key at config.path. Refuses an option that the file sets twice. */
+/* Sets option `id` to text, which the file contains at config.path. Refuses an option that the file
+   sets twice. */
 static void configure(value *v, int id, const char *text) {
     if (config.given[id]) refuse("--%s is given twice in this file", table[id].name);
     config.given[id] = 1;
@@ -775,7 +790,8 @@ static void configure(value *v, int id, const char *text) {
     set(&v[id], id, config.values[id], GIVEN);
 }
 
-/* Returns a JSON value as text, as on the command line, or NULL for an array, an object or null. */
+/* Returns a JSON value as the text that a user would write on the command line; NULL for an array,
+   an object or null. `buffer` receives the text of a number. */
 static const char *config_text(int node, char *buffer, size_t bytes) {
     double x;
     int64_t integer;
@@ -797,7 +813,8 @@ static const char *config_text(int node, char *buffer, size_t bytes) {
     return buffer;
 }
 
-/* Sets an option to a JSON value, which must have the option's kind. */
+/* Sets an option to a JSON value. Refuses a JSON value whose type does not fit the option's kind. A
+   null changes nothing. */
 static void configure_as_is(value *v, int id, int node) {
     dt_json_kind kind = dt_json_kind_of(config.json, node);
     char buffer[40];
@@ -817,7 +834,8 @@ static const char *config_string(int node) {
     return config_text(node, NULL, 0);
 }
 
-/* Finds a JSON string among `words` and returns the element of `values` at the same index. */
+/* Looks up a JSON string in `words` and returns the element of `values` with the same index.
+   Refuses a string that is not in `words`. */
 static const char *config_word(
     int node, const char *const *words, const char *const *values, int n) {
     const char *text = config_string(node);
@@ -830,8 +848,9 @@ static const char *config_word(
     refuse("\"%s\": the legal values are %s", text, legal);
 }
 
-/* Handles the DeepSpeed keys that do not map to one option. DeepSpeed's Adam is AdamW unless
-   adam_w_mode is false. */
+/* Sets options from a DeepSpeed key that does not correspond to one option. `to` is the field of
+   the key's row in `deepspeed`, `node` is the key's value and `parent` is the object that contains
+   the key. DeepSpeed's Adam is AdamW unless adam_w_mode is false. */
 static void configure_deepspeed(value *v, int to, int node, int parent) {
     static const char *const optimizers[] = { "Adam", "AdamW", "SGD", "OneBitAdam" };
     static const char *const schedulers[] = { "WarmupLR", "WarmupDecayLR", "WarmupCosineLR" };
@@ -891,13 +910,14 @@ static __attribute__((noreturn)) void refuse_key(const char *path) {
     refuse("unknown key%s%s", *nearest ? "; the nearest is " : "", nearest);
 }
 
-/* Sets config.node to `node` and config.path to prefix and the node's key, so that errors name the
-   key. Returns the key. In config.path a long key is shortened. */
+/* Returns the key of `node`. Sets config.node to `node`, and config.path to `prefix` followed by
+   the key, because error texts contain the path. Refuses a key longer than CONFIG_KEY; that error's
+   path contains only the beginning of the key. */
 static const char *config_enter(int node, const char *prefix) {
     size_t bytes = 0, shown = 0;
     const char *key = dt_json_key(config.json, node, &bytes);
     for (size_t i = 0; i <= bytes && i <= CONFIG_KEY; i++)
-        if ((key[i] & 0xc0) != 0x80) shown = i; /* whole characters */
+        if ((key[i] & 0xc0) != 0x80) shown = i; /* do not split a UTF-8 character */
     snprintf(config.path, sizeof config.path, "%s%.*s%s", prefix, (int)shown, key,
         shown < bytes ? ".." : "");
     config.node = node;
@@ -907,7 +927,8 @@ static const char *config_enter(int node, const char *prefix) {
     return key;
 }
 
-/* Reads the members of an object. prefix is the path of the object with a dot at the end, or "". */
+/* Sets the options given by the members of a JSON object. `prefix` is the path of the object and a
+   dot; it is "" for the file's outermost object. */
 static void configure_block(value *v, int object, const char *prefix) {
     if (dt_json_kind_of(config.json, object) != DT_JSON_OBJECT) refuse("an object is needed");
     for (int i = 0; i < dt_json_count(config.json, object); i++) {
@@ -915,7 +936,8 @@ static void configure_block(value *v, int object, const char *prefix) {
         char path[sizeof config.path];
         const char *key = config_enter(node, prefix);
         strcpy(path, config.path);
-        int block = dt_json_kind_of(config.json, node) == DT_JSON_OBJECT; /* "optimizer" is both */
+        /* the key "optimizer" is DeepSpeed's if its value is an object, else --optimizer */
+        int block = dt_json_kind_of(config.json, node) == DT_JSON_OBJECT;
         while (at < N_DEEPSPEED_KEYS && strcmp(deepspeed[at].path, path) != 0) at++;
         int id =
             *prefix || (block && at < N_DEEPSPEED_KEYS) ? N_OPTIONS : find_option(key, strlen(key));
@@ -960,7 +982,8 @@ static void read_config(value *v, const char *path) {
 
 // ==== 5. Help and configuration =================================================================
 
-/* Prints the options that are not built, in lines of at most 100 characters. */
+/* Prints the names of the options that are not available in this build, in lines of at most 100
+   characters. */
 static void print_not_built(void) {
     line out = { .fd = 1 };
     line_printf(&out, "\n");
@@ -1023,8 +1046,8 @@ static void print_help(void) {
     PRINT_LINES(foot);
 }
 
-/* Writes a value as JSON with dt's writer. Also escapes DEL and the C1 control characters, which
-   JSON allows but terminals interpret. */
+/* Writes an option's value as JSON to the stream `to`. `json` is dt's JSON writer. Also escapes DEL
+   and the C1 control characters, which JSON allows but terminals interpret. */
 static void print_value(FILE *to, dt_json_out *json, const value *v, int id) {
     const option *o = &table[id];
     json->used = 0;
@@ -1052,7 +1075,8 @@ static void print_value(FILE *to, dt_json_out *json, const value *v, int id) {
     }
 }
 
-/* Returns all options as a JSON object. The caller frees the text. */
+/* Returns the text of a JSON object with the values of all options except the flags; --quiet is the
+   only flag in it. The caller frees the text. */
 static char *config_json(const value *v) {
     char *text = NULL;
     size_t bytes;
@@ -1135,9 +1159,11 @@ static int64_t smallest_divisor(int64_t n, int64_t min) {
     return min < n ? min : n;
 }
 
-/* Reads --recompute, which is a word, or full:K with the number K of layers recomputed together. */
+/* Reads --recompute: one of three words, or full:K, where K is the number of layers that are
+   recomputed together. */
 static void resolve_recompute(const char *text, gpt_config *c) {
-    static const char *const words[] = { "none", "selective", "full" }; /* as GPT_RECOMPUTE_* */
+    /* in the order of the GPT_RECOMPUTE_* constants */
+    static const char *const words[] = { "none", "selective", "full" };
     int best = 0, min_distance = 99;
     char word[16];
     snprintf(word, sizeof word, "%.*s", (int)strcspn(text, ":"), text);
@@ -1162,15 +1188,16 @@ static void resolve_recompute(const char *text, gpt_config *c) {
         text, words[best]);
 }
 
-/* A log callback that does not print errors. The caller prints the first failure at the end. */
+/* A log callback that prints all messages except errors. The code that uses this callback prints
+   the first failure itself, after the run or after the check of a file. */
 static void log_without_errors(void *user, int level, int rank, const char *text) {
     (void)user;
     if (level != DT_LOG_ERROR) dt_host_default()->log(dt_host_default()->user, level, rank, text);
 }
 
-/* A log callback that prints the first failure immediately, for two reasons: a stuck or stopped
-   rank may delay the end of dt_run, and when a rank dies an MPI launcher may kill the other ranks
-   within milliseconds. */
+/* A log callback that prints errors at once, and not only after dt_run has returned. A stuck or
+   stopped rank may delay the end of dt_run, and when a rank dies, an MPI launcher may kill the
+   other ranks within milliseconds. */
 static void log_first_error(void *user, int level, int rank, const char *text) {
     if (level != DT_LOG_ERROR) {
         log_without_errors(user, level, rank, text);
@@ -1189,13 +1216,14 @@ static dt_ctx *probe_ctx(void) {
     return ctx;
 }
 
-/* Returns the error text without "rank 0: ", because no rank has started. */
+/* Returns the context's error text without the prefix "rank 0: ", because no rank has started. */
 static const char *error_without_rank(dt_ctx *ctx) {
     const char *text = dt_error_text(ctx);
     return strncmp(text, "rank 0: ", 8) == 0 ? text + 8 : text;
 }
 
-/* Sets an option to a size from the file of --model. A value on the command line must equal it. */
+/* Sets an option to a size that the file of --model contains. Refuses the run if the user has given
+   a different size. */
 static void size_from_file(value *v, int id, int64_t size) {
     if (v[id].from == GIVEN && long_of(v, id) != size)
         refuse("--%s %s: the model in %s has %lld; leave --%s out", table[id].name, v[id].text,
@@ -1210,7 +1238,8 @@ static void word_from_file(value *v, int id, const char *word) {
     if (v[id].from != GIVEN) set(&v[id], id, word, COMPUTED);
 }
 
-/* Returns the configuration from the file of --model. --seq may be smaller than in the file. */
+/* Returns the model's configuration from the file of --model, and sets the options of the model to
+   match. Only --seq may differ: it may be smaller than the file's number of positions. */
 static gpt_config model_of_file(value *v) {
     dt_ctx *ctx = probe_ctx();
     check_kind(O_MODEL, v[O_MODEL].text, EITHER);
@@ -1257,7 +1286,8 @@ static gpt_config model_of_options(value *v) {
         .arch = llama ? GPT_LLAMA : GPT_GPT2 };
 }
 
-/* Reads an option that is a number greater than 0 or the given word. Returns 0 for the word. */
+/* Returns the value of an option that is `word` or a number: 0 if it is `word`, else the number.
+   The number must be greater than 0 and at most `max`, and whole if is_integer is 1. */
 static double number_or_word(const value *v, int id, const char *word, double max, int is_integer) {
     double x = 0;
     size_t n = decimal(v[id].text, !is_integer, &x);
@@ -1268,7 +1298,8 @@ static double number_or_word(const value *v, int id, const char *word, double ma
     return x;
 }
 
-/* Reads the MoE options, which have no effect on a dense model. */
+/* Checks the MoE options and copies them to the model's configuration. In a dense model (without
+   --experts) they have no effect. */
 static void resolve_experts(value *v, gpt_config *c) {
     c->experts = (int)number_or_word(v, O_EXPERTS, "dense", MEGA, 1);
     c->capacity = number_or_word(v, O_CAPACITY, "dropless", 1e9, 0);
@@ -1300,10 +1331,12 @@ static gpt_config resolve_model(value *v) {
 static int is_nccl(const value *v) { return strcmp(v[O_BACKEND].text, "nccl") == 0; }
 static int is_cuda(const value *v) { return strcmp(v[O_DEVICE].text, "cuda") == 0; }
 
-/* Returns 1 if each rank is a separate process and the ranks connect by TCP. */
+/* Returns 1 if the backend is tcp or nccl: with both, each rank is started as a separate process,
+   and the ranks connect by TCP. */
 static int is_tcp(const value *v) { return strcmp(v[O_BACKEND].text, "tcp") == 0 || is_nccl(v); }
 
-/* Without a GPU, --device cuda prints a note and uses the CPU, and --backend nccl is refused. */
+/* Checks --device. If --device is cuda and there is no GPU, refuses --backend nccl; with other
+   backends prints a note and sets --device to cpu. */
 static void resolve_device(value *v) {
     if (is_nccl(v) && v[O_DEVICE].from != GIVEN) set(&v[O_DEVICE], O_DEVICE, "cuda", COMPUTED);
     if (is_nccl(v) && !is_cuda(v)) refuse("--backend nccl needs --device cuda");
@@ -1336,9 +1369,10 @@ static const dt_kernels *kernels_of(const value *v) {
     return dt_kernels_cpu();
 }
 
-/* Finds the launcher. The command line overrides the environment. If a launcher started several
-   processes, the default backend is nccl on GPUs if the program is built with NCCL. Otherwise it is
-   mpi under an MPI launcher if the program is built with MPI, and tcp in all other cases. */
+/* Finds the launcher that started this process, and chooses the backend unless the user has given
+   --backend, --rank or --rendezvous. If the launcher started several processes, the backend is nccl
+   if --device is cuda and the program is built with NCCL. Otherwise it is mpi if the launcher is
+   one of MPI's and the program is built with MPI, and tcp in all other cases. */
 static void find_launch(value *v) {
     const dt_launch *launcher = &launched.launcher;
     const char *backend = "tcp";
@@ -1355,9 +1389,10 @@ static void find_launch(value *v) {
     if (launcher->size > 1) set(&v[O_BACKEND], O_BACKEND, backend, COMPUTED);
 }
 
-/* Checks the token file. The job's secret token is in a file, because every user of a machine can
-   see the command lines. dt_run reads the file, and erases the token from memory after all ranks
-   are connected. This check erases its copy of the token too. */
+/* Checks the file of --token-file and passes its path to dt_run, in DT_TOKEN_FILE. The job's secret
+   token is in a file, because every user of a machine can see the command lines of all processes.
+   dt_run reads the file, and erases the token from memory after all ranks are connected. This
+   function erases its copy of the token too. */
 static void check_token(const char *path) {
     char token[257];
     const size_t capacity = sizeof token;
@@ -1376,12 +1411,12 @@ static void check_token(const char *path) {
     if (length < 16 || length == capacity || memchr(token, 0, length))
         refuse("--token-file %s: it must hold 16 to %zu characters", path, capacity - 1);
     for (volatile char *at = token; at < token + capacity; at++)
-        *at = 0; /* volatile, because a compiler may remove a memset */
+        *at = 0; /* volatile, because a compiler may remove a memset of memory that is not read */
     setenv("DT_TOKEN_FILE", path, 1);
 }
 
-/* Determines --rank, --ranks and --rendezvous for the backends tcp and nccl. A value that is not on
-   the command line comes from the launcher. */
+/* Determines --rank, --ranks and --rendezvous for the backends tcp and nccl. The values that the
+   user has not given come from the launcher. */
 static void resolve_tcp(value *v) {
     const dt_launch *launcher = &launched.launcher;
     int told = launcher->launcher[0] && !v[O_RANK].text;
@@ -1421,9 +1456,9 @@ static void resolve_tcp(value *v) {
             v[O_RENDEZVOUS].text ? v[O_RENDEZVOUS].text : "127.0.0.1:29500");
 }
 
-/* Refuses a launcher, and the options for ranks that are started separately, if the backend is
-   threads or procs, because such a backend starts all ranks from one process. Otherwise each
-   process of the launcher would train alone, and all processes would write the same log. */
+/* Called if the backend is threads or procs, which start all ranks from one process. Refuses the
+   run if a launcher has started several processes, because each process would train alone and all
+   would write the same log. Also refuses the options for ranks that are started separately. */
 static void refuse_launcher(const value *v) {
     const dt_launch *launcher = &launched.launcher;
     if (launcher->size > 1)
@@ -1436,8 +1471,9 @@ static void refuse_launcher(const value *v) {
         refuse("--token-file %s needs --backend tcp or mpi", v[O_TOKEN_FILE].text);
 }
 
-/* Takes rank and number of ranks from MPI. If the launcher's variables have other values, launcher
-   and program use different MPI libraries. */
+/* Sets --ranks to the number of processes that MPI has started. Refuses the run if the launcher's
+   environment variables give another number, because the launcher and the program then use
+   different MPI libraries. */
 static void resolve_mpi(value *v) {
     const dt_launch *launcher = &launched.launcher;
     if (launcher->size > 1 && launched.size != launcher->size)
@@ -1475,8 +1511,9 @@ static dt_mesh_desc resolve_mesh(value *v) {
     return sizes;
 }
 
-/* Computes batch B, micro-batch b and accumulation a, where B = b a R with R replicas. If two of B,
-   b and a are given, computes the third. If all three are given, checks them. */
+/* Computes --batch (B), --micro-batch (b) and --accum (a), for which B = b * a * R with R replicas.
+   If two of the three options are given, computes the third. If all three are given, checks
+   them. */
 static void resolve_batch(value *v, int replicas, int pp) {
     int64_t B = long_of(v, O_BATCH), b = long_of(v, O_MICRO_BATCH), a = long_of(v, O_ACCUM),
             R = replicas;
@@ -1498,7 +1535,7 @@ static void resolve_batch(value *v, int replicas, int pp) {
     if (B % divisor != 0)
         refuse("--batch %lld%s does not divide over %lld replicas; use --batch %lld", (long long)B,
             is_default, (long long)R, (long long)(B / divisor + 1) * divisor);
-    /* to keep all ranks of a pipeline busy, it needs at least one micro-batch per rank */
+    /* a pipeline of pp ranks needs at least pp micro-batches to keep all its ranks busy */
     if (!a && !b && pp > 1) a = smallest_divisor(B / R, pp);
     if (a)
         compute(&v[O_ACCUM], a);
@@ -1516,10 +1553,11 @@ static int64_t gcd(int64_t a, int64_t b) {
     return a;
 }
 
-#define RAMP_MAX 1e15 /* integers up to this value are exact as doubles */
+#define RAMP_MAX 1e15 /* every integer up to this value is exact as a double */
 
-/* Reads START:INCR:SAMPLES. Without --micro-batch and --accum, chooses the largest micro-batch that
-   divides START, INCR and the batch. */
+/* Returns the three numbers of --batch-ramp, START:INCR:SAMPLES; all are 0 if the option is not
+   given. If it is given without --micro-batch and --accum, sets --micro-batch to the largest b such
+   that b * replicas divides START, INCR and --batch, or to 1 if there is no such b. */
 static dt_batch_ramp parse_ramp(value *v, int replicas) {
     const char *text = v[O_BATCH_RAMP].text;
     dt_batch_ramp ramp = { 0, 0, 0, 0 };
@@ -1550,11 +1588,12 @@ static void check_ramp(const value *v, dt_batch_ramp *ramp, int replicas) {
         (long long)ramp->batch, (long long)long_of(v, O_MICRO_BATCH), replicas, why);
 }
 
-/* In dt_zero_desc 0 means the default, so an explicit 0 is passed as a tiny number. */
+/* Returns x, or a tiny number if x is 0. In dt_zero_desc, 0 means the default, so a 0 that the user
+   has given is passed as the tiny number. */
 static double tiny_if_zero(double x) { return x == 0 ? 1e-300 : x; }
 
-/* Checks the options of 1-bit Adam. It exchanges compressed momentum instead of gradients, so it
-   works neither with ZeRO nor with --reduce tree. */
+/* Checks the options of 1-bit Adam. 1-bit Adam exchanges compressed momentum instead of gradients,
+   so it works neither with ZeRO nor with --reduce tree. */
 static void resolve_onebit(value *v) {
     int onebit = strcmp(v[O_OPTIMIZER].text, "onebit-adam") == 0;
     if (!onebit && v[O_FREEZE_STEPS].text)
@@ -1587,7 +1626,8 @@ static dt_zero_desc resolve_optimizer(value *v) {
         .no_overlap = !int_of(v, O_OVERLAP) };
 }
 
-/* Reads loss scale, shard group and offload. */
+/* Checks the options of loss scaling, ZeRO-3's gathering, HSDP and offloading, and copies their
+   values to *z. */
 static void resolve_zero(value *v, dt_mesh_desc mesh, dt_zero_desc *z) {
     int ranks = mesh.dp * mesh.ep * mesh.cp, group = int_of(v, O_SHARD_GROUP);
     size_t n = 0;
@@ -1634,7 +1674,8 @@ static void resolve_zero(value *v, dt_mesh_desc mesh, dt_zero_desc *z) {
             group, ranks, mesh.dp * mesh.ep, mesh.cp, (int)largest_divisor(ranks, group));
 }
 
-/* Checks that heads, tokens and experts divide over the mesh. */
+/* Refuses axis sizes that cannot shard the model's heads, tokens or experts evenly. Also sets the
+   model's sp and cp_kind. */
 static void resolve_sharding(const value *v, dt_mesh_desc mesh, gpt_config *m) {
     char why[300];
     int64_t tokens = int_of(v, O_SEQ) / mesh.cp;
@@ -1663,16 +1704,16 @@ static void resolve_sharding(const value *v, dt_mesh_desc mesh, gpt_config *m) {
                "with --experts");
 }
 
-/* Reads --partition as a list that gives for each stage its number of half layers. A half layer is
-   the attention or the MLP of a layer. The first stage also has the embedding, and the last stage
-   also has the head. */
+/* Reads a --partition that is a list: the number of half layers of each stage. A half layer is the
+   attention or the MLP of a layer. The first stage also has the embedding, and the last stage also
+   has the head. */
 static void parse_partition(const value *v, train_config *c, int stages) {
     const char *at = v[O_PARTITION].text, *list = at;
     int64_t sum = 0, halves = 2 * c->model.layers;
     int n = 0;
     for (; *at; n++) {
         double count = 0;
-        int ends = n == 0 || n == stages - 1; /* these stages may have 0 half layers */
+        int ends = n == 0 || n == stages - 1; /* the first and last stage may have 0 half layers */
         const char *end = at + decimal(at, 0, &count);
         if (end == at || (*end && *end != ',') || (*end == ',' && !end[1]) || count < !ends ||
             count > (double)halves)
@@ -1692,7 +1733,8 @@ static void parse_partition(const value *v, train_config *c, int stages) {
             (long long)halves);
 }
 
-/* Chooses the pipeline schedule, its stages and the items of each stage. */
+/* Chooses the pipeline schedule, the number of stages and the items of each stage. An item is the
+   embedding, half a layer or the head (see gpt_config.stage_begin). */
 static void resolve_pipeline(value *v, train_config *c) {
     static const int kinds[] = { DT_SCHEDULE_NAIVE, DT_SCHEDULE_AFAB, DT_SCHEDULE_1F1B,
         DT_SCHEDULE_INTERLEAVED, DT_SCHEDULE_ZB };
@@ -1724,7 +1766,7 @@ static void resolve_pipeline(value *v, train_config *c) {
         refuse("%s", why);
 }
 
-/* Reads the options of checkpoints and restarts. */
+/* Checks the options of checkpoints and restarts, and copies their values to *c. */
 static void resolve_checkpoints(const value *v, train_config *c) {
     static const int need[] = { O_SAVE_EVERY, O_KEEP, O_MAX_RESTARTS, O_SAVE_BACKGROUND };
     for (size_t i = 0; i < sizeof need / sizeof *need && !v[O_SAVE].text; i++)
@@ -1787,8 +1829,8 @@ static train_config resolve(value *v) {
 
 // ==== 7. Data ===================================================================================
 
-/* Refuses a file that cannot be read. Returns 1 if the magic number of the file is that of an llm.c
-   token shard. */
+/* Refuses a file that cannot be read. Returns 1 if the file begins with the magic number of llm.c's
+   token shards, else 0. */
 static int check_file(int id, const char *path) {
     unsigned char head[4] = { 0 };
     int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
@@ -1800,8 +1842,9 @@ static int check_file(int id, const char *path) {
     return got == (ssize_t)sizeof head && (magic == 20240520 || magic == 20240801);
 }
 
-/* Reads the first `most` sequences of token shards in the order of training, and refuses an id that
-   is not below the vocabulary size. */
+/* Sets files->tokens to the number of tokens in the files, which are token shards. Reads the first
+   `most` sequences in the order in which training reads them, and refuses a token id that is not
+   below --vocab. */
 static void check_tokens(const value *v, int id, train_files *files, int64_t most) {
     dt_ctx *ctx = probe_ctx();
     int T = int_of(v, O_SEQ), largest = 0;
@@ -1812,7 +1855,8 @@ static void check_tokens(const value *v, int id, train_files *files, int64_t mos
         dt_text_close(text);
         text = dt_text_open(ctx, (const char *const *)files->path, files->count, T);
         int64_t S = dt_text_sequences(text);
-        /* no shuffling above the limit, because find_text then refuses the run after this check */
+        /* More sequences than the limit cannot be shuffled. They are read in file order, because
+           find_text refuses the run after this check. */
         int shuffle = id == O_DATA && v[O_SHUFFLE].number && S <= DT_SAMPLER_MAX_SHUFFLED;
         dt_sampler *order = dt_sampler_make(ctx, (dt_sampler_desc){ .samples = S,
                                                      .replicas = 1,
@@ -1831,7 +1875,8 @@ static void check_tokens(const value *v, int id, train_files *files, int64_t mos
             v[id].text, largest, int_of(v, O_VOCAB), largest + 1);
 }
 
-/* Finds the files of --data or --val and checks them. The run reads at most `most` sequences. */
+/* Finds the files of --data or --val and checks them. `most` is an upper limit of the number of
+   sequences that the run reads. */
 static void find_text(const value *v, int id, train_files *files, int64_t most) {
     const char *path = v[id].text, *name = table[id].name;
     int64_t seq = int_of(v, O_SEQ);
@@ -1874,7 +1919,8 @@ static void find_text(const value *v, int id, train_files *files, int64_t most) 
             (long long)((files->tokens - 1) / (DT_SAMPLER_MAX_SHUFFLED + 1) + 1));
 }
 
-/* Checks that a file can be written later, after the last step. Creates no file. */
+/* Checks that the run will be able to write a file at `path` after the last step. Creates no
+   file. */
 static void check_writable(int id, const char *path) {
     const char *slash = strrchr(path, '/');
     char folder[4096];
@@ -1883,7 +1929,8 @@ static void check_writable(int id, const char *path) {
     check_kind(id, path, A_FILE);
     if (length >= (int)sizeof folder)
         refuse("--%s %.80s...: the path is too long", table[id].name, path);
-    if (access(folder, W_OK | X_OK) != 0) /* the run writes a new file here and renames it */
+    /* the folder must be writable, because the run writes a new file and then renames it to path */
+    if (access(folder, W_OK | X_OK) != 0)
         refuse("--%s %s: %s", table[id].name, path, strerror(errno));
 }
 
@@ -1929,7 +1976,8 @@ static void refuse_overwrite(
             table[out->option].name, out->path, table[reader].name);
 }
 
-/* Refuses an output file that is also an input or another output. models: files of --model. */
+/* Refuses an output file that is also an input file or another output file. `models` contains the
+   files of --model. */
 static void check_overwrites(const value *v, const train_config *c, const train_files *models) {
     const train_files *in[3] = { &c->data, &c->val, models };
     const int ids[3] = { O_DATA, O_VAL, O_MODEL };
@@ -1950,8 +1998,8 @@ static void check_overwrites(const value *v, const train_config *c, const train_
     }
 }
 
-/* Refuses a --save folder that has checkpoints of another run, because a later --resume would take
-   them for checkpoints of this run. */
+/* Refuses a --save folder that contains checkpoints of another run, because a later --resume would
+   take these checkpoints for checkpoints of this run. */
 static void check_save(const value *v) {
     const char *save = v[O_SAVE].text, *resume = v[O_RESUME].text;
     char path[4096], newest[64];
@@ -1975,7 +2023,7 @@ static void check_save(const value *v) {
         save, newest, save);
 }
 
-/* Checks that every output can be written and that none overwrites an input. */
+/* Checks that every output file can be written and that none overwrites an input file. */
 static void check_outputs(const value *v, const train_config *c) {
     static const char *const endings[] = { ".safetensors", ".json", ".bin", NULL };
     const char *model = v[O_MODEL].text, *folder = v[O_SAVE_MODEL].text;
@@ -2014,9 +2062,9 @@ static void check_outputs(const value *v, const train_config *c) {
 
 // ==== 8. Settings block =========================================================================
 
-/* Prints the number of layers of each stage, for example "embedding, 0.5 + 3.5, head", where the
-   numbers do not count the embedding and the head. Then prints the bubble of a simulation of the
-   schedule. */
+/* Prints the number of layers of each stage, for example "embedding, 0.5 + 3.5, head": the first of
+   two stages has the embedding and half a layer, the second has 3.5 layers and the head. Then
+   simulates the schedule and prints its bubble fraction. */
 static void print_stages(const train_config *c) {
     int stages = c->mesh.pp * c->chunks, items = 2 * c->model.layers + 2;
     line out = { .fd = 1 };
@@ -2100,15 +2148,17 @@ static void print_settings(const value *v, const train_config *c) {
 
 // ==== 9. Output of a run ========================================================================
 
-/* The options of a run, and what rank 0 needs to print. */
+/* The options of a run, and the state that rank 0 needs for its output. */
 typedef struct job {
     const value *v;
     train_config config;
-    int csv;           /* file descriptor; -1: none */
-    int csv_is_stream; /* standard output, or not a regular file: never read or truncated */
-    double ms, tokens; /* sums over the steps after the first */
-    int64_t steps;     /* steps completed by this run */
-    int attempt;       /* 0 for the first attempt, then + 1 per restart */
+    int csv; /* file descriptor of --log-csv; -1: none */
+    /* 1 if csv is standard output or not a regular file, so that it is never read or truncated;
+       else 0 */
+    int csv_is_stream;
+    double ms, tokens; /* milliseconds and tokens of all steps after the first */
+    int64_t steps;     /* number of steps that this run has completed */
+    int attempt;       /* number of restarts before this attempt */
 } job;
 
 static const char *const csv_header =
@@ -2117,7 +2167,7 @@ static const char *const csv_header =
     "batch,bubble,balance_loss,z_loss,dropped";
 
 /* Returns the model FLOPs utilization: the model's FLOPs per second, without recompute, divided by
-   the peak of all ranks. Returns 0 if no peak is given. */
+   the sum of all ranks' peaks. Returns 0 if --peak-tflops is not given. */
 static double mfu(const job *j, const train_row *row) {
     gpt_config c = j->config.model;
     double peak = j->v[O_PEAK_TFLOPS].number * 1e12 * j->v[O_RANKS].number;
@@ -2135,7 +2185,7 @@ static void csv_row(dt_ctx *ctx, const job *j, const train_row *row) {
         row->grad_norm, row->lr, row->ms, row->tokens_per_s);
     for (int m = 0; m < TRAIN_MEMS; m++) line_printf(&out, ",%.0f", row->mem[m]);
     for (int a = 0; a < DT_AXES; a++) line_printf(&out, ",%.0f", row->bytes[a]);
-    line_printf(&out, ","); /* a column without a measured value stays empty */
+    line_printf(&out, ","); /* val_loss and mfu stay empty if they were not measured */
     if (isfinite(row->val_loss)) line_printf(&out, "%.17g", row->val_loss);
     line_printf(&out, ",");
     if (mfu(j, row) > 0) line_printf(&out, "%.6g", mfu(j, row));
@@ -2144,7 +2194,7 @@ static void csv_row(dt_ctx *ctx, const job *j, const train_row *row) {
     if (out.error) csv_failed(ctx, j, out.error);
 }
 
-/* Prints seconds as 1:02 or 1:02:03. */
+/* Appends a time in seconds as minutes:seconds or, from one hour on, hours:minutes:seconds. */
 static void line_print_time(line *out, double seconds) {
     long long s = (long long)(seconds + 0.5);
     if (s >= 3600)
@@ -2153,7 +2203,8 @@ static void line_print_time(line *out, double seconds) {
         line_printf(out, "%lld:%02lld", s / 60, s % 60);
 }
 
-/* Ends the run if standard output is lost. With --save the run saves first, as after SIGTERM. */
+/* If a write to standard output has failed, ends the run. With --save the run first saves, as after
+   SIGTERM. */
 static void check_stdout(dt_ctx *ctx, const job *j) {
     if (!get_flag(launched.stdout_error)) return;
     if (j->config.stop)
@@ -2185,20 +2236,22 @@ static void on_step(dt_ctx *ctx, const train_row *row, void *user) {
     check_stdout(ctx, j);
 }
 
-/* Samples n bytes that follow a newline, and prints them. With token shards, samples n ids that
-   follow the last id of the vocabulary (GPT-2's end of text), and prints the ids. Control bytes are
-   printed as \xNN on a terminal and unchanged to a file or a pipe. */
+/* Samples n = --generate bytes from the model, beginning after a newline, and prints them. If the
+   data is token shards, samples n token ids, beginning after the last id of the vocabulary (GPT-2's
+   end of text), and prints the ids. On a terminal, control bytes are printed as \xNN; in a file or
+   a pipe they are unchanged. */
 static void generate(dt_ctx *ctx, gpt *model, const job *j) {
     int quiet = j->v[O_QUIET].number != 0;
     int n = int_of(j->v, O_GENERATE);
     int32_t *ids = (int32_t *)calloc((size_t)n + 1, sizeof *ids);
     char *bytes = (char *)calloc((size_t)n + 1, 1);
     if (ids && bytes) {
-        int shards = j->config.data.shards; /* all ranks sample the same tokens */
+        int shards = j->config.data.shards;
         gpt_sampling how = {
             .temperature = 0.8, .limit = shards ? 0 : 256, .seed = (uint64_t)j->v[O_SEED].number
         };
         ids[0] = shards ? model->config.vocab - 1 : '\n';
+        /* all ranks sample the same tokens, and rank 0 prints them */
         int first =
             n > 0 && gpt_generate(model, ids, 1, n + 1, how) == DT_OK && dt_ctx_rank(ctx) == 0;
         line out = { .fd = 1 };
@@ -2220,7 +2273,8 @@ static void generate(dt_ctx *ctx, gpt *model, const job *j) {
 
 /* ---- checkpoints ---- */
 
-/* On a terminal, prints a status line, which the next status line overwrites. */
+/* If standard error is a terminal, prints a status line on it. The next status line overwrites this
+   status line. */
 static void show_progress(const job *j, const char *text) {
     char overwrite[64];
     int n = snprintf(overwrite, sizeof overwrite, "\r%-30s\r%s", "", text);
@@ -2241,8 +2295,10 @@ static void on_progress(double done, void *user) {
     show_progress((const job *)user, text);
 }
 
-/* Opens the log, which may be a file, a FIFO with a reader, or a character device. If the log is
-   the file of standard output, duplicates that descriptor, so that both share one file offset. */
+/* Opens the file of --log-csv and returns its descriptor. The log may be a regular file, a FIFO
+   with a reader, or a character device. If the log is the file of standard output, duplicates the
+   descriptor of standard output, so that both share one file offset. If `keep` is 0, removes all
+   old rows; if `keep` is 1, leaves them for csv_rewind. Sets *is_stream (see job.csv_is_stream). */
 static int open_log(const char *path, int keep, int *is_stream) {
     struct stat st, out;
     int there = stat(path, &st) == 0, how = O_CLOEXEC | O_NONBLOCK | O_NOCTTY;
@@ -2274,14 +2330,14 @@ static int open_log(const char *path, int keep, int *is_stream) {
     return fd;
 }
 
-/* Keeps the log's rows up to the step from which the run resumes, and removes the rows of steps
-   that will be repeated. If the rows up to this step are incomplete, removes all rows. A log that
-   cannot be read stays unchanged. */
+/* Keeps the log's rows up to `step`, the step from which the run resumes, and removes the rows of
+   the later steps, which the run will repeat. If the row of any step up to `step` is missing,
+   removes all rows. A log that cannot be read stays unchanged. */
 static void csv_rewind(dt_ctx *ctx, const job *j, int64_t step) {
     char row[1024];
     off_t keep = 0;
     ssize_t got;
-    int64_t last = -1; /* step of the last row to keep; 0: keep only the header */
+    int64_t last = -1; /* step of the last row to keep; 0: only the header; -1: nothing */
     if (j->csv_is_stream) return;
     while ((got = pread(j->csv, row, sizeof row - 1, keep)) > 0) {
         row[got] = 0;
@@ -2303,7 +2359,8 @@ static void csv_rewind(dt_ctx *ctx, const job *j, int64_t step) {
     if (out.error) csv_failed(ctx, j, out.error);
 }
 
-/* Options that a resumed run must not change, and options that it may change, which it reports. */
+/* A resumed run must have the checkpoint's values of fixed_options. It may have other values of
+   changeable_options, and then prints the old and the new value. */
 static const int fixed_options[] = { O_ARCH, O_LAYERS, O_WIDTH, O_HEADS, O_KV_HEADS, O_FFN, O_SEQ,
     O_VOCAB, O_TIE, O_EXPERTS, O_TOP_K, O_MOE_EVERY, O_SHARED_EXPERTS, O_CAPACITY, O_ROUTER_BIAS,
     O_SHUFFLE, O_SEED, O_OPTIMIZER, O_DTYPE };
@@ -2312,8 +2369,9 @@ static const int changeable_options[] = { O_DROPOUT, O_BALANCE_LOSS, O_Z_LOSS, O
     O_BETA1, O_BETA2, O_EPS, O_MOMENTUM, O_LABEL_SMOOTHING, O_FREEZE_STEPS, O_LOSS_SCALE,
     O_REDUCE };
 
-/* Returns 1 if an option differs from a checkpoint's settings. Sets `text` to the option's value in
-   the checkpoint. */
+/* Returns 1 if option `id` has another value in `then`, the settings of a checkpoint; 0 if it has
+   the same value or if the checkpoint does not know the option. Writes the checkpoint's value to
+   `text`, which has room for `bytes` bytes. */
 static int differs(const dt_json *then, const value *v, int id, char *text, size_t bytes) {
     int node = dt_json_find(then, 0, table[id].name), on = 0;
     double number = 0;
@@ -2329,16 +2387,16 @@ static int differs(const dt_json *then, const value *v, int id, char *text, size
     return number != v[id].number;
 }
 
-/* Returns the first of fixed_options that differs from a checkpoint's settings, or -1. Sets `was`
-   to that option's value in the checkpoint. */
+/* Returns the first option in fixed_options that has another value in `then`, the settings of a
+   checkpoint; -1 if there is none. Writes the checkpoint's value to `was`. */
 static int changed_option(const dt_json *then, const value *v, char *was, size_t bytes) {
     for (size_t i = 0; i < sizeof fixed_options / sizeof *fixed_options; i++)
         if (differs(then, v, fixed_options[i], was, bytes)) return fixed_options[i];
     return -1;
 }
 
-/* Checks the options in the checkpoint of --resume before any rank starts. The ranks check later
-   that the checkpoint is complete. */
+/* Refuses the run if one of fixed_options has another value in the checkpoint of --resume. This is
+   checked before any rank starts; the ranks check later that the checkpoint is complete. */
 static void check_resume(const value *v) {
     const char *resume = v[O_RESUME].text;
     char path[4096], was[160], newest[64];
@@ -2401,15 +2459,16 @@ static void at_end(dt_ctx *ctx, gpt *model, void *user) {
     line out = { .fd = 1 };
     generate(ctx, model, j);
     if (dt_ctx_rank(ctx) != 0) return;
-    int64_t later = j->steps - 1; /* counted by rank 0 */
+    int64_t later = j->steps - 1; /* number of steps after the first; only rank 0 counts steps */
     if (!j->v[O_QUIET].number && later > 0)
         line_printf(&out,
             "average %.1f ms per step, %.0f tok/s, over %lld steps (without the first)\n",
             j->ms / (double)later, j->tokens / (j->ms / 1000), (long long)later);
 }
 
-/* Options that may differ between ranks. Then options that all ranks must have or not have, but
-   whose values may differ. */
+/* Each rank may have its own values of per_rank_options. An option in presence_options must be
+   given on all ranks or on none, but its values may differ. All ranks must have the same values of
+   all other options. */
 static const int per_rank_options[] = { O_DATA, O_RANK, O_RENDEZVOUS, O_TOKEN_FILE, O_TIMEOUT,
     O_OFFLOAD_OPTIM, O_OFFLOAD_PARAMS, O_MEM_LIMIT, O_LINK_LATENCY, O_LINK_BANDWIDTH, O_LOG_CSV,
     O_QUIET, O_PEAK_TFLOPS, O_CONFIG };
@@ -2423,7 +2482,8 @@ static int is_among(int id, const int *list, size_t n) {
 }
 
 static uint32_t option_digest(const value *v, int id) {
-    /* FNV-1a of the text, or of the number, so that 1e-2 equals 0.01 */
+    /* FNV-1a hash of a TEXT option's text, but of any other option's number, so that 1e-2 and 0.01
+       have the same hash */
     uint32_t h = v[id].text ? 2166136261u : 1;
     const char *p = table[id].kind == TEXT ? v[id].text : (const char *)&v[id].number;
     if (is_among(id, per_rank_options, sizeof per_rank_options / sizeof per_rank_options[0]))
@@ -2436,8 +2496,9 @@ static uint32_t option_digest(const value *v, int id) {
     return h;
 }
 
-/* [collective: world] Compares options and data between ranks that were started separately. With
-   different options the ranks would train a mixture. */
+/* [collective: world] Called if the ranks were started separately, so that each rank has its own
+   command line. Fails on every rank whose options or whose number of data tokens differ from those
+   of rank 0, because the ranks would not train the same model. */
 static dt_status compare_options(dt_ctx *ctx, const job *j) {
     enum { DIGESTS = N_OPTIONS + 1 };
     int n = dt_comm_size(dt_world(ctx));
@@ -2469,24 +2530,27 @@ static dt_status rank_main(dt_ctx *ctx, void *user) {
     return train(ctx, &j->config);
 }
 
-/* SIGUSR1 (kill -USR1) requests the table of dt_ranks_text: for each rank, the operation in which
-   the rank waits or that it finished last. */
+/* SIGUSR1 (kill -USR1) sets this flag, which asks dt_run to print the table of dt_ranks_text. For
+   each rank the table says in which operation the rank waits, or which operation it finished
+   last. */
 static int report_requested;
 static void on_sigusr1(int number) {
     (void)number;
     __atomic_store_n(&report_requested, 1, __ATOMIC_RELAXED);
 }
 
-/* With --save, SIGTERM finishes the step and saves. A second SIGTERM ends the program at once. */
+/* Handles SIGTERM if --save is given: the run finishes the step, saves and ends. A second SIGTERM
+   ends the program at once. */
 static void on_sigterm(int number) {
     static const char text[] =
         "SIGTERM: finishing the step and saving; a second SIGTERM ends the program at once\n";
     struct pollfd to = { 2, POLLOUT, 0 };
     int reason = errno;
     (void)number;
+    /* poll makes sure that the write does not block */
     if (__atomic_exchange_n(launched.stop_requested, 1, __ATOMIC_RELAXED) == 0 &&
         prints_messages() && poll(&to, 1, 0) > 0)
-        number = (int)write(2, text, sizeof text - 1); /* poll: write only if it does not block */
+        number = (int)write(2, text, sizeof text - 1);
     errno = reason;
 }
 
@@ -2525,8 +2589,9 @@ static dt_status run_once(job *j, dt_report *report, const dt_host *host) {
         rank_main, j);
 }
 
-/* Elastic restart. Drops one replica, or more until the batch divides over the replicas. Changes
-   nothing if --min-ranks does not allow it. */
+/* Elastic restart. Reduces dp by 1, or by more until --batch, --batch-ramp and --shard-group divide
+   evenly over the remaining replicas. Changes nothing if --min-ranks is not given, or if fewer
+   ranks than --min-ranks would remain. */
 static void drop_replicas(job *j) {
     train_config *c = &j->config;
     int per = c->mesh.tp * c->mesh.cp * c->mesh.pp * c->mesh.ep, dp = c->mesh.dp - 1;
@@ -2547,9 +2612,9 @@ static void drop_replicas(job *j) {
     }
 }
 
-/* Returns 1 if the ranks should restart after this failure. They restart after a lost rank or a
-   file error. They do not restart if the failure would repeat, for example if a folder cannot be
-   opened before the first step. */
+/* Returns 1 if the ranks should restart after this failure, and prepares the restart; else returns
+   0. The ranks restart after a lost rank or a file error. They do not restart if the failure would
+   happen again, for example if a folder cannot be opened before the first step. */
 static int should_restart(job *j, const dt_report *report) {
     dt_status s = report->status;
     if (j->attempt >= int_of(j->v, O_MAX_RESTARTS) || get_flag(launched.stop_requested)) return 0;
@@ -2579,7 +2644,8 @@ static void print_end(const job *j, int stopped) {
         line_printf(&out, "model   %s\n", j->v[O_SAVE_MODEL].text);
 }
 
-/* Returns the exit status. If standard output has lost text, prints an error and returns 1. */
+/* Returns the exit status: 1 if a write to standard output has failed, and then also prints an
+   error; else `status`. */
 static int exit_status(const job *j, int status) {
     const char *save = j && get_flag(launched.stop_requested) ? j->config.save : NULL;
     if (!get_flag(launched.stdout_error)) return status;
@@ -2593,7 +2659,7 @@ static int run(job *j) {
     dt_report report = { .status = DT_OK };
     dt_host host = *dt_host_default();
     host.log = is_tcp(j->v) ? log_without_errors : log_first_error;
-    /* With restarts, a failure is printed after should_restart has decided. */
+    /* With --max-restarts, no failure is printed before should_restart has decided. */
     if (int_of(j->v, O_MAX_RESTARTS)) host.log = log_without_errors;
     install_signal_handlers(j);
     dt_status status = run_once(j, &report, &host);
@@ -2603,16 +2669,16 @@ static int run(job *j) {
         if (!get_flag(launched.failure_printed)) print_error("error: %s\n", report.text);
         _exit(1);
     }
-    /* under MPI, the rank that detected the failure has printed it */
+    /* with --backend mpi, the rank that detected the failure has printed the error */
     int printed = status != DT_OK && (launched.size || get_flag(launched.failure_printed));
     if (j->csv >= 0 && close(j->csv) != 0 && status == DT_OK) {
         status = DT_ERR_IO;
         snprintf(report.text, sizeof report.text, "rank 0: --log-csv %s: %s", j->v[O_LOG_CSV].text,
             strerror(errno));
     }
-    /* Rank 0 prints the failure. Over tcp the failed rank prints it too, because rank 0 may have
-       ended. Every rank that was started by hand prints it too, because each may have its own
-       terminal. */
+    /* Rank 0 prints the error. With tcp and nccl two kinds of other ranks print the error too: the
+       failed rank, because rank 0 may have ended, and every rank that a user started with --rank,
+       because each of these ranks may have its own terminal. */
     if (status != DT_OK) {
         int by_hand = j->v[O_RANK].from == GIVEN;
         int prints = prints_messages() ||
@@ -2628,8 +2694,8 @@ static int run(job *j) {
 
 // ==== 10. Dry run ===============================================================================
 
-/* Prints the n members of the group to which `rank` belongs along one axis. The ranks of two
-   consecutive members differ by `stride`. */
+/* Prints the n ranks of the group to which `rank` belongs along one axis. Two consecutive ranks of
+   the group differ by `stride`. */
 static void print_group(line *out, int rank, int n, int stride) {
     char text[64] = "";
     int first = rank - rank / stride % n * stride, used = 0;
@@ -2671,12 +2737,12 @@ static void on_dry_step(dt_ctx *ctx, const train_row *row, void *user) {
     *(train_row *)user = *row;
 }
 
-/* The results of a dry run. Each value of row is the largest over the ranks. */
+/* The results of a dry run. */
 typedef struct dry_figures {
-    train_row row;
-    train_footprint footprint; /* of `rank` */
-    int rank;                  /* the rank that failed, or else the rank with the largest peak */
-    double flops;              /* per step, the largest over the ranks */
+    train_row row;             /* each value is the largest of all ranks' values */
+    train_footprint footprint; /* the memory of rank number `rank` */
+    int rank;     /* the rank that failed; if none failed, the rank with the largest memory peak */
+    double flops; /* FLOPs per step of the rank that computes the most */
     dt_report report;
 } dry_figures;
 
@@ -2684,8 +2750,9 @@ static void no_log(void *user, int level, int rank, const char *text) {
     (void)user, (void)level, (void)rank, (void)text;
 }
 
-/* Runs a dry run of two steps, because memory reaches its full size after the first step. Each rank
-   is a thread. limit is a memory limit in bytes, or 0. */
+/* Returns the results of a dry run with the settings c. The dry run has two steps, because memory
+   reaches its full size after the first step. Each rank is a thread. `limit` is the memory limit of
+   a rank in bytes; 0 means no limit. */
 static dry_figures run_dry(const job *j, train_config c, double limit) {
     enum { STEPS = 2 };
     int ranks = int_of(j->v, O_RANKS);
@@ -2697,7 +2764,7 @@ static dry_figures run_dry(const job *j, train_config c, double limit) {
     c.footprint = footprint;
     c.weights = c.trace = c.save = c.resume = c.export_to = NULL;
     c.stop_at = STEPS;
-    c.ramp.samples = 0; /* no ramp: the full batch is the largest */
+    c.ramp.samples = 0; /* without the batch ramp, every step has the full (largest) batch */
     memset(&c.val, 0, sizeof c.val);
     c.on_step = on_dry_step;
     c.at_end = NULL;
@@ -2725,7 +2792,8 @@ static dry_figures run_dry(const job *j, train_config c, double limit) {
 static const char *const memory_classes[DT_MEM_CLASSES] = { "params", "grads", "optim", "acts",
     "comm", "host", "temp" };
 
-/* Prints the bytes of each memory class of a rank beside the formula. */
+/* Prints the bytes of each memory class on one rank. Beside them prints, for the classes that have
+   a formula, the bytes that the formula predicts. */
 static void print_memory(int fd, const train_footprint *n) {
     line out = { .fd = fd };
     const dt_memory *m = &n->memory;
@@ -2792,13 +2860,14 @@ static int dry_run(job *j) {
 /* The search for settings that fit into --mem-limit. */
 typedef struct advice {
     const job *j;
-    double limit, min_peak; /* in bytes; min_peak is the smallest peak above the limit */
-    char min_peak_text[256];
-    int tried, fit;
-    int stage; /* the highest ZeRO stage tried so far */
+    double limit, min_peak;  /* in bytes; min_peak is the smallest peak above the limit */
+    char min_peak_text[256]; /* the options of the setting that has this peak */
+    int tried, fit;          /* number of settings tried, and of those that fit into the limit */
+    int stage;               /* the highest ZeRO stage tried so far */
 } advice;
 
-/* Writes the options in which c differs from the job's settings, as on the command line. */
+/* Writes the options in which the settings c differ from the job's settings, in the form that they
+   have on the command line. */
 static void setting_text(const job *j, const train_config *c, char *text, size_t bytes) {
     const train_config *now = &j->config;
     char zero[24] = "", micro[64] = "";
@@ -2811,8 +2880,8 @@ static void setting_text(const job *j, const train_config *c, char *text, size_t
         c->zero.offload_params != now->zero.offload_params ? " --offload-params DIR" : "");
 }
 
-/* Runs a dry run with these settings and prints them if they fit. Skips settings that this build
-   cannot run. */
+/* Does a dry run with the settings c, and prints these settings if they fit into the limit. Does
+   not count settings whose dry run fails, because this build cannot run them. */
 static void try_setting(advice *a, train_config c) {
     char text[256];
     dry_figures f = run_dry(a->j, c, 0);
@@ -2830,8 +2899,8 @@ static void try_setting(advice *a, train_config c) {
     }
 }
 
-/* Tries at most 12 settings, in this order: higher ZeRO stages, recompute, smaller micro-batches,
-   offload to disk. */
+/* Tries at most 12 settings, in this order: higher ZeRO stages, full recompute, smaller
+   micro-batches, offload to disk. */
 static void try_settings(advice *a) {
     const train_config *now = &a->j->config;
     train_config c = *now;
@@ -2855,12 +2924,13 @@ static void try_settings(advice *a) {
     try_setting(a, c);
 }
 
-/* Checks --mem-limit before any rank starts, with a dry run of two steps. */
+/* Checks --mem-limit before any rank starts, by a dry run of two steps. If the run does not fit
+   into the limit, prints settings that would fit, and ends the program. */
 static void check_mem_limit(const job *j) {
     const char *text = j->v[O_MEM_LIMIT].text;
     advice a = { .j = j, .limit = j->v[O_MEM_LIMIT].number, .stage = j->config.zero.stage };
     dry_figures f = run_dry(j, j->config, a.limit);
-    /* it fits, or it fails for another reason, which the run will report */
+    /* the run fits into the limit, or fails for another reason, which the run will report later */
     if (f.report.status != DT_ERR_MEM) return;
     if (!prints_messages()) refuse("--mem-limit %s: %s", text, f.report.text);
     print_error("error: --mem-limit %s: %s\n", text, f.report.text);
@@ -2881,7 +2951,8 @@ static void check_mem_limit(const job *j) {
 
 // ==== 12. main ==================================================================================
 
-/* With --backend mpi, initializes MPI before dt_run, because the checks need the rank. */
+/* With --backend mpi, initializes MPI and sets launched.rank and launched.size. dt_run would
+   initialize MPI too late, because the checks before dt_run need the rank. */
 static void begin_mpi(const value *v, int *argc, char ***argv) {
 #ifdef DT_USE_MPI
     int level;
@@ -2894,7 +2965,8 @@ static void begin_mpi(const value *v, int *argc, char ***argv) {
 #endif
 }
 
-/* Skips MPI_Finalize after a failure, because it would wait for a lost rank. */
+/* Finalizes MPI, except after a failure, because MPI_Finalize would wait for a lost rank. Returns
+   the exit status `failed`. */
 static int end_mpi(int failed) {
 #ifdef DT_USE_MPI
     if (launched.size && !failed) MPI_Finalize();
@@ -2902,15 +2974,15 @@ static int end_mpi(int failed) {
     return failed;
 }
 
-/* Opens /dev/null on descriptors 0 to 2 that are closed. Otherwise a file that is opened later
-   would become standard output or standard error. */
+/* Opens /dev/null on each of the descriptors 0 to 2 that is closed. Otherwise a file that is opened
+   later would become standard output or standard error. */
 static void open_standard(void) {
     for (int fd = 0; fd <= 2; fd++)
         if (fcntl(fd, F_GETFD) < 0 && open("/dev/null", O_RDWR) != fd) _exit(2);
 }
 
-/* Ignores SIGPIPE and SIGXFSZ, so that a write to a closed pipe or beyond the file-size limit fails
-   with an errno. */
+/* Prepares the process. Ignores SIGPIPE and SIGXFSZ, so that a write to a closed pipe or beyond the
+   file-size limit fails with an errno instead of ending the process. */
 static void init_process(void) {
     open_standard();
     signal(SIGPIPE, SIG_IGN);
@@ -2923,13 +2995,14 @@ int main(int argc, char **argv) {
     job j = { .v = v, .csv = -1 };
     init_process();
 #ifdef DT_USE_NCCL
-    /* CUDA reads this variable at its first call. Lazy loading of a kernel synchronizes with the
-       device, which may be waiting in NCCL for another rank: a deadlock. */
+    /* CUDA reads this variable at its first call. Lazy loading is turned off, because it would
+       synchronize with the device when a kernel is loaded. The device may then be waiting in NCCL
+       for another rank: a deadlock. */
     setenv("CUDA_MODULE_LOADING", "EAGER", 0);
 #endif
     memset(v, 0, sizeof v);
     parse(v, argc, argv);
-    /* half of --timeout, so that rank 0 fails before other ranks that wait for it time out */
+    /* half of --timeout, so that rank 0 fails before the ranks that wait for rank 0 time out */
     launched.write_timeout_s = v[O_TIMEOUT].number / 2;
     if (v[O_HELP].number) print_help();
     if (v[O_LIST_REFUSED].number) print_refused();
