@@ -1,13 +1,14 @@
 /* dt_comm.h - v0.2.0 - groups of ranks: launch, collectives, faults - public domain or MIT, see the
    end of the file
 
-   The second of four single-header libraries; dt_tensor.h, which it includes, lists them all. It
-   runs one function on many ranks and lets groups of ranks sum, gather and exchange arrays. The
-   first failure on any rank ends every other rank's wait, with a text that names it. A rank is a
-   thread, a forked process, or a process behind a transport: five functions that carry messages.
+   The second of the four single-header libraries that dt_tensor.h lists. dt_comm.h runs one
+   function on many ranks and lets groups of ranks sum, gather and exchange arrays. When a rank
+   fails, every other rank stops waiting and gets an error text that names the failed rank. A rank
+   is a thread, a forked process, or a process that a transport connects to the other ranks. A
+   transport is a table of five functions that carry messages.
 
    DOES NOT: install signal handlers, call exit or abort, keep global state, wait for a message
-   without a timeout, start threads other than the ranks that dt_run was asked for.
+   without a timeout, or start threads, except the ranks of a dt_run with backend threads.
 
    QUICK EXAMPLE
 
@@ -34,18 +35,21 @@
        mpicc -O3 -DDT_USE_MPI train.c -lm -lpthread     MPI; mpirun -np 4 ./a.out
 
    OPTIONS (define before including)
-       DT_IMPLEMENTATION   in exactly one file: the code, not only the declarations
-       DT_USE_MPI          the MPI backend: needs mpi.h of MPI 3.1 or later
-       DT_USE_NCCL         the NCCL backend: needs nccl.h of NCCL 2.18.1 or later. nvcc sets it
-                           where it finds nccl.h, unless DT_NO_NCCL is defined. With DT_NCCL_DLOPEN
-                           the program looks for libnccl.so.2 at run time, and then keeps it loaded
-       DT_NCCL_MIN_BYTES   4096: larger messages (in bytes) between devices go through NCCL; equal
-                           on every rank
-       DT_NCCL_F32_WINDOW  4194304: elements of a group's f32 window, through which NCCL sums bf16
-                           and f16; equal on every rank, and not less than the number of ranks
-       DT_STATIC           everything static; define it in every file
-       DT_NO_CHECKS        no operation records, no comparison of calls in shared memory, no
-                           deadlock detection: to measure what they cost
+       DT_IMPLEMENTATION   define it in exactly one file: it adds the code to the declarations
+       DT_USE_MPI          adds the MPI backend, which needs mpi.h of MPI 3.1 or later
+       DT_USE_NCCL         adds the NCCL backend, which needs nccl.h of NCCL 2.18.1 or later. If the
+                           compiler is nvcc and nccl.h exists, this header defines DT_USE_NCCL,
+                           unless DT_NO_NCCL is defined
+       DT_NCCL_DLOPEN      with DT_USE_NCCL: the program loads libnccl.so.2 at run time with dlopen
+                           instead of linking it, and keeps it loaded
+       DT_NCCL_MIN_BYTES   messages between devices with more bytes than this go through NCCL; must
+                           be equal on every rank; default 4096
+       DT_NCCL_F32_WINDOW  number of elements in a group's f32 window, through which NCCL sums bf16
+                           and f16; must be equal on every rank and at least the number of ranks;
+                           default 4194304
+       DT_STATIC           makes every function static; define it in every file
+       DT_NO_CHECKS        leaves out operation records, the comparison of calls in shared memory
+                           and deadlock detection, to measure what these cost
 
    CONTENTS
      1. Launch (dt_run, backends, rendezvous, launcher, fault injection)
@@ -81,47 +85,52 @@
    CONTRACT
      Memory     dt_run allocates one shared memory segment for all ranks: about 130 KiB for each
                 pair of ranks and 34 KiB for each rank of each group. Most of its pages stay
-                untouched until messages use them. Groups belong to the context's world and end with
-                it. Your buffers are read and written only between the call and its return, or
-                between a start and its dt_wait. After that no other rank touches them, even after
-                an error. A forked rank's memory of the classes params, grads, acts and comm
-                (dt_alloc) lies in the segment too; the rank's other memory is copied through the
-                segment in windows of DT_WINDOW_BYTES. MPI ranks have one segment for each machine,
-                if the machine's system allows shared memory. Ranks that are threads on several GPUs
-                access each other's memory: if a GPU cannot access another (peer access), dt_run
-                fails with DT_ERR_DEVICE; use backend nccl then.
-     Errors     A collective that cannot be done fails the context (dt_error, dt_error_text) and
-                returns its status. Any failure of any context (dt_fail from an op or from your
-                code, a refused allocation) poisons the world: every rank that waits, and every
-                later call, returns DT_ERR_PEER and a text that names the first rank and its reason.
-                If ranks call different operations, or the same operation with another count, type,
-                reduction or root, every rank gets an error that names both calls and their call
-                sites, once all ranks have called (over tcp and mpi: dt_run_desc.check). If all
-                ranks wait and no message is in flight, every rank gets an error that names the
-                cycle of waits, without waiting for the timeout. A rank that ended or died is named,
-                a killed rank with its signal. A rank that does not arrive within timeout_s is named
-                with its state: stopped, spinning, asleep, late. Error texts give world ranks. Only
-                the first failure is logged as an error. Timeouts count only time in which a rank's
-                process runs: a job that is suspended as a whole (Ctrl-Z, scontrol suspend)
-                continues when resumed.
-     Threads    dt_run's caller is the supervisor and never a rank. A dt_comm belongs to its rank's
-                thread. All ranks use the tables of dt_run_desc at the same time. Several dt_run may
-                run at the same time.
-     Order      A reduction is ((r0 op r1) op r2) ... in rank order for every element, whatever the
-                count, the backend and the algorithm (except DT_RING, see dt_comm_set_algorithm),
-                and gives the same bits on every rank. bf16 and f16 are reduced in f32 and rounded
-                once at the end. So an all-reduce equals a reduce and a broadcast, and a
-                reduce-scatter and an all-gather, bit for bit. The exception is NCCL, which reduces
-                device memory in its own order (section 26). The last bits of floating-point sums
-                and products may then differ from a reduction in rank order, and between an
-                all-reduce and a reduce with a broadcast.
-     In place   as in NCCL: all-reduce and reduce send == recv; reduce-scatter and scatter recv ==
-                send + rank * count; all-gather and gather send == recv + rank * count. Any other
-                overlap of a rank's send and recv, and any overlap in an all-to-all, is DT_ERR_ARG
-                before data move.
-     Groups     comm NULL is a group of one everywhere, and a group of one is a local copy.
-     Tags       [local] a rank calls it on its own; [pairwise] two ranks call it; [collective: comm]
-                every rank of the group calls it, in the same order. */
+                untouched until messages use them. A rank's groups live until the rank ends. Your
+                buffers are read and written only between a blocking call and its return, or between
+                the start of a nonblocking operation and its dt_wait. After that no other rank
+                touches the buffers, even after an error. A forked rank's memory of the classes
+                params, grads, acts and comm (dt_alloc) lies in the segment too; the rank's other
+                memory is copied through the segment in windows of DT_WINDOW_BYTES. MPI ranks have
+                one segment for each machine, if its operating system allows shared memory. Ranks
+                that are threads on several GPUs access each other's device memory. If one GPU
+                cannot access another (peer access), dt_run fails with DT_ERR_DEVICE: use backend
+                nccl then.
+     Errors     A collective that cannot be completed fails its rank's context (dt_error,
+                dt_error_text) and returns the error. If any context fails, for example by dt_fail
+                from an op or from your code, or by a refused allocation, the whole run fails: on
+                every other rank the call that waits, and every later call, returns DT_ERR_PEER, and
+                the error text names the rank that failed first and its reason. If ranks call
+                different operations, or the same operation with different counts, types, reductions
+                or roots, every rank gets an error that names both calls and their call sites, once
+                all ranks have called (over tcp and mpi see dt_run_desc.check). If all ranks wait
+                and no message is in flight, every rank gets an error that names the cycle of waits;
+                this error does not wait for the timeout. The error for a rank that ended or died
+                names the rank, and the signal if a signal killed it. The error for a rank that does
+                not arrive within timeout_s names the rank and its state: stopped, spinning, asleep
+                or late. Error texts give world ranks. Only the first failure is logged as an error.
+                Timeouts count only the time in which a rank's process runs, so a job that is
+                suspended as a whole (Ctrl-Z, scontrol suspend) continues when it is resumed.
+     Threads    With threads and procs, dt_run's caller is the supervisor, which is not a rank. A
+                dt_comm is used only by its rank's thread. All ranks use the tables of dt_run_desc
+                (host, kernels, io) at the same time. A program may call dt_run in several threads
+                at the same time.
+     Order      A reduction computes ((r0 op r1) op r2) ... in rank order for every element, and
+                gives the same bits on every rank. The count, the backend and the algorithm do not
+                change the order, except DT_RING (dt_comm_set_algorithm) and NCCL. bf16 and f16 are
+                reduced in f32 and rounded once at the end. So an all-reduce gives the same bits as
+                a reduce followed by a broadcast, and as a reduce-scatter followed by an all-gather.
+                NCCL reduces device memory in its own order (section 26). The last bits of its
+                floating-point sums and products may differ from a reduction in rank order, and also
+                between an all-reduce and a reduce followed by a broadcast.
+     In place   The rules are those of NCCL. All-reduce and reduce: send == recv. Reduce-scatter and
+                scatter: recv == send + rank * count. All-gather and gather: send == recv + rank *
+                count. Any other overlap of a rank's send and recv, and any overlap in an
+                all-to-all, returns DT_ERR_ARG before any data is moved.
+     Groups     A NULL comm always means a group of one rank. A collective on a group of one rank is
+                a local copy.
+     Tags       [local]: a rank calls the function without other ranks. [pairwise]: the sender and
+                the receiver call it. [collective: comm]: every rank of the group calls it, and all
+                ranks make such calls in the same order. */
 
 #ifndef DT_COMM_H
 #define DT_COMM_H
@@ -161,156 +170,168 @@ typedef enum dt_backend {
 typedef struct dt_report {
     dt_status status; /* DT_OK: no failure */
     int rank;         /* the rank that recorded the failure; -1: the run could not start */
-    char text[512];   /* "rank 3: dt_linear(w1): ..." */
-    int left_behind;  /* ranks whose thread or process was still running when dt_run returned */
+    char text[512];   /* error text, for example "rank 3: dt_linear(w1): ..." */
+    int left_behind;  /* number of ranks that were still running when dt_run returned */
 } dt_report;
 
-/* A simulated slow network, for learning. An operation completes no earlier than latency_s plus its
-   bytes (as dt_comm_bytes counts them) / bytes_per_s after its start, or after the end of the
-   rank's previous operation if that is later. A rank that waits for the operation sleeps. Scalars
-   (section 6) cost nothing. If both fields are 0, no link is simulated. */
+/* A simulated slow network, for learning. Each rank has one link, which carries one operation at a
+   time. An operation occupies the link for latency_s + bytes / bytes_per_s seconds, with the bytes
+   that dt_comm_bytes counts, and completes no earlier than the end of this time. A rank that waits
+   for the operation sleeps. Scalars (section 6) cost nothing. If both fields are 0, no link is
+   simulated. */
 typedef struct dt_link {
     double latency_s, bytes_per_s;
 } dt_link;
 
 typedef struct dt_run_desc {
-    int ranks;          /* 0 -> 1; under MPI, the launcher's count */
-    dt_backend backend; /* AUTO -> threads */
-    /* Longest time that a rank waits for another, in seconds, at most 1e9; 0 -> 120. A tcp run
-       survives a network partition that ends at least max(timeout_s / 8, 1 s) before the timeout.
-       On Linux before 6.15 it survives a partition of up to timeout_s / 2. */
+    int ranks;          /* number of ranks; 0 means 1, or under MPI the launcher's number */
+    dt_backend backend; /* AUTO means threads */
+    /* Longest time in seconds that a rank waits for another rank, at most 1e9; 0 means 120. A tcp
+       run survives a network partition that ends at least max(timeout_s / 8, 1 s) before the
+       timeout. On Linux before 6.15 it survives a partition of up to timeout_s / 2. */
     double timeout_s;
-    uint64_t seed; /* 0 -> 1 */
-    /* NULL -> dt_host_default(). All ranks use the table at the same time. For procs the table must
-       have map, and its alloc is not called for the memory classes that lie in the shared memory
-       segment. Under mpi, ranks share no memory if the table has no map. */
+    uint64_t seed; /* seed of every rank's context, as in dt_ctx_desc; 0 means 1 */
+    /* NULL means dt_host_default(). All ranks use the table at the same time. For procs the table's
+       `map` must be set, and its `alloc` is not called for the memory classes that lie in the
+       shared memory segment. Under mpi, ranks share no memory if the table's `map` is NULL. */
     const dt_host *host;
-    const dt_kernels *kernels; /* NULL -> as in dt_ctx_desc; for procs dt_kernels_cpu() */
-    const dt_io *io;           /* NULL -> dt_io_default() */
+    const dt_kernels *kernels; /* NULL: chosen as in dt_ctx_desc; for procs dt_kernels_cpu() */
+    const dt_io *io;           /* NULL means dt_io_default() */
     dt_report *report;         /* if not NULL, receives the first failure */
-    /* procs: size of the object that `user` points to. All ranks share one copy of the object,
-       which is copied back when dt_run returns. With 0, each rank has the fork's private copy. */
+    /* procs: size in bytes of the object that dt_run's `user` points to. All ranks share one copy
+       of the object, which is copied back when dt_run returns. 0: each rank has the private copy
+       that fork makes. */
     size_t user_bytes;
     dt_link link;
-    /* mpi: how many consecutive ranks share memory; 1: no ranks share memory; 0: all ranks of one
-       machine share memory */
+    /* mpi: number of consecutive ranks that share memory. 1: no ranks share memory. 0: all ranks of
+       one machine share memory. */
     int node_ranks;
     int rank; /* tcp, nccl: the rank of this process */
-    /* tcp, nccl: the rendezvous, where rank 0 listens until all ranks have connected:
-       "10.0.0.1:29500" or "node17:29500"; NULL -> "127.0.0.1:29500". A name is resolved to an IPv4
-       address; this takes as long as the system's resolver takes, timeout_s does not limit it. The
-       other ranks listen at free ports of the interface through which they reach rank 0. Beyond the
-       loopback (127.0.0.0/8) every rank must prove that it knows the job's token. Nothing is
-       encrypted. */
+    /* tcp, nccl: the rendezvous, an address at which rank 0 listens until all ranks have connected,
+       such as "10.0.0.1:29500" or "node17:29500"; NULL means "127.0.0.1:29500". A name is resolved
+       to an IPv4 address by the system's resolver, whose time timeout_s does not limit. The other
+       ranks listen at free ports of the network interface through which they reach rank 0. If the
+       address is not on the loopback (127.0.0.0/8), every rank must prove that it knows the job's
+       token. Nothing is encrypted. */
     const char *rendezvous;
     /* Limit on the live bytes of one rank, summed over all classes of dt_memory; 0: no limit. */
     size_t mem_limit;
-    /* tcp, nccl, mpi: the job's secret, at least 16 bytes; ranks prove to each other that they know
-       it. If NULL, the token is the contents of the file that DT_TOKEN_FILE names (no other user
-       may have read permission), else DT_TOKEN from the environment. On the loopback the token may
-       be missing. Under mpi rank 0's token counts, and rank 0 makes one if it has none. After the
-       rendezvous dt has erased its copy and all keys derived from it. `token` and DT_TOKEN
-       themselves stay in memory, so prefer the file. */
+    /* tcp, nccl, mpi: the job's token, a secret of at least 16 bytes. Ranks prove to each other
+       that they know the token. If NULL, the token is the contents of the file that the environment
+       variable DT_TOKEN_FILE names (no other user may have read permission). Without that variable
+       it is the value of DT_TOKEN. On the loopback no token is needed. Under mpi the job uses rank
+       0's token, and rank 0 makes a token if it has none. After the rendezvous dt erases its copy
+       of the token and all keys derived from it. `token` and DT_TOKEN themselves stay in memory, so
+       prefer the file. */
     const char *token;
-    int read_fault_env; /* 1: read planted faults from DT_FAULT in the environment */
-    const char *fault;  /* planted faults, instead of those in DT_FAULT; see below */
-    /* tcp, nccl, mpi: compare the ranks' calls before each operation. 0 -> in the first 100 steps,
-       or always with DT_CHECK=1 in the environment; 1 -> always; -1 -> never. */
+    int read_fault_env; /* 1: take planted faults from the environment variable DT_FAULT */
+    const char *fault;  /* planted faults (below); if not NULL, DT_FAULT is ignored */
+    /* tcp, nccl, mpi: when the ranks compare their calls before each operation. 1: always. -1:
+       never. 0: in the first 100 steps, or always if the environment has DT_CHECK=1. */
     int check;
     /* A flag that a signal handler or another thread sets to 1 to ask for the ranks' status; may be
-       NULL. dt then logs the table of dt_ranks_text as a notice and sets the flag to 0 again. For
-       procs the supervisor reads its own copy of the flag; over tcp, nccl and mpi a rank reads the
-       flag while it waits. */
+       NULL. dt then logs the table of dt_ranks_text as a notice and sets the flag to 0. For threads
+       and procs the supervisor reads the flag (in procs the flag of its own process, not of a
+       forked rank). Over tcp, nccl and mpi a rank reads the flag while it waits. */
     int *status_request;
 } dt_run_desc;
 
-/* Fault injection, for tests and for learning. A fault is KIND:rank=R:seq=N[:s=SECONDS]; commas
-   separate several. N counts the operations of sections 3 to 6 that rank R begins, from 1.
+/* Fault injection, for tests and for learning. A fault is KIND:rank=R:seq=N[:s=SECONDS]; several
+   faults are separated by commas. The fault occurs at the Nth operation of sections 3 to 6 that
+   rank R begins, counted from 1. KIND is one of:
 
-   Before operation N: "kill" and "stop" (the signals), "exit" (with status 7), "spin" (for ever),
-   "delay" (by SECONDS, default 1), "drop" (the call is skipped and not counted). After operation N,
-   in the middle of the received data: "flip" a bit, or write a "nan".
+       kill, stop   before the operation, the rank sends itself SIGKILL or SIGSTOP
+       exit         before the operation, the process exits with status 7
+       spin         before the operation, the rank enters an endless loop
+       delay        before the operation, the rank sleeps for SECONDS (default 1)
+       drop         the rank skips the operation and does not count it
+       flip, nan    after the operation, one bit of the middle element of the received data is
+                    flipped, or the element becomes a NaN
 
-   Each rank obeys its first 8 faults. A rank that is a thread cannot be killed or stopped: it fails
-   instead, or begins no operation until another rank has failed. */
+   Each rank obeys its first 8 faults. If ranks are threads, kill and exit make the rank fail
+   instead, and stop and spin last until another rank has failed. */
 
-/* [the caller is the supervisor, never a rank] Runs rank_main on every rank, each with its own
-   context and its own handle of the world. Waits for all ranks and frees the contexts and handles.
-   Returns the status of the first failure, which has been logged. Returns DT_OK only if every
-   rank_main returned DT_OK, no context failed and every message was received. A rank_main that
-   returns an error without a failed context is a failure too.
+/* [threads, procs: the caller is the supervisor, not a rank; tcp, nccl, mpi: the caller is one
+   rank] Runs rank_main(ctx, user) on every rank. Each rank has its own context and its own dt_comm
+   of the world. Waits for all ranks and frees the contexts. Returns the status of the first
+   failure, which has been logged. Returns DT_OK only if every rank_main returned DT_OK, no context
+   failed and every message was received. If a rank_main returns an error, this counts as a failure
+   even if its context has not failed.
 
-   While no rank has failed, dt_run waits for every rank_main to return: it cannot tell a long
-   computation from an endless one. Ranks that have not ended timeout_s after the first failure are
-   killed; a stopped rank is killed after one second.
+   While no rank has failed, dt_run waits for every rank_main to return, because it cannot tell a
+   long computation from an endless one. A rank that has not ended timeout_s after the first failure
+   is killed; a stopped rank is killed after one second.
 
    procs: call dt_run from a process with one thread. Forked ranks flush stdio and end with _exit,
-   so atexit handlers do not run in them. Memory that a rank writes is private to it, except `user`
-   (user_bytes).
+   so atexit handlers do not run in them. Memory that a rank writes is private to the rank, except
+   the object at `user` if user_bytes is set.
 
-   threads: exit() in a rank ends the whole process. A thread cannot be killed: if a rank's thread
+   threads: exit() in a rank ends the whole process. A thread cannot be killed. If a rank's thread
    has not ended in time, dt_run returns without waiting for the thread, logs a notice and counts
-   the rank in dt_report.left_behind (likewise a process that the kernel does not let die). Memory
-   of the run that this thread may touch is freed when the thread ends. While the thread's rank_main
-   continues, its operations fail, but it still uses `user` and the objects that desc points to.
-   Keep them valid, or end the process with _exit. A rank_main that ends its thread (pthread_exit,
-   pthread_cancel) is a failure of that rank.
+   the rank in dt_report.left_behind. (dt_run does the same for a process that the kernel does not
+   let die.) Memory of the run that this thread may touch is freed when the thread ends. While the
+   thread's rank_main continues, its operations fail, but it still uses `user` and the objects that
+   `desc` points to. Keep these objects valid, or end the process with _exit. A rank_main that ends
+   its thread (pthread_exit, pthread_cancel) is a failure of that rank.
 
-   tcp, nccl: rank_main runs in the calling thread, as rank `rank`; if rank_main ends that thread,
-   dt_run cannot return. All ranks must arrive within timeout_s. A rank that has ended waits up to
-   timeout_s for the others to end. The status and the report describe the first failure that this
-   rank noticed or was told of. DT_OK means that this rank succeeded and learned of no other rank's
-   failure.
+   tcp, nccl: rank_main runs in the calling thread, as rank desc.rank. If rank_main ends that
+   thread, dt_run cannot return. All ranks must arrive within timeout_s. A rank that has ended waits
+   up to timeout_s for the other ranks to end. The status and the report describe the first failure
+   that this rank noticed or was told of. DT_OK means that this rank succeeded and learned of no
+   other rank's failure.
 
-   mpi: the caller is one rank, which MPI's launcher started, and it runs rank_main itself. `ranks`
-   is 0 or the launcher's number of processes, and all processes call dt_run. dt_run initializes and
-   finalizes MPI unless the program has initialized it. MPI can be initialized once in a process, so
-   a program that calls dt_run twice initializes MPI itself, and calls dt_run from the same thread.
-   During dt_run, errors of MPI_COMM_WORLD are returned. Every rank's dt_run returns the first
-   failure. If a rank does not learn of a failure within timeout_s, MPI is not finalized: the
-   launcher ends that rank once this process has exited with an error. Groups within one machine run
-   their collectives in shared memory (see dt_run_desc.node_ranks).
+   mpi: MPI's launcher has started the processes, and each process runs rank_main in the calling
+   thread. All processes call dt_run, with desc.ranks 0 or the launcher's number of processes.
+   dt_run initializes and finalizes MPI unless the program has initialized it. MPI can be
+   initialized only once in a process, so a program that calls dt_run twice must initialize MPI
+   itself and call dt_run from the same thread. During dt_run, errors of MPI_COMM_WORLD are returned
+   instead of ending the job. Every rank's dt_run returns the first failure. If a rank does not learn
+   of a failure within timeout_s, MPI is not finalized: the launcher ends that rank once this process
+   has exited with an error. Groups within one machine run their collectives in shared memory (see
+   dt_run_desc.node_ranks).
 
-   Device memory travels through host memory over tcp and MPI; NCCL transfers it directly. */
+   Over tcp and mpi, data in device memory is copied through host memory. NCCL transfers device
+   memory directly. */
 DT_API dt_status dt_run(
     dt_run_desc desc, dt_status (*rank_main)(dt_ctx *ctx, void *user), void *user);
 
-/* This process's rank, as its launcher set it. */
+/* This process's rank and its rendezvous, as the launcher set them. */
 typedef struct dt_launch {
-    int rank, size; /* 0 of 1: not distributed */
+    int rank, size; /* 0 and 1 if no launcher started this process */
     /* rank and size within this machine; -1 and 0 if the launcher does not set them */
     int local_rank, local_size;
-    /* where rank 0 listens, "127.0.0.1:29501" or "node3:24711"; "": not known */
+    /* the address at which rank 0 listens, such as "127.0.0.1:29501" or "node3:24711"; "" if it is
+       not known */
     char rendezvous[80];
-    /* "DT", "torchrun", "Open MPI", "PMI", "SLURM"; "": no launcher */
+    /* "DT", "torchrun", "Open MPI", "PMI" or "SLURM"; "" without a launcher */
     char launcher[16];
-    char text[384]; /* one line: what was found, or what is wrong */
+    char text[384]; /* one line that says what was found, or what is wrong */
 } dt_launch;
 
-/* [local] Launcher discovery: reads the environment. The first launcher below whose variables are
-   set wins. A value that this launcher does not set comes from a later launcher in the list, if
-   that one gives the same rank and size:
-       DT          DT_RANK, DT_WORLD_SIZE, DT_LOCAL_RANK, DT_LOCAL_SIZE: for scripts that start
-                   ranks
+/* [local] Launcher discovery: reads the environment and fills *out. Uses the first launcher of the
+   list below whose variables are set. A value that this launcher does not set is taken from a later
+   launcher of the list, if that launcher gives the same rank and size:
+       DT          DT_RANK, DT_WORLD_SIZE, DT_LOCAL_RANK, DT_LOCAL_SIZE. Your own scripts can set
+                   these variables
        torchrun    RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT. With
-                   TORCHELASTIC_USE_AGENT_STORE=True torchrun's own agent listens at that port, so
-                   dt takes the next port, or 20000 + port % 10000 if the next port is 32768 or
-                   above, where a system gives out ports itself
+                   TORCHELASTIC_USE_AGENT_STORE=True torchrun's own agent listens at MASTER_PORT.
+                   dt then takes the next port, or 20000 + MASTER_PORT % 10000 if the next port is
+                   32768 or above, because that is the usual ephemeral port range
        Open MPI    OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE
        PMI         PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS: MPICH, and srun --mpi=pmi2
        SLURM       SLURM_PROCID, SLURM_STEP_NUM_TASKS or SLURM_NTASKS, SLURM_LOCALID, and the first
-                   machine of SLURM_STEP_NODELIST or SLURM_JOB_NODELIST. Only within job steps,
-                   because a batch script is not a rank
-   DT_RENDEZVOUS overrides the address of every launcher. Without any address, ranks of one machine
-   meet at 127.0.0.1, at a port from 20000 to 29999 derived from the job's name, or 29500. Returns
-   DT_OK with rank 0 of 1 if no variable is set. Returns DT_ERR_ARG, with the variable in text, if a
-   launcher's variables are incomplete or not valid numbers. PMIX_RANK alone is DT_ERR_ARG too,
-   because it comes without a size. */
+                   machine of SLURM_STEP_NODELIST or SLURM_JOB_NODELIST. These variables are used
+                   only within a job step, because a batch script is not a rank
+   DT_RENDEZVOUS overrides the address of every launcher. If no address is set and all ranks are on
+   one machine, the rendezvous is 127.0.0.1 with a port from 20000 to 29999 that is derived from the
+   job's name, or with port 29500. Returns DT_OK with rank 0 of 1 if no variable is set. Returns
+   DT_ERR_ARG, with the variable's name in out->text, if a launcher's variables are incomplete or
+   not valid numbers, and also if only PMIX_RANK is set, because no size comes with it. */
 DT_API dt_status dt_launch_find(dt_launch *out);
 
 // ==== 2. Groups =================================================================================
 
-/* The mesh axis that a group belongs to: dt_comm_bytes counts the group's bytes under it. */
+/* The mesh axis that a group belongs to. dt_comm_bytes counts bytes separately for each axis. */
 typedef enum dt_axis {
     DT_AXIS_NONE = -1, /* the world, and every group without an axis */
     DT_AXIS_DP = 0,
@@ -321,63 +342,71 @@ typedef enum dt_axis {
     DT_AXES
 } dt_axis;
 
-/* Largest number of dt_comm_split calls on the world in one run. A call on a smaller group counts
-   as a fraction of a call. */
+/* Largest number of dt_comm_split calls on the world in one run. A call on a smaller group uses up
+   only a fraction of a call on the world. */
 #define DT_MAX_SPLITS 64
 
-/* [local] Returns the group of all ranks, or NULL (a group of one) if the context is not
-   attached. */
+/* [local] Returns the group of all ranks, or NULL if the context is not attached to a run. (NULL
+   works as a group of one rank.) */
 DT_API dt_comm *dt_world(dt_ctx *ctx);
-/* [local] This rank's number in the group, and the group's size; 0 and 1 for NULL. */
+/* [local] Return this rank's number in the group and the group's size; 0 and 1 for NULL. */
 DT_API int dt_comm_rank(const dt_comm *comm);
 DT_API int dt_comm_size(const dt_comm *comm);
-/* [local] The name given to dt_comm_split, such as "tp"; "world" for the world; "one" for NULL. */
+/* [local] Returns the name given to dt_comm_split, such as "tp"; "world" for the world; "one" for
+   NULL. */
 DT_API const char *dt_comm_name(const dt_comm *comm);
-/* [local] The world rank of a group's member; -1 if `rank` is outside the group; 0 for NULL. */
+/* [local] Returns the world rank of the group's member `rank`; -1 if `rank` is outside the group; 0
+   for NULL. */
 DT_API int dt_comm_world_rank(const dt_comm *comm, int rank);
-/* [collective: comm] Process group: makes one new group for each color, with the ranks ordered by
-   key, and by their rank in comm where keys are equal. color < 0: this rank joins no group and gets
-   NULL without a failure. name (may be NULL) is for messages; its first 31 bytes are copied. The
-   group lives as long as the world. Returns NULL after a failure; DT_ERR_MEM when DT_MAX_SPLITS is
-   used up. Under MPI, a group that does not fit into its machine's shared memory segment works over
-   messages, with the same results. */
+/* [collective: comm] Process group: makes one new group for each color, as MPI_Comm_split does. The
+   new group orders its ranks by `key`, and ranks with equal keys by their rank in comm. A rank with
+   color < 0 joins no group and gets NULL, which is not a failure. `name` (may be NULL) is for error
+   texts and records; its first 31 bytes are copied. The group lives as long as the world. Returns
+   NULL after a failure; fails with DT_ERR_MEM when DT_MAX_SPLITS is used up. Under MPI, a group
+   that does not fit into its machine's shared memory segment works over messages, with the same
+   results. */
 DT_API dt_comm *dt_comm_split(dt_comm *comm, int color, int key, const char *name);
-/* [local] Counts the bytes of operations that begin after this call under `axis`. NULL comm: does
-   nothing. */
+/* [local] Sets the axis of a group: the bytes of its later operations are counted under `axis`.
+   Does nothing if comm is NULL. */
 DT_API void dt_comm_set_axis(dt_comm *comm, dt_axis axis);
-/* [local] Bytes that this rank has sent so far over groups of `axis`. The bytes are logical: a
-   property of the operation, not of the algorithm that ran. With N ranks, and S the bytes of the
-   full buffer (all blocks together):
-       all-reduce                              2 S (N-1)/N, rounded down where N does not divide it
+/* [local] Returns the bytes that this rank has sent so far over groups of `axis`. The bytes are
+   logical: they depend on the operation, not on the algorithm that ran. N is the number of ranks, S
+   is the size of the full buffer (all blocks together):
+       all-reduce                              2 S (N-1)/N, rounded down
        reduce-scatter, all-gather, all-to-all  S (N-1)/N, which is N-1 blocks
        all-to-all-v                            the blocks for other ranks
-       broadcast                               S from the root if N > 1, nothing from the others
-       scatter                                 N-1 blocks from the root, nothing from the others
-       reduce, gather                          S, or one block, from every rank but the root
-       send                                    the message's bytes; receive and barrier nothing
+       broadcast                               the root: S if N > 1; the other ranks: 0
+       scatter                                 the root: N-1 blocks; the other ranks: 0
+       reduce                                  the root: 0; the other ranks: S
+       gather                                  the root: 0; the other ranks: one block
+       send                                    the message's bytes
+       receive, barrier                        0
    Scalars (section 6), dt_comm_split and failed operations are not counted. */
 DT_API size_t dt_comm_bytes(const dt_ctx *ctx, dt_axis axis);
-/* [local] Seconds that this rank has spent inside operations of sections 3 to 6, waiting included.
-   For operations of at most DT_EAGER_BYTES only the time beyond about 2 us counts, unless a trace
-   is recorded. */
+/* [local] Returns the seconds that this rank has spent inside operations of sections 3 to 6,
+   waiting included. The first 2 us or so of an operation of at most DT_EAGER_BYTES do not count,
+   unless a trace is recorded. */
 DT_API double dt_comm_seconds(const dt_ctx *ctx);
 
 /* Algorithm of a collective that runs as messages. Section 16 gives the cost of each algorithm. */
 typedef enum dt_algorithm {
-    DT_ALGORITHM_AUTO = 0, /* in shared memory where possible, else by size and ranks */
-    DT_DIRECT,             /* every rank sends to every other rank at once */
-    /* N-1 steps to the right neighbour; sums in ring order, which differs between chunks */
+    /* in shared memory where possible, else chosen by the number of bytes and ranks */
+    DT_ALGORITHM_AUTO = 0,
+    DT_DIRECT, /* every rank sends to every other rank at once */
+    /* N-1 steps, in each of which every rank sends to its right neighbour. Sums are computed in
+       ring order, which begins at a different rank for each chunk. */
     DT_RING,
-    DT_DOUBLING, /* recursive doubling: distances 1, 2, 4, ... */
+    DT_DOUBLING, /* recursive doubling: exchanges at distances 1, 2, 4, ... */
     DT_TREE,     /* binomial tree */
     DT_ALGORITHMS
 } dt_algorithm;
-/* [collective: comm] From this call on, operations of this group run as messages with this
-   algorithm, if it exists for the operation. For learning and tests: all algorithms give the same
-   result, and the same bits except DT_RING's sums. */
+/* [collective: comm] Later operations of this group run as messages with this algorithm, if it
+   exists for the operation. It is for learning and tests: all algorithms give the same result, with
+   the same bits except for DT_RING's sums. */
 DT_API void dt_comm_set_algorithm(dt_comm *comm, dt_algorithm algorithm);
-/* [local] Messages and bytes that this rank has really sent: what the algorithms cost. Messages
-   through shared memory count too; comparisons of calls (dt_run_desc.check) do not. */
+/* [local] The messages and bytes that this rank has actually sent, which is the cost of the
+   algorithms. Messages through shared memory are counted. Messages that only compare the ranks'
+   calls (dt_run_desc.check) are not counted. */
 typedef struct dt_traffic {
     size_t messages, bytes;
 } dt_traffic;
