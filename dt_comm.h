@@ -285,10 +285,10 @@ typedef struct dt_run_desc {
    dt_run initializes and finalizes MPI unless the program has initialized it. MPI can be
    initialized only once in a process, so a program that calls dt_run twice must initialize MPI
    itself and call dt_run from the same thread. During dt_run, errors of MPI_COMM_WORLD are returned
-   instead of ending the job. Every rank's dt_run returns the first failure. If a rank does not learn
-   of a failure within timeout_s, MPI is not finalized: the launcher ends that rank once this process
-   has exited with an error. Groups within one machine run their collectives in shared memory (see
-   dt_run_desc.node_ranks).
+   instead of ending the job. Every rank's dt_run returns the first failure. If a rank does not
+   learn of a failure within timeout_s, MPI is not finalized: the launcher ends that rank once this
+   process has exited with an error. Groups within one machine run their collectives in shared
+   memory (see dt_run_desc.node_ranks).
 
    Over tcp and mpi, data in device memory is copied through host memory. NCCL transfers device
    memory directly. */
@@ -414,92 +414,100 @@ DT_API dt_traffic dt_comm_traffic(const dt_ctx *ctx);
 
 // ==== 3. Collectives ============================================================================
 
-/* All [collective: comm]. Counts are in elements. Types are the values of dt_dtype; other types,
-   and reductions of a type that the context's kernel table does not reduce, fail with
-   DT_ERR_UNSUPPORTED. Buffers are memory of the context's device. With comm NULL they are host
-   memory; device memory is allowed only in place, where nothing is copied. A buffer may be NULL if
-   count is 0 or if the operation does not use it on this rank. If the device is a GPU, both buffers
-   of a call may be in host memory instead, if they are on all ranks; the CPU then does the work.
-   This is for small data, and dt_comm_bytes does not count it. N is the size of the group. A call
-   returns the errors listed under CONTRACT at the top of this file, and also DT_ERR_ARG for a value
-   outside its range or a missing buffer, DT_ERR_COMM if the ranks' calls differ, DT_ERR_TIMEOUT,
-   and the errors of the kernel table. */
+/* All functions of this section are [collective: comm]. `count` is in elements. In the comments
+   below, N is the size of the group, and "send: N * count" means that `send` has N * count
+   elements. A buffer may be NULL if count is 0 or if the operation does not use it on this rank.
 
-/* All-reduce: recv[i] = send of rank 0 [i] op send of rank 1 [i] op ..., on every rank. send, recv:
-   count. */
+   Buffers are memory of the context's device. If the device is a GPU, all ranks of a call may
+   instead pass buffers in host memory; the CPU then does the work. Use this for small data;
+   dt_comm_bytes does not count it. If comm is NULL, buffers are host memory; device memory is then
+   allowed only in place, where nothing is copied.
+
+   The functions return the errors listed under CONTRACT at the top of this file. They also return
+   DT_ERR_ARG for a value outside its range or a missing buffer, DT_ERR_COMM if the ranks' calls
+   differ, DT_ERR_TIMEOUT, the errors of the kernel table, and DT_ERR_UNSUPPORTED for a value that
+   is not in dt_dtype or for a reduction of a type that the context's kernel table does not
+   reduce. */
+
+/* All-reduce: every rank receives recv[i] = send_0[i] op send_1[i] op ... op send_{N-1}[i], where
+   send_r is rank r's send. send, recv: count. */
 DT_API dt_status dt_all_reduce(
     dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, dt_op op);
-/* Reduce: the same sum, on the root only. send: count; recv: count on the root, unused on the
-   others. */
+/* Reduce: only the root receives the result of the all-reduce. send: count; recv: count on the
+   root, unused on the other ranks. */
 DT_API dt_status dt_reduce(
     dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, dt_op op, int root);
-/* Reduce-scatter: the same sum; rank r receives block r of it. send: N * count; recv: count. */
+/* Reduce-scatter: reduces the send buffers as an all-reduce does; rank r receives block r of the
+   result. send: N * count; recv: count. */
 DT_API dt_status dt_reduce_scatter(
     dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, dt_op op);
-/* All-gather: the send buffers of all ranks, in rank order, on every rank. send: count; recv: N *
-   count. */
+/* All-gather: every rank receives the send buffers of all ranks, in rank order. send: count; recv:
+   N * count. */
 DT_API dt_status dt_all_gather(
     dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype);
-/* Gather: the send buffers of all ranks, in rank order, on the root only. send: count; recv: N *
-   count on the root, unused on the others. */
+/* Gather: only the root receives the send buffers of all ranks, in rank order. send: count; recv: N
+   * count on the root, unused on the other ranks. */
 DT_API dt_status dt_gather(
     dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, int root);
-/* Scatter: rank r receives block r of the root's send. send: N * count on the root, unused on the
-   others; recv: count. */
+/* Scatter: rank r receives block r of the root's send buffer. send: N * count on the root, unused
+   on the other ranks; recv: count. */
 DT_API dt_status dt_scatter(
     dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, int root);
-/* All-to-all: block j of rank i's send becomes block i of rank j's recv. send, recv: N * count; not
-   in place. */
+/* All-to-all: block j of rank i's send buffer becomes block i of rank j's recv buffer. Not in
+   place. send, recv: N * count. */
 DT_API dt_status dt_all_to_all(
     dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype);
-/* All-to-all-v: an all-to-all with blocks of any length, not in place. Blocks lie in rank order
-   without gaps on both sides: rank j receives send_counts[j] elements, and recv_counts[i] elements
-   come from rank i. Both arrays have N entries and are read until the operation ends. If a rank
-   expects another count than it is sent, DT_ERR_COMM names both. */
+/* All-to-all-v: an all-to-all with blocks of any length, not in place. This rank sends
+   send_counts[j] elements to rank j and receives recv_counts[i] elements from rank i. In both
+   buffers the blocks lie in rank order without gaps. Both arrays have N entries and are read until
+   the operation ends. If a rank expects a count different from what it is sent, the call fails with
+   DT_ERR_COMM, and the error text names both counts. */
 DT_API dt_status dt_all_to_all_v(dt_comm *comm, const void *send, const size_t *send_counts,
     void *recv, const size_t *recv_counts, dt_dtype dtype);
-/* Broadcast: rank `root`'s buf, on every rank. buf: count. */
+/* Broadcast: copies the root's buf into the buf of every other rank. buf: count. */
 DT_API dt_status dt_broadcast(dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int root);
-/* Barrier: no rank returns before every rank has called it. */
+/* Barrier: no rank returns before every rank has called dt_barrier. */
 DT_API dt_status dt_barrier(dt_comm *comm);
 
 // ==== 4. Send and receive =======================================================================
 
-/* [pairwise] buf: count. `to` and `from` are ranks of comm; tag >= 0. A receive takes the oldest
-   message with its sender, group and tag. Count and type must equal the send's, else DT_ERR_COMM
-   names both calls.
+/* [pairwise] Send and receive one message. `buf` has `count` elements. `to` and `from` are ranks of
+   comm; tag >= 0. A receive takes the oldest message from rank `from` that was sent on the same
+   group with the same tag. Its count and type must equal those of the send; otherwise it fails with
+   DT_ERR_COMM, and the error text names both calls.
 
-   A send of up to DT_EAGER_BYTES is eager: it leaves a copy of the message and returns. From one
-   rank to another, 8 messages can be pending in this way. A larger send, or the 9th eager message,
-   waits for the receiver, so two ranks must not both send large messages first: use the nonblocking
-   calls (section 5). A rank can send up to DT_EAGER_BYTES to itself, or more with a nonblocking
-   call. A NULL comm is DT_ERR_ARG, because it has no peer. */
+   A send of up to DT_EAGER_BYTES is eager: it copies the message and returns without waiting for
+   the receiver. Up to 8 eager messages can be pending from one rank to another. A larger send, or
+   the 9th eager message, waits for the receiver. Two ranks that first send each other a large
+   message therefore deadlock: use the nonblocking calls (section 5). A rank can send up to
+   DT_EAGER_BYTES to itself, or more with a nonblocking call. A NULL comm has no peer, so the calls
+   return DT_ERR_ARG. */
 #define DT_EAGER_BYTES 4096
 DT_API dt_status dt_send(
     dt_comm *comm, const void *buf, size_t count, dt_dtype dtype, int to, int tag);
 DT_API dt_status dt_recv(dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int from, int tag);
-/* [pairwise] Receives the first message to arrive from any rank of the group with this tag. Stores
-   the sender's rank in *from (may be NULL). */
+/* [pairwise] Receives a message with this tag from any rank of the group: the one that arrives
+   first. Stores the sender's rank in *from; `from` may be NULL. */
 DT_API dt_status dt_recv_any(
     dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int tag, int *from);
 
 // ==== 5. Nonblocking operations =================================================================
 
-/* Overlap of communication and computation. Each function begins an operation and returns a handle
-   (MPI's request, PyTorch's Work). [collective: comm] and [pairwise] as above, in the same order on
-   all ranks.
+/* Overlap of communication and computation. Each of these functions begins the operation of the
+   same name and returns a handle (MPI's request, PyTorch's Work). It must be called by the same
+   ranks as the blocking function. All ranks of a group begin its collectives in the same order.
 
        w = dt_all_reduce_start(...)        communication:     |===== all-reduce =====|
        compute()                           computation:    |==== compute ====|
        dt_wait(ctx, w)                     waiting:                          |=======|
 
-   The arguments are the same as in the blocking call, and the buffers belong to the operation until
-   dt_wait. There is no hidden thread: operations advance while this rank waits in any other
-   operation, and between the kernels of its tensor ops. Any number of operations may be pending;
-   the other ranks see the first DT_MAX_STARTED of each group. A NULL handle means that the
-   operation is already complete (comm NULL) or that the context has failed; dt_wait accepts NULL
-   and returns the context's status. Every other handle must be waited for exactly once, in any
-   order. A handle that is never waited for is a failure when rank_main returns. */
+   The arguments are the same as in the blocking call. Do not touch the buffers until dt_wait has
+   returned. There is no hidden thread: operations advance while this rank waits in any other
+   operation, and between the kernels of its tensor ops. Any number of operations may be pending,
+   but the other ranks see only the oldest DT_MAX_STARTED of each group. A function returns NULL if
+   the operation is already complete (when comm is NULL) or if the context has failed. dt_wait
+   accepts NULL and returns the context's status. Call dt_wait exactly once for every other handle,
+   in any order. If a handle has had no dt_wait when rank_main returns, the rank fails. */
 #define DT_MAX_STARTED 8
 typedef struct dt_work dt_work;
 DT_API dt_work *dt_all_reduce_start(
@@ -525,77 +533,85 @@ DT_API dt_work *dt_send_start(
     dt_comm *comm, const void *buf, size_t count, dt_dtype dtype, int to, int tag);
 DT_API dt_work *dt_recv_start(
     dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int from, int tag);
-/* [pairwise] dt_wait sets *from. */
+/* [pairwise] dt_wait stores the sender's rank in *from. */
 DT_API dt_work *dt_recv_any_start(
     dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int tag, int *from);
 
-/* [local] Waits until the operation is complete. The buffers are the caller's again and `work` is
-   freed. Returns dt_error of ctx. */
+/* [local] Waits until the operation is complete, then frees `work`. Afterwards the caller may use
+   the buffers again. Returns dt_error(ctx). */
 DT_API dt_status dt_wait(dt_ctx *ctx, dt_work *work);
-/* [local] Advances pending operations as far as possible without waiting. If many are pending, each
-   call advances only some of them. Returns 1 when `work` is complete (dt_wait then returns at
-   once). */
+/* [local] Advances pending operations as far as possible without waiting. If many operations are
+   pending, each call advances only some of them. Returns 1 if `work` is complete or the context has
+   failed (dt_wait then returns at once), else 0. */
 DT_API int dt_test(dt_ctx *ctx, dt_work *work);
 
-/* One send or receive of dt_exchange. All transfers of one dt_exchange run at once, in any order,
-   like the calls between NCCL's ncclGroupStart and ncclGroupEnd. */
+/* One send or receive of dt_exchange. All transfers of one dt_exchange run concurrently, like the
+   calls between NCCL's ncclGroupStart and ncclGroupEnd, so their order does not matter. */
 typedef struct dt_transfer {
-    const void *send; /* exactly one of send and recv is set */
+    const void *send; /* exactly one of `send` and `recv` is not NULL */
     void *recv;
-    size_t count;
+    size_t count; /* elements */
     dt_dtype dtype;
-    int peer, tag;
+    int peer, tag; /* the other rank, as a rank of comm; the message's tag */
 } dt_transfer;
-/* [pairwise] Returns when all n transfers are complete. */
+/* [pairwise] Runs n transfers and returns when all are complete. */
 DT_API dt_status dt_exchange(dt_comm *comm, const dt_transfer *transfers, int n);
 
 // ==== 6. Scalars and agreement ==================================================================
 
-/* Host values that control a program. They are not counted as traffic. */
+/* Collectives on a few values in host memory, for a program's control flow. dt_comm_bytes does not
+   count them. */
 
-/* [collective: comm] values[i] = the sum over ranks, in rank order, in place. values: n. */
+/* [collective: comm] Replaces each of the n values by the sum of this value over all ranks, added
+   in rank order. */
 DT_API dt_status dt_sum_doubles(dt_comm *comm, double *values, size_t n);
-/* [collective: comm] The mean over ranks. NaN after a failure. */
+/* [collective: comm] Returns the mean of all ranks' `mine`; NaN after a failure. */
 DT_API double dt_mean(dt_comm *comm, double mine);
-/* [collective: comm] Agreement: every rank gets the first status in rank order that is not DT_OK.
-   Fails no context. Use it for conditions that only one rank may notice, such as a missing file. */
+/* [collective: comm] Agreement: returns, on every rank, the `mine` of the lowest rank whose `mine`
+   is not DT_OK; DT_OK if there is none. A `mine` other than DT_OK does not fail the context. Use
+   dt_agree for conditions that perhaps only one rank notices, such as a missing file. */
 DT_API dt_status dt_agree(dt_comm *comm, dt_status mine);
 
 // ==== 7. Attach, records, trace =================================================================
 
-/* For programs that start their own threads or bring their own transport. dt_run makes these calls
-   for each rank. */
+/* For programs that start their own threads or processes, or bring their own transport. A program
+   that uses dt_run does not need these functions, because dt_run calls them for each rank. */
 
 /* The shared state of one run whose ranks are threads or forks that the caller starts. */
 typedef struct dt_team dt_team;
-/* [the caller is the supervisor] desc as for dt_run, with backend threads or procs. Returns NULL
-   after a failure, which has been logged. */
+/* [the caller is the supervisor] Makes a team. `desc` is as for dt_run, with backend threads or
+   procs. Returns NULL after a failure, which has been logged. */
 DT_API dt_team *dt_team_make(dt_run_desc desc);
-/* [local] The context of a rank, with the team's tables; a forked rank's heap lies in the shared
-   memory segment. Free the context with dt_ctx_free, after dt_comm_detach. Returns NULL after a
-   failure, which the other ranks learn of. */
+/* [local] Makes a rank's context with the tables (host, kernels, io) of the team's description. A
+   forked rank's heap lies in the shared memory segment. Free the context with dt_ctx_free, after
+   dt_comm_detach. Returns NULL after a failure; the other ranks learn of the failure. */
 DT_API dt_ctx *dt_team_ctx(dt_team *team, int rank);
-/* [the caller is the supervisor] Call it after all ranks have detached or if they will never
-   attach. Returns the status of the first failure and fills the report. */
+/* [the caller is the supervisor] Frees the team and fills desc.report. Returns the status of the
+   first failure. Call it when all ranks that attached have detached and no rank will attach. */
 DT_API dt_status dt_team_free(dt_team *team);
 
-#define DT_ANY (-1) /* from any rank */
+#define DT_ANY (-1) /* source of a receive: any rank */
 /* A transport: five functions that carry messages between ranks 0 .. size-1.
 
-   Messages of one (sender, channel, tag) arrive in the order of their sends. A message carries a
-   signature of the call that sent it; a transport may deliver 0 instead, and dt then does not
-   compare it.
+   Messages with the same sender, channel and tag arrive in the order in which they were sent. Each
+   message carries the signature of the call that sent it. A receiver compares this signature with
+   its own call; if the transport delivers the signature 0, nothing is compared.
        send, recv   begin a transfer and return a request, or NULL on failure. recv's `from` may be
                     DT_ANY. Many sends and receives can be pending. A send whose receive has not
                     begun must not keep other transfers from making progress
-       test         1: the transfer is complete and the request freed; for a receive *from and
-                    *bytes describe the message (bytes beyond the buffer are dropped). 0: the
-                    transfer is not complete yet. Below 0: the transfer can never complete, the
-                    request is freed and `why` (512 bytes) holds the reason: -1 the peer is lost, -2
-                    the call was wrong, -3 another rank has called fail (`why` holds its text), -4
-                    the peer has ended normally
-       cancel       frees the request; its buffer is the caller's again
-       fail         tells the other ranks that this rank has failed, with its text */
+       test         returns the state of a transfer:
+                     1  the transfer is complete, and the request is freed. For a receive, *from,
+                        *signature and *bytes describe the message; bytes that do not fit into the
+                        buffer are dropped
+                     0  the transfer is not complete yet
+                    -1  the other rank is lost
+                    -2  the call was wrong
+                    -3  another rank has called fail; `why` holds the text of that call
+                    -4  the other rank has ended normally
+                    In the cases below 0 the transfer can never complete, the request is freed, and
+                    `why` (512 bytes) holds the reason
+       cancel       frees the request; afterwards the caller may use its buffer again
+       fail         tells the other ranks that this rank has failed and sends them `text` */
 typedef struct dt_transport {
     const char *name;
     void *user;
@@ -610,85 +626,93 @@ typedef struct dt_transport {
 
 typedef struct dt_attach_desc {
     int rank;
-    dt_team *team;                 /* exactly one of team and transport is set */
-    const dt_transport *transport; /* copied */
+    dt_team *team;                 /* exactly one of `team` and `transport` is not NULL */
+    const dt_transport *transport; /* copied by dt_comm_attach */
     int size;                      /* number of ranks of the transport */
-    double timeout_s;              /* for a transport: 0 -> 120 */
-    dt_link link;                  /* for a transport */
+    double timeout_s;              /* used with a transport; 0 means 120 */
+    dt_link link;                  /* used with a transport */
     /* An ncclComm_t of the transport's ranks, in the same order, which carries large messages;
-       NULL: no NCCL. It needs CUDA's kernel table in the context. The caller owns the communicator.
-       But if the context fails, dt has aborted the communicator: do not destroy it then. */
+       NULL: no NCCL. It needs CUDA's kernel table in the context. The caller owns the communicator
+       and destroys it, except after a failure of the context: dt has then aborted it already. */
     void *nccl;
 } dt_attach_desc;
-/* [collective: the ranks to be] Makes ctx (from dt_ctx_make) a rank and returns its world. Returns
-   NULL after a failure. For a team make the context with dt_team_ctx, which gives it the team's
-   tables. */
+/* [collective: all ranks of the run] Makes ctx (from dt_ctx_make) the context of rank desc.rank and
+   returns the world. Returns NULL after a failure. If desc.team is set, make the context with
+   dt_team_ctx, which gives the context the team's tables. */
 DT_API dt_comm *dt_comm_attach(dt_ctx *ctx, dt_attach_desc desc);
-/* [local] Ends this rank: frees its groups, and ranks that wait for it learn that it has ended.
-   status: the return value of the rank's function. */
+/* [local] Ends this rank and frees its groups. Ranks that wait for this rank learn that it has
+   ended. status: the return value of the rank's function. */
 DT_API void dt_comm_detach(dt_ctx *ctx, dt_status status);
 
-/* FLIGHT RECORDER. Each rank keeps a record of its last DT_RECORDS operations, with the call site
-   of each. */
+/* FLIGHT RECORDER. Each rank keeps records of its last DT_RECORDS operations and their call
+   sites. */
 #define DT_RECORDS 128
-/* [local] One line for each rank: rank, process, step, seconds, and the operation that it waits in
-   or finished last. For tcp ranks and ranks on other machines the line shows what the rank last
-   reported. Returns the size of the complete text in bytes; if text is NULL it only returns the
-   size. */
+/* [local] Writes a table with one line for each rank: rank, process, step, seconds, and the
+   operation in which the rank waits or which it finished last. For tcp ranks and ranks on other
+   machines the line shows what the rank last reported. `text` has `bytes` bytes and receives as
+   much of the table as fits, with a terminating NUL; it may be NULL. Returns the length of the
+   complete table in bytes. */
 DT_API size_t dt_ranks_text(const dt_ctx *ctx, char *text, size_t bytes);
-/* [local] The last operations of this rank, or of a world rank that shares memory with it: one line
-   each, newest first. Returns the size as dt_ranks_text does. */
+/* [local] Writes the records of world rank `rank`, one line for each operation, newest first.
+   `rank` is this rank or a rank that shares memory with it. `text`, `bytes` and the result are as
+   for dt_ranks_text. */
 DT_API size_t dt_records_text(const dt_ctx *ctx, int rank, char *text, size_t bytes);
-/* [collective: the world] Ends a training step: counts it, for the table above and for
+/* [collective: the world] Ends a training step and counts it, for dt_ranks_text and for
    dt_run_desc.check. Over tcp and mpi the ranks of each group compare the operations that they
-   called in the step; DT_ERR_COMM names two ranks that differ. Straggler detection: a notice names
-   a rank whose own work, without its waits, took more than 1.5 times the median rank's in 5 of 8
-   steps, at most once in 10 steps. */
+   called in the step; if two ranks differ, the call fails with DT_ERR_COMM and names them.
+   Straggler detection: logs a notice that names a rank if the rank's own work, without its waits,
+   took more than 1.5 times as long as the median rank's work in 5 of 8 steps. The notice is logged
+   at most once in 10 steps. */
 DT_API dt_status dt_comm_step(dt_comm *world);
 
 /* A TRACE records what each rank did and when: blocks (dt_block), operations of sections 3 to 6,
-   waits, your own ranges, memory by class. View it in ui.perfetto.dev or chrome://tracing, where
-   each rank is a process with these tracks:
+   waits, your own ranges, and memory by class. View the trace in ui.perfetto.dev or
+   chrome://tracing, where each rank is a process with these tracks:
 
-       compute         blocks "F 3 block 1" (forward of micro-batch 3; also B, I, W; "again": the
-                       recompute of a block), your own ranges, and "wait all-reduce dp": a dt_wait
-                       for a nonblocking operation. Events of this track nest.
-       comm            operations, from call to return; a nonblocking operation from its start to
-                       its end. Operations that overlap in time use further tracks: comm 2, comm 3,
-                       ... An operation that runs during a block and causes no wait is hidden by
-                       computation
-       arrows          from a send to its receive
+       compute         blocks such as "F 3 block 1", the forward (F) of micro-batch 3 in block 1.
+                       B, I and W are the backward and its two halves (input and weight gradients);
+                       "again" marks the recompute of a block. The track also shows your own ranges
+                       and the waits for nonblocking operations, such as "wait all-reduce dp".
+                       Events of this track nest
+       comm            operations. A blocking operation is shown from its call to its return, a
+                       nonblocking operation from its start to its end. Operations that overlap in
+                       time use further tracks (comm 2, comm 3, ...). If an operation runs during a
+                       block and no wait is shown for it, computation hides the operation
+       arrows          each arrow leads from a send to its receive
        memory          bytes by class, at the end of each block or range
 
    Without a trace, each place that could record an event costs one test of a pointer. */
 
-/* [local] Begins recording into a ring buffer of `events` events (0 -> 65536) of 88 bytes each. The
-   ring is allocated now, in memory class host; nothing is allocated later. When the ring is full,
-   new events overwrite the oldest. Call it on all ranks, between the same operations and while no
-   messages are pending. A second call fails (DT_ERR_ARG). The ring is freed when the rank ends. */
+/* [local] Begins recording into a ring buffer of `events` events of 88 bytes each; 0 means 65536
+   events. dt_trace_start allocates the ring, in memory class host; recording allocates nothing.
+   When the ring is full, new events overwrite the oldest. Call dt_trace_start on all ranks, between
+   the same operations and while no messages are pending. A second call fails with DT_ERR_ARG. The
+   ring is freed when the rank ends. */
 DT_API dt_status dt_trace_start(dt_ctx *ctx, size_t events);
-/* [local] Begin and end your own range on the compute track; the first 39 bytes of the name are
-   copied. Ranges nest with blocks: a range that begins in a block ends with it at the latest.
-   dt_trace_end ends the innermost open range of the current block. Without a trace both do
-   nothing. */
+/* [local] Begin and end your own range on the compute track. The first 39 bytes of `name` are
+   copied. Ranges nest with blocks: a range that begins in a block ends with that block at the
+   latest. dt_trace_end ends the innermost open range of the current block. Without a trace both
+   functions do nothing. */
 DT_API void dt_trace_begin(dt_ctx *ctx, const char *name);
 DT_API void dt_trace_end(dt_ctx *ctx);
-/* [local] Events that are lost: overwritten, or in blocks and ranges nested more than 32 deep. */
+/* [local] Returns the number of lost events: those that were overwritten, and those of blocks and
+   ranges nested more than 32 deep. */
 DT_API size_t dt_trace_lost(const dt_ctx *ctx);
-/* [collective: the world] Rank 0 writes the events that all ranks have recorded as one JSON file
-   (Trace Event Format), through its io table, as dt_file_write does. The file holds completed
-   events only: it omits open blocks and ranges, and operations that are not yet waited for.
-   Recording continues. Ranks send their events in pieces, so rank 0 needs about 1 MiB. Times are on
-   rank 0's clock; over a transport this call synchronizes the other clocks with it, by the fastest
-   of 8 round trips. Messages of this call are neither recorded nor counted. */
+/* [collective: the world] Gathers the recorded events of all ranks; rank 0 writes them to one JSON
+   file (Trace Event Format) with its io table, as dt_file_write does. The file holds only completed
+   events: it omits open blocks and ranges, and operations that had no dt_wait yet. Recording
+   continues. Ranks send their events in pieces, so rank 0 needs only about 1 MiB of memory. Times
+   are on rank 0's clock. Over a transport this call measures the difference between each clock and
+   rank 0's clock, by the fastest of 8 round trips. Messages of this call are neither recorded nor
+   counted. */
 DT_API dt_status dt_trace_write(dt_comm *world, const char *path);
 
-/* CALL SITES. Each of these functions is also a macro that passes the source line of the call, for
-   records and messages. To name the function itself, take its address or put its name in
-   parentheses. */
+/* CALL SITES. The functions below are also macros, which pass the file and line of the call to
+   dt_here. The records and error texts show them. To use the function and not the macro, take its
+   address or put its name in parentheses. */
 
-/* [local] Sets the call site of the next operation on comm, or on another group of this rank.
-   Returns comm. */
+/* [local] Sets the call site (file and line) of this rank's next operation, on any group. Returns
+   comm. */
 DT_API dt_comm *dt_here(dt_comm *comm, const char *file, int line);
 
 #define DT_HERE(comm) \
