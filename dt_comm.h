@@ -773,7 +773,7 @@ DT__CPP_WARNINGS_OFF
 #include <netinet/in.h>
 #include <netinet/tcp.h> /* TCP_NODELAY */
 #include <poll.h>
-#include <pthread.h> /* threads only where dt_run was asked for them */
+#include <pthread.h> /* the ranks of DT_BACKEND_THREADS */
 #include <sched.h>   /* sched_getaffinity */
 #include <signal.h>  /* kill, in dt_run */
 #include <stdarg.h>
@@ -784,13 +784,13 @@ DT__CPP_WARNINGS_OFF
 #include <sys/mman.h>    /* memfd_create */
 #include <sys/random.h>  /* getrandom */
 #include <sys/stat.h>    /* fstat */
-#include <sys/prctl.h>   /* PR_SET_PDEATHSIG: a rank ends with its supervisor */
-#include <sys/syscall.h> /* gettid, pidfd_open: not in every libc */
+#include <sys/prctl.h>   /* PR_SET_PDEATHSIG: kills a rank when its supervisor ends */
+#include <sys/syscall.h> /* gettid and pidfd_open, which not every libc has as functions */
 #include <sys/uio.h>     /* struct iovec */
 #include <sys/wait.h>    /* waitpid, in dt_run */
 #include <unistd.h>      /* sysconf, fork, _exit */
 #ifdef DT_USE_MPI
-#define OMPI_SKIP_MPICXX 1 /* without the C++ interface, which dt does not use */
+#define OMPI_SKIP_MPICXX 1 /* leaves out MPI's C++ interface, which dt does not use */
 #define MPICH_SKIP_MPICXX 1
 #include <mpi.h>
 #endif
@@ -804,25 +804,28 @@ DT__CPP_WARNINGS_OFF
 #endif
 #endif
 
-/* Threads and forks of one process use the same implementation. All shared state lies in one shared
-   memory segment, called the range below. It is allocated before the first rank starts, so an
-   address in it is valid on all ranks:
+/* Ranks that are threads and ranks that are forks use the same implementation. All shared state
+   lies in one shared memory segment, named "range" in identifiers. The segment is allocated before
+   the first rank starts, so an address in the segment is valid on all ranks:
 
-       dt__shared | dt__rank_state x N | dt__pair x N x N | groups, in order of creation |
+       dt__shared | dt__rank_state x N | dt__pair x N x N x 2 | groups, in order of creation |
        eager copies | overflow messages | records | user | heaps
 
-   Ranks that MPI started have one range for each machine. Collectives of a group within one machine
-   use the range. So do the messages within a machine of a collective that spans several machines.
-   Sends and receives of the program do not (section 25).
+   Ranks that MPI started have one segment for each machine. A group whose ranks are all on one
+   machine runs its collectives in the segment. A collective that spans several machines uses the
+   segment for its messages within a machine. dt_send and dt_recv do not use the segment under MPI
+   (section 25).
 
-   The range holds no lock. Each word has one writer at a time; other ranks read it with atomic
-   loads. A word that publishes data is stored with release and loaded with acquire. */
+   The segment contains no lock. Each word has only one writer at a time, and other ranks read the
+   word with atomic loads. A word that publishes data is stored with release and loaded with
+   acquire. */
 
 enum {
-    DT__CACHE_LINE = 128, /* two cache lines, because processors fetch them in pairs */
-    /* eager (copied) messages that can be in flight from one rank to another */
+    DT__CACHE_LINE = 128, /* two cache lines of 64 bytes, because processors fetch them in pairs */
+    /* largest number of eager messages in flight from one rank to another */
     DT__PAIR_SLOTS = 8,
-    DT__OVERFLOW_SLOTS = 1024, /* overflow messages of one rank */
+    /* number of messages beyond those slots for which the segment has memory, per rank */
+    DT__OVERFLOW_SLOTS = 1024,
     DT__MAX_RANKS = 65536,
     DT__NAME_BYTES = 32,
     DT__FILE_BYTES = 32
@@ -858,39 +861,39 @@ typedef enum dt__op_code {
 typedef struct dt__call {
     dt__op_code op;
     dt_dtype dtype;
-    dt_op redop;     /* reductions; else DT_SUM */
-    int peer;        /* the root, or the peer of a send or receive, or DT_ANY; else 0 */
+    dt_op redop;     /* of a reduction; else DT_SUM */
+    int peer;        /* the root, or the other rank of a send or receive (or DT_ANY); else 0 */
     int tag;         /* of a send or receive; below 0: a message of a collective */
-    int host_memory; /* scalars: the data lie in host memory on every device */
+    int host_memory; /* 1 for scalars, whose data lie in host memory on every device */
     size_t count;
     const void *send;
     void *recv;
     const size_t *send_counts, *recv_counts; /* all-to-all-v */
-    int any_source, *from;                   /* receive from any rank; where to store the sender */
-    uint64_t seq;                            /* number of this collective on its group, from 1 */
+    int any_source, *from; /* 1: receive from any rank; where to store the sender */
+    uint64_t seq;          /* number of this collective on its group, from 1 */
 } dt__call;
 
-/* A posted call: one rank's arguments of one collective, for the other ranks of the group to read.
-   A rank has DT_MAX_STARTED posts in each group and reuses the oldest. */
+/* A post: one rank's arguments of one collective, which the other ranks of the group read. A rank
+   has DT_MAX_STARTED posts in each group and reuses the oldest. */
 typedef struct __attribute__((aligned(128))) dt__post {
-    uint64_t seq;         /* equals call.seq once the other fields are written */
-    uint64_t packed_call; /* from dt__pack_call; must be equal on all ranks, like count */
+    uint64_t seq;         /* equals dt__call.seq once the other fields are written */
+    uint64_t packed_call; /* from dt__pack_call; must be equal on all ranks, as must `count` */
     size_t count;
     const void *send;
     void *recv;
-    /* Not NULL if other ranks cannot access send or recv: they read windows of these buffers
-       here. */
+    /* Staging buffer through which the other ranks read windows of `send` or `recv`, if they cannot
+       access these buffers; else NULL. */
     char *staging;
-    int is_inline; /* the send data lie in `data` */
+    int is_inline; /* 1: the send data lie in `data` */
     /* A small send buffer, or the counts of an all-to-all-v. It extends to the end of the post. */
     uint64_t data[8];
 } dt__post;
 
 /* Progress of one rank in its group. Operations move their data in order of seq, each in one or
-   several windows. Both fields are window numbers, which count the windows of all operations; they
-   only grow. */
+   several windows. The windows of all operations are numbered consecutively. Both fields hold such
+   a number and only grow. */
 typedef struct __attribute__((aligned(128))) dt__member {
-    uint64_t opened; /* last window that this rank's staging buffer shows */
+    uint64_t opened; /* last window whose data are in this rank's staging buffer */
     char padding[DT__CACHE_LINE - sizeof(uint64_t)];
     /* last window in which this rank has finished its access to other ranks' memory */
     uint64_t closed;
@@ -899,106 +902,112 @@ typedef struct __attribute__((aligned(128))) dt__member {
 typedef struct dt__group {
     char name[DT__NAME_BYTES];
     int size;
-    uint32_t channel;    /* tells the group's messages from those of other groups */
+    uint32_t channel;    /* distinguishes the group's messages from those of other groups */
     int *ranks;          /* (size) world ranks */
     dt__member *members; /* (size); NULL if not all ranks share memory */
     char *posts;         /* (size, DT_MAX_STARTED, post_bytes) */
     size_t post_bytes;
 } dt__group;
 
-/* Message slot. The sender fills a free slot. The receiver frees the slot, or marks it DT__RECEIVED
-   if the sender waits for that. */
+/* Message slot. The sender fills a free slot. If the sender waits for the receiver, the receiver
+   marks the slot DT__RECEIVED, else it frees the slot. */
 enum { DT__FREE = 0, DT__POSTED, DT__RECEIVED };
 typedef struct __attribute__((aligned(64))) dt__message {
     int state;
-    int tag, eager;
-    uint64_t signature; /* of the sender's call: dt__signature_of */
+    int tag, eager;     /* eager: 1 if `data` is the eager copy */
+    uint64_t signature; /* dt__signature_of of the sender's call */
     size_t bytes;
     const void *data; /* the eager copy, or the sender's own buffer */
-    /* number among the pair's sends; of several matching messages the lowest is received first */
+    /* Number of the message among all messages from its sender to its receiver. Of several matching
+       messages, the one with the lowest number is received first. */
     uint64_t order;
-    uint32_t channel;         /* of the group */
+    uint32_t channel;         /* dt__group.channel */
     dt__group *group;         /* the sender's struct of that group */
     struct dt__message *next; /* next in dt__pair.overflow */
 } dt__message;
 
-typedef struct __attribute__((aligned(64))) dt__pair { /* from one rank to one other */
-    uint64_t sent, sends_begun;                        /* sender's: messages posted; sends begun */
-    dt__message *overflow;                             /* list of further messages; it only grows */
+/* The messages from one rank to one other rank. */
+typedef struct __attribute__((aligned(64))) dt__pair {
+    /* written by the sender: number of messages posted; number of sends begun */
+    uint64_t sent, sends_begun;
+    dt__message *overflow; /* list of the messages beyond DT__PAIR_SLOTS; it never shrinks */
     /* The fields from `posted` to `oldest_order` are used only once there is an overflow list. With
        these fields, messages that are received in order need no search of the list. */
-    uint64_t posted; /* sender's: `sent`, stored after the message is visible */
-    /* sender's: end of the list; where to look first for a free slot */
+    uint64_t posted; /* written by the sender: `sent`, stored after the message is visible */
+    /* written by the sender: end of the list; where to look first for a free slot */
     dt__message *overflow_tail, *free_hint;
     __attribute__((aligned(64)))
-    dt__message *recv_hint; /* receiver's: where to look first in the list */
-    uint64_t oldest_order;  /* receiver's: the oldest message not received, if known */
+    dt__message *recv_hint; /* written by the receiver: where to look first in the list */
+    /* written by the receiver: `order` of the oldest message not received, if known */
+    uint64_t oldest_order;
     dt__message message[DT__PAIR_SLOTS];
 } dt__pair;
 
 /* Flight recorder entry: one operation, as its rank began it. Other ranks may read a record while
-   its rank writes it, so they copy it word by word and check `number` before and after. */
+   its rank writes it, so they copy the record word by word and check `number` before and after. */
 typedef struct dt__op_record {
-    uint64_t number;           /* of the rank's operations, from 1; 0 while it is written */
+    uint64_t number; /* the rank's operations are numbered from 1; 0 while the record is written */
     uint64_t packed_call, seq; /* as in dt__post */
     uint64_t count;
-    int32_t tag, line; /* of a message; source line, 0: not known */
+    int32_t tag, line; /* tag of a message; source line, 0 if not known */
     char group[DT__NAME_BYTES];
     char file[DT__FILE_BYTES];
 } dt__op_record;
 
-/* State that one rank publishes. The struct has DT__CACHE_LINE bytes, but only the alignment of
-   host memory, because some of these structs lie in host memory. */
+/* State that one rank publishes. The struct has DT__CACHE_LINE bytes but is aligned only to 64,
+   because some of these structs lie in host memory, which is not aligned more strictly. */
 typedef struct __attribute__((aligned(64))) dt__rank_state {
-    int busy; /* this rank accesses other ranks' memory now */
-    /* 1: rank_main has returned, or the process is gone; 2: the process only has to exit with 0 */
+    int busy; /* 1 while this rank accesses other ranks' memory */
+    /* 1: rank_main has returned, or the process is gone. 2: the rank has succeeded, and its process
+       has only to exit with status 0. */
     int ended;
     int pid, tid;
     /* Progress counter: incremented after every change that another rank, or this rank, may wait
        for (section 11). */
     uint64_t progress;
-    /* Sum of all ranks' progress counters, read before this rank last checked its operations and
-       found nothing to do; DT__IDLE_FOREVER for a rank that has ended. */
+    /* Sum of all ranks' progress counters before this rank's last attempt to advance its
+       operations, if none of them could advance; DT__IDLE_FOREVER if the rank has ended. */
     uint64_t idle_at_progress;
     /* Messages over a transport: sends begun minus messages received, plus sends that this rank
        does not know to be complete. */
     int64_t in_transit;
-    /* Number of the operation in which this rank has been waiting for long; 0 if there is none. */
+    /* Number of the operation in which this rank waits, once the wait has reached its nap phase
+       (section 12); 0 if there is none. */
     uint64_t waiting_op;
-    int waits_for;    /* the world rank it waits for, or DT_ANY */
-    int64_t op_count; /* operations begun; the last DT_RECORDS have records */
-    int64_t step;     /* counted by dt_comm_step */
+    int waits_for;    /* the world rank for which this rank waits, or DT_ANY */
+    int64_t op_count; /* number of operations begun; the last DT_RECORDS have records */
+    int64_t step;     /* number of steps that dt_comm_step has counted */
     /* start of the wait in waiting_op, in microseconds of the host's clock */
     int64_t wait_since_us;
-    int64_t last_op_end_us; /* end of its last timed operation */
+    int64_t last_op_end_us; /* end of the rank's last timed operation, on the same clock */
 } dt__rank_state;
 
 typedef struct dt__shared {
     int ranks, spins, claimed, aborted, ended;
-    /* 1 if ranks are processes: then they can access only this range of each other's memory. */
+    /* 1 if ranks are processes: they can then access only this segment of each other's memory */
     int separate_memory;
     double timeout_s;
     dt_report first_failure; /* valid once `aborted` is set */
-    dt__rank_state *state;   /* (ranks); NULL, like all below, if no memory is shared */
+    dt__rank_state *state;   /* (ranks). This and all pointers below: NULL if no memory is shared */
     dt__op_record *records;  /* (ranks, DT_RECORDS) */
     dt__pair *pairs;         /* (ranks, ranks, 2) by sender and receiver: dt__pair_of */
-    char *group_arena;       /* groups are allocated from it */
+    char *group_arena;       /* memory from which groups are allocated */
     size_t group_arena_bytes, group_arena_used;
     char *eager_buffers;  /* (ranks, ranks, 2, DT__PAIR_SLOTS, DT_EAGER_BYTES) */
-    char *overflow_arena; /* overflow messages are allocated from it */
+    char *overflow_arena; /* memory from which overflow messages are allocated */
     size_t overflow_arena_bytes, overflow_arena_used;
-    char *user;  /* shared copy of the object that dt_run's user points to */
+    char *user;  /* shared copy of the object that dt_run's `user` points to */
     char *heaps; /* (ranks, heap_bytes) */
     size_t heap_bytes;
-    size_t bytes; /* size of the range */
+    size_t bytes; /* size of the segment */
 } dt__shared;
 
 /* The ranks of a transport that share memory on one machine. */
 typedef struct dt__node {
     dt__shared *shared;
-    int local_rank;           /* this rank's index in the shared range */
-    int *local_ranks;         /* (world size) index in the range; -1: on another machine */
-    int *node_leaders;        /* (world size) first rank on the same machine */
+    int local_rank;    /* this rank's index in the shared memory segment */
+    int *local_ranks;  /* (world size) each rank's index in the segment; -1: on another machine */
+    int *node_leaders; /* (world size) for each rank, the first rank on the same machine */
     void (*poll)(void *user); /* checks for failures on other machines and advances the transport */
     void *user;
 } dt__node;
@@ -1024,22 +1033,22 @@ typedef struct dt__fault {
     double s;
 } dt__fault;
 
-/* Wait report. A rank over a transport sends it to all other ranks when the rank has been waiting
-   for long, when that wait ends, and when the rank ends. MPI debuggers and NCCL RAS use such
-   reports to diagnose hangs. */
+/* Wait report. A rank over a transport sends a wait report to all other ranks when it has waited in
+   an operation for DT__REPORT_AFTER_S, when that wait ends, and when the rank ends. MPI debuggers
+   and NCCL RAS diagnose hangs with similar reports. */
 enum { DT__REPORT_GROUPS = 16, DT__REPORT_RANKS = 24 };
-#define DT__REPORT_ENDED (~(uint64_t)0) /* instead of an operation: the rank has ended */
+#define DT__REPORT_ENDED (~(uint64_t)0) /* value of waiting_op if the rank has ended */
 typedef struct dt__wait_report {
     uint64_t waiting_op; /* as in dt__rank_state, or DT__REPORT_ENDED */
     int64_t op_count, step;
     int32_t waits_for;
-    uint32_t group_count;      /* entries of channels and begun */
-    uint32_t pending_sends;    /* incomplete sends, as far as the rank knows */
-    dt__op_record wait_record; /* the operation it waits in; else its last */
-    uint32_t wait_channel;     /* dt__counter_of the group of that operation */
-    /* collectives begun on each of its groups */
+    uint32_t group_count;      /* number of used elements of `channels` and `begun` */
+    uint32_t pending_sends;    /* number of incomplete sends, as far as the rank knows */
+    dt__op_record wait_record; /* the operation in which the rank waits, else its last operation */
+    uint32_t wait_channel;     /* dt__counter_of the group of the operation in waiting_op */
+    /* for each counter of collectives: its id (dt__counter_of); the number of collectives begun */
     uint32_t channels[DT__REPORT_GROUPS], begun[DT__REPORT_GROUPS];
-    /* messages to and from each of the first ranks of the world */
+    /* number of messages to and from each of the first DT__REPORT_RANKS ranks of the world */
     uint32_t sent[DT__REPORT_RANKS], received[DT__REPORT_RANKS];
 } dt__wait_report;
 
@@ -1047,7 +1056,7 @@ typedef struct dt__wait_report {
 typedef struct dt__peer_view {
     dt__rank_state state; /* from the last report */
     dt__wait_report last_report;
-    uint32_t sent, received; /* messages to and from that rank */
+    uint32_t sent, received; /* number of messages to and from that rank */
 } dt__peer_view;
 
 /* Control channel: sends wait reports to all other ranks without waiting, separately from the
@@ -1056,82 +1065,87 @@ typedef struct dt__control {
     void *user;
     void (*send_report)(void *user, const void *report, size_t bytes);
     int (*pid)(void *user, int rank); /* pid of a rank on this machine; else 0 */
-    /* messages that have arrived from that rank, received or not; NULL: not known */
+    /* Returns the number of messages that have arrived from a rank, including messages that no
+       receive has taken yet. NULL if the transport does not know this number. */
     uint32_t (*arrived)(void *user, int rank);
     int check; /* rank 0's dt_run_desc.check */
-    /* Advances the channel. Returns 0, or an error as dt_transport's test does for a lost or failed
-       rank. NULL: only messages reveal lost and failed ranks. */
+    /* Advances the channel. Returns 0; for a lost or failed rank, the value below 0 that
+       dt_transport.test returns. NULL: only messages reveal lost and failed ranks. */
     int (*poll)(void *user, char *why);
 } dt__control;
 
-/* Replaces the shared range if no memory is shared. */
+/* Replaces the shared memory segment if no memory is shared. */
 typedef struct dt__private_range {
     dt__shared shared;
     dt__rank_state state;
     dt__op_record records[DT_RECORDS];
 } dt__private_range;
 
-/* One rank's private state of a run; the context holds it as "attached". */
+/* One rank's private state of a run. dt_ctx_attach stores it in the context. */
 typedef struct dt__world {
     dt__shared *shared;
     dt_ctx *ctx;
     const dt_host *host;
     int rank;
-    int local_rank;        /* index in the shared range */
+    int local_rank;        /* index in the shared memory segment */
     const dt__node *node;  /* NULL: all ranks share memory, and local_rank == rank */
     dt__rank_state *state; /* this rank's own state and records */
     dt__op_record *records;
     const char *file; /* call site of the current operation */
     int line;
-    int fault_count; /* faults planted on this rank */
+    int fault_count; /* number of faults planted on this rank */
     dt__fault faults[DT__FAULTS];
     /* end of the last step, and dt_comm_seconds at that time */
     double last_step_end, last_step_comm_seconds;
-    /* Rank 0 only. One bit for each of the last 8 steps: was straggler_rank a straggler in it? */
+    /* Rank 0 only. One bit for each of the last 8 steps: 1 if straggler_rank was a straggler in
+       that step. */
     unsigned straggler_steps;
     int straggler_rank, steps_since_notice;
-    /* In a long wait: the world rank waited for, and its progress counter when the wait began. */
+    /* In a long wait: the world rank for which this rank waits, and the progress counter of that
+       rank when the wait began. */
     int awaited_rank;
     uint64_t awaited_progress;
-    int is_thread;          /* this rank is a thread of this process */
-    int poll_count;         /* waits and begun operations, for dt__poll_node */
-    int owns_first_failure; /* this rank recorded the first failure: only it fills the record */
+    int is_thread;          /* 1: this rank is a thread of this process */
+    int poll_count;         /* number of waits and begun operations, for dt__poll_node */
+    int owns_first_failure; /* 1: this rank has claimed the record of the first failure */
     dt_listener listener;
     dt_comm *comms;         /* all groups of this rank, newest first */
     dt_comm *comm;          /* the world */
     dt_transport transport; /* used if a transport carries the messages */
-    uint32_t channel_count; /* channels given to groups so far */
-    /* nonblocking operations not waited for, in order of their starts */
+    uint32_t channel_count; /* number of channels given to groups so far */
+    /* list of the nonblocking operations that have had no dt_wait yet, in order of their starts */
     dt_work *first_started, *last_started;
-    /* the nonblocking operations that are incomplete, in the same order */
+    /* list of the nonblocking operations that are incomplete, in the same order */
     dt_work *first_unfinished, *last_unfinished;
-    /* lengths of both lists; see dt__advance_some */
+    /* lengths of the two lists; credit of dt__advance_some */
     size_t started_count, unfinished_count, advance_credit;
     dt_work *blocking;   /* the operation that a blocking call waits for, or NULL */
-    dt_work *free_works; /* works for reuse */
-    /* Operations that the device has not completed, in the order of their waits. */
+    dt_work *free_works; /* list of work objects for reuse */
+    /* list of the operations that the device has not completed, in the order of their waits */
     dt_work *first_device_op, *last_device_op;
     struct dt__nccl *nccl; /* section 26; NULL without NCCL */
-    /* (ranks, 2) messages from a device over a transport: enqueued, and begun. NULL: none. */
+    /* (ranks, 2) for each receiver, the number of sends from device memory over a transport that
+       are enqueued, and that have begun. NULL without a device or a transport. */
     uint64_t *device_sends;
-    /* Copy of a large message whose buffer the receiver cannot reach; cached for the next one. */
+    /* Buffer for the copy of a large message whose own buffer the receiver cannot access; cached
+       for the next large message. */
     void *send_copy;
     size_t send_copy_bytes;
     int send_copy_in_use;
     dt_link link;
-    double link_free_at; /* time at which dt_run_desc.link is free again */
+    double link_free_at; /* time at which `link` can carry the next operation */
     size_t bytes[1 + DT_AXES];
     dt_traffic traffic;
-    double seconds;             /* spent inside operations */
-    const dt__control *control; /* NULL: none */
-    dt__peer_view *peers;       /* (comm_size) if control is set */
+    double seconds;             /* time spent inside operations */
+    const dt__control *control; /* NULL without a control channel */
+    dt__peer_view *peers;       /* (comm_size) if `control` is set */
     int comm_size, check;       /* size of the world; dt_run_desc.check */
     int wait_reported;          /* 1: the other ranks know that this rank waits */
     double wait_reported_at;
-    uint32_t arrived_messages;       /* at the last check */
-    uint64_t wait_reported_progress; /* progress counter at the last report */
+    uint32_t arrived_messages;       /* messages arrived before the last check for a deadlock */
+    uint64_t wait_reported_progress; /* progress counter at the last wait report */
     struct dt__trace *trace;         /* section 28; NULL without a trace */
-    int *status_request;             /* dt_run_desc's, if no supervisor reads it */
+    int *status_request;             /* dt_run_desc.status_request; NULL if a supervisor reads it */
 } dt__world;
 
 struct dt_comm {
@@ -1139,25 +1153,25 @@ struct dt_comm {
     dt__world *world;
     const dt__comm_ops *ops;
     dt__group *group;
-    uint64_t seq; /* collectives called so far that run by the backend's own code */
-    /* Of the collectives that seq counts: the last one posted to the group; the last one that has
+    uint64_t seq; /* number of collectives called so far that the backend's own code runs */
+    /* Of the collectives that `seq` counts: the last one posted to the group; the last one that has
        finished its access to other ranks' memory. */
     uint64_t last_posted, last_moved;
-    uint64_t backend_seq; /* collectives that run by an algorithm of the backend (NCCL) */
-    /* collectives called so far that run as messages; hash of these calls */
+    uint64_t backend_seq; /* number of collectives that NCCL runs */
+    /* number of collectives called so far that run as messages; hash of these calls */
     uint64_t message_seq;
     uint64_t call_hash;
-    uint64_t windows_done;  /* windows that this rank has finished */
-    uint64_t closed_by_all; /* lower bound of the windows that all ranks have finished */
-    /* last window of the operation that used this post last */
+    uint64_t windows_done;  /* last window that this rank has finished */
+    uint64_t closed_by_all; /* a window that all ranks have finished, perhaps not the last one */
+    /* for each post, the last window of the operation that used the post last */
     uint64_t last_window[DT_MAX_STARTED];
-    /* 1: the sum of the operation that used this post last is still in the post */
+    /* for each post, 1 if it still holds the sum of the operation that used the post last */
     int sum_in_post[DT_MAX_STARTED];
-    char *staging; /* two windows in the range; NULL until needed */
+    char *staging; /* two windows in the shared memory segment; NULL until needed */
     dt_algorithm algorithm;
     struct dt__nccl_channel *nccl_channel; /* NULL without NCCL */
-    /* Ranks on each machine if the ranks of a machine are neighbours in the group (section 16);
-       else 0. */
+    /* Number of members on each machine, if dt__find_ranks_per_node finds that the members of each
+       machine have consecutive ranks; else 0. */
     int ranks_per_node;
     dt_axis axis;
     dt_comm *next;
@@ -1167,10 +1181,12 @@ struct dt_comm {
     int32_t *words;      /* (size, 2) values that dt_agree and dt_comm_split gather */
 };
 
-/* Size of the windows through which a rank shows memory that other ranks cannot reach. */
+/* Size of a window: the part of a buffer that a rank copies at once into its staging buffer, so
+   that ranks that cannot access the buffer can read it. */
 #define DT_WINDOW_BYTES 262144
 
-/* Index of a world rank in this rank's shared range; -1: it is on another machine. */
+/* Returns a world rank's index in this rank's shared memory segment, or -1 if that rank is on
+   another machine. */
 static int dt__local_rank_of(const dt__world *world, int rank) {
     return world->node ? world->node->local_ranks[rank] : rank;
 }
@@ -1194,16 +1210,17 @@ static size_t dt__group_bytes(int size) {
            (size_t)size * (sizeof(dt__member) + (size_t)DT_MAX_STARTED * dt__post_bytes(size));
 }
 
-/* The worst case of a split of n ranks: each rank becomes a group of one. */
+/* Returns the size of the arena in which all groups are allocated. It suffices for DT_MAX_SPLITS
+   splits of the world in the worst case: each rank becomes a group of one rank. */
 static size_t dt__group_arena_bytes(int ranks) {
     return dt__group_bytes(ranks) + (size_t)DT_MAX_SPLITS * (size_t)ranks * dt__group_bytes(1);
 }
 
 static size_t dt__align_page(size_t bytes) { return (bytes + 65535) / 65536 * 65536; }
 
-/* Lays out the range at `memory` and copies `shared`, which holds the sizes, to its beginning. With
-   memory NULL it only computes the size. Zeroes only the parts that hold flags; all other pages
-   stay untouched until they are used. */
+/* Lays out the shared memory segment at `memory` and copies `shared`, which holds the sizes, to the
+   segment's beginning. If memory is NULL, only computes the size. Zeroes only the parts that hold
+   flags; all other pages stay untouched until they are used. */
 static dt__shared *dt__shared_layout(dt__shared *shared, char *memory, size_t user_bytes) {
     size_t n = (size_t)shared->ranks,
            at = (DT__CACHE_LINE - (uintptr_t)memory % DT__CACHE_LINE) % DT__CACHE_LINE;
@@ -1239,8 +1256,8 @@ static int dt__reachable(const dt__shared *shared, const void *p) {
            ((const char *)p >= base && (const char *)p < base + shared->bytes - DT__CACHE_LINE);
 }
 
-/* Messages of collectives (tag < 0) have their own pair, because they must not wait for slots until
-   this rank calls its receives. */
+/* Messages of collectives (tag < 0) have a dt__pair of their own: they must not wait for a slot
+   that becomes free only when the program calls dt_recv. */
 static dt__pair *dt__pair_of(dt__shared *shared, int from, int to, int tag) {
     return &shared->pairs[2 * ((size_t)from * (size_t)shared->ranks + (size_t)to) + (tag < 0)];
 }
@@ -1262,15 +1279,16 @@ static void dt__group_name(dt__group *group, const char *name) {
     memcpy(group->name, name, length < DT__NAME_BYTES ? length : DT__NAME_BYTES - 1);
 }
 
-/* Allocates from an arena in the range; NULL when it is full. Any rank may call it at any time. */
+/* Allocates `bytes` bytes from an arena in the shared memory segment. Returns NULL if the arena is
+   full. Any rank may call this function at any time. */
 static char *dt__range_alloc(char *arena, size_t arena_bytes, size_t *used, size_t bytes) {
     if (__atomic_load_n(used, __ATOMIC_RELAXED) > arena_bytes) return NULL;
     size_t at = __atomic_fetch_add(used, bytes, __ATOMIC_RELAXED);
     return at > arena_bytes || bytes > arena_bytes - at ? NULL : arena + at;
 }
 
-/* Makes a group of `size` ranks in the range; the caller fills `ranks`. NULL when the arena is
-   full. Any rank may call it at any time. */
+/* Makes a group of `size` ranks in the shared memory segment; the caller fills group->ranks.
+   Returns NULL if the arena is full. Any rank may call this function at any time. */
 static dt__group *dt__group_make(dt__shared *shared, int size, const char *name) {
     size_t bytes = dt__group_bytes(size), n = (size_t)size;
     char *p = dt__range_alloc(
@@ -1294,11 +1312,12 @@ static dt__group *dt__group_make(dt__shared *shared, int size, const char *name)
 }
 
 /* A timeout clock that leaves out the time during which the process is suspended. Between two reads
-   it advances by at most an eighth of the timeout, and at most 1 s. A process that was stopped
-   during a wait (Ctrl-Z, scontrol suspend, a debugger, a suspended machine) therefore does not time
-   out, and a job that is suspended as a whole continues when resumed. If one rank alone is stopped,
-   the other ranks' stopwatches advance and report that rank as late. Each suspension still counts
-   up to that maximum, so a wait ends even in a job that is suspended repeatedly. */
+   the clock advances by at most an eighth of the timeout, and at most 1 s. A process that was
+   stopped during a wait (Ctrl-Z, scontrol suspend, a debugger, a suspended machine) therefore does
+   not time out, and a job that is suspended as a whole continues when it is resumed. If only one
+   rank is stopped, the clocks of the other ranks advance, and after the timeout these ranks report
+   the stopped rank as late. Each suspension still adds up to 1 s (or an eighth of the timeout), so
+   a wait ends even in a job that is suspended repeatedly. */
 #define DT__MAX_CLOCK_GAP_S 1.0
 typedef struct dt__stopwatch {
     const dt_host *host;
@@ -1310,7 +1329,7 @@ static dt__stopwatch dt__stopwatch_start(const dt_host *host, double limit) {
     return watch;
 }
 
-/* Seconds counted so far. Wait loops call this every few milliseconds. */
+/* Returns the seconds counted so far. Wait loops call this function every few milliseconds. */
 static double dt__waited(dt__stopwatch *watch) {
     double now = watch->host->now(watch->host->user);
     watch->seconds += fmin(now - watch->last, watch->max_gap);
@@ -1320,43 +1339,47 @@ static double dt__waited(dt__stopwatch *watch) {
 
 // ==== 9. The first failure ======================================================================
 
-/* Failure detection and propagation. One record holds the first failure of the run. The rank that
-   claims the record (compare and exchange) fills it and sets the abort word, which is never
-   cleared. Wait loops read the abort word in every iteration, and calls read it when they begin.
+/* Failure detection and propagation. One record (dt__shared.first_failure) holds the first failure
+   of the run. A rank claims the record by compare-and-exchange; only the first claim succeeds. This
+   rank fills the record and sets the abort flag (dt__shared.aborted), which is never cleared. Wait
+   loops read the abort flag in every iteration, and calls read it when they begin.
 
    A rank that leaves a collective with an error returns the buffers to its caller, who may free
    them. So the rank must not leave while another rank still copies from or to the buffers, and no
-   rank may start a copy after that. Each rank therefore raises its busy flag around every access to
-   other ranks' memory. This is Dekker's handshake (E. W. Dijkstra, EWD123, 1965):
+   rank may start such a copy after the rank has left. Each rank therefore sets its busy flag
+   (dt__rank_state.busy) before every access to other ranks' memory and clears it afterwards. This
+   is Dekker's handshake (E. W. Dijkstra, EWD123, 1965):
 
        copier:  busy = 1;  if (aborted) { busy = 0; leave; }  copy;  busy = 0
        leaver:  set or read aborted = 1;  wait until no rank is busy;  leave
 
-   All four accesses are sequentially consistent, so either the copier sees the abort word or the
-   leaver sees the flag. The wait for the busy flags is the only wait without a timeout: nothing
-   between busy = 1 and busy = 0 waits for another rank, and the supervisor clears the flag of a
-   process that died. MPI ranks on one machine have no supervisor: they wait at most timeout_s for
-   the flags and for the record. */
+   All four accesses are sequentially consistent, so either the copier sees the abort flag or the
+   leaver sees the busy flag. The wait for the busy flags is the only wait without a timeout. It
+   ends, because nothing between busy = 1 and busy = 0 waits for another rank, and because the
+   supervisor clears the flag of a process that died. MPI ranks on one machine have no supervisor,
+   so they wait at most timeout_s for the flags and for the record. */
 
 static int dt__aborted(const dt__shared *shared) {
     return __atomic_load_n(&shared->aborted, __ATOMIC_SEQ_CST);
 }
 
-/* Returns 1 if `rank` (-1: the supervisor) is the first to claim the failure record. */
+/* Claims the failure record for `rank` (-1 for the supervisor). Returns 1 if no rank has claimed
+   the record before, else 0. */
 static int dt__claim(dt__shared *shared, int rank) {
     int expected = 0;
     return __atomic_compare_exchange_n(
         &shared->claimed, &expected, rank + 2, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
 }
 
-/* Call it only after a successful dt__claim. */
+/* Fills the failure record and sets the abort flag. Call it only after a successful dt__claim. */
 static void dt__publish_failure(dt__shared *shared, int rank, dt_status status, const char *text) {
     size_t length = strlen(text), max_length = sizeof shared->first_failure.text - 1;
     if (length > max_length) length = max_length;
     shared->first_failure.status = status;
     shared->first_failure.rank = rank;
     memcpy(shared->first_failure.text, text, length);
-    shared->first_failure.text[length] = 0; /* a rank that died may have begun a longer text */
+    /* needed because a rank that died may already have written a part of a longer text */
+    shared->first_failure.text[length] = 0;
     __atomic_store_n(&shared->aborted, 1, __ATOMIC_SEQ_CST);
 }
 
@@ -1366,9 +1389,10 @@ static void dt__nccl_abort(dt__world *world);
 #define dt__nccl_abort(world) (void)0
 #endif
 
-/* Listener: dt_tensor.h calls it for the first failure of a context. Several ranks may notice the
-   same failure, such as a norm that is not finite; only the rank that claims the record logs it, by
-   returning 0. */
+/* The `failed` callback of this rank's listener (dt_listener): dt_tensor.h calls it when the
+   context fails. Claims and fills the failure record and tells the other ranks of the failure.
+   Returns 0 if this rank is to log the failure, else 1. Several ranks may notice the same failure,
+   such as a norm that is not finite; only the rank that claims the record logs it. */
 static int dt__on_failure(dt_ctx *ctx, dt_status status, const char *text, void *user) {
     dt__world *world = (dt__world *)user;
     (void)ctx;
@@ -1379,8 +1403,9 @@ static int dt__on_failure(dt_ctx *ctx, dt_status status, const char *text, void 
     return !first;
 }
 
-/* One iteration of the wait loops below. Returns 0 after the timeout on a node without a
-   supervisor: the rank waited for must have died. */
+/* One iteration of the wait loops below. Returns 0 if timeout_s has passed and the ranks are MPI
+   ranks that share memory: they have no supervisor, and the awaited rank must have died. Else
+   returns 1. */
 static int dt__abort_wait_turn(const dt__world *world, dt__stopwatch *watch) {
     if (!watch->host) *watch = dt__stopwatch_start(world->host, world->shared->timeout_s);
     world->host->sleep(world->host->user, 0);
@@ -1396,15 +1421,15 @@ static void dt__quiesce(const dt__world *world) {
     }
 }
 
-/* Waits until the rank that claimed the record has filled it. */
+/* Waits until the rank that claimed the failure record has filled it. */
 static void dt__await_record(const dt__world *world) {
     dt__stopwatch watch = { NULL, 0, 0, 0 };
     while (!dt__aborted(world->shared) && dt__abort_wait_turn(world, &watch)) {
     }
 }
 
-/* Returns 1 if this rank may access other ranks' memory until dt__access_end, 0 if the run is
-   aborted. */
+/* Begins an access to other ranks' memory, which dt__access_end ends. Returns 1 if the access is
+   allowed, 0 if the run is aborted; do not call dt__access_end then. */
 static int dt__access_begin(const dt__world *world) {
     int *busy = &world->shared->state[world->local_rank].busy;
     __atomic_store_n(busy, 1, __ATOMIC_SEQ_CST);
@@ -1413,29 +1438,30 @@ static int dt__access_begin(const dt__world *world) {
     return 0;
 }
 
-/* Waits for the device. Until its stream is empty, the device may still write memory that other
-   ranks are about to read, or copy from memory that they are about to free. */
+/* Waits until the device's stream is empty. Before that the device may still write memory that
+   other ranks are about to read, or copy from memory that other ranks are about to free. */
 static dt_status dt__comm_sync(const dt__world *world) {
     const dt_kernels *kernels = dt_ctx_kernels(world->ctx);
     return kernels->sync ? kernels->sync(dt_ctx_stream(world->ctx)) : DT_OK;
 }
 
-/* status: result of the copies. Returns the first error of the copies and of the device. */
+/* Waits for the device and ends the access to other ranks' memory. `status` is the result of the
+   access. Returns `status` if it is an error, else the device's status. */
 static dt_status dt__access_end(const dt__world *world, dt_status status) {
     dt_status synced = dt__comm_sync(world);
     __atomic_store_n(&world->shared->state[world->local_rank].busy, 0, __ATOMIC_SEQ_CST);
     return status ? status : synced;
 }
 
-/* Called after this context has failed. Returns when no rank accesses other ranks' memory any
-   more. */
+/* Waits until the failure record is filled and no rank accesses other ranks' memory any more.
+   Called after this context has failed. */
 static void dt__await_quiescence(dt__world *world) {
     dt__await_record(world);
     dt__quiesce(world);
 }
 
-/* Another rank failed first: fails this context with that rank's text. Returns when no rank
-   accesses other ranks' memory any more. */
+/* Fails this context with DT_ERR_PEER and the text of the rank that failed first. Waits until no
+   rank accesses other ranks' memory any more. Returns the context's status. */
 static dt_status dt__peer_failed(dt__world *world) {
     dt__await_record(world);
     dt_status status = dt_fail(
@@ -1444,9 +1470,10 @@ static dt_status dt__peer_failed(dt__world *world) {
     return status;
 }
 
-/* Fails the context for a reason that this layer found, often on several ranks at once: the first
-   rank records it, the other ranks report that a peer failed first. Returns the context's status
-   when no rank accesses other ranks' memory any more. */
+/* Fails the context with the formatted text. Often several ranks find the same failure at the same
+   time: the rank that claims the failure record fails with `status`, the other ranks fail with
+   DT_ERR_PEER (dt__peer_failed). Waits until no rank accesses other ranks' memory any more. Returns
+   the context's status. */
 DT_PRINTF(3, 4)
 static dt_status dt__comm_fail(dt__world *world, dt_status status, const char *fmt, ...) {
     char text[512];
