@@ -101,19 +101,19 @@
                 every other rank the call that waits, and every later call, returns DT_ERR_PEER, and
                 the error text names the rank that failed first and its reason. If ranks call
                 different operations, or the same operation with different counts, types, reductions
-                or roots, every rank gets an error that names both calls and their call sites, once
-                all ranks have called (over tcp and mpi see dt_run_desc.check). If all ranks wait
-                and no message is in flight, every rank gets an error that names the cycle of waits;
-                this error does not wait for the timeout. The error for a rank that ended or died
-                names the rank, and the signal if a signal killed it. The error for a rank that does
-                not arrive within timeout_s names the rank and its state: stopped, spinning, asleep
-                or late. Error texts give world ranks. Only the first failure is logged as an error.
-                Timeouts count only the time in which a rank's process runs, so a job that is
+                or roots, every rank gets an error that names both calls and their call sites, as
+                soon as all ranks have made their calls (over tcp and mpi see dt_run_desc.check). If
+                all ranks wait and no message is in flight, every rank gets an error that names the
+                cycle of waits, without waiting for the timeout. The error for a rank that ended or
+                died names the rank, and the signal if a signal killed it. The error for a rank that
+                does not arrive within timeout_s names the rank and its state: stopped, spinning,
+                asleep or late. Error texts give world ranks. Only the first failure is logged as an
+                error. Timeouts count only the time in which a rank's process runs, so a job that is
                 suspended as a whole (Ctrl-Z, scontrol suspend) continues when it is resumed.
-     Threads    With threads and procs, dt_run's caller is the supervisor, which is not a rank. A
-                dt_comm is used only by its rank's thread. All ranks use the tables of dt_run_desc
-                (host, kernels, io) at the same time. A program may call dt_run in several threads
-                at the same time.
+     Threads    With the backends threads and procs, dt_run's caller is the supervisor, which is not
+                a rank. A dt_comm is used only by its rank's thread. All ranks use the tables of
+                dt_run_desc (host, kernels, io) at the same time. A program may call dt_run in
+                several threads at the same time.
      Order      A reduction computes ((r0 op r1) op r2) ... in rank order for every element, and
                 gives the same bits on every rank. The count, the backend and the algorithm do not
                 change the order, except DT_RING (dt_comm_set_algorithm) and NCCL. bf16 and f16 are
@@ -158,7 +158,7 @@ typedef enum dt_backend {
     DT_BACKEND_AUTO = 0, /* threads */
     DT_BACKEND_THREADS,  /* each rank is a thread of this process */
     DT_BACKEND_PROCS,    /* each rank is a fork of this process */
-    /* This process is one rank. Other processes are the other ranks; they connect over sockets. */
+    /* each rank is a process that calls dt_run; the processes connect over TCP sockets */
     DT_BACKEND_TCP,
     DT_BACKEND_MPI, /* needs DT_USE_MPI: each rank is a process that MPI's launcher started */
     /* As DT_BACKEND_TCP, but each rank has its own GPU and NCCL carries large messages. Needs
@@ -175,10 +175,10 @@ typedef struct dt_report {
 } dt_report;
 
 /* A simulated slow network, for learning. Each rank has one link, which carries one operation at a
-   time. An operation occupies the link for latency_s + bytes / bytes_per_s seconds, with the bytes
-   that dt_comm_bytes counts, and completes no earlier than the end of this time. A rank that waits
-   for the operation sleeps. Scalars (section 6) cost nothing. If both fields are 0, no link is
-   simulated. */
+   time. An operation occupies the link for latency_s + bytes / bytes_per_s seconds, where `bytes`
+   is what dt_comm_bytes counts for the operation, and completes no earlier than the end of this
+   time. A rank that waits for the operation sleeps. Scalars (section 6) do not use the link. If
+   both fields are 0, no link is simulated. */
 typedef struct dt_link {
     double latency_s, bytes_per_s;
 } dt_link;
@@ -188,7 +188,7 @@ typedef struct dt_run_desc {
     dt_backend backend; /* AUTO means threads */
     /* Longest time in seconds that a rank waits for another rank, at most 1e9; 0 means 120. A tcp
        run survives a network partition that ends at least max(timeout_s / 8, 1 s) before the
-       timeout. On Linux before 6.15 it survives a partition of up to timeout_s / 2. */
+       timeout. On Linux before 6.15 it survives only a partition of at most timeout_s / 2. */
     double timeout_s;
     uint64_t seed; /* seed of every rank's context, as in dt_ctx_desc; 0 means 1 */
     /* NULL means dt_host_default(). All ranks use the table at the same time. For procs the table's
@@ -208,11 +208,11 @@ typedef struct dt_run_desc {
     int node_ranks;
     int rank; /* tcp, nccl: the rank of this process */
     /* tcp, nccl: the rendezvous, an address at which rank 0 listens until all ranks have connected,
-       such as "10.0.0.1:29500" or "node17:29500"; NULL means "127.0.0.1:29500". A name is resolved
-       to an IPv4 address by the system's resolver, whose time timeout_s does not limit. The other
-       ranks listen at free ports of the network interface through which they reach rank 0. If the
-       address is not on the loopback (127.0.0.0/8), every rank must prove that it knows the job's
-       token. Nothing is encrypted. */
+       such as "10.0.0.1:29500" or "node17:29500"; NULL means "127.0.0.1:29500". The system's
+       resolver translates a name to an IPv4 address; timeout_s does not limit the time that this
+       takes. The other ranks listen at free ports of the network interface through which they reach
+       rank 0. If the address is not on the loopback (127.0.0.0/8), every rank must prove that it
+       knows the job's token. Nothing is encrypted. */
     const char *rendezvous;
     /* Limit on the live bytes of one rank, summed over all classes of dt_memory; 0: no limit. */
     size_t mem_limit;
@@ -281,8 +281,8 @@ typedef struct dt_run_desc {
    other rank's failure.
 
    mpi: MPI's launcher has started the processes, and each process runs rank_main in the calling
-   thread. All processes call dt_run, with desc.ranks 0 or the launcher's number of processes.
-   dt_run initializes and finalizes MPI unless the program has initialized it. MPI can be
+   thread. All processes call dt_run, with desc.ranks set to 0 or to the launcher's number of
+   processes. dt_run initializes and finalizes MPI unless the program has initialized it. MPI can be
    initialized only once in a process, so a program that calls dt_run twice must initialize MPI
    itself and call dt_run from the same thread. During dt_run, errors of MPI_COMM_WORLD are returned
    instead of ending the job. Every rank's dt_run returns the first failure. If a rank does not
@@ -318,15 +318,17 @@ typedef struct dt_launch {
                    dt then takes the next port, or 20000 + MASTER_PORT % 10000 if the next port is
                    32768 or above, because that is the usual ephemeral port range
        Open MPI    OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE
-       PMI         PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS: MPICH, and srun --mpi=pmi2
+       PMI         PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS, as set by MPICH and by
+                   srun --mpi=pmi2
        SLURM       SLURM_PROCID, SLURM_STEP_NUM_TASKS or SLURM_NTASKS, SLURM_LOCALID, and the first
                    machine of SLURM_STEP_NODELIST or SLURM_JOB_NODELIST. These variables are used
                    only within a job step, because a batch script is not a rank
    DT_RENDEZVOUS overrides the address of every launcher. If no address is set and all ranks are on
-   one machine, the rendezvous is 127.0.0.1 with a port from 20000 to 29999 that is derived from the
-   job's name, or with port 29500. Returns DT_OK with rank 0 of 1 if no variable is set. Returns
-   DT_ERR_ARG, with the variable's name in out->text, if a launcher's variables are incomplete or
-   not valid numbers, and also if only PMIX_RANK is set, because no size comes with it. */
+   one machine, the rendezvous is at 127.0.0.1. Its port, from 20000 to 29999, is then derived from
+   the job's name; if the launcher sets no job name, the port is 29500. Returns DT_OK with rank 0
+   and size 1 if no variable is set. Returns DT_ERR_ARG, with the variable's name in out->text, if a
+   launcher's variables are incomplete or not valid numbers, and also if only PMIX_RANK is set,
+   because no size comes with PMIX_RANK. */
 DT_API dt_status dt_launch_find(dt_launch *out);
 
 // ==== 2. Groups =================================================================================
@@ -342,8 +344,8 @@ typedef enum dt_axis {
     DT_AXES
 } dt_axis;
 
-/* Largest number of dt_comm_split calls on the world in one run. A call on a smaller group uses up
-   only a fraction of a call on the world. */
+/* Largest number of dt_comm_split calls on the world in one run. On a smaller group more calls are
+   possible: a call on half of the world's ranks, for example, counts as half a call. */
 #define DT_MAX_SPLITS 64
 
 /* [local] Returns the group of all ranks, or NULL if the context is not attached to a run. (NULL
@@ -425,9 +427,8 @@ DT_API dt_traffic dt_comm_traffic(const dt_ctx *ctx);
 
    The functions return the errors listed under CONTRACT at the top of this file. They also return
    DT_ERR_ARG for a value outside its range or a missing buffer, DT_ERR_COMM if the ranks' calls
-   differ, DT_ERR_TIMEOUT, the errors of the kernel table, and DT_ERR_UNSUPPORTED for a value that
-   is not in dt_dtype or for a reduction of a type that the context's kernel table does not
-   reduce. */
+   differ, DT_ERR_TIMEOUT, the errors of the kernel table, and DT_ERR_UNSUPPORTED if dtype is not a
+   value of dt_dtype or if the context's kernel table cannot reduce this type. */
 
 /* All-reduce: every rank receives recv[i] = send_0[i] op send_1[i] op ... op send_{N-1}[i], where
    send_r is rank r's send. send, recv: count. */
@@ -445,8 +446,8 @@ DT_API dt_status dt_reduce_scatter(
    N * count. */
 DT_API dt_status dt_all_gather(
     dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype);
-/* Gather: only the root receives the send buffers of all ranks, in rank order. send: count; recv: N
-   * count on the root, unused on the other ranks. */
+/* Gather: only the root receives the send buffers of all ranks, in rank order. send: count;
+   recv: N * count on the root, unused on the other ranks. */
 DT_API dt_status dt_gather(
     dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, int root);
 /* Scatter: rank r receives block r of the root's send buffer. send: N * count on the root, unused
@@ -473,8 +474,8 @@ DT_API dt_status dt_barrier(dt_comm *comm);
 
 /* [pairwise] Send and receive one message. `buf` has `count` elements. `to` and `from` are ranks of
    comm; tag >= 0. A receive takes the oldest message from rank `from` that was sent on the same
-   group with the same tag. Its count and type must equal those of the send; otherwise it fails with
-   DT_ERR_COMM, and the error text names both calls.
+   group with the same tag. The receive's count and type must equal those of the send; otherwise the
+   receive fails with DT_ERR_COMM, and the error text names both calls.
 
    A send of up to DT_EAGER_BYTES is eager: it copies the message and returns without waiting for
    the receiver. Up to 8 eager messages can be pending from one rank to another. A larger send, or
@@ -493,9 +494,9 @@ DT_API dt_status dt_recv_any(
 
 // ==== 5. Nonblocking operations =================================================================
 
-/* Overlap of communication and computation. Each of these functions begins the operation of the
-   same name and returns a handle (MPI's request, PyTorch's Work). It must be called by the same
-   ranks as the blocking function. All ranks of a group begin its collectives in the same order.
+/* Overlap of communication and computation. Each function NAME_start begins the operation of the
+   blocking function NAME and returns a handle (MPI's request, PyTorch's Work). The same ranks call
+   NAME_start as call NAME, and all ranks of a group begin its collectives in the same order.
 
        w = dt_all_reduce_start(...)        communication:     |===== all-reduce =====|
        compute()                           computation:    |==== compute ====|
@@ -632,8 +633,9 @@ typedef struct dt_attach_desc {
     double timeout_s;              /* used with a transport; 0 means 120 */
     dt_link link;                  /* used with a transport */
     /* An ncclComm_t of the transport's ranks, in the same order, which carries large messages;
-       NULL: no NCCL. It needs CUDA's kernel table in the context. The caller owns the communicator
-       and destroys it, except after a failure of the context: dt has then aborted it already. */
+       NULL: no NCCL. The context must then use CUDA's kernel table. The caller owns the
+       communicator and destroys it, except after a failure of the context: dt has then aborted the
+       communicator already. */
     void *nccl;
 } dt_attach_desc;
 /* [collective: all ranks of the run] Makes ctx (from dt_ctx_make) the context of rank desc.rank and
@@ -707,9 +709,9 @@ DT_API size_t dt_trace_lost(const dt_ctx *ctx);
    counted. */
 DT_API dt_status dt_trace_write(dt_comm *world, const char *path);
 
-/* CALL SITES. The functions below are also macros, which pass the file and line of the call to
-   dt_here. The records and error texts show them. To use the function and not the macro, take its
-   address or put its name in parentheses. */
+/* CALL SITES. Each function below is also a macro that passes the file and line of the call to
+   dt_here. Records and error texts show this call site. To use the function instead of the macro,
+   take its address or put its name in parentheses. */
 
 /* [local] Sets the call site (file and line) of this rank's next operation, on any group. Returns
    comm. */
@@ -824,7 +826,7 @@ enum {
     DT__CACHE_LINE = 128, /* two cache lines of 64 bytes, because processors fetch them in pairs */
     /* largest number of eager messages in flight from one rank to another */
     DT__PAIR_SLOTS = 8,
-    /* number of messages beyond those slots for which the segment has memory, per rank */
+    /* number of messages beyond DT__PAIR_SLOTS for which the segment has memory, per rank */
     DT__OVERFLOW_SLOTS = 1024,
     DT__MAX_RANKS = 65536,
     DT__NAME_BYTES = 32,
@@ -933,7 +935,7 @@ typedef struct __attribute__((aligned(64))) dt__pair {
     dt__message *overflow; /* list of the messages beyond DT__PAIR_SLOTS; it never shrinks */
     /* The fields from `posted` to `oldest_order` are used only once there is an overflow list. With
        these fields, messages that are received in order need no search of the list. */
-    uint64_t posted; /* written by the sender: `sent`, stored after the message is visible */
+    uint64_t posted; /* written by the sender: copy of `sent`, stored once the message is visible */
     /* written by the sender: end of the list; where to look first for a free slot */
     dt__message *overflow_tail, *free_hint;
     __attribute__((aligned(64)))
@@ -946,7 +948,7 @@ typedef struct __attribute__((aligned(64))) dt__pair {
 /* Flight recorder entry: one operation, as its rank began it. Other ranks may read a record while
    its rank writes it, so they copy the record word by word and check `number` before and after. */
 typedef struct dt__op_record {
-    uint64_t number; /* the rank's operations are numbered from 1; 0 while the record is written */
+    uint64_t number;           /* number of the operation on its rank, from 1; 0 during a write */
     uint64_t packed_call, seq; /* as in dt__post */
     uint64_t count;
     int32_t tag, line; /* tag of a message; source line, 0 if not known */
@@ -1045,7 +1047,7 @@ typedef struct dt__wait_report {
     uint32_t group_count;      /* number of used elements of `channels` and `begun` */
     uint32_t pending_sends;    /* number of incomplete sends, as far as the rank knows */
     dt__op_record wait_record; /* the operation in which the rank waits, else its last operation */
-    uint32_t wait_channel;     /* dt__counter_of the group of the operation in waiting_op */
+    uint32_t wait_channel;     /* id of the counter (dt__counter_of) that counts the operation */
     /* for each counter of collectives: its id (dt__counter_of); the number of collectives begun */
     uint32_t channels[DT__REPORT_GROUPS], begun[DT__REPORT_GROUPS];
     /* number of messages to and from each of the first DT__REPORT_RANKS ranks of the world */
@@ -1069,8 +1071,9 @@ typedef struct dt__control {
        receive has taken yet. NULL if the transport does not know this number. */
     uint32_t (*arrived)(void *user, int rank);
     int check; /* rank 0's dt_run_desc.check */
-    /* Advances the channel. Returns 0; for a lost or failed rank, the value below 0 that
-       dt_transport.test returns. NULL: only messages reveal lost and failed ranks. */
+    /* Advances the channel. If a rank is lost or has failed, returns the value below 0 that
+       dt_transport.test returns in this case, else 0. If the pointer is NULL, only messages reveal
+       lost and failed ranks. */
     int (*poll)(void *user, char *why);
 } dt__control;
 
@@ -1153,7 +1156,7 @@ struct dt_comm {
     dt__world *world;
     const dt__comm_ops *ops;
     dt__group *group;
-    uint64_t seq; /* number of collectives called so far that the backend's own code runs */
+    uint64_t seq; /* number of collectives called so far that run through posts (section 14) */
     /* Of the collectives that `seq` counts: the last one posted to the group; the last one that has
        finished its access to other ranks' memory. */
     uint64_t last_posted, last_moved;
@@ -1181,8 +1184,8 @@ struct dt_comm {
     int32_t *words;      /* (size, 2) values that dt_agree and dt_comm_split gather */
 };
 
-/* Size of a window: the part of a buffer that a rank copies at once into its staging buffer, so
-   that ranks that cannot access the buffer can read it. */
+/* Size of a window: a part of a buffer that other ranks cannot access. The buffer's rank copies one
+   window at a time into its staging buffer, where the other ranks read it. */
 #define DT_WINDOW_BYTES 262144
 
 /* Returns a world rank's index in this rank's shared memory segment, or -1 if that rank is on
@@ -1199,7 +1202,8 @@ static size_t dt__align_up(size_t bytes) {
     return (bytes + DT__CACHE_LINE - 1) / DT__CACHE_LINE * DT__CACHE_LINE;
 }
 
-/* A post holds a small send buffer or the counts of an all-to-all-v. */
+/* Returns the size of a post. Its `data` holds a small send buffer or the counts of an
+   all-to-all-v. */
 static size_t dt__post_bytes(int size) {
     size_t counts = (size_t)size * sizeof(size_t);
     return dt__align_up(sizeof(dt__post) + (counts > DT_EAGER_BYTES ? counts : DT_EAGER_BYTES));
@@ -1210,8 +1214,8 @@ static size_t dt__group_bytes(int size) {
            (size_t)size * (sizeof(dt__member) + (size_t)DT_MAX_STARTED * dt__post_bytes(size));
 }
 
-/* Returns the size of the arena in which all groups are allocated. It suffices for DT_MAX_SPLITS
-   splits of the world in the worst case: each rank becomes a group of one rank. */
+/* Returns the size of the arena in which all groups are allocated. The arena suffices for
+   DT_MAX_SPLITS splits of the world in the worst case: each rank becomes a group of one rank. */
 static size_t dt__group_arena_bytes(int ranks) {
     return dt__group_bytes(ranks) + (size_t)DT_MAX_SPLITS * (size_t)ranks * dt__group_bytes(1);
 }
@@ -1428,8 +1432,8 @@ static void dt__await_record(const dt__world *world) {
     }
 }
 
-/* Begins an access to other ranks' memory, which dt__access_end ends. Returns 1 if the access is
-   allowed, 0 if the run is aborted; do not call dt__access_end then. */
+/* Begins an access to other ranks' memory. Returns 1 if the access is allowed; end it with
+   dt__access_end. Returns 0 if the run is aborted. */
 static int dt__access_begin(const dt__world *world) {
     int *busy = &world->shared->state[world->local_rank].busy;
     __atomic_store_n(busy, 1, __ATOMIC_SEQ_CST);
