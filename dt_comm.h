@@ -157,7 +157,7 @@ typedef enum dt_backend {
     DT_BACKEND_AUTO = 0, /* threads */
     DT_BACKEND_THREADS,  /* each rank is a thread of this process */
     DT_BACKEND_PROCS,    /* each rank is a fork of this process */
-    /* This process is one rank. Other processes are the other ranks; they connect over sockets. */
+    /* each rank is a process that calls dt_run; the processes connect over TCP sockets */
     DT_BACKEND_TCP,
     DT_BACKEND_MPI, /* needs DT_USE_MPI: each rank is a process that MPI's launcher started */
     /* As DT_BACKEND_TCP, but each rank has its own GPU and NCCL carries large messages. Needs
@@ -295,7 +295,7 @@ typedef struct dt_run_desc {
 DT_API dt_status dt_run(
     dt_run_desc desc, dt_status (*rank_main)(dt_ctx *ctx, void *user), void *user);
 
-/* This process's rank, as its launcher set it. */
+/* This process's rank and its rendezvous, as the launcher set them. */
 typedef struct dt_launch {
     int rank, size; /* this process's rank, and the number of ranks; 0 and 1 if not distributed */
     /* this process's rank among the ranks of its machine, and their number; -1 and 0 if the
@@ -320,7 +320,8 @@ typedef struct dt_launch {
                    so dt takes the next port, or 20000 + MASTER_PORT % 10000 if the next port is
                    32768 or above (the system's ephemeral ports)
        Open MPI    OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE
-       PMI         PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS: MPICH, and srun --mpi=pmi2
+       PMI         PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS, as set by MPICH and by
+                   srun --mpi=pmi2
        SLURM       SLURM_PROCID, SLURM_STEP_NUM_TASKS or SLURM_NTASKS, SLURM_LOCALID, and the first
                    machine of SLURM_STEP_NODELIST or SLURM_JOB_NODELIST. Used only within job
                    steps, because a batch script is not a rank
@@ -333,7 +334,7 @@ DT_API dt_status dt_launch_find(dt_launch *out);
 
 // ==== 2. Groups =================================================================================
 
-/* The mesh axis that a group belongs to: dt_comm_bytes counts the group's bytes under it. */
+/* The mesh axis that a group belongs to. dt_comm_bytes counts bytes separately for each axis. */
 typedef enum dt_axis {
     DT_AXIS_NONE = -1, /* the world, and every group without an axis */
     DT_AXIS_DP = 0,
@@ -344,12 +345,12 @@ typedef enum dt_axis {
     DT_AXES
 } dt_axis;
 
-/* Largest number of dt_comm_split calls on the world in one run. A call on a smaller group counts
-   as a fraction of a call. */
+/* Largest number of dt_comm_split calls on the world in one run. On a smaller group more calls are
+   possible: a call on half of the world's ranks, for example, counts as half a call. */
 #define DT_MAX_SPLITS 64
 
-/* [local] Returns the group of all ranks, or NULL (a group of one) if the context is not
-   attached. */
+/* [local] Returns the group of all ranks, or NULL if the context is not attached to a run. (NULL
+   works as a group of one rank.) */
 DT_API dt_comm *dt_world(dt_ctx *ctx);
 /* [local] Return this rank's number in the group, and the number of ranks in the group. If comm is
    NULL, they return 0 and 1. */
@@ -398,7 +399,7 @@ typedef enum dt_algorithm {
     /* N-1 steps; in each, every rank sends to its right neighbour. Sums are in ring order, which
        differs between the chunks of a buffer. */
     DT_RING,
-    DT_DOUBLING, /* recursive doubling: distances 1, 2, 4, ... */
+    DT_DOUBLING, /* recursive doubling: exchanges at distances 1, 2, 4, ... */
     DT_TREE,     /* binomial tree */
     DT_ALGORITHMS
 } dt_algorithm;
@@ -467,7 +468,7 @@ DT_API dt_status dt_all_to_all_v(dt_comm *comm, const void *send, const size_t *
     void *recv, const size_t *recv_counts, dt_dtype dtype);
 /* Broadcast: copies rank `root`'s buf to buf on every rank. buf: count. */
 DT_API dt_status dt_broadcast(dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int root);
-/* Barrier: no rank returns before every rank has called it. */
+/* Barrier: no rank returns before every rank has called dt_barrier. */
 DT_API dt_status dt_barrier(dt_comm *comm);
 
 // ==== 4. Send and receive =======================================================================
@@ -485,8 +486,8 @@ DT_API dt_status dt_barrier(dt_comm *comm);
 DT_API dt_status dt_send(
     dt_comm *comm, const void *buf, size_t count, dt_dtype dtype, int to, int tag);
 DT_API dt_status dt_recv(dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int from, int tag);
-/* [pairwise] Receives the first message to arrive from any rank of the group with this tag. Stores
-   the sender's rank in *from (may be NULL). */
+/* [pairwise] Receives a message with this tag from any rank of the group: the one that arrives
+   first. Stores the sender's rank in *from; `from` may be NULL. */
 DT_API dt_status dt_recv_any(
     dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int tag, int *from);
 
@@ -544,14 +545,14 @@ DT_API dt_status dt_wait(dt_ctx *ctx, dt_work *work);
    at once), else 0. */
 DT_API int dt_test(dt_ctx *ctx, dt_work *work);
 
-/* One send or receive of dt_exchange. All transfers of one dt_exchange run at once, in any order,
-   like the calls between NCCL's ncclGroupStart and ncclGroupEnd. */
+/* One send or receive of dt_exchange. All transfers of one dt_exchange run concurrently, like the
+   calls between NCCL's ncclGroupStart and ncclGroupEnd, so their order does not matter. */
 typedef struct dt_transfer {
-    const void *send; /* exactly one of send and recv is set */
+    const void *send; /* exactly one of `send` and `recv` is not NULL */
     void *recv;
-    size_t count;
+    size_t count; /* elements */
     dt_dtype dtype;
-    int peer, tag;
+    int peer, tag; /* the other rank, as a rank of comm; the message's tag */
 } dt_transfer;
 /* [pairwise] Begins the n transfers and returns when all of them are complete. */
 DT_API dt_status dt_exchange(dt_comm *comm, const dt_transfer *transfers, int n);
@@ -622,8 +623,8 @@ typedef struct dt_transport {
 
 typedef struct dt_attach_desc {
     int rank;
-    dt_team *team;                 /* exactly one of team and transport is set */
-    const dt_transport *transport; /* copied */
+    dt_team *team;                 /* exactly one of `team` and `transport` is not NULL */
+    const dt_transport *transport; /* copied by dt_comm_attach */
     int size;                      /* number of ranks of the transport */
     double timeout_s;              /* for a transport: as in dt_run_desc, in seconds; 0 means 120 */
     dt_link link;                  /* for a transport: as in dt_run_desc */
@@ -641,8 +642,8 @@ DT_API dt_comm *dt_comm_attach(dt_ctx *ctx, dt_attach_desc desc);
    `status` is the return value of the rank's function. */
 DT_API void dt_comm_detach(dt_ctx *ctx, dt_status status);
 
-/* FLIGHT RECORDER. Each rank keeps a record of its last DT_RECORDS operations, with the call site
-   of each. */
+/* FLIGHT RECORDER. Each rank keeps records of its last DT_RECORDS operations and their call
+   sites. */
 #define DT_RECORDS 128
 /* [local] Writes one line for each rank to `text`: rank, process, step, seconds, and the operation
    in which the rank waits or which it finished last. For tcp ranks and ranks on other machines the
@@ -661,17 +662,19 @@ DT_API size_t dt_records_text(const dt_ctx *ctx, int rank, char *text, size_t by
 DT_API dt_status dt_comm_step(dt_comm *world);
 
 /* A TRACE records what each rank did and when: blocks (dt_block), operations of sections 3 to 6,
-   waits, your own ranges, memory by class. View it in ui.perfetto.dev or chrome://tracing, where
-   each rank is a process with these tracks:
+   waits, your own ranges, and memory by class. View the trace in ui.perfetto.dev or
+   chrome://tracing, where each rank is a process with these tracks:
 
-       compute         blocks "F 3 block 1" (forward of micro-batch 3; also B, I, W; "again": the
-                       recompute of a block), your own ranges, and "wait all-reduce dp": a dt_wait
-                       for a nonblocking operation. Events of this track nest.
-       comm            operations, from call to return; a nonblocking operation from its start to
-                       its end. Operations that overlap in time use further tracks: comm 2, comm 3,
-                       ... An operation that runs during a block and causes no wait is hidden by
-                       computation
-       arrows          from a send to its receive
+       compute         blocks such as "F 3 block 1", the forward (F) of micro-batch 3 in block 1.
+                       B, I and W are the backward and its two halves (input and weight gradients);
+                       "again" marks the recompute of a block. The track also shows your own ranges
+                       and the waits for nonblocking operations, such as "wait all-reduce dp".
+                       Events of this track nest
+       comm            operations. A blocking operation is shown from its call to its return, a
+                       nonblocking operation from its start to its end. Operations that overlap in
+                       time use further tracks (comm 2, comm 3, ...). If an operation runs during a
+                       block and no wait is shown for it, computation hides the operation
+       arrows          each arrow leads from a send to its receive
        memory          bytes by class, at the end of each block or range
 
    Without a trace, each place that could record an event costs one test of a pointer. */
@@ -691,20 +694,21 @@ DT_API void dt_trace_end(dt_ctx *ctx);
 /* [local] Returns the number of lost events: events that were overwritten, and events in blocks and
    ranges nested more than 32 deep. */
 DT_API size_t dt_trace_lost(const dt_ctx *ctx);
-/* [collective: the world] Rank 0 writes the events that all ranks have recorded as one JSON file
-   (Trace Event Format), through its io table, as dt_file_write does. The file holds completed
-   events only: it omits open blocks and ranges, and operations that are not yet waited for.
-   Recording continues. Ranks send their events in pieces, so rank 0 needs about 1 MiB. Times are on
-   rank 0's clock; over a transport this call synchronizes the other clocks with it, by the fastest
-   of 8 round trips. Messages of this call are neither recorded nor counted. */
+/* [collective: the world] Gathers the recorded events of all ranks; rank 0 writes them to one JSON
+   file (Trace Event Format) with its io table, as dt_file_write does. The file holds only completed
+   events: it omits open blocks and ranges, and operations that had no dt_wait yet. Recording
+   continues. Ranks send their events in pieces, so rank 0 needs only about 1 MiB of memory. Times
+   are on rank 0's clock. Over a transport this call measures the difference between each clock and
+   rank 0's clock, by the fastest of 8 round trips. Messages of this call are neither recorded nor
+   counted. */
 DT_API dt_status dt_trace_write(dt_comm *world, const char *path);
 
 /* CALL SITES. The functions listed below are also macros, which pass the source line of the call
    for records and error texts. To name the function itself, for example to take its address, put
    its name in parentheses or write no argument list after it. */
 
-/* [local] Sets the call site of the next operation on comm, or on another group of this rank.
-   Returns comm. */
+/* [local] Sets the call site (file and line) of this rank's next operation, on any group. Returns
+   comm. */
 DT_API dt_comm *dt_here(dt_comm *comm, const char *file, int line);
 
 #define DT_HERE(comm) \
@@ -765,7 +769,7 @@ DT__CPP_WARNINGS_OFF
 #include <netinet/in.h>
 #include <netinet/tcp.h> /* TCP_NODELAY */
 #include <poll.h>
-#include <pthread.h> /* threads only where dt_run was asked for them */
+#include <pthread.h> /* the ranks of DT_BACKEND_THREADS */
 #include <sched.h>   /* sched_getaffinity */
 #include <signal.h>  /* kill, in dt_run */
 #include <stdarg.h>
@@ -776,13 +780,13 @@ DT__CPP_WARNINGS_OFF
 #include <sys/mman.h>    /* memfd_create */
 #include <sys/random.h>  /* getrandom */
 #include <sys/stat.h>    /* fstat */
-#include <sys/prctl.h>   /* PR_SET_PDEATHSIG: a rank ends with its supervisor */
-#include <sys/syscall.h> /* gettid, pidfd_open: not in every libc */
+#include <sys/prctl.h>   /* PR_SET_PDEATHSIG: kills a rank when its supervisor ends */
+#include <sys/syscall.h> /* gettid and pidfd_open, which not every libc has as functions */
 #include <sys/uio.h>     /* struct iovec */
 #include <sys/wait.h>    /* waitpid, in dt_run */
 #include <unistd.h>      /* sysconf, fork, _exit */
 #ifdef DT_USE_MPI
-#define OMPI_SKIP_MPICXX 1 /* without the C++ interface, which dt does not use */
+#define OMPI_SKIP_MPICXX 1 /* leaves out MPI's C++ interface, which dt does not use */
 #define MPICH_SKIP_MPICXX 1
 #include <mpi.h>
 #endif
@@ -800,7 +804,7 @@ DT__CPP_WARNINGS_OFF
    memory segment, called "the range" below. The range is allocated before the first rank starts, so
    an address in it is valid on all ranks:
 
-       dt__shared | dt__rank_state x N | dt__pair x N x N | groups, in order of creation |
+       dt__shared | dt__rank_state x N | dt__pair x N x N x 2 | groups, in order of creation |
        eager copies | overflow messages | records | user | heaps
 
    Ranks that MPI started have one range for each machine. A group within one machine runs its
@@ -816,7 +820,8 @@ enum {
     DT__CACHE_LINE = 128, /* two cache lines of 64 bytes, because processors fetch them in pairs */
     /* eager (copied) messages that can be in flight from one rank to another */
     DT__PAIR_SLOTS = 8,
-    DT__OVERFLOW_SLOTS = 1024, /* overflow messages of one rank */
+    /* number of messages beyond DT__PAIR_SLOTS for which the segment has memory, per rank */
+    DT__OVERFLOW_SLOTS = 1024,
     DT__MAX_RANKS = 65536,
     DT__NAME_BYTES = 32,
     DT__FILE_BYTES = 32
@@ -869,8 +874,8 @@ typedef struct dt__call {
 /* A posted call, or post: one rank's arguments of one collective, which the other ranks of the
    group read. A rank has DT_MAX_STARTED posts in each group and reuses the oldest. */
 typedef struct __attribute__((aligned(128))) dt__post {
-    uint64_t seq;         /* equals call.seq once the other fields are written */
-    uint64_t packed_call; /* from dt__pack_call; must be equal on all ranks, like count */
+    uint64_t seq;         /* equals dt__call.seq once the other fields are written */
+    uint64_t packed_call; /* from dt__pack_call; must be equal on all ranks, as must `count` */
     size_t count;
     const void *send;
     void *recv;
@@ -939,7 +944,7 @@ typedef struct __attribute__((aligned(64))) dt__pair {
 } dt__pair;
 
 /* Flight recorder entry: one operation, as its rank began it. Other ranks may read a record while
-   its rank writes it, so they copy it word by word and check `number` before and after. */
+   its rank writes it, so they copy the record word by word and check `number` before and after. */
 typedef struct dt__op_record {
     /* number of the operation among the rank's operations, from 1; 0 while the record is written */
     uint64_t number;
@@ -950,8 +955,8 @@ typedef struct dt__op_record {
     char file[DT__FILE_BYTES];
 } dt__op_record;
 
-/* State that one rank publishes. The struct has DT__CACHE_LINE bytes, but only the alignment of
-   host memory, because some of these structs lie in host memory. */
+/* State that one rank publishes. The struct has DT__CACHE_LINE bytes but is aligned only to 64,
+   because some of these structs lie in host memory, which is not aligned more strictly. */
 typedef struct __attribute__((aligned(64))) dt__rank_state {
     int busy; /* 1 while this rank accesses other ranks' memory, else 0 */
     /* 1 if rank_main has returned or the process is gone; 2 if the process has nothing left to do
@@ -992,12 +997,12 @@ typedef struct dt__shared {
     char *group_arena; /* groups are allocated from it */
     size_t group_arena_bytes, group_arena_used;
     char *eager_buffers;  /* (ranks, ranks, 2, DT__PAIR_SLOTS, DT_EAGER_BYTES) */
-    char *overflow_arena; /* overflow messages are allocated from it */
+    char *overflow_arena; /* memory from which overflow messages are allocated */
     size_t overflow_arena_bytes, overflow_arena_used;
-    char *user;  /* shared copy of the object that dt_run's user points to */
+    char *user;  /* shared copy of the object that dt_run's `user` points to */
     char *heaps; /* (ranks, heap_bytes) */
     size_t heap_bytes;
-    size_t bytes; /* size of the range */
+    size_t bytes; /* size of the segment */
 } dt__shared;
 
 /* The ranks of a transport that share memory on one machine. */
@@ -1076,7 +1081,7 @@ typedef struct dt__control {
     int (*poll)(void *user, char *why);
 } dt__control;
 
-/* Replaces the shared range if no memory is shared. */
+/* Replaces the shared memory segment if no memory is shared. */
 typedef struct dt__private_range {
     dt__shared shared;
     dt__rank_state state;
@@ -1118,13 +1123,13 @@ typedef struct dt__world {
     uint32_t channel_count; /* number of channels given to groups so far */
     /* nonblocking operations not waited for, in order of their starts */
     dt_work *first_started, *last_started;
-    /* the nonblocking operations that are incomplete, in the same order */
+    /* list of the nonblocking operations that are incomplete, in the same order */
     dt_work *first_unfinished, *last_unfinished;
     /* lengths of both lists; dt__advance_some explains advance_credit */
     size_t started_count, unfinished_count, advance_credit;
     dt_work *blocking;   /* the operation that a blocking call waits for, or NULL */
-    dt_work *free_works; /* works for reuse */
-    /* Operations that the device has not completed, in the order of their waits. */
+    dt_work *free_works; /* list of work objects for reuse */
+    /* list of the operations that the device has not completed, in the order of their waits */
     dt_work *first_device_op, *last_device_op;
     struct dt__nccl *nccl; /* section 26; NULL without NCCL */
     /* (ranks, 2): number of messages in device memory that this rank has enqueued for each rank
@@ -1425,7 +1430,7 @@ static void dt__quiesce(const dt__world *world) {
     }
 }
 
-/* Waits until the rank that claimed the record has filled it. */
+/* Waits until the rank that claimed the failure record has filled it. */
 static void dt__await_record(const dt__world *world) {
     dt__stopwatch watch = { NULL, 0, 0, 0 };
     while (!dt__aborted(world->shared) && dt__abort_wait_turn(world, &watch)) {
@@ -1442,8 +1447,8 @@ static int dt__access_begin(const dt__world *world) {
     return 0;
 }
 
-/* Waits for the device. Until its stream is empty, the device may still write memory that other
-   ranks are about to read, or copy from memory that they are about to free. */
+/* Waits until the device's stream is empty. Before that the device may still write memory that
+   other ranks are about to read, or copy from memory that other ranks are about to free. */
 static dt_status dt__comm_sync(const dt__world *world) {
     const dt_kernels *kernels = dt_ctx_kernels(world->ctx);
     return kernels->sync ? kernels->sync(dt_ctx_stream(world->ctx)) : DT_OK;
