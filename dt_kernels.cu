@@ -7,20 +7,20 @@
 
    dt_comm.h needs -lnccl, unless you compile with -DDT_NO_NCCL.
 
-   It defines six functions, all declared in dt_tensor.h: dt_kernels_cuda(), dt_cuda_ready(),
-   dt_cuda_open(), dt_cuda_close(), dt_cuda_stream() and dt_cuda_device(). All other names are in
-   namespace dt_cuda; macros begin with DTK_ or DT_.
+   This file defines six functions, all declared in dt_tensor.h: dt_kernels_cuda(),
+   dt_cuda_ready(), dt_cuda_open(), dt_cuda_close(), dt_cuda_stream() and dt_cuda_device(). All
+   other names are in namespace dt_cuda. Macros begin with DTK_ or DT_.
 
-   DOES NOT: allocate memory, except for a queue (the caller provides the scratch); keep state
-   outside of queues (a queue is a CUDA stream with the cuBLASLt plans of its matrix products);
-   choose a device, except when a queue is opened (a kernel runs on the thread's current device);
-   add with atomics.
+   DOES NOT. A queue is a CUDA stream with the cuBLASLt plans of its matrix products. This file
+   allocates no memory except for a queue: the caller provides scratch memory. It keeps no state
+   outside of queues. It chooses a device only when a queue is opened; a kernel runs on the calling
+   thread's current device. No kernel adds with atomics.
 
    TYPES. Every kernel supports f32, bf16 and f16. Fill, copy, permute, cast and reduce also support
    f64 and i32. Init also supports f64, because a loss is an f64 scalar. Parameters and their
    optimizer state are f32, with an optional 16-bit copy of the parameters. A call with any other
-   type, or a reduction of more than MAX_INPUTS 16-bit inputs, returns DT_ERR_UNSUPPORTED before it
-   launches a kernel.
+   type, or a reduction of more than MAX_INPUTS (128) 16-bit inputs, launches no kernel and returns
+   DT_ERR_UNSUPPORTED.
 
    CONTENTS
      1. Launching, queues (streams, grid-stride loops)
@@ -41,28 +41,30 @@
     16. Attention (flash attention, online softmax, log-sum-exp merge, grouped-query attention)
     17. The table
 
-   SPEED. All kernels except those of sections 15 and 16 are memory-bound. They read and write each
-   element once where possible: they access 16 bytes at a time, keep rows in registers, and split
-   sums over rows into enough parts to fill a GPU. Arrays of odd length or alignment are processed
-   element by element. cuBLASLt computes a matrix product if the call has a queue, and attention
-   runs on tensor cores. Both also have kernels that need neither cuBLASLt nor tensor cores.
+   SPEED. All kernels except those of sections 15 and 16 are memory-bound. They access 16 bytes at a
+   time, keep rows in registers where these fit, so that each element is read and written once, and
+   split sums over rows into enough parts to fill a GPU. Arrays whose length or address does not
+   allow 16-byte accesses are processed element by element. cuBLASLt computes a matrix product if
+   the call has a queue, and attention runs on tensor cores. Both also have kernels that need
+   neither cuBLASLt nor tensor cores.
 
-   ORDER OF SUMS. The order of every sum depends only on sizes, including the size of the scratch.
-   So the same call gives the same bits on the same build and kind of device. The CPU's bits differ:
-   the CPU splits long sums differently, nvcc fuses a product and a sum into one rounding, and the
-   exponential is CUDA's expf or, for 16-bit results, the hardware's approximation.
-   tests/cuda/test_cuda.cc runs these kernels on a CPU and allows a relative error of 1e-6, and one
-   rounding for 16-bit types. Tensor cores take 16-bit operands, so attention in bf16 and f16 rounds
-   its probabilities and their gradients before they are multiplied. cuBLASLt chooses the order of
-   its sums by the sizes of the product. The following kernels have nothing to fuse and give the
-   CPU's bits: fill, copy, permute, cast, reduce, max, topk, scatter, uniform init, embedding and
-   its backward, and square_sums. So do binary and dropout, unless they accumulate. NaN payloads are
+   ORDER OF SUMS. The order of every sum depends only on sizes, including the size of the scratch
+   memory. So the same call gives the same bits on the same build and kind of device. The bits
+   differ from those of dt's CPU kernels: the CPU splits long sums differently, nvcc fuses a product
+   and a sum into one rounding, and the exponential is CUDA's expf or, for 16-bit results, the
+   hardware's approximation. tests/cuda/test_cuda.cc runs these kernels on a CPU and allows a
+   relative error of 1e-6, and one rounding for 16-bit types. Tensor cores take 16-bit operands, so
+   attention in bf16 and f16 rounds its probabilities and their gradients before it multiplies
+   them. cuBLASLt chooses the order of its sums by the sizes of the product. The following kernels
+   contain no product followed by a sum, and their results have the same bits as on the CPU: fill,
+   copy, permute, cast, reduce, max, topk, scatter, uniform init, embedding and its backward, and
+   square_sums. The same holds for binary and dropout if they do not accumulate. NaN payloads are
    unspecified. Never compile this file with -use_fast_math. The file cannot refuse that flag,
    because nvcc defines no macro for it.
 
-   ERRORS. A call whose launch CUDA refuses returns DT_ERR_DEVICE. A kernel runs asynchronously, so
-   a later call reports its failure, at the latest the sync that waits for the kernel. That sync
-   also returns DT_ERR_ARG if a kernel met an index outside its table (section 9). */
+   ERRORS. If CUDA refuses a launch, the call returns DT_ERR_DEVICE. A kernel runs asynchronously,
+   so a later call reports the kernel's failure, at the latest the sync that waits for the kernel.
+   That sync also returns DT_ERR_ARG if a kernel found an index out of range (section 9). */
 
 #include "dt_tensor.h"
 
@@ -92,14 +94,14 @@
 #include <cublasLt.h>
 #endif
 
-/* Tests compile this file for a CPU (tests/cuda/cuda_on_cpu.h). There a launch is a function call,
-   and __global__ already makes a kernel static. */
+/* Tests compile this file for a CPU with tests/cuda/cuda_on_cpu.h. In that header a launch is a
+   function call, and the macro __global__ contains `static`. */
 #ifdef __CUDACC__
 #define DT_LAUNCH(kernel, grid, block, smem, stream, ...) \
     kernel<<<grid, block, smem, stream>>>(__VA_ARGS__)
 #define DTK_KERNEL static __global__ void
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-#define DTK_DYN_ALIGN 1024 /* wgmma's swizzled tiles need this alignment */
+#define DTK_DYN_ALIGN 1024 /* bytes; wgmma's swizzled tiles need this alignment */
 #else
 #define DTK_DYN_ALIGN 16
 #endif
@@ -130,12 +132,13 @@ namespace dt_cuda {
    A kernel is a grid-stride loop: of T threads in the grid, thread i processes the elements
    i, i + T, i + 2T, ... */
 
-/* A grid has at most MAX_BLOCKS blocks, which is several times as many as a GPU runs at once. The
-   grid-stride loops cover arrays of any size. Kernels take the kernel table's argument structs by
-   value. */
+/* A grid has at most MAX_BLOCKS blocks, several times the number that a GPU runs at once. The
+   grid-stride loops cover arrays of any size. The argument structs of the kernel table
+   (dt_tensor.h) are passed to the kernels by value. */
 enum { BLOCK = 256, WARPS = BLOCK / 32, MAX_BLOCKS = 4096 };
 
-/* The number of blocks for n elements, with `each` elements per block. */
+/* Returns the number of blocks for n elements if a block processes `each` elements per iteration
+   of its loop. */
 static unsigned grid_for(size_t n, size_t each) {
     size_t blocks = n / each + (n % each != 0);
     return blocks < MAX_BLOCKS ? (unsigned)blocks : (unsigned)MAX_BLOCKS;
@@ -145,20 +148,23 @@ static dt_status launch_status() {
     return cudaGetLastError() == cudaSuccess ? DT_OK : DT_ERR_DEVICE;
 }
 
-/* Launches nothing if n is 0, because CUDA refuses an empty grid. */
+/* Launches a kernel with grid_for(n, each) blocks. Launches nothing if n is 0, because CUDA refuses
+   an empty grid. */
 #define DTK_LAUNCH(kernel, n, each, stream, ...) \
     do { \
         if ((n) > 0) \
             DT_LAUNCH(kernel, grid_for((n), (each)), BLOCK, 0, stream_of(stream), __VA_ARGS__); \
     } while (0)
 
-/* One rank's queue on a device. The `stream` argument of every kernel points to a queue. A NULL
-   queue means the current device's default stream without cuBLASLt, for tests of single kernels. */
+/* One rank's queue on a device. The `stream` argument of every function in the kernel table points
+   to a queue. If it is NULL, kernels run on the current device's default stream and cuBLASLt is not
+   used; tests of single kernels do this. */
 struct cuda_queue {
     cudaStream_t stream;
     int device;
-    bool owns_stream; /* dt_cuda_open created the stream, so dt_cuda_close destroys it */
-    /* In pinned host memory. Nonzero after a kernel met an index outside its table (section 9). */
+    bool owns_stream; /* true if dt_cuda_open created the stream; dt_cuda_close then destroys it */
+    /* an int in pinned host memory: nonzero if a kernel has found an index out of range (section 9)
+       since the last cuda_sync */
     int *bad_index;
     struct blas *blas; /* NULL until the first matrix product (section 15) */
 };
@@ -173,10 +179,10 @@ static cudaStream_t stream_of(void *queue) { return queue ? ((cuda_queue *)queue
    events and queues. An event orders two queues without the host:
 
        queue 0   [ kernel A ] record(event) [ kernel B ]
-       queue 1                wait(event) ..[ kernel C ]      C starts after A */
+       queue 1                wait(event) ..[ kernel C ]      C starts after A has ended */
 
-/* True on success. On failure it clears CUDA's last error: the caller reports the failure, and the
-   next launch_status must not report it again. */
+/* Returns true if `error` is cudaSuccess. Otherwise clears CUDA's last error, because the caller
+   reports the failure and the next launch_status must not report it again. */
 static bool succeeded(cudaError_t error) {
     if (error != cudaSuccess) (void)cudaGetLastError();
     return error == cudaSuccess;
@@ -194,16 +200,16 @@ static void cuda_free(void *user, void *p, size_t bytes) {
     (void)succeeded(cudaFree(p));
 }
 
-/* Asynchronous copy. The caller may reuse pageable host memory as soon as cuda_move returns, and
-   pinned memory after cuda_sync. */
+/* Asynchronous copy. The caller may reuse pageable host memory as soon as cuda_move returns, but
+   pinned memory only after cuda_sync. */
 static dt_status cuda_move(void *dst, const void *src, size_t bytes, void *stream) {
     if (bytes == 0) return DT_OK;
     bool queued = succeeded(cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDefault, stream_of(stream)));
     return queued ? DT_OK : DT_ERR_DEVICE;
 }
 
-/* Waits for the queue's kernels and copies. Returns DT_ERR_ARG if a kernel met an index outside its
-   table (section 9). */
+/* Waits for the queue's kernels and copies. Returns DT_ERR_ARG if a kernel found an index out of
+   range (section 9). */
 static dt_status cuda_sync(void *stream) {
     cuda_queue *queue = (cuda_queue *)stream;
     if (!succeeded(cudaStreamSynchronize(stream_of(stream)))) return DT_ERR_DEVICE;
@@ -212,7 +218,8 @@ static dt_status cuda_sync(void *stream) {
     return DT_ERR_ARG;
 }
 
-/* Pinned memory. The device copies to and from pinned memory while the CPU continues. */
+/* Allocates pinned memory: host memory that the device can copy from and to while the CPU
+   continues. */
 static void *cuda_pin(size_t bytes) {
     void *p = NULL;
     return succeeded(cudaMallocHost(&p, bytes)) ? p : NULL;
@@ -223,14 +230,14 @@ static void cuda_unpin(void *p, size_t bytes) {
     (void)succeeded(cudaFreeHost(p));
 }
 
-/* True for device memory, managed memory and pinned host memory. */
+/* Returns 1 if the device can access p: device memory, managed memory or pinned host memory. */
 static int cuda_can_access(const void *p) {
     cudaPointerAttributes of;
     return succeeded(cudaPointerGetAttributes(&of, p)) && of.type != cudaMemoryTypeUnregistered;
 }
 
-/* Gives the queue's device access to the memory of devices 0 to max_devices - 1. Peer access, once
-   enabled, holds for all threads of the process. */
+/* Gives the queue's device access to the memory of devices 0 to max_devices - 1. The access holds
+   for all threads of the process. If it fails, describes the failure in `text`. */
 static dt_status cuda_enable_peer_access(
     void *stream, int max_devices, char *text, size_t text_bytes) {
     int devices = 0, here = ((cuda_queue *)stream)->device;
@@ -335,16 +342,16 @@ static void *cuda_open(int local_rank, char *text, size_t text_bytes) {
 /* Most kernels are memory-bound, so a thread reads and writes 16 bytes at a time (a vec) and
    computes in float:
 
-       memory      | b0 b1 b2 b3 b4 b5 b6 b7 |     8 x bf16, one access: load_vec
-       registers   | f0 f1 f2 f3 f4 f5 f6 f7 |     8 x float: to_floats; load_floats does both
-       memory      | c0 c1 c2 c3 c4 c5 c6 c7 |     each rounded once: store_floats
+       memory      | b0 b1 b2 b3 b4 b5 b6 b7 |     8 x bf16, read in one access by load_vec
+       registers   | f0 f1 f2 f3 f4 f5 f6 f7 |     8 x float, widened by to_floats
+       memory      | c0 c1 c2 c3 c4 c5 c6 c7 |     8 x bf16, each rounded once by store_floats
 
-   A block reduction first adds within each warp by shuffles, then adds the warps' results in shared
-   memory. The order of the additions is fixed. */
+   load_floats is load_vec followed by to_floats. A block reduction first adds within each warp by
+   shuffles, then adds the warps' results in shared memory. The order of the additions is fixed. */
 
 /* The 16-bit types are storage types: a kernel widens their values to float, computes, and rounds
-   once. CUDA's own 16-bit types need CUDA's headers, which a machine that runs the tests may lack.
-   For the other dtypes kernels use float, double and int. */
+   each result once. CUDA's own 16-bit types are not used, because they need CUDA's headers, which a
+   machine that runs the tests may lack. For the other dtypes kernels use float, double and int. */
 struct bf16 {
     uint16_t bits;
 };
@@ -352,14 +359,15 @@ struct f16 {
     uint16_t bits;
 };
 
-/* Calls f<T>(...) with the storage type T of `dtype`: f32, bf16 or f16, which compute in float. */
+/* Calls f<T>(...), where T is the storage type of `dtype`: float, bf16 or f16. Returns
+   DT_ERR_UNSUPPORTED for other dtypes. */
 #define DTK_BY_DTYPE(dtype, f, ...) \
     ((dtype) == DT_F32       ? f<float>(__VA_ARGS__) \
         : (dtype) == DT_BF16 ? f<bf16>(__VA_ARGS__) \
         : (dtype) == DT_F16  ? f<f16>(__VA_ARGS__) \
                              : DT_ERR_UNSUPPORTED)
 
-/* Defines cuda_k, the table's function for kernel k, which calls k<T>. */
+/* Defines cuda_##k, the kernel table's function for kernel k, which calls k<T>. */
 #define DTK_TABLE_ENTRY(k) \
     static dt_status cuda_##k(const dt_##k##_args *a, void *stream) { \
         return DTK_BY_DTYPE(a->dtype, k, a, stream); \
@@ -374,8 +382,8 @@ static __device__ void round_to(float *out, float x) { *out = x; }
 static __device__ void round_to(double *out, double x) { *out = x; }
 static __device__ void round_to(int *out, int x) { *out = x; }
 
-/* Rounds to nearest, ties to even, in one instruction since sm_80. A NaN is made quiet instead,
-   because rounding up could carry into its sign bit. */
+/* Rounds to nearest, ties to even; sm_80 and later have an instruction for this. The other code
+   does not round a NaN but makes it quiet, because rounding up could carry into its sign bit. */
 static __device__ void round_to(bf16 *out, float x) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out->bits) : "f"(x));
@@ -385,11 +393,11 @@ static __device__ void round_to(bf16 *out, float x) {
 #endif
 }
 
-/* Each f16 conversion is one CUDA instruction. Tests on a CPU use the code after #else. There,
-   widening multiplies by 2^112, which changes the exponent's bias from f16's to float's and makes
-   denormals normal. Rounding adds 0.5 to values below 2^-14: f16 values there have the same spacing
-   as floats in [0.5, 1), so that the addition rounds correctly. Values of 65,520 or more become
-   infinity. */
+/* On the device each f16 conversion is one instruction. Tests on a CPU use the code after #else,
+   where widening multiplies by 2^112: this changes the exponent's bias from f16's to float's and
+   makes denormals normal. Rounding adds 0.5 to values below 2^-14. In that range f16 values have
+   the same spacing as floats in [0.5, 1), so the addition rounds correctly. Values of 65,520 or
+   more become infinity. */
 #ifdef __CUDACC__
 static __device__ float widen(f16 x) {
     float y;
@@ -420,16 +428,16 @@ static void round_to(f16 *out, float x) {
 }
 #endif
 
-/* Warp reduction by butterfly shuffles: every lane gets the sum. All lanes get the same bits,
-   because x + y equals y + x. */
+/* Warp reduction by butterfly shuffles. Returns the sum over the warp to every lane, and the same
+   bits to all lanes, because x + y equals y + x. */
 template <class T> static __device__ T warp_sum(T v) {
     for (int other = 16; other > 0; other /= 2) v += __shfl_xor_sync(0xffffffffu, v, other);
     return v;
 }
 
-/* Block reduction: every thread gets the sum over the block. If THREADS is less than the block's
-   size, every thread gets the sum over its own group of THREADS consecutive threads. Each warp
-   reduces first, then every thread adds the warps' sums in order. */
+/* Block reduction. Returns the sum over the block to every thread. If THREADS is less than the
+   block's size, returns to every thread the sum over its own group of THREADS consecutive threads.
+   Each warp computes its sum first, then every thread adds the warps' sums in order. */
 template <class T, int THREADS = BLOCK> static __device__ T block_sum(T v) {
     __shared__ T of_warp[32];
     v = warp_sum(v);
@@ -442,9 +450,9 @@ template <class T, int THREADS = BLOCK> static __device__ T block_sum(T v) {
     return total;
 }
 
-/* warp_max and block_max give every thread the maximum over its warp or block. v must not be NaN:
-   every comparison with a NaN is false, so a lane would keep its NaN and threads might get
-   different results. The callers leave out NaNs when they compute v. */
+/* warp_max returns to every thread the maximum over its warp, and block_max the maximum over its
+   block. v must not be NaN: every comparison with a NaN is false, so a lane would keep its NaN and
+   threads might get different results. The callers leave out NaNs when they compute v. */
 static __device__ float warp_max(float v) {
     for (int other = 16; other > 0; other /= 2) {
         float theirs = __shfl_xor_sync(0xffffffffu, v, other);
@@ -465,8 +473,8 @@ template <int THREADS = BLOCK> static __device__ float block_max(float v) {
     return max_value;
 }
 
-/* COUNT consecutive elements, 16 bytes by default. A thread loads or stores a vec of up to 16 bytes
-   in one memory access, so the vec's address must be a multiple of the vec's size. */
+/* A vector of COUNT consecutive elements, 16 bytes by default. A thread loads or stores a vec of up
+   to 16 bytes in one memory access, so the vec's address must be a multiple of its size. */
 template <class T, int COUNT = 16 / sizeof(T)>
 struct alignas(COUNT * sizeof(T) < 16 ? COUNT * sizeof(T) : 16) vec {
     enum { N = COUNT };
@@ -480,8 +488,8 @@ template <class T, int N> static __device__ void store_vec(T *p, vec<T, N> x) {
     *reinterpret_cast<vec<T, N> *>(p) = x;
 }
 
-/* Loads the vec at p + i. Elements from index `count` on are zero. `aligned` says that p + i is a
-   multiple of 16 bytes. */
+/* Loads the vec at p + i. Elements whose index in p is `count` or more are set to zero. `aligned`
+   must be true only if the address p + i is a multiple of 16. */
 template <class T>
 static __device__ vec<T> load_vec_bounded(const T *p, size_t i, size_t count, bool aligned) {
     const int N = vec<T>::N;
@@ -501,9 +509,9 @@ template <int N, class T> static __device__ void round_to(vec<T, N> *out, vec<fl
     for (int k = 0; k < N; k++) round_to(&out->v[k], x.v[k]);
 }
 
-/* Faster versions for sm_80 and later: to_floats for bf16, round_to for bf16 and f16. A 32-bit word
-   holds two elements, the first in the low half. Widening takes one instruction per element,
-   rounding one instruction per word. */
+/* Faster versions of to_floats for bf16, and of round_to for bf16 and f16, for sm_80 and later. A
+   32-bit word holds two elements, the first element in the low half. Widening takes one instruction
+   per element, rounding takes one instruction per word. */
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
 template <int N> static __device__ vec<float, N> to_floats(vec<bf16, N> x) {
     vec<float, N> y;
@@ -541,8 +549,9 @@ template <int N, class T> static __device__ vec<float, N> load_floats(const T *p
     return to_floats(load_vec<N>(p));
 }
 
-/* A vec that a thread loads some time before it uses the elements. The vec is held as 32-bit words:
-   nvcc would unpack 16-bit elements right after the load, and so wait for the load there. */
+/* A vec that a thread loads some time before it uses the elements. The vec is held as 32-bit words,
+   because nvcc would unpack 16-bit elements right after the load, and so wait for the load too
+   early. If the size of the vec is not a multiple of 4 bytes, it is held as elements. */
 template <class T, int N, bool WORDS = N * sizeof(T) % 4 == 0> struct raw_vec {
     vec<unsigned, N * sizeof(T) / 4> x;
 };
@@ -554,8 +563,8 @@ template <int N, class T> static __device__ vec<float, N> to_floats(const raw_ve
     return to_floats(x);
 }
 
-/* Adds the vecs at the addresses at(0), at(1), ..., at(n - 1) to *sum, in this order. COUNT loads
-   are in flight at a time. */
+/* Adds to *sum the vecs at the addresses at(0), at(1), ..., at(n - 1), in this order. A thread has
+   COUNT loads in flight at a time. */
 template <int COUNT, int N, class F>
 static __device__ void add_vecs(vec<float, N> *sum, size_t n, F at) {
     for (size_t e = 0; e < n; e += COUNT) {
@@ -571,8 +580,8 @@ static __device__ void add_vecs(vec<float, N> *sum, size_t n, F at) {
     }
 }
 
-/* Stores N results at p, or adds them to the elements at p if `accumulate`. Each result is rounded
-   once. */
+/* Stores N results at p. If `accumulate` is set, adds them to the elements at p. Each result is
+   rounded once. */
 template <class T, int N>
 static __device__ void store_floats(T *p, vec<float, N> x, int accumulate = 0) {
     vec<T, N> rounded;
@@ -589,8 +598,8 @@ template <class T> static __device__ void store_float(T *to, float value, int ac
     round_to(to, accumulate ? widen(*to) + value : value);
 }
 
-/* store_float with a dtype that is known only at run time. The branches do not matter, because only
-   column and row sums use store_typed, and those write few elements. */
+/* store_float with a dtype that is known only at run time. The branches cost little time, because
+   only column sums and row sums use store_typed, and they write few elements. */
 static __device__ void store_typed(
     dt_dtype dtype, void *out, size_t i, float value, int accumulate) {
     if (dtype == DT_F32)
@@ -601,7 +610,7 @@ static __device__ void store_typed(
         store_float((f16 *)out + i, value, accumulate);
 }
 
-/* The dtype of an output: f32 if `wide`, else `dtype`. */
+/* Returns the dtype of an output: f32 if `wide` is set, else `dtype`. */
 static dt_dtype output_dtype(dt_dtype dtype, int wide) { return wide ? DT_F32 : dtype; }
 
 static __host__ __device__ bool aligned16(
@@ -609,18 +618,19 @@ static __host__ __device__ bool aligned16(
     return (((uintptr_t)a | (uintptr_t)b | (uintptr_t)c | (uintptr_t)d) & 15) == 0;
 }
 
-/* This thread's first index and step in a grid-stride loop over a flat array, `each` elements at a
-   time. */
+/* For a grid-stride loop over a flat array in which a thread processes `each` elements per
+   iteration: grid_first returns this thread's first index, grid_step returns the step. */
 static __device__ size_t grid_first(int each) {
     return ((size_t)blockIdx.x * BLOCK + threadIdx.x) * each;
 }
 static __device__ size_t grid_step(int each) { return (size_t)gridDim.x * BLOCK * each; }
 
-/* The loops below call f(i, constant<N>()) for the N elements at index i. If the array is aligned,
-   they process a vec per call, and single elements (N = 1) at the end; otherwise they process
-   single elements only. f is compiled for both values of N. for_each_vec distributes the loop over
-   all blocks of the grid; for_each_in_blocks distributes it over `blocks` blocks and runs the part
-   of block number `block`. */
+/* A type that carries the number N at compile time. The loops below call f(i, constant<N>()) for
+   the N elements at index i. If the array is aligned, they call f once per vec, and with N = 1 for
+   the elements after the last full vec. Otherwise they always call f with N = 1. f is compiled for
+   both values of N. for_each_vec distributes the loop over all blocks of the grid.
+   for_each_in_blocks distributes the loop over `blocks` blocks and runs the part of block number
+   `block`. */
 template <int COUNT> struct constant {
     enum { N = COUNT };
 };
@@ -643,7 +653,7 @@ template <int N, class F>
 static __device__ void for_each_in_rows(size_t rows, size_t cols, bool aligned, F f) {
     size_t each = aligned && cols % N == 0 ? N : 1, vecs = cols / each;
     if (vecs == 0) return;
-    /* Divisions are slow, so they are done here once and not in every iteration. */
+    /* Divisions are slow, so they are done once before the loop and not in every iteration. */
     size_t row = grid_first(1) / vecs, at = grid_first(1) % vecs;
     size_t row_stride = grid_step(1) / vecs, vec_stride = grid_step(1) % vecs;
     while (row < rows) {
@@ -692,8 +702,8 @@ static dt_status cuda_fill(const dt_fill_args *a, void *stream) {
     return DT_ERR_UNSUPPORTED;
 }
 
-/* Word is the largest type of 16, 4, 2 or 1 bytes whose size divides all addresses, strides and row
-   lengths of the copy. */
+/* Copies rows in words. Word is the largest type of 16, 4, 2 or 1 bytes whose size divides all
+   addresses, strides and row lengths of the copy. */
 template <class Word> DTK_KERNEL __launch_bounds__(BLOCK) copy_kernel(dt_copy_args a) {
     size_t words = a.row_bytes / sizeof(Word);
     for (size_t i = grid_first(1); i < a.rows * words; i += grid_step(1)) {
@@ -732,11 +742,11 @@ struct reduce_inputs {
     const void *p[MAX_INPUTS];
     int n;
     dt_op op;
-    int divisor; /* number of inputs of the entire reduction; 0 except in DT_AVG's last launch */
+    int divisor; /* in the last launch for DT_AVG: the number of inputs of all launches; else 0 */
     bool aligned;
 };
 
-/* int overflow wraps around, as on the CPU. */
+/* Sums and products. An int result that overflows wraps around, as on the CPU. */
 static __device__ float plus(float a, float b) { return a + b; }
 static __device__ double plus(double a, double b) { return a + b; }
 static __device__ int plus(int a, int b) { return (int)((unsigned)a + (unsigned)b); }
@@ -755,9 +765,9 @@ template <class T> static __device__ T reduce_pair(dt_op op, T a, T b) {
     return a;
 }
 
-/* A thread reads its elements of all inputs before it writes the results, so out may be one of the
-   inputs. Number is the accumulation type: float for 16-bit T, so that partial results are not
-   rounded. */
+/* A thread reads its elements of all inputs before it writes the results, so `out` can be one of
+   the inputs. Number is the accumulation type. It is float if T has 16 bits, so that partial
+   results are not rounded to 16 bits. */
 template <class T, class Number>
 DTK_KERNEL __launch_bounds__(BLOCK) reduce_kernel(T *out, size_t count, reduce_inputs in) {
     for_each_vec<vec<T>::N>(count, in.aligned, [&](size_t i, auto width) {
@@ -776,9 +786,10 @@ DTK_KERNEL __launch_bounds__(BLOCK) reduce_kernel(T *out, size_t count, reduce_i
 }
 
 /* A reduction of more than MAX_INPUTS inputs takes several launches. Each launch after the first
-   starts from the contents of out, so the order of the sum is the same as in one launch. Two cases
-   are refused: 16-bit types, because partial results would be rounded between launches; and an out
-   that is also an input of a later launch, because the first launch overwrites that input. */
+   starts from the contents of `out`, so the order of the sum is the same as in one launch. Such a
+   reduction is refused in two cases. For 16-bit types, partial results would be rounded between
+   launches. If `out` is also an input of a later launch, the first launch would overwrite that
+   input. */
 template <class T, class Number> static dt_status reduce(const dt_reduce_args *a, void *stream) {
     if (a->n < 1) return DT_ERR_ARG;
     if (a->n > MAX_INPUTS && sizeof(T) < sizeof(Number)) return DT_ERR_UNSUPPORTED;
@@ -814,11 +825,11 @@ static dt_status cuda_reduce(const dt_reduce_args *a, void *stream) {
 
 // ==== 5. Strides: binary, permute ===============================================================
 
-/* The dimensions d and the strides of two arrays a and b. Adjacent dimensions that are contiguous
-   in both arrays are merged: two contiguous tensors of the same shape need one dimension, a matrix
-   and a bias that is added to its rows need two. */
+/* The dimensions `d` of two arrays and their strides: `a` of the first array, `b` of the second.
+   Adjacent dimensions that are contiguous in both arrays are merged. So two contiguous tensors of
+   the same shape need one dimension; a matrix and a bias that is added to its rows need two. */
 struct strided {
-    int nd; /* at least 1 */
+    int nd; /* number of dimensions, at least 1 */
     int64_t d[DT_MAX_DIMS], a[DT_MAX_DIMS], b[DT_MAX_DIMS];
 };
 
@@ -837,8 +848,8 @@ static strided make_strided(dt_shape shape, const int64_t *a, const int64_t *b) 
     return s;
 }
 
-/* The number of elements. It calls no function of dt_tensor.h, so that this file links without
-   dt_tensor.h's implementation. */
+/* Returns the number of elements. It does not use a function of dt_tensor.h, so that this file
+   links without dt_tensor.h's implementation. */
 static size_t element_count(const strided *s) {
     size_t n = 1;
     for (int i = 0; i < s->nd; i++) n *= (size_t)s->d[i];
@@ -857,8 +868,8 @@ static __device__ void offsets_of(const strided &s, size_t i, int64_t *a, int64_
     *b += (int64_t)i * s.b[0];
 }
 
-/* True if every group of `each` consecutive elements along the last dimension is one aligned vec,
-   or one repeated element (stride 0). */
+/* Returns true if every group of `each` consecutive elements along the last dimension is an aligned
+   vec of the array at p, or one repeated element (stride 0). */
 static bool can_vectorize(const void *p, const int64_t *stride, const strided *s, int64_t each) {
     bool vectorized = aligned16(p) && stride[s->nd - 1] == 1;
     for (int i = 0; i < s->nd - 1; i++) vectorized = vectorized && stride[i] % each == 0;
@@ -883,7 +894,7 @@ static __device__ vec<float, N> load_floats_strided(const T *p, int64_t stride) 
 }
 
 /* A thread computes N consecutive elements at a time. It reads its operands before it writes the
-   results, so out may be a or b. */
+   results, so the output can be the array of one operand. */
 template <class T, int N>
 DTK_KERNEL __launch_bounds__(BLOCK) binary_kernel(dt_binary_args a, strided s, size_t count) {
     for (size_t i = grid_first(N); i < count; i += grid_step(N)) {
@@ -912,8 +923,8 @@ template <class T> static dt_status binary(const dt_binary_args *a, void *stream
 }
 DTK_TABLE_ENTRY(binary)
 
-/* A thread moves N elements at a time: a vec if the last dimension is contiguous in the input and
-   the output, else one element. s.a are the output's strides, s.b the input's. */
+/* A thread moves N elements at a time. They are a vec if the last dimension is contiguous in the
+   input and in the output; otherwise N is 1. s.a holds the output's strides, s.b the input's. */
 template <class T, int N>
 DTK_KERNEL __launch_bounds__(BLOCK) permute_kernel(dt_permute_args a, strided s, size_t count) {
     for (size_t i = grid_first(N); i < count; i += grid_step(N)) {
@@ -929,10 +940,11 @@ DTK_KERNEL __launch_bounds__(BLOCK) permute_kernel(dt_permute_args a, strided s,
     }
 }
 
-/* Tiled transpose. One dimension is contiguous in the input (its length is in_dense), a different
-   dimension is contiguous in the output (its length is out_dense). Tiles of 32 x 32 pass through
-   shared memory, so that global memory is read and written along contiguous rows. A tile's rows
-   have 33 elements in shared memory, so that reading a column has no bank conflicts. */
+/* Tiled transpose. One dimension, of length in_dense, is contiguous in the input. A different
+   dimension, of length out_dense, is contiguous in the output; in_stride is its stride in the
+   input. out_stride is the first dimension's stride in the output. Tiles of 32 x 32 elements pass
+   through shared memory, so that global memory is read and written along contiguous rows. A tile's
+   rows have 33 elements in shared memory, so that reading a column has no bank conflicts. */
 struct transpose_shape {
     int64_t in_dense, out_dense, in_stride, out_stride;
 };
@@ -961,8 +973,9 @@ DTK_KERNEL __launch_bounds__(BLOCK)
     }
 }
 
-/* Launches transpose_kernel if s is a transpose of at least 8 x 8 elements without accumulation;
-   otherwise returns false. s.a are the output's strides, s.b the input's. */
+/* If the call is a transpose of at least 8 x 8 elements without accumulation, launches
+   transpose_kernel and returns true; otherwise returns false. s.a holds the output's strides, s.b
+   the input's. */
 template <class Word>
 static bool launch_transpose(const dt_permute_args *a, strided s, void *stream) {
     int in = -1, out = -1;
@@ -980,7 +993,7 @@ static bool launch_transpose(const dt_permute_args *a, strided s, void *stream) 
     return true;
 }
 
-/* Word is an integer type of T's size. */
+/* Word is an integer type of the same size as T. */
 template <class T, class Word> static dt_status permute(const dt_permute_args *a, void *stream) {
     const int N = vec<T>::N;
     strided s = make_strided(a->shape, a->out_stride, a->in_stride);
@@ -1009,11 +1022,12 @@ static dt_status cuda_permute(const dt_permute_args *a, void *stream) {
 
 // ==== 6. Activations: unary, glu ================================================================
 
-/* A result that is rounded to 16 bits does not need a float's last bits, so the hardware's
-   approximate exponential and division are exact enough. They are so fast that the kernels below
-   stay memory-bound. */
+/* exp_as and divide_as take the type T in which the caller stores the result. If T has 16 bits, the
+   last bits of a float are not needed, so the hardware's approximate exponential and division are
+   exact enough. The approximations are so fast that the kernels below stay memory-bound. */
 #ifdef __CUDACC__
-/* exp(x), flushed to 0 below 2^-126. __expf handles such results in extra instructions. */
+/* Returns approximately exp(x), or 0 if the result is below 2^-126. CUDA's __expf needs extra
+   instructions for results below 2^-126. */
 static __device__ float fast_exp(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(1.44269504f * x));
@@ -1032,17 +1046,18 @@ template <class T> static __device__ float sigmoid_as(float x) {
     return divide_as<T>(1, 1 + exp_as<T>(-x));
 }
 
-/* The normal distribution function. erfcf stays accurate for negative x, where 1 + erff(x) would
-   cancel. */
+/* The cumulative distribution function of the normal distribution. For negative x the sum
+   1 + erff(x) would cancel, but erfcf stays accurate. */
 static __device__ float normal_cdf(float x) { return 0.5f * erfcf(-0.70710678f * x); }
 
-/* GELU in its tanh form. With u = sqrt(2/pi) (x + 0.044715 x^3), 0.5 (1 + tanh u) equals the
-   logistic function of 2u. The logistic function needs only one exponential and does not cancel
-   where tanh u is close to -1. */
+/* GELU in its tanh form: gelu(x) = x 0.5 (1 + tanh u) with u = sqrt(2/pi) (x + 0.044715 x^3). The
+   factor 0.5 (1 + tanh u) is computed as 1 / (1 + exp(-2 u)), the logistic function of 2u, which
+   needs only one exponential and does not cancel where tanh u is close to -1. */
 #define DTK_GELU_SCALE 0.7978845608028654f /* sqrt(2/pi) */
 #define DTK_GELU_CUBIC 0.044715f
 
-/* The activation `kind` of x. T is the type in which the caller stores the result. */
+/* Returns f(x) for the activation f that `kind` names (DT_ACT_GELU, ...). T is the type in which
+   the caller stores the result. */
 template <class T = float>
 static __device__ float activate(int kind, float x, float scale, float shift) {
     switch (kind) {
@@ -1060,16 +1075,16 @@ static __device__ float activate(int kind, float x, float scale, float shift) {
     return x;
 }
 
-/* Clamps x to [-bound, bound]. The derivatives below clamp x where they are 0 or 1 in float beyond
-   the bound, because infinity times zero would be NaN. */
+/* Clamps x to [-bound, bound]. For |x| > bound each of the derivatives below is exactly 0 or 1 in
+   float. They clamp x, because for large |x| they would multiply infinity by zero and return NaN. */
 static __device__ float clamped(float x, float bound) {
     x = x < -bound ? -bound : x;
     return x > bound ? bound : x;
 }
 
-/* gelu'(x) = s + x s (1 - s) 2 u', with s = 1 / (1 + e) and e = exp(-2 u). The factor 1 - s is
-   computed as e s, because the difference would cancel where s is close to 1, and the large x u'
-   would amplify that error. */
+/* Returns gelu'(x) = s + x s (1 - s) 2 u', with s = 1 / (1 + e) and e = exp(-2 u). The factor 1 - s
+   is computed as e s, because the difference would cancel where s is close to 1, and the large
+   factor x u' would amplify that error. */
 template <class T> static __device__ float gelu_derivative(float x) {
     x = clamped(x, 30);
     float u = DTK_GELU_SCALE * (x + DTK_GELU_CUBIC * x * x * x),
@@ -1091,8 +1106,9 @@ template <class T> static __device__ float silu_derivative(float x) {
     return s + x * s * (e * s);
 }
 
-/* d f'(x) for the activation f of this `kind`. T is the type in which the caller stores the result.
-   ReLU returns 0 instead of d times 0, so that an infinite d does not become NaN. */
+/* Returns d f'(x) for the activation f that `kind` names. T is the type in which the caller stores
+   the result. Where ReLU's derivative is 0 the result is 0, not d * 0, because the product would be
+   NaN for an infinite d. */
 template <class T = float>
 static __device__ float activate_back(int kind, float x, float d, float scale) {
     switch (kind) {
@@ -1111,8 +1127,9 @@ static __device__ float activate_back(int kind, float x, float d, float scale) {
     return d;
 }
 
-/* Calls f(constant<kind>()), so that f knows the activation at compile time. A loop then branches
-   once per vec, and the vec's elements are computed in parallel. */
+/* Calls f(constant<kind>()), so that f knows the activation at compile time. The kernel then
+   branches once per vec and not once per element, and the vec's elements are computed in
+   parallel. */
 template <class F> static __device__ void with_activation(int kind, F f) {
     switch (kind) {
     case DT_ACT_GELU: return f(constant<DT_ACT_GELU>());
@@ -1149,7 +1166,7 @@ template <class T> static dt_status unary(const dt_unary_args *a, void *stream) 
 }
 DTK_TABLE_ENTRY(unary)
 
-/* a.in may be NULL for an activation whose derivative does not depend on the input. */
+/* a.in may be NULL if the activation's derivative does not depend on the input. */
 template <class T> DTK_KERNEL __launch_bounds__(BLOCK) unary_back_kernel(dt_unary_back_args a) {
     float scale = (float)a.scale;
     for_each_vec<vec<T>::N>(a.count, aligned16(a.dx, a.dout, a.in), [&](size_t i, auto width) {
@@ -1171,8 +1188,8 @@ template <class T> static dt_status unary_back(const dt_unary_back_args *a, void
 }
 DTK_TABLE_ENTRY(unary_back)
 
-/* Gated linear unit, arXiv:2002.05202. out = act(gate) * up. Each row of `in` has cols gates, then
-   cols ups. */
+/* Gated linear unit, arXiv:2002.05202: out = act(gate) * up. Each row of `in` has `cols` elements
+   of gate, then `cols` elements of up. */
 template <class T> DTK_KERNEL __launch_bounds__(BLOCK) glu_kernel(dt_glu_args a) {
     for_each_in_rows<vec<T>::N>(
         a.rows, a.cols, aligned16(a.out, a.in), [&](size_t row, size_t col, auto width) {
@@ -1222,11 +1239,11 @@ DTK_TABLE_ENTRY(glu_back)
 
 // ==== 7. Cast ===================================================================================
 
-/* A cast gives the CPU's bits. The value is first converted to double, which represents every value
-   of the other types exactly. A double is converted to 16 bits in two steps. The first step rounds
-   to a float; if the double lies between two floats, the step picks the float whose last bit is 1
-   (rounding to odd). The second step rounds to 16 bits, and then gives the same result as a single
-   rounding would. */
+/* A cast gives the same bits as on the CPU. The value is first converted to double, which
+   represents every value of the other types exactly. A double is converted to a 16-bit type in two
+   steps. The first step rounds to float. If the double lies between two floats, it chooses the
+   float whose last bit is 1 (rounding to odd). The second step rounds the float to 16 bits. The
+   result is the same as after a single rounding. */
 static __device__ float round_to_odd(double x) {
     float f = (float)x;
     unsigned bits = __float_as_uint(f);
@@ -1245,14 +1262,14 @@ static __device__ void convert(int *out, double x) {
     *out = (int)x;
 }
 
-/* A value that widens to float is converted to float or 16 bits without a double in between. */
+/* A value of type f32, bf16 or f16 is converted to f32, bf16 or f16 without a double in between. */
 template <class T> static __device__ void convert(T *out, float x) { round_to(out, x); }
 static __device__ void convert(double *out, float x) { *out = (double)x; }
 static __device__ void convert(int *out, float x) { convert(out, (double)x); }
 template <class T> static __device__ void convert(T *out, int x) { convert(out, (double)x); }
 
-/* Converts a vec element by element, except from float to 16 bits: round_to converts two elements
-   per instruction. */
+/* Converts a vec element by element. From float to bf16 or f16 it calls round_to for the whole vec,
+   which converts two elements per instruction. */
 template <class To, class From, int N>
 static __device__ void convert(vec<To, N> *out, vec<From, N> x) {
     for (int k = 0; k < N; k++) convert(&out->v[k], widen(x.v[k]));
@@ -1264,16 +1281,16 @@ template <int N> static __device__ void convert(vec<f16, N> *out, vec<float, N> 
     round_to(out, x);
 }
 
-/* x + y in a type that is wide enough for convert to To to round only once. If x, y and To are
-   floats, the float addition gives the same bits as a double addition rounded to float, because
-   double has more than twice as many mantissa bits. */
+/* Returns x + y as a double, so that `convert` then rounds the sum to the type To only once. If x, y
+   and To are floats, returns the float sum. It has the same bits as the double sum rounded to
+   float, because double has more than twice as many mantissa bits. */
 template <class To, class X, class Y> static __device__ double exact_sum(To *, X x, Y y) {
     return (double)x + (double)y;
 }
 static __device__ float exact_sum(float *, float x, float y) { return x + y; }
 
-/* MAX_N elements of the larger of the two types take 16 bytes, so that a warp's accesses to both
-   arrays have no gaps. */
+/* A thread converts MAX_N elements at a time. They take 16 bytes in the larger of the two types, so
+   that a warp's accesses to both arrays have no gaps. */
 template <class To, class From> DTK_KERNEL __launch_bounds__(BLOCK) cast_kernel(dt_cast_args a) {
     const int MAX_N = sizeof(To) > sizeof(From) ? 16 / sizeof(To) : 16 / sizeof(From);
     for_each_vec<MAX_N>(a.count, aligned16(a.out, a.in), [&](size_t i, auto width) {
@@ -1322,14 +1339,15 @@ static dt_status cuda_cast(const dt_cast_args *a, void *stream) {
 // ==== 8. Sums over a dimension ==================================================================
 
 /* A sum over many rows of few columns has too few outputs to fill a GPU. So it takes two launches
-   if the caller provides scratch:
+   if the caller provides scratch memory:
 
-       in (n = 8)    | r0 r1 | r2 r3 | r4 r5 | r6 r7 |
-       launch 1      |   s0  |   s1  |   s2  |   s3  |     parts: one block each
-       launch 2      |              out              |     their sum */
+       in, n = 8 rows   | r0 r1 | r2 r3 | r4 r5 | r6 r7 |
+       launch 1         |   s0  |   s1  |   s2  |   s3  |     partial sums, one block for each
+       launch 2         |              out              |     the sum of the partial sums */
 
-/* Sums `in` (outer,n,inner) over n. Dimension n is split into parts; out (outer,parts,inner), of
-   dtype `type`, receives each part's sum times `scale`. */
+/* The arguments of a sum of `in` (outer,n,inner) over n. Dimension n is split into `parts` parts.
+   Each part's sum times `scale` is stored in `out` (outer,parts,inner), which has the dtype
+   `type`. If `accumulate` is set, it is added to `out` instead. */
 struct sum_job {
     const void *in;
     void *out;
@@ -1339,9 +1357,9 @@ struct sum_job {
     int accumulate;
 };
 
-/* Elements [first, end). subrange splits a range into `count` parts of equal length, the last parts
-   possibly shorter or empty, and returns part i. The split depends only on the range's length and
-   on count. */
+/* Elements [first, end). subrange splits the range `all` into `count` parts of equal length, of
+   which the last may be shorter or empty, and returns part i. The lengths of the parts depend only
+   on the length of `all` and on `count`. */
 struct range {
     size_t first, end;
 };
@@ -1355,10 +1373,10 @@ static __device__ range subrange(range all, size_t count, size_t i) {
     return r;
 }
 
-/* A block of 32 x 16 threads sums the columns of 32 adjacent vecs. The rows are split among the 16
-   values of threadIdx.y. Each thread adds its rows in ascending order; sum_over_rows then adds the
-   16 partial sums of each column in ascending order of threadIdx.y. Each of the first 32 N threads
-   gets the total of one column. */
+/* A block of 32 x 16 threads sums the columns of 32 adjacent vecs of N elements. The rows are split
+   among the 16 values of threadIdx.y. Each thread adds its rows in ascending order. sum_over_rows
+   then adds the 16 partial sums of each column in ascending order of threadIdx.y, and returns the
+   total of column my_column() to each of the first 32 N threads. */
 enum { COLUMN_THREADS = 32, ROW_THREADS = 16 };
 
 static __device__ int my_column() { return threadIdx.y * COLUMN_THREADS + threadIdx.x; }
@@ -1375,8 +1393,8 @@ template <int N> static __device__ float sum_over_rows(vec<float, N> sum) {
     return total;
 }
 
-/* Blocks with blockIdx.y = 0 compute sum a. If the grid has a second row, its blocks compute sum b,
-   which has the same sizes. */
+/* Blocks with blockIdx.y = 0 compute the sum described by `a`. If the grid has two rows of blocks,
+   those with blockIdx.y = 1 compute the sum described by `b`, which has the same sizes. */
 template <class T, int N>
 DTK_KERNEL __launch_bounds__(COLUMN_THREADS *ROW_THREADS, 2)
     column_sums_kernel(sum_job a, sum_job b) {
@@ -1399,8 +1417,8 @@ DTK_KERNEL __launch_bounds__(COLUMN_THREADS *ROW_THREADS, 2)
     }
 }
 
-/* G threads (a warp or a block) share a row. row_first is this thread's first row, row_step the
-   distance to its next row. */
+/* G threads (a warp or a block) process a row together. row_first returns this thread's first row,
+   row_step the distance from each of its rows to the next. */
 template <int G> static __device__ size_t row_first() {
     return (size_t)blockIdx.x * (BLOCK / G) + threadIdx.x / G;
 }
