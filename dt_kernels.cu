@@ -1076,7 +1076,8 @@ static __device__ float activate(int kind, float x, float scale, float shift) {
 }
 
 /* Clamps x to [-bound, bound]. For |x| > bound each of the derivatives below is exactly 0 or 1 in
-   float. They clamp x, because for large |x| they would multiply infinity by zero and return NaN. */
+   float. They clamp x, because for large |x| they would multiply infinity by zero and return
+   NaN. */
 static __device__ float clamped(float x, float bound) {
     x = x < -bound ? -bound : x;
     return x > bound ? bound : x;
@@ -1281,9 +1282,9 @@ template <int N> static __device__ void convert(vec<f16, N> *out, vec<float, N> 
     round_to(out, x);
 }
 
-/* Returns x + y as a double, so that `convert` then rounds the sum to the type To only once. If x, y
-   and To are floats, returns the float sum. It has the same bits as the double sum rounded to
-   float, because double has more than twice as many mantissa bits. */
+/* Returns x + y as a double, so that `convert` then rounds the sum to the type To only once. If x,
+   y and To are floats, returns the float sum. The float sum has the same bits as the double sum
+   rounded to float, because double has more than twice as many mantissa bits. */
 template <class To, class X, class Y> static __device__ double exact_sum(To *, X x, Y y) {
     return (double)x + (double)y;
 }
@@ -1430,8 +1431,8 @@ template <int G> static __device__ float group_max(float v) {
     return G == 32 ? warp_max(v) : block_max(v);
 }
 
-/* The part of the n elements at p that consists of complete vecs at addresses divisible by 16. p
-   itself need not be divisible by 16. */
+/* Returns the range of the n elements at p that consists of complete vecs at addresses divisible by
+   16. The address p itself need not be divisible by 16. */
 template <int N, class T> static __device__ range aligned_range(const T *p, size_t n) {
     size_t head = (16 - (uintptr_t)p % 16) % 16 / sizeof(T);
     if (head > n) head = n;
@@ -1439,7 +1440,8 @@ template <int N, class T> static __device__ range aligned_range(const T *p, size
     return aligned;
 }
 
-/* Loops over n elements with a group of THREADS threads and calls f(index, constant<N>()). */
+/* Loops over the n elements at p with a group of THREADS threads. Calls f(index, constant<N>()) for
+   each vec in the aligned range and f(index, constant<1>()) for each element outside of it. */
 template <int N, int THREADS, class T, class F>
 static __device__ void for_each_in_range(const T *p, size_t n, F f) {
     range aligned = aligned_range<N>(p, n);
@@ -1449,7 +1451,7 @@ static __device__ void for_each_in_range(const T *p, size_t n, F f) {
     for (size_t c = aligned.end + me; c < n; c += THREADS) f(c, constant<1>());
 }
 
-/* Sums rows: inner is 1. */
+/* Computes sums with inner = 1: each part of a row of `in` is summed by G threads. */
 template <class T, int G> DTK_KERNEL __launch_bounds__(BLOCK) row_sums_kernel(sum_job a) {
     for (size_t part = row_first<G>(); part < a.outer * a.parts; part += row_step<G>()) {
         range all = { 0, a.n }, mine = subrange(all, a.parts, part % a.parts);
@@ -1465,7 +1467,7 @@ template <class T, int G> DTK_KERNEL __launch_bounds__(BLOCK) row_sums_kernel(su
     }
 }
 
-/* Scales `in`: n is 1, so there is nothing to add. */
+/* Computes sums with n = 1, which only scale the elements of `in`. */
 template <class T> DTK_KERNEL __launch_bounds__(BLOCK) scaled_kernel(sum_job a) {
     for (size_t i = grid_first(1); i < a.outer * a.inner; i += grid_step(1))
         store_typed(a.type, a.out, i, a.scale * widen(((const T *)a.in)[i]), a.accumulate);
@@ -1481,12 +1483,12 @@ static void launch_column_sums(const sum_job &a, const sum_job *b, void *stream)
 }
 
 /* The number of blocks that fill a GPU: two for each of the 132 multiprocessors of an H100. A sum
-   with fewer blocks is split into parts. All devices use the same FILL_BLOCKS, because the number
+   with fewer blocks is split into parts. FILL_BLOCKS is the same on all devices, because the number
    of parts changes the bits of a sum. */
 enum { FILL_BLOCKS = 264 };
 
-/* Few columns are summed with one column per thread instead of a vec, so that more blocks take
-   part. */
+/* Launches the kernel for the shape of the sum. If there are few columns, a thread sums one column
+   instead of a vec of columns, so that more blocks take part. */
 template <class T> static void launch_sums(const sum_job &a, void *stream) {
     const int N = vec<T>::N;
     bool few = a.outer * a.parts * vec_count(a.inner, COLUMN_THREADS * N) < FILL_BLOCKS / 4;
@@ -1502,6 +1504,8 @@ template <class T> static void launch_sums(const sum_job &a, void *stream) {
         launch_column_sums<T, 1>(a, NULL, stream);
 }
 
+/* Returns the number of parts into which dimension n is split: 1 without scratch memory or if the
+   unsplit sum fills the GPU. */
 template <class T> static size_t sum_parts(const dt_sum_args *a) {
     size_t blocks =
         a->outer * (a->inner == 1 ? 1 : vec_count(a->inner, COLUMN_THREADS * vec<T>::N));
@@ -1534,12 +1538,14 @@ DTK_TABLE_ENTRY(sum)
 
 // ==== 9. Checked indices: max, top-k, scatter ===================================================
 
-/* Indices come from the caller's data, so an index may lie outside its table. A check on the host
-   would stall the queue in every step, so the kernels check their indices: they skip an invalid
-   index and set the queue's bad_index in pinned memory. The next cuda_sync returns DT_ERR_ARG; all
-   results since the previous cuda_sync are invalid. Tests of single kernels pass no queue, and so
-   have no bad_index. For them check_indices reads the indices on the host and returns DT_ERR_ARG at
-   once, as the CPU's kernels do. */
+/* Indices come from the caller's data, so an index may be out of range. A check on the host would
+   stall the queue in every step, so the kernels check their indices: they skip an invalid index and
+   set *bad_index of the queue, which is in pinned memory. The next cuda_sync then returns
+   DT_ERR_ARG, and all results since the previous cuda_sync are invalid.
+
+   Tests of single kernels pass no queue, so the kernels cannot set bad_index. In this case
+   check_indices reads the indices on the host. It returns DT_ERR_ARG if an index is not in
+   [begin, end), as the CPU's kernels do. */
 static dt_status check_indices(
     const int32_t *indices, size_t count, int64_t begin, int64_t end, void *queue) {
     const size_t ID_CHUNK = 4096;
@@ -1557,17 +1563,17 @@ static dt_status check_indices(
 
 static int *bad_index_of(void *queue) { return queue ? ((cuda_queue *)queue)->bad_index : NULL; }
 
-/* True if index is in [begin, end). Several threads may write *bad_index at the same time, but all
-   of them write 1. */
+/* Returns true if `index` is in [begin, end); otherwise sets *bad_index to 1. Several threads may
+   do so at the same time, because all of them write the same value. */
 static __device__ bool is_valid_index(int64_t index, int64_t begin, int64_t end, int *bad_index) {
     if (index >= begin && index < end) return true;
     if (bad_index) *(volatile int *)bad_index = 1;
     return false;
 }
 
-/* One thread computes one maximum. As on the CPU, a NaN is the maximum only if it is the first
-   element. The kernel is meant for n of at most a few thousand: if inner is 1, adjacent threads
-   read addresses n elements apart, which is slow. */
+/* Each thread computes one maximum over n elements. As on the CPU, a NaN is the maximum only if it
+   is the first of the n elements. The kernel is slow if n exceeds a few thousand and inner is 1,
+   because adjacent threads then read addresses n elements apart. */
 template <class T> DTK_KERNEL __launch_bounds__(BLOCK) max_kernel(dt_max_args a) {
     for (size_t i = grid_first(1); i < a.outer * a.inner; i += grid_step(1)) {
         const T *in = (const T *)a.in + i / a.inner * a.n * a.inner + i % a.inner;
@@ -1594,15 +1600,16 @@ static dt_status cuda_max(const dt_max_args *a, void *stream) {
     return DTK_BY_DTYPE(a->dtype, max_of, a, stream);
 }
 
-/* One thread per row keeps a sorted list of the k largest columns in the output itself, as the CPU
-   does. This is fast enough for a MoE router, where cols is the number of experts. A later column
-   never moves ahead of an earlier column of the same value. */
+/* One thread per row keeps a sorted list of the k columns with the largest values. The list is in
+   the output array a.index, as on the CPU. This is fast enough for a MoE router, where cols is the
+   number of experts. Of two columns with the same value, the one with the lower index comes
+   first. */
 template <class T> DTK_KERNEL __launch_bounds__(BLOCK) topk_kernel(dt_topk_args a) {
     for (size_t r = grid_first(1); r < a.rows; r += grid_step(1)) {
         const T *x = (const T *)a.in + r * a.cols;
         int32_t *index = a.index + r * a.k;
         for (size_t c = 0; c < a.cols; c++) {
-            size_t at = c < a.k ? c : a.k; /* the length of the list */
+            size_t at = c < a.k ? c : a.k; /* at first the length of the list */
             while (at > 0 && widen(x[c]) > widen(x[index[at - 1]])) {
                 if (at < a.k) index[at] = index[at - 1];
                 at--;
@@ -1620,8 +1627,9 @@ template <class T> static dt_status topk(const dt_topk_args *a, void *stream) {
 }
 DTK_TABLE_ENTRY(topk)
 
-/* One thread per (outer,inner) adds the k values in ascending order, so values for the same output
-   position are added in a fixed order. Each sum is rounded. */
+/* One thread per index of (outer,inner) adds the k values in ascending order of their index in k.
+   So values for the same output element are added in a fixed order. The result of each addition is
+   rounded to T. */
 template <class T>
 DTK_KERNEL __launch_bounds__(BLOCK, 2) scatter_kernel(dt_scatter_args a, int *bad_index) {
     for (size_t i = grid_first(1); i < a.outer * a.inner; i += grid_step(1)) {
@@ -1649,18 +1657,21 @@ DTK_TABLE_ENTRY(scatter)
 // ==== 10. Normalisation and softmax =============================================================
 
 /* A row that fits into registers is read from memory only once, even if a kernel makes several
-   passes over it:
+   passes over the row. For the softmax of a row x:
 
-       naive     read x: max      read x: sum of e^(x - max)      read x: write e^(x - max) / sum
-       here      read x into registers (thread_row); max; sum; write
+       naive          read x, compute the maximum
+                      read x, compute the sum of e^(x - max)
+                      read x, write e^(x - max) / sum
 
-   G threads, a warp or a block, share a row. Softmax subtracts the maximum, so that e^x does not
-   overflow. */
+       this section   read x into registers (thread_row), compute max, compute sum, write
 
-/* One thread's part of a row that G threads share: vecs of N elements, G vecs apart. The thread's
-   first K vecs stay in registers, so that a row of up to G K vecs is read once. Further vecs are
-   read again in each pass. cols must be a multiple of N, and the row aligned to the size of a vec;
-   for other rows N is 1. */
+   G threads, a warp or a block, process a row together. Softmax subtracts the maximum, so that the
+   exponential does not overflow. */
+
+/* One thread's part of a row that G threads process together. A thread has every G-th vec of N
+   elements. Its first K vecs stay in registers, so that a row of up to G K vecs is read once.
+   Further vecs are read again in each pass. `cols` must be a multiple of N, and the row's address a
+   multiple of a vec's size; for all other rows use N = 1. */
 enum { ROW_VECS = 4 };
 
 template <class T, int N, int G, int K = ROW_VECS> struct thread_row {
@@ -1675,7 +1686,7 @@ template <class T, int N, int G, int K = ROW_VECS> struct thread_row {
     }
     __device__ int64_t column(int j) const { return (int64_t)(threadIdx.x % G + j * G) * N; }
 
-    /* Calls f(column of the first element, elements) for each vec. */
+    /* For each vec calls f(column, elements), where `column` is that of the first element. */
     template <class F> __device__ void for_each(F f) const {
         DTK_UNROLL
         for (int j = 0; j < K; j++)
@@ -1683,7 +1694,7 @@ template <class T, int N, int G, int K = ROW_VECS> struct thread_row {
         DTK_UNROLL_BY(1)
         for (int64_t c = column(K); c < cols; c += G * N) f(c, load_floats<N>(p + c));
     }
-    /* Calls f(column of the first element, this row's elements, other's elements) for each vec. */
+    /* For each vec calls f(column, elements of this row, elements of the row `other`). */
     template <class F> __device__ void for_each_pair(const thread_row &other, F f) const {
         DTK_UNROLL
         for (int j = 0; j < K; j++)
@@ -1694,8 +1705,9 @@ template <class T, int N, int G, int K = ROW_VECS> struct thread_row {
     }
 };
 
-/* Launches kernel<T, N, G>. If `vectorized`, the kernel reads vecs, and one warp processes a row if
-   its registers hold the row. Otherwise one block processes a row. */
+/* Launches kernel<T, N, G>. If `vectorized` is set, the kernel reads vecs; otherwise N is 1. One
+   warp processes a row if the row can be read in vecs and fits into the warp's registers. Otherwise
+   one block processes a row. */
 #define DTK_LAUNCH_ROWS(kernel, T, vectorized, rows, cols, stream, ...) \
     do { \
         if (!(vectorized)) \
@@ -1706,9 +1718,9 @@ template <class T, int N, int G, int K = ROW_VECS> struct thread_row {
             DTK_LAUNCH((kernel<T, vec<T>::N, BLOCK>), rows, 1, stream, __VA_ARGS__); \
     } while (0)
 
-/* Every thread gets the sums of N values over its group of G threads (a warp, part of a block, or a
-   block). `buffer` alternates between 0 and 1 from call to call, so that a call need not wait until
-   all threads have read the previous call's sums. */
+/* Returns to every thread the sums of N values over its group of G threads (a warp, a part of a
+   block, or a block). The caller passes `buffer` = 0 and 1 in alternate calls, so that a call need
+   not wait until all threads have read the previous call's sums. */
 template <int G, int N> static __device__ vec<float, N> group_sums(vec<float, N> v, int buffer) {
     __shared__ vec<float, N> of_warp[2][WARPS];
     for (int k = 0; k < N; k++) v.v[k] = warp_sum(v.v[k]);
@@ -1721,9 +1733,9 @@ template <int G, int N> static __device__ vec<float, N> group_sums(vec<float, N>
     return v;
 }
 
-/* Layer normalisation, arXiv:1607.06450. The variance takes a second pass over the registers,
-   because E[x^2] - E[x]^2 would cancel. RMSNorm, arXiv:1910.07467, is the same with a mean of zero
-   and without a bias. */
+/* Layer normalisation, arXiv:1607.06450. The variance is computed in a second pass over the
+   registers, because the difference E[x^2] - E[x]^2 would cancel. RMSNorm, arXiv:1910.07467, is
+   computed in the same way, with a mean of zero and without a bias. */
 enum { NORM_ROW_VECS = 6 };
 
 template <class T, int N, int G>
@@ -1732,7 +1744,8 @@ DTK_KERNEL __launch_bounds__(BLOCK, 4) norm_kernel(dt_norm_args a) {
     int buffer = 0;
     for (size_t first = (size_t)blockIdx.x * (BLOCK / G); first < a.rows; first += row_step<G>()) {
         size_t r = first + threadIdx.x / G;
-        /* threads of a row past the end have no columns, but still reach the barriers */
+        /* a thread whose row r is past the last row has no columns, but still reaches the
+           barriers */
         int64_t cols = r < a.rows ? (int64_t)a.cols : 0;
         thread_row<T, N, G, NORM_ROW_VECS> x((const T *)a.in + r * a.cols, cols);
         T *out = (T *)a.out + r * a.cols;
@@ -1782,16 +1795,20 @@ static __device__ float mean_of(const dt_norm_back_args &a, size_t r) {
     return a.rms ? 0 : ((const float *)a.mean)[r];
 }
 
-/* The gradients of a normalisation, with y = (x - mean) rstd and g = dout gain:
+/* The gradients of a normalisation, with y = (x - mean) rstd and g = dout * gain:
 
        dx    = rstd (g - mean(g) - y mean(g y))
-       dgain = sum over rows of dout y
+       dgain = sum over rows of dout * y
        dbias = sum over rows of dout
 
-   The term mean(g) is due to the derivative of the mean, so RMSNorm does not have this term.
+   The term mean(g) comes from the derivative of the mean, so RMSNorm does not have this term.
    norm_back_kernel computes all three gradients in one pass over the rows. A row has at most G K
-   vecs: K for each of the G threads that share the row. Each block stores the dgain and dbias of
-   its rows in the scratch (2,parts,cols), with one part per block. */
+   vecs, because each of the G threads that process the row holds K vecs. The scratch memory has the
+   shape (2,parts,cols). Each block is one part, and stores the dgain and dbias of its rows in the
+   scratch memory.
+
+   store_block_sums adds `sum` over the block's groups of G threads and stores the result in
+   `out`. */
 template <int N, int G, int K>
 static __device__ void store_block_sums(float *out, int64_t cols, vec<float, N> *sum) {
     __shared__ vec<float, N> of_group[BLOCK / G][K * G];
@@ -1805,8 +1822,8 @@ static __device__ void store_block_sums(float *out, int64_t cols, vec<float, N> 
     __syncthreads(); /* all threads have read of_group */
 }
 
-/* One thread's part of a row x and of its output gradient dout, which G threads share. A row past
-   the end has no columns. */
+/* One thread's part of a row of x and of the same row of the output gradient, dout. G threads
+   process the row together. If r is past the last row, the row has no columns. */
 template <class T, int G, int K> struct norm_row {
     float mean, rstd;
     thread_row<T, vec<T>::N, G, K> x, dout;
@@ -1817,7 +1834,7 @@ template <class T, int G, int K> struct norm_row {
           dout((const T *)a.dout + r * a.cols, r < a.rows ? (int64_t)a.cols : 0) {}
 };
 
-/* Loads the next row while it computes the current row. */
+/* Each thread loads its part of the next row before it computes the current row. */
 template <class T, int G, int K>
 DTK_KERNEL __launch_bounds__(BLOCK, 2) norm_back_kernel(dt_norm_back_args a) {
     const int N = vec<T>::N;
@@ -1864,8 +1881,9 @@ DTK_KERNEL __launch_bounds__(BLOCK, 2) norm_back_kernel(dt_norm_back_args a) {
     if (a.dbias) store_block_sums<N, G, K>(sums + gridDim.x * a.cols, (int64_t)a.cols, dbias);
 }
 
-/* norm_back in two kernels (norm_back_sums_kernel, norm_back_rows_kernel). They serve rows that are
-   too long for norm_back_kernel, not aligned, or not a multiple of a vec. */
+/* Two kernels for rows that norm_back_kernel cannot process, because they are too long, not aligned
+   or not a multiple of a vec. norm_back_sums_kernel computes the parts of dgain and dbias,
+   norm_back_rows_kernel computes dx. */
 template <class T, int N>
 DTK_KERNEL __launch_bounds__(COLUMN_THREADS *ROW_THREADS, 1)
     norm_back_sums_kernel(dt_norm_back_args a, size_t parts) {
@@ -1921,8 +1939,8 @@ DTK_KERNEL __launch_bounds__(BLOCK, 2) norm_back_rows_kernel(dt_norm_back_args a
     }
 }
 
-/* The number of parts that the rows are split into: one per `each` rows, but at most FILL_BLOCKS
-   and at most as many parts as fit into the scratch. */
+/* Returns the number of parts into which the rows are split: one part for every `each` rows, but at
+   most FILL_BLOCKS parts, and at most the number of parts that fit into the scratch memory. */
 static size_t norm_back_parts(const dt_norm_back_args *a, size_t each) {
     size_t parts = a->rows / each + (a->rows % each != 0),
            capacity = a->work_bytes / sizeof(float) / 2 / a->cols;
@@ -1931,7 +1949,7 @@ static size_t norm_back_parts(const dt_norm_back_args *a, size_t each) {
 }
 
 /* Launches norm_back_kernel with one block per part. If the caller wants neither dgain nor dbias,
-   parts is 0, and grid_for chooses the number of blocks. */
+   `parts` is 0, and grid_for chooses the number of blocks. */
 template <class T, int G, int K>
 static void norm_back_fused(const dt_norm_back_args *a, size_t parts, void *stream) {
     unsigned grid = parts > 0 ? (unsigned)parts : grid_for(a->rows, BLOCK / G);
