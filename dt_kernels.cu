@@ -599,7 +599,7 @@ template <class T> static __device__ void store_float(T *to, float value, int ac
 }
 
 /* store_float with a dtype that is known only at run time. The branches cost little time, because
-   only column sums and row sums use store_typed, and they write few elements. */
+   only column sums and row sums use store_typed, and these sums write few elements. */
 static __device__ void store_typed(
     dt_dtype dtype, void *out, size_t i, float value, int accumulate) {
     if (dtype == DT_F32)
@@ -1998,7 +1998,7 @@ template <class T> static dt_status norm_back(const dt_norm_back_args *a, void *
 }
 DTK_TABLE_ENTRY(norm_back)
 
-/* out may be the same array as in, because a thread reads and writes only its own columns. */
+/* a.out may be the same array as a.in, because a thread reads and writes only its own columns. */
 template <class T, int N, int G>
 DTK_KERNEL __launch_bounds__(BLOCK, 2) softmax_kernel(dt_softmax_args a) {
     for (size_t r = row_first<G>(); r < a.rows; r += row_step<G>()) {
@@ -2054,21 +2054,24 @@ DTK_TABLE_ENTRY(softmax_back)
 
 // ==== 11. Rotary embedding; counter-based RNG: dropout, init ====================================
 
-/* Rotary embedding (RoPE), arXiv:2104.09864. A block processes `each` tokens, which have at most
-   BLOCK pairs per head. It computes one angle per pair, which all heads share, and then rotates
-   all heads, N pairs at a time. The host computes the frequencies. Angles are computed in double,
-   because a float angle loses the last digits of the cosine at positions in the thousands. A thread
-   reads its pairs before it writes them, so out may be the same array as in. */
+/* Rotary embedding (RoPE), arXiv:2104.09864. The host computes the frequencies. A block processes
+   `each` tokens at a time, chosen so that one head of these tokens has at most BLOCK pairs. The
+   block computes one angle for each of these pairs. All heads use the same angles. The block then
+   rotates all heads, N pairs at a time. Angles are computed in double, because at positions in the
+   thousands a float angle gives a cosine whose last digits are wrong. A thread reads its pairs
+   before it writes them, so a.out may be the same array as a.in. */
 struct rope_frequencies {
     double of[BLOCK];
 };
 
+/* Rotates pairs i to i + N - 1 of one head at x. */
 template <class T, int N>
 static __device__ void rope_pairs(
     const dt_rope_args &a, const T *x, T *out, const float2 *rotation, int i) {
     int half = (int)a.rotary / 2;
     if (a.interleaved) {
-        const int M = N == 1 ? 1 : 2 * N; /* if N is 1, a pair may be unaligned */
+        /* elements per memory access; if N is 1, a pair may be unaligned */
+        const int M = N == 1 ? 1 : 2 * N;
         vec<float, M> both[2 * N / M];
         for (int k = 0; k < 2 * N; k += M) both[k / M] = load_floats<M>(x + 2 * i + k);
         for (int k = 0; k < N; k++) {
@@ -2095,7 +2098,8 @@ DTK_KERNEL __launch_bounds__(BLOCK)
     rope_kernel(dt_rope_args a, rope_frequencies frequencies, int each) {
     __shared__ float2 rotation[BLOCK];
     int half = (int)a.rotary / 2, heads = (int)a.heads, rotated = half / N;
-    int head_vecs = (int)(a.dim - a.rotary) / N + rotated; /* units of work per head */
+    /* units of work per head: N pairs to rotate, or N elements to copy */
+    int head_vecs = (int)(a.dim - a.rotary) / N + rotated;
     for (size_t first = (size_t)blockIdx.x * each; first < a.tokens;
          first += (size_t)gridDim.x * each) {
         int here = a.tokens - first < (size_t)each ? (int)(a.tokens - first) : each,
@@ -2139,7 +2143,8 @@ template <class T> static dt_status rope(const dt_rope_args *a, void *stream) {
 }
 DTK_TABLE_ENTRY(rope)
 
-/* Counter-based RNG, Philox4x32-10. It gives the same random words as the RNG of dt_tensor.h. */
+/* Counter-based RNG, Philox4x32-10. Its random words are the same as those of the RNG in
+   dt_tensor.h. */
 static __device__ void philox(uint64_t key, uint64_t counter, unsigned out[4]) {
     unsigned k0 = (unsigned)key, k1 = (unsigned)(key >> 32);
     unsigned c0 = (unsigned)counter, c1 = (unsigned)(counter >> 32), c2 = 0, c3 = 0;
@@ -2160,9 +2165,10 @@ static __device__ void philox(uint64_t key, uint64_t counter, unsigned out[4]) {
     out[3] = c3;
 }
 
-/* Each group of four columns of the full tensor uses the four random words of counter (token,
-   column / 4), one word per column. An element is dropped if its word is below `threshold`. Vecs
-   are used only if a.offset is a multiple of 4, so that each vec begins at a group. */
+/* Each group of four columns of the full tensor uses the four random words of one counter, one word
+   per column. The counter consists of the token and column / 4. An element is dropped if its word
+   is below `threshold`. The kernel reads vecs only if a.offset is a multiple of 4, so that each vec
+   begins at the first column of a group. */
 template <class T>
 DTK_KERNEL __launch_bounds__(BLOCK) dropout_kernel(dt_dropout_args a, unsigned threshold) {
     float scale = (float)(1 / (1 - a.p));
@@ -2175,7 +2181,7 @@ DTK_KERNEL __launch_bounds__(BLOCK) dropout_kernel(dt_dropout_args a, unsigned t
         unsigned word[4];
         for (int k = 0; k < N; k++) {
             if (k % 4 == 0) philox(a.key, token << 32 | (column + k) / 4, word);
-            /* not word[e], because an index would move the array out of registers */
+            /* this is word[e], but an index would move the array out of registers */
             int e = N > 1 ? k % 4 : (int)(column % 4);
             unsigned mine = e < 2 ? e < 1 ? word[0] : word[1] : e < 3 ? word[2] : word[3];
             x.v[k] = mine < threshold ? 0 : x.v[k] * scale;
@@ -2191,15 +2197,16 @@ template <class T> static dt_status dropout(const dt_dropout_args *a, void *stre
 }
 DTK_TABLE_ENTRY(dropout)
 
-/* Makes a double in [0, 1) with 53 random bits from two random words. */
+/* Returns a double in [0, 1) with 53 random bits, made from two random words. */
 static __device__ double uniform53(unsigned high, unsigned low) {
     return (double)(((uint64_t)high << 32 | low) >> 11) * (1.0 / 9007199254740992.0);
 }
 
-/* Elements 2c and 2c + 1 of the full tensor come from the four random words of counter c. They are
-   two uniform values, with the CPU's bits, or a Box-Muller pair of normal values, computed in
-   double, whose last bits may differ from the CPU's. A thread processes one counter at a time.
-   Number is the arithmetic type of T. */
+/* Elements 2c and 2c + 1 of the full tensor are made from the four random words of counter c. They
+   are two uniform values or, if a.normal is set, a Box-Muller pair of normal values. Uniform values
+   have the same bits as on the CPU. Normal values are computed in double, and their last bits may
+   differ from the CPU's. A thread processes one counter at a time. Number is the arithmetic type
+   of T. */
 template <class T, class Number> DTK_KERNEL __launch_bounds__(BLOCK) init_kernel(dt_init_args a) {
     uint64_t skew = a.offset % 2;
     for (uint64_t i = grid_first(1); 2 * i < a.count + skew; i += grid_step(1)) {
@@ -2208,7 +2215,7 @@ template <class T, class Number> DTK_KERNEL __launch_bounds__(BLOCK) init_kernel
         philox(a.key, a.offset / 2 + i, word);
         double u = uniform53(word[0], word[1]), v = uniform53(word[2], word[3]);
         if (a.normal) {
-            double radius = a.scale * sqrt(-2 * log(1 - u)); /* 1 - u in (0, 1] */
+            double radius = a.scale * sqrt(-2 * log(1 - u)); /* 1 - u is in (0, 1] */
             sincos(6.283185307179586 * v, &pair[1], &pair[0]);
             for (int k = 0; k < 2; k++) pair[k] *= radius;
         } else {
@@ -2263,11 +2270,12 @@ template <class T> static dt_status embedding(const dt_embedding_args *a, void *
 }
 DTK_TABLE_ENTRY(embedding)
 
-/* Scatter-add for the gradient of the table. It gives the CPU's bits and needs no atomics and, in
-   f32, no scratch. A block owns at most OWNED_ROWS rows of the table. It scans all ids, ID_CHUNK at
-   a time, and lists the positions of the ids that name an owned row. It sorts this list by row and
-   adds the listed rows of dout in order, in f32. Every block reads all ids: with 16,384 ids and a
-   table of 50,257 rows, the blocks make 26 million reads, but these reads hit the cache. */
+/* Scatter-add for the gradient of the table. The result has the same bits as on the CPU. The kernel
+   uses no atomics, and a table in f32 needs no scratch memory. A block owns at most OWNED_ROWS rows
+   of the table. It scans all ids, ID_CHUNK at a time, and lists the positions of those ids whose
+   row it owns. It sorts this list by row and adds the listed rows of dout in order, in f32. Every
+   block reads all ids: with 16,384 ids and a table of 50,257 rows, the blocks make 26 million
+   reads, but these reads hit the cache. */
 enum {
     OWNED_ROWS = 32,
     ID_CHUNK = 8 * BLOCK,
@@ -2276,19 +2284,22 @@ enum {
     FEW_IDS = 16
 };
 
-/* A block's list of ids that name its owned rows, the rows [row_begin, end) of the table. The list
-   covers fewer than 2 MAX_WINDOW ids, from id number `base` on. An entry of `found` is the id's
-   position after `base`, times OWNED_ROWS, plus the number of the row among the owned rows; an
-   entry of `by_row` is the position alone. */
+/* A block's list of the ids of its owned rows, which are the rows [row_begin, end) of the table.
+   The list is made from fewer than 2 MAX_WINDOW ids, beginning with id number `base`. An entry of
+   `found` is (position of the id after `base`) * OWNED_ROWS + (index of the row among the owned
+   rows). An entry of `by_row` is only the position. */
 struct owned_list {
     /* `found` is ascending; `by_row` is sorted by row, and ascending within a row */
     unsigned found[LIST_CAPACITY], by_row[LIST_CAPACITY];
+    /* of_row: number of ids of each owned row; begin: where the row's entries begin in `by_row`;
+       of_warp: number of entries that each warp appends */
     int of_row[OWNED_ROWS], begin[OWNED_ROWS + 1], of_warp[WARPS];
-    /* [0]: rows named at most FEW_IDS times; [1]: rows named more often */
+    /* rows[0]: the rows that have at most FEW_IDS ids in the list; rows[1]: the rows that have more;
+       count: the lengths of both arrays */
     int rows[2][OWNED_ROWS], count[2];
 };
 
-/* Appends to the list those of the ids [first, first + ID_CHUNK) that name an owned row. Returns
+/* Appends to the list those of the ids [first, first + ID_CHUNK) whose row the block owns. Returns
    the list's new length. */
 static __device__ int append_owned(owned_list &list, int count, const dt_embedding_back_args &a,
     size_t base, size_t first, int64_t row_begin, int64_t end, int *bad_index) {
@@ -2304,7 +2315,8 @@ static __device__ int append_owned(owned_list &list, int count, const dt_embeddi
         row[k] = row[k] != -1 && at >= row_begin && at < end ? (int)(at - row_begin) : -1;
         mine += row[k] >= 0;
     }
-    if (!__syncthreads_or(mine)) return count; /* also: all threads have read the previous list */
+    /* after this barrier all threads have read the previous list */
+    if (!__syncthreads_or(mine)) return count;
     mine = 0;
     for (int k = 0; k < 8; k++) mine += __popc(hits[k] = __ballot_sync(0xffffffffu, row[k] >= 0));
     if (lane == 0) list.of_warp[warp] = mine;
@@ -2322,8 +2334,8 @@ static __device__ int append_owned(owned_list &list, int count, const dt_embeddi
     return count;
 }
 
-/* Each warp processes every WARPS-th owned row. It copies the row's entries to list.by_row if
-   `copy`, otherwise counts them in list.of_row. */
+/* Each warp processes every WARPS-th owned row. If `copy` is set, it copies the row's entries to
+   list.by_row; otherwise it stores their number in list.of_row. */
 static __device__ void count_owned(owned_list &list, int count, bool copy) {
     int lane = threadIdx.x % 32;
     for (int row = threadIdx.x / 32; row < OWNED_ROWS; row += WARPS) {
@@ -2341,8 +2353,8 @@ static __device__ void count_owned(owned_list &list, int count, bool copy) {
     __syncthreads();
 }
 
-/* Sorts the list by row. `rows` is the number of owned rows. A row enters list.rows only if at
-   least min_count ids name it. */
+/* Sorts the list by row. `rows` is the number of owned rows. A row is put into list.rows only if at
+   least min_count ids in the list are of this row. */
 static __device__ void sort_owned(owned_list &list, int count, int min_count, int rows) {
     int begin = 0, row = threadIdx.x;
     __syncthreads(); /* all threads have appended to the list */
@@ -2362,8 +2374,8 @@ static __device__ void sort_owned(owned_list &list, int count, int min_count, in
 }
 
 /* Adds the listed rows of dout to the sums of the table rows in list.rows[often]. A warp processes
-   32 N columns of a row, with IN_FLIGHT loads in flight. The sums start from zero if first_pass,
-   else from their values in `sums`. */
+   32 N columns of a row at a time. Each thread has IN_FLIGHT loads in flight. The sums start from
+   zero if first_pass is set, otherwise from their values in `sums`. */
 template <int N, int IN_FLIGHT, class T>
 static __device__ void add_owned(
     const owned_list &list, int often, float *sums, const T *dout, size_t cols, bool first_pass) {
@@ -2380,10 +2392,10 @@ static __device__ void add_owned(
     }
 }
 
-/* The sums start from their values in `sums` if keep_sums, else from zero. `owned` is the number of
-   rows per block. cols must be a multiple of N. More warps, each with fewer columns (LESS per
-   thread), share a row that is named often: its additions run one after the other, so a single warp
-   would take long. */
+/* The sums start from their values in `sums` if keep_sums is set, otherwise from zero. `owned` is
+   the number of rows that a block owns at a time. a.cols must be a multiple of N. The additions to
+   a row run one after the other, so a row with many ids takes long. Therefore a thread processes
+   only LESS columns of such a row instead of N, and more warps process the row together. */
 template <class T, int N>
 DTK_KERNEL __launch_bounds__(BLOCK, 3) embedding_back_kernel(
     dt_embedding_back_args a, float *sums, bool keep_sums, int owned, int *bad_index) {
@@ -2412,7 +2424,7 @@ DTK_KERNEL __launch_bounds__(BLOCK, 3) embedding_back_kernel(
     }
 }
 
-/* Rounds the complete sums to T. */
+/* Rounds the complete sums to T and stores them in `out`, or adds them if `accumulate` is set. */
 template <class T>
 DTK_KERNEL __launch_bounds__(BLOCK)
     rounded_kernel(T *out, const float *sums, size_t count, int accumulate) {
@@ -2433,7 +2445,7 @@ template <class T> static dt_status embedding_back(const dt_embedding_back_args 
     if (in_scratch && (!sums || a->work_bytes < all * sizeof *sums)) return DT_ERR_ARG;
     size_t held =
         a->table_rows > 0 ? (size_t)a->table_rows : 1; /* one block checks an empty table's ids */
-    /* few rows per block for a small table, so that the blocks fill a GPU */
+    /* a block owns fewer rows if the table is small, so that the blocks fill a GPU */
     int owned = held < FILL_BLOCKS                        ? 1
                 : held < (size_t)FILL_BLOCKS * OWNED_ROWS ? (int)(held / FILL_BLOCKS)
                                                           : (int)OWNED_ROWS;
@@ -2456,33 +2468,35 @@ DTK_TABLE_ENTRY(embedding_back)
 
        loss = lse - x[label]        dx = e^(x - lse) - [column = label]
 
-   A naive kernel reads a row of logits twice, for the maximum and for the sum. This kernel reads
-   the row once (online softmax, see running_lse). The backward recomputes the probabilities from
-   lse. In the vocabulary-parallel cross-entropy each rank has some of the columns, and computes the
-   lse and the target of its columns. cross_entropy_merge_kernel then merges the ranks' results. */
+   A naive kernel reads a row of logits twice, for the maximum and for the sum. cross_entropy_kernel
+   reads the row once (online softmax, see running_lse). The backward recomputes the probabilities
+   from lse. In the vocabulary-parallel cross-entropy each rank has some of the columns, and
+   computes two values per row: the lse of its columns, and the sum over its columns of target
+   probability times logit. cross_entropy_merge_kernel then merges the ranks' results. */
 
-/* A block of LOSS_THREADS processes a row of logits, because a vocabulary is long. A single block
-   of TOTAL_THREADS adds the losses of all rows. */
+/* A block of LOSS_THREADS threads processes a row of logits, because a vocabulary is long. A single
+   block of TOTAL_THREADS threads adds the losses of all rows. */
 enum { LOSS_THREADS = 512, TOTAL_THREADS = 512 };
 
-/* Some multiprocessors before sm_80 run at most 1,024 threads, which is two blocks. */
+/* Before sm_80, some GPUs run at most 1,024 threads per multiprocessor, which are two blocks. */
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 enum { LOSS_BLOCKS_PER_SM = 2 };
 #else
 enum { LOSS_BLOCKS_PER_SM = 3 };
 #endif
 
-/* Online softmax, arXiv:1805.02867, computes log(sum of exp(x)) in one pass. Each thread keeps the
-   largest value that it has read and the sum of exp(x - max). A larger value rescales the sum, so
-   nothing overflows. A thread adds the exponentials of a few vecs in f32 and adds these partial
-   sums in double, so that the log is accurate even if one exponential is nearly the entire sum. */
+/* Online softmax, arXiv:1805.02867, computes log(sum of exp(x)) in one pass. Each thread keeps
+   `max`, the largest value that it has read, and `sum`, the sum of exp(x - max). When the thread
+   reads a larger value, it rescales the sum to the new max, so no exponential overflows. A thread
+   adds the exponentials of a few vecs in f32, and adds these partial sums in double. So the log is
+   accurate even if one exponential is nearly the entire sum. */
 struct running_lse {
     float max;
     double sum;
 };
 
-/* Adds VECS vecs of x to *e. The first vec is at column c; the vecs are LOSS_THREADS vecs apart.
-   Vecs from column `end` on are skipped. */
+/* Adds VECS vecs of x to *e. The first vec is at column c, and each next vec LOSS_THREADS vecs
+   later. Vecs at or after column `end` are skipped. */
 template <class T, int N, int VECS>
 static __device__ void add_to_lse(running_lse *e, const T *x, size_t c, size_t end) {
     const size_t APART = LOSS_THREADS * N;
@@ -2527,8 +2541,9 @@ template <class T> static __device__ double row_total(const T *x, size_t n) {
     return block_sum<double, LOSS_THREADS>(sum);
 }
 
-/* The logits are the columns [offset, offset + vocab) of a vocabulary of size full_vocab. All
-   threads of a block have the same label, so they reach the same barriers. */
+/* The logits are the columns [offset, offset + vocab) of a vocabulary of size full_vocab. A block
+   processes one row at a time, so all its threads have the same label and reach the same
+   barriers. */
 template <class T>
 DTK_KERNEL __launch_bounds__(LOSS_THREADS, LOSS_BLOCKS_PER_SM)
     cross_entropy_kernel(dt_cross_entropy_args a, int *bad_index) {
@@ -2585,8 +2600,9 @@ template <class T> static dt_status cross_entropy(const dt_cross_entropy_args *a
 }
 DTK_TABLE_ENTRY(cross_entropy)
 
-/* Log-sum-exp merge of the ranks' results of a vocabulary-parallel cross-entropy, in one block. A
-   thread processes every TOTAL_THREADS-th row and adds the row's n partial results in order. */
+/* Log-sum-exp merge of the ranks' results of a vocabulary-parallel cross-entropy. The kernel runs
+   in one block. A thread processes every TOTAL_THREADS-th row and adds the row's n partial results
+   in order. */
 DTK_KERNEL __launch_bounds__(TOTAL_THREADS, 1)
     cross_entropy_merge_kernel(dt_cross_entropy_merge_args a) {
     double total = 0, squares = 0;
@@ -2619,9 +2635,9 @@ static dt_status cuda_cross_entropy_merge(const dt_cross_entropy_merge_args *a, 
     return launch_status();
 }
 
-/* dlogits (+)= factor (exp(x - lse) (1 + 2 z lse) - target). A row without a label has gradient
-   zero. Each element is read once and written once. A row is split into gridDim.y parts, one per
-   block. */
+/* dlogits (+)= factor (exp(x - lse) (1 + 2 z lse) - target), where `target` is the column's target
+   probability. The gradient of a row without a label is zero. Each element is read once and
+   written once. A row is split into gridDim.y parts, one per block. */
 template <class T>
 DTK_KERNEL __launch_bounds__(LOSS_THREADS)
     cross_entropy_back_kernel(dt_cross_entropy_back_args a, int *bad_index) {
@@ -2680,8 +2696,9 @@ static dt_status cross_entropy_back(const dt_cross_entropy_back_args *args, void
 }
 DTK_TABLE_ENTRY(cross_entropy_back)
 
-/* The mean squared error runs in one block, because there is no scratch for partial sums. It is
-   meant for the outputs of a model, not for arrays as large as its weights. */
+/* Mean squared error. The kernel runs in one block, because it has no scratch memory for partial
+   sums. So it is fast enough for the outputs of a model, but not for arrays as large as a model's
+   weights. */
 template <class T> DTK_KERNEL __launch_bounds__(TOTAL_THREADS, 1) mse_kernel(dt_mse_args a) {
     const T *x = (const T *)a.a, *y = (const T *)a.b;
     double total = 0;
@@ -2724,7 +2741,7 @@ DTK_TABLE_ENTRY(mse_back)
 
 // ==== 14. Norm and optimizers ===================================================================
 
-/* The updates, element by element (g is the gradient):
+/* The optimizers' updates of each element, where p is the parameter and g the gradient:
 
        SGD      b = momentum b + g + decay p              p -= lr b
        AdamW    m = b1 m + (1 - b1) g
@@ -2733,9 +2750,10 @@ DTK_TABLE_ENTRY(mse_back)
 
    The gradient norm is summed in pieces of 1,024 elements, in the same order on CPU and GPU. */
 
-/* Half a warp sums one piece; a block sums 16 pieces. Lane l adds elements l, l + 16, ...; then the
-   upper half of the lanes is added to the lower half until one sum is left. The CPU adds in the
-   same order, and the square of a float is exact in double, so the norm has the CPU's bits. */
+/* Half a warp (16 lanes) sums one piece, and a block sums 16 pieces. Lane l adds elements l,
+   l + 16, .... Then the upper half of the lanes is added to the lower half until one sum is left.
+   The CPU adds in the same order, and the square of a float is exact in double, so the norm has the
+   same bits as on the CPU. */
 enum { PIECE_LANES = 16, PIECES_PER_BLOCK = BLOCK / PIECE_LANES };
 
 static __device__ double lanes_sum(double sum) {
@@ -2770,8 +2788,8 @@ template <class T> static dt_status square_sums(const dt_square_sums_args *a, vo
 }
 DTK_TABLE_ENTRY(square_sums)
 
-/* Parameters and their state are f32. Narrow is the type of an optional copy of the parameters; it
-   is f32 if there is no copy. */
+/* Parameters and their optimizer state are f32. Narrow is the type of the optional copy of the
+   parameters, or float if there is no copy. */
 #define DTK_BY_NARROW_DTYPE(a, f, ...) \
     ((a)->dtype != DT_F32 \
             ? DT_ERR_UNSUPPORTED \
@@ -2782,8 +2800,8 @@ static __device__ void store_narrow_copy(void *narrow, size_t i, vec<float, N> p
     if (narrow) store_floats((Narrow *)narrow + i, param);
 }
 
-/* One tensor of parameters, and the factors of its step. The host computes the factors in double,
-   as the CPU kernel does. */
+/* One tensor of parameters, and the factors with which the step updates it. The host computes the
+   factors in double, as the CPU kernel does, and rounds them to float. */
 struct adamw_tensor {
     float *param, *m, *v;
     const float *grad;
@@ -2793,7 +2811,7 @@ struct adamw_tensor {
         l2_decay, grad_scale;
 };
 
-/* The tensors that one launch updates. Blocks first[i] .. first[i + 1] - 1 update tensor i. The
+/* The n tensors that one launch updates. Blocks first[i] to first[i + 1] - 1 update tensor i. The
    struct is a kernel parameter, and kernel parameters are limited to 4 KiB. */
 enum { ADAMW_BATCH = 32 };
 struct adamw_batch {
@@ -2806,7 +2824,7 @@ static_assert(sizeof(adamw_batch) <= 4096, "the parameters of a kernel");
    computes Adam (arXiv:1412.6980), which adds the weight decay to the gradient. */
 template <class Narrow> DTK_KERNEL __launch_bounds__(BLOCK) adamw_kernel(adamw_batch all) {
     unsigned mine = 0, end = all.n;
-    while (end - mine > 1) { /* binary search: this block's tensor is in [mine, end) */
+    while (end - mine > 1) { /* binary search: the index of this block's tensor is in [mine, end) */
         unsigned middle = (mine + end) / 2;
         if (blockIdx.x < all.first[middle])
             end = middle;
@@ -2856,8 +2874,8 @@ static adamw_tensor make_adamw_tensor(const dt_adamw_args *a) {
     return f;
 }
 
-/* Each tensor gets as many blocks as in a launch of its own: a small tensor gets one block, a large
-   tensor enough blocks to fill a GPU. */
+/* Updates a list of tensors, ADAMW_BATCH in each launch. A small tensor gets one block, and a large
+   tensor gets enough blocks to fill a GPU. */
 template <class Narrow> static dt_status adamw(const dt_adamw_args *a, void *stream) {
     while (a) {
         adamw_batch all;
@@ -2919,9 +2937,9 @@ static dt_status cuda_sgd(const dt_sgd_args *a, void *stream) {
 
 /* ---- 1-bit Adam ---- */
 
-/* 1-bit Adam, arXiv:2102.02888. After a warm-up v is frozen, and each rank sends the signs of its
-   momentum with one scale. A rank keeps the error of this compression and adds it to the next
-   momentum x that it sends:
+/* 1-bit Adam, arXiv:2102.02888. After a warm-up, Adam's v is frozen. From then on each rank sends
+   only the signs of its momentum, and one scale. A rank keeps the error of this compression and
+   adds it to the next momentum x that it sends:
 
        e = x + error,  send sign(e) and scale = sqrt(mean of e^2),  error = e - scale sign(e) */
 
@@ -2985,8 +3003,8 @@ static __device__ void write_scale(unsigned char *p, double x) {
     for (int i = 0; i < 8; i++) p[i] = (unsigned char)(bits >> 8 * i);
 }
 
-/* Replaces error by x + error, or by 0 where v is 0. Writes to sums (2,pieces), for each piece, the
-   sum of the squared new errors and the number of elements with v != 0. */
+/* Replaces `error` by x + error, or by 0 where v is 0. For each piece, writes two values to `sums`
+   (2,pieces): the sum of the squares of the new errors, and the number of elements with v != 0. */
 DTK_KERNEL __launch_bounds__(BLOCK)
     sign_sums_kernel(dt_sign_pack_args a, double *sums, size_t pieces) {
     const float *x = (const float *)a.x, *v = (const float *)a.v;
@@ -3010,7 +3028,7 @@ DTK_KERNEL __launch_bounds__(BLOCK)
     }
 }
 
-/* One block computes the scale and writes it after the sums, at sums[2 * pieces]. */
+/* Computes the scale in one block and writes it to sums[2 * pieces], behind the sums. */
 DTK_KERNEL __launch_bounds__(TOTAL_THREADS, 1) sign_scale_kernel(double *sums, size_t pieces) {
     double squares = 0, numbers = 0;
     for (size_t i = threadIdx.x; i < pieces; i += TOTAL_THREADS) {
@@ -3023,8 +3041,8 @@ DTK_KERNEL __launch_bounds__(TOTAL_THREADS, 1) sign_scale_kernel(double *sums, s
         sums[2 * pieces] = (double)(float)(numbers > 0 ? sqrt(squares / numbers) : 0);
 }
 
-/* Each thread writes one byte of signs. The first a.parts threads also write the scale of one
-   message each. message_bytes is the number of bytes of one message's signs. */
+/* Each thread writes one byte of signs at a time. The first a.parts threads also write the scale of
+   one message each. message_bytes is the number of bytes of one message's signs. */
 DTK_KERNEL __launch_bounds__(BLOCK)
     sign_pack_kernel(dt_sign_pack_args a, const double *message_scale, size_t message_bytes) {
     const float *vs = (const float *)a.v;
@@ -3056,7 +3074,8 @@ static dt_status cuda_sign_pack(const dt_sign_pack_args *a, void *stream) {
     return launch_status();
 }
 
-/* Each thread reads one byte of signs from every message and writes the mean of 8 elements. */
+/* Each thread reads one byte of signs from every message, and writes 8 elements: the means over the
+   messages. */
 DTK_KERNEL __launch_bounds__(BLOCK) sign_unpack_kernel(dt_sign_unpack_args a) {
     const unsigned char *in = (const unsigned char *)a.in;
     const float *vs = (const float *)a.v;
@@ -3084,25 +3103,26 @@ static dt_status cuda_sign_unpack(const dt_sign_unpack_args *a, void *stream) {
 // ==== 15. Matrix product ========================================================================
 
 /* GEMM: C = A B. A naive kernel has one thread per element of C; the thread reads a row of A and a
-   column of B, 2k loads for k multiply-adds. Here a block computes a tile of C from tiles of A and
-   B in shared memory, so one load of an element serves a whole row or column of the tile. The block
-   loads the next tiles while it multiplies the current tiles (two stages):
+   column of B, 2k loads for k multiply-adds. The kernels of this section compute a tile of C in one
+   block from tiles of A and B in shared memory, so one load of an element serves a whole row or
+   column of the tile. The block loads the next tiles while it multiplies the current tiles (two
+   stages):
 
                     B  [ k tile ]        for each k tile:
                        [  cols  ]           load the next tiles   (cp.async, or registers)
        A  [ k tile ]   [ C tile ]           C tile += A tile * B tile
           [  rows  ]                     epilogue: bias, activation, residual; store
 
-   f32 uses multiply-adds in registers; bf16 and f16 use tensor cores (mma). If the caller passes a
-   queue, cuBLASLt computes the product unless cuBLASLt refuses. These kernels compute all other
-   products. */
+   Products of f32 use multiply-adds in registers; products of bf16 and f16 use tensor cores (mma).
+   If the caller passes a queue, cuBLASLt computes the product unless cuBLASLt refuses it. The
+   kernels of this section compute all other products. */
 
 /* ---- tensor core instructions ---- */
 
-/* Each wrapper is one PTX instruction, or in tests on a CPU a function that replaces it. mma
-   computes d (16,8) += a (16,16) b (16,8); lane 4 g + t holds rows g and g + 8 of d, columns 2 t
-   and 2 t + 1. bf16 products and cp.async need sm_80. Code for older devices multiplies and copies
-   with plain instructions and gets the same result. */
+/* Each function below wraps one PTX instruction; in tests on a CPU a function with the same result
+   replaces it. mma computes d (16,8) += a (16,16) b (16,8), where lane 4 g + t holds the elements
+   of d in rows g and g + 8 and columns 2 t and 2 t + 1. mma with bf16 and cp.async need sm_80. Code
+   for older devices multiplies and copies with plain instructions and gets the same result. */
 #ifdef __CUDACC__
 #define DTK_PTX static __device__ __forceinline__
 #define DTK_HAS_SM80 (__CUDA_ARCH__ >= 800)
