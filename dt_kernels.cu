@@ -2294,8 +2294,8 @@ struct owned_list {
     /* of_row: number of ids of each owned row; begin: where the row's entries begin in `by_row`;
        of_warp: number of entries that each warp appends */
     int of_row[OWNED_ROWS], begin[OWNED_ROWS + 1], of_warp[WARPS];
-    /* rows[0]: the rows that have at most FEW_IDS ids in the list; rows[1]: the rows that have more;
-       count: the lengths of both arrays */
+    /* rows[0]: the rows that have at most FEW_IDS ids in the list; rows[1]: the rows that have more
+       than FEW_IDS; count: the lengths of rows[0] and rows[1] */
     int rows[2][OWNED_ROWS], count[2];
 };
 
@@ -3160,7 +3160,8 @@ DTK_PTX void mma(bf16, float *d, const unsigned *a, const unsigned *b) { DTK_MMA
 DTK_PTX void mma(f16, float *d, const unsigned *a, const unsigned *b) { DTK_MMA("f16"); }
 #undef DTK_MMA
 
-/* Copies 16 bytes from global to shared memory, or writes 16 zero bytes if !there. */
+/* If `there` is set, copies 16 bytes from global to shared memory; otherwise writes 16 zero bytes
+   to shared memory. */
 DTK_PTX void cp_async_16(void *shared, const void *global, bool there) {
     asm volatile("{ .reg .pred none; setp.eq.b32 none, %2, 0; cp.async.cg.shared.global [%0], "
                  "[%1], 16, none; }"
@@ -3172,11 +3173,11 @@ DTK_PTX void cp_async_commit() { asm volatile("cp.async.commit_group;" : : : "me
 DTK_PTX void cp_async_wait_all() { asm volatile("cp.async.wait_all;" : : : "memory"); }
 #endif
 
-/* wgmma: a warpgroup (four warps) multiplies 64 rows at a time and reads B, and A unless it is in
-   registers, from shared memory; see smem_matrix. Only code for sm_90a has wgmma. In code for other
-   devices, the kernels that use wgmma are empty, and their launch bounds make a launch fail.
-   wgmma computes d (64,N) = a b, or d += a b if `add`. Warp w holds rows 16 w .. 16 w + 15 of d, in
-   mma's layout. d is valid after wgmma_wait. */
+/* wgmma: a warpgroup (four warps) multiplies 64 rows at a time. It reads B from shared memory, and
+   also A unless A is in registers; see smem_matrix. Only code for sm_90a has wgmma. In code for
+   other devices, the kernels that use wgmma are empty, and their launch bounds make a launch fail.
+   wgmma computes d (64,N) = a b, or d += a b if `add` is set. Warp w holds rows 16 w to 16 w + 15
+   of d, in mma's layout. d is valid after wgmma_wait. */
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define DTK_HAS_WGMMA 1
 #define DTK_D4(j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
@@ -3235,11 +3236,11 @@ DTK_WGMMA_FUNCTIONS(f16, "f16")
 #undef DTK_D32
 #undef DTK_D4
 
-/* A matrix in shared memory, in slabs of 64 columns; each slab begins `slab` elements after the
-   previous slab. For wgmma the rows run along k; B of wgmma_from_registers has one row for each k.
-   smem_matrix is the variable half of the wgmma descriptor. The constant half says that 8 rows of
-   128 bytes are contiguous and that their 16-byte units are swizzled. advance moves a matrix by
-   `numbers` elements in the same slab. */
+/* A matrix in shared memory, in slabs of 64 columns. Each slab begins `slab` elements after the
+   previous slab. The matrices of wgmma are K-major: a row runs along k. B of wgmma_from_registers
+   is MN-major: it has one row for each k. smem_matrix is the variable half of the wgmma descriptor.
+   The constant half says that 8 rows of 128 bytes are contiguous and that their 16-byte units are
+   swizzled. `advance` returns the matrix that begins `numbers` elements later in the same slab. */
 typedef unsigned smem_matrix;
 DTK_PTX smem_matrix smem_matrix_at(const void *p, int slab) {
     return shared_address(p) >> 4 | (unsigned)(slab * 2 >> 4) << 16;
@@ -3291,9 +3292,10 @@ static void cp_async_16(void *shared, const void *global, bool there) {
 }
 static void cp_async_commit() { dtc_cp_async_commit(); }
 
-/* Emulates wgmma with one mma emulation per warp, which reads the matrices through their
-   descriptors. wgmma_wait computes the products, as late as possible; until then d is NaN, so that
-   a test notices a result that is read too early. A missing fence abandons the kernel. */
+/* Emulates wgmma: each warp calls the emulation of mma and reads the matrices through their
+   descriptors. The products are computed as late as possible, in wgmma_wait. Until then d is NaN,
+   so that a test notices a result that is read too early. If a fence is missing, the kernel is
+   abandoned. */
 struct smem_matrix {
     const char *p;
     int slab;
@@ -3309,7 +3311,8 @@ static unsigned element_of(const smem_matrix &m, int row, int col) {
 
 struct pending_wgmma {
     void (*execute)(const pending_wgmma &);
-    /* initial: the values of d before the first pending product that changes d */
+    /* initial: the values of d before this product, if `first` is set: no earlier pending product
+       changes d */
     float (*d)[4], initial[16][4];
     smem_matrix a, b;
     unsigned u[4];
@@ -3392,15 +3395,16 @@ static void wgmma_fence_operand(float &) {}
 static void order_after(float) {}
 #endif
 
+/* Returns the element in the low half of `pair`, or in the high half if `which` is 1. */
 template <class T> static __device__ float unpack_half(unsigned pair, int which) {
     T x;
     x.bits = (uint16_t)(which ? pair >> 16 : pair & 0xffff);
     return widen(x);
 }
 
-/* mma without tensor cores: multiplies the pairs of elements along k one by one, and reads each
-   pair from the lane that holds the pair. The function is not inlined, because unrolled loops call
-   it and nvcc would take many minutes to compile them. */
+/* mma without tensor cores: multiplies the elements of a and b pair by pair along k. A lane reads
+   each pair by a shuffle from the lane that holds the pair. mma_plain is not inlined, because
+   unrolled loops call it and nvcc would take many minutes to compile these loops. */
 #ifdef __CUDACC__
 #define DTK_NOINLINE __noinline__
 #else
@@ -3439,9 +3443,10 @@ static __device__ void cp_async_wait_all() {}
 
 /* ---- tiles in shared memory ---- */
 
-/* Swizzle: the index of (row, col) in a tile whose rows have LD elements, at least 128 bytes. In 8
-   consecutive rows, the 16-byte units of one column are in 8 different bank groups, so a warp reads
-   8 rows at once without bank conflicts. Unit u of row r is stored at position u ^ (r % 8):
+/* Swizzle: returns the index of (row, col) in a tile whose rows have LD elements, at least 128
+   bytes. In 8 consecutive rows, the 16-byte units of one column are in 8 different bank groups, so
+   a warp reads 8 rows at once without bank conflicts. Unit u of row r is stored at position
+   u ^ (r % 8). The picture shows which unit is stored at each position:
 
        row 0   0 1 2 3 4 5 6 7
        row 1   1 0 3 2 5 4 7 6
@@ -3451,16 +3456,17 @@ template <class T, int LD> static __device__ int swizzle(int row, int col) {
     return row * LD + (col / N ^ (row & 7)) * N + col % N;
 }
 
-/* Returns x, but hides its origin from the compiler. The compiler then computes expressions with
-   the result where they are used and does not hold their values in registers across a loop. */
+/* Returns x, but hides from the compiler how x was computed. The compiler then evaluates an
+   expression that contains the result where the expression is used, and does not hold its value in
+   registers across a loop. */
 static __device__ int opaque(int x) {
     asm volatile("" : "+r"(x));
     return x;
 }
 
-/* Loads a tile from global memory at p; the rows there are ld elements apart. Elements beyond
-   `rows` and `cols` are zero. `aligned` says that p, ld and cols are multiples of 16 bytes; the
-   copy is then asynchronous. */
+/* Loads a tile from global memory at p, where consecutive rows are `ld` elements apart. Elements of
+   the tile beyond `rows` and `cols` are set to zero. Set `aligned` if p, ld and cols are multiples
+   of 16 bytes; the copy is then asynchronous. */
 template <class T, int ROWS, int LD, int THREADS, class index>
 static __device__ void fetch_tile(T *tile, const T *p, index ld, int rows, int cols, bool aligned) {
     const int N = vec<T>::N, VECS = LD / N, DOWN = THREADS / VECS;
@@ -3484,18 +3490,19 @@ static __device__ void fetch_tile(T *tile, const T *p, index ld, int rows, int c
     }
 }
 
-/* Fragments of mma from tiles. ldmatrix loads four 8 x 8 matrices, and each lane gives the address
-   of one row. The two functions return that row's index in the tile, for two ways in which the
-   matrices 0 .. 3 cover 16 rows and 16 columns:
+/* These two functions help to load the fragments of mma from a tile. ldmatrix loads four 8 x 8
+   matrices, and each lane passes to it the address of one row of 8 elements. The functions return
+   the index of that row's first element in the tile. They differ in the order in which the matrices
+   0 to 3 cover 16 rows and 16 columns:
 
-       ldmatrix_rows     0 2    A if the tile's rows run along k, or two fragments of B if the tile
-                         1 3    has one row for each k
-       ldmatrix_columns  0 1    two fragments of B if the tile's rows run along k, or A if the tile
-                         2 3    has one row for each k
+       ldmatrix_rows     0 2    for A if the tile's rows run along k; for two fragments of B if the
+                         1 3    tile has one row for each k
+       ldmatrix_columns  0 1    for two fragments of B if the tile's rows run along k; for A if the
+                         2 3    tile has one row for each k
 
-   The result x is for matrices that begin at row 0 and column 0 of the tile. LD is a power of two,
-   so the swizzle is an exclusive or: the index for another column is x ^ column, and the index for
-   another row, a multiple of 8, is x + row * LD. */
+   The result, x, is for matrices that begin at row 0 and column 0 of the tile. LD is a power of
+   two, so the swizzle is an exclusive or: for matrices that begin at another column, the index is
+   x ^ column; for matrices that begin at another row, a multiple of 8, it is x + row * LD. */
 template <int LD> static __device__ int ldmatrix_rows() {
     int lane = opaque(threadIdx.x) % 32;
     return lane % 16 * LD + (lane / 16 ^ lane % 8) * 8;
@@ -3508,7 +3515,8 @@ template <int LD> static __device__ int ldmatrix_columns() {
 
 /* ---- the kernels of this file ---- */
 
-/* Stores v in out[at], or adds v to out[at] if `accumulate`. out is float if `wide`, else T. */
+/* Stores v in out[at], or adds v to out[at] if `accumulate` is set. The elements of `out` have the
+   type float if `wide` is set, otherwise T. */
 template <class T>
 static __device__ void store_as(void *out, int wide, int64_t at, float v, int accumulate) {
     T *narrow = (T *)out + at;
@@ -3519,8 +3527,9 @@ static __device__ void store_as(void *out, int wide, int64_t at, float v, int ac
         round_to(narrow, accumulate ? widen(*narrow) + v : v);
 }
 
-/* Epilogue: applies all fusions, in their order, to the sum of products v and stores the result in
-   c[at], an element of column j. The pointers in `a` may be equal. */
+/* Epilogue: adds the bias, applies the activation or multiplies by its derivative, and adds the
+   residual. v is the sum of products. The result is stored in c[at], an element of column j. The
+   pointers in `a` may be equal. */
 template <class T>
 static __device__ void apply_epilogue(const dt_matmul_args &a, int64_t at, int64_t j, float v) {
     if (a.bias) v += widen(((const T *)a.bias)[j]);
@@ -3534,12 +3543,15 @@ static __device__ void apply_epilogue(const dt_matmul_args &a, int64_t at, int64
     store_as<T>(a.c, a.wide, at, v, a.accumulate);
 }
 
-/* A or B as the kernels see it. `rows` is the number of rows of c for A, of columns of c for B.
-   mn_major says that the elements with the same k index are contiguous. */
+/* One operand of a product: A or B. */
 struct operand {
     const void *p;
+    /* ld: distance in elements from one row in memory to the next; stride: distance in elements
+       from one matrix of the batch to the next */
     int64_t ld, stride;
-    int rows;
+    int rows; /* for A the number of rows of c, for B the number of columns of c */
+    /* mn_major: true if the elements with the same k index are contiguous; aligned: true if the
+       matrix can be read in units of 16 bytes */
     bool mn_major, aligned;
 };
 
@@ -3561,8 +3573,9 @@ static __device__ tile_origin tile_origin_of(const dt_matmul_args &a, int tile) 
     return c;
 }
 
-/* Stores a block's tile of c from its sums in shared memory. Neighbouring threads store
-   neighbouring elements, and apply_epilogue is compiled once. */
+/* Applies the epilogue to a block's tile of c, whose sums are in shared memory. As the sums come
+   from shared memory, neighbouring threads store neighbouring elements, and apply_epilogue is
+   compiled only once. */
 template <class T, int ROWS, int COLS>
 static __device__ void apply_epilogue_tile(
     const dt_matmul_args &a, tile_origin c, const float *tile) {
@@ -3575,8 +3588,9 @@ static __device__ void apply_epilogue_tile(
     }
 }
 
-/* GEMM in f32: 16 x 16 threads, each with R x R sums. Each element is one chain of multiply-adds in
-   ascending k, whatever R is. The next tiles are loaded while the current tiles are multiplied. */
+/* GEMM in f32. A block has 16 x 16 threads, and each thread computes R x R elements of C. Each
+   element is one chain of multiply-adds in ascending k, whatever R is. The next tiles are loaded
+   while the current tiles are multiplied. */
 enum { F32_TILE_K = 16 };
 
 template <int R>
@@ -3592,8 +3606,8 @@ static __device__ void load_f32_tile(
     }
 }
 
-/* Packing: stores loaded elements into the tile (F32_TILE_K,16 R), where a vec holds 4 rows of one
-   k, whatever the operand's layout. */
+/* Packing: stores the loaded elements in the tile (F32_TILE_K,16 R). In the tile a vec always holds
+   the elements of 4 rows with the same k index, whatever the operand's layout in memory. */
 template <int R>
 static __device__ void store_f32_tile(
     vec<float> (*tile)[4 * R + 1], const vec<float> *next, int mn_major) {
