@@ -3635,8 +3635,8 @@ DTK_KERNEL __launch_bounds__(BLOCK, 2) matmul_f32_kernel(dt_matmul_args a, opera
     for (int k0 = 0, s = 0; k0 < a.k; k0 += F32_TILE_K, s ^= 1) {
         store_f32_tile<R>(xs[s], next_x, x.mn_major);
         store_f32_tile<R>(ys[s], next_y, y.mn_major);
-        /* One barrier per step suffices: half s is written again only after the next barrier, and
-           a thread arrives there after its last read from half s. */
+        /* One barrier per step suffices. The tiles with index s are written again only after the
+           next barrier, and a thread reaches that barrier only after it has read them. */
         __syncthreads();
         load_f32_tile<R>(next_x, x, c.batch, c.row, k0 + F32_TILE_K, a.k);
         load_f32_tile<R>(next_y, y, c.batch, c.col, k0 + F32_TILE_K, a.k);
@@ -3654,7 +3654,7 @@ DTK_KERNEL __launch_bounds__(BLOCK, 2) matmul_f32_kernel(dt_matmul_args a, opera
                 sum[i / R][i % R] += u[i / R / 4].v[i / R % 4] * v[i % R / 4].v[i % 4];
         }
     }
-    float *tile = (float *)tiles; /* holds 64 rows of sums */
+    float *tile = (float *)tiles; /* has space for 64 rows of sums */
     DTK_UNROLL
     for (int part = 0; part < R / 4; part++) {
         __syncthreads();
@@ -3669,8 +3669,8 @@ DTK_KERNEL __launch_bounds__(BLOCK, 2) matmul_f32_kernel(dt_matmul_args a, opera
     }
 }
 
-/* GEMM in bf16 and f16 on tensor cores: a block computes a 128 x 128 tile of c, 64 k indices at a
-   time. Each of its eight warps computes 64 x 32 elements. */
+/* GEMM in bf16 and f16 on tensor cores. A block computes a 128 x 128 tile of c and multiplies 64 k
+   indices at a time. Each of the block's eight warps computes 64 x 32 elements. */
 enum { TILE_MN = 128, TILE_K = 64, MATMUL_STAGES = 2 };
 
 template <class T>
@@ -3685,8 +3685,9 @@ static __device__ void fetch_operand_tile(
             tile, p + row0 * x.ld + k0, x.ld, x.rows - row0, k - k0, x.aligned);
 }
 
-/* Adds the product of a warp's rows of xs and its columns of ys to sum. MN_MAJOR_X is x.mn_major,
-   MN_MAJOR_Y is y.mn_major. */
+/* Adds to `sum` the product of a warp's 64 rows of the tile xs, from row number `row`, and its 32
+   columns of the tile ys, from column number `col`. MN_MAJOR_X and MN_MAJOR_Y are mn_major of the
+   operands from which xs and ys were loaded. */
 template <class T, bool MN_MAJOR_X, bool MN_MAJOR_Y>
 static __device__ void multiply_tiles(
     float (&sum)[4][4][4], const T *xs, const T *ys, int row, int col) {
@@ -3728,7 +3729,8 @@ DTK_KERNEL __launch_bounds__(BLOCK, 2)
     bool idle = c.row + down >= a.m || c.col + across >= a.n;
     for (int k0 = -TILE_K, s = 1; k0 < a.k; k0 += TILE_K, s ^= 1) {
         cp_async_wait_all();
-        /* this step's tiles have arrived, and no thread still reads the previous step's tiles */
+        /* after the barrier the tiles of this step are in shared memory, and no thread reads the
+           tiles of the previous step any more */
         __syncthreads();
         if (k0 + TILE_K < a.k) {
             fetch_operand_tile(xs + (s ^ 1) * SIZE, x, c.batch, c.row, k0 + TILE_K, a.k);
@@ -3740,7 +3742,7 @@ DTK_KERNEL __launch_bounds__(BLOCK, 2)
                 sum, xs + s * SIZE, ys + s * SIZE, down, across);
     }
     __syncthreads();
-    float *tile = (float *)shared; /* 64 KB, as much as the tiles of two stages */
+    float *tile = (float *)shared; /* 64 KB, the same size as the tiles of two stages */
     DTK_UNROLL
     for (int i = 0; i < 64; i++) {
         int row = down + i / 16 * 16 + i / 2 % 2 * 8 + lane / 4,
@@ -3751,7 +3753,8 @@ DTK_KERNEL __launch_bounds__(BLOCK, 2)
     apply_epilogue_tile<T, TILE_MN, TILE_MN>(a, c, tile);
 }
 
-/* Returns the number of blocks of a grid, or 0 if a grid cannot have that many blocks. */
+/* Returns the number of blocks of a grid with one block per tile; 0 if the number is too large for
+   a grid. */
 static unsigned grid_blocks(
     int64_t rows, int64_t row_tile, int64_t cols, int64_t col_tile, int64_t batch) {
     double all = ceil((double)rows / (double)row_tile) * ceil((double)cols / (double)col_tile) *
@@ -3759,9 +3762,9 @@ static unsigned grid_blocks(
     return all <= INT32_MAX ? (unsigned)all : 0;
 }
 
-/* Launches a kernel that may use more than 48 KB of dynamic shared memory. This needs a function
-   attribute, which holds for the current device only. Every launch sets the attribute, because
-   that is cheap. */
+/* Launches a kernel that may use more than 48 KB of dynamic shared memory. CUDA allows more than 48
+   KB only after a function attribute has been set for the current device. Every launch sets the
+   attribute, because setting it takes little time. */
 #define DTK_LAUNCH_SHARED(kernel, blocks, threads, bytes, stream, ...) \
     do { \
         if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, \
@@ -3815,16 +3818,16 @@ static dt_status builtin_matmul(const dt_matmul_args &a, void *stream) {
 
 /* ---- cuBLASLt ---- */
 
-/* cuBLASLt chooses its algorithm by m and n, too, so the bits of an element may depend on m and n.
-   With the kernels above they depend only on the element's row of A, its column of B and k.
-   cuBLASLt sums in f32, never in TF32. cuBLASLt's epilogue applies bias and GELU. A separate kernel
-   of this file applies the other epilogue operations to the results that cuBLASLt has stored. This
-   costs one more rounding if the results have 16 bits. If cuBLASLt adds another matrix to a result,
-   the result is also rounded once more. */
+/* cuBLASLt also uses m and n to choose its algorithm, so the bits of an element may depend on m and
+   n. With the kernels above, the bits of an element depend only on its row of A, its column of B
+   and k. cuBLASLt sums in f32, never in TF32. cuBLASLt's epilogue applies bias and GELU. A separate
+   kernel of this file applies the other epilogue operations to the results that cuBLASLt has
+   stored, so 16-bit results are rounded twice. If cuBLASLt adds another matrix to a result, the
+   result is also rounded once more. */
 
 #ifdef DT_CUBLASLT
-/* Everything that the choice of an algorithm depends on. Keys are compared as bytes. The align_
-   members are the alignments of the pointers in bytes, at most 256. */
+/* All values on which the choice of an algorithm depends. Two keys are compared with memcmp. The
+   fields align_a to align_d are the alignments of the pointers in bytes, at most 256. */
 struct matmul_key {
     int64_t m, n, k, batch, lda, ldb, ldc, stride_a, stride_b, stride_c;
     size_t work_bytes;
@@ -3832,8 +3835,8 @@ struct matmul_key {
     unsigned align_a, align_b, align_c, align_d;
 };
 
-/* cuBLASLt's answer for one key: the algorithm, or supported = false. cuBLASLt is column-major, so
-   it computes C^T = B^T A^T. */
+/* The algorithm that cuBLASLt chose for one key. `supported` is false if cuBLASLt cannot compute
+   the product. cuBLASLt's matrices are column-major, so cuBLASLt computes C^T = B^T A^T. */
 struct matmul_plan {
     matmul_key key;
     bool used, supported;
@@ -3843,13 +3846,13 @@ struct matmul_plan {
     size_t workspace;
 };
 
-/* A plan is stored in the first free slot of PLAN_PROBES slots that begin at its hash. If no slot
-   is free, the new plan replaces the plan in the first slot. */
+/* The hash of a plan's key gives the first of PLAN_PROBES consecutive slots. The plan is stored in
+   the first free slot of these. If none is free, the plan replaces the plan in the first slot. */
 enum { PLAN_SLOTS = 256, PLAN_PROBES = 4 };
 
 struct blas {
-    cublasLtHandle_t handle; /* NULL if cuBLASLt could not start; it is not tried again */
-    /* use cuBLASLt's GELU: since Hopper it is as fast as a separate kernel */
+    cublasLtHandle_t handle; /* NULL if cublasLtCreate failed; it is not called again */
+    /* true if cuBLASLt shall compute GELU: since Hopper it is as fast as a separate kernel */
     bool gelu;
     matmul_plan plans[PLAN_SLOTS];
 };
@@ -3896,7 +3899,8 @@ static void init_layout(cublasLtMatrixLayoutOpaque_t *l, int dtype, int64_t rows
     cublasLtMatmulPreferenceSetAttribute( \
         &preference, CUBLASLT_MATMUL_PREF_##name, &(value), sizeof(value))
 
-/* A split-K algorithm must add its partial sums in f32, so that a result is rounded once. */
+/* Asks cuBLASLt for an algorithm and stores it in *p. A split-K algorithm must add its partial sums
+   in f32, so that each result is rounded only once. */
 static void make_plan(blas *b, matmul_plan *p, const matmul_key &key) {
     cublasLtMatmulPreferenceOpaque_t preference;
     cublasLtMatmulHeuristicResult_t best;
@@ -3911,7 +3915,7 @@ static void make_plan(blas *b, matmul_plan *p, const matmul_key &key) {
     DTK_SET(TRANSA, op_a);
     DTK_SET(TRANSB, op_b);
     DTK_SET(EPILOGUE, epilogue);
-    if (key.aux) { /* setting these without aux would make cuBLASLt write to aux */
+    if (key.aux) { /* without aux, setting these attributes would make cuBLASLt write to aux */
         DTK_SET(EPILOGUE_AUX_LD, key.ldc);
         DTK_SET(EPILOGUE_AUX_BATCH_STRIDE, key.stride_c);
     }
@@ -3951,19 +3955,21 @@ static matmul_plan *find_plan(blas *b, const matmul_key &key) {
     return first;
 }
 
-/* How a call is split: cuBLASLt applies `epilogue`, and a kernel after it applies `rest`. cuBLASLt
-   adds the matrix `addend`, unless it is NULL, and writes to `output`. */
+/* Describes which epilogue operations cuBLASLt applies, and which a separate kernel applies to
+   cuBLASLt's results. */
 struct blas_split {
-    cublasLtEpilogue_t epilogue;
-    dt_matmul_args rest;
-    const void *addend;
-    void *output, *aux; /* aux: the input of GELU, written or read, or NULL */
-    bool has_remainder; /* `rest` has something to apply */
+    cublasLtEpilogue_t epilogue; /* the epilogue that cuBLASLt applies */
+    dt_matmul_args rest;         /* the arguments of the separate kernel */
+    const void *addend;          /* the matrix that cuBLASLt adds to the product, or NULL */
+    /* output: the matrix to which cuBLASLt writes its result; aux: the matrix of GELU's inputs,
+       which cuBLASLt writes in a forward and reads in a backward, or NULL */
+    void *output, *aux;
+    bool has_remainder; /* true if the separate kernel has any operation to apply */
 };
 
-/* Lets cuBLASLt compute GELU, and store GELU's input as a second result, or compute the derivative
-   from that input. Returns false if cuBLASLt cannot. cuBLASLt's GELU is accurate enough for 16-bit
-   results only. */
+/* Sets *s so that cuBLASLt computes GELU and stores GELU's input as a second result, or computes
+   the derivative of GELU from that input. Returns false if cuBLASLt cannot compute this call's
+   activation. cuBLASLt's GELU is accurate enough only for 16-bit results. */
 static bool split_gelu(const dt_matmul_args &a, blas_split *s) {
     bool aux = !a.pre_activation || (a.ldc % 8 == 0 && (a.batch == 1 || a.stride_c % 8 == 0) &&
                                         (size_t)a.pre_activation % 16 == 0);
@@ -4006,7 +4012,8 @@ static bool split_call(const dt_matmul_args &a, bool gelu, blas_split *s) {
     return true;
 }
 
-/* Applies the remaining fusions to each element of `from`, which cuBLASLt has rounded. */
+/* Applies the remaining epilogue operations to each element of `from`. cuBLASLt has already rounded
+   these elements to T. */
 template <class T>
 DTK_KERNEL __launch_bounds__(BLOCK) matmul_remainder_kernel(dt_matmul_args a, const T *from) {
     for (size_t i = grid_first(1); i < (size_t)(a.batch * a.m * a.n); i += grid_step(1)) {
@@ -4032,7 +4039,7 @@ static dt_status matmul_remainder(const blas_split &s, void *stream) {
 
 static matmul_key key_of(const dt_matmul_args &a, const blas_split &s) {
     matmul_key key;
-    memset(&key, 0, sizeof key); /* also the padding, as keys are compared as bytes */
+    memset(&key, 0, sizeof key); /* clears the padding too, because memcmp compares keys */
     key.m = a.m, key.n = a.n, key.k = a.k, key.batch = a.batch;
     key.lda = a.lda, key.ldb = a.ldb, key.ldc = a.ldc;
     key.stride_a = a.stride_a, key.stride_b = a.stride_b, key.stride_c = a.stride_c;
@@ -4046,9 +4053,10 @@ static matmul_key key_of(const dt_matmul_args &a, const blas_split &s) {
     return key;
 }
 
-/* Returns false, and computes nothing, if cuBLASLt cannot compute the product. */
+/* Computes the product with cuBLASLt and sets *status. Returns false if cuBLASLt cannot compute the
+   product. */
 static bool blas_matmul(dt_matmul_args a, cuda_queue *queue, dt_status *status) {
-    /* cuBLASLt needs scratch aligned to 256 bytes */
+    /* cuBLASLt needs scratch memory that is aligned to 256 bytes */
     size_t off = (256 - (size_t)a.work % 256) % 256;
     blas *b = a.k > 0 && a.batch <= INT32_MAX ? get_blas(queue) : NULL;
     blas_split s;
@@ -4099,10 +4107,10 @@ static dt_status cuda_matmul(const dt_matmul_args *args, void *stream) {
 
 // ==== 16. Attention =============================================================================
 
-/* Flash attention (FlashAttention-2, arXiv:2307.08691): softmax(scale Q K^T) V without the matrix
-   of scores in memory. A naive program writes S = scale Q K^T, takes the softmax of the rows of S
-   and multiplies by V. Here a block holds ROWS queries and walks over the keys, COLS keys at a time
-   (online softmax):
+/* Flash attention (FlashAttention-2, arXiv:2307.08691) computes softmax(scale Q K^T) V without
+   storing the matrix of scores. A naive program writes S = scale Q K^T to memory, computes the
+   softmax of each row of S and multiplies by V. In flash attention a block holds ROWS queries and
+   processes the keys in tiles of COLS keys (online softmax):
 
                   keys ->  [tile 0][tile 1] ...     S = scale Q K^T, for one tile
        queries    [ Q ]    [  S   ] ->              max' = max(max, S),  f = e^(max - max')
@@ -4110,51 +4118,52 @@ static dt_status cuda_matmul(const dt_matmul_args *args, void *stream) {
                                                     out' = f out + p V
 
    At the end the result is out / sum. The forward also stores lse = max + log(sum). The backward
-   recomputes p = e^(S - lse) tile by tile, in two kernels: the first walks over the keys and
-   computes dq, the second walks over the queries and computes dk and dv. Read attention_kernel
-   first. */
+   recomputes p = e^(S - lse) tile by tile, in two kernels. In the first kernel a block holds
+   queries, processes the keys in tiles and computes dq. In the second kernel a block holds keys,
+   processes the queries in tiles and computes dk and dv. Read attention_kernel first. */
 
-/* Layout. A warp computes 16 M of the block's rows, SUBTILE columns at a time. Scores stay in
-   registers in mma's layout: c[i][j][e] of lane 4 g + t is row 16 i + 8 (e / 2) + g, column
-   8 j + 2 t + e % 2. A lane has 2 M rows: its row r consists of the c[r / 2][j][e] with
-   e / 2 = r % 2. f32 is computed in the same layout by plain multiply-adds. D is the dimension of a
-   head, padded to 64, 128 or 256.
+/* Layout of the scores. A warp computes 16 M of the block's rows, SUBTILE columns at a time. Scores
+   stay in registers in mma's layout: c[i][j][e] of lane 4 g + t is the score in row
+   16 i + 8 (e / 2) + g and column 8 j + 2 t + e % 2. So a lane has elements of 2 M rows: its r-th
+   row consists of those c[r / 2][j][e] for which e / 2 = r % 2. Attention in f32 uses the same
+   layout and plain multiply-adds. D is the dimension of a head, padded to 64, 128 or 256.
 
-   Hopper reaches its full speed with wgmma only (FlashAttention-3, arXiv:2407.08608). A warpgroup
+   Hopper reaches its full speed only with wgmma (FlashAttention-3, arXiv:2407.08608). A warpgroup
    (four warps) computes 64 rows. wgmma reads its operands from shared memory and is asynchronous:
-   the warpgroup continues with other work while the tensor cores multiply. Scores have mma's
-   layout, so only the products need code of their own. A tile for wgmma is stored as slabs of 64
-   columns: rows of 128 bytes, swizzled. */
+   the warpgroup continues with other work while the tensor cores multiply. wgmma's results have
+   mma's layout too, so only the products need separate code. A tile for wgmma is stored as slabs of
+   64 columns. A row of a slab has 128 bytes and is swizzled. */
 
 /* ---- attention mask ---- */
 
-/* The smallest and the largest position, and the smallest and the largest document, of some queries
-   or keys. */
+/* The smallest and largest position (`first`, `last`) and the smallest and largest document number
+   of a set of queries or keys. */
 struct span {
     int first, last, document_first, document_last;
 };
 
-/* Queries or keys: `length` tokens per sequence, in tiles of tile_size tokens. Without a position
-   array, a token's position is its index + shift. Without a document array, all tokens belong to
-   one document. Both arrays are called mask arrays. If a call has any mask array, spans_kernel
-   computes the spans of all tiles, (batch,tiles); otherwise `spans` is NULL. */
+/* The queries or the keys of a call. A sequence has `length` tokens, which are split into `tiles`
+   tiles of tile_size tokens. If `position` is NULL, a token's position is its index + shift. If
+   `document` is NULL, all tokens belong to one document. The two arrays are called mask arrays. If
+   a call has any mask array, `spans` (batch,tiles) holds the spans of all tiles, which
+   spans_kernel computes; otherwise `spans` is NULL. */
 struct token_axis {
     const int32_t *position, *document;
     span *spans;
     int length, tile_size, tiles, shift;
 };
 
-/* The kernels' arguments besides the pointers, in 32 bits because registers are scarce.
-   scale_log2 is the scale for exponentials to base 2. A grid is (tiles, heads, sequences) and
-   begins with kv head first_kv and sequence first_sequence. */
+/* The kernels' arguments besides the pointers to tensors. Integers have 32 bits, because registers
+   are scarce. A grid has the dimensions (tiles, heads, sequences). A call may need several grids;
+   first_kv and first_sequence are the first kv head and the first sequence of this grid. */
 struct attention_shape {
     token_axis q, k;
-    /* group: query heads per kv head (grouped-query attention); q_row, k_row: elements of all
-       heads of one token */
+    /* group: number of query heads per kv head (grouped-query attention); q_row, k_row: number of
+       elements in all heads of one token */
     int causal, heads, kv_heads, group, dim, q_row, k_row, first_sequence, first_kv;
-    float scale, scale_log2;
-    /* aligned: inputs can be read 16 bytes at a time; aligned4: results can be written four
-       elements at a time */
+    float scale, scale_log2; /* scale_log2: the scale for exponentials to base 2 */
+    /* aligned: true if inputs can be read 16 bytes at a time; aligned4: true if results can be
+       written four elements at a time */
     bool aligned, aligned4;
 };
 
