@@ -4175,8 +4175,8 @@ static __device__ int document_of(const token_axis &s, int sequence, int i) {
     return s.document ? s.document[(int64_t)sequence * s.length + i] : 0;
 }
 
-/* Returns the span of `count` tokens from `first` on; with mask arrays, the span of the tile that
-   contains these tokens. */
+/* Returns the span of the `count` tokens that begin with token number `first`. If the call has mask
+   arrays, returns the span of the tile that contains these tokens. */
 static __device__ span span_of(const token_axis &s, int sequence, int first, int count) {
     first = opaque(first);
     if (s.spans) return s.spans[(int64_t)sequence * s.tiles + first / s.tile_size];
@@ -4184,7 +4184,7 @@ static __device__ span span_of(const token_axis &s, int sequence, int first, int
     return x;
 }
 
-/* One warp computes the span of one tile. */
+/* Computes the spans of all tiles: each warp computes one. */
 DTK_KERNEL __launch_bounds__(BLOCK) spans_kernel(token_axis s, int64_t batch) {
     int64_t tile = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32;
     int sequence = (int)(tile / s.tiles), first = (int)(tile % s.tiles) * s.tile_size;
@@ -4208,30 +4208,33 @@ DTK_KERNEL __launch_bounds__(BLOCK) spans_kernel(token_axis s, int64_t batch) {
     if (threadIdx.x % 32 == 0) s.spans[tile] = x;
 }
 
+/* Returns true only if none of the queries attends to any of the keys. */
 static __device__ bool fully_masked(const attention_shape &s, span q, span k) {
     return (s.causal && k.first > q.last) || k.document_first > q.document_last ||
            k.document_last < q.document_first;
 }
 
-/* document_first <= document_last in q and in k, so both equations hold only if all tokens have the
-   same document. */
+/* Returns true only if all of the queries attend to all of the keys. In q and in k document_first
+   is at most document_last, so the two equations hold only if all tokens have the same document. */
 static __device__ bool fully_visible(const attention_shape &s, span q, span k) {
     return (!s.causal || k.last <= q.first) && q.document_first == k.document_last &&
            q.document_last == k.document_first;
 }
 
-/* Returns the end of the key tiles that the `rows` queries from row0 on may see. Without mask
-   arrays, a causal query sees the keys up to its own position; otherwise no tile is left out. */
+/* Returns the index after the last key tile that the `rows` queries from row0 on may attend to. In
+   a causal call without mask arrays a query attends to the keys up to its own position. In all
+   other calls the function returns the number of key tiles. */
 static __device__ int key_tile_end(const attention_shape &s, int row0, int rows) {
     if (s.k.spans || !s.causal) return s.k.tiles;
     int seen = max(min(row0 + rows, s.q.length) + s.q.shift, 0);
     return min((seen + s.k.tile_size - 1) / s.k.tile_size, s.k.tiles);
 }
 
-/* Returns the last key tile, i or a lower index, that some query sees at least in part, or -1. The
-   kernels visit key tiles from the last to the first. With a causal mask the last tile is partly
-   masked and therefore the slowest. It comes first, when there is no previous tile whose products
-   could overlap with its softmax. */
+/* Returns the highest index of a key tile, at most i, such that some query may attend to a key of
+   the tile; -1 if there is none. The kernels process key tiles from the last to the first. With a
+   causal mask the last tile is partly masked and therefore takes the longest. The first tile to be
+   processed cannot overlap with the products of a previous tile, and less time is lost if this is
+   the slowest tile. */
 static __device__ int next_key_tile(
     const attention_shape &s, int sequence, int row0, int rows, int i) {
     if (!s.k.spans) return i;
@@ -4241,10 +4244,11 @@ static __device__ int next_key_tile(
     return i;
 }
 
-/* A query tile of one head of a group. first_query_tile returns a lower bound, `first`: in no tile
-   below `first` does a query attend to any of the given keys. next_query_tile searches the tiles
-   from i on, head by head over all heads of the group. It returns the first tile in which some
-   query attends to some of the keys; if there is none, the result's `head` is s.group. */
+/* A query tile of one head of a group. first_query_tile returns a lower bound for a tile's index:
+   in no tile below this bound does a query attend to any key from row0 on. The caller passes the
+   bound to next_query_tile as `first`. next_query_tile searches the tiles from i on, head by head
+   over all heads of the group. It returns the first tile in which a query may attend to one of the
+   `rows` keys from row0 on; if there is none, the result's `head` is s.group. */
 struct query_tile {
     int head, tile;
 };
@@ -4265,18 +4269,19 @@ static __device__ query_tile next_query_tile(
     return i;
 }
 
-/* Returns the position and the document of token i of a sequence. */
+/* Returns the position (x) and the document (y) of token i of a sequence. The position is 0 if the
+   mask is not causal. */
 static __device__ int2 token_at(
     const attention_shape &s, const token_axis &of, int sequence, int i) {
     int2 x = { 0, 0 };
-    if (i >= of.length) return x; /* masked by its index, or never read */
+    if (i >= of.length) return x; /* this token is masked by its index, or its scores are unused */
     if (s.causal) x.x = position_of(of, sequence, i);
     x.y = document_of(of, sequence, i);
     return x;
 }
 
-/* Stores token_at of COUNT tokens from `first` on in `tokens`, one token per thread, if there are
-   mask arrays. */
+/* If the call has mask arrays, stores in `tokens` the results of token_at for the COUNT tokens from
+   `first` on, one token per thread. */
 template <int COUNT>
 static __device__ void load_tokens(
     int2 *tokens, const attention_shape &s, const token_axis &of, int sequence, int first) {
@@ -4284,8 +4289,8 @@ static __device__ void load_tokens(
         tokens[threadIdx.x] = token_at(s, of, sequence, first + threadIdx.x);
 }
 
-/* Sets masked scores to minus infinity, for calls with mask arrays. rows and cols are token_at of
-   the warp's rows and of the columns. */
+/* Sets masked scores to minus infinity in a call with mask arrays. `rows` and `cols` are the
+   results of token_at for the warp's rows and for the columns. */
 template <int M, int J>
 static __device__ void mask_tokens(
     float (&c)[M][J][4], bool rows_are_keys, const int2 *rows, const int2 *cols) {
@@ -4302,8 +4307,8 @@ static __device__ void mask_tokens(
     }
 }
 
-/* Masks the columns < first and the columns >= end in the warp's row 0. In row r, both limits are
-   greater by r * shift_per_row. */
+/* In the warp's row 0, masks the columns below `first` and the columns from `end` on. In row r both
+   limits are greater by r * shift_per_row. */
 template <int M, int J>
 static __device__ void mask_outside(float (&c)[M][J][4], int first, int end, int shift_per_row) {
     int g = threadIdx.x % 32 / 4 * shift_per_row, t = threadIdx.x % 4 * 2;
@@ -4315,8 +4320,9 @@ static __device__ void mask_outside(float (&c)[M][J][4], int first, int end, int
     }
 }
 
-/* Masks scores of queries (rows, from row0 on) and keys (columns, from col0 on): the keys that a
-   query does not see, and the keys past the end. `all`: every query sees every key. */
+/* Masks scores whose rows are the queries from row0 on and whose columns are the keys from col0 on.
+   Masks the keys that a query does not attend to, and the columns past the last key. `all` is true
+   if every query attends to every key. */
 template <int M, int J>
 static __device__ void mask_keys(float (&c)[M][J][4], const attention_shape &s, int row0, int col0,
     bool all, const int2 *rows, const int2 *cols) {
@@ -4327,8 +4333,8 @@ static __device__ void mask_keys(float (&c)[M][J][4], const attention_shape &s, 
     if (col0 + 8 * J > s.k.length) mask_outside(c, 0, s.k.length - col0, 0);
 }
 
-/* Masks transposed scores of keys (rows, from row0 on) and queries (columns, from col0 on). Queries
-   past the end need no mask, because their lse makes p zero. */
+/* Masks transposed scores, whose rows are the keys from row0 on and whose columns are the queries
+   from col0 on. Columns past the last query need no mask, because their lse makes p zero. */
 template <int M, int J>
 static __device__ void mask_queries(float (&c)[M][J][4], const attention_shape &s, int row0,
     int col0, bool all, const int2 *rows, const int2 *cols) {
@@ -4340,8 +4346,8 @@ static __device__ void mask_queries(float (&c)[M][J][4], const attention_shape &
 
 /* ---- products of a warp ---- */
 
-/* c = x y^T, with the rows of the tile x from `row` on. On tensor cores the sums run over all D
-   columns; the columns from `dim` on are zero. */
+/* Computes c = x y^T from the rows of the tile x from `row` on. The version for tensor cores sums
+   over all D columns of the tiles; the columns from `dim` on are zero. */
 template <int D, int M, int J, class T>
 static __device__ void warp_scores(float (&c)[M][J][4], const T *x, int row, const T *y, int dim) {
     int at_x = ldmatrix_rows<D>(), at_y = ldmatrix_columns<D>();
@@ -4387,8 +4393,8 @@ static __device__ void warp_scores(
     }
 }
 
-/* c += p y, where the tile y has one row for each column of p. On tensor cores p is rounded to y's
-   type. */
+/* Computes c += p y, where the tile y has one row for each column of p. The version for tensor
+   cores rounds p to the type of y. */
 template <int D, int M, int N, int J, class T>
 static __device__ void warp_accumulate(
     float (&c)[M][N][4], const float (&p)[M][J][4], const T *y, int dim) {
@@ -4420,7 +4426,7 @@ static __device__ void warp_accumulate(
     int first = threadIdx.x % 32 / 4 * 4, t = threadIdx.x % 4;
     DTK_UNROLL
     for (int at = 0; at < 8 * J; at++) {
-        float u[2 * M]; /* column `at` of p, from the lane that holds it */
+        float u[2 * M]; /* column `at` of p, read from the lane that holds it */
         DTK_UNROLL
         for (int r = 0; r < 2 * M; r++)
             u[r] =
@@ -4435,7 +4441,8 @@ static __device__ void warp_accumulate(
     }
 }
 
-/* The sum and the maximum over the four lanes that share a row. All four lanes get the result. */
+/* quad_sum and quad_max return the sum and the maximum over the four lanes that hold one row. All
+   four lanes get the result. */
 static __device__ float quad_sum(float v) {
     v += __shfl_xor_sync(0xffffffffu, v, 1);
     return v + __shfl_xor_sync(0xffffffffu, v, 2);
@@ -4448,10 +4455,11 @@ static __device__ float quad_max(float v) {
 
 /* ---- tile sizes ---- */
 
-/* Tile sizes. BLOCKS_PER_SM blocks of THREADS threads share the 64 K registers of an SM, and every
-   GPU since sm_80 gives a block 99 KB of shared memory; the sizes fit into both. PASS is 0 for the
-   forward, 1 for the backward of queries, 2 for the backward of keys and values. UNIFORM_ROWS is
-   the number of rows that take the same branches, SLAB the number of columns of a slab. */
+/* Tile sizes without wgmma. BLOCKS_PER_SM blocks of THREADS threads share the 64 K registers of an
+   SM, and on every GPU since sm_80 a block can have 99 KB of shared memory. The sizes were chosen
+   to fit into both. PASS is 0 for the forward, 1 for the backward that computes dq, and 2 for the
+   backward that computes dk and dv. UNIFORM_ROWS is the number of rows whose threads take the same
+   branches. SLAB is the number of columns of a slab. */
 template <class T, int D, int PASS, bool USE_WGMMA> struct tile_config {
     static constexpr bool NARROW = sizeof(T) == 2, USES_WGMMA = false;
     static constexpr int M = NARROW && (D == 64 || (D == 128 && PASS < 2)) ? 2 : 1;
@@ -4477,32 +4485,34 @@ template <class T, int D, int PASS> struct tile_config<T, D, PASS, true> {
                          SLAB = 64;
 };
 
-/* Returns the first of the UNIFORM_ROWS rows that include warp_row. The shuffle tells the compiler
-   that the result is the same in the whole warp. */
+/* Returns warp_row rounded down to a multiple of UNIFORM_ROWS. The shuffle tells the compiler that
+   the result is the same in all lanes of the warp. */
 template <class F> static __device__ int uniform_row0(int warp_row) {
     if (F::ROWS == F::UNIFORM_ROWS) return 0;
     warp_row = warp_row / F::UNIFORM_ROWS * F::UNIFORM_ROWS;
     return F::USES_WGMMA ? __shfl_sync(0xffffffffu, warp_row, 0) : warp_row;
 }
 
-/* A PLAIN kernel has no mask arrays and reads 16 bytes at a time. Its control flow depends on no
-   loaded value. So tile addresses are in uniform registers, and the kernel can request the next
-   tiles while wgmma instructions are in flight: ptxas keeps a wgmma asynchronous across a branch
-   only if the branch is warp-uniform. */
+/* A kernel whose template argument PLAIN is true is for calls without mask arrays whose inputs can
+   be read 16 bytes at a time. Its control flow depends on no loaded value. So tile addresses are in
+   uniform registers, and the kernel can request the next tiles while wgmma instructions are in
+   flight: ptxas keeps a wgmma asynchronous across a branch only if the branch is warp-uniform. */
 static __device__ attention_shape assume_plain(attention_shape s) {
     s.q.spans = s.k.spans = NULL;
     s.aligned = true;
     return s;
 }
 
+/* Returns the number of threads in the kernel's launch bounds. Without wgmma it is too small for
+   the kernels that need wgmma, so their launch fails. */
 template <class F> static constexpr int threads_of() {
     return F::USES_WGMMA && !DTK_HAS_WGMMA ? 32 : F::THREADS;
 }
 
 /* ---- products of a tile ---- */
 
-/* c = x y^T, with the rows of the tile x from `row` on and the rows of the tile y from `col` on.
-   With wgmma, c is valid after wait_products. */
+/* Computes c = x y^T from the rows of the tile x from `row` on and the rows of the tile y from
+   `col` on. If wgmma is used, c is valid after wait_products. */
 template <class F, int D, int X_ROWS, int Y_ROWS, int M, int J, class T>
 static __device__ void tile_scores(
     float (&c)[M][J][4], const T *x, int row, const T *y, int col, int dim) {
@@ -4520,7 +4530,8 @@ static __device__ void tile_scores(
     }
 }
 
-/* Rounds p to T. wgmma reads the result u from registers. */
+/* Rounds p to T and packs the results into u, in the layout in which wgmma reads A from
+   registers. */
 template <class T, int J>
 static __device__ void pack_probabilities(unsigned (&u)[J / 2][4], const float (&p)[1][J][4]) {
     DTK_UNROLL
@@ -4538,7 +4549,8 @@ static __device__ void wgmma_accumulate(
     wgmma_commit();
 }
 
-/* c += p y, with the rows of the tile y from `row` on. */
+/* Computes c += p y from the rows of the tile y from `row` on. If wgmma is used, c is valid after
+   wait_products. */
 template <class F, int D, int Y_ROWS, int M, int N, int J, class T>
 static __device__ void tile_accumulate(
     float (&c)[M][N][4], const float (&p)[M][J][4], const T *y, int row, int dim) {
@@ -4551,7 +4563,8 @@ static __device__ void tile_accumulate(
     }
 }
 
-/* Waits for all products except the last LEFT ones. c must be one of the products waited for. */
+/* Waits until at most the last LEFT products are in flight. c must be the result of a product that
+   is then complete. */
 template <class F, int LEFT, int M, int J>
 static __device__ void wait_products(float (&c)[M][J][4]) {
     if constexpr (F::USES_WGMMA) {
@@ -4572,7 +4585,7 @@ static __device__ void fetch_rows(
             tile + col * ROWS, (const T *)from + at + col, ld, rows, s.dim - col, s.aligned);
 }
 
-/* Loads a tile of each of two arrays with the same layout. */
+/* Starts to load a tile of each of two arrays that have the same layout. */
 template <class F, int D, int ROWS, class T>
 static __device__ void fetch_two(T *x, T *y, const void *from_x, const void *from_y, int64_t at,
     int ld, int rows, const attention_shape &s) {
@@ -4581,13 +4594,13 @@ static __device__ void fetch_two(T *x, T *y, const void *from_x, const void *fro
     cp_async_commit();
 }
 
-/* Waits for this thread's loads, and makes them visible to wgmma. */
+/* Waits for this thread's loads, and makes the loaded data visible to wgmma. */
 template <class F> static __device__ void wait_tiles() {
     cp_async_wait_all();
     if constexpr (F::USES_WGMMA) fence_proxy_async();
 }
 
-/* query_at and key_at return the index of the first element of a query row and of a key row. */
+/* query_at returns the index of the first element of a query of one head, key_at that of a key. */
 static __device__ int64_t query_at(const attention_shape &s, int sequence, int row, int head) {
     return (int64_t)((sequence * s.q.length + row) * s.heads + head) * s.dim;
 }
@@ -4596,7 +4609,8 @@ static __device__ int64_t key_at(const attention_shape &s, int sequence, int row
     return (int64_t)((sequence * s.k.length + row) * s.kv_heads + head) * s.dim;
 }
 
-/* Sets to[e] = v[e] + old * to[e] for e < n. at_once says that n is 4 and `to` aligned. */
+/* Sets to[e] = v[e] + old * to[e] for e < n. at_once is true if the four elements can be written in
+   one access: n is 4 and `to` is aligned. */
 template <class T>
 static __device__ void store_four(T *to, vec<float> v, int n, bool at_once, float old) {
     struct alignas(4 * sizeof(T)) four {
@@ -4612,20 +4626,20 @@ static __device__ void store_four(T *to, vec<float> v, int n, bool at_once, floa
         if (e < n) to[e] = x.v[e];
 }
 
-/* Where store_rows stores a warp's rows. Row r begins at element at + r * ld of `out`. Only the
-   first `rows` rows are stored. Values are multiplied by `factor`. If `accumulate`, the old value
-   times old_weight[r] is added in row r. */
+/* Describes where and how store_rows stores a warp's rows. Row r begins at element at + r * ld of
+   `out`. Only the first `rows` rows are stored. store_rows multiplies each value by `factor`. If
+   `accumulate` is set, it then adds the old value times old_weight[r] in row r. */
 struct row_output {
     void *out;
-    int wide, accumulate;
-    const float *old_weight; /* NULL means 1 for all rows */
+    int wide, accumulate;    /* wide: 1 if the elements of `out` are f32, 0 if they are T */
+    const float *old_weight; /* NULL means a weight of 1 for all rows */
     int64_t at;
     int ld, rows;
     float factor;
 };
 
-/* Stores a warp's rows. The values pass through `tile`, floats in shared memory, so that the warp
-   writes neighbouring elements at once. */
+/* Stores a warp's rows. The values pass through `tile`, an array of floats in shared memory, so
+   that neighbouring lanes write neighbouring elements. */
 template <class T, int D, int M, int N>
 static __device__ void store_rows(
     float *tile, const float (&c)[M][N][4], const row_output &to, const attention_shape &s) {
