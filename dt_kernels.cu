@@ -4675,12 +4675,19 @@ static __device__ void store_rows(
 
 /* ---- forward ---- */
 
-#define DTK_LOG2_E 1.4426950408889634 /* e^x is 2^(x DTK_LOG2_E), and 2^x is one instruction */
+/* log2(e). e^x is computed as 2^(x DTK_LOG2_E), because 2^x is one instruction. */
+#define DTK_LOG2_E 1.4426950408889634
 
-/* Online softmax, one tile of scores: max' = max(max, scores), factor = e^(max - max'), and
-   p = e^(scores - max') replaces the scores; sum' = factor sum + sum of p. The caller multiplies
-   its output by factor, too. The maximum of a row that has seen no key is -infinity. Maxima and
-   sums are computed in four chains, because each step of a chain waits for the step before it. */
+/* Online softmax for one tile of scores:
+
+       max'   = max(max, scores)
+       factor = e^(max - max')
+       p      = e^(scores - max')
+       sum'   = factor sum + sum of p
+
+   The function replaces the scores by p. The caller multiplies its output by `factor`. As long as
+   all scores of a row are masked, the row's maximum is -infinity. Maxima and sums are computed in
+   four independent chains, because each step of a chain waits for the previous step. */
 template <int M, int J>
 static __device__ void online_softmax_step(
     float (&c)[M][J][4], float *row_max, float *sum, float (&factor)[2 * M], float scale_log2) {
@@ -4713,15 +4720,16 @@ static __device__ void scale_rows(float (&out)[M][N][4], const float (&factor)[2
         out[e / 4 / N][e / 4 % N][e % 4] *= factor[e / 4 / N * 2 + e % 4 / 2];
 }
 
-/* Log-sum-exp merge: log(e^x + e^y). x and y may be minus infinity. */
+/* Log-sum-exp merge: returns log(e^x + e^y). x and y may be -infinity. */
 static __device__ float log_add_exp(float x, float y) {
     float high = x > y ? x : y, low = x > y ? y : x;
     return high == -INFINITY ? high : high + log1pf(expf(low - high));
 }
 
-/* Divides a warp's rows of out, from row0 on, by their sums and writes lse. If a.merge_lse is set,
-   a.out and a.lse hold the result over other keys: the function merges the two lse, scales the new
-   rows accordingly, and writes the factors of the old rows to old_weight in shared memory. */
+/* Divides a warp's rows of `out`, from row0 on, by their sums and writes lse. If a.merge_lse is
+   set, a.out and a.lse hold the result over other keys. In this case the function merges the old
+   and the new lse, scales the new rows by their weight, and writes the weights of the old rows to
+   old_weight, which is in shared memory. */
 template <int M, int N>
 static __device__ void normalize_rows(const dt_attention_args &a, const attention_shape &s,
     int head, int row0, const float *row_max, const float *sum, float (&out)[M][N][4],
@@ -4738,7 +4746,7 @@ static __device__ void normalize_rows(const dt_attention_args &a, const attentio
         float factor = total > 0 ? expf(lse - new_lse) / total : 0;
         DTK_UNROLL
         for (int n = 0; n < 2 * N; n++) out[r / 2][n / 2][r % 2 * 2 + n % 2] *= factor;
-        __syncwarp(); /* all lanes of the row have read the lse that one lane now writes */
+        __syncwarp(); /* all four lanes of the row have read the lse that one lane now writes */
         if (threadIdx.x % 4 > 0) continue;
         old_weight[8 * r + g] = old_lse > -INFINITY ? expf(old_lse - new_lse) : 0;
         if (there) ((float *)a.lse)[at] = new_lse;
@@ -4758,8 +4766,8 @@ static __device__ void store_output(const dt_attention_args &a, const attention_
     store_rows<T, D>((float *)tile + warp_row * D, out, to, s);
 }
 
-/* Flash attention, forward: out = softmax(scale q k^T) v, one tile of keys at a time. A block
-   computes F::ROWS queries of one head. */
+/* Flash attention, forward: computes out = softmax(scale q k^T) v, one tile of keys at a time. A
+   block processes F::ROWS queries of one head. */
 template <class T, int D>
 DTK_ATTENTION_KERNEL(0, false)
 attention_kernel(dt_attention_args a, attention_shape s) {
@@ -4771,9 +4779,10 @@ attention_kernel(dt_attention_args a, attention_shape s) {
     T *ks = qs + F::ROWS * D, *vs = ks + F::STAGES * SIZE;
     float out[M][D / 8][4] = { { { 0 } } }, c[M][F::SUBTILE / 8][4], row_max[2 * M], sum[2 * M],
                      factor[2 * M];
-    int row0 = (s.q.tiles - 1 - blockIdx.x) * F::ROWS; /* queries with the most keys first */
+    /* the first blocks process the last queries, which have the most keys in a causal call */
+    int row0 = (s.q.tiles - 1 - blockIdx.x) * F::ROWS;
     int sequence = s.first_sequence + blockIdx.z;
-    int warp_row = threadIdx.x / 32 * 16 * M; /* the warp's first row */
+    int warp_row = threadIdx.x / 32 * 16 * M; /* the warp's first row in the block */
     int uniform_row = warp_row / F::UNIFORM_ROWS * F::UNIFORM_ROWS;
     auto fetch = [&](int i, int stage) {
         int kv = s.first_kv + opaque(blockIdx.y) / s.group;
@@ -4793,7 +4802,7 @@ attention_kernel(dt_attention_args a, attention_shape s) {
     if (i >= 0) fetch(i, 0);
     for (int stage = 0; i >= 0; stage = (stage + 1) % F::STAGES) {
         wait_tiles<F>();
-        __syncthreads(); /* this tile has arrived, and no thread still reads the other stage */
+        __syncthreads(); /* this tile is loaded, and no thread reads the other stage any more */
         int next = next_key_tile(s, sequence, row0, F::ROWS, i - 1);
         if (F::STAGES == 2 && next >= 0) fetch(next, stage ^ 1);
         DTK_UNROLL_BY(1)
@@ -4816,15 +4825,16 @@ attention_kernel(dt_attention_args a, attention_shape s) {
         if (F::STAGES == 1 && next >= 0) fetch(next, 0);
         i = next;
     }
-    cp_async_wait_all(); /* waits for the queries even if there was no key tile */
-    __syncthreads();     /* no thread still reads the tiles */
+    cp_async_wait_all(); /* waits for the queries; needed if there was no key tile */
+    __syncthreads();     /* after this barrier no thread reads the tiles */
     store_output<F, D>(a, s, sequence, warp_row, row_max, sum, out, old_weight, qs);
 }
 
-/* Flash attention with wgmma, which is asynchronous (FlashAttention-3): a warpgroup issues the
-   scores of a tile and the output of the previous tile, and computes the softmax of the scores
-   while the tensor cores compute the output. So the values of a tile are loaded together with the
-   keys of the next tile. */
+/* Flash attention, forward, with wgmma. As wgmma is asynchronous, products overlap with the softmax
+   (FlashAttention-3). A warpgroup starts two products: the scores of a tile, and the output from
+   the probabilities and values of the previous tile. It computes the softmax of the scores while
+   the tensor cores compute the output. So the values of a tile are loaded together with the keys of
+   the next tile. */
 template <class T, int D, bool PLAIN>
 DTK_ATTENTION_KERNEL(0, true)
 attention_wgmma_kernel(dt_attention_args a, attention_shape s) {
@@ -4839,7 +4849,8 @@ attention_wgmma_kernel(dt_attention_args a, attention_shape s) {
     float out[1][D / 8][4] = { { { 0 } } }, c[1][F::COLS / 8][4], factor[2];
     float row_max[2] = { -INFINITY, -INFINITY }, sum[2] = { 0, 0 };
     unsigned u[F::COLS / 16][4];
-    int row0 = (s.q.tiles - 1 - blockIdx.x) * F::ROWS; /* queries with the most keys first */
+    /* the first blocks process the last queries, which have the most keys in a causal call */
+    int row0 = (s.q.tiles - 1 - blockIdx.x) * F::ROWS;
     int sequence = s.first_sequence + blockIdx.z, kv = s.first_kv + opaque(blockIdx.y) / s.group;
     int warp_row = threadIdx.x / 32 * 16, uniform_row = uniform_row0<F>(warp_row);
     int i = next_key_tile(s, sequence, row0, F::ROWS, key_tile_end(s, row0, F::ROWS) - 1),
@@ -4863,14 +4874,14 @@ attention_wgmma_kernel(dt_attention_args a, attention_shape s) {
     bool has_probabilities = false;
     for (int stage = 0; i >= 0 || previous >= 0; stage ^= 1) {
         wait_tiles<F>();
-        __syncthreads(); /* this tile has arrived, and no thread still reads the other stage */
+        __syncthreads(); /* this tile is loaded, and no thread reads the other stage any more */
         int next = next_key_tile(s, sequence, row0, F::ROWS, i - 1), col0 = i * F::COLS;
         bool visible = i >= 0 && row0 + uniform_row < s.q.length;
         span q = span_of(s.q, sequence, row0 + uniform_row, 64), k = q;
         if (visible) k = span_of(s.k, sequence, col0, F::COLS);
         visible = visible && !fully_masked(s, q, k);
-        /* An overlapped tile is not masked. The tile with the last key, which may need a mask,
-           comes first, when there are no probabilities yet. */
+        /* An overlapped tile needs no mask. The tile with the last key may need a mask, but it is
+           the first tile to be processed, when there are no probabilities of a previous tile. */
         bool overlapped = visible && has_probabilities && fully_visible(s, q, k);
         if (i >= 0 && !(PLAIN && overlapped)) fetch(next, i, stage ^ 1);
         if (overlapped) {
@@ -4902,19 +4913,19 @@ attention_wgmma_kernel(dt_attention_args a, attention_shape s) {
         i = next;
     }
     cp_async_wait_all();
-    __syncthreads(); /* no thread still reads the tiles */
+    __syncthreads(); /* after this barrier no thread reads the tiles */
     store_output<F, D>(a, s, sequence, warp_row, row_max, sum, out, old_weight, qs);
 }
 
 /* ---- backward ---- */
 
-/* The index of a row's delta. The array covers the sequences and heads of one grid. */
+/* Returns the index of a row's delta in an array for the sequences and heads of one grid. */
 static __device__ int delta_at(const attention_shape &s, int sequence, int h, int row) {
     return ((sequence - s.first_sequence) * s.heads + h - s.first_kv * s.group) * s.q.length + row;
 }
 
-/* delta = sum of dout * out over each row. Eight threads share a row, so that each thread reads 16
-   bytes of a row of 128 bytes. */
+/* For each row computes delta = sum of dout * out. Eight threads process a row together, so that
+   each thread reads 16 bytes of a row of 128 bytes. */
 enum { DELTA_LANES = 8, DELTA_ROWS = BLOCK / DELTA_LANES };
 
 template <class T>
@@ -4948,8 +4959,8 @@ static __device__ float lse_at(
                             : -INFINITY;
 }
 
-/* Converts a query's lse to base 2. A query past the end or without visible keys has lse -infinity
-   and gets +infinity, which makes p zero. */
+/* Converts a query's lse to base 2. Returns +infinity if lse is -infinity, which makes p zero. lse
+   is -infinity if all keys of the query are masked, or in a row past the last query. */
 static __device__ float lse_log2(float lse) {
     return lse == -INFINITY ? INFINITY : lse * (float)DTK_LOG2_E;
 }
@@ -4959,7 +4970,8 @@ static __device__ float delta_of(
     return row < s.q.length ? delta[delta_at(s, sequence, h, row)] : 0;
 }
 
-/* Replaces the scores s by p = e^(scale s - lse). lse_of(e) is the lse of element e in base 2. */
+/* Replaces each score s by p = e^(scale s - lse). lse_of(e) returns the lse of element e in base
+   2. */
 template <int M, int J, class F>
 static __device__ void exponentials(float (&c)[M][J][4], float scale_log2, F lse_of) {
     DTK_UNROLL
@@ -4969,7 +4981,7 @@ static __device__ void exponentials(float (&c)[M][J][4], float scale_log2, F lse
     }
 }
 
-/* Replaces p by ds = p (dp - delta). */
+/* Replaces each probability p by ds = p (dp - delta). */
 template <int M, int J, class F>
 static __device__ void score_gradients(
     float (&c)[M][J][4], const float (&dp)[M][J][4], F delta_of_element) {
@@ -4978,8 +4990,8 @@ static __device__ void score_gradients(
         c[e / 4 / J][e / 4 % J][e % 4] *= dp[e / 4 / J][e / 4 % J][e % 4] - delta_of_element(e);
 }
 
-/* Backward of queries: dq = scale ds k, where p = e^(scale q k^T - lse), dp = dout v^T and
-   ds = p (dp - delta). */
+/* Flash attention, backward of the queries: computes dq = scale ds k, where
+   p = e^(scale q k^T - lse), dp = dout v^T and ds = p (dp - delta). */
 template <class T, int D, bool USE_WGMMA, bool PLAIN>
 DTK_ATTENTION_KERNEL(1, USE_WGMMA)
 attention_back_q_kernel(dt_attention_back_args a, attention_shape s, const float *delta) {
@@ -4993,7 +5005,7 @@ attention_back_q_kernel(dt_attention_back_args a, attention_shape s, const float
     float dq[M][D / 8][4] = { { { 0 } } }, c[M][J][4], dp[M][J][4], lse[2 * M], row_delta[2 * M];
     int row0 = (s.q.tiles - 1 - blockIdx.x) * F::ROWS, warp_row = threadIdx.x / 32 * 16 * M;
     int uniform_row = uniform_row0<F>(warp_row),
-        product_row = USE_WGMMA ? uniform_row : warp_row; /* the product's first row */
+        product_row = USE_WGMMA ? uniform_row : warp_row; /* the first row of the products */
     int sequence = s.first_sequence + blockIdx.z, h = s.first_kv * s.group + blockIdx.y;
     auto fetch = [&](int i, int stage) {
         int kv = s.first_kv + opaque(blockIdx.y) / s.group;
@@ -5052,7 +5064,8 @@ attention_back_q_kernel(dt_attention_back_args a, attention_shape s, const float
     store_rows<T, D>((float *)qs + warp_row * D, dq, to, s);
 }
 
-/* Stores a warp's rows of dk and dv through `tile`, from element `at` on. */
+/* Stores a warp's rows of dk and dv. The first row begins at element `at`. The values pass through
+   `tile` (see store_rows). */
 template <class T, int D, int GRADS, int M>
 static __device__ void store_key_gradients(const dt_attention_back_args &a,
     const attention_shape &s, int64_t at, int rows, const float (&dk)[M][D / 8][4],
@@ -5065,14 +5078,15 @@ static __device__ void store_key_gradients(const dt_attention_back_args &a,
     if (GRADS & 2) store_rows<T, D>(tile, dv, to, s);
 }
 
-/* The column of element e of a warp's scores. */
+/* Returns the column of element e of a warp's scores. */
 template <int J> static __device__ int column_of(int e) {
     return e / 4 % J * 8 + threadIdx.x % 4 * 2 + e % 2;
 }
 
-/* Backward of keys and values: dk = scale ds^T q and dv = p^T dout, summed over the queries of all
-   heads that share the kv head, one head after the other. GRADS is 1 for dk, 2 for dv, 3 for both.
-   With D = 256 the sums of both would need too many registers. */
+/* Flash attention, backward of the keys and values: computes dk = scale ds^T q and dv = p^T dout.
+   The sums run over the queries of all heads that use the same kv head, one head after the other.
+   GRADS is 1 for dk, 2 for dv, and 3 for both. With D = 256, computing both would need too many
+   registers. */
 template <class T, int D, int GRADS, bool USE_WGMMA, bool PLAIN>
 DTK_ATTENTION_KERNEL(2, USE_WGMMA)
 attention_back_kv_kernel(dt_attention_back_args a, attention_shape s, const float *delta) {
@@ -5085,7 +5099,8 @@ attention_back_kv_kernel(dt_attention_back_args a, attention_shape s, const floa
     __shared__ int2 rows[F::ROWS], cols[F::STAGES][F::COLS];
     T *vs = ks + F::ROWS * D, *qs = vs + F::ROWS * D, *ds = qs + F::STAGES * SIZE;
     float dk[M][D / 8][4] = { { { 0 } } }, dv[M][D / 8][4] = { { { 0 } } }, c[M][J][4], dp[M][J][4];
-    float next_lse = 0, next_delta = 0; /* the next tile's values, loaded during this tile */
+    /* values of the next tile, which are loaded while this tile is processed */
+    float next_lse = 0, next_delta = 0;
     int row0 = blockIdx.x * F::ROWS, warp_row = threadIdx.x / 32 * 16 * M;
     int uniform_row = uniform_row0<F>(warp_row), product_row = USE_WGMMA ? uniform_row : warp_row;
     int sequence = s.first_sequence + blockIdx.z, kv = s.first_kv + blockIdx.y, ld = s.k_row;
@@ -5156,7 +5171,7 @@ attention_back_kv_kernel(dt_attention_back_args a, attention_shape s, const floa
 
 /* ---- launching ---- */
 
-/* the largest number of blocks of a grid in its second and in its third dimension */
+/* largest number of blocks of a grid in its second dimension, and also in its third dimension */
 static const int64_t MAX_GRID_YZ = 65535;
 
 static int64_t tile_count(int64_t length, int64_t each) { return (length + each - 1) / each; }
@@ -5168,8 +5183,10 @@ static token_axis make_axis(
     return x;
 }
 
-/* Checks the arguments of a forward or backward call and computes its shape. Row indices have 32
-   bits. The scale must be positive, because the kernels take the maximum before they scale. */
+/* Checks the arguments of a forward or backward call and computes *out, except for the tiles.
+   `aligned` is the bitwise or of the addresses of the inputs. Calls whose row indices exceed 32
+   bits are refused. The scale must be positive, because the kernels compute the maximum of the
+   scores before they multiply by the scale. */
 template <class args>
 static dt_status make_attention_shape(attention_shape *out, const args &a, size_t aligned) {
     int64_t row = a.heads * a.dim, longest = (a.tq > a.tk ? a.tq : a.tk) + 256;
@@ -5200,8 +5217,8 @@ static dt_status make_attention_shape(attention_shape *out, const args &a, size_
     return DT_OK;
 }
 
-/* Splits the queries and the keys into tiles. With mask arrays, the function also computes the
-   tiles' spans at `work`. *used is the number of bytes of the spans. */
+/* Splits the queries and the keys into tiles. If the call has mask arrays, also computes the spans
+   of the tiles in the scratch memory `work`. *used is set to the number of bytes of the spans. */
 static dt_status split_tiles(attention_shape *s, int64_t batch, int each_q, int each_k, char *work,
     size_t work_bytes, size_t *used, void *stream) {
     bool arrays = s->q.position || s->k.position || s->k.document;
@@ -5222,7 +5239,8 @@ static dt_status split_tiles(attention_shape *s, int64_t batch, int each_q, int 
     return DT_OK;
 }
 
-/* Returns true if a kernel has been compiled for this device with wgmma. */
+/* Returns true if the kernel's code for this device has wgmma. Code without wgmma has smaller
+   launch bounds (see threads_of). */
 static bool has_wgmma_code(const void *kernel, int threads) {
     cudaFuncAttributes code;
     if (cudaFuncGetAttributes(&code, kernel) == cudaSuccess)
@@ -5284,8 +5302,9 @@ static dt_status cuda_attention(const dt_attention_args *args, void *stream) {
     return DTK_BY_DTYPE_AND_DIM(attention_of, a, s, stream);
 }
 
-/* Launches the backward of `sequences` sequences from q.first_sequence on, and of `kv_heads` kv
-   heads from q.first_kv on. */
+/* Launches the backward for `sequences` sequences, beginning with q.first_sequence, and for
+   `kv_heads` kv heads, beginning with q.first_kv. q and k describe the same call: q has the tiles
+   of the backward of the queries, k those of the backward of the keys and values. */
 template <class T, int D, bool USE_WGMMA, bool PLAIN>
 static dt_status attention_back_some(const dt_attention_back_args &a, const attention_shape &q,
     const attention_shape &k, int sequences, int kv_heads, float *delta, void *stream) {
@@ -5315,8 +5334,9 @@ static dt_status attention_back_some(const dt_attention_back_args &a, const atte
     return DT_OK;
 }
 
-/* Launches the backward in portions whose deltas fit into the scratch: several sequences at a time,
-   or several kv heads of one sequence if the deltas of a sequence do not fit. */
+/* Launches the backward in portions whose deltas fit into the scratch memory. A portion consists of
+   one or more sequences. If the deltas of one sequence do not fit, a portion consists of one or
+   more kv heads of a sequence. */
 template <class T, int D, bool USE_WGMMA, bool PLAIN>
 static dt_status attention_back_with(
     const dt_attention_back_args &a, attention_shape q, void *stream) {
@@ -5442,11 +5462,11 @@ extern "C" const dt_kernels *dt_kernels_cuda(void) {
     return &table;
 }
 
-/* Returns false if this device cannot run the build, and writes advice to `text` if another build
-   would be faster. Code for an older GPU runs on a newer GPU, because the driver compiles the code
-   again at start. Code uses tensor cores only if it was compiled for sm_80 or later. Only code for
-   sm_90a uses wgmma, and sm_90a code runs on no other GPU. A kernel's attributes say which GPU the
-   kernel was compiled for. */
+/* Returns false if this device cannot run this build of the kernels. Writes advice to `text` in
+   this case, and also if another build would be faster. Code for an older GPU runs on a newer GPU,
+   because the driver compiles the code again when the program starts. Code uses tensor cores only
+   if it was compiled for sm_80 or later. Only code for sm_90a uses wgmma, and sm_90a code runs on
+   no other GPU. A kernel's attributes say for which GPU the kernel was compiled. */
 static bool check_build(char *text, size_t text_bytes) {
     cudaFuncAttributes code;
     int device = 0, major = 0, minor = 0;
@@ -5472,9 +5492,9 @@ static bool check_build(char *text, size_t text_bytes) {
     return pieces;
 }
 
-/* A cudaGetDeviceCount that fails does not set its result. It returns "driver version is
-   insufficient" for an old driver and for no driver; cudaDriverGetVersion tells the two cases
-   apart, because version 0 means no driver. */
+/* If cudaGetDeviceCount fails, it does not set `devices`. Its error, cudaErrorInsufficientDriver,
+   is the same for an old driver and for a missing driver. Only cudaDriverGetVersion can tell the
+   two cases apart: it sets the version to 0 if there is no driver. */
 extern "C" dt_status dt_cuda_ready(char *text, size_t text_bytes) {
     int devices = 0, driver = 0;
     cudaError_t error = cudaGetDeviceCount(&devices);
