@@ -11,10 +11,10 @@
    dt_cuda_ready(), dt_cuda_open(), dt_cuda_close(), dt_cuda_stream() and dt_cuda_device(). All
    other names are in namespace dt_cuda. Macros begin with DTK_ or DT_.
 
-   DOES NOT. A queue is a CUDA stream with the cuBLASLt plans of its matrix products. This file
-   allocates no memory except for a queue: the caller provides scratch memory. It keeps no state
-   outside of queues. It chooses a device only when a queue is opened; a kernel runs on the calling
-   thread's current device. No kernel adds with atomics.
+   DOES NOT. Except for queues, this file does not allocate memory, keep state or choose a device. A
+   queue is a CUDA stream with the cuBLASLt plans of its matrix products. The caller provides
+   scratch memory. A kernel runs on the calling thread's current device. No kernel adds with
+   atomics.
 
    TYPES. Every kernel supports f32, bf16 and f16. Fill, copy, permute, cast and reduce also support
    f64 and i32. Init also supports f64, because a loss is an f64 scalar. Parameters and their
@@ -45,22 +45,22 @@
    time, keep rows in registers where these fit, so that each element is read and written once, and
    split sums over rows into enough parts to fill a GPU. Arrays whose length or address does not
    allow 16-byte accesses are processed element by element. cuBLASLt computes a matrix product if
-   the call has a queue, and attention runs on tensor cores. Both also have kernels that need
-   neither cuBLASLt nor tensor cores.
+   the call has a queue, and attention runs on tensor cores. For matrix products and attention there
+   are also kernels that need neither cuBLASLt nor tensor cores.
 
    ORDER OF SUMS. The order of every sum depends only on sizes, including the size of the scratch
    memory. So the same call gives the same bits on the same build and kind of device. The bits
    differ from those of dt's CPU kernels: the CPU splits long sums differently, nvcc fuses a product
-   and a sum into one rounding, and the exponential is CUDA's expf or, for 16-bit results, the
-   hardware's approximation. tests/cuda/test_cuda.cc runs these kernels on a CPU and allows a
-   relative error of 1e-6, and one rounding for 16-bit types. Tensor cores take 16-bit operands, so
-   attention in bf16 and f16 rounds its probabilities and their gradients before it multiplies
-   them. cuBLASLt chooses the order of its sums by the sizes of the product. The following kernels
-   contain no product followed by a sum, and their results have the same bits as on the CPU: fill,
-   copy, permute, cast, reduce, max, topk, scatter, uniform init, embedding and its backward, and
-   square_sums. The same holds for binary and dropout if they do not accumulate. NaN payloads are
-   unspecified. Never compile this file with -use_fast_math. The file cannot refuse that flag,
-   because nvcc defines no macro for it.
+   and a sum into one instruction that rounds once, and the exponential is CUDA's expf or, for
+   16-bit results, the hardware's approximation. tests/cuda/test_cuda.cc runs these kernels on a CPU
+   and allows a relative error of 1e-6, and one rounding for 16-bit types. Tensor cores take 16-bit
+   operands, so attention in bf16 and f16 rounds its probabilities and their gradients before it
+   multiplies them. cuBLASLt chooses the order of its sums by the sizes of the product. In the
+   following kernels nvcc can fuse nothing that changes a result, so the results have the same bits
+   as on the CPU: fill, copy, permute, cast, reduce, max, topk, scatter, uniform init, embedding and
+   its backward, and square_sums. The same holds for binary and dropout if they do not accumulate.
+   NaN payloads are unspecified. Never compile this file with -use_fast_math. The file cannot refuse
+   that flag, because nvcc defines no macro for it.
 
    ERRORS. If CUDA refuses a launch, the call returns DT_ERR_DEVICE. A kernel runs asynchronously,
    so a later call reports the kernel's failure, at the latest the sync that waits for the kernel.
@@ -230,14 +230,15 @@ static void cuda_unpin(void *p, size_t bytes) {
     (void)succeeded(cudaFreeHost(p));
 }
 
-/* Returns 1 if the device can access p: device memory, managed memory or pinned host memory. */
+/* Returns 1 if p points to memory that the device can access (device memory, managed memory or
+   pinned host memory), 0 otherwise. */
 static int cuda_can_access(const void *p) {
     cudaPointerAttributes of;
     return succeeded(cudaPointerGetAttributes(&of, p)) && of.type != cudaMemoryTypeUnregistered;
 }
 
 /* Gives the queue's device access to the memory of devices 0 to max_devices - 1. The access holds
-   for all threads of the process. If it fails, describes the failure in `text`. */
+   for all threads of the process. On failure, writes a description of the failure to `text`. */
 static dt_status cuda_enable_peer_access(
     void *stream, int max_devices, char *text, size_t text_bytes) {
     int devices = 0, here = ((cuda_queue *)stream)->device;
@@ -382,8 +383,9 @@ static __device__ void round_to(float *out, float x) { *out = x; }
 static __device__ void round_to(double *out, double x) { *out = x; }
 static __device__ void round_to(int *out, int x) { *out = x; }
 
-/* Rounds to nearest, ties to even; sm_80 and later have an instruction for this. The other code
-   does not round a NaN but makes it quiet, because rounding up could carry into its sign bit. */
+/* Rounds to nearest, ties to even. GPUs since sm_80 have an instruction for this rounding. The code
+   for other devices does not round a NaN but makes the NaN quiet, because rounding up could carry
+   into the sign bit. */
 static __device__ void round_to(bf16 *out, float x) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out->bits) : "f"(x));
@@ -441,7 +443,7 @@ template <class T> static __device__ T warp_sum(T v) {
 template <class T, int THREADS = BLOCK> static __device__ T block_sum(T v) {
     __shared__ T of_warp[32];
     v = warp_sum(v);
-    __syncthreads(); /* all threads have read the previous call's sum */
+    __syncthreads(); /* after this barrier all threads have read the previous call's sum */
     if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = v;
     __syncthreads();
     const T *mine = of_warp + threadIdx.x / THREADS * (THREADS / 32);
@@ -488,8 +490,8 @@ template <class T, int N> static __device__ void store_vec(T *p, vec<T, N> x) {
     *reinterpret_cast<vec<T, N> *>(p) = x;
 }
 
-/* Loads the vec at p + i. Elements whose index in p is `count` or more are set to zero. `aligned`
-   must be true only if the address p + i is a multiple of 16. */
+/* Loads the vec at p + i. Elements whose index in p is `count` or more are set to zero. The caller
+   may set `aligned` only if the address p + i is a multiple of 16. */
 template <class T>
 static __device__ vec<T> load_vec_bounded(const T *p, size_t i, size_t count, bool aligned) {
     const int N = vec<T>::N;
@@ -648,7 +650,8 @@ template <int N, class F> static __device__ void for_each_vec(size_t count, bool
     for_each_in_blocks<N>(blockIdx.x, gridDim.x, count, aligned, f);
 }
 
-/* for_each_vec over `rows` rows of `cols` elements. Calls f(row, column, constant<N>()). */
+/* Like for_each_vec, but for an array of `rows` rows of `cols` elements. Calls
+   f(row, column, constant<N>()). */
 template <int N, class F>
 static __device__ void for_each_in_rows(size_t rows, size_t cols, bool aligned, F f) {
     size_t each = aligned && cols % N == 0 ? N : 1, vecs = cols / each;
@@ -742,7 +745,9 @@ struct reduce_inputs {
     const void *p[MAX_INPUTS];
     int n;
     dt_op op;
-    int divisor; /* in the last launch for DT_AVG: the number of inputs of all launches; else 0 */
+    /* in the last launch of a DT_AVG: the number of inputs of all its launches; in all other
+       launches: 0 */
+    int divisor;
     bool aligned;
 };
 
@@ -940,11 +945,11 @@ DTK_KERNEL __launch_bounds__(BLOCK) permute_kernel(dt_permute_args a, strided s,
     }
 }
 
-/* Tiled transpose. One dimension, of length in_dense, is contiguous in the input. A different
-   dimension, of length out_dense, is contiguous in the output; in_stride is its stride in the
-   input. out_stride is the first dimension's stride in the output. Tiles of 32 x 32 elements pass
-   through shared memory, so that global memory is read and written along contiguous rows. A tile's
-   rows have 33 elements in shared memory, so that reading a column has no bank conflicts. */
+/* Tiled transpose. The dimension that is contiguous in the input has the length in_dense, and in
+   the output the stride out_stride. The dimension that is contiguous in the output has the length
+   out_dense, and in the input the stride in_stride. Tiles of 32 x 32 elements pass through shared
+   memory, so that global memory is read and written along contiguous rows. A tile's rows have 33
+   elements in shared memory, so that reading a column has no bank conflicts. */
 struct transpose_shape {
     int64_t in_dense, out_dense, in_stride, out_stride;
 };
@@ -969,7 +974,7 @@ DTK_KERNEL __launch_bounds__(BLOCK)
         for (int j = threadIdx.x / 32; j < 32; j += WARPS)
             if (x + j < t.in_dense && y + lane < t.out_dense)
                 out[to + (x + j) * t.out_stride + y + lane] = tile[lane][j];
-        __syncthreads(); /* all threads have read the tile */
+        __syncthreads(); /* after this barrier all threads have read the tile */
     }
 }
 
@@ -1242,8 +1247,8 @@ DTK_TABLE_ENTRY(glu_back)
 
 /* A cast gives the same bits as on the CPU. The value is first converted to double, which
    represents every value of the other types exactly. A double is converted to a 16-bit type in two
-   steps. The first step rounds to float. If the double lies between two floats, it chooses the
-   float whose last bit is 1 (rounding to odd). The second step rounds the float to 16 bits. The
+   steps. The first step rounds to float. If the double lies between two floats, this step chooses
+   the float whose last bit is 1 (rounding to odd). The second step rounds the float to 16 bits. The
    result is the same as after a single rounding. */
 static __device__ float round_to_odd(double x) {
     float f = (float)x;
@@ -1347,8 +1352,8 @@ static dt_status cuda_cast(const dt_cast_args *a, void *stream) {
        launch 2         |              out              |     the sum of the partial sums */
 
 /* The arguments of a sum of `in` (outer,n,inner) over n. Dimension n is split into `parts` parts.
-   Each part's sum times `scale` is stored in `out` (outer,parts,inner), which has the dtype
-   `type`. If `accumulate` is set, it is added to `out` instead. */
+   For each part, the sum times `scale` is stored in `out` (outer,parts,inner), which has the dtype
+   `type`. If `accumulate` is set, the sum times `scale` is added to `out` instead. */
 struct sum_job {
     const void *in;
     void *out;
@@ -1358,9 +1363,9 @@ struct sum_job {
     int accumulate;
 };
 
-/* Elements [first, end). subrange splits the range `all` into `count` parts of equal length, of
-   which the last may be shorter or empty, and returns part i. The lengths of the parts depend only
-   on the length of `all` and on `count`. */
+/* The elements [first, end) of an array. subrange splits the range `all` into `count` parts and
+   returns part i. The parts have equal length, except that the last parts may be shorter or empty.
+   Their lengths depend only on `count` and the length of `all`. */
 struct range {
     size_t first, end;
 };
@@ -1386,7 +1391,7 @@ template <int N> static __device__ float sum_over_rows(vec<float, N> sum) {
     __shared__ vec<float, N> of_thread_row[ROW_THREADS][COLUMN_THREADS];
     int column = my_column();
     float total = 0;
-    __syncthreads(); /* all threads have read the previous call's totals */
+    __syncthreads(); /* after this barrier all threads have read the previous call's totals */
     of_thread_row[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
     for (int y = 0; y < ROW_THREADS && column < COLUMN_THREADS * N; y++)
@@ -1410,7 +1415,7 @@ DTK_KERNEL __launch_bounds__(COLUMN_THREADS *ROW_THREADS, 2)
         vec<float, N> sum = { { 0 } };
         if (c < a.inner)
             add_vecs<8>(&sum, mine.end - mine.first, [&](size_t r) { return in + r * a.inner; });
-        /* every thread of the block calls sum_over_rows, because it has barriers */
+        /* every thread of the block must call sum_over_rows, because sum_over_rows has barriers */
         float total = sum_over_rows(sum);
         c = first + my_column();
         if (my_column() < COLUMN_THREADS * N && c < a.inner)
@@ -1609,7 +1614,7 @@ template <class T> DTK_KERNEL __launch_bounds__(BLOCK) topk_kernel(dt_topk_args 
         const T *x = (const T *)a.in + r * a.cols;
         int32_t *index = a.index + r * a.k;
         for (size_t c = 0; c < a.cols; c++) {
-            size_t at = c < a.k ? c : a.k; /* at first the length of the list */
+            size_t at = c < a.k ? c : a.k; /* place of column c in the list; first the list's end */
             while (at > 0 && widen(x[c]) > widen(x[index[at - 1]])) {
                 if (at < a.k) index[at] = index[at - 1];
                 at--;
@@ -1750,7 +1755,7 @@ DTK_KERNEL __launch_bounds__(BLOCK, 4) norm_kernel(dt_norm_args a) {
         thread_row<T, N, G, NORM_ROW_VECS> x((const T *)a.in + r * a.cols, cols);
         T *out = (T *)a.out + r * a.cols;
         vec<float, 1> sum = { { 0 } }, squares = { { 0 } };
-        if (!a.rms) { /* all threads take the same branch, so the barrier inside is safe */
+        if (!a.rms) { /* all threads take the same branch, so they all reach its barrier */
             x.for_each([&](int64_t, vec<float, N> v) {
                 for (int k = 0; k < N; k++) sum.v[0] += v.v[k];
             });
@@ -1819,7 +1824,7 @@ static __device__ void store_block_sums(float *out, int64_t cols, vec<float, N> 
         for (int group = 0; group < BLOCK / G; group++) total += of_group[group][c / N].v[c % N];
         out[c] = total;
     }
-    __syncthreads(); /* all threads have read of_group */
+    __syncthreads(); /* after this barrier all threads have read of_group */
 }
 
 /* One thread's part of a row of x and of the same row of the output gradient, dout. G threads
@@ -2064,7 +2069,7 @@ struct rope_frequencies {
     double of[BLOCK];
 };
 
-/* Rotates pairs i to i + N - 1 of one head at x. */
+/* Rotates pairs i to i + N - 1 of the head at x and stores them in the head at `out`. */
 template <class T, int N>
 static __device__ void rope_pairs(
     const dt_rope_args &a, const T *x, T *out, const float2 *rotation, int i) {
@@ -2104,7 +2109,7 @@ DTK_KERNEL __launch_bounds__(BLOCK)
          first += (size_t)gridDim.x * each) {
         int here = a.tokens - first < (size_t)each ? (int)(a.tokens - first) : each,
             me = threadIdx.x;
-        __syncthreads(); /* all threads have read the previous tokens' angles */
+        __syncthreads(); /* after this barrier all threads have read the previous angles */
         if (me < here * half) {
             double sine, cosine;
             sincos(a.positions[first + me / half] * frequencies.of[me % half], &sine, &cosine);
@@ -2181,7 +2186,7 @@ DTK_KERNEL __launch_bounds__(BLOCK) dropout_kernel(dt_dropout_args a, unsigned t
         unsigned word[4];
         for (int k = 0; k < N; k++) {
             if (k % 4 == 0) philox(a.key, token << 32 | (column + k) / 4, word);
-            /* this is word[e], but an index would move the array out of registers */
+            /* `mine` is word[e]. An index e would move the array `word` out of registers. */
             int e = N > 1 ? k % 4 : (int)(column % 4);
             unsigned mine = e < 2 ? e < 1 ? word[0] : word[1] : e < 3 ? word[2] : word[3];
             x.v[k] = mine < threshold ? 0 : x.v[k] * scale;
@@ -2191,7 +2196,7 @@ DTK_KERNEL __launch_bounds__(BLOCK) dropout_kernel(dt_dropout_args a, unsigned t
 }
 
 template <class T> static dt_status dropout(const dt_dropout_args *a, void *stream) {
-    unsigned threshold = (unsigned)(a->p * 4294967296.0); /* p is below 1 */
+    unsigned threshold = (unsigned)(a->p * 4294967296.0); /* fits, because p is below 1 */
     DTK_LAUNCH(dropout_kernel<T>, a->rows * a->cols, BLOCK * vec<T>::N, stream, *a, threshold);
     return launch_status();
 }
@@ -2357,12 +2362,13 @@ static __device__ void count_owned(owned_list &list, int count, bool copy) {
    least min_count ids in the list are of this row. */
 static __device__ void sort_owned(owned_list &list, int count, int min_count, int rows) {
     int begin = 0, row = threadIdx.x;
-    __syncthreads(); /* all threads have appended to the list */
+    __syncthreads(); /* after this barrier all threads have appended to the list */
     count_owned(list, count, false);
     for (int before = 0; before < OWNED_ROWS && before < row; before++)
         begin += list.of_row[before];
     if (row <= OWNED_ROWS) list.begin[row] = begin;
-    for (int often = 0; often < 2 && row < OWNED_ROWS; often++) { /* only the first warp enters */
+    /* only the threads of the first warp enter this loop */
+    for (int often = 0; often < 2 && row < OWNED_ROWS; often++) {
         int n = list.of_row[row];
         bool here = often ? n > FEW_IDS : n <= FEW_IDS && n >= min_count && row < rows;
         unsigned hits = __ballot_sync(0xffffffffu, here);
@@ -2392,10 +2398,11 @@ static __device__ void add_owned(
     }
 }
 
-/* The sums start from their values in `sums` if keep_sums is set, otherwise from zero. `owned` is
-   the number of rows that a block owns at a time. a.cols must be a multiple of N. The additions to
-   a row run one after the other, so a row with many ids takes long. Therefore a thread processes
-   only LESS columns of such a row instead of N, and more warps process the row together. */
+/* Computes `sums`, the gradient of the table in f32. The sums start from the values that `sums`
+   holds if keep_sums is set, otherwise from zero. `owned` is the number of rows that a block owns
+   at a time. a.cols must be a multiple of N. The additions to a row run one after the other, so a
+   row with many ids takes long. In these rows a thread processes only LESS columns instead of N, so
+   that more warps process the row together. */
 template <class T, int N>
 DTK_KERNEL __launch_bounds__(BLOCK, 3) embedding_back_kernel(
     dt_embedding_back_args a, float *sums, bool keep_sums, int owned, int *bad_index) {
@@ -2466,7 +2473,7 @@ DTK_TABLE_ENTRY(embedding_back)
 
 /* Cross-entropy. With lse = log(sum of e^x) over the vocabulary,
 
-       loss = lse - x[label]        dx = e^(x - lse) - [column = label]
+       loss = lse - x[label]        dx = e^(x - lse) - (1 in the label's column, 0 elsewhere)
 
    A naive kernel reads a row of logits twice, for the maximum and for the sum. cross_entropy_kernel
    reads the row once (online softmax, see running_lse). The backward recomputes the probabilities
@@ -2495,8 +2502,8 @@ struct running_lse {
     double sum;
 };
 
-/* Adds VECS vecs of x to *e. The first vec is at column c, and each next vec LOSS_THREADS vecs
-   later. Vecs at or after column `end` are skipped. */
+/* Adds VECS vecs of x to *e. The first vec is at column c, and the distance from each vec to the
+   next is LOSS_THREADS vecs. Vecs at or after column `end` are skipped. */
 template <class T, int N, int VECS>
 static __device__ void add_to_lse(running_lse *e, const T *x, size_t c, size_t end) {
     const size_t APART = LOSS_THREADS * N;
@@ -2635,9 +2642,9 @@ static dt_status cuda_cross_entropy_merge(const dt_cross_entropy_merge_args *a, 
     return launch_status();
 }
 
-/* dlogits (+)= factor (exp(x - lse) (1 + 2 z lse) - target), where `target` is the column's target
-   probability. The gradient of a row without a label is zero. Each element is read once and
-   written once. A row is split into gridDim.y parts, one per block. */
+/* dlogits (+)= factor (exp(x - lse) (1 + 2 z lse) - target), where `factor` is upstream * scale and
+   `target` is the column's target probability. The gradient of a row without a label is zero. Each
+   element is read once and written once. A row is split into gridDim.y parts, one per block. */
 template <class T>
 DTK_KERNEL __launch_bounds__(LOSS_THREADS)
     cross_entropy_back_kernel(dt_cross_entropy_back_args a, int *bad_index) {
@@ -3028,7 +3035,7 @@ DTK_KERNEL __launch_bounds__(BLOCK)
     }
 }
 
-/* Computes the scale in one block and writes it to sums[2 * pieces], behind the sums. */
+/* Computes the scale in one block and writes it to sums[2 * pieces], after the sums. */
 DTK_KERNEL __launch_bounds__(TOTAL_THREADS, 1) sign_scale_kernel(double *sums, size_t pieces) {
     double squares = 0, numbers = 0;
     for (size_t i = threadIdx.x; i < pieces; i += TOTAL_THREADS) {
@@ -3121,8 +3128,9 @@ static dt_status cuda_sign_unpack(const dt_sign_unpack_args *a, void *stream) {
 
 /* Each function below wraps one PTX instruction; in tests on a CPU a function with the same result
    replaces it. mma computes d (16,8) += a (16,16) b (16,8), where lane 4 g + t holds the elements
-   of d in rows g and g + 8 and columns 2 t and 2 t + 1. mma with bf16 and cp.async need sm_80. Code
-   for older devices multiplies and copies with plain instructions and gets the same result. */
+   of d in rows g and g + 8 and columns 2 t and 2 t + 1. cp.async, and mma with bf16 operands, need
+   sm_80. Code for older devices multiplies and copies with plain instructions and gets the same
+   result. */
 #ifdef __CUDACC__
 #define DTK_PTX static __device__ __forceinline__
 #define DTK_HAS_SM80 (__CUDA_ARCH__ >= 800)
@@ -3175,9 +3183,9 @@ DTK_PTX void cp_async_wait_all() { asm volatile("cp.async.wait_all;" : : : "memo
 
 /* wgmma: a warpgroup (four warps) multiplies 64 rows at a time. It reads B from shared memory, and
    also A unless A is in registers; see smem_matrix. Only code for sm_90a has wgmma. In code for
-   other devices, the kernels that use wgmma are empty, and their launch bounds make a launch fail.
-   wgmma computes d (64,N) = a b, or d += a b if `add` is set. Warp w holds rows 16 w to 16 w + 15
-   of d, in mma's layout. d is valid after wgmma_wait. */
+   other devices, the kernels that use wgmma are empty, and their launch bounds are so small that a
+   launch fails. wgmma computes d (64,N) = a b, or d += a b if `add` is set. Warp w holds rows 16 w
+   to 16 w + 15 of d, in mma's layout. d is valid after wgmma_wait. */
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define DTK_HAS_WGMMA 1
 #define DTK_D4(j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
@@ -3562,7 +3570,7 @@ static operand operand_of(const void *p, int64_t rows, int64_t k, int64_t ld, in
     return x;
 }
 
-/* Where a block's tile of c begins. */
+/* The matrix of the batch, the row and the column at which a block's tile of c begins. */
 struct tile_origin {
     int batch, row, col;
 };
@@ -3635,8 +3643,8 @@ DTK_KERNEL __launch_bounds__(BLOCK, 2) matmul_f32_kernel(dt_matmul_args a, opera
     for (int k0 = 0, s = 0; k0 < a.k; k0 += F32_TILE_K, s ^= 1) {
         store_f32_tile<R>(xs[s], next_x, x.mn_major);
         store_f32_tile<R>(ys[s], next_y, y.mn_major);
-        /* One barrier per step suffices. The tiles with index s are written again only after the
-           next barrier, and a thread reaches that barrier only after it has read them. */
+        /* One barrier per step suffices. The tiles xs[s] and ys[s] are written again only after the
+           next barrier, and a thread reaches that barrier only after it has read these tiles. */
         __syncthreads();
         load_f32_tile<R>(next_x, x, c.batch, c.row, k0 + F32_TILE_K, a.k);
         load_f32_tile<R>(next_y, y, c.batch, c.col, k0 + F32_TILE_K, a.k);
@@ -3685,9 +3693,9 @@ static __device__ void fetch_operand_tile(
             tile, p + row0 * x.ld + k0, x.ld, x.rows - row0, k - k0, x.aligned);
 }
 
-/* Adds to `sum` the product of a warp's 64 rows of the tile xs, from row number `row`, and its 32
-   columns of the tile ys, from column number `col`. MN_MAJOR_X and MN_MAJOR_Y are mn_major of the
-   operands from which xs and ys were loaded. */
+/* Adds to `sum` the product of a warp's 64 rows of A, from row `row` of the tile xs on, and its 32
+   columns of B, from column `col` of the tile ys on. MN_MAJOR_X and MN_MAJOR_Y are mn_major of A
+   and of B. */
 template <class T, bool MN_MAJOR_X, bool MN_MAJOR_Y>
 static __device__ void multiply_tiles(
     float (&sum)[4][4][4], const T *xs, const T *ys, int row, int col) {
@@ -3852,7 +3860,7 @@ enum { PLAN_SLOTS = 256, PLAN_PROBES = 4 };
 
 struct blas {
     cublasLtHandle_t handle; /* NULL if cublasLtCreate failed; it is not called again */
-    /* true if cuBLASLt shall compute GELU: since Hopper it is as fast as a separate kernel */
+    /* true on Hopper and later GPUs, where cuBLASLt's GELU is as fast as a separate kernel */
     bool gelu;
     matmul_plan plans[PLAN_SLOTS];
 };
@@ -3899,8 +3907,9 @@ static void init_layout(cublasLtMatrixLayoutOpaque_t *l, int dtype, int64_t rows
     cublasLtMatmulPreferenceSetAttribute( \
         &preference, CUBLASLT_MATMUL_PREF_##name, &(value), sizeof(value))
 
-/* Asks cuBLASLt for an algorithm and stores it in *p. A split-K algorithm must add its partial sums
-   in f32, so that each result is rounded only once. */
+/* Asks cuBLASLt for an algorithm and stores the answer in *p. The preferences exclude split-K
+   algorithms that do not add their partial sums in f32, so that each result is rounded only
+   once. */
 static void make_plan(blas *b, matmul_plan *p, const matmul_key &key) {
     cublasLtMatmulPreferenceOpaque_t preference;
     cublasLtMatmulHeuristicResult_t best;
@@ -4144,9 +4153,9 @@ struct span {
 
 /* The queries or the keys of a call. A sequence has `length` tokens, which are split into `tiles`
    tiles of tile_size tokens. If `position` is NULL, a token's position is its index + shift. If
-   `document` is NULL, all tokens belong to one document. The two arrays are called mask arrays. If
-   a call has any mask array, `spans` (batch,tiles) holds the spans of all tiles, which
-   spans_kernel computes; otherwise `spans` is NULL. */
+   `document` is NULL, all tokens belong to one document. A query attends only to keys of its own
+   document. The two arrays are called mask arrays. If a call has any mask array, spans_kernel
+   computes `spans` (batch,tiles), the spans of all tiles; otherwise `spans` is NULL. */
 struct token_axis {
     const int32_t *position, *document;
     span *spans;
@@ -4231,10 +4240,10 @@ static __device__ int key_tile_end(const attention_shape &s, int row0, int rows)
 }
 
 /* Returns the highest index of a key tile, at most i, such that some query may attend to a key of
-   the tile; -1 if there is none. The kernels process key tiles from the last to the first. With a
-   causal mask the last tile is partly masked and therefore takes the longest. The first tile to be
-   processed cannot overlap with the products of a previous tile, and less time is lost if this is
-   the slowest tile. */
+   the tile; -1 if there is none. The kernels process the key tiles from the last to the first. With
+   a causal mask, the last tile is partly masked and takes the longest. It is processed first,
+   because the softmax of the first tile cannot overlap with the products of a previous tile
+   anyway. */
 static __device__ int next_key_tile(
     const attention_shape &s, int sequence, int row0, int rows, int i) {
     if (!s.k.spans) return i;
@@ -4493,18 +4502,19 @@ template <class F> static __device__ int uniform_row0(int warp_row) {
     return F::USES_WGMMA ? __shfl_sync(0xffffffffu, warp_row, 0) : warp_row;
 }
 
-/* A kernel whose template argument PLAIN is true is for calls without mask arrays whose inputs can
-   be read 16 bytes at a time. Its control flow depends on no loaded value. So tile addresses are in
-   uniform registers, and the kernel can request the next tiles while wgmma instructions are in
-   flight: ptxas keeps a wgmma asynchronous across a branch only if the branch is warp-uniform. */
+/* A kernel with PLAIN = true serves calls that have no mask arrays and whose inputs can be read 16
+   bytes at a time. The control flow of this kernel depends on no loaded value. So tile addresses
+   are in uniform registers, and the kernel can request the next tiles while wgmma instructions are
+   in flight: ptxas keeps a wgmma asynchronous across a branch only if the branch is
+   warp-uniform. */
 static __device__ attention_shape assume_plain(attention_shape s) {
     s.q.spans = s.k.spans = NULL;
     s.aligned = true;
     return s;
 }
 
-/* Returns the number of threads in the kernel's launch bounds. Without wgmma it is too small for
-   the kernels that need wgmma, so their launch fails. */
+/* Returns the number of threads for the launch bounds of a kernel. For a kernel that needs wgmma in
+   code without wgmma, returns a number that is too small, so that a launch fails. */
 template <class F> static constexpr int threads_of() {
     return F::USES_WGMMA && !DTK_HAS_WGMMA ? 32 : F::THREADS;
 }
