@@ -7,20 +7,20 @@
 
    dt_comm.h needs -lnccl, unless you compile with -DDT_NO_NCCL.
 
-   It defines six functions, all declared in dt_tensor.h: dt_kernels_cuda(), dt_cuda_ready(),
-   dt_cuda_open(), dt_cuda_close(), dt_cuda_stream() and dt_cuda_device(). All other names are in
-   namespace dt_cuda; macros begin with DTK_ or DT_.
+   This file defines six functions, all declared in dt_tensor.h: dt_kernels_cuda(),
+   dt_cuda_ready(), dt_cuda_open(), dt_cuda_close(), dt_cuda_stream() and dt_cuda_device(). All
+   other names are in namespace dt_cuda. Macros begin with DTK_ or DT_.
 
-   DOES NOT: allocate memory, except for a queue (the caller provides the scratch); keep state
-   outside of queues (a queue is a CUDA stream with the cuBLASLt plans of its matrix products);
-   choose a device, except when a queue is opened (a kernel runs on the thread's current device);
-   add with atomics.
+   DOES NOT. Except for queues, this file does not allocate memory, keep state or choose a device. A
+   queue is a CUDA stream with the cuBLASLt plans of its matrix products. The caller provides
+   scratch memory. A kernel runs on the calling thread's current device. No kernel adds with
+   atomics.
 
    TYPES. Every kernel supports f32, bf16 and f16. Fill, copy, permute, cast and reduce also support
    f64 and i32. Init also supports f64, because a loss is an f64 scalar. Parameters and their
    optimizer state are f32, with an optional 16-bit copy of the parameters. A call with any other
-   type, or a reduction of more than MAX_INPUTS 16-bit inputs, returns DT_ERR_UNSUPPORTED before it
-   launches a kernel.
+   type, or a reduction of more than MAX_INPUTS (128) 16-bit inputs, launches no kernel and returns
+   DT_ERR_UNSUPPORTED.
 
    CONTENTS
      1. Launching, queues (streams, grid-stride loops)
@@ -41,28 +41,30 @@
     16. Attention (flash attention, online softmax, log-sum-exp merge, grouped-query attention)
     17. The table
 
-   SPEED. All kernels except those of sections 15 and 16 are memory-bound. They read and write each
-   element once where possible: they access 16 bytes at a time, keep rows in registers, and split
-   sums over rows into enough parts to fill a GPU. Arrays of odd length or alignment are processed
-   element by element. cuBLASLt computes a matrix product if the call has a queue, and attention
-   runs on tensor cores. Both also have kernels that need neither cuBLASLt nor tensor cores.
+   SPEED. All kernels except those of sections 15 and 16 are memory-bound. They access 16 bytes at a
+   time, keep rows in registers where these fit, so that each element is read and written once, and
+   split sums over rows into enough parts to fill a GPU. Arrays whose length or address does not
+   allow 16-byte accesses are processed element by element. cuBLASLt computes a matrix product if
+   the call has a queue, and attention runs on tensor cores. For matrix products and attention there
+   are also kernels that need neither cuBLASLt nor tensor cores.
 
-   ORDER OF SUMS. The order of every sum depends only on sizes, including the size of the scratch.
-   So the same call gives the same bits on the same build and kind of device. The CPU's bits differ:
-   the CPU splits long sums differently, nvcc fuses a product and a sum into one rounding, and the
-   exponential is CUDA's expf or, for 16-bit results, the hardware's approximation.
-   tests/cuda/test_cuda.cc runs these kernels on a CPU and allows a relative error of 1e-6, and one
-   rounding for 16-bit types. Tensor cores take 16-bit operands, so attention in bf16 and f16 rounds
-   its probabilities and their gradients before they are multiplied. cuBLASLt chooses the order of
-   its sums by the sizes of the product. The following kernels have nothing to fuse and give the
-   CPU's bits: fill, copy, permute, cast, reduce, max, topk, scatter, uniform init, embedding and
-   its backward, and square_sums. So do binary and dropout, unless they accumulate. NaN payloads are
-   unspecified. Never compile this file with -use_fast_math. The file cannot refuse that flag,
-   because nvcc defines no macro for it.
+   ORDER OF SUMS. The order of every sum depends only on sizes, including the size of the scratch
+   memory. So the same call gives the same bits on the same build and kind of device. The bits
+   differ from those of dt's CPU kernels: the CPU splits long sums differently, nvcc fuses a product
+   and a sum into one instruction that rounds once, and the exponential is CUDA's expf or, for
+   16-bit results, the hardware's approximation. tests/cuda/test_cuda.cc runs these kernels on a CPU
+   and allows a relative error of 1e-6, and one rounding for 16-bit types. Tensor cores take 16-bit
+   operands, so attention in bf16 and f16 rounds its probabilities and their gradients before it
+   multiplies them. cuBLASLt chooses the order of its sums by the sizes of the product. In the
+   following kernels nvcc can fuse nothing that changes a result, so the results have the same bits
+   as on the CPU: fill, copy, permute, cast, reduce, max, topk, scatter, uniform init, embedding and
+   its backward, and square_sums. The same holds for binary and dropout if they do not accumulate.
+   NaN payloads are unspecified. Never compile this file with -use_fast_math. The file cannot refuse
+   that flag, because nvcc defines no macro for it.
 
-   ERRORS. A call whose launch CUDA refuses returns DT_ERR_DEVICE. A kernel runs asynchronously, so
-   a later call reports its failure, at the latest the sync that waits for the kernel. That sync
-   also returns DT_ERR_ARG if a kernel met an index outside its table (section 9). */
+   ERRORS. If CUDA refuses a launch, the call returns DT_ERR_DEVICE. A kernel runs asynchronously,
+   so a later call reports the kernel's failure, at the latest the sync that waits for the kernel.
+   That sync also returns DT_ERR_ARG if a kernel found an index out of range (section 9). */
 
 #include "dt_tensor.h"
 
@@ -92,14 +94,14 @@
 #include <cublasLt.h>
 #endif
 
-/* Tests compile this file for a CPU (tests/cuda/cuda_on_cpu.h). There a launch is a function call,
-   and __global__ already makes a kernel static. */
+/* Tests compile this file for a CPU with tests/cuda/cuda_on_cpu.h. In that header a launch is a
+   function call, and the macro __global__ contains `static`. */
 #ifdef __CUDACC__
 #define DT_LAUNCH(kernel, grid, block, smem, stream, ...) \
     kernel<<<grid, block, smem, stream>>>(__VA_ARGS__)
 #define DTK_KERNEL static __global__ void
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-#define DTK_DYN_ALIGN 1024 /* wgmma's swizzled tiles need this alignment */
+#define DTK_DYN_ALIGN 1024 /* bytes; wgmma's swizzled tiles need this alignment */
 #else
 #define DTK_DYN_ALIGN 16
 #endif
@@ -130,12 +132,13 @@ namespace dt_cuda {
    A kernel is a grid-stride loop: of T threads in the grid, thread i processes the elements
    i, i + T, i + 2T, ... */
 
-/* A grid has at most MAX_BLOCKS blocks, which is several times as many as a GPU runs at once. The
-   grid-stride loops cover arrays of any size. Kernels take the kernel table's argument structs by
-   value. */
+/* A grid has at most MAX_BLOCKS blocks, several times the number that a GPU runs at once. The
+   grid-stride loops cover arrays of any size. The argument structs of the kernel table
+   (dt_tensor.h) are passed to the kernels by value. */
 enum { BLOCK = 256, WARPS = BLOCK / 32, MAX_BLOCKS = 4096 };
 
-/* The number of blocks for n elements, with `each` elements per block. */
+/* Returns the number of blocks for n elements if a block processes `each` elements per iteration
+   of its loop. */
 static unsigned grid_for(size_t n, size_t each) {
     size_t blocks = n / each + (n % each != 0);
     return blocks < MAX_BLOCKS ? (unsigned)blocks : (unsigned)MAX_BLOCKS;
@@ -145,20 +148,23 @@ static dt_status launch_status() {
     return cudaGetLastError() == cudaSuccess ? DT_OK : DT_ERR_DEVICE;
 }
 
-/* Launches nothing if n is 0, because CUDA refuses an empty grid. */
+/* Launches a kernel with grid_for(n, each) blocks. Launches nothing if n is 0, because CUDA refuses
+   an empty grid. */
 #define DTK_LAUNCH(kernel, n, each, stream, ...) \
     do { \
         if ((n) > 0) \
             DT_LAUNCH(kernel, grid_for((n), (each)), BLOCK, 0, stream_of(stream), __VA_ARGS__); \
     } while (0)
 
-/* One rank's queue on a device. The `stream` argument of every kernel points to a queue. A NULL
-   queue means the current device's default stream without cuBLASLt, for tests of single kernels. */
+/* One rank's queue on a device. The `stream` argument of every function in the kernel table points
+   to a queue. If it is NULL, kernels run on the current device's default stream and cuBLASLt is not
+   used; tests of single kernels do this. */
 struct cuda_queue {
     cudaStream_t stream;
     int device;
-    bool owns_stream; /* dt_cuda_open created the stream, so dt_cuda_close destroys it */
-    /* In pinned host memory. Nonzero after a kernel met an index outside its table (section 9). */
+    bool owns_stream; /* true if dt_cuda_open created the stream; dt_cuda_close then destroys it */
+    /* an int in pinned host memory: nonzero if a kernel has found an index out of range (section 9)
+       since the last cuda_sync */
     int *bad_index;
     struct blas *blas; /* NULL until the first matrix product (section 15) */
 };
@@ -173,10 +179,10 @@ static cudaStream_t stream_of(void *queue) { return queue ? ((cuda_queue *)queue
    events and queues. An event orders two queues without the host:
 
        queue 0   [ kernel A ] record(event) [ kernel B ]
-       queue 1                wait(event) ..[ kernel C ]      C starts after A */
+       queue 1                wait(event) ..[ kernel C ]      C starts after A has ended */
 
-/* True on success. On failure it clears CUDA's last error: the caller reports the failure, and the
-   next launch_status must not report it again. */
+/* Returns true if `error` is cudaSuccess. Otherwise clears CUDA's last error, because the caller
+   reports the failure and the next launch_status must not report it again. */
 static bool succeeded(cudaError_t error) {
     if (error != cudaSuccess) (void)cudaGetLastError();
     return error == cudaSuccess;
@@ -194,16 +200,16 @@ static void cuda_free(void *user, void *p, size_t bytes) {
     (void)succeeded(cudaFree(p));
 }
 
-/* Asynchronous copy. The caller may reuse pageable host memory as soon as cuda_move returns, and
-   pinned memory after cuda_sync. */
+/* Asynchronous copy. The caller may reuse pageable host memory as soon as cuda_move returns, but
+   pinned memory only after cuda_sync. */
 static dt_status cuda_move(void *dst, const void *src, size_t bytes, void *stream) {
     if (bytes == 0) return DT_OK;
     bool queued = succeeded(cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDefault, stream_of(stream)));
     return queued ? DT_OK : DT_ERR_DEVICE;
 }
 
-/* Waits for the queue's kernels and copies. Returns DT_ERR_ARG if a kernel met an index outside its
-   table (section 9). */
+/* Waits for the queue's kernels and copies. Returns DT_ERR_ARG if a kernel found an index out of
+   range (section 9). */
 static dt_status cuda_sync(void *stream) {
     cuda_queue *queue = (cuda_queue *)stream;
     if (!succeeded(cudaStreamSynchronize(stream_of(stream)))) return DT_ERR_DEVICE;
@@ -212,7 +218,8 @@ static dt_status cuda_sync(void *stream) {
     return DT_ERR_ARG;
 }
 
-/* Pinned memory. The device copies to and from pinned memory while the CPU continues. */
+/* Allocates pinned memory: host memory that the device can copy from and to while the CPU
+   continues. */
 static void *cuda_pin(size_t bytes) {
     void *p = NULL;
     return succeeded(cudaMallocHost(&p, bytes)) ? p : NULL;
@@ -223,14 +230,15 @@ static void cuda_unpin(void *p, size_t bytes) {
     (void)succeeded(cudaFreeHost(p));
 }
 
-/* True for device memory, managed memory and pinned host memory. */
+/* Returns 1 if p points to memory that the device can access (device memory, managed memory or
+   pinned host memory), 0 otherwise. */
 static int cuda_can_access(const void *p) {
     cudaPointerAttributes of;
     return succeeded(cudaPointerGetAttributes(&of, p)) && of.type != cudaMemoryTypeUnregistered;
 }
 
-/* Gives the queue's device access to the memory of devices 0 to max_devices - 1. Peer access, once
-   enabled, holds for all threads of the process. */
+/* Gives the queue's device access to the memory of devices 0 to max_devices - 1. The access holds
+   for all threads of the process. On failure, writes a description of the failure to `text`. */
 static dt_status cuda_enable_peer_access(
     void *stream, int max_devices, char *text, size_t text_bytes) {
     int devices = 0, here = ((cuda_queue *)stream)->device;
@@ -335,16 +343,16 @@ static void *cuda_open(int local_rank, char *text, size_t text_bytes) {
 /* Most kernels are memory-bound, so a thread reads and writes 16 bytes at a time (a vec) and
    computes in float:
 
-       memory      | b0 b1 b2 b3 b4 b5 b6 b7 |     8 x bf16, one access: load_vec
-       registers   | f0 f1 f2 f3 f4 f5 f6 f7 |     8 x float: to_floats; load_floats does both
-       memory      | c0 c1 c2 c3 c4 c5 c6 c7 |     each rounded once: store_floats
+       memory      | b0 b1 b2 b3 b4 b5 b6 b7 |     8 x bf16, read in one access by load_vec
+       registers   | f0 f1 f2 f3 f4 f5 f6 f7 |     8 x float, widened by to_floats
+       memory      | c0 c1 c2 c3 c4 c5 c6 c7 |     8 x bf16, each rounded once by store_floats
 
-   A block reduction first adds within each warp by shuffles, then adds the warps' results in shared
-   memory. The order of the additions is fixed. */
+   load_floats is load_vec followed by to_floats. A block reduction first adds within each warp by
+   shuffles, then adds the warps' results in shared memory. The order of the additions is fixed. */
 
 /* The 16-bit types are storage types: a kernel widens their values to float, computes, and rounds
-   once. CUDA's own 16-bit types need CUDA's headers, which a machine that runs the tests may lack.
-   For the other dtypes kernels use float, double and int. */
+   each result once. CUDA's own 16-bit types are not used, because they need CUDA's headers, which a
+   machine that runs the tests may lack. For the other dtypes kernels use float, double and int. */
 struct bf16 {
     uint16_t bits;
 };
@@ -352,14 +360,15 @@ struct f16 {
     uint16_t bits;
 };
 
-/* Calls f<T>(...) with the storage type T of `dtype`: f32, bf16 or f16, which compute in float. */
+/* Calls f<T>(...), where T is the storage type of `dtype`: float, bf16 or f16. Returns
+   DT_ERR_UNSUPPORTED for other dtypes. */
 #define DTK_BY_DTYPE(dtype, f, ...) \
     ((dtype) == DT_F32       ? f<float>(__VA_ARGS__) \
         : (dtype) == DT_BF16 ? f<bf16>(__VA_ARGS__) \
         : (dtype) == DT_F16  ? f<f16>(__VA_ARGS__) \
                              : DT_ERR_UNSUPPORTED)
 
-/* Defines cuda_k, the table's function for kernel k, which calls k<T>. */
+/* Defines cuda_##k, the kernel table's function for kernel k, which calls k<T>. */
 #define DTK_TABLE_ENTRY(k) \
     static dt_status cuda_##k(const dt_##k##_args *a, void *stream) { \
         return DTK_BY_DTYPE(a->dtype, k, a, stream); \
@@ -374,8 +383,9 @@ static __device__ void round_to(float *out, float x) { *out = x; }
 static __device__ void round_to(double *out, double x) { *out = x; }
 static __device__ void round_to(int *out, int x) { *out = x; }
 
-/* Rounds to nearest, ties to even, in one instruction since sm_80. A NaN is made quiet instead,
-   because rounding up could carry into its sign bit. */
+/* Rounds to nearest, ties to even. GPUs since sm_80 have an instruction for this rounding. The code
+   for other devices does not round a NaN but makes the NaN quiet, because rounding up could carry
+   into the sign bit. */
 static __device__ void round_to(bf16 *out, float x) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out->bits) : "f"(x));
@@ -385,11 +395,11 @@ static __device__ void round_to(bf16 *out, float x) {
 #endif
 }
 
-/* Each f16 conversion is one CUDA instruction. Tests on a CPU use the code after #else. There,
-   widening multiplies by 2^112, which changes the exponent's bias from f16's to float's and makes
-   denormals normal. Rounding adds 0.5 to values below 2^-14: f16 values there have the same spacing
-   as floats in [0.5, 1), so that the addition rounds correctly. Values of 65,520 or more become
-   infinity. */
+/* On the device each f16 conversion is one instruction. Tests on a CPU use the code after #else,
+   where widening multiplies by 2^112: this changes the exponent's bias from f16's to float's and
+   makes denormals normal. Rounding adds 0.5 to values below 2^-14. In that range f16 values have
+   the same spacing as floats in [0.5, 1), so the addition rounds correctly. Values of 65,520 or
+   more become infinity. */
 #ifdef __CUDACC__
 static __device__ float widen(f16 x) {
     float y;
@@ -420,20 +430,20 @@ static void round_to(f16 *out, float x) {
 }
 #endif
 
-/* Warp reduction by butterfly shuffles: every lane gets the sum. All lanes get the same bits,
-   because x + y equals y + x. */
+/* Warp reduction by butterfly shuffles. Returns the sum over the warp to every lane, and the same
+   bits to all lanes, because x + y equals y + x. */
 template <class T> static __device__ T warp_sum(T v) {
     for (int other = 16; other > 0; other /= 2) v += __shfl_xor_sync(0xffffffffu, v, other);
     return v;
 }
 
-/* Block reduction: every thread gets the sum over the block. If THREADS is less than the block's
-   size, every thread gets the sum over its own group of THREADS consecutive threads. Each warp
-   reduces first, then every thread adds the warps' sums in order. */
+/* Block reduction. Returns the sum over the block to every thread. If THREADS is less than the
+   block's size, returns to every thread the sum over its own group of THREADS consecutive threads.
+   Each warp computes its sum first, then every thread adds the warps' sums in order. */
 template <class T, int THREADS = BLOCK> static __device__ T block_sum(T v) {
     __shared__ T of_warp[32];
     v = warp_sum(v);
-    __syncthreads(); /* all threads have read the previous call's sum */
+    __syncthreads(); /* after this barrier all threads have read the previous call's sum */
     if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = v;
     __syncthreads();
     const T *mine = of_warp + threadIdx.x / THREADS * (THREADS / 32);
@@ -442,9 +452,9 @@ template <class T, int THREADS = BLOCK> static __device__ T block_sum(T v) {
     return total;
 }
 
-/* warp_max and block_max give every thread the maximum over its warp or block. v must not be NaN:
-   every comparison with a NaN is false, so a lane would keep its NaN and threads might get
-   different results. The callers leave out NaNs when they compute v. */
+/* warp_max returns to every thread the maximum over its warp, and block_max the maximum over its
+   block. v must not be NaN: every comparison with a NaN is false, so a lane would keep its NaN and
+   threads might get different results. The callers leave out NaNs when they compute v. */
 static __device__ float warp_max(float v) {
     for (int other = 16; other > 0; other /= 2) {
         float theirs = __shfl_xor_sync(0xffffffffu, v, other);
@@ -465,8 +475,8 @@ template <int THREADS = BLOCK> static __device__ float block_max(float v) {
     return max_value;
 }
 
-/* COUNT consecutive elements, 16 bytes by default. A thread loads or stores a vec of up to 16 bytes
-   in one memory access, so the vec's address must be a multiple of the vec's size. */
+/* A vector of COUNT consecutive elements, 16 bytes by default. A thread loads or stores a vec of up
+   to 16 bytes in one memory access, so the vec's address must be a multiple of its size. */
 template <class T, int COUNT = 16 / sizeof(T)>
 struct alignas(COUNT * sizeof(T) < 16 ? COUNT * sizeof(T) : 16) vec {
     enum { N = COUNT };
@@ -480,8 +490,8 @@ template <class T, int N> static __device__ void store_vec(T *p, vec<T, N> x) {
     *reinterpret_cast<vec<T, N> *>(p) = x;
 }
 
-/* Loads the vec at p + i. Elements from index `count` on are zero. `aligned` says that p + i is a
-   multiple of 16 bytes. */
+/* Loads the vec at p + i. Elements whose index in p is `count` or more are set to zero. The caller
+   may set `aligned` only if the address p + i is a multiple of 16. */
 template <class T>
 static __device__ vec<T> load_vec_bounded(const T *p, size_t i, size_t count, bool aligned) {
     const int N = vec<T>::N;
@@ -501,9 +511,9 @@ template <int N, class T> static __device__ void round_to(vec<T, N> *out, vec<fl
     for (int k = 0; k < N; k++) round_to(&out->v[k], x.v[k]);
 }
 
-/* Faster versions for sm_80 and later: to_floats for bf16, round_to for bf16 and f16. A 32-bit word
-   holds two elements, the first in the low half. Widening takes one instruction per element,
-   rounding one instruction per word. */
+/* Faster versions of to_floats for bf16, and of round_to for bf16 and f16, for sm_80 and later. A
+   32-bit word holds two elements, the first element in the low half. Widening takes one instruction
+   per element, rounding takes one instruction per word. */
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
 template <int N> static __device__ vec<float, N> to_floats(vec<bf16, N> x) {
     vec<float, N> y;
@@ -541,8 +551,9 @@ template <int N, class T> static __device__ vec<float, N> load_floats(const T *p
     return to_floats(load_vec<N>(p));
 }
 
-/* A vec that a thread loads some time before it uses the elements. The vec is held as 32-bit words:
-   nvcc would unpack 16-bit elements right after the load, and so wait for the load there. */
+/* A vec that a thread loads some time before it uses the elements. The vec is held as 32-bit words,
+   because nvcc would unpack 16-bit elements right after the load, and so wait for the load too
+   early. If the size of the vec is not a multiple of 4 bytes, it is held as elements. */
 template <class T, int N, bool WORDS = N * sizeof(T) % 4 == 0> struct raw_vec {
     vec<unsigned, N * sizeof(T) / 4> x;
 };
@@ -554,8 +565,8 @@ template <int N, class T> static __device__ vec<float, N> to_floats(const raw_ve
     return to_floats(x);
 }
 
-/* Adds the vecs at the addresses at(0), at(1), ..., at(n - 1) to *sum, in this order. COUNT loads
-   are in flight at a time. */
+/* Adds to *sum the vecs at the addresses at(0), at(1), ..., at(n - 1), in this order. A thread has
+   COUNT loads in flight at a time. */
 template <int COUNT, int N, class F>
 static __device__ void add_vecs(vec<float, N> *sum, size_t n, F at) {
     for (size_t e = 0; e < n; e += COUNT) {
@@ -571,8 +582,8 @@ static __device__ void add_vecs(vec<float, N> *sum, size_t n, F at) {
     }
 }
 
-/* Stores N results at p, or adds them to the elements at p if `accumulate`. Each result is rounded
-   once. */
+/* Stores N results at p. If `accumulate` is set, adds them to the elements at p. Each result is
+   rounded once. */
 template <class T, int N>
 static __device__ void store_floats(T *p, vec<float, N> x, int accumulate = 0) {
     vec<T, N> rounded;
@@ -589,8 +600,8 @@ template <class T> static __device__ void store_float(T *to, float value, int ac
     round_to(to, accumulate ? widen(*to) + value : value);
 }
 
-/* store_float with a dtype that is known only at run time. The branches do not matter, because only
-   column and row sums use store_typed, and those write few elements. */
+/* store_float with a dtype that is known only at run time. The branches cost little time, because
+   only column sums and row sums use store_typed, and these sums write few elements. */
 static __device__ void store_typed(
     dt_dtype dtype, void *out, size_t i, float value, int accumulate) {
     if (dtype == DT_F32)
@@ -601,7 +612,7 @@ static __device__ void store_typed(
         store_float((f16 *)out + i, value, accumulate);
 }
 
-/* The dtype of an output: f32 if `wide`, else `dtype`. */
+/* Returns the dtype of an output: f32 if `wide` is set, else `dtype`. */
 static dt_dtype output_dtype(dt_dtype dtype, int wide) { return wide ? DT_F32 : dtype; }
 
 static __host__ __device__ bool aligned16(
@@ -609,18 +620,19 @@ static __host__ __device__ bool aligned16(
     return (((uintptr_t)a | (uintptr_t)b | (uintptr_t)c | (uintptr_t)d) & 15) == 0;
 }
 
-/* This thread's first index and step in a grid-stride loop over a flat array, `each` elements at a
-   time. */
+/* For a grid-stride loop over a flat array in which a thread processes `each` elements per
+   iteration: grid_first returns this thread's first index, grid_step returns the step. */
 static __device__ size_t grid_first(int each) {
     return ((size_t)blockIdx.x * BLOCK + threadIdx.x) * each;
 }
 static __device__ size_t grid_step(int each) { return (size_t)gridDim.x * BLOCK * each; }
 
-/* The loops below call f(i, constant<N>()) for the N elements at index i. If the array is aligned,
-   they process a vec per call, and single elements (N = 1) at the end; otherwise they process
-   single elements only. f is compiled for both values of N. for_each_vec distributes the loop over
-   all blocks of the grid; for_each_in_blocks distributes it over `blocks` blocks and runs the part
-   of block number `block`. */
+/* A type that carries the number N at compile time. The loops below call f(i, constant<N>()) for
+   the N elements at index i. If the array is aligned, they call f once per vec, and with N = 1 for
+   the elements after the last full vec. Otherwise they always call f with N = 1. f is compiled for
+   both values of N. for_each_vec distributes the loop over all blocks of the grid.
+   for_each_in_blocks distributes the loop over `blocks` blocks and runs the part of block number
+   `block`. */
 template <int COUNT> struct constant {
     enum { N = COUNT };
 };
@@ -638,12 +650,13 @@ template <int N, class F> static __device__ void for_each_vec(size_t count, bool
     for_each_in_blocks<N>(blockIdx.x, gridDim.x, count, aligned, f);
 }
 
-/* for_each_vec over `rows` rows of `cols` elements. Calls f(row, column, constant<N>()). */
+/* Like for_each_vec, but for an array of `rows` rows of `cols` elements. Calls
+   f(row, column, constant<N>()). */
 template <int N, class F>
 static __device__ void for_each_in_rows(size_t rows, size_t cols, bool aligned, F f) {
     size_t each = aligned && cols % N == 0 ? N : 1, vecs = cols / each;
     if (vecs == 0) return;
-    /* Divisions are slow, so they are done here once and not in every iteration. */
+    /* Divisions are slow, so they are done once before the loop and not in every iteration. */
     size_t row = grid_first(1) / vecs, at = grid_first(1) % vecs;
     size_t row_stride = grid_step(1) / vecs, vec_stride = grid_step(1) % vecs;
     while (row < rows) {
@@ -692,8 +705,8 @@ static dt_status cuda_fill(const dt_fill_args *a, void *stream) {
     return DT_ERR_UNSUPPORTED;
 }
 
-/* Word is the largest type of 16, 4, 2 or 1 bytes whose size divides all addresses, strides and row
-   lengths of the copy. */
+/* Copies rows in words. Word is the largest type of 16, 4, 2 or 1 bytes whose size divides all
+   addresses, strides and row lengths of the copy. */
 template <class Word> DTK_KERNEL __launch_bounds__(BLOCK) copy_kernel(dt_copy_args a) {
     size_t words = a.row_bytes / sizeof(Word);
     for (size_t i = grid_first(1); i < a.rows * words; i += grid_step(1)) {
@@ -732,11 +745,13 @@ struct reduce_inputs {
     const void *p[MAX_INPUTS];
     int n;
     dt_op op;
-    int divisor; /* number of inputs of the entire reduction; 0 except in DT_AVG's last launch */
+    /* in the last launch of a DT_AVG: the number of inputs of all its launches; in all other
+       launches: 0 */
+    int divisor;
     bool aligned;
 };
 
-/* int overflow wraps around, as on the CPU. */
+/* Sums and products. An int result that overflows wraps around, as on the CPU. */
 static __device__ float plus(float a, float b) { return a + b; }
 static __device__ double plus(double a, double b) { return a + b; }
 static __device__ int plus(int a, int b) { return (int)((unsigned)a + (unsigned)b); }
@@ -755,9 +770,9 @@ template <class T> static __device__ T reduce_pair(dt_op op, T a, T b) {
     return a;
 }
 
-/* A thread reads its elements of all inputs before it writes the results, so out may be one of the
-   inputs. Number is the accumulation type: float for 16-bit T, so that partial results are not
-   rounded. */
+/* A thread reads its elements of all inputs before it writes the results, so `out` can be one of
+   the inputs. Number is the accumulation type. It is float if T has 16 bits, so that partial
+   results are not rounded to 16 bits. */
 template <class T, class Number>
 DTK_KERNEL __launch_bounds__(BLOCK) reduce_kernel(T *out, size_t count, reduce_inputs in) {
     for_each_vec<vec<T>::N>(count, in.aligned, [&](size_t i, auto width) {
@@ -776,9 +791,10 @@ DTK_KERNEL __launch_bounds__(BLOCK) reduce_kernel(T *out, size_t count, reduce_i
 }
 
 /* A reduction of more than MAX_INPUTS inputs takes several launches. Each launch after the first
-   starts from the contents of out, so the order of the sum is the same as in one launch. Two cases
-   are refused: 16-bit types, because partial results would be rounded between launches; and an out
-   that is also an input of a later launch, because the first launch overwrites that input. */
+   starts from the contents of `out`, so the order of the sum is the same as in one launch. Such a
+   reduction is refused in two cases. For 16-bit types, partial results would be rounded between
+   launches. If `out` is also an input of a later launch, the first launch would overwrite that
+   input. */
 template <class T, class Number> static dt_status reduce(const dt_reduce_args *a, void *stream) {
     if (a->n < 1) return DT_ERR_ARG;
     if (a->n > MAX_INPUTS && sizeof(T) < sizeof(Number)) return DT_ERR_UNSUPPORTED;
@@ -814,11 +830,11 @@ static dt_status cuda_reduce(const dt_reduce_args *a, void *stream) {
 
 // ==== 5. Strides: binary, permute ===============================================================
 
-/* The dimensions d and the strides of two arrays a and b. Adjacent dimensions that are contiguous
-   in both arrays are merged: two contiguous tensors of the same shape need one dimension, a matrix
-   and a bias that is added to its rows need two. */
+/* The dimensions `d` of two arrays and their strides: `a` of the first array, `b` of the second.
+   Adjacent dimensions that are contiguous in both arrays are merged. So two contiguous tensors of
+   the same shape need one dimension; a matrix and a bias that is added to its rows need two. */
 struct strided {
-    int nd; /* at least 1 */
+    int nd; /* number of dimensions, at least 1 */
     int64_t d[DT_MAX_DIMS], a[DT_MAX_DIMS], b[DT_MAX_DIMS];
 };
 
@@ -837,8 +853,8 @@ static strided make_strided(dt_shape shape, const int64_t *a, const int64_t *b) 
     return s;
 }
 
-/* The number of elements. It calls no function of dt_tensor.h, so that this file links without
-   dt_tensor.h's implementation. */
+/* Returns the number of elements. It does not use a function of dt_tensor.h, so that this file
+   links without dt_tensor.h's implementation. */
 static size_t element_count(const strided *s) {
     size_t n = 1;
     for (int i = 0; i < s->nd; i++) n *= (size_t)s->d[i];
@@ -857,8 +873,8 @@ static __device__ void offsets_of(const strided &s, size_t i, int64_t *a, int64_
     *b += (int64_t)i * s.b[0];
 }
 
-/* True if every group of `each` consecutive elements along the last dimension is one aligned vec,
-   or one repeated element (stride 0). */
+/* Returns true if every group of `each` consecutive elements along the last dimension is an aligned
+   vec of the array at p, or one repeated element (stride 0). */
 static bool can_vectorize(const void *p, const int64_t *stride, const strided *s, int64_t each) {
     bool vectorized = aligned16(p) && stride[s->nd - 1] == 1;
     for (int i = 0; i < s->nd - 1; i++) vectorized = vectorized && stride[i] % each == 0;
@@ -883,7 +899,7 @@ static __device__ vec<float, N> load_floats_strided(const T *p, int64_t stride) 
 }
 
 /* A thread computes N consecutive elements at a time. It reads its operands before it writes the
-   results, so out may be a or b. */
+   results, so the output can be the array of one operand. */
 template <class T, int N>
 DTK_KERNEL __launch_bounds__(BLOCK) binary_kernel(dt_binary_args a, strided s, size_t count) {
     for (size_t i = grid_first(N); i < count; i += grid_step(N)) {
@@ -912,8 +928,8 @@ template <class T> static dt_status binary(const dt_binary_args *a, void *stream
 }
 DTK_TABLE_ENTRY(binary)
 
-/* A thread moves N elements at a time: a vec if the last dimension is contiguous in the input and
-   the output, else one element. s.a are the output's strides, s.b the input's. */
+/* A thread moves N elements at a time. They are a vec if the last dimension is contiguous in the
+   input and in the output; otherwise N is 1. s.a holds the output's strides, s.b the input's. */
 template <class T, int N>
 DTK_KERNEL __launch_bounds__(BLOCK) permute_kernel(dt_permute_args a, strided s, size_t count) {
     for (size_t i = grid_first(N); i < count; i += grid_step(N)) {
@@ -929,10 +945,11 @@ DTK_KERNEL __launch_bounds__(BLOCK) permute_kernel(dt_permute_args a, strided s,
     }
 }
 
-/* Tiled transpose. One dimension is contiguous in the input (its length is in_dense), a different
-   dimension is contiguous in the output (its length is out_dense). Tiles of 32 x 32 pass through
-   shared memory, so that global memory is read and written along contiguous rows. A tile's rows
-   have 33 elements in shared memory, so that reading a column has no bank conflicts. */
+/* Tiled transpose. The dimension that is contiguous in the input has the length in_dense, and in
+   the output the stride out_stride. The dimension that is contiguous in the output has the length
+   out_dense, and in the input the stride in_stride. Tiles of 32 x 32 elements pass through shared
+   memory, so that global memory is read and written along contiguous rows. A tile's rows have 33
+   elements in shared memory, so that reading a column has no bank conflicts. */
 struct transpose_shape {
     int64_t in_dense, out_dense, in_stride, out_stride;
 };
@@ -957,12 +974,13 @@ DTK_KERNEL __launch_bounds__(BLOCK)
         for (int j = threadIdx.x / 32; j < 32; j += WARPS)
             if (x + j < t.in_dense && y + lane < t.out_dense)
                 out[to + (x + j) * t.out_stride + y + lane] = tile[lane][j];
-        __syncthreads(); /* all threads have read the tile */
+        __syncthreads(); /* after this barrier all threads have read the tile */
     }
 }
 
-/* Launches transpose_kernel if s is a transpose of at least 8 x 8 elements without accumulation;
-   otherwise returns false. s.a are the output's strides, s.b the input's. */
+/* If the call is a transpose of at least 8 x 8 elements without accumulation, launches
+   transpose_kernel and returns true; otherwise returns false. s.a holds the output's strides, s.b
+   the input's. */
 template <class Word>
 static bool launch_transpose(const dt_permute_args *a, strided s, void *stream) {
     int in = -1, out = -1;
@@ -980,7 +998,7 @@ static bool launch_transpose(const dt_permute_args *a, strided s, void *stream) 
     return true;
 }
 
-/* Word is an integer type of T's size. */
+/* Word is an integer type of the same size as T. */
 template <class T, class Word> static dt_status permute(const dt_permute_args *a, void *stream) {
     const int N = vec<T>::N;
     strided s = make_strided(a->shape, a->out_stride, a->in_stride);
@@ -1009,11 +1027,12 @@ static dt_status cuda_permute(const dt_permute_args *a, void *stream) {
 
 // ==== 6. Activations: unary, glu ================================================================
 
-/* A result that is rounded to 16 bits does not need a float's last bits, so the hardware's
-   approximate exponential and division are exact enough. They are so fast that the kernels below
-   stay memory-bound. */
+/* exp_as and divide_as take the type T in which the caller stores the result. If T has 16 bits, the
+   last bits of a float are not needed, so the hardware's approximate exponential and division are
+   exact enough. The approximations are so fast that the kernels below stay memory-bound. */
 #ifdef __CUDACC__
-/* exp(x), flushed to 0 below 2^-126. __expf handles such results in extra instructions. */
+/* Returns approximately exp(x), or 0 if the result is below 2^-126. CUDA's __expf needs extra
+   instructions for results below 2^-126. */
 static __device__ float fast_exp(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(1.44269504f * x));
@@ -1032,17 +1051,18 @@ template <class T> static __device__ float sigmoid_as(float x) {
     return divide_as<T>(1, 1 + exp_as<T>(-x));
 }
 
-/* The normal distribution function. erfcf stays accurate for negative x, where 1 + erff(x) would
-   cancel. */
+/* The cumulative distribution function of the normal distribution. For negative x the sum
+   1 + erff(x) would cancel, but erfcf stays accurate. */
 static __device__ float normal_cdf(float x) { return 0.5f * erfcf(-0.70710678f * x); }
 
-/* GELU in its tanh form. With u = sqrt(2/pi) (x + 0.044715 x^3), 0.5 (1 + tanh u) equals the
-   logistic function of 2u. The logistic function needs only one exponential and does not cancel
-   where tanh u is close to -1. */
+/* GELU in its tanh form: gelu(x) = x 0.5 (1 + tanh u) with u = sqrt(2/pi) (x + 0.044715 x^3). The
+   factor 0.5 (1 + tanh u) is computed as 1 / (1 + exp(-2 u)), the logistic function of 2u, which
+   needs only one exponential and does not cancel where tanh u is close to -1. */
 #define DTK_GELU_SCALE 0.7978845608028654f /* sqrt(2/pi) */
 #define DTK_GELU_CUBIC 0.044715f
 
-/* The activation `kind` of x. T is the type in which the caller stores the result. */
+/* Returns f(x) for the activation f that `kind` names (DT_ACT_GELU, ...). T is the type in which
+   the caller stores the result. */
 template <class T = float>
 static __device__ float activate(int kind, float x, float scale, float shift) {
     switch (kind) {
@@ -1060,16 +1080,17 @@ static __device__ float activate(int kind, float x, float scale, float shift) {
     return x;
 }
 
-/* Clamps x to [-bound, bound]. The derivatives below clamp x where they are 0 or 1 in float beyond
-   the bound, because infinity times zero would be NaN. */
+/* Clamps x to [-bound, bound]. For |x| > bound each of the derivatives below is exactly 0 or 1 in
+   float. They clamp x, because for large |x| they would multiply infinity by zero and return
+   NaN. */
 static __device__ float clamped(float x, float bound) {
     x = x < -bound ? -bound : x;
     return x > bound ? bound : x;
 }
 
-/* gelu'(x) = s + x s (1 - s) 2 u', with s = 1 / (1 + e) and e = exp(-2 u). The factor 1 - s is
-   computed as e s, because the difference would cancel where s is close to 1, and the large x u'
-   would amplify that error. */
+/* Returns gelu'(x) = s + x s (1 - s) 2 u', with s = 1 / (1 + e) and e = exp(-2 u). The factor 1 - s
+   is computed as e s, because the difference would cancel where s is close to 1, and the large
+   factor x u' would amplify that error. */
 template <class T> static __device__ float gelu_derivative(float x) {
     x = clamped(x, 30);
     float u = DTK_GELU_SCALE * (x + DTK_GELU_CUBIC * x * x * x),
@@ -1091,8 +1112,9 @@ template <class T> static __device__ float silu_derivative(float x) {
     return s + x * s * (e * s);
 }
 
-/* d f'(x) for the activation f of this `kind`. T is the type in which the caller stores the result.
-   ReLU returns 0 instead of d times 0, so that an infinite d does not become NaN. */
+/* Returns d f'(x) for the activation f that `kind` names. T is the type in which the caller stores
+   the result. Where ReLU's derivative is 0 the result is 0, not d * 0, because the product would be
+   NaN for an infinite d. */
 template <class T = float>
 static __device__ float activate_back(int kind, float x, float d, float scale) {
     switch (kind) {
@@ -1111,8 +1133,9 @@ static __device__ float activate_back(int kind, float x, float d, float scale) {
     return d;
 }
 
-/* Calls f(constant<kind>()), so that f knows the activation at compile time. A loop then branches
-   once per vec, and the vec's elements are computed in parallel. */
+/* Calls f(constant<kind>()), so that f knows the activation at compile time. The kernel then
+   branches once per vec and not once per element, and the vec's elements are computed in
+   parallel. */
 template <class F> static __device__ void with_activation(int kind, F f) {
     switch (kind) {
     case DT_ACT_GELU: return f(constant<DT_ACT_GELU>());
@@ -1149,7 +1172,7 @@ template <class T> static dt_status unary(const dt_unary_args *a, void *stream) 
 }
 DTK_TABLE_ENTRY(unary)
 
-/* a.in may be NULL for an activation whose derivative does not depend on the input. */
+/* a.in may be NULL if the activation's derivative does not depend on the input. */
 template <class T> DTK_KERNEL __launch_bounds__(BLOCK) unary_back_kernel(dt_unary_back_args a) {
     float scale = (float)a.scale;
     for_each_vec<vec<T>::N>(a.count, aligned16(a.dx, a.dout, a.in), [&](size_t i, auto width) {
@@ -1171,8 +1194,8 @@ template <class T> static dt_status unary_back(const dt_unary_back_args *a, void
 }
 DTK_TABLE_ENTRY(unary_back)
 
-/* Gated linear unit, arXiv:2002.05202. out = act(gate) * up. Each row of `in` has cols gates, then
-   cols ups. */
+/* Gated linear unit, arXiv:2002.05202: out = act(gate) * up. Each row of `in` has `cols` elements
+   of gate, then `cols` elements of up. */
 template <class T> DTK_KERNEL __launch_bounds__(BLOCK) glu_kernel(dt_glu_args a) {
     for_each_in_rows<vec<T>::N>(
         a.rows, a.cols, aligned16(a.out, a.in), [&](size_t row, size_t col, auto width) {
@@ -1222,11 +1245,11 @@ DTK_TABLE_ENTRY(glu_back)
 
 // ==== 7. Cast ===================================================================================
 
-/* A cast gives the CPU's bits. The value is first converted to double, which represents every value
-   of the other types exactly. A double is converted to 16 bits in two steps. The first step rounds
-   to a float; if the double lies between two floats, the step picks the float whose last bit is 1
-   (rounding to odd). The second step rounds to 16 bits, and then gives the same result as a single
-   rounding would. */
+/* A cast gives the same bits as on the CPU. The value is first converted to double, which
+   represents every value of the other types exactly. A double is converted to a 16-bit type in two
+   steps. The first step rounds to float. If the double lies between two floats, this step chooses
+   the float whose last bit is 1 (rounding to odd). The second step rounds the float to 16 bits. The
+   result is the same as after a single rounding. */
 static __device__ float round_to_odd(double x) {
     float f = (float)x;
     unsigned bits = __float_as_uint(f);
@@ -1245,14 +1268,14 @@ static __device__ void convert(int *out, double x) {
     *out = (int)x;
 }
 
-/* A value that widens to float is converted to float or 16 bits without a double in between. */
+/* A value of type f32, bf16 or f16 is converted to f32, bf16 or f16 without a double in between. */
 template <class T> static __device__ void convert(T *out, float x) { round_to(out, x); }
 static __device__ void convert(double *out, float x) { *out = (double)x; }
 static __device__ void convert(int *out, float x) { convert(out, (double)x); }
 template <class T> static __device__ void convert(T *out, int x) { convert(out, (double)x); }
 
-/* Converts a vec element by element, except from float to 16 bits: round_to converts two elements
-   per instruction. */
+/* Converts a vec element by element. From float to bf16 or f16 it calls round_to for the whole vec,
+   which converts two elements per instruction. */
 template <class To, class From, int N>
 static __device__ void convert(vec<To, N> *out, vec<From, N> x) {
     for (int k = 0; k < N; k++) convert(&out->v[k], widen(x.v[k]));
@@ -1264,16 +1287,16 @@ template <int N> static __device__ void convert(vec<f16, N> *out, vec<float, N> 
     round_to(out, x);
 }
 
-/* x + y in a type that is wide enough for convert to To to round only once. If x, y and To are
-   floats, the float addition gives the same bits as a double addition rounded to float, because
-   double has more than twice as many mantissa bits. */
+/* Returns x + y as a double, so that `convert` then rounds the sum to the type To only once. If x,
+   y and To are floats, returns the float sum. The float sum has the same bits as the double sum
+   rounded to float, because double has more than twice as many mantissa bits. */
 template <class To, class X, class Y> static __device__ double exact_sum(To *, X x, Y y) {
     return (double)x + (double)y;
 }
 static __device__ float exact_sum(float *, float x, float y) { return x + y; }
 
-/* MAX_N elements of the larger of the two types take 16 bytes, so that a warp's accesses to both
-   arrays have no gaps. */
+/* A thread converts MAX_N elements at a time. They take 16 bytes in the larger of the two types, so
+   that a warp's accesses to both arrays have no gaps. */
 template <class To, class From> DTK_KERNEL __launch_bounds__(BLOCK) cast_kernel(dt_cast_args a) {
     const int MAX_N = sizeof(To) > sizeof(From) ? 16 / sizeof(To) : 16 / sizeof(From);
     for_each_vec<MAX_N>(a.count, aligned16(a.out, a.in), [&](size_t i, auto width) {
@@ -1322,14 +1345,15 @@ static dt_status cuda_cast(const dt_cast_args *a, void *stream) {
 // ==== 8. Sums over a dimension ==================================================================
 
 /* A sum over many rows of few columns has too few outputs to fill a GPU. So it takes two launches
-   if the caller provides scratch:
+   if the caller provides scratch memory:
 
-       in (n = 8)    | r0 r1 | r2 r3 | r4 r5 | r6 r7 |
-       launch 1      |   s0  |   s1  |   s2  |   s3  |     parts: one block each
-       launch 2      |              out              |     their sum */
+       in, n = 8 rows   | r0 r1 | r2 r3 | r4 r5 | r6 r7 |
+       launch 1         |   s0  |   s1  |   s2  |   s3  |     partial sums, one block for each
+       launch 2         |              out              |     the sum of the partial sums */
 
-/* Sums `in` (outer,n,inner) over n. Dimension n is split into parts; out (outer,parts,inner), of
-   dtype `type`, receives each part's sum times `scale`. */
+/* The arguments of a sum of `in` (outer,n,inner) over n. Dimension n is split into `parts` parts.
+   For each part, the sum times `scale` is stored in `out` (outer,parts,inner), which has the dtype
+   `type`. If `accumulate` is set, the sum times `scale` is added to `out` instead. */
 struct sum_job {
     const void *in;
     void *out;
@@ -1339,9 +1363,9 @@ struct sum_job {
     int accumulate;
 };
 
-/* Elements [first, end). subrange splits a range into `count` parts of equal length, the last parts
-   possibly shorter or empty, and returns part i. The split depends only on the range's length and
-   on count. */
+/* The elements [first, end) of an array. subrange splits the range `all` into `count` parts and
+   returns part i. The parts have equal length, except that the last parts may be shorter or empty.
+   Their lengths depend only on `count` and the length of `all`. */
 struct range {
     size_t first, end;
 };
@@ -1355,10 +1379,10 @@ static __device__ range subrange(range all, size_t count, size_t i) {
     return r;
 }
 
-/* A block of 32 x 16 threads sums the columns of 32 adjacent vecs. The rows are split among the 16
-   values of threadIdx.y. Each thread adds its rows in ascending order; sum_over_rows then adds the
-   16 partial sums of each column in ascending order of threadIdx.y. Each of the first 32 N threads
-   gets the total of one column. */
+/* A block of 32 x 16 threads sums the columns of 32 adjacent vecs of N elements. The rows are split
+   among the 16 values of threadIdx.y. Each thread adds its rows in ascending order. sum_over_rows
+   then adds the 16 partial sums of each column in ascending order of threadIdx.y, and returns the
+   total of column my_column() to each of the first 32 N threads. */
 enum { COLUMN_THREADS = 32, ROW_THREADS = 16 };
 
 static __device__ int my_column() { return threadIdx.y * COLUMN_THREADS + threadIdx.x; }
@@ -1367,7 +1391,7 @@ template <int N> static __device__ float sum_over_rows(vec<float, N> sum) {
     __shared__ vec<float, N> of_thread_row[ROW_THREADS][COLUMN_THREADS];
     int column = my_column();
     float total = 0;
-    __syncthreads(); /* all threads have read the previous call's totals */
+    __syncthreads(); /* after this barrier all threads have read the previous call's totals */
     of_thread_row[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
     for (int y = 0; y < ROW_THREADS && column < COLUMN_THREADS * N; y++)
@@ -1375,8 +1399,8 @@ template <int N> static __device__ float sum_over_rows(vec<float, N> sum) {
     return total;
 }
 
-/* Blocks with blockIdx.y = 0 compute sum a. If the grid has a second row, its blocks compute sum b,
-   which has the same sizes. */
+/* Blocks with blockIdx.y = 0 compute the sum described by `a`. If the grid has two rows of blocks,
+   those with blockIdx.y = 1 compute the sum described by `b`, which has the same sizes. */
 template <class T, int N>
 DTK_KERNEL __launch_bounds__(COLUMN_THREADS *ROW_THREADS, 2)
     column_sums_kernel(sum_job a, sum_job b) {
@@ -1391,7 +1415,7 @@ DTK_KERNEL __launch_bounds__(COLUMN_THREADS *ROW_THREADS, 2)
         vec<float, N> sum = { { 0 } };
         if (c < a.inner)
             add_vecs<8>(&sum, mine.end - mine.first, [&](size_t r) { return in + r * a.inner; });
-        /* every thread of the block calls sum_over_rows, because it has barriers */
+        /* every thread of the block must call sum_over_rows, because sum_over_rows has barriers */
         float total = sum_over_rows(sum);
         c = first + my_column();
         if (my_column() < COLUMN_THREADS * N && c < a.inner)
@@ -1399,8 +1423,8 @@ DTK_KERNEL __launch_bounds__(COLUMN_THREADS *ROW_THREADS, 2)
     }
 }
 
-/* G threads (a warp or a block) share a row. row_first is this thread's first row, row_step the
-   distance to its next row. */
+/* G threads (a warp or a block) process a row together. row_first returns this thread's first row,
+   row_step the distance from each of its rows to the next. */
 template <int G> static __device__ size_t row_first() {
     return (size_t)blockIdx.x * (BLOCK / G) + threadIdx.x / G;
 }
@@ -1412,8 +1436,8 @@ template <int G> static __device__ float group_max(float v) {
     return G == 32 ? warp_max(v) : block_max(v);
 }
 
-/* The part of the n elements at p that consists of complete vecs at addresses divisible by 16. p
-   itself need not be divisible by 16. */
+/* Returns the range of the n elements at p that consists of complete vecs at addresses divisible by
+   16. The address p itself need not be divisible by 16. */
 template <int N, class T> static __device__ range aligned_range(const T *p, size_t n) {
     size_t head = (16 - (uintptr_t)p % 16) % 16 / sizeof(T);
     if (head > n) head = n;
@@ -1421,7 +1445,8 @@ template <int N, class T> static __device__ range aligned_range(const T *p, size
     return aligned;
 }
 
-/* Loops over n elements with a group of THREADS threads and calls f(index, constant<N>()). */
+/* Loops over the n elements at p with a group of THREADS threads. Calls f(index, constant<N>()) for
+   each vec in the aligned range and f(index, constant<1>()) for each element outside of it. */
 template <int N, int THREADS, class T, class F>
 static __device__ void for_each_in_range(const T *p, size_t n, F f) {
     range aligned = aligned_range<N>(p, n);
@@ -1431,7 +1456,7 @@ static __device__ void for_each_in_range(const T *p, size_t n, F f) {
     for (size_t c = aligned.end + me; c < n; c += THREADS) f(c, constant<1>());
 }
 
-/* Sums rows: inner is 1. */
+/* Computes sums with inner = 1: each part of a row of `in` is summed by G threads. */
 template <class T, int G> DTK_KERNEL __launch_bounds__(BLOCK) row_sums_kernel(sum_job a) {
     for (size_t part = row_first<G>(); part < a.outer * a.parts; part += row_step<G>()) {
         range all = { 0, a.n }, mine = subrange(all, a.parts, part % a.parts);
@@ -1447,7 +1472,7 @@ template <class T, int G> DTK_KERNEL __launch_bounds__(BLOCK) row_sums_kernel(su
     }
 }
 
-/* Scales `in`: n is 1, so there is nothing to add. */
+/* Computes sums with n = 1, which only scale the elements of `in`. */
 template <class T> DTK_KERNEL __launch_bounds__(BLOCK) scaled_kernel(sum_job a) {
     for (size_t i = grid_first(1); i < a.outer * a.inner; i += grid_step(1))
         store_typed(a.type, a.out, i, a.scale * widen(((const T *)a.in)[i]), a.accumulate);
@@ -1463,12 +1488,12 @@ static void launch_column_sums(const sum_job &a, const sum_job *b, void *stream)
 }
 
 /* The number of blocks that fill a GPU: two for each of the 132 multiprocessors of an H100. A sum
-   with fewer blocks is split into parts. All devices use the same FILL_BLOCKS, because the number
+   with fewer blocks is split into parts. FILL_BLOCKS is the same on all devices, because the number
    of parts changes the bits of a sum. */
 enum { FILL_BLOCKS = 264 };
 
-/* Few columns are summed with one column per thread instead of a vec, so that more blocks take
-   part. */
+/* Launches the kernel for the shape of the sum. If there are few columns, a thread sums one column
+   instead of a vec of columns, so that more blocks take part. */
 template <class T> static void launch_sums(const sum_job &a, void *stream) {
     const int N = vec<T>::N;
     bool few = a.outer * a.parts * vec_count(a.inner, COLUMN_THREADS * N) < FILL_BLOCKS / 4;
@@ -1484,6 +1509,8 @@ template <class T> static void launch_sums(const sum_job &a, void *stream) {
         launch_column_sums<T, 1>(a, NULL, stream);
 }
 
+/* Returns the number of parts into which dimension n is split: 1 without scratch memory or if the
+   unsplit sum fills the GPU. */
 template <class T> static size_t sum_parts(const dt_sum_args *a) {
     size_t blocks =
         a->outer * (a->inner == 1 ? 1 : vec_count(a->inner, COLUMN_THREADS * vec<T>::N));
@@ -1516,12 +1543,14 @@ DTK_TABLE_ENTRY(sum)
 
 // ==== 9. Checked indices: max, top-k, scatter ===================================================
 
-/* Indices come from the caller's data, so an index may lie outside its table. A check on the host
-   would stall the queue in every step, so the kernels check their indices: they skip an invalid
-   index and set the queue's bad_index in pinned memory. The next cuda_sync returns DT_ERR_ARG; all
-   results since the previous cuda_sync are invalid. Tests of single kernels pass no queue, and so
-   have no bad_index. For them check_indices reads the indices on the host and returns DT_ERR_ARG at
-   once, as the CPU's kernels do. */
+/* Indices come from the caller's data, so an index may be out of range. A check on the host would
+   stall the queue in every step, so the kernels check their indices: they skip an invalid index and
+   set *bad_index of the queue, which is in pinned memory. The next cuda_sync then returns
+   DT_ERR_ARG, and all results since the previous cuda_sync are invalid.
+
+   Tests of single kernels pass no queue, so the kernels cannot set bad_index. In this case
+   check_indices reads the indices on the host. It returns DT_ERR_ARG if an index is not in
+   [begin, end), as the CPU's kernels do. */
 static dt_status check_indices(
     const int32_t *indices, size_t count, int64_t begin, int64_t end, void *queue) {
     const size_t ID_CHUNK = 4096;
@@ -1539,17 +1568,17 @@ static dt_status check_indices(
 
 static int *bad_index_of(void *queue) { return queue ? ((cuda_queue *)queue)->bad_index : NULL; }
 
-/* True if index is in [begin, end). Several threads may write *bad_index at the same time, but all
-   of them write 1. */
+/* Returns true if `index` is in [begin, end); otherwise sets *bad_index to 1. Several threads may
+   do so at the same time, because all of them write the same value. */
 static __device__ bool is_valid_index(int64_t index, int64_t begin, int64_t end, int *bad_index) {
     if (index >= begin && index < end) return true;
     if (bad_index) *(volatile int *)bad_index = 1;
     return false;
 }
 
-/* One thread computes one maximum. As on the CPU, a NaN is the maximum only if it is the first
-   element. The kernel is meant for n of at most a few thousand: if inner is 1, adjacent threads
-   read addresses n elements apart, which is slow. */
+/* Each thread computes one maximum over n elements. As on the CPU, a NaN is the maximum only if it
+   is the first of the n elements. The kernel is slow if n exceeds a few thousand and inner is 1,
+   because adjacent threads then read addresses n elements apart. */
 template <class T> DTK_KERNEL __launch_bounds__(BLOCK) max_kernel(dt_max_args a) {
     for (size_t i = grid_first(1); i < a.outer * a.inner; i += grid_step(1)) {
         const T *in = (const T *)a.in + i / a.inner * a.n * a.inner + i % a.inner;
@@ -1576,15 +1605,16 @@ static dt_status cuda_max(const dt_max_args *a, void *stream) {
     return DTK_BY_DTYPE(a->dtype, max_of, a, stream);
 }
 
-/* One thread per row keeps a sorted list of the k largest columns in the output itself, as the CPU
-   does. This is fast enough for a MoE router, where cols is the number of experts. A later column
-   never moves ahead of an earlier column of the same value. */
+/* One thread per row keeps a sorted list of the k columns with the largest values. The list is in
+   the output array a.index, as on the CPU. This is fast enough for a MoE router, where cols is the
+   number of experts. Of two columns with the same value, the one with the lower index comes
+   first. */
 template <class T> DTK_KERNEL __launch_bounds__(BLOCK) topk_kernel(dt_topk_args a) {
     for (size_t r = grid_first(1); r < a.rows; r += grid_step(1)) {
         const T *x = (const T *)a.in + r * a.cols;
         int32_t *index = a.index + r * a.k;
         for (size_t c = 0; c < a.cols; c++) {
-            size_t at = c < a.k ? c : a.k; /* the length of the list */
+            size_t at = c < a.k ? c : a.k; /* place of column c in the list; first the list's end */
             while (at > 0 && widen(x[c]) > widen(x[index[at - 1]])) {
                 if (at < a.k) index[at] = index[at - 1];
                 at--;
@@ -1602,8 +1632,9 @@ template <class T> static dt_status topk(const dt_topk_args *a, void *stream) {
 }
 DTK_TABLE_ENTRY(topk)
 
-/* One thread per (outer,inner) adds the k values in ascending order, so values for the same output
-   position are added in a fixed order. Each sum is rounded. */
+/* One thread per index of (outer,inner) adds the k values in ascending order of their index in k.
+   So values for the same output element are added in a fixed order. The result of each addition is
+   rounded to T. */
 template <class T>
 DTK_KERNEL __launch_bounds__(BLOCK, 2) scatter_kernel(dt_scatter_args a, int *bad_index) {
     for (size_t i = grid_first(1); i < a.outer * a.inner; i += grid_step(1)) {
@@ -1631,18 +1662,21 @@ DTK_TABLE_ENTRY(scatter)
 // ==== 10. Normalisation and softmax =============================================================
 
 /* A row that fits into registers is read from memory only once, even if a kernel makes several
-   passes over it:
+   passes over the row. For the softmax of a row x:
 
-       naive     read x: max      read x: sum of e^(x - max)      read x: write e^(x - max) / sum
-       here      read x into registers (thread_row); max; sum; write
+       naive          read x, compute the maximum
+                      read x, compute the sum of e^(x - max)
+                      read x, write e^(x - max) / sum
 
-   G threads, a warp or a block, share a row. Softmax subtracts the maximum, so that e^x does not
-   overflow. */
+       this section   read x into registers (thread_row), compute max, compute sum, write
 
-/* One thread's part of a row that G threads share: vecs of N elements, G vecs apart. The thread's
-   first K vecs stay in registers, so that a row of up to G K vecs is read once. Further vecs are
-   read again in each pass. cols must be a multiple of N, and the row aligned to the size of a vec;
-   for other rows N is 1. */
+   G threads, a warp or a block, process a row together. Softmax subtracts the maximum, so that the
+   exponential does not overflow. */
+
+/* One thread's part of a row that G threads process together. A thread has every G-th vec of N
+   elements. Its first K vecs stay in registers, so that a row of up to G K vecs is read once.
+   Further vecs are read again in each pass. `cols` must be a multiple of N, and the row's address a
+   multiple of a vec's size; for all other rows use N = 1. */
 enum { ROW_VECS = 4 };
 
 template <class T, int N, int G, int K = ROW_VECS> struct thread_row {
@@ -1657,7 +1691,7 @@ template <class T, int N, int G, int K = ROW_VECS> struct thread_row {
     }
     __device__ int64_t column(int j) const { return (int64_t)(threadIdx.x % G + j * G) * N; }
 
-    /* Calls f(column of the first element, elements) for each vec. */
+    /* For each vec calls f(column, elements), where `column` is that of the first element. */
     template <class F> __device__ void for_each(F f) const {
         DTK_UNROLL
         for (int j = 0; j < K; j++)
@@ -1665,7 +1699,7 @@ template <class T, int N, int G, int K = ROW_VECS> struct thread_row {
         DTK_UNROLL_BY(1)
         for (int64_t c = column(K); c < cols; c += G * N) f(c, load_floats<N>(p + c));
     }
-    /* Calls f(column of the first element, this row's elements, other's elements) for each vec. */
+    /* For each vec calls f(column, elements of this row, elements of the row `other`). */
     template <class F> __device__ void for_each_pair(const thread_row &other, F f) const {
         DTK_UNROLL
         for (int j = 0; j < K; j++)
@@ -1676,8 +1710,9 @@ template <class T, int N, int G, int K = ROW_VECS> struct thread_row {
     }
 };
 
-/* Launches kernel<T, N, G>. If `vectorized`, the kernel reads vecs, and one warp processes a row if
-   its registers hold the row. Otherwise one block processes a row. */
+/* Launches kernel<T, N, G>. If `vectorized` is set, the kernel reads vecs; otherwise N is 1. One
+   warp processes a row if the row can be read in vecs and fits into the warp's registers. Otherwise
+   one block processes a row. */
 #define DTK_LAUNCH_ROWS(kernel, T, vectorized, rows, cols, stream, ...) \
     do { \
         if (!(vectorized)) \
@@ -1688,9 +1723,9 @@ template <class T, int N, int G, int K = ROW_VECS> struct thread_row {
             DTK_LAUNCH((kernel<T, vec<T>::N, BLOCK>), rows, 1, stream, __VA_ARGS__); \
     } while (0)
 
-/* Every thread gets the sums of N values over its group of G threads (a warp, part of a block, or a
-   block). `buffer` alternates between 0 and 1 from call to call, so that a call need not wait until
-   all threads have read the previous call's sums. */
+/* Returns to every thread the sums of N values over its group of G threads (a warp, a part of a
+   block, or a block). The caller passes `buffer` = 0 and 1 in alternate calls, so that a call need
+   not wait until all threads have read the previous call's sums. */
 template <int G, int N> static __device__ vec<float, N> group_sums(vec<float, N> v, int buffer) {
     __shared__ vec<float, N> of_warp[2][WARPS];
     for (int k = 0; k < N; k++) v.v[k] = warp_sum(v.v[k]);
@@ -1703,9 +1738,9 @@ template <int G, int N> static __device__ vec<float, N> group_sums(vec<float, N>
     return v;
 }
 
-/* Layer normalisation, arXiv:1607.06450. The variance takes a second pass over the registers,
-   because E[x^2] - E[x]^2 would cancel. RMSNorm, arXiv:1910.07467, is the same with a mean of zero
-   and without a bias. */
+/* Layer normalisation, arXiv:1607.06450. The variance is computed in a second pass over the
+   registers, because the difference E[x^2] - E[x]^2 would cancel. RMSNorm, arXiv:1910.07467, is
+   computed in the same way, with a mean of zero and without a bias. */
 enum { NORM_ROW_VECS = 6 };
 
 template <class T, int N, int G>
@@ -1714,12 +1749,13 @@ DTK_KERNEL __launch_bounds__(BLOCK, 4) norm_kernel(dt_norm_args a) {
     int buffer = 0;
     for (size_t first = (size_t)blockIdx.x * (BLOCK / G); first < a.rows; first += row_step<G>()) {
         size_t r = first + threadIdx.x / G;
-        /* threads of a row past the end have no columns, but still reach the barriers */
+        /* a thread whose row r is past the last row has no columns, but still reaches the
+           barriers */
         int64_t cols = r < a.rows ? (int64_t)a.cols : 0;
         thread_row<T, N, G, NORM_ROW_VECS> x((const T *)a.in + r * a.cols, cols);
         T *out = (T *)a.out + r * a.cols;
         vec<float, 1> sum = { { 0 } }, squares = { { 0 } };
-        if (!a.rms) { /* all threads take the same branch, so the barrier inside is safe */
+        if (!a.rms) { /* all threads take the same branch, so they all reach its barrier */
             x.for_each([&](int64_t, vec<float, N> v) {
                 for (int k = 0; k < N; k++) sum.v[0] += v.v[k];
             });
@@ -1764,16 +1800,20 @@ static __device__ float mean_of(const dt_norm_back_args &a, size_t r) {
     return a.rms ? 0 : ((const float *)a.mean)[r];
 }
 
-/* The gradients of a normalisation, with y = (x - mean) rstd and g = dout gain:
+/* The gradients of a normalisation, with y = (x - mean) rstd and g = dout * gain:
 
        dx    = rstd (g - mean(g) - y mean(g y))
-       dgain = sum over rows of dout y
+       dgain = sum over rows of dout * y
        dbias = sum over rows of dout
 
-   The term mean(g) is due to the derivative of the mean, so RMSNorm does not have this term.
+   The term mean(g) comes from the derivative of the mean, so RMSNorm does not have this term.
    norm_back_kernel computes all three gradients in one pass over the rows. A row has at most G K
-   vecs: K for each of the G threads that share the row. Each block stores the dgain and dbias of
-   its rows in the scratch (2,parts,cols), with one part per block. */
+   vecs, because each of the G threads that process the row holds K vecs. The scratch memory has the
+   shape (2,parts,cols). Each block is one part, and stores the dgain and dbias of its rows in the
+   scratch memory.
+
+   store_block_sums adds `sum` over the block's groups of G threads and stores the result in
+   `out`. */
 template <int N, int G, int K>
 static __device__ void store_block_sums(float *out, int64_t cols, vec<float, N> *sum) {
     __shared__ vec<float, N> of_group[BLOCK / G][K * G];
@@ -1784,11 +1824,11 @@ static __device__ void store_block_sums(float *out, int64_t cols, vec<float, N> 
         for (int group = 0; group < BLOCK / G; group++) total += of_group[group][c / N].v[c % N];
         out[c] = total;
     }
-    __syncthreads(); /* all threads have read of_group */
+    __syncthreads(); /* after this barrier all threads have read of_group */
 }
 
-/* One thread's part of a row x and of its output gradient dout, which G threads share. A row past
-   the end has no columns. */
+/* One thread's part of a row of x and of the same row of the output gradient, dout. G threads
+   process the row together. If r is past the last row, the row has no columns. */
 template <class T, int G, int K> struct norm_row {
     float mean, rstd;
     thread_row<T, vec<T>::N, G, K> x, dout;
@@ -1799,7 +1839,7 @@ template <class T, int G, int K> struct norm_row {
           dout((const T *)a.dout + r * a.cols, r < a.rows ? (int64_t)a.cols : 0) {}
 };
 
-/* Loads the next row while it computes the current row. */
+/* Each thread loads its part of the next row before it computes the current row. */
 template <class T, int G, int K>
 DTK_KERNEL __launch_bounds__(BLOCK, 2) norm_back_kernel(dt_norm_back_args a) {
     const int N = vec<T>::N;
@@ -1846,8 +1886,9 @@ DTK_KERNEL __launch_bounds__(BLOCK, 2) norm_back_kernel(dt_norm_back_args a) {
     if (a.dbias) store_block_sums<N, G, K>(sums + gridDim.x * a.cols, (int64_t)a.cols, dbias);
 }
 
-/* norm_back in two kernels (norm_back_sums_kernel, norm_back_rows_kernel). They serve rows that are
-   too long for norm_back_kernel, not aligned, or not a multiple of a vec. */
+/* Two kernels for rows that norm_back_kernel cannot process, because they are too long, not aligned
+   or not a multiple of a vec. norm_back_sums_kernel computes the parts of dgain and dbias,
+   norm_back_rows_kernel computes dx. */
 template <class T, int N>
 DTK_KERNEL __launch_bounds__(COLUMN_THREADS *ROW_THREADS, 1)
     norm_back_sums_kernel(dt_norm_back_args a, size_t parts) {
@@ -1903,8 +1944,8 @@ DTK_KERNEL __launch_bounds__(BLOCK, 2) norm_back_rows_kernel(dt_norm_back_args a
     }
 }
 
-/* The number of parts that the rows are split into: one per `each` rows, but at most FILL_BLOCKS
-   and at most as many parts as fit into the scratch. */
+/* Returns the number of parts into which the rows are split: one part for every `each` rows, but at
+   most FILL_BLOCKS parts, and at most the number of parts that fit into the scratch memory. */
 static size_t norm_back_parts(const dt_norm_back_args *a, size_t each) {
     size_t parts = a->rows / each + (a->rows % each != 0),
            capacity = a->work_bytes / sizeof(float) / 2 / a->cols;
@@ -1913,7 +1954,7 @@ static size_t norm_back_parts(const dt_norm_back_args *a, size_t each) {
 }
 
 /* Launches norm_back_kernel with one block per part. If the caller wants neither dgain nor dbias,
-   parts is 0, and grid_for chooses the number of blocks. */
+   `parts` is 0, and grid_for chooses the number of blocks. */
 template <class T, int G, int K>
 static void norm_back_fused(const dt_norm_back_args *a, size_t parts, void *stream) {
     unsigned grid = parts > 0 ? (unsigned)parts : grid_for(a->rows, BLOCK / G);
@@ -1962,7 +2003,7 @@ template <class T> static dt_status norm_back(const dt_norm_back_args *a, void *
 }
 DTK_TABLE_ENTRY(norm_back)
 
-/* out may be the same array as in, because a thread reads and writes only its own columns. */
+/* a.out may be the same array as a.in, because a thread reads and writes only its own columns. */
 template <class T, int N, int G>
 DTK_KERNEL __launch_bounds__(BLOCK, 2) softmax_kernel(dt_softmax_args a) {
     for (size_t r = row_first<G>(); r < a.rows; r += row_step<G>()) {
@@ -2018,21 +2059,24 @@ DTK_TABLE_ENTRY(softmax_back)
 
 // ==== 11. Rotary embedding; counter-based RNG: dropout, init ====================================
 
-/* Rotary embedding (RoPE), arXiv:2104.09864. A block processes `each` tokens, which have at most
-   BLOCK pairs per head. It computes one angle per pair, which all heads share, and then rotates
-   all heads, N pairs at a time. The host computes the frequencies. Angles are computed in double,
-   because a float angle loses the last digits of the cosine at positions in the thousands. A thread
-   reads its pairs before it writes them, so out may be the same array as in. */
+/* Rotary embedding (RoPE), arXiv:2104.09864. The host computes the frequencies. A block processes
+   `each` tokens at a time, chosen so that one head of these tokens has at most BLOCK pairs. The
+   block computes one angle for each of these pairs. All heads use the same angles. The block then
+   rotates all heads, N pairs at a time. Angles are computed in double, because at positions in the
+   thousands a float angle gives a cosine whose last digits are wrong. A thread reads its pairs
+   before it writes them, so a.out may be the same array as a.in. */
 struct rope_frequencies {
     double of[BLOCK];
 };
 
+/* Rotates pairs i to i + N - 1 of the head at x and stores them in the head at `out`. */
 template <class T, int N>
 static __device__ void rope_pairs(
     const dt_rope_args &a, const T *x, T *out, const float2 *rotation, int i) {
     int half = (int)a.rotary / 2;
     if (a.interleaved) {
-        const int M = N == 1 ? 1 : 2 * N; /* if N is 1, a pair may be unaligned */
+        /* elements per memory access; if N is 1, a pair may be unaligned */
+        const int M = N == 1 ? 1 : 2 * N;
         vec<float, M> both[2 * N / M];
         for (int k = 0; k < 2 * N; k += M) both[k / M] = load_floats<M>(x + 2 * i + k);
         for (int k = 0; k < N; k++) {
@@ -2059,12 +2103,13 @@ DTK_KERNEL __launch_bounds__(BLOCK)
     rope_kernel(dt_rope_args a, rope_frequencies frequencies, int each) {
     __shared__ float2 rotation[BLOCK];
     int half = (int)a.rotary / 2, heads = (int)a.heads, rotated = half / N;
-    int head_vecs = (int)(a.dim - a.rotary) / N + rotated; /* units of work per head */
+    /* units of work per head: N pairs to rotate, or N elements to copy */
+    int head_vecs = (int)(a.dim - a.rotary) / N + rotated;
     for (size_t first = (size_t)blockIdx.x * each; first < a.tokens;
          first += (size_t)gridDim.x * each) {
         int here = a.tokens - first < (size_t)each ? (int)(a.tokens - first) : each,
             me = threadIdx.x;
-        __syncthreads(); /* all threads have read the previous tokens' angles */
+        __syncthreads(); /* after this barrier all threads have read the previous angles */
         if (me < here * half) {
             double sine, cosine;
             sincos(a.positions[first + me / half] * frequencies.of[me % half], &sine, &cosine);
@@ -2103,7 +2148,8 @@ template <class T> static dt_status rope(const dt_rope_args *a, void *stream) {
 }
 DTK_TABLE_ENTRY(rope)
 
-/* Counter-based RNG, Philox4x32-10. It gives the same random words as the RNG of dt_tensor.h. */
+/* Counter-based RNG, Philox4x32-10. Its random words are the same as those of the RNG in
+   dt_tensor.h. */
 static __device__ void philox(uint64_t key, uint64_t counter, unsigned out[4]) {
     unsigned k0 = (unsigned)key, k1 = (unsigned)(key >> 32);
     unsigned c0 = (unsigned)counter, c1 = (unsigned)(counter >> 32), c2 = 0, c3 = 0;
@@ -2124,9 +2170,10 @@ static __device__ void philox(uint64_t key, uint64_t counter, unsigned out[4]) {
     out[3] = c3;
 }
 
-/* Each group of four columns of the full tensor uses the four random words of counter (token,
-   column / 4), one word per column. An element is dropped if its word is below `threshold`. Vecs
-   are used only if a.offset is a multiple of 4, so that each vec begins at a group. */
+/* Each group of four columns of the full tensor uses the four random words of one counter, one word
+   per column. The counter consists of the token and column / 4. An element is dropped if its word
+   is below `threshold`. The kernel reads vecs only if a.offset is a multiple of 4, so that each vec
+   begins at the first column of a group. */
 template <class T>
 DTK_KERNEL __launch_bounds__(BLOCK) dropout_kernel(dt_dropout_args a, unsigned threshold) {
     float scale = (float)(1 / (1 - a.p));
@@ -2139,7 +2186,7 @@ DTK_KERNEL __launch_bounds__(BLOCK) dropout_kernel(dt_dropout_args a, unsigned t
         unsigned word[4];
         for (int k = 0; k < N; k++) {
             if (k % 4 == 0) philox(a.key, token << 32 | (column + k) / 4, word);
-            /* not word[e], because an index would move the array out of registers */
+            /* `mine` is word[e]. An index e would move the array `word` out of registers. */
             int e = N > 1 ? k % 4 : (int)(column % 4);
             unsigned mine = e < 2 ? e < 1 ? word[0] : word[1] : e < 3 ? word[2] : word[3];
             x.v[k] = mine < threshold ? 0 : x.v[k] * scale;
@@ -2149,21 +2196,22 @@ DTK_KERNEL __launch_bounds__(BLOCK) dropout_kernel(dt_dropout_args a, unsigned t
 }
 
 template <class T> static dt_status dropout(const dt_dropout_args *a, void *stream) {
-    unsigned threshold = (unsigned)(a->p * 4294967296.0); /* p is below 1 */
+    unsigned threshold = (unsigned)(a->p * 4294967296.0); /* fits, because p is below 1 */
     DTK_LAUNCH(dropout_kernel<T>, a->rows * a->cols, BLOCK * vec<T>::N, stream, *a, threshold);
     return launch_status();
 }
 DTK_TABLE_ENTRY(dropout)
 
-/* Makes a double in [0, 1) with 53 random bits from two random words. */
+/* Returns a double in [0, 1) with 53 random bits, made from two random words. */
 static __device__ double uniform53(unsigned high, unsigned low) {
     return (double)(((uint64_t)high << 32 | low) >> 11) * (1.0 / 9007199254740992.0);
 }
 
-/* Elements 2c and 2c + 1 of the full tensor come from the four random words of counter c. They are
-   two uniform values, with the CPU's bits, or a Box-Muller pair of normal values, computed in
-   double, whose last bits may differ from the CPU's. A thread processes one counter at a time.
-   Number is the arithmetic type of T. */
+/* Elements 2c and 2c + 1 of the full tensor are made from the four random words of counter c. They
+   are two uniform values or, if a.normal is set, a Box-Muller pair of normal values. Uniform values
+   have the same bits as on the CPU. Normal values are computed in double, and their last bits may
+   differ from the CPU's. A thread processes one counter at a time. Number is the arithmetic type
+   of T. */
 template <class T, class Number> DTK_KERNEL __launch_bounds__(BLOCK) init_kernel(dt_init_args a) {
     uint64_t skew = a.offset % 2;
     for (uint64_t i = grid_first(1); 2 * i < a.count + skew; i += grid_step(1)) {
@@ -2172,7 +2220,7 @@ template <class T, class Number> DTK_KERNEL __launch_bounds__(BLOCK) init_kernel
         philox(a.key, a.offset / 2 + i, word);
         double u = uniform53(word[0], word[1]), v = uniform53(word[2], word[3]);
         if (a.normal) {
-            double radius = a.scale * sqrt(-2 * log(1 - u)); /* 1 - u in (0, 1] */
+            double radius = a.scale * sqrt(-2 * log(1 - u)); /* 1 - u is in (0, 1] */
             sincos(6.283185307179586 * v, &pair[1], &pair[0]);
             for (int k = 0; k < 2; k++) pair[k] *= radius;
         } else {
@@ -2227,11 +2275,12 @@ template <class T> static dt_status embedding(const dt_embedding_args *a, void *
 }
 DTK_TABLE_ENTRY(embedding)
 
-/* Scatter-add for the gradient of the table. It gives the CPU's bits and needs no atomics and, in
-   f32, no scratch. A block owns at most OWNED_ROWS rows of the table. It scans all ids, ID_CHUNK at
-   a time, and lists the positions of the ids that name an owned row. It sorts this list by row and
-   adds the listed rows of dout in order, in f32. Every block reads all ids: with 16,384 ids and a
-   table of 50,257 rows, the blocks make 26 million reads, but these reads hit the cache. */
+/* Scatter-add for the gradient of the table. The result has the same bits as on the CPU. The kernel
+   uses no atomics, and a table in f32 needs no scratch memory. A block owns at most OWNED_ROWS rows
+   of the table. It scans all ids, ID_CHUNK at a time, and lists the positions of those ids whose
+   row it owns. It sorts this list by row and adds the listed rows of dout in order, in f32. Every
+   block reads all ids: with 16,384 ids and a table of 50,257 rows, the blocks make 26 million
+   reads, but these reads hit the cache. */
 enum {
     OWNED_ROWS = 32,
     ID_CHUNK = 8 * BLOCK,
@@ -2240,19 +2289,22 @@ enum {
     FEW_IDS = 16
 };
 
-/* A block's list of ids that name its owned rows, the rows [row_begin, end) of the table. The list
-   covers fewer than 2 MAX_WINDOW ids, from id number `base` on. An entry of `found` is the id's
-   position after `base`, times OWNED_ROWS, plus the number of the row among the owned rows; an
-   entry of `by_row` is the position alone. */
+/* A block's list of the ids of its owned rows, which are the rows [row_begin, end) of the table.
+   The list is made from fewer than 2 MAX_WINDOW ids, beginning with id number `base`. An entry of
+   `found` is (position of the id after `base`) * OWNED_ROWS + (index of the row among the owned
+   rows). An entry of `by_row` is only the position. */
 struct owned_list {
     /* `found` is ascending; `by_row` is sorted by row, and ascending within a row */
     unsigned found[LIST_CAPACITY], by_row[LIST_CAPACITY];
+    /* of_row: number of ids of each owned row; begin: where the row's entries begin in `by_row`;
+       of_warp: number of entries that each warp appends */
     int of_row[OWNED_ROWS], begin[OWNED_ROWS + 1], of_warp[WARPS];
-    /* [0]: rows named at most FEW_IDS times; [1]: rows named more often */
+    /* rows[0]: the rows that have at most FEW_IDS ids in the list; rows[1]: the rows that have more
+       than FEW_IDS; count: the lengths of rows[0] and rows[1] */
     int rows[2][OWNED_ROWS], count[2];
 };
 
-/* Appends to the list those of the ids [first, first + ID_CHUNK) that name an owned row. Returns
+/* Appends to the list those of the ids [first, first + ID_CHUNK) whose row the block owns. Returns
    the list's new length. */
 static __device__ int append_owned(owned_list &list, int count, const dt_embedding_back_args &a,
     size_t base, size_t first, int64_t row_begin, int64_t end, int *bad_index) {
@@ -2268,7 +2320,8 @@ static __device__ int append_owned(owned_list &list, int count, const dt_embeddi
         row[k] = row[k] != -1 && at >= row_begin && at < end ? (int)(at - row_begin) : -1;
         mine += row[k] >= 0;
     }
-    if (!__syncthreads_or(mine)) return count; /* also: all threads have read the previous list */
+    /* after this barrier all threads have read the previous list */
+    if (!__syncthreads_or(mine)) return count;
     mine = 0;
     for (int k = 0; k < 8; k++) mine += __popc(hits[k] = __ballot_sync(0xffffffffu, row[k] >= 0));
     if (lane == 0) list.of_warp[warp] = mine;
@@ -2286,8 +2339,8 @@ static __device__ int append_owned(owned_list &list, int count, const dt_embeddi
     return count;
 }
 
-/* Each warp processes every WARPS-th owned row. It copies the row's entries to list.by_row if
-   `copy`, otherwise counts them in list.of_row. */
+/* Each warp processes every WARPS-th owned row. If `copy` is set, it copies the row's entries to
+   list.by_row; otherwise it stores their number in list.of_row. */
 static __device__ void count_owned(owned_list &list, int count, bool copy) {
     int lane = threadIdx.x % 32;
     for (int row = threadIdx.x / 32; row < OWNED_ROWS; row += WARPS) {
@@ -2305,16 +2358,17 @@ static __device__ void count_owned(owned_list &list, int count, bool copy) {
     __syncthreads();
 }
 
-/* Sorts the list by row. `rows` is the number of owned rows. A row enters list.rows only if at
-   least min_count ids name it. */
+/* Sorts the list by row. `rows` is the number of owned rows. A row is put into list.rows only if at
+   least min_count ids in the list are of this row. */
 static __device__ void sort_owned(owned_list &list, int count, int min_count, int rows) {
     int begin = 0, row = threadIdx.x;
-    __syncthreads(); /* all threads have appended to the list */
+    __syncthreads(); /* after this barrier all threads have appended to the list */
     count_owned(list, count, false);
     for (int before = 0; before < OWNED_ROWS && before < row; before++)
         begin += list.of_row[before];
     if (row <= OWNED_ROWS) list.begin[row] = begin;
-    for (int often = 0; often < 2 && row < OWNED_ROWS; often++) { /* only the first warp enters */
+    /* only the threads of the first warp enter this loop */
+    for (int often = 0; often < 2 && row < OWNED_ROWS; often++) {
         int n = list.of_row[row];
         bool here = often ? n > FEW_IDS : n <= FEW_IDS && n >= min_count && row < rows;
         unsigned hits = __ballot_sync(0xffffffffu, here);
@@ -2326,8 +2380,8 @@ static __device__ void sort_owned(owned_list &list, int count, int min_count, in
 }
 
 /* Adds the listed rows of dout to the sums of the table rows in list.rows[often]. A warp processes
-   32 N columns of a row, with IN_FLIGHT loads in flight. The sums start from zero if first_pass,
-   else from their values in `sums`. */
+   32 N columns of a row at a time. Each thread has IN_FLIGHT loads in flight. The sums start from
+   zero if first_pass is set, otherwise from their values in `sums`. */
 template <int N, int IN_FLIGHT, class T>
 static __device__ void add_owned(
     const owned_list &list, int often, float *sums, const T *dout, size_t cols, bool first_pass) {
@@ -2344,10 +2398,11 @@ static __device__ void add_owned(
     }
 }
 
-/* The sums start from their values in `sums` if keep_sums, else from zero. `owned` is the number of
-   rows per block. cols must be a multiple of N. More warps, each with fewer columns (LESS per
-   thread), share a row that is named often: its additions run one after the other, so a single warp
-   would take long. */
+/* Computes `sums`, the gradient of the table in f32. The sums start from the values that `sums`
+   holds if keep_sums is set, otherwise from zero. `owned` is the number of rows that a block owns
+   at a time. a.cols must be a multiple of N. The additions to a row run one after the other, so a
+   row with many ids takes long. In these rows a thread processes only LESS columns instead of N, so
+   that more warps process the row together. */
 template <class T, int N>
 DTK_KERNEL __launch_bounds__(BLOCK, 3) embedding_back_kernel(
     dt_embedding_back_args a, float *sums, bool keep_sums, int owned, int *bad_index) {
@@ -2376,7 +2431,7 @@ DTK_KERNEL __launch_bounds__(BLOCK, 3) embedding_back_kernel(
     }
 }
 
-/* Rounds the complete sums to T. */
+/* Rounds the complete sums to T and stores them in `out`, or adds them if `accumulate` is set. */
 template <class T>
 DTK_KERNEL __launch_bounds__(BLOCK)
     rounded_kernel(T *out, const float *sums, size_t count, int accumulate) {
@@ -2397,7 +2452,7 @@ template <class T> static dt_status embedding_back(const dt_embedding_back_args 
     if (in_scratch && (!sums || a->work_bytes < all * sizeof *sums)) return DT_ERR_ARG;
     size_t held =
         a->table_rows > 0 ? (size_t)a->table_rows : 1; /* one block checks an empty table's ids */
-    /* few rows per block for a small table, so that the blocks fill a GPU */
+    /* a block owns fewer rows if the table is small, so that the blocks fill a GPU */
     int owned = held < FILL_BLOCKS                        ? 1
                 : held < (size_t)FILL_BLOCKS * OWNED_ROWS ? (int)(held / FILL_BLOCKS)
                                                           : (int)OWNED_ROWS;
@@ -2418,35 +2473,37 @@ DTK_TABLE_ENTRY(embedding_back)
 
 /* Cross-entropy. With lse = log(sum of e^x) over the vocabulary,
 
-       loss = lse - x[label]        dx = e^(x - lse) - [column = label]
+       loss = lse - x[label]        dx = e^(x - lse) - (1 in the label's column, 0 elsewhere)
 
-   A naive kernel reads a row of logits twice, for the maximum and for the sum. This kernel reads
-   the row once (online softmax, see running_lse). The backward recomputes the probabilities from
-   lse. In the vocabulary-parallel cross-entropy each rank has some of the columns, and computes the
-   lse and the target of its columns. cross_entropy_merge_kernel then merges the ranks' results. */
+   A naive kernel reads a row of logits twice, for the maximum and for the sum. cross_entropy_kernel
+   reads the row once (online softmax, see running_lse). The backward recomputes the probabilities
+   from lse. In the vocabulary-parallel cross-entropy each rank has some of the columns, and
+   computes two values per row: the lse of its columns, and the sum over its columns of target
+   probability times logit. cross_entropy_merge_kernel then merges the ranks' results. */
 
-/* A block of LOSS_THREADS processes a row of logits, because a vocabulary is long. A single block
-   of TOTAL_THREADS adds the losses of all rows. */
+/* A block of LOSS_THREADS threads processes a row of logits, because a vocabulary is long. A single
+   block of TOTAL_THREADS threads adds the losses of all rows. */
 enum { LOSS_THREADS = 512, TOTAL_THREADS = 512 };
 
-/* Some multiprocessors before sm_80 run at most 1,024 threads, which is two blocks. */
+/* Before sm_80, some GPUs run at most 1,024 threads per multiprocessor, which are two blocks. */
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 enum { LOSS_BLOCKS_PER_SM = 2 };
 #else
 enum { LOSS_BLOCKS_PER_SM = 3 };
 #endif
 
-/* Online softmax, arXiv:1805.02867, computes log(sum of exp(x)) in one pass. Each thread keeps the
-   largest value that it has read and the sum of exp(x - max). A larger value rescales the sum, so
-   nothing overflows. A thread adds the exponentials of a few vecs in f32 and adds these partial
-   sums in double, so that the log is accurate even if one exponential is nearly the entire sum. */
+/* Online softmax, arXiv:1805.02867, computes log(sum of exp(x)) in one pass. Each thread keeps
+   `max`, the largest value that it has read, and `sum`, the sum of exp(x - max). When the thread
+   reads a larger value, it rescales the sum to the new max, so no exponential overflows. A thread
+   adds the exponentials of a few vecs in f32, and adds these partial sums in double. So the log is
+   accurate even if one exponential is nearly the entire sum. */
 struct running_lse {
     float max;
     double sum;
 };
 
-/* Adds VECS vecs of x to *e. The first vec is at column c; the vecs are LOSS_THREADS vecs apart.
-   Vecs from column `end` on are skipped. */
+/* Adds VECS vecs of x to *e. The first vec is at column c, and the distance from each vec to the
+   next is LOSS_THREADS vecs. Vecs at or after column `end` are skipped. */
 template <class T, int N, int VECS>
 static __device__ void add_to_lse(running_lse *e, const T *x, size_t c, size_t end) {
     const size_t APART = LOSS_THREADS * N;
@@ -2491,8 +2548,9 @@ template <class T> static __device__ double row_total(const T *x, size_t n) {
     return block_sum<double, LOSS_THREADS>(sum);
 }
 
-/* The logits are the columns [offset, offset + vocab) of a vocabulary of size full_vocab. All
-   threads of a block have the same label, so they reach the same barriers. */
+/* The logits are the columns [offset, offset + vocab) of a vocabulary of size full_vocab. A block
+   processes one row at a time, so all its threads have the same label and reach the same
+   barriers. */
 template <class T>
 DTK_KERNEL __launch_bounds__(LOSS_THREADS, LOSS_BLOCKS_PER_SM)
     cross_entropy_kernel(dt_cross_entropy_args a, int *bad_index) {
@@ -2549,8 +2607,9 @@ template <class T> static dt_status cross_entropy(const dt_cross_entropy_args *a
 }
 DTK_TABLE_ENTRY(cross_entropy)
 
-/* Log-sum-exp merge of the ranks' results of a vocabulary-parallel cross-entropy, in one block. A
-   thread processes every TOTAL_THREADS-th row and adds the row's n partial results in order. */
+/* Log-sum-exp merge of the ranks' results of a vocabulary-parallel cross-entropy. The kernel runs
+   in one block. A thread processes every TOTAL_THREADS-th row and adds the row's n partial results
+   in order. */
 DTK_KERNEL __launch_bounds__(TOTAL_THREADS, 1)
     cross_entropy_merge_kernel(dt_cross_entropy_merge_args a) {
     double total = 0, squares = 0;
@@ -2583,9 +2642,9 @@ static dt_status cuda_cross_entropy_merge(const dt_cross_entropy_merge_args *a, 
     return launch_status();
 }
 
-/* dlogits (+)= factor (exp(x - lse) (1 + 2 z lse) - target). A row without a label has gradient
-   zero. Each element is read once and written once. A row is split into gridDim.y parts, one per
-   block. */
+/* dlogits (+)= factor (exp(x - lse) (1 + 2 z lse) - target), where `factor` is upstream * scale and
+   `target` is the column's target probability. The gradient of a row without a label is zero. Each
+   element is read once and written once. A row is split into gridDim.y parts, one per block. */
 template <class T>
 DTK_KERNEL __launch_bounds__(LOSS_THREADS)
     cross_entropy_back_kernel(dt_cross_entropy_back_args a, int *bad_index) {
@@ -2644,8 +2703,9 @@ static dt_status cross_entropy_back(const dt_cross_entropy_back_args *args, void
 }
 DTK_TABLE_ENTRY(cross_entropy_back)
 
-/* The mean squared error runs in one block, because there is no scratch for partial sums. It is
-   meant for the outputs of a model, not for arrays as large as its weights. */
+/* Mean squared error. The kernel runs in one block, because it has no scratch memory for partial
+   sums. So it is fast enough for the outputs of a model, but not for arrays as large as a model's
+   weights. */
 template <class T> DTK_KERNEL __launch_bounds__(TOTAL_THREADS, 1) mse_kernel(dt_mse_args a) {
     const T *x = (const T *)a.a, *y = (const T *)a.b;
     double total = 0;
@@ -2688,7 +2748,7 @@ DTK_TABLE_ENTRY(mse_back)
 
 // ==== 14. Norm and optimizers ===================================================================
 
-/* The updates, element by element (g is the gradient):
+/* The optimizers' updates of each element, where p is the parameter and g the gradient:
 
        SGD      b = momentum b + g + decay p              p -= lr b
        AdamW    m = b1 m + (1 - b1) g
@@ -2697,9 +2757,10 @@ DTK_TABLE_ENTRY(mse_back)
 
    The gradient norm is summed in pieces of 1,024 elements, in the same order on CPU and GPU. */
 
-/* Half a warp sums one piece; a block sums 16 pieces. Lane l adds elements l, l + 16, ...; then the
-   upper half of the lanes is added to the lower half until one sum is left. The CPU adds in the
-   same order, and the square of a float is exact in double, so the norm has the CPU's bits. */
+/* Half a warp (16 lanes) sums one piece, and a block sums 16 pieces. Lane l adds elements l,
+   l + 16, .... Then the upper half of the lanes is added to the lower half until one sum is left.
+   The CPU adds in the same order, and the square of a float is exact in double, so the norm has the
+   same bits as on the CPU. */
 enum { PIECE_LANES = 16, PIECES_PER_BLOCK = BLOCK / PIECE_LANES };
 
 static __device__ double lanes_sum(double sum) {
@@ -2734,8 +2795,8 @@ template <class T> static dt_status square_sums(const dt_square_sums_args *a, vo
 }
 DTK_TABLE_ENTRY(square_sums)
 
-/* Parameters and their state are f32. Narrow is the type of an optional copy of the parameters; it
-   is f32 if there is no copy. */
+/* Parameters and their optimizer state are f32. Narrow is the type of the optional copy of the
+   parameters, or float if there is no copy. */
 #define DTK_BY_NARROW_DTYPE(a, f, ...) \
     ((a)->dtype != DT_F32 \
             ? DT_ERR_UNSUPPORTED \
@@ -2746,8 +2807,8 @@ static __device__ void store_narrow_copy(void *narrow, size_t i, vec<float, N> p
     if (narrow) store_floats((Narrow *)narrow + i, param);
 }
 
-/* One tensor of parameters, and the factors of its step. The host computes the factors in double,
-   as the CPU kernel does. */
+/* One tensor of parameters, and the factors with which the step updates it. The host computes the
+   factors in double, as the CPU kernel does, and rounds them to float. */
 struct adamw_tensor {
     float *param, *m, *v;
     const float *grad;
@@ -2757,7 +2818,7 @@ struct adamw_tensor {
         l2_decay, grad_scale;
 };
 
-/* The tensors that one launch updates. Blocks first[i] .. first[i + 1] - 1 update tensor i. The
+/* The n tensors that one launch updates. Blocks first[i] to first[i + 1] - 1 update tensor i. The
    struct is a kernel parameter, and kernel parameters are limited to 4 KiB. */
 enum { ADAMW_BATCH = 32 };
 struct adamw_batch {
@@ -2770,7 +2831,7 @@ static_assert(sizeof(adamw_batch) <= 4096, "the parameters of a kernel");
    computes Adam (arXiv:1412.6980), which adds the weight decay to the gradient. */
 template <class Narrow> DTK_KERNEL __launch_bounds__(BLOCK) adamw_kernel(adamw_batch all) {
     unsigned mine = 0, end = all.n;
-    while (end - mine > 1) { /* binary search: this block's tensor is in [mine, end) */
+    while (end - mine > 1) { /* binary search: the index of this block's tensor is in [mine, end) */
         unsigned middle = (mine + end) / 2;
         if (blockIdx.x < all.first[middle])
             end = middle;
@@ -2820,8 +2881,8 @@ static adamw_tensor make_adamw_tensor(const dt_adamw_args *a) {
     return f;
 }
 
-/* Each tensor gets as many blocks as in a launch of its own: a small tensor gets one block, a large
-   tensor enough blocks to fill a GPU. */
+/* Updates a list of tensors, ADAMW_BATCH in each launch. A small tensor gets one block, and a large
+   tensor gets enough blocks to fill a GPU. */
 template <class Narrow> static dt_status adamw(const dt_adamw_args *a, void *stream) {
     while (a) {
         adamw_batch all;
@@ -2883,9 +2944,9 @@ static dt_status cuda_sgd(const dt_sgd_args *a, void *stream) {
 
 /* ---- 1-bit Adam ---- */
 
-/* 1-bit Adam, arXiv:2102.02888. After a warm-up v is frozen, and each rank sends the signs of its
-   momentum with one scale. A rank keeps the error of this compression and adds it to the next
-   momentum x that it sends:
+/* 1-bit Adam, arXiv:2102.02888. After a warm-up, Adam's v is frozen. From then on each rank sends
+   only the signs of its momentum, and one scale. A rank keeps the error of this compression and
+   adds it to the next momentum x that it sends:
 
        e = x + error,  send sign(e) and scale = sqrt(mean of e^2),  error = e - scale sign(e) */
 
@@ -2949,8 +3010,8 @@ static __device__ void write_scale(unsigned char *p, double x) {
     for (int i = 0; i < 8; i++) p[i] = (unsigned char)(bits >> 8 * i);
 }
 
-/* Replaces error by x + error, or by 0 where v is 0. Writes to sums (2,pieces), for each piece, the
-   sum of the squared new errors and the number of elements with v != 0. */
+/* Replaces `error` by x + error, or by 0 where v is 0. For each piece, writes two values to `sums`
+   (2,pieces): the sum of the squares of the new errors, and the number of elements with v != 0. */
 DTK_KERNEL __launch_bounds__(BLOCK)
     sign_sums_kernel(dt_sign_pack_args a, double *sums, size_t pieces) {
     const float *x = (const float *)a.x, *v = (const float *)a.v;
@@ -2974,7 +3035,7 @@ DTK_KERNEL __launch_bounds__(BLOCK)
     }
 }
 
-/* One block computes the scale and writes it after the sums, at sums[2 * pieces]. */
+/* Computes the scale in one block and writes it to sums[2 * pieces], after the sums. */
 DTK_KERNEL __launch_bounds__(TOTAL_THREADS, 1) sign_scale_kernel(double *sums, size_t pieces) {
     double squares = 0, numbers = 0;
     for (size_t i = threadIdx.x; i < pieces; i += TOTAL_THREADS) {
@@ -2987,8 +3048,8 @@ DTK_KERNEL __launch_bounds__(TOTAL_THREADS, 1) sign_scale_kernel(double *sums, s
         sums[2 * pieces] = (double)(float)(numbers > 0 ? sqrt(squares / numbers) : 0);
 }
 
-/* Each thread writes one byte of signs. The first a.parts threads also write the scale of one
-   message each. message_bytes is the number of bytes of one message's signs. */
+/* Each thread writes one byte of signs at a time. The first a.parts threads also write the scale of
+   one message each. message_bytes is the number of bytes of one message's signs. */
 DTK_KERNEL __launch_bounds__(BLOCK)
     sign_pack_kernel(dt_sign_pack_args a, const double *message_scale, size_t message_bytes) {
     const float *vs = (const float *)a.v;
@@ -3020,7 +3081,8 @@ static dt_status cuda_sign_pack(const dt_sign_pack_args *a, void *stream) {
     return launch_status();
 }
 
-/* Each thread reads one byte of signs from every message and writes the mean of 8 elements. */
+/* Each thread reads one byte of signs from every message, and writes 8 elements: the means over the
+   messages. */
 DTK_KERNEL __launch_bounds__(BLOCK) sign_unpack_kernel(dt_sign_unpack_args a) {
     const unsigned char *in = (const unsigned char *)a.in;
     const float *vs = (const float *)a.v;
@@ -3048,25 +3110,27 @@ static dt_status cuda_sign_unpack(const dt_sign_unpack_args *a, void *stream) {
 // ==== 15. Matrix product ========================================================================
 
 /* GEMM: C = A B. A naive kernel has one thread per element of C; the thread reads a row of A and a
-   column of B, 2k loads for k multiply-adds. Here a block computes a tile of C from tiles of A and
-   B in shared memory, so one load of an element serves a whole row or column of the tile. The block
-   loads the next tiles while it multiplies the current tiles (two stages):
+   column of B, 2k loads for k multiply-adds. The kernels of this section compute a tile of C in one
+   block from tiles of A and B in shared memory, so one load of an element serves a whole row or
+   column of the tile. The block loads the next tiles while it multiplies the current tiles (two
+   stages):
 
                     B  [ k tile ]        for each k tile:
                        [  cols  ]           load the next tiles   (cp.async, or registers)
        A  [ k tile ]   [ C tile ]           C tile += A tile * B tile
           [  rows  ]                     epilogue: bias, activation, residual; store
 
-   f32 uses multiply-adds in registers; bf16 and f16 use tensor cores (mma). If the caller passes a
-   queue, cuBLASLt computes the product unless cuBLASLt refuses. These kernels compute all other
-   products. */
+   Products of f32 use multiply-adds in registers; products of bf16 and f16 use tensor cores (mma).
+   If the caller passes a queue, cuBLASLt computes the product unless cuBLASLt refuses it. The
+   kernels of this section compute all other products. */
 
 /* ---- tensor core instructions ---- */
 
-/* Each wrapper is one PTX instruction, or in tests on a CPU a function that replaces it. mma
-   computes d (16,8) += a (16,16) b (16,8); lane 4 g + t holds rows g and g + 8 of d, columns 2 t
-   and 2 t + 1. bf16 products and cp.async need sm_80. Code for older devices multiplies and copies
-   with plain instructions and gets the same result. */
+/* Each function below wraps one PTX instruction; in tests on a CPU a function with the same result
+   replaces it. mma computes d (16,8) += a (16,16) b (16,8), where lane 4 g + t holds the elements
+   of d in rows g and g + 8 and columns 2 t and 2 t + 1. cp.async, and mma with bf16 operands, need
+   sm_80. Code for older devices multiplies and copies with plain instructions and gets the same
+   result. */
 #ifdef __CUDACC__
 #define DTK_PTX static __device__ __forceinline__
 #define DTK_HAS_SM80 (__CUDA_ARCH__ >= 800)
@@ -3104,7 +3168,8 @@ DTK_PTX void mma(bf16, float *d, const unsigned *a, const unsigned *b) { DTK_MMA
 DTK_PTX void mma(f16, float *d, const unsigned *a, const unsigned *b) { DTK_MMA("f16"); }
 #undef DTK_MMA
 
-/* Copies 16 bytes from global to shared memory, or writes 16 zero bytes if !there. */
+/* If `there` is set, copies 16 bytes from global to shared memory; otherwise writes 16 zero bytes
+   to shared memory. */
 DTK_PTX void cp_async_16(void *shared, const void *global, bool there) {
     asm volatile("{ .reg .pred none; setp.eq.b32 none, %2, 0; cp.async.cg.shared.global [%0], "
                  "[%1], 16, none; }"
@@ -3116,11 +3181,11 @@ DTK_PTX void cp_async_commit() { asm volatile("cp.async.commit_group;" : : : "me
 DTK_PTX void cp_async_wait_all() { asm volatile("cp.async.wait_all;" : : : "memory"); }
 #endif
 
-/* wgmma: a warpgroup (four warps) multiplies 64 rows at a time and reads B, and A unless it is in
-   registers, from shared memory; see smem_matrix. Only code for sm_90a has wgmma. In code for other
-   devices, the kernels that use wgmma are empty, and their launch bounds make a launch fail.
-   wgmma computes d (64,N) = a b, or d += a b if `add`. Warp w holds rows 16 w .. 16 w + 15 of d, in
-   mma's layout. d is valid after wgmma_wait. */
+/* wgmma: a warpgroup (four warps) multiplies 64 rows at a time. It reads B from shared memory, and
+   also A unless A is in registers; see smem_matrix. Only code for sm_90a has wgmma. In code for
+   other devices, the kernels that use wgmma are empty, and their launch bounds are so small that a
+   launch fails. wgmma computes d (64,N) = a b, or d += a b if `add` is set. Warp w holds rows 16 w
+   to 16 w + 15 of d, in mma's layout. d is valid after wgmma_wait. */
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define DTK_HAS_WGMMA 1
 #define DTK_D4(j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
@@ -3179,11 +3244,11 @@ DTK_WGMMA_FUNCTIONS(f16, "f16")
 #undef DTK_D32
 #undef DTK_D4
 
-/* A matrix in shared memory, in slabs of 64 columns; each slab begins `slab` elements after the
-   previous slab. For wgmma the rows run along k; B of wgmma_from_registers has one row for each k.
-   smem_matrix is the variable half of the wgmma descriptor. The constant half says that 8 rows of
-   128 bytes are contiguous and that their 16-byte units are swizzled. advance moves a matrix by
-   `numbers` elements in the same slab. */
+/* A matrix in shared memory, in slabs of 64 columns. Each slab begins `slab` elements after the
+   previous slab. The matrices of wgmma are K-major: a row runs along k. B of wgmma_from_registers
+   is MN-major: it has one row for each k. smem_matrix is the variable half of the wgmma descriptor.
+   The constant half says that 8 rows of 128 bytes are contiguous and that their 16-byte units are
+   swizzled. `advance` returns the matrix that begins `numbers` elements later in the same slab. */
 typedef unsigned smem_matrix;
 DTK_PTX smem_matrix smem_matrix_at(const void *p, int slab) {
     return shared_address(p) >> 4 | (unsigned)(slab * 2 >> 4) << 16;
@@ -3235,9 +3300,10 @@ static void cp_async_16(void *shared, const void *global, bool there) {
 }
 static void cp_async_commit() { dtc_cp_async_commit(); }
 
-/* Emulates wgmma with one mma emulation per warp, which reads the matrices through their
-   descriptors. wgmma_wait computes the products, as late as possible; until then d is NaN, so that
-   a test notices a result that is read too early. A missing fence abandons the kernel. */
+/* Emulates wgmma: each warp calls the emulation of mma and reads the matrices through their
+   descriptors. The products are computed as late as possible, in wgmma_wait. Until then d is NaN,
+   so that a test notices a result that is read too early. If a fence is missing, the kernel is
+   abandoned. */
 struct smem_matrix {
     const char *p;
     int slab;
@@ -3253,7 +3319,8 @@ static unsigned element_of(const smem_matrix &m, int row, int col) {
 
 struct pending_wgmma {
     void (*execute)(const pending_wgmma &);
-    /* initial: the values of d before the first pending product that changes d */
+    /* initial: the values of d before this product, if `first` is set: no earlier pending product
+       changes d */
     float (*d)[4], initial[16][4];
     smem_matrix a, b;
     unsigned u[4];
@@ -3336,15 +3403,16 @@ static void wgmma_fence_operand(float &) {}
 static void order_after(float) {}
 #endif
 
+/* Returns the element in the low half of `pair`, or in the high half if `which` is 1. */
 template <class T> static __device__ float unpack_half(unsigned pair, int which) {
     T x;
     x.bits = (uint16_t)(which ? pair >> 16 : pair & 0xffff);
     return widen(x);
 }
 
-/* mma without tensor cores: multiplies the pairs of elements along k one by one, and reads each
-   pair from the lane that holds the pair. The function is not inlined, because unrolled loops call
-   it and nvcc would take many minutes to compile them. */
+/* mma without tensor cores: multiplies the elements of a and b pair by pair along k. A lane reads
+   each pair by a shuffle from the lane that holds the pair. mma_plain is not inlined, because
+   unrolled loops call it and nvcc would take many minutes to compile these loops. */
 #ifdef __CUDACC__
 #define DTK_NOINLINE __noinline__
 #else
@@ -3383,9 +3451,10 @@ static __device__ void cp_async_wait_all() {}
 
 /* ---- tiles in shared memory ---- */
 
-/* Swizzle: the index of (row, col) in a tile whose rows have LD elements, at least 128 bytes. In 8
-   consecutive rows, the 16-byte units of one column are in 8 different bank groups, so a warp reads
-   8 rows at once without bank conflicts. Unit u of row r is stored at position u ^ (r % 8):
+/* Swizzle: returns the index of (row, col) in a tile whose rows have LD elements, at least 128
+   bytes. In 8 consecutive rows, the 16-byte units of one column are in 8 different bank groups, so
+   a warp reads 8 rows at once without bank conflicts. Unit u of row r is stored at position
+   u ^ (r % 8). The picture shows which unit is stored at each position:
 
        row 0   0 1 2 3 4 5 6 7
        row 1   1 0 3 2 5 4 7 6
@@ -3395,16 +3464,17 @@ template <class T, int LD> static __device__ int swizzle(int row, int col) {
     return row * LD + (col / N ^ (row & 7)) * N + col % N;
 }
 
-/* Returns x, but hides its origin from the compiler. The compiler then computes expressions with
-   the result where they are used and does not hold their values in registers across a loop. */
+/* Returns x, but hides from the compiler how x was computed. The compiler then evaluates an
+   expression that contains the result where the expression is used, and does not hold its value in
+   registers across a loop. */
 static __device__ int opaque(int x) {
     asm volatile("" : "+r"(x));
     return x;
 }
 
-/* Loads a tile from global memory at p; the rows there are ld elements apart. Elements beyond
-   `rows` and `cols` are zero. `aligned` says that p, ld and cols are multiples of 16 bytes; the
-   copy is then asynchronous. */
+/* Loads a tile from global memory at p, where consecutive rows are `ld` elements apart. Elements of
+   the tile beyond `rows` and `cols` are set to zero. Set `aligned` if p, ld and cols are multiples
+   of 16 bytes; the copy is then asynchronous. */
 template <class T, int ROWS, int LD, int THREADS, class index>
 static __device__ void fetch_tile(T *tile, const T *p, index ld, int rows, int cols, bool aligned) {
     const int N = vec<T>::N, VECS = LD / N, DOWN = THREADS / VECS;
@@ -3428,18 +3498,19 @@ static __device__ void fetch_tile(T *tile, const T *p, index ld, int rows, int c
     }
 }
 
-/* Fragments of mma from tiles. ldmatrix loads four 8 x 8 matrices, and each lane gives the address
-   of one row. The two functions return that row's index in the tile, for two ways in which the
-   matrices 0 .. 3 cover 16 rows and 16 columns:
+/* These two functions help to load the fragments of mma from a tile. ldmatrix loads four 8 x 8
+   matrices, and each lane passes to it the address of one row of 8 elements. The functions return
+   the index of that row's first element in the tile. They differ in the order in which the matrices
+   0 to 3 cover 16 rows and 16 columns:
 
-       ldmatrix_rows     0 2    A if the tile's rows run along k, or two fragments of B if the tile
-                         1 3    has one row for each k
-       ldmatrix_columns  0 1    two fragments of B if the tile's rows run along k, or A if the tile
-                         2 3    has one row for each k
+       ldmatrix_rows     0 2    for A if the tile's rows run along k; for two fragments of B if the
+                         1 3    tile has one row for each k
+       ldmatrix_columns  0 1    for two fragments of B if the tile's rows run along k; for A if the
+                         2 3    tile has one row for each k
 
-   The result x is for matrices that begin at row 0 and column 0 of the tile. LD is a power of two,
-   so the swizzle is an exclusive or: the index for another column is x ^ column, and the index for
-   another row, a multiple of 8, is x + row * LD. */
+   The result, x, is for matrices that begin at row 0 and column 0 of the tile. LD is a power of
+   two, so the swizzle is an exclusive or: for matrices that begin at another column, the index is
+   x ^ column; for matrices that begin at another row, a multiple of 8, it is x + row * LD. */
 template <int LD> static __device__ int ldmatrix_rows() {
     int lane = opaque(threadIdx.x) % 32;
     return lane % 16 * LD + (lane / 16 ^ lane % 8) * 8;
@@ -3452,7 +3523,8 @@ template <int LD> static __device__ int ldmatrix_columns() {
 
 /* ---- the kernels of this file ---- */
 
-/* Stores v in out[at], or adds v to out[at] if `accumulate`. out is float if `wide`, else T. */
+/* Stores v in out[at], or adds v to out[at] if `accumulate` is set. The elements of `out` have the
+   type float if `wide` is set, otherwise T. */
 template <class T>
 static __device__ void store_as(void *out, int wide, int64_t at, float v, int accumulate) {
     T *narrow = (T *)out + at;
@@ -3463,8 +3535,9 @@ static __device__ void store_as(void *out, int wide, int64_t at, float v, int ac
         round_to(narrow, accumulate ? widen(*narrow) + v : v);
 }
 
-/* Epilogue: applies all fusions, in their order, to the sum of products v and stores the result in
-   c[at], an element of column j. The pointers in `a` may be equal. */
+/* Epilogue: adds the bias, applies the activation or multiplies by its derivative, and adds the
+   residual. v is the sum of products. The result is stored in c[at], an element of column j. The
+   pointers in `a` may be equal. */
 template <class T>
 static __device__ void apply_epilogue(const dt_matmul_args &a, int64_t at, int64_t j, float v) {
     if (a.bias) v += widen(((const T *)a.bias)[j]);
@@ -3478,12 +3551,15 @@ static __device__ void apply_epilogue(const dt_matmul_args &a, int64_t at, int64
     store_as<T>(a.c, a.wide, at, v, a.accumulate);
 }
 
-/* A or B as the kernels see it. `rows` is the number of rows of c for A, of columns of c for B.
-   mn_major says that the elements with the same k index are contiguous. */
+/* One operand of a product: A or B. */
 struct operand {
     const void *p;
+    /* ld: distance in elements from one row in memory to the next; stride: distance in elements
+       from one matrix of the batch to the next */
     int64_t ld, stride;
-    int rows;
+    int rows; /* for A the number of rows of c, for B the number of columns of c */
+    /* mn_major: true if the elements with the same k index are contiguous; aligned: true if the
+       matrix can be read in units of 16 bytes */
     bool mn_major, aligned;
 };
 
@@ -3494,7 +3570,7 @@ static operand operand_of(const void *p, int64_t rows, int64_t k, int64_t ld, in
     return x;
 }
 
-/* Where a block's tile of c begins. */
+/* The matrix of the batch, the row and the column at which a block's tile of c begins. */
 struct tile_origin {
     int batch, row, col;
 };
@@ -3505,8 +3581,9 @@ static __device__ tile_origin tile_origin_of(const dt_matmul_args &a, int tile) 
     return c;
 }
 
-/* Stores a block's tile of c from its sums in shared memory. Neighbouring threads store
-   neighbouring elements, and apply_epilogue is compiled once. */
+/* Applies the epilogue to a block's tile of c, whose sums are in shared memory. As the sums come
+   from shared memory, neighbouring threads store neighbouring elements, and apply_epilogue is
+   compiled only once. */
 template <class T, int ROWS, int COLS>
 static __device__ void apply_epilogue_tile(
     const dt_matmul_args &a, tile_origin c, const float *tile) {
@@ -3519,8 +3596,9 @@ static __device__ void apply_epilogue_tile(
     }
 }
 
-/* GEMM in f32: 16 x 16 threads, each with R x R sums. Each element is one chain of multiply-adds in
-   ascending k, whatever R is. The next tiles are loaded while the current tiles are multiplied. */
+/* GEMM in f32. A block has 16 x 16 threads, and each thread computes R x R elements of C. Each
+   element is one chain of multiply-adds in ascending k, whatever R is. The next tiles are loaded
+   while the current tiles are multiplied. */
 enum { F32_TILE_K = 16 };
 
 template <int R>
@@ -3536,8 +3614,8 @@ static __device__ void load_f32_tile(
     }
 }
 
-/* Packing: stores loaded elements into the tile (F32_TILE_K,16 R), where a vec holds 4 rows of one
-   k, whatever the operand's layout. */
+/* Packing: stores the loaded elements in the tile (F32_TILE_K,16 R). In the tile a vec always holds
+   the elements of 4 rows with the same k index, whatever the operand's layout in memory. */
 template <int R>
 static __device__ void store_f32_tile(
     vec<float> (*tile)[4 * R + 1], const vec<float> *next, int mn_major) {
@@ -3565,8 +3643,8 @@ DTK_KERNEL __launch_bounds__(BLOCK, 2) matmul_f32_kernel(dt_matmul_args a, opera
     for (int k0 = 0, s = 0; k0 < a.k; k0 += F32_TILE_K, s ^= 1) {
         store_f32_tile<R>(xs[s], next_x, x.mn_major);
         store_f32_tile<R>(ys[s], next_y, y.mn_major);
-        /* One barrier per step suffices: half s is written again only after the next barrier, and
-           a thread arrives there after its last read from half s. */
+        /* One barrier per step suffices. The tiles xs[s] and ys[s] are written again only after the
+           next barrier, and a thread reaches that barrier only after it has read these tiles. */
         __syncthreads();
         load_f32_tile<R>(next_x, x, c.batch, c.row, k0 + F32_TILE_K, a.k);
         load_f32_tile<R>(next_y, y, c.batch, c.col, k0 + F32_TILE_K, a.k);
@@ -3584,7 +3662,7 @@ DTK_KERNEL __launch_bounds__(BLOCK, 2) matmul_f32_kernel(dt_matmul_args a, opera
                 sum[i / R][i % R] += u[i / R / 4].v[i / R % 4] * v[i % R / 4].v[i % 4];
         }
     }
-    float *tile = (float *)tiles; /* holds 64 rows of sums */
+    float *tile = (float *)tiles; /* has space for 64 rows of sums */
     DTK_UNROLL
     for (int part = 0; part < R / 4; part++) {
         __syncthreads();
@@ -3599,8 +3677,8 @@ DTK_KERNEL __launch_bounds__(BLOCK, 2) matmul_f32_kernel(dt_matmul_args a, opera
     }
 }
 
-/* GEMM in bf16 and f16 on tensor cores: a block computes a 128 x 128 tile of c, 64 k indices at a
-   time. Each of its eight warps computes 64 x 32 elements. */
+/* GEMM in bf16 and f16 on tensor cores. A block computes a 128 x 128 tile of c and multiplies 64 k
+   indices at a time. Each of the block's eight warps computes 64 x 32 elements. */
 enum { TILE_MN = 128, TILE_K = 64, MATMUL_STAGES = 2 };
 
 template <class T>
@@ -3615,8 +3693,9 @@ static __device__ void fetch_operand_tile(
             tile, p + row0 * x.ld + k0, x.ld, x.rows - row0, k - k0, x.aligned);
 }
 
-/* Adds the product of a warp's rows of xs and its columns of ys to sum. MN_MAJOR_X is x.mn_major,
-   MN_MAJOR_Y is y.mn_major. */
+/* Adds to `sum` the product of a warp's 64 rows of A, from row `row` of the tile xs on, and its 32
+   columns of B, from column `col` of the tile ys on. MN_MAJOR_X and MN_MAJOR_Y are mn_major of A
+   and of B. */
 template <class T, bool MN_MAJOR_X, bool MN_MAJOR_Y>
 static __device__ void multiply_tiles(
     float (&sum)[4][4][4], const T *xs, const T *ys, int row, int col) {
@@ -3658,7 +3737,8 @@ DTK_KERNEL __launch_bounds__(BLOCK, 2)
     bool idle = c.row + down >= a.m || c.col + across >= a.n;
     for (int k0 = -TILE_K, s = 1; k0 < a.k; k0 += TILE_K, s ^= 1) {
         cp_async_wait_all();
-        /* this step's tiles have arrived, and no thread still reads the previous step's tiles */
+        /* after the barrier the tiles of this step are in shared memory, and no thread reads the
+           tiles of the previous step any more */
         __syncthreads();
         if (k0 + TILE_K < a.k) {
             fetch_operand_tile(xs + (s ^ 1) * SIZE, x, c.batch, c.row, k0 + TILE_K, a.k);
@@ -3670,7 +3750,7 @@ DTK_KERNEL __launch_bounds__(BLOCK, 2)
                 sum, xs + s * SIZE, ys + s * SIZE, down, across);
     }
     __syncthreads();
-    float *tile = (float *)shared; /* 64 KB, as much as the tiles of two stages */
+    float *tile = (float *)shared; /* 64 KB, the same size as the tiles of two stages */
     DTK_UNROLL
     for (int i = 0; i < 64; i++) {
         int row = down + i / 16 * 16 + i / 2 % 2 * 8 + lane / 4,
@@ -3681,7 +3761,8 @@ DTK_KERNEL __launch_bounds__(BLOCK, 2)
     apply_epilogue_tile<T, TILE_MN, TILE_MN>(a, c, tile);
 }
 
-/* Returns the number of blocks of a grid, or 0 if a grid cannot have that many blocks. */
+/* Returns the number of blocks of a grid with one block per tile; 0 if the number is too large for
+   a grid. */
 static unsigned grid_blocks(
     int64_t rows, int64_t row_tile, int64_t cols, int64_t col_tile, int64_t batch) {
     double all = ceil((double)rows / (double)row_tile) * ceil((double)cols / (double)col_tile) *
@@ -3689,9 +3770,9 @@ static unsigned grid_blocks(
     return all <= INT32_MAX ? (unsigned)all : 0;
 }
 
-/* Launches a kernel that may use more than 48 KB of dynamic shared memory. This needs a function
-   attribute, which holds for the current device only. Every launch sets the attribute, because
-   that is cheap. */
+/* Launches a kernel that may use more than 48 KB of dynamic shared memory. CUDA allows more than 48
+   KB only after a function attribute has been set for the current device. Every launch sets the
+   attribute, because setting it takes little time. */
 #define DTK_LAUNCH_SHARED(kernel, blocks, threads, bytes, stream, ...) \
     do { \
         if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, \
@@ -3745,16 +3826,16 @@ static dt_status builtin_matmul(const dt_matmul_args &a, void *stream) {
 
 /* ---- cuBLASLt ---- */
 
-/* cuBLASLt chooses its algorithm by m and n, too, so the bits of an element may depend on m and n.
-   With the kernels above they depend only on the element's row of A, its column of B and k.
-   cuBLASLt sums in f32, never in TF32. cuBLASLt's epilogue applies bias and GELU. A separate kernel
-   of this file applies the other epilogue operations to the results that cuBLASLt has stored. This
-   costs one more rounding if the results have 16 bits. If cuBLASLt adds another matrix to a result,
-   the result is also rounded once more. */
+/* cuBLASLt also uses m and n to choose its algorithm, so the bits of an element may depend on m and
+   n. With the kernels above, the bits of an element depend only on its row of A, its column of B
+   and k. cuBLASLt sums in f32, never in TF32. cuBLASLt's epilogue applies bias and GELU. A separate
+   kernel of this file applies the other epilogue operations to the results that cuBLASLt has
+   stored, so 16-bit results are rounded twice. If cuBLASLt adds another matrix to a result, the
+   result is also rounded once more. */
 
 #ifdef DT_CUBLASLT
-/* Everything that the choice of an algorithm depends on. Keys are compared as bytes. The align_
-   members are the alignments of the pointers in bytes, at most 256. */
+/* All values on which the choice of an algorithm depends. Two keys are compared with memcmp. The
+   fields align_a to align_d are the alignments of the pointers in bytes, at most 256. */
 struct matmul_key {
     int64_t m, n, k, batch, lda, ldb, ldc, stride_a, stride_b, stride_c;
     size_t work_bytes;
@@ -3762,8 +3843,8 @@ struct matmul_key {
     unsigned align_a, align_b, align_c, align_d;
 };
 
-/* cuBLASLt's answer for one key: the algorithm, or supported = false. cuBLASLt is column-major, so
-   it computes C^T = B^T A^T. */
+/* The algorithm that cuBLASLt chose for one key. `supported` is false if cuBLASLt cannot compute
+   the product. cuBLASLt's matrices are column-major, so cuBLASLt computes C^T = B^T A^T. */
 struct matmul_plan {
     matmul_key key;
     bool used, supported;
@@ -3773,13 +3854,13 @@ struct matmul_plan {
     size_t workspace;
 };
 
-/* A plan is stored in the first free slot of PLAN_PROBES slots that begin at its hash. If no slot
-   is free, the new plan replaces the plan in the first slot. */
+/* The hash of a plan's key gives the first of PLAN_PROBES consecutive slots. The plan is stored in
+   the first free slot of these. If none is free, the plan replaces the plan in the first slot. */
 enum { PLAN_SLOTS = 256, PLAN_PROBES = 4 };
 
 struct blas {
-    cublasLtHandle_t handle; /* NULL if cuBLASLt could not start; it is not tried again */
-    /* use cuBLASLt's GELU: since Hopper it is as fast as a separate kernel */
+    cublasLtHandle_t handle; /* NULL if cublasLtCreate failed; it is not called again */
+    /* true on Hopper and later GPUs, where cuBLASLt's GELU is as fast as a separate kernel */
     bool gelu;
     matmul_plan plans[PLAN_SLOTS];
 };
@@ -3826,7 +3907,9 @@ static void init_layout(cublasLtMatrixLayoutOpaque_t *l, int dtype, int64_t rows
     cublasLtMatmulPreferenceSetAttribute( \
         &preference, CUBLASLT_MATMUL_PREF_##name, &(value), sizeof(value))
 
-/* A split-K algorithm must add its partial sums in f32, so that a result is rounded once. */
+/* Asks cuBLASLt for an algorithm and stores the answer in *p. The preferences exclude split-K
+   algorithms that do not add their partial sums in f32, so that each result is rounded only
+   once. */
 static void make_plan(blas *b, matmul_plan *p, const matmul_key &key) {
     cublasLtMatmulPreferenceOpaque_t preference;
     cublasLtMatmulHeuristicResult_t best;
@@ -3841,7 +3924,7 @@ static void make_plan(blas *b, matmul_plan *p, const matmul_key &key) {
     DTK_SET(TRANSA, op_a);
     DTK_SET(TRANSB, op_b);
     DTK_SET(EPILOGUE, epilogue);
-    if (key.aux) { /* setting these without aux would make cuBLASLt write to aux */
+    if (key.aux) { /* without aux, setting these attributes would make cuBLASLt write to aux */
         DTK_SET(EPILOGUE_AUX_LD, key.ldc);
         DTK_SET(EPILOGUE_AUX_BATCH_STRIDE, key.stride_c);
     }
@@ -3881,19 +3964,21 @@ static matmul_plan *find_plan(blas *b, const matmul_key &key) {
     return first;
 }
 
-/* How a call is split: cuBLASLt applies `epilogue`, and a kernel after it applies `rest`. cuBLASLt
-   adds the matrix `addend`, unless it is NULL, and writes to `output`. */
+/* Describes which epilogue operations cuBLASLt applies, and which a separate kernel applies to
+   cuBLASLt's results. */
 struct blas_split {
-    cublasLtEpilogue_t epilogue;
-    dt_matmul_args rest;
-    const void *addend;
-    void *output, *aux; /* aux: the input of GELU, written or read, or NULL */
-    bool has_remainder; /* `rest` has something to apply */
+    cublasLtEpilogue_t epilogue; /* the epilogue that cuBLASLt applies */
+    dt_matmul_args rest;         /* the arguments of the separate kernel */
+    const void *addend;          /* the matrix that cuBLASLt adds to the product, or NULL */
+    /* output: the matrix to which cuBLASLt writes its result; aux: the matrix of GELU's inputs,
+       which cuBLASLt writes in a forward and reads in a backward, or NULL */
+    void *output, *aux;
+    bool has_remainder; /* true if the separate kernel has any operation to apply */
 };
 
-/* Lets cuBLASLt compute GELU, and store GELU's input as a second result, or compute the derivative
-   from that input. Returns false if cuBLASLt cannot. cuBLASLt's GELU is accurate enough for 16-bit
-   results only. */
+/* Sets *s so that cuBLASLt computes GELU and stores GELU's input as a second result, or computes
+   the derivative of GELU from that input. Returns false if cuBLASLt cannot compute this call's
+   activation. cuBLASLt's GELU is accurate enough only for 16-bit results. */
 static bool split_gelu(const dt_matmul_args &a, blas_split *s) {
     bool aux = !a.pre_activation || (a.ldc % 8 == 0 && (a.batch == 1 || a.stride_c % 8 == 0) &&
                                         (size_t)a.pre_activation % 16 == 0);
@@ -3936,7 +4021,8 @@ static bool split_call(const dt_matmul_args &a, bool gelu, blas_split *s) {
     return true;
 }
 
-/* Applies the remaining fusions to each element of `from`, which cuBLASLt has rounded. */
+/* Applies the remaining epilogue operations to each element of `from`. cuBLASLt has already rounded
+   these elements to T. */
 template <class T>
 DTK_KERNEL __launch_bounds__(BLOCK) matmul_remainder_kernel(dt_matmul_args a, const T *from) {
     for (size_t i = grid_first(1); i < (size_t)(a.batch * a.m * a.n); i += grid_step(1)) {
@@ -3962,7 +4048,7 @@ static dt_status matmul_remainder(const blas_split &s, void *stream) {
 
 static matmul_key key_of(const dt_matmul_args &a, const blas_split &s) {
     matmul_key key;
-    memset(&key, 0, sizeof key); /* also the padding, as keys are compared as bytes */
+    memset(&key, 0, sizeof key); /* clears the padding too, because memcmp compares keys */
     key.m = a.m, key.n = a.n, key.k = a.k, key.batch = a.batch;
     key.lda = a.lda, key.ldb = a.ldb, key.ldc = a.ldc;
     key.stride_a = a.stride_a, key.stride_b = a.stride_b, key.stride_c = a.stride_c;
@@ -3976,9 +4062,10 @@ static matmul_key key_of(const dt_matmul_args &a, const blas_split &s) {
     return key;
 }
 
-/* Returns false, and computes nothing, if cuBLASLt cannot compute the product. */
+/* Computes the product with cuBLASLt and sets *status. Returns false if cuBLASLt cannot compute the
+   product. */
 static bool blas_matmul(dt_matmul_args a, cuda_queue *queue, dt_status *status) {
-    /* cuBLASLt needs scratch aligned to 256 bytes */
+    /* cuBLASLt needs scratch memory that is aligned to 256 bytes */
     size_t off = (256 - (size_t)a.work % 256) % 256;
     blas *b = a.k > 0 && a.batch <= INT32_MAX ? get_blas(queue) : NULL;
     blas_split s;
@@ -4029,10 +4116,10 @@ static dt_status cuda_matmul(const dt_matmul_args *args, void *stream) {
 
 // ==== 16. Attention =============================================================================
 
-/* Flash attention (FlashAttention-2, arXiv:2307.08691): softmax(scale Q K^T) V without the matrix
-   of scores in memory. A naive program writes S = scale Q K^T, takes the softmax of the rows of S
-   and multiplies by V. Here a block holds ROWS queries and walks over the keys, COLS keys at a time
-   (online softmax):
+/* Flash attention (FlashAttention-2, arXiv:2307.08691) computes softmax(scale Q K^T) V without
+   storing the matrix of scores. A naive program writes S = scale Q K^T to memory, computes the
+   softmax of each row of S and multiplies by V. In flash attention a block holds ROWS queries and
+   processes the keys in tiles of COLS keys (online softmax):
 
                   keys ->  [tile 0][tile 1] ...     S = scale Q K^T, for one tile
        queries    [ Q ]    [  S   ] ->              max' = max(max, S),  f = e^(max - max')
@@ -4040,51 +4127,52 @@ static dt_status cuda_matmul(const dt_matmul_args *args, void *stream) {
                                                     out' = f out + p V
 
    At the end the result is out / sum. The forward also stores lse = max + log(sum). The backward
-   recomputes p = e^(S - lse) tile by tile, in two kernels: the first walks over the keys and
-   computes dq, the second walks over the queries and computes dk and dv. Read attention_kernel
-   first. */
+   recomputes p = e^(S - lse) tile by tile, in two kernels. In the first kernel a block holds
+   queries, processes the keys in tiles and computes dq. In the second kernel a block holds keys,
+   processes the queries in tiles and computes dk and dv. Read attention_kernel first. */
 
-/* Layout. A warp computes 16 M of the block's rows, SUBTILE columns at a time. Scores stay in
-   registers in mma's layout: c[i][j][e] of lane 4 g + t is row 16 i + 8 (e / 2) + g, column
-   8 j + 2 t + e % 2. A lane has 2 M rows: its row r consists of the c[r / 2][j][e] with
-   e / 2 = r % 2. f32 is computed in the same layout by plain multiply-adds. D is the dimension of a
-   head, padded to 64, 128 or 256.
+/* Layout of the scores. A warp computes 16 M of the block's rows, SUBTILE columns at a time. Scores
+   stay in registers in mma's layout: c[i][j][e] of lane 4 g + t is the score in row
+   16 i + 8 (e / 2) + g and column 8 j + 2 t + e % 2. So a lane has elements of 2 M rows: its r-th
+   row consists of those c[r / 2][j][e] for which e / 2 = r % 2. Attention in f32 uses the same
+   layout and plain multiply-adds. D is the dimension of a head, padded to 64, 128 or 256.
 
-   Hopper reaches its full speed with wgmma only (FlashAttention-3, arXiv:2407.08608). A warpgroup
+   Hopper reaches its full speed only with wgmma (FlashAttention-3, arXiv:2407.08608). A warpgroup
    (four warps) computes 64 rows. wgmma reads its operands from shared memory and is asynchronous:
-   the warpgroup continues with other work while the tensor cores multiply. Scores have mma's
-   layout, so only the products need code of their own. A tile for wgmma is stored as slabs of 64
-   columns: rows of 128 bytes, swizzled. */
+   the warpgroup continues with other work while the tensor cores multiply. wgmma's results have
+   mma's layout too, so only the products need separate code. A tile for wgmma is stored as slabs of
+   64 columns. A row of a slab has 128 bytes and is swizzled. */
 
 /* ---- attention mask ---- */
 
-/* The smallest and the largest position, and the smallest and the largest document, of some queries
-   or keys. */
+/* The smallest and largest position (`first`, `last`) and the smallest and largest document number
+   of a set of queries or keys. */
 struct span {
     int first, last, document_first, document_last;
 };
 
-/* Queries or keys: `length` tokens per sequence, in tiles of tile_size tokens. Without a position
-   array, a token's position is its index + shift. Without a document array, all tokens belong to
-   one document. Both arrays are called mask arrays. If a call has any mask array, spans_kernel
-   computes the spans of all tiles, (batch,tiles); otherwise `spans` is NULL. */
+/* The queries or the keys of a call. A sequence has `length` tokens, which are split into `tiles`
+   tiles of tile_size tokens. If `position` is NULL, a token's position is its index + shift. If
+   `document` is NULL, all tokens belong to one document. A query attends only to keys of its own
+   document. The two arrays are called mask arrays. If a call has any mask array, spans_kernel
+   computes `spans` (batch,tiles), the spans of all tiles; otherwise `spans` is NULL. */
 struct token_axis {
     const int32_t *position, *document;
     span *spans;
     int length, tile_size, tiles, shift;
 };
 
-/* The kernels' arguments besides the pointers, in 32 bits because registers are scarce.
-   scale_log2 is the scale for exponentials to base 2. A grid is (tiles, heads, sequences) and
-   begins with kv head first_kv and sequence first_sequence. */
+/* The kernels' arguments besides the pointers to tensors. Integers have 32 bits, because registers
+   are scarce. A grid has the dimensions (tiles, heads, sequences). A call may need several grids;
+   first_kv and first_sequence are the first kv head and the first sequence of this grid. */
 struct attention_shape {
     token_axis q, k;
-    /* group: query heads per kv head (grouped-query attention); q_row, k_row: elements of all
-       heads of one token */
+    /* group: number of query heads per kv head (grouped-query attention); q_row, k_row: number of
+       elements in all heads of one token */
     int causal, heads, kv_heads, group, dim, q_row, k_row, first_sequence, first_kv;
-    float scale, scale_log2;
-    /* aligned: inputs can be read 16 bytes at a time; aligned4: results can be written four
-       elements at a time */
+    float scale, scale_log2; /* scale_log2: the scale for exponentials to base 2 */
+    /* aligned: true if inputs can be read 16 bytes at a time; aligned4: true if results can be
+       written four elements at a time */
     bool aligned, aligned4;
 };
 
@@ -4096,8 +4184,8 @@ static __device__ int document_of(const token_axis &s, int sequence, int i) {
     return s.document ? s.document[(int64_t)sequence * s.length + i] : 0;
 }
 
-/* Returns the span of `count` tokens from `first` on; with mask arrays, the span of the tile that
-   contains these tokens. */
+/* Returns the span of the `count` tokens that begin with token number `first`. If the call has mask
+   arrays, returns the span of the tile that contains these tokens. */
 static __device__ span span_of(const token_axis &s, int sequence, int first, int count) {
     first = opaque(first);
     if (s.spans) return s.spans[(int64_t)sequence * s.tiles + first / s.tile_size];
@@ -4105,7 +4193,7 @@ static __device__ span span_of(const token_axis &s, int sequence, int first, int
     return x;
 }
 
-/* One warp computes the span of one tile. */
+/* Computes the spans of all tiles: each warp computes one. */
 DTK_KERNEL __launch_bounds__(BLOCK) spans_kernel(token_axis s, int64_t batch) {
     int64_t tile = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32;
     int sequence = (int)(tile / s.tiles), first = (int)(tile % s.tiles) * s.tile_size;
@@ -4129,30 +4217,33 @@ DTK_KERNEL __launch_bounds__(BLOCK) spans_kernel(token_axis s, int64_t batch) {
     if (threadIdx.x % 32 == 0) s.spans[tile] = x;
 }
 
+/* Returns true only if none of the queries attends to any of the keys. */
 static __device__ bool fully_masked(const attention_shape &s, span q, span k) {
     return (s.causal && k.first > q.last) || k.document_first > q.document_last ||
            k.document_last < q.document_first;
 }
 
-/* document_first <= document_last in q and in k, so both equations hold only if all tokens have the
-   same document. */
+/* Returns true only if all of the queries attend to all of the keys. In q and in k document_first
+   is at most document_last, so the two equations hold only if all tokens have the same document. */
 static __device__ bool fully_visible(const attention_shape &s, span q, span k) {
     return (!s.causal || k.last <= q.first) && q.document_first == k.document_last &&
            q.document_last == k.document_first;
 }
 
-/* Returns the end of the key tiles that the `rows` queries from row0 on may see. Without mask
-   arrays, a causal query sees the keys up to its own position; otherwise no tile is left out. */
+/* Returns the index after the last key tile that the `rows` queries from row0 on may attend to. In
+   a causal call without mask arrays a query attends to the keys up to its own position. In all
+   other calls the function returns the number of key tiles. */
 static __device__ int key_tile_end(const attention_shape &s, int row0, int rows) {
     if (s.k.spans || !s.causal) return s.k.tiles;
     int seen = max(min(row0 + rows, s.q.length) + s.q.shift, 0);
     return min((seen + s.k.tile_size - 1) / s.k.tile_size, s.k.tiles);
 }
 
-/* Returns the last key tile, i or a lower index, that some query sees at least in part, or -1. The
-   kernels visit key tiles from the last to the first. With a causal mask the last tile is partly
-   masked and therefore the slowest. It comes first, when there is no previous tile whose products
-   could overlap with its softmax. */
+/* Returns the highest index of a key tile, at most i, such that some query may attend to a key of
+   the tile; -1 if there is none. The kernels process the key tiles from the last to the first. With
+   a causal mask, the last tile is partly masked and takes the longest. It is processed first,
+   because the softmax of the first tile cannot overlap with the products of a previous tile
+   anyway. */
 static __device__ int next_key_tile(
     const attention_shape &s, int sequence, int row0, int rows, int i) {
     if (!s.k.spans) return i;
@@ -4162,10 +4253,11 @@ static __device__ int next_key_tile(
     return i;
 }
 
-/* A query tile of one head of a group. first_query_tile returns a lower bound, `first`: in no tile
-   below `first` does a query attend to any of the given keys. next_query_tile searches the tiles
-   from i on, head by head over all heads of the group. It returns the first tile in which some
-   query attends to some of the keys; if there is none, the result's `head` is s.group. */
+/* A query tile of one head of a group. first_query_tile returns a lower bound for a tile's index:
+   in no tile below this bound does a query attend to any key from row0 on. The caller passes the
+   bound to next_query_tile as `first`. next_query_tile searches the tiles from i on, head by head
+   over all heads of the group. It returns the first tile in which a query may attend to one of the
+   `rows` keys from row0 on; if there is none, the result's `head` is s.group. */
 struct query_tile {
     int head, tile;
 };
@@ -4186,18 +4278,19 @@ static __device__ query_tile next_query_tile(
     return i;
 }
 
-/* Returns the position and the document of token i of a sequence. */
+/* Returns the position (x) and the document (y) of token i of a sequence. The position is 0 if the
+   mask is not causal. */
 static __device__ int2 token_at(
     const attention_shape &s, const token_axis &of, int sequence, int i) {
     int2 x = { 0, 0 };
-    if (i >= of.length) return x; /* masked by its index, or never read */
+    if (i >= of.length) return x; /* this token is masked by its index, or its scores are unused */
     if (s.causal) x.x = position_of(of, sequence, i);
     x.y = document_of(of, sequence, i);
     return x;
 }
 
-/* Stores token_at of COUNT tokens from `first` on in `tokens`, one token per thread, if there are
-   mask arrays. */
+/* If the call has mask arrays, stores in `tokens` the results of token_at for the COUNT tokens from
+   `first` on, one token per thread. */
 template <int COUNT>
 static __device__ void load_tokens(
     int2 *tokens, const attention_shape &s, const token_axis &of, int sequence, int first) {
@@ -4205,8 +4298,8 @@ static __device__ void load_tokens(
         tokens[threadIdx.x] = token_at(s, of, sequence, first + threadIdx.x);
 }
 
-/* Sets masked scores to minus infinity, for calls with mask arrays. rows and cols are token_at of
-   the warp's rows and of the columns. */
+/* Sets masked scores to minus infinity in a call with mask arrays. `rows` and `cols` are the
+   results of token_at for the warp's rows and for the columns. */
 template <int M, int J>
 static __device__ void mask_tokens(
     float (&c)[M][J][4], bool rows_are_keys, const int2 *rows, const int2 *cols) {
@@ -4223,8 +4316,8 @@ static __device__ void mask_tokens(
     }
 }
 
-/* Masks the columns < first and the columns >= end in the warp's row 0. In row r, both limits are
-   greater by r * shift_per_row. */
+/* In the warp's row 0, masks the columns below `first` and the columns from `end` on. In row r both
+   limits are greater by r * shift_per_row. */
 template <int M, int J>
 static __device__ void mask_outside(float (&c)[M][J][4], int first, int end, int shift_per_row) {
     int g = threadIdx.x % 32 / 4 * shift_per_row, t = threadIdx.x % 4 * 2;
@@ -4236,8 +4329,9 @@ static __device__ void mask_outside(float (&c)[M][J][4], int first, int end, int
     }
 }
 
-/* Masks scores of queries (rows, from row0 on) and keys (columns, from col0 on): the keys that a
-   query does not see, and the keys past the end. `all`: every query sees every key. */
+/* Masks scores whose rows are the queries from row0 on and whose columns are the keys from col0 on.
+   Masks the keys that a query does not attend to, and the columns past the last key. `all` is true
+   if every query attends to every key. */
 template <int M, int J>
 static __device__ void mask_keys(float (&c)[M][J][4], const attention_shape &s, int row0, int col0,
     bool all, const int2 *rows, const int2 *cols) {
@@ -4248,8 +4342,8 @@ static __device__ void mask_keys(float (&c)[M][J][4], const attention_shape &s, 
     if (col0 + 8 * J > s.k.length) mask_outside(c, 0, s.k.length - col0, 0);
 }
 
-/* Masks transposed scores of keys (rows, from row0 on) and queries (columns, from col0 on). Queries
-   past the end need no mask, because their lse makes p zero. */
+/* Masks transposed scores, whose rows are the keys from row0 on and whose columns are the queries
+   from col0 on. Columns past the last query need no mask, because their lse makes p zero. */
 template <int M, int J>
 static __device__ void mask_queries(float (&c)[M][J][4], const attention_shape &s, int row0,
     int col0, bool all, const int2 *rows, const int2 *cols) {
@@ -4261,8 +4355,8 @@ static __device__ void mask_queries(float (&c)[M][J][4], const attention_shape &
 
 /* ---- products of a warp ---- */
 
-/* c = x y^T, with the rows of the tile x from `row` on. On tensor cores the sums run over all D
-   columns; the columns from `dim` on are zero. */
+/* Computes c = x y^T from the rows of the tile x from `row` on. The version for tensor cores sums
+   over all D columns of the tiles; the columns from `dim` on are zero. */
 template <int D, int M, int J, class T>
 static __device__ void warp_scores(float (&c)[M][J][4], const T *x, int row, const T *y, int dim) {
     int at_x = ldmatrix_rows<D>(), at_y = ldmatrix_columns<D>();
@@ -4308,8 +4402,8 @@ static __device__ void warp_scores(
     }
 }
 
-/* c += p y, where the tile y has one row for each column of p. On tensor cores p is rounded to y's
-   type. */
+/* Computes c += p y, where the tile y has one row for each column of p. The version for tensor
+   cores rounds p to the type of y. */
 template <int D, int M, int N, int J, class T>
 static __device__ void warp_accumulate(
     float (&c)[M][N][4], const float (&p)[M][J][4], const T *y, int dim) {
@@ -4341,7 +4435,7 @@ static __device__ void warp_accumulate(
     int first = threadIdx.x % 32 / 4 * 4, t = threadIdx.x % 4;
     DTK_UNROLL
     for (int at = 0; at < 8 * J; at++) {
-        float u[2 * M]; /* column `at` of p, from the lane that holds it */
+        float u[2 * M]; /* column `at` of p, read from the lane that holds it */
         DTK_UNROLL
         for (int r = 0; r < 2 * M; r++)
             u[r] =
@@ -4356,7 +4450,8 @@ static __device__ void warp_accumulate(
     }
 }
 
-/* The sum and the maximum over the four lanes that share a row. All four lanes get the result. */
+/* quad_sum and quad_max return the sum and the maximum over the four lanes that hold one row. All
+   four lanes get the result. */
 static __device__ float quad_sum(float v) {
     v += __shfl_xor_sync(0xffffffffu, v, 1);
     return v + __shfl_xor_sync(0xffffffffu, v, 2);
@@ -4369,10 +4464,11 @@ static __device__ float quad_max(float v) {
 
 /* ---- tile sizes ---- */
 
-/* Tile sizes. BLOCKS_PER_SM blocks of THREADS threads share the 64 K registers of an SM, and every
-   GPU since sm_80 gives a block 99 KB of shared memory; the sizes fit into both. PASS is 0 for the
-   forward, 1 for the backward of queries, 2 for the backward of keys and values. UNIFORM_ROWS is
-   the number of rows that take the same branches, SLAB the number of columns of a slab. */
+/* Tile sizes without wgmma. BLOCKS_PER_SM blocks of THREADS threads share the 64 K registers of an
+   SM, and on every GPU since sm_80 a block can have 99 KB of shared memory. The sizes were chosen
+   to fit into both. PASS is 0 for the forward, 1 for the backward that computes dq, and 2 for the
+   backward that computes dk and dv. UNIFORM_ROWS is the number of rows whose threads take the same
+   branches. SLAB is the number of columns of a slab. */
 template <class T, int D, int PASS, bool USE_WGMMA> struct tile_config {
     static constexpr bool NARROW = sizeof(T) == 2, USES_WGMMA = false;
     static constexpr int M = NARROW && (D == 64 || (D == 128 && PASS < 2)) ? 2 : 1;
@@ -4398,32 +4494,35 @@ template <class T, int D, int PASS> struct tile_config<T, D, PASS, true> {
                          SLAB = 64;
 };
 
-/* Returns the first of the UNIFORM_ROWS rows that include warp_row. The shuffle tells the compiler
-   that the result is the same in the whole warp. */
+/* Returns warp_row rounded down to a multiple of UNIFORM_ROWS. The shuffle tells the compiler that
+   the result is the same in all lanes of the warp. */
 template <class F> static __device__ int uniform_row0(int warp_row) {
     if (F::ROWS == F::UNIFORM_ROWS) return 0;
     warp_row = warp_row / F::UNIFORM_ROWS * F::UNIFORM_ROWS;
     return F::USES_WGMMA ? __shfl_sync(0xffffffffu, warp_row, 0) : warp_row;
 }
 
-/* A PLAIN kernel has no mask arrays and reads 16 bytes at a time. Its control flow depends on no
-   loaded value. So tile addresses are in uniform registers, and the kernel can request the next
-   tiles while wgmma instructions are in flight: ptxas keeps a wgmma asynchronous across a branch
-   only if the branch is warp-uniform. */
+/* A kernel with PLAIN = true serves calls that have no mask arrays and whose inputs can be read 16
+   bytes at a time. The control flow of this kernel depends on no loaded value. So tile addresses
+   are in uniform registers, and the kernel can request the next tiles while wgmma instructions are
+   in flight: ptxas keeps a wgmma asynchronous across a branch only if the branch is
+   warp-uniform. */
 static __device__ attention_shape assume_plain(attention_shape s) {
     s.q.spans = s.k.spans = NULL;
     s.aligned = true;
     return s;
 }
 
+/* Returns the number of threads for the launch bounds of a kernel. For a kernel that needs wgmma in
+   code without wgmma, returns a number that is too small, so that a launch fails. */
 template <class F> static constexpr int threads_of() {
     return F::USES_WGMMA && !DTK_HAS_WGMMA ? 32 : F::THREADS;
 }
 
 /* ---- products of a tile ---- */
 
-/* c = x y^T, with the rows of the tile x from `row` on and the rows of the tile y from `col` on.
-   With wgmma, c is valid after wait_products. */
+/* Computes c = x y^T from the rows of the tile x from `row` on and the rows of the tile y from
+   `col` on. If wgmma is used, c is valid after wait_products. */
 template <class F, int D, int X_ROWS, int Y_ROWS, int M, int J, class T>
 static __device__ void tile_scores(
     float (&c)[M][J][4], const T *x, int row, const T *y, int col, int dim) {
@@ -4441,7 +4540,8 @@ static __device__ void tile_scores(
     }
 }
 
-/* Rounds p to T. wgmma reads the result u from registers. */
+/* Rounds p to T and packs the results into u, in the layout in which wgmma reads A from
+   registers. */
 template <class T, int J>
 static __device__ void pack_probabilities(unsigned (&u)[J / 2][4], const float (&p)[1][J][4]) {
     DTK_UNROLL
@@ -4459,7 +4559,8 @@ static __device__ void wgmma_accumulate(
     wgmma_commit();
 }
 
-/* c += p y, with the rows of the tile y from `row` on. */
+/* Computes c += p y from the rows of the tile y from `row` on. If wgmma is used, c is valid after
+   wait_products. */
 template <class F, int D, int Y_ROWS, int M, int N, int J, class T>
 static __device__ void tile_accumulate(
     float (&c)[M][N][4], const float (&p)[M][J][4], const T *y, int row, int dim) {
@@ -4472,7 +4573,8 @@ static __device__ void tile_accumulate(
     }
 }
 
-/* Waits for all products except the last LEFT ones. c must be one of the products waited for. */
+/* Waits until at most the last LEFT products are in flight. c must be the result of a product that
+   is then complete. */
 template <class F, int LEFT, int M, int J>
 static __device__ void wait_products(float (&c)[M][J][4]) {
     if constexpr (F::USES_WGMMA) {
@@ -4493,7 +4595,7 @@ static __device__ void fetch_rows(
             tile + col * ROWS, (const T *)from + at + col, ld, rows, s.dim - col, s.aligned);
 }
 
-/* Loads a tile of each of two arrays with the same layout. */
+/* Starts to load a tile of each of two arrays that have the same layout. */
 template <class F, int D, int ROWS, class T>
 static __device__ void fetch_two(T *x, T *y, const void *from_x, const void *from_y, int64_t at,
     int ld, int rows, const attention_shape &s) {
@@ -4502,13 +4604,13 @@ static __device__ void fetch_two(T *x, T *y, const void *from_x, const void *fro
     cp_async_commit();
 }
 
-/* Waits for this thread's loads, and makes them visible to wgmma. */
+/* Waits for this thread's loads, and makes the loaded data visible to wgmma. */
 template <class F> static __device__ void wait_tiles() {
     cp_async_wait_all();
     if constexpr (F::USES_WGMMA) fence_proxy_async();
 }
 
-/* query_at and key_at return the index of the first element of a query row and of a key row. */
+/* query_at returns the index of the first element of a query of one head, key_at that of a key. */
 static __device__ int64_t query_at(const attention_shape &s, int sequence, int row, int head) {
     return (int64_t)((sequence * s.q.length + row) * s.heads + head) * s.dim;
 }
@@ -4517,7 +4619,8 @@ static __device__ int64_t key_at(const attention_shape &s, int sequence, int row
     return (int64_t)((sequence * s.k.length + row) * s.kv_heads + head) * s.dim;
 }
 
-/* Sets to[e] = v[e] + old * to[e] for e < n. at_once says that n is 4 and `to` aligned. */
+/* Sets to[e] = v[e] + old * to[e] for e < n. at_once is true if the four elements can be written in
+   one access: n is 4 and `to` is aligned. */
 template <class T>
 static __device__ void store_four(T *to, vec<float> v, int n, bool at_once, float old) {
     struct alignas(4 * sizeof(T)) four {
@@ -4533,20 +4636,20 @@ static __device__ void store_four(T *to, vec<float> v, int n, bool at_once, floa
         if (e < n) to[e] = x.v[e];
 }
 
-/* Where store_rows stores a warp's rows. Row r begins at element at + r * ld of `out`. Only the
-   first `rows` rows are stored. Values are multiplied by `factor`. If `accumulate`, the old value
-   times old_weight[r] is added in row r. */
+/* Describes where and how store_rows stores a warp's rows. Row r begins at element at + r * ld of
+   `out`. Only the first `rows` rows are stored. store_rows multiplies each value by `factor`. If
+   `accumulate` is set, it then adds the old value times old_weight[r] in row r. */
 struct row_output {
     void *out;
-    int wide, accumulate;
-    const float *old_weight; /* NULL means 1 for all rows */
+    int wide, accumulate;    /* wide: 1 if the elements of `out` are f32, 0 if they are T */
+    const float *old_weight; /* NULL means a weight of 1 for all rows */
     int64_t at;
     int ld, rows;
     float factor;
 };
 
-/* Stores a warp's rows. The values pass through `tile`, floats in shared memory, so that the warp
-   writes neighbouring elements at once. */
+/* Stores a warp's rows. The values pass through `tile`, an array of floats in shared memory, so
+   that neighbouring lanes write neighbouring elements. */
 template <class T, int D, int M, int N>
 static __device__ void store_rows(
     float *tile, const float (&c)[M][N][4], const row_output &to, const attention_shape &s) {
@@ -4582,12 +4685,19 @@ static __device__ void store_rows(
 
 /* ---- forward ---- */
 
-#define DTK_LOG2_E 1.4426950408889634 /* e^x is 2^(x DTK_LOG2_E), and 2^x is one instruction */
+/* log2(e). e^x is computed as 2^(x DTK_LOG2_E), because 2^x is one instruction. */
+#define DTK_LOG2_E 1.4426950408889634
 
-/* Online softmax, one tile of scores: max' = max(max, scores), factor = e^(max - max'), and
-   p = e^(scores - max') replaces the scores; sum' = factor sum + sum of p. The caller multiplies
-   its output by factor, too. The maximum of a row that has seen no key is -infinity. Maxima and
-   sums are computed in four chains, because each step of a chain waits for the step before it. */
+/* Online softmax for one tile of scores:
+
+       max'   = max(max, scores)
+       factor = e^(max - max')
+       p      = e^(scores - max')
+       sum'   = factor sum + sum of p
+
+   The function replaces the scores by p. The caller multiplies its output by `factor`. As long as
+   all scores of a row are masked, the row's maximum is -infinity. Maxima and sums are computed in
+   four independent chains, because each step of a chain waits for the previous step. */
 template <int M, int J>
 static __device__ void online_softmax_step(
     float (&c)[M][J][4], float *row_max, float *sum, float (&factor)[2 * M], float scale_log2) {
@@ -4620,15 +4730,16 @@ static __device__ void scale_rows(float (&out)[M][N][4], const float (&factor)[2
         out[e / 4 / N][e / 4 % N][e % 4] *= factor[e / 4 / N * 2 + e % 4 / 2];
 }
 
-/* Log-sum-exp merge: log(e^x + e^y). x and y may be minus infinity. */
+/* Log-sum-exp merge: returns log(e^x + e^y). x and y may be -infinity. */
 static __device__ float log_add_exp(float x, float y) {
     float high = x > y ? x : y, low = x > y ? y : x;
     return high == -INFINITY ? high : high + log1pf(expf(low - high));
 }
 
-/* Divides a warp's rows of out, from row0 on, by their sums and writes lse. If a.merge_lse is set,
-   a.out and a.lse hold the result over other keys: the function merges the two lse, scales the new
-   rows accordingly, and writes the factors of the old rows to old_weight in shared memory. */
+/* Divides a warp's rows of `out`, from row0 on, by their sums and writes lse. If a.merge_lse is
+   set, a.out and a.lse hold the result over other keys. In this case the function merges the old
+   and the new lse, scales the new rows by their weight, and writes the weights of the old rows to
+   old_weight, which is in shared memory. */
 template <int M, int N>
 static __device__ void normalize_rows(const dt_attention_args &a, const attention_shape &s,
     int head, int row0, const float *row_max, const float *sum, float (&out)[M][N][4],
@@ -4645,7 +4756,7 @@ static __device__ void normalize_rows(const dt_attention_args &a, const attentio
         float factor = total > 0 ? expf(lse - new_lse) / total : 0;
         DTK_UNROLL
         for (int n = 0; n < 2 * N; n++) out[r / 2][n / 2][r % 2 * 2 + n % 2] *= factor;
-        __syncwarp(); /* all lanes of the row have read the lse that one lane now writes */
+        __syncwarp(); /* all four lanes of the row have read the lse that one lane now writes */
         if (threadIdx.x % 4 > 0) continue;
         old_weight[8 * r + g] = old_lse > -INFINITY ? expf(old_lse - new_lse) : 0;
         if (there) ((float *)a.lse)[at] = new_lse;
@@ -4665,8 +4776,8 @@ static __device__ void store_output(const dt_attention_args &a, const attention_
     store_rows<T, D>((float *)tile + warp_row * D, out, to, s);
 }
 
-/* Flash attention, forward: out = softmax(scale q k^T) v, one tile of keys at a time. A block
-   computes F::ROWS queries of one head. */
+/* Flash attention, forward: computes out = softmax(scale q k^T) v, one tile of keys at a time. A
+   block processes F::ROWS queries of one head. */
 template <class T, int D>
 DTK_ATTENTION_KERNEL(0, false)
 attention_kernel(dt_attention_args a, attention_shape s) {
@@ -4678,9 +4789,10 @@ attention_kernel(dt_attention_args a, attention_shape s) {
     T *ks = qs + F::ROWS * D, *vs = ks + F::STAGES * SIZE;
     float out[M][D / 8][4] = { { { 0 } } }, c[M][F::SUBTILE / 8][4], row_max[2 * M], sum[2 * M],
                      factor[2 * M];
-    int row0 = (s.q.tiles - 1 - blockIdx.x) * F::ROWS; /* queries with the most keys first */
+    /* the first blocks process the last queries, which have the most keys in a causal call */
+    int row0 = (s.q.tiles - 1 - blockIdx.x) * F::ROWS;
     int sequence = s.first_sequence + blockIdx.z;
-    int warp_row = threadIdx.x / 32 * 16 * M; /* the warp's first row */
+    int warp_row = threadIdx.x / 32 * 16 * M; /* the warp's first row in the block */
     int uniform_row = warp_row / F::UNIFORM_ROWS * F::UNIFORM_ROWS;
     auto fetch = [&](int i, int stage) {
         int kv = s.first_kv + opaque(blockIdx.y) / s.group;
@@ -4700,7 +4812,7 @@ attention_kernel(dt_attention_args a, attention_shape s) {
     if (i >= 0) fetch(i, 0);
     for (int stage = 0; i >= 0; stage = (stage + 1) % F::STAGES) {
         wait_tiles<F>();
-        __syncthreads(); /* this tile has arrived, and no thread still reads the other stage */
+        __syncthreads(); /* this tile is loaded, and no thread reads the other stage any more */
         int next = next_key_tile(s, sequence, row0, F::ROWS, i - 1);
         if (F::STAGES == 2 && next >= 0) fetch(next, stage ^ 1);
         DTK_UNROLL_BY(1)
@@ -4723,15 +4835,16 @@ attention_kernel(dt_attention_args a, attention_shape s) {
         if (F::STAGES == 1 && next >= 0) fetch(next, 0);
         i = next;
     }
-    cp_async_wait_all(); /* waits for the queries even if there was no key tile */
-    __syncthreads();     /* no thread still reads the tiles */
+    cp_async_wait_all(); /* waits for the queries; needed if there was no key tile */
+    __syncthreads();     /* after this barrier no thread reads the tiles */
     store_output<F, D>(a, s, sequence, warp_row, row_max, sum, out, old_weight, qs);
 }
 
-/* Flash attention with wgmma, which is asynchronous (FlashAttention-3): a warpgroup issues the
-   scores of a tile and the output of the previous tile, and computes the softmax of the scores
-   while the tensor cores compute the output. So the values of a tile are loaded together with the
-   keys of the next tile. */
+/* Flash attention, forward, with wgmma. As wgmma is asynchronous, products overlap with the softmax
+   (FlashAttention-3). A warpgroup starts two products: the scores of a tile, and the output from
+   the probabilities and values of the previous tile. It computes the softmax of the scores while
+   the tensor cores compute the output. So the values of a tile are loaded together with the keys of
+   the next tile. */
 template <class T, int D, bool PLAIN>
 DTK_ATTENTION_KERNEL(0, true)
 attention_wgmma_kernel(dt_attention_args a, attention_shape s) {
@@ -4746,7 +4859,8 @@ attention_wgmma_kernel(dt_attention_args a, attention_shape s) {
     float out[1][D / 8][4] = { { { 0 } } }, c[1][F::COLS / 8][4], factor[2];
     float row_max[2] = { -INFINITY, -INFINITY }, sum[2] = { 0, 0 };
     unsigned u[F::COLS / 16][4];
-    int row0 = (s.q.tiles - 1 - blockIdx.x) * F::ROWS; /* queries with the most keys first */
+    /* the first blocks process the last queries, which have the most keys in a causal call */
+    int row0 = (s.q.tiles - 1 - blockIdx.x) * F::ROWS;
     int sequence = s.first_sequence + blockIdx.z, kv = s.first_kv + opaque(blockIdx.y) / s.group;
     int warp_row = threadIdx.x / 32 * 16, uniform_row = uniform_row0<F>(warp_row);
     int i = next_key_tile(s, sequence, row0, F::ROWS, key_tile_end(s, row0, F::ROWS) - 1),
@@ -4770,14 +4884,14 @@ attention_wgmma_kernel(dt_attention_args a, attention_shape s) {
     bool has_probabilities = false;
     for (int stage = 0; i >= 0 || previous >= 0; stage ^= 1) {
         wait_tiles<F>();
-        __syncthreads(); /* this tile has arrived, and no thread still reads the other stage */
+        __syncthreads(); /* this tile is loaded, and no thread reads the other stage any more */
         int next = next_key_tile(s, sequence, row0, F::ROWS, i - 1), col0 = i * F::COLS;
         bool visible = i >= 0 && row0 + uniform_row < s.q.length;
         span q = span_of(s.q, sequence, row0 + uniform_row, 64), k = q;
         if (visible) k = span_of(s.k, sequence, col0, F::COLS);
         visible = visible && !fully_masked(s, q, k);
-        /* An overlapped tile is not masked. The tile with the last key, which may need a mask,
-           comes first, when there are no probabilities yet. */
+        /* An overlapped tile needs no mask. The tile with the last key may need a mask, but it is
+           the first tile to be processed, when there are no probabilities of a previous tile. */
         bool overlapped = visible && has_probabilities && fully_visible(s, q, k);
         if (i >= 0 && !(PLAIN && overlapped)) fetch(next, i, stage ^ 1);
         if (overlapped) {
@@ -4809,19 +4923,19 @@ attention_wgmma_kernel(dt_attention_args a, attention_shape s) {
         i = next;
     }
     cp_async_wait_all();
-    __syncthreads(); /* no thread still reads the tiles */
+    __syncthreads(); /* after this barrier no thread reads the tiles */
     store_output<F, D>(a, s, sequence, warp_row, row_max, sum, out, old_weight, qs);
 }
 
 /* ---- backward ---- */
 
-/* The index of a row's delta. The array covers the sequences and heads of one grid. */
+/* Returns the index of a row's delta in an array for the sequences and heads of one grid. */
 static __device__ int delta_at(const attention_shape &s, int sequence, int h, int row) {
     return ((sequence - s.first_sequence) * s.heads + h - s.first_kv * s.group) * s.q.length + row;
 }
 
-/* delta = sum of dout * out over each row. Eight threads share a row, so that each thread reads 16
-   bytes of a row of 128 bytes. */
+/* For each row computes delta = sum of dout * out. Eight threads process a row together, so that
+   each thread reads 16 bytes of a row of 128 bytes. */
 enum { DELTA_LANES = 8, DELTA_ROWS = BLOCK / DELTA_LANES };
 
 template <class T>
@@ -4855,8 +4969,8 @@ static __device__ float lse_at(
                             : -INFINITY;
 }
 
-/* Converts a query's lse to base 2. A query past the end or without visible keys has lse -infinity
-   and gets +infinity, which makes p zero. */
+/* Converts a query's lse to base 2. Returns +infinity if lse is -infinity, which makes p zero. lse
+   is -infinity if all keys of the query are masked, or in a row past the last query. */
 static __device__ float lse_log2(float lse) {
     return lse == -INFINITY ? INFINITY : lse * (float)DTK_LOG2_E;
 }
@@ -4866,7 +4980,8 @@ static __device__ float delta_of(
     return row < s.q.length ? delta[delta_at(s, sequence, h, row)] : 0;
 }
 
-/* Replaces the scores s by p = e^(scale s - lse). lse_of(e) is the lse of element e in base 2. */
+/* Replaces each score s by p = e^(scale s - lse). lse_of(e) returns the lse of element e in base
+   2. */
 template <int M, int J, class F>
 static __device__ void exponentials(float (&c)[M][J][4], float scale_log2, F lse_of) {
     DTK_UNROLL
@@ -4876,7 +4991,7 @@ static __device__ void exponentials(float (&c)[M][J][4], float scale_log2, F lse
     }
 }
 
-/* Replaces p by ds = p (dp - delta). */
+/* Replaces each probability p by ds = p (dp - delta). */
 template <int M, int J, class F>
 static __device__ void score_gradients(
     float (&c)[M][J][4], const float (&dp)[M][J][4], F delta_of_element) {
@@ -4885,8 +5000,8 @@ static __device__ void score_gradients(
         c[e / 4 / J][e / 4 % J][e % 4] *= dp[e / 4 / J][e / 4 % J][e % 4] - delta_of_element(e);
 }
 
-/* Backward of queries: dq = scale ds k, where p = e^(scale q k^T - lse), dp = dout v^T and
-   ds = p (dp - delta). */
+/* Flash attention, backward of the queries: computes dq = scale ds k, where
+   p = e^(scale q k^T - lse), dp = dout v^T and ds = p (dp - delta). */
 template <class T, int D, bool USE_WGMMA, bool PLAIN>
 DTK_ATTENTION_KERNEL(1, USE_WGMMA)
 attention_back_q_kernel(dt_attention_back_args a, attention_shape s, const float *delta) {
@@ -4900,7 +5015,7 @@ attention_back_q_kernel(dt_attention_back_args a, attention_shape s, const float
     float dq[M][D / 8][4] = { { { 0 } } }, c[M][J][4], dp[M][J][4], lse[2 * M], row_delta[2 * M];
     int row0 = (s.q.tiles - 1 - blockIdx.x) * F::ROWS, warp_row = threadIdx.x / 32 * 16 * M;
     int uniform_row = uniform_row0<F>(warp_row),
-        product_row = USE_WGMMA ? uniform_row : warp_row; /* the product's first row */
+        product_row = USE_WGMMA ? uniform_row : warp_row; /* the first row of the products */
     int sequence = s.first_sequence + blockIdx.z, h = s.first_kv * s.group + blockIdx.y;
     auto fetch = [&](int i, int stage) {
         int kv = s.first_kv + opaque(blockIdx.y) / s.group;
@@ -4959,7 +5074,8 @@ attention_back_q_kernel(dt_attention_back_args a, attention_shape s, const float
     store_rows<T, D>((float *)qs + warp_row * D, dq, to, s);
 }
 
-/* Stores a warp's rows of dk and dv through `tile`, from element `at` on. */
+/* Stores a warp's rows of dk and dv. The first row begins at element `at`. The values pass through
+   `tile` (see store_rows). */
 template <class T, int D, int GRADS, int M>
 static __device__ void store_key_gradients(const dt_attention_back_args &a,
     const attention_shape &s, int64_t at, int rows, const float (&dk)[M][D / 8][4],
@@ -4972,14 +5088,15 @@ static __device__ void store_key_gradients(const dt_attention_back_args &a,
     if (GRADS & 2) store_rows<T, D>(tile, dv, to, s);
 }
 
-/* The column of element e of a warp's scores. */
+/* Returns the column of element e of a warp's scores. */
 template <int J> static __device__ int column_of(int e) {
     return e / 4 % J * 8 + threadIdx.x % 4 * 2 + e % 2;
 }
 
-/* Backward of keys and values: dk = scale ds^T q and dv = p^T dout, summed over the queries of all
-   heads that share the kv head, one head after the other. GRADS is 1 for dk, 2 for dv, 3 for both.
-   With D = 256 the sums of both would need too many registers. */
+/* Flash attention, backward of the keys and values: computes dk = scale ds^T q and dv = p^T dout.
+   The sums run over the queries of all heads that use the same kv head, one head after the other.
+   GRADS is 1 for dk, 2 for dv, and 3 for both. With D = 256, computing both would need too many
+   registers. */
 template <class T, int D, int GRADS, bool USE_WGMMA, bool PLAIN>
 DTK_ATTENTION_KERNEL(2, USE_WGMMA)
 attention_back_kv_kernel(dt_attention_back_args a, attention_shape s, const float *delta) {
@@ -4992,7 +5109,8 @@ attention_back_kv_kernel(dt_attention_back_args a, attention_shape s, const floa
     __shared__ int2 rows[F::ROWS], cols[F::STAGES][F::COLS];
     T *vs = ks + F::ROWS * D, *qs = vs + F::ROWS * D, *ds = qs + F::STAGES * SIZE;
     float dk[M][D / 8][4] = { { { 0 } } }, dv[M][D / 8][4] = { { { 0 } } }, c[M][J][4], dp[M][J][4];
-    float next_lse = 0, next_delta = 0; /* the next tile's values, loaded during this tile */
+    /* values of the next tile, which are loaded while this tile is processed */
+    float next_lse = 0, next_delta = 0;
     int row0 = blockIdx.x * F::ROWS, warp_row = threadIdx.x / 32 * 16 * M;
     int uniform_row = uniform_row0<F>(warp_row), product_row = USE_WGMMA ? uniform_row : warp_row;
     int sequence = s.first_sequence + blockIdx.z, kv = s.first_kv + blockIdx.y, ld = s.k_row;
@@ -5063,7 +5181,7 @@ attention_back_kv_kernel(dt_attention_back_args a, attention_shape s, const floa
 
 /* ---- launching ---- */
 
-/* the largest number of blocks of a grid in its second and in its third dimension */
+/* largest number of blocks of a grid in its second dimension, and also in its third dimension */
 static const int64_t MAX_GRID_YZ = 65535;
 
 static int64_t tile_count(int64_t length, int64_t each) { return (length + each - 1) / each; }
@@ -5075,8 +5193,10 @@ static token_axis make_axis(
     return x;
 }
 
-/* Checks the arguments of a forward or backward call and computes its shape. Row indices have 32
-   bits. The scale must be positive, because the kernels take the maximum before they scale. */
+/* Checks the arguments of a forward or backward call and computes *out, except for the tiles.
+   `aligned` is the bitwise or of the addresses of the inputs. Calls whose row indices exceed 32
+   bits are refused. The scale must be positive, because the kernels compute the maximum of the
+   scores before they multiply by the scale. */
 template <class args>
 static dt_status make_attention_shape(attention_shape *out, const args &a, size_t aligned) {
     int64_t row = a.heads * a.dim, longest = (a.tq > a.tk ? a.tq : a.tk) + 256;
@@ -5107,8 +5227,8 @@ static dt_status make_attention_shape(attention_shape *out, const args &a, size_
     return DT_OK;
 }
 
-/* Splits the queries and the keys into tiles. With mask arrays, the function also computes the
-   tiles' spans at `work`. *used is the number of bytes of the spans. */
+/* Splits the queries and the keys into tiles. If the call has mask arrays, also computes the spans
+   of the tiles in the scratch memory `work`. *used is set to the number of bytes of the spans. */
 static dt_status split_tiles(attention_shape *s, int64_t batch, int each_q, int each_k, char *work,
     size_t work_bytes, size_t *used, void *stream) {
     bool arrays = s->q.position || s->k.position || s->k.document;
@@ -5129,7 +5249,8 @@ static dt_status split_tiles(attention_shape *s, int64_t batch, int each_q, int 
     return DT_OK;
 }
 
-/* Returns true if a kernel has been compiled for this device with wgmma. */
+/* Returns true if the kernel's code for this device has wgmma. Code without wgmma has smaller
+   launch bounds (see threads_of). */
 static bool has_wgmma_code(const void *kernel, int threads) {
     cudaFuncAttributes code;
     if (cudaFuncGetAttributes(&code, kernel) == cudaSuccess)
@@ -5191,8 +5312,9 @@ static dt_status cuda_attention(const dt_attention_args *args, void *stream) {
     return DTK_BY_DTYPE_AND_DIM(attention_of, a, s, stream);
 }
 
-/* Launches the backward of `sequences` sequences from q.first_sequence on, and of `kv_heads` kv
-   heads from q.first_kv on. */
+/* Launches the backward for `sequences` sequences, beginning with q.first_sequence, and for
+   `kv_heads` kv heads, beginning with q.first_kv. q and k describe the same call: q has the tiles
+   of the backward of the queries, k those of the backward of the keys and values. */
 template <class T, int D, bool USE_WGMMA, bool PLAIN>
 static dt_status attention_back_some(const dt_attention_back_args &a, const attention_shape &q,
     const attention_shape &k, int sequences, int kv_heads, float *delta, void *stream) {
@@ -5222,8 +5344,9 @@ static dt_status attention_back_some(const dt_attention_back_args &a, const atte
     return DT_OK;
 }
 
-/* Launches the backward in portions whose deltas fit into the scratch: several sequences at a time,
-   or several kv heads of one sequence if the deltas of a sequence do not fit. */
+/* Launches the backward in portions whose deltas fit into the scratch memory. A portion consists of
+   one or more sequences. If the deltas of one sequence do not fit, a portion consists of one or
+   more kv heads of a sequence. */
 template <class T, int D, bool USE_WGMMA, bool PLAIN>
 static dt_status attention_back_with(
     const dt_attention_back_args &a, attention_shape q, void *stream) {
@@ -5349,11 +5472,11 @@ extern "C" const dt_kernels *dt_kernels_cuda(void) {
     return &table;
 }
 
-/* Returns false if this device cannot run the build, and writes advice to `text` if another build
-   would be faster. Code for an older GPU runs on a newer GPU, because the driver compiles the code
-   again at start. Code uses tensor cores only if it was compiled for sm_80 or later. Only code for
-   sm_90a uses wgmma, and sm_90a code runs on no other GPU. A kernel's attributes say which GPU the
-   kernel was compiled for. */
+/* Returns false if this device cannot run this build of the kernels. Writes advice to `text` in
+   this case, and also if another build would be faster. Code for an older GPU runs on a newer GPU,
+   because the driver compiles the code again when the program starts. Code uses tensor cores only
+   if it was compiled for sm_80 or later. Only code for sm_90a uses wgmma, and sm_90a code runs on
+   no other GPU. A kernel's attributes say for which GPU the kernel was compiled. */
 static bool check_build(char *text, size_t text_bytes) {
     cudaFuncAttributes code;
     int device = 0, major = 0, minor = 0;
@@ -5379,9 +5502,9 @@ static bool check_build(char *text, size_t text_bytes) {
     return pieces;
 }
 
-/* A cudaGetDeviceCount that fails does not set its result. It returns "driver version is
-   insufficient" for an old driver and for no driver; cudaDriverGetVersion tells the two cases
-   apart, because version 0 means no driver. */
+/* If cudaGetDeviceCount fails, it does not set `devices`. Its error, cudaErrorInsufficientDriver,
+   is the same for an old driver and for a missing driver. Only cudaDriverGetVersion can tell the
+   two cases apart: it sets the version to 0 if there is no driver. */
 extern "C" dt_status dt_cuda_ready(char *text, size_t text_bytes) {
     int devices = 0, driver = 0;
     cudaError_t error = cudaGetDeviceCount(&devices);
