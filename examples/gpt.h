@@ -103,7 +103,7 @@ typedef struct gpt_config {
     double norm_eps;     /* epsilon of layernorm and RMSNorm; 0 means 1e-5 */
     double theta;        /* base of the rotary embedding; 0 means 10000 */
     double dropout;      /* dropout probability, in [0,1) */
-    double smoothing;    /* label smoothing, in [0,1): arXiv:1512.00567 */
+    double smoothing;    /* label smoothing (arXiv:1512.00567), in [0,1) */
     /* Group that shards heads, hidden units and vocabulary. tp, cp, ep and pp may be NULL, which
        means a group of one rank */
     dt_comm *tp;
@@ -490,8 +490,8 @@ typedef struct gpt_tokens {
     /* Number of sequences of the step over all ranks. The MoE side losses (load-balancing loss and
        z-loss) are means over these sequences. 0 means no side losses. */
     int64_t sequences;
-    /* step number, from 1, on which the dropout masks depend; 0 means no dropout, as in
-       evaluation */
+    /* Step number, from 1. The dropout masks depend on it. 0 means no dropout and no label
+       smoothing, as in evaluation. */
     uint64_t step;
     /* with cp: the result of dt_cp_make for these documents and positions [made from B, T and
        config.cp_kind] */
@@ -531,7 +531,7 @@ static inline uint64_t gpt_hash(uint64_t z) {
 }
 
 /* Dropout. Each place in the model that uses dropout has its own `site`: 0 for the embedding, then
-   two numbers per layer, then one number per layer for its shared experts. */
+   two numbers for each layer, then one number for each layer's shared experts. */
 static inline dt_tensor *gpt_dropout(const gpt_pass *r, dt_tensor *x, int site) {
     double p = r->model->config.dropout;
     if (!x || p == 0 || r->tokens.step == 0) return x;
@@ -753,13 +753,13 @@ static inline gpt_pass gpt_pass_make(gpt *m, gpt_tokens t, gpt_cache *cache) {
     return r;
 }
 
-/* Runs items [r.item, r.end) (see gpt_config.stage_begin). x is the input of the first of these
-   items, or NULL if that is item 0. Returns their output (B,T,C); under sp T is sharded. Of the
-   head, runs only the final norm, not the matrix product. The embedding runs as a block if memory
-   can be freed when the block ends: the partial rows under tp, or at ZeRO-3 an embedding table that
-   this stage does not also use as its head. With GPT_RECOMPUTE_FULL and recompute_every = k, layers
-   i * k to i * k + k - 1 are recomputed together; if the stage has only some of these layers, it
-   recomputes the layers that it has together. */
+/* Runs items [r.item, r.end) (see gpt_config.stage_begin). x is the input of item r.item; it is
+   NULL if r.item is 0. Returns the output (B,T,C) of the last of these items; under sp T is
+   sharded. Of the head, runs only the final norm, not the matrix product. The embedding runs as a
+   block if memory can be freed when the block ends: under tp the rows before their sum over tp, or
+   at ZeRO-3 an embedding table that this stage does not also use as its head. With
+   GPT_RECOMPUTE_FULL and recompute_every = k, layers i * k to i * k + k - 1 are recomputed
+   together; if the stage has only some of these layers, they are recomputed together. */
 static inline dt_tensor *gpt_layers_and_norm(gpt_pass r, dt_tensor *x) {
     gpt *m = r.model;
     int block = dt_comm_size(m->config.tp) > 1 || !m->config.tied || gpt_stages(m->config) > 1;
@@ -834,8 +834,8 @@ static inline dt_status gpt_balance(gpt *m, dt_comm *const *groups, int n) {
     return dt_error(m->ctx);
 }
 
-/* gpt_logits_at and gpt_loss_at for tokens of which only ids (B,T) is set, so there is no dropout
-   and no label smoothing */
+/* As gpt_logits_at and gpt_loss_at, for ids (B,T) alone: the tokens have no step number, so there
+   is no dropout and no label smoothing. */
 static inline dt_tensor *gpt_logits(gpt *m, dt_tensor *ids) {
     return gpt_logits_at(m, (gpt_tokens){ .ids = ids });
 }
@@ -986,7 +986,7 @@ static inline int gpt_cache_restart(gpt_cache *c) {
 typedef struct gpt_next_token {
     gpt_cache *cache;
     const int32_t *ids;
-    int n;         /* number of ids; they are the tokens that are not in the cache yet */
+    int n;         /* number of `ids`, the tokens that are not in the cache yet */
     float *logits; /* (2,V): logits, and a buffer for sorting */
     gpt_sampling s;
     /* `at` is a random number in [0,1). `token` is the sampled id on the rank of the last stage,

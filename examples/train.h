@@ -24,9 +24,9 @@
 
 #include "gpt_files.h"
 
-/* Indices of train_row.mem, in bytes. PARAMS, GRADS and OPTIM are live bytes at the end of the
-   step; ACTS, COMM and PEAK (of all memory) are peaks of the step. Each value is the largest over
-   the ranks. */
+/* Indices of train_row.mem, whose values are in bytes. PARAMS, GRADS and OPTIM are live bytes at
+   the end of the step; ACTS, COMM and PEAK (the peak of all memory) are peaks of the step. Each
+   value is the largest over the ranks. */
 enum { TRAIN_PARAMS = 0, TRAIN_GRADS, TRAIN_OPTIM, TRAIN_ACTS, TRAIN_COMM, TRAIN_PEAK, TRAIN_MEMS };
 
 /* The metrics of one step, which are the same in every layout, except times and bytes. */
@@ -36,7 +36,7 @@ typedef struct train_row {
     double grad_norm; /* gradient norm before clipping */
     double lr;
     double ms, tokens_per_s; /* of the step, by rank 0's clock */
-    double comm;             /* fraction of `ms` in which rank 0 communicated or waited for it */
+    double comm;             /* fraction of `ms` in communication on rank 0, waits included */
     double bubble;           /* fraction of the pipeline schedule's time in which ranks were idle */
     double balance, z;       /* weighted MoE side losses, which are not part of `loss` */
     double dropped;          /* fraction of the router's choices dropped at the expert capacity */
@@ -72,7 +72,7 @@ typedef struct train_files {
     char **path;
     int count, capacity;
     int64_t bytes;
-    int64_t tokens; /* number of tokens in the shards; in text files a token is a byte */
+    int64_t tokens; /* number of tokens; each byte of a text file is a token */
     int shards;     /* 1 if the files are llm.c token shards, 0 if they are text */
 } train_files;
 
@@ -83,7 +83,8 @@ typedef struct train_config {
        0 means 1 */
     int schedule, chunks;
     int stage_begin[GPT_MAX_STAGES + 1]; /* as in gpt_config, for pp * chunks stages */
-    /* 1: before the first step, compute stage_begin from the measured times of the items */
+    /* 1: before the first step, measure the time of each item and compute stage_begin from these
+       times */
     int partition_by_cost;
     dt_zero_desc zero; /* train() fills in the mesh */
     dt_lr_desc lr;
@@ -96,10 +97,10 @@ typedef struct train_config {
     /* 1: shuffle the sequences in each epoch, with the context's seed */
     int shuffle;
     int64_t stop_at;       /* number of the last step */
-    int64_t eval_every;    /* in steps; 0: only after the last step */
+    int64_t eval_every;    /* number of steps between validations; 0: only after the last step */
     const char *export_to; /* path for gpt_export at the end; NULL: none */
     const char *save;      /* folder for checkpoints; NULL: none */
-    int64_t save_every;    /* in steps; 0: only after the last step */
+    int64_t save_every;    /* number of steps between checkpoints; 0: only after the last step */
     int keep, background;  /* as in dt_checkpoint_desc */
     const char *settings;  /* text that is saved with each checkpoint; NULL: none */
     /* A checkpoint, or a folder of checkpoints, from which to resume; NULL: start from step 1. The
@@ -107,8 +108,8 @@ typedef struct train_config {
     const char *resume;
     /* 1: if the folder `save` has a checkpoint, resume from that checkpoint and ignore `resume` */
     int restarted;
-    /* A flag that a signal handler may set to 1 on any rank, or NULL. After the step in which one
-       rank's flag is 1, all ranks set their flags to 1, save a checkpoint and end the run. */
+    /* A flag, or NULL. A signal handler may set the flag to 1 on any rank. At the end of that step
+       every rank's flag becomes 1, the run saves a checkpoint and ends. */
     int *stop;
     const char *trace; /* path for dt_trace_write at the end; NULL: no trace */
     const char *svg;   /* path for a drawing of the last step's pipeline; NULL: none */
@@ -118,12 +119,12 @@ typedef struct train_config {
     /* NULL, or an array with one zeroed element per rank, which train() fills in. If the ranks are
        forked processes, the caller's array is not filled in. */
     train_footprint *footprint;
-    void (*on_step)(dt_ctx *ctx, const train_row *row, void *user); /* on rank 0 */
+    void (*on_step)(dt_ctx *ctx, const train_row *row, void *user); /* on rank 0, each step */
     /* Called on all ranks before the first step. `step` is the checkpoint's step, or 0 if there was
        no checkpoint. May be NULL. */
     void (*on_resume)(
         dt_ctx *ctx, int64_t step, const char *path, const char *settings, void *user);
-    void (*on_save)(dt_ctx *ctx, const char *path, void *user); /* on rank 0; may be NULL */
+    void (*on_save)(dt_ctx *ctx, const char *path, void *user); /* called on rank 0; may be NULL */
     /* called on rank 0 during a save, with the fraction that is done; may be NULL */
     void (*on_progress)(double done, void *user);
     /* Called at the end on the ranks with dp and cp coordinate 0, which together hold one complete
@@ -354,8 +355,8 @@ static inline dt_tensor *train_eval_stage(dt_tensor *x, int stage, int micro, vo
 
 /* Returns the mean loss over the first sequences of a text. Sequence s runs on replica s mod R,
    where R is the number of replicas. ZeRO-3 gathers parameters collectively, so all replicas must
-   run the same number of forwards: a replica that has no sequence left runs one whose loss is not
-   counted. */
+   run the same number of forwards: a replica that has no sequence left runs a sequence whose loss
+   is not counted. */
 static inline double train_eval(gpt *model, const dt_mesh *mesh, dt_text *text, train_batch *b) {
     dt_ctx *ctx = model->ctx;
     int64_t n = dt_text_sequences(text);
@@ -453,7 +454,7 @@ static inline void train_footprint_formula(
     int states = is_adam ? 2 : c->zero.momentum > 0, master = (dt_dtype)grad_dtype != dtype;
     int wanted_group = c->zero.shard_group ? c->zero.shard_group : dt_comm_size(mesh->data);
     int all[2] = { dt_comm_size(mesh->data), dt_comm_size(mesh->expert_data) };
-    for (int k = 0; k < 2; k++) { /* find the largest shard group that divides the data group */
+    for (int k = 0; k < 2; k++) { /* find the largest group size that divides the data group */
         n->kind[k].shard_ranks = wanted_group < all[k] ? wanted_group : all[k];
         while (all[k] % n->kind[k].shard_ranks != 0) n->kind[k].shard_ranks--;
     }
@@ -721,7 +722,7 @@ static inline void train_batch_schedule(
    its schedule. */
 static inline void train_batch_next(
     dt_ctx *ctx, const train_config *c, const dt_mesh *mesh, train_batch *b, dt_batch_ramp ramp) {
-    b->order.consumed += b->order.batch; /* the number of sequences of the previous step */
+    b->order.consumed += b->order.batch; /* add the sequences of the previous step */
     b->order.batch = dt_batch_ramp_size(ramp, b->order.consumed);
     b->accum = (int)(b->order.batch / ((int64_t)b->order.micro_batch * b->order.replicas));
     train_batch_schedule(ctx, c, mesh, b);
