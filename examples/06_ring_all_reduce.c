@@ -6,7 +6,7 @@
        its left neighbour and adds the received chunk to its own copy of that chunk. After these
        steps each rank holds the complete sum of one chunk. The all-gather phase has N-1 more steps,
        which pass the complete sums around the ring (Patarasuk and Yuan, 2009). The table shows
-       the number of each chunk:
+       which chunk each rank sends, and of which chunk it then holds the complete sum:
 
            reduce-scatter   rank 0   rank 1   rank 2   rank 3     all four links are busy
            step 0 sends        3        0        1        2       in every step

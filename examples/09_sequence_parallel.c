@@ -11,7 +11,7 @@
        many bytes as in 08. The backward pass sends 1.5 times as many bytes as in 08, because the
        gathered activations are freed after the forward pass and gathered again.
        A rank applies a parameter outside `up` and `down` to its own tokens only, so the gradient
-       of this parameter is a partial sum. The model must declare it with DT_GRAD_PARTIAL. The
+       of this parameter is a partial sum. The model must declare this with DT_GRAD_PARTIAL. The
        library cannot deduce that the gradient is partial, because a norm of T/N tokens looks like a
        norm of all tokens. The last run omits this declaration for the norms on purpose.
    Run: cc -O3 examples/09_sequence_parallel.c -o 09_sequence_parallel -lm -lpthread

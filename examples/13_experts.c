@@ -17,13 +17,12 @@
        shard the hidden units of each expert. An expert processes tokens of all ranks, so its
        gradient is complete. Every rank has a copy of the router and applies the copy to its own
        tokens only, so the router's gradient is summed over ep.
-       The expert capacity limits how many tokens of a sequence each expert accepts: here 1.25 times
-       the mean over all experts. Tokens beyond the capacity are dropped. In this program some kinds
-       of tokens are more frequent than others, so some experts are overloaded. The last two runs
-       balance the
-       load without a balancing loss (arXiv:2408.15664): after each step they lower the router bias
-       of every expert that got more tokens than the mean, and raise it for the others. The bias
-       changes which experts are chosen, but not the weights of their results.
+       The expert capacity limits how many tokens of a sequence each expert accepts: here at most
+       1.25 times the mean over all experts. Tokens beyond the capacity are dropped. In this program
+       some kinds of tokens are more frequent than others, so some experts are overloaded. The last
+       two runs balance the load without a balancing loss (arXiv:2408.15664): after each step they
+       lower the router bias of every expert that got more tokens than the mean, and raise it for
+       the others. The bias changes which experts are chosen, but not the weights of their results.
    Run: cc -O3 examples/13_experts.c -o 13_experts -lm -lpthread && ./13_experts
    What you see: every layout has the losses of one rank and drops the same tokens. The balanced
        runs drop fewer tokens.

@@ -1,5 +1,5 @@
-/* demo.c - trains a small GPT in many layouts and compares each with one rank - public domain or
-   MIT, at your choice
+/* demo.c - trains a small GPT in many layouts and compares each with a run on one rank - public
+   domain or MIT, at your choice
 
        cc -O3 demo.c -o demo -lm -lpthread && ./demo
 
@@ -109,8 +109,8 @@ typedef struct table {
     int64_t size[MAX_TENSORS], first[MAX_TENSORS];
 } table;
 
-/* The largest differences between a layout and one rank, each divided by max(|b|, s) as explained
-   at the top of this file. */
+/* The largest differences between a layout and the run on one rank, each divided by max(|b|, s) as
+   explained at the top of this file. */
 typedef struct difference {
     double loss, norm, params;
 } difference;
@@ -275,8 +275,8 @@ static difference compare(const row *r, const result *a, const result *b) {
     return max;
 }
 
-/* Prints the row r of the table. Returns 1 if its result `a` agrees with its reference's result `b`
-   and its loss fell, else 0. */
+/* Prints row r of the table. Returns 1 if the row's result `a` agrees with the reference result `b`
+   and the row's loss fell, else 0. */
 static int judge(const row *r, const result *a, const result *b) {
     difference d = r->reference ? (difference){ 0, 0, 0 } : compare(r, a, b);
     double max = worse(d.loss, worse(d.norm, d.params)),

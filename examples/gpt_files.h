@@ -61,7 +61,7 @@ static const gpt_name gpt_names[] = {
     { "lm_head.weight", "lm_head.weight", "lm_head.weight", NULL, 0, NULL },
 };
 
-/* Endings of tensor names: a tensor of the file whose name has one of them is ignored. */
+/* Endings of the names of tensors that are ignored. */
 static const char *const gpt_ignored[] = { ".attn.bias", ".attn.masked_bias",
     ".rotary_emb.inv_freq" };
 
@@ -387,7 +387,7 @@ static inline void gpt_load_one(
         int at = dt_weights_find(w, p->name[i]);
         if (at >= 0) ((char *)user)[at] = 1;
     }
-    dt_tensor *own = *gpt_slot(m, r, layer); /* NULL if another rank's stage has it */
+    dt_tensor *own = *gpt_slot(m, r, layer); /* NULL if it is on another rank's stage */
     if (own) dt_weights_load(w, own, p->columns, p->part, p->n);
     if (gpt_is_embedding(r) && m->config.tied && m->head && m->head != own)
         dt_weights_load(w, m->head, p->columns, p->part, p->n);
