@@ -1,8 +1,9 @@
 /* 02_dp_by_hand.c - data parallelism by hand: 01_mlp.c on four ranks
 
    What you learn: data parallelism. Every rank holds the whole network and computes on a quarter of
-       the samples. Each rank divides its loss by all B samples of the step, so the gradient of
-       the step is the sum of the ranks' gradients. One all-reduce per parameter computes this sum.
+       the samples. Each rank divides its loss by B, the number of samples of all ranks in a step,
+       so the gradient of the step is the sum of the ranks' gradients. One all-reduce per parameter
+       computes this sum.
        The rest of the training loop stays as it is. To see every change, run
        diff examples/01_mlp.c examples/02_dp_by_hand.c
    Run: cc -O3 examples/02_dp_by_hand.c -o 02_dp_by_hand -lm -lpthread && ./02_dp_by_hand
@@ -52,7 +53,8 @@ static mlp mlp_make(dt_ctx *ctx) {
     return m;
 }
 
-/* Returns the mean squared error over the B samples of a step. */
+/* Returns this rank's part of the mean squared error: the sum over its samples, divided by the B
+   samples of all ranks. */
 static dt_tensor *mlp_loss(const mlp *m, dt_tensor *x, dt_tensor *y) {
     dt_tensor *h = dt_gelu(dt_linear(x, m->w1, m->b1)); /* (..,IN) -> (..,H) */
     return dt_mse(dt_linear(h, m->w2, m->b2), y, B);    /* (..,H) -> (..,1) -> scalar */

@@ -55,7 +55,8 @@ static mlp mlp_make(dt_ctx *ctx) {
     return m;
 }
 
-/* Returns the mean squared error over the B samples of a step. */
+/* Returns this rank's part of the mean squared error: the sum over its samples, divided by the B
+   samples of all ranks. */
 static dt_tensor *mlp_loss(const mlp *m, dt_tensor *x, dt_tensor *y) {
     dt_tensor *h = dt_gelu(dt_linear(x, m->w1, m->b1)); /* (..,IN) -> (..,H) */
     return dt_mse(dt_linear(h, m->w2, m->b2), y, B);    /* (..,H) -> (..,1) -> scalar */

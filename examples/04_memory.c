@@ -1,11 +1,11 @@
-/* 04_memory.c - what the memory of training is used for: 20 linear layers of 2000 x 2000, which are
-   80 million parameters
+/* 04_memory.c - what training uses memory for, shown with 20 linear layers of 2000 x 2000, which
+   have 80 million parameters
 
    What you learn: with Adam in f32 every parameter takes 16 bytes on every rank: 4 for its value, 4
        for its gradient and 8 for its optimizer state. The activations of a small batch are
-       negligible in comparison. ZeRO-1 shards the optimizer state over N ranks, which leaves
-       4 + 4 + 8/N bytes. dt counts every byte that it allocates, so the program can check that the
-       counts equal this formula exactly.
+       negligible in comparison. ZeRO-1 shards the optimizer state over N ranks, so a parameter
+       takes only 4 + 4 + 8/N bytes on every rank. dt counts every byte that it allocates, so the
+       program can check that the counts equal this formula exactly.
    Run: cc -O3 examples/04_memory.c -o 04_memory -lm -lpthread && ./04_memory [--width 2000]
        [--layers 20]
        With the default sizes, two ranks at stage 0 need 2.5 GB together.
@@ -37,8 +37,8 @@ static void row(dt_ctx *ctx, const char *when) {
     dt_memory_reset_peak(ctx);
 }
 
-/* Prints the formula, 4 + 4 + 8/N bytes per element. Returns 1 if the counted bytes equal it. The
-   elements include padding: each bucket is padded to a multiple of N x 1,024 elements. */
+/* Prints the bytes by the formula, 4 + 4 + 8/N per element. Returns 1 if the counted bytes equal
+   them. The padding of each bucket, to a multiple of N x 1,024 elements, counts as elements. */
 static int equals_formula(dt_ctx *ctx, const job *j) {
     size_t padded = 0;
     for (int i = 0; i < dt_bucket_count(ctx); i++) padded += dt_bucket_get(ctx, i)->padded;
@@ -55,7 +55,7 @@ static int equals_formula(dt_ctx *ctx, const job *j) {
 }
 
 static dt_tensor *forward(dt_ctx *ctx, const job *j, dt_tensor *x) {
-    /* (B,W) -> (B,W) */
+    /* (B,width) -> (B,width) */
     for (int i = 0; i < j->layers; i++) x = dt_gelu(dt_linear(x, dt_param_get(ctx, i), NULL));
     return x;
 }

@@ -16,8 +16,8 @@
 
 enum { B = 40, J = 12, STEPS = 400 }; /* points, radial basis functions, steps */
 
-/* Backward of bumps: dout/dx = -2 (x - c) out and dout/dc = 2 (x - c) out. Computes a gradient only
-   for the inputs that need one. */
+/* Backward of bumps. The derivative of out is -2 (x - c) out with respect to x, and 2 (x - c) out
+   with respect to c. Computes a gradient only for the inputs that need one. */
 static dt_status bumps_back(dt_node *node) {
     const double *x = (const double *)node->in[0]->data, *c = (const double *)node->in[1]->data;
     const double *out = (const double *)node->out->data, *dout = (const double *)node->out->grad;
@@ -36,7 +36,7 @@ static dt_status bumps_back(dt_node *node) {
     return DT_OK;
 }
 
-/* The op: R points x (R,N) and J centers c (J,N), both f64 -> out (R,J). */
+/* The op. Returns out (R,J) for R points x (R,N) and J centers c (J,N). All are f64. */
 static dt_tensor *bumps(dt_tensor *x, dt_tensor *c) {
     if (!x || !c) return NULL; /* an earlier op failed and has recorded its error */
     if (x->dtype != DT_F64 || c->dtype != DT_F64 || x->shape.nd != 2 || c->shape.nd != 2 ||

@@ -2,10 +2,11 @@
 
    What you learn: ring all-reduce. N ranks sum an array of S bytes, and each rank talks only to its
        two neighbours. The array is divided into N chunks. The reduce-scatter phase has N-1 steps:
-       in each step every rank sends one chunk to its right neighbour, receives one from its left
-       neighbour and adds it to its own copy of that chunk. Then each rank holds the complete sum of
-       one chunk. The all-gather phase has N-1 more steps, which pass the complete sums around the
-       ring (Patarasuk and Yuan, 2009).
+       in each step every rank sends one chunk to its right neighbour, receives another chunk from
+       its left neighbour and adds the received chunk to its own copy of that chunk. After these
+       steps each rank holds the complete sum of one chunk. The all-gather phase has N-1 more steps,
+       which pass the complete sums around the ring (Patarasuk and Yuan, 2009). The table shows
+       which chunk each rank sends, and of which chunk it then holds the complete sum:
 
            reduce-scatter   rank 0   rank 1   rank 2   rank 3     all four links are busy
            step 0 sends        3        0        1        2       in every step
@@ -66,15 +67,15 @@ static void exchange(dt_ctx *ctx, const float *x, int out, float *to, int in, co
 static void ring_all_reduce(dt_ctx *ctx, float *x, cost *c) {
     int me = dt_comm_rank(dt_world(ctx)), n = dt_comm_size(dt_world(ctx));
     float received[COUNT];
-    /* Reduce-scatter. When it is sent, chunk `out` is the sum over step + 1 ranks. */
+    /* Reduce-scatter. When this rank sends chunk `out`, the chunk is a sum over step + 1 ranks. */
     for (int step = 0; step < n - 1; step++) {
         int out = (me - 1 - step + 2 * n) % n, in = (out - 1 + n) % n;
         size_t first = chunk_begin(in, n), end = chunk_begin(in + 1, n);
         exchange(ctx, x, out, received, in, c);
         for (size_t i = first; i < end; i++) x[i] = received[i - first] + x[i];
     }
-    /* All-gather. Send first the chunk whose sum this rank completed, then in each step the chunk
-       received in the step before. */
+    /* All-gather. The first step sends the chunk whose sum this rank completed. Each later step
+       sends the chunk that the step before received. */
     for (int step = 0; step < n - 1; step++) {
         int out = (me - step + n) % n, in = (out - 1 + n) % n;
         exchange(ctx, x, out, x + chunk_begin(in, n), in, c);

@@ -1,15 +1,17 @@
-/* 07_dp_naive.c - data parallelism through one root rank (torch.nn.DataParallel) against all-reduce
+/* 07_dp_naive.c - data parallelism through one root rank (torch.nn.DataParallel), compared with
+   all-reduce
 
    What you learn: in naive data parallelism only the root (rank 0) reads the samples, computes the
        loss and updates the parameters. In each step it broadcasts the parameters, scatters the
        samples and the output gradients, and gathers the outputs and the parameter gradients. So the
-       root's link carries about N-1 times the bytes of any other link. With a ring all-reduce of
-       the gradients (as in 02 and 03) the training is the same, but no rank is a bottleneck: every
-       rank sends 2(N-1)/N times the size of the parameters, which is less than twice their size for
-       any N. The program counts the bytes of both versions and checks them against formulas.
+       root's link carries about N-1 times the bytes of any other link. If instead every rank
+       computes its own loss and the gradients are all-reduced (as in 02 and 03), the training is
+       the same, but no rank is a bottleneck. In a ring all-reduce every rank sends 2(N-1)/N times
+       the size of the parameters, which is less than twice their size for any N. The program counts
+       the bytes of both versions and checks them against formulas.
    Run: cc -O3 examples/07_dp_naive.c -o 07_dp_naive -lm -lpthread && ./07_dp_naive
-   What you see: equal losses. Through the root, rank 0 sends 2,160 bytes per step and every other
-       rank 592. With the ring every rank sends 792 bytes.
+   What you see: equal losses. In the naive version rank 0 sends 2,160 bytes per step and every
+       other rank 592 bytes. With the ring every rank sends 792 bytes.
    Think about: which of these three byte counts grow with N, and how fast? */
 #define DT_IMPLEMENTATION
 #include "../dt_comm.h"
@@ -71,8 +73,8 @@ static void update(float *values, const float *gradients) {
     for (int i = 0; i < P; i++) values[i] -= 0.1f * gradients[i];
 }
 
-/* One naive step: rank 0 scatters the work, gathers the results and updates the parameters. On rank
-   0 returns the mean squared error over all samples; on the other ranks returns 0. */
+/* One naive step: rank 0 scatters the work, gathers the results and updates the parameters. Returns
+   the mean squared error over all samples on rank 0, and 0 on the other ranks. */
 static double step_naive(dt_ctx *ctx, const mlp *m, dt_bucket *bucket, int step) {
     dt_comm *world = dt_world(ctx);
     int is_root = dt_comm_rank(world) == 0;
@@ -90,7 +92,7 @@ static double step_naive(dt_ctx *ctx, const mlp *m, dt_bucket *bucket, int step)
     for (int i = 0; i < B && is_root; i++) {
         float d = outputs[i] - y[i];
         loss += (double)d * d / B;
-        output_grads[i] = 2 * d / B; /* dloss/doutputs[i] */
+        output_grads[i] = 2 * d / B; /* derivative of the loss with respect to outputs[i] */
     }
     /* Scatter the output gradients: the root sends (N-1) LOCAL elements. */
     dt_scatter(world, output_grads, local_grads, LOCAL, DT_F32, 0);
@@ -106,7 +108,8 @@ static double step_naive(dt_ctx *ctx, const mlp *m, dt_bucket *bucket, int step)
 }
 
 /* One data-parallel step: every rank reads its samples, computes its part of the loss, all-reduces
-   the gradients and updates its own copy. Returns this rank's part of the loss. */
+   the gradients and updates its own copy of the parameters. Returns this rank's part of the
+   loss. */
 static double step_all_reduce(dt_ctx *ctx, const mlp *m, dt_bucket *bucket, int step) {
     float x[LOCAL * IN], y[LOCAL];
     samples(step, dt_ctx_rank(ctx) * LOCAL, LOCAL, x, y);

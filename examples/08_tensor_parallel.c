@@ -1,22 +1,22 @@
 /* 08_tensor_parallel.c - tensor parallelism: a network whose widest layers are sharded over ranks
 
    What you learn: tensor parallelism (Megatron-LM, arXiv:1909.08053). The linear layer `up` maps C
-       features to F hidden units, and after a gelu `down` maps them back to C features. Each of T
-       ranks holds F/T rows of `up` and the F/T columns of `down` for the same hidden units. As in
-       PyTorch, a weight is (out,in). Megatron writes weights as (in,out), so it calls `up` a
-       column-parallel linear layer and `down` a row-parallel linear layer.
+       features to F hidden units; after a gelu, the linear layer `down` maps these units back to C
+       features. Each of T ranks holds F/T rows of `up`, and the F/T columns of `down` for the same
+       hidden units. As in PyTorch, a weight is (out,in). Megatron writes weights as (in,out), so it
+       calls `up` a column-parallel linear layer and `down` a row-parallel linear layer.
 
            x (n,C) --f--> up: F/T rows --> gelu --> down: F/T columns --g--> (n,C)
 
        Each rank computes F/T hidden units, and its product with `down` is a partial sum of the
        result. The ranks send nothing between the two layers. In the forward pass g all-reduces the
-       partial sums; in the backward pass f all-reduces the gradients of x. This file has the
-       network twice, for a single rank and tensor-parallel. Lines that tensor parallelism adds or
+       partial sums; in the backward pass f all-reduces the gradients of x. This file contains the
+       network twice: for a single rank, and tensor-parallel. Lines that tensor parallelism adds or
        changes end in "tp".
    Run: cc -O3 examples/08_tensor_parallel.c -o 08_tensor_parallel -lm -lpthread
        && ./08_tensor_parallel
-   What you see: four layouts with the same losses. For each layout, a rank's parameter bytes and
-       the bytes that it sends over the tp group, beside their formulas.
+   What you see: the losses of four layouts, which are equal. Then for each layout the bytes of a
+       rank's parameters and the bytes that a rank sends over the tp group, beside their formulas.
    Think about: before you run, predict the bytes that a rank sends over tp in a step, for tp 2 and
        for tp 4. Does dp change these bytes? */
 #define DT_IMPLEMENTATION
@@ -34,8 +34,8 @@ typedef struct job {
     const char *name;
     int single_rank, tp, dp, stage; /* single_rank 1: run the single-rank network */
     double loss[STEPS];
-    /* of rank 0: bytes of its parameters, an upper limit of the padding in these bytes, bytes that
-       it sends over tp in one step */
+    /* for rank 0: the bytes of its parameters, an upper limit for the padding in these bytes, and
+       the bytes that it sends over tp in one step */
     size_t param_bytes, max_padding, sent;
 } job;
 
@@ -46,7 +46,7 @@ static float random_number(uint32_t k) {
     return (float)((k ^ (k >> 16)) >> 8) / 8388608.0f - 1;
 }
 
-/* Fills in samples [first, first + count) of a step: x (count,IN), y (count,1). */
+/* Fills in samples [first, first + count) of a step: inputs x (count,IN), targets y (count,1). */
 static void samples(int step, int first, int count, float *x, float *y) {
     for (int i = 0; i < count; i++) {
         for (int j = 0; j < IN; j++)
@@ -106,7 +106,7 @@ static dt_tensor *tp_loss(const mlp *m, dt_tensor *x, dt_tensor *y, dt_comm *tp)
 
 static dt_status train(dt_ctx *ctx, void *user) { /* runs on every rank */
     job *j = (job *)user;
-    dt_mesh mesh = dt_mesh_make(ctx, (dt_mesh_desc){ .tp = j->tp }); /* dp is the rest */ // tp
+    dt_mesh mesh = dt_mesh_make(ctx, (dt_mesh_desc){ .tp = j->tp }); /* dp is ranks/tp */ // tp
     mlp m = j->single_rank ? one_make(ctx) : tp_make(ctx, mesh.tp);
     int n = B / mesh.replicas, first_rank = dt_ctx_rank(ctx) == 0;
     dt_zero_desc desc = { .stage = j->stage, .optimizer = DT_SGD, .momentum = 0.9 };
@@ -133,7 +133,7 @@ static dt_status train(dt_ctx *ctx, void *user) { /* runs on every rank */
     return dt_error(ctx);
 }
 
-/* Prints the counted bytes beside the formulas. Returns 1 if they agree. */
+/* Prints the counted bytes beside the bytes by the formulas. Returns 1 if they agree. */
 static int bytes_match(const job *j) {
     size_t T = (size_t)j->tp, f = sizeof(float), n = (size_t)(B / j->dp);
     size_t params = f * (C * IN + C + (F * C + F + C * F) / T + C + C),

@@ -3,24 +3,24 @@
 
    What you learn: sequence parallelism (arXiv:2205.05198). In 08 the ranks shard `up` and `down`,
        but every rank computes the ops outside these two layers (norms, dropouts, residual sums)
-       for all tokens. With sequence parallelism each of N ranks computes them for T/N tokens only:
+       for all tokens. With sequence parallelism each of N ranks computes these ops for T/N tokens:
 
            norm (T/N tokens) --all-gather--> up, gelu, down --reduce-scatter--> dropout, sum (T/N)
 
        An all-reduce is a reduce-scatter followed by an all-gather, so the forward pass sends as
        many bytes as in 08. The backward pass sends 1.5 times as many bytes as in 08, because the
        gathered activations are freed after the forward pass and gathered again.
-       A parameter outside `up` and `down` sees only this rank's tokens, so its gradient is a
-       partial sum. The model must declare this with DT_GRAD_PARTIAL. The library cannot deduce it,
-       because a norm over T/N tokens looks like a norm over all tokens. On purpose, the last run
-       does not declare it for the norms.
+       A rank applies a parameter outside `up` and `down` to its own tokens only, so the gradient
+       of this parameter is a partial sum. The model must declare this with DT_GRAD_PARTIAL. The
+       library cannot deduce that the gradient is partial, because a norm of T/N tokens looks like a
+       norm of all tokens. The last run omits this declaration for the norms on purpose.
    Run: cc -O3 examples/09_sequence_parallel.c -o 09_sequence_parallel -lm -lpthread
        && ./09_sequence_parallel
    What you see: one rank, tp 4 and tp 4 with sp have equal losses. With sp each of the four ranks
        holds a quarter of the activation bytes. Without DT_GRAD_PARTIAL the ranks' copies of a
        norm drift apart, and no error is reported.
-   Think about: before you run: with tp 4 and without sp, which activations does every rank hold for
-       all tokens? In which step does the run without DT_GRAD_PARTIAL first have a wrong loss? */
+   Think about: before you run, which activations does every rank hold for all tokens with tp 4 but
+       without sp? In which step does the run without DT_GRAD_PARTIAL first have a wrong loss? */
 #define DT_IMPLEMENTATION
 #include "../dt_zero.h"
 #include <math.h>
@@ -39,11 +39,11 @@ typedef struct model {
 } model;
 typedef struct job {
     const char *name;
-    int tp, sp, undeclared, layers; /* undeclared: the norms lack DT_GRAD_PARTIAL */
-    double loss[STEPS];             /* results from here on */
-    float gains[MAX_RANKS][C];      /* each rank's copy of the first norm at the end */
-    /* of rank 0 in the last step: peak bytes of activations; bytes sent over tp in the forward and
-       in the backward pass */
+    int tp, sp, undeclared, layers; /* undeclared is 1 if the norms lack DT_GRAD_PARTIAL */
+    double loss[STEPS];             /* this field and the next ones are results */
+    float gains[MAX_RANKS][C];      /* each rank's copy of the first norm's gain after training */
+    /* for rank 0 in the last step: the peak bytes of activations, and the bytes sent over tp in the
+       forward and in the backward pass */
     size_t peak, forward, backward;
 } job;
 /* The arguments of a forward pass, which every layer receives. */
@@ -52,7 +52,7 @@ typedef struct pass {
     int layer, step;
     dt_comm *tp;
     dt_placement outside; /* placement of activations outside `up` and `down` */
-    dt_tensor *index;     /* position of each token in the step */
+    dt_tensor *index;     /* (B,T): number of each token within the step */
 } pass;
 
 /* Returns the k-th number of a fixed pseudo-random sequence in [-1, 1). */
@@ -62,7 +62,7 @@ static float random_number(uint32_t k) {
     return (float)((k ^ (k >> 16)) >> 8) / 8388608.0f - 1;
 }
 
-/* Fills in a step's x (B,T,IN), y (B,T,1) and index (B,T), which numbers the tokens of the step. */
+/* Fills in a step's inputs x (B,T,IN), targets y (B,T,1) and token numbers `index` (B,T). */
 static void samples(int step, float *x, float *y, int32_t *index) {
     for (int i = 0; i < B * T; i++) {
         for (int k = 0; k < IN; k++)
@@ -103,12 +103,12 @@ static dt_tensor *layer_forward(dt_tensor *x, void *user) {
     dt_tensor *wide = dt_gelu(dt_linear(dt_tp_enter(n, p->tp, p->outside), m->layer[i].up, NULL));
     /* (B,t,C) */
     n = dt_row_linear(wide, m->layer[i].down, m->layer[i].down_bias, NULL, p->tp, p->outside);
-    /* The dropout mask is a function of the token's position, so it is equal in every layout. */
+    /* The dropout mask depends on the token's number, so the mask is the same in every layout. */
     return dt_add(x, dt_dropout(n, 0.1, (uint64_t)(p->step * L + i), p->index));
 }
 
-/* Returns the loss for x (B,T,IN) and y (B,T,1), which every rank has in full. With sp, the loss is
-   the sum over this rank's tokens only. */
+/* Returns the loss for x (B,T,IN) and y (B,T,1), which every rank has in full. With sp, returns
+   only the part of the loss that comes from this rank's tokens. */
 static dt_tensor *model_loss(pass p, int layers, dt_tensor *x, dt_tensor *y) {
     /* (B,t,C) */
     x = dt_linear(dt_redistribute(x, p.tp, DT_REPLICATE, p.outside), p.model->in, NULL);
@@ -149,9 +149,9 @@ static dt_status train(dt_ctx *ctx, void *user) { /* runs on every rank */
     return dt_error(ctx);
 }
 
-/* Prints the activation bytes and the sent bytes of one layer, beside the formulas. Returns 1 if
-   they agree. The activation bytes are the difference between the models with L and with FEWER
-   layers, divided by the number of layers that they differ in. */
+/* Prints the activation bytes and the sent bytes of one layer, beside the bytes by the formulas.
+   Returns 1 if they agree. The activation bytes of a layer are the difference between the peaks of
+   the models with L and with FEWER layers, divided by L - FEWER. */
 static int layer_matches(const job *j, const job *fewer) {
     size_t N = (size_t)j->tp, per_number = B * T * sizeof(float),
            outside = per_number * (4 * C + 1) / (j->sp ? N : 1);
@@ -163,8 +163,8 @@ static int layer_matches(const job *j, const job *fewer) {
     return peak == want && j->forward == L * forward && j->backward == L * backward;
 }
 
-/* Sets *loss to the largest difference from the losses of one rank, and *norm to the largest
-   difference between the ranks' copies of a norm. */
+/* Sets *loss to the largest difference from the losses of the run on one rank, and *norm to the
+   largest difference between the ranks' copies of the first norm's gain. */
 static void compare(const job *j, const job *one, double *loss, double *norm) {
     for (int i = 0; i < STEPS; i++) *loss = fmax(*loss, fabs(j->loss[i] - one->loss[i]));
     for (int i = 0; i < j->tp * C; i++)

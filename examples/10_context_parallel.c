@@ -4,28 +4,31 @@
    What you learn: context parallelism. Each of c ranks holds T/c tokens of every sequence. The
        projections to q, k and v need only the rank's own tokens, but a query attends to the keys of
        all ranks. The program compares four ways to compute this attention:
-           ring        ring attention (arXiv:2310.01889): blocks of keys and values travel around
-                       the ring; each rank computes with one block while it receives the next
+           ring        ring attention (arXiv:2310.01889): blocks of keys and values travel around a
+                       ring of the ranks; each rank computes with one block while it receives the
+                       next block
            zigzag      ring attention in which each rank holds one early and one late piece of the
                        sequence, so that a causal mask leaves every rank the same work
            all-gather  every rank gathers all keys and values, then computes; it keeps the gathered
                        keys and values for the backward pass
-           Ulysses     (arXiv:2309.14509) an all-to-all gives each rank all tokens of H/c heads; it
-                       computes these heads, and a second all-to-all returns its tokens of all heads
-       Each rank's weights see only T/c tokens, so the gradients of the weights are summed over cp.
+           Ulysses     (arXiv:2309.14509) an all-to-all gives each rank all tokens of H/c heads; the
+                       rank computes these heads, and a second all-to-all gives it the results of
+                       all heads for its own tokens
+       Each rank applies the weights to only T/c tokens, so the weights' gradients are summed over
+       cp, the group of these ranks.
    Run: cc -O3 examples/10_context_parallel.c -o 10_context_parallel -lm -lpthread
        && ./10_context_parallel
-   What you see: a map of which rank computes which block of the attention matrix. Then a table that
-       has for each variant the load of the busiest rank, the differences from a run on one rank,
-       and the bytes sent.
-   Think about: before you run: with ring, which of the 4 ranks computes most, and how much more
-       than the mean? Which variant sends the fewest bytes when c is large? */
+   What you see: a map that shows which rank computes which block of the attention matrix. Then a
+       table that shows for each variant the load of the busiest rank, the differences from a run on
+       one rank, and the bytes sent.
+   Think about: before you run, which of the 4 ranks computes most in the variant `ring`, and how
+       much more than the mean? Which variant sends the fewest bytes when c is large? */
 #define DT_IMPLEMENTATION
 #include "../dt_parallel.h"
 #include <math.h>
 #include <stdio.h>
 
-/* K heads of keys and values serve H heads of queries (grouped-query attention) */
+/* H query heads share K key/value heads (grouped-query attention); D is the width of a head */
 enum { RANKS = 4, B = 2, T = 64, H = 8, K = 4, D = 8, C = H * D };
 enum { WEIGHTS = (H + 2 * K) * D * C + C * C, PIECES = 2 * RANKS };
 
@@ -35,7 +38,7 @@ typedef struct job {
     const char *name;
     int kind; /* DT_CP_* */
     float y[B][T][C], dx[B][T][C], dw[WEIGHTS];
-    /* bytes that rank 0 sends over cp; every other rank sends the same number */
+    /* bytes that each rank sends over cp in the forward and in the backward pass */
     size_t forward, backward;
 } job;
 
@@ -131,7 +134,7 @@ static int owner(int kind, int token) {
 
 /* Returns the number of (query, key) pairs that the busiest rank computes, per head and sequence.
    Token t attends to t + 1 keys. With Ulysses each rank computes all pairs, but only for H/c of the
-   heads, so it counts 1/c of the pairs per head. */
+   H heads, so the result is 1/c of the pairs. */
 static int busiest(int kind) {
     int pairs[RANKS] = { 0 }, max = 0;
     for (int t = 0; t < T; t++) pairs[owner(kind, t)] += t + 1;
@@ -159,7 +162,7 @@ int main(void) {
         { .name = "zigzag", .kind = DT_CP_ZIGZAG },
         { .name = "all-gather", .kind = DT_CP_ALLGATHER },
         { .name = "Ulysses", .kind = DT_CP_ULYSSES } };
-    /* n: bytes of one rank's keys and values; exchange: bytes that one rank sends under Ulysses */
+    /* n: bytes of one rank's keys and values; exchange: bytes that one rank sends with Ulysses */
     const size_t n = 2 * B * K * D * (T / RANKS) * sizeof(float), others = RANKS - 1;
     const size_t exchange = B * D * (T / RANKS) * (2 * H + 2 * K) * sizeof(float) * others / RANKS;
     double worst = 0;

@@ -7,12 +7,13 @@
        its parameter values, and a second all-gather prefetches the values of the next block. When
        the block ends, its values are freed. This happens in the forward pass and again in the
        backward pass, so the values are sent twice per step. With keep_gathered the values are sent
-       once, but the complete model stays in memory until the update. All losses are bit-identical.
+       once, but the complete model stays in memory until the update. Losses are bit-identical at
+       all stages.
    Run: cc -O3 examples/11_zero3.c -o 11_zero3 -lm -lpthread && ./11_zero3
    What you see: for stages 0, 2 and 3 the bytes that a rank holds and sends, beside the formulas of
        the ZeRO paper (arXiv:1910.02054), and the same last loss at every stage.
-   Think about: before you run: with 80 layers instead of 8, which columns of the table would not be
-       ten times as large? */
+   Think about: before you run, which columns of the table would not be ten times as large with 80
+       layers instead of 8? */
 #define DT_IMPLEMENTATION
 #include "../dt_zero.h"
 #include <stdio.h>
@@ -27,9 +28,9 @@ typedef struct layer {
 typedef struct job {
     const char *name;
     int stage, keep_gathered;
-    double loss[STEPS]; /* results from here on, filled by rank 0 */
-    /* memory after the last step, with the peaks of that step; class comm holds gathered values and
-       gradients that are being reduced */
+    double loss[STEPS]; /* this field and the next ones are results, filled in by rank 0 */
+    /* memory after the last step, with the peaks of that step. Memory class comm contains gathered
+       values, and gradients that are being reduced. */
     dt_memory memory;
     double elements, sent;  /* padded elements of all buckets; bytes sent in the last step */
     uint16_t values[W * W]; /* the first parameter after training, bf16 */
@@ -86,7 +87,7 @@ static dt_status train(dt_ctx *ctx, void *user) { /* runs on every rank */
     layer layers[L];
     dt_param_desc narrow = { .dtype = DT_BF16 };
     for (int i = 0; i < L; i++) {
-        /* The scope also begins a new bucket: one bucket is gathered with one all-gather. */
+        /* A new scope also begins a new bucket. One all-gather gathers all values of a bucket. */
         dt_scope(ctx, (const char[]){ 'h', (char)('0' + i), '.', 0 });
         layers[i].up = dt_param_at(ctx, "up", DT_SHAPE(W, W), DT_NORMAL(0.1), narrow);
         layers[i].down = dt_param_at(ctx, "down", DT_SHAPE(W, W), DT_NORMAL(0.1), narrow);
@@ -115,8 +116,9 @@ static dt_status train(dt_ctx *ctx, void *user) { /* runs on every rank */
     return dt_error(ctx);
 }
 
-/* Prints the bytes that a rank holds and sends, beside the formulas. Returns 1 if they agree. The
-   12 bytes of optimizer state per element are an f32 master weight and two f32 moments. */
+/* Prints the bytes that a rank holds and sends, beside the bytes by the formulas. Returns 1 if they
+   agree. The 12 bytes of optimizer state per element are an f32 master weight and two f32
+   moments. */
 static int formula_matches(const job *j) {
     dt_zero_bytes f = dt_zero_formula((dt_zero_formula_desc){ .elements = j->elements,
         .stage = j->stage,

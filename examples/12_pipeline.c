@@ -6,8 +6,9 @@
        none.) A stage sends its output to the next stage. To keep all ranks busy, a batch of 16
        samples is divided into 8 micro-batches. A schedule says in which order each rank computes
        the forwards and backwards of the micro-batches. A schedule is data: the library generates
-       it, and this program simulates, draws and runs it. This is 1F1B (PipeDream-Flush) with p = 3
-       ranks; a digit is the forward of a micro-batch, a letter its backward, a dot a wait:
+       it, and this program simulates, draws and runs it. The picture shows 1F1B (PipeDream-Flush)
+       with p = 3 ranks. A digit is the forward of a micro-batch, a letter is the backward of a
+       micro-batch, and at a dot the rank waits:
 
            rank 0 |012..a3b4c5d6e7f.g.h|    a warm-up of p - rank - 1 forwards,
            rank 1 |.01.a2b3c4d5e6f7g.h.|    then alternate one forward and
@@ -40,18 +41,18 @@ enum {
 };
 
 typedef struct job {
-    int ranks, kind;    /* ranks 1: no pipeline; kind: DT_SCHEDULE_* */
-    double loss[STEPS]; /* results from here on */
+    int ranks, kind;    /* ranks is 1 without a pipeline; kind is a DT_SCHEDULE_* */
+    double loss[STEPS]; /* this field and the next ones are results */
     size_t sent;        /* bytes that rank 0 sends in all steps */
     int live;           /* largest number of micro-batches that rank 0 holds at once */
 } job;
 
 typedef struct net {
     dt_ctx *ctx;
-    dt_tensor *w[LAYERS], *b[LAYERS]; /* NULL for the layers of other ranks */
+    dt_tensor *w[LAYERS], *b[LAYERS]; /* NULL if this rank has no parameters of the layer */
     int first[RANKS + 1];             /* stage s is layers [first[s], first[s+1]) */
     int stages, step;
-    double loss; /* of the step, the sum over micro-batches */
+    double loss; /* loss of the step, the sum over its micro-batches */
 } net;
 
 /* Returns element i of a micro-batch's x (B,IN), pseudo-random in [-1, 1). */
@@ -75,8 +76,8 @@ static dt_tensor *layers_run(net *n, dt_tensor *x, int first, int end) {
     return x;
 }
 
-/* Returns a micro-batch's x (B,IN) if width is IN, or its targets y (B,OUT) if width is OUT.
-   Element k of y is sin(2 x[k]). */
+/* Returns a micro-batch's inputs x (B,IN) if `width` is IN, or its targets y (B,OUT) if `width` is
+   OUT. In each row y[k] is sin(2 x[k]). */
 static dt_tensor *data(net *n, int micro, int width) {
     float x[B * IN];
     for (int i = 0; i < B * width; i++) x[i] = x_at(n, micro, i / width * IN + i % width);
@@ -90,7 +91,7 @@ static dt_tensor *loss_of(net *n, dt_tensor *out, int micro) {
     return loss;
 }
 
-/* Runs all micro-batches on one rank: gradient accumulation. */
+/* Runs all micro-batches on one rank, with gradient accumulation. */
 static void step_on_one(net *n) {
     for (int micro = 0; micro < MICROS; micro++) {
         dt_micro(n->ctx, micro, MICROS);
@@ -99,7 +100,8 @@ static void step_on_one(net *n) {
     }
 }
 
-/* Runs one micro-batch through one stage. dt_pipe_run calls it in the order of the schedule. */
+/* Runs one micro-batch through one stage. dt_pipe_run calls this function in the order of the
+   schedule. */
 static dt_tensor *stage_run(dt_tensor *x, int stage, int micro, void *user) {
     net *n = (net *)user;
     x = layers_run(n, stage ? x : data(n, micro, IN), n->first[stage], n->first[stage + 1]);
@@ -108,7 +110,7 @@ static dt_tensor *stage_run(dt_tensor *x, int stage, int micro, void *user) {
 
 /* Registers the parameters of this rank's stage and makes the schedule. */
 static dt_schedule *pipeline_make(net *n, const dt_mesh *mesh, int kind) {
-    const double costs[LAYERS] = { IN * HIDDEN, HIDDEN, HIDDEN * OUT }; /* multiplications */
+    const double costs[LAYERS] = { IN * HIDDEN, HIDDEN, HIDDEN * OUT }; /* in multiplications */
     dt_partition_stages(costs, LAYERS, n->stages, n->first, NULL, 0);
     dt_stage(n->ctx, mesh->coord.pp);
     for (int i = n->first[mesh->coord.pp]; i < n->first[mesh->coord.pp + 1]; i++) layer_make(n, i);

@@ -7,21 +7,22 @@
            dt_route     dt_dispatch         dt_expert_linear      dt_combine
                                             (up and down)
 
-       1. The router chooses two experts for each token and computes a weight for each.
+       1. The router chooses two experts for each token and computes a weight for each of the two.
        2. Dispatch is an all-to-all. It sends each token's row to the ranks that hold its experts.
        3. Every expert multiplies the rows that it received by its own matrices.
-       4. Combine sends the results back and adds the two results of a token, times their weights.
+       4. Combine sends the results back, multiplies them by the weights and adds the two results of
+          each token.
 
        Each rank of the ep group holds 8/ep experts and trains on different sequences. tp may also
        shard the hidden units of each expert. An expert processes tokens of all ranks, so its
-       gradient is complete. Every rank has a copy of the router, which sees this rank's tokens
-       only, so the router's gradient is summed over ep.
-       The expert capacity limits the tokens of one sequence that an expert accepts to 1.25 times
-       the mean over all experts. Tokens beyond the capacity are dropped. Here some kinds of tokens
-       are more frequent than others, so some experts are overloaded. The last two runs balance the
-       load without a balancing loss (arXiv:2408.15664): after each step they lower the router bias
-       of every expert that got more tokens than the mean, and raise it for the others. The bias
-       changes which experts are chosen, but not the weights of their results.
+       gradient is complete. Every rank has a copy of the router and applies the copy to its own
+       tokens only, so the router's gradient is summed over ep.
+       The expert capacity limits how many tokens of a sequence each expert accepts: here at most
+       1.25 times the mean over all experts. Tokens beyond the capacity are dropped. In this program
+       some kinds of tokens are more frequent than others, so some experts are overloaded. The last
+       two runs balance the load without a balancing loss (arXiv:2408.15664): after each step they
+       lower the router bias of every expert that got more tokens than the mean, and raise it for
+       the others. The bias changes which experts are chosen, but not the weights of their results.
    Run: cc -O3 examples/13_experts.c -o 13_experts -lm -lpthread && ./13_experts
    What you see: every layout has the losses of one rank and drops the same tokens. The balanced
        runs drop fewer tokens.
@@ -44,7 +45,8 @@ typedef struct model {
 typedef struct job {
     const char *name;
     int ep, tp, balance;
-    /* results: losses; in the last TAIL steps, tokens of each expert and dropped tokens */
+    /* results: the losses, and for the last TAIL steps the number of choices of each expert
+       (`tokens`) and of dropped choices; a token makes K choices */
     double loss[STEPS], tokens[E], dropped;
     size_t ep_bytes, tp_bytes; /* bytes that rank 0 sent in the last step */
 } job;
@@ -82,7 +84,7 @@ static dt_tensor *layer_forward(dt_tensor *x, void *user) {
         .k = K, .capacity = 1.25, .bias = m->bias, .tp = m->mesh.tp, .counts = p->counts
     };
     dt_routing *r = dt_route(x, m->router, d);
-    /* (R,C) */
+    /* (R,C): R rows for this rank's experts */
     dt_tensor *h = dt_dispatch(dt_tp_enter(x, m->mesh.tp, DT_REPLICATE), r, m->mesh.ep);
     /* (R,F/tp) */
     h = dt_expert_linear(h, r, m->up, NULL, (dt_expert_desc){ .activation = DT_ACT_GELU });
@@ -104,8 +106,8 @@ static model model_make(dt_ctx *ctx, const job *j) {
     return m;
 }
 
-/* One step of gradient descent. comm is the group whose ranks hold partial gradients of p, or NULL
-   if the gradient is complete. */
+/* One step of gradient descent. `comm` is the group whose ranks hold partial gradients of p, or
+   NULL if the gradient is complete. */
 static void descend(dt_tensor *p, dt_comm *comm, float lr) {
     float *grad = (float *)p->grad;
     if (!grad ||
@@ -135,9 +137,9 @@ static dt_status train(dt_ctx *ctx, void *user) { /* runs on every rank */
         size_t ep_sent = dt_comm_bytes(ctx, DT_AXIS_EP) - ep,
                tp_sent = dt_comm_bytes(ctx, DT_AXIS_TP) - tp;
         descend(m.router, m.mesh.ep, 0.3f);
-        descend(m.up, NULL, 0.3f); /* complete: an expert gets rows from all ranks */
+        descend(m.up, NULL, 0.3f); /* NULL: the experts' gradients are complete */
         descend(m.down, NULL, 0.3f);
-        /* Also sums `tokens` over ep. */
+        /* This call also sums `tokens` over ep. */
         dt_route_update_bias(m.bias, tokens, j->balance ? 0.01 : 0, &m.mesh.ep, 1);
         dt_clear_grads(ctx);
         dt_reset(ctx);
@@ -149,7 +151,8 @@ static dt_status train(dt_ctx *ctx, void *user) { /* runs on every rank */
     return dt_error(ctx);
 }
 
-/* Returns 1 if a layout trained like one rank: equal losses up to rounding, equal token counts. */
+/* Returns 1 if the losses of a layout equal those of one rank up to rounding, and its token counts
+   equal those of one rank exactly. */
 static int matches_one_rank(const job *j, const job *one) {
     double max = 0;
     for (int i = 0; i < STEPS; i++) max = fmax(max, fabs(j->loss[i] - one->loss[i]) / one->loss[i]);
@@ -157,7 +160,7 @@ static int matches_one_rank(const job *j, const job *one) {
            memcmp(j->tokens, one->tokens, sizeof j->tokens) == 0;
 }
 
-/* Returns the tokens of the busiest expert, divided by the mean over the experts. */
+/* Returns the number of tokens of the busiest expert, divided by the mean over all experts. */
 static double busiest(const job *j) {
     double max = 0;
     for (int e = 0; e < E; e++) max = fmax(max, j->tokens[e]);

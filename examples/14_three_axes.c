@@ -2,9 +2,9 @@
 
    What you learn: the axes of the device mesh are independent. A layer names the tp group over
        which its matrices are sharded. A pipeline stage consists of the layers that its ranks
-       register. The replica index of a rank selects its samples. The optimizer finds in the
-       description of each parameter which ranks hold which shard. So the model below is written
-       once, and each row of the printed table is the same model with another dt_mesh_desc.
+       register. A rank reads the samples of its replica index. The description of each parameter
+       tells the optimizer which ranks hold which shard. So the model below is written once, and
+       each row of the printed table is the same model with another dt_mesh_desc.
 
            axis   what a rank sends                         what the axis saves
            dp     gradients and values; the bytes do not    memory of a rank, only with ZeRO
@@ -13,8 +13,8 @@
            pp     activations between stages only           memory of a rank, but ranks wait
                                                             for each other (bubble)
    Run: cc -O3 examples/14_three_axes.c -o 14_three_axes -lm -lpthread && ./14_three_axes
-   What you see: all rows have the losses, norms and weights of one rank. They differ by rounding
-       only, because sums run in a different order.
+   What you see: all rows have the losses, norms and weights of one rank, except for rounding: sums
+       run in a different order.
    Think about: before you run, which axis sends most here? Which axis would send most with eight
        times as many samples? */
 #define DT_IMPLEMENTATION
@@ -29,10 +29,10 @@ enum { STEPS = 20, BATCH = 32, MICROS = 4, W = 64, F = 128, L = 8 };
 typedef struct job {
     dt_mesh_desc mesh;
     int stage;                       /* ZeRO stage */
-    double loss[STEPS], norm[STEPS]; /* results from here on, filled by rank 0 */
-    double square_sum;    /* of the elements of the last layer's `down`, after training */
-    double sent[DT_AXES]; /* bytes sent in the last step */
-    size_t held;          /* bytes of values, gradients and optimizer state on rank 0 */
+    double loss[STEPS], norm[STEPS]; /* results from this field on, filled in by rank 0 */
+    double square_sum;               /* sum of squares of the last layer's `down` after training */
+    double sent[DT_AXES];            /* bytes sent in the last step */
+    size_t held;                     /* bytes of values, gradients and optimizer state on rank 0 */
 } job;
 
 typedef struct net {
@@ -59,7 +59,8 @@ static void layer_make(dt_ctx *ctx, net *n, int i) {
     dt_scope(ctx, NULL);
 }
 
-/* Returns this replica's part of a micro-batch: its inputs (b,W), or if is_y its targets (b,W). */
+/* Returns the targets (b,W) of this replica's samples of a micro-batch if `is_y` is set, else their
+   inputs (b,W). */
 static dt_tensor *samples(dt_ctx *ctx, const net *n, int micro, int is_y) {
     float v[BATCH * W];
     int first = (micro * n->mesh.replicas + n->mesh.replica) * n->b;
@@ -82,8 +83,8 @@ static dt_tensor *run(dt_tensor *x, int stage, int micro, void *user) {
         x = dt_row_linear(h, n->down[i], n->down_bias[i], x, n->mesh.tp, DT_REPLICATE);
     }
     if (stage + 1 < n->mesh.sizes.pp) return x;
-    /* The divisor is the element count of the whole step, so the losses and gradients of all parts
-       of the step add up. */
+    /* The divisor is the number of elements of the whole step, so the losses and gradients of all
+       micro-batches and replicas add up to those of the step. */
     x = dt_mse(x, samples(ctx, n, micro, 1), BATCH * W);
     n->loss += dt_item(x);
     return x;

@@ -52,7 +52,8 @@ static dt_status square_back(dt_node *node) {
     return launched(x->ctx, "square's backward");
 }
 
-/* The op: x in f32 -> x * x. x must not be empty, because CUDA refuses a launch of 0 blocks. */
+/* The op. Returns x * x for x in f32. x must not be empty, because CUDA refuses a launch of 0
+   blocks. */
 static dt_tensor *square(dt_tensor *x) {
     dt_tensor *out = x ? dt_new(x->ctx, DT_F32, x->shape) : NULL;
     if (!out) return NULL;
@@ -83,12 +84,12 @@ int main(void) {
         if (dt_backward(loss) == DT_OK)
             cudaMemcpyAsync(
                 grad[own], x->grad, sizeof grad[own], cudaMemcpyDefault, stream_of(ctx));
-        sum[own] = dt_item(loss); /* waits for the stream, and so also for the copy */
+        sum[own] = dt_item(loss); /* waits for the stream, hence also for the copy */
         dt_reset(ctx);
     }
     int ok = dt_error(ctx) == DT_OK && fabs(sum[1] - sum[0]) < 1e-3;
     for (int i = 0; ok && i < N; i++) worst = fmax(worst, fabs(grad[1][i] - grad[0][i]));
-    /* in this order, because the context uses the queue and the queue uses the stream */
+    /* in this order, because the context uses `queue`, and `queue` uses the stream */
     dt_ctx_free(ctx);
     dt_cuda_close(queue);
     cudaStreamDestroy(mine);

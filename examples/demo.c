@@ -1,24 +1,24 @@
-/* demo.c - a small GPT under many layouts, each compared with one rank - public domain or MIT, at
-   your choice
+/* demo.c - trains a small GPT in many layouts and compares each with a run on one rank - public
+   domain or MIT, at your choice
 
        cc -O3 demo.c -o demo -lm -lpthread && ./demo
 
    Each row of the printed table is a complete training run on the project's own sources. A layout
-   is right if its losses, gradient norms and final parameters equal those of one rank. They may
-   differ by rounding, because sums run in a different order. The exit status is 0 only if every row
-   is right.
+   is right if its losses, gradient norms and final parameters equal those of a run on one rank,
+   except for rounding: sums run in a different order. The exit status is 0 only if every row is
+   right.
 
-   A value a is right if |a - b| <= tolerance * max(|b|, s), where b is the value of one rank. For
-   losses and norms, s is 0. For a parameter of n elements, | | is the 2-norm, and s = lr * steps *
-   sqrt(n) is the largest distance that the updates can move the parameter. A parameter that should
-   stay zero needs this s, because its |b| is only rounding. The tolerance is 1e-12 in f64 and 1e-5
-   in f32.
+   A value `a` of a layout is right if |a - b| <= tolerance * max(|b|, s), where b is the value of
+   the run on one rank. For losses and norms, s is 0. For a parameter of n elements, | | is the
+   2-norm, and s = lr * steps * sqrt(n) is the largest distance by which the updates can move the
+   parameter. A parameter that should stay zero needs this s, because its |b| is only rounding. The
+   tolerance is 1e-12 in f64 and 1e-5 in f32.
 
    AdamW runs with eps 1e-5, not 1e-8. Some gradients are zero except for rounding errors, for
-   example the gradient of attn.k.bias. With a small eps, AdamW divides such a rounding error by its
-   own size and takes full steps. With eps 1e-8, in any framework, two f32 runs that differ only in
-   the order of a sum have parameters that differ by 1e-3 of their norm after 30 steps, which says
-   nothing about the layout.
+   example the gradient of attn.k.bias. With a small eps, AdamW divides such a gradient by its own
+   size and takes full steps. With eps 1e-8, in any framework, two f32 runs that differ only in the
+   order of a sum have parameters that differ by 1e-3 of their norm after 30 steps. Such a
+   difference says nothing about the layout.
 
    The program also writes schedules.svg into its own folder. The picture shows how four schedules
    fill a pipeline of 4 ranks with 8 micro-batches. */
@@ -35,13 +35,13 @@ typedef struct row {
     const char *layout;
     dt_mesh_desc mesh;
     int stage, accum;
-    int sp, kind;  /* sequence parallelism; DT_CP_* */
+    int sp, kind;  /* sp is 1 with sequence parallelism; kind is a DT_CP_* */
     int optimizer; /* DT_ADAMW or DT_SGD */
     dt_dtype dtype;
     int arch;             /* GPT_GPT2 or GPT_LLAMA */
-    int reference;        /* 1: a run on one rank, with which the rows below are compared */
-    int schedule, chunks; /* of the pipeline: DT_SCHEDULE_*; stages per rank */
-    int experts;          /* experts in every layer (MoE); 0: dense */
+    int reference;        /* 1 for a run on one rank; the rows after it are compared with it */
+    int schedule, chunks; /* the pipeline's DT_SCHEDULE_*; stages per rank, 0 means 1 */
+    int experts;          /* number of experts in every layer (MoE); 0: dense layers */
 } row;
 
 static const row rows[] = {
@@ -91,24 +91,26 @@ static const row rows[] = {
 /* The results of one run. */
 typedef struct result {
     double loss[STEPS], norm[STEPS];
-    double seconds; /* of the steps after the first */
-    double peak;    /* bytes, the largest over the ranks */
-    /* all parameters, in the order in which one rank registers them; every rank fills in its local
-       slices, because the ranks are threads and share this array */
+    double seconds; /* total time of all steps except the first */
+    double peak;    /* peak memory in bytes, the largest over the ranks */
+    /* All parameters, in the order in which a run on one rank registers them. Every rank fills in
+       its local slices, because the ranks are threads and share this array. */
     double *params;
     const struct table *table;
-    dt_mesh_desc mesh; /* mesh of the run */
+    dt_mesh_desc mesh;
 } result;
 
-/* The parameters that one rank registers, which are compared. */
+/* The list of parameters that a run on one rank registers. The comparison covers all of them. */
 enum { MAX_TENSORS = 64, NAME = 40 };
 typedef struct table {
     int tensors;
     char name[MAX_TENSORS][NAME];
-    int64_t size[MAX_TENSORS], first[MAX_TENSORS]; /* number of elements; offset in result.params */
+    /* size: number of elements of each parameter; first: offset of its elements in params */
+    int64_t size[MAX_TENSORS], first[MAX_TENSORS];
 } table;
 
-/* The largest differences from one rank, each relative to max(|b|, s), as explained above. */
+/* The largest differences between a layout and the run on one rank, each divided by max(|b|, s) as
+   explained at the top of this file. */
 typedef struct difference {
     double loss, norm, params;
 } difference;
@@ -132,10 +134,10 @@ static int64_t offset_of(const table *t, const char *name) {
     return t->first[i];
 }
 
-/* Returns 1 on the first of all ranks that hold the same local slice of a parameter. The same slice
-   is on all ranks of dp and of cp, on all ranks of ep if ep does not shard the parameter, on all
-   ranks of tp if tp does not shard it, on the ranks of tp that hold copies of the same kv head, and
-   on the two stages that hold copies of a tied embedding. */
+/* Returns 1 if this rank is the first of all ranks that hold the same local slice of a parameter,
+   else 0. The same slice is on all ranks of dp and of cp, on all ranks of ep if ep does not shard
+   the parameter, on all ranks of tp if tp does not shard it, on the ranks of tp that hold copies of
+   the same kv head, and on the two stages that hold copies of a tied embedding. */
 static int is_first(dt_ctx *ctx, const gpt *model, const dt_mesh_desc *m, const dt_param_desc *d) {
     const gpt_config *c = &model->config;
     int rank = dt_ctx_rank(ctx), cp = rank / m->tp % m->cp;
@@ -146,8 +148,9 @@ static int is_first(dt_ctx *ctx, const gpt *model, const dt_mesh_desc *m, const 
            (d->shards[1].comm || dt_comm_rank(c->ep) == 0);
 }
 
-/* Copies this rank's local slice of every parameter, as doubles, to its position in the full
-   tensor. All ranks call dt_read, because at ZeRO-3 it is collective. */
+/* Converts this rank's local slice of every parameter to doubles and copies it to its position in
+   the full tensor in result.params. All ranks call dt_read, because dt_read is collective at
+   ZeRO-3. */
 static void at_end(dt_ctx *ctx, gpt *model, void *user) {
     const result *out = (const result *)user;
     for (int p = 0; p < dt_param_count(ctx); p++) {
@@ -173,7 +176,8 @@ static void at_end(dt_ctx *ctx, gpt *model, void *user) {
 
 static double learning_rate(const row *r) { return r->optimizer == DT_SGD ? 0.1 : 1e-3; }
 
-/* Returns the model of a row. Llama has fewer kv heads and a narrower, gated feed-forward. */
+/* Returns the configuration of a row's model. Llama has fewer kv heads and a narrower, gated
+   feed-forward. */
 static gpt_config model_of(const row *r) {
     gpt_config c = { .layers = 2,
         .width = 64,
@@ -227,8 +231,8 @@ static int run(const row *r, train_config config, const table *t, result *out) {
                               train, &config) == DT_OK;
 }
 
-/* Fills in the table: registers a model, which allocates no parameter, and lists its parameters.
-   Returns 0 if the table is too small. */
+/* Lists the parameters of a model in *t. Only registers the model, which allocates no parameter.
+   Returns 1, or 0 if the table is too small. */
 static int table_of(gpt_config config, table *t) {
     dt_ctx *ctx = dt_ctx_make((dt_ctx_desc){ 0 });
     int64_t at = 0;
@@ -271,7 +275,8 @@ static difference compare(const row *r, const result *a, const result *b) {
     return max;
 }
 
-/* Prints a row. Returns 1 if it agrees with its reference and its loss fell. */
+/* Prints row r of the table. Returns 1 if the row's result `a` agrees with the reference result `b`
+   and the row's loss fell, else 0. */
 static int judge(const row *r, const result *a, const result *b) {
     difference d = r->reference ? (difference){ 0, 0, 0 } : compare(r, a, b);
     double max = worse(d.loss, worse(d.norm, d.params)),

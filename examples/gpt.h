@@ -1,5 +1,5 @@
-/* gpt.h - GPT-2 and Llama written as a user of dt writes them, with public calls only - public
-   domain or MIT, at your choice
+/* gpt.h - GPT-2 and Llama, written with dt's public functions only - public domain or MIT, at your
+   choice
 
    Include gpt.h after dt_zero.h or after dt_parallel.h. All functions are static. gpt_files.h reads
    and writes weight files.
@@ -11,42 +11,49 @@
        dt_tensor *loss   = gpt_loss(&model, ids, labels, denominator);       // a scalar in nats
        gpt_generate(&model, text, given, total, (gpt_sampling){ .temperature = 0.8 });
 
-   Letters: B sequences, T tokens per sequence, V vocabulary, C width, H heads of queries, K heads
-   of keys and values (grouped-query attention if K < H, arXiv:2305.13245), D = C/H, F feed-forward
+   Letters: B sequences, T tokens per sequence, V vocabulary size, L layers, C width, H query heads,
+   K key/value heads (grouped-query attention if K < H, arXiv:2305.13245), D = C/H, F feed-forward
    width.
 
-   GPT_GPT2:   x = wte[ids] + wpe[positions]
-               per layer   x += attn.proj(attention(q(n), k(n), v(n))), where n = ln_1(x)
-                           x += mlp.proj(gelu(mlp.fc(ln_2(x))))
-               logits = ln_f(x) head^T, where head is wte if tied, else lm_head; no bias
-   GPT_LLAMA:  the same with RMSNorm instead of layernorm, no biases, rotary embedding of q and k
-               (rotated halves, base theta) instead of wpe, and mlp.proj(silu(gate) up), where gate
-               and up are one parameter (2,F,C)
+   GPT_GPT2 computes
+
+       x = wte[ids] + wpe[positions]
+       per layer   x += attn.proj(attention(q(n), k(n), v(n))), where n = ln_1(x)
+                   x += mlp.proj(gelu(mlp.fc(ln_2(x))))
+       logits = ln_f(x) head^T, where head is wte if tied, else lm_head; no bias
+
+   GPT_LLAMA computes the same with RMSNorm instead of layernorm, no biases, rotary embedding of q
+   and k (rotated halves, base theta) instead of wpe, and mlp.proj(silu(gate) up), where gate and up
+   are one parameter (2,F,C).
 
    Dropout applies to the embedding, and to the outputs of attn.proj and mlp.proj before the
-   residual addition. It is active only in a forward pass that has a step number (gpt_tokens.step).
+   residual addition. Dropout is active only in a forward pass that has a step number
+   (gpt_tokens.step).
 
    Mixture of experts (MoE): if config.experts > 0, every moe_every-th layer has `experts` MLPs
    instead of one, and each token uses top_k of them. The experts are sharded over config.ep
-   (dt_parallel.h, section 5). Every token also uses the shared_experts, if there are any.
+   (dt_parallel.h, section 5). If config.shared_experts > 0, every token also uses the shared
+   experts.
 
-   Activation checkpointing (recompute) stores less in the forward pass and recomputes the rest in
-   the backward pass. The table has the activations that a layer stores, in elements per token. The
-   layer's input is counted in the layer before it.
+   Activation checkpointing (recompute) stores fewer activations in the forward pass and recomputes
+   the others in the backward pass. The table gives for each config.recompute the number of elements
+   that a layer stores per token, and which activations these are. A layer's input is counted in the
+   layer before it. full:k is `full` with recompute_every = k.
 
        GPT-2   none        6C + 2KD + 2F + H + 4    n, q, k, v, heads, x, n, fc, gelu, x; lse;
                                                     mean and rstd twice
                selective   4C + 2F + 2              without n, q, k, v, lse, mean, rstd of
                                                     attention (arXiv:2205.05198)
-       Llama   none        7C + 3KD + 3F + H + 2    n, q, k, v, rotated q, k, heads, x, n, gate,
-                                                    up, h, x; lse; rstd
-               selective   4C + 3F + 1
+       Llama   none        7C + 3KD + 3F + H + 2    n, q, k, v, rotated q and k, heads, x, n,
+                                                    gate, up, h, x; lse; rstd twice
+               selective   4C + 3F + 1              without those of attention, as above
        both    full        C                        the output (arXiv:1604.06174)
-               full:k      C / k                    the output of every k-th layer; during the
-                                                    backward also what `none` stores, for k layers
-                                                    at a time. A GPT-2 with F = 4C and K = H stores
-                                                    less than with `full` if
-                                                    L - L/k > (k - 1)(16 + H/C)
+               full:k      C / k                    the output of every k-th layer
+
+   In the backward pass, full:k also holds the activations of `none` for k layers at a time. A GPT-2
+   with F = 4C and K = H needs less memory with full:k than with `full` if
+
+       L - L/k > (k - 1)(16 + H/C)
 
    Dropout adds 4C to `none` and `selective`, because both branches are stored before and after
    dropout. The zero-bubble schedule keeps recomputed activations and their gradients from a
@@ -56,16 +63,18 @@
    Layouts: config.tp shards heads, hidden units and the vocabulary. config.sp also shards the
    tokens outside the tensor-parallel layers. config.cp shards the tokens everywhere: each rank
    passes the ids, labels, positions and documents of its own tokens only (dt_parallel.h, sections 3
-   and 4). Every rank of tp and cp calls the same functions. With S the bytes of C elements and t
-   the number of tp ranks, each rank sends for one layer, in bytes per token of its B T/cp tokens:
+   and 4). Every rank of tp and cp calls the same functions. Each rank has B T/cp tokens. Let t be
+   the number of tp ranks and S the number of bytes of C elements. In each layer a rank sends this
+   number of bytes per token:
 
        tp              forward 4 (t-1)/t S         backward the same
        tp with sp      forward 4 (t-1)/t S         backward 6 (t-1)/t S, because the inputs of
                                                    attention and MLP are gathered again
 
-   With `none`, a rank stores for one layer, in elements per token of its B T/cp tokens:
+   Without recompute, a rank stores for each layer this number of elements per token. If K < t, each
+   rank has one kv head, so KD/t means D:
 
-       GPT-2   tp          4C + 4 + (2C + 2KD + 2F + H)/t      KD/t is at least D
+       GPT-2   tp          4C + 4 + (2C + 2KD + 2F + H)/t
                tp with sp  (4C + 4)/t + (2C + 2KD + 2F + H)/t
        Llama   tp          4C + 2 + (3C + 3KD + 3F + H)/t
                tp with sp  (4C + 2)/t + (3C + 3KD + 3F + H)/t */
@@ -84,41 +93,43 @@ enum { GPT_GPT2 = 0, GPT_LLAMA };
 
 typedef struct gpt_config {
     int layers, width, heads, kv_heads, ffn;
-    int seq; /* largest T */
+    int seq; /* largest number of tokens per sequence */
     int vocab;
-    int tied; /* 1: the head uses wte.weight; 0: it has lm_head.weight */
+    int tied; /* 1: the head uses wte.weight; 0: the head has its own lm_head.weight */
     dt_dtype dtype;
-    int recompute;       /* GPT_RECOMPUTE_*; the results are bit-identical */
-    int recompute_every; /* full: layers per recomputed block; 0 -> 1 */
+    int recompute;       /* GPT_RECOMPUTE_*; every value gives bit-identical results */
+    int recompute_every; /* for GPT_RECOMPUTE_FULL: layers per recomputed block; 0 means 1 */
     int arch;            /* GPT_GPT2 or GPT_LLAMA */
-    double norm_eps;     /* 0 -> 1e-5 */
-    double theta;        /* base of the rotary embedding; 0 -> 10000 */
-    double dropout;      /* in [0,1) */
-    double smoothing;    /* label smoothing, in [0,1): arXiv:1512.00567 */
-    /* group that shards heads, hidden units and vocabulary. NULL means no group, for tp, cp, ep and
-       pp alike */
+    double norm_eps;     /* epsilon of layernorm and RMSNorm; 0 means 1e-5 */
+    double theta;        /* base of the rotary embedding; 0 means 10000 */
+    double dropout;      /* dropout probability, in [0,1) */
+    double smoothing;    /* label smoothing (arXiv:1512.00567), in [0,1) */
+    /* Group that shards heads, hidden units and vocabulary. tp, cp, ep and pp may be NULL, which
+       means a group of one rank */
     dt_comm *tp;
     int sp;             /* sequence parallelism: tp also shards the tokens */
     dt_comm *cp;        /* group that shards the tokens */
-    int cp_kind;        /* DT_CP_* */
+    int cp_kind;        /* how cp shards the tokens: DT_CP_* */
     int experts;        /* number of experts E of a MoE layer; 0: all layers are dense */
-    int top_k;          /* experts per token; 0 -> 2, or 1 if there is one expert */
-    int moe_every;      /* N: layers N - 1, 2 N - 1, .. are MoE layers; 0 -> 1: all layers */
-    int shared_experts; /* n: each MoE layer also has an MLP of width n F for every token */
-    double capacity;    /* expert capacity, dt_route_desc.capacity; generation drops no token */
+    int top_k;          /* experts per token; 0 means 1 if there is one expert, else 2 */
+    int moe_every;      /* N: layers N - 1, 2 N - 1, .. are MoE layers; 0 means 1 (all layers) */
+    int shared_experts; /* n: each MoE layer also has a dense MLP with F = n ffn for all tokens */
+    double capacity;    /* dt_route_desc.capacity in training; generation has no limit */
     double balance, z;  /* weights of the load-balancing loss and the router z-loss */
-    /* > 0: the router has a bias per expert, and gpt_balance changes a bias by this amount */
+    /* If router_bias > 0, the router has one bias per expert, and gpt_balance raises or lowers each
+       bias by this amount */
     double router_bias;
     dt_comm *ep; /* group that shards the experts */
     dt_comm *pp; /* group of the pipeline's p ranks; rank s % p has stage s */
-    int stages;  /* 0 -> 1 */
-    /* Array of stages + 1 items: stage s is items [stage_begin[s], stage_begin[s + 1]). Item 0 is
-       the embedding, items 1 + 2i and 2 + 2i are attention and MLP of layer i, item 2 layers + 1 is
-       the head. NULL: one stage. The array is not copied. */
+    int stages;  /* number of pipeline stages; 0 or 1 if stage_begin is NULL */
+    /* Divides the model into stages; NULL means one stage. The model is a list of items: item 0 is
+       the embedding, items 1 + 2i and 2 + 2i are attention and MLP of layer i, and item
+       2 layers + 1 is the head. Stage s has items [stage_begin[s], stage_begin[s + 1]), so the
+       array has stages + 1 elements. The array is not copied. */
     const int *stage_begin;
 } gpt_config;
 
-/* Tensors that the model does not have are NULL. */
+/* The parameters of a layer. A parameter that this rank does not have is NULL. */
 typedef struct gpt_layer {
     dt_tensor *ln_1_gain, *ln_1_bias;            /* (C) */
     dt_tensor *q, *q_bias;                       /* (H,D,C), (H,D) */
@@ -132,7 +143,7 @@ typedef struct gpt_layer {
     dt_tensor *experts_fc, *experts_fc_bias;     /* (E,F,C), (E,F) */
     dt_tensor *experts_gate_up;                  /* (E,2,F,C) */
     dt_tensor *experts_proj, *experts_proj_bias; /* (E,C,F), (E,C) */
-    /* the router's counts in training; route.experts is the caller's array, or NULL */
+    /* the router's counts in training; route.experts is the caller's array (E), or NULL */
     dt_route_counts route;
 } gpt_layer;
 
@@ -143,20 +154,21 @@ typedef struct gpt {
     gpt_layer layer[GPT_MAX_LAYERS];
     dt_tensor *ln_f_gain, *ln_f_bias; /* (C) */
     dt_tensor *head;                  /* (V,C) */
-    dt_kv_groups kv;                  /* how the K heads are divided over tp */
-    /* group of the first and the last rank of pp, if each has a copy of a tied wte */
+    dt_kv_groups kv;                  /* how the K key/value heads are divided over tp */
+    /* group of the first and the last rank of pp if each has a copy of a tied wte, else NULL */
     dt_comm *tied;
 } gpt;
 
 // ==== Parameters =================================================================================
 
-/* The section of the model to which a parameter belongs. Names in a layer begin with "h.N.". */
+/* The section of the model to which a parameter belongs. The names of layer N's parameters begin
+   with "h.N.". */
 enum {
     GPT_EMBEDDING,
     GPT_ATTENTION,
     GPT_MLP,
     GPT_HEAD,
-    /* parts of GPT_MLP: the dense MLP, and the experts of a MoE layer */
+    /* parts of section GPT_MLP: the dense MLP, and the experts of a MoE layer */
     GPT_DENSE,
     GPT_EXPERT
 };
@@ -172,7 +184,7 @@ typedef struct gpt_param_row {
        parameter's gradient is partial over tp. */
     const char *name, *shape;
     int kind;
-    size_t at; /* offset of the dt_tensor * in gpt or gpt_layer */
+    size_t at; /* offset of the parameter's dt_tensor * in gpt or gpt_layer */
 } gpt_param_row;
 
 /* Every parameter once, in the order of registration. */
@@ -229,7 +241,7 @@ static inline int gpt_is_in_layer(const gpt_param_row *r) {
     return gpt_section(r) == GPT_ATTENTION || gpt_section(r) == GPT_MLP;
 }
 
-/* Returns 1 if the model has this parameter. For a parameter of a layer, returns 1 if this layer
+/* Returns 1 if the model has the parameter; for a parameter of a layer, 1 if layer number `layer`
    has it. A tied head has no parameter of its own, because it uses wte. */
 static inline int gpt_has_param(gpt_config c, const gpt_param_row *r, int layer) {
     int mixture = gpt_is_moe(c, layer);
@@ -266,7 +278,8 @@ static inline dt_shape gpt_shape(gpt_config c, const gpt_param_row *r, int layer
     return s;
 }
 
-/* Returns the dimension that follows a mark in r->shape, or -1 without the mark. */
+/* Returns the number of the dimension that `mark`, a '/' or '|', precedes in r->shape; -1 if
+   r->shape does not contain the mark. */
 static inline int gpt_dim(const gpt_param_row *r, char mark) {
     int dim = 0;
     for (const char *letter = r->shape; *letter && *letter != mark; letter++)
@@ -275,9 +288,10 @@ static inline int gpt_dim(const gpt_param_row *r, char mark) {
 }
 
 /* Sets the parameter's shardings and gradient placements over ep and tp. The gradient is partial
-   over tp in three cases. (1) kv heads are copied, and each copy serves some of the query heads.
-   (2) Under sequence parallelism each rank sees some of the tokens. (3) Only rank 0 of tp uses its
-   copy of the parameter. The shape of such a parameter begins with '+'. */
+   over ranks of tp in three cases. (1) kv heads are copied, and each copy serves only some of the
+   query heads. (2) Under sequence parallelism each rank applies a parameter that is not sharded to
+   only some of the tokens. (3) Only rank 0 of tp uses its copy of the parameter; r->shape of such a
+   parameter begins with '+'. */
 static inline void gpt_shard(const gpt *m, const gpt_param_row *r, dt_param_desc *d) {
     int dim = gpt_dim(r, '/'), experts = gpt_dim(r, '|');
     char letter = dim < 0 ? 0 : strchr(r->shape, '/')[1];
@@ -306,8 +320,8 @@ static inline dt_tensor **gpt_slot(gpt *m, const gpt_param_row *r, int layer) {
 
 static inline int gpt_top_k(gpt_config c) { return c.top_k > 0 ? c.top_k : c.experts < 2 ? 1 : 2; }
 
-/* Returns the number of parameter elements. If active, counts top_k of the E experts, the number
-   that one token uses. */
+/* Returns the number of elements of all parameters. If `active` is set, counts only top_k of the E
+   experts of a MoE layer, because one token uses only top_k. */
 static inline int64_t gpt_param_count_of(gpt_config c, int active) {
     int64_t sum = 0;
     for (const gpt_param_row *r = gpt_param_rows; r < gpt_param_rows + GPT_PARAM_ROWS; r++)
@@ -321,9 +335,10 @@ static inline int64_t gpt_param_count_of(gpt_config c, int active) {
 
 static inline int64_t gpt_param_count(gpt_config c) { return gpt_param_count_of(c, 0); }
 
-/* Returns the FLOPs of forward and backward per token (arXiv:2204.02311, appendix B): 6 per
-   parameter in a matrix product, plus 12 L C T for the products with keys and values. wpe is not in
-   a product, wte only if it is also the head. */
+/* Returns the FLOPs of forward and backward per token (arXiv:2204.02311, appendix B): 6 for each
+   element of the parameters that are factors of matrix products, plus 12 L C T for attention's
+   products with keys and values. wpe is never such a factor, and wte is one only if it is also the
+   head. */
 static inline double gpt_flops_per_token(gpt_config c) {
     int64_t looked_up = (c.arch == GPT_GPT2 ? c.seq : 0) + (c.tied ? 0 : c.vocab);
     return 6.0 * (double)(gpt_param_count_of(c, 1) - looked_up * c.width) +
@@ -332,7 +347,8 @@ static inline double gpt_flops_per_token(gpt_config c) {
 
 static inline dt_tensor *gpt_param(const gpt *m, const gpt_param_row *r, int layer) {
     gpt_config c = m->config;
-    /* As in GPT-2, scaled so that the sum of 2 L residual branches does not grow with L. */
+    /* the standard deviation, scaled as in GPT-2 so that the sum of 2 L residual branches does not
+       grow with L */
     double branch = 0.02 / sqrt(2.0 * c.layers);
     const dt_init init[] = { DT_ONES, DT_ZEROS, DT_NORMAL(0.01), DT_NORMAL(0.02), DT_NORMAL(branch),
         DT_ZEROS };
@@ -375,7 +391,7 @@ static inline void gpt_register_item(gpt *m, int item) {
     if (last) gpt_register_section(m, GPT_HEAD, 0);
     if (!last || !m->config.tied) return;
     /* Tied embeddings: if this rank does not have the embedding, its head is a second copy of wte
-       with the same name and values, and the gradients of both copies are partial. */
+       with the same name and values. The gradients of both copies are partial over m->tied. */
     m->head = m->wte ? m->wte : gpt_param(m, gpt_param_rows, 0);
 }
 
@@ -384,7 +400,7 @@ static inline int gpt_stages_bad(gpt_config c) {
     if (!c.stage_begin) return c.stages > 1;
     for (int i = 0; i < stages && stages <= GPT_MAX_STAGES; i++)
         bad |= c.stage_begin[i] >= c.stage_begin[i + 1];
-    /* with one rank in pp, this rank would have two copies of wte */
+    /* if pp has only one rank, that rank would have two copies of wte */
     if (c.tied && stages > 1 && dt_comm_size(c.pp) == 1) return 1;
     return bad || stages < 1 || stages > GPT_MAX_STAGES || c.stage_begin[0] != 0 ||
            c.stage_begin[stages] != gpt_items(c);
@@ -408,7 +424,7 @@ static inline int gpt_experts_bad(gpt_config c) {
 }
 
 /* [collective: tp and pp] Registers every parameter of this rank's stages. dt_zero_make allocates
-   and initializes the parameters later. An impossible config is an error of the context. */
+   and initializes the parameters later. An invalid config fails the context. */
 static inline gpt gpt_register(dt_ctx *ctx, gpt_config c) {
     gpt m = { .config = c, .ctx = ctx };
     int p = dt_comm_size(c.pp), rank = dt_comm_rank(c.pp);
@@ -458,32 +474,36 @@ static inline gpt gpt_register(dt_ctx *ctx, gpt_config c) {
 // ==== Forward ====================================================================================
 
 /* The tokens of a forward pass: this rank's T/cp tokens of each sequence, in the order of
-   dt_cp_token. All tensors are (B,T/cp) i32. If a tensor is NULL, the value in brackets is used. */
+   dt_cp_token. All tensors are (B,T/cp) i32. The text in brackets is the default, which is used if
+   the pointer is NULL. */
 typedef struct gpt_tokens {
     dt_tensor *ids;
-    /* position in its document, for wpe, rotary embedding and causal mask [position in the
-       sequence] */
+    /* position of each token in its document, for wpe, rotary embedding and causal mask [position
+       in the sequence] */
     dt_tensor *positions;
-    /* document number, for sequences that pack several documents [one document per sequence] */
+    /* document number of each token, for sequences that pack several documents [one document per
+       sequence] */
     dt_tensor *documents;
-    /* index among the step's tokens of all ranks; the dropout masks depend on it [0 .. B T - 1] */
+    /* index of each token among the step's tokens of all ranks, on which the dropout masks depend
+       [index in this batch, from 0 to B T - 1] */
     dt_tensor *index;
-    /* number of sequences of the step over all ranks. The MoE side losses are means over these
-       sequences. 0: no side losses */
+    /* Number of sequences of the step over all ranks. The MoE side losses (load-balancing loss and
+       z-loss) are means over these sequences. 0 means no side losses. */
     int64_t sequences;
-    /* step number from 1; the dropout masks depend on it. 0: no dropout, as in evaluation */
+    /* Step number, from 1. The dropout masks depend on it. 0 means no dropout and no label
+       smoothing, as in evaluation. */
     uint64_t step;
-    /* with cp: what dt_cp_make returned for these documents and positions [made from B, T and
+    /* with cp: the result of dt_cp_make for these documents and positions [made from B, T and
        config.cp_kind] */
     dt_cp *context;
 } gpt_tokens;
 
-/* KV cache: the keys and values of all earlier tokens. See section Generation. */
+/* KV cache: the keys and values of all earlier tokens. See section Generation below. */
 typedef struct gpt_cache {
     gpt *model;
-    dt_schedule *schedule; /* of the pipeline; NULL: one stage */
+    dt_schedule *schedule; /* the pipeline's schedule; NULL if there is only one stage */
     int length;            /* tokens in the cache, at most config.seq */
-    /* each is (1,length,K,D) and has memory for seq tokens, (1,seq,K,D) */
+    /* for each layer: shape (1,length,K,D), in memory for (1,seq,K,D) */
     dt_tensor k[GPT_MAX_LAYERS], v[GPT_MAX_LAYERS];
     void *data;
     size_t bytes;
@@ -495,14 +515,14 @@ typedef struct gpt_pass {
     gpt *model;
     int item, end; /* items to run: [item, end), see gpt_config.stage_begin */
     gpt_tokens tokens;
-    dt_tensor *positions; /* tokens.positions, or the default */
-    dt_placement outside; /* over tp, of the activations outside the tensor-parallel layers */
+    dt_tensor *positions; /* tokens.positions, or its default if NULL */
+    dt_placement outside; /* over tp: placement of activations outside tensor-parallel layers */
     gpt_cache *cache;     /* NULL in training */
 } gpt_pass;
 
 static inline int gpt_layer_at(const gpt_pass *r) { return (r->item - 1) / 2; }
 
-/* the finalizer of splitmix64 */
+/* one step of splitmix64 */
 static inline uint64_t gpt_hash(uint64_t z) {
     z += 0x9E3779B97F4A7C15u;
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
@@ -511,7 +531,7 @@ static inline uint64_t gpt_hash(uint64_t z) {
 }
 
 /* Dropout. Each place in the model that uses dropout has its own `site`: 0 for the embedding, then
-   two numbers per layer, then one number per layer for its shared experts. */
+   two numbers for each layer, then one number for each layer's shared experts. */
 static inline dt_tensor *gpt_dropout(const gpt_pass *r, dt_tensor *x, int site) {
     double p = r->model->config.dropout;
     if (!x || p == 0 || r->tokens.step == 0) return x;
@@ -557,8 +577,8 @@ static inline dt_tensor *gpt_cache_append(gpt_cache *c, dt_tensor *all, dt_tenso
 }
 
 /* A layer's attention without the output projection, (B,T,C) -> (B,T,C/tp). Selective recompute
-   recomputes this function. In the shapes below, H and K count this rank's heads and T this rank's
-   tokens. */
+   recomputes this function. In the shapes below, H and K are the numbers of this rank's heads, and
+   T is the number of this rank's tokens. */
 static inline dt_tensor *gpt_heads(dt_tensor *x, void *user) {
     const gpt_pass *r = (const gpt_pass *)user;
     const gpt *m = r->model;
@@ -574,7 +594,7 @@ static inline dt_tensor *gpt_heads(dt_tensor *x, void *user) {
         k = dt_rope(k, r->positions, (dt_rope_desc){ .theta = m->config.theta });
     }
     if (r->cache) {
-        /* (1,have+T,K,D) */
+        /* the keys and values of all tokens so far, (1,length+T,K,D) */
         k = gpt_cache_append(r->cache, &r->cache->k[gpt_layer_at(r)], k);
         v = gpt_cache_append(r->cache, &r->cache->v[gpt_layer_at(r)], v);
     }
@@ -606,8 +626,8 @@ static inline dt_tensor *gpt_attention_forward(const gpt_pass *r, dt_tensor *x) 
 }
 
 /* Mixture of experts (MoE): router, token dispatch, experts, token combine. n is the output of the
-   norm in placement r->outside, and `inside` is gpt_enter(n). Returns the output of the experts in
-   placement r->outside. */
+   norm in placement r->outside, and `inside` is the result of gpt_enter(r, n). Returns the output
+   of the experts in placement r->outside. */
 static inline dt_tensor *gpt_moe_forward(
     const gpt_pass *r, gpt_layer *l, dt_tensor *n, dt_tensor *inside) {
     const gpt_config *c = &r->model->config;
@@ -649,7 +669,8 @@ static inline dt_tensor *gpt_mlp_forward(const gpt_pass *r, dt_tensor *x) {
     return gpt_branch(r, x, gpt_hidden(m, l, inside), l->mlp_proj, l->mlp_proj_bias, site);
 }
 
-/* One layer, or only its attention or its MLP if the stage has only this half. Runs as a block. */
+/* Runs one layer, or only its attention or its MLP if the stage has only this half. dt_block_at
+   calls this function. */
 static inline dt_tensor *gpt_layer_forward(dt_tensor *x, void *user) {
     gpt_pass *r = (gpt_pass *)user, mlp = *r;
     if (r->item % 2 == 0) return gpt_mlp_forward(r, x);
@@ -658,7 +679,7 @@ static inline dt_tensor *gpt_layer_forward(dt_tensor *x, void *user) {
     return mlp.item < r->end ? gpt_mlp_forward(&mlp, x) : x;
 }
 
-/* Runs the layers of items [item, end), each layer as a block. */
+/* Runs items [item, end) of the pass, each layer as a block of its own. */
 static inline dt_tensor *gpt_layers_forward(dt_tensor *x, void *user) {
     gpt_pass r = *(const gpt_pass *)user;
     int end = r.end;
@@ -670,8 +691,8 @@ static inline dt_tensor *gpt_layers_forward(dt_tensor *x, void *user) {
     return x;
 }
 
-/* Returns the position of each of this rank's T tokens in its sequence, (B,T). If in_batch, returns
-   its index among the tokens of all B sequences. */
+/* Returns a tensor (B,T) with an entry for each of this rank's tokens: the token's position in its
+   sequence or, if `in_batch` is set, its index among the tokens of all B sequences. */
 static inline dt_tensor *gpt_token_positions(const gpt *m, int64_t B, int64_t T, int in_batch) {
     int c = dt_comm_size(m->config.cp);
     int32_t *at = (int32_t *)malloc((size_t)(B * T) * sizeof *at + 1);
@@ -689,8 +710,8 @@ static inline dt_tensor *gpt_token_positions(const gpt *m, int64_t B, int64_t T,
     return positions;
 }
 
-/* Token embedding, for GPT-2 plus the position embedding, and dropout: (B,T) -> (B,T,C). Under tp
-   it runs as a block, so that the partial rows are freed after they have been summed over tp. */
+/* Token embedding, for GPT-2 plus the position embedding, and dropout: (B,T) -> (B,T,C). Runs as a
+   block if memory can be freed when the block ends (see gpt_layers_and_norm). */
 static inline dt_tensor *gpt_embed(dt_tensor *x, void *user) {
     const gpt_pass *r = (const gpt_pass *)user;
     gpt *m = r->model;
@@ -703,7 +724,8 @@ static inline dt_tensor *gpt_embed(dt_tensor *x, void *user) {
     return gpt_dropout(r, x, 0);
 }
 
-/* Fills in the defaults of the tokens, and shards the dropout index under sp. */
+/* Returns the arguments of a forward pass over all items. Replaces NULL fields of the tokens by
+   their defaults. Under sp, shards the dropout index over tp. */
 static inline gpt_pass gpt_pass_make(gpt *m, gpt_tokens t, gpt_cache *cache) {
     gpt_pass r = { .model = m,
         .end = gpt_items(m->config),
@@ -731,12 +753,13 @@ static inline gpt_pass gpt_pass_make(gpt *m, gpt_tokens t, gpt_cache *cache) {
     return r;
 }
 
-/* Runs items [r.item, r.end) (see gpt_config.stage_begin): x (NULL at item 0) -> (B,T,C), with T
-   sharded under sp. Of the head, runs the final norm but not the matrix product. The embedding runs
-   as a block if memory can be freed when the block ends: the partial rows under tp, or at ZeRO-3 an
-   embedding table that this stage does not also use as its head. With --recompute full:k, layers
-   i * k to i * k + k - 1 are recomputed together. If the stage has only some of these layers, those
-   are recomputed together. */
+/* Runs items [r.item, r.end) (see gpt_config.stage_begin). x is the input of item r.item; it is
+   NULL if r.item is 0. Returns the output (B,T,C) of the last of these items; under sp T is
+   sharded. Of the head, runs only the final norm, not the matrix product. The embedding runs as a
+   block if memory can be freed when the block ends: under tp the rows before their sum over tp, or
+   at ZeRO-3 an embedding table that this stage does not also use as its head. With
+   GPT_RECOMPUTE_FULL and recompute_every = k, layers i * k to i * k + k - 1 are recomputed
+   together; if the stage has only some of these layers, they are recomputed together. */
 static inline dt_tensor *gpt_layers_and_norm(gpt_pass r, dt_tensor *x) {
     gpt *m = r.model;
     int block = dt_comm_size(m->config.tp) > 1 || !m->config.tied || gpt_stages(m->config) > 1;
@@ -756,7 +779,7 @@ static inline dt_tensor *gpt_layers_and_norm(gpt_pass r, dt_tensor *x) {
     return head ? gpt_norm(m, x, m->ln_f_gain, m->ln_f_bias) : x;
 }
 
-/* Computes the logits, (..,C) -> (..,V). Gathers the shards of the vocabulary over tp. */
+/* Computes the logits, (..,C) -> (..,V), and gathers their shards along V over tp. */
 static inline dt_tensor *gpt_head(const gpt_pass *r, dt_tensor *x) {
     const gpt *m = r->model;
     x = dt_linear(gpt_enter(r, x), m->head, NULL);
@@ -773,10 +796,10 @@ static inline dt_tensor *gpt_logits_at(gpt *m, gpt_tokens t) {
     return gpt_head(&r, gpt_layers_and_norm(r, NULL));
 }
 
-/* Runs one pipeline stage. x is the output of the previous stage, NULL at stage 0. Returns the
-   input of the next stage. The last stage returns the loss: the sum of the cross-entropies over all
-   labels (B,T) i32 that are >= 0, divided by denominator. One op computes head and cross-entropy,
-   so the complete logits are never in memory. */
+/* Runs one pipeline stage. x is the output of the previous stage, or NULL at stage 0. Returns the
+   input of the next stage. The last stage returns the loss instead: the sum of the cross-entropies
+   over all labels (B,T) i32 that are >= 0, divided by `denominator`. One op computes head and
+   cross-entropy, so the complete logits are never in memory. */
 static inline dt_tensor *gpt_stage_at(
     gpt *m, int stage, dt_tensor *x, gpt_tokens t, dt_tensor *labels, double denominator) {
     dt_loss_desc d = { .smoothing = t.step ? m->config.smoothing : 0 };
@@ -795,11 +818,12 @@ static inline dt_tensor *gpt_loss_at(gpt *m, gpt_tokens t, dt_tensor *labels, do
     return gpt_stage_at(m, 0, NULL, t, labels, denominator);
 }
 
-/* [collective: groups, at ZeRO-3 also the data group] Balances the experts; call it after each step
-   if config.router_bias > 0. Lowers the router bias of experts with more tokens than the mean and
-   raises it for experts with fewer. The token counts are in layer[].route.experts, arrays (E) of
-   the caller, and are cleared. groups are the n groups whose ranks route different tokens:
-   mesh.data, and tp under sp. */
+/* [collective: groups, at ZeRO-3 also the data group] Balances the load of the experts; call it
+   after each step if config.router_bias > 0. Lowers the router bias of each expert that got more
+   tokens than the mean, and raises the bias of each expert that got fewer. Takes the token counts
+   from layer[].route.experts, the caller's arrays (E), and then clears them. `groups` has n
+   elements: the groups whose ranks route different tokens, which are mesh.data and, under sp,
+   tp. */
 static inline dt_status gpt_balance(gpt *m, dt_comm *const *groups, int n) {
     for (int i = 0; i < m->config.layers && dt_error(m->ctx) == DT_OK; i++) {
         gpt_layer *l = &m->layer[i];
@@ -810,7 +834,8 @@ static inline dt_status gpt_balance(gpt *m, dt_comm *const *groups, int n) {
     return dt_error(m->ctx);
 }
 
-/* gpt_logits_at and gpt_loss_at for ids (B,T) without other fields: no dropout, no smoothing. */
+/* As gpt_logits_at and gpt_loss_at, for ids (B,T) alone: the tokens have no step number, so there
+   is no dropout and no label smoothing. */
 static inline dt_tensor *gpt_logits(gpt *m, dt_tensor *ids) {
     return gpt_logits_at(m, (gpt_tokens){ .ids = ids });
 }
@@ -829,8 +854,8 @@ static inline dt_tensor *gpt_loss(gpt *m, dt_tensor *ids, dt_tensor *labels, dou
    New rows are written in place into memory that is allocated once. Concatenating tensors would
    copy all rows for every token. Every rank of tp and pp caches the keys and values of its own
    heads and layers, and every rank gets the sampled token. The ranks of cp do not share the work:
-   each computes all tokens, so it is enough to generate on one of them. Between gpt_cache_open and
-   gpt_cache_close the tape records nothing. */
+   each rank computes all tokens, so it is enough to generate on one rank of cp. Between
+   gpt_cache_open and gpt_cache_close the tape records nothing. */
 static inline void gpt_cache_close(gpt_cache *c) {
     dt_ctx *ctx = c->model->ctx;
     dt_free(ctx, DT_MEM_ACTS, c->data, c->bytes);
@@ -872,9 +897,9 @@ static inline dt_status gpt_cache_open(gpt_cache *c, gpt *m) {
     return dt_error(m->ctx);
 }
 
-/* Runs one stage on n new tokens, which must fit into the cache. x is the output of the previous
-   stage, NULL at stage 0. Returns the input of the next stage. The last stage returns the logits
-   (V) that follow the last token. */
+/* Runs one stage on n new tokens, for which the cache must have free rows. x is the output of the
+   previous stage, or NULL at stage 0. Returns the input of the next stage. The last stage returns
+   instead the logits (V) that follow the last token. */
 static inline dt_tensor *gpt_cache_stage(
     gpt_cache *c, int stage, dt_tensor *x, const int32_t *ids, int n) {
     gpt *m = c->model;
@@ -897,16 +922,17 @@ static inline dt_tensor *gpt_cache_stage(
     return x ? dt_reshape(x, DT_SHAPE(m->config.vocab)) : NULL;
 }
 
-/* gpt_cache_stage for a model with one stage. The logits are valid until dt_reset. */
+/* gpt_cache_stage for a model with one stage; also advances c->length. The logits are valid until
+   dt_reset. */
 static inline dt_tensor *gpt_cache_logits(gpt_cache *c, const int32_t *ids, int n) {
     dt_tensor *x = gpt_cache_stage(c, 0, NULL, ids, n);
     c->length += n;
     return x;
 }
 
-/* Sampling of a token from softmax(logits / temperature). temperature 0 takes the largest logit.
-   limit > 0 samples only ids below limit. top_k > 0 samples only the top_k largest logits, and also
-   logits that equal the smallest of them. */
+/* How to sample a token from softmax(logits / temperature). If `temperature` is 0, the token with
+   the largest logit is taken. If `limit` > 0, only ids below `limit` are sampled. If `top_k` > 0,
+   only the top_k largest logits are sampled, and also logits that equal the smallest of them. */
 typedef struct gpt_sampling {
     double temperature;
     int top_k, limit;
@@ -918,7 +944,8 @@ static inline int gpt_descending(const void *a, const void *b) {
     return (x < y) - (x > y);
 }
 
-/* Returns the smallest of the top_k largest logits. sorted is a buffer of n elements. */
+/* Returns the smallest of the top_k largest of n logits; -INFINITY if top_k does not exclude any
+   logit. `sorted` is a buffer of n elements. */
 static inline float gpt_top_k_threshold(const float *logits, int n, int top_k, float *sorted) {
     if (top_k <= 0 || top_k >= n) return -INFINITY;
     memcpy(sorted, logits, (size_t)n * sizeof *sorted);
@@ -926,8 +953,8 @@ static inline float gpt_top_k_threshold(const float *logits, int n, int top_k, f
     return sorted[top_k - 1];
 }
 
-/* Samples an id below n: inverts the cumulative distribution at u in [0,1). sorted is a buffer of n
-   elements. */
+/* Samples an id below n, by inverting the cumulative distribution at u in [0,1). `sorted` is a
+   buffer of n elements. */
 static inline int32_t gpt_sample(
     const float *logits, int n, gpt_sampling s, double u, float *sorted) {
     int32_t best = 0;
@@ -947,9 +974,9 @@ static inline int32_t gpt_sample(
     return best;
 }
 
-/* Empties a full cache. Returns the number of newest tokens to run again, which is seq/2. Dropping
-   only the oldest token would not be cheaper: it changes the position of every token, so all keys
-   would be computed again for each new token. */
+/* Empties a full cache. Returns how many of the newest tokens the model must process again: seq/2,
+   at least 1. Dropping only the oldest token would not be cheaper: every token's position would
+   change, so all keys would be computed again for each new token. */
 static inline int gpt_cache_restart(gpt_cache *c) {
     c->length = 0;
     return c->model->config.seq / 2 > 0 ? c->model->config.seq / 2 : 1;
@@ -959,11 +986,11 @@ static inline int gpt_cache_restart(gpt_cache *c) {
 typedef struct gpt_next_token {
     gpt_cache *cache;
     const int32_t *ids;
-    int n;         /* number of ids, which are the tokens that are not in the cache yet */
+    int n;         /* number of `ids`, the tokens that are not in the cache yet */
     float *logits; /* (2,V): logits, and a buffer for sorting */
     gpt_sampling s;
-    /* at is a random number in [0,1). token is the sampled id on the rank of the last stage and 0
-       on the others. */
+    /* `at` is a random number in [0,1). `token` is the sampled id on the rank of the last stage,
+       and 0 on the other ranks of pp. */
     double at, token;
 } gpt_next_token;
 
@@ -998,8 +1025,9 @@ static inline int32_t gpt_generate_token(gpt_next_token *d) {
     return (int32_t)d->token;
 }
 
-/* Generates text: continues the first `given` >= 1 tokens of ids up to `total` tokens. Once there
-   are more than seq tokens, the model sees only the last seq/2 to seq of them. */
+/* Generates text: `ids` begins with `given` >= 1 tokens, and the function appends tokens until
+   there are `total`. Once there are more than seq tokens, the model sees only the newest tokens,
+   between seq/2 and seq of them. */
 static inline dt_status gpt_generate(gpt *m, int32_t *ids, int given, int total, gpt_sampling s) {
     size_t bytes = 2 * (size_t)m->config.vocab * sizeof(float);
     gpt_cache *c = (gpt_cache *)dt_alloc(m->ctx, DT_MEM_HOST, sizeof *c, "gpt_generate");

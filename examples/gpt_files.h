@@ -1,31 +1,32 @@
 /* gpt_files.h - weight files for gpt.h: Hugging Face GPT-2 and Llama, llm.c - public domain or MIT,
    at your choice
 
-   Include gpt_files.h after dt_zero.h and gpt.h. All functions are static. path is a safetensors
-   file, a folder with model.safetensors or model.safetensors.index.json, or an llm.c model.
-   config.json is in the folder of the safetensors file.
+   Include gpt_files.h after dt_zero.h and gpt.h. All functions are static. `path` names a
+   safetensors file, a folder with model.safetensors or model.safetensors.index.json, or an llm.c
+   model. config.json is in the folder of the safetensors file.
 
        gpt_config c = gpt_config_from(ctx, path);  // sizes; set dtype, recompute, dropout yourself
        gpt        m = gpt_register(ctx, c);
-       dt_zero_make(...);                // or without: the first use allocates the parameters
+       dt_zero_make(...);                // optional: else the first use allocates the parameters
        gpt_load(&m, path);               // every rank reads its local slices
        gpt_export(&m, zero, "folder");   // every rank; writes model.safetensors and config.json for
                                          // transformers, or an llm.c model if the path is "x.bin".
                                          // gpt_save does this on one rank
 
-   If the file has masks, rotary tables or a tied head, they are ignored. These are errors: any
-   other unknown tensor, a shape or a number of layers that differs from the model's, and a feature
-   that gpt.h does not have. The padding of llm.c's vocabulary is dropped. After a failure a context
-   stays failed; to find out whether a file can be read, use a separate context. */
+   A mask, a rotary table or a tied head in the file is ignored. These are errors: any other unknown
+   tensor, a shape or a number of layers that differs from the model's, and a feature that gpt.h
+   does not have. The padding of llm.c's vocabulary is dropped. An error fails the context for good,
+   so use a separate context to find out whether a file can be read. */
 #ifndef GPT_FILES_H
 #define GPT_FILES_H
 
 // ==== Names ======================================================================================
 
-/* The names of each parameter of gpt_param_rows in the three formats. Names in a layer begin with
-   "h.N." in GPT-2 and with "layers.N." in Llama. All names except the head's also have a prefix,
-   "transformer." or "model.", which some files omit. llm.c stores the same parameter of all layers
-   in one tensor. GPT-2 stores the matrices of its layers transposed, (in,out). */
+/* The names of each parameter of gpt_param_rows in the three file formats. In the file the names of
+   layer N's parameters begin with "h.N." for GPT-2 and with "layers.N." for Llama. All names except
+   the head's also have a prefix, "transformer." or "model.", which some files omit. llm.c stores
+   the same parameter of all layers in one tensor. GPT-2 stores the matrices of its layers
+   transposed, (in,out). */
 typedef struct gpt_name {
     const char *name, *gpt2, *llama, *llmc;
     /* 1, 2, 3 for q, k, v, which GPT-2 and llm.c store as the thirds of one tensor; else 0 */
@@ -60,14 +61,14 @@ static const gpt_name gpt_names[] = {
     { "lm_head.weight", "lm_head.weight", "lm_head.weight", NULL, 0, NULL },
 };
 
-/* A tensor whose name has one of these endings is not a parameter. */
+/* Endings of the names of tensors that are ignored. */
 static const char *const gpt_ignored[] = { ".attn.bias", ".attn.masked_bias",
     ".rotary_emb.inv_freq" };
 
 /* The format of a file. */
 typedef struct gpt_file_kind {
-    const char *prefix; /* of all names except the head's */
-    dt_llmc llmc;       /* version 0: safetensors */
+    const char *prefix; /* prefix of all names except the head's */
+    dt_llmc llmc;       /* header of an llm.c file; version 0 means safetensors */
 } gpt_file_kind;
 
 static inline const gpt_name *gpt_name_of(const gpt_param_row *r) {
@@ -86,8 +87,8 @@ static inline void gpt_full_name(char *out, size_t bytes, const gpt *m, const gp
         snprintf(out, bytes, "%s%s", head ? "" : prefix, name);
 }
 
-/* Returns the location of a parameter in a file, as a matrix (rows,columns); a bias or gain is one
-   row. The location is a complete tensor of the file, or a third or half of a tensor. */
+/* Returns where a parameter is in a file, as a matrix (rows,columns); a bias or gain is a matrix of
+   one row. The location is a complete tensor of the file, or a third or half of a tensor. */
 static inline dt_weight_map gpt_file_location_of(
     const gpt *m, const gpt_param_row *r, int layer, gpt_file_kind kind) {
     const gpt_name *n = gpt_name_of(r);
@@ -124,8 +125,8 @@ static inline dt_weight_map gpt_file_location_of(
     return p;
 }
 
-/* Sets the name pointers of the parts. gpt_file_location_of cannot set them: they point into the
-   struct, which is copied when that function returns it. */
+/* Sets the name pointers of the parts. gpt_file_location_of cannot set these pointers: they point
+   into the struct itself, which is copied when gpt_file_location_of returns it. */
 static inline void gpt_set_part_names(dt_weight_map *p) {
     for (int i = 0; i < 2; i++) p->part[i].name = p->name[i];
 }
@@ -141,8 +142,8 @@ static inline gpt_file_kind gpt_file_kind_of(const gpt *m, dt_weights *w) {
 
 // ==== Configuration ==============================================================================
 
-/* Returns the node of a key, or -1 if the key is missing or null. If `required`, a missing key is
-   an error. */
+/* Returns the node of a key's value in an object, or -1 if the key is missing or its value is null.
+   If `required` is set, -1 is also an error. */
 static inline int gpt_key(dt_json *j, int object, const char *key, int required) {
     int node = dt_json_find(j, object, key);
     if (node >= 0 && dt_json_kind_of(j, node) == DT_JSON_NULL) node = -1;
@@ -150,8 +151,8 @@ static inline int gpt_key(dt_json *j, int object, const char *key, int required)
     return node;
 }
 
-/* Returns a key's value, a whole number from 1 to `max`, or `fallback` without the key. If fallback
-   is 0, the key is required. */
+/* Returns the value of a key of the top-level object, which must be a whole number from 1 to `max`.
+   If the key is missing, returns `fallback`; if `fallback` is 0, a missing key is an error. */
 static inline int gpt_key_int(dt_json *j, const char *key, int fallback, int max) {
     int64_t value = 0;
     int node = gpt_key(j, 0, key, fallback == 0);
@@ -176,7 +177,8 @@ static inline int gpt_key_bool(dt_json *j, const char *key, int fallback) {
     return value;
 }
 
-/* Reports an error if the value of a key is neither a nor b. A missing key is not an error. */
+/* Reports an error if the value of a key is neither the string `a` nor the string `b`. A missing
+   key is not an error. */
 static inline void gpt_key_word(
     dt_json *j, int object, const char *key, const char *a, const char *b) {
     int node = gpt_key(j, object, key, 0);
@@ -185,7 +187,8 @@ static inline void gpt_key_word(
         dt_json_fail(j, node, "%s %s is not supported; %s is", key, word ? word : "(no string)", a);
 }
 
-/* Reports an error if a boolean key does not have the supported value. */
+/* Reports an error if the value of a boolean key is not `supported`. A missing key is not an
+   error. */
 static inline void gpt_key_must_be(dt_json *j, const char *key, int supported) {
     if (gpt_key_bool(j, key, supported) != supported)
         dt_json_fail(j, dt_json_find(j, 0, key), "%s %s is not supported", key,
@@ -205,8 +208,8 @@ static inline void gpt_config_gpt2(dt_json *j, gpt_config *c) {
     gpt_key_must_be(j, "add_cross_attention", 0);
 }
 
-/* Older files have the keys rope_theta and rope_scaling. Newer files have the same settings in
-   rope_parameters. */
+/* Reads the settings of the rotary embedding. Older files have the keys rope_theta and
+   rope_scaling; newer files have the same settings in rope_parameters. */
 static inline void gpt_config_rope(dt_json *j, gpt_config *c) {
     int rope = gpt_key(j, 0, "rope_parameters", 0), scaling = gpt_key(j, 0, "rope_scaling", 0);
     c->theta = gpt_key_number(j, rope < 0 ? 0 : rope, "rope_theta", 10000);
@@ -235,8 +238,8 @@ static inline void gpt_config_llama(dt_json *j, gpt_config *c) {
             "head_dim is not hidden_size / num_attention_heads, %d", dim);
 }
 
-/* Fills in *c from config.json. head is 1 if the weights contain lm_head; it decides `tied` if the
-   file has no tie_word_embeddings. */
+/* Fills in *c from config.json. `head` is 1 if the weights contain lm_head, else 0. If the file has
+   no key tie_word_embeddings, the model is tied if `head` is 0. */
 static inline void gpt_config_read(dt_json *j, gpt_config *c, int head) {
     if (dt_json_kind_of(j, 0) != DT_JSON_OBJECT) {
         dt_json_fail(j, 0, "an object is needed");
@@ -276,8 +279,8 @@ static inline int gpt_path_beside(
     return -1;
 }
 
-/* Returns the configuration of the model in a file. After a failure `layers` is 0 and dt_error
-   returns the error. */
+/* Returns the configuration of the model at `path`. After a failure the result's `layers` is 0 and
+   dt_error returns the error. */
 static inline gpt_config gpt_config_from(dt_ctx *ctx, const char *path) {
     gpt_config none = { .layers = 0 }, c = none;
     char name[4096];
@@ -341,7 +344,8 @@ static inline void gpt_write_config(dt_json_out *o, const gpt_config *c) {
     dt_json_put_bool(o, "tie_word_embeddings", c->tied);
     for (int i = 0; i < 6; i++)
         if (llama || i != 3) dt_json_put_int(o, keys[llama][i], sizes[i]);
-    /* the default token ids of transformers are valid for the default vocabulary only */
+    /* without these keys transformers would use its default ids, which are valid only for the
+       default vocabulary */
     if (c->vocab != (llama ? 32000 : 50257)) {
         dt_json_put_string(o, "bos_token_id", NULL);
         dt_json_put_string(o, "eos_token_id", NULL);
@@ -359,7 +363,8 @@ static inline void gpt_write_config(dt_json_out *o, const gpt_config *c) {
 
 // ==== Weights ====================================================================================
 
-/* Calls fn for every parameter of all stages. Stops after the first error. */
+/* Calls fn for every parameter of the model, also for those of other ranks' pipeline stages. Stops
+   after the first error. */
 typedef void (*gpt_param_fn)(
     gpt *m, const gpt_param_row *r, int layer, dt_weight_map *p, dt_weights *w, void *user);
 static inline void gpt_for_each_param(
@@ -374,15 +379,15 @@ static inline void gpt_for_each_param(
         }
 }
 
-/* Loads one parameter. user is an array with one flag per tensor of the file; sets the flags of the
-   tensors that this parameter uses. */
+/* Loads one parameter. `user` points to an array with one flag per tensor of the file; this
+   function sets the flags of the tensors that contain the parameter. */
 static inline void gpt_load_one(
     gpt *m, const gpt_param_row *r, int layer, dt_weight_map *p, dt_weights *w, void *user) {
     for (int i = 0; i < p->n; i++) {
         int at = dt_weights_find(w, p->name[i]);
         if (at >= 0) ((char *)user)[at] = 1;
     }
-    dt_tensor *own = *gpt_slot(m, r, layer); /* NULL: on another pipeline stage */
+    dt_tensor *own = *gpt_slot(m, r, layer); /* NULL if it is on another rank's stage */
     if (own) dt_weights_load(w, own, p->columns, p->part, p->n);
     if (gpt_is_embedding(r) && m->config.tied && m->head && m->head != own)
         dt_weights_load(w, m->head, p->columns, p->part, p->n);
@@ -397,7 +402,7 @@ static inline int gpt_is_ignored(const gpt *m, const char *name) {
     return m->config.tied && strcmp(name, "lm_head.weight") == 0;
 }
 
-/* Checks that the file can hold this model, before any tensor is read. */
+/* Checks, before any tensor is read, that the file's format and header allow this model. */
 static inline dt_status gpt_load_fits(gpt *m, const char *path, dt_llmc h) {
     gpt_config c = m->config;
     if (c.experts)
@@ -419,7 +424,7 @@ static inline dt_status gpt_load_fits(gpt *m, const char *path, dt_llmc h) {
         c.vocab);
 }
 
-/* Loads all parameters; each rank reads its local slices. */
+/* Loads all parameters. Each rank reads its local slices. */
 static inline dt_status gpt_load(gpt *m, const char *path) {
     dt_weights *w = dt_weights_open(m->ctx, path);
     if (!w) return dt_error(m->ctx);
@@ -453,8 +458,9 @@ static inline void gpt_save_one(
     dt_weights_save(w, *gpt_slot(m, r, layer), p->columns, p->part, p->n);
 }
 
-/* Finds the location of a parameter in model.safetensors. dt_checkpoint_desc.map_weight uses it, so
-   that transformers can read checkpoints too. MoE models keep dt's names. */
+/* Finds the location of a parameter in model.safetensors. dt_checkpoint_desc.map_weight uses these
+   functions, so that transformers can read checkpoints too. In checkpoints of MoE models,
+   parameters keep dt's names. */
 typedef struct gpt_location_query {
     const dt_tensor *param;
     dt_weight_map *place;
@@ -496,9 +502,9 @@ static inline char *gpt_config_text(gpt *m) {
     return text;
 }
 
-/* [local] Writes folder/model.safetensors and folder/config.json. If the weights are larger than
-   shard_bytes (0: 5 GB), writes several files and an index. The folder must exist, and this rank
-   must hold every parameter in full. */
+/* [local] Writes folder/model.safetensors and folder/config.json. If the weights have more than
+   shard_bytes bytes (0 means 5 GB), writes several files and an index. The folder must exist, and
+   this rank must hold every parameter in full. */
 static inline dt_status gpt_save(gpt *m, const char *folder, int64_t shard_bytes) {
     char name[4096];
     gpt_file_kind kind = { .prefix = m->config.arch == GPT_LLAMA ? "model." : "transformer." };
@@ -518,8 +524,8 @@ static inline dt_status gpt_save(gpt *m, const char *folder, int64_t shard_bytes
     return dt_error(m->ctx);
 }
 
-/* Returns the header of an llm.c file for this model. Its version is 0 if the format cannot hold
-   the model. */
+/* Returns the header of an llm.c file for this model. The header's version is 0 if an llm.c file
+   cannot hold the model. */
 static inline dt_llmc gpt_llmc(const gpt *m) {
     const gpt_config *c = &m->config;
     int has = c->arch == GPT_GPT2 && c->tied && !c->experts && c->ffn == 4 * c->width &&
@@ -540,8 +546,8 @@ static inline void gpt_export_location(const dt_tensor *param, dt_weight_map *pl
     gpt_file_location_in(o->model, o->kind, param, place);
 }
 
-/* [collective: world] Writes one model.safetensors and config.json from all ranks of any layout, or
-   an llm.c model if path ends in ".bin". */
+/* [collective: world] Writes one model.safetensors and one config.json, whatever the layout of the
+   ranks; if `path` ends in ".bin", writes an llm.c model instead. */
 static inline dt_status gpt_export(gpt *m, dt_zero *zero, const char *path) {
     const char *dot = strrchr(path, '.');
     char name[4096];

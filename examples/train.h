@@ -6,9 +6,10 @@
        train_config config = { ... };
        dt_run((dt_run_desc){ .ranks = 8 }, train, &config);
 
-   train() reads text, trains, and on rank 0 passes the metrics of each step to config.on_step. One
-   step is train_step. It reads the batch, runs forward and backward of all micro-batches in the
-   order of the pipeline schedule (gradient accumulation), updates the parameters and measures. */
+   train() opens the data and runs all steps; after each step rank 0 passes the step's metrics to
+   config.on_step. train_step runs one step: it reads the batch, runs forward and backward of all
+   micro-batches in the order of the pipeline schedule (gradient accumulation), updates the
+   parameters and measures the metrics. */
 #ifndef TRAIN_H
 #define TRAIN_H
 
@@ -23,33 +24,35 @@
 
 #include "gpt_files.h"
 
-/* Indices of train_row.mem. PARAMS, GRADS and OPTIM are live bytes at the end of the step; ACTS,
-   COMM and PEAK are peaks of the step. Each value is the largest over the ranks. */
+/* Indices of train_row.mem, whose values are in bytes. PARAMS, GRADS and OPTIM are live bytes at
+   the end of the step; ACTS, COMM and PEAK (the peak of all memory) are peaks of the step. Each
+   value is the largest over the ranks. */
 enum { TRAIN_PARAMS = 0, TRAIN_GRADS, TRAIN_OPTIM, TRAIN_ACTS, TRAIN_COMM, TRAIN_PEAK, TRAIN_MEMS };
 
-/* The metrics of one step. They are the same in every layout, except times and bytes. */
+/* The metrics of one step, which are the same in every layout, except times and bytes. */
 typedef struct train_row {
-    int64_t step;     /* from 1 */
+    int64_t step;     /* step number, from 1 */
     double loss;      /* in nats, mean over all labels of the step, before the update */
-    double grad_norm; /* before clipping */
+    double grad_norm; /* gradient norm before clipping */
     double lr;
-    double ms, tokens_per_s; /* by rank 0's clock */
-    double comm;             /* fraction of ms that rank 0 spent in communication, waits included */
+    double ms, tokens_per_s; /* of the step, by rank 0's clock */
+    double comm;             /* fraction of `ms` in communication on rank 0, waits included */
     double bubble;           /* fraction of the pipeline schedule's time in which ranks were idle */
-    double balance, z;       /* weighted MoE side losses, not part of `loss` */
+    double balance, z;       /* weighted MoE side losses, which are not part of `loss` */
     double dropped;          /* fraction of the router's choices dropped at the expert capacity */
-    double val_loss;         /* NaN without a validation after this step */
+    double val_loss;         /* NaN if no validation followed this step */
     int skipped; /* 1: gradients overflowed under the loss scale; no parameter changed */
     double mem[TRAIN_MEMS];
     double bytes[DT_AXES]; /* bytes that a rank sent over each axis, the largest over the ranks */
     int64_t batch;         /* sequences of this step */
 } train_row;
 
-/* The memory footprint of one rank, counted and by the formula of the ZeRO paper
-   (arXiv:1910.02054). With Psi parameters and N ranks, a memory class of b bytes per parameter
-   takes Psi b bytes if it is replicated and Psi b / N bytes if it is sharded. */
+/* The memory footprint of one rank: as counted in the run, and by the formula of the ZeRO paper
+   (arXiv:1910.02054). For Psi parameters and N ranks, a memory class with b bytes per parameter
+   takes Psi b bytes if it is replicated, and Psi b / N bytes if it is sharded. */
 typedef struct train_footprint {
-    /* live bytes at the end of the run or at its first failure, peaks up to that time */
+    /* live bytes at the end of the run, or at its first failure if the run fails, and peaks until
+       then */
     dt_memory memory;
     /* [0] is for dense parameters, [1] for parameters sharded over ep. shard_ranks is N. params is
        the number of elements on this rank. padded is the number of elements on this rank after each
@@ -58,10 +61,10 @@ typedef struct train_footprint {
         int64_t params, padded;
         int shard_ranks;
     } kind[2];
-    int bytes[3];       /* per parameter, in the classes params, grads, optim */
-    int sharded[3];     /* 1: each rank holds 1/N */
-    double formula[3];  /* padded x bytes, divided by N if sharded */
-    double tree_levels; /* bytes of grads that --reduce tree adds */
+    int bytes[3];       /* bytes per parameter of the classes params, grads, optim */
+    int sharded[3];     /* for each class: 1 if each rank holds 1/N of it, else 0 */
+    double formula[3];  /* for each class: padded * bytes, divided by N if sharded */
+    double tree_levels; /* bytes that zero.tree (--reduce tree) adds to class grads */
 } train_footprint;
 
 /* Data files, which are read as one text in this order. */
@@ -69,63 +72,68 @@ typedef struct train_files {
     char **path;
     int count, capacity;
     int64_t bytes;
-    int64_t tokens; /* number of bytes, or of tokens in the shards */
-    int shards;     /* 1: llm.c token shards */
+    int64_t tokens; /* number of tokens; each byte of a text file is a token */
+    int shards;     /* 1 if the files are llm.c token shards, 0 if they are text */
 } train_files;
 
 typedef struct train_config {
-    gpt_config model; /* train fills in the groups and the stages */
+    gpt_config model; /* train() fills in the groups and the stages */
     dt_mesh_desc mesh;
-    int schedule, chunks;                /* with mesh.pp: DT_SCHEDULE_*; stages per rank, 0 -> 1 */
-    int stage_begin[GPT_MAX_STAGES + 1]; /* as in gpt_config, for pp x chunks stages */
-    /* 1: before the first step, compute stage_begin from the measured times of the items */
+    /* with mesh.pp: `schedule` is a DT_SCHEDULE_*; `chunks` is the number of stages per rank, where
+       0 means 1 */
+    int schedule, chunks;
+    int stage_begin[GPT_MAX_STAGES + 1]; /* as in gpt_config, for pp * chunks stages */
+    /* 1: before the first step, measure the time of each item and compute stage_begin from these
+       times */
     int partition_by_cost;
-    dt_zero_desc zero; /* train fills in the mesh */
+    dt_zero_desc zero; /* train() fills in the mesh */
     dt_lr_desc lr;
-    dt_batch_ramp ramp;    /* samples 0: no ramp; train fills in the batch */
-    const char *weights;   /* path of initial weights for gpt_load; NULL: random */
+    dt_batch_ramp ramp;    /* no ramp if ramp.samples is 0; train() fills in ramp.batch */
+    const char *weights;   /* path of initial weights for gpt_load; NULL: random weights */
     train_files data, val; /* val.count 0: no validation */
-    int seq;               /* T; 0 -> model.seq */
-    /* b and a: each step reads b * a sequences per replica, or fewer during the ramp */
+    int seq;               /* tokens per sequence; 0 means model.seq */
+    /* Each step reads micro_batch * accum sequences per replica, or fewer during the ramp. */
     int micro_batch, accum;
     /* 1: shuffle the sequences in each epoch, with the context's seed */
     int shuffle;
-    int64_t stop_at;       /* the last step */
-    int64_t eval_every;    /* in steps; 0: only after the last step */
+    int64_t stop_at;       /* number of the last step */
+    int64_t eval_every;    /* number of steps between validations; 0: only after the last step */
     const char *export_to; /* path for gpt_export at the end; NULL: none */
     const char *save;      /* folder for checkpoints; NULL: none */
-    int64_t save_every;    /* in steps; 0: only after the last step */
+    int64_t save_every;    /* number of steps between checkpoints; 0: only after the last step */
     int keep, background;  /* as in dt_checkpoint_desc */
-    const char *settings;  /* text saved with a checkpoint; NULL: none */
-    /* a checkpoint, or a folder of checkpoints, to resume from; NULL: start from step 1. The folder
-       may be empty only if it is the same folder as `save`. */
+    const char *settings;  /* text that is saved with each checkpoint; NULL: none */
+    /* A checkpoint, or a folder of checkpoints, from which to resume; NULL: start from step 1. The
+       folder may be empty only if it is the same folder as `save`. */
     const char *resume;
-    /* 1: if `save` has a checkpoint, resume from it instead of from `resume` */
+    /* 1: if the folder `save` has a checkpoint, resume from that checkpoint and ignore `resume` */
     int restarted;
-    /* NULL, or a flag that a signal handler sets to 1 on any rank. The run then finishes the step,
-       saves and ends, and the flag is 1 on all ranks. */
+    /* A flag, or NULL. A signal handler may set the flag to 1 on any rank. At the end of that step
+       every rank's flag becomes 1, the run saves a checkpoint and ends. */
     int *stop;
     const char *trace; /* path for dt_trace_write at the end; NULL: no trace */
     const char *svg;   /* path for a drawing of the last step's pipeline; NULL: none */
-    /* array (ranks), zeroed, for a dry run, which counts memory and bytes and computes nothing;
-       NULL: a normal run */
+    /* For a dry run, which counts memory and bytes sent but computes nothing: an array with one
+       zeroed element per rank. NULL means a normal run. */
     dt_dry *dry;
-    /* array (ranks), zeroed, which train fills in unless the ranks are forked processes; or NULL */
+    /* NULL, or an array with one zeroed element per rank, which train() fills in. If the ranks are
+       forked processes, the caller's array is not filled in. */
     train_footprint *footprint;
-    void (*on_step)(dt_ctx *ctx, const train_row *row, void *user); /* on rank 0 */
-    /* on all ranks; step is 0 if there was no checkpoint; may be NULL */
+    void (*on_step)(dt_ctx *ctx, const train_row *row, void *user); /* on rank 0, each step */
+    /* Called on all ranks before the first step. `step` is the checkpoint's step, or 0 if there was
+       no checkpoint. May be NULL. */
     void (*on_resume)(
         dt_ctx *ctx, int64_t step, const char *path, const char *settings, void *user);
-    void (*on_save)(dt_ctx *ctx, const char *path, void *user); /* on rank 0; may be NULL */
-    /* on rank 0 during a save; may be NULL */
+    void (*on_save)(dt_ctx *ctx, const char *path, void *user); /* called on rank 0; may be NULL */
+    /* called on rank 0 during a save, with the fraction that is done; may be NULL */
     void (*on_progress)(double done, void *user);
-    /* on the ranks with dp and cp coordinate 0, which together hold one complete model; at ZeRO-3
-       on all ranks; may be NULL */
+    /* Called at the end on the ranks with dp and cp coordinate 0, which together hold one complete
+       model, and at ZeRO-3 on all ranks. May be NULL. */
     void (*at_end)(dt_ctx *ctx, gpt *model, void *user);
     void *user;
 } train_config;
 
-enum { TRAIN_EVAL_SEQUENCES = 64 }; /* at most; the first sequences of the validation text */
+enum { TRAIN_EVAL_SEQUENCES = 64 }; /* largest number of validation sequences */
 
 // ==== Files ======================================================================================
 
@@ -148,8 +156,8 @@ static inline int train_by_name(const void *a, const void *b) {
     return strcmp(*(char *const *)a, *(char *const *)b);
 }
 
-/* Adds the files of a directory, sorted by name. If endings is not NULL, adds only names that have
-   one of these endings. Skips hidden files. Returns -1 and sets errno on failure. */
+/* Adds the files of a directory, sorted by name, except hidden files. If `endings` is not NULL,
+   adds only files whose name has one of these endings. Returns -1 and sets errno on failure. */
 static inline int train_files_add_dir(train_files *f, const char *dir, const char *const *endings) {
     DIR *d = opendir(dir);
     struct dirent *e;
@@ -180,8 +188,8 @@ static inline int train_files_add_dir(train_files *f, const char *dir, const cha
     return failed;
 }
 
-/* Adds the project's own sources: the headers in `root`, then the examples. Returns 0 if they are
-   not there. */
+/* Adds the project's own sources: those in `root`, then those in root/examples. Returns the number
+   of files, or 0 if the sources cannot be read. */
 static inline int train_files_add_sources(train_files *f, const char *root) {
     static const char *const endings[] = { ".h", ".c", ".cu", NULL };
     char path[4096 + 16];
@@ -192,7 +200,8 @@ static inline int train_files_add_sources(train_files *f, const char *root) {
     return train_files_add_dir(f, path, endings) == 0 ? f->count : 0;
 }
 
-/* Looks for the sources in the current directory, then in the parent of the program's directory. */
+/* Adds the project's own sources. Looks for them in the current directory, then in the parent of
+   the program's directory. */
 static inline int train_files_find_sources(train_files *f) {
     char self[4096];
     if (train_files_add_sources(f, ".")) return f->count;
@@ -216,26 +225,27 @@ static inline void train_files_free(train_files *f) {
 
 // ==== One step ===================================================================================
 
-/* The batch of one step on one rank: this rank's tokens of each of its a * b sequences. */
+/* The batch of one step on one rank: this rank's tokens of each of the a * b sequences that its
+   replica reads, where b is the micro-batch size and a the number of micro-batches. */
 typedef struct train_batch {
     dt_data_order order;
-    /* permutes all S sequences, with the same result on every rank; NULL: no shuffling */
+    /* shuffles all sequences of the data, in the same order on every rank; NULL: no shuffling */
     dt_sampler *sampler;
-    int accum;               /* micro-batches of this step; the buffers are for the largest step */
-    int64_t T, local_tokens; /* tokens per sequence; T / cp tokens on this rank */
+    int accum;               /* micro-batches of this step; buffers are for the largest step */
+    int64_t T, local_tokens; /* tokens per sequence; T / cp of them are on this rank */
     int32_t *ids, *labels;   /* (a,b,local_tokens) */
     int32_t *index;          /* (a,b,local_tokens): index of each token among the step's tokens */
-    int32_t *sequence;       /* (3,T): ids, labels and indices of one sequence */
+    int32_t *sequence;       /* (3,T): ids, labels and token indices of one sequence */
     double *losses;          /* (a,replicas): loss of each micro-batch of the step */
-    double *expert_tokens;   /* (layers,E): tokens per expert, for the router bias; or NULL */
+    double *expert_tokens;   /* (layers,E): tokens per expert, for the router bias, or NULL */
     size_t experts_bytes;
     dt_schedule *schedule; /* for `accum` micro-batches */
     dt_span *spans;        /* times of this rank's actions, then of all ranks' actions */
     size_t spans_bytes;
 } train_batch;
 
-/* Returns the index of the i-th sequence of a micro-batch. The data repeats in epochs without end;
-   b->order has the position at which the step begins. */
+/* Returns the index of the i-th sequence that a replica reads in micro-batch `micro`. The data
+   repeats in epochs without end. b->order.consumed is the position of the step in the data. */
 static inline int64_t train_sequence(const train_batch *b, int micro, int replica, int i) {
     int64_t sequence = dt_data_order_sequence(b->order, 1, micro, replica, i);
     if (!b->sampler) return sequence;
@@ -244,9 +254,10 @@ static inline int64_t train_sequence(const train_batch *b, int micro, int replic
     return dt_sampler_next(b->sampler);
 }
 
-/* Reads sequence number `sequence` of a text and stores this rank's tokens at offset `at`. In the
-   step this is the k-th sequence. The labels are shifted before the sequence is sharded over cp, so
-   that the last token of a shard also has the right label. */
+/* Reads sequence number `sequence` of a text and stores this rank's tokens of it at offset `at` of
+   the batch. k is the number of the sequence within the step, for b->index. The labels are shifted
+   before the sequence is sharded over cp, so that the last token of a shard also has the right
+   label. */
 static inline dt_status train_sequence_read(
     train_batch *b, dt_text *text, const gpt *model, int64_t sequence, int64_t k, int64_t at) {
     int32_t *from[3] = { b->sequence, b->sequence + b->T, b->sequence + 2 * b->T };
@@ -272,17 +283,18 @@ static inline dt_status train_batch_read(
     return DT_OK;
 }
 
-/* The arguments of a pass through the pipeline, which every stage receives as `user`. */
+/* The arguments of a run of the pipeline, which every stage receives as `user`. */
 typedef struct train_pass {
     gpt *model;
     const dt_mesh *mesh;
     train_batch *b;
     int64_t step;
     double denominator;
-    /* for validation, which has one sequence per micro-batch; text is NULL in a training step */
+    /* The fields from `text` on are for validation, where a micro-batch has one sequence. `text` is
+       NULL in a training step. */
     dt_text *text;
     int64_t sequences;
-    double loss; /* of the validation */
+    double loss; /* validation loss */
 } train_pass;
 
 static inline dt_tensor *train_stage(dt_tensor *x, int stage, int micro, void *user) {
@@ -306,7 +318,7 @@ static inline dt_tensor *train_stage(dt_tensor *x, int stage, int micro, void *u
 
 /* Runs forward and backward of all micro-batches in the order of the schedule (gradient
    accumulation). Fills in b->losses (accum,replicas) on every rank. Returns the bubble fraction:
-   the fraction of the time in which the ranks of this pipeline were idle. */
+   the fraction of the time in which the ranks of this pipeline were idle; 0 without a pipeline. */
 static inline double train_forward_backward(
     gpt *model, const dt_mesh *mesh, train_batch *b, int64_t step) {
     size_t micros = (size_t)(b->accum * b->order.replicas);
@@ -341,9 +353,10 @@ static inline dt_tensor *train_eval_stage(dt_tensor *x, int stage, int micro, vo
     return x;
 }
 
-/* Returns the mean loss over the first sequences of a text, which are dealt out to the replicas
-   round-robin. All replicas must run the same number of forwards, because ZeRO-3 gathers parameters
-   collectively. A replica that has no sequence left runs a sequence whose loss is not counted. */
+/* Returns the mean loss over the first sequences of a text. Sequence s runs on replica s mod R,
+   where R is the number of replicas. ZeRO-3 gathers parameters collectively, so all replicas must
+   run the same number of forwards: a replica that has no sequence left runs a sequence whose loss
+   is not counted. */
 static inline double train_eval(gpt *model, const dt_mesh *mesh, dt_text *text, train_batch *b) {
     dt_ctx *ctx = model->ctx;
     int64_t n = dt_text_sequences(text);
@@ -363,9 +376,10 @@ static inline double train_eval(gpt *model, const dt_mesh *mesh, dt_text *text, 
     return pass.loss;
 }
 
-/* Sums the router counts of the step over all ranks into *row, and clears the counts. In each MoE
-   layer a token is routed by one rank of the data group (dp, ep and cp). Under sp the ranks of tp
-   route different tokens; otherwise they all route the same tokens, and tp is not summed over. Each
+/* Sums the router counts of the step over all ranks, sets the metrics of the router in *row, and
+   clears the counts. In each MoE layer a token is routed by one rank of the data group (dp, ep and
+   cp). Under sp the ranks of tp route different tokens, so the counts are also summed over tp.
+   Without sp all ranks of tp route the same tokens, so the counts are not summed over tp. Each
    layer is on one rank of pp. So the sum counts every token once per layer. */
 static inline void train_router_metrics(gpt *model, const dt_mesh *mesh, train_row *row) {
     const gpt_config *c = &model->config;
@@ -383,8 +397,8 @@ static inline void train_router_metrics(gpt *model, const dt_mesh *mesh, train_r
     row->dropped = sums[2] > 0 ? sums[3] / sums[2] : 0;
 }
 
-/* Updates the router biases from the token counts of the step. After a skipped step, only clears
-   the counts. */
+/* Updates the router biases by the step's token counts, and clears the counts. After a skipped
+   step, only clears the counts. */
 static inline void train_update_router_bias(
     gpt *model, const dt_mesh *mesh, train_batch *b, int skipped) {
     dt_comm *const groups[2] = { mesh->data, model->config.sp ? mesh->tp : NULL };
@@ -395,7 +409,8 @@ static inline void train_update_router_bias(
         gpt_balance(model, groups, 2);
 }
 
-/* Sets memory and traffic of the step in *row, each the largest over all ranks. */
+/* Sets row->mem and row->bytes, the step's memory and traffic; each value is the largest over all
+   ranks. */
 static inline void train_measure_bytes(dt_ctx *ctx, const size_t *sent_before, train_row *row) {
     dt_memory m = dt_memory_used(ctx);
     double all[TRAIN_MEMS + DT_AXES] = { (double)m.live[DT_MEM_PARAMS],
@@ -409,7 +424,7 @@ static inline void train_measure_bytes(dt_ctx *ctx, const size_t *sent_before, t
 }
 
 /* Records this rank's live bytes and its largest peaks so far in c->footprint. Must be called
-   before each reset of the peaks and at the end. */
+   before each reset of the peaks, and at the end of the run. */
 static inline void train_record_peaks(dt_ctx *ctx, const train_config *c) {
     if (!c->footprint) return;
     dt_memory now = dt_memory_used(ctx), *record = &c->footprint[dt_ctx_rank(ctx)].memory;
@@ -421,14 +436,15 @@ static inline void train_record_peaks(dt_ctx *ctx, const train_config *c) {
     if (now.peak_total > record->peak_total) record->peak_total = now.peak_total;
 }
 
-/* Records the memory use at the first failure, before the cleanup frees memory. */
+/* The listener function for a failure of the context. Records the memory use before the cleanup
+   frees memory. */
 static inline int train_on_failure(dt_ctx *ctx, dt_status status, const char *text, void *user) {
     (void)status, (void)text;
     train_record_peaks(ctx, (const train_config *)user);
     return 0;
 }
 
-/* Computes the fields of this rank's train_footprint that are for the formula. */
+/* Computes this rank's train_footprint except `memory`. */
 static inline void train_footprint_formula(
     dt_ctx *ctx, const train_config *c, const dt_mesh *mesh) {
     train_footprint *n = &c->footprint[dt_ctx_rank(ctx)];
@@ -438,7 +454,7 @@ static inline void train_footprint_formula(
     int states = is_adam ? 2 : c->zero.momentum > 0, master = (dt_dtype)grad_dtype != dtype;
     int wanted_group = c->zero.shard_group ? c->zero.shard_group : dt_comm_size(mesh->data);
     int all[2] = { dt_comm_size(mesh->data), dt_comm_size(mesh->expert_data) };
-    for (int k = 0; k < 2; k++) { /* find the largest shard group that divides the data group */
+    for (int k = 0; k < 2; k++) { /* find the largest group size that divides the data group */
         n->kind[k].shard_ranks = wanted_group < all[k] ? wanted_group : all[k];
         while (all[k] % n->kind[k].shard_ranks != 0) n->kind[k].shard_ranks--;
     }
@@ -446,11 +462,11 @@ static inline void train_footprint_formula(
     n->bytes[1] = (int)dt_dtype_size((dt_dtype)grad_dtype);
     n->bytes[2] = n->bytes[1] * (states + master);
     const char *optim = c->zero.offload_optim, *params = c->zero.offload_params;
-    if (optim) n->bytes[2] = 0; /* offloaded tensors are not in these memory classes */
+    if (optim) n->bytes[2] = 0; /* offloaded tensors are not counted in params, grads or optim */
     if (params) n->bytes[0] = 0;
     if (optim && params && strcmp(optim, "cpu") != 0 && strcmp(params, "cpu") != 0 && !c->zero.tree)
         n->bytes[1] = 0;
-    /* optim is sharded from stage 1, grads from 2, params from 3 */
+    /* optim is sharded from ZeRO stage 1 on, grads from stage 2 on, params from stage 3 on */
     for (int i = 0; i < 3; i++) n->sharded[i] = c->zero.stage >= 3 - i;
     for (int u = 0; u < dt_bucket_count(ctx); u++) {
         const dt_bucket *bucket = dt_bucket_get(ctx, u);
@@ -480,9 +496,10 @@ static inline double train_now(dt_ctx *ctx) {
     return dt_ctx_host(ctx)->now(dt_ctx_host(ctx)->user);
 }
 
-/* One training step on every rank: read, forward and backward, optimizer step, measure. A skipped
-   step changes only the loss scale. The caller repeats it with the same step number and the same
-   sequences, so that the result is the same as in a run that starts with the smaller scale. */
+/* Runs one training step on every rank: reads the batch, runs forward and backward, updates the
+   parameters and measures. A step whose gradients overflow is skipped: it changes only the loss
+   scale, and row.skipped is 1. The caller repeats a skipped step with the same step number and the
+   same sequences, so that the result is the same as in a run that starts with the smaller scale. */
 static inline train_row train_step(const train_config *c, gpt *model, dt_zero *optimizer,
     const dt_mesh *mesh, dt_text *text, train_batch *b, int64_t step) {
     dt_ctx *ctx = model->ctx;
@@ -501,7 +518,7 @@ static inline train_row train_step(const train_config *c, gpt *model, dt_zero *o
     train_batch_read(b, text, model, mesh->replica);
     dt_trace_end(ctx);
     row.bubble = train_forward_backward(model, mesh, b, step);
-    /* this order of summation does not depend on how the batch is split */
+    /* the order of this sum does not depend on the layout */
     for (size_t m = 0; m < micros; m++) row.loss += b->losses[m];
     if (dt_error(ctx) == DT_OK && !isfinite(row.loss))
         dt_fail(ctx, DT_ERR_NUMERIC, "step %lld: the loss is %s%s", (long long)step,
@@ -527,9 +544,9 @@ static inline train_row train_step(const train_config *c, gpt *model, dt_zero *o
 
 // ==== Stages by cost =============================================================================
 
-/* Divides the model into pipeline stages by measured time, so that the slowest stage is as fast as
-   possible. Rank 0 measures embedding, attention, MLP and head, each as one stage of a model with
-   one layer, and sends the times to the other ranks. */
+/* Divides the model into pipeline stages by measured time, so that the slowest stage takes as
+   little time as possible. Rank 0 measures embedding, attention, MLP and head, each as one stage of
+   a model with one layer, and sends the times to the other ranks. */
 enum { TRAIN_ITEMS = 4, TRAIN_TIMINGS = 3 };
 typedef struct train_timing {
     gpt *model;
@@ -551,7 +568,7 @@ static inline dt_status train_time_items(
     static const int stage_begin[TRAIN_ITEMS + 1] = { 0, 1, 2, 3, 4 };
     dt_span spans[2 * TRAIN_ITEMS];
     sizes.layers = 1;
-    sizes.tied = 0; /* else one rank would have two copies of the embedding with the same name */
+    sizes.tied = 0; /* with a tied head this rank would have two copies of wte of the same name */
     sizes.tp = sizes.cp = sizes.pp = sizes.ep = NULL;
     sizes.router_bias = 0;
     sizes.stages = TRAIN_ITEMS;
@@ -579,7 +596,7 @@ static inline dt_status train_time_items(
     return dt_error(ctx);
 }
 
-/* [collective: world] Fills in stage_begin (stages + 1). */
+/* [collective: world] Fills in stage_begin, an array of sizes.stages + 1 elements. */
 static inline void train_partition_by_cost(
     dt_ctx *ctx, gpt_config sizes, dt_shape tokens, int *stage_begin) {
     double seconds[TRAIN_ITEMS] = { 0 }, costs[2 * GPT_MAX_LAYERS + 2];
@@ -603,8 +620,9 @@ static inline void train_partition_by_cost(
 
 // ==== A drawing of a step ========================================================================
 
-/* Computes the mean times of each stage's forward, input-gradient and weight-gradient actions, for
-   the simulator. A backward that is not split counts as input gradient. */
+/* Sets costs (stages,3), for the simulator, to the mean times of each stage's forward,
+   input-gradient and weight-gradient actions. A backward that is not split counts as an
+   input-gradient action. */
 static inline void train_stage_costs(const dt_schedule *s, const dt_span *spans, double *costs) {
     int micros = dt_schedule_micros(s);
     memset(costs, 0, 3 * (size_t)dt_schedule_stages(s) * sizeof *costs);
@@ -617,8 +635,8 @@ static inline void train_stage_costs(const dt_schedule *s, const dt_span *spans,
         }
 }
 
-/* Draws two timelines: the last step of rank 0's pipeline as measured, and a simulation with the
-   mean times of the stages. */
+/* Draws two timelines of rank 0's pipeline: its last step as measured, and a simulation of that
+   step with each stage's mean times. */
 static inline void train_draw_schedule(
     dt_ctx *ctx, const dt_mesh *mesh, const train_batch *b, const char *path) {
     int n = dt_schedule_offset(b->schedule, mesh->sizes.pp),
@@ -638,7 +656,7 @@ static inline void train_draw_schedule(
 
 // ==== The loop ===================================================================================
 
-/* Allocates buffers for the largest step. */
+/* Allocates the buffers of a batch for the largest step. */
 static inline void train_batch_make(
     const train_config *c, gpt *model, const dt_mesh *mesh, dt_text *text, train_batch *b) {
     dt_ctx *ctx = model->ctx;
@@ -684,7 +702,7 @@ static inline void train_batch_free(
     dt_free(ctx, DT_MEM_HOST, b->losses, (size_t)(c->accum * mesh->replicas) * sizeof(double));
 }
 
-/* Makes the schedule for b->accum micro-batches, unless b->schedule has this number already. */
+/* Makes the schedule for b->accum micro-batches, unless b->schedule already is for that number. */
 static inline void train_batch_schedule(
     dt_ctx *ctx, const train_config *c, const dt_mesh *mesh, train_batch *b) {
     if (dt_schedule_micros(b->schedule) == b->accum) return;
@@ -700,10 +718,11 @@ static inline void train_batch_schedule(
     b->spans = (dt_span *)dt_alloc(ctx, DT_MEM_HOST, b->spans_bytes, "times of a schedule");
 }
 
-/* Advances to the next step: sets its first sequence, its number of sequences and its schedule. */
+/* Advances the batch to the next step: sets the step's first sequence, its number of sequences and
+   its schedule. */
 static inline void train_batch_next(
     dt_ctx *ctx, const train_config *c, const dt_mesh *mesh, train_batch *b, dt_batch_ramp ramp) {
-    b->order.consumed += b->order.batch; /* the batch of the previous step */
+    b->order.consumed += b->order.batch; /* add the sequences of the previous step */
     b->order.batch = dt_batch_ramp_size(ramp, b->order.consumed);
     b->accum = (int)(b->order.batch / ((int64_t)b->order.micro_batch * b->order.replicas));
     train_batch_schedule(ctx, c, mesh, b);
@@ -711,17 +730,17 @@ static inline void train_batch_next(
 
 // ==== Checkpoints ================================================================================
 
-/* The checkpoints of a run. Besides tensors they hold the position in the data and the size of the
-   data. */
+/* The checkpoints of a run. Besides tensors, a checkpoint contains `samples`, the position in the
+   data, and `tokens`, the size of the data. */
 typedef struct train_checkpoint {
-    dt_checkpoint *checkpoint; /* NULL: no checkpoints */
-    double samples;            /* sequences used by all steps so far */
+    dt_checkpoint *checkpoint; /* NULL if the run has no checkpoints */
+    double samples;            /* number of sequences used by all steps so far */
     double tokens;             /* number of tokens in the data */
     dt_extra_state list[2];
-    char *model_config;   /* config.json for transformers */
-    int loaded_from_save; /* the loaded checkpoint is in the folder train_config.save */
-    int stopped;          /* all ranks have agreed to end early */
-    char announced[1024]; /* path of the last announced checkpoint */
+    char *model_config;   /* text of config.json, for transformers */
+    int loaded_from_save; /* 1: the loaded checkpoint is in the folder train_config.save */
+    int stopped;          /* 1: all ranks have agreed to end the run early */
+    char announced[1024]; /* path of the newest checkpoint that was loaded or announced */
     const train_config *train;
     gpt *model;
 } train_checkpoint;
@@ -759,8 +778,8 @@ static inline void train_checkpoint_open(
     int64_t step = c->restarted ? dt_checkpoint_load(s->checkpoint, NULL) : 0;
     s->loaded_from_save = step > 0;
     if (step == 0 && c->resume) step = dt_checkpoint_load(s->checkpoint, c->resume);
-    /* At the first start the folder of --save is empty, so --resume with the same folder is allowed
-       to find no checkpoint. */
+    /* At the first start the folder of --save is empty. So if --resume names the same folder, the
+       folder need not contain a checkpoint. */
     int same = c->save && c->resume && strcmp(c->save, c->resume) == 0;
     if (step == 0 && c->resume && !same)
         dt_fail(ctx, DT_ERR_IO, "--resume %s: there is no checkpoint", c->resume);
@@ -776,7 +795,8 @@ static inline void train_checkpoint_open(
         c->on_resume(ctx, step, path, dt_checkpoint_config(s->checkpoint), c->user);
 }
 
-/* Calls on_save after a checkpoint is committed. A background save commits some steps later. */
+/* Calls on_save on rank 0 if a checkpoint has been committed since the last call. A background save
+   commits some steps after it began. */
 static inline void train_checkpoint_announce(
     const train_config *c, dt_ctx *ctx, train_checkpoint *s) {
     const char *path = dt_checkpoint_path(s->checkpoint);
@@ -793,8 +813,8 @@ static inline void train_checkpoint_close(const train_config *c, dt_ctx *ctx, tr
     if (s->model_config) dt_free(ctx, DT_MEM_HOST, s->model_config, strlen(s->model_config) + 1);
 }
 
-/* Saves after a step if a save is due. Returns 1 if the run must end, because a rank received a
-   stop signal. */
+/* Saves a checkpoint after a step, if one is due. Returns 1 if the run must end because a rank
+   received a stop signal, else 0. */
 static inline int train_checkpoint_save(
     const train_config *c, dt_ctx *ctx, train_checkpoint *s, const train_batch *b, int64_t step) {
     double stop = c->stop && __atomic_load_n(c->stop, __ATOMIC_RELAXED);
@@ -811,7 +831,7 @@ static inline int train_checkpoint_save(
     return s->stopped;
 }
 
-/* Runs all steps of a run. */
+/* Runs all remaining steps of the run. */
 static inline void train_steps(const train_config *c, gpt *model, dt_zero *optimizer,
     const dt_mesh *mesh, dt_text *text, dt_text *val, train_batch *b, train_checkpoint *saved) {
     dt_ctx *ctx = model->ctx;
@@ -819,7 +839,7 @@ static inline void train_steps(const train_config *c, gpt *model, dt_zero *optim
     ramp.batch = (int64_t)c->micro_batch * c->accum * mesh->replicas;
     b->order.consumed = (int64_t)saved->samples;
     int64_t first = dt_zero_steps(optimizer) + 1;
-    /* if no step is left, only copy the checkpoint into the folder `save` */
+    /* if no step is left, only save the loaded checkpoint into the folder `save` */
     if (first > c->stop_at && c->save && !saved->loaded_from_save)
         dt_checkpoint_save(saved->checkpoint);
     for (int64_t step = first, finished = 0;
@@ -843,7 +863,7 @@ static inline void train_steps(const train_config *c, gpt *model, dt_zero *optim
     }
 }
 
-/* [collective: world] Trains. user points to a train_config. */
+/* [collective: world] Runs a whole training run. `user` points to a train_config. */
 static inline dt_status train(dt_ctx *ctx, void *user) {
     const train_config *c = (const train_config *)user;
     dt_listener listener = { .failed = train_on_failure, .user = user };
