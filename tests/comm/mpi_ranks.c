@@ -6,7 +6,9 @@
        mpi_ranks threads 4                    the same for ranks that are threads
        mpirun -np 4 mpi_ranks failures        the program begins MPI; one failing run after
                                               another
-       mpirun -np 4 mpi_ranks timeout|killed  a rank that does not arrive, or dies
+       mpirun -np 4 mpi_ranks timeout|killed|killed_late
+                                              a rank that does not arrive, or dies during a
+                                              collective, or dies when the others have ended
 
    The program replaces MPI_Isend to count the messages given to MPI, their bytes without envelopes,
    and the messages that collectives send to ranks of the same machine. Prints a line for each
@@ -401,14 +403,22 @@ static dt_status sleeping_rank(dt_ctx *ctx, void *user) {
     return dt_all_reduce(dt_world(ctx), x, y, MANY, DT_F32, DT_SUM);
 }
 
-static int rank_never_arrives(int killed) {
+/* The last rank dies when the others have ended and wait for it in the final synchronization. */
+static dt_status dying_late_rank(dt_ctx *ctx, void *user) {
+    (void)user;
+    if (dt_comm_rank(dt_world(ctx)) != dt_comm_size(dt_world(ctx)) - 1) return DT_OK;
+    dt_host_default()->sleep(NULL, 1);
+    return (dt_status)raise(SIGKILL);
+}
+
+static int rank_never_arrives(int killed, int late) {
     dt_report report;
     double begin = dt_host_default()->now(NULL);
     dt_status status = dt_run((dt_run_desc){ .backend = DT_BACKEND_MPI,
-                                  .timeout_s = 1,
+                                  .timeout_s = late ? 120 : 1,
                                   .report = &report,
                                   .node_ranks = node_ranks() },
-        sleeping_rank, &killed);
+        late ? dying_late_rank : sleeping_rank, &killed);
     fprintf(stderr, "%s after %.0f s: %s\n", dt_status_name(status),
         dt_host_default()->now(NULL) - begin, report.text);
     return status == DT_ERR_TIMEOUT ? 3 : 1;
@@ -418,8 +428,9 @@ int main(int argc, char **argv) {
     const char *mode = argc > 1 ? argv[1] : "";
     if (strcmp(mode, "cases") == 0 && argc > 2) return cases_under_mpi(atoi(argv[2]));
     if (strcmp(mode, "failures") == 0) return failures();
-    if (strcmp(mode, "timeout") == 0 || strcmp(mode, "killed") == 0)
-        return rank_never_arrives(mode[0] == 'k');
+    if (strcmp(mode, "timeout") == 0) return rank_never_arrives(0, 0);
+    if (strcmp(mode, "killed") == 0) return rank_never_arrives(1, 0);
+    if (strcmp(mode, "killed_late") == 0) return rank_never_arrives(1, 1);
     if (strcmp(mode, "threads") == 0 && argc > 2) return cases_over_threads(atoi(argv[2]));
     return 2;
 }

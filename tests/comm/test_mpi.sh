@@ -42,6 +42,16 @@ killed_is_named() {
     [ $mpi = mpich ] || [ "$(grep -c '^dt: error: rank 3 (process [0-9]* on .*) is gone: its connection was lost$' "$D/out")" = 1 ]
 }
 
+# Open MPI ends all survivors when a rank dies, unless it is told to let them continue.
+a_late_death_ends_the_wait() {
+    "$mpirun" --version 2>/dev/null | grep -qi 'open' || return
+    local begin=$SECONDS
+    export NODE_RANKS=1
+    timeout -k 5 $LONGEST "$mpirun" --oversubscribe --enable-recovery -np 4 "$D/$mpi/mpi_ranks" killed_late >"$D/out" 2>&1 </dev/null
+    [ "$(grep -c 'DT_ERR_PEER after [0-9]* s: rank 3 .* is gone: its connection was lost$' "$D/out")" = 3 ] && [ $((SECONDS - begin)) -lt 60 ]
+    report $? "a rank dies when the others have ended: they stop waiting for it after $((SECONDS - begin)) s"
+}
+
 # NODE_RANKS: 1: all data goes over MPI; 0: collectives use the machine's memory; 2: as if every two ranks had their
 # own machine, so that sums send as little as possible between machines. With 5 ranks the last machine has one.
 ranks() {
@@ -72,6 +82,7 @@ ranks() {
             esac
         report $? "a rank ${n% *}, NODE_RANKS $NODE_RANKS: status $status after $((SECONDS - begin)) s"
     done
+    a_late_death_ends_the_wait
 }
 
 # Ranks that make different calls; NODE_RANKS as above.
