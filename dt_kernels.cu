@@ -4890,8 +4890,7 @@ attention_wgmma_kernel(dt_attention_args a, attention_shape s) {
         span q = span_of(s.q, sequence, row0 + uniform_row, 64), k = q;
         if (visible) k = span_of(s.k, sequence, col0, F::COLS);
         visible = visible && !fully_masked(s, q, k);
-        /* An overlapped tile needs no mask. The tile with the last key may need a mask, but it is
-           the first tile to be processed, when there are no probabilities of a previous tile. */
+        /* needs no mask: the tile with the last key comes first, when has_probabilities is 0 */
         bool overlapped = visible && has_probabilities && fully_visible(s, q, k);
         if (i >= 0 && !(PLAIN && overlapped)) fetch(next, i, stage ^ 1);
         if (overlapped) {
@@ -5109,8 +5108,7 @@ attention_back_kv_kernel(dt_attention_back_args a, attention_shape s, const floa
     __shared__ int2 rows[F::ROWS], cols[F::STAGES][F::COLS];
     T *vs = ks + F::ROWS * D, *qs = vs + F::ROWS * D, *ds = qs + F::STAGES * SIZE;
     float dk[M][D / 8][4] = { { { 0 } } }, dv[M][D / 8][4] = { { { 0 } } }, c[M][J][4], dp[M][J][4];
-    /* values of the next tile, which are loaded while this tile is processed */
-    float next_lse = 0, next_delta = 0;
+    float next_lse = 0, next_delta = 0; /* of the next tile, loaded while this one is processed */
     int row0 = blockIdx.x * F::ROWS, warp_row = threadIdx.x / 32 * 16 * M;
     int uniform_row = uniform_row0<F>(warp_row), product_row = USE_WGMMA ? uniform_row : warp_row;
     int sequence = s.first_sequence + blockIdx.z, kv = s.first_kv + blockIdx.y, ld = s.k_row;

@@ -1070,9 +1070,9 @@ DT_API void dt_memory_reset_peak(dt_ctx *ctx);
 
 /* [local] Allocates memory of class `mem`: from the host table for DT_MEM_HOST, from the kernel
    table for all other classes. Returns NULL without an error if bytes is 0. If the table returns
-   NULL, or if the allocation would exceed mem_limit, the function fails the context with DT_ERR_MEM.
-   The error text has `what` and the bytes, and the log hook gets a notice with the live bytes and
-   the peak of each class. */
+   NULL, or if the allocation would exceed mem_limit, the function fails the context with
+   DT_ERR_MEM. The error text has `what` and the bytes, and the log hook gets a notice with the live
+   bytes and the peak of each class. */
 DT_API void *dt_alloc(dt_ctx *ctx, dt_mem mem, size_t bytes, const char *what);
 /* [local] Frees memory from dt_alloc. Pass the `mem` and `bytes` of the allocation. p may be
    NULL. */
@@ -9215,8 +9215,8 @@ DT__FN void DT__K(transpose)(
 }
 
 /* Loads `terms` elements of one row, at most 64, in the form that the micro-kernel reads: an array
-   with one word per step. A word is one element; if `pairs` is 1, it is two 16-bit elements. Returns
-   a pointer into the source if no conversion is needed. Otherwise fills and returns `buf`. */
+   with one word per step. A word is one element; if `pairs` is 1, it is two 16-bit elements. If no
+   conversion is needed, returns a pointer into the source. Otherwise fills and returns `buf`. */
 DT__FN const DT__REAL *DT__K(load_words)(
     dt_dtype dtype, int pairs, const void *from, int64_t at, int64_t terms, DT__REAL *buf) {
 #if DT__BITS == 32 && DT__ISA == 2
