@@ -65,7 +65,7 @@ function examine(    i, j, k, at, t, text, lines, first, on, section, in_head) {
     for (i = 1; i <= n && i < 40; i++)
         if (line[i] ~ /^   Not built yet:/)
             for (k = 1; k <= terms; k++)
-                if (position(squeeze(line[i] " " line[i + 1]), term[k])) offer(term[k], file ":" i, 1, "not built", 1)
+                if (position(squeeze(line[i] " " line[i + 1]), term[k])) offer(term[k], file ":" i, 1, "not built", 200)
     split("", head)
     for (i = 1; i <= n; i++) # the head of a section: its first comment
         if (line[i] ~ /^\/\/ ==== [0-9]+/) {
@@ -106,6 +106,8 @@ function examine(    i, j, k, at, t, text, lines, first, on, section, in_head) {
         t = substr(squeeze(t), 1, 100)
         for (k = 1; k <= terms; k++) {
             if (!(at = position(t, term[k]))) continue
+            # the head of a section explains more than a comment in it, a forward declaration less
+            at += !lines ? -1 : line[j + 1] ~ /^static .*;$/ ? 90 : 0
             if (j - i + 1 + lines <= 60) offer(term[k], file ":" i, j - i + 1 + lines, lines ? "definition" : "head of a section", at)
             else if (first in size) offer(term[k], file ":" i, size[first], first " first", at)
         }
