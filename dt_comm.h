@@ -462,8 +462,8 @@ DT_API dt_status dt_all_to_all(
 /* All-to-all-v: an all-to-all with blocks of any length; send and recv must not overlap. This rank
    sends send_counts[j] elements to rank j and receives recv_counts[i] elements from rank i. In both
    buffers the blocks lie in rank order without gaps. Both arrays of counts have N entries and are
-   read until the operation ends. If a rank expects another count than the count sent to it, the
-   call returns DT_ERR_COMM and the error text names both counts. */
+   read until the operation ends. If the count that a rank expects differs from the count that is
+   sent to it, the call returns DT_ERR_COMM and the error text names both counts. */
 DT_API dt_status dt_all_to_all_v(dt_comm *comm, const void *send, const size_t *send_counts,
     void *recv, const size_t *recv_counts, dt_dtype dtype);
 /* Broadcast: copies rank `root`'s buf to buf on every rank. buf: count. */
@@ -2789,9 +2789,10 @@ static int dt__pushes(const dt__call *call) {
    share cores, a wait costs more than a copy of 4 KiB. */
 #define DT__POST_BYTES 128
 
-/* Returns 1 if this rank posts its data inline. Only host data of at most DT_EAGER_BYTES are posted
-   inline. They are posted inline if they have at most DT__POST_BYTES bytes, if ranks share cores,
-   or if the other ranks cannot access the buffer. */
+/* Returns 1 if this rank posts its data inline. Data in device memory, the data of an all-to-all-v
+   and data of more than DT_EAGER_BYTES are never posted inline. Other data are posted inline in any
+   of these cases: there are at most DT__POST_BYTES bytes, the ranks share cores, this rank sends
+   nothing, or the other ranks cannot access a buffer that they would have to read or write. */
 static int dt__sends_inline(const dt_work *work) {
     const dt_comm *comm = work->comm;
     const dt__call *call = &work->call;
@@ -5009,8 +5010,8 @@ static void dt__append_diagnosis(
         int pid = __atomic_load_n(&state->pid, __ATOMIC_RELAXED),
             tid = __atomic_load_n(&state->tid, __ATOMIC_RELAXED);
         int thread = pid == (int)getpid() && tid != 0;
-        /* look up to three times more, because a rank that only polls and naps is also in state R
-           sometimes */
+        /* read the process state up to three more times while it is R (running), because a rank
+           that only polls and naps is also in state R sometimes */
         for (int tries = 0; tries < 3 && process == 'R'; tries++) {
             world->host->sleep(world->host->user, DT__NAP_MAX);
             process = dt__process_state(io, state);

@@ -2379,9 +2379,10 @@ static __device__ void sort_owned(owned_list &list, int count, int min_count, in
     count_owned(list, count, true);
 }
 
-/* Adds the listed rows of dout to the sums of the table rows in list.rows[often]. A warp processes
-   32 N columns of a row at a time. Each thread has IN_FLIGHT loads in flight. The sums start from
-   zero if first_pass is set, otherwise from their values in `sums`. */
+/* Computes the sums of the table rows in list.rows[often]: adds to each sum the rows of dout that
+   list.by_row lists for this table row. A warp processes 32 N columns of a table row at a time.
+   Each thread has IN_FLIGHT loads in flight. The sums start from zero if first_pass is set,
+   otherwise from their values in `sums`. */
 template <int N, int IN_FLIGHT, class T>
 static __device__ void add_owned(
     const owned_list &list, int often, float *sums, const T *dout, size_t cols, bool first_pass) {
@@ -4239,11 +4240,11 @@ static __device__ int key_tile_end(const attention_shape &s, int row0, int rows)
     return min((seen + s.k.tile_size - 1) / s.k.tile_size, s.k.tiles);
 }
 
-/* Returns the highest index of a key tile, at most i, such that some query may attend to a key of
-   the tile; -1 if there is none. The kernels process the key tiles from the last to the first. With
-   a causal mask, the last tile is partly masked and takes the longest. It is processed first,
-   because the softmax of the first tile cannot overlap with the products of a previous tile
-   anyway. */
+/* Returns the highest index, at most i, of a key tile with a key to which one of the `rows` queries
+   from row0 on may attend; -1 if there is none. The kernels process the key tiles from the last to
+   the first. With a causal mask, the last tile is partly masked and takes the longest. To process
+   it before all others costs the least, because the softmax of whichever tile is processed first
+   has no products of a previous tile with which it could overlap. */
 static __device__ int next_key_tile(
     const attention_shape &s, int sequence, int row0, int rows, int i) {
     if (!s.k.spans) return i;

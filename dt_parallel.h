@@ -517,10 +517,10 @@ DT_API dt_status dt_route_update_bias(
 // ==== 6. Pipeline schedules =====================================================================
 
 /* A pipeline partitions the layers of a model into S stages. Each of p ranks holds v stages, its
-   chunks, and a step has m micro-batches. A schedule says what each rank computes in which order:
-   for each stage and micro-batch one forward (F) and one backward. The backward runs in one piece
-   (B) or in two halves. The first half (I) computes the gradient of the stage's input, for which
-   the preceding stage waits. The second half (W) runs later and computes the gradients of the
+   chunks, and a step has m micro-batches. A schedule says what each rank computes, and in which
+   order: for each stage and micro-batch one forward (F) and one backward. The backward runs in one
+   piece (B) or in two halves. The first half (I) computes the gradient of the stage's input, for
+   which the preceding stage waits. The second half (W) runs later and computes the gradients of the
    stage's parameters.
 
    A schedule is data. A generator lists the computations, and the lowering adds messages and slots.
@@ -539,10 +539,10 @@ DT_API dt_status dt_route_update_bias(
                                                             arXiv:2401.10241
 
    Section 16 draws the schedules. The row ZB holds if p <= m. The row INTERLEAVED holds if p
-   divides m; its third column counts each micro-batch once per chunk that holds it, and w = 2 (p -
-   r - 1) + (v - 1) G + 1 with G = p. In general each chunk processes the micro-batches in groups of
-   G (A. Grattafiori et al., arXiv:2407.21783), so every m is possible. If m >= p, G is any number
-   from p to m for which m % G is 0 or at least p. If m < p, G is m.
+   divides m. A micro-batch counts in its third column once for each chunk that holds it, and
+   w = 2 (p - r - 1) + (v - 1) G + 1, where G = p. In general each chunk processes the micro-batches
+   in groups of G (A. Grattafiori et al., arXiv:2407.21783), so every m is possible. If m >= p, G is
+   any number from p to m for which m % G is 0 or at least p. If m < p, G is m.
 
    A slot holds one micro-batch of one chunk: from F to B or W it holds everything that the backward
    needs, and from I to W also the gradients of activations and the recomputed tensors. A gradient
@@ -1105,8 +1105,9 @@ typedef struct dt__redist {
     int from_dim, to_dim; /* sharded dimension before and after; used if the placement is SHARD */
 } dt__redist;
 
-/* A dense array viewed as `outer` rows, each of which has all dimensions from the sharded one on. A
-   row has row_bytes bytes; shard_bytes of them belong to one shard. */
+/* A dense array viewed as `outer` rows. The dimensions before the sharded one number the rows; a
+   row holds the sharded dimension and all later dimensions. A row has row_bytes bytes; shard_bytes
+   of them belong to one shard. */
 typedef struct dt__shard_view {
     size_t outer, shard_bytes, row_bytes;
 } dt__shard_view;
@@ -4342,7 +4343,8 @@ typedef struct dt__pipe {
 } dt__pipe;
 
 /* Returns the bytes that dt_pipe_run needs for all edges and for the slots of the rank with the
-   most slots. With desc.forward_micros a rank needs one slot for each chunk. */
+   most slots. If dt_pipe_desc.forward_micros is set, a rank needs one slot for each chunk, so at
+   least that many slots are counted. */
 static size_t dt__pipe_bytes(const dt_schedule *s) {
     size_t slots = (size_t)s->desc.chunks;
     for (int r = 0; r < s->desc.ranks; r++) {

@@ -6405,8 +6405,8 @@ static int dt__big_subtract(dt__big *a, const dt__big *b) {
 /* Stores in *out the double that is nearest to digits * 10^exponent; ties go to the even double.
    Returns 1, or 0 if that double is infinite or 0. The digits are those among the n characters of
    s; other characters, such as the decimal point, are skipped. This function replaces libc's
-   strtod, which depends on the locale. The algorithm is a long division of big integers. In every
-   case, 64 bits of the quotient and the fact whether the remainder is 0 decide the rounding. */
+   strtod, which depends on the locale. The algorithm is a long division of big integers. The
+   rounding always depends only on 64 bits of the quotient and on whether the remainder is 0. */
 static int dt__decimal_to_double(const char *s, size_t n, int64_t exponent, double *out) {
     dt__big a = { 0, { 0 } }, b = { 1, { 1 } };
     int64_t digits = 0;

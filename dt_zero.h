@@ -426,9 +426,9 @@ typedef struct dt_export_desc {
        name and position of each parameter in the tensors of llm.c */
     dt_llmc llmc;
 } dt_export_desc;
-/* [collective: world] Exports only the parameters, as one file for other programs, in any layout.
-   All ranks write the file PATH.tmp in parallel and call fsync; then rank 0 renames PATH.tmp to
-   `path`. Returns DT_ERR_IO if a file operation fails. */
+/* [collective: world] Exports only the parameters, as one file for other programs. The ranks may
+   have any layout. All ranks write the file PATH.tmp in parallel and call fsync; then rank 0
+   renames PATH.tmp to `path`. Returns DT_ERR_IO if a file operation fails. */
 DT_API dt_status dt_zero_export(dt_zero *zero, const char *path, dt_export_desc desc);
 
 // ==== 4. Memory account =========================================================================
@@ -1429,7 +1429,8 @@ static dt_status dt__grad_tree_add(
     const void *sum = leaf;
     int level = 0;
     for (; before >> level & 1; level++) {
-        /* write to level + 1 if that level is free, else to `level`, whose sum is being used up */
+        /* write to level + 1 if that level is free, else to `level`, whose old sum is an input of
+           this addition and is not needed afterwards */
         void *out = dt__grad_tree_level(z, segment, before >> (level + 1) & 1 ? level : level + 1);
         const void *terms[2] = { dt__grad_tree_level(z, segment, level), sum };
         dt_reduce_args a = { .dtype = z->bucket->grad_dtype,

@@ -83,8 +83,8 @@ typedef struct train_config {
        0 means 1 */
     int schedule, chunks;
     int stage_begin[GPT_MAX_STAGES + 1]; /* as in gpt_config, for pp * chunks stages */
-    /* 1: before the first step, measure the time of each item and compute stage_begin from these
-       times */
+    /* 1: before the first step, measure the time of each kind of item (embedding, attention, MLP,
+       head; see gpt_config.stage_begin) and compute stage_begin from these times */
     int partition_by_cost;
     dt_zero_desc zero; /* train() fills in the mesh */
     dt_lr_desc lr;
@@ -106,7 +106,9 @@ typedef struct train_config {
     /* A checkpoint, or a folder of checkpoints, from which to resume; NULL: start from step 1. The
        folder may be empty only if it is the same folder as `save`. */
     const char *resume;
-    /* 1: if the folder `save` has a checkpoint, resume from that checkpoint and ignore `resume` */
+    /* A flag, or NULL. A signal handler may set the flag to 1 on any rank. At the end of the step
+       in which this happens, every rank's flag becomes 1, and the run saves a checkpoint and
+       ends. */
     int restarted;
     /* A flag, or NULL. A signal handler may set the flag to 1 on any rank. At the end of that step
        every rank's flag becomes 1, the run saves a checkpoint and ends. */

@@ -1855,8 +1855,8 @@ static void check_tokens(const value *v, int id, train_files *files, int64_t mos
         dt_text_close(text);
         text = dt_text_open(ctx, (const char *const *)files->path, files->count, T);
         int64_t S = dt_text_sequences(text);
-        /* More sequences than the limit cannot be shuffled. They are read in file order, because
-           find_text refuses the run after this check. */
+        /* More sequences than the limit cannot be shuffled. find_text refuses such a run, but only
+           after this check, so this check reads the sequences in file order. */
         int shuffle = id == O_DATA && v[O_SHUFFLE].number && S <= DT_SAMPLER_MAX_SHUFFLED;
         dt_sampler *order = dt_sampler_make(ctx, (dt_sampler_desc){ .samples = S,
                                                      .replicas = 1,
