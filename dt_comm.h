@@ -1585,8 +1585,9 @@ struct dt__comm_ops {
     /* All functions below may be NULL. `algorithm` returns an algorithm of the backend, or NULL if
        an algorithm of section 16 is to be used. `begin` is called when an operation with a backend
        algorithm begins. `split` is called when a group has been split; `made` is this rank's new
-       group, or NULL. `close` is called when a group ends. `check_device` fails the context if an
-       operation that the device has not completed is in error. */
+       group, or NULL. `close` is called when a group ends. `check_device` is called for an
+       operation that the device has not completed; it fails the context if the operation has failed
+       or can never complete, for example because another rank has failed. */
     int (*(*algorithm)(const dt_comm *comm, const dt__call *call))(dt_work *work);
     void (*begin)(dt_work *work);
     void (*split)(dt_comm *comm, dt_comm *made, int color);
@@ -8554,7 +8555,7 @@ static void *dt__mpi_recv(
 }
 
 /* Continues a receive whose envelope has arrived. If the message is longer than the buffer, its
-   content is not received: the caller fails. */
+   content is not received; dt__transport_received then sees its length and fails the context. */
 static void dt__mpi_envelope_arrived(dt__mpi *mpi, dt__mpi_request *r, int from) {
     int count = 0;
     r->from = from;

@@ -1691,7 +1691,8 @@ template <class T, int N, int G, int K = ROW_VECS> struct thread_row {
     }
     __device__ int64_t column(int j) const { return (int64_t)(threadIdx.x % G + j * G) * N; }
 
-    /* For each vec calls f(column, elements), where `column` is that of the first element. */
+    /* For each vec calls f(column, elements), where `column` is the index in the row of the vec's
+       first element. */
     template <class F> __device__ void for_each(F f) const {
         DTK_UNROLL
         for (int j = 0; j < K; j++)

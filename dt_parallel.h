@@ -2909,8 +2909,9 @@ dt_tensor *dt_dispatch(dt_tensor *x, dt_routing *r, dt_comm *ep) {
     return dt_error(ctx) == DT_OK ? y : NULL;
 }
 
-/* The backward of dt_combine. Let a row be the j-th choice of token t. The row's gradient is gate
-   (t,j) times dy_t, and the gradient of gate (t,j) is the dot product of dy_t and the row. */
+/* The backward of dt_combine. Consider the row that the expert of token t's j-th choice returned.
+   The row's gradient is gate (t,j) times dy_t, and the gradient of gate (t,j) is the dot product of
+   dy_t and the row. */
 static dt_status dt__combine_back(dt_node *n) {
     const dt__exchange_saved *saved = (const dt__exchange_saved *)n->saved;
     const dt__exchange *e = saved->e;
@@ -4686,7 +4687,8 @@ static int64_t dt__mul_div(int64_t a, int64_t b, int64_t m, uint64_t *rest) {
     uint64_t by = (uint64_t)(b % m), left = 0;
     int64_t quotient = 0, more = 0;
     if (!dt__mul_ok(a, b / m, &more)) more = INT64_MAX;
-    /* multiply a by b mod m by double-and-add; `left` stays below 2 m */
+    /* divides a (b mod m) by m, one bit of a at a time (double-and-add): `quotient` is the quotient
+       and `left` the remainder; `left` stays below 2 m */
     for (int bit = 62; bit >= 0; bit--) {
         left *= 2;
         quotient *= 2;

@@ -879,8 +879,8 @@ extern dt_status dt_cuda_ready(char *text, size_t text_bytes);
    failure, with the reason in `text`. If dt_ctx_desc.stream is NULL, the context itself opens a
    stream, on device local_rank modulo the number of devices, and closes it. dt_cuda_close waits for
    the stream's work; a wrapped stream stays open. Calls on a context, and dt_cuda_close, must come
-   from a thread whose current device is the stream's device: another thread calls cudaSetDevice
-   first. */
+   from a thread whose current device is the stream's device; a thread with another current
+   device must call cudaSetDevice before such a call. */
 typedef struct dt_cuda_desc {
     int device;
     void *stream;      /* a cudaStream_t of that device; NULL: dt_cuda_open creates a stream */
@@ -1546,7 +1546,8 @@ struct dt_node { /* one recorded op */
        the f32 gradient */
     void *narrow[DT_MAX_INPUTS];
     dt_backward_fn backward;
-    /* recomputes the data of a transient output; NULL if no backward reads these data */
+    /* recomputes the data of `out` if `out` is a transient tensor, whose data are freed after the
+       forward of the block (section 16); NULL if no backward reads these data */
     dt_backward_fn recompute;
     void *saved;           /* data that the op saved for its backward */
     dt_block_state *child; /* the block, if the node is a dt_block call; NULL for an op */
@@ -1834,8 +1835,9 @@ typedef struct dt_weights_desc {
 DT_API dt_weights *dt_weights_create(dt_ctx *ctx, const char *path, dt_weights_desc desc);
 /* [local] Declares a tensor. Returns its index, or -1 after a failure. */
 DT_API int dt_weights_declare(dt_weights *w, const char *name, dt_dtype dtype, dt_shape shape);
-/* [local] Writes elements first .. first + count - 1 of a tensor. Write each element once. You may
-   leave out the rows of llm.c's unused vocabulary, which become 0. */
+/* [local] Writes elements first .. first + count - 1 of a tensor. Write each element once. In an
+   llm.c model you may leave out the padding rows of wte (rows vocab .. padded_vocab - 1), which
+   become 0. */
 DT_API dt_status dt_weights_write(
     dt_weights *w, int index, int64_t first, int64_t count, dt_dtype from, const void *host);
 /* [local] Writes a parameter that is not sharded, as the inverse of dt_weights_load. */
@@ -10355,10 +10357,11 @@ DT__FN void DT__K(softmax_back_block)(const dt_attention_back_args *a, const DT_
     }
 }
 
-/* Adds the part of a block of queries to the gradients of keys or values. `scores`, (keys,queries),
-   is ds or p; `rows`, (queries,dim), is q or dout; their product is added to `sum`, (keys,dim).
-   Transposes `scores`, because the micro-kernel reads the values of one query after another, then
-   multiplies DT__ATTENTION_MR keys at a time. */
+/* Adds the contribution of a block of queries to the gradients of keys or values. `scores`,
+   (keys,queries), is ds or p; `rows`, (queries,dim), is q or dout; their product is added to `sum`,
+   (keys,dim). Transposes `scores` first, because the micro-kernel multiplies DT__ATTENTION_MR keys
+   at a time, and reads for one query after another the values of these keys from consecutive
+   addresses. */
 DT__FN void DT__K(add_key_grads)(DT__REAL *sum, const DT__K(attention_work) * w,
     const DT__REAL *scores, const DT__REAL *rows, int64_t end) {
     for (int64_t j = 0; j < end; j += DT__TRANSPOSE) {
