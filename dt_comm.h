@@ -362,9 +362,10 @@ DT_API const char *dt_comm_name(const dt_comm *comm);
 /* [local] Returns the world rank of the group's rank `rank`, or -1 if `rank` is outside the group.
    Returns 0 if comm is NULL. */
 DT_API int dt_comm_world_rank(const dt_comm *comm, int rank);
-/* [collective: comm] Process group: makes one new group for each color. The ranks of a group are
-   ordered by `key`, and ranks with equal keys by their rank in comm. A rank with color < 0 joins no
-   group and gets NULL, which is not a failure. `name` (may be NULL) appears in error texts and
+/* [collective: comm] Process group: a subset of the ranks, for collectives among these ranks alone.
+   Ranks that pass the same color become one new group. Its ranks are ordered by `key`, and ranks
+   with equal keys by their rank in comm. A rank with color < 0 joins no group and gets NULL, which
+   is not a failure. `name` (may be NULL) appears in error texts and
    tables; its first 31 bytes are copied. The group lives as long as the world. After a failure the
    function returns NULL; the error is DT_ERR_MEM if more than DT_MAX_SPLITS splits were made. Under
    MPI, a group that does not fit into its machine's shared memory segment exchanges messages
@@ -3392,11 +3393,12 @@ static int dt__transport_message(dt_work *work, dt__p2p *p2p) {
        broadcast        N-1; (N-1) S         2(N-1); 2(N-1)/N S                  L; L S
        barrier                                                    L; 0
 
-   A sum in rank order needs the inputs of all ranks on one rank, so the inputs are sent unreduced
-   and added on that rank. Of the algorithms in the table, only the ring sends partial sums, and
-   each of its chunks begins at a different rank. The comment of each function gives the picture and
-   the cost of its algorithm. R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective
-   communication operations in MPICH", 2005, compares the algorithms. */
+   A sum in rank order gives the same bits with every algorithm; partial sums would not. So the
+   inputs of all ranks are sent unreduced to one rank and added there. Of the algorithms in the
+   table, only the ring sends partial sums, and each of its chunks begins at a different rank. The
+   comment of each function gives the picture and the cost of its algorithm. R. Thakur, R.
+   Rabenseifner, W. Gropp, "Optimization of collective communication operations in MPICH", 2005,
+   compares the algorithms. */
 
 static dt__p2p *dt__add_p2p(dt_work *work, dt__op_code op, int peer, size_t count) {
     dt__p2p *p2p = &work->p2p_ops[work->p2p_count++];
@@ -3552,8 +3554,9 @@ static int dt__doubling_all_gather(dt_work *work) {
 }
 
 /* All-reduce by recursive doubling: gathers all send buffers on every rank
-   (dt__doubling_gather_phase), then every rank sums them in rank order. Each rank sends L messages,
-   (N-1) S bytes, so it is used for small buffers. */
+   (dt__doubling_gather_phase), then every rank sums them in rank order. (The usual version adds in
+   each round and sends L S bytes, but not in rank order.) Each rank sends L messages, (N-1) S
+   bytes, so this algorithm is used for small buffers. */
 static int dt__doubling_all_reduce(dt_work *work) {
     int n = work->comm->base.size, me = work->comm->base.rank;
     if (dt__doubling_gather_phase(work)) return 1;
@@ -3945,9 +3948,10 @@ static int dt__tree_broadcast(dt_work *work) {
     return 1;
 }
 
-/* Tree all-reduce: a reduce to the root up a binomial tree, then a broadcast down. The busiest rank
-   sends L messages, (L-1+N/2) S bytes, because the inputs climb the tree unreduced and the root
-   sums them in rank order. */
+/* Tree all-reduce: a reduce to the root up a binomial tree (drawn at dt__tree_gather_phase), then a
+   broadcast down. The inputs climb the tree unreduced, and the root sums them in rank order. The
+   busiest rank sends L messages, (L-1+N/2) S bytes: up one message with N/2 inputs, down L-1
+   messages. N, S and L are defined at the head of section 16. */
 static int dt__tree_all_reduce(dt_work *work) {
     return dt__two_phases(work, dt__tree_reduce, dt__tree_broadcast);
 }

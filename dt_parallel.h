@@ -227,9 +227,9 @@ DT_API dt_tensor *dt_redistribute(dt_tensor *x, dt_comm *comm, dt_placement from
    parameter the gradient placement { tp, DT_GRAD_PARTIAL }. All functions below are [collective:
    comm]. Over a group of one rank each function does the same as the ordinary layer. */
 
-/* [collective: comm] Megatron's f (and g under sequence parallelism). Takes x with the placement
-   `outside` and returns the whole x on every rank, as the input of one or more products with
-   sharded weights. */
+/* [collective: comm] Megatron's f; the paper on sequence parallelism calls its counterpart g. Takes
+   x with the placement `outside` and returns the whole x on every rank, as the input of one or more
+   products with sharded weights. */
 DT_API dt_tensor *dt_tp_enter(dt_tensor *x, dt_comm *comm, dt_placement outside);
 /* [collective: comm] Column-parallel linear. Returns act(x w^T + b), where w (O..,I) and b are
    sharded along O: each rank computes its shard of the outputs. Calls dt_tp_enter, then
@@ -333,6 +333,8 @@ enum { DT_CP_RING = 0, DT_CP_ZIGZAG, DT_CP_ALLGATHER, DT_CP_ULYSSES };
        rank, ZIGZAG   0  1  1  0               1  x x          (RING: 3 and 7)
                                                2  x x x
                                                3  x x x x
+
+   The mask leaves half of a pair on the diagonal, so ZIGZAG computes 4 and 4 pairs, RING 2 and 6.
 
    Permute the tokens, labels, positions and documents of a sequence in the same way; shift the
    labels before you permute them. Returns -1 if rank r or token i does not exist. */

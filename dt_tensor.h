@@ -1462,9 +1462,9 @@ typedef struct dt_attn_desc {
     /* positions of queries (B,TQ) and keys (B,TK), i32; if both are NULL, key j has position j and
        query i has position i + TK - TQ */
     dt_tensor *positions, *key_positions;
-    /* document numbers of queries (B,TQ) and keys (B,TK), i32, for documents packed into one
-       sequence. If TQ = TK and key_documents is NULL, the keys have the queries' document
-       numbers. */
+    /* Sequence packing: document numbers of queries (B,TQ) and keys (B,TK), i32, for documents
+       packed into one sequence. If TQ = TK and key_documents is NULL, the keys have the queries'
+       document numbers. */
     dt_tensor *documents, *key_documents;
     dt_tensor **lse; /* if not NULL, receives the log-sum-exp (B,H,TQ) */
 } dt_attn_desc;
@@ -10051,9 +10051,9 @@ DT__FN dt_status DT__K(embedding_back)(const dt_embedding_back_args *a) {
 /* ---- attention ----
 
    Flash attention, arXiv:2205.14135: softmax(scale q k^T) v without a TQ x TK matrix in memory. The
-   naive version stores the scores (TQ,TK), applies softmax to each row and multiplies by v. Online
-   softmax instead keeps a maximum m, a sum l and a result o for each row. For further keys with
-   scores s it updates them to m', l' and o':
+   naive version stores the scores (TQ,TK), applies softmax to each row and multiplies by v.
+   Online softmax instead keeps a maximum m, a sum l and a result o for each row. For further keys
+   with scores s it updates them to m', l' and o':
 
        m' = max(m, max s)    l' = e^(m - m') l + sum e^(s - m')    o' = e^(m - m') o + e^(s - m') v
 

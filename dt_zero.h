@@ -554,9 +554,9 @@ typedef struct dt__offload_chunk {
 
 typedef struct dt__disk dt__disk;
 
-/* HSDP: shard groups with replicas (PyTorch's HYBRID_SHARD). The ranks of the group `data` train
-   the same parameters on different samples. Each shard group of n ranks divides the padded bucket
-   into n equal shards; the ranks of a replica group hold the same shard:
+/* HSDP (hybrid sharded data parallelism): shard groups with replicas. The ranks of the group `data`
+   train the same parameters on different samples. Each shard group of n ranks divides the padded
+   bucket into n equal shards; the ranks of a replica group hold the same shard:
 
                       shard 0   shard 1
        shard group    rank 0    rank 1      data group: ranks 0 to 5, shard_group = 2
@@ -1257,8 +1257,9 @@ static int dt__zero_reduces_each_micro(const dt_zero *zero) {
     return dt__zero_shards_grads(zero) || zero->desc.tree;
 }
 
-/* Gradient bucket: one reduction for many parameters (DDP; ZeRO, arXiv:1910.02054). A bucket's
-   gradient is summed over its data group in three parts:
+/* Gradient bucket: one reduction for many parameters (DDP; ZeRO, arXiv:1910.02054), because one
+   large message costs less than many small ones. A bucket's gradient is summed over its data group,
+   which consists of a shard group and the replicas, and over the groups of its gradient placements:
 
        over its shard group   stage 0        all-reduce       every rank keeps the sum
                               stage 1        reduce-scatter   once a step; rank r then uses shard r
@@ -1266,8 +1267,9 @@ static int dt__zero_reduces_each_micro(const dt_zero *zero) {
        over its replicas      all-reduce of the shard, once a step
        over the groups of its gradient placements, once a step
 
-   All sums are in rank order: stages 0 and 1 give the same bits, and stages 2 and 3 give the same
-   bits. Section 4 says how many bytes each stage sends. Overlap of communication and computation: a
+   All sums are in rank order. Stages 0 and 1 add the micro-batches first and then the ranks, stages
+   2 and 3 add the ranks in each micro-batch; so 0 and 1 give the same bits, and so do 2 and 3.
+   Section 4 says how many bytes each stage sends. Overlap of communication and computation: a
    reduction starts when the bucket's gradient is complete and runs while the backward computes the
    gradients of the other buckets (S. Li et al., "PyTorch Distributed", VLDB 2020). Stages 0 and 1
    wait for all reductions at the end of the backward. Stages 2 and 3 allow only two pending
@@ -2201,7 +2203,8 @@ static dt_status dt__zero_update_span(
 }
 
 /* Mixed precision with master weights (arXiv:1710.03740): updates this rank's shard of a bucket.
-   The update changes the f32 master weight, and rounds the result to the 16-bit parameter:
+   The update changes the f32 master weight, and rounds the result to the 16-bit parameter. In 16
+   bits, updates much smaller than the weight would be lost:
 
        grad f32 --> master f32, m, v --> round --> parameter bf16 or f16 */
 static dt_status dt__zero_update_bucket(

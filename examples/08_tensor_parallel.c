@@ -9,8 +9,9 @@
            x (n,C) --f--> up: F/T rows --> gelu --> down: F/T columns --g--> (n,C)
 
        Each rank computes F/T hidden units, and its product with `down` is a partial sum of the
-       result. The ranks send nothing between the two layers. In the forward pass g all-reduces the
-       partial sums; in the backward pass f all-reduces the gradients of x. This file contains the
+       result. The ranks send nothing between the two layers. g all-reduces the partial sums in the
+       forward pass and does nothing in the backward pass. f does nothing in the forward pass and
+       all-reduces the gradients of x in the backward pass. This file contains the
        network twice: for a single rank, and tensor-parallel. Lines that tensor parallelism adds or
        changes end in "tp".
    Run: cc -O3 examples/08_tensor_parallel.c -o 08_tensor_parallel -lm -lpthread

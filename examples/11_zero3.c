@@ -8,7 +8,7 @@
        the block ends, its values are freed. This happens in the forward pass and again in the
        backward pass, so the values are sent twice per step. With keep_gathered the values are sent
        once, but the complete model stays in memory until the update. Losses are bit-identical at
-       all stages.
+       all stages, because a step has one micro-batch.
    Run: cc -O3 examples/11_zero3.c -o 11_zero3 -lm -lpthread && ./11_zero3
    What you see: for stages 0, 2 and 3 the bytes that a rank holds and sends, beside the formulas of
        the ZeRO paper (arXiv:1910.02054), and the same last loss at every stage.

@@ -8,19 +8,20 @@
        the forwards and backwards of the micro-batches. A schedule is data: the library generates
        it, and this program simulates, draws and runs it. The picture shows 1F1B (PipeDream-Flush)
        with p = 3 ranks. A digit is the forward of a micro-batch, a letter is the backward of a
-       micro-batch, and at a dot the rank waits:
+       micro-batch, and at a dot the rank waits. For simplicity both take one column here:
 
            rank 0 |012..a3b4c5d6e7f.g.h|    a warm-up of p - rank - 1 forwards,
-           rank 1 |.01.a2b3c4d5e6f7g.h.|    then alternate one forward and
-           rank 2 |..0a1b2c3d4e5f6g7h..|    one backward
+           rank 1 |.01.a2b3c4d5e6f7g.h.|    then pairs of one forward and one
+           rank 2 |..0a1b2c3d4e5f6g7h..|    backward, then the last backwards
 
        The losses of all schedules are bit-identical, because gradients are always added in the
        order of micro-batches. Schedules differ in two costs: the bubble, which is the time that
-       ranks wait for each other, and the number of micro-batches whose activations a rank holds.
+       ranks are idle divided by the time that they compute, and the number of micro-batches whose
+       activations a rank holds.
    Run: cc -O3 examples/12_pipeline.c -o 12_pipeline -lm -lpthread && ./12_pipeline [DRAWING.svg]
-   What you see: equal losses for every schedule. Then three schedules as text, each with its bubble
-       as a fraction of the work, beside the formula: p-1 for naive, (p-1)/m for 1F1B and (p-1)/3m
-       for zero bubble, where m is the number of micro-batches.
+   What you see: equal losses for every schedule. Then three schedules as text, each with its bubble,
+       beside the formula: p-1 for naive, (p-1)/m for 1F1B and (p-1)/3m for zero bubble, where m is
+       the number of micro-batches.
    Think about: before you run, predict the bytes that rank 0 of 2 sends in a step. Which schedule
        has the smallest bubble, and what does it cost? */
 #define DT_IMPLEMENTATION
