@@ -19,9 +19,9 @@
        ranks are idle divided by the time that they compute, and the number of micro-batches whose
        activations a rank holds.
    Run: cc -O3 examples/12_pipeline.c -o 12_pipeline -lm -lpthread && ./12_pipeline [DRAWING.svg]
-   What you see: equal losses for every schedule. Then three schedules as text, each with its bubble,
-       beside the formula: p-1 for naive, (p-1)/m for 1F1B and (p-1)/3m for zero bubble, where m is
-       the number of micro-batches.
+   What you see: equal losses for every schedule. Then three schedules as text, each with its
+       bubble, beside the formula: p-1 for naive, (p-1)/m for 1F1B and (p-1)/3m for zero bubble,
+       where m is the number of micro-batches.
    Think about: before you run, predict the bytes that rank 0 of 2 sends in a step. Which schedule
        has the smallest bubble, and what does it cost? */
 #define DT_IMPLEMENTATION
