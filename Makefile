@@ -11,7 +11,7 @@
 #   make faults   runs the full fault campaigns: killed, stopped, deadlocked and late ranks, networks, disks, power
 #                 (about 20 minutes)
 #   make fuzz SECONDS=60   runs every fuzz target for that long; needs clang with libFuzzer
-#   make CUDA=1   builds with nvcc and dt_kernels.cu; NCCL=1: one GPU for each rank; ARCH=90a: for that GPU only
+#   make CUDA=1   links dt_kernels.cu, compiled by nvcc; NCCL=1: one GPU for each rank; ARCH=90a: for that GPU only
 #   make MPI=1    builds with mpicc for ranks that mpirun starts (MPICC=mpicc.mpich: another compiler)
 #   make BLAS=1   uses OpenBLAS for matrix products; make OMP=1 uses threads inside a rank
 #
@@ -44,24 +44,20 @@ override TFLAGS += -DDT_USE_MPI
 CC      = $(MPICC)
 endif
 
+COMPILE = $(CC) $(CFLAGS)
+TESTING = $(CC) $(TFLAGS)
+UNUSED  = -Wno-unused-function
 ifeq ($(CUDA),1)
-# Machine code for each architecture, and PTX of the newest one, which later GPUs compile at start.
+# nvcc compiles dt_kernels.cu, and the linker finds it by itself. Machine code for each architecture, and PTX of the newest one, which later GPUs compile at start.
 ARCH      ?= 80 90a 100
 NVCCFLAGS += $(foreach a,$(ARCH),-gencode arch=compute_$(a),code=sm_$(a)) \
              -gencode arch=compute_$(lastword $(ARCH)),code=compute_$(lastword $(ARCH))
 NVCCFLAGS += $(if $(filter 1,$(NCCL)),,-DDT_NO_NCCL)
-COMPILE = $(NVCC) $(NVCCFLAGS) -Xcompiler -Wall,-Wextra
-TESTING = $(NVCC) -O1 $(if $(filter 1,$(NCCL)),,-DDT_NO_NCCL)
 KERNELS = $(B)/dt_kernels.o
-UNUSED  = -Xcompiler -Wno-unused-function
-LDLIBS += -lcublasLt $(if $(filter 1,$(NCCL)),-lnccl)
-else
-COMPILE = $(CC) $(CFLAGS)
-TESTING = $(CC) $(TFLAGS)
-UNUSED  = -Wno-unused-function
+LDLIBS += -L$(CUDA_HOME)/lib64 -lcublasLt $(if $(filter 1,$(NCCL)),-lnccl) -lcudart -lstdc++
 endif
 
-FLAGS    = $(COMPILE) $(KFLAGS) $(TESTING) $(CXX) $(CXXFLAGS) $(RACES) $(LDLIBS)
+FLAGS    = $(NVCCFLAGS) $(COMPILE) $(KFLAGS) $(TESTING) $(CXX) $(CXXFLAGS) $(RACES) $(LDLIBS)
 HEADERS  = $(wildcard dt_*.h examples/*.h tests/*/*.h)
 EXAMPLES = $(patsubst examples/%.c,$(B)/%,$(wildcard examples/*.c)) \
            $(if $(KERNELS),$(patsubst examples/%.cu,$(B)/%,$(wildcard examples/*.cu)))
@@ -151,14 +147,15 @@ ifneq ($(wildcard $(CUDA_HOME)/include/cublasLt.h),)
 EMULATED = $(B)/gpu_kernels.o $(B)/fake_cuda.o
 GPU_TESTS = $(B)/test_matrix_gpu $(B)/test_nccl
 $(GPU_TESTS): $(EMULATED)
-$(GPU_TESTS): OWN += -DDT_USE_CUDA -DDT_USE_NCCL -isystem $(CUDA_HOME)/include $(EMULATED) -lstdc++
+$(GPU_TESTS): OWN += -isystem $(CUDA_HOME)/include $(EMULATED) -lstdc++
 $(B)/test_matrix_gpu: tests/programs/test_matrix.c
 $(B)/test_cuda_blas: tests/cuda/test_cuda_attention.cc $(B)/fake_cuda.o
 $(B)/test_cuda_blas: OWN += -isystem $(CUDA_HOME)/include $(B)/fake_cuda.o
 endif
 $(B)/gpu_kernels.o: dt_kernels.cu tests/cuda/cuda_on_cpu.h $(HEADERS) $(B)/flags
-	$(CXX) -std=c++17 -O1 -g1 -Wall -Wextra -Wno-unknown-pragmas -x c++ -DDTC_QUEUED -DDT_USE_CUDA -DDT_CUBLASLT \
-	    -I. -isystem $(CUDA_HOME)/include -include tests/cuda/cuda_on_cpu.h -c $< -o $@
+	$(CXX) -std=c++17 -O1 -g1 -Wall -Wextra -Wno-unknown-pragmas -x c++ -DDTC_QUEUED -DDT_CUBLASLT -DDT_NCCL \
+	    -DDT_NCCL_F32_WINDOW=96 -DDT_NCCL_MIN_BYTES=16 -I. -isystem $(CUDA_HOME)/include -include nccl.h \
+	    -include tests/cuda/cuda_on_cpu.h -c $< -o $@
 $(B)/kernels.o: tests/support/implementation.c $(HEADERS) $(B)/flags
 	$(COMPILE) $(KFLAGS) -DKERNELS -I. -c $< -o $@
 $(B)/tests_kernels.o: tests/support/implementation.c $(HEADERS) $(B)/flags
@@ -168,7 +165,7 @@ $(B)/implementation.o: tests/support/implementation.c $(HEADERS) $(B)/flags
 $(B)/%: examples/%.c $(HEADERS) $(OBJECTS) $(B)/flags
 	$(COMPILE) $(IMPLEMENTED) -I. $< $(OBJECTS) -o $@ $(LDLIBS)
 $(B)/%: examples/%.cu $(HEADERS) $(OBJECTS) $(B)/flags
-	$(COMPILE) $(IMPLEMENTED) -I. $< $(OBJECTS) -o $@ $(LDLIBS)
+	$(NVCC) $(NVCCFLAGS) $(IMPLEMENTED) -I. $< $(OBJECTS) -o $@ $(LDLIBS)
 $(B)/%: tests/bench/%.c $(HEADERS) $(OBJECTS) $(B)/flags
 	$(COMPILE) $(IMPLEMENTED) -I. $< $(OBJECTS) -o $@ $(LDLIBS)
 $(B)/test_fake_cuda: tests/cuda/fake_cuda.c
@@ -179,8 +176,7 @@ $(B)/%: %.cc $(HEADERS) $(wildcard dt_*.cu) $(B)/flags
 # The same cases on a GPU. Without CUDA=1 they run on the emulated runtime, which shows that the host waits for the device.
 $(B)/%_on_gpu: %.cc tests/cuda/test_cuda_attention.cc $(HEADERS) $(or $(KERNELS),$(EMULATED)) $(B)/flags
 	$(CXX) $(CXXFLAGS) -DCUDA_ON_GPU -isystem $(CUDA_HOME)/include -I. -c $< -o $@.o
-	$(if $(KERNELS),$(NVCC),$(CXX) $(CXXFLAGS)) $@.o $(or $(KERNELS),$(EMULATED)) -o $@ \
-	    $(filter-out -lnccl,$(LDLIBS))
+	$(CXX) $(CXXFLAGS) $@.o $(or $(KERNELS),$(EMULATED)) -o $@ $(LDLIBS)
 # The compiler reports every memory access of these kernels to tests/cuda/cuda_races.cc, a race detector of our own.
 $(B)/test_cuda_races $(B)/test_cuda_attention_races: $(B)/%: tests/cuda/%.cc $(wildcard tests/cuda/*.cc) \
     $(HEADERS) $(wildcard dt_*.cu) $(B)/cuda_races.o $(B)/tests_kernels.o $(B)/flags

@@ -1,20 +1,35 @@
-/* dt_kernels.cu - v0.2.0 - the CUDA kernels of dt_tensor.h's kernel table - public domain or MIT,
-   see the end of the file
+/* dt_kernels.cu - v0.2.0 - the CUDA kernels of dt_tensor.h's kernel table, and the NCCL backend of
+   dt_comm.h - public domain or MIT, see the end of the file
 
-   Compile it with nvcc beside the file that defines DT_IMPLEMENTATION:
+   Only this file needs nvcc. A program that is linked with its object finds the CUDA kernels and
+   NCCL by itself:
 
        nvcc -O3 train.c dt_kernels.cu -lcublasLt -lnccl
 
-   dt_comm.h needs -lnccl, unless you compile with -DDT_NO_NCCL.
+       nvcc -O3 -c dt_kernels.cu
+       cc -O3 train.c dt_kernels.o -L/usr/local/cuda/lib64 -lcublasLt -lnccl -lcudart -lstdc++ -lm
 
    This file defines six functions, all declared in dt_tensor.h: dt_kernels_cuda(),
-   dt_cuda_ready(), dt_cuda_open(), dt_cuda_close(), dt_cuda_stream() and dt_cuda_device(). All
-   other names are in namespace dt_cuda. Macros begin with DTK_ or DT_.
+   dt_cuda_ready(), dt_cuda_open(), dt_cuda_close(), dt_cuda_stream() and dt_cuda_device(); and
+   dt__nccl_begin(), which dt_comm.h declares. Nearly all other names are in namespace dt_cuda.
+   Macros begin with DTK_ or DT_.
 
-   DOES NOT. Except for queues, this file does not allocate memory, keep state or choose a device. A
-   queue is a CUDA stream with the cuBLASLt plans of its matrix products. The caller provides
-   scratch memory. A kernel runs on the calling thread's current device. No kernel adds with
-   atomics.
+   OPTIONS (of nvcc)
+       -DDT_NO_CUBLASLT         does without cuBLASLt, and -lcublasLt
+       -DDT_NO_NCCL             does without NCCL, and -lnccl. NCCL is used if nvcc finds dt_comm.h
+                                and <nccl.h> of NCCL 2.18.1 or later
+       -DDT_NCCL_DLOPEN         does not link NCCL, but loads libnccl.so.2 when a run begins, and
+                                keeps the library loaded
+       -DDT_NCCL_MIN_BYTES=n    messages between devices that are larger than n bytes go through
+                                NCCL; 4096 by default. The value must be equal on every rank
+       -DDT_NCCL_F32_WINDOW=n   number of elements, 4194304 by default, of each group's f32 window,
+                                through which NCCL sums bf16 and f16. The value must be equal on
+                                every rank and at least the number of ranks
+
+   DOES NOT. Except for queues and NCCL, this file does not allocate memory, keep state or choose a
+   device. A queue is a CUDA stream with the cuBLASLt plans of its matrix products. The caller
+   provides scratch memory. A kernel runs on the calling thread's current device. No kernel adds
+   with atomics.
 
    TYPES. Every kernel supports f32, bf16 and f16. Fill, copy, permute, cast and reduce also support
    f64 and i32. Init also supports f64, because a loss is an f64 scalar. Parameters and their
@@ -40,6 +55,7 @@
     15. Matrix product (GEMM, packing, tensor cores, mma, wgmma, swizzle, cuBLASLt)
     16. Attention (flash attention, online softmax, log-sum-exp merge, grouped-query attention)
     17. The table
+    18. NCCL (collectives and messages between GPUs, failure handling)
 
    SPEED. All kernels except those of sections 15 and 16 are memory-bound. They access 16 bytes at a
    time, keep rows in registers where these fit, so that each element is read and written once, and
@@ -92,6 +108,26 @@
 #endif
 #ifdef DT_CUBLASLT
 #include <cublasLt.h>
+#endif
+
+/* NCCL carries the data of ranks that have a GPU each (section 18). With a compiler other than
+   nvcc, -DDT_NCCL enables it. */
+#if !defined(DT_NO_NCCL) && !defined(DT_NCCL) && defined(__CUDACC__) && defined(__has_include)
+#if __has_include(<nccl.h>) && __has_include("dt_comm.h")
+#define DT_NCCL
+#endif
+#endif
+#ifdef DT_NCCL
+#define DT__COMM_INTERNALS
+#include "dt_comm.h"
+#undef DT__COMM_INTERNALS
+#include <nccl.h>
+#if NCCL_VERSION_CODE < NCCL_VERSION(2, 18, 1)
+#error "dt_kernels.cu needs NCCL 2.18.1 or later: ncclCommSplit. -DDT_NO_NCCL builds without"
+#endif
+#ifdef DT_NCCL_DLOPEN
+#include <dlfcn.h>
+#endif
 #endif
 
 /* Tests compile this file for a CPU with tests/cuda/cuda_on_cpu.h. In that header a launch is a
@@ -5221,7 +5257,7 @@ static dt_status make_attention_shape(attention_shape *out, const args &a, size_
     x.first_sequence = x.first_kv = 0;
     x.scale = (float)a.scale;
     x.scale_log2 = (float)(a.scale * DTK_LOG2_E);
-    x.aligned = (aligned | (size_t)a.dim * dt_dtype_size(a.dtype)) % 16 == 0;
+    x.aligned = (aligned | (size_t)a.dim * (a.dtype == DT_F32 ? 4 : 2)) % 16 == 0;
     x.aligned4 = a.dim % 4 == 0;
     *out = x;
     return DT_OK;
@@ -5520,6 +5556,672 @@ extern "C" dt_status dt_cuda_ready(char *text, size_t text_bytes) {
 }
 
 } // namespace dt_cuda
+
+// ==== 18. NCCL ==================================================================================
+
+#ifdef DT_NCCL
+
+/* Each rank has a GPU. Large data in device memory go through NCCL. Everything else goes over the
+   rank's transport: scalars, the frames with which ranks compare their calls, wait reports,
+   failures, and messages of up to DT_NCCL_MIN_BYTES.
+
+   An nccl channel is an ncclComm with its own stream. Each group has one, made by ncclCommSplit
+   from that of its parent group. For messages, each ordered pair of ranks (sender, receiver) gets
+   an nccl channel with its first message. (A channel without "nccl" is the number of a group.)
+
+       rank 0: ncclGetUniqueId --broadcast--> all ranks: ncclCommInitRankConfig    (the world)
+       parent group: ncclCommSplit                                                 (each group)
+
+   Each collective is enqueued on the stream of its group's nccl channel. That stream first waits
+   for an event in the rank's own stream, which marks that the collective's inputs are ready.
+   Collectives are enqueued in the order of the group's calls, which is the same on all ranks. The
+   host regards a collective as done as soon as it is enqueued; dt_comm.h (section 18) says how it
+   completes on the device.
+
+   KNOWN LIMIT. An NCCL kernel occupies the device until the other ranks' kernels of the same
+   operation run. If ranks start operations of different groups in different orders, the kernels of
+   these operations must run concurrently, and NCCL does not guarantee that they do: with several
+   communicators it requires one order on all ranks. So start overlapping operations in the same
+   order on all ranks. NCCL 2.26 and later can enforce this order on the device, if the environment
+   variable NCCL_LAUNCH_ORDER_IMPLICIT is 1.
+
+   docs.nvidia.com/deeplearning/nccl, "Communicators", "Fault tolerance", "Group calls". */
+
+/* The functions of NCCL that this section calls. With DT_NCCL_DLOPEN they are loaded from
+   libnccl.so.2 when a run begins; otherwise the program is linked with NCCL. */
+#define DTK_NCCL_FUNCTIONS(X) \
+    X(GetUniqueId) \
+    X(CommInitRankConfig) \
+    X(CommSplit) \
+    X(CommGetAsyncError) \
+    X(CommFinalize) \
+    X(CommDestroy) \
+    X(CommAbort) \
+    X(GetErrorString) \
+    X(GetLastError) \
+    X(AllReduce) \
+    X(Reduce) \
+    X(ReduceScatter) \
+    X(AllGather) \
+    X(Broadcast) \
+    X(Send) \
+    X(Recv) \
+    X(GroupStart) \
+    X(GroupEnd)
+
+struct dt__nccl_channel {
+    ncclComm_t comm;
+    void *queue;
+    bool call_in_progress; /* true if the last call on comm may be in progress */
+    bool is_borrowed;      /* true if comm belongs to the program, and dt does not free it */
+    /* number of operations so far that were begun (for messages: that the receiver is ready for),
+       and that are enqueued on the stream */
+    uint64_t begun, enqueued;
+    ncclUniqueId id; /* for messages: sender and receiver initialize comm with this id */
+    bool has_id;
+    float *f32_window; /* (DT_NCCL_F32_WINDOW) memory for sums of 16-bit types in f32 */
+};
+
+#ifndef DT_NCCL_F32_WINDOW
+#define DT_NCCL_F32_WINDOW (4 << 20) /* number of elements of dt__nccl_channel.f32_window */
+#endif
+#ifndef DT_NCCL_MIN_BYTES
+#define DT_NCCL_MIN_BYTES DT_EAGER_BYTES /* messages with more bytes go through NCCL */
+#endif
+
+struct dt__nccl {
+    const dt__comm_functions *dt; /* the functions of dt_comm.h */
+    const dt_kernels *kernels;
+    void *stream; /* the rank's own */
+    size_t bytes; /* of this struct and p2p_channels */
+    dt__nccl_channel world_channel;
+    /* (2 * ranks): element 2 r is for sends to rank r, element 2 r + 1 for receives from rank r */
+    dt__nccl_channel *p2p_channels;
+#define DTK_NCCL_POINTER(name) decltype(&nccl##name) name;
+    DTK_NCCL_FUNCTIONS(DTK_NCCL_POINTER)
+#undef DTK_NCCL_POINTER
+};
+
+namespace dt_cuda {
+
+static_assert(sizeof(ncclUniqueId) == DT__KEY_BYTES, "an announcement carries an ncclUniqueId");
+
+typedef dt__nccl_channel nccl_channel;
+
+static dt__nccl *nccl_of(const dt_work *work) { return work->comm->world->nccl; }
+
+static bool nccl_failed(const dt__world *world) { return world->nccl->dt->error(world->ctx) != 0; }
+
+/* ---- nccl channels ---- */
+
+/* Communicators are nonblocking: a call may return ncclInProgress, and then no other call may use
+   the communicator until ncclCommGetAsyncError says that the call is done. After a failure all
+   communicators are aborted, because an abort also ends kernels that hang on the device. */
+
+/* Fails the context with NCCL's error texts. Always returns false. */
+static bool nccl_fail(
+    dt__world *world, const nccl_channel *channel, const char *what, ncclResult_t result) {
+    const dt__nccl *nccl = world->nccl;
+    const char *more = nccl->GetLastError(channel ? channel->comm : NULL);
+    nccl->dt->fail(world, DT_ERR_COMM, "NCCL: %s: %s%s%s", what, nccl->GetErrorString(result),
+        more && more[0] ? ": " : "", more ? more : "");
+    return false;
+}
+
+/* Checks the result of a call on the communicator. Returns true if the call is done or in progress.
+   If the call failed, fails the context and returns false. */
+static bool nccl_channel_result(
+    dt__world *world, nccl_channel *channel, const char *what, ncclResult_t result) {
+    channel->call_in_progress = result == ncclInProgress;
+    return result == ncclSuccess || channel->call_in_progress ||
+           nccl_fail(world, channel, what, result);
+}
+
+/* Returns 1 if no call is in progress, so that the next call may be made; 0 if a call is in
+   progress; -1 if the context has failed. */
+static int nccl_channel_is_idle(dt__world *world, nccl_channel *channel) {
+    ncclResult_t state = ncclSuccess;
+    if (nccl_failed(world)) return -1;
+    if (!channel->call_in_progress) return 1;
+    ncclResult_t result = world->nccl->CommGetAsyncError(channel->comm, &state);
+    if (result != ncclSuccess)
+        return nccl_fail(world, channel, "ncclCommGetAsyncError", result) - 1;
+    if (state == ncclInProgress) return 0;
+    return nccl_channel_result(world, channel, "a communicator", state) ? 1 : -1;
+}
+
+/* Opens the nccl channel's stream on the rank's device. Returns false with the context failed on
+   failure. */
+static bool nccl_channel_open(dt__world *world, nccl_channel *channel) {
+    char why[160] = "";
+    dt_cuda_desc desc = { dt_cuda_device(world->nccl->stream), NULL, 1 };
+    if (!channel->queue) channel->queue = dt_cuda_open(desc, why, sizeof why);
+    if (!channel->queue) world->nccl->dt->fail(world, DT_ERR_DEVICE, "a queue for NCCL: %s", why);
+    return channel->queue != NULL;
+}
+
+static ncclConfig_t nccl_config() {
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    config.blocking = 0;
+    return config;
+}
+
+/* Starts ncclCommInitRankConfig. The communicator can be used once nccl_channel_is_idle returns 1.
+   Returns false if the context has failed. */
+static bool nccl_channel_connect(
+    dt__world *world, nccl_channel *channel, ncclUniqueId id, int rank, int size) {
+    ncclConfig_t config = nccl_config();
+    if (!nccl_channel_open(world, channel)) return false;
+    return nccl_channel_result(world, channel, "ncclCommInitRankConfig",
+        world->nccl->CommInitRankConfig(&channel->comm, size, id, rank, &config));
+}
+
+static void nccl_channel_close(dt__world *world, nccl_channel *channel) {
+    const dt__nccl *nccl = world->nccl;
+    if (channel->comm && !channel->is_borrowed) nccl->CommDestroy(channel->comm);
+    nccl->dt->free(
+        world->ctx, DT_MEM_COMM, channel->f32_window, DT_NCCL_F32_WINDOW * sizeof(float));
+    dt_cuda_close(channel->queue);
+    memset(channel, 0, sizeof *channel);
+}
+
+/* A step of dt__comm_functions.wait: finalizes the communicator. The wait has a timeout;
+   ncclCommDestroy alone would wait for the other ranks without one. */
+static int nccl_channel_finalized(dt_work *work) {
+    dt__world *world = work->comm->world;
+    nccl_channel *channel = work->nccl_channel;
+    int idle = nccl_channel_is_idle(world, channel);
+    if (idle <= 0) return idle;
+    if (work->stage++ == 0 && channel->comm && !channel->is_borrowed &&
+        !nccl_channel_result(
+            world, channel, "ncclCommFinalize", world->nccl->CommFinalize(channel->comm)))
+        return -1;
+    return !channel->call_in_progress;
+}
+
+/* A step of dt__comm_functions.wait. */
+static int nccl_channel_connected(dt_work *work) {
+    return nccl_channel_is_idle(work->comm->world, work->nccl_channel);
+}
+
+/* ---- a group's collectives ---- */
+
+static ncclDataType_t nccl_type(dt_dtype dtype) {
+    switch (dtype) {
+    case DT_BF16: return ncclBfloat16;
+    case DT_F16: return ncclFloat16;
+    case DT_I32: return ncclInt32;
+    case DT_F64: return ncclFloat64;
+    default: return ncclFloat32;
+    }
+}
+
+static ncclRedOp_t nccl_op(dt_op op) {
+    switch (op) {
+    case DT_AVG: return ncclAvg;
+    case DT_MAX: return ncclMax;
+    case DT_MIN: return ncclMin;
+    case DT_PROD: return ncclProd;
+    default: return ncclSum;
+    }
+}
+
+static size_t nccl_type_bytes(dt_dtype dtype) {
+    return dtype == DT_F64 ? 8 : dtype == DT_BF16 || dtype == DT_F16 ? 2 : 4;
+}
+
+/* Returns the address of element i of a buffer. */
+static char *nccl_element(const dt_work *work, const void *p, size_t i) {
+    return (char *)p + i * nccl_type_bytes(work->call.dtype);
+}
+
+/* Returns 1 if the call's sum must be accumulated in f32. NCCL rounds to the element type at every
+   hop. So dt casts bf16 and f16 data of more than two ranks to f32, lets NCCL sum them in f32, and
+   rounds once, as on every backend. The data are cast in windows of DT_NCCL_F32_WINDOW elements
+   (f32_window). A sum of two values is rounded only once anyway. NCCL chooses the order of a
+   sum. */
+static bool needs_f32_window(const dt_comm *comm, const dt__call *call) {
+    return comm->world->nccl->dt->pattern(call->op)->reduces && nccl_type_bytes(call->dtype) == 2 &&
+           comm->base.size > 2 && call->redop != DT_MAX && call->redop != DT_MIN;
+}
+
+/* Returns the number of elements of each block in the current window. */
+static size_t nccl_window_count(const dt_work *work) {
+    size_t left = work->call.count - work->at;
+    return left < work->window_count ? left : work->window_count;
+}
+
+/* Casts the elements of the current window, on the nccl channel's stream. With back false, casts
+   them from call->send to f32_window, for every block of call->send. With back true, casts the
+   result from f32_window to call->recv. */
+static void nccl_cast(dt_work *work, bool back) {
+    const dt__call *call = &work->call;
+    const dt__nccl *nccl = nccl_of(work);
+    bool all_blocks = !back && nccl->dt->pattern(call->op)->send_blocks;
+    int first = call->op == DT__REDUCE_SCATTER && back ? work->comm->base.rank : 0;
+    size_t n = nccl_window_count(work);
+    for (int i = 0; i < (all_blocks ? work->comm->base.size : 1); i++) {
+        size_t at = (all_blocks ? (size_t)i * call->count : 0) + work->at;
+        void *narrow = nccl_element(work, back ? call->recv : call->send, at);
+        void *wide = work->nccl_channel->f32_window + (size_t)(first + i) * n;
+        dt_cast_args a = {};
+        a.dtype = back ? call->dtype : DT_F32;
+        a.from = back ? DT_F32 : call->dtype;
+        a.out = back ? narrow : wide;
+        a.in = back ? wide : narrow;
+        a.count = n;
+        dt_status status = nccl->kernels->cast(&a, work->nccl_channel->queue);
+        if (status) nccl->dt->data_failed(work->comm, call, status);
+    }
+}
+
+/* Enqueues a gather, scatter or all-to-all as sends and receives, all in one NCCL group call. */
+static ncclResult_t nccl_enqueue_p2p(dt_work *work, cudaStream_t stream) {
+    const dt_comm *comm = work->comm;
+    const dt__call *c = &work->call;
+    const dt__nccl *nccl = nccl_of(work);
+    const dt__pattern *pattern = nccl->dt->pattern(c->op);
+    ncclDataType_t type = nccl_type(c->dtype);
+    ncclResult_t result = nccl->GroupStart();
+    int me = comm->base.rank;
+    bool v = c->op == DT__ALL_TO_ALL_V;
+    size_t from = 0, at = 0; /* the first element for and of rank `other` */
+    for (int other = 0; other < comm->base.size; other++) {
+        bool sends =
+            (pattern->all_send || me == c->peer) && (pattern->all_recv || other == c->peer);
+        bool receives =
+            (pattern->all_recv || me == c->peer) && (pattern->all_send || other == c->peer);
+        size_t out = v ? c->send_counts[other] : c->count,
+               in = v ? c->recv_counts[other] : c->count;
+        const char *send = nccl_element(work, c->send, from);
+        char *recv = nccl_element(work, c->recv, at);
+        from += v || pattern->send_blocks ? out : 0;
+        at += v || pattern->all_send ? in : 0;
+        if (other == me && send == recv) continue;
+        if (sends && out > 0 && result == ncclSuccess)
+            result = nccl->Send(send, out, type, other, work->nccl_channel->comm, stream);
+        if (receives && in > 0 && result == ncclSuccess)
+            result = nccl->Recv(recv, in, type, other, work->nccl_channel->comm, stream);
+        if (result == ncclInProgress) result = ncclSuccess; /* GroupEnd returns the final result */
+    }
+    ncclResult_t end = nccl->GroupEnd();
+    return result == ncclSuccess ? end : result;
+}
+
+/* Enqueues the current window of a collective on the nccl channel's stream. wide: true if its data
+   are in f32_window. */
+static ncclResult_t nccl_enqueue_window(dt_work *work, bool wide) {
+    const dt__call *c = &work->call;
+    const dt__nccl *nccl = nccl_of(work);
+    size_t n = nccl_window_count(work);
+    const void *send = wide ? work->nccl_channel->f32_window : c->send;
+    void *recv = wide ? work->nccl_channel->f32_window : c->recv;
+    ncclDataType_t type = nccl_type(wide ? DT_F32 : c->dtype);
+    ncclRedOp_t op = nccl_op(c->redop);
+    ncclComm_t comm = work->nccl_channel->comm;
+    cudaStream_t stream = stream_of(work->nccl_channel->queue);
+    switch (c->op) {
+    case DT__ALL_REDUCE: return nccl->AllReduce(send, recv, n, type, op, comm, stream);
+    case DT__REDUCE: return nccl->Reduce(send, recv, n, type, op, c->peer, comm, stream);
+    case DT__REDUCE_SCATTER:
+        if (wide) recv = work->nccl_channel->f32_window + (size_t)work->comm->base.rank * n;
+        return nccl->ReduceScatter(send, recv, n, type, op, comm, stream);
+    case DT__ALL_GATHER: return nccl->AllGather(send, recv, n, type, comm, stream);
+    case DT__BROADCAST: return nccl->Broadcast(recv, recv, n, type, c->peer, comm, stream);
+    default: return nccl_enqueue_p2p(work, stream);
+    }
+}
+
+/* Records the event `mark` in the rank's own stream, and returns it. Called when the operation is
+   called: once the stream reaches the event, the operation's inputs are ready and no earlier kernel
+   uses its outputs. A later event could deadlock, because by then the stream may be waiting for
+   data that other ranks send only after this operation. On failure fails the context. */
+static void *nccl_record_inputs(dt_work *work, void *mark) {
+    const dt__nccl *nccl = nccl_of(work);
+    void *made = nccl->kernels->event_record(nccl->stream, mark);
+    if (!made) nccl->dt->data_failed(work->comm, &work->call, DT_ERR_DEVICE);
+    return made ? made : mark;
+}
+
+/* Makes the nccl channel's stream wait for the event `mark`. Returns false with the context failed
+   on failure. */
+static bool nccl_channel_wait_event(dt_work *work, nccl_channel *channel, void *mark) {
+    dt_status status = nccl_of(work)->kernels->event_wait(channel->queue, mark);
+    if (status) nccl_of(work)->dt->data_failed(work->comm, &work->call, status);
+    return status == DT_OK;
+}
+
+/* Counts an operation as enqueued, and records its event after everything that is enqueued on the
+   nccl channel's stream. Returns 1, or -1 if the context has failed. */
+static int nccl_enqueued(dt_work *work, nccl_channel *channel) {
+    const dt__nccl *nccl = nccl_of(work);
+    void *mark = nccl->kernels->event_record(channel->queue, work->device_event);
+    channel->enqueued++;
+    work->nccl_channel = channel;
+    work->on_device = 1;
+    if (mark)
+        work->device_event = mark;
+    else
+        nccl->dt->data_failed(work->comm, &work->call, DT_ERR_DEVICE);
+    return mark ? 1 : -1;
+}
+
+/* Advances a collective. Stages. 0: wait until all earlier collectives of the nccl channel are
+   enqueued, then enqueue the first window. 1: a window is enqueued; enqueue the next window. */
+static int nccl_collective(dt_work *work) {
+    dt_comm *comm = work->comm;
+    nccl_channel *channel = work->nccl_channel;
+    const dt__pattern *pattern = nccl_of(work)->dt->pattern(work->call.op);
+    bool wide = needs_f32_window(comm, &work->call),
+         sum_here = pattern->all_recv || comm->base.rank == work->call.peer;
+    size_t shares = pattern->send_blocks ? (size_t)comm->base.size : 1;
+    if (work->nccl_sequence != channel->enqueued + 1) return 0;
+    for (;;) {
+        int idle = nccl_channel_is_idle(comm->world, channel);
+        if (idle <= 0) return idle;
+        if (work->stage == 0) {
+            if (!nccl_channel_wait_event(work, channel, work->device_event)) return -1;
+            work->window_count = wide ? DT_NCCL_F32_WINDOW / shares : work->call.count + 1;
+        } else {
+            if (wide && sum_here) nccl_cast(work, true);
+            work->at += work->window_count;
+            if (work->at >= work->call.count) return nccl_enqueued(work, channel);
+        }
+        work->stage = 1;
+        if (wide) nccl_cast(work, false);
+        nccl_channel_result(comm->world, channel, pattern->name, nccl_enqueue_window(work, wide));
+    }
+}
+
+/* Returns nccl_collective if the collective moves data in device memory, and so goes through NCCL;
+   else NULL. */
+static int (*nccl_choose(dt_comm *comm, const dt__call *call))(dt_work *work) {
+    nccl_channel *channel = comm->nccl_channel;
+    const dt__comm_functions *dt = comm->world->nccl->dt;
+    if (call->host_memory || !channel || !dt->pattern(call->op)->counted) return NULL;
+    if (call->count == 0 && call->op != DT__ALL_TO_ALL_V) return NULL;
+    if (needs_f32_window(comm, call) && !channel->f32_window)
+        channel->f32_window = (float *)dt->alloc(
+            comm->world->ctx, DT_MEM_COMM, DT_NCCL_F32_WINDOW * sizeof(float), "sums in f32");
+    return nccl_collective;
+}
+
+static void nccl_begin(dt_work *work) {
+    work->nccl_channel = work->comm->nccl_channel;
+    work->in_library = 1;
+    work->nccl_sequence = ++work->nccl_channel->begun;
+    work->device_event = nccl_record_inputs(work, work->device_event);
+}
+
+/* ---- messages ---- */
+
+/* NCCL's messages have no tags: ncclSend and ncclRecv match in the order of their calls. dt_comm.h
+   matches the messages (section 13), and the nccl channel numbers those whose receivers are ready:
+
+       sender      announces the message, with the nccl channel's id
+       receiver    answers when a receive has matched it; both sides count the answers
+       both        call ncclSend and ncclRecv in the order of the answers
+
+   So no message waits for an earlier one whose receive is not posted yet. */
+
+static nccl_channel *nccl_channel_of(const dt__p2p *p2p) {
+    const dt_comm *comm = p2p->work->comm;
+    return &comm->world->nccl
+                ->p2p_channels[2 * comm->group->ranks[p2p->peer] + (p2p->op == DT__RECV)];
+}
+
+static int nccl_takes(dt__p2p *p2p) {
+    dt_work *work = p2p->work;
+    if (work->call.host_memory || p2p->peer == work->comm->base.rank) return 0;
+    if (p2p->count * nccl_type_bytes(work->call.dtype) <= DT_NCCL_MIN_BYTES) return 0;
+    p2p->device_event = nccl_record_inputs(work, p2p->device_event);
+    return 1;
+}
+
+static const void *nccl_send_key(dt__p2p *p2p) {
+    dt__world *world = p2p->work->comm->world;
+    nccl_channel *channel = nccl_channel_of(p2p);
+    if (channel->has_id) return &channel->id;
+    ncclResult_t result = world->nccl->GetUniqueId(&channel->id);
+    channel->has_id = result == ncclSuccess || nccl_fail(world, NULL, "ncclGetUniqueId", result);
+    return channel->has_id ? &channel->id : NULL;
+}
+
+static void nccl_recv_key(dt__p2p *p2p, const void *key) {
+    nccl_channel *channel = nccl_channel_of(p2p);
+    if (!channel->has_id) memcpy(&channel->id, key, sizeof channel->id);
+    channel->has_id = true;
+}
+
+static void nccl_pulled(dt__p2p *p2p) { p2p->pulls = nccl_channel_of(p2p)->begun++; }
+
+/* Advances a message that the receiver is ready for: enqueues it on the nccl channel's stream after
+   all messages with lower numbers, and then records the operation's event. If the message is part
+   of a collective's algorithm, also makes the rank's own stream wait for it, because the
+   algorithm's next round uses the received data. */
+static int nccl_bulk(dt__p2p *p2p) {
+    dt_work *work = p2p->work;
+    dt__world *world = work->comm->world;
+    const dt__nccl *nccl = world->nccl;
+    nccl_channel *channel = nccl_channel_of(p2p);
+    ncclDataType_t type = nccl_type(work->call.dtype);
+    bool sends = p2p->op == DT__SEND;
+    if (!channel->comm && !nccl_channel_connect(world, channel, channel->id, sends ? 0 : 1, 2))
+        return -1;
+    int idle = nccl_channel_is_idle(world, channel);
+    if (p2p->pulls != channel->enqueued || idle <= 0) return idle < 0 ? -1 : 0;
+    if (p2p->moved == 0) {
+        if (!nccl_channel_wait_event(work, channel, p2p->device_event)) return -1;
+        p2p->moved = p2p->count * nccl_type_bytes(work->call.dtype);
+        cudaStream_t stream = stream_of(channel->queue);
+        ncclResult_t result =
+            sends ? nccl->Send(p2p->send, p2p->count, type, 1, channel->comm, stream)
+                  : nccl->Recv(p2p->recv, p2p->count, type, 0, channel->comm, stream);
+        if (!nccl_channel_result(world, channel, sends ? "ncclSend" : "ncclRecv", result))
+            return -1;
+        if (channel->call_in_progress) return 0;
+    }
+    if (nccl_enqueued(work, channel) < 0) return -1;
+    if (!work->algorithm || nccl->kernels->event_wait(nccl->stream, work->device_event) == DT_OK)
+        return 1;
+    nccl->dt->data_failed(work->comm, &work->call, DT_ERR_DEVICE);
+    return -1;
+}
+
+/* ---- groups ---- */
+
+/* Splits the nccl channel of `comm`. All ranks of `comm` must call this function. `made` is this
+   rank's new group; it gets an nccl channel if it has more than one rank. */
+static void nccl_split(dt_comm *comm, dt_comm *made, int color) {
+    dt__world *world = comm->world;
+    const dt__nccl *nccl = world->nccl;
+    ncclConfig_t config = nccl_config();
+    bool several = made && made->base.size > 1;
+    if (!comm->nccl_channel || nccl_failed(world)) return;
+    /* NCCL allows no other operation in flight on a communicator during its split */
+    nccl->dt->settle(world->ctx, 0, world);
+    nccl_channel *channel = NULL;
+    if (several)
+        channel = (nccl_channel *)nccl->dt->alloc(
+            world->ctx, DT_MEM_HOST, sizeof *channel, "an nccl channel");
+    if (several && !channel) return;
+    ncclComm_t child = NULL;
+    if (channel) memset(channel, 0, sizeof *channel);
+    if (channel) made->nccl_channel = channel;
+    if (channel && !nccl_channel_open(world, channel)) return;
+    ncclResult_t result =
+        nccl->CommSplit(comm->nccl_channel->comm, several ? color : NCCL_SPLIT_NOCOLOR,
+            several ? made->base.rank : 0, channel ? &channel->comm : &child, &config);
+    if (!nccl_channel_result(world, comm->nccl_channel, "ncclCommSplit", result)) return;
+    /* NCCL 2.28 returns ncclSuccess from a split that is still in progress */
+    comm->nccl_channel->call_in_progress = true;
+    nccl->dt->wait(comm, comm->nccl_channel, nccl_channel_connected);
+    if (!channel || nccl_failed(world)) return;
+    channel->call_in_progress = true;
+    nccl->dt->wait(comm, channel, nccl_channel_connected);
+}
+
+/* Closes a group's nccl channel. If the group is the world, which is closed last, also frees the
+   other NCCL state. */
+static void nccl_close(dt_comm *comm) {
+    dt__world *world = comm->world;
+    dt__nccl *nccl = world->nccl;
+    nccl_channel *channel = comm->nccl_channel;
+    if (channel) {
+        nccl->dt->wait(comm, channel, nccl_channel_finalized);
+        nccl_channel_close(world, channel);
+        if (channel != &nccl->world_channel)
+            nccl->dt->free(world->ctx, DT_MEM_HOST, channel, sizeof *channel);
+        comm->nccl_channel = NULL;
+    }
+    if (comm != world->comm) return;
+    for (int i = 0; i < 2 * comm->base.size; i++) nccl_channel_close(world, &nccl->p2p_channels[i]);
+    world->nccl = NULL;
+    nccl->dt->free(world->ctx, DT_MEM_HOST, nccl, nccl->bytes);
+}
+
+/* ---- failures ---- */
+
+/* Aborts all communicators after the context has failed, because an abort ends kernels that hang on
+   the device. Each abort also frees memory, and so waits until the entire device is idle. All
+   aborts are therefore in one NCCL group call, so that none of them waits for kernels of another
+   communicator. NCCL 2.22 and later can group aborts; in earlier versions the first abort may wait
+   for the second. */
+static void nccl_abort(dt__world *world) {
+    dt__nccl *nccl = world->nccl;
+    nccl->GroupStart();
+    for (dt_comm *comm = world->comms; comm; comm = comm->next) {
+        if (comm->nccl_channel && comm->nccl_channel->comm)
+            nccl->CommAbort(comm->nccl_channel->comm);
+        if (comm->nccl_channel) comm->nccl_channel->comm = NULL;
+    }
+    for (int i = 0; i < 2 * world->comm->base.size; i++) {
+        if (nccl->p2p_channels[i].comm) nccl->CommAbort(nccl->p2p_channels[i].comm);
+        nccl->p2p_channels[i].comm = NULL;
+    }
+    nccl->GroupEnd();
+}
+
+static void nccl_check_device(dt_work *work) {
+    ncclResult_t state = ncclSuccess;
+    if (work->nccl_channel && work->nccl_channel->comm)
+        nccl_of(work)->CommGetAsyncError(work->nccl_channel->comm, &state);
+    if (state != ncclSuccess && state != ncclInProgress)
+        nccl_fail(work->comm->world, work->nccl_channel, "a communicator", state);
+}
+
+static const dt__direct nccl_direct = {
+    .choose = nccl_choose,
+    .begin = nccl_begin,
+    .takes = nccl_takes,
+    .send_key = nccl_send_key,
+    .recv_key = nccl_recv_key,
+    .pulled = nccl_pulled,
+    .bulk = nccl_bulk,
+    .split = nccl_split,
+    .close = nccl_close,
+    .check_device = nccl_check_device,
+    .abort = nccl_abort,
+};
+
+/* Loads NCCL's functions. Returns NULL, or a text on failure. The library is never closed, because
+   it has its own threads, for example a thread that ncclGetUniqueId starts. dt cannot wait for the
+   end of these threads, and after a dlclose they would execute unmapped code. In a later run dlopen
+   returns the library that is still loaded. */
+static const char *nccl_load(dt__nccl *nccl) {
+#ifdef DT_NCCL_DLOPEN
+    void *library = dlopen("libnccl.so.2", RTLD_NOW | RTLD_LOCAL);
+    if (!library) return dlerror();
+#define DTK_NCCL_LOAD(name) \
+    nccl->name = (decltype(nccl->name))dlsym(library, "nccl" #name); \
+    if (!nccl->name) return "this libnccl.so.2 has no nccl" #name;
+#else
+#define DTK_NCCL_LOAD(name) nccl->name = nccl##name;
+#endif
+    DTK_NCCL_FUNCTIONS(DTK_NCCL_LOAD)
+#undef DTK_NCCL_LOAD
+    return NULL;
+}
+
+/* Warns of lazy kernel loading, which can deadlock the ranks: before CUDA loads a kernel lazily, it
+   may wait until the device is idle and so until NCCL's kernels have ended. NCCL's kernels wait for
+   the other ranks. One of those may wait for an operation that this rank starts only after the
+   kernel is loaded. */
+static void nccl_warn_lazy_loading(const dt__world *world) {
+    const char *loading = getenv("CUDA_MODULE_LOADING");
+    if (world->rank != 0 || (loading && strcmp(loading, "EAGER") == 0)) return;
+    world->nccl->dt->log(world->ctx, DT_LOG_NOTICE,
+        "backend nccl: set CUDA_MODULE_LOADING=EAGER before the program starts: a kernel "
+        "that CUDA loads late can wait for one of NCCL's, and that for another rank");
+}
+
+/* Allocates the world's NCCL state. Returns NULL with the context failed on failure. */
+static dt__nccl *nccl_make(dt__world *world, const dt__comm_functions *dt) {
+    size_t channels = 2 * (size_t)world->comm->base.size,
+           bytes = sizeof(dt__nccl) + channels * sizeof(nccl_channel);
+    const dt_kernels *kernels = dt->kernels(world->ctx);
+    if (!kernels->event_record) {
+        dt->fail(world, DT_ERR_UNSUPPORTED,
+            "backend nccl: rank %d runs on %s, and needs a CUDA device", world->rank,
+            kernels->name);
+        return NULL;
+    }
+    dt__nccl *nccl = (dt__nccl *)dt->alloc(world->ctx, DT_MEM_HOST, bytes, "NCCL");
+    if (!nccl) return NULL;
+    memset(nccl, 0, bytes);
+    nccl->dt = dt;
+    nccl->kernels = kernels;
+    nccl->stream = dt->stream(world->ctx);
+    nccl->bytes = bytes;
+    nccl->p2p_channels = (nccl_channel *)(void *)(nccl + 1);
+    const char *wrong = nccl_load(nccl);
+    if (!wrong) return nccl;
+    dt->fail(world, DT_ERR_COMM, "NCCL: %s", wrong);
+    dt->free(world->ctx, DT_MEM_HOST, nccl, bytes);
+    return NULL;
+}
+
+} // namespace dt_cuda
+
+/* Makes the world's nccl channel from the program's communicator `given`. If `given` is NULL, makes
+   a communicator from an id that rank 0 broadcasts. */
+extern "C" void dt__nccl_begin(dt__world *world, const dt__comm_functions *dt, void *given) {
+    using namespace dt_cuda;
+    ncclUniqueId id;
+    if (dt->struct_bytes != DT__STRUCT_BYTES) {
+        dt->fail(world, DT_ERR_ARG,
+            "backend nccl: dt_kernels.cu was compiled with another dt_comm.h than the program");
+        return;
+    }
+    dt_comm *comm = world->comm;
+    dt__nccl *nccl = nccl_make(world, dt);
+    if (!nccl) return;
+    world->nccl = nccl;
+    comm->direct = &nccl_direct;
+    if (comm->base.size == 1) return;
+    nccl_warn_lazy_loading(world);
+    comm->nccl_channel = &nccl->world_channel;
+    if (given) {
+        comm->nccl_channel->comm = (ncclComm_t)given;
+        comm->nccl_channel->is_borrowed = true;
+        nccl_channel_open(world, comm->nccl_channel);
+        return;
+    }
+    memset(&id, 0, sizeof id);
+    ncclResult_t result = world->rank == 0 ? nccl->GetUniqueId(&id) : ncclSuccess;
+    if (result != ncclSuccess) nccl_fail(world, NULL, "ncclGetUniqueId", result);
+    dt__call call = {};
+    call.op = DT__BROADCAST;
+    call.dtype = DT_I32;
+    call.host_memory = 1;
+    call.count = sizeof id / sizeof(int32_t);
+    call.send = call.recv = &id;
+    if (dt->run(comm, call) == DT_OK &&
+        nccl_channel_connect(world, comm->nccl_channel, id, comm->base.rank, comm->base.size))
+        dt->wait(comm, comm->nccl_channel, nccl_channel_connected);
+}
+
+#endif /* DT_NCCL */
 
 /* HISTORY
      0.2.0   names in namespace dt_cuda; kernels spread -> scatter, cross_entropy_join ->

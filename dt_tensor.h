@@ -7,7 +7,7 @@
        dt_comm.h       groups of ranks: launch, collectives, faults
        dt_parallel.h   layouts: mesh, placements, schedules, data order
        dt_zero.h       training state: optimizers, ZeRO, precision, offload, checkpoints
-       dt_kernels.cu   the CUDA kernel table
+       dt_kernels.cu   the CUDA kernel table, and NCCL
 
    It gives you eager tensors with an autograd tape (reverse-mode differentiation), parameters that
    are slices of a full logical tensor, memory in which every byte has an owner and a class, CPU
@@ -48,8 +48,8 @@
        g++ -std=c++20 -Wextra -Wno-missing-field-initializers
                                                     g++ warns about the fields that your
                                                     (dt_ctx_desc){ .seed = 1 } leaves zero
-       nvcc -O3 train.c dt_kernels.cu -lcublasLt -lnccl     CUDA; nvcc defines __NVCC__, which
-                                                            turns DT_USE_CUDA on
+       nvcc -O3 train.c dt_kernels.cu -lcublasLt -lnccl     CUDA; or compile train.c with cc and
+                                                            link it with dt_kernels.o
 
    OPTIONS (define before including: everywhere, that is, in every file that includes dt headers, or
    only in the implementation, that is, the file that defines DT_IMPLEMENTATION)
@@ -58,9 +58,6 @@
        DT_STATIC           makes all functions static, so that several files may each have their
                            own copy of the code. Each file then needs DT_IMPLEMENTATION, or gcc
                            warns.                                                      (everywhere)
-       DT_USE_CUDA         uses the CUDA runtime and dt_kernels.cu. nvcc sets this option.
-                       (implementation, and files that call dt_cuda_* functions or dt_kernels_cuda)
-       DT_NO_CUDA          does not use CUDA, even under nvcc.                     (implementation)
        DT_USE_CBLAS        computes f32 and f64 matrix products with <cblas.h>. Link a BLAS, for
                            example with -lopenblas.                                (implementation)
        DT_USE_OMP          runs several threads inside a rank; the results have the same bits.
@@ -131,14 +128,16 @@
 #error "dt promises equal bits: compile without -ffast-math"
 #endif
 
-#if defined(__NVCC__) && !defined(DT_NO_CUDA) && !defined(DT_USE_CUDA)
-#define DT_USE_CUDA
-#endif
-
 #ifdef DT_STATIC
 #define DT_API static __attribute__((unused))
 #else
 #define DT_API extern
+#endif
+/* A weak reference: the address of a function that is not linked is NULL. */
+#ifdef __ELF__
+#define DT__WEAK __attribute__((weak))
+#else
+#define DT__WEAK
 #endif
 #define DT_PRINTF(fmt, args) __attribute__((format(printf, fmt, args)))
 
@@ -866,14 +865,19 @@ DT_API const dt_kernels *dt_kernels_cpu(void);
 DT_API size_t dt_matmul_work(int64_t n, int64_t k, dt_dtype dtype);
 DT_API size_t dt_row_work(int64_t cols, dt_dtype dtype);
 DT_API size_t dt_attention_work(int64_t tk, int64_t dim, dt_dtype dtype);
-#ifdef DT_USE_CUDA
+
+/* CUDA. dt_kernels.cu defines the functions below, and a program uses CUDA if it is linked with the
+   object of dt_kernels.cu. They are weak references: without that object their addresses are NULL,
+   so a program that can do without CUDA tests `if (dt_cuda_ready)` before it calls any of them. A
+   weak reference does not load an object from an archive (.a): name dt_kernels.o itself. */
+
 /* [local] Returns the kernel table of dt_kernels.cu, never NULL. dt_cuda_ready says whether a GPU
    can be used. */
-extern const dt_kernels *dt_kernels_cuda(void);
+extern DT__WEAK const dt_kernels *dt_kernels_cuda(void);
 /* [local] Returns DT_OK if a GPU can be used, else DT_ERR_DEVICE with the reason in `text` ("no
    NVIDIA driver found"). With DT_OK, `text` is "", or advises a value of nvcc's -arch if
    dt_kernels.cu was not compiled for the device. */
-extern dt_status dt_cuda_ready(char *text, size_t text_bytes);
+extern DT__WEAK dt_status dt_cuda_ready(char *text, size_t text_bytes);
 /* [local] dt_cuda_open opens a stream on a device of your choice, or wraps your own stream, for use
    as dt_ctx_desc.stream. The device becomes the calling thread's current device. Returns NULL on
    failure, with the reason in `text`. If dt_ctx_desc.stream is NULL, the context itself opens a
@@ -886,15 +890,14 @@ typedef struct dt_cuda_desc {
     void *stream;      /* a cudaStream_t of that device; NULL: dt_cuda_open creates a stream */
     int high_priority; /* kernels of this stream are scheduled before kernels of other streams */
 } dt_cuda_desc;
-extern void *dt_cuda_open(dt_cuda_desc desc, char *text, size_t text_bytes);
-extern void dt_cuda_close(void *queue);
+extern DT__WEAK void *dt_cuda_open(dt_cuda_desc desc, char *text, size_t text_bytes);
+extern DT__WEAK void dt_cuda_close(void *queue);
 /* [local] dt_cuda_stream returns the cudaStream_t in which the context's kernels run, and your own
    kernels may run in it too. dt_cuda_device returns the stream's device. Pass queue =
    dt_ctx_stream(ctx). If `queue` is NULL, the functions return the default stream and the thread's
    current device. */
-extern void *dt_cuda_stream(void *queue);
-extern int dt_cuda_device(void *queue);
-#endif
+extern DT__WEAK void *dt_cuda_stream(void *queue);
+extern DT__WEAK int dt_cuda_device(void *queue);
 
 // ==== 3. Host and io tables =====================================================================
 
@@ -1006,8 +1009,8 @@ typedef struct dt_group {
 typedef struct dt_ctx_desc {
     uint64_t seed; /* of the initial values, see section 5; 0 means 1 */
     int rank;      /* number of this rank, for messages */
-    /* NULL means dt_kernels_cuda() if DT_USE_CUDA is defined and dt_cuda_ready returns DT_OK, else
-       dt_kernels_cpu() */
+    /* NULL means dt_kernels_cuda() if the program is linked with it and dt_cuda_ready returns
+       DT_OK, else dt_kernels_cpu() */
     const dt_kernels *kernels;
     const dt_host *host; /* NULL means dt_host_default() */
     const dt_io *io;     /* NULL means dt_io_default() */
@@ -2612,11 +2615,12 @@ void dt_memory_reset_peak(dt_ctx *ctx) {
     ctx->memory.peak_total = ctx->memory.live_total;
 }
 
-/* Returns the default kernel table: with CUDA the GPU's, if dt_cuda_ready returns DT_OK, else the
-   CPU's. Rank 0 logs why the GPU is not used, or the advice of dt_cuda_ready. */
+/* Returns the default kernel table: the GPU's if dt_kernels.cu is linked and dt_cuda_ready returns
+   DT_OK, else the CPU's. Rank 0 logs why the GPU is not used, or the advice of dt_cuda_ready. */
 static const dt_kernels *dt__kernels_default(dt_ctx *ctx) {
-#ifdef DT_USE_CUDA
+#ifdef __ELF__
     char text[160] = "";
+    if (!dt_cuda_ready) return dt_kernels_cpu();
     dt_status ready = dt_cuda_ready(text, sizeof text);
     if (ctx->rank == 0 && ready != DT_OK)
         dt_log(ctx, DT_LOG_NOTICE, "no CUDA device (%s): running on the CPU", text);
@@ -9501,60 +9505,61 @@ DT__FN void DT__K(stream_copy)(char *dst, const char *src, size_t bytes) {
     memcpy(dst + at, src + at, bytes - at);
 }
 
-/* Stores elements [first, first + n) of a reduction's result, given in `sums`, in all copies of the
-   output. With non-temporal stores, also stores them in the output itself. */
-DT__FN void DT__K(store_copies)(const dt_reduce_args *a, const char *sums, size_t first, size_t n) {
-    size_t size = dt_dtype_size(a->dtype), at = first * size;
-    if (a->non_temporal) DT__K(stream_copy)((char *)a->out + at, sums, n * size);
-    for (int k = 0; k < a->n_copies; k++) {
-        char *out = (char *)a->copies[k] + at;
+/* Reduces elements [at, at + n) of all inputs, in the order of the inputs, and then stores the
+   result in all outputs, so an output may also be an input. The result of each operation is rounded
+   to the compute type (int32_t wraps around). DT_AVG divides the finished sum by the number of
+   inputs. */
+DT__FN inline __attribute__((always_inline)) void DT__K(reduce_strip)(
+    const dt_reduce_args *a, size_t at, int64_t n, int narrow) {
+    DT__REAL sums[DT__STRIP], left[DT__STRIP], right[DT__STRIP];
+    const DT__REAL *x = DT__K(load)(a->dtype, a->in[0], (int64_t)at, n, left);
+    for (int r = 1; r < a->n; r++) {
+        const DT__REAL *in = DT__K(load)(a->dtype, a->in[r], (int64_t)at, n, right);
+        switch (a->op) {
+        case DT_SUM:
+        case DT_AVG:
+            for (int64_t i = 0; i < n; i++) sums[i] = (DT__REAL)((DT__WIDE)x[i] + in[i]);
+            break;
+        case DT_MAX:
+            for (int64_t i = 0; i < n; i++) sums[i] = in[i] > x[i] ? in[i] : x[i];
+            break;
+        case DT_MIN:
+            for (int64_t i = 0; i < n; i++) sums[i] = in[i] < x[i] ? in[i] : x[i];
+            break;
+        case DT_PROD:
+            for (int64_t i = 0; i < n; i++) sums[i] = (DT__REAL)((DT__WIDE)x[i] * in[i]);
+            break;
+        }
+        x = sums;
+    }
+    if (a->n == 1) memcpy(sums, x, (size_t)n * sizeof *sums);
+    if (a->op == DT_AVG)
+        for (int64_t i = 0; i < n; i++) sums[i] /= (DT__REAL)a->n;
+    if (narrow) DT__K(store)(a->dtype, right, 0, n, sums, 0);
+    const char *result = (const char *)(narrow ? right : sums);
+    size_t size = narrow ? sizeof(uint16_t) : sizeof *sums;
+    for (int k = -1; k < a->n_copies; k++) {
+        char *out = (char *)(k < 0 ? a->out : a->copies[k]) + at * size;
         if (a->non_temporal)
-            DT__K(stream_copy)(out, sums, n * size);
+            DT__K(stream_copy)(out, result, (size_t)n * size);
         else
-            memcpy(out, sums, n * size);
+            memcpy(out, result, (size_t)n * size);
     }
 }
 
-/* Reduces one strip of all inputs, in the order of the inputs, before the next strip, so an output
-   may also be an input. The result of each operation is rounded to the compute type (int32_t wraps
-   around). DT_AVG divides the finished sum by the number of inputs. */
+/* A short strip of constant length stays in registers or the first cache level, and all inputs and
+   outputs move forward together, which keeps the hardware prefetchers on each of them: from a
+   shared cache a sum is then about as fast as a copy. Narrow types are converted in longer strips.
+   */
 DT__FN dt_status DT__K(reduce)(const dt_reduce_args *a) {
-    DT__REAL strip[DT__STRIP], left[DT__STRIP], right[DT__STRIP];
+    enum { SHORT_STRIP = 128 };
     int narrow = dt__narrow(a->dtype);
+    size_t at = 0;
     if (a->n < 1) return DT_ERR_ARG;
-    for (size_t at = 0; at < a->count; at += DT__STRIP) {
-        int64_t n = a->count - at < DT__STRIP ? (int64_t)(a->count - at) : DT__STRIP;
-        /* the output may also be an input, so it is written only when the last input is combined */
-        DT__REAL *out = narrow || a->non_temporal ? strip : (DT__REAL *)a->out + at;
-        const DT__REAL *x = DT__K(load)(a->dtype, a->in[0], (int64_t)at, n, left);
-        for (int r = 1; r < a->n; r++) {
-            const DT__REAL *in = DT__K(load)(a->dtype, a->in[r], (int64_t)at, n, right);
-            DT__REAL *to = r == a->n - 1 ? out : strip;
-            switch (a->op) {
-            case DT_SUM:
-            case DT_AVG:
-                for (int64_t i = 0; i < n; i++) to[i] = (DT__REAL)((DT__WIDE)x[i] + in[i]);
-                break;
-            case DT_MAX:
-                for (int64_t i = 0; i < n; i++) to[i] = in[i] > x[i] ? in[i] : x[i];
-                break;
-            case DT_MIN:
-                for (int64_t i = 0; i < n; i++) to[i] = in[i] < x[i] ? in[i] : x[i];
-                break;
-            case DT_PROD:
-                for (int64_t i = 0; i < n; i++) to[i] = (DT__REAL)((DT__WIDE)x[i] * in[i]);
-                break;
-            }
-            x = to;
-        }
-        if (a->n == 1 && x != out) memcpy(out, x, (size_t)n * sizeof *out);
-        if (a->op == DT_AVG)
-            for (int64_t i = 0; i < n; i++) out[i] /= (DT__REAL)a->n;
-        char *sums = a->non_temporal ? (char *)(narrow ? right : strip)
-                                     : (char *)a->out + at * dt_dtype_size(a->dtype);
-        if (narrow) DT__K(store)(a->dtype, sums, 0, n, strip, 0);
-        DT__K(store_copies)(a, sums, at, (size_t)n);
-    }
+    for (; !narrow && at + SHORT_STRIP <= a->count; at += SHORT_STRIP)
+        DT__K(reduce_strip)(a, at, SHORT_STRIP, 0);
+    for (; at < a->count; at += DT__STRIP) DT__K(reduce_strip)
+    (a, at, a->count - at < DT__STRIP ? (int64_t)(a->count - at) : DT__STRIP, narrow);
 #if DT__ISA == 2
     if (a->non_temporal) _mm_sfence();
 #endif

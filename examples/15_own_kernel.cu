@@ -6,8 +6,8 @@
        uses a stream that you created; without it the context creates a stream, and dt_cuda_stream
        returns that stream. In C++ the fields of { .seed = 1, .. } must be in the order of the
        struct.
-   Run: nvcc -O3 -arch=sm_90a examples/15_own_kernel.cu dt_kernels.cu -lcublasLt -o 15_own_kernel
-       && ./15_own_kernel
+   Run: nvcc -O3 -arch=sm_90a examples/15_own_kernel.cu dt_kernels.cu -lcublasLt -lnccl
+       -o 15_own_kernel && ./15_own_kernel
    What you see: the op, out = x * x, and its gradient agree with dt_mul. Without a GPU the program
        says so and ends.
    Think about: why must the host not read out->data directly after the launch? */

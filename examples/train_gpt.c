@@ -57,20 +57,6 @@
 enum { HEADING, INT, REAL, SIZE, WORD, TEXT, SWITCH, FLAG };
 enum { BUILT, NOT_BUILT };
 
-#if defined(DT_USE_MPI) && defined(DT_USE_NCCL)
-#define BACKENDS "threads|procs|tcp|mpi|nccl"
-#elif defined(DT_USE_MPI)
-#define BACKENDS "threads|procs|tcp|mpi;nccl"
-#elif defined(DT_USE_NCCL)
-#define BACKENDS "threads|procs|tcp|nccl;mpi"
-#else
-#define BACKENDS "threads|procs|tcp;mpi|nccl"
-#endif
-#ifdef DT_USE_CUDA
-#define DEVICES "cpu|cuda"
-#else
-#define DEVICES "cpu;cuda"
-#endif
 #define MEGA (1 << 20)
 #define OPTIONS(X) \
     X(H_DATA, "Data and model", HEADING, BUILT, NULL, 0, 0, "", "") \
@@ -155,7 +141,7 @@ enum { BUILT, NOT_BUILT };
         "a step that overflows is repeated [f16: dynamic]") \
     X(H_RANK, "Ranks and layout", HEADING, BUILT, NULL, 0, 0, "", "") \
     X(RANKS, "ranks", INT, BUILT, NULL, 1, 1024, "N", "[the product of the axes given]") \
-    X(BACKEND, "backend", WORD, BUILT, "threads", 0, 0, BACKENDS, \
+    X(BACKEND, "backend", WORD, BUILT, "threads", 0, 0, "threads|procs|tcp|mpi|nccl", \
         "how ranks run; under a launcher tcp, on GPUs nccl") \
     X(RANK, "rank", INT, BUILT, NULL, 0, 1023, "R", \
         "rank of this process, with tcp, nccl [from the launcher]") \
@@ -163,7 +149,7 @@ enum { BUILT, NOT_BUILT };
         "address on which rank 0 listens, with tcp, nccl") \
     X(TOKEN_FILE, "token-file", TEXT, BUILT, NULL, 0, 0, "FILE", \
         "file with the job's secret, with tcp, nccl, mpi") \
-    X(DEVICE, "device", WORD, BUILT, "cpu", 0, 0, DEVICES, \
+    X(DEVICE, "device", WORD, BUILT, "cpu", 0, 0, "cpu|cuda", \
         "cuda: rank r uses GPU r modulo the number of GPUs") \
     X(TIMEOUT, "timeout", REAL, BUILT, "120", 0.001, 1e6, "S", \
         "seconds that a rank waits for other ranks") \
@@ -533,6 +519,18 @@ static void parse_number(int id, value *v, const char *text) {
     v->number = x;
 }
 
+/* Returns the notation of an option's value. The words of --backend and --device depend on what the
+   program is linked with. */
+static const char *notation(int id) {
+    static const char *const backends[2][2] = {
+        { "threads|procs|tcp;mpi|nccl", "threads|procs|tcp|nccl;mpi" },
+        { "threads|procs|tcp|mpi;nccl", "threads|procs|tcp|mpi|nccl" },
+    };
+    if (id == O_BACKEND)
+        return backends[dt_backend_is_built(DT_BACKEND_MPI)][dt_backend_is_built(DT_BACKEND_NCCL)];
+    return id == O_DEVICE && !dt_cuda_ready ? "cpu;cuda" : table[id].arg;
+}
+
 /* Returns the index of text among the words of `arg`, which is the notation of a WORD, for example
    "threads|procs|tcp;mpi|nccl"; -1 if text is none of these words. Sets *built to the number of
    words before the ';', or to the number of all words if there is no ';'. */
@@ -559,15 +557,16 @@ static const char *built_by(const char *word) {
 
 static void parse_word(int id, value *v, const char *text) {
     const option *o = &table[id];
-    int built, index = word_index(o->arg, text, &built);
-    int length = (int)strcspn(o->arg, ";");
+    const char *arg = notation(id);
+    int built, index = word_index(arg, text, &built);
+    int length = (int)strcspn(arg, ";");
     const char *verb = built > 1 ? "values are" : "value is";
     if (index < 0)
-        refuse("--%s %s: the legal %s %.*s%s", o->name, *text ? text : "''", verb, length, o->arg,
+        refuse("--%s %s: the legal %s %.*s%s", o->name, *text ? text : "''", verb, length, arg,
             strncmp(text, "cuda:", 5) == 0 ? "; CUDA_VISIBLE_DEVICES chooses among GPUs" : "");
     if (index >= built)
         refuse("--%s is not available in this build with %s%s; the legal %s %.*s", o->name, text,
-            built_by(text), verb, length, o->arg);
+            built_by(text), verb, length, arg);
     v->number = index;
 }
 
@@ -1030,15 +1029,15 @@ static void print_help(void) {
     PRINT_LINES(head);
     for (int i = 0; i < N_OPTIONS; i++) {
         const option *o = &table[i];
+        const char *arg = notation(i);
         char left[96], words[64];
         if (!is_option(i)) line_printf(&out, "\n"), line_printf(&out, "%s\n", o->name);
         if (!is_option(i) || o->availability == NOT_BUILT) continue;
-        snprintf(
-            words, sizeof words, "%.*s", o->kind == WORD ? (int)strcspn(o->arg, ";") : 63, o->arg);
+        snprintf(words, sizeof words, "%.*s", o->kind == WORD ? (int)strcspn(arg, ";") : 63, arg);
         snprintf(left, sizeof left, "--%s %s", o->name, words);
         line_printf(&out, "  %-36s%s%s", left, *o->help ? " " : "", o->help);
         if (o->default_text) line_printf(&out, " [%s]", o->default_text);
-        const char *later = o->kind == WORD ? strchr(o->arg, ';') : NULL;
+        const char *later = o->kind == WORD ? strchr(arg, ';') : NULL;
         if (later) line_printf(&out, " (not in this build: %s)", later + 1);
         line_printf(&out, "\n");
     }
@@ -1346,8 +1345,8 @@ static void resolve_device(value *v) {
     if (is_cuda(v) && strcmp(v[O_DTYPE].text, "f64") == 0)
         refuse("--device cuda --dtype f64: the GPU kernels support f32, bf16 and f16; use "
                "--device cpu for f64");
-#ifdef DT_USE_CUDA
     char *why = launched.device_note;
+    if (!dt_cuda_ready) return;
     if (v[O_DEVICE].from == DEFAULT)
         strcpy(why, "the CPU, because --device is not given; --device cuda uses the GPU");
     if (!is_cuda(v) || dt_cuda_ready(why, sizeof launched.device_note) == DT_OK) return;
@@ -1357,21 +1356,16 @@ static void resolve_device(value *v) {
     print_error("no CUDA device (%s): running on the CPU\n", why);
     *why = 0;
     set(&v[O_DEVICE], O_DEVICE, "cpu", COMPUTED);
-#endif
 }
 
 /* Returns the kernel table of --device. */
 static const dt_kernels *kernels_of(const value *v) {
-#ifdef DT_USE_CUDA
-    if (is_cuda(v)) return dt_kernels_cuda();
-#endif
-    (void)v;
-    return dt_kernels_cpu();
+    return is_cuda(v) ? dt_kernels_cuda() : dt_kernels_cpu();
 }
 
 /* Finds the launcher that started this process, and chooses the backend unless the user has given
    --backend, --rank or --rendezvous. If the launcher started several processes, the backend is nccl
-   if --device is cuda and the program is built with NCCL. Otherwise it is mpi if the launcher is
+   if --device is cuda and the program is linked with NCCL. Otherwise it is mpi if the launcher is
    one of MPI's and the program is built with MPI, and tcp in all other cases. */
 static void find_launch(value *v) {
     const dt_launch *launcher = &launched.launcher;
@@ -1383,9 +1377,7 @@ static void find_launch(value *v) {
     if (strcmp(launcher->launcher, "Open MPI") == 0 || strcmp(launcher->launcher, "PMI") == 0)
         backend = "mpi";
 #endif
-#ifdef DT_USE_NCCL
-    if (is_cuda(v)) backend = "nccl";
-#endif
+    if (is_cuda(v) && dt_backend_is_built(DT_BACKEND_NCCL)) backend = "nccl";
     if (launcher->size > 1) set(&v[O_BACKEND], O_BACKEND, backend, COMPUTED);
 }
 
@@ -2994,12 +2986,10 @@ int main(int argc, char **argv) {
     value v[N_OPTIONS];
     job j = { .v = v, .csv = -1 };
     init_process();
-#ifdef DT_USE_NCCL
     /* CUDA reads this variable at its first call. Lazy loading is turned off, because it would
        synchronize with the device when a kernel is loaded. The device may then be waiting in NCCL
        for another rank: a deadlock. */
-    setenv("CUDA_MODULE_LOADING", "EAGER", 0);
-#endif
+    if (dt_backend_is_built(DT_BACKEND_NCCL)) setenv("CUDA_MODULE_LOADING", "EAGER", 0);
     memset(v, 0, sizeof v);
     parse(v, argc, argv);
     /* half of --timeout, so that rank 0 fails before the ranks that wait for rank 0 time out */

@@ -26,7 +26,7 @@
 enum { REACH_NONE, REACH_ALL, REACH_RANGE };
 static int reach_of(const dt_comm *comm) {
     const dt__shared *shared = comm->world->shared;
-    return !comm->ops->collective ? REACH_NONE : shared->separate_memory ? REACH_RANGE : REACH_ALL;
+    return !comm->group->members ? REACH_NONE : shared->separate_memory ? REACH_RANGE : REACH_ALL;
 }
 
 static const dt_dtype types[] = { DT_F32, DT_F64, DT_I32, DT_BF16, DT_F16 };

@@ -19,17 +19,17 @@ static double timeout_s = 10;
 static double slow_s, over_at;
 static MPI_Request slow = MPI_REQUEST_NULL;
 
-int MPI_Isend(const void *buf, int count, MPI_Datatype type, int to, int tag, MPI_Comm comm,
+int MPI_Issend(const void *buf, int count, MPI_Datatype type, int to, int tag, MPI_Comm comm,
     MPI_Request *request) {
-    int error = PMPI_Isend(buf, count, type, to, tag, comm, request);
-    if (slow_s > 0 && type != MPI_BYTE) slow = *request, over_at = MPI_Wtime() + slow_s;
+    int error = PMPI_Issend(buf, count, type, to, tag, comm, request);
+    if (slow_s > 0 && tag > 0) slow = *request, over_at = MPI_Wtime() + slow_s;
     return error;
 }
 
 int MPI_Irecv(void *buf, int count, MPI_Datatype type, int from, int tag, MPI_Comm comm,
     MPI_Request *request) {
     int error = PMPI_Irecv(buf, count, type, from, tag, comm, request);
-    if (slow_s > 0 && type != MPI_BYTE) slow = *request, over_at = MPI_Wtime() + slow_s;
+    if (slow_s > 0 && tag > 0) slow = *request, over_at = MPI_Wtime() + slow_s;
     return error;
 }
 

@@ -29,7 +29,7 @@ static inline int connect_to(dt__tcp_address place) {
 typedef struct visit {
     dt__tcp_address place; /* the address to connect to */
     int fd;
-    dt__tcp t; /* key, rank and size that it claims */
+    uint8_t key[32];
     dt__tcp_handshake ours, theirs, proof, answer;
 } visit;
 
@@ -38,9 +38,7 @@ static inline visit visit_make(dt__tcp_address place, int rank, int size, const 
     memset(&v, 0, sizeof v);
     v.place = place;
     v.fd = -1;
-    v.t.rank = rank;
-    v.t.size = size;
-    dt__sha256_of(secret, strlen(secret), v.t.key);
+    dt__sha256_of(secret, strlen(secret), v.key);
     memcpy(v.ours.magic, dt__tcp_magic, sizeof v.ours.magic);
     v.ours.version = DT__TCP_VERSION;
     v.ours.kind = DT__TCP_HELLO;
@@ -66,14 +64,14 @@ static inline int shake_hands(visit *v, int as_is) {
     if (v->fd < 0) return 0;
     send(v->fd, &v->ours, sizeof v->ours, MSG_NOSIGNAL);
     if (!receive_message(v->fd, &v->theirs)) return 0;
-    if (!as_is) dt__tcp_prove(&v->t, "caller", &v->ours, &v->theirs, v->proof.proof);
+    if (!as_is) dt__tcp_prove(v->key, "caller", &v->ours, &v->theirs, v->proof.proof);
     send(v->fd, &v->proof, sizeof v->proof, MSG_NOSIGNAL);
     return receive_message(v->fd, &v->answer);
 }
 
 static inline int is_accepted(const visit *v) {
     return v->answer.kind == DT__TCP_WELCOME &&
-           dt__tcp_is_proof(&v->t, "host", &v->ours, &v->theirs, v->answer.proof);
+           dt__tcp_is_proof(v->key, "host", &v->ours, &v->theirs, v->answer.proof);
 }
 
 /* Keeps `n` connections open until it is killed, each behaving as `what` says. A connection that

@@ -29,10 +29,9 @@ static int test_pthread_create(
 #include <sched.h>
 #include <signal.h>
 
-/* The generic functions for a backend with only send and receive. */
-static const dt__comm_ops *generic_ops(void) {
-    static const dt__comm_ops ops = { .name = "generic", .message = dt__shared_message };
-    return &ops;
+/* Makes the collectives of a group run as messages, or in shared memory. */
+static void set_direct(dt_comm *comm, int generic) {
+    comm->direct = generic ? NULL : &dt__shared_direct;
 }
 
 /* ---- 1. every collective compared with a naive one ---- */
@@ -155,12 +154,11 @@ static dt_status collectives_rank(dt_ctx *ctx, void *user) {
     static const dt_dtype types[] = { DT_F32, DT_F64, DT_I32, DT_BF16, DT_F16 };
     static const dt_op ops[] = { DT_SUM, DT_AVG, DT_MAX, DT_MIN, DT_PROD };
     dt_comm *world = dt_world(ctx);
-    const dt__comm_ops *threads = world->ops;
     size_t n = (size_t)dt_comm_size(world);
     size_t counts[] = { 0, 1, n - 1, n, n + 1, 17, 1000, 100003 };
     int big = *(const int *)user;
     for (int generic = 0; generic < 2; generic++) {
-        world->ops = generic ? generic_ops() : threads;
+        set_direct(world, generic);
         for (int k = 0; k < (big ? 8 : 7); k++) {
             for (int t = 0; t < 5; t++) {
                 for (int in_place = 0; in_place < 2; in_place++) {
@@ -229,7 +227,7 @@ static dt_status barrier_rank(dt_ctx *ctx, void *user) {
     for (int round = 1; round <= 200; round++) {
         if (round % 20 == 0 && dt_comm_rank(world) == round / 20 % 4) host->sleep(host->user, 2e-3);
         __atomic_add_fetch(come, 1, __ATOMIC_SEQ_CST);
-        world->ops = round % 3 ? &dt__threads_ops : generic_ops();
+        set_direct(world, round % 3 == 0);
         if (dt_barrier(world)) return dt_error(ctx);
         int seen = __atomic_load_n(come, __ATOMIC_SEQ_CST);
         if (seen < 4 * round)
@@ -397,6 +395,17 @@ static dt_status mail_rank(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
+/* A receive from any rank waits while one rank is left that may send. */
+static dt_status last_sender_rank(dt_ctx *ctx, void *user) {
+    dt_comm *world = dt_world(ctx);
+    int me = dt_comm_rank(world), x = me, from = -1;
+    (void)user;
+    if (me == 2) dt_host_default()->sleep(NULL, 0.05);
+    if (me == 2) dt_send(world, &x, 1, DT_I32, 1, 6);
+    if (me == 1) CHECK(dt_recv_any(world, &x, 1, DT_I32, 6, &from) == DT_OK && from == 2 && x == 2);
+    return dt_error(ctx);
+}
+
 /* Bursts of messages with equal tags, sent while the receiver searches the pair. */
 static dt_status burst_rank(dt_ctx *ctx, void *user) {
     dt_comm *world = dt_world(ctx);
@@ -417,59 +426,6 @@ static dt_status burst_rank(dt_ctx *ctx, void *user) {
     }
     CHECK_MSG(bad == 0, "%d messages out of order", bad);
     return dt_error(ctx);
-}
-
-/* The same race, made deterministic: the second half of a pair's messages is on an unreadable page.
-   The receiver searches the first half, finds nothing, and traps on the page. The trap handler
-   posts the older message in the first half and the newer one in the second, like a sender at just
-   this time. */
-static struct {
-    char *page;
-    size_t bytes;
-    dt__pair *pair;
-    dt__group *group;
-} trap;
-
-static void on_trap(int number) {
-    (void)number;
-    mprotect(trap.page, trap.bytes, PROT_READ | PROT_WRITE);
-    for (int i = 0; i < 2; i++) {
-        dt__message *message = &trap.pair->message[i * DT__PAIR_SLOTS / 2];
-        message->order = (uint64_t)i;
-        message->tag = 5;
-        message->channel = trap.group->channel;
-        __atomic_store_n(&message->state, DT__POSTED, __ATOMIC_RELEASE);
-    }
-}
-
-static void test_order_while_looking(void) {
-    struct sigaction action, before;
-    size_t page = (size_t)sysconf(_SC_PAGESIZE);
-    char *memory =
-        (char *)mmap(NULL, 2 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    dt__rank_state running[2];
-    dt__shared shared;
-    dt__group group;
-    int ended;
-    uint64_t seen = 0;
-    if (!CHECK(memory != (char *)MAP_FAILED)) return;
-    memset(running, 0, sizeof running);
-    memset(&shared, 0, sizeof shared);
-    memset(&group, 0, sizeof group);
-    shared.state = running;
-    trap.page = memory + page;
-    trap.bytes = page;
-    trap.pair = (dt__pair *)(void *)(trap.page - offsetof(dt__pair, message) -
-                                     DT__PAIR_SLOTS / 2 * sizeof(dt__message));
-    trap.group = &group;
-    mprotect(trap.page, page, PROT_NONE);
-    memset(&action, 0, sizeof action);
-    action.sa_handler = on_trap;
-    sigaction(SIGSEGV, &action, &before);
-    dt__message *there = dt__find_message(&shared, trap.pair, &group, 5, 1, 0, &ended, &seen);
-    sigaction(SIGSEGV, &before, NULL);
-    CHECK_MSG(there == &trap.pair->message[0], "order %d", there ? (int)there->order : -1);
-    munmap(memory, 2 * page);
 }
 
 typedef struct mail_case {
@@ -614,7 +570,7 @@ static dt_status injected_rank(dt_ctx *ctx, void *user) {
     const injection *in = (const injection *)user;
     dt_comm *world = dt_world(ctx);
     dt_status status = DT_OK;
-    if (in->generic) world->ops = generic_ops();
+    if (in->generic) set_direct(world, 1);
     for (int round = 0; round < 3 && !status; round++) {
         size_t count = 4000;
         int op = in->op, root = 1, me = dt_comm_rank(world) == in->culprit && round == 2;
@@ -1163,7 +1119,7 @@ static dt_status allocating_rank(dt_ctx *ctx, void *user) {
     dt_comm *half = dt_comm_split(world, dt_comm_rank(world) % 2, 0, "half");
     dt_all_reduce(half, x, y, 4, DT_F32, DT_SUM);
     if (dt_error(ctx)) return dt_error(ctx);
-    world->ops = generic_ops();
+    set_direct(world, 1);
     dt_reduce_scatter(world, x, y, 4, DT_F32, DT_SUM);
     dt_all_reduce(world, x, y, 4, DT_F32, DT_SUM);
     dt_mean(world, 1);
@@ -1178,17 +1134,23 @@ static void test_refused_memory(void) {
     long calls = o.host.calls;
     CHECK_MSG(calls > 10, "%ld allocations", calls);
     for (int sticky = 0; sticky < 2; sticky++) {
+        long refused = 0;
         for (long k = 1; k <= calls; k++) {
             prepare(&o, 3, allocating_rank, NULL);
             o.host.refuse_at = k;
             o.host.refuse_all_later = sticky;
             start(&o); /* checks that all memory is freed */
+            /* a message that arrives before its receive is kept in memory of its own: which do
+               is up to the scheduler, so a run can make fewer allocations than the first one */
+            if (o.status == DT_OK && o.host.calls < k) continue;
+            refused++;
             CHECK_MSG(o.status == DT_ERR_MEM && o.took < 20,
                 "allocation %ld of %ld: %s, %.1f s: %s", k, calls, dt_status_name(o.status), o.took,
                 o.report.text);
             CHECK_MSG(
                 o.report.text[0] && o.host.error_lines >= 1, "allocation %ld: no error text", k);
         }
+        CHECK_MSG(refused > calls / 2, "%ld of %ld allocations refused", refused, calls);
     }
 }
 
@@ -1223,7 +1185,11 @@ static dt_status bytes_rank(dt_ctx *ctx, void *user) {
     dt_comm *tp = dt_comm_split(world, me / 2, 0, "tp"),
             *dp = dt_comm_split(world, me % 2, 0, "dp");
     /* logical bytes are equal for both implementations */
-    if (*(const int *)user) world->ops = tp->ops = dp->ops = generic_ops();
+    if (*(const int *)user) {
+        set_direct(world, 1);
+        set_direct(tp, 1);
+        set_direct(dp, 1);
+    }
     dt_comm_set_axis(tp, DT_AXIS_TP);
     dt_comm_set_axis(dp, DT_AXIS_DP);
     CHECK(dt_comm_bytes(ctx, DT_AXIS_NONE) == 0);
@@ -1266,7 +1232,7 @@ static dt_status scalars_rank(dt_ctx *ctx, void *user) {
     dt_comm *world = dt_world(ctx);
     int n = dt_comm_size(world), me = dt_comm_rank(world);
     double many[1000], want[1000];
-    if (*(const int *)user) world->ops = generic_ops();
+    if (*(const int *)user) set_direct(world, 1);
     for (size_t i = 0; i < 1000; i++) {
         many[i] = element(me, i, DT_F64, DT_SUM);
         want[i] = naive(n, i, DT_F64, DT_SUM);
@@ -1438,8 +1404,8 @@ static void test_concurrent(void) {
 
 /* dt_host's alloc aligns to 64 bytes, as does shared memory, so no structure may need more. */
 static void test_alignment(void) {
-    CHECK(_Alignof(dt__world) <= 64 && _Alignof(dt__peer_view) <= 64 &&
-          _Alignof(dt__private_range) <= 64);
+    CHECK(
+        _Alignof(dt__world) <= 64 && _Alignof(dt__peer) <= 64 && _Alignof(dt__private_range) <= 64);
     CHECK(sizeof(dt__rank_state) == DT__CACHE_LINE);
 }
 
@@ -1454,7 +1420,7 @@ int main(void) {
     test_groups();
     test_mail();
     run_well(2, burst_rank, NULL);
-    test_order_while_looking();
+    run_well(3, last_sender_rank, NULL);
     for (generic = 0; generic < 2; generic++) {
         run_well(4, bytes_rank, &generic);
         run_well(5, scalars_rank, &generic);

@@ -345,122 +345,109 @@ static void test_heaps(void) {
 
 /* ---- 3. dt_comm_attach: user threads, user transport ---- */
 
+/* Packets in memory, in the order of their sends. A pair of ranks has at most WINDOW packets under
+   way. After refuse_after sends the link of the next one breaks, which both ranks learn of. */
+enum { WINDOW = 4 };
 typedef struct packet {
     struct packet *next;
-    int from, to, tag;
-    uint32_t channel;
-    uint64_t word;
+    int from, to;
     size_t bytes;
     char *data;
 } packet;
-typedef struct request {
-    struct request *next;
-    int over, rank, from, tag;
-    uint32_t channel;
-    void *buf;
-    size_t room, came;
-    uint64_t word;
-} request;
 typedef struct net {
     pthread_mutex_t lock;
     packet *packets;
-    request *waiting[MAX_RANKS];
-    int failed, refuse_after, begun, live;
-    char text[512];
+    int refuse_after, sends, live;
+    int broken[MAX_RANKS][MAX_RANKS], closed[MAX_RANKS];
 } net;
 typedef struct port {
     net *n;
     int rank;
+    packet *received; /* the packet that the last net_recv returned */
 } port;
 
-static void *net_send(
-    void *user, int to, uint32_t channel, int tag, uint64_t word, const void *buf, size_t bytes) {
+static void packet_free(net *n, packet *k) {
+    if (!k) return;
+    free(k->data);
+    free(k);
+    n->live--;
+}
+
+static int packets_from(const net *n, int from, int to) {
+    int count = 0;
+    for (const packet *k = n->packets; k; k = k->next) count += k->from == from && k->to == to;
+    return count;
+}
+
+static int net_send(
+    void *user, int to, const void *head, size_t head_bytes, const void *body, size_t body_bytes) {
     port *p = (port *)user;
-    packet *k = (packet *)calloc(1, sizeof *k), **at;
-    request *r = (request *)calloc(1, sizeof *r);
-    k->from = p->rank, k->to = to, k->tag = tag, k->channel = channel, k->bytes = bytes,
-    k->word = word;
-    k->data = (char *)malloc(bytes + 1);
-    if (bytes) memcpy(k->data, buf, bytes);
-    r->over = 1;
-    r->rank = -1;
-    pthread_mutex_lock(&p->n->lock);
-    int refuse = p->n->refuse_after && ++p->n->begun > p->n->refuse_after;
-    for (at = &p->n->packets; *at; at = &(*at)->next) {
+    net *n = p->n;
+    packet **at = &n->packets;
+    int answer = 1;
+    if (to == p->rank || head_bytes + body_bytes > DT_PACKET_BYTES)
+        CHECK_MSG(0, "a packet of %zu bytes to rank %d", head_bytes + body_bytes, to);
+    pthread_mutex_lock(&n->lock);
+    if (!n->closed[to] && packets_from(n, p->rank, to) == WINDOW)
+        answer = 0;
+    else if (n->sends++ == n->refuse_after && n->refuse_after)
+        n->broken[p->rank][to] = n->broken[to][p->rank] = 1;
+    if (n->broken[p->rank][to]) answer = -1;
+    if (answer == 1 && !n->closed[to]) {
+        packet *k = (packet *)calloc(1, sizeof *k);
+        k->from = p->rank, k->to = to, k->bytes = head_bytes + body_bytes;
+        k->data = (char *)malloc(k->bytes);
+        memcpy(k->data, head, head_bytes);
+        if (body_bytes) memcpy(k->data + head_bytes, body, body_bytes);
+        while (*at) at = &(*at)->next;
+        *at = k;
+        n->live++;
     }
-    if (!refuse) *at = k, p->n->live++;
-    pthread_mutex_unlock(&p->n->lock);
-    if (refuse) free(k->data), free(k), free(r), r = NULL;
-    return r;
+    pthread_mutex_unlock(&n->lock);
+    return answer;
 }
 
-static void *net_recv(void *user, int from, uint32_t channel, int tag, void *buf, size_t bytes) {
+static const void *net_recv(void *user, int from, int *sender, size_t *bytes) {
     port *p = (port *)user;
-    request *r = (request *)calloc(1, sizeof *r), **at;
-    r->rank = p->rank, r->from = from, r->tag = tag, r->channel = channel, r->buf = buf,
-    r->room = bytes;
+    packet **at = &p->n->packets, *k;
     pthread_mutex_lock(&p->n->lock);
-    for (at = &p->n->waiting[p->rank]; *at; at = &(*at)->next) {
-    }
-    *at = r;
-    p->n->live++;
+    packet_free(p->n, p->received);
+    while (*at && ((*at)->to != p->rank || (from != DT_ANY && (*at)->from != from)))
+        at = &(*at)->next;
+    p->received = k = *at;
+    if (k) *at = k->next, *sender = k->from, *bytes = k->bytes;
     pthread_mutex_unlock(&p->n->lock);
-    return r;
+    return k ? k->data : NULL;
 }
 
-static void net_drop(net *n, request *r) {
-    for (request **at = &n->waiting[r->rank]; *at; at = &(*at)->next)
-        if (*at == r) {
-            *at = r->next;
-            n->live--;
-            return;
-        }
-}
-
-static int net_test(void *user, void *what, int *from, uint64_t *word, size_t *bytes, char *why) {
-    port *p = (port *)user;
-    request *r = (request *)what;
-    int done;
-    pthread_mutex_lock(&p->n->lock);
-    /* the receive that was posted first gets the packet that was sent first */
-    for (request *w = p->n->waiting[p->rank]; w; w = w->next) {
-        for (packet **at = &p->n->packets; *at && !w->over; at = &(*at)->next) {
-            packet *k = *at;
-            if (k->to != p->rank || k->channel != w->channel || k->tag != w->tag) continue;
-            if (w->from != DT_ANY && w->from != k->from) continue;
-            if (k->bytes) memcpy(w->buf, k->data, k->bytes < w->room ? k->bytes : w->room);
-            w->over = 1, w->from = k->from, w->came = k->bytes, w->word = k->word;
-            *at = k->next;
-            free(k->data);
-            free(k);
-            p->n->live--;
-            break;
-        }
-    }
-    done = r->over ? 1 : p->n->failed ? -1 : 0;
-    if (done < 0) snprintf(why, 512, "%s", p->n->text);
-    if (done > 0 && r->rank >= 0) *from = r->from, *bytes = r->came, *word = r->word;
-    if (done && r->rank >= 0) net_drop(p->n, r);
-    if (done) free(r);
-    pthread_mutex_unlock(&p->n->lock);
-    return done;
-}
-
-static void net_cancel(void *user, void *what) {
-    port *p = (port *)user;
-    request *r = (request *)what;
-    pthread_mutex_lock(&p->n->lock);
-    if (r->rank >= 0) net_drop(p->n, r);
-    pthread_mutex_unlock(&p->n->lock);
-    free(r);
-}
-
-static void net_fail(void *user, const char *text) {
+/* A link is lost once its packets have been received. */
+static int net_lost(void *user, int rank, char *why) {
     port *p = (port *)user;
     pthread_mutex_lock(&p->n->lock);
-    if (!p->n->failed) snprintf(p->n->text, sizeof p->n->text, "%s", text);
-    p->n->failed = 1;
+    int lost = (p->n->closed[rank] || p->n->broken[p->rank][rank]) && rank != p->rank &&
+               !packets_from(p->n, rank, p->rank);
     pthread_mutex_unlock(&p->n->lock);
+    if (lost) snprintf(why, 512, "the link to rank %d was lost", rank);
+    return lost;
+}
+
+static void net_close(port *p) {
+    pthread_mutex_lock(&p->n->lock);
+    p->n->closed[p->rank] = 1;
+    packet_free(p->n, p->received);
+    p->received = NULL;
+    pthread_mutex_unlock(&p->n->lock);
+}
+
+static dt_transport net_table(port *p) {
+    dt_transport t;
+    memset(&t, 0, sizeof t);
+    t.name = "queues";
+    t.user = p;
+    t.send = net_send;
+    t.recv = net_recv;
+    t.lost = net_lost;
+    return t;
 }
 
 typedef struct own {
@@ -535,7 +522,7 @@ static void *own_thread(void *arg) {
     cd.rank = o->port.rank;
     cd.host = &o->host->host;
     dt_ctx *ctx = o->team ? dt_team_ctx(o->team, o->port.rank) : dt_ctx_make(cd);
-    dt_transport t = { "queues", &o->port, net_send, net_recv, net_test, net_cancel, net_fail };
+    dt_transport t = net_table(&o->port);
     dt_attach_desc d;
     memset(&d, 0, sizeof d);
     d.rank = o->port.rank;
@@ -543,7 +530,7 @@ static void *own_thread(void *arg) {
     if (!o->team) d.transport = &t, d.size = o->size, d.timeout_s = 30;
     if (!ctx) {
         o->status = DT_ERR_MEM;
-        net_fail(&o->port, "no context");
+        net_close(&o->port);
         return NULL;
     }
     dt_comm *world = dt_comm_attach(ctx, d);
@@ -577,6 +564,7 @@ static void *own_thread(void *arg) {
     o->attached = world != NULL;
     dt_comm_detach(ctx, dt_error(ctx));
     dt_ctx_free(ctx);
+    net_close(&o->port);
     return NULL;
 }
 
@@ -599,9 +587,7 @@ static double own_run(own *all, int n, int mode, int team, spy *host, net *q) {
     while (q->packets) {
         packet *k = q->packets;
         q->packets = k->next;
-        free(k->data);
-        free(k);
-        q->live--;
+        packet_free(q, k);
     }
     return seconds() - from;
 }
@@ -617,7 +603,7 @@ static void test_attach(void) {
             own_run(all, n, GOOD, team, &host, &q);
             for (int r = 0; r < n; r++) CHECK(all[r].status == DT_OK && all[r].attached);
             CHECK_MSG(host.live == 0 && q.live == 0,
-                "team %d: %ld blocks, %d requests were not freed", team, host.live, q.live);
+                "team %d: %ld blocks, %d packets were not freed", team, host.live, q.live);
         }
         spy host;
         net q;
@@ -628,7 +614,7 @@ static void test_attach(void) {
             CHECK_MSG(all[r].status && strstr(all[r].text, "a failure of this rank"), "team %d: %s",
                 team, all[r].text);
         CHECK_MSG(host.live == 0 && q.live == 0 && took < 10,
-            "not freed: %ld blocks, %d requests; %.1f s", host.live, q.live, took);
+            "not freed: %ld blocks, %d packets; %.1f s", host.live, q.live, took);
     }
     /* allocations, and then transport calls, fail: all ranks learn of it, and everything is
        freed */
@@ -646,7 +632,7 @@ static void test_attach(void) {
             int failed = 0;
             for (int r = 0; r < 3; r++) failed += all[r].status != DT_OK;
             CHECK_MSG(host.live == 0 && q.live == 0 && took < 10 && (failed == 3 || failed == 0),
-                "%d at %ld: %ld blocks, %d requests, %.1f s, %d failed: %s", what, k, host.live,
+                "%d at %ld: %ld blocks, %d packets, %.1f s, %d failed: %s", what, k, host.live,
                 q.live, took, failed, all[0].text);
         }
     }
@@ -659,7 +645,7 @@ static void test_attach(void) {
         memset(&d, 0, sizeof d);
         cd.host = &host.host;
         dt_ctx *ctx = dt_ctx_make(cd);
-        dt_transport t = { "none", NULL, net_send, net_recv, net_test, net_cancel, net_fail };
+        dt_transport t = net_table(NULL);
         if (i > 0) d.transport = &t;
         d.size = i == 2 ? 0 : 2;
         d.rank = i == 3 ? 2 : i == 4 ? -1 : 0;

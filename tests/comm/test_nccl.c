@@ -21,9 +21,9 @@ int main(void) {
 }
 #else
 
-#define DT_NCCL_F32_WINDOW 96 /* so small that the tests' sums need several windows */
 #define DT_IMPLEMENTATION
 #include "dt_zero.h"
+#include <nccl.h>
 #include "tests/cuda/fake_cuda.h"
 #include "tests/comm/rank_data.h"
 
@@ -334,7 +334,7 @@ static array filled(dt_ctx *ctx, size_t n, int from, int tag) {
 }
 
 enum { LETTERS = 6 };
-/* 1,024 floats still travel over sockets */
+/* the smallest still travel over sockets */
 static const size_t lengths[LETTERS] = { 1, 1024, 1025, 5000, 20011, 3 };
 
 /* Messages around the ring: all are sent at once and received in another order. */
@@ -383,10 +383,10 @@ static void more_mail(dt_comm *world) {
     if (!in.at || !all.at) return;
     for (int i = 0; i < MANY; i++) out[i] = filled(ctx, LONG, me, i);
     for (int i = 0; i < MANY; i++)
-        sends[i] = dt_send_start(world, out[i].at, i % 3 ? LONG : 5, DT_F32, right, 9);
+        sends[i] = dt_send_start(world, out[i].at, i % 3 ? LONG : 4, DT_F32, right, 9);
     for (int i = 0; i < MANY; i++) {
-        dt_recv(world, in.at, i % 3 ? LONG : 5, DT_F32, left, 9);
-        CHECK(holds(ctx, in, i % 3 ? LONG : 5, left, i));
+        dt_recv(world, in.at, i % 3 ? LONG : 4, DT_F32, left, 9);
+        CHECK(holds(ctx, in, i % 3 ? LONG : 4, left, i));
     }
     for (int i = 0; i < MANY; i++) dt_wait(ctx, sends[i]);
     if (me > 0) dt_send(world, out[me % MANY].at, LONG, DT_F32, 0, 3);
@@ -497,7 +497,19 @@ static void test_overlap(void) {
 
 // ==== 6. Failures ===============================================================================
 
-enum { FAILS, LATE, STAYS_AWAY, OTHER_COUNT, OTHER_OP, HOST_MEMORY, FEW_DEVICES, ASYNC, MISTAKES };
+enum {
+    FAILS,
+    LATE,
+    STAYS_AWAY,
+    OTHER_COUNT,
+    OTHER_OP,
+    HOST_MEMORY,
+    FEW_DEVICES,
+    ASYNC,
+    CIRCLE,
+    MIXED,
+    MISTAKES
+};
 static const struct {
     const char *text;
     dt_status status;
@@ -511,7 +523,21 @@ static const struct {
     { "calls all-reduce f32 x 4 sum in host memory", DT_ERR_COMM, 3 },
     { "Duplicate GPU detected", DT_ERR_COMM, 3 },
     { "NCCL: a communicator", DT_ERR_COMM, 3 },
+    { "deadlock: rank 0 waits in receive f32 x 3000", DT_ERR_COMM, 3 },
+    { "rank 0's buffer is in a device's memory, this rank's is not", DT_ERR_COMM, 3 },
 };
+
+/* CIRCLE: each rank waits for a message that only NCCL would carry. MIXED: a message from a device's
+   memory to the host's. */
+static void failing_message(dt_ctx *ctx, int what, array a) {
+    dt_comm *world = dt_world(ctx);
+    int me = dt_ctx_rank(ctx);
+    float *host = (float *)malloc(3000 * sizeof *host);
+    if (what == CIRCLE) dt_recv(world, a.at, 3000, DT_F32, (me + 1) % 3, 0);
+    if (what == MIXED && me == 0) dt_send(world, a.at, 3000, DT_F32, 1, 0);
+    if (what == MIXED && me == 1) dt_recv(world, host, 3000, DT_F32, 0, 0);
+    free(host);
+}
 
 static dt_status failing_call(dt_ctx *ctx, const job *j, array a, array b) {
     dt_comm *world = dt_world(ctx);
@@ -524,6 +550,7 @@ static dt_status failing_call(dt_ctx *ctx, const job *j, array a, array b) {
     for (int step = 0; step < 120 && j->what != LATE && j->what != STAYS_AWAY; step++)
         dt_comm_step(world);
     dt_all_reduce(world, a.at, b.at, 3000, DT_F32, DT_SUM);
+    if (j->what >= CIRCLE) failing_message(ctx, j->what, a);
     if (bad && j->what == FAILS) return dt_fail(ctx, DT_ERR_ARG, "out of ideas");
     if (bad && j->what == STAYS_AWAY) return from_device(ctx, host, b.at, 16), dt_error(ctx);
     while (
@@ -725,82 +752,115 @@ static void test_pending_operations(void) {
 
 // ==== 8. A communicator provided by the caller ==================================================
 
-/* The caller provides the transport, too: here the messages of a run over tcp. what 1: rank 0 is
-   the only rank to call an all-reduce. */
+/* The caller provides the transport, too: queues of packets between threads. what 1: rank 0 is the
+   only rank to call an all-reduce. */
+enum { ATTACHED = 4, PACKETS = 64 };
+typedef struct packets {
+    pthread_mutex_t lock;
+    uint64_t sent, received;
+    size_t bytes[PACKETS];
+    uint64_t data[PACKETS][DT_PACKET_BYTES / 8];
+} packets;
+static packets queues[ATTACHED][ATTACHED];
 static ncclUniqueId given_id;
-static dt_status attached_rank(dt_ctx *ctx, void *user) {
-    int fails = ((const job *)user)->what;
-    dt_comm *world = dt_world(ctx);
-    dt__world *w = world->world;
-    ncclComm_t comm = NULL;
-    dt_ctx *mine =
-        dt_ctx_make((dt_ctx_desc){ .rank = dt_ctx_rank(ctx), .local_rank = dt_ctx_rank(ctx) });
-    CHECK(
-        ncclCommInitRank(&comm, dt_comm_size(world), given_id, dt_comm_rank(world)) == ncclSuccess);
-    dt_comm *own = dt_comm_attach(mine, (dt_attach_desc){ .rank = dt_ctx_rank(ctx),
-                                            .transport = &w->transport,
-                                            .size = dt_comm_size(world),
-                                            .timeout_s = fails ? 1 : 30,
-                                            .nccl = comm });
-    CHECK(own && dt_error(mine) == DT_OK);
-    if (own) sweep(own, 40);
-    dt_comm *pair = own ? dt_comm_split(own, dt_comm_rank(own) / 2, 0, "pair") : NULL;
-    if (pair) sweep(pair, 100);
-    dt_barrier(own);
-    if (fails) {
-        array a = array_make(mine, SOME * 4);
-        double begin = seconds();
-        for (int step = 0; step < 120; step++) dt_comm_step(own);
-        if (dt_comm_rank(own) == 0)
-            dt_all_reduce(own, a.at, a.at, SOME, DT_F32, DT_SUM);
-        else
-            sleep_past_timeout();
-        dt__sync(mine);
-        array_free(mine, a);
-        dt_comm_detach(mine, DT_OK);
-        CHECK_MSG(seconds() - begin < 4 &&
-                      (dt_error(mine) == DT_ERR_TIMEOUT) == (dt_comm_rank(world) == 0),
-            "rank %d after %.1f s: %s", dt_comm_rank(world), seconds() - begin,
-            dt_error_text(mine));
-    } else {
-        dt_comm_detach(mine, DT_OK);
-        CHECK_MSG(dt_error(mine) == DT_OK, "%s", dt_error_text(mine));
+
+typedef struct attached {
+    int rank, fails;
+    pthread_t thread;
+    uint64_t packet[DT_PACKET_BYTES / 8];
+} attached;
+
+static int queue_send(
+    void *user, int to, const void *head, size_t head_bytes, const void *body, size_t body_bytes) {
+    packets *q = &queues[((attached *)user)->rank][to];
+    pthread_mutex_lock(&q->lock);
+    int taken = q->sent - q->received < PACKETS;
+    char *at = (char *)q->data[q->sent % PACKETS];
+    if (taken) {
+        memcpy(at, head, head_bytes);
+        if (body_bytes) memcpy(at + head_bytes, body, body_bytes);
+        q->bytes[q->sent++ % PACKETS] = head_bytes + body_bytes;
     }
-    /* after a failure the communicator has been aborted */
-    if (dt_error(mine) == DT_OK) CHECK(ncclCommDestroy(comm) == ncclSuccess);
-    dt_ctx_free(mine);
-    return dt_error(ctx);
+    pthread_mutex_unlock(&q->lock);
+    return taken;
+}
+
+static const void *queue_recv(void *user, int from, int *sender, size_t *bytes) {
+    attached *a = (attached *)user;
+    int came = 0;
+    (void)from;
+    for (int r = 0; r < ATTACHED && !came; r++) {
+        packets *q = &queues[r][a->rank];
+        pthread_mutex_lock(&q->lock);
+        came = q->received < q->sent;
+        if (came) {
+            *sender = r;
+            *bytes = q->bytes[q->received % PACKETS];
+            memcpy(a->packet, q->data[q->received++ % PACKETS], *bytes);
+        }
+        pthread_mutex_unlock(&q->lock);
+    }
+    return came ? a->packet : NULL;
+}
+
+static void hang_alone(dt_ctx *ctx, dt_comm *own) {
+    array a = array_make(ctx, SOME * 4);
+    for (int step = 0; step < 120; step++) dt_comm_step(own);
+    if (dt_comm_rank(own) == 0)
+        dt_all_reduce(own, a.at, a.at, SOME, DT_F32, DT_SUM);
+    else
+        sleep_past_timeout();
+    dt__sync(ctx);
+    array_free(ctx, a);
 }
 
 static void *attached_main(void *p) {
-    seat *s = (seat *)p;
-    char place[32];
-    snprintf(place, sizeof place, "127.0.0.1:%d", s->job->port);
-    dt_run((dt_run_desc){ .ranks = s->job->ranks,
-               .backend = DT_BACKEND_TCP,
-               .timeout_s = 30,
-               .kernels = dt_kernels_cpu(),
-               .report = &s->job->report[s->rank],
-               .rank = s->rank,
-               .rendezvous = place },
-        attached_rank, s->job);
+    attached *a = (attached *)p;
+    ncclComm_t comm = NULL;
+    dt_host host = *dt_host_default();
+    if (a->fails) host.log = log_quietly;
+    dt_ctx *ctx =
+        dt_ctx_make((dt_ctx_desc){ .rank = a->rank, .local_rank = a->rank, .host = &host });
+    dt_transport transport = {
+        .name = "queues", .user = a, .send = queue_send, .recv = queue_recv
+    };
+    CHECK(ncclCommInitRank(&comm, ATTACHED, given_id, a->rank) == ncclSuccess);
+    dt_comm *own = dt_comm_attach(ctx, (dt_attach_desc){ .rank = a->rank,
+                                           .transport = &transport,
+                                           .size = ATTACHED,
+                                           .timeout_s = a->fails ? 1 : 30,
+                                           .nccl = comm });
+    CHECK(own && dt_error(ctx) == DT_OK);
+    if (own) sweep(own, 40);
+    dt_comm *pair = own ? dt_comm_split(own, a->rank / 2, 0, "pair") : NULL;
+    if (pair) sweep(pair, 100);
+    dt_barrier(own);
+    double begin = seconds();
+    if (a->fails) hang_alone(ctx, own);
+    dt_comm_detach(ctx, DT_OK);
+    CHECK_MSG(seconds() - begin < 4 && a->fails
+                  ? (dt_error(ctx) == DT_ERR_TIMEOUT) == (a->rank == 0)
+                  : dt_error(ctx) == DT_OK,
+        "rank %d after %.1f s: %s", a->rank, seconds() - begin, dt_error_text(ctx));
+    /* after a failure the communicator has been aborted */
+    if (dt_error(ctx) == DT_OK) CHECK(ncclCommDestroy(comm) == ncclSuccess);
+    dt_ctx_free(ctx);
     return NULL;
 }
 
 static void test_attach(int fails) {
-    job j = { .ranks = 4, .port = free_port(), .what = fails };
-    pthread_t threads[4];
-    seat seats[4];
-    make_machine(4, 5, FAKE_CUDA_RANDOM);
+    attached ranks[ATTACHED];
+    memset(queues, 0, sizeof queues);
+    make_machine(ATTACHED, 5, FAKE_CUDA_RANDOM);
     ncclGetUniqueId(&given_id);
-    for (int r = 0; r < 4; r++) {
-        seats[r] = (seat){ &j, r };
-        pthread_create(&threads[r], NULL, attached_main, &seats[r]);
+    for (int i = 0; i < ATTACHED * ATTACHED; i++)
+        pthread_mutex_init(&queues[i / ATTACHED][i % ATTACHED].lock, NULL);
+    for (int r = 0; r < ATTACHED; r++) {
+        ranks[r].rank = r;
+        ranks[r].fails = fails;
+        pthread_create(&ranks[r].thread, NULL, attached_main, &ranks[r]);
     }
-    for (int r = 0; r < 4; r++) pthread_join(threads[r], NULL);
-    if (!fails) check_clean(&j, "a communicator provided by the caller");
-    /* the run of rank 0 succeeds */
-    for (int r = 0; r < 4 && fails; r++) CHECK(j.report[r].status == (r ? DT_ERR_PEER : DT_OK));
+    for (int r = 0; r < ATTACHED; r++) pthread_join(ranks[r].thread, NULL);
     CHECK_MSG(!fake_cuda_error() && fake_cuda_leaks(1) == 0, "%s", fake_cuda_error());
 }
 

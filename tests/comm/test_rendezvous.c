@@ -317,7 +317,7 @@ static void test_refusals(void) {
     send(v.fd, &v.ours, 12, MSG_NOSIGNAL); /* magic and version suffice for the refusal */
     CHECK(receive_message(v.fd, &v.answer) && v.answer.kind == DT__TCP_REFUSED &&
           v.answer.version == DT__TCP_VERSION &&
-          strcmp(dt__tcp_reason(&v.ours, &v.answer).s, "version 7 of the protocol, not 2") == 0);
+          strcmp(dt__tcp_reason(&v.ours, &v.answer).s, "version 7 of the protocol, not 3") == 0);
     close(v.fd);
     /* a proof first, or a second hello: the connection is closed without an answer */
     v = visit_make(loopback(j->port), 2, 4, token);
@@ -365,7 +365,7 @@ static void test_replay(void) {
         ((char *)&changed)[said[i]] ^= 1;
         send(v.fd, &changed, sizeof changed, MSG_NOSIGNAL);
         CHECK(receive_message(v.fd, &v.theirs));
-        dt__tcp_prove(&v.t, "caller", &v.ours, &v.theirs, v.proof.proof);
+        dt__tcp_prove(v.key, "caller", &v.ours, &v.theirs, v.proof.proof);
         send(v.fd, &v.proof, sizeof v.proof, MSG_NOSIGNAL);
         CHECK_MSG(receive_message(v.fd, &v.answer) && v.answer.reason == DT__TCP_WRONG_TOKEN,
             "field %zu is not covered by the proof", i);
@@ -398,7 +398,7 @@ static const char *const fake_says[] = {
     "does not prove that it is rank 0 of this job",
     "is not rank 0 of a job",
     "refuses this rank: the token is not this job's",
-    "refuses this rank: version 2 of the protocol, not 9",
+    "refuses this rank: version 3 of the protocol, not 9",
     "is not rank 0 of a job",
     "timeout 1.0 s: rank 0 did not come to 127.0.0.1:",
 };
@@ -426,7 +426,7 @@ static void act_as_host(int door, int how, const visit *overheard) {
         welcome.kind = DT__TCP_WELCOME;
         if (how == HIS_OWN_PROOF) memcpy(welcome.proof, proof.proof, sizeof welcome.proof);
         if (how == REPLAYED) memcpy(welcome.proof, overheard->answer.proof, sizeof welcome.proof);
-        if (how == OTHER_TOKEN) dt__tcp_prove(&v.t, "host", &hello, &v.ours, welcome.proof);
+        if (how == OTHER_TOKEN) dt__tcp_prove(v.key, "host", &hello, &v.ours, welcome.proof);
         send(fd, &welcome, sizeof welcome, MSG_NOSIGNAL);
     }
     char c;
@@ -944,7 +944,8 @@ static void run_and_capture(spoken *s, dt_run_desc desc, rank_fn fn) {
 static void bad_peer(int port, int speaks) {
     char room[sizeof(dt__tcp_table) + 2 * sizeof(dt__tcp_address)];
     struct {
-        dt__tcp_frame frame;
+        dt__tcp_header header;
+        dt__frame frame;
         char text[sizeof bad - 1];
     } last;
     visit v = visit_make(loopback(port), 1, 2, token);
@@ -953,13 +954,15 @@ static void bad_peer(int port, int speaks) {
     if (!shake_hands(&v, 0) || recv(v.fd, room, sizeof room, MSG_WAITALL) != (ssize_t)sizeof room)
         _exit(1);
     memset(&last, 0, sizeof last);
-    last.frame.magic = DT__TCP_FRAME_MAGIC;
-    last.frame.kind = DT__TCP_ABORT;
-    last.frame.channel = 1;
-    last.frame.tag = DT_ERR_ARG;
-    last.frame.bytes = sizeof last.text;
+    last.header.magic = DT__TCP_FRAME_MAGIC;
+    last.header.kind = DT__TCP_PACKET;
+    last.header.bytes = sizeof last.frame + sizeof last.text;
+    last.frame.kind = DT__ABORT;
+    last.frame.tag = 1;
+    last.frame.count = DT_ERR_ARG;
     memcpy(last.text, bad, sizeof last.text);
-    if (speaks) send(v.fd, &last, sizeof last.frame + sizeof last.text, MSG_NOSIGNAL);
+    if (speaks)
+        send(v.fd, &last, sizeof last.header + sizeof last.frame + sizeof last.text, MSG_NOSIGNAL);
     close(v.fd);
     _exit(0);
 }

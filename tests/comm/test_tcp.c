@@ -86,6 +86,34 @@ static dt_status early_end_rank(dt_ctx *ctx, void *user) {
     return status;
 }
 
+/* Late ranks are no deadlock: in turn each rank waits so long that it reports its wait, while the
+   other does not wait. */
+static dt_status late_rank(dt_ctx *ctx, void *user) {
+    dt_comm *world = dt_world(ctx);
+    int me = dt_comm_rank(world), x = 0;
+    (void)user;
+    for (int i = 0; i < 8 && dt_error(ctx) == DT_OK; i++) {
+        if (me == i % 2) nap(0.06);
+        if (me == i % 2) dt_send(world, &i, 1, DT_I32, 1 - me, 1);
+        if (me != i % 2) CHECK(dt_recv(world, &x, 1, DT_I32, 1 - me, 1) == DT_OK && x == i);
+    }
+    return dt_error(ctx);
+}
+
+/* Both ranks wait for one message that is long on its way: no deadlock either. */
+static dt_status long_rank(dt_ctx *ctx, void *user) {
+    enum { LONG_COUNT = 50000000 };
+    dt_comm *world = dt_world(ctx);
+    float *a = (float *)calloc(LONG_COUNT, sizeof *a);
+    (void)user;
+    if (dt_comm_rank(world) == 0)
+        dt_send(world, a, LONG_COUNT, DT_F32, 1, 1);
+    else
+        dt_recv(world, a, LONG_COUNT, DT_F32, 0, 1);
+    free(a);
+    return dt_error(ctx);
+}
+
 /* ---- 3. failures ---- */
 
 enum { FAILS = 0, RETURNS, KILLED, GARBAGE, HUGE_FRAME, CUT_FRAME, N_ENDS };
@@ -101,7 +129,7 @@ static void raw_to_all(dt_comm *world, const void *p, size_t bytes) {
 
 static dt_status end_rank(dt_ctx *ctx, int how) {
     static const char garbage[100] = "GET / HTTP/1.1";
-    dt__tcp_frame frame = { DT__TCP_FRAME_MAGIC, DT__TCP_DATA, 0, 0, (uint64_t)1 << 50, 0 };
+    dt__tcp_header frame = { DT__TCP_FRAME_MAGIC, DT__TCP_PACKET, (uint64_t)1 << 50, 0 };
     if (how == FAILS) return dt_fail(ctx, DT_ERR_NUMERIC, "the injected failure");
     if (how == RETURNS) return DT_ERR_IO;
     if (how == GARBAGE) raw_to_all(dt_world(ctx), garbage, sizeof garbage);
@@ -198,25 +226,28 @@ static dt_status deliver_then_lost_rank(dt_ctx *ctx, void *user) {
     return status;
 }
 
-/* Rank 0 fails halfway through a large send while the receiver does not poll. The failure text
-   follows the message. */
+/* Rank 0 fails halfway through a large send while the receiver does not poll, what 0: before the
+   receive, 1: within it. The failure text follows the message. */
 static dt_status half_way_rank(dt_ctx *ctx, void *user) {
     dt_comm *world = dt_world(ctx);
     enum { N = 4000000 };
+    int posted = ((const job *)user)->what;
     float *a = (float *)calloc(N, sizeof *a);
     size_t bad = 0;
-    (void)user;
     for (int i = 0; i < N; i++) a[i] = 1;
     dt_barrier(world);
     if (dt_comm_rank(world) == 0) {
         dt_work *work = dt_send_start(world, a, N, DT_F32, 1, 0);
+        for (int i = 0; i < 100 * posted; i++, nap(1e-3)) dt_test(ctx, work);
         dt_fail(ctx, DT_ERR_NUMERIC, "half-way");
         dt_wait(ctx, work);
         memset(a, 0, N * sizeof *a); /* after the failure the buffer belongs to the caller again */
     } else {
         memset(a, 0, N * sizeof *a);
+        dt_work *work = posted ? dt_recv_start(world, a, N, DT_F32, 0, 0) : NULL;
+        for (int i = 0; i < 3 * posted; i++, nap(0.01)) dt_test(ctx, work);
         nap(0.6);
-        if (dt_recv(world, a, N, DT_F32, 0, 0) == DT_OK) {
+        if ((posted ? dt_wait(ctx, work) : dt_recv(world, a, N, DT_F32, 0, 0)) == DT_OK) {
             for (int i = 0; i < N; i++) bad += a[i] != 1;
             CHECK_MSG(bad == 0, "%zu elements of a delivered message are wrong", bad);
         }
@@ -359,9 +390,9 @@ static void test_words(void) {
     }
 }
 
-/* Rank 0 sends a large message that has no receive yet, while rank 1 waits for rank 0 in another
-   operation. This is not a deadlock, because the bytes move. It is legal without the comparison of
-   calls. */
+/* Rank 0 sends a message that has no receive yet, while rank 1 waits for rank 0 in another
+   operation. An eager message lets rank 0 continue, so this is legal without the comparison of
+   calls. A large message waits for its receiver, as over every transport: a deadlock. */
 static dt_status crossing_rank(dt_ctx *ctx, void *user) {
     const job *j = (const job *)user;
     dt_comm *world = dt_world(ctx), *other = dt_comm_split(world, 0, 0, "other");
@@ -377,13 +408,18 @@ static dt_status crossing_rank(dt_ctx *ctx, void *user) {
 }
 
 static void test_crossing(void) {
-    for (int turn = 0; turn < 3; turn++) {
-        job *j = job_make(2, crossing_rank, 40000000);
+    for (int turn = 0; turn < 2; turn++) {
+        job *j = job_make(2, crossing_rank, turn ? 40000000 : DT_EAGER_BYTES / 4);
         j->check = -1;
         job_start(j);
         job_wait(j);
-        CHECK_MSG(j->result[0].status == DT_OK && j->result[1].status == DT_OK, "%s",
-            j->result[0].report.text);
+        const char *text = j->result[0].report.text;
+        if (turn == 0)
+            CHECK_MSG(j->result[0].status == DT_OK && j->result[1].status == DT_OK, "%s", text);
+        else
+            CHECK_MSG(j->result[0].status == DT_ERR_COMM && strstr(text, "deadlock: ") &&
+                          strstr(text, "gather f32 x 40000000 root 1") && j->result[0].took < 5,
+                "%s", text);
         job_free(j);
     }
 }
@@ -394,16 +430,20 @@ int main(void) {
     test_overlap();
     run_well(2, many_sends, 0);
     run_well(3, early_end_rank, 0);
+    run_well(2, late_rank, 0);
+    run_well(2, long_rank, 0);
     test_two_jobs();
     test_faults();
     job *j = run_job(2, deliver_then_lost_rank, 0);
     CHECK(j->result[0].ended && says_lost(j->result[0].report.text, 1));
     job_free(j);
-    j = run_job(2, half_way_rank, 0);
-    for (int rank = 0; rank < 2; rank++)
-        CHECK_MSG(strcmp(j->result[rank].report.text, "rank 0: half-way") == 0, "%s",
-            j->result[rank].report.text);
-    job_free(j);
+    for (int posted = 0; posted < 2; posted++) {
+        j = run_job(2, half_way_rank, posted);
+        for (int rank = 0; rank < 2; rank++)
+            CHECK_MSG(strcmp(j->result[rank].report.text, "rank 0: half-way") == 0, "posted %d: %s",
+                posted, j->result[rank].report.text);
+        job_free(j);
+    }
     test_misuse();
     test_words();
     test_crossing();

@@ -19,7 +19,6 @@
 #include "tests/cuda/cuda_on_cpu.h"
 #endif
 
-#define DT_USE_CUDA
 #define DT_IMPLEMENTATION
 #include "dt_tensor.h"
 

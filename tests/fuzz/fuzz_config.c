@@ -140,10 +140,10 @@ static void fuzz_value(int id, const value *v) {
         fuzz_must(v->number >= o->lo && v->number <= o->hi, "its limits");
         fuzz_must(x == v->number && (o->kind == REAL || floor(x) == x), "its number");
     } else if (o->kind == WORD) {
-        const char *word = o->arg;
+        const char *arg = notation(id), *word = arg;
         for (; n < v->number; n++) word += strcspn(word, "|;") + 1;
         size_t length = strcspn(word, "|;");
-        fuzz_must(word < o->arg + strcspn(o->arg, ";"), "a word that is built");
+        fuzz_must(word < arg + strcspn(arg, ";"), "a word that is built");
         fuzz_must(length == strlen(v->text) && memcmp(word, v->text, length) == 0, "its word");
     } else if (o->kind != TEXT) {
         fuzz_must(strcmp(v->text, v->number ? "on" : "off") == 0, "on or off");

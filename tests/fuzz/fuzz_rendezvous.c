@@ -14,11 +14,14 @@ enum { RANKS = 3 };
 
 typedef struct hostile {
     dt_ctx *ctx;
+    dt__tcp_rendezvous r;
+    dt__tcp_link links[RANKS];
+    dt__tcp_address addresses[RANKS];
+    dt__tcp_pending pending[2];
+    uint8_t key[32];
     dt__tcp t;
     dt__tcp_peer peers[RANKS];
     struct pollfd polls[RANKS];
-    dt__tcp_pending pending[2];
-    dt__tcp_listener listener;
     char input[DT__TCP_INPUT_BYTES];
     int fds[2]; /* dt's end, and the test's end */
     double clock;
@@ -40,22 +43,24 @@ static dt_host fuzz_host(hostile *h) {
 static void hostile_make(hostile *h, const dt_host *host, int rank) {
     memset(h, 0, sizeof *h);
     h->ctx = dt_ctx_make((dt_ctx_desc){ .seed = 1, .host = host, .mem_limit = 1 << 20 });
-    h->t.ctx = h->ctx;
-    h->t.host = host;
-    h->t.watch = dt__stopwatch_start(host, 1e9);
-    h->t.rank = rank;
-    h->t.size = RANKS;
-    h->t.timeout_s = 1;
-    h->t.job = 77;
+    h->r.ctx = h->t.ctx = h->ctx;
+    h->r.host = h->t.host = host;
+    h->r.watch = dt__stopwatch_start(host, 1e9);
+    h->r.rank = h->t.rank = rank;
+    h->r.size = h->t.size = RANKS;
+    h->r.timeout_s = 1;
+    h->r.job = 77;
+    h->r.key = h->key;
+    h->r.listener = -1;
+    h->r.slots = 2;
+    h->r.pending = h->pending;
+    h->r.addresses = h->addresses;
+    h->r.links = h->links;
     h->t.peers = h->peers;
+    h->t.links = h->links;
     h->t.polls = h->polls;
     h->t.input = h->input;
-    h->t.listener = &h->listener;
-    h->listener.fd = -1;
-    h->listener.first_rank = rank + 1;
-    h->listener.pending = h->pending;
-    h->listener.slots = 2;
-    for (int i = 0; i < RANKS; i++) h->peers[i].fd = -1, h->peers[i].rank = i;
+    for (int i = 0; i < RANKS; i++) h->links[i].fd = h->peers[i].fd = -1, h->peers[i].rank = i;
     h->pending[0].fd = h->pending[1].fd = -1;
     fuzz_must(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, h->fds) == 0, "no sockets");
 }
@@ -63,16 +68,13 @@ static void hostile_make(hostile *h, const dt_host *host, int rank) {
 static void hostile_free(hostile *h) {
     dt__tcp *t = &h->t;
     for (int i = 0; i < RANKS; i++) {
-        dt__tcp_close_peer(&h->peers[i], DT__TCP_LOST);
-        for (const char *c = h->peers[i].host; *c; c += dt_printable(c))
+        dt__tcp_close_peer(&h->peers[i]);
+        dt__tcp_free_bulks(t, h->peers[i].pulls);
+        if (h->links[i].fd >= 0) close(h->links[i].fd);
+        for (const char *c = h->links[i].host; *c; c += dt_printable(c))
             fuzz_must(dt_printable(c) > 0, "a host's name with control characters");
     }
-    while (t->unexpected) dt__tcp_unexpected_remove(t, t->unexpected);
-    while (t->free_requests) {
-        dt__tcp_request *r = t->free_requests;
-        t->free_requests = r->next;
-        dt_free(t->ctx, DT_MEM_HOST, r, sizeof *r);
-    }
+    dt__tcp_free_bulks(t, t->unused_bulks);
     for (int i = 0; i < 2; i++)
         if (h->pending[i].fd >= 0) close(h->pending[i].fd);
     close(h->fds[1]);
@@ -99,7 +101,7 @@ static dt__tcp_handshake message_of(const unsigned char *data, size_t bytes, uin
 }
 
 static void read_listener(hostile *h) {
-    if (h->pending[0].fd >= 0) dt__tcp_read_pending(&h->t, &h->pending[0], h->clock);
+    if (h->pending[0].fd >= 0) dt__tcp_read_pending(&h->r, &h->pending[0], h->clock);
 }
 
 static void fuzz_listener(
@@ -109,6 +111,7 @@ static void fuzz_listener(
     int proved = 0;
     memset(&theirs, 0, sizeof theirs);
     h->pending[0].fd = h->fds[0];
+    h->pending[0].state = DT__TCP_AWAIT_HELLO;
     h->pending[0].deadline = 1e9;
     for (size_t at = 0; at < bytes && !messages; at += step) {
         send(h->fds[1], data + at, bytes - at < step ? bytes - at : step, MSG_NOSIGNAL);
@@ -120,7 +123,7 @@ static void fuzz_listener(
         dt__tcp_handshake message =
             message_of(data + from, bytes - from, turn ? DT__TCP_PROOF : DT__TCP_HELLO);
         if (turn == 1 && message.proof[0] == 1) {
-            dt__tcp_prove(&h->t, "caller", &hello, &theirs, message.proof);
+            dt__tcp_prove(h->key, "caller", &hello, &theirs, message.proof);
             proved = 1;
         }
         for (size_t at = 0; at < size; at += step) {
@@ -131,76 +134,77 @@ static void fuzz_listener(
         hostile_receive(h, turn ? &ours : &theirs);
     }
     for (int i = 0; i < RANKS; i++) {
-        fuzz_must(h->peers[i].fd < 0 || proved, "a connection is accepted without a proof");
-        fuzz_must(h->peers[i].fd < 0 || (i > h->t.rank && hello.rank == i && hello.size == RANKS),
+        fuzz_must(h->links[i].fd < 0 || proved, "a connection is accepted without a proof");
+        fuzz_must(h->links[i].fd < 0 || (i > h->r.rank && hello.rank == i && hello.size == RANKS),
             "a connection is accepted as the wrong rank");
     }
     fuzz_must(dt_error(h->ctx) == DT_OK, "an unauthenticated connection fails the job");
 }
 
 static void fuzz_caller(hostile *h, const unsigned char *data, size_t bytes) {
-    dt__tcp_address places[RANKS], there = { 0, 1 };
     const char *reason = "";
     const size_t size = sizeof(dt__tcp_handshake);
     dt__tcp_handshake hello = message_of(data, bytes, DT__TCP_HELLO), welcome, ours;
-    h->t.job = 0;
+    h->r.job = 0;
     hello.rank = data[0] & 1 ? 0 : hello.rank;
     /* computes dt's first message, to make a valid proof: its nonce is the first with a seed of
        0 */
-    ours = dt__tcp_handshake_make(&h->t, DT__TCP_HELLO);
-    h->t.nonce_count = 0;
+    ours = dt__tcp_handshake_make(&h->r, DT__TCP_HELLO);
+    h->r.nonce_count = 0;
     size_t from = bytes < size ? bytes : size;
     welcome = message_of(data + from, bytes - from, DT__TCP_WELCOME);
     welcome.rank = hello.rank;
     int proves = welcome.proof[0] == 1;
-    if (proves) dt__tcp_prove(&h->t, "host", &ours, &hello, welcome.proof);
+    if (proves) dt__tcp_prove(h->key, "host", &ours, &hello, welcome.proof);
     send(h->fds[1], &hello, sizeof hello, MSG_NOSIGNAL);
     send(h->fds[1], &welcome, sizeof welcome, MSG_NOSIGNAL);
     from = bytes < 2 * size ? bytes : 2 * size;
     send(h->fds[1], data + from, bytes - from, MSG_NOSIGNAL);
     shutdown(h->fds[1], SHUT_WR);
-    int done = dt__tcp_shake_hands(&h->t, h->fds[0], 0, there, 1e9, &reason);
+    int done = dt__tcp_shake_hands(&h->r, h->fds[0], 0, 1e9, &reason);
     fuzz_must((done < 0) == (dt_error(h->ctx) != DT_OK), "the status does not match the error");
     fuzz_must(done <= 0 || proves, "a host is accepted without a proof");
-    fuzz_must((h->peers[0].fd >= 0) == (done > 0), "a connection is used without a welcome");
+    fuzz_must((h->links[0].fd >= 0) == (done > 0), "a connection is used without a welcome");
     if (done > 0) {
-        dt_status status = dt__tcp_recv_table(&h->t, places);
+        dt_status status = dt__tcp_recv_table(&h->r);
         fuzz_must(status == dt_error(h->ctx) && strlen(dt_error_text(h->ctx)) < 512,
             "the error has no text");
-    } else {
-        close(h->fds[0]);
     }
 }
 
+/* Takes all packets that have arrived; returns their number. */
+static size_t take_packets(dt__tcp *t) {
+    size_t count = 0, packet_bytes = 0;
+    int sender = -2;
+    while (dt__tcp_recv(t, DT_ANY, &sender, &packet_bytes)) {
+        fuzz_must(sender == 0, "a packet has the wrong sender");
+        fuzz_must(packet_bytes <= DT_PACKET_BYTES, "a packet is too long");
+        count++;
+    }
+    return count;
+}
+
 static void fuzz_frames(hostile *h, const unsigned char *data, size_t bytes, size_t step) {
-    char into[3][40], why[512];
+    char into[3][40], why[512] = "";
     void *request[3];
     dt__tcp *t = &h->t;
+    size_t packets = 0;
     h->peers[0].fd = h->fds[0];
-    h->listener.fd = -1;
-    t->listener = NULL;
     for (int i = 0; i < 3; i++)
-        request[i] = dt__tcp_recv(t, i ? 0 : DT_ANY, 0, i, into[i], (size_t)(i ? 40 : 4));
+        request[i] = dt__tcp_pull(t, 0, (uint64_t)i, into[i], (size_t)(i ? 40 : 4));
     for (size_t at = 0; at < bytes; at += step) {
         send(h->fds[1], data + at, bytes - at < step ? bytes - at : step, MSG_NOSIGNAL);
-        dt__tcp_progress(t);
-        size_t kept = 0;
-        for (dt__tcp_message *m = t->unexpected; m; m = m->next) kept += m->is_complete;
-        fuzz_must(kept <= bytes / sizeof(dt__tcp_frame), "more messages than were sent");
+        packets += take_packets(t);
+        fuzz_must(packets <= bytes / sizeof(dt__tcp_header), "more packets than were sent");
     }
     shutdown(h->fds[1], SHUT_WR);
-    dt__tcp_progress(t);
-    fuzz_must(
-        h->peers[0].state != DT__TCP_OPEN || h->peers[0].fd >= 0, "open without a connection");
+    take_packets(t);
+    fuzz_must(dt__tcp_lost(t, 0, why) == (h->peers[0].fd < 0), "a lost connection is not told");
     for (int i = 0; i < 3; i++) {
-        int from = -2, done = 0;
-        size_t got = 0;
-        uint64_t word = 0;
         if (!request[i]) continue;
-        done = dt__tcp_test(t, request[i], &from, &word, &got, why);
-        fuzz_must(done <= 0 || from == 0, "a message has no sender");
+        int done = dt__tcp_test(t, request[i], why);
         fuzz_must(done >= 0 || strlen(why) < sizeof why, "the error text is too long");
-        if (done == 0) dt__tcp_cancel(t, request[i]);
+        if (done == 0 || done == 2) dt__tcp_cancel(t, request[i]);
     }
 }
 

@@ -26,7 +26,7 @@ headers="dt_tensor.h dt_comm.h dt_parallel.h dt_zero.h"
 
 # A header's public part without comments, one line for each declaration or struct.
 declarations() { # declarations HEADER
-    sed -e '/^#if defined(DT_IMPLEMENTATION) && !defined(DT_[A-Z]*_IMPL)/,$d' -e '/^#ifdef DT_USE_CUDA/,/^#endif/d' "$1"
+    sed -e '/^#if defined(DT_IMPLEMENTATION) && !defined(DT_[A-Z]*_IMPL)/,$d' "$1"
 }
 for h in $headers; do
     declarations "$h"

@@ -165,17 +165,17 @@ static_twice() { # static_twice DIR EXT COMPILE...
         build_and_run "$d/ab" "$@" "$d/a.o" "$d/b.o" "$d/ab.$x"
 }
 
-# The NCCL backend without libnccl, with DT_NCCL_DLOPEN, which needs only the headers of CUDA and NCCL.
+# The NCCL backend without libnccl, with DT_NCCL_DLOPEN, which needs only the headers of CUDA and NCCL. The kernels of
+# dt_kernels.cu are compiled as functions of the CPU.
 nccl_at_run_time() {
-    local f what="gcc c11: DT_NCCL_DLOPEN"
-    [[ " $HEADERS " == *" dt_comm.h "* && " $CONFIGS " == *" gcc:c11 "* ]] && have gcc || return
+    local f what="g++ c++17: DT_NCCL_DLOPEN"
+    [[ " $HEADERS " == *" dt_comm.h "* && " $CONFIGS " == *" g++:c++17 "* ]] && have g++ && [ -e dt_kernels.cu ] || return
     for f in cuda_runtime.h nccl.h; do
         echo "#include <$f>" | gcc -isystem "$CUDA_HOME/include" -fsyntax-only -x c - 2>/dev/null ||
             { skip "$what" "$f is not found"; return; }
     done
-    printf '#define _GNU_SOURCE\n#define DT_IMPLEMENTATION\n#include "dt_comm.h"\n' >"$T/dlopen.c"
-    job "$what" gcc -std=c11 -Wall -Wextra -Werror -isystem "$CUDA_HOME/include" -I"$ROOT" -DDT_USE_CUDA -DDT_USE_NCCL \
-        -DDT_NCCL_DLOPEN -fsyntax-only "$T/dlopen.c"
+    job "$what" g++ -std=c++17 -Wall -Wextra -Werror -Wno-unknown-pragmas -isystem "$CUDA_HOME/include" -I"$ROOT" -DDTC_QUEUED \
+        -DDT_NCCL -DDT_NCCL_DLOPEN -include nccl.h -include "${self%/*}/../cuda/cuda_on_cpu.h" -fsyntax-only -x c++ dt_kernels.cu
 }
 
 group_compile() {
@@ -225,7 +225,7 @@ on_aarch64() { # on_aarch64 DIR EMULATOR
 }
 
 group_others() {
-    local h d q libs last=${HEADERS##* } kernels at=0 cuda="-DDT_NO_CUDA" line
+    local h d q libs last=${HEADERS##* } kernels at=0 line
     if have aarch64-linux-gnu-gcc; then
         q=; for q in qemu-aarch64 qemu-aarch64-static; do have $q && break; q=; done
         [ -n "$q" ] || skip "running for aarch64" "qemu-user is not installed; it is only compiled"
@@ -240,23 +240,23 @@ group_others() {
     fi
     if have nvcc; then
         if [ -e dt_kernels.cu ]; then
-            cuda= kernels=$T/kernels.o
+            kernels=$T/kernels.o
             job "nvcc: dt_kernels.cu within its budgets" tests/cuda/budget.sh -o "$kernels" 90a
             at=$((n_jobs - 1)) KERNELS_AT=$at libs="-lcublasLt -lnccl"
             job "nvcc: dt_kernels.cu for a GPU without bf16" nvcc -arch=compute_75 -I"$ROOT" -ptx dt_kernels.cu -o "$T/75.ptx"
         else
-            skip "nvcc with CUDA" "dt_kernels.cu is not there; the headers are compiled with DT_NO_CUDA"
+            skip "nvcc with CUDA" "dt_kernels.cu is not there"
         fi
         if [ -n "$kernels" ] && [ -e examples/15_own_kernel.cu ]; then
             job "nvcc: examples/15_own_kernel.cu" after $at build_and_run "$T/own_kernel" nvcc -O0 -arch=sm_90a -Xcompiler \
-                -Wall,-Wextra,-Wno-missing-field-initializers -Werror all-warnings examples/15_own_kernel.cu $kernels -lcublasLt
+                -Wall,-Wextra,-Wno-missing-field-initializers -Werror all-warnings examples/15_own_kernel.cu $kernels -lcublasLt -lnccl
         fi
         for h in $HEADERS; do
             for x in c cu; do
                 [ $x = c ] || [ $h = $last ] || continue
                 d=$T/nvcc.$x.$h
                 write_programs "$h" "$d" $x
-                line=(nvcc -O0 $cuda -Xcompiler -Wall,-Wextra,-Wno-missing-field-initializers -Werror all-warnings -I"$ROOT")
+                line=(nvcc -O0 -Xcompiler -Wall,-Wextra,-Wno-missing-field-initializers -Werror all-warnings -I"$ROOT")
                 if [ $h = $last ]; then
                     job "nvcc .$x $h: declarations, then implementation" after $at build_and_run "$d/both" \
                         "${line[@]}" "$d/both.$x" "$d/main.$x" $kernels $libs
@@ -325,7 +325,7 @@ found_symbols() {
         sort -u >"$T/refs"
     [ -s "$T/refs" ] || echo "objdump shows no references" >"$log"
     awk -v never="$NEVER" 'BEGIN { split(never, a, /[ \n]+/); for (i in a) bad[a[i]] = 1
-            who["fork"] = "dt__run_processes"; who["_exit"] = "dt__(run_child|rank_end|fault_inject)"; who["getenv"] = "dt__(run_env|launch_env|tcp_key)" } $2 in bad && !($2 in who && $1 ~ "^[.]text[.](unlikely[.])?" who[$2] "$") { print $1 " uses " $2 }' "$T/refs" >>"$log"
+            who["fork"] = "dt__run_start"; who["_exit"] = "dt__(run_start|rank_end|fault_inject)"; who["getenv"] = "dt__(run_env|launch_env|tcp_key)" } $2 in bad && !($2 in who && $1 ~ "^[.]text[.](unlikely[.])?" who[$2] "$") { print $1 " uses " $2 }' "$T/refs" >>"$log"
     check "symbols: nothing ends the program, prints or touches signals and the environment" "$log" 30
     awk -v tables="$TABLES" -v sockets="$SOCKETS" 'BEGIN { split(tables, a, /[ \n]+/); for (i in a) only[a[i]] = 1
             split(sockets, b, /[ \n]+/); for (i in b) net[b[i]] = 1 }
@@ -720,13 +720,12 @@ int dt_planted_outer(int n) { for (int i = 0; i < 2; i++) { int n = i; (void)n; 
     sed -i 's/^#if defined(__cplusplus) && defined(__GNUC__)$/#if 0/' "$P/dt_tensor.h"
     planted_run compile
     expect "a warning of C++ alone" 'g\+\+ c\+\+17 dt_tensor.h: declarations, then implementation'
-    planted_configs=gcc:c11
     fresh_copy
     planted_headers="dt_tensor.h dt_comm.h"
-    plant "$P/dt_comm.h" '#define DT__NCCL_LOAD(name) \' '    int planted;'
+    plant "$P/dt_kernels.cu" '#ifdef DT_NCCL_DLOPEN' 'static int planted;'
     planted_run compile
-    if grep -q '^SKIP gcc c11: DT_NCCL_DLOPEN' "$T/planted.out"; then skip "planted: NCCL" "its headers are not here"
-    else expect "a warning where NCCL is looked up at run time" 'gcc c11: DT_NCCL_DLOPEN'; fi
+    if grep -q '^SKIP g++ c++17: DT_NCCL_DLOPEN' "$T/planted.out"; then skip "planted: NCCL" "its headers are not here"
+    else expect "a warning where NCCL is looked up at run time" 'g\+\+ c\+\+17: DT_NCCL_DLOPEN'; fi
 }
 
 group_planted() {

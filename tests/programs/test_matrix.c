@@ -29,10 +29,6 @@
 #ifndef ON_DEVICES
 #define ON_DEVICES 0
 #endif
-#if ON_DEVICES /* models are small, so NCCL windows and messages must be small too */
-#define DT_NCCL_F32_WINDOW 96
-#define DT_NCCL_MIN_BYTES 16
-#endif
 #define DT_IMPLEMENTATION
 #include "dt_zero.h"
 #include "examples/gpt.h"
