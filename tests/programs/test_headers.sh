@@ -325,7 +325,7 @@ found_symbols() {
         sort -u >"$T/refs"
     [ -s "$T/refs" ] || echo "objdump shows no references" >"$log"
     awk -v never="$NEVER" 'BEGIN { split(never, a, /[ \n]+/); for (i in a) bad[a[i]] = 1
-            who["fork"] = "dt__run_start"; who["_exit"] = "dt__(run_start|rank_end|fault_inject)"; who["getenv"] = "dt__(run_env|launch_env|tcp_key)" } $2 in bad && !($2 in who && $1 ~ "^[.]text[.](unlikely[.])?" who[$2] "$") { print $1 " uses " $2 }' "$T/refs" >>"$log"
+            who["fork"] = "dt__run_start"; who["_exit"] = "dt__(run_start|rank_end|fault_strike)"; who["getenv"] = "dt__(run_env|launch_env|tcp_key)" } $2 in bad && !($2 in who && $1 ~ "^[.]text[.](unlikely[.])?" who[$2] "$") { print $1 " uses " $2 }' "$T/refs" >>"$log"
     check "symbols: nothing ends the program, prints or touches signals and the environment" "$log" 30
     awk -v tables="$TABLES" -v sockets="$SOCKETS" 'BEGIN { split(tables, a, /[ \n]+/); for (i in a) only[a[i]] = 1
             split(sockets, b, /[ \n]+/); for (i in b) net[b[i]] = 1 }
