@@ -78,10 +78,12 @@
 
    CONTRACT
      Memory     dt_run allocates one shared memory segment for all ranks: 34 KiB for each ordered
-                pair of ranks and 34 KiB for each rank of each group. Most of its pages stay
+                pair of ranks and, for the groups that dt_comm_split may make, 2.2 MiB for each rank
+                (34 KiB for each rank of each group). Most of its pages stay
                 untouched until messages use them. A message that has no receive yet waits in the
                 receiver's memory: at most 11 messages of up to DT_EAGER_BYTES from each other rank;
-                a larger message waits at its sender. Groups belong to the context's world and are
+                a larger message waits at its sender, but takes about 4 KiB at the receiver until a
+                receive matches it. Groups belong to the context's world and are
                 freed with the world. dt accesses the buffers of a call only until the call returns,
                 or for a nonblocking operation until its dt_wait returns. After that no other rank
                 touches the buffers, even after an error. A forked rank's memory of the classes
@@ -98,14 +100,14 @@
                 text names the rank that failed first and its reason. If ranks call different
                 operations, or the same operation with different counts, types, reductions or roots,
                 every rank gets an error that names two differing calls and their call sites, once
-                all ranks have called (for tcp and mpi see dt_run_desc.check). If all ranks wait and
-                no message is in flight, every rank gets an error that names the cycle of waits,
-                without waiting for the timeout. The error text names a rank that has ended or died,
-                and the signal that killed it. For a rank that does not arrive within timeout_s the
-                text also gives its state: stopped, spinning, asleep or late. Error texts give world
-                ranks. Only the first failure is logged as an error. Timeouts count only time in
-                which a rank's process runs, so a job that is suspended as a whole (Ctrl-Z, scontrol
-                suspend) continues when resumed.
+                all ranks have called (for tcp, nccl and mpi see dt_run_desc.check). If all ranks
+                wait and no message is in flight, every rank gets an error that names the cycle of
+                waits, without waiting for the timeout. The error text names a rank that has ended
+                or died, and the signal that killed it. For a rank that does not arrive within
+                timeout_s the text also gives its state: stopped, spinning, asleep or late. Error
+                texts give world ranks. Only the first failure is logged as an error. Timeouts count
+                only time in which a rank's process runs, so a job that is suspended as a whole
+                (Ctrl-Z, scontrol suspend) continues when resumed.
      Threads    With threads and procs the caller of dt_run is the supervisor and not a rank. A
                 dt_comm belongs to its rank's thread. All ranks use the tables of dt_run_desc at the
                 same time. Several calls of dt_run can run at the same time.
@@ -237,8 +239,8 @@ typedef struct dt_run_desc {
    Six kinds take effect before operation N. "kill" and "stop" send the rank SIGKILL or SIGSTOP,
    "exit" ends its process with status 7, and "spin" loops for ever. "delay" sleeps for SECONDS
    (default 1). "drop" skips the call, which then does not count as an operation. Two kinds take
-   effect after operation N and change the middle element of the received data: "flip" inverts one
-   bit, and "nan" writes a NaN.
+   effect after operation N and change one received element, the middle one of the first block:
+   "flip" inverts one bit, and "nan" writes a NaN.
 
    Of the faults for one rank, the first 8 take effect. A rank that is a thread cannot be killed or
    stopped. Instead of a kill or an exit it fails; after a stop or a spin it begins no operation
@@ -278,10 +280,11 @@ typedef struct dt_run_desc {
    initializes and finalizes MPI unless the program has initialized it. MPI can be initialized only
    once in a process, so a program that calls dt_run twice must initialize MPI itself and call
    dt_run from the same thread. During dt_run, errors on MPI_COMM_WORLD return an error code instead
-   of ending the job. dt_run returns the first failure on every rank. If another rank does not
-   learn of a failure within timeout_s, this rank's dt_run does not finalize MPI; the launcher ends
-   the other rank once this process has exited with an error. Groups within one machine run
-   their collectives in shared memory (see dt_run_desc.node_ranks).
+   of ending the job. dt_run returns the first failure on every rank. Without a failure, a rank
+   that has ended waits for the others as long as they run. If another rank does not learn of a
+   failure within timeout_s, this rank's dt_run does not finalize MPI; the launcher ends the other
+   rank once this process has exited with an error. Groups within one machine run their collectives
+   in shared memory (see dt_run_desc.node_ranks).
 
    tcp and mpi copy device memory through host memory; NCCL transfers it directly. */
 DT_API dt_status dt_run(
@@ -389,7 +392,7 @@ DT_API size_t dt_comm_bytes(const dt_ctx *ctx, dt_axis axis);
    counted, unless a trace is recorded. */
 DT_API double dt_comm_seconds(const dt_ctx *ctx);
 
-/* Algorithm of a collective that runs as messages. Section 16 gives the cost of each algorithm. */
+/* Algorithm of a collective that runs as messages. Section 17 gives the cost of each algorithm. */
 typedef enum dt_algorithm {
     DT_ALGORITHM_AUTO = 0, /* in shared memory if possible, else chosen by bytes and ranks */
     DT_DIRECT,             /* every rank sends to every other rank at once */
@@ -646,24 +649,26 @@ typedef struct dt_attach_desc {
    team's tables; for a transport with dt_ctx_make. */
 DT_API dt_comm *dt_comm_attach(dt_ctx *ctx, dt_attach_desc desc);
 /* [local] Ends this rank: frees its groups and tells ranks that wait for it that it has ended.
-   `status` is the return value of the rank's function. */
+   `status` is the return value of the rank's function. With a transport this takes at most 0.25 s
+   if `send` does not take the packets. The transport must deliver every packet that `send` has
+   taken, also after this call. */
 DT_API void dt_comm_detach(dt_ctx *ctx, dt_status status);
 
 /* FLIGHT RECORDER. Each rank keeps records of its last DT_RECORDS operations and their call
    sites. */
 #define DT_RECORDS 128
 /* [local] Writes one line for each rank to `text`: rank, process, step, seconds, and the operation
-   in which the rank waits or which it finished last. For tcp ranks and ranks on other machines the
-   line shows what the rank last reported. Returns the size of the complete text in bytes. If `text`
-   is NULL it only returns the size. */
+   in which the rank waits or which it finished last. For a rank that shares no memory with this one
+   the line shows what that rank last reported. Returns the size of the complete text in bytes. If
+   `text` is NULL it only returns the size. */
 DT_API size_t dt_ranks_text(const dt_ctx *ctx, char *text, size_t bytes);
 /* [local] Writes the last operations of this rank, or of a world rank that shares memory with it,
    to `text`: one line for each operation, newest first. Returns the size as dt_ranks_text does. */
 DT_API size_t dt_records_text(const dt_ctx *ctx, int rank, char *text, size_t bytes);
 /* [collective: the world] Ends a training step and counts it, for dt_ranks_text and
    dt_run_desc.check. Straggler detection: logs a notice that names a rank if, in 5 of the last 8
-   steps, the rank's own work without its waits took more than 1.5 times that of the median rank. It
-   logs at most one such notice in 10 steps. */
+   steps, the rank's own work without its waits took more than 1.5 times that of the median rank
+   plus 1 ms. It logs at most one such notice in 10 steps. */
 DT_API dt_status dt_comm_step(dt_comm *world);
 
 /* A TRACE records what each rank did and when: blocks (dt_block), operations of sections 3 to 6,
@@ -805,12 +810,12 @@ DT__CPP_WARNINGS_OFF
 
 /* Three layers:
 
-       calls        dt_all_reduce(...)   validate, number, describe, record, compare   (10, 11, 17)
-       algorithms   ring, tree, ...      lists of sends and receives                   (16)
-       messages     match sends with receives; eager and rendezvous protocols          (13)
-       transports   carry packets: shared memory (14), TCP (24), MPI (25), your own
+       calls        dt_all_reduce(...)   validate, number, describe, record, compare   (10, 11, 18)
+       algorithms   ring, tree, ...      lists of sends and receives                   (17)
+       messages     match sends with receives; eager and rendezvous protocols          (13, 14)
+       transports   carry packets: shared memory (15), TCP (28), MPI (29), your own
 
-   A collective within one shared memory segment needs no messages (15), nor does one that NCCL
+   A collective within one shared memory segment needs no messages (16), nor does one that NCCL
    runs on GPUs.
 
    Ranks that are threads or forks share one segment, called "the range". It is allocated before the
@@ -826,7 +831,9 @@ enum {
     DT__CACHE_LINE = 128,  /* two cache lines of 64 bytes, because processors fetch them in pairs */
     DT__RING_SLOTS = 8,    /* packets that can be in flight from one rank to another */
     DT__EAGER_CREDITS = 8, /* eager messages to one rank that have no receive yet */
-    DT__CREDIT_STEP = 4,
+    DT__CREDIT_STEP = 4,   /* a receiver tells its matches at the latest after this many */
+    /* eager messages to one rank of whose match the sender does not know */
+    DT__EAGER_LIMIT = DT__EAGER_CREDITS + DT__CREDIT_STEP - 1,
     DT__MAX_RANKS = 65536,
     DT__NAME_BYTES = 32,
     DT__FILE_BYTES = 32
@@ -885,12 +892,12 @@ typedef struct dt__frame {
     uint32_t channel;     /* number of the group */
     uint64_t packed_call; /* operation, type, reduction, root (dt__pack_call) */
     uint64_t seq, count;
-    int32_t tag,
-        line; /* tag of a message, below 0 in a message of a collective; line of the call */
+    int32_t tag;  /* of a message; below 0 in a message of a collective */
+    int32_t line; /* of the call */
     char file[DT__FILE_BYTES];
-    /* in a packet: the message's size; its number among the announced messages between the two
-       ranks; its address in shared memory; number of eager messages that the sender of this frame
-       has matched */
+    /* in a packet: the message's size; its number among all messages from its sender to its
+       receiver; its address in shared memory; number of eager messages that the sender of this
+       frame has matched */
     uint64_t bytes, id, address, credits;
 } dt__frame;
 
@@ -993,7 +1000,11 @@ typedef struct dt__wait_report {
 } dt__wait_report;
 
 typedef struct dt__shared {
-    int ranks, spins, claimed, aborted, ended;
+    int ranks;
+    int spins;   /* iterations of the spin phase of a wait; 0 if there are more ranks than cores */
+    int claimed; /* 2 + the rank that fills first_failure, 1: the supervisor does, 0: nobody yet */
+    int aborted; /* the abort word (section 9) */
+    int ended;   /* number of ranks of this range that have ended */
     /* 1 if ranks are processes, which can access only this range of each other's memory; else 0 */
     int separate_memory;
     double timeout_s;
@@ -1090,9 +1101,10 @@ typedef struct dt__world {
     dt_comm *comms;   /* all groups of this rank, newest first */
     dt_comm *comm;    /* the world */
     dt__peer **peers; /* (size); NULL until the first message, or the first report */
-    dt_transport
-        transport;  /* reaches the ranks that share no memory with this one; send may be NULL */
-    int poll_count; /* number of waits and begun operations, for dt__poll_transport */
+    /* reaches the ranks that share no memory with this one; send may be NULL */
+    dt_transport transport;
+    /* calls of dt__poll_transport; a wait past its spin phase sets it so that each call polls */
+    unsigned poll_count;
     /* number of times that this rank has gone through its pending operations; when it last looked
        for packets of the transport, and whether there were any */
     uint64_t pass, polled_pass;
@@ -1105,8 +1117,8 @@ typedef struct dt__world {
     dt_work *first_started, *last_started;
     /* list of the nonblocking operations that are incomplete, in the same order */
     dt_work *first_unfinished, *last_unfinished;
-    /* lengths of both lists; dt__advance_some explains advance_credit */
-    size_t started_count, unfinished_count, advance_credit;
+    /* number of incomplete operations; dt__advance_some explains advance_credit */
+    size_t unfinished_count, advance_credit;
     dt_work *blocking;   /* the operation that a blocking call waits for, or NULL */
     dt_work *free_works; /* list of work objects for reuse */
     /* list of the operations that the device has not completed, in the order of their waits */
@@ -1131,9 +1143,11 @@ typedef struct dt__world {
     int *status_request; /* dt_run_desc.status_request, if no supervisor reads it; else NULL */
 } dt__world;
 
-/* Runs collectives without messages: in shared memory (section 16), or on the device by NCCL
-   (dt_kernels.cu). All functions but `choose` may be NULL. */
 enum { DT__KEY_BYTES = 128 }; /* the size of an ncclUniqueId */
+
+/* Runs collectives without messages: in shared memory (section 16), or on the device by NCCL
+   (dt_kernels.cu). `choose` and `begin` are never NULL. The functions of messages between devices
+   are all NULL or none is. Each other function may be NULL. */
 typedef struct dt__direct {
     /* returns the function that advances this call, or NULL if the call is to run as messages */
     int (*(*choose)(dt_comm *comm, const dt__call *call))(dt_work *work);
@@ -1172,7 +1186,7 @@ struct dt_comm {
     uint64_t last_window[DT_MAX_STARTED];
     /* for each post: 1 if the sum of the operation that used the post last is still in it */
     int sum_in_post[DT_MAX_STARTED];
-    char *staging; /* this rank's staging buffer: two windows in the range; NULL until needed */
+    char *staging; /* this rank's staging buffer (DT__WINDOWS_BYTES); NULL until needed */
     dt_algorithm algorithm;
     struct dt__nccl_channel *nccl_channel; /* NULL without NCCL */
     /* Number of ranks on each machine, if the group's rank order keeps the ranks of each machine
@@ -1183,7 +1197,7 @@ struct dt_comm {
     size_t bytes;        /* size of this struct with its arrays */
     const void **inputs; /* (size) inputs of a reduction */
     void **outputs;      /* (size) outputs of a reduction */
-    int32_t *words;      /* (size, 2) values that dt_agree and dt_comm_split gather */
+    int32_t *words;      /* (size, 2) values that dt_agree, dt_comm_split and dt_comm_step gather */
 };
 
 /* How far an operation has come. */
@@ -1209,7 +1223,7 @@ struct dt_work {
     int is_started;
     uint64_t record_number; /* number of its flight recorder entry */
 
-    /* as messages (sections 13 and 16) */
+    /* as messages (sections 13 and 17) */
     int (*algorithm)(dt_work *work); /* begins the next round; NULL in a send or receive */
     int stage, round;                /* phase and round of the algorithm */
     struct dt__p2p *p2p_ops;         /* (p2p_count) sends and receives of this round */
@@ -1226,7 +1240,8 @@ struct dt_work {
     uint64_t post; /* number of this operation among the group's posts */
     int next_rank; /* ranks 0 .. next_rank - 1 have reached the point that `state` waits for */
     /* The current window consists of elements [at, at + window_count) of each block. longest_block
-       is the number of elements of the longest block. */
+       is the number of elements of the longest block, plus two windows in a pipeline. NCCL uses
+       `at` and `window_count` too. */
     size_t at, window_count, longest_block;
     uint64_t window;  /* number of the current window, counted over all operations of the group */
     int inline_ranks; /* number of ranks whose posts hold their send data (dt__post.is_inline) */
@@ -1285,7 +1300,8 @@ typedef struct dt__p2p {
     /* number of the message among all messages from its sender to its receiver, from 1; in a
        receive it is valid once the message has arrived */
     uint64_t id;
-    size_t moved; /* number of bytes sent or received by DATA packets */
+    size_t moved; /* number of bytes sent or received by DATA packets; if is_direct, 1 once NCCL has
+        the message */
     /* Host memory that the transport sends from or receives into, instead of `send` or `recv`:
        memory that the receiver can read, or pinned memory. Else NULL. */
     void *copy;
@@ -1339,7 +1355,8 @@ extern
 /* Size in bytes of the windows through which other ranks access memory that they cannot reach
    directly. */
 #define DT_WINDOW_BYTES 262144
-/* A staging buffer: two windows, and the sums of one chunk of each, at most half a window. */
+/* A staging buffer holds two windows and, for a pipeline, the sum of one chunk of each, which is at
+   most half a window. */
 #define DT__WINDOWS_BYTES (3 * DT_WINDOW_BYTES)
 
 /* Returns the index of a world rank in this rank's shared range, or -1 if the two ranks share no
@@ -1495,10 +1512,10 @@ static double dt__waited(dt__stopwatch *watch) {
        leaver:  set or read aborted = 1;  wait until no rank is busy;  leave
 
    All four accesses are sequentially consistent, so either the copier sees the abort word or the
-   leaver sees the busy flag. The wait for the busy flags is the only wait without a timeout. It
-   ends, because a rank with busy = 1 waits for no other rank, and the supervisor clears the flag of
-   a process that died. MPI ranks on one machine have no supervisor, so they wait at most timeout_s
-   for the flags and for the record. */
+   leaver sees the busy flag. Two waits have no timeout with threads and procs: for the busy
+   flags and for the record of the failure. Both end: a rank with busy = 1, and a rank that fills
+   the record, wait for no other rank, and the supervisor clears the flag and the claim of a process
+   that died. MPI ranks on one machine have no supervisor, so they wait at most timeout_s. */
 
 static int dt__aborted(const dt__shared *shared) {
     return __atomic_load_n(&shared->aborted, __ATOMIC_SEQ_CST);
@@ -2169,7 +2186,7 @@ static int dt__compare_calls(
 
 // ==== 12. Progress engine =======================================================================
 
-/* All waits for other ranks go through dt__wait_until_finished. Each iteration of a wait advances
+/* All waits for an operation go through dt__wait_until_finished. Each iteration of a wait advances
    every operation that this rank has pending. Then the waiting thread backs off:
 
        spin     for about 2 us, because the other rank may be about to arrive, and a system call
@@ -2211,10 +2228,9 @@ static int dt__has_ended(const dt__world *world, int rank) {
     return state && __atomic_load_n(&state->ended, __ATOMIC_ACQUIRE);
 }
 
-static int dt__poll(dt__world *world, int rank);
+static void dt__poll(dt__world *world, int rank);
 static int dt__first_not_begun(const dt_work *work);
 static void dt__check_connections(dt__world *world, const dt_work *work);
-static int dt__rounds_advance(dt_work *work);
 static dt_status dt__report_timeout(dt_work *work);
 static int dt__detect_deadlock(dt_work *work, uint64_t at, double since);
 static uint64_t dt__progress_sum(const dt__world *world);
@@ -2223,7 +2239,6 @@ static void dt__receive_wait_report(dt__world *world, int rank, const dt__wait_r
 static int dt__send_wait_report(dt__world *world, const dt_work *work);
 static int dt__check_advance(dt_work *work);
 static void dt__check_free(dt_work *work);
-static void dt__trace_free(dt__world *world);
 
 /* Called in each wait iteration and for each operation that begins. Every DT__POLL_INTERVAL-th call
    looks for packets of ranks that share no memory with this one: a failure may be among them, even
@@ -2298,7 +2313,7 @@ static dt_status dt__wait_until_finished(dt__world *world, dt_work *work, double
         dt__poll_transport(world);
         int naps = attempt == DT__YIELDS;
         if (naps) at = dt__progress_sum(world);
-        /* before a nap all operations must have advanced: a deadlock is proved so */
+        /* the proof of a deadlock requires that after the sum was read no operation can advance */
         if (world->first_unfinished && naps)
             dt__advance_all(world);
         else if (world->first_unfinished)
@@ -2449,13 +2464,14 @@ static int dt__p2p_check(dt__p2p *p2p, int from, const dt__frame *frame) {
     size_t size = dt_dtype_size(work->call.dtype);
     const dt__frame *own = &dt__reported_work(work)->frame;
     dt__call its = dt__unpack_call(frame->packed_call, (size_t)frame->count);
-    if (dt__is_p2p(work->call.op)) {
-        if (its.dtype == work->call.dtype && frame->count == p2p->count) return 1;
+    if (dt__is_p2p(work->call.op) &&
+        (its.dtype != work->call.dtype || frame->count != p2p->count)) {
         dt__comm_fail(comm->world, DT_ERR_COMM,
             "rank %d sends %s x %zu, rank %d receives %s x %zu (tag %d on %s)",
             comm->group->ranks[from], dt_dtype_name(its.dtype), its.count, comm->world->rank,
             dt_dtype_name(work->call.dtype), p2p->count, p2p->tag, comm->group->name);
-    } else if (work->call.op != DT__CHECK && !dt__same_call(frame, own)) {
+    } else if (!dt__is_p2p(work->call.op) && work->call.op != DT__CHECK &&
+               !dt__same_call(frame, own)) {
         dt__calls_differ(work, from, frame, comm->base.rank, own);
     } else if (frame->bytes != p2p->count * size) {
         dt__counts_differ(work, from, (size_t)frame->bytes / size, comm->base.rank, p2p->count,
@@ -2679,7 +2695,9 @@ static int dt__unreachable(dt__p2p *p2p, const char *why) {
     dt__poll(world, DT_ANY);
     if (dt__aborted(world->shared)) return dt__peer_failed(world), -1;
     if (dt__has_ended(world, other)) return dt__p2p_never_matched(p2p);
-    if (t->lost && t->lost(t->user, other, lost))
+    int is_lost = t->lost && t->lost(t->user, other, lost);
+    lost[sizeof lost - 1] = 0;
+    if (is_lost)
         dt__comm_fail(world, DT_ERR_PEER, "%s: %s", dt__p2p_text(p2p).s, lost);
     else if (why[0])
         dt__comm_fail(world, DT_ERR_COMM, "%s: %s", dt__p2p_text(p2p).s, why);
@@ -2710,12 +2728,12 @@ static int dt__send_prepare(dt__p2p *p2p, const dt__peer *peer, int eager) {
     return status ? (dt__data_failed(comm, &p2p->work->call, status), -1) : 1;
 }
 
-/* Returns 1 if this rank may send an eager message to rank `to`. The receiver tells of every
-   DT__CREDIT_STEP messages that it has matched, so up to that many fewer wait there than it seems.
-   */
+/* Returns 1 if this rank may send an eager message to rank `to`. The receiver
+   reports its matches in steps of DT__CREDIT_STEP, so up to DT__CREDIT_STEP - 1 of the messages
+   that count here as pending may have been matched there. */
 static int dt__has_credit(const dt__world *world, const dt__peer *peer, int to) {
     if (to == world->rank) return peer->eager_sent - peer->eager_matched < DT__EAGER_CREDITS;
-    return peer->eager_sent - peer->eager_credited < DT__EAGER_CREDITS + DT__CREDIT_STEP - 1;
+    return peer->eager_sent - peer->eager_credited < DT__EAGER_LIMIT;
 }
 
 /* Sends the packet of a queued send. Returns 1 if the transport has taken it, 0 if it is not ready
@@ -2737,7 +2755,7 @@ static int dt__send_packet(dt__p2p *p2p, dt__peer *peer, int to) {
         data = bounce;
     }
     if (status == DT_OK && !peer->is_remote && !p2p->work->call.host_memory)
-        status = dt__comm_sync(comm->world); /* what the device still writes must not be sent */
+        status = dt__comm_sync(comm->world); /* the receiver may read the data at once */
     if (status) return dt__data_failed(comm, &p2p->work->call, status), -1;
     dt__frame frame = dt__reported_work(p2p->work)->frame;
     frame.kind = eager ? DT__EAGER : p2p->is_direct ? DT__ANNOUNCE_DIRECT : DT__ANNOUNCE;
@@ -2745,7 +2763,8 @@ static int dt__send_packet(dt__p2p *p2p, dt__peer *peer, int to) {
     frame.bytes = bytes;
     frame.id = p2p->id = peer->messages + 1;
     frame.address = (uint64_t)(uintptr_t)data;
-    /* before the packet leaves, because the answer of this rank itself arrives at once */
+    /* the lists change before the packet leaves, because a message to this rank itself is answered
+       inside dt__packet_send */
     dt__p2p_unlist(p2p);
     if (!eager) dt__p2p_append(&peer->announced, p2p);
     p2p->state = DT__P2P_ANNOUNCED;
@@ -2883,7 +2902,8 @@ static int dt__match(dt__p2p *p2p, int from, const dt__frame *frame, const void 
             status = dt__access_end(world, status);
         if (status) return dt__data_failed(comm, &p2p->work->call, status), -1;
     }
-    return dt__recv_answer(p2p) < 0 ? -1 : 1; /* if it is not sent yet: see dt__p2p_advance */
+    /* if the transport does not take the answer now, dt__p2p_advance sends it again */
+    return dt__recv_answer(p2p) < 0 ? -1 : 1;
 }
 
 static int dt__frame_matches(const dt__p2p *p2p, int from, const dt__frame *frame) {
@@ -2955,7 +2975,8 @@ static dt__p2p *dt__p2p_find(const dt__p2p_list *list, uint64_t id) {
 /* A message has arrived: gives it to the oldest receive that it matches, or keeps it. */
 static int dt__message_arrived(
     dt__world *world, int from, const dt__frame *frame, const void *body, size_t bytes) {
-    /* the first message allocates, so that a later one without a receive need not */
+    /* Allocated with the first message, so that a steady program allocates nothing: which of its
+       messages come before their receives is up to the scheduler. */
     if (!world->arrival_chunks && !dt__arrivals_make(world)) return -1;
     for (dt__p2p *p2p = world->posted.first; p2p; p2p = p2p->next) {
         if (!dt__frame_matches(p2p, from, frame)) continue;
@@ -3025,7 +3046,7 @@ static int dt__packet_arrived(dt__world *world, int from, const void *packet, si
     switch (frame->kind) {
     case DT__EAGER:
         if (bytes != frame->bytes || bytes > DT_EAGER_BYTES ||
-            peer->eager_received++ - peer->eager_matched >= DT__EAGER_CREDITS + DT__CREDIT_STEP)
+            peer->eager_received++ - peer->eager_matched >= DT__EAGER_LIMIT)
             return 0;
         return dt__message_arrived(world, from, frame, body, bytes);
     case DT__ANNOUNCE:
@@ -3055,7 +3076,7 @@ static const void *dt__packet_ring_recv(dt__world *world, int from, size_t *byte
 
 /* Handles the packets that have arrived from a rank; DT_ANY: from every rank. */
 enum { DT__PACKETS_PER_POLL = 64 };
-static int dt__poll(dt__world *world, int rank) {
+static void dt__poll(dt__world *world, int rank) {
     int n = 0, good = 1, from, sender = rank;
     size_t bytes;
     int first = rank == DT_ANY ? 0 : rank, last = rank == DT_ANY ? world->size - 1 : rank;
@@ -3074,7 +3095,6 @@ static int dt__poll(dt__world *world, int rank) {
         world->poll_found = n > local;
     }
     if (good == 0) dt__comm_fail(world, DT_ERR_COMM, "rank %d has sent a malformed packet", sender);
-    return n;
 }
 
 /* ---- one transfer ---- */
@@ -3118,7 +3138,7 @@ static int dt__p2p_advance(dt__p2p *p2p) {
     if (p2p->state == DT__P2P_FINISHED) return 1;
     if (p2p->peer != DT_ANY) other = comm->group->ranks[p2p->peer];
     if (p2p->state == DT__P2P_QUEUED && dt__flush(world->peers[other], other) < 0) return -1;
-    /* the transport once for all pending operations, if nothing arrives */
+    /* once per pass over the pending operations, unless the last poll found packets */
     if (p2p->state != DT__P2P_FINISHED && (world->pass != world->polled_pass || world->poll_found ||
                                               !world->transport.recv || world->node))
         dt__poll(world, other);
@@ -3145,8 +3165,9 @@ static void dt__p2p_cancel(dt__p2p *p2p) {
     dt__p2p_release(p2p);
 }
 
-/* Tells all ranks that share no memory with this one that this rank has failed, for at most
-   DT__ABORT_S seconds if the transport cannot take the packets. */
+/* Tells all ranks that share no memory with this one that this rank has failed. Tries each rank at
+   least once, and spends at most DT__ABORT_S seconds on ranks whose packets the transport cannot
+   take. */
 #define DT__ABORT_S 0.25
 static void dt__send_aborts(dt__world *world, dt_status status, const char *text) {
     dt__stopwatch watch = dt__stopwatch_start(world->host, 8 * DT__ABORT_S);
@@ -3158,8 +3179,9 @@ static void dt__send_aborts(dt__world *world, dt_status status, const char *text
         frame.tag = world->rank;
         frame.count = (uint64_t)status;
         if (rank == world->rank || dt__local_rank_of(world, rank) >= 0) continue;
-        while (!late && world->transport.send(world->transport.user, rank, &frame, sizeof frame,
-                            text, length < 511 ? length : 511) == 0) {
+        while (world->transport.send(world->transport.user, rank, &frame, sizeof frame, text,
+                   length < 511 ? length : 511) == 0 &&
+               !late) {
             late = dt__waited(&watch) > DT__ABORT_S;
             world->host->sleep(world->host->user, 1e-3);
         }
@@ -3377,12 +3399,8 @@ static int dt__sends_inline(const dt_work *work) {
     const dt_comm *comm = work->comm;
     const dt__call *call = &work->call;
     const dt__shared *shared = comm->world->shared;
-    dt_status (*move)(void *, const void *, size_t, void *) =
-        dt_ctx_kernels(comm->world->ctx)->move;
     size_t bytes = dt__send_count(comm, call) * dt_dtype_size(call->dtype);
-    if (call->op == DT__ALL_TO_ALL_V ||
-        (!call->host_memory && move && move != dt_kernels_cpu()->move))
-        return 0;
+    if (call->op == DT__ALL_TO_ALL_V || !dt__is_host_data(work)) return 0;
     if (bytes > DT_EAGER_BYTES) return 0;
     if (bytes <= DT__POST_BYTES || shared->spins == 0 || !dt__sends(comm, call)) return 1;
     return !dt__reachable(shared, call->send) ||
@@ -3541,8 +3559,9 @@ static dt_status dt__push(dt_work *work) {
    copies the other chunks' sums from the other staging buffers. A rank whose buffers the others can
    access has no staging buffer: they read its send and recv. One wait separates two steps, so for
    each window all ranks wait once. */
-typedef struct
-    dt__window_chunk { /* a chunk of one window: elements [at, at + count) of the buffers */
+/* A chunk of one window: elements [at, at + count) of the buffers, which begin at element in_window
+   of the window. */
+typedef struct dt__window_chunk {
     size_t index, at, count, in_window;
 } dt__window_chunk;
 
@@ -4215,7 +4234,7 @@ static int dt__tree_all_reduce(dt_work *work) {
 /* ---- rails: M machines of k ranks, which are neighbours in the group ---- */
 
 /* Hierarchical all-reduce of large buffers. Between ranks of one machine messages go through shared
-   memory (section 16), so the messages that leave a machine are the bottleneck. S is the size of
+   memory (section 15), so the messages that leave a machine are the bottleneck. S is the size of
    the buffer in bytes, and N = kM. In a ring all-gather (N-1)/N S bytes leave each machine, because
    the ring leaves each machine once. In a direct all-reduce 2k(N-k)/N S would leave each machine.
    With rails 2 S leave a machine, but only S leave the first and the last machine.
@@ -4410,7 +4429,7 @@ static int dt__rounds_advance(dt_work *work) {
 
        begin       validates the call, numbers, describes and records it, chooses how it runs
        advance     moves its data as far as possible without waiting; waits and dt_test call it
-                   repeatedly, and so does dt between kernels (section 12)
+                   repeatedly, and so does dt between kernels (dt__on_kernel_done)
        end         counts its bytes and recycles its work object
 
    The three are the entries of a call table. A blocking call is a start and a wait in one:
@@ -4421,7 +4440,10 @@ static int dt__rounds_advance(dt_work *work) {
    collective copies send to recv. */
 static void dt__single_rank_collective(dt_work *work) {
     const dt__call *call = &work->call;
-    if (call->op != DT__BROADCAST && call->op != DT__BARRIER)
+    if (call->op == DT__ALL_TO_ALL_V && call->send_counts[0] != call->recv_counts[0])
+        dt__counts_differ(
+            work, 0, call->send_counts[0], 0, call->recv_counts[0], dt__own_site(work).s);
+    else if (call->op != DT__BROADCAST && call->op != DT__BARRIER)
         dt__copy_local(work, call->recv, dt__send_block(work, 0));
     work->completion = DT__COMPLETED;
 }
@@ -4577,7 +4599,11 @@ static int dt__work_route(dt_work *work) {
         work->advance = comm->direct->choose(comm, call);
     if (dt_error(comm->world->ctx)) return 0;
     if (work->advance) comm->direct->begin(work);
-    if (!DT__UNCHECKED) dt__record_make(work);
+    if (!DT__UNCHECKED)
+        dt__record_make(work);
+    else /* faults count the operations */
+        __atomic_store_n(
+            &comm->world->state->op_count, comm->world->state->op_count + 1, __ATOMIC_RELEASE);
     if (is_single) dt__single_rank_collective(work);
     if (is_single || (work->advance && comm->group->members)) return 1;
     if (!is_p2p && dt__is_compared(comm)) dt__check_make(work);
@@ -4627,6 +4653,8 @@ static void dt__device_op_track(dt__world *world, dt_work *work) {
     device_op->is_device_op = 1;
     device_op->advance = dt__device_op_poll;
     device_op->frame = work->frame;
+    device_op->file = work->file; /* dt__work_acquire has taken the site of the current call */
+    device_op->line = work->line;
     if (world->first_device_op)
         world->last_device_op->next = device_op;
     else
@@ -4775,7 +4803,6 @@ static void dt__started_add(dt__world *world, dt_work *work) {
     work->prev = world->last_started;
     *(work->prev ? &work->prev->next : &world->first_started) = work;
     world->last_started = work;
-    world->started_count++;
     work->prev_unfinished = world->last_unfinished;
     *(work->prev_unfinished ? &work->prev_unfinished->next_unfinished : &world->first_unfinished) =
         work;
@@ -4785,13 +4812,12 @@ static void dt__started_add(dt__world *world, dt_work *work) {
 
 static void dt__started_remove(dt__world *world, dt_work *work) {
     dt__unfinished_remove(world, work);
-    world->started_count--;
     *(work->prev ? &work->prev->next : &world->first_started) = work->next;
     *(work->next ? &work->next->prev : &world->last_started) = work->prev;
 }
 
-/* Starts a nonblocking operation. Returns its work; NULL if comm is NULL or the context has
-   failed. */
+/* Starts a nonblocking operation. Returns its work; NULL if the context has failed or comm is NULL.
+   Without a comm a wrong argument remains unreported, because there is no context to fail. */
 static dt_work *dt__op_start(dt_comm *comm, dt__call call) {
     if (!comm) {
         dt__call_without_comm(&call);
@@ -4983,17 +5009,21 @@ static int dt__first_not_begun(const dt_work *work) {
     return DT_ANY;
 }
 
+/* Returns the work's first incomplete transfer, or NULL. */
+static const dt__p2p *dt__first_unfinished_p2p(const dt_work *work) {
+    for (int i = 0; i < work->p2p_count; i++)
+        if (work->p2p_ops[i].state != DT__P2P_FINISHED) return &work->p2p_ops[i];
+    return NULL;
+}
+
 /* Returns the world rank that this operation waits for; DT_ANY if it does not wait for one
    particular rank. */
 static int dt__find_awaited_rank(const dt_work *work) {
     const dt_comm *comm = work->comm;
     if (work->is_device_op) return dt__first_not_begun(work);
     if (work->check) work = work->check;
-    for (int i = 0; i < work->p2p_count; i++) {
-        int peer = work->p2p_ops[i].peer;
-        if (work->p2p_ops[i].state != DT__P2P_FINISHED)
-            return peer == DT_ANY ? DT_ANY : comm->group->ranks[peer];
-    }
+    const dt__p2p *p2p = dt__first_unfinished_p2p(work);
+    if (p2p) return p2p->peer == DT_ANY ? DT_ANY : comm->group->ranks[p2p->peer];
     for (int rank = 0; rank < comm->base.size && work->post > 0; rank++)
         if (!dt__rank_reached(work, rank)) return comm->group->ranks[rank];
     return DT_ANY;
@@ -5105,13 +5135,6 @@ static void dt__put_diagnosis(dt__phrase *text, const dt__world *world, int rank
         dt__put_last_operation(text, seen);
         return;
     }
-}
-
-/* Returns the transfer of the work that is not complete; NULL if there is none. */
-static const dt__p2p *dt__first_unfinished_p2p(const dt_work *work) {
-    for (int i = 0; i < work->p2p_count; i++)
-        if (work->p2p_ops[i].state != DT__P2P_FINISHED) return &work->p2p_ops[i];
-    return NULL;
 }
 
 /* Describes the operation in which this rank waits. */
@@ -5267,7 +5290,8 @@ static void dt__report_wait(dt__world *world, const dt_work *work, double since)
         return;
     for (int rank = 0; rank < world->size && all_wait; rank++) {
         const dt__rank_state *its = dt__view_of_rank(world, rank).state;
-        all_wait = its && (its->waiting_op || its->ended);
+        all_wait = its && (__atomic_load_n(&its->waiting_op, __ATOMIC_SEQ_CST) ||
+                              __atomic_load_n(&its->ended, __ATOMIC_ACQUIRE));
     }
     if (all_wait || now - world->reported_at > DT__REPORT_AFTER_S)
         dt__send_wait_report(world, work);
@@ -5614,7 +5638,10 @@ static int dt__faults_parse(const char *text, int rank, int ranks, dt__fault *fa
    has failed. The rank spins if `spin` is 1 and sleeps if it is 0. */
 static void dt__fault_hang(const dt__world *world, int spin) {
     while (!world->is_thread || !dt__aborted(world->shared))
-        if (!spin) world->host->sleep(world->host->user, DT__NAP_MAX);
+        if (spin)
+            dt__pause();
+        else
+            world->host->sleep(world->host->user, DT__NAP_MAX);
 }
 
 /* Strikes before the operation `work`. Flips and NaNs are only noted, for the operation's end. */
@@ -5664,26 +5691,33 @@ static int dt__fault_advance(dt_work *work) {
     return work->comm->world->faults->inner->advance(work);
 }
 
-/* Corrupts the middle element of the received data: flips one bit (DT__FLIP) or sets all bits,
-   which is a NaN in every floating-point type (DT__NAN). */
+/* Corrupts the middle element of the first received block: flips one bit (DT__FLIP) or sets all
+   bits, which is a NaN in every floating-point type (DT__NAN). This happens after the operation's
+   end, because only then the stream waits for data that a device still moves. A dropped operation
+   has no end. */
 static dt_status dt__fault_end(dt_work *work) {
-    const dt__call *call = &work->call;
-    dt__world *world = work->comm->world;
-    size_t size = dt_dtype_size(call->dtype);
-    char *middle = (char *)call->recv + call->count / 2 * size, element[8];
-    int receives = call->op == DT__RECV || (call->op != DT__SEND && dt__receives(work->comm, call)),
-        corrupts = work->fault == DT__FLIP || work->fault == DT__NAN;
-    if (corrupts && receives && call->count > 0 && dt_error(world->ctx) == DT_OK) {
-        dt__comm_copy(work->comm, call, element, middle, size);
-        dt__comm_sync(world);
-        if (work->fault == DT__FLIP)
-            element[0] = (char)(element[0] ^ 1);
-        else
-            memset(element, 0xff, sizeof element);
-        dt__comm_copy(work->comm, call, middle, element, size);
-        dt__comm_sync(world);
+    dt_comm *comm = work->comm;
+    dt__world *world = comm->world;
+    const dt__call call = work->call;
+    const int fault = work->fault;
+    if (fault == DT__DROP) {
+        dt__work_release(work);
+        return dt_error(world->ctx);
     }
-    return world->faults->inner->end(work);
+    dt_status status = world->faults->inner->end(work);
+    int corrupts = fault == DT__FLIP || fault == DT__NAN;
+    if (status || !corrupts || call.count == 0 || !dt__receives(comm, &call)) return status;
+    size_t size = dt_dtype_size(call.dtype);
+    char *middle = (char *)call.recv + call.count / 2 * size, element[8];
+    dt__comm_copy(comm, &call, element, middle, size);
+    dt__comm_sync(world);
+    if (fault == DT__FLIP)
+        element[0] = (char)(element[0] ^ 1);
+    else
+        memset(element, 0xff, sizeof element);
+    dt__comm_copy(comm, &call, middle, element, size);
+    dt__comm_sync(world);
+    return dt_error(world->ctx);
 }
 
 static const dt__call_table dt__fault_calls = {
@@ -6816,7 +6850,7 @@ typedef struct dt__tcp_handshake {
    has failed. Unless it has failed, the addresses of all ranks follow. */
 typedef struct dt__tcp_table {
     uint32_t magic, failed;
-    int32_t check, spare;          /* check: rank 0's dt_run_desc.check, which all ranks use */
+    int32_t check;                 /* rank 0's dt_run_desc.check, which all ranks use */
     char text[DT__TCP_TEXT_BYTES]; /* if `failed` is set: why the rendezvous failed */
 } dt__tcp_table;
 
@@ -8003,8 +8037,10 @@ typedef struct dt__mpi {
     MPI_Errhandler saved_handler;
     MPI_Comm packets, bulk;
     dt__stopwatch watch; /* runs since dt_run began; all deadlines use this clock */
+    double timeout_s;
     /* deadlines of the cancelled requests, and of all waits after a rank was lost; 0 if unset */
-    double timeout_s, cancel_until, lost_until, next_poll;
+    double cancel_until, lost_until;
+    double next_poll;    /* time of the next poll of the TCP connections, on the host's clock */
     size_t bytes;        /* of this struct and its arrays; not freed if MPI may write into them */
     dt__mpi_info *infos; /* (size + 1), of which the last is this rank's own entry */
     char (*outgoing)[DT_PACKET_BYTES]; /* (size, DT__MPI_SLOTS) */
@@ -8235,9 +8271,10 @@ static int dt__mpi_come(dt__mpi *mpi, int error, double until) {
 }
 
 /* Cancels a request after this rank has failed, so that MPI no longer uses the caller's buffer. MPI
-   can cancel a receive that has not matched a message. The function waits for any other request: it
-   completes once the other rank has learned of the failure and receives all messages. A request
-   that is not complete at cancel_until is abandoned. */
+   can cancel a receive that has not matched a message. The function waits for any other request,
+   although a transport's functions should not, because MPI does not give the buffer back earlier:
+   the request completes once the other rank has learned of the failure and receives all messages. A
+   request that is not complete at cancel_until is abandoned. */
 static void dt__mpi_cancel(void *user, void *request) {
     dt__mpi *mpi = (dt__mpi *)user;
     dt__mpi_bulk *bulk = (dt__mpi_bulk *)request;
@@ -8495,6 +8532,9 @@ static dt__mpi *dt__mpi_open(const dt_host *host, const dt_run_desc *desc, char 
         return mpi;
     }
     snprintf(why, DT__TCP_TEXT_BYTES, "not all its processes came to dt_run within timeout_s");
+    if (mpi->listener >= 0) close(mpi->listener);
+    MPI_Comm_set_errhandler(MPI_COMM_WORLD, mpi->saved_handler);
+    MPI_Errhandler_free(&mpi->saved_handler);
     return NULL; /* *mpi is not freed, because MPI may still write into it */
 }
 
@@ -8831,6 +8871,8 @@ static void dt__note_unreceived(dt__world *world) {
     }
 }
 
+static void dt__trace_free(dt__world *world);
+
 /* Detaches a rank. If `report` is not NULL, waits for the ranks that share no memory with this one,
    and stores the run's first failure as far as this rank knows it. */
 static void dt__detach(dt_ctx *ctx, dt_status status, dt_report *report) {
@@ -8857,8 +8899,8 @@ static void dt__detach(dt_ctx *ctx, dt_status status, dt_report *report) {
         *report = world->shared->first_failure;
     else if (report && world->shared->unreceived.status)
         *report = world->shared->unreceived;
+    dt__comms_free(world); /* uses the call tables and the work objects, which are freed next */
     dt__trace_free(world);
-    dt__comms_free(world); /* uses the work objects, which are freed next */
     dt__works_free(world);
     dt__arrivals_free(world);
     dt__peers_free(world);
@@ -9452,7 +9494,6 @@ dt_status dt_run(dt_run_desc desc, dt_status (*rank_main)(dt_ctx *ctx, void *use
     dt__rank_job job = { .desc = &run.desc, .rank_main = rank_main, .user = user };
     job.attach.rank = run.desc.rank;
     job.attach.timeout_s = run.desc.timeout_s;
-    job.attach.link = run.desc.link;
     int over_tcp = desc.backend == DT_BACKEND_TCP ||
                    (desc.backend == DT_BACKEND_NCCL && dt__nccl_begin != NULL);
     if (!rank_main)
@@ -9613,7 +9654,7 @@ static void dt__trace_add(const dt_work *work, int kind, double begin, double en
     event->u.op.seq = call->seq;
     memcpy(event->u.op.group, comm->group->name, DT__NAME_BYTES);
     event->a = -1;
-    if (!dt__is_p2p(call->op)) return;
+    if (!dt__is_p2p(call->op) || work->fault == DT__DROP) return; /* a dropped call moves nothing */
     const dt__p2p *p2p = &work->p2p_ops[0]; /* still valid, although p2p_count is already 0 */
     if (p2p->peer >= 0) event->a = comm->group->ranks[p2p->peer];
     event->b = call->tag;
@@ -9992,9 +10033,12 @@ static void dt__trace_all(dt__trace_out *out, const char *path) {
 
 dt_status dt_trace_write(dt_comm *comm, const char *path) {
     if (!comm) return DT_ERR_ARG;
-    dt__world *world = comm->world, before = *world;
+    dt__world *world = comm->world;
     dt_ctx *ctx = world->ctx;
     dt__trace *trace = world->trace;
+    const dt__call_table *calls = world->calls;
+    dt_traffic traffic = world->traffic;
+    double seconds = world->seconds;
     dt__trace_out out;
     if (dt_error(ctx)) return dt_error(ctx);
     if (comm != world->comm || !path)
@@ -10028,9 +10072,9 @@ dt_status dt_trace_write(dt_comm *comm, const char *path) {
     }
     (dt_barrier)(comm); /* after it the file exists; if rank 0 has failed, all ranks fail */
     dt_free(ctx, DT_MEM_HOST, out.text, bytes);
-    world->seconds = before.seconds;
-    world->traffic = before.traffic;
-    world->calls = before.calls;
+    world->seconds = seconds;
+    world->traffic = traffic;
+    world->calls = calls;
     world->trace = trace;
     return dt_error(ctx);
 }
@@ -10047,6 +10091,7 @@ DT__CPP_WARNINGS_ON
              dt_transport carries packets: send and recv suffice; matching, failures and large
              messages are above it. A large message waits for its receiver over every transport.
              dt_comm_step no longer compares the calls of a step: messages carry their calls
+             DT_USE_NCCL is gone: link dt_kernels.cu, which contains the NCCL backend
      0.1.0   threads, processes, tcp, MPI, transports; collectives blocking and started, groups,
              faults, trace
 

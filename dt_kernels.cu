@@ -6225,7 +6225,7 @@ extern "C" void dt__nccl_begin(dt__world *world, const dt__comm_functions *dt, v
 
 /* HISTORY
      0.2.0   names in namespace dt_cuda; kernels spread -> scatter, cross_entropy_join ->
-             cross_entropy_merge
+             cross_entropy_merge; the NCCL backend, which was in dt_comm.h
      0.1.0   first version
 
    LICENCE: your choice of A or B.

@@ -768,7 +768,7 @@ static size_t tree_children(int v, int n) {
     return children;
 }
 
-/* Messages and elements that rank me of n sends: the exact form of the table in section 16. */
+/* Messages and elements that rank me of n sends: the exact form of the table in section 17. */
 static dt_traffic formula(int op, dt_algorithm a, int n, int me, int root, size_t count) {
     size_t others = (size_t)n - 1,
            mine = dt__chunk_offset(count, n, me + 1) - dt__chunk_offset(count, n, me);
@@ -871,7 +871,7 @@ static void traffic_of(
     if ((double)now.bytes > most->bytes[op][a]) most->bytes[op][a] = (double)now.bytes;
 }
 
-/* Compares the busiest rank with the table of section 16. S is the full buffer, all shares
+/* Compares the busiest rank with the table of section 17. S is the full buffer, all shares
    together. */
 static void check_table(int n, const busiest *seen) {
     size_t N = (size_t)n, L = 0, share = 5040 * 4, S = share, all = N * share;

@@ -703,6 +703,28 @@ static void test_mismatch_text(void) {
     CHECK(o.report.rank == 2 || o.report.rank == 3);
 }
 
+/* In an all-to-all-v of a group of one, the two counts of the rank itself must agree too: recv has
+   room for only recv_counts[0] elements. */
+static dt_status counts_of_one_rank(dt_ctx *ctx, void *user) {
+    float *a = (float *)calloc(2, 64 * sizeof *a), *b = a + 64;
+    const size_t out = 64, in = 1;
+    dt_comm *world = dt_world(ctx), *one = dt_comm_split(world, dt_comm_rank(world), 0, "one");
+    (void)user;
+    for (int i = 0; i < 64; i++) a[i] = 1;
+    dt_status status = dt_all_to_all_v(one, a, &out, b, &in, DT_F32);
+    CHECK_MSG(status == DT_ERR_COMM && b[0] == 0 && b[1] == 0 && b[63] == 0, "%s: %s",
+        dt_status_name(status), dt_error_text(ctx));
+    CHECK_MSG(strstr(dt_error_text(ctx), "64") || status == DT_ERR_PEER, "%s", dt_error_text(ctx));
+    free(a);
+    return status;
+}
+
+static void test_counts_of_one_rank(void) {
+    outcome o;
+    run(&o, 1, counts_of_one_rank, NULL);
+    CHECK_MSG(o.status == DT_ERR_COMM, "%s", o.report.text);
+}
+
 /* Every rank fails with its own error: only one line is logged, and the first failure is
    reported. */
 static dt_status all_fail_rank(dt_ctx *ctx, void *user) {
@@ -1428,6 +1450,7 @@ int main(void) {
     test_wrong_arguments();
     test_injections();
     test_mismatch_text();
+    test_counts_of_one_rank();
     test_all_fail();
     test_refused_after_failure();
     test_early_leaver();

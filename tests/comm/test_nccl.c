@@ -883,10 +883,24 @@ static void test_loading(void) {
     }
 }
 
+/* A trace lies around NCCL's operations until the groups have ended. */
+static dt_status traced(dt_ctx *ctx, void *user) {
+    dt_status status = dt_trace_start(ctx, 1000);
+    return status ? status : collectives(ctx, user);
+}
+
+static void test_trace(void) {
+    job j = { .ranks = 2, .fn = traced, .what = 17 };
+    make_machine(2, 3, FAKE_CUDA_RANDOM);
+    job_run(&j);
+    check_clean(&j, "trace");
+}
+
 int main(void) {
     setvbuf(stdout, NULL, _IOLBF, 0);
     test_loading();
     test_collectives();
+    test_trace();
     test_messages();
     test_overlap();
     test_slow();
