@@ -717,6 +717,73 @@ static void test_rounds(void) {
     printf("4 forks: %ld rounds of barrier and all-reduce in %.2f s\n", r.n, seconds() - from);
 }
 
+/* ---- 5. packets that no rank of dt sends ---- */
+
+/* A transport whose rank 1 sends one packet, `bytes` bytes of a frame and its data. */
+typedef struct forger {
+    struct {
+        dt__frame frame;
+        char data[DT__PACKET_DATA];
+    } packet;
+    size_t bytes;
+} forger;
+
+static int forger_send(
+    void *user, int to, const void *head, size_t head_bytes, const void *body, size_t body_bytes) {
+    (void)user, (void)to, (void)head, (void)head_bytes, (void)body, (void)body_bytes;
+    return 1;
+}
+static const void *forger_recv(void *user, int from, int *sender, size_t *bytes) {
+    forger *f = (forger *)user;
+    (void)from;
+    *sender = 1;
+    *bytes = f->bytes;
+    f->bytes = 0;
+    return *bytes ? &f->packet : NULL;
+}
+
+/* Each row is a packet for a receive of 100 floats, and a word of the error; NULL: it is valid. A
+   frame's size that is believed makes the receive read past the packet. */
+static void test_forged_packets(void) {
+    static const struct {
+        unsigned kind;
+        size_t count, says, data; /* the frame's count and bytes; the bytes that follow it */
+        uint64_t credits;
+        const char *word;
+    } rows[] = { { DT__EAGER, 100, 400, 400, 0, NULL }, { DT__EAGER, 100, 0, 0, 0, "sends" },
+        { DT__EAGER, 100, 396, 396, 0, "99" }, { DT__EAGER, 100, 400, 396, 0, "malformed" },
+        { DT__EAGER, 100, 396, 400, 0, "malformed" }, { DT__EAGER, 99, 396, 396, 0, "f32 x 99" },
+        { DT__EAGER, 100, 400, 400, 1, "malformed" }, { 0, 100, 400, 400, 0, "malformed" },
+        { 99, 100, 400, 400, 0, "malformed" }, { DT__PULL, 100, 400, 0, 0, "malformed" },
+        { DT__DONE, 100, 400, 0, 0, "malformed" }, { DT__DATA, 100, 400, 400, 0, "malformed" },
+        { DT__REPORT, 100, 400, 8, 0, "malformed" } };
+    for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) {
+        float got[100];
+        forger *f = (forger *)calloc(1, sizeof *f);
+        dt_transport t = { .name = "forger", .user = f, .send = forger_send, .recv = forger_recv };
+        dt_ctx *ctx = dt_ctx_make((dt_ctx_desc){ .host = &quiet });
+        dt_comm *world =
+            dt_comm_attach(ctx, (dt_attach_desc){ .transport = &t, .size = 2, .timeout_s = 2 });
+        dt__call call = { .op = DT__SEND, .dtype = DT_F32, .count = rows[i].count };
+        f->packet.frame.kind = rows[i].kind;
+        f->packet.frame.channel = world ? world->group->channel : 0;
+        f->packet.frame.packed_call = dt__pack_call(&call);
+        f->packet.frame.count = rows[i].count;
+        f->packet.frame.tag = 5;
+        f->packet.frame.bytes = rows[i].says;
+        f->packet.frame.id = 1;
+        f->packet.frame.credits = rows[i].credits;
+        f->bytes = sizeof f->packet.frame + rows[i].data;
+        dt_status status = dt_recv(world, got, 100, DT_F32, 1, 5);
+        CHECK_MSG(rows[i].word ? status == DT_ERR_COMM && strstr(dt_error_text(ctx), rows[i].word)
+                               : status == DT_OK,
+            "packet %zu: %s: %s", i, dt_status_name(status), dt_error_text(ctx));
+        dt_comm_detach(ctx, DT_OK);
+        dt_ctx_free(ctx);
+        free(f);
+    }
+}
+
 int main(int argc, char **argv) {
     int all = argc < 2;
     quiet = *dt_host_default();
@@ -727,5 +794,6 @@ int main(int argc, char **argv) {
     if (PART("heaps")) test_heaps();
     if (PART("attach")) test_attach();
     if (PART("rounds")) test_rounds();
+    if (PART("forged")) test_forged_packets();
     return check_done("test_comm_procs");
 }
