@@ -4450,19 +4450,23 @@ static void dt__single_rank_collective(dt_work *work) {
 
 static dt_work *dt__work_acquire(dt_comm *comm, const dt__call *call) {
     dt__world *world = comm->world;
-    dt_work *work = world->free_works, cached;
+    dt_work *work = world->free_works;
+    dt__p2p *p2p_ops = NULL; /* a reused work keeps its memory for transfers and its event */
+    int p2p_capacity = 0;
+    void *device_event = NULL;
     if (work) {
-        cached = *work;
+        p2p_ops = work->p2p_ops;
+        p2p_capacity = work->p2p_capacity;
+        device_event = work->device_event;
         world->free_works = work->next;
     } else {
         work = (dt_work *)dt_alloc(world->ctx, DT_MEM_HOST, sizeof *work, "dt_work");
-        memset(&cached, 0, sizeof cached);
+        if (!work) return NULL;
     }
-    if (!work) return NULL;
     memset(work, 0, sizeof *work);
-    work->p2p_ops = cached.p2p_ops;
-    work->p2p_capacity = cached.p2p_capacity;
-    work->device_event = cached.device_event;
+    work->p2p_ops = p2p_ops;
+    work->p2p_capacity = p2p_capacity;
+    work->device_event = device_event;
     work->comm = comm;
     work->call = *call;
     work->axis = comm->axis;
@@ -4727,13 +4731,13 @@ static dt_work *dt__op_begin(dt_comm *comm, const dt__call *call) {
     if (world->first_device_op) dt__device_ops_reap(world);
     int is_typed = dt_dtype_size(call->dtype) > 0;
     const char *wrong = is_typed ? dt__argument_error(comm, call) : NULL;
-    dt__phrase site = dt__site_text(!is_typed || wrong ? world->file : NULL, world->line);
     if (!is_typed)
         dt__comm_fail(world, DT_ERR_UNSUPPORTED, "%s on %s%s: %d is no element type",
-            dt__call_text(call).s, comm->group->name, site.s, (int)call->dtype);
+            dt__call_text(call).s, comm->group->name, dt__site_text(world->file, world->line).s,
+            (int)call->dtype);
     else if (wrong)
         dt__comm_fail(world, DT_ERR_ARG, "%s on %s%s: %s", dt__call_text(call).s, comm->group->name,
-            site.s, wrong);
+            dt__site_text(world->file, world->line).s, wrong);
     dt_work *work = dt_error(world->ctx) ? NULL : dt__work_acquire(comm, call);
     if (!work) return NULL;
     if (dt__beyond_kernels(comm, call->send) || dt__beyond_kernels(comm, call->recv))
