@@ -37,7 +37,8 @@
    OPTIONS (define before including)
        DT_IMPLEMENTATION   adds the code to the declarations; define it in exactly one file
        DT_USE_MPI          adds the MPI backend, which needs mpi.h of MPI 3.1 or later
-       DT_STATIC           makes everything static; define it in every file that includes dt_comm.h
+       DT_STATIC           makes everything static; define it in every file that includes dt_comm.h,
+                           together with DT_IMPLEMENTATION
        DT_NO_CHECKS        leaves out the operation records, the comparison of the ranks' calls in
                            shared memory and the deadlock detection, to measure what they cost
 
@@ -54,8 +55,8 @@
     10. Calls: validation and description
     11. Operation records (flight recorder, deadlock detection, comparison of calls)
     12. Progress engine (waiting: spin, yield, nap)
-    13. Messages: sending and receiving (eager and rendezvous protocols, credits)
-    14. Messages: matching (arriving packets, bulk data)
+    13. Messages: one send or receive (eager and rendezvous protocols, credits, matching)
+    14. Messages: arriving packets, progress
     15. Transport: shared memory (ring of packets)
     16. Collectives in shared memory (direct all-reduce, windows)
     17. Collective algorithms (ring all-reduce, recursive doubling, tree all-reduce, direct,
@@ -65,7 +66,7 @@
     20. Call tables: simulated link, fault injection
     21. Scalars and agreement: code (straggler detection)
     22. Process groups: code
-    23. Shared-memory heap of forked ranks
+    23. Shared memory: layout, heaps of forked ranks
     24. Launcher discovery (torchrun, mpirun, srun)
     25. Proofs (SHA-256, HMAC)
     26. Sockets and tokens (heartbeat)
@@ -94,23 +95,24 @@
                 GPUs cannot access another one (peer access), dt_run fails with DT_ERR_DEVICE; use
                 backend nccl in this case.
      Errors     If a collective cannot be done, its context fails (dt_error, dt_error_text) and the
-                call returns the error's status. The failure of one context, also by dt_fail in an
-                op or in your code or by a refused allocation, makes all ranks fail: the waiting
-                call and every later call of the other ranks return DT_ERR_PEER, and their error
-                text names the rank that failed first and its reason. If ranks call different
-                operations, or the same operation with different counts, types, reductions or roots,
-                every rank gets an error that names two differing calls and their call sites, once
-                all ranks have called (for tcp, nccl and mpi see dt_run_desc.check). If all ranks
-                wait and no message is in flight, every rank gets an error that names the cycle of
-                waits, without waiting for the timeout. The error text names a rank that has ended
-                or died, and the signal that killed it. For a rank that does not arrive within
-                timeout_s the text also gives its state: stopped, spinning, asleep or late. Error
-                texts give world ranks. Only the first failure is logged as an error. Timeouts count
-                only time in which a rank's process runs, so a job that is suspended as a whole
-                (Ctrl-Z, scontrol suspend) continues when resumed.
-     Threads    With threads and procs the caller of dt_run is the supervisor and not a rank. A
-                dt_comm belongs to its rank's thread. All ranks use the tables of dt_run_desc at the
-                same time. Several calls of dt_run can run at the same time.
+                call returns the error's status. The failure of one context, also by dt_fail in a
+                tensor operation or in your code or by a refused allocation, makes all ranks fail:
+                the waiting call and every later call of the other ranks return DT_ERR_PEER, and
+                their error text names the rank that failed first and its reason. If ranks call
+                different operations, or the same operation with different counts, types, reductions
+                or roots, every rank gets an error that names two differing calls and their call
+                sites, once all ranks have called (for tcp, nccl and mpi see dt_run_desc.check). If
+                all ranks wait and no message is in flight, every rank gets an error that names the
+                cycle of waits, without waiting for the timeout. The error text names a rank that
+                has ended or died, and the signal that killed it. For a rank that does not arrive
+                within timeout_s the text also gives its state: stopped, spinning, asleep or late.
+                Error texts give world ranks. Only the first failure is logged as an error. Timeouts
+                count only time in which a rank's process runs, so a job that is suspended as a
+                whole (Ctrl-Z, scontrol suspend) continues when resumed.
+     Threads    With threads and procs the caller of dt_run is the supervisor, which starts and
+                watches the ranks, and not a rank. A dt_comm belongs to its rank's thread. All ranks
+                use the tables of dt_run_desc (structs of function pointers) at the same time.
+                Several calls of dt_run can run at the same time.
      Order      A reduction computes ((x0 op x1) op x2) ... for every element, where xr is rank r's
                 element. The order does not depend on the count, the backend or the algorithm
                 (except DT_RING, see dt_comm_set_algorithm), and every rank gets the same bits. bf16
@@ -222,8 +224,10 @@ typedef struct dt_run_desc {
     const char *fault;  /* faults to inject, written as described below; NULL: none here */
     /* For tcp, nccl and mpi: whether the ranks compare their calls before each collective, so that
        no rank completes a collective that another rank calls differently. 1 means always, -1 never,
-       and 0 in the first 100 steps, or always if DT_CHECK=1 is in the environment. Without it a
-       rank that receives a message of a different call still reports both calls. */
+       and 0 in the first 100 steps (dt_comm_step; at most the first 10,000 collectives of a group),
+       or always if DT_CHECK=1 is in the environment. Without it a rank that receives a message of a
+       different call still reports both calls, and a message that no rank receives is a failure
+       when its receiver ends; but collectives may have completed by then. */
     int check;
     /* A flag that a signal handler or another thread sets to 1 to ask for the ranks' status; may be
        NULL. dt then logs the table of dt_ranks_text as a notice and sets the flag to 0 again. For
@@ -233,14 +237,16 @@ typedef struct dt_run_desc {
 } dt_run_desc;
 
 /* Fault injection, for tests and for learning. A fault is written KIND:rank=R:seq=N[:s=SECONDS];
-   commas separate several faults. N counts, from 1, the operations of sections 3 to 6 that rank R
-   begins.
+   commas separate several faults. N counts, from 1, all operations that rank R begins: those of
+   sections 3 to 6, each transfer of dt_exchange, dt_comm_step, and two for each dt_comm_split. The
+   lines of dt_records_text begin with this number.
 
    Six kinds take effect before operation N. "kill" and "stop" send the rank SIGKILL or SIGSTOP,
    "exit" ends its process with status 7, and "spin" loops for ever. "delay" sleeps for SECONDS
    (default 1). "drop" skips the call, which then does not count as an operation. Two kinds take
    effect after operation N and change one received element, the middle one of the first block:
-   "flip" inverts one bit, and "nan" writes a NaN.
+   "flip" inverts one bit, and "nan" writes a NaN. Scalars (section 6) and an operation without data
+   of yours, such as dt_comm_split, are left as they are.
 
    Of the faults for one rank, the first 8 take effect. A rank that is a thread cannot be killed or
    stopped. Instead of a kill or an exit it fails; after a stop or a spin it begins no operation
@@ -336,11 +342,11 @@ DT_API dt_status dt_launch_find(dt_launch *out);
 /* The mesh axis that a group belongs to. dt_comm_bytes counts bytes separately for each axis. */
 typedef enum dt_axis {
     DT_AXIS_NONE = -1, /* the world, and every group without an axis */
-    DT_AXIS_DP = 0,
-    DT_AXIS_TP,
-    DT_AXIS_CP,
-    DT_AXIS_PP,
-    DT_AXIS_EP,
+    DT_AXIS_DP = 0,    /* data parallel */
+    DT_AXIS_TP,        /* tensor parallel */
+    DT_AXIS_CP,        /* context parallel */
+    DT_AXIS_PP,        /* pipeline parallel */
+    DT_AXIS_EP,        /* expert parallel */
     DT_AXES
 } dt_axis;
 
@@ -364,11 +370,11 @@ DT_API int dt_comm_world_rank(const dt_comm *comm, int rank);
 /* [collective: comm] Process group: a subset of the ranks, for collectives among these ranks alone.
    Ranks that pass the same color become one new group. Its ranks are ordered by `key`, and ranks
    with equal keys by their rank in comm. A rank with color < 0 joins no group and gets NULL, which
-   is not a failure. `name` (may be NULL) appears in error texts and
-   tables; its first 31 bytes are copied. The group lives as long as the world. After a failure the
-   function returns NULL; the error is DT_ERR_MEM if more than DT_MAX_SPLITS splits were made. Under
-   MPI, a group that does not fit into its machine's shared memory segment exchanges messages
-   instead, with the same results. */
+   is not a failure. (Do not use this NULL as a group: it would be a group of one rank.) `name`
+   appears in error texts and tables; its first 31 bytes are copied, and NULL means "group". The
+   group lives as long as the world. After a failure the function returns NULL; the error is
+   DT_ERR_MEM if more than DT_MAX_SPLITS splits were made. Under MPI, a group that does not fit into
+   its machine's shared memory segment exchanges messages instead, with the same results. */
 DT_API dt_comm *dt_comm_split(dt_comm *comm, int color, int key, const char *name);
 /* [local] From this call on, dt_comm_bytes counts the bytes of comm's operations under `axis`. Does
    nothing if comm is NULL. */
@@ -408,8 +414,8 @@ typedef enum dt_algorithm {
    bits, except that DT_RING's sums may differ in rounding. */
 DT_API void dt_comm_set_algorithm(dt_comm *comm, dt_algorithm algorithm);
 /* [local] The messages and bytes that this rank has really sent, which is what the algorithms cost.
-   Messages through shared memory count too. The messages in which ranks compare their calls
-   (dt_run_desc.check) do not count. */
+   Messages through shared memory count too. Collectives without messages, in shared memory or by
+   NCCL, and the messages in which ranks compare their calls (dt_run_desc.check) do not count. */
 typedef struct dt_traffic {
     size_t messages, bytes;
 } dt_traffic;
@@ -418,8 +424,9 @@ DT_API dt_traffic dt_comm_traffic(const dt_ctx *ctx);
 // ==== 3. Collectives ============================================================================
 
 /* All functions of this section are [collective: comm]. N is the number of ranks in comm. Counts
-   are in elements. Types are the values of dt_dtype. Another type, or a reduction of a type that
-   the context's kernel table does not reduce, fails with DT_ERR_UNSUPPORTED.
+   are in elements. Types are DT_F32, DT_F64, DT_BF16, DT_F16 and DT_I32, reductions DT_SUM, DT_AVG,
+   DT_MAX, DT_MIN and DT_PROD. Sums of DT_I32 wrap, and their average is rounded toward zero. A type
+   that the context's kernel table does not reduce fails with DT_ERR_UNSUPPORTED.
 
    Buffers are memory of the context's device. If the device is a GPU, both buffers of a call may be
    in host memory instead, if they are in host memory on all ranks; the CPU then does the work. This
@@ -475,14 +482,15 @@ DT_API dt_status dt_barrier(dt_comm *comm);
 
 /* [pairwise] buf: count elements. `to` and `from` are ranks of comm; tag >= 0. A receive takes the
    oldest message from rank `from` of this group with this tag. The receive's count and type must
-   equal the send's, else the receive returns DT_ERR_COMM and the error text names both calls.
+   equal the send's, else the receive returns DT_ERR_COMM and the error text names both.
 
    A send of up to DT_EAGER_BYTES is eager: dt copies the message and the send returns. From one
-   rank to another rank, 8 eager messages can be pending (up to 11 before the sender learns which
-   have been received). A larger send, or a further eager message, waits for the receiver. So two
-   ranks must not both begin with a large send to each other: use the nonblocking calls (section 5).
-   A rank can send up to DT_EAGER_BYTES to itself, or more with a nonblocking call. If comm is NULL,
-   the call returns DT_ERR_ARG, because there is no peer. */
+   rank to another, at least 8 eager messages can be pending; at most 11, because the receiver
+   reports only every fourth receive. A larger send, or a further eager message, waits for the
+   receiver. So two ranks must not both begin with a large send to each other: use the nonblocking
+   calls (section 5). A rank can send up to DT_EAGER_BYTES to itself, or more with a nonblocking
+   call. If comm is NULL, the call returns DT_ERR_ARG, because there is no peer; no context
+   fails. */
 #define DT_EAGER_BYTES 4096
 DT_API dt_status dt_send(
     dt_comm *comm, const void *buf, size_t count, dt_dtype dtype, int to, int tag);
@@ -504,11 +512,12 @@ DT_API dt_status dt_recv_any(
 
    The arguments are the same as in the blocking call. The caller must not use the buffers until
    dt_wait has returned. There is no hidden thread: operations advance while this rank waits in any
-   other operation, and between the kernels of its tensor ops. Any number of operations may be
-   pending; the other ranks see the first DT_MAX_STARTED of each group. A NULL handle means that the
-   operation is already complete (if comm is NULL) or that the context has failed; dt_wait accepts
-   NULL and returns the context's status. Call dt_wait exactly once for every other handle, in any
-   order. A handle without a dt_wait counts as a failure when rank_main returns. */
+   other operation, and between the kernels of its tensor operations. Any number of operations may
+   be pending; in shared memory the first DT_MAX_STARTED of each group move their data, and a later
+   one begins when an earlier one is complete. A NULL handle means that the operation is already
+   complete (if comm is NULL) or that the context has failed; dt_wait accepts NULL and returns the
+   context's status. Call dt_wait exactly once for every other handle, in any order. A handle
+   without a dt_wait counts as a failure when rank_main returns. */
 #define DT_MAX_STARTED 8
 typedef struct dt_work dt_work;
 DT_API dt_work *dt_all_reduce_start(
@@ -581,7 +590,8 @@ DT_API dt_status dt_agree(dt_comm *comm, dt_status mine);
    starts. */
 typedef struct dt_team dt_team;
 /* [the caller is the supervisor] Makes a team. desc is as for dt_run, with backend threads or
-   procs. Returns NULL after a failure, which has been logged. */
+   procs; user_bytes and status_request are not used. Returns NULL after a failure, which has been
+   logged. */
 DT_API dt_team *dt_team_make(dt_run_desc desc);
 /* [local] Makes the context of a rank, with the team's tables. The heap of a forked rank lies in
    the shared memory segment. Free the context with dt_ctx_free, after dt_comm_detach. Returns NULL
@@ -595,24 +605,29 @@ DT_API dt_status dt_team_free(dt_team *team);
 #define DT_PACKET_BYTES 8192
 /* A transport carries packets between ranks 0 .. size-1. Two functions suffice; the others may be
    NULL. dt matches messages, compares calls, splits large messages, tells other ranks of failures
-   and detects deadlocks above all transports. No function may wait.
+   and detects deadlocks above all transports. No function may wait. dt calls them only in the
+   thread that has attached the rank.
 
-       send     Sends a packet of at most DT_PACKET_BYTES, which consists of head and body. Returns
-                1 if the transport has taken (copied) the packet, 0 if it cannot take it now (dt
-                tries again, and may send to other ranks meanwhile), -1 if the rank cannot be
-                reached any more. Packets from one rank to another arrive once, whole and in the
-                order of their sends. `to` is never this rank.
+       send     Sends a packet of at most DT_PACKET_BYTES, which consists of head and body (body may
+                be NULL if body_bytes is 0). Returns 1 if the transport has taken (copied) the
+                packet, 0 if it cannot take it now (dt tries again, and may send to other ranks
+                meanwhile), -1 if the rank cannot be reached any more: the context then fails.
+                Packets from one rank to another arrive once, whole and in the order of their sends.
+                `to` is never this rank.
        recv     Returns the next packet that has arrived from rank `from` (DT_ANY: from any rank; a
                 transport may ignore `from`) and sets *sender and *bytes, or returns NULL. The
-                packet is aligned to 8 bytes and valid until the next call. dt calls recv often
-                while it waits, so the transport can also do here what it has to do regularly.
-       lost     Failure detection: returns 1 if the connection to `rank` is lost, with the reason in
-                `why` (512 bytes), else 0.
+                packet is aligned to 8 bytes and valid until the next call of recv. dt calls recv
+                often while it waits, so the transport can also do here what it has to do regularly.
+       lost     Failure detection: returns 1 if the connection to `rank` is lost, else 0. Without it
+                the end of a rank's process is noticed only by the timeout. Writes the reason to
+                `why` (512 bytes), which ends the error text and so must name the rank: "rank 3 has
+                closed its socket".
        pid      The pid of a rank on this machine, or 0.
-       push     Data of a message larger than DT_EAGER_BYTES, from the sender's buffer to the
-       pull     receiver's. The receiver calls pull, then the sender push with the same id, which is
-                unique among the messages from one rank to another. Both return a request, or NULL
-                on failure. Without push and pull dt sends such data in packets.
+       pull     (receiver) Begins to receive the data of a message larger than DT_EAGER_BYTES.
+       push     (sender) Begins to send them. dt calls pull first, then push on the other rank with
+                the same id, which is unique among the messages from one rank to another. Both
+                return a request, or NULL on failure. Without push and pull dt sends such data in
+                packets.
        test     Returns 1 if the request is complete, 0 if not yet, 2 if not yet but some data have
                 moved since the last call, -1 if it has failed, with the reason in `why` (512
                 bytes). If it returns 1 or -1, the request is freed.
@@ -645,13 +660,14 @@ typedef struct dt_attach_desc {
     void *nccl;
 } dt_attach_desc;
 /* [collective: all ranks of the team or transport] Makes the context ctx a rank and returns its
-   world. Returns NULL after a failure. For a team, make ctx with dt_team_ctx, which gives it the
-   team's tables; for a transport with dt_ctx_make. */
+   world. Over a transport it returns at once, without waiting for the other ranks. Returns NULL
+   after a failure. For a team, make ctx with dt_team_ctx, which gives it the team's tables; for a
+   transport with dt_ctx_make. */
 DT_API dt_comm *dt_comm_attach(dt_ctx *ctx, dt_attach_desc desc);
 /* [local] Ends this rank: frees its groups and tells ranks that wait for it that it has ended.
    `status` is the return value of the rank's function. With a transport this takes at most 0.25 s
    if `send` does not take the packets. The transport must deliver every packet that `send` has
-   taken, also after this call. */
+   taken, also after this call. Afterwards dt_error(ctx) tells whether the rank has failed. */
 DT_API void dt_comm_detach(dt_ctx *ctx, dt_status status);
 
 /* FLIGHT RECORDER. Each rank keeps records of its last DT_RECORDS operations and their call
@@ -663,7 +679,8 @@ DT_API void dt_comm_detach(dt_ctx *ctx, dt_status status);
    `text` is NULL it only returns the size. */
 DT_API size_t dt_ranks_text(const dt_ctx *ctx, char *text, size_t bytes);
 /* [local] Writes the last operations of this rank, or of a world rank that shares memory with it,
-   to `text`: one line for each operation, newest first. Returns the size as dt_ranks_text does. */
+   to `text`: one line for each operation, newest first, beginning with the number of the operation
+   among all of its rank. Returns the size as dt_ranks_text does. */
 DT_API size_t dt_records_text(const dt_ctx *ctx, int rank, char *text, size_t bytes);
 /* [collective: the world] Ends a training step and counts it, for dt_ranks_text and
    dt_run_desc.check. Straggler detection: logs a notice that names a rank if, in 5 of the last 8
@@ -710,7 +727,7 @@ DT_API size_t dt_trace_lost(const dt_ctx *ctx);
    continues. Ranks send their events in pieces, so rank 0 needs only about 1 MiB of memory. Times
    are on rank 0's clock. Over a transport this call measures the difference between each clock and
    rank 0's clock, by the fastest of 8 round trips. Messages of this call are neither recorded nor
-   counted. */
+   counted. A rank without a trace contributes no events. */
 DT_API dt_status dt_trace_write(dt_comm *world, const char *path);
 
 /* CALL SITES. The functions listed below are also macros, which pass the source line of the call
@@ -775,7 +792,7 @@ DT__CPP_WARNINGS_OFF
 
 #include <arpa/inet.h> /* inet_pton, htons */
 #include <errno.h>
-#include <fcntl.h>   /* fcntl */
+#include <fcntl.h>   /* open */
 #include <ifaddrs.h> /* getifaddrs */
 #include <net/if.h>  /* IFF_RUNNING */
 #include <netdb.h>   /* getaddrinfo */
@@ -794,7 +811,7 @@ DT__CPP_WARNINGS_OFF
 #include <sys/random.h>  /* getrandom */
 #include <sys/stat.h>    /* fstat */
 #include <sys/prctl.h>   /* PR_SET_PDEATHSIG: kills a rank when its supervisor ends */
-#include <sys/syscall.h> /* gettid and pidfd_open, which not every libc has as functions */
+#include <sys/syscall.h> /* gettid, which not every libc has as a function */
 #include <sys/uio.h>     /* struct iovec */
 #include <sys/wait.h>    /* waitpid, in dt_run */
 #include <unistd.h>      /* sysconf, fork, _exit */
@@ -810,29 +827,47 @@ DT__CPP_WARNINGS_OFF
 
 /* Three layers:
 
-       calls        dt_all_reduce(...)   validate, number, describe, record, compare   (10, 11, 18)
-       algorithms   ring, tree, ...      lists of sends and receives                   (17)
-       messages     match sends with receives; eager and rendezvous protocols          (13, 14)
-       transports   carry packets: shared memory (15), TCP (28), MPI (29), your own
+       calls        dt_all_reduce(...)  validate, number, describe, record, compare   (10, 11, 18)
+                                |
+                all ranks share memory?
+                  |yes         |no
+       algorithms |             ring, tree, ...: lists of sends and receives          (17)
+                  |             match sends with receives; eager and rendezvous       (13, 14)
+                  |             protocols
+       transports |             carry packets: shared memory (15), TCP (28), MPI (29), your own
+                  direct access to each other's buffers, without messages             (16)
 
-   A collective within one shared memory segment needs no messages (16), nor does one that NCCL
-   runs on GPUs.
+   With threads and forks, the default, a collective takes the left way. NCCL replaces both ways for
+   data on GPUs. All waits go through one loop, which advances all pending operations (12). A
+   failure of any rank ends the waits of all (9).
 
-   Ranks that are threads or forks share one segment, called "the range". It is allocated before the
-   first rank starts, so an address in it is valid on all ranks:
+   The way of one blocking all-reduce, and a good order to read:
+
+       18   dt_all_reduce, dt__op_run, dt__op_begin, dt__work_begin: chooses the way
+       12   dt__wait_until_finished, dt__work_advance: until the operation is complete
+       16   dt__shared_collective (left), or
+       17   dt__rounds_advance: one round of the algorithm after another (right)
+       14   dt__p2p_advance: one send or receive of a round
+       13   dt__send_packet, dt__match
+       15   dt__packet_ring_send, or the transport's send
+       18   dt__op_end
+
+   Ranks that are threads or forks share one memory segment, called "the range". It is allocated
+   before the first rank starts, so an address in it is valid on all ranks:
 
        dt__shared | dt__rank_state x N | records | ring table N x N | groups | rings | user | heaps
 
-   Ranks that MPI started have one range for each machine. The range holds no lock. Each word has
-   one writer at a time; other ranks read the word with atomic loads. A word that publishes data is
-   stored with release order and loaded with acquire order. */
+   Ranks that MPI started have one range for each machine, which all of them map at the same
+   address. The range holds no lock. Each word has one writer at a time, except a few counters and
+   claims that ranks change by atomic read-modify-write. Other ranks read the word with atomic
+   loads. A word that publishes data is stored with release order and loaded with acquire order. */
 
 enum {
     DT__CACHE_LINE = 128,  /* two cache lines of 64 bytes, because processors fetch them in pairs */
     DT__RING_SLOTS = 8,    /* packets that can be in flight from one rank to another */
     DT__EAGER_CREDITS = 8, /* eager messages to one rank that have no receive yet */
-    DT__CREDIT_STEP = 4,   /* a receiver tells its matches at the latest after this many */
-    /* eager messages to one rank of whose match the sender does not know */
+    DT__CREDIT_STEP = 4,   /* a receiver reports its receives at the latest after this many */
+    /* so when 8 messages have no receive, the sender may count 3 more */
     DT__EAGER_LIMIT = DT__EAGER_CREDITS + DT__CREDIT_STEP - 1,
     DT__MAX_RANKS = 65536,
     DT__NAME_BYTES = 32,
@@ -862,9 +897,16 @@ typedef enum dt__op_code {
     DT__STEP,
     DT__SEND,
     DT__RECV,
-    DT__CHECK,
+    DT__CHECK, /* gathers the frames of all ranks, to compare their calls (section 18) */
     DT__OP_CODES
 } dt__op_code;
+
+/* Advances an operation as far as possible without waiting. Returns 1 if it is complete, 0 if it is
+   not complete yet, -1 if the context has failed. */
+typedef int (*dt__advance_fn)(dt_work *work);
+/* Begins the next round of an algorithm (section 17). Returns 1, or 0 if there are no more rounds
+   or the context has failed. */
+typedef int (*dt__round_fn)(dt_work *work);
 
 /* One call: the arguments of all public functions in one struct. */
 typedef struct dt__call {
@@ -920,30 +962,33 @@ typedef struct __attribute__((aligned(128))) dt__post {
 } dt__post;
 
 /* Progress of one rank in its group. Operations move their data in order of their posts, each in
-   one or several windows. Both fields are window numbers. The windows of all operations of the
-   group are numbered consecutively, so both fields only grow. */
+   one or several rounds. `closed` is the last round in which this rank has finished its access to
+   other ranks' memory. The rounds of all operations of the group are numbered consecutively. */
 typedef struct __attribute__((aligned(128))) dt__member {
-    uint64_t opened; /* last window that other ranks can read in this rank's staging buffer */
-    char padding[DT__CACHE_LINE - sizeof(uint64_t)];
-    /* last window in which this rank has finished its access to other ranks' memory */
     uint64_t closed;
 } dt__member;
 
+/* Ranks that share memory have one dt__group in the range, for the members and the posts. Each rank
+   has a dt__group of its own too, which lists the group's ranks. */
 typedef struct dt__group {
     char name[DT__NAME_BYTES];
     int size;
     uint32_t channel;    /* distinguishes the group's messages from those of other groups */
-    int *ranks;          /* (size) the members' world ranks */
+    int *ranks;          /* (size) the members' world ranks; NULL in the range */
     dt__member *members; /* (size); NULL if the group's ranks do not all share memory */
     char *posts;         /* (size, DT_MAX_STARTED, post_bytes) */
     size_t post_bytes;
 } dt__group;
 
 /* The packets from one rank to one other rank in shared memory (section 15). A packet with up to 16
-   bytes of data fits into two cache lines; the data of a larger one begin at a cache line. */
+   bytes of data begins in `padding`, so that it fits into two cache lines of 64 bytes; a larger one
+   begins in `data`, so that what follows its frame begins at a cache line. */
+enum { DT__SLOT_PADDING = 128 - sizeof(uint64_t) - sizeof(dt__frame) };
 typedef struct __attribute__((aligned(64))) dt__packet_slot {
-    uint64_t number; /* 65536 times the number of the packet, from 1, plus its bytes; stored last */
-    char data[24 - sizeof(uint64_t) + sizeof(dt__frame) + DT_EAGER_BYTES];
+    /* number of the packet, from 1, << 16 | its bytes; stored last */
+    uint64_t number_and_bytes;
+    char padding[DT__SLOT_PADDING];
+    char data[sizeof(dt__frame) + DT_EAGER_BYTES];
 } dt__packet_slot;
 typedef struct __attribute__((aligned(128))) dt__packet_ring {
     /* of the sender: number of packets written, and of those whose slots it knows to be free; where
@@ -1027,7 +1072,7 @@ typedef struct dt__shared {
     size_t bytes;        /* size of the segment */
 } dt__shared;
 
-/* The ranks of a transport that share memory on one machine. */
+/* The ranks of a transport that share memory on one machine. (Names say node, texts machine.) */
 typedef struct dt__node {
     dt__shared *shared;
     int local_rank; /* this rank's index in the shared range */
@@ -1041,17 +1086,25 @@ typedef struct dt__p2p_list {
     struct dt__p2p *first, *last;
 } dt__p2p_list;
 
+/* A list of pending operations (section 12), the oldest first. A work is in at most one list. */
+typedef struct dt__work_list {
+    dt_work *first, *last;
+    size_t count;
+} dt__work_list;
+
 /* What this rank knows about another rank, and the messages between the two. */
 typedef struct dt__peer {
-    dt__wait_report report; /* of a rank that shares no memory with this one: its last report */
-    int is_remote;          /* 1 if the transport reaches the rank, 0 if shared memory does */
-    dt__p2p_list queued;    /* sends that the transport has not taken */
-    dt__p2p_list announced; /* sends under way by the rendezvous protocol */
-    dt__p2p_list pulled;    /* receives under way by the rendezvous protocol */
-    uint64_t messages;      /* number of messages sent to that rank so far */
-    /* eager messages to that rank: sent, and matched there as far as known; eager messages from
-       that rank: received, matched, and told to that rank as matched */
-    uint64_t eager_sent, eager_credited, eager_received, eager_matched, eager_told;
+    dt__wait_report report;  /* of a rank that shares no memory with this one: its last report */
+    int is_remote;           /* 1 if the transport reaches the rank, 0 if shared memory does */
+    dt__p2p_list queued;     /* sends that the transport has not taken */
+    dt__p2p_list announced;  /* sends under way by the rendezvous protocol */
+    dt__p2p_list pulled;     /* receives under way by the rendezvous protocol */
+    uint64_t messages;       /* number of messages sent to that rank so far */
+    uint64_t eager_sent;     /* eager messages to that rank */
+    uint64_t eager_credited; /* those of them that have a receive there, as far as known */
+    uint64_t eager_received; /* eager messages from that rank */
+    uint64_t eager_matched;  /* those of them that have a receive here */
+    uint64_t eager_told;     /* `eager_matched`, as that rank was last told */
 } dt__peer;
 
 /* Replaces the shared memory segment if no memory is shared. */
@@ -1063,11 +1116,10 @@ typedef struct dt__private_range {
 
 /* Call table: what happens at the beginning, during and at the end of each operation.
    Fault injection, the simulated link and the trace are tables around the plain one (section 20).
-   begin returns NULL if the context has failed. advance returns 1 if the operation is complete, 0
-   if it is not complete yet, -1 if the context has failed. */
+   begin returns NULL if the context has failed. */
 typedef struct dt__call_table {
     dt_work *(*begin)(dt_comm *comm, const dt__call *call);
-    int (*advance)(dt_work *work);
+    dt__advance_fn advance;
     dt_status (*end)(dt_work *work);
 } dt__call_table;
 
@@ -1084,15 +1136,13 @@ typedef struct dt__world {
     const dt__call_table *calls; /* the outermost table */
     const char *file;            /* call site of the current operation */
     int line;
-    /* time at the end of the last step, and dt_comm_seconds at that time */
-    double last_step_end, last_step_comm_seconds;
+    double last_step_own; /* time outside of operations, at the end of the last step */
     /* Rank 0 only: one bit for each of the last 8 steps, 1 if straggler_rank was a straggler in the
-       step. */
+       step; the first step that may log the next notice. */
     unsigned straggler_steps;
-    int straggler_rank, steps_since_notice;
-    /* Valid in a wait that has reached its nap phase: the world rank that this rank waits for, and
-       that rank's progress counter when the wait began. */
-    int awaited_rank;
+    int straggler_rank;
+    int64_t straggler_notice_step;
+    /* the progress counter of the rank state->waits_for when this rank began to wait for it */
     uint64_t awaited_progress;
     int is_thread; /* 1 if this rank is a thread of this process */
     /* 1 if this rank claimed the first failure; only this rank fills the record */
@@ -1113,16 +1163,14 @@ typedef struct dt__world {
     struct dt__arrival *first_unexpected, *last_unexpected; /* messages without a receive */
     struct dt__arrival *free_arrivals, *arrival_chunks;
     uint32_t channel_count; /* number of channels given to groups so far */
-    /* nonblocking operations not waited for, in order of their starts */
-    dt_work *first_started, *last_started;
-    /* list of the nonblocking operations that are incomplete, in the same order */
-    dt_work *first_unfinished, *last_unfinished;
-    /* number of incomplete operations; dt__advance_some explains advance_credit */
-    size_t unfinished_count, advance_credit;
-    dt_work *blocking;   /* the operation that a blocking call waits for, or NULL */
-    dt_work *free_works; /* list of work objects for reuse */
-    /* list of the operations that the device has not completed, in the order of their waits */
-    dt_work *first_device_op, *last_device_op;
+    /* nonblocking operations not waited for, in order of their starts; the operations before
+       first_unfinished are complete */
+    dt__work_list started;
+    dt_work *first_unfinished;
+    size_t advance_credit;    /* dt__advance_some explains it */
+    dt_work *blocking;        /* the operation that a blocking call waits for, or NULL */
+    dt__work_list free_works; /* work objects for reuse */
+    dt__work_list device_ops; /* operations that the device has not completed, the oldest first */
     /* Buffer for a copy of a large message that the receiver cannot reach; cached for the next
        message. */
     void *send_copy;
@@ -1134,23 +1182,21 @@ typedef struct dt__world {
     struct dt__nccl *nccl;     /* NULL without NCCL */
     size_t bytes[1 + DT_AXES];
     dt_traffic traffic;
-    double seconds; /* spent inside operations */
-    int check;      /* dt_run_desc.check */
-    /* the last report that this rank has sent, when, and whether it says that this rank waits */
-    dt__rank_state reported;
+    double seconds;          /* spent inside operations */
+    int check;               /* dt_run_desc.check */
+    dt__rank_state reported; /* the last wait report that this rank has sent, and when */
     double reported_at;
-    int wait_reported;
     int *status_request; /* dt_run_desc.status_request, if no supervisor reads it; else NULL */
 } dt__world;
 
 enum { DT__KEY_BYTES = 128 }; /* the size of an ncclUniqueId */
 
-/* Runs collectives without messages: in shared memory (section 16), or on the device by NCCL
-   (dt_kernels.cu). `choose` and `begin` are never NULL. The functions of messages between devices
-   are all NULL or none is. Each other function may be NULL. */
+/* What replaces messages: in shared memory whole collectives (section 16), with NCCL also the data
+   of large messages (dt_kernels.cu). `choose` and `begin` are never NULL. The functions of messages
+   between devices are all NULL or none is. Each other function may be NULL. */
 typedef struct dt__direct {
     /* returns the function that advances this call, or NULL if the call is to run as messages */
-    int (*(*choose)(dt_comm *comm, const dt__call *call))(dt_work *work);
+    dt__advance_fn (*choose)(dt_comm *comm, const dt__call *call);
     void (*begin)(dt_work *work); /* called when a chosen operation begins */
     /* Messages between devices. takes: called when a send or receive begins; returns 1 if the
        device moves its data. send_key: returns DT__KEY_BYTES bytes that travel with the
@@ -1180,12 +1226,9 @@ struct dt_comm {
     /* Collectives in shared memory: number begun; the last one that this rank has posted; the last
        one in which it has finished its access to other ranks' memory. */
     uint64_t posts_begun, last_posted, last_moved;
-    uint64_t windows_done;  /* number of windows that this rank has finished */
-    uint64_t closed_by_all; /* lower bound of the number of windows that all ranks have finished */
-    /* for each post: last window of the operation that used the post last */
-    uint64_t last_window[DT_MAX_STARTED];
-    /* for each post: 1 if the sum of the operation that used the post last is still in it */
-    int sum_in_post[DT_MAX_STARTED];
+    uint64_t closed_by_all; /* lower bound of the number of rounds that all ranks have closed */
+    /* for each post: last round of the operation that used the post last */
+    uint64_t last_round[DT_MAX_STARTED];
     char *staging; /* this rank's staging buffer (DT__WINDOWS_BYTES); NULL until needed */
     dt_algorithm algorithm;
     struct dt__nccl_channel *nccl_channel; /* NULL without NCCL */
@@ -1204,8 +1247,7 @@ struct dt_comm {
 typedef enum dt__completion {
     DT__TRANSFERRING = 0, /* its data are being transferred */
     DT__TRANSFERRED,      /* its data have been transferred; the simulated link is still busy */
-    DT__COMPLETED,
-    DT__FAILED /* the context failed before the data had been transferred */
+    DT__COMPLETED
 } dt__completion;
 
 /* One pending operation: a call and its progress. Comments call it a work, as PyTorch does
@@ -1218,16 +1260,15 @@ struct dt_work {
     int line;
     dt_axis axis; /* the group's axis when the operation began */
     dt__completion completion;
-    int (*advance)(dt_work *work); /* moves the data; returns 1, 0 or -1 as dt__call_table does */
+    dt__advance_fn advance; /* moves the data */
     /* 1 if the operation is nonblocking: the rank continues meanwhile, and may send to itself */
     int is_started;
     uint64_t record_number; /* number of its flight recorder entry */
 
     /* as messages (sections 13 and 17) */
-    int (*algorithm)(dt_work *work); /* begins the next round; NULL in a send or receive */
-    int stage, round;                /* phase and round of the algorithm */
-    struct dt__p2p *p2p_ops;         /* (p2p_count) sends and receives of this round */
-    int p2p_count, p2p_capacity;
+    dt__round_fn algorithm; /* NULL in a send or receive */
+    int stage, round;       /* phase and round of the algorithm; section 16 uses `round` */
+    int p2p_count;          /* number of sends and receives of this round */
     void *scratch;
     size_t scratch_count;
     /* the DT__CHECK work that compares all ranks' calls before this work runs, or NULL; in a
@@ -1237,35 +1278,33 @@ struct dt_work {
 
     /* in shared memory (section 16) */
     int state;     /* what the rank waits for */
+    int mode;      /* how the data move */
     uint64_t post; /* number of this operation among the group's posts */
     int next_rank; /* ranks 0 .. next_rank - 1 have reached the point that `state` waits for */
-    /* The current window consists of elements [at, at + window_count) of each block. longest_block
-       is the number of elements of the longest block, plus two windows in a pipeline. NCCL uses
-       `at` and `window_count` too. */
-    size_t at, window_count, longest_block;
-    uint64_t window;  /* number of the current window, counted over all operations of the group */
-    int inline_ranks; /* number of ranks whose posts hold their send data (dt__post.is_inline) */
-    int sum_in_post;  /* 1 if the sum is stored in the post first: see dt__must_sum_in_post */
-    /* 1 if some rank's buffer cannot be accessed by the others, so that data pass through staging
-       buffers */
-    int uses_windows;
+    int rounds;    /* number of rounds; `round` of them are closed */
+    /* the round that all ranks must have closed before this operation continues, counted over all
+       operations of the group */
+    uint64_t awaited_round;
+    /* elements of each block that one window holds; NCCL begins the next window at element `at` */
+    size_t window_count, at;
 
     /* Times: start; begin of dt_wait; completion, if it is traced; return to the caller; earliest
        completion that the simulated link allows. */
     double start_time, wait_time, end_time, return_time, link_until;
-    int fault; /* a dt__fault_kind, applied when the operation ends */
+    int fault; /* a planted fault (section 20), applied when the operation ends */
 
-    /* on a device: an event recorded after the operation, cached for the next use of this work; 1
-       if the operation is complete for the host but not for the device; 1 if this work tracks the
-       device's part of another operation; 1 if a library may still finish this operation */
-    void *device_event;
-    int on_device, is_device_op, in_library;
+    /* 1 if the operation is complete for the host but not for the device; 1 if a library or a
+       device may still finish it */
+    int on_device, in_library;
     struct dt__nccl_channel *nccl_channel; /* the nccl channel, and the number on it, from 1 */
     uint64_t nccl_sequence;
 
-    dt_work *next, *prev;                       /* neighbours in the list of nonblocking works */
-    dt_work *next_unfinished, *prev_unfinished; /* neighbours in the list of incomplete works */
-    int is_unfinished; /* 1 if the work is in the list of incomplete works */
+    dt_work *next, *prev; /* neighbours in the list of works that this work is in */
+
+    /* kept when this work object is reused; must be last */
+    struct dt__p2p *p2p_ops; /* (p2p_capacity) sends and receives of a round */
+    int p2p_capacity;
+    void *device_event; /* recorded on a device after the operation */
 };
 
 /* Properties of an operation. Each flag is 0 or 1. */
@@ -1277,6 +1316,7 @@ typedef struct dt__pattern {
     char counted; /* 1 if dt_comm_bytes counts the operation's bytes */
 } dt__pattern;
 
+/* In this order: up to DT__P2P_ANNOUNCED the other rank has not taken part yet. */
 typedef enum dt__p2p_state {
     DT__P2P_NEW = 0,
     DT__P2P_QUEUED,    /* a send that waits for earlier sends, or for the transport */
@@ -1324,8 +1364,7 @@ typedef struct dt__comm_functions {
     const dt__pattern *(*pattern)(dt__op_code op);
     dt_status (*run)(dt_comm *comm, dt__call call); /* a blocking operation */
     /* Calls `step` until it returns 1, or -1 because the context has failed. */
-    void (*wait)(dt_comm *comm, struct dt__nccl_channel *channel, int (*step)(dt_work *work));
-    int (*settle)(dt_ctx *ctx, int all, void *world);
+    void (*wait)(dt_comm *comm, struct dt__nccl_channel *channel, dt__advance_fn step);
     dt_status (*error)(const dt_ctx *ctx);
     void *(*alloc)(dt_ctx *ctx, dt_mem mem, size_t bytes, const char *what);
     void (*free)(dt_ctx *ctx, dt_mem mem, void *p, size_t bytes);
@@ -1352,8 +1391,8 @@ extern
 
 #ifdef DT__COMM_CODE
 
-/* Size in bytes of the windows through which other ranks access memory that they cannot reach
-   directly. */
+/* Size in bytes of the windows (section 16) through which other ranks access memory that they
+   cannot reach directly. */
 #define DT_WINDOW_BYTES 262144
 /* A staging buffer holds two windows and, for a pipeline, the sum of one chunk of each, which is at
    most half a window. */
@@ -1374,49 +1413,6 @@ static size_t dt__align_up(size_t bytes) {
     return (bytes + DT__CACHE_LINE - 1) / DT__CACHE_LINE * DT__CACHE_LINE;
 }
 
-/* The size of a post, which has space for a small send buffer or the counts of an all-to-all-v. */
-static size_t dt__post_bytes(int size) {
-    size_t counts = (size_t)size * sizeof(size_t);
-    return dt__align_up(sizeof(dt__post) + (counts > DT_EAGER_BYTES ? counts : DT_EAGER_BYTES));
-}
-
-static size_t dt__group_bytes(int size) {
-    return dt__align_up(sizeof(dt__group)) + dt__align_up((size_t)size * sizeof(int)) +
-           (size_t)size * (sizeof(dt__member) + (size_t)DT_MAX_STARTED * dt__post_bytes(size));
-}
-
-static size_t dt__align_page(size_t bytes) { return (bytes + 65535) / 65536 * 65536; }
-
-/* Lays out the range at `memory` and copies `shared`, which holds the sizes, to the
-   range's beginning. If `memory` is NULL, it only computes the sizes. Pages stay untouched until
-   they are used. */
-static dt__shared *dt__shared_layout(dt__shared *shared, char *memory, size_t user_bytes) {
-    size_t n = (size_t)shared->ranks, at = (0 - (uintptr_t)memory) % DT__CACHE_LINE;
-    size_t state = at + dt__align_up(sizeof(dt__shared)),
-           records = state + n * sizeof(dt__rank_state),
-           rings = records + dt__align_up(n * DT_RECORDS * sizeof(dt__op_record)),
-           groups = rings + dt__align_up(n * n * sizeof(dt__packet_ring *));
-    /* in the worst case every split makes a group for each rank */
-    size_t ring_arena =
-        groups + dt__group_bytes(shared->ranks) + (size_t)DT_MAX_SPLITS * n * dt__group_bytes(1);
-    size_t user = ring_arena + n * n * sizeof(dt__packet_ring),
-           heaps = dt__align_page(user + dt__align_up(user_bytes));
-    shared->group_arena_bytes = ring_arena - groups;
-    shared->ring_arena_bytes = user - ring_arena;
-    shared->zeroed_bytes = groups;
-    shared->bytes = heaps + n * shared->heap_bytes + DT__CACHE_LINE;
-    if (!memory) return NULL;
-    shared->state = (dt__rank_state *)(void *)(memory + state);
-    shared->records = (dt__op_record *)(void *)(memory + records);
-    shared->rings = (dt__packet_ring **)(void *)(memory + rings);
-    shared->group_arena = memory + groups;
-    shared->ring_arena = memory + ring_arena;
-    shared->user = memory + user;
-    shared->heaps = memory + heaps;
-    memcpy(memory + at, shared, sizeof *shared);
-    return (dt__shared *)(void *)(memory + at);
-}
-
 /* Returns 1 if the other ranks can access this address. */
 static int dt__reachable(const dt__shared *shared, const void *p) {
     const char *base = (const char *)shared;
@@ -1424,9 +1420,10 @@ static int dt__reachable(const dt__shared *shared, const void *p) {
            ((const char *)p >= base && (const char *)p < base + shared->bytes - DT__CACHE_LINE);
 }
 
-static dt__post *dt__post_of(const dt_comm *comm, int rank, uint64_t number) {
-    size_t at = (size_t)rank * DT_MAX_STARTED + (size_t)(number % DT_MAX_STARTED);
-    return (dt__post *)(void *)(comm->group->posts + at * comm->group->post_bytes);
+static dt__post *dt__post_of(const dt_work *work, int rank) {
+    const dt__group *group = work->comm->group;
+    size_t at = (size_t)rank * DT_MAX_STARTED + (size_t)(work->post % DT_MAX_STARTED);
+    return (dt__post *)(void *)(group->posts + at * group->post_bytes);
 }
 
 static char *dt__post_data(dt__post *post) { return (char *)post + offsetof(dt__post, data); }
@@ -1446,62 +1443,20 @@ static char *dt__range_alloc(char *arena, size_t arena_bytes, size_t *used, size
     return at > arena_bytes || bytes > arena_bytes - at ? NULL : arena + at;
 }
 
-/* Makes a group of `size` ranks in the range; the caller fills `ranks`. Returns NULL if the arena
-   is full. Any rank may call it at any time. */
-static dt__group *dt__group_make(dt__shared *shared, int size, const char *name) {
-    size_t n = (size_t)size;
-    char *p = dt__range_alloc(shared->group_arena, shared->group_arena_bytes,
-        &shared->group_arena_used, dt__group_bytes(size));
-    if (!p) return NULL;
-    dt__group *group = (dt__group *)(void *)p;
-    memset(group, 0, sizeof *group);
-    group->size = size;
-    group->channel = (uint32_t)((size_t)(p - shared->group_arena) / DT__CACHE_LINE);
-    group->post_bytes = dt__post_bytes(size);
-    p += dt__align_up(sizeof(dt__group));
-    group->ranks = (int *)(void *)p;
-    p += dt__align_up(n * sizeof(int));
-    group->members = (dt__member *)(void *)p;
-    memset(group->members, 0, n * sizeof(dt__member));
-    group->posts = p + n * sizeof(dt__member);
-    for (size_t i = 0; i < n * DT_MAX_STARTED && !shared->is_zeroed; i++)
-        ((dt__post *)(void *)(group->posts + i * group->post_bytes))->number = 0;
-    dt__copy_name(group->name, sizeof group->name, name);
-    return group;
-}
-
-/* A timeout clock that leaves out the time during which the process is suspended. Between two reads
-   the clock advances by at most max_gap, which is an eighth of the timeout but at most 1 s. A
-   process that was stopped during a wait (Ctrl-Z, scontrol suspend, a debugger, a suspended
-   machine) therefore does not time out, and a job that is suspended as a whole continues when
-   resumed. If one rank alone is stopped, the other ranks' clocks advance, and those ranks report
-   the stopped rank as late. Each suspension still counts up to max_gap, so a wait ends even in a
-   job that is suspended repeatedly. */
-#define DT__MAX_CLOCK_GAP_S 1.0
-typedef struct dt__stopwatch {
-    const dt_host *host;
-    double last, seconds, max_gap;
-} dt__stopwatch;
-
-static dt__stopwatch dt__stopwatch_start(const dt_host *host, double limit) {
-    dt__stopwatch watch = { host, host->now(host->user), 0, fmin(limit / 8, DT__MAX_CLOCK_GAP_S) };
-    return watch;
-}
-
-/* Returns the seconds counted so far. Wait loops call it every few milliseconds. */
-static double dt__waited(dt__stopwatch *watch) {
-    double now = watch->host->now(watch->host->user);
-    watch->seconds += fmin(now - watch->last, watch->max_gap);
-    watch->last = now;
-    return watch->seconds;
-}
-
 // ==== 9. The first failure ======================================================================
 
 /* Failure detection and propagation. One record (first_failure of dt__shared) holds the first
    failure of the run. The rank that claims the record (compare and exchange) fills it and sets the
    abort word `aborted`, which is never cleared. Wait loops read the abort word in every iteration,
-   and calls read it when they begin.
+   and calls read it when they begin. A failure that this header finds takes this way:
+
+       dt__comm_fail       claims the record, and after dt_fail waits for the ranks that still
+         |                 access other ranks' memory
+       dt_fail             marks the context as failed and calls its listener       (dt_tensor.h)
+         |
+       dt__on_failure      claims the record, unless dt__comm_fail has; tells the ranks that share
+         |                 no memory with this one
+       dt__publish_failure fills the record and sets the abort word
 
    A rank that leaves a collective with an error returns the buffers to its caller, who may free
    them. So the rank must not leave while another rank still copies from or to the buffers, and no
@@ -1532,17 +1487,14 @@ static int dt__claim(dt__shared *shared, int rank) {
 /* Fills the failure record and sets the abort word. Only the rank whose dt__claim returned 1 calls
    this function. */
 static void dt__publish_failure(dt__shared *shared, int rank, dt_status status, const char *text) {
-    size_t length = strlen(text), max_length = sizeof shared->first_failure.text - 1;
-    if (length > max_length) length = max_length;
     shared->first_failure.status = status;
     shared->first_failure.rank = rank;
-    memcpy(shared->first_failure.text, text, length);
-    /* needed because a rank that died may have begun to write a longer text */
-    shared->first_failure.text[length] = 0;
+    dt__copy_name(shared->first_failure.text, sizeof shared->first_failure.text, text);
     __atomic_store_n(&shared->aborted, 1, __ATOMIC_SEQ_CST);
 }
 
-static void dt__send_aborts(dt__world *world, dt_status status, const char *text);
+/* section 14 */
+static void dt__send_aborts(dt__world *world, int failed, dt_status status, const char *text);
 
 /* A function of dt's listener, which dt_tensor.h calls at the first failure of a context. Several
    ranks may notice the same failure, for example a norm that is not finite. Only the rank that
@@ -1552,34 +1504,66 @@ static int dt__on_failure(dt_ctx *ctx, dt_status status, const char *text, void 
     (void)ctx;
     int first = world->owns_first_failure || dt__claim(world->shared, world->rank);
     if (first) dt__publish_failure(world->shared, world->rank, status, text);
-    if (first && world->transport.send) dt__send_aborts(world, status, text);
+    if (first && world->transport.send) dt__send_aborts(world, world->rank, status, text);
     if (world->comm && world->comm->direct && world->comm->direct->abort)
         world->comm->direct->abort(world);
     return !first;
 }
 
-/* Sleeps between two checks of the wait loops below. Returns 1 if the loop should continue. Returns
+/* ---- a timeout clock ---- */
+
+/* A timeout clock that leaves out the time during which the process is suspended. Between two reads
+   the clock advances by at most max_gap, which is an eighth of the timeout but at most 1 s. A
+   process that was stopped during a wait (Ctrl-Z, scontrol suspend, a debugger, a suspended
+   machine) therefore does not time out, and a job that is suspended as a whole continues when
+   resumed. If one rank alone is stopped, the other ranks' clocks advance, and those ranks report
+   the stopped rank as late. Each suspension still counts up to max_gap, so a wait ends even in a
+   job that is suspended repeatedly. */
+#define DT__MAX_CLOCK_GAP_S 1.0
+typedef struct dt__stopwatch {
+    const dt_host *host;
+    double last, seconds, max_gap;
+} dt__stopwatch;
+
+static dt__stopwatch dt__stopwatch_start(const dt_host *host, double limit) {
+    dt__stopwatch watch = { host, host->now(host->user), 0, fmin(limit / 8, DT__MAX_CLOCK_GAP_S) };
+    return watch;
+}
+
+/* Returns the seconds counted so far. Wait loops call it every few milliseconds. */
+static double dt__waited(dt__stopwatch *watch) {
+    double now = watch->host->now(watch->host->user);
+    watch->seconds += fmin(now - watch->last, watch->max_gap);
+    watch->last = now;
+    return watch->seconds;
+}
+
+/* ---- leaving after a failure ---- */
+
+/* Naps between two checks of the wait loops below. Returns 1 if the loop should continue. Returns
    0 after the timeout if ranks of a transport share memory, because they have no supervisor and the
    awaited rank must have died. */
-static int dt__abort_wait_turn(const dt__world *world, dt__stopwatch *watch) {
+static int dt__nap_after_failure(const dt__world *world, dt__stopwatch *watch) {
     if (!watch->host) *watch = dt__stopwatch_start(world->host, world->shared->timeout_s);
     world->host->sleep(world->host->user, 0);
     return dt__waited(watch) < world->shared->timeout_s || !world->node;
 }
 
-static void dt__quiesce(const dt__world *world) {
+/* Waits until the rank that claimed the failure record has filled it. */
+static void dt__await_failure_record(const dt__world *world) {
     dt__stopwatch watch = { NULL, 0, 0, 0 };
-    for (int i = 0; world->shared->state && i < world->shared->ranks; i++) {
-        const int *busy = &world->shared->state[i].busy;
-        while (__atomic_load_n(busy, __ATOMIC_SEQ_CST) && dt__abort_wait_turn(world, &watch)) {
-        }
+    while (!dt__aborted(world->shared) && dt__nap_after_failure(world, &watch)) {
     }
 }
 
-/* Waits until the rank that claimed the failure record has filled it. */
-static void dt__await_record(const dt__world *world) {
+/* Waits, after this context has failed, until no rank accesses other ranks' memory any more. */
+static void dt__await_access_end(const dt__world *world) {
     dt__stopwatch watch = { NULL, 0, 0, 0 };
-    while (!dt__aborted(world->shared) && dt__abort_wait_turn(world, &watch)) {
+    dt__await_failure_record(world);
+    for (int i = 0; world->shared->state && i < world->shared->ranks; i++) {
+        const int *busy = &world->shared->state[i].busy;
+        while (__atomic_load_n(busy, __ATOMIC_SEQ_CST) && dt__nap_after_failure(world, &watch)) {
+        }
     }
 }
 
@@ -1608,19 +1592,13 @@ static dt_status dt__access_end(const dt__world *world, dt_status status) {
     return status ? status : synced;
 }
 
-/* Waits, after this context has failed, until no rank accesses other ranks' memory any more. */
-static void dt__await_quiescence(dt__world *world) {
-    dt__await_record(world);
-    dt__quiesce(world);
-}
-
 /* Fails this context with the text of the rank that failed first. Waits until no rank accesses
    other ranks' memory any more, then returns the context's status. */
 static dt_status dt__peer_failed(dt__world *world) {
-    dt__await_record(world);
+    dt__await_failure_record(world);
     dt_status status = dt_fail(
         world->ctx, DT_ERR_PEER, "peer failed first: %s", world->shared->first_failure.text);
-    dt__quiesce(world);
+    dt__await_access_end(world);
     return status;
 }
 
@@ -1639,7 +1617,7 @@ static dt_status dt__comm_fail(dt__world *world, dt_status status, const char *f
         world->owns_first_failure = 1;
         dt_fail(world->ctx, status, "%s", text);
     }
-    dt__quiesce(world);
+    dt__await_access_end(world);
     return dt_error(world->ctx);
 }
 
@@ -1819,28 +1797,19 @@ static dt_status dt__comm_copy(
 static dt_status dt__reduce_inputs(dt_comm *comm, const dt__call *call, int output_count,
     int input_count, size_t count, int streaming) {
     const dt_kernels *kernels = dt_ctx_kernels(comm->world->ctx);
+    dt_reduce_args args = { .dtype = call->dtype,
+        .out = comm->outputs[0],
+        .in = comm->inputs,
+        .n = input_count,
+        .count = count,
+        .op = call->redop,
+        .copies = comm->outputs + 1,
+        .n_copies = output_count - 1,
+        .non_temporal = streaming };
     if (count == 0) return DT_OK;
-    if (call->op != DT__SUM_DOUBLES) {
-        dt_reduce_args args = { .dtype = call->dtype,
-            .out = comm->outputs[0],
-            .in = comm->inputs,
-            .n = input_count,
-            .count = count,
-            .op = call->redop,
-            .copies = comm->outputs + 1,
-            .n_copies = output_count - 1,
-            .non_temporal = streaming };
-        if (call->host_memory) return dt_kernels_cpu()->reduce(&args, NULL);
-        return kernels->reduce ? kernels->reduce(&args, dt_ctx_stream(comm->world->ctx))
-                               : DT_ERR_UNSUPPORTED;
-    }
-    for (size_t i = 0; i < count; i++) {
-        double sum = ((const double *)comm->inputs[0])[i];
-        for (int rank = 1; rank < input_count; rank++)
-            sum += ((const double *)comm->inputs[rank])[i];
-        for (int k = 0; k < output_count; k++) ((double *)comm->outputs[k])[i] = sum;
-    }
-    return DT_OK;
+    if (call->host_memory) return dt_kernels_cpu()->reduce(&args, NULL);
+    return kernels->reduce ? kernels->reduce(&args, dt_ctx_stream(comm->world->ctx))
+                           : DT_ERR_UNSUPPORTED;
 }
 
 /* Fails the context with the error `status` of a copy or a kernel of this call. A device may report
@@ -1930,15 +1899,19 @@ static const char *dt__overlap_error(const dt_comm *comm, const dt__call *call) 
     }
 }
 
-/* Returns a text that names a wrong argument of this rank's call, or NULL if there is none. Does
-   not compare the call with the calls of other ranks. */
-static const char *dt__argument_error(const dt_comm *comm, const dt__call *call) {
+/* Returns a text that names a wrong argument of this rank's call, or NULL if there is none. The
+   text may lie in *space. Does not compare the call with the calls of other ranks. */
+static const char *dt__argument_error(
+    const dt_comm *comm, const dt__call *call, dt__phrase *space) {
     size_t max_count = (size_t)-1 / 2 / dt_dtype_size(call->dtype) / (size_t)comm->base.size;
     int is_p2p = dt__is_p2p(call->op);
     if ((unsigned)call->redop > (unsigned)DT_PROD) return "unknown reduction";
     if (call->count > max_count) return "count too large";
-    if (call->peer < 0 && !call->any_source) return is_p2p ? "no such rank" : "no such root";
-    if (call->peer >= comm->base.size) return is_p2p ? "no such rank" : "no such root";
+    if (!call->any_source && (unsigned)call->peer >= (unsigned)comm->base.size) {
+        *space = dt__format(
+            "no such %s: %d of %d", is_p2p ? "rank" : "root", call->peer, comm->base.size);
+        return space->s;
+    }
     if (is_p2p && call->tag < 0 && !call->host_memory) return "the tag is negative";
     if (!call->host_memory && call->send && call->recv &&
         dt__beyond_kernels(comm, call->send) != dt__beyond_kernels(comm, call->recv))
@@ -1948,14 +1921,10 @@ static const char *dt__argument_error(const dt_comm *comm, const dt__call *call)
         for (int i = 0; i < comm->base.size; i++)
             if (call->send_counts[i] > max_count || call->recv_counts[i] > max_count)
                 return "count too large";
-        if (!call->send && dt__sum_counts(call->send_counts, comm->base.size))
-            return "send is NULL";
-        if (!call->recv && dt__sum_counts(call->recv_counts, comm->base.size))
-            return "recv is NULL";
-        return dt__overlap_error(comm, call);
     }
-    if (call->count && dt__sends(comm, call) && !call->send) return "send is NULL";
-    if (call->count && dt__receives(comm, call) && !call->recv) return "recv is NULL";
+    if (!call->send && dt__sends(comm, call) && dt__send_count(comm, call)) return "send is NULL";
+    if (!call->recv && dt__receives(comm, call) && dt__recv_count(comm, call))
+        return "recv is NULL";
     return dt__overlap_error(comm, call);
 }
 
@@ -1988,21 +1957,32 @@ static dt_status dt__call_without_comm(const dt__call *call) {
    ranks in wait reports (section 19). Other ranks read them to explain a long wait and to prove
    that a wait will never end.
 
-   Deadlock detection. A rank that waits
+   Deadlock detection. A rank advances when it takes a packet or a step of an operation; it then
+   increments its progress counter. A rank that waits
 
        1. computes P, the sum of all ranks' progress counters as far as it knows them
-       2. tries to advance all of its pending operations
-       3. if nothing could advance, publishes P as its idle_at_progress
+       2. takes packets, and tries to advance all of its pending operations
+       3. if it has not advanced, publishes P as its idle_at_progress
+       4. reads the idle_at_progress of all ranks, and then computes the sum again
 
-   If all ranks have published the same P and the sum is still P, no rank will ever make progress.
-   This proves a deadlock at once, without a timeout. The proof needs one rule: a rank first makes a
-   change that another rank may wait for, and then increments its progress counter. So a rank whose
-   sum includes the increment can also see the change: in shared memory because of the memory order,
-   over a transport because a report never overtakes the packets sent before it. Proof: suppose that
-   after the reports some rank moves, and take the first such move. What woke that rank was sent
-   before its sender's report, but is not in the woken rank's sum. Since the sums are equal, that
-   sum includes another rank's move after its report, so the move was not the first: a
-   contradiction. */
+   If all ranks have published the same P and the sum is still P, no rank will ever advance. This
+   proves a deadlock at once, without a timeout. A rank that may advance by itself, for example when
+   a device is ready (dt__is_busy), does not publish P. A rank that has ended counts as one that has
+   published P.
+
+   The proof needs two rules. First, a rank makes a change that another rank may wait for, and then
+   increments its counter. So a rank whose sum includes the increment can also see the change: in
+   shared memory because of the memory order, over a transport because a report never overtakes the
+   packets sent before it. Second, a rank does not change its counter between steps 1 and 3. In
+   shared memory it stores the counter before it publishes P; a report contains both. So the sum of
+   step 4 includes every increment that a rank made before it published P.
+
+   Proof. Suppose that some rank advances after it has published P, and let R be the first. R could
+   not advance in step 2, so it needed a change that its sum lacks. The rank that made the change
+   made it before it published P, because R is the first to advance after that. So the sum of step 4
+   includes the increment for the change, and R's sum does not. Both sums are P, so R's sum includes
+   an increment of some rank S that the sum of step 4 lacks. S made this increment after it had
+   published P, so S advanced before R: a contradiction. */
 
 static void dt__count_progress(dt__world *world) {
     __atomic_store_n(&world->state->progress, world->state->progress + 1, __ATOMIC_RELEASE);
@@ -2044,11 +2024,13 @@ static void dt__record_make(dt_work *work) {
     dt__world *world = work->comm->world;
     uint64_t number = (uint64_t)world->state->op_count + 1;
     dt__op_record *slot = &world->records[number % DT_RECORDS], r;
-    r.call = work->frame;
-    memcpy(r.group, work->comm->group->name, sizeof r.group);
-    __atomic_store_n(&slot->number, 0, __ATOMIC_RELEASE);
-    dt__atomic_store_words(&slot->call, &r.call, sizeof r - offsetof(dt__op_record, call));
-    __atomic_store_n(&slot->number, number, __ATOMIC_RELEASE);
+    if (!DT__UNCHECKED) {
+        r.call = work->frame;
+        memcpy(r.group, work->comm->group->name, sizeof r.group);
+        __atomic_store_n(&slot->number, 0, __ATOMIC_RELEASE);
+        dt__atomic_store_words(&slot->call, &r.call, sizeof r - offsetof(dt__op_record, call));
+        __atomic_store_n(&slot->number, number, __ATOMIC_RELEASE);
+    }
     __atomic_store_n(&world->state->op_count, (int64_t)number, __ATOMIC_RELEASE);
     work->record_number = number;
     dt__count_progress(world);
@@ -2084,6 +2066,13 @@ static dt__rank_view dt__view_of_rank(const dt__world *world, int rank) {
     return view;
 }
 
+/* Returns the view with a copy of the state instead of the state itself, which its rank changes. */
+static dt__rank_view dt__snapshot(dt__rank_view view, dt__rank_state *copy) {
+    if (view.state) dt__atomic_load_words(copy, view.state, sizeof *copy);
+    if (view.state) view.state = copy;
+    return view;
+}
+
 /* Copies record `number` and returns 1. Returns 0 if the record does not exist or has been
    overwritten. */
 static int dt__record_get(dt__rank_view view, uint64_t number, dt__op_record *copy) {
@@ -2094,35 +2083,39 @@ static int dt__record_get(dt__rank_view view, uint64_t number, dt__op_record *co
     return __atomic_load_n(&slot->number, __ATOMIC_RELAXED) == number && copy->number == number;
 }
 
-/* Returns the file name without its directories. */
-static const char *dt__file_name(const char *file) {
-    const char *slash = strrchr(file, '/');
-    return slash ? slash + 1 : file;
-}
-
 /* Returns " at train.c:88", or "" if the call site is not known. */
 static dt__phrase dt__site_text(const char *file, int line) {
     if (!file || !file[0]) return dt__format("%s", "");
-    return dt__format(" at %.64s:%d", dt__file_name(file), line);
+    const char *slash = strrchr(file, '/');
+    return dt__format(" at %.64s:%d", slash ? slash + 1 : file, line);
 }
 
 static dt__phrase dt__own_site(const dt_work *work) {
     return dt__site_text(dt__reported_work(work)->file, dt__reported_work(work)->line);
 }
 
-/* Describes a record, for example "all-reduce f32 x 10 sum #4 on world at train.c:88" or "receive
-   f32 x 10 from its rank 2 with tag 1 on world at ...". Roots and peers are ranks of the group. */
+/* Describes an operation, for example "all-reduce f32 x 10 sum #4 on world at train.c:88" or
+   "receive f32 x 10 from rank 2 with tag 1 on world at ...". whose: "its " if the peer is a rank of
+   the group, "" if it is a world rank. */
+static dt__phrase dt__operation_text(
+    const dt__call *call, const char *whose, const char *group, const char *file, int line) {
+    dt__phrase text = dt__call_text(call);
+    if (!dt__is_p2p(call->op))
+        dt__put(&text, " #%llu", (unsigned long long)call->seq);
+    else if (call->peer == DT_ANY)
+        dt__put(&text, " from any rank with tag %d", call->tag);
+    else
+        dt__put(&text, " %s %srank %d with tag %d", call->op == DT__SEND ? "to" : "from", whose,
+            call->peer, call->tag);
+    dt__put(&text, " on %.31s%s", group, dt__site_text(file, line).s);
+    return text;
+}
+
 static dt__phrase dt__record_text(const dt__op_record *r) {
     dt__call call = dt__unpack_call(r->call.packed_call, (size_t)r->call.count);
-    dt__phrase text = dt__call_text(&call);
-    if (!dt__is_p2p(call.op))
-        dt__put(&text, " #%llu", (unsigned long long)r->call.seq);
-    else if (call.peer == DT_ANY)
-        dt__put(&text, " from any rank with tag %d", r->call.tag);
-    else
-        dt__put(&text, " %s its rank %d with tag %d", call.op == DT__SEND ? "to" : "from",
-            call.peer, r->call.tag);
-    dt__put(&text, " on %.31s%s", r->group, dt__site_text(r->call.file, r->call.line).s);
+    call.seq = r->call.seq;
+    call.tag = r->call.tag;
+    dt__phrase text = dt__operation_text(&call, "its ", r->group, r->call.file, (int)r->call.line);
     dt__escape(text.s, sizeof text.s);
     return text;
 }
@@ -2154,15 +2147,14 @@ static dt_status dt__ended_without(dt_work *work, int world_rank) {
 
 /* Fails the context because two ranks of the group make different calls. */
 static dt_status dt__calls_differ(
-    dt_work *work, int rank, const dt__frame *its, int other, const dt__frame *theirs) {
-    const dt_comm *comm = work->comm;
+    const dt_comm *comm, int rank, const dt__frame *its, int other, const dt__frame *theirs) {
     dt__call one = dt__unpack_call(its->packed_call, (size_t)its->count);
     dt__call two = dt__unpack_call(theirs->packed_call, (size_t)theirs->count);
     return dt__comm_fail(comm->world, DT_ERR_COMM,
         "rank %d calls %s%s, rank %d calls %s%s (operation %llu on %s)", comm->group->ranks[rank],
         dt__call_text(&one).s, dt__site_text(its->file, its->line).s, comm->group->ranks[other],
         dt__call_text(&two).s, dt__site_text(theirs->file, theirs->line).s,
-        (unsigned long long)dt__reported_work(work)->call.seq, comm->group->name);
+        (unsigned long long)theirs->seq, comm->group->name);
 }
 
 /* Returns 1 if two frames describe the same call of a collective. */
@@ -2179,7 +2171,8 @@ static int dt__compare_calls(
     const dt__frame *first = call_of(work, 0);
     for (int rank = 1; rank < work->comm->base.size; rank++) {
         const dt__frame *other = call_of(work, rank);
-        if (!dt__same_call(other, first)) return dt__calls_differ(work, rank, other, 0, first), -1;
+        if (!dt__same_call(other, first))
+            return dt__calls_differ(work->comm, rank, other, 0, first), -1;
     }
     return 1;
 }
@@ -2197,9 +2190,16 @@ static int dt__compare_calls(
 
    If there are more ranks than cores, waits do not spin, because a spinning rank could keep the
    awaited rank from running. When data have moved, the back-off starts again from its first phase,
-   because each step of a long operation is a separate wait. */
+   because each step of a long operation is a separate wait.
 
-/* iterations of the first two phases: about 2 us and about 100 us */
+       dt__wait_until_finished       one wait
+         dt__advance_all, _some      all incomplete nonblocking operations, one after another
+         dt__advance                 one operation, by the outermost call table (section 20)
+           dt__work_advance          by the innermost call table
+             work->advance           dt__shared_collective (16), dt__rounds_advance (17), or NCCL's
+               dt__p2p_advance       one send or receive of a round (14) */
+
+/* turns of the first two phases: about 2 us and about 100 us */
 enum { DT__SPINS = 50, DT__YIELDS = 200 };
 #define DT__NAP_MIN 20e-6
 #define DT__NAP_MAX 1e-3
@@ -2228,17 +2228,19 @@ static int dt__has_ended(const dt__world *world, int rank) {
     return state && __atomic_load_n(&state->ended, __ATOMIC_ACQUIRE);
 }
 
+/* section 14 */
 static void dt__poll(dt__world *world, int rank);
+/* section 18 */
+static int dt__check_advance(dt_work *work);
+/* section 19 */
 static int dt__first_not_begun(const dt_work *work);
 static void dt__check_connections(dt__world *world, const dt_work *work);
 static dt_status dt__report_timeout(dt_work *work);
-static int dt__detect_deadlock(dt_work *work, uint64_t at, double since);
+static int dt__detect_deadlock(dt_work *work, uint64_t progress_sum, double since);
 static uint64_t dt__progress_sum(const dt__world *world);
 static void dt__log_all_ranks(dt__world *world);
 static void dt__receive_wait_report(dt__world *world, int rank, const dt__wait_report *report);
 static int dt__send_wait_report(dt__world *world, const dt_work *work);
-static int dt__check_advance(dt_work *work);
-static void dt__check_free(dt_work *work);
 
 /* Called in each wait iteration and for each operation that begins. Every DT__POLL_INTERVAL-th call
    looks for packets of ranks that share no memory with this one: a failure may be among them, even
@@ -2254,35 +2256,34 @@ static int dt__advance(dt_work *work) { return work->comm->world->calls->advance
 /* Advances a work; the `advance` of the innermost call table. */
 static int dt__work_advance(dt_work *work) {
     if (work->completion == DT__COMPLETED) return 1;
-    if (work->completion == DT__FAILED) return -1;
     int moved = work->check ? dt__check_advance(work) : 1;
     if (moved > 0) moved = work->advance(work);
-    if (moved > 0) dt__count_progress(work->comm->world);
-    if (moved != 0) work->completion = moved > 0 ? DT__COMPLETED : DT__FAILED;
-    return moved;
+    if (moved <= 0) return moved;
+    dt__count_progress(work->comm->world);
+    work->completion = DT__COMPLETED;
+    return 1;
 }
 
-static void dt__unfinished_remove(dt__world *world, dt_work *work) {
-    if (!work->is_unfinished) return;
-    work->is_unfinished = 0;
-    world->unfinished_count--;
-    if (work->prev_unfinished)
-        work->prev_unfinished->next_unfinished = work->next_unfinished;
-    else
-        world->first_unfinished = work->next_unfinished;
-    if (work->next_unfinished)
-        work->next_unfinished->prev_unfinished = work->prev_unfinished;
-    else
-        world->last_unfinished = work->prev_unfinished;
+static void dt__list_append(dt__work_list *list, dt_work *work) {
+    work->prev = list->last;
+    work->next = NULL;
+    *(work->prev ? &work->prev->next : &list->first) = work;
+    list->last = work;
+    list->count++;
+}
+
+static void dt__list_remove(dt__work_list *list, dt_work *work) {
+    *(work->prev ? &work->prev->next : &list->first) = work->next;
+    *(work->next ? &work->next->prev : &list->last) = work->prev;
+    list->count--;
 }
 
 /* Advances all incomplete nonblocking operations, in the order of their starts. */
 static void dt__advance_all(dt__world *world) {
-    for (dt_work *work = world->first_unfinished; work; work = work->next_unfinished) {
-        if (dt__advance(work) < 0) return;
-        if (work->completion == DT__COMPLETED)
-            dt__unfinished_remove(world, work); /* does not change work->next_unfinished */
-    }
+    for (dt_work *work = world->first_unfinished; work; work = work->next)
+        if (work->completion != DT__COMPLETED && dt__advance(work) < 0) return;
+    while (world->first_unfinished && world->first_unfinished->completion == DT__COMPLETED)
+        world->first_unfinished = world->first_unfinished->next;
 }
 
 /* Calls dt__advance_all in some of its calls, for callers that do not wait and may call it at every
@@ -2293,28 +2294,29 @@ enum { DT__ADVANCE_CREDIT = 16 };
 static int dt__advance_some(dt__world *world) {
     world->pass++;
     world->advance_credit += DT__ADVANCE_CREDIT;
-    if (world->advance_credit < world->unfinished_count) return 0;
+    if (world->advance_credit < world->started.count) return 0;
     world->advance_credit = 0;
     dt__advance_all(world);
     return 1;
 }
 
-/* Waits until `work` is complete. Returns the context's status. If *begin is negative when the wait
-   leaves its spinning phase, *begin is set to the time of that moment. */
-static dt_status dt__wait_until_finished(dt__world *world, dt_work *work, double *begin) {
+/* Waits until `work` is complete. Returns the context's status. If work->start_time is negative
+   when the wait leaves its spin phase, sets it to the time of that moment. */
+static dt_status dt__wait_until_finished(dt__world *world, dt_work *work) {
+    enum { SPIN, YIELD, NAP };
     const dt_host *host = world->host;
+    const int spins = world->shared->spins;
     double since = 0, timeout = world->shared->timeout_s;
     dt__stopwatch watch = { NULL, 0, 0, 0 };
-    uint64_t last_progress = world->state->progress, at = 0;
-    for (int attempt = -world->shared->spins;; attempt += attempt < DT__YIELDS) {
+    uint64_t last_progress = world->state->progress, progress_sum = 0;
+    for (int64_t turn = 0;; turn++) {
+        int phase = turn < spins ? SPIN : turn < spins + DT__YIELDS ? YIELD : NAP;
         world->pass++;
-        if (attempt >= 0)
-            world->poll_count = DT__POLL_INTERVAL - 1; /* after the spin phase, poll every time */
+        /* first, because the proof of a deadlock requires that this rank then tries to advance */
+        if (phase == NAP) progress_sum = dt__progress_sum(world);
+        if (phase != SPIN) world->poll_count = DT__POLL_INTERVAL - 1; /* poll in every turn */
         dt__poll_transport(world);
-        int naps = attempt == DT__YIELDS;
-        if (naps) at = dt__progress_sum(world);
-        /* the proof of a deadlock requires that after the sum was read no operation can advance */
-        if (world->first_unfinished && naps)
+        if (phase == NAP)
             dt__advance_all(world);
         else if (world->first_unfinished)
             dt__advance_some(world);
@@ -2324,13 +2326,14 @@ static dt_status dt__wait_until_finished(dt__world *world, dt_work *work, double
         if (dt__aborted(world->shared)) return dt__peer_failed(world);
         if (last_progress != world->state->progress) {
             last_progress = world->state->progress;
-            attempt = -world->shared->spins;
+            turn = -1; /* data have moved: the back-off starts again at turn 0 */
+            continue;
         }
-        if (attempt < 0) {
+        if (phase == SPIN) {
             dt__pause();
             continue;
         }
-        if (attempt == 0) {
+        if (turn == spins) {
             watch = dt__stopwatch_start(host, timeout);
             since = fmax(watch.last, work->link_until);
             /* below 0 while the simulated link is busy, so that this time does not count towards
@@ -2338,28 +2341,25 @@ static dt_status dt__wait_until_finished(dt__world *world, dt_work *work, double
             watch.seconds = watch.last - since;
         }
         double waited = dt__waited(&watch), now = watch.last;
-        if (naps) dt__check_connections(world, work);
-        if (*begin < 0) *begin = now;
+        if (phase == NAP) dt__check_connections(world, work);
+        if (work->start_time < 0) work->start_time = now;
         if (waited > timeout) return dt__advance(work) > 0 ? DT_OK : dt__report_timeout(work);
-        if (naps && attempt == DT__YIELDS && dt__detect_deadlock(work, at, since))
+        if (phase == NAP && dt__detect_deadlock(work, progress_sum, since))
             return dt_error(world->ctx);
-        double left = work->link_until - now;
-        if (left > 0 || attempt < DT__YIELDS) {
-            host->sleep(host->user, left <= 0 ? 0 : left < DT__NAP_MAX ? left : DT__NAP_MAX);
-            continue;
-        }
-        host->sleep(host->user, fmin(fmax(waited / 16, DT__NAP_MIN), DT__NAP_MAX));
+        double link_left = work->link_until - now;
+        double nap = phase == NAP ? fmax(waited / 16, DT__NAP_MIN) : 0; /* 0 yields */
+        host->sleep(host->user, fmin(link_left > 0 ? link_left : nap, DT__NAP_MAX));
     }
 }
 
-static dt_status dt__wait_work(dt__world *world, dt_work *work, double *begin) {
-    dt_status status = dt__wait_until_finished(world, work, begin);
+static dt_status dt__wait_work(dt__world *world, dt_work *work) {
+    dt_status status = dt__wait_until_finished(world, work);
     if (world->state->waiting_op) __atomic_store_n(&world->state->waiting_op, 0, __ATOMIC_SEQ_CST);
-    if (world->wait_reported && status == DT_OK) dt__send_wait_report(world, NULL);
+    if (world->reported.waiting_op && status == DT_OK) dt__send_wait_report(world, NULL);
     return status;
 }
 
-// ==== 13. Messages: sending and receiving =======================================================
+// ==== 13. Messages: one send or receive =========================================================
 
 /* Point-to-point messages: matching, and the eager and rendezvous protocols of every MPI, written
    once for all transports.
@@ -2410,20 +2410,12 @@ static size_t dt__p2p_bytes(const dt__p2p *p2p) {
 /* Returns a description of the transfer for an error text. If the transfer is part of a collective,
    the text describes the collective. */
 static dt__phrase dt__p2p_text(const dt__p2p *p2p) {
-    const dt_work *work = p2p->work;
-    const dt_comm *comm = work->comm;
-    dt__call call = p2p->tag < 0 ? dt__reported_work(work)->call
-                                 : dt__call_make(p2p->op, NULL, NULL, p2p->count, work->call.dtype);
-    dt__phrase text = dt__call_text(&call);
-    if (p2p->tag < 0)
-        dt__put(&text, " #%llu", (unsigned long long)call.seq);
-    else if (p2p->peer == DT_ANY)
-        dt__put(&text, " from any rank with tag %d", p2p->tag);
-    else
-        dt__put(&text, " %s rank %d with tag %d", p2p->op == DT__SEND ? "to" : "from",
-            comm->group->ranks[p2p->peer], p2p->tag);
-    dt__put(&text, " on %s%s", comm->group->name, dt__own_site(work).s);
-    return text;
+    const dt_work *work = dt__reported_work(p2p->work);
+    const dt__group *group = work->comm->group;
+    dt__call call = work->call;
+    if (dt__is_p2p(call.op)) call.host_memory = 0; /* it need not be so at the other rank */
+    if (dt__is_p2p(call.op) && p2p->peer != DT_ANY) call.peer = group->ranks[p2p->peer];
+    return dt__operation_text(&call, "", group->name, work->file, work->line);
 }
 
 /* Fails the context because the peer has ended and no rank will ever call the matching send or
@@ -2444,6 +2436,13 @@ static int dt__p2p_never_matched(dt__p2p *p2p) {
         dt__comm_fail(
             world, DT_ERR_COMM, "rank %d ended without the other half of %s", other, text.s);
     return -1;
+}
+
+/* Returns the tag of a collective's messages: it is negative, and differs between the collectives
+   that may be under way at the same time, and between a collective and its comparison. All rounds
+   share it, because messages between two ranks match in the order of their sends. */
+static int dt__collective_tag(const dt_work *work) {
+    return -1 - (int)(2 * (work->call.seq % 0x80000) + (work->call.op == DT__CHECK));
 }
 
 static dt_status dt__counts_differ(
@@ -2472,7 +2471,7 @@ static int dt__p2p_check(dt__p2p *p2p, int from, const dt__frame *frame) {
             dt_dtype_name(work->call.dtype), p2p->count, p2p->tag, comm->group->name);
     } else if (!dt__is_p2p(work->call.op) && work->call.op != DT__CHECK &&
                !dt__same_call(frame, own)) {
-        dt__calls_differ(work, from, frame, comm->base.rank, own);
+        dt__calls_differ(comm, from, frame, comm->base.rank, own);
     } else if (frame->bytes != p2p->count * size) {
         dt__counts_differ(work, from, (size_t)frame->bytes / size, comm->base.rank, p2p->count,
             dt__own_site(work).s);
@@ -2599,6 +2598,7 @@ static void dt__send_copy_release(dt__world *world, void *copy, size_t bytes) {
 
 /* ---- device memory, which a transport cannot access ---- */
 
+/* Only the kernel tables of real devices have the function `open`. */
 static int dt__on_device(const dt_work *work) {
     return !work->call.host_memory && dt_ctx_kernels(work->comm->world->ctx)->open != NULL;
 }
@@ -2655,9 +2655,11 @@ static int dt__p2p_finish(dt__p2p *p2p) {
 
 /* ---- packets ---- */
 
+/* section 14 */
+static int dt__packet_arrived(dt__world *world, int from, const void *packet, size_t bytes);
+/* section 15 */
 static int dt__packet_ring_send(
     dt__world *world, int to, const dt__frame *frame, const void *body, size_t bytes);
-static int dt__packet_arrived(dt__world *world, int from, const void *packet, size_t bytes);
 
 /* Sends one packet. Returns 1 if the transport has taken it, 0 if it must be sent again later, -1
    if the rank cannot be reached any more. */
@@ -2702,8 +2704,8 @@ static int dt__unreachable(dt__p2p *p2p, const char *why) {
     else if (why[0])
         dt__comm_fail(world, DT_ERR_COMM, "%s: %s", dt__p2p_text(p2p).s, why);
     else
-        dt__comm_fail(world, DT_ERR_COMM, "%s: the transport '%s' cannot begin it",
-            dt__p2p_text(p2p).s, t->name ? t->name : "?");
+        dt__comm_fail(world, DT_ERR_COMM, "%s: the transport '%s' cannot reach rank %d",
+            dt__p2p_text(p2p).s, t->name ? t->name : "?", other);
     return -1;
 }
 
@@ -2763,8 +2765,8 @@ static int dt__send_packet(dt__p2p *p2p, dt__peer *peer, int to) {
     frame.bytes = bytes;
     frame.id = p2p->id = peer->messages + 1;
     frame.address = (uint64_t)(uintptr_t)data;
-    /* the lists change before the packet leaves, because a message to this rank itself is answered
-       inside dt__packet_send */
+    /* the lists and the state change before the packet leaves, because a message to this rank
+       itself is answered inside dt__packet_send */
     dt__p2p_unlist(p2p);
     if (!eager) dt__p2p_append(&peer->announced, p2p);
     p2p->state = DT__P2P_ANNOUNCED;
@@ -2848,9 +2850,9 @@ static int dt__bulk_begin(dt__p2p *p2p) {
     return p2p->request ? 1 : dt__unreachable(p2p, "");
 }
 
-/* Answers the announcement that a receive has matched: reads the message from shared memory, or
-   asks the sender for it. Returns 1, 0 if the transport cannot take the answer yet, or -1 if the
-   context has failed. */
+/* Answers the announcement that a receive has matched: DONE if the data are already copied, in
+   shared memory, else PULL, which asks the sender for them. Returns 1, 0 if the transport cannot
+   take the answer yet, or -1 if the context has failed. */
 static int dt__recv_answer(dt__p2p *p2p) {
     dt_comm *comm = p2p->work->comm;
     dt__world *world = comm->world;
@@ -2963,7 +2965,11 @@ static int dt__bulk_advance(dt__p2p *p2p) {
     return dt__unreachable(p2p, why);
 }
 
-// ==== 14. Messages: matching ====================================================================
+// ==== 14. Messages: arriving packets, progress ==================================================
+
+/* dt__poll takes packets from the transports and gives each to dt__packet_arrived, which hands a
+   message to its receive, and an answer or a piece to its transfer. dt__p2p_advance advances one
+   send or receive: it begins it, sends what it can, polls, and answers announcements. */
 
 /* Returns the transfer with this number; NULL if there is none. */
 static dt__p2p *dt__p2p_find(const dt__p2p_list *list, uint64_t id) {
@@ -2971,6 +2977,64 @@ static dt__p2p *dt__p2p_find(const dt__p2p_list *list, uint64_t id) {
     while (p2p && p2p->id != id) p2p = p2p->next;
     return p2p;
 }
+
+/* ---- messages of a collective that no receive takes ---- */
+
+/* In a collective every message has its receive. So if one remains when this rank has completed the
+   collective, the sender has made a different call, for example with another root. */
+
+/* Fails the context because this rank has completed the collective of this frame without the
+   message. own: this rank's call; NULL if it is no longer known. Returns -1. */
+static int dt__left_over(dt_comm *comm, int from, const dt__frame *frame, const dt__frame *own) {
+    dt__call its = dt__unpack_call(frame->packed_call, (size_t)frame->count);
+    if (own && !dt__same_call(frame, own))
+        dt__calls_differ(comm, dt__rank_in(comm->group, from), frame, comm->base.rank, own);
+    else
+        dt__comm_fail(comm->world, DT_ERR_COMM,
+            "rank %d has sent %llu bytes of %s #%llu on %s%s to rank %d, which expects none", from,
+            (unsigned long long)frame->bytes, dt__call_text(&its).s, (unsigned long long)frame->seq,
+            comm->group->name, dt__site_text(frame->file, frame->line).s, comm->world->rank);
+    return -1;
+}
+
+/* Called when a collective is complete. Returns 1, or -1 if one of its messages is left. */
+static int dt__none_left_over(dt_work *work) {
+    const dt__frame *own = &dt__reported_work(work)->frame;
+    for (dt__arrival *a = work->comm->world->first_unexpected; a; a = a->next)
+        if (a->frame.channel == own->channel && a->frame.seq == own->seq &&
+            a->frame.tag == dt__collective_tag(work))
+            return dt__left_over(work->comm, a->from, &a->frame, own);
+    return 1;
+}
+
+static dt_comm *dt__comm_of(const dt__world *world, uint32_t channel) {
+    dt_comm *comm = world->comms;
+    while (comm && comm->group->channel != channel) comm = comm->next;
+    return comm;
+}
+
+/* Returns 1 if this rank has completed the collective of this group with this number. */
+static int dt__has_completed(const dt_comm *comm, uint64_t seq) {
+    const dt_work *blocking = comm->world->blocking;
+    if (seq > comm->seq || (blocking && blocking->comm == comm && blocking->call.seq == seq))
+        return 0;
+    for (const dt_work *w = comm->world->first_unfinished; w; w = w->next)
+        if (w->completion != DT__COMPLETED && w->comm == comm && w->call.seq == seq) return 0;
+    return 1;
+}
+
+/* Finds this rank's record of the collective of a frame. Returns 1, or 0 if it is overwritten. */
+static int dt__record_of(const dt__world *world, const dt__frame *frame, dt__op_record *r) {
+    dt__rank_view own = { world->state, world->records, DT_RECORDS };
+    uint64_t last = (uint64_t)world->state->op_count;
+    for (uint64_t n = last; n > 0 && n + DT_RECORDS > last; n--)
+        if (dt__record_get(own, n, r) && r->call.channel == frame->channel &&
+            r->call.seq == frame->seq)
+            return 1;
+    return 0;
+}
+
+/* ---- arriving packets ---- */
 
 /* A message has arrived: gives it to the oldest receive that it matches, or keeps it. */
 static int dt__message_arrived(
@@ -2983,6 +3047,11 @@ static int dt__message_arrived(
         dt__p2p_unlist(p2p);
         return dt__match(p2p, from, frame, body);
     }
+    dt_comm *comm = frame->seq ? dt__comm_of(world, frame->channel) : NULL;
+    dt__op_record own;
+    if (comm && dt__has_completed(comm, frame->seq))
+        return dt__left_over(
+            comm, from, frame, dt__record_of(world, frame, &own) ? &own.call : NULL);
     dt__arrival *arrival = dt__arrival_acquire(world);
     if (!arrival) return -1;
     arrival->from = from;
@@ -3056,6 +3125,7 @@ static int dt__packet_arrived(dt__world *world, int from, const void *packet, si
     case DT__PULL:
     case DT__DONE:
         p2p = dt__p2p_find(&peer->announced, frame->id);
+        /* after a failure the transfer may have been cancelled, and the packet is only late */
         if (!p2p || p2p->state != DT__P2P_ANNOUNCED) return dt_error(world->ctx) ? 1 : 0;
         return dt__send_answered(p2p, (dt__frame_kind)frame->kind);
     case DT__DATA:
@@ -3072,6 +3142,7 @@ static int dt__packet_arrived(dt__world *world, int from, const void *packet, si
     }
 }
 
+/* section 15 */
 static const void *dt__packet_ring_recv(dt__world *world, int from, size_t *bytes);
 
 /* Handles the packets that have arrived from a rank; DT_ANY: from every rank. */
@@ -3090,8 +3161,12 @@ static void dt__poll(dt__world *world, int rank) {
         int local = n;
         world->polled_pass = world->pass;
         while (good > 0 && n < DT__PACKETS_PER_POLL &&
-               (packet = world->transport.recv(world->transport.user, rank, &sender, &bytes)))
-            good = dt__packet_arrived(world, sender, packet, bytes), n++;
+               (packet = world->transport.recv(world->transport.user, rank, &sender, &bytes))) {
+            int is_known = sender >= 0 && sender < world->size && sender != world->rank &&
+                           dt__local_rank_of(world, sender) < 0;
+            good = is_known ? dt__packet_arrived(world, sender, packet, bytes) : 0;
+            n++;
+        }
         world->poll_found = n > local;
     }
     if (good == 0) dt__comm_fail(world, DT_ERR_COMM, "rank %d has sent a malformed packet", sender);
@@ -3099,7 +3174,8 @@ static void dt__poll(dt__world *world, int rank) {
 
 /* ---- one transfer ---- */
 
-/* Returns 1 if no rank is left that could match this transfer. */
+/* Returns 1 if no rank is left that could match this transfer. A nonblocking message to this rank
+   itself can still be matched by a later call. */
 static int dt__is_hopeless(const dt__p2p *p2p) {
     const dt_comm *comm = p2p->work->comm;
     int first = p2p->peer == DT_ANY ? 0 : p2p->peer,
@@ -3138,7 +3214,8 @@ static int dt__p2p_advance(dt__p2p *p2p) {
     if (p2p->state == DT__P2P_FINISHED) return 1;
     if (p2p->peer != DT_ANY) other = comm->group->ranks[p2p->peer];
     if (p2p->state == DT__P2P_QUEUED && dt__flush(world->peers[other], other) < 0) return -1;
-    /* once per pass over the pending operations, unless the last poll found packets */
+    /* Once per pass over the pending operations, unless the last poll found packets. Shared memory
+       is polled each time, because it costs little; the poll may bring credits for queued sends. */
     if (p2p->state != DT__P2P_FINISHED && (world->pass != world->polled_pass || world->poll_found ||
                                               !world->transport.recv || world->node))
         dt__poll(world, other);
@@ -3165,18 +3242,18 @@ static void dt__p2p_cancel(dt__p2p *p2p) {
     dt__p2p_release(p2p);
 }
 
-/* Tells all ranks that share no memory with this one that this rank has failed. Tries each rank at
-   least once, and spends at most DT__ABORT_S seconds on ranks whose packets the transport cannot
+/* Tells all ranks that share no memory with this one that rank `failed` has failed. Tries each rank
+   at least once, and spends at most DT__ABORT_S seconds on ranks whose packets the transport cannot
    take. */
 #define DT__ABORT_S 0.25
-static void dt__send_aborts(dt__world *world, dt_status status, const char *text) {
+static void dt__send_aborts(dt__world *world, int failed, dt_status status, const char *text) {
     dt__stopwatch watch = dt__stopwatch_start(world->host, 8 * DT__ABORT_S);
     size_t length = strlen(text);
     for (int rank = 0, late = 0; rank < world->size; rank++) {
         dt__frame frame;
         memset(&frame, 0, sizeof frame);
         frame.kind = DT__ABORT;
-        frame.tag = world->rank;
+        frame.tag = failed;
         frame.count = (uint64_t)status;
         if (rank == world->rank || dt__local_rank_of(world, rank) >= 0) continue;
         while (world->transport.send(world->transport.user, rank, &frame, sizeof frame, text,
@@ -3195,9 +3272,9 @@ static void dt__send_aborts(dt__world *world, dt_status status, const char *text
    its slot is free again when the receiver has counted it in `received`.
 
        slot       0    1    2    3    4    5    6    7
-       number     9   10   11    4    5    6    7    8
-                            ^         ^
-                            sent      received: the receiver reads packet 5 next
+       packet     9   10   11    4    5    6    7    8
+                            ^    ^
+                  sent = 11 +    + received = 4: the receiver reads packet 5 next; slot 3 is free
 
    Each word has one writer (L. Lamport, "Specifying concurrent program modules", 1983). The sender
    keeps its last view of `received`, and reads it again only if it finds no free slot (P. Lee, T.
@@ -3215,7 +3292,7 @@ static dt__packet_ring **dt__packet_ring_between(const dt__world *world, int fro
 
 /* Returns where a packet of this size lies in its slot. */
 static char *dt__slot_packet(const dt__packet_slot *slot, size_t bytes) {
-    return (char *)slot->data + (bytes > sizeof(dt__frame) + 16 ? 24 - sizeof(uint64_t) : 0);
+    return bytes > sizeof(dt__frame) + 16 ? (char *)slot->data : (char *)slot->padding;
 }
 
 static int dt__packet_ring_send(
@@ -3234,7 +3311,7 @@ static int dt__packet_ring_send(
         ring = (dt__packet_ring *)(void *)dt__range_alloc(
             shared->ring_arena, shared->ring_arena_bytes, &shared->ring_arena_used, sizeof *ring);
         if (!ring) return -1;
-        for (int i = 0; i < DT__RING_SLOTS; i++) ring->slot[i].number = 0;
+        for (int i = 0; i < DT__RING_SLOTS; i++) ring->slot[i].number_and_bytes = 0;
         ring->sent = ring->freed = ring->send_at = 0;
         ring->received = ring->taken = ring->recv_at = 0;
         __atomic_store_n(link, ring, __ATOMIC_RELEASE);
@@ -3248,12 +3325,14 @@ static int dt__packet_ring_send(
     packet = dt__slot_packet(slot, sizeof *frame + bytes);
     memcpy(packet, frame, sizeof *frame);
     if (bytes) memcpy(packet + sizeof *frame, body, bytes);
-    __atomic_store_n(&slot->number, ring->sent << 16 | (sizeof *frame + bytes), __ATOMIC_RELEASE);
+    __atomic_store_n(
+        &slot->number_and_bytes, ring->sent << 16 | (sizeof *frame + bytes), __ATOMIC_RELEASE);
     return 1;
 }
 
 /* Returns the next packet from a rank, which stays valid until the next call; NULL if there is
-   none. */
+   none. First frees the slot of the packet that the previous call returned. The next packet is in
+   the next slot, or in slot 0 if the sender has gone back there. */
 static const void *dt__packet_ring_recv(dt__world *world, int from, size_t *bytes) {
     dt__packet_ring *ring =
         __atomic_load_n(dt__packet_ring_between(world, from, world->rank), __ATOMIC_ACQUIRE);
@@ -3263,7 +3342,7 @@ static const void *dt__packet_ring_recv(dt__world *world, int from, size_t *byte
     uint64_t at = ring->recv_at % DT__RING_SLOTS, number = 0;
     for (int i = 0; i < 2 && number >> 16 != ring->taken + 1; i++) {
         if (i) at = 0;
-        number = __atomic_load_n(&ring->slot[at].number, __ATOMIC_ACQUIRE);
+        number = __atomic_load_n(&ring->slot[at].number_and_bytes, __ATOMIC_ACQUIRE);
     }
     if (number >> 16 != ring->taken + 1) return NULL;
     const dt__packet_slot *slot = &ring->slot[at];
@@ -3280,8 +3359,8 @@ static const void *dt__packet_ring_recv(dt__world *world, int from, size_t *byte
        post    each rank publishes its call, with the addresses of its buffers, or with the data
                themselves if they are small (inline)
        open    each rank waits until all ranks have posted, and compares all calls with rank 0's
-       move    each rank copies its data from the other ranks (dt__pull), or writes its part of
-               a sum to all of them (dt__push)
+       move    each rank reads its data from the other ranks (dt__read_from_ranks), or writes its
+               part of a sum to all of them (dt__write_to_ranks)
        close   each rank publishes that it is done and waits until all ranks are; only then may
                the buffers change
 
@@ -3293,43 +3372,45 @@ static const void *dt__packet_ring_recv(dt__world *world, int from, size_t *byte
    comparison, ranks whose calls differ would sum garbage or hang.
 
    If any rank has a large buffer that other ranks cannot access, all ranks move their data in
-   windows. The owner of the buffer copies one window at a time into its staging buffer, which has
-   two halves that alternate, and the other ranks read the window there. An all-reduce in windows is
-   a pipeline (dt__pipeline_step). */
+   windows, and close every round. A window (not MPI's RMA window) is a piece of a send buffer of at
+   most DT_WINDOW_BYTES; in a buffer of blocks it consists of a piece of every block. In round w the
+   owner of such a buffer copies window w into its staging buffer, which has two halves that
+   alternate, and the other ranks read window w-1 in the other half:
 
-/* State of a collective (dt_work.state), which says what the rank waits for. In the order of the
-   values: a free post, the posts of all ranks, a free half of its staging buffer, the current
-   window of every other rank, and the close of all ranks. */
-enum { DT__AWAIT_SLOT = 0, DT__AWAIT_POSTS, DT__AWAIT_STAGING, DT__AWAIT_WINDOW, DT__AWAIT_CLOSE };
+       round       0          1          2          3
+       window 0    copy in    read
+       window 1               copy in    read
+       window 2                          copy in    read
 
-static dt__member *dt__member_of(const dt_comm *comm, int rank) {
-    return &comm->group->members[rank];
-}
+   An all-reduce in windows is a pipeline with one more stage (dt__pipeline_round). Without staging
+   the whole buffer is one window, and a collective has one round. */
 
-/* Returns 1 for an all-reduce in windows. */
-static int dt__is_pipelined(const dt_work *work) {
-    const dt__pattern *pattern = dt__pattern_of(work->call.op);
-    return work->uses_windows && pattern->reduces && !pattern->send_blocks && pattern->all_recv;
-}
+/* What the rank waits for (dt_work.state). */
+enum {
+    DT__AWAIT_FREE_POST = 0, /* the close of the last round that used this rank's post */
+    DT__AWAIT_POSTS,         /* the posts of all ranks */
+    DT__AWAIT_ROUND          /* the close of the previous round on all ranks */
+};
+
+/* How the data move (dt_work.mode). */
+enum {
+    DT__MOVE_INLINE = 0, /* every rank reads the posts, which hold all data */
+    DT__MOVE_READ,       /* every rank reads the send buffers or posts of the others */
+    /* An all-reduce on a rank whose send buffer other ranks read. Until they have closed, the sum
+       must not go to recv, which may be the same buffer. So it goes into the data space of this
+       rank's post, which is unused, and is copied into recv after the close. */
+    DT__MOVE_READ_TO_POST,
+    DT__MOVE_WRITE,   /* every rank sums one chunk and writes the sum to all */
+    DT__MOVE_WINDOWS, /* as DT__MOVE_READ, window by window */
+    DT__MOVE_PIPELINE /* as DT__MOVE_WRITE, window by window */
+};
 
 /* Returns 1 if `rank` has reached the point that the work's state waits for. */
 static int dt__rank_reached(const dt_work *work, int rank) {
-    const dt_comm *comm = work->comm;
     if (work->state == DT__AWAIT_POSTS)
-        return __atomic_load_n(&dt__post_of(comm, rank, work->post)->number, __ATOMIC_ACQUIRE) ==
-               work->post;
-    const dt__member *member = dt__member_of(comm, rank);
-    if (work->state == DT__AWAIT_WINDOW) { /* a buffer without staging can always be read */
-        if (!dt__post_of(comm, rank, work->post)->staging) return 1;
-        return __atomic_load_n(&member->opened, __ATOMIC_ACQUIRE) >= work->window;
-    }
-    uint64_t need = work->window;
-    if (work->state == DT__AWAIT_SLOT) need = comm->last_window[work->post % DT_MAX_STARTED];
-    /* window - 2 used the same half of the staging buffer: all ranks must have finished it */
-    if (work->state == DT__AWAIT_STAGING) need = work->window < 2 ? 0 : work->window - 2;
-    /* a step of a pipeline begins when all ranks have finished the step before */
-    if (work->state == DT__AWAIT_STAGING && dt__is_pipelined(work)) need = work->window - 1;
-    return __atomic_load_n(&member->closed, __ATOMIC_ACQUIRE) >= need;
+        return __atomic_load_n(&dt__post_of(work, rank)->number, __ATOMIC_ACQUIRE) == work->post;
+    return __atomic_load_n(&work->comm->group->members[rank].closed, __ATOMIC_ACQUIRE) >=
+           work->awaited_round;
 }
 
 /* Returns a text like "ranks 0,1 arrived, 3 did not". It lists at most 8 world ranks that have
@@ -3376,13 +3457,24 @@ static int dt__all_reached(dt_work *work) {
 }
 
 static const dt__frame *dt__posted_call(const dt_work *work, int rank) {
-    return &dt__post_of(work->comm, rank, work->post)->call;
+    return &dt__post_of(work, rank)->call;
 }
 
 /* Returns 1 if the call is a reduction whose complete sum all ranks or the root receive
-   (all-reduce, reduce). dt__push can write the sum to them. */
-static int dt__pushes(const dt__call *call) {
+   (all-reduce, reduce), so that dt__write_to_ranks can run it. */
+static int dt__can_write_sum(const dt__call *call) {
     return dt__pattern_of(call->op)->reduces && !dt__pattern_of(call->op)->send_blocks;
+}
+
+/* Returns 1 if the other ranks can access this rank's buffers: send, which they read, and recv if
+   they may write a sum to it. */
+static int dt__is_accessible(const dt_work *work) {
+    const dt_comm *comm = work->comm;
+    const dt__call *call = &work->call;
+    const dt__shared *shared = comm->world->shared;
+    if (dt__sends(comm, call) && !dt__reachable(shared, call->send)) return 0;
+    return !dt__can_write_sum(call) || !dt__receives(comm, call) ||
+           dt__reachable(shared, call->recv);
 }
 
 /* A send buffer of up to this many bytes is posted inline whatever the number of cores. If each
@@ -3398,131 +3490,117 @@ static int dt__pushes(const dt__call *call) {
 static int dt__sends_inline(const dt_work *work) {
     const dt_comm *comm = work->comm;
     const dt__call *call = &work->call;
-    const dt__shared *shared = comm->world->shared;
     size_t bytes = dt__send_count(comm, call) * dt_dtype_size(call->dtype);
     if (call->op == DT__ALL_TO_ALL_V || !dt__is_host_data(work)) return 0;
     if (bytes > DT_EAGER_BYTES) return 0;
-    if (bytes <= DT__POST_BYTES || shared->spins == 0 || !dt__sends(comm, call)) return 1;
-    return !dt__reachable(shared, call->send) ||
-           (dt__pushes(call) && dt__receives(comm, call) && !dt__reachable(shared, call->recv));
+    return bytes <= DT__POST_BYTES || comm->world->shared->spins == 0 || !dt__sends(comm, call) ||
+           !dt__is_accessible(work);
 }
 
-/* Returns 1 if this rank must write its sum into its post first. If another rank posts inline and
-   this rank does not, all ranks pull (dt__pull), and the other ranks read this rank's send buffer
-   until all have closed. recv may be the same buffer. So the sum goes into the data space of this
-   rank's post, which is unused, and is copied into recv after the close. Until then the post is not
-   reused. */
-static int dt__must_sum_in_post(const dt_work *work) {
-    const dt_comm *comm = work->comm;
-    return work->inline_ranks && dt__pushes(&work->call) && dt__receives(comm, &work->call) &&
-           !dt__post_of(comm, comm->base.rank, work->post)->is_inline;
-}
-
-/* ---- where data lie: blocks, and windows of them ---- */
+/* ---- where data lie: pieces ---- */
 
 static const size_t *dt__counts_of(const dt_work *work, int rank) {
-    return (const size_t *)(const void *)dt__post_data(dt__post_of(work->comm, rank, work->post));
+    return (const size_t *)(const void *)dt__post_data(dt__post_of(work, rank));
 }
 
-/* Returns the number of elements that rank `from` has for rank `to`. dt__offset_from_to returns
-   their offset, in elements, in the buffer of rank `from`. */
-static size_t dt__count_from_to(const dt_work *work, int from, int to) {
-    return work->call.op == DT__ALL_TO_ALL_V ? dt__counts_of(work, from)[to] : work->call.count;
+/* Elements [at, at + count) of a send buffer. Its 16 bytes are returned in registers, which makes
+   small calls faster. */
+typedef struct dt__piece {
+    size_t at, count;
+} dt__piece;
+
+/* Returns one window of the data that rank `from` has for rank `to`. Without windows all data are
+   window 0. If ranks sum chunks, rank `to` gets chunk `to` of the window. */
+static dt__piece dt__piece_of(const dt_work *work, int window, int from, int to) {
+    size_t first = 0, count = work->call.count, at = (size_t)window * work->window_count;
+    if (work->call.op == DT__ALL_TO_ALL_V) {
+        first = dt__sum_counts(dt__counts_of(work, from), to);
+        count = dt__counts_of(work, from)[to];
+    } else if (dt__pattern_of(work->call.op)->send_blocks) {
+        first = (size_t)to * count;
+    }
+    count = count < at ? 0 : count - at < work->window_count ? count - at : work->window_count;
+    if (work->mode == DT__MOVE_WRITE || work->mode == DT__MOVE_PIPELINE) {
+        first = dt__chunk_offset(count, work->comm->base.size, to);
+        count = dt__chunk_offset(count, work->comm->base.size, to + 1) - first;
+    }
+    dt__piece piece = { first + at, count };
+    return piece;
 }
 
-static size_t dt__offset_from_to(const dt_work *work, int from, int to) {
-    if (work->call.op == DT__ALL_TO_ALL_V) return dt__sum_counts(dt__counts_of(work, from), to);
-    return dt__pattern_of(work->call.op)->send_blocks ? (size_t)to * work->call.count : 0;
+/* Returns the offset, in bytes, of a piece for rank `to` in the staging buffer of its owner. */
+static size_t dt__staged_at(const dt_work *work, int window, int to, dt__piece piece) {
+    size_t first = dt__pattern_of(work->call.op)->send_blocks
+                       ? (size_t)to * work->window_count
+                       : piece.at - (size_t)window * work->window_count;
+    return (size_t)(window & 1) * DT_WINDOW_BYTES + first * dt_dtype_size(work->call.dtype);
+}
+
+/* Returns where this rank reads a piece that rank `from` has for it. */
+static const char *dt__source(const dt_work *work, int window, int from, dt__piece piece) {
+    const dt__post *post = dt__post_of(work, from);
+    int me = work->comm->base.rank;
+    return post->staging && from != me
+               ? post->staging + dt__staged_at(work, window, me, piece)
+               : (const char *)post->send + piece.at * dt_dtype_size(work->call.dtype);
+}
+
+/* Sets comm->inputs to the pieces that this rank sums, and returns the piece. */
+static dt__piece dt__set_inputs(const dt_work *work, int window) {
+    int me = work->comm->base.rank;
+    dt__piece piece = dt__piece_of(work, window, me, me);
+    for (int rank = 0; rank < work->comm->base.size; rank++)
+        work->comm->inputs[rank] = dt__source(work, window, rank, piece);
+    return piece;
 }
 
 /* Returns the offset in this rank's recv, in elements, of the data from rank `from`. */
 static size_t dt__recv_offset(const dt_work *work, int from) {
     if (work->call.op == DT__ALL_TO_ALL_V) return dt__sum_counts(work->call.recv_counts, from);
-    const dt__pattern *pattern = dt__pattern_of(work->call.op);
-    return pattern->reduces || !pattern->all_send ? 0 : (size_t)from * work->call.count;
-}
-
-/* Returns how many elements of a block of `count` elements lie in the current window. */
-static size_t dt__in_window(const dt_work *work, size_t count) {
-    if (count <= work->at) return 0;
-    return count - work->at < work->window_count ? count - work->at : work->window_count;
-}
-
-/* Returns the address where this rank reads the current window of the data that rank `from` has for
-   it. */
-static const char *dt__source(const dt_work *work, int from) {
-    dt__post *post = dt__post_of(work->comm, from, work->post);
-    size_t size = dt_dtype_size(work->call.dtype), me = (size_t)work->comm->base.rank;
-    if (post->staging)
-        return post->staging + (work->window & 1) * DT_WINDOW_BYTES +
-               (dt__pattern_of(work->call.op)->send_blocks ? me * work->window_count * size : 0);
-    return (const char *)post->send + (dt__offset_from_to(work, from, (int)me) + work->at) * size;
-}
-
-/* Copies the current window of this rank's data into its staging buffer, if it needs one, and
-   publishes in `opened` that the other ranks may read it. */
-static dt_status dt__stage_window(dt_work *work) {
-    dt_comm *comm = work->comm;
-    if (!dt__post_of(comm, comm->base.rank, work->post)->staging) return DT_OK;
-    int in_blocks = dt__pattern_of(work->call.op)->send_blocks;
-    size_t size = dt_dtype_size(work->call.dtype), blocks = in_blocks ? (size_t)comm->base.size : 1;
-    char *to = comm->staging + (work->window & 1) * DT_WINDOW_BYTES;
-    const char *from = (const char *)work->call.send;
-    dt_status status = DT_OK;
-    for (size_t i = 0; i < blocks && dt__sends(comm, &work->call) && !status; i++) {
-        int block = in_blocks ? (int)i : comm->base.rank;
-        status = dt__comm_copy(comm, &work->call, to + i * work->window_count * size,
-            from + (dt__offset_from_to(work, comm->base.rank, block) + work->at) * size,
-            dt__in_window(work, dt__count_from_to(work, comm->base.rank, block)) * size);
-    }
-    if (status == DT_OK) status = dt__comm_sync(comm->world);
-    if (status) return dt__data_failed(comm, &work->call, status);
-    __atomic_store_n(&dt__member_of(comm, comm->base.rank)->opened, work->window, __ATOMIC_RELEASE);
-    return DT_OK;
+    return dt__pattern_of(work->call.op)->all_send ? (size_t)from * work->call.count : 0;
 }
 
 /* ---- moving data ---- */
 
-/* Copies or reduces the data of all ranks into recv. A copy begins with this rank's own block and
-   continues with the next rank's, so that the ranks do not all read the same memory at the same
-   time. */
-static dt_status dt__pull(dt_work *work) {
+/* Copies or reduces one window of the data of all ranks into recv. A copy begins with this rank's
+   own block and continues with the next rank's, so that the ranks do not all read the same memory
+   at the same time. */
+static dt_status dt__read_from_ranks(dt_work *work, int window) {
     dt_comm *comm = work->comm;
     const dt__pattern *pattern = dt__pattern_of(work->call.op);
     int n = comm->base.size, me = comm->base.rank;
     size_t size = dt_dtype_size(work->call.dtype);
-    char *recv = (char *)work->call.recv + work->at * size;
+    char *recv = (char *)work->call.recv + (size_t)window * work->window_count * size;
     dt_status status = DT_OK;
     if (!dt__receives(comm, &work->call)) return DT_OK;
     if (pattern->reduces) {
-        for (int rank = 0; rank < n; rank++) comm->inputs[rank] = dt__source(work, rank);
-        comm->outputs[0] = recv + dt__recv_offset(work, me) * size;
-        if (work->sum_in_post) comm->outputs[0] = dt__post_data(dt__post_of(comm, me, work->post));
-        return dt__reduce_inputs(
-            comm, &work->call, 1, n, dt__in_window(work, dt__count_from_to(work, me, me)), 0);
+        dt__piece piece = dt__set_inputs(work, window);
+        comm->outputs[0] =
+            work->mode == DT__MOVE_READ_TO_POST ? dt__post_data(dt__post_of(work, me)) : recv;
+        return dt__reduce_inputs(comm, &work->call, 1, n, piece.count, 0);
     }
     for (int step = 0; step < n && !status; step++) {
         int from = (me + step) % n;
         if (!pattern->all_send && from != work->call.peer) continue;
+        dt__piece piece = dt__piece_of(work, window, from, me);
         status = dt__comm_copy(comm, &work->call, recv + dt__recv_offset(work, from) * size,
-            dt__source(work, from), dt__in_window(work, dt__count_from_to(work, from, me)) * size);
+            dt__source(work, window, from, piece), piece.count * size);
     }
     return status;
 }
 
-/* Smallest size, in bytes, of all ranks' send and recv buffers together for which dt__push uses
-   streaming (non-temporal) stores. They are up to twice as fast if the buffers exceed the cache
-   that the cores share (32 MiB for 8 cores of a server) and no rank sums in place. Otherwise they
-   are up to four times as slow: they evict lines that the next step would find in the cache. */
+/* Smallest size, in bytes, of all ranks' send and recv buffers together for which
+   dt__write_to_ranks uses streaming (non-temporal) stores. They are up to twice as fast if the
+   buffers exceed the cache that the cores share (32 MiB for 8 cores of a server) and no rank sums
+   in place. Otherwise they are up to four times as slow: they evict lines that the next step would
+   find in the cache. */
 enum { DT__STREAMING_BYTES = 24 << 20 };
 
 static int dt__use_streaming_stores(const dt_work *work) {
-    size_t n = (size_t)work->comm->base.size;
-    if (2 * n * dt__call_bytes(&work->call) < DT__STREAMING_BYTES) return 0;
-    for (size_t rank = 0; rank < n; rank++) {
-        const dt__post *post = dt__post_of(work->comm, (int)rank, work->post);
-        if (post->send == post->recv) return 0;
-    }
+    int n = work->comm->base.size;
+    if (2 * (size_t)n * dt__call_bytes(&work->call) < DT__STREAMING_BYTES) return 0;
+    for (int rank = 0; rank < n; rank++)
+        if (dt__post_of(work, rank)->send == dt__post_of(work, rank)->recv) return 0;
     return 1;
 }
 
@@ -3532,123 +3610,139 @@ static int dt__use_streaming_stores(const dt_work *work) {
    Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
    2009). DeepSpeed does the same (github.com/deepspeedai/DeepSpeed, csrc/cpu/comm/shm.cpp). A
    reduce writes to the recv buffer of the root only. */
-static dt_status dt__push(dt_work *work) {
+static dt_status dt__write_to_ranks(dt_work *work) {
     dt_comm *comm = work->comm;
     int n = comm->base.size, me = comm->base.rank, to_all = dt__pattern_of(work->call.op)->all_recv;
-    size_t first = dt__chunk_offset(work->call.count, n, me),
-           at = first * dt_dtype_size(work->call.dtype);
-    size_t count = dt__chunk_offset(work->call.count, n, me + 1) - first;
-    for (int rank = 0; rank < n; rank++)
-        comm->inputs[rank] = (const char *)dt__post_of(comm, rank, work->post)->send + at;
+    dt__piece chunk = dt__set_inputs(work, 0);
+    size_t at = chunk.at * dt_dtype_size(work->call.dtype);
     /* each rank writes to its own recv first, so that the ranks do not all write to one buffer */
     int home = to_all ? me : work->call.peer;
     for (int step = 0; step < (to_all ? n : 1); step++)
-        comm->outputs[step] = (char *)dt__post_of(comm, (home + step) % n, work->post)->recv + at;
-    return dt__reduce_inputs(
-        comm, &work->call, to_all ? n : 1, n, count, to_all && dt__use_streaming_stores(work));
+        comm->outputs[step] = (char *)dt__post_of(work, (home + step) % n)->recv + at;
+    return dt__reduce_inputs(comm, &work->call, to_all ? n : 1, n, chunk.count,
+        to_all && dt__use_streaming_stores(work));
+}
+
+/* Copies this rank's data of one window into its staging buffer, if it has one: either what each
+   other rank reads, or the same for all. */
+static dt_status dt__copy_in(dt_work *work, int window) {
+    dt_comm *comm = work->comm;
+    int n = comm->base.size, me = comm->base.rank;
+    int pieces =
+        work->mode == DT__MOVE_PIPELINE || dt__pattern_of(work->call.op)->send_blocks ? n : 2;
+    size_t size = dt_dtype_size(work->call.dtype);
+    char *staging = dt__post_of(work, me)->staging;
+    dt_status status = DT_OK;
+    for (int i = 1; i < pieces && staging && !status; i++) {
+        int to = (me + i) % n;
+        dt__piece piece = dt__piece_of(work, window, me, to);
+        status = dt__comm_copy(comm, &work->call, staging + dt__staged_at(work, window, to, piece),
+            (const char *)work->call.send + piece.at * size, piece.count * size);
+    }
+    return status;
+}
+
+/* One round as drawn at the head of the section: copy in the next window, read the last one. */
+static dt_status dt__window_round(dt_work *work) {
+    dt_status status = work->round > 0 ? dt__read_from_ranks(work, work->round - 1) : DT_OK;
+    return status || work->round + 1 == work->rounds ? status : dt__copy_in(work, work->round);
+}
+
+/* Returns where the other ranks read rank's sum of its chunk of a window: in the last third of its
+   staging buffer, or in its recv. */
+static char *dt__sum_of(const dt_work *work, int window, int rank, dt__piece chunk) {
+    const dt__post *post = dt__post_of(work, rank);
+    return post->staging ? post->staging + (4 + (window & 1)) * (DT_WINDOW_BYTES / 2)
+                         : (char *)post->recv + chunk.at * dt_dtype_size(work->call.dtype);
 }
 
 /* A pipelined all-reduce. Of each window, rank r sums the r-th chunk:
 
-       step        0          1          2          3
+       round       0          1          2          3
        window 0    copy in    sum        copy out
        window 1               copy in    sum        copy out
 
    Copy in: a rank copies its data of the chunks that other ranks sum into its staging buffer. Sum:
    it sums its own chunk and writes the sum into its recv and its staging buffer. Copy out: it
    copies the other chunks' sums from the other staging buffers. A rank whose buffers the others can
-   access has no staging buffer: they read its send and recv. One wait separates two steps, so for
+   access has no staging buffer: they read its send and recv. One wait separates two rounds, so for
    each window all ranks wait once. */
-/* A chunk of one window: elements [at, at + count) of the buffers, which begin at element in_window
-   of the window. */
-typedef struct dt__window_chunk {
-    size_t index, at, count, in_window;
-} dt__window_chunk;
-
-static dt__window_chunk dt__window_chunk_of(const dt_work *work, size_t window, int chunk) {
-    size_t at = window * work->window_count, left = work->call.count - at;
-    size_t count = left < work->window_count ? left : work->window_count;
-    size_t first = dt__chunk_offset(count, work->comm->base.size, chunk);
-    size_t end = dt__chunk_offset(count, work->comm->base.size, chunk + 1);
-    dt__window_chunk s = { window & 1, at + first, end - first, first };
-    return s;
-}
-
-/* Returns where the other ranks read rank's data, or the sum, of a chunk. */
-static char *dt__staged_data(const dt_work *work, int rank, dt__window_chunk s) {
-    const dt__post *post = dt__post_of(work->comm, rank, work->post);
-    size_t size = dt_dtype_size(work->call.dtype);
-    return post->staging ? post->staging + s.index * DT_WINDOW_BYTES + s.in_window * size
-                         : (char *)(uintptr_t)post->send + s.at * size;
-}
-static char *dt__staged_sum(const dt_work *work, int rank, dt__window_chunk s) {
-    const dt__post *post = dt__post_of(work->comm, rank, work->post);
-    return post->staging ? post->staging + (4 + s.index) * (DT_WINDOW_BYTES / 2)
-                         : (char *)post->recv + s.at * dt_dtype_size(work->call.dtype);
-}
-
-static dt_status dt__pipeline_step(dt_work *work) {
+static dt_status dt__pipeline_round(dt_work *work) {
     dt_comm *comm = work->comm;
-    int n = comm->base.size, me = comm->base.rank;
-    size_t size = dt_dtype_size(work->call.dtype), step = work->at / work->window_count,
-           windows = (work->call.count + work->window_count - 1) / work->window_count;
-    const char *send = (const char *)work->call.send;
+    int n = comm->base.size, me = comm->base.rank, round = work->round, windows = work->rounds - 2;
+    int is_staged = dt__post_of(work, me)->staging != NULL;
+    size_t size = dt_dtype_size(work->call.dtype);
     char *recv = (char *)work->call.recv;
-    int is_staged = dt__post_of(comm, me, work->post)->staging != NULL;
-    dt_status status = DT_OK;
-    for (int i = 1; i < n && is_staged && step < windows && !status; i++) {
-        dt__window_chunk s = dt__window_chunk_of(work, step, (me + i) % n);
-        status = dt__comm_copy(
-            comm, &work->call, dt__staged_data(work, me, s), send + s.at * size, s.count * size);
+    dt_status status = round < windows ? dt__copy_in(work, round) : DT_OK;
+    if (round >= 1 && round <= windows && !status) {
+        dt__piece chunk = dt__set_inputs(work, round - 1);
+        comm->outputs[0] = recv + chunk.at * size;
+        comm->outputs[1] = dt__sum_of(work, round - 1, me, chunk);
+        status = dt__reduce_inputs(comm, &work->call, 1 + is_staged, n, chunk.count, 0);
     }
-    if (step >= 1 && step <= windows && !status) {
-        dt__window_chunk s = dt__window_chunk_of(work, step - 1, me);
-        for (int rank = 0; rank < n; rank++) comm->inputs[rank] = dt__staged_data(work, rank, s);
-        comm->inputs[me] = send + s.at * size;
-        comm->outputs[0] = recv + s.at * size;
-        comm->outputs[1] = dt__staged_sum(work, me, s);
-        status = dt__reduce_inputs(comm, &work->call, 1 + is_staged, n, s.count, 0);
-    }
-    for (int i = 1; i < n && step >= 2 && !status; i++) {
-        dt__window_chunk s = dt__window_chunk_of(work, step - 2, (me + i) % n);
-        status = dt__comm_copy(comm, &work->call, recv + s.at * size,
-            dt__staged_sum(work, (me + i) % n, s), s.count * size);
+    for (int i = 1; i < n && round >= 2 && !status; i++) {
+        int rank = (me + i) % n;
+        dt__piece chunk = dt__piece_of(work, round - 2, rank, rank);
+        status = dt__comm_copy(comm, &work->call, recv + chunk.at * size,
+            dt__sum_of(work, round - 2, rank, chunk), chunk.count * size);
     }
     return status;
 }
 
 /* ---- states ---- */
 
+/* A function that returns an int returns 1 if this rank may go on, 0 if it must wait, -1 if the
+   context has failed. */
+
 /* Compares the counts that this rank expects in an all-to-all-v with the counts that the other
-   ranks send to it. Also sets work->longest_block to the longest block between any two ranks, so
-   the value is the same on all ranks. */
+   ranks send to it. */
 static dt_status dt__compare_posted_counts(dt_work *work) {
-    dt_comm *comm = work->comm;
-    int n = comm->base.size, me = comm->base.rank;
-    work->longest_block = 0;
+    int n = work->comm->base.size, me = work->comm->base.rank;
     for (int from = 0; from < n; from++) {
-        const size_t *counts = dt__counts_of(work, from);
-        for (int to = 0; to < n; to++)
-            work->longest_block =
-                counts[to] > work->longest_block ? counts[to] : work->longest_block;
-        if (counts[me] == work->call.recv_counts[from]) continue;
-        return dt__counts_differ(
-            work, from, counts[me], me, work->call.recv_counts[from], dt__own_site(work).s);
+        size_t sent = dt__counts_of(work, from)[me], expected = work->call.recv_counts[from];
+        if (sent != expected)
+            return dt__counts_differ(work, from, sent, me, expected, dt__own_site(work).s);
     }
     return DT_OK;
+}
+
+/* Returns the number of elements of the longest block between any two ranks, which is the same on
+   all ranks. */
+static size_t dt__longest_block(const dt_work *work) {
+    size_t longest = work->call.count;
+    int n = work->call.op == DT__ALL_TO_ALL_V ? work->comm->base.size : 0;
+    for (int from = 0; from < n; from++)
+        for (int to = 0; to < n; to++)
+            if (dt__counts_of(work, from)[to] > longest) longest = dt__counts_of(work, from)[to];
+    return longest;
+}
+
+/* Calls are posted in order. The operation that used the same post before must have moved its data,
+   and all ranks must have finished with that post. */
+static int dt__may_post(dt_work *work) {
+    dt_comm *comm = work->comm;
+    if (comm->last_posted + 1 != work->post || comm->last_moved + DT_MAX_STARTED < work->post)
+        return 0;
+    work->awaited_round = comm->last_round[work->post % DT_MAX_STARTED];
+    if (comm->closed_by_all >= work->awaited_round) return 1;
+    int there = dt__all_reached(work);
+    if (there <= 0) return there;
+    /* The loop reads cache lines that other ranks write, which is slow. So closed_by_all is
+       recomputed only when its old value is too low. */
+    comm->closed_by_all = (uint64_t)-1;
+    for (int rank = 0; rank < comm->base.size; rank++) {
+        uint64_t closed = __atomic_load_n(&comm->group->members[rank].closed, __ATOMIC_ACQUIRE);
+        if (closed < comm->closed_by_all) comm->closed_by_all = closed;
+    }
+    return 1;
 }
 
 static int dt__post_call(dt_work *work) {
     dt_comm *comm = work->comm;
     const dt__call *call = &work->call;
-    dt__shared *shared = comm->world->shared;
-    dt__post *post = dt__post_of(comm, comm->base.rank, work->post);
-    int needs_staging = 0;
+    dt__post *post = dt__post_of(work, comm->base.rank);
     post->is_inline = dt__sends_inline(work);
-    if (!post->is_inline && dt__sends(comm, call))
-        needs_staging = !dt__reachable(shared, call->send);
-    if (!post->is_inline && dt__pushes(call) && dt__receives(comm, call))
-        needs_staging = needs_staging || !dt__reachable(shared, call->recv);
+    int needs_staging = !post->is_inline && !dt__is_accessible(work);
     if (needs_staging && !comm->staging) {
         comm->staging =
             (char *)dt_alloc(comm->world->ctx, DT_MEM_COMM, DT__WINDOWS_BYTES, "staging windows");
@@ -3659,141 +3753,121 @@ static int dt__post_call(dt_work *work) {
     post->recv = call->recv;
     post->staging = needs_staging ? comm->staging : NULL;
     dt_status status = dt__comm_sync(comm->world);
+    if (status) return dt__data_failed(comm, call, status), -1;
     if (call->op == DT__ALL_TO_ALL_V)
         memcpy(dt__post_data(post), call->send_counts, (size_t)comm->base.size * sizeof(size_t));
-    else if (post->is_inline && dt__sends(comm, call) && status == DT_OK)
+    else if (post->is_inline && dt__sends(comm, call))
         memcpy(dt__post_data(post), call->send,
             dt__send_count(comm, call) * dt_dtype_size(call->dtype));
-    if (status) return dt__data_failed(comm, call, status), -1;
     __atomic_store_n(&post->number, work->post, __ATOMIC_RELEASE);
     comm->last_posted = work->post;
     return 1;
 }
 
-/* Decides how the data move. Called once all ranks have posted. Returns 1, or -1 if the context has
-   failed. */
+/* Decides how the data move. Called once all ranks have posted. */
 static int dt__plan_collective(dt_work *work) {
     dt_comm *comm = work->comm;
-    work->longest_block = work->call.count;
+    const dt__pattern *pattern = dt__pattern_of(work->call.op);
+    int n = comm->base.size, inline_ranks = 0, staged_ranks = 0;
+    int can_write = dt__can_write_sum(&work->call), to_all = pattern->all_recv;
     if (!DT__UNCHECKED && dt__compare_calls(work, dt__posted_call) < 0) return -1;
     if (work->call.op == DT__ALL_TO_ALL_V && dt__compare_posted_counts(work) != DT_OK) return -1;
-    for (int rank = 0; rank < comm->base.size; rank++) {
-        work->uses_windows = work->uses_windows || dt__post_of(comm, rank, work->post)->staging;
-        work->inline_ranks += dt__post_of(comm, rank, work->post)->is_inline;
+    for (int rank = 0; rank < n; rank++) {
+        inline_ranks += dt__post_of(work, rank)->is_inline;
+        staged_ranks += dt__post_of(work, rank)->staging != NULL;
     }
-    work->sum_in_post = comm->sum_in_post[work->post % DT_MAX_STARTED] = dt__must_sum_in_post(work);
-    size_t window = DT_WINDOW_BYTES / dt_dtype_size(work->call.dtype);
-    if (dt__pattern_of(work->call.op)->send_blocks) window /= (size_t)comm->base.size;
-    work->window_count = !work->uses_windows ? work->longest_block : window ? window : 1;
-    /* a pipeline has two more steps than windows */
-    if (dt__is_pipelined(work)) work->longest_block += 2 * work->window_count;
-    work->window = comm->windows_done + 1;
+    size_t longest = dt__longest_block(work), size = dt_dtype_size(work->call.dtype);
+    work->window_count = longest;
+    work->rounds = 1;
+    if (staged_ranks > 0) {
+        work->mode = can_write && to_all ? DT__MOVE_PIPELINE : DT__MOVE_WINDOWS;
+        work->window_count = DT_WINDOW_BYTES / size / (size_t)(pattern->send_blocks ? n : 1);
+        if (work->window_count == 0) work->window_count = 1;
+        work->rounds = (int)((longest + work->window_count - 1) / work->window_count) +
+                       (work->mode == DT__MOVE_PIPELINE ? 2 : 1);
+        /* earlier operations must have finished with the staging buffer */
+        work->awaited_round = comm->group->members[comm->base.rank].closed;
+    } else if (inline_ranks == n) {
+        work->mode = DT__MOVE_INLINE;
+    } else if (can_write && inline_ranks == 0) {
+        work->mode = DT__MOVE_WRITE;
+    } else if (can_write && to_all && !dt__post_of(work, comm->base.rank)->is_inline) {
+        work->mode = DT__MOVE_READ_TO_POST;
+    } else {
+        work->mode = DT__MOVE_READ;
+    }
     return 1;
 }
 
-/* Moves the data of the current window. Returns 1, or -1 if the context has failed. */
-static int dt__move_window(dt_work *work) {
+/* Moves the data of one round and closes it. */
+static int dt__move_round(dt_work *work) {
     dt_comm *comm = work->comm;
-    int in_post = work->inline_ranks == comm->base.size,
-        push = !work->inline_ranks && !work->uses_windows && dt__pushes(&work->call);
-    if (!in_post && !dt__access_begin(comm->world)) return dt__peer_failed(comm->world), -1;
-    dt_status status = push                     ? dt__push(work)
-                       : dt__is_pipelined(work) ? dt__pipeline_step(work)
-                                                : dt__pull(work);
-    if (!in_post) status = dt__access_end(comm->world, status);
+    uint64_t *closed = &comm->group->members[comm->base.rank].closed;
+    if (work->mode != DT__MOVE_INLINE && !dt__access_begin(comm->world))
+        return dt__peer_failed(comm->world), -1;
+    dt_status status = work->mode == DT__MOVE_WRITE      ? dt__write_to_ranks(work)
+                       : work->mode == DT__MOVE_PIPELINE ? dt__pipeline_round(work)
+                       : work->mode == DT__MOVE_WINDOWS  ? dt__window_round(work)
+                                                         : dt__read_from_ranks(work, 0);
+    if (work->mode != DT__MOVE_INLINE) status = dt__access_end(comm->world, status);
     if (status) return dt__data_failed(comm, &work->call, status), -1;
-    comm->windows_done = comm->last_window[work->post % DT_MAX_STARTED] = work->window;
-    __atomic_store_n(&dt__member_of(comm, comm->base.rank)->closed, work->window, __ATOMIC_RELEASE);
+    work->round++;
+    work->awaited_round = comm->last_round[work->post % DT_MAX_STARTED] = *closed + 1;
+    __atomic_store_n(closed, work->awaited_round, __ATOMIC_RELEASE);
+    /* a sum that lies in the post blocks later operations, which could reuse the post */
+    if (work->round == work->rounds && work->mode != DT__MOVE_READ_TO_POST)
+        comm->last_moved = work->post;
     return 1;
 }
 
-/* If the sum lies in this rank's post (dt__must_sum_in_post), copies it into recv. Called after all
-   ranks have closed. Returns 1, or -1 if the context has failed. */
+/* Ends a collective that all ranks have closed. */
 static int dt__copy_back_sum(dt_work *work) {
     dt_comm *comm = work->comm;
-    if (!work->sum_in_post) return 1;
-    const char *sum = dt__post_data(dt__post_of(comm, comm->base.rank, work->post));
+    if (work->mode != DT__MOVE_READ_TO_POST) return 1;
+    const char *sum = dt__post_data(dt__post_of(work, comm->base.rank));
     dt_status status =
         dt__comm_copy(comm, &work->call, work->call.recv, sum, dt__call_bytes(&work->call));
-    comm->sum_in_post[work->post % DT_MAX_STARTED] = 0;
+    comm->last_moved = work->post;
     return status ? dt__data_failed(comm, &work->call, status), -1 : 1;
 }
 
-/* Advances to the next window, or step of a pipeline, and returns 1. Returns 0 if the current one
-   is the last. */
-static int dt__next_window(dt_work *work) {
-    if (work->window_count >= work->longest_block - work->at) return 0;
-    work->at += work->window_count;
-    work->window++;
-    return 1;
+/* Returns 1 if all ranks have closed the previous round, so that this rank may begin the next one
+   or end the collective. The first round begins without this wait, unless it writes to the staging
+   buffer, which other ranks may still read for an earlier operation. */
+static int dt__may_continue(dt_work *work) {
+    int uses_staging = work->mode == DT__MOVE_WINDOWS || work->mode == DT__MOVE_PIPELINE;
+    return work->round == 0 && !uses_staging ? 1 : dt__all_reached(work);
 }
 
-/* Returns 1 if this rank may post its call, 0 if not yet, -1 if the context has failed. Calls are
-   posted in order. The operation that used the same post before must have moved its data, and all
-   ranks must have finished with that post. */
-static int dt__may_post(dt_work *work) {
-    dt_comm *comm = work->comm;
-    if (comm->last_posted + 1 != work->post || comm->last_moved + DT_MAX_STARTED < work->post)
-        return 0;
-    if (comm->sum_in_post[work->post % DT_MAX_STARTED]) return 0;
-    if (comm->closed_by_all >= comm->last_window[work->post % DT_MAX_STARTED]) return 1;
-    int there = dt__all_reached(work);
-    if (there <= 0) return there;
-    /* The loop reads cache lines that other ranks write, which is slow. So closed_by_all is
-       recomputed only when its old value is too low. */
-    comm->closed_by_all = comm->windows_done;
-    for (int rank = 0; rank < comm->base.size; rank++) {
-        uint64_t closed = __atomic_load_n(&dt__member_of(comm, rank)->closed, __ATOMIC_ACQUIRE);
-        if (closed < comm->closed_by_all) comm->closed_by_all = closed;
-    }
-    return 1;
-}
-
-/* Advances a collective through its states. Returns 1 if it is complete, 0 if it must wait, -1 if
-   the context has failed. */
+/* Advances a collective through its states. */
 static int dt__shared_collective(dt_work *work) {
     dt_comm *comm = work->comm;
-    for (int moved = 0;; moved = 1) {
-        if (moved) dt__count_progress(comm->world);
-        if (work->state != DT__AWAIT_SLOT && work->state != DT__AWAIT_CLOSE &&
-            comm->last_moved + 1 != work->post)
-            return 0;
-        /* buffers without staging can always be read */
-        int open =
-            work->state == DT__AWAIT_WINDOW && (!work->uses_windows || dt__is_pipelined(work));
-        int there = work->state == DT__AWAIT_SLOT ? dt__may_post(work)
-                    : open                        ? 1
-                                                  : dt__all_reached(work);
-        if (there <= 0) return there;
-        switch (work->state) {
-        case DT__AWAIT_SLOT:
-            if (dt__post_call(work) < 0) return -1;
-            work->state = DT__AWAIT_POSTS;
-            continue;
-        case DT__AWAIT_POSTS:
-            if (dt__plan_collective(work) < 0) return -1;
-            work->state = work->uses_windows ? DT__AWAIT_STAGING : DT__AWAIT_WINDOW;
-            continue;
-        case DT__AWAIT_STAGING:
-            if (!dt__is_pipelined(work) && dt__stage_window(work) != DT_OK) return -1;
-            work->state = DT__AWAIT_WINDOW;
-            continue;
-        case DT__AWAIT_WINDOW:
-            if (dt__move_window(work) < 0) return -1;
-            if (dt__next_window(work)) {
-                work->state = DT__AWAIT_STAGING;
-                continue;
-            }
-            comm->last_moved = work->post;
-            if (work->inline_ranks == comm->base.size) return 1;
-            work->state = DT__AWAIT_CLOSE;
-            continue;
-        default: return dt__copy_back_sum(work);
-        }
+    if (work->state == DT__AWAIT_FREE_POST) {
+        int may_post = dt__may_post(work);
+        if (may_post <= 0) return may_post;
+        if (dt__post_call(work) < 0) return -1;
+        work->state = DT__AWAIT_POSTS;
+        dt__count_progress(comm->world);
+    }
+    if (work->state == DT__AWAIT_POSTS) {
+        /* data move in the order of the posts, and an earlier operation has not moved its data */
+        if (comm->last_moved + 1 != work->post) return 0;
+        int all_posted = dt__all_reached(work);
+        if (all_posted <= 0) return all_posted;
+        if (dt__plan_collective(work) < 0) return -1;
+        work->state = DT__AWAIT_ROUND;
+        dt__count_progress(comm->world);
+    }
+    for (;; dt__count_progress(comm->world)) {
+        int may_continue = dt__may_continue(work);
+        if (may_continue <= 0) return may_continue;
+        if (work->round == work->rounds) return dt__copy_back_sum(work);
+        if (dt__move_round(work) < 0) return -1;
+        if (work->mode == DT__MOVE_INLINE) return 1;
     }
 }
 
-static int (*dt__shared_choose(dt_comm *comm, const dt__call *call))(dt_work *work) {
+static dt__advance_fn dt__shared_choose(dt_comm *comm, const dt__call *call) {
     (void)comm, (void)call;
     return dt__shared_collective;
 }
@@ -3806,9 +3880,10 @@ static const dt__direct dt__shared_direct = { .choose = dt__shared_choose,
 // ==== 17. Collective algorithms =================================================================
 
 /* A collective that runs as messages is a function that is called once for each round. The function
-   lists the round's messages (dt__send_to, dt__recv_from) and returns 1, or returns 0 if there are
-   no more rounds. A round begins when the previous round is complete, so it may use the data that
-   the previous round received.
+   lists the round's messages (dt__add_send, dt__add_recv) and returns 1, or returns 0 if there are
+   no more rounds. Then dt__rounds_advance moves the messages. A round begins when the previous
+   round is complete, so it may use the data that the previous round received. dt_send and dt_recv
+   run in the same way: they have one round and no algorithm.
 
    The table shows what the busiest rank sends: the number of messages, then the number of bytes. N
    is the number of ranks, S the bytes of the full buffer, and L is log2 N rounded up. (The entries
@@ -3825,13 +3900,33 @@ static const dt__direct dt__shared_direct = { .choose = dt__shared_choose,
        broadcast        N-1; (N-1) S         2(N-1); 2(N-1)/N S                  L; L S
        barrier                                                    L; 0
 
+   A large all-reduce over several machines with k ranks each uses rails (hierarchical all-reduce):
+   2kP messages, 2 S bytes, where a rank's chunk is divided into P pieces.
+
    A sum in rank order gives the same bits with every algorithm; partial sums would not. So the
    inputs of all ranks are sent unreduced to one rank and added there. Of the algorithms in the
    table, only the ring sends partial sums, and each of its chunks begins at a different rank. R.
    Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication operations in
    MPICH", 2005, compares the algorithms. */
 
-typedef int (*dt__round_fn)(dt_work *work);
+/* Advances the sends and receives of the round. When all are complete, lets the algorithm begin the
+   next round. Returns 1 if there are no more rounds. */
+static int dt__rounds_advance(dt_work *work) {
+    for (;;) {
+        int waiting = 0;
+        for (int i = 0; i < work->p2p_count; i++) {
+            int done = dt__p2p_advance(&work->p2p_ops[i]);
+            if (done < 0) return -1;
+            waiting += !done;
+        }
+        if (waiting > 0) return 0;
+        work->p2p_count = 0;
+        int more = work->algorithm ? work->algorithm(work) : 0;
+        if (dt_error(work->comm->world->ctx)) return -1;
+        if (!more) return work->algorithm ? dt__none_left_over(work) : 1;
+        work->round++;
+    }
+}
 
 /* Consecutive elements of a buffer. */
 typedef struct dt__span {
@@ -3842,6 +3937,12 @@ typedef struct dt__span {
 static dt__span dt__span_of(const dt_work *work, const void *buf, size_t first, size_t count) {
     dt__span span = { (char *)buf + first * dt_dtype_size(work->call.dtype), count };
     return span;
+}
+
+/* Returns the i-th of `chunks` chunks of a span. */
+static dt__span dt__chunk_of(const dt_work *work, dt__span whole, int chunks, int i) {
+    size_t first = dt__chunk_offset(whole.count, chunks, i);
+    return dt__span_of(work, whole.at, first, dt__chunk_offset(whole.count, chunks, i + 1) - first);
 }
 
 /* Allocates the work's scratch buffer, which has count elements of the call's type. Returns 0 if
@@ -3863,6 +3964,19 @@ static void dt__scratch_free(dt_work *work) {
     work->scratch = NULL;
 }
 
+/* Allocates space for `count` transfers, the number in the largest round. Returns 0 if the context
+   has failed. */
+static int dt__p2p_reserve(dt_work *work, int count) {
+    dt_ctx *ctx = work->comm->world->ctx;
+    if (work->p2p_capacity >= count) return 1;
+    dt_free(ctx, DT_MEM_HOST, work->p2p_ops, (size_t)work->p2p_capacity * sizeof(dt__p2p));
+    work->p2p_ops =
+        (dt__p2p *)dt_alloc(ctx, DT_MEM_HOST, (size_t)count * sizeof(dt__p2p), "messages");
+    work->p2p_capacity = work->p2p_ops ? count : 0;
+    return work->p2p_ops != NULL;
+}
+
+/* Adds a send or receive to the current round. */
 static dt__p2p *dt__add_p2p(dt_work *work, dt__op_code op, int peer, size_t count) {
     dt__p2p *p2p = &work->p2p_ops[work->p2p_count++];
     memset(p2p, 0, sizeof *p2p);
@@ -3870,7 +3984,7 @@ static dt__p2p *dt__add_p2p(dt_work *work, dt__op_code op, int peer, size_t coun
     p2p->op = op;
     p2p->peer = peer;
     p2p->count = count;
-    p2p->tag = -1 - (int)(2 * (work->call.seq % 0x80000) + (work->call.op == DT__CHECK));
+    p2p->tag = dt__collective_tag(work);
     if (op == DT__SEND && work->call.op != DT__CHECK) {
         work->comm->world->traffic.messages++;
         work->comm->world->traffic.bytes += count * dt_dtype_size(work->call.dtype);
@@ -3878,10 +3992,10 @@ static dt__p2p *dt__add_p2p(dt_work *work, dt__op_code op, int peer, size_t coun
     return p2p;
 }
 
-static void dt__send_to(dt_work *work, int peer, dt__span data) {
+static void dt__add_send(dt_work *work, int peer, dt__span data) {
     dt__add_p2p(work, DT__SEND, peer, data.count)->send = data.at;
 }
-static void dt__recv_from(dt_work *work, int peer, dt__span data) {
+static void dt__add_recv(dt_work *work, int peer, dt__span data) {
     dt__add_p2p(work, DT__RECV, peer, data.count)->recv = data.at;
 }
 
@@ -3896,6 +4010,8 @@ static void dt__copy_local(dt_work *work, void *to, dt__span from) {
 static void dt__sum_inputs(dt_work *work, dt__span out, int n) {
     work->comm->outputs[0] = out.at;
     dt_status status = dt__reduce_inputs(work->comm, &work->call, 1, n, out.count, 0);
+    /* A device's stream orders the sum and the sends that read it. Without a device the next reader
+       may be another rank, so the sum must be complete. */
     if (status == DT_OK && !dt__on_device(work)) status = dt__comm_sync(work->comm->world);
     if (status) dt__data_failed(work->comm, &work->call, status);
 }
@@ -3918,14 +4034,15 @@ static int dt__two_phases(dt_work *work, dt__round_fn one, dt__round_fn other) {
    elements for each rank or, in an all-to-all-v, of counts[i] elements. */
 static dt__span dt__block_of(const dt_work *work, const void *buf, const size_t *counts, int i) {
     const dt__op_code op = work->call.op;
-    size_t first = (size_t)i * work->call.count, count = work->call.count;
-    if (op == DT__ALL_REDUCE || op == DT__REDUCE || op == DT__BROADCAST) {
-        first = dt__chunk_offset(work->call.count, work->comm->base.size, i);
-        count = dt__chunk_offset(work->call.count, work->comm->base.size, i + 1) - first;
-    }
-    if (counts) first = dt__sum_counts(counts, i), count = counts[i];
-    return dt__span_of(work, buf, first, count);
+    size_t count = work->call.count;
+    if (op == DT__ALL_REDUCE || op == DT__REDUCE || op == DT__BROADCAST)
+        return dt__chunk_of(work, dt__span_of(work, buf, 0, count), work->comm->base.size, i);
+    if (counts) return dt__span_of(work, buf, dt__sum_counts(counts, i), counts[i]);
+    return dt__span_of(work, buf, (size_t)i * count, count);
 }
+
+/* Returns the data of a message to or from `rank`. */
+typedef dt__span (*dt__span_fn)(const dt_work *work, int rank);
 
 static dt__span dt__send_block(const dt_work *work, int i) {
     return dt__block_of(work, work->call.send, work->call.send_counts, i);
@@ -3933,29 +4050,40 @@ static dt__span dt__send_block(const dt_work *work, int i) {
 static dt__span dt__recv_block(const dt_work *work, int i) {
     return dt__block_of(work, work->call.recv, work->call.recv_counts, i);
 }
-static dt__span dt__send_all(const dt_work *work, int any) {
-    (void)any;
+static dt__span dt__send_all(const dt_work *work) {
     return dt__span_of(work, work->call.send, 0, work->call.count);
 }
-static dt__span dt__recv_all(const dt_work *work, int any) {
-    (void)any;
+static dt__span dt__recv_all(const dt_work *work) {
     return dt__span_of(work, work->call.recv, 0, work->call.count);
 }
 
-/* Returns where a direct reduce-scatter has rank i's input for this rank's block: in the scratch
-   buffer, or in send. */
-static dt__span dt__input_block(const dt_work *work, int i) {
+/* Returns this rank's data for rank `to`. */
+static dt__span dt__data_for(const dt_work *work, int to) {
+    int in_blocks = dt__pattern_of(work->call.op)->send_blocks;
+    return in_blocks ? dt__send_block(work, to) : dt__send_all(work);
+}
+/* Returns where the data from rank `from` belong. */
+static dt__span dt__data_from(const dt_work *work, int from) {
+    int in_blocks = dt__pattern_of(work->call.op)->all_send;
+    return in_blocks ? dt__recv_block(work, from) : dt__recv_all(work);
+}
+
+/* Returns where a direct reduce-scatter has rank's input for the block that this rank sums: in the
+   scratch buffer, or in send. */
+static dt__span dt__input_from(const dt_work *work, int rank) {
     dt__span own = dt__send_block(work, work->comm->base.rank);
-    if (i == work->comm->base.rank) return own;
-    return dt__span_of(work, work->scratch, (size_t)i * own.count, own.count);
+    if (rank == work->comm->base.rank) return own;
+    return dt__span_of(work, work->scratch, (size_t)rank * own.count, own.count);
 }
 
 /* Returns where this rank's block of the result belongs: in recv or, in a reduce on a rank that is
-   not the root, in the place in the scratch buffer that dt__input_block does not use. */
-static dt__span dt__own_block(const dt_work *work, int any) {
+   not the root, in the place in the scratch buffer that dt__input_from does not use. The block is
+   the same for every `peer`; with this parameter the function is a dt__span_fn. */
+static dt__span dt__own_result(const dt_work *work, int peer) {
     int me = work->comm->base.rank;
     size_t count = dt__send_block(work, me).count;
-    if (work->call.op == DT__REDUCE_SCATTER) return dt__recv_all(work, any);
+    (void)peer;
+    if (work->call.op == DT__REDUCE_SCATTER) return dt__recv_all(work);
     if (work->call.op == DT__REDUCE && me != work->call.peer)
         return dt__span_of(work, work->scratch, (size_t)me * count, count);
     return dt__recv_block(work, me);
@@ -3974,15 +4102,14 @@ static int dt__has_data_for(const dt_work *work, int from, int to) {
 /* Direct algorithms: one round, in which this rank sends out(r) to each rank r and receives into
    in(r) from each rank r, all at once. In step s every rank sends to a different rank, the one s
    places to its right. In step 0 it copies its own data. */
-static int dt__exchange_spans(dt_work *work, dt__span (*out)(const dt_work *work, int rank),
-    dt__span (*in)(const dt_work *work, int rank)) {
+static int dt__exchange_spans(dt_work *work, dt__span_fn out, dt__span_fn in) {
     int n = work->comm->base.size, me = work->comm->base.rank;
     if (work->round > 0) return 0;
     for (int step = 0; step < n; step++) {
         int to = (me + step) % n, from = (me + n - step) % n;
         dt__span sent = out(work, to), received = in(work, from);
-        if (step > 0 && dt__has_data_for(work, me, to)) dt__send_to(work, to, sent);
-        if (step > 0 && dt__has_data_for(work, from, me)) dt__recv_from(work, from, received);
+        if (step > 0 && dt__has_data_for(work, me, to)) dt__add_send(work, to, sent);
+        if (step > 0 && dt__has_data_for(work, from, me)) dt__add_recv(work, from, received);
         if (step > 0 || !dt__has_data_for(work, me, me)) continue;
         if (sent.count != received.count)
             dt__counts_differ(work, me, sent.count, me, received.count, dt__own_site(work).s);
@@ -3992,39 +4119,32 @@ static int dt__exchange_spans(dt_work *work, dt__span (*out)(const dt_work *work
     return 1;
 }
 
-static int dt__direct_all_gather(dt_work *work) {
-    return dt__exchange_spans(work, dt__send_all, dt__recv_block);
-}
-static int dt__direct_scatter(dt_work *work) {
-    return dt__exchange_spans(work, dt__send_block, dt__recv_all);
-}
-static int dt__direct_all_to_all(dt_work *work) {
-    return dt__exchange_spans(work, dt__send_block, dt__recv_block);
-}
-static int dt__direct_broadcast(dt_work *work) {
-    return dt__exchange_spans(work, dt__recv_all, dt__recv_all);
+/* Direct all-gather, gather, scatter, all-to-all and broadcast. */
+static int dt__direct_exchange(dt_work *work) {
+    return dt__exchange_spans(work, dt__data_for, dt__data_from);
 }
 
 /* Direct reduce-scatter: an all-to-all into the scratch buffer, then one sum in rank order. */
 static int dt__direct_reduce_scatter(dt_work *work) {
-    int n = work->comm->base.size;
-    size_t count = dt__send_block(work, work->comm->base.rank).count;
+    int n = work->comm->base.size, me = work->comm->base.rank;
+    size_t count = dt__send_block(work, me).count;
     if (work->round == 0)
         return dt__scratch(work, (size_t)n * count) &&
-               dt__exchange_spans(work, dt__send_block, dt__input_block);
-    for (int rank = 0; rank < n; rank++) work->comm->inputs[rank] = dt__input_block(work, rank).at;
-    if (count) dt__sum_inputs(work, dt__own_block(work, 0), n);
+               dt__exchange_spans(work, dt__send_block, dt__input_from);
+    for (int rank = 0; rank < n; rank++) work->comm->inputs[rank] = dt__input_from(work, rank).at;
+    if (count) dt__sum_inputs(work, dt__own_result(work, me), n);
     return 0;
 }
 
 /* Sends each rank's block of the sum to the other ranks or, in a reduce, to the root. */
 static int dt__direct_gather_sums(dt_work *work) {
-    return dt__exchange_spans(work, dt__own_block, dt__recv_block);
+    return dt__exchange_spans(work, dt__own_result, dt__recv_block);
 }
 
 /* Direct all-reduce: a reduce-scatter and an all-gather, in each of which every rank sends to all
    other ranks at once. There are two rounds. Each rank sends 2(N-1) messages, 2(N-1)/N S bytes, and
-   sums in rank order. A direct reduce is the same with a gather. */
+   sums in rank order. A direct reduce is the same with a gather to the root instead of the
+   all-gather: dt__has_data_for leaves out the other messages. */
 static int dt__direct_all_reduce(dt_work *work) {
     return dt__two_phases(work, dt__direct_reduce_scatter, dt__direct_gather_sums);
 }
@@ -4044,9 +4164,9 @@ static int dt__ring_all_gather(dt_work *work) {
     int out = (me - work->round + n) % n, in = (me - work->round - 1 + n) % n;
     if (work->round == n - 1) return 0;
     if (work->round == 0 && work->stage == 0)
-        dt__copy_local(work, dt__recv_block(work, me).at, dt__send_all(work, 0));
-    dt__send_to(work, (me + 1) % n, dt__recv_block(work, out));
-    dt__recv_from(work, (me + n - 1) % n, dt__recv_block(work, in));
+        dt__copy_local(work, dt__recv_block(work, me).at, dt__send_all(work));
+    dt__add_send(work, (me + 1) % n, dt__recv_block(work, out));
+    dt__add_recv(work, (me + n - 1) % n, dt__recv_block(work, in));
     return 1;
 }
 
@@ -4067,13 +4187,13 @@ static int dt__ring_reduce_scatter(dt_work *work) {
     if (work->round > 0 && outgoing.count > 0) {
         work->comm->inputs[0] = work->scratch;
         work->comm->inputs[1] = outgoing.at;
-        outgoing = last ? dt__own_block(work, 0)
+        outgoing = last ? dt__own_result(work, me)
                         : dt__span_of(work, work->scratch, longest, outgoing.count);
         dt__sum_inputs(work, outgoing, 2);
     }
     if (last) return 0;
-    dt__send_to(work, (me + 1) % n, outgoing);
-    dt__recv_from(work, (me + n - 1) % n,
+    dt__add_send(work, (me + 1) % n, outgoing);
+    dt__add_recv(work, (me + n - 1) % n,
         dt__span_of(work, work->scratch, 0, dt__send_block(work, in).count));
     return 1;
 }
@@ -4093,15 +4213,24 @@ static int dt__ring_all_reduce(dt_work *work) {
     return dt__two_phases(work, dt__ring_reduce_scatter, dt__ring_all_gather);
 }
 
-/* Broadcast in the form of van de Geijn: the root scatters its chunks, then a ring all-gather. */
+/* Broadcast in the form of van de Geijn: the root scatters its chunks, then a ring all-gather. A
+   broadcast has one buffer, so the root sends from recv, which equals send. */
 static int dt__scatter_chunks(dt_work *work) {
-    return dt__exchange_spans(work, dt__recv_block, dt__own_block);
+    return dt__exchange_spans(work, dt__recv_block, dt__own_result);
 }
 static int dt__ring_broadcast(dt_work *work) {
     return dt__two_phases(work, dt__scatter_chunks, dt__ring_all_gather);
 }
 
 /* ---- recursive doubling ---- */
+
+/* Allocates the scratch buffer for `buffers` send buffers and copies this rank's own into it, as
+   the first. Returns 0 if the context has failed. */
+static int dt__collect_own(dt_work *work, int buffers) {
+    if (!dt__scratch(work, (size_t)buffers * work->call.count)) return 0;
+    dt__copy_local(work, work->scratch, dt__send_all(work));
+    return 1;
+}
 
 /* Returns the send buffers i .. i+n-1 of those that the scratch buffer collects. */
 static dt__span dt__collected(const dt_work *work, int i, int n) {
@@ -4121,7 +4250,7 @@ static int dt__finish_collected(dt_work *work, int first) {
         else if (its.count)
             dt__copy_local(work, dt__recv_block(work, rank).at, its);
     }
-    if (reduces) dt__sum_inputs(work, dt__recv_all(work, 0), n);
+    if (reduces) dt__sum_inputs(work, dt__recv_all(work), n);
     return 0;
 }
 
@@ -4138,21 +4267,21 @@ static int dt__finish_collected(dt_work *work, int first) {
    used for small buffers. A barrier sends no bytes. */
 static int dt__doubling(dt_work *work) {
     int n = work->comm->base.size, me = work->comm->base.rank, have = 1 << work->round;
-    if (work->round == 0 && dt__scratch(work, (size_t)n * work->call.count))
-        dt__copy_local(work, work->scratch, dt__send_all(work, 0));
+    if (work->round == 0 && !dt__collect_own(work, n)) return 0;
     if (have >= n) return dt__finish_collected(work, me);
     int more = have < n - have ? have : n - have;
-    dt__send_to(work, (me - have + n) % n, dt__collected(work, 0, more));
-    dt__recv_from(work, (me + have) % n, dt__collected(work, have, more));
+    dt__add_send(work, (me - have + n) % n, dt__collected(work, 0, more));
+    dt__add_recv(work, (me + have) % n, dt__collected(work, have, more));
     return 1;
 }
 
 /* ---- binomial trees ---- */
 
-/* v is a rank's number counted from the root, which has v = 0. The subtree of v consists of v, v+1,
-   ..., v+b-1, as far as these ranks exist, where b is the lowest set bit of v. The subtree of 0 is
-   all ranks. In a gather the data climb the tree, from the nearest children first. In a broadcast
-   and a scatter the data descend the tree. Each takes L rounds. The rounds of a gather with N = 8:
+/* v is a rank's number counted from the root, which has v = 0. The root is rank call.peer; in an
+   all-reduce this is rank 0. The subtree of v consists of v, v+1, ..., v+b-1, as far as these ranks
+   exist, where b is the lowest set bit of v. The subtree of 0 is all ranks. In a gather the data
+   climb the tree, from the nearest children first. In a broadcast and a scatter the data descend
+   the tree. Each takes L rounds. The rounds of a gather with N = 8:
 
        v:   0 <- 1    2 <- 3    4 <- 5    6 <- 7      round 0
             0 <------ 2         4 <------ 6           round 1
@@ -4177,39 +4306,38 @@ static int dt__subtree_size(int v, int n) {
 /* Gather or reduce: the scratch buffer collects the send buffers of v's subtree. v receives from
    its children, nearest first, and then sends all it has to its parent. */
 static int dt__tree_up(dt_work *work) {
-    int n = work->comm->base.size, v = dt__virtual_rank(work), mask = 1 << work->round;
-    int subtree = dt__subtree_size(v, n);
-    if (work->round == 0 && dt__scratch(work, (size_t)subtree * work->call.count))
-        dt__copy_local(work, work->scratch, dt__send_all(work, 0));
-    if (mask >= n || (v & (mask - 1)))
-        return v == 0 ? dt__finish_collected(work, work->call.peer) : 0;
-    if (v & mask)
-        dt__send_to(work, dt__real_rank(work, v - mask), dt__collected(work, 0, subtree));
-    else if (v + mask < n)
-        dt__recv_from(work, dt__real_rank(work, v + mask),
-            dt__collected(work, mask, dt__subtree_size(v + mask, n)));
+    int n = work->comm->base.size, v = dt__virtual_rank(work), subtree = dt__subtree_size(v, n);
+    int distance = 1 << work->round, has_sent = v % distance != 0;
+    if (work->round == 0 && !dt__collect_own(work, subtree)) return 0;
+    if (has_sent) return 0;
+    if (distance >= n) return dt__finish_collected(work, work->call.peer); /* only the root */
+    if (v & distance)
+        dt__add_send(work, dt__real_rank(work, v - distance), dt__collected(work, 0, subtree));
+    else if (v + distance < n)
+        dt__add_recv(work, dt__real_rank(work, v + distance),
+            dt__collected(work, distance, dt__subtree_size(v + distance, n)));
     return 1;
 }
 
 /* Sends data down the tree. The distance of a round's messages halves in each round, and every rank
    that has data sends to the rank at that distance: all of recv, or in a scatter the buffers of
    that rank's subtree. */
-static int dt__tree_down(dt_work *work, int is_scatter) {
-    int n = work->comm->base.size, v = dt__virtual_rank(work), mask = 1;
-    while (mask < n) mask *= 2;
-    mask >>= work->round + 1;
-    if (mask == 0) return 0;
-    dt__span in = dt__recv_all(work, 0), out = in;
-    if (is_scatter) {
+static int dt__tree_down(dt_work *work) {
+    int n = work->comm->base.size, v = dt__virtual_rank(work), distance = 1;
+    while (distance < n) distance *= 2;
+    distance >>= work->round + 1;
+    if (distance == 0) return 0;
+    dt__span in = dt__recv_all(work), out = in;
+    if (work->call.op == DT__SCATTER) {
         in = dt__collected(work, 0, dt__subtree_size(v, n));
-        out = dt__collected(work, mask, v + mask < n ? dt__subtree_size(v + mask, n) : 0);
+        out =
+            dt__collected(work, distance, v + distance < n ? dt__subtree_size(v + distance, n) : 0);
     }
-    if (v % (2 * mask) == mask) dt__recv_from(work, dt__real_rank(work, v - mask), in);
-    if (v % (2 * mask) == 0 && v + mask < n) dt__send_to(work, dt__real_rank(work, v + mask), out);
+    if (v % (2 * distance) == distance) dt__add_recv(work, dt__real_rank(work, v - distance), in);
+    if (v % (2 * distance) == 0 && v + distance < n)
+        dt__add_send(work, dt__real_rank(work, v + distance), out);
     return 1;
 }
-
-static int dt__tree_broadcast(dt_work *work) { return dt__tree_down(work, 0); }
 
 static int dt__tree_scatter(dt_work *work) {
     int n = work->comm->base.size, v = dt__virtual_rank(work);
@@ -4218,7 +4346,7 @@ static int dt__tree_scatter(dt_work *work) {
     for (int i = 0; i < n && work->round == 0 && v == 0 && count; i++)
         dt__copy_local(
             work, dt__collected(work, i, 1).at, dt__send_block(work, dt__real_rank(work, i)));
-    if (dt__tree_down(work, 1)) return 1;
+    if (dt__tree_down(work)) return 1;
     if (count) dt__copy_local(work, work->call.recv, dt__collected(work, 0, 1));
     return 0;
 }
@@ -4228,34 +4356,38 @@ static int dt__tree_scatter(dt_work *work) {
    busiest rank sends L messages, (L-1+N/2) S bytes: up one message with N/2 inputs, down L-1
    messages. N, S and L are defined at the head of section 17. */
 static int dt__tree_all_reduce(dt_work *work) {
-    return dt__two_phases(work, dt__tree_up, dt__tree_broadcast);
+    return dt__two_phases(work, dt__tree_up, dt__tree_down);
 }
 
-/* ---- rails: M machines of k ranks, which are neighbours in the group ---- */
+/* ---- rails: hierarchical all-reduce ---- */
 
-/* Hierarchical all-reduce of large buffers. Between ranks of one machine messages go through shared
-   memory (section 15), so the messages that leave a machine are the bottleneck. S is the size of
-   the buffer in bytes, and N = kM. In a ring all-gather (N-1)/N S bytes leave each machine, because
-   the ring leaves each machine once. In a direct all-reduce 2k(N-k)/N S would leave each machine.
-   With rails 2 S leave a machine, but only S leave the first and the last machine.
+/* Hierarchical all-reduce (rails) of large buffers, on M machines with k ranks each. The ranks of a
+   machine are neighbours in the group; k is dt_comm.ranks_per_node. Between ranks of one machine
+   messages go through shared memory (section 15), so the messages that leave a machine are the
+   bottleneck. S is the size of the buffer in bytes, and N = kM. In a ring all-gather (N-1)/N S
+   bytes leave each machine, because the ring leaves each machine once. In a direct all-reduce
+   2k(N-k)/N S would leave each machine. With rails 2 S leave a machine, but only S leave the first
+   and the last machine.
 
    The buffer is divided into k chunks. The j-th ranks of all machines form rail j. Rail j sums
    chunk j from machine 0 up to machine M-1, and sends the sum down again. It does so in P pieces:
 
-       machine M-1    | ^  the complete sum turns round here
-          ...         v |
-       machine 1      | ^  adds its k inputs, in rank order, and sends the sum up
-                      v |
-       machine 0      | ^  adds its k inputs
+                     partial    complete
+                     sums up    sums down
+       machine M-1      ^          |         adds its k inputs: the sum is complete
+          ...           |          |
+       machine 1        |          |         adds its k inputs, in rank order
+       machine 0        |          v         adds its k inputs
 
-   In round t a rank of machine m, with d = 2(M-1-m),
+   In round t a rank with `above` machines above its own machine
 
-       receives piece t of its machine's inputs, and from the machine below the sum of piece t
-       over machines 0 .. m-1;
-       sends up the sum of piece t-1 over machines 0 .. m, which it has just added in rank order
-       (on the last machine this is the complete sum);
-       receives from the machine above the complete sum of piece t-d;
-       sends the complete sum of piece t-d-1 to the other ranks of its machine, and down.
+       receives piece t of its machine's inputs, and from the machine below the sum of piece t over
+       all machines below;
+       sends up the sum of piece up = t-1, to which it has just added its machine's inputs in rank
+       order (on the last machine this is the complete sum);
+       receives from the machine above the complete sum of piece down+1;
+       sends the complete sum of piece down = up - 2 above to the other ranks of its machine, and
+       down.
 
    All links are busy in both directions, and the all-reduce takes about P + 2 M rounds. A rank
    sends 2kP messages, 2 S bytes. A piece on its way is kept at the place in recv where its sum will
@@ -4275,17 +4407,15 @@ static int dt__rail_pieces(const dt_work *work) {
 
 /* Returns piece p of chunk i of the buffer buf. */
 static dt__span dt__rail_piece(const dt_work *work, const void *buf, int i, int p) {
-    int k = work->comm->ranks_per_node, pieces = dt__rail_pieces(work);
-    size_t first = dt__chunk_offset(work->call.count, k, i),
-           count = dt__chunk_offset(work->call.count, k, i + 1) - first,
-           at = dt__chunk_offset(count, pieces, p);
-    return dt__span_of(work, buf, first + at, dt__chunk_offset(count, pieces, p + 1) - at);
+    dt__span whole = dt__span_of(work, buf, 0, work->call.count);
+    dt__span chunk = dt__chunk_of(work, whole, work->comm->ranks_per_node, i);
+    return dt__chunk_of(work, chunk, dt__rail_pieces(work), p);
 }
 
 /* Sends or receives piece p of chunk i of the buffer buf, if that piece exists. */
 static void dt__rail_add(dt_work *work, dt__op_code op, int peer, const void *buf, int i, int p) {
     if (p < 0 || p >= dt__rail_pieces(work)) return;
-    (op == DT__SEND ? dt__send_to : dt__recv_from)(work, peer, dt__rail_piece(work, buf, i, p));
+    (op == DT__SEND ? dt__add_send : dt__add_recv)(work, peer, dt__rail_piece(work, buf, i, p));
 }
 
 /* Returns where the scratch buffer has the input of this machine's j-th rank for piece p of this
@@ -4309,25 +4439,25 @@ static void dt__rail_sum(dt_work *work, int p) {
 
 static int dt__rails_all_reduce(dt_work *work) {
     int k = work->comm->ranks_per_node, me = work->comm->base.rank, own = me % k, first = me - own;
-    int t = work->round, pieces = dt__rail_pieces(work);
-    int above = work->comm->base.size / k - 1 - me / k, down = t - 2 * above - 1;
+    int above = work->comm->base.size / k - 1 - me / k, pieces = dt__rail_pieces(work);
+    int t = work->round, up = t - 1, down = up - 2 * above;
     const void *send = work->call.send, *recv = work->call.recv;
     if (t == 0 && !dt__scratch(work, (size_t)k * dt__rail_piece(work, NULL, 0, 0).count)) return 0;
-    if (t > 0 && t <= pieces) dt__rail_sum(work, t - 1);
+    if (up >= 0 && up < pieces) dt__rail_sum(work, up);
     if (down == pieces) return 0;
     for (int step = 1; step < k; step++) {
         int to = (own + step) % k, from = (own + k - step) % k;
         dt__rail_add(work, DT__SEND, first + to, send, to, t);
-        if (t < pieces) dt__recv_from(work, first + from, dt__rail_input(work, from, t));
+        if (t < pieces) dt__add_recv(work, first + from, dt__rail_input(work, from, t));
         dt__rail_add(work, DT__SEND, first + to, recv, own, down);
         dt__rail_add(work, DT__RECV, first + from, recv, from, down);
     }
     if (first > 0) {
-        if (t < pieces) dt__recv_from(work, me - k, dt__rail_input(work, own, t));
+        if (t < pieces) dt__add_recv(work, me - k, dt__rail_input(work, own, t));
         dt__rail_add(work, DT__SEND, me - k, recv, own, down);
     }
     if (above > 0) {
-        dt__rail_add(work, DT__SEND, me + k, recv, own, t - 1);
+        dt__rail_add(work, DT__SEND, me + k, recv, own, up);
         dt__rail_add(work, DT__RECV, me + k, recv, own, down + 1);
     }
     return 1;
@@ -4337,35 +4467,23 @@ static int dt__rails_all_reduce(dt_work *work) {
 
 /* Returns the function that runs `algorithm` for this call, or NULL if there is none. */
 static dt__round_fn dt__algorithm_of(const dt__call *call, dt_algorithm algorithm) {
-    static const struct {
-        dt__round_fn direct, ring, doubling, tree;
-    } rows[] = {
-        /* In the order of dt__op_code, up to dt_comm_step. In a reduce and a gather only the root
-           receives: dt__has_data_for. */
-        { dt__direct_all_reduce, dt__ring_all_reduce, dt__doubling, dt__tree_all_reduce },
-        { dt__direct_all_reduce, NULL, NULL, dt__tree_up },
-        { dt__direct_reduce_scatter, dt__ring_reduce_scatter, NULL, NULL },
-        { dt__direct_all_gather, dt__ring_all_gather, dt__doubling, NULL },
-        { dt__direct_all_gather, NULL, NULL, dt__tree_up },
-        { dt__direct_scatter, NULL, NULL, dt__tree_scatter },
-        { dt__direct_all_to_all, NULL, NULL, NULL },
-        { dt__direct_all_to_all, NULL, NULL, NULL },
-        { dt__direct_broadcast, dt__ring_broadcast, NULL, dt__tree_broadcast },
-        { NULL, NULL, dt__doubling, NULL },
-        { NULL, NULL, dt__doubling, NULL },
-        { NULL, NULL, dt__doubling, NULL },
-        { NULL, NULL, dt__doubling, NULL },
-        { NULL, NULL, dt__doubling, NULL },
+    static const dt__round_fn rows[][DT_ALGORITHMS] = {
+        /* columns: dt_algorithm (auto, direct, ring, doubling, tree); rows: dt__op_code */
+        /* all-reduce */
+        { NULL, dt__direct_all_reduce, dt__ring_all_reduce, dt__doubling, dt__tree_all_reduce },
+        { NULL, dt__direct_all_reduce, NULL, NULL, dt__tree_up },               /* reduce */
+        { NULL, dt__direct_reduce_scatter, dt__ring_reduce_scatter },           /* reduce-scatter */
+        { NULL, dt__direct_exchange, dt__ring_all_gather, dt__doubling },       /* all-gather */
+        { NULL, dt__direct_exchange, NULL, NULL, dt__tree_up },                 /* gather */
+        { NULL, dt__direct_exchange, NULL, NULL, dt__tree_scatter },            /* scatter */
+        { NULL, dt__direct_exchange },                                          /* all-to-all */
+        { NULL, dt__direct_exchange },                                          /* all-to-all-v */
+        { NULL, dt__direct_exchange, dt__ring_broadcast, NULL, dt__tree_down }, /* broadcast */
     };
-    if (dt__is_p2p(call->op)) return NULL;
-    switch (algorithm) {
-    case DT_DIRECT: return rows[call->op].direct;
-    case DT_RING: /* an average of averages is not the average */
-        return call->redop == DT_AVG ? NULL : rows[call->op].ring;
-    case DT_DOUBLING: return rows[call->op].doubling;
-    case DT_TREE: return rows[call->op].tree;
-    default: return NULL;
-    }
+    if (call->op > DT__BROADCAST) return algorithm == DT_DOUBLING ? dt__doubling : NULL;
+    /* an average of averages is not the average */
+    if (algorithm == DT_RING && call->redop == DT_AVG) return NULL;
+    return rows[call->op][algorithm];
 }
 
 /* Returns 1 if the call is a large all-reduce of a group with rails. Rails send partial sums in the
@@ -4377,50 +4495,22 @@ static int dt__use_rails(const dt_comm *comm, const dt__call *call) {
            dt__call_bytes(call) >= (size_t)comm->ranks_per_node * DT__RAIL_BYTES;
 }
 
+/* Doubling and trees send few messages, but collect the buffers of up to all ranks on one rank. If
+   these have more than this many bytes together, the bytes cost more than the saved messages. */
+enum { DT__COLLECT_BYTES = 32768 };
+
 /* Chooses an algorithm when there is no shared memory: one with few messages for small buffers, one
    with few bytes for large buffers. Never chooses a ring for a reduction, because the ring sums in
    another order. */
 static dt__round_fn dt__algorithm_by_size(const dt_comm *comm, const dt__call *call) {
-    size_t all = dt__call_bytes(call) * (size_t)comm->base.size;
     if (dt__use_rails(comm, call)) return dt__rails_all_reduce;
-    dt_algorithm choice = all <= 32768 ? DT_DOUBLING : DT_DIRECT;
-    if (call->op == DT__ALL_GATHER && all > 32768) choice = DT_RING;
-    if (dt__is_rooted(call->op))
-        choice = all <= 32768 ? DT_TREE : call->op == DT__BROADCAST ? DT_RING : DT_DIRECT;
-    if (dt__algorithm_of(call, choice)) return dt__algorithm_of(call, choice);
-    return dt__algorithm_of(call, dt__algorithm_of(call, DT_DIRECT) ? DT_DIRECT : DT_DOUBLING);
-}
-
-/* Allocates space for `count` transfers, the number in the largest round. Returns 0 if the context
-   has failed. */
-static int dt__p2p_reserve(dt_work *work, int count) {
-    dt_ctx *ctx = work->comm->world->ctx;
-    if (work->p2p_capacity >= count) return 1;
-    dt_free(ctx, DT_MEM_HOST, work->p2p_ops, (size_t)work->p2p_capacity * sizeof(dt__p2p));
-    work->p2p_ops =
-        (dt__p2p *)dt_alloc(ctx, DT_MEM_HOST, (size_t)count * sizeof(dt__p2p), "messages");
-    work->p2p_capacity = work->p2p_ops ? count : 0;
-    return work->p2p_ops != NULL;
-}
-
-/* Advances the transfers of the round. When all are complete, lets the algorithm begin the next
-   round. Returns 1 if there are no more rounds, 0 if a transfer is incomplete, -1 if the context
-   has failed. */
-static int dt__rounds_advance(dt_work *work) {
-    for (;;) {
-        int waiting = 0;
-        for (int i = 0; i < work->p2p_count; i++) {
-            int done = dt__p2p_advance(&work->p2p_ops[i]);
-            if (done < 0) return -1;
-            waiting += !done;
-        }
-        if (waiting > 0) return 0;
-        work->p2p_count = 0;
-        int more = work->algorithm ? work->algorithm(work) : 0;
-        if (dt_error(work->comm->world->ctx)) return -1;
-        if (!more) return 1;
-        work->round++;
-    }
+    int is_small = dt__call_bytes(call) * (size_t)comm->base.size <= DT__COLLECT_BYTES;
+    int has_ring = call->op == DT__ALL_GATHER || call->op == DT__BROADCAST;
+    dt_algorithm for_small = dt__is_rooted(call->op) ? DT_TREE : DT_DOUBLING;
+    dt_algorithm for_large = has_ring ? DT_RING : DT_DIRECT;
+    dt__round_fn chosen = dt__algorithm_of(call, is_small ? for_small : for_large);
+    if (!chosen) chosen = dt__algorithm_of(call, DT_DIRECT);
+    return chosen ? chosen : dt__algorithm_of(call, DT_DOUBLING); /* barriers and scalars */
 }
 
 // ==== 18. Begin, wait, end ======================================================================
@@ -4450,23 +4540,14 @@ static void dt__single_rank_collective(dt_work *work) {
 
 static dt_work *dt__work_acquire(dt_comm *comm, const dt__call *call) {
     dt__world *world = comm->world;
-    dt_work *work = world->free_works;
-    dt__p2p *p2p_ops = NULL; /* a reused work keeps its memory for transfers and its event */
-    int p2p_capacity = 0;
-    void *device_event = NULL;
-    if (work) {
-        p2p_ops = work->p2p_ops;
-        p2p_capacity = work->p2p_capacity;
-        device_event = work->device_event;
-        world->free_works = work->next;
-    } else {
+    dt_work *work = world->free_works.last;
+    int is_new = !work;
+    if (is_new)
         work = (dt_work *)dt_alloc(world->ctx, DT_MEM_HOST, sizeof *work, "dt_work");
-        if (!work) return NULL;
-    }
-    memset(work, 0, sizeof *work);
-    work->p2p_ops = p2p_ops;
-    work->p2p_capacity = p2p_capacity;
-    work->device_event = device_event;
+    else
+        dt__list_remove(&world->free_works, work);
+    if (!work) return NULL;
+    memset(work, 0, is_new ? sizeof *work : offsetof(dt_work, p2p_ops));
     work->comm = comm;
     work->call = *call;
     work->axis = comm->axis;
@@ -4475,17 +4556,19 @@ static dt_work *dt__work_acquire(dt_comm *comm, const dt__call *call) {
     return work;
 }
 
-/* Puts a work on the free list. Ends its transfers and frees its scratch buffer. */
+/* Puts a work on the free list. Ends its transfers and frees its buffers. */
 static void dt__work_release(dt_work *work) {
     dt__world *world = work->comm->world;
     for (int i = 0; i < work->p2p_count; i++)
         if (work->p2p_ops[i].state != DT__P2P_FINISHED) dt__p2p_cancel(&work->p2p_ops[i]);
     dt__scratch_free(work);
-    if (work->check) dt__check_free(work);
+    if (work->check) dt__work_release(work->check);
+    if (work->call.op == DT__CHECK) /* dt__check_make has allocated its frames */
+        dt_free(world->ctx, DT_MEM_HOST, (void *)work->call.send,
+            (size_t)(work->comm->base.size + 1) * dt__call_bytes(&work->call));
     work->p2p_count = 0;
     work->comm = NULL;
-    work->next = world->free_works;
-    world->free_works = work;
+    dt__list_append(&world->free_works, work);
 }
 
 /* ---- comparing calls over a transport ---- */
@@ -4503,60 +4586,44 @@ enum {
 
 static int dt__is_compared(const dt_comm *comm) {
     const dt__world *world = comm->world;
-    if (!world->transport.send || world->check) return world->transport.send && world->check > 0;
-    return world->state->step < DT__CHECK_STEPS && comm->seq < DT__CHECK_CALLS;
-}
-
-/* Returns the bytes of one frame and the counts that follow it in groups of up to DT__CHECK_RANKS
-   ranks: the N counts that the rank sends in an all-to-all-v, then the N counts that it expects. */
-static size_t dt__checked_bytes(const dt_comm *comm) {
-    size_t n = (size_t)comm->base.size;
-    return sizeof(dt__frame) + (n <= DT__CHECK_RANKS ? 2 * n * sizeof(uint64_t) : 0);
+    int is_early = world->state->step < DT__CHECK_STEPS && comm->seq < DT__CHECK_CALLS;
+    return world->transport.send && (world->check ? world->check > 0 : is_early);
 }
 
 static const dt__frame *dt__checked_call(const dt_work *work, int rank) {
-    const char *all = (const char *)work->check->call.recv;
-    return (const dt__frame *)(const void *)(all + (size_t)rank * dt__checked_bytes(work->comm));
+    const dt__call *check = &work->check->call;
+    return (const dt__frame *)(void *)((char *)check->recv + (size_t)rank * dt__call_bytes(check));
 }
 
-/* Makes work->check. If memory runs out, the context fails. In small groups every rank sends its
-   frame directly to every other rank, so that a rank waits for exactly the ranks that have not
-   arrived. */
+/* Makes work->check. If memory runs out, the context fails. In groups of up to DT__CHECK_RANKS
+   ranks two arrays follow each frame: the N counts that the rank sends in an all-to-all-v, and the
+   N counts that it expects. Every rank of such a group sends its frame directly to every other
+   rank, so that a rank waits for exactly the ranks that have not arrived. */
 static void dt__check_make(dt_work *work) {
     dt_comm *comm = work->comm;
-    size_t each = dt__checked_bytes(comm), n = (size_t)comm->base.size;
+    size_t n = (size_t)comm->base.size, counted = n <= DT__CHECK_RANKS ? n : 0;
+    size_t each = sizeof(dt__frame) + 2 * counted * sizeof(uint64_t);
+    dt__call call = dt__call_make(DT__CHECK, NULL, NULL, each / sizeof(int32_t), DT_I32);
+    call.host_memory = 1;
+    call.seq = work->call.seq;
+    dt_work *check = work->check = dt__work_acquire(comm, &call);
+    if (!check) return;
     dt__frame *own = (dt__frame *)dt_alloc(
         comm->world->ctx, DT_MEM_HOST, (n + 1) * each, "a comparison of calls");
+    check->call.send = own;
     if (!own) return;
+    check->call.recv = (char *)own + each;
+    check->advance = dt__rounds_advance;
+    check->algorithm = counted ? dt__direct_exchange : dt__doubling;
+    check->checked_work = work;
+    dt__p2p_reserve(check, 2 * comm->base.size);
     memset(own, 0, each);
     *own = work->frame;
     uint64_t *counts = (uint64_t *)(void *)(own + 1);
-    for (size_t i = 0; i < n && n <= DT__CHECK_RANKS && work->call.op == DT__ALL_TO_ALL_V; i++) {
+    for (size_t i = 0; i < counted && work->call.op == DT__ALL_TO_ALL_V; i++) {
         counts[i] = work->call.send_counts[i];
         counts[n + i] = work->call.recv_counts[i];
     }
-    dt__call call =
-        dt__call_make(DT__CHECK, own, (char *)own + each, each / sizeof(int32_t), DT_I32);
-    call.host_memory = 1;
-    call.seq = work->call.seq;
-    work->check = dt__work_acquire(comm, &call);
-    if (!work->check) {
-        dt_free(comm->world->ctx, DT_MEM_HOST, own, (n + 1) * each);
-        return;
-    }
-    work->check->advance = dt__rounds_advance;
-    work->check->algorithm = n <= DT__CHECK_RANKS ? dt__direct_all_gather : dt__doubling;
-    work->check->checked_work = work;
-    dt__p2p_reserve(work->check, 2 * comm->base.size);
-}
-
-static void dt__check_free(dt_work *work) {
-    void *frames = (void *)work->check->call.send;
-    dt_comm *comm = work->comm;
-    dt__work_release(work->check);
-    work->check = NULL;
-    dt_free(comm->world->ctx, DT_MEM_HOST, frames,
-        (size_t)(comm->base.size + 1) * dt__checked_bytes(comm));
 }
 
 /* Checks that in an all-to-all-v each rank sends the counts that the receivers expect. All ranks
@@ -4584,38 +4651,42 @@ static int dt__check_advance(dt_work *work) {
     int done = dt__rounds_advance(work->check);
     if (done <= 0) return done;
     if (dt__compare_calls(work, dt__checked_call) < 0 || dt__check_counts(work) < 0) return -1;
-    dt__check_free(work);
+    dt__work_release(work->check);
+    work->check = NULL;
     dt__count_progress(work->comm->world);
     return 1;
 }
 
-/* Chooses how the operation runs: directly, or as messages. Also numbers, describes and records
-   it. Returns 0 if the context has failed. */
-static int dt__work_route(dt_work *work) {
+/* Numbers, describes and records the operation, and chooses how it runs: at once (a group of one
+   rank), without messages (comm->direct) or as messages. Returns 0 if the context has failed. */
+static int dt__work_begin(dt_work *work) {
     dt_comm *comm = work->comm;
     const dt__call *call = &work->call;
     int is_p2p = dt__is_p2p(call->op), is_single = !is_p2p && comm->base.size == 1;
     if (!is_p2p) work->call.seq = ++comm->seq;
     dt__describe(work);
-    if (!is_single && !is_p2p && comm->algorithm != DT_ALGORITHM_AUTO)
-        work->algorithm = dt__algorithm_of(call, comm->algorithm);
-    if (!is_single && !is_p2p && !work->algorithm && comm->direct)
-        work->advance = comm->direct->choose(comm, call);
+    if (!is_p2p && !is_single) {
+        if (comm->algorithm != DT_ALGORITHM_AUTO)
+            work->algorithm = dt__algorithm_of(call, comm->algorithm);
+        if (!work->algorithm && comm->direct) work->advance = comm->direct->choose(comm, call);
+    }
+    int without_messages = work->advance != NULL;
     if (dt_error(comm->world->ctx)) return 0;
-    if (work->advance) comm->direct->begin(work);
-    if (!DT__UNCHECKED)
-        dt__record_make(work);
-    else /* faults count the operations */
-        __atomic_store_n(
-            &comm->world->state->op_count, comm->world->state->op_count + 1, __ATOMIC_RELEASE);
-    if (is_single) dt__single_rank_collective(work);
-    if (is_single || (work->advance && comm->group->members)) return 1;
-    if (!is_p2p && dt__is_compared(comm)) dt__check_make(work);
-    if (work->advance) return dt_error(comm->world->ctx) == DT_OK;
-    if (!is_p2p && !work->algorithm) work->algorithm = dt__algorithm_by_size(comm, call);
-    work->advance = dt__rounds_advance;
-    return dt__p2p_reserve(work, is_p2p ? 1 : 2 * comm->base.size) &&
-           dt_error(comm->world->ctx) == DT_OK;
+    if (without_messages) comm->direct->begin(work);
+    dt__record_make(work);
+    if (is_single) {
+        dt__single_rank_collective(work);
+        return 1;
+    }
+    /* ranks that share memory compare their calls by their posts */
+    int compares_posts = without_messages && comm->group->members;
+    if (!is_p2p && !compares_posts && dt__is_compared(comm)) dt__check_make(work);
+    if (!without_messages) {
+        if (!is_p2p && !work->algorithm) work->algorithm = dt__algorithm_by_size(comm, call);
+        work->advance = dt__rounds_advance;
+        dt__p2p_reserve(work, is_p2p ? 1 : 2 * comm->base.size);
+    }
+    return dt_error(comm->world->ctx) == DT_OK;
 }
 
 /* ---- operations that a device completes ---- */
@@ -4654,37 +4725,25 @@ static void dt__device_op_track(dt__world *world, dt_work *work) {
     work->device_event = event;
     device_op->record_number = work->record_number;
     device_op->nccl_channel = work->nccl_channel;
-    device_op->is_device_op = 1;
+    device_op->in_library = 1;
     device_op->advance = dt__device_op_poll;
     device_op->frame = work->frame;
     device_op->file = work->file; /* dt__work_acquire has taken the site of the current call */
     device_op->line = work->line;
-    if (world->first_device_op)
-        world->last_device_op->next = device_op;
-    else
-        world->first_device_op = device_op;
-    world->last_device_op = device_op;
+    dt__list_append(&world->device_ops, device_op);
 }
 
 static void dt__device_op_release(dt__world *world) {
-    dt_work *device_op = world->first_device_op;
-    world->first_device_op = device_op->next;
+    dt_work *device_op = world->device_ops.first;
+    dt__list_remove(&world->device_ops, device_op);
     dt__work_release(device_op);
 }
 
-/* Releases the oldest device operations, as far as they are complete. */
-static void dt__device_ops_reap(dt__world *world) {
-    while (world->first_device_op &&
-           dt_ctx_kernels(world->ctx)->event_query(world->first_device_op->device_event) > 0)
-        dt__device_op_release(world);
-}
-
-/* Calls `step` through the progress engine: a wait for a library on behalf of a group. */
-static void dt__library_wait(
-    dt_comm *comm, struct dt__nccl_channel *channel, int (*step)(dt_work *work)) {
+/* Calls `step` through the progress engine, until NCCL has made or ended a communicator. The wait
+   belongs to no call of the user. Error texts name dt_comm_split, which makes communicators. */
+static void dt__library_wait(dt_comm *comm, struct dt__nccl_channel *channel, dt__advance_fn step) {
     dt__world *world = comm->world;
     dt__call call = dt__call_make(DT__SPLIT, NULL, NULL, 0, DT_I32);
-    double begin = -1;
     call.host_memory = 1;
     dt_work *work = dt_error(world->ctx) ? NULL : dt__work_acquire(comm, &call);
     if (!work) return;
@@ -4692,7 +4751,7 @@ static void dt__library_wait(
     work->in_library = 1;
     work->advance = step;
     work->record_number = (uint64_t)world->state->op_count;
-    dt__wait_work(world, work, &begin);
+    dt__wait_work(world, work);
     dt__work_release(work);
 }
 
@@ -4702,19 +4761,17 @@ static void dt__library_wait(
    stay pending, because other ranks may not have called them yet; if `all` is set, this function
    waits for them too. Returns 0 if a pending NCCL operation may still make the device wait, else
    1. */
-static int dt__on_settle(dt_ctx *ctx, int all, void *user) {
+static int dt__on_drain(dt_ctx *ctx, int all, void *user) {
     dt__world *world = (dt__world *)user;
-    for (dt_work *w = all ? world->first_started : NULL; w && dt_error(ctx) == DT_OK; w = w->next) {
-        double begin = -1;
-        if (dt__wait_work(world, w, &begin) == DT_OK && w->on_device) dt__device_op_track(world, w);
+    for (dt_work *w = all ? world->started.first : NULL; w && dt_error(ctx) == DT_OK; w = w->next) {
+        if (dt__wait_work(world, w) == DT_OK && w->on_device) dt__device_op_track(world, w);
         w->on_device = 0;
     }
-    while (world->first_device_op) {
-        double begin = -1;
-        if (dt_error(ctx) == DT_OK) dt__wait_work(world, world->first_device_op, &begin);
+    while (world->device_ops.first) {
+        if (dt_error(ctx) == DT_OK) dt__wait_work(world, world->device_ops.first);
         dt__device_op_release(world);
     }
-    for (const dt_work *w = world->nccl && dt_error(ctx) == DT_OK ? world->first_started : NULL; w;
+    for (const dt_work *w = world->nccl && dt_error(ctx) == DT_OK ? world->started.first : NULL; w;
          w = w->next)
         if (w->completion != DT__COMPLETED ||
             (w->on_device && dt_ctx_kernels(ctx)->event_query(w->device_event) == 0))
@@ -4728,16 +4785,16 @@ static dt_work *dt__op_begin(dt_comm *comm, const dt__call *call) {
     if (dt_error(world->ctx)) return NULL;
     dt__poll_transport(world);
     if (dt__aborted(world->shared)) return dt__peer_failed(world), (dt_work *)NULL;
-    if (world->first_device_op) dt__device_ops_reap(world);
+    while (world->device_ops.first &&
+           dt_ctx_kernels(world->ctx)->event_query(world->device_ops.first->device_event) > 0)
+        dt__device_op_release(world);
     int is_typed = dt_dtype_size(call->dtype) > 0;
-    const char *wrong = is_typed ? dt__argument_error(comm, call) : NULL;
-    if (!is_typed)
-        dt__comm_fail(world, DT_ERR_UNSUPPORTED, "%s on %s%s: %d is no element type",
+    dt__phrase space;
+    const char *wrong = is_typed ? dt__argument_error(comm, call, &space) : NULL;
+    if (!is_typed || wrong)
+        dt__comm_fail(world, is_typed ? DT_ERR_ARG : DT_ERR_UNSUPPORTED, "%s on %s%s: %s",
             dt__call_text(call).s, comm->group->name, dt__site_text(world->file, world->line).s,
-            (int)call->dtype);
-    else if (wrong)
-        dt__comm_fail(world, DT_ERR_ARG, "%s on %s%s: %s", dt__call_text(call).s, comm->group->name,
-            dt__site_text(world->file, world->line).s, wrong);
+            is_typed ? wrong : dt__format("%d is no element type", (int)call->dtype).s);
     dt_work *work = dt_error(world->ctx) ? NULL : dt__work_acquire(comm, call);
     if (!work) return NULL;
     if (dt__beyond_kernels(comm, call->send) || dt__beyond_kernels(comm, call->recv))
@@ -4750,7 +4807,7 @@ static dt_work *dt__op_begin(dt_comm *comm, const dt__call *call) {
        do */
     work->start_time =
         dt__call_bytes(call) > DT_EAGER_BYTES ? world->host->now(world->host->user) : -1;
-    if (!dt__work_route(work)) {
+    if (!dt__work_begin(work)) {
         dt__work_release(work);
         return NULL;
     }
@@ -4769,7 +4826,7 @@ static dt_status dt__op_end(dt_work *work) {
     if (dt_error(world->ctx) == DT_OK)
         world->bytes[1 + (int)work->axis] += dt__sent_bytes(work->comm, &work->call);
     else
-        dt__await_quiescence(world);
+        dt__await_access_end(world);
     if (dt_error(world->ctx) == DT_OK && work->on_device) dt__device_op_track(world, work);
     dt__work_release(work);
     return dt_error(world->ctx);
@@ -4791,33 +4848,20 @@ static void dt__count_seconds(dt__world *world, dt_work *work, double begin) {
 static dt_status dt__op_run(dt_comm *comm, dt__call call) {
     if (!comm) return dt__call_without_comm(&call);
     dt__world *world = comm->world;
+    /* world->calls is dt__plain_calls, or a table of section 20 around it */
     dt_work *work = world->calls->begin(comm, &call);
     if (!work) return dt_error(world->ctx);
     world->blocking = work; /* dt__works_recycle releases it if pthread_cancel ends the thread */
-    dt__wait_work(world, work, &work->start_time);
+    dt__wait_work(world, work);
     world->blocking = NULL;
     if (work->start_time >= 0) dt__count_seconds(world, work, work->start_time);
     world->file = NULL; /* the next call has no call site unless its macro sets one */
     return world->calls->end(work);
 }
 
-/* Appends a work to the lists of nonblocking and of incomplete works. */
-static void dt__started_add(dt__world *world, dt_work *work) {
-    work->is_started = work->is_unfinished = 1;
-    work->prev = world->last_started;
-    *(work->prev ? &work->prev->next : &world->first_started) = work;
-    world->last_started = work;
-    work->prev_unfinished = world->last_unfinished;
-    *(work->prev_unfinished ? &work->prev_unfinished->next_unfinished : &world->first_unfinished) =
-        work;
-    world->last_unfinished = work;
-    world->unfinished_count++;
-}
-
 static void dt__started_remove(dt__world *world, dt_work *work) {
-    dt__unfinished_remove(world, work);
-    *(work->prev ? &work->prev->next : &world->first_started) = work->next;
-    *(work->next ? &work->next->prev : &world->last_started) = work->prev;
+    if (world->first_unfinished == work) world->first_unfinished = work->next;
+    dt__list_remove(&world->started, work);
 }
 
 /* Starts a nonblocking operation. Returns its work; NULL if the context has failed or comm is NULL.
@@ -4832,7 +4876,9 @@ static dt_work *dt__op_start(dt_comm *comm, dt__call call) {
     dt_work *work = world->calls->begin(comm, &call);
     if (!work) return NULL;
     work->start_time = begin;
-    dt__started_add(world, work);
+    work->is_started = 1;
+    dt__list_append(&world->started, work);
+    if (!world->first_unfinished) world->first_unfinished = work;
     /* advance it at once, so that messages leave in the order of the starts */
     if (!dt__advance_some(world)) dt__advance(work);
     world->seconds += world->host->now(world->host->user) - begin;
@@ -4844,9 +4890,9 @@ dt_status dt_wait(dt_ctx *ctx, dt_work *work) {
     dt__world *world = dt__world_of(ctx);
     if (!world || !work) return dt_error(ctx);
     if (!work->comm) return dt_fail(ctx, DT_ERR_ARG, "dt_wait: this operation has been waited for");
-    double begin = work->wait_time = world->host->now(world->host->user);
-    if (dt_error(ctx) == DT_OK) dt__wait_work(world, work, &begin);
-    dt__count_seconds(world, work, begin);
+    work->wait_time = world->host->now(world->host->user);
+    if (dt_error(ctx) == DT_OK) dt__wait_work(world, work);
+    dt__count_seconds(world, work, work->wait_time);
     dt__started_remove(world, work);
     return world->calls->end(work);
 }
@@ -4863,86 +4909,65 @@ int dt_test(dt_ctx *ctx, dt_work *work) {
 
 /* ---- public functions: each makes a call and runs or starts it ---- */
 
-static dt__call dt__reduce_call(dt__op_code op, const void *send, void *recv, size_t count,
-    dt_dtype dtype, dt_op redop, int root) {
-    dt__call call = dt__call_make(op, send, recv, count, dtype);
-    call.redop = redop;
-    call.peer = root;
-    return call;
-}
+/* Defines `name`, which runs the call with these fields, and name_start, which starts it. The
+   parentheses keep the macros of section 7, which add the call site, from expanding. */
+#define DT__DEFINE(name, parameters, ...) \
+    dt_status(name) parameters { \
+        dt__call call = { __VA_ARGS__ }; \
+        return dt__op_run(comm, call); \
+    } \
+    dt_work *(name##_start)parameters { \
+        dt__call call = { __VA_ARGS__ }; \
+        return dt__op_start(comm, call); \
+    }
 
-static dt__call dt__rooted_call(
-    dt__op_code op, const void *send, void *recv, size_t count, dt_dtype dtype, int root) {
-    return dt__reduce_call(op, send, recv, count, dtype, DT_SUM, root);
-}
-
-static dt__call dt__all_to_all_v_call(const void *send, const size_t *send_counts, void *recv,
-    const size_t *recv_counts, dt_dtype dtype) {
-    dt__call call = dt__call_make(DT__ALL_TO_ALL_V, send, recv, 0, dtype);
-    call.send_counts = send_counts;
-    call.recv_counts = recv_counts;
-    return call;
-}
-
-static dt__call dt__p2p_call(
-    dt__op_code op, const void *send, void *recv, size_t count, dt_dtype dtype, int peer, int tag) {
-    dt__call call = dt__call_make(op, send, recv, count, dtype);
-    call.peer = peer;
-    call.tag = tag;
-    return call;
-}
-
-static dt__call dt__recv_any_call(void *buf, size_t count, dt_dtype dtype, int tag, int *from) {
-    dt__call call = dt__p2p_call(DT__RECV, NULL, buf, count, dtype, DT_ANY, tag);
-    call.any_source = 1;
-    call.from = from;
-    return call;
-}
-
-/* Defines dt_NAME, which runs the call, and dt_NAME_start, which starts it. */
-#define DT__DEFINE(name, parameters, call) \
-    dt_status(dt_##name) parameters { return dt__op_run(comm, call); } \
-    dt_work *(dt_##name##_start)parameters { return dt__op_start(comm, call); }
-
-DT__DEFINE(all_reduce,
+DT__DEFINE(dt_all_reduce,
     (dt_comm * comm, const void *send, void *recv, size_t count, dt_dtype dtype, dt_op op),
-    dt__reduce_call(DT__ALL_REDUCE, send, recv, count, dtype, op, 0))
-DT__DEFINE(reduce,
+    .op = DT__ALL_REDUCE, .dtype = dtype, .redop = op, .count = count, .send = send, .recv = recv)
+DT__DEFINE(dt_reduce,
     (dt_comm * comm, const void *send, void *recv, size_t count, dt_dtype dtype, dt_op op,
         int root),
-    dt__reduce_call(DT__REDUCE, send, recv, count, dtype, op, root))
-DT__DEFINE(reduce_scatter,
+    .op = DT__REDUCE, .dtype = dtype, .redop = op, .peer = root, .count = count, .send = send,
+    .recv = recv)
+DT__DEFINE(dt_reduce_scatter,
     (dt_comm * comm, const void *send, void *recv, size_t count, dt_dtype dtype, dt_op op),
-    dt__reduce_call(DT__REDUCE_SCATTER, send, recv, count, dtype, op, 0))
-DT__DEFINE(all_gather, (dt_comm * comm, const void *send, void *recv, size_t count, dt_dtype dtype),
-    dt__call_make(DT__ALL_GATHER, send, recv, count, dtype))
-DT__DEFINE(gather,
+    .op = DT__REDUCE_SCATTER, .dtype = dtype, .redop = op, .count = count, .send = send,
+    .recv = recv)
+DT__DEFINE(dt_all_gather,
+    (dt_comm * comm, const void *send, void *recv, size_t count, dt_dtype dtype),
+    .op = DT__ALL_GATHER, .dtype = dtype, .count = count, .send = send, .recv = recv)
+DT__DEFINE(dt_gather,
     (dt_comm * comm, const void *send, void *recv, size_t count, dt_dtype dtype, int root),
-    dt__rooted_call(DT__GATHER, send, recv, count, dtype, root))
-DT__DEFINE(scatter,
+    .op = DT__GATHER, .dtype = dtype, .peer = root, .count = count, .send = send, .recv = recv)
+DT__DEFINE(dt_scatter,
     (dt_comm * comm, const void *send, void *recv, size_t count, dt_dtype dtype, int root),
-    dt__rooted_call(DT__SCATTER, send, recv, count, dtype, root))
-DT__DEFINE(all_to_all, (dt_comm * comm, const void *send, void *recv, size_t count, dt_dtype dtype),
-    dt__call_make(DT__ALL_TO_ALL, send, recv, count, dtype))
-DT__DEFINE(all_to_all_v,
+    .op = DT__SCATTER, .dtype = dtype, .peer = root, .count = count, .send = send, .recv = recv)
+DT__DEFINE(dt_all_to_all,
+    (dt_comm * comm, const void *send, void *recv, size_t count, dt_dtype dtype),
+    .op = DT__ALL_TO_ALL, .dtype = dtype, .count = count, .send = send, .recv = recv)
+DT__DEFINE(dt_all_to_all_v,
     (dt_comm * comm, const void *send, const size_t *send_counts, void *recv,
         const size_t *recv_counts, dt_dtype dtype),
-    dt__all_to_all_v_call(send, send_counts, recv, recv_counts, dtype))
-DT__DEFINE(broadcast, (dt_comm * comm, void *buf, size_t count, dt_dtype dtype, int root),
-    dt__rooted_call(DT__BROADCAST, buf, buf, count, dtype, root))
-DT__DEFINE(barrier, (dt_comm * comm), dt__call_make(DT__BARRIER, NULL, NULL, 0, DT_F32))
-DT__DEFINE(send, (dt_comm * comm, const void *buf, size_t count, dt_dtype dtype, int to, int tag),
-    dt__p2p_call(DT__SEND, buf, NULL, count, dtype, to, tag))
-DT__DEFINE(recv, (dt_comm * comm, void *buf, size_t count, dt_dtype dtype, int from, int tag),
-    dt__p2p_call(DT__RECV, NULL, buf, count, dtype, from, tag))
-DT__DEFINE(recv_any, (dt_comm * comm, void *buf, size_t count, dt_dtype dtype, int tag, int *from),
-    dt__recv_any_call(buf, count, dtype, tag, from))
+    .op = DT__ALL_TO_ALL_V, .dtype = dtype, .send = send, .recv = recv, .send_counts = send_counts,
+    .recv_counts = recv_counts)
+DT__DEFINE(dt_broadcast, (dt_comm * comm, void *buf, size_t count, dt_dtype dtype, int root),
+    .op = DT__BROADCAST, .dtype = dtype, .peer = root, .count = count, .send = buf, .recv = buf)
+DT__DEFINE(dt_barrier, (dt_comm * comm), .op = DT__BARRIER, .dtype = DT_F32)
+DT__DEFINE(dt_send,
+    (dt_comm * comm, const void *buf, size_t count, dt_dtype dtype, int to, int tag),
+    .op = DT__SEND, .dtype = dtype, .peer = to, .tag = tag, .count = count, .send = buf)
+DT__DEFINE(dt_recv, (dt_comm * comm, void *buf, size_t count, dt_dtype dtype, int from, int tag),
+    .op = DT__RECV, .dtype = dtype, .peer = from, .tag = tag, .count = count, .recv = buf)
+DT__DEFINE(dt_recv_any,
+    (dt_comm * comm, void *buf, size_t count, dt_dtype dtype, int tag, int *from), .op = DT__RECV,
+    .dtype = dtype, .peer = DT_ANY, .tag = tag, .count = count, .recv = buf, .any_source = 1,
+    .from = from)
 #undef DT__DEFINE
 
 dt_status(dt_exchange)(dt_comm *comm, const dt_transfer *transfers, int n) {
     if (!comm) return n != 0 ? DT_ERR_ARG : DT_OK;
     dt__world *world = comm->world;
-    dt_work *before = world->last_started;
+    dt_work *before = world->started.last;
     const char *file = world->file;
     if (n < 0 || (n > 0 && !transfers))
         return dt__comm_fail(world, DT_ERR_ARG, "dt_exchange on %s%s: %d transfers%s",
@@ -4958,41 +4983,37 @@ dt_status(dt_exchange)(dt_comm *comm, const dt_transfer *transfers, int n) {
         else
             (dt_send_start)(comm, t->send, t->count, t->dtype, t->peer, t->tag);
     }
-    for (dt_work *work = before ? before->next : world->first_started; work;) {
-        dt_work *later = work->next;
-        dt_wait(world->ctx, work);
-        work = later;
-    }
+    while (world->started.last != before)
+        dt_wait(world->ctx, before ? before->next : world->started.first);
     return dt_error(world->ctx);
 }
 
 // ==== 19. Hang diagnosis and deadlock detection =================================================
 
-/* Both work on the wait-for graph, which has one edge from each waiting rank to the rank it waits
-   for.
+/* A deadlock is proved from the progress counters (section 11), at once and without a timeout. The
+   wait-for graph only explains a hang in the error texts. It has one edge from each waiting rank to
+   the rank it waits for.
 
-       rank 0 --recv--> rank 1 --recv--> rank 2           A cycle is a deadlock. It is proved and
-         ^                                  |             reported at once, without a timeout.
-         +--------------recv----------------+
+       rank 0 --recv--> rank 1 --recv--> rank 2           After the proof of a deadlock the text
+         ^                                  |             lists the waits of the cycle, if there
+         +--------------recv----------------+             is one.
 
-       rank 0 --all-reduce--> rank 2 --recv--> rank 3     A path ends at the culprit: rank 3 does
-                                               (state T)  not wait; its process is stopped.
+       rank 0 --all-reduce--> rank 2 --recv--> rank 3     After a timeout the text follows the path
+                                               (state T)  to the culprit: rank 3 does not wait; its
+                                                          process is stopped (/proc shows T).
 
    Every rank publishes its state (section 11): in shared memory, and in wait reports to the ranks
-   that share no memory with it. The states are read by the deadlock proof, by the table of
-   dt_ranks_text and by the error text of a timeout. That text follows the path to its last rank and
-   takes the state of that rank's process from /proc. Read dt__detect_deadlock first. */
+   that share no memory with it. The states are read by the deadlock proof, by the texts of both
+   errors and by the table of dt_ranks_text. Read dt__detect_deadlock first. */
 
 /* Returns the operation that must finish before `work` can. Collectives in shared memory finish in
    the order in which they began on the group, so this is the group's oldest unfinished one. Returns
    `work` itself if it runs as messages or is the oldest. */
 static dt_work *dt__group_queue_head(dt_work *work) {
-    for (dt_work *w = work->comm->world->first_unfinished; w && work->post > 0;
-         w = w->next_unfinished) {
-        if (w->comm == work->comm && w->completion != DT__COMPLETED && w->post > 0 &&
+    for (dt_work *w = work->comm->world->first_unfinished; w && work->post > 0; w = w->next)
+        if (w->comm == work->comm && w->completion != DT__COMPLETED &&
             w->post == work->comm->last_moved + 1)
-            work = w;
-    }
+            return w;
     return work;
 }
 
@@ -5024,7 +5045,7 @@ static const dt__p2p *dt__first_unfinished_p2p(const dt_work *work) {
    particular rank. */
 static int dt__find_awaited_rank(const dt_work *work) {
     const dt_comm *comm = work->comm;
-    if (work->is_device_op) return dt__first_not_begun(work);
+    if (work->advance == dt__device_op_poll) return dt__first_not_begun(work);
     if (work->check) work = work->check;
     const dt__p2p *p2p = dt__first_unfinished_p2p(work);
     if (p2p) return p2p->peer == DT_ANY ? DT_ANY : comm->group->ranks[p2p->peer];
@@ -5046,13 +5067,10 @@ static int64_t dt__read_text(const dt_io *io, const char *path, char *text, size
    'D' waiting for a device, 'Z' gone; 0 if it is unknown. */
 static char dt__process_state(const dt_io *io, const dt__rank_state *state) {
     char path[64], text[256];
-    int pid = __atomic_load_n(&state->pid, __ATOMIC_RELAXED),
-        tid = __atomic_load_n(&state->tid, __ATOMIC_RELAXED);
-    if (pid == 0 || (pid == (int)getpid() && tid == 0)) return 0;
-    if (pid == (int)getpid())
-        snprintf(path, sizeof path, "/proc/self/task/%d/stat", tid);
-    else
-        snprintf(path, sizeof path, "/proc/%d/stat", pid);
+    int is_here = state->pid == (int)getpid();
+    if (state->pid == 0 || (is_here && state->tid == 0)) return 0;
+    snprintf(path, sizeof path, is_here ? "/proc/self/task/%d/stat" : "/proc/%d/stat",
+        is_here ? state->tid : state->pid);
     /* no file: the process has ended, unless /proc is not mounted at all */
     if (dt__read_text(io, path, text, sizeof text) <= 0)
         return dt__read_text(io, "/proc/self/stat", text, sizeof text) > 0 ? 'Z' : 0;
@@ -5073,13 +5091,14 @@ static const char *dt__process_word(char state) {
     }
 }
 
+/* The functions below describe a snapshot of a rank (dt__snapshot). */
+
 /* Appends ", its last operation: ..." or a text that the rank has begun no operation. */
 static void dt__put_last_operation(dt__phrase *text, dt__rank_view seen) {
     dt__op_record r;
-    int64_t last = __atomic_load_n(&seen.state->op_count, __ATOMIC_ACQUIRE);
-    if (last == 0 && seen.n > 1)
+    if (seen.state->op_count == 0 && seen.n > 1)
         dt__put(text, ", it has begun no operation");
-    else if (dt__record_get(seen, (uint64_t)last, &r))
+    else if (dt__record_get(seen, (uint64_t)seen.state->op_count, &r))
         dt__put(text, ", its last operation: %s", dt__record_text(&r).s);
 }
 
@@ -5087,16 +5106,15 @@ static void dt__put_last_operation(dt__phrase *text, dt__rank_view seen) {
    is then the record of the operation in which it waits. Else returns 0. Stores the state of the
    process in *process in both cases. */
 static int dt__is_waiting(const dt_io *io, dt__rank_view seen, char *process, dt__op_record *r) {
-    uint64_t waiting = __atomic_load_n(&seen.state->waiting_op, __ATOMIC_SEQ_CST);
     *process = dt__process_state(io, seen.state);
-    if (*process == 'T' || *process == 't' || *process == 'Z' || *process == 'X') return 0;
-    return dt__record_get(seen, waiting, r);
+    if (*process && strchr("TtZX", *process)) return 0;
+    return dt__record_get(seen, seen.state->waiting_op, r);
 }
 
 /* Appends "waits in ... for rank 3". */
-static void dt__put_wait(dt__phrase *text, const dt__op_record *r, int other) {
+static void dt__put_wait(dt__phrase *text, const dt__op_record *r, const dt__rank_state *state) {
     dt__put(text, "waits in %s", dt__record_text(r).s);
-    if (other != DT_ANY) dt__put(text, " for rank %d", other);
+    if (state->waits_for != DT_ANY) dt__put(text, " for rank %d", state->waits_for);
 }
 
 /* Follows the wait-for graph from `rank` for at most 4 edges. Appends the waits on the path, and
@@ -5107,34 +5125,31 @@ static void dt__put_diagnosis(dt__phrase *text, const dt__world *world, int rank
     dt__op_record r;
     char process;
     for (int step = 0; step < 4 && rank >= 0 && rank != world->rank; step++) {
-        dt__rank_view seen = dt__view_of_rank(world, rank);
-        const dt__rank_state *state = seen.state;
-        if (!state) return;
+        dt__rank_state state;
+        dt__rank_view seen = dt__snapshot(dt__view_of_rank(world, rank), &state);
+        if (!seen.state) return;
         if (dt__is_waiting(io, seen, &process, &r)) {
             dt__put(text, "; rank %d ", rank);
-            rank = __atomic_load_n(&state->waits_for, __ATOMIC_RELAXED);
-            dt__put_wait(text, &r, rank);
+            dt__put_wait(text, &r, &state);
+            rank = state.waits_for;
             continue;
         }
-        int pid = __atomic_load_n(&state->pid, __ATOMIC_RELAXED),
-            tid = __atomic_load_n(&state->tid, __ATOMIC_RELAXED);
-        int thread = pid == (int)getpid() && tid != 0;
+        int thread = state.pid == (int)getpid() && state.tid != 0;
         /* read the process state up to three more times while it is R (running), because a rank
            that only polls and naps is also in state R sometimes */
         for (int tries = 0; tries < 3 && process == 'R'; tries++) {
             world->host->sleep(world->host->user, DT__NAP_MAX);
-            process = dt__process_state(io, state);
+            process = dt__process_state(io, &state);
         }
-        if (pid == 0 && seen.n > 1)
+        if (state.pid == 0 && seen.n > 1)
             dt__put(text, "; rank %d has not begun", rank);
-        else if (pid == 0)
+        else if (state.pid == 0)
             dt__put(text, world->transport.pid ? "; it is on another machine and has sent no report"
                                                : "; it has sent no report");
         else
             dt__put(text, "; rank %d (%s %d) %s", rank, thread ? "thread" : "process",
-                thread ? tid : pid, dt__process_word(process));
-        if (rank == world->awaited_rank &&
-            __atomic_load_n(&state->progress, __ATOMIC_SEQ_CST) != world->awaited_progress)
+                thread ? state.tid : state.pid, dt__process_word(process));
+        if (rank == world->state->waits_for && state.progress != world->awaited_progress)
             dt__put(text, ", it is late: it did other things meanwhile");
         dt__put_last_operation(text, seen);
         return;
@@ -5186,39 +5201,44 @@ static int dt__wait_edge(const dt__world *world, int rank) {
     return __atomic_load_n(&seen.state->waits_for, __ATOMIC_RELAXED);
 }
 
-/* Appends "rank 0 waits in ... for rank 1" or "rank 0 has ended". */
-static void dt__put_rank_wait(dt__phrase *text, const dt__world *world, int rank) {
-    dt__rank_view seen = dt__view_of_rank(world, rank);
-    dt__op_record r;
-    /* no state: another rank has found and reported the same deadlock, and all ranks leave the
-       run */
-    if (!seen.state) return;
-    dt__put(text, "rank %d ", rank);
-    if (dt__record_get(seen, __atomic_load_n(&seen.state->waiting_op, __ATOMIC_SEQ_CST), &r))
-        dt__put_wait(text, &r, __atomic_load_n(&seen.state->waits_for, __ATOMIC_RELAXED));
-    else
-        dt__put(text, "has ended");
+/* Follows the wait-for graph from this rank. If the path leads to a cycle, returns the lowest rank
+   of the cycle and stores its length in *length; else returns DT_ANY. */
+static int dt__find_cycle(const dt__world *world, int *length) {
+    int rank = world->rank;
+    /* after as many edges as there are ranks the path is inside the cycle, if there is one */
+    for (int i = 0; i < world->size && rank != DT_ANY; i++) rank = dt__wait_edge(world, rank);
+    if (rank == DT_ANY) return DT_ANY;
+    int lowest = rank;
+    *length = 1;
+    for (int next = dt__wait_edge(world, rank);
+         next != rank && next != DT_ANY && *length < world->size;
+         next = dt__wait_edge(world, next)) {
+        if (next < lowest) lowest = next;
+        ++*length;
+    }
+    return lowest;
 }
 
-/* Fails the context with a text that describes the deadlock. If this rank's path in the wait-for
-   graph leads to a cycle, the text lists the waits of that cycle, starting at its lowest rank. Else
-   the text lists the waits of the first ranks of the world. */
+/* Fails the context with a text that describes the deadlock: the waits of the cycle to which this
+   rank's path leads, starting at its lowest rank, or if there is no cycle the waits of the first
+   ranks of the world. */
 static void dt__report_deadlock(dt__world *world) {
     enum { NAMED = 4 };
-    int n = world->size, rank = world->rank, length = 1;
-    dt__phrase text = dt__format("deadlock: ");
-    for (int i = 0; i < n && rank != DT_ANY; i++) rank = dt__wait_edge(world, rank);
-    int is_cycle = rank != DT_ANY, first = is_cycle ? rank : 0;
-    if (!is_cycle) dt__put(&text, "all ranks wait, and nothing is under way: ");
-    for (int next = rank;
-         is_cycle && (next = dt__wait_edge(world, next)) != rank && next != DT_ANY && length < n;
-         length++)
-        if (next < first) first = next;
-    if (!is_cycle) length = n;
-    rank = first;
-    for (int i = 0; i < length && i < NAMED; i++) {
-        if (i) dt__put(&text, ", ");
-        dt__put_rank_wait(&text, world, rank);
+    int length = world->size, first = dt__find_cycle(world, &length), is_cycle = first != DT_ANY;
+    dt__rank_state state;
+    dt__op_record r;
+    dt__phrase text =
+        dt__format("deadlock: %s", is_cycle ? "" : "all ranks wait, and nothing is under way: ");
+    /* the path ends early if another rank has reported the deadlock meanwhile and has stopped
+       waiting */
+    for (int i = 0, rank = is_cycle ? first : 0; i < length && i < NAMED && rank != DT_ANY; i++) {
+        /* the state is known, because the proof has read it */
+        dt__rank_view seen = dt__snapshot(dt__view_of_rank(world, rank), &state);
+        dt__put(&text, "%srank %d ", i ? ", " : "", rank);
+        if (dt__record_get(seen, state.waiting_op, &r))
+            dt__put_wait(&text, &r, &state);
+        else
+            dt__put(&text, "has ended");
         rank = is_cycle ? dt__wait_edge(world, rank) : rank + 1;
     }
     if (length > NAMED && is_cycle)
@@ -5231,8 +5251,9 @@ static void dt__report_deadlock(dt__world *world) {
 /* Returns 1 if something other than a packet or a rank's store may advance this rank: the simulated
    link, a device, a library, or bulk data under way. The progress counters say nothing about it. */
 static int dt__is_busy(const dt_work *work) {
+    if (work->completion == DT__COMPLETED) return 0;
     if (work->check) return dt__is_busy(work->check);
-    int busy = work->completion == DT__TRANSFERRED || work->is_device_op || work->in_library;
+    int busy = work->completion == DT__TRANSFERRED || work->in_library;
     for (int i = 0; i < work->p2p_count; i++) {
         const dt__p2p *p2p = &work->p2p_ops[i];
         busy = busy || (p2p->device_event && !p2p->is_direct) || p2p->state == DT__P2P_BULK;
@@ -5268,16 +5289,14 @@ static int dt__send_wait_report(dt__world *world, const dt_work *work) {
     memset(&frame, 0, sizeof frame);
     frame.kind = DT__REPORT;
     report.state = *world->state;
-    dt__rank_view own = { world->state, world->records, DT_RECORDS };
-    dt__record_get(
-        own, work ? work->record_number : (uint64_t)report.state.op_count, &report.record);
+    dt__record_get(dt__view_of_rank(world, world->rank),
+        work ? work->record_number : (uint64_t)report.state.op_count, &report.record);
     for (int rank = 0; rank < world->size; rank++) {
         if (rank == world->rank || dt__local_rank_of(world, rank) >= 0) continue;
         /* a rank that has ended still waits to hear that this one has */
         if (!report.state.ended && dt__has_ended(world, rank)) continue;
         dropped += dt__packet_send(world, rank, &frame, &report, sizeof report) == 0;
     }
-    world->wait_reported = work != NULL;
     world->reported = report.state;
     world->reported_at = world->host->now(world->host->user);
     return dropped;
@@ -5289,8 +5308,8 @@ static void dt__report_wait(dt__world *world, const dt_work *work, double since)
     double now = world->host->now(world->host->user);
     int all_wait = 1;
     if (now - since < DT__REPORT_AFTER_S) return;
-    if (world->wait_reported && own->progress == last->progress &&
-        own->waits_for == last->waits_for && own->idle_at_progress == last->idle_at_progress)
+    if (last->waiting_op && own->progress == last->progress && own->waits_for == last->waits_for &&
+        own->idle_at_progress == last->idle_at_progress)
         return;
     for (int rank = 0; rank < world->size && all_wait; rank++) {
         const dt__rank_state *its = dt__view_of_rank(world, rank).state;
@@ -5305,13 +5324,13 @@ static void dt__report_wait(dt__world *world, const dt_work *work, double since)
    has enqueued on its device, but has made a different call. Such ranks exchange no messages, so
    nothing else would tell. */
 static void dt__compare_report(dt__world *world, int rank, const dt__op_record *r) {
-    for (dt_work *w = world->first_device_op; w; w = w->next) {
+    for (dt_work *w = world->device_ops.first; w; w = w->next) {
         int from = dt__rank_in(w->comm->group, rank);
         if (from < 0 || w->call.seq == 0 || r->call.channel != w->frame.channel ||
             r->call.seq != w->call.seq || dt__is_p2p((dt__op_code)(r->call.packed_call & 255)))
             continue;
         if (!dt__same_call(&r->call, &w->frame))
-            dt__calls_differ(w, from, &r->call, w->comm->base.rank, &w->frame);
+            dt__calls_differ(w->comm, from, &r->call, w->comm->base.rank, &w->frame);
         return;
     }
 }
@@ -5321,18 +5340,19 @@ static void dt__compare_report(dt__world *world, int rank, const dt__op_record *
 static void dt__receive_wait_report(dt__world *world, int rank, const dt__wait_report *report) {
     int64_t now = (int64_t)(world->host->now(world->host->user) * 1e6);
     dt__wait_report *its = &world->peers[rank]->report;
-    int pid = its->state.pid;
-    uint64_t before = its->state.waiting_op;
-    int64_t since = its->state.wait_since_us, last = its->state.last_op_end_us;
+    dt__rank_state before = its->state;
     memcpy(its, report, sizeof *its);
     its->record.group[DT__NAME_BYTES - 1] = its->record.call.file[DT__FILE_BYTES - 1] = 0;
     if (its->state.waits_for < DT_ANY || its->state.waits_for >= world->size)
         its->state.waits_for = DT_ANY;
-    its->state.pid = pid; /* as this machine knows it; times are those of this rank's clock */
-    its->state.wait_since_us = its->state.waiting_op != before ? now : since;
-    its->state.last_op_end_us = its->state.waiting_op != before ? now : last;
+    /* the process as this machine knows it, and times of this rank's clock */
+    its->state.pid = before.pid;
+    int is_new = its->state.waiting_op != before.waiting_op;
+    its->state.wait_since_us = is_new ? now : before.wait_since_us;
+    its->state.last_op_end_us = is_new ? now : before.last_op_end_us;
     if (its->state.waiting_op) dt__compare_report(world, rank, &its->record);
-    if (its->state.ended) dt__count_progress(world); /* it may end a wait of this rank */
+    /* that it has ended may end a wait of this rank */
+    if (its->state.ended != before.ended) dt__count_progress(world);
 }
 
 /* Fails the context if the connection to a rank that has not ended is lost. work: the operation in
@@ -5361,9 +5381,8 @@ static int dt__detect_deadlock(dt_work *work, uint64_t progress_sum, double sinc
     dt__world *world = work->comm->world;
     dt__rank_state *own = world->state;
     int awaited = dt__find_awaited_rank(dt__group_queue_head(work)), busy = dt__is_busy(work);
-    if (own->waiting_op != work->record_number || awaited != world->awaited_rank) {
+    if (own->waiting_op != work->record_number || awaited != own->waits_for) {
         const dt__rank_state *its = dt__view_of_rank(world, awaited).state;
-        world->awaited_rank = awaited;
         world->awaited_progress = its ? __atomic_load_n(&its->progress, __ATOMIC_SEQ_CST) : 0;
     }
     __atomic_store_n(&own->waits_for, awaited, __ATOMIC_RELAXED);
@@ -5371,12 +5390,9 @@ static int dt__detect_deadlock(dt_work *work, uint64_t progress_sum, double sinc
     __atomic_store_n(&own->waiting_op, work->record_number, __ATOMIC_SEQ_CST);
     if (world->status_request && __atomic_load_n(world->status_request, __ATOMIC_RELAXED))
         dt__log_all_ranks(world);
-    for (const dt_work *w = world->first_unfinished; w; w = w->next_unfinished)
-        busy = busy || dt__is_busy(w);
+    for (const dt_work *w = world->first_unfinished; w; w = w->next) busy = busy || dt__is_busy(w);
     if (dt__progress_sum(world) != progress_sum) return 0; /* some rank has moved meanwhile */
-    /* Without operation records (DT_NO_CHECKS) a begun operation does not count as progress, so the
-       sum proves nothing. */
-    busy = busy || DT__UNCHECKED;
+    busy = busy || DT__UNCHECKED; /* without records nothing could be reported */
     __atomic_store_n(&own->idle_at_progress, busy ? 0 : progress_sum, __ATOMIC_SEQ_CST);
     if (world->transport.send) dt__report_wait(world, work, since);
     for (int rank = 0; rank < world->size && !busy; rank++) {
@@ -5392,24 +5408,25 @@ static int dt__detect_deadlock(dt_work *work, uint64_t progress_sum, double sinc
 /* ---- the table of all ranks ---- */
 
 /* Returns one rank's line of the table of dt_ranks_text, without a newline. */
-static dt__phrase dt__rank_line(const dt_io *io, double now, int rank, dt__rank_view seen) {
-    const dt__rank_state *state = seen.state;
+static dt__phrase dt__rank_line(
+    const dt_host *host, const dt_io *io, int rank, dt__rank_view seen) {
+    double now = host->now(host->user);
+    dt__rank_state state;
     dt__op_record r;
     char process = 0;
-    if (!state) return dt__format("rank %d: not known here", rank);
-    dt__phrase text = dt__format("rank %d: process %d, step %lld: ", rank,
-        __atomic_load_n(&state->pid, __ATOMIC_RELAXED),
-        (long long)__atomic_load_n(&state->step, __ATOMIC_RELAXED));
-    if (__atomic_load_n(&state->ended, __ATOMIC_ACQUIRE)) {
+    if (!seen.state) return dt__format("rank %d: not known here", rank);
+    seen = dt__snapshot(seen, &state);
+    dt__phrase text =
+        dt__format("rank %d: process %d, step %lld: ", rank, state.pid, (long long)state.step);
+    if (state.ended) {
         dt__put(&text, "has ended");
     } else if (dt__is_waiting(io, seen, &process, &r)) {
-        int64_t since = __atomic_load_n(&state->wait_since_us, __ATOMIC_RELAXED);
-        dt__put(&text, "for %.1f s it ", now - (double)since / 1e6);
-        dt__put_wait(&text, &r, __atomic_load_n(&state->waits_for, __ATOMIC_RELAXED));
+        dt__put(&text, "for %.1f s it ", now - (double)state.wait_since_us / 1e6);
+        dt__put_wait(&text, &r, &state);
     } else {
-        int64_t left = __atomic_load_n(&state->last_op_end_us, __ATOMIC_RELAXED);
         dt__put(&text, "it %s", dt__process_word(process));
-        if (left) dt__put(&text, " since %.1f s", now - (double)left / 1e6);
+        if (state.last_op_end_us)
+            dt__put(&text, " since %.1f s", now - (double)state.last_op_end_us / 1e6);
         dt__put_last_operation(&text, seen);
     }
     return text;
@@ -5429,17 +5446,14 @@ size_t dt_ranks_text(const dt_ctx *ctx, char *text, size_t bytes) {
     if (text && bytes) text[0] = 0;
     for (int rank = 0; world && world->comm && rank < world->size; rank++)
         dt__append_line(text, bytes, &all,
-            dt__rank_line(dt_ctx_io(ctx), world->host->now(world->host->user), rank,
-                dt__view_of_rank(world, rank))
-                .s);
+            dt__rank_line(world->host, dt_ctx_io(ctx), rank, dt__view_of_rank(world, rank)).s);
     return all;
 }
 
 size_t dt_records_text(const dt_ctx *ctx, int rank, char *text, size_t bytes) {
     const dt__world *world = dt__world_of(ctx);
     int known = world && world->comm && rank >= 0 && rank < world->size;
-    dt__rank_view seen = { NULL, NULL, 1 };
-    if (known) seen = dt__view_of_rank(world, rank);
+    dt__rank_view seen = dt__view_of_rank(world, known ? rank : DT_ANY);
     int64_t last = seen.state ? __atomic_load_n(&seen.state->op_count, __ATOMIC_ACQUIRE) : 0;
     size_t all = 0;
     dt__op_record r;
@@ -5451,28 +5465,22 @@ size_t dt_records_text(const dt_ctx *ctx, int rank, char *text, size_t bytes) {
     return all;
 }
 
-/* Logs one rank's line of the table of dt_ranks_text. logging_rank: the rank that writes to the
-   log; -1 for the supervisor. */
-static void dt__log_rank_line(
-    const dt_host *host, const dt_io *io, int logging_rank, int rank, dt__rank_view seen) {
-    dt__phrase line = dt__rank_line(io, host->now(host->user), rank, seen);
-    host->log(host->user, DT_LOG_NOTICE, logging_rank, line.s);
-}
-
 /* Answers a request by dt_run_desc.status_request on a rank without a supervisor: logs the table of
    all ranks and clears the request. */
 static void dt__log_all_ranks(dt__world *world) {
     const dt_host *host = world->host;
+    const dt_io *io = dt_ctx_io(world->ctx);
     __atomic_store_n(world->status_request, 0, __ATOMIC_RELAXED);
     for (int rank = 0; rank < world->size; rank++)
-        dt__log_rank_line(
-            host, dt_ctx_io(world->ctx), world->rank, rank, dt__view_of_rank(world, rank));
+        host->log(host->user, DT_LOG_NOTICE, world->rank,
+            dt__rank_line(host, io, rank, dt__view_of_rank(world, rank)).s);
 }
 
 // ==== 20. Call tables: simulated link, fault injection ==========================================
 
 /* A call table around the plain one changes what happens to an operation; each calls the table that
-   it is around. Without them an operation runs no code of this section.
+   it is around. The link is always around the plain table, so it calls that table's functions by
+   name. Without these tables an operation runs no code of this section.
 
        trace { faults { link { plain } } }        begin, advance and end of each operation
 
@@ -5489,7 +5497,6 @@ static void dt__log_all_ranks(dt__world *world) {
 /* ---- the simulated link ---- */
 
 typedef struct dt__link {
-    const dt__call_table *inner;
     dt_link desc;
     double free_at; /* time at which the simulated link is free again */
 } dt__link;
@@ -5498,7 +5505,7 @@ typedef struct dt__link {
 static dt_work *dt__link_begin(dt_comm *comm, const dt__call *call) {
     dt__world *world = comm->world;
     dt__link *link = world->link;
-    dt_work *work = link->inner->begin(comm, call);
+    dt_work *work = dt__op_begin(comm, call);
     double now = world->host->now(world->host->user);
     /* scalars and groups of one rank use no link time */
     if (!work || work->call.host_memory || work->completion == DT__COMPLETED) return work;
@@ -5512,7 +5519,7 @@ static dt_work *dt__link_begin(dt_comm *comm, const dt__call *call) {
 static int dt__link_advance(dt_work *work) {
     dt__world *world = work->comm->world;
     if (work->completion != DT__TRANSFERRED) {
-        int done = world->link->inner->advance(work);
+        int done = dt__work_advance(work);
         if (done <= 0 || work->link_until <= 0) return done;
         work->completion = DT__TRANSFERRED;
     }
@@ -5523,68 +5530,56 @@ static int dt__link_advance(dt_work *work) {
     return 1;
 }
 
-static dt_status dt__link_end(dt_work *work) { return work->comm->world->link->inner->end(work); }
-
 static const dt__call_table dt__link_calls = {
-    .begin = dt__link_begin, .advance = dt__link_advance, .end = dt__link_end
+    .begin = dt__link_begin, .advance = dt__link_advance, .end = dt__op_end
 };
 
-/* Puts the simulated link around the world's call table. If memory runs out, the context fails. */
+/* Puts the simulated link around the plain call table. If memory runs out, the context fails. */
 static void dt__link_make(dt__world *world, dt_link desc) {
+    dt__link link = { .desc = desc };
     if (desc.latency_s <= 0 && desc.bytes_per_s <= 0) return;
-    world->link = (dt__link *)dt_alloc(world->ctx, DT_MEM_HOST, sizeof *world->link, "the link");
+    world->link = (dt__link *)dt_alloc(world->ctx, DT_MEM_HOST, sizeof link, "the link");
     if (!world->link) return;
-    memset(world->link, 0, sizeof *world->link);
-    world->link->desc = desc;
-    world->link->inner = world->calls;
+    *world->link = link;
     world->calls = &dt__link_calls;
 }
 
 /* ---- fault injection ---- */
 
+/* the kinds of faults; 0 is none */
+enum { DT__KILL = 1, DT__STOP, DT__EXIT, DT__SPIN, DT__DELAY, DT__DROP, DT__FLIP, DT__NAN };
+static const char *const dt__fault_names[] = { "", "kill", "stop", "exit", "spin", "delay", "drop",
+    "flip", "nan" };
+
 enum { DT__FAULTS = 8 };
-typedef enum dt__fault_kind {
-    DT__NO_FAULT = 0,
-    DT__KILL,
-    DT__STOP,
-    DT__EXIT,
-    DT__SPIN,
-    DT__DELAY,
-    DT__DROP,
-    DT__FLIP,
-    DT__NAN
-} dt__fault_kind;
 typedef struct dt__fault {
-    dt__fault_kind kind;
-    int rank;
+    int kind, rank;
     uint64_t seq;
     double s;
 } dt__fault;
 typedef struct dt__faults {
+    dt__call_table calls; /* the faults' begin and end, and the inner table's advance */
     const dt__call_table *inner;
     int count; /* number of entries in `list`, the faults planted on this rank */
     dt__fault list[DT__FAULTS];
 } dt__faults;
 
-static const char *const dt__fault_names[] = { "", "kill", "stop", "exit", "spin", "delay", "drop",
-    "flip", "nan" };
-
 /* Parses a number of at most 15 digits, which may have a fraction if `real` is set. Returns the
    position after the number, or NULL if there is no number. */
 static const char *dt__parse_number(const char *at, int real, double *value) {
-    double scale = 1;
-    int digits = 0, point = 0;
-    for (*value = 0; (*at >= '0' && *at <= '9' && digits < 15) || (real && *at == '.' && !point);
-         at++) {
-        if (*at == '.') {
-            point = 1;
-            continue;
-        }
-        *value = 10 * *value + (*at - '0');
-        if (point) scale *= 10;
-        digits++;
+    double scale = 0; /* of the digits after the point; 0 before it */
+    int digits = 0;
+    for (*value = 0;; at++) {
+        if (*at >= '0' && *at <= '9' && digits < 15) {
+            *value = 10 * *value + (*at - '0');
+            scale *= 10;
+            digits++;
+        } else if (real && *at == '.' && scale == 0)
+            scale = 1;
+        else
+            break;
     }
-    *value /= scale;
+    if (scale > 0) *value /= scale;
     return digits ? at : NULL;
 }
 
@@ -5603,13 +5598,11 @@ static const char *dt__fault_parse(const char *at, dt__fault *fault) {
     static const char *const keys[3] = { ":rank=", ":seq=", ":s=" };
     double values[3] = { -1, 0, 1 };
     size_t length = strcspn(at, ":,");
-    memset(fault, 0, sizeof *fault);
-    for (int kind = DT__KILL; kind <= DT__NAN; kind++) {
-        if (strlen(dt__fault_names[kind]) == length &&
-            strncmp(at, dt__fault_names[kind], length) == 0)
-            fault->kind = (dt__fault_kind)kind;
-    }
-    if (!fault->kind) return NULL;
+    int kind = DT__NAN;
+    while (kind && (strlen(dt__fault_names[kind]) != length ||
+                       strncmp(at, dt__fault_names[kind], length) != 0))
+        kind--;
+    if (!kind) return NULL;
     for (at += length; *at == ':';) {
         int key = 0;
         while (key < 3 && strncmp(at, keys[key], strlen(keys[key])) != 0) key++;
@@ -5617,10 +5610,10 @@ static const char *dt__fault_parse(const char *at, dt__fault *fault) {
         at = dt__parse_number(at + strlen(keys[key]), key == 2, &values[key]);
         if (!at) return NULL;
     }
-    fault->rank = values[0] >= 0 && values[0] < (double)DT__MAX_RANKS ? (int)values[0] : -1;
-    fault->seq = (uint64_t)values[1];
-    fault->s = values[2];
-    return fault->rank >= 0 && fault->seq > 0 && (*at == 0 || *at == ',') ? at : NULL;
+    if (values[0] < 0 || values[0] >= (double)DT__MAX_RANKS || values[1] < 1) return NULL;
+    dt__fault parsed = { kind, (int)values[0], (uint64_t)values[1], values[2] };
+    *fault = parsed;
+    return *at == 0 || *at == ',' ? at : NULL;
 }
 
 /* Parses the list and stores the faults of `rank`. With rank -1 it only checks the list for a job
@@ -5649,7 +5642,7 @@ static void dt__fault_hang(const dt__world *world, int spin) {
 }
 
 /* Strikes before the operation `work`. Flips and NaNs are only noted, for the operation's end. */
-static void dt__fault_strike(dt__world *world, const dt__fault *fault, dt__fault_kind *noted) {
+static void dt__fault_strike(dt__world *world, const dt__fault *fault, int *noted) {
     int lost = fault->kind == DT__KILL || fault->kind == DT__EXIT;
     /* log the loss of the rank now: a context does not log DT_ERR_PEER, and no other rank reports a
        lost thread */
@@ -5676,7 +5669,7 @@ static void dt__fault_strike(dt__world *world, const dt__fault *fault, dt__fault
 static dt_work *dt__fault_begin(dt_comm *comm, const dt__call *call) {
     dt__world *world = comm->world;
     dt__faults *faults = world->faults;
-    dt__fault_kind noted = DT__NO_FAULT;
+    int noted = 0;
     for (int i = 0; i < faults->count && !dt_error(world->ctx); i++) {
         dt__fault fault = faults->list[i];
         if (fault.seq != (uint64_t)world->state->op_count + 1 || noted == DT__DROP) continue;
@@ -5684,15 +5677,13 @@ static dt_work *dt__fault_begin(dt_comm *comm, const dt__call *call) {
         dt__fault_strike(world, &fault, &noted);
     }
     if (dt_error(world->ctx)) return NULL;
+    /* scalars and dt's own data, such as the colors of a split, are not corrupted */
+    if (call->host_memory && noted != DT__DROP) noted = 0;
     dt_work *work =
         noted == DT__DROP ? dt__work_acquire(comm, call) : faults->inner->begin(comm, call);
-    if (work) work->fault = (int)noted;
+    if (work) work->fault = noted;
     if (work && noted == DT__DROP) work->completion = DT__COMPLETED;
     return work;
-}
-
-static int dt__fault_advance(dt_work *work) {
-    return work->comm->world->faults->inner->advance(work);
 }
 
 /* Corrupts the middle element of the first received block: flips one bit (DT__FLIP) or sets all
@@ -5724,22 +5715,17 @@ static dt_status dt__fault_end(dt_work *work) {
     return dt_error(world->ctx);
 }
 
-static const dt__call_table dt__fault_calls = {
-    .begin = dt__fault_begin, .advance = dt__fault_advance, .end = dt__fault_end
-};
-
 /* Puts the faults of this rank around the world's call table, if there are any. */
 static void dt__faults_make(dt__world *world, const char *text) {
-    dt__fault list[DT__FAULTS];
-    int count = dt__faults_parse(text, world->rank, world->size, list);
-    if (count <= 0) return;
+    dt__faults faults = { .calls = { dt__fault_begin, world->calls->advance, dt__fault_end },
+        .inner = world->calls };
+    faults.count = dt__faults_parse(text, world->rank, world->size, faults.list);
+    if (faults.count <= 0) return;
     world->faults =
-        (dt__faults *)dt_alloc(world->ctx, DT_MEM_HOST, sizeof *world->faults, "planted faults");
+        (dt__faults *)dt_alloc(world->ctx, DT_MEM_HOST, sizeof faults, "planted faults");
     if (!world->faults) return;
-    world->faults->count = count;
-    memcpy(world->faults->list, list, sizeof list);
-    world->faults->inner = world->calls;
-    world->calls = &dt__fault_calls;
+    *world->faults = faults;
+    world->calls = &world->faults->calls;
 }
 
 // ==== 21. Scalars and agreement: code ============================================================
@@ -5748,10 +5734,13 @@ static void dt__faults_make(dt__world *world, const char *text) {
    table, and dt_comm_bytes does not count them. Straggler detection is in this section too, because
    dt_comm_step gathers the time that each rank spends on its own work. */
 
-dt_status(dt_sum_doubles)(dt_comm *comm, double *values, size_t n) {
-    dt__call call = dt__call_make(DT__SUM_DOUBLES, values, values, n, DT_F64);
+static dt_status dt__run_on_host(dt_comm *comm, dt__call call) {
     call.host_memory = 1;
     return dt__op_run(comm, call);
+}
+
+dt_status(dt_sum_doubles)(dt_comm *comm, double *values, size_t n) {
+    return dt__run_on_host(comm, dt__call_make(DT__SUM_DOUBLES, values, values, n, DT_F64));
 }
 
 double(dt_mean)(dt_comm *comm, double mine) {
@@ -5759,15 +5748,9 @@ double(dt_mean)(dt_comm *comm, double mine) {
     return mine / dt_comm_size(comm);
 }
 
-/* Gathers two words of each rank into comm->words. Keeps the call site of the public function,
-   because dt_comm_split gathers twice. */
+/* Gathers two words of each rank into comm->words. */
 static dt_status dt__gather_words(dt_comm *comm, dt__op_code op, const int32_t mine[2]) {
-    dt__call call = dt__call_make(op, mine, comm->words, 2, DT_I32);
-    const char *file = comm->world->file;
-    call.host_memory = 1;
-    dt_status status = dt__op_run(comm, call);
-    comm->world->file = file;
-    return status;
+    return dt__run_on_host(comm, dt__call_make(op, mine, comm->words, 2, DT_I32));
 }
 
 dt_status(dt_agree)(dt_comm *comm, dt_status mine) {
@@ -5784,63 +5767,53 @@ dt_status(dt_agree)(dt_comm *comm, dt_status mine) {
    steps. After a notice, at least DT__STRAGGLER_NOTICE_STEPS steps pass before the next one. */
 #define DT__STRAGGLER_RATIO 1.5
 #define DT__STRAGGLER_EXCESS_S 1e-3
+#define DT__STRAGGLER_UNIT_S 1e-4 /* the unit of the times that the ranks gather */
 enum { DT__STRAGGLER_STEPS = 5, DT__STRAGGLER_NOTICE_STEPS = 10 };
 
-/* Returns the seconds of a rank's own work in the step: the time since the last step minus the time
-   in operations. */
-static double dt__own_step_seconds(const dt_comm *comm, int rank) {
-    double own;
-    memcpy(&own, comm->words + 2 * rank, sizeof own);
-    return own;
-}
-
 /* Straggler detection, on rank 0: logs a notice if the slowest rank is a straggler. The same rank
-   must be slow in several steps, because one slow step may have a harmless cause. */
+   must be slow in several steps, because one slow step may have a harmless cause. The first of a
+   rank's two words is the time of its own work in the step. */
 static void dt__find_straggler(dt__world *world, const dt_comm *comm) {
-    int slowest = 0, n = comm->base.size;
-    double slowest_s = 0, median = 0;
-    for (int rank = 0; rank < n; rank++) { /* if n is even, the lower median */
-        double own = dt__own_step_seconds(comm, rank);
-        int below = 0, equal = 0;
-        for (int other = 0; other < n; other++) {
-            below += dt__own_step_seconds(comm, other) < own;
-            equal += dt__own_step_seconds(comm, other) == own;
-        }
-        if (below <= (n - 1) / 2 && below + equal > (n - 1) / 2) median = own;
-        if (own > slowest_s) slowest = rank;
-        if (own > slowest_s) slowest_s = own;
+    const int32_t *own = comm->words;
+    int slowest = 0, n = comm->base.size, median = INT32_MAX;
+    for (int rank = 0; rank < n; rank++) {
+        int at_most = 0; /* number of ranks that took at most as long as this one */
+        for (int other = 0; other < n; other++) at_most += own[2 * other] <= own[2 * rank];
+        /* if n is even, the lower median */
+        if (2 * at_most >= n && own[2 * rank] < median) median = own[2 * rank];
+        if (own[2 * rank] > own[2 * slowest]) slowest = rank;
     }
-    int is_slow = n > 1 && slowest_s > DT__STRAGGLER_RATIO * median + DT__STRAGGLER_EXCESS_S;
+    double slowest_s = own[2 * slowest] * DT__STRAGGLER_UNIT_S,
+           median_s = median * DT__STRAGGLER_UNIT_S;
+    int is_slow = slowest_s > DT__STRAGGLER_RATIO * median_s + DT__STRAGGLER_EXCESS_S;
     if (is_slow && slowest != world->straggler_rank &&
-        __builtin_popcount(world->straggler_steps) < 2)
+        __builtin_popcount(world->straggler_steps) < 2) {
+        world->straggler_rank = slowest;
         world->straggler_steps = 0;
-    if (is_slow && world->straggler_steps == 0) world->straggler_rank = slowest;
-    world->straggler_steps =
-        (world->straggler_steps << 1 | (is_slow && slowest == world->straggler_rank)) & 0xff;
-    if (world->steps_since_notice > 0) world->steps_since_notice--;
-    if (!(world->straggler_steps & 1) || world->steps_since_notice > 0) return;
-    if (__builtin_popcount(world->straggler_steps) < DT__STRAGGLER_STEPS) return;
-    world->steps_since_notice = DT__STRAGGLER_NOTICE_STEPS;
+    }
+    is_slow &= slowest == world->straggler_rank;
+    world->straggler_steps = (world->straggler_steps << 1 | (unsigned)is_slow) & 0xff;
+    if (!is_slow || __builtin_popcount(world->straggler_steps) < DT__STRAGGLER_STEPS ||
+        world->state->step < world->straggler_notice_step)
+        return;
+    world->straggler_notice_step = world->state->step + DT__STRAGGLER_NOTICE_STEPS;
     dt_log(world->ctx, DT_LOG_NOTICE,
-        "rank %d is a straggler: its own work took %.1f ms in this step, the "
-        "median %.1f ms",
-        slowest, slowest_s * 1e3, median * 1e3);
+        "rank %d is a straggler: its own work took %.1f ms in this step, the median %.1f ms",
+        slowest, slowest_s * 1e3, median_s * 1e3);
 }
 
 dt_status(dt_comm_step)(dt_comm *world_comm) {
     if (!world_comm) return DT_OK;
     dt__world *world = world_comm->world;
-    dt_comm *comm = world->comm;
-    double now = world->host->now(world->host->user),
-           own = now - world->last_step_end - (world->seconds - world->last_step_comm_seconds);
-    int32_t words[2];
-    if (world->last_step_end == 0 || own < 0) own = 0;
-    memcpy(words, &own, sizeof words);
-    if (dt__gather_words(comm, DT__STEP, words) != DT_OK) return dt_error(world->ctx);
-    if (world->last_step_end > 0 && comm->base.rank == 0) dt__find_straggler(world, comm);
+    const dt_host *host = world->host;
+    const int is_first = world->state->step == 0;
+    double own = host->now(host->user) - world->seconds - world->last_step_own;
+    int32_t words[2] = { 0, 0 };
+    if (!is_first) words[0] = (int32_t)fmin(fmax(own, 0) / DT__STRAGGLER_UNIT_S, INT32_MAX);
+    if (dt__gather_words(world->comm, DT__STEP, words) != DT_OK) return dt_error(world->ctx);
+    if (!is_first && world->rank == 0) dt__find_straggler(world, world->comm);
     __atomic_store_n(&world->state->step, world->state->step + 1, __ATOMIC_RELAXED);
-    world->last_step_end = world->host->now(world->host->user);
-    world->last_step_comm_seconds = world->seconds;
+    world->last_step_own = host->now(host->user) - world->seconds;
     return dt_error(world->ctx);
 }
 
@@ -5856,10 +5829,8 @@ dt_status(dt_comm_step)(dt_comm *world_comm) {
        group     a a a   b b b
        new rank  2 1 0   2 1 0
 
-   A second gather tells the ranks what the first ranks of the new groups have made. In shared
-   memory, the first rank makes the group in the shared memory segment. Over a transport every rank
-   has a private copy of the member list; if all members are on one machine, the first rank also
-   makes a group in that machine's shared memory, whose posts the private groups use. */
+   If the members of a new group share memory, its first rank makes a group in the range, whose
+   posts all members use. A second gather tells the other members about it. */
 
 dt_comm *dt_world(dt_ctx *ctx) {
     dt__world *world = dt__world_of(ctx);
@@ -5900,9 +5871,42 @@ double dt_comm_seconds(const dt_ctx *ctx) {
     return world ? world->seconds : 0;
 }
 
-static size_t dt__private_group_bytes(int size) {
-    return sizeof(dt__group) + (size_t)size * sizeof(int);
+/* ---- groups in shared memory ---- */
+
+/* The size of a post, which has space for a small send buffer or the counts of an all-to-all-v. */
+static size_t dt__post_bytes(int size) {
+    size_t counts = (size_t)size * sizeof(size_t);
+    return dt__align_up(sizeof(dt__post) + (counts > DT_EAGER_BYTES ? counts : DT_EAGER_BYTES));
 }
+
+static size_t dt__group_bytes(int size) {
+    return dt__align_up(sizeof(dt__group)) +
+           (size_t)size * (sizeof(dt__member) + (size_t)DT_MAX_STARTED * dt__post_bytes(size));
+}
+
+/* Makes a group of `size` ranks in the range. Returns NULL if the arena is full. Any rank may call
+   it at any time. */
+static dt__group *dt__group_make(dt__shared *shared, int size, const char *name) {
+    size_t n = (size_t)size;
+    char *p = dt__range_alloc(shared->group_arena, shared->group_arena_bytes,
+        &shared->group_arena_used, dt__group_bytes(size));
+    if (!p) return NULL;
+    dt__group *group = (dt__group *)(void *)p;
+    memset(group, 0, sizeof *group);
+    group->size = size;
+    group->channel = (uint32_t)((size_t)(p - shared->group_arena) / DT__CACHE_LINE);
+    group->post_bytes = dt__post_bytes(size);
+    p += dt__align_up(sizeof(dt__group));
+    group->members = (dt__member *)(void *)p;
+    memset(group->members, 0, n * sizeof(dt__member));
+    group->posts = p + n * sizeof(dt__member);
+    for (size_t i = 0; i < n * DT_MAX_STARTED && !shared->is_zeroed; i++)
+        ((dt__post *)(void *)(group->posts + i * group->post_bytes))->number = 0;
+    dt__copy_name(group->name, sizeof group->name, name);
+    return group;
+}
+
+/* ---- splitting ---- */
 
 /* Rails connect the members that have the same index on their machines (section 17). Returns the
    number of members per machine if the members of a machine have consecutive ranks and every
@@ -5919,53 +5923,12 @@ static int dt__find_ranks_per_node(const dt__world *world, const dt__group *grou
     return k;
 }
 
-/* Makes this rank's handle of a group. If memory runs out, frees `group` if it is private, fails
-   the context and returns NULL. */
-static dt_comm *dt__comm_make(
-    dt__world *world, const dt__direct *direct, dt__group *group, int rank) {
-    size_t size = (size_t)group->size;
-    size_t bytes = sizeof(dt_comm) + size * (2 * sizeof(void *) + 2 * sizeof(int32_t));
-    dt_comm *comm = (dt_comm *)dt_alloc(world->ctx, DT_MEM_HOST, bytes, "dt_comm");
-    if (!comm && world->transport.send)
-        dt_free(world->ctx, DT_MEM_HOST, group, dt__private_group_bytes(group->size));
-    if (!comm) return NULL;
-    memset(comm, 0, sizeof *comm); /* the arrays stay untouched until they are used */
-    comm->base.rank = rank;
-    comm->base.size = group->size;
-    comm->world = world;
-    comm->direct = direct;
-    comm->group = group;
-    comm->ranks_per_node = dt__find_ranks_per_node(world, group);
-    comm->axis = DT_AXIS_NONE;
-    comm->bytes = bytes;
-    comm->inputs = (const void **)(void *)(comm + 1);
-    comm->outputs = (void **)(void *)(comm->inputs + size);
-    comm->words = (int32_t *)(void *)(comm->outputs + size);
-    comm->next = world->comms;
-    world->comms = comm;
-    return comm;
-}
-
-static dt__group *dt__private_group_make(dt__world *world, int size, const char *name) {
-    dt__group *group =
-        (dt__group *)dt_alloc(world->ctx, DT_MEM_HOST, dt__private_group_bytes(size), "dt_comm");
-    if (!group) return NULL;
-    memset(group, 0, sizeof *group);
-    group->size = size;
-    group->ranks = (int *)(void *)(group + 1);
-    dt__copy_name(group->name, sizeof group->name, name);
-    return group;
-}
-
 static void dt__comms_free(dt__world *world) {
     while (world->comms) {
         dt_comm *comm = world->comms;
         /* before it leaves the list, because a failure during this call aborts all groups */
         if (comm->direct && comm->direct->close) comm->direct->close(comm);
         world->comms = comm->next;
-        if (world->transport.send)
-            dt_free(
-                world->ctx, DT_MEM_HOST, comm->group, dt__private_group_bytes(comm->group->size));
         dt_free(world->ctx, DT_MEM_COMM, comm->staging, DT__WINDOWS_BYTES);
         dt_free(world->ctx, DT_MEM_HOST, comm, comm->bytes);
     }
@@ -5984,104 +5947,157 @@ static int dt__split_rank(const dt_comm *comm, int rank) {
     return new_rank;
 }
 
-/* Makes a group, private or in shared memory, that lists the members of one color. Returns NULL if
-   there is no memory left or no capacity for another group. */
-static dt__group *dt__split_group(
-    const dt_comm *comm, int color, const char *name, int is_private) {
-    dt__world *world = comm->world;
-    int size = 0;
-    for (int rank = 0; rank < comm->base.size; rank++) size += comm->words[2 * rank] == color;
-    dt__group *group = is_private ? dt__private_group_make(world, size, name)
-                                  : dt__group_make(world->shared, size, name);
-    for (int rank = 0; group && rank < comm->base.size; rank++) {
-        if (comm->words[2 * rank] == color)
-            group->ranks[dt__split_rank(comm, rank)] = comm->group->ranks[rank];
+/* Makes this rank's handle of a group: of the ranks of `parent` that have this color, or of all
+   ranks of the world if `parent` is NULL. Returns NULL if the context has failed. */
+static dt_comm *dt__comm_make(
+    dt__world *world, const dt_comm *parent, int color, const char *name) {
+    const int of = parent ? parent->base.size : world->size;
+    int n = parent ? 0 : of;
+    for (int rank = 0; parent && rank < of; rank++) n += parent->words[2 * rank] == color;
+    size_t each = 2 * sizeof(void *) + 3 * sizeof(int32_t);
+    size_t bytes = sizeof(dt_comm) + sizeof(dt__group) + (size_t)n * each;
+    dt_comm *comm = (dt_comm *)dt_alloc(world->ctx, DT_MEM_HOST, bytes, "dt_comm");
+    if (!comm) return NULL;
+    /* `inputs`, `outputs` and `words` stay untouched until they are used */
+    memset(comm, 0, sizeof(dt_comm) + sizeof(dt__group));
+    comm->bytes = bytes;
+    comm->base.rank = parent ? dt__split_rank(parent, parent->base.rank) : world->rank;
+    comm->base.size = n;
+    comm->world = world;
+    comm->axis = DT_AXIS_NONE;
+    comm->group = (dt__group *)(void *)(comm + 1);
+    comm->inputs = (const void **)(void *)(comm->group + 1);
+    comm->outputs = (void **)(void *)(comm->inputs + n);
+    comm->words = (int32_t *)(void *)(comm->outputs + n);
+    comm->group->ranks = comm->words + 2 * n;
+    comm->group->size = n;
+    dt__copy_name(comm->group->name, sizeof comm->group->name, name);
+    for (int rank = 0; rank < of; rank++) {
+        if (!parent)
+            comm->group->ranks[rank] = rank;
+        else if (parent->words[2 * rank] == color)
+            comm->group->ranks[dt__split_rank(parent, rank)] = parent->group->ranks[rank];
     }
-    return group;
+    comm->ranks_per_node = dt__find_ranks_per_node(world, comm->group);
+    comm->next = world->comms;
+    world->comms = comm;
+    return comm;
 }
 
-/* Returns the group in shared memory that has this channel. */
+/* Returns the group in the range that has this channel. */
 static dt__group *dt__shared_group(const dt__shared *shared, uint32_t channel) {
     return (dt__group *)(void *)(shared->group_arena + (size_t)channel * DT__CACHE_LINE);
 }
 
-/* Returns 1 if all ranks of a private group share memory with this rank. */
-static int dt__is_on_node(const dt__world *world, const dt__group *group) {
-    for (int rank = 0; rank < group->size; rank++)
-        if (!world->node || dt__local_rank_of(world, group->ranks[rank]) < 0) return 0;
+/* Returns 1 if all ranks of a group share memory with this rank. */
+static int dt__is_on_node(const dt_comm *comm) {
+    for (int rank = 0; rank < comm->base.size; rank++)
+        if (dt__local_rank_of(comm->world, comm->group->ranks[rank]) < 0) return 0;
     return 1;
 }
 
-/* Makes a private group use the posts and member states of its counterpart in shared memory. */
-static void dt__group_use_shared(dt__group *group, const dt__group *shared) {
-    group->members = shared->members;
-    group->posts = shared->posts;
-    group->post_bytes = shared->post_bytes;
+/* Makes a group use the posts and member states of the group in the range that has this channel. */
+static void dt__comm_use_shared(dt_comm *comm, uint32_t channel) {
+    const dt__group *shared = dt__shared_group(comm->world->shared, channel);
+    comm->group->members = shared->members;
+    comm->group->posts = shared->posts;
+    comm->group->post_bytes = shared->post_bytes;
+    comm->direct = &dt__shared_direct;
+    /* without a transport: dt_team_free finds the group of an unread packet by its channel */
+    if (!comm->world->transport.send) comm->group->channel = channel;
 }
 
 /* In the second gather word 0 is the rank's next free channel; the maximum becomes the channel of
-   private groups. Word 1 is the channel of the shared group that the first rank of a new group has
-   made; 0 if it makes none (the world has channel 0), -1 if there was no capacity. */
+   the new groups over a transport. Word 1 is the channel of the group that the first rank of a new
+   group has made in the range; 0 if it makes none (the world has channel 0), -1 if there was no
+   capacity, so that over a transport the group runs its collectives as messages. */
 dt_comm *(dt_comm_split)(dt_comm *comm, int color, int key, const char *name) {
     int32_t words[2] = { color < 0 ? -1 : color, key }, channel = 0, shared = 0, is_full = 0;
-    if (!comm || dt__gather_words(comm, DT__SPLIT, words) != DT_OK) return NULL;
+    if (!comm) return NULL;
     dt__world *world = comm->world;
-    const int is_private = world->transport.send != NULL;
-    const int new_rank = dt__split_rank(comm, comm->base.rank);
-    int first = comm->base.rank; /* its new rank is 0 */
-    for (int rank = 0; rank < comm->base.size; rank++)
-        if (comm->words[2 * rank] == words[0] && dt__split_rank(comm, rank) == 0) first = rank;
+    const char *file = world->file;
+    if (dt__gather_words(comm, DT__SPLIT, words) != DT_OK) return NULL;
+    world->file = file; /* both gathers have the same call site */
     if (!name) name = "group";
-    /* NCCL runs the collectives of all groups of its world */
-    const dt__direct *direct =
-        world->comm->direct && world->comm->direct->split ? world->comm->direct : NULL;
-    dt__group *group = color >= 0 && is_private ? dt__split_group(comm, color, name, 1) : NULL;
-    dt_comm *made = group ? dt__comm_make(world, direct, group, new_rank) : NULL;
+    dt_comm *made = color >= 0 ? dt__comm_make(world, comm, color, name) : NULL;
     words[0] = (int32_t)world->channel_count;
     words[1] = 0;
-    if (color >= 0 && new_rank == 0 && (!is_private || (made && dt__is_on_node(world, group)))) {
-        const dt__group *own = dt__split_group(comm, color, name, 0);
+    if (made && made->base.rank == 0 && dt__is_on_node(made)) {
+        const dt__group *own = dt__group_make(world->shared, made->base.size, name);
         words[1] = own ? (int32_t)own->channel : -1;
     }
     if (dt__gather_words(comm, DT__SPLIT, words) != DT_OK) return NULL;
     for (int rank = 0; rank < comm->base.size; rank++) {
         if (comm->words[2 * rank] > channel) channel = comm->words[2 * rank];
-        if (rank == first) shared = comm->words[2 * rank + 1];
+        if (made && comm->group->ranks[rank] == made->group->ranks[0])
+            shared = comm->words[2 * rank + 1];
         is_full |= comm->words[2 * rank + 1] < 0;
     }
-    if (!is_private && is_full) {
+    if (is_full && !world->transport.send) {
         dt__comm_fail(world, DT_ERR_MEM,
             "dt_comm_split(%s) on %s: a run has room for %d splits of its world", name,
             comm->group->name, (int)DT_MAX_SPLITS);
         return NULL;
     }
-    if (!is_private)
-        return color < 0 ? NULL
-                         : dt__comm_make(world, comm->direct,
-                               dt__shared_group(world->shared, (uint32_t)shared), new_rank);
     world->channel_count = (uint32_t)channel + 1;
-    if (made) group->channel = (uint32_t)channel;
-    if (direct) direct->split(comm, made, color);
-    if (!made || dt_error(world->ctx)) return NULL;
-    if (shared <= 0) return made;
-    dt__group_use_shared(group, dt__shared_group(world->shared, (uint32_t)shared));
-    made->direct = &dt__shared_direct;
-    return made;
+    if (made) made->group->channel = (uint32_t)channel;
+    if (shared > 0) dt__comm_use_shared(made, (uint32_t)shared);
+    if (comm->direct && comm->direct->split) { /* NCCL, for all groups of its world */
+        if (made) made->direct = comm->direct;
+        comm->direct->split(comm, made, color);
+    }
+    return dt_error(world->ctx) ? NULL : made;
 }
 
-// ==== 23. Shared-memory heap of forked ranks =====================================================
+// ==== 23. Shared memory: layout, heaps ==========================================================
+
+/* ---- layout of the range (section 8 has the drawing) ---- */
+
+static size_t dt__align_page(size_t bytes) { return (bytes + 65535) / 65536 * 65536; }
+
+/* Lays out the range at `memory` and copies `shared`, which holds the sizes, to the range's
+   beginning. If `memory` is NULL, it only computes the sizes. Pages stay untouched until they are
+   used. */
+static dt__shared *dt__shared_layout(dt__shared *shared, char *memory, size_t user_bytes) {
+    size_t n = (size_t)shared->ranks, at = (0 - (uintptr_t)memory) % DT__CACHE_LINE;
+    size_t state = at + dt__align_up(sizeof(dt__shared)),
+           records = state + n * sizeof(dt__rank_state),
+           rings = records + dt__align_up(n * DT_RECORDS * sizeof(dt__op_record)),
+           groups = rings + dt__align_up(n * n * sizeof(dt__packet_ring *));
+    /* in the worst case every split makes a group for each rank */
+    size_t ring_arena =
+        groups + dt__group_bytes(shared->ranks) + (size_t)DT_MAX_SPLITS * n * dt__group_bytes(1);
+    size_t user = ring_arena + n * n * sizeof(dt__packet_ring),
+           heaps = dt__align_page(user + dt__align_up(user_bytes));
+    shared->group_arena_bytes = ring_arena - groups;
+    shared->ring_arena_bytes = user - ring_arena;
+    shared->zeroed_bytes = groups;
+    shared->bytes = heaps + n * shared->heap_bytes + DT__CACHE_LINE;
+    if (!memory) return NULL;
+    shared->state = (dt__rank_state *)(void *)(memory + state);
+    shared->records = (dt__op_record *)(void *)(memory + records);
+    shared->rings = (dt__packet_ring **)(void *)(memory + rings);
+    shared->group_arena = memory + groups;
+    shared->ring_arena = memory + ring_arena;
+    shared->user = memory + user;
+    shared->heaps = memory + heaps;
+    memcpy(memory + at, shared, sizeof *shared);
+    return (dt__shared *)(void *)(memory + at);
+}
+
+/* ---- heaps ---- */
 
 /* Each forked rank has a heap in the run's shared memory for the memory classes whose buffers other
    ranks read and write.
 
-       | heap of rank 0                                  | heap of rank 1 ...
-       | dt__heap | used | free | used | free | used | ~ never used ~ |
-                           |             ^             ^
-                           +-- next -----+             top
+       | heap of rank 0                                     | heap of rank 1 ...
+       | dt__heap | used | free | used | free | used | free |
+             |             ^ |           ^ |           ^
+             +--- next ----+ +-- next ---+ +-- next ---+    the last block: never used so far
 
-   First fit: an allocation takes the end of the first free block that is large enough. The list of
-   free blocks is in address order, and its nodes lie in the blocks. A freed block is coalesced with
-   its free neighbours, and its whole pages are returned to the system. */
+   First fit: an allocation takes the beginning of the first free block that is large enough. The
+   list of free blocks is in address order, and its nodes lie in the blocks. A freed block is
+   coalesced with its free neighbours, and its whole pages are returned to the system. */
 
 typedef struct dt__free_block { /* the header of a free block */
     size_t bytes;
@@ -6092,9 +6108,8 @@ typedef struct dt__free_block { /* the header of a free block */
 typedef struct dt__heap {
     dt_host host;
     const dt_host *caller_host;
-    char *start;
-    size_t bytes, top; /* memory at offset `top` and above is unused */
-    dt__free_block *free_list;
+    size_t bytes;
+    dt__free_block list; /* the head of the list, an empty block */
 } dt__heap;
 
 static int dt__is_heap_class(dt_mem mem) {
@@ -6107,45 +6122,41 @@ static void *dt__heap_alloc(void *user, size_t bytes, dt_mem mem) {
     if (!dt__is_heap_class(mem)) return base->alloc(base->user, bytes, mem);
     if (bytes > heap->bytes) return NULL;
     bytes = dt__align_up(bytes);
-    dt__free_block **at = &heap->free_list, *block;
-    while (*at && (*at)->bytes < bytes) at = &(*at)->next;
-    block = *at;
-    if (!block && bytes > heap->bytes - heap->top) return NULL;
-    if (!block) {
-        heap->top += bytes;
-        return heap->start + heap->top - bytes;
-    }
-    block->bytes -= bytes;
-    if (block->bytes == 0) *at = block->next;
-    return (char *)block + block->bytes;
+    dt__free_block *before = &heap->list, *block, *rest;
+    while (before->next && before->next->bytes < bytes) before = before->next;
+    block = before->next;
+    if (!block) return NULL;
+    before->next = block->next;
+    if (block->bytes == bytes) return block;
+    rest = (dt__free_block *)(void *)((char *)block + bytes);
+    rest->bytes = block->bytes - bytes;
+    rest->next = block->next;
+    before->next = rest;
+    return block;
 }
 
-/* Joins a free block with the next free block, and returns 1, if the two are adjacent. */
-static int dt__heap_coalesce(dt__free_block *block) {
-    if (!block->next || (char *)block + block->bytes != (char *)block->next) return 0;
+/* Joins a free block with the next free block if the two are adjacent. */
+static void dt__heap_coalesce(dt__free_block *block) {
+    if (!block->next || (char *)block + block->bytes != (char *)block->next) return;
     block->bytes += block->next->bytes;
     block->next = block->next->next;
-    return 1;
 }
 
 static void dt__heap_free(void *user, void *p, size_t bytes, dt_mem mem) {
     dt__heap *heap = (dt__heap *)user;
     const dt_host *base = heap->caller_host;
-    dt__free_block **at = &heap->free_list, **before = at, *block = (dt__free_block *)p;
+    dt__free_block *before = &heap->list, *block = (dt__free_block *)p;
     if (!dt__is_heap_class(mem)) base->free(base->user, p, bytes, mem);
     if (!dt__is_heap_class(mem) || !p) return;
-    for (; *at && *at < block; at = &(*at)->next) before = at;
+    while (before->next && before->next < block) before = before->next;
     block->bytes = dt__align_up(bytes);
-    block->next = *at;
-    *at = block;
+    block->next = before->next;
+    before->next = block;
     uintptr_t from = dt__align_page((uintptr_t)(block + 1)),
               to = ((uintptr_t)p + block->bytes) & ~(uintptr_t)65535;
     if (to > from && base->discard) base->discard(base->user, (void *)from, to - from);
     dt__heap_coalesce(block);
-    if (dt__heap_coalesce(*before)) at = before;
-    if ((char *)*at + (*at)->bytes != heap->start + heap->top) return;
-    heap->top -= (*at)->bytes;
-    *at = NULL;
+    dt__heap_coalesce(before);
 }
 
 static double dt__heap_now(void *user) {
@@ -6167,6 +6178,7 @@ static void dt__heap_log(void *user, int level, int rank, const char *text) {
 static const dt_host *dt__heap_make(dt__shared *shared, const dt_host *base, int rank) {
     dt__heap *heap = (dt__heap *)(void *)(shared->heaps + (size_t)rank * shared->heap_bytes);
     const size_t head = dt__align_up(sizeof *heap);
+    dt__free_block *all = (dt__free_block *)(void *)((char *)heap + head);
     dt__heap made = { .host = { .user = heap,
                           .alloc = dt__heap_alloc,
                           .free = dt__heap_free,
@@ -6174,9 +6186,11 @@ static const dt_host *dt__heap_make(dt__shared *shared, const dt_host *base, int
                           .sleep = dt__heap_sleep,
                           .log = dt__heap_log },
         .caller_host = base,
-        .start = (char *)heap + head,
-        .bytes = shared->heap_bytes - head };
+        .bytes = shared->heap_bytes - head,
+        .list = { 0, all } };
     *heap = made;
+    all->bytes = heap->bytes;
+    all->next = NULL;
     return &heap->host;
 }
 
@@ -6192,19 +6206,19 @@ static const dt_host *dt__heap_make(dt__shared *shared, const dt_host *base, int
 static const char *dt__launch_env(const char *name) { return name ? getenv(name) : NULL; }
 
 typedef struct dt__launcher {
-    const char *name, *required; /* the row counts only if the variable `required` is set */
+    const char *name;
     struct {
         const char *rank, *size, *local_rank, *local_size;
     } env;
     const char *alt_size; /* used if env.size is not set */
-    int size_alone;       /* 1: the size may be set without the rank (in a batch script) */
     /* used instead of local_size: a list such as "2(x3),1", and this machine's index in it */
     const char *ranks_per_node, *node_index;
     /* rank 0's machine and port; port_taken is "True" if the launcher itself listens there */
     const char *master_host, *master_port, *port_taken;
     /* used instead of master_host: lists of machines, of which the first has rank 0 */
     const char *node_lists[2];
-    const char *job[2]; /* the parts of the job's name, for dt__launch_job_port */
+    /* the job's number, and its step's: a process outside of a step (a batch script) is no rank */
+    const char *job[2];
 } dt__launcher;
 
 static const dt__launcher dt__launchers[] = {
@@ -6222,16 +6236,14 @@ static const dt__launcher dt__launchers[] = {
         .env = { "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS" },
         .job = { "PMI_JOBID" } },
     { .name = "SLURM",
-        .required = "SLURM_STEP_ID",
         .env = { "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", NULL },
         .alt_size = "SLURM_NTASKS",
-        .size_alone = 1,
         .ranks_per_node = "SLURM_STEP_TASKS_PER_NODE",
         .node_index = "SLURM_NODEID",
         .node_lists = { "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST" },
         .job = { "SLURM_JOB_ID", "SLURM_STEP_ID" } },
     /* PMIx sets no size: this row exists so that dt refuses a PMIx job with an error text */
-    { .name = "PMIx", .env = { "PMIX_RANK", "PMI_SIZE", NULL, NULL }, .size_alone = 1 },
+    { .name = "PMIx", .env = { "PMIX_RANK", "PMI_SIZE", NULL, NULL } },
 };
 
 enum {
@@ -6244,17 +6256,15 @@ enum {
 static const char dt__host_chars[] = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
                                      "0123456789.-_";
 
-/* Says in out->text why the value of a variable is refused. Shortens a long value. */
-DT_PRINTF(4, 5)
+/* Refuses the value of a variable: *out is a process without a launcher, and its text says why.
+   Shortens a long value. */
 static dt_status dt__launch_refuse(
-    dt_launch *out, const char *name, const char *value, const char *why, ...) {
-    size_t at = 0;
-    va_list args;
-    dt__append(out->text, sizeof out->text, &at, "%s=%.36s%s", name, value,
-        strlen(value) > 36 ? "..." : "");
-    va_start(args, why);
-    vsnprintf(out->text + at, sizeof out->text - at, why, args);
-    va_end(args);
+    dt_launch *out, const char *name, const char *value, const char *why) {
+    dt_launch refused = { .size = 1, .local_rank = -1 };
+    snprintf(refused.text, sizeof refused.text, "%.60s=%.36s%s%.240s", name, value,
+        strlen(value) > 36 ? "..." : "", why);
+    dt__escape(refused.text, sizeof refused.text);
+    *out = refused;
     return DT_ERR_ARG;
 }
 
@@ -6264,7 +6274,8 @@ static dt_status dt__launch_number(
     const char *value = dt__launch_env(name);
     const char *end = value ? dt__parse_int(value, min, max, number) : "";
     if (end && !*end) return DT_OK;
-    return dt__launch_refuse(out, name, value, ": not a whole number from %d to %d", min, max);
+    return dt__launch_refuse(
+        out, name, value, dt__format(": not a whole number from %d to %d", min, max).s);
 }
 
 /* Returns the number of ranks on machine `node` (from 0), read from a list: "2(x3),1" is three
@@ -6375,12 +6386,11 @@ static dt_status dt__launch_read_row(const dt__launcher *row, dt_launch *out) {
     int node = -1;
     memset(out, 0, sizeof *out);
     out->local_rank = -1;
-    if (row->required && !dt__launch_env(row->required)) return DT_OK;
-    if (!rank && (row->size_alone || !size)) return DT_OK;
-    if (!rank)
-        return dt__launch_refuse(out, size_name, size, " is set, but %s is not", row->env.rank);
-    if (!size)
-        return dt__launch_refuse(out, row->env.rank, rank, " is set, but %s is not", size_name);
+    if (row->job[1] && !dt__launch_env(row->job[1])) return DT_OK;
+    if (!rank && !size) return DT_OK;
+    if (!rank || !size)
+        return dt__launch_refuse(out, rank ? row->env.rank : size_name, rank ? rank : size,
+            dt__format(" is set, but %s is not", rank ? size_name : row->env.rank).s);
     if (dt__launch_number(out, size_name, 1, DT__MAX_RANKS, &out->size) != DT_OK ||
         dt__launch_number(out, row->env.rank, 0, out->size - 1, &out->rank) != DT_OK ||
         dt__launch_number(out, row->env.local_size, 1, out->size, &out->local_size) != DT_OK ||
@@ -6398,33 +6408,31 @@ static dt_status dt__launch_read_row(const dt__launcher *row, dt_launch *out) {
 
 /* Writes the one-line summary. others: the launchers that name a different rank or size. */
 static void dt__launch_describe(dt_launch *out, const dt__launcher *row, const char *others) {
-    const size_t bytes = sizeof out->text;
-    size_t at = 0;
-    dt__append(out->text, bytes, &at, "rank %d of %d", out->rank, out->size);
+    dt__phrase text = dt__format("rank %d of %d", out->rank, out->size);
     if (out->local_rank >= 0 && out->local_size)
-        dt__append(out->text, bytes, &at, " (local %d of %d)", out->local_rank, out->local_size);
+        dt__put(&text, " (local %d of %d)", out->local_rank, out->local_size);
     else if (out->local_rank >= 0)
-        dt__append(out->text, bytes, &at, " (local %d)", out->local_rank);
-    dt__append(out->text, bytes, &at, " by %s: %s, %s; %s%s", row->name, row->env.rank,
-        dt__launch_size_name(row),
+        dt__put(&text, " (local %d)", out->local_rank);
+    dt__put(&text, " by %s: %s, %s; %s%s", row->name, row->env.rank, dt__launch_size_name(row),
         out->rendezvous[0] ? "rendezvous " : "no rendezvous, as DT_RENDEZVOUS is not set",
         out->rendezvous);
-    if (others[0]) dt__append(out->text, bytes, &at, "; also set, but ignored: %s", others);
+    if (others[0]) dt__put(&text, "; also set, but ignored: %s", others);
+    dt__copy_name(out->text, sizeof out->text, text.s);
 }
 
-static dt_status dt__launch_search(dt_launch *out) {
+DT_API dt_status dt_launch_find(dt_launch *out) {
     const dt__launcher *same[DT__LAUNCHERS];
     dt_launch found;
     dt__phrase others = dt__format("%s", "");
-    size_t at = 0;
     int n = 0;
+    if (!out) return DT_ERR_ARG;
     for (const dt__launcher *row = dt__launchers; row < dt__launchers + DT__LAUNCHERS; row++) {
         dt_status status = dt__launch_read_row(row, &found);
         if (n == 0) *out = found;
         if (n == 0 && status != DT_OK) return status;
         if (status != DT_OK || found.size == 0) continue;
         if (found.rank != out->rank || found.size != out->size) {
-            dt__append(others.s, sizeof others.s, &at, "%s%s", at ? ", " : "", row->name);
+            dt__put(&others, "%s%s", others.used ? ", " : "", row->name);
             continue;
         }
         if (out->local_size == 0) out->local_size = found.local_size;
@@ -6445,16 +6453,6 @@ static dt_status dt__launch_search(dt_launch *out) {
     return DT_OK;
 }
 
-DT_API dt_status dt_launch_find(dt_launch *out) {
-    if (!out) return DT_ERR_ARG;
-    dt_status status = dt__launch_search(out);
-    dt__escape(out->text, sizeof out->text);
-    if (status == DT_OK) return DT_OK;
-    dt_launch alone = { .rank = 0, .size = 1, .local_rank = -1 };
-    memcpy(alone.text, out->text, sizeof alone.text);
-    *out = alone;
-    return status;
-}
 // ==== 25. Proofs (SHA-256, HMAC) ================================================================
 
 /* A proof is an HMAC-SHA256, keyed with the job's token, over the side that proves its identity and
@@ -6523,12 +6521,10 @@ static void dt__sha256_block(uint32_t h[8], const uint8_t block[64]) {
 }
 
 static void dt__sha256_begin(dt__sha256 *s) {
-    static const uint32_t start[8] = { /* as k, but of the square roots of the first 8 primes */
-        0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a, 0x510e527f, 0x9b05688c, 0x1f83d9ab,
-        0x5be0cd19
-    };
-    memset(s, 0, sizeof *s);
-    memcpy(s->h, start, sizeof start);
+    /* as k, but of the square roots of the first 8 primes */
+    static const dt__sha256 start = { .h = { 0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
+                                          0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19 } };
+    *s = start;
 }
 
 static void dt__sha256_add(dt__sha256 *s, const void *data, size_t bytes) {
@@ -6556,15 +6552,11 @@ static void dt__sha256_of(const void *data, size_t bytes, uint8_t digest[32]) {
     dt__sha256_end(&s, digest);
 }
 
+/* The key has at most 64 bytes. */
 static void dt__hmac(
     const void *key, size_t key_bytes, const void *data, size_t bytes, uint8_t digest[32]) {
-    uint8_t short_key[32], inner[32]; /* digest cannot hold inner, because digest may be the key */
+    uint8_t inner[32]; /* digest cannot hold inner, because digest may be the key */
     dt__sha256 s;
-    if (key_bytes > 64) {
-        dt__sha256_of(key, key_bytes, short_key);
-        key = short_key;
-        key_bytes = sizeof short_key;
-    }
     for (int outer = 0; outer < 2; outer++) {
         dt__sha256_begin(&s);
         for (size_t i = 0; i < 64; i++) {
@@ -6575,7 +6567,6 @@ static void dt__hmac(
         dt__sha256_add(&s, outer ? inner : data, outer ? sizeof inner : bytes);
         dt__sha256_end(&s, outer ? digest : inner);
     }
-    dt__wipe(short_key, sizeof short_key);
     dt__wipe(inner, sizeof inner);
 }
 
@@ -6592,7 +6583,11 @@ static int dt__equal_secrets(const uint8_t *a, const uint8_t *b, size_t bytes) {
    that the ranks have in common, from dt_run_desc, a file or the environment. Its SHA-256 is the
    key of the proofs. */
 
-enum { DT__TCP_MIN_TOKEN_BYTES = 16, DT__TCP_TEXT_BYTES = 512 };
+enum {
+    DT__TCP_MIN_TOKEN_BYTES = 16,
+    DT__TCP_TEXT_BYTES = 512,
+    DT__TCP_SOCKET_FLAGS = SOCK_NONBLOCK | SOCK_CLOEXEC
+};
 
 /* An IPv4 address in network byte order and a port in host byte order. */
 typedef struct dt__tcp_address {
@@ -6616,11 +6611,9 @@ static dt__tcp_address dt__tcp_address_of(const void *sockaddr) {
 }
 
 static struct sockaddr_in dt__tcp_sockaddr(dt__tcp_address address) {
-    struct sockaddr_in at;
-    memset(&at, 0, sizeof at);
-    at.sin_family = AF_INET;
-    at.sin_addr.s_addr = address.ip;
-    at.sin_port = htons((uint16_t)address.port);
+    struct sockaddr_in at = { .sin_family = AF_INET,
+        .sin_port = htons((uint16_t)address.port),
+        .sin_addr = { .s_addr = address.ip } };
     return at;
 }
 
@@ -6641,16 +6634,14 @@ static uint32_t dt__tcp_interface_address(void) {
    0 on failure. Many machines resolve their own name to a loopback address, which no other machine
    can reach: the address of an interface is better. */
 static int dt__tcp_address_parse(const char *text, dt__tcp_address *address) {
-    struct addrinfo hints, *found = NULL;
+    const struct addrinfo hints = { .ai_family = AF_INET, .ai_socktype = SOCK_STREAM };
+    struct addrinfo *found = NULL;
     char host[256];
     int port;
     if (!dt__split_address(text ? text : "", host, sizeof host, &port)) return 0;
     if (!host[0] || strcmp(host, "localhost") == 0) snprintf(host, sizeof host, "127.0.0.1");
     address->port = (uint32_t)port;
     if (inet_pton(AF_INET, host, &address->ip) == 1) return 1;
-    memset(&hints, 0, sizeof hints);
-    hints.ai_family = AF_INET;
-    hints.ai_socktype = SOCK_STREAM;
     /* getaddrinfo would resolve "1.2" to 1.0.0.2 */
     if (strspn(host, "0123456789.") == strlen(host)) return 0;
     if (getaddrinfo(host, NULL, &hints, &found) != 0) return 0;
@@ -6671,42 +6662,33 @@ static int dt__tcp_close_failed(int fd, int error) {
     return -1;
 }
 
-/* Makes a socket nonblocking, close-on-exec and without TCP's delay. Returns fd; closes it and
-   returns -1 on failure. */
-static int dt__tcp_set_up(int fd) {
-    int one = 1;
-    if (fd < 0) return -1;
-    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
-    if (fcntl(fd, F_SETFD, FD_CLOEXEC) == 0 &&
-        fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK) == 0)
-        return fd;
-    return dt__tcp_close_failed(fd, errno);
-}
-
 static int dt__tcp_socket(void) {
-    return dt__io_guard_std_fds() == 0 ? dt__tcp_set_up(socket(AF_INET, SOCK_STREAM, 0)) : -1;
+    if (dt__io_guard_std_fds() != 0) return -1;
+    return socket(AF_INET, SOCK_STREAM | DT__TCP_SOCKET_FLAGS, 0);
 }
 
 #ifndef TCP_RTO_MAX_MS
 #define TCP_RTO_MAX_MS 44 /* since Linux 6.15; older headers lack the name, older kernels fail */
 #endif
 
-/* Heartbeat. With up to 8 TCP keepalive probes the kernel notices within timeout_s + 1 s that a
+/* Sets the options of a link: TCP sends small packets at once and probes the peer.
+   Heartbeat. With up to 8 TCP keepalive probes the kernel notices within timeout_s + 1 s that a
    peer's machine has vanished. (TCP_USER_TIMEOUT would also close a connection to a rank that
    computes for a long time without reading.) TCP retransmits after 0.2 s, 0.4 s, 0.8 s, ...; newer
    kernels let dt cap these pauses at timeout_s / 8, but at least 1 s, because the kernel closes a
    connection after 15 retransmissions. */
-static void dt__tcp_set_keepalive(int fd, double timeout_s) {
+static void dt__tcp_set_options(int fd, double timeout_s) {
     int total_s = 1 + (int)fmin(timeout_s, 32000), interval_s = 1 + total_s / 16;
     int probes = (int)fmin(fmax((total_s - 1) / interval_s, 1), 8);
-    const int options[5][3] = {
+    const int options[6][3] = {
+        { IPPROTO_TCP, TCP_NODELAY, 1 },
         { SOL_SOCKET, SO_KEEPALIVE, 1 },
         { IPPROTO_TCP, TCP_KEEPIDLE, (int)fmax(total_s - probes * interval_s, 1) },
         { IPPROTO_TCP, TCP_KEEPINTVL, interval_s },
         { IPPROTO_TCP, TCP_KEEPCNT, probes },
         { IPPROTO_TCP, TCP_RTO_MAX_MS, (int)(125 * fmin(fmax(timeout_s, 8), 960)) },
     };
-    for (int i = 0; i < 5; i++)
+    for (int i = 0; i < 6; i++)
         setsockopt(fd, options[i][0], options[i][1], &options[i][2], sizeof options[i][2]);
 }
 
@@ -6733,20 +6715,20 @@ static int dt__tcp_listen(dt__tcp_address address, int backlog) {
 
 /* Reads the token without trailing white space and returns its length; or says `why` it cannot.
    Refuses a file that other users may read, because those users could join the job. */
-static size_t dt__tcp_token_file(const char *path, char *token, size_t capacity, dt__phrase *why) {
+static size_t dt__tcp_token_file(const char *path, char *token, size_t capacity, char *why) {
     struct stat info;
     int fd = dt__io_open(NULL, path, DT_IO_READ);
     ssize_t n = -1;
     if (fd < 0 || fstat(fd, &info) != 0)
-        dt__put(why, "the token's file DT_TOKEN_FILE=%.200s cannot be opened: %s", path,
-            dt__io_reason());
+        snprintf(why, DT__TCP_TEXT_BYTES,
+            "the token's file DT_TOKEN_FILE=%.200s cannot be opened: %s", path, dt__io_reason());
     else if (info.st_mode & 077)
-        dt__put(why,
+        snprintf(why, DT__TCP_TEXT_BYTES,
             "others than its owner may use the token's file DT_TOKEN_FILE=%.200s (mode %03o): "
             "chmod 600",
             path, (unsigned)info.st_mode & 0777);
     else if ((n = read(fd, token, capacity)) < 0 || (size_t)n == capacity)
-        dt__put(why, "DT_TOKEN_FILE=%.200s is not a token file", path);
+        snprintf(why, DT__TCP_TEXT_BYTES, "DT_TOKEN_FILE=%.200s is not a token file", path);
     if (fd >= 0) close(fd);
     while (n > 0 && memchr("\n\r ", token[n - 1], 3)) n--;
     return n > 0 ? (size_t)n : 0;
@@ -6758,10 +6740,10 @@ static int dt__tcp_key(
     const dt_run_desc *desc, dt__tcp_address address, uint8_t key[32], char *why) {
     char buffer[4096];
     const char *token = desc->token, *from = "dt_run_desc.token", *path = getenv("DT_TOKEN_FILE");
-    dt__phrase text = dt__format("%s", "");
     size_t bytes = 0;
+    why[0] = 0;
     if (!token && path && path[0]) {
-        bytes = dt__tcp_token_file(path, buffer, sizeof buffer, &text);
+        bytes = dt__tcp_token_file(path, buffer, sizeof buffer, why);
         token = buffer;
         from = "DT_TOKEN_FILE";
     } else {
@@ -6769,19 +6751,18 @@ static int dt__tcp_key(
             token = getenv(from = "DT_TOKEN");
         if (token) bytes = strlen(token);
     }
-    if (token && bytes < DT__TCP_MIN_TOKEN_BYTES && !text.s[0])
-        dt__put(&text, "the token of %s has %zu bytes; it needs at least %d", from, bytes,
-            (int)DT__TCP_MIN_TOKEN_BYTES);
+    if (token && bytes < DT__TCP_MIN_TOKEN_BYTES && !why[0])
+        snprintf(why, DT__TCP_TEXT_BYTES, "the token of %s has %zu bytes; it needs at least %d",
+            from, bytes, (int)DT__TCP_MIN_TOKEN_BYTES);
     if (!token && !dt__tcp_is_loopback(address) && desc->ranks > 1)
-        dt__put(&text,
-            "the rendezvous %s can be reached from other machines, so ranks must prove that they "
-            "belong to the job, and there is no token. Make one: head -c 32 /dev/urandom | base64 "
-            "> token; chmod 600 token; and start each rank with DT_TOKEN_FILE=token",
+        snprintf(why, DT__TCP_TEXT_BYTES,
+            "the rendezvous %.30s can be reached from other machines, so ranks must prove that "
+            "they belong to the job, and there is no token. Make one: head -c 32 /dev/urandom | "
+            "base64 > token; chmod 600 token; and start each rank with DT_TOKEN_FILE=token",
             dt__tcp_address_text(address).s);
-    snprintf(why, DT__TCP_TEXT_BYTES, "%s", text.s);
-    if (!text.s[0]) dt__sha256_of(token, bytes, key);
+    if (!why[0]) dt__sha256_of(token, bytes, key);
     dt__wipe(buffer, sizeof buffer);
-    return !text.s[0];
+    return !why[0];
 }
 
 // ==== 27. Rendezvous ============================================================================
@@ -6851,7 +6832,7 @@ typedef struct dt__tcp_handshake {
 } dt__tcp_handshake;
 
 /* Rank 0 sends this struct to every connected rank when all ranks have connected or the rendezvous
-   has failed. Unless it has failed, the addresses of all ranks follow. */
+   has failed. The addresses of all ranks follow. */
 typedef struct dt__tcp_table {
     uint32_t magic, failed;
     int32_t check;                 /* rank 0's dt_run_desc.check, which all ranks use */
@@ -6876,14 +6857,11 @@ typedef struct dt__tcp_link {
 
 typedef struct dt__tcp_rendezvous {
     dt_ctx *ctx;
-    const dt_host *host;
     int rank, size, check;
     double timeout_s;
     dt__stopwatch watch; /* all deadlines use this clock */
     uint64_t job; /* the job's random number, made by rank 0; 0 if this rank does not know it yet */
-    const uint8_t *key; /* (32) the HMAC key; this struct holds no copy of it */
-    uint8_t seed[32];   /* of the nonces */
-    uint64_t nonce_count;
+    const uint8_t *key;  /* (32) the HMAC key; this struct holds no copy of it */
     int listener, slots; /* listener: the socket that accepts the higher ranks; -1: none */
     long rejected;
     dt__phrase last_rejection;  /* why the last pending connection was rejected */
@@ -6894,25 +6872,24 @@ typedef struct dt__tcp_rendezvous {
 
 /* ---- handshake records ---- */
 
-/* Derives the next nonce, 32 unpredictable bytes, from the seed. */
-static void dt__tcp_nonce(dt__tcp_rendezvous *r, uint8_t nonce[32]) {
-    r->nonce_count++;
-    dt__hmac(r->seed, sizeof r->seed, &r->nonce_count, sizeof r->nonce_count, nonce);
+/* Fails the context if there are no random numbers, because a proof over a known nonce could be a
+   recorded one. */
+static void dt__tcp_random(dt__tcp_rendezvous *r, void *number, size_t bytes) {
+    if (getrandom(number, bytes, 0) != (ssize_t)bytes)
+        dt_fail(r->ctx, DT_ERR_IO, "the system gives no random numbers (error %d)", errno);
 }
 
 static dt__tcp_handshake dt__tcp_handshake_make(dt__tcp_rendezvous *r, uint32_t kind) {
-    dt__tcp_handshake record;
-    memset(&record, 0, sizeof record);
+    dt__tcp_handshake record = { .version = DT__TCP_VERSION,
+        .kind = kind,
+        .rank = r->rank,
+        .size = r->size,
+        .pid = (int32_t)getpid(),
+        .address = dt__tcp_own_address(r->listener),
+        .job = r->job };
     memcpy(record.magic, dt__tcp_magic, sizeof record.magic);
-    record.version = DT__TCP_VERSION;
-    record.kind = kind;
-    record.rank = r->rank;
-    record.size = r->size;
-    record.pid = (int32_t)getpid();
-    record.address = dt__tcp_own_address(r->listener);
-    record.job = r->job;
     if (gethostname(record.host, sizeof record.host - 1) != 0) record.host[0] = 0;
-    if (kind == DT__TCP_HELLO) dt__tcp_nonce(r, record.nonce);
+    if (kind == DT__TCP_HELLO) dt__tcp_random(r, record.nonce, sizeof record.nonce);
     return record;
 }
 
@@ -6922,11 +6899,8 @@ static void dt__tcp_prove(const uint8_t key[32], const char *side, const dt__tcp
     struct {
         char side[16];
         dt__tcp_handshake caller, host;
-    } transcript;
-    memset(&transcript, 0, sizeof transcript);
+    } transcript = { "", *caller, *host };
     snprintf(transcript.side, sizeof transcript.side, "dt tcp %s", side);
-    transcript.caller = *caller;
-    transcript.host = *host;
     dt__hmac(key, 32, &transcript, sizeof transcript, proof);
 }
 
@@ -6939,8 +6913,7 @@ static int dt__tcp_is_proof(const uint8_t key[32], const char *side,
 
 /* Copies the host name that the peer sent, escaped. */
 static void dt__tcp_host_name(char name[DT__TCP_NAME_BYTES], const char sent[DT__TCP_NAME_BYTES]) {
-    memcpy(name, sent[0] ? sent : "?", sent[0] ? DT__TCP_NAME_BYTES : 2);
-    name[DT__TCP_NAME_BYTES - 1] = 0;
+    snprintf(name, DT__TCP_NAME_BYTES, "%.*s", DT__TCP_NAME_BYTES - 1, sent[0] ? sent : "?");
     dt__escape(name, DT__TCP_NAME_BYTES);
 }
 
@@ -6997,7 +6970,7 @@ static void dt__tcp_make_link(dt__tcp_rendezvous *r, dt__tcp_pending *p, int ran
     link->pid = p->theirs.pid;
     dt__tcp_host_name(link->host, p->theirs.host);
     r->addresses[rank] = p->theirs.address;
-    dt__tcp_set_keepalive(p->fd, r->timeout_s);
+    dt__tcp_set_options(p->fd, r->timeout_s);
     p->fd = -1;
 }
 
@@ -7038,12 +7011,11 @@ static void dt__tcp_decide(dt__tcp_rendezvous *r, dt__tcp_pending *p, const char
     }
     if (!reason) dt__tcp_prove(r->key, "host", &p->theirs, &p->ours, answer.proof);
     const dt__tcp_handshake *caller = reason == DT__TCP_WRONG_VERSION ? &p->record : &p->theirs;
-    if (!dt__tcp_send_record(p, &answer) && !reason)
-        dt__tcp_reject(r, p, why);
-    else if (reason)
-        dt__tcp_reject(r, p, dt__tcp_reason(caller, &answer).s);
-    else
+    int is_sent = dt__tcp_send_record(p, &answer);
+    if (is_sent && !reason)
         dt__tcp_make_link(r, p, rank);
+    else
+        dt__tcp_reject(r, p, reason ? dt__tcp_reason(caller, &answer).s : why);
 }
 
 /* Fails the context. why: what is wrong with the rank that listens; NULL: it refuses this rank. */
@@ -7151,10 +7123,10 @@ static void dt__tcp_accept_new(dt__tcp_rendezvous *r, double now) {
         dt__tcp_pending *p = dt__tcp_find_slot(r, now, 1);
         struct sockaddr_in at;
         socklen_t length = sizeof at;
-        memset(&at, 0, sizeof at);
-        if (!p) return;
-        int is_guarded = dt__io_guard_std_fds() == 0;
-        int fd = is_guarded ? accept(r->listener, (struct sockaddr *)&at, &length) : -1;
+        if (!p || dt__io_guard_std_fds() != 0) return;
+        /* libc declares accept4 only with _GNU_SOURCE */
+        int fd = (int)syscall(
+            SYS_accept4, r->listener, (struct sockaddr *)&at, &length, DT__TCP_SOCKET_FLAGS);
         if (fd < 0 && (errno == ECONNABORTED || errno == EINTR)) continue;
         if (fd < 0 && (errno == EMFILE || errno == ENFILE)) {
             p = dt__tcp_find_slot(r, now, 0);
@@ -7163,19 +7135,12 @@ static void dt__tcp_accept_new(dt__tcp_rendezvous *r, double now) {
         if (fd < 0) return;
         if (p->fd >= 0) dt__tcp_reject(r, p, "it said nothing while others came");
         memset(p, 0, sizeof *p);
-        p->fd = dt__tcp_set_up(fd);
+        p->fd = fd;
         p->state = DT__TCP_AWAIT_HELLO;
         p->last_heard = now;
         p->deadline = now + DT__TCP_PENDING_S;
         p->address = dt__tcp_address_of(&at);
     }
-}
-
-static void dt__tcp_serve_pending(dt__tcp_rendezvous *r) {
-    double now = dt__waited(&r->watch);
-    dt__tcp_accept_new(r, now);
-    for (int i = 0; i < r->slots; i++)
-        if (r->pending[i].fd >= 0) dt__tcp_read_pending(r, &r->pending[i], now);
 }
 
 static dt_status dt__tcp_open_listener(dt__tcp_rendezvous *r, dt__tcp_address address) {
@@ -7200,10 +7165,14 @@ static void dt__tcp_close_listener(dt__tcp_rendezvous *r) {
     r->listener = -1;
 }
 
-/* Sleeps. If this rank already knows its job, it serves its pending connections first. */
+/* Sleeps. Then a rank that listens and knows its job serves its pending connections. */
 static void dt__tcp_pause(dt__tcp_rendezvous *r, double seconds) {
-    if (r->listener >= 0 && r->job) dt__tcp_serve_pending(r);
-    r->host->sleep(r->host->user, seconds);
+    r->watch.host->sleep(r->watch.host->user, seconds);
+    if (r->listener < 0 || !r->job) return;
+    double now = dt__waited(&r->watch);
+    dt__tcp_accept_new(r, now);
+    for (int i = 0; i < r->slots; i++)
+        if (r->pending[i].fd >= 0) dt__tcp_read_pending(r, &r->pending[i], now);
 }
 
 /* Accepts connections until all higher ranks are connected. Rank 0 drops the connections that their
@@ -7211,10 +7180,9 @@ static void dt__tcp_pause(dt__tcp_rendezvous *r, double seconds) {
    on its socket means that the connection is closed. */
 static dt_status dt__tcp_accept_ranks(dt__tcp_rendezvous *r) {
     double deadline = dt__waited(&r->watch) + r->timeout_s;
-    for (;; r->host->sleep(r->host->user, 5e-4)) {
+    for (;; dt__tcp_pause(r, 5e-4)) {
         dt__phrase missing = dt__format("%s", "");
         int n = 0;
-        dt__tcp_serve_pending(r);
         for (int rank = r->rank + 1; rank < r->size; rank++) {
             struct pollfd event = { r->links[rank].fd, POLLIN, 0 };
             if (event.fd >= 0 && r->rank == 0 && poll(&event, 1, 0) > 0) {
@@ -7223,7 +7191,7 @@ static dt_status dt__tcp_accept_ranks(dt__tcp_rendezvous *r) {
             }
             if (r->links[rank].fd < 0) dt__put(&missing, n++ ? ", %d" : "%d", rank);
         }
-        if (n == 0) return DT_OK;
+        if (n == 0 || dt_error(r->ctx)) return dt_error(r->ctx);
         if (dt__waited(&r->watch) <= deadline) continue;
         dt__phrase also = dt__format("%s", "");
         if (r->rejected)
@@ -7238,23 +7206,23 @@ static dt_status dt__tcp_accept_ranks(dt__tcp_rendezvous *r) {
 
 /* ---- the dialling rank ---- */
 
-/* Tries once to connect. Returns -1 with errno set on failure. */
+/* Tries once to connect. Returns -1 with errno set on failure. Repeated calls of connect say what
+   has become of the attempt. */
 static int dt__tcp_connect(dt__tcp_rendezvous *r, dt__tcp_address address, double deadline) {
     struct sockaddr_in at = dt__tcp_sockaddr(address);
-    int fd = dt__tcp_socket(), error = 0;
-    socklen_t length = sizeof error;
-    struct pollfd wait = { fd, POLLOUT, 0 };
+    int fd = dt__tcp_socket();
     if (fd < 0) return -1;
-    if (connect(fd, (struct sockaddr *)&at, sizeof at) != 0 && errno != EINPROGRESS) error = errno;
-    while (!error && poll(&wait, 1, 0) == 0 && dt__waited(&r->watch) < deadline)
+    while (connect(fd, (struct sockaddr *)&at, sizeof at) != 0 && errno != EISCONN) {
+        int error = errno;
+        if ((error != EINPROGRESS && error != EALREADY) || dt__waited(&r->watch) >= deadline)
+            return dt__tcp_close_failed(fd, error);
         dt__tcp_pause(r, 2e-4);
-    if (!error && !wait.revents) error = ETIMEDOUT;
-    if (!error && getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &length) != 0) error = errno;
+    }
     /* TCP self-connect: if no process listens at the port and the port is in the ephemeral port
        range, the system may give this port to the new socket, which then connects to itself */
     dt__tcp_address own = dt__tcp_own_address(fd);
-    if (!error && own.port == address.port && own.ip == address.ip) error = ECONNREFUSED;
-    return error ? dt__tcp_close_failed(fd, error) : fd;
+    if (own.port != address.port || own.ip != address.ip) return fd;
+    return dt__tcp_close_failed(fd, ECONNREFUSED);
 }
 
 /* The caller's side of the handshake. Returns 1 if the rank has accepted this rank, -1 if the
@@ -7282,7 +7250,7 @@ static dt_status dt__tcp_dial(dt__tcp_rendezvous *r, int rank) {
     dt__tcp_address address = r->addresses[rank];
     double deadline = dt__waited(&r->watch) + r->timeout_s;
     for (;; dt__tcp_pause(r, 1e-2)) {
-        int done = 0, fd = dt__tcp_connect(r, address, deadline);
+        int fd = dt__tcp_connect(r, address, deadline);
         const char *reason =
             errno == ECONNREFUSED ? "nobody listens there" : "it cannot be reached";
         if (fd >= 0 && r->listener < 0) {
@@ -7290,8 +7258,8 @@ static dt_status dt__tcp_dial(dt__tcp_rendezvous *r, int rank) {
             here.port = 0;
             if (dt__tcp_open_listener(r, here) != DT_OK) return close(fd), dt_error(r->ctx);
         }
-        if (fd >= 0) done = dt__tcp_shake_hands(r, fd, rank, deadline + DT__TCP_SKEW_S, &reason);
-        if (done) return dt_error(r->ctx);
+        if (fd >= 0 && dt__tcp_shake_hands(r, fd, rank, deadline + DT__TCP_SKEW_S, &reason))
+            return dt_error(r->ctx);
         int is_late = dt__waited(&r->watch) > deadline;
         if (rank > 0 && (fd < 0 || is_late))
             return dt_fail(r->ctx, DT_ERR_PEER, "connection to rank %d was lost: at %s %s", rank,
@@ -7328,32 +7296,24 @@ static dt_status dt__tcp_lost_link(dt__tcp_rendezvous *r, int rank) {
 }
 
 /* Rank 0 accepts a connection from each rank, then sends the table and the addresses to each. */
-static dt_status dt__tcp_host_rendezvous(dt__tcp_rendezvous *r) {
-    uint8_t random[32];
-    dt__tcp_table table;
-    if (r->listener < 0 && dt__tcp_open_listener(r, r->addresses[0]) != DT_OK)
-        return dt_error(r->ctx);
-    dt__tcp_nonce(r, random);
-    memcpy(&r->job, random, sizeof r->job);
+static void dt__tcp_host_rendezvous(dt__tcp_rendezvous *r) {
+    if (r->listener < 0 && dt__tcp_open_listener(r, r->addresses[0]) != DT_OK) return;
+    dt__tcp_random(r, &r->job, sizeof r->job);
     r->job |= 1;
     dt__tcp_accept_ranks(r);
     dt__tcp_close_listener(r);
-    memset(&table, 0, sizeof table);
-    table.magic = DT__TCP_FRAME_MAGIC;
-    table.failed = dt_error(r->ctx) != DT_OK;
-    table.check = r->check;
+    dt__tcp_table table = {
+        .magic = DT__TCP_FRAME_MAGIC, .failed = dt_error(r->ctx) != DT_OK, .check = r->check
+    };
     snprintf(table.text, sizeof table.text, "%s", dt_error_text(r->ctx));
     double deadline = dt__waited(&r->watch) + r->timeout_s;
-    size_t bytes = table.failed ? 0 : (size_t)r->size * sizeof *r->addresses;
+    size_t bytes = (size_t)r->size * sizeof *r->addresses;
     for (int rank = 1; rank < r->size; rank++) {
         int fd = r->links[rank].fd;
-        if (fd >= 0 &&
-            (!dt__tcp_transfer(r, fd, 1, &table, sizeof table, deadline) ||
-                !dt__tcp_transfer(r, fd, 1, r->addresses, bytes, deadline)) &&
-            !table.failed)
+        if (fd >= 0 && (!dt__tcp_transfer(r, fd, 1, &table, sizeof table, deadline) ||
+                           !dt__tcp_transfer(r, fd, 1, r->addresses, bytes, deadline)))
             dt__tcp_lost_link(r, rank);
     }
-    return dt_error(r->ctx);
 }
 
 /* Receives the addresses of all ranks. Rank 0's timeout may have begun later than this rank's, but
@@ -7362,23 +7322,22 @@ static dt_status dt__tcp_recv_table(dt__tcp_rendezvous *r) {
     dt__tcp_table table;
     int fd = r->links[0].fd;
     double deadline = dt__waited(&r->watch) + r->timeout_s + DT__TCP_SKEW_S;
-    r->check = 0;
+    size_t bytes = (size_t)r->size * sizeof *r->addresses;
     if (!dt__tcp_transfer(r, fd, 0, &table, sizeof table, deadline) ||
+        !dt__tcp_transfer(r, fd, 0, r->addresses, bytes, deadline) ||
         table.magic != DT__TCP_FRAME_MAGIC)
         return dt__tcp_lost_link(r, 0);
-    r->check = table.check;
     table.text[sizeof table.text - 1] = 0;
     if (table.failed) return dt_fail(r->ctx, DT_ERR_PEER, "peer failed first: %s", table.text);
-    if (!dt__tcp_transfer(r, fd, 0, r->addresses, (size_t)r->size * sizeof *r->addresses, deadline))
-        return dt__tcp_lost_link(r, 0);
+    r->check = table.check;
     return DT_OK;
 }
 
 /* The other ranks connect to rank 0, then to all lower ranks, then accept the higher ranks. */
-static dt_status dt__tcp_join_rendezvous(dt__tcp_rendezvous *r) {
+static void dt__tcp_join_rendezvous(dt__tcp_rendezvous *r) {
     if (dt__tcp_dial(r, 0) == DT_OK) dt__tcp_recv_table(r);
     for (int rank = 1; rank < r->rank && !dt_error(r->ctx); rank++) dt__tcp_dial(r, rank);
-    return dt_error(r->ctx) ? dt_error(r->ctx) : dt__tcp_accept_ranks(r);
+    if (!dt_error(r->ctx)) dt__tcp_accept_ranks(r);
 }
 
 /* Rendezvous: connects this rank to all others, links[0 .. desc->ranks). Returns rank 0's
@@ -7387,7 +7346,6 @@ static dt_status dt__tcp_join_rendezvous(dt__tcp_rendezvous *r) {
 static int dt__tcp_meet(dt_ctx *ctx, const dt_run_desc *desc, dt__tcp_address rendezvous,
     const uint8_t key[32], int listening, dt__tcp_link *links) {
     dt__tcp_rendezvous r = { .ctx = ctx,
-        .host = dt_ctx_host(ctx),
         .rank = desc->rank,
         .size = desc->ranks,
         .check = desc->check,
@@ -7401,22 +7359,19 @@ static int dt__tcp_meet(dt_ctx *ctx, const dt_run_desc *desc, dt__tcp_address re
     size_t bytes =
         (size_t)slots * sizeof(dt__tcp_pending) + (size_t)r.size * sizeof(dt__tcp_address);
     r.pending = (dt__tcp_pending *)dt_alloc(ctx, DT_MEM_HOST, bytes, "pending connections");
+    for (int rank = 0; rank < r.size; rank++) links[rank].fd = -1;
     if (r.pending) {
         memset(r.pending, 0, bytes);
+        for (int i = 0; i < slots; i++) r.pending[i].fd = -1;
         r.slots = slots;
         r.addresses = (dt__tcp_address *)(void *)(r.pending + slots);
         r.addresses[0] = rendezvous;
+        if (r.rank == 0)
+            dt__tcp_host_rendezvous(&r);
+        else
+            dt__tcp_join_rendezvous(&r);
     }
-    for (int i = 0; i < r.slots; i++) r.pending[i].fd = -1;
-    for (int rank = 0; rank < r.size; rank++) links[rank].fd = -1;
-    if (getrandom(r.seed, sizeof r.seed, 0) != (ssize_t)sizeof r.seed)
-        dt_fail(ctx, DT_ERR_IO, "the system gives no random numbers (error %d)", errno);
-    if (dt_error(ctx) == DT_OK && r.rank == 0)
-        dt__tcp_host_rendezvous(&r);
-    else if (dt_error(ctx) == DT_OK)
-        dt__tcp_join_rendezvous(&r);
     dt__tcp_close_listener(&r);
-    dt__wipe(r.seed, sizeof r.seed);
     dt_free(ctx, DT_MEM_HOST, r.pending, bytes);
     return r.check;
 }
@@ -7437,15 +7392,15 @@ static int dt__tcp_meet(dt_ctx *ctx, const dt_run_desc *desc, dt__tcp_address re
                                      >- socket - socket -
        user's memory ---------------/                    \-> user's memory
 
-   A packet is copied only if the socket cannot take it now (output), and a received packet lies in
-   the input buffer, which all connections share; a packet of which a part has arrived is kept with
-   its peer. Bulk data are never copied, except for up to one input buffer of them that arrives
+   A packet is copied to its peer's output, so that it is sent by one call. A received packet lies
+   in the input buffer, which all connections share; a packet of which a part has arrived is kept
+   with its peer. Bulk data are never copied, except for up to one input buffer of them that arrives
    together with the first header. One poll serves all sockets: dt__tcp_recv reads them in turn, and
    polls again only after it has returned all packets that it read. The transport moves data only
    in calls of recv, send, push and lost. */
 
 enum {
-    DT__TCP_SEGMENT_BYTES = 256 * 1024,
+    DT__TCP_SEGMENT_BYTES = 1024 * 1024,
     DT__TCP_OUTPUT_BYTES = 4 * DT_PACKET_BYTES,
     DT__TCP_INPUT_BYTES = 65536,
     /* maximum number of reads from, and of writes to, one peer between two polls */
@@ -7458,49 +7413,43 @@ typedef struct dt__tcp_header {
     uint64_t bytes, id; /* id: of the push and the pull; 0 in a packet */
 } dt__tcp_header;
 
-typedef struct dt__tcp_bulk { /* a push or a pull */
-    int peer, is_cancelled;   /* is_cancelled: of a pull, whose data are dropped */
+/* A push or a pull, also of the MPI transport (section 29). A cancelled pull stays until its data
+   have arrived, which are dropped. A cancelled push stays if it has begun to write a segment, which
+   it then owns. */
+typedef struct dt__bulk {
+    int peer, is_pull, is_cancelled;
     uint64_t id;
     char *buf;
-    size_t bytes, done; /* done: number of bytes in complete segments (push), received (pull) */
-    size_t told;        /* `done` at the last dt__tcp_test */
-    struct dt__tcp_bulk *next;
-} dt__tcp_bulk;
+    /* done: number of bytes received (pull), in complete segments (push), in begun pieces (MPI) */
+    size_t bytes, done;
+    size_t told; /* `done` at the last dt__tcp_test */
+    struct dt__bulk *next;
+#ifdef DT_USE_MPI
+    MPI_Request request; /* of the current piece */
+#endif
+} dt__bulk;
 
 typedef struct dt__tcp_peer {
-    int fd;                       /* -1: not connected */
-    int rank, error;              /* error: errno of the call that found the connection lost */
-    int write_closed;             /* 1 if no more data can be sent to the peer */
-    int is_malformed;             /* 1 if the connection was closed because of a malformed frame */
-    dt__tcp_bulk *pushes, *pulls; /* unfinished, the oldest first */
-    /* incoming: the pull whose segment is arriving, and the number of its bytes still to come */
-    dt__tcp_bulk *pull;
-    size_t pull_left, partial_bytes;
-    /* outgoing: the segment that is being written, its push and its data. A cancelled push leaves
-       push NULL and a copy of its segment, which the transport owns. */
-    dt__tcp_header segment;
-    dt__tcp_bulk *push;
-    char *segment_data;
-    size_t segment_left; /* number of bytes of header and data that have not been written */
-    size_t output_begin, output_end;
+    int fd;                   /* -1: not connected */
+    int error;                /* errno of the call that found the connection lost, or EBADMSG */
+    dt__bulk *pushes, *pulls; /* unfinished, the oldest first */
+    dt__bulk *pull;           /* the pull whose segment is arriving */
+    size_t partial_bytes, output_bytes;
+    size_t segment_written; /* written bytes of the first push's next segment and its header */
     char partial[sizeof(dt__tcp_header) + DT_PACKET_BYTES]; /* the first bytes of a packet */
-    char output[DT__TCP_OUTPUT_BYTES]; /* packets that the socket could not take */
+    char output[DT__TCP_OUTPUT_BYTES];                      /* packets that have not been written */
 } dt__tcp_peer;
 
 typedef struct dt__tcp {
     dt_ctx *ctx;
-    const dt_host *host;
-    int rank, size, check;      /* check: rank 0's dt_run_desc.check */
-    dt__tcp_peer *peers;        /* (size) */
-    dt__tcp_link *links;        /* (size) */
-    struct pollfd *polls;       /* (size): the result of the last poll */
-    int turn, reads;            /* the peer that is being read; number of reads in its turn */
-    dt__tcp_bulk *unused_bulks; /* for reuse */
-    char *input;                /* (DT__TCP_INPUT_BYTES), 8-byte aligned; of input_peer */
-    dt__tcp_peer *input_peer;
+    int rank, size, check;         /* check: rank 0's dt_run_desc.check */
+    dt__tcp_peer *peers;           /* (size) */
+    dt__tcp_link *links;           /* (size) */
+    struct pollfd *polls;          /* (size): the result of the last poll */
+    int turn, reads;               /* the peer that is being read; number of reads in its turn */
+    dt__bulk *unused_bulks;        /* for reuse */
+    char *input;                   /* (DT__TCP_INPUT_BYTES), 8-byte aligned; of the peer in turn */
     size_t input_begin, input_end; /* the bytes that have not been parsed */
-    char *packet;                  /* the next packet, found in the input; NULL: none */
-    size_t packet_bytes;
 } dt__tcp;
 
 static size_t dt__tcp_bytes(int size) {
@@ -7509,55 +7458,66 @@ static size_t dt__tcp_bytes(int size) {
            DT__TCP_INPUT_BYTES;
 }
 
-static dt__phrase dt__tcp_peer_text(const dt__tcp *t, int rank) {
-    return dt__tcp_rank_text(rank, t->links[rank].pid, t->links[rank].host);
-}
-
-/* Returns a text such as "connection to rank 3 (process 4711 on node7) was lost: its machine does
-   not answer". */
-static dt__phrase dt__tcp_loss_text(const dt__tcp *t, int rank) {
-    const dt__tcp_peer *peer = &t->peers[rank];
-    int is_silent =
-        peer->error == ETIMEDOUT || peer->error == EHOSTUNREACH || peer->error == ENETUNREACH;
-    return dt__format("connection to %s was lost%s", dt__tcp_peer_text(t, rank).s,
-        peer->is_malformed ? ": it sent a malformed frame"
-        : is_silent        ? ": its machine does not answer"
-                           : "");
-}
-
 static void dt__tcp_close_peer(dt__tcp_peer *peer) {
     if (peer->fd >= 0) close(peer->fd);
     peer->fd = -1;
-    peer->write_closed = 1;
 }
 
-static void dt__tcp_unlink(dt__tcp_bulk **link, const dt__tcp_bulk *bulk) {
-    while (*link && *link != bulk) link = &(*link)->next;
-    if (*link) *link = bulk->next;
+/* A connection on which a write has failed may still be read. */
+static int dt__tcp_can_write(const dt__tcp_peer *peer) { return peer->fd >= 0 && !peer->error; }
+
+/* Makes a push or a pull. */
+static dt__bulk *dt__bulk_make(
+    dt__tcp *t, int is_pull, int peer, uint64_t id, const void *buf, size_t bytes) {
+    dt__bulk *bulk = t->unused_bulks;
+    if (bulk)
+        t->unused_bulks = bulk->next;
+    else
+        bulk = (dt__bulk *)dt_alloc(t->ctx, DT_MEM_HOST, sizeof *bulk, "a bulk transfer");
+    if (!bulk) return NULL;
+    memset(bulk, 0, sizeof *bulk);
+    bulk->peer = peer;
+    bulk->is_pull = is_pull;
+    bulk->id = id;
+    bulk->buf = (char *)buf;
+    bulk->bytes = bytes;
+    return bulk;
 }
 
-static void dt__tcp_release(dt__tcp *t, dt__tcp_bulk *bulk) {
+/* Frees the segment that a cancelled push owns. */
+static void dt__bulk_free_copy(dt__tcp *t, const dt__bulk *push) {
+    const dt_host *host = dt_ctx_host(t->ctx);
+    host->free(host->user, push->buf, push->bytes, DT_MEM_HOST);
+}
+
+static void dt__bulk_release(dt__tcp *t, dt__bulk *bulk) {
+    bulk->is_cancelled = 0;
     bulk->next = t->unused_bulks;
     t->unused_bulks = bulk;
 }
 
-/* Returns the number of bytes of the next segment. */
-static size_t dt__tcp_next_segment(const dt__tcp_bulk *bulk) {
-    size_t left = bulk->bytes - bulk->done;
-    return left < (size_t)DT__TCP_SEGMENT_BYTES ? left : (size_t)DT__TCP_SEGMENT_BYTES;
+static void dt__tcp_unlink(dt__bulk **link, const dt__bulk *bulk) {
+    while (*link && *link != bulk) link = &(*link)->next;
+    if (*link) *link = bulk->next;
+}
+
+/* Returns the number of bytes up to the end of the current segment. */
+static size_t dt__tcp_segment_left(const dt__bulk *bulk) {
+    size_t left = bulk->bytes - bulk->done,
+           in_segment = DT__TCP_SEGMENT_BYTES - bulk->done % DT__TCP_SEGMENT_BYTES;
+    return left < in_segment ? left : in_segment;
 }
 
 /* ---- reading ---- */
 
 /* Counts n bytes of the segment that is arriving, which now lie in the pull's buffer. */
 static void dt__tcp_count_pulled(dt__tcp *t, dt__tcp_peer *peer, size_t n) {
-    dt__tcp_bulk *pull = peer->pull;
+    dt__bulk *pull = peer->pull;
+    if (n == dt__tcp_segment_left(pull)) peer->pull = NULL;
     pull->done += n;
-    peer->pull_left -= n;
-    if (peer->pull_left == 0) peer->pull = NULL;
     if (pull->done < pull->bytes) return;
     dt__tcp_unlink(&peer->pulls, pull);
-    if (pull->is_cancelled) dt__tcp_release(t, pull);
+    if (pull->is_cancelled) dt__bulk_release(t, pull);
 }
 
 /* Checks a header. If it begins a segment, sets the peer's pull. Returns 0 if it is malformed. */
@@ -7565,25 +7525,25 @@ static int dt__tcp_begin_frame(dt__tcp_peer *peer, const dt__tcp_header *header)
     if (header->magic != DT__TCP_FRAME_MAGIC) return 0;
     if (header->kind == DT__TCP_PACKET)
         return header->id == 0 && header->bytes > 0 && header->bytes <= DT_PACKET_BYTES;
-    dt__tcp_bulk *pull = peer->pulls;
+    dt__bulk *pull = peer->pulls;
     while (pull && pull->id != header->id) pull = pull->next;
     if (header->kind != DT__TCP_BULK || !pull) return 0;
-    if (header->bytes != dt__tcp_next_segment(pull)) return 0;
+    if (header->bytes != dt__tcp_segment_left(pull)) return 0;
     peer->pull = pull;
-    peer->pull_left = (size_t)header->bytes;
     return 1;
 }
 
-/* Parses the input up to its next whole packet and returns 1; copies bulk data to their pulls. If
-   no whole packet is left, keeps the rest of the input with the peer and returns 0. */
-static int dt__tcp_parse(dt__tcp *t) {
-    dt__tcp_peer *peer = t->input_peer;
+/* Parses the input up to its next whole packet and returns the packet; copies bulk data to their
+   pulls. If no whole packet is left, keeps the rest of the input with the peer and returns NULL. */
+static const void *dt__tcp_parse(dt__tcp *t, size_t *bytes) {
+    dt__tcp_peer *peer = &t->peers[t->turn];
     while (t->input_begin < t->input_end && peer->fd >= 0) {
         char *at = t->input + t->input_begin, *body = at + sizeof(dt__tcp_header);
         size_t left = t->input_end - t->input_begin;
         dt__tcp_header header;
         if (peer->pull) {
-            size_t n = left < peer->pull_left ? left : peer->pull_left;
+            size_t n = dt__tcp_segment_left(peer->pull);
+            if (n > left) n = left;
             if (!peer->pull->is_cancelled) memcpy(peer->pull->buf + peer->pull->done, at, n);
             t->input_begin += n;
             dt__tcp_count_pulled(t, peer, n);
@@ -7592,7 +7552,7 @@ static int dt__tcp_parse(dt__tcp *t) {
         if (left >= sizeof header) {
             memcpy(&header, at, sizeof header);
             if (!dt__tcp_begin_frame(peer, &header)) {
-                peer->is_malformed = 1;
+                peer->error = EBADMSG;
                 dt__tcp_close_peer(peer);
                 break;
             }
@@ -7604,24 +7564,24 @@ static int dt__tcp_parse(dt__tcp *t) {
             peer->partial_bytes = left;
             break;
         }
-        t->input_begin += sizeof header + (size_t)header.bytes;
-        t->packet_bytes = (size_t)header.bytes;
-        t->packet = body - (uintptr_t)body % 8; /* aligned: over the end of its header */
-        if (t->packet != body) memmove(t->packet, body, t->packet_bytes);
-        return 1;
+        *bytes = (size_t)header.bytes;
+        t->input_begin += sizeof header + *bytes;
+        char *packet = body - (uintptr_t)body % 8; /* aligned: over the end of its header */
+        return packet == body ? packet : memmove(packet, body, *bytes);
     }
     t->input_begin = t->input_end = 0;
-    return 0;
+    return NULL;
 }
 
-/* Reads once from a socket: the rest of a segment straight into its pull's buffer, other data into
-   the input, which must be empty. Returns 0 if nothing more has arrived. */
-static int dt__tcp_read(dt__tcp *t, dt__tcp_peer *peer) {
-    dt__tcp_bulk *pull = peer->pull && !peer->pull->is_cancelled ? peer->pull : NULL;
+/* Reads once from the peer in turn: the rest of a segment straight into its pull's buffer, other
+   data into the input, which must be empty. */
+static void dt__tcp_read(dt__tcp *t) {
+    dt__tcp_peer *peer = &t->peers[t->turn];
+    dt__bulk *pull = peer->pull && !peer->pull->is_cancelled ? peer->pull : NULL;
     struct iovec pieces[2];
     ssize_t n;
     pieces[0].iov_base = pull ? pull->buf + pull->done : NULL;
-    pieces[0].iov_len = pull ? peer->pull_left : 0;
+    pieces[0].iov_len = pull ? dt__tcp_segment_left(pull) : 0;
     memcpy(t->input, peer->partial, peer->partial_bytes);
     pieces[1].iov_base = t->input + peer->partial_bytes;
     /* behind a segment only a header, so that the next segment need not be copied */
@@ -7629,29 +7589,28 @@ static int dt__tcp_read(dt__tcp *t, dt__tcp_peer *peer) {
         pull ? sizeof(dt__tcp_header) : (size_t)DT__TCP_INPUT_BYTES - peer->partial_bytes;
     do n = readv(peer->fd, pieces, 2);
     while (n < 0 && errno == EINTR);
-    if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return 0;
+    int is_filled = n > 0 && (size_t)n == pieces[0].iov_len + pieces[1].iov_len;
+    t->reads = is_filled ? t->reads + 1 : DT__TCP_TURNS_PER_POLL;
+    if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return;
+    if (n < 0 && !peer->error) peer->error = errno;
     if (n <= 0) {
-        if (n < 0 && !peer->error) peer->error = errno;
         dt__tcp_close_peer(peer);
-        return 0;
+        return;
     }
     size_t direct = (size_t)n < pieces[0].iov_len ? (size_t)n : pieces[0].iov_len;
     if (direct) dt__tcp_count_pulled(t, peer, direct);
-    t->input_peer = peer;
     t->input_end = peer->partial_bytes + (size_t)n - direct;
     peer->partial_bytes = 0;
-    return (size_t)n == pieces[0].iov_len + pieces[1].iov_len;
 }
 
 /* ---- writing ---- */
 
 static int dt__tcp_has_output(const dt__tcp_peer *peer) {
-    return !peer->write_closed &&
-           (peer->output_end > 0 || peer->segment_left > 0 || peer->pushes != NULL);
+    return dt__tcp_can_write(peer) && (peer->output_bytes > 0 || peer->pushes != NULL);
 }
 
 /* Writes as many bytes as fit into the socket's buffer, and returns their number. If the connection
-   is lost, sets peer->write_closed; data that the peer sent earlier may still be read. */
+   is lost, sets peer->error; data that the peer sent earlier may still be read. */
 static size_t dt__tcp_write_pieces(dt__tcp_peer *peer, struct iovec *pieces, int count) {
     struct msghdr message;
     ssize_t n;
@@ -7660,56 +7619,40 @@ static size_t dt__tcp_write_pieces(dt__tcp_peer *peer, struct iovec *pieces, int
     message.msg_iovlen = (size_t)count;
     do n = sendmsg(peer->fd, &message, MSG_NOSIGNAL);
     while (n < 0 && errno == EINTR);
-    if (n < 0 && errno != EAGAIN && errno != EWOULDBLOCK) {
-        peer->write_closed = 1;
-        peer->error = errno;
-    }
+    if (n < 0 && errno != EAGAIN && errno != EWOULDBLOCK) peer->error = errno;
     return n < 0 ? 0 : (size_t)n;
 }
 
-/* Writes the rest of the current segment; begins the next one if there is none. Returns 0 if the
-   socket is full. */
+/* Writes the rest of the first push's next segment. Returns 0 if the socket is full. */
 static int dt__tcp_write_segment(dt__tcp *t, dt__tcp_peer *peer) {
-    const size_t head = sizeof peer->segment;
-    dt__tcp_bulk *push = peer->pushes;
-    if (peer->segment_left == 0) {
-        peer->push = push;
-        peer->segment.magic = DT__TCP_FRAME_MAGIC;
-        peer->segment.kind = DT__TCP_BULK;
-        peer->segment.bytes = dt__tcp_next_segment(push);
-        peer->segment.id = push->id;
-        peer->segment_data = push->buf + push->done;
-        peer->segment_left = head + (size_t)peer->segment.bytes;
+    dt__bulk *push = peer->pushes;
+    size_t bytes = dt__tcp_segment_left(push), at = peer->segment_written;
+    dt__tcp_header header = { DT__TCP_FRAME_MAGIC, DT__TCP_BULK, bytes, push->id };
+    size_t in_header = at < sizeof header ? at : sizeof header, in_data = at - in_header;
+    struct iovec pieces[2] = { { (char *)&header + in_header, sizeof header - in_header },
+        { push->buf + push->done + in_data, bytes - in_data } };
+    peer->segment_written += dt__tcp_write_pieces(peer, pieces, 2);
+    if (peer->segment_written < sizeof header + bytes) return 0;
+    peer->segment_written = 0;
+    push->done += bytes;
+    if (push->done < push->bytes) return 1;
+    peer->pushes = push->next;
+    if (push->is_cancelled) {
+        dt__bulk_free_copy(t, push);
+        dt__bulk_release(t, push);
     }
-    size_t bytes = (size_t)peer->segment.bytes, written = head + bytes - peer->segment_left;
-    size_t in_head = written < head ? written : head, in_data = written - in_head;
-    struct iovec pieces[2];
-    pieces[0].iov_base = (char *)&peer->segment + in_head;
-    pieces[0].iov_len = head - in_head;
-    pieces[1].iov_base = peer->segment_data + in_data;
-    pieces[1].iov_len = bytes - in_data;
-    peer->segment_left -= dt__tcp_write_pieces(peer, pieces, 2);
-    if (peer->segment_left > 0) return 0;
-    if (!peer->push) {
-        t->host->free(t->host->user, peer->segment_data, bytes, DT_MEM_HOST);
-        return 1;
-    }
-    peer->push->done += bytes;
-    if (peer->push->done == peer->push->bytes) dt__tcp_unlink(&peer->pushes, peer->push);
-    peer->push = NULL;
     return 1;
 }
 
 /* Writes until the socket is full: the current segment, packets, further segments. */
 static void dt__tcp_write(dt__tcp *t, dt__tcp_peer *peer) {
     for (int i = 0; i < DT__TCP_TURNS_PER_POLL && dt__tcp_has_output(peer); i++) {
-        if (peer->output_end > 0 && peer->segment_left == 0) {
-            struct iovec piece;
-            piece.iov_base = peer->output + peer->output_begin;
-            piece.iov_len = peer->output_end - peer->output_begin;
-            peer->output_begin += dt__tcp_write_pieces(peer, &piece, 1);
-            if (peer->output_begin < peer->output_end) return;
-            peer->output_begin = peer->output_end = 0;
+        if (peer->output_bytes > 0 && peer->segment_written == 0) {
+            struct iovec piece = { peer->output, peer->output_bytes };
+            size_t n = dt__tcp_write_pieces(peer, &piece, 1);
+            peer->output_bytes -= n;
+            memmove(peer->output, peer->output + n, peer->output_bytes);
+            if (peer->output_bytes > 0) return;
         } else if (!dt__tcp_write_segment(t, peer)) {
             return;
         }
@@ -7723,27 +7666,17 @@ static int dt__tcp_send(
     dt__tcp *t = (dt__tcp *)user;
     dt__tcp_peer *peer = &t->peers[to];
     dt__tcp_header header = { DT__TCP_FRAME_MAGIC, DT__TCP_PACKET, head_bytes + body_bytes, 0 };
-    struct iovec pieces[3] = { { &header, sizeof header }, { (void *)head, head_bytes },
-        { (void *)body, body_bytes } };
-    size_t written = 0, bytes = sizeof header + head_bytes + body_bytes;
+    size_t bytes = sizeof header + head_bytes + body_bytes;
+    if (peer->output_bytes + bytes > DT__TCP_OUTPUT_BYTES) dt__tcp_write(t, peer);
+    if (!dt__tcp_can_write(peer)) return -1;
+    if (peer->output_bytes + bytes > DT__TCP_OUTPUT_BYTES) return 0;
+    char *to_write = peer->output + peer->output_bytes;
+    memcpy(to_write, &header, sizeof header);
+    memcpy(to_write + sizeof header, head, head_bytes);
+    if (body_bytes) memcpy(to_write + sizeof header + head_bytes, body, body_bytes);
+    peer->output_bytes += bytes;
     dt__tcp_write(t, peer);
-    if (!dt__tcp_has_output(peer) && !peer->write_closed)
-        written = dt__tcp_write_pieces(peer, pieces, 3);
-    if (peer->write_closed) return -1;
-    if (peer->output_end + bytes - written > DT__TCP_OUTPUT_BYTES) {
-        peer->output_end -= peer->output_begin;
-        memmove(peer->output, peer->output + peer->output_begin, peer->output_end);
-        peer->output_begin = 0;
-        if (peer->output_end + bytes > DT__TCP_OUTPUT_BYTES) return 0;
-    }
-    for (int i = 0; i < 3; i++) { /* what the socket has not taken goes to the output buffer */
-        size_t skip = written < pieces[i].iov_len ? written : pieces[i].iov_len;
-        size_t rest = pieces[i].iov_len - skip;
-        written -= skip;
-        if (rest) memcpy(peer->output + peer->output_end, (char *)pieces[i].iov_base + skip, rest);
-        peer->output_end += rest;
-    }
-    return 1;
+    return dt__tcp_can_write(peer) ? 1 : -1;
 }
 
 /* Polls all sockets, writes to those that have space, and leaves the reading to the calls that
@@ -7762,42 +7695,39 @@ static int dt__tcp_poll(dt__tcp *t) {
     return 1;
 }
 
-/* Finds the next packet: in the input, else in the sockets that the last poll found ready, else
-   after one more poll. Returns 0 if there is none. */
-static int dt__tcp_find_packet(dt__tcp *t) {
-    int may_poll = 1;
-    while (!t->packet && !dt__tcp_parse(t)) {
-        while (
-            t->turn < t->size && (t->peers[t->turn].fd < 0 || t->reads >= DT__TCP_TURNS_PER_POLL ||
-                                     !(t->polls[t->turn].revents & (POLLIN | POLLHUP | POLLERR)))) {
-            t->turn++;
-            t->reads = 0;
-        }
-        if (t->turn < t->size)
-            t->reads = dt__tcp_read(t, &t->peers[t->turn]) ? t->reads + 1 : DT__TCP_TURNS_PER_POLL;
-        else if (!may_poll-- || !dt__tcp_poll(t))
-            return 0;
-    }
-    return 1;
-}
-
+/* Returns the next packet: of the input, else of the sockets that the last poll found ready, else
+   after one more poll. */
 static const void *dt__tcp_recv(void *user, int from, int *sender, size_t *bytes) {
     dt__tcp *t = (dt__tcp *)user;
+    const short readable = POLLIN | POLLHUP | POLLERR;
     (void)from;
-    if (!dt__tcp_find_packet(t)) return NULL;
-    const void *packet = t->packet;
-    *sender = t->input_peer->rank;
-    *bytes = t->packet_bytes;
-    t->packet = NULL;
-    return packet;
+    for (int may_poll = 1;;) {
+        const void *packet = dt__tcp_parse(t, bytes);
+        if (packet) return *sender = t->turn, packet;
+        if (t->turn < t->size && t->reads < DT__TCP_TURNS_PER_POLL && t->peers[t->turn].fd >= 0 &&
+            t->polls[t->turn].revents & readable)
+            dt__tcp_read(t);
+        else if (t->turn < t->size)
+            t->turn++, t->reads = 0;
+        else if (!may_poll-- || !dt__tcp_poll(t))
+            return NULL;
+    }
 }
 
 /* Failure detection. A connection is lost when its socket reports its end, after all packets that
-   arrived before. */
+   arrived before. Writes a text such as "connection to rank 3 (process 4711 on node7) was lost: its
+   machine does not answer". */
 static int dt__tcp_lost(void *user, int rank, char *why) {
     const dt__tcp *t = (const dt__tcp *)user;
+    const dt__tcp_link *link = &t->links[rank];
+    int error = t->peers[rank].error;
     if (rank == t->rank || t->peers[rank].fd >= 0) return 0;
-    snprintf(why, DT__TCP_TEXT_BYTES, "%s", dt__tcp_loss_text(t, rank).s);
+    int is_silent = error == ETIMEDOUT || error == EHOSTUNREACH || error == ENETUNREACH;
+    snprintf(why, DT__TCP_TEXT_BYTES, "connection to %.400s was lost%s",
+        dt__tcp_rank_text(rank, link->pid, link->host).s,
+        error == EBADMSG ? ": it sent a malformed frame"
+        : is_silent      ? ": its machine does not answer"
+                         : "");
     return 1;
 }
 
@@ -7808,160 +7738,94 @@ static int dt__tcp_pid(void *user, int rank) {
     return strncmp(name, t->links[rank].host, sizeof name - 1) == 0 ? t->links[rank].pid : 0;
 }
 
-/* Makes a push or a pull and appends it to its list. */
-static dt__tcp_bulk *dt__tcp_bulk_make(
-    dt__tcp *t, dt__tcp_bulk **list, int peer, uint64_t id, const void *buf, size_t bytes) {
-    dt__tcp_bulk *bulk = t->unused_bulks;
-    if (bulk)
-        t->unused_bulks = bulk->next;
-    else
-        bulk = (dt__tcp_bulk *)dt_alloc(t->ctx, DT_MEM_HOST, sizeof *bulk, "a bulk transfer");
-    if (!bulk) return NULL;
-    memset(bulk, 0, sizeof *bulk);
-    bulk->peer = peer;
-    bulk->id = id;
-    bulk->buf = (char *)buf;
-    bulk->bytes = bytes;
-    while (*list) list = &(*list)->next;
-    if (bytes) *list = bulk;
-    return bulk;
+/* Begins a push or a pull: appends it to its list. */
+static dt__bulk *dt__tcp_bulk_begin(
+    dt__tcp *t, int is_pull, int peer, uint64_t id, const void *buf, size_t bytes) {
+    dt__bulk **end = is_pull ? &t->peers[peer].pulls : &t->peers[peer].pushes;
+    while (*end) end = &(*end)->next;
+    return *end = dt__bulk_make(t, is_pull, peer, id, buf, bytes);
 }
 
 static void *dt__tcp_push(void *user, int to, uint64_t id, const void *buf, size_t bytes) {
     dt__tcp *t = (dt__tcp *)user;
-    dt__tcp_bulk *push = dt__tcp_bulk_make(t, &t->peers[to].pushes, to, id, buf, bytes);
-    if (push) dt__tcp_write(t, &t->peers[to]);
+    dt__bulk *push = dt__tcp_bulk_begin(t, 0, to, id, buf, bytes);
+    dt__tcp_write(t, &t->peers[to]);
     return push;
 }
 
 static void *dt__tcp_pull(void *user, int from, uint64_t id, void *buf, size_t bytes) {
-    dt__tcp *t = (dt__tcp *)user;
-    return dt__tcp_bulk_make(t, &t->peers[from].pulls, from, id, buf, bytes);
+    return dt__tcp_bulk_begin((dt__tcp *)user, 1, from, id, buf, bytes);
 }
 
 /* The segment that is being written must be completed, else the peer could not read the next frame.
-   The caller may reuse its buffer, so the segment is copied. The receiver of a cancelled push gets
-   no wrong data: the copied segment is valid, and without the others its pull does not complete. */
-static void dt__tcp_cancel_segment(dt__tcp *t, dt__tcp_peer *peer) {
-    size_t bytes = (size_t)peer->segment.bytes;
-    char *copy = NULL;
-    int is_begun = peer->segment_left < sizeof peer->segment + bytes && !peer->write_closed;
-    if (is_begun) copy = (char *)t->host->alloc(t->host->user, bytes, DT_MEM_HOST);
-    if (is_begun && !copy) dt__tcp_close_peer(peer);
-    if (copy)
-        memcpy(copy, peer->segment_data, bytes);
-    else
-        peer->segment_left = 0;
-    peer->segment_data = copy;
-    peer->push = NULL;
-}
-
+   The caller may reuse its buffer, so a copy of the segment replaces the push. The receiver of a
+   cancelled push gets no wrong data: the copied segment is valid, and without the others its pull
+   does not complete. */
 static void dt__tcp_cancel(void *user, void *request) {
     dt__tcp *t = (dt__tcp *)user;
-    dt__tcp_bulk *bulk = (dt__tcp_bulk *)request, *pull;
+    dt__bulk *bulk = (dt__bulk *)request;
     dt__tcp_peer *peer = &t->peers[bulk->peer];
-    if (peer->push == bulk) dt__tcp_cancel_segment(t, peer);
+    const dt_host *host = dt_ctx_host(t->ctx);
+    size_t bytes = dt__tcp_segment_left(bulk);
+    char *copy = NULL;
+    if (bulk->is_pull && bulk->done < bulk->bytes) {
+        bulk->is_cancelled = 1;
+        return;
+    }
+    int is_begun = bulk == peer->pushes && peer->segment_written > 0 && dt__tcp_can_write(peer);
+    if (is_begun) copy = (char *)host->alloc(host->user, bytes, DT_MEM_HOST);
+    if (copy) {
+        bulk->is_cancelled = 1;
+        bulk->buf = (char *)memcpy(copy, bulk->buf + bulk->done, bytes);
+        bulk->bytes = bytes;
+        bulk->done = 0;
+        return;
+    }
+    if (is_begun) dt__tcp_close_peer(peer);
     dt__tcp_unlink(&peer->pushes, bulk);
-    for (pull = peer->pulls; pull && pull != bulk; pull = pull->next) continue;
-    if (pull)
-        pull->is_cancelled = 1; /* stays in its list: its data may still arrive, and are dropped */
-    else
-        dt__tcp_release(t, bulk);
+    dt__bulk_release(t, bulk);
 }
 
 static int dt__tcp_test(void *user, void *request, char *why) {
     dt__tcp *t = (dt__tcp *)user;
-    dt__tcp_bulk *bulk = (dt__tcp_bulk *)request;
-    int is_complete = bulk->done == bulk->bytes, has_moved = bulk->done > bulk->told;
+    dt__bulk *bulk = (dt__bulk *)request;
+    int has_moved = bulk->done > bulk->told;
     bulk->told = bulk->done;
-    if (!is_complete && t->peers[bulk->peer].fd >= 0) return has_moved ? 2 : 0;
-    if (!is_complete) snprintf(why, DT__TCP_TEXT_BYTES, "%s", dt__tcp_loss_text(t, bulk->peer).s);
+    if (bulk->done == bulk->bytes) return dt__bulk_release(t, bulk), 1;
+    if (!dt__tcp_lost(t, bulk->peer, why)) return has_moved ? 2 : 0;
     dt__tcp_cancel(t, bulk);
-    return is_complete ? 1 : -1;
+    return -1;
 }
 
-/* Writes what send and push have left over. Returns the number of ranks to which output is left. */
-static int dt__tcp_flush(void *user) {
-    dt__tcp *t = (dt__tcp *)user;
-    int left = 0;
-    for (int rank = 0; rank < t->size; rank++) {
-        dt__tcp_write(t, &t->peers[rank]);
-        left += dt__tcp_has_output(&t->peers[rank]);
-    }
-    return left;
-}
-
-static void dt__tcp_free_bulks(dt__tcp *t, dt__tcp_bulk *bulk) {
-    for (dt__tcp_bulk *next; bulk; bulk = next) {
+static void dt__tcp_free_bulks(dt__tcp *t, dt__bulk *bulk) {
+    for (dt__bulk *next; bulk; bulk = next) {
         next = bulk->next;
+        if (bulk->is_cancelled && !bulk->is_pull) dt__bulk_free_copy(t, bulk);
         dt_free(t->ctx, DT_MEM_HOST, bulk, sizeof *bulk);
     }
 }
 
-/* Closes all connections. The caller has called dt__tcp_flush until nothing was left. */
+/* Writes what send and push have left over, for at most DT__TCP_FLUSH_S seconds, and closes all
+   connections. */
+#define DT__TCP_FLUSH_S 0.25
 static void dt__tcp_free(dt__tcp *t) {
+    const dt_host *host = dt_ctx_host(t->ctx);
+    dt__stopwatch watch = dt__stopwatch_start(host, 8 * DT__TCP_FLUSH_S);
+    for (;; host->sleep(host->user, 1e-3)) {
+        int left = 0;
+        for (int rank = 0; rank < t->size; rank++) {
+            dt__tcp_write(t, &t->peers[rank]);
+            left += dt__tcp_has_output(&t->peers[rank]);
+        }
+        if (left == 0 || dt__waited(&watch) >= DT__TCP_FLUSH_S) break;
+    }
     for (int rank = 0; rank < t->size; rank++) {
-        dt__tcp_peer *peer = &t->peers[rank];
-        dt__tcp_close_peer(peer);
-        if (peer->segment_left && !peer->push)
-            t->host->free(
-                t->host->user, peer->segment_data, (size_t)peer->segment.bytes, DT_MEM_HOST);
-        dt__tcp_free_bulks(t, peer->pushes);
-        dt__tcp_free_bulks(t, peer->pulls);
+        dt__tcp_close_peer(&t->peers[rank]);
+        dt__tcp_free_bulks(t, t->peers[rank].pushes);
+        dt__tcp_free_bulks(t, t->peers[rank].pulls);
     }
     dt__tcp_free_bulks(t, t->unused_bulks);
     dt_free(t->ctx, DT_MEM_HOST, t, dt__tcp_bytes(t->size));
-}
-
-/* Writes what is left of the output, for at most DT__TCP_FLUSH_S seconds. */
-#define DT__TCP_FLUSH_S 0.25
-static void dt__tcp_finish(dt__tcp *t) {
-    dt__stopwatch watch = dt__stopwatch_start(t->host, 8 * DT__TCP_FLUSH_S);
-    while (dt__tcp_flush(t) && dt__waited(&watch) < DT__TCP_FLUSH_S)
-        t->host->sleep(t->host->user, 1e-3);
-}
-
-/* Tells the connected ranks that this rank has failed at the rendezvous. */
-static void dt__tcp_abort(dt__tcp *t, dt_status status, const char *text) {
-    dt__frame frame;
-    memset(&frame, 0, sizeof frame);
-    frame.kind = DT__ABORT;
-    frame.tag = t->rank;
-    frame.count = (uint64_t)status;
-    for (int rank = 0; rank < t->size; rank++)
-        if (t->peers[rank].fd >= 0) dt__tcp_send(t, rank, &frame, sizeof frame, text, strlen(text));
-    dt__tcp_finish(t);
-}
-
-/* Connects this rank to all other ranks. On failure fails the context and returns NULL. listening:
-   a listening socket if rank 0 has already opened one, else -1. */
-static dt__tcp *dt__tcp_make(dt_ctx *ctx, const dt_run_desc *desc, dt__tcp_address rendezvous,
-    const uint8_t key[32], int listening) {
-    dt__tcp *t = (dt__tcp *)dt_alloc(ctx, DT_MEM_HOST, dt__tcp_bytes(desc->ranks), "connections");
-    if (t) {
-        memset(t, 0, dt__tcp_bytes(desc->ranks) - DT__TCP_INPUT_BYTES);
-        t->ctx = ctx;
-        t->check = desc->check;
-        t->host = dt_ctx_host(ctx);
-        t->rank = desc->rank;
-        t->size = desc->ranks;
-        t->peers = (dt__tcp_peer *)(void *)(t + 1);
-        t->polls = (struct pollfd *)(void *)(t->peers + t->size);
-        t->links = (dt__tcp_link *)(void *)(t->polls + t->size);
-        t->input = (char *)t + dt__tcp_bytes(t->size) - DT__TCP_INPUT_BYTES;
-        for (int rank = 0; rank < t->size; rank++)
-            t->peers[rank].fd = -1, t->peers[rank].rank = rank;
-    }
-    if (t && t->size > 1)
-        t->check = dt__tcp_meet(ctx, desc, rendezvous, key, listening, t->links);
-    else if (listening >= 0)
-        close(listening);
-    for (int rank = 0; t && t->size > 1 && rank < t->size; rank++)
-        t->peers[rank].fd = t->links[rank].fd;
-    if (!t || dt_error(ctx) == DT_OK) return t;
-    dt__tcp_abort(t, dt_error(ctx), dt_error_text(ctx)); /* ends waits of connected ranks */
-    dt__tcp_free(t);
-    return NULL;
 }
 
 static dt_transport dt__tcp_transport(dt__tcp *t) {
@@ -7976,6 +7840,38 @@ static dt_transport dt__tcp_transport(dt__tcp *t) {
         .test = dt__tcp_test,
         .cancel = dt__tcp_cancel };
     return transport;
+}
+
+static void dt__world_failed(
+    dt_ctx *ctx, const dt_attach_desc *desc, const dt__node *node, dt__shared *shared);
+
+/* Connects this rank to all other ranks. On failure fails the context, which ends the waits of the
+   ranks that are connected, and returns NULL. listening: a listening socket if rank 0 has already
+   opened one, else -1. */
+static dt__tcp *dt__tcp_make(dt_ctx *ctx, const dt_run_desc *desc, dt__tcp_address rendezvous,
+    const uint8_t key[32], int listening) {
+    size_t bytes = dt__tcp_bytes(desc->ranks);
+    dt__tcp *t = (dt__tcp *)dt_alloc(ctx, DT_MEM_HOST, bytes, "connections");
+    if (listening >= 0 && (!t || desc->ranks == 1)) close(listening);
+    if (!t) return NULL;
+    memset(t, 0, bytes - DT__TCP_INPUT_BYTES);
+    t->ctx = ctx;
+    t->check = desc->check;
+    t->rank = desc->rank;
+    t->size = desc->ranks;
+    t->peers = (dt__tcp_peer *)(void *)(t + 1);
+    t->polls = (struct pollfd *)(void *)(t->peers + t->size);
+    t->links = (dt__tcp_link *)(void *)(t->polls + t->size);
+    t->input = (char *)t + bytes - DT__TCP_INPUT_BYTES;
+    t->links[t->rank].fd = -1;
+    if (t->size > 1) t->check = dt__tcp_meet(ctx, desc, rendezvous, key, listening, t->links);
+    for (int rank = 0; rank < t->size; rank++) t->peers[rank].fd = t->links[rank].fd;
+    if (dt_error(ctx) == DT_OK) return t;
+    dt_transport transport = dt__tcp_transport(t);
+    dt_attach_desc failed = { .rank = t->rank, .transport = &transport, .size = t->size };
+    dt__world_failed(ctx, &failed, NULL, NULL);
+    dt__tcp_free(t);
+    return NULL;
 }
 
 // ==== 29. Transport: MPI ========================================================================
@@ -8012,16 +7908,8 @@ enum { DT__MPI_SENDS = 8, DT__MPI_SLOTS = DT__MPI_SENDS + 1 };
 #define DT__MPI_MAX_BYTES ((size_t)1 << 30)
 #endif
 
-typedef struct dt__mpi_bulk { /* a push or a pull */
-    MPI_Request request;      /* of the current piece */
-    int is_pull, peer, tag;
-    char *buf;
-    size_t bytes; /* the next piece begins at buf; number of bytes that are left */
-    struct dt__mpi_bulk *next;
-} dt__mpi_bulk;
-
 typedef struct dt__mpi_info { /* each rank sends these values to all ranks, three times */
-    char machine[128];        /* names the machine and its namespaces; "" if unknown */
+    char machine[128];        /* names the machine and its namespaces */
     int64_t part;             /* ranks of a machine share memory if their parts are equal */
     /* The segment: where this rank has mapped it, or 0; and on the first rank of the machine, which
        makes it, the process and the descriptor from which the others can map it, and its size. */
@@ -8046,20 +7934,19 @@ typedef struct dt__mpi {
     double cancel_until, lost_until;
     double next_poll;    /* time of the next poll of the TCP connections, on the host's clock */
     size_t bytes;        /* of this struct and its arrays; not freed if MPI may write into them */
-    dt__mpi_info *infos; /* (size + 1), of which the last is this rank's own entry */
+    dt__mpi_info *infos; /* (size) */
     char (*outgoing)[DT_PACKET_BYTES]; /* (size, DT__MPI_SLOTS) */
     char (*incoming)[DT_PACKET_BYTES]; /* (size) */
     MPI_Request *sends;                /* (size, DT__MPI_SLOTS) */
     MPI_Request *receives;             /* (size) from ranks on other machines */
     int *turns;    /* (size) number of packets sent to each rank, modulo DT__MPI_SENDS */
     int delivered; /* the sender of the packet that the last dt__mpi_recv returned, or -1 */
-    dt__mpi_bulk *free_bulks;
     MPI_Request drain_request; /* receives an unwanted message into drain_buffer */
     void *drain_buffer;
     size_t drain_bytes;
-    /* abandoned: 1 if a request has failed or did not end in time; is_closing: 1 from dt__mpi_close
-       on; has_met: 1 once all ranks have come to the end */
-    int abandoned, is_closing, has_met;
+    /* abandoned: 1 if a request has failed or did not end in time; has_met: 1 once all ranks have
+       come to the end */
+    int abandoned, has_met;
     MPI_Request request;      /* of a collective of MPI, which writes into: */
     int failed, first_failed; /* this rank, and the lowest one, with a failure; else `size` */
     dt_report report;
@@ -8108,9 +7995,10 @@ static void dt__mpi_rank_lost(dt__mpi *mpi, int rank) {
     int local_rank = mpi->node.local_ranks[rank];
     dt_report loss = { DT_ERR_PEER, rank, "", 0 };
     char why[DT__TCP_TEXT_BYTES];
-    int is_first = !world && !mpi->report.status, is_lowest = 1;
+    int lowest = 0;
+    const dt__tcp_link *link = &mpi->tcp->links[rank];
     snprintf(loss.text, sizeof loss.text, "%.400s is gone: its connection was lost",
-        dt__tcp_peer_text(mpi->tcp, rank).s);
+        dt__tcp_rank_text(rank, link->pid, link->host).s);
     if (local_rank >= 0)
         __atomic_store_n(&mpi->node.shared->state[local_rank].busy, 0, __ATOMIC_SEQ_CST);
     if (world) {
@@ -8118,16 +8006,16 @@ static void dt__mpi_rank_lost(dt__mpi *mpi, int rank) {
         int claimed = __atomic_load_n(&world->shared->claimed, __ATOMIC_SEQ_CST);
         if (claimed == rank + 2 && !dt__aborted(world->shared))
             dt__publish_failure(world->shared, rank, DT_ERR_PEER, loss.text);
-        is_first =
-            dt__aborted(world->shared) && strcmp(world->shared->first_failure.text, loss.text) == 0;
-    } else if (is_first) {
+    } else if (!mpi->report.status) {
         mpi->report = loss;
     }
-    for (int other = 0; other < mpi->rank; other++)
-        is_lowest = is_lowest && dt__tcp_lost(mpi->tcp, other, why);
+    const dt_report *first = world ? &world->shared->first_failure : &mpi->report;
+    int is_known = !world || dt__aborted(world->shared);
+    while (dt__tcp_lost(mpi->tcp, lowest, why)) lowest++;
     if (mpi->lost_until > 0) return;
     mpi->lost_until = dt__waited(&mpi->watch) + DT__MPI_AFTER_LOSS_S;
-    if (is_first && is_lowest) mpi->host->log(mpi->host->user, DT_LOG_ERROR, mpi->rank, loss.text);
+    if (lowest == mpi->rank && is_known && strcmp(first->text, loss.text) == 0)
+        mpi->host->log(mpi->host->user, DT_LOG_ERROR, mpi->rank, loss.text);
 }
 
 /* Returns the next packet that has arrived over TCP, or NULL. Looks for lost connections. */
@@ -8173,42 +8061,27 @@ static int dt__mpi_pid(void *user, int rank) { return dt__tcp_pid(((dt__mpi *)us
 /* ---- bulk data ---- */
 
 /* Starts the next piece. Returns 0 on failure. */
-static int dt__mpi_bulk_next(dt__mpi *mpi, dt__mpi_bulk *bulk) {
-    size_t n = bulk->bytes < DT__MPI_MAX_BYTES ? bulk->bytes : DT__MPI_MAX_BYTES;
-    char *piece = bulk->buf;
-    bulk->buf += n;
-    bulk->bytes -= n;
-    return !dt__mpi_failed(mpi, bulk->is_pull ? MPI_Irecv(piece, (int)n, MPI_BYTE, bulk->peer,
-                                                    bulk->tag, mpi->bulk, &bulk->request)
-                                              : MPI_Issend(piece, (int)n, MPI_BYTE, bulk->peer,
-                                                    bulk->tag, mpi->bulk, &bulk->request));
-}
-
-static void dt__mpi_bulk_end(dt__mpi *mpi, dt__mpi_bulk *bulk) {
-    bulk->next = mpi->free_bulks;
-    mpi->free_bulks = bulk;
+static int dt__mpi_bulk_next(dt__mpi *mpi, dt__bulk *bulk) {
+    size_t left = bulk->bytes - bulk->done, n = left < DT__MPI_MAX_BYTES ? left : DT__MPI_MAX_BYTES;
+    int tag = (int)(bulk->id % (uint64_t)mpi->max_tag);
+    char *piece = bulk->buf + bulk->done;
+    bulk->done += n;
+    return !dt__mpi_failed(
+        mpi, bulk->is_pull
+                 ? MPI_Irecv(piece, (int)n, MPI_BYTE, bulk->peer, tag, mpi->bulk, &bulk->request)
+                 : MPI_Issend(piece, (int)n, MPI_BYTE, bulk->peer, tag, mpi->bulk, &bulk->request));
 }
 
 static void *dt__mpi_bulk_begin(
-    dt__mpi *mpi, int is_pull, int peer, uint64_t id, void *buf, size_t bytes) {
-    dt__mpi_bulk *bulk = mpi->free_bulks;
-    if (bulk)
-        mpi->free_bulks = bulk->next;
-    else
-        bulk = (dt__mpi_bulk *)dt_alloc(mpi->ctx, DT_MEM_HOST, sizeof *bulk, "a bulk transfer");
-    if (!bulk) return NULL;
-    bulk->is_pull = is_pull;
-    bulk->peer = peer;
-    bulk->tag = (int)(id % (uint64_t)mpi->max_tag);
-    bulk->buf = (char *)buf;
-    bulk->bytes = bytes;
-    if (dt__mpi_bulk_next(mpi, bulk)) return bulk;
-    dt__mpi_bulk_end(mpi, bulk);
+    dt__mpi *mpi, int is_pull, int peer, uint64_t id, const void *buf, size_t bytes) {
+    dt__bulk *bulk = dt__bulk_make(mpi->tcp, is_pull, peer, id, buf, bytes);
+    if (!bulk || dt__mpi_bulk_next(mpi, bulk)) return bulk;
+    dt__bulk_release(mpi->tcp, bulk);
     return NULL;
 }
 
 static void *dt__mpi_push(void *user, int to, uint64_t id, const void *buf, size_t bytes) {
-    return dt__mpi_bulk_begin((dt__mpi *)user, 0, to, id, (void *)buf, bytes);
+    return dt__mpi_bulk_begin((dt__mpi *)user, 0, to, id, buf, bytes);
 }
 
 static void *dt__mpi_pull(void *user, int from, uint64_t id, void *buf, size_t bytes) {
@@ -8217,12 +8090,12 @@ static void *dt__mpi_pull(void *user, int from, uint64_t id, void *buf, size_t b
 
 static int dt__mpi_test(void *user, void *request, char *why) {
     dt__mpi *mpi = (dt__mpi *)user;
-    dt__mpi_bulk *bulk = (dt__mpi_bulk *)request;
+    dt__bulk *bulk = (dt__bulk *)request;
     int done = 0;
     (void)why; /* an error has failed the context */
     while (!dt__mpi_failed(mpi, MPI_Test(&bulk->request, &done, MPI_STATUS_IGNORE))) {
         if (!done) return 0;
-        if (bulk->bytes == 0) return dt__mpi_bulk_end(mpi, bulk), 1;
+        if (bulk->done == bulk->bytes) return dt__bulk_release(mpi->tcp, bulk), 1;
         if (!dt__mpi_bulk_next(mpi, bulk)) break;
     }
     mpi->abandoned = 1;
@@ -8253,13 +8126,14 @@ static void dt__mpi_drain(dt__mpi *mpi) {
 /* Waits for *request. Returns 1 once the request is complete, 0 if the deadline has passed.
    Receives unwanted messages during the wait; packets only at the end of the run. */
 static int dt__mpi_wait_for(dt__mpi *mpi, MPI_Request *request, double until) {
+    int has_ended = dt__world_of(mpi->ctx) == NULL;
     for (int attempt = 0, done = 0, sender;; attempt++) {
         size_t bytes;
         if (MPI_Test(request, &done, MPI_STATUS_IGNORE) != MPI_SUCCESS || done) return 1;
         if (mpi->tcp && !mpi->has_met) {
             dt__mpi_drain(mpi);
-            if (mpi->is_closing ? dt__mpi_recv(mpi, DT_ANY, &sender, &bytes)
-                                : dt__mpi_poll_tcp(mpi, &sender, &bytes))
+            if (has_ended ? dt__mpi_recv(mpi, DT_ANY, &sender, &bytes)
+                          : dt__mpi_poll_tcp(mpi, &sender, &bytes))
                 continue;
             if (mpi->lost_until > 0) until = fmin(until, mpi->lost_until);
         }
@@ -8281,11 +8155,11 @@ static int dt__mpi_come(dt__mpi *mpi, int error, double until) {
    request that is not complete at cancel_until is abandoned. */
 static void dt__mpi_cancel(void *user, void *request) {
     dt__mpi *mpi = (dt__mpi *)user;
-    dt__mpi_bulk *bulk = (dt__mpi_bulk *)request;
+    dt__bulk *bulk = (dt__bulk *)request;
     if (bulk->is_pull) MPI_Cancel(&bulk->request);
     if (mpi->cancel_until == 0) mpi->cancel_until = dt__mpi_deadline(mpi);
     if (dt__mpi_wait_for(mpi, &bulk->request, mpi->cancel_until))
-        dt__mpi_bulk_end(mpi, bulk);
+        dt__bulk_release(mpi->tcp, bulk);
     else
         mpi->abandoned = 1;
 }
@@ -8313,7 +8187,7 @@ static int dt__mpi_agree(dt__mpi *mpi, double until) {
                 &mpi->failed, &mpi->first_failed, 1, MPI_INT, MPI_MIN, mpi->packets, &mpi->request),
             until))
         return 0;
-    mpi->has_met = mpi->is_closing;
+    mpi->has_met = mpi->tcp != NULL; /* else this is the beginning of the run */
     return mpi->first_failed == mpi->size ||
            dt__mpi_come(mpi,
                MPI_Ibcast(&mpi->report, (int)sizeof mpi->report, MPI_BYTE, mpi->first_failed,
@@ -8331,19 +8205,22 @@ static int dt__mpi_agree(dt__mpi *mpi, double until) {
 static int dt__mpi_exchange_infos(dt__mpi *mpi) {
     int bytes = (int)sizeof *mpi->infos;
     return dt__mpi_come(mpi,
-        MPI_Iallgather(&mpi->infos[mpi->size], bytes, MPI_BYTE, mpi->infos, bytes, MPI_BYTE,
-            mpi->packets, &mpi->request),
+        MPI_Iallgather(
+            MPI_IN_PLACE, 0, MPI_BYTE, mpi->infos, bytes, MPI_BYTE, mpi->packets, &mpi->request),
         dt__mpi_deadline(mpi));
 }
 
 /* Names this machine, by its boot id and this process's namespaces: the ranks of a machine reach
-   each other's memory by process number, and share a loopback address. */
-static void dt__mpi_machine_name(char *name, size_t bytes) {
+   each other's memory by process number, and share a loopback address. A rank that cannot read them
+   is alone. */
+static void dt__mpi_machine_name(int rank, char *name, size_t bytes) {
     char boot[48], pids[32] = "", net[32] = "";
     if (dt__read_text(dt_io_default(), "/proc/sys/kernel/random/boot_id", boot, sizeof boot) > 0 &&
         readlink("/proc/self/ns/pid", pids, sizeof pids - 1) > 0 &&
         readlink("/proc/self/ns/net", net, sizeof net - 1) > 0)
         snprintf(name, bytes, "%s %s %s", boot, pids, net);
+    else
+        snprintf(name, bytes, "rank %d", rank);
 }
 
 /* Maps the segment at exactly this address. Returns NULL if the address is in use. */
@@ -8396,25 +8273,25 @@ static void dt__mpi_map_segment(dt__mpi *mpi, const dt__mpi_info *first) {
     int fd = can_open ? open(path, O_RDWR | O_CLOEXEC) : -1;
     if (fd < 0) return;
     mpi->node.shared = dt__mpi_map(fd, first->address, (size_t)first->bytes);
-    if (mpi->node.shared) mpi->infos[mpi->size].address = first->address;
+    if (mpi->node.shared) mpi->infos[mpi->rank].address = first->address;
     close(fd);
 }
 
 /* Opens rank 0's listening socket at desc.rendezvous, or if that is NULL at a free port: of the
    loopback address if all ranks are near, else of the first interface. On failure sets `why`. */
 static void dt__mpi_listen(dt__mpi *mpi, const dt_run_desc *desc, int all_near, char *why) {
-    dt__mpi_info *mine = &mpi->infos[mpi->size];
+    dt__mpi_info *mine = &mpi->infos[0];
     dt__tcp_address *at = &mine->rendezvous;
-    dt_run_desc one_rank = *desc; /* so that dt__tcp_key needs no token: the key below is random */
+    /* needs no token, because the key is random too */
+    const dt__tcp_address loopback = { htonl(INADDR_LOOPBACK), 0 };
     /* makes the key valid for this run only, because MPI may store messages */
     uint8_t random[32] = { 0 };
-    one_rank.ranks = 1;
     at->ip = all_near ? 0 : dt__tcp_interface_address();
-    if (!at->ip) at->ip = htonl(INADDR_LOOPBACK);
+    if (!at->ip) at->ip = loopback.ip;
     if (desc->rendezvous && !dt__tcp_address_parse(desc->rendezvous, at))
         snprintf(why, DT__TCP_TEXT_BYTES, "rendezvous '%.200s' is no address and port",
             desc->rendezvous);
-    else if (dt__tcp_key(&one_rank, *at, mine->key, why) &&
+    else if (dt__tcp_key(desc, loopback, mine->key, why) &&
              (getrandom(random, sizeof random, 0) != (ssize_t)sizeof random ||
                  (mpi->listener = dt__tcp_listen(*at, DT__TCP_BACKLOG)) < 0))
         snprintf(why, DT__TCP_TEXT_BYTES, "rank 0 cannot listen at %.30s (error %d)",
@@ -8426,25 +8303,24 @@ static void dt__mpi_listen(dt__mpi *mpi, const dt_run_desc *desc, int all_near, 
 /* Shares memory with the other ranks of this machine. Rank 0 listens, or sets `why`. Returns 0 if
    not all ranks came within timeout_s. */
 static int dt__mpi_share(dt__mpi *mpi, const dt_run_desc *desc, char *why) {
-    dt__mpi_info *all = mpi->infos, *mine = &all[mpi->size];
+    dt__mpi_info *all = mpi->infos, *mine = &all[mpi->rank];
     int size = mpi->size, n = 0, neighbours = 0, *leaders = mpi->node.node_leaders;
     int can_share = desc->node_ranks != 1 && !(desc->host && !desc->host->map) &&
                     !(desc->kernels && desc->kernels->alloc);
     mine->part = !can_share ? -1 - mpi->rank : desc->node_ranks ? mpi->rank / desc->node_ranks : 0;
     mine->fd = -1;
     mine->pid = (int64_t)getpid();
-    dt__mpi_machine_name(mine->machine, sizeof mine->machine);
+    dt__mpi_machine_name(mpi->rank, mine->machine, sizeof mine->machine);
     if (!dt__mpi_exchange_infos(mpi)) return 0;
     for (int rank = 0; rank < size; rank++) { /* finds the first rank of each rank's machine */
         leaders[rank] = 0;
-        while (leaders[rank] < rank &&
-               (!all[rank].machine[0] || all[rank].part != all[leaders[rank]].part ||
-                   strcmp(all[rank].machine, all[leaders[rank]].machine) != 0))
+        while (all[rank].part != all[leaders[rank]].part ||
+               strcmp(all[rank].machine, all[leaders[rank]].machine) != 0)
             leaders[rank]++;
     }
     int first = leaders[mpi->rank];
     for (int rank = 0; rank < size; rank++) {
-        neighbours += mine->machine[0] && strcmp(all[rank].machine, mine->machine) == 0;
+        neighbours += strcmp(all[rank].machine, mine->machine) == 0;
         if (rank == mpi->rank) mpi->node.local_rank = n;
         mpi->node.local_ranks[rank] = leaders[rank] == first ? n++ : -1;
     }
@@ -8472,32 +8348,34 @@ static int dt__mpi_share(dt__mpi *mpi, const dt_run_desc *desc, char *why) {
 
 /* Allocates the transport's memory. MPI has begun. */
 static dt__mpi *dt__mpi_make(const dt_host *host, double timeout_s) {
-    int rank, ranks;
+    int rank, ranks, *max_tag = NULL, there = 0;
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
     MPI_Comm_size(MPI_COMM_WORLD, &ranks);
+    MPI_Comm_get_attr(MPI_COMM_WORLD, MPI_TAG_UB, &max_tag, &there);
     size_t size = (size_t)ranks, slots = size * DT__MPI_SLOTS;
     size_t bytes = sizeof(dt__mpi) + (slots + size) * (DT_PACKET_BYTES + sizeof(MPI_Request)) +
-                   (size + 1) * sizeof(dt__mpi_info) + 3 * size * sizeof(int);
+                   size * (sizeof(dt__mpi_info) + 3 * sizeof(int));
     dt__mpi *mpi = (dt__mpi *)host->alloc(host->user, bytes, DT_MEM_HOST);
     if (!mpi) return NULL;
     memset(mpi, 0, sizeof *mpi);
     mpi->host = host;
     mpi->rank = rank;
     mpi->size = ranks;
+    mpi->max_tag = there ? *max_tag : 32767; /* the least that the standard allows */
     mpi->bytes = bytes;
     mpi->timeout_s = timeout_s;
     mpi->watch = dt__stopwatch_start(host, timeout_s);
     mpi->drain_request = MPI_REQUEST_NULL;
     mpi->delivered = mpi->listener = -1;
     mpi->infos = (dt__mpi_info *)(void *)(mpi + 1);
-    mpi->incoming = (char(*)[DT_PACKET_BYTES])(void *)(mpi->infos + size + 1);
+    mpi->incoming = (char(*)[DT_PACKET_BYTES])(void *)(mpi->infos + size);
     mpi->outgoing = mpi->incoming + size; /* its pages stay untouched until used */
     mpi->sends = (MPI_Request *)(void *)(mpi->outgoing + slots);
     mpi->receives = mpi->sends + slots;
     mpi->turns = (int *)(void *)(mpi->receives + size);
     mpi->node.local_ranks = mpi->turns + size;
     mpi->node.node_leaders = mpi->node.local_ranks + size;
-    memset(mpi->infos, 0, (size + 1) * sizeof *mpi->infos);
+    memset(mpi->infos, 0, size * sizeof *mpi->infos);
     memset(mpi->turns, 0, size * sizeof(int));
     for (size_t i = 0; i < slots + size; i++) mpi->sends[i] = MPI_REQUEST_NULL;
     return mpi;
@@ -8506,21 +8384,21 @@ static dt__mpi *dt__mpi_make(const dt_host *host, double timeout_s) {
 /* Makes this process a rank of a run, and initializes MPI if necessary. On failure sets `why`
    (DT__TCP_TEXT_BYTES), and returns NULL unless it is the failure of rank 0 alone. */
 static dt__mpi *dt__mpi_open(const dt_host *host, const dt_run_desc *desc, char *why) {
-    const char *failure = "no memory for it";
-    int running = 0, finalized = 0, provided = 0, *max_tag = NULL, there = 0, made = 1;
+    const char *failure = "";
+    int running = 0, finalized = 0, provided = 0, made = 1;
+    dt__mpi *mpi = NULL;
     MPI_Initialized(&running);
     MPI_Finalized(&finalized);
-    int initialized = !finalized && !running &&
-                      MPI_Init_thread(NULL, NULL, MPI_THREAD_FUNNELED, &provided) == MPI_SUCCESS;
-    if (!running && !initialized) failure = "MPI_Init_thread fails";
     if (finalized)
         failure = "it has ended in this process; a program that calls dt_run twice must begin and "
                   "end MPI itself";
-    dt__mpi *mpi =
-        !finalized && (running || initialized) ? dt__mpi_make(host, desc->timeout_s) : NULL;
-    snprintf(why, DT__TCP_TEXT_BYTES, "%s", mpi ? "" : failure);
+    else if (!running && MPI_Init_thread(NULL, NULL, MPI_THREAD_FUNNELED, &provided) != MPI_SUCCESS)
+        failure = "MPI_Init_thread fails";
+    else if (!(mpi = dt__mpi_make(host, desc->timeout_s)))
+        failure = "no memory for it";
+    snprintf(why, DT__TCP_TEXT_BYTES, "%s", failure);
     if (!mpi) return NULL;
-    mpi->initialized = initialized;
+    mpi->initialized = !running;
     MPI_Comm_get_errhandler(MPI_COMM_WORLD, &mpi->saved_handler);
     /* MPICH calls the error handler of MPI_COMM_WORLD also for errors of dt's requests */
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
@@ -8530,11 +8408,7 @@ static dt__mpi *dt__mpi_open(const dt_host *host, const dt_run_desc *desc, char 
             mpi, MPI_Comm_idup(MPI_COMM_WORLD, comm, &mpi->request), dt__mpi_deadline(mpi));
         if (made) MPI_Comm_set_errhandler(*comm, MPI_ERRORS_RETURN);
     }
-    if (made && dt__mpi_share(mpi, desc, why) &&
-        MPI_Comm_get_attr(mpi->bulk, MPI_TAG_UB, &max_tag, &there) == MPI_SUCCESS && there) {
-        mpi->max_tag = *max_tag;
-        return mpi;
-    }
+    if (made && dt__mpi_share(mpi, desc, why)) return mpi;
     snprintf(why, DT__TCP_TEXT_BYTES, "not all its processes came to dt_run within timeout_s");
     if (mpi->listener >= 0) close(mpi->listener);
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, mpi->saved_handler);
@@ -8554,7 +8428,7 @@ static int dt__mpi_connect(dt__mpi *mpi, dt_run_desc desc) {
             mpi->ctx, &desc, mpi->infos[0].rendezvous, mpi->infos[0].key, mpi->listener);
     else if (mpi->listener >= 0)
         close(mpi->listener);
-    dt__wipe(mpi->infos, (size_t)(mpi->size + 1) * sizeof *mpi->infos);
+    dt__wipe(mpi->infos, (size_t)mpi->size * sizeof *mpi->infos);
     if (!all_came && !mpi->report.status)
         dt_fail(mpi->ctx, DT_ERR_TIMEOUT, "not all ranks came to dt_run within timeout_s");
     for (int rank = 0; rank < mpi->size && mpi->tcp; rank++)
@@ -8569,7 +8443,6 @@ static int dt__mpi_connect(dt__mpi *mpi, dt_run_desc desc) {
    rank takes an end for a loss. */
 static int dt__mpi_meet(dt__mpi *mpi) {
     double until = mpi->report.status ? dt__mpi_deadline(mpi) : HUGE_VAL;
-    mpi->is_closing = 1;
     if (mpi->abandoned) return 0;
     for (int i = 0; i < mpi->size * DT__MPI_SLOTS; i++)
         if (!dt__mpi_wait_for(mpi, &mpi->sends[i], until)) return 0;
@@ -8602,12 +8475,7 @@ static void dt__mpi_close(dt__mpi *mpi, dt_report *report) {
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, mpi->saved_handler);
     MPI_Errhandler_free(&mpi->saved_handler);
     if (settled && mpi->initialized) MPI_Finalize();
-    if (mpi->tcp) dt__tcp_finish(mpi->tcp);
     if (mpi->tcp) dt__tcp_free(mpi->tcp);
-    for (dt__mpi_bulk *next; mpi->free_bulks; mpi->free_bulks = next) {
-        next = mpi->free_bulks->next;
-        dt_free(mpi->ctx, DT_MEM_HOST, mpi->free_bulks, sizeof *next);
-    }
     dt_ctx_free(mpi->ctx);
     if (!settled) {
         host->log(
@@ -8633,23 +8501,20 @@ struct dt_team {
     dt_host host; /* the caller's dt_host */
     dt_run_desc desc;
     dt__shared *shared;
-    void *range;
-    size_t range_bytes, bytes; /* bytes: size of this struct with `jobs` and `ends` behind it */
-    int64_t oom_kills;         /* result of dt__run_oom_kills before the ranks began */
+    void *range;       /* the memory in which `shared` lies */
+    int64_t oom_kills; /* result of dt__run_oom_kills before the ranks began */
     /* one for the caller of dt_team_make and one for each rank's thread; the team is freed when
        none is left */
     int references;
-    struct dt__rank_job *jobs; /* (ranks), of dt_run */
-    struct pollfd *ends;       /* (ranks) the pidfds of the processes, or -1 */
+    struct dt__rank_job *jobs; /* (ranks), of dt_run; in memory just after this struct */
 };
 
-static void dt__set_ended(dt__shared *shared, int local_rank) {
-    __atomic_store_n(&shared->state[local_rank].ended, 1, __ATOMIC_RELEASE);
+static void dt__set_ended(dt__shared *shared, dt__rank_state *state) {
+    __atomic_store_n(&state->ended, 1, __ATOMIC_RELEASE);
     __atomic_fetch_add(&shared->ended, 1, __ATOMIC_RELEASE);
-    __atomic_fetch_add(&shared->state[local_rank].progress, 1, __ATOMIC_SEQ_CST);
+    __atomic_fetch_add(&state->progress, 1, __ATOMIC_SEQ_CST);
     /* stored last, because the rank makes no progress after the increment above */
-    __atomic_store_n(
-        &shared->state[local_rank].idle_at_progress, DT__IDLE_FOREVER, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&state->idle_at_progress, DT__IDLE_FOREVER, __ATOMIC_SEQ_CST);
 }
 
 /* Advances the pending operations. The tensor library calls this function between two kernels. */
@@ -8658,72 +8523,65 @@ static void dt__on_kernel_done(dt_ctx *ctx, void *user) {
     if (world->first_unfinished && dt_error(ctx) == DT_OK) dt__advance_some(world);
 }
 
-/* Makes a rank's world. Its ranks communicate in a team's shared memory, or over a transport. With
-   a transport its state is in the shared memory of the machine's ranks if `node` is given, else in
-   private memory. */
-static dt__world *dt__world_make(dt_ctx *ctx, const dt_attach_desc *desc, const dt__node *node) {
-    dt__world *world = (dt__world *)dt_alloc(ctx, DT_MEM_HOST, sizeof *world, "the world");
-    dt__private_range *lone = NULL;
+/* The private range of a rank that shares no memory lies just after its world. */
+static size_t dt__world_bytes(const dt__shared *shared) {
+    return sizeof(dt__world) + (shared && shared->state ? 0 : sizeof(dt__private_range));
+}
+
+/* Makes a rank's world. shared: the memory of a team, or of the ranks of a transport on this
+   machine; NULL if a transport's rank shares no memory. */
+static dt__world *dt__world_make(
+    dt_ctx *ctx, const dt_attach_desc *desc, int size, const dt__node *node, dt__shared *shared) {
+    const size_t bytes = dt__world_bytes(shared);
+    dt__world *world = (dt__world *)dt_alloc(ctx, DT_MEM_HOST, bytes, "the world");
     if (!world) return NULL;
-    memset(world, 0, sizeof *world);
-    if (!desc->team && !node) {
-        lone = (dt__private_range *)dt_alloc(ctx, DT_MEM_HOST, sizeof *lone, "the world");
-        if (!lone) {
-            dt_free(ctx, DT_MEM_HOST, world, sizeof *world);
-            return NULL;
-        }
-        memset(lone, 0, sizeof *lone);
-        lone->shared.ranks = desc->size;
-        lone->shared.timeout_s = desc->timeout_s > 0 ? desc->timeout_s : 120;
-        lone->shared.spins = desc->size <= dt__cores() ? DT__SPINS : 0;
-        lone->shared.first_failure.rank = -1;
+    memset(world, 0, bytes);
+    world->local_rank = node ? node->local_rank : desc->rank;
+    if (shared) {
+        world->state = &shared->state[world->local_rank];
+        world->records = shared->records + (size_t)world->local_rank * DT_RECORDS;
+    } else {
+        dt__private_range *lone = (dt__private_range *)(void *)(world + 1);
+        shared = &lone->shared;
+        shared->ranks = size;
+        shared->timeout_s = desc->timeout_s > 0 ? desc->timeout_s : 120;
+        shared->spins = size <= dt__cores() ? DT__SPINS : 0;
+        shared->first_failure.rank = -1;
+        world->state = &lone->state;
+        world->records = lone->records;
     }
-    world->shared = lone ? &lone->shared : node ? node->shared : desc->team->shared;
+    world->shared = shared;
     world->ctx = ctx;
     world->host = dt_ctx_host(ctx);
     world->calls = &dt__plain_calls;
     world->rank = desc->rank;
-    world->size = desc->team ? desc->team->desc.ranks : desc->size;
-    world->local_rank = node ? node->local_rank : desc->rank;
+    world->size = size;
     world->node = node;
-    world->is_thread = desc->team && !world->shared->separate_memory;
+    world->is_thread = desc->team && !shared->separate_memory;
     if (!desc->team) world->transport = *desc->transport;
     world->channel_count = 1;
-    world->awaited_rank = DT_ANY;
-    world->state = lone ? &lone->state : &world->shared->state[world->local_rank];
-    world->records =
-        lone ? lone->records : world->shared->records + (size_t)world->local_rank * DT_RECORDS;
+    __atomic_store_n(&world->state->waits_for, DT_ANY, __ATOMIC_RELAXED);
     __atomic_store_n(&world->state->pid, (int)getpid(), __ATOMIC_RELAXED);
     __atomic_store_n(&world->state->tid, (int)syscall(SYS_gettid), __ATOMIC_RELAXED);
     return world;
 }
 
-/* Makes the group of all ranks. */
-static dt__group *dt__world_group(dt__world *world) {
-    if (!world->transport.send) return dt__shared_group(world->shared, 0);
-    dt__group *group = dt__private_group_make(world, world->size, "world");
-    for (int rank = 0; group && rank < world->size; rank++) group->ranks[rank] = rank;
-    if (group && dt__is_on_node(world, group))
-        dt__group_use_shared(group, dt__shared_group(world->shared, 0));
-    return group;
-}
-
 /* Tells the other ranks that this rank's context failed before it had a world. */
-static void dt__world_failed(dt_ctx *ctx, const dt_attach_desc *desc, dt__shared *shared) {
-    dt__world world;
+static void dt__world_failed(
+    dt_ctx *ctx, const dt_attach_desc *desc, const dt__node *node, dt__shared *shared) {
+    dt__shared none;
     if (shared && dt__claim(shared, desc->rank))
         dt__publish_failure(shared, desc->rank, dt_error(ctx), dt_error_text(ctx));
-    if (desc->team || !desc->transport) return;
-    dt__shared none;
+    if (desc->team) return;
     memset(&none, 0, sizeof none);
-    memset(&world, 0, sizeof world);
-    world.ctx = ctx;
-    world.host = dt_ctx_host(ctx);
-    world.shared = shared ? shared : &none;
-    world.rank = desc->rank;
-    world.size = desc->size;
-    world.transport = *desc->transport;
-    dt__send_aborts(&world, dt_error(ctx), dt_error_text(ctx));
+    dt__world world = { .shared = shared ? shared : &none,
+        .ctx = ctx,
+        .host = dt_ctx_host(ctx),
+        .rank = desc->rank,
+        .size = desc->size,
+        .node = node,
+        .transport = *desc->transport };
+    dt__send_aborts(&world, desc->rank, dt_error(ctx), dt_error_text(ctx));
 }
 
 static const dt__comm_functions dt__functions = { .struct_bytes = DT__STRUCT_BYTES,
@@ -8732,7 +8590,6 @@ static const dt__comm_functions dt__functions = { .struct_bytes = DT__STRUCT_BYT
     .pattern = dt__pattern_of,
     .run = dt__op_run,
     .wait = dt__library_wait,
-    .settle = dt__on_settle,
     .error = dt_error,
     .alloc = dt_alloc,
     .free = dt_free,
@@ -8744,8 +8601,7 @@ static const dt__comm_functions dt__functions = { .struct_bytes = DT__STRUCT_BYT
     "NCCL is not in this build: link dt_kernels.cu, compiled by nvcc where it finds <nccl.h>"
 
 /* Attaches a rank. node: the ranks on this machine, if ranks of a transport share memory, else
-   NULL. run: the description passed to dt_run, if dt_run attaches a rank of a transport, else NULL
-   (a team has its own description). */
+   NULL. run: the description of the team or of dt_run; NULL if there is neither. */
 static dt_comm *dt__attach(
     dt_ctx *ctx, dt_attach_desc desc, const dt__node *node, const dt_run_desc *run) {
     int size = desc.team ? desc.team->desc.ranks : desc.size;
@@ -8757,27 +8613,25 @@ static dt_comm *dt__attach(
         dt_fail(ctx, DT_ERR_ARG, "dt_comm_attach: rank %d of %d, %s", desc.rank, size,
             dt__world_of(ctx) ? "but it is attached already" : "by either a team or a transport");
     if (wrong) return NULL;
-    dt__world *world = dt_error(ctx) ? NULL : dt__world_make(ctx, &desc, node);
+    dt__world *world = dt_error(ctx) ? NULL : dt__world_make(ctx, &desc, size, node, shared);
     if (!world) {
-        dt__world_failed(ctx, &desc, shared);
+        dt__world_failed(ctx, &desc, node, shared);
         return NULL;
     }
     world->listener.failed = dt__on_failure;
     world->listener.kernel_done = dt__on_kernel_done;
-    world->listener.drain = dt__on_settle;
+    world->listener.drain = dt__on_drain;
     world->listener.user = world;
     dt_listen(ctx, &world->listener);
     dt_ctx_attach(ctx, world);
-    if (desc.team) run = &desc.team->desc;
     if (run) world->check = run->check;
     if (run && !desc.team) world->status_request = run->status_request;
     dt__link_make(world, run ? run->link : desc.link);
     if (run) dt__faults_make(world, run->fault);
-    dt__group *group = dt_error(ctx) ? NULL : dt__world_group(world);
-    for (int rank = 0; rank < size && group && world->transport.pid; rank++)
+    for (int rank = 0; rank < size && world->transport.pid; rank++)
         dt__peer_of(world, rank); /* knows the rank's process, even if it never sends a report */
-    const dt__direct *direct = group && group->members ? &dt__shared_direct : NULL;
-    if (group) world->comm = dt__comm_make(world, direct, group, desc.rank);
+    world->comm = dt__comm_make(world, NULL, 0, "world");
+    if (world->comm && dt__is_on_node(world->comm)) dt__comm_use_shared(world->comm, 0);
     if (!world->comm || !(desc.nccl || (run && run->backend == DT_BACKEND_NCCL)))
         return world->comm;
     if (dt__nccl_begin)
@@ -8788,25 +8642,25 @@ static dt_comm *dt__attach(
 }
 
 dt_comm *dt_comm_attach(dt_ctx *ctx, dt_attach_desc desc) {
-    return dt__attach(ctx, desc, NULL, NULL);
+    return dt__attach(ctx, desc, NULL, desc.team ? &desc.team->desc : NULL);
 }
 
 /* Releases the work objects of operations that a failure has left unfinished. */
 static void dt__works_recycle(dt__world *world) {
-    dt__on_settle(world->ctx, 0, world);
+    dt__on_drain(world->ctx, 0, world);
     if (world->blocking) dt__work_release(world->blocking);
     world->blocking = NULL;
-    while (world->first_started) {
-        dt_work *work = world->first_started;
+    while (world->started.first) {
+        dt_work *work = world->started.first;
         dt__started_remove(world, work);
         dt__work_release(work);
     }
 }
 
 static void dt__works_free(dt__world *world) {
-    while (world->free_works) {
-        dt_work *work = world->free_works;
-        world->free_works = work->next;
+    while (world->free_works.first) {
+        dt_work *work = world->free_works.first;
+        dt__list_remove(&world->free_works, work);
         dt_free(
             world->ctx, DT_MEM_HOST, work->p2p_ops, (size_t)work->p2p_capacity * sizeof(dt__p2p));
         if (work->device_event) dt_ctx_kernels(world->ctx)->event_destroy(work->device_event);
@@ -8848,6 +8702,10 @@ static void dt__goodbye(dt__world *world, int linger) {
 
 static dt__phrase dt__unreceived_text(const dt__frame *frame, int from, int to, const char *group) {
     dt__call call = dt__unpack_call(frame->packed_call, (size_t)frame->count);
+    if (frame->seq)
+        return dt__format("rank %d ended without calling %s #%llu on %s, which rank %d calls%s", to,
+            dt__call_text(&call).s, (unsigned long long)frame->seq, group, from,
+            dt__site_text(frame->file, frame->line).s);
     return dt__format("rank %d: rank %d ended without receiving %s x %zu with tag %d on %s", from,
         to, dt_dtype_name(call.dtype), call.count, frame->tag, group);
 }
@@ -8858,13 +8716,12 @@ static void dt__note_unreceived(dt__world *world) {
     dt__shared *shared = world->shared;
     for (const dt__arrival *a = world->first_unexpected; a && !dt_error(world->ctx); a = a->next) {
         int expected = 0;
-        if (a->frame.tag < 0 || !__atomic_compare_exchange_n(&shared->unreceived_claimed, &expected,
-                                    1, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+        if (!__atomic_compare_exchange_n(
+                &shared->unreceived_claimed, &expected, 1, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
             continue;
-        const dt_comm *comm = world->comms;
-        while (comm && comm->group->channel != a->frame.channel) comm = comm->next;
+        const dt_comm *comm = dt__comm_of(world, a->frame.channel);
         dt__phrase text =
-            world->transport.send
+            world->transport.send && !a->frame.seq
                 ? dt__format("rank %d: ended without receiving %llu bytes with tag %d from rank %d",
                       world->rank, (unsigned long long)a->frame.bytes, a->frame.tag, a->from)
                 : dt__unreceived_text(
@@ -8885,18 +8742,20 @@ static void dt__detach(dt_ctx *ctx, dt_status status, dt_report *report) {
     if (status && !dt_error(ctx))
         dt_fail(ctx, status, "rank function returned %s", dt_status_name(status));
     if (!dt_error(ctx)) dt__notify_reset(ctx);
-    if (world->first_started && !dt_error(ctx))
+    if (world->started.first && !dt_error(ctx))
         dt_fail(ctx, DT_ERR_ARG, "%s on %s%s was started and never waited for",
-            dt__call_text(&world->first_started->call).s, world->first_started->comm->group->name,
-            dt__own_site(world->first_started).s);
+            dt__call_text(&world->started.first->call).s, world->started.first->comm->group->name,
+            dt__own_site(world->started.first).s);
     if (world->comm && world->peers) dt__poll(world, DT_ANY);
     dt__note_unreceived(world);
-    if (world->shared->state)
-        dt__set_ended(world->shared, world->local_rank);
-    else
-        world->state->ended = 1, world->state->idle_at_progress = DT__IDLE_FOREVER;
-    if (dt_error(ctx)) dt__await_quiescence(world);
+    dt__set_ended(world->shared, world->state);
+    if (dt_error(ctx)) dt__await_access_end(world);
     dt__works_recycle(world);
+    /* A rank that ends because another one has failed passes the failure on before it reports its
+       end: the end may arrive before the packet of the rank that failed. */
+    const dt_report *first = &world->shared->first_failure;
+    if (world->transport.send && dt__aborted(world->shared) && !world->owns_first_failure)
+        dt__send_aborts(world, first->rank, first->status, first->text);
     if (world->transport.send) dt__goodbye(world, report != NULL);
     dt__note_unreceived(world);
     if (report && dt__aborted(world->shared))
@@ -8908,15 +8767,20 @@ static void dt__detach(dt_ctx *ctx, dt_status status, dt_report *report) {
     dt__works_free(world);
     dt__arrivals_free(world);
     dt__peers_free(world);
-    dt_free(ctx, DT_MEM_HOST, world->link, world->link ? sizeof *world->link : 0);
-    dt_free(ctx, DT_MEM_HOST, world->faults, world->faults ? sizeof *world->faults : 0);
+    dt_free(ctx, DT_MEM_HOST, world->link, sizeof *world->link);
+    dt_free(ctx, DT_MEM_HOST, world->faults, sizeof *world->faults);
     dt_ctx_attach(ctx, NULL);
     dt_unlisten(ctx, &world->listener);
-    if (!world->shared->state) dt_free(ctx, DT_MEM_HOST, world->shared, sizeof(dt__private_range));
-    dt_free(ctx, DT_MEM_HOST, world, sizeof *world);
+    dt_free(ctx, DT_MEM_HOST, world, dt__world_bytes(world->shared));
 }
 
-void dt_comm_detach(dt_ctx *ctx, dt_status status) { dt__detach(ctx, status, NULL); }
+void dt_comm_detach(dt_ctx *ctx, dt_status status) {
+    const dt__world *world = dt__world_of(ctx);
+    /* a context does not log DT_ERR_PEER, but nobody else logs that this rank has lost another */
+    if (world && world->owns_first_failure && dt_error(ctx) == DT_ERR_PEER)
+        dt_log(ctx, DT_LOG_ERROR, "%s", dt_error_text(ctx));
+    dt__detach(ctx, status, NULL);
+}
 
 // ==== 31. Supervisor: threads and forked processes ==============================================
 
@@ -8934,7 +8798,7 @@ void dt_comm_detach(dt_ctx *ctx, dt_status status) { dt__detach(ctx, status, NUL
    The supervisor exchanges no messages with ranks. It learns of a failure from the failure record
    (section 9) and records there that a process has died. In each turn it watches:
 
-       waitpid, pidfd        a process has ended: a failure, unless rank_main had returned
+       waitpid               a process has ended: a failure, unless rank_main had returned
        thread_done           a thread has ended
        the abort word        the clock since the first failure starts
        DT__STOPPED_S later   a stopped process cannot notice the failure: killed
@@ -8944,6 +8808,7 @@ void dt_comm_detach(dt_ctx *ctx, dt_status status) { dt__detach(ctx, status, NUL
        status_request        the table of all ranks is logged */
 
 #define DT__STOPPED_S 1.0
+#define DT__WATCH_NAP_MAX 5e-3 /* the supervisor needs less than 1 % of a core */
 
 /* One rank: what dt__run_rank runs and the supervisor watches. */
 typedef struct dt__rank_job {
@@ -8978,15 +8843,8 @@ static void dt__run_fail(dt_team *run, int rank, dt_status status, const char *f
 }
 
 static const char *dt__backend_name(dt_backend backend) {
-    switch (backend) {
-    case DT_BACKEND_AUTO:
-    case DT_BACKEND_THREADS: return "threads";
-    case DT_BACKEND_PROCS: return "procs";
-    case DT_BACKEND_TCP: return "tcp";
-    case DT_BACKEND_MPI: return "mpi";
-    case DT_BACKEND_NCCL: return "nccl";
-    }
-    return "unknown";
+    static const char *const names[] = { "threads", "threads", "procs", "tcp", "mpi", "nccl" };
+    return backend >= DT_BACKEND_AUTO && backend <= DT_BACKEND_NCCL ? names[backend] : "unknown";
 }
 
 int dt_backend_is_built(dt_backend backend) {
@@ -9000,12 +8858,10 @@ int dt_backend_is_built(dt_backend backend) {
 /* Returns the reason for which dt_run or dt_team_make refuses the backend: either this build does
    not contain the backend, or the ranks of the backend are not threads or forks of one process. */
 static const char *dt__backend_missing(dt_backend backend) {
-    if (backend == DT_BACKEND_NCCL && !dt__nccl_begin) return DT__NO_NCCL_TEXT;
-#ifndef DT_USE_MPI
-    if (backend == DT_BACKEND_MPI) return "MPI is not in this build: mpicc -DDT_USE_MPI";
-#endif
-    return backend > DT_BACKEND_NCCL ? "it is not in this version"
-                                     : "a team is threads or forks of one process";
+    if (dt_backend_is_built(backend)) return "a team is threads or forks of one process";
+    if (backend == DT_BACKEND_NCCL) return DT__NO_NCCL_TEXT;
+    return backend == DT_BACKEND_MPI ? "MPI is not in this build: mpicc -DDT_USE_MPI"
+                                     : "it is not in this version";
 }
 
 /* Begins a run's description: fills in the defaults and what the environment sets. */
@@ -9057,59 +8913,61 @@ static int dt__run_valid(dt_team *run, int is_team) {
 
 /* ---- the team ---- */
 
+static size_t dt__team_bytes(int ranks) {
+    return sizeof(dt_team) + (size_t)ranks * sizeof(dt__rank_job);
+}
+
 /* Drops one reference to the team, and frees the team if no reference is left. */
 static void dt__team_release(dt_team *team) {
     if (__atomic_sub_fetch(&team->references, 1, __ATOMIC_ACQ_REL) > 0) return;
-    dt_host host = team->host;
+    const dt_host host = team->host;
     if (host.map)
-        host.unmap(host.user, team->range, team->range_bytes);
+        host.unmap(host.user, team->range, team->shared->bytes);
     else
-        host.free(host.user, team->range, team->range_bytes, DT_MEM_COMM);
-    host.free(host.user, team, team->bytes, DT_MEM_HOST);
+        host.free(host.user, team->range, team->shared->bytes, DT_MEM_COMM);
+    host.free(host.user, team, dt__team_bytes(team->desc.ranks), DT_MEM_HOST);
 }
 
 /* The heap of each forked rank is as large as the machine's memory, because a page takes physical
    memory only once it is touched. If the system refuses a mapping of this size, the heaps are made
    smaller. */
 dt_team *dt_team_make(dt_run_desc desc) {
-    size_t machine_bytes = (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);
-    dt_team run = dt__run_env(desc), *team;
+    dt_team run = dt__run_env(desc);
+    const dt_host host = run.host;
+    const int ranks = run.desc.ranks, separate = desc.backend == DT_BACKEND_PROCS;
     dt__shared sizes;
     if (!dt__run_valid(&run, 1)) return NULL;
     memset(&sizes, 0, sizeof sizes);
-    sizes.ranks = run.desc.ranks;
-    sizes.separate_memory = desc.backend == DT_BACKEND_PROCS;
+    sizes.ranks = ranks;
+    sizes.separate_memory = separate;
     sizes.timeout_s = run.desc.timeout_s;
-    sizes.spins = sizes.ranks <= dt__cores() ? DT__SPINS : 0;
+    sizes.spins = ranks <= dt__cores() ? DT__SPINS : 0;
     sizes.first_failure.rank = -1;
-    sizes.is_zeroed = run.host.map != NULL;
-    size_t heap = sizes.separate_memory ? dt__align_page(machine_bytes) : 0;
-    run.bytes = sizeof run + (size_t)sizes.ranks * (sizeof *run.jobs + sizeof *run.ends);
-    run.references = 1;
-    team = (dt_team *)run.host.alloc(run.host.user, run.bytes, DT_MEM_HOST);
+    sizes.is_zeroed = host.map != NULL;
+    const size_t machine_bytes = (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE),
+                 bytes = dt__team_bytes(ranks);
+    size_t heap = separate ? dt__align_page(machine_bytes) : 0;
+    dt_team *team = (dt_team *)host.alloc(host.user, bytes, DT_MEM_HOST);
     for (; team && !run.range; heap = dt__align_page(heap / 4)) {
         sizes.heap_bytes = heap;
         dt__shared_layout(&sizes, NULL, desc.user_bytes);
-        run.range = run.host.map ? run.host.map(run.host.user, sizes.bytes)
-                                 : run.host.alloc(run.host.user, sizes.bytes, DT_MEM_COMM);
+        run.range = host.map ? host.map(host.user, sizes.bytes)
+                             : host.alloc(host.user, sizes.bytes, DT_MEM_COMM);
         if (heap <= ((size_t)64 << 20)) break;
     }
-    run.range_bytes = sizes.bytes;
     if (!run.range) {
         dt__run_fail(&run, -1, DT_ERR_MEM, "dt_run: %zu bytes that %d ranks share were refused",
-            sizes.bytes + run.bytes, sizes.ranks);
-        if (team) run.host.free(run.host.user, team, run.bytes, DT_MEM_HOST);
+            sizes.bytes + bytes, ranks);
+        if (team) host.free(host.user, team, bytes, DT_MEM_HOST);
         return NULL;
     }
     if (!sizes.is_zeroed) memset(run.range, 0, sizes.zeroed_bytes + DT__CACHE_LINE);
+    run.references = 1;
     *team = run;
-    /* threads may use the host's table after the caller has freed *desc.host */
-    if (desc.host) team->desc.host = &team->host;
+    team->desc.host = &team->host; /* the caller may free *desc.host while threads still run */
     team->jobs = (dt__rank_job *)(void *)(team + 1);
-    team->ends = (struct pollfd *)(void *)(team->jobs + sizes.ranks);
     team->shared = dt__shared_layout(&sizes, (char *)run.range, desc.user_bytes);
-    dt__group *group = dt__group_make(team->shared, sizes.ranks, "world");
-    for (int rank = 0; rank < sizes.ranks; rank++) group->ranks[rank] = rank;
+    dt__group_make(team->shared, ranks, "world");
     return team;
 }
 
@@ -9167,9 +9025,9 @@ dt_status dt_team_free(dt_team *team) {
         const dt__packet_ring *ring = shared->rings[i];
         for (int n = 0; ring && n < DT__RING_SLOTS; n++) {
             const dt__packet_slot *slot = &ring->slot[n];
-            const dt__frame *frame =
-                (const dt__frame *)(const void *)dt__slot_packet(slot, slot->number & 0xffff);
-            if (slot->number >> 16 > ring->taken && frame->tag >= 0 &&
+            const dt__frame *frame = (const dt__frame *)(const void *)dt__slot_packet(
+                slot, slot->number_and_bytes & 0xffff);
+            if (slot->number_and_bytes >> 16 > ring->taken &&
                 (frame->kind == DT__EAGER || frame->kind == DT__ANNOUNCE))
                 dt__run_fail(team, (int)(i % ranks), DT_ERR_COMM, "%s",
                     dt__unreceived_text(frame, (int)(i % ranks), (int)(i / ranks),
@@ -9192,8 +9050,7 @@ static void dt__rank_end(void *arg) {
     dt_team *team = job->attach.team;
     dt__world *world = dt__world_of(job->ctx);
     int cut_short = job->ctx && !job->returned;
-    if (cut_short && world && world->shared->state)
-        __atomic_store_n(&world->state->busy, 0, __ATOMIC_SEQ_CST);
+    if (cut_short && world) __atomic_store_n(&world->state->busy, 0, __ATOMIC_SEQ_CST);
     if (cut_short)
         dt_fail(job->ctx, DT_ERR_ARG,
             "rank function did not return: its thread was ended by pthread_exit or "
@@ -9277,33 +9134,34 @@ static int64_t dt__run_oom_kills(const dt_io *io) {
    it wrote the failure record. known: 0 if the exit status is unknown, because this process ignores
    SIGCHLD or another part of it has reaped the child; then state.ended == 2 means success. */
 static void dt__process_gone(const dt__rank_job *job, int known, int status) {
-    static const int numbers[8] = { SIGKILL, SIGSEGV, SIGABRT, SIGBUS, SIGFPE, SIGILL, SIGTERM,
-        SIGINT };
-    static const char *const names[8] = { " (SIGKILL)", " (SIGSEGV)", " (SIGABRT)", " (SIGBUS)",
-        " (SIGFPE)", " (SIGILL)", " (SIGTERM)", " (SIGINT)" };
+    static const struct {
+        int number;
+        const char *name;
+    } signals[8] = { { SIGKILL, " (SIGKILL)" }, { SIGSEGV, " (SIGSEGV)" },
+        { SIGABRT, " (SIGABRT)" }, { SIGBUS, " (SIGBUS)" }, { SIGFPE, " (SIGFPE)" },
+        { SIGILL, " (SIGILL)" }, { SIGTERM, " (SIGTERM)" }, { SIGINT, " (SIGINT)" } };
     dt_team *team = job->attach.team;
     dt__shared *shared = team->shared;
     int rank = job->attach.rank, number = known && WIFSIGNALED(status) ? WTERMSIG(status) : 0;
-    int ended = __atomic_load_n(&shared->state[rank].ended, __ATOMIC_ACQUIRE);
-    __atomic_store_n(&shared->state[rank].busy, 0, __ATOMIC_SEQ_CST);
+    dt__rank_state *state = &shared->state[rank];
+    int ended = __atomic_load_n(&state->ended, __ATOMIC_ACQUIRE);
+    __atomic_store_n(&state->busy, 0, __ATOMIC_SEQ_CST);
     if (known ? ended && WIFEXITED(status) && WEXITSTATUS(status) == 0 : ended == 2) return;
-    char end[160] = "was lost; its exit status is not known, because its parent ignores SIGCHLD or "
-                    "reaped it elsewhere";
     const char *name = "";
     int oom = number == SIGKILL && dt__run_oom_kills(dt_io_default()) > team->oom_kills;
     for (int i = 0; i < 8; i++)
-        if (numbers[i] == number) name = names[i];
-    if (number)
-        snprintf(end, sizeof end, "was ended by signal %d%s%s", number, name,
-            oom ? ": out of memory, killed by the kernel (cgroup)" : "");
-    else if (known)
-        snprintf(
-            end, sizeof end, "exited with status %d in its rank function", WEXITSTATUS(status));
+        if (signals[i].number == number) name = signals[i].name;
+    dt__phrase end =
+        !known   ? dt__format("was lost; its exit status is not known, because its parent ignores "
+                                "SIGCHLD or reaped it elsewhere")
+        : number ? dt__format("was ended by signal %d%s%s", number, name,
+                       oom ? ": out of memory, killed by the kernel (cgroup)" : "")
+                 : dt__format("exited with status %d in its rank function", WEXITSTATUS(status));
     /* the process died while it wrote the record: its claim is void */
     if (__atomic_load_n(&shared->claimed, __ATOMIC_SEQ_CST) == rank + 2 && !dt__aborted(shared))
         __atomic_store_n(&shared->claimed, 0, __ATOMIC_SEQ_CST);
-    dt__run_fail(team, rank, DT_ERR_PEER, "rank %d (process %d) %s", rank, (int)job->pid, end);
-    if (!ended) dt__set_ended(shared, rank);
+    dt__run_fail(team, rank, DT_ERR_PEER, "rank %d (process %d) %s", rank, (int)job->pid, end.s);
+    if (!ended) dt__set_ended(shared, state);
 }
 
 /* Looks after one rank. Returns 0 if it has ended, or if it should have ended so long ago that
@@ -9311,18 +9169,17 @@ static void dt__process_gone(const dt__rank_job *job, int known, int status) {
 static int dt__run_watch(dt__rank_job *job, double seconds) {
     dt_team *team = job->attach.team;
     const double timeout_s = team->desc.timeout_s;
-    int status = 0, rank = job->attach.rank, *pidfd = &team->ends[rank].fd;
+    int status = 0, rank = job->attach.rank;
     pid_t got = job->pid ? waitpid(job->pid, &status, WNOHANG) : 0;
     if (got != 0) {
         dt__process_gone(job, got > 0, status);
     } else if (!job->pid && __atomic_load_n(&job->thread_done, __ATOMIC_ACQUIRE)) {
         pthread_join(job->thread, NULL);
     } else if (seconds > (job->pid ? 2 * timeout_s + DT__STOPPED_S : timeout_s)) {
-        char text[192];
-        snprintf(text, sizeof text,
-            "rank %d is left behind: its %s still runs %.1f s after the failure", rank,
-            job->pid ? "process" : "thread", seconds);
-        team->host.log(team->host.user, DT_LOG_NOTICE, -1, text);
+        team->host.log(team->host.user, DT_LOG_NOTICE, -1,
+            dt__format("rank %d is left behind: its %s still runs %.1f s after the failure", rank,
+                job->pid ? "process" : "thread", seconds)
+                .s);
         team->shared->first_failure.left_behind++;
         if (!job->pid) pthread_detach(job->thread);
     } else {
@@ -9333,62 +9190,48 @@ static int dt__run_watch(dt__rank_job *job, double seconds) {
         if (overdue) kill(job->pid, SIGKILL);
         return 1;
     }
-    if (*pidfd >= 0) close(*pidfd);
-    *pidfd = -1;
     return 0;
 }
 
-/* Waits until the first `started` ranks have ended or are left behind. A process's pidfd becomes
-   readable when the process has ended. Threads, and processes without pidfds, are looked at after a
-   nap. The pidfds are opened after all forks, so that no child inherits one. */
-static void dt__run_wait(dt_team *team, int started) {
+/* Waits until the ranks that have started have ended or are left behind. Looks at all of them in
+   each turn. The nap between two turns is about a tenth of the time so far, up to a maximum. */
+static void dt__run_wait(dt_team *team) {
     dt__stopwatch failed = { NULL, 0, 0, 0 };
     double seconds = 0, nap = DT__NAP_MIN;
-    int pidfds = 0, left = started;
-    for (int rank = 0; rank < started; rank++) {
-        struct pollfd end = { -1, POLLIN, 0 };
-#ifdef SYS_pidfd_open
-        if (team->jobs[rank].pid && dt__io_guard_std_fds() == 0)
-            end.fd = (int)syscall(SYS_pidfd_open, team->jobs[rank].pid, 0);
-#endif
-        pidfds += end.fd >= 0;
-        team->ends[rank] = end;
-    }
-    for (; left > 0; nap = fmin(1.1 * nap, DT__NAP_MAX)) {
+    for (int left = 1; left > 0; nap = fmin(1.1 * nap, DT__WATCH_NAP_MAX)) {
         if (!failed.host && dt__aborted(team->shared))
             failed = dt__stopwatch_start(&team->host, team->desc.timeout_s);
         if (failed.host) seconds = dt__waited(&failed);
         left = 0;
-        for (dt__rank_job *job = team->jobs; job < team->jobs + started; job++)
+        for (dt__rank_job *job = team->jobs; job < team->jobs + team->desc.ranks; job++)
             left += job->is_watched = job->is_watched && dt__run_watch(job, seconds);
         if (team->desc.status_request &&
             __atomic_exchange_n(team->desc.status_request, 0, __ATOMIC_RELAXED))
             for (int rank = 0; rank < team->desc.ranks; rank++)
-                dt__log_rank_line(&team->host, dt_io_default(), -1, rank,
-                    dt__view_of_local_rank(team->shared, rank));
-        if (left && (pidfds < started || poll(team->ends, (nfds_t)started, 20) < 0))
-            team->host.sleep(team->host.user, nap);
+                team->host.log(team->host.user, DT_LOG_NOTICE, -1,
+                    dt__rank_line(&team->host, dt_io_default(), rank,
+                        dt__view_of_local_rank(team->shared, rank))
+                        .s);
+        if (left) team->host.sleep(team->host.user, nap);
     }
 }
 
 static void dt__run_team(const dt_run_desc *desc, dt__rank_job job) {
     dt_team *team = dt_team_make(*desc);
     void *user = job.user;
-    int started = 0, separate = team && team->shared->separate_memory;
     if (!team) return;
+    const int ranks = team->desc.ranks, separate = team->shared->separate_memory;
     size_t user_bytes = separate ? desc->user_bytes : 0;
     if (separate) team->oom_kills = dt__run_oom_kills(dt_io_default());
     if (separate) fflush(NULL); /* otherwise each child would write stdio's buffers once more */
     if (user_bytes) job.user = memcpy(team->shared->user, user, user_bytes);
     job.desc = &team->desc;
     job.attach.team = team;
-    for (; started < team->desc.ranks; started++) {
-        dt__rank_job *of_rank = &team->jobs[started];
-        job.attach.rank = started;
-        *of_rank = job;
-        if (!dt__run_start(of_rank)) break;
+    for (job.attach.rank = 0; job.attach.rank < ranks; job.attach.rank++)
+        team->jobs[job.attach.rank] = job;
+    for (int rank = 0; rank < ranks && dt__run_start(&team->jobs[rank]); rank++) {
     }
-    dt__run_wait(team, started);
+    dt__run_wait(team);
     if (user_bytes) memcpy(user, team->shared->user, user_bytes);
     dt_team_free(team);
 }
@@ -9396,9 +9239,12 @@ static void dt__run_team(const dt_run_desc *desc, dt__rank_job job) {
 /* ---- dt_run, and a rank over a transport ---- */
 
 /* Stores the failure of a rank over a transport in the report, if there is none yet. Logs it if the
-   context has not. */
+   context has not. ctx: NULL if there was no memory for it. */
 static void dt__run_report(dt_team *run, const dt_ctx *ctx, int rank) {
     dt_report *report = run->desc.report;
+    if (!ctx && !report->status)
+        dt__run_fail(run, -1, DT_ERR_MEM, "rank %d: no memory for its context", rank);
+    if (!ctx) return;
     if (report->status == DT_OK && dt_error(ctx)) {
         report->status = dt_error(ctx);
         report->rank = rank;
@@ -9422,13 +9268,9 @@ static void dt__tcp_rank(
         job->attach.size = t->size;
         job->attach.transport = &transport;
         dt__run_rank(job);
-        dt__tcp_finish(t);
         dt__tcp_free(t);
     }
-    if (ctx)
-        dt__run_report(run, ctx, rank);
-    else
-        dt__run_fail(run, -1, DT_ERR_MEM, "rank %d: no memory for its context", rank);
+    dt__run_report(run, ctx, rank);
     dt_ctx_free(ctx);
 }
 
@@ -9476,15 +9318,12 @@ static void dt__run_mpi(dt_team *run, dt__rank_job *job) {
     job->attach.rank = mpi->rank;
     job->attach.size = mpi->size;
     job->attach.transport = &transport;
-    if (job->ctx)
-        dt__run_report(run, job->ctx, mpi->rank);
-    else if (!desc->report->status)
-        dt__run_fail(run, -1, DT_ERR_MEM, "rank %d: no memory for its context", mpi->rank);
+    dt__run_report(run, job->ctx, mpi->rank);
     if (dt__mpi_connect(mpi, *desc)) {
         run->desc.check = mpi->tcp->check;
         dt__run_rank(job);
     }
-    if (job->ctx) dt__run_report(run, job->ctx, mpi->rank);
+    dt__run_report(run, job->ctx, mpi->rank);
     dt__mpi_close(mpi, desc->report);
 }
 
@@ -9732,20 +9571,19 @@ static void dt__trace_free(dt__world *world) {
 /* ---- dt_trace_write ---- */
 
 /* What each rank tells all ranks: rank 0's clock minus its own; the time of its first event; the
-   numbers of its lost events, its sends and its comm tracks; the bytes of its next piece of text.
-   */
+   numbers of its lost events and its sends; the bytes of its next piece of text. */
 typedef struct dt__trace_summary {
-    double offset, first, lost, sends, tracks, text_bytes;
+    double offset, first, lost, sends, text_bytes;
 } dt__trace_summary;
 
 typedef struct dt__trace_out {
     dt__world *world;
-    int ranks;
-    dt__trace_event *ring;                    /* (events) */
-    size_t events, next, messages;            /* next: index of the oldest event */
+    dt__trace_event *ring; /* (events) */
+    size_t events, messages;
     uint32_t *by_time, *by_message, *scratch; /* (events) indices in the ring */
     dt__trace_summary own, *all;              /* all: (ranks) */
     double origin; /* time of the first event of all ranks, on rank 0's clock */
+    int tracks;    /* number of comm tracks */
     char *text;    /* (DT__TRACE_TEXT) `used` bytes of text; before the text, scratch memory */
     size_t used;
     char *temp; /* rank 0: name of the temporary file, its descriptor, bytes written to it */
@@ -9753,19 +9591,22 @@ typedef struct dt__trace_out {
     int64_t at;
 } dt__trace_out;
 
-static dt_status dt__trace_run(const dt__trace_out *out, dt__call call) {
-    call.host_memory = 1;
-    return dt__op_run(out->world->comm, call);
-}
-
 static void dt__trace_p2p(
     const dt__trace_out *out, dt__op_code op, void *buf, size_t doubles, int peer) {
-    dt__trace_run(out, dt__p2p_call(op, buf, buf, doubles, DT_F64, peer, -1));
+    dt__call call = { .op = op,
+        .dtype = DT_F64,
+        .peer = peer,
+        .tag = -1,
+        .count = doubles,
+        .send = buf,
+        .recv = buf };
+    dt__run_on_host(out->world->comm, call);
 }
 
 static dt_status dt__trace_gather(const dt__trace_out *out) {
-    return dt__trace_run(out, dt__call_make(DT__ALL_GATHER, &out->own, out->all,
-                                  sizeof out->own / sizeof(double), DT_F64));
+    const size_t doubles = sizeof out->own / sizeof(double);
+    return dt__run_on_host(
+        out->world->comm, dt__call_make(DT__ALL_GATHER, &out->own, out->all, doubles, DT_F64));
 }
 
 /* Clock synchronization. Returns rank 0's clock minus this rank's. A rank sends rank 0 a request
@@ -9775,7 +9616,7 @@ static dt_status dt__trace_gather(const dt__trace_out *out) {
 static double dt__trace_offset(const dt__trace_out *out) {
     dt__world *world = out->world;
     double best = 1e300, offset = 0, at = 0;
-    for (int i = 8; world->transport.send && i < 8 * out->ranks; i++) {
+    for (int i = 8; world->transport.send && i < 8 * out->world->size; i++) {
         int is_root = world->rank == 0, peer = is_root ? i / 8 : 0;
         if (!is_root && world->rank != i / 8) continue;
         double begin = world->host->now(world->host->user);
@@ -9810,11 +9651,12 @@ static int dt__trace_by_message(const void *ring, uint32_t a, uint32_t b) {
    nonblocking one is on the lowest track that is free from its start to its end. */
 static void dt__trace_sort(dt__trace_out *out) {
     enum { CAPACITY = DT__TRACE_TEXT / sizeof(double) };
+    const dt__trace *trace = out->world->trace;
     double *begins = (double *)(void *)out->text; /* when the track's next slice begins */
     for (int tid = 0; tid < CAPACITY; tid++) begins[tid] = 1e300;
     /* from the newest to the oldest, because an enclosing slice ends after those inside it */
     for (size_t i = 0; i < out->events; i++)
-        out->by_time[i] = (uint32_t)((out->next + out->events - 1 - i) % out->events);
+        out->by_time[i] = (uint32_t)((trace->at + trace->capacity - 1 - i) % trace->capacity);
     dt__sort(out->by_time, out->scratch, out->events, dt__trace_by_time, out->ring);
     for (size_t i = out->events; i-- > 0;) {
         dt__trace_event *event = &out->ring[out->by_time[i]];
@@ -9824,7 +9666,7 @@ static void dt__trace_sort(dt__trace_out *out) {
                begins[event->tid] < event->end)
             event->tid++;
         begins[event->tid] = event->begin;
-        if (event->tid > out->own.tracks) out->own.tracks = event->tid;
+        if (event->tid > out->tracks) out->tracks = event->tid;
         if (event->tid == 0 || event->a < 0 || event->u.op.seq == 0) continue;
         out->by_message[out->messages++] = out->by_time[i];
         out->own.sends += event->what == DT__SEND;
@@ -9837,27 +9679,32 @@ static void dt__trace_sort(dt__trace_out *out) {
    no arrow lacks an end. As all ranks sort by message, each passes its receives once. */
 static void dt__trace_match(dt__trace_out *out) {
     const size_t max = DT__TRACE_TEXT / sizeof(dt__trace_event);
-    dt__trace_event *sent = (dt__trace_event *)(void *)out->text, *receive;
+    dt__trace_event *sent = (dt__trace_event *)(void *)out->text;
     size_t at = (size_t)out->own.sends, n; /* at: the first receive not yet passed */
     int me = out->world->rank;
-    for (int rank = 0; rank < out->ranks; rank++) {
+    for (int rank = 0; rank < out->world->size; rank++) {
         for (size_t done = 0, sends = (size_t)out->all[rank].sends; done < sends; done += n) {
             n = sends - done < max ? sends - done : max;
             for (size_t i = 0; rank == me && i < n; i++)
                 sent[i] = out->ring[out->by_message[done + i]];
-            dt__trace_run(out, dt__rooted_call(DT__BROADCAST, sent, sent,
-                                   n * sizeof *sent / sizeof(double), DT_F64, rank));
-            for (size_t i = 0; at < out->messages; at++) {
-                receive = &out->ring[out->by_message[at]];
-                while (
-                    i < n && receive->a == rank &&
-                    (sent[i].a < me || (sent[i].a == me && sent[i].u.op.seq < receive->u.op.seq)))
-                    i++;
-                if (i == n || receive->a > rank) break;
-                if (receive->a < rank || sent[i].a > me || sent[i].u.op.seq != receive->u.op.seq)
-                    continue;
-                receive->send_tid = sent[i].tid;
-                receive->u.op.send_begin = sent[i].begin + out->all[rank].offset;
+            const size_t doubles = n * sizeof *sent / sizeof(double);
+            dt__call broadcast = { .op = DT__BROADCAST,
+                .dtype = DT_F64,
+                .peer = rank,
+                .count = doubles,
+                .send = sent,
+                .recv = sent };
+            if (dt__run_on_host(out->world->comm, broadcast)) return;
+            for (size_t i = 0; i < n; i++) {
+                while (sent[i].a == me && at < out->messages) { /* the receives up to this send's */
+                    dt__trace_event *receive = &out->ring[out->by_message[at]];
+                    const uint64_t seq = receive->u.op.seq, its = sent[i].u.op.seq;
+                    if (receive->a > rank || (receive->a == rank && seq > its)) break;
+                    at++;
+                    if (receive->a < rank || seq < its) continue;
+                    receive->send_tid = sent[i].tid;
+                    receive->u.op.send_begin = sent[i].begin + out->all[rank].offset;
+                }
             }
         }
     }
@@ -9944,10 +9791,10 @@ static void dt__trace_put_event(dt__trace_out *out, uint32_t i) {
     }
 }
 
-/* Writes the names of a rank (tid -1) and its tracks. */
-static void dt__trace_put_names(dt__trace_out *out, int rank, int tid) {
+/* Writes the name of this rank (tid -1) or of one of its tracks. */
+static void dt__trace_put_names(dt__trace_out *out, int tid) {
     static const char *const names[] = { "rank %d", "compute", "comm", "comm %d" };
-    int index = tid < 0 ? rank : tid;
+    int rank = out->world->rank, index = tid < 0 ? rank : tid;
     const char *what = tid < 0 ? "process" : "thread";
     dt__trace_put_head(out, "M", rank, tid < 0 ? 0 : tid, 0);
     DT__TRACE_PUT(out, ",\"name\":\"%s_sort_index\",\"args\":{\"sort_index\":%d}}", what, index);
@@ -9957,34 +9804,41 @@ static void dt__trace_put_names(dt__trace_out *out, int rank, int tid) {
     DT__TRACE_PUT(out, "\"}}");
 }
 
-/* Appends the first `bytes` bytes of the text to the file. */
-static void dt__trace_save(dt__trace_out *out, size_t bytes) {
+/* Appends the text to the file. */
+static void dt__trace_save(dt__trace_out *out) {
     dt_ctx *ctx = out->world->ctx;
     if (dt_error(ctx) == DT_OK)
-        dt__file_write_at(ctx, out->temp, out->fd, out->text, (int64_t)bytes, out->at);
-    out->at += (int64_t)bytes;
+        dt__file_write_at(ctx, out->temp, out->fd, out->text, (int64_t)out->used, out->at);
+    out->at += (int64_t)out->used;
     out->used = 0;
 }
 
-/* Joins the text of all ranks. In each round each rank formats a piece of its text, and rank 0
-   appends all pieces to the file, until no rank has text left. So no rank waits for long. */
+/* Joins the text of all ranks: for each rank the names of its tracks, then its events. In each
+   round each rank formats a piece of its text, and rank 0 appends all pieces to the file, until no
+   rank has text left. So no rank waits for long. */
 static void dt__trace_join(dt__trace_out *out) {
-    enum { EVENT_BYTES = 2048 }; /* no event has a longer text */
+    enum { ITEM_BYTES = 2048 }; /* no name or event has a longer text */
+    const size_t names = 2 + (size_t)out->tracks;
     int me = out->world->rank, more = 1;
     for (size_t i = 0; more; out->used = 0) {
-        for (; i < out->events && out->used + EVENT_BYTES < DT__TRACE_TEXT; i++)
-            dt__trace_put_event(out, out->by_time[i]);
+        for (; i < names + out->events && out->used + ITEM_BYTES < DT__TRACE_TEXT; i++) {
+            if (i < names)
+                dt__trace_put_names(out, (int)i - 1);
+            else
+                dt__trace_put_event(out, out->by_time[i - names]);
+        }
         while (out->used % sizeof(double)) DT__TRACE_PUT(out, " "); /* doubles carry the text */
         out->own.text_bytes = (double)out->used;
         if (dt__trace_gather(out) != DT_OK) return;
         more = 0;
-        for (int rank = 0; rank < out->ranks; rank++) {
-            size_t bytes = (size_t)out->all[rank].text_bytes, n = bytes / sizeof(double);
+        for (int rank = 0; rank < out->world->size; rank++) {
+            out->used = (size_t)out->all[rank].text_bytes;
+            size_t n = out->used / sizeof(double);
             if (n == 0) continue;
             more = 1;
             if (me == rank && me > 0) dt__trace_p2p(out, DT__SEND, out->text, n, 0);
             if (me == 0 && rank > 0) dt__trace_p2p(out, DT__RECV, out->text, n, rank);
-            if (me == 0) dt__trace_save(out, bytes);
+            if (me == 0) dt__trace_save(out);
         }
     }
 }
@@ -9992,25 +9846,20 @@ static void dt__trace_join(dt__trace_out *out) {
 /* Rank 0: writes the file under a temporary name, with the text of all ranks, and renames it. */
 static void dt__trace_file(dt__trace_out *out, const char *path) {
     dt_ctx *ctx = out->world->ctx;
-    out->temp = dt__concat_text(ctx, path, strlen(path), ".tmp");
+    out->temp = dt__temp_name(ctx, path);
     out->fd = out->temp ? dt__file_open(ctx, out->temp, 1, 0) : -1;
-    DT__TRACE_PUT(out, "{\"displayTimeUnit\":\"ms\",\"otherData\":{\"lost\":[");
-    for (int rank = 0; rank < out->ranks; rank++) {
-        DT__TRACE_PUT(out, "%s%.0f", rank ? "," : "", out->all[rank].lost);
-        dt__trace_save(out, out->used);
-    }
+    /* all other events begin with a comma */
     DT__TRACE_PUT(out,
-        "]},\"traceEvents\":[\n{\"ph\":\"M\",\"pid\":0,\"tid\":0,\"name\":"
-        "\"process_sort_index\",\"args\":{\"sort_index\":0}}"); /* others begin with a comma */
-    for (int rank = 0; rank < out->ranks; rank++) {
-        for (int tid = -1; tid <= (int)out->all[rank].tracks; tid++) {
-            dt__trace_put_names(out, rank, tid);
-            dt__trace_save(out, out->used);
-        }
-    }
+        "{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n{\"ph\":\"M\",\"pid\":0,\"tid\":0,"
+        "\"name\":\"process_sort_index\",\"args\":{\"sort_index\":0}}");
     dt__trace_join(out);
-    DT__TRACE_PUT(out, "\n]}\n");
-    dt__trace_save(out, out->used);
+    DT__TRACE_PUT(out, "\n],\"otherData\":{\"lost\":[");
+    for (int rank = 0; rank < out->world->size; rank++) {
+        DT__TRACE_PUT(out, "%s%.0f", rank ? "," : "", out->all[rank].lost);
+        dt__trace_save(out);
+    }
+    DT__TRACE_PUT(out, "]}}\n");
+    dt__trace_save(out);
     if (out->fd >= 0) {
         dt__file_sync_close(ctx, out->temp, out->fd);
         if (dt_error(ctx) == DT_OK) dt__file_commit(ctx, out->temp, path);
@@ -10026,8 +9875,8 @@ static void dt__trace_all(dt__trace_out *out, const char *path) {
     out->own.first = out->events ? out->ring[out->by_time[0]].begin + out->own.offset : 1e300;
     if (dt__trace_gather(out) != DT_OK) return;
     out->origin = out->own.first;
-    for (int rank = 0; rank < out->ranks; rank++)
-        if (out->all[rank].first < out->origin) out->origin = out->all[rank].first;
+    for (int rank = 0; rank < out->world->size; rank++)
+        out->origin = fmin(out->origin, out->all[rank].first);
     dt__trace_match(out);
     if (out->world->rank == 0)
         dt__trace_file(out, path);
@@ -10039,7 +9888,7 @@ dt_status dt_trace_write(dt_comm *comm, const char *path) {
     if (!comm) return DT_ERR_ARG;
     dt__world *world = comm->world;
     dt_ctx *ctx = world->ctx;
-    dt__trace *trace = world->trace;
+    const dt__trace *trace = world->trace;
     const dt__call_table *calls = world->calls;
     dt_traffic traffic = world->traffic;
     double seconds = world->seconds;
@@ -10050,26 +9899,20 @@ dt_status dt_trace_write(dt_comm *comm, const char *path) {
             "dt_trace_write on %s: it needs the world, and a path", comm->group->name);
     memset(&out, 0, sizeof out);
     out.world = world;
-    out.ranks = comm->base.size;
-    out.own.tracks = 1;
-    if (trace) {
-        out.ring = trace->ring;
-        out.events = trace->used;
-        out.next = trace->used < trace->capacity ? 0 : trace->at;
-        out.own.lost = (double)trace->lost;
-    }
+    out.tracks = 1;
+    out.ring = trace ? trace->ring : NULL;
+    out.events = trace ? trace->used : 0;
+    out.own.lost = (double)dt_trace_lost(ctx);
     if (out.own.lost > 0)
         dt_log(ctx, DT_LOG_NOTICE, "%s: rank %d lost %.0f events, the newest %zu are there", path,
             world->rank, out.own.lost, out.events);
-    /* the operations below are neither recorded nor delayed */
-    world->calls = &dt__plain_calls;
-    world->trace = NULL;
-    size_t all_bytes = (size_t)out.ranks * sizeof *out.all,
+    world->calls = &dt__plain_calls; /* the operations below are neither recorded nor delayed */
+    size_t all_bytes = (size_t)world->size * sizeof *out.all,
            bytes = DT__TRACE_TEXT + all_bytes + 3 * out.events * sizeof(uint32_t);
     out.text = (char *)dt_alloc(ctx, DT_MEM_HOST, bytes, "the trace");
     if (out.text) {
         out.all = (dt__trace_summary *)(void *)(out.text + DT__TRACE_TEXT);
-        out.by_time = (uint32_t *)(void *)(out.all + out.ranks);
+        out.by_time = (uint32_t *)(void *)(out.all + world->size);
         out.by_message = out.by_time + out.events;
         out.scratch = out.by_message + out.events;
         dt__trace_all(&out, path);
@@ -10079,7 +9922,6 @@ dt_status dt_trace_write(dt_comm *comm, const char *path) {
     world->seconds = seconds;
     world->traffic = traffic;
     world->calls = calls;
-    world->trace = trace;
     return dt_error(ctx);
 }
 

@@ -5725,23 +5725,24 @@ static void nccl_channel_close(dt__world *world, nccl_channel *channel) {
     memset(channel, 0, sizeof *channel);
 }
 
-/* A step of dt__comm_functions.wait: finalizes the communicator. The wait has a timeout;
-   ncclCommDestroy alone would wait for the other ranks without one. */
-static int nccl_channel_finalized(dt_work *work) {
-    dt__world *world = work->comm->world;
-    nccl_channel *channel = work->nccl_channel;
-    int idle = nccl_channel_is_idle(world, channel);
-    if (idle <= 0) return idle;
-    if (work->stage++ == 0 && channel->comm && !channel->is_borrowed &&
-        !nccl_channel_result(
-            world, channel, "ncclCommFinalize", world->nccl->CommFinalize(channel->comm)))
-        return -1;
-    return !channel->call_in_progress;
-}
-
 /* A step of dt__comm_functions.wait. */
 static int nccl_channel_connected(dt_work *work) {
     return nccl_channel_is_idle(work->comm->world, work->nccl_channel);
+}
+
+static void nccl_channel_await(dt_comm *comm, nccl_channel *channel) {
+    comm->world->nccl->dt->wait(comm, channel, nccl_channel_connected);
+}
+
+/* Starts ncclCommFinalize, which ends once the other ranks of the communicator have called it too.
+   The wait for it has a timeout; ncclCommDestroy alone would wait for the other ranks without
+   one. */
+static void nccl_channel_finalize(dt_comm *comm, nccl_channel *channel) {
+    dt__world *world = comm->world;
+    nccl_channel_await(comm, channel);
+    if (channel->comm && !channel->is_borrowed && !nccl_failed(world))
+        nccl_channel_result(
+            world, channel, "ncclCommFinalize", world->nccl->CommFinalize(channel->comm));
 }
 
 /* ---- a group's collectives ---- */
@@ -5935,7 +5936,7 @@ static int nccl_collective(dt_work *work) {
 
 /* Returns nccl_collective if the collective moves data in device memory, and so goes through NCCL;
    else NULL. */
-static int (*nccl_choose(dt_comm *comm, const dt__call *call))(dt_work *work) {
+static dt__advance_fn nccl_choose(dt_comm *comm, const dt__call *call) {
     nccl_channel *channel = comm->nccl_channel;
     const dt__comm_functions *dt = comm->world->nccl->dt;
     if (call->host_memory || !channel || !dt->pattern(call->op)->counted) return NULL;
@@ -6039,7 +6040,7 @@ static void nccl_split(dt_comm *comm, dt_comm *made, int color) {
     bool several = made && made->base.size > 1;
     if (!comm->nccl_channel || nccl_failed(world)) return;
     /* NCCL allows no other operation in flight on a communicator during its split */
-    nccl->dt->settle(world->ctx, 0, world);
+    world->listener.drain(world->ctx, 0, world);
     nccl_channel *channel = NULL;
     if (several)
         channel = (nccl_channel *)nccl->dt->alloc(
@@ -6055,10 +6056,10 @@ static void nccl_split(dt_comm *comm, dt_comm *made, int color) {
     if (!nccl_channel_result(world, comm->nccl_channel, "ncclCommSplit", result)) return;
     /* NCCL 2.28 returns ncclSuccess from a split that is still in progress */
     comm->nccl_channel->call_in_progress = true;
-    nccl->dt->wait(comm, comm->nccl_channel, nccl_channel_connected);
+    nccl_channel_await(comm, comm->nccl_channel);
     if (!channel || nccl_failed(world)) return;
     channel->call_in_progress = true;
-    nccl->dt->wait(comm, channel, nccl_channel_connected);
+    nccl_channel_await(comm, channel);
 }
 
 /* Closes a group's nccl channel. If the group is the world, which is closed last, also frees the
@@ -6068,14 +6069,23 @@ static void nccl_close(dt_comm *comm) {
     dt__nccl *nccl = world->nccl;
     nccl_channel *channel = comm->nccl_channel;
     if (channel) {
-        nccl->dt->wait(comm, channel, nccl_channel_finalized);
+        nccl_channel_finalize(comm, channel);
+        nccl_channel_await(comm, channel);
         nccl_channel_close(world, channel);
         if (channel != &nccl->world_channel)
             nccl->dt->free(world->ctx, DT_MEM_HOST, channel, sizeof *channel);
         comm->nccl_channel = NULL;
     }
     if (comm != world->comm) return;
-    for (int i = 0; i < 2 * comm->base.size; i++) nccl_channel_close(world, &nccl->p2p_channels[i]);
+    /* Two ranks share a channel, so all are finalized before the first wait: no order of the waits
+       can then be a cycle. */
+    nccl_channel *p2p = nccl->p2p_channels, *end = p2p + 2 * comm->base.size;
+    for (channel = p2p; channel < end; channel++)
+        if (channel->comm) nccl_channel_finalize(comm, channel);
+    for (channel = p2p; channel < end; channel++) {
+        if (channel->comm) nccl_channel_await(comm, channel);
+        nccl_channel_close(world, channel);
+    }
     world->nccl = NULL;
     nccl->dt->free(world->ctx, DT_MEM_HOST, nccl, nccl->bytes);
 }
@@ -6218,7 +6228,7 @@ extern "C" void dt__nccl_begin(dt__world *world, const dt__comm_functions *dt, v
     call.send = call.recv = &id;
     if (dt->run(comm, call) == DT_OK &&
         nccl_channel_connect(world, comm->nccl_channel, id, comm->base.rank, comm->base.size))
-        dt->wait(comm, comm->nccl_channel, nccl_channel_connected);
+        nccl_channel_await(comm, comm->nccl_channel);
 }
 
 #endif /* DT_NCCL */

@@ -4371,8 +4371,10 @@ static dt_status dt__pipe_exchange_shape(
     const dt__pipe *p, dt__pipe_edge *edge, int stage, int peer, dt_work **sending) {
     int tag = 2 * p->stages * p->micros + stage;
     size_t words = sizeof *edge / sizeof(int32_t);
-    dt__call call = dt__p2p_call(sending ? DT__SEND : DT__RECV, sending ? edge : NULL,
-        sending ? NULL : edge, words, DT_I32, peer, tag);
+    dt__call call = dt__call_make(
+        sending ? DT__SEND : DT__RECV, sending ? edge : NULL, sending ? NULL : edge, words, DT_I32);
+    call.peer = peer;
+    call.tag = tag;
     call.host_memory = 1;
     if (!sending) return dt__op_run(p->desc.comm, call);
     *sending = dt__op_start(p->desc.comm, call);

@@ -1874,6 +1874,7 @@ DT__CPP_WARNINGS_OFF
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 #if defined(__x86_64__)
@@ -2304,11 +2305,12 @@ static int dt__io_remove_folder(void *user, const char *path, const char *const 
 
 static int dt__io_sync_and_evict(void *user, int fd, int64_t bytes, int64_t offset) {
     (void)user;
-#if defined(__linux__) && defined(POSIX_FADV_DONTNEED)
-    int how = SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER;
+#if defined(SYS_sync_file_range) && defined(POSIX_FADV_DONTNEED)
+    enum { WAIT_BEFORE = 1, WRITE = 2, WAIT_AFTER = 4 }; /* libc needs _GNU_SOURCE to name them */
     /* The kernel reports a disk error only once: if sync_file_range reports one, fsync might
        succeed. So call fsync only if the file system does not support sync_file_range. */
-    if (sync_file_range(fd, (off_t)offset, (off_t)bytes, how) != 0) {
+    if (syscall(SYS_sync_file_range, fd, (off_t)offset, (off_t)bytes,
+            WAIT_BEFORE | WRITE | WAIT_AFTER) != 0) {
         if (errno != ENOSYS && errno != EINVAL && errno != ESPIPE) return -1;
         if (fsync(fd) != 0) return -1;
     }

@@ -1294,9 +1294,10 @@ static dt_status wrong_rank(dt_ctx *ctx, void *user) {
 }
 
 static void test_wrong_arguments(void) {
-    static const char *const says[] = { "no such root", "no such root", "the tag is negative",
-        "no such rank", "send is NULL", "recv is NULL", "not possible in place", "count too large",
-        "5 is no element type", "unknown reduction", "99 is no element type" };
+    static const char *const says[] = { "no such root: 3 of 3", "no such root: -1 of 3",
+        "the tag is negative", "no such rank: 7 of 3", "send is NULL", "recv is NULL",
+        "not possible in place", "count too large", "5 is no element type", "unknown reduction",
+        "99 is no element type" };
     outcome o;
     for (int i = 0; i < 11; i++) {
         run(&o, 3, wrong_rank, &i);

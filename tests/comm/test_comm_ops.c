@@ -29,7 +29,7 @@ static void test_windows(void) {
 }
 
 static int post_keeps(const dt_comm *comm, const dt_work *work) {
-    return dt__post_of(comm, comm->base.rank, work->call.seq)->is_inline;
+    return dt__post_of(work, comm->base.rank)->is_inline;
 }
 
 /* A small collective in host memory is copied to the posts, so it waits only once. */

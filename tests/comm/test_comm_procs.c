@@ -293,7 +293,8 @@ static dt_status heap_rank(dt_ctx *ctx, void *user) {
     } b[BLOCKS];
     uint64_t h = (uint64_t)dt_comm_rank(dt_world(ctx)) + *(const uint64_t *)user;
     const dt__heap *heap = (const dt__heap *)dt_ctx_host(ctx)->user;
-    size_t bad = 0, unreachable = 0, top = heap->top;
+    const dt__free_block *rest = heap->list.next; /* all that has never been used */
+    size_t bad = 0, unreachable = 0, rest_bytes = rest->bytes;
     memset(b, 0, sizeof b);
     for (int step = 0; step < 20000; step++) {
         h = mix(h + 1);
@@ -320,8 +321,8 @@ static dt_status heap_rank(dt_ctx *ctx, void *user) {
     CHECK_MSG(bad == 0 && unreachable == 0, "%zu bytes or blocks wrong, %zu unreachable", bad,
         unreachable);
     /* all free blocks were merged */
-    CHECK_MSG(
-        heap->top == top && !heap->free_list, "%zu bytes of the heap are still used", heap->top);
+    CHECK_MSG(!rest->next && heap->list.next == rest && rest->bytes == rest_bytes,
+        "%zu bytes of the heap are still used or not merged", rest_bytes - heap->list.next->bytes);
     return dt_error(ctx);
 }
 
@@ -329,7 +330,7 @@ static dt_status fill_heap_rank(dt_ctx *ctx, void *user) {
     (void)user;
     const dt__heap *heap = (const dt__heap *)dt_ctx_host(ctx)->user;
     /* the memory is not touched */
-    void *p = dt_alloc(ctx, DT_MEM_COMM, heap->bytes - heap->top - 4096, "nearly all");
+    void *p = dt_alloc(ctx, DT_MEM_COMM, heap->list.next->bytes - 4096, "nearly all");
     CHECK(p && dt_alloc(ctx, DT_MEM_COMM, 65536, "too much") == NULL);
     return dt_error(ctx);
 }
@@ -634,6 +635,8 @@ static void test_attach(void) {
             CHECK_MSG(host.live == 0 && q.live == 0 && took < 10 && (failed == 3 || failed == 0),
                 "%d at %ld: %ld blocks, %d packets, %.1f s, %d failed: %s", what, k, host.live,
                 q.live, took, failed, all[0].text);
+            CHECK_MSG((failed > 0) == (host.error_lines > 0), "%d at %ld: %d error lines: %s", what,
+                k, host.error_lines, all[0].text);
         }
     }
     dt_attach_desc d;

@@ -390,6 +390,86 @@ static void test_words(void) {
     }
 }
 
+/* Calls that differ so that a rank completes its own without the others' messages. */
+enum {
+    ROOT_OF_EACH,
+    SCATTER_EACH,
+    NEXT_REDUCES,
+    NEXT_GATHERS,
+    COUNT_TOO,
+    TWO_COUNTS,
+    TWO_ROOTS,
+    LATE,
+    ONE_CALLS,
+    LEFT
+};
+static dt_status left_over_rank(dt_ctx *ctx, void *user) {
+    dt_comm *world = dt_world(ctx);
+    int me = dt_comm_rank(world), n = dt_comm_size(world), a[100] = { 0 }, b[100] = { 0 };
+    size_t none[4] = { 0 }, five[4] = { 0, 5 };
+    dt_barrier(world);
+    dt_comm_set_algorithm(world, DT_DIRECT); /* so that threads exchange messages too */
+    switch (((const job *)user)->what) {
+    case ROOT_OF_EACH: dt_broadcast(world, a, 10, DT_I32, me); break;
+    case SCATTER_EACH: dt_scatter(world, a, b, 10, DT_I32, me); break;
+    case NEXT_REDUCES: dt_reduce(world, a, b, 10, DT_I32, DT_SUM, (me + 1) % n); break;
+    case NEXT_GATHERS: dt_gather(world, a, b, 10, DT_I32, (me + 1) % n); break;
+    case COUNT_TOO: dt_broadcast(world, a, me ? 4 : 8, DT_I32, me); break;
+    case TWO_COUNTS: dt_all_to_all_v(world, a, me ? none : five, b, none, DT_I32); break;
+    case TWO_ROOTS: /* rank 2's message reaches rank 0 while that waits for rank 1's */
+        if (me == 1) nap(0.2);
+        dt_broadcast(world, a, 10, DT_I32, me == 2 ? 2 : 1);
+        break;
+    case LATE: /* rank 0's message reaches rank 1 when that has completed its own call */
+        if (me == 0) nap(0.2);
+        dt_gather(world, a, b, 10, DT_I32, me == 0 ? 1 : 2);
+        if (me == 0) nap(0.5);
+        break;
+    default:
+        if (me == 0) dt_broadcast(world, a, 10, DT_I32, 0);
+    }
+    return dt_error(ctx);
+}
+
+static void test_left_over(void) {
+    static const char *const says[LEFT][2] = { { "broadcast i32 x 10 root ", "rank " },
+        { "scatter i32 x 10 root ", "rank " }, { "reduce i32 x 10 sum root ", "rank " },
+        { "gather i32 x 10 root ", "rank " }, { "broadcast i32 x ", "broadcast i32 x " },
+        { "rank 0 sends 5 to rank 1, which expects 0", "all-to-all-v" },
+        { "broadcast i32 x 10 root ", "broadcast i32 x 10 root " },
+        { "rank 0 calls gather i32 x 10 root 1", "rank 1 calls gather i32 x 10 root 2" },
+        { " ended without calling broadcast i32 x 10 root 0 #2 on world, which rank 0 calls at ",
+            "test_tcp.c:" } };
+    for (int what = 0; what < LEFT; what++) {
+        job *j = job_make(3, left_over_rank, what);
+        j->check = -1;
+        job_start(j);
+        job_wait(j);
+        for (int rank = 0; rank < 3; rank++) {
+            const char *text = j->result[rank].report.text, *first = strstr(text, says[what][0]);
+            /* a rank that ended before the failure was found need not learn of it */
+            if (what == ONE_CALLS && rank != 1) continue;
+            CHECK_MSG(
+                j->result[rank].status == DT_ERR_COMM && first && strstr(first, says[what][1]),
+                "case %d, rank %d: %s", what, rank, text);
+            /* the failure is found when the collective is complete, not when a rank ends */
+            CHECK_MSG(what == ONE_CALLS || !strstr(text, "ended"), "case %d, rank %d: %s", what,
+                rank, text);
+            CHECK_MSG(j->result[rank].took < 5, "%.1f s", j->result[rank].took);
+        }
+        dt_report report;
+        dt_run_desc desc;
+        memset(&desc, 0, sizeof desc);
+        desc.ranks = 3;
+        desc.report = &report;
+        CHECK_MSG(
+            dt_run(desc, left_over_rank, j) == DT_ERR_COMM &&
+                (what == LATE || strstr(report.text, says[what][0])), /* a thread that has ended */
+            "threads, case %d: %s", what, report.text);
+        job_free(j);
+    }
+}
+
 /* Rank 0 sends a message that has no receive yet, while rank 1 waits for rank 0 in another
    operation. An eager message lets rank 0 continue, so this is legal without the comparison of
    calls. A large message waits for its receiver, as over every transport: a deadlock. */
@@ -446,6 +526,7 @@ int main(void) {
     }
     test_misuse();
     test_words();
+    test_left_over();
     test_crossing();
     test_refused_memory();
     return check_done("test_tcp");

@@ -864,6 +864,9 @@ ncclResult_t ncclCommFinalize(ncclComm_t comm) {
 ncclResult_t ncclCommDestroy(ncclComm_t comm) {
     if (!comm) return ncclSuccess;
     ncclResult_t result = comm_enter(comm);
+    /* NCCL allows it, and finalizes: it waits for the other ranks without a timeout */
+    if (!result && !comm->blocking && !comm->finalizing)
+        result = MISUSE(comm, ncclInvalidUsage, "ncclCommDestroy before ncclCommFinalize");
     if (!result) result = wait_zero(comm, &comm->unfinished, "ncclCommDestroy's operations");
     if (!result) comm->destroyed = 1;
     return comm_leave(comm, result);

@@ -132,6 +132,36 @@ static void drill_kinds(page *p, dt_backend backend) {
     CHECK_MSG(nans > 0, "nan on %s: no result is NaN", where);
 }
 
+/* Operations 1 and 2 are the split, then come a sum of scalars, an agreement and a step. */
+static dt_status drill_untouched_rank(dt_ctx *ctx, void *user) {
+    dt_comm *world = dt_world(ctx);
+    int me = dt_comm_rank(world);
+    double sum = me;
+    (void)user;
+    dt_comm *pair = dt_comm_split(world, me == 2 ? -1 : 7, -me, "pair");
+    int right = me == 2 ? !pair : pair && dt_comm_size(pair) == 2 && dt_comm_rank(pair) == 1 - me;
+    right = right && dt_sum_doubles(world, &sum, 1) == DT_OK && sum == 3;
+    right = right && dt_agree(world, DT_OK) == DT_OK && dt_comm_step(world) == DT_OK;
+    return right ? DT_OK : DT_ERR_COMM;
+}
+
+/* Flips and NaNs change neither scalars nor dt's own data. */
+static void drill_untouched(page *p, dt_backend backend) {
+    for (int flips = 0; flips < 2; flips++) {
+        const char *kind = flips ? "flip" : "nan";
+        char faults[128] = "";
+        job j;
+        for (int seq = 1; seq <= 5; seq++)
+            snprintf(faults + strlen(faults), sizeof faults - strlen(faults), "%s%s:rank=1:seq=%d",
+                seq > 1 ? "," : "", kind, seq);
+        job_init(&j, p, backend, DRILL_RANKS, 0.5);
+        j.desc.fault = faults;
+        job_run(&j, drill_untouched_rank, NULL, NULL);
+        CHECK_MSG(p->status == DT_OK, "%s on %s: %s: %s", kind, threads_or_procs(backend),
+            dt_status_name(p->status), p->report.text);
+    }
+}
+
 /* An invalid fault is refused before any rank starts, and the text says what is wrong. */
 static void drill_syntax(page *p) {
     static const struct {
@@ -187,6 +217,8 @@ static void drills(int full) {
         drill_kinds(p, DT_BACKEND_THREADS);
         drill_kinds(p, DT_BACKEND_PROCS);
     }
+    drill_untouched(p, DT_BACKEND_THREADS);
+    drill_untouched(p, DT_BACKEND_PROCS);
     drill_syntax(p);
     drill_environment(p);
     munmap(p, sizeof *p);

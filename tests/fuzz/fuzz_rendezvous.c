@@ -25,11 +25,19 @@ typedef struct hostile {
     char input[DT__TCP_INPUT_BYTES];
     int fds[2]; /* dt's end, and the test's end */
     double clock;
+    /* what the connecting rank gets as answers; sent when the rank first waits for them */
+    const unsigned char *answers;
+    size_t answer_bytes;
 } hostile;
+
+static void send_answers(hostile *h);
 
 /* Every reading of the clock advances the time, so that no call waits. */
 static double fuzz_now(void *user) { return ((hostile *)user)->clock += 0.2; }
-static void fuzz_sleep(void *user, double s) { (void)user, (void)s; }
+static void fuzz_sleep(void *user, double s) {
+    (void)s;
+    if (((hostile *)user)->answers) send_answers((hostile *)user);
+}
 
 static dt_host fuzz_host(hostile *h) {
     dt_host host = *dt_host_default();
@@ -44,7 +52,6 @@ static void hostile_make(hostile *h, const dt_host *host, int rank) {
     memset(h, 0, sizeof *h);
     h->ctx = dt_ctx_make((dt_ctx_desc){ .seed = 1, .host = host, .mem_limit = 1 << 20 });
     h->r.ctx = h->t.ctx = h->ctx;
-    h->r.host = h->t.host = host;
     h->r.watch = dt__stopwatch_start(host, 1e9);
     h->r.rank = h->t.rank = rank;
     h->r.size = h->t.size = RANKS;
@@ -60,7 +67,7 @@ static void hostile_make(hostile *h, const dt_host *host, int rank) {
     h->t.links = h->links;
     h->t.polls = h->polls;
     h->t.input = h->input;
-    for (int i = 0; i < RANKS; i++) h->links[i].fd = h->peers[i].fd = -1, h->peers[i].rank = i;
+    for (int i = 0; i < RANKS; i++) h->links[i].fd = h->peers[i].fd = -1;
     h->pending[0].fd = h->pending[1].fd = -1;
     fuzz_must(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, h->fds) == 0, "no sockets");
 }
@@ -141,26 +148,40 @@ static void fuzz_listener(
     fuzz_must(dt_error(h->ctx) == DT_OK, "an unauthenticated connection fails the job");
 }
 
-static void fuzz_caller(hostile *h, const unsigned char *data, size_t bytes) {
-    const char *reason = "";
-    const size_t size = sizeof(dt__tcp_handshake);
-    dt__tcp_handshake hello = message_of(data, bytes, DT__TCP_HELLO), welcome, ours;
-    h->r.job = 0;
-    hello.rank = data[0] & 1 ? 0 : hello.rank;
-    /* computes dt's first message, to make a valid proof: its nonce is the first with a seed of
-       0 */
-    ours = dt__tcp_handshake_make(&h->r, DT__TCP_HELLO);
-    h->r.nonce_count = 0;
-    size_t from = bytes < size ? bytes : size;
-    welcome = message_of(data + from, bytes - from, DT__TCP_WELCOME);
-    welcome.rank = hello.rank;
-    int proves = welcome.proof[0] == 1;
-    if (proves) dt__tcp_prove(h->key, "host", &ours, &hello, welcome.proof);
+/* Splits the input into a hello, a welcome and what follows. Returns 1 if the welcome asks for a
+   valid proof. */
+static int answers_of(
+    const unsigned char *data, size_t bytes, dt__tcp_handshake *hello, dt__tcp_handshake *welcome) {
+    size_t from = bytes < sizeof *hello ? bytes : sizeof *hello;
+    *hello = message_of(data, bytes, DT__TCP_HELLO);
+    hello->rank = data[0] & 1 ? 0 : hello->rank;
+    *welcome = message_of(data + from, bytes - from, DT__TCP_WELCOME);
+    welcome->rank = hello->rank;
+    return welcome->proof[0] == 1;
+}
+
+/* Receives the connecting rank's hello, whose nonce a valid proof covers, and sends all answers. */
+static void send_answers(hostile *h) {
+    dt__tcp_handshake hello, welcome, ours;
+    size_t bytes = h->answer_bytes, from = bytes < 2 * sizeof ours ? bytes : 2 * sizeof ours;
+    memset(&ours, 0, sizeof ours);
+    hostile_receive(h, &ours);
+    if (answers_of(h->answers, bytes, &hello, &welcome))
+        dt__tcp_prove(h->key, "host", &ours, &hello, welcome.proof);
     send(h->fds[1], &hello, sizeof hello, MSG_NOSIGNAL);
     send(h->fds[1], &welcome, sizeof welcome, MSG_NOSIGNAL);
-    from = bytes < 2 * size ? bytes : 2 * size;
-    send(h->fds[1], data + from, bytes - from, MSG_NOSIGNAL);
+    send(h->fds[1], h->answers + from, bytes - from, MSG_NOSIGNAL);
     shutdown(h->fds[1], SHUT_WR);
+    h->answers = NULL;
+}
+
+static void fuzz_caller(hostile *h, const unsigned char *data, size_t bytes) {
+    const char *reason = "";
+    dt__tcp_handshake hello, welcome;
+    int proves = answers_of(data, bytes, &hello, &welcome);
+    h->r.job = 0;
+    h->answers = data;
+    h->answer_bytes = bytes;
     int done = dt__tcp_shake_hands(&h->r, h->fds[0], 0, 1e9, &reason);
     fuzz_must((done < 0) == (dt_error(h->ctx) != DT_OK), "the status does not match the error");
     fuzz_must(done <= 0 || proves, "a host is accepted without a proof");

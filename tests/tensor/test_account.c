@@ -92,7 +92,7 @@ static dt_status account_main(dt_ctx *ctx, void *user) {
     const dt__heap *heap = (const dt__heap *)dt_ctx_host(ctx)->user;
     int me = dt_ctx_rank(ctx);
     uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE),
-              begin = ((uintptr_t)heap->start + page - 1) / page * page;
+              begin = ((uintptr_t)(heap + 1) + page - 1) / page * page;
     size_t room = (heap->bytes - page) / page * page;
     const char *from = (const char *)begin, *to = from + room;
     dt_tensor *w[LAYERS];
