@@ -2326,8 +2326,8 @@ static dt_status dt__wait_until_finished(dt__world *world, dt_work *work) {
         if (dt__aborted(world->shared)) return dt__peer_failed(world);
         if (last_progress != world->state->progress) {
             last_progress = world->state->progress;
-            turn = -1; /* data have moved: the back-off starts again at turn 0 */
-            continue;
+            turn = 0; /* data have moved: the back-off starts again */
+            phase = spins > 0 ? SPIN : YIELD;
         }
         if (phase == SPIN) {
             dt__pause();
@@ -3528,12 +3528,15 @@ static dt__piece dt__piece_of(const dt_work *work, int window, int from, int to)
     return piece;
 }
 
-/* Returns the offset, in bytes, of a piece for rank `to` in the staging buffer of its owner. */
+/* Returns the offset, in bytes, of a piece for rank `to` in the staging buffer of its owner. Both
+   consecutive windows and consecutive operations use the two halves in turn: the lines that other
+   ranks have just read are still in their caches, and slow to write. */
 static size_t dt__staged_at(const dt_work *work, int window, int to, dt__piece piece) {
     size_t first = dt__pattern_of(work->call.op)->send_blocks
                        ? (size_t)to * work->window_count
                        : piece.at - (size_t)window * work->window_count;
-    return (size_t)(window & 1) * DT_WINDOW_BYTES + first * dt_dtype_size(work->call.dtype);
+    return (size_t)(((uint64_t)window + work->post) & 1) * DT_WINDOW_BYTES +
+           first * dt_dtype_size(work->call.dtype);
 }
 
 /* Returns where this rank reads a piece that rank `from` has for it. */
