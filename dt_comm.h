@@ -226,8 +226,8 @@ typedef struct dt_run_desc {
        no rank completes a collective that another rank calls differently. 1 means always, -1 never,
        and 0 in the first 100 steps (dt_comm_step; at most the first 10,000 collectives of a group),
        or always if DT_CHECK=1 is in the environment. Without it a rank that receives a message of a
-       different call still reports both calls, and a message that no rank receives is a failure
-       when its receiver ends; but collectives may have completed by then. */
+       different call, or a message that its own call has no use for, still reports both calls; but
+       other ranks may have completed the collective by then. */
     int check;
     /* A flag that a signal handler or another thread sets to 1 to ask for the ranks' status; may be
        NULL. dt then logs the table of dt_ranks_text as a notice and sets the flag to 0 again. For
@@ -1899,19 +1899,18 @@ static const char *dt__overlap_error(const dt_comm *comm, const dt__call *call) 
     }
 }
 
-/* Returns a text that names a wrong argument of this rank's call, or NULL if there is none. The
-   text may lie in *space. Does not compare the call with the calls of other ranks. */
-static const char *dt__argument_error(
-    const dt_comm *comm, const dt__call *call, dt__phrase *space) {
+static int dt__has_valid_peer(const dt_comm *comm, const dt__call *call) {
+    return call->any_source || (unsigned)call->peer < (unsigned)comm->base.size;
+}
+
+/* Checks the arguments of this rank's call, without a comparison with the calls of other ranks.
+   Returns an error text, or NULL if they are valid. */
+static const char *dt__argument_error(const dt_comm *comm, const dt__call *call) {
     size_t max_count = (size_t)-1 / 2 / dt_dtype_size(call->dtype) / (size_t)comm->base.size;
     int is_p2p = dt__is_p2p(call->op);
     if ((unsigned)call->redop > (unsigned)DT_PROD) return "unknown reduction";
     if (call->count > max_count) return "count too large";
-    if (!call->any_source && (unsigned)call->peer >= (unsigned)comm->base.size) {
-        *space = dt__format(
-            "no such %s: %d of %d", is_p2p ? "rank" : "root", call->peer, comm->base.size);
-        return space->s;
-    }
+    if (!dt__has_valid_peer(comm, call)) return is_p2p ? "no such rank" : "no such root";
     if (is_p2p && call->tag < 0 && !call->host_memory) return "the tag is negative";
     if (!call->host_memory && call->send && call->recv &&
         dt__beyond_kernels(comm, call->send) != dt__beyond_kernels(comm, call->recv))
@@ -3817,7 +3816,7 @@ static int dt__move_round(dt_work *work) {
     work->round++;
     work->awaited_round = comm->last_round[work->post % DT_MAX_STARTED] = *closed + 1;
     __atomic_store_n(closed, work->awaited_round, __ATOMIC_RELEASE);
-    /* a sum that lies in the post blocks later operations, which could reuse the post */
+    /* while a sum is still in the post, later operations wait, because they could reuse the post */
     if (work->round == work->rounds && work->mode != DT__MOVE_READ_TO_POST)
         comm->last_moved = work->post;
     return 1;
@@ -4782,6 +4781,20 @@ static int dt__on_drain(dt_ctx *ctx, int all, void *user) {
     return 1;
 }
 
+/* Fails the context because of a wrong argument; "" stands for an unknown type. A function of its
+   own, so that its texts take no space on the stack of calls that succeed. */
+__attribute__((noinline, cold)) static void dt__refuse_call(
+    dt_comm *comm, const dt__call *call, const char *wrong) {
+    dt__world *world = comm->world;
+    dt__phrase why = dt__format("%s", wrong);
+    if (!wrong[0])
+        dt__put(&why, "%d is no element type", (int)call->dtype);
+    else if (!dt__has_valid_peer(comm, call))
+        dt__put(&why, ": %d of %d", call->peer, comm->base.size);
+    dt__comm_fail(world, wrong[0] ? DT_ERR_ARG : DT_ERR_UNSUPPORTED, "%s on %s%s: %s",
+        dt__call_text(call).s, comm->group->name, dt__site_text(world->file, world->line).s, why.s);
+}
+
 /* Begins any operation; the `begin` of the innermost call table. */
 static dt_work *dt__op_begin(dt_comm *comm, const dt__call *call) {
     dt__world *world = comm->world;
@@ -4792,12 +4805,8 @@ static dt_work *dt__op_begin(dt_comm *comm, const dt__call *call) {
            dt_ctx_kernels(world->ctx)->event_query(world->device_ops.first->device_event) > 0)
         dt__device_op_release(world);
     int is_typed = dt_dtype_size(call->dtype) > 0;
-    dt__phrase space;
-    const char *wrong = is_typed ? dt__argument_error(comm, call, &space) : NULL;
-    if (!is_typed || wrong)
-        dt__comm_fail(world, is_typed ? DT_ERR_ARG : DT_ERR_UNSUPPORTED, "%s on %s%s: %s",
-            dt__call_text(call).s, comm->group->name, dt__site_text(world->file, world->line).s,
-            is_typed ? wrong : dt__format("%d is no element type", (int)call->dtype).s);
+    const char *wrong = is_typed ? dt__argument_error(comm, call) : "";
+    if (wrong) dt__refuse_call(comm, call, wrong);
     dt_work *work = dt_error(world->ctx) ? NULL : dt__work_acquire(comm, call);
     if (!work) return NULL;
     if (dt__beyond_kernels(comm, call->send) || dt__beyond_kernels(comm, call->recv))
@@ -5549,7 +5558,7 @@ static void dt__link_make(dt__world *world, dt_link desc) {
 
 /* ---- fault injection ---- */
 
-/* the kinds of faults; 0 is none */
+/* Kinds of faults; 0 means no fault. */
 enum { DT__KILL = 1, DT__STOP, DT__EXIT, DT__SPIN, DT__DELAY, DT__DROP, DT__FLIP, DT__NAN };
 static const char *const dt__fault_names[] = { "", "kill", "stop", "exit", "spin", "delay", "drop",
     "flip", "nan" };
@@ -7395,12 +7404,12 @@ static int dt__tcp_meet(dt_ctx *ctx, const dt_run_desc *desc, dt__tcp_address re
                                      >- socket - socket -
        user's memory ---------------/                    \-> user's memory
 
-   A packet is copied to its peer's output, so that it is sent by one call. A received packet lies
-   in the input buffer, which all connections share; a packet of which a part has arrived is kept
-   with its peer. Bulk data are never copied, except for up to one input buffer of them that arrives
-   together with the first header. One poll serves all sockets: dt__tcp_recv reads them in turn, and
-   polls again only after it has returned all packets that it read. The transport moves data only
-   in calls of recv, send, push and lost. */
+   To send a packet, dt copies it to the output buffer of its peer and writes it by one system
+   call. A received packet stays in the input buffer, which all connections share; an incomplete
+   packet is kept with its peer. Bulk data are never copied, except for up to one input buffer of
+   them that arrives together with the first header. One poll serves all sockets: dt__tcp_recv
+   reads them in turn, and polls again only after it has returned all packets that it read. The
+   transport moves data only in calls of recv, send, push and lost. */
 
 enum {
     DT__TCP_SEGMENT_BYTES = 1024 * 1024,
@@ -8504,7 +8513,7 @@ struct dt_team {
     dt_host host; /* the caller's dt_host */
     dt_run_desc desc;
     dt__shared *shared;
-    void *range;       /* the memory in which `shared` lies */
+    void *range;       /* the memory that contains `shared` */
     int64_t oom_kills; /* result of dt__run_oom_kills before the ranks began */
     /* one for the caller of dt_team_make and one for each rank's thread; the team is freed when
        none is left */
@@ -8526,7 +8535,7 @@ static void dt__on_kernel_done(dt_ctx *ctx, void *user) {
     if (world->first_unfinished && dt_error(ctx) == DT_OK) dt__advance_some(world);
 }
 
-/* The private range of a rank that shares no memory lies just after its world. */
+/* If a rank shares no memory, its private range follows its world in one allocation. */
 static size_t dt__world_bytes(const dt__shared *shared) {
     return sizeof(dt__world) + (shared && shared->state ? 0 : sizeof(dt__private_range));
 }
@@ -8779,7 +8788,8 @@ static void dt__detach(dt_ctx *ctx, dt_status status, dt_report *report) {
 
 void dt_comm_detach(dt_ctx *ctx, dt_status status) {
     const dt__world *world = dt__world_of(ctx);
-    /* a context does not log DT_ERR_PEER, but nobody else logs that this rank has lost another */
+    /* Contexts do not log DT_ERR_PEER, because the rank that failed first logs its failure. A lost
+       rank cannot, so the rank that has noticed the loss does. */
     if (world && world->owns_first_failure && dt_error(ctx) == DT_ERR_PEER)
         dt_log(ctx, DT_LOG_ERROR, "%s", dt_error_text(ctx));
     dt__detach(ctx, status, NULL);
