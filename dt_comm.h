@@ -930,17 +930,18 @@ typedef struct dt__call {
    call site. It is the header of every packet between ranks, and stands wherever a call is
    published: in posts, records, comparisons and wait reports. */
 typedef struct dt__frame {
-    uint32_t kind;        /* in a packet: what the packet is (dt__frame_kind) */
-    uint32_t channel;     /* number of the group */
-    uint64_t packed_call; /* operation, type, reduction, root (dt__pack_call) */
-    uint64_t seq, count;
-    int32_t tag;  /* of a message; below 0 in a message of a collective */
-    int32_t line; /* of the call */
-    char file[DT__FILE_BYTES];
     /* in a packet: the message's size; its number among all messages from its sender to its
        receiver; its address in shared memory; number of eager messages that the sender of this
        frame has matched */
     uint64_t bytes, id, address, credits;
+    uint32_t kind;    /* in a packet: what the packet is (dt__frame_kind) */
+    uint32_t channel; /* number of the group */
+    uint64_t seq;
+    int32_t tag;  /* of a message; below 0 in a message of a collective */
+    int32_t line; /* of the call */
+    char file[DT__FILE_BYTES];
+    uint64_t packed_call; /* operation, type, reduction, root (dt__pack_call) */
+    uint64_t count;       /* dt__post needs these two fields to be the last ones */
 } dt__frame;
 
 /* The largest packet: a frame and the data of an eager message, or a piece of a larger one. */
@@ -949,8 +950,11 @@ typedef struct dt__frame {
 /* A posted call, or post: one rank's arguments of one collective, which the other ranks of the
    group read. A rank has DT_MAX_STARTED posts in each group and reuses the oldest. */
 typedef struct __attribute__((aligned(128))) dt__post {
-    uint64_t number; /* equals dt_work.post once the other fields are written */
+    /* The cache line that other ranks read begins with call.packed_call and ends with data[0]: one
+       line for a call with up to 8 bytes of data. */
+    char padding[DT__CACHE_LINE - offsetof(dt__frame, packed_call)];
     dt__frame call;
+    uint64_t number; /* equals dt_work.post once the other fields are written */
     const void *send;
     void *recv;
     /* If other ranks cannot access `send` or `recv`: the address of this rank's staging buffer, in
@@ -1825,12 +1829,12 @@ static dt_status dt__data_failed(dt_comm *comm, const dt__call *call, dt_status 
 
 /* Returns the number of bytes that dt_comm_bytes counts for this call on this rank. */
 static size_t dt__sent_bytes(const dt_comm *comm, const dt__call *call) {
-    size_t n = (size_t)comm->base.size, bytes = dt__call_bytes(call), twice = 2 * (n - 1);
+    size_t n = (size_t)comm->base.size, bytes = dt__call_bytes(call);
     int root = comm->base.rank == call->peer;
     /* scalars, and calls with buffers in host memory, are not counted */
     if (call->host_memory || !dt__pattern_of(call->op)->counted) return 0;
     switch (call->op) {
-    case DT__ALL_REDUCE: return bytes / n * twice + bytes % n * twice / n;
+    case DT__ALL_REDUCE: return 2 * bytes - (2 * bytes + n - 1) / n;
     case DT__REDUCE:
     case DT__GATHER: return root ? 0 : bytes;
     case DT__SCATTER: return root ? bytes * (n - 1) : 0;
@@ -1906,7 +1910,7 @@ static int dt__has_valid_peer(const dt_comm *comm, const dt__call *call) {
 /* Checks the arguments of this rank's call, without a comparison with the calls of other ranks.
    Returns an error text, or NULL if they are valid. */
 static const char *dt__argument_error(const dt_comm *comm, const dt__call *call) {
-    size_t max_count = (size_t)-1 / 2 / dt_dtype_size(call->dtype) / (size_t)comm->base.size;
+    size_t max_count = (size_t)-1 / 2 / (dt_dtype_size(call->dtype) * (size_t)comm->base.size);
     int is_p2p = dt__is_p2p(call->op);
     if ((unsigned)call->redop > (unsigned)DT_PROD) return "unknown reduction";
     if (call->count > max_count) return "count too large";
@@ -2022,12 +2026,11 @@ static void dt__describe(dt_work *work) {
 static void dt__record_make(dt_work *work) {
     dt__world *world = work->comm->world;
     uint64_t number = (uint64_t)world->state->op_count + 1;
-    dt__op_record *slot = &world->records[number % DT_RECORDS], r;
+    dt__op_record *slot = &world->records[number % DT_RECORDS];
     if (!DT__UNCHECKED) {
-        r.call = work->frame;
-        memcpy(r.group, work->comm->group->name, sizeof r.group);
         __atomic_store_n(&slot->number, 0, __ATOMIC_RELEASE);
-        dt__atomic_store_words(&slot->call, &r.call, sizeof r - offsetof(dt__op_record, call));
+        dt__atomic_store_words(&slot->call, &work->frame, sizeof slot->call);
+        dt__atomic_store_words(slot->group, work->comm->group->name, sizeof slot->group);
         __atomic_store_n(&slot->number, number, __ATOMIC_RELEASE);
     }
     __atomic_store_n(&world->state->op_count, (int64_t)number, __ATOMIC_RELEASE);
@@ -3456,7 +3459,7 @@ static int dt__all_reached(dt_work *work) {
 }
 
 static const dt__frame *dt__posted_call(const dt_work *work, int rank) {
-    return &dt__post_of(work, rank)->call;
+    return rank == work->comm->base.rank ? &work->frame : &dt__post_of(work, rank)->call;
 }
 
 /* Returns 1 if the call is a reduction whose complete sum all ranks or the root receive
@@ -3540,11 +3543,14 @@ static size_t dt__staged_at(const dt_work *work, int window, int to, dt__piece p
 
 /* Returns where this rank reads a piece that rank `from` has for it. */
 static const char *dt__source(const dt_work *work, int window, int from, dt__piece piece) {
-    const dt__post *post = dt__post_of(work, from);
+    size_t at = piece.at * dt_dtype_size(work->call.dtype);
     int me = work->comm->base.rank;
-    return post->staging && from != me
-               ? post->staging + dt__staged_at(work, window, me, piece)
-               : (const char *)post->send + piece.at * dt_dtype_size(work->call.dtype);
+    /* not its own post: a core that reads what it has just written may have to wait for the cache
+       line */
+    if (from == me) return (const char *)work->call.send + at;
+    const dt__post *post = dt__post_of(work, from);
+    return post->staging ? post->staging + dt__staged_at(work, window, me, piece)
+                         : (const char *)post->send + at;
 }
 
 /* Sets comm->inputs to the pieces that this rank sums, and returns the piece. */
