@@ -1708,49 +1708,11 @@ static dt__call dt__call_make(
     return call;
 }
 
-/* Appends to the string `text`, a buffer of `bytes` bytes of which *at are used. Truncates what
-   does not fit. */
-static void dt__append_list(char *text, size_t bytes, size_t *at, const char *fmt, va_list args) {
-    int length = vsnprintf(text + *at, bytes - *at, fmt, args);
-    if (length > 0) *at = *at + (size_t)length < bytes ? *at + (size_t)length : bytes - 1;
-}
-
-DT_PRINTF(4, 5) static void dt__append(char *text, size_t bytes, size_t *at, const char *fmt, ...) {
-    va_list args;
-    va_start(args, fmt);
-    dt__append_list(text, bytes, at, fmt, args);
-    va_end(args);
-}
-
-/* A text that functions return by value, so that no caller has to free it. */
-typedef struct dt__phrase {
-    char s[504];
-    size_t used;
-} dt__phrase;
-
-DT_PRINTF(2, 3) static void dt__put(dt__phrase *text, const char *fmt, ...) {
-    va_list args;
-    va_start(args, fmt);
-    dt__append_list(text->s, sizeof text->s, &text->used, fmt, args);
-    va_end(args);
-}
-
-DT_PRINTF(1, 2) static dt__phrase dt__format(const char *fmt, ...) {
-    dt__phrase text;
-    va_list args;
-    text.used = 0;
-    text.s[0] = 0;
-    va_start(args, fmt);
-    dt__append_list(text.s, sizeof text.s, &text.used, fmt, args);
-    va_end(args);
-    return text;
-}
-
 /* Describes a call in an error text, for example "all-reduce f32 x 10 sum" or "barrier". */
-static dt__phrase dt__call_text(const dt__call *call) {
+static dt__text dt__call_text(const dt__call *call) {
     static const char *const reductions[] = { "sum", "avg", "max", "min", "prod" };
     const dt__pattern *pattern = dt__pattern_of(call->op);
-    dt__phrase text = dt__format("%s", pattern->name);
+    dt__text text = dt__format("%s", pattern->name);
     if (call->op == DT__SUM_DOUBLES) dt__put(&text, " x %zu", call->count);
     if (!pattern->counted && call->op != DT__RECV) return text;
     dt__put(&text, " %s", dt_dtype_name(call->dtype));
@@ -2086,22 +2048,22 @@ static int dt__record_get(dt__rank_view view, uint64_t number, dt__op_record *co
 }
 
 /* Returns " at train.c:88", or "" if the call site is not known. */
-static dt__phrase dt__site_text(const char *file, int line) {
+static dt__text dt__site_text(const char *file, int line) {
     if (!file || !file[0]) return dt__format("%s", "");
     const char *slash = strrchr(file, '/');
     return dt__format(" at %.64s:%d", slash ? slash + 1 : file, line);
 }
 
-static dt__phrase dt__own_site(const dt_work *work) {
+static dt__text dt__own_site(const dt_work *work) {
     return dt__site_text(dt__reported_work(work)->file, dt__reported_work(work)->line);
 }
 
 /* Describes an operation, for example "all-reduce f32 x 10 sum #4 on world at train.c:88" or
    "receive f32 x 10 from rank 2 with tag 1 on world at ...". whose: "its " if the peer is a rank of
    the group, "" if it is a world rank. */
-static dt__phrase dt__operation_text(
+static dt__text dt__operation_text(
     const dt__call *call, const char *whose, const char *group, const char *file, int line) {
-    dt__phrase text = dt__call_text(call);
+    dt__text text = dt__call_text(call);
     if (!dt__is_p2p(call->op))
         dt__put(&text, " #%llu", (unsigned long long)call->seq);
     else if (call->peer == DT_ANY)
@@ -2113,11 +2075,11 @@ static dt__phrase dt__operation_text(
     return text;
 }
 
-static dt__phrase dt__record_text(const dt__op_record *r) {
+static dt__text dt__record_text(const dt__op_record *r) {
     dt__call call = dt__unpack_call(r->call.packed_call, (size_t)r->call.count);
     call.seq = r->call.seq;
     call.tag = r->call.tag;
-    dt__phrase text = dt__operation_text(&call, "its ", r->group, r->call.file, (int)r->call.line);
+    dt__text text = dt__operation_text(&call, "its ", r->group, r->call.file, (int)r->call.line);
     dt__escape(text.s, sizeof text.s);
     return text;
 }
@@ -2137,7 +2099,7 @@ static dt_status dt__ended_without(dt_work *work, int world_rank) {
     const dt_comm *comm = work->comm;
     int first = comm->group->ranks[comm->group->ranks[0] == world_rank ? 1 : 0];
     const dt__call *call = &dt__reported_work(work)->call;
-    dt__phrase who =
+    dt__text who =
         comm->group->members
             ? dt__format("in which rank %d waits", comm->world->rank)
             : dt__format("which rank %d and all other ranks of the group must call", first);
@@ -2411,7 +2373,7 @@ static size_t dt__p2p_bytes(const dt__p2p *p2p) {
 
 /* Returns a description of the transfer for an error text. If the transfer is part of a collective,
    the text describes the collective. */
-static dt__phrase dt__p2p_text(const dt__p2p *p2p) {
+static dt__text dt__p2p_text(const dt__p2p *p2p) {
     const dt_work *work = dt__reported_work(p2p->work);
     const dt__group *group = work->comm->group;
     dt__call call = work->call;
@@ -2424,7 +2386,7 @@ static dt__phrase dt__p2p_text(const dt__p2p *p2p) {
    receive. Returns -1. */
 static int dt__p2p_never_matched(dt__p2p *p2p) {
     dt__world *world = p2p->work->comm->world;
-    dt__phrase text = dt__p2p_text(p2p);
+    dt__text text = dt__p2p_text(p2p);
     int other = p2p->peer == DT_ANY ? -1 : p2p->work->comm->group->ranks[p2p->peer];
     if (p2p->tag < 0)
         dt__ended_without(p2p->work, other);
@@ -3093,7 +3055,7 @@ static int dt__piece_arrived(dt__p2p *p2p, const dt__frame *frame, const void *b
 /* Another rank has failed: records its failure, which ends the waits of this rank. */
 static int dt__abort_arrived(
     dt__world *world, const dt__frame *frame, const char *body, size_t bytes) {
-    dt__phrase text = dt__format("%.*s", (int)bytes, body);
+    dt__text text = dt__format("%.*s", (int)bytes, body);
     if (frame->tag < 0 || frame->tag >= world->size || frame->count == 0 || frame->count > 255)
         return 0;
     dt__escape(text.s, sizeof text.s);
@@ -3417,8 +3379,8 @@ static int dt__rank_reached(const dt_work *work, int rank) {
 
 /* Returns a text like "ranks 0,1 arrived, 3 did not". It lists at most 8 world ranks that have
    reached the point, and at most 8 that have not. */
-static dt__phrase dt__arrivals_text(const dt_work *work) {
-    dt__phrase text = dt__format("ranks ");
+static dt__text dt__arrivals_text(const dt_work *work) {
+    dt__text text = dt__format("ranks ");
     for (int arrived = 1; arrived >= 0; arrived--) {
         int listed = 0;
         for (int rank = 0; rank < work->comm->base.size; rank++) {
@@ -4792,7 +4754,7 @@ static int dt__on_drain(dt_ctx *ctx, int all, void *user) {
 __attribute__((noinline, cold)) static void dt__refuse_call(
     dt_comm *comm, const dt__call *call, const char *wrong) {
     dt__world *world = comm->world;
-    dt__phrase why = dt__format("%s", wrong);
+    dt__text why = dt__format("%s", wrong);
     if (!wrong[0])
         dt__put(&why, "%d is no element type", (int)call->dtype);
     else if (!dt__has_valid_peer(comm, call))
@@ -5112,7 +5074,7 @@ static const char *dt__process_word(char state) {
 /* The functions below describe a snapshot of a rank (dt__snapshot). */
 
 /* Appends ", its last operation: ..." or a text that the rank has begun no operation. */
-static void dt__put_last_operation(dt__phrase *text, dt__rank_view seen) {
+static void dt__put_last_operation(dt__text *text, dt__rank_view seen) {
     dt__op_record r;
     if (seen.state->op_count == 0 && seen.n > 1)
         dt__put(text, ", it has begun no operation");
@@ -5130,7 +5092,7 @@ static int dt__is_waiting(const dt_io *io, dt__rank_view seen, char *process, dt
 }
 
 /* Appends "waits in ... for rank 3". */
-static void dt__put_wait(dt__phrase *text, const dt__op_record *r, const dt__rank_state *state) {
+static void dt__put_wait(dt__text *text, const dt__op_record *r, const dt__rank_state *state) {
     dt__put(text, "waits in %s", dt__record_text(r).s);
     if (state->waits_for != DT_ANY) dt__put(text, " for rank %d", state->waits_for);
 }
@@ -5138,7 +5100,7 @@ static void dt__put_wait(dt__phrase *text, const dt__op_record *r, const dt__ran
 /* Follows the wait-for graph from `rank` for at most 4 edges. Appends the waits on the path, and
    why the last rank does not come: "; rank 3 (process 4711) is stopped (state T), its last
    operation: ...". */
-static void dt__put_diagnosis(dt__phrase *text, const dt__world *world, int rank) {
+static void dt__put_diagnosis(dt__text *text, const dt__world *world, int rank) {
     const dt_io *io = dt_ctx_io(world->ctx);
     dt__op_record r;
     char process;
@@ -5175,10 +5137,10 @@ static void dt__put_diagnosis(dt__phrase *text, const dt__world *world, int rank
 }
 
 /* Describes the operation in which this rank waits. */
-static dt__phrase dt__wait_text(const dt_work *work) {
+static dt__text dt__wait_text(const dt_work *work) {
     const dt__p2p *p2p = dt__first_unfinished_p2p(work);
     if (p2p) return dt__p2p_text(p2p);
-    dt__phrase text = dt__format(
+    dt__text text = dt__format(
         "%s", work->post ? dt__pattern_of(work->call.op)->name : dt__call_text(&work->call).s);
     if (work->call.seq) dt__put(&text, " #%llu", (unsigned long long)work->call.seq);
     dt__put(&text, " on %s%s", work->comm->group->name, dt__own_site(work).s);
@@ -5192,7 +5154,7 @@ static dt_status dt__report_timeout(dt_work *work) {
     work = dt__group_queue_head(work);
     int awaited = dt__find_awaited_rank(work);
     const dt__p2p *p2p = dt__first_unfinished_p2p(work);
-    dt__phrase text =
+    dt__text text =
         dt__format("timeout %.1f s in %s", world->shared->timeout_s, dt__wait_text(work).s);
     if (p2p && p2p->peer == DT_ANY)
         dt__put(&text, ": nobody sent it");
@@ -5245,7 +5207,7 @@ static void dt__report_deadlock(dt__world *world) {
     int length = world->size, first = dt__find_cycle(world, &length), is_cycle = first != DT_ANY;
     dt__rank_state state;
     dt__op_record r;
-    dt__phrase text =
+    dt__text text =
         dt__format("deadlock: %s", is_cycle ? "" : "all ranks wait, and nothing is under way: ");
     /* the path ends early if another rank has reported the deadlock meanwhile and has stopped
        waiting */
@@ -5426,15 +5388,14 @@ static int dt__detect_deadlock(dt_work *work, uint64_t progress_sum, double sinc
 /* ---- the table of all ranks ---- */
 
 /* Returns one rank's line of the table of dt_ranks_text, without a newline. */
-static dt__phrase dt__rank_line(
-    const dt_host *host, const dt_io *io, int rank, dt__rank_view seen) {
+static dt__text dt__rank_line(const dt_host *host, const dt_io *io, int rank, dt__rank_view seen) {
     double now = host->now(host->user);
     dt__rank_state state;
     dt__op_record r;
     char process = 0;
     if (!seen.state) return dt__format("rank %d: not known here", rank);
     seen = dt__snapshot(seen, &state);
-    dt__phrase text =
+    dt__text text =
         dt__format("rank %d: process %d, step %lld: ", rank, state.pid, (long long)state.step);
     if (state.ended) {
         dt__put(&text, "has ended");
@@ -6426,7 +6387,7 @@ static dt_status dt__launch_read_row(const dt__launcher *row, dt_launch *out) {
 
 /* Writes the one-line summary. others: the launchers that name a different rank or size. */
 static void dt__launch_describe(dt_launch *out, const dt__launcher *row, const char *others) {
-    dt__phrase text = dt__format("rank %d of %d", out->rank, out->size);
+    dt__text text = dt__format("rank %d of %d", out->rank, out->size);
     if (out->local_rank >= 0 && out->local_size)
         dt__put(&text, " (local %d of %d)", out->local_rank, out->local_size);
     else if (out->local_rank >= 0)
@@ -6441,7 +6402,7 @@ static void dt__launch_describe(dt_launch *out, const dt__launcher *row, const c
 DT_API dt_status dt_launch_find(dt_launch *out) {
     const dt__launcher *same[DT__LAUNCHERS];
     dt_launch found;
-    dt__phrase others = dt__format("%s", "");
+    dt__text others = dt__format("%s", "");
     int n = 0;
     if (!out) return DT_ERR_ARG;
     for (const dt__launcher *row = dt__launchers; row < dt__launchers + DT__LAUNCHERS; row++) {
@@ -6612,7 +6573,7 @@ typedef struct dt__tcp_address {
     uint32_t ip, port;
 } dt__tcp_address;
 
-static dt__phrase dt__tcp_address_text(dt__tcp_address address) {
+static dt__text dt__tcp_address_text(dt__tcp_address address) {
     uint8_t octet[4];
     memcpy(octet, &address.ip, sizeof octet);
     return dt__format(
@@ -6882,7 +6843,7 @@ typedef struct dt__tcp_rendezvous {
     const uint8_t *key;  /* (32) the HMAC key; this struct holds no copy of it */
     int listener, slots; /* listener: the socket that accepts the higher ranks; -1: none */
     long rejected;
-    dt__phrase last_rejection;  /* why the last pending connection was rejected */
+    dt__text last_rejection;    /* why the last pending connection was rejected */
     dt__tcp_pending *pending;   /* (slots) */
     dt__tcp_address *addresses; /* (size) where each rank listens */
     dt__tcp_link *links;        /* (size) */
@@ -6936,7 +6897,7 @@ static void dt__tcp_host_name(char name[DT__TCP_NAME_BYTES], const char sent[DT_
 }
 
 /* Returns the text that says why `host` refuses `caller`. */
-static dt__phrase dt__tcp_reason(const dt__tcp_handshake *caller, const dt__tcp_handshake *host) {
+static dt__text dt__tcp_reason(const dt__tcp_handshake *caller, const dt__tcp_handshake *host) {
     const struct {
         const char *text;
         int caller, host; /* the numbers in the text */
@@ -6950,7 +6911,7 @@ static dt__phrase dt__tcp_reason(const dt__tcp_handshake *caller, const dt__tcp_
         { "rank %d is already connected: process %d on %s", caller->rank, host->pid },
     };
     int i = host->reason > 0 && host->reason <= DT__TCP_RANK_PRESENT ? host->reason : 0;
-    dt__phrase text;
+    dt__text text;
     char name[DT__TCP_NAME_BYTES];
     dt__tcp_host_name(name, host->host);
     snprintf(text.s, sizeof text.s, reasons[i].text, reasons[i].caller, reasons[i].host, name);
@@ -6958,8 +6919,8 @@ static dt__phrase dt__tcp_reason(const dt__tcp_handshake *caller, const dt__tcp_
 }
 
 /* Returns a text such as "rank 3 (process 4711 on node7)". */
-static dt__phrase dt__tcp_rank_text(int rank, int pid, const char *host) {
-    dt__phrase text = dt__format("rank %d", rank);
+static dt__text dt__tcp_rank_text(int rank, int pid, const char *host) {
+    dt__text text = dt__format("rank %d", rank);
     if (pid > 0) dt__put(&text, " (process %d on %s)", pid, host);
     return text;
 }
@@ -7038,7 +6999,7 @@ static void dt__tcp_decide(dt__tcp_rendezvous *r, dt__tcp_pending *p, const char
 
 /* Fails the context. why: what is wrong with the rank that listens; NULL: it refuses this rank. */
 static void dt__tcp_give_up(dt__tcp_rendezvous *r, dt__tcp_pending *p, const char *why) {
-    dt__phrase at = dt__tcp_address_text(p->address);
+    dt__text at = dt__tcp_address_text(p->address);
     if (p->record.version != DT__TCP_VERSION) p->record.reason = DT__TCP_WRONG_VERSION;
     if (why)
         dt_fail(r->ctx, DT_ERR_COMM, why, at.s, p->rank);
@@ -7199,7 +7160,7 @@ static void dt__tcp_pause(dt__tcp_rendezvous *r, double seconds) {
 static dt_status dt__tcp_accept_ranks(dt__tcp_rendezvous *r) {
     double deadline = dt__waited(&r->watch) + r->timeout_s;
     for (;; dt__tcp_pause(r, 5e-4)) {
-        dt__phrase missing = dt__format("%s", "");
+        dt__text missing = dt__format("%s", "");
         int n = 0;
         for (int rank = r->rank + 1; rank < r->size; rank++) {
             struct pollfd event = { r->links[rank].fd, POLLIN, 0 };
@@ -7211,7 +7172,7 @@ static dt_status dt__tcp_accept_ranks(dt__tcp_rendezvous *r) {
         }
         if (n == 0 || dt_error(r->ctx)) return dt_error(r->ctx);
         if (dt__waited(&r->watch) <= deadline) continue;
-        dt__phrase also = dt__format("%s", "");
+        dt__text also = dt__format("%s", "");
         if (r->rejected)
             dt__put(&also, "; %ld connection%s rejected, the last %s", r->rejected,
                 r->rejected > 1 ? "s were" : " was", r->last_rejection.s);
@@ -8718,7 +8679,7 @@ static void dt__goodbye(dt__world *world, int linger) {
             missing);
 }
 
-static dt__phrase dt__unreceived_text(const dt__frame *frame, int from, int to, const char *group) {
+static dt__text dt__unreceived_text(const dt__frame *frame, int from, int to, const char *group) {
     dt__call call = dt__unpack_call(frame->packed_call, (size_t)frame->count);
     if (frame->seq)
         return dt__format("rank %d ended without calling %s #%llu on %s, which rank %d calls%s", to,
@@ -8738,7 +8699,7 @@ static void dt__note_unreceived(dt__world *world) {
                 &shared->unreceived_claimed, &expected, 1, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
             continue;
         const dt_comm *comm = dt__comm_of(world, a->frame.channel);
-        dt__phrase text =
+        dt__text text =
             world->transport.send && !a->frame.seq
                 ? dt__format("rank %d: ended without receiving %llu bytes with tag %d from rank %d",
                       world->rank, (unsigned long long)a->frame.bytes, a->frame.tag, a->from)
@@ -9170,7 +9131,7 @@ static void dt__process_gone(const dt__rank_job *job, int known, int status) {
     int oom = number == SIGKILL && dt__run_oom_kills(dt_io_default()) > team->oom_kills;
     for (int i = 0; i < 8; i++)
         if (signals[i].number == number) name = signals[i].name;
-    dt__phrase end =
+    dt__text end =
         !known   ? dt__format("was lost; its exit status is not known, because its parent ignores "
                                 "SIGCHLD or reaped it elsewhere")
         : number ? dt__format("was ended by signal %d%s%s", number, name,
@@ -9605,8 +9566,7 @@ typedef struct dt__trace_out {
     int tracks;    /* number of comm tracks */
     char *text;    /* (DT__TRACE_TEXT) `used` bytes of text; before the text, scratch memory */
     size_t used;
-    char *temp; /* rank 0: name of the temporary file, its descriptor, bytes written to it */
-    int fd;
+    dt__new_file file; /* rank 0: the file, and the bytes written to it */
     int64_t at;
 } dt__trace_out;
 
@@ -9729,6 +9689,13 @@ static void dt__trace_match(dt__trace_out *out) {
     }
 }
 
+DT_PRINTF(4, 5) static void dt__append(char *text, size_t bytes, size_t *at, const char *fmt, ...) {
+    va_list args;
+    va_start(args, fmt);
+    dt__append_list(text, bytes, at, fmt, args);
+    va_end(args);
+}
+
 #define DT__TRACE_PUT(out, ...) dt__append((out)->text, DT__TRACE_TEXT, &(out)->used, __VA_ARGS__)
 
 /* Writes s as the contents of a JSON string. Invalid UTF-8, as in a truncated name, becomes U+FFFD.
@@ -9825,9 +9792,7 @@ static void dt__trace_put_names(dt__trace_out *out, int tid) {
 
 /* Appends the text to the file. */
 static void dt__trace_save(dt__trace_out *out) {
-    dt_ctx *ctx = out->world->ctx;
-    if (dt_error(ctx) == DT_OK)
-        dt__file_write_at(ctx, out->temp, out->fd, out->text, (int64_t)out->used, out->at);
+    dt__new_file_write(out->world->ctx, &out->file, out->text, (int64_t)out->used, out->at);
     out->at += (int64_t)out->used;
     out->used = 0;
 }
@@ -9864,9 +9829,7 @@ static void dt__trace_join(dt__trace_out *out) {
 
 /* Rank 0: writes the file under a temporary name, with the text of all ranks, and renames it. */
 static void dt__trace_file(dt__trace_out *out, const char *path) {
-    dt_ctx *ctx = out->world->ctx;
-    out->temp = dt__temp_name(ctx, path);
-    out->fd = out->temp ? dt__file_open(ctx, out->temp, 1, 0) : -1;
+    dt__new_file_begin(out->world->ctx, &out->file, path, 0);
     /* all other events begin with a comma */
     DT__TRACE_PUT(out,
         "{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n{\"ph\":\"M\",\"pid\":0,\"tid\":0,"
@@ -9879,12 +9842,7 @@ static void dt__trace_file(dt__trace_out *out, const char *path) {
     }
     DT__TRACE_PUT(out, "]}}\n");
     dt__trace_save(out);
-    if (out->fd >= 0) {
-        dt__file_sync_close(ctx, out->temp, out->fd);
-        if (dt_error(ctx) == DT_OK) dt__file_commit(ctx, out->temp, path);
-        if (dt_error(ctx)) dt_ctx_io(ctx)->remove(dt_ctx_io(ctx)->user, out->temp);
-    }
-    dt__string_free(ctx, out->temp);
+    dt__new_file_end(out->world->ctx, &out->file, path);
 }
 
 /* All steps of dt_trace_write; out->text is allocated. */

@@ -67,11 +67,13 @@
     12. Placements: code
     13. Tensor and sequence parallelism: code
     14. Context parallelism: code (online softmax, log-sum-exp merge)
-    15. Expert parallelism: code
-    16. Pipeline schedules: code
-    17. Pipeline parallelism: code
-    18. Data order and text datasets: code
-    19. Dry runs: code
+    15. Expert parallelism: the router
+    16. Expert parallelism: dispatch, experts, combine
+    17. Pipeline schedules: generators, lowering, checker
+    18. Pipeline schedules: making, simulation, partition, drawings
+    19. Pipeline parallelism: code
+    20. Data order and text datasets: code
+    21. Dry runs: code
 
    CONTRACT
      Memory     A dt_mesh is a plain struct that needs no freeing. Tensors live until dt_reset, like
@@ -959,8 +961,7 @@ static int64_t dt__add_saturating(int64_t a, int64_t b) {
     return a > INT64_MAX - b ? INT64_MAX : a + b;
 }
 
-/* A string buffer in the caller's memory, which may be NULL or have 0 bytes. Text that does not fit
-   is truncated. */
+/* A string buffer in the caller's memory, which may be NULL or have 0 bytes. */
 typedef struct dt__strbuf {
     char *text;
     size_t bytes, used;
@@ -972,28 +973,23 @@ static dt__strbuf dt__strbuf_in(char *text, size_t bytes) {
     return t;
 }
 
-static void DT_PRINTF(2, 3) dt__strbuf_add(dt__strbuf *t, const char *fmt, ...) {
+/* Appends to the buffer; cuts off what does not fit. Returns DT_ERR_ARG, because most of these
+   texts say why a call is refused. */
+static dt_status DT_PRINTF(2, 3) dt__strbuf_add(dt__strbuf *t, const char *fmt, ...) {
     va_list args;
-    if (t->used + 1 >= t->bytes) return;
     va_start(args, fmt);
-    int n = vsnprintf(t->text + t->used, t->bytes - t->used, fmt, args);
+    dt__append_list(t->text, t->bytes, &t->used, fmt, args);
     va_end(args);
-    if (n > 0) t->used += (size_t)n < t->bytes - t->used ? (size_t)n : t->bytes - t->used - 1;
+    return DT_ERR_ARG;
 }
 
 dt_status dt_mesh_resolve(dt_mesh_desc *sizes, int ranks, char *text, size_t text_bytes) {
     dt__strbuf t = dt__strbuf_in(text, text_bytes);
     if (!sizes) return DT_ERR_ARG;
     int *axes[5] = { &sizes->dp, &sizes->tp, &sizes->cp, &sizes->pp, &sizes->ep };
-    if (ranks < 1) {
-        dt__strbuf_add(&t, "%d ranks; at least 1 is needed", ranks);
-        return DT_ERR_ARG;
-    }
+    if (ranks < 1) return dt__strbuf_add(&t, "%d ranks; at least 1 is needed", ranks);
     for (int i = 0; i < 5; i++) {
-        if (*axes[i] < 0) {
-            dt__strbuf_add(&t, "an axis of %d ranks; use 1 or more", *axes[i]);
-            return DT_ERR_ARG;
-        }
+        if (*axes[i] < 0) return dt__strbuf_add(&t, "an axis of %d ranks; use 1 or more", *axes[i]);
         if (i > 0 && *axes[i] == 0) *axes[i] = 1;
     }
     /* The product saturates at 2^31, above every possible number of ranks, so that it cannot
@@ -1004,22 +1000,20 @@ dt_status dt_mesh_resolve(dt_mesh_desc *sizes, int ranks, char *text, size_t tex
     if (ranks % others == 0 && sizes->dp == 0) sizes->dp = (int)(ranks / others);
     if (sizes->dp == 0) {
         int64_t next = ((ranks - 1) / others + 1) * others;
-        dt__strbuf_add(&t,
+        return dt__strbuf_add(&t,
             "tp %d x cp %d x pp %d x ep %d does not divide %d ranks; use %lld ranks or smaller "
             "axes",
             sizes->tp, sizes->cp, sizes->pp, sizes->ep, ranks, (long long)next);
-        return DT_ERR_ARG;
     }
     if (sizes->dp * others != ranks) {
         char choice[40] = "";
         if (ranks % others == 0)
             snprintf(choice, sizeof choice, ", or use dp %d", (int)(ranks / others));
-        dt__strbuf_add(&t,
+        return dt__strbuf_add(&t,
             "dp %d x tp %d x cp %d x pp %d x ep %d = %lld, but there are %d ranks; use %lld "
             "ranks%s",
             sizes->dp, sizes->tp, sizes->cp, sizes->pp, sizes->ep, (long long)all, ranks,
             (long long)all, choice);
-        return DT_ERR_ARG;
     }
     return DT_OK;
 }
@@ -1342,8 +1336,8 @@ static dt_shape dt__redist_shape(dt_shape shape, int n, dt_placement from, dt_pl
     return shape;
 }
 
-/* Redistributes x to a new tensor y. If transient is 1, y's data are freed at the end of y's block,
-   and the backward redistributes x again. */
+/* Redistributes x to a new tensor y. If transient is 1, y is a transient tensor: its data are
+   dropped at the end of y's block, and the backward redistributes x again. */
 static dt_tensor *dt__redist_new(
     dt_tensor *x, dt_comm *comm, dt_placement from, dt_placement to, int transient) {
     dt_ctx *ctx = x->ctx;
@@ -1365,9 +1359,9 @@ static dt_tensor *dt__redist_new(
     int free_of_copy = dt__redist_find(from, to)->move == dt__redist_identity;
     /* only a recorded op can run again in the backward */
     transient = transient && x->needs_grad && !ctx->no_grad;
-    ctx->make_transient += transient;
-    dt_tensor *y = free_of_copy ? dt_alias(x) : dt_new(ctx, x->dtype, shape);
-    ctx->make_transient -= transient;
+    dt_tensor *y = free_of_copy ? dt_alias(x)
+                   : transient  ? dt_new_transient(ctx, x->dtype, shape)
+                                : dt_new(ctx, x->dtype, shape);
     if (!y) return NULL;
     dt_status status =
         free_of_copy ? DT_OK : dt__redist_run(dt__redist_of(x, y, comm), from, to, 0);
@@ -1380,12 +1374,12 @@ static dt_tensor *dt__redist_new(
 /* Records the op that made y. d must reserve space for a dt__redist_saved. */
 static dt_tensor *dt__redist_record(
     dt_tensor *y, dt_record_desc d, dt_comm *comm, dt_placement from, dt_placement to) {
+    d.recompute = dt__redistribute_recompute;
     dt__redist_saved *saved = (dt__redist_saved *)dt_record_saved(y, d);
     if (saved) {
         saved->comm = comm;
         saved->from = from;
         saved->to = to;
-        if (y->transient) y->producer->recompute = dt__redistribute_recompute;
     }
     return dt_error(y->ctx) == DT_OK ? y : NULL;
 }
@@ -1461,9 +1455,8 @@ dt_tensor *dt_row_linear(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_tensor *re
     dt_comm *comm, dt_placement outside) {
     dt_linear_desc plain = { DT_ACT_NONE, residual };
     if (dt_comm_size(comm) == 1 || !x) return dt_linear_at(x, w, b, plain);
-    x->ctx->make_transient++;
-    dt_tensor *sum = dt_linear(x, w, NULL);
-    x->ctx->make_transient--;
+    dt_linear_desc none = { 0, NULL };
+    dt_tensor *sum = dt__linear(x, w, NULL, none, 1);
     dt_ctx *ctx = sum ? dt__float_op_context("dt_row_linear", sum, b, residual) : NULL;
     dt_tensor *y = ctx ? dt__redist_new(sum, comm, DT_PARTIAL, outside, 0) : NULL;
     if (!y) return NULL;
@@ -1483,9 +1476,7 @@ dt_tensor *dt_row_linear(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_tensor *re
 dt_tensor *dt_vocab_embedding(
     dt_tensor *table, dt_tensor *ids, dt_comm *comm, dt_placement outside) {
     if (dt_comm_size(comm) == 1 || !table) return dt_embedding(table, ids);
-    table->ctx->make_transient++;
-    dt_tensor *rows = dt_embedding(table, ids);
-    table->ctx->make_transient--;
+    dt_tensor *rows = dt__lookup_rows("dt_embedding", table, ids, 0, 1);
     return rows ? dt_redistribute(rows, comm, DT_PARTIAL, outside) : NULL;
 }
 
@@ -1666,29 +1657,25 @@ dt_status dt_cp_check(
     static const char *const names[] = { "ring", "zigzag", "allgather", "ulysses" };
     int64_t chunks = kind == DT_CP_ZIGZAG ? 2 * (int64_t)c : c;
     dt__strbuf t = dt__strbuf_in(text, text_bytes);
-    if (kind < DT_CP_RING || kind > DT_CP_ULYSSES) {
-        dt__strbuf_add(&t, "kind %d of context parallelism", kind);
-        return DT_ERR_ARG;
-    }
+    if (kind < DT_CP_RING || kind > DT_CP_ULYSSES)
+        return dt__strbuf_add(&t, "kind %d of context parallelism", kind);
     if (c < 2) return DT_OK;
     if (T < chunks || T % chunks != 0) {
         int64_t less = T < chunks ? 0 : T / chunks * chunks,
                 more = dt__add_saturating(less, chunks);
-        dt__strbuf_add(&t,
+        return dt__strbuf_add(&t,
             "%s over cp %d splits a sequence into %lld equal chunks, which %lld tokens do not "
             "give; use %lld or %lld",
             names[kind], c, (long long)chunks, (long long)T, (long long)(less ? less : more),
             (long long)(less ? more : 2 * chunks));
-        return DT_ERR_ARG;
     }
     if (kind != DT_CP_ULYSSES || (heads % c == 0 && (kv_heads % c == 0 || c % kv_heads == 0)))
         return DT_OK;
-    dt__strbuf_add(&t,
+    return dt__strbuf_add(&t,
         "ulysses over cp %d exchanges tokens for heads, but a rank has %lld heads and %lld of "
         "keys and values: cp must divide the heads, and divide or be a multiple of the second; use "
         "ring, zigzag or allgather",
         c, (long long)heads, (long long)kv_heads);
-    return DT_ERR_ARG;
 }
 
 /* Minimum and maximum of the positions and documents of the tokens in one chunk of a sequence. */
@@ -1949,14 +1936,12 @@ static dt_status dt__ring_wait(dt_ctx *ctx, dt__ring_hop *hop) {
     return dt_error(ctx);
 }
 
-/* Acquires an arena and allocates n arrays of `bytes` bytes each in it. Returns 1, or 0 on
-   failure. */
-static int dt__ring_buffers(dt_ctx *ctx, dt__arena **arena, size_t bytes, int n, char **arrays) {
-    *arena = dt__arena_acquire(ctx, &ctx->transient_pool);
+/* Divides a buffer from the pool into n arrays of `bytes` bytes each; the caller releases
+   arrays[0]. Returns 1, or 0 on failure. */
+static int dt__ring_buffers(dt_ctx *ctx, size_t bytes, int n, char **arrays) {
     bytes = (bytes + 63) / 64 * 64;
-    char *all = *arena ? (char *)dt__arena_alloc(ctx, *arena, (size_t)n * bytes) : NULL;
+    char *all = (char *)dt__buffer_acquire(ctx, DT_MEM_COMM, (size_t)n * bytes);
     for (int i = 0; i < n; i++) arrays[i] = all ? all + (size_t)i * bytes : NULL;
-    if (!all) dt__arena_release(ctx, &ctx->transient_pool, arena);
     return all != NULL;
 }
 
@@ -1983,9 +1968,8 @@ static dt_status dt__ring_forward(dt__ring *r, const dt_tensor *keys, const dt_t
     int c = dt_comm_size(r->cp->comm), me = dt_comm_rank(r->cp->comm);
     const char *current[2] = { (const char *)keys->data, (const char *)values->data };
     char *kv[4];
-    dt__arena *arena = NULL;
     dt__ring_hop hop;
-    if (!r->work || !dt__ring_buffers(ctx, &arena, dt__bytes(keys), 4, kv)) return dt_error(ctx);
+    if (!r->work || !dt__ring_buffers(ctx, dt__bytes(keys), 4, kv)) return dt_error(ctx);
     for (int s = 0; s < c && dt_error(ctx) == DT_OK; s++) {
         char **next = &kv[s % 2 * 2];
         memset(&hop, 0, sizeof hop);
@@ -1997,7 +1981,7 @@ static dt_status dt__ring_forward(dt__ring *r, const dt_tensor *keys, const dt_t
         current[0] = next[0];
         current[1] = next[1];
     }
-    dt__arena_release(ctx, &ctx->transient_pool, &arena);
+    dt__buffer_release(ctx, kv[0]);
     return dt_error(ctx);
 }
 
@@ -2014,11 +1998,10 @@ static dt_status dt__ring_backward(
     dt_dtype wide = dt__wide(r->dtype, 1);
     const char *current[2] = { (const char *)keys->data, (const char *)values->data };
     char *kv[4], *sums[6];
-    dt__arena *arena[2] = { NULL, NULL };
     dt__ring_hop hop, grad_hop;
     memset(&grad_hop, 0, sizeof grad_hop);
-    if (!r->work || !dt__ring_buffers(ctx, &arena[0], dt__bytes(keys), 4, kv)) return dt_error(ctx);
-    dt__ring_buffers(ctx, &arena[1], count * dt_dtype_size(wide), 6, sums);
+    if (!r->work || !dt__ring_buffers(ctx, dt__bytes(keys), 4, kv)) return dt_error(ctx);
+    dt__ring_buffers(ctx, count * dt_dtype_size(wide), 6, sums);
     for (int s = 0; s < c && dt_error(ctx) == DT_OK; s++) {
         char **next = &kv[s % 2 * 2], **partial = &sums[s % 2 * 2], **received_sums = &sums[4];
         memset(&hop, 0, sizeof hop);
@@ -2041,7 +2024,8 @@ static dt_status dt__ring_backward(
     dt__ring_wait(ctx, &grad_hop);
     if (dk && dt_error(ctx) == DT_OK) dt__accumulate(ctx, wide, dk, sums[4], count, 1);
     if (dv && dt_error(ctx) == DT_OK) dt__accumulate(ctx, wide, dv, sums[5], count, 1);
-    for (int i = 0; i < 2; i++) dt__arena_release(ctx, &ctx->transient_pool, &arena[i]);
+    dt__buffer_release(ctx, kv[0]);
+    dt__buffer_release(ctx, sums[0]);
     return dt_error(ctx);
 }
 
@@ -2050,37 +2034,35 @@ typedef struct dt__ring_saved {
     dt_tensor *lse;
 } dt__ring_saved;
 
-/* Returns an array of the accumulation type for tensor t: `own` if t has this type, else a new
-   array from an arena. */
-static char *dt__ring_wide(const dt_tensor *t, void *own, dt__arena **arena) {
-    char *wide_copy = NULL;
+/* Returns an array of the accumulation type for tensor t: `own` if t has this type, else a buffer
+   from the pool. */
+static char *dt__ring_wide(const dt_tensor *t, void *own) {
     if (!dt__narrow(t->dtype)) return (char *)own;
-    dt__ring_buffers(t->ctx, arena, (size_t)dt_count(t->shape) * sizeof(float), 1, &wide_copy);
-    return wide_copy;
+    return (char *)dt__buffer_acquire(
+        t->ctx, DT_MEM_COMM, (size_t)dt_count(t->shape) * sizeof(float));
 }
 
 static dt_status dt__ring_back(dt_node *n) {
     const dt__ring_saved *saved = (const dt__ring_saved *)n->saved;
     dt_ctx *ctx = n->out->ctx;
     dt_dtype dtype = n->out->dtype, wide = dt__wide(dtype, 1);
-    dt__arena *arena[4] = { NULL, NULL, NULL, NULL };
     char *grad[3] = { NULL, NULL, NULL }, *sum[3] = { NULL, NULL, NULL };
     int accumulate[3] = { 0, 0, 0 };
     for (int i = 0; i < 3; i++) {
         size_t count = (size_t)dt_count(n->in[i]->shape);
         if (!dt_wants(n, i)) continue;
         grad[i] = (char *)dt_grad_raw(n, i, &accumulate[i]);
-        sum[i] = dt__ring_wide(n->in[i], grad[i], &arena[i]);
+        sum[i] = dt__ring_wide(n->in[i], grad[i]);
         if (sum[i] && (sum[i] != grad[i] || !accumulate[i])) dt__fill(ctx, wide, sum[i], count, 0);
     }
     dt__ring r = dt__ring_make(n->name, saved->cp, n->in[0], n->in[1]);
-    char *out = dt__ring_wide(n->out, n->out->data, &arena[3]);
+    char *out = dt__ring_wide(n->out, n->out->data);
     dt_cast_args widen = { .dtype = wide,
         .from = dtype,
         .out = out,
         .in = n->out->data,
         .count = (size_t)dt_count(n->out->shape) };
-    if (arena[3] && out) DT__KERNEL(ctx, n->name, cast, &widen);
+    if (out && out != n->out->data) DT__KERNEL(ctx, n->name, cast, &widen);
     r.out = out;
     r.dout = (const char *)n->out->grad;
     r.lse = (char *)saved->lse->data;
@@ -2095,7 +2077,9 @@ static dt_status dt__ring_back(dt_node *n) {
             .accumulate = accumulate[i] };
         if (dt_error(ctx) == DT_OK && sum[i] != grad[i]) DT__KERNEL(ctx, n->name, cast, &a);
     }
-    for (int i = 0; i < 4; i++) dt__arena_release(ctx, &ctx->transient_pool, &arena[i]);
+    for (int i = 0; i < 3; i++)
+        if (sum[i] != grad[i]) dt__buffer_release(ctx, sum[i]);
+    if (out != n->out->data) dt__buffer_release(ctx, out);
     return dt_error(ctx);
 }
 
@@ -2104,14 +2088,13 @@ static dt_tensor *dt__cp_ring_attention(
     const char *op = "dt_cp_attention";
     dt_ctx *ctx = q->ctx;
     dt_dtype wide = dt__wide(q->dtype, 1);
-    dt__arena *arena = NULL;
     dt_shape per_part =
         DT_SHAPE(cp->desc.batch, cp->chunks_per_rank, q->shape.d[2], cp->chunk_tokens);
     dt_tensor *y = dt_new(ctx, q->dtype, q->shape), *lse = dt_new(ctx, wide, per_part);
     if (!y || !lse) return NULL;
     dt__ring r = dt__ring_make(op, cp, q, keys);
     r.lse = (char *)lse->data;
-    r.result = dt__ring_wide(y, y->data, &arena);
+    r.result = dt__ring_wide(y, y->data);
     if (r.result && dt__fill(ctx, wide, r.result, (size_t)dt_count(y->shape), 0) == DT_OK &&
         dt__fill(ctx, wide, r.lse, (size_t)dt_count(per_part), -INFINITY) == DT_OK)
         dt__ring_forward(&r, keys, values);
@@ -2120,8 +2103,8 @@ static dt_tensor *dt__cp_ring_attention(
         .out = y->data,
         .in = r.result,
         .count = (size_t)dt_count(y->shape) };
-    if (arena && dt_error(ctx) == DT_OK) DT__KERNEL(ctx, op, cast, &a);
-    dt__arena_release(ctx, &ctx->transient_pool, &arena);
+    if (r.result != y->data && dt_error(ctx) == DT_OK) DT__KERNEL(ctx, op, cast, &a);
+    if (r.result != y->data) dt__buffer_release(ctx, r.result);
     dt__ring_saved *saved = (dt__ring_saved *)dt_record_saved(
         y, dt__make_record(op, q, keys, values, dt__ring_back, sizeof *saved));
     if (saved) {
@@ -2214,7 +2197,7 @@ dt_tensor *dt_cp_attention(dt_tensor *q, dt_tensor *keys, dt_tensor *values, dt_
     return dt__cp_ring_attention(q, keys, values, cp);
 }
 
-// ==== 15. Expert parallelism: code ==============================================================
+// ==== 15. Expert parallelism: the router ========================================================
 
 /* A mixture-of-experts layer routes tokens, dispatches them to experts, multiplies and combines.
    From the router's choices every rank makes a plan (dt__exchange): which rows the rank sends to
@@ -2369,28 +2352,12 @@ static dt_status dt__route_sequences(dt__router *r) {
 
 /* ---- the router: probabilities, choices, gates ---- */
 
-static dt_status dt__cast_recompute(dt_node *n) {
-    dt_tensor *x = n->in[0], *y = n->out;
-    dt_cast_args a = { .dtype = y->dtype,
-        .from = x->dtype,
-        .out = y->data,
-        .in = x->data,
-        .count = (size_t)dt_count(x->shape) };
-    return DT__KERNEL(x->ctx, n->name, cast, &a);
-}
-
 /* Casts x to the type in which the router computes. transient is 1 if x is an activation: the cast
    copy is then freed at the end of its block, and the backward casts x again. */
 static dt_tensor *dt__to_wide(dt_tensor *x, int transient) {
-    dt_ctx *ctx = x->ctx;
     if (!dt__narrow(x->dtype)) return x;
     /* only a recorded op can run again in the backward */
-    transient = transient && x->needs_grad && !ctx->no_grad;
-    ctx->make_transient += transient;
-    dt_tensor *y = dt_cast(x, DT_F32);
-    ctx->make_transient -= transient;
-    if (y && transient && y->producer) y->producer->recompute = dt__cast_recompute;
-    return y;
+    return dt__cast(x, DT_F32, transient && x->needs_grad && !x->ctx->no_grad);
 }
 
 /* Top-k: chooses the k experts with the largest probabilities for each token. In a dry run all
@@ -2619,7 +2586,7 @@ dt_status dt_route_update_bias(
     return dt_error(ctx);
 }
 
-/* ---- token dispatch and token combine: one exchange in both directions ---- */
+// ==== 16. Expert parallelism: dispatch, experts, combine ========================================
 
 /* Plan of a token dispatch and its token combine. There is one row for each choice that is not
    dropped. A sender orders its rows by expert, then token, so that the rows for one rank are
@@ -3211,7 +3178,7 @@ dt_tensor *dt_expert_linear(
     return dt_error(ctx) == DT_OK ? y : NULL;
 }
 
-// ==== 16. Pipeline schedules: code ==============================================================
+// ==== 17. Pipeline schedules: generators, lowering, checker =====================================
 
 /* Five schedules of p = 4 ranks with their bubble fractions, drawn by dt_schedule_text from their
    generators. The naive schedule has m = 2 micro-batches, all others have m = 4. F takes 1 time
@@ -3677,9 +3644,8 @@ static dt_status dt__check_complete(const dt_schedule *s, dt__strbuf *t) {
         for (int i = 0; i < s->program[r].count; i++) {
             const dt_action *a = &s->program[r].action[i];
             if (*dt__action_index(s, a->stage, a->micro, dt__role(a->phase)) == i) continue;
-            dt__strbuf_add(t, "rank %d: %s comes a second time, as its action %d", r,
+            return dt__strbuf_add(t, "rank %d: %s comes a second time, as its action %d", r,
                 dt__action_text_at(s, r, i).s, i);
-            return DT_ERR_ARG;
         }
     for (int stage = 0; stage < s->stages; stage++)
         for (int j = 0; j < s->desc.micros; j++) {
@@ -3696,12 +3662,11 @@ static dt_status dt__check_complete(const dt_schedule *s, dt__strbuf *t) {
                                         : DT_BACKWARD;
             }
             if (missing == DT_BACKWARD_WEIGHT && full_backward)
-                dt__strbuf_add(t, "rank %d: %s occurs besides %s, which is the full backward", r,
+                return dt__strbuf_add(t,
+                    "rank %d: %s occurs besides %s, which is the full backward", r,
                     dt__action_text(s, missing, j, chunk).s, dt__action_text_at(s, r, back).s);
-            else
-                dt__strbuf_add(
-                    t, "rank %d: %s is missing", r, dt__action_text(s, missing, j, chunk).s);
-            return DT_ERR_ARG;
+            return dt__strbuf_add(
+                t, "rank %d: %s is missing", r, dt__action_text(s, missing, j, chunk).s);
         }
     return DT_OK;
 }
@@ -3761,13 +3726,11 @@ static dt_status dt__check_order(const dt_schedule *s, dt__strbuf *t) {
                 if (a->chunk != chunk ||
                     (a->phase != DT_BACKWARD && a->phase != DT_BACKWARD_WEIGHT))
                     continue;
-                if (last && a->micro < last->micro) {
-                    dt__strbuf_add(t,
+                if (last && a->micro < last->micro)
+                    return dt__strbuf_add(t,
                         "rank %d: %s comes after %s, but gradients are added in ascending order", r,
                         dt__action_text_at(s, r, i).s,
                         dt__action_text(s, last->phase, last->micro, chunk).s);
-                    return DT_ERR_ARG;
-                }
                 last = a;
             }
         }
@@ -3781,10 +3744,7 @@ dt_status dt_schedule_check(
     dt__strbuf t = dt__strbuf_in(text, text_bytes);
     memset(&f, 0, sizeof f);
     if (metrics) *metrics = f;
-    if (!s) {
-        dt__strbuf_add(&t, "no schedule");
-        return DT_ERR_ARG;
-    }
+    if (!s) return dt__strbuf_add(&t, "no schedule");
     for (int r = 0; r < s->desc.ranks; r++) {
         const dt__program *p = &s->program[r];
         f.actions += p->count;
@@ -3803,7 +3763,7 @@ dt_status dt_schedule_check(
     return status;
 }
 
-/* ---- making a schedule ---- */
+// ==== 18. Pipeline schedules: making, simulation, partition, drawings ===========================
 
 static size_t dt__pipe_bytes(const dt_schedule *s);
 
@@ -4023,23 +3983,17 @@ dt_status dt_partition_stages(
     const double *costs, int n, int stages, int *first, char *text, size_t text_bytes) {
     double limit = 0, left = 0;
     dt__strbuf t = dt__strbuf_in(text, text_bytes);
-    if (!costs || !first) {
-        dt__strbuf_add(&t, "costs or first is NULL");
-        return DT_ERR_ARG;
-    }
-    if (n < 1 || stages < 1 || n < stages) {
-        dt__strbuf_add(&t,
+    if (!costs || !first) return dt__strbuf_add(&t, "costs or first is NULL");
+    if (n < 1 || stages < 1 || n < stages)
+        return dt__strbuf_add(&t,
             "%d items for %d stages: each stage needs at least 1; use %d stages or fewer", n,
             stages, n > 1 ? n : 1);
-        return DT_ERR_ARG;
-    }
     for (int i = 0; i < n; i++) {
         left += costs[i];
         if (costs[i] > limit) limit = costs[i];
         if (dt__seconds_ok(costs[i]) && dt__seconds_ok(left)) continue;
-        dt__strbuf_add(
+        return dt__strbuf_add(
             &t, "item %d costs %g; costs are 0 or more, and their sum is finite", i, costs[i]);
-        return DT_ERR_ARG;
     }
     /* Start at a lower bound on the most expensive part: the mean cost of a part. The factor allows
        for rounding errors of sums. */
@@ -4307,7 +4261,7 @@ dt_status dt_schedule_svg(dt_ctx *ctx, const char *path, const dt_timeline *line
     return dt_error(ctx);
 }
 
-// ==== 17. Pipeline parallelism: code ============================================================
+// ==== 19. Pipeline parallelism: code ============================================================
 
 /* The executor. Each slot has its own tape and holds one micro-batch of a stage. An action runs in
    these steps:
@@ -4674,7 +4628,7 @@ dt_status dt_pipe_gather_spans(
     return status;
 }
 
-// ==== 18. Data order and text datasets: code ====================================================
+// ==== 20. Data order and text datasets: code ====================================================
 
 /* A training run reads the data again and again: its k-th sequence is sequence k mod S of the data.
    Sequence i of replica r in micro-step j of step n is the run's sequence k = consumed + (n-1) B +
@@ -4773,11 +4727,10 @@ dt_status dt_batch_ramp_check(dt_batch_ramp r, int64_t unit, char *text, size_t 
     if (r.samples == 0) return DT_OK;
     dt__strbuf_add(&t, "batch ramp %lld:%lld:%lld to %lld: ", (long long)r.start, (long long)r.incr,
         (long long)r.samples, (long long)r.batch);
-    if (unit < 1 || r.batch < 1 || r.batch % unit != 0) {
-        dt__strbuf_add(&t, "the batch is not a multiple of %lld, the micro-batch of all replicas",
+    if (unit < 1 || r.batch < 1 || r.batch % unit != 0)
+        return dt__strbuf_add(&t,
+            "the batch is not a multiple of %lld, the micro-batch of all replicas",
             (long long)unit);
-        return DT_ERR_ARG;
-    }
     const char *bad = dt__ramp_problem(r);
     int64_t grows = bad ? 0 : r.batch - r.start;
     if (!bad && grows % r.incr == 0 && r.start % unit == 0 && (r.incr % unit == 0 || grows == 0)) {
@@ -4794,9 +4747,8 @@ dt_status dt_batch_ramp_check(dt_batch_ramp r, int64_t unit, char *text, size_t 
         dt__strbuf_add(&t,
             "a batch of %lld is not a multiple of %lld, the micro-batch of all replicas",
             (long long)(r.start % unit != 0 ? r.start : r.start + r.incr), (long long)unit);
-    dt__strbuf_add(&t, "; use %lld:%lld:%lld", (long long)near.start, (long long)near.incr,
+    return dt__strbuf_add(&t, "; use %lld:%lld:%lld", (long long)near.start, (long long)near.incr,
         (long long)near.samples);
-    return DT_ERR_ARG;
 }
 
 int64_t dt_batch_ramp_size(dt_batch_ramp r, int64_t consumed) {
@@ -5181,7 +5133,7 @@ dt_status dt_text_read(dt_text *t, int64_t sequence, int32_t *ids, int32_t *labe
     return DT_OK;
 }
 
-// ==== 19. Dry runs: code ========================================================================
+// ==== 21. Dry runs: code ========================================================================
 
 /* A dry-run context has a kernel table whose alloc returns addresses without memory, and whose
    kernels only count. Code that moves data checks dt__is_dry, so that host arrays are still copied.

@@ -80,23 +80,30 @@
     12. Context, errors, memory account: code
     13. Counter-based RNG (Philox)
     14. Parameters, slices and buckets: code (gradient bucket, gradient accumulation)
-    15. Arenas (activation memory)
-    16. Tape and blocks: code (autograd tape, activation checkpointing (recompute), transient
-        tensors)
-    17. Ops: code (forward and backward of each op)
-    18. JSON
-    19. Weight files: code (safetensors, llm.c)
-    20. Arithmetic on the CPU (vectorized exp, ln, tanh)
-    21. Matrix product on the CPU (GEMM: packing, micro-kernel, epilogue)
-    22. CPU kernels, once over float and double (rotary embedding; flash attention, online softmax,
-        log-sum-exp merge, grouped-query attention; cross-entropy; Adam, 1-bit Adam)
-    23. The CPU kernel table
+    15. Arenas and buffers (activation memory, transient memory)
+    16. Tape: code (autograd tape, owners of tensors' data, transient tensors)
+    17. Blocks and backward: code (activation checkpointing (recompute), memory under dt_no_grad)
+    18. Ops: linear, norms, elementwise functions (forward and backward of each op)
+    19. Ops: arithmetic, sums, shapes, rows by index
+    20. Ops: rotary embedding, dropout, attention, losses
+    21. JSON
+    22. Reading and writing files (atomic commit: write, fsync, rename, fsync)
+    23. Weight files: formats and reading (safetensors, llm.c)
+    24. Weight files: parameters and writing
+    25. Arithmetic on the CPU (vectorized exp, ln, tanh)
+    26. Matrix product on the CPU (GEMM: packing, micro-kernel, epilogue)
+    27. CPU kernels: elementwise, rows, norms, once over float and double (rotary embedding)
+    28. CPU kernels: attention (naive attention, flash attention, online softmax, log-sum-exp merge,
+        grouped-query attention)
+    29. CPU kernels: losses and optimizers (cross-entropy; Adam, 1-bit Adam)
+    30. The CPU kernel table
 
    CONTRACT
      Memory     The context owns everything it hands out. Parameters live until dt_ctx_free; other
                 tensors live until dt_reset. Data made inside a recomputed dt_block live only while
-                the block runs. Host buffers that you pass are copied. A program whose steps are all
-                alike allocates memory in its first steps only; later growth is logged.
+                the block runs, and so do data made inside a block under dt_no_grad. Host buffers
+                that you pass are copied. A program whose steps are all alike allocates memory in
+                its first steps only; later growth is logged.
      Errors     The context records the first failure with its text (dt_error, dt_error_text); a
                 function that records one is said to fail the context (dt_fail).
                 After a failure ops do nothing and return NULL, and dt_item returns NaN. An op with
@@ -227,7 +234,7 @@ DT_API int64_t dt_count(dt_shape shape);
 /* A device is a table of functions: memory, streams, and one entry per kernel. An op calls
    ctx->kernels.NAME(&args, stream) and never asks which device runs the kernel.
 
-       op (section 17) --> dt_kernels { alloc, move, ..., matmul, attention, ... } --> CPU or CUDA
+       op (section 18) --> dt_kernels { alloc, move, ..., matmul, attention, ... } --> CPU or CUDA
 
    Another table may replace some or all entries of the CPU's table, for example the CUDA table, a
    table for dry runs that only counts, or a table of naive kernels written in a course. */
@@ -614,7 +621,7 @@ typedef struct dt_attention_args {
     int merge_lse;
     int wide;
     void *work;
-    size_t work_bytes; /* dt_attention_work bytes */
+    size_t work_bytes; /* dt_attention_work(0, dim, dtype); if work is NULL, naive attention */
 } dt_attention_args;
 
 /* Backward of attention. Recomputes the scores from lse. k and v may be one block of the keys: if
@@ -630,7 +637,7 @@ typedef struct dt_attention_back_args {
     int accumulate_q, accumulate_k, accumulate_v;
     int wide; /* applies to dq, dk, dv and out, but not to dout */
     void *work;
-    size_t work_bytes;
+    size_t work_bytes; /* dt_attention_work(tk, dim, dtype); if work is NULL, naive attention */
 } dt_attention_back_args;
 
 /* *loss = (sum over the rows with label >= 0 of lse - x[label]) / denominator, where x is the row
@@ -860,8 +867,9 @@ typedef struct dt_kernels {
 /* [local] Returns the kernel table of the CPU, which is constant and shared by all contexts. */
 DT_API const dt_kernels *dt_kernels_cpu(void);
 /* [local] Return how many bytes of scratch memory CPU kernels need: matmul (dt_matmul_work),
-   softmax, norm and cross-entropy (dt_row_work), and attention (dt_attention_work). They return 0
-   for a negative size and SIZE_MAX on overflow. */
+   softmax, norm and cross-entropy (dt_row_work), and attention (dt_attention_work; the forward
+   needs the bytes for tk = 0, whatever its number of keys is). They return 0 for a negative size
+   and SIZE_MAX on overflow. */
 DT_API size_t dt_matmul_work(int64_t n, int64_t k, dt_dtype dtype);
 DT_API size_t dt_row_work(int64_t cols, dt_dtype dtype);
 DT_API size_t dt_attention_work(int64_t tk, int64_t dim, dt_dtype dtype);
@@ -1105,8 +1113,9 @@ typedef struct dt_param_info dt_param_info;
 typedef struct dt_block_state dt_block_state;
 
 struct dt_tensor { /* your code may read and print a tensor; only ops write it */
-    /* device memory, dense, row-major; NULL for a parameter that has no storage yet or is not
-       gathered */
+    /* Device memory, dense, row-major. The data have one owner: the bucket of a parameter, the base
+       of a view, else the memory that `storage` names. NULL after the data were dropped, and for a
+       parameter that has no storage yet or is not gathered. */
     void *data;
     /* The gradient: memory like `data`, but in f32 for a bf16 or f16 parameter. dt_backward sets
        the gradient of parameters and dt_require_grad tensors, except of parameters at ZeRO-2 and
@@ -1120,15 +1129,14 @@ struct dt_tensor { /* your code may read and print a tensor; only ops write it *
     int needs_grad;
     dt_tensor *base;          /* in a view: the tensor whose data and gradient the view uses */
     dt_param_info *param;     /* NULL if not a parameter */
-    dt_block_state *block;    /* the block whose arena holds the tensor */
+    dt_block_state *block;    /* the block to which the tensor belongs */
     struct dt_node *producer; /* the recorded op that made this tensor, or NULL */
     /* number of times that an op took this tensor as an input; ops under dt_no_grad do not count */
     int readers;
-    /* arena of this tensor's data, if the tensor is transient (section 16) and has data; else
-       NULL */
-    struct dt__arena *arena;
-    dt_tensor *next_transient; /* in the list of the block's transient tensors */
-    int transient;
+    dt_tensor *next; /* in the list of the tensors of a block, newest first */
+    /* DT__IN_ARENA .. DT__KEPT: which memory holds `data`, and when the data are dropped (section
+       16) */
+    int storage;
 };
 
 typedef struct dt_init {
@@ -1549,11 +1557,9 @@ struct dt_node { /* one recorded op */
        the f32 gradient */
     void *narrow[DT_MAX_INPUTS];
     dt_backward_fn backward;
-    /* recomputes the data of `out` if `out` is a transient tensor, whose data are freed after the
-       forward of the block (section 16); NULL if no backward reads these data */
-    dt_backward_fn recompute;
-    void *saved;           /* data that the op saved for its backward */
-    dt_block_state *child; /* the block, if the node is a dt_block call; NULL for an op */
+    dt_backward_fn recompute; /* from dt_record_desc, if `out` is a transient tensor; else NULL */
+    void *saved;              /* data that the op saved for its backward */
+    dt_block_state *child;    /* the block, if the node is a dt_block call; NULL for an op */
     dt_node *prev;
 };
 
@@ -1578,12 +1584,21 @@ typedef struct dt_record_desc {
     dt_backward_fn backward;
     /* number of bytes of zeroed host memory that node->saved points to until dt_reset; 0: none */
     size_t saved_bytes;
+    /* if `out` is a transient tensor: computes its data again; NULL if no backward reads them */
+    dt_backward_fn recompute;
 } dt_record_desc;
-/* [local] Returns a new tensor with undefined contents in the current block's arena. */
+/* [local] Returns a new tensor with undefined contents, which belongs to the current block. */
 DT_API dt_tensor *dt_new(dt_ctx *ctx, dt_dtype dtype, dt_shape shape);
+/* [local] Returns a new transient tensor: its data are dropped when the forward of its block ends,
+   and made again by desc.recompute before a backward that reads them. A transient tensor is needed
+   only for a short time, for example a partial sum before its reduction over ranks, or a gathered
+   tensor of which this rank keeps a shard. If dt_record records no op for the tensor, nothing can
+   make its data again. */
+DT_API dt_tensor *dt_new_transient(dt_ctx *ctx, dt_dtype dtype, dt_shape shape);
 /* [local] Returns a tensor that has the data of x and a gradient of its own: the output of an op
    that is the identity in the forward. dt_alias copies the data only if they may be freed while the
-   result still lives: those of a gathered tensor of dt_tp_enter, or of a gathered parameter. */
+   result still lives: those of a transient tensor, or of a gathered parameter. Under dt_no_grad the
+   result is a view of x. */
 DT_API dt_tensor *dt_alias(dt_tensor *x);
 /* [local] Records an op with inputs desc.in and output `out` on the tape, or nothing if no input
    needs a gradient. Returns `out`. */
@@ -1617,6 +1632,9 @@ typedef struct dt_block_desc {
     /* if not 0, fn receives a copy of the user_bytes bytes at `user`, so `user` may point to a
        local variable */
     size_t user_bytes;
+    /* 1: under dt_no_grad x and the block's output stay valid until dt_reset, for U-net skips and
+       for hidden states that you collect */
+    int keep;
 } dt_block_desc;
 /* [local] Activation checkpointing (recompute) of a layer, or selective recompute of a few ops, if
    desc.recompute is 1; otherwise runs a block as dt_block does. A recomputed block gives the same
@@ -1673,7 +1691,21 @@ DT_API void dt_tape(dt_ctx *ctx, int tape, int stage);
    from the backward to dt_reset. Call dt_require_grad before the first use of t. Returns t. */
 DT_API dt_tensor *dt_require_grad(dt_tensor *t);
 /* [local] If `on` is 1, ops record nothing from now on (for evaluation and generation); if `on` is
-   0, they record again. */
+   0, they record again.
+
+   Inference memory does not grow with the number of layers if each layer is a dt_block. When a
+   block under dt_no_grad ends, the data of all tensors that it made are dropped, except those of
+   the tensor that it returns. When the next block begins at the same level, and its x is the last
+   block's output or was made after it, the last block's x and output are dropped, unless they are
+   the new block's x:
+
+       x1 = dt_add(x0, dt_block(ctx, f, x0, u));      y = f(x0) is made, the rest of f dropped
+       x2 = dt_add(x1, dt_block(ctx, f, x1, u));      x0 and y are dropped when this block begins
+
+   To use the x or the output of a block later than that, set dt_block_desc.keep. A tensor that you
+   pass to blocks through `user` only, such as positions or a mask, stays valid until dt_reset if it
+   was made outside of blocks. So does a tensor that a recorded op has read. A later use of a
+   dropped tensor fails. */
 DT_API void dt_no_grad(dt_ctx *ctx, int on);
 
 // ==== 9. Weight files ===========================================================================
@@ -1963,21 +1995,74 @@ static int dt__same_shape(dt_shape a, dt_shape b) {
     return 1;
 }
 
+/* Appends to the string `text`, a buffer of `bytes` bytes of which *at are used. Cuts off what does
+   not fit. `bytes` may be 0. */
+static void dt__append_list(char *text, size_t bytes, size_t *at, const char *fmt, va_list args) {
+    if (*at + 1 >= bytes) return;
+    int length = vsnprintf(text + *at, bytes - *at, fmt, args);
+    if (length > 0) *at = *at + (size_t)length < bytes ? *at + (size_t)length : bytes - 1;
+}
+
+/* A text that functions return by value, so that no caller has to free it. dt__format makes a text,
+   dt__put appends to it; both cut off what does not fit. */
 typedef struct dt__text {
-    char s[96];
+    char s[504];
+    size_t used;
 } dt__text;
 
+DT_PRINTF(2, 3) static void dt__put(dt__text *text, const char *fmt, ...) {
+    va_list args;
+    va_start(args, fmt);
+    dt__append_list(text->s, sizeof text->s, &text->used, fmt, args);
+    va_end(args);
+}
+
+DT_PRINTF(1, 2) static dt__text dt__format(const char *fmt, ...) {
+    dt__text text;
+    va_list args;
+    text.used = 0;
+    text.s[0] = 0;
+    va_start(args, fmt);
+    dt__append_list(text.s, sizeof text.s, &text.used, fmt, args);
+    va_end(args);
+    return text;
+}
+
 static dt__text dt__shape_text(dt_shape shape) {
-    dt__text t;
-    size_t used = 0;
-    used += (size_t)snprintf(t.s, sizeof t.s, "(");
-    for (int i = 0; i < shape.nd && i < DT_MAX_DIMS && used < sizeof t.s - 1; i++) {
-        int n =
-            snprintf(t.s + used, sizeof t.s - used, i ? ",%lld" : "%lld", (long long)shape.d[i]);
-        used += (size_t)n < sizeof t.s - used ? (size_t)n : sizeof t.s - used - 1;
-    }
-    snprintf(t.s + used, sizeof t.s - used, shape.nd > DT_MAX_DIMS ? ",..)" : ")");
+    dt__text t = dt__format("(");
+    for (int i = 0; i < shape.nd && i < DT_MAX_DIMS; i++)
+        dt__put(&t, i ? ",%lld" : "%lld", (long long)shape.d[i]);
+    dt__put(&t, shape.nd > DT_MAX_DIMS ? ",..)" : ")");
     return t;
+}
+
+/* Sorts the n elements of v with a bottom-up merge sort, which is stable and takes O(n log n) time.
+   Skips a merge if the two runs are already in order. `scratch` has space for n elements. */
+typedef int (*dt__less_fn)(const void *user, uint32_t a, uint32_t b);
+static void dt__sort(uint32_t *v, uint32_t *scratch, size_t n, dt__less_fn less, const void *user) {
+    for (size_t width = 1; width < n; width *= 2)
+        for (size_t lo = 0; lo + width < n; lo += 2 * width) {
+            size_t mid = lo + width, end = mid + width < n ? mid + width : n, i = 0, j = mid,
+                   k = lo;
+            if (!less(user, v[mid], v[mid - 1])) continue;
+            memcpy(scratch, v + lo, width * sizeof *v);
+            while (i < width && j < end)
+                v[k++] = less(user, v[j], scratch[i]) ? v[j++] : scratch[i++];
+            while (i < width) v[k++] = scratch[i++];
+        }
+}
+
+/* Returns the digest of bytes that are compared with the same bytes in another run, on another rank
+   or in a file. `h` is the digest of the bytes before them. dt__words_digest (dt_zero.h) has
+   another purpose: the digests of parts can be added up over ranks. */
+static uint64_t dt__digest(uint64_t h, const void *data, size_t bytes) {
+    for (size_t i = 0; i < bytes; i += 8) {
+        uint64_t word = 0;
+        memcpy(&word, (const char *)data + i, bytes - i < 8 ? bytes - i : 8);
+        h = (h ^ word) * 0x9E3779B97F4A7C15u;
+        h ^= h >> 29;
+    }
+    return h;
 }
 
 /* Returns the tensor that owns t's data and gradient. A view shares the data and gradient of its
@@ -2382,12 +2467,13 @@ typedef struct dt__cached_memory {
     int pinned;
 } dt__cached_memory;
 
-/* A reusable buffer for a bucket's micro-batch gradient or gathered values. */
-typedef struct dt__bucket_buffer {
+/* A reusable buffer (section 15). */
+typedef struct dt__buffer {
     void *data;
     size_t bytes;
+    dt_mem mem;
     int busy;
-} dt__bucket_buffer;
+} dt__buffer;
 
 struct dt_ctx {
     dt_kernels kernels;
@@ -2418,8 +2504,8 @@ struct dt_ctx {
     dt_bucket *buckets;
     int n_buckets;
     int reduce_each_micro; /* from dt_buckets_desc */
-    dt__bucket_buffer *bucket_buffers;
-    int n_bucket_buffers, bucket_buffer_capacity;
+    dt__buffer *buffers;
+    int n_buffers, buffer_capacity;
 
     dt_block_state **tapes; /* (tape_capacity) root blocks; NULL for unused numbers */
     int tape_capacity;
@@ -2430,8 +2516,6 @@ struct dt_ctx {
     dt__arena *grad_pool;
     /* free arenas for the data of recomputed blocks */
     dt__arena *recompute_pool;
-    dt__arena *transient_pool; /* arenas of transient tensors, one arena per tensor */
-    int make_transient;        /* nesting depth; if > 0, ops make transient tensors */
     /* fingerprint of the ops that the current block has recorded; 0 if there are none */
     uint64_t fingerprint;
     int recomputing; /* nesting depth of second runs of recomputed blocks */
@@ -2543,7 +2627,7 @@ static void *dt__alloc_counted(
     dt_ctx *ctx, dt_mem mem, size_t bytes, const char *what, int pinned) {
     static const char *const classes[DT_MEM_CLASSES] = { "params", "grads", "optim", "acts", "comm",
         "host", "temp" };
-    char limit[48] = "", table[512] = "";
+    char limit[48] = "";
     if (bytes == 0 || dt_error(ctx) != DT_OK) return NULL;
     if ((unsigned)mem >= (unsigned)DT_MEM_CLASSES) {
         dt_fail(ctx, DT_ERR_ARG, "%s: there is no memory class %d", what, (int)mem);
@@ -2557,10 +2641,10 @@ static void *dt__alloc_counted(
         if (over_limit) snprintf(limit, sizeof limit, " of a limit of %zu", ctx->mem_limit);
         dt_fail(ctx, DT_ERR_MEM, "%s: %zu bytes of class %s were refused; %zu bytes are in use%s",
             what, bytes, classes[mem], m->live_total, limit);
-        for (int i = 0, at = 0; i < DT_MEM_CLASSES; i++)
-            at += snprintf(table + at, sizeof table - (size_t)at, " %s %zu (%zu)", classes[i],
-                m->live[i], m->peak[i]);
-        dt_log(ctx, DT_LOG_NOTICE, "rank %d: live bytes (and peak):%s", ctx->rank, table);
+        dt__text table = dt__format("live bytes (and peak):");
+        for (int i = 0; i < DT_MEM_CLASSES; i++)
+            dt__put(&table, " %s %zu (%zu)", classes[i], m->live[i], m->peak[i]);
+        dt_log(ctx, DT_LOG_NOTICE, "rank %d: %s", ctx->rank, table.s);
         return NULL;
     }
     dt__account(ctx, mem, bytes, +1);
@@ -2660,6 +2744,9 @@ dt_ctx *dt_ctx_make(dt_ctx_desc desc) {
 
 static void dt__tape_free(dt_ctx *ctx);
 static void dt__params_free(dt_ctx *ctx);
+static void dt__buffers_free(dt_ctx *ctx);
+static void *dt__buffer_acquire(dt_ctx *ctx, dt_mem mem, size_t bytes);
+static void dt__buffer_release(dt_ctx *ctx, void *data);
 
 void dt_ctx_free(dt_ctx *ctx) {
     if (!ctx) return;
@@ -2671,6 +2758,7 @@ void dt_ctx_free(dt_ctx *ctx) {
     }
     dt__tape_free(ctx);
     dt__params_free(ctx);
+    dt__buffers_free(ctx);
     dt_free(ctx, DT_MEM_TEMP, ctx->work, ctx->work_bytes);
     dt__device_cache_free(ctx);
     dt_free(ctx, DT_MEM_HOST, ctx->cached, (size_t)ctx->cached_capacity * sizeof *ctx->cached);
@@ -3298,36 +3386,6 @@ void dt_clear_grads(dt_ctx *ctx) {
     for (int u = 0; u < dt_bucket_count(ctx); u++) ctx->buckets[u].accumulated = 0;
 }
 
-/* Returns a buffer for a micro-batch's gradient or for gathered values: the smallest free buffer
-   that is large enough, or a new buffer. */
-static void *dt__bucket_buffer_acquire(dt_ctx *ctx, size_t bytes) {
-    dt__bucket_buffer *best = NULL;
-    for (int i = 0; i < ctx->n_bucket_buffers; i++) {
-        dt__bucket_buffer *s = &ctx->bucket_buffers[i];
-        if (!s->busy && s->bytes >= bytes && (!best || s->bytes < best->bytes)) best = s;
-    }
-    if (best) {
-        best->busy = 1;
-        return best->data;
-    }
-    dt__bucket_buffer *grown = (dt__bucket_buffer *)dt__grow(ctx, ctx->bucket_buffers,
-        ctx->n_bucket_buffers, &ctx->bucket_buffer_capacity, sizeof *grown, "buffers of buckets");
-    if (!grown) return NULL;
-    ctx->bucket_buffers = grown;
-    dt__bucket_buffer *s = &ctx->bucket_buffers[ctx->n_bucket_buffers];
-    s->data = dt_alloc(ctx, DT_MEM_COMM, bytes, "a gathered bucket or a micro-batch's gradient");
-    if (!s->data) return NULL;
-    s->bytes = bytes;
-    s->busy = 1;
-    ctx->n_bucket_buffers++;
-    return s->data;
-}
-
-static void dt__bucket_buffer_release(dt_ctx *ctx, void *data) {
-    for (int i = 0; i < ctx->n_bucket_buffers; i++)
-        if (ctx->bucket_buffers[i].data == data) ctx->bucket_buffers[i].busy = 0;
-}
-
 static dt_status dt__bucket_grad_alloc(dt_ctx *ctx, dt_bucket *bucket) {
     if (bucket->grad || ctx->reduce_each_micro) return ctx->status;
     size_t size = dt_dtype_size(bucket->grad_dtype);
@@ -3345,9 +3403,9 @@ static void *dt__bucket_open_grad(dt_ctx *ctx, dt_bucket *bucket) {
     if (dt__bucket_grad_alloc(ctx, bucket) != DT_OK) return NULL;
     if (!ctx->reduce_each_micro)
         return bucket->micro_grad = bucket->accumulated
-                                        ? dt__bucket_buffer_acquire(ctx, bucket->count * size)
+                                        ? dt__buffer_acquire(ctx, DT_MEM_COMM, bucket->count * size)
                                         : bucket->grad;
-    bucket->micro_grad = dt__bucket_buffer_acquire(ctx, bucket->padded * size);
+    bucket->micro_grad = dt__buffer_acquire(ctx, DT_MEM_COMM, bucket->padded * size);
     if (bucket->micro_grad)
         dt__fill(
             ctx, bucket->grad_dtype, (char *)bucket->micro_grad + bucket->count * size, padding, 0);
@@ -3367,7 +3425,7 @@ static void *dt__param_grad(dt_ctx *ctx, dt_tensor *t, int *accumulate) {
 }
 
 static void dt__bucket_close_grad(dt_ctx *ctx, dt_bucket *bucket) {
-    if (bucket->micro_grad != bucket->grad) dt__bucket_buffer_release(ctx, bucket->micro_grad);
+    if (bucket->micro_grad != bucket->grad) dt__buffer_release(ctx, bucket->micro_grad);
     bucket->micro_grad = NULL;
 }
 
@@ -3412,23 +3470,23 @@ static void dt__params_free(dt_ctx *ctx) {
             ctx, DT_MEM_GRADS, bucket->grad, bucket->padded * dt_dtype_size(bucket->grad_dtype));
     }
     dt_free(ctx, DT_MEM_HOST, ctx->buckets, (size_t)ctx->n_buckets * sizeof *ctx->buckets);
-    for (int i = 0; i < ctx->n_bucket_buffers; i++)
-        dt_free(ctx, DT_MEM_COMM, ctx->bucket_buffers[i].data, ctx->bucket_buffers[i].bytes);
-    dt_free(ctx, DT_MEM_HOST, ctx->bucket_buffers,
-        (size_t)ctx->bucket_buffer_capacity * sizeof *ctx->bucket_buffers);
     for (int i = 0; i < ctx->n_params; i++)
         dt_free(ctx, DT_MEM_HOST, ctx->params[i], dt__param_bytes(ctx->params[i]->name));
     dt_free(ctx, DT_MEM_HOST, ctx->params, (size_t)ctx->param_capacity * sizeof *ctx->params);
     dt_free(ctx, DT_MEM_HOST, ctx->scope_prefix, ctx->scope_bytes);
 }
 
-// ==== 15. Arenas ================================================================================
+// ==== 15. Arenas and buffers ====================================================================
 
 /* An arena is a bump allocator: allocation advances an offset, and a reset of the offset frees all
    tensors at once. An arena grows by chunks. After a reset, the arena replaces several chunks by
    one chunk of the total size, so after the first steps a training step allocates nothing.
 
-       | tensor | tensor | tensor |   free   |      alloc: used += bytes      reset: used = 0 */
+       | tensor | tensor | tensor |   free   |      alloc: used += bytes      reset: used = 0
+
+   A buffer holds the data of one tensor that is dropped before its block's arena is reset, a
+   bucket's gradient of one micro-batch, or a bucket's gathered values. All buffers come from one
+   pool: a request takes the smallest free buffer of its memory class that is large enough. */
 
 #if defined(__SANITIZE_ADDRESS__)
 #define DT__ASAN 1
@@ -3493,8 +3551,7 @@ static void dt__arena_reset(dt_ctx *ctx, dt__arena *a) {
     }
 }
 
-/* Takes the arena that was released last from a pool. If the pool is empty, makes an arena: of
-   class DT_MEM_COMM for transient tensors, otherwise of class DT_MEM_ACTS. */
+/* Takes the arena that was released last from a pool, or makes one if the pool is empty. */
 static dt__arena *dt__arena_acquire(dt_ctx *ctx, dt__arena **pool) {
     dt__arena *a = *pool;
     if (a) {
@@ -3503,7 +3560,7 @@ static dt__arena *dt__arena_acquire(dt_ctx *ctx, dt__arena **pool) {
     }
     a = (dt__arena *)dt__host_zeroed(ctx, sizeof *a, "an arena");
     if (!a) return NULL;
-    a->mem = pool == &ctx->transient_pool ? DT_MEM_COMM : DT_MEM_ACTS;
+    a->mem = DT_MEM_ACTS;
     a->min_chunk = DT__MIN_CHUNK_ACTS;
     return a;
 }
@@ -3526,19 +3583,57 @@ static void dt__arenas_free(dt_ctx *ctx, dt__arena **pool) {
     }
 }
 
-// ==== 16. Tape and blocks: code =================================================================
+/* Returns a buffer of class `mem` with at least `bytes` bytes; NULL after a failure. */
+static void *dt__buffer_acquire(dt_ctx *ctx, dt_mem mem, size_t bytes) {
+    dt__buffer *best = NULL;
+    if (bytes == 0) bytes = 1;
+    for (int i = 0; i < ctx->n_buffers; i++) {
+        dt__buffer *s = &ctx->buffers[i];
+        if (!s->busy && s->mem == mem && s->bytes >= bytes && (!best || s->bytes < best->bytes))
+            best = s;
+    }
+    if (!best) {
+        dt__buffer *grown = (dt__buffer *)dt__grow(ctx, ctx->buffers, ctx->n_buffers,
+            &ctx->buffer_capacity, sizeof *grown, "table of buffers");
+        if (!grown) return NULL;
+        ctx->buffers = grown;
+        best = &grown[ctx->n_buffers];
+        best->data = dt_alloc(ctx, mem, bytes, "a buffer");
+        if (!best->data) return NULL;
+        best->bytes = bytes;
+        best->mem = mem;
+        ctx->n_buffers++;
+    }
+    best->busy = 1;
+    return best->data;
+}
+
+/* Returns a buffer to the pool. data may be NULL. */
+static void dt__buffer_release(dt_ctx *ctx, void *data) {
+    for (int i = 0; i < ctx->n_buffers; i++) {
+        dt__buffer *s = &ctx->buffers[i];
+        if (s->data != data) continue;
+        s->busy = 0;
+        if (!DT__ASAN) return;
+        dt_free(ctx, s->mem, s->data, s->bytes); /* so that the sanitizer sees a later use */
+        *s = ctx->buffers[--ctx->n_buffers];
+        return;
+    }
+}
+
+static void dt__buffers_free(dt_ctx *ctx) {
+    for (int i = 0; i < ctx->n_buffers; i++)
+        dt_free(ctx, ctx->buffers[i].mem, ctx->buffers[i].data, ctx->buffers[i].bytes);
+    dt_free(ctx, DT_MEM_HOST, ctx->buffers, (size_t)ctx->buffer_capacity * sizeof *ctx->buffers);
+}
+
+// ==== 16. Tape: code ============================================================================
 
 /* Each tape is a tree of blocks, whose root is the micro-batch. A node is an op or a child block:
 
        root:  [embedding] [block 1] [block 2] [norm] [loss]          newest <- prev <- prev ...
                               |         `-- [linear] [gelu] [linear]
-                              `------------ [linear] [gelu] [linear]
-
-   The backward walks the nodes from newest to oldest, and enters a child block when it reaches the
-   block's node. Recompute (arXiv:1604.06174): the backward of a recomputed block first runs fn
-   again as a new block, `rerun`, and then walks the nodes of `rerun`. The data of `rerun` are in
-   arenas that one recomputed block frees and the next one reuses. So the peak memory of L blocks
-   is that of one block. */
+                              `------------ [linear] [gelu] [linear] */
 
 enum { DT__FORWARD_ONLY = 0, DT__INPUT_HALF_DONE, DT__BACKWARD_DONE };
 
@@ -3575,17 +3670,16 @@ struct dt_block_state {
     int stage;
     /* fingerprint of the recorded ops, including those of blocks inside; 0 if there are none */
     uint64_t fingerprint;
-    /* in a recomputed block: the function to run again, and its arguments; in a plain block fn is
-       NULL */
-    dt_block_fn fn;
-    dt_tensor *x;
-    void *user;
-    int no_grad;
+    dt_block_fn fn; /* the function to run again if the block is recomputed, else NULL */
+    void *user;     /* its argument */
+    int no_grad;    /* 1: the block began under dt_no_grad */
     /* y: the tensor that fn returned. out: the copy of y in the parent's memory; NULL if y was made
        outside the block */
     dt_tensor *y, *out;
     dt_block_state *rerun; /* the block of the second run */
-    dt_tensor *transients; /* list, newest first */
+    dt_tensor *tensors;    /* list of the tensors whose data the block owns, newest first */
+    /* under dt_no_grad: x and output of the last block inside this block */
+    dt_tensor *last_x, *last_y;
 };
 
 static dt_block_state *dt__block_acquire(dt_ctx *ctx, int recomputed) {
@@ -3604,30 +3698,54 @@ static dt_block_state *dt__block_acquire(dt_ctx *ctx, int recomputed) {
     b->parent = b->children = b->sibling = b->rerun = NULL;
     b->acts = &b->own_acts;
     b->fn = NULL;
-    b->out = NULL;
-    b->transients = NULL;
+    b->out = b->tensors = b->last_x = b->last_y = NULL;
     return b;
 }
 
-/* Transient tensors. A transient tensor is needed only for a short time: a partial sum before the
-   reduction over ranks, or a gathered tensor of which this rank keeps a shard. Each transient
-   tensor has an arena of its own, which is released when the forward of the block ends. If the
-   backward reads the tensor, the op that made the tensor recomputes its data (node->recompute). The
-   data are freed again when the backward of that op is done. Transient tensors of the root are not
-   freed at the end of a forward, because no call marks the end of the root's forward. */
-static void dt__transient_free(dt_ctx *ctx, dt_tensor *t) {
-    dt__arena_release(ctx, &ctx->transient_pool, &t->arena);
+/* Who owns a tensor's data, and when the data are dropped. Parameters follow their bucket and views
+   their base; any other tensor's `storage` is:
+
+       storage         memory              dropped when                       made again by
+       DT__IN_ARENA    the block's arena   a recomputed block ends; reset     the block's second run
+       DT__TRANSIENT   its own, COMM       its block ends                     node->recompute
+       DT__NO_GRAD     its own, ACTS       its block or the next block        nothing
+                                           begins; see dt_no_grad
+       DT__KEPT        its own, ACTS       reset                              nothing
+
+   Transient tensors of the root stay until the reset, because no call marks the end of the root's
+   forward. A tensor of DT__NO_GRAD that a recorded op has read is not dropped before the reset,
+   because the op's backward may read it. `data` is NULL from the drop on. */
+enum { DT__IN_ARENA = 0, DT__TRANSIENT, DT__NO_GRAD, DT__KEPT };
+
+/* Gives t memory for its data. Returns the data; NULL after a failure. */
+static void *dt__data_alloc(dt_tensor *t) {
+    dt_ctx *ctx = t->ctx;
+    dt_mem mem = t->storage == DT__TRANSIENT ? DT_MEM_COMM : DT_MEM_ACTS;
+    size_t bytes = DT__ASAN ? dt__bytes(t) : (dt__bytes(t) + 63) / 64 * 64;
+    t->data = t->storage == DT__IN_ARENA ? dt__arena_alloc(ctx, t->block->acts, bytes)
+                                         : dt__buffer_acquire(ctx, mem, bytes);
+    return t->data;
+}
+
+/* Drops the data of t. The memory of DT__IN_ARENA is freed with the arena. */
+static void dt__data_drop(dt_tensor *t) {
+    if (t->data && t->storage != DT__IN_ARENA) dt__buffer_release(t->ctx, t->data);
     t->data = NULL;
 }
 
-static void dt__transients_free(dt_ctx *ctx, dt_block_state *b) {
-    for (dt_tensor *t = b->transients; t; t = t->next_transient) dt__transient_free(ctx, t);
+static void dt__data_drop_if_unread(dt_tensor *t) {
+    if (t->storage == DT__NO_GRAD && !t->readers) dt__data_drop(t);
 }
 
-static void *dt__transient_alloc(dt_ctx *ctx, dt_tensor *t) {
-    if (!t->arena) t->arena = dt__arena_acquire(ctx, &ctx->transient_pool);
-    t->data = t->arena ? dt__arena_alloc(ctx, t->arena, dt__bytes(t)) : NULL;
-    return t->data;
+/* Drops the data of all tensors of a block and of the blocks inside it, and releases the borrowed
+   arenas. Children come first, newest first, so that the next block with the same structure gets
+   the same arenas for the same children. */
+static void dt__block_drop(dt_ctx *ctx, dt_block_state *b) {
+    for (dt_block_state *child = b->children; child; child = child->sibling)
+        dt__block_drop(ctx, child);
+    for (dt_tensor *t = b->tensors; t; t = t->next)
+        if (!t->base) dt__data_drop(t);
+    if (b->acts != &b->own_acts) dt__arena_release(ctx, &ctx->recompute_pool, &b->acts);
 }
 
 /* Returns the root block of the selected tape. Selects tape 0 if none was selected. */
@@ -3691,13 +3809,11 @@ static void dt__block_release(dt_ctx *ctx, dt_block_state *b) {
         dt__block_release(ctx, child);
     }
     dt__arena_release(ctx, &ctx->grad_pool, &b->grads);
-    dt__transients_free(ctx, b);
     int recomputed = b->acts != &b->own_acts;
-    if (recomputed) dt__arena_release(ctx, &ctx->recompute_pool, &b->acts);
     dt__arena_reset(ctx, &b->own_acts);
     dt__arena_reset(ctx, &b->meta);
     b->newest = NULL;
-    b->transients = NULL;
+    b->tensors = b->last_x = b->last_y = NULL;
     b->sibling = ctx->root->pool[recomputed];
     ctx->root->pool[recomputed] = b;
 }
@@ -3722,6 +3838,8 @@ void dt_reset(dt_ctx *ctx) {
         return;
     }
     dt_block_state *root = ctx->root;
+    /* all data first: the struct of a block's output may lie in the meta arena of a child */
+    dt__block_drop(ctx, root);
     dt__block_release(ctx, root);
     root->pool[0] = root->sibling; /* the root stays in use, so take it from the pool */
     root->sibling = NULL;
@@ -3793,7 +3911,6 @@ static void dt__tape_free(dt_ctx *ctx) {
     dt_free(ctx, DT_MEM_HOST, ctx->tapes, (size_t)ctx->tape_capacity * sizeof *ctx->tapes);
     dt__arenas_free(ctx, &ctx->grad_pool);
     dt__arenas_free(ctx, &ctx->recompute_pool);
-    dt__arenas_free(ctx, &ctx->transient_pool);
 }
 
 static void *dt__meta(dt_ctx *ctx, size_t bytes) {
@@ -3820,55 +3937,57 @@ static dt_tensor *dt__tensor(dt_ctx *ctx, dt_dtype dtype, dt_shape shape, const 
     t->name = name;
     t->ctx = ctx;
     t->block = ctx->current;
-    return t;
+    t->next = t->block->tensors;
+    return t->block->tensors = t;
+}
+
+/* Makes the output of an op. transient 1: makes a transient tensor, see dt_new_transient. */
+static dt_tensor *dt__new_output(
+    dt_ctx *ctx, dt_dtype dtype, dt_shape shape, const char *name, int transient) {
+    dt_tensor *t = dt__tensor(ctx, dtype, shape, name);
+    if (!t) return NULL;
+    int no_grad = ctx->no_grad && (t->block->no_grad || t->block == ctx->root);
+    t->storage = transient ? DT__TRANSIENT : no_grad ? DT__NO_GRAD : DT__IN_ARENA;
+    return dt__data_alloc(t) ? t : NULL;
 }
 
 static dt_tensor *dt__new_named(dt_ctx *ctx, dt_dtype dtype, dt_shape shape, const char *name) {
-    dt_tensor *t = dt__tensor(ctx, dtype, shape, name);
-    if (!t) return NULL;
-    if (ctx->make_transient) {
-        t->transient = 1;
-        t->next_transient = t->block->transients;
-        t->block->transients = t;
-        return dt__transient_alloc(ctx, t) ? t : NULL;
-    }
-    t->data = dt__arena_alloc(ctx, t->block->acts, dt__bytes(t));
-    return t->data ? t : NULL;
+    return dt__new_output(ctx, dtype, shape, name, 0);
 }
 
 dt_tensor *dt_new(dt_ctx *ctx, dt_dtype dtype, dt_shape shape) {
     return dt__new_named(ctx, dtype, shape, "tensor");
 }
 
-/* If the tensor's data were freed, because the tensor is transient or was made in a recomputed
-   block, fails the context and returns 1. The data of a recomputed block's output are in the
-   parent's arena. */
-static int dt__fail_if_freed(const char *op, const dt_tensor *t) {
+dt_tensor *dt_new_transient(dt_ctx *ctx, dt_dtype dtype, dt_shape shape) {
+    return dt__new_output(ctx, dtype, shape, "transient tensor", 1);
+}
+
+/* If the data of t were dropped, fails the context and returns 1. */
+static int dt__fail_if_dropped(const char *op, const dt_tensor *t) {
+    static const char *const why[] = {
+        "was made inside a recomputed dt_block and is gone; use it there, or return it from the "
+        "block",
+        "was gathered only inside its dt_block; this rank keeps a shard of it",
+        "was dropped under dt_no_grad, because its dt_block ended or a later one began; return it "
+        "from the block, or set dt_block_desc.keep in the block that has it as x or output"
+    };
     const dt_tensor *owner = t;
     while (owner->base) owner = owner->base;
-    const dt_block_state *home =
-        owner->block && owner == owner->block->out ? owner->block->parent : owner->block;
-    if (owner->transient && !owner->data)
-        return dt_fail(t->ctx, DT_ERR_ARG,
-                   "%s(%s): the tensor was gathered only inside its dt_block; this rank "
-                   "keeps a shard of it",
-                   op, t->name) != DT_OK;
-    if (!home || home->acts) return 0;
-    dt_fail(t->ctx, DT_ERR_ARG,
-        "%s(%s): the tensor was made inside a recomputed dt_block and is gone; use it there, "
-        "or return it from the block",
-        op, t->name);
+    if (owner->data || owner->param || !owner->block) return 0;
+    int storage = owner->storage == DT__KEPT ? DT__NO_GRAD : owner->storage;
+    dt_fail(t->ctx, DT_ERR_ARG, "%s(%s): the tensor %s", op, t->name, why[storage]);
     return 1;
 }
 
 /* Adds the name and the parameters of a recorded op to the fingerprint. After that the fingerprint
    is never 0. */
 static void dt__add_fingerprint(dt_ctx *ctx, const char *name, dt_tensor *const *in, int n) {
-    uint64_t h = ctx->fingerprint;
-    for (; name && *name; name++) h = (h ^ (unsigned char)*name) * 0x100000001B3u;
+    uint64_t h = dt__digest(ctx->fingerprint, name, name ? strlen(name) : 0);
     for (int i = 0; i < n; i++) {
         const dt_param_info *p = in[i] ? dt__owner(in[i])->param : NULL;
-        h = (h ^ (p ? 2 + (uint64_t)p->index : in[i] != NULL)) * 0x100000001B3u;
+        int input = p ? 2 + p->index : in[i] != NULL;
+        h = dt__digest(h, &input, sizeof input);
     }
     ctx->fingerprint = h | 1;
 }
@@ -3909,7 +4028,7 @@ static dt_node *dt__record(dt_tensor *out, dt_ctx *ctx, const dt_record_desc *d)
                 ctx, DT_ERR_ARG, "%s(%s): a tensor of another context", d->name, d->in[i]->name);
             return NULL;
         }
-        if (dt__fail_if_freed(d->name, d->in[i])) return NULL;
+        if (dt__fail_if_dropped(d->name, d->in[i])) return NULL;
         if (dt__owner(d->in[i])->param && dt__ensure_storage(ctx) != DT_OK) return NULL;
         needed |= d->in[i]->needs_grad;
         dt__owner(d->in[i])->readers++;
@@ -3928,6 +4047,7 @@ static dt_node *dt__record(dt_tensor *out, dt_ctx *ctx, const dt_record_desc *d)
     node->out = out;
     node->n_in = n;
     node->backward = d->backward;
+    if (out && out->storage == DT__TRANSIENT) node->recompute = d->recompute;
     for (int i = 0; i < n; i++) {
         node->in[i] = d->in[i];
         dt_tensor *owner = d->in[i] ? dt__owner(d->in[i]) : NULL;
@@ -3957,6 +4077,18 @@ dt_tensor *dt_record(dt_tensor *out, dt_record_desc desc) {
     }
     return out && out->ctx->status == DT_OK ? out : NULL;
 }
+
+// ==== 17. Blocks and backward: code =============================================================
+
+/* A block runs its function with itself as the current block. The backward walks the nodes from
+   newest to oldest, and enters a child block when it reaches the block's node. Recompute
+   (arXiv:1604.06174): the backward of a recomputed block first runs fn again as a new block,
+   `rerun`, and then walks the nodes of `rerun`. The data of `rerun` are in arenas that one
+   recomputed block frees and the next one reuses. So the peak memory of L blocks is that of one
+   block:
+
+       forward    [block 1] [block 2] [block 3]         each drops its data, and keeps x and out
+       backward   [rerun 3] [back 3] drop [rerun 2] [back 2] drop [rerun 1] [back 1] drop */
 
 /* Returns 1 if the node has an input i. i may have any value, because a user's backward may pass
    any. */
@@ -4052,8 +4184,50 @@ static dt_block_state *dt__block_open(
     b->sibling = parent->children;
     parent->children = b;
     b->index = index;
+    b->no_grad = ctx->no_grad;
     if (recomputed) b->acts = dt__arena_acquire(ctx, &ctx->recompute_pool);
     return b->acts ? b : NULL;
+}
+
+/* Ends the forward of block b, whose function has returned y: drops the data of transient tensors
+   and, if the block began under dt_no_grad, of all other tensors except the output, which moves to
+   the parent. A second run keeps its transient tensors, because its backward follows at once. */
+static void dt__block_end_forward(dt_block_state *b, dt_tensor *y) {
+    dt_tensor *output = y ? dt__owner(y) : NULL, **at = &b->tensors;
+    while (*at) {
+        dt_tensor *t = *at;
+        if (t->storage == DT__TRANSIENT && !b->ctx->recomputing) dt__data_drop(t);
+        if (t != output && b->no_grad) dt__data_drop_if_unread(t);
+        if (t != output || t->storage < DT__NO_GRAD) {
+            at = &t->next;
+            continue;
+        }
+        *at = t->next;
+        t->block = b->parent;
+        t->next = t->block->tensors;
+        t->block->tensors = t;
+    }
+}
+
+/* Under dt_no_grad a block with input x begins in `parent`: drops the last block's input and output
+   if x is that output or was made after it. */
+static void dt__no_grad_begin(dt_block_state *parent, dt_tensor *x) {
+    dt_tensor *last[2] = { parent->last_x, parent->last_y }, *t = parent->tensors;
+    if (!x || !last[1]) return;
+    x = dt__owner(x);
+    while (t && t != x && t != last[1]) t = t->next;
+    for (int i = 0; t && t == x && i < 2; i++)
+        if (last[i] && last[i] != x && last[i]->block == parent) dt__data_drop_if_unread(last[i]);
+}
+
+/* Under dt_no_grad a block in `parent` has ended: saves its input and output for
+   dt__no_grad_begin. */
+static void dt__no_grad_end(dt_block_state *parent, dt_tensor *x, dt_tensor *y, int keep) {
+    dt_tensor *last[2] = { x ? dt__owner(x) : NULL, y ? dt__owner(y) : NULL };
+    for (int i = 0; keep && i < 2; i++)
+        if (last[i] && last[i]->storage == DT__NO_GRAD) last[i]->storage = DT__KEPT;
+    parent->last_x = last[0];
+    parent->last_y = last[1];
 }
 
 /* Runs fn with b as the current block. Returns the result of fn; NULL after a failure. */
@@ -4066,12 +4240,12 @@ static dt_tensor *dt__block_run(dt_block_state *b, dt_block_fn fn, dt_tensor *x,
     dt__notify_phase(ctx, b, DT_FORWARD, 1);
     dt_tensor *y = fn(x, user);
     dt__notify_phase(ctx, b, DT_FORWARD, 0);
-    /* a second run keeps its transient tensors, because its backward follows immediately */
-    if (!ctx->recomputing) dt__transients_free(ctx, b);
     ctx->current = outer;
+    dt__block_end_forward(b, y);
     b->fingerprint = ctx->fingerprint;
-    ctx->fingerprint =
-        b->fingerprint ? (fingerprint ^ b->fingerprint) * 0x100000001B3u | 1 : fingerprint;
+    ctx->fingerprint = b->fingerprint
+                           ? dt__digest(fingerprint, &b->fingerprint, sizeof b->fingerprint) | 1
+                           : fingerprint;
     if (!y && !ctx->recomputing)
         dt_fail(ctx, DT_ERR_ARG, "dt_block %d: its function returned NULL", b->index);
     return ctx->status == DT_OK ? y : NULL;
@@ -4083,21 +4257,11 @@ static int dt__made_in(const dt_block_state *b, const dt_tensor *t) {
     return home != NULL;
 }
 
-/* Frees the data of a recomputed block and of all blocks inside it. Children are released first,
-   newest first, so that the next block with the same structure gets the same arenas for the same
-   children. */
-static void dt__block_free_data(dt_ctx *ctx, dt_block_state *b) {
-    for (dt_block_state *child = b->children; child; child = child->sibling)
-        dt__block_free_data(ctx, child);
-    dt__transients_free(ctx, b);
-    dt__arena_release(ctx, &ctx->recompute_pool, &b->acts);
-}
-
 /* Returns the output of a recomputed block: a copy of y in the parent's memory, or y itself if y
    was made outside the block. */
 static dt_tensor *dt__block_output(dt_ctx *ctx, dt_block_state *b, dt_tensor *y) {
     b->y = y;
-    if (!y || dt__fail_if_freed("dt_block", y) || !dt__made_in(b, dt__owner(y))) return y;
+    if (!y || dt__fail_if_dropped("dt_block", y) || !dt__made_in(b, dt__owner(y))) return y;
     dt_tensor *out = dt__new_named(ctx, y->dtype, y->shape, y->name);
     if (!out || dt__move(ctx, out->data, dt__owner(y)->data, dt__bytes(y)) != DT_OK) return NULL;
     out->needs_grad = y->needs_grad ? dt__owner(y)->needs_grad : 0;
@@ -4106,21 +4270,13 @@ static dt_tensor *dt__block_output(dt_ctx *ctx, dt_block_state *b, dt_tensor *y)
     return out;
 }
 
-/* Saves the function, its arguments and no_grad for the second run. Returns 0 if the data of x were
-   freed, else 1. */
-static int dt__block_remember(dt_block_state *b, dt_block_fn fn, dt_tensor *x, void *user) {
-    b->fn = fn;
-    b->x = x;
-    b->user = user;
-    b->no_grad = b->ctx->no_grad;
-    return !x || !dt__fail_if_freed("dt_block", x);
-}
-
 dt_tensor *dt_block_at(dt_ctx *ctx, dt_block_fn fn, dt_tensor *x, void *user, dt_block_desc desc) {
     if (!ctx || ctx->status != DT_OK || !dt__root(ctx)) return NULL;
     if (!fn) dt_fail(ctx, DT_ERR_ARG, "dt_block: no function");
-    if (!fn) return NULL;
+    if (!fn || (x && dt__fail_if_dropped("dt_block", x))) return NULL;
     dt_block_state *parent = ctx->current;
+    if (ctx->no_grad) desc.recompute = 0; /* the block saves nothing in any case */
+    if (ctx->no_grad) dt__no_grad_begin(parent, x);
     int recomputed = desc.recompute || parent->acts != &parent->own_acts;
     dt_block_state *b = dt__block_open(ctx, parent, ++ctx->root->n_blocks, recomputed);
     if (!b) return NULL;
@@ -4129,11 +4285,13 @@ dt_tensor *dt_block_at(dt_ctx *ctx, dt_block_fn fn, dt_tensor *x, void *user, dt
         if (!copy) return NULL;
         user = memcpy(copy, user, desc.user_bytes);
     }
-    if (desc.recompute && !dt__block_remember(b, fn, x, user)) return NULL;
+    if (desc.recompute) b->fn = fn;
+    b->user = user;
     dt_tensor *y = dt__block_run(b, fn, x, user);
+    if (b->no_grad) dt__no_grad_end(parent, x, y, desc.keep);
     if (desc.recompute) {
         y = dt__block_output(ctx, b, y);
-        dt__block_free_data(ctx, b);
+        dt__block_drop(ctx, b);
     }
     if (ctx->status != DT_OK) return NULL;
     if (!b->fingerprint) return y;
@@ -4141,13 +4299,15 @@ dt_tensor *dt_block_at(dt_ctx *ctx, dt_block_fn fn, dt_tensor *x, void *user, dt
     if (!node) return NULL;
     node->name = "dt_block";
     node->child = b;
+    node->in[0] = x;
+    node->n_in = 1;
     node->prev = parent->newest;
     parent->newest = node;
     return y;
 }
 
 dt_tensor *dt_block(dt_ctx *ctx, dt_block_fn fn, dt_tensor *x, void *user) {
-    dt_block_desc plain = { 0, 0 };
+    dt_block_desc plain = { 0, 0, 0 };
     return dt_block_at(ctx, fn, x, user, plain);
 }
 
@@ -4199,25 +4359,33 @@ static void dt__node_uses_done(dt_ctx *ctx, const dt_node *n) {
     }
 }
 
-/* Recomputes the data of x if x is transient and its data were freed; before that, recomputes the
-   inputs of the op that made x. */
-static dt_status dt__recompute_transient(dt_ctx *ctx, dt_tensor *x) {
+static dt_status dt__block_rerun(dt_block_state *b, dt_tensor *x);
+static dt_status dt__make_readable(dt_ctx *ctx, dt_tensor *x);
+
+/* Makes dropped data again: those of a transient tensor by the op that made it, those of a
+   recomputed block by a second run of its function. The inputs come first. */
+static dt_status dt__make_again(dt_ctx *ctx, dt_node *n) {
+    for (int i = 0; i < n->n_in; i++)
+        if (dt__make_readable(ctx, n->in[i]) != DT_OK) return dt_error(ctx);
+    if (n->child) return dt__block_rerun(n->child, n->in[0]);
+    return dt__data_alloc(n->out) ? n->recompute(n) : dt_error(ctx);
+}
+
+/* Makes the data of x again if x is a transient tensor, or a view of one, and was dropped. */
+static dt_status dt__make_readable(dt_ctx *ctx, dt_tensor *x) {
     dt_tensor *t = x ? dt__owner(x) : NULL;
-    dt_node *n = t && t->transient ? t->producer : NULL;
+    dt_node *n = t ? t->producer : NULL;
     if (!n || !n->recompute) return DT_OK;
-    for (int i = 0; i < n->n_in && !t->data; i++)
-        if (dt__recompute_transient(ctx, n->in[i]) != DT_OK) return dt_error(ctx);
-    if (!t->data && (!dt__transient_alloc(ctx, t) || n->recompute(n) != DT_OK))
-        return dt_error(ctx);
-    x->data = t->data; /* x may be a view */
+    if (!t->data && dt__make_again(ctx, n) != DT_OK) return dt_error(ctx);
+    x->data = t->data;
     return DT_OK;
 }
 
-/* Makes the inputs of a node readable for its backward: recomputes transient tensors that the
+/* Makes the inputs of a node readable for its backward: makes the transient tensors again that the
    backward reads, and gathers parameters. */
-static dt_status dt__recompute_inputs(dt_ctx *ctx, dt_node *n) {
+static dt_status dt__make_inputs_readable(dt_ctx *ctx, dt_node *n) {
     for (int i = 0; i < n->n_in; i++) {
-        if (!(n->unread_inputs >> i & 1) && dt__recompute_transient(ctx, n->in[i]) != DT_OK)
+        if (!(n->unread_inputs >> i & 1) && dt__make_readable(ctx, n->in[i]) != DT_OK)
             return dt_error(ctx);
         if (n->in[i] && dt__owner(n->in[i])->param && dt__ensure_values(n->in[i]) != DT_OK)
             return dt_error(ctx);
@@ -4229,7 +4397,11 @@ static void dt__block_backward(dt_block_state *b, dt_phase phase);
 
 static void dt__node_backward(dt_ctx *ctx, dt_node *n, dt_phase phase) {
     if (n->child) {
-        dt__block_backward(n->child, phase);
+        dt_block_state *b = n->child;
+        if (b->fn && phase != DT_BACKWARD_WEIGHT) dt__make_again(ctx, n);
+        if (ctx->status == DT_OK) dt__block_backward(b->fn ? b->rerun : b, phase);
+        if (ctx->status == DT_OK && b->fn && phase != DT_BACKWARD_INPUT)
+            dt__block_drop(ctx, b->rerun);
         return;
     }
     n->want = 0;
@@ -4242,22 +4414,20 @@ static void dt__node_backward(dt_ctx *ctx, dt_node *n, dt_phase phase) {
         if (phase == DT_BACKWARD || is_weight == (phase == DT_BACKWARD_WEIGHT)) n->want |= 1u << i;
     }
     if (n->want) {
-        dt_status status = dt__recompute_inputs(ctx, n);
+        dt_status status = dt__make_inputs_readable(ctx, n);
         if (status == DT_OK) status = n->backward(n);
         if (status == DT_OK) status = dt__widen_grads(ctx, n);
         if (status != DT_OK) dt_fail(ctx, status, "backward of %s", n->name);
     }
-    if (n->out && n->out->transient) dt__transient_free(ctx, n->out);
+    if (n->out && n->out->storage == DT__TRANSIENT) dt__data_drop(n->out);
     if (phase != DT_BACKWARD_INPUT) dt__node_uses_done(ctx, n);
 }
 
 /* Returns a description of a tensor: "dt_add f32 (2,3)". */
 static dt__text dt__tensor_text(const dt_tensor *t) {
-    dt__text text = { "nothing" };
-    if (t)
-        snprintf(text.s, sizeof text.s, "%.20s %s %.60s", t->name, dt_dtype_name(t->dtype),
-            dt__shape_text(t->shape).s);
-    return text;
+    return t ? dt__format(
+                   "%.20s %s %.60s", t->name, dt_dtype_name(t->dtype), dt__shape_text(t->shape).s)
+             : dt__format("nothing");
 }
 
 /* Returns 1 if the second run of b recorded the same ops as the first and returned a matching
@@ -4279,40 +4449,35 @@ static int dt__block_check_rerun(const dt_block_state *b, dt_tensor *y) {
     return 0;
 }
 
-/* Activation checkpointing (recompute). Runs the function of a recomputed block again and records
-   its ops. Parameter uses and block numbers were counted in the first run and are not counted
-   again. The gradient of the block's output becomes the gradient of the tensor that the second run
-   returns. */
-static void dt__block_rerun(dt_block_state *b) {
+/* Activation checkpointing (recompute). Runs the function of a recomputed block again on x and
+   records its ops. Parameter uses and block numbers were counted in the first run and are not
+   counted again. The gradient of the block's output becomes the gradient of the tensor that the
+   second run returns. */
+static dt_status dt__block_rerun(dt_block_state *b, dt_tensor *x) {
     dt_ctx *ctx = b->ctx;
     int blocks = ctx->root->n_blocks, no_grad = ctx->no_grad;
+    ctx->no_grad = 0; /* as in the first run: under dt_no_grad no block is recomputed */
     dt_block_state *rerun = b->rerun = dt__block_open(ctx, b->parent, b->index, 1);
-    if (!rerun) return;
-    rerun->grads = b->grads;
-    b->grads = NULL;
-    ctx->root->n_blocks = b->index;
-    ctx->no_grad = b->no_grad;
-    ctx->recomputing++;
-    dt_tensor *y = dt__recompute_transient(ctx, b->x) == DT_OK
-                       ? dt__block_run(rerun, b->fn, b->x, b->user)
-                       : NULL;
-    ctx->recomputing--;
+    if (rerun) {
+        rerun->grads = b->grads;
+        b->grads = NULL;
+        ctx->root->n_blocks = b->index;
+        ctx->recomputing++;
+        dt_tensor *y = dt__block_run(rerun, b->fn, x, b->user);
+        ctx->recomputing--;
+        ctx->root->n_blocks = blocks;
+        if (ctx->status == DT_OK && dt__block_check_rerun(b, y) && b->out) {
+            dt__owner(y)->grad = b->out->grad;
+            /* after dt_require_grad the gradient stays valid after the backward */
+            if (b->out->needs_grad == DT__KEEP_GRAD) dt__owner(y)->needs_grad = DT__KEEP_GRAD;
+        }
+    }
     ctx->no_grad = no_grad;
-    ctx->root->n_blocks = blocks;
-    if (ctx->status != DT_OK || !dt__block_check_rerun(b, y) || !b->out) return;
-    dt__owner(y)->grad = b->out->grad;
-    /* after dt_require_grad the gradient stays valid after the backward */
-    if (b->out->needs_grad == DT__KEEP_GRAD) dt__owner(y)->needs_grad = DT__KEEP_GRAD;
+    return ctx->status;
 }
 
 static void dt__block_backward(dt_block_state *b, dt_phase phase) {
     dt_ctx *ctx = b->ctx;
-    if (b->fn) { /* a recomputed block: run the backward of its second run */
-        if (phase != DT_BACKWARD_WEIGHT) dt__block_rerun(b);
-        if (ctx->status == DT_OK) dt__block_backward(b->rerun, phase);
-        if (ctx->status == DT_OK && phase != DT_BACKWARD_INPUT) dt__block_free_data(ctx, b->rerun);
-        return;
-    }
     dt__notify_phase(ctx, b, phase, 1);
     for (dt_node *n = b->newest; n && ctx->status == DT_OK; n = n->prev)
         dt__node_backward(ctx, n, phase);
@@ -4369,7 +4534,7 @@ static dt_status dt__backward_check(dt_tensor *y, const dt_tensor *grad, dt_phas
     if (grad && (grad->dtype != y->dtype || !dt__same_shape(grad->shape, y->shape)))
         return dt_fail(ctx, DT_ERR_SHAPE, "dt_backward_at(%s): %s %s has a gradient %s", y->name,
             dt_dtype_name(y->dtype), dt__shape_text(y->shape).s, dt__tensor_text(grad).s);
-    if (dt__fail_if_freed("dt_backward", y)) return ctx->status;
+    if (dt__fail_if_dropped("dt_backward", y)) return ctx->status;
     if (!y->needs_grad && !grad)
         return dt_fail(ctx, DT_ERR_ARG, "dt_backward(%s): no parameter leads to it%s", y->name,
             ctx->no_grad ? " (dt_no_grad is on)" : "");
@@ -4410,7 +4575,7 @@ dt_status dt_backward_weight(dt_tensor *loss) {
     return dt_backward_at(loss, NULL, DT_BACKWARD_WEIGHT);
 }
 
-// ==== 17. Ops: code =============================================================================
+// ==== 18. Ops: linear, norms, elementwise functions =============================================
 
 /* An op checks its inputs, makes its output, calls one kernel and records itself on the tape:
 
@@ -4432,7 +4597,7 @@ dt_status dt_read(const dt_tensor *t, void *host) {
     if (!t || t->ctx->status != DT_OK) return t ? t->ctx->status : DT_ERR_ARG;
     if (!host && dt__bytes(t))
         return dt_fail(t->ctx, DT_ERR_ARG, "dt_read(%s): host memory is NULL", t->name);
-    if (dt__fail_if_freed("dt_read", t)) return t->ctx->status;
+    if (dt__fail_if_dropped("dt_read", t)) return t->ctx->status;
     return dt__read_or_write((dt_tensor *)t, host, NULL);
 }
 
@@ -4440,12 +4605,12 @@ dt_status dt_write(dt_tensor *t, const void *host) {
     if (!t || t->ctx->status != DT_OK) return t ? t->ctx->status : DT_ERR_ARG;
     if (!host && dt__bytes(t))
         return dt_fail(t->ctx, DT_ERR_ARG, "dt_write(%s): host memory is NULL", t->name);
-    if (dt__fail_if_freed("dt_write", t)) return t->ctx->status;
+    if (dt__fail_if_dropped("dt_write", t)) return t->ctx->status;
     return dt__read_or_write(t, NULL, host);
 }
 
 void *dt_data(dt_tensor *t) {
-    if (!t || t->ctx->status != DT_OK || dt__fail_if_freed("dt_data", t)) return NULL;
+    if (!t || t->ctx->status != DT_OK || dt__fail_if_dropped("dt_data", t)) return NULL;
     return dt__ensure_values(t) == DT_OK ? t->data : NULL;
 }
 
@@ -4473,7 +4638,7 @@ static dt_ctx *dt__op_context(const char *op, dt_tensor *a, dt_tensor *b, dt_ten
             dt_fail(ctx, DT_ERR_ARG, "%s(%s): a tensor of another context", op, all[i]->name);
             return NULL;
         }
-        if (dt__fail_if_freed(op, all[i])) return NULL;
+        if (dt__fail_if_dropped(op, all[i])) return NULL;
         if (dt__ensure_values(all[i]) != DT_OK) return NULL;
     }
     return ctx;
@@ -4723,7 +4888,9 @@ dt_tensor *dt_linear(dt_tensor *x, dt_tensor *w, dt_tensor *b) {
     return dt_linear_at(x, w, b, none);
 }
 
-dt_tensor *dt_linear_at(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_linear_desc desc) {
+/* dt_linear_at; transient 1: the result is a transient tensor that no backward reads. */
+static dt_tensor *dt__linear(
+    dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_linear_desc desc, int transient) {
     dt_ctx *ctx =
         x && w ? dt__float_op_context("dt_linear", x, w, b) : dt__null_input("dt_linear", x, w, b);
     dt_shape shape;
@@ -4734,7 +4901,8 @@ dt_tensor *dt_linear_at(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_linear_desc
         dt_fail(ctx, DT_ERR_ARG, "dt_linear(%s): activation %d", w->name, desc.activation);
         return NULL;
     }
-    dt_tensor *y = dt__new_named(ctx, x->dtype, shape, "dt_linear"), *pre_activation = NULL;
+    dt_tensor *y = dt__new_output(ctx, x->dtype, shape, "dt_linear", transient);
+    dt_tensor *pre_activation = NULL;
     if (!y) return NULL;
     dt_matmul_args a = { .dtype = x->dtype,
         .c = y->data,
@@ -4764,6 +4932,10 @@ dt_tensor *dt_linear_at(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_linear_desc
         saved->pre_activation = pre_activation;
     }
     return ctx->status == DT_OK ? y : NULL;
+}
+
+dt_tensor *dt_linear_at(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_linear_desc desc) {
+    return dt__linear(x, w, b, desc, 0);
 }
 
 /* ---- norms ---- */
@@ -4958,7 +5130,7 @@ dt_tensor *dt_swiglu(dt_tensor *x) {
     return dt_record(y, dt__make_record("dt_swiglu", x, NULL, NULL, dt__swiglu_back, 0));
 }
 
-/* ---- arithmetic with broadcasting ---- */
+// ==== 19. Ops: arithmetic, sums, shapes, rows by index ==========================================
 
 /* Broadcasting. *out receives the shape of the result of an elementwise op on tensors of shapes `a`
    and b. stride_a and stride_b receive the strides of these tensors along the dimensions of *out.
@@ -5263,14 +5435,18 @@ static dt_tensor *dt__view(dt_tensor *x, dt_shape shape, const char *name) {
 
 dt_tensor *dt_alias(dt_tensor *x) {
     dt_ctx *ctx = dt__op_context("dt_alias", x, NULL, NULL);
-    /* copies the data if they may be freed before the alias, that is, if x is transient or is a
-       parameter whose values are gathered */
-    dt_tensor *owner = ctx ? dt__owner(x) : NULL;
-    int copied = ctx && (owner->transient || (owner->param && owner->param->bucket->data !=
-                                                                  owner->param->bucket->shard));
-    dt_tensor *y = copied ? dt__new_named(ctx, x->dtype, x->shape, x->name)
-                   : ctx  ? dt__tensor(ctx, x->dtype, x->shape, x->name)
-                          : NULL;
+    if (!ctx) return NULL;
+    dt_tensor *owner = dt__owner(x), *y;
+    if (ctx->no_grad) {
+        y = dt__view(x, x->shape, x->name);
+        if (y) y->needs_grad = 0;
+        return y;
+    }
+    /* copies the data if they may be dropped before the alias */
+    int copied = owner->storage != DT__IN_ARENA ||
+                 (owner->param && owner->param->bucket->data != owner->param->bucket->shard);
+    y = copied ? dt__new_named(ctx, x->dtype, x->shape, x->name)
+               : dt__tensor(ctx, x->dtype, x->shape, x->name);
     if (y && copied && dt__move(ctx, y->data, x->data, dt__bytes(x)) != DT_OK) return NULL;
     if (y && !copied) y->data = x->data;
     return y;
@@ -5426,19 +5602,29 @@ static dt_status dt__cast_back(dt_node *n) {
     return a.out ? DT__KERNEL(x->ctx, n->name, cast, &a) : dt_error(x->ctx);
 }
 
-dt_tensor *dt_cast(dt_tensor *x, dt_dtype dtype) {
-    dt_ctx *ctx = dt__op_context("dt_cast", x, NULL, NULL);
-    dt_tensor *y = ctx ? dt__new_named(ctx, dtype, x->shape, "dt_cast") : NULL;
-    if (!y) return NULL;
-    dt_cast_args a = { .dtype = dtype,
+static dt_status dt__cast_run(const dt_tensor *x, dt_tensor *y) {
+    dt_cast_args a = { .dtype = y->dtype,
         .from = x->dtype,
         .out = y->data,
         .in = x->data,
         .count = (size_t)dt_count(x->shape) };
-    if (DT__OP("dt_cast", x, cast, &a) != DT_OK) return NULL;
-    if (dtype == DT_I32 || x->dtype == DT_I32) return y;
-    return dt_record(y, dt__make_record("dt_cast", x, NULL, NULL, dt__cast_back, 0));
+    return DT__OP("dt_cast", x, cast, &a);
 }
+
+static dt_status dt__cast_recompute(dt_node *n) { return dt__cast_run(n->in[0], n->out); }
+
+/* dt_cast; transient 1: the result is a transient tensor. */
+static dt_tensor *dt__cast(dt_tensor *x, dt_dtype dtype, int transient) {
+    dt_ctx *ctx = dt__op_context("dt_cast", x, NULL, NULL);
+    dt_tensor *y = ctx ? dt__new_output(ctx, dtype, x->shape, "dt_cast", transient) : NULL;
+    if (!y || dt__cast_run(x, y) != DT_OK) return NULL;
+    if (dtype == DT_I32 || x->dtype == DT_I32) return y;
+    dt_record_desc d = dt__make_record("dt_cast", x, NULL, NULL, dt__cast_back, 0);
+    d.recompute = dt__cast_recompute;
+    return dt_record(y, d);
+}
+
+dt_tensor *dt_cast(dt_tensor *x, dt_dtype dtype) { return dt__cast(x, dtype, 0); }
 
 /* ---- rows by index ---- */
 
@@ -5471,8 +5657,10 @@ static dt_status dt__embedding_back(dt_node *n) {
     return a.dtable ? DT__KERNEL(ctx, n->name, embedding_back, &a) : dt_error(ctx);
 }
 
+/* allow_empty 1: -1 gives a row of zeros. transient 1: the result is a transient tensor that no
+   backward reads. */
 static dt_tensor *dt__lookup_rows(
-    const char *op, dt_tensor *table, dt_tensor *ids, int allow_empty) {
+    const char *op, dt_tensor *table, dt_tensor *ids, int allow_empty, int transient) {
     dt_ctx *ctx =
         table && ids ? dt__op_context(op, table, ids, NULL) : dt__null_input(op, table, ids, NULL);
     if (!ctx) return NULL;
@@ -5480,7 +5668,7 @@ static dt_tensor *dt__lookup_rows(
         return dt__mismatch(op, table, ids, "a table (V,C) and i32 ids are needed");
     dt_shape shape = ids->shape;
     shape.d[shape.nd++] = table->shape.d[1];
-    dt_tensor *out = dt__new_named(ctx, table->dtype, shape, op);
+    dt_tensor *out = dt__new_output(ctx, table->dtype, shape, op, transient);
     if (!out) return NULL;
     dt_embedding_args a = { .dtype = table->dtype,
         .out = out->data,
@@ -5499,10 +5687,10 @@ static dt_tensor *dt__lookup_rows(
 }
 
 dt_tensor *dt_embedding(dt_tensor *table, dt_tensor *ids) {
-    return dt__lookup_rows("dt_embedding", table, ids, 0);
+    return dt__lookup_rows("dt_embedding", table, ids, 0, 0);
 }
 dt_tensor *dt_gather_rows(dt_tensor *x, dt_tensor *rows) {
-    return dt__lookup_rows("dt_gather_rows", x, rows, 1);
+    return dt__lookup_rows("dt_gather_rows", x, rows, 1, 0);
 }
 
 /* The backward of dt_scatter_rows: gathers the gradient's rows. */
@@ -5554,7 +5742,7 @@ dt_tensor *dt_scatter_rows(dt_tensor *x, dt_tensor *rows, int64_t count) {
     return dt_record(y, dt__make_record(op, x, rows, NULL, dt__scatter_back, 0));
 }
 
-/* ---- rotary embedding and dropout ---- */
+// ==== 20. Ops: rotary embedding, dropout, attention, losses =====================================
 
 typedef struct dt__rope_saved {
     dt_rope_desc desc;
@@ -5775,7 +5963,7 @@ dt_tensor *dt_attention(dt_tensor *q, dt_tensor *k, dt_tensor *v, dt_attn_desc d
         .dim = q->shape.d[3],
         .scale = 1.0 / sqrt((double)q->shape.d[3]),
         .mask = mask };
-    a.work_bytes = dt__scratch_bytes(ctx, dt_attention_work(a.tk, a.dim, q->dtype));
+    a.work_bytes = dt__scratch_bytes(ctx, dt_attention_work(0, a.dim, q->dtype));
     a.work = dt_scratch(ctx, a.work_bytes);
     if (!a.work || DT__OP("dt_attention", q, attention, &a) != DT_OK) return NULL;
     if (desc.lse) *desc.lse = lse;
@@ -6216,7 +6404,7 @@ dt_tensor *dt_loss(dt_tensor *x, dt_tensor *scalar, double weight) {
     return ctx->status == DT_OK ? x : NULL;
 }
 
-// ==== 18. JSON ==================================================================================
+// ==== 21. JSON ==================================================================================
 
 /* A recursive-descent parser (RFC 8259) that reads the text twice. The first pass validates the
    text and counts nodes and string bytes. Then one allocation of the counted size is made, and the
@@ -6275,9 +6463,9 @@ typedef struct dt__json_parser {
 /* Returns a printable form of `name`, truncated to 80 bytes, for an error text. The name was read
    from a file, so it may contain any bytes. */
 static dt__text dt__printable_name(const char *name) {
-    dt__text t;
-    if (snprintf(t.s, 81, "%s", name) > 80) memcpy(t.s + 80, "..", 3);
-    dt__escape(t.s, sizeof t.s);
+    enum { LONGEST = 96 }; /* bytes of the printable form */
+    dt__text t = dt__format(strlen(name) > 80 ? "%.80s.." : "%s", name);
+    dt__escape(t.s, LONGEST);
     return t;
 }
 
@@ -6301,22 +6489,6 @@ static int dt__json_error(const dt_json *d, size_t at, const char *fmt, ...) {
     dt__json_error_at(d, at, fmt, args);
     va_end(args);
     return 0;
-}
-
-/* Sorts the n elements of v with a bottom-up merge sort, which is stable and takes O(n log n) time.
-   Skips a merge if the two runs are already in order. `scratch` has space for n elements. */
-typedef int (*dt__less_fn)(const void *user, uint32_t a, uint32_t b);
-static void dt__sort(uint32_t *v, uint32_t *scratch, size_t n, dt__less_fn less, const void *user) {
-    for (size_t width = 1; width < n; width *= 2)
-        for (size_t lo = 0; lo + width < n; lo += 2 * width) {
-            size_t mid = lo + width, end = mid + width < n ? mid + width : n, i = 0, j = mid,
-                   k = lo;
-            if (!less(user, v[mid], v[mid - 1])) continue;
-            memcpy(scratch, v + lo, width * sizeof *v);
-            while (i < width && j < end)
-                v[k++] = less(user, v[j], scratch[i]) ? v[j++] : scratch[i++];
-            while (i < width) v[k++] = scratch[i++];
-        }
 }
 
 static const char *dt__json_string_at(const dt_json *d, uint32_t offset, size_t *bytes) {
@@ -6918,7 +7090,277 @@ void dt_json_out_free(dt_json_out *o) {
     o->used = o->capacity = 0;
 }
 
-// ==== 19. Weight files: code ====================================================================
+// ==== 22. Reading and writing files =============================================================
+
+static char *dt__concat_text(dt_ctx *ctx, const char *a, size_t a_bytes, const char *b) {
+    char *s = (char *)dt_alloc(ctx, DT_MEM_HOST, a_bytes + strlen(b) + 1, "a path");
+    if (!s) return NULL;
+    memcpy(s, a, a_bytes);
+    memcpy(s + a_bytes, b, strlen(b) + 1);
+    return s;
+}
+
+/* Returns the temporary name: path.tmp on rank 0 and path.<rank>.tmp on other ranks. So ranks that
+   write the same path do not overwrite each other's temporary file. The last rank that renames its
+   temporary file to `path` replaces the files of the other ranks. */
+static char *dt__temp_name(dt_ctx *ctx, const char *path) {
+    char end[32];
+    snprintf(end, sizeof end, ".%d.tmp", ctx->rank);
+    return dt__concat_text(ctx, path, strlen(path), ctx->rank ? end : ".tmp");
+}
+
+static void dt__string_free(dt_ctx *ctx, char *s) {
+    if (s) dt_free(ctx, DT_MEM_HOST, s, strlen(s) + 1);
+}
+
+/* Returns a description of `reason`, the errno that the io table has set. */
+enum { DT__SHORTER = -1 }; /* not an errno: a read has reached the end of the file */
+static const char *dt__io_error_text(int reason) {
+    switch (reason) {
+    case 0: return "the io table refused";
+    case DT__SHORTER: return "the file has become shorter";
+    case ESPIPE: return "it is a FIFO, not a regular file";
+    case ENODEV:
+    case ENXIO: return "it is a device or a socket, not a regular file";
+    case ELOOP: return "it is a symbolic link that is not followed, or that leads nowhere";
+    case EMLINK: return "it has another hard link; writing it would change that file too";
+    case EFBIG: return "File too large, for ulimit -f or for the file system";
+    default: return strerror(reason);
+    }
+}
+static const char *dt__io_reason(void) { return dt__io_error_text(errno); }
+
+static int dt__io_absent(void) { return errno == ENOENT || errno == ENOTDIR; }
+
+/* Fails the context after a failed io call, with the formatted text and the description of errno.
+   If this is the context's first failure, also sets ctx->read_failed. The value is 0 if errno says
+   that the path is absent, a directory, a FIFO or too short. It is 1 for every other errno: then
+   the file itself may be intact. */
+static dt_status dt__io_fail(dt_ctx *ctx, const char *fmt, ...) DT_PRINTF(2, 3);
+static dt_status dt__io_fail(dt_ctx *ctx, const char *fmt, ...) {
+    char text[sizeof ctx->text];
+    const char *reason = dt__io_reason();
+    int unread = !dt__io_absent() && errno != EISDIR && errno != ESPIPE && errno != DT__SHORTER;
+    va_list args;
+    va_start(args, fmt);
+    vsnprintf(text, sizeof text, fmt, args);
+    va_end(args);
+    if (ctx->status == DT_OK) ctx->read_failed = unread;
+    return dt_fail(ctx, DT_ERR_IO, "%s: %s", text, reason);
+}
+
+/* Reads or writes `bytes` bytes at offset `at`. Calls the io table repeatedly, because one call may
+   transfer fewer bytes. Returns the number of bytes transferred. If that number is less than
+   `bytes`, *end says why: it is 1 if a read reached the end of the file or a write accepted no
+   bytes, 0 if the io table reported an error (in errno, if the io table sets errno). */
+static int64_t dt__io_transfer(
+    const dt_io *io, int fd, int writing, void *data, int64_t bytes, int64_t at, int *end) {
+    int64_t done = 0, n = 1;
+    while (done < bytes) {
+        char *next = (char *)data + done;
+        errno = 0;
+        n = writing ? io->pwrite(io->user, fd, next, (size_t)(bytes - done), at + done)
+                    : io->pread(io->user, fd, next, (size_t)(bytes - done), at + done);
+        if (n < 0 && errno == EINTR) continue;
+        if (n <= 0 || n > bytes - done) break;
+        done += n;
+    }
+    *end = done < bytes && n >= 0;
+    return done;
+}
+
+/* Reads exactly `bytes` bytes at offset `at`, or fails with an error that names `item`. */
+static dt_status dt__file_read_at(
+    dt_ctx *ctx, const char *path, int fd, void *out, int64_t bytes, int64_t at, const char *item) {
+    int end = 0;
+    int64_t done = dt__io_transfer(&ctx->io, fd, 0, out, bytes, at, &end);
+    if (done == bytes) return DT_OK;
+    if (end) errno = DT__SHORTER;
+    return dt__io_fail(
+        ctx, "%s: %s, byte %lld", path, dt__printable_name(item).s, (long long)(at + done));
+}
+
+/* File writer. Every file that must not be lost is written in these steps:
+
+       create PATH.tmp -> write -> fsync -> close -> rename to PATH -> fsync the folder
+
+   At any instant PATH is the old file or the complete new file. The first fsync makes the data
+   durable, the second one the name. The writer calls only functions of the io table, so that a
+   thread that must not touch the context may use it. It records its first failure as text. After a
+   failure its functions do nothing, except that dt__writer_sync_close still closes. */
+enum { DT__PATH_BYTES = 1024 };
+typedef struct dt__writer {
+    dt_io io;
+    char why[DT__PATH_BYTES + 200]; /* text of the first failure, or "" */
+} dt__writer;
+
+static void dt__writer_fail(dt__writer *w, const char *path, const char *what) {
+    if (!w->why[0]) snprintf(w->why, sizeof w->why, "%s: %s: %s", path, what, dt__io_reason());
+}
+
+/* Fails the context if the writer has recorded a failure. `func` is a prefix of the error text, or
+   NULL. */
+static dt_status dt__writer_check(dt_ctx *ctx, const dt__writer *w, const char *func) {
+    if (!w->why[0] || ctx->status != DT_OK) return ctx->status;
+    return dt_fail(ctx, DT_ERR_IO, "%s%s%s", func ? func : "", func ? ": " : "", w->why);
+}
+
+/* Creates a file of `bytes` zero bytes. `path` is a temporary name: if a killed job has left a file
+   or a link of this name, removes that file or link first. Returns the descriptor, or -1. The
+   caller closes the file even if only its size could not be set. */
+static int dt__writer_create(dt__writer *w, const char *path, int64_t bytes) {
+    const dt_io *io = &w->io;
+    char what[64];
+    if (w->why[0]) return -1;
+    errno = 0;
+    int fd = io->open(io->user, path, DT_IO_CREATE);
+    if (fd < 0 && errno == EEXIST && io->remove(io->user, path) == 0) {
+        errno = 0;
+        fd = io->open(io->user, path, DT_IO_CREATE);
+    }
+    if (fd < 0) dt__writer_fail(w, path, "open");
+    if (fd < 0) return -1;
+    errno = 0;
+    snprintf(what, sizeof what, "making room for %lld bytes", (long long)bytes);
+    if (io->resize(io->user, fd, bytes) != 0) dt__writer_fail(w, path, what);
+    return fd;
+}
+
+static void dt__writer_write(
+    dt__writer *w, const char *path, int fd, const void *data, int64_t bytes, int64_t at) {
+    char what[48];
+    int end = 0;
+    if (w->why[0]) return;
+    int64_t done = dt__io_transfer(&w->io, fd, 1, (void *)(uintptr_t)data, bytes, at, &end);
+    if (done == bytes) return;
+    snprintf(what, sizeof what, "writing byte %lld", (long long)(at + done));
+    if (end) errno = ENOSPC;
+    dt__writer_fail(w, path, what);
+}
+
+/* Calls fsync, then close. Some disk errors are reported only by fsync, and only once. */
+static void dt__writer_sync_close(dt__writer *w, const char *path, int fd) {
+    errno = 0;
+    if (!w->why[0] && w->io.fsync(w->io.user, fd) != 0) dt__writer_fail(w, path, "fsync");
+    errno = 0;
+    if (w->io.close(w->io.user, fd) != 0) dt__writer_fail(w, path, "close");
+}
+
+/* Calls fsync on a folder, which makes the names in the folder durable. EINVAL is ignored: some
+   file systems cannot sync a folder and do not need to. tolerated: an errno of open that is not a
+   failure; 0 if every errno is a failure; DT__ANY_ERRNO if none is. */
+enum { DT__ANY_ERRNO = -1 };
+static void dt__writer_sync_folder(dt__writer *w, const char *folder, int tolerated) {
+    if (w->why[0]) return;
+    errno = 0;
+    int fd = w->io.open(w->io.user, folder, DT_IO_READ);
+    if (fd < 0 && tolerated != DT__ANY_ERRNO && (errno == 0 || errno != tolerated))
+        dt__writer_fail(w, folder, "open");
+    if (fd < 0) return;
+    errno = 0;
+    if (w->io.fsync(w->io.user, fd) != 0 && errno != EINVAL) dt__writer_fail(w, folder, "fsync");
+    w->io.close(w->io.user, fd);
+}
+
+/* Calls fsync on the folder that contains `path`. */
+static void dt__writer_sync_parent(dt__writer *w, const char *path, int tolerated) {
+    char folder[DT__PATH_BYTES];
+    const char *slash = strrchr(path, '/');
+    int n = slash ? (int)(slash - path) + 1 : 1;
+    if (snprintf(folder, sizeof folder, "%.*s", n, slash ? path : ".") < (int)sizeof folder)
+        dt__writer_sync_folder(w, folder, tolerated);
+}
+
+/* Commits a file or a folder: renames `temp` to `path`. The rename is the instant of the commit. */
+static void dt__writer_rename(dt__writer *w, const char *temp, const char *path, int tolerated) {
+    if (w->why[0]) return;
+    errno = 0;
+    if (w->io.rename(w->io.user, temp, path) != 0) dt__writer_fail(w, path, "rename");
+    dt__writer_sync_parent(w, path, tolerated);
+}
+
+/* A file that one rank writes from its creation to its commit. */
+typedef struct dt__new_file {
+    dt__writer writer;
+    char *temp;
+    int fd;
+} dt__new_file;
+
+static dt_status dt__new_file_begin(dt_ctx *ctx, dt__new_file *f, const char *path, int64_t bytes) {
+    f->writer.io = ctx->io;
+    f->writer.why[0] = 0;
+    f->temp = dt__temp_name(ctx, path);
+    f->fd = f->temp ? dt__writer_create(&f->writer, f->temp, bytes) : -1;
+    return dt__writer_check(ctx, &f->writer, NULL);
+}
+
+static dt_status dt__new_file_write(
+    dt_ctx *ctx, dt__new_file *f, const void *data, int64_t bytes, int64_t at) {
+    if (ctx->status == DT_OK) dt__writer_write(&f->writer, f->temp, f->fd, data, bytes, at);
+    return dt__writer_check(ctx, &f->writer, NULL);
+}
+
+/* Commits the file; after a failure of the context removes it. */
+static dt_status dt__new_file_end(dt_ctx *ctx, dt__new_file *f, const char *path) {
+    if (f->fd >= 0) {
+        dt__writer_sync_close(&f->writer, f->temp, f->fd);
+        if (ctx->status == DT_OK) dt__writer_rename(&f->writer, f->temp, path, DT__ANY_ERRNO);
+        if (dt__writer_check(ctx, &f->writer, NULL) != DT_OK) ctx->io.remove(ctx->io.user, f->temp);
+    }
+    dt__string_free(ctx, f->temp);
+    return ctx->status;
+}
+
+/* Opens a file for reading. Returns its descriptor, or fails the context and returns -1. */
+static int dt__file_open(dt_ctx *ctx, const char *path) {
+    if (ctx->status != DT_OK) return -1;
+    errno = 0;
+    int fd = ctx->io.open(ctx->io.user, path, DT_IO_READ);
+    if (fd < 0) dt__io_fail(ctx, "%s", path);
+    return fd;
+}
+
+char *dt_file_read(dt_ctx *ctx, const char *path, size_t limit, size_t *bytes) {
+    if (dt_error(ctx) != DT_OK) return NULL;
+    if (!path || !bytes) {
+        dt_fail(ctx, DT_ERR_ARG, "dt_file_read(%s): path or bytes is NULL", path ? path : "NULL");
+        return NULL;
+    }
+    int fd = dt__file_open(ctx, path);
+    if (fd < 0) return NULL;
+    char *text = NULL;
+    errno = 0;
+    int64_t size = ctx->io.size(ctx->io.user, fd);
+    if (size < 0)
+        dt__io_fail(ctx, "%s", path);
+    else if ((uint64_t)size > limit)
+        dt_fail(ctx, DT_ERR_IO, "%s: %lld bytes, at most %zu", path, (long long)size, limit);
+    else
+        text = (char *)dt_alloc(ctx, DT_MEM_HOST, (size_t)size + 1, path);
+    if (text) {
+        *bytes = (size_t)size;
+        text[size] = 0;
+        if (dt__file_read_at(ctx, path, fd, text, size, 0, "text") != DT_OK) {
+            dt_free(ctx, DT_MEM_HOST, text, (size_t)size + 1);
+            text = NULL;
+        }
+    }
+    ctx->io.close(ctx->io.user, fd);
+    return text;
+}
+
+dt_status dt_file_write(dt_ctx *ctx, const char *path, const void *data, size_t bytes) {
+    if (dt_error(ctx) != DT_OK) return dt_error(ctx);
+    if (!path || (!data && bytes))
+        return dt_fail(ctx, DT_ERR_ARG, "dt_file_write(%s): path is NULL, or data of %zu bytes is",
+            path ? path : "NULL", bytes);
+    dt__new_file f;
+    dt__new_file_begin(ctx, &f, path, (int64_t)bytes);
+    dt__new_file_write(ctx, &f, data, (int64_t)bytes, 0);
+    return dt__new_file_end(ctx, &f, path);
+}
+
+// ==== 23. Weight files: formats and reading =====================================================
 
 /* Two formats: safetensors (huggingface.co/docs/safetensors), in one file or in shards with an
    index, and the model files of llm.c.
@@ -6927,11 +7369,8 @@ void dt_json_out_free(dt_json_out *o) {
                      JSON: { "name": { "dtype": "F32", "shape": [4,8], "data_offsets": [0,128] } }
        llm.c         | 256 int32: magic, version, sizes | 16 tensors in a fixed order |
 
-   A file is written under a temporary name. dt_weights_close syncs the file and renames it to its
-   final name, so the final name never refers to a half-written file. Input files are untrusted:
-   sizes are checked for overflow, and the tensors must cover the data exactly. A parameter's local
-   slice is a set of contiguous ranges of the tensor in the file. A transposed slice is copied in
-   tiles, each of which fits the staging buffer. */
+   Input files are untrusted: sizes are checked for overflow, and the tensors must cover the data
+   exactly. */
 
 /* Bytes of two buffers of dt_weights: convert_buffer holds file data during a type conversion, and
    staging holds elements on their way between a file and a parameter. */
@@ -7042,217 +7481,23 @@ struct dt_weights {
     int fd, open_file;
     char *convert_buffer, *staging;
     dt__sink sink; /* if sink.put is not NULL, it receives all elements, and no file is created */
-    /* If `writers` is not 0, `writers` ranks hold the same elements, dt_weights_save divides these
-       elements among the ranks, and this rank writes share `writer`. If `writers` is 0, this rank
+    dt__writer writer;
+    /* If `shares` is not 0, `shares` ranks hold the same elements, dt_weights_save divides these
+       elements among the ranks, and this rank writes share `share`. If `shares` is 0, this rank
        writes all its elements. */
-    int writer, writers;
+    int share, shares;
 };
-
-static char *dt__concat_text(dt_ctx *ctx, const char *a, size_t a_bytes, const char *b) {
-    char *s = (char *)dt_alloc(ctx, DT_MEM_HOST, a_bytes + strlen(b) + 1, "a path");
-    if (!s) return NULL;
-    memcpy(s, a, a_bytes);
-    memcpy(s + a_bytes, b, strlen(b) + 1);
-    return s;
-}
-
-/* Returns the temporary name: path.tmp on rank 0 and path.<rank>.tmp on other ranks. So ranks that
-   write the same path do not overwrite each other's temporary file. The last rank that renames its
-   temporary file to `path` replaces the files of the other ranks. */
-static char *dt__temp_name(dt_ctx *ctx, const char *path) {
-    char end[32];
-    snprintf(end, sizeof end, ".%d.tmp", ctx->rank);
-    return dt__concat_text(ctx, path, strlen(path), ctx->rank ? end : ".tmp");
-}
-
-static void dt__string_free(dt_ctx *ctx, char *s) {
-    if (s) dt_free(ctx, DT_MEM_HOST, s, strlen(s) + 1);
-}
-
-/* Returns a description of `reason`, the errno that the io table has set. */
-static const char *dt__io_error_text(int reason) {
-    switch (reason) {
-    case 0: return "the io table refused";
-    case ESPIPE: return "it is a FIFO, not a regular file";
-    case ENODEV:
-    case ENXIO: return "it is a device or a socket, not a regular file";
-    case ELOOP: return "it is a symbolic link that is not followed, or that leads nowhere";
-    case EMLINK: return "it has another hard link; writing it would change that file too";
-    case EFBIG: return "File too large, for ulimit -f or for the file system";
-    default: return strerror(reason);
-    }
-}
-static const char *dt__io_reason(void) { return dt__io_error_text(errno); }
-
-static int dt__io_absent(void) { return errno == ENOENT || errno == ENOTDIR; }
-
-/* Fails the context after a failed io call, with the formatted text and the description of errno.
-   If this is the context's first failure, also sets ctx->read_failed. The value is 0 if errno says
-   that the path is absent, a directory or a FIFO. It is 1 for every other errno: then the file
-   itself may be intact. */
-static dt_status dt__io_fail(dt_ctx *ctx, const char *fmt, ...) DT_PRINTF(2, 3);
-static dt_status dt__io_fail(dt_ctx *ctx, const char *fmt, ...) {
-    char text[sizeof ctx->text];
-    const char *reason = dt__io_reason();
-    int unread = !dt__io_absent() && errno != EISDIR && errno != ESPIPE;
-    va_list args;
-    va_start(args, fmt);
-    vsnprintf(text, sizeof text, fmt, args);
-    va_end(args);
-    if (ctx->status == DT_OK) ctx->read_failed = unread;
-    return dt_fail(ctx, DT_ERR_IO, "%s: %s", text, reason);
-}
-
-/* Creates a file of the temporary name `path` and returns its descriptor. If a killed job has left
-   a file or a link of the same name, removes that file or link first. */
-static int dt__io_create(const dt_io *io, const char *path) {
-    errno = 0;
-    int fd = io->open(io->user, path, DT_IO_CREATE);
-    if (fd >= 0 || errno != EEXIST || io->remove(io->user, path) != 0) return fd;
-    errno = 0;
-    return io->open(io->user, path, DT_IO_CREATE);
-}
-
-/* Reads or writes `bytes` bytes at offset `at`. Calls the io table repeatedly, because one call may
-   transfer fewer bytes. Returns the number of bytes transferred. If that number is less than
-   `bytes`, *end says why: it is 1 if a read reached the end of the file or a write accepted no
-   bytes, 0 if the io table reported an error (in errno, if the io table sets errno). */
-static int64_t dt__io_transfer(
-    const dt_io *io, int fd, int writing, void *data, int64_t bytes, int64_t at, int *end) {
-    int64_t done = 0, n = 1;
-    while (done < bytes) {
-        char *next = (char *)data + done;
-        errno = 0;
-        n = writing ? io->pwrite(io->user, fd, next, (size_t)(bytes - done), at + done)
-                    : io->pread(io->user, fd, next, (size_t)(bytes - done), at + done);
-        if (n < 0 && errno == EINTR) continue;
-        if (n <= 0 || n > bytes - done) break;
-        done += n;
-    }
-    *end = done < bytes && n >= 0;
-    return done;
-}
-
-/* Reads exactly `bytes` bytes at offset `at`, or fails with an error that names `item`. */
-static dt_status dt__file_read_at(
-    dt_ctx *ctx, const char *path, int fd, void *out, int64_t bytes, int64_t at, const char *item) {
-    int end = 0;
-    int64_t done = dt__io_transfer(&ctx->io, fd, 0, out, bytes, at, &end);
-    if (done == bytes) return DT_OK;
-    if (!end)
-        return dt__io_fail(
-            ctx, "%s: %s, byte %lld", path, dt__printable_name(item).s, (long long)(at + done));
-    return dt_fail(ctx, DT_ERR_IO, "%s: %s, byte %lld: the file has become shorter", path,
-        dt__printable_name(item).s, (long long)(at + done));
-}
-
-static dt_status dt__file_write_at(
-    dt_ctx *ctx, const char *path, int fd, const void *in, int64_t bytes, int64_t at) {
-    int end = 0;
-    int64_t done = dt__io_transfer(&ctx->io, fd, 1, (void *)(uintptr_t)in, bytes, at, &end);
-    return done == bytes ? DT_OK
-                         : dt__io_fail(ctx, "%s: writing byte %lld", path, (long long)(at + done));
-}
-
-/* Opens a file and returns its descriptor, or fails the context and returns -1. If `writing` is 1,
-   `path` is a temporary name, and the function creates a file of `bytes` zero bytes. */
-static int dt__file_open(dt_ctx *ctx, const char *path, int writing, int64_t bytes) {
-    const dt_io *io = &ctx->io;
-    if (ctx->status != DT_OK) return -1;
-    errno = 0;
-    int fd = writing ? dt__io_create(io, path) : io->open(io->user, path, DT_IO_READ);
-    if (fd < 0) dt__io_fail(ctx, "%s", path);
-    if (fd < 0 || !writing) return fd;
-    errno = 0;
-    if (io->resize(io->user, fd, bytes) == 0) return fd;
-    dt__io_fail(ctx, "%s: making room for %lld bytes", path, (long long)bytes);
-    io->close(io->user, fd);
-    io->remove(io->user, path);
-    return -1;
-}
-
-/* Syncs and closes a written file. Some disk errors are reported only by fsync. */
-static dt_status dt__file_sync_close(dt_ctx *ctx, const char *path, int fd) {
-    errno = 0;
-    int synced = ctx->status == DT_OK ? ctx->io.fsync(ctx->io.user, fd) : 0;
-    if (synced != 0) dt__io_fail(ctx, "%s: fsync", path);
-    errno = 0;
-    if (ctx->io.close(ctx->io.user, fd) != 0) dt__io_fail(ctx, "%s: close", path);
-    return ctx->status;
-}
-
-/* Commits a file: renames `temp` to `path`, then syncs the directory, so that the new name survives
-   a power failure. If the io table or the file system cannot open directories, the directory is not
-   synced. */
-static dt_status dt__file_commit(dt_ctx *ctx, const char *temp, const char *path) {
-    const char *slash = strrchr(path, '/');
-    errno = 0;
-    if (ctx->io.rename(ctx->io.user, temp, path) != 0)
-        return dt__io_fail(ctx, "%s: rename from %s", path, temp);
-    char *folder = slash ? dt__concat_text(ctx, path, (size_t)(slash - path) + 1, "")
-                         : dt__concat_text(ctx, ".", 1, "");
-    int fd = folder ? ctx->io.open(ctx->io.user, folder, DT_IO_READ) : -1;
-    errno = 0;
-    if (fd >= 0 && ctx->io.fsync(ctx->io.user, fd) != 0 && errno != EINVAL)
-        dt__io_fail(ctx, "%s: fsync", folder);
-    if (fd >= 0) ctx->io.close(ctx->io.user, fd);
-    dt__string_free(ctx, folder);
-    return ctx->status;
-}
-
-char *dt_file_read(dt_ctx *ctx, const char *path, size_t limit, size_t *bytes) {
-    if (dt_error(ctx) != DT_OK) return NULL;
-    if (!path || !bytes) {
-        dt_fail(ctx, DT_ERR_ARG, "dt_file_read(%s): path or bytes is NULL", path ? path : "NULL");
-        return NULL;
-    }
-    int fd = dt__file_open(ctx, path, 0, 0);
-    if (fd < 0) return NULL;
-    char *text = NULL;
-    errno = 0;
-    int64_t size = ctx->io.size(ctx->io.user, fd);
-    if (size < 0)
-        dt__io_fail(ctx, "%s", path);
-    else if ((uint64_t)size > limit)
-        dt_fail(ctx, DT_ERR_IO, "%s: %lld bytes, at most %zu", path, (long long)size, limit);
-    else
-        text = (char *)dt_alloc(ctx, DT_MEM_HOST, (size_t)size + 1, path);
-    if (text) {
-        *bytes = (size_t)size;
-        text[size] = 0;
-        if (dt__file_read_at(ctx, path, fd, text, size, 0, "text") != DT_OK) {
-            dt_free(ctx, DT_MEM_HOST, text, (size_t)size + 1);
-            text = NULL;
-        }
-    }
-    ctx->io.close(ctx->io.user, fd);
-    return text;
-}
-
-dt_status dt_file_write(dt_ctx *ctx, const char *path, const void *data, size_t bytes) {
-    if (dt_error(ctx) != DT_OK) return dt_error(ctx);
-    if (!path || (!data && bytes))
-        return dt_fail(ctx, DT_ERR_ARG, "dt_file_write(%s): path is NULL, or data of %zu bytes is",
-            path ? path : "NULL", bytes);
-    char *temp = dt__temp_name(ctx, path);
-    int fd = temp ? dt__file_open(ctx, temp, 1, (int64_t)bytes) : -1;
-    if (fd >= 0) {
-        dt__file_write_at(ctx, temp, fd, data, (int64_t)bytes, 0);
-        dt__file_sync_close(ctx, temp, fd);
-    }
-    if (ctx->status == DT_OK) dt__file_commit(ctx, temp, path);
-    if (ctx->status != DT_OK && fd >= 0) ctx->io.remove(ctx->io.user, temp);
-    dt__string_free(ctx, temp);
-    return ctx->status;
-}
 
 // ---- Handles
 
 static void dt__weights_close_file(dt_weights *w) {
-    if (w->fd >= 0 && w->writing)
-        dt__file_sync_close(w->ctx, w->file[w->open_file].temp, w->fd);
-    else if (w->fd >= 0)
-        w->ctx->io.close(w->ctx->io.user, w->fd);
+    dt_ctx *ctx = w->ctx;
+    if (w->fd >= 0 && w->writing && ctx->status == DT_OK) {
+        dt__writer_sync_close(&w->writer, w->file[w->open_file].temp, w->fd);
+        dt__writer_check(ctx, &w->writer, NULL);
+    } else if (w->fd >= 0) {
+        ctx->io.close(ctx->io.user, w->fd);
+    }
     w->fd = w->open_file = -1;
 }
 
@@ -7307,6 +7552,7 @@ static dt_weights *dt__weights_new(dt_ctx *ctx, const char *path, int writing) {
     if (!w) return NULL;
     w->ctx = ctx;
     w->writing = writing;
+    w->writer.io = ctx->io;
     w->fd = w->open_file = -1;
     w->listener.closing = dt__weights_free;
     w->listener.user = w;
@@ -7794,7 +8040,10 @@ dt_status dt_weights_read(
     return w->ctx->status;
 }
 
-// ---- Loading and saving parameters
+// ==== 24. Weight files: parameters and writing ==================================================
+
+/* A parameter's local slice is a set of contiguous ranges of the tensor in the file. A transposed
+   slice is copied in tiles, each of which fits the staging buffer. */
 
 /* A dt_weight_part with its defaults filled in: a rectangle of the parameter, seen as a matrix, and
    the position of the same elements in the file's tensor, also seen as a matrix. */
@@ -7865,12 +8114,12 @@ static dt_status dt__rect_access_param(
 }
 
 /* Narrows the range [*begin, *end) to the share that this rank writes, if several ranks hold the
-   same elements and divide the writing among them (w->writers is not 0). */
-static void dt__weights_writer_share(const dt_weights *w, int64_t *begin, int64_t *end) {
+   same elements and divide the writing among them (w->shares is not 0). */
+static void dt__weights_share(const dt_weights *w, int64_t *begin, int64_t *end) {
     int64_t from = *begin, n = *end - *begin;
-    if (!w->writers) return;
-    *begin = from + n / w->writers * w->writer + n % w->writers * w->writer / w->writers;
-    *end = from + n / w->writers * (w->writer + 1) + n % w->writers * (w->writer + 1) / w->writers;
+    if (!w->shares) return;
+    *begin = from + n / w->shares * w->share + n % w->shares * w->share / w->shares;
+    *end = from + n / w->shares * (w->share + 1) + n % w->shares * (w->share + 1) / w->shares;
 }
 
 /* Copies a rectangle that is not transposed. A contiguous range of the local slice is also
@@ -7886,7 +8135,7 @@ static dt_status dt__rect_copy_rows(dt_weights *w, const dt__weight_rect *r) {
         end = end * p->full.d[i] + p->slice.lo[i] + p->slice.inside[i] - 1;
     }
     end++;
-    dt__weights_writer_share(w, &begin, &end);
+    dt__weights_share(w, &begin, &end);
     if (begin < r->at * r->columns) begin = r->at * r->columns;
     if (end > (r->at + r->rows) * r->columns) end = (r->at + r->rows) * r->columns;
     dt__slice_walk walk = dt__slice_begin(p->full, p->slice);
@@ -7966,7 +8215,7 @@ static dt_status dt__rect_copy_transposed(dt_weights *w, const dt__weight_rect *
     int64_t tall = DT__STAGING_BYTES / ((wide + 1) * (int64_t)dt_dtype_size(r->param->dtype));
     int64_t first_column = 0, end_column = width;
     dt__slice_walk walk = dt__slice_begin(lead, p->slice);
-    dt__weights_writer_share(w, &first_column, &end_column);
+    dt__weights_share(w, &first_column, &end_column);
     while (first_column < end_column && dt__slice_next(&walk)) {
         int64_t row = walk.global < r->at ? r->at : walk.global;
         int64_t stop =
@@ -8123,11 +8372,11 @@ static dt_status dt__weights_create_file(dt_weights *w, int f, int64_t head_byte
     dt__weight_file *file = &w->file[f];
     dt__weights_close_file(w);
     if (!(file->temp = dt__temp_name(w->ctx, file->path))) return w->ctx->status;
-    w->fd = dt__file_open(w->ctx, file->temp, 1, file->bytes);
-    if (w->fd < 0) return w->ctx->status;
-    file->temp_exists = 1;
-    w->open_file = f;
-    return dt__file_write_at(w->ctx, file->temp, w->fd, file->header, head_bytes, 0);
+    w->fd = dt__writer_create(&w->writer, file->temp, file->bytes);
+    file->temp_exists = w->fd >= 0;
+    w->open_file = w->fd >= 0 ? f : -1;
+    dt__writer_write(&w->writer, file->temp, w->fd, file->header, head_bytes, 0);
+    return dt__writer_check(w->ctx, &w->writer, NULL);
 }
 
 /* Makes the header of file f, which lists the file's tensors in the order of w->order. Sets the
@@ -8226,9 +8475,10 @@ dt_status dt_weights_write(
         }
         if (w->sink.put)
             w->sink.put(w->sink.user, index, first + done, n, in, at + done * size);
-        else if (dt__file_write_at(w->ctx, path, w->fd, in, n * size, at + done * size) != DT_OK)
-            return w->ctx->status;
+        else
+            dt__writer_write(&w->writer, path, w->fd, in, n * size, at + done * size);
     }
+    if (dt__writer_check(w->ctx, &w->writer, NULL) != DT_OK) return w->ctx->status;
     t->written += count;
     return DT_OK;
 }
@@ -8273,9 +8523,10 @@ static dt_status dt__weights_commit(dt_weights *w) {
                 dt__printable_name(t->t.name).s, (long long)t->written, (long long)t->expected);
     }
     dt__weights_close_file(w);
-    for (int f = 0; f < w->files && w->ctx->status == DT_OK; f++)
-        if (dt__file_commit(w->ctx, w->file[f].temp, w->file[f].path) == DT_OK)
-            w->file[f].temp_exists = 0;
+    for (int f = 0; f < w->files && w->ctx->status == DT_OK; f++) {
+        dt__writer_rename(&w->writer, w->file[f].temp, w->file[f].path, DT__ANY_ERRNO);
+        if (dt__writer_check(w->ctx, &w->writer, NULL) == DT_OK) w->file[f].temp_exists = 0;
+    }
     int sharded = w->files && strcmp(w->file[0].path, w->path) != 0;
     return w->ctx->status == DT_OK && sharded ? dt__index_write(w) : w->ctx->status;
 }
@@ -8288,13 +8539,13 @@ dt_status dt_weights_close(dt_weights *w) {
     return ctx->status;
 }
 
-// ==== 20. Arithmetic on the CPU =================================================================
+// ==== 25. Arithmetic on the CPU =================================================================
 
-/* Code that sections 21 to 23 share: elementary functions, block sizes and scratch sizes, and loops
+/* Code that sections 26 to 30 share: elementary functions, block sizes and scratch sizes, and loops
    over strided arrays.
 
    Summation order. A result must not depend on the number of threads. Outside the micro-kernel of
-   section 21 it must not depend on the instruction set either. Therefore, in the rest of this file,
+   section 26 it must not depend on the instruction set either. Therefore, in the rest of this file,
    the compiler must not contract a product and a sum to a fused multiply-add (fp-contract=off), and
    every sum has a fixed number of lanes. Each result is computed by one thread: the terms of a sum
    are never divided among threads. */
@@ -8465,7 +8716,7 @@ static int dt__bf16_pairs_are_fast(void) {
 }
 #endif
 
-/* Block sizes of the matrix product (section 21). The block sizes decide which data stays in which
+/* Block sizes of the matrix product (section 26). The block sizes decide which data stays in which
    cache and change no bit of the result. */
 enum {
     DT__MAX_KC = 512, /* most steps of K in a block; a panel of A of 14 x 512 floats has 28 KB */
@@ -8517,17 +8768,23 @@ size_t dt_row_work(int64_t cols, dt_dtype dtype) {
 /* The maximum number of columns of a tile. */
 enum { DT__LANES = 32 };
 
-/* The scratch memory holds the arrays of the struct attention_work of section 22, whose elements
-   have the compute type. */
+/* The size of a block of queries and of a tile of keys in attention (section 28). The borders
+   decide the order of the sums. A tile of keys is read again for every block of queries, from
+   strided rows that the L2 cache may no longer hold. Many queries in a block make this rare. */
+enum { DT__QUERY_BLOCK = 256, DT__KEY_TILE = 64 };
+
+/* The scratch memory holds the arrays of the struct attention_work of section 28, whose elements
+   have the compute type: 9 arrays for a block and a tile, and the gradients of tk keys and values.
+   */
 size_t dt_attention_work(int64_t tk, int64_t dim, dt_dtype dtype) {
     if (tk < 0 || dim < 0) return 0;
-    if (tk > DT__MAX_WORK || dim > DT__MAX_WORK || tk + 16 > DT__MAX_WORK / (dim + DT__LANES))
+    if (tk > DT__MAX_WORK || dim > DT__MAX_WORK || tk + 1024 > DT__MAX_WORK / (dim + DT__LANES))
         return (size_t)-1;
     size_t keys = (size_t)(tk + 15) / 16 * 16,
-           dims = (size_t)(dim + DT__LANES - 1) / DT__LANES * DT__LANES;
-    size_t of_keys = 6 * keys * dims + 3 * keys * DT__LANES + 4 * keys,
-           of_queries = (6 * dims + 16) * DT__LANES;
-    return ((of_keys + of_queries) * dt__real_size(dtype) + 127) / 64 * 64 *
+           wide = (size_t)(dim + DT__LANES - 1) / DT__LANES * DT__LANES;
+    size_t tiles =
+        (2 * DT__KEY_TILE + 5 * DT__QUERY_BLOCK) * wide + 2 * DT__KEY_TILE * DT__QUERY_BLOCK;
+    return ((tiles + 2 * keys * wide) * dt__real_size(dtype) + 127) / 64 * 64 *
            (size_t)dt__omp_threads();
 }
 
@@ -8590,7 +8847,7 @@ DT__CPP_WARNINGS_ON
 #endif /* DT_TENSOR_IMPL */
 
 #ifdef DT__BITS
-/* Section 23 includes this part of the file once for every compute type and instruction set.
+/* Section 25 includes this part of the file once for every compute type and instruction set.
    DT__BITS selects the compute type (32 for float, 64 for double, 1 for int32_t) and DT__ISA the
    instruction set. DT__K(name) appends the type and the instruction set to a name. DT__FN begins
    every function. The loops are plain C that the compiler vectorizes (-O3). Intrinsics are used
@@ -8920,7 +9177,7 @@ DT__FN void DT__K(act_back)(
 #undef DT__GELU_A
 #undef DT__GELU_B
 
-// ==== 21. Matrix product on the CPU =============================================================
+// ==== 26. Matrix product on the CPU =============================================================
 
 /* GEMM: C = A B. The naive product (matmul_naive) computes each element as a dot product over K, as
    in the definition, and reads all of B from memory for every row of A. The fast product
@@ -9068,7 +9325,33 @@ DT__FN void DT__K(matmul_naive)(const dt_matmul_args *a, int64_t batch) {
         ROWS(DT__MICRO_STORE) \
     }
 DT__MICRO_KERNEL(matmul_micro_kernel, DT__MATMUL_ROWS, DT__MICRO_STEP)
-DT__MICRO_KERNEL(attention_micro_kernel, DT__ATTENTION_ROWS, DT__MICRO_STEP)
+
+/* The micro-kernel of attention. Computes the sums from zero like the one above, but element i of
+   step p is a[i * row + p * step], so that `a` needs no packing, and rows of `b` are ldb elements
+   apart. Stores the sums in the tile, or, if `factor` is not NULL, tile = factor * tile + sums,
+   with one factor for each column. */
+#define DT__STRIDED_STEP(i) \
+    c##i##_0 = DT__FMADD(a[i * row], b0, c##i##_0); \
+    c##i##_1 = DT__FMADD(a[i * row], b1, c##i##_1);
+#define DT__MICRO_ADD(i) \
+    c##i##_0 += DT__LOAD(tile + i * ld) * f0; \
+    c##i##_1 += DT__LOAD(tile + i * ld + DT__NV) * f1;
+DT__FN __attribute__((noinline)) void DT__K(attention_micro_kernel)(int64_t k, const DT__REAL *a,
+    int64_t row, int64_t step, const DT__REAL *b, int64_t ldb, DT__REAL *tile, int64_t ld,
+    const DT__REAL *factor) {
+    DT__ATTENTION_ROWS(DT__MICRO_ZERO)
+    for (int64_t p = 0; p < k; p++, a += step, b += ldb) {
+        DT__V b0 = DT__LOAD(b), b1 = DT__LOAD(b + DT__NV);
+        DT__ATTENTION_ROWS(DT__STRIDED_STEP)
+    }
+    if (factor) {
+        DT__V f0 = DT__LOAD(factor), f1 = DT__LOAD(factor + DT__NV);
+        DT__ATTENTION_ROWS(DT__MICRO_ADD)
+    }
+    DT__ATTENTION_ROWS(DT__MICRO_STORE)
+}
+#undef DT__STRIDED_STEP
+#undef DT__MICRO_ADD
 
 /* The micro-kernel for bf16, which uses the processor's dot product of pairs (vdpbf16ps). A 32-bit
    word holds the elements of k indices 2p and 2p + 1. A panel of words is read like a panel of
@@ -9471,7 +9754,7 @@ DT__FN dt_status DT__K(matmul)(const dt_matmul_args *a) {
 }
 #endif
 
-// ==== 22. CPU kernels, once over float and double ===============================================
+// ==== 27. CPU kernels: elementwise, rows, norms =================================================
 
 /* The kernels of section 2 in plain C, compiled for float and double and for every instruction set.
    Most kernels work in strips: load widens bf16 and f16 to the compute type, the loop computes,
@@ -10055,230 +10338,438 @@ DT__FN dt_status DT__K(embedding_back)(const dt_embedding_back_args *a) {
     return DT_OK;
 }
 
-/* ---- attention ----
+#endif /* floating types */
 
-   Flash attention, arXiv:2205.14135: softmax(scale q k^T) v without a TQ x TK matrix in memory. The
-   naive version stores the scores (TQ,TK), applies softmax to each row and multiplies by v.
-   Online softmax instead keeps a maximum m, a sum l and a result o for each row. For further keys
-   with scores s it updates them to m', l' and o':
+// ==== 28. CPU kernels: attention ================================================================
+
+/* Attention: out = softmax(scale q k^T) v. The naive version computes this definition.
+   Flash attention, arXiv:2205.14135, computes the same result from tiles of keys, and never stores
+   a matrix of TQ x TK scores. Online softmax keeps three values for each query: the maximum m of
+   the scores so far, the sum l of e^(s - m), and the weighted sum o of e^(s - m) v. The scores s of
+   the next tile of keys update them:
 
        m' = max(m, max s)    l' = e^(m - m') l + sum e^(s - m')    o' = e^(m - m') o + e^(s - m') v
 
-   At the end out = o / l and lse = m + log l. The GPU kernels make this update for every tile of
-   keys. On the CPU, a block of NR queries reads all keys of a call at once; the update is made only
-   if the call merges its result with that of an earlier call (log-sum-exp merge, merge_lse). The
-   backward recomputes p = e^(s - lse).
+   After the last tile out = o / l, and lse = m + log l (log-sum-exp). The backward recomputes
+   p = e^(s - lse) tile by tile. The forward needs scratch memory for one block of queries and one
+   tile of keys, whatever T is; the backward also needs the gradients of one head's keys and values.
 
-                 keys 0 ........ tk           Each of the NR queries of a block is one vector lane:
-       queries   +---------+----+             scores^T is (keys,queries), out^T is (dim,queries).
-        block    |unmasked |mask|  skipped    Maxima and sums over keys stay within a lane.
-                 +---------+----+             Keys that no query attends to are skipped.
+                      tiles of keys           Each query of a block is one vector lane: scores^T is
+                  +------+------+------+      (keys,queries), out^T is (dim,queries). So m, l and
+       block of   | all  | some | none |      the factor e^(m - m') are vectors, and maxima and sums
+       queries    |  of the keys are   |      over keys stay within a lane. A tile of which no query
+                  |  visible   |skipped|      sees a key is skipped; a tile of which each query sees
+                  +------+------+------+      all keys needs no mask.
 
-   All matrix products use the micro-kernel, on tiles of ATTENTION_MR x NR:
+   One micro-kernel computes all products. It reads its first operand with any strides, so nothing
+   is transposed except q and dout, once per block of queries:
 
-                                                       panel a                 panel b
-       scores^T (keys,queries)  = k q^T                k in panels of keys     q^T
-       out^T    (dim,queries)  += v^T p^T              v^T in panels of dims   p^T itself
-       dp^T     (keys,queries)  = v dout^T             v in panels of keys     dout^T
-       dq^T     (dim,queries)  += k^T ds^T             k^T in panels of dims   ds^T itself
-       dv, dk   (keys,dim)     += p^T dout, ds^T q     p, ds transposed        dout, q in rows of NR
+       product                               first operand, one value at a time    vectors
+       scores^T (keys,queries)  = k q^T      k, row by row                         q^T
+       out^T    (dim,queries)  += v^T p^T    v, column by column                   p^T
+       dp^T     (keys,queries)  = v dout^T   v, row by row                         dout^T
+       dq^T     (dim,queries)  += k^T ds^T   k, column by column                   ds^T
+       dv, dk   (keys,dim)     += p^T dout, ds^T q    p^T, ds^T, row by row        dout, q
 
-   Every sum is one chain in ascending order. If only some queries of a block attend to a key, p is
-   0 for the other queries of the block. If this key's v is not finite, 0 times v is NaN, so the
-   results of the other queries become NaN too. */
+   A sum over keys is one chain within each tile, and the sums of the tiles are added in ascending
+   order. Tiles begin at multiples of DT__KEY_TILE keys for every query, and a key that a query does
+   not see adds an exact zero. So the bits of a query's result do not depend on the other queries.
+   If some queries of a block see a key whose v is not finite, the results of the other queries of
+   the block become NaN too, because 0 times v is NaN. */
 
-/* The scratch arrays for one key/value head and one block of queries. D is the dimension of a head,
-   NR is DT__NR. `keys` is tk rounded up to a multiple of 16, `dims` is D rounded up to a multiple
-   of DT__ATTENTION_MR, `wide` is D rounded up to a multiple of NR. */
+#if DT__BITS == 1 /* this part is compiled once, before the kernels of the floating types */
+
+/* ---- naive attention ---- */
+
+/* Returns the dot product of n elements of x from `at_x` and of y from `at_y`. */
+static double dt__naive_dot(
+    dt_dtype tx, const void *x, int64_t at_x, dt_dtype ty, const void *y, int64_t at_y, int64_t n) {
+    double sum = 0;
+    for (int64_t d = 0; d < n; d++)
+        sum += dt__number(tx, x, (size_t)(at_x + d)) * dt__number(ty, y, (size_t)(at_y + d));
+    return sum;
+}
+
+/* Adds `weight` times the n elements of x from `at` to `sum`. A weight of 0 adds nothing. */
+static void dt__naive_add(
+    double *sum, double weight, dt_dtype type, const void *x, int64_t at, int64_t n) {
+    for (int64_t d = 0; d < n && weight != 0; d++)
+        sum[d] += weight * dt__number(type, x, (size_t)(at + d));
+}
+
+/* The index of the first element of query i of head h in q and out, and of the key j that this head
+   reads in k and v. */
+static int64_t dt__query_at(const dt_attention_args *a, int64_t s, int64_t h, int64_t i) {
+    return ((s * a->tq + i) * a->heads + h) * a->dim;
+}
+static int64_t dt__key_at(const dt_attention_args *a, int64_t s, int64_t h, int64_t j) {
+    return ((s * a->tk + j) * a->kv_heads + h * a->kv_heads / a->heads) * a->dim;
+}
+
+/* Returns the score of a query and a key: scale q k, or -infinity if the mask hides the key. */
+static double dt__naive_score(
+    const dt_attention_args *a, int64_t s, int64_t h, int64_t i, int64_t j) {
+    const dt_attention_mask *m = &a->mask;
+    int64_t query = s * a->tq + i, key = s * a->tk + j;
+    int64_t q_position = m->q_position ? m->q_position[query] : i + a->tk - a->tq,
+            k_position = m->k_position ? m->k_position[key] : j;
+    if (m->causal && k_position > q_position) return -INFINITY;
+    int32_t document = m->q_document ? m->q_document[query] : 0;
+    if (m->k_document && m->k_document[key] != document) return -INFINITY;
+    return a->scale * dt__naive_dot(a->dtype, a->q, dt__query_at(a, s, h, i), a->dtype, a->k,
+                          dt__key_at(a, s, h, j), a->dim);
+}
+
+/* Naive attention, in double: for each query the scores of all keys, their softmax
+   e^(score - lse), and the product of the softmax and v. Computes the scores again for each step,
+   because a kernel has no memory of its own. With merge_lse, the result so far is one more key with
+   the score `before`. */
+static dt_status dt__naive_attention(const dt_attention_args *a) {
+    dt_dtype to = dt__wide(a->dtype, a->wide), stat = dt__wide(a->dtype, 1);
+    for (int64_t row = 0; row < a->batch * a->heads * a->tq; row++) { /* a row of lse (B,H,TQ) */
+        int64_t i = row % a->tq, h = row / a->tq % a->heads, s = row / a->tq / a->heads,
+                out = dt__query_at(a, s, h, i);
+        double before = a->merge_lse ? dt__number(stat, a->lse, (size_t)row) : -INFINITY;
+        double max = before, sum, lse, mix[DT__STRIP];
+        for (int64_t j = 0; j < a->tk; j++) max = fmax(max, dt__naive_score(a, s, h, i, j));
+        if (max == -INFINITY) max = 0; /* the query sees no key */
+        sum = exp(before - max);
+        for (int64_t j = 0; j < a->tk; j++) sum += exp(dt__naive_score(a, s, h, i, j) - max);
+        lse = max + log(sum);
+        dt__set_number(stat, a->lse, (size_t)row, lse);
+        for (int64_t d = 0; d < a->dim; d += DT__STRIP) {
+            int64_t n = a->dim - d < DT__STRIP ? a->dim - d : DT__STRIP;
+            memset(mix, 0, sizeof mix);
+            if (a->merge_lse && sum != 0)
+                dt__naive_add(mix, exp(before - lse), to, a->out, out + d, n);
+            for (int64_t j = 0; j < a->tk && sum != 0; j++)
+                dt__naive_add(mix, exp(dt__naive_score(a, s, h, i, j) - lse), a->dtype, a->v,
+                    dt__key_at(a, s, h, j) + d, n);
+            for (int64_t c = 0; c < n; c++)
+                dt__set_number(to, a->out, (size_t)(out + d + c), mix[c]);
+        }
+    }
+    return DT_OK;
+}
+
+/* Computes p = e^(score - lse) of one query and one key, and the gradient of q k: with
+   dp = dout v, ds = scale p (dp - sum over keys of p dp), where the sum equals dout out. */
+static void dt__naive_pair(const dt_attention_back_args *g, const dt_attention_args *a, int64_t s,
+    int64_t h, int64_t i, int64_t j, double *p, double *ds) {
+    int64_t q = dt__query_at(a, s, h, i), k = dt__key_at(a, s, h, j), D = a->dim;
+    double lse =
+        dt__number(dt__wide(a->dtype, 1), a->lse, (size_t)((s * a->heads + h) * a->tq + i));
+    *p = lse > -INFINITY ? exp(dt__naive_score(a, s, h, i, j) - lse) : 0;
+    *ds = 0;
+    if (*p == 0) return;
+    *ds = a->scale * *p *
+          (dt__naive_dot(a->dtype, g->dout, q, a->dtype, a->v, k, D) -
+              dt__naive_dot(a->dtype, g->dout, q, dt__wide(a->dtype, a->wide), a->out, q, D));
+}
+
+/* Stores n elements of a gradient, or adds them to it. Does nothing if `array` is NULL. */
+static void dt__naive_store(
+    dt_dtype type, void *array, int64_t at, int64_t n, const double *sum, int accumulate) {
+    for (int64_t d = 0; d < n && array; d++)
+        dt__set_number(type, array, (size_t)(at + d),
+            sum[d] + (accumulate ? dt__number(type, array, (size_t)(at + d)) : 0));
+}
+
+/* The naive backward: dq = sum over keys of ds k, dk = sum over queries of ds q, dv = sum over
+   queries of p dout. The queries of all heads that read a key add to the key's gradients. */
+static dt_status dt__naive_attention_back(
+    const dt_attention_back_args *g, const dt_attention_args *a) {
+    dt_dtype to = dt__wide(a->dtype, a->wide), type = a->dtype;
+    int64_t H = a->heads, group = H / a->kv_heads;
+    double p, ds, sum[DT__STRIP], sum_v[DT__STRIP];
+    for (int64_t d = 0; d < a->dim; d += DT__STRIP) {
+        int64_t n = a->dim - d < DT__STRIP ? a->dim - d : DT__STRIP;
+        for (int64_t row = 0; row < a->batch * H * a->tq; row++) {
+            int64_t i = row % a->tq, h = row / a->tq % H, s = row / a->tq / H;
+            memset(sum, 0, sizeof sum);
+            for (int64_t j = 0; j < a->tk && g->dq; j++) {
+                dt__naive_pair(g, a, s, h, i, j, &p, &ds);
+                dt__naive_add(sum, ds, type, a->k, dt__key_at(a, s, h, j) + d, n);
+            }
+            dt__naive_store(to, g->dq, dt__query_at(a, s, h, i) + d, n, sum, g->accumulate_q);
+        }
+        for (int64_t row = 0; row < a->batch * a->kv_heads * a->tk; row++) {
+            int64_t j = row % a->tk, kv = row / a->tk % a->kv_heads, s = row / a->tk / a->kv_heads,
+                    key = dt__key_at(a, s, kv * group, j) + d;
+            memset(sum, 0, sizeof sum);
+            memset(sum_v, 0, sizeof sum_v);
+            for (int64_t r = 0; r < group * a->tq; r++) {
+                int64_t h = kv * group + r / a->tq, i = r % a->tq,
+                        query = dt__query_at(a, s, h, i) + d;
+                dt__naive_pair(g, a, s, h, i, j, &p, &ds);
+                dt__naive_add(sum, ds, type, a->q, query, n);
+                dt__naive_add(sum_v, p, type, g->dout, query, n);
+            }
+            dt__naive_store(to, g->dk, key, n, sum, g->accumulate_k);
+            dt__naive_store(to, g->dv, key, n, sum_v, g->accumulate_v);
+        }
+    }
+    return DT_OK;
+}
+
+/* ---- flash attention: which keys the queries see ---- */
+
+/* A block of queries. All query heads that read one key/value head form one list of queries: first
+   all queries of the first head, then those of the next. Blocks divide this list, so the heads
+   share the tiles of keys (grouped-query attention, arXiv:2305.13245: H query heads share K
+   key/value heads; K = H is multi-head attention, K = 1 is multi-query attention). The lanes of a
+   block are computed in groups of NR. */
+typedef struct dt__query_block {
+    int64_t queries, lanes;          /* lanes: `queries` rounded up to a multiple of NR */
+    int64_t at[DT__QUERY_BLOCK];     /* the query's first element in q and out */
+    int64_t lse_at[DT__QUERY_BLOCK]; /* the query's element in lse */
+    int32_t position[DT__QUERY_BLOCK], document[DT__QUERY_BLOCK];
+} dt__query_block;
+
+/* A tile of keys. */
+typedef struct dt__key_tile {
+    int64_t first, count;
+    int32_t position[DT__KEY_TILE], document[DT__KEY_TILE];
+} dt__key_tile;
+
+/* The keys of a tile that a group of NR queries sees: no query sees keys from `end` on, and all
+   queries see all keys before `unmasked`. */
+typedef struct dt__visible {
+    int64_t unmasked, end;
+} dt__visible;
+
+/* Makes the block that begins with query `first` of key/value head kv of sequence s. Lanes after
+   the last query repeat it, so that they see nothing that no query sees. */
+static void dt__query_block_make(dt__query_block *b, const dt_attention_args *a, int64_t s,
+    int64_t kv, int64_t first, int64_t nr) {
+    int64_t group = a->heads / a->kv_heads, left = group * a->tq - first;
+    const dt_attention_mask *m = &a->mask;
+    b->queries = left < DT__QUERY_BLOCK ? left : (int64_t)DT__QUERY_BLOCK;
+    b->lanes = (b->queries + nr - 1) / nr * nr;
+    for (int64_t l = 0; l < b->lanes; l++) {
+        int64_t r = first + (l < b->queries ? l : b->queries - 1), h = kv * group + r / a->tq,
+                i = r % a->tq;
+        b->at[l] = dt__query_at(a, s, h, i);
+        b->lse_at[l] = (s * a->heads + h) * a->tq + i;
+        b->position[l] =
+            m->q_position ? m->q_position[s * a->tq + i] : (int32_t)(i + a->tk - a->tq);
+        b->document[l] = m->k_document && m->q_document ? m->q_document[s * a->tq + i] : 0;
+    }
+}
+
+static void dt__key_tile_make(
+    dt__key_tile *t, const dt_attention_args *a, int64_t s, int64_t first) {
+    const dt_attention_mask *m = &a->mask;
+    t->first = first;
+    t->count = a->tk - first < DT__KEY_TILE ? a->tk - first : (int64_t)DT__KEY_TILE;
+    for (int64_t j = 0; j < t->count; j++) {
+        t->position[j] =
+            m->k_position ? m->k_position[s * a->tk + first + j] : (int32_t)(first + j);
+        t->document[j] = m->k_document ? m->k_document[s * a->tk + first + j] : 0;
+    }
+}
+
+/* Returns which keys of the tile the nr queries from `lane` on see. */
+static dt__visible dt__visible_keys(const dt_attention_args *a, const dt__query_block *b,
+    int64_t lane, int64_t nr, const dt__key_tile *t) {
+    int32_t latest = INT32_MIN, earliest = INT32_MAX, lowest = INT32_MAX, highest = INT32_MIN;
+    dt__visible v = { 0, t->count };
+    for (int64_t l = lane; l < lane + nr; l++) {
+        latest = b->position[l] > latest ? b->position[l] : latest;
+        earliest = b->position[l] < earliest ? b->position[l] : earliest;
+        highest = b->document[l] > highest ? b->document[l] : highest;
+        lowest = b->document[l] < lowest ? b->document[l] : lowest;
+    }
+    if (!a->mask.causal) latest = earliest = INT32_MAX;
+    while (v.end > 0 && (t->position[v.end - 1] > latest || t->document[v.end - 1] > highest ||
+                            t->document[v.end - 1] < lowest))
+        v.end--;
+    while (v.unmasked < v.end && t->position[v.unmasked] <= earliest &&
+           t->document[v.unmasked] == lowest && lowest == highest)
+        v.unmasked++;
+    return v;
+}
+
+/* Finds out which keys of the tile each group of nr lanes sees. Returns the number of keys up to
+   the last one that any query of the block sees; 0 means that the tile is skipped. */
+static int64_t dt__visible_tile(const dt_attention_args *a, const dt__query_block *b, int64_t nr,
+    const dt__key_tile *t, dt__visible *visible) {
+    int64_t end = 0;
+    for (int64_t lane = 0; lane < b->lanes; lane += nr) {
+        visible[lane / nr] = dt__visible_keys(a, b, lane, nr, t);
+        end = visible[lane / nr].end > end ? visible[lane / nr].end : end;
+    }
+    return end;
+}
+
+#else /* the flash kernels of one floating type */
+
+/* ---- flash attention ---- */
+
+static const DT__REAL DT__K(ones)[DT__LANES] = { 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
+    1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1 };
+
+/* The scratch arrays of one thread. D is the dimension of a head, QB is DT__QUERY_BLOCK, KT is
+   DT__KEY_TILE. `wide` is D rounded up to a multiple of DT__LANES. */
 typedef struct DT__K(attention_work) {
-    int64_t keys, dims, wide;
-    /* With MR = DT__ATTENTION_MR: k_rows and v_rows hold panels of MR keys, (keys/MR,D,MR). k_dims
-       and v_dims hold panels of MR dimensions, (dims/MR,tk,MR). */
-    DT__REAL *k_rows, *k_dims, *v_rows, *v_dims;
-    DT__REAL *dk, *dv;              /* (wide/NR,keys,NR) each: the head's gradients dk and dv */
-    DT__REAL *q_lanes, *dout_lanes; /* (D,NR) each: q^T and dout^T */
-    DT__REAL *q_rows, *dout_rows;   /* (wide/NR,NR,NR) each: q and dout */
-    DT__REAL *out;                  /* (dims,NR): out^T in the forward, dq^T in the backward */
-    DT__REAL *p, *ds;               /* (keys,NR) each: p^T and ds^T */
-    DT__REAL *transposed;           /* (NR,keys): p or ds */
-    /* (tk) each: positions and documents of the sequence's keys. k_document is NULL if all keys
-       belong to one document. */
-    int32_t *k_position, *k_document;
+    int64_t wide;
+    DT__REAL *k, *v;                /* (KT,wide) each: the tile of keys in the compute type */
+    DT__REAL *q, *dout;             /* (QB,wide) each: scale q and dout of the block */
+    DT__REAL *q_lanes, *dout_lanes; /* (wide,QB) each: q and dout transposed */
+    DT__REAL *p, *ds;               /* (KT,QB) each: p^T and ds^T */
+    DT__REAL *out;                  /* (wide,QB): out^T in the forward, dq^T in the backward */
+    DT__REAL *dk, *dv; /* (keys,wide) each: the sums of one head; only the backward has them */
+    /* for each query of the block, in the forward: m and l; in the backward: lse and dout out */
+    DT__REAL max[DT__QUERY_BLOCK], sum[DT__QUERY_BLOCK];
+    DT__REAL lse[DT__QUERY_BLOCK], mean[DT__QUERY_BLOCK];
 } DT__K(attention_work);
 
-DT__FN DT__K(attention_work) DT__K(attention_work_at)(void *work, int64_t tk, int64_t dim) {
-    DT__K(attention_work) w;
-    w.keys = (tk + 15) / 16 * 16; /* a multiple of DT__ATTENTION_MR and of DT__TRANSPOSE */
-    w.dims = (dim + DT__ATTENTION_MR - 1) / DT__ATTENTION_MR * DT__ATTENTION_MR;
-    w.wide = (dim + DT__NR - 1) / DT__NR * DT__NR;
-    w.k_rows = (DT__REAL *)dt__align64(work);
-    w.k_dims = w.k_rows + w.keys * dim;
-    w.v_rows = w.k_dims + tk * w.dims;
-    w.v_dims = w.v_rows + w.keys * dim;
-    w.dk = w.v_dims + tk * w.dims;
-    w.dv = w.dk + w.keys * w.wide;
-    w.p = w.dv + w.keys * w.wide;
-    w.ds = w.p + w.keys * DT__NR;
-    w.q_lanes = w.ds + w.keys * DT__NR;
-    w.dout_lanes = w.q_lanes + dim * DT__NR;
-    w.q_rows = w.dout_lanes + dim * DT__NR;
-    w.dout_rows = w.q_rows + w.wide * DT__NR;
-    w.out = w.dout_rows + w.wide * DT__NR;
-    w.transposed = w.out + w.dims * DT__NR;
-    w.k_position = (int32_t *)(w.transposed + w.keys * DT__NR);
-    w.k_document = w.k_position + tk;
-    return w;
+/* bytes: scratch memory of one thread */
+DT__FN void DT__K(attention_work_at)(
+    DT__K(attention_work) * w, void *work, size_t bytes, int64_t tk, int64_t dim) {
+    int64_t wide = (dim + DT__LANES - 1) / DT__LANES * DT__LANES, keys = (tk + 15) / 16 * 16;
+    char *own = (char *)work + (size_t)dt__omp_thread() * bytes;
+    w->wide = wide;
+    w->k = (DT__REAL *)dt__align64(own);
+    w->v = w->k + DT__KEY_TILE * wide;
+    w->q = w->v + DT__KEY_TILE * wide;
+    w->dout = w->q + DT__QUERY_BLOCK * wide;
+    w->q_lanes = w->dout + DT__QUERY_BLOCK * wide;
+    w->dout_lanes = w->q_lanes + DT__QUERY_BLOCK * wide;
+    w->out = w->dout_lanes + DT__QUERY_BLOCK * wide;
+    w->p = w->out + DT__QUERY_BLOCK * wide;
+    w->ds = w->p + DT__KEY_TILE * DT__QUERY_BLOCK;
+    w->dk = w->ds + DT__KEY_TILE * DT__QUERY_BLOCK;
+    w->dv = w->dk + keys * wide;
 }
 
-/* Packs n rows of `dim` elements each into panels of `width` rows: (ceil(n/width),dim,width). The
-   rows are `ld` elements apart. If the last panel has more rows than are left, its other rows are
-   zero. */
-DT__FN void DT__K(pack_row_panels)(DT__REAL *panels, int64_t width, dt_dtype dtype,
-    const void *from, int64_t at, int64_t ld, int64_t n, int64_t dim) {
-    for (int64_t i = 0; i < n; i += width) {
-        int64_t have = n - i < width ? n - i : width;
-        DT__K(pack_columns)(dtype, 0, panels + i * dim, width, from, at + i * ld, ld, have, dim);
+/* Loads one row of `dim` elements, and fills it up to `wide` elements with zeros. */
+DT__FN void DT__K(load_row)(
+    DT__REAL *to, int64_t wide, dt_dtype dtype, const void *from, int64_t at, int64_t dim) {
+    const DT__REAL *row = DT__K(load)(dtype, from, at, dim, to);
+    if (row != to) memcpy(to, row, (size_t)dim * sizeof *to);
+    for (int64_t i = dim; i < wide; i++) to[i] = 0;
+}
+
+/* Loads the first n keys or values of a tile, and zeros for the keys that complete the last panel
+   of DT__ATTENTION_MR keys. */
+DT__FN void DT__K(load_keys)(DT__REAL *to, const DT__K(attention_work) * w,
+    const dt_attention_args *a, const void *from, int64_t at, int64_t n) {
+    for (int64_t j = 0; j < n; j++) DT__K(load_row)
+    (to + j * w->wide, w->wide, a->dtype, from, at + j * a->kv_heads * a->dim, a->dim);
+    for (; n % DT__ATTENTION_MR != 0; n++)
+        memset(to + n * w->wide, 0, (size_t)w->wide * sizeof *to);
+}
+
+/* Loads the block's rows of q or dout, times `scale`, and transposes them. Lanes without a query
+   are zero. */
+DT__FN void DT__K(load_queries)(DT__REAL *rows, DT__REAL *lanes, const DT__K(attention_work) * w,
+    const dt_attention_args *a, const dt__query_block *b, const void *from, DT__REAL scale) {
+    for (int64_t l = 0; l < b->lanes; l++) {
+        DT__REAL *row = rows + l * w->wide;
+        if (l < b->queries)
+            DT__K(load_row)(row, w->wide, a->dtype, from, b->at[l], a->dim);
+        else
+            memset(row, 0, (size_t)w->wide * sizeof *row);
+        for (int64_t i = 0; i < a->dim; i++) row[i] *= scale;
+    }
+    for (int64_t l = 0; l < b->lanes; l += DT__TRANSPOSE) {
+        const DT__REAL *row[DT__TRANSPOSE];
+        for (int64_t i = 0; i < DT__TRANSPOSE; i++) row[i] = rows + (l + i) * w->wide;
+        DT__K(transpose)(lanes + l, DT__QUERY_BLOCK, row, a->dim);
     }
 }
 
-/* Packs n rows of `dim` elements each into panels of `width` columns: (ceil(dim/width),n,width).
-   The rows are `ld` elements apart, the panels `step` elements. */
-DT__FN void DT__K(pack_column_panels)(DT__REAL *panels, int64_t step, int64_t width, dt_dtype dtype,
-    const void *from, int64_t at, int64_t ld, int64_t n, int64_t dim) {
-    for (int64_t c = 0; c < dim; c += width, panels += step) DT__K(pack_rows)
-    (dtype, 0, panels, width, from, at + c, ld, dim - c < width ? dim - c : width, n);
-}
-
-/* A block of at most DT__NR queries of one head, and the range of keys to which these queries
-   attend. */
-typedef struct DT__K(query_block) {
-    int64_t queries;
-    int64_t q_offset;   /* index of the first query's first element in q and out. The queries of
-                           the block are heads * dim elements apart. */
-    int64_t lse_offset; /* index of the first query in lse */
-    /* No query attends to keys from visible_end on; a multiple of DT__ATTENTION_MR. */
-    int64_t visible_end;
-    int64_t unmasked_end; /* every query attends to all keys [0, unmasked_end) */
-    /* position and document of each query; lanes after the last query repeat the last query's */
-    int32_t position[DT__LANES], document[DT__LANES];
-} DT__K(query_block);
-
-DT__FN void DT__K(query_block_make)(DT__K(query_block) * b, const dt_attention_mask *s,
-    const DT__K(attention_work) * w, int64_t sequence, int64_t i, int64_t tq, int64_t tk) {
-    int32_t latest = INT32_MIN, first = INT32_MAX;
-    b->queries = tq - i < DT__NR ? tq - i : DT__NR;
-    for (int64_t l = 0; l < DT__NR; l++) {
-        int64_t at = i + (l < b->queries ? l : b->queries - 1);
-        b->position[l] =
-            s->q_position ? s->q_position[sequence * tq + at] : (int32_t)(at + tk - tq);
-        b->document[l] = s->q_document ? s->q_document[sequence * tq + at] : 0;
-        if (b->position[l] > latest) latest = b->position[l];
-        if (b->position[l] < first) first = b->position[l];
-    }
-    b->visible_end = tk;
-    b->unmasked_end = 0;
-    while (!w->k_document && b->unmasked_end < tk &&
-           (!s->causal || w->k_position[b->unmasked_end] <= first))
-        b->unmasked_end++;
-    while (s->causal && b->visible_end > 0 && w->k_position[b->visible_end - 1] > latest)
-        b->visible_end--;
-    b->visible_end = (b->visible_end + DT__ATTENTION_MR - 1) / DT__ATTENTION_MR * DT__ATTENTION_MR;
-}
-
-/* Masks key j: sets row[l] to -infinity for every query l that does not attend to the key. */
-DT__FN void DT__K(mask_row)(DT__REAL *row, const DT__K(query_block) * b,
-    const DT__K(attention_work) * w, int causal, int64_t j, int64_t tk) {
-    int32_t position = causal ? (j < tk ? w->k_position[j] : INT32_MAX) : INT32_MIN;
-    if (j >= tk)
-        for (int l = 0; l < DT__NR; l++) row[l] = (DT__REAL)-INFINITY;
-    for (int l = 0; l < DT__NR; l++)
-        row[l] = position > b->position[l] ? (DT__REAL)-INFINITY : row[l];
-    if (!w->k_document || j >= tk) return;
-    for (int l = 0; l < DT__NR; l++)
-        row[l] = w->k_document[j] != b->document[l] ? (DT__REAL)-INFINITY : row[l];
-}
-
-/* Computes to(keys,NR) for keys [0, end): the product of `rows`, which holds k or v in panels of
-   keys, and `lanes`, which holds q^T or dout^T. */
-DT__FN void DT__K(scores)(
-    DT__REAL *to, const DT__REAL *rows, const DT__REAL *lanes, int64_t end, int64_t dim) {
-    for (int64_t j = 0; j < end; j += DT__ATTENTION_MR) DT__K(attention_micro_kernel)
-    (dim, rows + j * dim, DT__ATTENTION_MR, lanes, to + j * DT__NR, DT__NR, 1, NULL, 0);
-}
-
-/* Computes to(dims,NR), the sum over keys [0, end) of `scores` (p or ds) times v or k. `dims` holds
-   v or k in panels of dimensions. */
-DT__FN void DT__K(weighted_sums)(DT__REAL *to, const DT__K(attention_work) * w,
-    const DT__REAL *dims, const DT__REAL *scores, int64_t end, int64_t tk) {
-    int64_t keys = end < tk ? end : tk;
-    for (int64_t d = 0; d < w->dims; d += DT__ATTENTION_MR) DT__K(attention_micro_kernel)
-    (keys, dims + d * tk, DT__ATTENTION_MR, scores, to + d * DT__NR, DT__NR, 1, NULL, 0);
-}
-
-/* Transposes a block's result w->out, (dims,NR), into w->q_rows, which receives one row for each
-   query. The rows are w->wide elements apart. */
-DT__FN void DT__K(transpose_out)(const DT__K(attention_work) * w) {
+/* Transposes w->out into w->q, one row for each query. */
+DT__FN void DT__K(transpose_out)(const DT__K(attention_work) * w, const dt__query_block *b) {
     for (int64_t d = 0; d < w->wide; d += DT__TRANSPOSE) {
         const DT__REAL *row[DT__TRANSPOSE];
-        for (int64_t i = 0; i < DT__TRANSPOSE; i++)
-            row[i] = w->out + (d + i < w->dims ? d + i : 0) * DT__NR;
-        DT__K(transpose)(w->q_rows + d, w->wide, row, DT__NR);
+        for (int64_t i = 0; i < DT__TRANSPOSE; i++) row[i] = w->out + (d + i) * DT__QUERY_BLOCK;
+        DT__K(transpose)(w->q + d, w->wide, row, b->lanes);
     }
 }
 
-/* Replaces the scores s of a block, in w->p, by p = e^(s - max). max[l] and sum[l] receive the
-   maximum of s and the sum of p of query l. The caller divides the block's result by `sum`. */
-DT__FN void DT__K(softmax_block)(const dt_attention_args *a, const DT__K(query_block) * b,
-    const DT__K(attention_work) * w, DT__REAL *max, DT__REAL *sum) {
-    for (int l = 0; l < DT__NR; l++) max[l] = (DT__REAL)-INFINITY;
-    for (int64_t j = 0; j < b->visible_end; j++) {
-        DT__REAL *row = w->p + j * DT__NR;
-        if (j >= b->unmasked_end) DT__K(mask_row)(row, b, w, a->mask.causal, j, a->tk);
+/* Masks key j of the tile: sets row[l] to -infinity for every query l that does not see the key. */
+DT__FN void DT__K(mask_row)(DT__REAL *row, const dt_attention_mask *mask, const int32_t *position,
+    const int32_t *document, const dt__key_tile *t, int64_t j) {
+    int32_t k_position = mask->causal ? t->position[j] : INT32_MIN, k_document = t->document[j];
+    for (int l = 0; l < DT__NR; l++)
+        row[l] = k_position > position[l] ? (DT__REAL)-INFINITY : row[l];
+    if (!mask->k_document) return;
+    for (int l = 0; l < DT__NR; l++)
+        row[l] = k_document != document[l] ? (DT__REAL)-INFINITY : row[l];
+}
+
+/* Computes `to` (keys,NR) for the first n keys of the tile and NR lanes: the products of `rows`,
+   which is k or v, and `lanes`, which is q^T or dout^T. */
+DT__FN void DT__K(scores)(DT__REAL *to, const DT__K(attention_work) * w, const DT__REAL *rows,
+    const DT__REAL *lanes, int64_t n, int64_t dim) {
+    for (int64_t j = 0; j < n; j += DT__ATTENTION_MR) DT__K(attention_micro_kernel)
+    (dim, rows + j * w->wide, w->wide, 1, lanes, DT__QUERY_BLOCK, to + j * DT__QUERY_BLOCK,
+        DT__QUERY_BLOCK, NULL);
+}
+
+/* Computes to = factor * to + rows^T scores: (dim,NR) for NR lanes, summed over the first n keys of
+   the tile. `rows` is v or k; `scores` is p^T or ds^T. */
+DT__FN void DT__K(weighted_sums)(DT__REAL *to, const DT__K(attention_work) * w,
+    const DT__REAL *rows, const DT__REAL *scores, int64_t n, int64_t dim, const DT__REAL *factor) {
+    for (int64_t d = 0; d < dim; d += DT__ATTENTION_MR) DT__K(attention_micro_kernel)
+    (n, rows + d, 1, w->wide, scores, DT__QUERY_BLOCK, to + d * DT__QUERY_BLOCK, DT__QUERY_BLOCK,
+        factor);
+}
+
+/* Online softmax of a tile for NR lanes. Replaces the scores s in w->p by p = e^(s - m'), and
+   updates m and l. factor[l] receives e^(m - m'). */
+DT__FN void DT__K(softmax_tile)(DT__K(attention_work) * w, const dt_attention_args *a,
+    const dt__query_block *b, int64_t lane, const dt__key_tile *t, dt__visible v,
+    DT__REAL *factor) {
+    DT__REAL max[DT__NR], sum[DT__NR], *first = w->p + lane, *row = first;
+    for (int l = 0; l < DT__NR; l++) max[l] = w->max[lane + l];
+    for (int64_t j = 0; j < v.end; j++, row += DT__QUERY_BLOCK) {
+        if (j >= v.unmasked) DT__K(mask_row)
+        (row, &a->mask, b->position + lane, b->document + lane, t, j);
         for (int l = 0; l < DT__NR; l++) max[l] = row[l] > max[l] ? row[l] : max[l];
     }
     for (int l = 0; l < DT__NR; l++) {
-        sum[l] = 0;
-        /* if the query attends to no key, a max of 0 gives p = e^(-infinity - 0) = 0 */
+        DT__REAL m = w->max[lane + l];
+        w->max[lane + l] = max[l];
+        /* if the query has seen no key yet, 0 in place of m' gives e^(-infinity - 0) = 0 */
         max[l] = max[l] == (DT__REAL)-INFINITY ? 0 : max[l];
+        factor[l] = DT__EXP(m - max[l]);
+        sum[l] = 0;
     }
-    for (int64_t j = 0; j < b->visible_end; j++) {
-        DT__REAL *row = w->p + j * DT__NR;
+    row = first;
+    for (int64_t j = 0; j < v.end; j++, row += DT__QUERY_BLOCK) {
         for (int l = 0; l < DT__NR; l++) row[l] = DT__EXP(row[l] - max[l]);
         for (int l = 0; l < DT__NR; l++) sum[l] += row[l];
     }
+    for (int l = 0; l < DT__NR; l++) w->sum[lane + l] = w->sum[lane + l] * factor[l] + sum[l];
 }
 
-/* Flash attention of one block of queries. Log-sum-exp merge: if merge_lse is set, out and lse hold
-   the result for other keys on entry, and the result for both sets of keys on return. With out_here
-   and lse_here, the result for this call's keys, the merged result is
+/* Stores out = o / l and lse = m + log l of the block's queries. Log-sum-exp merge: if merge_lse is
+   set, out and lse hold the result for other keys on entry, and the result for both sets of keys on
+   return. With out_here and lse_here, the result for this call's keys, the merged result is
 
        lse' = log(e^lse + e^lse_here)    out' = e^(lse - lse') out + e^(lse_here - lse') out_here */
-DT__FN void DT__K(attention_block)(
-    const dt_attention_args *a, const DT__K(query_block) * b, const DT__K(attention_work) * w) {
-    DT__REAL max[DT__LANES], sum[DT__LANES], buf[DT__STRIP],
-        *lse = (DT__REAL *)a->lse + b->lse_offset;
+DT__FN void DT__K(store_out)(
+    const DT__K(attention_work) * w, const dt_attention_args *a, const dt__query_block *b) {
     dt_dtype to = dt__wide(a->dtype, a->wide);
-    DT__K(pack_row_panels)
-    (w->q_lanes, DT__NR, a->dtype, a->q, b->q_offset, a->heads * a->dim, b->queries, a->dim);
-    for (int64_t i = 0; i < a->dim * DT__NR; i++) w->q_lanes[i] *= (DT__REAL)a->scale;
-    DT__K(scores)(w->p, w->k_rows, w->q_lanes, b->visible_end, a->dim);
-    DT__K(softmax_block)(a, b, w, max, sum);
-    DT__K(weighted_sums)(w->out, w, w->v_dims, w->p, b->visible_end, a->tk);
-    DT__K(transpose_out)(w);
+    DT__K(transpose_out)(w, b);
     for (int64_t r = 0; r < b->queries; r++) {
-        DT__REAL lse_here = sum[r] > 0 ? max[r] + DT__LOG(sum[r]) : (DT__REAL)-INFINITY,
-                 old_factor = 0, factor = 0, lse_both = lse_here;
-        if (a->merge_lse && lse[r] > lse_here)
-            lse_both = lse[r] + DT__LOG(1 + DT__EXP(lse_here - lse[r]));
+        DT__REAL buf[DT__STRIP],
+            *lse = (DT__REAL *)a->lse + b->lse_at[r], sum = w->sum[r],
+            lse_here = sum > 0 ? w->max[r] + DT__LOG(sum) : (DT__REAL)-INFINITY, old_factor = 0,
+            factor = 0, lse_both = lse_here;
+        if (a->merge_lse && *lse > lse_here)
+            lse_both = *lse + DT__LOG(1 + DT__EXP(lse_here - *lse));
         else if (a->merge_lse && lse_here > (DT__REAL)-INFINITY)
-            lse_both = lse_here + DT__LOG(1 + DT__EXP(lse[r] - lse_here));
-        if (sum[r] > 0) factor = DT__EXP(lse_here - lse_both) / sum[r];
-        if (a->merge_lse && lse[r] > (DT__REAL)-INFINITY) old_factor = DT__EXP(lse[r] - lse_both);
-        lse[r] = lse_both;
+            lse_both = lse_here + DT__LOG(1 + DT__EXP(*lse - lse_here));
+        if (sum > 0) factor = DT__EXP(lse_here - lse_both) / sum;
+        if (a->merge_lse && *lse > (DT__REAL)-INFINITY) old_factor = DT__EXP(*lse - lse_both);
+        *lse = lse_both;
         for (int64_t d = 0; d < a->dim; d += DT__STRIP) {
-            int64_t n = a->dim - d < DT__STRIP ? a->dim - d : DT__STRIP,
-                    at = b->q_offset + r * a->heads * a->dim + d;
-            DT__REAL *row = w->q_rows + r * w->wide + d;
+            int64_t n = a->dim - d < DT__STRIP ? a->dim - d : DT__STRIP, at = b->at[r] + d;
+            DT__REAL *row = w->q + r * w->wide + d;
             for (int64_t i = 0; i < n; i++) row[i] *= factor;
             if (a->merge_lse) {
                 const DT__REAL *old_out = DT__K(load)(to, a->out, at, n, buf);
@@ -10289,174 +10780,211 @@ DT__FN void DT__K(attention_block)(
     }
 }
 
-/* Sets the positions and documents of the keys of a sequence in *w. */
-DT__FN void DT__K(mask_of_keys)(
-    DT__K(attention_work) * w, const dt_attention_mask *s, int64_t sequence, int64_t tk) {
-    for (int64_t j = 0; j < tk; j++) {
-        w->k_position[j] = s->k_position ? s->k_position[sequence * tk + j] : (int32_t)j;
-        if (s->k_document) w->k_document[j] = s->k_document[sequence * tk + j];
-    }
-    if (!s->k_document) w->k_document = NULL;
-}
-
-/* Grouped-query attention, arXiv:2305.13245. H query heads share K key/value heads: query head h
-   reads key/value head h K / H. K = H is multi-head attention, K = 1 is multi-query attention. This
-   function computes the attention of all query heads that read key/value head g % K of sequence
-   g / K; these query heads share the packed panels of that head. */
-DT__FN void DT__K(attention_kv_head)(const dt_attention_args *a, void *work, int64_t g) {
-    int64_t H = a->heads, K = a->kv_heads, D = a->dim, s = g / K, kv = (s * a->tk * K + g % K) * D;
-    DT__K(attention_work) w = DT__K(attention_work_at)(work, a->tk, D);
-    DT__K(mask_of_keys)(&w, &a->mask, s, a->tk);
-    DT__K(pack_row_panels)(w.k_rows, DT__ATTENTION_MR, a->dtype, a->k, kv, K * D, a->tk, D);
-    DT__K(pack_column_panels)
-    (w.v_dims, a->tk * DT__ATTENTION_MR, DT__ATTENTION_MR, a->dtype, a->v, kv, K * D, a->tk, D);
-    for (int64_t h = g % K * (H / K); h < (g % K + 1) * (H / K); h++) {
-        for (int64_t i = 0; i < a->tq; i += DT__NR) {
-            DT__K(query_block) b;
-            b.q_offset = ((s * a->tq + i) * H + h) * D;
-            b.lse_offset = (s * H + h) * a->tq + i;
-            DT__K(query_block_make)(&b, &a->mask, &w, s, i, a->tq, a->tk);
-            DT__K(attention_block)(a, &b, &w);
+/* Flash attention of one block of queries: all tiles of keys in ascending order. */
+DT__FN void DT__K(attention_block)(
+    const dt_attention_args *a, int64_t s, int64_t kv, int64_t first) {
+    DT__K(attention_work) w;
+    dt__query_block b;
+    dt__key_tile t;
+    dt__visible visible[DT__QUERY_BLOCK / DT__NR];
+    DT__REAL factor[DT__NR];
+    DT__K(attention_work_at)(&w, a->work, a->work_bytes, 0, a->dim);
+    dt__query_block_make(&b, a, s, kv, first, DT__NR);
+    DT__K(load_queries)(w.q, w.q_lanes, &w, a, &b, a->q, (DT__REAL)a->scale);
+    for (int64_t d = 0; d < w.wide; d++)
+        memset(w.out + d * DT__QUERY_BLOCK, 0, (size_t)b.lanes * sizeof *w.out);
+    for (int64_t l = 0; l < b.lanes; l++) w.max[l] = (DT__REAL)-INFINITY, w.sum[l] = 0;
+    for (int64_t j = 0; j < a->tk; j += DT__KEY_TILE) {
+        dt__key_tile_make(&t, a, s, j);
+        int64_t end = dt__visible_tile(a, &b, DT__NR, &t, visible),
+                at = ((s * a->tk + j) * a->kv_heads + kv) * a->dim;
+        if (end == 0) continue;
+        DT__K(load_keys)(w.k, &w, a, a->k, at, end);
+        DT__K(load_keys)(w.v, &w, a, a->v, at, end);
+        for (int64_t lane = 0; lane < b.lanes; lane += DT__NR) {
+            dt__visible v = visible[lane / DT__NR];
+            if (v.end == 0) continue;
+            DT__K(scores)(w.p + lane, &w, w.k, w.q_lanes + lane, v.end, a->dim);
+            DT__K(softmax_tile)(&w, a, &b, lane, &t, v, factor);
+            DT__K(weighted_sums)(w.out + lane, &w, w.v, w.p + lane, v.end, a->dim, factor);
         }
     }
+    DT__K(store_out)(&w, a, &b);
 }
 
 DT__FN dt_status DT__K(attention)(const dt_attention_args *a) {
-    int64_t K = a->kv_heads, stride = (int64_t)(a->work_bytes / (size_t)dt__omp_threads());
-    if (K < 1 || a->heads % K || !a->work ||
-        a->work_bytes < dt_attention_work(a->tk, a->dim, a->dtype))
-        return DT_ERR_ARG;
+    int64_t K = a->kv_heads;
+    if (K < 1 || a->heads % K) return DT_ERR_ARG;
+    if (!a->work) return dt__naive_attention(a);
+    if (a->work_bytes < dt_attention_work(0, a->dim, a->dtype)) return DT_ERR_ARG;
+    int64_t queries = a->heads / K * a->tq,
+            blocks = (queries + DT__QUERY_BLOCK - 1) / DT__QUERY_BLOCK;
+    dt_attention_args own = *a;
+    own.work_bytes /= (size_t)dt__omp_threads(); /* the bytes of each thread */
     DT__PARALLEL
-    for (int64_t g = 0; g < a->batch * K; g++)
-        DT__K(attention_kv_head)(a, (char *)a->work + dt__omp_thread() * stride, g);
+    for (int64_t g = 0; g < a->batch * K * blocks; g++) DT__K(attention_block)
+    (&own, g / blocks / K, g / blocks % K, g % blocks * DT__QUERY_BLOCK);
     return DT_OK;
 }
 
-/* The backward of softmax for one block. With p = e^(scale q k - lse) and dp = dout v, computes
-   ds = scale p (dp - sum over keys of p dp), where the sum equals dot(dout, out). On entry w->p
-   holds the scores and w->ds holds dp. On return w->p holds p and w->ds holds ds. */
-DT__FN void DT__K(softmax_back_block)(const dt_attention_back_args *a, const DT__K(query_block) * b,
-    const DT__K(attention_work) * w) {
-    DT__REAL scale = (DT__REAL)a->scale, lse[DT__LANES], mean[DT__LANES], buf_o[DT__STRIP],
-             buf_d[DT__STRIP], partial;
-    for (int64_t l = 0; l < DT__NR; l++) {
-        /* makes p = 0 if the lane has no query, or if the query attends to no key */
-        lse[l] = (DT__REAL)INFINITY;
-        mean[l] = 0;
+/* Loads lse and the mean of dp, which is dot(dout, out), of each query of the block. */
+DT__FN void DT__K(load_softmax)(
+    DT__K(attention_work) * w, const dt_attention_args *a, const dt__query_block *b) {
+    for (int64_t l = 0; l < b->lanes; l++) {
+        DT__REAL buf[DT__STRIP], partial;
+        /* infinity makes p = 0 if the lane has no query, or if the query sees no key */
+        w->lse[l] = (DT__REAL)INFINITY;
+        w->mean[l] = 0;
         if (l >= b->queries) continue;
-        DT__REAL row_lse = ((const DT__REAL *)a->lse)[b->lse_offset + l];
-        if (row_lse > (DT__REAL)-INFINITY) lse[l] = row_lse;
+        DT__REAL lse = ((const DT__REAL *)a->lse)[b->lse_at[l]];
+        if (lse > (DT__REAL)-INFINITY) w->lse[l] = lse;
         for (int64_t d = 0; d < a->dim; d += DT__STRIP) {
-            int64_t n = a->dim - d < DT__STRIP ? a->dim - d : DT__STRIP,
-                    at = b->q_offset + l * a->heads * a->dim + d;
-            const DT__REAL *out = DT__K(load)(dt__wide(a->dtype, a->wide), a->out, at, n, buf_o);
-            const DT__REAL *dout = DT__K(load)(a->dtype, a->dout, at, n, buf_d);
+            int64_t n = a->dim - d < DT__STRIP ? a->dim - d : DT__STRIP;
+            const DT__REAL *dout = w->dout + l * w->wide + d;
+            const DT__REAL *out =
+                DT__K(load)(dt__wide(a->dtype, a->wide), a->out, b->at[l] + d, n, buf);
             DT__SUM(DT__REAL, partial, n, dout[j] * out[j]);
-            mean[l] += partial;
+            w->mean[l] += partial;
         }
     }
-    for (int64_t j = 0; j < b->visible_end; j++) {
-        DT__REAL *p = w->p + j * DT__NR, *ds = w->ds + j * DT__NR;
-        for (int l = 0; l < DT__NR; l++) p[l] -= lse[l];
-        if (j >= b->unmasked_end) DT__K(mask_row)(p, b, w, a->mask.causal, j, a->tk);
-        for (int l = 0; l < DT__NR; l++) p[l] = DT__EXP(p[l]);
-        for (int l = 0; l < DT__NR; l++) ds[l] = p[l] * (ds[l] - mean[l]) * scale;
-    }
 }
 
-/* Adds the contribution of a block of queries to the gradients of keys or values. `scores`,
-   (keys,queries), is ds or p; `rows`, (queries,dim), is q or dout; their product is added to `sum`,
-   (keys,dim). Transposes `scores` first, because the micro-kernel multiplies DT__ATTENTION_MR keys
-   at a time, and reads for one query after another the values of these keys from consecutive
-   addresses. */
-DT__FN void DT__K(add_key_grads)(DT__REAL *sum, const DT__K(attention_work) * w,
-    const DT__REAL *scores, const DT__REAL *rows, int64_t end) {
-    for (int64_t j = 0; j < end; j += DT__TRANSPOSE) {
-        const DT__REAL *row[DT__TRANSPOSE];
-        for (int64_t i = 0; i < DT__TRANSPOSE; i++)
-            row[i] = scores + (j + i < end ? j + i : end - 1) * DT__NR;
-        DT__K(transpose)(w->transposed + j, w->keys, row, DT__NR);
-    }
-    for (int64_t d = 0; d < w->wide; d += DT__NR)
-        for (int64_t j = 0; j < end; j += DT__ATTENTION_MR) DT__K(attention_micro_kernel)
-    (DT__NR, w->transposed + j, w->keys, rows + d * DT__NR, sum + d * w->keys + j * DT__NR, DT__NR,
-        0, NULL, 0);
-}
-
-DT__FN void DT__K(attention_back_block)(const dt_attention_back_args *a,
-    const DT__K(query_block) * b, const DT__K(attention_work) * w) {
-    int64_t ld = a->heads * a->dim, D = a->dim;
-    DT__K(pack_row_panels)(w->q_lanes, DT__NR, a->dtype, a->q, b->q_offset, ld, b->queries, D);
-    DT__K(pack_row_panels)
-    (w->dout_lanes, DT__NR, a->dtype, a->dout, b->q_offset, ld, b->queries, D);
-    for (int64_t i = 0; i < D * DT__NR; i++) w->q_lanes[i] *= (DT__REAL)a->scale;
-    DT__K(scores)(w->p, w->k_rows, w->q_lanes, b->visible_end, D);
-    DT__K(scores)(w->ds, w->v_rows, w->dout_lanes, b->visible_end, D);
-    DT__K(softmax_back_block)(a, b, w);
-    /* clears q_rows and dout_rows, because their rows after the last query must be zero */
-    memset(w->q_rows, 0, (size_t)(2 * w->wide * DT__NR) * sizeof *w->q_rows);
-    DT__K(pack_column_panels)
-    (w->q_rows, DT__NR * DT__NR, DT__NR, a->dtype, a->q, b->q_offset, ld, b->queries, D);
-    DT__K(pack_column_panels)
-    (w->dout_rows, DT__NR * DT__NR, DT__NR, a->dtype, a->dout, b->q_offset, ld, b->queries, D);
-    if (a->dk) DT__K(add_key_grads)(w->dk, w, w->ds, w->q_rows, b->visible_end);
-    if (a->dv) DT__K(add_key_grads)(w->dv, w, w->p, w->dout_rows, b->visible_end);
-    if (!a->dq) return;
-    DT__K(weighted_sums)(w->out, w, w->k_dims, w->ds, b->visible_end, a->tk);
-    DT__K(transpose_out)(w); /* overwrites q_rows, which is no longer needed */
-    for (int64_t r = 0; r < b->queries; r++) DT__K(store)
-    (dt__wide(a->dtype, a->wide), a->dq, b->q_offset + r * ld, D, w->q_rows + r * w->wide,
-        a->accumulate_q);
-}
-
-/* Stores the gradient of one head's keys or values. `sum` has shape (wide/NR,keys,NR); `to` has one
-   row for each key. Does nothing if `to` is NULL. */
-DT__FN void DT__K(store_key_grads)(const dt_attention_back_args *a, const DT__K(attention_work) * w,
-    void *to, int64_t kv, const DT__REAL *sum, int accumulate) {
-    for (int64_t d = 0; d < a->dim && to; d += DT__NR) {
-        int64_t n = a->dim - d < DT__NR ? a->dim - d : DT__NR;
-        for (int64_t j = 0; j < a->tk; j++) DT__K(store)
-        (dt__wide(a->dtype, a->wide), to, kv + j * a->kv_heads * a->dim + d, n,
-            sum + d * w->keys + j * DT__NR, accumulate);
-    }
-}
-
-/* The backward of one key/value head. The head's gradient is a sum over the query heads that read
-   the head and over the queries of each query head, both in ascending order. */
-DT__FN void DT__K(attention_back_kv_head)(const dt_attention_back_args *a, void *work, int64_t g) {
-    int64_t H = a->heads, K = a->kv_heads, D = a->dim, tk = a->tk, s = g / K,
-            kv = (s * tk * K + g % K) * D;
-    DT__K(attention_work) w = DT__K(attention_work_at)(work, tk, D);
-    DT__K(mask_of_keys)(&w, &a->mask, s, tk);
-    DT__K(pack_row_panels)(w.k_rows, DT__ATTENTION_MR, a->dtype, a->k, kv, K * D, tk, D);
-    DT__K(pack_column_panels)
-    (w.k_dims, tk * DT__ATTENTION_MR, DT__ATTENTION_MR, a->dtype, a->k, kv, K * D, tk, D);
-    DT__K(pack_row_panels)(w.v_rows, DT__ATTENTION_MR, a->dtype, a->v, kv, K * D, tk, D);
-    memset(w.dk, 0, (size_t)(2 * w.keys * w.wide) * sizeof *w.dk); /* clears dk and dv */
-    for (int64_t h = g % K * (H / K); h < (g % K + 1) * (H / K); h++) {
-        for (int64_t i = 0; i < a->tq; i += DT__NR) {
-            DT__K(query_block) b;
-            b.q_offset = ((s * a->tq + i) * H + h) * D;
-            b.lse_offset = (s * H + h) * a->tq + i;
-            DT__K(query_block_make)(&b, &a->mask, &w, s, i, a->tq, tk);
-            DT__K(attention_back_block)(a, &b, &w);
+/* The backward of softmax for NR lanes of a tile: p = e^(s - lse) and ds = p (dp - mean). On entry
+   w->p holds the scores and w->ds holds dp. On return they hold p and ds, which are 0 from key
+   v.end up to `end`. */
+DT__FN void DT__K(softmax_back_tile)(const DT__K(attention_work) * w, const dt_attention_args *a,
+    const dt__query_block *b, int64_t lane, const dt__key_tile *t, dt__visible v, int64_t end) {
+    const DT__REAL *lse = w->lse + lane, *mean = w->mean + lane;
+    for (int64_t j = 0; j < end; j++) {
+        DT__REAL *p = w->p + j * DT__QUERY_BLOCK + lane, *ds = w->ds + j * DT__QUERY_BLOCK + lane;
+        if (j >= v.end) {
+            for (int l = 0; l < DT__NR; l++) p[l] = ds[l] = 0;
+            continue;
         }
+        if (j >= v.unmasked) DT__K(mask_row)
+        (p, &a->mask, b->position + lane, b->document + lane, t, j);
+        for (int l = 0; l < DT__NR; l++) p[l] = DT__EXP(p[l] - lse[l]);
+        for (int l = 0; l < DT__NR; l++) ds[l] = p[l] * (ds[l] - mean[l]);
     }
-    DT__K(store_key_grads)(a, &w, a->dk, kv, w.dk, a->accumulate_k);
-    DT__K(store_key_grads)(a, &w, a->dv, kv, w.dv, a->accumulate_v);
 }
 
-DT__FN dt_status DT__K(attention_back)(const dt_attention_back_args *a) {
-    int64_t K = a->kv_heads, stride = (int64_t)(a->work_bytes / (size_t)dt__omp_threads());
-    if (K < 1 || a->heads % K || !a->work ||
-        a->work_bytes < dt_attention_work(a->tk, a->dim, a->dtype))
-        return DT_ERR_ARG;
+/* Adds the contribution of the lanes [lane, lane + n) to the gradients of the first `end` keys of a
+   tile. `to` (keys,wide) is dk or dv; `scores` is ds^T or p^T; `rows` is q or dout. */
+DT__FN void DT__K(add_key_grads)(DT__REAL *to, const DT__K(attention_work) * w,
+    const DT__REAL *scores, const DT__REAL *rows, int64_t lane, int64_t n, int64_t end,
+    int64_t dim) {
+    for (int64_t j = 0; j < end; j += DT__ATTENTION_MR)
+        for (int64_t d = 0; d < dim; d += DT__NR) DT__K(attention_micro_kernel)
+    (n, scores + j * DT__QUERY_BLOCK + lane, DT__QUERY_BLOCK, 1, rows + lane * w->wide + d, w->wide,
+        to + j * w->wide + d, w->wide, DT__K(ones));
+}
+
+/* The backward of one block of queries and one tile of keys. */
+DT__FN void DT__K(attention_back_tile)(const dt_attention_back_args *g,
+    const DT__K(attention_work) * w, const dt_attention_args *a, const dt__query_block *b,
+    const dt__key_tile *t, const dt__visible *visible, int64_t end) {
+    int64_t first = b->lanes, last = 0, D = a->dim;
+    for (int64_t lane = 0; lane < b->lanes; lane += DT__NR) {
+        if (visible[lane / DT__NR].end == 0) continue;
+        if (first > lane) first = lane;
+        last = lane + DT__NR;
+    }
+    end = (end + DT__ATTENTION_MR - 1) / DT__ATTENTION_MR * DT__ATTENTION_MR;
+    for (int64_t lane = first; lane < last; lane += DT__NR) {
+        dt__visible v = visible[lane / DT__NR];
+        DT__K(scores)(w->p + lane, w, w->k, w->q_lanes + lane, v.end, D);
+        DT__K(scores)(w->ds + lane, w, w->v, w->dout_lanes + lane, v.end, D);
+        DT__K(softmax_back_tile)(w, a, b, lane, t, v, end);
+        if (g->dq)
+            DT__K(weighted_sums)(w->out + lane, w, w->k, w->ds + lane, v.end, D, DT__K(ones));
+    }
+    if (g->dk) DT__K(add_key_grads)
+    (w->dk + t->first * w->wide, w, w->ds, w->q, first, last - first, end, D);
+    if (g->dv) DT__K(add_key_grads)
+    (w->dv + t->first * w->wide, w, w->p, w->dout, first, last - first, end, D);
+}
+
+DT__FN void DT__K(attention_back_block)(const dt_attention_back_args *g, DT__K(attention_work) * w,
+    const dt_attention_args *a, int64_t s, int64_t kv, int64_t first) {
+    dt__query_block b;
+    dt__key_tile t;
+    dt__visible visible[DT__QUERY_BLOCK / DT__NR];
+    dt__query_block_make(&b, a, s, kv, first, DT__NR);
+    DT__K(load_queries)(w->q, w->q_lanes, w, a, &b, a->q, (DT__REAL)a->scale);
+    DT__K(load_queries)(w->dout, w->dout_lanes, w, a, &b, g->dout, 1);
+    DT__K(load_softmax)(w, a, &b);
+    for (int64_t d = 0; d < w->wide; d++)
+        memset(w->out + d * DT__QUERY_BLOCK, 0, (size_t)b.lanes * sizeof *w->out);
+    for (int64_t j = 0; j < a->tk; j += DT__KEY_TILE) {
+        dt__key_tile_make(&t, a, s, j);
+        int64_t end = dt__visible_tile(a, &b, DT__NR, &t, visible),
+                at = ((s * a->tk + j) * a->kv_heads + kv) * a->dim;
+        if (end == 0) continue;
+        DT__K(load_keys)(w->k, w, a, a->k, at, end);
+        DT__K(load_keys)(w->v, w, a, a->v, at, end);
+        DT__K(attention_back_tile)(g, w, a, &b, &t, visible, end);
+    }
+    if (!g->dq) return;
+    DT__K(transpose_out)(w, &b);
+    for (int64_t r = 0; r < b.queries; r++) {
+        DT__REAL *row = w->q + r * w->wide;
+        for (int64_t i = 0; i < a->dim; i++) row[i] *= (DT__REAL)a->scale;
+        DT__K(store)(dt__wide(a->dtype, a->wide), g->dq, b.at[r], a->dim, row, g->accumulate_q);
+    }
+}
+
+/* The backward of one key/value head. The gradient of its keys and values is a sum over the blocks
+   of queries, in ascending order. */
+DT__FN void DT__K(attention_back_kv_head)(
+    const dt_attention_back_args *g, const dt_attention_args *a, int64_t s, int64_t kv) {
+    DT__K(attention_work) w;
+    int64_t queries = a->heads / a->kv_heads * a->tq, D = a->dim;
+    dt_dtype to = dt__wide(a->dtype, a->wide);
+    DT__K(attention_work_at)(&w, g->work, g->work_bytes, a->tk, D);
+    memset(w.dk, 0, (size_t)(2 * (w.dv - w.dk)) * sizeof *w.dk); /* clears dk and dv */
+    for (int64_t first = 0; first < queries; first += DT__QUERY_BLOCK)
+        DT__K(attention_back_block)(g, &w, a, s, kv, first);
+    for (int64_t j = 0; j < a->tk; j++) {
+        int64_t at = ((s * a->tk + j) * a->kv_heads + kv) * D;
+        DT__K(store)(to, g->dk, at, D, w.dk + j * w.wide, g->accumulate_k);
+        DT__K(store)(to, g->dv, at, D, w.dv + j * w.wide, g->accumulate_v);
+    }
+}
+
+DT__FN dt_status DT__K(attention_back)(const dt_attention_back_args *g) {
+    int64_t K = g->kv_heads;
+    /* the arguments in the form that the code of the forward reads; nothing writes out and lse */
+    dt_attention_args a = { .dtype = g->dtype,
+        .out = (void *)(uintptr_t)g->out,
+        .lse = (void *)(uintptr_t)g->lse,
+        .q = g->q,
+        .k = g->k,
+        .v = g->v,
+        .batch = g->batch,
+        .tq = g->tq,
+        .tk = g->tk,
+        .heads = g->heads,
+        .kv_heads = K,
+        .dim = g->dim,
+        .scale = g->scale,
+        .mask = g->mask,
+        .merge_lse = 0,
+        .wide = g->wide };
+    if (K < 1 || g->heads % K) return DT_ERR_ARG;
+    if (!g->work) return dt__naive_attention_back(g, &a);
+    if (g->work_bytes < dt_attention_work(g->tk, g->dim, g->dtype)) return DT_ERR_ARG;
+    dt_attention_back_args own = *g;
+    own.work_bytes /= (size_t)dt__omp_threads(); /* the bytes of each thread */
     DT__PARALLEL
-    for (int64_t g = 0; g < a->batch * K; g++)
-        DT__K(attention_back_kv_head)(a, (char *)a->work + dt__omp_thread() * stride, g);
+    for (int64_t i = 0; i < g->batch * K; i++)
+        DT__K(attention_back_kv_head)(&own, &a, i / K, i % K);
     return DT_OK;
 }
+#endif
 
+// ==== 29. CPU kernels: losses and optimizers ====================================================
+
+#if DT__BITS != 1
 /* Log-sum-exp: returns max + log(sum of e^(x - max)). The largest term is 1, so nothing overflows.
    The exponentials are computed in the compute type, their sum and its logarithm in double. */
 DT__FN double DT__K(log_sum_exp)(const DT__REAL *x, int64_t n) {
@@ -10752,7 +11280,7 @@ DT__FN dt_status DT__K(sign_unpack)(const dt_sign_unpack_args *a) {
 #undef DT__SUM
 #endif /* floating types */
 
-/* The kernels of this compute type and instruction set. dt__variant_of (section 23) chooses among
+/* The kernels of this compute type and instruction set. dt__variant_of (section 30) chooses among
    these tables. */
 #if DT__BITS == 1
 #define DT__VARIANT_ENTRY(k) NULL,
@@ -10802,9 +11330,9 @@ DT__CPP_WARNINGS_OFF
 extern "C" {
 #endif
 
-// ==== 23. The CPU kernel table ==================================================================
+// ==== 30. The CPU kernel table ==================================================================
 
-/* Includes sections 21 and 22, and the end of 20, once for each compute type and instruction set:
+/* Includes sections 26 to 29, and the end of 25, once for each compute type and instruction set:
 
        i32 plain | f32, f64 plain | f32, f64 AVX2 or NEON | f32, f64 AVX-512
 
@@ -10956,7 +11484,8 @@ DT__CPP_WARNINGS_ON
              cross_entropy_merge; dt_ctx_desc.place -> local_rank; dt_listener.settle -> drain;
              dt_loss_part -> dt_vocab_shard (parts, first, all -> count, offset, full_vocab).
              dt_io.open takes a dt_io_mode in place of 0, 1 and DT_IO_NEW. New: dt_io.remove_folder,
-             dt_printable
+             dt_printable, dt_new_transient, dt_record_desc.recompute, dt_block_desc.keep. Under
+             dt_no_grad a block drops what it made
      0.1.0   one rank: tensors, tape, blocks, units, memory account, CPU kernels, JSON, weight files
 
    LICENCE: your choice of A or B.

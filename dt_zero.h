@@ -61,20 +61,23 @@
      4. Memory account (formulas of ZeRO for memory and traffic)
      5. Implementation: learning rate
      6. Buckets, groups and shards (HSDP shard groups and replicas, tied embeddings)
-     7. Gradient reduction (gradient bucket, gradient accumulation, overlap of communication and
+     7. Comparing ranks (replicas start with equal values)
+     8. Gradient reduction (gradient bucket, gradient accumulation, overlap of communication and
         computation, binary tree over micro-batches)
-     8. ZeRO-3 (FSDP): gather and release of parameters
-     9. Gradient norm (gradient clipping, first bad gradient)
-    10. Loss scaling (mixed precision, dynamic loss scale)
-    11. Optimizer update (mixed precision, master weights)
-    12. Offload (CPU offload, NVMe offload)
-    13. 1-bit Adam (error feedback, gradient compression)
-    14. Making, stepping, freeing
-    15. Memory account: code
-    16. Checkpoints: the writer (atomic commit: write, fsync, rename, fsync)
-    17. Checkpoints: contents (digests, list of tensors)
-    18. Checkpoints: saving (background save)
-    19. Checkpoints: loading (resharding)
+     9. ZeRO-3 (FSDP): gather and release of parameters
+    10. Gradient norm (gradient clipping, first bad gradient)
+    11. Loss scaling (mixed precision, dynamic loss scale)
+    12. Optimizer update (mixed precision, master weights)
+    13. I/O thread (background I/O, a disk that does not answer)
+    14. Offload (CPU offload, NVMe offload)
+    15. 1-bit Adam (error feedback, gradient compression)
+    16. Making, stepping, freeing
+    17. Memory account: code
+    18. Checkpoints: files (atomic commit: write, fsync, rename, fsync)
+    19. Checkpoints: contents (digests, list of tensors)
+    20. Checkpoints: saving (background save)
+    21. Checkpoints: opening, closing, export
+    22. Checkpoints: loading (resharding)
 
    CONTRACT
      Memory     The context owns the training state and frees it. dt_zero_make allocates parameters
@@ -100,8 +103,8 @@
                 (dt_zero_make compares them) and start from the same values (the first dt_zero_step
                 compares digests; dt_comm_bytes does not count this traffic). Otherwise every rank
                 fails (DT_ERR_COMM).
-     Threads    As in dt_comm.h. Offload to a folder starts one thread, which reads and writes;
-                saving a checkpoint in the background starts another thread, which writes.
+     Threads    As in dt_comm.h. Offload to a folder and saving in the background start one I/O
+                thread on each rank, which both share.
      Order      Gradients are summed over ranks in rank order. The squares of the gradient norm are
                 summed for each piece of 1,024 elements, then over the pieces in ascending order.
                 Stages 0 and 1 give the same bits, and stages 2 and 3 give the same bits. All four
@@ -196,11 +199,11 @@ typedef struct dt_zero_desc {
     /* HSDP: number of ranks in a shard group; 0 means all ranks of the data group. A shard group
        consists of consecutive ranks of the data group. Different shard groups hold replicas */
     int shard_group;
-    /* 1: stage 3 keeps gathered parameters until the update (section 8) */
+    /* 1: stage 3 keeps gathered parameters until the update (section 9) */
     int keep_gathered;
     const dt_mesh *mesh; /* dt_zero_make copies the mesh. NULL: all ranks are data parallel */
     /* DT_ADAMW (arXiv:1711.05101), DT_ADAM (L2 added to the gradient), DT_SGD, DT_ONEBIT_ADAM
-       (arXiv:2102.02888; section 13), DT_OPTIMIZER_CUSTOM */
+       (arXiv:2102.02888; section 15), DT_OPTIMIZER_CUSTOM */
     int optimizer;
     double beta1, beta2; /* beta1: 0 means 0.9; beta2: 0 means 0.999 */
     double eps;          /* 0 means 1e-8 */
@@ -213,7 +216,7 @@ typedef struct dt_zero_desc {
     double weight_decay;
     /* gradient clipping: scales gradients by min(1, clip / (norm + 1e-6)); 0: no clipping */
     double clip;
-    /* Placement of the optimizer state (section 12). NULL or "none": in the same memory as the
+    /* Placement of the optimizer state (section 14). NULL or "none": in the same memory as the
        parameters. "cpu" (CPU offload): in host memory, and the update runs on the CPU. Any other
        text names a folder (NVMe offload): the state is in a file in this folder */
     const char *offload_optim;
@@ -229,7 +232,7 @@ typedef struct dt_zero_desc {
     dt_scale_desc scale; /* parameters of a dynamic loss scale */
     /* maximum size of a bucket in bytes, unless one parameter is larger; 0 means 25 MiB */
     size_t bucket_bytes;
-    /* 1: gradients are summed in a binary tree over micro-batches (section 7) */
+    /* 1: gradients are summed in a binary tree over micro-batches (section 8) */
     int tree;
     /* 1: no overlap of communication and computation: the backward waits for each bucket's
        reduction, and parameters are gathered when needed, not prefetched */
@@ -358,8 +361,9 @@ typedef struct dt_checkpoint_desc {
     /* folder for checkpoints, created if missing. NULL: this job only loads */
     const char *dir;
     int keep; /* number of newest checkpoints to keep; 0 keeps all */
-    /* 1: dt_checkpoint_save copies this rank's fraction of the state to host memory and returns; a
-       thread on each rank writes the copy. Each rank then holds its fraction of the state twice */
+    /* 1: dt_checkpoint_save copies this rank's fraction of the state to host memory and returns;
+       the rank's I/O thread writes the copy. Each rank then holds its fraction of the state
+       twice */
     int background;
     const dt_extra_state *extra_state; /* (n_extra_state) */
     int n_extra_state;
@@ -520,19 +524,31 @@ double dt_lr(dt_lr_desc d, int64_t step) {
 
 // ==== 6. Buckets, groups and shards =============================================================
 
-/* Offload (section 12): one transfer to or from the disk. While `busy` is set, only the disk thread
-   may use this record. */
-typedef struct dt__disk_job {
-    int write, busy;
-    void *at;
-    size_t bytes;
-    int64_t offset;
+/* Files and the I/O thread (section 13). One operation on a file: `file` and `to` are indices of
+   dt__files. */
+typedef struct dt__file_op {
+    int kind, file, to; /* kind: DT__OP_READ to DT__OP_KEEP */
+    void *data;         /* DT__OP_READ, DT__OP_WRITE: (bytes) */
+    int64_t bytes, offset;
+} dt__file_op;
+typedef struct dt__files dt__files;
+
+/* A request: operations that the I/O thread does in order. While `busy` is set, only the thread may
+   use this record. */
+typedef struct dt__io_request {
+    dt__files *files;
+    const dt__file_op *ops; /* (n_ops) */
+    int n_ops, at;          /* `at` is the next operation */
+    int64_t done;           /* bytes of this operation that are transferred */
+    int background;         /* 1: requests of offload go first */
+    int busy, failed;
+    struct dt__io_request *next;
+    /* offload: the only operation; the name of the array, NULL if there is no request; device
+       memory, if op.data is a host copy of device memory, else NULL */
+    dt__file_op op;
     const char *what;
-    int64_t done; /* bytes transferred, fewer than `bytes` after a failure */
-    int error;    /* errno of a failure */
-    struct dt__disk_job *next;
-    void *device; /* device memory, if `at` is a host copy of device memory; else NULL */
-} dt__disk_job;
+    void *device;
+} dt__io_request;
 
 enum {
     DT__STATE_0 = 0,
@@ -549,10 +565,11 @@ typedef struct dt__offload_chunk {
     int bucket;
     size_t offset, count; /* range of elements of the bucket */
     void *buf[DT__ARRAYS];
-    dt__disk_job job[DT__ARRAYS];
+    dt__io_request job[DT__ARRAYS];
 } dt__offload_chunk;
 
 typedef struct dt__disk dt__disk;
+typedef struct dt__io_thread dt__io_thread;
 
 /* HSDP (hybrid sharded data parallelism): shard groups with replicas. The ranks of the group `data`
    train the same parameters on different samples. Each shard group of n ranks divides the padded
@@ -611,11 +628,11 @@ typedef struct dt__zero_bucket {
     dt_work *work;    /* pending collective: a reduction, or an all-gather after the update */
     /* stage 3: (padded) the gathered parameters; gather_work writes them */
     void *gathered;
-    dt_work *gather_work;  /* pending all-gather */
-    void *host_shard;      /* (count) this rank's shard of the parameters in host memory, or NULL */
-    dt__disk_job disk_job; /* transfers this rank's shard of the parameters or of the state */
+    dt_work *gather_work; /* pending all-gather */
+    void *host_shard;     /* (count) this rank's shard of the parameters in host memory, or NULL */
+    dt__io_request disk_job; /* transfers this rank's shard of the parameters or of the state */
     /* transfers this rank's shard of the gradient, if the shard is on disk */
-    dt__disk_job grad_job;
+    dt__io_request grad_job;
     int holder_block; /* stage 3: the block that gathered the bucket; 0 outside blocks */
     void *levels;     /* tree: (n_levels, piece) partial sums of this rank's shard */
     size_t levels_bytes;
@@ -673,6 +690,7 @@ struct dt_zero {
     size_t messages_bytes;
     int64_t step;
     dt__disk *disk;            /* NVMe offload */
+    dt__io_thread *io_thread;  /* NULL until offload or a background save needs it */
     int storing_bucket;        /* bucket whose gradient is being written to disk; -1 if none */
     dt__offload_chunk *chunks; /* (DT__OFFLOAD_CHUNKS) buffers of the offloaded update */
     size_t chunk_elements, chunk_bytes;
@@ -685,7 +703,7 @@ struct dt_zero {
     double skipped_scales[DT_MAX_SKIPS]; /* loss scales of the skipped steps */
 };
 
-/* 1-bit Adam (section 13). */
+/* 1-bit Adam (section 15). */
 static int dt__onebit_frozen(const dt_zero *zero);
 static dt_status dt__onebit_check(dt_ctx *ctx, const dt_zero_desc *d);
 static dt_status dt__onebit_make(dt_zero *zero);
@@ -806,13 +824,13 @@ static dt_status dt__zero_groups_make(dt_zero *zero) {
     return dt_error(zero->ctx);
 }
 
-/* Dry runs and offload (section 12). */
+/* Dry runs and offload (section 14). */
 static int dt__is_dry_run(const dt_zero *zero) { return zero->ctx->kernels.alloc == dt__dry_alloc; }
 static int dt__on_disk(const char *target);
 static int dt__in_host(const char *target);
 static int dt__zero_offloads(const dt_zero *zero);
 static dt_status dt__disk_open(dt_zero *zero);
-static dt_status dt__disk_wait(dt_zero *zero, dt__disk_job *job);
+static dt_status dt__disk_wait(dt_zero *zero, dt__io_request *job);
 static dt_status dt__chunks_make(dt_zero *zero);
 static dt_status dt__params_store(
     dt_zero *zero, dt__zero_bucket *z, dt_bucket *bucket, void *shard);
@@ -955,59 +973,44 @@ static dt_status dt__zero_check_params(dt_zero *zero) {
     return DT_OK;
 }
 
-/* Text that describes an item, that is, something that ranks must have in common: item 0 is the
-   optimizer, item i is parameter i - 1. dt__item_describe makes the text; if with_rank is set, the
-   text also says which shard this rank holds. */
-typedef struct dt__item_text {
-    char s[208];
-} dt__item_text;
+// ==== 7. Comparing ranks ========================================================================
 
-static uint64_t dt__zero_digest(uint64_t h, const void *data, size_t bytes) {
-    for (size_t i = 0; i < bytes; i += 8) {
-        uint64_t word = 0;
-        memcpy(&word, (const char *)data + i, bytes - i < 8 ? bytes - i : 8);
-        h = (h ^ word) * 0x9E3779B97F4A7C15u;
-        h ^= h >> 29;
-    }
-    return h;
-}
-
-static dt__item_text dt__item_describe(const dt_zero *zero, int item, int with_rank) {
+/* Describes an item, that is, something that ranks must have in common: item 0 is the optimizer,
+   item i is parameter i - 1. If with_rank is set, the text also says which shard this rank
+   holds. */
+static dt__text dt__item_describe(const dt_zero *zero, int item, int with_rank) {
     static const char *const inits[] = { "zeros", "ones", "normal", "uniform" };
     const dt_zero_desc *z = &zero->desc;
     const dt_tensor *t = dt_param_get(zero->ctx, item - 1);
-    dt__item_text text = { "nothing" };
-    size_t at = 0, capacity = sizeof text.s;
     const dt_scale_desc *c = &z->scale;
     double more[] = { c->init, c->growth, c->backoff, (double)c->interval, (double)c->hysteresis,
         c->min_scale, (double)z->keep_gathered, (double)z->no_overlap, (double)z->states,
         (double)dt__zero_offloads(zero),
         (double)(dt__on_disk(z->offload_params) || dt__in_host(z->offload_params)) };
-    uint64_t others = dt__zero_digest(1, more, sizeof more) & 0xffffff; /* digest of `more` */
+    uint64_t others = dt__digest(1, more, sizeof more) & 0xffffff; /* digest of `more` */
     if (item == 0)
-        snprintf(text.s, capacity,
+        return dt__format(
             "optimizer %d of stage %d/%d%s, scale %g, betas %g %g, eps %g, momentum %g, "
             "decay %g, clip %g, freeze %d, others #%06x",
             z->optimizer, z->stage, z->shard_group, z->tree ? ", tree" : "", z->loss_scale,
             z->beta1, z->beta2, z->eps, z->momentum, z->weight_decay, z->clip, z->freeze_steps,
             (unsigned)others);
-    if (!t) return text;
+    if (!t) return dt__format("nothing");
     const dt_param_info *p = t->param;
     const dt_param_desc *d = &p->desc;
-    at += (size_t)snprintf(text.s, capacity, "%.40s %s %.40s %s %.9g in bucket %d%s%s", t->name,
+    dt__text text = dt__format("%.40s %s %.40s %s %.9g in bucket %d%s%s", t->name,
         dt_dtype_name(t->dtype), dt__shape_text(p->full).s,
         p->init.kind >= 0 && p->init.kind < 4 ? inits[p->init.kind] : "?", p->init.scale,
         p->bucket->index, d->frozen ? ", frozen" : "", d->no_decay ? ", no_decay" : "");
-    if (d->lr_scale != 0 && at < capacity)
-        at += (size_t)snprintf(text.s + at, capacity - at, ", lr_scale %g", d->lr_scale);
-    for (int i = 0; i < 3 && at < capacity; i++)
+    if (d->lr_scale != 0) dt__put(&text, ", lr_scale %g", d->lr_scale);
+    for (int i = 0; i < 3; i++)
         if (d->shards[i].comm)
-            at += (size_t)snprintf(text.s + at, capacity - at, ", shard %d:%d/%d", d->shards[i].dim,
+            dt__put(&text, ", shard %d:%d/%d", d->shards[i].dim,
                 with_rank ? dt_comm_rank(d->shards[i].comm) : 0, dt_comm_size(d->shards[i].comm));
-    for (int m = 0; m < 2 && at < capacity; m++)
+    for (int m = 0; m < 2; m++)
         if (d->grad_placements[m].comm)
-            at += (size_t)snprintf(text.s + at, capacity - at, ", grad placement %d/%d",
-                d->grad_placements[m].kind, dt_comm_size(d->grad_placements[m].comm));
+            dt__put(&text, ", grad placement %d/%d", d->grad_placements[m].kind,
+                dt_comm_size(d->grad_placements[m].comm));
     return text;
 }
 
@@ -1027,9 +1030,9 @@ static uint64_t dt__item_digest(dt_zero *zero, int item, int values, int kind) {
         return h;
     if (kind == DT__COMPARE_PP && item > 0) return h;
     if (!values) {
-        dt__item_text text = dt__item_describe(zero, item, kind < DT__KINDS);
-        h = dt__zero_digest(h, text.s, strlen(text.s));
-        return t ? dt__zero_digest(h, t->name, strlen(t->name)) : h;
+        dt__text text = dt__item_describe(zero, item, kind < DT__KINDS);
+        h = dt__digest(h, text.s, strlen(text.s));
+        return t ? dt__digest(h, t->name, strlen(t->name)) : h;
     }
     if (!t) return h;
     const dt_param_info *p = t->param;
@@ -1047,7 +1050,7 @@ static uint64_t dt__item_digest(dt_zero *zero, int item, int values, int kind) {
     for (size_t at = 0, n; at < bytes; at += n) {
         n = bytes - at < sizeof buffer ? bytes - at : sizeof buffer;
         if (dt__params_copy_out(zero, bucket, first + at, buffer, n) != DT_OK) break;
-        h = dt__zero_digest(h, buffer, n);
+        h = dt__digest(h, buffer, n);
     }
     return h;
 }
@@ -1109,13 +1112,13 @@ static dt__tied_bucket dt__tied_bucket_of(dt_zero *zero, const dt_bucket *bucket
     uint64_t group = 1, h = 1;
     for (int i = 0; i < dt_comm_size(tied); i++) {
         int rank = dt_comm_world_rank(tied, i);
-        group = dt__zero_digest(group, &rank, sizeof rank);
+        group = dt__digest(group, &rank, sizeof rank);
     }
     for (int i = bucket->first_param; i < bucket->first_param + bucket->n_params; i++) {
         const dt_tensor *t = dt_param_get(zero->ctx, i);
         double more[] = { (double)t->dtype, (double)t->param->count, t->param->desc.lr_scale,
             (double)(t->param->desc.no_decay != 0), (double)bucket->padded };
-        h = dt__zero_digest(dt__zero_digest(h, t->name, strlen(t->name)), more, sizeof more);
+        h = dt__digest(dt__digest(h, t->name, strlen(t->name)), more, sizeof more);
         if (values) h ^= dt__item_digest(zero, i + 1, 1, DT__DENSE) * 3;
     }
     /* a double holds 52 bits exactly; `group` is made odd, because group 0 means no bucket */
@@ -1203,7 +1206,7 @@ static dt_comm *dt__replica_group(const dt_zero *zero, int kind) {
    be equal: replicas over the data groups, unsharded parameters over tp, tied parameters over pp,
    and the optimizer on all ranks. */
 static dt_status dt__compare_ranks(dt_zero *zero, int values) {
-    enum { TEXT_BYTES = sizeof(dt__item_text) };
+    enum { TEXT_BYTES = sizeof(((dt__text *)NULL)->s) };
     dt_ctx *ctx = zero->ctx;
     for (int kind = 0; kind <= DT__COMPARE_PP; kind++) {
         int data = kind < DT__KINDS;
@@ -1223,10 +1226,12 @@ static dt_status dt__compare_ranks(dt_zero *zero, int values) {
                 "dt_zero_step: rank %d starts from other values of %s than rank %d: load "
                 "the same weights on every rank",
                 other, dt_param_get(ctx, item - 1)->name, first_rank);
-        dt__item_text mine = dt__item_describe(zero, item, data);
+        dt__text mine = dt__item_describe(zero, item, data);
         int me = dt_comm_rank(comm);
         for (int i = 0; i < 2 * TEXT_BYTES; i++)
-            both[i] = me == (i < TEXT_BYTES ? 0 : rank) ? mine.s[i % TEXT_BYTES] : 0;
+            both[i] = me == (i < TEXT_BYTES ? 0 : rank) && (size_t)i % TEXT_BYTES <= mine.used
+                          ? mine.s[i % TEXT_BYTES]
+                          : 0;
         if (dt_sum_doubles(comm, both, 2 * TEXT_BYTES) != DT_OK) return dt_error(ctx);
         for (int i = 0; i < 2 * TEXT_BYTES; i++) text[i] = (char)both[i];
         return dt_fail(ctx, DT_ERR_COMM,
@@ -1237,7 +1242,7 @@ static dt_status dt__compare_ranks(dt_zero *zero, int values) {
     return dt__compare_tied(zero, values);
 }
 
-// ==== 7. Gradient reduction =====================================================================
+// ==== 8. Gradient reduction =====================================================================
 
 /* Starts the sum of a bucket's gradient over `comm`, the group of a gradient placement. The traffic
    counts for the axis `counted`: dp, whatever axis the group belongs to, or pp for tied
@@ -1311,7 +1316,7 @@ static dt_status dt__zero_reduce_end(dt_zero *zero, dt__zero_bucket *z) {
     const void *shard = dt__zero_element(z, z->micro_grad, z->offset);
     status = dt__accumulate(
         zero->ctx, z->bucket->grad_dtype, z->grad_shard, shard, z->count, z->accumulated);
-    dt__bucket_buffer_release(zero->ctx, z->micro_grad);
+    dt__buffer_release(zero->ctx, z->micro_grad);
     z->micro_grad = NULL;
     z->accumulated = 1;
     return status == DT_OK && on_disk ? dt__grads_write_start(zero, z) : status;
@@ -1511,7 +1516,7 @@ static dt_status dt__grad_tree_exchange(
     size_t bytes = segment * dt__zero_element_size(z);
     int ranks = dt_comm_size(z->data_group);
     char *sorted = z->replica_group
-                       ? (char *)dt__bucket_buffer_acquire(zero->ctx, (size_t)ranks * bytes)
+                       ? (char *)dt__buffer_acquire(zero->ctx, DT_MEM_COMM, (size_t)ranks * bytes)
                        : NULL;
     for (int r = 0; sorted && r < ranks; r++)
         dt__move(zero->ctx, sorted + (size_t)r * bytes, full + dt__grad_tree_segment(z, r) * bytes,
@@ -1519,7 +1524,7 @@ static dt_status dt__grad_tree_exchange(
     if (dt_error(zero->ctx) == DT_OK)
         dt_all_to_all(
             z->data_group, sorted ? sorted : full, zero->leaves, segment, z->bucket->grad_dtype);
-    if (sorted) dt__bucket_buffer_release(zero->ctx, sorted);
+    if (sorted) dt__buffer_release(zero->ctx, sorted);
     return dt_error(zero->ctx);
 }
 
@@ -1540,7 +1545,7 @@ static dt_status dt__grad_tree_reduce(dt_zero *zero, dt__zero_bucket *z, int las
         if (dt__grad_tree_add(zero, z, segment, leaf, micro * ranks + r) != DT_OK)
             return dt_error(zero->ctx);
     }
-    if (z->micro_grad) dt__bucket_buffer_release(zero->ctx, z->micro_grad);
+    if (z->micro_grad) dt__buffer_release(zero->ctx, z->micro_grad);
     z->micro_grad = NULL;
     if (last) return dt__grad_tree_sum(zero, z, segment, ranks * (micro + 1));
     z->bucket->accumulated = 0;
@@ -1601,7 +1606,7 @@ static void dt__zero_on_grad_ready(dt_ctx *ctx, dt_bucket *bucket, int last, voi
     zero->reducing_stage = -1;
 }
 
-// ==== 8. ZeRO-3 (FSDP): gather and release of parameters ========================================
+// ==== 9. ZeRO-3 (FSDP): gather and release of parameters ========================================
 
 /* ZeRO-3, Fully Sharded Data Parallel (FSDP, Y. Zhao et al., arXiv:2304.11277). Each rank keeps one
    shard of each bucket. The first op of a block that reads a parameter gathers the parameter's
@@ -1646,7 +1651,7 @@ static void dt__zero_free_gathered(dt_zero *zero, dt__zero_bucket *z) {
     z->gather_work = NULL;
     if (zero->desc.poison) dt__fill(zero->ctx, u->dtype, z->gathered, u->padded, NAN);
     dt__bucket_set_data(zero->ctx, z->bucket, NULL);
-    dt__bucket_buffer_release(zero->ctx, z->gathered);
+    dt__buffer_release(zero->ctx, z->gathered);
     z->gathered = NULL;
 }
 
@@ -1754,7 +1759,7 @@ static void dt__zero_on_reset(dt_ctx *ctx, void *user) {
     if (!zero->desc.keep_gathered) dt__zero_free_held(zero, 0);
 }
 
-// ==== 9. Gradient norm ==========================================================================
+// ==== 10. Gradient norm =========================================================================
 
 /* Returns 1 if a call of dt__norm_local_sums with this value of on_disk includes the bucket: calls
    with 0 sum the squares of gradients in memory, calls with 1 those of gradients on disk. */
@@ -1961,22 +1966,14 @@ static dt_status dt__bad_grad_find(dt_zero *zero, dt__bad_grad *fault) {
     return dt_error(zero->ctx);
 }
 
-typedef struct dt__bad_grad_line {
-    char s[200];
-} dt__bad_grad_line;
-
-static dt__bad_grad_line dt__bad_grad_text(const dt_zero *zero, const dt__bad_grad *fault) {
-    dt__bad_grad_line line;
-    if (fault->rank < 0)
-        snprintf(line.s, sizeof line.s, "the sum of all squares is too large");
-    else
-        snprintf(line.s, sizeof line.s, "the first gradient %s is element %.0f of %.80s on rank %d",
-            isnan(fault->value) ? "that is not finite, a NaN,"
-            : isinf(fault->value)
-                ? fault->value > 0 ? "that is not finite, an Inf," : "that is not finite, a -Inf,"
-                : "whose square is too large",
-            fault->element, dt_param_get(zero->ctx, fault->param)->name, fault->rank);
-    return line;
+static dt__text dt__bad_grad_text(const dt_zero *zero, const dt__bad_grad *fault) {
+    if (fault->rank < 0) return dt__format("the sum of all squares is too large");
+    return dt__format("the first gradient %s is element %.0f of %.80s on rank %d",
+        isnan(fault->value) ? "that is not finite, a NaN,"
+        : isinf(fault->value)
+            ? fault->value > 0 ? "that is not finite, an Inf," : "that is not finite, a -Inf,"
+            : "whose square is too large",
+        fault->element, dt_param_get(zero->ctx, fault->param)->name, fault->rank);
 }
 
 /* Fails the run, because the gradient norm is not finite and there is no loss scale. The rank that
@@ -1989,7 +1986,7 @@ static dt_status dt__bad_grad_fail(dt_zero *zero, const dt__bad_grad *fault, dou
         (long long)zero->step + 1, norm, dt__bad_grad_text(zero, fault).s);
 }
 
-// ==== 10. Loss scaling ==========================================================================
+// ==== 11. Loss scaling ==========================================================================
 
 static void dt__scale_set(dt_zero *zero, double scale) {
     zero->loss_scale = scale;
@@ -2042,7 +2039,6 @@ static void dt__scale_good(dt_zero *zero) {
 static dt_status dt__scale_skip(dt_zero *zero, const dt__bad_grad *fault) {
     const dt_scale_desc *d = &zero->desc.scale;
     double before = zero->loss_scale, lower = zero->loss_scale * d->backoff;
-    char history[16 * DT_MAX_SKIPS + 1] = "";
     zero->skipped_scales[zero->consecutive_skips++] = before;
     zero->good_steps = 0;
     if (zero->hysteresis_left > 1)
@@ -2055,16 +2051,15 @@ static dt_status dt__scale_skip(dt_zero *zero, const dt__bad_grad *fault) {
         dt_log(zero->ctx, DT_LOG_NOTICE, "step %lld skipped: %s; loss scale %g -> %g",
             (long long)zero->step + 1, dt__bad_grad_text(zero, fault).s, before, zero->loss_scale);
     if (zero->consecutive_skips < DT_MAX_SKIPS) return DT_OK;
-    for (int i = 0, at = 0; i < DT_MAX_SKIPS; i++)
-        at += snprintf(history + at, sizeof history - (size_t)at, " %.6g", zero->skipped_scales[i]);
     if (!reports) return dt_barrier(zero->mesh.world);
+    dt__text history = dt__format("with loss scales");
+    for (int i = 0; i < DT_MAX_SKIPS; i++) dt__put(&history, " %.6g", zero->skipped_scales[i]);
     return dt_fail(zero->ctx, DT_ERR_NUMERIC,
-        "step %lld was skipped %d times in a row, with loss scales%s: no scale "
-        "helps; %s",
-        (long long)zero->step + 1, (int)DT_MAX_SKIPS, history, dt__bad_grad_text(zero, fault).s);
+        "step %lld was skipped %d times in a row, %s: no scale helps; %s",
+        (long long)zero->step + 1, (int)DT_MAX_SKIPS, history.s, dt__bad_grad_text(zero, fault).s);
 }
 
-// ==== 11. Optimizer update ======================================================================
+// ==== 12. Optimizer update ======================================================================
 
 /* Consecutive elements of this rank's shard of a bucket. Each array begins at the first of these
    elements. */
@@ -2253,7 +2248,348 @@ static dt_status dt__zero_update_all(dt_zero *zero, double lr, double grad_scale
     return dt_error(zero->ctx);
 }
 
-// ==== 12. Offload ===============================================================================
+// ==== 13. I/O thread ============================================================================
+
+/* I/O thread. A rank has at most one. Offload to a folder and background saves start it, and share
+   it. Requests wait in one queue; those of offload go first, because a step waits for them:
+
+       offload          read, read, write --+
+                                            +--> queue --> one piece at a time --> io table
+       background save  write, ..., fsync --+
+
+   A piece is a transfer of at most DT__IO_BUFFER bytes, or one fsync, rename or other operation.
+   After each piece the thread takes the first request of the queue again, so a request of offload
+   waits for at most one piece of a save. A save writes DT__SYNC_BYTES to the disk before it goes
+   on; otherwise its fsync at the end would write everything at once and would delay offload for
+   seconds.
+
+   If a disk access hangs, the rank abandons the thread. The thread has copied to its own memory all
+   that the access needs, so the rank can free the rest. When the access returns, the thread closes
+   the descriptors that the rank has left to it, and ends; the thread's own memory is not freed. All
+   waits have the same timeout: the thread has completed no operation for timeout_s seconds.
+
+   A thread that only saves checkpoints gets priority 19. A thread that also serves offload keeps
+   its priority: on Linux a thread may lower its priority but needs a privilege to raise it again,
+   and a busy machine would then delay the steps. */
+
+enum { DT__IO_BUFFER = 1 << 18, DT__SYNC_BYTES = 1 << 20, DT__ORPHANS = 32 };
+enum {
+    DT__OP_READ = 0,
+    DT__OP_WRITE,
+    DT__OP_CREATE,      /* creates a file of `bytes` bytes */
+    DT__OP_CLOSE,       /* fsync, then close */
+    DT__OP_SYNC_FOLDER, /* fsync of a folder */
+    DT__OP_RENAME,      /* renames `file` to `to`, then fsync of the folder */
+    DT__OP_KEEP         /* keeps `bytes` checkpoints, see dt__ckpt_remove_old */
+};
+/* Indices in dt__files: the only file of offload, or the files and folders of a checkpoint. */
+enum {
+    DT__OFFLOADED = 0,
+    DT__MODEL = 0,
+    DT__OPTIM,
+    DT__CKPT_FILES, /* number of safetensors files */
+    DT__CONFIG = DT__CKPT_FILES,
+    DT__MANIFEST,
+    DT__LOCK,
+    DT__DIR,
+    DT__TEMP,
+    DT__FINAL,
+    DT__PATHS
+};
+
+/* The files of one client of the I/O thread. */
+struct dt__files {
+    dt__writer writer;     /* with the first failure */
+    dt__io_thread *thread; /* NULL: operations run on the calling thread */
+    int fd[DT__PATHS];     /* -1 if not open */
+    char path[DT__PATHS][DT__PATH_BYTES];
+    int64_t unsynced[DT__PATHS]; /* bytes of a background save that may be in the page cache only */
+};
+
+struct dt__io_thread {
+    pthread_t thread;
+    int users; /* the training state, and clients; the last user frees the thread */
+    int has_thread, low_priority;
+    double timeout_s;
+    int64_t progress;      /* atomic; number of requests and of completed pieces */
+    int64_t progress_seen; /* the last value of progress that the rank has seen */
+    dt__stopwatch watch;   /* measures the time since `progress` last changed */
+    pthread_mutex_t lock;  /* guards all that follows */
+    pthread_cond_t wake;
+    int stop, abandoned, ended;
+    dt__io_request *first;
+    int orphan[DT__ORPHANS], n_orphans; /* descriptors left to an abandoned thread */
+    /* the thread's copies of all that the present piece needs */
+    dt__writer writer;
+    dt__file_op op;
+    int fd;
+    int64_t base;                  /* messages count bytes from here */
+    int64_t sync_from, sync_bytes; /* range to sync after the transfer; 0 bytes: none */
+    char path[2][DT__PATH_BYTES], doing[64], buffer[DT__IO_BUFFER];
+};
+
+static void dt__ckpt_remove_old(const dt_io *io, const char *newest, int64_t keep);
+
+/* Does an operation on the calling thread. */
+static void dt__file_op_run(
+    dt__writer *w, const dt__file_op *op, int *fd, const char *path, const char *to) {
+    switch (op->kind) {
+    case DT__OP_WRITE: dt__writer_write(w, path, *fd, op->data, op->bytes, op->offset); break;
+    case DT__OP_CREATE: *fd = dt__writer_create(w, path, op->bytes); break;
+    case DT__OP_CLOSE:
+        if (*fd >= 0) dt__writer_sync_close(w, path, *fd);
+        *fd = -1;
+        break;
+    case DT__OP_SYNC_FOLDER: dt__writer_sync_folder(w, path, 0); break;
+    case DT__OP_RENAME: dt__writer_rename(w, path, to, 0); break;
+    case DT__OP_KEEP:
+        if (!w->why[0]) dt__ckpt_remove_old(&w->io, path, op->bytes);
+        break;
+    }
+}
+
+/* Transfers a piece between t->buffer and the file. */
+static void dt__io_transfer_piece(dt__io_thread *t) {
+    const dt_io *io = &t->writer.io;
+    const dt__file_op *op = &t->op;
+    char what[100];
+    int writes = op->kind == DT__OP_WRITE, end = 0;
+    if (t->writer.why[0]) return;
+    int64_t n = dt__io_transfer(io, t->fd, writes, t->buffer, op->bytes, op->offset, &end);
+    if (n == op->bytes) {
+        errno = 0;
+        if (!t->sync_bytes || !io->sync_and_evict ||
+            io->sync_and_evict(io->user, t->fd, t->sync_bytes, t->sync_from) == 0)
+            return;
+        n = 0;
+    }
+    if (end) errno = writes ? ENOSPC : DT__SHORTER;
+    snprintf(what, sizeof what, "%s byte %lld", t->doing, (long long)(op->offset + n - t->base));
+    dt__writer_fail(&t->writer, t->path[0], what);
+}
+
+/* Does one piece of the first request. The caller holds the lock, and the function releases it
+   during the piece. If the thread is abandoned meanwhile, the function touches neither the request
+   nor its files and data. */
+static void dt__io_run_piece(dt__io_thread *t) {
+    static const char *const names[] = { "reading", "writing", "open", "fsync", "fsync", "rename",
+        "removing old checkpoints" };
+    dt__io_request *r = t->first, **at = &t->first;
+    dt__files *f = r->files;
+    const dt__file_op *op = &r->ops[r->at];
+    int moves = op->kind == DT__OP_READ || op->kind == DT__OP_WRITE;
+    char *data = moves ? (char *)op->data + r->done : NULL;
+    t->writer = f->writer;
+    t->op = *op;
+    t->fd = f->fd[op->file];
+    memcpy(t->path[0], f->path[op->file], sizeof t->path[0]);
+    memcpy(t->path[1], f->path[op->to], sizeof t->path[1]);
+    snprintf(t->doing, sizeof t->doing, r->what ? "%s %s," : "%s", names[op->kind], r->what);
+    if (moves) {
+        int64_t left = op->bytes - r->done, *unsynced = &f->unsynced[op->file];
+        t->op.offset += r->done;
+        t->op.bytes = left < DT__IO_BUFFER ? left : (int64_t)DT__IO_BUFFER;
+        t->base = r->background ? 0 : op->offset;
+        t->sync_from = t->base;
+        t->sync_bytes = left == t->op.bytes ? op->bytes : 0;
+        if (r->background) {
+            *unsynced += t->op.bytes;
+            t->sync_bytes = *unsynced >= DT__SYNC_BYTES ? t->op.offset + t->op.bytes : 0;
+            if (t->sync_bytes) *unsynced = 0;
+        }
+        if (op->kind == DT__OP_WRITE) memcpy(t->buffer, data, (size_t)t->op.bytes);
+    }
+    pthread_mutex_unlock(&t->lock);
+    if (moves)
+        dt__io_transfer_piece(t);
+    else
+        dt__file_op_run(&t->writer, &t->op, &t->fd, t->path[0], t->path[1]);
+    pthread_mutex_lock(&t->lock);
+    __atomic_fetch_add(&t->progress, 1, __ATOMIC_RELAXED);
+    if (t->abandoned) return;
+    int failed = t->writer.why[0] != 0;
+    if (failed) memcpy(f->writer.why, t->writer.why, sizeof f->writer.why);
+    f->fd[op->file] = t->fd;
+    if (op->kind == DT__OP_READ && !failed) memcpy(data, t->buffer, (size_t)t->op.bytes);
+    r->done += t->op.bytes;
+    if (!moves || failed || r->done == op->bytes) r->at++, r->done = 0;
+    if (r->at < r->n_ops) return;
+    while (*at != r) at = &(*at)->next; /* a newer request may be the first one */
+    *at = r->next;
+    r->failed = failed;
+    __atomic_store_n(&r->busy, 0, __ATOMIC_RELEASE);
+}
+
+static void *dt__io_main(void *arg) {
+    dt__io_thread *t = (dt__io_thread *)arg;
+#ifdef __linux__
+    /* on Linux setpriority lowers the priority of the calling thread only */
+    if (t->low_priority) setpriority(PRIO_PROCESS, 0, 19);
+#endif
+    pthread_mutex_lock(&t->lock);
+    while (!t->stop && !t->abandoned) {
+        if (t->first)
+            dt__io_run_piece(t);
+        else
+            pthread_cond_wait(&t->wake, &t->lock);
+    }
+    t->ended = 1; /* from here on the rank leaves no more descriptors */
+    pthread_mutex_unlock(&t->lock);
+    for (int i = t->n_orphans; i-- > 0;) t->writer.io.close(t->writer.io.user, t->orphan[i]);
+    return NULL;
+}
+
+/* If the thread has completed no operation for timeout_s, abandons it, fails the context and
+   returns 1. Else returns 0. */
+static int dt__io_stalled(dt_ctx *ctx, dt__io_thread *t) {
+    int64_t progress = __atomic_load_n(&t->progress, __ATOMIC_RELAXED);
+    if (progress != t->progress_seen) {
+        t->watch = dt__stopwatch_start(dt_ctx_host(ctx), t->timeout_s);
+        /* polls of a background save may be further apart than DT__MAX_CLOCK_GAP_S */
+        t->watch.max_gap = t->timeout_s / 8;
+    }
+    t->progress_seen = progress;
+    if (dt__waited(&t->watch) <= t->timeout_s) return 0;
+    pthread_mutex_lock(&t->lock);
+    t->abandoned = 1;
+    pthread_mutex_unlock(&t->lock);
+    /* an abandoned thread begins no further operation, so it does not change these texts */
+    dt_fail(ctx, DT_ERR_TIMEOUT, "%s: %s: no answer from the disk within %g s", t->path[0],
+        t->doing, t->timeout_s);
+    return 1;
+}
+
+/* Returns 1 while the thread works on the request. Fails the context if the thread stalls. */
+static int dt__io_pending(dt_ctx *ctx, dt__io_request *r) {
+    dt__io_thread *t = r->files ? r->files->thread : NULL;
+    if (!t || t->abandoned || !__atomic_load_n(&r->busy, __ATOMIC_ACQUIRE)) return 0;
+    return !dt__io_stalled(ctx, t);
+}
+
+static void dt__io_nap(const dt_ctx *ctx, double *nap) {
+    const dt_host *host = dt_ctx_host(ctx);
+    host->sleep(host->user, *nap);
+    *nap = *nap < 1e-3 ? 2 * *nap : *nap;
+}
+
+/* Starts a request; without a thread does it at once. */
+static void dt__io_start(dt__io_request *r) {
+    dt__files *f = r->files;
+    dt__io_thread *t = f->thread;
+    for (int i = 0; i < r->n_ops && !t; i++) {
+        const dt__file_op *op = &r->ops[i];
+        dt__file_op_run(&f->writer, op, &f->fd[op->file], f->path[op->file], f->path[op->to]);
+    }
+    if (!t) return;
+    pthread_mutex_lock(&t->lock);
+    dt__io_request **p = &t->first;
+    while (*p && (r->background || !(*p)->background)) p = &(*p)->next;
+    r->busy = 1;
+    r->next = *p;
+    *p = r;
+    __atomic_fetch_add(&t->progress, 1, __ATOMIC_RELAXED);
+    pthread_cond_signal(&t->wake);
+    pthread_mutex_unlock(&t->lock);
+}
+
+/* Fails the context if an operation on these files has failed. */
+static dt_status dt__files_check(dt_ctx *ctx, const dt__files *f, const char *func) {
+    if (f->thread) pthread_mutex_lock(&f->thread->lock);
+    dt_status status = dt__writer_check(ctx, &f->writer, func);
+    if (f->thread) pthread_mutex_unlock(&f->thread->lock);
+    return status;
+}
+
+static void dt__files_init(dt_ctx *ctx, dt__files *f) {
+    memset(f, 0, sizeof *f);
+    f->writer.io = *dt_ctx_io(ctx);
+    for (int i = 0; i < DT__PATHS; i++) f->fd[i] = -1;
+}
+
+/* Cancels the requests for these files, waits for the piece in progress, and closes the files 0 to
+   end - 1. If the thread is abandoned, it may be using a file, and close may hang too: then the
+   thread closes the files. */
+static void dt__files_close(dt_ctx *ctx, dt__files *f, int end) {
+    dt__io_thread *t = f->thread;
+    double nap = 1e-5;
+    while (t && !t->abandoned) {
+        int busy = 0;
+        pthread_mutex_lock(&t->lock);
+        for (dt__io_request *r = t->first; r; r = r->next) busy |= r->files == f;
+        if (busy) snprintf(f->writer.why, sizeof f->writer.why, "cancelled");
+        pthread_mutex_unlock(&t->lock);
+        if (!busy || dt__io_stalled(ctx, t)) break;
+        dt__io_nap(ctx, &nap);
+    }
+    if (t) pthread_mutex_lock(&t->lock);
+    for (int i = 0; i < end; i++) {
+        if (f->fd[i] >= 0 && t && t->abandoned && !t->ended && t->n_orphans < DT__ORPHANS)
+            t->orphan[t->n_orphans++] = f->fd[i];
+        else if (f->fd[i] >= 0)
+            f->writer.io.close(f->writer.io.user, f->fd[i]);
+        f->fd[i] = -1;
+    }
+    if (t) pthread_mutex_unlock(&t->lock);
+}
+
+/* Returns the memory of the rank's I/O thread, which need not run yet; NULL on failure. */
+static dt__io_thread *dt__io_thread_make(dt_zero *zero) {
+    dt_ctx *ctx = zero->ctx;
+    if (zero->io_thread) return zero->io_thread;
+    dt__io_thread *t = (dt__io_thread *)dt_alloc(ctx, DT_MEM_HOST, sizeof *t, "an I/O thread");
+    if (!t) return NULL;
+    memset(t, 0, sizeof *t - sizeof t->buffer);
+    t->users = 1;
+    /* less than the ranks' timeout, because otherwise the other ranks would end the run before this
+       rank can name the disk */
+    t->timeout_s = 0.8 * (dt__world_of(ctx) ? dt__world_of(ctx)->shared->timeout_s : 120);
+    t->progress_seen = -1;
+    t->writer.io = *dt_ctx_io(ctx);
+    pthread_mutex_init(&t->lock, NULL);
+    pthread_cond_init(&t->wake, NULL);
+    return zero->io_thread = t;
+}
+
+/* Makes `f` a client of the rank's I/O thread, and starts this thread if it does not run. Returns
+   0 if no thread can be started. */
+static int dt__io_join(dt_zero *zero, dt__files *f, int low_priority) {
+    dt__io_thread *t = dt__io_thread_make(zero);
+    if (t && !t->has_thread) {
+        t->low_priority = low_priority;
+        t->has_thread = pthread_create(&t->thread, NULL, dt__io_main, t) == 0;
+    }
+    if (!t || !t->has_thread) return 0;
+    f->thread = t;
+    t->users++;
+    return 1;
+}
+
+/* Ends the use of the thread by the training state or a client; the last one ends the thread. */
+static void dt__io_leave(dt_ctx *ctx, dt__io_thread **at) {
+    dt__io_thread *t = *at;
+    double nap = 1e-5;
+    *at = NULL;
+    if (!t || --t->users > 0) return;
+    for (int ended = !t->has_thread || t->abandoned; !ended;) {
+        pthread_mutex_lock(&t->lock);
+        t->stop = 1;
+        ended = t->ended;
+        pthread_cond_signal(&t->wake);
+        pthread_mutex_unlock(&t->lock);
+        if (ended || dt__io_stalled(ctx, t)) break;
+        dt__io_nap(ctx, &nap);
+    }
+    if (t->abandoned) {
+        pthread_detach(t->thread);
+        return;
+    }
+    if (t->has_thread) pthread_join(t->thread, NULL);
+    pthread_mutex_destroy(&t->lock);
+    pthread_cond_destroy(&t->wake);
+    dt_free(ctx, DT_MEM_HOST, t, sizeof *t);
+}
+
+// ==== 14. Offload ===============================================================================
 
 /* CPU offload and NVMe offload ("ZeRO-Infinity", S. Rajbhandari et al., arXiv:2104.07857):
    optimizer state, and at stage 3 the parameters, are in host memory or in a file. The update runs
@@ -2265,9 +2601,7 @@ static dt_status dt__zero_update_all(dt_zero *zero, double lr, double grad_scale
        update              chunk 0   chunk 1   chunk 2   chunk 3
        write                         chunk 0   chunk 1   chunk 2   chunk 3
 
-   One thread per rank reads and writes the file. It calls only functions of the io table, and
-   copies through a buffer of its own, so that a thread that hangs in a disk access touches no freed
-   memory.
+   The rank's I/O thread (section 13) reads and writes the file.
 
    The file has two slots, each for all arrays of this rank that are on disk, except gradients. A
    step reads one slot and writes the other slot. The slots swap only after every rank has written
@@ -2285,117 +2619,37 @@ static dt_status dt__zero_update_all(dt_zero *zero, double lr, double grad_scale
    Written data is dropped from the page cache. The file is unlinked directly after it is opened, so
    it disappears when the process ends, even if the process is killed. */
 
-enum { DT__DISK_BUFFER = 1 << 18, DT__DISK_PATH = 1024, DT__DISK_NAMES = 1000 };
+enum { DT__DISK_NAMES = 1000 };
 
 struct dt__disk {
-    dt_io io;
-    int fd, slot;
+    dt__files files;
+    int slot;
     int64_t slot_bytes;
-    /* longest wait for a transfer, in seconds; slightly less than dt_run_desc.timeout_s */
-    double timeout_s;
-    pthread_t thread;
-    /* `lock` guards abandoned and ended. If `abandoned` is set before `ended`, the thread closes
-       the file; otherwise dt__disk_close closes it */
-    int has_thread, stop, abandoned, ended;
-    pthread_mutex_t lock;
-    pthread_cond_t wake;
-    dt__disk_job *first, *last;
-    char path[DT__DISK_PATH];
-    char buffer[DT__DISK_BUFFER];
 };
 
-/* Transfers at most `bytes` bytes between d->buffer and the file. Returns the number of bytes
-   transferred, or -1 on failure; *error is then errno, or 0 if the io table set no errno. */
-static int64_t dt__disk_transfer_once(
-    dt__disk *d, int write, size_t bytes, int64_t offset, int *error) {
-    const dt_io *io = &d->io;
-    for (;;) {
-        errno = 0;
-        int64_t n = write ? io->pwrite(io->user, d->fd, d->buffer, bytes, offset)
-                          : io->pread(io->user, d->fd, d->buffer, bytes, offset);
-        if (n < 0 && errno == EINTR) continue;
-        *error = n < 0 ? errno : 0;
-        return n > 0 && n <= (int64_t)bytes ? n : -1;
-    }
-}
-
-/* Runs one job. The caller holds the lock, and the function releases the lock during each transfer.
-   After the disk has been abandoned, the function touches neither the job nor the job's memory. */
-static void dt__disk_transfer(dt__disk *d, dt__disk_job *job) {
-    const dt__disk_job mine = *job;
-    int64_t done = 0, n = 0, total = (int64_t)mine.bytes;
-    int error = 0;
-    while (!d->abandoned && n >= 0 && done < total) {
-        size_t left = mine.bytes - (size_t)done,
-               bytes = left < DT__DISK_BUFFER ? left : (size_t)DT__DISK_BUFFER;
-        if (mine.write) memcpy(d->buffer, (char *)mine.at + done, bytes);
-        pthread_mutex_unlock(&d->lock);
-        n = dt__disk_transfer_once(d, mine.write, bytes, mine.offset + done, &error);
-        pthread_mutex_lock(&d->lock);
-        if (d->abandoned || n < 0) break;
-        if (!mine.write) memcpy((char *)mine.at + done, d->buffer, (size_t)n);
-        done += n;
-    }
-    if (done == total && d->io.sync_and_evict && !d->abandoned) {
-        pthread_mutex_unlock(&d->lock);
-        errno = 0;
-        n = d->io.sync_and_evict(d->io.user, d->fd, total, mine.offset);
-        error = n == 0 ? 0 : errno;
-        pthread_mutex_lock(&d->lock);
-        if (n != 0) done = 0;
-    }
-    if (d->abandoned) return;
-    job->done = done;
-    job->error = error;
-}
-
-static void *dt__disk_thread(void *arg) {
-    dt__disk *d = (dt__disk *)arg;
-    pthread_mutex_lock(&d->lock);
-    while (!d->stop) {
-        dt__disk_job *job = d->first;
-        if (!job) {
-            pthread_cond_wait(&d->wake, &d->lock);
-            continue;
-        }
-        dt__disk_transfer(d, job);
-        if (d->abandoned) break;
-        d->first = job->next;
-        if (!d->first) d->last = NULL;
-        __atomic_store_n(&job->busy, 0, __ATOMIC_RELEASE);
-    }
-    int abandoned = d->abandoned;
-    d->ended = 1;
-    pthread_mutex_unlock(&d->lock);
-    if (abandoned) d->io.close(d->io.user, d->fd);
-    return NULL;
-}
-
-static void dt__disk_start(dt__disk *d, dt__disk_job *job, int write, void *at, size_t bytes,
+static void dt__disk_start(dt__disk *d, dt__io_request *job, int write, void *at, size_t bytes,
     int64_t offset, const char *what) {
-    dt__disk_job fresh = { .write = write,
-        .busy = 1,
-        .at = at,
-        .bytes = bytes,
-        .offset = offset,
-        .what = what,
-        .device = job->device };
-    if (!d->has_thread) return; /* in a dry run */
-    *job = fresh;
-    pthread_mutex_lock(&d->lock);
-    if (d->last)
-        d->last->next = job;
-    else
-        d->first = job;
-    d->last = job;
-    pthread_cond_signal(&d->wake);
-    pthread_mutex_unlock(&d->lock);
+    if (!d->files.thread) return; /* in a dry run */
+    void *device = job->device;
+    memset(job, 0, sizeof *job);
+    job->files = &d->files;
+    job->op = (dt__file_op){ .kind = write ? DT__OP_WRITE : DT__OP_READ,
+        .file = DT__OFFLOADED,
+        .to = DT__OFFLOADED,
+        .data = at,
+        .bytes = (int64_t)bytes,
+        .offset = offset };
+    job->ops = &job->op;
+    job->n_ops = 1;
+    job->what = what;
+    job->device = device;
+    dt__io_start(job);
 }
 
 /* Starts a transfer to or from a bucket's memory. Device memory is transferred through a copy in
    host memory, which dt__disk_end frees. */
-static dt_status dt__disk_begin(dt_zero *zero, dt__disk_job *job, int write, void *at, size_t bytes,
-    int64_t offset, const char *what) {
+static dt_status dt__disk_begin(dt_zero *zero, dt__io_request *job, int write, void *at,
+    size_t bytes, int64_t offset, const char *what) {
     dt_ctx *ctx = zero->ctx;
     if (zero->update_kernels != &ctx->kernels) {
         void *host = dt_alloc(ctx, DT_MEM_HOST, bytes, "a copy for the disk");
@@ -2408,62 +2662,35 @@ static dt_status dt__disk_begin(dt_zero *zero, dt__disk_job *job, int write, voi
     return dt_error(ctx);
 }
 
-static void dt__disk_end(dt_zero *zero, dt__disk_job *job, int arrived) {
+static void dt__disk_end(dt_zero *zero, dt__io_request *job, int arrived) {
+    void *host = job->op.data;
+    size_t bytes = (size_t)job->op.bytes;
     if (!job->device) return;
-    if (arrived && !job->write && dt__move(zero->ctx, job->device, job->at, job->bytes) == DT_OK)
+    if (arrived && job->op.kind == DT__OP_READ &&
+        dt__move(zero->ctx, job->device, host, bytes) == DT_OK)
         dt__sync(zero->ctx);
-    dt_free(zero->ctx, DT_MEM_HOST, job->at, job->bytes);
+    dt_free(zero->ctx, DT_MEM_HOST, host, bytes);
     job->device = NULL;
 }
 
-/* Abandons the disk: if its thread has not ended, only the thread may use *d from now on. */
-static void dt__disk_abandon(dt__disk *d) {
-    pthread_mutex_lock(&d->lock);
-    d->abandoned = !d->ended;
-    pthread_mutex_unlock(&d->lock);
-}
-
-/* Waits for the job's transfer, if one was started. If the disk does not answer, this wait fails
-   slightly before other ranks' waits time out, so that the error text names the disk. */
-static dt_status dt__disk_wait(dt_zero *zero, dt__disk_job *job) {
-    dt__disk *d = zero->disk;
-    const dt_host *host = dt_ctx_host(zero->ctx);
-    if (!job->what || d->abandoned) return dt_error(zero->ctx);
-    dt__stopwatch watch = dt__stopwatch_start(host, d->timeout_s);
+/* Waits for the job's transfer, if one was started. */
+static dt_status dt__disk_wait(dt_zero *zero, dt__io_request *job) {
+    dt_ctx *ctx = zero->ctx;
     double nap = 1e-5;
-    while (__atomic_load_n(&job->busy, __ATOMIC_ACQUIRE)) {
-        if (dt__waited(&watch) > d->timeout_s) {
-            dt__disk_abandon(d);
-            return dt_fail(zero->ctx, DT_ERR_TIMEOUT,
-                "%s: %s %s: no answer from the disk within %g s", d->path,
-                job->write ? "writing" : "reading", job->what, d->timeout_s);
-        }
-        host->sleep(host->user, nap);
-        nap = nap < 1e-3 ? 2 * nap : nap;
-    }
-    const char *what = job->what;
+    if (!job->what) return dt_error(ctx);
+    while (dt__io_pending(ctx, job)) dt__io_nap(ctx, &nap);
+    if (zero->disk->files.thread->abandoned) return dt_error(ctx);
     job->what = NULL;
-    dt__disk_end(zero, job, job->done == (int64_t)job->bytes);
-    if (job->done == (int64_t)job->bytes) return dt_error(zero->ctx);
-    return dt_fail(zero->ctx, DT_ERR_IO, "%s: %s %s, byte %lld of %zu: %s", d->path,
-        job->write ? "writing" : "reading", what, (long long)job->done, job->bytes,
-        job->error   ? dt__io_error_text(job->error)
-        : job->write ? "the device took no more"
-                     : "the file has become shorter");
+    dt__disk_end(zero, job, !job->failed);
+    return job->failed ? dt__files_check(ctx, &zero->disk->files, NULL) : dt_error(ctx);
 }
 
 /* Waits for the job's previous transfer, then starts a new transfer and waits for its end. */
-static dt_status dt__disk_transfer_now(dt_zero *zero, dt__disk_job *job, int write, void *at,
+static dt_status dt__disk_transfer_now(dt_zero *zero, dt__io_request *job, int write, void *at,
     size_t bytes, int64_t offset, const char *what) {
     if (dt__disk_wait(zero, job) != DT_OK) return dt_error(zero->ctx);
     dt__disk_start(zero->disk, job, write, at, bytes, offset, what);
     return dt__disk_wait(zero, job);
-}
-
-/* Returns how many seconds a transfer may take. The result is less than the ranks' timeout, because
-   otherwise the other ranks would end the run before this rank can name the disk. */
-static double dt__disk_timeout(const dt_ctx *ctx) {
-    return 0.8 * (dt__world_of(ctx) ? dt__world_of(ctx)->shared->timeout_s : 120);
 }
 
 static int dt__on_disk(const char *target) {
@@ -2526,89 +2753,56 @@ static dt_status dt__disk_open(dt_zero *zero) {
     const char *o = zero->desc.offload_optim, *p = zero->desc.offload_params,
                *folder = dt__on_disk(o) ? o : p;
     if (!dt__on_disk(folder)) return DT_OK;
-    dt__disk *d = (dt__disk *)dt_alloc(ctx, DT_MEM_HOST, sizeof *d, "offload");
+    dt__disk *d = (dt__disk *)dt__host_zeroed(ctx, sizeof *d, "offload");
     if (!d) return dt_error(ctx);
-    memset(d, 0, sizeof *d - sizeof d->buffer);
-    d->io = *dt_ctx_io(ctx);
-    d->fd = -1;
+    dt__files_init(ctx, &d->files);
     zero->disk = d;
     d->slot_bytes = dt__disk_slot_offset(zero, dt_bucket_count(ctx), 0);
-    d->timeout_s = dt__disk_timeout(ctx);
+    const dt_io *io = &d->files.writer.io;
+    char *path = d->files.path[DT__OFFLOADED];
     int64_t bytes = dt__disk_offset(zero, dt_bucket_count(ctx), DT__GRAD, 0);
+    int fd = -1;
     /* create the file under a name that is not in use; the file is unlinked below */
-    for (int other = 0; d->fd < 0 && other < DT__DISK_NAMES; other++) {
-        int n = other ? snprintf(d->path, sizeof d->path, "%s/dt-rank-%d.%d.offload", folder,
-                            dt_ctx_rank(ctx), other)
-                      : snprintf(d->path, sizeof d->path, "%s/dt-rank-%d.offload", folder,
-                            dt_ctx_rank(ctx));
-        if (n >= (int)sizeof d->path)
+    for (int other = 0; fd < 0 && other < DT__DISK_NAMES; other++) {
+        char number[16] = "";
+        if (other) snprintf(number, sizeof number, ".%d", other);
+        if (snprintf(path, DT__PATH_BYTES, "%s/dt-rank-%d%s.offload", folder, dt_ctx_rank(ctx),
+                number) >= DT__PATH_BYTES)
             return dt_fail(ctx, DT_ERR_ARG,
-                "dt_zero_make: offload to %.60s...: a path of at "
-                "most %zu bytes is needed",
-                folder, sizeof d->path - 1);
-        if (dt__is_dry_run(zero)) return DT_OK; /* the memory is allocated; no file is needed */
+                "dt_zero_make: offload to %.60s...: a path of at most %d bytes is needed", folder,
+                DT__PATH_BYTES - 1);
+        /* a dry run needs the memory, but no file */
+        if (dt__is_dry_run(zero)) return dt__io_thread_make(zero) ? DT_OK : dt_error(ctx);
         errno = 0;
-        d->fd = d->io.open(d->io.user, d->path, DT_IO_PRIVATE);
-        if (d->fd < 0 && errno != EEXIST) break;
+        fd = io->open(io->user, path, DT_IO_PRIVATE);
+        if (fd < 0 && errno != EEXIST) break;
     }
-    if (d->fd < 0)
+    d->files.fd[DT__OFFLOADED] = fd;
+    const char *failed = fd < 0 ? "open" : NULL;
+    errno = failed ? errno : 0;
+    if (!failed && io->remove(io->user, path) != 0) failed = "remove";
+    if (failed)
         return dt_fail(
-            ctx, DT_ERR_IO, "dt_zero_make: offload to %s: open: %s", d->path, dt__io_reason());
-    errno = 0;
-    if (d->io.remove(d->io.user, d->path) != 0)
-        return dt_fail(
-            ctx, DT_ERR_IO, "dt_zero_make: offload to %s: remove: %s", d->path, dt__io_reason());
+            ctx, DT_ERR_IO, "dt_zero_make: offload to %s: %s: %s", path, failed, dt__io_reason());
     errno = 0; /* resize fills the file with zeros: optimizer state starts at zero */
-    if (d->io.resize(d->io.user, d->fd, bytes) != 0)
-        return dt_fail(ctx, DT_ERR_IO, "%s: making room for %lld bytes: %s", d->path,
-            (long long)bytes, dt__io_reason());
-    pthread_mutex_init(&d->lock, NULL);
-    pthread_cond_init(&d->wake, NULL);
-    d->has_thread = pthread_create(&d->thread, NULL, dt__disk_thread, d) == 0;
-    return d->has_thread ? DT_OK
-                         : dt_fail(ctx, DT_ERR_MEM, "%s: no thread to read and write it", d->path);
+    if (io->resize(io->user, fd, bytes) != 0)
+        return dt_fail(ctx, DT_ERR_IO, "%s: making room for %lld bytes: %s", path, (long long)bytes,
+            dt__io_reason());
+    return dt__io_join(zero, &d->files, 0)
+               ? DT_OK
+               : dt_fail(ctx, DT_ERR_MEM, "%s: no thread to read and write it", path);
 }
 
-/* Asks the thread to end, and waits at most timeout_s seconds. Returns 1 if the thread has ended;
-   otherwise abandons the disk and returns 0. */
-static int dt__disk_stop(dt_zero *zero) {
-    dt__disk *d = zero->disk;
-    const dt_host *host = dt_ctx_host(zero->ctx);
-    dt__stopwatch watch = dt__stopwatch_start(host, d->timeout_s);
-    double nap = 1e-5;
-    for (int ended = 0; !ended && !d->abandoned;) {
-        pthread_mutex_lock(&d->lock);
-        d->stop = 1;
-        ended = d->ended;
-        pthread_cond_signal(&d->wake);
-        pthread_mutex_unlock(&d->lock);
-        if (ended) break;
-        if (dt__waited(&watch) > d->timeout_s) dt__disk_abandon(d);
-        host->sleep(host->user, nap);
-        nap = nap < 1e-3 ? 2 * nap : nap;
-    }
-    if (d->abandoned)
-        pthread_detach(d->thread);
-    else
-        pthread_join(d->thread, NULL);
-    return !d->abandoned;
-}
-
-/* Frees the disk. If the thread hangs in a disk access, the thread is abandoned: *d is not freed,
-   because the thread still uses *d, and the thread closes the file itself. */
 static void dt__disk_close(dt_zero *zero) {
     dt_ctx *ctx = zero->ctx;
     dt__disk *d = zero->disk;
-    int abandoned = d && d->has_thread && !dt__disk_stop(zero);
-    if (d && d->has_thread && !abandoned) {
-        pthread_mutex_destroy(&d->lock);
-        pthread_cond_destroy(&d->wake);
-    }
+    if (d) dt__files_close(ctx, &d->files, DT__PATHS);
+    if (d) dt__io_leave(ctx, &d->files.thread);
+    dt__io_leave(ctx, &zero->io_thread);
     for (int i = 0; zero->chunks && i < DT__OFFLOAD_CHUNKS * DT__ARRAYS; i++)
         dt_unpin(ctx, zero->chunks[i / DT__ARRAYS].buf[i % DT__ARRAYS], zero->chunk_bytes);
     dt_free(ctx, DT_MEM_HOST, zero->chunks, DT__OFFLOAD_CHUNKS * sizeof *zero->chunks);
-    if (d && !abandoned && d->fd >= 0) d->io.close(d->io.user, d->fd);
-    if (!abandoned) dt_free(ctx, DT_MEM_HOST, d, sizeof *d);
+    dt_free(ctx, DT_MEM_HOST, d, sizeof *d);
     zero->chunks = NULL;
     zero->disk = NULL;
 }
@@ -2669,7 +2863,7 @@ static dt_status dt__params_store(
 static dt_status dt__params_read_start(dt_zero *zero, dt__zero_bucket *z) {
     const dt_bucket *u = z->bucket;
     size_t size = dt_dtype_size(u->dtype);
-    z->gathered = dt__bucket_buffer_acquire(zero->ctx, u->padded * size);
+    z->gathered = dt__buffer_acquire(zero->ctx, DT_MEM_COMM, u->padded * size);
     char *mine = z->gathered ? (char *)z->gathered + u->shard_offset * size : NULL;
     if (mine && z->host_shard)
         return dt__move(zero->ctx, mine, z->host_shard, u->shard_count * size);
@@ -2698,7 +2892,7 @@ static dt_status dt__params_copy_out(
    micro-batches, also starts to read their sum into the buffer. */
 static dt_status dt__grads_read_start(dt_zero *zero, dt__zero_bucket *z) {
     size_t bytes = z->count * dt__zero_element_size(z);
-    z->grad_shard = dt__bucket_buffer_acquire(zero->ctx, bytes);
+    z->grad_shard = dt__buffer_acquire(zero->ctx, DT_MEM_COMM, bytes);
     if (z->grad_shard && z->accumulated)
         dt__disk_begin(zero, &z->grad_job, 0, z->grad_shard, bytes,
             dt__disk_offset(zero, z->bucket->index, DT__GRAD, 0), "gradients");
@@ -2711,7 +2905,7 @@ static dt_status dt__grads_write_end(dt_zero *zero) {
     if (!dt__grads_on_disk(zero) || zero->storing_bucket < 0) return dt_error(zero->ctx);
     dt__zero_bucket *z = &zero->buckets[zero->storing_bucket];
     if (dt__disk_wait(zero, &z->grad_job) != DT_OK) return dt_error(zero->ctx);
-    dt__bucket_buffer_release(zero->ctx, z->grad_shard);
+    dt__buffer_release(zero->ctx, z->grad_shard);
     z->grad_shard = NULL;
     zero->storing_bucket = -1;
     return DT_OK;
@@ -2893,7 +3087,7 @@ static dt_status dt__offload_update(dt_zero *zero, double lr, double grad_scale)
     return DT_OK;
 }
 
-// ==== 13. 1-bit Adam ============================================================================
+// ==== 15. 1-bit Adam ============================================================================
 
 /* 1-bit Adam (H. Tang et al., arXiv:2102.02888). The first freeze_steps steps are Adam without bias
    correction. After these steps the second moment v is frozen, and the N ranks exchange the signs
@@ -3088,7 +3282,7 @@ static dt_status dt__onebit_momentum(dt_zero *zero, dt__zero_bucket *z, double g
     return DT_OK;
 }
 
-// ==== 14. Making, stepping, freeing =============================================================
+// ==== 16. Making, stepping, freeing =============================================================
 
 static void dt__zero_on_closing(dt_ctx *ctx, void *user) {
     dt_zero *zero = (dt_zero *)user;
@@ -3445,7 +3639,7 @@ size_t dt_zero_state_bytes(const dt_zero *zero) {
     return bytes;
 }
 
-// ==== 15. Memory account: code ==================================================================
+// ==== 17. Memory account: code ==================================================================
 
 dt_zero_bytes dt_zero_formula(dt_zero_formula_desc d) {
     dt_zero_bytes none = { .params = NAN, .grads = NAN, .optim = NAN, .total = NAN, .sent = NAN },
@@ -3467,145 +3661,33 @@ dt_zero_bytes dt_zero_formula(dt_zero_formula_desc d) {
     return b;
 }
 
-// ==== 16. Checkpoints: the writer ===============================================================
+// ==== 18. Checkpoints: files ====================================================================
 
-/* The writer writes a checkpoint's bytes, on the rank's own thread or on a background thread. A
-   background thread must not touch the context, so the writer calls only functions of the io table.
-   The writer records its first failure as text; the rank's own thread later fails the context with
-   this text. Atomic commit of a checkpoint:
+/* The operations of a save (dt__file_op), done by the I/O thread of section 13, or by the calling
+   thread if the save is not in the background. Atomic commit of a checkpoint:
 
-       all ranks   dt__writer_flush    write their bytes; fsync each file; close
+       all ranks   dt__save_start    write their bytes; fsync each file; close
        (wait until every rank has done this)
-       rank 0      dt__writer_commit   write config.json and manifest.json, fsync, close
-                                       fsync DIR/step-200.1a2b3c.tmp     the file names are durable
-                                       rename it to DIR/step-200         <- commit
-                                       fsync DIR                         the rename is durable
-                                       remove old checkpoints
+       rank 0      dt__save_commit   write config.json and manifest.json, fsync, close
+                                     fsync DIR/step-200.1a2b3c.tmp     the file names are durable
+                                     rename it to DIR/step-200         <- commit
+                                     fsync DIR                         the rename is durable
+                                     remove old checkpoints
 
    A crash before the rename leaves a .tmp folder, which the next job removes. A crash after the
    rename leaves a complete checkpoint. */
 
-enum { DT__CKPT_PATH = 1024, DT__CKPT_COPY = 4 << 20, DT__CKPT_CHUNK = 1 << 20 };
-enum { DT__MODEL = 0, DT__OPTIM, DT__CKPT_FILES };
+enum { DT__CKPT_COPY = 4 << 20, DT__CKPT_CHUNK = 1 << 20 };
 enum { DT__SAVE_IDLE = 0, DT__SAVE_WRITING, DT__SAVE_COMMITTING };
 static const char *const dt__ckpt_names[DT__CKPT_FILES] = { "model.safetensors",
     "optim.safetensors" };
 
-/* Background save. dt__staging_buffer: a buffer of bytes that a thread writes later.
-   dt__staged_write: one of these writes. */
-typedef struct dt__staging_buffer {
-    struct dt__staging_buffer *next;
-    size_t capacity, used; /* size and used bytes of the data, which follow this struct */
-} dt__staging_buffer;
-typedef struct dt__staged_write {
-    int file;
-    const char *data;
-    int64_t bytes, offset;
-} dt__staged_write;
-
-typedef struct dt__writer {
-    dt_io io;
-    int fd[DT__CKPT_FILES];
-    char path[DT__CKPT_FILES][DT__CKPT_PATH];
-    char why[DT__CKPT_PATH + 200]; /* text of the first failure, or "" */
-    /* background save. buffers: all buffers of this rank; buffer: the buffer that is being filled;
-       writes: the writes to do later */
-    dt__staging_buffer *buffers, *buffer;
-    dt__staged_write *writes;
-    int n_writes, writes_capacity;
-    char dir[DT__CKPT_PATH], temp[DT__CKPT_PATH], final[DT__CKPT_PATH];
-    char *manifest; /* on rank 0 only */
-    size_t manifest_bytes, manifest_capacity;
-    /* a copy of dt_checkpoint_desc.config_json, because an abandoned thread may still read the text
-       after the caller has freed it */
-    char *config_json;
-    int keep, committing; /* committing: 1 runs dt__writer_commit, 0 dt__writer_flush */
-    /* 1 if this rank has created the folder `temp` or the file of an export. After a failure this
-       rank removes the folder or the file */
-    int created;
-    int64_t step; /* step and repeat identify the checkpoint, as in dt__ckpt_id */
-    int repeat;
-    int background, has_thread, abandoned;
-    pthread_t thread;
-    int done;         /* atomic; 1 when the thread's work is complete */
-    int64_t progress; /* atomic; number of completed disk operations */
-} dt__writer;
-
-static void dt__writer_fail(dt__writer *w, const char *path, const char *what) {
-    if (!w->why[0]) snprintf(w->why, sizeof w->why, "%s: %s: %s", path, what, dt__io_reason());
-}
-
-/* Writes the path dir/name to `out` and returns it. If the path is too long, returns "" and records
-   the failure. */
-static const char *dt__writer_path(dt__writer *w, char *out, const char *dir, const char *name) {
-    if (snprintf(out, DT__CKPT_PATH, "%s/%s", dir, name) < DT__CKPT_PATH) return out;
+/* Sets the path of a file to dir/name. If the path is too long, records the failure. */
+static void dt__files_path(dt__files *f, int file, const char *dir, const char *name) {
+    dt__writer *w = &f->writer;
+    if (snprintf(f->path[file], DT__PATH_BYTES, "%s/%s", dir, name) < DT__PATH_BYTES) return;
+    f->path[file][0] = 0;
     if (!w->why[0]) snprintf(w->why, sizeof w->why, "%.80s...: the path is too long", dir);
-    return "";
-}
-
-/* Writes `bytes` bytes in pieces, and counts each completed piece in w->progress, which shows that
-   the disk still answers. */
-static void dt__writer_put(
-    dt__writer *w, const char *path, int fd, const void *data, int64_t bytes, int64_t offset) {
-    for (int64_t done = 0; done < bytes && !w->why[0];) {
-        int64_t n = bytes - done < DT__CKPT_COPY ? bytes - done : (int64_t)DT__CKPT_COPY;
-        int end = 0;
-        int64_t went =
-            dt__io_transfer(&w->io, fd, 1, (char *)(uintptr_t)data + done, n, offset + done, &end);
-        done += went;
-        __atomic_fetch_add(&w->progress, 1, __ATOMIC_RELAXED);
-        if (went == n) continue;
-        char what[48];
-        snprintf(what, sizeof what, "writing byte %lld", (long long)(offset + done));
-        if (end) errno = ENOSPC;
-        dt__writer_fail(w, path, what);
-    }
-}
-
-/* Calls fsync, then close. Some disk errors are reported only by fsync, and only once. */
-static void dt__writer_sync_close(dt__writer *w, const char *path, int fd) {
-    errno = 0;
-    if (!w->why[0] && w->io.fsync(w->io.user, fd) != 0) dt__writer_fail(w, path, "fsync");
-    __atomic_fetch_add(&w->progress, 1, __ATOMIC_RELAXED);
-    errno = 0;
-    if (w->io.close(w->io.user, fd) != 0) dt__writer_fail(w, path, "close");
-}
-
-/* Creates a file of `bytes` bytes. Returns its descriptor, or -1 on failure. */
-static int dt__writer_create(dt__writer *w, const char *path, int64_t bytes) {
-    errno = 0;
-    int fd = w->why[0] ? -1 : dt__io_create(&w->io, path);
-    if (fd < 0) {
-        dt__writer_fail(w, path, "open");
-        return -1;
-    }
-    errno = 0;
-    if (w->io.resize(w->io.user, fd, bytes) != 0) dt__writer_fail(w, path, "making capacity");
-    return fd;
-}
-
-static void dt__writer_file(dt__writer *w, const char *name, const char *text, size_t bytes) {
-    char buffer[DT__CKPT_PATH];
-    const char *path = dt__writer_path(w, buffer, w->temp, name);
-    int fd = dt__writer_create(w, path, (int64_t)bytes);
-    if (fd < 0) return;
-    dt__writer_put(w, path, fd, text, (int64_t)bytes, 0);
-    dt__writer_sync_close(w, path, fd);
-}
-
-/* Calls fsync on a folder, which makes the names in the folder durable. EINVAL is ignored: some
-   file systems cannot sync a folder and do not need to. tolerated: an errno of open that is not a
-   failure; 0 if every errno is a failure. */
-static void dt__writer_sync_dir(dt__writer *w, const char *folder, int tolerated) {
-    errno = 0;
-    int fd = w->why[0] ? -1 : w->io.open(w->io.user, folder, DT_IO_READ);
-    if (fd < 0) {
-        if (errno == 0 || errno != tolerated) dt__writer_fail(w, folder, "open");
-        return;
-    }
-    errno = 0;
-    if (w->io.fsync(w->io.user, fd) != 0 && errno != EINVAL) dt__writer_fail(w, folder, "fsync");
-    w->io.close(w->io.user, fd);
 }
 
 /* Identifies a checkpoint: its step, and its number among the checkpoints of this step. The folder
@@ -3686,80 +3768,32 @@ typedef struct dt__tmp_sweep {
 static void dt__tmp_sweep_one(void *arg, const char *name) {
     const dt__tmp_sweep *sweep = (const dt__tmp_sweep *)arg;
     const char *dot = strchr(name, '.');
-    char path[DT__CKPT_PATH + 80];
+    char path[DT__PATH_BYTES + 80];
     if (!dot || strspn(dot + 1, "0123456789abcdef") != 6 || strcmp(dot + 7, ".tmp") != 0) return;
     if (dt__ckpt_parse_name(name, (size_t)(dot - name)).step < 0) return;
     snprintf(path, sizeof path, "%s/%s", sweep->dir, name);
     dt__ckpt_remove(sweep->io, path);
 }
 
-/* Keeps the new checkpoint and the (keep - 1) checkpoints before the new one, and removes older
-   checkpoints. Checkpoints of later steps are neither counted nor removed: dt_checkpoint_load has
-   skipped them as damaged. A checkpoint that cannot be removed stays, which is harmless. */
-static void dt__writer_remove_old(const dt__writer *w) {
-    dt__ckpt_id at = { w->step, w->repeat };
-    char name[64], path[DT__CKPT_PATH + 64];
-    for (int i = 1; i < w->keep && at.step >= 0; i++)
-        if (dt__newest_below(&w->io, w->dir, at, &at) != 0) return;
-    while (w->keep > 0 && at.step >= 0 && dt__newest_below(&w->io, w->dir, at, &at) == 0 &&
-           at.step >= 0) {
+/* Keeps the checkpoint `newest` and the (keep - 1) checkpoints before it, and removes older
+   checkpoints; keep = 0 keeps all. Checkpoints of later steps are neither counted nor removed:
+   dt_checkpoint_load has skipped them as damaged. A checkpoint that cannot be removed stays, which
+   is harmless. */
+static void dt__ckpt_remove_old(const dt_io *io, const char *newest, int64_t keep) {
+    const char *slash = strrchr(newest, '/');
+    dt__ckpt_id at = dt__ckpt_parse_name(slash + 1, strlen(slash + 1));
+    char name[64], dir[DT__PATH_BYTES], path[DT__PATH_BYTES + 64];
+    snprintf(dir, sizeof dir, "%.*s", (int)(slash - newest), newest);
+    for (int64_t i = 1; i < keep && at.step >= 0; i++)
+        if (dt__newest_below(io, dir, at, &at) != 0) return;
+    while (keep > 0 && at.step >= 0 && dt__newest_below(io, dir, at, &at) == 0 && at.step >= 0) {
         dt__ckpt_name(at, name, sizeof name);
-        snprintf(path, sizeof path, "%s/%s", w->dir, name);
-        dt__ckpt_remove(&w->io, path);
+        snprintf(path, sizeof path, "%s/%s", dir, name);
+        dt__ckpt_remove(io, path);
     }
 }
 
-/* Does the staged writes of a background save, then syncs and closes this rank's files. */
-static void dt__writer_flush(dt__writer *w) {
-    for (int i = 0; i < w->n_writes; i++) {
-        const dt__staged_write *p = &w->writes[i];
-        dt__writer_put(w, w->path[p->file], w->fd[p->file], p->data, p->bytes, p->offset);
-    }
-    for (int f = 0; f < DT__CKPT_FILES; f++) {
-        if (w->fd[f] >= 0) dt__writer_sync_close(w, w->path[f], w->fd[f]);
-        w->fd[f] = -1;
-    }
-}
-
-/* Commits the checkpoint. Rank 0 calls this function after all ranks' bytes are on the disk. The
-   rename is the instant of the commit. */
-static void dt__writer_commit(dt__writer *w) {
-    if (w->config_json) dt__writer_file(w, "config.json", w->config_json, strlen(w->config_json));
-    dt__writer_file(w, "manifest.json", w->manifest, w->manifest_bytes);
-    dt__writer_sync_dir(w, w->temp, 0);
-    errno = 0;
-    if (!w->why[0] && w->io.rename(w->io.user, w->temp, w->final) != 0)
-        dt__writer_fail(w, w->final, "rename");
-    dt__writer_sync_dir(w, w->dir, 0);
-    if (!w->why[0]) dt__writer_remove_old(w);
-}
-
-static void *dt__writer_main(void *arg) {
-    dt__writer *w = (dt__writer *)arg;
-#ifdef __linux__
-    /* training has priority; on Linux setpriority lowers the priority of the calling thread only */
-    if (w->background) setpriority(PRIO_PROCESS, 0, 19);
-#endif
-    if (w->committing)
-        dt__writer_commit(w);
-    else
-        dt__writer_flush(w);
-    __atomic_store_n(&w->done, 1, __ATOMIC_RELEASE);
-    return NULL;
-}
-
-/* Runs the writer on a background thread, or on this thread if w->background is 0. committing: 1
-   runs dt__writer_commit, 0 runs dt__writer_flush. */
-static void dt__writer_start(dt__writer *w, int committing) {
-    w->committing = committing;
-    w->done = 0;
-    w->has_thread = w->background && pthread_create(&w->thread, NULL, dt__writer_main, w) == 0;
-    if (w->has_thread) return;
-    w->background = 0; /* no thread could be started */
-    dt__writer_main(w);
-}
-
-// ==== 17. Checkpoints: contents =================================================================
+// ==== 19. Checkpoints: contents =================================================================
 
 /* Which elements this rank has written to one of the two safetensors files. A digest is a sum over
    elements, so the sum of all ranks' digests does not depend on the sharding. */
@@ -3773,29 +3807,47 @@ typedef struct dt__ckpt_file {
     int n;
 } dt__ckpt_file;
 
+/* Background save: a buffer of bytes that the I/O thread writes later. */
+typedef struct dt__staging_buffer {
+    struct dt__staging_buffer *next;
+    size_t capacity, used; /* size and used bytes of the data, which follow this struct */
+} dt__staging_buffer;
+
 struct dt_checkpoint {
     dt_zero *zero;
     dt_ctx *ctx;
     dt_checkpoint_desc desc;
     dt_listener listener;
     const char *what; /* name of the public call, for messages */
-    int lock;         /* descriptor of the lock file, or -1 */
     /* content of the lock file: the process that holds the lock, and the time at which this process
        took the lock, by its own clock */
     char lock_text[300];
-    dt__writer *writer;
+    dt__files files;
     dt_weights *w[DT__CKPT_FILES]; /* the safetensors files: names and offsets of all tensors */
     dt__ckpt_file file[DT__CKPT_FILES];
-    int files;                         /* DT__CKPT_FILES, or 1 for an export (no optimizer) */
+    int n_files;                       /* DT__CKPT_FILES, or 1 for an export (no optimizer) */
     const dt_export_desc *export_desc; /* NULL for a checkpoint */
     int saving;                        /* phase of a save: DT__SAVE_* */
     /* newest checkpoint of desc.dir that this job has loaded, skipped as damaged, or saved */
     dt__ckpt_id newest_known;
-    int64_t progress_seen; /* the last value of writer->progress that this rank has seen */
-    dt__stopwatch watch;   /* measures the time since writer->progress last changed */
-    double done, total;    /* elements written, and elements to write, for desc.progress */
-    char *config;          /* config text of the loaded checkpoint */
-    char path[DT__CKPT_PATH];
+    double done, total; /* elements written, and elements to write, for desc.progress */
+    char *config;       /* config text of the loaded checkpoint */
+    char path[DT__PATH_BYTES];
+    /* the save's operations on this rank: writes if the save is staged, and those of
+       dt__save_start; then those of dt__save_commit */
+    dt__io_request request;
+    dt__file_op *ops;
+    int n_ops, ops_capacity;
+    /* 1: the save is staged. buffers: all buffers of this rank; buffer: the buffer that is being
+       filled */
+    int staged;
+    dt__staging_buffer *buffers, *buffer;
+    char *manifest; /* on rank 0 only */
+    size_t manifest_bytes, manifest_capacity;
+    char *config_json; /* a copy of desc.config_json */
+    /* 1 if this rank has created the folder DT__TEMP or the file of an export. After a failure this
+       rank removes the folder or the file */
+    int created;
 };
 
 /* Returns the weight of a word's index in the digest. The weight is never 0, and 2^32 consecutive
@@ -4030,20 +4082,17 @@ static int64_t dt__header_bytes(const dt_weights *w) {
 }
 
 /* [collective: world] Sets c->w: the tensors of all pipeline stages, with their offsets in the
-   files of the checkpoint in `folder`. For an export, `folder` is the path of the exported file. */
-static dt_status dt__list_make(dt_checkpoint *c, const char *folder) {
+   files DT__MODEL and DT__OPTIM. */
+static dt_status dt__list_make(dt_checkpoint *c) {
     dt_ctx *ctx = c->ctx;
     dt_json_out mine = { ctx, NULL, 0, 0 }, all = { ctx, NULL, 0, 0 };
     size_t bytes = 0;
     dt__list_free(c);
-    for (int f = 0; f < c->files && dt_error(ctx) == DT_OK; f++) {
-        char path[DT__CKPT_PATH];
+    for (int f = 0; f < c->n_files && dt_error(ctx) == DT_OK; f++) {
         dt_weights_desc desc;
         memset(&desc, 0, sizeof desc);
         if (c->export_desc) desc.llmc = c->export_desc->llmc;
-        c->w[f] = dt_weights_create(ctx,
-            c->export_desc ? folder : dt__writer_path(c->writer, path, folder, dt__ckpt_names[f]),
-            desc);
+        c->w[f] = dt_weights_create(ctx, c->files.path[f], desc);
         c->file[f].owner = c;
         c->file[f].file = f;
         if (c->w[f]) c->w[f]->sink = (dt__sink){ dt__ckpt_sink, &c->file[f] };
@@ -4064,7 +4113,7 @@ static dt_status dt__list_make(dt_checkpoint *c, const char *folder) {
     if (text) dt_free(ctx, DT_MEM_HOST, text, bytes + 1);
     dt_json_out_free(&mine);
     dt_json_out_free(&all);
-    for (int f = 0; f < c->files && dt_error(ctx) == DT_OK; f++) {
+    for (int f = 0; f < c->n_files && dt_error(ctx) == DT_OK; f++) {
         dt__ckpt_file *file = &c->file[f];
         dt__weights_layout(c->w[f]);
         size_t n = (size_t)dt_weights_count(c->w[f]) + 1;
@@ -4075,14 +4124,21 @@ static dt_status dt__list_make(dt_checkpoint *c, const char *folder) {
     return dt_error(ctx);
 }
 
-// ==== 18. Checkpoints: saving ===================================================================
+// ==== 20. Checkpoints: saving ===================================================================
 
-/* Copies bytes to a buffer, for the background thread to write later. If the bytes continue the
-   previous write, they become part of the previous write. */
+static void dt__save_add_op(dt_checkpoint *c, dt__file_op op) {
+    dt__file_op *grown = (dt__file_op *)dt__grow(
+        c->ctx, c->ops, c->n_ops, &c->ops_capacity, sizeof *grown, "operations of a save");
+    if (!grown) return;
+    c->ops = grown;
+    c->ops[c->n_ops++] = op;
+}
+
+/* Copies bytes to a buffer, for the I/O thread to write later. If the bytes continue the previous
+   write, they become part of the previous write. */
 static void dt__staging_add(
     dt_checkpoint *c, int file, const void *data, int64_t bytes, int64_t offset) {
-    dt__writer *w = c->writer;
-    dt__staging_buffer *copy = w->buffer, *last_copy = NULL;
+    dt__staging_buffer *copy = c->buffer, *last_copy = NULL;
     for (; copy && copy->capacity - copy->used < (size_t)bytes; copy = copy->next) last_copy = copy;
     if (!copy) {
         size_t capacity = bytes > DT__CKPT_COPY ? (size_t)bytes : (size_t)DT__CKPT_COPY;
@@ -4095,41 +4151,39 @@ static void dt__staging_add(
         if (last_copy)
             last_copy->next = copy;
         else
-            w->buffers = copy;
+            c->buffers = copy;
     }
-    w->buffer = copy;
+    c->buffer = copy;
     char *to = (char *)(copy + 1) + copy->used;
-    dt__staged_write *last = w->n_writes ? &w->writes[w->n_writes - 1] : NULL;
+    dt__file_op *last = c->n_ops ? &c->ops[c->n_ops - 1] : NULL;
     memcpy(to, data, (size_t)bytes);
     copy->used += (size_t)bytes;
     if (last && last->file == file && last->offset + last->bytes == offset &&
-        last->data + last->bytes == to) {
+        (char *)last->data + last->bytes == to)
         last->bytes += bytes;
-        return;
-    }
-    dt__staged_write *grown = (dt__staged_write *)dt__grow(
-        c->ctx, w->writes, w->n_writes, &w->writes_capacity, sizeof *grown, "pieces");
-    if (!grown) return;
-    dt__staged_write write = { file, to, bytes, offset };
-    w->writes = grown;
-    w->writes[w->n_writes++] = write;
+    else
+        dt__save_add_op(c, (dt__file_op){ .kind = DT__OP_WRITE,
+                               .file = file,
+                               .to = file,
+                               .data = to,
+                               .bytes = bytes,
+                               .offset = offset });
 }
 
 /* Marks the buffers as empty but does not free them, because allocating memory for the next save
    takes longer than copying to it. */
-static void dt__staging_reuse(dt__writer *w) {
-    for (dt__staging_buffer *copy = w->buffers; copy; copy = copy->next) copy->used = 0;
-    w->buffer = w->buffers;
-    w->n_writes = 0;
+static void dt__staging_reuse(dt_checkpoint *c) {
+    for (dt__staging_buffer *copy = c->buffers; copy; copy = copy->next) copy->used = 0;
+    c->buffer = c->buffers;
+    c->n_ops = 0;
 }
 
 static void dt__staging_free(dt_checkpoint *c) {
-    dt__writer *w = c->writer;
-    for (dt__staging_buffer *next; w->buffers; w->buffers = next) {
-        next = w->buffers->next;
-        dt_free(c->ctx, DT_MEM_HOST, w->buffers, sizeof *w->buffers + w->buffers->capacity);
+    for (dt__staging_buffer *next; c->buffers; c->buffers = next) {
+        next = c->buffers->next;
+        dt_free(c->ctx, DT_MEM_HOST, c->buffers, sizeof *c->buffers + c->buffers->capacity);
     }
-    dt_free(c->ctx, DT_MEM_HOST, w->writes, (size_t)w->writes_capacity * sizeof *w->writes);
+    dt_free(c->ctx, DT_MEM_HOST, c->ops, (size_t)c->ops_capacity * sizeof *c->ops);
 }
 
 /* dt_weights_write calls this function with the bytes to write (dt__sink). Adds the elements'
@@ -4142,11 +4196,11 @@ static void dt__ckpt_sink(
     int64_t bytes = count * (int64_t)dt_dtype_size(t->dtype);
     file->digest[index] += dt__elements_digest(t->dtype, first, data, count);
     file->count[index] += count;
-    if (c->writer->background)
+    dt__files *f = &c->files;
+    if (c->staged)
         dt__staging_add(c, file->file, data, bytes, offset);
     else
-        dt__writer_put(
-            c->writer, c->writer->path[file->file], c->writer->fd[file->file], data, bytes, offset);
+        dt__writer_write(&f->writer, f->path[file->file], f->fd[file->file], data, bytes, offset);
 }
 
 static void dt__ckpt_progress(dt_checkpoint *c, double elements) {
@@ -4164,8 +4218,8 @@ static dt_status dt__save_params(dt_checkpoint *c, dt__zero_bucket *z) {
     int gathered = !bucket->data;
     if (dt__gather_outside_op(dt_param_get(ctx, bucket->first_param)) != DT_OK)
         return dt_error(ctx);
-    w->writer = dt_comm_rank(z->data_group);
-    w->writers = dt_comm_size(z->data_group);
+    w->share = dt_comm_rank(z->data_group);
+    w->shares = dt_comm_size(z->data_group);
     for (int i = bucket->first_param; i < bucket->first_param + bucket->n_params; i++) {
         dt_tensor *t = dt_param_get(ctx, i);
         dt_weight_map p;
@@ -4313,7 +4367,7 @@ static dt_status dt__save_write(dt_checkpoint *c) {
 
 /* Sums the ranks' digests. Fails unless the ranks have written every element once. */
 static dt_status dt__save_digests(dt_checkpoint *c) {
-    for (int f = 0; f < c->files; f++) {
+    for (int f = 0; f < c->n_files; f++) {
         dt__ckpt_file *file = &c->file[f];
         size_t n = 5 * (size_t)file->n;
         double *sums = (double *)dt_alloc(c->ctx, DT_MEM_HOST, (n + 1) * sizeof *sums, "digests");
@@ -4338,11 +4392,9 @@ static dt_status dt__save_digests(dt_checkpoint *c) {
 
 /* ---- the manifest ---- */
 
-static dt__item_text dt__ckpt_layout(const dt_zero *zero) {
+static dt__text dt__ckpt_layout(const dt_zero *zero) {
     const dt_mesh_desc *n = &zero->mesh.sizes;
-    dt__item_text t;
-    snprintf(t.s, sizeof t.s, "dp %d tp %d cp %d pp %d ep %d", n->dp, n->tp, n->cp, n->pp, n->ep);
-    return t;
+    return dt__format("dp %d tp %d cp %d pp %d ep %d", n->dp, n->tp, n->cp, n->pp, n->ep);
 }
 
 static void dt__put_hex(dt_json_out *o, const char *key, uint64_t value) {
@@ -4389,14 +4441,13 @@ static void dt__manifest_config_json(dt_json_out *o, const char *text) {
    dt__manifest_end writes these last bytes, for the preceding bytes `data`, to `text`. */
 enum { DT__MANIFEST_END = 30 };
 static void dt__manifest_end(char *text, const char *data, size_t bytes) {
-    uint64_t h = dt__zero_digest(bytes, data, bytes);
+    uint64_t h = dt__digest(bytes, data, bytes);
     snprintf(text, DT__MANIFEST_END + 1, ",\"digest\":\"%016llx\"}\n", (unsigned long long)h);
 }
 
 static dt_status dt__manifest_check(dt_checkpoint *c);
 static dt_status dt__manifest_make(dt_checkpoint *c) {
     dt_zero *zero = c->zero;
-    dt__writer *w = c->writer;
     dt_json_out o = { c->ctx, NULL, 0, 0 };
     char text[DT__MANIFEST_END + 8];
     dt_json_open(&o, NULL, '{');
@@ -4429,15 +4480,15 @@ static dt_status dt__manifest_make(dt_checkpoint *c) {
     dt_json_put_string(&o, "config", c->desc.config);
     dt_json_open(&o, "files", '{');
     for (int f = 0; f < DT__CKPT_FILES; f++) dt__manifest_file(c, &o, f);
-    dt__manifest_config_json(&o, w->config_json);
+    dt__manifest_config_json(&o, c->config_json);
     dt_json_close(&o, '}');
     if (dt_error(c->ctx) == DT_OK) {
         dt__manifest_end(text, o.text, o.used);
         dt__json_write(&o, text, DT__MANIFEST_END);
     }
-    w->manifest = o.text;
-    w->manifest_bytes = o.used;
-    w->manifest_capacity = o.capacity;
+    c->manifest = o.text;
+    c->manifest_bytes = o.used;
+    c->manifest_capacity = o.capacity;
     return dt_error(c->ctx) == DT_OK ? dt__manifest_check(c) : dt_error(c->ctx);
 }
 
@@ -4447,7 +4498,9 @@ static dt_status dt__manifest_make(dt_checkpoint *c) {
    its numbers. */
 static dt_status dt__save_name(dt_checkpoint *c) {
     dt_zero *zero = c->zero;
-    dt__writer *w = c->writer;
+    dt__files *f = &c->files;
+    const dt_io *io = &f->writer.io;
+    const char *dir = f->path[DT__DIR];
     /* [0]: dt__ckpt_id.repeat of the checkpoint; [1]: number in the name of the .tmp folder */
     double broadcast[2] = { 0, 0 };
     dt__ckpt_id newest = { -1, 0 }, id = { zero->step, 1 };
@@ -4456,112 +4509,134 @@ static dt_status dt__save_name(dt_checkpoint *c) {
         const dt_host *host = dt_ctx_host(c->ctx);
         uint64_t now = (uint64_t)(host->now(host->user) * 1e6) * 2654435761u,
                  pid = (uint64_t)getpid() * 40503u;
-        if (dt__newest_below(&w->io, w->dir, dt__ckpt_last, &newest) != 0)
-            dt_fail(c->ctx, DT_ERR_IO, "dt_checkpoint_save: %s: %s", w->dir, dt__io_reason());
+        if (dt__newest_below(io, dir, dt__ckpt_last, &newest) != 0)
+            dt_fail(c->ctx, DT_ERR_IO, "dt_checkpoint_save: %s: %s", dir, dt__io_reason());
         dt__ckpt_name(newest, name, sizeof name);
         if (dt__ckpt_before(c->newest_known, newest))
             dt_fail(c->ctx, DT_ERR_IO,
                 "dt_checkpoint_save: %s has %s already, which this job has not loaded: go on "
                 "from it, or save to another folder",
-                w->dir, name);
+                dir, name);
         if (newest.step >= id.step) {
             dt__ckpt_id next = { id.step + 1, 0 };
-            if (dt__newest_below(&w->io, w->dir, next, &newest) != 0)
-                dt_fail(c->ctx, DT_ERR_IO, "dt_checkpoint_save: %s: %s", w->dir, dt__io_reason());
+            if (dt__newest_below(io, dir, next, &newest) != 0)
+                dt_fail(c->ctx, DT_ERR_IO, "dt_checkpoint_save: %s: %s", dir, dt__io_reason());
         }
         broadcast[0] = newest.step == id.step ? newest.repeat + 1 : 1;
         broadcast[1] = (double)((now ^ pid) >> 4 & 0xffffff);
     }
     if (dt_sum_doubles(zero->mesh.world, broadcast, 2) != DT_OK) return dt_error(c->ctx);
     id.repeat = (int)broadcast[0];
-    w->step = id.step;
-    w->repeat = id.repeat;
     if (dt__ckpt_before(c->newest_known, id)) c->newest_known = id;
     dt__ckpt_name(id, name, sizeof name);
-    dt__writer_path(w, w->final, w->dir, name);
+    dt__files_path(f, DT__FINAL, dir, name);
     snprintf(name + strlen(name), sizeof name - strlen(name), ".%06x.tmp", (unsigned)broadcast[1]);
-    dt__writer_path(w, w->temp, w->dir, name);
-    for (int f = 0; f < DT__CKPT_FILES; f++)
-        dt__writer_path(w, w->path[f], w->temp, dt__ckpt_names[f]);
+    dt__files_path(f, DT__TEMP, dir, name);
+    for (int i = 0; i < DT__CKPT_FILES; i++)
+        dt__files_path(f, i, f->path[DT__TEMP], dt__ckpt_names[i]);
+    dt__files_path(f, DT__CONFIG, f->path[DT__TEMP], "config.json");
+    dt__files_path(f, DT__MANIFEST, f->path[DT__TEMP], "manifest.json");
     return dt_error(c->ctx);
-}
-
-/* Fails the context if the writer has recorded a failure. */
-static dt_status dt__writer_check(dt_checkpoint *c) {
-    if (!c->writer->why[0] || dt_error(c->ctx) != DT_OK) return dt_error(c->ctx);
-    return dt_fail(c->ctx, DT_ERR_IO, "%s: %s", c->what, c->writer->why);
 }
 
 /* [collective: world] Rank 0 creates the files and writes their headers. The other ranks then open
    these files. If a rank does not find a file, the ranks do not share the folder, and the rank
    fails. */
 static dt_status dt__save_create_files(dt_checkpoint *c) {
-    dt__writer *w = c->writer;
+    dt__files *f = &c->files;
+    dt__writer *w = &f->writer;
+    const char *temp = f->path[DT__TEMP];
     int first = dt_ctx_rank(c->ctx) == 0;
     errno = 0;
-    w->created =
-        first && !c->export_desc && !w->why[0] && w->io.make_folder(w->io.user, w->temp) == 0;
-    if (first && !c->export_desc && !w->created) dt__writer_fail(w, w->temp, "making the folder");
-    for (int f = 0; f < c->files && first; f++) {
-        w->fd[f] = dt__writer_create(w, w->path[f], c->w[f]->file[0].bytes);
-        w->created |= w->fd[f] >= 0;
-        if (w->fd[f] >= 0)
-            dt__writer_put(
-                w, w->path[f], w->fd[f], c->w[f]->file[0].header, dt__header_bytes(c->w[f]), 0);
+    c->created = first && !c->export_desc && !w->why[0] && w->io.make_folder(w->io.user, temp) == 0;
+    if (first && !c->export_desc && !c->created) dt__writer_fail(w, temp, "making the folder");
+    for (int i = 0; i < c->n_files && first; i++) {
+        f->fd[i] = dt__writer_create(w, f->path[i], c->w[i]->file[0].bytes);
+        c->created |= f->fd[i] >= 0;
+        dt__writer_write(
+            w, f->path[i], f->fd[i], c->w[i]->file[0].header, dt__header_bytes(c->w[i]), 0);
     }
-    if (dt__writer_check(c) != DT_OK || dt_barrier(c->zero->mesh.world) != DT_OK)
+    if (dt__files_check(c->ctx, f, c->what) != DT_OK || dt_barrier(c->zero->mesh.world) != DT_OK)
         return dt_error(c->ctx);
-    for (int f = 0; f < c->files && !first; f++) {
+    for (int i = 0; i < c->n_files && !first; i++) {
         errno = 0;
-        w->fd[f] = w->io.open(w->io.user, w->path[f], DT_IO_WRITE);
-        int64_t size = w->fd[f] >= 0 ? w->io.size(w->io.user, w->fd[f]) : -1;
-        if (w->fd[f] >= 0 && size < 0) dt__writer_fail(w, w->path[f], "size");
-        int missing = w->fd[f] < 0 ? dt__io_absent() : size >= 0 && size != c->w[f]->file[0].bytes;
+        int fd = f->fd[i] = w->io.open(w->io.user, f->path[i], DT_IO_WRITE);
+        int64_t size = fd >= 0 ? w->io.size(w->io.user, fd) : -1;
+        if (fd >= 0 && size < 0) dt__writer_fail(w, f->path[i], "size");
+        int missing = fd < 0 ? dt__io_absent() : size >= 0 && size != c->w[i]->file[0].bytes;
         if (missing)
             return dt_fail(c->ctx, DT_ERR_IO,
                 "%s: this rank does not see the %s that rank 0 has made: all "
                 "ranks must share the folder",
-                c->what, w->path[f]);
-        if (w->fd[f] < 0) dt__writer_fail(w, w->path[f], "open");
+                c->what, f->path[i]);
+        if (fd < 0) dt__writer_fail(w, f->path[i], "open");
     }
-    return dt__writer_check(c);
+    return dt__files_check(c->ctx, f, c->what);
 }
 
-/* Cleans up after a save, successful or not. If the writer's thread was abandoned, frees no memory
-   of the writer, because the thread may still use it. */
+/* Cleans up after a save, successful or not. */
 static void dt__save_end(dt_checkpoint *c) {
-    dt__writer *w = c->writer;
+    dt__files *f = &c->files;
+    dt__files_close(c->ctx, f, DT__LOCK);
     dt__list_free(c);
     c->saving = DT__SAVE_IDLE;
-    if (w->abandoned) return;
-    for (int f = 0; f < DT__CKPT_FILES; f++) {
-        if (w->fd[f] >= 0) w->io.close(w->io.user, w->fd[f]);
-        w->fd[f] = -1;
-    }
-    dt__staging_reuse(w);
-    dt_free(c->ctx, DT_MEM_HOST, w->manifest, w->manifest_capacity);
-    w->manifest = NULL;
+    dt__staging_reuse(c);
+    dt_free(c->ctx, DT_MEM_HOST, c->manifest, c->manifest_capacity);
+    c->manifest = NULL;
     if (c->export_desc) return;
-    if (dt_error(c->ctx) != DT_OK && w->created) dt__ckpt_remove(&w->io, w->temp);
-    w->created = 0;
+    /* not after the thread was abandoned, because removing may hang too */
+    if (dt_error(c->ctx) != DT_OK && c->created && !(f->thread && f->thread->abandoned))
+        dt__ckpt_remove(&f->writer.io, f->path[DT__TEMP]);
+    c->created = 0;
 }
 
-/* Starts the writer, on a thread of its own if the save is in the background. If no thread can be
-   started, the function writes everything before it returns, and logs a notice. */
-static void dt__save_start(dt_checkpoint *c, int committing) {
-    dt__writer *w = c->writer;
-    c->progress_seen = -1;
-    dt__writer_start(w, committing);
-    if (c->desc.background && !w->has_thread && !committing)
+/* Starts c->ops. `background`: on the I/O thread, if there is one; else on this thread. */
+static void dt__save_request(dt_checkpoint *c, int saving) {
+    memset(&c->request, 0, sizeof c->request);
+    c->request.files = &c->files;
+    c->request.ops = c->ops;
+    c->request.n_ops = c->n_ops;
+    c->request.background = 1;
+    c->saving = saving;
+    dt__io_start(&c->request);
+}
+
+/* Writes the staged bytes, if the save is in the background; then syncs and closes the files. If no
+   thread can be started, the function writes everything before it returns, and logs a notice. */
+static void dt__save_start(dt_checkpoint *c) {
+    for (int i = 0; i < c->n_files; i++)
+        dt__save_add_op(c, (dt__file_op){ DT__OP_CLOSE, i, i, NULL, 0, 0 });
+    if (dt_error(c->ctx) != DT_OK) return;
+    if (c->staged && !c->files.thread && !dt__io_join(c->zero, &c->files, 1))
         dt_log(c->ctx, DT_LOG_NOTICE,
-            "%s: no thread to write it in the background: it was written at once", w->final);
+            "%s: no thread to write it in the background: it was written at once",
+            c->files.path[DT__FINAL]);
+    dt__save_request(c, DT__SAVE_WRITING);
+}
+
+static void dt__save_add_file(dt_checkpoint *c, int file, char *text, size_t bytes) {
+    int64_t n = (int64_t)bytes;
+    dt__save_add_op(c, (dt__file_op){ DT__OP_CREATE, file, file, NULL, n, 0 });
+    dt__save_add_op(c, (dt__file_op){ DT__OP_WRITE, file, file, text, n, 0 });
+    dt__save_add_op(c, (dt__file_op){ DT__OP_CLOSE, file, file, NULL, 0, 0 });
+}
+
+/* Rank 0 commits the checkpoint, after all ranks' bytes are on the disk. The rename is the instant
+   of the commit. */
+static void dt__save_commit(dt_checkpoint *c) {
+    c->n_ops = 0;
+    if (c->config_json) dt__save_add_file(c, DT__CONFIG, c->config_json, strlen(c->config_json));
+    dt__save_add_file(c, DT__MANIFEST, c->manifest, c->manifest_bytes);
+    dt__save_add_op(c, (dt__file_op){ DT__OP_SYNC_FOLDER, DT__TEMP, DT__TEMP, NULL, 0, 0 });
+    dt__save_add_op(c, (dt__file_op){ DT__OP_RENAME, DT__TEMP, DT__FINAL, NULL, 0, 0 });
+    dt__save_add_op(c, (dt__file_op){ DT__OP_KEEP, DT__FINAL, DT__FINAL, NULL, c->desc.keep, 0 });
+    if (dt_error(c->ctx) == DT_OK) dt__save_request(c, DT__SAVE_COMMITTING);
 }
 
 static dt_status dt__save_wait(dt_checkpoint *c);
 dt_status dt_checkpoint_save(dt_checkpoint *c) {
     if (!c || dt_error(c->ctx) != DT_OK) return c ? dt_error(c->ctx) : DT_ERR_ARG;
     dt_zero *zero = c->zero;
-    dt__writer *w = c->writer;
     if (!c->desc.dir)
         return dt_fail(c->ctx, DT_ERR_ARG, "dt_checkpoint_save: dt_checkpoint_desc.dir is NULL");
     for (int u = 0; u < zero->n_buckets; u++)
@@ -4571,73 +4646,33 @@ dt_status dt_checkpoint_save(dt_checkpoint *c) {
                 "dt_checkpoint_save: after dt_zero_step and before the next backward, "
                 "for gradients are not saved");
     if (dt__save_wait(c) != DT_OK) return dt_error(c->ctx);
-    w->background = c->desc.background;
-    if (dt__save_name(c) == DT_OK && dt__list_make(c, w->temp) == DT_OK &&
+    c->staged = c->desc.background;
+    if (dt__save_name(c) == DT_OK && dt__list_make(c) == DT_OK &&
         dt__save_create_files(c) == DT_OK && dt__save_write(c) == DT_OK &&
         dt__save_digests(c) == DT_OK &&
         (dt_ctx_rank(c->ctx) != 0 || dt__manifest_make(c) == DT_OK)) {
-        c->saving = DT__SAVE_WRITING;
-        dt__save_start(c, 0);
-        /* desc.background is equal on all ranks; w->background may differ between ranks */
+        dt__save_start(c);
         if (!c->desc.background) dt__save_wait(c);
     }
     if (dt_error(c->ctx) != DT_OK) dt__save_end(c);
     return dt_error(c->ctx);
 }
 
-/* Waits for the writer's thread, at most dt__disk_timeout. After that time abandons the thread,
-   which hangs in a disk access. */
-static void dt__writer_join(dt_checkpoint *c) {
-    dt__writer *w = c->writer;
-    const dt_host *host = dt_ctx_host(c->ctx);
-    double limit = dt__disk_timeout(c->ctx);
-    dt__stopwatch watch = dt__stopwatch_start(host, limit);
-    while (w->has_thread && !__atomic_load_n(&w->done, __ATOMIC_ACQUIRE) && !w->abandoned) {
-        if (dt__waited(&watch) > limit) w->abandoned = 1;
-        host->sleep(host->user, 1e-4);
-    }
-    if (w->has_thread && w->abandoned)
-        pthread_detach(w->thread);
-    else if (w->has_thread)
-        pthread_join(w->thread, NULL);
-    w->has_thread = 0;
-}
-
-/* If the writer's thread has made no progress for dt__disk_timeout, abandons the thread and fails.
-   Without this check, a caller could poll for ever. */
-static void dt__writer_watch(dt_checkpoint *c) {
-    dt__writer *w = c->writer;
-    const dt_host *host = dt_ctx_host(c->ctx);
-    double limit = dt__disk_timeout(c->ctx);
-    int64_t progress = __atomic_load_n(&w->progress, __ATOMIC_RELAXED);
-    if (progress != c->progress_seen) {
-        c->watch = dt__stopwatch_start(host, limit);
-        c->watch.max_gap = limit / 8; /* polls may be further apart than DT__MAX_CLOCK_GAP_S */
-    }
-    c->progress_seen = progress;
-    if (dt__waited(&c->watch) <= limit) return;
-    w->abandoned = 1;
-    dt_fail(c->ctx, DT_ERR_TIMEOUT, "%s: %s: no answer from the disk within %g s", c->what,
-        w->final, limit);
-}
-
 int dt_checkpoint_poll(dt_checkpoint *c) {
     if (!c || dt_error(c->ctx) != DT_OK || c->saving == DT__SAVE_IDLE) return 1;
-    dt__writer *w = c->writer;
     dt_comm *world = dt_world(c->ctx); /* not zero->mesh.world, because zero may be freed */
-    double finished = __atomic_load_n(&w->done, __ATOMIC_ACQUIRE), all[2] = { finished, 0 };
-    if (finished > 0 && w->why[0]) all[1] = 1;
-    if (finished == 0) dt__writer_watch(c);
+    int finished = !dt__io_pending(c->ctx, &c->request);
+    double all[2] = { (double)finished, finished && c->files.writer.why[0] ? 1.0 : 0.0 };
     if (dt_sum_doubles(world, all, 2) == DT_OK && all[0] < dt_comm_size(world)) return 0;
-    dt__writer_join(c);
-    if (dt_error(c->ctx) == DT_OK && all[1] > 0 && dt__writer_check(c) == DT_OK)
+    if (dt_error(c->ctx) == DT_OK && all[1] > 0 &&
+        dt__files_check(c->ctx, &c->files, c->what) == DT_OK)
         dt_barrier(world); /* fails, because another rank has failed */
     if (dt_error(c->ctx) == DT_OK && c->saving == DT__SAVE_WRITING) {
         c->saving = DT__SAVE_COMMITTING;
-        if (dt_ctx_rank(c->ctx) == 0) dt__save_start(c, 1);
+        if (dt_ctx_rank(c->ctx) == 0) dt__save_commit(c);
         return 0;
     }
-    if (dt_error(c->ctx) == DT_OK) memcpy(c->path, w->final, sizeof c->path);
+    if (dt_error(c->ctx) == DT_OK) memcpy(c->path, c->files.path[DT__FINAL], sizeof c->path);
     dt__save_end(c);
     return 1;
 }
@@ -4650,36 +4685,25 @@ static dt_status dt__save_wait(dt_checkpoint *c) {
     return dt_error(c->ctx);
 }
 
-/* ---- opening and closing ---- */
-
-/* Calls fsync on the parent of the folder DIR, which makes the name DIR durable. Every job does so,
-   because the job that created DIR may have been killed before its fsync. If this job has no
-   permission to read the parent (EACCES), the fsync is skipped. */
-static void dt__dir_sync_parent(dt__writer *w) {
-    char above[DT__CKPT_PATH];
-    const char *slash = strrchr(w->dir, '/');
-    snprintf(
-        above, sizeof above, "%.*s", slash ? (int)(slash - w->dir) + 1 : 1, slash ? w->dir : ".");
-    dt__writer_sync_dir(w, above, EACCES);
-}
+// ==== 21. Checkpoints: opening, closing, export =================================================
 
 /* On rank 0: creates the folder DIR if it is missing, locks it, and removes .tmp folders that
    killed jobs have left in it. */
 static void dt__dir_lock(dt_checkpoint *c) {
-    dt__writer *w = c->writer;
-    char path[DT__CKPT_PATH], text[400] = "", host[200] = "";
-    dt__writer_path(w, path, w->dir, "lock");
+    dt__writer *w = &c->files.writer;
+    const char *dir = c->files.path[DT__DIR], *path = c->files.path[DT__LOCK];
+    char text[400] = "", host[200] = "";
+    dt__files_path(&c->files, DT__LOCK, dir, "lock");
     errno = 0;
     int fd = w->why[0] ? -1 : w->io.open(w->io.user, path, DT_IO_LOCK);
     if (fd < 0 && errno == ENOENT && !w->why[0]) {
         errno = 0;
-        if (w->io.make_folder(w->io.user, w->dir) != 0)
-            dt__writer_fail(w, w->dir, "making the folder");
+        if (w->io.make_folder(w->io.user, dir) != 0) dt__writer_fail(w, dir, "making the folder");
         errno = 0;
         fd = w->why[0] ? -1 : w->io.open(w->io.user, path, DT_IO_LOCK);
     }
     if (fd < 0) dt__writer_fail(w, path, "open");
-    c->lock = fd;
+    c->files.fd[DT__LOCK] = fd;
     if (fd < 0) return;
     errno = 0;
     int taken = w->io.lock(w->io.user, fd);
@@ -4687,23 +4711,25 @@ static void dt__dir_lock(dt_checkpoint *c) {
         int64_t n = w->io.pread(w->io.user, fd, text, sizeof text - 1, 0);
         text[n > 0 ? strcspn(text, "\n") : 0] = 0;
         snprintf(w->why, sizeof w->why,
-            "%s: %.100s saves there already: two jobs cannot share a folder", w->dir,
+            "%s: %.100s saves there already: two jobs cannot share a folder", dir,
             text[0] ? text : "another process");
         return;
     }
     if (taken != 0)
         dt_log(c->ctx, DT_LOG_NOTICE, "%s: no locks there (%s): a second job would not be noticed",
-            w->dir, dt__io_reason());
+            dir, dt__io_reason());
     dt__read_text(&w->io, "/proc/sys/kernel/hostname", host, sizeof host);
     host[strcspn(host, "\n")] = 0;
     snprintf(c->lock_text, sizeof c->lock_text, "process %ld on %.200s\n%.6f\n", (long)getpid(),
         host[0] ? host : "a host without a name",
         dt_ctx_host(c->ctx)->now(dt_ctx_host(c->ctx)->user));
     w->io.resize(w->io.user, fd, 0);
-    dt__writer_put(w, path, fd, c->lock_text, (int64_t)strlen(c->lock_text), 0);
-    dt__dir_sync_parent(w);
-    dt__tmp_sweep sweep = { &w->io, w->dir };
-    w->io.list_folder(w->io.user, w->dir, dt__tmp_sweep_one, &sweep);
+    dt__writer_write(w, path, fd, c->lock_text, (int64_t)strlen(c->lock_text), 0);
+    /* Makes the name DIR durable. Every job does so, because the job that created DIR may have been
+       killed before its fsync. EACCES: this job may have no permission to read the parent. */
+    dt__writer_sync_parent(w, dir, EACCES);
+    dt__tmp_sweep sweep = { &w->io, dir };
+    w->io.list_folder(w->io.user, dir, dt__tmp_sweep_one, &sweep);
 }
 
 static int dt__by_extra_state_name(const void *user, uint32_t a, uint32_t b) {
@@ -4772,16 +4798,11 @@ static dt_status dt__checkpoint_desc_check(dt_ctx *ctx, const dt_checkpoint_desc
 /* Frees the checkpoint. Called by dt_checkpoint_close, or when the context is freed. */
 static void dt__ckpt_free(dt_ctx *ctx, void *user) {
     dt_checkpoint *c = (dt_checkpoint *)user;
-    dt__writer *w = c->writer;
-    if (w) dt__writer_join(c);
-    if (w) dt__save_end(c);
-    /* keep the lock if the thread was abandoned: the thread may still write to the folder */
-    if (w && c->lock >= 0 && !w->abandoned) w->io.close(w->io.user, c->lock);
-    if (w && !w->abandoned) {
-        dt__staging_free(c);
-        dt__string_free(ctx, w->config_json);
-        dt_free(ctx, DT_MEM_HOST, w, sizeof *w);
-    }
+    dt__save_end(c);
+    dt__files_close(ctx, &c->files, DT__PATHS);
+    dt__io_leave(ctx, &c->files.thread);
+    dt__staging_free(c);
+    dt__string_free(ctx, c->config_json);
     dt__string_free(ctx, c->config);
     dt_free(ctx, DT_MEM_HOST, c, sizeof *c);
 }
@@ -4800,29 +4821,20 @@ dt_checkpoint *dt_checkpoint_open(dt_zero *zero, dt_checkpoint_desc desc) {
     c->ctx = ctx;
     c->zero = zero;
     c->desc = desc;
-    c->files = DT__CKPT_FILES;
-    c->lock = -1;
+    c->n_files = DT__CKPT_FILES;
     c->newest_known = dt__ckpt_none;
-    c->writer = (dt__writer *)dt__host_zeroed(ctx, sizeof *c->writer, "a checkpoint");
-    if (c->writer) {
-        dt__writer *w = c->writer;
-        w->io = *io;
-        w->fd[DT__MODEL] = w->fd[DT__OPTIM] = -1;
-        w->keep = desc.keep;
-        w->config_json = desc.config_json
-                             ? dt__concat_text(ctx, desc.config_json, strlen(desc.config_json), "")
-                             : NULL;
-        if (desc.dir && !*desc.dir)
-            dt_fail(ctx, DT_ERR_ARG, "dt_checkpoint_open: a folder without a name");
-        if (desc.dir && snprintf(w->dir, sizeof w->dir, "%s", desc.dir) >= (int)sizeof w->dir)
-            dt_fail(
-                ctx, DT_ERR_ARG, "dt_checkpoint_open: %.80s...: the path is too long", desc.dir);
-        for (size_t n = strlen(w->dir); n > 1 && w->dir[n - 1] == '/'; n--) w->dir[n - 1] = 0;
-        if (desc.dir && dt_ctx_rank(ctx) == 0 && dt_error(ctx) == DT_OK) dt__dir_lock(c);
-        c->what = "dt_checkpoint_open";
-        dt__writer_check(c);
-        c->what = "dt_checkpoint_save";
-    }
+    dt__files_init(ctx, &c->files);
+    if (desc.config_json)
+        c->config_json = dt__concat_text(ctx, desc.config_json, strlen(desc.config_json), "");
+    char *dir = c->files.path[DT__DIR];
+    if (desc.dir && !*desc.dir)
+        dt_fail(ctx, DT_ERR_ARG, "dt_checkpoint_open: a folder without a name");
+    if (desc.dir && snprintf(dir, DT__PATH_BYTES, "%s", desc.dir) >= DT__PATH_BYTES)
+        dt_fail(ctx, DT_ERR_ARG, "dt_checkpoint_open: %.80s...: the path is too long", desc.dir);
+    for (size_t n = strlen(dir); n > 1 && dir[n - 1] == '/'; n--) dir[n - 1] = 0;
+    if (desc.dir && dt_ctx_rank(ctx) == 0 && dt_error(ctx) == DT_OK) dt__dir_lock(c);
+    dt__files_check(ctx, &c->files, "dt_checkpoint_open");
+    c->what = "dt_checkpoint_save";
     for (int i = 0; i < dt_param_count(ctx) && dt_error(ctx) == DT_OK; i++) {
         dt_weight_map p; /* check the names now, because the first save may be hours later */
         dt__ckpt_map_weight(c, dt_param_get(ctx, i), &p);
@@ -4841,24 +4853,18 @@ dt_checkpoint *dt_checkpoint_open(dt_zero *zero, dt_checkpoint_desc desc) {
 /* Exports the parameters to the file `path`. `c` is a checkpoint that has one file and no
    folder. */
 static dt_status dt__export(dt_checkpoint *c, const char *path) {
-    dt__writer *w = c->writer;
-    const char *slash = strrchr(path, '/');
-    if (snprintf(w->final, sizeof w->final, "%s", path) >= (int)sizeof w->final - 4)
+    dt__files *f = &c->files;
+    dt_comm *world = c->zero->mesh.world;
+    if (snprintf(f->path[DT__MODEL], DT__PATH_BYTES, "%s.tmp", path) >= DT__PATH_BYTES)
         return dt_fail(c->ctx, DT_ERR_ARG, "dt_zero_export: %.80s...: the path is too long", path);
-    snprintf(w->path[DT__MODEL], sizeof w->path[DT__MODEL], "%.1019s.tmp", w->final);
-    snprintf(
-        w->dir, sizeof w->dir, "%.*s", slash ? (int)(slash - path) + 1 : 1, slash ? path : ".");
-    if (dt__list_make(c, w->path[DT__MODEL]) != DT_OK || dt__save_create_files(c) != DT_OK ||
+    if (dt__list_make(c) != DT_OK || dt__save_create_files(c) != DT_OK ||
         dt__save_write(c) != DT_OK || dt__save_digests(c) != DT_OK)
         return dt_error(c->ctx);
-    dt__writer_flush(w);
-    if (dt__writer_check(c) != DT_OK || dt_barrier(c->zero->mesh.world) != DT_OK)
+    dt__save_start(c);
+    if (dt__files_check(c->ctx, f, c->what) != DT_OK || dt_barrier(world) != DT_OK)
         return dt_error(c->ctx);
-    errno = 0;
-    if (dt_ctx_rank(c->ctx) == 0 && w->io.rename(w->io.user, w->path[DT__MODEL], w->final) != 0)
-        dt__writer_fail(w, w->final, "rename");
-    if (dt_ctx_rank(c->ctx) == 0) dt__writer_sync_dir(w, w->dir, 0);
-    return dt__writer_check(c) == DT_OK ? dt_barrier(c->zero->mesh.world) : dt_error(c->ctx);
+    if (dt_ctx_rank(c->ctx) == 0) dt__writer_rename(&f->writer, f->path[DT__MODEL], path, 0);
+    return dt__files_check(c->ctx, f, c->what) == DT_OK ? dt_barrier(world) : dt_error(c->ctx);
 }
 
 dt_status dt_zero_export(dt_zero *zero, const char *path, dt_export_desc desc) {
@@ -4869,19 +4875,16 @@ dt_status dt_zero_export(dt_zero *zero, const char *path, dt_export_desc desc) {
     c.zero = zero;
     c.ctx = zero->ctx;
     c.what = "dt_zero_export";
-    c.files = 1;
+    c.n_files = 1;
     c.export_desc = &desc;
     c.desc.map_weight = desc.map_weight;
     c.desc.user = desc.user;
-    c.writer = (dt__writer *)dt__host_zeroed(c.ctx, sizeof *c.writer, c.what);
-    if (!c.writer) return dt_error(c.ctx);
-    c.writer->io = *dt_ctx_io(c.ctx);
-    c.writer->fd[DT__MODEL] = c.writer->fd[DT__OPTIM] = -1;
+    dt__files_init(c.ctx, &c.files);
     dt__export(&c, path);
     dt__save_end(&c);
-    if (dt_error(c.ctx) != DT_OK && c.writer->created)
-        c.writer->io.remove(c.writer->io.user, c.writer->path[DT__MODEL]);
-    dt_free(c.ctx, DT_MEM_HOST, c.writer, sizeof *c.writer);
+    dt__staging_free(&c);
+    if (dt_error(c.ctx) != DT_OK && c.created)
+        c.files.writer.io.remove(c.files.writer.io.user, c.files.path[DT__MODEL]);
     return dt_error(c.ctx);
 }
 
@@ -4897,7 +4900,7 @@ dt_status dt_checkpoint_close(dt_checkpoint *c) {
     return dt_error(ctx);
 }
 
-// ==== 19. Checkpoints: loading ==================================================================
+// ==== 22. Checkpoints: loading ==================================================================
 
 /* A checkpoint that is being examined. The checks run in a separate context, `probe`, so that a
    damaged checkpoint does not fail the rank's own context. */
@@ -4907,10 +4910,10 @@ typedef struct dt__candidate {
     size_t bytes;
     dt_json *json;
     dt_weights *w[DT__CKPT_FILES];
-    char path[DT__CKPT_PATH];
-    char name[DT__CKPT_PATH + 32]; /* the manifest's path; `json` keeps a pointer to this text */
-    int state;                     /* DT__INTACT to DT__UNREADABLE */
-    char why[700];                 /* error text, unless `state` is DT__INTACT */
+    char path[DT__PATH_BYTES];
+    char name[DT__PATH_BYTES + 32]; /* the manifest's path; `json` keeps a pointer to this text */
+    int state;                      /* DT__INTACT to DT__UNREADABLE */
+    char why[700];                  /* error text, unless `state` is DT__INTACT */
 } dt__candidate;
 
 /* States of a checkpoint, from best to worst. If a checkpoint is DT__DAMAGED, an older checkpoint
@@ -4997,7 +5000,7 @@ static void dt__candidate_manifest(dt__candidate *f) {
     if (fd >= 0) io->close(io->user, fd);
     if (fd >= 0 || dt__io_absent() || f->probe->read_failed) return;
     f->state = DT__UNREADABLE; /* not DT__DAMAGED, because the folder's files may be intact */
-    snprintf(f->why, sizeof f->why, "%.*s: %s", DT__CKPT_PATH / 2, f->path, dt__io_reason());
+    snprintf(f->why, sizeof f->why, "%.*s: %s", DT__PATH_BYTES / 2, f->path, dt__io_reason());
 }
 
 /* Returns the digest that a JSON node contains. Returns 0 and fails if the node contains no
@@ -5015,7 +5018,7 @@ static uint64_t dt__candidate_hex(dt__candidate *f, int node) {
 /* Compares a file's size and digest with the manifest. The digest is of the header if the file is a
    safetensors file, else of the full content. `node` is the file's entry in the manifest. */
 static void dt__candidate_file(dt__candidate *f, int node, const char *name) {
-    char path[DT__CKPT_PATH + 264], *text = NULL;
+    char path[DT__PATH_BYTES + 264], *text = NULL;
     int64_t bytes = -1, header = -1;
     size_t read = 0;
     int ours = DT__CKPT_FILES;
@@ -5141,7 +5144,7 @@ static dt_status dt__candidate_next(
     dt__ckpt_id found = { -1, 0 };
     char name[64];
     if (dt_ctx_rank(c->ctx) == 0) {
-        if (dt__newest_below(&c->writer->io, dir, *at, &found) != 0 && errno != ENOENT)
+        if (dt__newest_below(&c->files.writer.io, dir, *at, &found) != 0 && errno != ENOENT)
             dt_fail(c->ctx, DT_ERR_IO, "dt_checkpoint_load: %s: %s", dir, dt__io_reason());
         broadcast[0] = (double)found.step;
         broadcast[1] = found.repeat;
@@ -5161,11 +5164,11 @@ static dt_status dt__candidate_next(
 /* Returns 1 if this job saves to `folder`. The same folder may have two different paths, so the
    function also returns 1 if the lock file in `folder` contains this job's lock_text. */
 static int dt__is_own_dir(const dt_checkpoint *c, const char *folder) {
-    const dt_io *io = &c->writer->io;
-    char path[DT__CKPT_PATH + 8], text[sizeof c->lock_text] = "";
+    const dt_io *io = &c->files.writer.io;
+    char path[DT__PATH_BYTES + 8], text[sizeof c->lock_text] = "";
     int64_t length = (int64_t)strlen(c->lock_text);
     int end;
-    if (length == 0 || strcmp(folder, c->writer->dir) == 0) return length > 0;
+    if (length == 0 || strcmp(folder, c->files.path[DT__DIR]) == 0) return length > 0;
     snprintf(path, sizeof path, "%s/lock", folder);
     int fd = io->open(io->user, path, DT_IO_READ);
     if (fd >= 0) dt__io_transfer(io, fd, 0, text, length, 0, &end);
@@ -5189,7 +5192,7 @@ static void dt__candidate_check_step(dt__candidate *f, int64_t name) {
 static void dt__candidate_note_newest(dt_checkpoint *c, const dt__candidate *f) {
     const char *slash = strrchr(f->path, '/'), *name = slash ? slash + 1 : f->path;
     dt__newest_scan n = { dt__ckpt_last, dt__ckpt_none };
-    char above[DT__CKPT_PATH];
+    char above[DT__PATH_BYTES];
     int bytes = slash > f->path ? (int)(slash - f->path) : 1; /* the folder of "/step-2" is "/" */
     snprintf(above, sizeof above, "%.*s", bytes, slash ? f->path : ".");
     if (dt_ctx_rank(c->ctx) != 0 || !dt__is_own_dir(c, above)) return;
@@ -5200,8 +5203,8 @@ static void dt__candidate_note_newest(dt_checkpoint *c, const dt__candidate *f) 
 /* Returns 1 if the folder `from` is a checkpoint: if it contains manifest.json or
    optim.safetensors. */
 static int dt__is_checkpoint(dt_checkpoint *c, const char *from) {
-    const dt_io *io = &c->writer->io;
-    char path[DT__CKPT_PATH + 32];
+    const dt_io *io = &c->files.writer.io;
+    char path[DT__PATH_BYTES + 32];
     for (int i = 0; i < 2; i++) {
         snprintf(path, sizeof path, "%s/%s", from, i ? dt__ckpt_names[DT__OPTIM] : "manifest.json");
         errno = 0;
@@ -5287,11 +5290,11 @@ static dt_status dt__load_fits(dt_checkpoint *c, dt__candidate *f) {
 static dt_status dt__manifest_check(dt_checkpoint *c) {
     dt__candidate f;
     memset(&f, 0, sizeof f);
-    snprintf(f.path, sizeof f.path, "%s", c->writer->final);
+    snprintf(f.path, sizeof f.path, "%s", c->files.path[DT__FINAL]);
     snprintf(f.name, sizeof f.name, "%s/manifest.json", f.path);
     if (!dt__candidate_open(c, &f)) return dt_error(c->ctx);
-    f.text = c->writer->manifest;
-    f.bytes = c->writer->manifest_bytes;
+    f.text = c->manifest;
+    f.bytes = c->manifest_bytes;
     dt__candidate_parse(&f);
     for (int k = 0; k < DT__CKPT_FILES; k++)
         dt_json_free(dt_json_parse(f.probe, dt__ckpt_names[k], c->w[k]->file[0].header + 8,
@@ -5429,10 +5432,12 @@ static dt_status dt__load_apply(dt_checkpoint *c, dt__candidate *f) {
     dt_ctx *ctx = c->ctx;
     dt_zero *zero = c->zero;
     dt_weights *w[DT__CKPT_FILES] = { NULL, NULL };
-    char path[DT__CKPT_PATH + 32];
+    char path[DT__PATH_BYTES + 32];
     if (!dt_json_int(f->json, dt_json_find(f->json, 0, "step"), &zero->step) || zero->step < 0)
         return dt_fail(ctx, DT_ERR_IO, "dt_checkpoint_load: %s: its step is no number", f->path);
-    if (dt__load_fits(c, f) != DT_OK || dt__list_make(c, f->path) != DT_OK ||
+    for (int k = 0; k < DT__CKPT_FILES; k++)
+        dt__files_path(&c->files, k, f->path, dt__ckpt_names[k]);
+    if (dt__load_fits(c, f) != DT_OK || dt__list_make(c) != DT_OK ||
         dt__load_tensors_fit(c, f) != DT_OK)
         return dt_error(ctx);
     dt__list_free(c);
@@ -5454,10 +5459,10 @@ static dt_status dt__load_apply(dt_checkpoint *c, dt__candidate *f) {
 
 int64_t dt_checkpoint_load(dt_checkpoint *c, const char *from) {
     dt__candidate f;
-    char dir[DT__CKPT_PATH];
+    char dir[DT__PATH_BYTES];
     memset(&f, 0, sizeof f);
     if (!c || dt_error(c->ctx) != DT_OK) return -1;
-    if (!from) from = c->writer->dir;
+    if (!from) from = c->files.path[DT__DIR];
     if (!*from || snprintf(dir, sizeof dir, "%s", from) >= (int)sizeof dir) {
         dt_fail(c->ctx, DT_ERR_ARG, "dt_checkpoint_load: from where? '%.80s'", from);
         return -1;

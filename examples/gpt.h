@@ -891,8 +891,8 @@ static inline dt_status gpt_cache_open(gpt_cache *c, gpt *m) {
                                                    .micros = 1,
                                                    .ranks = dt_comm_size(g.pp),
                                                    .chunks = gpt_stages(g) / dt_comm_size(g.pp) });
-    /* Reserve scratch for the longest sequence now, so that generation never allocates. */
-    dt_scratch(m->ctx, dt_attention_work(g.seq, D, g.dtype));
+    /* Reserve scratch for attention now, so that generation never allocates. */
+    dt_scratch(m->ctx, dt_attention_work(0, D, g.dtype));
     if (dt_error(m->ctx) != DT_OK) gpt_cache_close(c);
     return dt_error(m->ctx);
 }

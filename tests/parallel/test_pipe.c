@@ -203,7 +203,7 @@ static uint32_t data_key(const net *n, int micro) {
 static dt_tensor *run_layers(net *n, dt_tensor *x, int first, int end, int micro) {
     for (int i = first; i < end; i++) {
         layer_call call = { n, i, data_key(n, micro) + 5 };
-        dt_block_desc d = { n->j->layer[i].again, sizeof call };
+        dt_block_desc d = { .recompute = n->j->layer[i].again, .user_bytes = sizeof call };
         x = dt_block_at(n->ctx, run_layer, x, &call, d);
     }
     return x;

@@ -434,7 +434,8 @@ static dt_tensor *own_part_forward(dt_tensor *x, void *user) {
 
 static dt_tensor *own_block(
     dt_tensor *x, own_part p, int recompute, dt_tensor *(*run)(dt_tensor *x, void *user)) {
-    return dt_block_at(p.model->ctx, run, x, &p, (dt_block_desc){ recompute, sizeof p });
+    return dt_block_at(p.model->ctx, run, x, &p,
+        (dt_block_desc){ .recompute = recompute, .user_bytes = sizeof p });
 }
 
 /* Each layer, or each half of one, is a block. */

@@ -1157,7 +1157,7 @@ static void bench_attention(bench *b, heads h, int kind) {
     same(b, "dq", dq, to, g[0], nq, 16);
     same(b, "dk", dk, to, g[1], nk, 16);
     same(b, "dv", dv, to, g[2], nk, 16);
-    a.work_bytes--;
+    a.work_bytes = dt_attention_work(0, h.D, b->t) - 1; /* the forward's does not depend on TK */
     back.work_bytes--;
     CHECK(b->v->attention(&a) == DT_ERR_ARG && b->v->attention_back(&back) == DT_ERR_ARG);
     a.work_bytes = back.work_bytes = work_bytes;
@@ -1230,7 +1230,59 @@ static void bench_merge(bench *b, int64_t step, int backwards) {
     same(b, "dq by blocks of keys", dq, stat, g[0], nq, 16);
 }
 
+/* Flash attention equals naive attention, with whole and partial tiles and several blocks. */
+static void bench_flash_and_naive(bench *b, heads h, int kind) {
+    int add = kind & 1, wide = is_narrow(b->t) || (kind & 2); /* compares before rounding */
+    dt_dtype stat = is_narrow(b->t) ? DT_F32 : b->t, to = wide ? stat : b->t;
+    size_t nq = (size_t)(h.B * h.TQ * h.H * h.D), nk = (size_t)(h.B * h.TK * h.K * h.D),
+           rows = (size_t)(h.B * h.H * h.TQ), n[5] = { nq, rows, nq, nk, nk };
+    int32_t *ints = (int32_t *)keep(b, room(4 * 400 * sizeof(int32_t)));
+    for (int i = 0; i < 400; i++) {
+        ints[i] = i * 3 % 331 - (i % 17 == 5 ? 1000 : 0); /* some queries see no key */
+        ints[400 + i] = i * 2;
+        ints[800 + i] = i / 50, ints[1200 + i] = i / 70;
+    }
+    h.sight =
+        (dt_attention_mask){ !(kind & 4), kind & 8 ? ints : NULL, kind & 8 ? ints + 400 : NULL,
+            kind & 16 ? ints + 800 : NULL, kind & 16 ? ints + 1200 : NULL };
+    void *q = array(b, nq), *k = array(b, nk), *v = array(b, nk), *dout = array(b, nq), *r[2][5];
+    for (int i = 0; i < 5; i++) {
+        size_t bytes = n[i] * dt_dtype_size(i == 1 ? stat : to);
+        r[0][i] = array_of(b, i == 1 ? stat : to, n[i], 1);
+        r[1][i] = keep(b, room(bytes + 8));
+        memcpy(r[1][i], r[0][i], bytes);
+    }
+    size_t work_bytes = dt_attention_work(h.TK, h.D, b->t);
+    void *work = keep(b, room(work_bytes));
+    for (int naive = 0; naive < 2; naive++) {
+        void **x = r[naive], *scratch = naive ? NULL : work;
+        dt_attention_args a = { b->t, x[0], x[1], q, k, v, h.B, h.TQ, h.TK, h.H, h.K, h.D, 0.3,
+            h.sight, add, wide, scratch, work_bytes };
+        OK(b->v->attention(&a));
+        dt_attention_back_args g = { b->t, x[2], x[3], x[4], dout, r[0][0], r[0][1], q, k, v, h.B,
+            h.TQ, h.TK, h.H, h.K, h.D, 0.3, h.sight, add, add, add, wide, scratch, work_bytes };
+        OK(b->v->attention_back(&g));
+    }
+    static const char *const name[5] = { "flash out", "flash lse", "flash dq", "flash dk",
+        "flash dv" };
+    for (int i = 0; i < 5; i++) {
+        dt_dtype type = i == 1 ? stat : to;
+        double *want = doubles(b, n[i]);
+        for (size_t j = 0; j < n[i]; j++) want[j] = get(r[1][i], type, (int64_t)j);
+        same(b, name[i], r[0][i], type, want, n[i], i < 2 ? 4 : 32);
+    }
+}
+
 static void bench_all_attention(bench *b) {
+    static const heads tiles[3] = { { 1, 131, 131, 2, 1, 9, { 0, NULL, NULL, NULL, NULL } },
+        { 1, 1, 129, 4, 2, 65, { 0, NULL, NULL, NULL, NULL } },
+        { 1, 257, 66, 1, 1, 33, { 0, NULL, NULL, NULL, NULL } } };
+    for (int s = 0; s < 3; s++)
+        for (int kind = 0; kind < 32; kind += 3) {
+            int first = b->n_all;
+            bench_flash_and_naive(b, tiles[s], kind);
+            while (b->n_all > first) free(b->all[--b->n_all]);
+        }
     static const heads size[5] = { { 1, 1, 1, 1, 1, 1, { 0, NULL, NULL, NULL, NULL } },
         { 2, 19, 23, 4, 2, 3, { 0, NULL, NULL, NULL, NULL } },
         { 1, 37, 37, 3, 1, 17, { 0, NULL, NULL, NULL, NULL } },

@@ -528,7 +528,9 @@ static dt_tensor *stream_inside(dt_tensor *x, void *user) {
 static dt_tensor *build_stream(dt_tensor **in, fd_case *c) {
     dt_tensor *x = in[0];
     dt_ctx *ctx = x->ctx;
-    x = c->kind ? dt_block(ctx, stream_layer, x, in) : stream_layer(x, in);
+    /* under dt_no_grad too, x is read two blocks later */
+    x = c->kind ? dt_block_at(ctx, stream_layer, x, in, (dt_block_desc){ .keep = 1 })
+                : stream_layer(x, in);
     c->side = weigh(x, NULL);
     dt_tensor *y = dt_loss(dt_reshape(x, DT_SHAPE(1, 3, 5)), c->side, c->weight);
     if (c->kind == 2)

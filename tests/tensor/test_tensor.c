@@ -1034,7 +1034,7 @@ static void e_block_null(scene *s) {
     dt_block(s->ctx, into_nothing, s->x, NULL);
 }
 static void e_block_null_again(scene *s) {
-    dt_block_at(s->ctx, into_nothing, s->x, NULL, (dt_block_desc){ 1, 0 });
+    dt_block_at(s->ctx, into_nothing, s->x, NULL, (dt_block_desc){ .recompute = 1 });
 }
 static void e_tape_below(scene *s) { dt_tape(s->ctx, -1, 0); }
 static void e_tape_stage_below(scene *s) { dt_tape(s->ctx, 1, -2); }
@@ -2057,8 +2057,8 @@ static void rc_events(void) {
         dt_tensor *w = dt_param(ctx, "w", DT_SHAPE(5, 5), DT_NORMAL(1)), *x;
         dt_listen(ctx, &l);
         x = dt_block_at(ctx, rc_nested, noise_input(ctx, DT_F32, DT_SHAPE(2, 5), 1, 1), w,
-            (dt_block_desc){ 1, 0 });
-        x = weigh(dt_block_at(ctx, toy_block, x, w, (dt_block_desc){ 1, 0 }), NULL);
+            (dt_block_desc){ .recompute = 1 });
+        x = weigh(dt_block_at(ctx, toy_block, x, w, (dt_block_desc){ .recompute = 1 }), NULL);
         if (!halves)
             dt_backward(x);
         else
@@ -2072,27 +2072,44 @@ static void rc_events(void) {
     }
 }
 
-/* Under dt_no_grad a recomputed block keeps no activations and gives the same values. */
-static void rc_no_grad(void) {
-    char bits[2][96];
-    size_t peak[2];
-    for (int again = 0; again < 2; again++) {
-        meter m = METER;
-        dt_ctx *ctx = open_ctx(&m);
-        int64_t width = 9000;
-        dt_param(ctx, "w", DT_SHAPE(1), DT_ONES);
-        dt_no_grad(ctx, 1);
-        dt_tensor *x = noise_input(ctx, DT_F32, DT_SHAPE(1, 64), 3, 1);
-        for (int i = 0; i < 6; i++)
-            x = dt_block_at(ctx, thin_block, x, &width, (dt_block_desc){ again, 0 });
+/* Under dt_no_grad `layers` blocks of linear + gelu on (B,C) hold x, the product and y at a time,
+   recomputed or not. Returns the peak in bytes. With `residual` the block is added to its x. */
+static dt_tensor *ng_layer(dt_tensor *x, void *user) {
+    return dt_gelu(dt_linear(x, (dt_tensor *)user, NULL));
+}
+
+static size_t ng_peak(int layers, int recompute, int residual) {
+    meter m = METER;
+    dt_ctx *ctx = open_ctx(&m);
+    dt_tensor *w = dt_param(ctx, "w", DT_SHAPE(32, 32), DT_NORMAL(0.1));
+    size_t calls = 0;
+    dt_no_grad(ctx, 1);
+    for (int step = 0; step < 3; step++) {
+        calls = m.calls;
+        dt_tensor *x = noise_input(ctx, DT_F32, DT_SHAPE(4096, 32), 3, 1);
+        for (int i = 0; i < layers; i++) {
+            dt_tensor *y =
+                dt_block_at(ctx, ng_layer, x, w, (dt_block_desc){ .recompute = recompute });
+            x = residual ? dt_add(x, y) : y;
+        }
         CHECK(x && x->data && !x->needs_grad);
-        if (x) memcpy(bits[again], x->data, 96);
-        peak[again] = m.peak[DT_MEM_ACTS];
-        close_good(ctx, &m, "no_grad");
+        dt_reset(ctx);
     }
-    CHECK(memcmp(bits[0], bits[1], 96) == 0);
-    CHECK_MSG(peak[0] > 5 * peak[1], "without gradients: %zu bytes plain, %zu recomputed", peak[0],
-        peak[1]);
+    CHECK_MSG(
+        DT__ASAN || m.calls == calls, "no_grad: %zu allocations in the last step", m.calls - calls);
+    size_t peak = m.peak[DT_MEM_ACTS];
+    close_good(ctx, &m, "no_grad");
+    return peak;
+}
+
+static void rc_no_grad(void) {
+    size_t one = 4096 * 32 * sizeof(float);
+    for (int i = 0; i < 4; i++) {
+        size_t few = ng_peak(24, i & 1, i >> 1), more = ng_peak(48, i & 1, i >> 1);
+        CHECK_MSG(few <= 3 * one + 65536 && few == more,
+            "no_grad %d: a peak of %zu bytes for 24 layers, %zu for 48; an activation has %zu", i,
+            few, more, one);
+    }
 }
 
 // ---- the model
@@ -2244,6 +2261,39 @@ static void rc_square_root(void) {
     CHECK(none > 2.9 && root < 2.05 && acts[1][2] < acts[1][0] / 4);
 }
 
+/* Evaluation and generation hold as many activations for 8 layers as for 2, besides the KV cache. */
+static void ng_gpt(void) {
+    size_t peak[2][2];
+    for (int i = 0; i < 4; i++) {
+        meter m = METER;
+        dt_ctx *ctx = open_ctx(&m);
+        gpt_config c = { .layers = i & 1 ? 8 : 2,
+            .width = 48,
+            .heads = 4,
+            .kv_heads = 4,
+            .ffn = 192,
+            .seq = 32,
+            .vocab = 64 };
+        gpt model = gpt_register(ctx, c);
+        int32_t ids[128] = { 1 };
+        if (i < 2) {
+            dt_no_grad(ctx, 1);
+            dt_tensor *id = dt_input(ctx, DT_I32, DT_SHAPE(4, 32), ids);
+            CHECK(dt_item(gpt_loss(&model, id, id, 10)) > 0);
+        } else {
+            CHECK(gpt_generate(&model, ids, 3, 20, (gpt_sampling){ .temperature = 0 }) == DT_OK);
+        }
+        size_t cache = i < 2 ? 0 : (size_t)(2 * c.layers * c.seq * c.width) * sizeof(float);
+        peak[i >> 1][i & 1] = m.peak[DT_MEM_ACTS] - cache;
+        close_good(ctx, &m, "evaluation and generation");
+    }
+    for (int i = 0; i < 2; i++)
+        CHECK_MSG(peak[i][0] == peak[i][1], "%s: a peak of %zu bytes with 2 layers, %zu with 8",
+            i ? "generation" : "evaluation", peak[i][0], peak[i][1]);
+    printf("activations under dt_no_grad: evaluation %zu bytes, generation %zu\n", peak[0][1],
+        peak[1][1]);
+}
+
 // ---- errors
 
 typedef struct rc_fault {
@@ -2275,7 +2325,7 @@ static void rc_not_repeatable(void) {
             dt_ctx *ctx = open_ctx(&m);
             rc_fault f = { .g = rc_make(ctx, 0), .kind = kind };
             dt_tensor *x = noise_input(ctx, DT_F32, DT_SHAPE(4, 6), 2, 1);
-            x = weigh(dt_block_at(ctx, rc_faulty, x, &f, (dt_block_desc){ 1, 0 }), NULL);
+            x = weigh(dt_block_at(ctx, rc_faulty, x, &f, (dt_block_desc){ .recompute = 1 }), NULL);
             if (!halves)
                 dt_backward(x);
             else
@@ -2309,7 +2359,7 @@ static void rc_freed_tensor(void) {
         rc_fault f = { .g = rc_make(ctx, 0), .kind = kind };
         float host[24];
         dt_tensor *x = noise_input(ctx, DT_F32, DT_SHAPE(4, 6), 2, 1);
-        dt_tensor *y = dt_block_at(ctx, rc_keeper, x, &f, (dt_block_desc){ 1, 0 });
+        dt_tensor *y = dt_block_at(ctx, rc_keeper, x, &f, (dt_block_desc){ .recompute = 1 });
         CHECK(y && dt_read(y, host) == DT_OK && dt_gelu(y));
         if (kind == 0) CHECK(dt_gelu(f.kept) == NULL);
         if (kind == 1)
@@ -2318,9 +2368,10 @@ static void rc_freed_tensor(void) {
         if (kind == 2) CHECK(dt_read(f.kept, host) != DT_OK);
         if (kind == 3) CHECK(dt_backward(f.kept) != DT_OK);
         if (kind == 4)
-            CHECK(dt_block_at(ctx, rc_bare, f.kept, NULL, (dt_block_desc){ 1, 0 }) == NULL);
+            CHECK(
+                dt_block_at(ctx, rc_bare, f.kept, NULL, (dt_block_desc){ .recompute = 1 }) == NULL);
         if (kind == 5)
-            CHECK(dt_block_at(ctx, rc_giver, x, f.kept, (dt_block_desc){ 1, 0 }) == NULL);
+            CHECK(dt_block_at(ctx, rc_giver, x, f.kept, (dt_block_desc){ .recompute = 1 }) == NULL);
         if (kind == 6) { /* a tensor of the first run, used after the backward */
             dt_backward(weigh(y, NULL));
             CHECK(dt_write(f.kept, host) != DT_OK);
@@ -2330,6 +2381,73 @@ static void rc_freed_tensor(void) {
             "use %d: %s", kind, dt_error_text(ctx));
         close_ctx(ctx, &m, "a freed tensor");
     }
+}
+
+/* Under dt_no_grad a dropped tensor cannot be used: one made inside a block, and x and y of a block
+   once a later block runs on newer values. `keep` prevents the second. Two blocks may read one x. */
+static void ng_dropped(void) {
+    for (int kind = 0; kind < 5; kind++) {
+        meter m = METER;
+        dt_ctx *ctx = open_ctx(&m);
+        rc_fault f = { .g = rc_make(ctx, 0) };
+        dt_no_grad(ctx, 1);
+        dt_tensor *x = noise_input(ctx, DT_F32, DT_SHAPE(4, 6), 2, 1);
+        dt_tensor *y = dt_block_at(ctx, rc_keeper, x, &f, (dt_block_desc){ .keep = kind == 3 });
+        dt_tensor *z = dt_block(ctx, rc_bare, kind == 4 ? x : y, NULL);
+        CHECK(dt_add(y, z) && dt_error(ctx) == DT_OK);
+        CHECK(kind != 4 || dt_add(x, y));
+        dt_block(ctx, rc_bare, z, NULL);
+        if (kind >= 3) CHECK(dt_gelu(kind == 3 ? x : z) && (kind == 4 || dt_gelu(y)));
+        dt_tensor *gone[3] = { f.kept, x, y };
+        if (kind < 3) CHECK(dt_gelu(gone[kind]) == NULL);
+        CHECK_MSG(kind >= 3 ? dt_error(ctx) == DT_OK
+                            : dt_error(ctx) == DT_ERR_ARG &&
+                                  strstr(dt_error_text(ctx), "dropped under dt_no_grad") != NULL,
+            "dropped %d: %s", kind, dt_error_text(ctx));
+        close_ctx(ctx, &m, "dropped under no_grad");
+    }
+}
+
+static dt_tensor *ng_transient(dt_tensor *x, void *user) {
+    dt_tensor **kept = (dt_tensor **)user;
+    *kept = dt_new_transient(x->ctx, DT_F32, x->shape);
+    return dt_gelu(x);
+}
+
+/* A transient tensor is dropped when its block ends, and a later use says so. */
+static void ng_transient_dropped(void) {
+    meter m = METER;
+    dt_ctx *ctx = open_ctx(&m);
+    dt_tensor *kept = NULL, *x = noise_input(ctx, DT_F32, DT_SHAPE(4, 6), 2, 1);
+    CHECK(dt_block(ctx, ng_transient, x, &kept) && kept && !kept->data);
+    CHECK(dt_gelu(kept) == NULL && dt_error(ctx) == DT_ERR_ARG);
+    CHECK_MSG(strstr(dt_error_text(ctx), "gathered only inside its dt_block") != NULL, "%s",
+        dt_error_text(ctx));
+    close_ctx(ctx, &m, "a transient tensor");
+}
+
+/* A frozen backbone under dt_no_grad and a recorded head: later blocks under dt_no_grad do not drop
+   the features, which the backward of the head reads. */
+static void ng_features(void) {
+    char bits[2][512];
+    for (int later = 0; later < 2; later++) {
+        meter m = METER;
+        dt_ctx *ctx = open_ctx(&m);
+        rc_graph g = rc_make(ctx, 0);
+        dt_tensor *x = noise_input(ctx, DT_F32, DT_SHAPE(4, 6), 2, 1);
+        dt_no_grad(ctx, 1);
+        dt_tensor *h = dt_block(ctx, rc_bare, x, NULL);
+        dt_no_grad(ctx, 0);
+        dt_tensor *loss = weigh(dt_linear(h, g.w, NULL), NULL);
+        dt_no_grad(ctx, 1);
+        for (int i = 0; later && i < 3; i++) h = dt_block(ctx, rc_bare, h, NULL);
+        dt_no_grad(ctx, 0);
+        dt_backward(loss);
+        memset(bits[later], 0, sizeof bits[later]);
+        all_grads(ctx, bits[later]);
+        close_good(ctx, &m, "features");
+    }
+    CHECK(memcmp(bits[0], bits[1], sizeof bits[0]) == 0);
 }
 
 static dt_tensor *rc_from_nothing(dt_tensor *x, void *user) {
@@ -2352,7 +2470,7 @@ static void rc_no_input(void) {
         meter m = METER;
         dt_ctx *ctx = open_ctx(&m);
         rc_graph g = rc_make(ctx, 0);
-        dt_block_desc d = { again, 0 };
+        dt_block_desc d = { .recompute = again };
         dt_tensor *x = dt_block_at(ctx, rc_from_nothing, NULL, &g, d);
         CHECK(x && dt_block_at(ctx, rc_side_loss, x, &g, d) == x && dt_error(ctx) == DT_OK);
         dt_backward(weigh(dt_gelu(x), NULL));
@@ -2373,11 +2491,15 @@ static void test_recompute(void) {
     rc_same_bits();
     rc_events();
     rc_no_grad();
+    ng_gpt();
     rc_gpt_bits();
     rc_formula();
     rc_square_root();
     rc_not_repeatable();
     rc_freed_tensor();
+    ng_dropped();
+    ng_transient_dropped();
+    ng_features();
     rc_no_input();
 }
 

@@ -205,7 +205,7 @@ static void store_results(dt_ctx *ctx, const job *j, dt_zero *zero, left *l) {
         const dt__zero_bucket *z = &zero->buckets[u];
         size_t bytes = z->bucket->padded * dt_dtype_size(z->bucket->grad_dtype);
         for (int e = 0; e < 2 && !z->bucket->frozen; e++)
-            l->errors = dt__zero_digest(l->errors, z->errors[e], e ? bytes / (size_t)j->dp : bytes);
+            l->errors = dt__digest(l->errors, z->errors[e], e ? bytes / (size_t)j->dp : bytes);
     }
     for (int i = 0; host && i < j->params; i++) {
         const dt_tensor *t = dt_param_get(ctx, i);
